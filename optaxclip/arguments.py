@@ -1,0 +1,52 @@
+"""What is let in at the door: each check names the call, the argument and the value, and says what would be right."""
+
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+NONFINITE = ("propagate", "zero", "raise")
+ORDERS = "a number above 0, math.inf, 'rms' or 'average'"
+
+
+def check_number(argument: str, value: Any, *, lowest: float = 0.0) -> None:
+    """Refuses what is known to be no number, NaN, or below `lowest`. What only a traced program knows passes.
+
+    Raises:
+      TypeError: a bool, a string, or another thing that is no real number.
+      ValueError: NaN, or below `lowest`.
+    """
+    if isinstance(value, jax.core.Tracer):
+        if not jnp.issubdtype(value.dtype, jnp.floating) and not jnp.issubdtype(value.dtype, jnp.integer):
+            raise TypeError(f"{argument} must be a real number, got an array of {value.dtype}.")
+        return
+    if isinstance(value, (bool, str)) or not isinstance(value, (int, float, np.generic, np.ndarray, jax.Array)):
+        raise TypeError(f"{argument} must be a real number, got {value!r}.")
+    known = np.asarray(value)
+    if not (jnp.issubdtype(known.dtype, jnp.floating) or jnp.issubdtype(known.dtype, jnp.integer)):
+        raise TypeError(f"{argument} must be a real number, got {value!r}.")
+    known = known.astype(np.float64)
+    if np.isnan(known).any():
+        raise ValueError(f"{argument} must not be NaN, got {value!r}.")
+    if (known < lowest).any():
+        raise ValueError(f"{argument} must be at least {lowest:g}, got {value!r}.")
+
+
+def check_ord(call: str, ord: Any) -> None:
+    """Refuses what is no order of a norm."""
+    if ord in (None, "rms", "average"):
+        return
+    if isinstance(ord, jax.core.Tracer):
+        raise TypeError(f"{call}: ord must be known when the clipper is built; under inject_hyperparams name it in static_args.")
+    if isinstance(ord, (bool, str)) or not isinstance(ord, (int, float, np.number, jax.Array)):
+        raise ValueError(f"{call}: ord must be {ORDERS}, got {ord!r}.")
+    if math.isnan(float(ord)) or float(ord) <= 0:
+        raise ValueError(f"{call}: ord must be {ORDERS}, got {ord!r}.")
+
+
+def check_nonfinite(call: str, nonfinite: Any) -> None:
+    """Refuses an unknown policy for non-finite norms."""
+    if nonfinite not in NONFINITE:
+        raise ValueError(f"{call}: nonfinite must be one of {', '.join(map(repr, NONFINITE))}, got {nonfinite!r}.")

@@ -1,0 +1,73 @@
+"""What the clippers did, as numbers for a logger.
+
+Every clipper keeps its last norm, limit and scale in its state, so reading them costs no second pass over the gradients, inside jit or outside.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from . import prefix
+from .core import ClipState
+
+
+def metrics(opt_state: Any) -> dict[str, jax.Array]:
+    """The numbers of every clipper in an optimizer state, at any depth: in chain, masked, partition, MultiSteps, inject_hyperparams, apply_if_finite.
+
+    Args:
+      opt_state: the state of any optimizer that has a clipper in it; concrete or traced.
+
+    Returns:
+      A flat dict of float32 scalars:
+
+        clip/norm_before      the norm before clipping: it may well lie above the limit, and does not mean that clipping failed
+        clip/limit            what it was held against; inf where there is none
+        clip/scale            what the updates were multiplied by; 1 where nothing was done
+        clip/norm_after       norm_before * scale
+        clip/clipped_share    clipped steps over all steps, in [0, 1]
+        clip/clipped_count    steps that were clipped
+        clip/nonfinite_count  steps whose norm was NaN or inf
+
+      A clipper with one norm for each tensor or group adds the path: `clip/norm_before/blocks/w`. Of units and stacked layers the one furthest over its limit is shown, and the
+      share is the mean over all. Several clippers are told apart by the keys on the way to them (of `named_chain`, `partition`) and by a number: `clip_0`, `clip_1`.
+
+    Example:
+      >>> import optax, optaxclip
+      >>> optimizer = optax.chain(optaxclip.clip_by_global_norm(1.0), optax.sgd(0.1))
+      >>> grads = jnp.array([3.0, 4.0])
+      >>> _, state = optimizer.update(grads, optimizer.init(grads))
+      >>> print({name: float(value) for name, value in optaxclip.metrics(state).items() if "norm" in name})
+      {'clip/norm_before': 5.0, 'clip/norm_after': 1.0}
+    """
+    found = [(path, x) for path, x in jax.tree_util.tree_flatten_with_path(opt_state, is_leaf=_is_clip_state)[0] if _is_clip_state(x)]
+    titles = ["/".join(str(key.key) for key in path if isinstance(key, jax.tree_util.DictKey)) for path, _ in found]
+    report = {}
+    for place, (title, (_, state)) in enumerate(zip(titles, found)):
+        same = [i for i, other in enumerate(titles) if other == title]
+        number = f"_{same.index(place)}" if len(same) > 1 else ""
+        for name, where, value in _rows(state):
+            report["/".join(part for part in (f"clip{number}", title, name, where) if part)] = value
+    return report
+
+
+def _rows(state: ClipState) -> Iterator[tuple[str, str, jax.Array]]:
+    """(name, place, value) for each norm of one clipper."""
+    steps = jnp.maximum(state.step, 1).astype(jnp.float32)
+    fields = [jax.tree.leaves(field) for field in state[2:6]]
+    for (path, norm), limit, scale, clipped, nonfinite in zip(jax.tree_util.tree_flatten_with_path(state.norm)[0], *fields):
+        # Of several units the one to show. An infinite limit would hide all differences, so it counts as merely huge.
+        worst = jnp.argmax(norm / jnp.clip(limit, 2.0**-60, 2.0**60))
+        norm, limit, scale = (x.reshape(-1)[worst].astype(jnp.float32) for x in (norm, limit, scale))
+        yield "norm_before", prefix.name(path), norm
+        yield "limit", prefix.name(path), limit
+        yield "scale", prefix.name(path), scale
+        yield "norm_after", prefix.name(path), norm * scale
+        yield "clipped_share", prefix.name(path), jnp.mean(clipped / steps)
+        yield "clipped_count", prefix.name(path), jnp.max(clipped).astype(jnp.float32)
+        yield "nonfinite_count", prefix.name(path), jnp.max(nonfinite).astype(jnp.float32)
+
+
+def _is_clip_state(x: Any) -> bool:
+    return isinstance(x, ClipState)

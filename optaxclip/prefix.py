@@ -1,0 +1,58 @@
+"""Tree prefixes: one value for a whole subtree of the updates.
+
+Limits, axes, stacked layers, labels and bounds may be given once for everything, or for each part of the tree, as deep as is wanted. A prefix
+is matched by key path, so a dict matches any mapping with the same keys, and `None` or `MaskedNode` in the updates needs no value.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+
+
+class Prefix(NamedTuple):
+    """A tree prefix as a flat table. It is hashable when its values are, so it can be a static argument of a jitted function."""
+
+    entries: tuple[tuple[Any, Any], ...]  # (key path, value)
+
+
+def is_hole(leaf: Any) -> bool:
+    """Is this a place in the tree where there is nothing: None, or a node without leaves such as `optax.MaskedNode`?"""
+    return not jax.tree.leaves(leaf)
+
+
+def name(path: Any) -> str:
+    """A key path as a user reads it: `blocks/0/w`."""
+    return jax.tree_util.keystr(path, simple=True, separator="/")
+
+
+def freeze(prefix: Any, is_leaf: Callable[[Any], bool]) -> Prefix:
+    """The table of a prefix; `is_leaf` says what counts as one value (None always does)."""
+    entries = jax.tree_util.tree_flatten_with_path(prefix, is_leaf=lambda x: x is None or is_leaf(x))[0]
+    return Prefix(tuple(entries))
+
+
+def lookup(prefix: Prefix, tree: Any, argument: str) -> list[Any]:
+    """The value for each leaf of `tree`, in order.
+
+    Raises:
+      ValueError: a leaf has no value, or a value stands where the tree has no such part. The text names the argument and the path.
+    """
+    table = dict(prefix.entries)
+    values = []
+    paths = [path for path, _ in jax.tree_util.tree_flatten_with_path(tree)[0]]
+    for path in paths:
+        found = next((path[:depth] for depth in range(len(path) + 1) if path[:depth] in table), None)
+        if found is None:
+            raise ValueError(f"{argument} has no value for the leaf {name(path)!r}: it has {_shown(table)}.")
+        values.append(table[found])
+    holes = [path for path, leaf in jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_hole)[0] if is_hole(leaf)]
+    for key in table:
+        fits_leaf = any(path[: len(key)] == key for path in paths + holes)
+        if not fits_leaf and not any(key[: len(path)] == path for path in holes):
+            raise ValueError(f"{argument} has a value for {name(key)!r}, but the updates have no such part.")
+    return values
+
+
+def _shown(table: dict[Any, Any]) -> str:
+    return ", ".join(repr(name(path)) for path in table) or "none at all"
