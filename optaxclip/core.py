@@ -179,12 +179,10 @@ def _decide(rule, shrink, nonfinite, eps, norm, params_norm, old):
     finite = jnp.isfinite(norm)
     limit, memory = rule.update(norm, old.memory, old.step, params_norm)
     limit = _as_limit(limit, norm)
-    long = norm + jnp.asarray(eps).astype(norm.dtype)
-    short = shrink(long, limit)
-    after = jnp.where(short == long, norm, norm * _ratio(short, long))
-    after = jnp.where(finite, after, 0.0 if nonfinite == "zero" else jnp.nan)
     off = limit == jnp.inf
-    before, after = jnp.where(off, 1.0, norm), jnp.where(off, 1.0, after)
+    long = norm + jnp.asarray(eps).astype(norm.dtype)
+    short = jnp.where(finite, shrink(long, limit), 0.0 if nonfinite == "zero" else jnp.nan)
+    before, after = jnp.where(off, 1.0, long), jnp.where(off, 1.0, short)
     changed = finite & (after != before)
     scale = jnp.where(after == before, 1.0, jnp.where(after == 0, 0.0, _ratio(after, before)))
     new = ClipState(
