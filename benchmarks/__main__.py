@@ -1,0 +1,5 @@
+"""`python -m benchmarks`."""
+
+from .command import main
+
+main()

@@ -1,0 +1,78 @@
+"""Tables as markdown for people and as JSON for programs."""
+
+import json
+import os
+import platform
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+
+import optaxclip
+
+
+class Table(NamedTuple):
+    """What one benchmark found. A row may hold more than the columns name, such as raw times: that goes to the JSON only."""
+
+    title: str
+    columns: tuple[str, ...]
+    rows: list[dict[str, Any]]
+    note: str = ""
+
+
+def setting(quick: bool) -> dict[str, Any]:
+    """Where and with what the numbers were taken."""
+    return {
+        "quick": quick,
+        "platform": f"{platform.system()} {platform.machine()}",
+        "cpu_count": os.cpu_count(),
+        "device": f"{jax.default_backend()}: {jax.devices()[0].device_kind}",
+        "versions": {"python": platform.python_version(), "optaxclip": optaxclip.__version__}
+        | {name: _version(name) for name in ("jax", "jaxlib", "optax", "numpy", "torch")},
+    }
+
+
+def header(where: dict[str, Any]) -> str:
+    """The lines above the first table."""
+    versions = ", ".join(f"{name} {number or 'not installed'}" for name, number in where["versions"].items())
+    quick = "\n\nQUICK RUN: toy sizes, the numbers mean nothing." if where["quick"] else ""
+    return f"# Benchmarks\n\n{versions}; {where['platform']}, {where['cpu_count']} CPUs, {where['device']}. Times are ratios, medians over interleaved rounds.{quick}\n"
+
+
+def markdown(name: str, table: Table, seconds: float) -> str:
+    """A table to print, with the time it took to measure."""
+    lines = [
+        f"## `{name}`: {table.title}",
+        "",
+        _line(table.columns),
+        _line(["---"] * len(table.columns)),
+        *(_line([_shown(row.get(column)) for column in table.columns]) for row in table.rows),
+        "",
+        f"{table.note} Measured in {seconds:.0f} s.".strip(),
+        "",
+    ]
+    return "\n".join(lines)
+
+
+def write(path: Path, where: dict[str, Any], tables: dict[str, Table]) -> None:
+    """Writes the setting and all tables."""
+    content = where | {"tables": {name: table._asdict() for name, table in tables.items()}}
+    path.write_text(json.dumps(content, indent=1) + "\n")
+
+
+def _version(name: str) -> str | None:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return None
+
+
+def _line(cells: Any) -> str:
+    return f"| {' | '.join(cells)} |"
+
+
+def _shown(value: Any) -> str:
+    if value is None:
+        return "-"
+    return f"{value:.2f}" if isinstance(value, float) else str(value)

@@ -1,0 +1,64 @@
+"""Times that can be compared: all contestants in turns in one process, medians over rounds, ratios within a round.
+
+A machine that slows down for a while slows all contestants of a round, so a ratio within one round means more than two times taken apart. The first round, which warms
+caches and memory, is dropped, and each round starts with another contestant.
+"""
+
+import gc
+import time
+from collections.abc import Callable
+from statistics import median
+from typing import Any, NamedTuple
+
+import jax
+
+
+class Contestant(NamedTuple):
+    """What is timed, in a race against others."""
+
+    run: Callable[[], Any]  # returns what must be waited for
+    prepare: Callable[[], Any] = lambda: None  # puts back what `run` changed; not timed
+    calls: int = 1  # how often `run` does the work: the time is divided by it
+
+
+class Program(NamedTuple):
+    """A function compiled ahead of time."""
+
+    call: Callable[..., Any]
+    seconds: float  # to trace, lower and compile it
+    temporary: int  # bytes that it needs beside its arguments and results
+
+
+def race(contestants: dict[str, Contestant], rounds: int) -> dict[str, list[float]]:
+    """The seconds of each contestant in each round."""
+    names = list(contestants)
+    seconds: dict[str, list[float]] = {name: [] for name in names}
+    gc.collect()
+    for turn in range(rounds + 1):
+        first = turn % len(names)
+        for name in names[first:] + names[:first]:
+            taken = _seconds(contestants[name])
+            if turn:
+                seconds[name].append(taken)
+    return seconds
+
+
+def ratio(seconds: list[float], base: list[float]) -> float:
+    """The median over rounds of the ratio of two contestants."""
+    return median(one / other for one, other in zip(seconds, base, strict=True))
+
+
+def compiled(function: Callable[..., Any], *shapes: Any, donate: tuple[int, ...] = ()) -> Program:
+    """Compiles a function for arguments of the given shapes, with nothing remembered from earlier compilations."""
+    jax.clear_caches()
+    start = time.perf_counter()
+    call = jax.jit(function, donate_argnums=donate).lower(*shapes).compile()
+    seconds = time.perf_counter() - start
+    return Program(call, seconds, call.memory_analysis().temp_size_in_bytes)
+
+
+def _seconds(contestant: Contestant) -> float:
+    jax.block_until_ready(contestant.prepare())
+    start = time.perf_counter()
+    jax.block_until_ready(contestant.run())
+    return (time.perf_counter() - start) / contestant.calls

@@ -1,0 +1,90 @@
+"""The table of all public norm clippers, each with what it measures, written out in float64 NumPy."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import optaxclip
+
+LABELS = {"kernel": "matrix", "bias": "vector", "block": "matrix"}
+SHAPES = {"kernel": (5, 3), "bias": (7,), "block": {"conv": (2, 3, 4), "gain": ()}}
+
+
+class Case(NamedTuple):
+    build: Callable[..., Any]  # (limit, **options) -> clipper
+    parts: Callable[[Any], list[Any]]  # numpy tree -> the parts that are measured together, each a list of arrays
+    norm: Callable[[list[Any]], float] = lambda part: float(np.sqrt(sum(np.sum(np.abs(x) ** 2) for x in part)))
+    relative: bool = False  # is the limit a share of the weights' norm?
+
+
+def everything(tree):
+    return [jax.tree.leaves(tree)]
+
+
+def leaves(tree):
+    return [[leaf] for leaf in jax.tree.leaves(tree)]
+
+
+def units(tree):
+    def of(x):
+        if x.ndim <= 1:
+            return [x]
+        return [x[(slice(None), *index)] for index in np.ndindex(x.shape[1:])]
+
+    return [[unit] for leaf in jax.tree.leaves(tree) for unit in of(leaf)]
+
+
+def groups(tree):
+    return [[tree["block"]["conv"], tree["block"]["gain"], tree["kernel"]], [tree["bias"]]]
+
+
+def rms(part):
+    return float(np.sqrt(np.mean(np.abs(part[0]) ** 2)))
+
+
+def average(part):
+    return float(np.sqrt(np.sum(np.abs(part[0]) ** 2)) / part[0].size)
+
+
+CLIPPERS = {
+    "clip_by_global_norm": Case(optaxclip.clip_by_global_norm, everything),
+    "clip_by_tensor_norm": Case(optaxclip.clip_by_tensor_norm, leaves),
+    "clip_by_unit_norm": Case(optaxclip.clip_by_unit_norm, units),
+    "clip_by_group_norm": Case(lambda limit, **options: optaxclip.clip_by_group_norm(limit, LABELS, **options), groups),
+    "clip_by_tensor_rms": Case(optaxclip.clip_by_tensor_rms, leaves, rms),
+    "clip_by_average_norm": Case(optaxclip.clip_by_average_norm, leaves, average),
+    "adaptive_grad_clip": Case(optaxclip.adaptive_grad_clip, units, relative=True),
+    "adaptive_grad_clip per tensor": Case(lambda limit, **options: optaxclip.adaptive_grad_clip(limit, per_tensor=True, **options), leaves, relative=True),
+}
+
+DTYPES = ("float32", "bfloat16", "float16", "complex64", "mixed", "float64")
+
+
+def random_tree(dtype: str, seed: int = 0, scale: float = 1.0) -> Any:
+    """Random, non-square, non-uniform. "mixed" gives every leaf a dtype of its own."""
+    random = np.random.default_rng(seed)
+    mixed = iter(("bfloat16", "float32", "complex64", "float16"))
+
+    def leaf(shape):
+        kind = next(mixed) if dtype == "mixed" else dtype
+        values = random.standard_normal(shape) * np.exp(random.standard_normal(shape)) * scale
+        if kind == "complex64":
+            values = values + 1j * random.standard_normal(shape) * scale
+        return jnp.asarray(values, kind)
+
+    return jax.tree.map(leaf, SHAPES, is_leaf=lambda x: isinstance(x, tuple))
+
+
+def exact(tree: Any) -> Any:
+    """The same tree in 64-bit NumPy."""
+    return jax.tree.map(lambda x: np.asarray(x).astype(np.complex128 if jnp.iscomplexobj(x) else np.float64), tree)
+
+
+def limits(case: Case, limit: float, tree: Any, params: Any) -> list[float]:
+    """The limit of each part, in float64."""
+    if not case.relative:
+        return [limit] * len(case.parts(exact(tree)))
+    return [limit * max(case.norm(part), 1e-3) for part in case.parts(exact(params))]

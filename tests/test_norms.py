@@ -1,0 +1,418 @@
+"""Every norm, of every order, against long double: over the whole range of each dtype, for many leaves and large ones, with its derivative, and on the way a TPU takes."""
+
+import math
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.test_util import check_grads
+
+import optaxclip
+from optaxclip import norms
+from tests import oracles
+
+EPS = oracles.eps_of("float32")
+ORDERS = (0.3, 0.5, 1, 1.5, 2, 3, 10, math.inf, "rms", "average")
+SMOOTH = (0.3, 0.5, 1, 1.5, 2, 3, 10, "rms", "average")
+DTYPES = {
+    "float32": ("float32",),
+    "bfloat16": ("bfloat16",),
+    "float16": ("float16",),
+    "complex64": ("complex64",),
+    "mixed": ("bfloat16", "float32", "complex64", "float16"),
+}
+SHAPES = [(5, 3), (), (17,), (2, 3, 4), (1, 7), (2, 1, 3, 2), (2, 3, 1, 2, 2)]
+every_order = pytest.mark.parametrize("ord", ORDERS)
+every_dtype = pytest.mark.parametrize("dtype", DTYPES)
+
+
+def tolerance(ord):
+    """1e-6. Below order 1 the p-th root magnifies the error of the power by 1/p: a power within 2 eps and a quotient, a product and a rounding of half an eps each."""
+    return max(1e-6, (2 / ord + 1.5) * EPS) if isinstance(ord, float) and ord < 1 else 1e-6
+
+
+def random_leaf(random, shape, dtype, scale=1.0):
+    values = random.standard_normal(shape) * np.exp(random.standard_normal(shape)) * scale
+    if dtype == "complex64":
+        values = values + 1j * random.standard_normal(shape) * scale
+    return jnp.asarray(values, dtype)
+
+
+def random_leaves(dtype, seed=0, scale=1.0, shapes=SHAPES):
+    random = np.random.default_rng(seed)
+    return [random_leaf(random, shape, DTYPES[dtype][i % len(DTYPES[dtype])], scale) for i, shape in enumerate(shapes)]
+
+
+# accuracy
+
+
+@every_order
+@every_dtype
+def test_global_norm_is_within_1e_6(dtype, ord):
+    leaves = random_leaves(dtype)
+    result = optaxclip.global_norm(leaves, ord=ord)
+    assert result.dtype == jnp.float32
+    np.testing.assert_allclose(result, oracles.norm(leaves, ord), tolerance(ord))
+
+
+@every_order
+def test_tensor_norm_is_within_1e_6(ord):
+    leaves = random_leaves("mixed", 1)
+    for ours, leaf in zip(optaxclip.tensor_norm(leaves, ord=ord), leaves, strict=True):
+        assert ours.shape == ()
+        np.testing.assert_allclose(ours, oracles.norm([leaf], ord), tolerance(ord))
+
+
+@every_order
+def test_stacked_tensor_norm_measures_each_layer_by_itself(ord):
+    leaf = random_leaves("bfloat16", 2, shapes=[(4, 3, 5)])[0]
+    ours = optaxclip.tensor_norm({"w": leaf}, ord=ord, stacked=1)["w"]
+    assert ours.shape == (4, 1, 1)
+    np.testing.assert_allclose(ours.reshape(-1), [oracles.norm([layer], ord) for layer in leaf], tolerance(ord))
+
+
+@every_order
+def test_unit_norm_measures_what_feeds_one_output(ord):
+    leaves = random_leaves("mixed", 3)
+    for ours, leaf in zip(optaxclip.unit_norm(leaves, ord=ord), leaves, strict=True):
+        expected = oracles.unit_norm(leaf, ord)
+        assert ours.shape == (expected.shape if leaf.ndim > 1 else ())
+        np.testing.assert_allclose(ours, expected.reshape(ours.shape), tolerance(ord))
+
+
+@pytest.mark.parametrize("axis", [0, 1, -1, (0, 2), (-1, 1)])
+def test_unit_norm_sums_over_the_axes_that_are_named(axis):
+    leaf = random_leaves("float32", 4, shapes=[(3, 4, 5)])[0]
+    axes = tuple(i % 3 for i in (axis if isinstance(axis, tuple) else (axis,)))
+    np.testing.assert_allclose(optaxclip.unit_norm([leaf], axis=axis)[0], oracles.unit_norm(leaf, 2, axes), 1e-6)
+
+
+def test_axes_of_stacked_units_count_within_one_layer():
+    leaf = random_leaves("float32", 5, shapes=[(4, 3, 5)])[0]
+    np.testing.assert_allclose(optaxclip.unit_norm([leaf], stacked=1)[0], oracles.unit_norm(leaf, 2, (1,)), 1e-6)
+    np.testing.assert_allclose(optaxclip.unit_norm([leaf], axis=-1, stacked=1)[0], oracles.unit_norm(leaf, 2, (2,)), 1e-6)
+
+
+@every_order
+def test_group_norm_measures_each_label_by_itself(ord):
+    names = [f"leaf{i}" for i in range(len(SHAPES))]
+    leaves = random_leaves("mixed", 6)
+    labels = [("matrix", "vector")[leaf.ndim < 2] for leaf in leaves]
+    ours = optaxclip.group_norm(dict(zip(names, leaves)), dict(zip(names, labels)), ord=ord)
+    assert set(ours) == {"matrix", "vector"}
+    for label in ours:
+        np.testing.assert_allclose(ours[label], oracles.norm([leaf for leaf, other in zip(leaves, labels) if other == label], ord), tolerance(ord))
+
+
+@pytest.mark.parametrize("ord", [2, 3, math.inf])
+def test_ten_thousand_leaves_are_within_1e_6(ord):
+    random = np.random.default_rng(7)
+    kinds = ("float32", "bfloat16", "float16")
+    leaves = [jnp.asarray(random.standard_normal(3 + i % 2), kinds[i % 3]) for i in range(12)]
+    leaves = [leaves[i] for i in random.integers(0, len(leaves), 10_000)]
+    with jax.disable_jit():  # compiling ten thousand leaves is not what is tested
+        np.testing.assert_allclose(optaxclip.global_norm(leaves, ord=ord), oracles.norm(leaves, ord), 1e-6)
+
+
+@every_order
+def test_one_large_leaf_is_within_1e_6(ord):
+    leaf = jnp.asarray(np.random.default_rng(8).standard_normal((1250, 4001)), jnp.float32)
+    np.testing.assert_allclose(optaxclip.global_norm([leaf], ord=ord), oracles.norm([leaf], ord), tolerance(ord))
+
+
+def test_one_large_leaf_of_ones_in_bfloat16_does_not_stagnate():
+    np.testing.assert_allclose(optaxclip.global_norm(jnp.ones((5_000_000,), jnp.bfloat16)), math.sqrt(5e6), 1e-6)
+
+
+def test_a_leaf_far_below_the_others_still_counts():
+    leaves = [jnp.full((3,), 1e30, jnp.float32), jnp.full((1000, 2000), 1e27, jnp.bfloat16)]
+    np.testing.assert_allclose(optaxclip.global_norm(leaves), oracles.norm(leaves), 1e-6)
+
+
+# range
+
+
+@every_order
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "complex64"])
+def test_norms_just_below_the_largest_float32_are_right(dtype, ord):
+    shapes = [(3,), (2, 2)]
+    start = random_leaves(dtype, 9, shapes=shapes)
+    factor = 3e38 / max(oracles.norm(start, ord), oracles.norm(start, math.inf))
+    leaves = [jnp.asarray(oracles.wide(leaf) * factor, leaf.dtype) for leaf in start]
+    np.testing.assert_allclose(optaxclip.global_norm(leaves, ord=ord), oracles.norm(leaves, ord), tolerance(ord))
+
+
+@every_order
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_values_just_above_the_smallest_normal_float32_are_not_lost(dtype, ord):
+    random = np.random.default_rng(10)
+    # The average of seven is below what float32 holds normally, so it starts higher.
+    smallest = 1.2e-38 * (8 if ord in ("rms", "average") else 1)
+    leaves = [jnp.asarray(smallest * (1 + random.random(shape)), dtype) for shape in [(3,), (2, 2)]]
+    np.testing.assert_allclose(optaxclip.global_norm(leaves, ord=ord), oracles.norm(leaves, ord), tolerance(ord))
+
+
+@every_order
+def test_complex_values_just_above_the_smallest_normal_float32_are_not_lost(ord):
+    random = np.random.default_rng(10)
+    parts = 1.2e-38 * 8 * (1 + random.random((2, 7)))
+    leaves = [jnp.asarray(parts[0] - 1j * parts[1], "complex64")]
+    np.testing.assert_allclose(optaxclip.global_norm(leaves, ord=ord), oracles.norm(leaves, ord), tolerance(ord))
+
+
+@every_order
+def test_float16_at_its_largest_is_right(ord):
+    leaves = [jnp.full((3, 2), 65504, jnp.float16), jnp.asarray([-65504, 60000, 1], jnp.float16)]
+    np.testing.assert_allclose(optaxclip.global_norm(leaves, ord=ord), oracles.norm(leaves, ord), tolerance(ord))
+
+
+@every_order
+def test_float16_subnormals_are_not_lost(ord):
+    leaves = [jnp.asarray([2.0**-24, -(2.0**-23), 3 * 2.0**-24], jnp.float16), jnp.asarray([[2.0**-20, -(2.0**-24)]], jnp.float16)]
+    np.testing.assert_allclose(optaxclip.global_norm(leaves, ord=ord), oracles.norm(leaves, ord), tolerance(ord))
+
+
+@every_order
+def test_huge_and_tiny_leaves_together_are_right(ord):
+    # Three orders of magnitude short of the largest, for the orders below 1.
+    leaves = [jnp.asarray([1e34, -3e33], jnp.float32), jnp.asarray([[1e-30], [2e-38]], jnp.bfloat16), jnp.asarray([2.0**-24], jnp.float16)]
+    np.testing.assert_allclose(optaxclip.global_norm(leaves, ord=ord), oracles.norm(leaves, ord), tolerance(ord))
+
+
+@pytest.mark.parametrize("ord", [0.3, 0.5, 1, 1.5, 2, 3, 10])
+def test_a_norm_too_large_for_float32_is_inf(ord):
+    leaves = [jnp.full((50,), 3.3e38, jnp.float32), jnp.ones((2, 3), jnp.bfloat16)]
+    assert optaxclip.global_norm(leaves, ord=ord) == math.inf
+
+
+@every_order
+def test_64_bit_leaves_give_64_bit_norms(ord):
+    with jax.enable_x64(True):
+        random = np.random.default_rng(11)
+        leaves = [jnp.asarray(random.standard_normal((3, 5)) * 1e200), jnp.asarray(random.standard_normal(4) * 1e199 * (1 - 2j)), jnp.ones(3, jnp.bfloat16)]
+        result = optaxclip.global_norm(leaves, ord=ord)
+        assert result.dtype == jnp.float64
+        # A quotient, a product, a root and its magnified power of 2 eps, and a sum of 22 terms.
+        np.testing.assert_allclose(result, oracles.norm(leaves, ord), (24 / min(1, ord if isinstance(ord, float) else 1)) * 2.0**-52)
+
+
+# complex, NaN, inf
+
+
+@every_order
+def test_complex_values_count_by_modulus(ord):
+    leaf = jnp.asarray([[3 + 4j, -5j], [12 - 5j, 0]], jnp.complex64)
+    modulus = np.array([5.0, 5.0, 13.0, 0.0])
+    np.testing.assert_allclose(optaxclip.global_norm(leaf, ord=ord), oracles.norm([modulus], ord), tolerance(ord))
+
+
+@every_order
+@pytest.mark.parametrize("position", range(9))
+def test_nan_survives_in_any_position(position, ord):
+    values = np.random.default_rng(12).standard_normal(9)
+    values[position] = math.nan
+    leaves = [jnp.asarray(values[:4].reshape(2, 2), jnp.float32), jnp.asarray(values[4], jnp.bfloat16), jnp.asarray(values[5:8], jnp.float16), jnp.asarray(values[8:], jnp.complex64)]
+    assert math.isnan(optaxclip.global_norm(leaves, ord=ord))
+    assert [math.isnan(norm) for norm in optaxclip.tensor_norm(leaves, ord=ord)] == [any(map(np.isnan, np.ravel(leaf))) for leaf in leaves]
+
+
+@every_order
+def test_nan_wins_over_inf(ord):
+    assert math.isnan(optaxclip.global_norm([jnp.array([math.inf, 1.0]), jnp.array([2.0, math.nan])], ord=ord))
+    assert math.isnan(optaxclip.global_norm([jnp.array([math.nan, 1.0]), jnp.array([2.0, -math.inf])], ord=ord))
+
+
+@every_order
+@pytest.mark.parametrize("value", [math.inf, -math.inf])
+def test_an_infinite_leaf_gives_inf(value, ord):
+    leaves = [jnp.array([[1.0, 2.0, 3.0]]), jnp.asarray([4.0, value], jnp.bfloat16)]
+    assert optaxclip.global_norm(leaves, ord=ord) == math.inf
+    assert [math.isinf(norm) for norm in optaxclip.tensor_norm(leaves, ord=ord)] == [False, True]
+
+
+def test_a_broken_unit_does_not_touch_its_neighbours():
+    leaf = jnp.asarray([[3.0, math.nan, 1.0], [4.0, 1.0, math.inf]], jnp.float32)
+    np.testing.assert_array_equal(optaxclip.unit_norm(leaf), [[5.0, math.nan, math.inf]])
+    np.testing.assert_array_equal(optaxclip.unit_norm(leaf, ord=math.inf), [[4.0, math.nan, math.inf]])
+
+
+# what is not measured
+
+
+@every_order
+@pytest.mark.parametrize(
+    "tree",
+    [{}, None, [], [None], {"a": None, "b": ()}, jnp.zeros((0, 3)), [jnp.arange(5)], jnp.array([True, False]), optax.MaskedNode(), np.zeros(3, jax.dtypes.float0)],
+    ids=["dict", "None", "list", "list of None", "dict of None", "zero-size", "int", "bool", "MaskedNode", "float0"],
+)
+def test_nothing_to_measure_has_norm_0(tree, ord):
+    result = optaxclip.global_norm(tree, ord=ord)
+    assert result == 0 and result.dtype == jnp.float32 and result.shape == ()
+    assert jax.tree.leaves(optaxclip.tensor_norm(tree, ord=ord)) == []
+
+
+@every_order
+def test_what_is_not_measured_does_not_count(ord):
+    leaves = random_leaves("mixed", 13)
+    others = [None, jnp.arange(7), jnp.zeros((3, 0), jnp.bfloat16), optax.MaskedNode(), jnp.array(True)]
+    np.testing.assert_allclose(optaxclip.global_norm([*others, *leaves], ord=ord), oracles.norm(leaves, ord), tolerance(ord))
+
+
+@every_order
+def test_zero_has_norm_0(ord):
+    assert optaxclip.global_norm([jnp.zeros((2, 3)), jnp.zeros((), jnp.bfloat16)], ord=ord) == 0
+
+
+# derivative
+
+
+def gradient(leaf, ord):
+    """d norm / d|x_i| * sign x_i, with 0 at zero."""
+    x = oracles.wide(leaf)
+    size, whole = np.abs(x), oracles.norm([leaf], {"rms": 2, "average": 2}.get(ord, ord))
+    p = {"rms": 2, "average": 2}.get(ord, ord)
+    share = (size == whole) if p == math.inf else np.where(size > 0, np.where(size > 0, size / whole, 1) ** (p - 1), 0)
+    return np.sign(x) * share / {"rms": math.sqrt(x.size), "average": x.size}.get(ord, 1)
+
+
+def gradient_tolerance(ord):
+    """The p-1st power magnifies the error of a quotient of two float32 (2 eps), and is itself within 4 eps."""
+    return (2 * abs(ord - 1) + 8) * EPS if isinstance(ord, int | float) and ord < math.inf else 8 * EPS
+
+
+@every_order
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16", "complex64"])
+def test_derivative_at_zero_is_finite_forward_and_reverse(dtype, ord):
+    zeros = jnp.zeros((2, 3), dtype)
+    norm = partial(optaxclip.global_norm, ord=ord)
+    _, tangent = jax.jvp(norm, (zeros,), (jnp.ones((2, 3), dtype),))
+    assert tangent == 0
+    np.testing.assert_array_equal(jax.grad(norm)(zeros), np.zeros((2, 3)))
+
+
+@every_order
+@pytest.mark.parametrize("scale", [1.0, 1e-36, 1e34])
+def test_derivative_is_the_equation_forward_and_reverse(scale, ord):
+    random = np.random.default_rng(14)
+    leaf = random_leaf(random, (3, 4), "float32", scale).at[1, 2].set(0.0)
+    direction = jnp.asarray(random.standard_normal((3, 4)), jnp.float32)
+    norm = partial(optaxclip.global_norm, ord=ord)
+    expected = gradient(leaf, ord)
+    np.testing.assert_allclose(jax.grad(norm)(leaf), expected, gradient_tolerance(ord), atol=1e-37)
+    terms = expected * oracles.wide(direction)
+    np.testing.assert_allclose(jax.jvp(norm, (leaf,), (direction,))[1], terms.sum(), 0, atol=(gradient_tolerance(ord) + 12 * EPS) * np.abs(terms).sum())
+
+
+@pytest.mark.parametrize("ord", ORDERS)
+def test_derivative_equals_finite_differences(ord):
+    with jax.enable_x64(True):
+        random = np.random.default_rng(15)
+        # Away from 0 and from two equal largest values, where there is no derivative.
+        leaves = [jnp.asarray(random.permuted(np.arange(1.0, 7.0)).reshape(2, 3) * random.choice([-1, 1], (2, 3))), jnp.asarray(random.uniform(0.5, 0.9, 4))]
+        check_grads(partial(optaxclip.global_norm, ord=ord), (leaves,), order=1, modes=("fwd", "rev"))
+
+
+def test_second_derivative_equals_finite_differences():
+    with jax.enable_x64(True):
+        random = np.random.default_rng(16)
+        leaves = [jnp.asarray(random.standard_normal((2, 3))), jnp.asarray(random.standard_normal(4))]
+        check_grads(optaxclip.global_norm, (leaves,), order=2, modes=("fwd", "rev"))
+
+
+def test_second_derivative_is_the_equation():
+    x = jnp.asarray(np.random.default_rng(17).standard_normal(5) * 3, jnp.float32)
+    unit = oracles.wide(x) / oracles.norm([x])
+    np.testing.assert_allclose(jax.hessian(optaxclip.global_norm)(x), (np.eye(5) - np.outer(unit, unit)) / oracles.norm([x]), 0, atol=8 * EPS / oracles.norm([x]))
+
+
+def test_derivative_of_a_complex_leaf_is_its_direction():
+    x = jnp.asarray([3 + 4j, 0, -1j], jnp.complex64)
+    v = jnp.asarray([1 - 2j, 1, 3 + 1j], jnp.complex64)
+    tangent = jax.jvp(optaxclip.global_norm, (x,), (v,))[1]
+    np.testing.assert_allclose(tangent, np.real(np.conj(oracles.wide(x)) * oracles.wide(v)).sum() / math.sqrt(26), 8 * EPS)
+    # JAX's convention for a real function of a complex variable is the conjugate.
+    np.testing.assert_allclose(jax.grad(optaxclip.global_norm)(x), np.conj(oracles.wide(x)) / math.sqrt(26), 8 * EPS)
+
+
+@every_order
+def test_derivative_of_each_unit_is_its_own(ord):
+    leaf = random_leaf(np.random.default_rng(18), (4, 3), "float32")
+    ours = jax.grad(lambda x: jnp.sum(optaxclip.unit_norm(x, ord=ord)))(leaf)
+    expected = np.stack([gradient(column, ord) for column in leaf.T], 1)
+    np.testing.assert_allclose(ours, expected, gradient_tolerance(ord))
+
+
+# transformations
+
+
+@every_order
+def test_vmap_measures_each_example(ord):
+    random = np.random.default_rng(19)
+    tree = {"w": random_leaf(random, (6, 3, 4), "float32"), "b": random_leaf(random, (6, 5), "bfloat16")}
+    ours = jax.vmap(partial(optaxclip.global_norm, ord=ord))(tree)
+    np.testing.assert_allclose(ours, [oracles.norm([tree["w"][i], tree["b"][i]], ord) for i in range(6)], tolerance(ord))
+
+
+@every_order
+def test_jit_and_eager_agree_with_the_equation(ord):
+    leaves = random_leaves("mixed", 20)
+    np.testing.assert_allclose(jax.jit(partial(optaxclip.global_norm, ord=ord))(leaves), oracles.norm(leaves, ord), tolerance(ord))
+
+
+# the way a TPU takes: it has no float64
+
+
+def on_tpu(f, *args):
+    return jax.export.export(jax.jit(f), platforms=["tpu"])(*args).mlir_module()
+
+
+@every_order
+def test_a_program_for_tpu_has_no_float64(ord):
+    leaves = random_leaves("mixed", 21)
+    assert "f64" not in on_tpu(partial(optaxclip.global_norm, ord=ord), leaves)
+    assert "f64" not in on_tpu(partial(optaxclip.unit_norm, ord=ord), leaves)
+
+
+def test_a_clipper_for_tpu_has_no_float64():
+    leaves = random_leaves("mixed", 22)
+    for clipper in (optaxclip.clip_by_global_norm(1.0), optaxclip.adaptive_grad_clip(0.01), optaxclip.clip_by_tensor_rms(1.0)):
+        assert "f64" not in on_tpu(clipper.update, leaves, clipper.init(leaves), leaves)
+
+
+def test_a_derivative_for_tpu_has_no_float64():
+    assert "f64" not in on_tpu(jax.grad(optaxclip.global_norm), random_leaves("float32", 23))
+
+
+def test_a_program_for_cpu_sums_in_float64():
+    text = jax.export.export(jax.jit(optaxclip.global_norm), platforms=["cpu"])(random_leaves("bfloat16", 24)).mlir_module()
+    assert "f64" in text
+
+
+def narrow(leaves, ord):
+    return norms._root_of_sum(float(ord), leaves, None, np.float32)
+
+
+@pytest.mark.parametrize("ord", [0.3, 0.5, 1, 1.5, 2, 3, 10])
+@every_dtype
+def test_sums_in_float32_are_within_1e_6(dtype, ord):
+    leaves = random_leaves(dtype, 25)
+    np.testing.assert_allclose(narrow(leaves, ord), oracles.norm(leaves, ord), tolerance(ord))
+
+
+@pytest.mark.parametrize("ord", [0.3, 0.5, 1, 1.5, 2, 3, 10])
+@pytest.mark.parametrize("largest", [3e38, 1.2e-37])
+def test_sums_in_float32_hold_the_whole_range(largest, ord):
+    start = random_leaves("mixed", 26, shapes=[(3,), (2, 2), (1, 3)])
+    factor = largest / oracles.norm(start, ord)
+    leaves = [jnp.asarray(oracles.wide(leaf) * factor, "float32" if leaf.dtype != "complex64" else "complex64") for leaf in start]
+    # Of values below the smallest normal number each may be flushed to 0.
+    lost = 2.0**-126 * 10 ** (1 / min(ord, 1)) if largest < 1 else 0
+    np.testing.assert_allclose(narrow(leaves, ord), oracles.norm(leaves, ord), tolerance(ord), atol=lost)
+
+
+def test_sums_in_float32_hold_a_large_leaf():
+    leaf = jnp.asarray(np.random.default_rng(27).standard_normal((1250, 4001)), jnp.float32)
+    np.testing.assert_allclose(narrow([leaf], 2), oracles.norm([leaf]), 1e-6)
