@@ -17,9 +17,9 @@ ALONE = "torch: Adam(fused=True)"
 def table(quick: bool) -> Table:
     """JAX's step without and with clipping and, where PyTorch is installed, PyTorch's."""
     tree = models.gpt2(quick)
-    entrants = steps.field(optax.adam(1e-3), steps.GLOBAL, tree, limits=["active"])
-    jax_steps = {_name(*key): contestant for key, contestant in entrants.contestants.items()}
-    bases = dict.fromkeys(jax_steps, _name("none"))
+    entrants = steps.field(optax.adam(1e-3), steps.GLOBAL, tree)
+    jax_steps = {_jax_name(name): contestant for (name, grads), contestant in entrants.contestants.items() if grads == "active"}
+    bases = dict.fromkeys(jax_steps, _jax_name("none"))
     torch_steps = _torch_contestants(tree) if find_spec("torch") else {}
     bases |= dict.fromkeys(torch_steps, ALONE)
     seconds = timing.race(jax_steps | torch_steps, 2 if quick else 7)
@@ -29,8 +29,8 @@ def table(quick: bool) -> Table:
     return Table(f"clipping by the global norm and Adam, {len(jax.tree.leaves(tree))} leaves, float32", ("step", "time"), rows, note)
 
 
-def _name(clipper: str, limit: str = "") -> str:
-    return f"jax: {clipper}, optax.adam" if limit else "jax: optax.adam"
+def _jax_name(clipper: str) -> str:
+    return "jax: optax.adam" if clipper == "none" else f"jax: {clipper}, optax.adam"
 
 
 def _torch_contestants(tree: Any) -> dict[str, timing.Contestant]:
@@ -58,7 +58,7 @@ def _torch_step(optimizer: Any, params: list[Any], foreach: bool | None) -> Call
 
     def run() -> None:
         if foreach is not None:
-            clip_grad_norm_(params, steps.LIMITS["active"], foreach=foreach)
+            clip_grad_norm_(params, steps.LIMIT, foreach=foreach)
         optimizer.step()
 
     return run

@@ -33,12 +33,16 @@ def equal_leaves(parameters: int, count: int) -> list[jax.ShapeDtypeStruct]:
 
 
 def normal(tree: Any, scale: float = 1.0) -> Any:
-    """Arrays of random normal numbers with the shapes and dtypes of `tree`, the same in every run."""
+    """Arrays of random normal numbers with the shapes and dtypes of `tree`, the same in every run.
+
+    A large leaf repeats a million of them, since drawing a billion takes long.
+    """
     generator = np.random.default_rng(0)
 
     def fill(leaf: jax.ShapeDtypeStruct) -> jax.Array:
+        block = np.float32(scale) * generator.standard_normal(min(leaf.size, 10**6), np.float32)
         # A copy: JAX may share memory with NumPy, and memory that is shared can not be donated.
-        return jnp.array(np.float32(scale) * generator.standard_normal(leaf.shape, np.float32), leaf.dtype, copy=True)
+        return jnp.array(np.resize(block, leaf.shape), leaf.dtype, copy=True)
 
     return jax.tree.map(fill, tree)
 

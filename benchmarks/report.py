@@ -36,8 +36,9 @@ def setting(quick: bool) -> dict[str, Any]:
 def header(where: dict[str, Any]) -> str:
     """The lines above the first table."""
     versions = ", ".join(f"{name} {number or 'not installed'}" for name, number in where["versions"].items())
+    machine = f"{where['platform']}, {where['cpu_count']} CPUs, {where['device']}"
     quick = "\n\nQUICK RUN: toy sizes, the numbers mean nothing." if where["quick"] else ""
-    return f"# Benchmarks\n\n{versions}; {where['platform']}, {where['cpu_count']} CPUs, {where['device']}. Times are ratios, medians over interleaved rounds.{quick}\n"
+    return f"# Benchmarks\n\n{versions}; {machine}. Times are ratios, medians over interleaved rounds.{quick}\n"
 
 
 def markdown(name: str, table: Table, seconds: float) -> str:

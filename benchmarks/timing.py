@@ -1,16 +1,19 @@
 """Times that can be compared: all contestants in turns in one process, medians over rounds, ratios within a round.
 
-A machine that slows down for a while slows all contestants of a round, so a ratio within one round means more than two times taken apart. The first round, which warms
-caches and memory, is dropped, and each round starts with another contestant.
+A machine that slows down for a while slows all contestants of a round, so a ratio within one round means more than two times taken apart. The first
+round, which warms caches and memory, is dropped, and each round starts with another contestant.
 """
 
 import gc
+import math
 import time
 from collections.abc import Callable
 from statistics import median
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import jax
+
+Name = TypeVar("Name")
 
 
 class Contestant(NamedTuple):
@@ -26,13 +29,13 @@ class Program(NamedTuple):
 
     call: Callable[..., Any]
     seconds: float  # to trace, lower and compile it
-    temporary: int  # bytes that it needs beside its arguments and results
+    temporary: float  # bytes that it needs beside its arguments and results; NaN where the backend does not tell
 
 
-def race(contestants: dict[str, Contestant], rounds: int) -> dict[str, list[float]]:
+def race(contestants: dict[Name, Contestant], rounds: int) -> dict[Name, list[float]]:
     """The seconds of each contestant in each round."""
     names = list(contestants)
-    seconds: dict[str, list[float]] = {name: [] for name in names}
+    seconds: dict[Name, list[float]] = {name: [] for name in names}
     gc.collect()
     for turn in range(rounds + 1):
         first = turn % len(names)
@@ -54,7 +57,7 @@ def compiled(function: Callable[..., Any], *shapes: Any, donate: tuple[int, ...]
     start = time.perf_counter()
     call = jax.jit(function, donate_argnums=donate).lower(*shapes).compile()
     seconds = time.perf_counter() - start
-    return Program(call, seconds, call.memory_analysis().temp_size_in_bytes)
+    return Program(call, seconds, getattr(call.memory_analysis(), "temp_size_in_bytes", math.nan))
 
 
 def _seconds(contestant: Contestant) -> float:

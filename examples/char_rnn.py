@@ -166,7 +166,7 @@ def train(clipping: str, clipper: Any, optimizer: Any, text: Text, steps: int) -
 
 
 def compile_steps(clipping: str, optimizer: Any, text: Text, trained: Any, starts: np.ndarray) -> Any:
-    """A compiled function from (network, optimizer state) and where in the text each batch starts, int[steps, batch, 1], to the same two afterwards and `Curves`."""
+    """A compiled function: (network, optimizer state) and int[steps, batch, 1], where in the text to start, become the same two later and `Curves`."""
 
     def step(trained: Any, starts: jax.Array) -> tuple[Any, Curves]:
         network, state = trained
@@ -190,7 +190,7 @@ def was_clipped(clipping: str, report: dict[str, jax.Array]) -> jax.Array:
 def report_progress(clipping: str, trips: int, trips_in_all: int, curves: Curves) -> None:
     if trips % max(1, trips_in_all // 5) == 0:
         step = trips * len(curves.loss)
-        print(f"{clipping:12} step {step:5}  loss {curves.loss.mean():8.3f}  largest norm {curves.norm.max():9.3g}", flush=True)
+        print(f"{clipping:12} step {step:5}  loss {curves.loss.mean():8.4g}  largest norm {curves.norm.max():9.3g}", flush=True)
 
 
 def summary(clipping: str, curves: Curves, validation_loss: float, seconds: float) -> Row:
@@ -209,7 +209,7 @@ def summary(clipping: str, curves: Curves, validation_loss: float, seconds: floa
 def print_table(rows: list[Row]) -> None:
     print("\nclipping      final loss  validation  largest norm  steps clipped  steps/s  diverged")
     for row in rows:
-        numbers = f"{row.final_loss:10.3f}  {row.validation_loss:10.3f}  {row.largest_norm:12.4g}  {row.clipped_share:13.0%}  {row.steps_per_second:7.1f}"
+        numbers = f"{row.final_loss:10.4g}  {row.validation_loss:10.4g}  {row.largest_norm:12.4g}  {row.clipped_share:13.0%}  {row.steps_per_second:7.1f}"
         print(f"{row.clipping:12}  {numbers}  {'yes' if row.diverged else 'no':>8}")
 
 

@@ -50,3 +50,8 @@ def check_nonfinite(call: str, nonfinite: Any) -> None:
     """Refuses an unknown policy for non-finite norms."""
     if nonfinite not in NONFINITE:
         raise ValueError(f"{call}: nonfinite must be one of {', '.join(map(repr, NONFINITE))}, got {nonfinite!r}.")
+
+
+def broadcasts_to(shape: tuple[int, ...], target: tuple[int, ...]) -> bool:
+    """Can an array of this shape stand beside one of the target's without enlarging it?"""
+    return len(shape) <= len(target) and all(have in (1, want) for have, want in zip(shape[::-1], target[::-1]))

@@ -22,7 +22,7 @@ from jax.experimental import checkify
 from jax.tree_util import Partial
 
 from . import prefix
-from .arguments import check_nonfinite, check_number
+from .arguments import broadcasts_to, check_nonfinite, check_number
 from .norms import measured
 
 
@@ -167,9 +167,9 @@ def _clip(measure, shrink, nonfinite, call, threshold, eps, updates, state, para
 
     before, after, fields = zip(*seen) if seen else ((), (), ())
     before, after = treedef.unflatten(before), treedef.unflatten(after)
+    updates = rescale(updates, before, after)
     if nonfinite == "zero":
         updates = _zero_where_zero(updates, after)
-    updates = rescale(updates, before, after)
     trees = [treedef.unflatten(field) for field in zip(*(field[1:] for field in fields))] if fields else state[1:]
     return updates, ClipState(optax.safe_increment(state.step), *trees)
 
@@ -190,8 +190,8 @@ def _decide(rule, shrink, nonfinite, eps, norm, params_norm, old):
         norm=norm.astype(old.norm.dtype),
         limit=limit.astype(old.limit.dtype),
         scale=scale.astype(old.scale.dtype),
-        clipped=old.clipped + changed,
-        nonfinite=old.nonfinite + ~finite,
+        clipped=old.clipped + changed.astype(jnp.int32),
+        nonfinite=old.nonfinite + (~finite).astype(jnp.int32),
         memory=jax.tree.map(partial(_keep_unless, finite), memory, old.memory),
     )
     return before, after, new
@@ -200,7 +200,7 @@ def _decide(rule, shrink, nonfinite, eps, norm, params_norm, old):
 def _as_limit(limit: Any, norm: jax.Array) -> jax.Array:
     """The limit in the norm's dtype and shape. A negative one, which only a traced program can bring here, counts as 0."""
     limit = jnp.asarray(limit)
-    if jnp.broadcast_shapes(limit.shape, norm.shape) != norm.shape:
+    if not broadcasts_to(limit.shape, norm.shape):
         raise ValueError(f"max_norm must be a number for each norm: its shape {limit.shape} does not fit norms of shape {norm.shape}.")
     return jnp.broadcast_to(jnp.maximum(limit.astype(norm.dtype), 0), norm.shape)
 
@@ -278,7 +278,7 @@ def _params_norms(measure: Any, params: Any, norms: Any, call: str) -> list[Call
 
 def _given(grad_norm: Any, measure: Any, updates: Any, call: str) -> Any:
     """Norms measured elsewhere, once they are seen to fit."""
-    wanted = jax.eval_shape(measure, updates)
+    wanted = jax.eval_shape(lambda tree: measure(tree), updates)
     fits = jax.tree.structure(grad_norm) == jax.tree.structure(wanted)
     if not fits or not all(jnp.shape(given) == norm.shape for given, norm in zip(jax.tree.leaves(grad_norm), jax.tree.leaves(wanted))):
         raise ValueError(f"{call}: grad_norm must have the structure and shapes of the norms that it measures, {wanted}, got {grad_norm}.")

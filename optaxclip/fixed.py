@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import optax
 
 from . import prefix
-from .arguments import check_number, check_ord
+from .arguments import broadcasts_to, check_number, check_ord
 from .core import Measure, clip_by
 from .norms import Axis, Ord, Stacked, by_label, global_norm, norm_of_each, tensor_norm, unit_norm
 from .thresholds import constant, share_of_params
@@ -275,7 +275,7 @@ def _limit(path: str, leaf: Any, high: Any, low: Any) -> Any:
         return leaf
     x = jnp.asarray(leaf)
     for bound in (high, low):
-        if bound is not None and jnp.broadcast_shapes(jnp.shape(bound), x.shape) != x.shape:
+        if bound is not None and not broadcasts_to(jnp.shape(bound), x.shape):
             raise ValueError(f"clip_by_value: a bound of shape {jnp.shape(bound)} does not fit the leaf {path!r} of shape {x.shape}.")
     if jnp.issubdtype(x.dtype, jnp.complexfloating):
         if low is not None:

@@ -1,6 +1,7 @@
 """The table of all public norm clippers, each with what it measures, written out in float64 NumPy."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -53,11 +54,11 @@ CLIPPERS = {
     "clip_by_global_norm": Case(optaxclip.clip_by_global_norm, everything),
     "clip_by_tensor_norm": Case(optaxclip.clip_by_tensor_norm, leaves),
     "clip_by_unit_norm": Case(optaxclip.clip_by_unit_norm, units),
-    "clip_by_group_norm": Case(lambda limit, **options: optaxclip.clip_by_group_norm(limit, LABELS, **options), groups),
+    "clip_by_group_norm": Case(partial(optaxclip.clip_by_group_norm, labels=LABELS), groups),
     "clip_by_tensor_rms": Case(optaxclip.clip_by_tensor_rms, leaves, rms),
     "clip_by_average_norm": Case(optaxclip.clip_by_average_norm, leaves, average),
     "adaptive_grad_clip": Case(optaxclip.adaptive_grad_clip, units, relative=True),
-    "adaptive_grad_clip per tensor": Case(lambda limit, **options: optaxclip.adaptive_grad_clip(limit, per_tensor=True, **options), leaves, relative=True),
+    "adaptive_grad_clip per tensor": Case(partial(optaxclip.adaptive_grad_clip, per_tensor=True), leaves, relative=True),
 }
 
 DTYPES = ("float32", "bfloat16", "float16", "complex64", "mixed", "float64")

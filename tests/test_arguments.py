@@ -1,0 +1,124 @@
+"""Bad input is refused with the call, the argument, the value and the leaf."""
+
+import math
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import optaxclip
+
+TREE = {"w": jnp.ones((2, 3)), "b": jnp.ones(3)}
+
+MAX_NORM = {
+    "clip_by_global_norm": optaxclip.clip_by_global_norm,
+    "clip_by_tensor_norm": optaxclip.clip_by_tensor_norm,
+    "clip_by_average_norm": optaxclip.clip_by_average_norm,
+    "clip_by_unit_norm": optaxclip.clip_by_unit_norm,
+    "clip_by_group_norm": lambda limit: optaxclip.clip_by_group_norm(limit, "all"),
+}
+
+
+@pytest.mark.parametrize("name", MAX_NORM)
+@pytest.mark.parametrize(
+    ("value", "error", "text"),
+    [
+        (-1.0, ValueError, "must be at least 0, got -1.0."),
+        (np.float32(-2), ValueError, "must be at least 0, got "),
+        (jnp.float32(-2), ValueError, "must be at least 0, got "),
+        (math.nan, ValueError, "must not be NaN, got nan."),
+        (True, TypeError, "must be a real number, got True."),
+        ("1.0", TypeError, "must be a real number, got '1.0'."),
+        (1j, TypeError, "must be a real number, got 1j."),
+    ],
+)
+def test_a_limit_that_can_not_be(name, value, error, text):
+    with pytest.raises(error, match=re.escape(f"{name}: max_norm {text}")):
+        MAX_NORM[name](value)
+
+
+def refused(error, text, call):
+    with pytest.raises(error, match=re.escape(text)):
+        call()
+
+
+def update(clipper, tree=TREE, params=None):
+    return clipper.update(tree, clipper.init(tree), params)
+
+
+def test_other_limits_are_named_as_their_call_names_them():
+    refused(ValueError, "clip_by_tensor_rms: max_rms must be at least 0, got -1.", lambda: optaxclip.clip_by_tensor_rms(-1))
+    refused(ValueError, "clip_by_block_rms: threshold must be at least 0, got -1.", lambda: optaxclip.clip_by_block_rms(-1))
+    refused(ValueError, "adaptive_grad_clip: clipping must be at least 0, got -1.", lambda: optaxclip.adaptive_grad_clip(-1))
+    refused(TypeError, "adaptive_grad_clip: clipping must be a real number, got None.", lambda: optaxclip.adaptive_grad_clip(None))
+    refused(ValueError, "adaptive_grad_clip: eps must be at least 0, got -1.", lambda: optaxclip.adaptive_grad_clip(0.1, -1))
+    refused(ValueError, "clip_by_global_norm: eps must be at least 0, got -1.", lambda: optaxclip.clip_by_global_norm(1.0, eps=-1))
+    refused(ValueError, "clip_by_value: max_value must be at least 0, got -1.", lambda: optaxclip.clip_by_value(-1))
+    refused(ValueError, "clip_by_value: min_value must not be NaN, got nan.", lambda: optaxclip.clip_by_value(1, math.nan))
+    refused(ValueError, "clip_by_value: min_value must be at most max_value, got min_value=2 and max_value=1.", lambda: optaxclip.clip_by_value(1, 2))
+
+
+@pytest.mark.parametrize("ord", [0, -1, math.nan, "l2", True])
+def test_an_order_that_can_not_be(ord):
+    text = f"ord must be a number above 0, math.inf, 'rms' or 'average', got {ord!r}."
+    refused(ValueError, f"clip_by_global_norm: {text}", lambda: optaxclip.clip_by_global_norm(1.0, ord=ord))
+    refused(ValueError, f"global_norm: {text}", lambda: optaxclip.global_norm(TREE, ord=ord))
+
+
+def test_an_unknown_policy():
+    text = "clip_by_global_norm: nonfinite must be one of 'propagate', 'zero', 'raise', got 'skip'."
+    refused(ValueError, text, lambda: optaxclip.clip_by_global_norm(1.0, nonfinite="skip"))
+
+
+def test_agc_without_params():
+    text = "adaptive_grad_clip compares gradients with weights: call update(grads, state, params)."
+    refused(ValueError, text, lambda: update(optaxclip.adaptive_grad_clip(0.1)))
+
+
+def test_agc_over_axes_with_per_tensor():
+    refused(ValueError, "adaptive_grad_clip: axis=0 says how units are summed", lambda: optaxclip.adaptive_grad_clip(0.1, axis=0, per_tensor=True))
+
+
+def test_labels_that_miss_a_leaf():
+    refused(ValueError, "clip_by_group_norm: labels has no value for the leaf 'b': it has 'w'.", lambda: update(optaxclip.clip_by_group_norm(1.0, {"w": "x"})))
+
+
+def test_a_group_without_a_limit():
+    clipper = optaxclip.clip_by_group_norm({"x": 1.0}, {"w": "x", "b": "y"})
+    refused(ValueError, "clip_by_group_norm: max_norm has no value for the leaf 'y': it has 'x'.", lambda: update(clipper))
+
+
+def test_limits_that_do_not_fit_the_tree():
+    refused(ValueError, "clip_by_tensor_norm: max_norm has no value for the leaf 'b': it has 'w'.", lambda: update(optaxclip.clip_by_tensor_norm({"w": 1.0})))
+    wrong = {"w": 1.0, "b": 1.0, "typo": 2.0}
+    refused(ValueError, "clip_by_tensor_norm: max_norm has a value for 'typo', but the updates have no such part.", lambda: update(optaxclip.clip_by_tensor_norm(wrong)))
+    refused(ValueError, "clip_by_tensor_norm: max_norm has no value for the leaf 'b'", lambda: update(optaxclip.clip_by_tensor_norm({"w": 1.0, "b": {"c": 1.0}})))
+
+
+def test_a_limit_whose_shape_does_not_fit():
+    text = "max_norm must be a number for each norm: its shape (2,) does not fit norms of shape ()."
+    refused(ValueError, text, lambda: update(optaxclip.clip_by_global_norm(np.array([1.0, 2.0]))))
+
+
+def test_axes_and_stacked_layers_that_a_leaf_does_not_have():
+    refused(ValueError, "unit_norm: axis=1 does not fit the leaf 'b', a tensor of rank 1", lambda: optaxclip.unit_norm(TREE, axis=1))
+    refused(ValueError, "unit_norm: axis must be given for the leaf 'x' of rank 6", lambda: optaxclip.unit_norm({"x": jnp.ones((1,) * 6)}))
+    refused(ValueError, "stacked must be a number of leading axes, from 0 to 1 for the leaf 'b' of shape (3,), got 2.", lambda: optaxclip.tensor_norm(TREE, stacked=2))
+    refused(ValueError, "tensor_norm: stacked has no value for the leaf 'b'", lambda: optaxclip.tensor_norm(TREE, stacked={"w": 1}))
+
+
+def test_value_bounds_that_do_not_fit():
+    refused(ValueError, "clip_by_value: a bound of shape (2,) does not fit the leaf 'b' of shape (3,).", lambda: update(optaxclip.clip_by_value(np.array([1.0, 2.0]))))
+    refused(TypeError, "the leaf 'z' is complex and has no order: give one bound, for its modulus.", lambda: update(optaxclip.clip_by_value(1.0, -2.0), {"z": jnp.array([1j])}))
+
+
+def test_an_order_that_is_traced_says_what_to_do():
+    injected = optax.inject_hyperparams(optaxclip.clip_by_global_norm)(max_norm=1.0, ord=1.0)
+    state = injected.init(TREE)
+
+
+    with pytest.raises(TypeError, match="name it in static_args"):
+        jax.jit(injected.update)(TREE, state, TREE)
