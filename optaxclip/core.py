@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax.experimental import checkify
 from jax.tree_util import Partial
@@ -228,9 +229,11 @@ def _step_down(norm: jax.Array) -> float:
 def _stretch(x: jax.Array, same: jax.Array, far: jax.Array, factor: jax.Array) -> jax.Array:
     x = jnp.asarray(x)
     if x.weak_type:  # what is made of weakly typed arrays alone stays weakly typed
-        factor = jax.lax.full_like(x, factor, shape=factor.shape)
+        wide, factor = x, jax.lax.full_like(x, factor, shape=factor.shape)
+    else:
+        wide = x.astype(np.promote_types(x.dtype, factor.dtype))
+        factor = factor.astype(wide.dtype)
     # A select: XLA would fold two multiplications by scalars into one, and the product of the scalars is the very number that flushes to 0.
-    wide = x * jnp.ones_like(factor)
     stretched = jnp.where(far, wide * _step_down(factor), wide) * factor
     return jnp.where(same, x, stretched if x.weak_type else stretched.astype(x.dtype))
 
