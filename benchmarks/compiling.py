@@ -16,7 +16,7 @@ CLIPPERS = {"none": optax.identity(), "optaxclip": optaxclip.clip_by_global_norm
 
 def table(quick: bool) -> Table:
     """GPT-2's leaves, several times in turns; and 2,000 small leaves, once, since that takes minutes. Nothing is run, so no arrays are needed."""
-    rows = [_row(models.gpt2(quick), 1 if quick else 5)]
+    rows = [_row(models.gpt2(quick), 1 if quick else 3)]
     if not quick:
         rows.append(_row(models.small_leaves(2000), 1))
     return Table(

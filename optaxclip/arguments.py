@@ -6,6 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 
 NONFINITE = ("propagate", "zero", "raise")
 ORDERS = "a number above 0, math.inf, 'rms' or 'average'"
@@ -18,7 +19,7 @@ def check_number(argument: str, value: Any, *, lowest: float = 0.0) -> None:
       TypeError: a bool, a string, or another thing that is no real number.
       ValueError: NaN, or below `lowest`.
     """
-    if isinstance(value, jax.core.Tracer):
+    if isinstance(value, Tracer):
         if not jnp.issubdtype(value.dtype, jnp.floating) and not jnp.issubdtype(value.dtype, jnp.integer):
             raise TypeError(f"{argument} must be a real number, got an array of {value.dtype}.")
         return
@@ -38,7 +39,7 @@ def check_ord(call: str, ord: Any) -> None:
     """Refuses what is no order of a norm."""
     if ord in (None, "rms", "average"):
         return
-    if isinstance(ord, jax.core.Tracer):
+    if isinstance(ord, Tracer):
         raise TypeError(f"{call}: ord must be known when the clipper is built; under inject_hyperparams name it in static_args.")
     if isinstance(ord, (bool, str)) or not isinstance(ord, (int, float, np.number, jax.Array)):
         raise ValueError(f"{call}: ord must be {ORDERS}, got {ord!r}.")

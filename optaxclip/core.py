@@ -19,6 +19,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.core import Tracer
 from jax.experimental import checkify
 from jax.tree_util import Partial
 
@@ -105,7 +106,10 @@ def clip_by(
 
     def init(params: Any) -> ClipState:
         norms = jax.eval_shape(lambda tree: measure(measured(tree)), params)
-        filled = lambda value, dtype=None: jax.tree.map(lambda norm: jnp.full(norm.shape, value, dtype or norm.dtype), norms)
+
+        def filled(value, dtype=None):
+            return jax.tree.map(lambda norm: jnp.full(norm.shape, value, dtype or norm.dtype), norms)
+
         zeros, treedef = filled(0), jax.tree.structure(norms)
         rules = _rules(threshold, norms, call)
         memory = [rule.init(norm) for rule, norm in zip(rules, jax.tree.leaves(zeros))]
@@ -119,7 +123,7 @@ def clip_by(
             memory=jax.tree.unflatten(treedef, memory),
         )
 
-    def update(updates: Any, state: ClipState, params: Any = None, *, grad_norm: Any = None, **_: Any) -> tuple[Any, ClipState]:
+    def update(updates: Any, state: Any, params: Any = None, *, grad_norm: Any = None, **_: Any) -> tuple[Any, Any]:
         tree = measured(updates)
         weights = None if params is None else jax.tree.map(lambda u, p: None if u is None else p, tree, params, is_leaf=_is_none)
         clipped, new_state = _clip(measure, shrink, nonfinite, call, threshold, eps, tree, state, weights, grad_norm)
@@ -172,7 +176,7 @@ def _clip(measure, shrink, nonfinite, call, threshold, eps, updates, state, para
     if nonfinite == "zero":
         updates = _zero_where_zero(updates, after)
     trees = [treedef.unflatten(field) for field in zip(*(field[1:] for field in fields))] if fields else state[1:]
-    return updates, ClipState(optax.safe_increment(state.step), *trees)
+    return updates, ClipState(jnp.asarray(optax.safe_increment(state.step)), *trees)
 
 
 def _decide(rule, shrink, nonfinite, eps, norm, params_norm, old):
@@ -292,7 +296,7 @@ def _raise_nonfinite(call: str, measure: Any, norms: Any, updates: Any) -> None:
     finite = [jnp.all(jnp.isfinite(norm)) for norm in jax.tree.leaves(norms)]
     order = dict(getattr(measure, "options", ())).get("ord") or 2
     text = f"{call}: the norm of order {order} of the updates is not finite"
-    if any(isinstance(x, jax.core.Tracer) for x in finite):
+    if any(isinstance(x, Tracer) for x in finite):
         checkify.check(jnp.all(jnp.stack(finite)), text)
     elif not all(finite):
         counts = [(prefix.name(path), int(jnp.sum(~jnp.isfinite(x))), x.size) for path, x in jax.tree_util.tree_flatten_with_path(updates)[0]]

@@ -107,9 +107,7 @@ def clip_by_unit_norm(
     return clip_by(_measure(call, unit_norm, ord, axis=_axes(axis), stacked=_counts(stacked)), limits, eps=eps, nonfinite=nonfinite, call=call)
 
 
-def clip_by_group_norm(
-    max_norm: Any, labels: Any, *, ord: Ord = None, eps: Any = 0.0, nonfinite: str = "propagate"
-) -> optax.GradientTransformationExtraArgs:
+def clip_by_group_norm(max_norm: Any, labels: Any, *, ord: Ord = None, eps: Any = 0.0, nonfinite: str = "propagate") -> optax.GradientTransformationExtraArgs:
     """Shortens each group of leaves to at most its limit: one norm and one limit for each label.
 
     Args:
@@ -130,8 +128,8 @@ def clip_by_group_norm(
     def update(updates: Any, state: Any, params: Any = None, **extra_args: Any) -> tuple[Any, Any]:
         groups, restore = by_label(updates, labels, call)
         params = None if params is None else by_label(params, labels, call)[0]
-        groups, state = inner.update(groups, state, params, **extra_args)
-        return restore(groups), state
+        clipped, state = inner.update(groups, state, params, **extra_args)
+        return restore(clipped), state
 
     return optax.GradientTransformationExtraArgs(init, update)
 
@@ -204,12 +202,12 @@ def clip_by_value(max_value: Any, min_value: Any = None) -> optax.GradientTransf
     def init(params: Any) -> ClipByValueState:
         return ClipByValueState(jnp.zeros((), jnp.int32))
 
-    def update(updates: Any, state: ClipByValueState, params: Any = None) -> tuple[Any, ClipByValueState]:
+    def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
         uppers = prefix.lookup(upper, updates, f"{call}: max_value")
         lowers = [None] * len(uppers) if lower is None else prefix.lookup(lower, updates, f"{call}: min_value")
         paths, treedef = jax.tree_util.tree_flatten_with_path(updates)
         clipped = [_limit(prefix.name(path), leaf, _now(high, state.step), _now(low, state.step)) for (path, leaf), high, low in zip(paths, uppers, lowers)]
-        return jax.tree.unflatten(treedef, clipped), ClipByValueState(optax.safe_increment(state.step))
+        return jax.tree.unflatten(treedef, clipped), ClipByValueState(jnp.asarray(optax.safe_increment(state.step)))
 
     return optax.GradientTransformation(init, update)
 

@@ -118,7 +118,7 @@ def norm_of_each(groups: dict[Any, Any], *, ord: Ord = None) -> dict[Any, jax.Ar
     return dict(zip(groups, _norms(leaves, [None] * len(leaves), ord)))
 
 
-def by_label(tree: Any, labels: Any, call: str) -> tuple[dict[Any, dict[str, Any]], Callable[[dict[Any, dict[str, Any]]], Any]]:
+def by_label(tree: Any, labels: Any, call: str) -> tuple[dict[Any, dict[str, Any]], Callable[[Any], Any]]:
     """The leaves sorted by label, {label: {path: leaf}}, and the function that puts such a dict back into the tree's shape."""
     table = labels(tree) if callable(labels) else labels
     if not isinstance(table, prefix.Prefix):
@@ -138,7 +138,7 @@ def measured(tree: Any) -> Any:
 
 def _is_measured(leaf: Any) -> bool:
     dtype = leaf.dtype if hasattr(leaf, "dtype") else jnp.result_type(leaf)
-    return jnp.issubdtype(dtype, jnp.inexact) and np.prod(jnp.shape(leaf)) > 0
+    return bool(jnp.issubdtype(dtype, jnp.inexact)) and 0 not in jnp.shape(leaf)
 
 
 def _stacked_axes(stacked: Stacked, tree: Any, call: str) -> list[int]:

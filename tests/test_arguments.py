@@ -94,8 +94,14 @@ def test_a_group_without_a_limit():
 def test_limits_that_do_not_fit_the_tree():
     refused(ValueError, "clip_by_tensor_norm: max_norm has no value for the leaf 'b': it has 'w'.", lambda: update(optaxclip.clip_by_tensor_norm({"w": 1.0})))
     wrong = {"w": 1.0, "b": 1.0, "typo": 2.0}
-    refused(ValueError, "clip_by_tensor_norm: max_norm has a value for 'typo', but the updates have no such part.", lambda: update(optaxclip.clip_by_tensor_norm(wrong)))
-    refused(ValueError, "clip_by_tensor_norm: max_norm has no value for the leaf 'b'", lambda: update(optaxclip.clip_by_tensor_norm({"w": 1.0, "b": {"c": 1.0}})))
+    refused(
+        ValueError,
+        "clip_by_tensor_norm: max_norm has a value for 'typo', but the updates have no such part.",
+        lambda: update(optaxclip.clip_by_tensor_norm(wrong)),
+    )
+    refused(
+        ValueError, "clip_by_tensor_norm: max_norm has no value for the leaf 'b'", lambda: update(optaxclip.clip_by_tensor_norm({"w": 1.0, "b": {"c": 1.0}}))
+    )
 
 
 def test_a_limit_whose_shape_does_not_fit():
@@ -106,19 +112,30 @@ def test_a_limit_whose_shape_does_not_fit():
 def test_axes_and_stacked_layers_that_a_leaf_does_not_have():
     refused(ValueError, "unit_norm: axis=1 does not fit the leaf 'b', a tensor of rank 1", lambda: optaxclip.unit_norm(TREE, axis=1))
     refused(ValueError, "unit_norm: axis must be given for the leaf 'x' of rank 6", lambda: optaxclip.unit_norm({"x": jnp.ones((1,) * 6)}))
-    refused(ValueError, "stacked must be a number of leading axes, from 0 to 1 for the leaf 'b' of shape (3,), got 2.", lambda: optaxclip.tensor_norm(TREE, stacked=2))
+    refused(
+        ValueError,
+        "stacked must be a number of leading axes, from 0 to 1 for the leaf 'b' of shape (3,), got 2.",
+        lambda: optaxclip.tensor_norm(TREE, stacked=2),
+    )
     refused(ValueError, "tensor_norm: stacked has no value for the leaf 'b'", lambda: optaxclip.tensor_norm(TREE, stacked={"w": 1}))
 
 
 def test_value_bounds_that_do_not_fit():
-    refused(ValueError, "clip_by_value: a bound of shape (2,) does not fit the leaf 'b' of shape (3,).", lambda: update(optaxclip.clip_by_value(np.array([1.0, 2.0]))))
-    refused(TypeError, "the leaf 'z' is complex and has no order: give one bound, for its modulus.", lambda: update(optaxclip.clip_by_value(1.0, -2.0), {"z": jnp.array([1j])}))
+    refused(
+        ValueError,
+        "clip_by_value: a bound of shape (2,) does not fit the leaf 'b' of shape (3,).",
+        lambda: update(optaxclip.clip_by_value(np.array([1.0, 2.0]))),
+    )
+    refused(
+        TypeError,
+        "the leaf 'z' is complex and has no order: give one bound, for its modulus.",
+        lambda: update(optaxclip.clip_by_value(1.0, -2.0), {"z": jnp.array([1j])}),
+    )
 
 
 def test_an_order_that_is_traced_says_what_to_do():
     injected = optax.inject_hyperparams(optaxclip.clip_by_global_norm)(max_norm=1.0, ord=1.0)
     state = injected.init(TREE)
-
 
     with pytest.raises(TypeError, match="name it in static_args"):
         jax.jit(injected.update)(TREE, state, TREE)

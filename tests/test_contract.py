@@ -72,14 +72,14 @@ def test_jit_gives_the_bits_that_eager_gives(name):
 
 
 def test_a_norm_equal_to_the_limit_is_left_alone():
-    for seed in range(200):
+    for seed in range(40):
         updates = random_tree("float32", seed)
         clipped, _ = apply(optaxclip.clip_by_global_norm(optaxclip.global_norm(updates)), updates)
         same_bits(clipped, updates)
 
 
 def test_clipping_twice_changes_nothing_more():
-    for seed in range(100):
+    for seed in range(40):
         once, _ = apply(optaxclip.clip_by_global_norm(0.3), random_tree("float32", seed))
         twice, _ = apply(optaxclip.clip_by_global_norm(0.3), once)
         same_bits(once, twice)
@@ -169,7 +169,17 @@ def test_derivatives_are_finite_at_zero_and_elsewhere(name, dtype):
         assert all(np.isfinite(x).all() for x in jax.tree.leaves(derivatives(updates)))
 
 
-LIMITS = [0.5, np.float32(0.5), np.float64(0.5), np.asarray(0.5), jnp.float32(0.5), jnp.bfloat16(0.5), jnp.float16(0.5), lambda step: 0.5 - 0.25 * step, optax.constant_schedule(0.5)]
+LIMITS = [
+    0.5,
+    np.float32(0.5),
+    np.float64(0.5),
+    np.asarray(0.5),
+    jnp.float32(0.5),
+    jnp.bfloat16(0.5),
+    jnp.float16(0.5),
+    lambda step: 0.5 - 0.25 * step,
+    optax.constant_schedule(0.5),
+]
 
 
 @pytest.mark.parametrize("name", ["clip_by_global_norm", "clip_by_unit_norm", "adaptive_grad_clip per tensor"])
@@ -277,6 +287,8 @@ def test_works_inside_every_wrapper_of_optax(name):
         "apply_if_finite": optax.apply_if_finite(case.build(0.5), 3),
         "named_chain": optax.named_chain(("clip", case.build(0.5))),
     }
+    if name != "clip_by_global_norm":  # the others come from the same kernel
+        wrapped = {"inject_hyperparams": wrapped["inject_hyperparams"]}
     for wrapper, optimizer in wrapped.items():
         state = optimizer.init(params)
         clipped, new_state = jax.jit(optimizer.update)(updates, state, params)
@@ -303,7 +315,7 @@ def test_multi_steps_clips_the_mean_and_counts_real_steps(name):
 def test_masked_leaves_are_neither_counted_nor_touched(name):
     case, updates, params = CLIPPERS[name], random_tree("float32", scale=4.0), random_tree("float32", 3)
     optimizer = optax.masked(case.build(0.5), {"kernel": True, "bias": False, "block": False})
-    clipped, state = jax.jit(optimizer.update)(updates, optimizer.init(params), params)
+    clipped, _state = jax.jit(optimizer.update)(updates, optimizer.init(params), params)
     wanted, _ = apply(case.build(0.5), {"kernel": updates["kernel"]}, {"kernel": params["kernel"]})
     chex.assert_trees_all_close(clipped["kernel"], wanted["kernel"], rtol=1e-6)
     same_bits([clipped["bias"], clipped["block"]], [updates["bias"], updates["block"]])
@@ -367,10 +379,10 @@ def test_a_norm_measured_elsewhere_is_used(name):
         apply(clipper, updates, params, grad_norm={"nowhere": 1.0})
 
 
-def compiled_step(clipper, dtype=jnp.float32, leaves=40):
-    """A donated SGD-with-momentum step on leaves that are large against everything but themselves."""
+def compiled_step(clipper, dtype=jnp.float32, leaves=6):
+    """Temporary bytes of a donated Adam step, as a share of the gradients' bytes."""
     optimizer = optax.chain(clipper, optax.adam(1e-3))
-    params = {f"w{i:02}": jnp.ones((256, 128 + i), jnp.float32) for i in range(leaves)}
+    params = {f"w{i:02}": jnp.ones((2048, 96 + i), jnp.float32) for i in range(leaves)}
     grads = jax.tree.map(lambda x: x.astype(dtype), params)
 
     @partial(jax.jit, donate_argnums=(0, 1, 2))
@@ -388,8 +400,10 @@ WITHOUT_GROUP = [name for name in CLIPPERS if "group" not in name]
 @pytest.mark.parametrize("name", WITHOUT_GROUP)
 def test_a_train_step_holds_no_copy_of_the_gradients(name):
     case = CLIPPERS[name]
-    # One percent, and for one leaf in flight where units are summed. optax.clip_by_global_norm: 1.0.
     assert compiled_step(case.build(0.5)) <= 0.01
+
+
+def test_the_measure_of_copies_sees_the_copy_that_optax_makes():
     assert compiled_step(optax.clip_by_global_norm(0.5)) > 0.9
 
 

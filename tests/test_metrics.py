@@ -24,15 +24,17 @@ def test_numbers_of_a_global_clip_over_several_steps():
     state = after(optax.chain(optaxclip.clip_by_global_norm(1.0), optax.scale(-1.0)), GRADS, bad, small, GRADS)
     numbers = {key: float(value) for key, value in optaxclip.metrics(state).items()}
     norm = np.sqrt(25.25)
-    assert numbers == pytest.approx({
-        "clip/norm_before": norm,
-        "clip/limit": 1.0,
-        "clip/scale": 1 / norm,
-        "clip/norm_after": 1.0,
-        "clip/clipped_share": 0.5,
-        "clip/clipped_count": 2.0,
-        "clip/nonfinite_count": 1.0,
-    })
+    assert numbers == pytest.approx(
+        {
+            "clip/norm_before": norm,
+            "clip/limit": 1.0,
+            "clip/scale": 1 / norm,
+            "clip/norm_after": 1.0,
+            "clip/clipped_share": 0.5,
+            "clip/clipped_count": 2.0,
+            "clip/nonfinite_count": 1.0,
+        }
+    )
     assert all(value.dtype == jnp.float32 and value.shape == () for value in optaxclip.metrics(state).values())
 
 

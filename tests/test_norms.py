@@ -23,7 +23,8 @@ DTYPES = {
     "complex64": ("complex64",),
     "mixed": ("bfloat16", "float32", "complex64", "float16"),
 }
-SHAPES = [(5, 3), (), (17,), (2, 3, 4), (1, 7), (2, 1, 3, 2), (2, 3, 1, 2, 2)]
+SHAPES = [(5, 3), (), (17,), (2, 3, 4)]
+EVERY_RANK = [*SHAPES, (2, 1, 3, 2), (2, 3, 1, 2, 2)]
 every_order = pytest.mark.parametrize("ord", ORDERS)
 every_dtype = pytest.mark.parametrize("dtype", DTYPES)
 
@@ -75,7 +76,7 @@ def test_stacked_tensor_norm_measures_each_layer_by_itself(ord):
 
 @every_order
 def test_unit_norm_measures_what_feeds_one_output(ord):
-    leaves = random_leaves("mixed", 3)
+    leaves = random_leaves("mixed", 3, shapes=EVERY_RANK)
     for ours, leaf in zip(optaxclip.unit_norm(leaves, ord=ord), leaves, strict=True):
         expected = oracles.unit_norm(leaf, ord)
         assert ours.shape == (expected.shape if leaf.ndim > 1 else ())
@@ -114,7 +115,7 @@ def test_ten_thousand_leaves_are_within_1e_6():
     np.testing.assert_allclose(optaxclip.global_norm(leaves), oracles.norm(leaves), 1e-6)
 
 
-@every_order
+@pytest.mark.parametrize("ord", [0.5, 2, 3, math.inf])
 def test_one_large_leaf_is_within_1e_6(ord):
     leaf = jnp.asarray(np.random.default_rng(8).standard_normal((1250, 4001)), jnp.float32)
     np.testing.assert_allclose(optaxclip.global_norm([leaf], ord=ord), oracles.norm([leaf], ord), tolerance(ord))
@@ -213,7 +214,12 @@ def test_complex_values_count_by_modulus(ord):
 def test_nan_survives_in_any_position(position, ord):
     values = np.random.default_rng(12).standard_normal(9)
     values[position] = math.nan
-    leaves = [jnp.asarray(values[:4].reshape(2, 2), jnp.float32), jnp.asarray(values[4], jnp.bfloat16), jnp.asarray(values[5:8], jnp.float16), jnp.asarray(values[8:], jnp.complex64)]
+    leaves = [
+        jnp.asarray(values[:4].reshape(2, 2), jnp.float32),
+        jnp.asarray(values[4], jnp.bfloat16),
+        jnp.asarray(values[5:8], jnp.float16),
+        jnp.asarray(values[8:], jnp.complex64),
+    ]
     assert math.isnan(optaxclip.global_norm(leaves, ord=ord))
     assert [math.isnan(norm) for norm in optaxclip.tensor_norm(leaves, ord=ord)] == [any(map(np.isnan, np.ravel(leaf))) for leaf in leaves]
 
@@ -244,7 +250,18 @@ def test_a_broken_unit_does_not_touch_its_neighbours():
 @every_order
 @pytest.mark.parametrize(
     "tree",
-    [{}, None, [], [None], {"a": None, "b": ()}, jnp.zeros((0, 3)), [jnp.arange(5)], jnp.array([True, False]), optax.MaskedNode(), np.zeros(3, jax.dtypes.float0)],
+    [
+        {},
+        None,
+        [],
+        [None],
+        {"a": None, "b": ()},
+        jnp.zeros((0, 3)),
+        [jnp.arange(5)],
+        jnp.array([True, False]),
+        optax.MaskedNode(),
+        np.zeros(3, jax.dtypes.float0),
+    ],
     ids=["dict", "None", "list", "list of None", "dict of None", "zero-size", "int", "bool", "MaskedNode", "float0"],
 )
 def test_nothing_to_measure_has_norm_0(tree, ord):
@@ -333,7 +350,9 @@ def test_second_derivative_equals_finite_differences():
 def test_second_derivative_is_the_equation():
     x = jnp.asarray(np.random.default_rng(17).standard_normal(5) * 3, jnp.float32)
     unit = oracles.wide(x) / oracles.norm([x])
-    np.testing.assert_allclose(jax.jit(jax.hessian(optaxclip.global_norm))(x), (np.eye(5) - np.outer(unit, unit)) / oracles.norm([x]), 0, atol=8 * EPS / oracles.norm([x]))
+    np.testing.assert_allclose(
+        jax.jit(jax.hessian(optaxclip.global_norm))(x), (np.eye(5) - np.outer(unit, unit)) / oracles.norm([x]), 0, atol=8 * EPS / oracles.norm([x])
+    )
 
 
 def test_derivative_of_a_complex_leaf_is_its_direction():

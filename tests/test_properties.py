@@ -24,18 +24,18 @@ LARGEST = {"float16": 14}  # exponents that a dtype holds, sums of squares of th
 SMALLEST = {"float16": -24}  # -126 for all others
 PARTS = {"complex64": 2}
 
-properties = settings(deadline=None, max_examples=40, derandomize=True, database=None)
+properties = settings(deadline=None, max_examples=30, derandomize=True, database=None)
 
 
 def structures():
     """A few random lists of (dtype, shape), so that each is compiled once."""
     random = np.random.default_rng(0)
-    mixed = [[(str(random.choice(DTYPES)), SHAPES[random.integers(len(SHAPES))]) for _ in range(random.integers(1, 5))] for _ in range(4)]
+    mixed = [[(str(random.choice(DTYPES)), SHAPES[random.integers(len(SHAPES))]) for _ in range(random.integers(1, 4))] for _ in range(2)]
     return [*mixed, [("float32", (5, 3)), ("float32", ())], [("bfloat16", (7,)), ("float16", (2, 3, 4)), ("complex64", ()), ("float32", (0, 3))]]
 
 
 STRUCTURES = structures()
-ONLY_FLOAT32 = [[("float32", shape) for _, shape in structure] for structure in STRUCTURES]
+ONLY_FLOAT32 = [STRUCTURES[2], [("float32", shape) for _, shape in STRUCTURES[3]]]
 
 
 def values(random, shape, middle, spread, lowest, highest):
@@ -57,8 +57,6 @@ def trees(draw, structures=STRUCTURES):
     random = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
     middle, spread = draw(st.integers(-126, 118)), draw(st.sampled_from([0, 3, 40, 250]))
     return tree_of(draw(st.sampled_from(structures)), random, middle, spread, draw(st.sampled_from([0, 0, 0.3, 1])))
-
-
 
 
 def units_of(leaves):
@@ -193,7 +191,7 @@ def test_direction_is_kept(name):
 
 
 def assert_bound(name, leaves, clipped, limit, params):
-    for before, after, most in zip(parts(name, leaves), parts(name, clipped), limits(name, leaves, limit, params), strict=True):
+    for _before, after, most in zip(parts(name, leaves), parts(name, clipped), limits(name, leaves, limit, params), strict=True):
         eps = max((oracles.eps_of(dtype) for _, dtype in after), default=0)
         count = sum(x.size for x, _ in after)
         lost = math.sqrt(sum(x.size * oracles.floor_of(dtype) ** 2 for x, dtype in after) / (count if name == "rms" else 1)) if count else 0
@@ -258,7 +256,7 @@ def test_clipping_twice_is_clipping_once(name):
 
 
 @every_clipper
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("limit", [1.0, 0.3, 1e-2])
 def test_equal_values_that_all_round_up_stay_within_the_bound(limit, dtype, name):
     leaves = [jnp.full((64, 3), value, dtype) for value in (1.0, 1.1, 7.77)]
