@@ -4,7 +4,8 @@
     clipping    x * min(1, limit / (norm + eps)); 0 at a limit of 0; x at a limit of inf; NaN where the norm is not finite
     by value    min(max(x, low), high)
 
-Leaves come as arrays of any dtype; results are float64 or complex128 and not yet rounded to the leaf's dtype. Sums run in long double, of values that were divided by the largest.
+Leaves come as arrays of any dtype; results are float64 or complex128 and not yet rounded to the leaf's dtype. Sums run in long double, of values that were
+divided by the largest.
 """
 
 import math
@@ -118,8 +119,8 @@ def eps_of(dtype):
 
 
 def floor_of(dtype):
-    """What becomes of a number too small for the dtype: the largest change. float16 rounds to a multiple of 2^-24; of the others XLA may flush all below 2^-126 to 0, of
-    complex ones in both parts."""
+    """How much a number too small for the dtype may change. float16 rounds to a multiple of 2^-24; of the others XLA may flush all below 2^-126 to 0,
+    of complex ones in both parts."""
     if dtype == np.float16:
         return 2.0**-25
     smallest = float(ml_dtypes.finfo(dtype).tiny)

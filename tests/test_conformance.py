@@ -1,7 +1,8 @@
 """The numbers of other frameworks: their tests, their documentation, and their code run on explicit inputs (`cases.json`; `source` says which).
 
-Cases of the classes `conformance` and `optax_defect` must come out as they stand there. Of the classes that depend on a policy, those must that our policy agrees with: what
-is measured together becomes NaN when its norm is not finite, and a limit of inf touches nothing. All others are in the tables below, with the reason, and with what we give.
+Cases of the classes `conformance` and `optax_defect` must come out as they stand there. Of the classes that depend on a policy, those must that our policy
+agrees with: what is measured together becomes NaN when its norm is not finite, and a limit of inf touches nothing. All others are in the tables below,
+with the reason, and with what we give.
 """
 
 import json
@@ -105,7 +106,7 @@ def given(case, key="input"):
 def clipper_of(case):
     args = {key: decode(value) for key, value in case["args"].items()}
     limit = jnp.asarray(args["max_norm"]) if case.get("max_norm_is_array") else args.get("max_norm")
-    options = {key: args[key] for key in ("eps",) if key in args} | {"ord": args[key] for key in ("norm_type",) if key in args}
+    options = {key: args[key] for key in ("eps",) if key in args} | ({"ord": args["norm_type"]} if "norm_type" in args else {})
     if args.get("error_if_nonfinite"):
         options["nonfinite"] = "raise"
     makers = {

@@ -1,4 +1,4 @@
-"""Every norm, of every order, against long double: over the whole range of each dtype, for many leaves and large ones, with its derivative, and on the way a TPU takes."""
+"""Every norm, of every order, against long double: over the range of each dtype, for many leaves and large ones, with its derivative, and the way a TPU takes."""
 
 import math
 from functools import partial
@@ -30,7 +30,7 @@ every_dtype = pytest.mark.parametrize("dtype", DTYPES)
 
 
 def tolerance(ord):
-    """1e-6. Below order 1 the p-th root magnifies the error of the power by 1/p: a power within 2 eps and a quotient, a product and a rounding of half an eps each."""
+    """1e-6. Below order 1 the root magnifies the power's error, 2 eps, by 1/p; quotient, product and rounding take half an eps each."""
     return max(1e-6, (2 / ord + 1.5) * EPS) if isinstance(ord, float) and ord < 1 else 1e-6
 
 

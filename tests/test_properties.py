@@ -1,7 +1,8 @@
 """What holds for every tree: random ones of mixed dtypes over the whole range of float32, and ones that are built to break the bound.
 
-Tolerances: float32 arithmetic takes at most 8 eps off a result (3 of them on purpose, see `rescale`; one each for norm, limit, quotient and two products), 2 more where the limit is itself
-a product; rounding to the leaf's dtype changes it by half an eps of that dtype, or by what its subnormal range loses (`oracles.floor_of`).
+Tolerances: float32 arithmetic takes at most 8 eps off a result (3 of them on purpose, see `rescale`; one each for norm, limit, quotient and two products),
+2 more where the limit is itself a product; rounding to the leaf's dtype changes it by half an eps of that dtype, or by what its subnormal range loses
+(`oracles.floor_of`).
 """
 
 import math
