@@ -49,8 +49,8 @@ def clip_by_global_norm(max_norm: Any, *, ord: Ord = None, eps: Any = 0.0, nonfi
       >>> grads = [jnp.array([3.0, 4.0]), jnp.array([1.0, 2.0])]
       >>> clipper = optaxclip.clip_by_global_norm(5.0)
       >>> updates, state = clipper.update(grads, clipper.init(grads))
-      >>> print(state.norm, updates[0], updates[1])
-      5.477226 [2.738612  3.6514826] [0.9128707 1.8257413]
+      >>> print(*(f"{float(x):.4f}" for x in (state.norm, *updates[0], *updates[1])))
+      5.4772 2.7386 3.6515 0.9129 1.8257
 
     Reference: Pascanu, Mikolov, Bengio, On the difficulty of training recurrent neural networks, 2013 (arXiv 1211.5063).
     """

@@ -233,8 +233,14 @@ def _weights(p: float, over: tuple[int, ...] | None, norm: jax.Array, leaf: jax.
         hit = (size == norm) & (norm > 0)
         return hit / jnp.maximum(jnp.sum(hit, over, keepdims=over is not None), 1).astype(norm.dtype)
     # Two wheres: at 0 neither the quotient nor, for p < 1, its power exists, and the unused branch of a where must stay finite as well.
-    share = size / jnp.where(norm > 0, norm, 1.0)
+    share = _share(size, jnp.where(norm > 0, norm, 1.0))
     return jnp.where(share > 0, jnp.where(share > 0, share, 1.0) ** (p - 1.0), 0.0)
+
+
+def _share(size: jax.Array, whole: jax.Array) -> jax.Array:
+    """size / whole. XLA multiplies an array by the reciprocal of a scalar, which flushes to 0 above 2^126; so large numbers come down first."""
+    large = whole > 1
+    return jnp.where(large, size * 0.125, size) / jnp.where(large, whole * 0.125, whole)
 
 
 def _along(leaf: jax.Array, direction: jax.Array) -> jax.Array:
@@ -252,7 +258,7 @@ def _root_of_sum(p: float, group: list[jax.Array], over: tuple[int, ...] | None,
         return _wide_root(p, group, over, np.float64).astype(dtype)
     largest = _largest(group, over)
     divisor = jnp.where((largest > 0) & (largest < jnp.inf), largest, 1.0)
-    shares = [jnp.abs(leaf).astype(dtype) / divisor for leaf in group]
+    shares = [_share(jnp.abs(leaf).astype(dtype), divisor) for leaf in group]
     return divisor * _wide_root(p, shares, over, np.promote_types(wide, dtype)).astype(dtype)
 
 

@@ -2,8 +2,17 @@
 
 import json
 
+import jax
+import pytest
+
 import benchmarks
 from examples import char_rnn
+
+
+@pytest.fixture(autouse=True)
+def _as_users_have_it():
+    with jax.numpy_rank_promotion("allow"):
+        yield
 
 
 def test_char_rnn_trains_all_four_and_draws(tmp_path):

@@ -1,4 +1,4 @@
-"""Every norm, of every order, against long double: over the range of each dtype, for many leaves and large ones, with its derivative, and the way a TPU takes."""
+"""Every norm of every order against long double: over the range of each dtype, for many leaves and large ones, with derivatives, and the way a TPU takes."""
 
 import math
 from functools import partial
