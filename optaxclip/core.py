@@ -237,7 +237,7 @@ def _stretch(x: jax.Array, same: jax.Array, far: jax.Array, factor: jax.Array) -
     else:
         wide = x.astype(np.promote_types(x.dtype, factor.dtype))
         factor = factor.astype(wide.dtype)
-    # A select: XLA would fold two multiplications by scalars into one, and the product of the scalars is the very number that flushes to 0.
+    # In two steps where the way is far: neither factor is subnormal, their product is.
     stretched = jnp.where(far, wide * _step_down(factor), wide) * factor
     return jnp.where(same, x, stretched if x.weak_type else stretched.astype(x.dtype))
 
