@@ -6,6 +6,7 @@ A clipper answers three questions: how long is it (norms), how long may it be (t
     clippers    clip_by_global_norm, clip_by_tensor_norm, clip_by_tensor_rms, clip_by_average_norm, clip_by_unit_norm, clip_by_group_norm, adaptive_grad_clip, clip_by_value
     reading     metrics, measure
     kernel      clip_by, rescale, hard, Threshold, ClipState, constant, share_of_params
+    debugging   check_replicated
     optax names clip, clip_by_block_rms, and clip_by_global_norm and adaptive_grad_clip above
 
     optimizer = optax.chain(optaxclip.clip_by_global_norm(1.0), optax.adamw(3e-4))
@@ -32,6 +33,7 @@ from .norms import global_norm as global_norm
 from .norms import group_norm as group_norm
 from .norms import tensor_norm as tensor_norm
 from .norms import unit_norm as unit_norm
+from .sharding import check_replicated as check_replicated
 from .thresholds import constant as constant
 from .thresholds import share_of_params as share_of_params
 

@@ -19,11 +19,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax import lax
 from jax.core import Tracer
 from jax.experimental import checkify
 from jax.tree_util import Partial
 
-from . import prefix
+from . import prefix, sharding
 from .arguments import broadcasts_to, check_nonfinite, check_number
 from .norms import measured
 
@@ -36,6 +37,10 @@ class Measure(NamedTuple):
 
     def __call__(self, tree: Any) -> Any:
         return self.norm(tree, **dict(self.options))
+
+    def without_devices(self) -> "Measure":
+        """The same measure where there are no mesh axes to speak of, as in an `init` outside shard_map: the norms have the same shapes."""
+        return self._replace(options=tuple((name, None if name == "axes" else value) for name, value in self.options))
 
 
 class Threshold(NamedTuple):
@@ -105,10 +110,11 @@ def clip_by(
     threshold = jax.tree.map(_as_pytree, threshold, is_leaf=_is_threshold)
 
     def init(params: Any) -> ClipState:
-        norms = jax.eval_shape(lambda tree: measure(measured(tree)), params)
+        here = measure if sharding.inside() or not isinstance(measure, Measure) else measure.without_devices()
+        norms = jax.eval_shape(lambda tree: here(measured(tree)), params)
 
         def filled(value, dtype=None):
-            return jax.tree.map(lambda norm: jnp.full(norm.shape, value, dtype or norm.dtype), norms)
+            return jax.tree.map(lambda norm: sharding.typed_as(jnp.full(norm.shape, value, dtype or norm.dtype), norm), norms)
 
         zeros, treedef = filled(0), jax.tree.structure(norms)
         rules = _rules(threshold, norms, call)
@@ -147,13 +153,18 @@ def rescale(updates: Any, norms: Any, new_norms: Any) -> Any:
       The result is never longer than the new norm but for the rounding to the leaf's dtype.
     """
 
-    def part(norm: Any, new_norm: Any, subtree: Any) -> Any:
-        if norm is None:
-            return subtree
-        factors = _factors(norm, new_norm)
-        return jax.tree.map(lambda x, seen: x if seen is None else _stretch(seen, *factors), subtree, measured(subtree), is_leaf=_is_none)
+    return _multiply(updates, jax.tree.map(lambda norm, new: None if norm is None else _factors(norm, new), norms, new_norms, is_leaf=_is_none))
 
-    return jax.tree.map(part, norms, new_norms, updates, is_leaf=_is_none)
+
+def _multiply(updates: Any, factors: Any) -> Any:
+    """Every part of the updates times its factors."""
+
+    def part(factors: Factors | None, subtree: Any) -> Any:
+        if factors is None:
+            return subtree
+        return jax.tree.map(lambda x, seen: x if seen is None else _stretch(seen, factors), subtree, measured(subtree), is_leaf=_is_none)
+
+    return jax.tree.map(part, factors, updates, is_leaf=lambda x: x is None or isinstance(x, Factors))
 
 
 @partial(jax.jit, static_argnums=(0, 1, 2, 3))
@@ -162,44 +173,44 @@ def _clip(measure, shrink, nonfinite, call, threshold, eps, updates, state, para
     norms = measure(updates) if grad_norm is None else _given(grad_norm, measure, updates, call)
     slots, treedef = jax.tree.flatten(norms, is_leaf=_is_none)
     rules = iter(zip(_rules(threshold, norms, call), _params_norms(measure, params, norms, call)))
-    seen = []
-    for norm, *fields in zip(slots, *(treedef.flatten_up_to(field) for field in state[1:])):
+    factors, fields = [], []
+    for norm, *old in zip(slots, *(treedef.flatten_up_to(field) for field in state[1:])):
         if norm is None:  # nothing to measure here in this step: what is known stays
-            seen.append((None, None, ClipState(state.step, *fields)))
+            factors.append(None)
+            fields.append(old)
         else:
             rule, params_norm = next(rules)
-            seen.append(_decide(rule, shrink, nonfinite, eps, norm, params_norm, ClipState(state.step, *fields)))
+            limit, memory = rule.update(norm, old[-1], state.step, params_norm)
+            factor, new = _decide(shrink, nonfinite, eps, norm, _as_limit(limit, norm), memory, old)
+            factors.append(factor)
+            fields.append(new)
 
-    before, after, fields = zip(*seen) if seen else ((), (), ())
-    before, after = treedef.unflatten(before), treedef.unflatten(after)
-    updates = rescale(updates, before, after)
-    if nonfinite == "zero":
-        updates = _zero_where_zero(updates, after)
-    trees = [treedef.unflatten(field) for field in zip(*(field[1:] for field in fields))] if fields else state[1:]
+    updates = _multiply(updates, treedef.unflatten(factors))
+    trees = [treedef.unflatten(field) for field in zip(*fields)] if fields else state[1:]
     return updates, ClipState(jnp.asarray(optax.safe_increment(state.step)), *trees)
 
 
-def _decide(rule, shrink, nonfinite, eps, norm, params_norm, old):
-    """What happens to one norm: (before, after, its part of the state). Only the quotient of before and after counts; where nothing is done both are equal."""
+@partial(jax.jit, static_argnums=(0, 1))
+def _decide(shrink, nonfinite, eps, norm, limit, memory, old):
+    """What happens to one norm: (factors, its fields of the state). Only the quotient of before and after counts; where nothing is done both are equal. Jitted, since it is
+    traced once then for all norms of one shape."""
+    _, old_limit, old_scale, clipped, nonfinite_count, old_memory = old
     finite = jnp.isfinite(norm)
-    limit, memory = rule.update(norm, old.memory, old.step, params_norm)
-    limit = _as_limit(limit, norm)
     off = limit == jnp.inf
     long = norm + jnp.asarray(eps).astype(norm.dtype)
     short = jnp.where(finite, shrink(long, limit), 0.0 if nonfinite == "zero" else jnp.nan)
     before, after = jnp.where(off, 1.0, long), jnp.where(off, 1.0, short)
     changed = finite & (after != before)
     scale = jnp.where(after == before, 1.0, jnp.where(after == 0, 0.0, _ratio(after, before)))
-    new = ClipState(
-        step=old.step,
-        norm=norm.astype(old.norm.dtype),
-        limit=limit.astype(old.limit.dtype),
-        scale=scale.astype(old.scale.dtype),
-        clipped=old.clipped + changed.astype(jnp.int32),
-        nonfinite=old.nonfinite + (~finite).astype(jnp.int32),
-        memory=jax.tree.map(partial(_keep_unless, finite), memory, old.memory),
-    )
-    return before, after, new
+    new = [
+        norm,
+        limit.astype(old_limit.dtype),
+        scale.astype(old_scale.dtype),
+        clipped + changed.astype(jnp.int32),
+        nonfinite_count + (~finite).astype(jnp.int32),
+        jax.tree.map(partial(_keep_unless, finite), memory, old_memory),
+    ]
+    return _factors(before, after), new
 
 
 def _as_limit(limit: Any, norm: jax.Array) -> jax.Array:
@@ -207,7 +218,7 @@ def _as_limit(limit: Any, norm: jax.Array) -> jax.Array:
     limit = jnp.asarray(limit)
     if not broadcasts_to(limit.shape, norm.shape):
         raise ValueError(f"max_norm must be a number for each norm: its shape {limit.shape} does not fit norms of shape {norm.shape}.")
-    return jnp.broadcast_to(jnp.maximum(limit.astype(norm.dtype), 0), norm.shape)
+    return sharding.typed_as(jnp.broadcast_to(jnp.maximum(limit.astype(norm.dtype), 0), norm.shape), norm)
 
 
 def _keep_unless(finite: jax.Array, new: Any, old: jax.Array) -> jax.Array:
@@ -216,30 +227,32 @@ def _keep_unless(finite: jax.Array, new: Any, old: jax.Array) -> jax.Array:
     return jnp.where(finite.reshape(finite.shape + (1,) * (new.ndim - finite.ndim)), new, old)
 
 
-def _factors(norm: jax.Array, new_norm: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """(nothing to do, first shrink by `_step_down`, factor) to get from one norm to the other. The quotient of 1 and 1e38 is subnormal, which hardware flushes to 0: so very
-    far ways take two multiplications."""
+class Factors(NamedTuple):
+    """What updates are multiplied by, in two steps: the quotient of 1 and 1e38 is subnormal, which hardware flushes to 0."""
+
+    first: jax.Array  # float32[norm]: 1, or a power of 2 where the way is far
+    then: jax.Array  # float32[norm]: 1 exactly where nothing is to be done, NaN for a broken step
+
+
+def _factors(norm: jax.Array, new_norm: jax.Array) -> Factors:
     info = jnp.finfo(norm.dtype)
-    far = new_norm < norm * 2.0 ** (info.minexp + 26)
-    quotient = _ratio(new_norm, jnp.where(far, norm * _step_down(norm), norm))
-    # A hair less than the quotient, so that the roundings of limit, norm, quotient and product never add up to more than the limit.
-    return new_norm == norm, far, quotient * (1 - 3 * info.eps)
+    first = jnp.where(new_norm < norm * 2.0 ** (info.minexp + 26), 2.0 ** (info.minexp // 2 - 1), 1.0).astype(norm.dtype)
+    # A hair less than the quotient, so that the roundings of limit, norm, quotient and products never add up to more than the limit.
+    then = _ratio(new_norm, norm * first) * (1 - 3 * info.eps)
+    return Factors(first, jnp.where(new_norm == norm, 1.0, jnp.where(new_norm == 0, 0.0, then)))
 
 
-def _step_down(norm: jax.Array) -> float:
-    return 2.0 ** (jnp.finfo(norm.dtype).minexp // 2 - 1)
-
-
-def _stretch(x: jax.Array, same: jax.Array, far: jax.Array, factor: jax.Array) -> jax.Array:
+def _stretch(x: jax.Array, factors: Factors) -> jax.Array:
     x = jnp.asarray(x)
+    first, then = factors
     if x.weak_type:  # what is made of weakly typed arrays alone stays weakly typed
-        wide, factor = x, jax.lax.full_like(x, factor, shape=factor.shape)
+        first, then = (lax.full_like(x, factor, shape=factor.shape) for factor in factors)
+        stretched = x * first * then
     else:
-        wide = x.astype(np.promote_types(x.dtype, factor.dtype))
-        factor = factor.astype(wide.dtype)
-    # In two steps where the way is far: neither factor is subnormal, their product is.
-    stretched = jnp.where(far, wide * _step_down(factor), wide) * factor
-    return jnp.where(same, x, stretched if x.weak_type else stretched.astype(x.dtype))
+        wide = np.promote_types(x.dtype, then.dtype)
+        stretched = (x.astype(wide) * first.astype(wide) * then.astype(wide)).astype(x.dtype)
+    # Selected where nothing is to be done: a product would flush subnormal numbers. And 0 times inf is NaN, but limit 0 means 0.
+    return jnp.where(then == 1, x, jnp.where(then == 0, jnp.zeros_like(x), stretched))
 
 
 @jax.custom_jvp
@@ -255,15 +268,6 @@ def _ratio_jvp(primals, tangents):
     short, long = primals
     ratio = _ratio(short, long)
     return ratio, _ratio(tangents[0] - ratio * tangents[1], long)
-
-
-def _zero_where_zero(updates: Any, after: Any) -> Any:
-    """Zeros in the place of a part whose new norm is 0, since 0 times inf is NaN."""
-
-    def part(new_norm: Any, subtree: Any) -> Any:
-        return subtree if new_norm is None else jax.tree.map(lambda x: jnp.where(new_norm == 0, jnp.zeros_like(x), x), subtree)
-
-    return jax.tree.map(part, after, updates, is_leaf=_is_none)
 
 
 def _rules(threshold: Any, norms: Any, call: str) -> list[Threshold]:

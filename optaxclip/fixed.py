@@ -18,10 +18,10 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from . import prefix
+from . import prefix, sharding
 from .arguments import broadcasts_to, check_number, check_ord
 from .core import Measure, clip_by
-from .norms import Axis, Ord, Stacked, by_label, global_norm, norm_of_each, tensor_norm, unit_norm
+from .norms import Axes, Axis, Ord, Stacked, axes_by_label, by_label, global_norm, norm_of_each, tensor_norm, unit_norm
 from .thresholds import constant, share_of_params
 
 
@@ -31,7 +31,9 @@ class ClipByValueState(NamedTuple):
     step: jax.Array  # int32[]: updates seen, for bounds that follow a schedule
 
 
-def clip_by_global_norm(max_norm: Any, *, ord: Ord = None, eps: Any = 0.0, nonfinite: str = "propagate") -> optax.GradientTransformationExtraArgs:
+def clip_by_global_norm(
+    max_norm: Any, *, ord: Ord = None, eps: Any = 0.0, nonfinite: str = "propagate", axes: Axes = "auto"
+) -> optax.GradientTransformationExtraArgs:
     """Shortens the updates, all together, to at most `max_norm`: g * min(1, max_norm / |g|).
 
     Args:
@@ -55,11 +57,11 @@ def clip_by_global_norm(max_norm: Any, *, ord: Ord = None, eps: Any = 0.0, nonfi
     Reference: Pascanu, Mikolov, Bengio, On the difficulty of training recurrent neural networks, 2013 (arXiv 1211.5063).
     """
     call = "clip_by_global_norm"
-    return clip_by(_measure(call, global_norm, ord), constant(max_norm, argument=f"{call}: max_norm"), eps=eps, nonfinite=nonfinite, call=call)
+    return clip_by(_measure(call, global_norm, ord, axes), constant(max_norm, argument=f"{call}: max_norm"), eps=eps, nonfinite=nonfinite, call=call)
 
 
 def clip_by_tensor_norm(
-    max_norm: Any, *, ord: Ord = None, stacked: Stacked = None, eps: Any = 0.0, nonfinite: str = "propagate"
+    max_norm: Any, *, ord: Ord = None, stacked: Stacked = None, eps: Any = 0.0, nonfinite: str = "propagate", axes: Axes = "auto"
 ) -> optax.GradientTransformationExtraArgs:
     """Shortens each leaf by itself to at most `max_norm` (TensorFlow's `clip_by_norm`, Keras' `clipnorm`).
 
@@ -68,10 +70,12 @@ def clip_by_tensor_norm(
       stacked: how many leading axes of a leaf count layers (see `tensor_norm`); each layer is clipped by itself.
       ord, eps, nonfinite: see the module.
     """
-    return _tensor_clip("clip_by_tensor_norm", "max_norm", max_norm, ord, stacked, eps, nonfinite)
+    return _tensor_clip("clip_by_tensor_norm", "max_norm", max_norm, ord, stacked, eps, nonfinite, axes)
 
 
-def clip_by_tensor_rms(max_rms: Any, *, stacked: Stacked = None, eps: Any = 0.0, nonfinite: str = "propagate") -> optax.GradientTransformationExtraArgs:
+def clip_by_tensor_rms(
+    max_rms: Any, *, stacked: Stacked = None, eps: Any = 0.0, nonfinite: str = "propagate", axes: Axes = "auto"
+) -> optax.GradientTransformationExtraArgs:
     """Shortens each leaf to a root mean square of at most `max_rms`: the update clipping of Adafactor, which puts it after the preconditioner with 1.0.
 
     Args:
@@ -80,20 +84,22 @@ def clip_by_tensor_rms(max_rms: Any, *, stacked: Stacked = None, eps: Any = 0.0,
 
     Reference: Shazeer, Stern, Adafactor, 2018 (arXiv 1804.04235).
     """
-    return _tensor_clip("clip_by_tensor_rms", "max_rms", max_rms, "rms", stacked, eps, nonfinite)
+    return _tensor_clip("clip_by_tensor_rms", "max_rms", max_rms, "rms", stacked, eps, nonfinite, axes)
 
 
-def clip_by_average_norm(max_norm: Any, *, stacked: Stacked = None, eps: Any = 0.0, nonfinite: str = "propagate") -> optax.GradientTransformationExtraArgs:
+def clip_by_average_norm(
+    max_norm: Any, *, stacked: Stacked = None, eps: Any = 0.0, nonfinite: str = "propagate", axes: Axes = "auto"
+) -> optax.GradientTransformationExtraArgs:
     """Shortens each leaf to an average norm, |g| / size, of at most `max_norm`. This is TensorFlow's definition; it is not the root mean square.
 
     Args:
       max_norm, stacked, eps, nonfinite: as in `clip_by_tensor_norm`.
     """
-    return _tensor_clip("clip_by_average_norm", "max_norm", max_norm, "average", stacked, eps, nonfinite)
+    return _tensor_clip("clip_by_average_norm", "max_norm", max_norm, "average", stacked, eps, nonfinite, axes)
 
 
 def clip_by_unit_norm(
-    max_norm: Any, *, axis: Axis = None, ord: Ord = None, stacked: Stacked = None, eps: Any = 0.0, nonfinite: str = "propagate"
+    max_norm: Any, *, axis: Axis = None, ord: Ord = None, stacked: Stacked = None, eps: Any = 0.0, nonfinite: str = "propagate", axes: Axes = "auto"
 ) -> optax.GradientTransformationExtraArgs:
     """Shortens each unit, the weights that feed one output, to at most `max_norm`.
 
@@ -104,10 +110,12 @@ def clip_by_unit_norm(
     """
     call = "clip_by_unit_norm"
     limits = _limits(max_norm, f"{call}: max_norm")
-    return clip_by(_measure(call, unit_norm, ord, axis=_axes(axis), stacked=_counts(stacked)), limits, eps=eps, nonfinite=nonfinite, call=call)
+    return clip_by(_measure(call, unit_norm, ord, axes, axis=_axes(axis), stacked=_counts(stacked)), limits, eps=eps, nonfinite=nonfinite, call=call)
 
 
-def clip_by_group_norm(max_norm: Any, labels: Any, *, ord: Ord = None, eps: Any = 0.0, nonfinite: str = "propagate") -> optax.GradientTransformationExtraArgs:
+def clip_by_group_norm(
+    max_norm: Any, labels: Any, *, ord: Ord = None, eps: Any = 0.0, nonfinite: str = "propagate", axes: Axes = "auto"
+) -> optax.GradientTransformationExtraArgs:
     """Shortens each group of leaves to at most its limit: one norm and one limit for each label.
 
     Args:
@@ -120,15 +128,18 @@ def clip_by_group_norm(max_norm: Any, labels: Any, *, ord: Ord = None, eps: Any 
     """
     call = "clip_by_group_norm"
     limits = _limits(max_norm, f"{call}: max_norm")
-    inner = clip_by(_measure(call, norm_of_each, ord), limits, eps=eps, nonfinite=nonfinite, call=call)
+
+    def clipper(tree: Any) -> optax.GradientTransformationExtraArgs:
+        norms = _measure(call, norm_of_each, ord, axes_by_label(axes, tree, labels, call))
+        return clip_by(norms, limits, eps=eps, nonfinite=nonfinite, call=call)
 
     def init(params: Any) -> Any:
-        return inner.init(by_label(params, labels, call)[0])
+        return clipper(params).init(by_label(params, labels, call)[0])
 
     def update(updates: Any, state: Any, params: Any = None, **extra_args: Any) -> tuple[Any, Any]:
         groups, restore = by_label(updates, labels, call)
         params = None if params is None else by_label(params, labels, call)[0]
-        clipped, state = inner.update(groups, state, params, **extra_args)
+        clipped, state = clipper(updates).update(groups, state, params, **extra_args)
         return restore(clipped), state
 
     return optax.GradientTransformationExtraArgs(init, update)
@@ -143,6 +154,7 @@ def adaptive_grad_clip(
     ord: Ord = None,
     stacked: Stacked = None,
     nonfinite: str = "propagate",
+    axes: Axes = "auto",
 ) -> optax.GradientTransformationExtraArgs:
     """Keeps each unit's gradient short against its weights: |G_i| <= clipping * max(|W_i|, eps).
 
@@ -165,7 +177,7 @@ def adaptive_grad_clip(
     if per_tensor and axis is not None:
         raise ValueError(f"{call}: axis={axis!r} says how units are summed; with per_tensor=True there are none.")
     stacked = _counts(stacked)
-    measure = _measure(call, tensor_norm, ord, stacked=stacked) if per_tensor else _measure(call, unit_norm, ord, axis=_axes(axis), stacked=stacked)
+    measure = _measure(call, tensor_norm, ord, axes, stacked=stacked) if per_tensor else _measure(call, unit_norm, ord, axes, axis=_axes(axis), stacked=stacked)
     return clip_by(measure, share_of_params(clipping, eps, argument=f"{call}: clipping"), nonfinite=nonfinite, call=call)
 
 
@@ -219,17 +231,17 @@ def clip(max_delta: Any) -> optax.GradientTransformation:
 
 def clip_by_block_rms(threshold: Any) -> optax.GradientTransformationExtraArgs:
     """`optax.clip_by_block_rms`: see `clip_by_tensor_rms`."""
-    return _tensor_clip("clip_by_block_rms", "threshold", threshold, "rms", None, 0.0, "propagate")
+    return _tensor_clip("clip_by_block_rms", "threshold", threshold, "rms", None, 0.0, "propagate", "auto")
 
 
-def _tensor_clip(call, argument, limit, ord, stacked, eps, nonfinite):
-    measure = _measure(call, tensor_norm, ord, stacked=_counts(stacked))
+def _tensor_clip(call, argument, limit, ord, stacked, eps, nonfinite, axes):
+    measure = _measure(call, tensor_norm, ord, axes, stacked=_counts(stacked))
     return clip_by(measure, _limits(limit, f"{call}: {argument}"), eps=eps, nonfinite=nonfinite, call=call)
 
 
-def _measure(call: str, norm: Callable[..., Any], ord: Ord, **options: Any) -> Measure:
+def _measure(call: str, norm: Callable[..., Any], ord: Ord, axes: Axes, **options: Any) -> Measure:
     check_ord(call, ord)
-    return Measure(norm, (("ord", ord), *options.items()))
+    return Measure(norm, (("ord", ord), ("axes", sharding.freeze(axes)), *options.items()))
 
 
 def _limits(limit: Any, argument: str) -> Any:
