@@ -185,7 +185,10 @@ def _clip(measure, shrink, nonfinite, call, threshold, eps, updates, state, para
             factors.append(factor)
             fields.append(new)
 
-    updates = _multiply(updates, treedef.unflatten(factors))
+    factors = treedef.unflatten(factors)
+    updates = _multiply(updates, factors)
+    if nonfinite == "zero":
+        updates = _zero_where_zero(updates, factors)
     trees = [treedef.unflatten(field) for field in zip(*fields)] if fields else state[1:]
     return updates, ClipState(jnp.asarray(optax.safe_increment(state.step)), *trees)
 
@@ -251,8 +254,8 @@ def _stretch(x: jax.Array, factors: Factors) -> jax.Array:
     else:
         wide = np.promote_types(x.dtype, then.dtype)
         stretched = (x.astype(wide) * first.astype(wide) * then.astype(wide)).astype(x.dtype)
-    # Selected where nothing is to be done: a product would flush subnormal numbers. And 0 times inf is NaN, but limit 0 means 0.
-    return jnp.where(then == 1, x, jnp.where(then == 0, jnp.zeros_like(x), stretched))
+    # Selected where nothing is to be done: a product would flush subnormal numbers.
+    return jnp.where(then == 1, x, stretched)
 
 
 @jax.custom_jvp
@@ -268,6 +271,15 @@ def _ratio_jvp(primals, tangents):
     short, long = primals
     ratio = _ratio(short, long)
     return ratio, _ratio(tangents[0] - ratio * tangents[1], long)
+
+
+def _zero_where_zero(updates: Any, factors: Any) -> Any:
+    """Zeros in the place of a part whose factor is 0, since 0 times inf is NaN."""
+
+    def part(factors: Factors | None, subtree: Any) -> Any:
+        return subtree if factors is None else jax.tree.map(lambda x: jnp.where(factors.then == 0, jnp.zeros_like(x), x), subtree)
+
+    return jax.tree.map(part, factors, updates, is_leaf=lambda x: x is None or isinstance(x, Factors))
 
 
 def _rules(threshold: Any, norms: Any, call: str) -> list[Threshold]:

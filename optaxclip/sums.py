@@ -15,6 +15,7 @@ from jax import lax
 from .sharding import Split, all_max, all_sum
 
 Dims = tuple[int, ...] | None
+DIRECT = (1.0, 2.0, 3.0, 4.0)  # orders whose powers of any float32 number stay far inside the range of float64
 
 
 @partial(jax.custom_jvp, nondiff_argnums=(0, 1, 2))
@@ -63,14 +64,15 @@ def _norms_of(p: float, dims: list[Dims], spread: list[list[Split]], groups: lis
 
     # A TPU has no float64: what XLA puts in its place is slow and has the range of float32.
     norms = lax.platform_dependent(groups, tpu=partial(summed_in, np.float32), default=partial(summed_in, np.float64))
-    # Without the barrier XLA copies the sum over all leaves into the kernel of every leaf: at 2,000 leaves that is a tenth of the compile time.
-    return lax.optimization_barrier(norms)
+    # Without the barrier XLA copies the sum over all leaves into the kernel of every leaf: at 2,000 leaves that is a tenth of the compile time. Each has its own, since
+    # a barrier over several would type them all as differing between devices where one does.
+    return [lax.optimization_barrier(norm) for norm in norms]
 
 
 def _roots(p: float, dims: list[Dims], spread: list[list[Split]], groups: list[list[jax.Array]], wide: Any) -> list[jax.Array]:
     """(sum |x|^p)^(1/p) with sums in the dtype `wide`, or wider where a leaf is."""
     dtypes = [norm_dtype(group) for group in groups]
-    if p in (1.0, 2.0) and wide == np.float64 and all(dtype == np.float32 for dtype in dtypes):
+    if p in DIRECT and wide == np.float64 and all(dtype == np.float32 for dtype in dtypes):
         return _wide_roots(p, dims, spread, groups, [np.float64] * len(groups))
     # Where powers could leave the range, the values are divided by the largest first, which costs a second read.
     largest = _largest(dims, spread, groups)
@@ -91,11 +93,11 @@ def _power(p: float, leaf: jax.Array, wide: Any) -> jax.Array:
     """|x|^p in the dtype `wide`."""
     if jnp.issubdtype(leaf.dtype, jnp.complexfloating):
         return _power(p, jnp.real(leaf), wide) + _power(p, jnp.imag(leaf), wide) if p == 2 else _power(p, jnp.abs(leaf), wide)
-    if p == 2:
+    if p in DIRECT:
         # Converted before it is squared: that keeps it exact, and apart from the float32 copy that an optimizer makes of 16-bit gradients.
-        x = lax.convert_element_type(leaf, wide)
-        return x * x
-    return lax.convert_element_type(jnp.abs(leaf) ** p if p != 1 else jnp.abs(leaf), wide)
+        x = lax.convert_element_type(leaf if p == 2 else jnp.abs(leaf), wide)
+        return lax.integer_pow(x, int(p))
+    return lax.convert_element_type(jnp.abs(leaf) ** p, wide)
 
 
 def _largest(dims: list[Dims], spread: list[list[Split]], groups: list[list[jax.Array]]) -> list[jax.Array]:

@@ -11,7 +11,8 @@ import pytest
 from jax.test_util import check_grads
 
 import optaxclip
-from optaxclip import norms
+from optaxclip import sums
+from optaxclip.sharding import Split
 from tests import oracles
 
 EPS = oracles.eps_of("float32")
@@ -419,7 +420,7 @@ def test_a_program_for_cpu_sums_in_float64():
 
 
 def narrow(leaves, ord):
-    return norms._root_of_sum(float(ord), leaves, None, np.float32)
+    return sums._roots(float(ord), [None], [[Split()] * len(leaves)], [leaves], np.float32)[0]
 
 
 @pytest.mark.parametrize("ord", [0.3, 0.5, 1, 1.5, 2, 3, 10])
