@@ -5,7 +5,7 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from . import against_torch, compiling, eager, growth, report, steps
+from . import against_torch, compiling, eager, growth, report, sharded, steps
 
 TABLES: dict[str, Callable[[bool], report.Table]] = {
     "step": steps.step,
@@ -13,6 +13,7 @@ TABLES: dict[str, Callable[[bool], report.Table]] = {
     "compile": compiling.table,
     "eager": eager.table,
     "growth": growth.table,
+    "sharded": sharded.table,
     "torch": against_torch.table,
 }
 

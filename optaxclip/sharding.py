@@ -65,11 +65,13 @@ def _split(leaf: Any, spec: Any, over: tuple[int, ...] | None, manual: tuple[str
     elif isinstance(spec, PartitionSpec):
         if len(spec) > jnp.ndim(leaf):
             raise ValueError(f"{argument}={spec!r} has more entries than the leaf {path!r} of shape {jnp.shape(leaf)} has dimensions.")
+        _check_spec(spec, manual, argument)
         # Axes that jit looks after (all of them outside shard_map) need nothing from us.
         names = [tuple(name for name in _names(entry) if name in manual) for entry in spec] + [()] * (jnp.ndim(leaf) - len(spec))
     else:
         names = [_names(spec)]
         _check_bound(names[0], argument)
+        _check_once(names[0], argument, spec)
     _check_types(names, spec, varying, manual, typed, argument, path)
     every = tuple(name for group in names for name in group)
     if over is None or len(over) == jnp.ndim(leaf) or not every:
@@ -251,6 +253,21 @@ def _check_bound(names: tuple[str, ...], argument: str) -> None:
             raise ValueError(
                 f"{argument}={name!r}: there is no such axis here. Outside shard_map and pmap no axes are needed, axes='auto' is right; inside, it must be one of theirs."
             ) from None
+
+
+def _check_spec(spec: PartitionSpec, manual: tuple[str, ...], argument: str) -> None:
+    named = tuple(name for entry in spec for name in _names(entry))
+    _check_once(named, argument, spec)
+    unknown = set(named) - set(jax.sharding.get_abstract_mesh().axis_names)
+    if manual and unknown:
+        raise ValueError(
+            f"{argument}={spec!r} names {_shown(unknown)}, but there is no such axis in the mesh, which has {_shown(jax.sharding.get_abstract_mesh().axis_names)}."
+        )
+
+
+def _check_once(names: tuple[str, ...], argument: str, spec: Any) -> None:
+    if len(set(names)) < len(names):
+        raise ValueError(f"{argument}={spec!r} names a mesh axis twice.")
 
 
 def _check_types(names: list[tuple[str, ...]], spec: Any, varying: frozenset[str], manual: tuple[str, ...], typed: bool, argument: str, path: str) -> None:

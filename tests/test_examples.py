@@ -3,10 +3,11 @@
 import json
 
 import jax
+import numpy as np
 import pytest
 
 import benchmarks
-from examples import char_rnn
+from examples import char_rnn, multi_process, sharded
 
 
 @pytest.fixture(autouse=True)
@@ -21,7 +22,38 @@ def test_char_rnn_trains_all_four_and_draws(tmp_path):
     assert (tmp_path / "picture.png").stat().st_size > 10_000
 
 
+@pytest.fixture
+def _compiled_fast():
+    before = jax.config.read("jax_disable_most_optimizations")
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", before)
+
+
+@pytest.mark.usefixtures("_compiled_fast")
+def test_the_ways_to_train_on_eight_devices_are_the_same_run():
+    alone, *spread = sharded.main(steps=50)
+    assert [row.mode for row in spread] == ["jit", "shard_map", "pmap", "pmap, ZeRO"]
+    assert alone.losses[-1] < alone.losses[0] and (alone.norms > sharded.MAX_NORM).all()
+    for row in spread:
+        # Sums over devices are added in another order, and each step starts from the roundings of those before: in 50 steps, some eps.
+        np.testing.assert_allclose(row.losses, alone.losses, rtol=32 * np.finfo(np.float32).eps, err_msg=row.mode)
+        np.testing.assert_allclose(row.norms, alone.norms, rtol=32 * np.finfo(np.float32).eps, err_msg=row.mode)
+        assert row.clipped_norm == pytest.approx(sharded.MAX_NORM, rel=1e-6)
+
+
+def test_two_processes_clip_alike():
+    first, second = multi_process.main()
+    assert set(first) == {"jit", "shard_map", "pmap"}
+    assert first == second  # digests of the clipped gradients, so bit for bit
+    gradients, _ = multi_process.new_gradients()
+    norm = np.sqrt(sum(np.square(leaf, dtype=np.float64).sum() for leaf in gradients.values()))
+    for seen in first.values():
+        assert seen["norm_before"] == pytest.approx(norm, rel=1e-6)
+        assert seen["norm_after"] == pytest.approx(multi_process.MAX_NORM, rel=1e-6)
+
+
 def test_benchmarks_print_tables_and_write_json(tmp_path, capsys):
-    benchmarks.main(["--quick", "--only", "step", "--only", "eager", "--json", str(tmp_path / "results.json")])
+    benchmarks.main(["--quick", "--only", "step", "--only", "eager", "--only", "sharded", "--json", str(tmp_path / "results.json")])
     assert "| " in capsys.readouterr().out
-    assert set(json.loads((tmp_path / "results.json").read_text())["tables"]) == {"step", "eager"}
+    assert set(json.loads((tmp_path / "results.json").read_text())["tables"]) == {"step", "eager", "sharded"}

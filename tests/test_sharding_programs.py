@@ -1,0 +1,91 @@
+"""What devices say to each other, counted in the compiled programs."""
+
+import re
+from functools import partial
+
+import jax
+import numpy as np
+import optax
+import pytest
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+
+import optaxclip
+from tests import sharded
+from tests.sharded import CASES, PARAMS, SPECS, UPDATES, mesh_of, on_each_part, place
+
+COLLECTIVES = "all-reduce|all-gather|all-to-all|collective-permute|reduce-scatter|collective-broadcast"
+
+# 64 leaves over both axes of a mesh, over one, over none, most of them split on the last dimension.
+KINDS = [((6, 16), P(None, "x")), ((16, 6), P("x", None)), ((8, 16), P("y", "x")), ((6, 16), P(None, ("x", "y"))), ((7,), P()), ((), P())]
+MANY = {f"w{place:02}": np.full(KINDS[place % 6][0], 1 + place / 7, np.float32) for place in range(64)}
+MANY_SPECS = {f"w{place:02}": KINDS[place % 6][1] for place in range(64)}
+
+
+def collectives(text):
+    """(kind, operands) of every collective in a compiled program."""
+    return [(kind, operands.count("%")) for kind, operands in re.findall(rf" ({COLLECTIVES})(?:-start)?\((.*?)\)", text)]
+
+
+def compiled(program, *arguments):
+    return collectives(program.lower(*arguments).compile(compiler_options=sharded.QUICK).as_text())
+
+
+def one_step(clipper, updates):
+    """Without the state: what is not asked for is not computed, as in a train step that does not log."""
+    return clipper.update(updates, clipper.init(updates), updates)[0]
+
+
+def in_shard_map(clipper, tree=MANY, specs=MANY_SPECS, **options):
+    return on_each_part(partial(one_step, clipper), mesh_of((2, 4)), (specs,), specs, **options)
+
+
+@pytest.mark.parametrize("build", [optaxclip.clip_by_global_norm, optaxclip.clip_by_tensor_norm])
+@pytest.mark.parametrize(("axes", "options"), [("auto", {}), (MANY_SPECS, {"check_vma": False})], ids=["typed", "untyped"])
+def test_a_clip_of_64_leaves_in_shard_map_is_one_all_reduce_of_one_array(build, axes, options):
+    assert compiled(in_shard_map(build(0.5, axes=axes), **options), MANY) == [("all-reduce", 1)]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_every_clipper_asks_the_other_devices_as_seldom_as_can_be(name):
+    # Units that stay split over x can not share a collective with those that are summed over it. Weights are measured apart from gradients.
+    case = CASES[name]
+    most = (2 if case.keeps else 1) * (2 if case.relative else 1)
+    program = on_each_part(lambda *trees: sharded.clip(name, SPECS, *trees)[0], mesh_of((2, 4)), (SPECS, SPECS), SPECS)
+    text = program.lower(UPDATES, PARAMS).as_text()
+    assert 1 <= text.count("stablehlo.all_reduce") <= most
+    assert not re.search("all_gather|all_to_all|collective_permute|collective_broadcast|reduce_scatter", text)
+
+
+WHOLE = dict.fromkeys(SPECS, P())
+
+
+@pytest.mark.parametrize(("axes", "options"), [("auto", {}), ("auto", {"check_vma": False}), (WHOLE, {"check_vma": False}), (None, {})], ids=str)
+def test_where_nothing_is_split_nothing_is_asked(axes, options):
+    def body(*trees):
+        return [sharded.clip(name, axes, *trees)[0] for name in sharded.CLIPPERS]
+
+    program = on_each_part(body, mesh_of((2, 4)), (WHOLE, WHOLE), [WHOLE] * len(sharded.CLIPPERS), **options)
+    assert "all_reduce" not in program.lower(UPDATES, PARAMS).as_text()
+
+
+def test_after_pmean_pmap_asks_no_more():
+    clipper = optaxclip.clip_by_global_norm(0.5)
+    program = jax.pmap(partial(one_step, clipper), axis_name="i")
+    assert compiled(program, {name: np.stack([x] * 8) for name, x in UPDATES.items()}) == []
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])
+def test_under_jit_there_are_not_more_all_reduces_than_with_optax(kind):
+    mesh = mesh_of((2, 4), kind=kind)
+    with jax.set_mesh(mesh):
+        tree = place(MANY, mesh, MANY_SPECS)
+        ours, theirs = (compiled(jax.jit(partial(one_step, clip(0.5))), tree) for clip in (optaxclip.clip_by_global_norm, optax.clip_by_global_norm))
+    assert 1 <= len(ours) <= len(theirs)
+    assert {kind for kind, _ in ours} == {"all-reduce"}
+
+
+def test_the_count_sees_gradients_that_travel():
+    mesh = mesh_of((2, 4))
+    x = place({"w": np.ones((6, 16), np.float32)}, mesh, {"w": P(None, "x")})
+    assert "all-gather" in dict(compiled(jax.jit(lambda tree: jax.numpy.vdot(tree["w"], tree["w"])), x))
