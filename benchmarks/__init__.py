@@ -1,6 +1,6 @@
 """What clipping costs: `python -m benchmarks` prints tables and writes the same numbers, with all raw times, as JSON.
 
-    python -m benchmarks                          everything: 124 M parameters, about 7 GiB of memory, a quarter of an hour
+    python -m benchmarks                          everything: 124 M parameters, about 7 GiB of memory, half an hour
     python -m benchmarks --quick                  the same tables at toy sizes, to see that they work; their numbers mean nothing
     python -m benchmarks --only step --only torch
     python -m benchmarks --json PATH              in place of benchmarks/results.json

@@ -245,6 +245,7 @@ def _factors(norm: jax.Array, new_norm: jax.Array) -> Factors:
     return Factors(first, jnp.where(new_norm == norm, 1.0, jnp.where(new_norm == 0, 0.0, then)))
 
 
+@jax.jit
 def _stretch(x: jax.Array, factors: Factors) -> jax.Array:
     x = jnp.asarray(x)
     first, then = factors
