@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from .norms import measured
+from .norms import measured, with_unmeasured
 
 
 class CarryState(NamedTuple):
@@ -61,8 +61,7 @@ def carry_clipped(clipper: optax.GradientTransformation) -> optax.GradientTransf
         clipped, clip_state = clipper.update(total, state.clip_state, params, **extra_args)
         clipped = jax.tree.map(lambda c, g: c.astype(g.dtype), clipped, tree)
         carry = jax.tree.map(_cut_off, total, clipped, state.carry)
-        whole = jax.tree.map(lambda u, c: u if c is None else c, updates, clipped, is_leaf=lambda x: x is None)
-        return whole, CarryState(carry, clip_state)
+        return with_unmeasured(clipped, updates), CarryState(carry, clip_state)
 
     return optax.GradientTransformationExtraArgs(init, update)
 

@@ -26,7 +26,7 @@ from jax.tree_util import Partial
 
 from . import prefix, sharding
 from .arguments import broadcasts_to, check_nonfinite, check_number
-from .norms import measured
+from .norms import measured, with_unmeasured
 from .shrinks import Shrink, hard
 
 
@@ -134,7 +134,7 @@ def clip_by(
         clipped, new_state = _clip(measure, shrink or hard, nonfinite, call, threshold, eps, tree, state, weights, grad_norm)
         if nonfinite == "raise":
             _raise_nonfinite(call, measure, new_state.norm, tree)
-        return jax.tree.map(lambda u, c: u if c is None else c, updates, clipped, is_leaf=_is_none), new_state
+        return with_unmeasured(clipped, updates), new_state
 
     return optax.GradientTransformationExtraArgs(init, update)
 

@@ -19,7 +19,8 @@ from jax.tree_util import Partial
 from . import prefix, sharding
 from .arguments import check_number
 from .core import Measure, Threshold, clip_by
-from .norms import Axes, Stacked, measured, tensor_norm
+from .norms import Axes, Stacked, measured, tensor_norm, with_unmeasured
+from .thresholds import remember_nothing
 
 
 def larc(
@@ -69,7 +70,7 @@ def larc(
     rate = Partial(learning_rate) if callable(learning_rate) else learning_rate
     stacked = stacked if callable(stacked) else prefix.freeze(stacked, lambda x: False)
     measure = Measure(tensor_norm, (("ord", None), ("axes", sharding.freeze(axes)), ("stacked", stacked)))
-    kernel = clip_by(measure, Threshold(Partial(_remember_nothing), Partial(_limit, rate, trust)), eps=eps, nonfinite=nonfinite, call=call)
+    kernel = clip_by(measure, Threshold(Partial(remember_nothing), Partial(_limit, rate, trust)), eps=eps, nonfinite=nonfinite, call=call)
 
     def update(updates: Any, state: Any, params: Any = None, **_: Any) -> tuple[Any, Any]:
         if params is None:
@@ -79,8 +80,7 @@ def larc(
         norms, lengths = measure(tree), measure(weights)
         decayed = jax.tree.map(lambda *each: _decay(weight_decay, *each), tree, weights, norms, lengths)
         norms = jax.tree.map(lambda norm, length: norm + _as(weight_decay, norm) * length, norms, lengths)
-        whole = jax.tree.map(lambda u, v: u if v is None else v, updates, decayed, is_leaf=lambda x: x is None)
-        return kernel.update(whole, state, params, grad_norm=norms)
+        return kernel.update(with_unmeasured(decayed, updates), state, params, grad_norm=norms)
 
     return optax.GradientTransformationExtraArgs(kernel.init, update)
 
@@ -91,10 +91,6 @@ def _decay(weight_decay: Any, grad: Any, weight: Any, norm: jax.Array, length: j
     wide = np.promote_types(jnp.result_type(grad), norm.dtype)
     decayed = jnp.asarray(grad).astype(wide) + _as(weight_decay, norm) * jnp.asarray(weight).astype(wide)
     return jnp.where((norm == 0) | (length == 0) | (_as(weight_decay, norm) == 0), grad, decayed.astype(jnp.result_type(grad)))
-
-
-def _remember_nothing(norm: jax.Array) -> tuple[()]:
-    return ()
 
 
 def _limit(rate, trust, norm, memory, step, params_norm):

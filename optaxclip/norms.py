@@ -155,6 +155,11 @@ def measured(tree: Any) -> Any:
     return jax.tree.map(lambda leaf: leaf if _is_measured(leaf) else None, tree)
 
 
+def with_unmeasured(changed: Any, tree: Any) -> Any:
+    """What was made of the measured leaves, with the leaves that are not measured put back in their places."""
+    return jax.tree.map(lambda leaf, new: leaf if new is None else new, tree, changed, is_leaf=lambda x: x is None)
+
+
 def _is_measured(leaf: Any) -> bool:
     dtype = leaf.dtype if hasattr(leaf, "dtype") else jnp.result_type(leaf)
     return bool(jnp.issubdtype(dtype, jnp.inexact)) and 0 not in jnp.shape(leaf)

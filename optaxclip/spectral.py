@@ -28,7 +28,7 @@ from jax import lax
 from . import prefix
 from .arguments import check_number
 from .core import Measure, clip_by
-from .norms import Stacked, for_each_leaf, measured, stacked_axes, tensor_norm
+from .norms import Stacked, for_each_leaf, measured, stacked_axes, tensor_norm, with_unmeasured
 from .shrinks import Shrink, hard, smooth
 from .thresholds import rule_of
 
@@ -110,7 +110,7 @@ def clip_by_spectral_norm(
         leaves, treedef = jax.tree.flatten(scaled)
         limits = [limit.reshape(*view.shape[:-2], 1, 1) for limit, view in zip(jax.tree.leaves(state.limit), views)]
         shaped = [_shape(shrink, method, steps, *each) for each in zip(leaves, views, spectra, limits)]
-        return jax.tree.map(lambda u, c: u if c is None else c, updates, treedef.unflatten(shaped), is_leaf=lambda x: x is None), state
+        return with_unmeasured(treedef.unflatten(shaped), updates), state
 
     return optax.GradientTransformationExtraArgs(kernel.init, update)
 

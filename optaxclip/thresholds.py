@@ -36,9 +36,9 @@ def constant(limit: Any, *, argument: str = "constant: limit") -> Threshold:
     if limit is None:
         limit = float("inf")
     if callable(limit):
-        return Threshold(Partial(_remember_nothing), Partial(_scheduled, Partial(limit)))
+        return Threshold(Partial(remember_nothing), Partial(_scheduled, Partial(limit)))
     check_number(argument, limit)
-    return Threshold(Partial(_remember_nothing), Partial(_constant, limit))
+    return Threshold(Partial(remember_nothing), Partial(_constant, limit))
 
 
 def share_of_params(share: Any, floor: Any = 0.0, *, argument: str = "share_of_params: share") -> Threshold:
@@ -55,9 +55,9 @@ def share_of_params(share: Any, floor: Any = 0.0, *, argument: str = "share_of_p
     """
     check_number(f"{argument.partition(':')[0]}: eps", floor)
     if callable(share):
-        return Threshold(Partial(_remember_nothing), Partial(_share, Partial(share), floor))
+        return Threshold(Partial(remember_nothing), Partial(_share, Partial(share), floor))
     check_number(argument, share)
-    return Threshold(Partial(_remember_nothing), Partial(_share, share, floor))
+    return Threshold(Partial(remember_nothing), Partial(_share, share, floor))
 
 
 def rule_of(limit: Any, argument: str) -> Threshold:
@@ -136,7 +136,8 @@ def _switch(steps, before, after, norm, memory, step, params_norm):
     return jnp.where(seen < steps, first, second), (seen + 1, old, new)
 
 
-def _remember_nothing(norm: jax.Array) -> tuple[()]:
+def remember_nothing(norm: jax.Array) -> tuple[()]:
+    """The memory of a rule that needs none."""
     return ()
 
 

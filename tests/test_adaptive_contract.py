@@ -16,7 +16,7 @@ import optaxclip
 from tests.clippers import LABELS, exact, random_tree
 from tests.test_contract import compiled_step, count_compilations, same_bits
 
-# name: (build(**options), does it never lengthen?, does it leave what is within the limit alone?)
+# name: (build(**options), does it never lengthen?)
 CLIPPERS = {
     "autoclip": (partial(optaxclip.autoclip, 50, 16), True),
     "zclip": (partial(optaxclip.zclip, 1.0, 0.9, warmup=3), True),

@@ -102,7 +102,7 @@ def test_a_log_that_cannot_be_read_says_why(tmp_path):
 def test_the_command_prints_a_table_and_draws_a_picture(tmp_path, capsys):
     main([str(write_csv(tmp_path / "run.csv"))])
     printed = capsys.readouterr().out
-    assert "150 steps, 20 of them NaN or inf" in printed.replace(str(np.sum(~np.isfinite(NORMS))), "20")
+    assert f"150 steps, {np.sum(~np.isfinite(NORMS))} of them NaN or inf" in printed
     assert "steps clipped" in printed and "zclip()" in printed and "can not say" in printed
     assert (tmp_path / "run.png").read_bytes().startswith(b"\x89PNG")
     with pytest.raises(SystemExit, match=r"nowhere\.csv"):

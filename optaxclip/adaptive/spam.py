@@ -22,7 +22,7 @@ import optax
 
 from ..arguments import check_number
 from ..core import keep_where
-from ..norms import measured
+from ..norms import measured, with_unmeasured
 from .memory import at, check_length, parameter
 
 
@@ -83,8 +83,7 @@ def spam(threshold: Any = 5000.0, *, decay: Any = 0.999, warmup: Any = 20, every
 
         clipped = jax.tree.map(clip, tree, usual)
         moment = jax.tree.map(blend, tree, clipped, own) if second_moment is None else state.second_moment
-        whole = jax.tree.map(lambda u, c: u if c is None else c, updates, clipped, is_leaf=lambda x: x is None)
-        return whole, SpamState(jnp.asarray(optax.safe_increment(state.step)), moment)
+        return with_unmeasured(clipped, updates), SpamState(jnp.asarray(optax.safe_increment(state.step)), moment)
 
     return optax.GradientTransformationExtraArgs(init, update)
 
