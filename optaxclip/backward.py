@@ -23,7 +23,7 @@ from . import prefix
 from .arguments import check_number, check_ord
 from .core import Measure
 from .fixed import clip_by_value
-from .norms import Ord, measured, tensor_norm, unit_norm
+from .norms import Ord, measured, tensor_norm, unit_norm, with_unmeasured
 from .once import clip_once
 from .sharding import Axes, freeze
 
@@ -82,7 +82,7 @@ def clip_cotangent(
         options = (("ord", ord), ("axes", freeze(axes)))
         measure = Measure(tensor_norm, options) if axis is None else Measure(unit_norm, (*options, ("axis", axis)))
         limit = _scalar(f"{call}: max_norm", max_norm)
-    return _with(x, _clipped(measure, _arrays(x), limit))
+    return with_unmeasured(_clipped(measure, _arrays(x), limit), x)
 
 
 def scale_cotangent(x: Any, scale: Any) -> Any:
@@ -108,7 +108,7 @@ def scale_cotangent(x: Any, scale: Any) -> Any:
     Reference: Schrittwieser et al., Mastering Atari, Go, chess and shogi by planning with a learned model, 2019 (arXiv 1911.08265); Zeng et al., GLM-130B, 2022 (arXiv 2210.02414).
     """
     scale = _scalar("scale_cotangent: scale", scale, lowest=-math.inf)
-    return _with(x, _scaled(_arrays(x), scale))
+    return with_unmeasured(_scaled(_arrays(x), scale), x)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -152,11 +152,6 @@ def _scaled_jvp(primals: Any, tangents: Any) -> tuple[Any, Any]:
 def _arrays(x: Any) -> Any:
     """The leaves that have a derivative, as JAX arrays."""
     return jax.tree.map(jnp.asarray, measured(x))
-
-
-def _with(x: Any, new: Any) -> Any:
-    """`x`, with the new leaves where there are any."""
-    return jax.tree.map(lambda old, new: old if new is None else new, x, new, is_leaf=lambda leaf: leaf is None)
 
 
 def _scalar(argument: str, value: Any, lowest: float = 0.0) -> jax.Array:

@@ -26,7 +26,7 @@ from jax.tree_util import Partial
 
 from . import prefix, sharding
 from .arguments import broadcasts_to, check_nonfinite, check_number
-from .norms import measured, with_unmeasured
+from .norms import measured, measured_as, with_unmeasured
 from .shrinks import Shrink, hard
 
 
@@ -130,7 +130,7 @@ def clip_by(
 
     def update(updates: Any, state: Any, params: Any = None, *, grad_norm: Any = None, **_: Any) -> tuple[Any, Any]:
         tree = measured(updates)
-        weights = None if params is None else jax.tree.map(lambda u, p: None if u is None else p, tree, params, is_leaf=_is_none)
+        weights = None if params is None else measured_as(tree, params)
         clipped, new_state = _clip(measure, shrink or hard, nonfinite, call, threshold, eps, tree, state, weights, grad_norm)
         if nonfinite == "raise":
             _raise_nonfinite(call, measure, new_state.norm, tree)
@@ -175,7 +175,7 @@ def _multiply(updates: Any, factors: Any) -> Any:
     def part(factors: Factors | None, subtree: Any) -> Any:
         if factors is None:
             return subtree
-        return jax.tree.map(lambda x, seen: x if seen is None else _stretch(seen, factors), subtree, measured(subtree), is_leaf=_is_none)
+        return with_unmeasured(jax.tree.map(lambda x: _stretch(x, factors), measured(subtree)), subtree)
 
     return jax.tree.map(part, factors, updates, is_leaf=lambda x: x is None or isinstance(x, Factors))
 

@@ -19,7 +19,7 @@ from jax.tree_util import Partial
 from . import prefix, sharding
 from .arguments import check_number
 from .core import Measure, Threshold, clip_by
-from .norms import Axes, Stacked, measured, tensor_norm, with_unmeasured
+from .norms import Axes, Stacked, measured, measured_as, tensor_norm, with_unmeasured
 from .thresholds import remember_nothing
 
 
@@ -76,7 +76,7 @@ def larc(
         if params is None:
             raise ValueError(f"{call} compares gradients with weights: call update(grads, state, params).")
         tree = measured(updates)
-        weights = jax.tree.map(lambda u, p: None if u is None else p, tree, params, is_leaf=lambda x: x is None)
+        weights = measured_as(tree, params)
         norms, lengths = measure(tree), measure(weights)
         decayed = jax.tree.map(lambda *each: _decay(weight_decay, *each), tree, weights, norms, lengths)
         norms = jax.tree.map(lambda norm, length: norm + _as(weight_decay, norm) * length, norms, lengths)

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 
 from . import prefix
 from .core import ClipState
+from .norms import unboxed
 from .skip import SkipState
 
 
@@ -50,7 +51,7 @@ def metrics(opt_state: Any) -> dict[str, jax.Array]:
       >>> print({name: float(value) for name, value in optaxclip.metrics(state).items() if "norm" in name})
       {'clip/norm_before': 5.0, 'clip/norm_after': 1.0}
     """
-    found = list(_clip_states(opt_state, ()))
+    found = list(_clip_states(unboxed(opt_state), ()))
     report = {}
     for place, (title, state) in enumerate(found):
         same = [i for i, (other, at) in enumerate(found) if other == title and type(at) is type(state)]

@@ -130,10 +130,12 @@ def norm_of_each(groups: dict[Any, Any], *, ord: Ord = None, axes: Axes = "auto"
 
 def by_label(tree: Any, labels: Any, call: str) -> tuple[dict[Any, dict[str, Any]], Callable[[Any], Any]]:
     """The leaves sorted by label, {label: {path: leaf}}, and the function that puts such a dict back into the tree's shape."""
+    treedef = jax.tree.structure(tree)
+    tree = unboxed(tree)
     table = labels(tree) if callable(labels) else labels
     if not isinstance(table, prefix.Prefix):
         table = prefix.freeze(table, lambda x: isinstance(x, str))
-    paths, treedef = jax.tree_util.tree_flatten_with_path(tree)
+    paths, _ = jax.tree_util.tree_flatten_with_path(tree)
     keys = [(label, prefix.name(path)) for label, (path, _) in zip(prefix.lookup(table, tree, f"{call}: labels"), paths)]
     groups: dict[Any, dict[str, Any]] = {label: {} for label in sorted({label for label, _ in keys}, key=str)}
     for (label, path), (_, leaf) in zip(keys, paths):
@@ -152,12 +154,28 @@ def axes_by_label(axes: Axes, tree: Any, labels: Any, call: str) -> Axes:
 
 def measured(tree: Any) -> Any:
     """The tree with None in the place of every leaf that is not measured: no float or complex dtype, or no elements."""
-    return jax.tree.map(lambda leaf: leaf if _is_measured(leaf) else None, tree)
+    return jax.tree.map(lambda leaf: leaf if _is_measured(leaf) else None, unboxed(tree))
+
+
+def measured_as(tree: Any, params: Any) -> Any:
+    """The weights that belong to the leaves of a tree that `measured` made."""
+    return jax.tree.map(lambda leaf, weight: None if leaf is None else weight, tree, unboxed(params), is_leaf=lambda x: x is None)
 
 
 def with_unmeasured(changed: Any, tree: Any) -> Any:
-    """What was made of the measured leaves, with the leaves that are not measured put back in their places."""
-    return jax.tree.map(lambda leaf, new: leaf if new is None else new, tree, changed, is_leaf=lambda x: x is None)
+    """What was made of the measured leaves, in the tree that they came from, with the leaves that are not measured in their places."""
+    old, treedef = jax.tree.flatten(tree, is_leaf=lambda x: x is None)
+    new = jax.tree.leaves(changed, is_leaf=lambda x: x is None)
+    return treedef.unflatten([before if after is None else after for before, after in zip(old, new, strict=True)])
+
+
+def unboxed(tree: Any) -> Any:
+    """The tree with arrays in the place of objects that hold one, such as the variables of flax NNX, whose optimizer hands them to `init` and arrays to `update`."""
+    return jax.tree.map(lambda leaf: leaf.__jax_array__() if _is_box(leaf) else leaf, tree, is_leaf=_is_box)
+
+
+def _is_box(x: Any) -> bool:
+    return callable(getattr(x, "__jax_array__", None))
 
 
 def _is_measured(leaf: Any) -> bool:

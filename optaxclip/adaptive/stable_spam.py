@@ -21,7 +21,7 @@ from jax.tree_util import Partial
 
 from ..core import ClipState, Threshold
 from ..fixed import clip_by_tensor_norm
-from ..norms import Axes, Stacked
+from ..norms import Axes, Stacked, measured, with_unmeasured
 from ..shrinks import normalize
 from .memory import Average, at, average, blend, gain, parameter
 from .scope import Scope, clip_at
@@ -52,7 +52,8 @@ def adaclip(decay: Any = 0.999, *, stacked: Stacked = None, nonfinite: str = "pr
 
     def update(updates: Any, state: Any, params: Any = None, **extra_args: Any) -> tuple[Any, ClipState]:
         scaled, state = largest.update(updates, state, params, **extra_args)
-        return jax.tree.map(_where_over, updates, scaled, state.norm, state.limit, is_leaf=lambda x: x is None), state
+        shaped = jax.tree.map(_where_over, measured(updates), measured(scaled), state.norm, state.limit)
+        return with_unmeasured(shaped, updates), state
 
     return optax.GradientTransformationExtraArgs(largest.init, update)
 
@@ -97,8 +98,6 @@ def moments_ratio(decay1: Any = 0.7, decay2: Any = 0.9, *, eps: Any = 1e-8) -> T
 
 
 def _where_over(update, scaled, norm, limit):
-    if norm is None:
-        return update
     within = (jnp.abs(update).astype(norm.dtype) <= limit) & jnp.isfinite(norm)
     return jnp.where(within, update, scaled)
 
