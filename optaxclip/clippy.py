@@ -3,7 +3,7 @@
     s = min(1, min_i (relative * |p_i| + absolute) / |u_i|)        u <- s u        for each tensor
 
 A norm does not see one coordinate that blows up in a large tensor; the largest ratio of change to weight does. It compares what is added to the weights, so it comes last, after the learning
-rate: `optax.chain(optax.adagrad(0.001), optaxclip.clippy())`. One weight near 0 holds its whole tensor to `absolute`, which therefore decides how fast weights leave 0.
+rate: `optax.chain(optax.adagrad(0.001), optaxclip.clippy())`. In a jitted step it needs temporary memory of about three times the updates. One weight near 0 holds its whole tensor to `absolute`, which therefore decides how fast weights leave 0.
 
 Reference: Tang et al., Improving training stability for multitask ranking models in recommender systems, 2023 (arXiv 2302.09178).
 """
@@ -20,8 +20,10 @@ from jax.tree_util import Partial
 from . import prefix, sharding
 from .arguments import check_number
 from .core import Measure, clip_by
-from .norms import Axes, Stacked, measured, tensor_norm
+from .norms import Axes, Stacked, measured, measured_as, tensor_norm
 from .thresholds import constant
+
+TINY = 2.0**-126  # the smallest normal float32: bounds below it count as this
 
 
 def clippy(
@@ -30,7 +32,7 @@ def clippy(
     """Scales each tensor of the update so that |u_i| <= relative * |p_i| + absolute for all of its elements.
 
         update 0            stays 0, whatever the weights
-        weight 0            moves by at most `absolute`; with absolute=0 its tensor does not move at all
+        weight 0            moves by at most `absolute`; with absolute=0 its tensor moves by no more than 2^-126, as a rule not at all
         within the bounds   bit for bit the input
         update NaN or inf   the whole tensor becomes NaN (nonfinite="propagate"); so it does where a weight is NaN
 
@@ -71,9 +73,11 @@ def clippy(
         if params is None:
             raise ValueError(f"{call} compares updates with weights: call update(updates, state, params).")
         tree = measured(updates)
-        norms = measure(tree)
-        strains = measure(jax.tree.map(lambda u, p: None if u is None else _strain(u, p, relative, absolute), tree, params, is_leaf=lambda x: x is None))
-        limits = jax.tree.map(lambda norm, strain: constant(Partial(_at_any_step, norm / jnp.maximum(strain, 1))), norms, strains)
+        strains = jax.tree.map(
+            lambda u, p: None if u is None else _strain(u, p, relative, absolute), tree, measured_as(tree, params), is_leaf=lambda x: x is None
+        )
+        norms, strains = measure(tree), measure(strains)
+        limits = jax.tree.map(lambda norm, strain: constant(Partial(_at_any_step, _limit(norm, strain, relative, absolute))), norms, strains)
         return clip_by(measure, limits, nonfinite=nonfinite, call=call).update(updates, state, params, grad_norm=norms)
 
     return optax.GradientTransformationExtraArgs(init, update)
@@ -81,13 +85,18 @@ def clippy(
 
 @jax.jit
 def _strain(update: Any, weight: Any, relative: Any, absolute: Any) -> jax.Array:
-    """How many times its bound each element is; inf where the bound is 0, and 0 for an element that is 0."""
+    """How many times its bound each element is."""
     wide = np.promote_types(jnp.finfo(jnp.result_type(update)).dtype, np.float32)
-    size, weight = jnp.abs(update).astype(wide), jnp.abs(weight).astype(wide)
-    bound = jnp.asarray(relative).astype(wide) * weight + jnp.asarray(absolute).astype(wide)
-    # Two wheres, so that the quotient that is not used is finite too.
-    strain = jnp.where(bound == 0, jnp.inf, size / jnp.where(bound == 0, 1.0, bound))
-    return jnp.where((size == 0) & ~jnp.isnan(bound), 0.0, strain)
+    bound = jnp.asarray(relative).astype(wide) * jnp.abs(weight).astype(wide) + jnp.asarray(absolute).astype(wide)
+    return jnp.abs(update).astype(wide) / jnp.maximum(bound, TINY)
+
+
+@jax.jit
+def _limit(norm: jax.Array, strain: jax.Array, relative: Any, absolute: Any) -> jax.Array:
+    """How large the largest update may be: inf, which touches nothing, where a bound was set to inf."""
+    free = jnp.isinf(jnp.asarray(relative)) | jnp.isinf(jnp.asarray(absolute))
+    most = norm / jnp.maximum(strain, 1)
+    return jnp.where(free, jnp.inf, jnp.where(most <= TINY, 0.0, most))
 
 
 def _at_any_step(limit: jax.Array, step: jax.Array) -> jax.Array:

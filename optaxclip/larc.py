@@ -89,7 +89,7 @@ def larc(
 def _decay(weight_decay: Any, grad: Any, weight: Any, norm: jax.Array, length: jax.Array) -> jax.Array:
     """The gradient with weight decay, in its own dtype; as it is where either is 0."""
     wide = np.promote_types(jnp.result_type(grad), norm.dtype)
-    decayed = jnp.asarray(grad).astype(wide) + _as(weight_decay, norm) * jnp.asarray(weight).astype(wide)
+    decayed = jnp.asarray(grad).astype(wide) + _as(weight_decay, norm).astype(wide) * jnp.asarray(weight).astype(wide)
     return jnp.where((norm == 0) | (length == 0) | (_as(weight_decay, norm) == 0), grad, decayed.astype(jnp.result_type(grad)))
 
 

@@ -22,6 +22,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax import lax
 
@@ -33,6 +34,7 @@ from .shrinks import Shrink, hard, smooth
 from .thresholds import rule_of
 
 METHODS = ("svd", "newton_schulz")
+STEPS = 24  # of Newton-Schulz
 SQUARINGS = 16  # the power of the Gram matrix whose trace bounds the largest singular value is 2^16: m equal ones are overrated by m^(1 / 2^17)
 
 
@@ -41,8 +43,8 @@ def clip_by_spectral_norm(
     *,
     shrink: Shrink | None = None,
     method: str = "svd",
-    steps: int = 24,
-    columns: Any = 1,
+    steps: int | None = None,
+    columns: Any = None,
     stacked: Stacked = None,
     nonfinite: str = "propagate",
 ) -> optax.GradientTransformationExtraArgs:
@@ -66,9 +68,9 @@ def clip_by_spectral_norm(
       max_norm: a number at least 0, an array, a schedule, None to only measure, or a `Threshold` that learns from the largest singular value of each matrix.
       shrink: what becomes of each singular value: None or `hard`, `smooth(2)`, `normalize`, `drop`, or your own. "newton_schulz" knows `hard` and `smooth(2)`.
       method: "svd" or "newton_schulz". Only the second has a derivative where singular values are equal.
-      steps: of Newton-Schulz. k steps resolve s_max / limit up to about 2.4^(k - 5); shorter singular values come out too short then, never too long. At least 1.
-      columns: how many trailing axes of a leaf are its matrix's columns, all others its rows: 1 for kernels whose last axis is the output, convolutions too; 2 for attention's (embed, heads,
-        size). An int, a tree prefix of ints, or a function of the leaf's path and the leaf.
+      steps: of Newton-Schulz, 24 where it is None. k steps resolve s_max / limit up to about 2.4^(k - 5); shorter singular values come out too short then, never too long. At least 1.
+      columns: how many trailing axes of a leaf are its matrix's columns, all others its rows: 1 (None too) for kernels whose last axis is the output, convolutions too; 2 for attention's (embed,
+        heads, size). An int, a tree prefix of ints, or a function of the leaf's path and the leaf.
       stacked: how many leading axes of a leaf count layers (see `tensor_norm`); each layer is a matrix by itself.
       nonfinite: see `clip_by`.
 
@@ -93,6 +95,7 @@ def clip_by_spectral_norm(
     call = "clip_by_spectral_norm"
     shrink = shrink or hard
     _check_method(call, method)
+    steps = STEPS if steps is None else steps
     check_number(f"{call}: steps", steps, lowest=1)
     if method == "newton_schulz" and shrink not in (hard, smooth(2)):
         raise ValueError(f"{call}: method='newton_schulz' knows the shrinks hard and smooth(2), got {shrink!r}: take method='svd'.")
@@ -115,7 +118,7 @@ def clip_by_spectral_norm(
     return optax.GradientTransformationExtraArgs(kernel.init, update)
 
 
-def spectral_norm(tree: Any, *, columns: Any = 1, stacked: Stacked = None, method: str = "svd") -> Any:
+def spectral_norm(tree: Any, *, columns: Any = None, stacked: Stacked = None, method: str = "svd") -> Any:
     """The largest singular value of each leaf.
 
     Args:
@@ -146,13 +149,13 @@ def _matrices(tree: Any, columns: Any, stacked: Stacked, call: str) -> list[jax.
     for (path, leaf), skip, count in zip(jax.tree_util.tree_flatten_with_path(tree)[0], stacked_axes(stacked, tree, call), wanted):
         shape = jnp.shape(leaf)
         rank = len(shape) - skip
-        count = min(rank, 1) if rank < 2 else count
+        count = min(rank, 1) if rank < 2 else 1 if count is None else count
         if rank >= 2 and not (isinstance(count, int) and 1 <= count < rank):
             raise ValueError(
                 f"{call}: columns must be a number of trailing axes, from 1 to {rank - 1} for the leaf {prefix.name(path)!r} of shape {shape}, got {count!r}."
             )
         edge = len(shape) - count
-        wide = jnp.asarray(leaf).astype(jnp.promote_types(jnp.result_type(leaf), jnp.float32))
+        wide = jnp.asarray(leaf).astype(np.promote_types(jnp.result_type(leaf), jnp.float32))
         views.append(wide.reshape(*shape[:skip], math.prod(shape[skip:edge]), math.prod(shape[edge:])))
     return views
 
@@ -170,9 +173,10 @@ def _spectrum(method: str, x: jax.Array) -> tuple[jax.Array, Any]:
     if min(x.shape[-2:]) == 1:
         return tensor_norm(x, stacked=x.ndim - 2).reshape(*x.shape[:-2], 1, 1), ()
     peak = lax.stop_gradient(jnp.max(jnp.abs(x), (-2, -1), keepdims=True))
-    # Divided by a power of 2, which rounds nothing, so that no square overflows. Broken matrices are not shown to the decomposition.
+    # Divided by a power of 2, which rounds nothing, so that no square overflows; one of 2^126 would not do, since its reciprocal, which XLA takes, is flushed to 0.
+    # Broken matrices are not shown to the decomposition.
     whole = jnp.isfinite(peak) & (peak > 0)
-    unit = jnp.where(whole, jnp.exp2(jnp.floor(jnp.log2(jnp.where(whole, peak, 1.0)))), 1.0)
+    unit = jnp.where(whole, jnp.exp2(jnp.clip(jnp.floor(jnp.log2(jnp.where(whole, peak, 1.0))), -100, 100)), 1.0)
     x = jnp.where(jnp.isfinite(peak), x / unit, jnp.zeros_like(x))
     if method == "svd":
         u, s, v = jnp.linalg.svd(x, full_matrices=False)

@@ -19,6 +19,9 @@ class Case(NamedTuple):
     parts: Callable[[Any], list[Any]]  # numpy tree -> the parts that are measured together, each a list of arrays
     norm: Callable[[list[Any]], float] = lambda part: float(np.sqrt(sum(np.sum(np.abs(x) ** 2) for x in part)))
     relative: bool = False  # is the limit a share of the weights' norm?
+    floor: float = 1e-3  # ... which counts as at least this
+    clip: Callable[[list[Any], float], list[Any]] | None = None  # (part, limit) -> part, where it does more than scale, by a decomposition
+    numbers_only: bool = False  # the limit is a number: no None, no schedule; and norms are not taken from elsewhere
 
 
 def everything(tree):
@@ -50,6 +53,23 @@ def average(part):
     return float(np.sqrt(np.sum(np.abs(part[0]) ** 2)) / part[0].size)
 
 
+def largest(part):
+    return float(np.max(np.abs(part[0])))
+
+
+def matrix(x):
+    return x.reshape(-1, x.shape[-1]) if x.ndim > 1 else x.reshape(1, -1)
+
+
+def largest_singular_value(part):
+    return float(np.linalg.norm(matrix(part[0]), 2))
+
+
+def singular_values_clipped(part, limit):
+    u, s, vh = np.linalg.svd(matrix(part[0]), full_matrices=False)
+    return [((u * np.minimum(s, limit)) @ vh).reshape(part[0].shape)]
+
+
 CLIPPERS = {
     "clip_by_global_norm": Case(optaxclip.clip_by_global_norm, everything),
     "clip_by_tensor_norm": Case(optaxclip.clip_by_tensor_norm, leaves),
@@ -59,6 +79,9 @@ CLIPPERS = {
     "clip_by_average_norm": Case(optaxclip.clip_by_average_norm, leaves, average),
     "adaptive_grad_clip": Case(optaxclip.adaptive_grad_clip, units, relative=True),
     "adaptive_grad_clip per tensor": Case(partial(optaxclip.adaptive_grad_clip, per_tensor=True), leaves, relative=True),
+    "clip_by_spectral_norm": Case(optaxclip.clip_by_spectral_norm, leaves, largest_singular_value, clip=singular_values_clipped),
+    "clippy": Case(partial(optaxclip.clippy, 0.0), leaves, largest, numbers_only=True),
+    "larc": Case(partial(optaxclip.larc, 1.0, eps=0.0), leaves, relative=True, floor=0.0, numbers_only=True),
 }
 
 DTYPES = ("float32", "bfloat16", "float16", "complex64", "mixed", "float64")
@@ -84,11 +107,19 @@ def exact(tree: Any) -> Any:
     return jax.tree.map(lambda x: np.asarray(x).astype(np.complex128 if jnp.iscomplexobj(x) else np.float64), tree)
 
 
+def scaled(case: Case, part: list[Any], limit: float) -> list[Any]:
+    """What the paper's equation makes of a part that may be as long as `limit`."""
+    if case.clip:
+        return case.clip(part, limit)
+    length = case.norm(part)
+    return [x * min(1.0, limit / length) if length else x for x in part]
+
+
 def limits(case: Case, limit: float, tree: Any, params: Any) -> list[float]:
     """The limit of each part, in float64."""
     if not case.relative:
         return [limit] * len(case.parts(exact(tree)))
-    return [limit * max(case.norm(part), 1e-3) for part in case.parts(exact(params))]
+    return [limit * max(case.norm(part), case.floor) for part in case.parts(exact(params))]
 
 
 def scanned(transformation: Any, grads: Any) -> tuple[Any, Any]:
