@@ -3,7 +3,9 @@
     s = min(1, min_i (relative * |p_i| + absolute) / |u_i|)        u <- s u        for each tensor
 
 A norm does not see one coordinate that blows up in a large tensor; the largest ratio of change to weight does. It compares what is added to the weights, so it comes last, after the learning
-rate: `optax.chain(optax.adagrad(0.001), optaxclip.clippy())`. In a jitted step it needs temporary memory of about three times the updates. One weight near 0 holds its whole tensor to `absolute`, which therefore decides how fast weights leave 0.
+rate: `optax.chain(optax.adagrad(0.001), optaxclip.clippy())`.
+
+In a jitted step on CPU it needs temporary memory of about three times the updates. One weight near 0 holds its whole tensor to `absolute`, which therefore decides how fast weights leave 0.
 
 Reference: Tang et al., Improving training stability for multitask ranking models in recommender systems, 2023 (arXiv 2302.09178).
 """
