@@ -21,7 +21,7 @@ STACKED = {name: int(name == "layers") for name in SHAPES}
 LABELS = {name: "head" if name in ("bias", "folded", "gain") else "body" for name in SHAPES}
 MASK = {name: name not in ("bias", "grid") for name in SHAPES}
 
-QUICK = {"xla_backend_optimization_level": 0}  # halves the time that the compiler takes
+QUICK = {"xla_backend_optimization_level": 0, "xla_cpu_use_fusion_emitters": False}  # a quarter of the time that the compiler takes
 SIZES = [(4, 1), (3, 2), (2, 4)]  # devices along x and y: 4 (an axis of size 1), 6 and 8 devices
 
 

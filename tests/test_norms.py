@@ -1,7 +1,8 @@
 """Every norm of every order against long double: over the range of each dtype, for many leaves and large ones, with derivatives, and the way a TPU takes."""
 
+import itertools
 import math
-from functools import partial
+from functools import cache, partial
 
 import jax
 import jax.numpy as jnp
@@ -26,6 +27,7 @@ DTYPES = {
 }
 SHAPES = [(5, 3), (), (17,), (2, 3, 4)]
 EVERY_RANK = [*SHAPES, (2, 1, 3, 2), (2, 3, 1, 2, 2)]
+SUMMED = ORDERS[:7]  # where powers are summed
 every_order = pytest.mark.parametrize("ord", ORDERS)
 every_dtype = pytest.mark.parametrize("dtype", DTYPES)
 
@@ -47,14 +49,26 @@ def random_leaves(dtype, seed=0, scale=1.0, shapes=SHAPES):
     return [random_leaf(random, shape, DTYPES[dtype][i % len(DTYPES[dtype])], scale) for i, shape in enumerate(shapes)]
 
 
+def at_every_order(measure, *trees, orders=ORDERS):
+    """{order: measure(tree, ord=order)} by one program, since compiling is what takes time; of one tree, or of one for each order."""
+    program = jax.jit(lambda trees: [measure(tree, ord=ord) for ord, tree in zip(orders, itertools.cycle(trees))])
+    return dict(zip(orders, program(trees), strict=True))
+
+
 # accuracy
+
+
+@cache
+def global_norms(dtype):
+    leaves = random_leaves(dtype)
+    return leaves, at_every_order(optaxclip.global_norm, leaves)
 
 
 @every_order
 @every_dtype
 def test_global_norm_is_within_1e_6(dtype, ord):
-    leaves = random_leaves(dtype)
-    result = optaxclip.global_norm(leaves, ord=ord)
+    leaves, results = global_norms(dtype)
+    result = results[ord]
     assert result.dtype == jnp.float32
     np.testing.assert_allclose(result, oracles.norm(leaves, ord), tolerance(ord))
 
@@ -67,34 +81,47 @@ def test_tensor_norm_is_within_1e_6(ord):
         np.testing.assert_allclose(ours, oracles.norm([leaf], ord), tolerance(ord))
 
 
+@cache
+def stacked_norms():
+    leaf = random_leaves("bfloat16", 2, shapes=[(4, 3, 5)])[0]
+    return leaf, at_every_order(partial(optaxclip.tensor_norm, stacked=1), {"w": leaf})
+
+
 @every_order
 def test_stacked_tensor_norm_measures_each_layer_by_itself(ord):
-    leaf = random_leaves("bfloat16", 2, shapes=[(4, 3, 5)])[0]
-    ours = optaxclip.tensor_norm({"w": leaf}, ord=ord, stacked=1)["w"]
+    leaf, norms = stacked_norms()
+    ours = norms[ord]["w"]
     assert ours.shape == (4, 1, 1)
     np.testing.assert_allclose(ours.reshape(-1), [oracles.norm([layer], ord) for layer in leaf], tolerance(ord))
 
 
+@cache
+def unit_norms():
+    leaves = random_leaves("mixed", 3, shapes=EVERY_RANK)
+    return leaves, at_every_order(optaxclip.unit_norm, leaves)
+
+
 @every_order
 def test_unit_norm_measures_what_feeds_one_output(ord):
-    leaves = random_leaves("mixed", 3, shapes=EVERY_RANK)
-    for ours, leaf in zip(optaxclip.unit_norm(leaves, ord=ord), leaves, strict=True):
+    leaves, norms = unit_norms()
+    for ours, leaf in zip(norms[ord], leaves, strict=True):
         expected = oracles.unit_norm(leaf, ord)
         assert ours.shape == (expected.shape if leaf.ndim > 1 else ())
         np.testing.assert_allclose(ours, expected.reshape(ours.shape), tolerance(ord))
 
 
-@pytest.mark.parametrize("axis", [0, 1, -1, (0, 2), (-1, 1)])
-def test_unit_norm_sums_over_the_axes_that_are_named(axis):
+def test_unit_norm_sums_over_the_axes_that_are_named():
     leaf = random_leaves("float32", 4, shapes=[(3, 4, 5)])[0]
-    axes = tuple(i % 3 for i in (axis if isinstance(axis, tuple) else (axis,)))
-    np.testing.assert_allclose(optaxclip.unit_norm([leaf], axis=axis)[0], oracles.unit_norm(leaf, 2, axes), 1e-6)
+    wanted = {0: (0,), 1: (1,), -1: (2,), (0, 2): (0, 2), (-1, 1): (1, 2)}
+    for norm, axes in zip(jax.jit(lambda x: [optaxclip.unit_norm(x, axis=axis) for axis in wanted])(leaf), wanted.values(), strict=True):
+        np.testing.assert_allclose(norm, oracles.unit_norm(leaf, 2, axes), 1e-6)
 
 
 def test_axes_of_stacked_units_count_within_one_layer():
     leaf = random_leaves("float32", 5, shapes=[(4, 3, 5)])[0]
-    np.testing.assert_allclose(optaxclip.unit_norm([leaf], stacked=1)[0], oracles.unit_norm(leaf, 2, (1,)), 1e-6)
-    np.testing.assert_allclose(optaxclip.unit_norm([leaf], axis=-1, stacked=1)[0], oracles.unit_norm(leaf, 2, (2,)), 1e-6)
+    first, last = jax.jit(lambda x: [optaxclip.unit_norm(x, stacked=1), optaxclip.unit_norm(x, axis=-1, stacked=1)])(leaf)
+    np.testing.assert_allclose(first, oracles.unit_norm(leaf, 2, (1,)), 1e-6)
+    np.testing.assert_allclose(last, oracles.unit_norm(leaf, 2, (2,)), 1e-6)
 
 
 @every_order
@@ -116,7 +143,7 @@ def test_ten_thousand_leaves_are_within_1e_6():
     np.testing.assert_allclose(optaxclip.global_norm(leaves), oracles.norm(leaves), 1e-6)
 
 
-@pytest.mark.parametrize("ord", [0.5, 2, 3, math.inf])
+@pytest.mark.parametrize("ord", [0.5, 2])
 def test_one_large_leaf_is_within_1e_6(ord):
     leaf = jnp.asarray(np.random.default_rng(8).standard_normal((1250, 4001)), jnp.float32)
     np.testing.assert_allclose(optaxclip.global_norm([leaf], ord=ord), oracles.norm([leaf], ord), tolerance(ord))
@@ -134,67 +161,107 @@ def test_a_leaf_far_below_the_others_still_counts():
 # range
 
 
-@every_order
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "complex64"])
-@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "jit"])
-def test_norms_just_below_the_largest_float32_are_right(compiled, dtype, ord):
-    shapes = [(3,), (2, 2)]
-    start = random_leaves(dtype, 9, shapes=shapes)
+def nearly_too_large(dtype, ord):
+    start = random_leaves(dtype, 9, shapes=[(3,), (2, 2)])
     factor = 3e38 / max(oracles.norm(start, ord), oracles.norm(start, math.inf))
-    leaves = [jnp.asarray(oracles.wide(leaf) * factor, leaf.dtype) for leaf in start]
-    norm = partial(optaxclip.global_norm, ord=ord)
-    np.testing.assert_allclose((jax.jit(norm) if compiled else norm)(leaves), oracles.norm(leaves, ord), tolerance(ord))
+    return [jnp.asarray(oracles.wide(leaf) * factor, leaf.dtype) for leaf in start]
+
+
+@cache
+def norms_nearly_too_large(dtype):
+    return at_every_order(optaxclip.global_norm, *(nearly_too_large(dtype, ord) for ord in ORDERS))
+
+
+@every_order
+@pytest.mark.parametrize(
+    ("compiled", "dtype"),
+    [(False, "float32"), (True, "float32"), (True, "bfloat16"), (True, "complex64")],
+    ids=["eager-float32", "jit-float32", "jit-bfloat16", "jit-complex64"],
+)
+def test_norms_just_below_the_largest_float32_are_right(compiled, dtype, ord):
+    leaves = nearly_too_large(dtype, ord)
+    result = norms_nearly_too_large(dtype)[ord] if compiled else optaxclip.global_norm(leaves, ord=ord)
+    np.testing.assert_allclose(result, oracles.norm(leaves, ord), tolerance(ord))
+
+
+def nearly_too_small(dtype, ord):
+    random = np.random.default_rng(10)
+    # The average of seven is below what float32 holds normally, so it starts higher.
+    smallest = 1.2e-38 * (8 if ord in ("rms", "average") else 1)
+    return [jnp.asarray(smallest * (1 + random.random(shape)), dtype) for shape in [(3,), (2, 2)]]
+
+
+@cache
+def norms_nearly_too_small(dtype):
+    return at_every_order(optaxclip.global_norm, *(nearly_too_small(dtype, ord) for ord in ORDERS))
 
 
 @every_order
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_values_just_above_the_smallest_normal_float32_are_not_lost(dtype, ord):
-    random = np.random.default_rng(10)
-    # The average of seven is below what float32 holds normally, so it starts higher.
-    smallest = 1.2e-38 * (8 if ord in ("rms", "average") else 1)
-    leaves = [jnp.asarray(smallest * (1 + random.random(shape)), dtype) for shape in [(3,), (2, 2)]]
-    np.testing.assert_allclose(optaxclip.global_norm(leaves, ord=ord), oracles.norm(leaves, ord), tolerance(ord))
+    np.testing.assert_allclose(norms_nearly_too_small(dtype)[ord], oracles.norm(nearly_too_small(dtype, ord), ord), tolerance(ord))
+
+
+PARTS = 1.2e-38 * 8 * (1 + np.random.default_rng(10).random((2, 7)))
+AT_THE_ENDS = {
+    "small complex": [np.asarray(PARTS[0] - 1j * PARTS[1], np.complex64)],
+    "large float16": [np.full((3, 2), 65504, np.float16), np.asarray([-65504, 60000, 1], np.float16)],
+    "small float16": [np.asarray([2.0**-24, -(2.0**-23), 3 * 2.0**-24], np.float16), np.asarray([[2.0**-20, -(2.0**-24)]], np.float16)],
+    # Three orders of magnitude short of the largest, for the orders below 1.
+    "both": [np.asarray([1e34, -3e33], np.float32), np.asarray([[1e-30], [2e-38]], jnp.bfloat16), np.asarray([2.0**-24], np.float16)],
+}
+
+
+@cache
+def norms_at_the_ends():
+    def norms(trees, ord):
+        return {name: optaxclip.global_norm(leaves, ord=ord) for name, leaves in trees.items()}
+
+    return at_every_order(norms, AT_THE_ENDS)
+
+
+def assert_right_at_the_ends(name, ord):
+    np.testing.assert_allclose(norms_at_the_ends()[ord][name], oracles.norm(AT_THE_ENDS[name], ord), tolerance(ord))
 
 
 @every_order
 def test_complex_values_just_above_the_smallest_normal_float32_are_not_lost(ord):
-    random = np.random.default_rng(10)
-    parts = 1.2e-38 * 8 * (1 + random.random((2, 7)))
-    leaves = [jnp.asarray(parts[0] - 1j * parts[1], "complex64")]
-    np.testing.assert_allclose(optaxclip.global_norm(leaves, ord=ord), oracles.norm(leaves, ord), tolerance(ord))
+    assert_right_at_the_ends("small complex", ord)
 
 
 @every_order
 def test_float16_at_its_largest_is_right(ord):
-    leaves = [jnp.full((3, 2), 65504, jnp.float16), jnp.asarray([-65504, 60000, 1], jnp.float16)]
-    np.testing.assert_allclose(optaxclip.global_norm(leaves, ord=ord), oracles.norm(leaves, ord), tolerance(ord))
+    assert_right_at_the_ends("large float16", ord)
 
 
 @every_order
 def test_float16_subnormals_are_not_lost(ord):
-    leaves = [jnp.asarray([2.0**-24, -(2.0**-23), 3 * 2.0**-24], jnp.float16), jnp.asarray([[2.0**-20, -(2.0**-24)]], jnp.float16)]
-    np.testing.assert_allclose(optaxclip.global_norm(leaves, ord=ord), oracles.norm(leaves, ord), tolerance(ord))
+    assert_right_at_the_ends("small float16", ord)
 
 
 @every_order
 def test_huge_and_tiny_leaves_together_are_right(ord):
-    # Three orders of magnitude short of the largest, for the orders below 1.
-    leaves = [jnp.asarray([1e34, -3e33], jnp.float32), jnp.asarray([[1e-30], [2e-38]], jnp.bfloat16), jnp.asarray([2.0**-24], jnp.float16)]
-    np.testing.assert_allclose(optaxclip.global_norm(leaves, ord=ord), oracles.norm(leaves, ord), tolerance(ord))
+    assert_right_at_the_ends("both", ord)
 
 
-@pytest.mark.parametrize("ord", [0.3, 0.5, 1, 1.5, 2, 3, 10])
-def test_a_norm_too_large_for_float32_is_inf(ord):
-    leaves = [jnp.full((50,), 3.3e38, jnp.float32), jnp.ones((2, 3), jnp.bfloat16)]
-    assert optaxclip.global_norm(leaves, ord=ord) == math.inf
+def test_a_norm_too_large_for_float32_is_inf():
+    leaves = [np.full((50,), 3.3e38, np.float32), np.ones((2, 3), jnp.bfloat16)]
+    norms = at_every_order(optaxclip.global_norm, leaves, orders=SUMMED)
+    assert norms == dict.fromkeys(SUMMED, math.inf)
+
+
+@cache
+def norms_of_64_bits():
+    random = np.random.default_rng(11)
+    leaves = [random.standard_normal((3, 5)) * 1e200, random.standard_normal(4) * 1e199 * (1 - 2j), np.ones(3, jnp.bfloat16)]
+    return leaves, at_every_order(optaxclip.global_norm, leaves)
 
 
 @every_order
 def test_64_bit_leaves_give_64_bit_norms(ord):
     with jax.enable_x64(True):
-        random = np.random.default_rng(11)
-        leaves = [jnp.asarray(random.standard_normal((3, 5)) * 1e200), jnp.asarray(random.standard_normal(4) * 1e199 * (1 - 2j)), jnp.ones(3, jnp.bfloat16)]
-        result = optaxclip.global_norm(leaves, ord=ord)
+        leaves, results = norms_of_64_bits()
+        result = results[ord]
         assert result.dtype == jnp.float64
         # A quotient, a product, a root and its magnified power of 2 eps, and a sum of 22 terms.
         np.testing.assert_allclose(result, oracles.norm(leaves, ord), (24 / min(1, ord if isinstance(ord, float) else 1)) * 2.0**-52)
@@ -300,36 +367,68 @@ def gradient_tolerance(ord):
     return (2 * abs(ord - 1) + 8) * EPS if isinstance(ord, int | float) and ord < math.inf else 8 * EPS
 
 
+def slope(point, ord):
+    """(forward, reverse): the derivative along a direction, and along all."""
+    leaf, direction = point
+    norm = partial(optaxclip.global_norm, ord=ord)
+    return jax.jvp(norm, (leaf,), (direction,))[1], jax.grad(norm)(leaf)
+
+
+@cache
+def slopes_at_zero(dtype):
+    return at_every_order(slope, (np.zeros((2, 3), dtype), np.ones((2, 3), dtype)))
+
+
 @every_order
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16", "complex64"])
 def test_derivative_at_zero_is_finite_forward_and_reverse(dtype, ord):
-    zeros = jnp.zeros((2, 3), dtype)
-    norm = partial(optaxclip.global_norm, ord=ord)
-    _, tangent = jax.jvp(norm, (zeros,), (jnp.ones((2, 3), dtype),))
+    tangent, pulled_back = slopes_at_zero(jnp.dtype(dtype))[ord]
     assert tangent == 0
-    np.testing.assert_array_equal(jax.grad(norm)(zeros), np.zeros((2, 3)))
+    np.testing.assert_array_equal(pulled_back, np.zeros((2, 3)))
+
+
+@cache
+def slopes(scale):
+    random = np.random.default_rng(14)
+    leaf = np.array(random_leaf(random, (3, 4), "float32", scale))
+    leaf[1, 2] = 0.0
+    direction = np.asarray(random.standard_normal((3, 4)), np.float32)
+    return leaf, direction, at_every_order(slope, (leaf, direction))
 
 
 @every_order
 @pytest.mark.parametrize("scale", [1.0, 1e-36, 1e34])
 def test_derivative_is_the_equation_forward_and_reverse(scale, ord):
-    random = np.random.default_rng(14)
-    leaf = random_leaf(random, (3, 4), "float32", scale).at[1, 2].set(0.0)
-    direction = jnp.asarray(random.standard_normal((3, 4)), jnp.float32)
-    norm = partial(optaxclip.global_norm, ord=ord)
+    leaf, direction, found = slopes(scale)
+    tangent, pulled_back = found[ord]
     expected = gradient(leaf, ord)
-    np.testing.assert_allclose(jax.grad(norm)(leaf), expected, gradient_tolerance(ord), atol=1e-37)
+    np.testing.assert_allclose(pulled_back, expected, gradient_tolerance(ord), atol=1e-37)
     terms = expected * oracles.wide(direction)
-    np.testing.assert_allclose(jax.jvp(norm, (leaf,), (direction,))[1], terms.sum(), 0, atol=(gradient_tolerance(ord) + 12 * EPS) * np.abs(terms).sum())
+    np.testing.assert_allclose(tangent, terms.sum(), 0, atol=(gradient_tolerance(ord) + 12 * EPS) * np.abs(terms).sum())
+
+
+def leaf_nearly_too_large(ord):
+    start = random_leaf(np.random.default_rng(14), (3, 4), "float32")
+    return jnp.asarray(oracles.wide(start) * 3e38 / max(oracles.norm([start], ord), oracles.norm([start])), jnp.float32)
+
+
+@cache
+def slopes_nearly_too_large():
+    return at_every_order(lambda leaf, ord: jax.grad(partial(optaxclip.global_norm, ord=ord))(leaf), *map(leaf_nearly_too_large, ORDERS))
+
+
+def assert_slope_nearly_too_large(found, ord):
+    np.testing.assert_allclose(found, gradient(leaf_nearly_too_large(ord), ord), gradient_tolerance(ord), atol=1e-37)
 
 
 @every_order
-@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "jit"])
-def test_derivative_of_a_norm_just_below_the_largest_float32_is_the_equation(compiled, ord):
-    start = random_leaf(np.random.default_rng(14), (3, 4), "float32")
-    leaf = jnp.asarray(oracles.wide(start) * 3e38 / max(oracles.norm([start], ord), oracles.norm([start])), jnp.float32)
-    slope = jax.grad(partial(optaxclip.global_norm, ord=ord))
-    np.testing.assert_allclose((jax.jit(slope) if compiled else slope)(leaf), gradient(leaf, ord), gradient_tolerance(ord), atol=1e-37)
+def test_derivative_of_a_norm_just_below_the_largest_float32_is_the_equation(ord):
+    assert_slope_nearly_too_large(slopes_nearly_too_large()[ord], ord)
+
+
+@pytest.mark.parametrize("ord", [0.5, 2, 3, math.inf])
+def test_eager_derivative_of_a_norm_just_below_the_largest_float32_is_the_equation(ord):
+    assert_slope_nearly_too_large(jax.grad(partial(optaxclip.global_norm, ord=ord))(leaf_nearly_too_large(ord)), ord)
 
 
 @every_order
@@ -338,37 +437,38 @@ def test_derivative_equals_finite_differences(ord):
         random = np.random.default_rng(15)
         # Away from 0 and from two equal largest values, where there is no derivative.
         leaves = [jnp.asarray(random.permuted(np.arange(1.0, 7.0)).reshape(2, 3) * random.choice([-1, 1], (2, 3))), jnp.asarray(random.uniform(0.5, 0.9, 4))]
-        check_grads(partial(optaxclip.global_norm, ord=ord), (leaves,), order=1, modes=("fwd", "rev"))
+        check_grads(jax.jit(partial(optaxclip.global_norm, ord=ord)), (leaves,), order=1, modes=("fwd", "rev"))
 
 
-def test_second_derivative_equals_finite_differences():
-    with jax.enable_x64(True):
-        random = np.random.default_rng(16)
-        leaves = [jnp.asarray(random.standard_normal((2, 3))), jnp.asarray(random.standard_normal(()))]
-        check_grads(jax.jit(optaxclip.global_norm), (leaves,), order=2, modes=("fwd", "rev"))
-
-
-def test_second_derivative_is_the_equation():
-    x = jnp.asarray(np.random.default_rng(17).standard_normal(5) * 3, jnp.float32)
+def test_second_derivative_is_the_equation_forward_and_reverse():
+    x = np.asarray(np.random.default_rng(17).standard_normal(5) * 3, np.float32)
     unit = oracles.wide(x) / oracles.norm([x])
-    np.testing.assert_allclose(
-        jax.jit(jax.hessian(optaxclip.global_norm))(x), (np.eye(5) - np.outer(unit, unit)) / oracles.norm([x]), 0, atol=8 * EPS / oracles.norm([x])
-    )
+    ways = [
+        first(second(lambda x: optaxclip.global_norm([x[:4].reshape(2, 2), x[4]]))) for first, second in itertools.product((jax.jacfwd, jax.jacrev), repeat=2)
+    ]
+    for found in jax.jit(lambda x: [way(x) for way in ways])(x):
+        np.testing.assert_allclose(found, (np.eye(5) - np.outer(unit, unit)) / oracles.norm([x]), 0, atol=8 * EPS / oracles.norm([x]))
 
 
 def test_derivative_of_a_complex_leaf_is_its_direction():
     x = jnp.asarray([3 + 4j, 0, -1j], jnp.complex64)
     v = jnp.asarray([1 - 2j, 1, 3 + 1j], jnp.complex64)
-    tangent = jax.jvp(optaxclip.global_norm, (x,), (v,))[1]
+    tangent, pulled_back = jax.jit(partial(slope, ord=2))((x, v))
     np.testing.assert_allclose(tangent, np.real(np.conj(oracles.wide(x)) * oracles.wide(v)).sum() / math.sqrt(26), 8 * EPS)
     # JAX's convention for a real function of a complex variable is the conjugate.
-    np.testing.assert_allclose(jax.grad(optaxclip.global_norm)(x), np.conj(oracles.wide(x)) / math.sqrt(26), 8 * EPS)
+    np.testing.assert_allclose(pulled_back, np.conj(oracles.wide(x)) / math.sqrt(26), 8 * EPS)
+
+
+@cache
+def slopes_of_units():
+    leaf = random_leaf(np.random.default_rng(18), (4, 3), "float32")
+    return leaf, at_every_order(lambda leaf, ord: jax.grad(lambda x: jnp.sum(optaxclip.unit_norm(x, ord=ord)))(leaf), leaf)
 
 
 @every_order
 def test_derivative_of_each_unit_is_its_own(ord):
-    leaf = random_leaf(np.random.default_rng(18), (4, 3), "float32")
-    ours = jax.grad(lambda x: jnp.sum(optaxclip.unit_norm(x, ord=ord)))(leaf)
+    leaf, found = slopes_of_units()
+    ours = found[ord]
     expected = np.stack([gradient(column, ord) for column in leaf.T], 1)
     np.testing.assert_allclose(ours, expected, gradient_tolerance(ord))
 
@@ -376,18 +476,24 @@ def test_derivative_of_each_unit_is_its_own(ord):
 # transformations
 
 
+@cache
+def norms_of_examples():
+    random = np.random.default_rng(19)
+    tree = {"w": np.asarray(random_leaf(random, (6, 3, 4), "float32")), "b": np.asarray(random_leaf(random, (6, 5), "bfloat16"))}
+    return tree, at_every_order(lambda tree, ord: jax.vmap(partial(optaxclip.global_norm, ord=ord))(tree), tree)
+
+
 @every_order
 def test_vmap_measures_each_example(ord):
-    random = np.random.default_rng(19)
-    tree = {"w": random_leaf(random, (6, 3, 4), "float32"), "b": random_leaf(random, (6, 5), "bfloat16")}
-    ours = jax.vmap(partial(optaxclip.global_norm, ord=ord))(tree)
-    np.testing.assert_allclose(ours, [oracles.norm([tree["w"][i], tree["b"][i]], ord) for i in range(6)], tolerance(ord))
+    tree, norms = norms_of_examples()
+    np.testing.assert_allclose(norms[ord], [oracles.norm([tree["w"][i], tree["b"][i]], ord) for i in range(6)], tolerance(ord))
 
 
 @every_order
 def test_jit_and_eager_agree_with_the_equation(ord):
-    leaves = random_leaves("mixed", 20)
-    np.testing.assert_allclose(jax.jit(partial(optaxclip.global_norm, ord=ord))(leaves), oracles.norm(leaves, ord), tolerance(ord))
+    leaves, compiled = global_norms("mixed")
+    for norm in (compiled[ord], optaxclip.global_norm(leaves, ord=ord)):
+        np.testing.assert_allclose(norm, oracles.norm(leaves, ord), tolerance(ord))
 
 
 # the way a TPU takes: it has no float64
@@ -400,8 +506,7 @@ def on_tpu(f, *args):
 @every_order
 def test_a_program_for_tpu_has_no_float64(ord):
     leaves = random_leaves("mixed", 21)
-    assert "f64" not in on_tpu(partial(optaxclip.global_norm, ord=ord), leaves)
-    assert "f64" not in on_tpu(partial(optaxclip.unit_norm, ord=ord), leaves)
+    assert "f64" not in on_tpu(lambda leaves: (optaxclip.global_norm(leaves, ord=ord), optaxclip.unit_norm(leaves, ord=ord)), leaves)
 
 
 def test_a_clipper_for_tpu_has_no_float64():
@@ -423,22 +528,37 @@ def narrow(leaves, ord):
     return sums._roots(float(ord), [None], [[Split()] * len(leaves)], [leaves], np.float32)[0]
 
 
-@pytest.mark.parametrize("ord", [0.3, 0.5, 1, 1.5, 2, 3, 10])
+@cache
+def narrow_norms(dtype):
+    leaves = random_leaves(dtype, 25)
+    return leaves, at_every_order(narrow, leaves, orders=SUMMED)
+
+
+@pytest.mark.parametrize("ord", SUMMED)
 @every_dtype
 def test_sums_in_float32_are_within_1e_6(dtype, ord):
-    leaves = random_leaves(dtype, 25)
-    np.testing.assert_allclose(narrow(leaves, ord), oracles.norm(leaves, ord), tolerance(ord))
+    leaves, norms = narrow_norms(dtype)
+    np.testing.assert_allclose(norms[ord], oracles.norm(leaves, ord), tolerance(ord))
 
 
-@pytest.mark.parametrize("ord", [0.3, 0.5, 1, 1.5, 2, 3, 10])
-@pytest.mark.parametrize("largest", [3e38, 1.2e-37])
-def test_sums_in_float32_hold_the_whole_range(largest, ord):
+def of_length(largest, ord):
     start = random_leaves("mixed", 26, shapes=[(3,), (2, 2), (1, 3)])
     factor = largest / oracles.norm(start, ord)
-    leaves = [jnp.asarray(oracles.wide(leaf) * factor, "float32" if leaf.dtype != "complex64" else "complex64") for leaf in start]
+    return [jnp.asarray(oracles.wide(leaf) * factor, "float32" if leaf.dtype != "complex64" else "complex64") for leaf in start]
+
+
+@cache
+def narrow_norms_of_length(largest):
+    return at_every_order(narrow, *(of_length(largest, ord) for ord in SUMMED), orders=SUMMED)
+
+
+@pytest.mark.parametrize("ord", SUMMED)
+@pytest.mark.parametrize("largest", [3e38, 1.2e-37])
+def test_sums_in_float32_hold_the_whole_range(largest, ord):
+    leaves = of_length(largest, ord)
     # Of values below the smallest normal number each may be flushed to 0.
     lost = 2.0**-126 * 10 ** (1 / min(ord, 1)) if largest < 1 else 0
-    np.testing.assert_allclose(narrow(leaves, ord), oracles.norm(leaves, ord), tolerance(ord), atol=lost)
+    np.testing.assert_allclose(narrow_norms_of_length(largest)[ord], oracles.norm(leaves, ord), tolerance(ord), atol=lost)
 
 
 def test_sums_in_float32_hold_a_large_leaf():

@@ -1,6 +1,7 @@
 """Clipping of singular values, beside singular value decompositions in float64 NumPy."""
 
 import math
+from functools import cache
 
 import jax
 import jax.numpy as jnp
@@ -14,9 +15,10 @@ from tests import oracles
 
 METHODS = ("svd", "newton_schulz")
 both = pytest.mark.parametrize("method", METHODS)
+SMOOTH = optaxclip.smooth(2)
 FORMS = {
     "hard": (optaxclip.hard, lambda s, c: np.minimum(s, c)),
-    "smooth": (optaxclip.smooth(2), lambda s, c: s / np.sqrt(1 + (s / c) ** 2)),
+    "smooth": (SMOOTH, lambda s, c: s / np.sqrt(1 + (s / c) ** 2)),
 }
 both_forms = pytest.mark.parametrize("form", FORMS)
 
@@ -28,12 +30,25 @@ def matrix(shape, longest, shortest=1.0, rank=None, seed=0, dtype="float32"):
     rows, columns = (np.linalg.qr(random.standard_normal((size, small)))[0] for size in shape)
     values = np.geomspace(longest, shortest, small)
     values[small if rank is None else rank :] = 0
-    return jnp.asarray((rows * values) @ columns.T, dtype)
+    return ((rows * values) @ columns.T).astype(jnp.dtype(dtype))
 
 
-def clip(x, limit, **options):
-    clipper = clip_by_spectral_norm(limit, **options)
-    return clipper.update(x, clipper.init(x))
+WIDE, SQUARE = (32, 64), (32, 32)  # few shapes, so that most tests run the same few programs
+
+
+@cache
+def program(**options):
+    """Clips to a limit that is traced, so that one program serves every limit."""
+
+    def run(x, limit):
+        clipper = clip_by_spectral_norm(limit, **options)
+        return clipper.update(x, clipper.init(x))
+
+    return jax.jit(run)
+
+
+def clip(x, limit, method="svd", shrink=optaxclip.hard, **options):
+    return program(method=method, shrink=shrink, **options)(x, limit)
 
 
 def expected(x, limit, form="hard"):
@@ -49,9 +64,17 @@ def error(ours, theirs):
     return longest(oracles.wide(ours) - theirs)
 
 
-@both_forms
-@both
-@pytest.mark.parametrize("shape", [(24, 24), (16, 64), (128, 8), (4, 256)])
+@pytest.mark.parametrize(
+    ("shape", "method", "form"),
+    [
+        *((shape, method, form) for shape in (SQUARE, WIDE) for method in METHODS for form in FORMS),
+        ((128, 8), "svd", "smooth"),
+        ((128, 8), "newton_schulz", "hard"),
+        ((4, 256), "svd", "hard"),
+        ((4, 256), "newton_schulz", "smooth"),
+    ],
+    ids=str,
+)
 def test_singular_values_are_shrunk_and_vectors_kept(method, form, shape):
     x = matrix(shape, 10.0, 0.1)
     updates, state = clip(x, 1.0, method=method, shrink=FORMS[form][0])
@@ -64,32 +87,32 @@ def test_singular_values_are_shrunk_and_vectors_kept(method, form, shape):
 @pytest.mark.parametrize(("method", "errors"), [("svd", (5e-6, 2e-3, 2e-2, 1.0)), ("newton_schulz", (4e-6, 2e-4, 2e-3, 0.2))])
 def test_ill_conditioned_matrices_have_the_documented_error(method, errors, form):
     for ratio, most in zip((10.0, 1e3, 1e4, 1e6), errors):
-        even, low = matrix((32, 64), ratio), matrix((32, 64), 0.9, 1e-3)
-        for x in (even, matrix((32, 64), ratio, ratio, rank=16) + low, matrix((32, 64), ratio, rank=1) + low):
+        even, low = matrix(WIDE, ratio), matrix(WIDE, 0.9, 1e-3)
+        for x in (even, matrix(WIDE, ratio, ratio, rank=16) + low, matrix(WIDE, ratio, rank=1) + low):
             updates, _ = clip(x, 1.0, method=method, shrink=FORMS[form][0])
             assert error(updates, expected(x, 1.0, form)) <= most
             assert longest(updates) <= 1 + 3e-6
 
 
 @both
-@pytest.mark.parametrize("rank", [1, 2, 11, 24])
+@pytest.mark.parametrize("rank", [1, 2, 11, 32])
 def test_any_rank(method, rank):
-    x = matrix((24, 40), 7.0, 0.5, rank)
+    x = matrix(WIDE, 7.0, 0.5, rank)
     updates, _ = clip(x, 1.5, method=method)
     assert error(updates, expected(x, 1.5)) <= 4e-6 * 1.5
 
 
 @both
 def test_equal_singular_values(method):
-    x = matrix((24, 40), 3.0, 3.0)
+    x = matrix(WIDE, 3.0, 3.0)
     updates, state = clip(x, 1.0, method=method)
     assert error(updates, expected(x, 1.0)) <= 4e-6
     np.testing.assert_allclose(state.norm, 3.0, rtol=4e-6)
 
 
 def test_nearly_tied_singular_values_are_never_overrated():
-    x = matrix((32, 32), 1.0, 1 - 1e-4)
-    assert longest(x) * (1 - 32 ** (1 / 2**17) + 1 - 4e-6) <= spectral_norm(x, method="newton_schulz") <= longest(x) * (1 + 4e-6)
+    x = matrix(SQUARE, 1.0, 1 - 1e-4)
+    assert longest(x) * (1 - 32 ** (1 / 2**17) + 1 - 4e-6) <= clip(x, None, "newton_schulz")[1].norm <= longest(x) * (1 + 4e-6)
 
 
 @both
@@ -107,16 +130,16 @@ def test_low_precision_is_rounded_once(method, dtype):
 @both
 def test_float64_and_complex(method):
     with jax.enable_x64(True):
-        x = matrix((8, 20), 1e3, dtype="float64")
+        x = jnp.asarray(matrix((8, 20), 1e3, dtype="float64"))
         assert error(clip(x, 1.0, method=method, steps=60)[0], expected(x, 1.0)) <= 1e-11
-    z = (matrix((8, 20), 5.0, 0.1) + 1j * matrix((8, 20), 4.0, 0.1, seed=1)).astype(jnp.complex64)
+    z = (matrix((8, 20), 5.0, 0.1) + 1j * matrix((8, 20), 4.0, 0.1, seed=1)).astype(np.complex64)
     assert error(clip(z, 1.0, method=method)[0], expected(z, 1.0)) <= 4e-6
 
 
 @both
 def test_at_or_below_the_limit_nothing_changes(method):
-    x = matrix((12, 30), 2.0, 0.01)
-    limit = float(spectral_norm(x, method=method))
+    x = matrix(WIDE, 2.0, 0.01)
+    limit = float(jax.jit(lambda x: spectral_norm(x, method=method))(x))
     for above in (limit, 2 * limit, 1e30, math.inf, None):
         updates, state = clip(x, above, method=method)
         assert oracles.same_bits(updates, x)
@@ -127,7 +150,7 @@ def test_at_or_below_the_limit_nothing_changes(method):
 @both
 def test_no_form_lengthens_the_matrix(method, form):
     for seed, limit in enumerate((0.01, 1.0, 9.9, 10.1, 1e4)):
-        x = matrix((20, 20), 10.0, 0.01, seed=seed)
+        x = matrix(SQUARE, 10.0, 0.01, seed=seed)
         updates, _ = clip(x, limit, method=method, shrink=FORMS[form][0])
         assert np.linalg.norm(oracles.wide(updates)) <= np.linalg.norm(oracles.wide(x)) * (1 + 3e-6)
         assert longest(updates) <= limit * (1 + 3e-6)
@@ -135,9 +158,9 @@ def test_no_form_lengthens_the_matrix(method, form):
 
 @both
 def test_smooth_far_below_the_limit_is_relatively_exact(method):
-    x = matrix((12, 30), 1e-3, 1e-5)
+    x = matrix(WIDE, 1e-3, 1e-5)
     for limit in (0.1, 1e4, 1e30):
-        updates, _ = clip(x, limit, method=method, shrink=optaxclip.smooth(2))
+        updates, _ = clip(x, limit, method=method, shrink=SMOOTH)
         assert error(updates, expected(x, limit, "smooth")) <= 4e-6 * longest(x)
 
 
@@ -153,16 +176,16 @@ def test_every_shrink_fits_singular_values():
 @both
 @pytest.mark.parametrize("scale", [1e-30, 1e30])
 def test_tiny_and_huge_matrices(method, scale):
-    x = matrix((6, 10), 8 * scale, scale)
+    x = matrix(WIDE, 8 * scale, scale)
     updates, _ = clip(x, 2 * scale, method=method)
     assert error(updates, expected(x, 2 * scale)) <= 4e-6 * 2 * scale
 
 
 @both
 def test_zero_stays_zero_and_limit_0_gives_zeros(method):
-    zero, x = jnp.zeros((5, 7)), matrix((5, 7), 3.0)
+    zero, x = np.zeros(WIDE, np.float32), matrix(WIDE, 3.0)
     for limit in (0.0, 1.0, None):
-        for shrink in (optaxclip.hard, optaxclip.smooth(2)):
+        for shrink in (optaxclip.hard, SMOOTH):
             assert not np.any(clip(zero, limit, method=method, shrink=shrink)[0])
     updates, state = clip(x, 0.0, method=method)
     assert not np.any(updates) and state.scale == 0 and state.clipped == 1
@@ -171,7 +194,8 @@ def test_zero_stays_zero_and_limit_0_gives_zeros(method):
 @both
 @pytest.mark.parametrize("broken", [math.nan, math.inf])
 def test_a_broken_matrix_becomes_nan_and_is_counted(method, broken):
-    tree = {"a": matrix((5, 7), 3.0).at[2, 3].set(broken), "b": matrix((5, 7), 3.0)}
+    tree = {"a": matrix((6, 9), 3.0), "b": matrix((6, 9), 3.0)}
+    tree["a"][2, 3] = broken
     updates, state = clip(tree, 1.0, method=method)
     assert np.isnan(updates["a"]).all() and np.isfinite(updates["b"]).all()
     assert state.nonfinite == {"a": 1, "b": 0}
@@ -180,7 +204,7 @@ def test_a_broken_matrix_becomes_nan_and_is_counted(method, broken):
 
 @both
 def test_vectors_and_scalars_are_clipped_by_their_length(method):
-    tree = {"v": jnp.array([3.0, 4.0, 12.0]), "s": jnp.float32(-5.0), "row": jnp.array([[6.0, 8.0]]), "i": jnp.arange(3), "none": None}
+    tree = {"v": np.float32([3.0, 4.0, 12.0]), "s": np.float32(-5.0), "row": np.float32([[6.0, 8.0]]), "i": np.arange(3, dtype=np.int32), "none": None}
     updates, state = clip(tree, 1.0, method=method)
     for name, length in (("v", 13.0), ("s", 5.0), ("row", 10.0)):
         np.testing.assert_allclose(updates[name], tree[name] / length, rtol=1e-6)
@@ -190,7 +214,7 @@ def test_vectors_and_scalars_are_clipped_by_their_length(method):
 
 @both
 def test_stacked_layers_are_matrices_of_their_own(method):
-    x = jnp.stack([matrix((6, 10), longest, 0.1, seed=seed) for seed, longest in enumerate((5.0, 0.5, 2.0))])
+    x = np.stack([matrix((6, 10), longest, 0.1, seed=seed) for seed, longest in enumerate((5.0, 0.5, 2.0))])
     updates, state = clip({"blocks": x}, 1.0, method=method, stacked=1)
     assert (error(updates["blocks"], expected(x, 1.0)) <= 4e-6).all()
     assert oracles.same_bits(updates["blocks"][1], x[1])
@@ -198,8 +222,15 @@ def test_stacked_layers_are_matrices_of_their_own(method):
     np.testing.assert_array_equal(state.clipped["blocks"].reshape(-1), [1, 0, 1])
 
 
-@both
-@pytest.mark.parametrize(("shape", "columns", "folded"), [((3, 3, 4, 8), 1, (36, 8)), ((12, 4, 5), 2, (12, 20)), ((4, 5, 12), 1, (20, 12))])
+@pytest.mark.parametrize(
+    ("method", "shape", "columns", "folded"),
+    [
+        ("svd", (3, 3, 4, 8), 1, (36, 8)),
+        ("newton_schulz", (3, 3, 4, 8), 1, (36, 8)),
+        ("svd", (12, 4, 5), 2, (12, 20)),
+        ("newton_schulz", (4, 5, 12), 1, (20, 12)),
+    ],
+)
 def test_columns_say_how_a_kernel_is_a_matrix(method, shape, columns, folded):
     flat = matrix(folded, 4.0, 0.1)
     updates, _ = clip(flat.reshape(shape), 1.0, method=method, columns=lambda path, leaf: columns)
@@ -218,14 +249,14 @@ def test_columns_that_do_not_fit_raise():
 
 @both
 def test_limits_follow_schedules_and_rules_under_jit_and_scan(method):
-    x = jnp.stack([matrix((6, 9), 4.0, 0.1, seed=seed) for seed in range(3)])
+    x = np.stack([matrix((6, 9), 4.0, 0.1, seed=seed) for seed in range(3)])
     clipper = clip_by_spectral_norm(lambda step: 1.0 + step, method=method)
-    state, updates = jax.lax.scan(lambda state, each: clipper.update(each, state)[::-1], clipper.init(x[0]), x)
+    state, updates = jax.jit(lambda x: jax.lax.scan(lambda state, each: clipper.update(each, state)[::-1], clipper.init(x[0]), x))(x)
     for step in range(3):
         assert error(updates[step], expected(x[step], 1.0 + step)) <= 4e-6 * (1 + step)
     assert state.clipped == 3
     optimizer = optax.chain(clip_by_spectral_norm(optaxclip.ema_ratio(1.5, 0.9), method=method), optax.sgd(1.0))
-    _, state = jax.jit(optimizer.update)(x[0], optimizer.init(x[0]))
+    _, state = jax.jit(lambda x: optimizer.update(x, optimizer.init(x)))(x[0])
     np.testing.assert_allclose(optaxclip.metrics(state)["clip/norm_before"], 4.0, rtol=4e-6)
 
 
@@ -234,12 +265,13 @@ def test_newton_schulz_has_a_finite_derivative_everywhere(form):
     def total(x):
         return jnp.sum(clip(x, 1.0, method="newton_schulz", shrink=FORMS[form][0])[0] * jnp.arange(12.0).reshape(3, 4))
 
-    for x in (jnp.zeros((3, 4)), matrix((3, 4), 3.0, 3.0), matrix((3, 4), 3.0, 1.0), matrix((3, 4), 0.5, 0.1)):
-        assert np.isfinite(jax.grad(total)(x)).all()
+    derivative = jax.jit(jax.grad(total))
+    for x in (np.zeros((3, 4), np.float32), matrix((3, 4), 3.0, 3.0), matrix((3, 4), 3.0, 1.0), matrix((3, 4), 0.5, 0.1)):
+        assert np.isfinite(derivative(x)).all()
 
 
 def test_measured_alone_it_scales_whole_matrices():
     x = matrix((6, 9), 4.0, 0.1)
     clipper = optaxclip.clip_by(spectral_norm, optaxclip.constant(1.0))
-    updates, _ = clipper.update(x, clipper.init(x))
+    updates, _ = jax.jit(lambda x: clipper.update(x, clipper.init(x)))(x)
     np.testing.assert_allclose(updates, x / 4, rtol=4e-6)
