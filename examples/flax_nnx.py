@@ -4,9 +4,8 @@ What it shows. A clipper is a part of the optax chain, and `nnx.Optimizer` takes
 clipping. The network has batch normalisation, whose running averages are variables but no weights: `wrt=nnx.Param` keeps them away from the optimizer and
 from the norm.
 
-`nnx.Optimizer` keeps each array of the optax state inside a variable. `nnx.as_pure(optimizer.opt_state)` takes them out, and that is what `metrics` is
-given, inside jit or outside: otherwise every name ends in `/value`. `nnx.state(optimizer)` will not do: there the states are dicts, and `metrics` finds no
-clipper in it and returns an empty dict.
+`nnx.Optimizer` keeps each array of the optax state inside a variable; `optaxclip.metrics(optimizer.opt_state)` reads them there, inside jit or outside.
+`nnx.state(optimizer)` will not do: there the states are dicts, and `metrics` finds no clipper in it and returns an empty dict.
 
 Two are in the chain: `measure(tensor_norm)` keeps the norm of each weight's gradient and changes nothing, and `clip_by_global_norm` clips. `named_chain`
 gives them the names under which they are reported.
@@ -122,7 +121,7 @@ def train_step(network: Network, optimizer: nnx.Optimizer, digits: Digits) -> tu
     """One step, in place as NNX does it: the loss before it and what the clippers saw."""
     loss, gradient = nnx.value_and_grad(mean_loss)(network, digits)
     optimizer.update(network, gradient)
-    return loss, optaxclip.metrics(nnx.as_pure(optimizer.opt_state))
+    return loss, optaxclip.metrics(optimizer.opt_state)
 
 
 def weights_of(network: Network) -> int:

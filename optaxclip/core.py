@@ -21,7 +21,6 @@ import numpy as np
 import optax
 from jax import lax
 from jax.core import Tracer
-from jax.experimental import checkify
 from jax.tree_util import Partial
 
 from . import prefix, sharding
@@ -343,6 +342,8 @@ def _raise_nonfinite(call: str, measure: Any, norms: Any, updates: Any) -> None:
     order = dict(getattr(measure, "options", ())).get("ord") or 2
     text = f"{call}: the norm of order {order} of the updates is not finite"
     if any(isinstance(x, Tracer) for x in finite):
+        from jax.experimental import checkify
+
         checkify.check(jnp.all(jnp.stack(finite)), text)
     elif not all(finite):
         counts = [(prefix.name(path), int(jnp.sum(~jnp.isfinite(x))), x.size) for path, x in jax.tree_util.tree_flatten_with_path(updates)[0]]

@@ -28,8 +28,8 @@ from .sharding import Axes, Split
 from .sums import Dims, p_norms
 
 Ord = float | str | None
-Stacked = Any  # int | tree prefix of int | Callable[[str, jax.Array], int]
-Axis = Any  # int | tuple of int | None | tree prefix of these | Callable[[str, jax.Array], int | tuple | None]
+Stacked = int | Callable[[str, Any], int | None] | Any | None  # Any: a tree prefix of whole numbers
+Axis = int | tuple[int, ...] | Callable[[str, Any], int | tuple[int, ...] | None] | Any | None  # Any: a tree prefix of these
 
 
 def global_norm(tree: Any, *, ord: Ord = None, axes: Axes = "auto") -> jax.Array:

@@ -26,7 +26,6 @@ import jax
 import jax.numpy as jnp
 import optax
 from jax.core import eval_jaxpr
-from jax.extend.core import Literal
 
 from .adaptive import windowed_mean
 from .arguments import check_number
@@ -174,6 +173,8 @@ def _update_unless(skip: jax.Array, update: Callable[..., Any], updates: Any, st
     Each part of the new state is chosen as soon as it is computed, before the optimizer goes on to compute updates from it. Chosen at the end, both old and new moments would be needed
     at once, and XLA would copy them. Where the step is skipped, what comes of the old moments is thrown away.
     """
+    from jax.extend.core import Literal  # not above: it brings Pallas along, which nobody should wait for
+
     arguments, treedef = jax.tree.flatten((updates, state, params))
     closed, shapes = jax.make_jaxpr(lambda *leaves: update(*treedef.unflatten(leaves)), return_shape=True)(*arguments)
     program, old = closed.jaxpr, jax.tree.leaves(state)

@@ -18,7 +18,7 @@ Dims = tuple[int, ...] | None
 DIRECT = (1.0, 2.0, 3.0, 4.0)  # orders whose powers of any float32 number stay far inside the range of float64
 
 
-@partial(jax.custom_jvp, nondiff_argnums=(0, 1, 2))
+@partial(jax.custom_jvp[list[jax.Array]], nondiff_argnums=(0, 1, 2))
 def p_norms(p: float, dims: tuple[Dims, ...], spread: tuple[tuple[Split, ...], ...], groups: list[list[jax.Array]]) -> list[jax.Array]:
     """(sum |x|^p)^(1/p) of each group, max |x| for p = inf, 0 for a group without leaves."""
     full = [place for place, group in enumerate(groups) if group]
