@@ -56,3 +56,11 @@ def check_nonfinite(call: str, nonfinite: Any) -> None:
 def broadcasts_to(shape: tuple[int, ...], target: tuple[int, ...]) -> bool:
     """Can an array of this shape stand beside one of the target's without enlarging it?"""
     return len(shape) <= len(target) and all(have in (1, want) for have, want in zip(shape[::-1], target[::-1]))
+
+
+def check_state(call: str, state: Any, kind: type) -> None:
+    """Raises TypeError for a state that another transformation made."""
+    if not isinstance(state, kind):
+        raise TypeError(
+            f"{call}: state must be the {kind.__name__} that its init returned, got {type(state).__name__}: the state of another transformation, or at another place of the chain."
+        )

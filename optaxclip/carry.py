@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from .arguments import check_state
 from .norms import measured, with_unmeasured
 
 
@@ -56,6 +57,7 @@ def carry_clipped(clipper: optax.GradientTransformation) -> optax.GradientTransf
         return CarryState(carry, clipper.init(params))
 
     def update(updates: Any, state: Any, params: Any = None, **extra_args: Any) -> tuple[Any, CarryState]:
+        check_state("carry_clipped", state, CarryState)
         tree = measured(updates)
         total = jax.tree.map(lambda g, carry: g.astype(carry.dtype) + carry, tree, state.carry)
         clipped, clip_state = clipper.update(total, state.clip_state, params, **extra_args)

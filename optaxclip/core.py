@@ -24,7 +24,7 @@ from jax.core import Tracer
 from jax.tree_util import Partial
 
 from . import prefix, sharding
-from .arguments import broadcasts_to, check_nonfinite, check_number
+from .arguments import broadcasts_to, check_nonfinite, check_number, check_state
 from .norms import measured, measured_as, with_unmeasured
 from .shrinks import Shrink, hard
 
@@ -128,6 +128,7 @@ def clip_by(
         )
 
     def update(updates: Any, state: Any, params: Any = None, *, grad_norm: Any = None, **_: Any) -> tuple[Any, Any]:
+        check_state(call, state, ClipState)
         tree = measured(updates)
         weights = None if params is None else measured_as(tree, params)
         clipped, new_state = _clip(measure, shrink or hard, nonfinite, call, threshold, eps, tree, state, weights, grad_norm)
@@ -143,10 +144,12 @@ def as_pytree(threshold: Threshold) -> Threshold:
     return Threshold(*(f if isinstance(f, Partial) else Partial(f) for f in threshold))
 
 
-def ask(rule: Threshold, norm: jax.Array, memory: Any, step: jax.Array, params_norm: Callable[[], jax.Array] | None = None) -> tuple[jax.Array, Any]:
+def ask(
+    rule: Threshold, norm: jax.Array, memory: Any, step: jax.Array, params_norm: Callable[[], jax.Array] | None = None, *, argument: str
+) -> tuple[jax.Array, Any]:
     """What a rule says of one norm: (limit, memory). The limit has the norm's dtype and shape and is at least 0; the memory has not learned from a norm that is NaN, inf or 0."""
     limit, new = rule.update(lax.stop_gradient(norm), memory, step, params_norm or _no_params)
-    limit = _as_limit(limit, norm)
+    limit = _as_limit(limit, norm, argument)
     if not jax.tree.leaves(memory):
         return limit, memory
     return limit, keep_where(jnp.isfinite(norm) & (norm > 0) & ~jnp.isnan(limit), new, memory)
@@ -184,15 +187,23 @@ def _clip(measure, shrink, nonfinite, call, threshold, eps, updates, state, para
     """One step. It hangs on the module, not on the clipper, so that all clippers of equal make share its compilations."""
     norms = measure(updates) if grad_norm is None else _given(grad_norm, measure, updates, call)
     slots, treedef = jax.tree.flatten(norms, is_leaf=_is_none)
-    rules = iter(zip(_rules(threshold, norms, call), _params_norms(measure, params, norms, call)))
+    rules = _rules(threshold, norms, call)
+    try:
+        columns = [treedef.flatten_up_to(field) for field in state[1:]]
+    except ValueError as error:
+        raise ValueError(
+            f"{call}: state was made for norms of the structure {jax.tree.structure(state.norm)}, but those of the updates have {treedef}."
+        ) from error
+    rules = iter(zip(rules, _params_norms(measure, params, norms, call)))
     factors, fields = [], []
-    for norm, *old in zip(slots, *(treedef.flatten_up_to(field) for field in state[1:])):
+    for norm, *old in zip(slots, *columns):
         if norm is None:  # nothing to measure here in this step: what is known stays
             factors.append(None)
             fields.append(old)
         else:
             rule, params_norm = next(rules)
-            limit, memory = ask(rule, norm, old[-1], state.step, params_norm)
+            _check_old(rule, norm, old[0], old[-1], call)
+            limit, memory = ask(rule, norm, old[-1], state.step, params_norm, argument=f"{call}: max_norm")
             factor, new = _decide(shrink, nonfinite, bool(jax.tree.leaves(memory)), eps, norm, limit, old)
             factors.append(factor)
             fields.append([*new, memory])
@@ -203,6 +214,18 @@ def _clip(measure, shrink, nonfinite, call, threshold, eps, updates, state, para
         updates = _zero_where_zero(updates, factors)
     trees = [treedef.unflatten(field) for field in zip(*fields)] if fields else state[1:]
     return updates, ClipState(jnp.asarray(optax.safe_increment(state.step)), *trees)
+
+
+def _check_old(rule: Threshold, norm: jax.Array, old_norm: Any, memory: Any, call: str) -> None:
+    """Raises ValueError for a state of other updates or of another rule. The length of a window is not compared: here it is a number of the program."""
+    if old_norm is None or jnp.shape(old_norm) != norm.shape:
+        made_for = "no norm" if old_norm is None else f"norms of shape {jnp.shape(old_norm)}"
+        raise ValueError(f"{call}: state was made for {made_for} where the updates have norms of shape {norm.shape}.")
+    begin = jax.tree.map(lambda leaf: np.ones(jnp.shape(leaf), jnp.result_type(leaf)), rule.init)
+    wanted = jax.eval_shape(begin, norm)
+    if jax.tree.structure(wanted) != jax.tree.structure(memory):
+        wanted, found = (jax.tree.map(lambda x: f"{x.dtype}{list(x.shape)}", tree) for tree in (wanted, memory))
+        raise ValueError(f"{call}: state must hold what the rule in max_norm remembers, of the form {wanted}, got {found}.")
 
 
 @partial(jax.jit, static_argnums=(0, 1, 2))
@@ -228,11 +251,11 @@ def _decide(shrink, nonfinite, learns, eps, norm, limit, old):
     return _factors(before, after), new
 
 
-def _as_limit(limit: Any, norm: jax.Array) -> jax.Array:
+def _as_limit(limit: Any, norm: jax.Array, argument: str) -> jax.Array:
     """The limit in the norm's dtype and shape. A negative one, which only a traced program can bring here, counts as 0."""
     limit = jnp.asarray(limit)
     if not broadcasts_to(limit.shape, norm.shape):
-        raise ValueError(f"max_norm must be a number for each norm: its shape {limit.shape} does not fit norms of shape {norm.shape}.")
+        raise ValueError(f"{argument} must be a number for each norm: its shape {limit.shape} does not fit norms of shape {norm.shape}.")
     return sharding.typed_as(jnp.broadcast_to(jnp.maximum(limit.astype(norm.dtype), 0), norm.shape), norm)
 
 

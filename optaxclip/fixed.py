@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import optax
 
 from . import prefix, sharding
-from .arguments import broadcasts_to, check_number, check_ord
+from .arguments import broadcasts_to, check_number, check_ord, check_state
 from .core import Measure, Threshold, clip_by
 from .norms import Axes, Axis, Ord, Stacked, axes_by_label, by_label, global_norm, norm_of_each, tensor_norm, unit_norm
 from .shrinks import Shrink
@@ -226,6 +226,7 @@ def clip_by_value(max_value: Any, min_value: Any = None) -> optax.GradientTransf
         return ClipByValueState(jnp.zeros((), jnp.int32))
 
     def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
+        check_state(call, state, ClipByValueState)
         uppers = prefix.lookup(upper, updates, f"{call}: max_value")
         lowers = [None] * len(uppers) if lower is None else prefix.lookup(lower, updates, f"{call}: min_value")
         paths, treedef = jax.tree_util.tree_flatten_with_path(updates)

@@ -27,8 +27,8 @@ def metrics(opt_state: Any) -> dict[str, jax.Array]:
         clip/norm_before      the norm before clipping: it may well lie above the limit, and does not mean that clipping failed
         clip/limit            what it was held against; inf where there is none
         clip/scale            what the updates were multiplied by; 1 where nothing was done
-        clip/norm_after       norm_before * scale
-        clip/clipped          1 if the last step was changed, else 0
+        clip/norm_after       norm_before * scale; 0 where a broken step was made zero, NaN where it was made NaN
+        clip/clipped          1 if the last step was clipped, else 0, as where its norm was NaN or inf
         clip/clipped_share    clipped steps over all steps, in [0, 1]
         clip/clipped_count    steps that were clipped
         clip/nonfinite_count  steps whose norm was NaN or inf
@@ -93,8 +93,8 @@ def _rows(state: ClipState) -> Iterator[tuple[str, str, jax.Array]]:
         yield "norm_before", prefix.name(path), norm
         yield "limit", prefix.name(path), limit
         yield "scale", prefix.name(path), scale
-        yield "norm_after", prefix.name(path), norm * scale
-        yield "clipped", prefix.name(path), (scale != 1).astype(jnp.float32)
+        yield "norm_after", prefix.name(path), jnp.where(scale == 0, 0.0, norm * scale)
+        yield "clipped", prefix.name(path), ((scale != 1) & jnp.isfinite(norm)).astype(jnp.float32)
         yield "clipped_share", prefix.name(path), jnp.mean(clipped / steps)
         yield "clipped_count", prefix.name(path), jnp.max(clipped).astype(jnp.float32)
         yield "nonfinite_count", prefix.name(path), jnp.max(nonfinite).astype(jnp.float32)

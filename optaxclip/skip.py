@@ -28,7 +28,7 @@ import optax
 from jax.core import eval_jaxpr
 
 from .adaptive import windowed_mean
-from .arguments import check_number
+from .arguments import check_number, check_state
 from .core import Threshold, ask, keep_where
 from .norms import Axes, global_norm
 from .thresholds import rule_of
@@ -137,11 +137,12 @@ def skip_spikes(
         )
 
     def update(updates: Any, state: Any, params: Any = None, *, value: Any = None, grad_norm: Any = None, **extra_args: Any) -> tuple[Any, SkipState]:
+        check_state(call, state, SkipState)
         if loss_rule is not None and value is None:
             raise ValueError(f"{call}: loss_rule judges the loss: call update(grads, state, params, value=loss).")
         norm = global_norm(updates, axes=axes) if grad_norm is None else jnp.asarray(grad_norm).astype(state.norm.dtype)
         loss = state.value if loss_rule is None else jnp.asarray(value).astype(state.value.dtype)
-        limit, memory = ask(gate, norm, state.memory, state.step)
+        limit, memory = ask(gate, norm, state.memory, state.step, argument=f"{call}: rule")
         value_limit, value_memory = _ask_of_loss(loss_gate, loss, state.value_memory, state.step)
         finite = jnp.isfinite(norm) & jnp.isfinite(loss)
         bad = ~(finite & (norm <= limit) & (loss <= value_limit))

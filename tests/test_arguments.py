@@ -105,7 +105,7 @@ def test_limits_that_do_not_fit_the_tree():
 
 
 def test_a_limit_whose_shape_does_not_fit():
-    text = "max_norm must be a number for each norm: its shape (2,) does not fit norms of shape ()."
+    text = "clip_by_global_norm: max_norm must be a number for each norm: its shape (2,) does not fit norms of shape ()."
     refused(ValueError, text, lambda: update(optaxclip.clip_by_global_norm(np.array([1.0, 2.0]))))
 
 
@@ -139,3 +139,51 @@ def test_an_order_that_is_traced_says_what_to_do():
 
     with pytest.raises(TypeError, match="name it in static_args"):
         jax.jit(injected.update)(TREE, state, TREE)
+
+
+OTHERS_STATES = {  # a transformation, a state that is not its own, and what is said of it
+    "optax": (
+        optaxclip.clip_by_global_norm(1.0),
+        optax.EmptyState(),
+        "clip_by_global_norm: state must be the ClipState that its init returned, got EmptyState",
+    ),
+    "chain": (optaxclip.clip_by_tensor_norm(1.0), (optax.EmptyState(),), "clip_by_tensor_norm: state must be the ClipState that its init returned, got tuple"),
+    "value": (optaxclip.clip_by_value(1.0), optax.EmptyState(), "clip_by_value: state must be the ClipByValueState that its init returned, got EmptyState"),
+    "adagc": (optaxclip.adagc(), optax.EmptyState(), "adagc: state must be the ClipState that its init returned, got EmptyState"),
+    "spam": (optaxclip.spam(), optax.EmptyState(), "spam: state must be the SpamState that its init returned, got EmptyState"),
+    "reset": (optaxclip.reset_momentum(optax.sgd(1.0)), (), "reset_momentum: state must be the ResetState that its init returned, got tuple"),
+    "skip": (optaxclip.skip_spikes(optax.sgd(1.0), 1.0), (), "skip_spikes: state must be the SkipState that its init returned, got tuple"),
+    "carry": (optaxclip.carry_clipped(optaxclip.clip_by_global_norm(1.0)), (), "carry_clipped: state must be the CarryState that its init returned, got tuple"),
+    "no memory": (
+        optaxclip.clip_by_global_norm(optaxclip.z_score()),
+        optaxclip.clip_by_global_norm(1.0).init(TREE),
+        "clip_by_global_norm: state must hold what the rule in max_norm remembers, of the form ZScoreMemory(seen='int32[]', mean='float32[]', deviation='float32[]'), got ().",
+    ),
+    "memory": (
+        optaxclip.clip_by_global_norm(1.0),
+        optaxclip.clip_by_global_norm(optaxclip.growth()).init(TREE),
+        "clip_by_global_norm: state must hold what the rule in max_norm remembers, of the form (), got float32[].",
+    ),
+    "one norm": (
+        optaxclip.clip_by_tensor_norm(1.0),
+        optaxclip.clip_by_global_norm(1.0).init(TREE),
+        "clip_by_tensor_norm: state was made for norms of the structure PyTreeDef(*), but those of the updates have PyTreeDef({'b': *, 'w': *}).",
+    ),
+    "shape": (
+        optaxclip.clip_by_unit_norm(1.0),
+        optaxclip.clip_by_unit_norm(1.0).init({**TREE, "w": jnp.ones((2, 4))}),
+        "clip_by_unit_norm: state was made for norms of shape (1, 4) where the updates have norms of shape (1, 3).",
+    ),
+    "new leaf": (
+        optaxclip.clip_by_tensor_norm(1.0),
+        optaxclip.clip_by_tensor_norm(1.0).init({**TREE, "b": None}),
+        "clip_by_tensor_norm: state was made for no norm where the updates have norms of shape ().",
+    ),
+}
+
+
+@pytest.mark.parametrize("jit", [False, True], ids=["eager", "jit"])
+@pytest.mark.parametrize("name", OTHERS_STATES)
+def test_a_state_of_something_else_is_refused(name, jit):
+    clipper, state, text = OTHERS_STATES[name]
+    refused((TypeError, ValueError), text, lambda: (jax.jit(clipper.update) if jit else clipper.update)(TREE, state, TREE))

@@ -39,6 +39,17 @@ def test_numbers_of_a_global_clip_over_several_steps():
     assert all(value.dtype == jnp.float32 and value.shape == () for value in optaxclip.metrics(state).values())
 
 
+@pytest.mark.parametrize("broken", [np.nan, np.inf])
+@pytest.mark.parametrize("nonfinite", ["propagate", "zero"])
+def test_a_broken_step_is_counted_as_broken_and_not_as_clipped(nonfinite, broken):
+    clipper = optaxclip.clip_by_global_norm(1.0, nonfinite=nonfinite)
+    _, state = clipper.update(jnp.array([3.0, 4.0]), clipper.init(jnp.zeros(2)))
+    _, state = clipper.update(jnp.array([3.0, broken]), state)
+    found = optaxclip.metrics(state)
+    assert (found["clip/clipped"], found["clip/clipped_count"], found["clip/nonfinite_count"]) == (0, 1, 1)
+    np.testing.assert_array_equal(found["clip/norm_after"], np.nan if nonfinite == "propagate" else 0.0)
+
+
 def test_tensor_clippers_are_told_by_leaf_path():
     numbers = optaxclip.metrics(after(optaxclip.clip_by_tensor_norm({"a": 1.0, "b": 2.0}), GRADS))
     assert float(numbers["clip/norm_before/a"]) == pytest.approx(5.0) and float(numbers["clip/norm_before/b/c"]) == pytest.approx(0.5)

@@ -19,8 +19,8 @@ import jax.numpy as jnp
 import optax
 from jax.tree_util import Partial
 
-from ..arguments import check_number
-from ..core import Threshold
+from ..arguments import check_number, check_state
+from ..core import ClipState, Threshold
 from ..norms import Axes, global_norm
 from ..thresholds import constant
 from .memory import at, parameter
@@ -76,6 +76,7 @@ def adagc(
         return clipper(1.0).init(params)
 
     def update(updates: Any, state: Any, params: Any = None, *, grad_norm: Any = None, **extra_args: Any) -> tuple[Any, Any]:
+        check_state(call, state, ClipState)
         norms = measure(updates, grad_norm)
         together = global_norm(norms, axes=None)
         (limit,) = at(state.step, together, max_norm)

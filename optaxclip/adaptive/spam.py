@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from ..arguments import check_number
+from ..arguments import check_number, check_state
 from ..core import keep_where
 from ..norms import measured, with_unmeasured
 from .memory import at, check_length, parameter
@@ -66,6 +66,7 @@ def spam(threshold: Any = 5000.0, *, decay: Any = 0.999, warmup: Any = 20, every
         return SpamState(jnp.zeros((), jnp.int32), jax.tree.map(lambda x: jnp.zeros(x.shape, _real(x)), jax.eval_shape(measured, params)))
 
     def update(updates: Any, state: Any, params: Any = None, *, second_moment: Any = None, **_: Any) -> tuple[Any, SpamState]:
+        check_state(call, state, SpamState)
         tree = measured(updates)
         since = _since_reset(state.step, every)
         own = jax.tree.map(lambda v: jnp.where(since == 0, jnp.zeros_like(v), v), state.second_moment)
@@ -111,6 +112,7 @@ def reset_momentum(inner: optax.GradientTransformation, every: Any = 500, warmup
         return ResetState(jnp.zeros((), jnp.int32), optimizer.init(params))
 
     def update(updates: Any, state: Any, params: Any = None, **extra_args: Any) -> tuple[Any, ResetState]:
+        check_state("reset_momentum", state, ResetState)
         since = _since_reset(state.step, every)
         inner_state = keep_where(since == 0, optimizer.init(updates if params is None else params), state.inner_state)
         updates, inner_state = optimizer.update(updates, inner_state, params, **extra_args)

@@ -87,7 +87,7 @@ def suggest(norms: Any) -> list[Suggestion]:
 def _scan(rule: Threshold, memory: Any, norms: jax.Array) -> jax.Array:
     def step(carry: Any, norm: jax.Array) -> tuple[Any, jax.Array]:
         count, memory = carry
-        limit, memory = ask(rule, norm, memory, count)
+        limit, memory = ask(rule, norm, memory, count, argument="replay: rule")
         return (count + 1, memory), limit
 
     return jax.lax.scan(step, (jnp.zeros((), jnp.int32), memory), norms)[1]
