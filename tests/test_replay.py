@@ -27,7 +27,7 @@ def test_a_replay_is_what_the_clipper_does_in_a_run(rule, shrink):
     _, states = jax.lax.scan(lambda state, grad: (clipper.update(grad, state)[1],) * 2, clipper.init(grads[0]), grads)
     result = optaxclip.replay(rule, NORMS, shrink=shrink)
     finite = np.isfinite(NORMS)
-    np.testing.assert_array_equal(result.limits, states.limit)
+    np.testing.assert_allclose(result.limits, states.limit, rtol=1e-6)  # two programs: XLA may round a step of the rule otherwise
     np.testing.assert_allclose(np.asarray(result.scales)[finite], states.scale[finite], rtol=1e-6)
     np.testing.assert_array_equal(np.cumsum(result.clipped), states.clipped)
     assert np.isnan(np.asarray(result.scales)[~finite]).all()
