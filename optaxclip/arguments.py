@@ -1,12 +1,14 @@
 """What is let in at the door: each check names the call, the argument and the value, and says what would be right."""
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
+from jax.tree_util import Partial
 
 NONFINITE = ("propagate", "zero", "raise")
 ORDERS = "a number above 0, math.inf, 'rms' or 'average'"
@@ -56,6 +58,11 @@ def check_nonfinite(call: str, nonfinite: Any) -> None:
 def broadcasts_to(shape: tuple[int, ...], target: tuple[int, ...]) -> bool:
     """Can an array of this shape stand beside one of the target's without enlarging it?"""
     return len(shape) <= len(target) and all(have in (1, want) for have, want in zip(shape[::-1], target[::-1]))
+
+
+def carried(function: Callable[..., Any]) -> Partial:
+    """The function as a node of a pytree, so that JAX can carry it into a compiled call. What already is one stays: wrapped again, its arrays would count as code, and compile anew at every call."""
+    return function if isinstance(function, Partial) else Partial(function)
 
 
 def check_state(call: str, state: Any, kind: type) -> None:

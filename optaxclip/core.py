@@ -21,10 +21,9 @@ import numpy as np
 import optax
 from jax import lax
 from jax.core import Tracer
-from jax.tree_util import Partial
 
 from . import prefix, sharding
-from .arguments import broadcasts_to, check_nonfinite, check_number, check_state
+from .arguments import broadcasts_to, carried, check_nonfinite, check_number, check_state
 from .norms import measured, measured_as, with_unmeasured
 from .shrinks import Shrink, hard
 
@@ -141,7 +140,7 @@ def clip_by(
 
 def as_pytree(threshold: Threshold) -> Threshold:
     """The rule with functions that JAX can carry into a compiled call."""
-    return Threshold(*(f if isinstance(f, Partial) else Partial(f) for f in threshold))
+    return Threshold(*map(carried, threshold))
 
 
 def ask(

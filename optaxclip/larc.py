@@ -17,7 +17,7 @@ import optax
 from jax.tree_util import Partial
 
 from . import prefix, sharding
-from .arguments import check_number
+from .arguments import carried, check_number
 from .core import Measure, Threshold, clip_by
 from .norms import Axes, Stacked, measured, measured_as, tensor_norm, with_unmeasured
 from .thresholds import remember_nothing
@@ -67,7 +67,7 @@ def larc(
     call = "larc"
     for name, value in (("trust", trust), ("weight_decay", weight_decay), *(() if callable(learning_rate) else (("learning_rate", learning_rate),))):
         check_number(f"{call}: {name}", value)
-    rate = Partial(learning_rate) if callable(learning_rate) else learning_rate
+    rate = carried(learning_rate) if callable(learning_rate) else learning_rate
     stacked = stacked if callable(stacked) else prefix.freeze(stacked, lambda x: False)
     measure = Measure(tensor_norm, (("ord", None), ("axes", sharding.freeze(axes)), ("stacked", stacked)))
     kernel = clip_by(measure, Threshold(Partial(remember_nothing), Partial(_limit, rate, trust)), eps=eps, nonfinite=nonfinite, call=call)

@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 from jax.tree_util import Partial
 
-from .arguments import check_number
+from .arguments import carried, check_number
 from .core import Threshold, as_pytree
 
 
@@ -36,7 +36,7 @@ def constant(limit: Any, *, argument: str = "constant: limit") -> Threshold:
     if limit is None:
         limit = float("inf")
     if callable(limit):
-        return Threshold(Partial(remember_nothing), Partial(_scheduled, Partial(limit)))
+        return Threshold(Partial(remember_nothing), Partial(_scheduled, carried(limit)))
     check_number(argument, limit)
     return Threshold(Partial(remember_nothing), Partial(_constant, limit))
 
@@ -55,7 +55,7 @@ def share_of_params(share: Any, floor: Any = 0.0, *, argument: str = "share_of_p
     """
     check_number(f"{argument.partition(':')[0]}: eps", floor)
     if callable(share):
-        return Threshold(Partial(remember_nothing), Partial(_share, Partial(share), floor))
+        return Threshold(Partial(remember_nothing), Partial(_share, carried(share), floor))
     check_number(argument, share)
     return Threshold(Partial(remember_nothing), Partial(_share, share, floor))
 
