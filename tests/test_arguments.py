@@ -187,3 +187,8 @@ OTHERS_STATES = {  # a transformation, a state that is not its own, and what is 
 def test_a_state_of_something_else_is_refused(name, jit):
     clipper, state, text = OTHERS_STATES[name]
     refused((TypeError, ValueError), text, lambda: (jax.jit(clipper.update) if jit else clipper.update)(TREE, state, TREE))
+
+
+def test_each_number_of_an_array_is_held_against_its_range():
+    for wrong in ([0.5, 1.5], [-0.5, 0.5], [0.5, np.nan]):
+        refused(ValueError, "windowed_quantile: quantile must", lambda wrong=wrong: optaxclip.windowed_quantile(np.array(wrong)))
