@@ -1,5 +1,6 @@
 """Settings that must stand before JAX is imported: eight devices on the CPU, no silent broadcasting of ranks, and what is compiled once is kept."""
 
+import gc
 import os
 from pathlib import Path
 
@@ -13,3 +14,5 @@ os.environ["JAX_NUMPY_RANK_PROMOTION"] = "raise"
 os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(Path(__file__).parent.parent / ".jax_cache"))
 os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
 os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
+# Half of the rest is tracing, which makes many small objects: looking through them less often saves a tenth.
+gc.set_threshold(200_000, 20, 20)

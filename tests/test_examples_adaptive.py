@@ -51,17 +51,28 @@ def test_log_is_what_replay_reads(unprotected, capsys):
     assert "zclip()" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("clipper", ["global norm", "autoclip", "zclip", "adagc"])
-def test_clippers_clip_and_skip_nothing(clipper, tmp_path):
-    row = short_runs(tmp_path, clipper)[clipper]
+CLIPPERS = ["global norm", "autoclip", "zclip", "adagc"]
+SKIPPERS = ["skip_spikes", "skip_step"]
+
+
+@pytest.fixture(scope="module")
+def protected(tmp_path_factory):
+    with jax.numpy_rank_promotion("allow"), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(adaptive.Figure, "savefig", lambda *args, **options: None)  # all is drawn; the runs without protection are made a picture of
+        return short_runs(tmp_path_factory.mktemp("protected"), *CLIPPERS, *SKIPPERS)
+
+
+@pytest.mark.parametrize("clipper", CLIPPERS)
+def test_clippers_clip_and_skip_nothing(clipper, protected):
+    row = protected[clipper]
     assert row.clip_rate >= len(BROKEN) / 100
     assert row.skipped == 0
     assert math.isfinite(row.final_loss) and math.isfinite(row.validation_loss)
 
 
-@pytest.mark.parametrize("optimizer", ["skip_spikes", "skip_step"])
-def test_broken_steps_are_skipped(optimizer, tmp_path):
-    row = short_runs(tmp_path, optimizer)[optimizer]
+@pytest.mark.parametrize("optimizer", SKIPPERS)
+def test_broken_steps_are_skipped(optimizer, protected):
+    row = protected[optimizer]
     assert row.broken_skipped == len(BROKEN)
     assert row.clip_rate == 0
     assert optimizer == "skip_spikes" or row.skipped == len(BROKEN)

@@ -23,11 +23,15 @@ NORMS = np.asarray(oracle.histories()["broken"][:150], np.float32)
 @pytest.mark.parametrize("rule", [optaxclip.z_score(1.0), 0.9, None], ids=["z-score", "fixed", "none"])
 def test_a_replay_is_what_the_clipper_does_in_a_run(rule, shrink):
     clipper = optaxclip.clip_by_global_norm(rule, shrink=shrink)
-    grads = jnp.asarray(NORMS)[:, None]
-    _, states = jax.lax.scan(lambda state, grad: (clipper.update(grad, state)[1],) * 2, clipper.init(grads[0]), grads)
-    result = optaxclip.replay(rule, NORMS, shrink=shrink)
+
+    @jax.jit
+    def both(norms):
+        _, states = jax.lax.scan(lambda state, grad: (clipper.update(grad, state)[1],) * 2, clipper.init(norms[:1]), norms[:, None])
+        return states, optaxclip.replay(rule, norms, shrink=shrink)
+
+    states, result = both(NORMS)
     finite = np.isfinite(NORMS)
-    np.testing.assert_allclose(result.limits, states.limit, rtol=1e-6)  # two programs: XLA may round a step of the rule otherwise
+    np.testing.assert_allclose(result.limits, states.limit, rtol=1e-6)  # two loops: XLA may round a step of the rule otherwise
     np.testing.assert_allclose(np.asarray(result.scales)[finite], states.scale[finite], rtol=1e-6)
     np.testing.assert_array_equal(np.cumsum(result.clipped), states.clipped)
     assert np.isnan(np.asarray(result.scales)[~finite]).all()
@@ -35,8 +39,12 @@ def test_a_replay_is_what_the_clipper_does_in_a_run(rule, shrink):
 
 def test_a_thousand_rules_at_once():
     quantiles = np.linspace(0, 1, 1000, dtype=np.float32)
-    rates = jax.vmap(lambda q: optaxclip.replay(optaxclip.windowed_quantile(q, 50), NORMS).clipped.mean())(quantiles)
-    alone = [float(optaxclip.replay(optaxclip.windowed_quantile(float(q), 50), NORMS).clipped.mean()) for q in quantiles[[0, 500, 999]]]
+
+    def rate(quantile):
+        return optaxclip.replay(optaxclip.windowed_quantile(quantile, 50), NORMS).clipped.mean()
+
+    rates = np.asarray(jax.jit(jax.vmap(rate))(quantiles))
+    alone = [float(jax.jit(rate)(quantile)) for quantile in quantiles[[0, 500, 999]]]
     np.testing.assert_allclose(rates[np.array([0, 500, 999])], alone, rtol=1e-6)
     assert np.all(np.diff(rates) <= 0) and rates[0] > 0.5
 

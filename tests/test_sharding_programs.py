@@ -40,8 +40,15 @@ def in_shard_map(clipper, tree=MANY, specs=MANY_SPECS, **options):
     return on_each_part(partial(one_step, clipper), mesh_of((2, 4)), (specs,), specs, **options)
 
 
-@pytest.mark.parametrize("build", [optaxclip.clip_by_global_norm, optaxclip.clip_by_tensor_norm])
-@pytest.mark.parametrize(("axes", "options"), [("auto", {}), (MANY_SPECS, {"check_vma": False})], ids=["typed", "untyped"])
+@pytest.mark.parametrize(
+    ("axes", "options", "build"),
+    [
+        ("auto", {}, optaxclip.clip_by_global_norm),
+        (MANY_SPECS, {"check_vma": False}, optaxclip.clip_by_global_norm),
+        ("auto", {}, optaxclip.clip_by_tensor_norm),
+    ],
+    ids=["typed-clip_by_global_norm", "untyped-clip_by_global_norm", "typed-clip_by_tensor_norm"],
+)
 def test_a_clip_of_64_leaves_in_shard_map_is_one_all_reduce_of_one_array(build, axes, options):
     assert compiled(in_shard_map(build(0.5, axes=axes), **options), MANY) == [("all-reduce", 1)]
 
