@@ -1,5 +1,6 @@
 """The table of all public norm clippers, each with what it measures, written out in float64 NumPy."""
 
+import itertools
 from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
@@ -85,6 +86,10 @@ CLIPPERS = {
 }
 
 DTYPES = ("float32", "bfloat16", "float16", "complex64", "mixed", "float64")
+# A clipper meets float32 and all dtypes in one tree; a tree of 16-bit or complex numbers alone meets every third clipper, and 64 bits those that test_properties does not have.
+PURE = dict(zip(CLIPPERS, itertools.cycle(("bfloat16", "float16", "complex64"))))
+IN_64_BITS = ("clip_by_global_norm", "clip_by_average_norm", "adaptive_grad_clip per tensor", "clip_by_spectral_norm", "clippy", "larc")
+PAIRS = [(name, dtype) for name in CLIPPERS for dtype in ("float32", PURE[name], "mixed", *(("float64",) if name in IN_64_BITS else ()))]
 
 
 def random_tree(dtype: str, seed: int = 0, scale: float = 1.0) -> Any:
@@ -97,9 +102,16 @@ def random_tree(dtype: str, seed: int = 0, scale: float = 1.0) -> Any:
         values = random.standard_normal(shape) * np.exp(random.standard_normal(shape)) * scale
         if kind == "complex64":
             values = values + 1j * random.standard_normal(shape) * scale
-        return jnp.asarray(values, kind)
+        return jax.device_put(values.astype(jnp.dtype(kind)))  # jnp.asarray compiles a program for each shape
 
     return jax.tree.map(leaf, SHAPES, is_leaf=lambda x: isinstance(x, tuple))
+
+
+def with_value(leaf: Any, index: Any, value: Any) -> Any:
+    """The array with another value in one place."""
+    changed = np.array(leaf)
+    changed[index] = value
+    return jax.device_put(changed)
 
 
 def exact(tree: Any) -> Any:
@@ -120,6 +132,21 @@ def limits(case: Case, limit: float, tree: Any, params: Any) -> list[float]:
     if not case.relative:
         return [limit] * len(case.parts(exact(tree)))
     return [limit * max(case.norm(part), case.floor) for part in case.parts(exact(params))]
+
+
+def assert_scaled(case: Case, clipped: Any, updates: Any, limit: float, params: Any) -> None:
+    """That every part is what the equation makes of it, and no longer than its limit, in the precision of each leaf.
+
+    16-bit leaves are rounded to their dtype; the rest carries the kernel's own small bias of a few float32 eps. A decomposition may be wrong by 16 eps of the longest in every element, as LAPACK's."""
+    precision = jax.tree.map(lambda x: np.full(np.shape(x), float(jnp.finfo(x.dtype).eps)), updates)
+    spacing = jax.tree.map(lambda x: np.full(np.shape(x), 6e-8 if x.dtype == jnp.float16 else 0.0), updates)  # of float16 near 0
+    parts = (case.parts(tree) for tree in (exact(updates), exact(clipped), precision, spacing))
+    for before, after, epses, tinies, most in zip(*parts, limits(case, limit, updates, params), strict=True):
+        for x, y, eps, tiny in zip(scaled(case, before, most), after, map(np.max, epses), map(np.max, tinies), strict=True):
+            rounding = 16 * eps * case.norm(before) if case.clip else 0.0
+            np.testing.assert_allclose(y, x, rtol=8 * eps if eps < 1e-3 else eps, atol=tiny + rounding)
+        eps = max(map(np.max, epses)) * (25 if case.clip else 1)  # a decomposition's as documented
+        assert case.norm(after) <= most * (1 + eps) + max(map(np.max, tinies)) * np.sqrt(sum(x.size for x in after))
 
 
 def scanned(transformation: Any, grads: Any) -> tuple[Any, Any]:

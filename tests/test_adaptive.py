@@ -1,7 +1,7 @@
 """Rules that learn, beside the float64 oracle of their equations, over histories that are steady, noisy, spiked, broken, growing, tiny and huge; at every scope."""
 
 import math
-from functools import partial
+from functools import cache, partial
 
 import jax
 import jax.numpy as jnp
@@ -74,13 +74,24 @@ def assert_limits(ours, theirs, norms, tolerance):
     np.testing.assert_allclose(ours[counted], theirs[counted], rtol=tolerance)
 
 
+# Good norms, and the same with bad ones in between; what stands behind them makes both columns equally long.
+BAD_STEPS = 25
+GOOD = np.asarray(HISTORIES["spikes"][: STEPS - BAD_STEPS], np.float32)
+MIXED = np.insert(GOOD, np.sort(np.random.default_rng(3).choice(80, BAD_STEPS)), np.resize([np.nan, np.inf, 0.0], BAD_STEPS).astype(np.float32))
+
+
+@cache
+def replayed(name):
+    """The limits of a rule over all histories, side by side in one program: float32[steps, histories + 2]."""
+    columns = [*HISTORIES.values(), np.concatenate([GOOD, np.ones(BAD_STEPS)]), MIXED]
+    return np.asarray(optaxclip.replay(RULES[name][0], np.stack(columns, axis=1).astype(np.float32)).limits)
+
+
 @every_rule
 def test_a_rule_gives_the_limits_of_its_equation(name):
-    rule, equation, tolerance = RULES[name]
-    norms = np.stack(list(HISTORIES.values()), axis=1)
-    limits = optaxclip.replay(rule, norms).limits
-    for place, history in enumerate(HISTORIES.values()):
-        assert_limits(limits[:, place], oracle.limits(equation, history), history, tolerance * EPS)
+    _, equation, tolerance = RULES[name]
+    for ours, history in zip(replayed(name).T, HISTORIES.values()):
+        assert_limits(ours, oracle.limits(equation, history), history, tolerance * EPS)
 
 
 IN_FLOAT64 = {
@@ -105,12 +116,10 @@ def test_in_float64_a_rule_keeps_its_precision(name):
 @every_rule
 def test_a_step_of_zero_nan_or_inf_leaves_no_trace(name):
     """Bit for bit: with bad norms in between, the limits of the good ones are those of the good ones alone."""
-    good = np.asarray(HISTORIES["spikes"][:80], np.float32)
-    places = np.sort(np.random.default_rng(3).choice(80, 25))
-    mixed = np.insert(good, places, np.resize([np.nan, np.inf, 0.0], 25).astype(np.float32))
-    kept = np.isfinite(mixed) & (mixed > 0)
-    alone = optaxclip.replay(RULES[name][0], good).limits
-    np.testing.assert_array_equal(np.asarray(optaxclip.replay(RULES[name][0], mixed).limits)[kept], alone)
+    alone, mixed = replayed(name).T[-2:]
+    kept = np.isfinite(MIXED) & (MIXED > 0)
+    assert kept.sum() == GOOD.size
+    np.testing.assert_array_equal(mixed[kept], alone[: GOOD.size])
 
 
 SCOPES = {
@@ -155,8 +164,18 @@ def assert_clipped_together(grads, clipped, parts, equation, tolerance):
             np.testing.assert_allclose(clipped[name], grads[name].astype(np.float64) * scale[:, None, None], rtol=tolerance, atol=1e-30)
 
 
-@pytest.mark.parametrize("name", ["quantile of the past", "OLMo-core", "z-score", "two rates", "growth", "tracker", "capped"])
-@pytest.mark.parametrize("scope", SCOPES)
+# A window and a running average at every scope; one scope for each of the others, to which the kernel gives norms in the same way.
+AT_SCOPES = [
+    *((scope, name) for scope in SCOPES for name in ("quantile of the past", "z-score")),
+    ("tensor", "OLMo-core"),
+    ("group", "two rates"),
+    ("tensor", "growth"),
+    ("global", "tracker"),
+    ("group", "capped"),
+]
+
+
+@pytest.mark.parametrize(("scope", "name"), AT_SCOPES)
 def test_a_rule_clips_at_every_scope(scope, name):
     build, parts = SCOPES[scope]
     rule, equation, tolerance = RULES[name]
@@ -172,8 +191,10 @@ NAMED = {
 }
 
 
-@pytest.mark.parametrize("name", NAMED)
-@pytest.mark.parametrize("scope", SCOPES)
+NAMED_SCOPES = [*((scope, "zclip") for scope in SCOPES), ("global", "autoclip"), ("group", "autoclip"), ("tensor", "zclip capped")]
+
+
+@pytest.mark.parametrize(("scope", "name"), NAMED_SCOPES)
 def test_a_named_clipper_is_its_rule_at_every_scope(scope, name):
     grads = gradients(["lognormal", "spikes", "broken", "falling"])
     build, equation = NAMED[name]
@@ -254,7 +275,7 @@ def test_spam_takes_a_second_moment_from_elsewhere():
     clipper = optaxclip.spam(4.0, warmup=0)
     grads = {"w": jnp.array([1.0, -10.0, 10.0]), "index": jnp.arange(2)}
     state = clipper.init(grads)
-    clipped, after = clipper.update(grads, state, second_moment={"w": jnp.array([1.0, 4.0, 0.0]), "index": None})
+    clipped, after = jax.jit(clipper.update)(grads, state, second_moment={"w": jnp.array([1.0, 4.0, 0.0]), "index": None})
     np.testing.assert_allclose(clipped["w"], [1.0, -4.0, 10.0], rtol=2 * EPS)
     np.testing.assert_array_equal(after.second_moment["w"], state.second_moment["w"])
     np.testing.assert_array_equal(clipped["index"], grads["index"])

@@ -67,6 +67,8 @@ WORDS = {
 }
 # A thousand leaves, which take long to compile: measured and shrunk by the functions that the clipper is made of.
 IN_PIECES = {259}
+# Without jit each operation on each shape would be compiled by itself.
+OP_BY_OP = ("value", "cotangent_value", "drop_norm")
 # Whole numbers of a framework that computes with floats. Integer leaves are no gradients here and pass through, so that they are given as floats.
 DTYPES = {"int32 input -> float32 out": "float32"}
 
@@ -94,7 +96,9 @@ def given(case, key="input"):
     tree = decode_tree(case[key])
     leaves, treedef = jax.tree.flatten(tree)
     dtypes = case["dtype"] if isinstance(case["dtype"], list) else [DTYPES.get(case["dtype"], case["dtype"])] * len(leaves)
-    return jax.tree.unflatten(treedef, [jnp.asarray(leaf, dtype=dtype) for leaf, dtype in zip(leaves, dtypes, strict=True)])
+    return jax.tree.unflatten(
+        treedef, [jax.device_put(np.asarray(leaf).astype(jax.dtypes.canonicalize_dtype(dtype))) for leaf, dtype in zip(leaves, dtypes, strict=True)]
+    )
 
 
 def clipper_of(case):
@@ -134,7 +138,8 @@ def step(case):
     params = given(case, "params") if "params" in case else None
     clipper = clipper_of(case)
     measured_elsewhere = {"grad_norm": jnp.asarray(decode(case["args"]["use_norm"]))} if "use_norm" in case["args"] else {}
-    updates, state = clipper.update(grads, clipper.init(grads), params, **measured_elsewhere)
+    update = jax.jit(clipper.update) if case["transform"] in OP_BY_OP else clipper.update
+    updates, state = update(grads, clipper.init(grads), params, **measured_elsewhere)
     return grads, updates, state[0] if case["transform"] == "drop_norm" else state
 
 
@@ -275,12 +280,15 @@ def test_per_example_sums_are_the_expected_ones(id):
     case = CASES[id]
     args = case["args"] | {"max_norm": decode(case["args"]["max_norm"])}
     if isinstance(case["input"], dict):  # in words: example i of eight has all gradients equal to i
-        grads = {name: jnp.arange(8.0).reshape(8, *[1] * len(shape)) * jnp.ones((1, *shape)) for name, shape in {"a": (2, 3, 4), "b": (), "c": (6, 7)}.items()}
+        grads = {
+            name: jnp.asarray(np.arange(8.0, dtype=np.float32).reshape(8, *[1] * len(shape)) * np.ones((1, *shape), np.float32))
+            for name, shape in {"a": (2, 3, 4), "b": (), "c": (6, 7)}.items()
+        }
     else:
         grads = given(case)
-    total, clipped = optaxclip.per_example_global_norm_clip(grads, args["max_norm"])
+    total, clipped = jax.jit(lambda grads: optaxclip.per_example_global_norm_clip(grads, args["max_norm"]))(grads)
     divisor = (8 if args["reduce"] == "mean" else 1) * (args["max_norm"] if args.get("rescale_to_unit_norm") else 1)
-    result = jax.tree.map(lambda leaf: leaf / divisor, total)
+    result = jax.tree.map(lambda leaf: (np.asarray(leaf) / divisor).astype(leaf.dtype), total)
     every = case["expected"].get("every element") if isinstance(case["expected"], dict) else None
     expected = decode_tree(case["expected"]) if every is None else jax.tree.map(lambda leaf: np.full(leaf.shape, every), result)
     assert_close(result, expected, case["rtol"], case["atol"])
