@@ -6,9 +6,10 @@ from pathlib import Path
 
 # Nearly all of the time goes into compiling, and most of that into machine code. The passes over the program, which decide about memory, fusion, collectives and rounding, are those of users; only
 # the code is written plainly, without LLVM's optimisations. FULL_CODE=1 tests with these too, as CI does on the newest JAX.
-PLAIN_CODE = "--xla_backend_optimization_level=0 --xla_cpu_parallel_codegen_split_count=1 --xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters"
+PLAIN_CODE = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true --xla_cpu_parallel_codegen_split_count=1 --xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters"
 
 os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8 {'' if os.environ.get('FULL_CODE') else PLAIN_CODE}"
+os.environ["JAX_TRACEBACK_IN_LOCATIONS_LIMIT"] = "0"
 os.environ["JAX_NUMPY_RANK_PROMOTION"] = "raise"
 # Half of the programs are compiled by another test too, and all of them by the next run: they are the same to the byte, or JAX compiles again.
 os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(Path(__file__).parent.parent / ".jax_cache"))
