@@ -800,6 +800,18 @@ def test_skipping_measures_64_bits_in_64_bits():
         _, after = optimizer.update(params, state, params, grad_norm=np.float32(3.0))
         assert state.norm.dtype == after.norm.dtype == after.limit.dtype == jnp.float64
 
+        narrow = jax.tree.map(lambda x: x.astype(jnp.float32), params)
+        state = optimizer.init(narrow)
+        _, after = optimizer.update(narrow, state, narrow)
+        assert state.norm.dtype == after.norm.dtype == after.limit.dtype == jnp.float32
+
+
+def test_skipping_measures_over_the_axes_that_it_is_given():
+    optimizer = optaxclip.skip_spikes(optax.sgd(1.0), 3.0, axes="x")
+    grads = np.float32([2.5, 2.5])  # one on each device: too long together only
+    updates, state = on_two_devices(optimizer.update, (P("x"), P()), (P("x"), P()), grads, optimizer.init(grads), check_vma=False)
+    assert state.skipped == 1 and not updates.any()
+
 
 def test_skipping_shows_no_limit_before_the_first_step_and_both_limits_after_it():
     optimizer = optaxclip.skip_spikes(optax.sgd(0.1), 10.0, 3.0)
