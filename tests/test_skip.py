@@ -173,6 +173,22 @@ def test_no_branch_surrounds_the_collectives_and_all_devices_decide_alike():
         assert bool(jnp.any(updates["w"] != 0)) == (norm == 1.0)
 
 
+def test_a_state_that_becomes_the_gradient_or_a_constant_or_the_same_twice_is_kept_where_a_step_is_skipped():
+    def init(params):
+        return {"last": params, "constant": jnp.float32(7), "twice": [jnp.float32(1), jnp.float32(2)]}
+
+    def update(updates, state, params=None):
+        total = state["twice"][0] + jnp.sum(updates)
+        return updates, {"last": updates, "constant": jnp.float32(0), "twice": [total, total]}
+
+    optimizer = optaxclip.skip_spikes(optax.GradientTransformation(init, update), 5.0)
+    start = optimizer.init(jnp.array([5.0, 6.0]))
+    _, skipped = optimizer.update(jnp.array([30.0, 40.0]), start)
+    same_bits(skipped.inner_state, start.inner_state)
+    _, taken = optimizer.update(jnp.array([3.0, 4.0]), start)
+    same_bits(taken.inner_state, {"last": jnp.array([3.0, 4.0]), "constant": jnp.float32(0), "twice": [jnp.float32(8), jnp.float32(8)]})
+
+
 def test_a_loss_rule_wants_the_loss():
     optimizer = optaxclip.skip_step(optax.sgd(0.1))
     with pytest.raises(ValueError, match=r"skip_spikes: loss_rule judges the loss: call update\(grads, state, params, value=loss\)"):

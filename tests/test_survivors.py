@@ -518,6 +518,8 @@ def test_metrics_name_the_whole_way_through_a_skipping_optimizer():
     inner = optax.named_chain(("inner", optaxclip.clip_by_global_norm(1.0)))
     state = optax.named_chain(("outer", optaxclip.skip_nonfinite(inner))).init(jnp.ones(2))
     assert {"skip/outer/norm", "clip/outer/inner/norm_before"} <= optaxclip.metrics(state).keys()
+    twice = optax.named_chain(("first", optaxclip.skip_nonfinite(optax.named_chain(("second", optaxclip.skip_nonfinite(inner))))))
+    assert "clip/first/second/inner/norm_before" in optaxclip.metrics(twice.init(jnp.ones(2)))
 
 
 def clip_state(**fields):
