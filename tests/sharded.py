@@ -21,7 +21,6 @@ STACKED = {name: int(name == "layers") for name in SHAPES}
 LABELS = {name: "head" if name in ("bias", "folded", "gain") else "body" for name in SHAPES}
 MASK = {name: name not in ("bias", "grid") for name in SHAPES}
 
-QUICK = {"xla_backend_optimization_level": 0, "xla_cpu_use_fusion_emitters": False}  # a quarter of the time that the compiler takes
 SIZES = [(4, 1), (3, 2), (2, 4)]  # devices along x and y: 4 (an axis of size 1), 6 and 8 devices
 
 
@@ -202,7 +201,7 @@ def assert_close(have: Any, want: Any, rtol: float = 1e-6) -> None:
 
 def on_each_part(body: Callable[..., Any], mesh: Mesh, in_specs: Any, out_specs: Any, **options: Any) -> Callable[..., Any]:
     """A jitted shard_map."""
-    return jax.jit(jax.shard_map(body, mesh=mesh, in_specs=in_specs, out_specs=out_specs, **options), compiler_options=QUICK)
+    return jax.jit(jax.shard_map(body, mesh=mesh, in_specs=in_specs, out_specs=out_specs, **options))
 
 
 def shapes_of(tree: Any) -> Any:

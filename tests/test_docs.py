@@ -24,7 +24,6 @@ from jax.sharding import PartitionSpec
 
 import optaxclip
 from optaxclip.replay.__main__ import main as replay_main
-from tests.sharded import QUICK
 
 DOCS = Path(__file__).parent.parent / "docs"
 PAGES = sorted(path.name for path in DOCS.glob("*.md"))
@@ -181,7 +180,7 @@ def trained():
         return jax.lax.scan(lambda all, noise: ({recipe: one(optimizers[recipe], noise, *each) for recipe, each in all.items()}, None), start, noises)[0]
 
     with jax.numpy_rank_promotion("allow"):
-        return {recipe: params for recipe, (params, _) in jax.jit(train, compiler_options=QUICK)(START).items()}
+        return {recipe: params for recipe, (params, _) in jax.jit(train)(START).items()}
 
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=[recipe.strip().splitlines()[-1][12:60] for recipe in RECIPES])

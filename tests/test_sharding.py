@@ -93,7 +93,7 @@ def run(request):
     mode, sizes, names = request.param
     with jax.set_mesh(mesh_of(sizes, kind=AxisType.Explicit)) if "explicit" in mode else nullcontext():
         program, arguments = MODES[mode](sizes, names)
-        compiled = program.lower(*arguments).compile(compiler_options=sharded.QUICK)
+        compiled = program.lower(*arguments).compile()
         return mode, compiled.as_text(), compiled(*arguments)
 
 
@@ -249,9 +249,7 @@ def test_one_bad_value_on_any_device_is_seen_by_all(mode):
 
     out_specs = dict.fromkeys(builds, BROKEN_SPECS), P()
     mesh = mesh_of((2, 4))
-    program = (
-        jax.jit(body, compiler_options=sharded.QUICK) if mode == "jit" else on_each_part(body, mesh, (BROKEN_SPECS,), out_specs, check_vma=mode == "typed")
-    )
+    program = jax.jit(body) if mode == "jit" else on_each_part(body, mesh, (BROKEN_SPECS,), out_specs, check_vma=mode == "typed")
     for row, bad in itertools.product(range(0, 24, 3), (math.nan, math.inf)):  # each device has three rows
         updates = {name: UPDATES[name].copy() for name in BROKEN_SPECS}
         updates["folded"][row + row // 3 % 3, 1] = bad
@@ -300,7 +298,7 @@ def replicas():
 def mapped(body):
     """A pmap over four devices."""
     program = jax.pmap(body, axis_name="i", devices=jax.devices()[:4])
-    return lambda x: program.lower(x).compile(compiler_options=sharded.QUICK)(x)
+    return lambda x: program.lower(x).compile()(x)
 
 
 def test_in_pmap_the_mean_is_taken_before_clipping():

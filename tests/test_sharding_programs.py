@@ -28,7 +28,7 @@ def collectives(text):
 
 
 def compiled(program, *arguments):
-    return collectives(program.lower(*arguments).compile(compiler_options=sharded.QUICK).as_text())
+    return collectives(program.lower(*arguments).compile().as_text())
 
 
 def one_step(clipper, updates):
