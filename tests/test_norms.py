@@ -588,3 +588,10 @@ def test_sums_in_float32_hold_the_whole_range(largest, ord):
 def test_sums_in_float32_hold_a_large_leaf():
     leaf = jnp.asarray(np.random.default_rng(27).standard_normal((1250, 4001)), jnp.float32)
     np.testing.assert_allclose(narrow([leaf], 2), oracles.norm([leaf]), 1e-6)
+
+
+def test_64_bit_leaves_keep_64_bits_where_others_are_summed_in_float32_as_on_a_tpu():
+    values = np.random.default_rng(21).standard_normal(1000)
+    with jax.enable_x64(True):
+        norm = float(narrow([jnp.asarray(values)], 2))
+    assert abs(norm / np.linalg.norm(values) - 1) < 1e-13
