@@ -109,7 +109,6 @@ def group_norm(tree: Any, labels: Any, *, ord: Ord = None, axes: Axes = "auto") 
       tree: a pytree of arrays.
       labels: a tree prefix of labels, or a function that makes one from the tree, as in `optax.partition`.
       ord: as in `global_norm`.
-
       axes: as in `global_norm`.
 
     Returns:

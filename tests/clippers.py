@@ -153,3 +153,17 @@ def scanned(transformation: Any, grads: Any) -> tuple[Any, Any]:
     """(the last state, the updates of all steps) of a run over gradients with a leading axis of steps."""
     start = transformation.init(jax.tree.map(lambda x: x[0], grads))
     return jax.lax.scan(lambda state, each: transformation.update(each, state)[::-1], start, grads)
+
+
+def apply(clipper, updates, params=None, **extra):
+    """(updates, state) of the first step."""
+    return clipper.update(updates, clipper.init(updates), params, **extra)
+
+
+FEW_STEPS = 9
+
+
+def limits_of(rule, norms):
+    """The limits of a rule over a short history, which goes on as it ends: replays of one length share what they compile around their scan."""
+    longer = np.pad(np.float32(norms), (0, FEW_STEPS - len(norms)), mode="edge")
+    return np.asarray(optaxclip.replay(rule, longer).limits)[: len(norms)]

@@ -206,3 +206,15 @@ def on_each_part(body: Callable[..., Any], mesh: Mesh, in_specs: Any, out_specs:
 
 def shapes_of(tree: Any) -> Any:
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x)), tree)
+
+
+def on_two_devices(function, in_specs, out_specs, *args, **options):
+    """What the function gives in `shard_map` over an axis x of two devices."""
+    mesh = jax.make_mesh((2,), ("x",), axis_types=(jax.sharding.AxisType.Auto,), devices=jax.devices()[:2])
+    return jax.jit(jax.shard_map(function, mesh=mesh, in_specs=in_specs, out_specs=out_specs, **options))(*args)
+
+
+def on_four_devices(function, in_specs, out_specs):
+    """The function in `shard_map` over axes x and y of two devices each."""
+    mesh = jax.make_mesh((2, 2), ("x", "y"), axis_types=(jax.sharding.AxisType.Auto,) * 2, devices=jax.devices()[:4])
+    return jax.shard_map(function, mesh=mesh, in_specs=in_specs, out_specs=out_specs)

@@ -6,10 +6,12 @@ from functools import cache, partial
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 import optaxclip
 from tests import oracle_rules as oracle
+from tests.clippers import FEW_STEPS, apply, limits_of, scanned
 
 STEPS = 400
 HISTORIES = {name: norms[:STEPS] for name, norms in oracle.histories().items()}
@@ -324,3 +326,223 @@ def test_what_is_no_number_is_refused(bad):
 def test_a_window_that_only_the_traced_program_knows_is_refused():
     with pytest.raises(TypeError, match="windowed_quantile: window must be known when the state is made"):
         jax.jit(lambda window: optaxclip.autoclip(window=window).init(jnp.zeros(2)))(10)
+
+
+SCHEDULED = [  # (rule, parameter, up to step 5, afterwards, does it act on the limit of its own step, or of the next?, others)
+    (optaxclip.windowed_quantile, "quantile", 0.3, 0.8, "own", {}),
+    (optaxclip.windowed_quantile, "factor", 1.5, 0.5, "own", {}),
+    (optaxclip.windowed_mean, "sigmas", 1.0, 2.0, "own", {}),
+    (optaxclip.windowed_mean, "floor", 5.0, 1.0, "own", {}),
+    (optaxclip.z_score, "z", 0.1, 2.0, "own", {"warmup": 2}),
+    (optaxclip.log_z_score, "z", 0.5, 2.0, "own", {"warmup": 2}),
+    (optaxclip.log_z_score, "spread", 1.0, 2.0, "own", {"warmup": 2}),
+    (optaxclip.ema_ratio, "ratio", 1.1, 2.0, "own", {}),
+    (optaxclip.ema_ratio, "decay", 0.9, 0.5, "next", {"ratio": 4.0}),
+    (optaxclip.growth, "rate", 1.1, 2.0, "own", {}),
+    (optaxclip.growth, "floor", 9.0, 10.0, "own", {}),
+    (optaxclip.quantile_tracker, "quantile", 0.9, 0.1, "next", {}),
+    (optaxclip.quantile_tracker, "rate", 0.2, 0.7, "next", {}),
+    (optaxclip.ema_band, "high", 0.8, 0.7, "own", {"down": 0.0}),
+    (optaxclip.ema_band, "down", 0.99, 0.9, "own", {"high": 0.1}),
+    (optaxclip.ema, "decay", 0.9, 0.2, "own", {}),
+    (optaxclip.moments_ratio, "decay1", 0.9, 0.2, "own", {}),
+]
+
+
+@pytest.mark.parametrize(("build", "name", "before", "after", "acts", "others"), SCHEDULED, ids=[f"{case[0].__name__} {case[1]}" for case in SCHEDULED])
+def test_a_schedule_counts_steps_from_0(build, name, before, after, acts, others):
+    norms = np.exp(0.3 * np.random.default_rng(0).standard_normal(FEW_STEPS)).astype(np.float32)
+    same = 6 if acts == "own" else 7  # as many limits can not know of the change
+    values = before, lambda step: jnp.where(step < 6, before, after)
+    both = jax.jit(lambda norms: [optaxclip.replay(build(**others, **{name: value}), norms).limits for value in values])
+    constant_limits, limits = map(np.asarray, both(norms))
+    np.testing.assert_allclose(limits[:same], constant_limits[:same], rtol=1e-6)
+    assert abs(limits[same] - constant_limits[same]) > 1e-3 * constant_limits[same]
+
+
+def test_the_first_value_is_the_average_whatever_the_decay():
+    for rule in (optaxclip.ema(1.0), optaxclip.ema(0.0)):
+        assert limits_of(rule, [2.0]) == 2.0
+    np.testing.assert_array_equal(limits_of(optaxclip.ema_ratio(1.5, 1.0), [2.0, 3.0, 3.0]), [np.inf, 3.0, 3.0])
+
+
+@pytest.mark.parametrize("build", [optaxclip.windowed_quantile, optaxclip.ema_ratio])
+def test_without_a_warmup_there_is_no_limit_before_the_first_norm_either(build):
+    limits = limits_of(build(warmup=0), [2.0, 2.0])
+    assert np.isinf(limits[0]) and np.isfinite(limits[1])
+
+
+def test_a_deviation_of_a_sample_wants_two_norms():
+    limits = limits_of(optaxclip.windowed_mean(ddof=1, warmup=0), [2.0, 4.0, 4.0])
+    assert np.isinf(limits[:2]).all()
+    np.testing.assert_allclose(limits[2], 3 + 3 * 2**0.5, rtol=1e-6)
+
+
+def test_norms_that_differ_by_little_keep_their_deviation():
+    norms = 8192 + np.array([0, 3, 1, 5, 2, 4, 0]) * 2.0**-9
+    limit = limits_of(optaxclip.windowed_mean(1e6, 16), norms)[-1]
+    np.testing.assert_allclose(limit, np.mean(norms[:-1]) + 1e6 * np.std(norms[:-1]), rtol=1e-5)
+
+
+@pytest.mark.parametrize("current", [False, True])
+@pytest.mark.parametrize("quantile", [0.0, 0.3, 1.0])
+def test_norms_that_tie_keep_their_order_in_the_window(quantile, current):
+    norms = np.random.default_rng(0).integers(1, 4, 60).astype(np.float32)
+    limits = optaxclip.replay(optaxclip.windowed_quantile(quantile, 5, current=current), norms).limits
+    wanted = [np.quantile(held, quantile) if (held := norms[max(0, i - 5 + current) : i + current]).size else np.inf for i in range(60)]
+    np.testing.assert_allclose(limits, wanted, rtol=1e-6)
+
+
+def test_the_percentile_of_autoclip_follows_its_schedule_from_step_0():
+    clipper = optaxclip.autoclip(lambda step: 100.0 * (step < 2))
+    state = clipper.init(jnp.zeros(1))
+    limits = []
+    for norm in (1.0, 2.0, 3.0):
+        _, state = clipper.update(jnp.array([norm]), state)
+        limits.append(float(state.limit))
+    assert limits == [1.0, 2.0, 1.0]
+
+
+def test_the_tracker_counts_the_limit_itself_as_within_and_stays_in_the_range_of_its_dtype():
+    limits = limits_of(optaxclip.quantile_tracker(0.5, 0.2, start=1.0), [1.0, 1.0])
+    np.testing.assert_allclose(limits, [1.0, np.exp(-0.1)], rtol=1e-6)
+    down = limits_of(optaxclip.quantile_tracker(0.0, 50.0, start=1e-20), [1e-38, 1e-38, 1e-38])
+    assert down[-1] >= np.finfo(np.float32).tiny
+    up = limits_of(optaxclip.quantile_tracker(1.0, 1.0, start=1e38), [3e38, 3e38, 3e38])
+    assert np.isfinite(up).all()
+    far = limits_of(optaxclip.quantile_tracker(0.5, 200.0, start=1.0), [2.0, 2.0])
+    assert np.isfinite(far).all() and far[1] > 1e38
+
+
+def run_of(clipper, norms, **extra):
+    state = clipper.init(jnp.zeros(1))
+    for norm in norms:
+        updates, state = clipper.update(jnp.array([norm]), state, **extra)
+    return float(updates[0]), state
+
+
+SAME = {
+    "zclip": (lambda: optaxclip.zclip(0.5, 0.8, target="max", warmup=2, eps=0.5), lambda: optaxclip.z_score(0.5, 0.8, target="max", warmup=2, eps=0.5), None),
+    "adagn": (lambda: optaxclip.adagn(0.5, 0.6, eps=0.3), lambda: optaxclip.moments_ratio(0.5, 0.6, eps=0.3), optaxclip.normalize),
+    "adagn, global": (lambda: optaxclip.adagn(scope="global"), optaxclip.moments_ratio, optaxclip.normalize),
+    "adagn, groups": (lambda: optaxclip.adagn(scope=lambda tree: "all"), optaxclip.moments_ratio, optaxclip.normalize),
+    "autoclip": (lambda: optaxclip.autoclip(30, 3), lambda: optaxclip.windowed_quantile(0.3, 3, current=True), None),
+    "aggc": (
+        lambda: optaxclip.aggc(0.9, 0.8, scope="global", decay=0.5, floor=0.2, up=1.5, down=0.3, raise_small=True),
+        lambda: optaxclip.ema_band(0.9, 0.8, 0.5, floor=0.2, up=1.5, down=0.3, raise_small=True),
+        optaxclip.normalize,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SAME)
+def test_a_named_clipper_hands_all_its_arguments_to_its_rule(name):
+    build, rule, shrink = SAME[name]
+    norms = [1.0, 1.4, 0.7, 3.0, 0.1]
+    one, state = run_of(build(), norms)
+    other, wanted = run_of(optaxclip.clip_by_global_norm(rule(), shrink=shrink), norms)
+    np.testing.assert_allclose(one, other, rtol=1e-6)
+    np.testing.assert_allclose(jax.tree.leaves(state.limit), jax.tree.leaves(wanted.limit), rtol=1e-6)
+
+
+@pytest.mark.parametrize("scope", ["global", "tensor", lambda tree: "all"], ids=["global", "tensor", "groups"])
+def test_a_scope_hands_on_what_is_to_become_of_broken_steps_and_over_which_axes(scope):
+    assert run_of(optaxclip.zclip(scope=scope, nonfinite="zero"), [1.0, np.nan])[0] == 0.0
+    clipper = optaxclip.zclip(scope=scope, axes="nowhere")
+    state = clipper.init(jnp.zeros(1))
+    with pytest.raises(ValueError, match=r"axes='nowhere': there is no such axis here"):
+        clipper.update(jnp.ones(1), state)
+
+
+def test_adagc_takes_norms_from_elsewhere_and_its_first_limit_from_step_0():
+    clipper = optaxclip.adagc(max_norm=lambda step: 1.0 + step)
+    grads = {"a": jnp.array([3.0, 4.0])}
+    updates, state = clipper.update(grads, clipper.init(grads))
+    np.testing.assert_allclose(updates["a"], [0.6, 0.8], rtol=1e-6)
+    updates, _ = clipper.update(grads, state, grad_norm={"a": jnp.float32(20.0)})
+    np.testing.assert_allclose(updates["a"], [0.3, 0.4], rtol=1e-6)
+
+
+def test_adaclip_measures_layers_takes_norms_from_elsewhere_and_keeps_its_policy():
+    grads = jnp.array([[1.0, 2.0], [3.0, 4.0]])
+    _, state = apply(optaxclip.adaclip(stacked=1), grads)
+    np.testing.assert_array_equal(state.norm, [[2.0], [4.0]])
+    _, state = apply(optaxclip.adaclip(), grads, grad_norm=jnp.float32(8.0))
+    assert state.norm == 8.0
+    updates, _ = apply(optaxclip.adaclip(nonfinite="zero"), grads.at[0, 0].set(jnp.nan))
+    assert not updates.any()
+
+
+def test_adaclip_makes_a_broken_tensor_nan_and_leaves_a_coordinate_at_its_limit():
+    clipper = optaxclip.adaclip(0.5)
+    _, first = clipper.update(jnp.array([1.0, 0.5]), clipper.init(jnp.zeros(2)))
+    for bad in (jnp.nan, jnp.inf):
+        updates, _ = clipper.update(jnp.array([bad, 0.5]), first)
+        assert np.isnan(updates).all()
+    _, second = clipper.update(jnp.array([3.0, 0.5]), first)
+    updates, _ = clipper.update(jnp.array([3.0, second.limit]), first)
+    assert updates[1] == second.limit and updates[0] < 3.0
+
+
+def test_spam_keeps_squares_wide_and_starts_its_schedules_at_step_0():
+    with jax.enable_x64(True):
+        params = {"h": jnp.ones(1, jnp.bfloat16), "s": jnp.ones(1, jnp.complex64), "d": jnp.ones(1, jnp.float64), "z": jnp.ones(1, jnp.complex128)}
+        moments = optaxclip.spam().init(params).second_moment
+        assert {name: str(leaf.dtype) for name, leaf in moments.items()} == {"h": "float32", "s": "float32", "d": "float64", "z": "float64"}
+    clipper = optaxclip.spam(lambda step: 4.0 + 5.0 * step, decay=lambda step: 0.75 * (step == 0), warmup=0)
+    grads = jnp.array([-8.0, 1.0])
+    _, state = clipper.update(grads, clipper.init(grads))
+    np.testing.assert_allclose(state.second_moment, [16.0, 0.25])
+    updates, state = clipper.update(4 * grads, state)  # the limit is 9 times the usual square
+    np.testing.assert_allclose(updates, [-12.0, 1.5], rtol=1e-6)
+    np.testing.assert_allclose(state.second_moment, [144.0, 2.25], rtol=1e-6)
+
+
+def test_spam_does_not_learn_from_broken_coordinates():
+    clipper = optaxclip.spam(warmup=0)
+    _, state = clipper.update(jnp.array([2.0, 2.0, 2.0]), clipper.init(jnp.zeros(3)))
+    updates, after = clipper.update(jnp.array([jnp.nan, jnp.inf, 2.0]), state)
+    np.testing.assert_array_equal(after.second_moment[:2], state.second_moment[:2])
+    assert after.second_moment[2] > state.second_moment[2] and np.isnan(updates[0]) and np.isfinite(updates[1])
+
+
+def test_spam_leaves_its_own_average_alone_where_another_is_handed_in():
+    clipper = optaxclip.spam(every=1, warmup=0)
+    _, state = clipper.update(jnp.array([2.0]), clipper.init(jnp.zeros(1)))
+    _, after = clipper.update(jnp.array([2.0]), state, second_moment=jnp.array([1.0]))
+    assert after.second_moment == state.second_moment > 0
+
+
+def test_spam_clips_from_step_warmup_on_where_it_never_starts_anew():
+    clipper = optaxclip.spam(1.0, warmup=3, every=None)
+    state = clipper.init(jnp.zeros(1))
+    through = []
+    for norm in (1.0, 1.0, 5.0):
+        updates, state = clipper.update(jnp.array([norm]), state)
+        through.append(float(updates[0]))
+    assert through[:2] == [1.0, 1.0] and through[2] < 1.0
+
+
+def test_momentum_starts_anew_and_the_step_rises_along_a_cosine():
+    optimizer = optaxclip.reset_momentum(optax.scale_by_adam(), every=10, warmup=4)
+    grads = {"w": jnp.asarray(np.random.default_rng(0).standard_normal((25, 3)), jnp.float32)}
+    _, updates = scanned(optimizer, grads)
+    for start, end in ((0, 9), (9, 19), (19, 25)):
+        _, wanted = scanned(optax.scale_by_adam(), {"w": grads["w"][start:end]})
+        k = np.arange(end - start)
+        scale = np.where((start > 0) & (k < 4), 1 - 0.99 * (1 + np.cos(np.pi * k / 4)) / 2, 1.0)
+        np.testing.assert_allclose(updates["w"][start:end], wanted["w"] * scale[:, None], rtol=1e-5)
+
+
+def test_reset_momentum_names_itself_and_starts_anew_from_the_weights():
+    for text, build in {
+        "reset_momentum: every must be at least 1": lambda: optaxclip.reset_momentum(optax.identity(), every=0),
+        "reset_momentum: every must be a whole number": lambda: optaxclip.reset_momentum(optax.identity(), every=1.5),
+        "spam: every must be a whole number": lambda: optaxclip.spam(every=1.5),
+    }.items():
+        with pytest.raises(ValueError, match=rf"^{text}"):
+            build()
+    keeps = optax.GradientTransformation(lambda params: params, lambda updates, state, params=None: (updates, state))
+    optimizer = optaxclip.reset_momentum(keeps, every=1)
+    _, state = optimizer.update(jnp.array([5.0]), optimizer.init(jnp.array([0.0])), jnp.array([7.0]))
+    assert state.inner_state == 7.0

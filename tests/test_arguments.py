@@ -1,5 +1,6 @@
-"""Bad input is refused with the call, the argument, the value and the leaf."""
+"""Bad input is refused with the call, the argument, the value and the leaf; ranges and defaults are those of the papers."""
 
+import inspect
 import math
 import re
 
@@ -10,6 +11,7 @@ import optax
 import pytest
 
 import optaxclip
+from optaxclip import clip_by, constant
 
 TREE = {"w": jnp.ones((2, 3)), "b": jnp.ones(3)}
 
@@ -192,3 +194,112 @@ def test_a_state_of_something_else_is_refused(name, jit):
 def test_each_number_of_an_array_is_held_against_its_range():
     for wrong in ([0.5, 1.5], [-0.5, 0.5], [0.5, np.nan]):
         refused(ValueError, "windowed_quantile: quantile must", lambda wrong=wrong: optaxclip.windowed_quantile(np.array(wrong)))
+
+
+NUMBERS = {  # of each rule and clipper: its parameters, the least and the greatest number that each may be
+    optaxclip.windowed_quantile: {"quantile": (0, 1), "factor": (0, None), "window": (1, None), "warmup": (0, None)},
+    optaxclip.windowed_mean: {"sigmas": (0, None), "window": (1, None), "ddof": (0, None), "floor": (0, None), "warmup": (0, None)},
+    optaxclip.z_score: {"z": (0, None), "decay": (0, 1), "warmup": (1, None), "eps": (0, None)},
+    optaxclip.log_z_score: {"z": (0, None), "decay": (0, 1), "floor": (0, None), "spread": (0, None), "warmup": (1, None)},
+    optaxclip.ema_ratio: {"ratio": (0, None), "decay": (0, 1), "target": (0, None), "target_decay": (0, 1), "warmup": (0, None)},
+    optaxclip.growth: {"rate": (0, None), "floor": (0, None)},
+    optaxclip.quantile_tracker: {"quantile": (0, 1), "rate": (0, None), "start": (0, None)},
+    optaxclip.ema: {"decay": (0, 1)},
+    optaxclip.moments_ratio: {"decay1": (0, 1), "decay2": (0, 1), "eps": (0, None)},
+    optaxclip.ema_band: {"low": (0, None), "high": (0, None), "decay": (0, 1), "floor": (0, None), "up": (1, None), "down": (0, 1)},
+    optaxclip.adagc: {"ratio": (0, None), "decay": (0, 1), "max_norm": (0, None), "warmup": (1, None)},
+    optaxclip.autoclip: {"percentile": (0, 100)},
+    optaxclip.spam: {"threshold": (0, None), "decay": (0, 1), "warmup": (0, None), "every": (1, None)},
+    optaxclip.larc: {"learning_rate": (0, None), "trust": (0, None), "weight_decay": (0, None)},
+    optaxclip.clippy: {"relative": (0, None), "absolute": (0, None)},
+}
+
+
+@pytest.mark.parametrize(("build", "name"), [(build, name) for build, names in NUMBERS.items() for name in names], ids=lambda x: getattr(x, "__name__", x))
+def test_every_number_is_checked_under_its_own_name(build, name):
+    lowest, highest = NUMBERS[build][name]
+    others = {"learning_rate": 0.1} if build is optaxclip.larc else {}
+    call = build.__name__
+    with pytest.raises(ValueError, match=rf"^{call}: {name} must be at least {lowest}, got {lowest - 0.5}"):
+        build(**others | {name: lowest - 0.5})
+    if highest is not None:
+        with pytest.raises(ValueError, match=rf"^{call}: {name} must be at most {highest}, got {highest + 0.5}"):
+            build(**others | {name: highest + 0.5})
+    for edge in (lowest, highest):
+        if edge is not None and (build, name, edge) != (optaxclip.ema_band, "up", None):
+            build(**others | {name: edge})
+
+
+@pytest.mark.parametrize("build", [optaxclip.windowed_quantile, optaxclip.windowed_mean])
+def test_a_window_is_one_whole_number(build):
+    for wrong in (2.5, np.array([3, 4])):
+        with pytest.raises(ValueError, match=rf"{build.__name__}: window must be a whole number"):
+            build(window=wrong)
+
+
+DEFAULTS = {  # those of the papers and of their public code
+    optaxclip.adaptive_grad_clip: {"clipping": 0.01, "eps": 1e-3},
+    optaxclip.autoclip: {"percentile": 10.0, "window": 10_000, "scope": "global"},
+    optaxclip.windowed_mean: {"sigmas": 3.0, "window": 128, "ddof": 0, "floor": 0.0, "current": False, "remember": "raw", "warmup": 2},
+    optaxclip.windowed_quantile: {"quantile": 0.5, "window": 100, "factor": 1.0, "current": False, "remember": "raw", "warmup": 1},
+    optaxclip.zclip: {"z": 2.5, "decay": 0.97, "cap": None, "target": "adaptive", "warmup": 25, "eps": 1e-6, "scope": "global"},
+    optaxclip.z_score: {"z": 2.5, "decay": 0.97, "target": "adaptive", "warmup": 25, "eps": 1e-6},
+    optaxclip.log_z_score: {"z": 4.0, "decay": 0.995, "floor": 0.01, "spread": 1e-3, "warmup": 277},
+    optaxclip.ema_ratio: {"ratio": 2.0, "decay": 0.99, "corrected": False, "remember": "clipped", "warmup": 1},
+    optaxclip.growth: {"rate": 1.01, "floor": 0.0},
+    optaxclip.quantile_tracker: {"quantile": 0.5, "rate": 0.2, "start": 0.1},
+    optaxclip.adagc: {"ratio": 1.05, "decay": 0.98, "max_norm": 1.0, "warmup": 100, "scope": "tensor"},
+    optaxclip.aggc: {"low": 0.95, "high": 0.6, "decay": 0.95, "floor": 0.01, "up": 1.1, "down": 0.9, "raise_small": False},
+    optaxclip.ema_band: {"low": 0.95, "high": 0.6, "decay": 0.95, "floor": 0.01, "up": 1.1, "down": 0.9, "raise_small": False},
+    optaxclip.spam: {"threshold": 5000.0, "decay": 0.999, "warmup": 20, "every": 500},
+    optaxclip.reset_momentum: {"every": 500, "warmup": 150},
+    optaxclip.adaclip: {"decay": 0.999},
+    optaxclip.ema: {"decay": 0.999},
+    optaxclip.adagn: {"decay1": 0.7, "decay2": 0.9, "eps": 1e-8, "scope": "tensor"},
+    optaxclip.moments_ratio: {"decay1": 0.7, "decay2": 0.9, "eps": 1e-8},
+    optaxclip.skip_step: {"sigmas": 6.0, "window": 128, "on_loss": True},
+    optaxclip.skip_nonfinite: {"max_consecutive": 100},
+    optaxclip.clippy: {"relative": 0.1, "absolute": 1e-7},
+    optaxclip.larc: {"trust": 0.02, "weight_decay": 0.0, "eps": 1e-8},
+    optaxclip.clip_by_spectral_norm: {"method": "svd", "steps": None, "columns": None},
+    optaxclip.smooth: {"power": 1.0},
+    optaxclip.auto_s: {"gamma": 0.01},
+    optaxclip.psac: {"r": 0.1},
+    optaxclip.clipped_grad: {"argnums": 0, "batch_argnums": 1, "has_aux": False, "two_pass": False, "mean": True},
+    optaxclip.clip_by_global_norm: {"ord": None, "eps": 0.0, "nonfinite": "propagate", "axes": "auto"},
+}
+
+
+@pytest.mark.parametrize("function", DEFAULTS, ids=lambda function: function.__name__)
+def test_defaults_are_those_of_the_papers(function):
+    parameters = inspect.signature(function).parameters
+    assert {name: parameters[name].default for name in DEFAULTS[function]} == DEFAULTS[function]
+
+
+@pytest.mark.parametrize("module", [optaxclip, optaxclip.adaptive, optaxclip.per_example], ids=lambda module: module.__name__)
+def test_public_names_are_those_of_what_they_name(module):
+    public = {name: value for name, value in vars(module).items() if getattr(value, "__module__", "").startswith("optaxclip")}
+    assert len(public) > 5
+    assert {name: value.__name__ for name, value in public.items()} == {name: name for name in public}
+
+
+def test_modules_of_the_dropins_are_those_of_their_names():
+    modules = {name: value.__name__ for name, value in vars(optaxclip.dropin).items() if inspect.ismodule(value)}
+    assert modules == {name: f"optaxclip.dropin.{name}" for name in ("keras", "tensorflow_style", "torch_style")}
+
+
+def test_a_share_of_the_weights_is_named_as_the_call_names_it():
+    for text, build in {
+        "adaptive_grad_clip: clipping": lambda: optaxclip.adaptive_grad_clip(-1.0),
+        "adaptive_grad_clip: eps": lambda: optaxclip.adaptive_grad_clip(0.1, -1.0),
+        "constant: limit": lambda: constant(-1.0),
+        "share_of_params: share": lambda: optaxclip.share_of_params(-1.0),
+        "share_of_params: eps": lambda: optaxclip.share_of_params(lambda step: 1.0, -1.0),
+        "at_least: floor": lambda: optaxclip.at_least(1.0, -1.0),
+        "warm_up: after": lambda: optaxclip.warm_up(1, 1.0, -1.0),
+        "clip_by_tensor_rms: max_rms": lambda: optaxclip.clip_by_tensor_rms(-1.0),
+        "clip_by_block_rms: threshold": lambda: optaxclip.clip_by_block_rms(-1.0),
+        "clip_by: eps": lambda: clip_by(optaxclip.global_norm, constant(1.0), eps=-1.0),
+    }.items():
+        with pytest.raises(ValueError, match=rf"^{text} must be at least 0, got -1.0"):
+            build()

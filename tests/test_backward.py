@@ -299,3 +299,18 @@ def test_bad_arguments_are_named(arguments, error, text):
 def test_bad_scales_are_named(scale, error, text):
     with pytest.raises(error, match=f"scale_cotangent: scale {text}"):
         scale_cotangent(jnp.ones(2), scale)
+
+
+def test_a_cotangent_by_value_takes_no_order_and_a_scale_is_rounded_once():
+    with pytest.raises(ValueError, match=r"clip_cotangent: axis=None and ord=2 belong to max_norm"):
+        optaxclip.clip_cotangent(jnp.ones(2), max_value=1.0, ord=2)
+    x = jnp.asarray(np.random.default_rng(0).standard_normal(1000), jnp.bfloat16)
+    (grad,) = jax.vjp(lambda x: optaxclip.scale_cotangent(x, 0.1), x)[1](x)
+    exact = np.asarray(x).astype(np.float64) * float(np.float32(0.1))
+    assert (np.abs(np.asarray(grad).astype(np.float64) - exact) <= 2.0**-8 * np.abs(exact) * (1 + 1e-3)).all()
+
+
+def test_an_integer_limit_of_a_cotangent_works_under_strict_promotion():
+    with jax.numpy_dtype_promotion("strict"):
+        grad = jax.grad(lambda x: jnp.sum(optaxclip.clip_cotangent(x, max_norm=np.int32(1))))(jnp.zeros(4))
+    np.testing.assert_allclose(grad, np.full(4, 0.5), rtol=1e-6)

@@ -10,6 +10,7 @@ import pytest
 import optaxclip
 from optaxclip.clippy import clippy
 from tests import oracles
+from tests.clippers import apply
 
 
 def clip(updates, params, *args, **options):
@@ -135,3 +136,10 @@ def test_the_derivative_is_finite():
 
     for updates in (jnp.zeros(3), jnp.array([1.0, 0.0, 3.0]), jnp.array([1.0, 1.0, 3.0]), jnp.array([1e-3, 0.0, 1e-3])):
         assert np.isfinite(jax.grad(total)(updates)).all()
+
+
+def test_clippy_compares_64_bit_updates_in_64_bits():
+    with jax.enable_x64(True):
+        updates, params = jnp.array([1.0, 3.0]), jnp.array([1.0, 1.0])
+        clipped, _ = apply(optaxclip.clippy(0.7, 0.0), updates, params)
+        np.testing.assert_allclose(clipped, [0.7 / 3, 0.7], rtol=1e-14)

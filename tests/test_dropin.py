@@ -392,3 +392,24 @@ def test_keras_takes_one_of_the_three():
 def test_bounds_without_room_name_the_arguments_of_tensorflow():
     with pytest.raises(ValueError, match=r"clip_by_value: clip_value_min must be at most clip_value_max, got 2.0 and 1.0"):
         tensorflow_style.clip_by_value(jnp.ones(2), 2.0, 1.0)
+
+
+def test_what_torch_adds_to_the_norm_counts_for_short_gradients():
+    grads, factor = jnp.array([3e-7, 4e-7]), 1e-7 / (5e-7 + 1e-6)
+    for clipped in (torch_style.clip_grad_norm(grads, 1e-7)[0], torch_style.clip_grads_with_norm(grads, 1e-7, 5e-7)):
+        np.testing.assert_allclose(clipped, factor * np.array([3e-7, 4e-7]), rtol=1e-5)
+
+
+def test_keras_says_of_a_negative_limit_what_keras_would_do():
+    for name in ("clipnorm", "clipvalue", "global_clipnorm"):
+        for value in (-1.0, 0, np.float32(0)):
+            with pytest.raises(ValueError, match=rf"^clip_gradients: {name} must be above 0, got .*: Keras does not clip then"):
+                keras.clip_gradients(**{name: value})
+
+
+def test_tensorflow_takes_bounds_below_zero_and_of_one_point_and_clips_each_tensor():
+    t = jnp.array([-5.0, -2.0, 5.0])
+    np.testing.assert_array_equal(tensorflow_style.clip_by_value(t, -3, -1), [-3, -2, -1])
+    np.testing.assert_array_equal(tensorflow_style.clip_by_value(t, 1, 1), [1, 1, 1])
+    clipped = tensorflow_style.clip_by_norm([jnp.array([3.0, 4.0]), jnp.array([6.0, 8.0])], 1.0)
+    np.testing.assert_allclose(clipped, [[0.6, 0.8], [0.6, 0.8]], rtol=1e-6)

@@ -11,6 +11,7 @@ import pytest
 import optaxclip
 from optaxclip.larc import larc
 from tests import oracles
+from tests.clippers import apply
 
 EPS = oracles.eps_of("float32")
 
@@ -104,3 +105,31 @@ def test_wrong_calls_say_what_is_right():
     for name, options in (("learning_rate", (-0.1,)), ("trust", (0.1, -0.02))):
         with pytest.raises(ValueError, match=f"larc: {name} must be at least 0, got -0"):
             larc(*options)
+
+
+def test_larc_adds_eps_to_the_norm_that_it_divides_by():
+    grads, params = jnp.array([3.0, 4.0]), jnp.array([1.0, 0.0])
+    updates, state = apply(optaxclip.larc(0.1, 0.1, eps=5.0), grads, params)
+    assert state.limit == 1.0
+    np.testing.assert_allclose(updates, [0.3, 0.4], rtol=1e-6)
+
+
+@pytest.mark.parametrize("build", [lambda **options: optaxclip.larc(0.1, **options), optaxclip.clippy], ids=["larc", "clippy"])
+def test_the_zero_policy_reaches_larc_and_clippy(build):
+    updates, _ = apply(build(nonfinite="zero"), {"a": jnp.array([1.0, jnp.nan]), "b": jnp.zeros(2)}, {"a": jnp.ones(2), "b": jnp.ones(2)})
+    np.testing.assert_array_equal(updates["a"], [0.0, 0.0])
+
+
+@pytest.mark.parametrize(("weight", "decay"), [(0.0, 0.5), (1.0, 0.0)], ids=["no weights", "no decay"])
+def test_larc_keeps_the_sign_of_zero_where_nothing_decays(weight, decay):
+    grads = jnp.array([-0.0, 1e-3])
+    updates, _ = apply(optaxclip.larc(0.1, weight_decay=decay), grads, jnp.array([0.0, weight]))
+    assert np.asarray(updates).tobytes() == np.asarray(grads).tobytes()
+
+
+def test_larc_rounds_a_decayed_gradient_of_16_bits_once():
+    random = np.random.default_rng(0)
+    grads, params = (jnp.asarray(random.standard_normal(1000), jnp.bfloat16) for _ in range(2))
+    exact = np.asarray(grads).astype(np.float64) + float(np.float32(0.3)) * np.asarray(params).astype(np.float64)
+    updates, _ = apply(optaxclip.larc(1e-6, weight_decay=0.3), grads, params)
+    assert (np.abs(np.asarray(updates).astype(np.float64) - exact) <= 2.0**-8 * np.abs(exact) * (1 + 1e-3) + 1e-6).all()

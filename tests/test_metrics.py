@@ -83,3 +83,47 @@ def test_found_at_any_depth_and_in_traced_states():
 
 def test_an_optimizer_without_clippers_has_no_metrics():
     assert optaxclip.metrics(optax.adam(1e-3).init(GRADS)) == {}
+
+
+def test_metrics_number_clippers_within_each_title():
+    twice = optax.chain(optaxclip.clip_by_global_norm(1.0), optaxclip.clip_by_global_norm(2.0))
+    state = optax.partition({"a": twice, "b": twice}, {"x": "a", "y": "b"}).init({"x": jnp.ones(2), "y": jnp.ones(2)})
+    assert {name for name in optaxclip.metrics(state) if "limit" in name} == {f"clip_{number}/{title}/limit" for number in (0, 1) for title in ("a", "b")}
+
+
+def test_metrics_name_the_whole_way_through_a_skipping_optimizer():
+    inner = optax.named_chain(("inner", optaxclip.clip_by_global_norm(1.0)))
+    state = optax.named_chain(("outer", optaxclip.skip_nonfinite(inner))).init(jnp.ones(2))
+    assert {"skip/outer/norm", "clip/outer/inner/norm_before"} <= optaxclip.metrics(state).keys()
+    twice = optax.named_chain(("first", optaxclip.skip_nonfinite(optax.named_chain(("second", optaxclip.skip_nonfinite(inner))))))
+    assert "clip/first/second/inner/norm_before" in optaxclip.metrics(twice.init(jnp.ones(2)))
+
+
+def clip_state(**fields):
+    units = {"norm": [1.0, 8.0, 4.0], "limit": [np.inf] * 3, "scale": [1.0] * 3, "clipped": [0] * 3, "nonfinite": [0] * 3} | fields
+    return optaxclip.ClipState(jnp.int32(8), *({"w": jnp.asarray([values])} for values in units.values()), {"w": ()})
+
+
+@pytest.mark.parametrize(
+    ("fields", "shown"),
+    [
+        ({}, {"norm_before": 8, "limit": np.inf, "clipped": 0}),
+        ({"norm": [0.0, 1.0, 8.0], "limit": [0.0] * 3}, {"norm_before": 8, "limit": 0}),
+        ({"limit": [0.1, 4.0, np.inf], "scale": [0.25, 0.5, 1.0]}, {"norm_before": 1, "scale": 0.25, "norm_after": 0.25, "clipped": 1}),
+        ({"scale": [1.0, 1.5, 1.0]}, {"scale": 1.5, "norm_after": 12, "clipped": 1}),
+        ({"clipped": [2, 3, 7]}, {"clipped_share": 0.5, "clipped_count": 7}),
+        ({"nonfinite": [1, 5, 2]}, {"nonfinite_count": 5}),
+    ],
+    ids=["no limits", "limits of 0", "over its limit", "lifted", "clipped", "not finite"],
+)
+def test_metrics_show_of_units_the_one_furthest_over_its_limit_and_count_over_all(fields, shown):
+    numbers = optaxclip.metrics(clip_state(**fields))
+    assert {name: float(numbers[f"clip/{name}/w"]) for name in shown} == shown
+
+
+@pytest.mark.parametrize("consecutive", [0, 7])
+def test_metrics_show_each_number_of_a_skipping_optimizer(consecutive):
+    state = optaxclip.SkipState(*(jnp.float32(x) for x in (10, 1, 2, 3, 4, 5, 6, consecutive)), (), (), ())
+    wanted = {"norm": 1, "limit": 2, "value": 3, "value_limit": 4, "skipped": int(consecutive > 0), "skipped_share": 0.5, "skipped_count": 5}
+    wanted |= {"consecutive_count": consecutive, "nonfinite_count": 6}
+    assert {name: float(value) for name, value in optaxclip.metrics(state).items()} == {f"skip/{name}": value for name, value in wanted.items()}

@@ -595,3 +595,100 @@ def test_64_bit_leaves_keep_64_bits_where_others_are_summed_in_float32_as_on_a_t
     with jax.enable_x64(True):
         norm = float(narrow([jnp.asarray(values)], 2))
     assert abs(norm / np.linalg.norm(values) - 1) < 1e-13
+
+
+UNITS = {(): (), (4,): (0,), (4, 3): (0,), (4, 3, 2): (0,), (2, 3, 4, 5): (0, 1, 2), (2, 3, 2, 4, 5): (0, 1, 2, 3)}
+
+
+@cache
+def norms_of_units():
+    leaves = {str(shape): np.random.default_rng(0).standard_normal(shape).astype(np.float32) for shape in UNITS}
+    return leaves, jax.jit(optaxclip.unit_norm)(leaves)
+
+
+@pytest.mark.parametrize(("shape", "over"), UNITS.items(), ids=str)
+def test_a_unit_of_each_rank_is_summed_over_the_axes_of_the_paper(shape, over):
+    leaves, norms = norms_of_units()
+    x, norm = leaves[str(shape)], norms[str(shape)]
+    wanted = np.sqrt(np.sum(np.asarray(x, np.float64) ** 2, over, keepdims=len(shape) > 1))
+    assert norm.shape == wanted.shape
+    np.testing.assert_allclose(norm, wanted, rtol=1e-6)
+
+
+def test_a_rank_without_a_rule_wants_an_axis():
+    with pytest.raises(ValueError, match=r"unit_norm: axis must be given for the leaf 'w' of rank 6: there is no rule above rank 5\."):
+        optaxclip.unit_norm({"w": jnp.ones((1,) * 6)})
+    assert optaxclip.unit_norm({"w": jnp.ones((1,) * 6)}, axis=-1)["w"] == 1.0
+
+
+@pytest.mark.parametrize("count", [-1, 3, 1.0, "1"])
+def test_a_number_of_stacked_axes_that_a_leaf_does_not_have_is_refused(count):
+    with pytest.raises(ValueError, match=r"tensor_norm: stacked must be a number of leading axes, from 0 to 2 for the leaf 'w' of shape \(2, 3\), got "):
+        optaxclip.tensor_norm({"w": jnp.ones((2, 3))}, stacked=count)
+
+
+@pytest.mark.parametrize("norm", [optaxclip.global_norm, optaxclip.tensor_norm, optaxclip.unit_norm], ids=lambda norm: norm.__name__)
+def test_an_order_that_is_none_is_named_by_the_norm(norm):
+    with pytest.raises(ValueError, match=rf"^{norm.__name__}: ord must be a number above 0"):
+        norm(jnp.ones(2), ord="l2")
+
+
+@pytest.mark.parametrize("ord", [np.int64(1), np.float32(1.0), 1, 1.0], ids=lambda ord: type(ord).__name__)
+def test_an_order_may_be_a_number_of_any_kind(ord):
+    assert optaxclip.global_norm(jnp.array([3.0, -4.0]), ord=ord) == 7.0
+
+
+def test_one_leaf_of_64_bits_makes_the_norm_of_all_64_bits():
+    with jax.enable_x64(True):
+        norm = optaxclip.global_norm([np.ones(2, np.float32), np.full(2, 1e200), np.ones(1, np.float16)])
+        assert norm.dtype == jnp.float64
+        np.testing.assert_allclose(norm, np.sqrt(2) * 1e200, rtol=1e-14)
+
+
+TWICE = (0.5, 1, 2, 3, np.inf)
+
+
+@cache
+def second_derivatives(twice):
+    """{order: those at zero, and where one coordinate is not}, of all orders by one program."""
+    program = jax.jit(lambda x: [twice(partial(optaxclip.global_norm, ord=ord))(x) for ord in TWICE])
+    return dict(zip(TWICE, zip(*(program(np.float32(x)) for x in ([0, 0, 0], [0, 2, 0]))), strict=True))
+
+
+def reverse_twice(function):
+    return jax.jacrev(jax.jacrev(function))
+
+
+@pytest.mark.parametrize("ord", TWICE)
+def test_second_derivatives_are_finite_at_zero(ord):
+    assert all(np.isfinite(x).all() for x in second_derivatives(jax.hessian)[ord])
+
+
+def test_integers_in_a_group_do_not_count():
+    tree = {"w": jnp.array([3.0, 4.0]), "n": jnp.arange(9), "m": jnp.arange(2)}
+    norms = optaxclip.group_norm(tree, {"w": "first", "n": "first", "m": "second"})
+    assert norms == {"first": 5.0, "second": 0.0}
+
+
+def test_axes_of_units_count_from_the_front_and_from_the_end():
+    x = jnp.array([[3.0, 1.0], [4.0, 1.0]])
+    for axis in (0, -2):
+        np.testing.assert_allclose(optaxclip.unit_norm(x, axis=axis), [[5.0, 2**0.5]], rtol=1e-6)
+    for axis in (2, -3, 0.0):
+        with pytest.raises(ValueError, match=rf"unit_norm: axis={axis} does not fit the leaf"):
+            optaxclip.unit_norm(x, axis=axis)
+
+
+def test_the_vector_of_each_layer_is_a_unit_where_layers_are_stacked():
+    x = jnp.array([[3.0, 4.0], [6.0, 8.0]])
+    np.testing.assert_allclose(optaxclip.unit_norm(x, stacked=1), [[5.0], [10.0]], rtol=1e-6)
+
+
+def test_the_largest_share_their_derivative():
+    x = jnp.array([2.0, 1.0, -2.0, 0.0])
+    np.testing.assert_allclose(jax.grad(lambda x: optaxclip.global_norm(x, ord=np.inf))(x), [0.5, 0.0, -0.5, 0.0])
+
+
+@pytest.mark.parametrize("ord", TWICE)
+def test_second_derivatives_by_reverse_mode_are_finite_at_zero(ord):
+    assert all(np.isfinite(x).all() for x in second_derivatives(reverse_twice)[ord])

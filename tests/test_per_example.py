@@ -563,3 +563,37 @@ def test_errors_say_what_was_wrong(name):
     call, error, text = WRONG[name]
     with pytest.raises(error, match=text):
         call()
+
+
+def test_per_example_limits_are_named_by_their_function():
+    for text, call in {
+        "per_example_global_norm_clip: l2_norm_clip": lambda: optaxclip.per_example_global_norm_clip(jnp.ones((2, 3)), -1.0),
+        "per_example_layer_norm_clip: global_l2_norm_clip": lambda: optaxclip.per_example_layer_norm_clip(jnp.ones((2, 3)), -1.0),
+        "clipped_grad: max_norm": lambda: optaxclip.clipped_grad(lambda w, x: w * x, -1.0),
+        "clipped_grad: max_norm for 'w'": lambda: optaxclip.clipped_grad(lambda w, x: w * x, {"w": -1.0}),
+        "auto_s: gamma": lambda: optaxclip.auto_s(-1.0),
+        "psac: r": lambda: optaxclip.psac(-1.0),
+    }.items():
+        with pytest.raises(ValueError, match=rf"^{text} must be at least 0, got -1.0"):
+            call()
+
+
+def test_an_argument_in_two_roles_is_seen_however_it_is_counted():
+    grad = optaxclip.clipped_grad(lambda w, x: w * x, 1.0, argnums=-2, batch_argnums=0)
+    with pytest.raises(ValueError, match=r"clipped_grad: argnums=-2 and batch_argnums=0 must be different arguments"):
+        grad(jnp.ones(2), jnp.ones(2))
+
+
+def test_factors_are_1_for_zero_gradients_and_where_there_is_no_limit():
+    batch = jnp.array([0.0, 2.0])
+    for shrink in (optaxclip.hard, optaxclip.normalize):
+        result = optaxclip.clipped_grad(lambda w, x: w * x, None, shrink=shrink)(jnp.ones(()), batch)
+        np.testing.assert_array_equal(result.factors, [1.0, 1.0])
+    result = optaxclip.clipped_grad(lambda w, x: w * x, 1.0)(jnp.ones(()), batch)
+    np.testing.assert_array_equal(result.factors, [1.0, 0.5])
+
+
+def test_sums_of_sixteen_bit_gradients_keep_small_terms():
+    grads = jnp.array([[1.0], [2.0**-10], [2.0**-10]], jnp.bfloat16)
+    total, _ = optaxclip.per_example_global_norm_clip(grads, np.inf)
+    assert total.dtype == jnp.float32 and total[0] == 1 + 2.0**-9

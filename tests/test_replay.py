@@ -133,3 +133,126 @@ def test_the_picture_has_norms_limits_and_clipped_steps():
     assert plot_history(NORMS, axis=own) is own
     with pytest.raises(ValueError, match=r"must be \[steps\] of one length"):
         plot_history(NORMS, NORMS[:3])
+
+
+def test_replay_keeps_64_bits_and_names_its_rule():
+    with jax.enable_x64(True):
+        assert optaxclip.replay(1.0, np.array([1.0, 2.0])).limits.dtype == jnp.float64
+        assert optaxclip.replay(1.0, np.array([1.0, 2.0], np.float16)).limits.dtype == jnp.float32
+    with pytest.raises(ValueError, match=r"^replay: rule must be at least 0, got -1.0"):
+        optaxclip.replay(-1.0, [1.0])
+    with pytest.raises(ValueError, match=r"^suggest: norms must hold at least two finite norms above 0, got 1"):
+        optaxclip.suggest([1.0, 0.0, np.nan, np.inf])
+
+
+def test_suggestions_are_quantiles_five_medians_and_rules():
+    good = np.concatenate([np.arange(1.0, 64.0), [300.0]])
+    rows = {row.rule: row for row in optaxclip.suggest(np.concatenate([good[:-1], [np.nan, 0.0, 300.0]]))}
+    fixed = sorted({float(f"{limit:.3g}") for limit in (*np.quantile(good, (0.5, 0.9, 0.95, 0.99)), 5 * np.median(good))})
+    assert fixed == [32.5, 57.7, 60.8, 151, 162]
+    assert [row.limit for row in list(rows.values())[: len(fixed)]] == np.float32(fixed).tolist()
+    assert rows["clip_by_global_norm(162)"].clip_rate == pytest.approx(1 / 64)
+    assert rows["clip_by_global_norm(162)"].mean_scale == pytest.approx(162 / 300)
+    assert rows["autoclip(10)"].limit == pytest.approx(np.quantile(good, 0.1))
+    assert rows["clip_by_global_norm(windowed_quantile(0.9, 1000))"].limit == pytest.approx(np.quantile(good[:-1], 0.9))
+    alone = optaxclip.suggest(np.ones(64))  # the 64th norm is the first that skip_step can judge
+    by_name = {row.rule: row for row in alone}
+    assert by_name["skip_step(...)"].limit == 1.0 and by_name["skip_step(...)"].mean_scale == 1.0
+
+
+def log_of(path, norms, column="norm"):
+    path.write_text("\n".join([f"step,{column}", *(f"{step},{norm}" for step, norm in enumerate(norms))]) + "\n")
+    return path
+
+
+def test_the_command_takes_column_and_picture_and_prints_what_it_found(tmp_path, capsys):
+    norms = [*np.linspace(1, 9, 9), 1000.0, np.nan, np.inf]
+    log, picture = log_of(tmp_path / "run.csv", norms, "length of the gradient"), tmp_path / "drawn.png"
+    main(["--column", "length of the gradient", "--picture", str(picture), str(log)])
+    printed = capsys.readouterr().out
+    assert "12 steps, 2 of them NaN or inf; norms from 1 to 1000, median 5.5" in printed
+    assert f"{'clip_by_global_norm(5.5)':48}"[:24] in printed and " 50.0% " in printed
+    row = next(line for line in printed.splitlines() if line.startswith("clip_by_global_norm(5.5)"))
+    assert row.split()[1:3] == ["5.5", "50.0%"]
+    assert picture.exists() and not (tmp_path / "run.png").exists() and f"Picture: {picture}" in printed
+
+
+def test_the_command_ends_with_one_line_where_a_log_is_of_no_use(tmp_path):
+    with pytest.raises(SystemExit, match=r"read_history: column=None is not in"):
+        main([str(log_of(tmp_path / "run.csv", [1.0, 2.0], "loss"))])
+    with pytest.raises(SystemExit, match=r"suggest: norms must hold at least two"):
+        main([str(log_of(tmp_path / "run.csv", [1.0]))])
+
+
+def test_the_command_does_without_matplotlib(tmp_path, capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    main([str(log_of(tmp_path / "run.csv", [*range(1, 11), np.nan, np.inf]))])
+    assert "No picture: matplotlib is not installed" in capsys.readouterr().out
+    assert not (tmp_path / "run.png").exists()
+
+
+@pytest.mark.parametrize(
+    ("names", "found"),
+    [
+        ("gnorm", "gnorm"),
+        ("norm,gnorm", "norm"),
+        ("norm,grad_norm,clip/norm_before", "clip/norm_before"),
+        ("normal,norm/w", "norm/w"),
+        ("clip/norm_before/w,clip/norm_before/v", "clip/norm_before/w"),
+    ],
+)
+def test_the_column_of_the_norm_is_found_by_what_loggers_write(tmp_path, names, found):
+    path = tmp_path / "log.csv"
+    path.write_text(f"{names}\n{','.join(str(place) for place, _ in enumerate(names.split(',')))}\n")
+    assert optaxclip.read_history(path) == [names.split(",").index(found)]
+
+
+def test_lines_without_a_norm_are_left_out_and_signs_are_kept(tmp_path):
+    path = tmp_path / "log.csv"
+    path.write_text("step,norm\n0,1.5\n1,\n2,-2.5\n3\n4,3.5,surplus\n")
+    np.testing.assert_array_equal(optaxclip.read_history(path), [1.5, -2.5, 3.5])
+    with pytest.raises(ValueError, match=r"which has 'step', 'norm'. Name"):
+        optaxclip.read_history(path, "loss")
+
+
+@pytest.mark.parametrize("suffix", ["jsonl", "json", "ndjson"])
+def test_lines_of_json_are_read_under_each_of_their_names(tmp_path, suffix):
+    path = tmp_path / f"log.{suffix}"
+    path.write_text('{"norm": 1.5}\n\n{"loss": 1.0}\n{"norm": null}\n{"norm": 2.5}\n')
+    np.testing.assert_array_equal(optaxclip.read_history(path), [1.5, 2.5])
+    path.write_text('{"norm": 1.5}\n[2.5]\n')
+    with pytest.raises(ValueError, match=r"read_history: line 2 of .* must be a JSON object, got '\[2\.5\]'"):
+        optaxclip.read_history(path)
+    path.write_text('{"norm": [1.5]}\n')
+    with pytest.raises(ValueError, match=r"the column 'norm' of .* must hold numbers"):
+        optaxclip.read_history(path)
+
+
+def lines_of(axis):
+    return {str(line.get_label()): (np.asarray(line.get_xdata(), float), np.asarray(line.get_ydata(), float)) for line in axis.lines}
+
+
+def test_a_picture_of_bare_norms_marks_those_above_their_limits():
+    norms = [1.0, 5.0, np.nan, 2.0]
+    drawn = lines_of(plot_history(norms, [2.0, 2.0, 2.0, np.inf], word="skipped"))
+    np.testing.assert_array_equal(drawn["norm before clipping"][1], [1, 5, np.nan, 2])
+    np.testing.assert_array_equal(drawn["limit"][1], [2, 2, 2, np.nan])
+    np.testing.assert_array_equal(drawn["skipped (25.0%)"], [[1], [5]])
+    np.testing.assert_array_equal(drawn["NaN or inf"], [[2], [1]])
+    assert np.isnan(lines_of(plot_history([1.0, np.inf]))["norm before clipping"][1][1])
+    assert lines_of(plot_history([1.0, 2.0]))["clipped (0.0%)"][0].size == 0
+    assert "clipped (0.0%)" in lines_of(plot_history([]))
+
+
+def test_a_picture_of_a_replay_may_be_given_other_limits_and_marks():
+    axis = plot_history(optaxclip.replay(2.0, [1.0, 3.0]), [4.0, 5.0], [True, False])
+    drawn = lines_of(axis)
+    np.testing.assert_array_equal(drawn["limit"][1], [4, 5])
+    np.testing.assert_array_equal(drawn["clipped (50.0%)"], [[0], [1]])
+    assert (axis.get_xlabel(), axis.get_ylabel()) == ("step", "gradient norm")
+
+
+@pytest.mark.parametrize("wrong", [(np.ones((2, 2)),), (np.ones(2), np.ones(3)), (np.ones(2), np.ones(2), [True])], ids=["norms", "limits", "marks"])
+def test_a_picture_wants_norms_limits_and_marks_of_one_length(wrong):
+    with pytest.raises(ValueError, match=r"plot_history: norms, limits and clipped must be \[steps\] of one length"):
+        plot_history(*wrong)

@@ -29,6 +29,8 @@ from tests.sharded import (
     exact,
     mesh_of,
     on_each_part,
+    on_four_devices,
+    on_two_devices,
     only,
     place,
     replicas_agree,
@@ -604,3 +606,57 @@ def test_clip_by_value_needs_no_axes():
         clipped, state = on_each_part(clipper.update, mesh_of((3, 2)), (SPECS, P()), (SPECS, P()), **options)(UPDATES, clipper.init(UPDATES))
         assert all(np.array_equal(clipped[name], np.clip(x, -0.25, 0.25)) for name, x in UPDATES.items())
         assert int(state.step) == 1
+
+
+def test_a_state_can_be_made_outside_shard_map_whatever_axes_says():
+    state = optaxclip.clip_by_global_norm(1.0, axes=("x", "y")).init(jnp.ones(3))
+    assert state.norm.shape == ()
+
+
+@pytest.mark.parametrize("ord", ["rms", "average"])
+def test_a_mean_over_devices_counts_the_elements_of_all(ord):
+    x = np.random.default_rng(0).standard_normal((4, 3)).astype(np.float32)
+    length = np.linalg.norm(np.asarray(x, np.float64))
+    norm = on_two_devices(lambda x: optaxclip.global_norm(x, ord=ord), P("x"), P(), x)
+    np.testing.assert_allclose(norm, length / (np.sqrt(12) if ord == "rms" else 12), rtol=1e-6)
+
+
+@pytest.mark.parametrize("options", [{}, {"check_vma": False}], ids=["typed", "untyped"])
+def test_a_group_over_devices_has_one_norm(options):
+    specs = {"a": P("x"), "b": P(), "c": P("x")}
+    grads = {"a": np.float32([3, 0]), "b": np.float32([4]), "c": np.float32([6, 8])}
+    clipper = optaxclip.clip_by_group_norm(1.0, {"a": "z", "b": "z", "c": "y"}, axes=specs if options else "auto")
+    updates = on_two_devices(lambda g: clipper.update(g, clipper.init(g))[0], (specs,), specs, grads, **options)
+    for name, share in (("a", [0.6, 0]), ("b", [0.8]), ("c", [0.6, 0.8])):
+        np.testing.assert_allclose(updates[name], share, rtol=1e-6)
+
+
+@pytest.mark.parametrize("options", [{}, {"check_vma": False}], ids=["typed", "untyped"])
+def test_clippy_over_devices_scales_all_of_a_tensor_alike(options):
+    clipper = optaxclip.clippy(0.5, 0.0, axes=P("x") if options else "auto")
+    grads, params = np.float32([1.0, 4.0]), np.float32([2.0, 2.0])
+    updates = on_two_devices(lambda g, p: clipper.update(g, clipper.init(p), p)[0], (P("x"), P("x")), P("x"), grads, params, **options)
+    np.testing.assert_allclose(updates, [0.25, 1.0], rtol=1e-6)
+
+
+def test_without_axes_each_device_measures_what_it_has():
+    norms = on_two_devices(lambda x: optaxclip.global_norm(x, axes=None)[None], P("x"), P("x"), np.float32([3.0, 4.0]))
+    np.testing.assert_array_equal(norms, [3.0, 4.0])
+
+
+@pytest.mark.parametrize(
+    ("axes", "text"),
+    [(("x", "model"), "axes='model': there is no such axis here"), (("x", "x"), r"axes=\('x', 'x'\) names a mesh axis twice")],
+    ids=["absent", "twice"],
+)
+def test_each_of_several_axes_is_looked_at(axes, text):
+    with pytest.raises(ValueError, match=text):
+        on_two_devices(lambda x: optaxclip.global_norm(x, axes=axes), P("x"), P(), np.ones(2, np.float32), check_vma=False)
+
+
+def test_a_norm_differs_only_along_the_axes_that_split_its_units():
+    specs = {"a": P("x", "y"), "b": P("x", None)}
+    tree = {"a": np.ones((4, 4), np.float32), "b": np.ones((4, 3), np.float32)}
+    norms = jax.jit(on_four_devices(lambda x: optaxclip.unit_norm(x, axes=specs), (specs,), {"a": P(None, "y"), "b": P()}))(tree)
+    for leaf in norms.values():
+        np.testing.assert_array_equal(leaf, np.full_like(leaf, 2.0))

@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 import optaxclip
 from tests import sharded
-from tests.sharded import CASES, PARAMS, SPECS, UPDATES, mesh_of, on_each_part, place
+from tests.sharded import CASES, PARAMS, SPECS, UPDATES, mesh_of, on_each_part, on_four_devices, place
 
 COLLECTIVES = "all-reduce|all-gather|all-to-all|collective-permute|reduce-scatter|collective-broadcast"
 
@@ -96,3 +96,17 @@ def test_the_count_sees_gradients_that_travel():
     mesh = mesh_of((2, 4))
     x = place({"w": np.ones((6, 16), np.float32)}, mesh, {"w": P(None, "x")})
     assert "all-gather" in dict(compiled(jax.jit(lambda tree: jax.numpy.vdot(tree["w"], tree["w"])), x))
+
+
+def test_units_that_are_summed_over_different_axes_share_one_collective():
+    specs = {"a": P("x", None), "b": P("y", None)}
+    tree = {"a": np.ones((4, 4), np.float32), "b": np.ones((4, 3), np.float32)}
+    text = jax.jit(on_four_devices(lambda x: optaxclip.unit_norm(x, axes=specs), (specs,), {"a": P(), "b": P()})).lower(tree).as_text()
+    assert text.count("stablehlo.all_reduce") == 1
+
+
+def test_what_every_device_holds_is_not_asked_for():
+    specs = {"a": P("x"), "b": P(), "c": P("x")}
+    tree = {name: np.ones(4, np.float32) for name in specs}
+    text = jax.jit(on_four_devices(optaxclip.tensor_norm, (specs,), {"a": P(), "b": P(), "c": P()})).lower(tree).as_text()
+    assert text.count("stablehlo.all_reduce") == 1 and "tensor<2xf64>" in text and "tensor<3xf64>" not in text

@@ -10,8 +10,9 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 import optaxclip
+from optaxclip import Threshold
 from tests import oracle_rules as oracle
-from tests.clippers import scanned
+from tests.sharded import on_two_devices
 from tests.test_contract import same_bits
 
 PARAMS = {"w": jnp.array([[1.0, -2.0, 0.5], [0.3, 0.1, -1.0]]), "b": jnp.array([0.1, 0.2, 0.3], jnp.bfloat16)}
@@ -221,41 +222,89 @@ def test_under_vmap_and_scan_each_run_skips_for_itself():
     np.testing.assert_array_equal(last.inner_state[0].count, [1, 1])
 
 
-# U-Clip and the reset of momentum.
+def skipping(optimizer, norms, **extra):
+    """The states after each step of a run over gradients of these norms."""
+    state, states = optimizer.init(jnp.zeros(1)), []
+    for norm in norms:
+        _, state = optimizer.update(jnp.array([norm]), state, jnp.zeros(1), **extra)
+        states.append(state)
+    return states
 
 
-def test_what_was_cut_off_arrives_in_the_end():
-    """u_1 + ... + u_T = g_1 + ... + g_T - carry, exactly as far as float32 adds; with a limit above the mean the carry stays bounded."""
-    random = np.random.default_rng(0)
-    grads = jnp.asarray(0.3 + random.standard_t(2.5, (2000, 4)), jnp.float32)
-    for clipper in (optaxclip.clip_by_value(1.0), optaxclip.clip_by_global_norm(1.5)):
-        carried = optaxclip.carry_clipped(clipper)
-        state, updates = scanned(carried, grads)
-        total = np.sum(np.asarray(grads, np.float64), 0)
-        np.testing.assert_allclose(np.sum(np.asarray(updates, np.float64), 0) + np.asarray(state.carry, np.float64), total, atol=2e-3)
-        assert np.abs(state.carry).max() < 100
-        plain = scanned(clipper, grads)[1]
-        assert np.abs(np.sum(np.asarray(plain, np.float64), 0) - total).max() > 5 * np.abs(state.carry).max()
+def test_skip_step_can_skip_from_half_a_window_on_and_takes_the_deviation_of_a_sample():
+    norms = [1.0, 1.5, 0.5, 2.0, 1e6]
+    optimizer = optaxclip.skip_step(optax.sgd(0.1), window=8, on_loss=False)
+    assert [int(state.skipped) for state in skipping(optimizer, norms)] == [0, 0, 0, 0, 1]
+    assert int(skipping(optimizer, [1.0, 1.5, 0.5, 1e6])[-1].skipped) == 1  # number 4 is the first that can be skipped
+    assert int(skipping(optimizer, [1.0, 1.5, 1e6])[-1].skipped) == 0
+    limit = skipping(optimizer, norms)[-1].limit
+    np.testing.assert_allclose(limit, np.mean(norms[:4]) + 6 * np.std(norms[:4], ddof=1), rtol=1e-6)
 
 
-def test_a_broken_step_does_not_enter_the_carry_and_16_bit_rounding_does():
-    carried = optaxclip.carry_clipped(optaxclip.clip_by_global_norm(1.0))
-    grads = {"w": jnp.array([3.0, 4.0], jnp.bfloat16), "n": jnp.arange(2)}
-    _, state = carried.update(grads, carried.init(grads))
-    updates, after = carried.update({**grads, "w": jnp.array([jnp.nan, 1.0], jnp.bfloat16)}, state)
-    same_bits(after.carry, state.carry)
-    assert np.isnan(np.asarray(updates["w"], np.float32)).all() and state.carry["w"].dtype == jnp.float32
-    updates, last = carried.update(jax.tree.map(jnp.zeros_like, grads), after)
-    assert updates["w"].dtype == jnp.bfloat16
-    np.testing.assert_array_equal(np.asarray(updates["w"], np.float32) + np.asarray(last.carry["w"]), np.asarray(state.carry["w"]))
+def test_skipping_names_its_rules():
+    for text, build in {
+        "skip_spikes: rule must be at least 0": lambda: optaxclip.skip_spikes(optax.sgd(0.1), -1.0),
+        "skip_spikes: loss_rule must be at least 0": lambda: optaxclip.skip_spikes(optax.sgd(0.1), 1.0, -1.0),
+        "skip_spikes: max_consecutive must be at least 0": lambda: optaxclip.skip_spikes(optax.sgd(0.1), 1.0, max_consecutive=-1),
+    }.items():
+        with pytest.raises(ValueError, match=rf"^{text}"):
+            build()
+    assert int(skipping(optaxclip.skip_spikes(optax.sgd(0.1), 1.0, max_consecutive=0), [5.0])[0].skipped) == 0
 
 
-def test_momentum_starts_anew_and_the_step_rises_along_a_cosine():
-    optimizer = optaxclip.reset_momentum(optax.scale_by_adam(), every=10, warmup=4)
-    grads = {"w": jnp.asarray(np.random.default_rng(0).standard_normal((25, 3)), jnp.float32)}
-    _, updates = scanned(optimizer, grads)
-    for start, end in ((0, 9), (9, 19), (19, 25)):
-        _, wanted = scanned(optax.scale_by_adam(), {"w": grads["w"][start:end]})
-        k = np.arange(end - start)
-        scale = np.where((start > 0) & (k < 4), 1 - 0.99 * (1 + np.cos(np.pi * k / 4)) / 2, 1.0)
-        np.testing.assert_allclose(updates["w"][start:end], wanted["w"] * scale[:, None], rtol=1e-5)
+def test_skipping_measures_64_bits_in_64_bits():
+    with jax.enable_x64(True):
+        optimizer = optaxclip.skip_spikes(optax.sgd(0.1), 1.0)
+        params = {"w": jnp.ones(2)}
+        state = optimizer.init(params)
+        _, after = optimizer.update(params, state, params, grad_norm=np.float32(3.0))
+        assert state.norm.dtype == after.norm.dtype == after.limit.dtype == jnp.float64
+
+        narrow = jax.tree.map(lambda x: x.astype(jnp.float32), params)
+        state = optimizer.init(narrow)
+        _, after = optimizer.update(narrow, state, narrow)
+        assert state.norm.dtype == after.norm.dtype == after.limit.dtype == jnp.float32
+
+
+def test_skipping_measures_over_the_axes_that_it_is_given():
+    optimizer = optaxclip.skip_spikes(optax.sgd(1.0), 3.0, axes="x")
+    grads = np.float32([2.5, 2.5])  # one on each device: too long together only
+    updates, state = on_two_devices(optimizer.update, (P("x"), P()), (P("x"), P()), grads, optimizer.init(grads), check_vma=False)
+    assert state.skipped == 1 and not updates.any()
+
+
+def test_skipping_shows_no_limit_before_the_first_step_and_both_limits_after_it():
+    optimizer = optaxclip.skip_spikes(optax.sgd(0.1), 10.0, 3.0)
+    state = optimizer.init(jnp.zeros(1))
+    assert state.limit == state.value_limit == np.inf
+    (state,) = skipping(optimizer, [1.0], value=2.0)
+    assert (state.limit, state.value_limit, state.value, state.step) == (10.0, 3.0, 2.0, 1)
+
+
+def test_skipping_lets_through_what_is_exactly_at_its_limits():
+    optimizer = optaxclip.skip_spikes(optax.sgd(0.1), 2.0, 3.0)
+    assert int(skipping(optimizer, [2.0], value=3.0)[0].skipped) == 0
+    assert int(skipping(optimizer, [2.1], value=3.0)[0].skipped) == 1
+    assert int(skipping(optimizer, [2.0], value=3.1)[0].skipped) == 1
+
+
+def test_skipping_counts_steps_in_a_row_anew_after_one_that_passed():
+    optimizer = optaxclip.skip_spikes(optax.sgd(0.1), 2.0, max_consecutive=2)
+    states = skipping(optimizer, [5.0, 5.0, 5.0, 5.0, 1.0, 5.0, np.nan, np.nan])
+    assert [int(state.consecutive) for state in states] == [1, 2, 0, 1, 0, 1, 2, 0]
+    assert [int(state.skipped) for state in states] == [1, 2, 2, 3, 3, 4, 5, 5]
+    assert [int(state.nonfinite) for state in states] == [0, 0, 0, 0, 0, 0, 1, 2]
+
+
+def test_skipping_learns_from_losses_of_any_sign_but_not_from_broken_ones():
+    last = Threshold(lambda norm: jnp.full_like(norm, 9.0), lambda norm, memory, step, params_norm: (jnp.full_like(norm, np.inf), norm))
+    optimizer = optaxclip.skip_spikes(optax.sgd(0.1), None, last)
+    for value, remembered in ((-2.0, -2.0), (0.0, 0.0), (np.nan, 9.0), (np.inf, 9.0)):
+        (state,) = skipping(optimizer, [1.0], value=value)
+        assert state.value_memory == remembered
+        assert int(state.skipped) == int(not np.isfinite(value))
+
+
+def test_a_rule_of_the_loss_needs_no_loss_where_there_is_none():
+    optimizer = optaxclip.skip_step(optax.sgd(0.1), on_loss=False)
+    assert skipping(optimizer, [1.0])[0].value_limit == np.inf

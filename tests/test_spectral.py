@@ -276,3 +276,11 @@ def test_measured_alone_it_scales_whole_matrices():
     clipper = optaxclip.clip_by(spectral_norm, optaxclip.constant(1.0))
     updates, _ = jax.jit(lambda x: clipper.update(x, clipper.init(x)))(x)
     np.testing.assert_allclose(updates, x / 4, rtol=4e-6)
+
+
+def test_newton_schulz_wants_a_step_and_a_shrink_that_it_knows():
+    with pytest.raises(ValueError, match=r"^clip_by_spectral_norm: steps must be at least 1, got 0"):
+        optaxclip.clip_by_spectral_norm(1.0, steps=0)
+    for shrink in (optaxclip.smooth(1), optaxclip.drop):
+        with pytest.raises(ValueError, match=r"knows the shrinks hard and smooth"):
+            optaxclip.clip_by_spectral_norm(1.0, method="newton_schulz", shrink=shrink)
