@@ -41,14 +41,14 @@ from .adaptive import z_score as z_score
 from .adaptive import zclip as zclip
 from .backward import clip_cotangent as clip_cotangent
 from .backward import scale_cotangent as scale_cotangent
+from .by_value import clip as clip
+from .by_value import clip_by_value as clip_by_value
 from .carry import carry_clipped as carry_clipped
 from .clippy import clippy as clippy
 from .core import ClipState as ClipState
-from .core import Threshold as Threshold
 from .core import clip_by as clip_by
-from .core import rescale as rescale
+from .factors import rescale as rescale
 from .fixed import adaptive_grad_clip as adaptive_grad_clip
-from .fixed import clip as clip
 from .fixed import clip_by_average_norm as clip_by_average_norm
 from .fixed import clip_by_block_rms as clip_by_block_rms
 from .fixed import clip_by_global_norm as clip_by_global_norm
@@ -56,7 +56,6 @@ from .fixed import clip_by_group_norm as clip_by_group_norm
 from .fixed import clip_by_tensor_norm as clip_by_tensor_norm
 from .fixed import clip_by_tensor_rms as clip_by_tensor_rms
 from .fixed import clip_by_unit_norm as clip_by_unit_norm
-from .fixed import clip_by_value as clip_by_value
 from .fixed import measure as measure
 from .larc import larc as larc
 from .metrics import metrics as metrics
@@ -84,6 +83,7 @@ from .skip import skip_spikes as skip_spikes
 from .skip import skip_step as skip_step
 from .spectral import clip_by_spectral_norm as clip_by_spectral_norm
 from .spectral import spectral_norm as spectral_norm
+from .thresholds import Threshold as Threshold
 from .thresholds import at_least as at_least
 from .thresholds import constant as constant
 from .thresholds import least as least

@@ -14,6 +14,11 @@ NONFINITE = ("propagate", "zero", "raise")
 ORDERS = "a number above 0, math.inf, 'rms' or 'average'"
 
 
+def call_of(argument: str) -> str:
+    """The call in "call: argument", which is how error messages begin."""
+    return argument.partition(":")[0]
+
+
 def check_number(argument: str, value: Any, *, lowest: float = 0.0) -> None:
     """Refuses what is known to be no number, NaN, or below `lowest`. What only a traced program knows passes.
 
@@ -35,6 +40,17 @@ def check_number(argument: str, value: Any, *, lowest: float = 0.0) -> None:
         raise ValueError(f"{argument} must not be NaN, got {value!r}.")
     if (known < lowest).any():
         raise ValueError(f"{argument} must be at least {lowest:g}, got {value!r}.")
+
+
+def check_order(call: str, lower: tuple[str, Any], upper: tuple[str, Any]) -> None:
+    """Raises ValueError for two bounds, (name, value), that are known to leave no room between them: the lower one is above the upper one."""
+    known = [bound for _, bound in (lower, upper) if not callable(bound) and not isinstance(bound, Tracer)]
+    if len(known) < 2:
+        return
+    low, high = map(np.asarray, known)
+    alike = low.shape == high.shape or 0 in (low.ndim, high.ndim)
+    if alike and (low > high).any():
+        raise ValueError(f"{call}: {lower[0]} must be at most {upper[0]}, got {lower[0]}={lower[1]!r} and {upper[0]}={upper[1]!r}.")
 
 
 def check_ord(call: str, ord: Any) -> None:
@@ -71,3 +87,9 @@ def check_state(call: str, state: Any, kind: type) -> None:
         raise TypeError(
             f"{call}: state must be the {kind.__name__} that its init returned, got {type(state).__name__}: the state of another transformation, or at another place of the chain."
         )
+
+
+def check_params(call: str, params: Any, updates: str = "gradients") -> None:
+    """Raises ValueError where there are no weights to compare with."""
+    if params is None:
+        raise ValueError(f"{call} compares {updates} with weights: call update({'grads' if updates == 'gradients' else updates}, state, params).")

@@ -21,9 +21,9 @@ import jax.numpy as jnp
 
 from . import prefix
 from .arguments import check_number, check_ord
-from .core import Measure
-from .fixed import clip_by_value
-from .norms import Ord, measured, tensor_norm, unit_norm, with_unmeasured
+from .by_value import clip_by_value
+from .leaves import measured, with_unmeasured
+from .norms import Measure, Ord, tensor_norm, unit_norm
 from .once import clip_once
 from .sharding import Axes, freeze
 

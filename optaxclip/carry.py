@@ -16,7 +16,8 @@ import jax.numpy as jnp
 import optax
 
 from .arguments import check_state
-from .norms import measured, with_unmeasured
+from .leaves import measured, with_unmeasured
+from .prefix import is_none
 
 
 class CarryState(NamedTuple):
@@ -34,7 +35,10 @@ def carry_clipped(clipper: optax.GradientTransformation) -> optax.GradientTransf
 
     Returns:
       A transformation with a `CarryState`, whose buffer is as large as the parameters, in float32 (float64 for 64-bit leaves). A coordinate that comes out as NaN or
-      inf keeps its carry; where the clipper makes a broken step zero, its finite coordinates are carried over like all else that was cut off.
+      inf keeps its carry, and so does a leaf that is None in a step; where the clipper makes a broken step zero, its finite coordinates are carried over like all else that was cut off.
+
+    Raises:
+      ValueError: `update` with `grad_norm`, the norm of the gradient: another one is clipped.
 
     Example:
       >>> import optaxclip
@@ -58,16 +62,20 @@ def carry_clipped(clipper: optax.GradientTransformation) -> optax.GradientTransf
 
     def update(updates: Any, state: Any, params: Any = None, **extra_args: Any) -> tuple[Any, CarryState]:
         check_state("carry_clipped", state, CarryState)
+        if "grad_norm" in extra_args:
+            raise ValueError("carry_clipped: grad_norm can not be given: what is clipped is the sum of gradient and carry, whose norm is another.")
         tree = measured(updates)
-        total = jax.tree.map(lambda g, carry: g.astype(carry.dtype) + carry, tree, state.carry)
+        total = jax.tree.map(lambda g, carry: None if g is None else g.astype(carry.dtype) + carry, tree, state.carry, is_leaf=is_none)
         clipped, clip_state = clipper.update(total, state.clip_state, params, **extra_args)
         clipped = jax.tree.map(lambda c, g: c.astype(g.dtype), clipped, tree)
-        carry = jax.tree.map(_cut_off, total, clipped, state.carry)
+        carry = jax.tree.map(_cut_off, total, clipped, state.carry, is_leaf=is_none)
         return with_unmeasured(clipped, updates), CarryState(carry, clip_state)
 
     return optax.GradientTransformationExtraArgs(init, update)
 
 
-def _cut_off(total: jax.Array, clipped: jax.Array, carry: jax.Array) -> jax.Array:
+def _cut_off(total: jax.Array | None, clipped: Any, carry: jax.Array) -> jax.Array:
+    if total is None:  # not in this step: it waits
+        return carry
     left = total - clipped.astype(carry.dtype)
     return jnp.where(jnp.isfinite(left), left, carry)

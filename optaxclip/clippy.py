@@ -19,10 +19,12 @@ import numpy as np
 import optax
 from jax.tree_util import Partial
 
-from . import prefix, sharding
-from .arguments import check_number
-from .core import Measure, clip_by
-from .norms import Axes, Stacked, measured, measured_as, tensor_norm
+from .arguments import check_number, check_params
+from .core import clip_by
+from .leaves import Stacked, frozen, measured, measured_as
+from .norms import measure_of, tensor_norm
+from .prefix import is_none
+from .sharding import Axes
 from .thresholds import constant
 
 TINY = 2.0**-126  # the smallest normal float32: bounds below it count as this
@@ -65,22 +67,18 @@ def clippy(
     call = "clippy"
     check_number(f"{call}: relative", relative)
     check_number(f"{call}: absolute", absolute)
-    stacked = stacked if callable(stacked) else prefix.freeze(stacked, lambda x: False)
-    measure = Measure(tensor_norm, (("ord", math.inf), ("axes", sharding.freeze(axes)), ("stacked", stacked)))
+    measure = measure_of(call, tensor_norm, math.inf, axes, stacked=frozen(stacked))
 
     def init(params: Any) -> Any:
-        return clip_by(measure, constant(None), nonfinite=nonfinite, call=call).init(params)
+        return clip_by(measure, None, nonfinite=nonfinite, argument=f"{call}: limit").init(params)
 
     def update(updates: Any, state: Any, params: Any = None, **_: Any) -> tuple[Any, Any]:
-        if params is None:
-            raise ValueError(f"{call} compares updates with weights: call update(updates, state, params).")
+        check_params(call, params, "updates")
         tree = measured(updates)
-        strains = jax.tree.map(
-            lambda u, p: None if u is None else _strain(u, p, relative, absolute), tree, measured_as(tree, params), is_leaf=lambda x: x is None
-        )
+        strains = jax.tree.map(lambda u, p: None if u is None else _strain(u, p, relative, absolute), tree, measured_as(tree, params), is_leaf=is_none)
         norms, strains = measure(tree), measure(strains)
         limits = jax.tree.map(lambda norm, strain: constant(Partial(_at_any_step, _limit(norm, strain, relative, absolute))), norms, strains)
-        return clip_by(measure, limits, nonfinite=nonfinite, call=call).update(updates, state, params, grad_norm=norms)
+        return clip_by(measure, limits, nonfinite=nonfinite, argument=f"{call}: limit").update(updates, state, params, grad_norm=norms)
 
     return optax.GradientTransformationExtraArgs(init, update)
 

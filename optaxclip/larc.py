@@ -16,11 +16,12 @@ import numpy as np
 import optax
 from jax.tree_util import Partial
 
-from . import prefix, sharding
-from .arguments import carried, check_number
-from .core import Measure, Threshold, clip_by
-from .norms import Axes, Stacked, measured, measured_as, tensor_norm, with_unmeasured
-from .thresholds import remember_nothing
+from .arguments import carried, check_number, check_params
+from .core import clip_by
+from .leaves import Stacked, frozen, measured, measured_as, with_unmeasured
+from .norms import measure_of, tensor_norm
+from .sharding import Axes
+from .thresholds import Threshold, remember_nothing
 
 
 def larc(
@@ -68,13 +69,12 @@ def larc(
     for name, value in (("trust", trust), ("weight_decay", weight_decay), *(() if callable(learning_rate) else (("learning_rate", learning_rate),))):
         check_number(f"{call}: {name}", value)
     rate = carried(learning_rate) if callable(learning_rate) else learning_rate
-    stacked = stacked if callable(stacked) else prefix.freeze(stacked, lambda x: False)
-    measure = Measure(tensor_norm, (("ord", None), ("axes", sharding.freeze(axes)), ("stacked", stacked)))
-    kernel = clip_by(measure, Threshold(Partial(remember_nothing), Partial(_limit, rate, trust)), eps=eps, nonfinite=nonfinite, call=call)
+    rule = Threshold(Partial(remember_nothing), Partial(_limit, rate, trust))
+    measure = measure_of(call, tensor_norm, axes=axes, stacked=frozen(stacked))
+    kernel = clip_by(measure, rule, eps=eps, nonfinite=nonfinite, argument=f"{call}: limit")
 
     def update(updates: Any, state: Any, params: Any = None, **_: Any) -> tuple[Any, Any]:
-        if params is None:
-            raise ValueError(f"{call} compares gradients with weights: call update(grads, state, params).")
+        check_params(call, params)
         tree = measured(updates)
         weights = measured_as(tree, params)
         norms, lengths = measure(tree), measure(weights)

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 from . import prefix
 from .core import ClipState
-from .norms import unboxed
+from .leaves import unboxed
 from .skip import SkipState
 
 
@@ -85,19 +85,19 @@ def _skip_rows(state: SkipState) -> Iterator[tuple[str, str, jax.Array]]:
 def _rows(state: ClipState) -> Iterator[tuple[str, str, jax.Array]]:
     """(name, place, value) for each norm of one clipper."""
     steps = jnp.maximum(state.step, 1).astype(jnp.float32)
-    fields = [jax.tree.leaves(field) for field in state[2:6]]
-    for (path, norm), limit, scale, clipped, nonfinite in zip(jax.tree_util.tree_flatten_with_path(state.norm)[0], *fields):
+    places = prefix.names([path for path, _ in jax.tree_util.tree_flatten_with_path(state.norm)[0]])
+    for place, norm, limit, scale, clipped, nonfinite in zip(places, *(jax.tree.leaves(field) for field in state[1:6])):
         # Of several units the one to show. An infinite limit would hide all differences, so it counts as merely huge.
         worst = jnp.argmax(norm / jnp.clip(limit, 2.0**-60, 2.0**60))
         norm, limit, scale = (x.reshape(-1)[worst].astype(jnp.float32) for x in (norm, limit, scale))
-        yield "norm_before", prefix.name(path), norm
-        yield "limit", prefix.name(path), limit
-        yield "scale", prefix.name(path), scale
-        yield "norm_after", prefix.name(path), jnp.where(scale == 0, 0.0, norm * scale)
-        yield "clipped", prefix.name(path), ((scale != 1) & jnp.isfinite(norm)).astype(jnp.float32)
-        yield "clipped_share", prefix.name(path), jnp.mean(clipped / steps)
-        yield "clipped_count", prefix.name(path), jnp.max(clipped).astype(jnp.float32)
-        yield "nonfinite_count", prefix.name(path), jnp.max(nonfinite).astype(jnp.float32)
+        yield "norm_before", place, norm
+        yield "limit", place, limit
+        yield "scale", place, scale
+        yield "norm_after", place, jnp.where(scale == 0, 0.0, norm * scale)
+        yield "clipped", place, ((scale != 1) & jnp.isfinite(norm)).astype(jnp.float32)
+        yield "clipped_share", place, jnp.mean(clipped / steps)
+        yield "clipped_count", place, jnp.max(clipped).astype(jnp.float32)
+        yield "nonfinite_count", place, jnp.max(nonfinite).astype(jnp.float32)
 
 
 def _is_reported(x: Any) -> bool:

@@ -16,20 +16,39 @@ has norm 0. The derivative is finite everywhere, and 0 at zero.
 
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from . import prefix, sharding
+from . import sharding
 from .arguments import check_ord
+from .leaves import Axis, Stacked, axes_by_label, by_label, measured, stacked_axes, unit_axes
 from .sharding import Axes, Split
 from .sums import Dims, p_norms
 
 Ord = float | str | None
-Stacked = int | Callable[[str, Any], int | None] | Any | None  # Any: a tree prefix of whole numbers
-Axis = int | tuple[int, ...] | Callable[[str, Any], int | tuple[int, ...] | None] | Any | None  # Any: a tree prefix of these
+
+
+class Measure(NamedTuple):
+    """A norm function with its options, called on a tree. Two with the same content are equal, which is how a compiled update is found again."""
+
+    norm: Callable[..., Any]
+    options: tuple[tuple[str, Any], ...] = ()
+
+    def __call__(self, tree: Any) -> Any:
+        return self.norm(tree, **dict(self.options))
+
+    def without_devices(self) -> "Measure":
+        """The same measure where there are no mesh axes to speak of, as in an `init` outside shard_map: the norms have the same shapes."""
+        return self._replace(options=tuple((name, None if name == "axes" else value) for name, value in self.options))
+
+
+def measure_of(call: str, norm: Callable[..., Any], ord: Ord = None, axes: Axes = "auto", **options: Any) -> Measure:
+    """A norm with its options, once they are seen to be right."""
+    check_ord(call, ord)
+    return Measure(norm, (("ord", ord), ("axes", sharding.freeze(axes)), *options.items()))
 
 
 def global_norm(tree: Any, *, ord: Ord = None, axes: Axes = "auto") -> jax.Array:
@@ -51,7 +70,7 @@ def global_norm(tree: Any, *, ord: Ord = None, axes: Axes = "auto") -> jax.Array
     check_ord("global_norm", ord)
     tree = measured(tree)
     leaves = jax.tree.leaves(tree)
-    return _norms([leaves], [None], [_split(axes, tree, [None] * len(leaves), "global_norm")], ord)[0]
+    return _norms([leaves], [None], [sharding.splits(axes, tree, [None] * len(leaves), "global_norm")], ord)[0]
 
 
 def tensor_norm(tree: Any, *, ord: Ord = None, stacked: Stacked = None, axes: Axes = "auto") -> Any:
@@ -72,7 +91,7 @@ def tensor_norm(tree: Any, *, ord: Ord = None, stacked: Stacked = None, axes: Ax
     leaves, treedef = jax.tree.flatten(tree)
     skips = stacked_axes(stacked, tree, "tensor_norm")
     dims = [tuple(range(skip, jnp.ndim(leaf))) if skip else None for skip, leaf in zip(skips, leaves)]
-    return _norm_of_each_leaf(leaves, treedef, dims, _split(axes, tree, dims, "tensor_norm"), ord)
+    return _norm_of_each_leaf(leaves, treedef, dims, sharding.splits(axes, tree, dims, "tensor_norm"), ord)
 
 
 def unit_norm(tree: Any, *, axis: Axis = None, ord: Ord = None, stacked: Stacked = None, axes: Axes = "auto") -> Any:
@@ -98,8 +117,8 @@ def unit_norm(tree: Any, *, axis: Axis = None, ord: Ord = None, stacked: Stacked
     check_ord("unit_norm", ord)
     tree = measured(tree)
     leaves, treedef = jax.tree.flatten(tree)
-    dims = _unit_axes(axis, stacked, tree, "unit_norm")
-    return _norm_of_each_leaf(leaves, treedef, dims, _split(axes, tree, dims, "unit_norm"), ord)
+    dims = unit_axes(axis, stacked, tree, "unit_norm")
+    return _norm_of_each_leaf(leaves, treedef, dims, sharding.splits(axes, tree, dims, "unit_norm"), ord)
 
 
 def group_norm(tree: Any, labels: Any, *, ord: Ord = None, axes: Axes = "auto") -> dict[Any, jax.Array]:
@@ -123,107 +142,8 @@ def norm_of_each(groups: dict[Any, Any], *, ord: Ord = None, axes: Axes = "auto"
     check_ord("group_norm", ord)
     groups = measured(groups)
     leaves = [jax.tree.leaves(group) for group in groups.values()]
-    spread = iter(_split(axes, groups, [None] * sum(map(len, leaves)), "group_norm"))
+    spread = iter(sharding.splits(axes, groups, [None] * sum(map(len, leaves)), "group_norm"))
     return dict(zip(groups, _norms(leaves, [None] * len(leaves), [[next(spread) for _ in group] for group in leaves], ord)))
-
-
-def by_label(tree: Any, labels: Any, call: str) -> tuple[dict[Any, dict[str, Any]], Callable[[Any], Any]]:
-    """The leaves sorted by label, {label: {path: leaf}}, and the function that puts such a dict back into the tree's shape."""
-    treedef = jax.tree.structure(tree)
-    tree = unboxed(tree)
-    table = labels(tree) if callable(labels) else labels
-    if not isinstance(table, prefix.Prefix):
-        table = prefix.freeze(table, lambda x: isinstance(x, str))
-    paths, _ = jax.tree_util.tree_flatten_with_path(tree)
-    keys = [(label, prefix.name(path)) for label, (path, _) in zip(prefix.lookup(table, tree, f"{call}: labels"), paths)]
-    groups: dict[Any, dict[str, Any]] = {label: {} for label in sorted({label for label, _ in keys}, key=str)}
-    for (label, path), (_, leaf) in zip(keys, paths):
-        groups[label][path] = leaf
-    return groups, lambda sorted_leaves: jax.tree.unflatten(treedef, [sorted_leaves[label][path] for label, path in keys])
-
-
-def axes_by_label(axes: Axes, tree: Any, labels: Any, call: str) -> Axes:
-    """`axes` for the tree that `by_label` makes."""
-    axes = sharding.freeze(axes)
-    if not isinstance(axes, prefix.Prefix):
-        return axes
-    specs = jax.tree.unflatten(jax.tree.structure(tree), prefix.lookup(axes, tree, f"{call}: axes"))
-    return sharding.freeze(by_label(specs, labels, call)[0])
-
-
-def measured(tree: Any) -> Any:
-    """The tree with None in the place of every leaf that is not measured: no float or complex dtype, or no elements."""
-    return jax.tree.map(lambda leaf: leaf if _is_measured(leaf) else None, unboxed(tree))
-
-
-def measured_as(tree: Any, params: Any) -> Any:
-    """The weights that belong to the leaves of a tree that `measured` made."""
-    return jax.tree.map(lambda leaf, weight: None if leaf is None else weight, tree, unboxed(params), is_leaf=lambda x: x is None)
-
-
-def with_unmeasured(changed: Any, tree: Any) -> Any:
-    """What was made of the measured leaves, in the tree that they came from, with the leaves that are not measured in their places."""
-    old, treedef = jax.tree.flatten(tree, is_leaf=lambda x: x is None)
-    new = jax.tree.leaves(changed, is_leaf=lambda x: x is None)
-    return treedef.unflatten([before if after is None else after for before, after in zip(old, new, strict=True)])
-
-
-def unboxed(tree: Any) -> Any:
-    """The tree with arrays in the place of objects that hold one, such as the variables of flax NNX, whose optimizer hands them to `init` and arrays to `update`."""
-    return jax.tree.map(lambda leaf: leaf.__jax_array__() if _is_box(leaf) else leaf, tree, is_leaf=_is_box)
-
-
-def _is_box(x: Any) -> bool:
-    return callable(getattr(x, "__jax_array__", None))
-
-
-def _is_measured(leaf: Any) -> bool:
-    dtype = leaf.dtype if hasattr(leaf, "dtype") else jnp.result_type(leaf)
-    return bool(jnp.issubdtype(dtype, jnp.inexact)) and 0 not in jnp.shape(leaf)
-
-
-def stacked_axes(stacked: Stacked, tree: Any, call: str) -> list[int]:
-    """For each leaf, how many leading axes count layers."""
-    counts = for_each_leaf(stacked, tree, f"{call}: stacked", lambda x: isinstance(x, int))
-    for (path, leaf), count in zip(jax.tree_util.tree_flatten_with_path(tree)[0], counts):
-        known = count is None or (isinstance(count, (int, np.integer)) and 0 <= count <= jnp.ndim(leaf))
-        if not known:
-            raise ValueError(
-                f"{call}: stacked must be a number of leading axes, from 0 to {jnp.ndim(leaf)} for the leaf {prefix.name(path)!r} of shape {jnp.shape(leaf)}, got {count!r}."
-            )
-    return [int(count or 0) for count in counts]
-
-
-def _unit_axes(axis: Axis, stacked: Stacked, tree: Any, call: str) -> list[tuple[int, ...] | None]:
-    """For each leaf, the axes to sum over; None for all of them without keeping any."""
-    chosen = for_each_leaf(axis, tree, f"{call}: axis", lambda x: isinstance(x, tuple) and all(isinstance(i, int) for i in x))
-    axes = []
-    for (path, leaf), value, skip in zip(jax.tree_util.tree_flatten_with_path(tree)[0], chosen, stacked_axes(stacked, tree, call)):
-        rank = jnp.ndim(leaf) - skip
-        if value is None:
-            if rank > 5:
-                raise ValueError(f"{call}: axis must be given for the leaf {prefix.name(path)!r} of rank {rank}: there is no rule above rank 5.")
-            inside = tuple(range({2: 1, 3: 1, 4: 3, 5: 4}.get(rank, rank)))
-        else:
-            wanted = value if isinstance(value, tuple) else (value,)
-            if not all(isinstance(i, (int, np.integer)) and -rank <= i < rank for i in wanted):
-                raise ValueError(f"{call}: axis={value!r} does not fit the leaf {prefix.name(path)!r}, a tensor of rank {rank}: give an axis for each leaf.")
-            inside = tuple(sorted(i % rank for i in wanted))
-        whole = value is None and rank <= 1 and not skip
-        axes.append(None if whole else tuple(i + skip for i in inside))
-    return axes
-
-
-def for_each_leaf(value: Any, tree: Any, argument: str, is_leaf: Callable[[Any], bool]) -> list[Any]:
-    """One value for each leaf, from a function of path and leaf or from a tree prefix."""
-    if callable(value):
-        return [value(prefix.name(path), leaf) for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]]
-    table = value if isinstance(value, prefix.Prefix) else prefix.freeze(value, is_leaf)
-    return prefix.lookup(table, tree, argument)
-
-
-def _split(axes: Axes, tree: Any, dims: list[Dims], call: str) -> list[Split]:
-    return sharding.splits(axes, tree, dims, call)
 
 
 def _norm_of_each_leaf(leaves: list[Any], treedef: Any, dims: list[Dims], spread: list[Split], ord: Ord) -> Any:

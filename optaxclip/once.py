@@ -3,8 +3,8 @@
 from collections.abc import Callable
 from typing import Any
 
-from .core import Measure, clip_by
-from .thresholds import constant
+from .core import clip_by
+from .norms import Measure
 
 
 def clip_once(
@@ -23,7 +23,7 @@ def clip_once(
       The tree, and its norms from before, without eps.
     """
     measure = Measure(norm, tuple(options.items()))
-    clipper = clip_by(measure, constant(limit, argument=argument), eps=eps, nonfinite=nonfinite, call=argument.partition(":")[0])
+    clipper = clip_by(measure, limit, eps=eps, nonfinite=nonfinite, argument=argument)
     state: Any = clipper.init(tree)
     clipped, state = clipper.update(tree, state, grad_norm=grad_norm)
     return clipped, state.norm

@@ -4,6 +4,7 @@ Limits, axes, stacked layers, labels and bounds may be given once for everything
 is matched by key path, so a dict matches any mapping with the same keys, and `None` or `MaskedNode` in the updates needs no value.
 """
 
+from collections import Counter
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -16,6 +17,11 @@ class Prefix(NamedTuple):
     entries: tuple[tuple[Any, Any], ...]  # (key path, value)
 
 
+def is_none(x: Any) -> bool:
+    """Is it None? For `jax.tree.map`, which otherwise passes None over."""
+    return x is None
+
+
 def is_hole(leaf: Any) -> bool:
     """Is this a place in the tree where there is nothing: None, or a node without leaves such as `optax.MaskedNode`?"""
     return not jax.tree.leaves(leaf)
@@ -26,9 +32,15 @@ def name(path: Any) -> str:
     return jax.tree_util.keystr(path, simple=True, separator="/")
 
 
+def names(paths: list[Any]) -> list[str]:
+    """The names of all key paths of a tree, no two alike: where `a/b` could be two places, they are written as in Python."""
+    counts = Counter(map(name, paths))
+    return [name(path) if counts[name(path)] == 1 else jax.tree_util.keystr(path) for path in paths]
+
+
 def freeze(prefix: Any, is_leaf: Callable[[Any], bool]) -> Prefix:
     """The table of a prefix; `is_leaf` says what counts as one value (None always does)."""
-    entries = jax.tree_util.tree_flatten_with_path(prefix, is_leaf=lambda x: x is None or is_leaf(x))[0]
+    entries = jax.tree_util.tree_flatten_with_path(prefix, is_leaf=lambda x: is_none(x) or is_leaf(x))[0]
     return Prefix(tuple(entries))
 
 
@@ -39,17 +51,18 @@ def lookup(prefix: Prefix, tree: Any, argument: str) -> list[Any]:
       ValueError: a leaf has no value, or a value stands where the tree has no such part. The text names the argument and the path.
     """
     table = dict(prefix.entries)
-    values = []
+    values, used = [], set()
     paths = [path for path, _ in jax.tree_util.tree_flatten_with_path(tree)[0]]
     for path in paths:
         found = next((path[:depth] for depth in range(len(path) + 1) if path[:depth] in table), None)
         if found is None:
             raise ValueError(f"{argument} has no value for the leaf {name(path)!r}: it has {_shown(table)}.")
         values.append(table[found])
-    holes = [path for path, leaf in jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_hole)[0] if is_hole(leaf)]
+        used.add(found)
+    holes = {path for path, leaf in jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_hole)[0] if is_hole(leaf)}
+    used.update(path[:depth] for path in holes for depth in range(len(path) + 1))
     for key in table:
-        fits_leaf = any(path[: len(key)] == key for path in paths + holes)
-        if not fits_leaf and not any(key[: len(path)] == path for path in holes):
+        if key not in used and not any(key[:depth] in holes for depth in range(len(key))):
             raise ValueError(f"{argument} has a value for {name(key)!r}, but the updates have no such part.")
     return values
 

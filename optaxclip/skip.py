@@ -29,9 +29,10 @@ from jax.core import eval_jaxpr
 
 from .adaptive import windowed_mean
 from .arguments import check_number, check_state
-from .core import Threshold, ask, keep_where
-from .norms import Axes, global_norm
-from .thresholds import rule_of
+from .core import ask
+from .norms import global_norm
+from .sharding import Axes
+from .thresholds import Threshold, rule_of
 
 
 class SkipState(NamedTuple):
@@ -76,8 +77,13 @@ def skip_step(
 
     Reference: OLMo-core, `optim/skip_step_optimizer.py`; OLMo 2, 2025 (arXiv 2501.00656).
     """
-    rule = windowed_mean(sigmas, window, ddof=1, warmup=max(2, window // 2) - 1)
+    rule = step_rule(sigmas, window)
     return skip_spikes(inner, rule, rule if on_loss else None, axes=axes)
+
+
+def step_rule(sigmas: Any = 6.0, window: Any = 128) -> Threshold:
+    """The rule of `skip_step`."""
+    return windowed_mean(sigmas, window, ddof=1, warmup=max(2, window // 2) - 1)
 
 
 def skip_spikes(
@@ -143,7 +149,7 @@ def skip_spikes(
         norm = global_norm(updates, axes=axes) if grad_norm is None else jnp.asarray(grad_norm).astype(state.norm.dtype)
         loss = state.value if loss_rule is None else jnp.asarray(value).astype(state.value.dtype)
         limit, memory = ask(gate, norm, state.memory, state.step, argument=f"{call}: rule")
-        value_limit, value_memory = _ask_of_loss(loss_gate, loss, state.value_memory, state.step)
+        value_limit, value_memory = ask(loss_gate, loss, state.value_memory, state.step, argument=f"{call}: loss_rule", signed=True)
         finite = jnp.isfinite(norm) & jnp.isfinite(loss)
         bad = ~(finite & (norm <= limit) & (loss <= value_limit))
         skip = bad if max_consecutive is None else bad & (state.consecutive < max_consecutive)
@@ -202,10 +208,3 @@ def _update_unless(skip: jax.Array, update: Callable[..., Any], updates: Any, st
 
 def _choose(skip: jax.Array, old: Any, new: Any) -> Any:
     return jnp.where(skip, jnp.asarray(old).astype(new.dtype), new)
-
-
-def _ask_of_loss(rule: Threshold, loss: jax.Array, memory: Any, step: jax.Array) -> tuple[jax.Array, Any]:
-    """As `ask`, of a number that may well be 0 or negative."""
-    limit, new = rule.update(jax.lax.stop_gradient(loss), memory, step, lambda: loss)
-    limit = jnp.asarray(limit).astype(loss.dtype)
-    return limit, keep_where(jnp.isfinite(loss) & ~jnp.isnan(limit), new, memory)

@@ -28,10 +28,10 @@ from jax import lax
 
 from . import prefix
 from .arguments import check_number
-from .core import Measure, clip_by
-from .norms import Stacked, for_each_leaf, measured, stacked_axes, tensor_norm, with_unmeasured
+from .core import clip_by
+from .leaves import Stacked, for_each_leaf, frozen, measured, stacked_axes, with_unmeasured
+from .norms import Measure, tensor_norm
 from .shrinks import Shrink, hard, smooth
-from .thresholds import rule_of
 
 METHODS = ("svd", "newton_schulz")
 STEPS = 24  # of Newton-Schulz
@@ -99,9 +99,9 @@ def clip_by_spectral_norm(
     check_number(f"{call}: steps", steps, lowest=1)
     if method == "newton_schulz" and shrink not in (hard, smooth(2)):
         raise ValueError(f"{call}: method='newton_schulz' knows the shrinks hard and smooth(2), got {shrink!r}: take method='svd'.")
-    columns, stacked = _frozen(columns), _frozen(stacked)
+    columns, stacked = frozen(columns), frozen(stacked)
     measure = Measure(spectral_norm, (("columns", columns), ("stacked", stacked), ("method", method)))
-    kernel = clip_by(measure, rule_of(max_norm, f"{call}: max_norm"), shrink, nonfinite=nonfinite, call=call)
+    kernel = clip_by(measure, max_norm, shrink, nonfinite=nonfinite, argument=f"{call}: max_norm")
 
     def update(updates: Any, state: Any, params: Any = None, **_: Any) -> tuple[Any, Any]:
         tree = measured(updates)
@@ -111,7 +111,8 @@ def clip_by_spectral_norm(
         # The kernel asks the limits, counts, and scales: vectors, broken steps, and limits of 0 and inf are done then.
         scaled, state = kernel.update(tree, state, params, grad_norm=norms)
         leaves, treedef = jax.tree.flatten(scaled)
-        limits = [limit.reshape(*view.shape[:-2], 1, 1) for limit, view in zip(jax.tree.leaves(state.limit), views)]
+        limits = jax.tree.leaves(jax.tree.map(lambda leaf, limit: None if leaf is None else limit, tree, state.limit, is_leaf=prefix.is_none))
+        limits = [limit.reshape(*view.shape[:-2], 1, 1) for limit, view in zip(limits, views, strict=True)]
         shaped = [_shape(shrink, method, steps, *each) for each in zip(leaves, views, spectra, limits)]
         return with_unmeasured(treedef.unflatten(shaped), updates), state
 
@@ -145,7 +146,7 @@ def spectral_norm(tree: Any, *, columns: Any = None, stacked: Stacked = None, me
 def _matrices(tree: Any, columns: Any, stacked: Stacked, call: str) -> list[jax.Array]:
     """Each leaf as matrices [layers, rows, columns] in at least float32; vectors and scalars as one row."""
     views = []
-    wanted = for_each_leaf(columns, tree, f"{call}: columns", lambda x: isinstance(x, int))
+    wanted = for_each_leaf(columns, tree, f"{call}: columns")
     for (path, leaf), skip, count in zip(jax.tree_util.tree_flatten_with_path(tree)[0], stacked_axes(stacked, tree, call), wanted):
         shape = jnp.shape(leaf)
         rank = len(shape) - skip
@@ -278,10 +279,6 @@ def _adjoint(x: jax.Array) -> jax.Array:
 
 def _product(a: jax.Array, b: jax.Array) -> jax.Array:
     return jnp.matmul(a, b, precision="highest")  # accelerators would round float32 factors to bfloat16 or TF32
-
-
-def _frozen(counts: Any) -> Any:
-    return counts if callable(counts) else prefix.freeze(counts, lambda x: False)
 
 
 def _check_method(call: str, method: Any) -> None:

@@ -138,12 +138,24 @@ def _share(size: jax.Array, whole: jax.Array) -> jax.Array:
     return jnp.where(large, size * 0.125, size) / jnp.where(large, whole * 0.125, whole)
 
 
-def _along(leaf: jax.Array, direction: jax.Array) -> jax.Array:
-    """The change of |leaf| along a direction."""
+def direction(x: jax.Array) -> jax.Array:
+    """x / |x|, 0 at 0; of an infinite complex number that of its infinite part. The modulus itself may be beyond the range of the dtype."""
+    if not jnp.issubdtype(x.dtype, jnp.complexfloating):
+        return jnp.sign(x)
+    parts = jnp.real(x), jnp.imag(x)
+    infinite = jnp.isinf(parts[0]) | jnp.isinf(parts[1])
+    parts = [jnp.where(jnp.isinf(part), jnp.sign(part), jnp.where(infinite, 0 * part, part)) for part in parts]
+    longer = jnp.maximum(*map(jnp.abs, parts))
+    real, imag = (part / jnp.where(longer == 0, 1.0, longer) for part in parts)
+    size = jnp.sqrt(real * real + imag * imag)
+    return lax.complex(real, imag) / jnp.where(size == 0, 1.0, size)
+
+
+def _along(leaf: jax.Array, change: jax.Array) -> jax.Array:
+    """What a change of the leaf changes of its modulus."""
     if not jnp.issubdtype(leaf.dtype, jnp.complexfloating):
-        return (jnp.sign(leaf) * direction).astype(_real(leaf))
-    size = jnp.abs(leaf)
-    return jnp.real(jnp.conj(leaf / jnp.where(size > 0, size, 1.0)) * direction)
+        return (jnp.sign(leaf) * change).astype(_real(leaf))
+    return jnp.real(jnp.conj(direction(leaf)) * change)
 
 
 def _real(leaf: jax.Array) -> Any:

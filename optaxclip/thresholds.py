@@ -11,14 +11,30 @@ Where a rule is wanted, a number, an array, a schedule or None stands for `const
 
 from collections.abc import Callable
 from functools import reduce
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.tree_util import Partial
 
 from .arguments import carried, check_number
-from .core import Threshold, as_pytree
+
+
+class Threshold(NamedTuple):
+    """A rule for how long ONE norm may be. The kernel uses it for every norm that was measured.
+
+    init(norm) -> memory: what the rule remembers before the first step; its arrays have the norm's shape, followed by axes of their own.
+    update(norm, memory, step, params_norm) -> (limit, memory): `step` is an int32 scalar that counts from 0, `params_norm()` gives the norm of the
+      weights at the same place.
+
+    A norm that is NaN, inf or 0 is never remembered: `ask`, through which everyone consults a rule, keeps the old memory then. A 0 says nothing about the usual length (the
+    part took no part in the step), and would hold any rule that multiplies at 0 for ever. To the rule the norm is a number: limits have no derivative by the updates.
+
+    Numbers that may change from build to build belong in a `jax.tree_util.Partial`, so that a changed number does not mean a new compilation.
+    """
+
+    init: Callable[[jax.Array], Any]
+    update: Callable[[jax.Array, Any, jax.Array, Callable[[], jax.Array]], tuple[Any, Any]]
 
 
 def constant(limit: Any, *, argument: str = "constant: limit") -> Threshold:
@@ -41,19 +57,19 @@ def constant(limit: Any, *, argument: str = "constant: limit") -> Threshold:
     return Threshold(Partial(remember_nothing), Partial(_constant, limit))
 
 
-def share_of_params(share: Any, floor: Any = 0.0, *, argument: str = "share_of_params: share") -> Threshold:
+def share_of_params(share: Any, floor: Any = 0.0, *, argument: str = "share_of_params: share", floor_argument: str = "share_of_params: floor") -> Threshold:
     """limit = share * max(norm of the weights, floor): updates stay short against what they change.
 
     Args:
       share: a number at least 0, an array, or a schedule.
       floor: weights shorter than this count as this long, so that weights that start at 0 can leave it. At least 0.
-      argument: how error messages name the share.
+      argument, floor_argument: how error messages name the two.
 
     Raises:
       TypeError, ValueError: as `constant`.
       ValueError: in `update`, when it is called without params.
     """
-    check_number(f"{argument.partition(':')[0]}: eps", floor)
+    check_number(floor_argument, floor)
     if callable(share):
         return Threshold(Partial(remember_nothing), Partial(_share, carried(share), floor))
     check_number(argument, share)
@@ -61,8 +77,18 @@ def share_of_params(share: Any, floor: Any = 0.0, *, argument: str = "share_of_p
 
 
 def rule_of(limit: Any, argument: str) -> Threshold:
-    """The rule itself, or the constant rule of a number, schedule or None."""
-    return as_pytree(limit) if isinstance(limit, Threshold) else constant(limit, argument=argument)
+    """The rule itself, with functions that JAX can carry into a compiled call, or the constant rule of a number, schedule or None."""
+    return Threshold(*map(carried, limit)) if isinstance(limit, Threshold) else constant(limit, argument=argument)
+
+
+def rules_of(limits: Any, argument: str) -> Any:
+    """The rule of a limit, or those of a tree of limits."""
+    return jax.tree.map(lambda limit: rule_of(limit, argument), limits, is_leaf=lambda x: x is None or callable(x) or is_rule(x))
+
+
+def is_rule(x: Any) -> bool:
+    """Is it a `Threshold`?"""
+    return isinstance(x, Threshold)
 
 
 def least(*rules: Any) -> Threshold:

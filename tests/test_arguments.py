@@ -11,7 +11,7 @@ import optax
 import pytest
 
 import optaxclip
-from optaxclip import clip_by, constant
+from optaxclip import clip_by, constant, prefix
 
 TREE = {"w": jnp.ones((2, 3)), "b": jnp.ones(3)}
 
@@ -159,12 +159,12 @@ OTHERS_STATES = {  # a transformation, a state that is not its own, and what is 
     "no memory": (
         optaxclip.clip_by_global_norm(optaxclip.z_score()),
         optaxclip.clip_by_global_norm(1.0).init(TREE),
-        "clip_by_global_norm: state must hold what the rule in max_norm remembers, of the form ZScoreMemory(seen='int32[]', mean='float32[]', deviation='float32[]'), got ().",
+        "clip_by_global_norm: state must hold what its rule remembers, of the form ZScoreMemory(seen='int32[]', mean='float32[]', deviation='float32[]'), got ().",
     ),
     "memory": (
         optaxclip.clip_by_global_norm(1.0),
         optaxclip.clip_by_global_norm(optaxclip.growth()).init(TREE),
-        "clip_by_global_norm: state must hold what the rule in max_norm remembers, of the form (), got float32[].",
+        "clip_by_global_norm: state must hold what its rule remembers, of the form (), got float32[].",
     ),
     "one norm": (
         optaxclip.clip_by_tensor_norm(1.0),
@@ -294,7 +294,7 @@ def test_a_share_of_the_weights_is_named_as_the_call_names_it():
         "adaptive_grad_clip: eps": lambda: optaxclip.adaptive_grad_clip(0.1, -1.0),
         "constant: limit": lambda: constant(-1.0),
         "share_of_params: share": lambda: optaxclip.share_of_params(-1.0),
-        "share_of_params: eps": lambda: optaxclip.share_of_params(lambda step: 1.0, -1.0),
+        "share_of_params: floor": lambda: optaxclip.share_of_params(lambda step: 1.0, -1.0),
         "at_least: floor": lambda: optaxclip.at_least(1.0, -1.0),
         "warm_up: after": lambda: optaxclip.warm_up(1, 1.0, -1.0),
         "clip_by_tensor_rms: max_rms": lambda: optaxclip.clip_by_tensor_rms(-1.0),
@@ -303,3 +303,50 @@ def test_a_share_of_the_weights_is_named_as_the_call_names_it():
     }.items():
         with pytest.raises(ValueError, match=rf"^{text} must be at least 0, got -1.0"):
             build()
+
+
+def test_errors_of_a_limit_name_it_as_the_call_does():
+    tree = {"w": jnp.ones(2)}
+    for text, clipper in {
+        "clip_by_tensor_rms: max_rms has a value for 'v'": optaxclip.clip_by_tensor_rms({"w": 1.0, "v": 1.0}),
+        "clip_by_block_rms: threshold has a value for 'v'": optaxclip.clip_by_block_rms({"w": 1.0, "v": 1.0}),
+        "adaptive_grad_clip: clipping must be a number for each norm": optaxclip.adaptive_grad_clip(jnp.ones(3)),
+        "clip_by_group_norm: max_norm has no value": optaxclip.clip_by_group_norm({"x": 1.0}, "y"),
+    }.items():
+        with pytest.raises(ValueError, match=rf"^{text}"):
+            clipper.update(tree, clipper.init(tree), tree)
+
+
+def test_clippers_of_papers_refuse_a_state_under_their_own_names():
+    for name in ("autoclip", "zclip", "adagn"):
+        for scope in ("global", "tensor", lambda tree: "all"):
+            with pytest.raises(TypeError, match=rf"^{name}: state must be the ClipState"):
+                getattr(optaxclip, name)(scope=scope).update(TREE, optax.EmptyState())
+
+
+def test_what_belongs_to_a_group_is_refused_before_the_first_step():
+    for text, options in {
+        "max_norm must be at least 0": {"max_norm": -1.0},
+        "ord must be a number": {"ord": -1},
+        "nonfinite must be one of": {"nonfinite": "x"},
+    }.items():
+        with pytest.raises(ValueError, match=rf"^clip_by_group_norm: {text}"):
+            optaxclip.clip_by_group_norm(**{"max_norm": 1.0, "labels": "all"} | options)
+
+
+def test_a_prefix_of_many_values_is_looked_up_in_time_that_grows_with_them():
+    tree = {f"layer{place}": {"w": jnp.ones(()), "hole": None} for place in range(3000)}
+    limits = {layer: {"w": 1.0, "hole": 2.0} for layer in tree}
+    count = 0
+
+    class Key(str):
+        def __eq__(self, other):
+            nonlocal count
+            count += 1
+            return str.__eq__(self, other)
+
+        __hash__ = str.__hash__
+
+    table = prefix.freeze({Key(layer): values for layer, values in limits.items()}, callable)
+    assert prefix.lookup(table, tree, "limits") == [1.0] * 3000
+    assert count < 100 * 3000

@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 import optaxclip
 from tests.clippers import scanned
@@ -51,8 +52,6 @@ def test_the_carry_hands_params_and_extra_arguments_to_any_clipper():
     grads, params = jnp.array([3.0, 4.0]), jnp.array([0.0, 2.0])
     of_weights = optaxclip.carry_clipped(optaxclip.adaptive_grad_clip(0.5))
     np.testing.assert_allclose(of_weights.update(grads, of_weights.init(params), params)[0], [0.6, 0.8], rtol=1e-6)
-    by_norm = optaxclip.carry_clipped(optaxclip.clip_by_global_norm(1.0))
-    np.testing.assert_allclose(by_norm.update(grads, by_norm.init(params), grad_norm=10.0)[0], [0.3, 0.4], rtol=1e-6)
     by_value = optaxclip.carry_clipped(optaxclip.clip_by_value(1.0))
     np.testing.assert_allclose(by_value.update(grads, by_value.init(params), params, value=1.0)[0], [1.0, 1.0])
 
@@ -70,3 +69,9 @@ def test_a_small_gradient_is_added_to_a_large_carry_in_float32():
     for grad in (257.0, 0.25):
         _, state = clipper.update(jnp.bfloat16(grad), state)
     assert state.carry == float(jnp.bfloat16(257.0)) + 0.25 - 2
+
+
+def test_the_norm_of_the_gradient_is_not_taken_for_that_of_the_sum():
+    clipper = optaxclip.carry_clipped(optaxclip.clip_by_global_norm(1.0))
+    with pytest.raises(ValueError, match=r"^carry_clipped: grad_norm can not be given: what is clipped is the sum of gradient and carry"):
+        clipper.update(jnp.ones(1), clipper.init(jnp.ones(1)), grad_norm=1.0)

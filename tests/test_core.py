@@ -173,3 +173,53 @@ def test_weakly_typed_extremes_come_to_their_limit_too():
     updates, _ = apply(optaxclip.clip_by_global_norm(1.0), grads)
     assert updates.weak_type
     np.testing.assert_allclose(updates, 1.0, rtol=1e-6)
+
+
+@pytest.mark.parametrize("threshold", [1.0, jnp.float32(1.0), lambda step: 1.0 + step], ids=["number", "array", "schedule"])
+def test_a_number_or_a_schedule_is_a_rule(threshold):
+    updates, state = apply(clip_by(optaxclip.global_norm, threshold), jnp.array([3.0, 4.0]))
+    np.testing.assert_allclose(updates, [0.6, 0.8], rtol=1e-6)
+    assert state.limit == 1.0
+
+
+def test_no_limit_and_limits_for_parts_are_rules_too():
+    grads = {"a": jnp.array([3.0, 4.0]), "b": jnp.array([6.0, 8.0])}
+    assert apply(clip_by(optaxclip.global_norm, None), grads)[1].limit == np.inf
+    updates, _ = apply(clip_by(optaxclip.tensor_norm, {"a": 1.0, "b": None}), grads)
+    np.testing.assert_allclose([updates["a"], updates["b"]], [[0.6, 0.8], [6.0, 8.0]], rtol=1e-6)
+    with pytest.raises(ValueError, match=r"^clip_by: threshold must be at least 0, got -1.0"):
+        clip_by(optaxclip.global_norm, -1.0)
+
+
+MISSING = {  # every clipper that keeps something for each leaf
+    "tensor": lambda: optaxclip.clip_by_tensor_norm(optaxclip.growth()),
+    "unit": lambda: optaxclip.clip_by_unit_norm(optaxclip.growth()),
+    "group": lambda: optaxclip.clip_by_group_norm(optaxclip.growth(), {"a": "x", "b": "y"}),
+    "group, weights": lambda: optaxclip.clip_by_group_norm(optaxclip.share_of_params(0.1), {"a": "x", "b": "y"}),
+    "agc": lambda: optaxclip.adaptive_grad_clip(0.1),
+    "adagc": lambda: optaxclip.adagc(warmup=1),
+    "adaclip": optaxclip.adaclip,
+    "adagn": optaxclip.adagn,
+    "spam": lambda: optaxclip.spam(1.0, warmup=0),
+    "larc": lambda: optaxclip.larc(0.1),
+    "clippy": optaxclip.clippy,
+    "spectral": lambda: optaxclip.clip_by_spectral_norm(optaxclip.growth()),
+    "carry": lambda: optaxclip.carry_clipped(optaxclip.clip_by_tensor_norm(1.0)),
+    "value": lambda: optaxclip.clip_by_value(1.0),
+}
+
+
+@pytest.mark.parametrize("name", MISSING)
+def test_a_leaf_may_be_missing_in_a_step_whatever_is_kept_for_it(name):
+    """The other leaves come out as if it were there, and its own part is taken up again afterwards."""
+    clipper = MISSING[name]()
+    params = {"a": jnp.full((2, 3), 0.5), "b": jnp.full((3, 2), 0.25)}
+    whole = {"a": jnp.full((2, 3), 3.0), "b": jnp.full((3, 2), 4.0)}
+    state = clipper.init(params)
+    _, state = clipper.update(whole, state, params)
+    updates, after = clipper.update({"a": None, "b": 9 * whole["b"]}, state, params)
+    assert updates["a"] is None and jax.tree.structure(after) == jax.tree.structure(state)
+    together, _ = clipper.update({"a": whole["a"], "b": 9 * whole["b"]}, state, params)
+    np.testing.assert_array_equal(updates["b"], together["b"])
+    again, _ = clipper.update(whole, after, params)
+    assert np.isfinite(again["a"]).all() and np.abs(again["a"]).max() > 0

@@ -390,7 +390,7 @@ def test_keras_takes_one_of_the_three():
 
 
 def test_bounds_without_room_name_the_arguments_of_tensorflow():
-    with pytest.raises(ValueError, match=r"clip_by_value: clip_value_min must be at most clip_value_max, got 2.0 and 1.0"):
+    with pytest.raises(ValueError, match=r"clip_by_value: clip_value_min must be at most clip_value_max, got clip_value_min=2.0 and clip_value_max=1.0"):
         tensorflow_style.clip_by_value(jnp.ones(2), 2.0, 1.0)
 
 

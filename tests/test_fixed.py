@@ -1,4 +1,4 @@
-"""Every argument of the clippers with fixed limits reaches what it is for."""
+"""Every argument of the clippers by norm and by value reaches what it is for."""
 
 from functools import cache
 
@@ -91,3 +91,46 @@ def test_clip_by_value_limits_complex_numbers_by_modulus_in_their_precision():
         updates, _ = apply(optaxclip.clip_by_value(1.0 / 3.0), jnp.asarray(z))
         np.testing.assert_allclose(updates, [(3 + 4j) / 15, (0.3 - 0.4j) / 1.5, 0], rtol=1e-15)
         np.testing.assert_array_equal(apply(optaxclip.clip_by_value(2.0), jnp.asarray(z))[0][1:], z[1:])
+
+
+def test_two_leaves_whose_paths_read_alike_are_two_leaves():
+    grads = {"a/b": jnp.array([3.0, 4.0]), "a": {"b": jnp.array([0.0, 0.0, 12.0])}}
+    updates, state = apply(optaxclip.clip_by_group_norm(1.3, "all"), grads)
+    assert state.norm == {"all": 13.0}
+    np.testing.assert_allclose(updates["a/b"], [0.3, 0.4], rtol=1e-6)
+    np.testing.assert_allclose(updates["a"]["b"], [0.0, 0.0, 1.2], rtol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", ["complex64", "complex128"])
+def test_clip_by_value_knows_the_direction_of_the_largest_complex_numbers(dtype):
+    with jax.enable_x64(True):
+        most = 0.9 * float(jnp.finfo(dtype).max)
+        x = np.array(
+            [most + most * 1j, -most, np.inf + 1j, complex(0, -np.inf), complex(np.inf, -np.inf), complex(np.nan, np.inf), complex(np.inf, np.nan), 0.1j]
+        )
+        updates, _ = apply(optaxclip.clip_by_value(2.0), jnp.asarray(x, dtype))
+        half = 2**0.5
+        np.testing.assert_allclose(updates[:5], [half + half * 1j, -2, 2, -2j, half - half * 1j], rtol=1e-6)
+        assert np.isnan(updates[5:7]).all() and updates[7] == jnp.asarray(0.1j, dtype)
+
+
+@pytest.mark.parametrize(
+    ("most", "least"),
+    [
+        (1.0, 2.0),
+        (np.float32(1), np.float32(2)),
+        (jnp.ones(2), 2.0),
+        ({"w": 1.0, "v": 3.0}, {"w": 2.0, "v": 1.0}),
+        ({"w": 1.0, "v": 3.0}, 2.0),
+        (1.0, {"v": {"w": 2.0}}),
+    ],
+    ids=["numbers", "numpy", "array", "trees", "tree and number", "number and tree"],
+)
+def test_bounds_that_leave_no_room_are_refused_of_whatever_kind(most, least):
+    with pytest.raises(ValueError, match=r"^clip_by_value: min_value must be at most max_value, got min_value=.*2.* and max_value=.*1"):
+        optaxclip.clip_by_value(most, least)
+
+
+def test_bounds_of_different_leaves_are_not_compared():
+    optaxclip.clip_by_value({"w": 1.0, "v": 3.0}, {"w": 0.0, "v": 2.0})
+    optaxclip.clip_by_value(lambda step: 1.0, 2.0)

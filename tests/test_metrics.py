@@ -127,3 +127,8 @@ def test_metrics_show_each_number_of_a_skipping_optimizer(consecutive):
     wanted = {"norm": 1, "limit": 2, "value": 3, "value_limit": 4, "skipped": int(consecutive > 0), "skipped_share": 0.5, "skipped_count": 5}
     wanted |= {"consecutive_count": consecutive, "nonfinite_count": 6}
     assert {name: float(value) for name, value in optaxclip.metrics(state).items()} == {f"skip/{name}": value for name, value in wanted.items()}
+
+
+def test_two_places_that_read_alike_have_two_rows():
+    state = optaxclip.clip_by_tensor_norm(1.0).init({"a/b": jnp.ones(2), "a": {"b": jnp.ones(2)}, "c": jnp.ones(2)})
+    assert {name for name in optaxclip.metrics(state) if "limit" in name} == {"clip/limit/['a/b']", "clip/limit/['a']['b']", "clip/limit/c"}

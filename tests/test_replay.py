@@ -198,13 +198,25 @@ def test_the_command_does_without_matplotlib(tmp_path, capsys, monkeypatch):
         ("norm,gnorm", "norm"),
         ("norm,grad_norm,clip/norm_before", "clip/norm_before"),
         ("normal,norm/w", "norm/w"),
-        ("clip/norm_before/w,clip/norm_before/v", "clip/norm_before/w"),
+        ("loss,clip/all/norm_before", "clip/all/norm_before"),
+        ("clip_1/norm_before,clip_0/limit", "clip_1/norm_before"),
+        ("clip/norm_before/w,clip/limit/w,skip/norm", "skip/norm"),
+        ("clip/limit,skip/outer/norm,norm_after", "skip/outer/norm"),
     ],
 )
 def test_the_column_of_the_norm_is_found_by_what_loggers_write(tmp_path, names, found):
     path = tmp_path / "log.csv"
     path.write_text(f"{names}\n{','.join(str(place) for place, _ in enumerate(names.split(',')))}\n")
     assert optaxclip.read_history(path) == [names.split(",").index(found)]
+
+
+@pytest.mark.parametrize("names", [("clip/norm_before/w", "clip/norm_before/v"), ("clip_0/norm_before", "clip_1/norm_before")], ids=["tensors", "clippers"])
+def test_one_of_several_norms_must_be_named(tmp_path, names):
+    path = tmp_path / "log.csv"
+    path.write_text(f"{','.join(names)}\n1,2\n")
+    with pytest.raises(ValueError, match=rf"^read_history: column must be given: .*log.csv has several norms, '{names[0]}', '{names[1]}'\."):
+        optaxclip.read_history(path)
+    assert optaxclip.read_history(path, names[1]) == [2.0]
 
 
 def test_lines_without_a_norm_are_left_out_and_signs_are_kept(tmp_path):

@@ -308,3 +308,14 @@ def test_skipping_learns_from_losses_of_any_sign_but_not_from_broken_ones():
 def test_a_rule_of_the_loss_needs_no_loss_where_there_is_none():
     optimizer = optaxclip.skip_step(optax.sgd(0.1), on_loss=False)
     assert skipping(optimizer, [1.0])[0].value_limit == np.inf
+
+
+def test_a_rule_of_the_loss_is_one_number_and_has_no_weights():
+    for rule, text in ((jnp.ones(2), r"^skip_spikes: loss_rule must be a number for each norm"), (optaxclip.share_of_params(0.1), "no weights here")):
+        with pytest.raises(ValueError, match=text):
+            skipping(optaxclip.skip_spikes(optax.sgd(0.1), None, rule), [1.0], value=2.0)
+
+
+def test_a_limit_of_the_loss_may_be_below_zero():
+    optimizer = optaxclip.skip_spikes(optax.sgd(0.1), None, Threshold(lambda loss: (), lambda loss, memory, step, params_norm: (-3.0, memory)))
+    assert [int(skipping(optimizer, [1.0], value=value)[0].skipped) for value in (-4.0, -3.0, -2.0)] == [0, 0, 1]

@@ -20,9 +20,11 @@ import optax
 from jax.tree_util import Partial
 
 from ..arguments import check_number, check_state
-from ..core import ClipState, Threshold
-from ..norms import Axes, global_norm
-from ..thresholds import constant
+from ..core import ClipState
+from ..norms import global_norm
+from ..prefix import is_none
+from ..sharding import Axes
+from ..thresholds import Threshold
 from .memory import at, parameter
 from .scope import Scope, clip_at
 
@@ -69,7 +71,7 @@ def adagc(
         return clip_at(scope, rule, call, nonfinite, axes)
 
     def measure(updates: Any, grad_norm: Any) -> Any:
-        unlimited: Any = clip_at(scope, constant(None), call, "propagate", axes)
+        unlimited: Any = clip_at(scope, None, call, "propagate", axes)
         return unlimited.update(updates, unlimited.init(updates), grad_norm=grad_norm)[1].norm
 
     def init(params: Any) -> Any:
@@ -82,7 +84,12 @@ def adagc(
         (limit,) = at(state.step, together, max_norm)
         share = jnp.where(together > limit, limit / jnp.where(together > limit, together, 1.0), 1.0)
         # In the warm-up a broken tensor breaks every one that is measured with it.
-        norms = jax.tree.map(lambda norm, memory: jnp.where((memory.seen < warmup) & ~jnp.isfinite(together), jnp.nan, norm), norms, state.memory)
+        norms = jax.tree.map(
+            lambda norm, memory: None if norm is None else jnp.where((memory.seen < warmup) & ~jnp.isfinite(together), jnp.nan, norm),
+            norms,
+            state.memory,
+            is_leaf=is_none,
+        )
         return clipper(share).update(updates, state, params, grad_norm=norms, **extra_args)
 
     return optax.GradientTransformationExtraArgs(init, update)

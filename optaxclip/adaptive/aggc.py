@@ -20,9 +20,9 @@ import jax.numpy as jnp
 import optax
 from jax.tree_util import Partial
 
-from ..core import Threshold
-from ..norms import Axes
+from ..sharding import Axes
 from ..shrinks import normalize
+from ..thresholds import Threshold
 from .memory import at, average, blend, parameter
 from .scope import Scope, clip_at
 

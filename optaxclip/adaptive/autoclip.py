@@ -22,8 +22,8 @@ from jax import lax
 from jax.tree_util import Partial
 
 from ..arguments import check_number
-from ..core import Threshold
-from ..norms import Axes
+from ..sharding import Axes
+from ..thresholds import Threshold
 from .memory import Window, at, check_length, is_clipped, oldest, parameter, places, push, window
 from .scope import Scope, clip_at
 

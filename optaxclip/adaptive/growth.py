@@ -13,7 +13,7 @@ from typing import Any
 import jax.numpy as jnp
 from jax.tree_util import Partial
 
-from ..core import Threshold
+from ..thresholds import Threshold
 from .memory import at, parameter
 
 

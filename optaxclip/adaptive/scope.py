@@ -4,28 +4,24 @@ from typing import Any
 
 import optax
 
-from ..core import Threshold
-from ..fixed import clip_by_global_norm, clip_by_group_norm, clip_by_tensor_norm
-from ..norms import Axes
+from ..fixed import clip_groups, clip_tensors, clip_together
+from ..sharding import Axes
 from ..shrinks import Shrink
+from ..thresholds import Threshold
 
 Scope = Any
 """'global', 'tensor', or labels as `clip_by_group_norm` takes them: a tree prefix of labels, or a function that makes one."""
 
 
-def clip_at(
-    scope: Scope, rule: Threshold, call: str, nonfinite: str, axes: Axes, *, shrink: Shrink | None = None, ord: Any = None
-) -> optax.GradientTransformationExtraArgs:
-    """The clipper of a rule at a scope.
+def clip_at(scope: Scope, rule: Threshold | None, call: str, nonfinite: str, axes: Axes, shrink: Shrink | None = None) -> optax.GradientTransformationExtraArgs:
+    """The clipper of a rule at a scope; `call` is the name that its errors quote.
 
     Raises:
       ValueError: a scope that is another string, or no labels at all.
     """
-    if isinstance(scope, str):
-        if scope not in ("global", "tensor"):
-            raise ValueError(f"{call}: scope must be 'global', 'tensor', or labels as in clip_by_group_norm, got {scope!r}.")
-        clip = clip_by_global_norm if scope == "global" else clip_by_tensor_norm
-        return clip(rule, ord=ord, shrink=shrink, nonfinite=nonfinite, axes=axes)
-    if scope is None:
-        raise ValueError(f"{call}: scope must be 'global', 'tensor', or labels as in clip_by_group_norm, got None.")
-    return clip_by_group_norm(rule, scope, ord=ord, shrink=shrink, nonfinite=nonfinite, axes=axes)
+    argument, options = f"{call}: limit", {"shrink": shrink, "nonfinite": nonfinite, "axes": axes}
+    if scope is None or (isinstance(scope, str) and scope not in ("global", "tensor")):
+        raise ValueError(f"{call}: scope must be 'global', 'tensor', or labels as in clip_by_group_norm, got {scope!r}.")
+    if not isinstance(scope, str):
+        return clip_groups(argument, rule, scope, **options)
+    return (clip_together if scope == "global" else clip_tensors)(argument, rule, **options)

@@ -22,7 +22,9 @@ import optax
 
 from ..arguments import check_number, check_state
 from ..core import keep_where
-from ..norms import measured, with_unmeasured
+from ..leaves import measured, with_unmeasured
+from ..prefix import is_none
+from ..sums import direction, norm_dtype
 from .memory import at, check_length, parameter
 
 
@@ -63,7 +65,7 @@ def spam(threshold: Any = 5000.0, *, decay: Any = 0.999, warmup: Any = 20, every
         check_length(f"{call}: every", every)
 
     def init(params: Any) -> SpamState:
-        return SpamState(jnp.zeros((), jnp.int32), jax.tree.map(lambda x: jnp.zeros(x.shape, _real(x)), jax.eval_shape(measured, params)))
+        return SpamState(jnp.zeros((), jnp.int32), jax.tree.map(lambda x: jnp.zeros(x.shape, norm_dtype([x])), jax.eval_shape(measured, params)))
 
     def update(updates: Any, state: Any, params: Any = None, *, second_moment: Any = None, **_: Any) -> tuple[Any, SpamState]:
         check_state(call, state, SpamState)
@@ -73,17 +75,21 @@ def spam(threshold: Any = 5000.0, *, decay: Any = 0.999, warmup: Any = 20, every
         usual = own if second_moment is None else second_moment
 
         def clip(x: Any, v: jax.Array) -> Any:
+            if x is None:
+                return None
             (limit,) = at(state.step, v, threshold)
             bound = jnp.sqrt(limit) * jnp.sqrt(v)
             spike = (jnp.abs(x).astype(v.dtype) > bound) & (v > 0) & (since >= warmup)
-            return jnp.where(spike, (jnp.sign(x) * bound.astype(_real(x))).astype(x.dtype), x)
+            return jnp.where(spike, (direction(x) * bound.astype(norm_dtype([x]))).astype(x.dtype), x)
 
         def blend(x: Any, clipped: Any, v: jax.Array) -> jax.Array:
+            if x is None:
+                return v
             (keep,) = at(state.step, v, decay)
             return jnp.where(jnp.isfinite(x), keep * v + (1 - keep) * jnp.abs(clipped).astype(v.dtype) ** 2, v)
 
-        clipped = jax.tree.map(clip, tree, usual)
-        moment = jax.tree.map(blend, tree, clipped, own) if second_moment is None else state.second_moment
+        clipped = jax.tree.map(clip, tree, usual, is_leaf=is_none)
+        moment = jax.tree.map(blend, tree, clipped, own, is_leaf=is_none) if second_moment is None else state.second_moment
         return with_unmeasured(clipped, updates), SpamState(jnp.asarray(optax.safe_increment(state.step)), moment)
 
     return optax.GradientTransformationExtraArgs(init, update)
@@ -126,8 +132,3 @@ def reset_momentum(inner: optax.GradientTransformation, every: Any = 500, warmup
 def _since_reset(step: jax.Array, every: Any) -> jax.Array:
     """Steps since the last reset, which is before the update number `every`, 2 `every` and so on."""
     return step + 1 if every is None else (step + 1) % jnp.asarray(every, jnp.int32)
-
-
-def _real(x: Any) -> Any:
-    """float64 for 64-bit leaves, float32 for all others."""
-    return jnp.float64 if x.dtype in (jnp.float64, jnp.complex128) else jnp.float32

@@ -19,10 +19,13 @@ import jax.numpy as jnp
 import optax
 from jax.tree_util import Partial
 
-from ..core import ClipState, Threshold
+from ..core import ClipState
 from ..fixed import clip_by_tensor_norm
-from ..norms import Axes, Stacked, measured, with_unmeasured
+from ..leaves import Stacked, measured, with_unmeasured
+from ..prefix import is_none
+from ..sharding import Axes
 from ..shrinks import normalize
+from ..thresholds import Threshold
 from .memory import Average, at, average, blend, gain, parameter
 from .scope import Scope, clip_at
 
@@ -52,7 +55,7 @@ def adaclip(decay: Any = 0.999, *, stacked: Stacked = None, nonfinite: str = "pr
 
     def update(updates: Any, state: Any, params: Any = None, **extra_args: Any) -> tuple[Any, ClipState]:
         scaled, state = largest.update(updates, state, params, **extra_args)
-        shaped = jax.tree.map(_where_over, measured(updates), measured(scaled), state.norm, state.limit)
+        shaped = jax.tree.map(_where_over, measured(updates), measured(scaled), state.norm, state.limit, is_leaf=is_none)
         return with_unmeasured(shaped, updates), state
 
     return optax.GradientTransformationExtraArgs(largest.init, update)
@@ -98,6 +101,8 @@ def moments_ratio(decay1: Any = 0.7, decay2: Any = 0.9, *, eps: Any = 1e-8) -> T
 
 
 def _where_over(update, scaled, norm, limit):
+    if update is None:
+        return None
     within = (jnp.abs(update).astype(norm.dtype) <= limit) & jnp.isfinite(norm)
     return jnp.where(within, update, scaled)
 

@@ -18,9 +18,8 @@ import optax
 from jax.tree_util import Partial
 
 from ..arguments import check_number
-from ..core import Threshold
-from ..norms import Axes
-from ..thresholds import least
+from ..sharding import Axes
+from ..thresholds import Threshold, least
 from .memory import at, parameter
 from .scope import Scope, clip_at
 

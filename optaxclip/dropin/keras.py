@@ -34,7 +34,8 @@ import optax
 from jax.core import Tracer
 
 from ..arguments import check_number
-from ..fixed import clip_by_global_norm, clip_by_tensor_norm, clip_by_value
+from ..by_value import clip_by_value
+from ..fixed import clip_by_global_norm, clip_by_tensor_norm
 
 
 def clip_gradients(clipnorm: Any = None, clipvalue: Any = None, global_clipnorm: Any = None) -> optax.GradientTransformation:

@@ -24,7 +24,7 @@ What TensorFlow says of a tensor holds here for each leaf of a tree; None leaves
     norm                            in the dtype of the tensors               float32, or float64 if a leaf has 64 bits
     mixed dtypes in t_list          refused                                   each keeps its own
     a bare tensor as t_list         TypeError                                 a tree of one leaf
-    complex tensors                 refused                                   by modulus
+    complex tensors                 refused                                   by modulus; refused by clip_by_value, whose two bounds need an order
     integers by norm                refused                                   neither measured nor clipped
     integers by value               with integer bounds only                  other bounds are rounded inwards
     clip_by_average_norm            refuses float16 and float64               all float dtypes
@@ -41,8 +41,9 @@ from typing import Any
 import jax
 import optax
 
-from .. import fixed, norms
-from ..arguments import check_number
+from .. import by_value, norms
+from ..arguments import check_number, check_order
+from ..fixed import clip_together
 from ..once import clip_once
 
 
@@ -68,10 +69,8 @@ def clip_by_value(t: Any, clip_value_min: Any, clip_value_max: Any) -> Any:
     """
     check_number("clip_by_value: clip_value_min", clip_value_min, lowest=-math.inf)
     check_number("clip_by_value: clip_value_max", clip_value_max, lowest=-math.inf)
-    known = isinstance(clip_value_min, (int, float)) and isinstance(clip_value_max, (int, float))
-    if known and clip_value_min > clip_value_max:
-        raise ValueError(f"clip_by_value: clip_value_min must be at most clip_value_max, got {clip_value_min!r} and {clip_value_max!r}.")
-    clipper = fixed.clip_by_value(clip_value_max, clip_value_min)
+    check_order("clip_by_value", ("clip_value_min", clip_value_min), ("clip_value_max", clip_value_max))
+    clipper = by_value.clip_by_value(clip_value_max, clip_value_min)
     return clipper.update(t, clipper.init(t))[0]
 
 
@@ -188,5 +187,4 @@ def clip_gradients_by_norm(optimizer: optax.GradientTransformation, clip_norm: A
       >>> print(*(f"{x:.4f}" for x in updates))
       -0.6000 -0.8000
     """
-    threshold = fixed.rule_of(clip_norm, "clip_gradients_by_norm: clip_norm")
-    return optax.chain(fixed.clip_by_global_norm(threshold), optimizer)
+    return optax.chain(clip_together("clip_gradients_by_norm: clip_norm", clip_norm), optimizer)

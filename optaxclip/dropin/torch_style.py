@@ -36,7 +36,7 @@ import jax
 import jax.numpy as jnp
 
 from ..arguments import check_number, check_ord
-from ..fixed import clip_by_value
+from ..by_value import clip_by_value
 from ..norms import global_norm
 from ..once import clip_once
 

@@ -13,10 +13,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ..adaptive import windowed_mean, windowed_quantile, z_score
-from ..core import Threshold, ask
+from ..adaptive import windowed_quantile, z_score
+from ..core import ask
 from ..shrinks import Shrink, hard
-from ..thresholds import rule_of
+from ..skip import step_rule
+from ..thresholds import Threshold, rule_of
 from .history import read_history as read_history
 
 
@@ -32,7 +33,7 @@ class Replay(NamedTuple):
 class Suggestion(NamedTuple):
     """One candidate threshold."""
 
-    rule: str  # as it is written in a program
+    rule: str  # as it is written in a program; skip_step(...) stands around an optimizer
     limit: float  # the limit at the last step
     clip_rate: float  # share of steps clipped, in [0, 1]
     mean_scale: float  # what the clipped steps would have been multiplied by, on average; 1 where none was
@@ -68,7 +69,7 @@ def suggest(norms: Any) -> list[Suggestion]:
     """Candidate thresholds for a history of norms, each with the share of steps that it would have clipped.
 
     Args:
-      norms: the history, [steps]. Norms that are NaN or inf are left out.
+      norms: the history, [steps]. Norms that are NaN, inf or 0 are left out.
 
     Returns:
       Fixed limits first, from quantiles of the norms (Pascanu et al. take half to ten times the usual norm), then rules that learn. See the module for what this can not know.
@@ -109,7 +110,7 @@ def _candidates(norms: np.ndarray) -> list[tuple[str, Any]]:
         ("clip_by_global_norm(windowed_quantile(0.9, 1000))", windowed_quantile(0.9, 1000)),
         ("clip_by_global_norm(windowed_quantile(0.5, 100, factor=2.0))", windowed_quantile(0.5, 100, factor=2.0)),
         ("zclip()", z_score()),
-        ("skip_step(...)", windowed_mean(6.0, 128, ddof=1, warmup=63)),
+        ("skip_step(...)", step_rule()),
     ]
     return [(f"clip_by_global_norm({limit:g})", limit) for limit in sorted(set(fixed))] + rules
 

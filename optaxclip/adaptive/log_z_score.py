@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax.tree_util import Partial
 
 from ..arguments import check_number
-from ..core import Threshold
+from ..thresholds import Threshold
 from .memory import Average, at, average, blend, gain, parameter
 
 
