@@ -34,18 +34,17 @@ def table(quick: bool) -> Table:
     tree = models.gpt2(quick)
     adam = optax.adam(1e-3)
     entrants = steps.field(adam, CLIPPERS, tree)
-    grads = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), tree)
-    skips = {name: steps.compile_step(optax.identity(), wrap(adam), tree, grads) for name, wrap in SKIPS.items()}
+    skips = {name: steps.compile_step(optax.identity(), wrap(adam), tree, tree) for name, wrap in SKIPS.items()}
     contestants = {key: run for key, run in entrants.contestants.items() if key[1] == "active"}
     for name, program in skips.items():
-        contestants[name, "active"] = steps.alone(program, SKIPS[name](adam), tree, grads)
+        contestants[name, "active"] = steps.alone(program, SKIPS[name](adam), tree, tree)
     seconds = timing.race(contestants, 2 if quick else 7)
     programs = entrants.programs | skips
     fixed = {name: counterpart for name, (_, counterpart) in CLIPPERS.items()}
     return Table(
         f"a jitted, donated Adam step, {len(jax.tree.leaves(tree))} leaves, float32: thresholds that learn, and steps that may be skipped",
         ("clipper or wrapper", "time", "time over the fixed one", "temporary memory", "compile"),
-        [_row(name, seconds, programs, fixed.get(name), 4 * sum(x.size for x in jax.tree.leaves(tree))) for name in programs],
+        [_row(name, seconds, programs, fixed.get(name), models.size_in_bytes(tree)) for name in programs],
         "Time: against Adam alone; then against the fixed limit of the same scope. Temporary memory: share of the gradients' bytes. Compile: against Adam alone.",
     )
 

@@ -7,10 +7,10 @@ import jax.numpy as jnp
 import numpy as np
 
 
-def gpt2(quick: bool = False, dtype: Any = jnp.float32) -> dict[str, Any]:
+def gpt2(quick: bool) -> dict[str, Any]:
     """Shapes of GPT-2 small: 148 leaves, 124 M parameters. The quick one is two equal matrices, since every other shape costs compile time."""
     if quick:
-        return _described({"wte": (128, 32), "wpe": (128, 32)}, dtype)
+        return _described({"wte": (128, 32), "wpe": (128, 32)}, jnp.float32)
     vocabulary, context, width, depth = 50257, 1024, 768, 12
     shapes = {
         "wte": (vocabulary, width),
@@ -18,7 +18,7 @@ def gpt2(quick: bool = False, dtype: Any = jnp.float32) -> dict[str, Any]:
         "blocks": [_block(width) for _ in range(depth)],
         "ln": {"weight": (width,), "bias": (width,)},
     }
-    return _described(shapes, dtype)
+    return _described(shapes, jnp.float32)
 
 
 def small_leaves(count: int) -> list[jax.ShapeDtypeStruct]:

@@ -12,7 +12,7 @@ import optax
 
 from optaxclip.per_example import clipped_grad
 
-from . import timing
+from . import models, timing
 from .report import Table
 
 Gradient = Callable[[Any, Any], Any]  # (params, batch) -> gradient
@@ -26,7 +26,7 @@ def table(quick: bool) -> Table:
     programs = {name: timing.compiled(gradient, params, examples) for name, gradient in _entrants(batch, microbatch).items()}
     contestants = {name: timing.Contestant(partial(program.call, params, examples)) for name, program in programs.items()}
     seconds = timing.race(contestants, 2 if quick else 5)
-    bytes_of_gradient = 4 * sum(leaf.size for leaf in jax.tree.leaves(params))
+    bytes_of_gradient = models.size_in_bytes(params)
     return Table(
         f"the gradient of a perceptron, {bytes_of_gradient // 4:,} parameters, float32, {batch} examples, each clipped",
         ("gradient", "time", "temporary memory", "compile"),

@@ -1,8 +1,8 @@
 """Clippers by norm: of everything, of each tensor, of each unit, or of groups.
 
-They share these: a limit that is a number, an array, a schedule from step to number, None for no limit, or a rule that learns (`optaxclip.adaptive`); `ord` (the order
-of the norm: a number above 0, `math.inf`, "rms", "average"; None means 2); `shrink` (what becomes of what is too long: None or `hard`, `smooth()`, `drop`, `normalize`); `eps` (added to the
-norm before dividing; 1e-6 gives torch's numbers); `nonfinite` ("propagate", "zero" or "raise", see `clip_by`).
+They share these: a limit that is a number, an array, a schedule from step to number, None for no limit, or a rule that learns (`optaxclip.adaptive`); AGC takes a share of the weights in
+its place; `ord` (the order of the norm: a number above 0, `math.inf`, "rms", "average"; None means 2); `shrink` (what becomes of what is too long: None or `hard`, `smooth()`, `drop`,
+`normalize`); `eps` (added to the norm before dividing; 1e-6 gives torch's numbers); `nonfinite` ("propagate", "zero" or "raise", see `clip_by`).
 
     limit 0          zeros, for zero updates as well
     limit None, inf  only measures: bit for bit the input, even where it is NaN
@@ -22,7 +22,7 @@ from .leaves import Axis, Stacked, axes_by_label, by_label, frozen, frozen_axis,
 from .norms import Ord, global_norm, measure_of, norm_of_each, tensor_norm, unit_norm
 from .sharding import Axes
 from .shrinks import Shrink
-from .thresholds import share_of_params
+from .thresholds import rule_of, share_of_params
 
 
 def clip_by_global_norm(
@@ -191,7 +191,7 @@ def clip_by_block_rms(threshold: Any) -> optax.GradientTransformationExtraArgs:
 
 def clip_together(argument: str, limit: Any, *, ord: Ord = None, axes: Axes = "auto", **options: Any) -> optax.GradientTransformationExtraArgs:
     """One norm for everything; `argument` is how error messages name the call and its limit, `options` are those of `clip_by`."""
-    return clip_by(measure_of(call_of(argument), global_norm, ord, axes), limit, argument=argument, **options)
+    return clip_by(measure_of(call_of(argument), global_norm, ord, axes), rule_of(limit, argument), argument=argument, **options)
 
 
 def clip_tensors(
@@ -220,5 +220,5 @@ def clip_groups(argument: str, limit: Any, labels: Any, *, ord: Ord = None, axes
         clipped, state = clipper(updates).update(groups | absent, state, weights, **extra_args)
         return restore(clipped), state
 
-    clip_together(argument, limit, ord=ord, axes=None, **options)  # an argument that can not be is refused here, not in the first step
+    clip_by(measure_of(call, global_norm, ord), limit, argument=argument, **options)  # an argument that can not be is refused here, not in the first step
     return optax.GradientTransformationExtraArgs(init, update)

@@ -85,7 +85,6 @@ CLIPPERS = {
     "larc": Case(partial(optaxclip.larc, 1.0, eps=0.0), leaves, relative=True, floor=0.0, numbers_only=True),
 }
 
-DTYPES = ("float32", "bfloat16", "float16", "complex64", "mixed", "float64")
 # A clipper meets float32 and all dtypes in one tree; a tree of 16-bit or complex numbers alone meets every third clipper, and 64 bits those that test_properties does not have.
 PURE = dict(zip(CLIPPERS, itertools.cycle(("bfloat16", "float16", "complex64"))))
 IN_64_BITS = ("clip_by_global_norm", "clip_by_average_norm", "adaptive_grad_clip per tensor", "clip_by_spectral_norm", "clippy", "larc")

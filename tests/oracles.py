@@ -74,10 +74,6 @@ def clip_rms(leaves, limit, eps=0.0):
     return clip_tensors(leaves, limit, "rms", eps)
 
 
-def clip_average(leaves, limit, eps=0.0):
-    return clip_tensors(leaves, limit, "average", eps)
-
-
 def clip_units(leaves, limit, ord=2, eps=0.0, axes=None):
     """Each unit by itself; `axes` are those to sum over, in every leaf."""
     return [shrink(leaf, unit_norm(leaf, ord, axes), limit, eps) if leaf.size else wide(leaf) for leaf in leaves]
@@ -102,15 +98,6 @@ def agc_limits(params, clipping, eps):
 def clip_adaptively(leaves, params, clipping=0.01, eps=1e-3):
     limits = agc_limits(params, clipping, eps)
     return [shrink(leaf, unit_norm(leaf), limit) if leaf.size else wide(leaf) for leaf, limit in zip(leaves, limits)]
-
-
-def clip_value(leaf, high, low=None):
-    """NaN stays NaN; one bound is for the modulus."""
-    x = wide(leaf)
-    if x.dtype.kind == "c":
-        return shrink(x, np.abs(x), high)
-    low = -np.asarray(high, np.float64) if low is None else np.asarray(low, np.float64)
-    return np.where(np.isnan(x), x, np.minimum(np.maximum(x, low), high))
 
 
 def eps_of(dtype):

@@ -6,7 +6,6 @@ from functools import cache, partial
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 from jax.sharding import AxisType, Mesh, NamedSharding
@@ -202,10 +201,6 @@ def assert_close(have: Any, want: Any, rtol: float = 1e-6) -> None:
 def on_each_part(body: Callable[..., Any], mesh: Mesh, in_specs: Any, out_specs: Any, **options: Any) -> Callable[..., Any]:
     """A jitted shard_map."""
     return jax.jit(jax.shard_map(body, mesh=mesh, in_specs=in_specs, out_specs=out_specs, **options))
-
-
-def shapes_of(tree: Any) -> Any:
-    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x)), tree)
 
 
 def on_two_devices(function, in_specs, out_specs, *args, **options):

@@ -350,3 +350,9 @@ def test_a_prefix_of_many_values_is_looked_up_in_time_that_grows_with_them():
     table = prefix.freeze({Key(layer): values for layer, values in limits.items()}, callable)
     assert prefix.lookup(table, tree, "limits") == [1.0] * 3000
     assert count < 100 * 3000
+
+
+@pytest.mark.parametrize("build", [optaxclip.clip_by_global_norm, lambda limit: optaxclip.zclip(cap=limit)], ids=["global", "cap"])
+def test_one_norm_takes_one_limit(build):
+    with pytest.raises(TypeError, match=r"must be a real number, got \{'w': 1.0\}"):
+        build({"w": 1.0})

@@ -1,4 +1,4 @@
-"""Every example and the benchmarks run, for a few steps."""
+"""The main job, the examples on several devices and the benchmarks run, for a few steps."""
 
 import json
 

@@ -7,9 +7,9 @@ The paper pairs it with a reset of Adam's moments every `every` steps, after whi
 
     optax.chain(spam(), reset_momentum(optax.scale_by_adam(), every=500, warmup=150), optax.scale_by_learning_rate(1e-3))
 
-v is Adam's own in the paper. Here it is kept beside it, a buffer as large as the parameters, unless `update(..., second_moment=v)` hands one in. In the first `warmup` steps after the
-start and after each reset, and where v is still 0, nothing is clipped: v has seen too little. (The public code makes a coordinate 0 whose v is 0, and does not reset the count that
-corrects Adam's moments; here the whole state starts anew.)
+v is Adam's own in the paper. Here it is kept beside it, a buffer as large as the parameters, unless `update(..., second_moment=v)` hands one in. Before update number `warmup`, in the first
+`warmup` updates from each reset on, and where v is still 0, nothing is clipped: v has seen too little. (The public code makes a coordinate 0 whose v is 0, and does not reset the count
+that corrects Adam's moments; here the whole state starts anew.)
 
 Reference: Huang et al., SPAM: spike-aware Adam with momentum reset for stable LLM training, 2025 (arXiv 2501.06842).
 """
@@ -50,7 +50,7 @@ def spam(threshold: Any = 5000.0, *, decay: Any = 0.999, warmup: Any = 20, every
     Args:
       threshold: how many times its usual square a square may be. At least 0. A number or a schedule.
       decay: of the average, in [0, 1]. A number or a schedule.
-      warmup: how many steps after the start and after each reset nothing is clipped. At least 0.
+      warmup: the first update that is clipped, and how many are not clipped from each reset on. At least 0.
       every: the average starts anew before each update whose number is a multiple of this, as in `reset_momentum`; None for never. At least 1.
 
     Returns:

@@ -92,7 +92,7 @@ def moments_ratio(decay1: Any = 0.7, decay2: Any = 0.9, *, eps: Any = 1e-8) -> T
     """limit = mean / (sqrt(mean of squares) + eps) of the norms, the current one included. Use it with `shrink=normalize`.
 
     Args:
-      decay1, decay2: of the two moments, in [0, 1). Numbers or schedules.
+      decay1, decay2: of the two moments, in [0, 1]. Numbers or schedules.
       eps: at least 0, in units of the norm.
     """
     call = "moments_ratio"
