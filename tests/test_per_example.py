@@ -578,9 +578,10 @@ def test_per_example_limits_are_named_by_their_function():
             call()
 
 
-def test_an_argument_in_two_roles_is_seen_however_it_is_counted():
-    grad = optaxclip.clipped_grad(lambda w, x: w * x, 1.0, argnums=-2, batch_argnums=0)
-    with pytest.raises(ValueError, match=r"clipped_grad: argnums=-2 and batch_argnums=0 must be different arguments"):
+@pytest.mark.parametrize(("argnums", "batch_argnums"), [(-2, 0), (0, -2)])
+def test_an_argument_in_two_roles_is_seen_however_it_is_counted(argnums, batch_argnums):
+    grad = optaxclip.clipped_grad(lambda w, x: w * x, 1.0, argnums=argnums, batch_argnums=batch_argnums)
+    with pytest.raises(ValueError, match=rf"clipped_grad: argnums={argnums} and batch_argnums={batch_argnums} must be different arguments"):
         grad(jnp.ones(2), jnp.ones(2))
 
 
