@@ -8,8 +8,8 @@ A clipper answers three questions: how long is it (norms), how long may it be (t
     that learn  autoclip, zclip, adagc, aggc, spam, adaclip, adagn, reset_momentum
     rules       constant, share_of_params, least, at_least, warm_up; windowed_quantile, windowed_mean, z_score, log_z_score, ema_ratio, ema_band, ema, moments_ratio, growth, quantile_tracker
     shrinks     hard, smooth, drop, normalize
-    wrappers    skip_nonfinite, skip_spikes, skip_step, carry_clipped
-    per example clipped_grad, per_example_global_norm_clip, per_example_layer_norm_clip; the shrinks auto_s, psac
+    wrappers    skip_nonfinite, skip_spikes, skip_step (with SkipState), carry_clipped
+    per example clipped_grad (which returns ClippedGrad), per_example_global_norm_clip, per_example_layer_norm_clip; the shrinks auto_s, psac
     backward    clip_cotangent, scale_cotangent
     drop-ins    optaxclip.dropin: functions named as in torch, TensorFlow and Keras
     reading     metrics, measure; replay, suggest, read_history

@@ -76,7 +76,7 @@ def broadcasts_to(shape: tuple[int, ...], target: tuple[int, ...]) -> bool:
     return len(shape) <= len(target) and all(have in (1, want) for have, want in zip(shape[::-1], target[::-1]))
 
 
-def carried(function: Callable[..., Any]) -> Partial:
+def as_partial(function: Callable[..., Any]) -> Partial:
     """The function as a node of a pytree, so that JAX can carry it into a compiled call. What already is one stays: wrapped again, its arrays would count as code, and compile anew at every call."""
     return function if isinstance(function, Partial) else Partial(function)
 

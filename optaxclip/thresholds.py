@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 from jax.tree_util import Partial
 
-from .arguments import carried, check_number
+from .arguments import as_partial, check_number
 
 
 class Threshold(NamedTuple):
@@ -52,7 +52,7 @@ def constant(limit: Any, *, argument: str = "constant: limit") -> Threshold:
     if limit is None:
         limit = float("inf")
     if callable(limit):
-        return Threshold(Partial(remember_nothing), Partial(_scheduled, carried(limit)))
+        return Threshold(Partial(remember_nothing), Partial(_scheduled, as_partial(limit)))
     check_number(argument, limit)
     return Threshold(Partial(remember_nothing), Partial(_constant, limit))
 
@@ -71,14 +71,14 @@ def share_of_params(share: Any, floor: Any = 0.0, *, argument: str = "share_of_p
     """
     check_number(floor_argument, floor)
     if callable(share):
-        return Threshold(Partial(remember_nothing), Partial(_share, carried(share), floor))
+        return Threshold(Partial(remember_nothing), Partial(_share, as_partial(share), floor))
     check_number(argument, share)
     return Threshold(Partial(remember_nothing), Partial(_share, share, floor))
 
 
 def rule_of(limit: Any, argument: str) -> Threshold:
     """The rule itself, with functions that JAX can carry into a compiled call, or the constant rule of a number, schedule or None."""
-    return Threshold(*map(carried, limit)) if isinstance(limit, Threshold) else constant(limit, argument=argument)
+    return Threshold(*map(as_partial, limit)) if isinstance(limit, Threshold) else constant(limit, argument=argument)
 
 
 def rules_of(limits: Any, argument: str) -> Any:

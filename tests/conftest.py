@@ -4,6 +4,8 @@ import gc
 import os
 from pathlib import Path
 
+import pytest
+
 # Nearly all of the time goes into compiling, and most of that into machine code, so it is written plainly here, without LLVM's optimisations. Temporary memory and reductions were the same in
 # five clipped steps that were compared; on JAX 0.10.2 one in ten fusions is cut otherwise, on 0.12 none. FULL_CODE=1 tests what users get, as CI does on the newest JAX for the contract.
 PLAIN_CODE = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true --xla_cpu_parallel_codegen_split_count=1 --xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters"
@@ -17,3 +19,15 @@ os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
 os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
 # Half of the rest is tracing, which makes many small objects: looking through them less often saves a tenth.
 gc.set_threshold(200_000, 20, 20)
+
+
+@pytest.fixture(scope="module")
+def as_programs_run():
+    """For the examples: JAX as users have it, but for XLA's optimisations, whose compilation is most of what a few steps take."""
+    import jax
+
+    before = jax.config.read("jax_disable_most_optimizations")
+    jax.config.update("jax_disable_most_optimizations", True)
+    with jax.numpy_rank_promotion("allow"):
+        yield
+    jax.config.update("jax_disable_most_optimizations", before)

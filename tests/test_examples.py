@@ -2,29 +2,15 @@
 
 import json
 
-import jax
 import numpy as np
 import pytest
 
 import benchmarks
 from examples import char_rnn, multi_process, sharded
 
-
-@pytest.fixture(autouse=True)
-def _as_users_have_it():
-    with jax.numpy_rank_promotion("allow"):
-        yield
+pytestmark = pytest.mark.usefixtures("as_programs_run")
 
 
-@pytest.fixture
-def _compiled_fast():
-    before = jax.config.read("jax_disable_most_optimizations")
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", before)
-
-
-@pytest.mark.usefixtures("_compiled_fast")
 def test_char_rnn_trains_all_four_and_draws(tmp_path, monkeypatch):
     monkeypatch.setattr(char_rnn, "LENGTH", 16)
     rows = char_rnn.main(steps=4, picture=tmp_path / "picture.png")
@@ -32,7 +18,6 @@ def test_char_rnn_trains_all_four_and_draws(tmp_path, monkeypatch):
     assert (tmp_path / "picture.png").stat().st_size > 10_000
 
 
-@pytest.mark.usefixtures("_compiled_fast")
 def test_the_ways_to_train_on_eight_devices_are_the_same_run(monkeypatch):
     monkeypatch.setattr(sharded, "BLOCKS", 1)  # compiling is what takes time
     alone, *spread = sharded.main(steps=10)

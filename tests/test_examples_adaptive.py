@@ -13,23 +13,21 @@ from optaxclip.replay import __main__ as replay
 BROKEN = [70, 85]
 
 
-@pytest.fixture(autouse=True)
-def _as_users_have_it():
-    with jax.numpy_rank_promotion("allow"):
-        yield
+pytestmark = pytest.mark.usefixtures("as_programs_run")
 
 
 def short_runs(folder, *only):
-    """A hundred steps of some runs, with two broken batches, by name."""
+    """A hundred steps of some runs of a small network, with two broken batches, by name."""
     files = {"picture": folder / "picture.png", "log": folder / "run.csv"}
-    return {row.protection: row for row in adaptive.main(steps=100, first=BROKEN[0], every=BROKEN[1] - BROKEN[0], only=only, **files)}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(adaptive.char_rnn, "HIDDEN", 48)
+        return {row.protection: row for row in adaptive.main(steps=100, first=BROKEN[0], every=BROKEN[1] - BROKEN[0], only=only, **files)}
 
 
 @pytest.fixture(scope="module")
 def unprotected(tmp_path_factory):
     folder = tmp_path_factory.mktemp("unprotected")
-    with jax.numpy_rank_promotion("allow"):
-        return short_runs(folder, adaptive.CLEAN, "none"), folder
+    return short_runs(folder, adaptive.CLEAN, "none"), folder
 
 
 def test_broken_batches_do_harm_and_are_the_spikes(unprotected):
@@ -57,7 +55,7 @@ SKIPPERS = ["skip_spikes", "skip_step"]
 
 @pytest.fixture(scope="module")
 def protected(tmp_path_factory):
-    with jax.numpy_rank_promotion("allow"), pytest.MonkeyPatch.context() as patch:
+    with pytest.MonkeyPatch.context() as patch:
         patch.setattr(adaptive.Figure, "savefig", lambda *args, **options: None)  # all is drawn; the runs without protection are made a picture of
         return short_runs(tmp_path_factory.mktemp("protected"), *CLIPPERS, *SKIPPERS)
 

@@ -13,10 +13,7 @@ from examples import digits
 EPS = np.finfo(np.float32).eps
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _as_users_have_it():
-    with jax.numpy_rank_promotion("allow"):
-        yield
+pytestmark = pytest.mark.usefixtures("as_programs_run")
 
 
 @pytest.fixture(scope="module")

@@ -14,10 +14,7 @@ EPS = float(np.finfo(np.float32).eps)
 RTOL = 64 * EPS
 
 
-@pytest.fixture(autouse=True)
-def _as_users_have_it():
-    with jax.numpy_rank_promotion("allow"):
-        yield
+pytestmark = pytest.mark.usefixtures("as_programs_run")
 
 
 def norm_of(tree):

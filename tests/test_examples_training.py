@@ -14,14 +14,7 @@ import pytest
 import optaxclip
 from optaxclip.replay.__main__ import table
 
-
-@pytest.fixture(autouse=True, scope="module")
-def _as_users_have_it_and_compiled_fast():
-    before = jax.config.read("jax_disable_most_optimizations")
-    jax.config.update("jax_disable_most_optimizations", True)  # compiling is most of what these take
-    with jax.numpy_rank_promotion("allow"):
-        yield
-    jax.config.update("jax_disable_most_optimizations", before)
+pytestmark = pytest.mark.usefixtures("as_programs_run")
 
 
 def example(name, *needs):

@@ -12,7 +12,7 @@ import numpy as np
 from jax import lax
 from jax.core import Tracer
 
-from ..arguments import carried, check_number
+from ..arguments import as_partial, check_number
 
 REMEMBER = ("raw", "clipped")
 
@@ -38,7 +38,7 @@ def parameter(argument: str, value: Any, lowest: float = 0.0, highest: float = f
       TypeError, ValueError: what is no number between `lowest` and `highest`.
     """
     if callable(value):
-        return carried(value)
+        return as_partial(value)
     check_number(argument, value, lowest=lowest)
     if not isinstance(value, Tracer) and (np.asarray(value, np.float64) > highest).any():
         raise ValueError(f"{argument} must be at most {highest:g}, got {value!r}.")
