@@ -8,12 +8,9 @@ nearest matrix of spectral norm c; `smooth(2)` is SPECTRA's; `normalize` gives e
     method "svd"             any shrink; as exact as the singular value decomposition, which accelerators are slow at
     method "newton_schulz"   hard and smooth(2), by matrix products alone
 
-The second rests on the polar factor of a matrix with more columns, [X, cI] = (X X^H + c^2 I)^(1/2) [B, Z]. Its singular values are at least c, so that the iteration knows where to begin, its
-accuracy is lost with s_max / c and not with the square of it, as in a root of the Gram matrix, and c B = (I + X X^H / c^2)^(-1/2) X is the smooth form as it stands. B and Z have singular values
-b = s / sqrt(s^2 + c^2) and z = c / sqrt(s^2 + c^2), so that the hard form is c b / max(b, z), with max(b, z)^2 = (1 + |1 - 2 z^2|) / 2, the modulus from the matrix sign.
+The second is in `optaxclip.newton_schulz`.
 
-Reference: Jiang, Semenov, Stich, SPECTRA, 2026 (arXiv 2603.14315); Yukhimchuk et al., 2026 (arXiv 2605.11838) for the hard form of gradients; F. L. Cesista, Numerically stable spectral clipping via
-Newton-Schulz, 2025, for sign iterations; Chen, Chow, A stable scaling of Newton-Schulz for improving the sign function computation of a Hermitian matrix, 2014, for the scaling.
+Reference: Jiang, Semenov, Stich, SPECTRA, 2026 (arXiv 2603.14315); Yukhimchuk et al., 2026 (arXiv 2605.11838) for the hard form of gradients.
 """
 
 import math
@@ -26,16 +23,16 @@ import numpy as np
 import optax
 from jax import lax
 
-from . import prefix
+from . import newton_schulz, prefix
 from .arguments import check_number
 from .core import clip_by
 from .leaves import Stacked, for_each_leaf, frozen, measured, stacked_axes, with_unmeasured
+from .newton_schulz import adjoint, product
 from .norms import Measure, tensor_norm
 from .shrinks import Shrink, hard, smooth
 
 METHODS = ("svd", "newton_schulz")
 STEPS = 24  # of Newton-Schulz
-SQUARINGS = 16  # the power of the Gram matrix whose trace bounds the largest singular value is 2^16: m equal ones are overrated by m^(1 / 2^17)
 
 
 def clip_by_spectral_norm(
@@ -182,8 +179,8 @@ def _spectrum(method: str, x: jax.Array) -> tuple[jax.Array, Any]:
     if method == "svd":
         u, s, v = jnp.linalg.svd(x, full_matrices=False)
         return jnp.where(jnp.isfinite(peak), s[..., None, :1] * unit, peak), (unit, u, s, v)
-    flat = x if x.shape[-2] <= x.shape[-1] else _adjoint(x)
-    norm, bound = _largest(flat)
+    flat = x if x.shape[-2] <= x.shape[-1] else adjoint(x)
+    norm, bound = newton_schulz.largest(flat)
     return jnp.where(jnp.isfinite(peak), norm * unit, peak), (unit, flat, bound)
 
 
@@ -199,86 +196,13 @@ def _shape(shrink: Shrink, method: str, steps: int, scaled: jax.Array, x: jax.Ar
         unit, u, s, v = parts
         long = s[..., None, :] * unit
         short = shrink(long, jnp.broadcast_to(limit, long.shape))
-        new, changed = _product(u * short, v), jnp.any(short != long, -1, keepdims=True)
+        new, changed = product(u * short, v), jnp.any(short != long, -1, keepdims=True)
     else:
         unit, flat, bound = parts
-        new = unit * _newton_schulz(flat, limit / unit, bound, steps, shrink is hard)
-        new, changed = new if flat.shape == x.shape else _adjoint(new), (norm > limit) | (shrink is not hard)
+        new = unit * newton_schulz.shrunk(flat, limit / unit, bound, steps, shrink is hard)
+        new, changed = new if flat.shape == x.shape else adjoint(new), (norm > limit) | (shrink is not hard)
     new = jnp.where(changed, new, x).reshape(scaled.shape).astype(scaled.dtype)
     return jnp.where((usual & changed).reshape(*x.shape[:-2], *[1] * (scaled.ndim - x.ndim + 2)), new, scaled)
-
-
-def _newton_schulz(x: jax.Array, limit: jax.Array, bound: jax.Array, steps: int, is_hard: bool) -> jax.Array:
-    """The hard or the smooth form of matrices with at most as many rows as columns; see the module."""
-    limit = jnp.minimum(limit, 2.0**13 * bound)  # from there on nothing is shortened in float32, and [X, cI] would drown X
-    eye = _eye_beside(x)
-    whole = jnp.sqrt(bound**2 + limit**2)
-    factor = _polar(jnp.concatenate([x, limit * eye], -1) / whole, limit / whole, steps)
-    b, z = factor[..., : x.shape[-1]], factor[..., x.shape[-1] :]
-    if not is_hard:
-        return jnp.where(limit > bound, _product(z, x), limit * b)  # equal numbers: the one that is relatively exact
-    side = eye - 2 * _product(z, _adjoint(z))
-    modulus = _product(side, _polar(side, jnp.full_like(limit, jnp.finfo(limit.dtype).eps), steps))
-    return limit * _product(_inverse_root(0.5 * (eye + modulus)), b)
-
-
-def _polar(x: jax.Array, lowest: jax.Array, steps: int) -> jax.Array:
-    """Makes every singular value of x that lies in [lowest, 1] to 1, by x <- r x (3 - r^2 x^2) / 2. Of a Hermitian matrix this is the sign."""
-
-    def step(carry: tuple[jax.Array, jax.Array], _: None) -> tuple[tuple[jax.Array, jax.Array], None]:
-        x, lowest = carry
-        # The r that lifts the lowest most. Near 0 it would send 1 to 0, and 1 + eps to the other side: so no lower than 0.1.
-        low = jnp.maximum(lowest, 0.1)
-        r = jnp.sqrt(3 / (1 + low + low**2))
-        x = 0.5 * r * (3 * x - r**2 * _product(_product(x, _adjoint(x)), x))
-        return (x, 0.5 * r * lowest * (3 - (r * lowest) ** 2)), None
-
-    return lax.scan(step, (x, lax.stop_gradient(lowest)), length=steps)[0][0]
-
-
-def _inverse_root(x: jax.Array) -> jax.Array:
-    """x^(-1/2) of Hermitian matrices with eigenvalues in [1/2, 1]: the error 1 - x y^2 is 1/2 at first, then 0.22, 0.04, 1e-3, 1e-6, 1e-12."""
-    eye = y = _eye_beside(x)
-    for _ in range(5):
-        y = 0.5 * _product(y, 3 * eye - _product(x, _product(y, y)))
-    return y
-
-
-def _largest(x: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """(the largest singular value, a bound that it never exceeds), from the 2^16th power of the Gram matrix by repeated squaring."""
-
-    def square(_: Any, carry: tuple[jax.Array, jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array, jax.Array]:
-        power, log, weight = carry
-        power = _product(power, power)
-        trace = _trace(power)
-        return power / trace, log + weight * jnp.log(trace), weight / 2
-
-    fixed = lax.stop_gradient(x)
-    gram = _product(fixed, _adjoint(fixed))
-    trace = _trace(gram)
-    power, log, _ = lax.fori_loop(0, SQUARINGS, square, (gram / trace, jnp.log(trace), jnp.full_like(trace, 0.5)))
-    # A mean of the singular values, squared, in which the largest outweigh all others: never too long.
-    weights = jnp.sqrt(jnp.sum(jnp.abs(power) ** 2, (-2, -1), keepdims=True))
-    norm = tensor_norm(_product(power, x), stacked=x.ndim - 2).reshape(trace.shape) / jnp.where(weights > 0, weights, 1.0)
-    return norm, 1.001 * jnp.exp(0.5 * log)  # a bound but for rounding, so 0.001 more
-
-
-def _trace(x: jax.Array) -> jax.Array:
-    trace = jnp.real(jnp.trace(x, axis1=-2, axis2=-1))[..., None, None]
-    return jnp.where(trace > 0, trace, 1.0)
-
-
-def _eye_beside(x: jax.Array) -> jax.Array:
-    """An identity for each matrix, with as many rows."""
-    return jnp.broadcast_to(jnp.eye(x.shape[-2], dtype=x.dtype), (*x.shape[:-1], x.shape[-2]))
-
-
-def _adjoint(x: jax.Array) -> jax.Array:
-    return jnp.conj(x.mT)
-
-
-def _product(a: jax.Array, b: jax.Array) -> jax.Array:
-    return jnp.matmul(a, b, precision="highest")  # accelerators would round float32 factors to bfloat16 or TF32
 
 
 def _check_method(call: str, method: Any) -> None:
