@@ -35,12 +35,28 @@ def test_a_measure_of_ones_own_is_never_shown_what_is_not_measured():
     assert (updates["n"] == tree["n"]).all()
 
 
-def test_weights_whose_updates_are_missing_are_not_compared():
+@pytest.mark.parametrize(
+    "clipper",
+    [
+        optaxclip.adaptive_grad_clip(0.5),
+        optaxclip.clip_by_global_norm(optaxclip.share_of_params(0.5)),
+        optaxclip.clip_by_group_norm(optaxclip.share_of_params(0.5), "all"),
+    ],
+    ids=["unit", "global", "group"],
+)
+def test_weights_whose_updates_are_missing_are_not_compared(clipper):
     updates = {"a": None, "w": jnp.array([3.0, 4.0])}
     params = {"a": jnp.array([1000.0]), "w": jnp.array([0.0, 2.0])}
-    clipped, state = apply(optaxclip.adaptive_grad_clip(0.5), updates, params)
-    assert state.limit["w"] == 1.0
+    clipped, state = apply(clipper, updates, params)
+    assert jax.tree.leaves(state.limit) == [1.0]
     np.testing.assert_allclose(clipped["w"], [0.6, 0.8], rtol=1e-6)
+
+
+def test_rescale_leaves_parts_without_a_norm_alone():
+    updates = {"a": jnp.array([3.0, 4.0]), "b": {"c": jnp.ones(2), "d": jnp.ones(3)}}
+    rescaled = optaxclip.rescale(updates, {"a": jnp.float32(5.0), "b": None}, {"a": jnp.float32(1.0), "b": None})
+    np.testing.assert_allclose(rescaled["a"], [0.6, 0.8], rtol=1e-6)
+    assert rescaled["b"]["c"] is updates["b"]["c"] and rescaled["b"]["d"] is updates["b"]["d"]
 
 
 def test_a_limit_has_no_derivative_by_the_updates():
