@@ -23,7 +23,6 @@ from .arguments import check_number, check_params
 from .core import clip_by
 from .leaves import Stacked, frozen, measured, measured_as
 from .norms import measure_of, tensor_norm
-from .prefix import is_none
 from .sharding import Axes
 from .thresholds import constant
 
@@ -75,7 +74,7 @@ def clippy(
     def update(updates: Any, state: Any, params: Any = None, **_: Any) -> tuple[Any, Any]:
         check_params(call, params, "updates")
         tree = measured(updates)
-        strains = jax.tree.map(lambda u, p: None if u is None else _strain(u, p, relative, absolute), tree, measured_as(tree, params), is_leaf=is_none)
+        strains = jax.tree.map(lambda u, p: _strain(u, p, relative, absolute), tree, measured_as(tree, params))
         norms, strains = measure(tree), measure(strains)
         limits = jax.tree.map(lambda norm, strain: constant(Partial(_at_any_step, _limit(norm, strain, relative, absolute))), norms, strains)
         return clip_by(measure, limits, nonfinite=nonfinite, argument=f"{call}: limit").update(updates, state, params, grad_norm=norms)

@@ -290,7 +290,7 @@ BAD = {
     "windowed_mean: window must be a whole number, got 2.5.": lambda: optaxclip.windowed_mean(3, 2.5),
     "windowed_mean: remember must be 'raw' or 'clipped', got 'both'.": lambda: optaxclip.windowed_mean(remember="both"),
     "autoclip: percentile must be at most 100, got 101.": lambda: optaxclip.autoclip(101),
-    "autoclip: scope must be 'global', 'tensor', or labels as in clip_by_group_norm, got 'layer'.": lambda: optaxclip.autoclip(scope="layer"),
+    "autoclip: scope must be 'global', 'tensor', or labels as in clip_by_group_norm, got 'unit'.": lambda: optaxclip.autoclip(scope="unit"),
     "z_score: target must be 'adaptive', 'mean' or 'max', got 'median'.": lambda: optaxclip.zclip(target="median"),
     "z_score: z must not be NaN, got nan.": lambda: optaxclip.z_score(math.nan),
     "z_score: warmup must be at least 1, got 0.": lambda: optaxclip.zclip(warmup=0),
@@ -504,6 +504,13 @@ def test_spam_does_not_learn_from_broken_coordinates():
     updates, after = clipper.update(jnp.array([jnp.nan, jnp.inf, 2.0]), state)
     np.testing.assert_array_equal(after.second_moment[:2], state.second_moment[:2])
     assert after.second_moment[2] > state.second_moment[2] and np.isnan(updates[0]) and np.isfinite(updates[1])
+
+
+def test_spam_keeps_the_average_of_a_leaf_that_is_missing():
+    clipper = optaxclip.spam(warmup=0)
+    _, state = clipper.update({"a": jnp.array([2.0]), "b": jnp.array([2.0])}, clipper.init({"a": jnp.zeros(1), "b": jnp.zeros(1)}))
+    _, after = clipper.update({"a": None, "b": jnp.array([2.0])}, state)
+    assert after.second_moment["a"] == state.second_moment["a"] > 0 and after.second_moment["b"] > state.second_moment["b"]
 
 
 def test_spam_leaves_its_own_average_alone_where_another_is_handed_in():

@@ -143,3 +143,20 @@ def test_clippy_compares_64_bit_updates_in_64_bits():
         updates, params = jnp.array([1.0, 3.0]), jnp.array([1.0, 1.0])
         clipped, _ = apply(optaxclip.clippy(0.7, 0.0), updates, params)
         np.testing.assert_allclose(clipped, [0.7 / 3, 0.7], rtol=1e-14)
+
+
+@pytest.mark.parametrize("bounds", [(np.inf, 0.0), (0.0, np.inf)], ids=["relative", "absolute"])
+def test_an_infinite_bound_of_either_kind_touches_nothing(bounds):
+    updates = jnp.array([1e30, -2.0, 0.0])
+    clipped, state = apply(clippy(*bounds), updates, jnp.array([1e-3, 0.0, 2.0]))
+    assert np.asarray(clipped).tobytes() == np.asarray(updates).tobytes() and state.limit == np.inf
+
+
+def test_weights_as_small_as_numbers_are_still_bound_their_updates():
+    clipped, _ = apply(clippy(0.5, 0.0), jnp.array([4e-30, 1e-31]), jnp.array([2e-30, 2e-30]))
+    np.testing.assert_allclose(clipped, [1e-30, 2.5e-32], rtol=1e-6)
+
+
+def test_complex_updates_are_compared_by_modulus():
+    clipped, _ = apply(clippy(0.5, 0.0), jnp.array([3 + 4j, 1j]), jnp.array([2 + 0j, 2j]))
+    np.testing.assert_allclose(clipped, [0.6 + 0.8j, 0.2j], rtol=1e-6)

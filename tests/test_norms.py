@@ -679,6 +679,13 @@ def test_axes_of_units_count_from_the_front_and_from_the_end():
             optaxclip.unit_norm(x, axis=axis)
 
 
+def test_axes_may_differ_from_leaf_to_leaf_of_a_tuple():
+    x = jnp.array([[3.0, 4.0], [6.0, 8.0]])
+    whole, rows = optaxclip.unit_norm((x, x), axis=((0, 1), 1))
+    np.testing.assert_allclose(whole, [[125**0.5]], rtol=1e-6)
+    np.testing.assert_allclose(rows, [[5.0], [10.0]], rtol=1e-6)
+
+
 def test_the_vector_of_each_layer_is_a_unit_where_layers_are_stacked():
     x = jnp.array([[3.0, 4.0], [6.0, 8.0]])
     np.testing.assert_allclose(optaxclip.unit_norm(x, stacked=1), [[5.0], [10.0]], rtol=1e-6)
