@@ -215,7 +215,8 @@ def clip_groups(argument: str, limit: Any, labels: Any, *, ord: Ord = None, axes
     def update(updates: Any, state: Any, params: Any = None, **extra_args: Any) -> tuple[Any, Any]:
         check_state(call, state, ClipState)
         groups, restore = by_label(updates, labels, call)
-        absent = {label: {} for label in state.norm if label not in groups}  # all of a group may be missing in a step
+        # All of a group may be missing in a step. What is no dict was made by another clipper, as the kernel will say.
+        absent = {label: {} for label in state.norm if label not in groups} if isinstance(state.norm, dict) else {}
         weights = None if params is None else by_label(measured_as(unboxed(updates), params), labels, call)[0] | absent
         clipped, state = clipper(updates).update(groups | absent, state, weights, **extra_args)
         return restore(clipped), state

@@ -171,6 +171,11 @@ OTHERS_STATES = {  # a transformation, a state that is not its own, and what is 
         optaxclip.clip_by_global_norm(1.0).init(TREE),
         "clip_by_tensor_norm: state was made for norms of the structure PyTreeDef(*), but those of the updates have PyTreeDef({'b': *, 'w': *}).",
     ),
+    "no groups": (
+        optaxclip.clip_by_group_norm(1.0, {"w": "x", "b": "y"}),
+        optaxclip.clip_by_global_norm(1.0).init(TREE),
+        "clip_by_group_norm: state was made for norms of the structure PyTreeDef(*), but those of the updates have PyTreeDef({'x': *, 'y': *}).",
+    ),
     "shape": (
         optaxclip.clip_by_unit_norm(1.0),
         optaxclip.clip_by_unit_norm(1.0).init({**TREE, "w": jnp.ones((2, 4))}),
