@@ -631,12 +631,20 @@ def test_a_group_over_devices_has_one_norm(options):
         np.testing.assert_allclose(updates[name], share, rtol=1e-6)
 
 
+OVER_TWO_DEVICES = {  # a tensor of two elements, one on each device: the clipper, and what becomes of its updates 1 and 4 beside weights of 2
+    "clippy": (partial(optaxclip.clippy, 0.5, 0.0), [0.25, 1.0]),
+    "larc": (partial(optaxclip.larc, 1.0, 0.25, eps=0.0), [0.5**0.5 / 17**0.5, 4 * 0.5**0.5 / 17**0.5]),
+}
+
+
 @pytest.mark.parametrize("options", [{}, {"check_vma": False}], ids=["typed", "untyped"])
-def test_clippy_over_devices_scales_all_of_a_tensor_alike(options):
-    clipper = optaxclip.clippy(0.5, 0.0, axes=P("x") if options else "auto")
+@pytest.mark.parametrize("name", OVER_TWO_DEVICES)
+def test_clippers_beside_weights_over_devices_scale_all_of_a_tensor_alike(name, options):
+    build, clipped = OVER_TWO_DEVICES[name]
+    clipper = build(axes=P("x") if options else "auto")
     grads, params = np.float32([1.0, 4.0]), np.float32([2.0, 2.0])
-    updates = on_two_devices(lambda g, p: clipper.update(g, clipper.init(p), p)[0], (P("x"), P("x")), P("x"), grads, params, **options)
-    np.testing.assert_allclose(updates, [0.25, 1.0], rtol=1e-6)
+    updates = on_two_devices(lambda g, p: clipper.update(g, clipper.init(g), p)[0], (P("x"), P("x")), P("x"), grads, params, **options)
+    np.testing.assert_allclose(updates, clipped, rtol=1e-6)
 
 
 def test_without_axes_each_device_measures_what_it_has():
