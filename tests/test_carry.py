@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 import optaxclip
@@ -54,6 +55,9 @@ def test_the_carry_hands_params_and_extra_arguments_to_any_clipper():
     np.testing.assert_allclose(of_weights.update(grads, of_weights.init(params), params)[0], [0.6, 0.8], rtol=1e-6)
     by_value = optaxclip.carry_clipped(optaxclip.clip_by_value(1.0))
     np.testing.assert_allclose(by_value.update(grads, by_value.init(params), params, value=1.0)[0], [1.0, 1.0])
+    by_loss = optax.GradientTransformationExtraArgs(optax.init_empty_state, lambda updates, state, params=None, *, value: (updates / value, state))
+    carried = optaxclip.carry_clipped(by_loss)
+    np.testing.assert_array_equal(carried.update(grads, carried.init(params), value=2.0)[0], [1.5, 2.0])
 
 
 def test_a_carry_that_meets_a_broken_coordinate_stays_as_it_is():

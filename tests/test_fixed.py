@@ -125,8 +125,10 @@ def test_clip_by_value_knows_the_direction_of_the_largest_complex_numbers(dtype)
         ({"w": 1.0, "v": 3.0}, {"w": 2.0, "v": 1.0}),
         ({"w": 1.0, "v": 3.0}, 2.0),
         (1.0, {"v": {"w": 2.0}}),
+        (1.0, jnp.full(2, 2.0)),
+        (jnp.array([3.0, 1.0]), 2.0),
     ],
-    ids=["numbers", "numpy", "array", "trees", "tree and number", "number and tree"],
+    ids=["numbers", "numpy", "array", "trees", "tree and number", "number and tree", "number and array", "one of two"],
 )
 def test_bounds_that_leave_no_room_are_refused_of_whatever_kind(most, least):
     with pytest.raises(ValueError, match=r"^clip_by_value: min_value must be at most max_value, got min_value=.*2.* and max_value=.*1"):
@@ -136,3 +138,4 @@ def test_bounds_that_leave_no_room_are_refused_of_whatever_kind(most, least):
 def test_bounds_of_different_leaves_are_not_compared():
     optaxclip.clip_by_value({"w": 1.0, "v": 3.0}, {"w": 0.0, "v": 2.0})
     optaxclip.clip_by_value(lambda step: 1.0, 2.0)
+    optaxclip.clip_by_value(np.ones(3), np.full(2, 2.0))  # no leaf has both shapes

@@ -284,3 +284,39 @@ def test_newton_schulz_wants_a_step_and_a_shrink_that_it_knows():
     for shrink in (optaxclip.smooth(1), optaxclip.drop):
         with pytest.raises(ValueError, match=r"knows the shrinks hard and smooth"):
             optaxclip.clip_by_spectral_norm(1.0, method="newton_schulz", shrink=shrink)
+
+
+@both
+def test_the_ends_of_the_range_of_float32(method):
+    for unit in (2.0**-124, 2.0**126):
+        x = np.float32(unit) * np.float32([[2 - 2**-20, 0, 0], [0, 1, 0]])
+        updates, _ = clip(x, np.float32(unit), method=method)
+        np.testing.assert_allclose(updates / np.float32(unit), [[1, 0, 0], [0, 1, 0]], rtol=4e-6, atol=4e-6)
+
+
+@both
+def test_layers_of_very_different_size_do_not_meet(method):
+    x = np.stack([matrix((6, 10), 8e-30, 1e-30), matrix((6, 10), 8e30, 1e30)])
+    updates, _ = clip({"w": x}, 2e-30, method=method, stacked=1)
+    errors = error(updates["w"], expected(x, 2e-30))
+    assert errors[0] <= 4e-6 * 2e-30
+    assert errors[1] <= (4e-6 * 2e-30 if method == "svd" else 4e-6 * 8e30)  # by products what is eps of the longest is lost
+
+
+def test_stacked_numbers_are_layers_too():
+    updates, _ = clip({"gain": np.float32([3, -5, 0.5])}, 1.0, stacked=1)
+    np.testing.assert_allclose(updates["gain"], [1, -1, 0.5], rtol=1e-6)
+
+
+@pytest.mark.parametrize("shrink", [optaxclip.hard, SMOOTH, optaxclip.normalize, optaxclip.drop], ids=["hard", "smooth", "normalize", "drop"])
+def test_without_a_limit_no_shrink_touches_anything(shrink):
+    x = matrix(SQUARE, 4.0)
+    for method in METHODS if shrink in (optaxclip.hard, SMOOTH) else ("svd",):
+        assert oracles.same_bits(clip(x, math.inf, method=method, shrink=shrink)[0], x)
+
+
+def test_a_limit_of_0_leaves_nothing_of_any_form():
+    x = matrix(SQUARE, 4.0, rank=2)
+    for method in METHODS:
+        for shrink in (optaxclip.hard, SMOOTH):
+            assert not np.any(clip(x, 0.0, method=method, shrink=shrink)[0])
