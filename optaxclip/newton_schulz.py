@@ -27,7 +27,7 @@ def shrunk(x: jax.Array, limit: jax.Array, bound: jax.Array, steps: int, is_hard
     factor = _polar(jnp.concatenate([x, limit * eye], -1) / whole, limit / whole, steps)
     b, z = factor[..., : x.shape[-1]], factor[..., x.shape[-1] :]
     if not is_hard:
-        return jnp.where(limit > bound, product(z, x), limit * b)  # equal numbers: the one that is relatively exact
+        return limit * b
     side = eye - 2 * product(z, adjoint(z))
     modulus = product(side, _polar(side, jnp.full_like(limit, jnp.finfo(limit.dtype).eps), steps))
     return limit * product(_inverse_root(0.5 * (eye + modulus)), b)
