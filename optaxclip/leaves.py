@@ -36,15 +36,6 @@ def unboxed(tree: Any) -> Any:
     return jax.tree.map(lambda leaf: leaf.__jax_array__() if _is_box(leaf) else leaf, tree, is_leaf=_is_box)
 
 
-def _is_box(x: Any) -> bool:
-    return callable(getattr(x, "__jax_array__", None))
-
-
-def _is_measured(leaf: Any) -> bool:
-    dtype = leaf.dtype if hasattr(leaf, "dtype") else jnp.result_type(leaf)
-    return bool(jnp.issubdtype(dtype, jnp.inexact)) and 0 not in jnp.shape(leaf)
-
-
 def stacked_axes(stacked: Stacked, tree: Any, call: str) -> list[int]:
     """For each leaf, how many leading axes count layers."""
     counts = for_each_leaf(stacked, tree, f"{call}: stacked")
@@ -95,10 +86,6 @@ def frozen_axis(axis: Axis) -> Any:
     return axis if callable(axis) else prefix.freeze(axis, _is_axes)
 
 
-def _is_axes(x: Any) -> bool:
-    return isinstance(x, tuple) and all(isinstance(i, int) for i in x)
-
-
 def by_label(tree: Any, labels: Any, call: str) -> tuple[dict[Any, dict[str, Any]], Callable[[Any], Any]]:
     """The leaves sorted by label, {label: {path: leaf}}, and the function that puts such a dict back into the tree's shape."""
     treedef = jax.tree.structure(tree)
@@ -121,3 +108,16 @@ def axes_by_label(axes: Axes, tree: Any, labels: Any, call: str) -> Axes:
         return axes
     specs = jax.tree.unflatten(jax.tree.structure(tree), prefix.lookup(axes, tree, f"{call}: axes"))
     return sharding.freeze(by_label(specs, labels, call)[0])
+
+
+def _is_axes(x: Any) -> bool:
+    return isinstance(x, tuple) and all(isinstance(i, int) for i in x)
+
+
+def _is_box(x: Any) -> bool:
+    return callable(getattr(x, "__jax_array__", None))
+
+
+def _is_measured(leaf: Any) -> bool:
+    dtype = leaf.dtype if hasattr(leaf, "dtype") else jnp.result_type(leaf)
+    return bool(jnp.issubdtype(dtype, jnp.inexact)) and 0 not in jnp.shape(leaf)
