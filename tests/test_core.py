@@ -191,7 +191,12 @@ def test_weakly_typed_extremes_come_to_their_limit_too():
     np.testing.assert_allclose(updates, 1.0, rtol=1e-6)
 
 
-@pytest.mark.parametrize("threshold", [1.0, jnp.float32(1.0), lambda step: 1.0 + step], ids=["number", "array", "schedule"])
+SCHEDULE_OF_A_NUMBER = jax.tree_util.Partial(lambda first, step: first + step, 1.0)
+
+
+@pytest.mark.parametrize(
+    "threshold", [1.0, jnp.float32(1.0), lambda step: 1.0 + step, SCHEDULE_OF_A_NUMBER], ids=["number", "array", "schedule", "schedule that is a pytree"]
+)
 def test_a_number_or_a_schedule_is_a_rule(threshold):
     updates, state = apply(clip_by(optaxclip.global_norm, threshold), jnp.array([3.0, 4.0]))
     np.testing.assert_allclose(updates, [0.6, 0.8], rtol=1e-6)

@@ -155,6 +155,7 @@ def test_suggestions_are_quantiles_five_medians_and_rules():
     assert rows["clip_by_global_norm(162)"].mean_scale == pytest.approx(162 / 300)
     assert rows["autoclip(10)"].limit == pytest.approx(np.quantile(good, 0.1))
     assert rows["clip_by_global_norm(windowed_quantile(0.9, 1000))"].limit == pytest.approx(np.quantile(good[:-1], 0.9))
+    assert rows["skip_step(...)"].limit == pytest.approx(np.mean(good[:-1]) + 6 * np.std(good[:-1], ddof=1))
     alone = optaxclip.suggest(np.ones(64))  # the 64th norm is the first that skip_step can judge
     by_name = {row.rule: row for row in alone}
     assert by_name["skip_step(...)"].limit == 1.0 and by_name["skip_step(...)"].mean_scale == 1.0
@@ -225,6 +226,9 @@ def test_lines_without_a_norm_are_left_out_and_signs_are_kept(tmp_path):
     np.testing.assert_array_equal(optaxclip.read_history(path), [1.5, -2.5, 3.5])
     with pytest.raises(ValueError, match=r"which has 'step', 'norm'. Name"):
         optaxclip.read_history(path, "loss")
+    path.write_text("step,clip/all/norm_before_ms\n0,1.5\n")
+    with pytest.raises(ValueError, match=r"column=None is not in .*log.csv, which has 'step', 'clip/all/norm_before_ms'. Name"):
+        optaxclip.read_history(path)
 
 
 @pytest.mark.parametrize("suffix", ["jsonl", "json", "ndjson"])

@@ -79,6 +79,7 @@ def test_limits_are_matched_to_a_leaf_from_its_last_axis():
     grads = jnp.ones((2, 3))
     units = optaxclip.clip_by_unit_norm(np.float32([0.1, 0.2, 0.3]))
     np.testing.assert_allclose(apply(units, grads)[0], np.broadcast_to([0.1, 0.2, 0.3], (2, 3)) / np.sqrt(2), rtol=1e-6)
+    np.testing.assert_allclose(apply(optaxclip.clip_by_unit_norm(np.float32([[0.1]])), grads)[0], np.full((2, 3), 0.1) / np.sqrt(2), rtol=1e-6)
     for wrong in (np.ones(2), np.ones((1, 1, 3)), np.ones((2, 3))):
         with pytest.raises(ValueError, match=r"max_norm must be a number for each norm"):
             apply(optaxclip.clip_by_unit_norm(np.float32(wrong)), grads)
