@@ -23,11 +23,8 @@ gc.set_threshold(200_000, 20, 20)
 
 @pytest.fixture(scope="module")
 def as_programs_run():
-    """For the examples: JAX as users have it, but for XLA's optimisations, whose compilation is most of what a few steps take."""
+    """For the examples: ranks are broadcast, as they are for users."""
     import jax
 
-    before = jax.config.read("jax_disable_most_optimizations")
-    jax.config.update("jax_disable_most_optimizations", True)
     with jax.numpy_rank_promotion("allow"):
         yield
-    jax.config.update("jax_disable_most_optimizations", before)

@@ -3,7 +3,10 @@
 import importlib
 import json
 import struct
+from contextlib import redirect_stdout
+from io import StringIO
 from itertools import pairwise
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +15,7 @@ import optax
 import pytest
 
 import optaxclip
+from optaxclip.replay.__main__ import main as replay_command
 from optaxclip.replay.__main__ import table
 
 pytestmark = pytest.mark.usefixtures("as_programs_run")
@@ -246,7 +250,15 @@ def logging_metrics():
 @pytest.fixture(scope="module")
 def logs(logging_metrics, tmp_path_factory):
     folder = tmp_path_factory.mktemp("logs")
-    return logging_metrics.main(steps=120, folder=folder), folder
+
+    def run_here(command, **_):  # what the command does in a process of its own is seen in test_replay
+        with redirect_stdout(StringIO()) as printed:
+            replay_command(command[3:])
+        return SimpleNamespace(stdout=printed.getvalue())
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(logging_metrics.subprocess, "run", run_here)
+        return logging_metrics.main(steps=120, folder=folder), folder
 
 
 def read_lines(path):
