@@ -1,6 +1,5 @@
 """Clipping by value: every element by itself, between bounds."""
 
-import itertools
 import math
 from typing import Any, NamedTuple
 
@@ -38,10 +37,8 @@ def clip_by_value(max_value: Any, min_value: Any = None) -> optax.GradientTransf
     call = "clip_by_value"
     upper = _bounds(max_value, f"{call}: max_value", 0.0 if min_value is None else -math.inf)
     lower = None if min_value is None else _bounds(min_value, f"{call}: min_value", -math.inf)
-    for (below, low), (above, high) in itertools.product(lower.entries if lower else (), upper.entries):
-        depth = min(len(below), len(above))
-        if below[:depth] == above[:depth]:  # they belong to the same leaves
-            check_order(call, ("min_value", low), ("max_value", high))
+    for low, high in prefix.overlaps(lower, upper) if lower else ():
+        check_order(call, ("min_value", low), ("max_value", high))
 
     def init(params: Any) -> ClipByValueState:
         return ClipByValueState(jnp.zeros((), jnp.int32))

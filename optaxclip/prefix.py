@@ -5,7 +5,7 @@ is matched by key path, so a dict matches any mapping with the same keys, and `N
 """
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import jax
@@ -65,6 +65,15 @@ def lookup(prefix: Prefix, tree: Any, argument: str) -> list[Any]:
         if key not in used and not any(key[:depth] in holes for depth in range(len(key))):
             raise ValueError(f"{argument} has a value for {name(key)!r}, but the updates have no such part.")
     return values
+
+
+def overlaps(one: Prefix, other: Prefix) -> Iterator[tuple[Any, Any]]:
+    """The pairs of values of two prefixes that belong to the same leaves."""
+    table, others = dict(one.entries), dict(other.entries)
+    for key, value in other.entries:
+        yield from ((table[key[:depth]], value) for depth in range(len(key) + 1) if key[:depth] in table)
+    for key, value in one.entries:
+        yield from ((value, others[key[:depth]]) for depth in range(len(key)) if key[:depth] in others)
 
 
 def _shown(table: dict[Any, Any]) -> str:

@@ -147,8 +147,8 @@ def direction(x: jax.Array) -> jax.Array:
     parts = [jnp.where(jnp.isinf(part), jnp.sign(part), jnp.where(infinite, 0 * part, part)) for part in parts]
     longer = jnp.maximum(*map(jnp.abs, parts))
     real, imag = (part / jnp.where(longer == 0, 1.0, longer) for part in parts)
-    size = jnp.sqrt(real * real + imag * imag)
-    return lax.complex(real, imag) / jnp.where(size == 0, 1.0, size)
+    # Where both are 0 the root has no derivative, so it is not taken of 0.
+    return lax.complex(real, imag) / jnp.sqrt(jnp.where(longer == 0, 1.0, real * real + imag * imag))
 
 
 def _along(leaf: jax.Array, change: jax.Array) -> jax.Array:

@@ -139,3 +139,17 @@ def test_bounds_of_different_leaves_are_not_compared():
     optaxclip.clip_by_value({"w": 1.0, "v": 3.0}, {"w": 0.0, "v": 2.0})
     optaxclip.clip_by_value(lambda step: 1.0, 2.0)
     optaxclip.clip_by_value(np.ones(3), np.full(2, 2.0))  # no leaf has both shapes
+
+
+def test_clip_by_value_of_a_complex_zero_has_a_derivative():
+    clipper = optaxclip.clip_by_value(1.0)
+    z = jnp.array([0j, 3 + 4j, complex(jnp.finfo("float32").max, 1e38)])
+    slope = jax.grad(lambda z: jnp.sum(jnp.real(apply(clipper, z)[0] * (2 - 1j))))(z)
+    assert np.isfinite(slope).all() and slope[0] == 2 - 1j  # untouched: the derivative of the sum itself
+
+
+def test_a_bound_for_each_of_many_leaves_is_compared_with_its_own():
+    most, least = ({f"layer{place}": sign * 1.0 for place in range(2000)} for sign in (1, -1))
+    optaxclip.clip_by_value(most, least)
+    with pytest.raises(ValueError, match=r"min_value must be at most max_value, got min_value=3.0 and max_value=1.0"):
+        optaxclip.clip_by_value(most, least | {"layer1999": 3.0})
