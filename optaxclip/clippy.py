@@ -21,7 +21,7 @@ from jax.tree_util import Partial
 
 from .arguments import check_number, check_params
 from .core import clip_by
-from .leaves import Stacked, frozen, measured, measured_as
+from .leaves import Stacked, measured, measured_as
 from .norms import measure_of, tensor_norm
 from .sharding import Axes
 from .thresholds import constant
@@ -66,7 +66,7 @@ def clippy(
     call = "clippy"
     check_number(f"{call}: relative", relative)
     check_number(f"{call}: absolute", absolute)
-    measure = measure_of(call, tensor_norm, math.inf, axes, stacked=frozen(stacked))
+    measure = measure_of(call, tensor_norm, math.inf, axes, stacked=stacked)
 
     def init(params: Any) -> Any:
         return clip_by(measure, None, nonfinite=nonfinite, argument=f"{call}: limit").init(params)

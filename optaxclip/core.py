@@ -82,7 +82,7 @@ def clip_by(
 
     def init(params: Any) -> ClipState:
         here = measure if sharding.inside() or not isinstance(measure, Measure) else measure.without_devices()
-        norms = jax.eval_shape(lambda tree: here(measured(tree)), params)
+        norms = jax.eval_shape(lambda tree: norms_of(here, measured(tree)), params)
 
         def filled(value, dtype=None):
             return jax.tree.map(lambda norm: sharding.typed_as(jnp.full(norm.shape, value, dtype or norm.dtype), norm), norms)
@@ -134,28 +134,35 @@ def ask(
     return limit, keep_where(told & ~jnp.isnan(limit), new, memory)
 
 
+@partial(jax.jit, static_argnums=0)
+def norms_of(measure: Callable[[Any], Any], tree: Any) -> Any:
+    """The norms of a tree. Jitted, since it is traced once then for the state, the updates and the weights, which have the same shapes."""
+    return measure(tree)
+
+
 @partial(jax.jit, static_argnums=(0, 1, 2, 3))
 def _clip(measure, shrink, nonfinite, argument, threshold, eps, updates, state, params, grad_norm):
     """One step. It hangs on the module, not on the clipper, so that all clippers of equal make share its compilations."""
     call = call_of(argument)
-    norms = measure(updates) if grad_norm is None else _given(grad_norm, measure, updates, call)
+    norms = norms_of(measure, updates) if grad_norm is None else _given(grad_norm, measure, updates, call)
     slots, treedef = jax.tree.flatten(norms, is_leaf=is_none)
     rules = _rules(threshold, norms, argument)
+    memories = _memories(rules, jax.tree.leaves(norms))
     try:
         columns = [treedef.flatten_up_to(field) for field in state[1:]]
     except ValueError as error:
         raise ValueError(
             f"{call}: state was made for norms of the structure {jax.tree.structure(state.norm)}, but those of the updates have {treedef}."
         ) from error
-    rules = iter(zip(rules, _params_norms(measure, params, norms, call)))
+    rules = iter(zip(rules, memories, _params_norms(measure, params, norms, call)))
     factors, fields = [], []
     for norm, *old in zip(slots, *columns):
         if norm is None:  # nothing to measure here in this step: what is known stays
             factors.append(None)
             fields.append(old)
         else:
-            rule, params_norm = next(rules)
-            _check_old(rule, norm, old[0], old[-1], call)
+            rule, memory, params_norm = next(rules)
+            _check_old(norm, memory, old[0], old[-1], call)
             limit, memory = ask(rule, norm, old[-1], state.step, params_norm, argument=argument)
             factor, new = _decide(shrink, nonfinite, bool(jax.tree.leaves(memory)), eps, norm, limit, old)
             factors.append(factor)
@@ -169,13 +176,17 @@ def _clip(measure, shrink, nonfinite, argument, threshold, eps, updates, state, 
     return updates, ClipState(jnp.asarray(optax.safe_increment(state.step)), *trees)
 
 
-def _check_old(rule: Threshold, norm: jax.Array, old_norm: Any, memory: Any, call: str) -> None:
-    """Raises ValueError for a state of other updates or of another rule. The length of a window is not compared: here it is a number of the program."""
+def _memories(rules: list[Threshold], norms: list[jax.Array]) -> list[Any]:
+    """The form of what each rule remembers. The length of a window is not compared: in a compiled step it is a number of the program."""
+    begins = jax.tree.map(lambda leaf: np.ones(jnp.shape(leaf), jnp.result_type(leaf)), [rule.init for rule in rules])
+    return jax.eval_shape(lambda norms: [begin(norm) for begin, norm in zip(begins, norms)], norms)
+
+
+def _check_old(norm: jax.Array, wanted: Any, old_norm: Any, memory: Any, call: str) -> None:
+    """Raises ValueError for a state of other updates or of another rule."""
     if old_norm is None or jnp.shape(old_norm) != norm.shape:
         made_for = "no norm" if old_norm is None else f"norms of shape {jnp.shape(old_norm)}"
         raise ValueError(f"{call}: state was made for {made_for} where the updates have norms of shape {norm.shape}.")
-    begin = jax.tree.map(lambda leaf: np.ones(jnp.shape(leaf), jnp.result_type(leaf)), rule.init)
-    wanted = jax.eval_shape(begin, norm)
     if jax.tree.structure(wanted) != jax.tree.structure(memory):
         wanted, found = (jax.tree.map(lambda x: f"{x.dtype}{list(x.shape)}", tree) for tree in (wanted, memory))
         raise ValueError(f"{call}: state must hold what its rule remembers, of the form {wanted}, got {found}.")
@@ -206,11 +217,16 @@ def _decide(shrink, nonfinite, learns, eps, norm, limit, old):
 
 def _as_limit(limit: Any, norm: jax.Array, argument: str, signed: bool) -> jax.Array:
     """The limit in the norm's dtype and shape. A negative one of a norm, which only a traced program can bring here, counts as 0."""
-    limit = jnp.asarray(limit)
-    if not broadcasts_to(limit.shape, norm.shape):
-        raise ValueError(f"{argument} must be a number for each norm: its shape {limit.shape} does not fit norms of shape {norm.shape}.")
-    limit = limit.astype(norm.dtype) if signed else jnp.maximum(limit.astype(norm.dtype), 0)
-    return sharding.typed_as(jnp.broadcast_to(limit, norm.shape), norm)
+    if not broadcasts_to(jnp.shape(limit), norm.shape):
+        raise ValueError(f"{argument} must be a number for each norm: its shape {jnp.shape(limit)} does not fit norms of shape {norm.shape}.")
+    return _made_like(norm, limit, None if signed else 0)
+
+
+@partial(jax.jit, static_argnums=2)
+def _made_like(norm: jax.Array, number: Any, least: float | None) -> jax.Array:
+    number = jnp.asarray(number).astype(norm.dtype)
+    number = number if least is None else jnp.maximum(number, least)
+    return sharding.typed_as(jnp.broadcast_to(number, norm.shape), norm)
 
 
 @jax.jit
@@ -235,14 +251,14 @@ def _params_norms(measure: Any, params: Any, norms: Any, call: str) -> list[Call
     @cache
     def measure_params() -> list[jax.Array]:
         check_params(call, params)
-        return jax.tree.leaves(measure(params))
+        return jax.tree.leaves(norms_of(measure, params))
 
     return [partial(lambda place: measure_params()[place], place) for place in range(len(jax.tree.leaves(norms)))]
 
 
 def _given(grad_norm: Any, measure: Any, updates: Any, call: str) -> Any:
     """Norms measured elsewhere, once they are seen to fit."""
-    wanted = jax.eval_shape(lambda tree: measure(tree), updates)
+    wanted = jax.eval_shape(partial(norms_of, measure), updates)
     fits = jax.tree.structure(grad_norm) == jax.tree.structure(wanted)
     if not fits or not all(jnp.shape(given) == norm.shape for given, norm in zip(jax.tree.leaves(grad_norm), jax.tree.leaves(wanted))):
         raise ValueError(f"{call}: grad_norm must have the structure and shapes of the norms that it measures, {wanted}, got {grad_norm}.")

@@ -18,7 +18,7 @@ import optax
 
 from .arguments import call_of, check_state
 from .core import ClipState, clip_by
-from .leaves import Axis, Stacked, axes_by_label, by_label, frozen, frozen_axis, measured_as, unboxed
+from .leaves import Axis, Stacked, axes_by_label, by_label, measured_as, unboxed
 from .norms import Ord, global_norm, measure_of, norm_of_each, tensor_norm, unit_norm
 from .sharding import Axes
 from .shrinks import Shrink
@@ -110,7 +110,7 @@ def clip_by_unit_norm(
       ord, stacked, shrink, eps, nonfinite: as in `clip_by_tensor_norm`.
     """
     call = "clip_by_unit_norm"
-    units = measure_of(call, unit_norm, ord, axes, axis=frozen_axis(axis), stacked=frozen(stacked))
+    units = measure_of(call, unit_norm, ord, axes, axis=axis, stacked=stacked)
     return clip_by(units, max_norm, shrink, eps=eps, nonfinite=nonfinite, argument=f"{call}: max_norm")
 
 
@@ -162,12 +162,7 @@ def adaptive_grad_clip(
     call = "adaptive_grad_clip"
     if per_tensor and axis is not None:
         raise ValueError(f"{call}: axis={axis!r} says how units are summed; with per_tensor=True there are none.")
-    stacked = frozen(stacked)
-    parts = (
-        measure_of(call, tensor_norm, ord, axes, stacked=stacked)
-        if per_tensor
-        else measure_of(call, unit_norm, ord, axes, axis=frozen_axis(axis), stacked=stacked)
-    )
+    parts = measure_of(call, tensor_norm, ord, axes, stacked=stacked) if per_tensor else measure_of(call, unit_norm, ord, axes, axis=axis, stacked=stacked)
     limits = share_of_params(clipping, eps, argument=f"{call}: clipping", floor_argument=f"{call}: eps")
     return clip_by(parts, limits, shrink, nonfinite=nonfinite, argument=f"{call}: clipping")
 
@@ -198,7 +193,7 @@ def clip_tensors(
     argument: str, limit: Any, *, ord: Ord = None, stacked: Stacked = None, axes: Axes = "auto", **options: Any
 ) -> optax.GradientTransformationExtraArgs:
     """One norm for each leaf, or for each of its layers."""
-    return clip_by(measure_of(call_of(argument), tensor_norm, ord, axes, stacked=frozen(stacked)), limit, argument=argument, **options)
+    return clip_by(measure_of(call_of(argument), tensor_norm, ord, axes, stacked=stacked), limit, argument=argument, **options)
 
 
 def clip_groups(argument: str, limit: Any, labels: Any, *, ord: Ord = None, axes: Axes = "auto", **options: Any) -> optax.GradientTransformationExtraArgs:

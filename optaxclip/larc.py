@@ -18,7 +18,7 @@ from jax.tree_util import Partial
 
 from .arguments import as_partial, check_number, check_params
 from .core import clip_by
-from .leaves import Stacked, frozen, measured, measured_as, with_unmeasured
+from .leaves import Stacked, measured, measured_as, with_unmeasured
 from .norms import measure_of, tensor_norm
 from .sharding import Axes
 from .thresholds import Threshold, remember_nothing
@@ -70,7 +70,7 @@ def larc(
         check_number(f"{call}: {name}", value)
     rate = as_partial(learning_rate) if callable(learning_rate) else learning_rate
     rule = Threshold(Partial(remember_nothing), Partial(_limit, rate, trust))
-    measure = measure_of(call, tensor_norm, axes=axes, stacked=frozen(stacked))
+    measure = measure_of(call, tensor_norm, axes=axes, stacked=stacked)
     kernel = clip_by(measure, rule, eps=eps, nonfinite=nonfinite, argument=f"{call}: limit")
 
     def update(updates: Any, state: Any, params: Any = None, **_: Any) -> tuple[Any, Any]:

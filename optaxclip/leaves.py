@@ -76,14 +76,19 @@ def for_each_leaf(value: Any, tree: Any, argument: str, is_value: Callable[[Any]
     return prefix.lookup(table, tree, argument)
 
 
-def frozen(stacked: Stacked) -> Any:
-    """Numbers of stacked axes, or of columns, as a static argument of a jitted function can be."""
-    return stacked if callable(stacked) else prefix.freeze(stacked, lambda x: False)
+def frozen(name: str, numbers: Any, call: str) -> Any:
+    """`axis`, `stacked` or `columns`, as a static argument of a jitted function can be.
 
-
-def frozen_axis(axis: Axis) -> Any:
-    """`axis`, likewise."""
-    return axis if callable(axis) else prefix.freeze(axis, _is_axes)
+    Raises:
+      TypeError: a number is an array, as `optax.inject_hyperparams` makes one of every number.
+    """
+    if callable(numbers):
+        return numbers
+    table = prefix.freeze(numbers, _is_axes if name == "axis" else lambda x: False)
+    for _, number in table.entries:
+        if isinstance(number, jax.Array):
+            raise TypeError(f"{call}: {name} must be known when the clipper is built, got {number!r}: under inject_hyperparams name it in static_args.")
+    return table
 
 
 def by_label(tree: Any, labels: Any, call: str) -> tuple[dict[Any, dict[str, Any]], Callable[[Any], Any]]:

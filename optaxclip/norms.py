@@ -24,7 +24,7 @@ import numpy as np
 
 from . import sharding
 from .arguments import check_ord
-from .leaves import Axis, Stacked, axes_by_label, by_label, measured, stacked_axes, unit_axes
+from .leaves import Axis, Stacked, axes_by_label, by_label, frozen, measured, stacked_axes, unit_axes
 from .sharding import Axes, Split
 from .sums import Dims, p_norms
 
@@ -42,13 +42,14 @@ class Measure(NamedTuple):
 
     def without_devices(self) -> "Measure":
         """The same measure where there are no mesh axes to speak of, as in an `init` outside shard_map: the norms have the same shapes."""
-        return self._replace(options=tuple((name, None if name == "axes" else value) for name, value in self.options))
+        return self._replace(options=tuple((name, None if name == "axes" and value != "auto" else value) for name, value in self.options))
 
 
-def measure_of(call: str, norm: Callable[..., Any], ord: Ord = None, axes: Axes = "auto", **options: Any) -> Measure:
-    """A norm with its options, once they are seen to be right."""
+def measure_of(call: str, norm: Callable[..., Any], ord: Ord = None, axes: Axes = "auto", **numbers: Any) -> Measure:
+    """A norm with its options, once they are seen to be right. `numbers`: `axis` and `stacked`, where the norm takes them."""
     check_ord(call, ord)
-    return Measure(norm, (("ord", ord), ("axes", sharding.freeze(axes)), *options.items()))
+    ord = float(ord) if isinstance(ord, (np.number, jax.Array)) else ord  # static arguments must be hashable
+    return Measure(norm, (("ord", ord), ("axes", sharding.freeze(axes)), *((name, frozen(name, number, call)) for name, number in numbers.items())))
 
 
 def global_norm(tree: Any, *, ord: Ord = None, axes: Axes = "auto") -> jax.Array:

@@ -96,7 +96,7 @@ def clip_by_spectral_norm(
     check_number(f"{call}: steps", steps, lowest=1)
     if method == "newton_schulz" and shrink not in (hard, smooth(2)):
         raise ValueError(f"{call}: method='newton_schulz' knows the shrinks hard and smooth(2), got {shrink!r}: take method='svd'.")
-    columns, stacked = frozen(columns), frozen(stacked)
+    columns, stacked = frozen("columns", columns, call), frozen("stacked", stacked, call)
     measure = Measure(spectral_norm, (("columns", columns), ("stacked", stacked), ("method", method)))
     kernel = clip_by(measure, max_norm, shrink, nonfinite=nonfinite, argument=f"{call}: max_norm")
 

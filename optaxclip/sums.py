@@ -76,7 +76,7 @@ def _roots(p: float, dims: list[Dims], spread: list[list[Split]], groups: list[l
         return _wide_roots(p, dims, spread, groups, [np.float64] * len(groups))
     # Where powers could leave the range, the values are divided by the largest first, which costs a second read.
     largest = _largest(dims, spread, groups)
-    divisors = [jnp.where((most > 0) & (most < jnp.inf), most, 1.0) for most in largest]
+    divisors = [_divisor(most) for most in largest]
     shares = [[_share_of(leaf, divisor) for leaf in group] for group, divisor in zip(groups, divisors)]
     roots = _wide_roots(p, dims, spread, shares, [np.promote_types(wide, dtype) for dtype in dtypes])
     return [divisor * root for divisor, root in zip(divisors, roots)]
@@ -89,7 +89,7 @@ def _wide_roots(p: float, dims: list[Dims], spread: list[list[Split]], groups: l
         return [lax.convert_element_type(root, norm_dtype(group)) for root, group in zip(roots, groups)]
 
 
-# The work on one leaf is jitted, because it is traced once then for all leaves of one shape: a model of 2,000 leaves has a dozen shapes.
+# The work on one leaf or one norm is jitted, because it is traced once then for all of one shape: a model of 2,000 leaves has a dozen shapes.
 
 
 @partial(jax.jit, static_argnums=(0, 1, 2))
@@ -110,10 +110,20 @@ def _power(p: float, leaf: jax.Array, wide: Any) -> jax.Array:
 
 def _largest(dims: list[Dims], spread: list[list[Split]], groups: list[list[jax.Array]]) -> list[jax.Array]:
     """max |x| of each group. NaN is counted apart, since a maximum over several devices drops it."""
-
     dtypes = [norm_dtype(group) for group in groups]
     maxima = all_max([[_most_and_nans(over, dtype, leaf) for leaf in group] for group, over, dtype in zip(groups, dims, dtypes)], spread)
-    return [jnp.where(most[1] > 0, jnp.nan, most[0]) for most in maxima]
+    return [_most_or_nan(most_and_nans) for most_and_nans in maxima]
+
+
+@jax.jit
+def _most_or_nan(most_and_nans: jax.Array) -> jax.Array:
+    most, nans = most_and_nans
+    return jnp.where(nans > 0, jnp.nan, most)
+
+
+@jax.jit
+def _divisor(most: jax.Array) -> jax.Array:
+    return jnp.where((most > 0) & (most < jnp.inf), most, 1.0)
 
 
 @partial(jax.jit, static_argnums=(0, 1))

@@ -10,7 +10,7 @@ Where a rule is wanted, a number, an array, a schedule or None stands for `const
 """
 
 from collections.abc import Callable
-from functools import reduce
+from functools import partial, reduce
 from typing import Any, NamedTuple
 
 import jax
@@ -176,6 +176,10 @@ def _scheduled(schedule, norm, memory, step, params_norm):
 
 
 def _share(share, floor, norm, memory, step, params_norm):
-    weights = params_norm().astype(norm.dtype)
-    now = share(step) if callable(share) else share
-    return jnp.asarray(now).astype(norm.dtype) * jnp.maximum(weights, jnp.asarray(floor).astype(norm.dtype)), memory
+    return _share_of(norm.dtype, share(step) if callable(share) else share, params_norm(), floor), memory
+
+
+@partial(jax.jit, static_argnums=0)
+def _share_of(dtype, share, weights, floor):
+    share, weights, floor = (jnp.asarray(x).astype(dtype) for x in (share, weights, floor))
+    return share * jnp.maximum(weights, floor)

@@ -3,6 +3,7 @@
 import inspect
 import math
 import re
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -141,6 +142,24 @@ def test_an_order_that_is_traced_says_what_to_do():
 
     with pytest.raises(TypeError, match="name it in static_args"):
         jax.jit(injected.update)(TREE, state, TREE)
+
+
+@pytest.mark.parametrize(
+    ("build", "argument"),
+    [
+        (partial(optaxclip.clip_by_tensor_norm, 1.0, stacked=jnp.asarray(1)), "clip_by_tensor_norm: stacked"),
+        (partial(optaxclip.clip_by_unit_norm, 1.0, axis=jnp.asarray(0)), "clip_by_unit_norm: axis"),
+        (partial(optaxclip.adaptive_grad_clip, 1.0, stacked={"w": jnp.asarray(0), "b": 0}), "adaptive_grad_clip: stacked"),
+        (partial(optaxclip.clip_by_spectral_norm, 1.0, columns=jnp.asarray(1)), "clip_by_spectral_norm: columns"),
+    ],
+)
+def test_numbers_of_axes_are_no_arrays(build, argument):
+    refused(TypeError, f"{argument} must be known when the clipper is built, got Array(", build)
+
+
+def test_an_order_may_be_an_array_that_is_known():
+    for order in (jnp.float32(1.0), np.float32(1.0)):
+        assert np.isclose(update(optaxclip.clip_by_global_norm(1.0, ord=order))[1].norm, optaxclip.global_norm(TREE, ord=1))
 
 
 OTHERS_STATES = {  # a transformation, a state that is not its own, and what is said of it
