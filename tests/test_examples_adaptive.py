@@ -1,6 +1,8 @@
 """The examples on limits that learn and on the claims of papers run, for a few steps, and keep what their docstrings promise."""
 
 import math
+from contextlib import redirect_stdout
+from io import StringIO
 
 import jax
 import numpy as np
@@ -11,6 +13,7 @@ from examples import adaptive, headlines
 from optaxclip.replay import __main__ as replay
 
 BROKEN = [70, 85]
+STARTS = (10.0, 14.0)
 
 
 pytestmark = pytest.mark.usefixtures("as_programs_run")
@@ -95,25 +98,33 @@ def test_spike_score_counts_nan():
     assert adaptive.spike_score(values) == 1 / (300 - adaptive.WINDOW)
 
 
-def test_headlines_prints_both_tables_and_draws(tmp_path, capsys):
-    tails, descents = headlines.main(seeds=2, steps=100, starts=(5.0,), picture=tmp_path / "picture.png")
-    assert [(row.noise, row.method) for row in tails] == [(noise, method) for noise in ("normal", "Weibull", "Burr") for method in ("SGD", "clipped SGD")]
-    assert [row.start for row in descents] == [5.0]
-    printed = capsys.readouterr().out
+@pytest.fixture(scope="module")
+def claims(tmp_path_factory):
+    """Fewer runs, shorter ones, and fewer starts: (tails by noise and method, descents, what was printed, the picture)."""
+    picture, out = tmp_path_factory.mktemp("headlines") / "picture.png", StringIO()
+    with redirect_stdout(out):
+        tails, descents = headlines.main(seeds=8, steps=4000, starts=STARTS, picture=picture)
+    return {(row.noise, row.method): row for row in tails}, descents, out.getvalue(), picture
+
+
+def test_headlines_prints_both_tables_and_draws(claims):
+    tails, descents, printed, picture = claims
+    assert list(tails) == [(noise, method) for noise in ("normal", "Weibull", "Burr") for method in ("SGD", "clipped SGD")]
+    assert tuple(row.start for row in descents) == STARTS
     assert "largest / median" in printed and "fixed / clipped" in printed
-    assert (tmp_path / "picture.png").stat().st_size > 10_000
+    assert picture.stat().st_size > 10_000
 
 
 @pytest.mark.parametrize("noise", ["Weibull", "Burr"])
-def test_clipping_shortens_heavy_tails(noise):
-    sgd, clipped = (headlines.tail(noise, method, 8, 4000) for method in headlines.METHODS)
+def test_clipping_shortens_heavy_tails(noise, claims):
+    sgd, clipped = (claims[0][noise, method] for method in headlines.METHODS)
     assert sgd.jumps > clipped.jumps == 0
     assert sgd.largest / sgd.median > 2 > clipped.largest / clipped.median
     assert sgd.clipped_share == 0 < clipped.clipped_share < 0.002
 
 
-def test_clipping_leaves_normal_noise_alone():
-    sgd, clipped = (headlines.tail("normal", method, 8, 4000) for method in headlines.METHODS)
+def test_clipping_leaves_normal_noise_alone(claims):
+    sgd, clipped = (claims[0]["normal", method] for method in headlines.METHODS)
     np.testing.assert_array_equal(sgd.distances, clipped.distances)
     assert sgd.largest < 1.5 * sgd.median
 
@@ -136,12 +147,8 @@ def test_noise_has_its_distribution(noise, quantile, mean, square):
     np.testing.assert_array_less(np.abs(found - shares), 5 * np.sqrt(shares * (1 - shares) / drawn.size))
 
 
-@pytest.fixture(scope="module")
-def descents():
-    return headlines.compare_descents((10.0, 20.0))
-
-
-def test_clipped_descent_needs_far_fewer_steps(descents):
+def test_clipped_descent_needs_far_fewer_steps(claims):
+    descents = claims[1]
     for row in descents:
         # 1 / x^2 grows by 8 * step in a step, and the step may be 1 / (2 x0^2), hence x0^2 / (4 x^2) steps to where 4 x^3 is small enough.
         expected = row.start**2 / 4 / (headlines.GRADIENT / 4) ** (2 / 3)
@@ -150,8 +157,8 @@ def test_clipped_descent_needs_far_fewer_steps(descents):
         assert row.clipped <= row.kept <= row.clipped * row.start / descents[0].start
 
 
-def test_reported_settings_arrive_as_reported(descents):
-    for row in descents:
+def test_reported_settings_arrive_as_reported(claims):
+    for row in claims[1]:
         for step, limit, steps in ((row.fixed_step, np.inf, row.fixed), (row.clipped_step, row.limit, row.clipped)):
             x, count = np.append(row.start * np.random.default_rng(0).uniform(size=headlines.LANES - 1), row.start), 0
             arrived = np.zeros(x.shape, bool)

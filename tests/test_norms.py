@@ -16,7 +16,7 @@ from optaxclip.sharding import Split
 from tests import oracles
 
 EPS = oracles.eps_of("float32")
-ORDERS = (0.3, 0.5, 1, 2, 3, 10, math.inf, "rms", "average")
+ORDERS = (0.3, 1, 2, 3, 10, math.inf, "rms", "average")
 DTYPES = {
     "float32": ("float32",),
     "bfloat16": ("bfloat16",),
@@ -26,7 +26,7 @@ DTYPES = {
 }
 SHAPES = [(5, 3), (), (17,), (2, 3, 4)]
 EVERY_RANK = [*SHAPES, (2, 1, 3, 2), (2, 3, 1, 2, 2)]
-SUMMED = ORDERS[:6]  # where powers are summed
+SUMMED = ORDERS[:5]  # where powers are summed
 every_order = pytest.mark.parametrize("ord", ORDERS)
 every_dtype = pytest.mark.parametrize("dtype", DTYPES)
 
