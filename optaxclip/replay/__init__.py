@@ -7,6 +7,7 @@ clipped step leads elsewhere, so after the first clipped step the record is of a
 to start, not as a forecast of the loss.
 """
 
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -15,6 +16,7 @@ import numpy as np
 
 from ..adaptive import windowed_quantile, z_score
 from ..core import ask
+from ..sharding import typed_as
 from ..shrinks import Shrink, hard
 from ..skip import step_rule
 from ..thresholds import Threshold, rule_of
@@ -95,7 +97,13 @@ def _scan(rule: Threshold, memory: Any, norms: jax.Array) -> jax.Array:
 
 
 def _run(rule: Threshold, shrink: Shrink, norms: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-    limits = _scan(rule, rule.init(jnp.zeros_like(norms[0])), norms)
+    begin = typed_as(jnp.zeros(norms.shape[1:], norms.dtype), norms)
+    return _clipped(shrink, norms, _scan(rule, rule.init(begin), norms))
+
+
+@partial(jax.jit, static_argnums=0)
+def _clipped(shrink: Shrink, norms: jax.Array, limits: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """(limits, scales, what was clipped)."""
     finite, off = jnp.isfinite(norms), jnp.isinf(limits)
     after = jnp.where(off, norms, shrink(norms, jnp.where(off, 1.0, limits)))
     scales = jnp.where(finite, jnp.where(after == norms, 1.0, after / jnp.where(norms == 0, 1.0, norms)), jnp.nan)
@@ -117,6 +125,6 @@ def _candidates(norms: np.ndarray) -> list[tuple[str, Any]]:
 
 def _suggestion(name: str, rule: Any, norms: np.ndarray) -> Suggestion:
     result = replay(rule, norms)
-    clipped = np.asarray(result.clipped)
-    scales = np.asarray(result.scales)[clipped]
-    return Suggestion(name, float(result.limits[-1]), float(clipped.mean()), float(scales.mean()) if scales.size else 1.0)
+    limits, scales, clipped = map(np.asarray, result[1:])
+    scales = scales[clipped]
+    return Suggestion(name, float(limits[-1]), float(clipped.mean()), float(scales.mean()) if scales.size else 1.0)
