@@ -54,6 +54,7 @@ def constant(limit: Any, *, argument: str = "constant: limit") -> Threshold:
     if callable(limit):
         return Threshold(Partial(remember_nothing), Partial(_scheduled, as_partial(limit)))
     check_number(argument, limit)
+    limit = float(limit) if isinstance(limit, int) else limit  # as an int JAX has room for 2^31 only
     return Threshold(Partial(remember_nothing), Partial(_constant, limit))
 
 

@@ -66,6 +66,14 @@ def test_a_real_number_of_any_kind_is_a_limit():
         np.testing.assert_allclose(updates, [1.2, 1.6], rtol=1e-6)
 
 
+def test_a_limit_may_be_an_int_of_any_size():
+    updates = {"w": jnp.array([3e12, 4e12]), "b": jnp.array([3.0, 4.0])}
+    clipped, state = apply(optaxclip.clip_by_tensor_norm(10**12), updates)
+    np.testing.assert_allclose(clipped["w"], [6e11, 8e11], rtol=1e-6)
+    np.testing.assert_array_equal(clipped["b"], updates["b"])
+    assert state.limit["w"] == np.float32(10**12)
+
+
 @pytest.mark.parametrize("limit", [True, np.array(True), np.array([1.0, np.nan]), np.array([1.0, -1.0]), 1j, np.array(1j), np.array("1"), "1"], ids=str)
 def test_what_is_not_a_real_number_is_no_limit_given_as_an_array_either(limit):
     with pytest.raises((TypeError, ValueError), match=r"^clip_by_unit_norm: max_norm must "):
