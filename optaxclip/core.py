@@ -82,7 +82,7 @@ def clip_by(
 
     def init(params: Any) -> ClipState:
         here = measure if sharding.inside() or not isinstance(measure, Measure) else measure.without_devices()
-        norms = jax.eval_shape(lambda tree: norms_of(here, measured(tree)), params)
+        norms = jax.eval_shape(lambda tree: _norms_of(here, measured(tree)), params)
 
         def filled(value, dtype=None):
             return jax.tree.map(lambda norm: sharding.typed_as(jnp.full(norm.shape, value, dtype or norm.dtype), norm), norms)
@@ -135,7 +135,7 @@ def ask(
 
 
 @partial(jax.jit, static_argnums=0)
-def norms_of(measure: Callable[[Any], Any], tree: Any) -> Any:
+def _norms_of(measure: Callable[[Any], Any], tree: Any) -> Any:
     """The norms of a tree. Jitted, since it is traced once then for the state, the updates and the weights, which have the same shapes."""
     return measure(tree)
 
@@ -144,7 +144,7 @@ def norms_of(measure: Callable[[Any], Any], tree: Any) -> Any:
 def _clip(measure, shrink, nonfinite, argument, threshold, eps, updates, state, params, grad_norm):
     """One step. It hangs on the module, not on the clipper, so that all clippers of equal make share its compilations."""
     call = call_of(argument)
-    norms = norms_of(measure, updates) if grad_norm is None else _given(grad_norm, measure, updates, call)
+    norms = _norms_of(measure, updates) if grad_norm is None else _given(grad_norm, measure, updates, call)
     slots, treedef = jax.tree.flatten(norms, is_leaf=is_none)
     rules = _rules(threshold, norms, argument)
     memories = _memories(rules, jax.tree.leaves(norms))
@@ -251,14 +251,14 @@ def _params_norms(measure: Any, params: Any, norms: Any, call: str) -> list[Call
     @cache
     def measure_params() -> list[jax.Array]:
         check_params(call, params)
-        return jax.tree.leaves(norms_of(measure, params))
+        return jax.tree.leaves(_norms_of(measure, params))
 
     return [partial(lambda place: measure_params()[place], place) for place in range(len(jax.tree.leaves(norms)))]
 
 
 def _given(grad_norm: Any, measure: Any, updates: Any, call: str) -> Any:
     """Norms measured elsewhere, once they are seen to fit."""
-    wanted = jax.eval_shape(partial(norms_of, measure), updates)
+    wanted = jax.eval_shape(partial(_norms_of, measure), updates)
     fits = jax.tree.structure(grad_norm) == jax.tree.structure(wanted)
     if not fits or not all(jnp.shape(given) == norm.shape for given, norm in zip(jax.tree.leaves(grad_norm), jax.tree.leaves(wanted))):
         raise ValueError(f"{call}: grad_norm must have the structure and shapes of the norms that it measures, {wanted}, got {grad_norm}.")

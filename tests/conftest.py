@@ -17,7 +17,7 @@ os.environ["JAX_NUMPY_RANK_PROMOTION"] = "raise"
 # finds nothing, so it is not done unasked.
 os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
 os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
-# A third of the time goes into tracing, which makes many small objects: looking through them less often saves a tenth.
+# Tracing makes many small objects: looking through them less often saved a tenth.
 gc.set_threshold(200_000, 20, 20)
 
 
