@@ -75,7 +75,7 @@ def _roots(p: float, dims: list[Dims], spread: list[list[Split]], groups: list[l
     if p in DIRECT and wide == np.float64 and all(dtype == np.float32 for dtype in dtypes):
         return _wide_roots(p, dims, spread, groups, [np.float64] * len(groups))
     # Where powers could leave the range, the values are divided by the largest first, which costs a second read.
-    largest = _largest(dims, spread, groups)
+    largest = all_max([[_most(over, dtype, leaf) for leaf in group] for group, over, dtype in zip(groups, dims, dtypes)], spread)
     divisors = [_divisor(most) for most in largest]
     shares = [[_share_of(leaf, divisor) for leaf in group] for group, divisor in zip(groups, divisors)]
     roots = _wide_roots(p, dims, spread, shares, [np.promote_types(wide, dtype) for dtype in dtypes])
@@ -128,13 +128,25 @@ def _divisor(most: jax.Array) -> jax.Array:
 
 @partial(jax.jit, static_argnums=(0, 1))
 def _most_and_nans(over: Dims, dtype: Any, leaf: jax.Array) -> jax.Array:
-    x = jnp.abs(leaf) if jnp.issubdtype(leaf.dtype, jnp.complexfloating) else leaf
-    keep = over is not None
-    most = jnp.maximum(jnp.max(x, over, keepdims=keep), -jnp.min(x, over, keepdims=keep))
-    # XLA on CPU drops a NaN from a maximum, and reads through a maximum or a sum without a copy only while nothing is compared or selected in it. So NaN is found by a
-    # sum of zeros: 0 / (1 + inf) is 0, 0 / (1 + NaN) is not.
-    broken = jnp.isnan(jnp.sum(0 / (1 + x * x), over, keepdims=keep))
-    return jnp.stack([jnp.where(broken, 0, most.astype(dtype)), broken.astype(dtype)])
+    # XLA on CPU reads through a maximum or a sum without a copy only while nothing is compared or selected in it. So NaN is found by a sum of zeros: 0 / (1 + inf) is 0,
+    # 0 / (1 + NaN) is not.
+    x = _real_of(leaf)
+    broken = jnp.isnan(jnp.sum(0 / (1 + x * x), over, keepdims=over is not None))
+    return jnp.stack([jnp.where(broken, 0, _most(over, dtype, leaf)), broken.astype(dtype)])
+
+
+@partial(jax.jit, static_argnums=(0, 1))
+def _most(over: Dims, dtype: Any, leaf: jax.Array) -> jax.Array:
+    """max |x|, from which XLA on CPU drops a NaN."""
+    x = _real_of(leaf)
+    axes = tuple(range(x.ndim)) if over is None else over
+    most = lax.max(lax.reduce_max(x, axes), -lax.reduce_min(x, axes))
+    return (most if over is None else lax.expand_dims(most, axes)).astype(dtype)
+
+
+def _real_of(leaf: jax.Array) -> jax.Array:
+    """Real numbers of the same moduli."""
+    return jnp.abs(leaf) if jnp.issubdtype(leaf.dtype, jnp.complexfloating) else leaf
 
 
 @jax.jit
@@ -144,8 +156,8 @@ def _share_of(leaf: jax.Array, divisor: jax.Array) -> jax.Array:
 
 def _share(size: jax.Array, whole: jax.Array) -> jax.Array:
     """size / whole. XLA multiplies an array by the reciprocal of a scalar, which flushes to 0 above 2^126; so large numbers come down first."""
-    large = whole > 1
-    return jnp.where(large, size * 0.125, size) / jnp.where(large, whole * 0.125, whole)
+    down = jnp.where(whole > 1, 0.125, 1.0).astype(whole.dtype)
+    return size * down / (whole * down)
 
 
 def direction(x: jax.Array) -> jax.Array:
