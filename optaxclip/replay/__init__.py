@@ -64,7 +64,8 @@ def replay(rule: Any, norms: Any, *, shrink: Shrink | None = None) -> Replay:
     norms = norms.astype(jnp.promote_types(norms.dtype, jnp.float32))
     if norms.ndim == 0 or not norms.size:
         raise ValueError(f"replay: norms must be a history, one norm for each step, got an array of shape {norms.shape}.")
-    return Replay(norms, *_run(rule_of(rule, "replay: rule"), shrink or hard, norms))
+    rule = rule_of(rule, "replay: rule")
+    return Replay(norms, *_clipped(shrink or hard, norms, _scan(rule, _begin(rule, norms), norms)))
 
 
 def suggest(norms: Any) -> list[Suggestion]:
@@ -83,7 +84,16 @@ def suggest(norms: Any) -> list[Suggestion]:
     norms = norms[np.isfinite(norms) & (norms > 0)]
     if norms.size < 2:
         raise ValueError(f"suggest: norms must hold at least two finite norms above 0, got {norms.size}.")
-    return [_suggestion(name, rule, norms) for name, rule in _candidates(norms)]
+    candidates, history = _candidates(norms), jnp.asarray(norms)
+    rules = [rule_of(rule, "suggest: rule") for _, rule in candidates]
+    found = _all([(rule, _begin(rule, history)) for rule in rules], history)
+    return [_suggestion(name, *map(np.asarray, result)) for (name, _), result in zip(candidates, found)]
+
+
+@jax.jit
+def _all(rules: list[tuple[Threshold, Any]], norms: jax.Array) -> list[tuple[jax.Array, jax.Array, jax.Array]]:
+    """Many rules with what they remember, in one program, since compiling is what takes time."""
+    return [_clipped(hard, norms, _scan(rule, memory, norms)) for rule, memory in rules]
 
 
 @jax.jit
@@ -96,9 +106,9 @@ def _scan(rule: Threshold, memory: Any, norms: jax.Array) -> jax.Array:
     return jax.lax.scan(step, (jnp.zeros((), jnp.int32), memory), norms)[1]
 
 
-def _run(rule: Threshold, shrink: Shrink, norms: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-    begin = typed_as(jnp.zeros(norms.shape[1:], norms.dtype), norms)
-    return _clipped(shrink, norms, _scan(rule, rule.init(begin), norms))
+def _begin(rule: Threshold, norms: jax.Array) -> Any:
+    """What the rule remembers before the first norm."""
+    return rule.init(typed_as(jnp.zeros(norms.shape[1:], norms.dtype), norms))
 
 
 @partial(jax.jit, static_argnums=0)
@@ -123,8 +133,6 @@ def _candidates(norms: np.ndarray) -> list[tuple[str, Any]]:
     return [(f"clip_by_global_norm({limit:g})", limit) for limit in sorted(set(fixed))] + rules
 
 
-def _suggestion(name: str, rule: Any, norms: np.ndarray) -> Suggestion:
-    result = replay(rule, norms)
-    limits, scales, clipped = map(np.asarray, result[1:])
+def _suggestion(name: str, limits: np.ndarray, scales: np.ndarray, clipped: np.ndarray) -> Suggestion:
     scales = scales[clipped]
     return Suggestion(name, float(limits[-1]), float(clipped.mean()), float(scales.mean()) if scales.size else 1.0)
