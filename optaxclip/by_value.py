@@ -48,7 +48,7 @@ def clip_by_value(max_value: Any, min_value: Any = None) -> optax.GradientTransf
         uppers = prefix.lookup(upper, updates, f"{call}: max_value")
         lowers = [None] * len(uppers) if lower is None else prefix.lookup(lower, updates, f"{call}: min_value")
         paths, treedef = jax.tree_util.tree_flatten_with_path(updates)
-        clipped = [_limit(prefix.name(path), leaf, _now(high, state.step), _now(low, state.step)) for (path, leaf), high, low in zip(paths, uppers, lowers)]
+        clipped = [_limit(path, leaf, _now(high, state.step), _now(low, state.step)) for (path, leaf), high, low in zip(paths, uppers, lowers)]
         return jax.tree.unflatten(treedef, clipped), ClipByValueState(jnp.asarray(optax.safe_increment(state.step)))
 
     return optax.GradientTransformation(init, update)
@@ -71,20 +71,27 @@ def _now(bound: Any, step: jax.Array) -> Any:
     return bound(step) if callable(bound) else bound
 
 
-def _limit(path: str, leaf: Any, high: Any, low: Any) -> Any:
-    """One leaf between its bounds. Selected, not computed, so that what lies inside stays bit for bit."""
+def _limit(path: Any, leaf: Any, high: Any, low: Any) -> Any:
+    """One leaf between its bounds."""
     if getattr(leaf, "dtype", None) in (jax.dtypes.float0, bool):
         return leaf
     x = jnp.asarray(leaf)
     for bound in (high, low):
         if bound is not None and not broadcasts_to(jnp.shape(bound), x.shape):
-            raise ValueError(f"clip_by_value: a bound of shape {jnp.shape(bound)} does not fit the leaf {path!r} of shape {x.shape}.")
+            raise ValueError(f"clip_by_value: a bound of shape {jnp.shape(bound)} does not fit the leaf {prefix.name(path)!r} of shape {x.shape}.")
+    if low is not None and jnp.issubdtype(x.dtype, jnp.complexfloating):
+        raise TypeError(f"clip_by_value: the leaf {prefix.name(path)!r} is complex and has no order: give one bound, for its modulus.")
+    # Python's integers may be beyond those of the device.
+    return _between(x, *(float(bound) if isinstance(bound, int) else bound for bound in (high, low)))
+
+
+@jax.jit
+def _between(x: jax.Array, high: jax.Array, low: jax.Array | None) -> jax.Array:
+    """Selected, not computed, so that what lies inside stays bit for bit. Jitted, so that without jit it is one pass."""
     if jnp.issubdtype(x.dtype, jnp.complexfloating):
-        if low is not None:
-            raise TypeError(f"clip_by_value: the leaf {path!r} is complex and has no order: give one bound, for its modulus.")
         size = jnp.abs(x)
-        return jnp.where(size > high, jnp.asarray(high).astype(size.dtype) * direction(x), x)
-    low = -jnp.asarray(high) if low is None else low
+        return jnp.where(size > high, high.astype(size.dtype) * direction(x), x)
+    low = -high if low is None else low
     if jnp.issubdtype(x.dtype, jnp.integer):
         info = jnp.iinfo(x.dtype)
         low, high = (jnp.clip(edge, info.min, info.max) for edge in (jnp.ceil(low), jnp.floor(high)))

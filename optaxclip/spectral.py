@@ -190,7 +190,7 @@ def _shape(shrink: Shrink, method: str, steps: int, scaled: jax.Array, x: jax.Ar
     norm, parts = spectrum
     if not parts:
         return scaled
-    usual = jnp.isfinite(norm) & jnp.isfinite(limit) & (limit > 0)
+    usual = jnp.isfinite(norm) & jnp.isfinite(limit)
     limit = jnp.where(usual, limit, 1.0)
     if method == "svd":
         unit, u, s, v = parts

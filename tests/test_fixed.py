@@ -80,6 +80,13 @@ def test_clip_by_value_rounds_bounds_of_integers_inwards_and_keeps_their_range()
         np.testing.assert_array_equal(updates, wanted)
 
 
+def test_clip_by_value_takes_ints_of_any_size():
+    updates = {"w": jnp.array([3e12, -4e12]), "i": jnp.array([3, -4])}
+    clipped, _ = optaxclip.clip_by_value(10**12).update(updates, optaxclip.clip_by_value(1).init(updates))
+    np.testing.assert_array_equal(clipped["w"], np.float32([1e12, -1e12]))
+    np.testing.assert_array_equal(clipped["i"], updates["i"])
+
+
 def test_clip_by_value_leaves_bools_alone_and_takes_bounds_of_one_point():
     flags = np.array([True, False])
     updates, _ = apply(optaxclip.clip_by_value(0.5, 0.5), {"flags": flags, "x": jnp.array([0.1, 0.9])})
