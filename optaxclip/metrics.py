@@ -4,7 +4,7 @@ Every clipper keeps its last norm, limit and scale in its state, so reading them
 """
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +13,33 @@ from . import prefix
 from .core import ClipState
 from .leaves import unboxed
 from .skip import SkipState
+
+
+class _ClipNumbers(NamedTuple):
+    """What `metrics` tells of one norm: float32 scalars."""
+
+    norm_before: jax.Array
+    limit: jax.Array
+    scale: jax.Array
+    norm_after: jax.Array
+    clipped: jax.Array
+    clipped_share: jax.Array
+    clipped_count: jax.Array
+    nonfinite_count: jax.Array
+
+
+class _SkipNumbers(NamedTuple):
+    """What `metrics` tells of an optimizer that skips steps: float32 scalars."""
+
+    norm: jax.Array
+    limit: jax.Array
+    value: jax.Array
+    value_limit: jax.Array
+    skipped: jax.Array
+    skipped_share: jax.Array
+    skipped_count: jax.Array
+    consecutive_count: jax.Array
+    nonfinite_count: jax.Array
 
 
 def metrics(opt_state: Any) -> dict[str, jax.Array]:
@@ -72,32 +99,56 @@ def _clip_states(opt_state: Any, path: tuple[Any, ...]) -> Iterator[tuple[str, A
 
 
 def _skip_rows(state: SkipState) -> Iterator[tuple[str, str, jax.Array]]:
+    for name, value in _skip_numbers(state._replace(inner_state=None))._asdict().items():
+        yield name, "", value
+
+
+@jax.jit
+def _skip_numbers(state: SkipState) -> _SkipNumbers:
     steps = jnp.maximum(state.step, 1).astype(jnp.float32)
-    for name in ("norm", "limit", "value", "value_limit"):
-        yield name, "", getattr(state, name).astype(jnp.float32)
-    yield "skipped", "", (state.consecutive > 0).astype(jnp.float32)
-    yield "skipped_share", "", state.skipped / steps
-    yield "skipped_count", "", state.skipped.astype(jnp.float32)
-    yield "consecutive_count", "", state.consecutive.astype(jnp.float32)
-    yield "nonfinite_count", "", state.nonfinite.astype(jnp.float32)
+    numbers = _SkipNumbers(
+        norm=state.norm,
+        limit=state.limit,
+        value=state.value,
+        value_limit=state.value_limit,
+        skipped=state.consecutive > 0,
+        skipped_share=state.skipped / steps,
+        skipped_count=state.skipped,
+        consecutive_count=state.consecutive,
+        nonfinite_count=state.nonfinite,
+    )
+    return _in_float32(numbers)
 
 
 def _rows(state: ClipState) -> Iterator[tuple[str, str, jax.Array]]:
     """(name, place, value) for each norm of one clipper."""
-    steps = jnp.maximum(state.step, 1).astype(jnp.float32)
     places = prefix.names([path for path, _ in jax.tree_util.tree_flatten_with_path(state.norm)[0]])
-    for place, norm, limit, scale, clipped, nonfinite in zip(places, *(jax.tree.leaves(field) for field in state[1:6])):
-        # Of several units the one to show. An infinite limit would hide all differences, so it counts as merely huge.
-        worst = jnp.argmax(norm / jnp.clip(limit, 2.0**-60, 2.0**60))
-        norm, limit, scale = (x.reshape(-1)[worst].astype(jnp.float32) for x in (norm, limit, scale))
-        yield "norm_before", place, norm
-        yield "limit", place, limit
-        yield "scale", place, scale
-        yield "norm_after", place, jnp.where(scale == 0, 0.0, norm * scale)
-        yield "clipped", place, ((scale != 1) & jnp.isfinite(norm)).astype(jnp.float32)
-        yield "clipped_share", place, jnp.mean(clipped / steps)
-        yield "clipped_count", place, jnp.max(clipped).astype(jnp.float32)
-        yield "nonfinite_count", place, jnp.max(nonfinite).astype(jnp.float32)
+    for place, *fields in zip(places, *(jax.tree.leaves(field) for field in state[1:6])):
+        for name, value in _clip_numbers(state.step, *fields)._asdict().items():
+            yield name, place, value
+
+
+@jax.jit
+def _clip_numbers(step: jax.Array, norm: jax.Array, limit: jax.Array, scale: jax.Array, clipped: jax.Array, nonfinite: jax.Array) -> _ClipNumbers:
+    """Of one norm, or of the worst of several units. Jitted, since without jit each operation would be a call."""
+    # An infinite limit would hide all differences, so it counts as merely huge.
+    worst = jnp.argmax(norm / jnp.clip(limit, 2.0**-60, 2.0**60))
+    norm, limit, scale = (x.reshape(-1)[worst].astype(jnp.float32) for x in (norm, limit, scale))
+    numbers = _ClipNumbers(
+        norm_before=norm,
+        limit=limit,
+        scale=scale,
+        norm_after=jnp.where(scale == 0, 0.0, norm * scale),
+        clipped=(scale != 1) & jnp.isfinite(norm),
+        clipped_share=jnp.mean(clipped / jnp.maximum(step, 1).astype(jnp.float32)),
+        clipped_count=jnp.max(clipped),
+        nonfinite_count=jnp.max(nonfinite),
+    )
+    return _in_float32(numbers)
+
+
+def _in_float32(numbers: Any) -> Any:
+    return jax.tree.map(lambda x: x.astype(jnp.float32), numbers)
 
 
 def _is_reported(x: Any) -> bool:

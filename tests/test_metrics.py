@@ -7,6 +7,7 @@ import optax
 import pytest
 
 import optaxclip
+from tests.test_contract import count_compilations
 
 GRADS = {"a": jnp.array([3.0, 4.0]), "b": {"c": jnp.array([0.3, 0.4])}}
 
@@ -132,3 +133,13 @@ def test_metrics_show_each_number_of_a_skipping_optimizer(consecutive):
 def test_two_places_that_read_alike_have_two_rows():
     state = optaxclip.clip_by_tensor_norm(1.0).init({"a/b": jnp.ones(2), "a": {"b": jnp.ones(2)}, "c": jnp.ones(2)})
     assert {name for name in optaxclip.metrics(state) if "limit" in name} == {"clip/limit/['a/b']", "clip/limit/['a']['b']", "clip/limit/c"}
+
+
+def test_the_numbers_of_a_norm_without_jit_are_one_program():
+    grads = {"w": jnp.full((7, 13), 3.0), "v": jnp.full((5, 13), 3.0)}
+    clipper = optaxclip.clip_by_unit_norm(1.0)
+    _, state = clipper.update(grads, clipper.init(grads))
+    with count_compilations() as compiled:
+        found = optaxclip.metrics(state)
+    assert len(compiled) == 1
+    assert [name.split("/")[1] for name in found][:4] == ["norm_before", "limit", "scale", "norm_after"]
