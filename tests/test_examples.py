@@ -42,6 +42,6 @@ def test_two_processes_clip_alike():
 
 
 def test_benchmarks_print_tables_and_write_json(tmp_path, capsys):
-    benchmarks.main(["--quick", "--only", "step", "--only", "eager", "--json", str(tmp_path / "results.json")])
+    benchmarks.main(["--quick", "--only", "eager", "--json", str(tmp_path / "results.json")])  # CI runs the other tables
     assert "| " in capsys.readouterr().out
-    assert set(json.loads((tmp_path / "results.json").read_text())["tables"]) == {"step", "eager"}
+    assert set(json.loads((tmp_path / "results.json").read_text())["tables"]) == {"eager"}
