@@ -80,12 +80,7 @@ MODES = {
 # the three meshes in turn; half of them in each mode that is like one of these, where XLA partitions alone, over one of two axes, and in pmap; and the others of the table in one mode.
 # Those that keep dimensions take specs in each shard_map.
 HALVES = {"jit": sharded.CLIPPERS[::2], "shard_map over x": sharded.CLIPPERS[1::2], "pmap": sharded.CLIPPERS[:2] + sharded.CLIPPERS[4:6]}
-RUNS = [
-    (mode, SIZES[(i + j) % 3], HALVES.get(mode, sharded.CLIPPERS)[j::2])
-    for i, mode in enumerate(MODES)
-    if mode != "shard_map specs"
-    for j in range(2)
-]
+RUNS = [(mode, SIZES[(i + j) % 3], HALVES.get(mode, sharded.CLIPPERS)[j::2]) for i, mode in enumerate(MODES) if mode != "shard_map specs" for j in range(2)]
 RUNS += [("shard_map specs", (3, 2), [name for name in CASES if name not in sharded.CLIPPERS or "group" in name])]
 
 
