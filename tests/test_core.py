@@ -219,6 +219,7 @@ MISSING = {  # every clipper that keeps something for each leaf
     "group, weights": lambda: optaxclip.clip_by_group_norm(optaxclip.share_of_params(0.1), {"a": "x", "b": "y"}),
     "agc": lambda: optaxclip.adaptive_grad_clip(0.1),
     "adagc": lambda: optaxclip.adagc(warmup=1),
+    "adagc of groups": lambda: optaxclip.adagc(warmup=1, scope={"a": "x", "b": "y"}),
     "adaclip": optaxclip.adaclip,
     "adagn": optaxclip.adagn,
     "spam": lambda: optaxclip.spam(1.0, warmup=0),

@@ -80,6 +80,8 @@ def adagc(
     def update(updates: Any, state: Any, params: Any = None, *, grad_norm: Any = None, **extra_args: Any) -> tuple[Any, Any]:
         check_state(call, state, ClipState)
         norms = measure(updates, grad_norm)
+        if not isinstance(scope, str) and isinstance(state.norm, dict):  # all of a group may be missing in a step
+            norms |= {label: jnp.zeros_like(norm) for label, norm in state.norm.items() if label not in norms}
         together = global_norm(norms, axes=None)
         (limit,) = at(state.step, together, max_norm)
         share = jnp.where(together > limit, limit / jnp.where(together > limit, together, 1.0), 1.0)
