@@ -81,8 +81,9 @@ def _limit(path: Any, leaf: Any, high: Any, low: Any) -> Any:
             raise ValueError(f"clip_by_value: a bound of shape {jnp.shape(bound)} does not fit the leaf {prefix.name(path)!r} of shape {x.shape}.")
     if low is not None and jnp.issubdtype(x.dtype, jnp.complexfloating):
         raise TypeError(f"clip_by_value: the leaf {prefix.name(path)!r} is complex and has no order: give one bound, for its modulus.")
-    # Python's integers may be beyond those of the device.
-    return _between(x, *(float(bound) if isinstance(bound, int) else bound for bound in (high, low)))
+    # An int stays one, since float32 has not all of them, but Python's may be beyond those of the device.
+    largest = jnp.iinfo(jnp.result_type(int)).max
+    return _between(x, *(float(bound) if isinstance(bound, int) and abs(bound) > largest else bound for bound in (high, low)))
 
 
 @jax.jit

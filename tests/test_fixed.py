@@ -85,6 +85,8 @@ def test_clip_by_value_takes_ints_of_any_size():
     clipped, _ = optaxclip.clip_by_value(10**12).update(updates, optaxclip.clip_by_value(1).init(updates))
     np.testing.assert_array_equal(clipped["w"], np.float32([1e12, -1e12]))
     np.testing.assert_array_equal(clipped["i"], updates["i"])
+    high, leaves = 2**24 + 1, {"i": jnp.array([2**25, 0])}  # the first int that float32 has not
+    assert optaxclip.clip_by_value(high).update(leaves, optaxclip.clip_by_value(1).init(leaves))[0]["i"][0] == high
 
 
 def test_clip_by_value_leaves_bools_alone_and_takes_bounds_of_one_point():
