@@ -24,7 +24,7 @@ from jax.core import Tracer
 
 from . import prefix, sharding
 from .arguments import broadcasts_to, call_of, check_nonfinite, check_number, check_params, check_state
-from .factors import factors_of, multiply, ratio, zero_where_zero
+from .factors import factor_of, multiply, ratio, zero_where_zero
 from .leaves import measured, measured_as, with_unmeasured
 from .norms import Measure
 from .prefix import is_none
@@ -194,7 +194,7 @@ def _check_old(norm: jax.Array, wanted: Any, old_norm: Any, memory: Any, call: s
 
 @partial(jax.jit, static_argnums=(0, 1, 2))
 def _decide(shrink, nonfinite, learns, eps, norm, limit, old):
-    """What happens to one norm: (factors, its fields of the state). Only the quotient of before and after counts; where nothing is done both are equal. Jitted, since it is
+    """What happens to one norm: (its factor, its fields of the state). Only the quotient of before and after counts; where nothing is done both are equal. Jitted, since it is
     traced once then for all norms of one shape."""
     _, old_limit, old_scale, clipped, nonfinite_count, _ = old
     finite = jnp.isfinite(norm)
@@ -212,7 +212,7 @@ def _decide(shrink, nonfinite, learns, eps, norm, limit, old):
         clipped + changed.astype(jnp.int32),
         nonfinite_count + (~finite).astype(jnp.int32),
     ]
-    return factors_of(before, after), new
+    return factor_of(before, after), new
 
 
 def _as_limit(limit: Any, norm: jax.Array, argument: str, signed: bool) -> jax.Array:

@@ -1,6 +1,6 @@
 """The one place where updates are multiplied: from a norm to a new one, in every precision, without ever coming out longer than wanted."""
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -9,13 +9,6 @@ from jax import lax
 
 from .leaves import measured, with_unmeasured
 from .prefix import is_none
-
-
-class Factors(NamedTuple):
-    """What updates are multiplied by, in two steps: the quotient of 1 and 1e38 is subnormal, which hardware flushes to 0."""
-
-    first: jax.Array  # float32[norm]: 1, or a power of 2 where the way is far
-    then: jax.Array  # float32[norm]: 1 exactly where nothing is to be done, NaN for a broken step
 
 
 def rescale(updates: Any, norms: Any, new_norms: Any) -> Any:
@@ -31,35 +24,48 @@ def rescale(updates: Any, norms: Any, new_norms: Any) -> Any:
       The result is never longer than the new norm but for the rounding to the leaf's dtype.
     """
 
-    return multiply(updates, jax.tree.map(lambda norm, new: None if norm is None else factors_of(norm, new), norms, new_norms, is_leaf=is_none))
+    return multiply(updates, jax.tree.map(lambda norm, new: None if norm is None else factor_of(norm, new), norms, new_norms, is_leaf=is_none))
 
 
 def multiply(updates: Any, factors: Any) -> Any:
-    """Every part of the updates times its factors."""
+    """Every part of the updates times its factor."""
 
-    def part(factors: Factors | None, subtree: Any) -> Any:
-        if factors is None:
+    def part(factor: jax.Array | None, subtree: Any) -> Any:
+        if factor is None:
             return subtree
-        return with_unmeasured(jax.tree.map(lambda x: _stretch(x, factors), measured(subtree)), subtree)
+        return with_unmeasured(jax.tree.map(lambda x: _stretch(x, factor), measured(subtree)), subtree)
 
-    return jax.tree.map(part, factors, updates, is_leaf=_is_factors)
+    return jax.tree.map(part, factors, updates, is_leaf=is_none)
 
 
-def factors_of(norm: jax.Array, new_norm: jax.Array) -> Factors:
-    """The factors that lead from a norm to a new one."""
+def factor_of(norm: jax.Array, new_norm: jax.Array) -> jax.Array:
+    """What leads from a norm to a new one: 1 exactly where nothing is to be done, NaN for a broken step.
+
+    The quotient of 1 and 1e38 would be subnormal, which hardware flushes to 0. A way that is so far is gone in two steps, the first of which is `_stride`; such a factor holds the second and is
+    negative. One number, and not two, since the factors of units are read again for every element.
+    """
     info = jnp.finfo(norm.dtype)
-    first = jnp.where(new_norm < norm * 2.0 ** (info.minexp + 26), 2.0 ** (info.minexp // 2 - 1), 1.0).astype(norm.dtype)
+    same, far, near_zero = new_norm == norm, new_norm < norm * 2.0 ** (info.minexp + 26), new_norm < 1
     # A hair less than the quotient, so that the roundings of limit, norm, quotient and products never add up to more than the limit.
-    then = ratio(new_norm, norm * first) * (1 - 3 * info.eps)
-    return Factors(first, jnp.where(new_norm == norm, 1.0, jnp.where(new_norm == 0, 0.0, then)))
+    short = jnp.where(near_zero, new_norm * 2.0**26, new_norm) * (1 - 3 * info.eps)
+    long = jnp.where(far, norm * _stride(norm), norm)
+    long = jnp.where(near_zero, long * 2.0**26, long)
+    # The division comes last: what came after it XLA would do again for every element.
+    short = jnp.where(same, 1.0, jnp.where(far & (short > 0), -short, short))
+    return ratio(short, jnp.where(same | (new_norm == 0), 1.0, long))
+
+
+def _stride(factor: jax.Array) -> float:
+    """The square root of the smallest number, about."""
+    return 2.0 ** (int(jnp.finfo(factor.dtype).minexp) // 2 - 1)
 
 
 @jax.jit
-def _stretch(x: jax.Array, factors: Factors) -> jax.Array:
+def _stretch(x: jax.Array, factor: jax.Array) -> jax.Array:
     x = jnp.asarray(x)
-    first, then = factors
+    first, then = jnp.where(factor < 0, _stride(factor), 1.0).astype(factor.dtype), jnp.where(factor < 0, -factor, factor)
     if x.weak_type:  # what is made of weakly typed arrays alone stays weakly typed
-        first, then = (_as_weak_as(x, factor) for factor in factors)
+        first, then = _as_weak_as(x, first), _as_weak_as(x, then)
         stretched = x * first * then
     else:
         wide = np.promote_types(x.dtype, then.dtype)
@@ -97,11 +103,7 @@ def _ratio_jvp(primals, tangents):
 def zero_where_zero(updates: Any, factors: Any) -> Any:
     """Zeros in the place of a part whose factor is 0, since 0 times inf is NaN."""
 
-    def part(factors: Factors | None, subtree: Any) -> Any:
-        return subtree if factors is None else jax.tree.map(lambda x: jnp.where(factors.then == 0, jnp.zeros_like(x), x), subtree)
+    def part(factor: jax.Array | None, subtree: Any) -> Any:
+        return subtree if factor is None else jax.tree.map(lambda x: jnp.where(factor == 0, jnp.zeros_like(x), x), subtree)
 
-    return jax.tree.map(part, factors, updates, is_leaf=_is_factors)
-
-
-def _is_factors(x: Any) -> bool:
-    return x is None or isinstance(x, Factors)
+    return jax.tree.map(part, factors, updates, is_leaf=is_none)

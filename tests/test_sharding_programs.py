@@ -92,6 +92,19 @@ def test_under_jit_there_are_not_more_all_reduces_than_with_optax(kind):
     assert {kind for kind, _ in ours} == {"all-reduce"}
 
 
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])
+def test_large_gradients_do_not_travel(kind):
+    """A CPU may sum these twice, and each sum may ask."""
+    mesh = mesh_of((2, 4), kind=kind)
+    specs = {"a": P("x", None), "b": P(None, "y"), "c": P("x", "y")}
+    with jax.set_mesh(mesh):
+        tree = place({name: np.ones((256, 256), np.float32) for name in specs}, mesh, specs)
+        asked = {
+            kind for build in (optaxclip.clip_by_global_norm, optaxclip.clip_by_unit_norm) for kind, _ in compiled(jax.jit(partial(one_step, build(0.5))), tree)
+        }
+    assert asked == {"all-reduce"}
+
+
 def test_the_count_sees_gradients_that_travel():
     mesh = mesh_of((2, 4))
     x = place({"w": np.ones((6, 16), np.float32)}, mesh, {"w": P(None, "x")})
