@@ -7,8 +7,9 @@
 
 Every norm is float32, or float64 when one of its leaves is float64 or complex128. Squares are summed in float64, inside the compiled program and
 without turning on JAX's x64 mode: float64 holds the square of every float32, bfloat16 and float16, so that nothing overflows, underflows or
-swamps, in one read of the leaf. Where float64 would not do (TPU, float64 leaves, orders other than 1, 2, 3 and 4), the values are divided by the largest first,
-which costs a second read. Values that are subnormal in float32 (below 1.2e-38) count as 0 where the hardware flushes them, as XLA on CPU does.
+swamps, in one read of the leaf. A CPU sums large float32 leaves in float32, and again in float64 where squares have left its range. Where float64
+would not do (TPU, float64 leaves, orders other than 1, 2, 3 and 4), the values are divided by the largest first, which costs a second read. Values
+that are subnormal in float32 (below 1.2e-38) count as 0 where the hardware flushes them, as XLA on CPU does.
 
 Complex values count by modulus. Integer, bool and float0 leaves, leaves without elements, None and `MaskedNode` are not measured. An empty tree
 has norm 0. The derivative is finite everywhere, and 0 at zero.

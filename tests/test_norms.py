@@ -535,7 +535,7 @@ def test_large_leaves_are_within_1e_6_at_every_size(scale):
     np.testing.assert_allclose(optaxclip.unit_norm([leaf])[0], oracles.unit_norm(leaf), 1e-6)
 
 
-@pytest.mark.parametrize("shape", [(768, 2304), (50257, 16), (3, 3, 64, 128), (2, 33000), (70000, 1)], ids=str)
+@pytest.mark.parametrize("shape", [(768, 2304), (50257, 16), (3, 3, 64, 128), (24, 33000), (70000, 1)], ids=str)
 def test_units_of_large_leaves_are_within_1e_6(shape):
     leaf = large(*shape)
     np.testing.assert_allclose(jax.jit(optaxclip.unit_norm)([leaf])[0], oracles.unit_norm(leaf), 1e-6)
@@ -576,9 +576,10 @@ def sums_in(function, *arguments, platform="cpu"):
 def test_only_a_cpu_has_two_sums_to_choose_from_and_only_where_it_pays():
     leaf = large()
     assert sums_in(optaxclip.global_norm, leaf) == sums_in(optaxclip.unit_norm, leaf) == 2
+    assert sums_in(optaxclip.global_norm, large(2, 33000)) == sums_in(partial(optaxclip.unit_norm, axis=1), large(2, 33000)) == 2
     for other in (leaf[:10], jnp.asarray(leaf, "bfloat16"), large(10, 10, 10, 10, 10)):
         assert sums_in(optaxclip.global_norm, other) == 1
-    assert sums_in(partial(optaxclip.global_norm, ord=3), leaf) == 1
+    assert sums_in(partial(optaxclip.global_norm, ord=3), leaf) == sums_in(optaxclip.unit_norm, large(2, 33000)) == 1
     assert sums_in(optaxclip.global_norm, leaf, platform="cuda") == sums_in(optaxclip.global_norm, leaf, platform="tpu") == 1
 
 
