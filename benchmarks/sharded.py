@@ -35,7 +35,8 @@ def table(quick: bool) -> Table:
         ("devices", "leaves", "norm", "clip", "clip, jit", "all-reduces", "all-reduces, jit", "all-reduces, optax"),
         _rows_of_another_process(quick),
         f"norm, clip: optaxclip in a typed shard_map against optax under jit; clip, jit: both under jit. All-reduces of the compiled clip, as calls x operands."
-        f" {2**14 if quick else PARAMETERS:,} parameters on virtual devices of one CPU.",
+        f" {2**14 if quick else PARAMETERS:,} parameters on virtual devices of one CPU. Calls of one operand under jit stand in branches that are only"
+        " run where the squares of a large leaf have left the range of float32.",
     )
 
 
