@@ -45,14 +45,12 @@ def factor_of(norm: jax.Array, new_norm: jax.Array) -> jax.Array:
     negative. One number, and not two, since the factors of units are read again for every element.
     """
     info = jnp.finfo(norm.dtype)
-    same, far, near_zero = new_norm == norm, new_norm < norm * 2.0 ** (info.minexp + 26), new_norm < 1
+    same, far = new_norm == norm, (new_norm > 0) & (new_norm < norm * 2.0 ** (info.minexp + 26))
     # A hair less than the quotient, so that the roundings of limit, norm, quotient and products never add up to more than the limit.
-    short = jnp.where(near_zero, new_norm * 2.0**26, new_norm) * (1 - 3 * info.eps)
+    short = jnp.where(far, -new_norm, new_norm) * (1 - 3 * info.eps)
     long = jnp.where(far, norm * _stride(norm), norm)
-    long = jnp.where(near_zero, long * 2.0**26, long)
     # The division comes last: what came after it XLA would do again for every element.
-    short = jnp.where(same, 1.0, jnp.where(far & (short > 0), -short, short))
-    return ratio(short, jnp.where(same | (new_norm == 0), 1.0, long))
+    return ratio(jnp.where(same, 1.0, short), jnp.where(same | (new_norm == 0), 1.0, long))
 
 
 def _stride(factor: jax.Array) -> float:

@@ -52,6 +52,16 @@ def test_weights_whose_updates_are_missing_are_not_compared(clipper):
     np.testing.assert_allclose(clipped["w"], [0.6, 0.8], rtol=1e-6)
 
 
+def test_rescale_keeps_zeros_zero_whatever_they_are_to_become():
+    zeros = jnp.zeros(2)
+    np.testing.assert_array_equal(optaxclip.rescale(zeros, jnp.float32(0.0), jnp.float32(1.0)), zeros)
+
+
+def test_rescale_to_0_keeps_the_sign_of_what_becomes_0():
+    zeros = optaxclip.rescale(jnp.array([3.0, -4.0]), jnp.float32(5.0), jnp.float32(0.0))
+    assert not np.any(zeros) and np.signbit(zeros).tolist() == [False, True]
+
+
 def test_rescale_leaves_parts_without_a_norm_alone():
     updates = {"a": jnp.array([3.0, 4.0]), "b": {"c": jnp.ones(2), "d": jnp.ones(3)}}
     rescaled = optaxclip.rescale(updates, {"a": jnp.float32(5.0), "b": None}, {"a": jnp.float32(1.0), "b": None})
