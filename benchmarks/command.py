@@ -1,11 +1,23 @@
-"""The command line: chooses tables, prints each as soon as it is measured, and writes all of them as JSON."""
+"""The command line: chooses tables, prints each as soon as it is measured, and writes
+all of them as JSON.
+"""
 
 import argparse
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from . import against_torch, compiling, eager, growth, learning, per_example, report, sharded, steps
+from . import (
+    against_torch,
+    compiling,
+    eager,
+    growth,
+    learning,
+    per_example,
+    report,
+    sharded,
+    steps,
+)
 
 TABLES: dict[str, Callable[[bool], report.Table]] = {
     "step": steps.step,
@@ -34,14 +46,37 @@ def main(argv: Sequence[str] | None = None) -> None:
     for name in chosen:
         start = time.perf_counter()
         tables[name] = TABLES[name](options.quick)
-        print(report.markdown(name, tables[name], time.perf_counter() - start), flush=True)
+        print(
+            report.markdown(name, tables[name], time.perf_counter() - start), flush=True
+        )
     report.write(options.json, setting, tables)
     print(f"Written to {options.json}")
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks", description="What clipping costs: times as ratios side by side, memory, compilation.")
-    parser.add_argument("--quick", action="store_true", help="toy sizes: shows that everything runs, measures nothing")
-    parser.add_argument("--only", action="append", choices=list(TABLES), metavar="NAME", help=f"a table to run, may be repeated: {', '.join(TABLES)}")
-    parser.add_argument("--json", type=Path, default=Path(__file__).with_name("results.json"), metavar="PATH", help="where the numbers go")
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks",
+        description=(
+            "What clipping costs: times as ratios side by side, memory, compilation."
+        ),
+    )
+    parser.add_argument(
+        "--quick",
+        action="store_true",
+        help="toy sizes: shows that everything runs, measures nothing",
+    )
+    parser.add_argument(
+        "--only",
+        action="append",
+        choices=list(TABLES),
+        metavar="NAME",
+        help=f"a table to run, may be repeated: {', '.join(TABLES)}",
+    )
+    parser.add_argument(
+        "--json",
+        type=Path,
+        default=Path(__file__).with_name("results.json"),
+        metavar="PATH",
+        help="where the numbers go",
+    )
     return parser

@@ -1,4 +1,6 @@
-"""Clipping without jit, as in a notebook or a loop under `optax.inject_hyperparams`, and whether later steps compile anything."""
+"""Clipping without jit, as in a notebook or a loop under `optax.inject_hyperparams`,
+and whether later steps compile anything.
+"""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -17,8 +19,12 @@ LIMITS = optax.linear_schedule(1.0, 0.5, 100)
 CLIPPERS = {
     "optaxclip": lambda: optaxclip.clip_by_global_norm(1.0),
     "optax": lambda: optax.clip_by_global_norm(1.0),
-    "optaxclip, inject_hyperparams": lambda: optax.inject_hyperparams(optaxclip.clip_by_global_norm)(max_norm=LIMITS),
-    "optax, inject_hyperparams": lambda: optax.inject_hyperparams(optax.clip_by_global_norm)(max_norm=LIMITS),
+    "optaxclip, inject_hyperparams": lambda: optax.inject_hyperparams(
+        optaxclip.clip_by_global_norm
+    )(max_norm=LIMITS),
+    "optax, inject_hyperparams": lambda: optax.inject_hyperparams(
+        optax.clip_by_global_norm
+    )(max_norm=LIMITS),
 }
 
 
@@ -27,17 +33,28 @@ def table(quick: bool) -> Table:
     grads = models.normal(models.gpt2(quick))
     updates = {name: _updater(make(), grads) for name, make in CLIPPERS.items()}
     counts = {name: _compilations(update) for name, update in updates.items()}
-    updates["optaxclip, jitted"] = _updater(optaxclip.clip_by_global_norm(1.0), grads, jax.jit)
-    seconds = timing.race({name: timing.Contestant(update) for name, update in updates.items()}, 2 if quick else 7)
+    updates["optaxclip, jitted"] = _updater(
+        optaxclip.clip_by_global_norm(1.0), grads, jax.jit
+    )
+    seconds = timing.race(
+        {name: timing.Contestant(update) for name, update in updates.items()},
+        2 if quick else 7,
+    )
     return Table(
         f"clip_by_global_norm without jit, {len(jax.tree.leaves(grads))} leaves",
         ("clipper", "time", "compilations in the 2nd call", "in the 3rd"),
-        [_row(name, times, seconds["optaxclip, jitted"], counts.get(name)) for name, times in seconds.items()],
-        "Time: against the same clipper inside one jit. Under inject_hyperparams the limit follows a schedule and changes in each call.",
+        [
+            _row(name, times, seconds["optaxclip, jitted"], counts.get(name))
+            for name, times in seconds.items()
+        ],
+        "Time: against the same clipper inside one jit. Under inject_hyperparams the "
+        "limit follows a schedule and changes in each call.",
     )
 
 
-def _row(name: str, times: list[float], base: list[float], counts: list[int] | None) -> dict[str, Any]:
+def _row(
+    name: str, times: list[float], base: list[float], counts: list[int] | None
+) -> dict[str, Any]:
     second, third = counts or (None, None)
     return {
         "clipper": name,
@@ -48,7 +65,9 @@ def _row(name: str, times: list[float], base: list[float], counts: list[int] | N
     }
 
 
-def _updater(clipper: Any, grads: Any, wrap: Callable[[Any], Any] = lambda update: update) -> Callable[[], Any]:
+def _updater(
+    clipper: Any, grads: Any, wrap: Callable[[Any], Any] = lambda update: update
+) -> Callable[[], Any]:
     kept = {"state": clipper.init(grads)}
     update = wrap(clipper.update)
 

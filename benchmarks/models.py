@@ -1,4 +1,6 @@
-"""The trees that are clipped: shapes of GPT-2 small, many small leaves, and equal leaves, filled with random normal numbers."""
+"""The trees that are clipped: shapes of GPT-2 small, many small leaves, and equal
+leaves, filled with random normal numbers.
+"""
 
 from typing import Any
 
@@ -8,7 +10,9 @@ import numpy as np
 
 
 def gpt2(quick: bool) -> dict[str, Any]:
-    """Shapes of GPT-2 small: 148 leaves, 124 M parameters. The quick one is two equal matrices, since every other shape costs compile time."""
+    """Shapes of GPT-2 small: 148 leaves, 124 M parameters. The quick one is two equal
+    matrices, since every other shape costs compile time.
+    """
     if quick:
         return _described({"wte": (128, 32), "wpe": (128, 32)}, jnp.float32)
     vocabulary, context, width, depth = 50257, 1024, 768, 12
@@ -33,15 +37,19 @@ def equal_leaves(parameters: int, count: int) -> list[jax.ShapeDtypeStruct]:
 
 
 def normal(tree: Any, scale: float = 1.0) -> Any:
-    """Arrays of random normal numbers with the shapes and dtypes of `tree`, the same in every run.
+    """Arrays of random normal numbers with the shapes and dtypes of `tree`, the same in
+    every run.
 
     A large leaf repeats a million of them, since drawing a billion takes long.
     """
     generator = np.random.default_rng(0)
 
     def fill(leaf: jax.ShapeDtypeStruct) -> jax.Array:
-        block = np.float32(scale) * generator.standard_normal(min(leaf.size, 10**6), np.float32)
-        # A copy: JAX may share memory with NumPy, and memory that is shared can not be donated.
+        block = np.float32(scale) * generator.standard_normal(
+            min(leaf.size, 10**6), np.float32
+        )
+        # A copy: JAX may share memory with NumPy, and memory that is shared can not be
+        # donated.
         return jnp.array(np.resize(block, leaf.shape), leaf.dtype, copy=True)
 
     return jax.tree.map(fill, tree)
@@ -68,4 +76,8 @@ def _block(width: int) -> dict[str, Any]:
 
 
 def _described(shapes: Any, dtype: Any) -> Any:
-    return jax.tree.map(lambda shape: jax.ShapeDtypeStruct(shape, dtype), shapes, is_leaf=lambda x: isinstance(x, tuple))
+    return jax.tree.map(
+        lambda shape: jax.ShapeDtypeStruct(shape, dtype),
+        shapes,
+        is_leaf=lambda x: isinstance(x, tuple),
+    )

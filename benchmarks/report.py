@@ -13,7 +13,9 @@ import optaxclip
 
 
 class Table(NamedTuple):
-    """What one benchmark found. A row may hold more than the columns name, such as raw times: that goes to the JSON only."""
+    """What one benchmark found. A row may hold more than the columns name, such as raw
+    times: that goes to the JSON only.
+    """
 
     title: str
     columns: tuple[str, ...]
@@ -28,17 +30,31 @@ def setting(quick: bool) -> dict[str, Any]:
         "platform": f"{platform.system()} {platform.machine()}",
         "cpu_count": os.cpu_count(),
         "device": f"{jax.default_backend()}: {jax.devices()[0].device_kind}",
-        "versions": {"python": platform.python_version(), "optaxclip": optaxclip.__version__}
-        | {name: _version(name) for name in ("jax", "jaxlib", "optax", "numpy", "torch")},
+        "versions": {
+            "python": platform.python_version(),
+            "optaxclip": optaxclip.__version__,
+        }
+        | {
+            name: _version(name)
+            for name in ("jax", "jaxlib", "optax", "numpy", "torch")
+        },
     }
 
 
 def header(where: dict[str, Any]) -> str:
     """The lines above the first table."""
-    versions = ", ".join(f"{name} {number or 'not installed'}" for name, number in where["versions"].items())
+    versions = ", ".join(
+        f"{name} {number or 'not installed'}"
+        for name, number in where["versions"].items()
+    )
     machine = f"{where['platform']}, {where['cpu_count']} CPUs, {where['device']}"
-    quick = "\n\nQUICK RUN: toy sizes, the numbers mean nothing." if where["quick"] else ""
-    return f"# Benchmarks\n\n{versions}; {machine}. Times are ratios, medians over interleaved rounds.{quick}\n"
+    quick = (
+        "\n\nQUICK RUN: toy sizes, the numbers mean nothing." if where["quick"] else ""
+    )
+    return (
+        f"# Benchmarks\n\n{versions}; {machine}. Times are ratios, medians over "
+        f"interleaved rounds.{quick}\n"
+    )
 
 
 def markdown(name: str, table: Table, seconds: float) -> str:
@@ -48,7 +64,10 @@ def markdown(name: str, table: Table, seconds: float) -> str:
         "",
         _line(table.columns),
         _line(["---"] * len(table.columns)),
-        *(_line([_shown(row.get(column)) for column in table.columns]) for row in table.rows),
+        *(
+            _line([_shown(row.get(column)) for column in table.columns])
+            for row in table.rows
+        ),
         "",
         f"{table.note} Measured in {seconds:.0f} s.".strip(),
         "",
@@ -58,7 +77,9 @@ def markdown(name: str, table: Table, seconds: float) -> str:
 
 def write(path: Path, where: dict[str, Any], tables: dict[str, Table]) -> None:
     """Writes the setting and all tables."""
-    content = where | {"tables": {name: table._asdict() for name, table in tables.items()}}
+    content = where | {
+        "tables": {name: table._asdict() for name, table in tables.items()}
+    }
     path.write_text(json.dumps(content, indent=1) + "\n")
 
 

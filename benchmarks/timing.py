@@ -1,7 +1,9 @@
-"""Times that can be compared: all contestants in turns in one process, medians over rounds, ratios within a round.
+"""Times that can be compared: all contestants in turns in one process, medians over
+rounds, ratios within a round.
 
-A machine that slows down for a while slows all contestants of a round, so a ratio within one round means more than two times taken apart. The first
-round, which warms caches and memory, is dropped, and each round starts with another contestant.
+A machine that slows down for a while slows all contestants of a round, so a ratio
+within one round means more than two times taken apart. The first round, which warms
+caches and memory, is dropped, and each round starts with another contestant.
 """
 
 import gc
@@ -29,7 +31,9 @@ class Program(NamedTuple):
 
     call: Callable[..., Any]
     seconds: float  # to trace, lower and compile it
-    temporary: float  # bytes that it needs beside its arguments and results; NaN where the backend does not tell
+    # bytes that it needs beside its arguments and results; NaN where the backend does
+    # not tell
+    temporary: float
 
 
 def race(contestants: dict[Name, Contestant], rounds: int) -> dict[Name, list[float]]:
@@ -51,13 +55,19 @@ def ratio(seconds: list[float], base: list[float]) -> float:
     return median(one / other for one, other in zip(seconds, base, strict=True))
 
 
-def compiled(function: Callable[..., Any], *shapes: Any, donate: tuple[int, ...] = ()) -> Program:
-    """Compiles a function for arguments of the given shapes, with nothing remembered from earlier compilations."""
+def compiled(
+    function: Callable[..., Any], *shapes: Any, donate: tuple[int, ...] = ()
+) -> Program:
+    """Compiles a function for arguments of the given shapes, with nothing remembered
+    from earlier compilations.
+    """
     jax.clear_caches()
     start = time.perf_counter()
     call = jax.jit(function, donate_argnums=donate).lower(*shapes).compile()
     seconds = time.perf_counter() - start
-    return Program(call, seconds, getattr(call.memory_analysis(), "temp_size_in_bytes", math.nan))
+    return Program(
+        call, seconds, getattr(call.memory_analysis(), "temp_size_in_bytes", math.nan)
+    )
 
 
 def _seconds(contestant: Contestant) -> float:

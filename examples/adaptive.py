@@ -1,37 +1,58 @@
-"""Trains a recurrent network on text with a few broken batches in it, without protection and under clippers that learn their limit, and compares.
+"""Trains a recurrent network on text with a few broken batches in it, without
+protection and under clippers that learn their limit, and compares.
 
-What it shows. The network of `char_rnn.py` reads the same prose, but at every eightieth step from the two hundredth on the reader is stuck: each window of
-the batch is one character of the alphabet, over and over. Repeated sequences are one source that OLMo 2 found for its predecessor's spikes. The gradient of
-such a batch is 6 to 15 times as long as usual, in a direction that is wrong for everything else. Seven runs meet these batches, from the same seed and at
-the same learning rate; an eighth never does, and is what the others would like to be.
+What it shows. The network of `char_rnn.py` reads the same prose, but at every eightieth
+step from the two hundredth on the reader is stuck: each window of the batch is one
+character of the alphabet, over and over. Repeated sequences are one source that OLMo 2
+found for its predecessor's spikes. The gradient of such a batch is 6 to 15 times as
+long as usual, in a direction that is wrong for everything else. Seven runs meet these
+batches, from the same seed and at the same learning rate; an eighth never does, and is
+what the others would like to be.
 
-    none           the wreck: every broken batch sets it back, and from one of them it does not return
-    global norm    a fixed limit of 1, just above the usual norm. That it fits is luck: at 5 the run ends at a loss of 2.0 to 2.3, at 20 it is the wreck
+    none           the wreck: every broken batch sets it back, and from one of them it
+                   does not return
+    global norm    a fixed limit of 1, just above the usual norm. That it fits is luck:
+                   at 5 the run ends at a loss of 2.0 to 2.3, at 20 it is the wreck
     autoclip       the 10th percentile of the norms so far: shortens nearly all steps
     zclip          brings back what is over 2.5 deviations above the running mean
-    adagc          each tensor against its own average, from step 100 on; its limit is drawn as the norm of the tensors' limits
-    skip_spikes    nothing moves where ZClip would clip. That is tight for skipping: good steps go too, and where many norms in a row are a little too long
-                   it stands still, 31 steps at the worst, until its limit has risen; z_score(4.0) leaves out three good steps where z_score() leaves out 65
-    skip_step      six deviations above the last 128, of norm or loss, as OLMo does: the broken steps and no others
+    adagc          each tensor against its own average, from step 100 on; its limit is
+                   drawn as the norm of the tensors' limits
+    skip_spikes    nothing moves where ZClip would clip. That is tight for skipping:
+                   good steps go too, and where many norms in a row are a little too
+                   long it stands still, 31 steps at the worst, until its limit has
+                   risen; z_score(4.0) leaves out three good steps where z_score()
+                   leaves out 65
+    skip_step      six deviations above the last 128, of norm or loss, as OLMo does: the
+                   broken steps and no others
 
-What it does not show. Which protection is best: all end within a few hundredths of the run without broken batches, and so do they with another seed
-(--seed; the wreck ends anywhere between 2.5 and 35). AutoClip and AdaGC end a little below that run, for another reason: they shorten good steps too, and
-at half the learning rate it would end there as well. At that rate (--lr 0.1) broken batches do little harm to anyone. With twice as many (--every 40)
-skip_step lets some through with most seeds, and is lost: what it skipped is in its window too, and raises the limit for what comes next.
+What it does not show. Which protection is best: all end within a few hundredths of the
+run without broken batches, and so do they with another seed (--seed; the wreck ends
+anywhere between 2.5 and 35). AutoClip and AdaGC end a little below that run, for
+another reason: they shorten good steps too, and at half the learning rate it would end
+there as well. At that rate (--lr 0.1) broken batches do little harm to anyone. With
+twice as many (--every 40) skip_step lets some through with most seeds, and is lost:
+what it skipped is in its window too, and raises the limit for what comes next.
 
-The spike score is that of OLMo 2: the share of values at least seven standard deviations away from a rolling mean, here of the 128 values before (1000 in
-the paper). It is given twice. Over all steps it counts the broken batches themselves, ten in 872, which no optimizer can make disappear; in the default
-setting it is lowest for the wreck, where soon nothing stands out any more. Over the clean steps alone it tells what a broken batch left behind.
+The spike score is that of OLMo 2: the share of values at least seven standard
+deviations away from a rolling mean, here of the 128 values before (1000 in the paper).
+It is given twice. Over all steps it counts the broken batches themselves, ten in 872,
+which no optimizer can make disappear; in the default setting it is lowest for the
+wreck, where soon nothing stands out any more. Over the clean steps alone it tells what
+a broken batch left behind.
 
 How long it takes. About a minute on two CPU cores, compilation included.
 
-What it prints. A line for each run as it ends, then the table. A picture, `docs/adaptive.png` or the path given with --picture, has norm and limit at every
-step, and the losses. With --log FILE the norms of the last run in the table are written as CSV for `python -m optaxclip.replay`: under skip_step those of a
-healthy run in which nothing was clipped.
+What it prints. A line for each run as it ends, then the table. A picture,
+`docs/adaptive.png` or the path given with --picture, has norm and limit at every step,
+and the losses. With --log FILE the norms of the last run in the table are written as
+CSV for `python -m optaxclip.replay`: under skip_step those of a healthy run in which
+nothing was clipped.
 
-    python examples/adaptive.py --seed 1 --log run.csv && python -m optaxclip.replay run.csv
+    python examples/adaptive.py --seed 1 --log run.csv && python -m optaxclip.replay
+    run.csv
 
-Reference: OLMo 2, 2025 (arXiv 2501.00656); the papers of the clippers are named in their docstrings.
+Reference: OLMo 2, 2025 (arXiv 2501.00656); the papers of the clippers are named in
+their docstrings.
 """
 
 import argparse
@@ -51,7 +72,9 @@ from matplotlib.figure import Figure
 import optaxclip
 from optaxclip.replay.plot import plot_history
 
-if __package__:  # imported from the repository's root, as the tests do; not run as a program
+if (
+    __package__
+):  # imported from the repository's root, as the tests do; not run as a program
     from . import char_rnn
 else:
     import char_rnn
@@ -67,9 +90,13 @@ PICTURE = Path(__file__).resolve().parent.parent / "docs" / "adaptive.png"
 class Curves(NamedTuple):
     """What was seen at every step of a run."""
 
-    loss: np.ndarray  # float32[steps]: of the batch that came, broken or not, before the step
+    loss: (
+        np.ndarray
+    )  # float32[steps]: of the batch that came, broken or not, before the step
     norm: np.ndarray  # float32[steps]: global norm of the gradient, before clipping
-    limit: np.ndarray  # float32[steps]: what it was held against; of several tensors, the norm of their limits; inf for none
+    # float32[steps]: what it was held against; of several tensors, the norm of their
+    # limits; inf for none
+    limit: np.ndarray
     clipped: np.ndarray  # bool[steps]: whether any part of the gradient was shortened
     skipped: np.ndarray  # bool[steps]: whether the step was left out
 
@@ -100,31 +127,59 @@ def main(
     picture: str | Path = PICTURE,
     log: str | Path | None = None,
 ) -> list[Row]:
-    """Trains the networks, all or only some, prints the table, draws the picture, writes the log if one is wanted, and returns the table."""
+    """Trains the networks, all or only some, prints the table, draws the picture,
+    writes the log if one is wanted, and returns the table.
+    """
     text = char_rnn.read_text()
     broken = np.isin(np.arange(steps), np.arange(first, steps, every))
     random = np.random.default_rng(seed + 1)
-    starts, stuck = (random.integers(high, size=(steps, BATCH, 1)) for high in (len(text.training) - LENGTH, len(text.alphabet)))
-    print(f"{steps} steps, {broken.sum()} of them with a broken batch; SGD with momentum, learning rate {lr:g}")
+    starts, stuck = (
+        random.integers(high, size=(steps, BATCH, 1))
+        for high in (len(text.training) - LENGTH, len(text.alphabet))
+    )
+    print(
+        f"{steps} steps, {broken.sum()} of them with a broken batch; SGD with "
+        f"momentum, learning rate {lr:g}"
+    )
     rows, runs = [], {}
-    for protection, optimizer in protections(optax.sgd(lr, momentum=MOMENTUM), steps).items():
+    for protection, optimizer in protections(
+        optax.sgd(lr, momentum=MOMENTUM), steps
+    ).items():
         if only and protection not in only:
             continue
         began = time.perf_counter()
-        runs[protection], network = train(optimizer, text, (starts, stuck, broken & (protection != CLEAN)))
-        rows.append(summary(protection, runs[protection], broken, float(jax.jit(char_rnn.mean_loss)(network, text.validation))))
-        print(f"{protection:15} validation loss {rows[-1].validation_loss:7.4g}  {time.perf_counter() - began:4.1f} s", flush=True)
+        runs[protection], network = train(
+            optimizer, text, (starts, stuck, broken & (protection != CLEAN))
+        )
+        rows.append(
+            summary(
+                protection,
+                runs[protection],
+                broken,
+                float(jax.jit(char_rnn.mean_loss)(network, text.validation)),
+            )
+        )
+        print(
+            f"{protection:15} validation loss {rows[-1].validation_loss:7.4g}  "
+            f"{time.perf_counter() - began:4.1f} s",
+            flush=True,
+        )
     print_table(rows)
     draw(runs, broken, picture)
     print(f"\nThe picture is in {picture}")
     if log is not None:
         write_log(runs[rows[-1].protection], broken, log)
-        print(f"The norms of {rows[-1].protection} are in {log}: python -m optaxclip.replay {log}")
+        print(
+            f"The norms of {rows[-1].protection} are in {log}: python -m "
+            f"optaxclip.replay {log}"
+        )
     return rows
 
 
 def protections(sgd: Any, steps: int) -> dict[str, Any]:
-    """The optimizers. All have the defaults of their papers; AutoClip remembers the whole run, as its paper does."""
+    """The optimizers. All have the defaults of their papers; AutoClip remembers the
+    whole run, as its paper does.
+    """
     return {
         CLEAN: sgd,
         "none": sgd,
@@ -137,37 +192,63 @@ def protections(sgd: Any, steps: int) -> dict[str, Any]:
     }
 
 
-def train(optimizer: Any, text: char_rnn.Text, batches: Any) -> tuple[Curves, dict[str, jax.Array]]:
+def train(
+    optimizer: Any, text: char_rnn.Text, batches: Any
+) -> tuple[Curves, dict[str, jax.Array]]:
     """One run from the common seed, as one compiled scan."""
     optimizer = optax.named_chain(("all", optaxclip.measure()), ("step", optimizer))
 
     def step(trained: Any, batch: Any) -> tuple[Any, Curves]:
         network, state = trained
-        loss, gradient = jax.value_and_grad(char_rnn.mean_loss)(network, read(text.training, *batch))
+        loss, gradient = jax.value_and_grad(char_rnn.mean_loss)(
+            network, read(text.training, *batch)
+        )
         updates, state = optimizer.update(gradient, state, network, value=loss)
-        return (optax.apply_updates(network, updates), state), what_happened(loss, optaxclip.metrics(state))
+        return (optax.apply_updates(network, updates), state), what_happened(
+            loss, optaxclip.metrics(state)
+        )
 
     network = char_rnn.new_network(len(text.alphabet))
-    (network, _), curves = jax.jit(lambda *args: jax.lax.scan(step, *args))((network, optimizer.init(network)), batches)
+    (network, _), curves = jax.jit(lambda *args: jax.lax.scan(step, *args))(
+        (network, optimizer.init(network)), batches
+    )
     return jax.tree.map(np.asarray, curves), network
 
 
-def read(text: jax.Array, starts: jax.Array, stuck: jax.Array, broken: jax.Array) -> jax.Array:
-    """A batch of windows of the text. Where it is broken, each has one character, over and over."""
+def read(
+    text: jax.Array, starts: jax.Array, stuck: jax.Array, broken: jax.Array
+) -> jax.Array:
+    """A batch of windows of the text. Where it is broken, each has one character, over
+    and over.
+    """
     return jnp.where(broken, stuck, text[starts + jnp.arange(LENGTH + 1)])
 
 
 def what_happened(loss: jax.Array, report: dict[str, jax.Array]) -> Curves:
     """The last step, out of the metrics of whatever optimizer it was."""
-    limits = [value for name, value in report.items() if name.startswith(("clip/step/limit", "skip/step/limit"))]
-    scales = [value for name, value in report.items() if name.startswith("clip/step/scale")]
+    limits = [
+        value
+        for name, value in report.items()
+        if name.startswith(("clip/step/limit", "skip/step/limit"))
+    ]
+    scales = [
+        value for name, value in report.items() if name.startswith("clip/step/scale")
+    ]
     limit = jnp.linalg.norm(jnp.stack(limits)) if limits else jnp.inf
     skipped = report.get("skip/step/consecutive_count", jnp.zeros(())) > 0
-    return Curves(loss, report["clip/all/norm_before"], jnp.float32(limit), jnp.any(jnp.array(scales) < 1), skipped)
+    return Curves(
+        loss,
+        report["clip/all/norm_before"],
+        jnp.float32(limit),
+        jnp.any(jnp.array(scales) < 1),
+        skipped,
+    )
 
 
 def spike_score(values: np.ndarray) -> float:
-    """The share of values at least seven deviations from the mean of the `WINDOW` (half of all, if that is fewer) before them. NaN counts."""
+    """The share of values at least seven deviations from the mean of the `WINDOW` (half
+    of all, if that is fewer) before them. NaN counts.
+    """
     window = min(WINDOW, len(values) // 2)
     values = values.astype(np.float64)
     before = np.lib.stride_tricks.sliding_window_view(values, window)[:-1]
@@ -176,7 +257,9 @@ def spike_score(values: np.ndarray) -> float:
     return float(np.mean(~usual))
 
 
-def summary(protection: str, curves: Curves, broken: np.ndarray, validation_loss: float) -> Row:
+def summary(
+    protection: str, curves: Curves, broken: np.ndarray, validation_loss: float
+) -> Row:
     return Row(
         protection=protection,
         final_loss=float(curves.loss[~broken][-50:].mean()),
@@ -192,12 +275,21 @@ def summary(protection: str, curves: Curves, broken: np.ndarray, validation_loss
 
 
 def print_table(rows: list[Row]) -> None:
-    print(f"\n{'':15}  {'':10}  {'':10}  {'spike score, %':^14}  {'on clean steps':^14}  {'':>7}  {'skipped,':>8}")
-    print("protection       final loss  validation    loss    norm    loss    norm  clipped  (broken)")
+    print(
+        f"\n{'':15}  {'':10}  {'':10}  {'spike score, %':^14}  {'on clean steps':^14}  "
+        f"{'':>7}  {'skipped,':>8}"
+    )
+    print(
+        "protection       final loss  validation    loss    norm    loss    norm  "
+        "clipped  (broken)"
+    )
     for row in rows:
         scores = "  ".join(f"{score:6.2%}" for score in row[3:7])
         skipped = f"{row.skipped} ({row.broken_skipped})"
-        print(f"{row.protection:15}  {row.final_loss:10.4g}  {row.validation_loss:10.4g}  {scores}  {row.clip_rate:7.1%}  {skipped:>8}")
+        print(
+            f"{row.protection:15}  {row.final_loss:10.4g}  "
+            f"{row.validation_loss:10.4g}  {scores}  {row.clip_rate:7.1%}  {skipped:>8}"
+        )
 
 
 def draw(runs: dict[str, Curves], broken: np.ndarray, picture: str | Path) -> None:
@@ -207,10 +299,24 @@ def draw(runs: dict[str, Curves], broken: np.ndarray, picture: str | Path) -> No
     FigureCanvasAgg(figure)
     panels = list(figure.subplots(lines, 3, sharex=True, squeeze=False).flat)
     # The axis that suits the others: without protection a norm may go anywhere.
-    usual = [run for protection, run in runs.items() if protection != "none"] or list(runs.values())
-    seen = np.concatenate([values[np.isfinite(values)] for run in usual for values in (run.norm, run.limit)])
+    usual = [run for protection, run in runs.items() if protection != "none"] or list(
+        runs.values()
+    )
+    seen = np.concatenate(
+        [
+            values[np.isfinite(values)]
+            for run in usual
+            for values in (run.norm, run.limit)
+        ]
+    )
     for protection, run in runs.items():
-        draw_norms(panels.pop(0), protection, run, broken & (protection != CLEAN), (0.8 * seen.min(), 5 * seen.max()))
+        draw_norms(
+            panels.pop(0),
+            protection,
+            run,
+            broken & (protection != CLEAN),
+            (0.8 * seen.min(), 5 * seen.max()),
+        )
     draw_losses(panels.pop(0), runs, broken)
     for panel in panels:
         panel.set_visible(False)
@@ -218,10 +324,27 @@ def draw(runs: dict[str, Curves], broken: np.ndarray, picture: str | Path) -> No
     figure.savefig(picture, dpi=100)
 
 
-def draw_norms(axis: Any, protection: str, curves: Curves, broken: np.ndarray, limits: tuple[float, float]) -> None:
+def draw_norms(
+    axis: Any,
+    protection: str,
+    curves: Curves,
+    broken: np.ndarray,
+    limits: tuple[float, float],
+) -> None:
     plot_history(curves.norm, curves.limit, curves.clipped, axis=axis)
-    axis.plot(np.flatnonzero(curves.skipped), curves.norm[curves.skipped], "x", color="black", markersize=4, label=f"skipped ({curves.skipped.mean():.1%})")
-    outside = f" (norms up to {curves.norm.max():.2g})" if not curves.norm.max() < limits[1] else ""
+    axis.plot(
+        np.flatnonzero(curves.skipped),
+        curves.norm[curves.skipped],
+        "x",
+        color="black",
+        markersize=4,
+        label=f"skipped ({curves.skipped.mean():.1%})",
+    )
+    outside = (
+        f" (norms up to {curves.norm.max():.2g})"
+        if not curves.norm.max() < limits[1]
+        else ""
+    )
     axis.set(title=protection + outside, ylim=limits)
     axis.legend(loc="upper right", ncols=2, fontsize="small", frameon=False)
     mark(axis, broken)
@@ -230,8 +353,17 @@ def draw_norms(axis: Any, protection: str, curves: Curves, broken: np.ndarray, l
 def draw_losses(axis: Any, runs: dict[str, Curves], broken: np.ndarray) -> None:
     for protection, curves in runs.items():
         smooth = average(curves.loss[~broken])
-        axis.semilogy(np.flatnonzero(~broken), smooth, label=f"{protection}, at last {smooth[-1]:.3g}", linewidth=1.2)
-    axis.set(title="loss of clean batches, averaged over 20", xlabel="step", ylabel="cross entropy (nats per character)")
+        axis.semilogy(
+            np.flatnonzero(~broken),
+            smooth,
+            label=f"{protection}, at last {smooth[-1]:.3g}",
+            linewidth=1.2,
+        )
+    axis.set(
+        title="loss of clean batches, averaged over 20",
+        xlabel="step",
+        ylabel="cross entropy (nats per character)",
+    )
     axis.set_ylim(top=3 * next(iter(runs.values())).loss[0])
     axis.legend(loc="upper right", ncols=2, fontsize="small", frameon=False)
     mark(axis, broken)
@@ -254,19 +386,41 @@ def write_log(curves: Curves, broken: np.ndarray, path: str | Path) -> None:
     with Path(path).open("w", newline="") as file:
         table = csv.writer(file)
         table.writerow(["step", "loss", "grad_norm", "broken"])
-        table.writerows(zip(range(len(broken)), curves.loss.tolist(), curves.norm.tolist(), broken.astype(int).tolist()))
+        table.writerows(
+            zip(
+                range(len(broken)),
+                curves.loss.tolist(),
+                curves.norm.tolist(),
+                broken.astype(int).tolist(),
+            )
+        )
 
 
 def arguments() -> dict[str, Any]:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--steps", type=int, default=1000)
-    parser.add_argument("--first", type=int, default=FIRST, help="the first step with a broken batch")
-    parser.add_argument("--every", type=int, default=EVERY, help="how many steps later the next one comes")
+    parser.add_argument(
+        "--first", type=int, default=FIRST, help="the first step with a broken batch"
+    )
+    parser.add_argument(
+        "--every",
+        type=int,
+        default=EVERY,
+        help="how many steps later the next one comes",
+    )
     parser.add_argument("--lr", type=float, default=LEARNING_RATE)
     parser.add_argument("--seed", type=int, default=SEED, help="of the batches")
-    parser.add_argument("--only", nargs="+", default=(), metavar="PROTECTION", help="as they are called in the table")
+    parser.add_argument(
+        "--only",
+        nargs="+",
+        default=(),
+        metavar="PROTECTION",
+        help="as they are called in the table",
+    )
     parser.add_argument("--picture", type=Path, default=PICTURE)
-    parser.add_argument("--log", type=Path, help="a CSV file for the norms of the last run in the table")
+    parser.add_argument(
+        "--log", type=Path, help="a CSV file for the norms of the last run in the table"
+    )
     return vars(parser.parse_args())
 
 

@@ -1,36 +1,52 @@
-"""Classifies handwritten digits with a residual network that has no normalisation: without clipping, with AGC, and clipped by the global norm.
+"""Classifies handwritten digits with a residual network that has no normalisation:
+without clipping, with AGC, and clipped by the global norm.
 
-What it shows. The network is an NF-ResNet in small: convolutions with scaled weight standardisation, and residual branches h + alpha * f(h / beta) that keep
-the variance known, so that no batch norm is needed. What batch norm also did was to bear large learning rates. The paper says that adaptive gradient
-clipping (AGC), which holds the gradient of every filter against the filter's weights, gives that back, and changes little where the rate is small anyhow.
-The 1297 images of scikit-learn's digits are learnt in batches of 128, by SGD with Nesterov's momentum at a constant rate of 0.05 times 1 to 32; weights,
-batches and all else are the same for the three methods. AGC is at 0.04, on all but the final linear layer; the global norm at 0.5, on everything.
+What it shows. The network is an NF-ResNet in small: convolutions with scaled weight
+standardisation, and residual branches h + alpha * f(h / beta) that keep the variance
+known, so that no batch norm is needed. What batch norm also did was to bear large
+learning rates. The paper says that adaptive gradient clipping (AGC), which holds the
+gradient of every filter against the filter's weights, gives that back, and changes
+little where the rate is small anyhow. The 1297 images of scikit-learn's digits are
+learnt in batches of 128, by SGD with Nesterov's momentum at a constant rate of 0.05
+times 1 to 32; weights, batches and all else are the same for the three methods. AGC is
+at 0.04, on all but the final linear layer; the global norm at 0.5, on everything.
 
     learning rate     0.05   0.1   0.2   0.4   0.8   1.6
     none             0.960 0.973 0.976 0.512 0.101 0.105   from 0.8 on it can only guess
     AGC              0.950 0.970 0.967 0.972 0.978 0.955
     global norm      0.934 0.957 0.972 0.974 0.962 0.975
 
-These are accuracies on 500 test images, over two seeds, which differ by up to 0.04 where it learns. The best of each method is alike: clipping buys a range of
-rates, not accuracy. At 0.05 both clippers cost some of the speed, as they shorten much: AGC 45 % of the filters' gradients, the global norm 68 % of the steps.
-From 0.1 on these shares fall as the rate grows.
+These are accuracies on 500 test images, over two seeds, which differ by up to 0.04
+where it learns. The best of each method is alike: clipping buys a range of rates, not
+accuracy. At 0.05 both clippers cost some of the speed, as they shorten much: AGC 45 %
+of the filters' gradients, the global norm 68 % of the steps. From 0.1 on these shares
+fall as the rate grows.
 
-AGC or the global norm? Here the one is as good as the other, and the choice of the limit matters more than that of the method. With one seed, AGC at 0.08
-was nearly as fast as no clipping at the lower rates and good up to 0.8, but lost at 1.6, and at 0.16 it was lost from 0.8 on; a global norm of 1 was good at every rate,
-one of 2 up to 0.8, where it had 0.91.
+AGC or the global norm? Here the one is as good as the other, and the choice of the
+limit matters more than that of the method. With one seed, AGC at 0.08 was nearly as
+fast as no clipping at the lower rates and good up to 0.8, but lost at 1.6, and at 0.16
+it was lost from 0.8 on; a global norm of 1 was good at every rate, one of 2 up to 0.8,
+where it had 0.91.
 
-What it does not show. That AGC would be needed for digits: at 0.2 no clipping does as well. Nor the paper's scale, where a batch has 4096 images, the rate is
-warmed up and decays, and learnt scalars that begin at 0 close each branch.
+What it does not show. That AGC would be needed for digits: at 0.2 no clipping does as
+well. Nor the paper's scale, where a batch has 4096 images, the rate is warmed up and
+decays, and learnt scalars that begin at 0 close each branch.
 
-How long it takes. A minute and a half of CPU time, so about a minute on two idle cores, compilation included. All runs, of every method, rate and seed, are one compiled program.
+How long it takes. A minute and a half of CPU time, so about a minute on two idle cores,
+compilation included. All runs, of every method, rate and seed, are one compiled
+program.
 
-What it prints. A table with a row for each method and rate: accuracy, loss, what share of the filters' gradients (AGC) or of the steps (global norm) was
-shortened, and how many seeds diverged. A picture, `docs/digits.png` or the path given with --picture, has accuracy and share over the rate.
+What it prints. A table with a row for each method and rate: accuracy, loss, what share
+of the filters' gradients (AGC) or of the steps (global norm) was shortened, and how
+many seeds diverged. A picture, `docs/digits.png` or the path given with --picture, has
+accuracy and share over the rate.
 
     python examples/digits.py --seeds 1
 
-Reference: Brock, De, Smith, Simonyan, High-performance large-scale image recognition without normalization, 2021 (arXiv 2102.06171); Brock, De, Smith,
-Characterizing signal propagation to close the performance gap in unnormalized ResNets, 2021 (arXiv 2101.08692).
+Reference: Brock, De, Smith, Simonyan, High-performance large-scale image recognition
+without normalization, 2021 (arXiv 2102.06171); Brock, De, Smith, Characterizing signal
+propagation to close the performance gap in unnormalized ResNets, 2021 (arXiv
+2101.08692).
 """
 
 import argparse
@@ -56,8 +72,13 @@ MULTIPLES = (1, 2, 4, 8, 16, 32)
 CLIPPING, MAX_NORM = 0.04, 0.5
 PICTURE = Path(__file__).resolve().parent.parent / "docs" / "digits.png"
 
-# For each method the clipping of AGC and the limit of the global norm. An infinite limit only measures, so that one compiled program serves all three.
-METHODS = {"none": (math.inf, math.inf), "AGC": (CLIPPING, math.inf), "global norm": (math.inf, MAX_NORM)}
+# For each method the clipping of AGC and the limit of the global norm. An infinite
+# limit only measures, so that one compiled program serves all three.
+METHODS = {
+    "none": (math.inf, math.inf),
+    "AGC": (CLIPPING, math.inf),
+    "global norm": (math.inf, MAX_NORM),
+}
 COLOURS = {"none": "#d55e00", "AGC": "#0072b2", "global norm": "#009e73"}
 
 
@@ -84,8 +105,11 @@ class Outcome(NamedTuple):
 
     losses: jax.Array  # float32[steps]: cross entropy in nats, before the step
     accuracy: jax.Array  # float32[]: on the test images
-    clipped_units: jax.Array  # float32[]: units that AGC shortened, over all units of convolutions and all steps
-    clipped_steps: jax.Array  # float32[]: steps that the global norm shortened, over all steps
+    # float32[]: units that AGC shortened, over all units of convolutions and all steps
+    clipped_units: jax.Array
+    clipped_steps: (
+        jax.Array
+    )  # float32[]: steps that the global norm shortened, over all steps
 
 
 class Row(NamedTuple):
@@ -97,21 +121,41 @@ class Row(NamedTuple):
     accuracies: tuple[float, ...]  # of each seed
     final_loss: float  # mean over seeds and the last tenth of the steps
     clipped_share: float  # of units for AGC, of steps for the global norm
-    diverged: int  # seeds whose loss was NaN or inf at some step, or ended no lower than that of a guess
+    # seeds whose loss was NaN or inf at some step, or ended no lower than that of a
+    # guess
+    diverged: int
 
 
-def main(steps: int = 100, *, seeds: int = 2, multiples: Sequence[float] = MULTIPLES, picture: str | Path = PICTURE) -> list[Row]:
-    """Trains all networks, prints the table, draws the picture, and returns the table."""
+def main(
+    steps: int = 100,
+    *,
+    seeds: int = 2,
+    multiples: Sequence[float] = MULTIPLES,
+    picture: str | Path = PICTURE,
+) -> list[Row]:
+    """Trains all networks, prints the table, draws the picture, and returns the
+    table.
+    """
     digits, rates = read_digits(), [BASE_RATE * multiple for multiple in multiples]
-    print(f"{len(digits.labels)} images to train on, {len(digits.test_labels)} to test; batches of {BATCH}, {steps} steps, {seeds} seeds", flush=True)
+    print(
+        f"{len(digits.labels)} images to train on, {len(digits.test_labels)} to test; "
+        f"batches of {BATCH}, {steps} steps, {seeds} seeds",
+        flush=True,
+    )
     began = time.perf_counter()
     train_all = compile_runs(digits, steps, seeds, lanes_of("none", rates, seeds))
     print(f"compiled in {time.perf_counter() - began:.0f} s", flush=True)
     rows = []
     for method in METHODS:
         began = time.perf_counter()
-        rows += summary(method, rates, jax.device_get(train_all(lanes_of(method, rates, seeds))))
-        print(f"{method}: {len(rates) * seeds} networks in {time.perf_counter() - began:.0f} s", flush=True)
+        rows += summary(
+            method, rates, jax.device_get(train_all(lanes_of(method, rates, seeds)))
+        )
+        print(
+            f"{method}: {len(rates) * seeds} networks in "
+            f"{time.perf_counter() - began:.0f} s",
+            flush=True,
+        )
     print_table(rows)
     draw(rows, picture)
     print(f"\nThe picture is in {picture}")
@@ -121,9 +165,23 @@ def main(steps: int = 100, *, seeds: int = 2, multiples: Sequence[float] = MULTI
 def read_digits() -> Digits:
     images, labels = load_digits(return_X_y=True)
     order = np.random.default_rng(0).permutation(len(labels))
-    images = ((images - images.mean()) / images.std()).reshape(-1, 8, 8, 1).astype(np.float32)[order]
+    images = (
+        ((images - images.mean()) / images.std())
+        .reshape(-1, 8, 8, 1)
+        .astype(np.float32)[order]
+    )
     labels = labels.astype(np.int32)[order]
-    return Digits(*map(jnp.asarray, (images[HELD_OUT:], labels[HELD_OUT:], images[:HELD_OUT], labels[:HELD_OUT])))
+    return Digits(
+        *map(
+            jnp.asarray,
+            (
+                images[HELD_OUT:],
+                labels[HELD_OUT:],
+                images[:HELD_OUT],
+                labels[:HELD_OUT],
+            ),
+        )
+    )
 
 
 def new_network(seed: int) -> dict[str, Any]:
@@ -131,40 +189,75 @@ def new_network(seed: int) -> dict[str, Any]:
     random = np.random.default_rng(seed)
     return {
         "stem": new_convolution(random, (3, 3, 1, WIDTH)),
-        "blocks": {name: new_convolution(random, (BLOCKS, 3, 3, WIDTH, WIDTH)) for name in ("first", "second")},
-        "head": {"weight": jnp.asarray(random.normal(size=(WIDTH, 10)) / math.sqrt(WIDTH), jnp.float32), "bias": jnp.zeros(10)},
+        "blocks": {
+            name: new_convolution(random, (BLOCKS, 3, 3, WIDTH, WIDTH))
+            for name in ("first", "second")
+        },
+        "head": {
+            "weight": jnp.asarray(
+                random.normal(size=(WIDTH, 10)) / math.sqrt(WIDTH), jnp.float32
+            ),
+            "bias": jnp.zeros(10),
+        },
     }
 
 
-def new_convolution(random: np.random.Generator, shape: tuple[int, ...]) -> dict[str, jax.Array]:
-    """Weights of variance 1 / (number of inputs); there may be layers in front of the four axes of one convolution."""
+def new_convolution(
+    random: np.random.Generator, shape: tuple[int, ...]
+) -> dict[str, jax.Array]:
+    """Weights of variance 1 / (number of inputs); there may be layers in front of the
+    four axes of one convolution.
+    """
     *layers, height, width, inputs, outputs = shape
     weight = random.normal(size=shape) / math.sqrt(height * width * inputs)
-    return {"weight": jnp.asarray(weight, jnp.float32), "gain": jnp.ones((*layers, outputs)), "bias": jnp.zeros((*layers, outputs))}
+    return {
+        "weight": jnp.asarray(weight, jnp.float32),
+        "gain": jnp.ones((*layers, outputs)),
+        "bias": jnp.zeros((*layers, outputs)),
+    }
 
 
 def standardise(weight: jax.Array) -> jax.Array:
-    """Scaled weight standardisation: over the inputs of each output, mean 0 and variance 1 / (number of inputs)."""
+    """Scaled weight standardisation: over the inputs of each output, mean 0 and
+    variance 1 / (number of inputs).
+    """
     inputs = math.prod(weight.shape[:-1])
     centred = weight - weight.mean((0, 1, 2), keepdims=True)
-    return centred * jax.lax.rsqrt(jnp.maximum(inputs * weight.var((0, 1, 2), keepdims=True), 1e-4))
+    return centred * jax.lax.rsqrt(
+        jnp.maximum(inputs * weight.var((0, 1, 2), keepdims=True), 1e-4)
+    )
 
 
-def convolve(convolution: dict[str, jax.Array], images: jax.Array, stride: int = 1) -> jax.Array:
-    """A 3 by 3 convolution with padding. As one matrix product: inside a loop, XLA's own convolution is ten times slower on CPU."""
+def convolve(
+    convolution: dict[str, jax.Array], images: jax.Array, stride: int = 1
+) -> jax.Array:
+    """A 3 by 3 convolution with padding. As one matrix product: inside a loop, XLA's
+    own convolution is ten times slower on CPU.
+    """
     kernel = convolution["gain"] * standardise(convolution["weight"])
     padded, size = jnp.pad(images, ((0, 0), (1, 1), (1, 1), (0, 0))), images.shape[1]
-    patches = [padded[:, y : y + size : stride, x : x + size : stride] for y in range(3) for x in range(3)]
-    return jnp.concatenate(patches, axis=-1) @ kernel.reshape(-1, kernel.shape[-1]) + convolution["bias"]
+    patches = [
+        padded[:, y : y + size : stride, x : x + size : stride]
+        for y in range(3)
+        for x in range(3)
+    ]
+    return (
+        jnp.concatenate(patches, axis=-1) @ kernel.reshape(-1, kernel.shape[-1])
+        + convolution["bias"]
+    )
 
 
 def relu(x: jax.Array) -> jax.Array:
-    """The rectifier, scaled so that what is normal with variance 1 has variance 1 afterwards."""
+    """The rectifier, scaled so that what is normal with variance 1 has variance 1
+    afterwards.
+    """
     return math.sqrt(2 / (1 - 1 / math.pi)) * jax.nn.relu(x)
 
 
 def predict(network: dict[str, Any], images: jax.Array) -> jax.Array:
-    """Logits: a stem, residual blocks h + alpha * f(h / beta) where beta^2 is the variance that h has by construction, the mean over the image, a linear layer."""
+    """Logits: a stem, residual blocks h + alpha * f(h / beta) where beta^2 is the
+    variance that h has by construction, the mean over the image, a linear layer.
+    """
 
     def block(h: jax.Array, layer: Any) -> tuple[jax.Array, None]:
         weights, beta = layer
@@ -172,18 +265,34 @@ def predict(network: dict[str, Any], images: jax.Array) -> jax.Array:
         return h + ALPHA * convolve(weights["second"], relu(branch)), None
 
     betas = np.sqrt(1 + ALPHA**2 * np.arange(BLOCKS + 1, dtype=np.float32))
-    h, _ = jax.lax.scan(block, convolve(network["stem"], images, stride=2), (network["blocks"], betas[:-1]))
-    return relu(h / betas[-1]).mean((1, 2)) @ network["head"]["weight"] + network["head"]["bias"]
+    h, _ = jax.lax.scan(
+        block,
+        convolve(network["stem"], images, stride=2),
+        (network["blocks"], betas[:-1]),
+    )
+    return (
+        relu(h / betas[-1]).mean((1, 2)) @ network["head"]["weight"]
+        + network["head"]["bias"]
+    )
 
 
-def mean_loss(network: dict[str, Any], images: jax.Array, labels: jax.Array) -> jax.Array:
-    return optax.softmax_cross_entropy_with_integer_labels(predict(network, images), labels).mean()
+def mean_loss(
+    network: dict[str, Any], images: jax.Array, labels: jax.Array
+) -> jax.Array:
+    return optax.softmax_cross_entropy_with_integer_labels(
+        predict(network, images), labels
+    ).mean()
 
 
 def new_optimizer(lane: Lane) -> optax.GradientTransformationExtraArgs:
-    """AGC on all but the final linear layer, the global norm on everything, Nesterov's momentum."""
-    # The leading axis of the blocks counts layers. Unsaid, each would look like one three-dimensional convolution.
-    agc = optaxclip.adaptive_grad_clip(lane.clipping, stacked=lambda path, leaf: int(path.startswith("blocks")))
+    """AGC on all but the final linear layer, the global norm on everything, Nesterov's
+    momentum.
+    """
+    # The leading axis of the blocks counts layers. Unsaid, each would look like one
+    # three-dimensional convolution.
+    agc = optaxclip.adaptive_grad_clip(
+        lane.clipping, stacked=lambda path, leaf: int(path.startswith("blocks"))
+    )
     return optax.named_chain(
         ("agc", optax.masked(agc, {"stem": True, "blocks": True, "head": False})),
         ("global", optaxclip.clip_by_global_norm(lane.max_norm)),
@@ -191,56 +300,101 @@ def new_optimizer(lane: Lane) -> optax.GradientTransformationExtraArgs:
     )
 
 
-def train(digits: Digits, starts: dict[str, Any], batches: jax.Array, lane: Lane) -> Outcome:
-    """One run. Those with one seed start from the same weights and see the same batches."""
+def train(
+    digits: Digits, starts: dict[str, Any], batches: jax.Array, lane: Lane
+) -> Outcome:
+    """One run. Those with one seed start from the same weights and see the same
+    batches.
+    """
     optimizer = new_optimizer(lane)
     network, batches = jax.tree.map(lambda x: x[lane.seed], (starts, batches))
 
     def step(trained: Any, batch: jax.Array) -> tuple[Any, jax.Array]:
         network, state = trained
-        loss, gradient = jax.value_and_grad(mean_loss)(network, digits.images[batch], digits.labels[batch])
+        loss, gradient = jax.value_and_grad(mean_loss)(
+            network, digits.images[batch], digits.labels[batch]
+        )
         updates, state = optimizer.update(gradient, state, network)
         return (optax.apply_updates(network, updates), state), loss
 
-    (network, state), losses = jax.lax.scan(step, (network, optimizer.init(network)), batches)
+    (network, state), losses = jax.lax.scan(
+        step, (network, optimizer.init(network)), batches
+    )
     report = optaxclip.metrics(state)
-    accuracy = (predict(network, digits.test_images).argmax(-1) == digits.test_labels).mean()
-    return Outcome(losses, accuracy, share_of_units(report), report["clip/global/clipped_share"])
+    accuracy = (
+        predict(network, digits.test_images).argmax(-1) == digits.test_labels
+    ).mean()
+    return Outcome(
+        losses, accuracy, share_of_units(report), report["clip/global/clipped_share"]
+    )
 
 
 def compile_runs(digits: Digits, steps: int, seeds: int, lanes: Lane) -> Any:
-    """A compiled function from lanes to outcomes: one lane after the other, which is faster on few cores than all abreast."""
-    starts = jax.tree.map(lambda *leaves: jnp.stack(leaves), *map(new_network, range(seeds)))
-    batches = jnp.asarray(np.stack([shuffled_batches(seed, len(digits.labels), steps) for seed in range(seeds)]))
-    return jax.jit(lambda lanes: jax.lax.map(functools.partial(train, digits, starts, batches), lanes)).lower(lanes).compile()
+    """A compiled function from lanes to outcomes: one lane after the other, which is
+    faster on few cores than all abreast.
+    """
+    starts = jax.tree.map(
+        lambda *leaves: jnp.stack(leaves), *map(new_network, range(seeds))
+    )
+    batches = jnp.asarray(
+        np.stack(
+            [shuffled_batches(seed, len(digits.labels), steps) for seed in range(seeds)]
+        )
+    )
+    return (
+        jax.jit(
+            lambda lanes: jax.lax.map(
+                functools.partial(train, digits, starts, batches), lanes
+            )
+        )
+        .lower(lanes)
+        .compile()
+    )
 
 
 def shuffled_batches(seed: int, examples: int, steps: int) -> np.ndarray:
-    """int[steps, BATCH]: every epoch in an order of its own, without what would not fill a batch."""
+    """int[steps, BATCH]: every epoch in an order of its own, without what would not
+    fill a batch.
+    """
     random, each = np.random.default_rng(seed), examples // BATCH
-    epochs = [random.permutation(examples)[: each * BATCH] for _ in range(-(-steps // each))]
+    epochs = [
+        random.permutation(examples)[: each * BATCH] for _ in range(-(-steps // each))
+    ]
     return np.concatenate(epochs).reshape(-1, BATCH)[:steps]
 
 
 def share_of_units(report: dict[str, jax.Array]) -> jax.Array:
-    """Over the filters of all convolutions. Biases and gains are clipped as well but not counted."""
+    """Over the filters of all convolutions. Biases and gains are clipped as well but
+    not counted.
+    """
     filters = {"stem": 1, "blocks/first": BLOCKS, "blocks/second": BLOCKS}
-    return sum(layers * report[f"clip/agc/clipped_share/{name}/weight"] for name, layers in filters.items()) / sum(filters.values())
+    return sum(
+        layers * report[f"clip/agc/clipped_share/{name}/weight"]
+        for name, layers in filters.items()
+    ) / sum(filters.values())
 
 
 def lanes_of(method: str, rates: Sequence[float], seeds: int) -> Lane:
     """Every rate with every seed, side by side: the seed runs fastest."""
-    rate, seed = (axis.ravel() for axis in np.meshgrid(rates, np.arange(seeds), indexing="ij"))
-    clipping, max_norm = (np.full(rate.shape, limit, np.float32) for limit in METHODS[method])
+    rate, seed = (
+        axis.ravel() for axis in np.meshgrid(rates, np.arange(seeds), indexing="ij")
+    )
+    clipping, max_norm = (
+        np.full(rate.shape, limit, np.float32) for limit in METHODS[method]
+    )
     return Lane(rate.astype(np.float32), clipping, max_norm, seed.astype(np.int32))
 
 
 def summary(method: str, rates: Sequence[float], outcomes: Outcome) -> list[Row]:
     """A row for each rate."""
     rows = []
-    for rate, *fields in zip(rates, *(np.split(field, len(rates)) for field in outcomes)):
+    for rate, *fields in zip(
+        rates, *(np.split(field, len(rates)) for field in outcomes)
+    ):
         runs = Outcome(*fields)
-        final_losses = runs.losses[:, -max(1, runs.losses.shape[1] // 10) :].mean(axis=1)
+        final_losses = runs.losses[:, -max(1, runs.losses.shape[1] // 10) :].mean(
+            axis=1
+        )
         learned = np.isfinite(runs.losses).all(axis=1) & (final_losses < math.log(10))
         rows.append(
             Row(
@@ -249,7 +403,13 @@ def summary(method: str, rates: Sequence[float], outcomes: Outcome) -> list[Row]
                 accuracy=float(runs.accuracy.mean()),
                 accuracies=tuple(runs.accuracy.tolist()),
                 final_loss=float(final_losses.mean()),
-                clipped_share=float((runs.clipped_steps if method == "global norm" else runs.clipped_units).mean()),
+                clipped_share=float(
+                    (
+                        runs.clipped_steps
+                        if method == "global norm"
+                        else runs.clipped_units
+                    ).mean()
+                ),
                 diverged=int((~learned).sum()),
             )
         )
@@ -257,11 +417,15 @@ def summary(method: str, rates: Sequence[float], outcomes: Outcome) -> list[Row]
 
 
 def print_table(rows: list[Row]) -> None:
-    print("\nclipping      rate  accuracy  of each seed    final loss  clipped  diverged")
+    print(
+        "\nclipping      rate  accuracy  of each seed    final loss  clipped  diverged"
+    )
     for row in rows:
         each = " ".join(f"{accuracy:.3f}" for accuracy in row.accuracies)
         print(
-            f"{row.method:11}  {row.rate:5.3g}  {row.accuracy:8.3f}  {each:14}  {row.final_loss:10.3g}  {row.clipped_share:7.1%}  {row.diverged} of {len(row.accuracies)}"
+            f"{row.method:11}  {row.rate:5.3g}  {row.accuracy:8.3f}  {each:14}  "
+            f"{row.final_loss:10.3g}  {row.clipped_share:7.1%}  {row.diverged} of "
+            f"{len(row.accuracies)}"
         )
 
 
@@ -273,12 +437,28 @@ def draw(rows: list[Row], picture: str | Path) -> None:
     for method, colour in COLOURS.items():
         own = [row for row in rows if row.method == method]
         rates = [row.rate for row in own]
-        accuracies.plot(rates, [row.accuracy for row in own], color=colour, label=method, marker="o")
-        accuracies.plot(rates, [row.accuracies for row in own], color=colour, linestyle="none", marker="_")
+        accuracies.plot(
+            rates, [row.accuracy for row in own], color=colour, label=method, marker="o"
+        )
+        accuracies.plot(
+            rates,
+            [row.accuracies for row in own],
+            color=colour,
+            linestyle="none",
+            marker="_",
+        )
         shares.plot(rates, [row.clipped_share for row in own], color=colour, marker="o")
     accuracies.axhline(0.1, color="grey", linestyle="dotted", label="guessing")
-    accuracies.set(title="Accuracy on 500 test images: mean of the seeds, and each", ylabel="share that is right", ylim=(0, 1))
-    shares.set(title="What was clipped", ylabel="share of units (AGC) or steps (global norm)", ylim=(-0.02, 1.02))
+    accuracies.set(
+        title="Accuracy on 500 test images: mean of the seeds, and each",
+        ylabel="share that is right",
+        ylim=(0, 1),
+    )
+    shares.set(
+        title="What was clipped",
+        ylabel="share of units (AGC) or steps (global norm)",
+        ylim=(-0.02, 1.02),
+    )
     accuracies.legend(title="clipping", loc="lower left")
     ticks = sorted({row.rate for row in rows})
     for axes in (accuracies, shares):

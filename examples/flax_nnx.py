@@ -1,19 +1,26 @@
-"""Trains a convolutional network of flax NNX with the clipper inside `nnx.Optimizer`, and reads from the optimizer what the clipper did.
+"""Trains a convolutional network of flax NNX with the clipper inside `nnx.Optimizer`,
+and reads from the optimizer what the clipper did.
 
-What it shows. A clipper is a part of the optax chain, and `nnx.Optimizer` takes the chain as it is; the step under `nnx.jit` has no line more than without
-clipping. The network has batch normalisation, whose running averages are variables but no weights: `wrt=nnx.Param` keeps them away from the optimizer and
-from the norm.
+What it shows. A clipper is a part of the optax chain, and `nnx.Optimizer` takes the
+chain as it is; the step under `nnx.jit` has no line more than without clipping. The
+network has batch normalisation, whose running averages are variables but no weights:
+`wrt=nnx.Param` keeps them away from the optimizer and from the norm.
 
-`nnx.Optimizer` keeps each array of the optax state inside a variable; `optaxclip.metrics(optimizer.opt_state)` reads them there, inside jit or outside.
-`nnx.state(optimizer)` will not do: there the states are dicts, and `metrics` finds no clipper in it and returns an empty dict.
+`nnx.Optimizer` keeps each array of the optax state inside a variable;
+`optaxclip.metrics(optimizer.opt_state)` reads them there, inside jit or outside.
+`nnx.state(optimizer)` will not do: there the states are dicts, and `metrics` finds no
+clipper in it and returns an empty dict.
 
-Two are in the chain: `measure(tensor_norm)` keeps the norm of each weight's gradient and changes nothing, and `clip_by_global_norm` clips. `named_chain`
-gives them the names under which they are reported.
+Two are in the chain: `measure(tensor_norm)` keeps the norm of each weight's gradient
+and changes nothing, and `clip_by_global_norm` clips. `named_chain` gives them the names
+under which they are reported.
 
 How long it takes. About twenty seconds on two CPU cores, half of it compilation.
 
-What it prints. The network reads handwritten digits of 8 by 8 pixels. For each tenth of the run the loss, the norm before clipping and after it, and the
-share of steps that were clipped so far; the share of the held-out digits that are read correctly; and the norms by weight at the last step.
+What it prints. The network reads handwritten digits of 8 by 8 pixels. For each tenth of
+the run the loss, the norm before clipping and after it, and the share of steps that
+were clipped so far; the share of the held-out digits that are read correctly; and the
+norms by weight at the last step.
 
     python examples/flax_nnx.py --steps 300
 """
@@ -45,7 +52,9 @@ class Network(nnx.Module):
 
     def __call__(self, images: jax.Array) -> jax.Array:
         hidden = nnx.relu(self.average(self.first(images)))
-        hidden = nnx.max_pool(nnx.relu(self.second(hidden)), window_shape=(2, 2), strides=(2, 2))
+        hidden = nnx.max_pool(
+            nnx.relu(self.second(hidden)), window_shape=(2, 2), strides=(2, 2)
+        )
         return self.readout(hidden.reshape(len(hidden), -1))
 
 
@@ -69,7 +78,10 @@ def main(steps: int = 300) -> Result:
     """Trains, prints the tables, and returns what happened."""
     training, held_out = read_digits()
     network, optimizer = new_network_and_optimizer()
-    print(f"{len(training.labels)} digits, {weights_of(network)} weights, limit {MAX_NORM:g}, {steps} steps\n")
+    print(
+        f"{len(training.labels)} digits, {weights_of(network)} weights, limit "
+        f"{MAX_NORM:g}, {steps} steps\n"
+    )
     print("  step    loss  norm before  norm after  clipped so far")
     losses, reports = [], []
     for step, batch in enumerate(batches(training, steps), start=1):
@@ -79,8 +91,12 @@ def main(steps: int = 300) -> Result:
         if step % max(1, steps // 10) == 0:
             print_line(step, losses[-1], reports[-1])
     network.eval()  # batch normalisation uses its running averages from here on
-    accuracy = float(jnp.mean(jnp.argmax(network(held_out.images), axis=-1) == held_out.labels))
-    print(f"\n{accuracy:.1%} of {len(held_out.labels)} held-out digits are read correctly")
+    accuracy = float(
+        jnp.mean(jnp.argmax(network(held_out.images), axis=-1) == held_out.labels)
+    )
+    print(
+        f"\n{accuracy:.1%} of {len(held_out.labels)} held-out digits are read correctly"
+    )
     print_norms(reports[-1])
     return Result(np.array(losses, np.float32), reports, accuracy, network)
 
@@ -91,7 +107,9 @@ def read_digits() -> tuple[Digits, Digits]:
     order = np.random.default_rng(SEED).permutation(len(labels))
     images = (images[order] / 16).astype(np.float32).reshape(-1, 8, 8, 1)
     labels = labels[order].astype(np.int32)
-    return Digits(images[HELD_OUT:], labels[HELD_OUT:]), Digits(images[:HELD_OUT], labels[:HELD_OUT])
+    return Digits(images[HELD_OUT:], labels[HELD_OUT:]), Digits(
+        images[:HELD_OUT], labels[:HELD_OUT]
+    )
 
 
 def batches(digits: Digits, steps: int) -> Any:
@@ -113,12 +131,18 @@ def new_network_and_optimizer() -> tuple[Network, nnx.Optimizer]:
 
 def mean_loss(network: Network, digits: Digits) -> jax.Array:
     """Cross entropy in nats."""
-    return optax.softmax_cross_entropy_with_integer_labels(network(digits.images), digits.labels).mean()
+    return optax.softmax_cross_entropy_with_integer_labels(
+        network(digits.images), digits.labels
+    ).mean()
 
 
 @nnx.jit
-def train_step(network: Network, optimizer: nnx.Optimizer, digits: Digits) -> tuple[jax.Array, dict[str, jax.Array]]:
-    """One step, in place as NNX does it: the loss before it and what the clippers saw."""
+def train_step(
+    network: Network, optimizer: nnx.Optimizer, digits: Digits
+) -> tuple[jax.Array, dict[str, jax.Array]]:
+    """One step, in place as NNX does it: the loss before it and what the clippers
+    saw.
+    """
     loss, gradient = nnx.value_and_grad(mean_loss)(network, digits)
     optimizer.update(network, gradient)
     return loss, optaxclip.metrics(optimizer.opt_state)
@@ -129,7 +153,10 @@ def weights_of(network: Network) -> int:
 
 
 def print_line(step: int, loss: float, report: dict[str, float]) -> None:
-    before, after, share = (report[f"clip/all/{name}"] for name in ("norm_before", "norm_after", "clipped_share"))
+    before, after, share = (
+        report[f"clip/all/{name}"]
+        for name in ("norm_before", "norm_after", "clipped_share")
+    )
     print(f"{step:6}  {loss:6.4f}  {before:11.4f}  {after:10.4f}  {share:14.1%}")
 
 

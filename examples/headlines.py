@@ -1,33 +1,47 @@
-"""Two claims that papers prove of gradient clipping, to be seen: it keeps out rare large jumps, and needs fewer steps where curvature grows with the slope.
+"""Two claims that papers prove of gradient clipping, to be seen: it keeps out rare
+large jumps, and needs fewer steps where curvature grows with the slope.
 
-Jumps (Gorbunov et al., their toy problem). f(x) = |x|^2 / 2 in 100 dimensions, step 0.001. The gradient comes with noise whose coordinates have mean 0 and
-variance 1: normal; Weibull with shape 0.2; Burr with shapes 1 and 2.3. Theory in expectation sees the variance only and can not tell the three apart. From
-the minimum, and once it has had a fifth of the steps to settle, |x| is recorded at every step of many runs. With normal noise it stays within 1.3 times its
-median. With heavy tails SGD is a little nearer to the minimum most of the time, and now and then is thrown several times as far, from where it needs a
-thousand steps to come back: 14 of 32 runs with Weibull noise and 6 with Burr noise get more than twice as far as the median. How far the farthest is, is
-itself a heavy-tailed number: with other seeds it was 3 to 50 medians. Clipped at 100 as in the paper, ten times the root mean square of the noise's norm,
-about one step in a thousand is shortened, no run jumps, and the median is a little smaller. The price is in the column bias: these noises are skewed,
-clipping cuts off the long side, and the mean of x leaves the minimum, by a few percent of |x|.
+Jumps (Gorbunov et al., their toy problem). f(x) = |x|^2 / 2 in 100 dimensions, step
+0.001. The gradient comes with noise whose coordinates have mean 0 and variance 1:
+normal; Weibull with shape 0.2; Burr with shapes 1 and 2.3. Theory in expectation sees
+the variance only and can not tell the three apart. From the minimum, and once it has
+had a fifth of the steps to settle, |x| is recorded at every step of many runs. With
+normal noise it stays within 1.3 times its median. With heavy tails SGD is a little
+nearer to the minimum most of the time, and now and then is thrown several times as far,
+from where it needs a thousand steps to come back: 14 of 32 runs with Weibull noise and
+6 with Burr noise get more than twice as far as the median. How far the farthest is, is
+itself a heavy-tailed number: with other seeds it was 3 to 50 medians. Clipped at 100 as
+in the paper, ten times the root mean square of the noise's norm, about one step in a
+thousand is shortened, no run jumps, and the median is a little smaller. The price is in
+the column bias: these noises are skewed, clipping cuts off the long side, and the mean
+of x leaves the minimum, by a few percent of |x|.
 
-Steps (Zhang et al.). f(x) = x^4 has no bound on its curvature: the largest stable fixed step is 1 / (2 x0^2) for a start at x0, and is far too short at the
-flat bottom. Sought in fine logarithmic grids are the one step size, and the one pair of step size and limit, with which every start up to x0 gets to |f'|
-<= 0.01 soonest; the starts are x0 and 63 at random below it. One start alone would say nothing: the step 1 / (4 x0^2) leads from x0 into the minimum at
-once. Fixed steps need in proportion to x0^2 of them, 1,381 from 10 and 87,416 from 80. Clipped ones walk down the slope at the speed step * limit and have
-a long step left for the bottom: 10 and 47. To balance the two phases makes their number grow as x0^(2/3) in the end, somewhat faster here; with the pair of
+Steps (Zhang et al.). f(x) = x^4 has no bound on its curvature: the largest stable fixed
+step is 1 / (2 x0^2) for a start at x0, and is far too short at the flat bottom. Sought
+in fine logarithmic grids are the one step size, and the one pair of step size and
+limit, with which every start up to x0 gets to |f'| <= 0.01 soonest; the starts are x0
+and 63 at random below it. One start alone would say nothing: the step 1 / (4 x0^2)
+leads from x0 into the minimum at once. Fixed steps need in proportion to x0^2 of them,
+1,381 from 10 and 87,416 from 80. Clipped ones walk down the slope at the speed step *
+limit and have a long step left for the bottom: 10 and 47. To balance the two phases
+makes their number grow as x0^(2/3) in the end, somewhat faster here; with the pair of
 the smallest start kept it is a walk at constant speed, in proportion to x0 in the end.
 
-What it does not show. That SGD must be this bad: a smaller step or averaging helps against jumps, too. That training is like x^4: both sides of the second
-table are tuned with hindsight, and the gradients have no noise.
+What it does not show. That SGD must be this bad: a smaller step or averaging helps
+against jumps, too. That training is like x^4: both sides of the second table are tuned
+with hindsight, and the gradients have no noise.
 
 How long it takes. Under a minute on two CPU cores.
 
-What it prints. The two tables. A picture, `docs/headlines.png` or the path given with --picture, has how often |x| is beyond multiples of its median, and
-the steps over the starts.
+What it prints. The two tables. A picture, `docs/headlines.png` or the path given with
+--picture, has how often |x| is beyond multiples of its median, and the steps over the
+starts.
 
     python examples/headlines.py --seeds 64
 
-Reference: Gorbunov, Danilova, Gasnikov, Stochastic optimization with heavy-tailed noise via accelerated gradient clipping, 2020 (arXiv 2005.10785); Zhang,
-He, Sra, Jadbabaie, Why gradient clipping accelerates training, 2020 (arXiv 1905.11881).
+Reference: Gorbunov, Danilova, Gasnikov, Stochastic optimization with heavy-tailed noise
+via accelerated gradient clipping, 2020 (arXiv 2005.10785); Zhang, He, Sra, Jadbabaie,
+Why gradient clipping accelerates training, 2020 (arXiv 1905.11881).
 """
 
 import argparse
@@ -53,7 +67,9 @@ COLOURS = {"normal": "#009e73", "Weibull": "#d55e00", "Burr": "#0072b2"}
 
 
 class Tail(NamedTuple):
-    """How far from the minimum one method is with one noise. Over all runs and steps after the first fifth."""
+    """How far from the minimum one method is with one noise. Over all runs and steps
+    after the first fifth.
+    """
 
     noise: str
     method: str
@@ -67,7 +83,9 @@ class Tail(NamedTuple):
 
 
 class Descent(NamedTuple):
-    """The fewest steps with which all starts up to x0 arrive, and what they were made with."""
+    """The fewest steps with which all starts up to x0 arrive, and what they were made
+    with.
+    """
 
     start: float
     fixed: int
@@ -79,7 +97,11 @@ class Descent(NamedTuple):
 
 
 def main(
-    seeds: int = 32, steps: int = 15_000, *, starts: Sequence[float] = (10.0, 20.0, 40.0, 80.0), picture: str | Path = PICTURE
+    seeds: int = 32,
+    steps: int = 15_000,
+    *,
+    starts: Sequence[float] = (10.0, 20.0, 40.0, 80.0),
+    picture: str | Path = PICTURE,
 ) -> tuple[list[Tail], list[Descent]]:
     """Prints both tables, draws the picture, and returns the tables."""
     tails = [row for noise in NOISES for row in tails_of(noise, seeds, steps)]
@@ -92,8 +114,11 @@ def main(
 
 
 def exponential(key: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-    # All 32 random bits, where jax.random.exponential has 23: the tails are made by the one draw in ten million.
-    return -jnp.log((jax.random.bits(key, shape, jnp.uint32).astype(jnp.float32) + 0.5) * 2.0**-32)
+    # All 32 random bits, where jax.random.exponential has 23: the tails are made by the
+    # one draw in ten million.
+    return -jnp.log(
+        (jax.random.bits(key, shape, jnp.uint32).astype(jnp.float32) + 0.5) * 2.0**-32
+    )
 
 
 def weibull(key: jax.Array, shape: tuple[int, ...], c: float = 0.2) -> jax.Array:
@@ -115,12 +140,24 @@ METHODS = {"SGD": math.inf, "clipped SGD": LIMIT}
 def tails_of(noise: str, seeds: int, steps: int) -> list[Tail]:
     """Many runs of both methods, all from the same seeds and so on the same noise."""
     run = functools.partial(walk, NOISES[noise], steps)
-    limits, keys = jnp.array(list(METHODS.values())), jax.random.split(jax.random.key(0), seeds)
+    limits, keys = (
+        jnp.array(list(METHODS.values())),
+        jax.random.split(jax.random.key(0), seeds),
+    )
     walks = jax.jit(jax.vmap(jax.vmap(run, (None, 0)), (0, None)))(limits, keys)
-    return [tail_of(noise, method, *parts) for method, *parts in zip(METHODS, *map(np.asarray, walks))]
+    return [
+        tail_of(noise, method, *parts)
+        for method, *parts in zip(METHODS, *map(np.asarray, walks))
+    ]
 
 
-def tail_of(noise: str, method: str, distances: np.ndarray, centres: np.ndarray, shares: np.ndarray) -> Tail:
+def tail_of(
+    noise: str,
+    method: str,
+    distances: np.ndarray,
+    centres: np.ndarray,
+    shares: np.ndarray,
+) -> Tail:
     first = distances.shape[1] // 5
     settled = distances[:, first:]
     median = float(np.median(settled))
@@ -132,8 +169,10 @@ def tail_of(noise: str, method: str, distances: np.ndarray, centres: np.ndarray,
         largest=float(settled.max()),
         jumps=int((settled.max(axis=1) > 2 * median).sum()),
         clipped_share=float(shares.mean()),
-        # All coordinates have one distribution, so their mean over everything tells that of each.
-        bias=math.sqrt(DIMENSIONS) * abs(float(centres[:, first:].mean(dtype=np.float64))),
+        # All coordinates have one distribution, so their mean over everything tells
+        # that of each.
+        bias=math.sqrt(DIMENSIONS)
+        * abs(float(centres[:, first:].mean(dtype=np.float64))),
         distances=settled,
     )
 
@@ -142,49 +181,90 @@ def clipped_sgd(step_size: Any, limit: Any) -> optax.GradientTransformation:
     return optax.chain(optaxclip.clip_by_global_norm(limit), optax.sgd(step_size))
 
 
-def walk(noise: Callable[..., jax.Array], steps: int, limit: Any, key: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """One run from the minimum: |x| and the mean coordinate of x at every step, and the share of steps clipped."""
+def walk(
+    noise: Callable[..., jax.Array], steps: int, limit: Any, key: jax.Array
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """One run from the minimum: |x| and the mean coordinate of x at every step, and the
+    share of steps clipped.
+    """
     optimizer = clipped_sgd(STEP_SIZE, limit)
 
     def step(carry: Any, key: jax.Array) -> tuple[Any, Any]:
         x, state = carry
-        updates, state = optimizer.update(x + noise(key, x.shape), state)  # the gradient of |x|^2 / 2 is x
+        updates, state = optimizer.update(
+            x + noise(key, x.shape), state
+        )  # the gradient of |x|^2 / 2 is x
         x = optax.apply_updates(x, updates)
         return (x, state), (jnp.linalg.norm(x), x.mean())
 
     x = jnp.zeros(DIMENSIONS)
-    (_, state), (distances, centres) = jax.lax.scan(step, (x, optimizer.init(x)), jax.random.split(key, steps))
+    (_, state), (distances, centres) = jax.lax.scan(
+        step, (x, optimizer.init(x)), jax.random.split(key, steps)
+    )
     return distances, centres, optaxclip.metrics(state)["clip/clipped_share"]
 
 
 def compare_descents(starts: Sequence[float]) -> list[Descent]:
     """The best fixed step and the best clipped one for each start."""
     fixed_steps = np.geomspace(1e-6, 1e-1, 501)
-    clipped_steps, limits = (axis.ravel() for axis in np.meshgrid(np.geomspace(1e-2, 1e2, 161), np.geomspace(1e-2, 1e2, 161)))
+    clipped_steps, limits = (
+        axis.ravel()
+        for axis in np.meshgrid(
+            np.geomspace(1e-2, 1e2, 161), np.geomspace(1e-2, 1e2, 161)
+        )
+    )
     rows, pair = [], None
     for start in starts:
         fixed, at = fewest_steps(fixed_steps, None, start)
         clipped, best = fewest_steps(clipped_steps, limits, start)
         pair = pair or (clipped_steps[best], limits[best])
         kept, _ = fewest_steps(*np.array(pair)[:, None], start)
-        rows.append(Descent(start, fixed, fixed_steps[at], clipped, clipped_steps[best], limits[best], kept))
+        rows.append(
+            Descent(
+                start,
+                fixed,
+                fixed_steps[at],
+                clipped,
+                clipped_steps[best],
+                limits[best],
+                kept,
+            )
+        )
     return rows
 
 
-def fewest_steps(step_sizes: np.ndarray, limits: np.ndarray | None, start: float) -> tuple[int, int]:
-    """(steps, place): with which of the settings all starts have arrived first, and after how many steps."""
-    x = jnp.asarray(np.append(start * np.random.default_rng(0).uniform(size=LANES - 1), start), jnp.float32)
-    steps, arrived = _descend(jnp.asarray(step_sizes, jnp.float32), None if limits is None else jnp.asarray(limits, jnp.float32), x)
+def fewest_steps(
+    step_sizes: np.ndarray, limits: np.ndarray | None, start: float
+) -> tuple[int, int]:
+    """(steps, place): with which of the settings all starts have arrived first, and
+    after how many steps.
+    """
+    x = jnp.asarray(
+        np.append(start * np.random.default_rng(0).uniform(size=LANES - 1), start),
+        jnp.float32,
+    )
+    steps, arrived = _descend(
+        jnp.asarray(step_sizes, jnp.float32),
+        None if limits is None else jnp.asarray(limits, jnp.float32),
+        x,
+    )
     if not arrived.any():
-        raise RuntimeError(f"No setting brought all starts up to {start} to |f'| <= {GRADIENT} within {MOST_STEPS} steps.")
+        raise RuntimeError(
+            f"No setting brought all starts up to {start} to |f'| <= {GRADIENT} within "
+            f"{MOST_STEPS} steps."
+        )
     # Several may arrive at once: the one in their middle is the least lucky.
     places = np.flatnonzero(arrived)
     return int(steps), int(places[len(places) // 2])
 
 
 @jax.jit
-def _descend(step_sizes: jax.Array, limits: jax.Array | None, starts: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Descends on x^4 with all settings from all starts side by side, until the first setting has brought all of them there."""
+def _descend(
+    step_sizes: jax.Array, limits: jax.Array | None, starts: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """Descends on x^4 with all settings from all starts side by side, until the first
+    setting has brought all of them there.
+    """
     slope = jax.grad(lambda x: x**4)
 
     def init(step_size: jax.Array, limit: Any, x: jax.Array) -> Any:
@@ -198,39 +278,79 @@ def _descend(step_sizes: jax.Array, limits: jax.Array | None, starts: jax.Array)
 
     def on_all(function: Any) -> Any:
         """Over all settings, and for each over all starts."""
-        return jax.vmap(jax.vmap(function, (None, None, 0)), (0, None if limits is None else 0, None if function is init else 0))
+        return jax.vmap(
+            jax.vmap(function, (None, None, 0)),
+            (0, None if limits is None else 0, None if function is init else 0),
+        )
 
     def go_on(carry: Any) -> jax.Array:
         count, (_, _, arrived) = carry
         return (count < MOST_STEPS) & ~arrived.all(axis=1).any()
 
     lanes = on_all(init)(step_sizes, limits, starts)
-    count, (_, _, arrived) = jax.lax.while_loop(go_on, lambda carry: (carry[0] + 1, on_all(step)(step_sizes, limits, carry[1])), (0, lanes))
+    count, (_, _, arrived) = jax.lax.while_loop(
+        go_on,
+        lambda carry: (carry[0] + 1, on_all(step)(step_sizes, limits, carry[1])),
+        (0, lanes),
+    )
     return count, arrived.all(axis=1)
 
 
 def growth(descents: list[Descent], field: str) -> float:
     """The power of the start that the steps grow with."""
-    return float(np.polyfit(np.log([row.start for row in descents]), np.log([getattr(row, field) for row in descents]), 1)[0])
+    return float(
+        np.polyfit(
+            np.log([row.start for row in descents]),
+            np.log([getattr(row, field) for row in descents]),
+            1,
+        )[0]
+    )
 
 
 def print_tails(tails: list[Tail], seeds: int, steps: int) -> None:
-    print(f"f(x) = |x|^2 / 2, noise of variance 1 a coordinate; {seeds} runs of {steps} steps\n")
-    print("noise    method       median |x|  99.9 %  largest  largest / median  runs with |x| > 2 medians  clipped    bias")
+    print(
+        f"f(x) = |x|^2 / 2, noise of variance 1 a coordinate; {seeds} runs of {steps} "
+        "steps\n"
+    )
+    print(
+        "noise    method       median |x|  99.9 %  largest  largest / median  runs "
+        "with |x| > 2 medians  clipped    bias"
+    )
     for row in tails:
-        sizes = f"{row.median:10.3f}  {row.high:6.3f}  {row.largest:7.3f}  {row.largest / row.median:16.2f}"
-        print(f"{row.noise:7}  {row.method:11}  {sizes}  {row.jumps:22} of {seeds}  {row.clipped_share:7.3%}  {row.bias:6.4f}")
+        sizes = (
+            f"{row.median:10.3f}  {row.high:6.3f}  {row.largest:7.3f}  "
+            f"{row.largest / row.median:16.2f}"
+        )
+        print(
+            f"{row.noise:7}  {row.method:11}  {sizes}  {row.jumps:22} of {seeds}  "
+            f"{row.clipped_share:7.3%}  {row.bias:6.4f}"
+        )
 
 
 def print_descents(descents: list[Descent]) -> None:
-    print(f"\nf(x) = x^4, the fewest steps until |f'| <= {GRADIENT:g} from every start up to x0\n")
-    print("    x0    fixed  with step    clipped  with step, limit    fixed / clipped    clipped, first pair kept")
+    print(
+        f"\nf(x) = x^4, the fewest steps until |f'| <= {GRADIENT:g} from every start "
+        "up to x0\n"
+    )
+    print(
+        "    x0    fixed  with step    clipped  with step, limit    fixed / clipped    "
+        "clipped, first pair kept"
+    )
     for row in descents:
         clipped = f"{row.clipped:7}  {row.clipped_step:9.3g}, {row.limit:5.3g}"
-        print(f"{row.start:6g}  {row.fixed:7}  {row.fixed_step:9.3g}    {clipped}    {row.fixed / row.clipped:15.0f}    {row.kept:24}")
+        print(
+            f"{row.start:6g}  {row.fixed:7}  {row.fixed_step:9.3g}    {clipped}    "
+            f"{row.fixed / row.clipped:15.0f}    {row.kept:24}"
+        )
     if len(descents) > 1:
-        powers = [f"x0^{growth(descents, field):.2f}" for field in ("fixed", "clipped", "kept")]
-        print(f"\nThey grow as {powers[0]} with a fixed step, {powers[1]} clipped, and {powers[2]} clipped with the first pair kept.")
+        powers = [
+            f"x0^{growth(descents, field):.2f}"
+            for field in ("fixed", "clipped", "kept")
+        ]
+        print(
+            f"\nThey grow as {powers[0]} with a fixed step, {powers[1]} clipped, and "
+            f"{powers[2]} clipped with the first pair kept."
+        )
 
 
 def draw(tails: list[Tail], descents: list[Descent], picture: str | Path) -> None:
@@ -239,7 +359,12 @@ def draw(tails: list[Tail], descents: list[Descent], picture: str | Path) -> Non
     left, right = figure.subplots(1, 2)
     for row in tails:
         draw_tail(left, row)
-    left.set(title="Rare large jumps", xlabel="|x| / its median", ylabel="share of steps with |x| beyond", yscale="log")
+    left.set(
+        title="Rare large jumps",
+        xlabel="|x| / its median",
+        ylabel="share of steps with |x| beyond",
+        yscale="log",
+    )
     draw_descents(right, descents)
     for axis in (left, right):
         axis.grid(alpha=0.3)
@@ -251,7 +376,13 @@ def draw(tails: list[Tail], descents: list[Descent], picture: str | Path) -> Non
 def draw_tail(axis: Any, row: Tail) -> None:
     ordered = np.sort(row.distances, axis=None)[::-1] / row.median
     ranks = np.unique(np.geomspace(1, ordered.size, 500).astype(int))
-    axis.plot(ordered[ranks - 1], ranks / ordered.size, "--" if "clipped" in row.method else "-", color=COLOURS[row.noise], label=f"{row.noise}, {row.method}")
+    axis.plot(
+        ordered[ranks - 1],
+        ranks / ordered.size,
+        "--" if "clipped" in row.method else "-",
+        color=COLOURS[row.noise],
+        label=f"{row.noise}, {row.method}",
+    )
 
 
 def draw_descents(axis: Any, descents: list[Descent]) -> None:
@@ -261,8 +392,18 @@ def draw_descents(axis: Any, descents: list[Descent]) -> None:
         ("kept", "clipped, tuned for the first start", "#56b4e9"),
         ("clipped", "clipped, tuned for each", "#0072b2"),
     ):
-        axis.loglog(starts, [getattr(row, field) for row in descents], "o-", color=colour, label=label)
-    axis.set(title="Steps to the bottom of x^4", xlabel="farthest start", ylabel="steps until |f'| <= 0.01")
+        axis.loglog(
+            starts,
+            [getattr(row, field) for row in descents],
+            "o-",
+            color=colour,
+            label=label,
+        )
+    axis.set(
+        title="Steps to the bottom of x^4",
+        xlabel="farthest start",
+        ylabel="steps until |f'| <= 0.01",
+    )
     axis.set_xticks(starts, [f"{start:g}" for start in starts])
     axis.minorticks_off()
 
@@ -271,7 +412,9 @@ def arguments() -> dict[str, Any]:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--seeds", type=int, default=32)
     parser.add_argument("--steps", type=int, default=15_000)
-    parser.add_argument("--starts", type=float, nargs="+", default=(10.0, 20.0, 40.0, 80.0))
+    parser.add_argument(
+        "--starts", type=float, nargs="+", default=(10.0, 20.0, 40.0, 80.0)
+    )
     parser.add_argument("--picture", type=Path, default=PICTURE)
     return vars(parser.parse_args())
 

@@ -1,21 +1,29 @@
-"""Logs what a clipper did, to TensorBoard and as JSON lines, and finds a limit in what was logged.
+"""Logs what a clipper did, to TensorBoard and as JSON lines, and finds a limit in what
+was logged.
 
-What it shows. `optaxclip.metrics(state)` is a flat dict of numbers, which any logger takes as it is. A network that guesses the next character of Python's own help pages is
+What it shows. `optaxclip.metrics(state)` is a flat dict of numbers, which any logger
+takes as it is. A network that guesses the next character of Python's own help pages is
 trained twice. First under a limit so high that nothing is clipped, which only logs:
 
-    folder/loose/events.out.tfevents...    for `tensorboard --logdir folder`; left out where tensorboardX is not installed
+    folder/loose/events.out.tfevents...    for `tensorboard --logdir folder`; left out
+                                           where tensorboardX is not installed
     folder/loose.jsonl                     one JSON object for each step
 
-Then the log is asked: `read_history` takes the norms out of it, `suggest` has candidate limits with the share of steps that each would have clipped, and the fixed limit that would
-have clipped about a tenth of them is taken for the second run. `python -m optaxclip.replay` prints the same candidates, and draws the norms beside the log.
+Then the log is asked: `read_history` takes the norms out of it, `suggest` has candidate
+limits with the share of steps that each would have clipped, and the fixed limit that
+would have clipped about a tenth of them is taken for the second run. `python -m
+optaxclip.replay` prints the same candidates, and draws the norms beside the log.
 
-The numbers stay on the device until `FETCH` steps are done. To fetch them after every step would make it wait each time.
+The numbers stay on the device until `FETCH` steps are done. To fetch them after every
+step would make it wait each time.
 
-What it does not show. That a tenth is right. Nor is the share of the second run exactly a tenth: a clipped run goes another way, and its norms are others.
+What it does not show. That a tenth is right. Nor is the share of the second run exactly
+a tenth: a clipped run goes another way, and its norms are others.
 
 How long it takes. About half a minute on two CPU cores.
 
-What it prints. The table of `python -m optaxclip.replay`, and a table of the two runs: the share of steps that replay foretold, and what came.
+What it prints. The table of `python -m optaxclip.replay`, and a table of the two runs:
+the share of steps that replay foretold, and what came.
 
     python examples/logging_metrics.py --folder logs && tensorboard --logdir logs
 """
@@ -72,32 +80,56 @@ class Result(NamedTuple):
 
 
 def main(steps: int = 600, *, folder: str | Path | None = None) -> Result:
-    """Trains, logs, asks the log, trains again, prints both tables and returns what it found."""
+    """Trains, logs, asks the log, trains again, prints both tables and returns what it
+    found.
+    """
     text = read_text()
     with contextlib.ExitStack() as stack:
-        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()) if folder is None else folder)
+        folder = Path(
+            stack.enter_context(tempfile.TemporaryDirectory())
+            if folder is None
+            else folder
+        )
         loose = train("loose", LOOSE, 0.0, text, steps, folder)
         log = folder / "loose.jsonl"
         suggestions = optaxclip.suggest(optaxclip.read_history(log))
-        fixed = [candidate for candidate in suggestions if candidate.rule == f"clip_by_global_norm({candidate.limit:g})"]
+        fixed = [
+            candidate
+            for candidate in suggestions
+            if candidate.rule == f"clip_by_global_norm({candidate.limit:g})"
+        ]
         chosen = min(fixed, key=lambda candidate: abs(candidate.clip_rate - WANTED))
         command = [sys.executable, "-m", "optaxclip.replay", str(log)]
-        table = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+        table = subprocess.run(
+            command, check=True, capture_output=True, text=True
+        ).stdout
         print(f"$ python -m optaxclip.replay {log.name}\n{table}", flush=True)
-        suggested = train("suggested", chosen.limit, chosen.clip_rate, text, steps, folder)
+        suggested = train(
+            "suggested", chosen.limit, chosen.clip_rate, text, steps, folder
+        )
     print_table([loose, suggested])
     return Result([loose, suggested], suggestions, table)
 
 
-def train(run: str, limit: float, foretold: float, text: Text, steps: int, folder: Path) -> Row:
+def train(
+    run: str, limit: float, foretold: float, text: Text, steps: int, folder: Path
+) -> Row:
     """One run, logged."""
-    optimizer = optax.chain(optaxclip.clip_by_global_norm(limit), optax.sgd(LEARNING_RATE, momentum=0.9))
+    optimizer = optax.chain(
+        optaxclip.clip_by_global_norm(limit), optax.sgd(LEARNING_RATE, momentum=0.9)
+    )
 
     @jax.jit
-    def step(params: Any, state: Any, windows: jax.Array) -> tuple[Any, Any, dict[str, jax.Array]]:
+    def step(
+        params: Any, state: Any, windows: jax.Array
+    ) -> tuple[Any, Any, dict[str, jax.Array]]:
         loss, gradients = jax.value_and_grad(mean_loss)(params, windows)
         updates, state = optimizer.update(gradients, state, params)
-        return optax.apply_updates(params, updates), state, {"loss": loss, **optaxclip.metrics(state)}
+        return (
+            optax.apply_updates(params, updates),
+            state,
+            {"loss": loss, **optaxclip.metrics(state)},
+        )
 
     random = np.random.default_rng(SEED)
     params = new_network(text.different)
@@ -106,15 +138,21 @@ def train(run: str, limit: float, foretold: float, text: Text, steps: int, folde
     with open_log(run, folder) as log:
         for number in range(steps):
             starts = random.integers(len(text.characters) - CONTEXT, size=(BATCH, 1))
-            params, state, report = step(params, state, text.characters[starts + np.arange(CONTEXT + 1)])
+            params, state, report = step(
+                params, state, text.characters[starts + np.arange(CONTEXT + 1)]
+            )
             waiting.append(report)
             if len(waiting) == FETCH or number + 1 == steps:
-                for place, values in enumerate(jax.device_get(waiting), number + 1 - len(waiting)):
+                for place, values in enumerate(
+                    jax.device_get(waiting), number + 1 - len(waiting)
+                ):
                     last = {name: float(value) for name, value in values.items()}
                     log(place, last)
                     losses.append(last["loss"])
                 waiting.clear()
-    return Row(run, limit, foretold, last["clip/clipped_share"], float(np.mean(losses[-50:])))
+    return Row(
+        run, limit, foretold, last["clip/clipped_share"], float(np.mean(losses[-50:]))
+    )
 
 
 @contextlib.contextmanager
@@ -123,10 +161,15 @@ def open_log(run: str, folder: Path) -> Any:
     folder.mkdir(parents=True, exist_ok=True)
     with contextlib.ExitStack() as stack:
         lines = stack.enter_context((folder / f"{run}.jsonl").open("w"))
-        board = stack.enter_context(SummaryWriter(str(folder / run))) if SummaryWriter else None
+        board = (
+            stack.enter_context(SummaryWriter(str(folder / run)))
+            if SummaryWriter
+            else None
+        )
 
         def log(step: int, numbers: dict[str, float]) -> None:
-            # A limit that there is none of yet is written as Infinity, a broken norm as NaN: Python and read_history know these, strict JSON does not.
+            # A limit that there is none of yet is written as Infinity, a broken norm as
+            # NaN: Python and read_history know these, strict JSON does not.
             lines.write(json.dumps({"step": step, **numbers}) + "\n")
             if board is not None:
                 for name, number in numbers.items():
@@ -146,27 +189,42 @@ def new_network(different: int) -> dict[str, jax.Array]:
     random = np.random.default_rng(SEED)
     weights = {
         "embedding": random.normal(size=(different, EMBEDDING)),
-        "hidden": random.normal(size=(CONTEXT * EMBEDDING, HIDDEN)) / np.sqrt(CONTEXT * EMBEDDING),
+        "hidden": random.normal(size=(CONTEXT * EMBEDDING, HIDDEN))
+        / np.sqrt(CONTEXT * EMBEDDING),
         "readout": random.normal(size=(HIDDEN, different)) / np.sqrt(HIDDEN),
     }
     return {name: jnp.asarray(weight, jnp.float32) for name, weight in weights.items()}
 
 
 def mean_loss(network: dict[str, jax.Array], windows: jax.Array) -> jax.Array:
-    """Cross entropy, in nats, of the last character of each window, given those before it."""
+    """Cross entropy, in nats, of the last character of each window, given those before
+    it.
+    """
     seen = network["embedding"][windows[:, :-1]].reshape(len(windows), -1)
     scores = jnp.tanh(seen @ network["hidden"]) @ network["readout"]
-    return optax.softmax_cross_entropy_with_integer_labels(scores, windows[:, -1]).mean()
+    return optax.softmax_cross_entropy_with_integer_labels(
+        scores, windows[:, -1]
+    ).mean()
 
 
 def print_table(rows: list[Row]) -> None:
-    print(f"{'run':10}  {'limit':>6}  {'clipped, foretold':>17}  {'clipped':>7}  {'final loss':>10}")
+    print(
+        f"{'run':10}  {'limit':>6}  {'clipped, foretold':>17}  {'clipped':>7}  "
+        f"{'final loss':>10}"
+    )
     for row in rows:
-        print(f"{row.run:10}  {row.limit:6.3g}  {row.foretold:17.1%}  {row.clipped:7.1%}  {row.final_loss:10.4f}")
+        print(
+            f"{row.run:10}  {row.limit:6.3g}  {row.foretold:17.1%}  "
+            f"{row.clipped:7.1%}  {row.final_loss:10.4f}"
+        )
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--steps", type=int, default=600)
-    parser.add_argument("--folder", type=Path, help="for the logs and the picture; a temporary one if it is not given")
+    parser.add_argument(
+        "--folder",
+        type=Path,
+        help="for the logs and the picture; a temporary one if it is not given",
+    )
     main(**vars(parser.parse_args()))

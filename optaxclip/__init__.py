@@ -1,21 +1,27 @@
 """Gradient clipping for JAX, as optax transformations.
 
-A clipper answers three questions: how long is it (norms), how long may it be (thresholds), and what if it is longer (shrink).
+A clipper answers three questions: how long is it (norms), how long may it be
+(thresholds), and what if it is longer (shrink).
 
     norms       global_norm, tensor_norm, unit_norm, group_norm, spectral_norm
-    clippers    clip_by_global_norm, clip_by_tensor_norm, clip_by_tensor_rms, clip_by_average_norm, clip_by_unit_norm, clip_by_group_norm, adaptive_grad_clip, clip_by_value,
-                clip_by_spectral_norm, clippy, larc
+    clippers    clip_by_global_norm, clip_by_tensor_norm, clip_by_tensor_rms,
+                clip_by_average_norm, clip_by_unit_norm, clip_by_group_norm,
+                adaptive_grad_clip, clip_by_value, clip_by_spectral_norm, clippy, larc
     that learn  autoclip, zclip, adagc, aggc, spam, adaclip, adagn, reset_momentum
-    rules       constant, share_of_params, least, at_least, warm_up; windowed_quantile, windowed_mean, z_score, log_z_score, ema_ratio, ema_band, ema, moments_ratio, growth, quantile_tracker
+    rules       constant, share_of_params, least, at_least, warm_up; windowed_quantile,
+                windowed_mean, z_score, log_z_score, ema_ratio, ema_band, ema,
+                moments_ratio, growth, quantile_tracker
     shrinks     hard, smooth, drop, normalize
     wrappers    skip_nonfinite, skip_spikes, skip_step (with SkipState), carry_clipped
-    per example clipped_grad (which returns ClippedGrad), per_example_global_norm_clip, per_example_layer_norm_clip; the shrinks auto_s, psac
+    per example clipped_grad (which returns ClippedGrad), per_example_global_norm_clip,
+    per_example_layer_norm_clip; the shrinks auto_s, psac
     backward    clip_cotangent, scale_cotangent
     drop-ins    optaxclip.dropin: functions named as in torch, TensorFlow and Keras
     reading     metrics, measure; replay, suggest, read_history
     kernel      clip_by, rescale, Threshold, ClipState
     debugging   check_replicated
-    optax names clip, clip_by_block_rms, and clip_by_global_norm and adaptive_grad_clip above
+    optax names clip, clip_by_block_rms, and clip_by_global_norm and adaptive_grad_clip
+    above
 
     optimizer = optax.chain(optaxclip.clip_by_global_norm(1.0), optax.adamw(3e-4))
 """

@@ -1,4 +1,6 @@
-"""What is let in at the door: each check names the call, the argument and the value, and says what would be right."""
+"""What is let in at the door: each check names the call, the argument and the value,
+and says what would be right.
+"""
 
 import math
 from collections.abc import Callable
@@ -20,20 +22,30 @@ def call_of(argument: str) -> str:
 
 
 def check_number(argument: str, value: Any, *, lowest: float = 0.0) -> None:
-    """Refuses what is known to be no number, NaN, or below `lowest`. What only a traced program knows passes.
+    """Refuses what is known to be no number, NaN, or below `lowest`. What only a traced
+    program knows passes.
 
     Raises:
       TypeError: a bool, a string, or another thing that is no real number.
       ValueError: NaN, or below `lowest`.
     """
     if isinstance(value, Tracer):
-        if not jnp.issubdtype(value.dtype, jnp.floating) and not jnp.issubdtype(value.dtype, jnp.integer):
-            raise TypeError(f"{argument} must be a real number, got an array of {value.dtype}.")
+        if not jnp.issubdtype(value.dtype, jnp.floating) and not jnp.issubdtype(
+            value.dtype, jnp.integer
+        ):
+            raise TypeError(
+                f"{argument} must be a real number, got an array of {value.dtype}."
+            )
         return
-    if isinstance(value, (bool, str)) or not isinstance(value, (int, float, np.generic, np.ndarray, jax.Array)):
+    if isinstance(value, (bool, str)) or not isinstance(
+        value, (int, float, np.generic, np.ndarray, jax.Array)
+    ):
         raise TypeError(f"{argument} must be a real number, got {value!r}.")
     known = np.asarray(value)
-    if not (jnp.issubdtype(known.dtype, jnp.floating) or jnp.issubdtype(known.dtype, jnp.integer)):
+    if not (
+        jnp.issubdtype(known.dtype, jnp.floating)
+        or jnp.issubdtype(known.dtype, jnp.integer)
+    ):
         raise TypeError(f"{argument} must be a real number, got {value!r}.")
     known = known.astype(np.float64)
     if np.isnan(known).any():
@@ -43,14 +55,23 @@ def check_number(argument: str, value: Any, *, lowest: float = 0.0) -> None:
 
 
 def check_order(call: str, lower: tuple[str, Any], upper: tuple[str, Any]) -> None:
-    """Raises ValueError for two bounds, (name, value), that are known to leave no room between them: the lower one is above the upper one."""
-    known = [bound for _, bound in (lower, upper) if not callable(bound) and not isinstance(bound, Tracer)]
+    """Raises ValueError for two bounds, (name, value), that are known to leave no room
+    between them: the lower one is above the upper one.
+    """
+    known = [
+        bound
+        for _, bound in (lower, upper)
+        if not callable(bound) and not isinstance(bound, Tracer)
+    ]
     if len(known) < 2:
         return
     low, high = map(np.asarray, known)
     alike = low.shape == high.shape or 0 in (low.ndim, high.ndim)
     if alike and (low > high).any():
-        raise ValueError(f"{call}: {lower[0]} must be at most {upper[0]}, got {lower[0]}={lower[1]!r} and {upper[0]}={upper[1]!r}.")
+        raise ValueError(
+            f"{call}: {lower[0]} must be at most {upper[0]}, got "
+            f"{lower[0]}={lower[1]!r} and {upper[0]}={upper[1]!r}."
+        )
 
 
 def check_ord(call: str, ord: Any) -> None:
@@ -58,8 +79,13 @@ def check_ord(call: str, ord: Any) -> None:
     if ord in (None, "rms", "average"):
         return
     if isinstance(ord, Tracer):
-        raise TypeError(f"{call}: ord must be known when the clipper is built; under inject_hyperparams name it in static_args.")
-    if isinstance(ord, (bool, str)) or not isinstance(ord, (int, float, np.number, jax.Array)):
+        raise TypeError(
+            f"{call}: ord must be known when the clipper is built; under "
+            "inject_hyperparams name it in static_args."
+        )
+    if isinstance(ord, (bool, str)) or not isinstance(
+        ord, (int, float, np.number, jax.Array)
+    ):
         raise ValueError(f"{call}: ord must be {ORDERS}, got {ord!r}.")
     if math.isnan(float(ord)) or float(ord) <= 0:
         raise ValueError(f"{call}: ord must be {ORDERS}, got {ord!r}.")
@@ -68,16 +94,26 @@ def check_ord(call: str, ord: Any) -> None:
 def check_nonfinite(call: str, nonfinite: Any) -> None:
     """Refuses an unknown policy for non-finite norms."""
     if nonfinite not in NONFINITE:
-        raise ValueError(f"{call}: nonfinite must be one of {', '.join(map(repr, NONFINITE))}, got {nonfinite!r}.")
+        raise ValueError(
+            f"{call}: nonfinite must be one of {', '.join(map(repr, NONFINITE))}, got "
+            f"{nonfinite!r}."
+        )
 
 
 def broadcasts_to(shape: tuple[int, ...], target: tuple[int, ...]) -> bool:
-    """Can an array of this shape stand beside one of the target's without enlarging it?"""
-    return len(shape) <= len(target) and all(have in (1, want) for have, want in zip(shape[::-1], target[::-1]))
+    """Can an array of this shape stand beside one of the target's without enlarging
+    it?
+    """
+    return len(shape) <= len(target) and all(
+        have in (1, want) for have, want in zip(shape[::-1], target[::-1])
+    )
 
 
 def as_partial(function: Callable[..., Any]) -> Partial:
-    """The function as a node of a pytree, so that JAX can carry it into a compiled call. What already is one stays: wrapped again, its arrays would count as code, and compile anew at every call."""
+    """The function as a node of a pytree, so that JAX can carry it into a compiled
+    call. What already is one stays: wrapped again, its arrays would count as code, and
+    compile anew at every call.
+    """
     return function if isinstance(function, Partial) else Partial(function)
 
 
@@ -85,11 +121,16 @@ def check_state(call: str, state: Any, kind: type) -> None:
     """Raises TypeError for a state that another transformation made."""
     if not isinstance(state, kind):
         raise TypeError(
-            f"{call}: state must be the {kind.__name__} that its init returned, got {type(state).__name__}: the state of another transformation, or at another place of the chain."
+            f"{call}: state must be the {kind.__name__} that its init returned, got "
+            f"{type(state).__name__}: the state of another transformation, or at "
+            "another place of the chain."
         )
 
 
 def check_params(call: str, params: Any, updates: str = "gradients") -> None:
     """Raises ValueError where there are no weights to compare with."""
     if params is None:
-        raise ValueError(f"{call} compares {updates} with weights: call update({'grads' if updates == 'gradients' else updates}, state, params).")
+        raise ValueError(
+            f"{call} compares {updates} with weights: call "
+            f"update({'grads' if updates == 'gradients' else updates}, state, params)."
+        )

@@ -1,12 +1,15 @@
 """U-Clip: what clipping cuts off is carried over and added to the next gradient.
 
     u_t     = clip(g_t + carry_t)
-    carry_{t+1} = g_t + carry_t - u_t        so that   u_1 + ... + u_T = g_1 + ... + g_T - carry_{T+1}
+    carry_{t+1} = g_t + carry_t - u_t        so that   u_1 + ... + u_T = g_1 + ... + g_T
+                                                       - carry_{T+1}
 
-Clipping alone is biased: what is cut off never arrives. With the carry, the mean of the updates tends to the mean of the gradients as long as the carry stays bounded, which it does when
-the limit lies above the length of the mean gradient.
+Clipping alone is biased: what is cut off never arrives. With the carry, the mean of the
+updates tends to the mean of the gradients as long as the carry stays bounded, which it
+does when the limit lies above the length of the mean gradient.
 
-Reference: Elesedy, Hutter, U-Clip: on-average unbiased stochastic gradient clipping, 2023 (arXiv 2302.02971).
+Reference: Elesedy, Hutter, U-Clip: on-average unbiased stochastic gradient clipping,
+2023 (arXiv 2302.02971).
 """
 
 from typing import Any, NamedTuple
@@ -27,18 +30,24 @@ class CarryState(NamedTuple):
     clip_state: Any  # the clipper's
 
 
-def carry_clipped(clipper: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
+def carry_clipped(
+    clipper: optax.GradientTransformation,
+) -> optax.GradientTransformationExtraArgs:
     """Adds to each gradient what the clipper has cut off before.
 
     Args:
       clipper: any clipper of gradients. It sees the sum of gradient and carry.
 
     Returns:
-      A transformation with a `CarryState`, whose buffer is as large as the parameters, in float32 (float64 for 64-bit leaves). A coordinate that comes out as NaN or
-      inf keeps its carry, and so does a leaf that is None in a step; where the clipper makes a broken step zero, its finite coordinates are carried over like all else that was cut off.
+      A transformation with a `CarryState`, whose buffer is as large as the parameters,
+      in float32 (float64 for 64-bit leaves). A coordinate that comes out as NaN or inf
+      keeps its carry, and so does a leaf that is None in a step; where the clipper
+      makes a broken step zero, its finite coordinates are carried over like all else
+      that was cut off.
 
     Raises:
-      ValueError: `update` with `grad_norm`, the norm of the gradient: another one is clipped.
+      ValueError: `update` with `grad_norm`, the norm of the gradient: another one is
+        clipped.
 
     Example:
       >>> import optaxclip
@@ -57,16 +66,31 @@ def carry_clipped(clipper: optax.GradientTransformation) -> optax.GradientTransf
     clipper = optax.with_extra_args_support(clipper)
 
     def init(params: Any) -> CarryState:
-        carry = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.promote_types(x.dtype, jnp.float32)), jax.eval_shape(measured, params))
+        carry = jax.tree.map(
+            lambda x: jnp.zeros(x.shape, jnp.promote_types(x.dtype, jnp.float32)),
+            jax.eval_shape(measured, params),
+        )
         return CarryState(carry, clipper.init(params))
 
-    def update(updates: Any, state: Any, params: Any = None, **extra_args: Any) -> tuple[Any, CarryState]:
+    def update(
+        updates: Any, state: Any, params: Any = None, **extra_args: Any
+    ) -> tuple[Any, CarryState]:
         check_state("carry_clipped", state, CarryState)
         if "grad_norm" in extra_args:
-            raise ValueError("carry_clipped: grad_norm can not be given: what is clipped is the sum of gradient and carry, whose norm is another.")
+            raise ValueError(
+                "carry_clipped: grad_norm can not be given: what is clipped is the sum "
+                "of gradient and carry, whose norm is another."
+            )
         tree = measured(updates)
-        total = jax.tree.map(lambda g, carry: None if g is None else g.astype(carry.dtype) + carry, tree, state.carry, is_leaf=is_none)
-        clipped, clip_state = clipper.update(total, state.clip_state, params, **extra_args)
+        total = jax.tree.map(
+            lambda g, carry: None if g is None else g.astype(carry.dtype) + carry,
+            tree,
+            state.carry,
+            is_leaf=is_none,
+        )
+        clipped, clip_state = clipper.update(
+            total, state.clip_state, params, **extra_args
+        )
         clipped = jax.tree.map(lambda c, g: c.astype(g.dtype), clipped, tree)
         carry = jax.tree.map(_cut_off, total, clipped, state.carry, is_leaf=is_none)
         return with_unmeasured(clipped, updates), CarryState(carry, clip_state)

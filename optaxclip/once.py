@@ -1,4 +1,6 @@
-"""A clipper applied once: tree in, tree and norms out, with no state to carry. The functions of `dropin` and `backward` are made of it."""
+"""A clipper applied once: tree in, tree and norms out, with no state to carry. The
+functions of `dropin` and `backward` are made of it.
+"""
 
 from collections.abc import Callable
 from typing import Any
@@ -8,14 +10,23 @@ from .norms import Measure
 
 
 def clip_once(
-    tree: Any, limit: Any, norm: Callable[..., Any], *, argument: str, eps: float = 0.0, nonfinite: str = "propagate", grad_norm: Any = None, **options: Any
+    tree: Any,
+    limit: Any,
+    norm: Callable[..., Any],
+    *,
+    argument: str,
+    eps: float = 0.0,
+    nonfinite: str = "propagate",
+    grad_norm: Any = None,
+    **options: Any,
 ) -> tuple[Any, Any]:
     """Shortens the tree to at most `limit`, in each norm by itself.
 
     Args:
       tree: a pytree of arrays.
       limit: a number or array at least 0, or None to only measure.
-      norm: `global_norm`, `tensor_norm` or `unit_norm`; `options` are its keywords, and must be hashable, so that an equal call is not compiled anew.
+      norm: `global_norm`, `tensor_norm` or `unit_norm`; `options` are its keywords, and
+        must be hashable, so that an equal call is not compiled anew.
       argument: "call: name of the limit", as errors quote it.
       eps, nonfinite, grad_norm: as in `clip_by` and its update.
 

@@ -1,7 +1,9 @@
 """Tree prefixes: one value for a whole subtree of the updates.
 
-Limits, axes, stacked layers, labels and bounds may be given once for everything, or for each part of the tree, as deep as is wanted. A prefix
-is matched by key path, so a dict matches any mapping with the same keys, and `None` or `MaskedNode` in the updates needs no value.
+Limits, axes, stacked layers, labels and bounds may be given once for everything, or for
+each part of the tree, as deep as is wanted. A prefix is matched by key path, so a dict
+matches any mapping with the same keys, and `None` or `MaskedNode` in the updates needs
+no value.
 """
 
 from collections import Counter
@@ -12,7 +14,9 @@ import jax
 
 
 class Prefix(NamedTuple):
-    """A tree prefix as a flat table. It is hashable when its values are, so it can be a static argument of a jitted function."""
+    """A tree prefix as a flat table. It is hashable when its values are, so it can be a
+    static argument of a jitted function.
+    """
 
     entries: tuple[tuple[Any, Any], ...]  # (key path, value)
 
@@ -23,7 +27,9 @@ def is_none(x: Any) -> bool:
 
 
 def is_hole(leaf: Any) -> bool:
-    """Is this a place in the tree where there is nothing: None, or a node without leaves such as `optax.MaskedNode`?"""
+    """Is this a place in the tree where there is nothing: None, or a node without
+    leaves such as `optax.MaskedNode`?
+    """
     return not jax.tree.leaves(leaf)
 
 
@@ -33,14 +39,23 @@ def name(path: Any) -> str:
 
 
 def names(paths: list[Any]) -> list[str]:
-    """The names of all key paths of a tree, no two alike: where `a/b` could be two places, they are written as in Python."""
+    """The names of all key paths of a tree, no two alike: where `a/b` could be two
+    places, they are written as in Python.
+    """
     counts = Counter(map(name, paths))
-    return [name(path) if counts[name(path)] == 1 else jax.tree_util.keystr(path) for path in paths]
+    return [
+        name(path) if counts[name(path)] == 1 else jax.tree_util.keystr(path)
+        for path in paths
+    ]
 
 
 def freeze(prefix: Any, is_leaf: Callable[[Any], bool]) -> Prefix:
-    """The table of a prefix; `is_leaf` says what counts as one value (None always does)."""
-    entries = jax.tree_util.tree_flatten_with_path(prefix, is_leaf=lambda x: is_none(x) or is_leaf(x))[0]
+    """The table of a prefix; `is_leaf` says what counts as one value (None always
+    does).
+    """
+    entries = jax.tree_util.tree_flatten_with_path(
+        prefix, is_leaf=lambda x: is_none(x) or is_leaf(x)
+    )[0]
     return Prefix(tuple(entries))
 
 
@@ -48,22 +63,38 @@ def lookup(prefix: Prefix, tree: Any, argument: str) -> list[Any]:
     """The value for each leaf of `tree`, in order.
 
     Raises:
-      ValueError: a leaf has no value, or a value stands where the tree has no such part. The text names the argument and the path.
+      ValueError: a leaf has no value, or a value stands where the tree has no such
+        part. The text names the argument and the path.
     """
     table = dict(prefix.entries)
     values, used = [], set()
     paths = [path for path, _ in jax.tree_util.tree_flatten_with_path(tree)[0]]
     for path in paths:
-        found = next((path[:depth] for depth in range(len(path) + 1) if path[:depth] in table), None)
+        found = next(
+            (path[:depth] for depth in range(len(path) + 1) if path[:depth] in table),
+            None,
+        )
         if found is None:
-            raise ValueError(f"{argument} has no value for the leaf {name(path)!r}: it has {_shown(table)}.")
+            raise ValueError(
+                f"{argument} has no value for the leaf {name(path)!r}: it has "
+                f"{_shown(table)}."
+            )
         values.append(table[found])
         used.add(found)
-    holes = {path for path, leaf in jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_hole)[0] if is_hole(leaf)}
+    holes = {
+        path
+        for path, leaf in jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_hole)[0]
+        if is_hole(leaf)
+    }
     used.update(path[:depth] for path in holes for depth in range(len(path) + 1))
     for key in table:
-        if key not in used and not any(key[:depth] in holes for depth in range(len(key))):
-            raise ValueError(f"{argument} has a value for {name(key)!r}, but the updates have no such part.")
+        if key not in used and not any(
+            key[:depth] in holes for depth in range(len(key))
+        ):
+            raise ValueError(
+                f"{argument} has a value for {name(key)!r}, but the updates have no "
+                "such part."
+            )
     return values
 
 
@@ -71,9 +102,17 @@ def overlaps(one: Prefix, other: Prefix) -> Iterator[tuple[Any, Any]]:
     """The pairs of values of two prefixes that belong to the same leaves."""
     table, others = dict(one.entries), dict(other.entries)
     for key, value in other.entries:
-        yield from ((table[key[:depth]], value) for depth in range(len(key) + 1) if key[:depth] in table)
+        yield from (
+            (table[key[:depth]], value)
+            for depth in range(len(key) + 1)
+            if key[:depth] in table
+        )
     for key, value in one.entries:
-        yield from ((value, others[key[:depth]]) for depth in range(len(key)) if key[:depth] in others)
+        yield from (
+            (value, others[key[:depth]])
+            for depth in range(len(key))
+            if key[:depth] in others
+        )
 
 
 def _shown(table: dict[Any, Any]) -> str:

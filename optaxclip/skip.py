@@ -1,21 +1,33 @@
-"""Skipping whole steps: where the gradient (or the loss) is not to be believed, nothing moves.
+"""Skipping whole steps: where the gradient (or the loss) is not to be believed, nothing
+moves.
 
-    skip    if norm is NaN or inf, or norm > limit, or loss > limit of the loss        limits from any rule
-    then    updates = 0, and the inner optimizer's state stays bit for bit: moments, counters, weight decay
+    skip    if norm is NaN or inf, or norm > limit, or loss > limit of the loss
+            limits from any rule
+    then    updates = 0, and the inner optimizer's state stays bit for bit: moments,
+            counters, weight decay
 
-Clipping makes a bad gradient shorter but keeps its direction; skipping lets the run go on as if the batch had not come. The inner optimizer is computed in every step, and its
-result is chosen or not: no branch, so collectives inside run on all devices, and under jit nothing is copied.
+Clipping makes a bad gradient shorter but keeps its direction; skipping lets the run go
+on as if the batch had not come. The inner optimizer is computed in every step, and its
+result is chosen or not: no branch, so collectives inside run on all devices, and under
+jit nothing is copied.
 
     skip_nonfinite(optimizer)                        a gradient with NaN or inf
-    skip_spikes(optimizer, 20.0)                     a norm above a fixed limit (Megatron's grad_norm_skip_threshold)
-    skip_step(optimizer)                             OLMo-core: six deviations above the last 128
-    skip_spikes(optimizer, log_z_score())            RNMT+: four deviations of the logarithm
+    skip_spikes(optimizer, 20.0)                     a norm above a fixed limit
+                                                     (Megatron's
+                                                     grad_norm_skip_threshold)
+    skip_step(optimizer)                             OLMo-core: six deviations above the
+                                                     last 128
+    skip_spikes(optimizer, log_z_score())            RNMT+: four deviations of the
+                                                     logarithm
 
-Which rule: one that remembers raw norms (a window, as in `skip_step`) accepts a lasting change within its length, but frequent spikes raise its limit; one that remembers what it would
-have let through (`z_score`, `log_z_score`, `ema_ratio`) does not hear of spikes, but while it skips nothing moves, so where norms rise for good it can stand still for long: give it room
-(`z_score(4.0)`) or `max_consecutive`.
+Which rule: one that remembers raw norms (a window, as in `skip_step`) accepts a lasting
+change within its length, but frequent spikes raise its limit; one that remembers what
+it would have let through (`z_score`, `log_z_score`, `ema_ratio`) does not hear of
+spikes, but while it skips nothing moves, so where norms rise for good it can stand
+still for long: give it room (`z_score(4.0)`) or `max_consecutive`.
 
-Clippers inside the optimizer report the last step that was not skipped; `metrics` shows what was skipped as `skip/...`.
+Clippers inside the optimizer report the last step that was not skipped; `metrics` shows
+what was skipped as `skip/...`.
 """
 
 from collections.abc import Callable
@@ -51,7 +63,12 @@ class SkipState(NamedTuple):
     inner_state: Any  # the optimizer's, after the last step that was not skipped
 
 
-def skip_nonfinite(inner: optax.GradientTransformation, max_consecutive: Any = 100, *, axes: Axes = "auto") -> optax.GradientTransformationExtraArgs:
+def skip_nonfinite(
+    inner: optax.GradientTransformation,
+    max_consecutive: Any = 100,
+    *,
+    axes: Axes = "auto",
+) -> optax.GradientTransformationExtraArgs:
     """Skips steps whose gradient has a NaN or inf, or a norm beyond float32.
 
     Args:
@@ -62,20 +79,30 @@ def skip_nonfinite(inner: optax.GradientTransformation, max_consecutive: Any = 1
 
 
 def skip_step(
-    inner: optax.GradientTransformation, sigmas: Any = 6.0, window: Any = 128, *, on_loss: bool = True, axes: Axes = "auto"
+    inner: optax.GradientTransformation,
+    sigmas: Any = 6.0,
+    window: Any = 128,
+    *,
+    on_loss: bool = True,
+    axes: Axes = "auto",
 ) -> optax.GradientTransformationExtraArgs:
-    """Skips steps whose norm or loss is more than six deviations above the mean of the last 128, as OLMo-core does.
+    """Skips steps whose norm or loss is more than six deviations above the mean of the
+    last 128, as OLMo-core does.
 
-    The deviation is that of a sample (ddof 1). What was skipped enters the window too, so that a lasting change is accepted within 128 steps; so do frequent spikes, and those that follow
-    may get through. NaN does not enter it: in the public code one NaN loss rejects every step until it has left the window.
+    The deviation is that of a sample (ddof 1). What was skipped enters the window too,
+    so that a lasting change is accepted within 128 steps; so do frequent spikes, and
+    those that follow may get through. NaN does not enter it: in the public code one NaN
+    loss rejects every step until it has left the window.
 
     Args:
       inner: the optimizer.
-      sigmas, window: see `windowed_mean`. The first step that can be skipped is number window / 2, 64 by default.
+      sigmas, window: see `windowed_mean`. The first step that can be skipped is number
+        window / 2, 64 by default.
       on_loss: look at the loss too: call `update(..., value=loss)`.
       axes: as in `skip_spikes`.
 
-    Reference: OLMo-core, `optim/skip_step_optimizer.py`; OLMo 2, 2025 (arXiv 2501.00656).
+    Reference: OLMo-core, `optim/skip_step_optimizer.py`; OLMo 2, 2025 (arXiv
+    2501.00656).
     """
     rule = step_rule(sigmas, window)
     return skip_spikes(inner, rule, rule if on_loss else None, axes=axes)
@@ -87,15 +114,26 @@ def step_rule(sigmas: Any = 6.0, window: Any = 128) -> Threshold:
 
 
 def skip_spikes(
-    inner: optax.GradientTransformation, rule: Any, loss_rule: Any = None, *, max_consecutive: Any = None, axes: Axes = "auto"
+    inner: optax.GradientTransformation,
+    rule: Any,
+    loss_rule: Any = None,
+    *,
+    max_consecutive: Any = None,
+    axes: Axes = "auto",
 ) -> optax.GradientTransformationExtraArgs:
-    """Skips steps whose gradient norm, or loss, is over the limit of a rule, or is NaN or inf.
+    """Skips steps whose gradient norm, or loss, is over the limit of a rule, or is NaN
+    or inf.
 
     Args:
-      inner: the optimizer. It may need extra arguments; `value` is handed on to it. It is always traced, so `nonfinite="raise"` inside needs `checkify`.
-      rule: a `Threshold` for the global norm, a number, a schedule, or None for no limit.
-      loss_rule: likewise for the loss, which `update(..., value=loss)` must be given then: a scalar, the same on all devices. It may be 0 or negative.
-      max_consecutive: after this many skipped steps in a row the next is not skipped, whatever it is: a run that only skips had better fail visibly. None for never. At least 0.
+      inner: the optimizer. It may need extra arguments; `value` is handed on to it. It
+        is always traced, so `nonfinite="raise"` inside needs `checkify`.
+      rule: a `Threshold` for the global norm, a number, a schedule, or None for no
+        limit.
+      loss_rule: likewise for the loss, which `update(..., value=loss)` must be given
+        then: a scalar, the same on all devices. It may be 0 or negative.
+      max_consecutive: after this many skipped steps in a row the next is not skipped,
+        whatever it is: a run that only skips had better fail visibly. None for never.
+        At least 0.
       axes: as in `clip_by_global_norm`.
 
     Returns:
@@ -109,7 +147,7 @@ def skip_spikes(
       >>> optimizer = optaxclip.skip_spikes(optax.adam(0.1), 10.0)
       >>> params = jnp.zeros(2)
       >>> state = optimizer.init(params)
-      >>> for grads in (jnp.array([3.0, 4.0]), jnp.array([3e5, 4e5]), jnp.array([jnp.nan, 1.0])):
+      >>> for grads in jnp.array([[3.0, 4.0], [3e5, 4e5], [jnp.nan, 1.0]]):
       ...     updates, state = optimizer.update(grads, state, params)
       >>> print(updates, state.skipped, state.inner_state[0].count)
       [0. 0.] 2 1
@@ -122,10 +160,14 @@ def skip_spikes(
         check_number(f"{call}: max_consecutive", max_consecutive)
 
     def init(params: Any) -> SkipState:
-        norm = jnp.zeros((), jax.eval_shape(lambda tree: global_norm(tree, axes=None), params).dtype)
+        norm = jnp.zeros(
+            (), jax.eval_shape(lambda tree: global_norm(tree, axes=None), params).dtype
+        )
         loss = jnp.zeros(())
 
-        def count() -> jax.Array:  # each its own array, so that the state can be donated
+        def count() -> (
+            jax.Array
+        ):  # each its own array, so that the state can be donated
             return jnp.zeros((), jnp.int32)
 
         return SkipState(
@@ -142,21 +184,59 @@ def skip_spikes(
             inner_state=optimizer.init(params),
         )
 
-    def update(updates: Any, state: Any, params: Any = None, *, value: Any = None, grad_norm: Any = None, **extra_args: Any) -> tuple[Any, SkipState]:
+    def update(
+        updates: Any,
+        state: Any,
+        params: Any = None,
+        *,
+        value: Any = None,
+        grad_norm: Any = None,
+        **extra_args: Any,
+    ) -> tuple[Any, SkipState]:
         check_state(call, state, SkipState)
         if loss_rule is not None and value is None:
-            raise ValueError(f"{call}: loss_rule judges the loss: call update(grads, state, params, value=loss).")
-        norm = global_norm(updates, axes=axes) if grad_norm is None else jnp.asarray(grad_norm).astype(state.norm.dtype)
-        loss = state.value if loss_rule is None else jnp.asarray(value).astype(state.value.dtype)
-        limit, memory = ask(gate, norm, state.memory, state.step, argument=f"{call}: rule")
-        value_limit, value_memory = ask(loss_gate, loss, state.value_memory, state.step, argument=f"{call}: loss_rule", signed=True)
+            raise ValueError(
+                f"{call}: loss_rule judges the loss: call update(grads, state, params, "
+                "value=loss)."
+            )
+        norm = (
+            global_norm(updates, axes=axes)
+            if grad_norm is None
+            else jnp.asarray(grad_norm).astype(state.norm.dtype)
+        )
+        loss = (
+            state.value
+            if loss_rule is None
+            else jnp.asarray(value).astype(state.value.dtype)
+        )
+        limit, memory = ask(
+            gate, norm, state.memory, state.step, argument=f"{call}: rule"
+        )
+        value_limit, value_memory = ask(
+            loss_gate,
+            loss,
+            state.value_memory,
+            state.step,
+            argument=f"{call}: loss_rule",
+            signed=True,
+        )
         finite = jnp.isfinite(norm) & jnp.isfinite(loss)
         bad = ~(finite & (norm <= limit) & (loss <= value_limit))
-        skip = bad if max_consecutive is None else bad & (state.consecutive < max_consecutive)
+        skip = (
+            bad
+            if max_consecutive is None
+            else bad & (state.consecutive < max_consecutive)
+        )
 
         if value is not None:
             extra_args["value"] = value
-        new_updates, inner_state = _update_unless(skip, partial(optimizer.update, **extra_args), updates, state.inner_state, params)
+        new_updates, inner_state = _update_unless(
+            skip,
+            partial(optimizer.update, **extra_args),
+            updates,
+            state.inner_state,
+            params,
+        )
         return new_updates, SkipState(
             step=jnp.asarray(optax.safe_increment(state.step)),
             norm=norm,
@@ -174,34 +254,62 @@ def skip_spikes(
     return optax.GradientTransformationExtraArgs(init, update)
 
 
-def _update_unless(skip: jax.Array, update: Callable[..., Any], updates: Any, state: Any, params: Any) -> tuple[Any, Any]:
+def _update_unless(
+    skip: jax.Array, update: Callable[..., Any], updates: Any, state: Any, params: Any
+) -> tuple[Any, Any]:
     """The optimizer's updates and state, or zeros and the old state.
 
-    Each part of the new state is chosen as soon as it is computed, before the optimizer goes on to compute updates from it. Chosen at the end, both old and new moments would be needed
-    at once, and XLA would copy them. Where the step is skipped, what comes of the old moments is thrown away.
+    Each part of the new state is chosen as soon as it is computed, before the optimizer
+    goes on to compute updates from it. Chosen at the end, both old and new moments
+    would be needed at once, and XLA would copy them. Where the step is skipped, what
+    comes of the old moments is thrown away.
     """
-    from jax.extend.core import Literal  # not above: it brings Pallas along, which nobody should wait for
+    from jax.extend.core import (
+        Literal,
+    )  # not above: it brings Pallas along, which nobody should wait for
 
     arguments, treedef = jax.tree.flatten((updates, state, params))
-    closed, shapes = jax.make_jaxpr(lambda *leaves: update(*treedef.unflatten(leaves)), return_shape=True)(*arguments)
+    closed, shapes = jax.make_jaxpr(
+        lambda *leaves: update(*treedef.unflatten(leaves)), return_shape=True
+    )(*arguments)
     program, old = closed.jaxpr, jax.tree.leaves(state)
-    wanted, kept = program.outvars[: -len(old) or None], program.outvars[len(program.outvars) - len(old) :]
+    wanted, kept = (
+        program.outvars[: -len(old) or None],
+        program.outvars[len(program.outvars) - len(old) :],
+    )
     computed = {var for equation in program.eqns for var in equation.outvars}
-    early = {var: leaf for var, leaf in zip(kept, old) if not isinstance(var, Literal) and var in computed}
-    values: dict[Any, Any] = dict(zip([*program.constvars, *program.invars], [*closed.consts, *arguments]))
+    early = {
+        var: leaf
+        for var, leaf in zip(kept, old)
+        if not isinstance(var, Literal) and var in computed
+    }
+    values: dict[Any, Any] = dict(
+        zip([*program.constvars, *program.invars], [*closed.consts, *arguments])
+    )
 
     def read(atom: Any) -> Any:
         return atom.val if isinstance(atom, Literal) else values[atom]
 
     for equation in program.eqns:
-        taken = list(dict.fromkeys(atom for atom in equation.invars if not isinstance(atom, Literal)))
-        single = program.replace(constvars=[], invars=taken, outvars=equation.outvars, eqns=[equation])
-        for var, result in zip(equation.outvars, eval_jaxpr(single, [], *map(read, taken))):
+        taken = list(
+            dict.fromkeys(
+                atom for atom in equation.invars if not isinstance(atom, Literal)
+            )
+        )
+        single = program.replace(
+            constvars=[], invars=taken, outvars=equation.outvars, eqns=[equation]
+        )
+        for var, result in zip(
+            equation.outvars, eval_jaxpr(single, [], *map(read, taken))
+        ):
             values[var] = _choose(skip, early[var], result) if var in early else result
 
     zeros = [_choose(skip, jnp.zeros_like(x), x) for x in map(read, wanted)]
     state_leaves = [
-        read(atom) if not isinstance(atom, Literal) and early.get(atom) is leaf else _choose(skip, leaf, read(atom)) for leaf, atom in zip(old, kept)
+        read(atom)
+        if not isinstance(atom, Literal) and early.get(atom) is leaf
+        else _choose(skip, leaf, read(atom))
+        for leaf, atom in zip(old, kept)
     ]
     return jax.tree.unflatten(jax.tree.structure(shapes), [*zeros, *state_leaves])
 

@@ -1,4 +1,6 @@
-"""The table of all public norm clippers, each with what it measures, written out in float64 NumPy."""
+"""The table of all public norm clippers, each with what it measures, written out in
+float64 NumPy.
+"""
 
 import itertools
 from collections.abc import Callable
@@ -17,12 +19,20 @@ SHAPES = {"kernel": (5, 3), "bias": (7,), "block": {"conv": (2, 3, 4), "gain": (
 
 class Case(NamedTuple):
     build: Callable[..., Any]  # (limit, **options) -> clipper
-    parts: Callable[[Any], list[Any]]  # numpy tree -> the parts that are measured together, each a list of arrays
-    norm: Callable[[list[Any]], float] = lambda part: float(np.sqrt(sum(np.sum(np.abs(x) ** 2) for x in part)))
+    parts: Callable[
+        [Any], list[Any]
+    ]  # numpy tree -> the parts that are measured together, each a list of arrays
+    norm: Callable[[list[Any]], float] = lambda part: float(
+        np.sqrt(sum(np.sum(np.abs(x) ** 2) for x in part))
+    )
     relative: bool = False  # is the limit a share of the weights' norm?
     floor: float = 1e-3  # ... which counts as at least this
-    clip: Callable[[list[Any], float], list[Any]] | None = None  # (part, limit) -> part, where it does more than scale, by a decomposition
-    numbers_only: bool = False  # the limit is a number: no None, no schedule; and norms are not taken from elsewhere
+    clip: Callable[[list[Any], float], list[Any]] | None = (
+        None  # (part, limit) -> part, where it does more than scale, by a decomposition
+    )
+    # the limit is a number: no None, no schedule; and norms are not taken from
+    # elsewhere
+    numbers_only: bool = False
 
 
 def everything(tree):
@@ -43,7 +53,10 @@ def units(tree):
 
 
 def groups(tree):
-    return [[tree["block"]["conv"], tree["block"]["gain"], tree["kernel"]], [tree["bias"]]]
+    return [
+        [tree["block"]["conv"], tree["block"]["gain"], tree["kernel"]],
+        [tree["bias"]],
+    ]
 
 
 def rms(part):
@@ -75,20 +88,53 @@ CLIPPERS = {
     "clip_by_global_norm": Case(optaxclip.clip_by_global_norm, everything),
     "clip_by_tensor_norm": Case(optaxclip.clip_by_tensor_norm, leaves),
     "clip_by_unit_norm": Case(optaxclip.clip_by_unit_norm, units),
-    "clip_by_group_norm": Case(partial(optaxclip.clip_by_group_norm, labels=LABELS), groups),
+    "clip_by_group_norm": Case(
+        partial(optaxclip.clip_by_group_norm, labels=LABELS), groups
+    ),
     "clip_by_tensor_rms": Case(optaxclip.clip_by_tensor_rms, leaves, rms),
     "clip_by_average_norm": Case(optaxclip.clip_by_average_norm, leaves, average),
     "adaptive_grad_clip": Case(optaxclip.adaptive_grad_clip, units, relative=True),
-    "adaptive_grad_clip per tensor": Case(partial(optaxclip.adaptive_grad_clip, per_tensor=True), leaves, relative=True),
-    "clip_by_spectral_norm": Case(optaxclip.clip_by_spectral_norm, leaves, largest_singular_value, clip=singular_values_clipped),
+    "adaptive_grad_clip per tensor": Case(
+        partial(optaxclip.adaptive_grad_clip, per_tensor=True), leaves, relative=True
+    ),
+    "clip_by_spectral_norm": Case(
+        optaxclip.clip_by_spectral_norm,
+        leaves,
+        largest_singular_value,
+        clip=singular_values_clipped,
+    ),
     "clippy": Case(partial(optaxclip.clippy, 0.0), leaves, largest, numbers_only=True),
-    "larc": Case(partial(optaxclip.larc, 1.0, eps=0.0), leaves, relative=True, floor=0.0, numbers_only=True),
+    "larc": Case(
+        partial(optaxclip.larc, 1.0, eps=0.0),
+        leaves,
+        relative=True,
+        floor=0.0,
+        numbers_only=True,
+    ),
 }
 
-# A clipper meets float32 and all dtypes in one tree; a tree of 16-bit or complex numbers alone meets every third clipper, and 64 bits those that test_properties does not have.
+# A clipper meets float32 and all dtypes in one tree; a tree of 16-bit or complex
+# numbers alone meets every third clipper, and 64 bits those that test_properties does
+# not have.
 PURE = dict(zip(CLIPPERS, itertools.cycle(("bfloat16", "float16", "complex64"))))
-IN_64_BITS = ("clip_by_global_norm", "clip_by_average_norm", "adaptive_grad_clip per tensor", "clip_by_spectral_norm", "clippy", "larc")
-PAIRS = [(name, dtype) for name in CLIPPERS for dtype in ("float32", PURE[name], "mixed", *(("float64",) if name in IN_64_BITS else ()))]
+IN_64_BITS = (
+    "clip_by_global_norm",
+    "clip_by_average_norm",
+    "adaptive_grad_clip per tensor",
+    "clip_by_spectral_norm",
+    "clippy",
+    "larc",
+)
+PAIRS = [
+    (name, dtype)
+    for name in CLIPPERS
+    for dtype in (
+        "float32",
+        PURE[name],
+        "mixed",
+        *(("float64",) if name in IN_64_BITS else ()),
+    )
+]
 
 
 def random_tree(dtype: str, seed: int = 0, scale: float = 1.0) -> Any:
@@ -98,10 +144,16 @@ def random_tree(dtype: str, seed: int = 0, scale: float = 1.0) -> Any:
 
     def leaf(shape):
         kind = next(mixed) if dtype == "mixed" else dtype
-        values = random.standard_normal(shape) * np.exp(random.standard_normal(shape)) * scale
+        values = (
+            random.standard_normal(shape)
+            * np.exp(random.standard_normal(shape))
+            * scale
+        )
         if kind == "complex64":
             values = values + 1j * random.standard_normal(shape) * scale
-        return jax.device_put(values.astype(jnp.dtype(kind)))  # jnp.asarray compiles a program for each shape
+        return jax.device_put(
+            values.astype(jnp.dtype(kind))
+        )  # jnp.asarray compiles a program for each shape
 
     return jax.tree.map(leaf, SHAPES, is_leaf=lambda x: isinstance(x, tuple))
 
@@ -115,7 +167,12 @@ def with_value(leaf: Any, index: Any, value: Any) -> Any:
 
 def exact(tree: Any) -> Any:
     """The same tree in 64-bit NumPy."""
-    return jax.tree.map(lambda x: np.asarray(x).astype(np.complex128 if jnp.iscomplexobj(x) else np.float64), tree)
+    return jax.tree.map(
+        lambda x: np.asarray(x).astype(
+            np.complex128 if jnp.iscomplexobj(x) else np.float64
+        ),
+        tree,
+    )
 
 
 def scaled(case: Case, part: list[Any], limit: float) -> list[Any]:
@@ -130,28 +187,61 @@ def limits(case: Case, limit: float, tree: Any, params: Any) -> list[float]:
     """The limit of each part, in float64."""
     if not case.relative:
         return [limit] * len(case.parts(exact(tree)))
-    return [limit * max(case.norm(part), case.floor) for part in case.parts(exact(params))]
+    return [
+        limit * max(case.norm(part), case.floor) for part in case.parts(exact(params))
+    ]
 
 
-def assert_scaled(case: Case, clipped: Any, updates: Any, limit: float, params: Any) -> None:
-    """That every part is what the equation makes of it, and no longer than its limit, in the precision of each leaf.
+def assert_scaled(
+    case: Case, clipped: Any, updates: Any, limit: float, params: Any
+) -> None:
+    """That every part is what the equation makes of it, and no longer than its limit,
+    in the precision of each leaf.
 
-    16-bit leaves are rounded to their dtype; the rest carries the kernel's own small bias of a few float32 eps. A decomposition may be wrong by 16 eps of the longest in every element, as LAPACK's."""
-    precision = jax.tree.map(lambda x: np.full(np.shape(x), float(jnp.finfo(x.dtype).eps)), updates)
-    spacing = jax.tree.map(lambda x: np.full(np.shape(x), 6e-8 if x.dtype == jnp.float16 else 0.0), updates)  # of float16 near 0
-    parts = (case.parts(tree) for tree in (exact(updates), exact(clipped), precision, spacing))
-    for before, after, epses, tinies, most in zip(*parts, limits(case, limit, updates, params), strict=True):
-        for x, y, eps, tiny in zip(scaled(case, before, most), after, map(np.max, epses), map(np.max, tinies), strict=True):
+    16-bit leaves are rounded to their dtype; the rest carries the kernel's own small
+    bias of a few float32 eps. A decomposition may be wrong by 16 eps of the longest in
+    every element, as LAPACK's.
+    """
+    precision = jax.tree.map(
+        lambda x: np.full(np.shape(x), float(jnp.finfo(x.dtype).eps)), updates
+    )
+    spacing = jax.tree.map(
+        lambda x: np.full(np.shape(x), 6e-8 if x.dtype == jnp.float16 else 0.0), updates
+    )  # of float16 near 0
+    parts = (
+        case.parts(tree)
+        for tree in (exact(updates), exact(clipped), precision, spacing)
+    )
+    for before, after, epses, tinies, most in zip(
+        *parts, limits(case, limit, updates, params), strict=True
+    ):
+        for x, y, eps, tiny in zip(
+            scaled(case, before, most),
+            after,
+            map(np.max, epses),
+            map(np.max, tinies),
+            strict=True,
+        ):
             rounding = 16 * eps * case.norm(before) if case.clip else 0.0
-            np.testing.assert_allclose(y, x, rtol=8 * eps if eps < 1e-3 else eps, atol=tiny + rounding)
-        eps = max(map(np.max, epses)) * (25 if case.clip else 1)  # a decomposition's as documented
-        assert case.norm(after) <= most * (1 + eps) + max(map(np.max, tinies)) * np.sqrt(sum(x.size for x in after))
+            np.testing.assert_allclose(
+                y, x, rtol=8 * eps if eps < 1e-3 else eps, atol=tiny + rounding
+            )
+        eps = max(map(np.max, epses)) * (
+            25 if case.clip else 1
+        )  # a decomposition's as documented
+        assert case.norm(after) <= most * (1 + eps) + max(
+            map(np.max, tinies)
+        ) * np.sqrt(sum(x.size for x in after))
 
 
 def scanned(transformation: Any, grads: Any) -> tuple[Any, Any]:
-    """(the last state, the updates of all steps) of a run over gradients with a leading axis of steps."""
+    """(the last state, the updates of all steps) of a run over gradients with a leading
+    axis of steps.
+    """
     start = transformation.init(jax.tree.map(lambda x: x[0], grads))
-    return jax.lax.scan(lambda state, each: transformation.update(each, state)[::-1], start, grads)
+    return jax.lax.scan(
+        lambda state, each: transformation.update(each, state)[::-1], start, grads
+    )
 
 
 def apply(clipper, updates, params=None, **extra):
@@ -163,6 +253,8 @@ FEW_STEPS = 9
 
 
 def limits_of(rule, norms):
-    """The limits of a rule over a short history, which goes on as it ends: replays of one length share what they compile around their scan."""
+    """The limits of a rule over a short history, which goes on as it ends: replays of
+    one length share what they compile around their scan.
+    """
     longer = np.pad(np.float32(norms), (0, FEW_STEPS - len(norms)), mode="edge")
     return np.asarray(optaxclip.replay(rule, longer).limits)[: len(norms)]

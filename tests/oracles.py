@@ -1,11 +1,14 @@
-"""What the library must compute, written from the equations in NumPy, with nothing of the library in it.
+"""What the library must compute, written from the equations in NumPy, with nothing of
+the library in it.
 
     norm        (sum |x|^p)^(1/p), max |x|, sqrt(sum |x|^2 / N), sqrt(sum |x|^2) / N
-    clipping    x * min(1, limit / (norm + eps)); 0 at a limit of 0; x at a limit of inf; NaN where the norm is not finite
+    clipping    x * min(1, limit / (norm + eps)); 0 at a limit of 0; x at a limit of
+                inf; NaN where the norm is not finite
     by value    min(max(x, low), high)
 
-Leaves come as arrays of any dtype; results are float64 or complex128 and not yet rounded to the leaf's dtype. Sums run in long double, of values that were
-divided by the largest.
+Leaves come as arrays of any dtype; results are float64 or complex128 and not yet
+rounded to the leaf's dtype. Sums run in long double, of values that were divided by the
+largest.
 """
 
 import math
@@ -44,15 +47,21 @@ def norm_over(leaf, axes, ord=2):
         return largest.astype(np.float64)
     p = 2 if ord in ("rms", "average", None) else ord
     unit = np.where((largest > 0) & np.isfinite(largest), largest, 1)
-    total = unit * ((size / unit) ** p).sum(axis=axes, keepdims=True) ** (np.longdouble(1) / p)
+    total = unit * ((size / unit) ** p).sum(axis=axes, keepdims=True) ** (
+        np.longdouble(1) / p
+    )
     total = total / {"rms": np.sqrt(np.longdouble(count)), "average": count}.get(ord, 1)
     return total.astype(np.float64)
 
 
 def shrink(leaf, norm, limit, eps=0.0):
-    """The leaf, whose norm (or that of its units) is `norm`, after clipping to `limit`."""
+    """The leaf, whose norm (or that of its units) is `norm`, after clipping to
+    `limit`.
+    """
     x = wide(leaf)
-    norm, limit = np.broadcast_arrays(np.asarray(norm, np.longdouble), np.asarray(limit, np.longdouble))
+    norm, limit = np.broadcast_arrays(
+        np.asarray(norm, np.longdouble), np.asarray(limit, np.longdouble)
+    )
     long = norm + np.longdouble(eps)
     scale = np.where(long > limit, limit / np.where(long > limit, long, 1), 1)
     scale = np.where(np.isfinite(norm) | (limit == np.inf), scale, np.nan)
@@ -67,7 +76,10 @@ def clip_global(leaves, limit, ord=2, eps=0.0):
 
 
 def clip_tensors(leaves, limit, ord=2, eps=0.0):
-    return [shrink(leaf, norm([leaf], ord), limit, eps) if leaf.size else wide(leaf) for leaf in leaves]
+    return [
+        shrink(leaf, norm([leaf], ord), limit, eps) if leaf.size else wide(leaf)
+        for leaf in leaves
+    ]
 
 
 def clip_rms(leaves, limit, eps=0.0):
@@ -76,7 +88,12 @@ def clip_rms(leaves, limit, eps=0.0):
 
 def clip_units(leaves, limit, ord=2, eps=0.0, axes=None):
     """Each unit by itself; `axes` are those to sum over, in every leaf."""
-    return [shrink(leaf, unit_norm(leaf, ord, axes), limit, eps) if leaf.size else wide(leaf) for leaf in leaves]
+    return [
+        shrink(leaf, unit_norm(leaf, ord, axes), limit, eps)
+        if leaf.size
+        else wide(leaf)
+        for leaf in leaves
+    ]
 
 
 def unit_norm(leaf, ord=2, axes=None):
@@ -84,30 +101,50 @@ def unit_norm(leaf, ord=2, axes=None):
 
 
 def clip_groups(leaves, labels, limit, ord=2, eps=0.0):
-    """Leaves with the same label together; `limit` is a number or a dict from label to number."""
-    together = {label: norm([leaf for leaf, other in zip(leaves, labels) if other == label], ord) for label in labels}
+    """Leaves with the same label together; `limit` is a number or a dict from label to
+    number.
+    """
+    together = {
+        label: norm(
+            [leaf for leaf, other in zip(leaves, labels) if other == label], ord
+        )
+        for label in labels
+    }
     limits = limit if isinstance(limit, dict) else dict.fromkeys(together, limit)
-    return [shrink(leaf, together[label], limits[label], eps) for leaf, label in zip(leaves, labels)]
+    return [
+        shrink(leaf, together[label], limits[label], eps)
+        for leaf, label in zip(leaves, labels)
+    ]
 
 
 def agc_limits(params, clipping, eps):
     """How long each unit of the gradient may be."""
-    return [clipping * np.maximum(unit_norm(w), eps) if w.size else np.zeros(w.shape) for w in params]
+    return [
+        clipping * np.maximum(unit_norm(w), eps) if w.size else np.zeros(w.shape)
+        for w in params
+    ]
 
 
 def clip_adaptively(leaves, params, clipping=0.01, eps=1e-3):
     limits = agc_limits(params, clipping, eps)
-    return [shrink(leaf, unit_norm(leaf), limit) if leaf.size else wide(leaf) for leaf, limit in zip(leaves, limits)]
+    return [
+        shrink(leaf, unit_norm(leaf), limit) if leaf.size else wide(leaf)
+        for leaf, limit in zip(leaves, limits)
+    ]
 
 
 def eps_of(dtype):
-    """The distance from 1 to the next number of this dtype. Rounding changes a normal number by at most half of that, relatively."""
+    """The distance from 1 to the next number of this dtype. Rounding changes a normal
+    number by at most half of that, relatively.
+    """
     return float(ml_dtypes.finfo(dtype).eps)
 
 
 def floor_of(dtype):
-    """How much a number too small for the dtype may change. float16 rounds to a multiple of 2^-24; of the others XLA may flush all below 2^-126 to 0,
-    of complex ones in both parts."""
+    """How much a number too small for the dtype may change. float16 rounds to a
+    multiple of 2^-24; of the others XLA may flush all below 2^-126 to 0, of complex
+    ones in both parts.
+    """
     if dtype == np.float16:
         return 2.0**-25
     smallest = float(ml_dtypes.finfo(dtype).tiny)

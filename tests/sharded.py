@@ -1,4 +1,6 @@
-"""One model, the ways to spread it over devices, and what every clipper must make of it, written out in float64 NumPy."""
+"""One model, the ways to spread it over devices, and what every clipper must make of
+it, written out in float64 NumPy.
+"""
 
 import math
 from collections.abc import Callable
@@ -13,20 +15,46 @@ from jax.sharding import PartitionSpec as P
 
 import optaxclip
 
-# Every kind of leaf: whole, split on the first, the last and two dimensions, over one axis and over both, a stack of layers, a scalar.
-SHAPES = {"bias": (7,), "columns": (5, 24), "folded": (24, 3), "gain": (), "grid": (24, 48), "layers": (3, 24, 24)}
-SPECS = {"bias": P(), "columns": P(None, "x"), "folded": P(("x", "y")), "gain": P(), "grid": P("y", "x"), "layers": P(None, "y", "x")}
+# Every kind of leaf: whole, split on the first, the last and two dimensions, over one
+# axis and over both, a stack of layers, a scalar.
+SHAPES = {
+    "bias": (7,),
+    "columns": (5, 24),
+    "folded": (24, 3),
+    "gain": (),
+    "grid": (24, 48),
+    "layers": (3, 24, 24),
+}
+SPECS = {
+    "bias": P(),
+    "columns": P(None, "x"),
+    "folded": P(("x", "y")),
+    "gain": P(),
+    "grid": P("y", "x"),
+    "layers": P(None, "y", "x"),
+}
 STACKED = {name: int(name == "layers") for name in SHAPES}
-LABELS = {name: "head" if name in ("bias", "folded", "gain") else "body" for name in SHAPES}
+LABELS = {
+    name: "head" if name in ("bias", "folded", "gain") else "body" for name in SHAPES
+}
 MASK = {name: name not in ("bias", "grid") for name in SHAPES}
 
-SIZES = [(4, 1), (3, 2), (2, 4)]  # devices along x and y: 4 (an axis of size 1), 6 and 8 devices
+SIZES = [
+    (4, 1),
+    (3, 2),
+    (2, 4),
+]  # devices along x and y: 4 (an axis of size 1), 6 and 8 devices
 
 
 class Case(NamedTuple):
     build: Callable[..., Any]  # (limit, axes=...) -> clipper
-    norms: Callable[[Any], Any]  # float64 NumPy tree -> for each clipped leaf its norms, which broadcast to the leaf
-    keeps: bool = False  # does a norm keep dimensions of a leaf, so that the names of axes alone do not do?
+    norms: Callable[
+        [Any], Any
+        # float64 NumPy tree -> for each clipped leaf its norms, which broadcast to the
+        # leaf
+    ]
+    # does a norm keep dimensions of a leaf, so that the names of axes alone do not do?
+    keeps: bool = False
     relative: bool = False  # is the limit a share of the weights' norm?
 
 
@@ -34,26 +62,39 @@ def root(arrays: list[Any], over: Any, ord: Any) -> Any:
     """The norm of several arrays over the dimensions `over` (None: all)."""
     sizes = [np.abs(x) for x in arrays]
     if ord == math.inf:
-        return np.max([np.max(x, over, keepdims=over is not None) for x in sizes], axis=0)
+        return np.max(
+            [np.max(x, over, keepdims=over is not None) for x in sizes], axis=0
+        )
     p = 2 if isinstance(ord, str) else ord
     norm = sum(np.sum(x**p, over, keepdims=over is not None) for x in sizes) ** (1 / p)
     count = sum(x.size for x in sizes) / np.size(norm)
     return norm / {"rms": math.sqrt(count), "average": count}.get(ord, 1)
 
 
-def together(ord: Any = 2, label: Callable[[str], Any] = lambda name: "all") -> Callable[[Any], Any]:
+def together(
+    ord: Any = 2, label: Callable[[str], Any] = lambda name: "all"
+) -> Callable[[Any], Any]:
     """One norm for all leaves of a label; a leaf with the label None has none."""
 
     def norms(tree):
-        groups = {label(name): [x for other, x in tree.items() if label(other) == label(name)] for name in tree}
-        return {name: root(groups[label(name)], None, ord) for name in tree if label(name) is not None}
+        groups = {
+            label(name): [x for other, x in tree.items() if label(other) == label(name)]
+            for name in tree
+        }
+        return {
+            name: root(groups[label(name)], None, ord)
+            for name in tree
+            if label(name) is not None
+        }
 
     return norms
 
 
 def each(dims: Callable[[str, int], Any], ord: Any = 2) -> Callable[[Any], Any]:
     """Norms of each leaf over the dimensions that `dims` names."""
-    return lambda tree: {name: root([x], dims(name, x.ndim), ord) for name, x in tree.items()}
+    return lambda tree: {
+        name: root([x], dims(name, x.ndim), ord) for name, x in tree.items()
+    }
 
 
 def whole(name, rank):
@@ -78,39 +119,100 @@ def masked(clip: Callable[..., Any]) -> Callable[..., Any]:
 
 CASES = {
     "clip_by_global_norm": Case(optaxclip.clip_by_global_norm, together()),
-    "clip_by_global_norm ord=1": Case(partial(optaxclip.clip_by_global_norm, ord=1), together(1)),
-    "clip_by_global_norm ord=3": Case(partial(optaxclip.clip_by_global_norm, ord=3), together(3)),
-    "clip_by_global_norm ord=inf": Case(partial(optaxclip.clip_by_global_norm, ord=math.inf), together(math.inf)),
-    "clip_by_global_norm ord=rms": Case(partial(optaxclip.clip_by_global_norm, ord="rms"), together("rms")),
-    "clip_by_global_norm masked": Case(masked(optaxclip.clip_by_global_norm), together(label=lambda name: MASK[name] or None)),
-    "clip_by_group_norm": Case(partial(optaxclip.clip_by_group_norm, labels=LABELS), together(label=LABELS.get)),
-    "clip_by_tensor_norm": Case(optaxclip.clip_by_tensor_norm, each(whole)),
-    "clip_by_tensor_norm ord=inf": Case(partial(optaxclip.clip_by_tensor_norm, ord=math.inf), each(whole, math.inf)),
-    "clip_by_tensor_norm stacked": Case(partial(optaxclip.clip_by_tensor_norm, stacked=STACKED), each(layer), keeps=True),
-    "clip_by_tensor_rms": Case(optaxclip.clip_by_tensor_rms, each(whole, "rms")),
-    "clip_by_tensor_rms stacked": Case(partial(optaxclip.clip_by_tensor_rms, stacked=STACKED), each(layer, "rms"), keeps=True),
-    "clip_by_average_norm": Case(optaxclip.clip_by_average_norm, each(whole, "average")),
-    "clip_by_unit_norm": Case(optaxclip.clip_by_unit_norm, each(unit), keeps=True),
-    "clip_by_unit_norm ord=inf": Case(partial(optaxclip.clip_by_unit_norm, ord=math.inf), each(unit, math.inf), keeps=True),
-    "clip_by_unit_norm stacked": Case(partial(optaxclip.clip_by_unit_norm, stacked=STACKED), each(unit_of_layer), keeps=True),
-    "adaptive_grad_clip": Case(optaxclip.adaptive_grad_clip, each(unit), keeps=True, relative=True),
-    "adaptive_grad_clip stacked": Case(partial(optaxclip.adaptive_grad_clip, stacked=STACKED), each(unit_of_layer), keeps=True, relative=True),
-    "adaptive_grad_clip masked": Case(
-        masked(optaxclip.adaptive_grad_clip), lambda tree: each(unit)({name: x for name, x in tree.items() if MASK[name]}), keeps=True, relative=True
+    "clip_by_global_norm ord=1": Case(
+        partial(optaxclip.clip_by_global_norm, ord=1), together(1)
     ),
-    "adaptive_grad_clip per tensor": Case(partial(optaxclip.adaptive_grad_clip, per_tensor=True), each(whole), relative=True),
+    "clip_by_global_norm ord=3": Case(
+        partial(optaxclip.clip_by_global_norm, ord=3), together(3)
+    ),
+    "clip_by_global_norm ord=inf": Case(
+        partial(optaxclip.clip_by_global_norm, ord=math.inf), together(math.inf)
+    ),
+    "clip_by_global_norm ord=rms": Case(
+        partial(optaxclip.clip_by_global_norm, ord="rms"), together("rms")
+    ),
+    "clip_by_global_norm masked": Case(
+        masked(optaxclip.clip_by_global_norm),
+        together(label=lambda name: MASK[name] or None),
+    ),
+    "clip_by_group_norm": Case(
+        partial(optaxclip.clip_by_group_norm, labels=LABELS), together(label=LABELS.get)
+    ),
+    "clip_by_tensor_norm": Case(optaxclip.clip_by_tensor_norm, each(whole)),
+    "clip_by_tensor_norm ord=inf": Case(
+        partial(optaxclip.clip_by_tensor_norm, ord=math.inf), each(whole, math.inf)
+    ),
+    "clip_by_tensor_norm stacked": Case(
+        partial(optaxclip.clip_by_tensor_norm, stacked=STACKED), each(layer), keeps=True
+    ),
+    "clip_by_tensor_rms": Case(optaxclip.clip_by_tensor_rms, each(whole, "rms")),
+    "clip_by_tensor_rms stacked": Case(
+        partial(optaxclip.clip_by_tensor_rms, stacked=STACKED),
+        each(layer, "rms"),
+        keeps=True,
+    ),
+    "clip_by_average_norm": Case(
+        optaxclip.clip_by_average_norm, each(whole, "average")
+    ),
+    "clip_by_unit_norm": Case(optaxclip.clip_by_unit_norm, each(unit), keeps=True),
+    "clip_by_unit_norm ord=inf": Case(
+        partial(optaxclip.clip_by_unit_norm, ord=math.inf),
+        each(unit, math.inf),
+        keeps=True,
+    ),
+    "clip_by_unit_norm stacked": Case(
+        partial(optaxclip.clip_by_unit_norm, stacked=STACKED),
+        each(unit_of_layer),
+        keeps=True,
+    ),
+    "adaptive_grad_clip": Case(
+        optaxclip.adaptive_grad_clip, each(unit), keeps=True, relative=True
+    ),
+    "adaptive_grad_clip stacked": Case(
+        partial(optaxclip.adaptive_grad_clip, stacked=STACKED),
+        each(unit_of_layer),
+        keeps=True,
+        relative=True,
+    ),
+    "adaptive_grad_clip masked": Case(
+        masked(optaxclip.adaptive_grad_clip),
+        lambda tree: each(unit)({name: x for name, x in tree.items() if MASK[name]}),
+        keeps=True,
+        relative=True,
+    ),
+    "adaptive_grad_clip per tensor": Case(
+        partial(optaxclip.adaptive_grad_clip, per_tensor=True),
+        each(whole),
+        relative=True,
+    ),
 }
 
-# Each public clipper once, for what takes time: the leaves that are stacked make its way the longest.
-CLIPPERS = ["clip_by_global_norm", "clip_by_unit_norm stacked", "clip_by_average_norm", "clip_by_tensor_rms", "clip_by_group_norm"]
-CLIPPERS += ["adaptive_grad_clip stacked", "clip_by_tensor_norm stacked", "adaptive_grad_clip per tensor"]
+# Each public clipper once, for what takes time: the leaves that are stacked make its
+# way the longest.
+CLIPPERS = [
+    "clip_by_global_norm",
+    "clip_by_unit_norm stacked",
+    "clip_by_average_norm",
+    "clip_by_tensor_rms",
+    "clip_by_group_norm",
+]
+CLIPPERS += [
+    "adaptive_grad_clip stacked",
+    "clip_by_tensor_norm stacked",
+    "adaptive_grad_clip per tensor",
+]
 
 
 def random_tree(seed: int, shapes: Any = SHAPES) -> dict[str, Any]:
     """Float32 values that differ widely between elements and between leaves."""
     random = np.random.default_rng(seed)
     size = {name: math.exp(random.standard_normal()) for name in shapes}
-    return {name: np.float32(random.standard_normal(s) * np.exp(random.standard_normal(s)) * size[name]) for name, s in shapes.items()}
+    return {
+        name: np.float32(
+            random.standard_normal(s) * np.exp(random.standard_normal(s)) * size[name]
+        )
+        for name, s in shapes.items()
+    }
 
 
 UPDATES, PARAMS = random_tree(1), random_tree(2)
@@ -127,16 +229,26 @@ def limit(name: str) -> float:
     norms = case.norms(exact(UPDATES))
     if case.relative:
         weights = case.norms(exact(PARAMS))
-        norms = {leaf: norm / np.maximum(weights[leaf], 1e-3) for leaf, norm in norms.items()}
-    return float(0.7 * np.median(np.concatenate([np.ravel(norm) for norm in norms.values()])))
+        norms = {
+            leaf: norm / np.maximum(weights[leaf], 1e-3) for leaf, norm in norms.items()
+        }
+    return float(
+        0.7 * np.median(np.concatenate([np.ravel(norm) for norm in norms.values()]))
+    )
 
 
 def wanted(name: str, updates: Any = UPDATES, params: Any = PARAMS) -> dict[str, Any]:
     """What the clipper makes of the whole tree: g * min(1, limit / |g|)."""
     case, updates = CASES[name], exact(updates)
     norms, weights = case.norms(updates), case.norms(exact(params))
-    limits = {leaf: limit(name) * (np.maximum(weights[leaf], 1e-3) if case.relative else 1.0) for leaf in norms}
-    return {leaf: x * np.minimum(1.0, limits[leaf] / norms[leaf]) if leaf in norms else x for leaf, x in updates.items()}
+    limits = {
+        leaf: limit(name) * (np.maximum(weights[leaf], 1e-3) if case.relative else 1.0)
+        for leaf in norms
+    }
+    return {
+        leaf: x * np.minimum(1.0, limits[leaf] / norms[leaf]) if leaf in norms else x
+        for leaf, x in updates.items()
+    }
 
 
 def clip(name: str, axes: Any, updates: Any, params: Any) -> tuple[Any, Any]:
@@ -145,26 +257,46 @@ def clip(name: str, axes: Any, updates: Any, params: Any) -> tuple[Any, Any]:
     return clipper.update(updates, clipper.init(params), params)
 
 
-def mesh_of(sizes: tuple[int, ...], names: tuple[str, ...] = ("x", "y"), kind: AxisType = AxisType.Auto) -> Mesh:
-    return jax.make_mesh(sizes, names, axis_types=(kind,) * len(sizes), devices=jax.devices()[: math.prod(sizes)])
+def mesh_of(
+    sizes: tuple[int, ...],
+    names: tuple[str, ...] = ("x", "y"),
+    kind: AxisType = AxisType.Auto,
+) -> Mesh:
+    return jax.make_mesh(
+        sizes,
+        names,
+        axis_types=(kind,) * len(sizes),
+        devices=jax.devices()[: math.prod(sizes)],
+    )
 
 
 def only(names: tuple[str, ...], specs: Any) -> Any:
     """The specs without the axes that are not named."""
 
     def entry(group):
-        kept = tuple(name for name in (group if isinstance(group, tuple) else (group,)) if name in names)
+        kept = tuple(
+            name
+            for name in (group if isinstance(group, tuple) else (group,))
+            if name in names
+        )
         return kept[0] if len(kept) == 1 else kept or None
 
-    return jax.tree.map(lambda spec: P(*map(entry, spec)), specs, is_leaf=lambda x: isinstance(x, P))
+    return jax.tree.map(
+        lambda spec: P(*map(entry, spec)), specs, is_leaf=lambda x: isinstance(x, P)
+    )
 
 
 def place(tree: Any, mesh: Mesh, specs: Any) -> Any:
-    return {name: jax.device_put(x, NamedSharding(mesh, specs[name])) for name, x in tree.items()}
+    return {
+        name: jax.device_put(x, NamedSharding(mesh, specs[name]))
+        for name, x in tree.items()
+    }
 
 
 def parts(tree: Any, specs: Any, count: int) -> Any:
-    """For pmap: the devices' parts of each leaf along the axis "x", stacked on a new first dimension."""
+    """For pmap: the devices' parts of each leaf along the axis "x", stacked on a new
+    first dimension.
+    """
 
     def of(x, spec):
         dims = [dim for dim, entry in enumerate(spec) if entry is not None]
@@ -178,7 +310,9 @@ def joined(tree: Any, specs: Any) -> Any:
 
     def of(x, spec):
         dims = [dim for dim, entry in enumerate(spec) if entry is not None]
-        return np.concatenate(list(np.asarray(x)), dims[0]) if dims else np.asarray(x)[0]
+        return (
+            np.concatenate(list(np.asarray(x)), dims[0]) if dims else np.asarray(x)[0]
+        )
 
     return {name: of(x, specs[name]) for name, x in tree.items()}
 
@@ -195,21 +329,47 @@ def assert_close(have: Any, want: Any, rtol: float = 1e-6) -> None:
     """Relative error of each element; `want` is float64."""
     assert have.keys() == want.keys()
     for name in want:
-        np.testing.assert_allclose(np.asarray(have[name], np.float64), want[name], rtol=rtol, atol=0, err_msg=name)
+        np.testing.assert_allclose(
+            np.asarray(have[name], np.float64),
+            want[name],
+            rtol=rtol,
+            atol=0,
+            err_msg=name,
+        )
 
 
-def on_each_part(body: Callable[..., Any], mesh: Mesh, in_specs: Any, out_specs: Any, **options: Any) -> Callable[..., Any]:
+def on_each_part(
+    body: Callable[..., Any], mesh: Mesh, in_specs: Any, out_specs: Any, **options: Any
+) -> Callable[..., Any]:
     """A jitted shard_map."""
-    return jax.jit(jax.shard_map(body, mesh=mesh, in_specs=in_specs, out_specs=out_specs, **options))
+    return jax.jit(
+        jax.shard_map(
+            body, mesh=mesh, in_specs=in_specs, out_specs=out_specs, **options
+        )
+    )
 
 
 def on_two_devices(function, in_specs, out_specs, *args, **options):
     """What the function gives in `shard_map` over an axis x of two devices."""
-    mesh = jax.make_mesh((2,), ("x",), axis_types=(jax.sharding.AxisType.Auto,), devices=jax.devices()[:2])
-    return jax.jit(jax.shard_map(function, mesh=mesh, in_specs=in_specs, out_specs=out_specs, **options))(*args)
+    mesh = jax.make_mesh(
+        (2,),
+        ("x",),
+        axis_types=(jax.sharding.AxisType.Auto,),
+        devices=jax.devices()[:2],
+    )
+    return jax.jit(
+        jax.shard_map(
+            function, mesh=mesh, in_specs=in_specs, out_specs=out_specs, **options
+        )
+    )(*args)
 
 
 def on_four_devices(function, in_specs, out_specs):
     """The function in `shard_map` over axes x and y of two devices each."""
-    mesh = jax.make_mesh((2, 2), ("x", "y"), axis_types=(jax.sharding.AxisType.Auto,) * 2, devices=jax.devices()[:4])
+    mesh = jax.make_mesh(
+        (2, 2),
+        ("x", "y"),
+        axis_types=(jax.sharding.AxisType.Auto,) * 2,
+        devices=jax.devices()[:4],
+    )
     return jax.shard_map(function, mesh=mesh, in_specs=in_specs, out_specs=out_specs)

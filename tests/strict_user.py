@@ -1,5 +1,7 @@
 # pyright: strict, reportMissingTypeStubs=false
-"""A program under a strict type checker, which CI runs over it: all that a user calls is typed. `jax.grad` is not, and is given its type here."""
+"""A program under a strict type checker, which CI runs over it: all that a user calls
+is typed. `jax.grad` is not, and is given its type here.
+"""
 
 from collections.abc import Callable
 
@@ -15,9 +17,13 @@ Params = dict[str, jax.Array]
 optimizer = optaxclip.skip_spikes(
     optax.chain(
         optaxclip.clip_by_global_norm(1.0, nonfinite="zero"),
-        optaxclip.clip_by_tensor_norm(optaxclip.windowed_quantile(0.9, 100), shrink=optaxclip.smooth(2)),
+        optaxclip.clip_by_tensor_norm(
+            optaxclip.windowed_quantile(0.9, 100), shrink=optaxclip.smooth(2)
+        ),
         optaxclip.clip_by_group_norm({"a": 1.0, "b": None}, {"w": "a", "b": "b"}),
-        optaxclip.adaptive_grad_clip(0.01, stacked=lambda path, leaf: path.startswith("blocks")),
+        optaxclip.adaptive_grad_clip(
+            0.01, stacked=lambda path, leaf: path.startswith("blocks")
+        ),
         optaxclip.clip_by_unit_norm(1.0, axis=lambda path, leaf: 0),
         optaxclip.zclip(),
         optax.adamw(optax.constant_schedule(1e-3)),
@@ -31,10 +37,13 @@ def loss(params: Params, x: jax.Array) -> jax.Array:
     return jnp.mean((hidden + params["b"]) ** 2)
 
 
-gradient: Callable[[Params, jax.Array], Params] = jax.grad(loss)  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
+# pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
+gradient: Callable[[Params, jax.Array], Params] = jax.grad(loss)
 
 
-def step(params: Params, state: optax.OptState, x: jax.Array) -> tuple[optax.Updates, optax.OptState, dict[str, jax.Array]]:
+def step(
+    params: Params, state: optax.OptState, x: jax.Array
+) -> tuple[optax.Updates, optax.OptState, dict[str, jax.Array]]:
     updates, state = optimizer.update(gradient(params, x), state, params)
     return updates, state, optaxclip.metrics(state)
 
@@ -44,8 +53,17 @@ def others(params: Params, x: jax.Array) -> None:
     clipper: optax.GradientTransformation = keras.clip_gradients(clipnorm=1.0)
     norm: jax.Array = optaxclip.global_norm(params, ord="rms")
     per_example = optaxclip.clipped_grad(loss, 1.0)
-    print(grads, total, clipper, norm, per_example(params, x), tensorflow_style.clip_by_norm(x, 1.0))
-    limits: optaxclip.Threshold = optaxclip.least(optaxclip.constant(1.0), optaxclip.growth(1.5))
+    print(
+        grads,
+        total,
+        clipper,
+        norm,
+        per_example(params, x),
+        tensorflow_style.clip_by_norm(x, 1.0),
+    )
+    limits: optaxclip.Threshold = optaxclip.least(
+        optaxclip.constant(1.0), optaxclip.growth(1.5)
+    )
     own = optaxclip.clip_by(optaxclip.global_norm, limits, shrink=optaxclip.hard)
     state = own.init(params)
     print(own.update(params, state, grad_norm=norm))

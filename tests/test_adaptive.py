@@ -1,4 +1,6 @@
-"""Rules that learn, beside the float64 oracle of their equations, over histories that are steady, noisy, spiked, broken, growing, tiny and huge; at every scope."""
+"""Rules that learn, beside the float64 oracle of their equations, over histories that
+are steady, noisy, spiked, broken, growing, tiny and huge; at every scope.
+"""
 
 import math
 from functools import cache, partial
@@ -23,42 +25,99 @@ def f(number):
     return float(np.float32(number))
 
 
-# name: (rule, oracle, tolerance in float32 eps). A running average forgets rounding at its rate, so its error is about eps / (1 - decay); a logarithm of large norms multiplies it by
-# log(norm); the tracker multiplies 400 factors.
+# name: (rule, oracle, tolerance in float32 eps). A running average forgets rounding at
+# its rate, so its error is about eps / (1 - decay); a logarithm of large norms
+# multiplies it by log(norm); the tracker multiplies 400 factors.
 RULES = {
-    "quantile of the past": (optaxclip.windowed_quantile(0.9, 100), oracle.windowed_quantile(f(0.9), 100), 32),
-    "percentile of all": (optaxclip.windowed_quantile(0.1, 1000, current=True), oracle.windowed_quantile(f(0.1), 1000, current=True), 32),
+    "quantile of the past": (
+        optaxclip.windowed_quantile(0.9, 100),
+        oracle.windowed_quantile(f(0.9), 100),
+        32,
+    ),
+    "percentile of all": (
+        optaxclip.windowed_quantile(0.1, 1000, current=True),
+        oracle.windowed_quantile(f(0.1), 1000, current=True),
+        32,
+    ),
     "median, clipped": (
         optaxclip.windowed_quantile(0.5, 64, factor=2.0, remember="clipped", warmup=10),
         oracle.windowed_quantile(0.5, 64, factor=2.0, remember="clipped", warmup=10),
         32,
     ),
-    "Levanter": (optaxclip.windowed_mean(3, 128, floor=1e-6, warmup=64), oracle.windowed_mean(3, 128, floor=f(1e-6), warmup=64), 32),
-    "OLMo-core": (optaxclip.windowed_mean(6, 128, ddof=1, warmup=63), oracle.windowed_mean(6, 128, ddof=1, warmup=63), 32),
+    "Levanter": (
+        optaxclip.windowed_mean(3, 128, floor=1e-6, warmup=64),
+        oracle.windowed_mean(3, 128, floor=f(1e-6), warmup=64),
+        32,
+    ),
+    "OLMo-core": (
+        optaxclip.windowed_mean(6, 128, ddof=1, warmup=63),
+        oracle.windowed_mean(6, 128, ddof=1, warmup=63),
+        32,
+    ),
     "mean with the current": (
         optaxclip.windowed_mean(1.5, 20, current=True, remember="clipped", warmup=5),
         oracle.windowed_mean(1.5, 20, current=True, remember="clipped", warmup=5),
         64,
     ),
     "z-score": (optaxclip.z_score(), oracle.z_score(decay=f(0.97), eps=f(1e-6)), 128),
-    "z-score to the mean": (optaxclip.z_score(target="mean", eps=0.0), oracle.z_score(decay=f(0.97), target="mean", eps=0.0), 128),
-    "z-score to the edge": (optaxclip.z_score(2.0, 0.9, target="max", warmup=1), oracle.z_score(2.0, f(0.9), 1, "max", f(1e-6)), 128),
-    "log-norm": (optaxclip.log_z_score(warmup=50), oracle.log_z_score(decay=f(0.995), floor=f(0.01), spread=f(1e-3), warmup=50), 512),
+    "z-score to the mean": (
+        optaxclip.z_score(target="mean", eps=0.0),
+        oracle.z_score(decay=f(0.97), target="mean", eps=0.0),
+        128,
+    ),
+    "z-score to the edge": (
+        optaxclip.z_score(2.0, 0.9, target="max", warmup=1),
+        oracle.z_score(2.0, f(0.9), 1, "max", f(1e-6)),
+        128,
+    ),
+    "log-norm": (
+        optaxclip.log_z_score(warmup=50),
+        oracle.log_z_score(decay=f(0.995), floor=f(0.01), spread=f(1e-3), warmup=50),
+        512,
+    ),
     "ratio": (optaxclip.ema_ratio(1.5, 0.98), oracle.ema_ratio(1.5, f(0.98)), 64),
     "two rates": (
         optaxclip.ema_ratio(2.0, 0.99, target=1.1, target_decay=0.9, corrected=True),
         oracle.ema_ratio(2.0, f(0.99), f(1.1), f(0.9), corrected=True),
         128,
     ),
-    "raw ratio": (optaxclip.ema_ratio(1.5, 0.9, remember="raw", warmup=20), oracle.ema_ratio(1.5, f(0.9), remember="raw", warmup=20), 64),
+    "raw ratio": (
+        optaxclip.ema_ratio(1.5, 0.9, remember="raw", warmup=20),
+        oracle.ema_ratio(1.5, f(0.9), remember="raw", warmup=20),
+        64,
+    ),
     "growth": (optaxclip.growth(1.01, floor=0.5), oracle.growth(f(1.01), 0.5), 64),
-    "tracker": (optaxclip.quantile_tracker(0.9, 0.2), oracle.quantile_tracker(f(0.9), f(0.2), f(0.1)), 128),
-    "band": (optaxclip.ema_band(), oracle.ema_band(f(0.95), f(0.6), f(0.95), f(0.01), f(1.1), f(0.9)), 64),
-    "lifting band": (optaxclip.ema_band(0.5, 1.5, raise_small=True), oracle.ema_band(0.5, 1.5, f(0.95), f(0.01), f(1.1), f(0.9), raise_small=True), 64),
+    "tracker": (
+        optaxclip.quantile_tracker(0.9, 0.2),
+        oracle.quantile_tracker(f(0.9), f(0.2), f(0.1)),
+        128,
+    ),
+    "band": (
+        optaxclip.ema_band(),
+        oracle.ema_band(f(0.95), f(0.6), f(0.95), f(0.01), f(1.1), f(0.9)),
+        64,
+    ),
+    "lifting band": (
+        optaxclip.ema_band(0.5, 1.5, raise_small=True),
+        oracle.ema_band(0.5, 1.5, f(0.95), f(0.01), f(1.1), f(0.9), raise_small=True),
+        64,
+    ),
     "average": (optaxclip.ema(0.99), oracle.adaclip(f(0.99)), 64),
-    "quotient of moments": (optaxclip.moments_ratio(), oracle.adagn(f(0.7), f(0.9)), 64),
-    "capped": (optaxclip.least(optaxclip.z_score(), 1.0), oracle.least(oracle.z_score(decay=f(0.97), eps=f(1e-6)), oracle.constant(1.0)), 128),
-    "floored": (optaxclip.at_least(optaxclip.growth(), 0.7), oracle.at_least(oracle.growth(f(1.01)), f(0.7)), 64),
+    "quotient of moments": (
+        optaxclip.moments_ratio(),
+        oracle.adagn(f(0.7), f(0.9)),
+        64,
+    ),
+    "capped": (
+        optaxclip.least(optaxclip.z_score(), 1.0),
+        oracle.least(oracle.z_score(decay=f(0.97), eps=f(1e-6)), oracle.constant(1.0)),
+        128,
+    ),
+    "floored": (
+        optaxclip.at_least(optaxclip.growth(), 0.7),
+        oracle.at_least(oracle.growth(f(1.01)), f(0.7)),
+        64,
+    ),
     "warmed up": (
         optaxclip.warm_up(20, 1.0, optaxclip.ema_ratio(1.5, 0.98)),
         oracle.warm_up(20, oracle.constant(1.0), oracle.ema_ratio(1.5, f(0.98))),
@@ -76,17 +135,28 @@ def assert_limits(ours, theirs, norms, tolerance):
     np.testing.assert_allclose(ours[counted], theirs[counted], rtol=tolerance)
 
 
-# Good norms, and the same with bad ones in between; what stands behind them makes both columns equally long.
+# Good norms, and the same with bad ones in between; what stands behind them makes both
+# columns equally long.
 BAD_STEPS = 25
 GOOD = np.asarray(HISTORIES["spikes"][: STEPS - BAD_STEPS], np.float32)
-MIXED = np.insert(GOOD, np.sort(np.random.default_rng(3).choice(80, BAD_STEPS)), np.resize([np.nan, np.inf, 0.0], BAD_STEPS).astype(np.float32))
+MIXED = np.insert(
+    GOOD,
+    np.sort(np.random.default_rng(3).choice(80, BAD_STEPS)),
+    np.resize([np.nan, np.inf, 0.0], BAD_STEPS).astype(np.float32),
+)
 
 
 @cache
 def replayed(name):
-    """The limits of a rule over all histories, side by side in one program: float32[steps, histories + 2]."""
+    """The limits of a rule over all histories, side by side in one program:
+    float32[steps, histories + 2].
+    """
     columns = [*HISTORIES.values(), np.concatenate([GOOD, np.ones(BAD_STEPS)]), MIXED]
-    return np.asarray(optaxclip.replay(RULES[name][0], np.stack(columns, axis=1).astype(np.float32)).limits)
+    return np.asarray(
+        optaxclip.replay(
+            RULES[name][0], np.stack(columns, axis=1).astype(np.float32)
+        ).limits
+    )
 
 
 @every_rule
@@ -107,7 +177,9 @@ IN_FLOAT64 = {
 
 @pytest.mark.parametrize("name", IN_FLOAT64)
 def test_in_float64_a_rule_keeps_its_precision(name):
-    """All numbers are those of a float64 program here; what is left is the order of operations."""
+    """All numbers are those of a float64 program here; what is left is the order of
+    operations.
+    """
     history = HISTORIES["spikes"][:150]
     with jax.enable_x64(True):
         limits = optaxclip.replay(RULES[name][0], np.asarray(history)).limits
@@ -117,7 +189,9 @@ def test_in_float64_a_rule_keeps_its_precision(name):
 
 @every_rule
 def test_a_step_of_zero_nan_or_inf_leaves_no_trace(name):
-    """Bit for bit: with bad norms in between, the limits of the good ones are those of the good ones alone."""
+    """Bit for bit: with bad norms in between, the limits of the good ones are those of
+    the good ones alone.
+    """
     alone, mixed = replayed(name).T[-2:]
     kept = np.isfinite(MIXED) & (MIXED > 0)
     assert kept.sum() == GOOD.size
@@ -125,24 +199,37 @@ def test_a_step_of_zero_nan_or_inf_leaves_no_trace(name):
 
 
 SCOPES = {
-    "global": (lambda rule: optaxclip.clip_by_global_norm(rule), lambda tree: [list(tree)]),
-    "tensor": (lambda rule: optaxclip.clip_by_tensor_norm(rule), lambda tree: [[name] for name in tree]),
+    "global": (
+        lambda rule: optaxclip.clip_by_global_norm(rule),
+        lambda tree: [list(tree)],
+    ),
+    "tensor": (
+        lambda rule: optaxclip.clip_by_tensor_norm(rule),
+        lambda tree: [[name] for name in tree],
+    ),
     "group": (
-        lambda rule: optaxclip.clip_by_group_norm(rule, {"lognormal": "a", "spikes": "b", "broken": "c", "falling": "a"}),
+        lambda rule: optaxclip.clip_by_group_norm(
+            rule, {"lognormal": "a", "spikes": "b", "broken": "c", "falling": "a"}
+        ),
         lambda tree: [["lognormal", "falling"], ["spikes"], ["broken"]],
     ),
 }
 
 
 def gradients(names, shape=(3, 2), steps=120):
-    """Random directions, as long as the histories say: {name: float32[steps, *shape]}."""
+    """Random directions, as long as the histories say: {name: float32[steps,
+    *shape]}.
+    """
     random = np.random.default_rng(0)
     tree = {}
     for name in names:
         directions = random.standard_normal((steps, *shape))
         directions /= np.sqrt(np.sum(directions**2, axis=(1, 2), keepdims=True))
         with np.errstate(invalid="ignore"):
-            tree[name] = np.asarray(directions * np.asarray(HISTORIES[name][:steps]).reshape(-1, 1, 1), np.float32)
+            tree[name] = np.asarray(
+                directions * np.asarray(HISTORIES[name][:steps]).reshape(-1, 1, 1),
+                np.float32,
+            )
     return tree
 
 
@@ -154,21 +241,42 @@ def run(clipper, grads):
         clipped, state = clipper.update(grads, state)
         return state, (clipped, state)
 
-    return jax.jit(lambda grads: jax.lax.scan(step, clipper.init(first), grads)[1])(jax.tree.map(jnp.asarray, grads))
+    return jax.jit(lambda grads: jax.lax.scan(step, clipper.init(first), grads)[1])(
+        jax.tree.map(jnp.asarray, grads)
+    )
 
 
 def assert_clipped_together(grads, clipped, parts, equation, tolerance):
     for names in parts:
-        norms = np.sqrt(sum(np.sum(np.asarray(grads[name], np.float64) ** 2, axis=(1, 2)) for name in names))
+        norms = np.sqrt(
+            sum(
+                np.sum(np.asarray(grads[name], np.float64) ** 2, axis=(1, 2))
+                for name in names
+            )
+        )
         limits = np.asarray(oracle.limits(equation, norms))
-        scale = np.where(np.isfinite(norms), np.minimum(1, limits / np.where(norms > 0, norms, 1)), np.nan)
+        scale = np.where(
+            np.isfinite(norms),
+            np.minimum(1, limits / np.where(norms > 0, norms, 1)),
+            np.nan,
+        )
         for name in names:
-            np.testing.assert_allclose(clipped[name], grads[name].astype(np.float64) * scale[:, None, None], rtol=tolerance, atol=1e-30)
+            np.testing.assert_allclose(
+                clipped[name],
+                grads[name].astype(np.float64) * scale[:, None, None],
+                rtol=tolerance,
+                atol=1e-30,
+            )
 
 
-# A window and a running average at every scope; one scope for each of the others, to which the kernel gives norms in the same way.
+# A window and a running average at every scope; one scope for each of the others, to
+# which the kernel gives norms in the same way.
 AT_SCOPES = [
-    *((scope, name) for scope in SCOPES for name in ("quantile of the past", "z-score")),
+    *(
+        (scope, name)
+        for scope in SCOPES
+        for name in ("quantile of the past", "z-score")
+    ),
     ("tensor", "OLMo-core"),
     ("group", "two rates"),
     ("tensor", "growth"),
@@ -183,17 +291,30 @@ def test_a_rule_clips_at_every_scope(scope, name):
     rule, equation, tolerance = RULES[name]
     grads = gradients(["lognormal", "spikes", "broken", "falling"])
     clipped, _ = run(build(rule), grads)
-    assert_clipped_together(grads, clipped, parts(grads), equation, (tolerance + 16) * EPS)
+    assert_clipped_together(
+        grads, clipped, parts(grads), equation, (tolerance + 16) * EPS
+    )
 
 
 NAMED = {
-    "autoclip": (partial(optaxclip.autoclip, window=50), oracle.windowed_quantile(f(0.1), 50, current=True)),
+    "autoclip": (
+        partial(optaxclip.autoclip, window=50),
+        oracle.windowed_quantile(f(0.1), 50, current=True),
+    ),
     "zclip": (optaxclip.zclip, oracle.z_score(decay=f(0.97), eps=f(1e-6))),
-    "zclip capped": (partial(optaxclip.zclip, cap=1.0), oracle.least(oracle.z_score(decay=f(0.97), eps=f(1e-6)), oracle.constant(1.0))),
+    "zclip capped": (
+        partial(optaxclip.zclip, cap=1.0),
+        oracle.least(oracle.z_score(decay=f(0.97), eps=f(1e-6)), oracle.constant(1.0)),
+    ),
 }
 
 
-NAMED_SCOPES = [*((scope, "zclip") for scope in SCOPES), ("global", "autoclip"), ("group", "autoclip"), ("tensor", "zclip capped")]
+NAMED_SCOPES = [
+    *((scope, "zclip") for scope in SCOPES),
+    ("global", "autoclip"),
+    ("group", "autoclip"),
+    ("tensor", "zclip capped"),
+]
 
 
 @pytest.mark.parametrize(("scope", "name"), NAMED_SCOPES)
@@ -202,40 +323,72 @@ def test_a_named_clipper_is_its_rule_at_every_scope(scope, name):
     build, equation = NAMED[name]
     labels = {"lognormal": "a", "spikes": "b", "broken": "c", "falling": "a"}
     clipped, _ = run(build(scope=labels if scope == "group" else scope), grads)
-    assert_clipped_together(grads, clipped, SCOPES[scope][1](grads), equation, 256 * EPS)
+    assert_clipped_together(
+        grads, clipped, SCOPES[scope][1](grads), equation, 256 * EPS
+    )
 
 
 def test_adagc_is_global_while_it_warms_up_and_per_tensor_afterwards():
     names = ["lognormal", "spikes", "broken", "zeros"]
     grads = gradients(names, steps=200)
-    norms = {name: np.sqrt(np.sum(np.asarray(grads[name], np.float64) ** 2, axis=(1, 2))) for name in names}
+    norms = {
+        name: np.sqrt(np.sum(np.asarray(grads[name], np.float64) ** 2, axis=(1, 2)))
+        for name in names
+    }
     limits = oracle.adagc(norms, max_norm=1.0, ratio=f(1.05), decay=f(0.98), warmup=30)
     clipped, _ = run(optaxclip.adagc(warmup=30), grads)
     for name in names:
         limit = np.asarray(limits[name])
-        scale = np.where(np.isfinite(norms[name]), np.minimum(1, limit / np.where(norms[name] > 0, norms[name], 1)), np.nan)
+        scale = np.where(
+            np.isfinite(norms[name]),
+            np.minimum(1, limit / np.where(norms[name] > 0, norms[name], 1)),
+            np.nan,
+        )
         scale = np.where(norms[name] == 0, np.where(np.isnan(limit), np.nan, 1), scale)
-        np.testing.assert_allclose(clipped[name], grads[name] * scale[:, None, None], rtol=128 * EPS, atol=1e-30)
+        np.testing.assert_allclose(
+            clipped[name],
+            grads[name] * scale[:, None, None],
+            rtol=128 * EPS,
+            atol=1e-30,
+        )
 
 
 @pytest.mark.parametrize("raise_small", [False, True])
 def test_aggc_holds_each_group_in_its_band(raise_small):
-    names, labels = ["lognormal", "spikes", "growing"], {"lognormal": "a", "spikes": "b", "growing": "b"}
+    names, labels = (
+        ["lognormal", "spikes", "growing"],
+        {"lognormal": "a", "spikes": "b", "growing": "b"},
+    )
     grads = gradients(names, steps=200)
-    equation = oracle.ema_band(0.5, 1.5, f(0.95), f(0.01), f(1.1), f(0.9), raise_small=raise_small)
-    clipped, _ = run(optaxclip.aggc(0.5, 1.5, scope=labels, raise_small=raise_small), grads)
+    equation = oracle.ema_band(
+        0.5, 1.5, f(0.95), f(0.01), f(1.1), f(0.9), raise_small=raise_small
+    )
+    clipped, _ = run(
+        optaxclip.aggc(0.5, 1.5, scope=labels, raise_small=raise_small), grads
+    )
     for group in (["lognormal"], ["spikes", "growing"]):
-        norms = np.sqrt(sum(np.sum(np.asarray(grads[name], np.float64) ** 2, axis=(1, 2)) for name in group))
+        norms = np.sqrt(
+            sum(
+                np.sum(np.asarray(grads[name], np.float64) ** 2, axis=(1, 2))
+                for name in group
+            )
+        )
         scale = np.asarray(oracle.limits(equation, norms)) / norms
         for name in group:
-            np.testing.assert_allclose(clipped[name], grads[name] * scale[:, None, None], rtol=128 * EPS)
+            np.testing.assert_allclose(
+                clipped[name], grads[name] * scale[:, None, None], rtol=128 * EPS
+            )
 
 
 def test_the_bands_edges_follow_schedules():
     low, high = (lambda step: 0.5 + 0.001 * step), (lambda step: 1.5 - 0.002 * step)
     history = HISTORIES["broken"][:120]
-    limits = optaxclip.replay(optaxclip.ema_band(low, high, raise_small=True), history).limits
-    equation = oracle.ema_band(low, high, f(0.95), f(0.01), f(1.1), f(0.9), raise_small=True)
+    limits = optaxclip.replay(
+        optaxclip.ema_band(low, high, raise_small=True), history
+    ).limits
+    equation = oracle.ema_band(
+        low, high, f(0.95), f(0.01), f(1.1), f(0.9), raise_small=True
+    )
     assert_limits(limits, oracle.limits(equation, history), history, 64 * EPS)
 
 
@@ -245,13 +398,23 @@ def test_adagn_gives_each_tensor_the_quotient_of_its_moments():
     clipped, _ = run(optaxclip.adagn(), grads)
     for name in names:
         norms = np.sqrt(np.sum(np.asarray(grads[name], np.float64) ** 2, axis=(1, 2)))
-        wanted = np.where(norms > 0, oracle.limits(oracle.adagn(f(0.7), f(0.9), 1e-8), norms), 0)
-        np.testing.assert_allclose(np.sqrt(np.sum(np.asarray(clipped[name], np.float64) ** 2, axis=(1, 2))), wanted, rtol=64 * EPS)
+        wanted = np.where(
+            norms > 0, oracle.limits(oracle.adagn(f(0.7), f(0.9), 1e-8), norms), 0
+        )
+        np.testing.assert_allclose(
+            np.sqrt(np.sum(np.asarray(clipped[name], np.float64) ** 2, axis=(1, 2))),
+            wanted,
+            rtol=64 * EPS,
+        )
 
 
 def spiked(steps=120, shape=(4, 3)):
     random = np.random.default_rng(1)
-    return np.asarray(random.standard_normal((steps, *shape)) * np.where(random.random((steps, *shape)) < 0.03, 1e3, 1.0), np.float32)
+    return np.asarray(
+        random.standard_normal((steps, *shape))
+        * np.where(random.random((steps, *shape)) < 0.03, 1e3, 1.0),
+        np.float32,
+    )
 
 
 def test_adaclip_shortens_only_the_coordinates_over_the_limit():
@@ -267,7 +430,9 @@ def test_adaclip_shortens_only_the_coordinates_over_the_limit():
 def test_spam_cuts_spikes_down_to_a_multiple_of_their_usual_square():
     grads = spiked()
     grads[50, 0, 0], grads[61, 1, 1] = np.nan, np.inf
-    clipped, _ = run(optaxclip.spam(50.0, decay=0.99, warmup=10, every=40), {"w": grads})
+    clipped, _ = run(
+        optaxclip.spam(50.0, decay=0.99, warmup=10, every=40), {"w": grads}
+    )
     wanted = np.asarray(oracle.spam(list(grads), 50.0, f(0.99), 10, 40))
     np.testing.assert_allclose(clipped["w"], wanted, rtol=128 * EPS)
     assert np.sum(wanted != grads) > 20
@@ -277,34 +442,59 @@ def test_spam_takes_a_second_moment_from_elsewhere():
     clipper = optaxclip.spam(4.0, warmup=0)
     grads = {"w": jnp.array([1.0, -10.0, 10.0]), "index": jnp.arange(2)}
     state = clipper.init(grads)
-    clipped, after = jax.jit(clipper.update)(grads, state, second_moment={"w": jnp.array([1.0, 4.0, 0.0]), "index": None})
+    clipped, after = jax.jit(clipper.update)(
+        grads, state, second_moment={"w": jnp.array([1.0, 4.0, 0.0]), "index": None}
+    )
     np.testing.assert_allclose(clipped["w"], [1.0, -4.0, 10.0], rtol=2 * EPS)
     np.testing.assert_array_equal(after.second_moment["w"], state.second_moment["w"])
     np.testing.assert_array_equal(clipped["index"], grads["index"])
 
 
+BAD_SCOPE = "scope must be 'global', 'tensor', or labels as in clip_by_group_norm"
 BAD = {
-    "windowed_quantile: quantile must be at most 1, got 1.5.": lambda: optaxclip.windowed_quantile(1.5),
-    "windowed_quantile: quantile must be at least 0, got -0.1.": lambda: optaxclip.windowed_quantile(-0.1),
-    "windowed_quantile: window must be at least 1, got 0.": lambda: optaxclip.windowed_quantile(0.5, 0),
-    "windowed_mean: window must be a whole number, got 2.5.": lambda: optaxclip.windowed_mean(3, 2.5),
-    "windowed_mean: remember must be 'raw' or 'clipped', got 'both'.": lambda: optaxclip.windowed_mean(remember="both"),
-    "autoclip: percentile must be at most 100, got 101.": lambda: optaxclip.autoclip(101),
-    "autoclip: scope must be 'global', 'tensor', or labels as in clip_by_group_norm, got 'unit'.": lambda: optaxclip.autoclip(scope="unit"),
-    "z_score: target must be 'adaptive', 'mean' or 'max', got 'median'.": lambda: optaxclip.zclip(target="median"),
+    "windowed_quantile: quantile must be at most 1, got 1.5.": lambda: (
+        optaxclip.windowed_quantile(1.5)
+    ),
+    "windowed_quantile: quantile must be at least 0, got -0.1.": lambda: (
+        optaxclip.windowed_quantile(-0.1)
+    ),
+    "windowed_quantile: window must be at least 1, got 0.": lambda: (
+        optaxclip.windowed_quantile(0.5, 0)
+    ),
+    "windowed_mean: window must be a whole number, got 2.5.": lambda: (
+        optaxclip.windowed_mean(3, 2.5)
+    ),
+    "windowed_mean: remember must be 'raw' or 'clipped', got 'both'.": lambda: (
+        optaxclip.windowed_mean(remember="both")
+    ),
+    "autoclip: percentile must be at most 100, got 101.": lambda: optaxclip.autoclip(
+        101
+    ),
+    f"autoclip: {BAD_SCOPE}, got 'unit'.": lambda: optaxclip.autoclip(scope="unit"),
+    "z_score: target must be 'adaptive', 'mean' or 'max', got 'median'.": lambda: (
+        optaxclip.zclip(target="median")
+    ),
     "z_score: z must not be NaN, got nan.": lambda: optaxclip.z_score(math.nan),
     "z_score: warmup must be at least 1, got 0.": lambda: optaxclip.zclip(warmup=0),
     "ema_ratio: decay must be at most 1, got 2.": lambda: optaxclip.ema_ratio(1.0, 2),
     "growth: rate must be at least 0, got -1.": lambda: optaxclip.growth(-1),
-    "quantile_tracker: start must be at least 0, got -1.": lambda: optaxclip.quantile_tracker(start=-1),
-    "adagc: max_norm must be at least 0, got -1.0.": lambda: optaxclip.adagc(max_norm=-1.0),
-    "aggc: scope must be 'global', 'tensor', or labels as in clip_by_group_norm, got None.": lambda: optaxclip.aggc(scope=None),
+    "quantile_tracker: start must be at least 0, got -1.": lambda: (
+        optaxclip.quantile_tracker(start=-1)
+    ),
+    "adagc: max_norm must be at least 0, got -1.0.": lambda: optaxclip.adagc(
+        max_norm=-1.0
+    ),
+    f"aggc: {BAD_SCOPE}, got None.": lambda: optaxclip.aggc(scope=None),
     "ema_band: up must be at least 1, got 0.5.": lambda: optaxclip.ema_band(up=0.5),
     "spam: every must be at least 1, got 0.": lambda: optaxclip.spam(every=0),
-    "reset_momentum: warmup must be at least 0, got -1.": lambda: optaxclip.reset_momentum(None, warmup=-1),
+    "reset_momentum: warmup must be at least 0, got -1.": lambda: (
+        optaxclip.reset_momentum(None, warmup=-1)
+    ),
     "least: rules must be at least one, got none.": lambda: optaxclip.least(),
     "least: rules[1] must be at least 0, got -1.": lambda: optaxclip.least(1.0, -1),
-    "warm_up: steps must be at least 0, got -5.": lambda: optaxclip.warm_up(-5, 1.0, 2.0),
+    "warm_up: steps must be at least 0, got -5.": lambda: optaxclip.warm_up(
+        -5, 1.0, 2.0
+    ),
     "smooth: power must be at least 1, got 0.5.": lambda: optaxclip.smooth(0.5),
 }
 
@@ -318,17 +508,27 @@ def test_bad_input_is_named(text):
 
 @pytest.mark.parametrize("bad", [True, "3", 1j])
 def test_what_is_no_number_is_refused(bad):
-    for build in (optaxclip.z_score, optaxclip.growth, optaxclip.windowed_mean, optaxclip.autoclip):
+    for build in (
+        optaxclip.z_score,
+        optaxclip.growth,
+        optaxclip.windowed_mean,
+        optaxclip.autoclip,
+    ):
         with pytest.raises(TypeError, match="must be a real number"):
             build(bad)
 
 
 def test_a_window_that_only_the_traced_program_knows_is_refused():
-    with pytest.raises(TypeError, match="windowed_quantile: window must be known when the state is made"):
+    with pytest.raises(
+        TypeError,
+        match="windowed_quantile: window must be known when the state is made",
+    ):
         jax.jit(lambda window: optaxclip.autoclip(window=window).init(jnp.zeros(2)))(10)
 
 
-SCHEDULED = [  # (rule, parameter, up to step 5, afterwards, does it act on the limit of its own step, or of the next?, others)
+# (rule, parameter, up to step 5, afterwards, does it act on the limit of its own step,
+# or of the next?, others)
+SCHEDULED = [
     (optaxclip.windowed_quantile, "quantile", 0.3, 0.8, "own", {}),
     (optaxclip.windowed_quantile, "factor", 1.5, 0.5, "own", {}),
     (optaxclip.windowed_mean, "sigmas", 1.0, 2.0, "own", {}),
@@ -349,12 +549,23 @@ SCHEDULED = [  # (rule, parameter, up to step 5, afterwards, does it act on the 
 ]
 
 
-@pytest.mark.parametrize(("build", "name", "before", "after", "acts", "others"), SCHEDULED, ids=[f"{case[0].__name__} {case[1]}" for case in SCHEDULED])
+@pytest.mark.parametrize(
+    ("build", "name", "before", "after", "acts", "others"),
+    SCHEDULED,
+    ids=[f"{case[0].__name__} {case[1]}" for case in SCHEDULED],
+)
 def test_a_schedule_counts_steps_from_0(build, name, before, after, acts, others):
-    norms = np.exp(0.3 * np.random.default_rng(0).standard_normal(FEW_STEPS)).astype(np.float32)
+    norms = np.exp(0.3 * np.random.default_rng(0).standard_normal(FEW_STEPS)).astype(
+        np.float32
+    )
     same = 6 if acts == "own" else 7  # as many limits can not know of the change
     values = before, lambda step: jnp.where(step < 6, before, after)
-    both = jax.jit(lambda norms: [optaxclip.replay(build(**others, **{name: value}), norms).limits for value in values])
+    both = jax.jit(
+        lambda norms: [
+            optaxclip.replay(build(**others, **{name: value}), norms).limits
+            for value in values
+        ]
+    )
     constant_limits, limits = map(np.asarray, both(norms))
     np.testing.assert_allclose(limits[:same], constant_limits[:same], rtol=1e-6)
     assert abs(limits[same] - constant_limits[same]) > 1e-3 * constant_limits[same]
@@ -363,7 +574,9 @@ def test_a_schedule_counts_steps_from_0(build, name, before, after, acts, others
 def test_the_first_value_is_the_average_whatever_the_decay():
     for rule in (optaxclip.ema(1.0), optaxclip.ema(0.0)):
         assert limits_of(rule, [2.0]) == 2.0
-    np.testing.assert_array_equal(limits_of(optaxclip.ema_ratio(1.5, 1.0), [2.0, 3.0, 3.0]), [np.inf, 3.0, 3.0])
+    np.testing.assert_array_equal(
+        limits_of(optaxclip.ema_ratio(1.5, 1.0), [2.0, 3.0, 3.0]), [np.inf, 3.0, 3.0]
+    )
 
 
 @pytest.mark.parametrize("build", [optaxclip.windowed_quantile, optaxclip.ema_ratio])
@@ -381,15 +594,24 @@ def test_a_deviation_of_a_sample_wants_two_norms():
 def test_norms_that_differ_by_little_keep_their_deviation():
     norms = 8192 + np.array([0, 3, 1, 5, 2, 4, 0]) * 2.0**-9
     limit = limits_of(optaxclip.windowed_mean(1e6, 16), norms)[-1]
-    np.testing.assert_allclose(limit, np.mean(norms[:-1]) + 1e6 * np.std(norms[:-1]), rtol=1e-5)
+    np.testing.assert_allclose(
+        limit, np.mean(norms[:-1]) + 1e6 * np.std(norms[:-1]), rtol=1e-5
+    )
 
 
 @pytest.mark.parametrize("current", [False, True])
 @pytest.mark.parametrize("quantile", [0.0, 0.3, 1.0])
 def test_norms_that_tie_keep_their_order_in_the_window(quantile, current):
     norms = np.random.default_rng(0).integers(1, 4, 60).astype(np.float32)
-    limits = optaxclip.replay(optaxclip.windowed_quantile(quantile, 5, current=current), norms).limits
-    wanted = [np.quantile(held, quantile) if (held := norms[max(0, i - 5 + current) : i + current]).size else np.inf for i in range(60)]
+    limits = optaxclip.replay(
+        optaxclip.windowed_quantile(quantile, 5, current=current), norms
+    ).limits
+    wanted = [
+        np.quantile(held, quantile)
+        if (held := norms[max(0, i - 5 + current) : i + current]).size
+        else np.inf
+        for i in range(60)
+    ]
     np.testing.assert_allclose(limits, wanted, rtol=1e-6)
 
 
@@ -403,10 +625,12 @@ def test_the_percentile_of_autoclip_follows_its_schedule_from_step_0():
     assert limits == [1.0, 2.0, 1.0]
 
 
-def test_the_tracker_counts_the_limit_itself_as_within_and_stays_in_the_range_of_its_dtype():
+def test_tracker_counts_its_limit_as_within_and_stays_in_range():
     limits = limits_of(optaxclip.quantile_tracker(0.5, 0.2, start=1.0), [1.0, 1.0])
     np.testing.assert_allclose(limits, [1.0, np.exp(-0.1)], rtol=1e-6)
-    down = limits_of(optaxclip.quantile_tracker(0.0, 50.0, start=1e-20), [1e-38, 1e-38, 1e-38])
+    down = limits_of(
+        optaxclip.quantile_tracker(0.0, 50.0, start=1e-20), [1e-38, 1e-38, 1e-38]
+    )
     assert down[-1] >= np.finfo(np.float32).tiny
     up = limits_of(optaxclip.quantile_tracker(1.0, 1.0, start=1e38), [3e38, 3e38, 3e38])
     assert np.isfinite(up).all()
@@ -422,14 +646,45 @@ def run_of(clipper, norms, **extra):
 
 
 SAME = {
-    "zclip": (lambda: optaxclip.zclip(0.5, 0.8, target="max", warmup=2, eps=0.5), lambda: optaxclip.z_score(0.5, 0.8, target="max", warmup=2, eps=0.5), None),
-    "adagn": (lambda: optaxclip.adagn(0.5, 0.6, eps=0.3), lambda: optaxclip.moments_ratio(0.5, 0.6, eps=0.3), optaxclip.normalize),
-    "adagn, global": (lambda: optaxclip.adagn(scope="global"), optaxclip.moments_ratio, optaxclip.normalize),
-    "adagn, groups": (lambda: optaxclip.adagn(scope=lambda tree: "all"), optaxclip.moments_ratio, optaxclip.normalize),
-    "autoclip": (lambda: optaxclip.autoclip(30, 3), lambda: optaxclip.windowed_quantile(0.3, 3, current=True), None),
+    "zclip": (
+        lambda: optaxclip.zclip(0.5, 0.8, target="max", warmup=2, eps=0.5),
+        lambda: optaxclip.z_score(0.5, 0.8, target="max", warmup=2, eps=0.5),
+        None,
+    ),
+    "adagn": (
+        lambda: optaxclip.adagn(0.5, 0.6, eps=0.3),
+        lambda: optaxclip.moments_ratio(0.5, 0.6, eps=0.3),
+        optaxclip.normalize,
+    ),
+    "adagn, global": (
+        lambda: optaxclip.adagn(scope="global"),
+        optaxclip.moments_ratio,
+        optaxclip.normalize,
+    ),
+    "adagn, groups": (
+        lambda: optaxclip.adagn(scope=lambda tree: "all"),
+        optaxclip.moments_ratio,
+        optaxclip.normalize,
+    ),
+    "autoclip": (
+        lambda: optaxclip.autoclip(30, 3),
+        lambda: optaxclip.windowed_quantile(0.3, 3, current=True),
+        None,
+    ),
     "aggc": (
-        lambda: optaxclip.aggc(0.9, 0.8, scope="global", decay=0.5, floor=0.2, up=1.5, down=0.3, raise_small=True),
-        lambda: optaxclip.ema_band(0.9, 0.8, 0.5, floor=0.2, up=1.5, down=0.3, raise_small=True),
+        lambda: optaxclip.aggc(
+            0.9,
+            0.8,
+            scope="global",
+            decay=0.5,
+            floor=0.2,
+            up=1.5,
+            down=0.3,
+            raise_small=True,
+        ),
+        lambda: optaxclip.ema_band(
+            0.9, 0.8, 0.5, floor=0.2, up=1.5, down=0.3, raise_small=True
+        ),
         optaxclip.normalize,
     ),
 }
@@ -442,12 +697,20 @@ def test_a_named_clipper_hands_all_its_arguments_to_its_rule(name):
     one, state = run_of(build(), norms)
     other, wanted = run_of(optaxclip.clip_by_global_norm(rule(), shrink=shrink), norms)
     np.testing.assert_allclose(one, other, rtol=1e-6)
-    np.testing.assert_allclose(jax.tree.leaves(state.limit), jax.tree.leaves(wanted.limit), rtol=1e-6)
+    np.testing.assert_allclose(
+        jax.tree.leaves(state.limit), jax.tree.leaves(wanted.limit), rtol=1e-6
+    )
 
 
-@pytest.mark.parametrize("scope", ["global", "tensor", lambda tree: "all"], ids=["global", "tensor", "groups"])
+@pytest.mark.parametrize(
+    "scope",
+    ["global", "tensor", lambda tree: "all"],
+    ids=["global", "tensor", "groups"],
+)
 def test_a_scope_hands_on_what_is_to_become_of_broken_steps_and_over_which_axes(scope):
-    assert run_of(optaxclip.zclip(scope=scope, nonfinite="zero"), [1.0, np.nan])[0] == 0.0
+    assert (
+        run_of(optaxclip.zclip(scope=scope, nonfinite="zero"), [1.0, np.nan])[0] == 0.0
+    )
     clipper = optaxclip.zclip(scope=scope, axes="nowhere")
     state = clipper.init(jnp.zeros(1))
     with pytest.raises(ValueError, match=r"axes='nowhere': there is no such axis here"):
@@ -486,14 +749,28 @@ def test_adaclip_makes_a_broken_tensor_nan_and_leaves_a_coordinate_at_its_limit(
 
 def test_spam_keeps_squares_wide_and_starts_its_schedules_at_step_0():
     with jax.enable_x64(True):
-        params = {"h": jnp.ones(1, jnp.bfloat16), "s": jnp.ones(1, jnp.complex64), "d": jnp.ones(1, jnp.float64), "z": jnp.ones(1, jnp.complex128)}
+        params = {
+            "h": jnp.ones(1, jnp.bfloat16),
+            "s": jnp.ones(1, jnp.complex64),
+            "d": jnp.ones(1, jnp.float64),
+            "z": jnp.ones(1, jnp.complex128),
+        }
         moments = optaxclip.spam().init(params).second_moment
-        assert {name: str(leaf.dtype) for name, leaf in moments.items()} == {"h": "float32", "s": "float32", "d": "float64", "z": "float64"}
-    clipper = optaxclip.spam(lambda step: 4.0 + 5.0 * step, decay=lambda step: 0.75 * (step == 0), warmup=0)
+        assert {name: str(leaf.dtype) for name, leaf in moments.items()} == {
+            "h": "float32",
+            "s": "float32",
+            "d": "float64",
+            "z": "float64",
+        }
+    clipper = optaxclip.spam(
+        lambda step: 4.0 + 5.0 * step, decay=lambda step: 0.75 * (step == 0), warmup=0
+    )
     grads = jnp.array([-8.0, 1.0])
     _, state = clipper.update(grads, clipper.init(grads))
     np.testing.assert_allclose(state.second_moment, [16.0, 0.25])
-    updates, state = clipper.update(4 * grads, state)  # the limit is 9 times the usual square
+    updates, state = clipper.update(
+        4 * grads, state
+    )  # the limit is 9 times the usual square
     np.testing.assert_allclose(updates, [-12.0, 1.5], rtol=1e-6)
     np.testing.assert_allclose(state.second_moment, [144.0, 2.25], rtol=1e-6)
 
@@ -503,14 +780,24 @@ def test_spam_does_not_learn_from_broken_coordinates():
     _, state = clipper.update(jnp.array([2.0, 2.0, 2.0]), clipper.init(jnp.zeros(3)))
     updates, after = clipper.update(jnp.array([jnp.nan, jnp.inf, 2.0]), state)
     np.testing.assert_array_equal(after.second_moment[:2], state.second_moment[:2])
-    assert after.second_moment[2] > state.second_moment[2] and np.isnan(updates[0]) and np.isfinite(updates[1])
+    assert (
+        after.second_moment[2] > state.second_moment[2]
+        and np.isnan(updates[0])
+        and np.isfinite(updates[1])
+    )
 
 
 def test_spam_keeps_the_average_of_a_leaf_that_is_missing():
     clipper = optaxclip.spam(warmup=0)
-    _, state = clipper.update({"a": jnp.array([2.0]), "b": jnp.array([2.0])}, clipper.init({"a": jnp.zeros(1), "b": jnp.zeros(1)}))
+    _, state = clipper.update(
+        {"a": jnp.array([2.0]), "b": jnp.array([2.0])},
+        clipper.init({"a": jnp.zeros(1), "b": jnp.zeros(1)}),
+    )
     _, after = clipper.update({"a": None, "b": jnp.array([2.0])}, state)
-    assert after.second_moment["a"] == state.second_moment["a"] > 0 and after.second_moment["b"] > state.second_moment["b"]
+    assert (
+        after.second_moment["a"] == state.second_moment["a"] > 0
+        and after.second_moment["b"] > state.second_moment["b"]
+    )
 
 
 def test_spam_leaves_its_own_average_alone_where_another_is_handed_in():
@@ -532,24 +819,38 @@ def test_spam_clips_from_step_warmup_on_where_it_never_starts_anew():
 
 def test_momentum_starts_anew_and_the_step_rises_along_a_cosine():
     optimizer = optaxclip.reset_momentum(optax.scale_by_adam(), every=10, warmup=4)
-    grads = {"w": jnp.asarray(np.random.default_rng(0).standard_normal((25, 3)), jnp.float32)}
+    grads = {
+        "w": jnp.asarray(np.random.default_rng(0).standard_normal((25, 3)), jnp.float32)
+    }
     _, updates = scanned(optimizer, grads)
     for start, end in ((0, 9), (9, 19), (19, 25)):
         _, wanted = scanned(optax.scale_by_adam(), {"w": grads["w"][start:end]})
         k = np.arange(end - start)
-        scale = np.where((start > 0) & (k < 4), 1 - 0.99 * (1 + np.cos(np.pi * k / 4)) / 2, 1.0)
-        np.testing.assert_allclose(updates["w"][start:end], wanted["w"] * scale[:, None], rtol=1e-5)
+        scale = np.where(
+            (start > 0) & (k < 4), 1 - 0.99 * (1 + np.cos(np.pi * k / 4)) / 2, 1.0
+        )
+        np.testing.assert_allclose(
+            updates["w"][start:end], wanted["w"] * scale[:, None], rtol=1e-5
+        )
 
 
 def test_reset_momentum_names_itself_and_starts_anew_from_the_weights():
     for text, build in {
-        "reset_momentum: every must be at least 1": lambda: optaxclip.reset_momentum(optax.identity(), every=0),
-        "reset_momentum: every must be a whole number": lambda: optaxclip.reset_momentum(optax.identity(), every=1.5),
+        "reset_momentum: every must be at least 1": lambda: optaxclip.reset_momentum(
+            optax.identity(), every=0
+        ),
+        "reset_momentum: every must be a whole number": lambda: (
+            optaxclip.reset_momentum(optax.identity(), every=1.5)
+        ),
         "spam: every must be a whole number": lambda: optaxclip.spam(every=1.5),
     }.items():
         with pytest.raises(ValueError, match=rf"^{text}"):
             build()
-    keeps = optax.GradientTransformation(lambda params: params, lambda updates, state, params=None: (updates, state))
+    keeps = optax.GradientTransformation(
+        lambda params: params, lambda updates, state, params=None: (updates, state)
+    )
     optimizer = optaxclip.reset_momentum(keeps, every=1)
-    _, state = optimizer.update(jnp.array([5.0]), optimizer.init(jnp.array([0.0])), jnp.array([7.0]))
+    _, state = optimizer.update(
+        jnp.array([5.0]), optimizer.init(jnp.array([0.0])), jnp.array([7.0])
+    )
     assert state.inner_state == 7.0

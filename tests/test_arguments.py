@@ -1,4 +1,6 @@
-"""Bad input is refused with the call, the argument, the value and the leaf; ranges and defaults are those of the papers."""
+"""Bad input is refused with the call, the argument, the value and the leaf; ranges and
+defaults are those of the papers.
+"""
 
 import inspect
 import math
@@ -53,74 +55,164 @@ def update(clipper, tree=TREE, params=None):
 
 
 def test_other_limits_are_named_as_their_call_names_them():
-    refused(ValueError, "clip_by_tensor_rms: max_rms must be at least 0, got -1.", lambda: optaxclip.clip_by_tensor_rms(-1))
-    refused(ValueError, "clip_by_block_rms: threshold must be at least 0, got -1.", lambda: optaxclip.clip_by_block_rms(-1))
-    refused(ValueError, "adaptive_grad_clip: clipping must be at least 0, got -1.", lambda: optaxclip.adaptive_grad_clip(-1))
-    refused(TypeError, "adaptive_grad_clip: clipping must be a real number, got None.", lambda: optaxclip.adaptive_grad_clip(None))
-    refused(ValueError, "adaptive_grad_clip: eps must be at least 0, got -1.", lambda: optaxclip.adaptive_grad_clip(0.1, -1))
-    refused(ValueError, "clip_by_global_norm: eps must be at least 0, got -1.", lambda: optaxclip.clip_by_global_norm(1.0, eps=-1))
-    refused(ValueError, "clip_by_value: max_value must be at least 0, got -1.", lambda: optaxclip.clip_by_value(-1))
-    refused(ValueError, "clip_by_value: min_value must not be NaN, got nan.", lambda: optaxclip.clip_by_value(1, math.nan))
-    refused(ValueError, "clip_by_value: min_value must be at most max_value, got min_value=2 and max_value=1.", lambda: optaxclip.clip_by_value(1, 2))
+    refused(
+        ValueError,
+        "clip_by_tensor_rms: max_rms must be at least 0, got -1.",
+        lambda: optaxclip.clip_by_tensor_rms(-1),
+    )
+    refused(
+        ValueError,
+        "clip_by_block_rms: threshold must be at least 0, got -1.",
+        lambda: optaxclip.clip_by_block_rms(-1),
+    )
+    refused(
+        ValueError,
+        "adaptive_grad_clip: clipping must be at least 0, got -1.",
+        lambda: optaxclip.adaptive_grad_clip(-1),
+    )
+    refused(
+        TypeError,
+        "adaptive_grad_clip: clipping must be a real number, got None.",
+        lambda: optaxclip.adaptive_grad_clip(None),
+    )
+    refused(
+        ValueError,
+        "adaptive_grad_clip: eps must be at least 0, got -1.",
+        lambda: optaxclip.adaptive_grad_clip(0.1, -1),
+    )
+    refused(
+        ValueError,
+        "clip_by_global_norm: eps must be at least 0, got -1.",
+        lambda: optaxclip.clip_by_global_norm(1.0, eps=-1),
+    )
+    refused(
+        ValueError,
+        "clip_by_value: max_value must be at least 0, got -1.",
+        lambda: optaxclip.clip_by_value(-1),
+    )
+    refused(
+        ValueError,
+        "clip_by_value: min_value must not be NaN, got nan.",
+        lambda: optaxclip.clip_by_value(1, math.nan),
+    )
+    refused(
+        ValueError,
+        "clip_by_value: min_value must be at most max_value, got min_value=2 and "
+        "max_value=1.",
+        lambda: optaxclip.clip_by_value(1, 2),
+    )
 
 
 @pytest.mark.parametrize("ord", [0, -1, math.nan, "l2", True])
 def test_an_order_that_can_not_be(ord):
     text = f"ord must be a number above 0, math.inf, 'rms' or 'average', got {ord!r}."
-    refused(ValueError, f"clip_by_global_norm: {text}", lambda: optaxclip.clip_by_global_norm(1.0, ord=ord))
-    refused(ValueError, f"global_norm: {text}", lambda: optaxclip.global_norm(TREE, ord=ord))
+    refused(
+        ValueError,
+        f"clip_by_global_norm: {text}",
+        lambda: optaxclip.clip_by_global_norm(1.0, ord=ord),
+    )
+    refused(
+        ValueError, f"global_norm: {text}", lambda: optaxclip.global_norm(TREE, ord=ord)
+    )
 
 
 def test_an_unknown_policy():
-    text = "clip_by_global_norm: nonfinite must be one of 'propagate', 'zero', 'raise', got 'skip'."
-    refused(ValueError, text, lambda: optaxclip.clip_by_global_norm(1.0, nonfinite="skip"))
+    text = (
+        "clip_by_global_norm: nonfinite must be one of 'propagate', 'zero', 'raise', "
+        "got 'skip'."
+    )
+    refused(
+        ValueError, text, lambda: optaxclip.clip_by_global_norm(1.0, nonfinite="skip")
+    )
 
 
 def test_agc_without_params():
-    text = "adaptive_grad_clip compares gradients with weights: call update(grads, state, params)."
+    text = (
+        "adaptive_grad_clip compares gradients with weights: call update(grads, state, "
+        "params)."
+    )
     refused(ValueError, text, lambda: update(optaxclip.adaptive_grad_clip(0.1)))
 
 
 def test_agc_over_axes_with_per_tensor():
-    refused(ValueError, "adaptive_grad_clip: axis=0 says how units are summed", lambda: optaxclip.adaptive_grad_clip(0.1, axis=0, per_tensor=True))
+    refused(
+        ValueError,
+        "adaptive_grad_clip: axis=0 says how units are summed",
+        lambda: optaxclip.adaptive_grad_clip(0.1, axis=0, per_tensor=True),
+    )
 
 
 def test_labels_that_miss_a_leaf():
-    refused(ValueError, "clip_by_group_norm: labels has no value for the leaf 'b': it has 'w'.", lambda: update(optaxclip.clip_by_group_norm(1.0, {"w": "x"})))
+    refused(
+        ValueError,
+        "clip_by_group_norm: labels has no value for the leaf 'b': it has 'w'.",
+        lambda: update(optaxclip.clip_by_group_norm(1.0, {"w": "x"})),
+    )
 
 
 def test_a_group_without_a_limit():
     clipper = optaxclip.clip_by_group_norm({"x": 1.0}, {"w": "x", "b": "y"})
-    refused(ValueError, "clip_by_group_norm: max_norm has no value for the leaf 'y': it has 'x'.", lambda: update(clipper))
+    refused(
+        ValueError,
+        "clip_by_group_norm: max_norm has no value for the leaf 'y': it has 'x'.",
+        lambda: update(clipper),
+    )
 
 
 def test_limits_that_do_not_fit_the_tree():
-    refused(ValueError, "clip_by_tensor_norm: max_norm has no value for the leaf 'b': it has 'w'.", lambda: update(optaxclip.clip_by_tensor_norm({"w": 1.0})))
+    refused(
+        ValueError,
+        "clip_by_tensor_norm: max_norm has no value for the leaf 'b': it has 'w'.",
+        lambda: update(optaxclip.clip_by_tensor_norm({"w": 1.0})),
+    )
     wrong = {"w": 1.0, "b": 1.0, "typo": 2.0}
     refused(
         ValueError,
-        "clip_by_tensor_norm: max_norm has a value for 'typo', but the updates have no such part.",
+        "clip_by_tensor_norm: max_norm has a value for 'typo', but the updates have no "
+        "such part.",
         lambda: update(optaxclip.clip_by_tensor_norm(wrong)),
     )
     refused(
-        ValueError, "clip_by_tensor_norm: max_norm has no value for the leaf 'b'", lambda: update(optaxclip.clip_by_tensor_norm({"w": 1.0, "b": {"c": 1.0}}))
+        ValueError,
+        "clip_by_tensor_norm: max_norm has no value for the leaf 'b'",
+        lambda: update(optaxclip.clip_by_tensor_norm({"w": 1.0, "b": {"c": 1.0}})),
     )
 
 
 def test_a_limit_whose_shape_does_not_fit():
-    text = "clip_by_global_norm: max_norm must be a number for each norm: its shape (2,) does not fit norms of shape ()."
-    refused(ValueError, text, lambda: update(optaxclip.clip_by_global_norm(np.array([1.0, 2.0]))))
+    text = (
+        "clip_by_global_norm: max_norm must be a number for each norm: its shape (2,) "
+        "does not fit norms of shape ()."
+    )
+    refused(
+        ValueError,
+        text,
+        lambda: update(optaxclip.clip_by_global_norm(np.array([1.0, 2.0]))),
+    )
 
 
 def test_axes_and_stacked_layers_that_a_leaf_does_not_have():
-    refused(ValueError, "unit_norm: axis=1 does not fit the leaf 'b', a tensor of rank 1", lambda: optaxclip.unit_norm(TREE, axis=1))
-    refused(ValueError, "unit_norm: axis must be given for the leaf 'x' of rank 6", lambda: optaxclip.unit_norm({"x": jnp.ones((1,) * 6)}))
     refused(
         ValueError,
-        "stacked must be a number of leading axes, from 0 to 1 for the leaf 'b' of shape (3,), got 2.",
+        "unit_norm: axis=1 does not fit the leaf 'b', a tensor of rank 1",
+        lambda: optaxclip.unit_norm(TREE, axis=1),
+    )
+    refused(
+        ValueError,
+        "unit_norm: axis must be given for the leaf 'x' of rank 6",
+        lambda: optaxclip.unit_norm({"x": jnp.ones((1,) * 6)}),
+    )
+    refused(
+        ValueError,
+        "stacked must be a number of leading axes, from 0 to 1 for the leaf 'b' of "
+        "shape (3,), got 2.",
         lambda: optaxclip.tensor_norm(TREE, stacked=2),
     )
-    refused(ValueError, "tensor_norm: stacked has no value for the leaf 'b'", lambda: optaxclip.tensor_norm(TREE, stacked={"w": 1}))
+    refused(
+        ValueError,
+        "tensor_norm: stacked has no value for the leaf 'b'",
+        lambda: optaxclip.tensor_norm(TREE, stacked={"w": 1}),
+    )
 
 
 def test_value_bounds_that_do_not_fit():
@@ -137,7 +229,9 @@ def test_value_bounds_that_do_not_fit():
 
 
 def test_an_order_that_is_traced_says_what_to_do():
-    injected = optax.inject_hyperparams(optaxclip.clip_by_global_norm)(max_norm=1.0, ord=1.0)
+    injected = optax.inject_hyperparams(optaxclip.clip_by_global_norm)(
+        max_norm=1.0, ord=1.0
+    )
     state = injected.init(TREE)
 
     with pytest.raises(TypeError, match="name it in static_args"):
@@ -147,63 +241,124 @@ def test_an_order_that_is_traced_says_what_to_do():
 @pytest.mark.parametrize(
     ("build", "argument"),
     [
-        (partial(optaxclip.clip_by_tensor_norm, 1.0, stacked=jnp.asarray(1)), "clip_by_tensor_norm: stacked"),
-        (partial(optaxclip.clip_by_unit_norm, 1.0, axis=jnp.asarray(0)), "clip_by_unit_norm: axis"),
-        (partial(optaxclip.adaptive_grad_clip, 1.0, stacked={"w": jnp.asarray(0), "b": 0}), "adaptive_grad_clip: stacked"),
-        (partial(optaxclip.clip_by_spectral_norm, 1.0, columns=jnp.asarray(1)), "clip_by_spectral_norm: columns"),
+        (
+            partial(optaxclip.clip_by_tensor_norm, 1.0, stacked=jnp.asarray(1)),
+            "clip_by_tensor_norm: stacked",
+        ),
+        (
+            partial(optaxclip.clip_by_unit_norm, 1.0, axis=jnp.asarray(0)),
+            "clip_by_unit_norm: axis",
+        ),
+        (
+            partial(
+                optaxclip.adaptive_grad_clip, 1.0, stacked={"w": jnp.asarray(0), "b": 0}
+            ),
+            "adaptive_grad_clip: stacked",
+        ),
+        (
+            partial(optaxclip.clip_by_spectral_norm, 1.0, columns=jnp.asarray(1)),
+            "clip_by_spectral_norm: columns",
+        ),
     ],
 )
 def test_numbers_of_axes_are_no_arrays(build, argument):
-    refused(TypeError, f"{argument} must be known when the clipper is built, got Array(", build)
+    refused(
+        TypeError,
+        f"{argument} must be known when the clipper is built, got Array(",
+        build,
+    )
 
 
 def test_an_order_may_be_an_array_that_is_known():
     for order in (jnp.float32(1.0), np.float32(1.0)):
-        assert np.isclose(update(optaxclip.clip_by_global_norm(1.0, ord=order))[1].norm, optaxclip.global_norm(TREE, ord=1))
+        assert np.isclose(
+            update(optaxclip.clip_by_global_norm(1.0, ord=order))[1].norm,
+            optaxclip.global_norm(TREE, ord=1),
+        )
 
 
-OTHERS_STATES = {  # a transformation, a state that is not its own, and what is said of it
+# a transformation, a state that is not its own, and what is said of it
+OTHERS_STATES = {
     "optax": (
         optaxclip.clip_by_global_norm(1.0),
         optax.EmptyState(),
-        "clip_by_global_norm: state must be the ClipState that its init returned, got EmptyState",
+        "clip_by_global_norm: state must be the ClipState that its init returned, got "
+        "EmptyState",
     ),
-    "chain": (optaxclip.clip_by_tensor_norm(1.0), (optax.EmptyState(),), "clip_by_tensor_norm: state must be the ClipState that its init returned, got tuple"),
-    "value": (optaxclip.clip_by_value(1.0), optax.EmptyState(), "clip_by_value: state must be the ClipByValueState that its init returned, got EmptyState"),
-    "adagc": (optaxclip.adagc(), optax.EmptyState(), "adagc: state must be the ClipState that its init returned, got EmptyState"),
-    "spam": (optaxclip.spam(), optax.EmptyState(), "spam: state must be the SpamState that its init returned, got EmptyState"),
-    "reset": (optaxclip.reset_momentum(optax.sgd(1.0)), (), "reset_momentum: state must be the ResetState that its init returned, got tuple"),
-    "skip": (optaxclip.skip_spikes(optax.sgd(1.0), 1.0), (), "skip_spikes: state must be the SkipState that its init returned, got tuple"),
-    "carry": (optaxclip.carry_clipped(optaxclip.clip_by_global_norm(1.0)), (), "carry_clipped: state must be the CarryState that its init returned, got tuple"),
+    "chain": (
+        optaxclip.clip_by_tensor_norm(1.0),
+        (optax.EmptyState(),),
+        "clip_by_tensor_norm: state must be the ClipState that its init returned, got "
+        "tuple",
+    ),
+    "value": (
+        optaxclip.clip_by_value(1.0),
+        optax.EmptyState(),
+        "clip_by_value: state must be the ClipByValueState that its init returned, got "
+        "EmptyState",
+    ),
+    "adagc": (
+        optaxclip.adagc(),
+        optax.EmptyState(),
+        "adagc: state must be the ClipState that its init returned, got EmptyState",
+    ),
+    "spam": (
+        optaxclip.spam(),
+        optax.EmptyState(),
+        "spam: state must be the SpamState that its init returned, got EmptyState",
+    ),
+    "reset": (
+        optaxclip.reset_momentum(optax.sgd(1.0)),
+        (),
+        "reset_momentum: state must be the ResetState that its init returned, got "
+        "tuple",
+    ),
+    "skip": (
+        optaxclip.skip_spikes(optax.sgd(1.0), 1.0),
+        (),
+        "skip_spikes: state must be the SkipState that its init returned, got tuple",
+    ),
+    "carry": (
+        optaxclip.carry_clipped(optaxclip.clip_by_global_norm(1.0)),
+        (),
+        "carry_clipped: state must be the CarryState that its init returned, got tuple",
+    ),
     "no memory": (
         optaxclip.clip_by_global_norm(optaxclip.z_score()),
         optaxclip.clip_by_global_norm(1.0).init(TREE),
-        "clip_by_global_norm: state must hold what its rule remembers, of the form ZScoreMemory(seen='int32[]', mean='float32[]', deviation='float32[]'), got ().",
+        "clip_by_global_norm: state must hold what its rule remembers, of the form "
+        "ZScoreMemory(seen='int32[]', mean='float32[]', deviation='float32[]'), got "
+        "().",
     ),
     "memory": (
         optaxclip.clip_by_global_norm(1.0),
         optaxclip.clip_by_global_norm(optaxclip.growth()).init(TREE),
-        "clip_by_global_norm: state must hold what its rule remembers, of the form (), got float32[].",
+        "clip_by_global_norm: state must hold what its rule remembers, of the form (), "
+        "got float32[].",
     ),
     "one norm": (
         optaxclip.clip_by_tensor_norm(1.0),
         optaxclip.clip_by_global_norm(1.0).init(TREE),
-        "clip_by_tensor_norm: state was made for norms of the structure PyTreeDef(*), but those of the updates have PyTreeDef({'b': *, 'w': *}).",
+        "clip_by_tensor_norm: state was made for norms of the structure PyTreeDef(*), "
+        "but those of the updates have PyTreeDef({'b': *, 'w': *}).",
     ),
     "no groups": (
         optaxclip.clip_by_group_norm(1.0, {"w": "x", "b": "y"}),
         optaxclip.clip_by_global_norm(1.0).init(TREE),
-        "clip_by_group_norm: state was made for norms of the structure PyTreeDef(*), but those of the updates have PyTreeDef({'x': *, 'y': *}).",
+        "clip_by_group_norm: state was made for norms of the structure PyTreeDef(*), "
+        "but those of the updates have PyTreeDef({'x': *, 'y': *}).",
     ),
     "shape": (
         optaxclip.clip_by_unit_norm(1.0),
         optaxclip.clip_by_unit_norm(1.0).init({**TREE, "w": jnp.ones((2, 4))}),
-        "clip_by_unit_norm: state was made for norms of shape (1, 4) where the updates have norms of shape (1, 3).",
+        "clip_by_unit_norm: state was made for norms of shape (1, 4) where the updates "
+        "have norms of shape (1, 3).",
     ),
     "new leaf": (
         optaxclip.clip_by_tensor_norm(1.0),
         optaxclip.clip_by_tensor_norm(1.0).init({**TREE, "b": None}),
-        "clip_by_tensor_norm: state was made for no norm where the updates have norms of shape ().",
+        "clip_by_tensor_norm: state was made for no norm where the updates have norms "
+        "of shape ().",
     ),
 }
 
@@ -212,69 +367,209 @@ OTHERS_STATES = {  # a transformation, a state that is not its own, and what is 
 @pytest.mark.parametrize("name", OTHERS_STATES)
 def test_a_state_of_something_else_is_refused(name, jit):
     clipper, state, text = OTHERS_STATES[name]
-    refused((TypeError, ValueError), text, lambda: (jax.jit(clipper.update) if jit else clipper.update)(TREE, state, TREE))
+    refused(
+        (TypeError, ValueError),
+        text,
+        lambda: (jax.jit(clipper.update) if jit else clipper.update)(TREE, state, TREE),
+    )
 
 
 def test_each_number_of_an_array_is_held_against_its_range():
     for wrong in ([0.5, 1.5], [-0.5, 0.5], [0.5, np.nan]):
-        refused(ValueError, "windowed_quantile: quantile must", lambda wrong=wrong: optaxclip.windowed_quantile(np.array(wrong)))
+        refused(
+            ValueError,
+            "windowed_quantile: quantile must",
+            lambda wrong=wrong: optaxclip.windowed_quantile(np.array(wrong)),
+        )
 
 
-NUMBERS = {  # of each rule and clipper: its parameters, the least and the greatest number that each may be
-    optaxclip.windowed_quantile: {"quantile": (0, 1), "factor": (0, None), "window": (1, None), "warmup": (0, None)},
-    optaxclip.windowed_mean: {"sigmas": (0, None), "window": (1, None), "ddof": (0, None), "floor": (0, None), "warmup": (0, None)},
-    optaxclip.z_score: {"z": (0, None), "decay": (0, 1), "warmup": (1, None), "eps": (0, None)},
-    optaxclip.log_z_score: {"z": (0, None), "decay": (0, 1), "floor": (0, None), "spread": (0, None), "warmup": (1, None)},
-    optaxclip.ema_ratio: {"ratio": (0, None), "decay": (0, 1), "target": (0, None), "target_decay": (0, 1), "warmup": (0, None)},
+# of each rule and clipper: its parameters, the least and the greatest number that each
+# may be
+NUMBERS = {
+    optaxclip.windowed_quantile: {
+        "quantile": (0, 1),
+        "factor": (0, None),
+        "window": (1, None),
+        "warmup": (0, None),
+    },
+    optaxclip.windowed_mean: {
+        "sigmas": (0, None),
+        "window": (1, None),
+        "ddof": (0, None),
+        "floor": (0, None),
+        "warmup": (0, None),
+    },
+    optaxclip.z_score: {
+        "z": (0, None),
+        "decay": (0, 1),
+        "warmup": (1, None),
+        "eps": (0, None),
+    },
+    optaxclip.log_z_score: {
+        "z": (0, None),
+        "decay": (0, 1),
+        "floor": (0, None),
+        "spread": (0, None),
+        "warmup": (1, None),
+    },
+    optaxclip.ema_ratio: {
+        "ratio": (0, None),
+        "decay": (0, 1),
+        "target": (0, None),
+        "target_decay": (0, 1),
+        "warmup": (0, None),
+    },
     optaxclip.growth: {"rate": (0, None), "floor": (0, None)},
-    optaxclip.quantile_tracker: {"quantile": (0, 1), "rate": (0, None), "start": (0, None)},
+    optaxclip.quantile_tracker: {
+        "quantile": (0, 1),
+        "rate": (0, None),
+        "start": (0, None),
+    },
     optaxclip.ema: {"decay": (0, 1)},
     optaxclip.moments_ratio: {"decay1": (0, 1), "decay2": (0, 1), "eps": (0, None)},
-    optaxclip.ema_band: {"low": (0, None), "high": (0, None), "decay": (0, 1), "floor": (0, None), "up": (1, None), "down": (0, 1)},
-    optaxclip.adagc: {"ratio": (0, None), "decay": (0, 1), "max_norm": (0, None), "warmup": (1, None)},
+    optaxclip.ema_band: {
+        "low": (0, None),
+        "high": (0, None),
+        "decay": (0, 1),
+        "floor": (0, None),
+        "up": (1, None),
+        "down": (0, 1),
+    },
+    optaxclip.adagc: {
+        "ratio": (0, None),
+        "decay": (0, 1),
+        "max_norm": (0, None),
+        "warmup": (1, None),
+    },
     optaxclip.autoclip: {"percentile": (0, 100)},
-    optaxclip.spam: {"threshold": (0, None), "decay": (0, 1), "warmup": (0, None), "every": (1, None)},
-    optaxclip.larc: {"learning_rate": (0, None), "trust": (0, None), "weight_decay": (0, None)},
+    optaxclip.spam: {
+        "threshold": (0, None),
+        "decay": (0, 1),
+        "warmup": (0, None),
+        "every": (1, None),
+    },
+    optaxclip.larc: {
+        "learning_rate": (0, None),
+        "trust": (0, None),
+        "weight_decay": (0, None),
+    },
     optaxclip.clippy: {"relative": (0, None), "absolute": (0, None)},
 }
 
 
-@pytest.mark.parametrize(("build", "name"), [(build, name) for build, names in NUMBERS.items() for name in names], ids=lambda x: getattr(x, "__name__", x))
+@pytest.mark.parametrize(
+    ("build", "name"),
+    [(build, name) for build, names in NUMBERS.items() for name in names],
+    ids=lambda x: getattr(x, "__name__", x),
+)
 def test_every_number_is_checked_under_its_own_name(build, name):
     lowest, highest = NUMBERS[build][name]
     others = {"learning_rate": 0.1} if build is optaxclip.larc else {}
     call = build.__name__
-    with pytest.raises(ValueError, match=rf"^{call}: {name} must be at least {lowest}, got {lowest - 0.5}"):
+    with pytest.raises(
+        ValueError,
+        match=rf"^{call}: {name} must be at least {lowest}, got {lowest - 0.5}",
+    ):
         build(**others | {name: lowest - 0.5})
     if highest is not None:
-        with pytest.raises(ValueError, match=rf"^{call}: {name} must be at most {highest}, got {highest + 0.5}"):
+        with pytest.raises(
+            ValueError,
+            match=rf"^{call}: {name} must be at most {highest}, got {highest + 0.5}",
+        ):
             build(**others | {name: highest + 0.5})
     for edge in (lowest, highest):
         if edge is not None and (build, name, edge) != (optaxclip.ema_band, "up", None):
             build(**others | {name: edge})
 
 
-@pytest.mark.parametrize("build", [optaxclip.windowed_quantile, optaxclip.windowed_mean])
+@pytest.mark.parametrize(
+    "build", [optaxclip.windowed_quantile, optaxclip.windowed_mean]
+)
 def test_a_window_is_one_whole_number(build):
     for wrong in (2.5, np.array([3, 4])):
-        with pytest.raises(ValueError, match=rf"{build.__name__}: window must be a whole number"):
+        with pytest.raises(
+            ValueError, match=rf"{build.__name__}: window must be a whole number"
+        ):
             build(window=wrong)
 
 
 DEFAULTS = {  # those of the papers and of their public code
     optaxclip.adaptive_grad_clip: {"clipping": 0.01, "eps": 1e-3},
     optaxclip.autoclip: {"percentile": 10.0, "window": 10_000, "scope": "global"},
-    optaxclip.windowed_mean: {"sigmas": 3.0, "window": 128, "ddof": 0, "floor": 0.0, "current": False, "remember": "raw", "warmup": 2},
-    optaxclip.windowed_quantile: {"quantile": 0.5, "window": 100, "factor": 1.0, "current": False, "remember": "raw", "warmup": 1},
-    optaxclip.zclip: {"z": 2.5, "decay": 0.97, "cap": None, "target": "adaptive", "warmup": 25, "eps": 1e-6, "scope": "global"},
-    optaxclip.z_score: {"z": 2.5, "decay": 0.97, "target": "adaptive", "warmup": 25, "eps": 1e-6},
-    optaxclip.log_z_score: {"z": 4.0, "decay": 0.995, "floor": 0.01, "spread": 1e-3, "warmup": 277},
-    optaxclip.ema_ratio: {"ratio": 2.0, "decay": 0.99, "corrected": False, "remember": "clipped", "warmup": 1},
+    optaxclip.windowed_mean: {
+        "sigmas": 3.0,
+        "window": 128,
+        "ddof": 0,
+        "floor": 0.0,
+        "current": False,
+        "remember": "raw",
+        "warmup": 2,
+    },
+    optaxclip.windowed_quantile: {
+        "quantile": 0.5,
+        "window": 100,
+        "factor": 1.0,
+        "current": False,
+        "remember": "raw",
+        "warmup": 1,
+    },
+    optaxclip.zclip: {
+        "z": 2.5,
+        "decay": 0.97,
+        "cap": None,
+        "target": "adaptive",
+        "warmup": 25,
+        "eps": 1e-6,
+        "scope": "global",
+    },
+    optaxclip.z_score: {
+        "z": 2.5,
+        "decay": 0.97,
+        "target": "adaptive",
+        "warmup": 25,
+        "eps": 1e-6,
+    },
+    optaxclip.log_z_score: {
+        "z": 4.0,
+        "decay": 0.995,
+        "floor": 0.01,
+        "spread": 1e-3,
+        "warmup": 277,
+    },
+    optaxclip.ema_ratio: {
+        "ratio": 2.0,
+        "decay": 0.99,
+        "corrected": False,
+        "remember": "clipped",
+        "warmup": 1,
+    },
     optaxclip.growth: {"rate": 1.01, "floor": 0.0},
     optaxclip.quantile_tracker: {"quantile": 0.5, "rate": 0.2, "start": 0.1},
-    optaxclip.adagc: {"ratio": 1.05, "decay": 0.98, "max_norm": 1.0, "warmup": 100, "scope": "tensor"},
-    optaxclip.aggc: {"low": 0.95, "high": 0.6, "decay": 0.95, "floor": 0.01, "up": 1.1, "down": 0.9, "raise_small": False},
-    optaxclip.ema_band: {"low": 0.95, "high": 0.6, "decay": 0.95, "floor": 0.01, "up": 1.1, "down": 0.9, "raise_small": False},
+    optaxclip.adagc: {
+        "ratio": 1.05,
+        "decay": 0.98,
+        "max_norm": 1.0,
+        "warmup": 100,
+        "scope": "tensor",
+    },
+    optaxclip.aggc: {
+        "low": 0.95,
+        "high": 0.6,
+        "decay": 0.95,
+        "floor": 0.01,
+        "up": 1.1,
+        "down": 0.9,
+        "raise_small": False,
+    },
+    optaxclip.ema_band: {
+        "low": 0.95,
+        "high": 0.6,
+        "decay": 0.95,
+        "floor": 0.01,
+        "up": 1.1,
+        "down": 0.9,
+        "raise_small": False,
+    },
     optaxclip.spam: {"threshold": 5000.0, "decay": 0.999, "warmup": 20, "every": 500},
     optaxclip.reset_momentum: {"every": 500, "warmup": 150},
     optaxclip.adaclip: {"decay": 0.999},
@@ -289,27 +584,57 @@ DEFAULTS = {  # those of the papers and of their public code
     optaxclip.smooth: {"power": 1.0},
     optaxclip.auto_s: {"gamma": 0.01},
     optaxclip.psac: {"r": 0.1},
-    optaxclip.clipped_grad: {"argnums": 0, "batch_argnums": 1, "has_aux": False, "two_pass": False, "mean": True},
-    optaxclip.clip_by_global_norm: {"ord": None, "eps": 0.0, "nonfinite": "propagate", "axes": "auto"},
+    optaxclip.clipped_grad: {
+        "argnums": 0,
+        "batch_argnums": 1,
+        "has_aux": False,
+        "two_pass": False,
+        "mean": True,
+    },
+    optaxclip.clip_by_global_norm: {
+        "ord": None,
+        "eps": 0.0,
+        "nonfinite": "propagate",
+        "axes": "auto",
+    },
 }
 
 
 @pytest.mark.parametrize("function", DEFAULTS, ids=lambda function: function.__name__)
 def test_defaults_are_those_of_the_papers(function):
     parameters = inspect.signature(function).parameters
-    assert {name: parameters[name].default for name in DEFAULTS[function]} == DEFAULTS[function]
+    assert {name: parameters[name].default for name in DEFAULTS[function]} == DEFAULTS[
+        function
+    ]
 
 
-@pytest.mark.parametrize("module", [optaxclip, optaxclip.adaptive, optaxclip.per_example], ids=lambda module: module.__name__)
+@pytest.mark.parametrize(
+    "module",
+    [optaxclip, optaxclip.adaptive, optaxclip.per_example],
+    ids=lambda module: module.__name__,
+)
 def test_public_names_are_those_of_what_they_name(module):
-    public = {name: value for name, value in vars(module).items() if getattr(value, "__module__", "").startswith("optaxclip")}
+    public = {
+        name: value
+        for name, value in vars(module).items()
+        if getattr(value, "__module__", "").startswith("optaxclip")
+    }
     assert len(public) > 5
-    assert {name: value.__name__ for name, value in public.items()} == {name: name for name in public}
+    assert {name: value.__name__ for name, value in public.items()} == {
+        name: name for name in public
+    }
 
 
 def test_modules_of_the_dropins_are_those_of_their_names():
-    modules = {name: value.__name__ for name, value in vars(optaxclip.dropin).items() if inspect.ismodule(value)}
-    assert modules == {name: f"optaxclip.dropin.{name}" for name in ("keras", "tensorflow_style", "torch_style")}
+    modules = {
+        name: value.__name__
+        for name, value in vars(optaxclip.dropin).items()
+        if inspect.ismodule(value)
+    }
+    assert modules == {
+        name: f"optaxclip.dropin.{name}"
+        for name in ("keras", "tensorflow_style", "torch_style")
+    }
 
 
 def test_a_share_of_the_weights_is_named_as_the_call_names_it():
@@ -318,7 +643,9 @@ def test_a_share_of_the_weights_is_named_as_the_call_names_it():
         "adaptive_grad_clip: eps": lambda: optaxclip.adaptive_grad_clip(0.1, -1.0),
         "constant: limit": lambda: constant(-1.0),
         "share_of_params: share": lambda: optaxclip.share_of_params(-1.0),
-        "share_of_params: floor": lambda: optaxclip.share_of_params(lambda step: 1.0, -1.0),
+        "share_of_params: floor": lambda: optaxclip.share_of_params(
+            lambda step: 1.0, -1.0
+        ),
         "at_least: floor": lambda: optaxclip.at_least(1.0, -1.0),
         "warm_up: after": lambda: optaxclip.warm_up(1, 1.0, -1.0),
         "clip_by_tensor_rms: max_rms": lambda: optaxclip.clip_by_tensor_rms(-1.0),
@@ -332,10 +659,18 @@ def test_a_share_of_the_weights_is_named_as_the_call_names_it():
 def test_errors_of_a_limit_name_it_as_the_call_does():
     tree = {"w": jnp.ones(2)}
     for text, clipper in {
-        "clip_by_tensor_rms: max_rms has a value for 'v'": optaxclip.clip_by_tensor_rms({"w": 1.0, "v": 1.0}),
-        "clip_by_block_rms: threshold has a value for 'v'": optaxclip.clip_by_block_rms({"w": 1.0, "v": 1.0}),
-        "adaptive_grad_clip: clipping must be a number for each norm": optaxclip.adaptive_grad_clip(jnp.ones(3)),
-        "clip_by_group_norm: max_norm has no value": optaxclip.clip_by_group_norm({"x": 1.0}, "y"),
+        "clip_by_tensor_rms: max_rms has a value for 'v'": optaxclip.clip_by_tensor_rms(
+            {"w": 1.0, "v": 1.0}
+        ),
+        "clip_by_block_rms: threshold has a value for 'v'": optaxclip.clip_by_block_rms(
+            {"w": 1.0, "v": 1.0}
+        ),
+        "adaptive_grad_clip: clipping must be a number for each norm": (
+            optaxclip.adaptive_grad_clip(jnp.ones(3))
+        ),
+        "clip_by_group_norm: max_norm has no value": optaxclip.clip_by_group_norm(
+            {"x": 1.0}, "y"
+        ),
     }.items():
         with pytest.raises(ValueError, match=rf"^{text}"):
             clipper.update(tree, clipper.init(tree), tree)
@@ -344,7 +679,9 @@ def test_errors_of_a_limit_name_it_as_the_call_does():
 def test_clippers_of_papers_refuse_a_state_under_their_own_names():
     for name in ("autoclip", "zclip", "adagn"):
         for scope in ("global", "tensor", lambda tree: "all"):
-            with pytest.raises(TypeError, match=rf"^{name}: state must be the ClipState"):
+            with pytest.raises(
+                TypeError, match=rf"^{name}: state must be the ClipState"
+            ):
                 getattr(optaxclip, name)(scope=scope).update(TREE, optax.EmptyState())
 
 
@@ -371,12 +708,18 @@ def test_a_prefix_of_many_values_is_looked_up_in_time_that_grows_with_them():
 
         __hash__ = str.__hash__
 
-    table = prefix.freeze({Key(layer): values for layer, values in limits.items()}, callable)
+    table = prefix.freeze(
+        {Key(layer): values for layer, values in limits.items()}, callable
+    )
     assert prefix.lookup(table, tree, "limits") == [1.0] * 3000
     assert count < 100 * 3000
 
 
-@pytest.mark.parametrize("build", [optaxclip.clip_by_global_norm, lambda limit: optaxclip.zclip(cap=limit)], ids=["global", "cap"])
+@pytest.mark.parametrize(
+    "build",
+    [optaxclip.clip_by_global_norm, lambda limit: optaxclip.zclip(cap=limit)],
+    ids=["global", "cap"],
+)
 def test_one_norm_takes_one_limit(build):
     with pytest.raises(TypeError, match=r"must be a real number, got \{'w': 1.0\}"):
         build({"w": 1.0})

@@ -1,4 +1,6 @@
-"""Clipped and scaled cotangents: the identity forward, the equation backward, under every transformation of reverse mode."""
+"""Clipped and scaled cotangents: the identity forward, the equation backward, under
+every transformation of reverse mode.
+"""
 
 import functools
 import math
@@ -30,7 +32,11 @@ def pulled_back(function, x, cotangent):
 def shortened(cotangent, limit, axis=None, ord=2):
     """The equation in float64."""
     x = np.asarray(cotangent, np.float64)
-    norm = np.sum(np.abs(x) ** ord, axis=axis, keepdims=True) ** (1 / ord) if ord != INF else np.max(np.abs(x), axis=axis, keepdims=True)
+    norm = (
+        np.sum(np.abs(x) ** ord, axis=axis, keepdims=True) ** (1 / ord)
+        if ord != INF
+        else np.max(np.abs(x), axis=axis, keepdims=True)
+    )
     return x * np.minimum(1, limit / norm)
 
 
@@ -46,32 +52,63 @@ def close(ours, exact, eps=EPS, rtol=8):
 def test_norms_follow_the_equation(axis, ord):
     cotangent = normal(0, 3, 4, 5)
     limit = 2.0
-    ours = pulled_back(functools.partial(clip_cotangent, max_norm=limit, axis=axis, ord=ord), normal(1, 3, 4, 5), cotangent)
+    ours = pulled_back(
+        functools.partial(clip_cotangent, max_norm=limit, axis=axis, ord=ord),
+        normal(1, 3, 4, 5),
+        cotangent,
+    )
     close(ours, shortened(cotangent, limit, axis, ord))
 
 
 def test_values_follow_the_equation():
     cotangent = normal(0, 3, 4)
-    ours = pulled_back(functools.partial(clip_cotangent, max_value=0.5), normal(1, 3, 4), cotangent)
-    np.testing.assert_array_equal(ours, np.clip(cotangent, np.float32(-0.5), np.float32(0.5)))
+    ours = pulled_back(
+        functools.partial(clip_cotangent, max_value=0.5), normal(1, 3, 4), cotangent
+    )
+    np.testing.assert_array_equal(
+        ours, np.clip(cotangent, np.float32(-0.5), np.float32(0.5))
+    )
 
 
-@pytest.mark.parametrize("limits", [{"max_value": 10.0}, {"max_norm": 50.0}, {"max_norm": 20.0, "axis": -1}, {"max_norm": INF}, {"max_value": INF}])
+@pytest.mark.parametrize(
+    "limits",
+    [
+        {"max_value": 10.0},
+        {"max_norm": 50.0},
+        {"max_norm": 20.0, "axis": -1},
+        {"max_norm": INF},
+        {"max_value": INF},
+    ],
+)
 def test_what_is_within_the_limit_stays_bit_for_bit(limits):
     cotangent = normal(0, 6, 7)
-    np.testing.assert_array_equal(pulled_back(functools.partial(clip_cotangent, **limits), normal(1, 6, 7), cotangent), cotangent)
+    np.testing.assert_array_equal(
+        pulled_back(
+            functools.partial(clip_cotangent, **limits), normal(1, 6, 7), cotangent
+        ),
+        cotangent,
+    )
 
 
 def test_a_cotangent_exactly_as_long_as_the_limit_stays_bit_for_bit():
     cotangent = normal(0, 6, 7)
     limit = optaxclip.global_norm(cotangent)
-    np.testing.assert_array_equal(pulled_back(functools.partial(clip_cotangent, max_norm=limit), cotangent, cotangent), cotangent)
+    np.testing.assert_array_equal(
+        pulled_back(
+            functools.partial(clip_cotangent, max_norm=limit), cotangent, cotangent
+        ),
+        cotangent,
+    )
 
 
-@pytest.mark.parametrize("limits", [{"max_value": 0}, {"max_norm": 0.0}, {"max_norm": 0, "axis": 0}])
+@pytest.mark.parametrize(
+    "limits", [{"max_value": 0}, {"max_norm": 0.0}, {"max_norm": 0, "axis": 0}]
+)
 def test_a_limit_of_zero_gives_zeros(limits):
     for cotangent in (normal(0, 2, 3), np.zeros((2, 3), np.float32)):
-        assert not pulled_back(functools.partial(clip_cotangent, **limits), normal(1, 2, 3), cotangent).any()
+        assert not pulled_back(
+            functools.partial(clip_cotangent, **limits), normal(1, 2, 3), cotangent
+        ).any()
 
 
 @pytest.mark.parametrize("bad", [NAN, INF])
@@ -79,32 +116,65 @@ def test_a_broken_cotangent_is_seen(bad):
     cotangent = np.array([[0.1, bad], [0.1, 0.1]], np.float32)
 
     def pull(**limits):
-        return pulled_back(functools.partial(clip_cotangent, **limits), np.zeros((2, 2), np.float32), cotangent)
+        return pulled_back(
+            functools.partial(clip_cotangent, **limits),
+            np.zeros((2, 2), np.float32),
+            cotangent,
+        )
 
     assert np.isnan(pull(max_norm=1.0)).all()
-    np.testing.assert_array_equal(np.isnan(pull(max_norm=1.0, axis=-1)), [[True, True], [False, False]])
-    np.testing.assert_array_equal(pull(max_value=1.0), np.array([[0.1, 1.0 if bad == INF else NAN], [0.1, 0.1]], np.float32))
+    np.testing.assert_array_equal(
+        np.isnan(pull(max_norm=1.0, axis=-1)), [[True, True], [False, False]]
+    )
+    np.testing.assert_array_equal(
+        pull(max_value=1.0),
+        np.array([[0.1, 1.0 if bad == INF else NAN], [0.1, 0.1]], np.float32),
+    )
     np.testing.assert_array_equal(pull(max_norm=INF), cotangent)
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "complex64"])
-@pytest.mark.parametrize("limits", [{"max_norm": 1.0}, {"max_norm": 1.0, "axis": -1}, {"max_value": 0.25}])
+@pytest.mark.parametrize(
+    "limits", [{"max_norm": 1.0}, {"max_norm": 1.0, "axis": -1}, {"max_value": 0.25}]
+)
 def test_dtypes_are_kept_and_low_precision_is_right(dtype, limits):
-    cotangent = jnp.asarray(300 * (normal(0, 2, 400) + (1j * normal(1, 2, 400) if dtype == "complex64" else 0)), dtype)
-    out, pull = jax.vjp(functools.partial(clip_cotangent, **limits), jnp.ones((2, 400), dtype))
+    cotangent = jnp.asarray(
+        300
+        * (normal(0, 2, 400) + (1j * normal(1, 2, 400) if dtype == "complex64" else 0)),
+        dtype,
+    )
+    out, pull = jax.vjp(
+        functools.partial(clip_cotangent, **limits), jnp.ones((2, 400), dtype)
+    )
     (ours,) = pull(cotangent)
     assert out.dtype == ours.dtype == dtype
-    wide = np.asarray(cotangent).astype(np.complex128 if dtype == "complex64" else np.float64)
+    wide = np.asarray(cotangent).astype(
+        np.complex128 if dtype == "complex64" else np.float64
+    )
     exact = (
         wide * np.minimum(1, 0.25 / np.abs(wide))
         if "max_value" in limits
-        else wide * np.minimum(1, 1 / np.linalg.norm(wide, axis=limits.get("axis"), keepdims=True))
+        else wide
+        * np.minimum(
+            1, 1 / np.linalg.norm(wide, axis=limits.get("axis"), keepdims=True)
+        )
     )
-    np.testing.assert_allclose(np.asarray(ours).astype(wide.dtype), exact, 8 * float(jnp.finfo(dtype).eps), atol=float(jnp.finfo(dtype).smallest_subnormal))
+    np.testing.assert_allclose(
+        np.asarray(ours).astype(wide.dtype),
+        exact,
+        8 * float(jnp.finfo(dtype).eps),
+        atol=float(jnp.finfo(dtype).smallest_subnormal),
+    )
 
 
 def test_each_array_of_a_tree_is_clipped_by_itself_and_integers_pass():
-    tree = {"h": normal(0, 3), "steps": jnp.arange(3), "empty": np.zeros((0, 2), np.float32), "none": None, "c": (normal(1, 2, 2), 1.5)}
+    tree = {
+        "h": normal(0, 3),
+        "steps": jnp.arange(3),
+        "empty": np.zeros((0, 2), np.float32),
+        "none": None,
+        "c": (normal(1, 2, 2), 1.5),
+    }
     weights = {"h": normal(2, 3) * 9, "c": normal(3, 2, 2) * 9}
     out = clip_cotangent(tree, max_norm=1.0)
     assert jax.tree.structure(out) == jax.tree.structure(tree)
@@ -112,7 +182,11 @@ def test_each_array_of_a_tree_is_clipped_by_itself_and_integers_pass():
 
     def loss(tree):
         tree = clip_cotangent(tree, max_norm=1.0)
-        return jnp.sum(weights["h"] * tree["h"]) + jnp.sum(weights["c"] * tree["c"][0]) + 0.5 * tree["c"][1]
+        return (
+            jnp.sum(weights["h"] * tree["h"])
+            + jnp.sum(weights["c"] * tree["c"][0])
+            + 0.5 * tree["c"][1]
+        )
 
     grads = jax.grad(loss, allow_int=True)(tree)
     close(grads["h"], shortened(weights["h"], 1.0))
@@ -124,21 +198,32 @@ def test_each_array_of_a_tree_is_clipped_by_itself_and_integers_pass():
 
 
 def unrolled(factor, bias, steps, clip):
-    return jax.lax.scan(lambda h, _: (factor * clip(h) + bias, None), jnp.float32(1.0), length=steps)[0]
+    return jax.lax.scan(
+        lambda h, _: (factor * clip(h) + bias, None), jnp.float32(1.0), length=steps
+    )[0]
 
 
 @pytest.mark.parametrize("steps", [1, 10, 100])
 def test_the_gradient_of_a_growing_recurrence_is_bounded_by_limit_times_steps(steps):
-    """h <- 1.2 h + b: dh_T/db is the sum of 1.2^k over T steps; with what goes back limited to 0.5 it is 1 + 0.5 (T - 1)."""
+    """h <- 1.2 h + b: dh_T/db is the sum of 1.2^k over T steps; with what goes back
+    limited to 0.5 it is 1 + 0.5 (T - 1).
+    """
 
     def grad(clip):
         return float(jax.grad(lambda bias: unrolled(1.2, bias, steps, clip))(0.0))
 
-    np.testing.assert_allclose(grad(lambda h: h), sum(1.2**k for k in range(steps)), 1e-4)
-    # The cotangent of the last h is 1, and that of each earlier one min(1.2 * the next, 0.5).
+    np.testing.assert_allclose(
+        grad(lambda h: h), sum(1.2**k for k in range(steps)), 1e-4
+    )
+    # The cotangent of the last h is 1, and that of each earlier one min(1.2 * the next,
+    # 0.5).
     limited = grad(functools.partial(clip_cotangent, max_value=0.5))
     np.testing.assert_allclose(limited, 1 + 0.5 * (steps - 1), 4 * steps * EPS)
-    np.testing.assert_allclose(grad(functools.partial(clip_cotangent, max_norm=0.5)), 1 + 0.5 * (steps - 1), 4 * steps * EPS)
+    np.testing.assert_allclose(
+        grad(functools.partial(clip_cotangent, max_norm=0.5)),
+        1 + 0.5 * (steps - 1),
+        4 * steps * EPS,
+    )
     assert limited <= 1 + 0.5 * steps
 
 
@@ -155,12 +240,17 @@ def gradient_by_start(steps, clip, remat=False):
         return (matrix @ clip(h), None)
 
     cell = jax.checkpoint(cell) if remat else cell
-    return jax.jit(jax.grad(lambda h: jnp.sum(jax.lax.scan(cell, h, length=steps)[0])))(start)
+    return jax.jit(jax.grad(lambda h: jnp.sum(jax.lax.scan(cell, h, length=steps)[0])))(
+        start
+    )
 
 
 @pytest.mark.parametrize("remat", [False, True], ids=["plain", "remat"])
 def test_backpropagation_through_a_spectral_radius_of_two_is_bounded(remat):
-    free, long = (float(jnp.linalg.norm(gradient_by_start(50, clip, remat))) for clip in (lambda h: h, functools.partial(clip_cotangent, max_norm=1.0)))
+    free, long = (
+        float(jnp.linalg.norm(gradient_by_start(50, clip, remat)))
+        for clip in (lambda h: h, functools.partial(clip_cotangent, max_norm=1.0))
+    )
     assert free > 1e12
     assert long <= 1.0
     np.testing.assert_allclose(long, 1.0, 8 * EPS)
@@ -171,8 +261,13 @@ def test_backpropagation_equals_its_equation_in_float64():
     cotangent = np.ones(16)
     for _ in range(20):
         cotangent = shortened(np.asarray(matrix, np.float64).T @ cotangent, 3.0)
-    # Each step rounds 16 products of at most 3, and what is clipped in every step forgets the size of earlier errors.
-    np.testing.assert_allclose(gradient_by_start(20, functools.partial(clip_cotangent, max_norm=3.0)), cotangent, atol=3.0 * 20 * 16 * EPS)
+    # Each step rounds 16 products of at most 3, and what is clipped in every step
+    # forgets the size of earlier errors.
+    np.testing.assert_allclose(
+        gradient_by_start(20, functools.partial(clip_cotangent, max_norm=3.0)),
+        cotangent,
+        atol=3.0 * 20 * 16 * EPS,
+    )
 
 
 # Transformations
@@ -182,7 +277,11 @@ def test_backpropagation_equals_its_equation_in_float64():
 def test_vmap_clips_each_example_by_itself(limits):
     x, weights = normal(0, 5, 3, 2), normal(1, 5, 3, 2)
     grad = jax.grad(lambda x, w: jnp.sum(w * clip_cotangent(x, **limits)))
-    np.testing.assert_allclose(jax.vmap(grad)(x, weights), np.stack([grad(*pair) for pair in zip(x, weights)]), 2 * EPS)
+    np.testing.assert_allclose(
+        jax.vmap(grad)(x, weights),
+        np.stack([grad(*pair) for pair in zip(x, weights)]),
+        2 * EPS,
+    )
     if "max_norm" in limits:
         close(jax.vmap(grad)(x, weights), shortened(weights, 1.0, (1, 2)))
 
@@ -193,7 +292,9 @@ def test_limits_may_be_traced_differ_between_examples_and_have_no_gradient():
     def loss(x, w, limit):
         return jnp.sum(w * clip_cotangent(x, max_norm=limit))
 
-    by_x, by_limit = jax.jit(jax.vmap(jax.grad(loss, (0, 2))))(jnp.zeros((3, 4)), weights, limits)
+    by_x, by_limit = jax.jit(jax.vmap(jax.grad(loss, (0, 2))))(
+        jnp.zeros((3, 4)), weights, limits
+    )
     close(by_x, shortened(weights, np.asarray(limits)[:, None], 1))
     assert not by_limit.any()
 
@@ -201,14 +302,22 @@ def test_limits_may_be_traced_differ_between_examples_and_have_no_gradient():
 @pytest.mark.parametrize("name", ["max_norm", "max_value"])
 @pytest.mark.parametrize("dtype", ["int32", "bfloat16", "float32"])
 def test_the_dtype_of_a_limit_does_not_matter(name, dtype):
-    grad = jax.jit(lambda limit: jax.grad(lambda x: jnp.sum(3 * clip_cotangent(x, **{name: limit})))(jnp.ones((), jnp.float16)))(jnp.asarray(1, dtype))
+    grad = jax.jit(
+        lambda limit: jax.grad(
+            lambda x: jnp.sum(3 * clip_cotangent(x, **{name: limit}))
+        )(jnp.ones((), jnp.float16))
+    )(jnp.asarray(1, dtype))
     assert grad.dtype == "float16" and grad == 1
 
 
 @pytest.mark.parametrize("limits", [{"max_norm": -1.0}, {"max_value": -1.0}])
 def test_a_negative_limit_that_only_the_program_knows_counts_as_zero(limits):
     ((name, limit),) = limits.items()
-    assert not jax.jit(lambda limit: jax.grad(lambda x: jnp.sum(clip_cotangent(x, **{name: limit})))(jnp.ones(3)))(limit).any()
+    assert not jax.jit(
+        lambda limit: jax.grad(lambda x: jnp.sum(clip_cotangent(x, **{name: limit})))(
+            jnp.ones(3)
+        )
+    )(limit).any()
 
 
 def test_gradients_of_gradients_are_those_of_the_clipped_one():
@@ -221,7 +330,11 @@ def test_gradients_of_gradients_are_those_of_the_clipped_one():
 
 def test_forward_mode_is_refused_by_jax():
     with pytest.raises(TypeError, match="forward-mode"):
-        jax.jvp(functools.partial(clip_cotangent, max_norm=1.0), (jnp.ones(2),), (jnp.ones(2),))
+        jax.jvp(
+            functools.partial(clip_cotangent, max_norm=1.0),
+            (jnp.ones(2),),
+            (jnp.ones(2),),
+        )
 
 
 def test_rows_of_a_batch_that_is_split_over_devices_are_clipped_without_a_collective():
@@ -231,9 +344,15 @@ def test_rows_of_a_batch_that_is_split_over_devices_are_clipped_without_a_collec
 
     def grads(axis, axes):
         def local(w):
-            return jax.grad(lambda x: jnp.sum(w * clip_cotangent(x, max_norm=1.0, axis=axis, axes=axes)))(jnp.zeros_like(w))
+            return jax.grad(
+                lambda x: jnp.sum(
+                    w * clip_cotangent(x, max_norm=1.0, axis=axis, axes=axes)
+                )
+            )(jnp.zeros_like(w))
 
-        return jax.jit(jax.shard_map(local, mesh=mesh, in_specs=spec, out_specs=spec))(weights)
+        return jax.jit(jax.shard_map(local, mesh=mesh, in_specs=spec, out_specs=spec))(
+            weights
+        )
 
     close(grads(-1, None), shortened(weights, 1.0, -1))
     close(grads(-1, spec), shortened(weights, 1.0, -1))
@@ -253,7 +372,11 @@ def test_scale_is_the_identity_with_a_scaled_derivative_in_both_modes(scale, dty
     np.testing.assert_array_equal(value, x)
     wide = np.asarray(other).astype(np.complex128)
     for ours in (scaled, tangent):
-        np.testing.assert_allclose(np.asarray(ours).astype(np.complex128), scale * wide, 2 * float(jnp.finfo(dtype).eps))
+        np.testing.assert_allclose(
+            np.asarray(ours).astype(np.complex128),
+            scale * wide,
+            2 * float(jnp.finfo(dtype).eps),
+        )
 
 
 def test_scale_may_be_traced_and_trees_keep_their_structure():
@@ -263,7 +386,9 @@ def test_scale_may_be_traced_and_trees_keep_their_structure():
     def loss(x, scale):
         return jnp.sum(scale_cotangent({**tree, "x": x}, scale)["x"] ** 2)
 
-    by_x, by_scale = jax.jit(jax.vmap(jax.grad(loss, (0, 1))))(jnp.ones((3, 2)), jnp.array([0.1, 0.5, 1.0]))
+    by_x, by_scale = jax.jit(jax.vmap(jax.grad(loss, (0, 1))))(
+        jnp.ones((3, 2)), jnp.array([0.1, 0.5, 1.0])
+    )
     close(by_x, np.array([[0.2, 0.2], [1, 1], [2, 2]]))
     assert not by_scale.any()
 
@@ -274,17 +399,62 @@ def test_scale_may_be_traced_and_trees_keep_their_structure():
 @pytest.mark.parametrize(
     ("arguments", "error", "text"),
     [
-        ({}, ValueError, "clip_cotangent: give one of max_value and max_norm, got max_value=None and max_norm=None"),
-        ({"max_value": 1.0, "max_norm": 2.0}, ValueError, "got max_value=1.0 and max_norm=2.0"),
-        ({"max_norm": -1.0}, ValueError, r"clip_cotangent: max_norm must be at least 0, got -1.0"),
-        ({"max_value": NAN}, ValueError, "clip_cotangent: max_value must not be NaN, got nan"),
-        ({"max_norm": "1"}, TypeError, "clip_cotangent: max_norm must be a real number, got '1'"),
-        ({"max_norm": True}, TypeError, "clip_cotangent: max_norm must be a real number, got True"),
-        ({"max_norm": np.ones(2)}, ValueError, r"clip_cotangent: max_norm must be a scalar, got an array of shape \(2,\)"),
-        ({"max_norm": 1.0, "ord": 0}, ValueError, "clip_cotangent: ord must be a number above 0"),
-        ({"max_norm": 1.0, "axis": 2}, ValueError, r"clip_cotangent: axis=2 does not fit the leaf 'h' of shape \(2, 3\)"),
-        ({"max_norm": 1.0, "axis": 1.5}, ValueError, "clip_cotangent: axis=1.5 does not fit"),
-        ({"max_value": 1.0, "axis": 1}, ValueError, "clip_cotangent: axis=1 and ord=None belong to max_norm"),
+        (
+            {},
+            ValueError,
+            "clip_cotangent: give one of max_value and max_norm, got max_value=None "
+            "and max_norm=None",
+        ),
+        (
+            {"max_value": 1.0, "max_norm": 2.0},
+            ValueError,
+            "got max_value=1.0 and max_norm=2.0",
+        ),
+        (
+            {"max_norm": -1.0},
+            ValueError,
+            r"clip_cotangent: max_norm must be at least 0, got -1.0",
+        ),
+        (
+            {"max_value": NAN},
+            ValueError,
+            "clip_cotangent: max_value must not be NaN, got nan",
+        ),
+        (
+            {"max_norm": "1"},
+            TypeError,
+            "clip_cotangent: max_norm must be a real number, got '1'",
+        ),
+        (
+            {"max_norm": True},
+            TypeError,
+            "clip_cotangent: max_norm must be a real number, got True",
+        ),
+        (
+            {"max_norm": np.ones(2)},
+            ValueError,
+            r"clip_cotangent: max_norm must be a scalar, got an array of shape \(2,\)",
+        ),
+        (
+            {"max_norm": 1.0, "ord": 0},
+            ValueError,
+            "clip_cotangent: ord must be a number above 0",
+        ),
+        (
+            {"max_norm": 1.0, "axis": 2},
+            ValueError,
+            r"clip_cotangent: axis=2 does not fit the leaf 'h' of shape \(2, 3\)",
+        ),
+        (
+            {"max_norm": 1.0, "axis": 1.5},
+            ValueError,
+            "clip_cotangent: axis=1.5 does not fit",
+        ),
+        (
+            {"max_value": 1.0, "axis": 1},
+            ValueError,
+            "clip_cotangent: axis=1 and ord=None belong to max_norm",
+        ),
     ],
 )
 def test_bad_arguments_are_named(arguments, error, text):
@@ -294,7 +464,11 @@ def test_bad_arguments_are_named(arguments, error, text):
 
 @pytest.mark.parametrize(
     ("scale", "error", "text"),
-    [(NAN, ValueError, "must not be NaN"), ("x", TypeError, "must be a real number, got 'x'"), (np.ones(3), ValueError, "must be a scalar")],
+    [
+        (NAN, ValueError, "must not be NaN"),
+        ("x", TypeError, "must be a real number, got 'x'"),
+        (np.ones(3), ValueError, "must be a scalar"),
+    ],
 )
 def test_bad_scales_are_named(scale, error, text):
     with pytest.raises(error, match=f"scale_cotangent: scale {text}"):
@@ -302,15 +476,22 @@ def test_bad_scales_are_named(scale, error, text):
 
 
 def test_a_cotangent_by_value_takes_no_order_and_a_scale_is_rounded_once():
-    with pytest.raises(ValueError, match=r"clip_cotangent: axis=None and ord=2 belong to max_norm"):
+    with pytest.raises(
+        ValueError, match=r"clip_cotangent: axis=None and ord=2 belong to max_norm"
+    ):
         optaxclip.clip_cotangent(jnp.ones(2), max_value=1.0, ord=2)
     x = jnp.asarray(np.random.default_rng(0).standard_normal(1000), jnp.bfloat16)
     (grad,) = jax.vjp(lambda x: optaxclip.scale_cotangent(x, 0.1), x)[1](x)
     exact = np.asarray(x).astype(np.float64) * float(np.float32(0.1))
-    assert (np.abs(np.asarray(grad).astype(np.float64) - exact) <= 2.0**-8 * np.abs(exact) * (1 + 1e-3)).all()
+    assert (
+        np.abs(np.asarray(grad).astype(np.float64) - exact)
+        <= 2.0**-8 * np.abs(exact) * (1 + 1e-3)
+    ).all()
 
 
 def test_an_integer_limit_of_a_cotangent_works_under_strict_promotion():
     with jax.numpy_dtype_promotion("strict"):
-        grad = jax.grad(lambda x: jnp.sum(optaxclip.clip_cotangent(x, max_norm=np.int32(1))))(jnp.zeros(4))
+        grad = jax.grad(
+            lambda x: jnp.sum(optaxclip.clip_cotangent(x, max_norm=np.int32(1)))
+        )(jnp.zeros(4))
     np.testing.assert_allclose(grad, np.full(4, 0.5), rtol=1e-6)

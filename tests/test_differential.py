@@ -1,6 +1,8 @@
-"""Beside optax 0.2.8 and, where it is installed, torch: where they are right, the numbers are theirs.
+"""Beside optax 0.2.8 and, where it is installed, torch: where they are right, the
+numbers are theirs.
 
-Ours lie within 8 float32 eps, about 1e-6, of the equation (`rescale` takes 3 of them off on purpose).
+Ours lie within 8 float32 eps, about 1e-6, of the equation (`rescale` takes 3 of them
+off on purpose).
 """
 
 import jax
@@ -11,7 +13,14 @@ import pytest
 
 import optaxclip
 
-SHAPES = {"scalar": (), "vector": (7,), "matrix": (5, 3), "stack": (2, 3, 4), "filters": (3, 2, 4, 5), "volume": (2, 3, 2, 2, 4)}
+SHAPES = {
+    "scalar": (),
+    "vector": (7,),
+    "matrix": (5, 3),
+    "stack": (2, 3, 4),
+    "filters": (3, 2, 4, 5),
+    "volume": (2, 3, 2, 2, 4),
+}
 FEW_SHAPES = {name: SHAPES[name] for name in ("scalar", "matrix", "stack")}
 EPS = float(np.finfo(np.float32).eps)
 
@@ -21,11 +30,19 @@ NORMS = [0.01, 3.0, 1e4]
 
 def tree(seed, shapes=SHAPES):
     random = np.random.default_rng(seed)
-    return {name: jnp.asarray(random.standard_normal(shape) * np.exp(random.standard_normal(shape)), jnp.float32) for name, shape in shapes.items()}
+    return {
+        name: jnp.asarray(
+            random.standard_normal(shape) * np.exp(random.standard_normal(shape)),
+            jnp.float32,
+        )
+        for name, shape in shapes.items()
+    }
 
 
 def one_step(transformation, grads, params=None):
-    return transformation.update(grads, transformation.init(grads if params is None else params), params)[0]
+    return transformation.update(
+        grads, transformation.init(grads if params is None else params), params
+    )[0]
 
 
 def assert_equal(ours, theirs, rtol=1e-6):
@@ -41,7 +58,9 @@ PAIRS = {
     "clip_by_block_rms": (optaxclip.clip_by_block_rms, optax.clip_by_block_rms),
 }
 every_pair = pytest.mark.parametrize("ours, theirs", PAIRS.values(), ids=PAIRS)
-AGC_SHAPES = {name: SHAPES[name] for name in ("vector", "matrix", "stack", "filters", "volume")}
+AGC_SHAPES = {
+    name: SHAPES[name] for name in ("vector", "matrix", "stack", "filters", "volume")
+}
 
 
 @every_pair
@@ -55,16 +74,28 @@ def test_updates_equal_those_of_optax(ours, theirs, limit):
 @pytest.mark.parametrize("name", AGC_SHAPES)
 def test_adaptive_grad_clip_equals_that_of_optax(name, clipping):
     grads, params = tree(2, {name: SHAPES[name]}), tree(3, {name: SHAPES[name]})
-    assert_equal(one_step(optaxclip.adaptive_grad_clip(clipping), grads, params), one_step(optax.adaptive_grad_clip(clipping), grads, params))
+    assert_equal(
+        one_step(optaxclip.adaptive_grad_clip(clipping), grads, params),
+        one_step(optax.adaptive_grad_clip(clipping), grads, params),
+    )
 
 
 def test_adaptive_grad_clip_takes_the_same_eps_as_optax():
-    grads, params = tree(2, AGC_SHAPES), jax.tree.map(lambda w: w * 1e-3, tree(3, AGC_SHAPES))
-    assert_equal(one_step(optaxclip.adaptive_grad_clip(0.1, 0.5), grads, params), one_step(optax.adaptive_grad_clip(0.1, 0.5), grads, params))
+    grads, params = (
+        tree(2, AGC_SHAPES),
+        jax.tree.map(lambda w: w * 1e-3, tree(3, AGC_SHAPES)),
+    )
+    assert_equal(
+        one_step(optaxclip.adaptive_grad_clip(0.1, 0.5), grads, params),
+        one_step(optax.adaptive_grad_clip(0.1, 0.5), grads, params),
+    )
 
 
 ADAM_SHAPES = {name: SHAPES[name] for name in ("vector", "matrix")}
-ADAM_PAIRS = {**PAIRS, "adaptive_grad_clip": (optaxclip.adaptive_grad_clip, optax.adaptive_grad_clip)}
+ADAM_PAIRS = {
+    **PAIRS,
+    "adaptive_grad_clip": (optaxclip.adaptive_grad_clip, optax.adaptive_grad_clip),
+}
 
 
 @pytest.mark.parametrize("ours, theirs", ADAM_PAIRS.values(), ids=ADAM_PAIRS)
@@ -78,12 +109,16 @@ def test_five_steps_of_adam_equal_those_of_optax(ours, theirs):
         state = optimizer.init(params)
         for seed in range(5):
             updates[name], state = step(tree(10 + seed, ADAM_SHAPES), state, params)
-    # Adam divides a mean by a root mean square: gradients that are off by 1e-6 move it by at most twice that, of a step of at most the learning rate.
-    for a, b in zip(jax.tree.leaves(updates["ours"]), jax.tree.leaves(updates["theirs"])):
+    # Adam divides a mean by a root mean square: gradients that are off by 1e-6 move it
+    # by at most twice that, of a step of at most the learning rate.
+    for a, b in zip(
+        jax.tree.leaves(updates["ours"]), jax.tree.leaves(updates["theirs"])
+    ):
         np.testing.assert_allclose(a, b, 0, atol=(2e-6 + 4 * EPS) * learning_rate)
 
 
-# torch: its eps is 1e-6, added to the norm. It computes in float64 here, so that the difference is ours alone.
+# torch: its eps is 1e-6, added to the norm. It computes in float64 here, so that the
+# difference is ours alone.
 
 
 def in_torch(torch, grads, dtype):
@@ -100,13 +135,20 @@ def test_clip_grad_norm_equals_that_of_torch(ord, share):
     torch = pytest.importorskip("torch")
     grads = tree(5, FEW_SHAPES)
     whole = torch.linalg.vector_norm(
-        torch.cat([torch.tensor(np.asarray(leaf), dtype=torch.float64).reshape(-1) for leaf in jax.tree.leaves(grads)]), ord
+        torch.cat(
+            [
+                torch.tensor(np.asarray(leaf), dtype=torch.float64).reshape(-1)
+                for leaf in jax.tree.leaves(grads)
+            ]
+        ),
+        ord,
     ).item()
     leaves = in_torch(torch, grads, torch.float64)
     theirs = torch.nn.utils.clip_grad_norm_(leaves, whole * share, norm_type=ord)
     clipper = optaxclip.clip_by_global_norm(whole * share, ord=ord, eps=1e-6)
     updates, state = clipper.update(grads, clipper.init(grads))
-    # Below order 1 the root magnifies the error of the powers, 2 eps, by 1 / ord; the other roundings are those that `rescale` makes room for.
+    # Below order 1 the root magnifies the error of the powers, 2 eps, by 1 / ord; the
+    # other roundings are those that `rescale` makes room for.
     rtol = max(1e-6, (2 / ord + 6) * EPS)
     np.testing.assert_allclose(state.norm, theirs.item(), rtol)
     for a, b in zip(jax.tree.leaves(updates), leaves, strict=True):
@@ -119,7 +161,11 @@ def test_clip_grad_value_equals_that_of_torch(limit):
     grads = tree(6, FEW_SHAPES)
     leaves = in_torch(torch, grads, torch.float32)
     torch.nn.utils.clip_grad_value_(leaves, limit)
-    for a, b in zip(jax.tree.leaves(one_step(optaxclip.clip_by_value(limit), grads)), leaves, strict=True):
+    for a, b in zip(
+        jax.tree.leaves(one_step(optaxclip.clip_by_value(limit), grads)),
+        leaves,
+        strict=True,
+    ):
         np.testing.assert_array_equal(a, b.grad.numpy())
 
 
@@ -130,6 +176,11 @@ def test_the_walkthrough_prints_the_digits_of_torch():
     theirs = torch.nn.utils.clip_grad_norm_(leaves, 5.0)
     clipper = optaxclip.clip_by_global_norm(5.0, eps=1e-6)
     updates, state = clipper.update(grads, clipper.init(grads))
-    printed = [[f"{value:.4f}" for value in np.ravel(x)] for x in (state.norm, *updates)]
+    printed = [
+        [f"{value:.4f}" for value in np.ravel(x)] for x in (state.norm, *updates)
+    ]
     assert printed == [["5.4772"], ["2.7386", "3.6515"], ["0.9129", "1.8257"]]
-    assert printed == [[f"{value:.4f}" for value in np.ravel(x)] for x in (theirs.numpy(), *(leaf.grad.numpy() for leaf in leaves))]
+    assert printed == [
+        [f"{value:.4f}" for value in np.ravel(x)]
+        for x in (theirs.numpy(), *(leaf.grad.numpy() for leaf in leaves))
+    ]

@@ -1,7 +1,9 @@
-"""The drop-in functions beside the originals: torch is run here, TensorFlow 2.21 and Keras 3.15 were run by `references/record_tensorflow.py`.
+"""The drop-in functions beside the originals: torch is run here, TensorFlow 2.21 and
+Keras 3.15 were run by `references/record_tensorflow.py`.
 
-Where the tables in the modules say "the same", the numbers are the same to 8 eps: `rescale` takes 3 off on purpose, the rest is rounding here and there. Every other row has a test that
-shows both sides.
+Where the tables in the modules say "the same", the numbers are the same to 8 eps:
+`rescale` takes 3 off on purpose, the rest is rounding here and there. Every other row
+has a test that shows both sides.
 """
 
 import json
@@ -24,11 +26,19 @@ ORDERS = [0.5, 1, 1.5, 2.0, 3, 4, INF, "inf", "2"]
 
 def tree(seed=0, dtype=np.float32, size=3.0):
     random = np.random.default_rng(seed)
-    return {name: (size * random.standard_normal(shape)).astype(dtype) for name, shape in {"a": (2, 3), "b": (4,), "c": ()}.items()}
+    return {
+        name: (size * random.standard_normal(shape)).astype(dtype)
+        for name, shape in {"a": (2, 3), "b": (4,), "c": ()}.items()
+    }
 
 
 def close(ours, theirs, dtype=np.float32):
-    np.testing.assert_allclose(np.asarray(ours, np.float64), np.asarray(theirs, np.float64), 8 * float(jnp.finfo(dtype).eps), equal_nan=True)
+    np.testing.assert_allclose(
+        np.asarray(ours, np.float64),
+        np.asarray(theirs, np.float64),
+        8 * float(jnp.finfo(dtype).eps),
+        equal_nan=True,
+    )
 
 
 # torch
@@ -36,7 +46,13 @@ def close(ours, theirs, dtype=np.float32):
 
 def in_torch(torch, grads):
     """Parameters with these gradients; None makes one without."""
-    params = [torch.zeros(np.shape(grad) if grad is not None else 1, dtype=torch.tensor(grad).dtype if grad is not None else None) for grad in grads]
+    params = [
+        torch.zeros(
+            np.shape(grad) if grad is not None else 1,
+            dtype=torch.tensor(grad).dtype if grad is not None else None,
+        )
+        for grad in grads
+    ]
     for param, grad in zip(params, grads):
         param.grad = None if grad is None else torch.tensor(grad)
     return params
@@ -63,10 +79,18 @@ def test_clip_grad_norm_is_that_of_torch(torch, norm_type, max_norm):
 @pytest.mark.parametrize("norm_type", ORDERS)
 def test_get_total_norm_is_that_of_torch(torch, norm_type):
     grads = list(tree(1).values())
-    close(torch_style.get_total_norm(grads, norm_type), torch.nn.utils.get_total_norm([torch.tensor(grad) for grad in grads], norm_type))
+    close(
+        torch_style.get_total_norm(grads, norm_type),
+        torch.nn.utils.get_total_norm(
+            [torch.tensor(grad) for grad in grads], norm_type
+        ),
+    )
 
 
-@pytest.mark.parametrize(("max_norm", "total_norm"), [(2.0, 5.0), (2.0, 1.0), (0.0, 1.0), (2.0, 0.0), (2.0, NAN)])
+@pytest.mark.parametrize(
+    ("max_norm", "total_norm"),
+    [(2.0, 5.0), (2.0, 1.0), (0.0, 1.0), (2.0, 0.0), (2.0, NAN)],
+)
 def test_clip_grads_with_norm_is_that_of_torch(torch, max_norm, total_norm):
     params = in_torch(torch, tree().values())
     torch.nn.utils.clip_grads_with_norm_(params, max_norm, torch.tensor(total_norm))
@@ -92,7 +116,9 @@ def test_torch_in_other_precisions(torch, dtype):
         rounded = param.grad.to(getattr(torch, dtype))
         param.data, param.grad = param.data.to(rounded.dtype), rounded
     with jax.enable_x64(dtype == "float64"):
-        clipped, total_norm = torch_style.clip_grad_norm([jnp.asarray(grad, dtype) for grad in grads], 2.0)
+        clipped, total_norm = torch_style.clip_grad_norm(
+            [jnp.asarray(grad, dtype) for grad in grads], 2.0
+        )
         close(total_norm, torch.nn.utils.clip_grad_norm_(params, 2.0).double(), dtype)
         for ours, param in zip(clipped, params):
             assert ours.dtype == dtype
@@ -106,29 +132,54 @@ def test_a_single_array_is_a_tree(torch):
     close(clipped, param[0].grad)
 
 
-@pytest.mark.parametrize("grads", [[], [None], [np.zeros((0, 2), np.float32)]], ids=["empty", "None", "no elements"])
+@pytest.mark.parametrize(
+    "grads",
+    [[], [None], [np.zeros((0, 2), np.float32)]],
+    ids=["empty", "None", "no elements"],
+)
 def test_nothing_has_norm_zero_in_torch_and_here(torch, grads):
-    assert float(torch_style.clip_grad_norm(grads, 1.0)[1]) == float(torch.nn.utils.clip_grad_norm_(in_torch(torch, grads), 1.0)) == 0
+    assert (
+        float(torch_style.clip_grad_norm(grads, 1.0)[1])
+        == float(torch.nn.utils.clip_grad_norm_(in_torch(torch, grads), 1.0))
+        == 0
+    )
 
 
 @pytest.mark.parametrize("bad", [NAN, INF, -INF])
 def test_error_if_nonfinite_raises_as_torch_does(torch, bad):
     grads = [np.array([1.0, bad], np.float32), np.ones(3, np.float32)]
     with pytest.raises(RuntimeError, match=r"total norm of order 2.0 .* is non-finite"):
-        torch.nn.utils.clip_grad_norm_(in_torch(torch, grads), 1.0, error_if_nonfinite=True)
+        torch.nn.utils.clip_grad_norm_(
+            in_torch(torch, grads), 1.0, error_if_nonfinite=True
+        )
     with pytest.raises(
         RuntimeError,
-        match=r"clip_grad_norm: the norm of order 2.0 of the updates is not finite. '0': 1 of 2 values are NaN or inf. With error_if_nonfinite=False",
+        match=(
+            r"clip_grad_norm: the norm of order 2.0 of the updates is not finite. '0': "
+            r"1 of 2 values are NaN or inf. With error_if_nonfinite=False"
+        ),
     ):
         torch_style.clip_grad_norm(grads, 1.0, error_if_nonfinite=True)
-    with pytest.raises(RuntimeError, match="get_total_norm: the norm of order inf of the updates is not finite"):
+    with pytest.raises(
+        RuntimeError,
+        match="get_total_norm: the norm of order inf of the updates is not finite",
+    ):
         torch_style.get_total_norm(grads, INF, error_if_nonfinite=True)
 
 
 def test_error_if_nonfinite_is_a_check_under_jit():
-    checked = checkify.checkify(jax.jit(lambda grads: torch_style.clip_grad_norm(grads, 1.0, error_if_nonfinite=True)))
+    checked = checkify.checkify(
+        jax.jit(
+            lambda grads: torch_style.clip_grad_norm(
+                grads, 1.0, error_if_nonfinite=True
+            )
+        )
+    )
     checked(jnp.ones(2))[0].throw()
-    with pytest.raises(checkify.JaxRuntimeError, match=r"the norm of order 2.0 of the updates is not finite"):
+    with pytest.raises(
+        checkify.JaxRuntimeError,
+        match=r"the norm of order 2.0 of the updates is not finite",
+    ):
         checked(jnp.array([1.0, NAN]))[0].throw()
 
 
@@ -152,16 +203,26 @@ def test_without_a_limit_nothing_is_touched_where_torch_makes_nan(torch):
 def test_large_finite_gradients_are_clipped_where_torch_makes_zeros(torch):
     grads = [np.full(2, 1e20, np.float32)]
     params = in_torch(torch, grads)
-    assert torch.nn.utils.clip_grad_norm_(params, 1.0).isinf() and not params[0].grad.any()
+    assert (
+        torch.nn.utils.clip_grad_norm_(params, 1.0).isinf() and not params[0].grad.any()
+    )
     clipped, total_norm = torch_style.clip_grad_norm(grads, 1.0)
     close(clipped, [np.full(2, 1 / math.sqrt(2))])
     close(total_norm, math.sqrt(2) * 1e20)
 
 
-@pytest.mark.parametrize("norm_type", [0, -1, -2.0, -INF, NAN, "-inf", "abc", "rms", None, True])
+@pytest.mark.parametrize(
+    "norm_type", [0, -1, -2.0, -INF, NAN, "-inf", "abc", "rms", None, True]
+)
 def test_orders_that_are_no_norm_are_refused(norm_type):
-    for function in (torch_style.get_total_norm, lambda grads, order: torch_style.clip_grad_norm(grads, 1.0, order)):
-        with pytest.raises(ValueError, match=r"norm_type must be a number above 0, math.inf or \"inf\", got"):
+    for function in (
+        torch_style.get_total_norm,
+        lambda grads, order: torch_style.clip_grad_norm(grads, 1.0, order),
+    ):
+        with pytest.raises(
+            ValueError,
+            match=r"norm_type must be a number above 0, math.inf or \"inf\", got",
+        ):
             function(tree(), norm_type)
 
 
@@ -173,31 +234,59 @@ BAD = [
 ]
 LIMITS = {
     "clip_grad_norm: max_norm": lambda limit: torch_style.clip_grad_norm(tree(), limit),
-    "clip_grads_with_norm: max_norm": lambda limit: torch_style.clip_grads_with_norm(tree(), limit, 1.0),
-    "clip_grad_value: clip_value": lambda limit: torch_style.clip_grad_value(tree(), limit),
-    "clip_by_norm: clip_norm": lambda limit: tensorflow_style.clip_by_norm(tree(), limit),
-    "clip_by_average_norm: clip_norm": lambda limit: tensorflow_style.clip_by_average_norm(tree(), limit),
-    "clip_by_global_norm: clip_norm": lambda limit: tensorflow_style.clip_by_global_norm(tree(), limit),
+    "clip_grads_with_norm: max_norm": lambda limit: torch_style.clip_grads_with_norm(
+        tree(), limit, 1.0
+    ),
+    "clip_grad_value: clip_value": lambda limit: torch_style.clip_grad_value(
+        tree(), limit
+    ),
+    "clip_by_norm: clip_norm": lambda limit: tensorflow_style.clip_by_norm(
+        tree(), limit
+    ),
+    "clip_by_average_norm: clip_norm": lambda limit: (
+        tensorflow_style.clip_by_average_norm(tree(), limit)
+    ),
+    "clip_by_global_norm: clip_norm": lambda limit: (
+        tensorflow_style.clip_by_global_norm(tree(), limit)
+    ),
 }
 
 
-@pytest.mark.parametrize(("limit", "error", "text"), BAD, ids=[str(limit) for limit, *_ in BAD])
+@pytest.mark.parametrize(
+    ("limit", "error", "text"), BAD, ids=[str(limit) for limit, *_ in BAD]
+)
 @pytest.mark.parametrize("argument", LIMITS)
 def test_bad_limits_are_named(argument, limit, error, text):
-    with pytest.raises(error, match=f"{argument} {text}" if text[:3] != "got" else f"{argument} must be a real number, {text}"):
+    with pytest.raises(
+        error,
+        match=f"{argument} {text}"
+        if text[:3] != "got"
+        else f"{argument} must be a real number, {text}",
+    ):
         LIMITS[argument](limit)
 
 
 def test_a_bound_that_is_no_scalar_is_refused():
-    with pytest.raises(ValueError, match=r"clip_grad_value: clip_value must be a scalar, got an array of shape \(3,\)"):
+    with pytest.raises(
+        ValueError,
+        match=(
+            r"clip_grad_value: clip_value must be a scalar, got an array of shape "
+            r"\(3,\)"
+        ),
+    ):
         torch_style.clip_grad_value(jnp.ones(3), jnp.ones(3))
-    with pytest.raises(ValueError, match="clip_grads_with_norm: grad_norm must have the structure and shapes"):
+    with pytest.raises(
+        ValueError,
+        match="clip_grads_with_norm: grad_norm must have the structure and shapes",
+    ):
         torch_style.clip_grads_with_norm(jnp.ones(3), 1.0, jnp.ones(2))
 
 
 # TensorFlow and Keras
 
-RECORDED = json.loads((Path(__file__).parent / "references" / "tensorflow.json").read_text())["cases"]
+RECORDED = json.loads(
+    (Path(__file__).parent / "references" / "tensorflow.json").read_text()
+)["cases"]
 FUNCTIONS = {
     "clip_by_value": tensorflow_style.clip_by_value,
     "clip_by_norm": tensorflow_style.clip_by_norm,
@@ -216,11 +305,20 @@ def optaxclip_of_keras(grads, **settings):
 def decode(x):
     if isinstance(x, dict) and "dtype" in x:
         return (
-            np.asarray(x["values"], float).astype(x["dtype"]) if "values" in x else np.asarray(x["real"], x["dtype"]) + 1j * np.asarray(x["imag"], x["dtype"])
+            np.asarray(x["values"], float).astype(x["dtype"])
+            if "values" in x
+            else np.asarray(x["real"], x["dtype"])
+            + 1j * np.asarray(x["imag"], x["dtype"])
         )
     if isinstance(x, dict):
         return {key: decode(value) for key, value in x.items()}
-    return [decode(value) for value in x] if isinstance(x, list) else float(x) if x in ("nan", "inf") else x
+    return (
+        [decode(value) for value in x]
+        if isinstance(x, list)
+        else float(x)
+        if x in ("nan", "inf")
+        else x
+    )
 
 
 def arrays(x):
@@ -230,27 +328,51 @@ def arrays(x):
 def limit_of(case):
     """The limit of a norm or of Keras; None where there are two bounds or none."""
     limit = decode(case["args"])[1] if len(case["args"]) == 2 else None
-    return next(iter(limit.values()), None) if isinstance(limit, dict) else limit if isinstance(limit, float) else None
+    return (
+        next(iter(limit.values()), None)
+        if isinstance(limit, dict)
+        else limit
+        if isinstance(limit, float)
+        else None
+    )
 
 
 def difference(case):
     """Which row of the tables says that we differ; None where we do not."""
-    function, limit, inputs = case["function"], limit_of(case), arrays(decode(case["args"][0]))
+    function, limit, inputs = (
+        case["function"],
+        limit_of(case),
+        arrays(decode(case["args"][0])),
+    )
     if "error" in case and function.endswith("norm") and "axes" not in case["options"]:
         return "refused there"
     if function == "clip_by_value":
         lower, upper = decode(case["args"])[1:]
-        return "no room between the bounds" if np.ndim(lower) == 0 and lower > upper else None
-    if limit is not None and (math.isnan(limit) or limit < 0 or (limit == 0 and function == "keras")):
+        return (
+            "no room between the bounds"
+            if np.ndim(lower) == 0 and lower > upper
+            else None
+        )
+    if limit is not None and (
+        math.isnan(limit) or limit < 0 or (limit == 0 and function == "keras")
+    ):
         return "limit refused here"
     if limit == INF:
         return None if "clipvalue" in str(case["args"][1]) else "limit inf"
-    if function in ("clip_by_norm", "clip_by_average_norm") or "'clipnorm'" in str(case["args"][1:]):
+    if function in ("clip_by_norm", "clip_by_average_norm") or "'clipnorm'" in str(
+        case["args"][1:]
+    ):
         if any(np.isinf(x).any() for x in inputs):
             return "inf in one tensor"
         if limit == 0 and not np.any(inputs[0]):
             return "0 / 0 there"
-    if any(np.isfinite(x).all() and float(np.max(np.abs(x), initial=0)) > math.sqrt(float(np.finfo(x.dtype).max)) for x in inputs if x.dtype.kind == "f"):
+    if any(
+        np.isfinite(x).all()
+        and float(np.max(np.abs(x), initial=0))
+        > math.sqrt(float(np.finfo(x.dtype).max))
+        for x in inputs
+        if x.dtype.kind == "f"
+    ):
         return "overflow there"
     return None
 
@@ -261,7 +383,9 @@ SAME = [case for case in RECORDED if not difference(case)]
 
 def run(case):
     with jax.enable_x64("float64" in json.dumps(case)):
-        return FUNCTIONS[case["function"]](*decode(case["args"]), **decode(case["options"]))
+        return FUNCTIONS[case["function"]](
+            *decode(case["args"]), **decode(case["options"])
+        )
 
 
 def name(case):
@@ -276,13 +400,18 @@ def test_numbers_are_those_of_tensorflow(case):
         return
     ours, theirs = run(case), decode(case["output"])
     is_none = {"is_leaf": lambda x: x is None}
-    assert jax.tree.structure(ours if not isinstance(ours, tuple) else list(ours), **is_none) == jax.tree.structure(theirs, **is_none)
+    assert jax.tree.structure(
+        ours if not isinstance(ours, tuple) else list(ours), **is_none
+    ) == jax.tree.structure(theirs, **is_none)
     for a, b in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs)):
         close(a, b, b.dtype if b.dtype.kind == "f" else np.float32)
 
 
 def test_all_rows_of_the_tables_were_recorded():
-    counts = {row: sum(difference(case) == row for case in DIFFERENT) for row in map(difference, DIFFERENT)}
+    counts = {
+        row: sum(difference(case) == row for case in DIFFERENT)
+        for row in map(difference, DIFFERENT)
+    }
     assert set(counts) == {
         "refused there",
         "no room between the bounds",
@@ -299,7 +428,12 @@ def test_all_rows_of_the_tables_were_recorded():
 def test_differences_from_tensorflow_are_those_in_the_table(case):
     row = difference(case)
     if row in ("limit refused here", "no room between the bounds"):
-        with pytest.raises(ValueError, match=r"must be (at least 0|above 0|at most clip_value_max)|must not be NaN"):
+        with pytest.raises(
+            ValueError,
+            match=(
+                r"must be (at least 0|above 0|at most clip_value_max)|must not be NaN"
+            ),
+        ):
             run(case)
         return
     inputs = jax.tree.leaves(decode(case["args"][0]))
@@ -308,8 +442,15 @@ def test_differences_from_tensorflow_are_those_in_the_table(case):
     assert [leaf.dtype for leaf in leaves] == [x.dtype for x in inputs]
     if "output" in case:
         theirs = decode(case["output"])
-        there = jax.tree.leaves(theirs[0] if case["function"] == "clip_by_global_norm" else theirs)
-        assert not all(np.allclose(np.asarray(a, float), np.asarray(b, float), 1e-2, equal_nan=True) for a, b in zip(leaves, there))
+        there = jax.tree.leaves(
+            theirs[0] if case["function"] == "clip_by_global_norm" else theirs
+        )
+        assert not all(
+            np.allclose(
+                np.asarray(a, float), np.asarray(b, float), 1e-2, equal_nan=True
+            )
+            for a, b in zip(leaves, there)
+        )
     for x, leaf in zip(inputs, leaves):
         if row == "limit inf" or x.dtype.kind == "i":
             np.testing.assert_array_equal(leaf, x)
@@ -320,15 +461,35 @@ def test_differences_from_tensorflow_are_those_in_the_table(case):
         elif row == "overflow there":
             close(leaf, np.full(x.shape, 1 / math.sqrt(x.size)), x.dtype)
         else:
-            wide = [np.asarray(y, np.complex128) for y in (inputs if case["function"] == "clip_by_global_norm" else [x])]
-            norm = math.sqrt(sum(float(np.sum(np.abs(y) ** 2)) for y in wide)) / (x.size if case["function"] == "clip_by_average_norm" else 1)
-            np.testing.assert_allclose(leaf, x * min(1.0, limit_of(case) / norm), 8 * float(np.finfo(x.dtype).eps))
+            wide = [
+                np.asarray(y, np.complex128)
+                for y in (inputs if case["function"] == "clip_by_global_norm" else [x])
+            ]
+            norm = math.sqrt(sum(float(np.sum(np.abs(y) ** 2)) for y in wide)) / (
+                x.size if case["function"] == "clip_by_average_norm" else 1
+            )
+            np.testing.assert_allclose(
+                leaf,
+                x * min(1.0, limit_of(case) / norm),
+                8 * float(np.finfo(x.dtype).eps),
+            )
 
 
 def test_mixed_precisions_keep_theirs():
-    grads = [jnp.full(3, 3, jnp.bfloat16), None, jnp.full(2, 4, jnp.float16), np.int32(7), jnp.ones((1, 2))]
+    grads = [
+        jnp.full(3, 3, jnp.bfloat16),
+        None,
+        jnp.full(2, 4, jnp.float16),
+        np.int32(7),
+        jnp.ones((1, 2)),
+    ]
     clipped, norm = tensorflow_style.clip_by_global_norm(grads, 1.0)
-    assert [leaf.dtype for leaf in jax.tree.leaves(clipped)] == ["bfloat16", "float16", "int32", "float32"]
+    assert [leaf.dtype for leaf in jax.tree.leaves(clipped)] == [
+        "bfloat16",
+        "float16",
+        "int32",
+        "float32",
+    ]
     assert clipped[1] is None and clipped[3] == 7
     close(norm, math.sqrt(27 + 32 + 2))
     close(clipped[4], np.full((1, 2), 1 / math.sqrt(61)))
@@ -375,41 +536,77 @@ def test_clip_gradients_by_norm_clips_all_gradients_together_before_the_optimize
     for update, grad in zip(updates.values(), grads.values()):
         close(update, -0.5 * grad / norm)
     close(optaxclip.metrics(state)["clip/norm_before"], norm)
-    with pytest.raises(ValueError, match=r"clip_gradients_by_norm: clip_norm must be at least 0, got -1.0"):
+    with pytest.raises(
+        ValueError,
+        match=r"clip_gradients_by_norm: clip_norm must be at least 0, got -1.0",
+    ):
         tensorflow_style.clip_gradients_by_norm(optax.sgd(0.5), -1.0)
 
 
 def test_keras_takes_one_of_the_three():
-    with pytest.raises(ValueError, match=r"only one of clipnorm, clipvalue and global_clipnorm can be set, got clipnorm=1.0, global_clipnorm=2.0"):
+    with pytest.raises(
+        ValueError,
+        match=(
+            r"only one of clipnorm, clipvalue and global_clipnorm can be set, got "
+            r"clipnorm=1.0, global_clipnorm=2.0"
+        ),
+    ):
         keras.clip_gradients(clipnorm=1.0, global_clipnorm=2.0)
-    with pytest.raises(ValueError, match=r"clip_gradients: clipvalue must be above 0, got 0: Keras does not clip then; leave it out for that"):
+    with pytest.raises(
+        ValueError,
+        match=(
+            r"clip_gradients: clipvalue must be above 0, got 0: Keras does not clip "
+            r"then; leave it out for that"
+        ),
+    ):
         keras.clip_gradients(clipvalue=0)
-    with pytest.raises(TypeError, match=r"clip_gradients: clipnorm must be a real number, got '1'"):
+    with pytest.raises(
+        TypeError, match=r"clip_gradients: clipnorm must be a real number, got '1'"
+    ):
         keras.clip_gradients(clipnorm="1")
     assert keras.clip_gradients().init(tree()) == optax.identity().init(tree())
 
 
 def test_bounds_without_room_name_the_arguments_of_tensorflow():
-    with pytest.raises(ValueError, match=r"clip_by_value: clip_value_min must be at most clip_value_max, got clip_value_min=2.0 and clip_value_max=1.0"):
+    with pytest.raises(
+        ValueError,
+        match=(
+            r"clip_by_value: clip_value_min must be at most clip_value_max, got "
+            r"clip_value_min=2.0 and clip_value_max=1.0"
+        ),
+    ):
         tensorflow_style.clip_by_value(jnp.ones(2), 2.0, 1.0)
 
 
 def test_what_torch_adds_to_the_norm_counts_for_short_gradients():
     grads, factor = jnp.array([3e-7, 4e-7]), 1e-7 / (5e-7 + 1e-6)
-    for clipped in (torch_style.clip_grad_norm(grads, 1e-7)[0], torch_style.clip_grads_with_norm(grads, 1e-7, 5e-7)):
+    for clipped in (
+        torch_style.clip_grad_norm(grads, 1e-7)[0],
+        torch_style.clip_grads_with_norm(grads, 1e-7, 5e-7),
+    ):
         np.testing.assert_allclose(clipped, factor * np.array([3e-7, 4e-7]), rtol=1e-5)
 
 
 def test_keras_says_of_a_negative_limit_what_keras_would_do():
     for name in ("clipnorm", "clipvalue", "global_clipnorm"):
         for value in (-1.0, 0, np.float32(0)):
-            with pytest.raises(ValueError, match=rf"^clip_gradients: {name} must be above 0, got .*: Keras does not clip then"):
+            with pytest.raises(
+                ValueError,
+                match=(
+                    rf"^clip_gradients: {name} must be above 0, got .*: Keras does not "
+                    rf"clip then"
+                ),
+            ):
                 keras.clip_gradients(**{name: value})
 
 
 def test_tensorflow_takes_bounds_below_zero_and_of_one_point_and_clips_each_tensor():
     t = jnp.array([-5.0, -2.0, 5.0])
-    np.testing.assert_array_equal(tensorflow_style.clip_by_value(t, -3, -1), [-3, -2, -1])
+    np.testing.assert_array_equal(
+        tensorflow_style.clip_by_value(t, -3, -1), [-3, -2, -1]
+    )
     np.testing.assert_array_equal(tensorflow_style.clip_by_value(t, 1, 1), [1, 1, 1])
-    clipped = tensorflow_style.clip_by_norm([jnp.array([3.0, 4.0]), jnp.array([6.0, 8.0])], 1.0)
+    clipped = tensorflow_style.clip_by_norm(
+        [jnp.array([3.0, 4.0]), jnp.array([6.0, 8.0])], 1.0
+    )
     np.testing.assert_allclose(clipped, [[0.6, 0.8], [0.6, 0.8]], rtol=1e-6)

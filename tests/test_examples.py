@@ -1,4 +1,6 @@
-"""The main job, the examples on several devices and the benchmarks run, for a few steps."""
+"""The main job, the examples on several devices and the benchmarks run, for a few
+steps.
+"""
 
 import json
 
@@ -24,9 +26,17 @@ def test_the_ways_to_train_on_eight_devices_are_the_same_run(monkeypatch):
     assert [row.mode for row in spread] == ["jit", "shard_map", "pmap", "pmap, ZeRO"]
     assert alone.losses[-1] < alone.losses[0] and (alone.norms > sharded.MAX_NORM).all()
     for row in spread:
-        # Sums over devices are added in another order, and each step starts from the roundings of those before: in ten steps, some eps.
-        np.testing.assert_allclose(row.losses, alone.losses, rtol=32 * np.finfo(np.float32).eps, err_msg=row.mode)
-        np.testing.assert_allclose(row.norms, alone.norms, rtol=32 * np.finfo(np.float32).eps, err_msg=row.mode)
+        # Sums over devices are added in another order, and each step starts from the
+        # roundings of those before: in ten steps, some eps.
+        np.testing.assert_allclose(
+            row.losses,
+            alone.losses,
+            rtol=32 * np.finfo(np.float32).eps,
+            err_msg=row.mode,
+        )
+        np.testing.assert_allclose(
+            row.norms, alone.norms, rtol=32 * np.finfo(np.float32).eps, err_msg=row.mode
+        )
         assert row.clipped_norm == pytest.approx(sharded.MAX_NORM, rel=1e-6)
 
 
@@ -35,13 +45,19 @@ def test_two_processes_clip_alike():
     assert set(first) == {"jit", "shard_map", "pmap"}
     assert first == second  # digests of the clipped gradients, so bit for bit
     gradients, _ = multi_process.new_gradients()
-    norm = np.sqrt(sum(np.square(leaf, dtype=np.float64).sum() for leaf in gradients.values()))
+    norm = np.sqrt(
+        sum(np.square(leaf, dtype=np.float64).sum() for leaf in gradients.values())
+    )
     for seen in first.values():
         assert seen["norm_before"] == pytest.approx(norm, rel=1e-6)
         assert seen["norm_after"] == pytest.approx(multi_process.MAX_NORM, rel=1e-6)
 
 
 def test_benchmarks_print_tables_and_write_json(tmp_path, capsys):
-    benchmarks.main(["--quick", "--only", "eager", "--json", str(tmp_path / "results.json")])  # CI runs the other tables
+    benchmarks.main(
+        ["--quick", "--only", "eager", "--json", str(tmp_path / "results.json")]
+    )  # CI runs the other tables
     assert "| " in capsys.readouterr().out
-    assert set(json.loads((tmp_path / "results.json").read_text())["tables"]) == {"eager"}
+    assert set(json.loads((tmp_path / "results.json").read_text())["tables"]) == {
+        "eager"
+    }

@@ -1,4 +1,6 @@
-"""The examples on limits that learn and on the claims of papers run, for a few steps, and keep what their docstrings promise."""
+"""The examples on limits that learn and on the claims of papers run, for a few steps,
+and keep what their docstrings promise.
+"""
 
 import math
 from contextlib import redirect_stdout
@@ -20,11 +22,22 @@ pytestmark = pytest.mark.usefixtures("as_programs_run")
 
 
 def short_runs(folder, *only):
-    """A hundred steps of some runs of a small network, with two broken batches, by name."""
+    """A hundred steps of some runs of a small network, with two broken batches, by
+    name.
+    """
     files = {"picture": folder / "picture.png", "log": folder / "run.csv"}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(adaptive.char_rnn, "HIDDEN", 48)
-        return {row.protection: row for row in adaptive.main(steps=100, first=BROKEN[0], every=BROKEN[1] - BROKEN[0], only=only, **files)}
+        return {
+            row.protection: row
+            for row in adaptive.main(
+                steps=100,
+                first=BROKEN[0],
+                every=BROKEN[1] - BROKEN[0],
+                only=only,
+                **files,
+            )
+        }
 
 
 @pytest.fixture(scope="module")
@@ -38,7 +51,9 @@ def test_broken_batches_do_harm_and_are_the_spikes(unprotected):
     assert list(rows) == [adaptive.CLEAN, "none"]
     assert rows["none"].final_loss > rows[adaptive.CLEAN].final_loss
     assert rows[adaptive.CLEAN].norm_spikes == 0
-    assert rows["none"].norm_spikes >= 1 / 50  # the first for certain: it then is in the window of the second
+    assert (
+        rows["none"].norm_spikes >= 1 / 50
+    )  # the first for certain: it then is in the window of the second
     assert all(row.clip_rate == row.skipped == 0 for row in rows.values())
     assert (folder / "picture.png").stat().st_size > 10_000
 
@@ -59,7 +74,9 @@ SKIPPERS = ["skip_spikes", "skip_step"]
 @pytest.fixture(scope="module")
 def protected(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(adaptive.Figure, "savefig", lambda *args, **options: None)  # all is drawn; the runs without protection are made a picture of
+        patch.setattr(
+            adaptive.Figure, "savefig", lambda *args, **options: None
+        )  # all is drawn; the runs without protection are made a picture of
         return short_runs(tmp_path_factory.mktemp("protected"), *CLIPPERS, *SKIPPERS)
 
 
@@ -80,9 +97,23 @@ def test_broken_steps_are_skipped(optimizer, protected):
 
 
 def test_table_names_its_columns(capsys):
-    adaptive.print_table([adaptive.Row("zclip", 1.5, 1.6, 0.01, 0.02, 0.0, 0.03, 0.25, 12, 10)])
+    adaptive.print_table(
+        [adaptive.Row("zclip", 1.5, 1.6, 0.01, 0.02, 0.0, 0.03, 0.25, 12, 10)]
+    )
     printed = capsys.readouterr().out
-    for text in ("final loss", "validation", "spike score", "on clean steps", "clipped", "skipped", "1.00%", "2.00%", "3.00%", "25.0%", "12 (10)"):
+    for text in (
+        "final loss",
+        "validation",
+        "spike score",
+        "on clean steps",
+        "clipped",
+        "skipped",
+        "1.00%",
+        "2.00%",
+        "3.00%",
+        "25.0%",
+        "12 (10)",
+    ):
         assert text in printed, text
 
 
@@ -100,16 +131,29 @@ def test_spike_score_counts_nan():
 
 @pytest.fixture(scope="module")
 def claims(tmp_path_factory):
-    """Fewer runs, shorter ones, and fewer starts: (tails by noise and method, descents, what was printed, the picture)."""
+    """Fewer runs, shorter ones, and fewer starts: (tails by noise and method, descents,
+    what was printed, the picture).
+    """
     picture, out = tmp_path_factory.mktemp("headlines") / "picture.png", StringIO()
     with redirect_stdout(out):
-        tails, descents = headlines.main(seeds=8, steps=4000, starts=STARTS, picture=picture)
-    return {(row.noise, row.method): row for row in tails}, descents, out.getvalue(), picture
+        tails, descents = headlines.main(
+            seeds=8, steps=4000, starts=STARTS, picture=picture
+        )
+    return (
+        {(row.noise, row.method): row for row in tails},
+        descents,
+        out.getvalue(),
+        picture,
+    )
 
 
 def test_headlines_prints_both_tables_and_draws(claims):
     tails, descents, printed, picture = claims
-    assert list(tails) == [(noise, method) for noise in ("normal", "Weibull", "Burr") for method in ("SGD", "clipped SGD")]
+    assert list(tails) == [
+        (noise, method)
+        for noise in ("normal", "Weibull", "Burr")
+        for method in ("SGD", "clipped SGD")
+    ]
     assert tuple(row.start for row in descents) == STARTS
     assert "largest / median" in printed and "fixed / clipped" in printed
     assert picture.stat().st_size > 10_000
@@ -132,25 +176,34 @@ def test_clipping_leaves_normal_noise_alone(claims):
 @pytest.mark.parametrize(
     ("noise", "quantile", "mean", "square"),
     [
-        (headlines.weibull, lambda p: (-np.log1p(-p)) ** 5, math.gamma(6), math.gamma(11)),
+        (
+            headlines.weibull,
+            lambda p: (-np.log1p(-p)) ** 5,
+            math.gamma(6),
+            math.gamma(11),
+        ),
         (headlines.burr, lambda p: (1 - p) ** (-1 / 2.3) - 1, 1 / 1.3, 2 / (1.3 * 0.3)),
     ],
     ids=["Weibull", "Burr"],
 )
 def test_noise_has_its_distribution(noise, quantile, mean, square):
     drawn = np.asarray(noise(jax.random.key(1), (1_000_000,)), np.float64)
-    # From the median on: what lies far below a mean of 120 is lost to float32, and is next to nothing.
+    # From the median on: what lies far below a mean of 120 is lost to float32, and is
+    # next to nothing.
     shares = np.array([0.5, 0.9, 0.99, 0.9999])
     edges = (quantile(shares) - mean) / math.sqrt(square - mean**2)
     found = np.array([(drawn <= edge).mean() for edge in edges])
     # Five standard deviations of a share of a million.
-    np.testing.assert_array_less(np.abs(found - shares), 5 * np.sqrt(shares * (1 - shares) / drawn.size))
+    np.testing.assert_array_less(
+        np.abs(found - shares), 5 * np.sqrt(shares * (1 - shares) / drawn.size)
+    )
 
 
 def test_clipped_descent_needs_far_fewer_steps(claims):
     descents = claims[1]
     for row in descents:
-        # 1 / x^2 grows by 8 * step in a step, and the step may be 1 / (2 x0^2), hence x0^2 / (4 x^2) steps to where 4 x^3 is small enough.
+        # 1 / x^2 grows by 8 * step in a step, and the step may be 1 / (2 x0^2), hence
+        # x0^2 / (4 x^2) steps to where 4 x^3 is small enough.
         expected = row.start**2 / 4 / (headlines.GRADIENT / 4) ** (2 / 3)
         assert expected <= row.fixed <= 1.05 * expected
         assert row.fixed / row.clipped > 100
@@ -159,8 +212,18 @@ def test_clipped_descent_needs_far_fewer_steps(claims):
 
 def test_reported_settings_arrive_as_reported(claims):
     for row in claims[1]:
-        for step, limit, steps in ((row.fixed_step, np.inf, row.fixed), (row.clipped_step, row.limit, row.clipped)):
-            x, count = np.append(row.start * np.random.default_rng(0).uniform(size=headlines.LANES - 1), row.start), 0
+        for step, limit, steps in (
+            (row.fixed_step, np.inf, row.fixed),
+            (row.clipped_step, row.limit, row.clipped),
+        ):
+            x, count = (
+                np.append(
+                    row.start
+                    * np.random.default_rng(0).uniform(size=headlines.LANES - 1),
+                    row.start,
+                ),
+                0,
+            )
             arrived = np.zeros(x.shape, bool)
             while not arrived.all():
                 slope = 4 * x**3

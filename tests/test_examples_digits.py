@@ -1,4 +1,6 @@
-"""The example on AGC in a network without normalisation: its parts are what the papers say, and AGC holds where no clipping fails."""
+"""The example on AGC in a network without normalisation: its parts are what the papers
+say, and AGC holds where no clipping fails.
+"""
 
 import math
 
@@ -26,7 +28,11 @@ def rows(tmp_path_factory):
 
 
 def test_every_method_has_every_rate(rows):
-    assert set(rows) == {(method, multiple) for method in ("none", "AGC", "global norm") for multiple in (1, 16)}
+    assert set(rows) == {
+        (method, multiple)
+        for method in ("none", "AGC", "global norm")
+        for multiple in (1, 16)
+    }
 
 
 @pytest.mark.parametrize("method", ["AGC", "global norm"])
@@ -43,11 +49,15 @@ def test_clips_more_at_larger_rates_and_nothing_without_a_limit(rows):
 
 
 def test_changes_little_at_the_smallest_rate(rows):
-    assert rows["AGC", 1].final_loss == pytest.approx(rows["none", 1].final_loss, abs=0.1)
+    assert rows["AGC", 1].final_loss == pytest.approx(
+        rows["none", 1].final_loss, abs=0.1
+    )
 
 
 def test_standardised_filters_have_mean_zero_and_variance_one_over_inputs():
-    weight = 3 + 2 * np.random.default_rng(0).normal(size=(3, 3, 5, 7)).astype(np.float32)
+    weight = 3 + 2 * np.random.default_rng(0).normal(size=(3, 3, 5, 7)).astype(
+        np.float32
+    )
     standard = np.asarray(digits.standardise(jnp.asarray(weight)), np.float64)
     np.testing.assert_allclose(standard.mean((0, 1, 2)), 0, atol=45 * EPS)
     np.testing.assert_allclose(45 * standard.var((0, 1, 2)), 1, rtol=64 * EPS)
@@ -60,45 +70,78 @@ def test_standardised_filters_have_mean_zero_and_variance_one_over_inputs():
 def test_convolution_is_the_one_of_lax(stride):
     random = np.random.default_rng(1)
     convolution = digits.new_convolution(random, (3, 3, 5, 7))
-    convolution = {name: jnp.asarray(random.normal(size=leaf.shape), jnp.float32) for name, leaf in convolution.items()}
+    convolution = {
+        name: jnp.asarray(random.normal(size=leaf.shape), jnp.float32)
+        for name, leaf in convolution.items()
+    }
     images = jnp.asarray(random.normal(size=(2, 8, 8, 5)), jnp.float32)
     kernel = convolution["gain"] * digits.standardise(convolution["weight"])
     padding, numbers = ((1, 1), (1, 1)), ("NHWC", "HWIO", "NHWC")
-    expected = jax.lax.conv_general_dilated(images, kernel, (stride, stride), padding, dimension_numbers=numbers, precision="highest") + convolution["bias"]
+    expected = (
+        jax.lax.conv_general_dilated(
+            images,
+            kernel,
+            (stride, stride),
+            padding,
+            dimension_numbers=numbers,
+            precision="highest",
+        )
+        + convolution["bias"]
+    )
     found = digits.convolve(convolution, images, stride)
     assert found.shape == (2, 8 // stride, 8 // stride, 7)
     # 45 products of size 1 or so to a sum.
-    np.testing.assert_allclose(found, expected, rtol=0, atol=45 * EPS * float(jnp.abs(expected).max()))
+    np.testing.assert_allclose(
+        found, expected, rtol=0, atol=45 * EPS * float(jnp.abs(expected).max())
+    )
 
 
 def test_rectifier_keeps_variance_one():
     normal = np.random.default_rng(2).normal(size=1_000_000).astype(np.float32)
-    # Four standard deviations of the variance of a million: the fourth central moment of a rectified normal, scaled, is about 4.
+    # Four standard deviations of the variance of a million: the fourth central moment
+    # of a rectified normal, scaled, is about 4.
     assert float(digits.relu(jnp.asarray(normal)).var()) == pytest.approx(1, abs=0.01)
 
 
 def test_variance_stays_one_on_the_way_to_the_head(monkeypatch):
-    """Of what leaves the network before the mean over the image, at its start, on noise: in wide layers the analytic beta is right."""
+    """Of what leaves the network before the mean over the image, at its start, on
+    noise: in wide layers the analytic beta is right.
+    """
     monkeypatch.setattr(digits, "WIDTH", 32)
     seen = []
     rectify = digits.relu
     monkeypatch.setattr(digits, "relu", lambda x: seen.append(x) or rectify(x))
     network = digits.new_network(3)
-    digits.predict(network, jnp.asarray(np.random.default_rng(3).normal(size=(64, 8, 8, 1)), jnp.float32))
-    # The last is the only one outside the scan. Borders are padded with zeros, which costs some variance.
+    digits.predict(
+        network,
+        jnp.asarray(np.random.default_rng(3).normal(size=(64, 8, 8, 1)), jnp.float32),
+    )
+    # The last is the only one outside the scan. Borders are padded with zeros, which
+    # costs some variance.
     assert 0.6 < float(seen[-1].var()) < 1.2
 
 
 def long_gradients(network):
     """As long as 3 times the weights, but at least 3: beyond any limit here."""
     random = np.random.default_rng(4)
-    return jax.tree.map(lambda x: jnp.asarray(3 * (np.abs(x) + 1) * random.normal(size=x.shape), jnp.float32), network)
+    return jax.tree.map(
+        lambda x: jnp.asarray(
+            3 * (np.abs(x) + 1) * random.normal(size=x.shape), jnp.float32
+        ),
+        network,
+    )
 
 
 def clipped_by_agc(network, gradients):
-    lane = digits.Lane(np.float32(0.1), np.float32(digits.CLIPPING), np.float32(math.inf), np.int32(0))
+    lane = digits.Lane(
+        np.float32(0.1), np.float32(digits.CLIPPING), np.float32(math.inf), np.int32(0)
+    )
     optimizer = digits.new_optimizer(lane)
-    updates = jax.jit(lambda gradients, network: optimizer.update(gradients, optimizer.init(network), network)[0])(gradients, network)
+    updates = jax.jit(
+        lambda gradients, network: optimizer.update(
+            gradients, optimizer.init(network), network
+        )[0]
+    )(gradients, network)
     # The first step of Nesterov's momentum is the gradient times -rate * 1.9.
     return jax.tree.map(lambda x: np.asarray(x, np.float64) / (-0.1 * 1.9), updates)
 
@@ -108,20 +151,34 @@ def test_agc_clips_each_filter_of_each_layer_and_not_the_head():
     gradients = long_gradients(network)
     clipped = clipped_by_agc(network, gradients)
     for name in ("weight", "bias"):
-        np.testing.assert_allclose(clipped["head"][name], gradients["head"][name], rtol=8 * EPS)
+        np.testing.assert_allclose(
+            clipped["head"][name], gradients["head"][name], rtol=8 * EPS
+        )
     for place in (
         (clipped["stem"], network["stem"], gradients["stem"]),
-        *((clipped["blocks"][n], network["blocks"][n], gradients["blocks"][n]) for n in ("first", "second")),
+        *(
+            (clipped["blocks"][n], network["blocks"][n], gradients["blocks"][n])
+            for n in ("first", "second")
+        ),
     ):
-        after, weight, before = (np.asarray(tree["weight"], np.float64) for tree in place)
-        norms, limits = (np.sqrt(np.square(x).sum((-4, -3, -2), keepdims=True)) for x in (before, weight))
+        after, weight, before = (
+            np.asarray(tree["weight"], np.float64) for tree in place
+        )
+        norms, limits = (
+            np.sqrt(np.square(x).sum((-4, -3, -2), keepdims=True))
+            for x in (before, weight)
+        )
         limits = digits.CLIPPING * np.maximum(limits, 1e-3)
         assert (norms > limits).all()
         np.testing.assert_allclose(after, before * limits / norms, rtol=32 * EPS)
         # Gains and biases are one unit in each layer.
         gain, ones, before = (np.asarray(tree["gain"], np.float64) for tree in place)
         limit = digits.CLIPPING * np.linalg.norm(ones, axis=-1, keepdims=True)
-        np.testing.assert_allclose(gain, before * limit / np.linalg.norm(before, axis=-1, keepdims=True), rtol=32 * EPS)
+        np.testing.assert_allclose(
+            gain,
+            before * limit / np.linalg.norm(before, axis=-1, keepdims=True),
+            rtol=32 * EPS,
+        )
 
 
 def test_batches_go_through_every_epoch_without_repetition():
@@ -134,24 +191,41 @@ def test_batches_go_through_every_epoch_without_repetition():
 
 def test_test_images_are_not_trained_on():
     data = digits.read_digits()
-    assert data.images.shape == (1297, 8, 8, 1) and data.test_images.shape == (500, 8, 8, 1)
+    assert data.images.shape == (1297, 8, 8, 1) and data.test_images.shape == (
+        500,
+        8,
+        8,
+        1,
+    )
     training = {image.tobytes() for image in np.asarray(data.images)}
-    assert not any(image.tobytes() in training for image in np.asarray(data.test_images))
+    assert not any(
+        image.tobytes() in training for image in np.asarray(data.test_images)
+    )
 
 
 def outcome(last_losses, accuracy):
     losses = np.array([[3.0] * 9 + [loss] for loss in last_losses], np.float32)
-    return digits.Outcome(losses, np.array(accuracy, np.float32), np.array([0.25, 0.75], np.float32), np.array([0.5, 1.0], np.float32))
+    return digits.Outcome(
+        losses,
+        np.array(accuracy, np.float32),
+        np.array([0.25, 0.75], np.float32),
+        np.array([0.5, 1.0], np.float32),
+    )
 
 
 def test_what_diverged_is_counted():
     (row,) = digits.summary("AGC", [0.5], outcome([math.nan, 0.5], [0.1, 0.9]))
     assert row.diverged == 1 and math.isnan(row.final_loss)
-    assert row.accuracy == pytest.approx(0.5) and row.accuracies == pytest.approx((0.1, 0.9))
+    assert row.accuracy == pytest.approx(0.5) and row.accuracies == pytest.approx(
+        (0.1, 0.9)
+    )
     (row,) = digits.summary("AGC", [0.5], outcome([2.31, 0.5], [0.1, 0.9]))
     assert row.diverged == 1  # ln 10 is 2.303
 
 
 def test_share_is_of_units_or_of_steps():
     assert digits.summary("AGC", [0.5], outcome([1, 1], [0, 0]))[0].clipped_share == 0.5
-    assert digits.summary("global norm", [0.5], outcome([1, 1], [0, 0]))[0].clipped_share == 0.75
+    assert (
+        digits.summary("global norm", [0.5], outcome([1, 1], [0, 0]))[0].clipped_share
+        == 0.75
+    )

@@ -1,4 +1,6 @@
-"""The examples on frameworks, on a scanned epoch and on accumulation keep, for a few steps, what their docstrings promise."""
+"""The examples on frameworks, on a scanned epoch and on accumulation keep, for a few
+steps, what their docstrings promise.
+"""
 
 import math
 
@@ -10,7 +12,8 @@ import pytest
 import optaxclip
 
 EPS = float(np.finfo(np.float32).eps)
-# The gradient is recomputed by another compiled program, whose float32 sums over a batch are taken in another order.
+# The gradient is recomputed by another compiled program, whose float32 sums over a
+# batch are taken in another order.
 RTOL = 64 * EPS
 
 
@@ -19,13 +22,21 @@ pytestmark = pytest.mark.usefixtures("as_programs_run")
 
 def norm_of(tree):
     """The global norm in float64."""
-    return math.sqrt(sum(np.square(np.asarray(leaf, np.float64)).sum() for leaf in jax.tree.leaves(tree)))
+    return math.sqrt(
+        sum(
+            np.square(np.asarray(leaf, np.float64)).sum()
+            for leaf in jax.tree.leaves(tree)
+        )
+    )
 
 
 def norms_by_name(tree):
     """The norm of each leaf in float64, under the name that the metrics give it."""
     leaves, _ = jax.tree_util.tree_flatten_with_path(tree)
-    return {jax.tree_util.keystr(path, simple=True, separator="/"): norm_of(leaf) for path, leaf in leaves}
+    return {
+        jax.tree_util.keystr(path, simple=True, separator="/"): norm_of(leaf)
+        for path, leaf in leaves
+    }
 
 
 @pytest.fixture(scope="module")
@@ -41,7 +52,12 @@ def nnx_example():
 def first_gradient_of_nnx(flax_nnx):
     network, _ = flax_nnx.new_network_and_optimizer()
     batch = next(flax_nnx.batches(flax_nnx.read_digits()[0], 1))
-    return flax_nnx.nnx.as_pure(flax_nnx.nnx.state(flax_nnx.nnx.jit(flax_nnx.nnx.grad(flax_nnx.mean_loss))(network, batch), flax_nnx.nnx.Param))
+    return flax_nnx.nnx.as_pure(
+        flax_nnx.nnx.state(
+            flax_nnx.nnx.jit(flax_nnx.nnx.grad(flax_nnx.mean_loss))(network, batch),
+            flax_nnx.nnx.Param,
+        )
+    )
 
 
 def test_nnx_learns(nnx_example):
@@ -58,12 +74,21 @@ def test_nnx_metrics_are_the_norms_of_the_gradients(nnx_example):
     assert report["clip/all/norm_before"] > flax_nnx.MAX_NORM
     assert report["clip/all/norm_after"] == pytest.approx(flax_nnx.MAX_NORM, rel=1e-6)
     start = "clip/tensors/norm_before/"
-    seen = {name.removeprefix(start): value for name, value in report.items() if name.startswith(start)}
+    seen = {
+        name.removeprefix(start): value
+        for name, value in report.items()
+        if name.startswith(start)
+    }
     expected = norms_by_name(gradient)
-    assert set(seen) == set(expected) >= {"average/scale", "first/kernel", "readout/bias"}
+    assert (
+        set(seen) == set(expected) >= {"average/scale", "first/kernel", "readout/bias"}
+    )
     for name, norm in expected.items():
-        # The bias before batch normalisation has no gradient but roundings, which are measured against the whole.
-        assert seen[name] == pytest.approx(norm, rel=RTOL, abs=EPS * norm_of(gradient)), name
+        # The bias before batch normalisation has no gradient but roundings, which are
+        # measured against the whole.
+        assert seen[name] == pytest.approx(
+            norm, rel=RTOL, abs=EPS * norm_of(gradient)
+        ), name
 
 
 def test_nnx_counts_clipped_steps(nnx_example):
@@ -93,7 +118,9 @@ def equinox_example():
 
 def first_network_of_equinox(equinox_filtered):
     text, alphabet = equinox_filtered.read_text()
-    network = equinox_filtered.Network(len(alphabet), jax.random.key(equinox_filtered.SEED))
+    network = equinox_filtered.Network(
+        len(alphabet), jax.random.key(equinox_filtered.SEED)
+    )
     return network, next(equinox_filtered.batches(text, 1))
 
 
@@ -105,10 +132,16 @@ def test_equinox_learns(equinox_example):
 def test_equinox_metrics_are_the_norms_of_the_weights_gradients_alone(equinox_example):
     equinox_filtered, result = equinox_example
     network, windows = first_network_of_equinox(equinox_filtered)
-    gradient = equinox_filtered.eqx.filter_jit(equinox_filtered.eqx.filter_grad(equinox_filtered.mean_loss))(network, windows)
+    gradient = equinox_filtered.eqx.filter_jit(
+        equinox_filtered.eqx.filter_grad(equinox_filtered.mean_loss)
+    )(network, windows)
     assert gradient.activation is gradient.times is gradient.factor is None
     start = "clip/norm_before/"
-    seen = {name.removeprefix(start): value for name, value in result.reports[0].items() if name.startswith(start)}
+    seen = {
+        name.removeprefix(start): value
+        for name, value in result.reports[0].items()
+        if name.startswith(start)
+    }
     expected = norms_by_name(gradient)
     assert set(seen) == set(expected)
     assert "readout/bias" in seen and len(seen) == 7
@@ -120,11 +153,19 @@ def test_equinox_limit_is_common_at_first_and_then_each_tensors_own(equinox_exam
     _, result = equinox_example
 
     def scales(report):
-        return np.array([value for name, value in report.items() if name.startswith("clip/scale/")])
+        return np.array(
+            [value for name, value in report.items() if name.startswith("clip/scale/")]
+        )
 
     warming_up, longest = result.reports[:10], 0.0
     for report in warming_up:
-        together = math.sqrt(sum(value**2 for name, value in report.items() if name.startswith("clip/norm_before/")))
+        together = math.sqrt(
+            sum(
+                value**2
+                for name, value in report.items()
+                if name.startswith("clip/norm_before/")
+            )
+        )
         np.testing.assert_allclose(scales(report), min(1.0, 1 / together), rtol=RTOL)
         longest = max(longest, together)
     assert longest > 1.2  # so that there was something to clip
@@ -134,8 +175,19 @@ def test_equinox_limit_is_common_at_first_and_then_each_tensors_own(equinox_exam
 def test_equinox_leaves_without_weights_stay(equinox_example):
     equinox_filtered, result = equinox_example
     before, _ = first_network_of_equinox(equinox_filtered)
-    assert (result.network.activation, result.network.times, result.network.factor) == (before.activation, before.times, before.factor)
-    for new, old in zip(*(jax.tree.leaves(equinox_filtered.eqx.filter(tree, equinox_filtered.eqx.is_inexact_array)) for tree in (result.network, before))):
+    assert (result.network.activation, result.network.times, result.network.factor) == (
+        before.activation,
+        before.times,
+        before.factor,
+    )
+    for new, old in zip(
+        *(
+            jax.tree.leaves(
+                equinox_filtered.eqx.filter(tree, equinox_filtered.eqx.is_inexact_array)
+            )
+            for tree in (result.network, before)
+        )
+    ):
         assert np.any(new != old)
 
 
@@ -157,8 +209,13 @@ def scan_example(tmp_path_factory):
 
 def test_scan_brings_out_every_step(scan_example):
     _, result, _ = scan_example
-    assert {"loss", "clip/norm_before", "clip/limit", "clip/clipped_share"} <= set(result.history)
-    assert all(column.shape == (90,) and column.dtype == np.float32 for column in result.history.values())
+    assert {"loss", "clip/norm_before", "clip/limit", "clip/clipped_share"} <= set(
+        result.history
+    )
+    assert all(
+        column.shape == (90,) and column.dtype == np.float32
+        for column in result.history.values()
+    )
     assert result.history["loss"][-10:].mean() < 0.2 * result.history["loss"][0]
     assert result.accuracy > 0.8
 
@@ -167,23 +224,36 @@ def test_scanned_norms_are_those_of_a_plain_loop(scan_example):
     plain_scan, result, _ = scan_example
     training, _ = plain_scan.read_digits()
     optimizer, network = plain_scan.new_optimizer(), plain_scan.new_network()
-    state, norms, gradient_of = optimizer.init(network), [], jax.jit(jax.grad(plain_scan.mean_loss))
+    state, norms, gradient_of = (
+        optimizer.init(network),
+        [],
+        jax.jit(jax.grad(plain_scan.mean_loss)),
+    )
     order = next(plain_scan.orders(len(training.labels), 2, 45))
     for chosen in order[:5]:
-        gradient = gradient_of(network, jax.tree.map(lambda part, chosen=chosen: part[chosen], training))
+        gradient = gradient_of(
+            network, jax.tree.map(lambda part, chosen=chosen: part[chosen], training)
+        )
         norms.append(norm_of(gradient))
         updates, state = optimizer.update(gradient, state, network)
         network = optax.apply_updates(network, updates)
     # Each step starts from the roundings of those before.
-    np.testing.assert_allclose(result.history["clip/norm_before"][:5], norms, rtol=5 * RTOL)
+    np.testing.assert_allclose(
+        result.history["clip/norm_before"][:5], norms, rtol=5 * RTOL
+    )
 
 
 def test_scanned_limit_is_the_quantile_of_the_norms_before(scan_example):
     _, result, _ = scan_example
-    norms, limits = result.history["clip/norm_before"].astype(np.float64), result.history["clip/limit"]
+    norms, limits = (
+        result.history["clip/norm_before"].astype(np.float64),
+        result.history["clip/limit"],
+    )
     assert limits[0] == np.inf
     for step in (1, 2, 30, 89):
-        assert limits[step] == pytest.approx(np.quantile(norms[:step], 0.9), rel=8 * EPS), step
+        assert limits[step] == pytest.approx(
+            np.quantile(norms[:step], 0.9), rel=8 * EPS
+        ), step
     np.testing.assert_array_equal(result.history["clip/clipped"], norms > limits)
 
 
@@ -191,12 +261,19 @@ def test_scanned_counts_add_up_to_the_state(scan_example):
     _, result, _ = scan_example
     clipped = result.history["clip/clipped"].sum()
     assert 0 < clipped < 90
-    assert optaxclip.metrics(result.state)["clip/clipped_count"] == clipped == result.history["clip/clipped_count"][-1]
+    assert (
+        optaxclip.metrics(result.state)["clip/clipped_count"]
+        == clipped
+        == result.history["clip/clipped_count"][-1]
+    )
 
 
 def test_log_has_the_norms_that_replay_reads(scan_example):
     _, result, log = scan_example
-    np.testing.assert_array_equal(optaxclip.read_history(log), result.history["clip/norm_before"].astype(np.float64))
+    np.testing.assert_array_equal(
+        optaxclip.read_history(log),
+        result.history["clip/norm_before"].astype(np.float64),
+    )
 
 
 @pytest.fixture(scope="module")
@@ -218,7 +295,9 @@ def test_clip_inside_multi_steps_is_the_large_batch(accumulation_rows):
 
 def test_clip_before_multi_steps_is_another_method(accumulation_rows):
     large, before = accumulation_rows["large batch"], accumulation_rows["before"]
-    assert before.first_loss == pytest.approx(large.first_loss, rel=RTOL)  # the same weights and data
+    assert before.first_loss == pytest.approx(
+        large.first_loss, rel=RTOL
+    )  # the same weights and data
     assert before.apart_first > 0.05 and before.apart_last > 0.05
     assert before.norm > 1.2 * large.norm
     assert before.clipped_share > large.clipped_share
@@ -226,20 +305,30 @@ def test_clip_before_multi_steps_is_another_method(accumulation_rows):
 
 @pytest.fixture(scope="module")
 def two_steps():
-    """The gradients of the first two whole steps, by part, and what each order reports of them: the weights stay."""
+    """The gradients of the first two whole steps, by part, and what each order reports
+    of them: the weights stay.
+    """
     from examples import accumulation
 
     text, alphabet = accumulation.read_text()
-    starts = np.random.default_rng(5).integers(len(text) - accumulation.CONTEXT, size=(2 * accumulation.PARTS, accumulation.PART, 1))
+    starts = np.random.default_rng(5).integers(
+        len(text) - accumulation.CONTEXT,
+        size=(2 * accumulation.PARTS, accumulation.PART, 1),
+    )
     network = accumulation.new_network(len(alphabet))
     with jax.numpy_rank_promotion("allow"):
         gradient_of = jax.jit(jax.grad(accumulation.mean_loss))
-        gradients = [gradient_of(network, text[start + np.arange(accumulation.CONTEXT + 1)]) for start in starts]
+        gradients = [
+            gradient_of(network, text[start + np.arange(accumulation.CONTEXT + 1)])
+            for start in starts
+        ]
     return accumulation, network, gradients
 
 
 def reported(accumulation, network, gradients, clipping):
-    optimizer = accumulation.accumulating(optaxclip.clip_by_global_norm(accumulation.MAX_NORM), optax.sgd(0.1))[clipping]
+    optimizer = accumulation.accumulating(
+        optaxclip.clip_by_global_norm(accumulation.MAX_NORM), optax.sgd(0.1)
+    )[clipping]
     state, reports, update = optimizer.init(network), [], jax.jit(optimizer.update)
     for gradient in gradients:
         updates, state = update(gradient, state, network)
@@ -257,8 +346,13 @@ def test_metrics_inside_multi_steps_are_those_of_the_last_whole_step(two_steps):
         if whole == 0:
             assert report["clip/norm_before"] == 0
             continue
-        average = jax.tree.map(lambda *leaves: np.mean(np.asarray(leaves, np.float64), axis=0), *gradients[(whole - 1) * parts : whole * parts])
-        assert float(report["clip/norm_before"]) == pytest.approx(norm_of(average), rel=RTOL)
+        average = jax.tree.map(
+            lambda *leaves: np.mean(np.asarray(leaves, np.float64), axis=0),
+            *gradients[(whole - 1) * parts : whole * parts],
+        )
+        assert float(report["clip/norm_before"]) == pytest.approx(
+            norm_of(average), rel=RTOL
+        )
         assert report["clip/clipped_count"] <= whole
 
 
@@ -266,14 +360,27 @@ def test_metrics_before_multi_steps_are_those_of_the_last_part(two_steps):
     accumulation, network, gradients = two_steps
     reports = reported(accumulation, network, gradients, "before")
     for gradient, (_, report) in zip(gradients, reports):
-        assert float(report["clip/norm_before"]) == pytest.approx(norm_of(gradient), rel=RTOL)
+        assert float(report["clip/norm_before"]) == pytest.approx(
+            norm_of(gradient), rel=RTOL
+        )
     assert reports[-1][1]["clip/clipped_count"] == len(gradients)
 
 
 def test_table_of_accumulation_names_its_columns(capsys):
     from examples import accumulation
 
-    accumulation.print_table([accumulation.Row("inside", 1.5, 3, 0.25, 4.0, 2.0, 1e-7, 2e-6)])
+    accumulation.print_table(
+        [accumulation.Row("inside", 1.5, 3, 0.25, 4.0, 2.0, 1e-7, 2e-6)]
+    )
     printed = capsys.readouterr().out
-    for text in ("norm seen", "clipped", "loss", "apart from the large batch", "1.500000", "3 ( 25.0%)", "1.0e-07", "2.0e-06"):
+    for text in (
+        "norm seen",
+        "clipped",
+        "loss",
+        "apart from the large batch",
+        "1.500000",
+        "3 ( 25.0%)",
+        "1.0e-07",
+        "2.0e-06",
+    ):
         assert text in printed, text

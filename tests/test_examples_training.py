@@ -1,4 +1,6 @@
-"""The examples that train with other libraries (loss scaling, gymnasium, Orbax, TensorBoard) do in a few steps what their docstrings say."""
+"""The examples that train with other libraries (loss scaling, gymnasium, Orbax,
+TensorBoard) do in a few steps what their docstrings say.
+"""
 
 import importlib
 import json
@@ -43,8 +45,14 @@ def scaled_runs(loss_scaling):
 def test_unscaling_before_the_clip_is_the_float32_run(scaled_runs):
     wide, right = scaled_runs["float32"], scaled_runs["unscale, clip"]
     assert right.skipped > 0 == wide.skipped
-    assert right.final_loss == pytest.approx(wide.final_loss, rel=0.1) and right.final_loss < 0.2
-    assert right.accuracy == pytest.approx(wide.accuracy, abs=0.02) and right.accuracy > 0.85
+    assert (
+        right.final_loss == pytest.approx(wide.final_loss, rel=0.1)
+        and right.final_loss < 0.2
+    )
+    assert (
+        right.accuracy == pytest.approx(wide.accuracy, abs=0.02)
+        and right.accuracy > 0.85
+    )
     assert right.arrived == pytest.approx(wide.arrived, rel=0.1)
     assert 0 < right.clipped_share < 0.5
 
@@ -52,8 +60,11 @@ def test_unscaling_before_the_clip_is_the_float32_run(scaled_runs):
 def test_clipping_before_unscaling_leaves_next_to_nothing(loss_scaling, scaled_runs):
     wrong = scaled_runs["clip, unscale"]
     assert wrong.clipped_share == 1
-    # The scale is a power of 2, and the clip keeps the norm within a few roundings of the limit.
-    assert wrong.arrived * np.median(wrong.scales) == pytest.approx(loss_scaling.MAX_NORM, rel=1e-5)
+    # The scale is a power of 2, and the clip keeps the norm within a few roundings of
+    # the limit.
+    assert wrong.arrived * np.median(wrong.scales) == pytest.approx(
+        loss_scaling.MAX_NORM, rel=1e-5
+    )
     assert wrong.final_loss > 10 * scaled_runs["unscale, clip"].final_loss
 
 
@@ -68,24 +79,36 @@ def test_one_bit_is_a_move(loss_scaling):
 
 
 @pytest.mark.parametrize("run", ["unscale, clip", "clip, unscale"])
-def test_scale_halves_on_overflow_and_doubles_after_good_steps(loss_scaling, scaled_runs, run):
+def test_scale_halves_on_overflow_and_doubles_after_good_steps(
+    loss_scaling, scaled_runs, run
+):
     scales = scaled_runs[run].scales
     assert scales[0] == loss_scaling.FIRST_SCALE
-    changes = [(step, after / before) for step, (before, after) in enumerate(pairwise(scales)) if after != before]
+    changes = [
+        (step, after / before)
+        for step, (before, after) in enumerate(pairwise(scales))
+        if after != before
+    ]
     assert [factor for _, factor in changes].count(0.5) == scaled_runs[run].skipped
     assert [factor for _, factor in changes].count(2.0) > 0
     for (before, _), (step, factor) in zip([(-1, 0), *changes], changes):
-        assert step - before == loss_scaling.GROW_EVERY if factor == 2 else factor == 0.5
+        assert (
+            step - before == loss_scaling.GROW_EVERY if factor == 2 else factor == 0.5
+        )
 
 
 def test_scale_is_that_of_flax(loss_scaling):
     dynamic_scale = pytest.importorskip("flax.training.dynamic_scale")
-    theirs = dynamic_scale.DynamicScale(growth_interval=loss_scaling.GROW_EVERY - 1, scale=2.0**10)  # there the step after the last of the interval grows
+    theirs = dynamic_scale.DynamicScale(
+        growth_interval=loss_scaling.GROW_EVERY - 1, scale=2.0**10
+    )  # there the step after the last of the interval grows
     ours = loss_scaling.LossScale(jnp.float32(2**10), jnp.int32(0))
 
     @jax.jit
     def step(theirs, ours, overflow):
-        found = theirs.value_and_grad(lambda x: x * jnp.where(overflow, jnp.inf, 1.0))(1.0)
+        found = theirs.value_and_grad(lambda x: x * jnp.where(overflow, jnp.inf, 1.0))(
+            1.0
+        )
         return found.dynamic_scale, loss_scaling.adjust(ours, overflow)
 
     seen = set()
@@ -107,7 +130,10 @@ def ppo():
 @pytest.fixture(scope="module")
 def agents(ppo):
     rows = ppo.main(steps=12)
-    return {run: [row for row in rows if row.run == run] for run in ("one limit", "two limits")}
+    return {
+        run: [row for row in rows if row.run == run]
+        for run in ("one limit", "two limits")
+    }
 
 
 @pytest.mark.parametrize("run", ["one limit", "two limits"])
@@ -123,7 +149,8 @@ def test_one_limit_measures_the_critic(ppo, agents):
     for row in agents["one limit"]:
         assert row.actor_clipped == row.critic_clipped > 0.9
         assert row.critic_norm > 10 * row.actor_norm
-        # Medians of a quotient and of its divisor: near each other where the norms do not differ by much.
+        # Medians of a quotient and of its divisor: near each other where the norms do
+        # not differ by much.
         assert row.actor_scale == pytest.approx(ppo.MAX_NORM / row.critic_norm, rel=0.3)
 
 
@@ -137,33 +164,61 @@ def hand_made_rollout(ppo):
     random = np.random.default_rng(1)
     shape = ppo.LENGTH, ppo.ENVIRONMENTS
     terminated, truncated = random.random(shape) < 0.05, random.random(shape) < 0.05
-    played = np.concatenate([np.ones((1, ppo.ENVIRONMENTS), bool), ~(terminated | truncated)[:-1]])
-    observations = random.normal(size=(ppo.LENGTH + 1, ppo.ENVIRONMENTS, 4)).astype(np.float32)
-    actions, rewards = random.integers(2, size=shape).astype(np.int32), random.random(shape).astype(np.float32)
+    played = np.concatenate(
+        [np.ones((1, ppo.ENVIRONMENTS), bool), ~(terminated | truncated)[:-1]]
+    )
+    observations = random.normal(size=(ppo.LENGTH + 1, ppo.ENVIRONMENTS, 4)).astype(
+        np.float32
+    )
+    actions, rewards = (
+        random.integers(2, size=shape).astype(np.int32),
+        random.random(shape).astype(np.float32),
+    )
     return ppo.Rollout(observations, actions, rewards, terminated, truncated, played)
 
 
 def test_advantages_are_those_of_the_definition(ppo):
     rollout, params = hand_made_rollout(ppo), ppo.new_agent(0)
     samples = ppo.judge(params, rollout)
-    values = np.asarray(ppo.network(params["critic"], rollout.observations)[..., 0], np.float64)
-    surprise = rollout.rewards + ppo.DISCOUNT * values[1:] * ~rollout.terminated - values[:-1]
+    values = np.asarray(
+        ppo.network(params["critic"], rollout.observations)[..., 0], np.float64
+    )
+    surprise = (
+        rollout.rewards + ppo.DISCOUNT * values[1:] * ~rollout.terminated - values[:-1]
+    )
     expected = np.zeros((ppo.LENGTH, ppo.ENVIRONMENTS))
-    for start in range(ppo.LENGTH):  # the sum itself: discounted surprises up to the end of the episode
+    for start in range(
+        ppo.LENGTH
+    ):  # the sum itself: discounted surprises up to the end of the episode
         factor = np.ones(ppo.ENVIRONMENTS)
         for now in range(start, ppo.LENGTH):
             expected[start] += factor * surprise[now]
-            factor *= ppo.DISCOUNT * ppo.TRACE * ~(rollout.terminated | rollout.truncated)[now]
-    np.testing.assert_allclose(samples.advantage, expected.reshape(-1), rtol=1e-4, atol=1e-4)
-    np.testing.assert_allclose(samples.goal, (expected + values[:-1]).reshape(-1), rtol=1e-4, atol=1e-4)
+            factor *= (
+                ppo.DISCOUNT
+                * ppo.TRACE
+                * ~(rollout.terminated | rollout.truncated)[now]
+            )
+    np.testing.assert_allclose(
+        samples.advantage, expected.reshape(-1), rtol=1e-4, atol=1e-4
+    )
+    np.testing.assert_allclose(
+        samples.goal, (expected + values[:-1]).reshape(-1), rtol=1e-4, atol=1e-4
+    )
 
 
 def test_steps_that_only_reset_teach_nothing(ppo):
     params = ppo.new_agent(0)
     samples = ppo.judge(params, hand_made_rollout(ppo))
     assert 0 < np.sum(~samples.played) < samples.played.size / 4
-    spoilt = samples._replace(advantage=jnp.where(samples.played, samples.advantage, 1e3), goal=jnp.where(samples.played, samples.goal, 1e3))
-    jax.tree.map(np.testing.assert_array_equal, jax.grad(ppo.loss)(params, samples), jax.grad(ppo.loss)(params, spoilt))
+    spoilt = samples._replace(
+        advantage=jnp.where(samples.played, samples.advantage, 1e3),
+        goal=jnp.where(samples.played, samples.goal, 1e3),
+    )
+    jax.tree.map(
+        np.testing.assert_array_equal,
+        jax.grad(ppo.loss)(params, samples),
+        jax.grad(ppo.loss)(params, spoilt),
+    )
 
 
 def test_returns_are_whole_episodes_across_rollouts(ppo):
@@ -171,7 +226,9 @@ def test_returns_are_whole_episodes_across_rollouts(ppo):
     over = np.array([[False, False], [True, False], [False, False]])
     rewards = np.array([[1.0, 1.0], [1.0, 1.0], [0.0, 1.0]])
     score = np.array([5.0, 7.0])
-    assert ppo.finished_returns(ppo.Rollout(None, None, rewards, over, nothing, None), score).tolist() == [7.0]
+    assert ppo.finished_returns(
+        ppo.Rollout(None, None, rewards, over, nothing, None), score
+    ).tolist() == [7.0]
     assert score.tolist() == [0.0, 10.0]
 
 
@@ -205,21 +262,41 @@ def test_a_clip_without_its_memory_goes_another_way(saved):
 def test_adams_moments_are_the_very_ones(checkpoint, saved):
     rows, folder = saved
     adam = optax.adam(optax.cosine_decay_schedule(checkpoint.LEARNING_RATE, 300))
-    old = checkpoint.restore(folder / "optax", optax.chain(optax.clip_by_global_norm(checkpoint.MAX_NORM), adam)).opt_state
+    old = checkpoint.restore(
+        folder / "optax",
+        optax.chain(optax.clip_by_global_norm(checkpoint.MAX_NORM), adam),
+    ).opt_state
     new = optax.chain(optaxclip.clip_by_global_norm(checkpoint.MAX_NORM), adam)
     fresh = new.init(checkpoint.new_training(new).params)
     moved = checkpoint.take_over(old, fresh)
-    assert isinstance(old[0], optax.EmptyState) and isinstance(moved[0], optaxclip.ClipState)
-    assert all(kept is leaf for kept, leaf in zip(jax.tree.leaves(moved[1]), jax.tree.leaves(old[1]), strict=True))
-    assert moved[1][0].count == 150 and all(jnp.any(moment != 0) for moment in jax.tree.leaves(moved[1][0].mu))
+    assert isinstance(old[0], optax.EmptyState) and isinstance(
+        moved[0], optaxclip.ClipState
+    )
+    assert all(
+        kept is leaf
+        for kept, leaf in zip(
+            jax.tree.leaves(moved[1]), jax.tree.leaves(old[1]), strict=True
+        )
+    )
+    assert moved[1][0].count == 150 and all(
+        jnp.any(moment != 0) for moment in jax.tree.leaves(moved[1][0].mu)
+    )
     assert jax.tree.structure(moved) == jax.tree.structure(fresh)
-    assert rows["taken over"].restored == rows["optax, continued"].leaves == len(jax.tree.leaves(old))
-    # Only the factor of the clip is rounded differently; Adam carries that for 150 steps of at most 3e-3.
+    assert (
+        rows["taken over"].restored
+        == rows["optax, continued"].leaves
+        == len(jax.tree.leaves(old))
+    )
+    # Only the factor of the clip is rounded differently; Adam carries that for 150
+    # steps of at most 3e-3.
     assert rows["taken over"].difference < 1e-5
 
 
 def test_old_checkpoint_does_not_fit_the_new_optimizer(checkpoint, saved):
-    new = optax.chain(optaxclip.clip_by_global_norm(1.0), optax.adam(optax.cosine_decay_schedule(checkpoint.LEARNING_RATE, 300)))
+    new = optax.chain(
+        optaxclip.clip_by_global_norm(1.0),
+        optax.adam(optax.cosine_decay_schedule(checkpoint.LEARNING_RATE, 300)),
+    )
     with pytest.raises(ValueError, match="structure"):
         checkpoint.restore(saved[1] / "optax", new)
 
@@ -228,15 +305,22 @@ def test_take_over_reaches_nested_clips(checkpoint):
     params = {"w": jnp.ones(3)}
 
     def nested(clip):
-        return optax.apply_if_finite(optax.named_chain(("clip", clip), ("adam", optax.adam(0.1))), 3)
+        return optax.apply_if_finite(
+            optax.named_chain(("clip", clip), ("adam", optax.adam(0.1))), 3
+        )
 
-    old, new = nested(optax.clip_by_global_norm(1.0)), nested(optaxclip.clip_by_global_norm(1.0))
+    old, new = (
+        nested(optax.clip_by_global_norm(1.0)),
+        nested(optaxclip.clip_by_global_norm(1.0)),
+    )
     _, state = old.update({"w": jnp.arange(3.0)}, old.init(params), params)
     moved = checkpoint.take_over(state, new.init(params))
     assert isinstance(moved.inner_state["clip"], optaxclip.ClipState)
     assert moved.inner_state["adam"][0].mu["w"] is state.inner_state["adam"][0].mu["w"]
     updates, _ = new.update({"w": jnp.ones(3)}, moved, params)
-    np.testing.assert_allclose(updates["w"], old.update({"w": jnp.ones(3)}, state, params)[0]["w"], rtol=1e-6)
+    np.testing.assert_allclose(
+        updates["w"], old.update({"w": jnp.ones(3)}, state, params)[0]["w"], rtol=1e-6
+    )
 
 
 # Logs.
@@ -251,7 +335,9 @@ def logging_metrics():
 def logs(logging_metrics, tmp_path_factory):
     folder = tmp_path_factory.mktemp("logs")
 
-    def run_here(command, **_):  # what the command does in a process of its own is seen in test_replay
+    def run_here(
+        command, **_
+    ):  # what the command does in a process of its own is seen in test_replay
         with redirect_stdout(StringIO()) as printed:
             replay_command(command[3:])
         return SimpleNamespace(stdout=printed.getvalue())
@@ -269,15 +355,24 @@ def test_every_step_is_a_line_with_all_metrics(logs):
     rows = read_lines(logs[1] / "loose.jsonl")
     clip = optaxclip.clip_by_global_norm(1.0)
     assert [row["step"] for row in rows] == list(range(120))
-    assert all(set(row) == {"step", "loss", *optaxclip.metrics(clip.init(jnp.zeros(2)))} for row in rows)
-    assert np.mean([row["loss"] for row in rows[-10:]]) < 0.9 * np.mean([row["loss"] for row in rows[:10]])
+    assert all(
+        set(row) == {"step", "loss", *optaxclip.metrics(clip.init(jnp.zeros(2)))}
+        for row in rows
+    )
+    assert np.mean([row["loss"] for row in rows[-10:]]) < 0.9 * np.mean(
+        [row["loss"] for row in rows[:10]]
+    )
 
 
 def test_replay_foretells_from_the_log(logging_metrics, logs):
     (loose, suggested), folder = logs[0].rows, logs[1]
-    norms = np.array([row["clip/norm_before"] for row in read_lines(folder / "loose.jsonl")])
+    norms = np.array(
+        [row["clip/norm_before"] for row in read_lines(folder / "loose.jsonl")]
+    )
     assert loose.clipped == 0 and norms.max() < logging_metrics.LOOSE
-    assert suggested.foretold == pytest.approx(np.mean(norms > suggested.limit), abs=1e-6)
+    assert suggested.foretold == pytest.approx(
+        np.mean(norms > suggested.limit), abs=1e-6
+    )
     assert abs(suggested.foretold - logging_metrics.WANTED) < 0.05
     scales = [row["clip/scale"] for row in read_lines(folder / "suggested.jsonl")]
     assert suggested.clipped == pytest.approx(np.mean(np.array(scales) < 1), abs=1e-6)
@@ -297,16 +392,30 @@ def test_event_file_has_the_same_numbers(logs):
     event_pb2 = pytest.importorskip("tensorboardX.proto.event_pb2")
     (path,) = (logs[1] / "loose").glob("events.out.tfevents*")
     record, found = path.read_bytes(), {}
-    while record:  # each record: its length, a checksum of that, an event, a checksum of that
+    while (
+        record
+    ):  # each record: its length, a checksum of that, an event, a checksum of that
         (length,) = struct.unpack("<Q", record[:8])
         event = event_pb2.Event.FromString(record[12 : 12 + length])
         record = record[16 + length :]
-        found.update({(event.step, value.tag): value.simple_value for value in event.summary.value})
-    lines = {(row["step"], name): value for row in read_lines(logs[1] / "loose.jsonl") for name, value in row.items() if name != "step"}
+        found.update(
+            {
+                (event.step, value.tag): value.simple_value
+                for value in event.summary.value
+            }
+        )
+    lines = {
+        (row["step"], name): value
+        for row in read_lines(logs[1] / "loose.jsonl")
+        for name, value in row.items()
+        if name != "step"
+    }
     assert found == lines  # both float32, so the very same
 
 
-def test_without_tensorboard_the_lines_are_written(logging_metrics, tmp_path, monkeypatch):
+def test_without_tensorboard_the_lines_are_written(
+    logging_metrics, tmp_path, monkeypatch
+):
     monkeypatch.setattr(logging_metrics, "SummaryWriter", None)
     with logging_metrics.open_log("run", tmp_path) as log:
         log(0, {"loss": 1.5})

@@ -10,28 +10,94 @@ import pytest
 import optaxclip
 from tests.clippers import apply
 
-OPTIONS = {  # name: (clipper, what is left of 3, -4 in two rows by 6, 8 when the limit is 1)
-    "tensor, order 1": (lambda: optaxclip.clip_by_tensor_norm(1.0, ord=1), lambda x: x / 21),
-    "tensor, zero": (lambda: optaxclip.clip_by_tensor_norm(1.0, nonfinite="zero"), lambda x: x / np.sqrt(125)),
-    "tensor, drop": (lambda: optaxclip.clip_by_tensor_norm(1.0, shrink=optaxclip.drop), lambda x: 0 * x),
-    "tensor, eps": (lambda: optaxclip.clip_by_tensor_norm(1.0, eps=1.0), lambda x: x / (1 + np.sqrt(125))),
-    "tensor, stacked": (lambda: optaxclip.clip_by_tensor_norm(1.0, stacked=1), lambda x: x / np.array([[5], [10]])),
-    "tensor, stacked by name": (lambda: optaxclip.clip_by_tensor_norm(1.0, stacked=lambda path, leaf: len(path)), lambda x: x / np.array([[5], [10]])),
-    "rms, stacked": (lambda: optaxclip.clip_by_tensor_rms(1.0, stacked=1), lambda x: x / (np.array([[5], [10]]) / np.sqrt(2))),
-    "average, stacked": (lambda: optaxclip.clip_by_average_norm(1.0, stacked=1), lambda x: x / np.array([[2.5], [5]])),
-    "unit, axis": (lambda: optaxclip.clip_by_unit_norm(1.0, axis=1), lambda x: x / np.array([[5], [10]])),
-    "unit, axis by name": (lambda: optaxclip.clip_by_unit_norm(1.0, axis=lambda path, leaf: len(path)), lambda x: x / np.array([[5], [10]])),
-    "unit, order": (lambda: optaxclip.clip_by_unit_norm(1.0, ord=1), lambda x: x / np.array([[9, 12]])),
-    "unit, stacked": (lambda: optaxclip.clip_by_unit_norm(1.0, stacked=1), lambda x: x / np.array([[5], [10]])),
-    "group, eps": (lambda: optaxclip.clip_by_group_norm(1.0, "all", eps=1.0), lambda x: x / (1 + np.sqrt(125))),
-    "group, order 1": (lambda: optaxclip.clip_by_group_norm(1.0, "all", ord=1), lambda x: x / 21),
-    "global, drop": (lambda: optaxclip.clip_by_global_norm(1.0, shrink=optaxclip.drop), lambda x: 0 * x),
-    "block rms": (lambda: optaxclip.clip_by_block_rms(1.0), lambda x: x / np.sqrt(125 / 4)),
-    "agc, stacked": (lambda: optaxclip.adaptive_grad_clip(1.0, stacked=1), lambda x: x / np.array([[5], [10]])),
-    "agc, axis": (lambda: optaxclip.adaptive_grad_clip(1.0, axis=1), lambda x: x / np.array([[5], [10]])),
-    "agc, per tensor": (lambda: optaxclip.adaptive_grad_clip(1.0, per_tensor=True), lambda x: x * np.sqrt(2 / 125)),
-    "agc, per tensor, stacked": (lambda: optaxclip.adaptive_grad_clip(1.0, per_tensor=True, stacked=1), lambda x: x / np.array([[5], [10]])),
-    "agc, eps": (lambda: optaxclip.adaptive_grad_clip(1.0, 10.0, ord=1, per_tensor=True), lambda x: x * 10 / 21),
+# name: (clipper, what is left of 3, -4 in two rows by 6, 8 when the limit is 1)
+OPTIONS = {
+    "tensor, order 1": (
+        lambda: optaxclip.clip_by_tensor_norm(1.0, ord=1),
+        lambda x: x / 21,
+    ),
+    "tensor, zero": (
+        lambda: optaxclip.clip_by_tensor_norm(1.0, nonfinite="zero"),
+        lambda x: x / np.sqrt(125),
+    ),
+    "tensor, drop": (
+        lambda: optaxclip.clip_by_tensor_norm(1.0, shrink=optaxclip.drop),
+        lambda x: 0 * x,
+    ),
+    "tensor, eps": (
+        lambda: optaxclip.clip_by_tensor_norm(1.0, eps=1.0),
+        lambda x: x / (1 + np.sqrt(125)),
+    ),
+    "tensor, stacked": (
+        lambda: optaxclip.clip_by_tensor_norm(1.0, stacked=1),
+        lambda x: x / np.array([[5], [10]]),
+    ),
+    "tensor, stacked by name": (
+        lambda: optaxclip.clip_by_tensor_norm(
+            1.0, stacked=lambda path, leaf: len(path)
+        ),
+        lambda x: x / np.array([[5], [10]]),
+    ),
+    "rms, stacked": (
+        lambda: optaxclip.clip_by_tensor_rms(1.0, stacked=1),
+        lambda x: x / (np.array([[5], [10]]) / np.sqrt(2)),
+    ),
+    "average, stacked": (
+        lambda: optaxclip.clip_by_average_norm(1.0, stacked=1),
+        lambda x: x / np.array([[2.5], [5]]),
+    ),
+    "unit, axis": (
+        lambda: optaxclip.clip_by_unit_norm(1.0, axis=1),
+        lambda x: x / np.array([[5], [10]]),
+    ),
+    "unit, axis by name": (
+        lambda: optaxclip.clip_by_unit_norm(1.0, axis=lambda path, leaf: len(path)),
+        lambda x: x / np.array([[5], [10]]),
+    ),
+    "unit, order": (
+        lambda: optaxclip.clip_by_unit_norm(1.0, ord=1),
+        lambda x: x / np.array([[9, 12]]),
+    ),
+    "unit, stacked": (
+        lambda: optaxclip.clip_by_unit_norm(1.0, stacked=1),
+        lambda x: x / np.array([[5], [10]]),
+    ),
+    "group, eps": (
+        lambda: optaxclip.clip_by_group_norm(1.0, "all", eps=1.0),
+        lambda x: x / (1 + np.sqrt(125)),
+    ),
+    "group, order 1": (
+        lambda: optaxclip.clip_by_group_norm(1.0, "all", ord=1),
+        lambda x: x / 21,
+    ),
+    "global, drop": (
+        lambda: optaxclip.clip_by_global_norm(1.0, shrink=optaxclip.drop),
+        lambda x: 0 * x,
+    ),
+    "block rms": (
+        lambda: optaxclip.clip_by_block_rms(1.0),
+        lambda x: x / np.sqrt(125 / 4),
+    ),
+    "agc, stacked": (
+        lambda: optaxclip.adaptive_grad_clip(1.0, stacked=1),
+        lambda x: x / np.array([[5], [10]]),
+    ),
+    "agc, axis": (
+        lambda: optaxclip.adaptive_grad_clip(1.0, axis=1),
+        lambda x: x / np.array([[5], [10]]),
+    ),
+    "agc, per tensor": (
+        lambda: optaxclip.adaptive_grad_clip(1.0, per_tensor=True),
+        lambda x: x * np.sqrt(2 / 125),
+    ),
+    "agc, per tensor, stacked": (
+        lambda: optaxclip.adaptive_grad_clip(1.0, per_tensor=True, stacked=1),
+        lambda x: x / np.array([[5], [10]]),
+    ),
+    "agc, eps": (
+        lambda: optaxclip.adaptive_grad_clip(1.0, 10.0, ord=1, per_tensor=True),
+        lambda x: x * 10 / 21,
+    ),
 }
 
 
@@ -42,16 +108,26 @@ ROWS = np.array([[3.0, -4.0], [6.0, 8.0]])
 def clipped_with_options():
     """{name: clipped updates}, by one program."""
     weights = {"w": np.float32([[0.6, -0.8], [0.6, 0.8]])}
-    return jax.jit(lambda grads: {name: apply(build(), grads, weights)[0]["w"] for name, (build, _) in OPTIONS.items()})({"w": np.float32(ROWS)})
+    return jax.jit(
+        lambda grads: {
+            name: apply(build(), grads, weights)[0]["w"]
+            for name, (build, _) in OPTIONS.items()
+        }
+    )({"w": np.float32(ROWS)})
 
 
 @pytest.mark.parametrize("name", OPTIONS)
 def test_arguments_reach_what_they_are_for(name):
-    np.testing.assert_allclose(clipped_with_options()[name], OPTIONS[name][1](ROWS), rtol=1e-6)
+    np.testing.assert_allclose(
+        clipped_with_options()[name], OPTIONS[name][1](ROWS), rtol=1e-6
+    )
 
 
 def test_the_zero_policy_reaches_tensor_clippers_and_leaves_other_tensors():
-    updates, _ = apply(optaxclip.clip_by_tensor_norm(1.0, nonfinite="zero"), {"a": jnp.array([jnp.inf, 1.0]), "b": jnp.array([0.3, 0.4])})
+    updates, _ = apply(
+        optaxclip.clip_by_tensor_norm(1.0, nonfinite="zero"),
+        {"a": jnp.array([jnp.inf, 1.0]), "b": jnp.array([0.3, 0.4])},
+    )
     np.testing.assert_array_equal(updates["a"], [0.0, 0.0])
     np.testing.assert_array_equal(updates["b"], jnp.array([0.3, 0.4]))
 
@@ -74,7 +150,11 @@ def test_both_bounds_of_a_clip_by_value_follow_schedules_from_step_0():
 
 def test_clip_by_value_rounds_bounds_of_integers_inwards_and_keeps_their_range():
     whole = jnp.array([-128, -3, -2, 2, 3, 127], jnp.int8)
-    for bounds, wanted in (((2.5,), [-2, -2, -2, 2, 2, 2]), ((2.5, -3.5), [-3, -3, -2, 2, 2, 2]), ((1e9,), [-128, -3, -2, 2, 3, 127])):
+    for bounds, wanted in (
+        ((2.5,), [-2, -2, -2, 2, 2, 2]),
+        ((2.5, -3.5), [-3, -3, -2, 2, 2, 2]),
+        ((1e9,), [-128, -3, -2, 2, 3, 127]),
+    ):
         updates, _ = apply(optaxclip.clip_by_value(*bounds), whole)
         assert updates.dtype == jnp.int8
         np.testing.assert_array_equal(updates, wanted)
@@ -82,16 +162,28 @@ def test_clip_by_value_rounds_bounds_of_integers_inwards_and_keeps_their_range()
 
 def test_clip_by_value_takes_ints_of_any_size():
     updates = {"w": jnp.array([3e12, -4e12]), "i": jnp.array([3, -4])}
-    clipped, _ = optaxclip.clip_by_value(10**12).update(updates, optaxclip.clip_by_value(1).init(updates))
+    clipped, _ = optaxclip.clip_by_value(10**12).update(
+        updates, optaxclip.clip_by_value(1).init(updates)
+    )
     np.testing.assert_array_equal(clipped["w"], np.float32([1e12, -1e12]))
     np.testing.assert_array_equal(clipped["i"], updates["i"])
-    high, leaves = 2**24 + 1, {"i": jnp.array([2**25, 0])}  # the first int that float32 has not
-    assert optaxclip.clip_by_value(high).update(leaves, optaxclip.clip_by_value(1).init(leaves))[0]["i"][0] == high
+    high, leaves = (
+        2**24 + 1,
+        {"i": jnp.array([2**25, 0])},
+    )  # the first int that float32 has not
+    assert (
+        optaxclip.clip_by_value(high).update(
+            leaves, optaxclip.clip_by_value(1).init(leaves)
+        )[0]["i"][0]
+        == high
+    )
 
 
 def test_clip_by_value_leaves_bools_alone_and_takes_bounds_of_one_point():
     flags = np.array([True, False])
-    updates, _ = apply(optaxclip.clip_by_value(0.5, 0.5), {"flags": flags, "x": jnp.array([0.1, 0.9])})
+    updates, _ = apply(
+        optaxclip.clip_by_value(0.5, 0.5), {"flags": flags, "x": jnp.array([0.1, 0.9])}
+    )
     assert updates["flags"] is flags
     np.testing.assert_array_equal(updates["x"], [0.5, 0.5])
 
@@ -100,8 +192,12 @@ def test_clip_by_value_limits_complex_numbers_by_modulus_in_their_precision():
     with jax.enable_x64(True):
         z = np.array([3 + 4j, 0.3 - 0.4j, 0j])
         updates, _ = apply(optaxclip.clip_by_value(1.0 / 3.0), jnp.asarray(z))
-        np.testing.assert_allclose(updates, [(3 + 4j) / 15, (0.3 - 0.4j) / 1.5, 0], rtol=1e-15)
-        np.testing.assert_array_equal(apply(optaxclip.clip_by_value(2.0), jnp.asarray(z))[0][1:], z[1:])
+        np.testing.assert_allclose(
+            updates, [(3 + 4j) / 15, (0.3 - 0.4j) / 1.5, 0], rtol=1e-15
+        )
+        np.testing.assert_array_equal(
+            apply(optaxclip.clip_by_value(2.0), jnp.asarray(z))[0][1:], z[1:]
+        )
 
 
 def test_two_leaves_whose_paths_read_alike_are_two_leaves():
@@ -117,11 +213,22 @@ def test_clip_by_value_knows_the_direction_of_the_largest_complex_numbers(dtype)
     with jax.enable_x64(True):
         most = 0.9 * float(jnp.finfo(dtype).max)
         x = np.array(
-            [most + most * 1j, -most, np.inf + 1j, complex(0, -np.inf), complex(np.inf, -np.inf), complex(np.nan, np.inf), complex(np.inf, np.nan), 0.1j]
+            [
+                most + most * 1j,
+                -most,
+                np.inf + 1j,
+                complex(0, -np.inf),
+                complex(np.inf, -np.inf),
+                complex(np.nan, np.inf),
+                complex(np.inf, np.nan),
+                0.1j,
+            ]
         )
         updates, _ = apply(optaxclip.clip_by_value(2.0), jnp.asarray(x, dtype))
         half = 2**0.5
-        np.testing.assert_allclose(updates[:5], [half + half * 1j, -2, 2, -2j, half - half * 1j], rtol=1e-6)
+        np.testing.assert_allclose(
+            updates[:5], [half + half * 1j, -2, 2, -2j, half - half * 1j], rtol=1e-6
+        )
         assert np.isnan(updates[5:7]).all() and updates[7] == jnp.asarray(0.1j, dtype)
 
 
@@ -137,10 +244,25 @@ def test_clip_by_value_knows_the_direction_of_the_largest_complex_numbers(dtype)
         (1.0, jnp.full(2, 2.0)),
         (jnp.array([3.0, 1.0]), 2.0),
     ],
-    ids=["numbers", "numpy", "array", "trees", "tree and number", "number and tree", "number and array", "one of two"],
+    ids=[
+        "numbers",
+        "numpy",
+        "array",
+        "trees",
+        "tree and number",
+        "number and tree",
+        "number and array",
+        "one of two",
+    ],
 )
 def test_bounds_that_leave_no_room_are_refused_of_whatever_kind(most, least):
-    with pytest.raises(ValueError, match=r"^clip_by_value: min_value must be at most max_value, got min_value=.*2.* and max_value=.*1"):
+    with pytest.raises(
+        ValueError,
+        match=(
+            r"^clip_by_value: min_value must be at most max_value, got min_value=.*2.* "
+            r"and max_value=.*1"
+        ),
+    ):
         optaxclip.clip_by_value(most, least)
 
 
@@ -154,11 +276,20 @@ def test_clip_by_value_of_a_complex_zero_has_a_derivative():
     clipper = optaxclip.clip_by_value(1.0)
     z = jnp.array([0j, 3 + 4j, complex(jnp.finfo("float32").max, 1e38)])
     slope = jax.grad(lambda z: jnp.sum(jnp.real(apply(clipper, z)[0] * (2 - 1j))))(z)
-    assert np.isfinite(slope).all() and slope[0] == 2 - 1j  # untouched: the derivative of the sum itself
+    assert (
+        np.isfinite(slope).all() and slope[0] == 2 - 1j
+    )  # untouched: the derivative of the sum itself
 
 
 def test_a_bound_for_each_of_many_leaves_is_compared_with_its_own():
-    most, least = ({f"layer{place}": sign * 1.0 for place in range(2000)} for sign in (1, -1))
+    most, least = (
+        {f"layer{place}": sign * 1.0 for place in range(2000)} for sign in (1, -1)
+    )
     optaxclip.clip_by_value(most, least)
-    with pytest.raises(ValueError, match=r"min_value must be at most max_value, got min_value=3.0 and max_value=1.0"):
+    with pytest.raises(
+        ValueError,
+        match=(
+            r"min_value must be at most max_value, got min_value=3.0 and max_value=1.0"
+        ),
+    ):
         optaxclip.clip_by_value(most, least | {"layer1999": 3.0})

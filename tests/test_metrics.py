@@ -22,7 +22,13 @@ def after(optimizer, *grads):
 def test_numbers_of_a_global_clip_over_several_steps():
     small = jax.tree.map(lambda x: x / 100, GRADS)
     bad = jax.tree.map(lambda x: x * jnp.nan, GRADS)
-    state = after(optax.chain(optaxclip.clip_by_global_norm(1.0), optax.scale(-1.0)), GRADS, bad, small, GRADS)
+    state = after(
+        optax.chain(optaxclip.clip_by_global_norm(1.0), optax.scale(-1.0)),
+        GRADS,
+        bad,
+        small,
+        GRADS,
+    )
     numbers = {key: float(value) for key, value in optaxclip.metrics(state).items()}
     norm = np.sqrt(25.25)
     assert numbers == pytest.approx(
@@ -37,7 +43,10 @@ def test_numbers_of_a_global_clip_over_several_steps():
             "clip/nonfinite_count": 1.0,
         }
     )
-    assert all(value.dtype == jnp.float32 and value.shape == () for value in optaxclip.metrics(state).values())
+    assert all(
+        value.dtype == jnp.float32 and value.shape == ()
+        for value in optaxclip.metrics(state).values()
+    )
 
 
 @pytest.mark.parametrize("broken", [np.nan, np.inf])
@@ -47,14 +56,27 @@ def test_a_broken_step_is_counted_as_broken_and_not_as_clipped(nonfinite, broken
     _, state = clipper.update(jnp.array([3.0, 4.0]), clipper.init(jnp.zeros(2)))
     _, state = clipper.update(jnp.array([3.0, broken]), state)
     found = optaxclip.metrics(state)
-    assert (found["clip/clipped"], found["clip/clipped_count"], found["clip/nonfinite_count"]) == (0, 1, 1)
-    np.testing.assert_array_equal(found["clip/norm_after"], np.nan if nonfinite == "propagate" else 0.0)
+    assert (
+        found["clip/clipped"],
+        found["clip/clipped_count"],
+        found["clip/nonfinite_count"],
+    ) == (0, 1, 1)
+    np.testing.assert_array_equal(
+        found["clip/norm_after"], np.nan if nonfinite == "propagate" else 0.0
+    )
 
 
 def test_tensor_clippers_are_told_by_leaf_path():
-    numbers = optaxclip.metrics(after(optaxclip.clip_by_tensor_norm({"a": 1.0, "b": 2.0}), GRADS))
-    assert float(numbers["clip/norm_before/a"]) == pytest.approx(5.0) and float(numbers["clip/norm_before/b/c"]) == pytest.approx(0.5)
-    assert float(numbers["clip/limit/b/c"]) == 2.0 and float(numbers["clip/clipped_count/b/c"]) == 0
+    numbers = optaxclip.metrics(
+        after(optaxclip.clip_by_tensor_norm({"a": 1.0, "b": 2.0}), GRADS)
+    )
+    assert float(numbers["clip/norm_before/a"]) == pytest.approx(5.0) and float(
+        numbers["clip/norm_before/b/c"]
+    ) == pytest.approx(0.5)
+    assert (
+        float(numbers["clip/limit/b/c"]) == 2.0
+        and float(numbers["clip/clipped_count/b/c"]) == 0
+    )
 
 
 def test_of_units_the_one_furthest_over_its_limit_is_shown():
@@ -66,20 +88,39 @@ def test_of_units_the_one_furthest_over_its_limit_is_shown():
 
 
 def test_several_clippers_are_told_apart():
-    chain = optax.chain(optaxclip.clip_by_tensor_norm(4.0), optaxclip.clip_by_global_norm(1.0))
-    assert {key.split("/")[0] for key in optaxclip.metrics(after(chain, GRADS))} == {"clip_0", "clip_1"}
-    named = optax.named_chain(("inner", optaxclip.clip_by_global_norm(4.0)), ("outer", optaxclip.clip_by_global_norm(1.0)))
-    assert {key.rsplit("/", 1)[0] for key in optaxclip.metrics(after(named, GRADS))} == {"clip/inner", "clip/outer"}
+    chain = optax.chain(
+        optaxclip.clip_by_tensor_norm(4.0), optaxclip.clip_by_global_norm(1.0)
+    )
+    assert {key.split("/")[0] for key in optaxclip.metrics(after(chain, GRADS))} == {
+        "clip_0",
+        "clip_1",
+    }
+    named = optax.named_chain(
+        ("inner", optaxclip.clip_by_global_norm(4.0)),
+        ("outer", optaxclip.clip_by_global_norm(1.0)),
+    )
+    assert {
+        key.rsplit("/", 1)[0] for key in optaxclip.metrics(after(named, GRADS))
+    } == {"clip/inner", "clip/outer"}
 
 
 def test_found_at_any_depth_and_in_traced_states():
     clipper = optaxclip.clip_by_global_norm
-    inside = optax.chain(optax.masked(clipper(1.0), {"a": True, "b": False}), optax.scale(1.0))
-    deep = optax.MultiSteps(optax.apply_if_finite(optax.partition({"x": inside}, {"a": "x", "b": "x"}), 2), 1)
+    inside = optax.chain(
+        optax.masked(clipper(1.0), {"a": True, "b": False}), optax.scale(1.0)
+    )
+    deep = optax.MultiSteps(
+        optax.apply_if_finite(optax.partition({"x": inside}, {"a": "x", "b": "x"}), 2),
+        1,
+    )
     numbers = jax.jit(lambda state: optaxclip.metrics(state))(after(deep, GRADS))
     assert float(numbers["clip/x/norm_before"]) == pytest.approx(5.0)
-    injected = optax.inject_hyperparams(clipper)(max_norm=optax.linear_schedule(2.0, 1.0, 10))
-    assert float(optaxclip.metrics(after(injected, GRADS))["clip/limit"]) == pytest.approx(2.0)
+    injected = optax.inject_hyperparams(clipper)(
+        max_norm=optax.linear_schedule(2.0, 1.0, 10)
+    )
+    assert float(
+        optaxclip.metrics(after(injected, GRADS))["clip/limit"]
+    ) == pytest.approx(2.0)
 
 
 def test_an_optimizer_without_clippers_has_no_metrics():
@@ -87,22 +128,51 @@ def test_an_optimizer_without_clippers_has_no_metrics():
 
 
 def test_metrics_number_clippers_within_each_title():
-    twice = optax.chain(optaxclip.clip_by_global_norm(1.0), optaxclip.clip_by_global_norm(2.0))
-    state = optax.partition({"a": twice, "b": twice}, {"x": "a", "y": "b"}).init({"x": jnp.ones(2), "y": jnp.ones(2)})
-    assert {name for name in optaxclip.metrics(state) if "limit" in name} == {f"clip_{number}/{title}/limit" for number in (0, 1) for title in ("a", "b")}
+    twice = optax.chain(
+        optaxclip.clip_by_global_norm(1.0), optaxclip.clip_by_global_norm(2.0)
+    )
+    state = optax.partition({"a": twice, "b": twice}, {"x": "a", "y": "b"}).init(
+        {"x": jnp.ones(2), "y": jnp.ones(2)}
+    )
+    assert {name for name in optaxclip.metrics(state) if "limit" in name} == {
+        f"clip_{number}/{title}/limit" for number in (0, 1) for title in ("a", "b")
+    }
 
 
 def test_metrics_name_the_whole_way_through_a_skipping_optimizer():
     inner = optax.named_chain(("inner", optaxclip.clip_by_global_norm(1.0)))
-    state = optax.named_chain(("outer", optaxclip.skip_nonfinite(inner))).init(jnp.ones(2))
-    assert {"skip/outer/norm", "clip/outer/inner/norm_before"} <= optaxclip.metrics(state).keys()
-    twice = optax.named_chain(("first", optaxclip.skip_nonfinite(optax.named_chain(("second", optaxclip.skip_nonfinite(inner))))))
-    assert "clip/first/second/inner/norm_before" in optaxclip.metrics(twice.init(jnp.ones(2)))
+    state = optax.named_chain(("outer", optaxclip.skip_nonfinite(inner))).init(
+        jnp.ones(2)
+    )
+    assert {"skip/outer/norm", "clip/outer/inner/norm_before"} <= optaxclip.metrics(
+        state
+    ).keys()
+    twice = optax.named_chain(
+        (
+            "first",
+            optaxclip.skip_nonfinite(
+                optax.named_chain(("second", optaxclip.skip_nonfinite(inner)))
+            ),
+        )
+    )
+    assert "clip/first/second/inner/norm_before" in optaxclip.metrics(
+        twice.init(jnp.ones(2))
+    )
 
 
 def clip_state(**fields):
-    units = {"norm": [1.0, 8.0, 4.0], "limit": [np.inf] * 3, "scale": [1.0] * 3, "clipped": [0] * 3, "nonfinite": [0] * 3} | fields
-    return optaxclip.ClipState(jnp.int32(8), *({"w": jnp.asarray([values])} for values in units.values()), {"w": ()})
+    units = {
+        "norm": [1.0, 8.0, 4.0],
+        "limit": [np.inf] * 3,
+        "scale": [1.0] * 3,
+        "clipped": [0] * 3,
+        "nonfinite": [0] * 3,
+    } | fields
+    return optaxclip.ClipState(
+        jnp.int32(8),
+        *({"w": jnp.asarray([values])} for values in units.values()),
+        {"w": ()},
+    )
 
 
 @pytest.mark.parametrize(
@@ -110,29 +180,59 @@ def clip_state(**fields):
     [
         ({}, {"norm_before": 8, "limit": np.inf, "clipped": 0}),
         ({"norm": [0.0, 1.0, 8.0], "limit": [0.0] * 3}, {"norm_before": 8, "limit": 0}),
-        ({"limit": [0.1, 4.0, np.inf], "scale": [0.25, 0.5, 1.0]}, {"norm_before": 1, "scale": 0.25, "norm_after": 0.25, "clipped": 1}),
+        (
+            {"limit": [0.1, 4.0, np.inf], "scale": [0.25, 0.5, 1.0]},
+            {"norm_before": 1, "scale": 0.25, "norm_after": 0.25, "clipped": 1},
+        ),
         ({"scale": [1.0, 1.5, 1.0]}, {"scale": 1.5, "norm_after": 12, "clipped": 1}),
         ({"clipped": [2, 3, 7]}, {"clipped_share": 0.5, "clipped_count": 7}),
         ({"nonfinite": [1, 5, 2]}, {"nonfinite_count": 5}),
     ],
-    ids=["no limits", "limits of 0", "over its limit", "lifted", "clipped", "not finite"],
+    ids=[
+        "no limits",
+        "limits of 0",
+        "over its limit",
+        "lifted",
+        "clipped",
+        "not finite",
+    ],
 )
-def test_metrics_show_of_units_the_one_furthest_over_its_limit_and_count_over_all(fields, shown):
+def test_metrics_show_of_units_the_one_furthest_over_its_limit_and_count_over_all(
+    fields, shown
+):
     numbers = optaxclip.metrics(clip_state(**fields))
     assert {name: float(numbers[f"clip/{name}/w"]) for name in shown} == shown
 
 
 @pytest.mark.parametrize("consecutive", [0, 7])
 def test_metrics_show_each_number_of_a_skipping_optimizer(consecutive):
-    state = optaxclip.SkipState(*(jnp.float32(x) for x in (10, 1, 2, 3, 4, 5, 6, consecutive)), (), (), ())
-    wanted = {"norm": 1, "limit": 2, "value": 3, "value_limit": 4, "skipped": int(consecutive > 0), "skipped_share": 0.5, "skipped_count": 5}
+    state = optaxclip.SkipState(
+        *(jnp.float32(x) for x in (10, 1, 2, 3, 4, 5, 6, consecutive)), (), (), ()
+    )
+    wanted = {
+        "norm": 1,
+        "limit": 2,
+        "value": 3,
+        "value_limit": 4,
+        "skipped": int(consecutive > 0),
+        "skipped_share": 0.5,
+        "skipped_count": 5,
+    }
     wanted |= {"consecutive_count": consecutive, "nonfinite_count": 6}
-    assert {name: float(value) for name, value in optaxclip.metrics(state).items()} == {f"skip/{name}": value for name, value in wanted.items()}
+    assert {name: float(value) for name, value in optaxclip.metrics(state).items()} == {
+        f"skip/{name}": value for name, value in wanted.items()
+    }
 
 
 def test_two_places_that_read_alike_have_two_rows():
-    state = optaxclip.clip_by_tensor_norm(1.0).init({"a/b": jnp.ones(2), "a": {"b": jnp.ones(2)}, "c": jnp.ones(2)})
-    assert {name for name in optaxclip.metrics(state) if "limit" in name} == {"clip/limit/['a/b']", "clip/limit/['a']['b']", "clip/limit/c"}
+    state = optaxclip.clip_by_tensor_norm(1.0).init(
+        {"a/b": jnp.ones(2), "a": {"b": jnp.ones(2)}, "c": jnp.ones(2)}
+    )
+    assert {name for name in optaxclip.metrics(state) if "limit" in name} == {
+        "clip/limit/['a/b']",
+        "clip/limit/['a']['b']",
+        "clip/limit/c",
+    }
 
 
 def test_the_numbers_of_a_norm_without_jit_are_one_program():
@@ -142,4 +242,9 @@ def test_the_numbers_of_a_norm_without_jit_are_one_program():
     with count_compilations() as compiled:
         found = optaxclip.metrics(state)
     assert len(compiled) == 1
-    assert [name.split("/")[1] for name in found][:4] == ["norm_before", "limit", "scale", "norm_after"]
+    assert [name.split("/")[1] for name in found][:4] == [
+        "norm_before",
+        "limit",
+        "scale",
+        "norm_after",
+    ]

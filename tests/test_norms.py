@@ -1,4 +1,6 @@
-"""Every norm of every order against long double: over the range of each dtype, for many leaves and large ones, with derivatives, and the way a TPU takes."""
+"""Every norm of every order against long double: over the range of each dtype, for many
+leaves and large ones, with derivatives, and the way a TPU takes.
+"""
 
 import itertools
 import math
@@ -33,12 +35,18 @@ every_dtype = pytest.mark.parametrize("dtype", DTYPES)
 
 
 def tolerance(ord):
-    """1e-6. Below order 1 the root magnifies the power's error, 2 eps, by 1/p; quotient, product and rounding take half an eps each."""
-    return max(1e-6, (2 / ord + 1.5) * EPS) if isinstance(ord, float) and ord < 1 else 1e-6
+    """1e-6. Below order 1 the root magnifies the power's error, 2 eps, by 1/p;
+    quotient, product and rounding take half an eps each.
+    """
+    return (
+        max(1e-6, (2 / ord + 1.5) * EPS) if isinstance(ord, float) and ord < 1 else 1e-6
+    )
 
 
 def random_leaf(random, shape, dtype, scale=1.0):
-    values = random.standard_normal(shape) * np.exp(random.standard_normal(shape)) * scale
+    values = (
+        random.standard_normal(shape) * np.exp(random.standard_normal(shape)) * scale
+    )
     if dtype == "complex64":
         values = values + 1j * random.standard_normal(shape) * scale
     return jnp.asarray(values, dtype)
@@ -46,12 +54,21 @@ def random_leaf(random, shape, dtype, scale=1.0):
 
 def random_leaves(dtype, seed=0, scale=1.0, shapes=SHAPES):
     random = np.random.default_rng(seed)
-    return [random_leaf(random, shape, DTYPES[dtype][i % len(DTYPES[dtype])], scale) for i, shape in enumerate(shapes)]
+    return [
+        random_leaf(random, shape, DTYPES[dtype][i % len(DTYPES[dtype])], scale)
+        for i, shape in enumerate(shapes)
+    ]
 
 
 def at_every_order(measure, *trees, orders=ORDERS):
-    """{order: measure(tree, ord=order)} by one program, since compiling is what takes time; of one tree, or of one for each order."""
-    program = jax.jit(lambda trees: [measure(tree, ord=ord) for ord, tree in zip(orders, itertools.cycle(trees))])
+    """{order: measure(tree, ord=order)} by one program, since compiling is what takes
+    time; of one tree, or of one for each order.
+    """
+    program = jax.jit(
+        lambda trees: [
+            measure(tree, ord=ord) for ord, tree in zip(orders, itertools.cycle(trees))
+        ]
+    )
     return dict(zip(orders, program(trees), strict=True))
 
 
@@ -98,7 +115,9 @@ def test_stacked_tensor_norm_measures_each_layer_by_itself(ord):
     leaf, norms = stacked_norms()
     ours = norms[ord]["w"]
     assert ours.shape == (4, 1, 1)
-    np.testing.assert_allclose(ours.reshape(-1), [oracles.norm([layer], ord) for layer in leaf], tolerance(ord))
+    np.testing.assert_allclose(
+        ours.reshape(-1), [oracles.norm([layer], ord) for layer in leaf], tolerance(ord)
+    )
 
 
 @cache
@@ -119,13 +138,22 @@ def test_unit_norm_measures_what_feeds_one_output(ord):
 def test_unit_norm_sums_over_the_axes_that_are_named():
     leaf = random_leaves("float32", 4, shapes=[(3, 4, 5)])[0]
     wanted = {0: (0,), 1: (1,), -1: (2,), (0, 2): (0, 2), (-1, 1): (1, 2)}
-    for norm, axes in zip(jax.jit(lambda x: [optaxclip.unit_norm(x, axis=axis) for axis in wanted])(leaf), wanted.values(), strict=True):
+    for norm, axes in zip(
+        jax.jit(lambda x: [optaxclip.unit_norm(x, axis=axis) for axis in wanted])(leaf),
+        wanted.values(),
+        strict=True,
+    ):
         np.testing.assert_allclose(norm, oracles.unit_norm(leaf, 2, axes), 1e-6)
 
 
 def test_axes_of_stacked_units_count_within_one_layer():
     leaf = random_leaves("float32", 5, shapes=[(4, 3, 5)])[0]
-    first, last = jax.jit(lambda x: [optaxclip.unit_norm(x, stacked=1), optaxclip.unit_norm(x, axis=-1, stacked=1)])(leaf)
+    first, last = jax.jit(
+        lambda x: [
+            optaxclip.unit_norm(x, stacked=1),
+            optaxclip.unit_norm(x, axis=-1, stacked=1),
+        ]
+    )(leaf)
     np.testing.assert_allclose(first, oracles.unit_norm(leaf, 2, (1,)), 1e-6)
     np.testing.assert_allclose(last, oracles.unit_norm(leaf, 2, (2,)), 1e-6)
 
@@ -135,33 +163,60 @@ def test_group_norm_measures_each_label_by_itself(ord):
     names = [f"leaf{i}" for i in range(len(SHAPES))]
     leaves = random_leaves("mixed", 6)
     labels = [("matrix", "vector")[leaf.ndim < 2] for leaf in leaves]
-    ours = optaxclip.group_norm(dict(zip(names, leaves)), dict(zip(names, labels)), ord=ord)
+    ours = optaxclip.group_norm(
+        dict(zip(names, leaves)), dict(zip(names, labels)), ord=ord
+    )
     assert set(ours) == {"matrix", "vector"}
     for label in ours:
-        np.testing.assert_allclose(ours[label], oracles.norm([leaf for leaf, other in zip(leaves, labels) if other == label], ord), tolerance(ord))
+        np.testing.assert_allclose(
+            ours[label],
+            oracles.norm(
+                [leaf for leaf, other in zip(leaves, labels) if other == label], ord
+            ),
+            tolerance(ord),
+        )
 
 
 def test_ten_thousand_leaves_are_within_1e_6():
     random = np.random.default_rng(7)
     kinds = ("float32", "bfloat16", "float16")
-    leaves = [jnp.asarray(random.standard_normal(3 + i % 2), kinds[i % 3]) for i in range(12)]
+    leaves = [
+        jnp.asarray(random.standard_normal(3 + i % 2), kinds[i % 3]) for i in range(12)
+    ]
     leaves = [leaves[i] for i in random.integers(0, len(leaves), 10_000)]
-    np.testing.assert_allclose(optaxclip.global_norm(leaves), oracles.norm(leaves), 1e-6)
+    np.testing.assert_allclose(
+        optaxclip.global_norm(leaves), oracles.norm(leaves), 1e-6
+    )
 
 
 @pytest.mark.parametrize("ord", [0.5, 2])
 def test_one_large_leaf_is_within_1e_6(ord):
-    leaf = jnp.asarray(np.random.default_rng(8).standard_normal((1250, 4001)), jnp.float32)
-    np.testing.assert_allclose(optaxclip.global_norm([leaf], ord=ord), oracles.norm([leaf], ord), tolerance(ord))
+    leaf = jnp.asarray(
+        np.random.default_rng(8).standard_normal((1250, 4001)), jnp.float32
+    )
+    np.testing.assert_allclose(
+        optaxclip.global_norm([leaf], ord=ord),
+        oracles.norm([leaf], ord),
+        tolerance(ord),
+    )
 
 
 def test_one_large_leaf_of_ones_in_bfloat16_does_not_stagnate():
-    np.testing.assert_allclose(optaxclip.global_norm(jnp.ones((5_000_000,), jnp.bfloat16)), math.sqrt(5e6), 1e-6)
+    np.testing.assert_allclose(
+        optaxclip.global_norm(jnp.ones((5_000_000,), jnp.bfloat16)),
+        math.sqrt(5e6),
+        1e-6,
+    )
 
 
 def test_a_leaf_far_below_the_others_still_counts():
-    leaves = [jnp.full((3,), 1e30, jnp.float32), jnp.full((1000, 2000), 1e27, jnp.bfloat16)]
-    np.testing.assert_allclose(optaxclip.global_norm(leaves), oracles.norm(leaves), 1e-6)
+    leaves = [
+        jnp.full((3,), 1e30, jnp.float32),
+        jnp.full((1000, 2000), 1e27, jnp.bfloat16),
+    ]
+    np.testing.assert_allclose(
+        optaxclip.global_norm(leaves), oracles.norm(leaves), 1e-6
+    )
 
 
 # range
@@ -175,7 +230,9 @@ def nearly_too_large(dtype, ord):
 
 @cache
 def norms_nearly_too_large(dtype):
-    return at_every_order(optaxclip.global_norm, *(nearly_too_large(dtype, ord) for ord in ORDERS))
+    return at_every_order(
+        optaxclip.global_norm, *(nearly_too_large(dtype, ord) for ord in ORDERS)
+    )
 
 
 @every_order
@@ -186,7 +243,11 @@ def norms_nearly_too_large(dtype):
 )
 def test_norms_just_below_the_largest_float32_are_right(compiled, dtype, ord):
     leaves = nearly_too_large(dtype, ord)
-    result = norms_nearly_too_large(dtype)[ord] if compiled else optaxclip.global_norm(leaves, ord=ord)
+    result = (
+        norms_nearly_too_large(dtype)[ord]
+        if compiled
+        else optaxclip.global_norm(leaves, ord=ord)
+    )
     np.testing.assert_allclose(result, oracles.norm(leaves, ord), tolerance(ord))
 
 
@@ -194,40 +255,66 @@ def nearly_too_small(dtype, ord):
     random = np.random.default_rng(10)
     # The average of seven is below what float32 holds normally, so it starts higher.
     smallest = 1.2e-38 * (8 if ord in ("rms", "average") else 1)
-    return [jnp.asarray(smallest * (1 + random.random(shape)), dtype) for shape in [(3,), (2, 2)]]
+    return [
+        jnp.asarray(smallest * (1 + random.random(shape)), dtype)
+        for shape in [(3,), (2, 2)]
+    ]
 
 
 @cache
 def norms_nearly_too_small(dtype):
-    return at_every_order(optaxclip.global_norm, *(nearly_too_small(dtype, ord) for ord in ORDERS))
+    return at_every_order(
+        optaxclip.global_norm, *(nearly_too_small(dtype, ord) for ord in ORDERS)
+    )
 
 
 @every_order
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_values_just_above_the_smallest_normal_float32_are_not_lost(dtype, ord):
-    np.testing.assert_allclose(norms_nearly_too_small(dtype)[ord], oracles.norm(nearly_too_small(dtype, ord), ord), tolerance(ord))
+    np.testing.assert_allclose(
+        norms_nearly_too_small(dtype)[ord],
+        oracles.norm(nearly_too_small(dtype, ord), ord),
+        tolerance(ord),
+    )
 
 
 PARTS = 1.2e-38 * 8 * (1 + np.random.default_rng(10).random((2, 7)))
 AT_THE_ENDS = {
     "small complex": [np.asarray(PARTS[0] - 1j * PARTS[1], np.complex64)],
-    "large float16": [np.full((3, 2), 65504, np.float16), np.asarray([-65504, 60000, 1], np.float16)],
-    "small float16": [np.asarray([2.0**-24, -(2.0**-23), 3 * 2.0**-24], np.float16), np.asarray([[2.0**-20, -(2.0**-24)]], np.float16)],
+    "large float16": [
+        np.full((3, 2), 65504, np.float16),
+        np.asarray([-65504, 60000, 1], np.float16),
+    ],
+    "small float16": [
+        np.asarray([2.0**-24, -(2.0**-23), 3 * 2.0**-24], np.float16),
+        np.asarray([[2.0**-20, -(2.0**-24)]], np.float16),
+    ],
     # Three orders of magnitude short of the largest, for the orders below 1.
-    "both": [np.asarray([1e34, -3e33], np.float32), np.asarray([[1e-30], [2e-38]], jnp.bfloat16), np.asarray([2.0**-24], np.float16)],
+    "both": [
+        np.asarray([1e34, -3e33], np.float32),
+        np.asarray([[1e-30], [2e-38]], jnp.bfloat16),
+        np.asarray([2.0**-24], np.float16),
+    ],
 }
 
 
 @cache
 def norms_at_the_ends():
     def norms(trees, ord):
-        return {name: optaxclip.global_norm(leaves, ord=ord) for name, leaves in trees.items()}
+        return {
+            name: optaxclip.global_norm(leaves, ord=ord)
+            for name, leaves in trees.items()
+        }
 
     return at_every_order(norms, AT_THE_ENDS)
 
 
 def assert_right_at_the_ends(name, ord):
-    np.testing.assert_allclose(norms_at_the_ends()[ord][name], oracles.norm(AT_THE_ENDS[name], ord), tolerance(ord))
+    np.testing.assert_allclose(
+        norms_at_the_ends()[ord][name],
+        oracles.norm(AT_THE_ENDS[name], ord),
+        tolerance(ord),
+    )
 
 
 @every_order
@@ -259,7 +346,11 @@ def test_a_norm_too_large_for_float32_is_inf():
 @cache
 def norms_of_64_bits():
     random = np.random.default_rng(11)
-    leaves = [random.standard_normal((3, 5)) * 1e200, random.standard_normal(4) * 1e199 * (1 - 2j), np.ones(3, jnp.bfloat16)]
+    leaves = [
+        random.standard_normal((3, 5)) * 1e200,
+        random.standard_normal(4) * 1e199 * (1 - 2j),
+        np.ones(3, jnp.bfloat16),
+    ]
     return leaves, at_every_order(optaxclip.global_norm, leaves)
 
 
@@ -269,8 +360,13 @@ def test_64_bit_leaves_give_64_bit_norms(ord):
         leaves, results = norms_of_64_bits()
         result = results[ord]
         assert result.dtype == jnp.float64
-        # A quotient, a product, a root and its magnified power of 2 eps, and a sum of 22 terms.
-        np.testing.assert_allclose(result, oracles.norm(leaves, ord), (24 / min(1, ord if isinstance(ord, float) else 1)) * 2.0**-52)
+        # A quotient, a product, a root and its magnified power of 2 eps, and a sum of
+        # 22 terms.
+        np.testing.assert_allclose(
+            result,
+            oracles.norm(leaves, ord),
+            (24 / min(1, ord if isinstance(ord, float) else 1)) * 2.0**-52,
+        )
 
 
 # complex, NaN, inf
@@ -280,7 +376,11 @@ def test_64_bit_leaves_give_64_bit_norms(ord):
 def test_complex_values_count_by_modulus(ord):
     leaf = jnp.asarray([[3 + 4j, -5j], [12 - 5j, 0]], jnp.complex64)
     modulus = np.array([5.0, 5.0, 13.0, 0.0])
-    np.testing.assert_allclose(optaxclip.global_norm(leaf, ord=ord), oracles.norm([modulus], ord), tolerance(ord))
+    np.testing.assert_allclose(
+        optaxclip.global_norm(leaf, ord=ord),
+        oracles.norm([modulus], ord),
+        tolerance(ord),
+    )
 
 
 @every_order
@@ -295,13 +395,23 @@ def test_nan_survives_in_any_position(position, ord):
         jnp.asarray(values[8:], jnp.complex64),
     ]
     assert math.isnan(optaxclip.global_norm(leaves, ord=ord))
-    assert [math.isnan(norm) for norm in optaxclip.tensor_norm(leaves, ord=ord)] == [any(map(np.isnan, np.ravel(leaf))) for leaf in leaves]
+    assert [math.isnan(norm) for norm in optaxclip.tensor_norm(leaves, ord=ord)] == [
+        any(map(np.isnan, np.ravel(leaf))) for leaf in leaves
+    ]
 
 
 @every_order
 def test_nan_wins_over_inf(ord):
-    assert math.isnan(optaxclip.global_norm([jnp.array([math.inf, 1.0]), jnp.array([2.0, math.nan])], ord=ord))
-    assert math.isnan(optaxclip.global_norm([jnp.array([math.nan, 1.0]), jnp.array([2.0, -math.inf])], ord=ord))
+    assert math.isnan(
+        optaxclip.global_norm(
+            [jnp.array([math.inf, 1.0]), jnp.array([2.0, math.nan])], ord=ord
+        )
+    )
+    assert math.isnan(
+        optaxclip.global_norm(
+            [jnp.array([math.nan, 1.0]), jnp.array([2.0, -math.inf])], ord=ord
+        )
+    )
 
 
 @every_order
@@ -309,13 +419,20 @@ def test_nan_wins_over_inf(ord):
 def test_an_infinite_leaf_gives_inf(value, ord):
     leaves = [jnp.array([[1.0, 2.0, 3.0]]), jnp.asarray([4.0, value], jnp.bfloat16)]
     assert optaxclip.global_norm(leaves, ord=ord) == math.inf
-    assert [math.isinf(norm) for norm in optaxclip.tensor_norm(leaves, ord=ord)] == [False, True]
+    assert [math.isinf(norm) for norm in optaxclip.tensor_norm(leaves, ord=ord)] == [
+        False,
+        True,
+    ]
 
 
 def test_a_broken_unit_does_not_touch_its_neighbours():
     leaf = jnp.asarray([[3.0, math.nan, 1.0], [4.0, 1.0, math.inf]], jnp.float32)
-    np.testing.assert_array_equal(optaxclip.unit_norm(leaf), [[5.0, math.nan, math.inf]])
-    np.testing.assert_array_equal(optaxclip.unit_norm(leaf, ord=math.inf), [[4.0, math.nan, math.inf]])
+    np.testing.assert_array_equal(
+        optaxclip.unit_norm(leaf), [[5.0, math.nan, math.inf]]
+    )
+    np.testing.assert_array_equal(
+        optaxclip.unit_norm(leaf, ord=math.inf), [[4.0, math.nan, math.inf]]
+    )
 
 
 # what is not measured
@@ -336,7 +453,18 @@ def test_a_broken_unit_does_not_touch_its_neighbours():
         optax.MaskedNode(),
         np.zeros(3, jax.dtypes.float0),
     ],
-    ids=["dict", "None", "list", "list of None", "dict of None", "zero-size", "int", "bool", "MaskedNode", "float0"],
+    ids=[
+        "dict",
+        "None",
+        "list",
+        "list of None",
+        "dict of None",
+        "zero-size",
+        "int",
+        "bool",
+        "MaskedNode",
+        "float0",
+    ],
 )
 def test_nothing_to_measure_has_norm_0(tree, ord):
     result = optaxclip.global_norm(tree, ord=ord)
@@ -347,13 +475,26 @@ def test_nothing_to_measure_has_norm_0(tree, ord):
 @every_order
 def test_what_is_not_measured_does_not_count(ord):
     leaves = random_leaves("mixed", 13)
-    others = [None, jnp.arange(7), jnp.zeros((3, 0), jnp.bfloat16), optax.MaskedNode(), jnp.array(True)]
-    np.testing.assert_allclose(optaxclip.global_norm([*others, *leaves], ord=ord), oracles.norm(leaves, ord), tolerance(ord))
+    others = [
+        None,
+        jnp.arange(7),
+        jnp.zeros((3, 0), jnp.bfloat16),
+        optax.MaskedNode(),
+        jnp.array(True),
+    ]
+    np.testing.assert_allclose(
+        optaxclip.global_norm([*others, *leaves], ord=ord),
+        oracles.norm(leaves, ord),
+        tolerance(ord),
+    )
 
 
 @every_order
 def test_zero_has_norm_0(ord):
-    assert optaxclip.global_norm([jnp.zeros((2, 3)), jnp.zeros((), jnp.bfloat16)], ord=ord) == 0
+    assert (
+        optaxclip.global_norm([jnp.zeros((2, 3)), jnp.zeros((), jnp.bfloat16)], ord=ord)
+        == 0
+    )
 
 
 # derivative
@@ -362,15 +503,30 @@ def test_zero_has_norm_0(ord):
 def gradient(leaf, ord):
     """d norm / d|x_i| * sign x_i, with 0 at zero."""
     x = oracles.wide(leaf)
-    size, whole = np.abs(x), oracles.norm([leaf], {"rms": 2, "average": 2}.get(ord, ord))
+    size, whole = (
+        np.abs(x),
+        oracles.norm([leaf], {"rms": 2, "average": 2}.get(ord, ord)),
+    )
     p = {"rms": 2, "average": 2}.get(ord, ord)
-    share = (size == whole) if p == math.inf else np.where(size > 0, np.where(size > 0, size / whole, 1) ** (p - 1), 0)
-    return np.sign(x) * share / {"rms": math.sqrt(x.size), "average": x.size}.get(ord, 1)
+    share = (
+        (size == whole)
+        if p == math.inf
+        else np.where(size > 0, np.where(size > 0, size / whole, 1) ** (p - 1), 0)
+    )
+    return (
+        np.sign(x) * share / {"rms": math.sqrt(x.size), "average": x.size}.get(ord, 1)
+    )
 
 
 def gradient_tolerance(ord):
-    """The p-1st power magnifies the error of a quotient of two float32 (2 eps), and is itself within 4 eps."""
-    return (2 * abs(ord - 1) + 8) * EPS if isinstance(ord, int | float) and ord < math.inf else 8 * EPS
+    """The p-1st power magnifies the error of a quotient of two float32 (2 eps), and is
+    itself within 4 eps.
+    """
+    return (
+        (2 * abs(ord - 1) + 8) * EPS
+        if isinstance(ord, int | float) and ord < math.inf
+        else 8 * EPS
+    )
 
 
 def slope(point, ord):
@@ -408,23 +564,43 @@ def test_derivative_is_the_equation_forward_and_reverse(scale, ord):
     leaf, direction, found = slopes(scale)
     tangent, pulled_back = found[ord]
     expected = gradient(leaf, ord)
-    np.testing.assert_allclose(pulled_back, expected, gradient_tolerance(ord), atol=1e-37)
+    np.testing.assert_allclose(
+        pulled_back, expected, gradient_tolerance(ord), atol=1e-37
+    )
     terms = expected * oracles.wide(direction)
-    np.testing.assert_allclose(tangent, terms.sum(), 0, atol=(gradient_tolerance(ord) + 12 * EPS) * np.abs(terms).sum())
+    np.testing.assert_allclose(
+        tangent,
+        terms.sum(),
+        0,
+        atol=(gradient_tolerance(ord) + 12 * EPS) * np.abs(terms).sum(),
+    )
 
 
 def leaf_nearly_too_large(ord):
     start = random_leaf(np.random.default_rng(14), (3, 4), "float32")
-    return jnp.asarray(oracles.wide(start) * 3e38 / max(oracles.norm([start], ord), oracles.norm([start])), jnp.float32)
+    return jnp.asarray(
+        oracles.wide(start)
+        * 3e38
+        / max(oracles.norm([start], ord), oracles.norm([start])),
+        jnp.float32,
+    )
 
 
 @cache
 def slopes_nearly_too_large():
-    return at_every_order(lambda leaf, ord: jax.grad(partial(optaxclip.global_norm, ord=ord))(leaf), *map(leaf_nearly_too_large, ORDERS))
+    return at_every_order(
+        lambda leaf, ord: jax.grad(partial(optaxclip.global_norm, ord=ord))(leaf),
+        *map(leaf_nearly_too_large, ORDERS),
+    )
 
 
 def assert_slope_nearly_too_large(found, ord):
-    np.testing.assert_allclose(found, gradient(leaf_nearly_too_large(ord), ord), gradient_tolerance(ord), atol=1e-37)
+    np.testing.assert_allclose(
+        found,
+        gradient(leaf_nearly_too_large(ord), ord),
+        gradient_tolerance(ord),
+        atol=1e-37,
+    )
 
 
 @every_order
@@ -434,18 +610,32 @@ def test_derivative_of_a_norm_just_below_the_largest_float32_is_the_equation(ord
 
 @pytest.mark.parametrize("ord", [0.5, 2, 3, math.inf])
 def test_eager_derivative_of_a_norm_just_below_the_largest_float32_is_the_equation(ord):
-    assert_slope_nearly_too_large(jax.grad(partial(optaxclip.global_norm, ord=ord))(leaf_nearly_too_large(ord)), ord)
+    assert_slope_nearly_too_large(
+        jax.grad(partial(optaxclip.global_norm, ord=ord))(leaf_nearly_too_large(ord)),
+        ord,
+    )
 
 
 STEP = 1e-5
 
 
 def slope_and_difference(point, ord):
-    """Derivatives along a direction, forward and reverse, and what the norm changes by along it."""
+    """Derivatives along a direction, forward and reverse, and what the norm changes by
+    along it.
+    """
     leaves, direction = point
     forward, gradients = slope(point, ord)
-    there, back = (optaxclip.global_norm([x + h * v for x, v in zip(leaves, direction)], ord=ord) for h in (STEP, -STEP))
-    return jnp.stack([forward, sum(jnp.vdot(g, v) for g, v in zip(gradients, direction)), (there - back) / (2 * STEP)])
+    there, back = (
+        optaxclip.global_norm([x + h * v for x, v in zip(leaves, direction)], ord=ord)
+        for h in (STEP, -STEP)
+    )
+    return jnp.stack(
+        [
+            forward,
+            sum(jnp.vdot(g, v) for g, v in zip(gradients, direction)),
+            (there - back) / (2 * STEP),
+        ]
+    )
 
 
 @cache
@@ -453,9 +643,18 @@ def slopes_and_differences():
     with jax.enable_x64(True):
         random = np.random.default_rng(15)
         # Away from 0 and from two equal largest values, where there is no derivative.
-        leaves = [random.permuted(np.arange(1.0, 7.0)).reshape(2, 3) * random.choice([-1, 1], (2, 3)), random.uniform(0.5, 0.9, 4)]
+        leaves = [
+            random.permuted(np.arange(1.0, 7.0)).reshape(2, 3)
+            * random.choice([-1, 1], (2, 3)),
+            random.uniform(0.5, 0.9, 4),
+        ]
         direction = [random.standard_normal(x.shape) for x in leaves]
-        return {ord: np.asarray(found) for ord, found in at_every_order(slope_and_difference, (leaves, direction)).items()}
+        return {
+            ord: np.asarray(found)
+            for ord, found in at_every_order(
+                slope_and_difference, (leaves, direction)
+            ).items()
+        }
 
 
 @every_order
@@ -469,25 +668,42 @@ def test_second_derivative_is_the_equation_forward_and_reverse():
     x = np.asarray(np.random.default_rng(17).standard_normal(5) * 3, np.float32)
     unit = oracles.wide(x) / oracles.norm([x])
     ways = [
-        first(second(lambda x: optaxclip.global_norm([x[:4].reshape(2, 2), x[4]]))) for first, second in itertools.product((jax.jacfwd, jax.jacrev), repeat=2)
+        first(second(lambda x: optaxclip.global_norm([x[:4].reshape(2, 2), x[4]])))
+        for first, second in itertools.product((jax.jacfwd, jax.jacrev), repeat=2)
     ]
     for found in jax.jit(lambda x: [way(x) for way in ways])(x):
-        np.testing.assert_allclose(found, (np.eye(5) - np.outer(unit, unit)) / oracles.norm([x]), 0, atol=8 * EPS / oracles.norm([x]))
+        np.testing.assert_allclose(
+            found,
+            (np.eye(5) - np.outer(unit, unit)) / oracles.norm([x]),
+            0,
+            atol=8 * EPS / oracles.norm([x]),
+        )
 
 
 def test_derivative_of_a_complex_leaf_is_its_direction():
     x = jnp.asarray([3 + 4j, 0, -1j], jnp.complex64)
     v = jnp.asarray([1 - 2j, 1, 3 + 1j], jnp.complex64)
     tangent, pulled_back = jax.jit(partial(slope, ord=2))((x, v))
-    np.testing.assert_allclose(tangent, np.real(np.conj(oracles.wide(x)) * oracles.wide(v)).sum() / math.sqrt(26), 8 * EPS)
+    np.testing.assert_allclose(
+        tangent,
+        np.real(np.conj(oracles.wide(x)) * oracles.wide(v)).sum() / math.sqrt(26),
+        8 * EPS,
+    )
     # JAX's convention for a real function of a complex variable is the conjugate.
-    np.testing.assert_allclose(pulled_back, np.conj(oracles.wide(x)) / math.sqrt(26), 8 * EPS)
+    np.testing.assert_allclose(
+        pulled_back, np.conj(oracles.wide(x)) / math.sqrt(26), 8 * EPS
+    )
 
 
 @cache
 def slopes_of_units():
     leaf = random_leaf(np.random.default_rng(18), (4, 3), "float32")
-    return leaf, at_every_order(lambda leaf, ord: jax.grad(lambda x: jnp.sum(optaxclip.unit_norm(x, ord=ord)))(leaf), leaf)
+    return leaf, at_every_order(
+        lambda leaf, ord: jax.grad(lambda x: jnp.sum(optaxclip.unit_norm(x, ord=ord)))(
+            leaf
+        ),
+        leaf,
+    )
 
 
 @every_order
@@ -504,14 +720,23 @@ def test_derivative_of_each_unit_is_its_own(ord):
 @cache
 def norms_of_examples():
     random = np.random.default_rng(19)
-    tree = {"w": np.asarray(random_leaf(random, (6, 3, 4), "float32")), "b": np.asarray(random_leaf(random, (6, 5), "bfloat16"))}
-    return tree, at_every_order(lambda tree, ord: jax.vmap(partial(optaxclip.global_norm, ord=ord))(tree), tree)
+    tree = {
+        "w": np.asarray(random_leaf(random, (6, 3, 4), "float32")),
+        "b": np.asarray(random_leaf(random, (6, 5), "bfloat16")),
+    }
+    return tree, at_every_order(
+        lambda tree, ord: jax.vmap(partial(optaxclip.global_norm, ord=ord))(tree), tree
+    )
 
 
 @every_order
 def test_vmap_measures_each_example(ord):
     tree, norms = norms_of_examples()
-    np.testing.assert_allclose(norms[ord], [oracles.norm([tree["w"][i], tree["b"][i]], ord) for i in range(6)], tolerance(ord))
+    np.testing.assert_allclose(
+        norms[ord],
+        [oracles.norm([tree["w"][i], tree["b"][i]], ord) for i in range(6)],
+        tolerance(ord),
+    )
 
 
 @every_order
@@ -521,46 +746,73 @@ def test_jit_and_eager_agree_with_the_equation(ord):
         np.testing.assert_allclose(norm, oracles.norm(leaves, ord), tolerance(ord))
 
 
-# the way a CPU takes with large leaves: float32, and float64 only for what has left its range
+# the way a CPU takes with large leaves: float32, and float64 only for what has left its
+# range
 
 
 def large(*shape):
-    return np.random.default_rng(26).uniform(0.5, 1, shape or (260, 257)).astype(np.float32)
+    return (
+        np.random.default_rng(26)
+        .uniform(0.5, 1, shape or (260, 257))
+        .astype(np.float32)
+    )
 
 
-@pytest.mark.parametrize("scale", [2e-37, 1e-30, 3e-19, 1e-15, 1.0, 1e16, 1e18, 1e30, 1e36])
+@pytest.mark.parametrize(
+    "scale", [2e-37, 1e-30, 3e-19, 1e-15, 1.0, 1e16, 1e18, 1e30, 1e36]
+)
 def test_large_leaves_are_within_1e_6_at_every_size(scale):
     leaf = large() * np.float32(scale)
-    np.testing.assert_allclose(optaxclip.global_norm([leaf]), oracles.norm([leaf]), 1e-6)
-    np.testing.assert_allclose(optaxclip.unit_norm([leaf])[0], oracles.unit_norm(leaf), 1e-6)
+    np.testing.assert_allclose(
+        optaxclip.global_norm([leaf]), oracles.norm([leaf]), 1e-6
+    )
+    np.testing.assert_allclose(
+        optaxclip.unit_norm([leaf])[0], oracles.unit_norm(leaf), 1e-6
+    )
 
 
-@pytest.mark.parametrize("shape", [(768, 2304), (50257, 16), (3, 3, 64, 128), (24, 33000), (70000, 1)], ids=str)
+@pytest.mark.parametrize(
+    "shape",
+    [(768, 2304), (50257, 16), (3, 3, 64, 128), (24, 33000), (70000, 1)],
+    ids=str,
+)
 def test_units_of_large_leaves_are_within_1e_6(shape):
     leaf = large(*shape)
-    np.testing.assert_allclose(jax.jit(optaxclip.unit_norm)([leaf])[0], oracles.unit_norm(leaf), 1e-6)
+    np.testing.assert_allclose(
+        jax.jit(optaxclip.unit_norm)([leaf])[0], oracles.unit_norm(leaf), 1e-6
+    )
 
 
 def test_units_of_all_sizes_in_one_large_leaf_are_right():
     leaf = large() * np.geomspace(2e-37, 1e36, 257).astype(np.float32)
-    np.testing.assert_allclose(optaxclip.unit_norm([leaf])[0], oracles.unit_norm(leaf), 1e-6)
+    np.testing.assert_allclose(
+        optaxclip.unit_norm([leaf])[0], oracles.unit_norm(leaf), 1e-6
+    )
 
 
-@pytest.mark.parametrize(("most", "largest"), [(1e-20, 1e-18), (1e-19, 1e-15), (1e-19, 1e-12)])
+@pytest.mark.parametrize(
+    ("most", "largest"), [(1e-20, 1e-18), (1e-19, 1e-15), (1e-19, 1e-12)]
+)
 def test_what_is_too_small_to_be_squared_in_float32_still_counts(most, largest):
     leaf = np.full((260, 257), most, np.float32)
     leaf[3, 5] = largest
-    np.testing.assert_allclose(optaxclip.global_norm([leaf]), oracles.norm([leaf]), 1e-6)
+    np.testing.assert_allclose(
+        optaxclip.global_norm([leaf]), oracles.norm([leaf]), 1e-6
+    )
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
-def test_a_broken_number_in_a_large_leaf_is_seen_and_its_neighbours_are_not_touched(value):
+def test_a_broken_number_in_a_large_leaf_is_seen_and_its_neighbours_are_not_touched(
+    value,
+):
     leaf = large()
     leaf[100, 7] = value
     assert not np.isfinite(optaxclip.global_norm([leaf]))
     units = np.asarray(optaxclip.unit_norm([leaf])[0])[0]
     assert [place for place, norm in enumerate(units) if not np.isfinite(norm)] == [7]
-    np.testing.assert_allclose(np.delete(units, 7), np.delete(oracles.unit_norm(large())[0], 7), 1e-6)
+    np.testing.assert_allclose(
+        np.delete(units, 7), np.delete(oracles.unit_norm(large())[0], 7), 1e-6
+    )
 
 
 def test_large_leaves_of_zeros_have_norm_0_and_no_derivative():
@@ -570,30 +822,56 @@ def test_large_leaves_of_zeros_have_norm_0_and_no_derivative():
 
 
 def sums_in(function, *arguments, platform="cpu"):
-    return jax.export.export(jax.jit(function), platforms=[platform])(*arguments).mlir_module().count("applies stablehlo.add")
+    return (
+        jax.export.export(jax.jit(function), platforms=[platform])(*arguments)
+        .mlir_module()
+        .count("applies stablehlo.add")
+    )
 
 
 def test_only_a_cpu_has_two_sums_to_choose_from_and_only_where_it_pays():
     leaf = large()
-    assert sums_in(optaxclip.global_norm, leaf) == sums_in(optaxclip.unit_norm, leaf) == 2
-    assert sums_in(optaxclip.global_norm, large(2, 33000)) == sums_in(partial(optaxclip.unit_norm, axis=1), large(2, 33000)) == 2
+    assert (
+        sums_in(optaxclip.global_norm, leaf) == sums_in(optaxclip.unit_norm, leaf) == 2
+    )
+    assert (
+        sums_in(optaxclip.global_norm, large(2, 33000))
+        == sums_in(partial(optaxclip.unit_norm, axis=1), large(2, 33000))
+        == 2
+    )
     for other in (leaf[:10], jnp.asarray(leaf, "bfloat16"), large(10, 10, 10, 10, 10)):
         assert sums_in(optaxclip.global_norm, other) == 1
-    assert sums_in(partial(optaxclip.global_norm, ord=3), leaf) == sums_in(optaxclip.unit_norm, large(2, 33000)) == 1
-    assert sums_in(optaxclip.global_norm, leaf, platform="cuda") == sums_in(optaxclip.global_norm, leaf, platform="tpu") == 1
+    assert (
+        sums_in(partial(optaxclip.global_norm, ord=3), leaf)
+        == sums_in(optaxclip.unit_norm, large(2, 33000))
+        == 1
+    )
+    assert (
+        sums_in(optaxclip.global_norm, leaf, platform="cuda")
+        == sums_in(optaxclip.global_norm, leaf, platform="tpu")
+        == 1
+    )
 
 
 def test_examples_of_a_large_leaf_are_summed_once_each():
     leaves = large() * np.array([1.0, 1e30, 1e-30], np.float32)[:, None, None]
     assert sums_in(jax.vmap(optaxclip.global_norm), leaves) == 1
-    np.testing.assert_allclose(jax.vmap(optaxclip.global_norm)(leaves), [oracles.norm([leaf]) for leaf in leaves], 1e-6)
+    np.testing.assert_allclose(
+        jax.vmap(optaxclip.global_norm)(leaves),
+        [oracles.norm([leaf]) for leaf in leaves],
+        1e-6,
+    )
 
 
 def test_the_factors_of_units_are_computed_once_and_not_for_every_element():
     leaf, clipper = large(), optaxclip.clip_by_unit_norm(0.5)
     text = jax.jit(clipper.update).lower(leaf, clipper.init(leaf)).compile().as_text()
-    operands = re.findall(r"= f32\[260,257\]\S* fusion\((.*?)\)", text[text.index("ENTRY") :])
-    assert [each.count("%") for each in operands] == [2]  # the leaf and one factor for each unit
+    operands = re.findall(
+        r"= f32\[260,257\]\S* fusion\((.*?)\)", text[text.index("ENTRY") :]
+    )
+    assert [each.count("%") for each in operands] == [
+        2
+    ]  # the leaf and one factor for each unit
 
 
 # the way a TPU takes: it has no float64
@@ -606,26 +884,42 @@ def on_tpu(f, *args):
 @every_order
 def test_a_program_for_tpu_has_no_float64(ord):
     leaves = random_leaves("mixed", 21)
-    assert "f64" not in on_tpu(lambda leaves: (optaxclip.global_norm(leaves, ord=ord), optaxclip.unit_norm(leaves, ord=ord)), leaves)
+    assert "f64" not in on_tpu(
+        lambda leaves: (
+            optaxclip.global_norm(leaves, ord=ord),
+            optaxclip.unit_norm(leaves, ord=ord),
+        ),
+        leaves,
+    )
 
 
 def test_a_clipper_for_tpu_has_no_float64():
     leaves = random_leaves("mixed", 22)
-    for clipper in (optaxclip.clip_by_global_norm(1.0), optaxclip.adaptive_grad_clip(0.01), optaxclip.clip_by_tensor_rms(1.0)):
+    for clipper in (
+        optaxclip.clip_by_global_norm(1.0),
+        optaxclip.adaptive_grad_clip(0.01),
+        optaxclip.clip_by_tensor_rms(1.0),
+    ):
         assert "f64" not in on_tpu(clipper.update, leaves, clipper.init(leaves), leaves)
 
 
 def test_a_derivative_for_tpu_has_no_float64():
-    assert "f64" not in on_tpu(jax.grad(optaxclip.global_norm), random_leaves("float32", 23))
+    assert "f64" not in on_tpu(
+        jax.grad(optaxclip.global_norm), random_leaves("float32", 23)
+    )
 
 
 def test_a_program_for_cpu_sums_in_float64():
-    text = jax.export.export(jax.jit(optaxclip.global_norm), platforms=["cpu"])(random_leaves("bfloat16", 24)).mlir_module()
+    text = jax.export.export(jax.jit(optaxclip.global_norm), platforms=["cpu"])(
+        random_leaves("bfloat16", 24)
+    ).mlir_module()
     assert "f64" in text
 
 
 def narrow(leaves, ord):
-    return sums._roots(float(ord), [None], [[Split()] * len(leaves)], [leaves], np.float32)[0]
+    return sums._roots(
+        float(ord), [None], [[Split()] * len(leaves)], [leaves], np.float32
+    )[0]
 
 
 @cache
@@ -644,12 +938,20 @@ def test_sums_in_float32_are_within_1e_6(dtype, ord):
 def of_length(largest, ord):
     start = random_leaves("mixed", 26, shapes=[(3,), (2, 2), (1, 3)])
     factor = largest / oracles.norm(start, ord)
-    return [jnp.asarray(oracles.wide(leaf) * factor, "float32" if leaf.dtype != "complex64" else "complex64") for leaf in start]
+    return [
+        jnp.asarray(
+            oracles.wide(leaf) * factor,
+            "float32" if leaf.dtype != "complex64" else "complex64",
+        )
+        for leaf in start
+    ]
 
 
 @cache
 def narrow_norms_of_length(largest):
-    return at_every_order(narrow, *(of_length(largest, ord) for ord in SUMMED), orders=SUMMED)
+    return at_every_order(
+        narrow, *(of_length(largest, ord) for ord in SUMMED), orders=SUMMED
+    )
 
 
 @pytest.mark.parametrize("ord", SUMMED)
@@ -658,11 +960,18 @@ def test_sums_in_float32_hold_the_whole_range(largest, ord):
     leaves = of_length(largest, ord)
     # Of values below the smallest normal number each may be flushed to 0.
     lost = 2.0**-126 * 10 ** (1 / min(ord, 1)) if largest < 1 else 0
-    np.testing.assert_allclose(narrow_norms_of_length(largest)[ord], oracles.norm(leaves, ord), tolerance(ord), atol=lost)
+    np.testing.assert_allclose(
+        narrow_norms_of_length(largest)[ord],
+        oracles.norm(leaves, ord),
+        tolerance(ord),
+        atol=lost,
+    )
 
 
 def test_sums_in_float32_hold_a_large_leaf():
-    leaf = jnp.asarray(np.random.default_rng(27).standard_normal((1250, 4001)), jnp.float32)
+    leaf = jnp.asarray(
+        np.random.default_rng(27).standard_normal((1250, 4001)), jnp.float32
+    )
     np.testing.assert_allclose(narrow([leaf], 2), oracles.norm([leaf]), 1e-6)
 
 
@@ -673,12 +982,22 @@ def test_64_bit_leaves_keep_64_bits_where_others_are_summed_in_float32_as_on_a_t
     assert abs(norm / np.linalg.norm(values) - 1) < 1e-13
 
 
-UNITS = {(): (), (4,): (0,), (4, 3): (0,), (4, 3, 2): (0,), (2, 3, 4, 5): (0, 1, 2), (2, 3, 2, 4, 5): (0, 1, 2, 3)}
+UNITS = {
+    (): (),
+    (4,): (0,),
+    (4, 3): (0,),
+    (4, 3, 2): (0,),
+    (2, 3, 4, 5): (0, 1, 2),
+    (2, 3, 2, 4, 5): (0, 1, 2, 3),
+}
 
 
 @cache
 def norms_of_units():
-    leaves = {str(shape): np.random.default_rng(0).standard_normal(shape).astype(np.float32) for shape in UNITS}
+    leaves = {
+        str(shape): np.random.default_rng(0).standard_normal(shape).astype(np.float32)
+        for shape in UNITS
+    }
     return leaves, jax.jit(optaxclip.unit_norm)(leaves)
 
 
@@ -686,37 +1005,61 @@ def norms_of_units():
 def test_a_unit_of_each_rank_is_summed_over_the_axes_of_the_paper(shape, over):
     leaves, norms = norms_of_units()
     x, norm = leaves[str(shape)], norms[str(shape)]
-    wanted = np.sqrt(np.sum(np.asarray(x, np.float64) ** 2, over, keepdims=len(shape) > 1))
+    wanted = np.sqrt(
+        np.sum(np.asarray(x, np.float64) ** 2, over, keepdims=len(shape) > 1)
+    )
     assert norm.shape == wanted.shape
     np.testing.assert_allclose(norm, wanted, rtol=1e-6)
 
 
 def test_a_rank_without_a_rule_wants_an_axis():
-    with pytest.raises(ValueError, match=r"unit_norm: axis must be given for the leaf 'w' of rank 6: there is no rule above rank 5\."):
+    with pytest.raises(
+        ValueError,
+        match=(
+            r"unit_norm: axis must be given for the leaf 'w' of rank 6: there is no "
+            r"rule above rank 5\."
+        ),
+    ):
         optaxclip.unit_norm({"w": jnp.ones((1,) * 6)})
     assert optaxclip.unit_norm({"w": jnp.ones((1,) * 6)}, axis=-1)["w"] == 1.0
 
 
 @pytest.mark.parametrize("count", [-1, 3, 1.0, "1"])
 def test_a_number_of_stacked_axes_that_a_leaf_does_not_have_is_refused(count):
-    with pytest.raises(ValueError, match=r"tensor_norm: stacked must be a number of leading axes, from 0 to 2 for the leaf 'w' of shape \(2, 3\), got "):
+    with pytest.raises(
+        ValueError,
+        match=(
+            r"tensor_norm: stacked must be a number of leading axes, from 0 to 2 for "
+            r"the leaf 'w' of shape \(2, 3\), got "
+        ),
+    ):
         optaxclip.tensor_norm({"w": jnp.ones((2, 3))}, stacked=count)
 
 
-@pytest.mark.parametrize("norm", [optaxclip.global_norm, optaxclip.tensor_norm, optaxclip.unit_norm], ids=lambda norm: norm.__name__)
+@pytest.mark.parametrize(
+    "norm",
+    [optaxclip.global_norm, optaxclip.tensor_norm, optaxclip.unit_norm],
+    ids=lambda norm: norm.__name__,
+)
 def test_an_order_that_is_none_is_named_by_the_norm(norm):
-    with pytest.raises(ValueError, match=rf"^{norm.__name__}: ord must be a number above 0"):
+    with pytest.raises(
+        ValueError, match=rf"^{norm.__name__}: ord must be a number above 0"
+    ):
         norm(jnp.ones(2), ord="l2")
 
 
-@pytest.mark.parametrize("ord", [np.int64(1), np.float32(1.0), 1, 1.0], ids=lambda ord: type(ord).__name__)
+@pytest.mark.parametrize(
+    "ord", [np.int64(1), np.float32(1.0), 1, 1.0], ids=lambda ord: type(ord).__name__
+)
 def test_an_order_may_be_a_number_of_any_kind(ord):
     assert optaxclip.global_norm(jnp.array([3.0, -4.0]), ord=ord) == 7.0
 
 
 def test_one_leaf_of_64_bits_makes_the_norm_of_all_64_bits():
     with jax.enable_x64(True):
-        norm = optaxclip.global_norm([np.ones(2, np.float32), np.full(2, 1e200), np.ones(1, np.float16)])
+        norm = optaxclip.global_norm(
+            [np.ones(2, np.float32), np.full(2, 1e200), np.ones(1, np.float16)]
+        )
         assert norm.dtype == jnp.float64
         np.testing.assert_allclose(norm, np.sqrt(2) * 1e200, rtol=1e-14)
 
@@ -726,9 +1069,19 @@ TWICE = (0.5, 1, 2, 3, np.inf)
 
 @cache
 def second_derivatives(twice):
-    """{order: those at zero, and where one coordinate is not}, of all orders by one program."""
-    program = jax.jit(lambda x: [twice(partial(optaxclip.global_norm, ord=ord))(x) for ord in TWICE])
-    return dict(zip(TWICE, zip(*(program(np.float32(x)) for x in ([0, 0, 0], [0, 2, 0]))), strict=True))
+    """{order: those at zero, and where one coordinate is not}, of all orders by one
+    program.
+    """
+    program = jax.jit(
+        lambda x: [twice(partial(optaxclip.global_norm, ord=ord))(x) for ord in TWICE]
+    )
+    return dict(
+        zip(
+            TWICE,
+            zip(*(program(np.float32(x)) for x in ([0, 0, 0], [0, 2, 0]))),
+            strict=True,
+        )
+    )
 
 
 def reverse_twice(function):
@@ -749,9 +1102,13 @@ def test_integers_in_a_group_do_not_count():
 def test_axes_of_units_count_from_the_front_and_from_the_end():
     x = jnp.array([[3.0, 1.0], [4.0, 1.0]])
     for axis in (0, -2):
-        np.testing.assert_allclose(optaxclip.unit_norm(x, axis=axis), [[5.0, 2**0.5]], rtol=1e-6)
+        np.testing.assert_allclose(
+            optaxclip.unit_norm(x, axis=axis), [[5.0, 2**0.5]], rtol=1e-6
+        )
     for axis in (2, -3, 0.0):
-        with pytest.raises(ValueError, match=rf"unit_norm: axis={axis} does not fit the leaf"):
+        with pytest.raises(
+            ValueError, match=rf"unit_norm: axis={axis} does not fit the leaf"
+        ):
             optaxclip.unit_norm(x, axis=axis)
 
 
@@ -764,12 +1121,17 @@ def test_axes_may_differ_from_leaf_to_leaf_of_a_tuple():
 
 def test_the_vector_of_each_layer_is_a_unit_where_layers_are_stacked():
     x = jnp.array([[3.0, 4.0], [6.0, 8.0]])
-    np.testing.assert_allclose(optaxclip.unit_norm(x, stacked=1), [[5.0], [10.0]], rtol=1e-6)
+    np.testing.assert_allclose(
+        optaxclip.unit_norm(x, stacked=1), [[5.0], [10.0]], rtol=1e-6
+    )
 
 
 def test_the_largest_share_their_derivative():
     x = jnp.array([2.0, 1.0, -2.0, 0.0])
-    np.testing.assert_allclose(jax.grad(lambda x: optaxclip.global_norm(x, ord=np.inf))(x), [0.5, 0.0, -0.5, 0.0])
+    np.testing.assert_allclose(
+        jax.grad(lambda x: optaxclip.global_norm(x, ord=np.inf))(x),
+        [0.5, 0.0, -0.5, 0.0],
+    )
 
 
 @pytest.mark.parametrize("ord", TWICE)

@@ -1,4 +1,6 @@
-"""Per-example clipping against `vmap(jax.grad)` followed by the equations in float64 NumPy."""
+"""Per-example clipping against `vmap(jax.grad)` followed by the equations in float64
+NumPy.
+"""
 
 from functools import cache
 
@@ -13,7 +15,13 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import optaxclip
-from optaxclip.per_example import auto_s, clipped_grad, per_example_global_norm_clip, per_example_layer_norm_clip, psac
+from optaxclip.per_example import (
+    auto_s,
+    clipped_grad,
+    per_example_global_norm_clip,
+    per_example_layer_norm_clip,
+    psac,
+)
 
 EPS = float(np.finfo(np.float32).eps)
 SIZE = 12  # examples in a batch: one size, so that most tests run the same few programs
@@ -28,9 +36,18 @@ def mlp():
 
     def loss(p, example):
         x, label = example
-        return -jax.nn.log_softmax(jnp.tanh(x @ p["in"]["w"] + p["in"]["b"]) @ p["out"])[label]
+        return -jax.nn.log_softmax(
+            jnp.tanh(x @ p["in"]["w"] + p["in"]["b"]) @ p["out"]
+        )[label]
 
-    return loss, params, (normal(3, SIZE, 5) * np.linspace(0.1, 3, SIZE, dtype=np.float32)[:, None], np.arange(SIZE, dtype=np.int32) % 3)
+    return (
+        loss,
+        params,
+        (
+            normal(3, SIZE, 5) * np.linspace(0.1, 3, SIZE, dtype=np.float32)[:, None],
+            np.arange(SIZE, dtype=np.int32) % 3,
+        ),
+    )
 
 
 def convolution():
@@ -38,7 +55,13 @@ def convolution():
 
     def loss(p, example):
         image, target = example
-        seen = lax.conv_general_dilated(image[None], p[0], (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))
+        seen = lax.conv_general_dilated(
+            image[None],
+            p[0],
+            (1, 1),
+            "SAME",
+            dimension_numbers=("NHWC", "HWIO", "NHWC"),
+        )
         return jnp.sum((jnp.mean(jax.nn.relu(seen), (0, 1, 2)) @ p[1] - target) ** 2)
 
     return loss, params, (normal(2, SIZE, 6, 5, 1), normal(3, SIZE, 3))
@@ -48,7 +71,9 @@ def embedding():
     params = {"table": normal(0, 11, 4), "out": normal(1, 4)}
 
     def loss(p, example):
-        return jnp.sum((p["table"][example["words"]] @ p["out"] - example["target"]) ** 2)
+        return jnp.sum(
+            (p["table"][example["words"]] @ p["out"] - example["target"]) ** 2
+        )
 
     words = np.random.default_rng(2).integers(0, 11, (SIZE, 6), dtype=np.int32)
     return loss, params, {"words": words, "target": normal(3, SIZE, 6)}
@@ -59,28 +84,43 @@ def rnn():
 
     def loss(p, sequence):
         recur, feed, out = p
-        state, _ = lax.scan(lambda h, x: (jnp.tanh(h @ recur + x @ feed), None), jnp.zeros(4), sequence)
+        state, _ = lax.scan(
+            lambda h, x: (jnp.tanh(h @ recur + x @ feed), None), jnp.zeros(4), sequence
+        )
         return (state @ out - 1.0) ** 2
 
     return loss, params, normal(3, SIZE, 5, 3)
 
 
-MODELS = {"mlp": mlp(), "convolution": convolution(), "embedding": embedding(), "rnn": rnn()}
+MODELS = {
+    "mlp": mlp(),
+    "convolution": convolution(),
+    "embedding": embedding(),
+    "rnn": rnn(),
+}
 
 
 @cache
 def examples(model="mlp"):
     """The loss of each example, and its gradient as float64 leaves."""
     loss, params, batch = MODELS[model]
-    values, grads = jax.jit(jax.vmap(jax.value_and_grad(loss), (None, 0)))(params, batch)
+    values, grads = jax.jit(jax.vmap(jax.value_and_grad(loss), (None, 0)))(
+        params, batch
+    )
     return values, [np.asarray(leaf, np.float64) for leaf in jax.tree.leaves(grads)]
 
 
 @cache
 def program(model="mlp", microbatch=None, two_pass=False):
-    """clipped_grad of a limit that is traced, so that one program serves every limit."""
+    """clipped_grad of a limit that is traced, so that one program serves every
+    limit.
+    """
     loss = MODELS[model][0]
-    return jax.jit(lambda limit, params, batch, mask=None: clipped_grad(loss, limit, microbatch=microbatch, two_pass=two_pass)(params, batch, mask=mask))
+    return jax.jit(
+        lambda limit, params, batch, mask=None: clipped_grad(
+            loss, limit, microbatch=microbatch, two_pass=two_pass
+        )(params, batch, mask=mask)
+    )
 
 
 def norms_of(leaves):
@@ -96,9 +136,18 @@ def weighted(leaves, factors):
 
 
 def close(found, expected, examples, eps=EPS, depth=64):
-    """Every number within the rounding of the longest sum: `depth` operations for each of the examples, on numbers of the size of the largest."""
-    for got, want in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
-        np.testing.assert_allclose(np.asarray(got, np.float64), want, rtol=0, atol=depth * eps * max(np.max(np.abs(want)), 1e-30) * np.sqrt(examples))
+    """Every number within the rounding of the longest sum: `depth` operations for each
+    of the examples, on numbers of the size of the largest.
+    """
+    for got, want in zip(
+        jax.tree.leaves(found), jax.tree.leaves(expected), strict=True
+    ):
+        np.testing.assert_allclose(
+            np.asarray(got, np.float64),
+            want,
+            rtol=0,
+            atol=depth * eps * max(np.max(np.abs(want)), 1e-30) * np.sqrt(examples),
+        )
 
 
 def all_zero(tree):
@@ -108,9 +157,23 @@ def all_zero(tree):
 @pytest.mark.parametrize(
     "model, microbatch, two_pass",
     [
-        *(("mlp", width, two_pass) for width in (None, 5, 50) for two_pass in (False, True)),
-        *(("mlp", 1, True), ("mlp", 4, False), ("convolution", None, True), ("convolution", 5, False)),
-        *(("embedding", None, False), ("embedding", 5, True), ("rnn", None, False), ("rnn", 5, True)),
+        *(
+            ("mlp", width, two_pass)
+            for width in (None, 5, 50)
+            for two_pass in (False, True)
+        ),
+        *(
+            ("mlp", 1, True),
+            ("mlp", 4, False),
+            ("convolution", None, True),
+            ("convolution", 5, False),
+        ),
+        *(
+            ("embedding", None, False),
+            ("embedding", 5, True),
+            ("rnn", None, False),
+            ("rnn", 5, True),
+        ),
     ],
 )
 def test_the_mean_is_that_of_gradients_clipped_one_by_one(model, microbatch, two_pass):
@@ -146,7 +209,10 @@ FACTORS = {
     "psac(0.3)": (psac(0.3), lambda n, c: c / (n + 0.3 / (n + 0.3))),
     "smooth": (optaxclip.smooth(), lambda n, c: 1 / (1 + n / c)),
     "drop": (optaxclip.drop, lambda n, c: np.where(n > c, 0.0, 1.0)),
-    "a function": (lambda norm, limit: jnp.sqrt(norm) * limit, lambda n, c: c / np.sqrt(n)),
+    "a function": (
+        lambda norm, limit: jnp.sqrt(norm) * limit,
+        lambda n, c: c / np.sqrt(n),
+    ),
 }
 
 
@@ -154,13 +220,21 @@ FACTORS = {
 def shrunk():
     """The results of all shrinks, in one program."""
     loss, params, batch = MODELS["mlp"]
-    kinds = {**{(name, False): {} for name in FACTORS}, ("psac", True): {"two_pass": True, "microbatch": 5}}
-    return jax.jit(lambda *args: {kind: clipped_grad(loss, 0.7, shrink=FACTORS[kind[0]][0], **options)(*args) for kind, options in kinds.items()})(
-        params, batch
-    )
+    kinds = {
+        **{(name, False): {} for name in FACTORS},
+        ("psac", True): {"two_pass": True, "microbatch": 5},
+    }
+    return jax.jit(
+        lambda *args: {
+            kind: clipped_grad(loss, 0.7, shrink=FACTORS[kind[0]][0], **options)(*args)
+            for kind, options in kinds.items()
+        }
+    )(params, batch)
 
 
-@pytest.mark.parametrize("name, two_pass", [*((name, False) for name in FACTORS), ("psac", True)])
+@pytest.mark.parametrize(
+    "name, two_pass", [*((name, False) for name in FACTORS), ("psac", True)]
+)
 def test_every_shrink_gives_its_factor(name, two_pass):
     leaves = examples()[1]
     factors = FACTORS[name][1](norms_of(leaves), 0.7)
@@ -185,8 +259,12 @@ def test_a_limit_for_each_part_clips_each_by_its_own_norm():
     result = jax.jit(clipped_grad(loss, limits, microbatch=5))(params, batch)
     inner, outer = norms_of(leaves[:2]), norms_of(leaves[2:])
     np.testing.assert_allclose(result.norms["in"], inner, rtol=64 * EPS)
-    np.testing.assert_allclose(result.factors["out"], hard_factor(outer, 0.9), rtol=64 * EPS)
-    expected = weighted(leaves[:2], hard_factor(inner, 0.3)) + weighted(leaves[2:], hard_factor(outer, 0.9))
+    np.testing.assert_allclose(
+        result.factors["out"], hard_factor(outer, 0.9), rtol=64 * EPS
+    )
+    expected = weighted(leaves[:2], hard_factor(inner, 0.3)) + weighted(
+        leaves[2:], hard_factor(outer, 0.9)
+    )
     close(result.grads, [leaf / SIZE for leaf in expected], SIZE)
 
 
@@ -202,7 +280,9 @@ def test_a_part_without_a_limit_is_not_clipped():
 def plain():
     """The gradient of the mean."""
     loss, params, batch = MODELS["mlp"]
-    grads = jax.jit(jax.grad(lambda p, batch: jnp.mean(jax.vmap(loss, (None, 0))(p, batch))))(params, batch)
+    grads = jax.jit(
+        jax.grad(lambda p, batch: jnp.mean(jax.vmap(loss, (None, 0))(p, batch)))
+    )(params, batch)
     return [np.asarray(leaf, np.float64) for leaf in jax.tree.leaves(grads)]
 
 
@@ -216,13 +296,19 @@ def test_without_a_limit_it_is_the_gradient_of_the_mean(limit, two_pass):
 @pytest.mark.parametrize("microbatch, two_pass", [(None, False), (5, True)])
 def test_masked_examples_do_not_exist_whatever_they_hold(microbatch, two_pass):
     _, params, (x, label) = MODELS["mlp"]
-    mask = np.array([1, 0, 1, 1, 0, 1, 0, 0, 1, 0, 0, 0], bool)  # 1, 4, 7 and 10 are a microbatch: all masked
+    mask = np.array(
+        [1, 0, 1, 1, 0, 1, 0, 0, 1, 0, 0, 0], bool
+    )  # 1, 4, 7 and 10 are a microbatch: all masked
     x = x.copy()
     x[1], x[4] = np.nan, np.inf
     result = program("mlp", microbatch, two_pass)(0.5, params, (x, label), mask)
     leaves = [leaf[mask] for leaf in examples()[1]]
     norms = norms_of(leaves)
-    close(result.grads, [leaf / 5 for leaf in weighted(leaves, hard_factor(norms, 0.5))], 5)
+    close(
+        result.grads,
+        [leaf / 5 for leaf in weighted(leaves, hard_factor(norms, 0.5))],
+        5,
+    )
     np.testing.assert_allclose(result.norms[mask], norms, rtol=64 * EPS)
     np.testing.assert_array_equal(result.norms[~mask], np.zeros(7))
     np.testing.assert_array_equal(result.factors[~mask], np.zeros(7))
@@ -232,19 +318,37 @@ def test_masked_examples_do_not_exist_whatever_they_hold(microbatch, two_pass):
 @pytest.mark.parametrize("microbatch, two_pass", [(None, False), (5, True)])
 def test_a_batch_that_is_all_masked_gives_zeros(microbatch, two_pass):
     _, params, batch = MODELS["mlp"]
-    assert all_zero(program("mlp", microbatch, two_pass)(0.5, params, batch, np.zeros(SIZE, bool)).grads)
+    assert all_zero(
+        program("mlp", microbatch, two_pass)(
+            0.5, params, batch, np.zeros(SIZE, bool)
+        ).grads
+    )
 
 
 @pytest.mark.parametrize(
     "microbatch, bad, two_pass",
-    [(None, np.nan, False), (None, np.inf, False), (None, np.inf, True), (1, np.nan, True), (4, -np.inf, False), (5, -np.inf, True), (5, np.nan, False)],
+    [
+        (None, np.nan, False),
+        (None, np.inf, False),
+        (None, np.inf, True),
+        (1, np.nan, True),
+        (4, -np.inf, False),
+        (5, -np.inf, True),
+        (5, np.nan, False),
+    ],
 )
 def test_a_broken_example_contributes_nothing_and_is_counted(microbatch, bad, two_pass):
     _, params, (x, label) = MODELS["mlp"]
     broken = np.array([1, 0, 0, 0, 0, 1, 0, 0, 0, 0, 0, 0], bool)
-    result = program("mlp", microbatch, two_pass)(0.5, params, (np.where(broken[:, None], np.float32(bad), x), label))
+    result = program("mlp", microbatch, two_pass)(
+        0.5, params, (np.where(broken[:, None], np.float32(bad), x), label)
+    )
     leaves = [leaf[~broken] for leaf in examples()[1]]
-    close(result.grads, [leaf / SIZE for leaf in weighted(leaves, hard_factor(norms_of(leaves), 0.5))], SIZE)
+    close(
+        result.grads,
+        [leaf / SIZE for leaf in weighted(leaves, hard_factor(norms_of(leaves), 0.5))],
+        SIZE,
+    )
     assert result.nonfinite == 2
     np.testing.assert_array_equal(result.factors[broken], np.zeros(2))
     assert not np.any(np.isfinite(result.norms[broken]))
@@ -253,7 +357,9 @@ def test_a_broken_example_contributes_nothing_and_is_counted(microbatch, bad, tw
 @pytest.mark.parametrize("two_pass", [False, True])
 def test_a_batch_of_broken_examples_gives_zeros(two_pass):
     _, params, (x, label) = MODELS["mlp"]
-    result = program("mlp", None, two_pass)(0.5, params, (np.full_like(x, np.nan), label))
+    result = program("mlp", None, two_pass)(
+        0.5, params, (np.full_like(x, np.nan), label)
+    )
     assert all_zero(result.grads)
     assert result.nonfinite == SIZE
 
@@ -263,8 +369,14 @@ def test_an_example_broken_in_one_part_contributes_to_no_part():
         return p["a"] * x[0] + p["b"] * x[1]
 
     one = np.ones((), np.float32)
-    result = jax.jit(clipped_grad(loss, {"a": 1.0, "b": 1.0}))({"a": one, "b": one}, np.array([[0.5, np.nan], [0.25, 0.5]], np.float32))
-    assert (float(result.grads["a"]), float(result.grads["b"]), int(result.nonfinite)) == (0.125, 0.25, 1)
+    result = jax.jit(clipped_grad(loss, {"a": 1.0, "b": 1.0}))(
+        {"a": one, "b": one}, np.array([[0.5, np.nan], [0.25, 0.5]], np.float32)
+    )
+    assert (
+        float(result.grads["a"]),
+        float(result.grads["b"]),
+        int(result.nonfinite),
+    ) == (0.125, 0.25, 1)
     np.testing.assert_array_equal(result.factors["a"], [0, 1])
 
 
@@ -274,14 +386,28 @@ def inner(p, x):
 
 @pytest.mark.parametrize("two_pass", [False, True])
 def test_zero_gradients_stay_zero(two_pass):
-    kinds = [(0.0, optaxclip.hard), (1.0, optaxclip.normalize), (1.0, auto_s(0)), (1.0, psac())]
-    run = jax.jit(lambda *args: [clipped_grad(inner, limit, shrink=shrink, two_pass=two_pass)(*args).grads for limit, shrink in kinds])
-    np.testing.assert_array_equal(run(normal(0, 3), np.zeros((4, 3), np.float32)), np.zeros((4, 3)))
+    kinds = [
+        (0.0, optaxclip.hard),
+        (1.0, optaxclip.normalize),
+        (1.0, auto_s(0)),
+        (1.0, psac()),
+    ]
+    run = jax.jit(
+        lambda *args: [
+            clipped_grad(inner, limit, shrink=shrink, two_pass=two_pass)(*args).grads
+            for limit, shrink in kinds
+        ]
+    )
+    np.testing.assert_array_equal(
+        run(normal(0, 3), np.zeros((4, 3), np.float32)), np.zeros((4, 3))
+    )
 
 
 def test_a_tiny_gradient_that_is_normalized_brings_no_nan_into_the_sum():
     xs = np.array([[1.5e-38, 0.0], [0.0, 2.0]], np.float32)
-    result = jax.jit(clipped_grad(inner, 10.0, shrink=optaxclip.normalize, mean=False))(np.zeros(2, np.float32), xs)
+    result = jax.jit(clipped_grad(inner, 10.0, shrink=optaxclip.normalize, mean=False))(
+        np.zeros(2, np.float32), xs
+    )
     assert np.all(np.isfinite(result.grads))
     np.testing.assert_allclose(result.grads[1], 10.0, rtol=4 * EPS)
 
@@ -289,36 +415,53 @@ def test_a_tiny_gradient_that_is_normalized_brings_no_nan_into_the_sum():
 @pytest.mark.parametrize("size", [1e-30, 1e30])
 def test_norms_hold_over_the_range_of_float32(size):
     xs = normal(0, 5, 4) * np.float32(size)
-    result = jax.jit(lambda limit, *args: clipped_grad(inner, limit)(*args))(1e-3 * size, np.zeros(4, np.float32), xs)
-    np.testing.assert_allclose(result.norms, np.linalg.norm(np.asarray(xs, np.float64), axis=1), rtol=4 * EPS)
+    result = jax.jit(lambda limit, *args: clipped_grad(inner, limit)(*args))(
+        1e-3 * size, np.zeros(4, np.float32), xs
+    )
+    np.testing.assert_allclose(
+        result.norms, np.linalg.norm(np.asarray(xs, np.float64), axis=1), rtol=4 * EPS
+    )
     assert np.all(np.isfinite(result.grads))
 
 
 @pytest.mark.parametrize("two_pass", [False, True])
 def test_bfloat16_gradients_are_measured_and_summed_in_float32(two_pass):
-    """300 equal bfloat16 gradients: a sum in bfloat16 stops growing at 256 times the first."""
+    """300 equal bfloat16 gradients: a sum in bfloat16 stops growing at 256 times the
+    first.
+    """
     xs = np.ones((300, 1000), ml_dtypes.bfloat16)
 
     def loss(p, x):
         return jnp.sum((p * x).astype(jnp.float32))
 
-    result = jax.jit(clipped_grad(loss, None, mean=False, microbatch=1, two_pass=two_pass))(np.zeros(1000, ml_dtypes.bfloat16), xs)
+    result = jax.jit(
+        clipped_grad(loss, None, mean=False, microbatch=1, two_pass=two_pass)
+    )(np.zeros(1000, ml_dtypes.bfloat16), xs)
     assert result.grads.dtype == jnp.bfloat16
-    np.testing.assert_array_equal(np.asarray(result.grads, np.float32), np.float32(jnp.bfloat16(300)))
+    np.testing.assert_array_equal(
+        np.asarray(result.grads, np.float32), np.float32(jnp.bfloat16(300))
+    )
     np.testing.assert_allclose(result.norms, np.sqrt(1000), rtol=4 * EPS)
 
 
 def test_bfloat16_parameters_of_a_network():
     loss, params, batch = MODELS["mlp"]
     params = jax.tree.map(lambda leaf: leaf.astype(ml_dtypes.bfloat16), params)
-    leaves = [np.asarray(leaf, np.float64) for leaf in jax.tree.leaves(jax.jit(jax.vmap(jax.grad(loss), (None, 0)))(params, batch))]
+    leaves = [
+        np.asarray(leaf, np.float64)
+        for leaf in jax.tree.leaves(
+            jax.jit(jax.vmap(jax.grad(loss), (None, 0)))(params, batch)
+        )
+    ]
     norms = norms_of(leaves)
     result = program(microbatch=5)(0.5, params, batch)
     np.testing.assert_allclose(result.norms, norms, rtol=64 * EPS)
     expected = weighted(leaves, hard_factor(norms, 0.5))
     for got, want in zip(jax.tree.leaves(result.grads), expected):
         assert got.dtype == jnp.bfloat16
-        np.testing.assert_allclose(np.asarray(got, np.float64), want / SIZE, rtol=2**-8, atol=64 * EPS)
+        np.testing.assert_allclose(
+            np.asarray(got, np.float64), want / SIZE, rtol=2**-8, atol=64 * EPS
+        )
 
 
 @pytest.mark.parametrize("microbatch, two_pass", [(None, False), (2, False), (2, True)])
@@ -327,7 +470,9 @@ def test_aux_comes_for_each_example_in_the_order_of_the_batch(microbatch, two_pa
         return jnp.sum(p * x), {"x": x, "first": x[0] > 0}
 
     xs = normal(0, 5, 3)
-    result = jax.jit(clipped_grad(loss, 1.0, has_aux=True, microbatch=microbatch, two_pass=two_pass))(np.ones(3, np.float32), xs)
+    result = jax.jit(
+        clipped_grad(loss, 1.0, has_aux=True, microbatch=microbatch, two_pass=two_pass)
+    )(np.ones(3, np.float32), xs)
     np.testing.assert_array_equal(result.aux["x"], xs)
     np.testing.assert_array_equal(result.aux["first"], xs[:, 0] > 0)
 
@@ -339,17 +484,37 @@ def test_several_arguments_are_differentiated_and_several_are_batches(two_pass):
 
     words = np.array([[0, 3], [1, 5], [2, 0], [3, 2], [4, 7]], np.uint32)
     xs, w, b = normal(1, 5, 3), normal(2, 3), np.float32(1.5)
-    leaves = [2.0 * b * np.asarray(xs, np.float64), 2.0 * np.asarray(xs, np.float64) @ w + words[:, 1]]
-    run = jax.jit(clipped_grad(loss, 1.0, argnums=(2, -1), batch_argnums=(0, 3), microbatch=2, two_pass=two_pass))
+    leaves = [
+        2.0 * b * np.asarray(xs, np.float64),
+        2.0 * np.asarray(xs, np.float64) @ w + words[:, 1],
+    ]
+    run = jax.jit(
+        clipped_grad(
+            loss,
+            1.0,
+            argnums=(2, -1),
+            batch_argnums=(0, 3),
+            microbatch=2,
+            two_pass=two_pass,
+        )
+    )
     result = run(jax.random.wrap_key_data(words), np.float32(2.0), w, xs, b)
     assert isinstance(result.grads, tuple)
-    close(result.grads, [leaf / 5 for leaf in weighted(leaves, hard_factor(norms_of(leaves), 1.0))], 5)
+    close(
+        result.grads,
+        [leaf / 5 for leaf in weighted(leaves, hard_factor(norms_of(leaves), 1.0))],
+        5,
+    )
 
 
 def test_limits_may_be_traced_and_a_negative_one_counts_as_zero():
     _, params, batch = MODELS["mlp"]
     leaves = examples()[1]
-    close(program()(0.5, params, batch).grads, [leaf / SIZE for leaf in weighted(leaves, hard_factor(norms_of(leaves), 0.5))], SIZE)
+    close(
+        program()(0.5, params, batch).grads,
+        [leaf / SIZE for leaf in weighted(leaves, hard_factor(norms_of(leaves), 0.5))],
+        SIZE,
+    )
     assert all_zero(program()(-1.0, params, batch).grads)
 
 
@@ -358,7 +523,9 @@ def test_a_batch_split_over_devices_under_jit():
     mesh = jax.make_mesh((4,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
     split = jax.device_put(batch, NamedSharding(mesh, P("data")))
     leaves = examples()[1]
-    expected = [leaf / SIZE for leaf in weighted(leaves, hard_factor(norms_of(leaves), 0.5))]
+    expected = [
+        leaf / SIZE for leaf in weighted(leaves, hard_factor(norms_of(leaves), 0.5))
+    ]
     for two_pass in (False, True):
         close(program("mlp", 4, two_pass)(0.5, params, split).grads, expected, SIZE)
 
@@ -374,7 +541,15 @@ def test_in_shard_map_each_device_clips_its_own_examples(check_vma, two_pass):
         result = grad(params, batch)
         return lax.psum(result.grads, "data"), result.norms
 
-    run = jax.jit(jax.shard_map(local, mesh=mesh, in_specs=(P(), P("data")), out_specs=(P(), P("data")), check_vma=check_vma))
+    run = jax.jit(
+        jax.shard_map(
+            local,
+            mesh=mesh,
+            in_specs=(P(), P("data")),
+            out_specs=(P(), P("data")),
+            check_vma=check_vma,
+        )
+    )
     grads, norms = run(params, batch)
     leaves = examples()[1]
     np.testing.assert_allclose(norms, norms_of(leaves), rtol=64 * EPS)
@@ -391,13 +566,28 @@ def temporary(two_pass, batch, microbatch):
     def shaped(*shape):
         return jax.ShapeDtypeStruct(shape, jnp.float32)
 
-    run = jax.jit(lambda p, xs: clipped_grad(loss, 1.0, microbatch=microbatch, two_pass=two_pass)(p, xs).grads)
-    return run.lower({name: shaped(*shape) for name, shape in shapes.items()}, shaped(batch, 64)).compile().memory_analysis().temp_size_in_bytes
+    run = jax.jit(
+        lambda p, xs: (
+            clipped_grad(loss, 1.0, microbatch=microbatch, two_pass=two_pass)(
+                p, xs
+            ).grads
+        )
+    )
+    return (
+        run.lower(
+            {name: shaped(*shape) for name, shape in shapes.items()}, shaped(batch, 64)
+        )
+        .compile()
+        .memory_analysis()
+        .temp_size_in_bytes
+    )
 
 
 @pytest.mark.parametrize("two_pass", [False, True])
 def test_memory_does_not_grow_with_the_batch(two_pass):
-    """From 16 to 1024 examples it may grow by a few numbers for each example, never by a gradient, which is 338 kB."""
+    """From 16 to 1024 examples it may grow by a few numbers for each example, never by
+    a gradient, which is 338 kB.
+    """
     assert abs(temporary(two_pass, 1024, 8) - temporary(two_pass, 16, 8)) < 1024 * 64
 
 
@@ -415,27 +605,48 @@ def test_two_passes_need_less_memory_than_one():
 
 
 def batches(seed=0, dtype=np.float32):
-    return {"w": normal(seed, 6, 4, 3).astype(dtype), "b": (normal(seed + 1, 6, 3) * 3).astype(dtype), "s": (normal(seed + 2, 6) + 1).astype(dtype)}
+    return {
+        "w": normal(seed, 6, 4, 3).astype(dtype),
+        "b": (normal(seed + 1, 6, 3) * 3).astype(dtype),
+        "s": (normal(seed + 2, 6) + 1).astype(dtype),
+    }
 
 
 @jax.jit
 def clipped_twice(grads, limit):
-    """By our functions and by those of optax, in one program for every limit; the layers as a list."""
+    """By our functions and by those of optax, in one program for every limit; the
+    layers as a list.
+    """
     layers = jax.tree.leaves(grads)
     return {
-        "all": (per_example_global_norm_clip(grads, limit), optax.per_example_global_norm_clip(grads, limit)),
-        "uniform": (per_example_layer_norm_clip(layers, limit), optax.per_example_layer_norm_clip(layers, limit)),
-        "by size": (per_example_layer_norm_clip(layers, limit, False), optax.per_example_layer_norm_clip(layers, limit, False)),
+        "all": (
+            per_example_global_norm_clip(grads, limit),
+            optax.per_example_global_norm_clip(grads, limit),
+        ),
+        "uniform": (
+            per_example_layer_norm_clip(layers, limit),
+            optax.per_example_layer_norm_clip(layers, limit),
+        ),
+        "by size": (
+            per_example_layer_norm_clip(layers, limit, False),
+            optax.per_example_layer_norm_clip(layers, limit, False),
+        ),
     }
 
 
 @pytest.mark.parametrize("limit", [0.0, 0.5, 4.0, 100.0, np.inf])
 def test_healthy_gradients_give_what_optax_gives(limit):
     ours, theirs = clipped_twice(batches(), limit)["all"]
-    close(ours[0], [np.asarray(leaf, np.float64) for leaf in jax.tree.leaves(theirs[0])], 6)
+    close(
+        ours[0],
+        [np.asarray(leaf, np.float64) for leaf in jax.tree.leaves(theirs[0])],
+        6,
+    )
     assert int(ours[1]) == int(theirs[1])
     assert jax.tree.map(jnp.shape, ours) == jax.tree.map(jnp.shape, theirs)
-    assert jax.tree.map(lambda leaf: leaf.dtype, ours) == jax.tree.map(lambda leaf: leaf.dtype, theirs)
+    assert jax.tree.map(lambda leaf: leaf.dtype, ours) == jax.tree.map(
+        lambda leaf: leaf.dtype, theirs
+    )
 
 
 @pytest.mark.parametrize("uniform", [True, False])
@@ -449,18 +660,29 @@ def test_healthy_layers_give_what_optax_gives(limit, uniform):
 
 def test_integers_and_bfloat16_sum_to_float32_as_in_optax():
     integers = [np.array([[0, 0, 0], [0, 3, 4], [4, 0, 3], [3, 4, 0]])]
-    total, count = jax.jit(lambda grads: per_example_global_norm_clip(grads, 1.25))(integers)
+    total, count = jax.jit(lambda grads: per_example_global_norm_clip(grads, 1.25))(
+        integers
+    )
     np.testing.assert_allclose(total[0], [1.75, 1.75, 1.75], rtol=4 * EPS)
     assert int(count) == 3
-    sums, _ = jax.eval_shape(lambda grads: per_example_global_norm_clip(grads, 1.0), batches(dtype=ml_dtypes.bfloat16))
+    sums, _ = jax.eval_shape(
+        lambda grads: per_example_global_norm_clip(grads, 1.0),
+        batches(dtype=ml_dtypes.bfloat16),
+    )
     assert all(leaf.dtype == jnp.float32 for leaf in jax.tree.leaves(sums))
 
 
-@pytest.mark.parametrize("size, dtype", [(60000.0, jnp.float16), (1e30, jnp.bfloat16), (1e-30, jnp.float32)])
+@pytest.mark.parametrize(
+    "size, dtype", [(60000.0, jnp.float16), (1e30, jnp.bfloat16), (1e-30, jnp.float32)]
+)
 def test_the_bound_holds_where_squares_leave_the_range(size, dtype):
     grads = np.full((2, 1000), size, dtype)
-    total, count = jax.jit(lambda grads: per_example_global_norm_clip(grads, 1e-3 * size))(grads)
-    np.testing.assert_allclose(np.linalg.norm(np.asarray(total, np.float64)), 2e-3 * size, rtol=16 * EPS)
+    total, count = jax.jit(
+        lambda grads: per_example_global_norm_clip(grads, 1e-3 * size)
+    )(grads)
+    np.testing.assert_allclose(
+        np.linalg.norm(np.asarray(total, np.float64)), 2e-3 * size, rtol=16 * EPS
+    )
     assert int(count) == 2
 
 
@@ -476,8 +698,14 @@ def test_a_broken_gradient_is_left_out_and_counted(bad):
     assert int(count) == 1 + np.sum(norms > 4.0)
     sums, counts = found["uniform"][0]
     limit = 4.0 / np.sqrt(3)
-    close(sums, [weighted([leaf], hard_factor(norms_of([leaf]), limit))[0] for leaf in healthy], 6)
-    assert [int(n) for n in jax.tree.leaves(counts)] == [1 + np.sum(norms_of([leaf]) > limit) for leaf in healthy]
+    close(
+        sums,
+        [weighted([leaf], hard_factor(norms_of([leaf]), limit))[0] for leaf in healthy],
+        6,
+    )
+    assert [int(n) for n in jax.tree.leaves(counts)] == [
+        1 + np.sum(norms_of([leaf]) > limit) for leaf in healthy
+    ]
 
 
 def test_no_gradients_at_all():
@@ -493,22 +721,42 @@ def add(p, x):
 
 
 WRONG = {
-    "negative": (lambda: clipped_grad(add, -1.0), ValueError, r"clipped_grad: max_norm must be at least 0, got -1.0\."),
-    "a string in a tree": (lambda: clipped_grad(add, {"w": "1"}), TypeError, r"clipped_grad: max_norm for 'w' must be a real number, got '1'\."),
-    "an array": (lambda: clipped_grad(add, jnp.ones(3)), ValueError, r"clipped_grad: max_norm must be one number, got an array of shape \(3,\)\."),
-    "nothing": (lambda: clipped_grad(add, {}), ValueError, r"clipped_grad: max_norm has no limit in it, got {}\."),
+    "negative": (
+        lambda: clipped_grad(add, -1.0),
+        ValueError,
+        r"clipped_grad: max_norm must be at least 0, got -1.0\.",
+    ),
+    "a string in a tree": (
+        lambda: clipped_grad(add, {"w": "1"}),
+        TypeError,
+        r"clipped_grad: max_norm for 'w' must be a real number, got '1'\.",
+    ),
+    "an array": (
+        lambda: clipped_grad(add, jnp.ones(3)),
+        ValueError,
+        r"clipped_grad: max_norm must be one number, got an array of shape \(3,\)\.",
+    ),
+    "nothing": (
+        lambda: clipped_grad(add, {}),
+        ValueError,
+        r"clipped_grad: max_norm has no limit in it, got {}\.",
+    ),
     "microbatch": (
         lambda: clipped_grad(add, 1.0, microbatch=0),
         ValueError,
-        r"clipped_grad: microbatch must be a number of examples, at least 1, or None, got 0\.",
+        r"clipped_grad: microbatch must be a number of examples, at least 1, or None, "
+        r"got 0\.",
     ),
     "two passes": (
         lambda: clipped_grad(add, {"a": 1.0, "b": 2.0}, two_pass=True),
         ValueError,
-        r"clipped_grad: two_pass=True weighs the loss of an example, which has one factor, but max_norm has 2 limits: use two_pass=False, or one limit\.",
+        r"clipped_grad: two_pass=True weighs the loss of an example, which has one "
+        r"factor, but max_norm has 2 limits: use two_pass=False, or one limit\.",
     ),
     "no such part": (
-        lambda: clipped_grad(lambda p, x: p["b"] * x, {"a": 1.0})({"b": jnp.ones(())}, jnp.ones(2)),
+        lambda: clipped_grad(lambda p, x: p["b"] * x, {"a": 1.0})(
+            {"b": jnp.ones(())}, jnp.ones(2)
+        ),
         ValueError,
         r"clipped_grad: max_norm has no value for the leaf 'b': it has 'a'\.",
     ),
@@ -525,21 +773,36 @@ WRONG = {
     "empty": (
         lambda: clipped_grad(add, 1.0)(1.0, jnp.ones(0)),
         ValueError,
-        r"clipped_grad: the batch is empty: give at least one example, masked if need be\.",
+        r"clipped_grad: the batch is empty: give at least one example, masked if need "
+        r"be\.",
     ),
     "uneven": (
         lambda: clipped_grad(add, 1.0)(1.0, {"x": jnp.ones(3), "y": jnp.ones(2)}),
         ValueError,
-        r"clipped_grad: the batch must be arrays whose first axis counts examples, of one size, got the shapes {'x': \(3,\), 'y': \(2,\)}\.",
+        r"clipped_grad: the batch must be arrays whose first axis counts examples, of "
+        r"one size, got the shapes {'x': \(3,\), 'y': \(2,\)}\.",
     ),
     "both": (
         lambda: clipped_grad(add, 1.0, argnums=1)(1.0, jnp.ones(3)),
         ValueError,
         r"clipped_grad: argnums=1 and batch_argnums=1 must be different arguments\.",
     ),
-    "too few": (lambda: clipped_grad(add, 1.0)(1.0), ValueError, r"clipped_grad: batch_argnums=1, but the function was called with 1 positional arguments\."),
-    "gamma": (lambda: auto_s(-1), ValueError, r"auto_s: gamma must be at least 0, got -1\."),
-    "r": (lambda: psac(0), ValueError, r"psac: r must be above 0, got 0: normalize is the limit for r = 0\."),
+    "too few": (
+        lambda: clipped_grad(add, 1.0)(1.0),
+        ValueError,
+        r"clipped_grad: batch_argnums=1, but the function was called with 1 positional "
+        r"arguments\.",
+    ),
+    "gamma": (
+        lambda: auto_s(-1),
+        ValueError,
+        r"auto_s: gamma must be at least 0, got -1\.",
+    ),
+    "r": (
+        lambda: psac(0),
+        ValueError,
+        r"psac: r must be above 0, got 0: normalize is the limit for r = 0\.",
+    ),
     "optax limit": (
         lambda: per_example_global_norm_clip([jnp.ones((2, 3))], -1.0),
         ValueError,
@@ -548,12 +811,14 @@ WRONG = {
     "optax layers": (
         lambda: per_example_layer_norm_clip([jnp.ones(2)], "1"),
         TypeError,
-        r"per_example_layer_norm_clip: global_l2_norm_clip must be a real number, got '1'\.",
+        r"per_example_layer_norm_clip: global_l2_norm_clip must be a real number, got "
+        r"'1'\.",
     ),
     "optax scalar": (
         lambda: per_example_global_norm_clip([jnp.ones(())], 1.0),
         ValueError,
-        r"per_example_global_norm_clip: grads must be arrays whose first axis counts examples, of one size, got the shapes {'0': \(\)}\.",
+        r"per_example_global_norm_clip: grads must be arrays whose first axis counts "
+        r"examples, of one size, got the shapes {'0': \(\)}\.",
     ),
 }
 
@@ -567,10 +832,18 @@ def test_errors_say_what_was_wrong(name):
 
 def test_per_example_limits_are_named_by_their_function():
     for text, call in {
-        "per_example_global_norm_clip: l2_norm_clip": lambda: optaxclip.per_example_global_norm_clip(jnp.ones((2, 3)), -1.0),
-        "per_example_layer_norm_clip: global_l2_norm_clip": lambda: optaxclip.per_example_layer_norm_clip(jnp.ones((2, 3)), -1.0),
-        "clipped_grad: max_norm": lambda: optaxclip.clipped_grad(lambda w, x: w * x, -1.0),
-        "clipped_grad: max_norm for 'w'": lambda: optaxclip.clipped_grad(lambda w, x: w * x, {"w": -1.0}),
+        "per_example_global_norm_clip: l2_norm_clip": lambda: (
+            optaxclip.per_example_global_norm_clip(jnp.ones((2, 3)), -1.0)
+        ),
+        "per_example_layer_norm_clip: global_l2_norm_clip": lambda: (
+            optaxclip.per_example_layer_norm_clip(jnp.ones((2, 3)), -1.0)
+        ),
+        "clipped_grad: max_norm": lambda: optaxclip.clipped_grad(
+            lambda w, x: w * x, -1.0
+        ),
+        "clipped_grad: max_norm for 'w'": lambda: optaxclip.clipped_grad(
+            lambda w, x: w * x, {"w": -1.0}
+        ),
         "auto_s: gamma": lambda: optaxclip.auto_s(-1.0),
         "psac: r": lambda: optaxclip.psac(-1.0),
     }.items():
@@ -580,15 +853,25 @@ def test_per_example_limits_are_named_by_their_function():
 
 @pytest.mark.parametrize(("argnums", "batch_argnums"), [(-2, 0), (0, -2)])
 def test_an_argument_in_two_roles_is_seen_however_it_is_counted(argnums, batch_argnums):
-    grad = optaxclip.clipped_grad(lambda w, x: w * x, 1.0, argnums=argnums, batch_argnums=batch_argnums)
-    with pytest.raises(ValueError, match=rf"clipped_grad: argnums={argnums} and batch_argnums={batch_argnums} must be different arguments"):
+    grad = optaxclip.clipped_grad(
+        lambda w, x: w * x, 1.0, argnums=argnums, batch_argnums=batch_argnums
+    )
+    with pytest.raises(
+        ValueError,
+        match=(
+            rf"clipped_grad: argnums={argnums} and batch_argnums={batch_argnums} must "
+            rf"be different arguments"
+        ),
+    ):
         grad(jnp.ones(2), jnp.ones(2))
 
 
 def test_factors_are_1_for_zero_gradients_and_where_there_is_no_limit():
     batch = jnp.array([0.0, 2.0])
     for shrink in (optaxclip.hard, optaxclip.normalize):
-        result = optaxclip.clipped_grad(lambda w, x: w * x, None, shrink=shrink)(jnp.ones(()), batch)
+        result = optaxclip.clipped_grad(lambda w, x: w * x, None, shrink=shrink)(
+            jnp.ones(()), batch
+        )
         np.testing.assert_array_equal(result.factors, [1.0, 1.0])
     result = optaxclip.clipped_grad(lambda w, x: w * x, 1.0)(jnp.ones(()), batch)
     np.testing.assert_array_equal(result.factors, [1.0, 0.5])

@@ -1,8 +1,10 @@
-"""What holds for every tree: random ones of mixed dtypes over the whole range of float32, and ones that are built to break the bound.
+"""What holds for every tree: random ones of mixed dtypes over the whole range of
+float32, and ones that are built to break the bound.
 
-Tolerances: float32 arithmetic takes at most 8 eps off a result (3 of them on purpose, see `rescale`; one each for norm, limit, quotient and two products),
-2 more where the limit is itself a product; rounding to the leaf's dtype changes it by half an eps of that dtype, or by what its subnormal range loses
-(`oracles.floor_of`).
+Tolerances: float32 arithmetic takes at most 8 eps off a result (3 of them on purpose,
+see `rescale`; one each for norm, limit, quotient and two products), 2 more where the
+limit is itself a product; rounding to the leaf's dtype changes it by half an eps of
+that dtype, or by what its subnormal range loses (`oracles.floor_of`).
 """
 
 import math
@@ -20,29 +22,50 @@ from tests import oracles
 
 LABELS = ("even", "odd")
 DTYPES = ("float32", "bfloat16", "float16", "complex64")
-LARGEST = {"float16": 14}  # exponents that a dtype holds, sums of squares of them included; 118 for all others
+LARGEST = {
+    "float16": 14
+}  # exponents that a dtype holds, sums of squares of them included; 118 for all others
 SMALLEST = {"float16": -24}  # -126 for all others
 PARTS = {"complex64": 2}
 
 properties = settings(deadline=None, max_examples=30, derandomize=True, database=None)
 
 
-# Few trees of (dtype, shape), since each is compiled for each clipper: float32 alone, no float32 at all, and all dtypes beside a leaf without elements.
-ONLY_FLOAT32 = [("float32", (5, 3)), ("float32", ()), ("float32", (2, 1, 3, 2)), ("float32", (7,))]
-ALL_DTYPES = [("float32", ()), ("bfloat16", (7,)), ("float16", (2, 3, 4)), ("complex64", (1,)), ("float32", (0, 3))]
+# Few trees of (dtype, shape), since each is compiled for each clipper: float32 alone,
+# no float32 at all, and all dtypes beside a leaf without elements.
+ONLY_FLOAT32 = [
+    ("float32", (5, 3)),
+    ("float32", ()),
+    ("float32", (2, 1, 3, 2)),
+    ("float32", (7,)),
+]
+ALL_DTYPES = [
+    ("float32", ()),
+    ("bfloat16", (7,)),
+    ("float16", (2, 3, 4)),
+    ("complex64", (1,)),
+    ("float32", (0, 3)),
+]
 STRUCTURES = [ONLY_FLOAT32, ALL_DTYPES, [("bfloat16", (3, 1)), ("complex64", (5, 3))]]
 
 
 def values(random, shape, middle, spread, lowest, highest):
     exponents = np.clip(middle + spread * random.uniform(-1, 1, shape), lowest, highest)
-    return random.choice([-1, 1], shape) * random.uniform(1, 2, shape) * 2.0 ** np.floor(exponents)
+    return (
+        random.choice([-1, 1], shape)
+        * random.uniform(1, 2, shape)
+        * 2.0 ** np.floor(exponents)
+    )
 
 
 def tree_of(structure, random, middle, spread, zeros):
     leaves = []
     for dtype, shape in structure:
         lowest, highest = SMALLEST.get(dtype, -126), LARGEST.get(dtype, 118)
-        x = sum(values(random, shape, middle, spread, lowest, highest) * unit for unit in (1, 1j)[: PARTS.get(dtype, 1)])
+        x = sum(
+            values(random, shape, middle, spread, lowest, highest) * unit
+            for unit in (1, 1j)[: PARTS.get(dtype, 1)]
+        )
         leaves.append(jnp.asarray(np.where(random.random(shape) < zeros, 0, x), dtype))
     return leaves
 
@@ -50,8 +73,17 @@ def tree_of(structure, random, middle, spread, zeros):
 @st.composite
 def trees(draw, structures=STRUCTURES):
     random = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
-    middle, spread = draw(st.integers(-126, 118)), draw(st.sampled_from([0, 3, 40, 250]))
-    return tree_of(draw(st.sampled_from(structures)), random, middle, spread, draw(st.sampled_from([0, 0, 0.3, 1])))
+    middle, spread = (
+        draw(st.integers(-126, 118)),
+        draw(st.sampled_from([0, 3, 40, 250])),
+    )
+    return tree_of(
+        draw(st.sampled_from(structures)),
+        random,
+        middle,
+        spread,
+        draw(st.sampled_from([0, 0, 0.3, 1])),
+    )
 
 
 def units_of(leaves):
@@ -60,7 +92,12 @@ def units_of(leaves):
         axes = oracles.UNIT_AXES[leaf.ndim]
         kept = [size if axis not in axes else 1 for axis, size in enumerate(leaf.shape)]
         for index in np.ndindex(*kept):
-            yield i, tuple(slice(None) if axis in axes else at for axis, at in enumerate(index))
+            yield (
+                i,
+                tuple(
+                    slice(None) if axis in axes else at for axis, at in enumerate(index)
+                ),
+            )
 
 
 def everything(leaves):
@@ -84,16 +121,36 @@ def labels(leaves):
 
 
 CLIPPERS = {
-    "global": (lambda limit, _: optaxclip.clip_by_global_norm(limit), everything, lambda leaves, limit, _: oracles.clip_global(leaves, limit)),
-    "tensor": (lambda limit, _: optaxclip.clip_by_tensor_norm(limit), each, lambda leaves, limit, _: oracles.clip_tensors(leaves, limit)),
-    "unit": (lambda limit, _: optaxclip.clip_by_unit_norm(limit), unit, lambda leaves, limit, _: oracles.clip_units(leaves, limit)),
+    "global": (
+        lambda limit, _: optaxclip.clip_by_global_norm(limit),
+        everything,
+        lambda leaves, limit, _: oracles.clip_global(leaves, limit),
+    ),
+    "tensor": (
+        lambda limit, _: optaxclip.clip_by_tensor_norm(limit),
+        each,
+        lambda leaves, limit, _: oracles.clip_tensors(leaves, limit),
+    ),
+    "unit": (
+        lambda limit, _: optaxclip.clip_by_unit_norm(limit),
+        unit,
+        lambda leaves, limit, _: oracles.clip_units(leaves, limit),
+    ),
     "group": (
         lambda limit, leaves: optaxclip.clip_by_group_norm(limit, labels(leaves)),
         by_label,
         lambda leaves, limit, _: oracles.clip_groups(leaves, labels(leaves), limit),
     ),
-    "rms": (lambda limit, _: optaxclip.clip_by_tensor_rms(limit), each, lambda leaves, limit, _: oracles.clip_rms(leaves, limit)),
-    "agc": (lambda limit, _: optaxclip.adaptive_grad_clip(limit, 1e-3), unit, lambda leaves, limit, params: oracles.clip_adaptively(leaves, params, limit)),
+    "rms": (
+        lambda limit, _: optaxclip.clip_by_tensor_rms(limit),
+        each,
+        lambda leaves, limit, _: oracles.clip_rms(leaves, limit),
+    ),
+    "agc": (
+        lambda limit, _: optaxclip.adaptive_grad_clip(limit, 1e-3),
+        unit,
+        lambda leaves, limit, params: oracles.clip_adaptively(leaves, params, limit),
+    ),
 }
 every_clipper = pytest.mark.parametrize("name", CLIPPERS)
 
@@ -103,18 +160,39 @@ def order(name):
 
 
 def parts(name, leaves):
-    """The parts of the tree that are measured together, each a list of float64 arrays with its leaf's dtype beside it."""
-    return [[(oracles.wide(leaves[i])[index], leaves[i].dtype) for i, index in part if leaves[i].size] for part in CLIPPERS[name][1](leaves)]
+    """The parts of the tree that are measured together, each a list of float64 arrays
+    with its leaf's dtype beside it.
+    """
+    return [
+        [
+            (oracles.wide(leaves[i])[index], leaves[i].dtype)
+            for i, index in part
+            if leaves[i].size
+        ]
+        for part in CLIPPERS[name][1](leaves)
+    ]
 
 
 def lengths(name, leaves):
-    return [oracles.norm([x for x, _ in part], order(name)) for part in parts(name, leaves)]
+    return [
+        oracles.norm([x for x, _ in part], order(name)) for part in parts(name, leaves)
+    ]
 
 
 def weights(leaves, name):
     """Weights of moderate size, some shorter than the least that counts."""
     random = np.random.default_rng(1)
-    return [jnp.asarray(random.standard_normal(leaf.shape) * 10.0 ** random.uniform(-4, 1), leaf.dtype) for leaf in leaves] if name == "agc" else None
+    return (
+        [
+            jnp.asarray(
+                random.standard_normal(leaf.shape) * 10.0 ** random.uniform(-4, 1),
+                leaf.dtype,
+            )
+            for leaf in leaves
+        ]
+        if name == "agc"
+        else None
+    )
 
 
 def limits(name, leaves, limit, params):
@@ -125,14 +203,20 @@ def limits(name, leaves, limit, params):
 
 
 def limit_at(share, name, leaves):
-    """A limit that float32 holds, so many times the largest norm; of AGC a share of the weights that makes about as much."""
+    """A limit that float32 holds, so many times the largest norm; of AGC a share of the
+    weights that makes about as much.
+    """
     largest = max(lengths(name, leaves), default=0) or 1.0
     return float(np.float32(np.clip(largest * 2.0**share, 2.0**-100, 2.0**127)))
 
 
 def clip(name, leaves, limit, params=None):
     clipper = CLIPPERS[name][0](limit, leaves)
-    return clipper.update(leaves, first_state(name, tuple((leaf.dtype, leaf.shape) for leaf in leaves)), params)
+    return clipper.update(
+        leaves,
+        first_state(name, tuple((leaf.dtype, leaf.shape) for leaf in leaves)),
+        params,
+    )
 
 
 @cache
@@ -152,10 +236,17 @@ def test_updates_are_those_of_the_equation(name):
     def check(leaves, share):
         params, limit = weights(leaves, name), limit_at(share, name, leaves)
         clipped, _ = clip(name, leaves, limit, params)
-        for ours, expected, leaf in zip(clipped, CLIPPERS[name][2](leaves, limit, params), leaves, strict=True):
+        for ours, expected, leaf in zip(
+            clipped, CLIPPERS[name][2](leaves, limit, params), leaves, strict=True
+        ):
             assert ours.dtype == leaf.dtype and ours.shape == leaf.shape
-            relative = (10 if name == "agc" else 8) * EPS + oracles.eps_of(leaf.dtype) / 2
-            assert (np.abs(oracles.wide(ours) - expected) <= relative * np.abs(expected) + oracles.floor_of(leaf.dtype)).all(), (ours, expected)
+            relative = (10 if name == "agc" else 8) * EPS + oracles.eps_of(
+                leaf.dtype
+            ) / 2
+            assert (
+                np.abs(oracles.wide(ours) - expected)
+                <= relative * np.abs(expected) + oracles.floor_of(leaf.dtype)
+            ).all(), (ours, expected)
 
     check()
 
@@ -167,30 +258,66 @@ def test_direction_is_kept(name):
     def check(leaves, share):
         params, limit = weights(leaves, name), limit_at(share, name, leaves)
         clipped, _ = clip(name, leaves, limit, params)
-        for before, after in zip(parts(name, leaves), parts(name, clipped), strict=True):
+        for before, after in zip(
+            parts(name, leaves), parts(name, clipped), strict=True
+        ):
             if not before:
                 continue
-            x, y = (np.concatenate([np.ravel(values) for values, _ in part]) for part in (before, after))
-            # What rounding may have changed each element by, half an eps of its dtype and 2 of float32's products.
-            slack = np.concatenate([np.ravel(np.abs(y) * (oracles.eps_of(dtype) / 2 + 2 * EPS) + oracles.floor_of(dtype)) for y, dtype in after])
+            x, y = (
+                np.concatenate([np.ravel(values) for values, _ in part])
+                for part in (before, after)
+            )
+            # What rounding may have changed each element by, half an eps of its dtype
+            # and 2 of float32's products.
+            slack = np.concatenate(
+                [
+                    np.ravel(
+                        np.abs(y) * (oracles.eps_of(dtype) / 2 + 2 * EPS)
+                        + oracles.floor_of(dtype)
+                    )
+                    for y, dtype in after
+                ]
+            )
             if not np.abs(x).any():
                 assert not np.abs(y).any()
                 continue
-            # The factor that the most precise element tells. All others must have been multiplied by it.
-            best = np.argmin(np.where(x != 0, slack / np.maximum(np.abs(x), 1e-300), np.inf))
+            # The factor that the most precise element tells. All others must have been
+            # multiplied by it.
+            best = np.argmin(
+                np.where(x != 0, slack / np.maximum(np.abs(x), 1e-300), np.inf)
+            )
             factor = y[best] / x[best]
-            assert abs(factor.imag) <= slack[best] / np.abs(x[best]) and factor.real >= 0
-            assert (np.abs(y - factor.real * x) <= slack + slack[best] / np.abs(x[best]) * np.abs(x)).all()
+            assert (
+                abs(factor.imag) <= slack[best] / np.abs(x[best]) and factor.real >= 0
+            )
+            assert (
+                np.abs(y - factor.real * x)
+                <= slack + slack[best] / np.abs(x[best]) * np.abs(x)
+            ).all()
 
     check()
 
 
 def assert_bound(name, leaves, clipped, limit, params):
-    for _before, after, most in zip(parts(name, leaves), parts(name, clipped), limits(name, leaves, limit, params), strict=True):
+    for _before, after, most in zip(
+        parts(name, leaves),
+        parts(name, clipped),
+        limits(name, leaves, limit, params),
+        strict=True,
+    ):
         eps = max((oracles.eps_of(dtype) for _, dtype in after), default=0)
         count = sum(x.size for x, _ in after)
-        lost = math.sqrt(sum(x.size * oracles.floor_of(dtype) ** 2 for x, dtype in after) / (count if name == "rms" else 1)) if count else 0
-        assert oracles.norm([x for x, _ in after], order(name)) <= most * (1 + eps) + lost
+        lost = (
+            math.sqrt(
+                sum(x.size * oracles.floor_of(dtype) ** 2 for x, dtype in after)
+                / (count if name == "rms" else 1)
+            )
+            if count
+            else 0
+        )
+        assert (
+            oracles.norm([x for x, _ in after], order(name)) <= most * (1 + eps) + lost
+        )
 
 
 @every_clipper
@@ -211,8 +338,14 @@ def test_updates_below_the_limit_keep_their_bits(name):
     def check(leaves, above):
         params = weights(leaves, name)
         limit = limit_at(above, name, leaves)
-        if name == "agc":  # the weights' share at which the shortest limit is long enough
-            limit = max(lengths(name, leaves), default=1) / min(limits(name, leaves, 1.0, params), default=1) * 2.0**above
+        if (
+            name == "agc"
+        ):  # the weights' share at which the shortest limit is long enough
+            limit = (
+                max(lengths(name, leaves), default=1)
+                / min(limits(name, leaves, 1.0, params), default=1)
+                * 2.0**above
+            )
             assume(limit < 2.0**127)
         clipped, _ = clip(name, leaves, limit, params)
         assert all(map(oracles.same_bits, clipped, leaves))
@@ -262,7 +395,10 @@ def test_equal_values_that_all_round_up_stay_within_the_bound(limit, dtype, name
 @every_clipper
 def test_one_huge_leaf_among_tiny_ones_stays_within_the_bound(name):
     values = (3e38, [1e-38, 2e-38], [1.5, 2e-7], 1e-20j, 0)  # over and over
-    leaves = [jnp.asarray(np.resize(x, shape), dtype) for x, (dtype, shape) in zip(values, ALL_DTYPES, strict=True)]
+    leaves = [
+        jnp.asarray(np.resize(x, shape), dtype)
+        for x, (dtype, shape) in zip(values, ALL_DTYPES, strict=True)
+    ]
     for limit in (1e30, 1.0, 1e-3, 1e-30):
         params = weights(leaves, name)
         assert_bound(name, leaves, clip(name, leaves, limit, params)[0], limit, params)
@@ -270,7 +406,8 @@ def test_one_huge_leaf_among_tiny_ones_stays_within_the_bound(name):
 
 def test_two_thousand_bfloat16_leaves_of_ones_stay_within_the_bound():
     leaves = [jnp.ones((3,), jnp.bfloat16)] * 2000
-    # What the clipper does, op by op: compiling two thousand leaves is not what is tested.
+    # What the clipper does, op by op: compiling two thousand leaves is not what is
+    # tested.
     norm = optaxclip.global_norm(leaves)
     np.testing.assert_allclose(norm, math.sqrt(6000), 1e-6)
     clipped = optaxclip.rescale(leaves, norm, jnp.minimum(norm, 1.0))
@@ -281,7 +418,11 @@ def test_two_thousand_bfloat16_leaves_of_ones_stay_within_the_bound():
 @pytest.mark.parametrize("count", [1, 10, 100, 10_000])
 def test_any_number_of_leaves_stays_within_the_bound(count):
     random = np.random.default_rng(count)
-    kinds = [jnp.asarray(random.standard_normal(shape), dtype) for shape in ((), (3,), (2, 2)) for dtype in DTYPES]
+    kinds = [
+        jnp.asarray(random.standard_normal(shape), dtype)
+        for shape in ((), (3,), (2, 2))
+        for dtype in DTYPES
+    ]
     leaves = [kinds[i] for i in random.integers(0, len(kinds), count)]
     norm = optaxclip.global_norm(leaves)
     clipped = optaxclip.rescale(leaves, norm, jnp.minimum(norm, 0.5))
@@ -298,22 +439,42 @@ def test_64_bit_updates_up_to_1e200_are_those_of_the_equation(name):
     eps = oracles.eps_of("float64")
 
     @properties
-    @given(st.integers(0, 2**32 - 1), st.integers(-660, 660), st.sampled_from([0, 10, 600]), st.floats(-60, 2))
+    @given(
+        st.integers(0, 2**32 - 1),
+        st.integers(-660, 660),
+        st.sampled_from([0, 10, 600]),
+        st.floats(-60, 2),
+    )
     def check(seed, middle, spread, share):
         random = np.random.default_rng(seed)
-        leaves = [jnp.asarray(values(random, shape, middle, spread, -660, 660)) for shape in ((5, 3), ())]
-        leaves.append(jnp.asarray(values(random, (7,), middle, spread, -660, 660) + 1j * values(random, (7,), middle, spread, -660, 660)))
+        leaves = [
+            jnp.asarray(values(random, shape, middle, spread, -660, 660))
+            for shape in ((5, 3), ())
+        ]
+        leaves.append(
+            jnp.asarray(
+                values(random, (7,), middle, spread, -660, 660)
+                + 1j * values(random, (7,), middle, spread, -660, 660)
+            )
+        )
         params = weights(leaves, name)
         limit = max(lengths(name, leaves)) * 2.0**share
         clipped, _ = clip(name, leaves, limit, params)
-        for ours, expected, leaf in zip(clipped, CLIPPERS[name][2](leaves, limit, params), leaves, strict=True):
+        for ours, expected, leaf in zip(
+            clipped, CLIPPERS[name][2](leaves, limit, params), leaves, strict=True
+        ):
             assert ours.dtype == leaf.dtype
-            # The sum of 23 squares adds 12 eps to the norm of the weights and of the gradient, each.
-            assert (np.abs(oracles.wide(ours) - expected) <= 36 * eps * np.abs(expected)).all()
+            # The sum of 23 squares adds 12 eps to the norm of the weights and of the
+            # gradient, each.
+            assert (
+                np.abs(oracles.wide(ours) - expected) <= 36 * eps * np.abs(expected)
+            ).all()
         assert_bound_64(leaves, clipped, limit, params)
 
     def assert_bound_64(leaves, clipped, limit, params):
-        for after, most in zip(parts(name, clipped), limits(name, leaves, limit, params), strict=True):
+        for after, most in zip(
+            parts(name, clipped), limits(name, leaves, limit, params), strict=True
+        ):
             assert oracles.norm([x for x, _ in after], order(name)) <= most * (1 + eps)
 
     with jax.enable_x64(True):

@@ -1,4 +1,6 @@
-"""Replay: a rule over recorded norms does what it would do in a run; logs are read; the command prints its table and draws its picture."""
+"""Replay: a rule over recorded norms does what it would do in a run; logs are read; the
+command prints its table and draws its picture.
+"""
 
 import json
 import subprocess
@@ -19,21 +21,34 @@ from tests import oracle_rules as oracle
 NORMS = np.asarray(oracle.histories()["broken"][:150], np.float32)
 
 
-@pytest.mark.parametrize("shrink", [None, optaxclip.smooth(2.0), optaxclip.drop, optaxclip.normalize])
-@pytest.mark.parametrize("rule", [optaxclip.z_score(1.0), 0.9, None], ids=["z-score", "fixed", "none"])
+@pytest.mark.parametrize(
+    "shrink", [None, optaxclip.smooth(2.0), optaxclip.drop, optaxclip.normalize]
+)
+@pytest.mark.parametrize(
+    "rule", [optaxclip.z_score(1.0), 0.9, None], ids=["z-score", "fixed", "none"]
+)
 def test_a_replay_is_what_the_clipper_does_in_a_run(rule, shrink):
     clipper = optaxclip.clip_by_global_norm(rule, shrink=shrink)
 
     @jax.jit
     def both(norms):
-        _, states = jax.lax.scan(lambda state, grad: (clipper.update(grad, state)[1],) * 2, clipper.init(norms[:1]), norms[:, None])
+        _, states = jax.lax.scan(
+            lambda state, grad: (clipper.update(grad, state)[1],) * 2,
+            clipper.init(norms[:1]),
+            norms[:, None],
+        )
         return states, optaxclip.replay(rule, norms, shrink=shrink)
 
     states, result = both(NORMS)
     finite = np.isfinite(NORMS)
-    # Two programs, which XLA may round differently: within four spacings of float32, where one rule takes about as many roundings in a step.
-    np.testing.assert_allclose(result.limits, states.limit, rtol=4 * np.finfo(np.float32).eps)
-    np.testing.assert_allclose(np.asarray(result.scales)[finite], states.scale[finite], rtol=1e-6)
+    # Two programs, which XLA may round differently: within four spacings of float32,
+    # where one rule takes about as many roundings in a step.
+    np.testing.assert_allclose(
+        result.limits, states.limit, rtol=4 * np.finfo(np.float32).eps
+    )
+    np.testing.assert_allclose(
+        np.asarray(result.scales)[finite], states.scale[finite], rtol=1e-6
+    )
     np.testing.assert_array_equal(np.cumsum(result.clipped), states.clipped)
     assert np.isnan(np.asarray(result.scales)[~finite]).all()
 
@@ -42,7 +57,9 @@ def test_a_thousand_rules_at_once():
     quantiles = np.linspace(0, 1, 1000, dtype=np.float32)
 
     def rate(quantile):
-        return optaxclip.replay(optaxclip.windowed_quantile(quantile, 50), NORMS).clipped.mean()
+        return optaxclip.replay(
+            optaxclip.windowed_quantile(quantile, 50), NORMS
+        ).clipped.mean()
 
     rates = np.asarray(jax.jit(jax.vmap(rate))(quantiles))
     alone = [float(jax.jit(rate)(quantile)) for quantile in quantiles[[0, 500, 999]]]
@@ -51,60 +68,127 @@ def test_a_thousand_rules_at_once():
 
 
 def test_the_norms_of_a_real_run_can_be_replayed():
-    """metrics() of every step, written as JSON lines: what a fixed limit would have done to a run that was not clipped is what it did where nothing depends on it."""
+    """metrics() of every step, written as JSON lines: what a fixed limit would have
+    done to a run that was not clipped is what it did where nothing depends on it.
+    """
     optimizer = optax.chain(optaxclip.clip_by_global_norm(1.0), optax.sgd(0.0))
     grads = jnp.asarray(NORMS[np.isfinite(NORMS)])[:, None]
-    _, history = jax.lax.scan(lambda state, grad: (lambda s: (s, optaxclip.metrics(s)))(optimizer.update(grad, state)[1]), optimizer.init(grads[0]), grads)
-    np.testing.assert_array_equal(optaxclip.replay(1.0, history["clip/norm_before"]).clipped, np.diff(history["clip/clipped_count"], prepend=0) > 0)
+    _, history = jax.lax.scan(
+        lambda state, grad: (lambda s: (s, optaxclip.metrics(s)))(
+            optimizer.update(grad, state)[1]
+        ),
+        optimizer.init(grads[0]),
+        grads,
+    )
+    np.testing.assert_array_equal(
+        optaxclip.replay(1.0, history["clip/norm_before"]).clipped,
+        np.diff(history["clip/clipped_count"], prepend=0) > 0,
+    )
 
 
 def test_suggestions_count_the_steps_over_each_limit():
     rows = {row.rule: row for row in optaxclip.suggest(NORMS)}
     good = NORMS[np.isfinite(NORMS) & (NORMS > 0)].astype(np.float64)
-    fixed = [row for name, row in rows.items() if name.startswith("clip_by_global_norm(") and "window" not in name]
+    fixed = [
+        row
+        for name, row in rows.items()
+        if name.startswith("clip_by_global_norm(") and "window" not in name
+    ]
     assert len(fixed) >= 4
     for row in fixed:
         assert f"{row.limit:g}" in row.rule
         assert row.clip_rate == pytest.approx(np.mean(good > np.float32(row.limit)))
-    assert [row.clip_rate for row in fixed] == sorted((row.clip_rate for row in fixed), reverse=True)
-    limits = np.asarray(oracle.limits(oracle.windowed_quantile(float(np.float32(0.1)), 10_000, current=True), good))
-    assert rows["autoclip(10)"].clip_rate == pytest.approx(np.mean(good > limits * (1 + 1e-6)), abs=0.01)
+    assert [row.clip_rate for row in fixed] == sorted(
+        (row.clip_rate for row in fixed), reverse=True
+    )
+    limits = np.asarray(
+        oracle.limits(
+            oracle.windowed_quantile(float(np.float32(0.1)), 10_000, current=True), good
+        )
+    )
+    assert rows["autoclip(10)"].clip_rate == pytest.approx(
+        np.mean(good > limits * (1 + 1e-6)), abs=0.01
+    )
     for row in rows.values():
-        eval(row.rule.replace("skip_step(...)", "skip_step(optax.sgd(0.1))"), {"optax": optax, **vars(optaxclip)})
+        eval(
+            row.rule.replace("skip_step(...)", "skip_step(optax.sgd(0.1))"),
+            {"optax": optax, **vars(optaxclip)},
+        )
 
 
 def write_csv(path, column="clip/norm_before", norms=NORMS):
-    path.write_text("\n".join([f"step,{column},loss", *(f"{step},{norm},1.0" for step, norm in enumerate(norms))]) + "\n")
+    path.write_text(
+        "\n".join(
+            [
+                f"step,{column},loss",
+                *(f"{step},{norm},1.0" for step, norm in enumerate(norms)),
+            ]
+        )
+        + "\n"
+    )
     return path
 
 
 def write_lines(path):
-    rows = [{"step": 0, "loss": 2.0}, *({"step": step, "grad_norm": float(norm)} for step, norm in enumerate(NORMS))]
+    rows = [
+        {"step": 0, "loss": 2.0},
+        *({"step": step, "grad_norm": float(norm)} for step, norm in enumerate(NORMS)),
+    ]
     path.write_text("\n".join(json.dumps(row) for row in rows) + "\n\n")
     return path
 
 
 def test_logs_are_read_whatever_they_are(tmp_path):
-    for path in (write_csv(tmp_path / "a.csv"), write_csv(tmp_path / "b.csv", "clip_0/norm_before"), write_lines(tmp_path / "c.jsonl")):
+    for path in (
+        write_csv(tmp_path / "a.csv"),
+        write_csv(tmp_path / "b.csv", "clip_0/norm_before"),
+        write_lines(tmp_path / "c.jsonl"),
+    ):
         column = "clip_0/norm_before" if path.stem == "b" else None
-        np.testing.assert_allclose(optaxclip.read_history(path, column), NORMS, rtol=1e-6)
+        np.testing.assert_allclose(
+            optaxclip.read_history(path, column), NORMS, rtol=1e-6
+        )
 
 
 def test_a_log_that_cannot_be_read_says_why(tmp_path):
-    with pytest.raises(ValueError, match=r"read_history: column='norms' is not in .*a\.csv, which has 'step', 'clip/norm_before', 'loss'"):
+    with pytest.raises(
+        ValueError,
+        match=(
+            r"read_history: column='norms' is not in .*a\.csv, which has 'step', "
+            r"'clip/norm_before', 'loss'"
+        ),
+    ):
         optaxclip.read_history(write_csv(tmp_path / "a.csv"), "norms")
-    with pytest.raises(ValueError, match=r"column=None is not in .* Name the column of the gradient norm"):
+    with pytest.raises(
+        ValueError,
+        match=r"column=None is not in .* Name the column of the gradient norm",
+    ):
         optaxclip.read_history(write_csv(tmp_path / "b.csv", "unknown"))
     (tmp_path / "c.jsonl").write_text('{"norm": 1.0}\nnorm 2\n')
     with pytest.raises(ValueError, match=r"line 2 of .*c\.jsonl must be a JSON object"):
         optaxclip.read_history(tmp_path / "c.jsonl")
     (tmp_path / "d.csv").write_text("norm\n1.0\nhigh\n")
-    with pytest.raises(ValueError, match=r"the column 'norm' of .*d\.csv must hold numbers: could not convert string to float: 'high'"):
+    with pytest.raises(
+        ValueError,
+        match=(
+            r"the column 'norm' of .*d\.csv must hold numbers: could not convert "
+            r"string to float: 'high'"
+        ),
+    ):
         optaxclip.read_history(tmp_path / "d.csv")
-    with pytest.raises(ValueError, match="suggest: norms must hold at least two finite norms above 0, got 1"):
+    with pytest.raises(
+        ValueError,
+        match="suggest: norms must hold at least two finite norms above 0, got 1",
+    ):
         optaxclip.suggest([1.0, np.nan])
     for norms, shape in ((1.0, r"\(\)"), ([], r"\(0,\)")):
-        with pytest.raises(ValueError, match=f"replay: norms must be a history, one norm for each step, got an array of shape {shape}"):
+        with pytest.raises(
+            ValueError,
+            match=(
+                "replay: norms must be a history, one norm for each step, got an "
+                f"array of shape {shape}"
+            ),
+        ):
             optaxclip.replay(1.0, norms)
 
 
@@ -112,14 +196,27 @@ def test_the_command_prints_a_table_and_draws_a_picture(tmp_path, capsys):
     main([str(write_csv(tmp_path / "run.csv"))])
     printed = capsys.readouterr().out
     assert f"150 steps, {np.sum(~np.isfinite(NORMS))} of them NaN or inf" in printed
-    assert "steps clipped" in printed and "zclip()" in printed and "can not say" in printed
+    assert (
+        "steps clipped" in printed and "zclip()" in printed and "can not say" in printed
+    )
     assert (tmp_path / "run.png").read_bytes().startswith(b"\x89PNG")
     with pytest.raises(SystemExit, match=r"nowhere\.csv"):
         main([str(tmp_path / "nowhere.csv")])
 
 
 def test_the_command_runs_without_a_warning(tmp_path):
-    done = subprocess.run([sys.executable, "-W", "error", "-m", "optaxclip.replay", write_csv(tmp_path / "run.csv")], capture_output=True, text=True)
+    done = subprocess.run(
+        [
+            sys.executable,
+            "-W",
+            "error",
+            "-m",
+            "optaxclip.replay",
+            write_csv(tmp_path / "run.csv"),
+        ],
+        capture_output=True,
+        text=True,
+    )
     assert done.returncode == 0 and not done.stderr, done.stderr
 
 
@@ -138,44 +235,90 @@ def test_the_picture_has_norms_limits_and_clipped_steps():
 def test_replay_keeps_64_bits_and_names_its_rule():
     with jax.enable_x64(True):
         assert optaxclip.replay(1.0, np.array([1.0, 2.0])).limits.dtype == jnp.float64
-        assert optaxclip.replay(1.0, np.array([1.0, 2.0], np.float16)).limits.dtype == jnp.float32
+        assert (
+            optaxclip.replay(1.0, np.array([1.0, 2.0], np.float16)).limits.dtype
+            == jnp.float32
+        )
     with pytest.raises(ValueError, match=r"^replay: rule must be at least 0, got -1.0"):
         optaxclip.replay(-1.0, [1.0])
-    with pytest.raises(ValueError, match=r"^suggest: norms must hold at least two finite norms above 0, got 1"):
+    with pytest.raises(
+        ValueError,
+        match=r"^suggest: norms must hold at least two finite norms above 0, got 1",
+    ):
         optaxclip.suggest([1.0, 0.0, np.nan, np.inf])
 
 
 def test_suggestions_are_quantiles_five_medians_and_rules():
     good = np.concatenate([np.arange(1.0, 64.0), [300.0]])
-    rows = {row.rule: row for row in optaxclip.suggest(np.concatenate([good[:-1], [np.nan, 0.0, 300.0]]))}
-    fixed = sorted({float(f"{limit:.3g}") for limit in (*np.quantile(good, (0.5, 0.9, 0.95, 0.99)), 5 * np.median(good))})
+    rows = {
+        row.rule: row
+        for row in optaxclip.suggest(np.concatenate([good[:-1], [np.nan, 0.0, 300.0]]))
+    }
+    fixed = sorted(
+        {
+            float(f"{limit:.3g}")
+            for limit in (
+                *np.quantile(good, (0.5, 0.9, 0.95, 0.99)),
+                5 * np.median(good),
+            )
+        }
+    )
     assert fixed == [32.5, 57.7, 60.8, 151, 162]
-    assert [row.limit for row in list(rows.values())[: len(fixed)]] == np.float32(fixed).tolist()
+    assert [row.limit for row in list(rows.values())[: len(fixed)]] == np.float32(
+        fixed
+    ).tolist()
     assert rows["clip_by_global_norm(162)"].clip_rate == pytest.approx(1 / 64)
     assert rows["clip_by_global_norm(162)"].mean_scale == pytest.approx(162 / 300)
     assert rows["autoclip(10)"].limit == pytest.approx(np.quantile(good, 0.1))
-    assert rows["clip_by_global_norm(windowed_quantile(0.9, 1000))"].limit == pytest.approx(np.quantile(good[:-1], 0.9))
-    assert rows["skip_step(...)"].limit == pytest.approx(np.mean(good[:-1]) + 6 * np.std(good[:-1], ddof=1))
-    alone = optaxclip.suggest(np.ones(64))  # the 64th norm is the first that skip_step can judge
+    assert rows[
+        "clip_by_global_norm(windowed_quantile(0.9, 1000))"
+    ].limit == pytest.approx(np.quantile(good[:-1], 0.9))
+    assert rows["skip_step(...)"].limit == pytest.approx(
+        np.mean(good[:-1]) + 6 * np.std(good[:-1], ddof=1)
+    )
+    alone = optaxclip.suggest(
+        np.ones(64)
+    )  # the 64th norm is the first that skip_step can judge
     by_name = {row.rule: row for row in alone}
-    assert by_name["skip_step(...)"].limit == 1.0 and by_name["skip_step(...)"].mean_scale == 1.0
+    assert (
+        by_name["skip_step(...)"].limit == 1.0
+        and by_name["skip_step(...)"].mean_scale == 1.0
+    )
 
 
 def log_of(path, norms, column="norm"):
-    path.write_text("\n".join([f"step,{column}", *(f"{step},{norm}" for step, norm in enumerate(norms))]) + "\n")
+    path.write_text(
+        "\n".join(
+            [f"step,{column}", *(f"{step},{norm}" for step, norm in enumerate(norms))]
+        )
+        + "\n"
+    )
     return path
 
 
-def test_the_command_takes_column_and_picture_and_prints_what_it_found(tmp_path, capsys):
+def test_the_command_takes_column_and_picture_and_prints_what_it_found(
+    tmp_path, capsys
+):
     norms = [*np.linspace(1, 9, 9), 1000.0, np.nan, np.inf]
-    log, picture = log_of(tmp_path / "run.csv", norms, "length of the gradient"), tmp_path / "drawn.png"
+    log, picture = (
+        log_of(tmp_path / "run.csv", norms, "length of the gradient"),
+        tmp_path / "drawn.png",
+    )
     main(["--column", "length of the gradient", "--picture", str(picture), str(log)])
     printed = capsys.readouterr().out
     assert "12 steps, 2 of them NaN or inf; norms from 1 to 1000, median 5.5" in printed
     assert f"{'clip_by_global_norm(5.5)':48}"[:24] in printed and " 50.0% " in printed
-    row = next(line for line in printed.splitlines() if line.startswith("clip_by_global_norm(5.5)"))
+    row = next(
+        line
+        for line in printed.splitlines()
+        if line.startswith("clip_by_global_norm(5.5)")
+    )
     assert row.split()[1:3] == ["5.5", "50.0%"]
-    assert picture.exists() and not (tmp_path / "run.png").exists() and f"Picture: {picture}" in printed
+    assert (
+        picture.exists()
+        and not (tmp_path / "run.png").exists()
+        and f"Picture: {picture}" in printed
+    )
 
 
 def test_the_command_ends_with_one_line_where_a_log_is_of_no_use(tmp_path):
@@ -207,15 +350,30 @@ def test_the_command_does_without_matplotlib(tmp_path, capsys, monkeypatch):
 )
 def test_the_column_of_the_norm_is_found_by_what_loggers_write(tmp_path, names, found):
     path = tmp_path / "log.csv"
-    path.write_text(f"{names}\n{','.join(str(place) for place, _ in enumerate(names.split(',')))}\n")
+    path.write_text(
+        f"{names}\n{','.join(str(place) for place, _ in enumerate(names.split(',')))}\n"
+    )
     assert optaxclip.read_history(path) == [names.split(",").index(found)]
 
 
-@pytest.mark.parametrize("names", [("clip/norm_before/w", "clip/norm_before/v"), ("clip_0/norm_before", "clip_1/norm_before")], ids=["tensors", "clippers"])
+@pytest.mark.parametrize(
+    "names",
+    [
+        ("clip/norm_before/w", "clip/norm_before/v"),
+        ("clip_0/norm_before", "clip_1/norm_before"),
+    ],
+    ids=["tensors", "clippers"],
+)
 def test_one_of_several_norms_must_be_named(tmp_path, names):
     path = tmp_path / "log.csv"
     path.write_text(f"{','.join(names)}\n1,2\n")
-    with pytest.raises(ValueError, match=rf"^read_history: column must be given: .*log.csv has several norms, '{names[0]}', '{names[1]}'\."):
+    with pytest.raises(
+        ValueError,
+        match=(
+            rf"^read_history: column must be given: .*log.csv has several norms, "
+            rf"'{names[0]}', '{names[1]}'\."
+        ),
+    ):
         optaxclip.read_history(path)
     assert optaxclip.read_history(path, names[1]) == [2.0]
 
@@ -227,7 +385,13 @@ def test_lines_without_a_norm_are_left_out_and_signs_are_kept(tmp_path):
     with pytest.raises(ValueError, match=r"which has 'step', 'norm'. Name"):
         optaxclip.read_history(path, "loss")
     path.write_text("step,clip/all/norm_before_ms\n0,1.5\n")
-    with pytest.raises(ValueError, match=r"column=None is not in .*log.csv, which has 'step', 'clip/all/norm_before_ms'. Name"):
+    with pytest.raises(
+        ValueError,
+        match=(
+            r"column=None is not in .*log.csv, which has 'step', "
+            r"'clip/all/norm_before_ms'. Name"
+        ),
+    ):
         optaxclip.read_history(path)
 
 
@@ -237,7 +401,10 @@ def test_lines_of_json_are_read_under_each_of_their_names(tmp_path, suffix):
     path.write_text('{"norm": 1.5}\n\n{"loss": 1.0}\n{"norm": null}\n{"norm": 2.5}\n')
     np.testing.assert_array_equal(optaxclip.read_history(path), [1.5, 2.5])
     path.write_text('{"norm": 1.5}\n[2.5]\n')
-    with pytest.raises(ValueError, match=r"read_history: line 2 of .* must be a JSON object, got '\[2\.5\]'"):
+    with pytest.raises(
+        ValueError,
+        match=r"read_history: line 2 of .* must be a JSON object, got '\[2\.5\]'",
+    ):
         optaxclip.read_history(path)
     path.write_text('{"norm": [1.5]}\n')
     with pytest.raises(ValueError, match=r"the column 'norm' of .* must hold numbers"):
@@ -245,7 +412,13 @@ def test_lines_of_json_are_read_under_each_of_their_names(tmp_path, suffix):
 
 
 def lines_of(axis):
-    return {str(line.get_label()): (np.asarray(line.get_xdata(), float), np.asarray(line.get_ydata(), float)) for line in axis.lines}
+    return {
+        str(line.get_label()): (
+            np.asarray(line.get_xdata(), float),
+            np.asarray(line.get_ydata(), float),
+        )
+        for line in axis.lines
+    }
 
 
 def test_a_picture_of_bare_norms_marks_those_above_their_limits():
@@ -268,7 +441,16 @@ def test_a_picture_of_a_replay_may_be_given_other_limits_and_marks():
     assert (axis.get_xlabel(), axis.get_ylabel()) == ("step", "gradient norm")
 
 
-@pytest.mark.parametrize("wrong", [(np.ones((2, 2)),), (np.ones(2), np.ones(3)), (np.ones(2), np.ones(2), [True])], ids=["norms", "limits", "marks"])
+@pytest.mark.parametrize(
+    "wrong",
+    [(np.ones((2, 2)),), (np.ones(2), np.ones(3)), (np.ones(2), np.ones(2), [True])],
+    ids=["norms", "limits", "marks"],
+)
 def test_a_picture_wants_norms_limits_and_marks_of_one_length(wrong):
-    with pytest.raises(ValueError, match=r"plot_history: norms, limits and clipped must be \[steps\] of one length"):
+    with pytest.raises(
+        ValueError,
+        match=(
+            r"plot_history: norms, limits and clipped must be \[steps\] of one length"
+        ),
+    ):
         plot_history(*wrong)

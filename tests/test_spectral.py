@@ -1,4 +1,6 @@
-"""Clipping of singular values, beside singular value decompositions in float64 NumPy."""
+"""Clipping of singular values, beside singular value decompositions in float64
+NumPy.
+"""
 
 import math
 from functools import cache
@@ -24,16 +26,23 @@ both_forms = pytest.mark.parametrize("form", FORMS)
 
 
 def matrix(shape, longest, shortest=1.0, rank=None, seed=0, dtype="float32"):
-    """Random singular vectors, singular values spread evenly in their logarithm, none beyond the rank."""
+    """Random singular vectors, singular values spread evenly in their logarithm, none
+    beyond the rank.
+    """
     random = np.random.default_rng(seed)
     small = min(shape)
-    rows, columns = (np.linalg.qr(random.standard_normal((size, small)))[0] for size in shape)
+    rows, columns = (
+        np.linalg.qr(random.standard_normal((size, small)))[0] for size in shape
+    )
     values = np.geomspace(longest, shortest, small)
     values[small if rank is None else rank :] = 0
     return ((rows * values) @ columns.T).astype(jnp.dtype(dtype))
 
 
-WIDE, SQUARE = (32, 64), (32, 32)  # few shapes, so that most tests run the same few programs
+WIDE, SQUARE = (
+    (32, 64),
+    (32, 32),
+)  # few shapes, so that most tests run the same few programs
 
 
 @cache
@@ -86,11 +95,18 @@ def test_singular_values_are_shrunk_and_vectors_kept(method, form, shape):
 
 
 @both_forms
-@pytest.mark.parametrize(("method", "errors"), [("svd", (5e-6, 2e-3, 2e-2, 1.0)), ("newton_schulz", (4e-6, 2e-4, 2e-3, 0.2))])
+@pytest.mark.parametrize(
+    ("method", "errors"),
+    [("svd", (5e-6, 2e-3, 2e-2, 1.0)), ("newton_schulz", (4e-6, 2e-4, 2e-3, 0.2))],
+)
 def test_ill_conditioned_matrices_have_the_documented_error(method, errors, form):
     for ratio, most in zip((10.0, 1e3, 1e4, 1e6), errors):
         even, low = matrix(WIDE, ratio), matrix(WIDE, 0.9, 1e-3)
-        for x in (even, matrix(WIDE, ratio, ratio, rank=16) + low, matrix(WIDE, ratio, rank=1) + low):
+        for x in (
+            even,
+            matrix(WIDE, ratio, ratio, rank=16) + low,
+            matrix(WIDE, ratio, rank=1) + low,
+        ):
             updates, _ = clip(x, 1.0, method=method, shrink=FORMS[form][0])
             assert error(updates, expected(x, 1.0, form)) <= most
             assert longest(updates) <= 1 + 3e-6
@@ -114,7 +130,11 @@ def test_equal_singular_values(method):
 
 def test_nearly_tied_singular_values_are_never_overrated():
     x = matrix(SQUARE, 1.0, 1 - 1e-4)
-    assert longest(x) * (1 - 32 ** (1 / 2**17) + 1 - 4e-6) <= clip(x, math.inf, "newton_schulz")[1].norm <= longest(x) * (1 + 4e-6)
+    assert (
+        longest(x) * (1 - 32 ** (1 / 2**17) + 1 - 4e-6)
+        <= clip(x, math.inf, "newton_schulz")[1].norm
+        <= longest(x) * (1 + 4e-6)
+    )
 
 
 @both
@@ -133,8 +153,12 @@ def test_low_precision_is_rounded_once(method, dtype):
 def test_float64_and_complex(method):
     with jax.enable_x64(True):
         x = jnp.asarray(matrix((8, 20), 1e3, dtype="float64"))
-        assert error(clip(x, 1.0, method=method, steps=60)[0], expected(x, 1.0)) <= 1e-11
-    z = (matrix((8, 20), 5.0, 0.1) + 1j * matrix((8, 20), 4.0, 0.1, seed=1)).astype(np.complex64)
+        assert (
+            error(clip(x, 1.0, method=method, steps=60)[0], expected(x, 1.0)) <= 1e-11
+        )
+    z = (matrix((8, 20), 5.0, 0.1) + 1j * matrix((8, 20), 4.0, 0.1, seed=1)).astype(
+        np.complex64
+    )
     assert error(clip(z, 1.0, method=method)[0], expected(z, 1.0)) <= 4e-6
 
 
@@ -154,7 +178,9 @@ def test_no_form_lengthens_the_matrix(method, form):
     for seed, limit in enumerate((0.01, 1.0, 9.9, 10.1, 1e4)):
         x = matrix(WIDE, 10.0, 0.01, seed=seed)
         updates, _ = clip(x, limit, method=method, shrink=FORMS[form][0])
-        assert np.linalg.norm(oracles.wide(updates)) <= np.linalg.norm(oracles.wide(x)) * (1 + 3e-6)
+        assert np.linalg.norm(oracles.wide(updates)) <= np.linalg.norm(
+            oracles.wide(x)
+        ) * (1 + 3e-6)
         assert longest(updates) <= limit * (1 + 3e-6)
 
 
@@ -169,9 +195,19 @@ def test_smooth_far_below_the_limit_is_relatively_exact(method):
 def test_every_shrink_fits_singular_values():
     x = matrix((9, 12), 4.0, 0.5)
     u, s, v = np.linalg.svd(oracles.wide(x), full_matrices=False)
-    for shrink, values in ((optaxclip.normalize, np.ones_like(s)), (optaxclip.drop, np.where(s > 1, 0, s)), (optaxclip.smooth(1), s / (1 + s))):
+    for shrink, values in (
+        (optaxclip.normalize, np.ones_like(s)),
+        (optaxclip.drop, np.where(s > 1, 0, s)),
+        (optaxclip.smooth(1), s / (1 + s)),
+    ):
         assert error(clip(x, 1.0, shrink=shrink)[0], (u * values) @ v) <= 4e-6
-    with pytest.raises(ValueError, match=r"clip_by_spectral_norm: method='newton_schulz' knows the shrinks hard and smooth\(2\), got"):
+    with pytest.raises(
+        ValueError,
+        match=(
+            r"clip_by_spectral_norm: method='newton_schulz' knows the shrinks hard and "
+            r"smooth\(2\), got"
+        ),
+    ):
         clip_by_spectral_norm(1.0, shrink=optaxclip.drop, method="newton_schulz")
 
 
@@ -186,7 +222,14 @@ def test_tiny_and_huge_matrices(method, scale):
 @both
 def test_zero_stays_zero_and_limit_0_gives_zeros(method):
     zero, x = np.zeros(WIDE, np.float32), matrix(WIDE, 3.0)
-    for limit, shrink in ((0.0, optaxclip.hard), (1.0, optaxclip.hard), (None, optaxclip.hard), (0.0, SMOOTH), (1.0, SMOOTH), (math.inf, SMOOTH)):
+    for limit, shrink in (
+        (0.0, optaxclip.hard),
+        (1.0, optaxclip.hard),
+        (None, optaxclip.hard),
+        (0.0, SMOOTH),
+        (1.0, SMOOTH),
+        (math.inf, SMOOTH),
+    ):
         assert not np.any(clip(zero, limit, method=method, shrink=shrink)[0])
     updates, state = clip(x, 0.0, method=method)
     assert not np.any(updates) and state.scale == 0 and state.clipped == 1
@@ -205,7 +248,13 @@ def test_a_broken_matrix_becomes_nan_and_is_counted(method, broken):
 
 @both
 def test_vectors_and_scalars_are_clipped_by_their_length(method):
-    tree = {"v": np.float32([3.0, 4.0, 12.0]), "s": np.float32(-5.0), "row": np.float32([[6.0, 8.0]]), "i": np.arange(3, dtype=np.int32), "none": None}
+    tree = {
+        "v": np.float32([3.0, 4.0, 12.0]),
+        "s": np.float32(-5.0),
+        "row": np.float32([[6.0, 8.0]]),
+        "i": np.arange(3, dtype=np.int32),
+        "none": None,
+    }
     updates, state = clip(tree, 1.0, method=method)
     for name, length in (("v", 13.0), ("s", 5.0), ("row", 10.0)):
         np.testing.assert_allclose(updates[name], tree[name] / length, rtol=1e-6)
@@ -215,7 +264,12 @@ def test_vectors_and_scalars_are_clipped_by_their_length(method):
 
 @both
 def test_stacked_layers_are_matrices_of_their_own(method):
-    x = np.stack([matrix((6, 10), longest, 0.1, seed=seed) for seed, longest in enumerate((5.0, 0.5, 2.0))])
+    x = np.stack(
+        [
+            matrix((6, 10), longest, 0.1, seed=seed)
+            for seed, longest in enumerate((5.0, 0.5, 2.0))
+        ]
+    )
     updates, state = clip({"blocks": x}, 1.0, method=method, stacked=1)
     assert (error(updates["blocks"], expected(x, 1.0)) <= 4e-6).all()
     assert oracles.same_bits(updates["blocks"][1], x[1])
@@ -234,17 +288,34 @@ def test_stacked_layers_are_matrices_of_their_own(method):
 )
 def test_columns_say_how_a_kernel_is_a_matrix(method, shape, columns, folded):
     flat = matrix(folded, 4.0, 0.1)
-    updates, _ = clip(flat.reshape(shape), 1.0, method=method, columns=lambda path, leaf: columns)
+    updates, _ = clip(
+        flat.reshape(shape), 1.0, method=method, columns=lambda path, leaf: columns
+    )
     assert updates.shape == shape
     assert error(updates.reshape(folded), expected(flat, 1.0)) <= 4e-6
 
 
 def test_columns_that_do_not_fit_raise():
-    with pytest.raises(ValueError, match=r"spectral_norm: columns must be a number of trailing axes, from 1 to 1 for the leaf 'w' of shape \(2, 3\), got 2"):
+    with pytest.raises(
+        ValueError,
+        match=(
+            r"spectral_norm: columns must be a number of trailing axes, from 1 to 1 "
+            r"for the leaf 'w' of shape \(2, 3\), got 2"
+        ),
+    ):
         clip_by_spectral_norm(1.0, columns=2).init({"w": jnp.ones((2, 3))})
-    with pytest.raises(ValueError, match=r"clip_by_spectral_norm: max_norm must be at least 0, got -1\.0"):
+    with pytest.raises(
+        ValueError,
+        match=r"clip_by_spectral_norm: max_norm must be at least 0, got -1\.0",
+    ):
         clip_by_spectral_norm(-1.0)
-    with pytest.raises(ValueError, match="clip_by_spectral_norm: method must be one of 'svd', 'newton_schulz', got 'qr'"):
+    with pytest.raises(
+        ValueError,
+        match=(
+            "clip_by_spectral_norm: method must be one of 'svd', 'newton_schulz', got "
+            "'qr'"
+        ),
+    ):
         clip_by_spectral_norm(1.0, method="qr")
 
 
@@ -252,22 +323,39 @@ def test_columns_that_do_not_fit_raise():
 def test_limits_follow_schedules_and_rules_under_jit_and_scan(method):
     x = np.stack([matrix((6, 9), 4.0, 0.1, seed=seed) for seed in range(3)])
     clipper = clip_by_spectral_norm(lambda step: 1.0 + step, method=method)
-    state, updates = jax.jit(lambda x: jax.lax.scan(lambda state, each: clipper.update(each, state)[::-1], clipper.init(x[0]), x))(x)
+    state, updates = jax.jit(
+        lambda x: jax.lax.scan(
+            lambda state, each: clipper.update(each, state)[::-1], clipper.init(x[0]), x
+        )
+    )(x)
     for step in range(3):
         assert error(updates[step], expected(x[step], 1.0 + step)) <= 4e-6 * (1 + step)
     assert state.clipped == 3
-    optimizer = optax.chain(clip_by_spectral_norm(optaxclip.ema_ratio(1.5, 0.9), method=method), optax.sgd(1.0))
+    optimizer = optax.chain(
+        clip_by_spectral_norm(optaxclip.ema_ratio(1.5, 0.9), method=method),
+        optax.sgd(1.0),
+    )
     _, state = jax.jit(lambda x: optimizer.update(x, optimizer.init(x)))(x[0])
-    np.testing.assert_allclose(optaxclip.metrics(state)["clip/norm_before"], 4.0, rtol=4e-6)
+    np.testing.assert_allclose(
+        optaxclip.metrics(state)["clip/norm_before"], 4.0, rtol=4e-6
+    )
 
 
 @both_forms
 def test_newton_schulz_has_a_finite_derivative_everywhere(form):
     def total(x):
-        return jnp.sum(clip(x, 1.0, method="newton_schulz", shrink=FORMS[form][0])[0] * jnp.arange(12.0).reshape(3, 4))
+        return jnp.sum(
+            clip(x, 1.0, method="newton_schulz", shrink=FORMS[form][0])[0]
+            * jnp.arange(12.0).reshape(3, 4)
+        )
 
     derivative = jax.jit(jax.grad(total))
-    for x in (np.zeros((3, 4), np.float32), matrix((3, 4), 3.0, 3.0), matrix((3, 4), 3.0, 1.0), matrix((3, 4), 0.5, 0.1)):
+    for x in (
+        np.zeros((3, 4), np.float32),
+        matrix((3, 4), 3.0, 3.0),
+        matrix((3, 4), 3.0, 1.0),
+        matrix((3, 4), 0.5, 0.1),
+    ):
         assert np.isfinite(derivative(x)).all()
 
 
@@ -279,7 +367,9 @@ def test_measured_alone_it_scales_whole_matrices():
 
 
 def test_newton_schulz_wants_a_step_and_a_shrink_that_it_knows():
-    with pytest.raises(ValueError, match=r"^clip_by_spectral_norm: steps must be at least 1, got 0"):
+    with pytest.raises(
+        ValueError, match=r"^clip_by_spectral_norm: steps must be at least 1, got 0"
+    ):
         optaxclip.clip_by_spectral_norm(1.0, steps=0)
     for shrink in (optaxclip.smooth(1), optaxclip.drop):
         with pytest.raises(ValueError, match=r"knows the shrinks hard and smooth"):
@@ -291,7 +381,9 @@ def test_the_ends_of_the_range_of_float32(method):
     for unit in (2.0**-124, 2.0**126):
         x = np.float32(unit) * np.float32([[2 - 2**-20, 0, 0], [0, 1, 0]])
         updates, _ = clip(x, np.float32(unit), method=method)
-        np.testing.assert_allclose(updates / np.float32(unit), [[1, 0, 0], [0, 1, 0]], rtol=4e-6, atol=4e-6)
+        np.testing.assert_allclose(
+            updates / np.float32(unit), [[1, 0, 0], [0, 1, 0]], rtol=4e-6, atol=4e-6
+        )
 
 
 @both
@@ -300,7 +392,9 @@ def test_layers_of_very_different_size_do_not_meet(method):
     updates, _ = clip({"w": x}, 2e-30, method=method, stacked=1)
     errors = error(updates["w"], expected(x, 2e-30))
     assert errors[0] <= 4e-6 * 2e-30
-    assert errors[1] <= (4e-6 * 2e-30 if method == "svd" else 4e-6 * 8e30)  # by products what is eps of the longest is lost
+    assert errors[1] <= (
+        4e-6 * 2e-30 if method == "svd" else 4e-6 * 8e30
+    )  # by products what is eps of the longest is lost
 
 
 def test_stacked_numbers_are_layers_too():
@@ -308,7 +402,11 @@ def test_stacked_numbers_are_layers_too():
     np.testing.assert_allclose(updates["gain"], [1, -1, 0.5], rtol=1e-6)
 
 
-@pytest.mark.parametrize("shrink", [optaxclip.hard, SMOOTH, optaxclip.normalize, optaxclip.drop], ids=["hard", "smooth", "normalize", "drop"])
+@pytest.mark.parametrize(
+    "shrink",
+    [optaxclip.hard, SMOOTH, optaxclip.normalize, optaxclip.drop],
+    ids=["hard", "smooth", "normalize", "drop"],
+)
 def test_without_a_limit_no_shrink_touches_anything(shrink):
     x = matrix(SQUARE, 4.0)
     for method in METHODS if shrink in (optaxclip.hard, SMOOTH) else ("svd",):

@@ -1,4 +1,6 @@
-"""Limits: numbers and arrays of every kind, trees of them, shares of the weights, and rules that are joined."""
+"""Limits: numbers and arrays of every kind, trees of them, shares of the weights, and
+rules that are joined.
+"""
 
 import jax
 import jax.numpy as jnp
@@ -17,8 +19,14 @@ from tests.clippers import apply, limits_of
         (None, [np.inf, np.inf, np.inf, np.inf]),
         (lambda step: 1.0 + step, [1, 2, 3, 4]),
         (optaxclip.least(None, 3.0, lambda step: 4.0 - step), [3, 3, 2, 1]),
-        (optaxclip.least(optaxclip.growth(2.0), optaxclip.growth(3.0)), [np.inf, 2, 4, 8]),
-        (optaxclip.least(optaxclip.growth(2.0), optaxclip.ema_ratio(100.0)), [np.inf, 2, 4, 8]),
+        (
+            optaxclip.least(optaxclip.growth(2.0), optaxclip.growth(3.0)),
+            [np.inf, 2, 4, 8],
+        ),
+        (
+            optaxclip.least(optaxclip.growth(2.0), optaxclip.ema_ratio(100.0)),
+            [np.inf, 2, 4, 8],
+        ),
         (optaxclip.at_least(lambda step: 1.0 * step, 1.5), [1.5, 1.5, 2, 3]),
         (optaxclip.at_least(1.0, lambda step: 1.0 * step), [1, 1, 2, 3]),
         (optaxclip.warm_up(2, 5.0, optaxclip.growth(2.0)), [5, 5, 4, 8]),
@@ -41,15 +49,22 @@ from tests.clippers import apply, limits_of
     ],
 )
 def test_rules_are_joined_as_they_say_whatever_norm_comes(rule, limits):
-    np.testing.assert_array_equal(limits_of(rule, [1.0, 3.0, 10.0, 10.0]), np.float32(limits))
+    np.testing.assert_array_equal(
+        limits_of(rule, [1.0, 3.0, 10.0, 10.0]), np.float32(limits)
+    )
 
 
 def test_a_share_of_the_weights_follows_schedule_and_floor():
     grads = jnp.array([30.0, 40.0])
-    for share, limits in ((0.5, {1.0: 1.0, 5.0: 2.5}), (lambda step: 0.5 + step, {1.0: 1.0, 5.0: 2.5})):
+    for share, limits in (
+        (0.5, {1.0: 1.0, 5.0: 2.5}),
+        (lambda step: 0.5 + step, {1.0: 1.0, 5.0: 2.5}),
+    ):
         clipper = clip_by(optaxclip.global_norm, optaxclip.share_of_params(share, 2.0))
         for weight, limit in limits.items():
-            _, state = clipper.update(grads, clipper.init(grads), jnp.array([weight, 0.0]))
+            _, state = clipper.update(
+                grads, clipper.init(grads), jnp.array([weight, 0.0])
+            )
             assert state.limit == limit
             _, state = clipper.update(grads, state, jnp.array([weight, 0.0]))
             assert state.limit == (3 * limit if callable(share) else limit)
@@ -57,10 +72,24 @@ def test_a_share_of_the_weights_follows_schedule_and_floor():
 
 def test_a_real_number_of_any_kind_is_a_limit():
     grads = jnp.array([3.0, 4.0])
-    limits = (2, 2.0, np.int8(2), np.float16(2), np.array(2), np.array(2.0), jnp.array(2), jnp.bfloat16(2))
+    limits = (
+        2,
+        2.0,
+        np.int8(2),
+        np.float16(2),
+        np.array(2),
+        np.array(2.0),
+        jnp.array(2),
+        jnp.bfloat16(2),
+    )
 
-    def clipped(given):  # by limits that are constants of the program, and by its arguments
-        return [apply(optaxclip.clip_by_global_norm(limit), grads)[0] for limit in (*limits, *given)]
+    def clipped(
+        given,
+    ):  # by limits that are constants of the program, and by its arguments
+        return [
+            apply(optaxclip.clip_by_global_norm(limit), grads)[0]
+            for limit in (*limits, *given)
+        ]
 
     for updates in jax.jit(clipped)(limits):
         np.testing.assert_allclose(updates, [1.2, 1.6], rtol=1e-6)
@@ -74,42 +103,91 @@ def test_a_limit_may_be_an_int_of_any_size():
     assert state.limit["w"] == np.float32(10**12)
 
 
-@pytest.mark.parametrize("limit", [True, np.array(True), np.array([1.0, np.nan]), np.array([1.0, -1.0]), 1j, np.array(1j), np.array("1"), "1"], ids=str)
+@pytest.mark.parametrize(
+    "limit",
+    [
+        True,
+        np.array(True),
+        np.array([1.0, np.nan]),
+        np.array([1.0, -1.0]),
+        1j,
+        np.array(1j),
+        np.array("1"),
+        "1",
+    ],
+    ids=str,
+)
 def test_what_is_not_a_real_number_is_no_limit_given_as_an_array_either(limit):
-    with pytest.raises((TypeError, ValueError), match=r"^clip_by_unit_norm: max_norm must "):
+    with pytest.raises(
+        (TypeError, ValueError), match=r"^clip_by_unit_norm: max_norm must "
+    ):
         optaxclip.clip_by_unit_norm(limit)
     if not isinstance(limit, str) and np.asarray(limit).dtype.kind in "bc":
-        with pytest.raises(TypeError, match=r"^clip_by_unit_norm: max_norm must be a real number, got an array of "):
-            jax.jit(lambda limit: apply(optaxclip.clip_by_unit_norm(limit), jnp.ones(2))[0])(limit)
+        with pytest.raises(
+            TypeError,
+            match=(
+                r"^clip_by_unit_norm: max_norm must be a real number, got an array of "
+            ),
+        ):
+            jax.jit(
+                lambda limit: apply(optaxclip.clip_by_unit_norm(limit), jnp.ones(2))[0]
+            )(limit)
 
 
 def test_limits_are_matched_to_a_leaf_from_its_last_axis():
     grads = jnp.ones((2, 3))
     units = optaxclip.clip_by_unit_norm(np.float32([0.1, 0.2, 0.3]))
-    np.testing.assert_allclose(apply(units, grads)[0], np.broadcast_to([0.1, 0.2, 0.3], (2, 3)) / np.sqrt(2), rtol=1e-6)
-    np.testing.assert_allclose(apply(optaxclip.clip_by_unit_norm(np.float32([[0.1]])), grads)[0], np.full((2, 3), 0.1) / np.sqrt(2), rtol=1e-6)
+    np.testing.assert_allclose(
+        apply(units, grads)[0],
+        np.broadcast_to([0.1, 0.2, 0.3], (2, 3)) / np.sqrt(2),
+        rtol=1e-6,
+    )
+    np.testing.assert_allclose(
+        apply(optaxclip.clip_by_unit_norm(np.float32([[0.1]])), grads)[0],
+        np.full((2, 3), 0.1) / np.sqrt(2),
+        rtol=1e-6,
+    )
     for wrong in (np.ones(2), np.ones((1, 1, 3)), np.ones((2, 3))):
-        with pytest.raises(ValueError, match=r"max_norm must be a number for each norm"):
+        with pytest.raises(
+            ValueError, match=r"max_norm must be a number for each norm"
+        ):
             apply(optaxclip.clip_by_unit_norm(np.float32(wrong)), grads)
 
 
-@pytest.mark.parametrize("limits", [{"a": 1.0, "b": 2.0}, {"a": 1.0, "b": {"c": 2.0}}], ids=["as deep", "deeper"])
+@pytest.mark.parametrize(
+    "limits",
+    [{"a": 1.0, "b": 2.0}, {"a": 1.0, "b": {"c": 2.0}}],
+    ids=["as deep", "deeper"],
+)
 def test_limits_may_have_a_value_for_what_is_masked(limits):
     grads = {"a": jnp.array([3.0, 4.0]), "b": {"c": jnp.array([3.0, 4.0])}}
-    clipper = optax.masked(optaxclip.clip_by_tensor_norm(limits), {"a": True, "b": False})
+    clipper = optax.masked(
+        optaxclip.clip_by_tensor_norm(limits), {"a": True, "b": False}
+    )
     updates, _ = apply(clipper, grads)
     np.testing.assert_allclose(updates["a"], [0.6, 0.8], rtol=1e-6)
     np.testing.assert_array_equal(updates["b"]["c"], [3.0, 4.0])
 
 
 def test_limits_without_any_value_say_so():
-    with pytest.raises(ValueError, match=r"^clip_by_tensor_norm: max_norm has no value for the leaf 'w': it has none at all.$"):
+    with pytest.raises(
+        ValueError,
+        match=(
+            r"^clip_by_tensor_norm: max_norm has no value for the leaf 'w': it has "
+            r"none at all.$"
+        ),
+    ):
         optaxclip.clip_by_tensor_norm({}).init({"w": jnp.ones(2)})
 
 
 def test_limits_of_groups_follow_their_weights():
-    clipper = optaxclip.clip_by_group_norm(optaxclip.share_of_params(0.5), {"a": "z", "b": "y"})
-    grads, params = {"a": jnp.array([3.0, 4.0]), "b": jnp.array([8.0])}, {"a": jnp.array([0.0, 2.0]), "b": jnp.array([4.0])}
+    clipper = optaxclip.clip_by_group_norm(
+        optaxclip.share_of_params(0.5), {"a": "z", "b": "y"}
+    )
+    grads, params = (
+        {"a": jnp.array([3.0, 4.0]), "b": jnp.array([8.0])},
+        {"a": jnp.array([0.0, 2.0]), "b": jnp.array([4.0])},
+    )
     updates, _ = apply(clipper, grads, params)
     np.testing.assert_allclose(updates["a"], [0.6, 0.8], rtol=1e-6)
     np.testing.assert_allclose(updates["b"], [2.0], rtol=1e-6)

@@ -2,10 +2,13 @@
 
     limit_t = rate * (norm_{t-1} as it was let through)
 
-Fira, APOLLO, RACS and Alice apply it to each tensor of the update with 1.01: `clip_by_tensor_norm(growth())` after the preconditioner. From one step to the next the norm grows by at
-most 1 %, however large the spike; a lasting rise by a factor f takes log(f) / log(rate) steps to pass.
+Fira, APOLLO, RACS and Alice apply it to each tensor of the update with 1.01:
+`clip_by_tensor_norm(growth())` after the preconditioner. From one step to the next the
+norm grows by at most 1 %, however large the spike; a lasting rise by a factor f takes
+log(f) / log(rate) steps to pass.
 
-Reference: Chen et al., Fira: can we achieve full-rank training of LLMs under low-rank constraint?, 2024 (arXiv 2410.01623).
+Reference: Chen et al., Fira: can we achieve full-rank training of LLMs under low-rank
+constraint?, 2024 (arXiv 2410.01623).
 """
 
 from typing import Any
@@ -22,9 +25,15 @@ def growth(rate: Any = 1.01, *, floor: Any = 0.0) -> Threshold:
 
     Args:
       rate: growth allowed in a step, at least 0; 1.01 is 1 %. A number or a schedule.
-      floor: a shorter last norm counts as this long, so that one tiny gradient does not hold back hundreds of steps. At least 0.
+      floor: a shorter last norm counts as this long, so that one tiny gradient does not
+        hold back hundreds of steps. At least 0.
     """
-    return Threshold(Partial(_unlimited), Partial(_update, parameter("growth: rate", rate), parameter("growth: floor", floor)))
+    return Threshold(
+        Partial(_unlimited),
+        Partial(
+            _update, parameter("growth: rate", rate), parameter("growth: floor", floor)
+        ),
+    )
 
 
 def _unlimited(norm):

@@ -1,13 +1,19 @@
-"""The clipping functions of other frameworks, for code that is ported: their names and arguments; tree in, result out, and pure, so that they run under jit.
+"""The clipping functions of other frameworks, for code that is ported: their names and
+arguments; tree in, result out, and pure, so that they run under jit.
 
-    torch_style        clip_grad_norm, clip_grad_value, get_total_norm, clip_grads_with_norm
-    tensorflow_style   clip_by_value, clip_by_norm, clip_by_average_norm, clip_by_global_norm, global_norm, clip_gradients_by_norm
-    keras              clip_gradients: clipnorm, clipvalue, global_clipnorm of the optimizers, as an optax transformation
+    torch_style        clip_grad_norm, clip_grad_value, get_total_norm,
+                       clip_grads_with_norm
+    tensorflow_style   clip_by_value, clip_by_norm, clip_by_average_norm,
+                       clip_by_global_norm, global_norm, clip_gradients_by_norm
+    keras              clip_gradients: clipnorm, clipvalue, global_clipnorm of the
+                       optimizers, as an optax transformation
 
     from optaxclip.dropin.torch_style import clip_grad_norm
 
-What they compute is the library's: right in every precision, NaN for a broken step. Each module says where that differs from its original. In code that is written anew take the optax
-transformations, which need no second pass over the gradients and keep the norm for `metrics`.
+What they compute is the library's: right in every precision, NaN for a broken step.
+Each module says where that differs from its original. In code that is written anew take
+the optax transformations, which need no second pass over the gradients and keep the
+norm for `metrics`.
 """
 
 from . import keras as keras

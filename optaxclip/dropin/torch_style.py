@@ -1,32 +1,47 @@
-"""torch's gradient clipping for trees: `torch.nn.utils.clip_grad_norm_` and its relatives, without the underscore, since nothing is changed in place.
+"""torch's gradient clipping for trees: `torch.nn.utils.clip_grad_norm_` and its
+relatives, without the underscore, since nothing is changed in place.
 
-    total_norm = |grads|                                      of order norm_type, over all leaves
+    total_norm = |grads|                                      of order norm_type, over
+                                                              all leaves
     result     = grads * min(1, max_norm / (total_norm + 1e-6))
 
-Gradients are handed in, not parameters. None leaves are ignored and kept; a single array is a tree.
+Gradients are handed in, not parameters. None leaves are ignored and kept; a single
+array is a tree.
 
     case                             torch 2.13                             here
-    norm + 1e-6 above the limit      max_norm / (norm + 1e-6)               the same, to 8 float32 eps
-    norm + 1e-6 within the limit     times 1                                the same bits
+    norm + 1e-6 above the limit      max_norm / (norm + 1e-6)               the same, to
+                                     8 float32 eps
+    norm + 1e-6 within the limit     times 1                                the same
+                                     bits
     no leaves, only None             norm 0                                 the same
     max_norm 0                       zeros                                  the same
     norm_type "inf" and other texts  read as numbers                        the same
-    norm                             in the dtype of the gradients          float32, or float64 if a leaf has 64 bits
-    float16, float32 near overflow   norm inf, zeros                        the true norm, clipped
+    norm                             in the dtype of the gradients          float32, or
+                                     float64 if a leaf has 64 bits
+    float16, float32 near overflow   norm inf, zeros                        the true
+                                     norm, clipped
     a gradient is NaN                all NaN                                the same
-    a gradient is inf                NaN there, zeros elsewhere             all NaN: a broken step is seen, never half applied
-    max_norm inf, norm not finite    NaN                                    untouched, since there is no limit
+    a gradient is inf                NaN there, zeros elsewhere             all NaN: a
+                                     broken step is seen, never half applied
+    max_norm inf, norm not finite    NaN                                    untouched,
+                                     since there is no limit
     max_norm < 0                     the sign of the gradients flips        ValueError
     max_norm, clip_value NaN         all NaN                                ValueError
     clip_value < 0                   all become clip_value                  ValueError
     max_norm, clip_value a text      read as a number                       TypeError
-    norm_type 0                      counts leaves that are not 0           ValueError: 0 and less are no norms, and clipping by them bounds nothing
+    norm_type 0                      counts leaves that are not 0           ValueError:
+                                     0 and less are no norms, and clipping by them
+                                     bounds nothing
     norm_type < 0                    the same formula; 0 if any element is   ValueError
-    error_if_nonfinite               RuntimeError                           the same without jit; a `checkify.check` under it
-    get_total_norm of None           RuntimeError                           ignored, as in clip_grad_norm
-    integer leaves                   refused                                neither measured nor clipped by norm
+    error_if_nonfinite               RuntimeError                           the same
+                                     without jit; a `checkify.check` under it
+    get_total_norm of None           RuntimeError                           ignored, as
+                                     in clip_grad_norm
+    integer leaves                   refused                                neither
+                                     measured nor clipped by norm
 
-Reference: torch.nn.utils.clip_grad, PyTorch 2.13; Pascanu, Mikolov, Bengio, On the difficulty of training recurrent neural networks, 2013 (arXiv 1211.5063).
+Reference: torch.nn.utils.clip_grad, PyTorch 2.13; Pascanu, Mikolov, Bengio, On the
+difficulty of training recurrent neural networks, 2013 (arXiv 1211.5063).
 """
 
 import math
@@ -43,8 +58,11 @@ from ..once import clip_once
 EPS = 1e-6  # torch adds it to the norm that it divides by
 
 
-def clip_grad_norm(grads: Any, max_norm: Any, norm_type: Any = 2.0, error_if_nonfinite: bool = False) -> tuple[Any, jax.Array]:
-    """Shortens all gradients together to at most `max_norm`, and tells how long they were.
+def clip_grad_norm(
+    grads: Any, max_norm: Any, norm_type: Any = 2.0, error_if_nonfinite: bool = False
+) -> tuple[Any, jax.Array]:
+    """Shortens all gradients together to at most `max_norm`, and tells how long they
+    were.
 
     Args:
       grads: a pytree of arrays.
@@ -53,14 +71,17 @@ def clip_grad_norm(grads: Any, max_norm: Any, norm_type: Any = 2.0, error_if_non
       error_if_nonfinite: raise where the norm is NaN or inf.
 
     Returns:
-      The gradients in their dtypes, and their norm from before: a scalar, float32 (float64 if a leaf has 64 bits).
+      The gradients in their dtypes, and their norm from before: a scalar, float32
+      (float64 if a leaf has 64 bits).
 
     Raises:
       TypeError, ValueError: a limit or an order that can not be.
-      RuntimeError: a norm that is not finite, if `error_if_nonfinite`; under jit a `checkify.check` that fails.
+      RuntimeError: a norm that is not finite, if `error_if_nonfinite`; under jit a
+        `checkify.check` that fails.
 
     Example:
-      >>> grads, total_norm = clip_grad_norm({"w": jnp.array([3.0, 4.0]), "b": None}, 1.0)
+      >>> grads = {"w": jnp.array([3.0, 4.0]), "b": None}
+      >>> grads, total_norm = clip_grad_norm(grads, 1.0)
       >>> print(total_norm, *(f"{x:.4f}" for x in grads["w"]), grads["b"])
       5.0 0.6000 0.8000 None
     """
@@ -69,7 +90,8 @@ def clip_grad_norm(grads: Any, max_norm: Any, norm_type: Any = 2.0, error_if_non
 
 
 def clip_grad_value(grads: Any, clip_value: Any) -> Any:
-    """Limits every element to [-clip_value, clip_value]. NaN stays NaN; inf becomes the bound.
+    """Limits every element to [-clip_value, clip_value]. NaN stays NaN; inf becomes the
+    bound.
 
     Args:
       grads: a pytree of arrays.
@@ -87,12 +109,17 @@ def clip_grad_value(grads: Any, clip_value: Any) -> Any:
     """
     check_number("clip_grad_value: clip_value", clip_value)
     if jnp.ndim(clip_value):
-        raise ValueError(f"clip_grad_value: clip_value must be a scalar, got an array of shape {jnp.shape(clip_value)}.")
+        raise ValueError(
+            "clip_grad_value: clip_value must be a scalar, got an array of shape "
+            f"{jnp.shape(clip_value)}."
+        )
     clipper = clip_by_value(clip_value)
     return clipper.update(grads, clipper.init(grads))[0]
 
 
-def get_total_norm(grads: Any, norm_type: Any = 2.0, error_if_nonfinite: bool = False) -> jax.Array:
+def get_total_norm(
+    grads: Any, norm_type: Any = 2.0, error_if_nonfinite: bool = False
+) -> jax.Array:
     """The norm of all gradients together, as if they were one vector.
 
     Args:
@@ -112,7 +139,8 @@ def get_total_norm(grads: Any, norm_type: Any = 2.0, error_if_nonfinite: bool = 
 
 
 def clip_grads_with_norm(grads: Any, max_norm: Any, total_norm: Any) -> Any:
-    """Shortens gradients whose norm is known: grads * min(1, max_norm / (total_norm + 1e-6)).
+    """Shortens gradients whose norm is known: grads * min(1, max_norm / (total_norm +
+    1e-6)).
 
     Args:
       grads: a pytree of arrays.
@@ -120,27 +148,53 @@ def clip_grads_with_norm(grads: Any, max_norm: Any, total_norm: Any) -> Any:
       total_norm: their norm, a scalar, as `get_total_norm` gives it.
 
     Returns:
-      The gradients in their dtypes; all NaN where `total_norm` is NaN or inf, unless `max_norm` is inf.
+      The gradients in their dtypes; all NaN where `total_norm` is NaN or inf, unless
+      `max_norm` is inf.
 
     Raises:
       TypeError, ValueError: a limit that can not be, or a norm that is no scalar.
 
     Example:
-      >>> print(*(f"{x:.4f}" for x in clip_grads_with_norm(jnp.array([3.0, 4.0]), 1.0, total_norm=10.0)))
+      >>> grads = jnp.array([3.0, 4.0])
+      >>> clipped = clip_grads_with_norm(grads, 1.0, total_norm=10.0)
+      >>> print(*(f"{x:.4f}" for x in clipped))
       0.3000 0.4000
     """
     check_number("clip_grads_with_norm: max_norm", max_norm)
-    return clip_once(grads, max_norm, global_norm, argument="clip_grads_with_norm: max_norm", eps=EPS, grad_norm=total_norm, axes="auto")[0]
+    return clip_once(
+        grads,
+        max_norm,
+        global_norm,
+        argument="clip_grads_with_norm: max_norm",
+        eps=EPS,
+        grad_norm=total_norm,
+        axes="auto",
+    )[0]
 
 
-def _clipped(call: str, grads: Any, max_norm: Any, norm_type: Any, error_if_nonfinite: bool) -> tuple[Any, jax.Array]:
+def _clipped(
+    call: str, grads: Any, max_norm: Any, norm_type: Any, error_if_nonfinite: bool
+) -> tuple[Any, jax.Array]:
     order = _order(call, norm_type)
     nonfinite = "raise" if error_if_nonfinite else "propagate"
     try:
-        return clip_once(grads, max_norm, global_norm, argument=f"{call}: max_norm", eps=EPS, nonfinite=nonfinite, ord=order, axes="auto")
-    except FloatingPointError as error:  # what torch raises is caught as a RuntimeError in code that is ported
+        return clip_once(
+            grads,
+            max_norm,
+            global_norm,
+            argument=f"{call}: max_norm",
+            eps=EPS,
+            nonfinite=nonfinite,
+            ord=order,
+            axes="auto",
+        )
+    except (
+        FloatingPointError
+    ) as error:  # what torch raises is caught as a RuntimeError in code that is ported
         text = str(error).rstrip(".")
-        raise RuntimeError(f"{text}. With error_if_nonfinite=False the norm is returned as it is.") from error
+        raise RuntimeError(
+            f"{text}. With error_if_nonfinite=False the norm is returned as it is."
+        ) from error
 
 
 def _order(call: str, norm_type: Any) -> float:
@@ -149,5 +203,8 @@ def _order(call: str, norm_type: Any) -> float:
         order = float(norm_type) if not isinstance(norm_type, bool) else math.nan
         check_ord(call, order)
     except (TypeError, ValueError):
-        raise ValueError(f'{call}: norm_type must be a number above 0, math.inf or "inf", got {norm_type!r}.') from None
+        raise ValueError(
+            f'{call}: norm_type must be a number above 0, math.inf or "inf", got '
+            f"{norm_type!r}."
+        ) from None
     return order

@@ -13,7 +13,9 @@ from ..shrinks import Shrink
 
 
 class Limits(NamedTuple):
-    """A tree prefix of limits: each part of the gradient that has one is measured and clipped by itself."""
+    """A tree prefix of limits: each part of the gradient that has one is measured and
+    clipped by itself.
+    """
 
     values: list[Any]  # a number for each limit, None for none
     places: prefix.Prefix  # which of them holds for which part of the gradient
@@ -28,7 +30,9 @@ class Weights(NamedTuple):
     """What was found out about the examples of a batch."""
 
     norms: list[jax.Array]  # float32[batch], one for each limit
-    factors: list[jax.Array]  # float32[batch], one for each limit: 0 for an example that does not count
+    factors: list[
+        jax.Array
+    ]  # float32[batch], one for each limit: 0 for an example that does not count
     counts: jax.Array  # bool[batch]: is present and has finite norms
 
 
@@ -36,9 +40,12 @@ def limits_of(max_norm: Any, argument: str) -> Limits:
     """The limits of a number or of a tree of them.
 
     Raises:
-      TypeError, ValueError: something that is no limit, more than one number in the place of one, or no limit at all.
+      TypeError, ValueError: something that is no limit, more than one number in the
+        place of one, or no limit at all.
     """
-    entries, treedef = jax.tree_util.tree_flatten_with_path(max_norm, is_leaf=lambda x: x is None)
+    entries, treedef = jax.tree_util.tree_flatten_with_path(
+        max_norm, is_leaf=lambda x: x is None
+    )
     if not entries:
         raise ValueError(f"{argument} has no limit in it, got {max_norm!r}.")
     for path, value in entries:
@@ -47,23 +54,45 @@ def limits_of(max_norm: Any, argument: str) -> Limits:
             continue
         check_number(where, value)
         if jnp.ndim(value):
-            raise ValueError(f"{where} must be one number, got an array of shape {jnp.shape(value)}.")
-    return Limits([value for _, value in entries], prefix.Prefix(tuple((path, place) for place, (path, _) in enumerate(entries))), treedef)
+            raise ValueError(
+                f"{where} must be one number, got an array of shape {jnp.shape(value)}."
+            )
+    return Limits(
+        [value for _, value in entries],
+        prefix.Prefix(tuple((path, place) for place, (path, _) in enumerate(entries))),
+        treedef,
+    )
 
 
-def weigh(grads: Any, limits: Limits, shrink: Shrink, present: jax.Array, call: str) -> Weights:
+def weigh(
+    grads: Any, limits: Limits, shrink: Shrink, present: jax.Array, call: str
+) -> Weights:
     """Norms and factors of gradients with a leading batch axis."""
-    norms = jax.vmap(lambda one: _norms(one, limits, call), axis_size=present.size)(grads)
+    norms = jax.vmap(lambda one: _norms(one, limits, call), axis_size=present.size)(
+        grads
+    )
     finite = jnp.all(jnp.stack([jnp.isfinite(norm) for norm in norms]), axis=0)
     counts = present & finite
-    factors = [jnp.where(counts, _factor(jnp.where(counts, norm, 0.0), limit, shrink), 0.0) for norm, limit in zip(norms, limits.values)]
+    factors = [
+        jnp.where(counts, _factor(jnp.where(counts, norm, 0.0), limit, shrink), 0.0)
+        for norm, limit in zip(norms, limits.values)
+    ]
     return Weights([jnp.where(present, norm, 0.0) for norm in norms], factors, counts)
 
 
-def weighted_sum(grads: Any, factors: list[jax.Array], counts: jax.Array, places: list[int]) -> Any:
-    """The sum over the batch axis, of each leaf times the factors at its place, in float32 or wider."""
+def weighted_sum(
+    grads: Any, factors: list[jax.Array], counts: jax.Array, places: list[int]
+) -> Any:
+    """The sum over the batch axis, of each leaf times the factors at its place, in
+    float32 or wider.
+    """
     leaves, treedef = jax.tree.flatten(grads)
-    return treedef.unflatten([_weighted_sum(leaf, factors[place], counts) for leaf, place in zip(leaves, places)])
+    return treedef.unflatten(
+        [
+            _weighted_sum(leaf, factors[place], counts)
+            for leaf, place in zip(leaves, places)
+        ]
+    )
 
 
 def batch_size(tree: Any, argument: str) -> int:
@@ -72,14 +101,22 @@ def batch_size(tree: Any, argument: str) -> int:
     Raises:
       ValueError: there are no leaves, they have no first axis, or their sizes differ.
     """
-    shapes = {prefix.name(path) or "it": jnp.shape(leaf) for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]}
+    shapes = {
+        prefix.name(path) or "it": jnp.shape(leaf)
+        for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]
+    }
     if not all(shapes.values()) or len({shape[:1] for shape in shapes.values()}) != 1:
-        raise ValueError(f"{argument} must be arrays whose first axis counts examples, of one size, got the shapes {shapes}.")
+        raise ValueError(
+            f"{argument} must be arrays whose first axis counts examples, of one size, "
+            f"got the shapes {shapes}."
+        )
     return next(iter(shapes.values()))[0]
 
 
 def beside(per_example: jax.Array, leaf: jax.Array) -> jax.Array:
-    """One number for each example, in a shape that broadcasts against a leaf with a leading batch axis."""
+    """One number for each example, in a shape that broadcasts against a leaf with a
+    leading batch axis.
+    """
     return per_example.reshape(-1, *(1,) * (leaf.ndim - 1))
 
 
@@ -88,21 +125,36 @@ def _norms(one: Any, limits: Limits, call: str) -> list[jax.Array]:
     groups: dict[int, list[Any]] = {place: [] for place in range(len(limits.values))}
     for place, leaf in zip(limits.for_leaves(one, call), jax.tree.leaves(one)):
         groups[place].append(leaf)
-    # Never over devices: along a mesh axis that splits the batch they hold different examples.
+    # Never over devices: along a mesh axis that splits the batch they hold different
+    # examples.
     return list(norm_of_each(groups, axes=None).values())
 
 
 def _factor(norm: jax.Array, limit: Any, shrink: Shrink) -> jax.Array:
     """How much of a gradient of this norm is let through."""
-    limit = jnp.broadcast_to(jnp.maximum(jnp.asarray(jnp.inf if limit is None else limit).astype(norm.dtype), 0), norm.shape)
+    limit = jnp.broadcast_to(
+        jnp.maximum(
+            jnp.asarray(jnp.inf if limit is None else limit).astype(norm.dtype), 0
+        ),
+        norm.shape,
+    )
     new = shrink(norm, limit)
     ratio = new / jnp.where(norm == 0, 1.0, norm)
-    # Where it would overflow (normalizing a norm of 1e-38) it stays finite: inf times an element that is 0 would be NaN.
-    return jnp.where((limit == jnp.inf) | (new == norm), 1.0, jnp.minimum(ratio, jnp.finfo(norm.dtype).max))
+    # Where it would overflow (normalizing a norm of 1e-38) it stays finite: inf times
+    # an element that is 0 would be NaN.
+    return jnp.where(
+        (limit == jnp.inf) | (new == norm),
+        1.0,
+        jnp.minimum(ratio, jnp.finfo(norm.dtype).max),
+    )
 
 
 def _weighted_sum(leaf: jax.Array, factor: jax.Array, counts: jax.Array) -> jax.Array:
     wide = jnp.promote_types(leaf.dtype, factor.dtype)
-    # Selected, since 0 times NaN is NaN. A dot, which on a CPU is four times as fast as a sum over the first axis; at the highest precision, for GPU and TPU would round to fewer bits.
+    # Selected, since 0 times NaN is NaN. A dot, which on a CPU is four times as fast as
+    # a sum over the first axis; at the highest precision, for GPU and TPU would round
+    # to fewer bits.
     kept = jnp.where(beside(counts, leaf), leaf.astype(wide), 0)
-    return jnp.tensordot(factor.astype(wide), kept, axes=1, precision=lax.Precision.HIGHEST)
+    return jnp.tensordot(
+        factor.astype(wide), kept, axes=1, precision=lax.Precision.HIGHEST
+    )

@@ -13,10 +13,18 @@ from . import Suggestion, read_history, replay, suggest
 
 def main(arguments: list[str] | None = None) -> None:
     """The command: prints the table of a log file and draws its picture beside it."""
-    parser = argparse.ArgumentParser(prog="python -m optaxclip.replay", description="Candidate thresholds for recorded gradient norms.")
+    parser = argparse.ArgumentParser(
+        prog="python -m optaxclip.replay",
+        description="Candidate thresholds for recorded gradient norms.",
+    )
     parser.add_argument("log", type=Path, help="a CSV with a header, or JSON lines")
-    parser.add_argument("--column", help="the name of the norm; found by itself where a logger wrote metrics()")
-    parser.add_argument("--picture", type=Path, help="where to draw (default: beside the log)")
+    parser.add_argument(
+        "--column",
+        help="the name of the norm; found by itself where a logger wrote metrics()",
+    )
+    parser.add_argument(
+        "--picture", type=Path, help="where to draw (default: beside the log)"
+    )
     options = parser.parse_args(arguments)
     try:
         norms = read_history(options.log, options.column)
@@ -32,13 +40,21 @@ def table(norms: Any, found: list[Suggestion]) -> str:
     norms = np.asarray(norms, np.float64)
     broken = int(np.sum(~np.isfinite(norms)))
     low, middle, high = np.quantile(norms[np.isfinite(norms)], (0.0, 0.5, 1.0))
-    lines = [f"{norms.size} steps, {broken} of them NaN or inf; norms from {low:.4g} to {high:.4g}, median {middle:.4g}", ""]
+    lines = [
+        f"{norms.size} steps, {broken} of them NaN or inf; norms from {low:.4g} to "
+        f"{high:.4g}, median {middle:.4g}",
+        "",
+    ]
     width = max(len(row.rule) for row in found)
-    lines += [f"{'threshold':{width}}  {'limit at the end':>16}  {'steps clipped':>13}  {'mean scale':>10}"]
-    lines += [f"{row.rule:{width}}  {row.limit:16.4g}  {row.clip_rate:13.1%}  {row.mean_scale:10.3f}" for row in found]
+    heads = ("limit at the end", "steps clipped", "mean scale")
+    lines.append("  ".join([f"{'threshold':{width}}", *heads]))
+    for row in found:
+        numbers = f"{row.limit:16.4g}  {row.clip_rate:13.1%}  {row.mean_scale:10.3f}"
+        lines.append(f"{row.rule:{width}}  {numbers}")
     lines += [
         "",
-        "Counted on the norms as they were recorded. A run that is clipped goes another way: this can not say how its norms, or its loss, would have been.",
+        "Counted on the norms as they were recorded. A run that is clipped goes "
+        "another way: this can not say how its norms, or its loss, would have been.",
     ]
     return "\n".join(lines)
 
@@ -49,11 +65,15 @@ def draw(norms: np.ndarray, path: Path) -> None:
 
         from .plot import plot_history
     except ImportError:
-        print("No picture: matplotlib is not installed (pip install 'optaxclip[plot]').")
+        print(
+            "No picture: matplotlib is not installed (pip install 'optaxclip[plot]')."
+        )
         return
     result = replay(z_score(), norms)
     figure = Figure(figsize=(9, 4), layout="constrained")
-    plot_history(result, axis=figure.add_subplot()).set_title("norms as recorded, and the steps that zclip() would have clipped")
+    plot_history(result, axis=figure.add_subplot()).set_title(
+        "norms as recorded, and the steps that zclip() would have clipped"
+    )
     figure.savefig(path, dpi=120)
     print(f"Picture: {path}")
 

@@ -1,4 +1,6 @@
-"""Trees of torch weights and NumPy arrays, histories of them, and their text. A tree is a dict from the names of `SHAPES`; a history is a list of trees."""
+"""Trees of torch weights and NumPy arrays, histories of them, and their text. A tree is
+a dict from the names of `SHAPES`; a history is a list of trees.
+"""
 
 import json
 import math
@@ -15,7 +17,9 @@ def zeros():
 
 
 def weights_of(values):
-    return {name: torch.nn.Parameter(torch.tensor(value)) for name, value in values.items()}
+    return {
+        name: torch.nn.Parameter(torch.tensor(value)) for name, value in values.items()
+    }
 
 
 def set_grads(weights, grads):
@@ -70,21 +74,42 @@ def together(history):
 
 def shown(history, steps):
     steps = [step for step in steps if step <= len(history)]
-    return {"steps": steps, **(together([history[step - 1] for step in steps]) if steps else {})}
+    return {
+        "steps": steps,
+        **(together([history[step - 1] for step in steps]) if steps else {}),
+    }
 
 
 def digits(value, count):
     """Rounded to so many digits, elementwise."""
-    return np.vectorize(lambda number: float(f"{number:.{count}g}"), otypes=[float])(value)
+    return np.vectorize(lambda number: float(f"{number:.{count}g}"), otypes=[float])(
+        value
+    )
 
 
 def text(value, depth=0):
-    """JSON with one key a line and lists filled up to 160 columns; no list holds a string with a space, so that only numbers are parted."""
-    if isinstance(value, dict) and any(isinstance(item, (dict, list, np.ndarray)) for item in value.values()):
+    """JSON with one key a line and lists filled up to 160 columns; no list holds a
+    string with a space, so that only numbers are parted.
+    """
+    if isinstance(value, dict) and any(
+        isinstance(item, (dict, list, np.ndarray)) for item in value.values()
+    ):
         pad = " " * (depth + 1)
-        return "{\n" + ",\n".join(f"{pad}{json.dumps(key)}: {text(item, depth + 1)}" for key, item in value.items()) + f"\n{pad[1:]}}}"
+        return (
+            "{\n"
+            + ",\n".join(
+                f"{pad}{json.dumps(key)}: {text(item, depth + 1)}"
+                for key, item in value.items()
+            )
+            + f"\n{pad[1:]}}}"
+        )
     line = json.dumps(plain(value), allow_nan=False)
-    return line if len(line) <= 140 else "\n" + textwrap.fill(line, 160, break_long_words=False, break_on_hyphens=False)
+    return (
+        line
+        if len(line) <= 140
+        else "\n"
+        + textwrap.fill(line, 160, break_long_words=False, break_on_hyphens=False)
+    )
 
 
 def plain(value):
