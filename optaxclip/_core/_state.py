@@ -1,0 +1,59 @@
+"""What a clipper keeps. Its fields are in blocks, as `_blocks` arranges them."""
+
+from typing import Any, NamedTuple
+
+import jax
+
+
+class ClipState(NamedTuple):
+    """What a clipper knows after a step.
+
+    The fields from `norm` on have one entry for each norm: an array for all scalar
+    norms, shape [] for the norm of everything and [N] for those of N tensors or groups.
+    Norms of units and of stacked layers are arrays of their own, in a tuple.
+    `optaxclip.metrics` reads all of it by name.
+    """
+
+    # No arrays: the names of the norms, as one key. "\\n" separates norms, an empty line
+    # blocks.
+    names: dict[str, None]
+    step: jax.Array  # int32[]: updates seen
+    norm: Any  # float32[N]: before clipping, in the last step
+    limit: Any  # float32[N]: what the norm was held against
+    # float32[N]: what the updates were multiplied by. 1 where nothing was done, 0 only
+    # where they were made 0. Held within the normal numbers of its dtype.
+    factor: Any
+    clipped: Any  # int32[N]: finite steps that changed the updates
+    nonfinite: Any  # int32[N]: steps whose norm was NaN or inf
+    memory: Any  # what the rule remembers, its arrays [N, ...]
+
+
+class Entry(NamedTuple):
+    """One block of a state: of its fields from `norm` on, one array each."""
+
+    norm: jax.Array
+    limit: jax.Array
+    factor: jax.Array
+    clipped: jax.Array
+    nonfinite: jax.Array
+    memory: Any
+
+
+def pack(names: list[list[str]], step: jax.Array, entries: list[Entry]) -> ClipState:
+    """The state of some blocks."""
+    blocks = ["\n".join(name.replace("\n", " ") for name in block) for block in names]
+    key = "\n\n".join(blocks)
+    fields = zip(*entries) if entries else [()] * len(Entry._fields)
+    packed = [x[0] if len(entries) == 1 else tuple(x) for x in fields]
+    return ClipState({key: None} if key else {}, step, *packed)
+
+
+def unpack(state: ClipState) -> tuple[list[list[str]], list[Entry]]:
+    """The names of the norms in each block, and the blocks."""
+    if not state.names:
+        alone = not isinstance(state.norm, tuple)
+        return ([[""]], [Entry(*state[2:])]) if alone else ([], [])
+    (key,) = state.names
+    names = [block.split("\n") for block in key.split("\n\n")]
+    fields = [x if len(names) > 1 else (x,) for x in state[2:]]
+    return names, [Entry(*each) for each in zip(*fields)]
