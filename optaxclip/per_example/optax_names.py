@@ -127,7 +127,7 @@ def _clip(grads: Any, limits: Limits, call: str) -> tuple[Any, list[jax.Array]]:
     weights = weigh(
         grads, limits, hard, jnp.ones(batch_size(grads, f"{call}: grads"), bool), call
     )
-    clipped = [jnp.sum(factor < 1, dtype=jnp.int32) for factor in weights.factors]
+    clipped = [jnp.sum(scale < 1, dtype=jnp.int32) for scale in weights.scales]
     return weighted_sum(
         grads, weights.factors, weights.counts, limits.for_leaves(grads, call)
     ), clipped
