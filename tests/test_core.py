@@ -129,7 +129,10 @@ def test_64_bit_norms_become_any_other_as_well(norm, limit):
     np.testing.assert_allclose(rescaled, [limit, -limit], rtol=1e-14)
 
 
-@pytest.mark.parametrize(("norm", "limit"), FAR)
+# Next to both ends of the range at once a part of the derivative is flushed.
+@pytest.mark.parametrize(
+    ("norm", "limit"), [each for each in FAR if 1e-75 < each[1] / each[0] < 1e75]
+)
 def test_the_derivative_of_a_factor_is_that_of_the_quotient(norm, limit):
     x = jnp.float32(norm)
 

@@ -17,6 +17,7 @@ import optaxclip
 from optaxclip import sums
 from optaxclip.sharding import Split
 from tests import oracles
+from tests.clippers import apply
 
 EPS = oracles.eps_of("float32")
 ORDERS = (0.3, 1, 2, 3, 10, math.inf, "rms", "average")
@@ -662,6 +663,47 @@ def test_derivative_equals_finite_differences(ord):
     *slopes, difference = slopes_and_differences()[ord]
     assert difference.dtype == np.float64
     np.testing.assert_allclose(slopes, difference, 1e-6)
+
+
+@pytest.mark.parametrize("size", [1e-37, 1e-30, 1e-20, 1e-19, 1.0, 1e19, 1e30])
+@pytest.mark.parametrize("ord", [2, 3])
+def test_second_derivatives_hold_at_norms_of_any_size(ord, size):
+    x = np.float32([2.0, -1.0, 0.5]) * np.float32(size)
+    hessian = jax.hessian(partial(optaxclip.global_norm, ord=ord))
+    found, reverse = jax.jit(lambda x: (hessian(x), reverse_twice_of(ord)(x)))(x)
+    norm = np.sum(np.abs(oracles.wide(x)) ** ord) ** (1 / ord)
+    unit = np.abs(oracles.wide(x)) / norm
+    slope = unit ** (ord - 1) * np.sign(x)
+    curve = (ord - 1) * (np.diag(unit ** (ord - 2)) - np.outer(slope, slope))
+    for each in (found, reverse):
+        np.testing.assert_allclose(oracles.wide(each) * norm, curve, 0, atol=16 * EPS)
+
+
+def reverse_twice_of(ord):
+    return reverse_twice(partial(optaxclip.global_norm, ord=ord))
+
+
+@pytest.mark.parametrize("size", [0.0, 1e-37, 1e-30, 1e-20, 1e-19, 1e-3])
+def test_what_is_not_clipped_has_the_second_derivative_of_itself(size):
+    clippers = [
+        optaxclip.clip_by_global_norm(1.0),
+        optaxclip.clip_by_unit_norm(1.0),
+        optaxclip.clip_by_global_norm(1.0, ord=3),
+    ]
+    if size < 1e-4:  # where smooth(2) changes nothing either
+        clippers.append(optaxclip.clip_by_global_norm(1.0, shrink=optaxclip.smooth(2)))
+
+    def second(twice, clipper, x):
+        return twice(lambda x: jnp.sum(jnp.sin(apply(clipper, x)[0])))(x)
+
+    def all_of(x):
+        ways = itertools.product((jax.hessian, reverse_twice), clippers)
+        return [second(*way, x) for way in ways]
+
+    x = np.full(2, size, np.float32)
+    wanted = np.diag(-np.sin(np.float64(x)))
+    for found in jax.jit(all_of)(x):
+        np.testing.assert_allclose(found, wanted, rtol=4 * EPS)
 
 
 def test_second_derivative_is_the_equation_forward_and_reverse():
