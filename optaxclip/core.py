@@ -34,6 +34,7 @@ from .arguments import (
     check_number,
     check_params,
     check_state,
+    held_in,
 )
 from .factors import factor_of, multiply, scale_of, zero_where_zero
 from .leaves import measured, measured_as, with_unmeasured
@@ -332,12 +333,11 @@ def _as_limit(limit: Any, norm: jax.Array, argument: str, signed: bool) -> jax.A
             f"{argument} must be a number for each norm: its shape {jnp.shape(limit)} "
             f"does not fit norms of shape {norm.shape}."
         )
-    return _made_like(norm, limit, None if signed else 0)
+    return _made_like(norm, held_in(norm.dtype, limit), None if signed else 0)
 
 
 @partial(jax.jit, static_argnums=2)
 def _made_like(norm: jax.Array, number: Any, least: float | None) -> jax.Array:
-    number = jnp.asarray(number).astype(norm.dtype)
     number = number if least is None else jnp.maximum(number, least)
     return sharding.typed_as(jnp.broadcast_to(number, norm.shape), norm)
 

@@ -238,6 +238,7 @@ def _sum_of_powers(p: float, over: Dims, wide: Any, leaf: jax.Array) -> jax.Arra
         p == 2
         and wide == np.float64
         and leaf.dtype == np.float32
+        and isinstance(leaf.size, int)  # jax.export has symbolic sizes
         and leaf.size >= LARGE
         and _is_right_in_float32(over, leaf)
     ):

@@ -916,6 +916,58 @@ def test_the_factors_of_units_are_computed_once_and_not_for_every_element():
     ]  # the leaf and one factor for each unit
 
 
+# sizes that are known only when the program runs
+
+BATCHES = {
+    "global": optaxclip.global_norm,
+    "tensor, stacked": partial(optaxclip.tensor_norm, stacked=1),
+    "unit": optaxclip.unit_norm,
+    "unit, rows": partial(optaxclip.unit_norm, axis=-1),
+}
+
+
+@pytest.mark.parametrize("ord", [None, 5.0, math.inf, "rms", "average"])
+def test_norms_can_be_exported_for_batches_of_any_size(ord):
+    def norms(x):
+        found = [norm({"x": x, "y": x[:, 0]}, ord=ord) for norm in BATCHES.values()]
+        return found, jax.grad(partial(optaxclip.global_norm, ord=ord))(x)
+
+    check_exported(norms)
+
+
+def test_clippers_can_be_exported_for_batches_of_any_size():
+    clippers = [
+        optaxclip.clip_by_global_norm(1.0),
+        optaxclip.clip_by_unit_norm(0.1),
+        optaxclip.clip_by_tensor_rms(0.1),
+        optaxclip.clip_by_average_norm(0.1),
+        optaxclip.zclip(),
+    ]
+    check_exported(lambda x: [apply(clipper, x)[0] for clipper in clippers])
+
+
+@pytest.mark.parametrize("ord", [None, "rms", "average"])
+@pytest.mark.parametrize("axis", [None, -1])
+def test_clip_cotangent_can_be_exported_for_batches_of_any_size(axis, ord):
+    clip = partial(optaxclip.clip_cotangent, max_norm=0.1, axis=axis, ord=ord)
+    check_exported(jax.grad(lambda x: jnp.sum(clip(x) ** 2)))
+
+
+def check_exported(function):
+    """The exported program gives for several sizes what the function itself gives."""
+    (batch,) = jax.export.symbolic_shape("batch")
+    shape = jax.ShapeDtypeStruct((batch, 3), jnp.float32)
+    exported = jax.export.export(jax.jit(function))(shape)
+    for size in (1, 5):
+        x = np.random.default_rng(size).standard_normal((size, 3), np.float32)
+        for found, wanted in zip(
+            jax.tree.leaves(exported.call(x)),
+            jax.tree.leaves(jax.jit(function)(x)),
+            strict=True,
+        ):
+            np.testing.assert_allclose(found, wanted, rtol=8 * EPS, atol=EPS)
+
+
 # the way a TPU takes: it has no float64
 
 

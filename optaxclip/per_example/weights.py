@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from .. import prefix
-from ..arguments import check_number
+from ..arguments import check_limit, held_in
 from ..factors import factor_of, scale_of, stretch
 from ..norms import norm_of_each
 from ..shrinks import Shrink
@@ -56,7 +56,7 @@ def limits_of(max_norm: Any, argument: str) -> Limits:
         where = f"{argument} for {prefix.name(path)!r}" if path else argument
         if value is None:
             continue
-        check_number(where, value)
+        check_limit(where, value)
         if jnp.ndim(value):
             raise ValueError(
                 f"{where} must be one number, got an array of shape {jnp.shape(value)}."
@@ -142,12 +142,8 @@ def _norms(one: Any, limits: Limits, call: str) -> list[jax.Array]:
 
 def _shrunk(norm: jax.Array, limit: Any, shrink: Shrink) -> jax.Array:
     """The norms that gradients of these norms get."""
-    limit = jnp.broadcast_to(
-        jnp.maximum(
-            jnp.asarray(jnp.inf if limit is None else limit).astype(norm.dtype), 0
-        ),
-        norm.shape,
-    )
+    limit = held_in(norm.dtype, jnp.inf if limit is None else limit)
+    limit = jnp.broadcast_to(jnp.maximum(limit, 0), norm.shape)
     return jnp.where(limit == jnp.inf, norm, shrink(norm, limit))
 
 
