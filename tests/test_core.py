@@ -72,7 +72,7 @@ def test_rescale_to_0_keeps_the_sign_of_what_becomes_0():
     assert not np.any(zeros) and np.signbit(zeros).tolist() == [False, True]
 
 
-# Norms are at most 1e-38 and 3.4e38 here, as float32 holds them without loss.
+# (norm, limit): normal float32 numbers that are far apart.
 FAR = [
     (1.2e-38, 10.0),
     (1e-30, 1e10),

@@ -432,7 +432,7 @@ def test_an_example_far_from_its_limit_counts_as_any_other(size, limit, shrink):
     assert np.all(np.isfinite(result.factors)) and result.nonfinite == 0
 
 
-def test_a_traced_limit_beyond_float32_holds_examples_as_its_largest():
+def test_a_traced_limit_beyond_float32_counts_as_its_largest():
     with jax.enable_x64(True):
         result = jax.jit(lambda limit, *args: clipped_grad(inner, limit)(*args))(
             np.float64(1e39), np.zeros(1, np.float32), np.float32([[3e38], [1.0]])
