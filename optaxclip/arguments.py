@@ -54,6 +54,40 @@ def check_number(argument: str, value: Any, *, lowest: float = 0.0) -> None:
         raise ValueError(f"{argument} must be at least {lowest:g}, got {value!r}.")
 
 
+def check_limit(argument: str, value: Any, *, lowest: float = 0.0) -> None:
+    """Checks a limit, or a number that limits are computed from.
+
+    Raises:
+      TypeError, ValueError: as `check_number`.
+      ValueError: a finite number that no norm's dtype holds. As inf it would be no
+        limit.
+    """
+    check_number(argument, value, lowest=lowest)
+    if isinstance(value, Tracer):
+        return
+    widest = jnp.finfo(jnp.result_type(float))  # float64 where jax_enable_x64 is set
+    known = np.asarray(value).astype(np.float64)
+    if (np.isfinite(known) & (known > widest.max)).any():
+        raise ValueError(
+            f"{argument} must be at most {float(widest.max):g}, the largest number of "
+            f"{widest.dtype}, or inf for no limit, got {value!r}."
+        )
+
+
+def held_in(dtype: Any, number: Any) -> Any:
+    """Returns a number in this float dtype. A finite one stays finite: beyond the range
+    it becomes the largest number of the dtype, since a limit of inf is no limit.
+    """
+    array = number if isinstance(number, jax.Array) else np.asarray(number)
+    if isinstance(array, np.ndarray):  # JAX itself would make it inf
+        array = array.astype(np.float64)
+    if array.dtype == np.float64 and dtype == np.float32:
+        numpy = jnp if isinstance(array, jax.Array) else np
+        most = float(np.finfo(np.float32).max)
+        array = numpy.where(numpy.isinf(array), array, numpy.clip(array, -most, most))
+    return jnp.asarray(array.astype(dtype))
+
+
 def check_order(call: str, lower: tuple[str, Any], upper: tuple[str, Any]) -> None:
     """Raises ValueError for two bounds, (name, value), that are known to leave no room
     between them: the lower one is above the upper one.

@@ -25,7 +25,7 @@ import jax
 import jax.numpy as jnp
 
 from . import prefix
-from .arguments import check_number, check_ord
+from .arguments import check_limit, check_number, check_ord
 from .by_value import clip_by_value
 from .leaves import measured, with_unmeasured
 from .norms import Measure, Ord, tensor_norm, unit_norm
@@ -115,6 +115,7 @@ def clip_cotangent(
             if axis is None
             else Measure(unit_norm, (*options, ("axis", axis)))
         )
+        check_limit(f"{call}: max_norm", max_norm)
         limit = _scalar(f"{call}: max_norm", max_norm)
     return with_unmeasured(_clipped(measure, _arrays(x), limit), x)
 

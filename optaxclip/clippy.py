@@ -24,7 +24,7 @@ import numpy as np
 import optax
 from jax.tree_util import Partial
 
-from .arguments import check_number, check_params
+from .arguments import check_limit, check_params
 from .core import clip_by
 from .leaves import Stacked, measured, measured_as
 from .norms import measure_of, tensor_norm
@@ -82,8 +82,8 @@ def clippy(
     Recommenders' ClippyAdagrad.
     """
     call = "clippy"
-    check_number(f"{call}: relative", relative)
-    check_number(f"{call}: absolute", absolute)
+    check_limit(f"{call}: relative", relative)
+    check_limit(f"{call}: absolute", absolute)
     measure = measure_of(call, tensor_norm, math.inf, axes, stacked=stacked)
 
     def init(params: Any) -> Any:

@@ -34,8 +34,9 @@ from .arguments import (
     check_number,
     check_params,
     check_state,
+    held_in,
 )
-from .factors import factor_of, multiply, ratio, zero_where_zero
+from .factors import factor_of, multiply, scale_of, zero_where_zero
 from .leaves import measured, measured_as, with_unmeasured
 from .norms import Measure
 from .prefix import is_none
@@ -52,7 +53,8 @@ class ClipState(NamedTuple):
     step: jax.Array  # int32[]: updates seen
     norm: Any  # float32[norm]: the norm before clipping, at the last step
     limit: Any  # float32[norm]: what it was held against
-    # float32[norm]: what the updates were multiplied by; 1 where nothing was done
+    # float32[norm]: what the updates were multiplied by: 1 where nothing was done, 0
+    # only where they were made 0. Held within the normal numbers of its dtype.
     scale: Any
     clipped: (
         Any  # int32[norm]: steps that changed the updates, non-finite ones left out
@@ -312,13 +314,10 @@ def _decide(shrink, nonfinite, learns, eps, norm, limit, old):
     )
     before, after = jnp.where(off, 1.0, long), jnp.where(off, 1.0, short)
     changed = finite & (after != before)
-    scale = jnp.where(
-        after == before, 1.0, jnp.where(after == 0, 0.0, ratio(after, before))
-    )
     new = [
         norm,
         limit.astype(old_limit.dtype),
-        scale.astype(old_scale.dtype),
+        scale_of(before, after).astype(old_scale.dtype),
         clipped + changed.astype(jnp.int32),
         nonfinite_count + (~finite).astype(jnp.int32),
     ]
@@ -334,12 +333,11 @@ def _as_limit(limit: Any, norm: jax.Array, argument: str, signed: bool) -> jax.A
             f"{argument} must be a number for each norm: its shape {jnp.shape(limit)} "
             f"does not fit norms of shape {norm.shape}."
         )
-    return _made_like(norm, limit, None if signed else 0)
+    return _made_like(norm, held_in(norm.dtype, limit), None if signed else 0)
 
 
 @partial(jax.jit, static_argnums=2)
 def _made_like(norm: jax.Array, number: Any, least: float | None) -> jax.Array:
-    number = jnp.asarray(number).astype(norm.dtype)
     number = number if least is None else jnp.maximum(number, least)
     return sharding.typed_as(jnp.broadcast_to(number, norm.shape), norm)
 

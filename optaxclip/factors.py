@@ -39,64 +39,75 @@ def rescale(updates: Any, norms: Any, new_norms: Any) -> Any:
 
 
 def multiply(updates: Any, factors: Any) -> Any:
-    """Every part of the updates times its factor."""
+    """Every part of the updates times its factor, one of `factor_of`."""
 
     def part(factor: jax.Array | None, subtree: Any) -> Any:
         if factor is None:
             return subtree
         return with_unmeasured(
-            jax.tree.map(lambda x: _stretch(x, factor), measured(subtree)), subtree
+            jax.tree.map(lambda x: stretch(x, factor), measured(subtree)), subtree
         )
 
     return jax.tree.map(part, factors, updates, is_leaf=is_none)
 
 
 def factor_of(norm: jax.Array, new_norm: jax.Array) -> jax.Array:
-    """What leads from a norm to a new one: 1 exactly where nothing is to be done, NaN
-    for a broken step.
+    """Returns what `stretch` needs to lead from a norm to a new one: 1 exactly where
+    nothing is to be done, NaN for a broken step.
 
-    The quotient of 1 and 1e38 would be subnormal, which hardware flushes to 0. A way
-    that is so far is gone in two steps, the first of which is `_stride`; such a factor
-    holds the second and is negative. One number, and not two, since the factors of
-    units are read again for every element.
+    The factor is the quotient new_norm / norm, except where the quotient, or a product
+    with it, could leave the range of the dtype: of 1 and 1e38 it would be subnormal,
+    which hardware flushes to 0, and of 1e10 and 1e-30 infinite. There the factor is
+    negative, -2 * sqrt(quotient), which is a normal number for any two normal norms.
+    It is one number because the factors of units are read again for every element.
     """
     info = jnp.finfo(norm.dtype)
-    same, far = (
-        new_norm == norm,
-        (new_norm > 0) & (new_norm < norm * 2.0 ** (info.minexp + 26)),
-    )
+    low = 2.0 ** (info.minexp + 26)
+    same = new_norm == norm
+    down = (new_norm > 0) & (new_norm < norm * low)
+    up = (norm > 0) & (norm < new_norm * low)
+    far = down | up
+    # Two wheres: sqrt must not be taken of 0 for the derivative's sake.
+    root = -2 * jnp.sqrt(jnp.where(far, new_norm, 1.0))
     # A hair less than the quotient, so that the roundings of limit, norm, quotient and
     # products never add up to more than the limit.
-    short = jnp.where(far, -new_norm, new_norm) * (1 - 3 * info.eps)
-    long = jnp.where(far, norm * _stride(norm), norm)
+    short = jnp.where(far, root, new_norm) * (1 - 3 * info.eps)
+    long = jnp.where(far, jnp.sqrt(jnp.where(far, norm, 1.0)), norm)
     # The division comes last: what came after it XLA would do again for every element.
     return ratio(
         jnp.where(same, 1.0, short), jnp.where(same | (new_norm == 0), 1.0, long)
     )
 
 
-def _stride(factor: jax.Array) -> float:
-    """The square root of the smallest number, about."""
-    return 2.0 ** (int(jnp.finfo(factor.dtype).minexp) // 2 - 1)
+def scale_of(norm: jax.Array, new_norm: jax.Array) -> jax.Array:
+    """Returns new_norm / norm for reports: 1 where both are equal, 0 only where the new
+    norm is 0, and else held within the normal numbers of the dtype.
+    """
+    info = jnp.finfo(norm.dtype)
+    quotient = jnp.clip(ratio(new_norm, norm), info.tiny, info.max)
+    quotient = jnp.where(new_norm == 0, 0.0, quotient)
+    return jnp.where(new_norm == norm, 1.0, quotient)
 
 
 @jax.jit
-def _stretch(x: jax.Array, factor: jax.Array) -> jax.Array:
+def stretch(x: jax.Array, factor: jax.Array) -> jax.Array:
+    """Returns x times the quotient that a factor of `factor_of` stands for, in the
+    dtype of x.
+    """
     x = jnp.asarray(x)
-    first, then = (
-        jnp.where(factor < 0, _stride(factor), 1.0).astype(factor.dtype),
-        jnp.where(factor < 0, -factor, factor),
-    )
+    # A negative factor is -2 * sqrt(quotient): x * factor * 0.25 * factor. In this
+    # order no product overflows or is flushed unless the last one is as well.
+    quarter = jnp.where(factor < 0, 0.25, 1.0).astype(factor.dtype)
+    again = jnp.where(factor < 0, factor, 1.0)
     if x.weak_type:  # what is made of weakly typed arrays alone stays weakly typed
-        first, then = _as_weak_as(x, first), _as_weak_as(x, then)
-        stretched = x * first * then
+        first, quarter, again = (_as_weak_as(x, y) for y in (factor, quarter, again))
+        stretched = x * first * quarter * again
     else:
-        wide = np.promote_types(x.dtype, then.dtype)
-        stretched = (x.astype(wide) * first.astype(wide) * then.astype(wide)).astype(
-            x.dtype
-        )
+        wide = np.promote_types(x.dtype, factor.dtype)
+        first, quarter, again = (y.astype(wide) for y in (factor, quarter, again))
+        stretched = (x.astype(wide) * first * quarter * again).astype(x.dtype)
     # Selected where nothing is to be done: a product would flush subnormal numbers.
-    return jnp.where(then == 1, x, stretched)
+    return jnp.where(factor == 1, x, stretched)
 
 
 def _as_weak_as(x: jax.Array, factor: jax.Array) -> jax.Array:

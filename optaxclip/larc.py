@@ -20,7 +20,7 @@ import numpy as np
 import optax
 from jax.tree_util import Partial
 
-from .arguments import as_partial, check_number, check_params
+from .arguments import as_partial, check_limit, check_params
 from .core import clip_by
 from .leaves import Stacked, measured, measured_as, with_unmeasured
 from .norms import measure_of, tensor_norm
@@ -81,7 +81,7 @@ def larc(
         ("weight_decay", weight_decay),
         *(() if callable(learning_rate) else (("learning_rate", learning_rate),)),
     ):
-        check_number(f"{call}: {name}", value)
+        check_limit(f"{call}: {name}", value)
     rate = as_partial(learning_rate) if callable(learning_rate) else learning_rate
     rule = Threshold(Partial(remember_nothing), Partial(_limit, rate, trust))
     measure = measure_of(call, tensor_norm, axes=axes, stacked=stacked)

@@ -261,13 +261,19 @@ def _norms(
         sum(_summed(leaf, over, split) for leaf, split in zip(group, how))
         for group, over, how in zip(groups, dims, spread)
     ]
-    return [
-        norm / (np.sqrt(max(size, 1)) if ord == "rms" else max(size, 1))
-        for norm, size in zip(norms, sizes)
-    ]
+    return [_averaged(norm, size, ord) for norm, size in zip(norms, sizes)]
 
 
-def _summed(leaf: jax.Array, over: Dims, split: Split) -> int:
+def _averaged(norm: jax.Array, size: Any, ord: Ord) -> jax.Array:
+    if isinstance(size, int):
+        count = max(size, 1)
+        return norm / (np.sqrt(count) if ord == "rms" else count)
+    # A symbolic size of jax.export is a number only when the program runs.
+    count = jnp.maximum(jnp.asarray(size), 1).astype(norm.dtype)
+    return norm / (jnp.sqrt(count) if ord == "rms" else count)
+
+
+def _summed(leaf: jax.Array, over: Dims, split: Split) -> Any:
     """How many numbers each norm of a leaf sums, on all devices together."""
     here = leaf.size if over is None else math.prod(leaf.shape[i] for i in over)
     return here * sharding.axes_size(split.summed)

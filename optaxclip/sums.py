@@ -238,6 +238,7 @@ def _sum_of_powers(p: float, over: Dims, wide: Any, leaf: jax.Array) -> jax.Arra
         p == 2
         and wide == np.float64
         and leaf.dtype == np.float32
+        and isinstance(leaf.size, int)  # jax.export has symbolic sizes
         and leaf.size >= LARGE
         and _is_right_in_float32(over, leaf)
     ):
@@ -365,12 +366,23 @@ def _share_of(leaf: jax.Array, divisor: jax.Array) -> jax.Array:
     return _share(jnp.abs(leaf).astype(divisor.dtype), divisor)
 
 
+@jax.custom_jvp
 def _share(size: jax.Array, whole: jax.Array) -> jax.Array:
     """size / whole. XLA multiplies an array by the reciprocal of a scalar, which
     flushes to 0 above 2^126; so large numbers come down first.
     """
     down = jnp.where(whole > 1, 0.125, 1.0).astype(whole.dtype)
     return size * down / (whole * down)
+
+
+@_share.defjvp
+def _share_jvp(primals, tangents):
+    """d(s/w) = (ds - (s/w) dw) / w. The rule of division itself squares w, which is 0
+    below 1e-19.
+    """
+    size, whole = primals
+    share = _share(size, whole)
+    return share, _share(tangents[0] - share * tangents[1], whole)
 
 
 def direction(x: jax.Array) -> jax.Array:

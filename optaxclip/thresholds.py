@@ -21,7 +21,7 @@ import jax
 import jax.numpy as jnp
 from jax.tree_util import Partial
 
-from .arguments import as_partial, check_number
+from .arguments import as_partial, check_limit, check_number, held_in
 
 
 class Threshold(NamedTuple):
@@ -61,7 +61,9 @@ def constant(limit: Any, *, argument: str = "constant: limit") -> Threshold:
 
     Raises:
       TypeError: a bool, a string, or another thing that is no real number.
-      ValueError: a number that is negative or NaN.
+      ValueError: a number that is negative, NaN, or finite and above the largest of
+        float32 (of float64 where `jax_enable_x64` is set). A schedule or a traced limit
+        above the largest of the norm's dtype counts as the largest.
     """
     if limit is None:
         limit = float("inf")
@@ -69,7 +71,7 @@ def constant(limit: Any, *, argument: str = "constant: limit") -> Threshold:
         return Threshold(
             Partial(remember_nothing), Partial(_scheduled, as_partial(limit))
         )
-    check_number(argument, limit)
+    check_limit(argument, limit)
     limit = (
         float(limit) if isinstance(limit, int) else limit
     )  # as an int JAX has room for 2^31 only
@@ -96,12 +98,12 @@ def share_of_params(
       TypeError, ValueError: as `constant`.
       ValueError: in `update`, when it is called without params.
     """
-    check_number(floor_argument, floor)
+    check_limit(floor_argument, floor)
     if callable(share):
         return Threshold(
             Partial(remember_nothing), Partial(_share, as_partial(share), floor)
         )
-    check_number(argument, share)
+    check_limit(argument, share)
     return Threshold(Partial(remember_nothing), Partial(_share, share, floor))
 
 
@@ -195,7 +197,7 @@ def _ask_all(choose, *args):
     limits, memories = zip(
         *(update(norm, own, step, params_norm) for update, own in zip(updates, memory))
     )
-    return choose([jnp.asarray(limit).astype(norm.dtype) for limit in limits]), memories
+    return choose([held_in(norm.dtype, limit) for limit in limits]), memories
 
 
 def _least(limits):
@@ -214,7 +216,7 @@ def _switch(steps, before, after, norm, memory, step, params_norm):
     seen, old, new = memory
     first, old = before(norm, old, step, params_norm)
     second, new = after(norm, new, step, params_norm)
-    first, second = (jnp.asarray(limit).astype(norm.dtype) for limit in (first, second))
+    first, second = (held_in(norm.dtype, limit) for limit in (first, second))
     return jnp.where(seen < steps, first, second), (seen + 1, old, new)
 
 

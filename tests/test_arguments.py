@@ -15,6 +15,7 @@ import pytest
 
 import optaxclip
 from optaxclip import clip_by, constant, prefix
+from optaxclip.dropin import torch_style
 
 TREE = {"w": jnp.ones((2, 3)), "b": jnp.ones(3)}
 
@@ -43,6 +44,45 @@ MAX_NORM = {
 def test_a_limit_that_can_not_be(name, value, error, text):
     with pytest.raises(error, match=re.escape(f"{name}: max_norm {text}")):
         MAX_NORM[name](value)
+
+
+@pytest.mark.parametrize("value", [1e39, np.float64(1e39), np.array([1e39])])
+@pytest.mark.parametrize("name", MAX_NORM)
+def test_a_limit_that_float32_cannot_hold_is_refused(name, value):
+    text = (
+        f"{name}: max_norm must be at most 3.40282e+38, the largest number of float32, "
+        f"or inf for no limit, got {value!r}."
+    )
+    with pytest.raises(ValueError, match=re.escape(text)):
+        MAX_NORM[name](value)
+    with jax.enable_x64(True):
+        MAX_NORM[name](value)
+
+
+BEYOND = {
+    "clip_by_group_norm: max_norm": lambda x: optaxclip.clip_by_group_norm(
+        {"a": x, "b": 1.0}, lambda tree: {"w": "a", "b": "b"}
+    ),
+    "adaptive_grad_clip: clipping": optaxclip.adaptive_grad_clip,
+    "share_of_params: floor": lambda x: optaxclip.share_of_params(1.0, x),
+    "least: rules[1]": lambda x: optaxclip.least(1.0, x),
+    "warm_up: before": lambda x: optaxclip.warm_up(3, x, 1.0),
+    "growth: rate": optaxclip.growth,
+    "adagc: max_norm": lambda x: optaxclip.adagc(max_norm=x),
+    "clippy: absolute": lambda x: optaxclip.clippy(absolute=x),
+    "larc: trust": lambda x: optaxclip.larc(0.1, trust=x),
+    "clipped_grad: max_norm": lambda x: optaxclip.clipped_grad(jnp.vdot, x),
+    "clip_cotangent: max_norm": lambda x: optaxclip.clip_cotangent(1.0, max_norm=x),
+    "clip_grad_norm: max_norm": lambda x: torch_style.clip_grad_norm(jnp.ones(2), x),
+}
+
+
+@pytest.mark.parametrize("argument", BEYOND)
+def test_what_limits_are_made_of_is_refused_beyond_float32(argument):
+    text = f"{argument} must be at most 3.40282e+38, "
+    with pytest.raises(ValueError, match=re.escape(text)):
+        BEYOND[argument](1e39)
+    BEYOND[argument](np.inf)
 
 
 def refused(error, text, call):

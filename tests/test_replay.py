@@ -17,6 +17,7 @@ import optaxclip
 from optaxclip.replay.__main__ import main
 from optaxclip.replay.plot import plot_history
 from tests import oracle_rules as oracle
+from tests.clippers import apply
 
 NORMS = np.asarray(oracle.histories()["broken"][:150], np.float32)
 
@@ -51,6 +52,18 @@ def test_a_replay_is_what_the_clipper_does_in_a_run(rule, shrink):
     )
     np.testing.assert_array_equal(np.cumsum(result.clipped), states.clipped)
     assert np.isnan(np.asarray(result.scales)[~finite]).all()
+
+
+@pytest.mark.parametrize(
+    ("norm", "limit", "shrink"),
+    [(3e38, 1.0, None), (1.2e-38, 10.0, optaxclip.normalize)],
+)
+def test_no_scale_of_a_replay_is_0_or_inf_beside_a_limit(norm, limit, shrink):
+    (scale,) = optaxclip.replay(limit, [norm], shrink=shrink).scales
+    _, state = apply(
+        optaxclip.clip_by_global_norm(limit, shrink=shrink), jnp.array([norm])
+    )
+    assert 0 < scale < np.inf and scale == state.scale
 
 
 def test_a_thousand_rules_at_once():

@@ -14,7 +14,7 @@ import numpy as np
 from jax import lax
 from jax.core import Tracer
 
-from ..arguments import as_partial, check_number
+from ..arguments import as_partial, check_limit, check_number, held_in
 
 REMEMBER = ("raw", "clipped")
 
@@ -47,7 +47,7 @@ def parameter(
     """
     if callable(value):
         return as_partial(value)
-    check_number(argument, value, lowest=lowest)
+    check_limit(argument, value, lowest=lowest)
     if (
         not isinstance(value, Tracer)
         and (np.asarray(value, np.float64) > highest).any()
@@ -59,7 +59,7 @@ def parameter(
 def at(step: jax.Array, norm: jax.Array, *parameters: Any) -> list[jax.Array]:
     """The parameters at this step, in the norm's dtype."""
     return [
-        jnp.asarray(value(step) if callable(value) else value).astype(norm.dtype)
+        held_in(norm.dtype, value(step) if callable(value) else value)
         for value in parameters
     ]
 

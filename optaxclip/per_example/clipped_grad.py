@@ -22,6 +22,7 @@ import jax
 import jax.numpy as jnp
 
 from .. import sharding
+from ..factors import stretch
 from ..shrinks import Shrink, hard
 from .microbatches import in_microbatches, stand_in
 from .weights import Weights, batch_size, limits_of, weigh, weighted_sum
@@ -93,6 +94,7 @@ def clipped_grad(
         batch. It need not divide the batch.
       two_pass: less memory, and for other than dense layers more time, see the module.
         The factors are rounded to the dtype of the loss, so let that be float32.
+        Factors below 1.2e-38 count as 0 there.
       mean: divide by the number of examples that are not masked; False gives the sum.
 
     Returns:
@@ -163,7 +165,7 @@ def clipped_grad(
                 lambda total, leaf: (total / divisor).astype(leaf.dtype), total, params
             ),
             norms=limits.treedef.unflatten(seen.weights.norms),
-            factors=limits.treedef.unflatten(seen.weights.factors),
+            factors=limits.treedef.unflatten(seen.weights.scales),
             nonfinite=jnp.sum(present & ~seen.weights.counts, dtype=jnp.int32),
             values=seen.values,
             aux=seen.aux,
@@ -229,7 +231,10 @@ def _two_passes(
         values, pull = jax.vjp(
             lambda params: jax.vmap(one, (None, 0))(params, example)[0], params
         )
-        (grads,) = pull(jnp.where(counts, factor, 0).astype(values.dtype))
+        # Here the factor must be one number, so the range of its dtype is the end.
+        scale = stretch(jnp.ones_like(factor), factor)
+        scale = jnp.minimum(scale, jnp.finfo(scale.dtype).max)
+        (grads,) = pull(jnp.where(counts, scale, 0).astype(values.dtype))
         return _plus(
             total, jax.tree.map(lambda leaf: jnp.where(jnp.any(counts), leaf, 0), grads)
         ), None

@@ -21,6 +21,7 @@ import numpy as np
 
 from ..adaptive import windowed_quantile, z_score
 from ..core import ask
+from ..factors import scale_of
 from ..sharding import typed_as
 from ..shrinks import Shrink, hard
 from ..skip import step_rule
@@ -151,11 +152,7 @@ def _clipped(
     """(limits, scales, what was clipped)."""
     finite, off = jnp.isfinite(norms), jnp.isinf(limits)
     after = jnp.where(off, norms, shrink(norms, jnp.where(off, 1.0, limits)))
-    scales = jnp.where(
-        finite,
-        jnp.where(after == norms, 1.0, after / jnp.where(norms == 0, 1.0, norms)),
-        jnp.nan,
-    )
+    scales = jnp.where(finite, scale_of(norms, after), jnp.nan)
     return limits, scales, finite & (after != norms)
 
 
