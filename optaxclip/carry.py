@@ -18,6 +18,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from . import sharding
 from .arguments import check_state
 from .leaves import measured, with_unmeasured
 from .prefix import is_none
@@ -67,8 +68,10 @@ def carry_clipped(
 
     def init(params: Any) -> CarryState:
         carry = jax.tree.map(
-            lambda x: jnp.zeros(x.shape, jnp.promote_types(x.dtype, jnp.float32)),
-            jax.eval_shape(measured, params),
+            lambda x: sharding.typed_as(
+                jnp.zeros(x.shape, jnp.promote_types(x.dtype, jnp.float32)), x
+            ),
+            sharding.types_of(measured, params),
         )
         return CarryState(carry, clipper.init(params))
 

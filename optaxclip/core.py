@@ -114,7 +114,7 @@ def clip_by(
             if sharding.inside() or not isinstance(measure, Measure)
             else measure.without_devices()
         )
-        norms = jax.eval_shape(lambda tree: _norms_of(here, measured(tree)), params)
+        norms = sharding.types_of(lambda tree: _norms_of(here, measured(tree)), params)
 
         def filled(value, dtype=None):
             return jax.tree.map(
@@ -339,7 +339,7 @@ def _as_limit(limit: Any, norm: jax.Array, argument: str, signed: bool) -> jax.A
 @partial(jax.jit, static_argnums=2)
 def _made_like(norm: jax.Array, number: Any, least: float | None) -> jax.Array:
     number = number if least is None else jnp.maximum(number, least)
-    return sharding.typed_as(jnp.broadcast_to(number, norm.shape), norm)
+    return sharding.typed_as(jnp.broadcast_to(number, norm.shape), jax.typeof(norm))
 
 
 @jax.jit
@@ -349,7 +349,7 @@ def keep_where(wanted: jax.Array, new: Any, old: Any) -> Any:
     """
 
     def kept(new: Any, old: jax.Array) -> jax.Array:
-        new = jnp.asarray(new).astype(old.dtype)
+        new = sharding.split_as(jnp.asarray(new).astype(old.dtype), jax.typeof(old))
         return jnp.where(
             wanted.reshape(wanted.shape + (1,) * (new.ndim - wanted.ndim)), new, old
         )
@@ -382,7 +382,7 @@ def _params_norms(
 
 def _given(grad_norm: Any, measure: Any, updates: Any, call: str) -> Any:
     """Norms measured elsewhere, once they are seen to fit."""
-    wanted = jax.eval_shape(partial(_norms_of, measure), updates)
+    wanted = sharding.types_of(partial(_norms_of, measure), updates)
     fits = jax.tree.structure(grad_norm) == jax.tree.structure(wanted)
     if not fits or not all(
         jnp.shape(given) == norm.shape
@@ -393,7 +393,11 @@ def _given(grad_norm: Any, measure: Any, updates: Any, call: str) -> Any:
             f"it measures, {wanted}, got {grad_norm}."
         )
     return jax.tree.map(
-        lambda given, norm: jnp.asarray(given).astype(norm.dtype), grad_norm, wanted
+        lambda given, norm: sharding.split_as(
+            jnp.asarray(given).astype(norm.dtype), norm
+        ),
+        grad_norm,
+        wanted,
     )
 
 
@@ -422,7 +426,7 @@ def _raise_nonfinite(call: str, measure: Any, norms: Any, updates: Any) -> None:
 
 
 def _beside(norm: jax.Array, memory: Any) -> jax.Array:
-    return sharding.typed_as(jnp.asarray(memory), norm)
+    return sharding.typed_as(jnp.asarray(memory), jax.typeof(norm))
 
 
 def _no_params() -> jax.Array:

@@ -181,7 +181,10 @@ def clip_by_unit_norm(
     Args:
       max_norm: as in `clip_by_tensor_norm`. An array may hold one limit for each unit,
         with the summed axes at size 1.
-      axis: the axes that are summed over (see `unit_norm`); None chooses by rank.
+      axis: the axes that are summed over (see `unit_norm`). None chooses by shape: all
+        axes where at most one is longer than 1, otherwise those before the last, the
+        output of a JAX kernel (axis 0 alone at rank 3). For weights of shape (out, in):
+        `axis=lambda path, x: tuple(range(1, x.ndim)) or None`.
       ord, stacked, shrink, eps, nonfinite: as in `clip_by_tensor_norm`.
     """
     call = "clip_by_unit_norm"
@@ -253,7 +256,13 @@ def adaptive_grad_clip(
       clipping: a number at least 0, an array or a schedule. 0.01 is the paper's for
         batches of 1024 to 4096; smaller batches take larger ones.
       eps: weights shorter than this count as this long. At least 0.
-      axis: the axes that are summed over (see `unit_norm`); None chooses by rank.
+      axis: the axes that are summed over (see `unit_norm`). None chooses by shape, as
+        the paper's code and optax do: all axes where at most one is longer than 1, so
+        that a bias or a kernel of shape (n, 1) or (1, n) is one unit; otherwise those
+        before the last, the output of a JAX kernel (axis 0 alone at rank 3).
+        Weights of shape (out, in), as equinox and torch have them, need to be told, or
+        a unit is what one input feeds:
+        `axis=lambda path, x: tuple(range(1, x.ndim)) or None`.
       per_tensor: compare whole leaves in place of units, as DreamerV3 does with
         clipping=0.3.
       ord, stacked, shrink, nonfinite: as in `clip_by_tensor_norm`.

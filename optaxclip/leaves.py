@@ -87,24 +87,29 @@ def stacked_axes(stacked: Stacked, tree: Any, call: str) -> list[int]:
 
 
 def unit_axes(
-    axis: Axis, stacked: Stacked, tree: Any, call: str
+    axis: Axis, stacked: Stacked, axes: Axes, tree: Any, call: str
 ) -> list[tuple[int, ...] | None]:
-    """For each leaf, the axes to sum over; None for all of them without keeping any."""
+    """For each leaf, the dimensions to sum over; None for all of them without keeping
+    any.
+    """
     chosen = for_each_leaf(axis, tree, f"{call}: axis", _is_axes)
-    axes = []
-    for (path, leaf), value, skip in zip(
+    dims = []
+    for (path, leaf), value, skip, shape in zip(
         jax.tree_util.tree_flatten_with_path(tree)[0],
         chosen,
         stacked_axes(stacked, tree, call),
+        sharding.whole_shapes(axes, tree, call),
     ):
         rank = jnp.ndim(leaf) - skip
         if value is None:
-            if rank > 5:
+            is_vector = shape is not None and sum(n > 1 for n in shape[skip:]) <= 1
+            if rank > 5 and not is_vector:
                 raise ValueError(
                     f"{call}: axis must be given for the leaf {prefix.name(path)!r} of "
                     f"rank {rank}: there is no rule above rank 5."
                 )
-            inside = tuple(range({2: 1, 3: 1, 4: 3, 5: 4}.get(rank, rank)))
+            by_rank = {2: 1, 3: 1, 4: 3, 5: 4}.get(rank, rank)
+            inside = tuple(range(rank if is_vector else by_rank))
         else:
             wanted = value if isinstance(value, tuple) else (value,)
             if not all(
@@ -117,8 +122,8 @@ def unit_axes(
                 )
             inside = tuple(sorted(i % rank for i in wanted))
         whole = value is None and rank <= 1 and not skip
-        axes.append(None if whole else tuple(i + skip for i in inside))
-    return axes
+        dims.append(None if whole else tuple(i + skip for i in inside))
+    return dims
 
 
 def for_each_leaf(

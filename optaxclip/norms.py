@@ -167,21 +167,24 @@ def unit_norm(
     Args:
       tree: a pytree of arrays.
       axis: the axes that are summed over: an int, a tuple, a tree prefix of these, or a
-        function of path and leaf. None chooses by rank, for kernels whose last axis is
-        the output, as Brock et al. do: vectors and scalars whole, ranks 2 and 3 over
-        axis 0, rank 4 over (0, 1, 2), rank 5 over (0, 1, 2, 3). In stacked leaves axes
-        count within one layer.
+        function of path and leaf. None chooses by shape, for kernels whose last axis is
+        the output, as the code of Brock et al. does: over all axes where at most one is
+        longer than 1 (scalars, vectors, shapes such as (1, n)), otherwise over axis 0
+        at ranks 2 and 3, over (0, 1, 2) at rank 4, over (0, 1, 2, 3) at rank 5. In
+        stacked leaves axes count within one layer. Weights laid out as (out, in), as in
+        equinox and torch, take `axis=lambda path, x: tuple(range(1, x.ndim)) or None`.
       ord: as in `global_norm`.
       stacked: as in `tensor_norm`.
       axes: as in `global_norm`; leaves that are split need a PartitionSpec, unless they
         are vectors.
 
     Returns:
-      A tree of the same structure, with the summed axes kept at size 1 (a scalar where
-      a vector is taken whole).
+      A tree of the same structure, with the summed axes kept at size 1 (a scalar for a
+      leaf of rank 1).
 
     Raises:
-      ValueError: a leaf does not have that axis, or a rank above 5 without `axis`.
+      ValueError: a leaf does not have that axis, or a rank above 5 without `axis` and
+        more than one axis that is longer than 1.
 
     Reference: Brock et al., High-performance large-scale image recognition without
     normalization, 2021 (arXiv 2102.06171).
@@ -189,7 +192,7 @@ def unit_norm(
     check_ord("unit_norm", ord)
     tree = measured(tree)
     leaves, treedef = jax.tree.flatten(tree)
-    dims = unit_axes(axis, stacked, tree, "unit_norm")
+    dims = unit_axes(axis, stacked, axes, tree, "unit_norm")
     return _norm_of_each_leaf(
         leaves, treedef, dims, sharding.splits(axes, tree, dims, "unit_norm"), ord
     )

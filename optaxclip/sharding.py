@@ -23,6 +23,7 @@ of its dimensions is split.
 """
 
 import math
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -77,6 +78,37 @@ def splits(
         _split(leaf, spec, over, manual, typed, f"{call}: axes", prefix.name(path))
         for (path, leaf), spec, over in zip(leaves, specs, dims)
     ]
+
+
+def whole_shapes(axes: Axes, tree: Any, call: str) -> list[tuple[int, ...] | None]:
+    """For each leaf its shape over all devices, None where it is not known which
+    dimension is split.
+    """
+    axes = freeze(axes)
+    leaves = jax.tree.leaves(tree)
+    specs = (
+        prefix.lookup(axes, tree, f"{call}: axes")
+        if isinstance(axes, prefix.Prefix)
+        else [axes] * len(leaves)
+    )
+    manual = jax.sharding.get_abstract_mesh().manual_axes
+    typed = _has_types(manual)
+    return [
+        _whole_shape(leaf, spec, manual, typed) for leaf, spec in zip(leaves, specs)
+    ]
+
+
+def _whole_shape(
+    leaf: Any, spec: Any, manual: tuple[str, ...], typed: bool
+) -> tuple[int, ...] | None:
+    shape = jnp.shape(leaf)
+    if isinstance(spec, PartitionSpec):
+        split = [set(_names(entry)) & set(manual) for entry in spec]
+        split += [set()] * (len(shape) - len(spec))
+        return tuple(size * axes_size(names) for size, names in zip(shape, split))
+    if spec is None or (spec == "auto" and not (typed and _varying(leaf))):
+        return shape
+    return None
 
 
 def _split(
@@ -209,11 +241,13 @@ def _joined(
     parts: list[jax.Array], collective: Any, names: tuple[str, ...]
 ) -> list[jax.Array]:
     """The collective over several small arrays as one vector; what differs along other
-    axes as well goes by itself, for a vector has one type.
+    axes as well goes by itself, for a vector has one type, and so does what an Explicit
+    mesh splits, for that cannot be reshaped to a vector.
     """
     alike: dict[Any, list[int]] = {}
     for place, part in enumerate(parts):
-        alike.setdefault(_varying(part), []).append(place)
+        is_split = any(jax.typeof(part).sharding.spec)
+        alike.setdefault((_varying(part), is_split and place), []).append(place)
     totals: list[Any] = [None] * len(parts)
     for places in alike.values():
         if len(places) == 1:
@@ -249,12 +283,47 @@ def inside() -> bool:
     return bool(jax.sharding.get_abstract_mesh().manual_axes)
 
 
-def typed_as(value: jax.Array, norm: Any) -> jax.Array:
-    """The value, typed as differing between devices wherever the norm does: what
-    `lax.scan` and shard_map ask of a state.
+def types_of(function: Callable[..., Any], *args: Any) -> Any:
+    """The types of what a function returns. `jax.eval_shape` drops the shardings of a
+    mesh that has both Explicit and Auto axes, as seen in JAX 0.10.2.
     """
-    kind = getattr(norm, "manual_axis_type", None) or jax.typeof(norm).manual_axis_type
-    return _varying_over(value, tuple(sorted(kind.varying)))
+    program, shapes = jax.make_jaxpr(function, return_shape=True)(*args)
+    return jax.tree.unflatten(jax.tree.structure(shapes), program.out_avals)
+
+
+def typed_as(value: jax.Array, kind: Any) -> jax.Array:
+    """The value with a type that `jax.typeof` or `types_of` gave: it differs between
+    devices where that does, and an Explicit mesh splits it in the same way. `lax.scan`
+    and shard_map compare these types of a state.
+    """
+    return varying_as(split_as(value, kind), kind)
+
+
+def varying_as(value: jax.Array, kind: Any) -> jax.Array:
+    """The value, typed as differing between devices where a type says so."""
+    return _varying_over(value, tuple(sorted(kind.manual_axis_type.varying)))
+
+
+def split_as(value: jax.Array, kind: Any) -> jax.Array:
+    """The value, split over the Explicit axes of the mesh as a type says. Axes beyond
+    those of the type are not split.
+    """
+    if not jax.sharding.get_abstract_mesh().explicit_axes:
+        return value
+    return _resharded(value, kind.sharding.spec)
+
+
+def gathered(value: jax.Array, kept: int) -> jax.Array:
+    """The value, split over the Explicit axes of the mesh along its first `kept` axes
+    only.
+    """
+    if not jax.sharding.get_abstract_mesh().explicit_axes:
+        return value
+    return _resharded(value, jax.typeof(value).sharding.spec[:kept])
+
+
+def _resharded(value: jax.Array, spec: Any) -> jax.Array:
+    return jax.reshard(value, PartitionSpec(*spec, *[None] * (value.ndim - len(spec))))
 
 
 def check_replicated(tree: Any, axes: str | tuple[str, ...]) -> jax.Array:

@@ -29,7 +29,7 @@ import numpy as np
 import optax
 from jax import lax
 
-from . import newton_schulz, prefix
+from . import newton_schulz, prefix, sharding
 from .arguments import check_number
 from .core import clip_by
 from .leaves import (
@@ -211,7 +211,7 @@ def spectral_norm(
 
 def _matrices(tree: Any, columns: Any, stacked: Stacked, call: str) -> list[jax.Array]:
     """Each leaf as matrices [layers, rows, columns] in at least float32; vectors and
-    scalars as one row.
+    scalars as one row. An Explicit mesh may split layers, but no matrix.
     """
     views = []
     wanted = for_each_leaf(columns, tree, f"{call}: columns")
@@ -230,9 +230,8 @@ def _matrices(tree: Any, columns: Any, stacked: Stacked, call: str) -> list[jax.
                 f"{count!r}."
             )
         edge = len(shape) - count
-        wide = jnp.asarray(leaf).astype(
-            np.promote_types(jnp.result_type(leaf), jnp.float32)
-        )
+        whole = sharding.gathered(jnp.asarray(leaf), skip)
+        wide = whole.astype(np.promote_types(whole.dtype, jnp.float32))
         views.append(
             wide.reshape(
                 *shape[:skip], math.prod(shape[skip:edge]), math.prod(shape[edge:])
@@ -321,7 +320,7 @@ def _shape(
     new = jnp.where(changed, new, x).reshape(scaled.shape).astype(scaled.dtype)
     return jnp.where(
         (usual & changed).reshape(*x.shape[:-2], *[1] * (scaled.ndim - x.ndim + 2)),
-        new,
+        sharding.split_as(new, jax.typeof(scaled)),
         scaled,
     )
 

@@ -240,7 +240,7 @@ def test_axes_and_stacked_layers_that_a_leaf_does_not_have():
     refused(
         ValueError,
         "unit_norm: axis must be given for the leaf 'x' of rank 6",
-        lambda: optaxclip.unit_norm({"x": jnp.ones((1,) * 6)}),
+        lambda: optaxclip.unit_norm({"x": jnp.ones((2, 2, 1, 1, 1, 1))}),
     )
     refused(
         ValueError,

@@ -1114,8 +1114,18 @@ def test_a_rank_without_a_rule_wants_an_axis():
             r"rule above rank 5\."
         ),
     ):
-        optaxclip.unit_norm({"w": jnp.ones((1,) * 6)})
+        optaxclip.unit_norm({"w": jnp.ones((2, 2, 1, 1, 1, 1))})
     assert optaxclip.unit_norm({"w": jnp.ones((1,) * 6)}, axis=-1)["w"] == 1.0
+
+
+def test_a_layer_that_squeezes_to_a_vector_is_one_unit():
+    rows = np.arange(1.0, 21.0, dtype=np.float32).reshape(4, 1, 5)
+    norms = optaxclip.unit_norm({"stack": rows, "leaf": rows[:1]}, stacked=1)
+    wanted = np.sqrt(np.sum(np.float64(rows) ** 2, (1, 2), keepdims=True))
+    np.testing.assert_allclose(norms["stack"], wanted, 1e-6)
+    np.testing.assert_allclose(norms["leaf"], wanted[:1], 1e-6)
+    one_by_one = optaxclip.unit_norm(rows[:1], axis=0)
+    np.testing.assert_array_equal(one_by_one, rows[:1])
 
 
 @pytest.mark.parametrize("count", [-1, 3, 1.0, "1"])

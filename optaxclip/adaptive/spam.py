@@ -27,6 +27,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from .. import sharding
 from ..arguments import check_number, check_state
 from ..core import keep_where
 from ..leaves import measured, with_unmeasured
@@ -87,8 +88,8 @@ def spam(
         return SpamState(
             jnp.zeros((), jnp.int32),
             jax.tree.map(
-                lambda x: jnp.zeros(x.shape, norm_dtype([x])),
-                jax.eval_shape(measured, params),
+                lambda x: sharding.typed_as(jnp.zeros(x.shape, norm_dtype([x])), x),
+                sharding.types_of(measured, params),
             ),
         )
 

@@ -274,7 +274,7 @@ def _varying_as(tree: Any, value: jax.Array) -> jax.Array:
     and the examples in it can not be told apart.
     """
     for leaf in jax.tree.leaves(tree):
-        value = sharding.typed_as(value, leaf)
+        value = sharding.varying_as(value, jax.typeof(leaf))
     return value
 
 

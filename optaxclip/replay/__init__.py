@@ -22,7 +22,7 @@ import numpy as np
 from ..adaptive import windowed_quantile, z_score
 from ..core import ask
 from ..factors import scale_of
-from ..sharding import typed_as
+from ..sharding import varying_as
 from ..shrinks import Shrink, hard
 from ..skip import step_rule
 from ..thresholds import Threshold, rule_of
@@ -142,7 +142,8 @@ def _scan(rule: Threshold, memory: Any, norms: jax.Array) -> jax.Array:
 
 def _begin(rule: Threshold, norms: jax.Array) -> Any:
     """What the rule remembers before the first norm."""
-    return rule.init(typed_as(jnp.zeros(norms.shape[1:], norms.dtype), norms))
+    start = jnp.zeros(norms.shape[1:], norms.dtype)
+    return rule.init(varying_as(start, jax.typeof(norms)))
 
 
 @partial(jax.jit, static_argnums=0)
