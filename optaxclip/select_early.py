@@ -88,12 +88,17 @@ def _run_equation(jaxpr: Any, equation: Any, values: dict[Any, Any]) -> Sequence
     return eval_jaxpr(single, [], *(values[variable] for variable in inputs))
 
 
-def _read(values: dict[Any, Any], atom: Any) -> Any:
-    return atom.val if _is_literal(atom) else values[atom]
+def _read(values: dict[Any, Any], atom: Any) -> jax.Array:
+    if _is_literal(atom):  # its value may be a Python number
+        return jnp.asarray(atom.val, atom.aval.dtype)
+    return values[atom]
 
 
-def _select(skip: jax.Array, old: Any, new: Any) -> Any:
-    return jnp.where(skip, jnp.asarray(old).astype(new.dtype), new)
+def _select(skip: jax.Array, old: Any, new: Any) -> jax.Array:
+    old, new = jnp.asarray(old), jnp.asarray(new)
+    if old.dtype != new.dtype:  # typed PRNG keys refuse astype to their own dtype
+        old = old.astype(new.dtype)
+    return jnp.where(skip, old, new)
 
 
 def _is_literal(atom: Any) -> bool:

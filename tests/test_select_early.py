@@ -74,3 +74,28 @@ def test_an_optimizer_without_a_state_gives_zeros_where_it_is_skipped():
     skipped, taken = both(lambda grads, state, params: (-grads, state), ())
     same_bits(skipped, (jnp.zeros(2), ()))
     same_bits(taken, (-GRADS, ()))
+
+
+def test_a_new_state_that_is_a_python_number_is_kept():
+    old = {"first": jnp.bool_(True), "count": jnp.int32(3), "rate": jnp.float32(0.5)}
+    new = {"first": False, "count": 0, "rate": 1.0}
+    skipped, taken = both(lambda grads, state, _: (grads, new), old)
+    same_bits(skipped, (jnp.zeros(2), old))
+    wanted = {name: old[name].dtype.type(new[name]) for name in old}
+    same_bits(taken, (GRADS, jax.tree.map(jnp.asarray, wanted)))
+
+
+def test_typed_keys_in_state_and_updates_are_selected():
+    def update(grads, state, params):
+        return grads, jax.random.split(state)[0]
+
+    grads, old = {"w": GRADS, "key": jax.random.key(1)}, jax.random.key(2)
+    (zeros, kept), (updates, taken) = both(update, old, grads)
+    assert not np.any(zeros["w"]) and zeros["key"].dtype == old.dtype
+    same_bits(updates["w"], GRADS)
+    for found, wanted in (
+        (kept, old),
+        (taken, jax.random.split(old)[0]),
+        (updates["key"], grads["key"]),
+    ):
+        same_bits(jax.random.key_data(found), jax.random.key_data(wanted))
