@@ -96,7 +96,8 @@ def skip_step(
     Args:
       inner: the optimizer.
       sigmas, window: see `windowed_mean`. The first step that can be skipped is number
-        window / 2, 64 by default.
+        window / 2, 64 by default. The length of the window is part of the state: a
+        restored state goes on with its own.
       on_loss: look at the loss too: call `update(..., value=loss)`.
       axes: as in `skip_spikes`.
 

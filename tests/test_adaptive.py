@@ -911,3 +911,16 @@ def test_reset_momentum_takes_strict_promotion():
         _, state = optimizer.update(grads, optimizer.init(grads))
         updates, _ = optimizer.update(grads, state)
     np.testing.assert_allclose(updates, [0.01, 0.01], rtol=1e-5)
+
+
+@pytest.mark.parametrize("rule", [optaxclip.windowed_mean, optaxclip.windowed_quantile])
+def test_a_restored_window_goes_on_with_its_own_length(rule):
+    def clipper(window):
+        return optaxclip.clip_by_global_norm(rule(window=window, current=True))
+
+    old = clipper(3).init(jnp.zeros(1))
+    kept = other = old
+    for norm in (1.0, 5.0, 2.0, 7.0, 3.0):
+        _, kept = clipper(3).update(jnp.array([norm]), kept)
+        _, other = clipper(5).update(jnp.array([norm]), other)
+    jax.tree.map(np.testing.assert_array_equal, other, kept)
