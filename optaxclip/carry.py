@@ -16,11 +16,12 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 from . import sharding
 from .arguments import check_state
-from .leaves import measured, with_unmeasured
+from .leaves import cast_like, measured, with_unmeasured
 from .prefix import is_none
 
 
@@ -68,8 +69,9 @@ def carry_clipped(
 
     def init(params: Any) -> CarryState:
         carry = jax.tree.map(
+            # NumPy also promotes floats of 8 bits, which JAX refuses to.
             lambda x: sharding.typed_as(
-                jnp.zeros(x.shape, jnp.promote_types(x.dtype, jnp.float32)), x
+                jnp.zeros(x.shape, np.promote_types(x.dtype, np.float32)), x
             ),
             sharding.types_of(measured, params),
         )
@@ -85,20 +87,19 @@ def carry_clipped(
                 "of gradient and carry, whose norm is another."
             )
         tree = measured(updates)
-        total = jax.tree.map(
-            lambda g, carry: None if g is None else g.astype(carry.dtype) + carry,
-            tree,
-            state.carry,
-            is_leaf=is_none,
-        )
+        total = jax.tree.map(_add_carry, tree, state.carry, is_leaf=is_none)
         clipped, clip_state = clipper.update(
             total, state.clip_state, params, **extra_args
         )
-        clipped = jax.tree.map(lambda c, g: c.astype(g.dtype), clipped, tree)
+        clipped = jax.tree.map(cast_like, clipped, tree)
         carry = jax.tree.map(_cut_off, total, clipped, state.carry, is_leaf=is_none)
         return with_unmeasured(clipped, updates), CarryState(carry, clip_state)
 
     return optax.GradientTransformationExtraArgs(init, update)
+
+
+def _add_carry(grad: Any, carry: jax.Array) -> jax.Array | None:
+    return None if grad is None else jnp.asarray(grad).astype(carry.dtype) + carry
 
 
 def _cut_off(total: jax.Array | None, clipped: Any, carry: jax.Array) -> jax.Array:

@@ -22,7 +22,7 @@ from jax.tree_util import Partial
 
 from .arguments import as_partial, check_limit, check_params
 from .core import clip_by
-from .leaves import Stacked, measured, measured_as, with_unmeasured
+from .leaves import Stacked, cast_like, measured, measured_as, with_unmeasured
 from .norms import measure_of, tensor_norm
 from .sharding import Axes
 from .thresholds import Threshold, remember_nothing
@@ -121,7 +121,7 @@ def _decay(
     return jnp.where(
         (norm == 0) | (length == 0) | (_as(weight_decay, norm) == 0),
         grad,
-        decayed.astype(jnp.result_type(grad)),
+        cast_like(decayed, grad),
     )
 
 

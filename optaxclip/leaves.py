@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 from . import prefix, sharding
 from .sharding import Axes
@@ -41,6 +42,22 @@ def measured_as(tree: Any, params: Any) -> Any:
         unboxed(params),
         is_leaf=prefix.is_none,
     )
+
+
+def cast_like(x: jax.Array, leaf: Any) -> jax.Array:
+    """An array in the dtype of a leaf, weakly typed where the leaf is."""
+    leaf = jnp.asarray(leaf)
+    x = x.astype(leaf.dtype)
+    if not leaf.weak_type:
+        return x
+
+    # The only public way to a weakly typed array is to fill one with a scalar.
+    def fill(number: jax.Array) -> jax.Array:
+        return lax.full_like(leaf, number, shape=())
+
+    for _ in range(x.ndim):
+        fill = jax.vmap(fill)
+    return fill(x)
 
 
 def with_unmeasured(changed: Any, tree: Any) -> Any:

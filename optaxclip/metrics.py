@@ -150,7 +150,7 @@ def _skip_numbers(state: SkipState) -> _SkipNumbers:
         value=state.value,
         value_limit=state.value_limit,
         skipped=state.consecutive > 0,
-        skipped_share=state.skipped / steps,
+        skipped_share=state.skipped.astype(jnp.float32) / steps,
         skipped_count=state.skipped,
         consecutive_count=state.consecutive,
         nonfinite_count=state.nonfinite,
@@ -191,13 +191,14 @@ def _clip_numbers(
     held = (scale == info.tiny) | (scale == info.max)
     after = jnp.where(held, limit, jnp.where(scale == 0, 0.0, norm * scale))
     shown = jnp.finfo(jnp.float32)
+    steps = jnp.maximum(step, 1).astype(jnp.float32)
     numbers = _ClipNumbers(
         norm_before=norm,
         limit=limit,
         scale=jnp.where(scale == 0, 0.0, jnp.clip(scale, shown.tiny, shown.max)),
         norm_after=after,
         clipped=(scale != 1) & jnp.isfinite(norm),
-        clipped_share=jnp.mean(clipped / jnp.maximum(step, 1).astype(jnp.float32)),
+        clipped_share=jnp.mean(clipped.astype(jnp.float32) / steps),
         clipped_count=jnp.max(clipped),
         nonfinite_count=jnp.max(nonfinite),
     )

@@ -30,19 +30,18 @@ Clippers inside the optimizer report the last step that was not skipped; `metric
 what was skipped as `skip/...`.
 """
 
-from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
-from jax.core import eval_jaxpr
 
 from .adaptive import windowed_mean
 from .arguments import check_number, check_state
 from .core import ask
 from .norms import global_norm
+from .select_early import update_unless
 from .sharding import Axes
 from .thresholds import Threshold, rule_of
 
@@ -97,7 +96,8 @@ def skip_step(
     Args:
       inner: the optimizer.
       sigmas, window: see `windowed_mean`. The first step that can be skipped is number
-        window / 2, 64 by default.
+        window / 2, 64 by default. The length of the window is part of the state: a
+        restored state goes on with its own.
       on_loss: look at the loss too: call `update(..., value=loss)`.
       axes: as in `skip_spikes`.
 
@@ -230,7 +230,7 @@ def skip_spikes(
 
         if value is not None:
             extra_args["value"] = value
-        new_updates, inner_state = _update_unless(
+        new_updates, inner_state = update_unless(
             skip,
             partial(optimizer.update, **extra_args),
             updates,
@@ -252,67 +252,3 @@ def skip_spikes(
         )
 
     return optax.GradientTransformationExtraArgs(init, update)
-
-
-def _update_unless(
-    skip: jax.Array, update: Callable[..., Any], updates: Any, state: Any, params: Any
-) -> tuple[Any, Any]:
-    """The optimizer's updates and state, or zeros and the old state.
-
-    Each part of the new state is chosen as soon as it is computed, before the optimizer
-    goes on to compute updates from it. Chosen at the end, both old and new moments
-    would be needed at once, and XLA would copy them. Where the step is skipped, what
-    comes of the old moments is thrown away.
-    """
-    from jax.extend.core import (
-        Literal,
-    )  # not above: it brings Pallas along, which nobody should wait for
-
-    arguments, treedef = jax.tree.flatten((updates, state, params))
-    closed, shapes = jax.make_jaxpr(
-        lambda *leaves: update(*treedef.unflatten(leaves)), return_shape=True
-    )(*arguments)
-    program, old = closed.jaxpr, jax.tree.leaves(state)
-    wanted, kept = (
-        program.outvars[: -len(old) or None],
-        program.outvars[len(program.outvars) - len(old) :],
-    )
-    computed = {var for equation in program.eqns for var in equation.outvars}
-    early = {
-        var: leaf
-        for var, leaf in zip(kept, old)
-        if not isinstance(var, Literal) and var in computed
-    }
-    values: dict[Any, Any] = dict(
-        zip([*program.constvars, *program.invars], [*closed.consts, *arguments])
-    )
-
-    def read(atom: Any) -> Any:
-        return atom.val if isinstance(atom, Literal) else values[atom]
-
-    for equation in program.eqns:
-        taken = list(
-            dict.fromkeys(
-                atom for atom in equation.invars if not isinstance(atom, Literal)
-            )
-        )
-        single = program.replace(
-            constvars=[], invars=taken, outvars=equation.outvars, eqns=[equation]
-        )
-        for var, result in zip(
-            equation.outvars, eval_jaxpr(single, [], *map(read, taken))
-        ):
-            values[var] = _choose(skip, early[var], result) if var in early else result
-
-    zeros = [_choose(skip, jnp.zeros_like(x), x) for x in map(read, wanted)]
-    state_leaves = [
-        read(atom)
-        if not isinstance(atom, Literal) and early.get(atom) is leaf
-        else _choose(skip, leaf, read(atom))
-        for leaf, atom in zip(old, kept)
-    ]
-    return jax.tree.unflatten(jax.tree.structure(shapes), [*zeros, *state_leaves])
-
-
-def _choose(skip: jax.Array, old: Any, new: Any) -> Any:
-    return jnp.where(skip, jnp.asarray(old).astype(new.dtype), new)

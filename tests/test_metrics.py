@@ -282,3 +282,20 @@ def test_the_numbers_of_a_norm_without_jit_are_one_program():
         "scale",
         "norm_after",
     ]
+
+
+@pytest.mark.parametrize(
+    "optimizer",
+    [
+        optaxclip.clip_by_global_norm(1.0),
+        optaxclip.clip_by_unit_norm(optaxclip.z_score()),
+        optaxclip.skip_spikes(optaxclip.clip_by_global_norm(1.0), 10.0),
+    ],
+    ids=["one norm", "units", "skipping"],
+)
+def test_metrics_are_the_same_under_strict_promotion(optimizer):
+    state = after(optimizer, GRADS)
+    wanted = optaxclip.metrics(state)
+    with jax.numpy_dtype_promotion("strict"):
+        found = optaxclip.metrics(state)
+    assert found == wanted and len(found) > 4

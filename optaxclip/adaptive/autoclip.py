@@ -64,7 +64,8 @@ def autoclip(
       percentile: in [0, 100]: 0 clips to the shortest gradient, 100 never clips. A
         number or a schedule.
       window: how many norms are kept. The paper keeps all: give the number of steps of
-        the run to have that.
+        the run to have that. The length is part of the state: a restored state goes on
+        with its own.
       scope: "global", "tensor", or labels as for `clip_by_group_norm`.
       nonfinite, axes: as in `clip_by_global_norm`.
 
@@ -110,6 +111,7 @@ def windowed_quantile(
     Args:
       quantile: in [0, 1]; 0.5 is the median. A number or a schedule.
       window: how many norms are remembered, a whole number at least 1.
+        The length is part of the state: a restored state goes on with its own.
       factor: at least 0. A number or a schedule.
       current, remember, warmup: see `optaxclip.adaptive`.
     """

@@ -48,6 +48,7 @@ def windowed_mean(
     Args:
       sigmas: at least 0. A number or a schedule.
       window: how many norms are remembered, a whole number at least 1.
+        The length is part of the state: a restored state goes on with its own.
       floor: the deviation counts as at least this much, in units of the norm.
       ddof, current, remember, warmup: see `optaxclip.adaptive`.
     """
