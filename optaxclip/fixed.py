@@ -22,7 +22,15 @@ import optax
 
 from .arguments import call_of, check_state
 from .core import ClipState, clip_by
-from .leaves import Axis, Stacked, axes_by_label, by_label, measured_as, unboxed
+from .leaves import (
+    Axis,
+    Stacked,
+    axes_by_label,
+    by_label,
+    check_labels,
+    measured_as,
+    unboxed,
+)
 from .norms import Ord, global_norm, measure_of, norm_of_each, tensor_norm, unit_norm
 from .sharding import Axes
 from .shrinks import Shrink
@@ -221,6 +229,7 @@ def clip_by_group_norm(
 
     Raises:
       ValueError: a leaf without a label, or a label without a limit.
+      TypeError: labels of mixed kinds, such as 1 and "1".
     """
     return clip_groups(
         "clip_by_group_norm: max_norm",
@@ -358,6 +367,8 @@ def clip_groups(
 ) -> optax.GradientTransformationExtraArgs:
     """One norm for each label."""
     call = call_of(argument)
+    if isinstance(limit, dict):
+        check_labels(f"{argument} must have labels", limit)
 
     def clipper(tree: Any) -> optax.GradientTransformationExtraArgs:
         norms = measure_of(

@@ -2,7 +2,7 @@
 axes count layers, over which axes a unit is summed, and which label they carry.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
@@ -200,6 +200,7 @@ def by_label(
             prefix.names([path for path, _ in paths]),
         )
     )
+    check_labels(f"{call}: labels must be", {label for label, _ in keys})
     groups: dict[Any, dict[str, Any]] = {
         label: {} for label in sorted({label for label, _ in keys}, key=str)
     }
@@ -208,6 +209,20 @@ def by_label(
     return groups, lambda sorted_leaves: jax.tree.unflatten(
         treedef, [sorted_leaves[label][path] for label, path in keys]
     )
+
+
+def check_labels(must: str, labels: Iterable[Any]) -> None:
+    """Raises TypeError for labels that cannot be the keys of one dict in a pytree,
+    which JAX sorts. `must` begins the text.
+    """
+    try:
+        sorted(labels)
+    except TypeError:
+        shown = " and ".join(sorted(map(repr, labels)))
+        raise TypeError(
+            f"{must} of one kind, which sorts, got {shown}: make all of them strings, "
+            "or all of them ints."
+        ) from None
 
 
 def axes_by_label(axes: Axes, tree: Any, labels: Any, call: str) -> Axes:

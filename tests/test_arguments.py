@@ -763,3 +763,29 @@ def test_a_prefix_of_many_values_is_looked_up_in_time_that_grows_with_them():
 def test_one_norm_takes_one_limit(build):
     with pytest.raises(TypeError, match=r"must be a real number, got \{'w': 1.0\}"):
         build({"w": 1.0})
+
+
+def test_large_ints_are_limits_and_those_beyond_floats_are_named():
+    x = jnp.array([3e20, 4e20])
+    clipper = optaxclip.clip_by_global_norm(10**20)
+    updates, state = clipper.update(x, clipper.init(x))
+    assert state.limit == np.float32(1e20)
+    np.testing.assert_allclose(updates, np.float32([6e19, 8e19]), rtol=1e-6)
+    clipper = optaxclip.clip_by_value(10**20, -(10**20))
+    updates, _ = clipper.update(-x, clipper.init(x))
+    np.testing.assert_array_equal(updates, np.float32([-1e20, -1e20]))
+    for name, build in {
+        "clip_by_global_norm: max_norm": optaxclip.clip_by_global_norm,
+        "clip_by_tensor_norm: max_norm": optaxclip.clip_by_tensor_norm,
+        "clip_by_value: max_value": optaxclip.clip_by_value,
+    }.items():
+        for value in (2**400, 10**400):
+            with pytest.raises(
+                ValueError,
+                match=f"^{name} must be a number that float32 can hold, got {value}",
+            ):
+                build(value)
+    with pytest.raises(ValueError, match=r"^clip_by_value: min_value must .* got -258"):
+        optaxclip.clip_by_value(1.0, -(2**400))
+    with jax.enable_x64(True):
+        optaxclip.clip_by_value(2**400)

@@ -205,6 +205,29 @@ def test_a_log_that_cannot_be_read_says_why(tmp_path):
             optaxclip.replay(1.0, norms)
 
 
+@pytest.mark.parametrize("suffix", ["csv", "jsonl"])
+def test_a_log_may_begin_with_a_byte_order_mark(tmp_path, suffix):
+    text = {"csv": "grad_norm\n1.5\n2.5\n", "jsonl": '{"grad_norm": 1.5}\n' * 2}
+    path = tmp_path / f"run.{suffix}"
+    path.write_text(text[suffix], encoding="utf-8-sig")
+    assert optaxclip.read_history(path)[0] == 1.5
+
+
+@pytest.mark.parametrize("suffix", ["csv", "jsonl"])
+@pytest.mark.parametrize(
+    "content", [b"\x89PNG\r\n\x1a\n\x00\xff", "norm\n1\n".encode("utf-16")]
+)
+def test_a_log_that_is_no_text_is_named(tmp_path, content, suffix):
+    path = tmp_path / f"run.{suffix}"
+    path.write_bytes(content)
+    with pytest.raises(
+        ValueError, match=rf"^read_history: {path} must be a text file in UTF-8: "
+    ):
+        optaxclip.read_history(path)
+    with pytest.raises(SystemExit, match="must be a text file in UTF-8"):
+        main([str(path)])
+
+
 def test_the_command_prints_a_table_and_draws_a_picture(tmp_path, capsys):
     main([str(write_csv(tmp_path / "run.csv"))])
     printed = capsys.readouterr().out
