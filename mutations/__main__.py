@@ -1,0 +1,132 @@
+"""Makes small faults in one module and looks whether its tests turn red.
+
+    python -m mutations optaxclip/factors.py
+    python -m mutations optaxclip/sums.py --sample 50 --seed 1 --workers 4
+
+Each fault is made in a copy of the repository, by a process that runs the tests of the
+module until one is red. A fault that leaves all of them green survives. The exit status
+is 1 if a survivor is not explained in `explained.toml`.
+"""
+
+import argparse
+import os
+import random
+import re
+import runpy
+import shutil
+import signal
+import sys
+import tempfile
+import tomllib
+from collections import Counter
+from collections.abc import Iterator
+from importlib.util import cache_from_source
+from pathlib import Path
+
+import pytest
+
+from .mutants import Mutant, mutants
+
+ROOT = Path(__file__).parent.parent
+LIMIT = 900  # seconds for one mutant
+# Failed first: what has killed one mutant often kills the next.
+PYTEST = "-x -q -n 0 --failed-first -p no:hypothesispytest -W ignore:Module"
+
+
+def main() -> int:
+    """Runs the command and returns its exit status."""
+    parser = argparse.ArgumentParser(prog="python -m mutations")
+    parser.add_argument("file", help="a module of the library")
+    parser.add_argument("--sample", type=int, help="how many mutants, default: all")
+    parser.add_argument("--seed", type=int, default=0, help="of the order, default: 0")
+    parser.add_argument("--workers", type=int, default=2, help="default: 2")
+    options = parser.parse_args()
+    file, source = options.file, (ROOT / options.file).read_text()
+    chosen = list(mutants(source))
+    random.Random(options.seed).shuffle(chosen)
+    with tempfile.TemporaryDirectory() as folder:
+        homes = _copies(Path(folder), options.workers)
+        for _, code, log in _runs(file, [Mutant("", "", "", source)], homes):
+            if code:
+                print(log)
+                return 2
+        return _judge(file, _runs(file, chosen[: options.sample], homes))
+
+
+def _judge(file: str, runs: Iterator[tuple[Mutant, int, str]]) -> int:
+    explained = _table("explained.toml").get(file, {})
+    counts: Counter[str] = Counter()
+    for mutant, code, log in runs:
+        name = f"{mutant.function}: {mutant.text}"
+        verdict, more = "SURVIVED", f"\n{mutant.diff}\n(pytest's exit status is {code})"
+        # 1 is a red test, 2 tests that cannot be imported, below 0 a crash or no end.
+        if code in (1, 2) or code < 0:
+            verdict, more = "killed", "".join(re.findall(r"\n(?:FAILED|ERROR) .*", log))
+        elif name in explained:
+            verdict, more = "explained", ""
+        counts[verdict] += 1
+        print(f"{verdict:9} {name}{more}", flush=True)
+    print(f"{file}: {counts.total()} mutants, {dict(counts)}")
+    return int(counts["SURVIVED"] > 0)
+
+
+def _copies(folder: Path, workers: int) -> list[Path]:
+    """Copies the repository and imports JAX, which all mutants then share."""
+    ignore = shutil.ignore_patterns(".*", "__pycache__", "build", "dist")
+    homes = [folder / str(number) for number in range(workers)]
+    for home in homes:
+        shutil.copytree(ROOT, home, ignore=ignore)
+    os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(folder / "cache"))
+    runpy.run_path(str(ROOT / "tests" / "conftest.py"))
+    # No array is made: a JAX that has started its threads cannot be forked.
+    for name in ("jax", "optax", "chex", "hypothesis"):
+        __import__(name)
+    return homes
+
+
+def _runs(file: str, queue: list[Mutant], homes: list[Path]) -> Iterator:
+    """Yields each mutant with the exit status of pytest and what it printed."""
+    waiting, idle, busy = list(queue), list(homes), {}
+    while waiting or busy:
+        while waiting and idle:
+            mutant, home = waiting.pop(0), idle.pop()
+            (home / file).write_text(mutant.source)
+            # Python tells sources apart by size and second, too coarse for mutants.
+            Path(cache_from_source(str(home / file))).unlink(missing_ok=True)
+            child = os.fork()
+            if child == 0:
+                _test(home, _tests_of(file))
+            busy[child] = mutant, home
+        child, status = os.wait()
+        mutant, home = busy.pop(child)
+        idle.append(home)
+        yield mutant, os.waitstatus_to_exitcode(status), (home / "log").read_text()
+
+
+def _test(home: Path, tests: list[str]) -> None:
+    """Ends this process with the exit status of pytest."""
+    signal.alarm(LIMIT)  # ends the process even where compiled code hangs
+    os.chdir(home)
+    os.dup2(os.open("log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC), 1)
+    os.dup2(1, 2)
+    sys.path[0] = str(home)  # instead of the repository, from where -m starts
+    os.environ["PYTHONPATH"] = str(home)  # for tests that start processes
+    code = pytest.main([*PYTEST.split(), *tests])
+    sys.stdout.flush()
+    os._exit(code)
+
+
+def _tests_of(file: str) -> list[str]:
+    """Returns the arguments of pytest: the module's own examples, then its tests."""
+    table = _table("tests.toml")
+    entry = max((entry for entry in table if file.startswith(entry)), key=len)
+    examples = [file] if ">>>" in (ROOT / file).read_text() else []
+    return [*examples, *(f"tests/{name}.py" for name in table[entry].split())]
+
+
+def _table(name: str) -> dict:
+    return tomllib.loads((Path(__file__).parent / name).read_text())
+
+
+if __name__ == "__main__":
+    sys.exit(main())
