@@ -17,8 +17,7 @@ OPERATORS = dict(pair.split() for pair in SWAPPED.split(", "))
 class Mutant(NamedTuple):
     """A module with one fault."""
 
-    function: str  # qualified name, empty at module level
-    text: str  # the expression around the fault, as it reads with the fault
+    name: str  # "function: the expression around the fault, as it reads with it"
     diff: str  # the line with the fault, before and after
     source: str  # of the whole module
 
@@ -31,7 +30,7 @@ def mutants(source: str) -> Iterator[Mutant]:
         wrong = ast.unparse(tree)
         pairs = zip(right, wrong.splitlines())
         before, after = next(pair for pair in pairs if pair[0] != pair[1])
-        yield Mutant(function, text, f"-{before}\n+{after}", wrong)
+        yield Mutant(f"{function}: {text}", f"-{before}\n+{after}", wrong)
 
 
 def _changes(parent: ast.AST, function: str) -> Iterator[tuple[str, str]]:

@@ -6,7 +6,7 @@ from mutations.mutants import mutants
 
 
 def _texts(source):
-    return {mutant.text for mutant in mutants(source)}
+    return {mutant.name.split(": ", 1)[1] for mutant in mutants(source)}
 
 
 @pytest.mark.parametrize(
@@ -58,5 +58,5 @@ def test_a_mutant_differs_in_its_place_only():
     assert first.source == source.replace("+", "-")
     assert second.source == source.replace("2", "3")
     assert third.source == source.replace("1", "0")
-    assert (first.function, third.function) == ("f", "C.g")
+    assert (first.name, third.name) == ("f: x - 2", "C.g: return 0")
     assert second.diff == "-    return x + 2\n+    return x + 3"
