@@ -62,6 +62,13 @@ def test_rescale_to_0_keeps_the_sign_of_what_becomes_0():
     assert not np.any(zeros) and np.signbit(zeros).tolist() == [False, True]
 
 
+@pytest.mark.parametrize(("norm", "new_norm"), [(1e38, 1e-17), (2e-8, 1.3e-38)])
+def test_rescale_goes_further_than_one_factor_can(norm, new_norm):
+    """The quotient is 1e-55, which float32 does not have, or too near its end."""
+    update = optaxclip.rescale(jnp.array([norm]), *map(jnp.float32, (norm, new_norm)))
+    np.testing.assert_allclose(update, [new_norm], rtol=1e-6)
+
+
 def test_rescale_leaves_parts_without_a_norm_alone():
     updates = {"a": jnp.array([3.0, 4.0]), "b": {"c": jnp.ones(2), "d": jnp.ones(3)}}
     rescaled = optaxclip.rescale(updates, {"a": jnp.float32(5.0), "b": None}, {"a": jnp.float32(1.0), "b": None})
