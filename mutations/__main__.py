@@ -27,7 +27,6 @@ import pytest
 from .mutants import Mutant, mutants
 
 ROOT = Path(__file__).parent.parent
-LIMIT = 900  # seconds for one mutant
 # Failed first: what has killed one mutant often kills the next.
 PYTEST = "-x -q -n 0 --failed-first -p no:hypothesispytest -W ignore:Module"
 
@@ -92,7 +91,10 @@ def _runs(file: str, queue: list[Mutant], homes: list[Path]) -> Iterator:
             Path(cache_from_source(str(home / file))).unlink(missing_ok=True)
             child = os.fork()
             if child == 0:
-                _test(home, _tests_of(file))
+                try:
+                    _test(home, _tests_of(file))
+                finally:
+                    os._exit(3)  # or the child would go on as its parent
             busy[child] = mutant, home
         child, status = os.wait()
         mutant, home = busy.pop(child)
@@ -102,7 +104,7 @@ def _runs(file: str, queue: list[Mutant], homes: list[Path]) -> Iterator:
 
 def _test(home: Path, tests: list[str]) -> None:
     """Ends this process with the exit status of pytest."""
-    signal.alarm(LIMIT)  # ends the process even where compiled code hangs
+    signal.alarm(1800)  # seconds; ends the process even where compiled code hangs
     os.chdir(home)
     os.dup2(os.open("log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC), 1)
     os.dup2(1, 2)
