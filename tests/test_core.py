@@ -69,6 +69,14 @@ def test_rescale_goes_further_than_one_factor_can(norm, new_norm):
     np.testing.assert_allclose(update, [new_norm], rtol=1e-6)
 
 
+def test_rescale_takes_numpy_arrays_while_jit_is_off():
+    """As in a debugger, where no tracer stands for the array."""
+    updates = np.array([3.0, 4.0], np.float32)
+    with jax.disable_jit():
+        shorter = optaxclip.rescale(updates, jnp.float32(5.0), jnp.float32(1.0))
+    np.testing.assert_allclose(shorter, [0.6, 0.8], rtol=1e-6)
+
+
 def test_rescale_leaves_parts_without_a_norm_alone():
     updates = {"a": jnp.array([3.0, 4.0]), "b": {"c": jnp.ones(2), "d": jnp.ones(3)}}
     rescaled = optaxclip.rescale(updates, {"a": jnp.float32(5.0), "b": None}, {"a": jnp.float32(1.0), "b": None})
