@@ -84,6 +84,15 @@ def test_rescale_leaves_parts_without_a_norm_alone():
     assert rescaled["b"]["c"] is updates["b"]["c"] and rescaled["b"]["d"] is updates["b"]["d"]
 
 
+def test_the_zero_policy_leaves_parts_without_a_norm_alone():
+    def measure(updates):
+        return {"a": optaxclip.global_norm(updates["a"]), "b": None}
+
+    updates = {"a": jnp.array([jnp.inf]), "b": jnp.array([3.0])}
+    zeroed, _ = apply(clip_by(measure, 1.0, nonfinite="zero"), updates)
+    assert zeroed["a"] == 0.0 and zeroed["b"] == 3.0
+
+
 def test_a_limit_has_no_derivative_by_the_updates():
     half = Threshold(lambda norm: (), lambda norm, memory, step, params_norm: (0.5 * norm, memory))
     grads = jnp.array([3.0, 4.0])
