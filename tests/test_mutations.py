@@ -51,7 +51,7 @@ def test_types_and_error_texts_stay():
 
 
 def test_a_mutant_differs_in_its_place_only():
-    source = "def f(x):\n    return x + 2\n\nclass C:\n\n    def g(self):\n        return 1"
+    source = "def f(x):\n    return x + 2\n\nclass C:\n\n    def g():\n        return 1"
     first, second, third = mutants(source)
     assert first.source == source.replace("+", "-")
     assert second.source == source.replace("2", "3")
