@@ -26,16 +26,7 @@ def rescale(updates: Any, norms: Any, new_norms: Any) -> Any:
       are equal, bit for bit the input; where the new one is NaN, all NaN. The result is
       never longer than the new norm but for the rounding to the leaf's dtype.
     """
-
-    return multiply(
-        updates,
-        jax.tree.map(
-            lambda norm, new: None if norm is None else factor_of(norm, new),
-            norms,
-            new_norms,
-            is_leaf=is_none,
-        ),
-    )
+    return multiply(updates, jax.tree.map(factor_of, norms, new_norms))
 
 
 def multiply(updates: Any, factors: Any) -> Any:

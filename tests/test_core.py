@@ -144,6 +144,21 @@ def test_the_derivative_of_a_factor_is_that_of_the_quotient(norm, limit):
         np.testing.assert_allclose(slope, 1.0, rtol=2e-6)
 
 
+@pytest.mark.parametrize(("norm", "new_norm"), [(1e38, 1e-17), (2e-8, 1.3e-38)])
+def test_rescale_goes_further_than_one_factor_can(norm, new_norm):
+    """The quotient is 1e-55, which float32 does not have, or too near its end."""
+    update = optaxclip.rescale(jnp.array([norm]), *map(jnp.float32, (norm, new_norm)))
+    np.testing.assert_allclose(update, [new_norm], rtol=1e-6)
+
+
+def test_rescale_takes_numpy_arrays_while_jit_is_off():
+    """As in a debugger, where no tracer stands for the array."""
+    updates = np.array([3.0, 4.0], np.float32)
+    with jax.disable_jit():
+        shorter = optaxclip.rescale(updates, jnp.float32(5.0), jnp.float32(1.0))
+    np.testing.assert_allclose(shorter, [0.6, 0.8], rtol=1e-6)
+
+
 def test_rescale_leaves_parts_without_a_norm_alone():
     updates = {"a": jnp.array([3.0, 4.0]), "b": {"c": jnp.ones(2), "d": jnp.ones(3)}}
     rescaled = optaxclip.rescale(
@@ -154,6 +169,15 @@ def test_rescale_leaves_parts_without_a_norm_alone():
         rescaled["b"]["c"] is updates["b"]["c"]
         and rescaled["b"]["d"] is updates["b"]["d"]
     )
+
+
+def test_the_zero_policy_leaves_parts_without_a_norm_alone():
+    def measure(updates):
+        return {"a": optaxclip.global_norm(updates["a"]), "b": None}
+
+    updates = {"a": jnp.array([jnp.inf]), "b": jnp.array([3.0])}
+    zeroed, _ = apply(clip_by(measure, 1.0, nonfinite="zero"), updates)
+    assert zeroed["a"] == 0.0 and zeroed["b"] == 3.0
 
 
 def test_a_limit_has_no_derivative_by_the_updates():

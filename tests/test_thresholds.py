@@ -70,6 +70,22 @@ def test_a_share_of_the_weights_follows_schedule_and_floor():
             assert state.limit == (3 * limit if callable(share) else limit)
 
 
+def test_a_share_of_the_weights_has_no_floor_by_default():
+    clipper = clip_by(optaxclip.global_norm, optaxclip.share_of_params(0.5))
+    grads, weights = jnp.ones(2), jnp.array([0.25, 0.0])
+    _, state = clipper.update(grads, clipper.init(grads), weights)
+    assert state.limit == 0.125
+
+
+def test_a_share_may_have_another_dtype_under_strict_promotion():
+    rule = optaxclip.share_of_params(jnp.float16(0.5), jnp.float16(0.25))
+    clipper = clip_by(optaxclip.global_norm, rule)
+    grads, weights = jnp.ones(2), jnp.array([3.0, 4.0])
+    with jax.numpy_dtype_promotion("strict"):
+        _, state = clipper.update(grads, clipper.init(grads), weights)
+    assert state.limit == 2.5
+
+
 def test_a_real_number_of_any_kind_is_a_limit():
     grads = jnp.array([3.0, 4.0])
     limits = (
