@@ -1,0 +1,71 @@
+"""The long run: `python -m tests.fuzz --minutes 30 --seed 1`."""
+
+import argparse
+import multiprocessing
+import queue
+import sys
+import time
+from typing import Any
+
+PROCESSES = 2
+
+
+def work(place: int, seed: int, seconds: float, found: Any, count: Any) -> None:
+    """One process: settings first, since they must stand before JAX is imported."""
+    deadline = time.monotonic() + seconds
+    import tests.conftest  # noqa: F401
+    from tests.fuzz.search import search
+
+    def counted():
+        with count.get_lock():
+            count.value += 1
+
+    for finding in search(seed, deadline, place, PROCESSES, counted):
+        found.put(tuple(finding))
+
+
+def collect(found: Any, workers: list[Any], deadline: float) -> dict[str, list[str]]:
+    """Prints each kind of finding once, and returns its methods by its signature."""
+    seen: dict[str, list[str]] = {}
+    while time.monotonic() < deadline and any(worker.is_alive() for worker in workers):
+        try:
+            signature, method, text = found.get(timeout=0.2)
+        except queue.Empty:
+            continue
+        if signature not in seen:
+            print(f"\n== {method}, {signature}\n{text}", flush=True)
+        seen.setdefault(signature, []).append(method)
+    return seen
+
+
+def main() -> int:
+    """Runs both processes until time is over. 1 if anything was found, 2 if one fell."""
+    parser = argparse.ArgumentParser(prog="python -m tests.fuzz", description=__doc__)
+    parser.add_argument("--minutes", type=float, default=30.0)
+    parser.add_argument("--seed", type=int, default=0)
+    options = parser.parse_args()
+    seconds = 60 * options.minutes
+    deadline = time.monotonic() + seconds
+
+    context = multiprocessing.get_context("spawn")
+    found, count = context.Queue(), context.Value("q", 0)
+    arguments = (options.seed, seconds, found, count)
+    workers = [
+        context.Process(target=work, args=(n, *arguments)) for n in range(PROCESSES)
+    ]
+    for worker in workers:
+        worker.start()
+    seen = collect(found, workers, deadline)
+    fell = [worker.exitcode for worker in workers if worker.exitcode]
+    for worker in workers:
+        worker.terminate()
+        worker.join()
+
+    for signature, methods in seen.items():
+        print(f"{len(methods):4} {signature} | {', '.join(sorted(set(methods)))}")
+    print(f"{count.value} cases, {len(seen)} findings, seed {options.seed}")
+    return 2 if fell else int(bool(seen))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

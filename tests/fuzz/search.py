@@ -1,0 +1,94 @@
+"""Draws cases in the cells, one after the other, and has what fails shrunk."""
+
+import time
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import jax
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import seed as seeded
+
+from tests.fuzz import report
+from tests.fuzz.cells import Cell, all_cells
+
+SHRINKING = 10.0  # seconds for each finding
+CELLS_KEPT = 60  # compiled programs are forgotten after so many
+
+
+class Finding(NamedTuple):
+    """What failed, for whom, and how to see it."""
+
+    signature: str
+    method: str
+    text: str
+
+
+class _Stopped(KeyboardInterrupt):
+    """Time is over: hypothesis hands it on, as it does when a user stops it."""
+
+
+def search_cell(
+    cell: Cell, seed: int, deadline: float, counted: Callable[[], Any] = int
+) -> Finding | None:
+    """Draws the cases of one cell: the smallest that fails, or None."""
+    failed: list[tuple[Any, Exception]] = []
+    stop_at = [deadline]
+
+    def check(case):
+        if time.monotonic() > stop_at[0]:
+            raise _Stopped
+        counted()
+        try:
+            cell.check(case)
+        except Exception as error:
+            if not failed:
+                stop_at[0] = min(deadline, time.monotonic() + SHRINKING)
+            failed.append((case, error))
+            raise
+
+    options = settings(
+        max_examples=cell.count,
+        database=None,
+        deadline=None,
+        phases=(Phase.generate, Phase.shrink),
+        suppress_health_check=list(HealthCheck),
+        report_multiple_bugs=False,
+        print_blob=False,
+    )
+    try:
+        seeded(seed)(options(given(cell.drawn)(check)))()
+    except _Stopped:
+        pass
+    except Exception:
+        if not failed:  # not of a case, but of the search itself
+            raise
+    if not failed:
+        return None
+    case, error = min(failed, key=lambda pair: len("".join(pair[0].steps)))
+    text = f"{report.program(cell, case)}\n# {report.told(error)}"
+    return Finding(report.signature(cell, error), cell.method, text)
+
+
+def search(
+    seed: int, deadline: float, place: int, of: int, counted: Callable[[], Any]
+) -> Iterator[Finding]:
+    """The findings of one process of several, until time is over."""
+    cells, turn = all_cells(seed)[place::of], 0
+    while True:
+        for number, cell in enumerate(cells):
+            if time.monotonic() > deadline:
+                return
+            finding = search_cell(cell, seed + turn, deadline, counted)
+            if finding:
+                yield finding
+            if number % CELLS_KEPT == CELLS_KEPT - 1:
+                forget()
+        turn += 1
+
+
+def forget() -> None:
+    """Frees what was compiled."""
+    from tests.fuzz import cells
+
+    cells.pair.cache_clear()
+    jax.clear_caches()
