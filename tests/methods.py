@@ -54,6 +54,7 @@ class Method(NamedTuple):
     leaves: str = FLOATS
     axes: bool = True  # takes names of mesh axes
     shrinks: bool = False  # takes `shrink`
+    schedules: bool = True  # the limit may also be a schedule or None
     wraps: str | None = None  # built around a "clipper" or an "optimizer"
 
     def make(self, *limit: Any, **options: Any) -> Any:
@@ -314,7 +315,12 @@ METHODS: dict[str, Method] = {
         wraps="optimizer",
     ),
     "clip_cotangent": Method(
-        cotangent, optaxclip.clip_cotangent, "tensor", limit=1.0, axes=False
+        cotangent,
+        optaxclip.clip_cotangent,
+        "tensor",
+        limit=1.0,
+        axes=False,
+        schedules=False,
     ),
     "clipped_grad": Method(
         example,
@@ -324,6 +330,7 @@ METHODS: dict[str, Method] = {
         limit=1.0,
         leaves=ALONE,
         axes=False,
+        schedules=False,
         shrinks=True,
         defaults={"argnums": 0, "batch_argnums": 1, "two_pass": False, "mean": True},
     ),
@@ -335,5 +342,6 @@ METHODS: dict[str, Method] = {
         limit=1.0,
         leaves=ALONE,
         axes=False,
+        schedules=False,
     ),
 }

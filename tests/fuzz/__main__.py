@@ -7,25 +7,11 @@ import sys
 import time
 from typing import Any
 
-PROCESSES = 2
-
-
-def work(place: int, seed: int, seconds: float, found: Any, count: Any) -> None:
-    """One process: settings first, since they must stand before JAX is imported."""
-    deadline = time.monotonic() + seconds
-    import tests.conftest  # noqa: F401
-    from tests.fuzz.search import search
-
-    def counted():
-        with count.get_lock():
-            count.value += 1
-
-    for finding in search(seed, deadline, place, PROCESSES, counted):
-        found.put(tuple(finding))
+from tests.fuzz.worker import PROCESSES, work
 
 
 def collect(found: Any, workers: list[Any], deadline: float) -> dict[str, list[str]]:
-    """Prints each kind of finding once, and returns its methods by its signature."""
+    """Prints each kind of finding once. Returns its methods by its signature."""
     seen: dict[str, list[str]] = {}
     while time.monotonic() < deadline and any(worker.is_alive() for worker in workers):
         try:

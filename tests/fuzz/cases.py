@@ -46,10 +46,17 @@ class Case(NamedTuple):
         return [trees.evaluate(text) for text in self.steps]
 
 
-def limit_of(method: Method) -> Any:
-    """A strategy of the source of limits that the method takes."""
+def limit_of(method: Method, structure: str) -> Any:
+    """A strategy of the source of limits that the method takes.
+
+    Each dtype and each schedule is compiled for itself, so only one structure has them.
+    """
     if method.limit is None:
         return st.none()
+    if method.norm != "element" and structure != "float32":
+        return limits.powers()
+    if not method.schedules:
+        return limits.numbers()
     if method.norm == "element" and method.wraps is None:
         return limits.bounds().map(lambda pair: pair[0])
     if method.floor is not None:  # a share of the weights, and never none
@@ -70,7 +77,7 @@ def cases(
     method, leaves = METHODS[name], trees.STRUCTURES[structure]
     broken = powers == trees.WHOLE_RANGE and draw(st.integers(0, 7)) == 7
     history = [draw(trees.trees(leaves, powers, broken)) for _ in range(steps)]
-    found = {"limit": draw(limit_of(method)), "options": ""} | fixed
+    found = {"limit": draw(limit_of(method, structure)), "options": ""} | fixed
     if name == "clip_by_value" and "limit" not in fixed:
         found["limit"] = ", ".join(draw(limits.bounds()))
     if method.shrinks and method.ord != "spectral" and "options" not in fixed:

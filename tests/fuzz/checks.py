@@ -99,7 +99,8 @@ def by_value(case: Case) -> None:
             expected.compare(finite, got, relative, leaf.dtype)
         else:
             same = np.array_equal(wanted, oracles.wide(clipped[name]))
-            assert same, ("expected, got", wanted.tolist(), clipped[name].tolist())
+            numbers = (wanted.tolist(), clipped[name].tolist())
+            assert same, ("an integer is not: expected, got", *numbers)
 
 
 def assert_kept(case: Case, before: Any, after: Any) -> None:
@@ -113,7 +114,8 @@ def assert_kept(case: Case, before: Any, after: Any) -> None:
         if expected.is_clipped(leaf) or case.kind.leaves == ORDERED:
             continue
         if not expected.is_key(leaf):
-            assert oracles.same_bits(new, leaf), (name, leaf.tolist(), new.tolist())
+            numbers = (leaf.tolist(), new.tolist())
+            assert oracles.same_bits(new, leaf), ("changed: expected, got", *numbers)
 
 
 def invariants(case: Case) -> None:
@@ -143,12 +145,12 @@ def assert_no_longer(case: Case, before: Any, after: Any) -> None:
         if not oracles.norm(whole) <= expected.LARGEST:
             return
         if case.kind.keeps & {LENGTH, BOUND}:
-            assert np.isfinite(y).all(), (name, "finite became", y.tolist())
+            assert np.isfinite(y).all(), ("finite became", y.tolist())
         if LENGTH in case.kind.keeps and not case.options:
             dtype = expected.dtype_of(leaf)
             slack = oracles.norm([x]) * oracles.eps_of(dtype)
             lost = expected.lost_in(dtype) * x.size + slack
-            assert oracles.norm([y]) <= oracles.norm([x]) + lost, (name, y.tolist())
+            assert oracles.norm([y]) <= oracles.norm([x]) + lost, ("longer", y.tolist())
 
 
 def is_float(leaf: Any) -> bool:
@@ -171,12 +173,13 @@ def hessian(case: Case) -> None:
     found = np.asarray(jax.hessian(loss)(x), np.float64)
     wide, weight = np.asarray(x, np.float64), np.asarray(w, np.float64)
     wanted, size = curvature(wide, weight, limit), np.linalg.norm(wide)
-    assert np.isfinite(found).all(), ("expected, got", wanted.tolist(), found.tolist())
+    numbers = (wanted.tolist(), found.tolist())
+    assert np.isfinite(found).all(), ("is not finite: expected, got", *numbers)
     allowed = 32 * expected.EPS * 4 * np.linalg.norm(weight) * min(limit, size)
     allowed = allowed / size**2 + expected.SMALLEST if size else math.inf
     near = abs(size - limit) <= 2e-6 * limit
     close = np.abs(found - wanted) <= allowed
-    assert near or close.all(), ("expected, got", wanted.tolist(), found.tolist())
+    assert near or close.all(), ("is not the equation's: expected, got", *numbers)
 
 
 def curvature(x: Any, w: Any, limit: float) -> Any:

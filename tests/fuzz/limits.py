@@ -28,11 +28,16 @@ def typed(draw: Any) -> str:
     return f"{where}.{dtype}({value})"
 
 
+def numbers() -> Any:
+    """The source of a limit that is a number of any dtype."""
+    given = st.sampled_from(NUMBERS).filter(lambda text: text != "None")
+    return st.one_of(given, powers(), powers(), typed())
+
+
 def limits(beyond: bool = True) -> Any:
     """The source of a limit of any kind."""
-    number = st.one_of(st.sampled_from(NUMBERS), powers(), powers())
-    schedule = st.one_of(number, typed()).filter(lambda text: text != "None")
-    kinds = [number, typed(), schedule.map(lambda text: f"lambda step: {text}")]
+    schedule = numbers().map(lambda text: f"lambda step: {text}")
+    kinds = [numbers(), numbers(), schedule, st.just("None")]
     return st.one_of(*kinds, *([st.sampled_from(BEYOND)] if beyond else []))
 
 

@@ -40,6 +40,8 @@ def program(cell: Any, case: Case) -> str:
     """The source that shows the finding."""
     steps = ",\n    ".join(case.steps)
     lines = [HEAD, built(case), f"params = {case.params}", f"steps = [{steps}]"]
+    if "optimizer" in getattr(cell.check, "keywords", {}):
+        del lines[1]
     return "\n".join([*lines, *rest_of(cell)])
 
 
@@ -78,5 +80,7 @@ def told(error: BaseException) -> str:
 
 def signature(cell: Any, error: BaseException) -> str:
     """What findings have in common that are probably one: no numbers in it."""
-    words = re.sub(r"[-+]?[0-9.]+(e[-+]?[0-9]+)?|nan|inf|\[.*?\]", "", told(error))
-    return f"{cell.name}: {words[:70]}"
+    words = re.sub(r"\(*(expected|updates).*", "", told(error))
+    words = re.sub(r"[-+]?[0-9.]+(e[-+]?[0-9]+)?|nan|inf|\[.*?\]", "", words)
+    kind = cell.name.partition(",")[0]
+    return f"{kind}: {re.sub(r'float[^ ]*|complex[^ ]*', '', words)[:70]}"

@@ -1,7 +1,8 @@
 """Draws cases in the cells, one after the other, and has what fails shrunk."""
 
+import itertools
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator
 from typing import Any, NamedTuple
 
 import jax
@@ -11,7 +12,7 @@ from hypothesis import seed as seeded
 from tests.fuzz import report
 from tests.fuzz.cells import Cell, all_cells
 
-SHRINKING = 10.0  # seconds for each finding
+SHRINKING = 5.0  # seconds for each finding
 CELLS_KEPT = 60  # compiled programs are forgotten after so many
 
 
@@ -28,9 +29,16 @@ class _Stopped(KeyboardInterrupt):
 
 
 def search_cell(
-    cell: Cell, seed: int, deadline: float, counted: Callable[[], Any] = int
+    cell: Cell,
+    seed: int,
+    deadline: float,
+    counted: Callable[[], Any] = int,
+    seen: Container[str] = (),
 ) -> Finding | None:
-    """Draws the cases of one cell: the smallest that fails, or None."""
+    """Draws the cases of one cell: the smallest that fails, or None.
+
+    What looks like a finding that was `seen` is not shrunk.
+    """
     failed: list[tuple[Any, Exception]] = []
     stop_at = [deadline]
 
@@ -42,7 +50,9 @@ def search_cell(
             cell.check(case)
         except Exception as error:
             if not failed:
-                stop_at[0] = min(deadline, time.monotonic() + SHRINKING)
+                known = report.signature(cell, error) in seen
+                longest = 0.0 if known else SHRINKING
+                stop_at[0] = min(deadline, time.monotonic() + longest)
             failed.append((case, error))
             raise
 
@@ -73,17 +83,18 @@ def search(
     seed: int, deadline: float, place: int, of: int, counted: Callable[[], Any]
 ) -> Iterator[Finding]:
     """The findings of one process of several, until time is over."""
-    cells, turn = all_cells(seed)[place::of], 0
-    while True:
+    seen: set[str] = set()
+    for turn in itertools.count(seed):
+        cells = all_cells(turn)[place::of]
         for number, cell in enumerate(cells):
             if time.monotonic() > deadline:
                 return
-            finding = search_cell(cell, seed + turn, deadline, counted)
+            finding = search_cell(cell, turn, deadline, counted, seen)
             if finding:
+                seen.add(finding.signature)
                 yield finding
             if number % CELLS_KEPT == CELLS_KEPT - 1:
                 forget()
-        turn += 1
 
 
 def forget() -> None:

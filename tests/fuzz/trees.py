@@ -24,8 +24,14 @@ SPECIAL = {  # what is no array of numbers
     "key": "jax.random.key(0)",
     "float0": "np.zeros((2,), jax.dtypes.float0)",
 }
-NARROW = ["float8_e3m4", "float8_e4m3", "float8_e4m3b11fnuz", "float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz", "float4_e2m1fn"]
-INTEGERS = ["int2", "int4", "int8", "int16", "int32", "uint2", "uint4", "uint8", "uint16", "uint32", "bool"]
+NARROW = (
+    *("float8_e3m4", "float8_e4m3", "float8_e4m3b11fnuz", "float8_e4m3fn"),
+    *("float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz", "float4_e2m1fn"),
+)
+INTEGERS = (
+    *("int2", "int4", "int8", "int16", "int32"),
+    *("uint2", "uint4", "uint8", "uint16", "uint32", "bool"),
+)
 
 Structure = dict[str, Leaf]
 STRUCTURES: dict[str, Structure] = {
@@ -80,6 +86,7 @@ def inside(number: float, dtype: str) -> Any:
     if dtype == "bool":
         return number > 0
     if dtype.startswith(("int", "uint")):
+        number = 0 if math.isnan(number) else number
         info = ml_dtypes.iinfo(dtype)
         return int(min(max(number, int(info.min)), int(info.max)))
     most = float(ml_dtypes.finfo(dtype).max)
