@@ -25,20 +25,23 @@ def collect(found: Any, workers: list[Any], deadline: float) -> dict[str, list[s
 
 
 def main() -> int:
-    """Runs both processes until time is over. 1 if anything was found, 2 if one fell."""
+    """Runs both processes until time is over.
+
+    Returns 1 if anything was found, 2 if a process fell.
+    """
     parser = argparse.ArgumentParser(prog="python -m tests.fuzz", description=__doc__)
     parser.add_argument("--minutes", type=float, default=30.0)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--only", default="", help="a part of the names of cells")
     options = parser.parse_args()
     seconds = 60 * options.minutes
     deadline = time.monotonic() + seconds
 
     context = multiprocessing.get_context("spawn")
     found, count = context.Queue(), context.Value("q", 0)
-    arguments = (options.seed, seconds, found, count)
-    workers = [
-        context.Process(target=work, args=(n, *arguments)) for n in range(PROCESSES)
-    ]
+    arguments = (options.seed, seconds, options.only, found, count)
+    shares = [(place, *arguments) for place in range(PROCESSES)]
+    workers = [context.Process(target=work, args=share) for share in shares]
     for worker in workers:
         worker.start()
     seen = collect(found, workers, deadline)

@@ -1,9 +1,10 @@
 """What a clipper with a fixed limit must make of a tree, in float64 NumPy.
 
-Tolerances are those of docs/numerics.md. An element may be off by 8 eps of float32 (10
-where the limit is itself a product, 3 more for the extra roundings of `smooth`) and half
-an eps of its dtype, and by what the subnormal range of its dtype loses. Out of contract,
-and not checked: norms below 1e-37 and limits that are subnormal in float32.
+Tolerances are those of docs/numerics.md. An element may be off by 8 eps of float32, and
+half an eps of its dtype, and by what the subnormal range of its dtype loses. A limit that
+is itself a product adds 2 eps, and the extra roundings of `smooth` 3. Out of contract,
+and not checked: norms below 1e-34, where numbers that are subnormal in float32 count as 0
+and would change the norm, and limits that are subnormal themselves.
 """
 
 import math

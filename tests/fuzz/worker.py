@@ -8,7 +8,9 @@ from typing import Any
 PROCESSES = 2
 
 
-def work(place: int, seed: int, seconds: float, found: Any, count: Any) -> None:
+def work(
+    place: int, seed: int, seconds: float, only: str, found: Any, count: Any
+) -> None:
     """Searches for so many seconds, and puts findings into the queue."""
     deadline = time.monotonic() + seconds
     importlib.import_module("tests.conftest")
@@ -19,5 +21,5 @@ def work(place: int, seed: int, seconds: float, found: Any, count: Any) -> None:
         with count.get_lock():
             count.value += 1
 
-    for finding in search(seed, deadline, place, PROCESSES, counted):
+    for finding in search(seed, deadline, (place, PROCESSES), counted, only):
         found.put(tuple(finding))
