@@ -89,7 +89,7 @@ def skips(dice: random.Random) -> Iterator[Cell]:
 
 @cache
 def pair(way: Any, name: str, limit: str | None) -> tuple[Any, Any]:
-    """(the clipper, the clipper in another way), built once, with what they compiled."""
+    """(the clipper, the same in another way), built once, with what they compiled."""
     clipper = Case(name, (), "", limit).clipper()
     return clipper, way(clipper)
 

@@ -105,7 +105,7 @@ def by_value(case: Case) -> None:
 
 
 def assert_kept(case: Case, before: Any, after: Any) -> None:
-    """Structure, dtypes and shapes are kept, and the bits of all that is not clipped."""
+    """Structure, dtypes and shapes are kept, and bits of all that is not clipped."""
     assert jax.tree.structure(before) == jax.tree.structure(after), "other structure"
     for name, leaf in before.items():
         if leaf is None or isinstance(leaf, float):
