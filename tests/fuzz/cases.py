@@ -73,11 +73,16 @@ def cases(
     powers: tuple[int, int] = trees.WHOLE_RANGE,
     **fixed: Any,
 ) -> Case:
-    """Cases of one method and one structure. Every eighth has broken numbers."""
+    """Cases of one method and one structure.
+
+    Every eighth has broken numbers, and all with a limit beyond float32, which differs
+    from no limit only there.
+    """
     method, leaves = METHODS[name], trees.STRUCTURES[structure]
-    broken = powers == trees.WHOLE_RANGE and draw(st.integers(0, 7)) == 7
-    history = [draw(trees.trees(leaves, powers, broken)) for _ in range(steps)]
     found = {"limit": draw(limit_of(method, structure)), "options": ""} | fixed
+    some = found["limit"] in limits.BEYOND or draw(st.integers(0, 7)) == 7
+    broken = some and powers == trees.WHOLE_RANGE
+    history = [draw(trees.trees(leaves, powers, broken)) for _ in range(steps)]
     if name == "clip_by_value" and "limit" not in fixed:
         found["limit"] = ", ".join(draw(limits.bounds()))
     if method.shrinks and method.ord != "spectral" and "options" not in fixed:

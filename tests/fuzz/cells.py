@@ -133,7 +133,8 @@ def transformed(dice: random.Random) -> Iterator[Cell]:
             )
             check = partial(same_in_another_way, way=way)
             yield Cell(f"{way.__name__}, {kind}", name, check, drawn, 10)
-        if method.limit is not None and method.build is method.function:
+        by_function = method.build is method.function and not method.quick
+        if method.limit is not None and by_function:
             drawn = history(name, "float32", "0.5", 2, powers=FINITE)
             yield Cell("inject_hyperparams", name, injected, drawn, 6)
 
