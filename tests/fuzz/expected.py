@@ -157,7 +157,14 @@ def check_part(case: Case, part: Part, before: Any, after: Any) -> None:
             assert same, ("bits changed: expected, got", x.tolist(), y.tolist())
             continue
         wanted = times(x, part)
-        compare(wanted, y, roundings * EPS + oracles.eps_of(dtype) / 2, dtype)
+        relative = roundings * EPS + oracles.eps_of(dtype) / 2
+        compare(wanted, y, relative, dtype, flushed_in(part))
+
+
+def flushed_in(part: Part) -> float:
+    """What becomes of elements that are subnormal, where the part is lengthened."""
+    lengthened = part.new > part.norm > 0
+    return 2 * SMALLEST * part.new / part.norm if lengthened else 0.0
 
 
 def times(x: Any, part: Part) -> Any:
@@ -169,7 +176,9 @@ def times(x: Any, part: Part) -> Any:
     return (x * (np.longdouble(part.new) / part.norm)).astype(x.dtype)
 
 
-def compare(wanted: Any, found: Any, relative: float, dtype: Any) -> None:
+def compare(
+    wanted: Any, found: Any, relative: float, dtype: Any, absolute: float = 0.0
+) -> None:
     """Raises where an element is off. What the dtype cannot hold passes."""
     numbers = (dtype, "expected, got", wanted.tolist(), found.tolist())
     if np.isnan(wanted).any():
@@ -177,7 +186,7 @@ def compare(wanted: Any, found: Any, relative: float, dtype: Any) -> None:
         return
     size = np.abs(wanted)
     held = size <= 0.99 * float(ml_dtypes.finfo(dtype).max)
-    allowed = relative * size + lost_in(dtype)
+    allowed = relative * size + lost_in(dtype) + absolute
     with np.errstate(invalid="ignore"):
         close = (np.abs(found - wanted) <= allowed) | ~held
     assert close.all(), (kind_of_miss(wanted[~close], found[~close]), *numbers)
