@@ -27,7 +27,7 @@ def check_number(argument: str, value: Any, *, lowest: float = 0.0) -> None:
 
     Raises:
       TypeError: a bool, a string, or another thing that is no real number.
-      ValueError: NaN, or below `lowest`.
+      ValueError: NaN, below `lowest`, or an int that is too large for a float.
     """
     if isinstance(value, Tracer):
         if not jnp.issubdtype(value.dtype, jnp.floating) and not jnp.issubdtype(
@@ -41,6 +41,8 @@ def check_number(argument: str, value: Any, *, lowest: float = 0.0) -> None:
         value, (int, float, np.generic, np.ndarray, jax.Array)
     ):
         raise TypeError(f"{argument} must be a real number, got {value!r}.")
+    if isinstance(value, int):  # NumPy has no dtype for those of more than 64 bits
+        value = _float_of(argument, value)
     known = np.asarray(value)
     if not (
         jnp.issubdtype(known.dtype, jnp.floating)
@@ -88,6 +90,15 @@ def held_in(dtype: Any, number: Any) -> Any:
     return jnp.asarray(array.astype(dtype))
 
 
+def _float_of(argument: str, value: int) -> float:
+    widest = jnp.finfo(jnp.result_type(float))
+    if abs(value) > int(widest.max):
+        raise ValueError(
+            f"{argument} must be a number that {widest.dtype} can hold, got {value!r}."
+        )
+    return float(value)
+
+
 def check_order(call: str, lower: tuple[str, Any], upper: tuple[str, Any]) -> None:
     """Raises ValueError for two bounds, (name, value), that are known to leave no room
     between them: the lower one is above the upper one.
@@ -101,7 +112,7 @@ def check_order(call: str, lower: tuple[str, Any], upper: tuple[str, Any]) -> No
         return
     low, high = map(np.asarray, known)
     alike = low.shape == high.shape or 0 in (low.ndim, high.ndim)
-    if alike and (low > high).any():
+    if alike and np.any(low > high):
         raise ValueError(
             f"{call}: {lower[0]} must be at most {upper[0]}, got "
             f"{lower[0]}={lower[1]!r} and {upper[0]}={upper[1]!r}."

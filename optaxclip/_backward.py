@@ -25,12 +25,12 @@ import jax
 import jax.numpy as jnp
 
 from . import prefix
-from .arguments import check_number, check_ord
-from .by_value import clip_by_value
-from .leaves import measured, with_unmeasured
-from .norms import Measure, Ord, tensor_norm, unit_norm
-from .once import clip_once
-from .sharding import Axes, freeze
+from ._arguments import check_limit, check_number, check_ord
+from ._clippers._by_value import clip_by_value
+from ._norms._leaves import clipped_leaves, put_back
+from ._norms._norms import Measure, Ord, tensor_norm, unit_norm
+from ._core._once import clip_once
+from ._norms._types import MeshAxes, freeze
 
 
 def clip_cotangent(
@@ -40,7 +40,7 @@ def clip_cotangent(
     max_norm: Any = None,
     axis: int | tuple[int, ...] | None = None,
     ord: Ord = None,
-    axes: Axes = "auto",
+    mesh_axes: MeshAxes = "auto",
 ) -> Any:
     """Returns `x`, and clips the cotangent of each array of it: by value, by its norm,
     or by its norms along an axis.
@@ -115,8 +115,9 @@ def clip_cotangent(
             if axis is None
             else Measure(unit_norm, (*options, ("axis", axis)))
         )
+        check_limit(f"{call}: max_norm", max_norm)
         limit = _scalar(f"{call}: max_norm", max_norm)
-    return with_unmeasured(_clipped(measure, _arrays(x), limit), x)
+    return put_back(_clipped(measure, _arrays(x), limit), x)
 
 
 def scale_cotangent(x: Any, scale: Any) -> Any:
@@ -148,7 +149,7 @@ def scale_cotangent(x: Any, scale: Any) -> Any:
     2210.02414).
     """
     scale = _scalar("scale_cotangent: scale", scale, lowest=-math.inf)
-    return with_unmeasured(_scaled(_arrays(x), scale), x)
+    return put_back(_scaled(_arrays(x), scale), x)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -203,7 +204,7 @@ def _scaled_jvp(primals: Any, tangents: Any) -> tuple[Any, Any]:
 
 def _arrays(x: Any) -> Any:
     """The leaves that have a derivative, as JAX arrays."""
-    return jax.tree.map(jnp.asarray, measured(x))
+    return jax.tree.map(jnp.asarray, clipped_leaves(x))
 
 
 def _scalar(argument: str, value: Any, lowest: float = 0.0) -> jax.Array:
@@ -220,7 +221,7 @@ def _scalar(argument: str, value: Any, lowest: float = 0.0) -> jax.Array:
 
 def _check_axis(call: str, axis: Any, x: Any) -> None:
     wanted = () if axis is None else axis if isinstance(axis, tuple) else (axis,)
-    for path, leaf in jax.tree_util.tree_flatten_with_path(measured(x))[0]:
+    for path, leaf in jax.tree_util.tree_flatten_with_path(clipped_leaves(x))[0]:
         rank = jnp.ndim(leaf)
         if not all(isinstance(i, int) and -rank <= i < rank for i in wanted):
             raise ValueError(

@@ -11,9 +11,9 @@ import jax
 import jax.numpy as jnp
 
 from . import prefix
-from .core import ClipState
-from .leaves import unboxed
-from .skip import SkipState
+from ._core._kernel import ClipState
+from ._norms._leaves import unboxed
+from ._wrappers._skip import SkipState
 
 
 class _ClipNumbers(NamedTuple):
@@ -57,10 +57,10 @@ def metrics(opt_state: Any) -> dict[str, jax.Array]:
         clip/norm_before      the norm before clipping: it may well lie above the limit,
                               and does not mean that clipping failed
         clip/limit            what it was held against; inf where there is none
-        clip/scale            what the updates were multiplied by; 1 where nothing was
-                              done
-        clip/norm_after       norm_before * scale; 0 where a broken step was made zero,
-                              NaN where it was made NaN
+        clip/scale            what the updates were multiplied by: 1 where nothing was
+                              done, never below 1.2e-38 unless they were made 0
+        clip/norm_after       the norm after clipping: 0 where a broken step was made
+                              zero, NaN where it was made NaN
         clip/clipped          1 if the last step was clipped, else 0, as where its norm
                               was NaN or inf
         clip/clipped_share    clipped steps over all steps, in [0, 1]
@@ -150,7 +150,7 @@ def _skip_numbers(state: SkipState) -> _SkipNumbers:
         value=state.value,
         value_limit=state.value_limit,
         skipped=state.consecutive > 0,
-        skipped_share=state.skipped / steps,
+        skipped_share=state.skipped.astype(jnp.float32) / steps,
         skipped_count=state.skipped,
         consecutive_count=state.consecutive,
         nonfinite_count=state.nonfinite,
@@ -184,16 +184,21 @@ def _clip_numbers(
     """
     # An infinite limit would hide all differences, so it counts as merely huge.
     worst = jnp.argmax(norm / jnp.clip(limit, 2.0**-60, 2.0**60))
-    norm, limit, scale = (
-        x.reshape(-1)[worst].astype(jnp.float32) for x in (norm, limit, scale)
-    )
+    norm, limit, scale = (x.reshape(-1)[worst] for x in (norm, limit, scale))
+    # At the ends of its range the scale is not the whole quotient. So far from its
+    # limit what a shrink leaves is the limit.
+    info = jnp.finfo(scale.dtype)
+    held = (scale == info.tiny) | (scale == info.max)
+    after = jnp.where(held, limit, jnp.where(scale == 0, 0.0, norm * scale))
+    shown = jnp.finfo(jnp.float32)
+    steps = jnp.maximum(step, 1).astype(jnp.float32)
     numbers = _ClipNumbers(
         norm_before=norm,
         limit=limit,
-        scale=scale,
-        norm_after=jnp.where(scale == 0, 0.0, norm * scale),
+        scale=jnp.where(scale == 0, 0.0, jnp.clip(scale, shown.tiny, shown.max)),
+        norm_after=after,
         clipped=(scale != 1) & jnp.isfinite(norm),
-        clipped_share=jnp.mean(clipped / jnp.maximum(step, 1).astype(jnp.float32)),
+        clipped_share=jnp.mean(clipped.astype(jnp.float32) / steps),
         clipped_count=jnp.max(clipped),
         nonfinite_count=jnp.max(nonfinite),
     )

@@ -258,3 +258,17 @@ def limits_of(rule, norms):
     """
     longer = np.pad(np.float32(norms), (0, FEW_STEPS - len(norms)), mode="edge")
     return np.asarray(optaxclip.replay(rule, longer).limits)[: len(norms)]
+
+
+# Every float of 8 or 4 bits. JAX promotes none of them by itself.
+SMALL_FLOATS = (
+    "float4_e2m1fn",
+    "float8_e3m4",
+    "float8_e4m3",
+    "float8_e4m3b11fnuz",
+    "float8_e4m3fn",
+    "float8_e4m3fnuz",
+    "float8_e5m2",
+    "float8_e5m2fnuz",
+    "float8_e8m0fnu",
+)

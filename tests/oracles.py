@@ -16,7 +16,8 @@ import math
 import ml_dtypes
 import numpy as np
 
-# The axes that feed one output, by rank (Brock et al., 2021).
+# The axes that feed one output, by rank (Brock et al., 2021), of leaves that do not
+# squeeze to a vector.
 UNIT_AXES = {0: (), 1: (0,), 2: (0,), 3: (0,), 4: (0, 1, 2), 5: (0, 1, 2, 3)}
 
 
@@ -97,7 +98,13 @@ def clip_units(leaves, limit, ord=2, eps=0.0, axes=None):
 
 
 def unit_norm(leaf, ord=2, axes=None):
-    return norm_over(leaf, UNIT_AXES[leaf.ndim] if axes is None else axes, ord)
+    return norm_over(leaf, unit_axes(leaf) if axes is None else axes, ord)
+
+
+def unit_axes(leaf):
+    """What squeezes to a vector is one unit."""
+    every = tuple(range(leaf.ndim))
+    return every if np.squeeze(leaf).ndim <= 1 else UNIT_AXES[leaf.ndim]
 
 
 def clip_groups(leaves, labels, limit, ord=2, eps=0.0):

@@ -13,7 +13,7 @@ import pytest
 
 import optaxclip
 from tests import oracle_rules as oracle
-from tests.clippers import FEW_STEPS, apply, limits_of, scanned
+from tests.clippers import FEW_STEPS, SMALL_FLOATS, apply, limits_of, scanned
 
 STEPS = 400
 HISTORIES = {name: norms[:STEPS] for name, norms in oracle.histories().items()}
@@ -854,3 +854,73 @@ def test_reset_momentum_names_itself_and_starts_anew_from_the_weights():
         jnp.array([5.0]), optimizer.init(jnp.array([0.0])), jnp.array([7.0])
     )
     assert state.inner_state == 7.0
+
+
+# After 1 the average of squares is 1/4, so that the next bound is sqrt(16 / 4) = 2.
+SPAM_TO_2 = {"threshold": 16.0, "decay": 0.75, "warmup": 0, "every": None}
+
+
+@pytest.mark.parametrize("dtype", SMALL_FLOATS)
+def test_spam_cuts_spikes_of_small_floats(dtype):
+    clipper = optaxclip.spam(**SPAM_TO_2)
+    _, state = clipper.update(jnp.ones(2, dtype), clipper.init(jnp.ones(2, dtype)))
+    updates, state = clipper.update(jnp.array([4.0, 1.0], dtype), state)
+    np.testing.assert_array_equal(updates.astype(jnp.float32), [2.0, 1.0])
+    np.testing.assert_array_equal(state.second_moment, [1.1875, 0.4375])
+    assert updates.dtype == dtype and state.second_moment.dtype == jnp.float32
+
+
+def test_spam_cuts_a_python_number():
+    clipper = optaxclip.spam(**SPAM_TO_2)
+    _, state = clipper.update(1.0, clipper.init(1.0))
+    assert clipper.update(4.0, state)[0] == 2.0
+
+
+@pytest.mark.parametrize(
+    "clipper",
+    [optaxclip.spam(), optaxclip.reset_momentum(optax.identity())],
+    ids=["spam", "reset_momentum"],
+)
+def test_spam_and_reset_momentum_keep_weak_type(clipper):
+    for grads in (jnp.full((3, 2), 2.0), jnp.ones((3, 2))):
+        updates, _ = clipper.update(grads, clipper.init(grads))
+        assert (updates.weak_type, updates.dtype) == (grads.weak_type, grads.dtype)
+
+
+def test_reset_momentum_lets_only_floats_rise():
+    grads = {
+        "float": jnp.ones(2),
+        "half": jnp.full(2, 3.0, jnp.bfloat16),
+        "integer": jnp.arange(3),
+        "bool": jnp.array([True, False]),
+        "float0": np.zeros(2, jax.dtypes.float0),
+        "key": jax.random.key(0),
+    }
+    optimizer = optaxclip.reset_momentum(optax.identity(), every=1, warmup=4)
+    updates, _ = optimizer.update(grads, optimizer.init(grads))
+    for name in ("integer", "bool", "float0", "key"):
+        assert updates.pop(name) is grads[name]
+    np.testing.assert_allclose(updates["float"], [0.01, 0.01], rtol=1e-5)
+    np.testing.assert_array_equal(updates["half"], jnp.full(2, 0.03, jnp.bfloat16))
+
+
+def test_reset_momentum_takes_strict_promotion():
+    optimizer = optaxclip.reset_momentum(optax.trace(0.9), every=2, warmup=4)
+    grads = jnp.ones(2)
+    with jax.numpy_dtype_promotion("strict"):
+        _, state = optimizer.update(grads, optimizer.init(grads))
+        updates, _ = optimizer.update(grads, state)
+    np.testing.assert_allclose(updates, [0.01, 0.01], rtol=1e-5)
+
+
+@pytest.mark.parametrize("rule", [optaxclip.windowed_mean, optaxclip.windowed_quantile])
+def test_a_restored_window_goes_on_with_its_own_length(rule):
+    def clipper(window):
+        return optaxclip.clip_by_global_norm(rule(window=window, current=True))
+
+    old = clipper(3).init(jnp.zeros(1))
+    kept = other = old
+    for norm in (1.0, 5.0, 2.0, 7.0, 3.0):
+        _, kept = clipper(3).update(jnp.array([norm]), kept)
+        _, other = clipper(5).update(jnp.array([norm]), other)
+    jax.tree.map(np.testing.assert_array_equal, other, kept)

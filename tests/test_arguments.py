@@ -15,6 +15,7 @@ import pytest
 
 import optaxclip
 from optaxclip import clip_by, constant, prefix
+from optaxclip.dropin import torch_style
 
 TREE = {"w": jnp.ones((2, 3)), "b": jnp.ones(3)}
 
@@ -43,6 +44,45 @@ MAX_NORM = {
 def test_a_limit_that_can_not_be(name, value, error, text):
     with pytest.raises(error, match=re.escape(f"{name}: max_norm {text}")):
         MAX_NORM[name](value)
+
+
+@pytest.mark.parametrize("value", [1e39, np.float64(1e39), np.array([1e39])])
+@pytest.mark.parametrize("name", MAX_NORM)
+def test_a_limit_that_float32_cannot_hold_is_refused(name, value):
+    text = (
+        f"{name}: max_norm must be at most 3.40282e+38, the largest number of float32, "
+        f"or inf for no limit, got {value!r}."
+    )
+    with pytest.raises(ValueError, match=re.escape(text)):
+        MAX_NORM[name](value)
+    with jax.enable_x64(True):
+        MAX_NORM[name](value)
+
+
+BEYOND = {
+    "clip_by_group_norm: max_norm": lambda x: optaxclip.clip_by_group_norm(
+        {"a": x, "b": 1.0}, lambda tree: {"w": "a", "b": "b"}
+    ),
+    "adaptive_grad_clip: clipping": optaxclip.adaptive_grad_clip,
+    "share_of_params: floor": lambda x: optaxclip.share_of_params(1.0, x),
+    "least: rules[1]": lambda x: optaxclip.least(1.0, x),
+    "warm_up: before": lambda x: optaxclip.warm_up(3, x, 1.0),
+    "growth: rate": optaxclip.growth,
+    "adagc: max_norm": lambda x: optaxclip.adagc(max_norm=x),
+    "clippy: absolute": lambda x: optaxclip.clippy(absolute=x),
+    "larc: trust": lambda x: optaxclip.larc(0.1, trust=x),
+    "clipped_grad: max_norm": lambda x: optaxclip.clipped_grad(jnp.vdot, x),
+    "clip_cotangent: max_norm": lambda x: optaxclip.clip_cotangent(1.0, max_norm=x),
+    "clip_grad_norm: max_norm": lambda x: torch_style.clip_grad_norm(jnp.ones(2), x),
+}
+
+
+@pytest.mark.parametrize("argument", BEYOND)
+def test_what_limits_are_made_of_is_refused_beyond_float32(argument):
+    text = f"{argument} must be at most 3.40282e+38, "
+    with pytest.raises(ValueError, match=re.escape(text)):
+        BEYOND[argument](1e39)
+    BEYOND[argument](np.inf)
 
 
 def refused(error, text, call):
@@ -200,7 +240,7 @@ def test_axes_and_stacked_layers_that_a_leaf_does_not_have():
     refused(
         ValueError,
         "unit_norm: axis must be given for the leaf 'x' of rank 6",
-        lambda: optaxclip.unit_norm({"x": jnp.ones((1,) * 6)}),
+        lambda: optaxclip.unit_norm({"x": jnp.ones((2, 2, 1, 1, 1, 1))}),
     )
     refused(
         ValueError,
@@ -723,3 +763,29 @@ def test_a_prefix_of_many_values_is_looked_up_in_time_that_grows_with_them():
 def test_one_norm_takes_one_limit(build):
     with pytest.raises(TypeError, match=r"must be a real number, got \{'w': 1.0\}"):
         build({"w": 1.0})
+
+
+def test_large_ints_are_limits_and_those_beyond_floats_are_named():
+    x = jnp.array([3e20, 4e20])
+    clipper = optaxclip.clip_by_global_norm(10**20)
+    updates, state = clipper.update(x, clipper.init(x))
+    assert state.limit == np.float32(1e20)
+    np.testing.assert_allclose(updates, np.float32([6e19, 8e19]), rtol=1e-6)
+    clipper = optaxclip.clip_by_value(10**20, -(10**20))
+    updates, _ = clipper.update(-x, clipper.init(x))
+    np.testing.assert_array_equal(updates, np.float32([-1e20, -1e20]))
+    for name, build in {
+        "clip_by_global_norm: max_norm": optaxclip.clip_by_global_norm,
+        "clip_by_tensor_norm: max_norm": optaxclip.clip_by_tensor_norm,
+        "clip_by_value: max_value": optaxclip.clip_by_value,
+    }.items():
+        for value in (2**400, 10**400):
+            with pytest.raises(
+                ValueError,
+                match=f"^{name} must be a number that float32 can hold, got {value}",
+            ):
+                build(value)
+    with pytest.raises(ValueError, match=r"^clip_by_value: min_value must .* got -258"):
+        optaxclip.clip_by_value(1.0, -(2**400))
+    with jax.enable_x64(True):
+        optaxclip.clip_by_value(2**400)

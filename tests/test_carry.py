@@ -9,7 +9,7 @@ import optax
 import pytest
 
 import optaxclip
-from tests.clippers import scanned
+from tests.clippers import SMALL_FLOATS, scanned
 from tests.test_contract import same_bits
 
 
@@ -133,3 +133,25 @@ def test_the_norm_of_the_gradient_is_not_taken_for_that_of_the_sum():
         ),
     ):
         clipper.update(jnp.ones(1), clipper.init(jnp.ones(1)), grad_norm=1.0)
+
+
+@pytest.mark.parametrize("dtype", SMALL_FLOATS)
+def test_what_small_floats_cut_off_waits_in_float32(dtype):
+    clipper = optaxclip.carry_clipped(optaxclip.clip_by_value(1.0))
+    grads = jnp.array([0.5, 4.0], dtype)
+    updates, state = clipper.update(grads, clipper.init(grads))
+    same_bits(updates, jnp.array([0.5, 1.0], dtype))
+    same_bits(state.carry, jnp.array([0.0, 3.0]))
+
+
+def test_the_carry_of_a_python_number():
+    clipper = optaxclip.carry_clipped(optaxclip.clip_by_value(1.0))
+    updates, state = clipper.update(3.0, clipper.init(3.0))
+    assert (updates, state.carry) == (1.0, 2.0)
+
+
+def test_carrying_over_keeps_weak_type():
+    clipper = optaxclip.carry_clipped(optaxclip.clip_by_value(1.0))
+    for grads in (jnp.full((3, 2), 2.0), jnp.ones((3, 2))):
+        updates, _ = clipper.update(grads, clipper.init(grads))
+        assert (updates.weak_type, updates.dtype) == (grads.weak_type, grads.dtype)

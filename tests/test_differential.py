@@ -5,6 +5,8 @@ Ours lie within 8 float32 eps, about 1e-6, of the equation (`rescale` takes 3 of
 off on purpose).
 """
 
+import itertools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -12,6 +14,7 @@ import optax
 import pytest
 
 import optaxclip
+from tests import oracles
 
 SHAPES = {
     "scalar": (),
@@ -77,6 +80,50 @@ def test_adaptive_grad_clip_equals_that_of_optax(name, clipping):
     assert_equal(
         one_step(optaxclip.adaptive_grad_clip(clipping), grads, params),
         one_step(optax.adaptive_grad_clip(clipping), grads, params),
+    )
+
+
+WITH_ONES = [
+    shape for rank in range(5) for shape in itertools.product((1, 3), repeat=rank)
+]
+WITH_ONES += [(1, 3, 1, 1, 1), (1, 3, 1, 2, 1), (1, 1, 1, 1, 1, 3)]
+
+
+def test_axes_of_size_1_make_the_units_of_optax():
+    shapes = {str(shape): shape for shape in WITH_ONES}
+    grads, params = tree(5, shapes), tree(6, shapes)
+    ours, theirs = (
+        jax.jit(lambda g, p, clipper=clipper: one_step(clipper, g, p))(grads, params)
+        for clipper in (
+            optaxclip.adaptive_grad_clip(0.3),
+            optax.adaptive_grad_clip(0.3),
+        )
+    )
+    assert_equal(ours, theirs)
+    clipper = optaxclip.clip_by_unit_norm(1.0)
+    clipped = jax.jit(lambda g: one_step(clipper, g))(grads)
+    for name, leaf in grads.items():
+        wanted = oracles.clip_units([leaf], 1.0)[0]
+        np.testing.assert_allclose(clipped[name], wanted, 1e-6)
+
+
+def test_weights_of_outputs_by_inputs_take_an_axis():
+    """Rows of (out, in) are the units then, as columns of (in, out) are."""
+    shapes = {"linear": (5, 3), "filters": (4, 2, 3, 3), "bias": (5,), "gain": ()}
+    grads, params = tree(7, shapes), tree(8, shapes)
+
+    def transposed(tree):
+        return {
+            name: jnp.moveaxis(x, 0, -1) if x.ndim else x for name, x in tree.items()
+        }
+
+    rows = optaxclip.adaptive_grad_clip(
+        0.3, axis=lambda path, x: tuple(range(1, x.ndim)) or None
+    )
+    columns = optax.adaptive_grad_clip(0.3)
+    assert_equal(
+        transposed(one_step(rows, grads, params)),
+        one_step(columns, transposed(grads), transposed(params)),
     )
 
 

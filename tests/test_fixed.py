@@ -179,6 +179,119 @@ def test_clip_by_value_takes_ints_of_any_size():
     )
 
 
+INTEGERS = ["int8", "uint8", "int16", "uint16", "int32", "uint32"]
+GIVEN = {
+    "NumPy": lambda bound: bound,
+    "JAX": jnp.asarray,
+    "schedule": lambda bound: lambda step: jnp.asarray(bound),
+}
+
+
+@pytest.mark.parametrize("given", GIVEN)
+@pytest.mark.parametrize("dtype", [*INTEGERS, "float32", "bfloat16", "complex64"])
+@pytest.mark.parametrize("bound_dtype", INTEGERS)
+def test_bounds_of_any_integer_dtype_clip_any_leaf(bound_dtype, dtype, given):
+    least, most = np.iinfo(bound_dtype).min, np.iinfo(bound_dtype).max
+    if "int" in dtype:
+        values = {np.iinfo(dtype).min, 0, 1, 100, np.iinfo(dtype).max}
+    else:
+        values = {0, 1, 100, 2**40} | (set() if dtype == "complex64" else {-(2**40)})
+    x = np.array(sorted(values), "float64").astype(jnp.dtype(dtype))
+    for high in (0, 5, most):
+        for low in (None, least)[: 1 if dtype == "complex64" else 2]:
+            bounds = [
+                GIVEN[given](np.dtype(bound_dtype).type(bound))
+                for bound in (high, low)
+                if bound is not None
+            ]
+            updates, _ = apply(optaxclip.clip_by_value(*bounds), jnp.asarray(x))
+            wanted = np.clip(
+                sorted(values), -high if low is None else low, high, dtype="float64"
+            )
+            assert updates.dtype == dtype
+            np.testing.assert_array_equal(updates, wanted.astype(x.dtype))
+
+
+@pytest.mark.parametrize("bound_dtype", INTEGERS)
+def test_a_traced_bound_of_any_integer_dtype_clips(bound_dtype):
+    def clipped(bound, leaf):
+        return apply(optaxclip.clip_by_value(bound), leaf)[0]
+
+    bound = jnp.asarray(5, bound_dtype)
+    for dtype in ("float32", "int8", "int32"):
+        np.testing.assert_array_equal(
+            jax.jit(clipped)(bound, jnp.array([-9, 3, 7], dtype)), [-5, 3, 5]
+        )
+    grid = jax.vmap(clipped, (0, None))(jnp.arange(3).astype(bound_dtype), 2.0)
+    np.testing.assert_array_equal(grid, [0.0, 1.0, 2.0])
+
+
+def test_a_low_integer_bound_is_not_doubled_by_its_dtype():
+    for dtype in ("float32", "int32"):
+        x = jnp.array([200, -200, 5], dtype)
+        updates, _ = apply(optaxclip.clip_by_value(np.int8(127), np.int8(-128)), x)
+        np.testing.assert_array_equal(updates, [127, -128, 5])
+
+
+@pytest.mark.parametrize(
+    "bound",
+    [3_000_000_001, np.int64(3_000_000_001), np.array([3_000_000_001], "uint64")],
+    ids=["int", "NumPy", "array"],
+)
+def test_known_integer_bounds_beyond_32_bits_are_exact(bound):
+    whole = jnp.array([2**32 - 1, 2, 3_000_000_001], jnp.uint32)
+    updates, _ = apply(optaxclip.clip_by_value(bound), whole)
+    np.testing.assert_array_equal(updates, np.minimum(whole, 3_000_000_001))
+    x = jnp.array([4e9, -4e9, 1.0])
+    updates, _ = apply(optaxclip.clip_by_value(bound), x)
+    np.testing.assert_array_equal(updates, np.float32([3e9, -3e9, 1]))
+
+
+def test_key_leaves_pass_clippers_by_value():
+    tree = {"key": jax.random.key(0), "x": jnp.array([2.0, -0.5])}
+    for clipper in (optaxclip.clip_by_value(1.0), optaxclip.clip(1.0)):
+        for run in (apply, jax.jit(apply, static_argnums=0)):
+            updates, _ = run(clipper, tree)
+            assert updates["key"].dtype == tree["key"].dtype
+            np.testing.assert_array_equal(
+                jax.random.key_data(updates["key"]), jax.random.key_data(tree["key"])
+            )
+            np.testing.assert_array_equal(updates["x"], [1.0, -0.5])
+
+
+@pytest.mark.parametrize(
+    ("labels", "text"),
+    [
+        ({"a": 1, "b": "1"}, "'1' and 1"),
+        ({"a": None, "b": "x"}, "'x' and None"),
+        (lambda tree: {"a": 1, "b": "1"}, "'1' and 1"),
+    ],
+    ids=["int and text", "None and text", "function"],
+)
+def test_group_labels_of_mixed_kinds_are_named(labels, text):
+    grads = {"a": jnp.ones(2), "b": jnp.ones(3)}
+    with pytest.raises(
+        TypeError,
+        match=(
+            rf"^clip_by_group_norm: labels must be of one kind, which sorts, got {text}"
+        ),
+    ):
+        apply(optaxclip.clip_by_group_norm(1.0, labels), grads)
+    with pytest.raises(TypeError, match=rf"^group_norm: labels must be .* got {text}"):
+        optaxclip.group_norm(grads, labels)
+
+
+def test_limits_for_labels_of_mixed_kinds_are_named():
+    with pytest.raises(
+        TypeError,
+        match=(
+            r"^clip_by_group_norm: max_norm must have labels of one kind, which sorts, "
+            r"got 'a' and 1"
+        ),
+    ):
+        optaxclip.clip_by_group_norm({1: 1.0, "a": 2.0}, {"a": 1, "b": "a"})
+
+
 def test_clip_by_value_leaves_bools_alone_and_takes_bounds_of_one_point():
     flags = np.array([True, False])
     updates, _ = apply(

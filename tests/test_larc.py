@@ -196,3 +196,12 @@ def test_larc_rounds_a_decayed_gradient_of_16_bits_once():
         np.abs(np.asarray(updates).astype(np.float64) - exact)
         <= 2.0**-8 * np.abs(exact) * (1 + 1e-3) + 1e-6
     ).all()
+
+
+@pytest.mark.parametrize("decay", [0.0, 0.5])
+def test_larc_keeps_weak_type(decay):
+    weak = jnp.full((3, 2), 2.0)
+    assert weak.weak_type
+    updates, _ = clip(weak, weak, 0.1, weight_decay=decay)
+    assert updates.weak_type and updates.dtype == weak.dtype
+    assert not clip(jnp.ones(2), weak[:, 0][:2], 0.1)[0].weak_type

@@ -66,6 +66,40 @@ def test_a_broken_step_is_counted_as_broken_and_not_as_clipped(nonfinite, broken
     )
 
 
+@pytest.mark.parametrize(
+    ("norm", "limit", "shrink"),
+    [
+        (3e38, 1.0, None),
+        (3e38, 1.0, optaxclip.smooth(2)),
+        (3.3e38, 1.2e-38, None),
+        (1.2e-38, 10.0, optaxclip.normalize),
+        (1e38, 2.0, None),
+    ],
+)
+def test_the_norm_after_clipping_is_right_at_any_distance(norm, limit, shrink):
+    grads = jnp.array([norm, 0.0])
+    clipper = optaxclip.clip_by_global_norm(limit, shrink=shrink)
+    found = optaxclip.metrics(clipper.update(grads, clipper.init(grads))[1])
+    np.testing.assert_allclose(found["clip/norm_after"], limit, rtol=1e-6)
+    assert 0 < found["clip/scale"] < np.inf and found["clip/clipped"] == 1
+
+
+def test_a_norm_that_a_drop_made_0_far_from_its_limit_is_0_after():
+    grads = jnp.array([3e38, 0.0])
+    clipper = optaxclip.clip_by_global_norm(1.0, shrink=optaxclip.drop)
+    found = optaxclip.metrics(clipper.update(grads, clipper.init(grads))[1])
+    assert found["clip/norm_after"] == 0 and found["clip/scale"] == 0
+
+
+def test_64_bit_norms_are_right_after_clipping_as_well():
+    with jax.enable_x64(True):
+        grads = np.array([1e300, 0.0])
+        clipper = optaxclip.clip_by_global_norm(3.0)
+        found = optaxclip.metrics(clipper.update(grads, clipper.init(grads))[1])
+    np.testing.assert_allclose(found["clip/norm_after"], 3.0, rtol=1e-6)
+    assert found["clip/scale"] > 0
+
+
 def test_tensor_clippers_are_told_by_leaf_path():
     numbers = optaxclip.metrics(
         after(optaxclip.clip_by_tensor_norm({"a": 1.0, "b": 2.0}), GRADS)
@@ -248,3 +282,20 @@ def test_the_numbers_of_a_norm_without_jit_are_one_program():
         "scale",
         "norm_after",
     ]
+
+
+@pytest.mark.parametrize(
+    "optimizer",
+    [
+        optaxclip.clip_by_global_norm(1.0),
+        optaxclip.clip_by_unit_norm(optaxclip.z_score()),
+        optaxclip.skip_spikes(optaxclip.clip_by_global_norm(1.0), 10.0),
+    ],
+    ids=["one norm", "units", "skipping"],
+)
+def test_metrics_are_the_same_under_strict_promotion(optimizer):
+    state = after(optimizer, GRADS)
+    wanted = optaxclip.metrics(state)
+    with jax.numpy_dtype_promotion("strict"):
+        found = optaxclip.metrics(state)
+    assert found == wanted and len(found) > 4

@@ -17,6 +17,7 @@ import optaxclip
 from optaxclip import sums
 from optaxclip.sharding import Split
 from tests import oracles
+from tests.clippers import apply
 
 EPS = oracles.eps_of("float32")
 ORDERS = (0.3, 1, 2, 3, 10, math.inf, "rms", "average")
@@ -664,6 +665,47 @@ def test_derivative_equals_finite_differences(ord):
     np.testing.assert_allclose(slopes, difference, 1e-6)
 
 
+@pytest.mark.parametrize("size", [1e-37, 1e-30, 1e-20, 1e-19, 1.0, 1e19, 1e30])
+@pytest.mark.parametrize("ord", [2, 3])
+def test_second_derivatives_hold_at_norms_of_any_size(ord, size):
+    x = np.float32([2.0, -1.0, 0.5]) * np.float32(size)
+    hessian = jax.hessian(partial(optaxclip.global_norm, ord=ord))
+    found, reverse = jax.jit(lambda x: (hessian(x), reverse_twice_of(ord)(x)))(x)
+    norm = np.sum(np.abs(oracles.wide(x)) ** ord) ** (1 / ord)
+    unit = np.abs(oracles.wide(x)) / norm
+    slope = unit ** (ord - 1) * np.sign(x)
+    curve = (ord - 1) * (np.diag(unit ** (ord - 2)) - np.outer(slope, slope))
+    for each in (found, reverse):
+        np.testing.assert_allclose(oracles.wide(each) * norm, curve, 0, atol=16 * EPS)
+
+
+def reverse_twice_of(ord):
+    return reverse_twice(partial(optaxclip.global_norm, ord=ord))
+
+
+@pytest.mark.parametrize("size", [0.0, 1e-37, 1e-30, 1e-20, 1e-19, 1e-3])
+def test_what_is_not_clipped_has_the_second_derivative_of_itself(size):
+    clippers = [
+        optaxclip.clip_by_global_norm(1.0),
+        optaxclip.clip_by_unit_norm(1.0),
+        optaxclip.clip_by_global_norm(1.0, ord=3),
+    ]
+    if size < 1e-4:  # where smooth(2) changes nothing either
+        clippers.append(optaxclip.clip_by_global_norm(1.0, shrink=optaxclip.smooth(2)))
+
+    def second(twice, clipper, x):
+        return twice(lambda x: jnp.sum(jnp.sin(apply(clipper, x)[0])))(x)
+
+    def all_of(x):
+        ways = itertools.product((jax.hessian, reverse_twice), clippers)
+        return [second(*way, x) for way in ways]
+
+    x = np.full(2, size, np.float32)
+    wanted = np.diag(-np.sin(np.float64(x)))
+    for found in jax.jit(all_of)(x):
+        np.testing.assert_allclose(found, wanted, rtol=4 * EPS)
+
+
 def test_second_derivative_is_the_equation_forward_and_reverse():
     x = np.asarray(np.random.default_rng(17).standard_normal(5) * 3, np.float32)
     unit = oracles.wide(x) / oracles.norm([x])
@@ -874,6 +916,58 @@ def test_the_factors_of_units_are_computed_once_and_not_for_every_element():
     ]  # the leaf and one factor for each unit
 
 
+# sizes that are known only when the program runs
+
+BATCHES = {
+    "global": optaxclip.global_norm,
+    "tensor, stacked": partial(optaxclip.tensor_norm, stacked=1),
+    "unit": optaxclip.unit_norm,
+    "unit, rows": partial(optaxclip.unit_norm, axis=-1),
+}
+
+
+@pytest.mark.parametrize("ord", [None, 5.0, math.inf, "rms", "average"])
+def test_norms_can_be_exported_for_batches_of_any_size(ord):
+    def norms(x):
+        found = [norm({"x": x, "y": x[:, 0]}, ord=ord) for norm in BATCHES.values()]
+        return found, jax.grad(partial(optaxclip.global_norm, ord=ord))(x)
+
+    check_exported(norms)
+
+
+def test_clippers_can_be_exported_for_batches_of_any_size():
+    clippers = [
+        optaxclip.clip_by_global_norm(1.0),
+        optaxclip.clip_by_unit_norm(0.1),
+        optaxclip.clip_by_tensor_rms(0.1),
+        optaxclip.clip_by_average_norm(0.1),
+        optaxclip.zclip(),
+    ]
+    check_exported(lambda x: [apply(clipper, x)[0] for clipper in clippers])
+
+
+@pytest.mark.parametrize("ord", [None, "rms", "average"])
+@pytest.mark.parametrize("axis", [None, -1])
+def test_clip_cotangent_can_be_exported_for_batches_of_any_size(axis, ord):
+    clip = partial(optaxclip.clip_cotangent, max_norm=0.1, axis=axis, ord=ord)
+    check_exported(jax.grad(lambda x: jnp.sum(clip(x) ** 2)))
+
+
+def check_exported(function):
+    """The exported program gives for several sizes what the function itself gives."""
+    (batch,) = jax.export.symbolic_shape("batch")
+    shape = jax.ShapeDtypeStruct((batch, 3), jnp.float32)
+    exported = jax.export.export(jax.jit(function))(shape)
+    for size in (1, 5):
+        x = np.random.default_rng(size).standard_normal((size, 3), np.float32)
+        for found, wanted in zip(
+            jax.tree.leaves(exported.call(x)),
+            jax.tree.leaves(jax.jit(function)(x)),
+            strict=True,
+        ):
+            np.testing.assert_allclose(found, wanted, rtol=8 * EPS, atol=EPS)
+
+
 # the way a TPU takes: it has no float64
 
 
@@ -1020,8 +1114,18 @@ def test_a_rank_without_a_rule_wants_an_axis():
             r"rule above rank 5\."
         ),
     ):
-        optaxclip.unit_norm({"w": jnp.ones((1,) * 6)})
+        optaxclip.unit_norm({"w": jnp.ones((2, 2, 1, 1, 1, 1))})
     assert optaxclip.unit_norm({"w": jnp.ones((1,) * 6)}, axis=-1)["w"] == 1.0
+
+
+def test_a_layer_that_squeezes_to_a_vector_is_one_unit():
+    rows = np.arange(1.0, 21.0, dtype=np.float32).reshape(4, 1, 5)
+    norms = optaxclip.unit_norm({"stack": rows, "leaf": rows[:1]}, stacked=1)
+    wanted = np.sqrt(np.sum(np.float64(rows) ** 2, (1, 2), keepdims=True))
+    np.testing.assert_allclose(norms["stack"], wanted, 1e-6)
+    np.testing.assert_allclose(norms["leaf"], wanted[:1], 1e-6)
+    one_by_one = optaxclip.unit_norm(rows[:1], axis=0)
+    np.testing.assert_array_equal(one_by_one, rows[:1])
 
 
 @pytest.mark.parametrize("count", [-1, 3, 1.0, "1"])

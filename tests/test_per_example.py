@@ -412,6 +412,35 @@ def test_a_tiny_gradient_that_is_normalized_brings_no_nan_into_the_sum():
     np.testing.assert_allclose(result.grads[1], 10.0, rtol=4 * EPS)
 
 
+@pytest.mark.parametrize(
+    ("size", "limit", "shrink"),
+    [
+        (3e38, 1.0, None),
+        (1e38, 1e-20, None),
+        (3.3e38, 1.2e-38, None),
+        (1.2e-38, 10.0, optaxclip.normalize),
+        (1.2e-38, 3e38, optaxclip.normalize),
+    ],
+)
+def test_an_example_far_from_its_limit_counts_as_any_other(size, limit, shrink):
+    xs = np.float32([[size, 0.0], [0.0, limit], [0.0, 0.0]])
+    result = jax.jit(clipped_grad(inner, limit, shrink=shrink, mean=False))(
+        np.zeros(2, np.float32), xs
+    )
+    np.testing.assert_allclose(result.grads, [limit, limit], rtol=11 * EPS)
+    assert np.all(np.asarray(result.factors) > 0)
+    assert np.all(np.isfinite(result.factors)) and result.nonfinite == 0
+
+
+def test_a_traced_limit_beyond_float32_counts_as_its_largest():
+    with jax.enable_x64(True):
+        result = jax.jit(lambda limit, *args: clipped_grad(inner, limit)(*args))(
+            np.float64(1e39), np.zeros(1, np.float32), np.float32([[3e38], [1.0]])
+        )
+    np.testing.assert_array_equal(result.factors, [1.0, 1.0])
+    assert result.nonfinite == 0
+
+
 @pytest.mark.parametrize("size", [1e-30, 1e30])
 def test_norms_hold_over_the_range_of_float32(size):
     xs = normal(0, 5, 4) * np.float32(size)

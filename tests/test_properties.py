@@ -89,7 +89,7 @@ def trees(draw, structures=STRUCTURES):
 def units_of(leaves):
     """[(leaf number, index)] for each unit."""
     for i, leaf in enumerate(leaves):
-        axes = oracles.UNIT_AXES[leaf.ndim]
+        axes = oracles.unit_axes(leaf)
         kept = [size if axis not in axes else 1 for axis, size in enumerate(leaf.shape)]
         for index in np.ndindex(*kept):
             yield (

@@ -17,6 +17,7 @@ import optaxclip
 from optaxclip.replay.__main__ import main
 from optaxclip.replay.plot import plot_history
 from tests import oracle_rules as oracle
+from tests.clippers import apply
 
 NORMS = np.asarray(oracle.histories()["broken"][:150], np.float32)
 
@@ -51,6 +52,18 @@ def test_a_replay_is_what_the_clipper_does_in_a_run(rule, shrink):
     )
     np.testing.assert_array_equal(np.cumsum(result.clipped), states.clipped)
     assert np.isnan(np.asarray(result.scales)[~finite]).all()
+
+
+@pytest.mark.parametrize(
+    ("norm", "limit", "shrink"),
+    [(3e38, 1.0, None), (1.2e-38, 10.0, optaxclip.normalize)],
+)
+def test_no_scale_of_a_replay_is_0_or_inf_beside_a_limit(norm, limit, shrink):
+    (scale,) = optaxclip.replay(limit, [norm], shrink=shrink).scales
+    _, state = apply(
+        optaxclip.clip_by_global_norm(limit, shrink=shrink), jnp.array([norm])
+    )
+    assert 0 < scale < np.inf and scale == state.scale
 
 
 def test_a_thousand_rules_at_once():
@@ -190,6 +203,29 @@ def test_a_log_that_cannot_be_read_says_why(tmp_path):
             ),
         ):
             optaxclip.replay(1.0, norms)
+
+
+@pytest.mark.parametrize("suffix", ["csv", "jsonl"])
+def test_a_log_may_begin_with_a_byte_order_mark(tmp_path, suffix):
+    text = {"csv": "grad_norm\n1.5\n2.5\n", "jsonl": '{"grad_norm": 1.5}\n' * 2}
+    path = tmp_path / f"run.{suffix}"
+    path.write_text(text[suffix], encoding="utf-8-sig")
+    assert optaxclip.read_history(path)[0] == 1.5
+
+
+@pytest.mark.parametrize("suffix", ["csv", "jsonl"])
+@pytest.mark.parametrize(
+    "content", [b"\x89PNG\r\n\x1a\n\x00\xff", "norm\n1\n".encode("utf-16")]
+)
+def test_a_log_that_is_no_text_is_named(tmp_path, content, suffix):
+    path = tmp_path / f"run.{suffix}"
+    path.write_bytes(content)
+    with pytest.raises(
+        ValueError, match=rf"^read_history: {path} must be a text file in UTF-8: "
+    ):
+        optaxclip.read_history(path)
+    with pytest.raises(SystemExit, match="must be a text file in UTF-8"):
+        main([str(path)])
 
 
 def test_the_command_prints_a_table_and_draws_a_picture(tmp_path, capsys):

@@ -17,7 +17,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import optaxclip
-from tests import sharded
+from tests import oracles, sharded
 from tests.sharded import (
     CASES,
     LABELS,
@@ -878,6 +878,36 @@ def test_what_can_not_be_axes_is_refused(axes):
     with pytest.raises((TypeError, ValueError), match="axes"):
         clipper = optaxclip.clip_by_global_norm(0.5, axes=axes)
         clipper.update({"w": jnp.ones(3)}, clipper.init({"w": jnp.ones(3)}))
+
+
+@pytest.mark.parametrize("check_vma", [True, False], ids=["typed", "untyped"])
+def test_a_vector_is_one_over_all_devices(check_vma):
+    """A device's part of a matrix may be a single row, the leaf is none."""
+    specs = {"matrix": P("x", None), "row": P(None, "x"), "split": P("x", None)}
+    shapes = {"matrix": (4, 6), "row": (1, 8), "split": (8, 1)}
+    tree = sharded.random_tree(3, shapes)
+    units = {"matrix": P(), "row": P(), "split": P()}
+    norms = on_each_part(
+        partial(optaxclip.unit_norm, axes=specs),
+        mesh_of((4,), ("x",)),
+        (specs,),
+        units,
+        check_vma=check_vma,
+    )(tree)
+    wanted = {name: oracles.unit_norm(x) for name, x in tree.items()}
+    assert {name: x.shape for name, x in norms.items()} == {
+        "matrix": (1, 6),
+        "row": (1, 1),
+        "split": (1, 1),
+    }
+    assert_close(norms, wanted)
+
+
+def test_a_single_row_of_a_split_leaf_wants_its_spec():
+    with pytest.raises(ValueError, match=r"not which of its dimensions"):
+        on_each_part(
+            optaxclip.unit_norm, mesh_of((4,), ("x",)), P("x", None), P(None, None)
+        )(np.ones((4, 6), np.float32))
 
 
 def test_values_that_wait_for_their_sum_are_refused():

@@ -70,6 +70,22 @@ def test_a_share_of_the_weights_follows_schedule_and_floor():
             assert state.limit == (3 * limit if callable(share) else limit)
 
 
+def test_a_share_of_the_weights_has_no_floor_by_default():
+    clipper = clip_by(optaxclip.global_norm, optaxclip.share_of_params(0.5))
+    grads, weights = jnp.ones(2), jnp.array([0.25, 0.0])
+    _, state = clipper.update(grads, clipper.init(grads), weights)
+    assert state.limit == 0.125
+
+
+def test_a_share_may_have_another_dtype_under_strict_promotion():
+    rule = optaxclip.share_of_params(jnp.float16(0.5), jnp.float16(0.25))
+    clipper = clip_by(optaxclip.global_norm, rule)
+    grads, weights = jnp.ones(2), jnp.array([3.0, 4.0])
+    with jax.numpy_dtype_promotion("strict"):
+        _, state = clipper.update(grads, clipper.init(grads), weights)
+    assert state.limit == 2.5
+
+
 def test_a_real_number_of_any_kind_is_a_limit():
     grads = jnp.array([3.0, 4.0])
     limits = (
@@ -93,6 +109,50 @@ def test_a_real_number_of_any_kind_is_a_limit():
 
     for updates in jax.jit(clipped)(limits):
         np.testing.assert_allclose(updates, [1.2, 1.6], rtol=1e-6)
+
+
+LARGEST = np.finfo(np.float32).max
+
+
+@pytest.mark.parametrize(
+    "limit",
+    [
+        lambda step: 1e39,
+        lambda step: jnp.asarray(1e39),
+        lambda step: np.float64(1e39),
+        lambda step: 10**39,
+        optaxclip.least(None, lambda step: 1e39),
+        optaxclip.at_least(1.0, lambda step: 1e39),
+        optaxclip.warm_up(3, lambda step: 1e39, 1.0),
+    ],
+    ids=["float", "float64", "NumPy", "int", "least", "at_least", "warm_up"],
+)
+def test_a_limit_beyond_the_norms_dtype_is_not_without_limit(limit):
+    with jax.enable_x64(True):
+        clipper = optaxclip.clip_by_global_norm(limit)
+        grads = jnp.array([3.0, np.inf], jnp.float32)
+        updates, state = jax.jit(clipper.update)(grads, clipper.init(grads))
+    assert state.limit == LARGEST and state.limit.dtype == np.float32
+    assert np.isnan(updates).all() and state.nonfinite == 1
+
+
+def test_a_traced_limit_beyond_the_norms_dtype_is_its_largest():
+    def limits(limit):
+        clippers = map(optaxclip.clip_by_global_norm, (limit, limit * np.inf))
+        return [
+            apply(clipper, jnp.ones(2, jnp.float32))[1].limit for clipper in clippers
+        ]
+
+    with jax.enable_x64(True):
+        assert jax.jit(limits)(np.float64(1e39)) == [LARGEST, np.inf]
+
+
+def test_a_64_bit_norm_has_limits_beyond_float32():
+    with jax.enable_x64(True):
+        grads = np.array([3e39, 4e39])
+        updates, state = apply(optaxclip.clip_by_global_norm(1e39), grads)
+    assert np.float64(state.limit) == 1e39
+    np.testing.assert_allclose(updates, [6e38, 8e38], rtol=1e-14)
 
 
 def test_a_limit_may_be_an_int_of_any_size():

@@ -5,11 +5,12 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 from . import prefix
-from .arguments import broadcasts_to, check_number, check_order, check_state
-from .sums import direction
+from .._arguments import broadcasts_to, check_number, check_order, check_state
+from .._norms._modulus import direction
 
 
 class ClipByValueState(NamedTuple):
@@ -26,12 +27,14 @@ def clip_by_value(
 
     Complex elements are limited by modulus and take one bound. NaN stays NaN, an
     infinite element becomes the bound (a complex one in the direction of its infinite
-    part). Integer leaves keep their dtype: the bounds are rounded inwards. The
-    direction of the gradient changes; no device needs to hear of another.
+    part). Integer leaves keep their dtype: the bounds are rounded inwards. Leaves that
+    are no numbers, bools and keys, pass. The direction of the gradient changes; no
+    device needs to hear of another.
 
     Args:
       max_value: the upper bound: a number, a schedule, an array that broadcasts to each
-        leaf, or a tree prefix of these. At least 0 when it stands alone.
+        leaf, or a tree prefix of these, of any real dtype. At least 0 when it stands
+        alone.
       min_value: the lower bound, likewise; None for -max_value.
 
     Raises:
@@ -95,7 +98,8 @@ def _now(bound: Any, step: jax.Array) -> Any:
 
 def _limit(path: Any, leaf: Any, high: Any, low: Any) -> Any:
     """One leaf between its bounds."""
-    if getattr(leaf, "dtype", None) in (jax.dtypes.float0, bool):
+    dtype = leaf.dtype if hasattr(leaf, "dtype") else jnp.result_type(leaf)
+    if not jnp.issubdtype(dtype, jnp.number):  # bool, float0 or a key
         return leaf
     x = jnp.asarray(leaf)
     for bound in (high, low):
@@ -104,21 +108,43 @@ def _limit(path: Any, leaf: Any, high: Any, low: Any) -> Any:
                 f"clip_by_value: a bound of shape {jnp.shape(bound)} does not fit the "
                 f"leaf {prefix.name(path)!r} of shape {x.shape}."
             )
-    if low is not None and jnp.issubdtype(x.dtype, jnp.complexfloating):
+    if low is not None and _is_complex(x):
         raise TypeError(
             f"clip_by_value: the leaf {prefix.name(path)!r} is complex and has no "
             "order: give one bound, for its modulus."
         )
-    # An int stays one, since float32 has not all of them, but Python's may be beyond
-    # those of the device.
-    largest = jnp.iinfo(jnp.result_type(int)).max
-    return _between(
-        x,
-        *(
-            float(bound) if isinstance(bound, int) and abs(bound) > largest else bound
-            for bound in (high, low)
-        ),
+    if low is None and _is_known_whole(high) and not _is_complex(x):
+        low = -_python_ints(high)
+    return _between(x, _held(high, x.dtype), _held(low, x.dtype))
+
+
+def _held(bound: Any, dtype: Any) -> Any:
+    """A bound of whole numbers within the range of a leaf's dtype, exactly: without
+    x64 JAX would cut numbers of 64 bits to 32.
+    """
+    if not _is_known_whole(bound):
+        return bound
+    whole = jnp.issubdtype(dtype, jnp.integer)
+    info, number = (jnp.iinfo(dtype), int) if whole else (jnp.finfo(dtype), float)
+    held = np.clip(_python_ints(bound), number(info.min), number(info.max))
+    return np.asarray(held, info.dtype)
+
+
+def _is_known_whole(bound: Any) -> bool:
+    """Is it an int, or an array of them in NumPy?"""
+    return isinstance(bound, int) or (
+        isinstance(bound, (np.generic, np.ndarray))
+        and (bound.dtype == object or jnp.issubdtype(bound.dtype, jnp.integer))
     )
+
+
+def _python_ints(bound: Any) -> Any:
+    """Integers that never wrap, in an array of Python objects."""
+    return np.asarray(bound).astype(object)
+
+
+def _is_complex(x: jax.Array) -> bool:
+    return jnp.issubdtype(x.dtype, jnp.complexfloating)
 
 
 @jax.jit
@@ -126,20 +152,43 @@ def _between(x: jax.Array, high: jax.Array, low: jax.Array | None) -> jax.Array:
     """Selected, not computed, so that what lies inside stays bit for bit. Jitted, so
     that without jit it is one pass.
     """
-    if jnp.issubdtype(x.dtype, jnp.complexfloating):
+    if _is_complex(x):
         size = jnp.abs(x)
-        return jnp.where(size > high, high.astype(size.dtype) * direction(x), x)
-    low = -high if low is None else low
+        high = high.astype(size.dtype)
+        return jnp.where(size > high, high * direction(x), x)
     if jnp.issubdtype(x.dtype, jnp.integer):
-        info = jnp.iinfo(x.dtype)
-        low, high = (
-            jnp.clip(edge, info.min, info.max)
-            for edge in (jnp.ceil(low), jnp.floor(high))
-        )
-    high, low = (
-        jax.lax.full_like(x, edge)
-        if jnp.ndim(edge) == 0
-        else jnp.broadcast_to(edge, x.shape).astype(x.dtype)
-        for edge in (high, low)
-    )
+        high, low = _whole_bounds(x.dtype, high, low)
+    high = _filled_like(x, high)
+    # Negated in the leaf's dtype: in that of an unsigned bound it would wrap.
+    low = -high if low is None else _filled_like(x, low)
     return jnp.where(x > high, high, jnp.where(x < low, low, x))
+
+
+def _filled_like(x: jax.Array, bound: jax.Array) -> jax.Array:
+    if jnp.ndim(bound) == 0:
+        return jax.lax.full_like(x, bound)
+    return jnp.broadcast_to(bound, x.shape).astype(x.dtype)
+
+
+def _whole_bounds(
+    dtype: Any, high: jax.Array, low: jax.Array | None
+) -> tuple[jax.Array, jax.Array]:
+    """Both bounds in an integer dtype: rounded inwards, within its range."""
+    info = jnp.iinfo(dtype)
+
+    def held(bound: jax.Array) -> jax.Array:
+        if jnp.issubdtype(bound.dtype, jnp.floating):
+            return jnp.clip(bound, float(info.min), float(info.max)).astype(dtype)
+        own = jnp.iinfo(bound.dtype)  # numbers beyond it would wrap
+        ends = max(own.min, info.min), min(own.max, info.max)
+        return jnp.clip(bound, *np.array(ends, own.dtype)).astype(dtype)
+
+    top = held(jnp.floor(high))
+    if low is not None:
+        return top, held(jnp.ceil(low))
+    if jnp.issubdtype(high.dtype, jnp.floating):
+        return top, held(jnp.ceil(-high))
+    # 2^31 is no int32, but it wraps to -2^31, which is its own negative.
+    own = jnp.iinfo(high.dtype)
+    nearest = jnp.minimum(high, np.array(min(own.max, -int(info.min)), own.dtype))
+    return top, -nearest.astype(dtype)

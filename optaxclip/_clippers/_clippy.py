@@ -24,12 +24,12 @@ import numpy as np
 import optax
 from jax.tree_util import Partial
 
-from .arguments import check_number, check_params
-from .core import clip_by
-from .leaves import Stacked, measured, measured_as
-from .norms import measure_of, tensor_norm
-from .sharding import Axes
-from .thresholds import constant
+from .._arguments import check_limit, check_params
+from .._core._kernel import clip_by
+from .._norms._leaves import Stacked, clipped_leaves, params_of
+from .._norms._norms import measure_of, tensor_norm
+from .._norms._types import MeshAxes
+from ..rules._constant import constant
 
 TINY = 2.0**-126  # the smallest normal float32: bounds below it count as this
 
@@ -40,7 +40,7 @@ def clippy(
     *,
     stacked: Stacked = None,
     nonfinite: str = "propagate",
-    axes: Axes = "auto",
+    mesh_axes: MeshAxes = "auto",
 ) -> optax.GradientTransformationExtraArgs:
     """Scales each tensor of the update so that |u_i| <= relative * |p_i| + absolute for
     all of its elements.
@@ -60,7 +60,7 @@ def clippy(
       absolute: how far every weight may move. At least 0.
       stacked: how many leading axes of a leaf count layers (see `tensor_norm`); each
         layer is scaled by itself.
-      nonfinite, axes: as in `clip_by_tensor_norm`.
+      nonfinite, mesh_axes: as in `clip_by_tensor_norm`.
 
     Returns:
       A transformation with a `ClipState`, read by `metrics`: the norm is the largest
@@ -82,8 +82,8 @@ def clippy(
     Recommenders' ClippyAdagrad.
     """
     call = "clippy"
-    check_number(f"{call}: relative", relative)
-    check_number(f"{call}: absolute", absolute)
+    check_limit(f"{call}: relative", relative)
+    check_limit(f"{call}: absolute", absolute)
     measure = measure_of(call, tensor_norm, math.inf, axes, stacked=stacked)
 
     def init(params: Any) -> Any:
@@ -95,11 +95,11 @@ def clippy(
         updates: Any, state: Any, params: Any = None, **_: Any
     ) -> tuple[Any, Any]:
         check_params(call, params, "updates")
-        tree = measured(updates)
+        tree = clipped_leaves(updates)
         strains = jax.tree.map(
             lambda u, p: _strain(u, p, relative, absolute),
             tree,
-            measured_as(tree, params),
+            params_of(tree, params),
         )
         norms, strains = measure(tree), measure(strains)
         limits = jax.tree.map(

@@ -20,12 +20,12 @@ import numpy as np
 import optax
 from jax.tree_util import Partial
 
-from .arguments import as_partial, check_number, check_params
-from .core import clip_by
-from .leaves import Stacked, measured, measured_as, with_unmeasured
-from .norms import measure_of, tensor_norm
-from .sharding import Axes
-from .thresholds import Threshold, remember_nothing
+from .._arguments import as_partial, check_limit, check_params
+from .._core._kernel import clip_by
+from .._norms._leaves import Stacked, cast_like, clipped_leaves, params_of, put_back
+from .._norms._norms import measure_of, tensor_norm
+from .._norms._types import MeshAxes
+from ..rules._constant import Threshold, remember_nothing
 
 
 def larc(
@@ -36,7 +36,7 @@ def larc(
     eps: Any = 1e-8,
     stacked: Stacked = None,
     nonfinite: str = "propagate",
-    axes: Axes = "auto",
+    mesh_axes: MeshAxes = "auto",
 ) -> optax.GradientTransformationExtraArgs:
     """Clips each tensor of the gradient so that its step with this learning rate is at
     most `trust` times as long as the weights.
@@ -55,7 +55,7 @@ def larc(
       weight_decay: added as weight_decay * p before clipping, so leave it out of the
         optimizer. At least 0.
       eps: added to the norm of the gradient before dividing. At least 0.
-      stacked, nonfinite, axes: as in `clip_by_tensor_norm`.
+      stacked, nonfinite, mesh_axes: as in `clip_by_tensor_norm`.
 
     Returns:
       A transformation with a `ClipState`, read by `metrics`: the norm is |g| +
@@ -81,10 +81,10 @@ def larc(
         ("weight_decay", weight_decay),
         *(() if callable(learning_rate) else (("learning_rate", learning_rate),)),
     ):
-        check_number(f"{call}: {name}", value)
+        check_limit(f"{call}: {name}", value)
     rate = as_partial(learning_rate) if callable(learning_rate) else learning_rate
     rule = Threshold(Partial(remember_nothing), Partial(_limit, rate, trust))
-    measure = measure_of(call, tensor_norm, axes=axes, stacked=stacked)
+    measure = measure_of(call, tensor_norm, mesh_axes=mesh_axes, stacked=stacked)
     kernel = clip_by(
         measure, rule, eps=eps, nonfinite=nonfinite, argument=f"{call}: limit"
     )
@@ -93,8 +93,8 @@ def larc(
         updates: Any, state: Any, params: Any = None, **_: Any
     ) -> tuple[Any, Any]:
         check_params(call, params)
-        tree = measured(updates)
-        weights = measured_as(tree, params)
+        tree = clipped_leaves(updates)
+        weights = params_of(tree, params)
         norms, lengths = measure(tree), measure(weights)
         decayed = jax.tree.map(
             lambda *each: _decay(weight_decay, *each), tree, weights, norms, lengths
@@ -103,7 +103,7 @@ def larc(
             lambda norm, length: norm + _as(weight_decay, norm) * length, norms, lengths
         )
         return kernel.update(
-            with_unmeasured(decayed, updates), state, params, grad_norm=norms
+            put_back(decayed, updates), state, params, grad_norm=norms
         )
 
     return optax.GradientTransformationExtraArgs(kernel.init, update)
@@ -121,7 +121,7 @@ def _decay(
     return jnp.where(
         (norm == 0) | (length == 0) | (_as(weight_decay, norm) == 0),
         grad,
-        decayed.astype(jnp.result_type(grad)),
+        cast_like(decayed, grad),
     )
 
 

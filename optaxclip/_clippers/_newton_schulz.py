@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from .norms import tensor_norm
+from .._norms._norms import tensor_norm
 
 # the power of the Gram matrix whose trace bounds the largest singular value is 2^16: m
 # equal ones are overrated by m^(1 / 2^17)

@@ -25,13 +25,15 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
-from ..arguments import check_number, check_state
-from ..core import keep_where
-from ..leaves import measured, with_unmeasured
-from ..prefix import is_none
-from ..sums import direction, norm_dtype
+from .. import sharding
+from .._arguments import check_number, check_state
+from .._core._kernel import keep_where
+from .._norms._leaves import cast_like, clipped_leaves, put_back
+from .._norms._prefix import is_none
+from .._norms._modulus import direction, norm_dtype
 from .memory import at, check_length, parameter
 
 
@@ -87,8 +89,8 @@ def spam(
         return SpamState(
             jnp.zeros((), jnp.int32),
             jax.tree.map(
-                lambda x: jnp.zeros(x.shape, norm_dtype([x])),
-                jax.eval_shape(measured, params),
+                lambda x: typed_as(jnp.zeros(x.shape, norm_dtype([x])), x),
+                types_of(clipped_leaves, params),
             ),
         )
 
@@ -101,7 +103,7 @@ def spam(
         **_: Any,
     ) -> tuple[Any, SpamState]:
         check_state(call, state, SpamState)
-        tree = measured(updates)
+        tree = clipped_leaves(updates)
         since = _since_reset(state.step, every)
         own = jax.tree.map(
             lambda v: jnp.where(since == 0, jnp.zeros_like(v), v), state.second_moment
@@ -112,19 +114,18 @@ def spam(
             if x is None:
                 return None
             (limit,) = at(state.step, v, threshold)
-            bound = jnp.sqrt(limit) * jnp.sqrt(v)
-            spike = (jnp.abs(x).astype(v.dtype) > bound) & (v > 0) & (since >= warmup)
-            return jnp.where(
-                spike, (direction(x) * bound.astype(norm_dtype([x]))).astype(x.dtype), x
-            )
+            bound, wide = jnp.sqrt(limit) * jnp.sqrt(v), _widened(x)
+            spike = (_size(x, v) > bound) & (v > 0) & (since >= warmup)
+            cut = direction(wide) * bound.astype(jnp.finfo(wide.dtype).dtype)
+            return jnp.where(spike, cast_like(cut, x), x)
 
         def blend(x: Any, clipped: Any, v: jax.Array) -> jax.Array:
             if x is None:
                 return v
             (keep,) = at(state.step, v, decay)
             return jnp.where(
-                jnp.isfinite(x),
-                keep * v + (1 - keep) * jnp.abs(clipped).astype(v.dtype) ** 2,
+                jnp.isfinite(_widened(x)),
+                keep * v + (1 - keep) * _size(clipped, v) ** 2,
                 v,
             )
 
@@ -134,7 +135,7 @@ def spam(
             if second_moment is None
             else state.second_moment
         )
-        return with_unmeasured(clipped, updates), SpamState(
+        return put_back(clipped, updates), SpamState(
             jnp.asarray(optax.safe_increment(state.step)), moment
         )
 
@@ -148,7 +149,8 @@ def reset_momentum(
     again from a hundredth along a cosine.
 
     Everything in the inner state starts anew, step counts and schedules too: wrap
-    `optax.scale_by_adam()`, not the whole optimizer.
+    `optax.scale_by_adam()`, not the whole optimizer. Leaves that are no floats and no
+    complex numbers come out as the inner transformation gives them.
 
     Args:
       inner: the transformation whose state is reset.
@@ -184,16 +186,29 @@ def reset_momentum(
             updates, inner_state, params, **extra_args
         )
         rising = (state.step + 1 >= every) & (since < warmup)
-        scale = jnp.where(
-            rising,
-            1 - 0.99 * (1 + jnp.cos(jnp.pi * since / jnp.maximum(warmup, 1))) / 2,
-            1.0,
-        )
-        return jax.tree.map(lambda u: u * scale.astype(u.dtype), updates), ResetState(
+        done = since.astype(float) / jnp.maximum(jnp.asarray(warmup, float), 1)
+        scale = jnp.where(rising, 1 - 0.99 * (1 + jnp.cos(jnp.pi * done)) / 2, 1.0)
+
+        def scaled(x: Any) -> jax.Array:
+            wide = _widened(x)
+            return cast_like(wide * scale.astype(wide.dtype), x)
+
+        updates = put_back(jax.tree.map(scaled, clipped_leaves(updates)), updates)
+        return updates, ResetState(
             jnp.asarray(optax.safe_increment(state.step)), inner_state
         )
 
     return optax.GradientTransformationExtraArgs(init, update)
+
+
+def _widened(x: Any) -> jax.Array:
+    """In 32 bits at least. NumPy also promotes floats of 8 bits, which JAX refuses."""
+    x = jnp.asarray(x)
+    return x.astype(np.promote_types(x.dtype, np.float32))
+
+
+def _size(x: Any, like: jax.Array) -> jax.Array:
+    return jnp.abs(_widened(x)).astype(like.dtype)
 
 
 def _since_reset(step: jax.Array, every: Any) -> jax.Array:

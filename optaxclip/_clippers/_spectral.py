@@ -29,20 +29,20 @@ import numpy as np
 import optax
 from jax import lax
 
-from . import newton_schulz, prefix
-from .arguments import check_number
-from .core import clip_by
-from .leaves import (
+from . import newton_schulz, prefix, sharding
+from .._arguments import check_number
+from .._core._kernel import clip_by
+from .._norms._leaves import (
     Stacked,
     for_each_leaf,
-    frozen,
-    measured,
+    static_numbers,
+    clipped_leaves,
     stacked_axes,
-    with_unmeasured,
+    put_back,
 )
-from .newton_schulz import adjoint, product
-from .norms import Measure, tensor_norm
-from .shrinks import Shrink, hard, smooth
+from .._clippers._newton_schulz import adjoint, product
+from .._norms._norms import Measure, tensor_norm
+from ..shrinks import Shrink, hard, smooth
 
 METHODS = ("svd", "newton_schulz")
 STEPS = 24  # of Newton-Schulz
@@ -104,7 +104,7 @@ def clip_by_spectral_norm(
       whole matrices.
 
     Raises:
-      TypeError, ValueError: a limit, method, shrink, or number of columns that can not
+      TypeError, ValueError: a limit, method, shrink, or number of columns that cannot
         be.
 
     Example:
@@ -131,8 +131,8 @@ def clip_by_spectral_norm(
             f"{shrink!r}: take method='svd'."
         )
     columns, stacked = (
-        frozen("columns", columns, call),
-        frozen("stacked", stacked, call),
+        static_numbers("columns", columns, call),
+        static_numbers("stacked", stacked, call),
     )
     measure = Measure(
         spectral_norm, (("columns", columns), ("stacked", stacked), ("method", method))
@@ -144,7 +144,7 @@ def clip_by_spectral_norm(
     def update(
         updates: Any, state: Any, params: Any = None, **_: Any
     ) -> tuple[Any, Any]:
-        tree = measured(updates)
+        tree = clipped_leaves(updates)
         views = _matrices(tree, columns, stacked, call)
         spectra = [_spectrum(method, view) for view in views]
         norms = _as_norms(tree, [norm for norm, _ in spectra], stacked, call)
@@ -168,7 +168,7 @@ def clip_by_spectral_norm(
             _shape(shrink, method, steps, *each)
             for each in zip(leaves, views, spectra, limits)
         ]
-        return with_unmeasured(treedef.unflatten(shaped), updates), state
+        return put_back(treedef.unflatten(shaped), updates), state
 
     return optax.GradientTransformationExtraArgs(kernel.init, update)
 
@@ -189,7 +189,7 @@ def spectral_norm(
       leaves are stacked), None where a leaf is not measured.
 
     Raises:
-      ValueError: a method or a number of columns that can not be.
+      ValueError: a method or a number of columns that cannot be.
 
     Example:
       >>> import optaxclip
@@ -197,7 +197,7 @@ def spectral_norm(
       5.0
     """
     _check_method("spectral_norm", method)
-    tree = measured(tree)
+    tree = clipped_leaves(tree)
     return _as_norms(
         tree,
         [
@@ -211,7 +211,7 @@ def spectral_norm(
 
 def _matrices(tree: Any, columns: Any, stacked: Stacked, call: str) -> list[jax.Array]:
     """Each leaf as matrices [layers, rows, columns] in at least float32; vectors and
-    scalars as one row.
+    scalars as one row. An Explicit mesh may split layers, but no matrix.
     """
     views = []
     wanted = for_each_leaf(columns, tree, f"{call}: columns")
@@ -230,9 +230,8 @@ def _matrices(tree: Any, columns: Any, stacked: Stacked, call: str) -> list[jax.
                 f"{count!r}."
             )
         edge = len(shape) - count
-        wide = jnp.asarray(leaf).astype(
-            np.promote_types(jnp.result_type(leaf), jnp.float32)
-        )
+        whole = gathered(jnp.asarray(leaf), skip)
+        wide = whole.astype(np.promote_types(whole.dtype, jnp.float32))
         views.append(
             wide.reshape(
                 *shape[:skip], math.prod(shape[skip:edge]), math.prod(shape[edge:])
@@ -321,7 +320,7 @@ def _shape(
     new = jnp.where(changed, new, x).reshape(scaled.shape).astype(scaled.dtype)
     return jnp.where(
         (usual & changed).reshape(*x.shape[:-2], *[1] * (scaled.ndim - x.ndim + 2)),
-        new,
+        split_as(new, jax.typeof(scaled)),
         scaled,
     )
 

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from .._norms._leaves import clipped_leaves, put_back
+from .._norms._leaves import cast_like, clipped_leaves, put_back
 from .._norms._measures import Norms, in_blocks, norms_of_tree
 from .._norms._platform import per_platform
 
@@ -128,30 +128,11 @@ def stretch(x: jax.Array, first: jax.Array, second: jax.Array) -> jax.Array:
     """x * first * second, rounded once to the dtype of x."""
     x = jnp.asarray(x)
     quarter = jnp.where(second == 1, 1.0, 0.25).astype(second.dtype)
-    if x.weak_type:  # stays weakly typed
-        first_, quarter, second = (_as_weak_as(x, y) for y in (first, quarter, second))
-        stretched = x * first_ * quarter * second
-    else:
-        wide = np.promote_types(x.dtype, first.dtype)
-        factors = [y.astype(wide) for y in (first, quarter, second)]
-        stretched = x.astype(wide) * factors[0] * factors[1] * factors[2]
-        stretched = stretched.astype(x.dtype)
+    wide = np.promote_types(x.dtype, first.dtype)
+    factors = [y.astype(wide) for y in (first, quarter, second)]
+    stretched = cast_like(x.astype(wide) * factors[0] * factors[1] * factors[2], x)
     # Selected where nothing is to be done: a product would flush subnormal numbers.
     return jnp.where(first == 1, x, stretched)
-
-
-def _as_weak_as(x: jax.Array, factor: jax.Array) -> jax.Array:
-    """The factor in the dtype of a weakly typed array, weakly typed.
-
-    Only filling with a scalar makes that.
-    """
-
-    def fill(number: jax.Array) -> jax.Array:
-        return lax.full_like(x, number, shape=())
-
-    for _ in range(factor.ndim):
-        fill = jax.vmap(fill)
-    return fill(factor)
 
 
 @jax.custom_jvp

@@ -3,6 +3,9 @@
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
+
+from .._norms import _prefix as prefix
 
 
 class ClipState(NamedTuple):
@@ -57,3 +60,22 @@ def unpack(state: ClipState) -> tuple[list[list[str]], list[Entry]]:
     names = [block.split("\n") for block in key.split("\n\n")]
     fields = [x if len(names) > 1 else (x,) for x in state[2:]]
     return names, [Entry(*each) for each in zip(*fields)]
+
+
+def by_name(state: ClipState) -> dict[str, Entry]:
+    """What a state knows of each norm."""
+    names, entries = unpack(state)
+    found = {}
+    for block, entry in zip(names, entries):
+        rows = len(block) > 1 or (block != [""] and jnp.shape(entry.norm) == (1,))
+        for row, name in enumerate(block):
+            found[name] = jax.tree.map(lambda x: x[row], entry) if rows else entry
+    return found
+
+
+def limits_of(state: ClipState, tree: Any) -> Any:
+    """The limit of each leaf of a tree, from the state of a clipper of tensors."""
+    entries, treedef = jax.tree_util.tree_flatten_with_path(tree)
+    known = by_name(state)
+    names = prefix.names([path for path, _ in entries])
+    return treedef.unflatten([known[name].limit for name in names])

@@ -2,12 +2,13 @@
 layers, which a unit sums, and which label a leaf carries.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 from . import _prefix as prefix
 from ._mesh_axes import MeshAxes, whole_shapes
@@ -52,6 +53,22 @@ def unboxed(tree: Any) -> Any:
         tree,
         is_leaf=_is_box,
     )
+
+
+def cast_like(x: jax.Array, leaf: Any) -> jax.Array:
+    """An array in the dtype of a leaf, weakly typed where the leaf is."""
+    leaf = jnp.asarray(leaf)
+    x = x.astype(leaf.dtype)
+    if not leaf.weak_type:
+        return x
+
+    # The only public way to a weakly typed array is to fill one with a scalar.
+    def fill(number: jax.Array) -> jax.Array:
+        return lax.full_like(leaf, number, shape=())
+
+    for _ in range(x.ndim):
+        fill = jax.vmap(fill)
+    return fill(x)
 
 
 def stacked_axes(stacked: Stacked, tree: Any, call: str) -> list[int]:
@@ -172,7 +189,23 @@ def by_label(tree: Any, labels: Any, call: str) -> list[Any]:
     table = labels(tree) if callable(labels) else labels
     if not isinstance(table, prefix.Prefix):
         table = prefix.freeze(table, lambda x: isinstance(x, str))
-    return prefix.lookup(table, tree, f"{call}: labels")
+    found = prefix.lookup(table, tree, f"{call}: labels")
+    check_labels(f"{call}: labels must be", set(found))
+    return found
+
+
+def check_labels(must: str, labels: Iterable[Any]) -> None:
+    """Raises TypeError for labels that cannot be the keys of one dict in a pytree,
+    which JAX sorts. `must` begins the text.
+    """
+    try:
+        sorted(labels)
+    except TypeError:
+        shown = " and ".join(sorted(map(repr, labels)))
+        raise TypeError(
+            f"{must} of one kind, which sorts, got {shown}: make all of them strings, "
+            "or all of them ints."
+        ) from None
 
 
 def _is_axes(x: Any) -> bool:

@@ -16,11 +16,13 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
-from .arguments import check_state
-from .leaves import measured, with_unmeasured
-from .prefix import is_none
+from . import sharding
+from .._arguments import check_state
+from .._norms._leaves import cast_like, clipped_leaves, put_back
+from .._norms._prefix import is_none
 
 
 class CarryState(NamedTuple):
@@ -67,8 +69,11 @@ def carry_clipped(
 
     def init(params: Any) -> CarryState:
         carry = jax.tree.map(
-            lambda x: jnp.zeros(x.shape, jnp.promote_types(x.dtype, jnp.float32)),
-            jax.eval_shape(measured, params),
+            # NumPy also promotes floats of 8 bits, which JAX refuses to.
+            lambda x: typed_as(
+                jnp.zeros(x.shape, np.promote_types(x.dtype, np.float32)), x
+            ),
+            types_of(clipped_leaves, params),
         )
         return CarryState(carry, clipper.init(params))
 
@@ -78,24 +83,23 @@ def carry_clipped(
         check_state("carry_clipped", state, CarryState)
         if "grad_norm" in extra_args:
             raise ValueError(
-                "carry_clipped: grad_norm can not be given: what is clipped is the sum "
+                "carry_clipped: grad_norm cannot be given: what is clipped is the sum "
                 "of gradient and carry, whose norm is another."
             )
-        tree = measured(updates)
-        total = jax.tree.map(
-            lambda g, carry: None if g is None else g.astype(carry.dtype) + carry,
-            tree,
-            state.carry,
-            is_leaf=is_none,
-        )
+        tree = clipped_leaves(updates)
+        total = jax.tree.map(_add_carry, tree, state.carry, is_leaf=is_none)
         clipped, clip_state = clipper.update(
             total, state.clip_state, params, **extra_args
         )
-        clipped = jax.tree.map(lambda c, g: c.astype(g.dtype), clipped, tree)
+        clipped = jax.tree.map(cast_like, clipped, tree)
         carry = jax.tree.map(_cut_off, total, clipped, state.carry, is_leaf=is_none)
-        return with_unmeasured(clipped, updates), CarryState(carry, clip_state)
+        return put_back(clipped, updates), CarryState(carry, clip_state)
 
     return optax.GradientTransformationExtraArgs(init, update)
+
+
+def _add_carry(grad: Any, carry: jax.Array) -> jax.Array | None:
+    return None if grad is None else jnp.asarray(grad).astype(carry.dtype) + carry
 
 
 def _cut_off(total: jax.Array | None, clipped: Any, carry: jax.Array) -> jax.Array:

@@ -30,21 +30,20 @@ Clippers inside the optimizer report the last step that was not skipped; `metric
 what was skipped as `skip/...`.
 """
 
-from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
-from jax.core import eval_jaxpr
 
 from .adaptive import windowed_mean
-from .arguments import check_number, check_state
-from .core import ask
-from .norms import global_norm
-from .sharding import Axes
-from .thresholds import Threshold, rule_of
+from .._arguments import check_number, check_state
+from .._core._kernel import ask
+from .._norms._norms import global_norm
+from .._wrappers._select_early import update_unless
+from .._norms._types import MeshAxes
+from ..rules._constant import Threshold, rule_of
 
 
 class SkipState(NamedTuple):
@@ -67,7 +66,7 @@ def skip_nonfinite(
     inner: optax.GradientTransformation,
     max_consecutive: Any = 100,
     *,
-    axes: Axes = "auto",
+    mesh_axes: MeshAxes = "auto",
 ) -> optax.GradientTransformationExtraArgs:
     """Skips steps whose gradient has a NaN or inf, or a norm beyond float32.
 
@@ -75,7 +74,7 @@ def skip_nonfinite(
       inner: the optimizer.
       max_consecutive, axes: as in `skip_spikes`.
     """
-    return skip_spikes(inner, None, max_consecutive=max_consecutive, axes=axes)
+    return skip_spikes(inner, None, max_consecutive=max_consecutive, mesh_axes=mesh_axes)
 
 
 def skip_step(
@@ -84,7 +83,7 @@ def skip_step(
     window: Any = 128,
     *,
     on_loss: bool = True,
-    axes: Axes = "auto",
+    mesh_axes: MeshAxes = "auto",
 ) -> optax.GradientTransformationExtraArgs:
     """Skips steps whose norm or loss is more than six deviations above the mean of the
     last 128, as OLMo-core does.
@@ -97,7 +96,8 @@ def skip_step(
     Args:
       inner: the optimizer.
       sigmas, window: see `windowed_mean`. The first step that can be skipped is number
-        window / 2, 64 by default.
+        window / 2, 64 by default. The length of the window is part of the state: a
+        restored state goes on with its own.
       on_loss: look at the loss too: call `update(..., value=loss)`.
       axes: as in `skip_spikes`.
 
@@ -105,7 +105,7 @@ def skip_step(
     2501.00656).
     """
     rule = step_rule(sigmas, window)
-    return skip_spikes(inner, rule, rule if on_loss else None, axes=axes)
+    return skip_spikes(inner, rule, rule if on_loss else None, mesh_axes=mesh_axes)
 
 
 def step_rule(sigmas: Any = 6.0, window: Any = 128) -> Threshold:
@@ -119,7 +119,7 @@ def skip_spikes(
     loss_rule: Any = None,
     *,
     max_consecutive: Any = None,
-    axes: Axes = "auto",
+    mesh_axes: MeshAxes = "auto",
 ) -> optax.GradientTransformationExtraArgs:
     """Skips steps whose gradient norm, or loss, is over the limit of a rule, or is NaN
     or inf.
@@ -161,7 +161,7 @@ def skip_spikes(
 
     def init(params: Any) -> SkipState:
         norm = jnp.zeros(
-            (), jax.eval_shape(lambda tree: global_norm(tree, axes=None), params).dtype
+            (), jax.eval_shape(lambda tree: global_norm(tree, mesh_axes=None), params).dtype
         )
         loss = jnp.zeros(())
 
@@ -200,7 +200,7 @@ def skip_spikes(
                 "value=loss)."
             )
         norm = (
-            global_norm(updates, axes=axes)
+            global_norm(updates, mesh_axes=mesh_axes)
             if grad_norm is None
             else jnp.asarray(grad_norm).astype(state.norm.dtype)
         )
@@ -230,7 +230,7 @@ def skip_spikes(
 
         if value is not None:
             extra_args["value"] = value
-        new_updates, inner_state = _update_unless(
+        new_updates, inner_state = update_unless(
             skip,
             partial(optimizer.update, **extra_args),
             updates,
@@ -252,67 +252,3 @@ def skip_spikes(
         )
 
     return optax.GradientTransformationExtraArgs(init, update)
-
-
-def _update_unless(
-    skip: jax.Array, update: Callable[..., Any], updates: Any, state: Any, params: Any
-) -> tuple[Any, Any]:
-    """The optimizer's updates and state, or zeros and the old state.
-
-    Each part of the new state is chosen as soon as it is computed, before the optimizer
-    goes on to compute updates from it. Chosen at the end, both old and new moments
-    would be needed at once, and XLA would copy them. Where the step is skipped, what
-    comes of the old moments is thrown away.
-    """
-    from jax.extend.core import (
-        Literal,
-    )  # not above: it brings Pallas along, which nobody should wait for
-
-    arguments, treedef = jax.tree.flatten((updates, state, params))
-    closed, shapes = jax.make_jaxpr(
-        lambda *leaves: update(*treedef.unflatten(leaves)), return_shape=True
-    )(*arguments)
-    program, old = closed.jaxpr, jax.tree.leaves(state)
-    wanted, kept = (
-        program.outvars[: -len(old) or None],
-        program.outvars[len(program.outvars) - len(old) :],
-    )
-    computed = {var for equation in program.eqns for var in equation.outvars}
-    early = {
-        var: leaf
-        for var, leaf in zip(kept, old)
-        if not isinstance(var, Literal) and var in computed
-    }
-    values: dict[Any, Any] = dict(
-        zip([*program.constvars, *program.invars], [*closed.consts, *arguments])
-    )
-
-    def read(atom: Any) -> Any:
-        return atom.val if isinstance(atom, Literal) else values[atom]
-
-    for equation in program.eqns:
-        taken = list(
-            dict.fromkeys(
-                atom for atom in equation.invars if not isinstance(atom, Literal)
-            )
-        )
-        single = program.replace(
-            constvars=[], invars=taken, outvars=equation.outvars, eqns=[equation]
-        )
-        for var, result in zip(
-            equation.outvars, eval_jaxpr(single, [], *map(read, taken))
-        ):
-            values[var] = _choose(skip, early[var], result) if var in early else result
-
-    zeros = [_choose(skip, jnp.zeros_like(x), x) for x in map(read, wanted)]
-    state_leaves = [
-        read(atom)
-        if not isinstance(atom, Literal) and early.get(atom) is leaf
-        else _choose(skip, leaf, read(atom))
-        for leaf, atom in zip(old, kept)
-    ]
-    return jax.tree.unflatten(jax.tree.structure(shapes), [*zeros, *state_leaves])
-
-
-def _choose(skip: jax.Array, old: Any, new: Any) -> Any:
-    return jnp.where(skip, jnp.asarray(old).astype(new.dtype), new)

@@ -48,8 +48,8 @@ import numpy as np
 import optax
 from jax.core import Tracer
 
-from ..arguments import check_number
-from ..by_value import clip_by_value
+from .._arguments import check_number
+from .._clippers._by_value import clip_by_value
 from ..fixed import clip_by_global_norm, clip_by_tensor_norm
 
 

@@ -64,9 +64,9 @@ import jax
 import optax
 
 from .. import by_value, norms
-from ..arguments import check_number, check_order
+from .._arguments import check_number, check_order
 from ..fixed import clip_together
-from ..once import clip_once
+from .._core._once import clip_once
 
 
 def clip_by_value(t: Any, clip_value_min: Any, clip_value_max: Any) -> Any:
@@ -117,7 +117,7 @@ def clip_by_norm(t: Any, clip_norm: Any, axes: Any = None) -> Any:
       `t` in its dtypes.
 
     Raises:
-      TypeError, ValueError: a limit that can not be, or axes that a leaf does not have.
+      TypeError, ValueError: a limit that cannot be, or axes that a leaf does not have.
 
     Example:
       >>> import jax.numpy as jnp
@@ -159,7 +159,7 @@ def clip_by_average_norm(t: Any, clip_norm: Any) -> Any:
       `t` in its dtypes.
 
     Raises:
-      TypeError, ValueError: a limit that can not be.
+      TypeError, ValueError: a limit that cannot be.
 
     Example:
       >>> import jax.numpy as jnp
@@ -193,7 +193,7 @@ def clip_by_global_norm(
       from before, a scalar, float32 (float64 if a leaf has 64 bits).
 
     Raises:
-      TypeError, ValueError: a limit that can not be, or a norm that is no scalar.
+      TypeError, ValueError: a limit that cannot be, or a norm that is no scalar.
 
     Example:
       >>> import jax.numpy as jnp
@@ -246,7 +246,7 @@ def clip_gradients_by_norm(
       A transformation; `optaxclip.metrics` reads the norm from its state.
 
     Raises:
-      TypeError, ValueError: a limit that can not be.
+      TypeError, ValueError: a limit that cannot be.
 
     Example:
       >>> import jax.numpy as jnp

@@ -8,37 +8,53 @@ relatives, without the underscore, since nothing is changed in place.
 Gradients are handed in, not parameters. None leaves are ignored and kept; a single
 array is a tree.
 
-    case                             torch 2.13                             here
-    norm + 1e-6 above the limit      max_norm / (norm + 1e-6)               the same, to
-                                     8 float32 eps
-    norm + 1e-6 within the limit     times 1                                the same
-                                     bits
-    no leaves, only None             norm 0                                 the same
-    max_norm 0                       zeros                                  the same
-    norm_type "inf" and other texts  read as numbers                        the same
-    norm                             in the dtype of the gradients          float32, or
-                                     float64 if a leaf has 64 bits
-    float16, float32 near overflow   norm inf, zeros                        the true
-                                     norm, clipped
-    a gradient is NaN                all NaN                                the same
-    a gradient is inf                NaN there, zeros elsewhere             all NaN: a
-                                     broken step is seen, never half applied
-    max_norm inf, norm not finite    NaN                                    untouched,
-                                     since there is no limit
-    max_norm < 0                     the sign of the gradients flips        ValueError
-    max_norm, clip_value NaN         all NaN                                ValueError
-    clip_value < 0                   all become clip_value                  ValueError
-    max_norm, clip_value a text      read as a number                       TypeError
-    norm_type 0                      counts leaves that are not 0           ValueError:
-                                     0 and less are no norms, and clipping by them
-                                     bounds nothing
-    norm_type < 0                    the same formula; 0 if any element is   ValueError
-    error_if_nonfinite               RuntimeError                           the same
-                                     without jit; a `checkify.check` under it
-    get_total_norm of None           RuntimeError                           ignored, as
-                                     in clip_grad_norm
-    integer leaves                   refused                                neither
-                                     measured nor clipped by norm
+    case                          torch 2.13             here
+    norm + 1e-6 above the limit   max_norm / (norm +     the same, to 8 eps of float32
+                                  1e-6)
+    norm + 1e-6 within the limit  times 1                the same bits
+    no leaves, only None          norm 0                 the same
+    max_norm 0                    zeros                  the same
+    norm_type a text              read as a number       the same
+    norm_type 0                   counts the leaves that the same
+                                  have an element not 0
+    norm_type < 0                 the same formula, 0    the same
+                                  where an element is 0
+    norm_type -inf                min |x|                the same
+    norm_type NaN, True, False    NaN, 1, 0              ValueError
+    norm                          in the dtype of the    float32, or float64 if a leaf
+                                  gradients              has 64 bits
+    powers overflow, such as the  norm inf, zeros        the true norm, clipped
+    square of 1e20 in float32,
+    2e200 in float64
+    powers underflow              norm 0, or inf for     the true norm, clipped
+                                  norm_type < 0
+    a gradient is NaN             all NaN                the same
+    a gradient is inf             NaN there, zeros       all NaN: a broken step is
+                                  elsewhere              seen, never half applied
+    NaN and inf where the norm    stay as they are       the same
+    is finite: norm_type 0, and
+    inf also for norm_type < 0
+    max_norm inf, norm not        NaN                    untouched, since there is no
+    finite                                               limit
+    max_norm < 0                  the sign flips         ValueError
+    max_norm, clip_value NaN      all NaN                ValueError
+    clip_value < 0                all become clip_value  ValueError
+    max_norm, clip_value a text   read as a number       TypeError
+    error_if_nonfinite            RuntimeError           the same without jit, a
+                                                         `checkify.check` under it;
+                                                         neither where only torch's
+                                                         powers overflow
+    get_total_norm of None        RuntimeError           ignored, as in clip_grad_norm
+    a leaf without elements,      RuntimeError           ignored
+    norm_type < 0
+    integer leaves                refused                neither measured nor clipped
+                                                         by norm
+    derivatives                   none: under no_grad    those of the formula; norms
+                                                         of norm_type <= 0 count as
+                                                         constants
+
+What is clipped by a norm of norm_type <= 0 has no bound: one large element beside a
+small one leaves such a norm small.
 
 Reference: torch.nn.utils.clip_grad, PyTorch 2.13; Pascanu, Mikolov, Bengio, On the
 difficulty of training recurrent neural networks, 2013 (arXiv 1211.5063).
@@ -50,10 +66,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ..arguments import check_number, check_ord
-from ..by_value import clip_by_value
-from ..norms import global_norm
-from ..once import clip_once
+from .._arguments import check_number
+from .._clippers._by_value import clip_by_value
+from .._norms._leaves import clipped_leaves
+from .._norms._norms import global_norm, tensor_norm
+from .._core._once import clip_once
+from .._norms._types import MeshAxes
+from .._norms._modulus import norm_dtype
 
 EPS = 1e-6  # torch adds it to the norm that it divides by
 
@@ -67,7 +86,8 @@ def clip_grad_norm(
     Args:
       grads: a pytree of arrays.
       max_norm: a scalar at least 0; inf only measures. It may be traced.
-      norm_type: the order of the norm: a number above 0, `math.inf` or "inf".
+      norm_type: the order of the norm: a number, `math.inf`, or a text such as "inf".
+        0 and less are no norms, but are computed as torch does (see the module).
       error_if_nonfinite: raise where the norm is NaN or inf.
 
     Returns:
@@ -75,7 +95,7 @@ def clip_grad_norm(
       (float64 if a leaf has 64 bits).
 
     Raises:
-      TypeError, ValueError: a limit or an order that can not be.
+      TypeError, ValueError: a limit or an order that cannot be.
       RuntimeError: a norm that is not finite, if `error_if_nonfinite`; under jit a
         `checkify.check` that fails.
 
@@ -152,7 +172,7 @@ def clip_grads_with_norm(grads: Any, max_norm: Any, total_norm: Any) -> Any:
       `max_norm` is inf.
 
     Raises:
-      TypeError, ValueError: a limit that can not be, or a norm that is no scalar.
+      TypeError, ValueError: a limit that cannot be, or a norm that is no scalar.
 
     Example:
       >>> grads = jnp.array([3.0, 4.0])
@@ -181,7 +201,7 @@ def _clipped(
         return clip_once(
             grads,
             max_norm,
-            global_norm,
+            _norm_of_any_order,
             argument=f"{call}: max_norm",
             eps=EPS,
             nonfinite=nonfinite,
@@ -201,10 +221,41 @@ def _order(call: str, norm_type: Any) -> float:
     """The order as a number: torch reads texts too."""
     try:
         order = float(norm_type) if not isinstance(norm_type, bool) else math.nan
-        check_ord(call, order)
     except (TypeError, ValueError):
+        order = math.nan
+    if math.isnan(order):
         raise ValueError(
-            f'{call}: norm_type must be a number above 0, math.inf or "inf", got '
-            f"{norm_type!r}."
-        ) from None
+            f"{call}: norm_type must be a number, or a text of one such as "
+            f'"inf", got {norm_type!r}.'
+        )
     return order
+
+
+def _norm_of_any_order(tree: Any, *, ord: float, mesh_axes: MeshAxes) -> jax.Array:
+    """What torch calls the norm: `global_norm` for orders above 0."""
+    if ord > 0:
+        return global_norm(tree, ord=ord, mesh_axes=mesh_axes)
+    tree = jax.tree.map(jax.lax.stop_gradient, clipped_leaves(tree))
+    return (_leaves_not_zero if ord == 0 else _below_order_zero)(tree, ord, axes)
+
+
+def _leaves_not_zero(tree: Any, ord: float, mesh_axes: MeshAxes) -> jax.Array:
+    """How many leaves have an element that is not 0: the norm of order 0 of the norms
+    of the leaves.
+    """
+    largest = tensor_norm(tree, ord=math.inf, mesh_axes=mesh_axes)
+    counts = jax.tree.map(lambda norm: (norm != 0).astype(norm.dtype), largest)
+    return global_norm(counts, ord=1, mesh_axes=None)
+
+
+def _below_order_zero(tree: Any, ord: float, mesh_axes: MeshAxes) -> jax.Array:
+    """(sum |x|^ord)^(1/ord) = 1 / (sum (1/|x|)^-ord)^(-1/ord)."""
+    leaves = jax.tree.leaves(tree)
+    if not leaves:
+        return jnp.zeros(())
+    info = jnp.finfo(norm_dtype(leaves))
+    # With this in the place of 1 the reciprocals of all normal numbers are normal:
+    # that of the largest is the smallest, and that of the smallest the largest.
+    one = info.max * info.tiny
+    reciprocals = jax.tree.map(lambda x: one / jnp.abs(x).astype(info.dtype), tree)
+    return one / global_norm(reciprocals, ord=-ord, mesh_axes=mesh_axes)

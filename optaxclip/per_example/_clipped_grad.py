@@ -22,6 +22,7 @@ import jax
 import jax.numpy as jnp
 
 from .. import sharding
+from .._core._factors import stretch
 from ..shrinks import Shrink, hard
 from .microbatches import in_microbatches, stand_in
 from .weights import Weights, batch_size, limits_of, weigh, weighted_sum
@@ -93,6 +94,7 @@ def clipped_grad(
         batch. It need not divide the batch.
       two_pass: less memory, and for other than dense layers more time, see the module.
         The factors are rounded to the dtype of the loss, so let that be float32.
+        Factors below 1.2e-38 count as 0 there.
       mean: divide by the number of examples that are not masked; False gives the sum.
 
     Returns:
@@ -102,7 +104,7 @@ def clipped_grad(
       `lax.psum` it.
 
     Raises:
-      TypeError, ValueError: a limit that can not be, several limits with `two_pass`, a
+      TypeError, ValueError: a limit that cannot be, several limits with `two_pass`, a
         microbatch below 1; and from the function: limits that do not fit the
         parameters, a batch or mask of the wrong shape.
 
@@ -163,7 +165,7 @@ def clipped_grad(
                 lambda total, leaf: (total / divisor).astype(leaf.dtype), total, params
             ),
             norms=limits.treedef.unflatten(seen.weights.norms),
-            factors=limits.treedef.unflatten(seen.weights.factors),
+            factors=limits.treedef.unflatten(seen.weights.scales),
             nonfinite=jnp.sum(present & ~seen.weights.counts, dtype=jnp.int32),
             values=seen.values,
             aux=seen.aux,
@@ -229,7 +231,10 @@ def _two_passes(
         values, pull = jax.vjp(
             lambda params: jax.vmap(one, (None, 0))(params, example)[0], params
         )
-        (grads,) = pull(jnp.where(counts, factor, 0).astype(values.dtype))
+        # Here the factor must be one number, so the range of its dtype is the end.
+        scale = stretch(jnp.ones_like(factor), factor)
+        scale = jnp.minimum(scale, jnp.finfo(scale.dtype).max)
+        (grads,) = pull(jnp.where(counts, scale, 0).astype(values.dtype))
         return _plus(
             total, jax.tree.map(lambda leaf: jnp.where(jnp.any(counts), leaf, 0), grads)
         ), None
@@ -266,10 +271,10 @@ def _plus(total: Any, term: Any) -> Any:
 def _varying_as(tree: Any, value: jax.Array) -> jax.Array:
     """The value, typed as differing between devices wherever the tree does. In
     shard_map the gradient by parameters of any other type comes summed over devices,
-    and the examples in it can not be told apart.
+    and the examples in it cannot be told apart.
     """
     for leaf in jax.tree.leaves(tree):
-        value = sharding.typed_as(value, leaf)
+        value = varying_as(value, jax.typeof(leaf))
     return value
 
 

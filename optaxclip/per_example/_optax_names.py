@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from .. import prefix
-from ..arguments import check_number
+from .._arguments import check_limit
 from ..shrinks import hard
 from .weights import Limits, batch_size, limits_of, weigh, weighted_sum
 
@@ -58,7 +58,7 @@ def per_example_global_norm_clip(
     1607.00133).
     """
     call = "per_example_global_norm_clip"
-    check_number(f"{call}: l2_norm_clip", l2_norm_clip)
+    check_limit(f"{call}: l2_norm_clip", l2_norm_clip)
     total, clipped = _clip(
         grads, limits_of(l2_norm_clip, f"{call}: l2_norm_clip"), call
     )
@@ -98,7 +98,7 @@ def per_example_layer_norm_clip(
     language models, 2018 (arXiv 1710.06963).
     """
     call = "per_example_layer_norm_clip"
-    check_number(f"{call}: global_l2_norm_clip", global_l2_norm_clip)
+    check_limit(f"{call}: global_l2_norm_clip", global_l2_norm_clip)
     entries, treedef = jax.tree_util.tree_flatten_with_path(grads)
     sizes = [math.prod(jnp.shape(leaf)[1:]) for _, leaf in entries]
     shares = [
@@ -127,7 +127,7 @@ def _clip(grads: Any, limits: Limits, call: str) -> tuple[Any, list[jax.Array]]:
     weights = weigh(
         grads, limits, hard, jnp.ones(batch_size(grads, f"{call}: grads"), bool), call
     )
-    clipped = [jnp.sum(factor < 1, dtype=jnp.int32) for factor in weights.factors]
+    clipped = [jnp.sum(scale < 1, dtype=jnp.int32) for scale in weights.scales]
     return weighted_sum(
         grads, weights.factors, weights.counts, limits.for_leaves(grads, call)
     ), clipped

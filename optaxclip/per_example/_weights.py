@@ -7,8 +7,9 @@ import jax.numpy as jnp
 from jax import lax
 
 from .. import prefix
-from ..arguments import check_number
-from ..norms import norm_of_each
+from .._arguments import check_limit, held_in
+from .._core._factors import factor_of, scale_of, stretch
+from .._norms._norms import norm_of_each
 from ..shrinks import Shrink
 
 
@@ -30,9 +31,12 @@ class Weights(NamedTuple):
     """What was found out about the examples of a batch."""
 
     norms: list[jax.Array]  # float32[batch], one for each limit
-    factors: list[
-        jax.Array
-    ]  # float32[batch], one for each limit: 0 for an example that does not count
+    # float32[batch], one for each limit: those of `factor_of`; of an example that does
+    # not count it means nothing
+    factors: list[jax.Array]
+    # float32[batch], one for each limit: what each gradient is multiplied by; 0 for an
+    # example that does not count
+    scales: list[jax.Array]
     counts: jax.Array  # bool[batch]: is present and has finite norms
 
 
@@ -52,7 +56,7 @@ def limits_of(max_norm: Any, argument: str) -> Limits:
         where = f"{argument} for {prefix.name(path)!r}" if path else argument
         if value is None:
             continue
-        check_number(where, value)
+        check_limit(where, value)
         if jnp.ndim(value):
             raise ValueError(
                 f"{where} must be one number, got an array of shape {jnp.shape(value)}."
@@ -73,18 +77,24 @@ def weigh(
     )
     finite = jnp.all(jnp.stack([jnp.isfinite(norm) for norm in norms]), axis=0)
     counts = present & finite
-    factors = [
-        jnp.where(counts, _factor(jnp.where(counts, norm, 0.0), limit, shrink), 0.0)
-        for norm, limit in zip(norms, limits.values)
+    known = [jnp.where(counts, norm, 0.0) for norm in norms]
+    new = [
+        _shrunk(norm, limit, shrink)
+        for norm, limit in zip(known, limits.values, strict=True)
     ]
-    return Weights([jnp.where(present, norm, 0.0) for norm in norms], factors, counts)
+    return Weights(
+        [jnp.where(present, norm, 0.0) for norm in norms],
+        [factor_of(*each) for each in zip(known, new)],
+        [jnp.where(counts, scale_of(*each), 0.0) for each in zip(known, new)],
+        counts,
+    )
 
 
 def weighted_sum(
     grads: Any, factors: list[jax.Array], counts: jax.Array, places: list[int]
 ) -> Any:
-    """The sum over the batch axis, of each leaf times the factors at its place, in
-    float32 or wider.
+    """The sum over the batch axis, of each leaf stretched by the factors at its place,
+    in float32 or wider.
     """
     leaves, treedef = jax.tree.flatten(grads)
     return treedef.unflatten(
@@ -127,34 +137,23 @@ def _norms(one: Any, limits: Limits, call: str) -> list[jax.Array]:
         groups[place].append(leaf)
     # Never over devices: along a mesh axis that splits the batch they hold different
     # examples.
-    return list(norm_of_each(groups, axes=None).values())
+    return list(norm_of_each(groups, mesh_axes=None).values())
 
 
-def _factor(norm: jax.Array, limit: Any, shrink: Shrink) -> jax.Array:
-    """How much of a gradient of this norm is let through."""
-    limit = jnp.broadcast_to(
-        jnp.maximum(
-            jnp.asarray(jnp.inf if limit is None else limit).astype(norm.dtype), 0
-        ),
-        norm.shape,
-    )
-    new = shrink(norm, limit)
-    ratio = new / jnp.where(norm == 0, 1.0, norm)
-    # Where it would overflow (normalizing a norm of 1e-38) it stays finite: inf times
-    # an element that is 0 would be NaN.
-    return jnp.where(
-        (limit == jnp.inf) | (new == norm),
-        1.0,
-        jnp.minimum(ratio, jnp.finfo(norm.dtype).max),
-    )
+def _shrunk(norm: jax.Array, limit: Any, shrink: Shrink) -> jax.Array:
+    """The norms that gradients of these norms get."""
+    limit = held_in(norm.dtype, jnp.inf if limit is None else limit)
+    limit = jnp.broadcast_to(jnp.maximum(limit, 0), norm.shape)
+    return jnp.where(limit == jnp.inf, norm, shrink(norm, limit))
 
 
 def _weighted_sum(leaf: jax.Array, factor: jax.Array, counts: jax.Array) -> jax.Array:
     wide = jnp.promote_types(leaf.dtype, factor.dtype)
-    # Selected, since 0 times NaN is NaN. A dot, which on a CPU is four times as fast as
-    # a sum over the first axis; at the highest precision, for GPU and TPU would round
-    # to fewer bits.
-    kept = jnp.where(beside(counts, leaf), leaf.astype(wide), 0)
+    stretched = stretch(leaf.astype(wide), beside(factor, leaf))
+    # Selected, since 0 times NaN is NaN.
+    kept = jnp.where(beside(counts, leaf), stretched, 0)
+    # A dot, which on a CPU is four times as fast as a sum over the first axis; at the
+    # highest precision, for GPU and TPU would round to fewer bits.
     return jnp.tensordot(
-        factor.astype(wide), kept, axes=1, precision=lax.Precision.HIGHEST
+        jnp.ones(counts.shape, wide), kept, axes=1, precision=lax.Precision.HIGHEST
     )

@@ -6,7 +6,7 @@ anything.
                                               steps
 
 What replay knows: which steps a rule would have clipped, and by how much, had the norms
-come as they did. What it can not know: the norms that would have come. A clipped step
+come as they did. What it cannot know: the norms that would have come. A clipped step
 leads elsewhere, so after the first clipped step the record is of another run; norms
 recorded under clipping are those of the clipped run. Take the table as a place to
 start, not as a forecast of the loss.
@@ -20,11 +20,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from ..adaptive import windowed_quantile, z_score
-from ..core import ask
-from ..sharding import typed_as
+from .._core._kernel import ask
+from .._core._factors import scale_of
+from .._norms._types import varying_as
 from ..shrinks import Shrink, hard
-from ..skip import step_rule
-from ..thresholds import Threshold, rule_of
+from .._wrappers._skip import step_rule
+from ..rules._constant import Threshold, rule_of
 from .history import read_history as read_history
 
 
@@ -97,7 +98,7 @@ def suggest(norms: Any) -> list[Suggestion]:
 
     Returns:
       Fixed limits first, from quantiles of the norms (Pascanu et al. take half to ten
-      times the usual norm), then rules that learn. See the module for what this can not
+      times the usual norm), then rules that learn. See the module for what this cannot
       know.
 
     Raises:
@@ -141,7 +142,8 @@ def _scan(rule: Threshold, memory: Any, norms: jax.Array) -> jax.Array:
 
 def _begin(rule: Threshold, norms: jax.Array) -> Any:
     """What the rule remembers before the first norm."""
-    return rule.init(typed_as(jnp.zeros(norms.shape[1:], norms.dtype), norms))
+    start = jnp.zeros(norms.shape[1:], norms.dtype)
+    return rule.init(varying_as(start, jax.typeof(norms)))
 
 
 @partial(jax.jit, static_argnums=0)
@@ -151,11 +153,7 @@ def _clipped(
     """(limits, scales, what was clipped)."""
     finite, off = jnp.isfinite(norms), jnp.isinf(limits)
     after = jnp.where(off, norms, shrink(norms, jnp.where(off, 1.0, limits)))
-    scales = jnp.where(
-        finite,
-        jnp.where(after == norms, 1.0, after / jnp.where(norms == 0, 1.0, norms)),
-        jnp.nan,
-    )
+    scales = jnp.where(finite, scale_of(norms, after), jnp.nan)
     return limits, scales, finite & (after != norms)
 
 

@@ -36,7 +36,7 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def table(norms: Any, found: list[Suggestion]) -> str:
-    """The suggestions as text, with what they can not tell."""
+    """The suggestions as text, with what they cannot tell."""
     norms = np.asarray(norms, np.float64)
     broken = int(np.sum(~np.isfinite(norms)))
     low, middle, high = np.quantile(norms[np.isfinite(norms)], (0.0, 0.5, 1.0))
@@ -54,7 +54,7 @@ def table(norms: Any, found: list[Suggestion]) -> str:
     lines += [
         "",
         "Counted on the norms as they were recorded. A run that is clipped goes "
-        "another way: this can not say how its norms, or its loss, would have been.",
+        "another way: this cannot say how its norms, or its loss, would have been.",
     ]
     return "\n".join(lines)
 

@@ -1,6 +1,7 @@
 """Recorded norms, out of a log file."""
 
 import csv
+import io
 import json
 import re
 from pathlib import Path
@@ -26,7 +27,7 @@ def read_history(path: str | Path, column: str | None = None) -> np.ndarray:
 
     Raises:
       ValueError: no such column in the file, or several that it could be; an entry that
-        is no number. The text has the names.
+        is no number; a file that is not UTF-8. The text has the names.
     """
     path = Path(path)
     rows, names = _rows(path)
@@ -65,17 +66,23 @@ def _rows(path: Path) -> tuple[list[dict[str, Any]], list[str]]:
     """The steps of a log file and the names in it, in the order of their first
     appearance.
     """
-    with path.open(newline="") as file:
-        lines = path.suffix in (".jsonl", ".json", ".ndjson")
-        rows = (
-            [
-                _parsed(path, number, line)
-                for number, line in enumerate(file, 1)
-                if line.strip()
-            ]
-            if lines
-            else list(csv.DictReader(file))
-        )
+    try:
+        # Excel begins a CSV with a byte order mark, which "utf-8-sig" leaves out.
+        text = path.read_text(encoding="utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise ValueError(
+            f"read_history: {path} must be a text file in UTF-8: {error}."
+        ) from None
+    lines = io.StringIO(text, newline="")
+    rows = (
+        [
+            _parsed(path, number, line)
+            for number, line in enumerate(lines, 1)
+            if line.strip()
+        ]
+        if path.suffix in (".jsonl", ".json", ".ndjson")
+        else list(csv.DictReader(lines))
+    )
     return rows, list(
         dict.fromkeys(name for row in rows for name in row if name is not None)
     )

@@ -5,7 +5,7 @@
 from typing import Any
 
 import numpy as np
-from matplotlib.axes import Axes
+from matplotlib.axes import MeshAxes
 from matplotlib.figure import Figure
 
 from . import Replay

@@ -23,7 +23,7 @@ import numpy as np
 from jax.core import Tracer
 from jax.typing import ArrayLike
 
-from .._arguments import as_partial, check_number
+from .._arguments import as_partial, check_limit, check_number, held_in
 
 Schedule = Callable[[ArrayLike], ArrayLike]
 Number = ArrayLike | Schedule
@@ -37,7 +37,7 @@ def number(
     def check(argument: str, value: Any) -> Any:
         if callable(value):
             return as_partial(value)
-        check_number(argument, value, lowest=lowest)
+        check_limit(argument, value, lowest=lowest)
         known = not isinstance(value, Tracer)
         if known and (np.asarray(value, np.float64) > highest).any():
             raise ValueError(f"{argument} must be at most {highest:g}, got {value!r}.")
@@ -170,6 +170,11 @@ class Rule:
         raise NotImplementedError
 
 
+def check_field(call: str, name: str, spec: Any, value: Any) -> Any:
+    """A value that passed the check of a field."""
+    return spec.metadata["check"](f"{call}: {name}", value)
+
+
 def call_name(cls: type) -> str:
     """The name by which users know a rule: `ema_ratio` for `EmaRatio`."""
     return re.sub(r"(?<!^)(?=[A-Z])", "_", cls.__name__).lower()
@@ -183,7 +188,7 @@ def is_rule(x: Any) -> TypeGuard[Rule]:
 def at_step(step: jax.Array, norm: jax.Array, *numbers: Number) -> list[jax.Array]:
     """The numbers at this step, in the norm's dtype."""
     values = [value(step) if callable(value) else value for value in numbers]
-    return [jnp.asarray(value).astype(norm.dtype) for value in values]
+    return [held_in(norm.dtype, value) for value in values]
 
 
 def check_length(argument: str, value: Any) -> None:

@@ -19,7 +19,8 @@ class WindowedMean(Rule):
     Args:
       sigmas: how many standard deviations are allowed. At least 0. A number or a
         schedule.
-      window: how many norms are remembered. A whole number, at least 1.
+      window: how many norms are remembered. A whole number, at least 1. The length is
+        part of the state: a restored state goes on with its own.
       ddof: what is taken off the count in the variance: 0 the population's, 1 the
         sample's.
       floor: the deviation counts as at least this much, in units of the norm. At least

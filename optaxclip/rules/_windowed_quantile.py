@@ -29,7 +29,8 @@ class WindowedQuantile(Rule):
 
     Args:
       quantile: in [0, 1], 0.5 is the median. A number or a schedule.
-      window: how many norms are remembered. A whole number, at least 1.
+      window: how many norms are remembered. A whole number, at least 1. The length is
+        part of the state: a restored state goes on with its own.
       factor: what the quantile is multiplied by. At least 0. A number or a schedule.
       current: whether the norm of this step is in the window that it is held against.
         With True a first spike raises its own limit.

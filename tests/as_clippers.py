@@ -1,0 +1,71 @@
+"""What is built otherwise, or is no transformation, as a clipper of the registry."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+import optaxclip
+from optaxclip import clip_by_global_norm
+
+
+def labels_by_rank(tree: Any) -> Any:
+    """Two groups: matrices, and all else."""
+    return jax.tree.map(lambda x: "matrix" if jnp.ndim(x) > 1 else "vector", tree)
+
+
+def by_group(limit: Any, **options: Any) -> Any:
+    """`clip_by_group_norm` of two groups."""
+    return optaxclip.clip_by_group_norm(limit, labels_by_rank, **options)
+
+
+def bounds(limit: Any, lower: Any = None) -> Any:
+    """`clip_by_value`, in one clipper with a stateless rest of the signature."""
+    return optax.with_extra_args_support(optaxclip.clip_by_value(limit, lower))
+
+
+def carried(limit: Any, **options: Any) -> Any:
+    """`carry_clipped` of a clipper of the global norm."""
+    return optaxclip.carry_clipped(clip_by_global_norm(limit, **options))
+
+
+def around(wrapper: Callable[..., Any], **settings: Any) -> Callable[..., Any]:
+    """A wrapper of optimizers around one that hands on what it gets."""
+    return lambda **options: wrapper(optax.identity(), **{**settings, **options})
+
+
+def cotangent(limit: Any, **options: Any) -> Any:
+    """`clip_cotangent` as a clipper: each leaf is the cotangent of an identity."""
+
+    def update(grads: Any, params: Any) -> Any:
+        clip = partial(optaxclip.clip_cotangent, max_norm=limit, **options)
+        return jax.vjp(clip, jax.tree.map(jnp.asarray, grads))[1](grads)[0]
+
+    return optax.with_extra_args_support(optax.stateless(update))
+
+
+def example(limit: Any, **options: Any) -> Any:
+    """`clipped_grad` as a clipper: the batch is one example with this gradient."""
+
+    def update(grads: Any, params: Any) -> Any:
+        def loss(weights, gradient):
+            products = jax.tree.map(lambda w, g: jnp.sum(w * g), weights, gradient)
+            return sum(jax.tree.leaves(products))
+
+        weights = jax.tree.map(jnp.zeros_like, grads)
+        batch = jax.tree.map(lambda g: g[None], grads)
+        return optaxclip.clipped_grad(loss, limit, **options)(weights, batch).grads
+
+    return optax.with_extra_args_support(optax.stateless(update))
+
+
+def batch_of_one(wrapped: Callable[..., Any], limit: Any) -> Any:
+    """One of optax's per-example clippers as a clipper of one example."""
+
+    def update(grads: Any, params: Any) -> Any:
+        return wrapped(jax.tree.map(lambda g: g[None], grads), limit)[0]
+
+    return optax.with_extra_args_support(optax.stateless(update))

@@ -1,0 +1,81 @@
+"""The registry has every public method, and what it says of them is so."""
+
+import inspect
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import optaxclip
+from tests import oracles
+from tests.methods import METHODS, WEIGHTS
+
+# What is public and has "clip" or "norm" in its work, but is no method of the registry.
+OTHERS = {
+    "clip_by",  # makes them
+    "per_example_layer_norm_clip",  # one limit, shared out among the leaves
+    "scale_cotangent",  # multiplies and clips nothing
+}
+TREE = {"w": jnp.full((2, 3), 2.0), "b": jnp.full(3, 2.0)}
+
+
+def public_methods():
+    """The public functions that make a transformation, by their annotation."""
+    for name, function in vars(optaxclip).items():
+        if inspect.isfunction(function):
+            returned = str(inspect.signature(function).return_annotation)
+            if "GradientTransformation" in returned or "clip" in name:
+                yield name
+
+
+def test_every_public_method_is_in_the_registry():
+    known = {method.function.__name__ for method in METHODS.values()} | OTHERS
+    assert known == set(public_methods()) | OTHERS
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_names_and_numbers_are_those_of_the_function(name):
+    method = METHODS[name]
+    assert name.startswith(method.function.__name__)
+    parameters = inspect.signature(method.function).parameters
+    defaults = {key: parameters[key].default for key in method.defaults}
+    assert defaults == method.defaults
+    assert set(method.numbers) <= set(parameters)
+    for option, given in {"axes": method.axes, "shrink": method.shrinks}.items():
+        assert (
+            (option in parameters) == given or method.wraps or name == "clip_cotangent"
+        )
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_each_can_be_built_and_run_as_registered(name):
+    method = METHODS[name]
+    clipper = method.make()
+    state = clipper.init(TREE)
+    if method.needs == WEIGHTS:
+        with pytest.raises(ValueError, match="with weights"):
+            clipper.update(TREE, state)
+    for _ in range(3):
+        updates, state = clipper.update(TREE, state, TREE)
+    assert jax.tree.structure(updates) == jax.tree.structure(TREE)
+    assert bool(jax.tree.leaves(getattr(state, "memory", ()))) <= method.learns
+
+
+def length(method, leaf):
+    """The norm of one leaf; of units and elements the largest element."""
+    if method.norm in ("unit", "element"):
+        return np.abs(leaf).max()
+    if method.ord == "spectral":
+        return np.linalg.norm(np.atleast_2d(leaf), 2)
+    return oracles.norm([leaf], method.ord)
+
+
+def test_those_with_a_limit_hold_it():
+    for name, method in METHODS.items():
+        if method.limit is None or method.needs or method.wraps:
+            continue
+        clipper = method.make(0.25)
+        updates, _ = clipper.update(TREE, clipper.init(TREE), TREE)
+        for leaf in jax.tree.leaves(updates):
+            assert length(method, np.asarray(leaf)) <= 0.25 * (1 + 3e-6), name

@@ -1,0 +1,60 @@
+"""Tests the generator of mutants."""
+
+import pytest
+
+from mutations.mutants import mutants
+
+
+def _texts(source):
+    return {mutant.name.split(": ", 1)[1] for mutant in mutants(source)}
+
+
+@pytest.mark.parametrize(
+    ("expression", "texts"),
+    [
+        ("a < b", {"a <= b"}),
+        ("a + b", {"a - b"}),
+        ("a and b", {"a or b"}),
+        ("f(not a)", {"f(a)"}),
+        ("f(-a)", {"f(a)"}),
+        ("[True, 0]", {"[False, 0]", "[True, 1]"}),
+        ("[1, 0.5]", {"[0, 0.5]", "[1, 1.5]"}),
+        ("f(a, b, c=d)", {"f(a, c=d)", "f(a, b)"}),
+        ("f(a)", set()),
+    ],
+)
+def test_each_part_of_an_expression_is_changed(expression, texts):
+    assert _texts(f"value = {expression}") == texts
+
+
+def test_statements_are_dropped():
+    source = """
+def f(x):
+    'Text.'
+    x += y
+    x, z = g(x)
+    if x:
+        h()
+    return x, z
+"""
+    dropped = {"x += y", "x, z = g(x)", "if x:", "h()"}
+    assert _texts(source) == {"x -= y", *(f"without {text}" for text in dropped)}
+
+
+def test_first_assignments_stay():
+    assert _texts("def f(x):\n    y = g(x)\n    return y") == set()
+
+
+def test_types_and_error_texts_stay():
+    source = "def f(x: A | 1) -> 2:\n    raise E(f'{x + 1}', 3)\n    y: B[4] = x"
+    assert _texts(source) == set()
+
+
+def test_a_mutant_differs_in_its_place_only():
+    source = "def f(x):\n    return x + 2\n\nclass C:\n\n    def g():\n        return 1"
+    first, second, third = mutants(source)
+    assert first.source == source.replace("+", "-")
+    assert second.source == source.replace("2", "3")
+    assert third.source == source.replace("1", "0")
+    assert (first.name, third.name) == ("f: x - 2", "C.g: return 0")
+    assert second.diff == "-    return x + 2\n+    return x + 3"
