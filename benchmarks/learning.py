@@ -19,7 +19,7 @@ CLIPPERS = {
     "zclip": (lambda limit: optaxclip.zclip(cap=limit), "clip_by_global_norm"),
     "autoclip": (lambda limit: optaxclip.autoclip(), "clip_by_global_norm"),
     "windowed_mean": (
-        lambda limit: optaxclip.clip_by_global_norm(optaxclip.windowed_mean()),
+        lambda limit: optaxclip.clip_by_global_norm(optaxclip.rules.windowed_mean()),
         "clip_by_global_norm",
     ),
     "clip_by_tensor_norm": (optaxclip.clip_by_tensor_norm, None),
@@ -35,7 +35,7 @@ CLIPPERS = {
 }
 SKIPS = {
     "skip_nonfinite": optaxclip.skip_nonfinite,
-    "skip_spikes(z_score())": partial(optaxclip.skip_spikes, rule=optaxclip.z_score()),
+    "skip_spikes(z_score())": partial(optaxclip.skip_spikes, rule=optaxclip.rules.z_score()),
     "optax.apply_if_finite": partial(optax.apply_if_finite, max_consecutive_errors=10),
 }
 

@@ -187,7 +187,7 @@ def protections(sgd: Any, steps: int) -> dict[str, Any]:
         "autoclip": optax.chain(optaxclip.autoclip(window=steps), sgd),
         "zclip": optax.chain(optaxclip.zclip(), sgd),
         "adagc": optax.chain(optaxclip.adagc(), sgd),
-        "skip_spikes": optaxclip.skip_spikes(sgd, optaxclip.z_score()),
+        "skip_spikes": optaxclip.skip_spikes(sgd, optaxclip.rules.z_score()),
         "skip_step": optaxclip.skip_step(sgd),
     }
 
@@ -196,7 +196,7 @@ def train(
     optimizer: Any, text: char_rnn.Text, batches: Any
 ) -> tuple[Curves, dict[str, jax.Array]]:
     """One run from the common seed, as one compiled scan."""
-    optimizer = optax.named_chain(("all", optaxclip.measure()), ("step", optimizer))
+    optimizer = optax.named_chain(("all", optaxclip.record_norm()), ("step", optimizer))
 
     def step(trained: Any, batch: Any) -> tuple[Any, Curves]:
         network, state = trained

@@ -200,10 +200,10 @@ def train(
 ) -> tuple[Row, Curves, dict[str, jax.Array]]:
     """One run from the common seed."""
     measured = (
-        ("norm", optaxclip.measure()),
+        ("norm", optaxclip.record_norm()),
         (
             "largest",
-            optaxclip.measure(functools.partial(optaxclip.global_norm, ord=math.inf)),
+            optaxclip.record_norm(functools.partial(optaxclip.global_norm, ord=math.inf)),
         ),
     )
     optimizer = optax.named_chain(

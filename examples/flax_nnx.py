@@ -121,7 +121,7 @@ def batches(digits: Digits, steps: int) -> Any:
 
 def new_network_and_optimizer() -> tuple[Network, nnx.Optimizer]:
     chain = optax.named_chain(
-        ("tensors", optaxclip.measure(optaxclip.tensor_norm)),
+        ("tensors", optaxclip.record_norm(optaxclip.tensor_norm)),
         ("all", optaxclip.clip_by_global_norm(MAX_NORM)),
         ("adamw", optax.adamw(LEARNING_RATE)),
     )

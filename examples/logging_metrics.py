@@ -92,7 +92,7 @@ def main(steps: int = 600, *, folder: str | Path | None = None) -> Result:
         )
         loose = train("loose", LOOSE, 0.0, text, steps, folder)
         log = folder / "loose.jsonl"
-        suggestions = optaxclip.suggest(optaxclip.read_history(log))
+        suggestions = optaxclip.replay.suggest(optaxclip.replay.read_history(log))
         fixed = [
             candidate
             for candidate in suggestions

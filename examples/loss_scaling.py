@@ -135,7 +135,7 @@ def new_optimizer(
         optax.named_chain(
             ("first", first),
             ("second", second),
-            ("arrived", optaxclip.measure()),
+            ("arrived", optaxclip.record_norm()),
             ("sgd", sgd),
         )
     )
@@ -318,7 +318,7 @@ def print_table(rows: list[Row]) -> None:
     )
     for row in rows:
         skipped = f"{row.skipped} ({row.unmoved})"
-        scale = f"2^{np.log2(row.scales[-1]):.0f}"
+        scale = f"2^{np.log2(row.factors[-1]):.0f}"
         print(
             f"{row.run:14}  {row.final_loss:10.4g}  {row.accuracy:8.1%}  "
             f"{row.arrived:10.3g}  {row.clipped_share:7.1%}  {skipped:>9}  {scale:>8}"

@@ -137,7 +137,7 @@ def new_network() -> list[dict[str, jax.Array]]:
 
 
 def new_optimizer() -> optax.GradientTransformation:
-    rule = optaxclip.windowed_quantile(0.9, 100)
+    rule = optaxclip.rules.windowed_quantile(0.9, 100)
     return optax.chain(
         optaxclip.clip_by_global_norm(rule), optax.sgd(LEARNING_RATE, momentum=MOMENTUM)
     )

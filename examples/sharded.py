@@ -12,7 +12,7 @@ device and then four times on eight:
                    their gradients come back scattered; the types know what is split
     pmap           replicated weights, gradients averaged before they are clipped
     pmap, ZeRO     replicated weights, but every device keeps and updates an eighth of
-                   each leaf; axes="devices" says that these are shards
+                   each leaf; mesh_axes="devices" says that these are shards
 
 Every run sees the same gradient norm and the same losses, to float32 accuracy. Beside
 it stands what `optax.clip_by_global_norm` does in the same place: the norm of the first
@@ -371,7 +371,7 @@ def train(
     """One run from the common seed, with optax's clipper looking on. Where that is not
     possible, one without it.
     """
-    clipper = optaxclip.clip_by_global_norm(MAX_NORM, axes=axes)
+    clipper = optaxclip.clip_by_global_norm(MAX_NORM, mesh_axes=axes)
     try:
         seen, first = follow(
             start(

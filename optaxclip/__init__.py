@@ -1,8 +1,111 @@
-from ._core._kernel import clip_by
-from ._clippers._by_norm import *
+"""Gradient clipping for JAX, as optax transformations.
+
+A clipper answers three questions: how long is it (norm), how long may it be (limit),
+and what if it is longer (shrink).
+
+    norms        global_norm, tensor_norm, unitwise_norm, group_norm, spectral_norm
+    clippers     clip_by_global_norm, clip_by_tensor_norm, clip_by_tensor_rms,
+                 clip_by_average_norm, clip_by_unitwise_norm, clip_by_group_norm,
+                 clip_by_value, clip_by_spectral_norm, adaptive_grad_clip, clippy, larc
+    that learn   autoclip, zclip, adagc, aggc, spam, adaclip, adagn
+    wrappers     skip_nonfinite, skip_spikes, skip_step, carry_clipped, reset_momentum
+    reading      metrics, record_norm
+    backward     clip_cotangent, scale_cotangent
+    your own     clip_by, rescale
+    of optax     clip, clip_by_block_rms
+
+    rules        limits that follow the run: rules.growth(), rules.z_score() ...
+    shrinks      shrinks.hard, shrinks.smooth ...
+    per_example  clipped_grad and functions named as in optax
+    replay       rules over recorded norms, also as `python -m optaxclip.replay`
+    dropin       functions named as in torch, TensorFlow and Keras
+
+Example:
+  >>> optimizer = optax.chain(optaxclip.clip_by_global_norm(1.0), optax.adamw(3e-4))
+"""
+
+from . import dropin, per_example, replay, rules, shrinks
+from ._backward import clip_cotangent, scale_cotangent
+from ._clippers._adaclip import adaclip
+from ._clippers._adagc import adagc
 from ._clippers._agc import adaptive_grad_clip
-from ._norms._norms import *
+from ._clippers._by_norm import (
+    clip_by_average_norm,
+    clip_by_block_rms,
+    clip_by_global_norm,
+    clip_by_group_norm,
+    clip_by_tensor_norm,
+    clip_by_tensor_rms,
+    clip_by_unitwise_norm,
+    record_norm,
+)
+from ._clippers._by_rule import adagn, aggc, autoclip, zclip
+from ._clippers._by_value import clip, clip_by_value
+from ._clippers._clippy import clippy
+from ._clippers._larc import larc
+from ._clippers._spam import spam
+from ._clippers._spectral import clip_by_spectral_norm, spectral_norm
 from ._core._factors import rescale
-from . import rules, shrinks
+from ._core._kernel import clip_by
+from ._core._state import ClipState
+from ._metrics import metrics
+from ._norms._mesh_axes import check_replicated
+from ._norms._norms import global_norm, group_norm, tensor_norm, unitwise_norm
+from ._wrappers._carry import carry_clipped
+from ._wrappers._reset_momentum import reset_momentum
+from ._wrappers._skip import SkipState, skip_nonfinite, skip_spikes, skip_step
+from .per_example import clipped_grad
 
 __version__ = "0.1.0"
+
+__all__ = [
+    "ClipState",
+    "SkipState",
+    "adaclip",
+    "adagc",
+    "adagn",
+    "adaptive_grad_clip",
+    "aggc",
+    "autoclip",
+    "carry_clipped",
+    "check_replicated",
+    "clip",
+    "clip_by",
+    "clip_by_average_norm",
+    "clip_by_block_rms",
+    "clip_by_global_norm",
+    "clip_by_group_norm",
+    "clip_by_spectral_norm",
+    "clip_by_tensor_norm",
+    "clip_by_tensor_rms",
+    "clip_by_unitwise_norm",
+    "clip_by_value",
+    "clip_cotangent",
+    "clipped_grad",
+    "clippy",
+    "dropin",
+    "global_norm",
+    "group_norm",
+    "larc",
+    "metrics",
+    "per_example",
+    "record_norm",
+    "replay",
+    "rescale",
+    "reset_momentum",
+    "rules",
+    "scale_cotangent",
+    "shrinks",
+    "skip_nonfinite",
+    "skip_spikes",
+    "skip_step",
+    "spam",
+    "spectral_norm",
+    "tensor_norm",
+    "unitwise_norm",
+    "zclip",
+]
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -1,16 +1,16 @@
-"""Clipping in the backward pass: the identity forward, and a cotangent that is clipped,
-or scaled, on its way back.
+"""Clipping in the backward pass: the identity forward, and a cotangent that is clipped
+or multiplied on its way back.
 
     clip_cotangent    y = x,   dL/dx = clip(dL/dy)
     scale_cotangent   y = x,   dL/dx = scale * dL/dy
 
 A clipper in the optimizer sees gradients once they are complete. In a recurrent network
 they are sums of cotangents that have come back through many steps, each multiplied by
-the same matrix: where it stretches, the earliest steps drown all others, and shortening
-the sum does not bring them back. `clip_cotangent` inside the cell bounds what goes back
+the same matrix. If that stretches, the earliest steps outweigh all others, and clipping
+the sum does not bring them back. `clip_cotangent` inside the cell limits what goes back
 in every step, so that a sum over T steps grows at most as T.
 
-Under vmap each example is clipped by itself. All transformations of reverse mode work:
+Under vmap each example is clipped separately. All transformations of reverse mode work:
 jit, vmap, scan, checkpoint, grad of grad, and `jax.hessian`.
 
 Reference: Graves, Generating sequences with recurrent neural networks, 2013 (arXiv
@@ -24,13 +24,19 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from . import prefix
 from ._arguments import check_limit, check_number, check_ord
 from ._clippers._by_value import clip_by_value
-from ._norms._leaves import clipped_leaves, put_back
-from ._norms._norms import Measure, Ord, tensor_norm, unit_norm
 from ._core._once import clip_once
-from ._norms._types import MeshAxes, freeze
+from ._norms import _prefix as prefix
+from ._norms._leaves import clipped_leaves, put_back
+from ._norms._measures import (
+    Measure,
+    Ord,
+    TensorNorm,
+    UnitwiseNorm,
+    check_measure,
+)
+from ._norms._mesh_axes import MeshAxes
 
 
 def clip_cotangent(
@@ -42,8 +48,9 @@ def clip_cotangent(
     ord: Ord = None,
     mesh_axes: MeshAxes = "auto",
 ) -> Any:
-    """Returns `x`, and clips the cotangent of each array of it: by value, by its norm,
-    or by its norms along an axis.
+    """Returns `x`, and clips the cotangent of each of its arrays.
+
+        y = x,   dL/dx = clip(dL/dy)
 
     | cotangent             | becomes                                           |
     |-----------------------|---------------------------------------------------|
@@ -51,47 +58,52 @@ def clip_cotangent(
     | finite, limit 0       | zeros                                             |
     | any, limit inf        | itself, NaN too                                   |
     | with NaN              | NaN there (max_value), all NaN (max_norm)         |
-    | with inf              | the bound there (max_value), all NaN (max_norm)   |
+    | with inf              | the limit there (max_value), all NaN (max_norm)   |
 
     Args:
       x: an array or a pytree of arrays, of any shapes. Leaves that are neither float
         nor complex pass through.
-      max_value: the greatest modulus of an element: a scalar at least 0. It may be
-        traced, and its own gradient is 0.
-      max_norm: the greatest norm, likewise. Give one of the two.
+      max_value: the limit of the modulus of each element: a scalar at least 0. It may
+        be traced, and its own gradient is 0.
+      max_norm: the limit of the norm of each array, or of its norms along `axis`: a
+        scalar at least 0. It may be traced, and its own gradient is 0. Give one of
+        max_value and max_norm.
       axis: for `max_norm`: the axes that a norm sums over, -1 for the rows of a batch
-        (batch, features). None: each array as a whole.
-      ord: the order of the norm: a number above 0, `math.inf`, "rms" or "average"; None
-        means 2.
-      axes: over which mesh axes arrays are split, inside shard_map and pmap (see
-        `optaxclip.sharding`). None clips what each device holds by itself, as is right
-        for the rows of a batch that is split over devices.
+        (batch, features). An int or a tuple of ints. None: each array as a whole.
+      ord: for `max_norm`: the order of the norm: a number above 0, `math.inf`, "rms" or
+        "average". None means 2.
+      mesh_axes: for `max_norm`: over which mesh axes arrays are split, inside shard_map
+        and pmap: "auto", None, names, or a tree prefix of PartitionSpec. None clips
+        what each device holds separately, which is right for the rows of a batch that
+        is split over devices.
 
     Returns:
       `x`: values, dtypes and structure are kept, and so are the cotangent's.
 
     Raises:
-      TypeError: a limit that is no real number. Also, from JAX, in forward mode
-        (`jax.jvp`, `jax.jacfwd`): a clipped cotangent belongs to no tangent.
-      ValueError: none or both of the limits, one that is negative, NaN or no scalar, an
-        order that is none, or an axis that an array does not have.
+      TypeError: a limit that is not a real number. Also, from JAX, in forward mode
+        (`jax.jvp`, `jax.jacfwd`), because no tangent belongs to a clipped cotangent.
+      ValueError: none or both of the limits, a limit that is negative, NaN or not a
+        scalar, an unknown order, or an axis that an array does not have.
 
     Example:
       >>> def last(h):  # twenty steps of h <- 1.2 h
       ...     def step(h, _):
-      ...         return 1.2 * clip_cotangent(h, max_norm=1.0), None
+      ...         return 1.2 * optaxclip.clip_cotangent(h, max_norm=1.0), None
       ...
       ...     return jax.lax.scan(step, h, length=20)[0]
-      >>> print(f"{jax.grad(last)(1.0):.4f} in place of {1.2**20:.4f}")
-      1.0000 in place of 38.3376
+      >>> print(f"{jax.grad(last)(1.0):.4f} instead of {1.2**20:.4f}")
+      1.0000 instead of 38.3376
       >>> weights = jnp.array([[30.0, 40.0], [0.3, 0.4]])
       >>> def loss(x):
-      ...     return jnp.sum(weights * clip_cotangent(x, max_norm=1.0, axis=-1))
+      ...     x = optaxclip.clip_cotangent(x, max_norm=1.0, axis=-1)
+      ...     return jnp.sum(weights * x)
       >>> rows = jax.grad(loss)(jnp.zeros((2, 2)))
       >>> print(*(f"{x:.4f}" for x in (*rows[0], *rows[1])))
       0.6000 0.8000 0.3000 0.4000
 
-    Reference: Graves, 2013 (arXiv 1308.0850).
+    Reference: Graves, Generating sequences with recurrent neural networks, 2013 (arXiv
+    1308.0850).
     """
     call = "clip_cotangent"
     if (max_value is None) == (max_norm is None):
@@ -106,26 +118,23 @@ def clip_cotangent(
         )
     check_ord(call, ord)
     _check_axis(call, axis, x)
-    if max_norm is None:
-        measure, limit = None, _scalar(f"{call}: max_value", max_value)
-    else:
-        options = (("ord", ord), ("axes", freeze(axes)))
-        measure = (
-            Measure(tensor_norm, options)
-            if axis is None
-            else Measure(unit_norm, (*options, ("axis", axis)))
-        )
-        check_limit(f"{call}: max_norm", max_norm)
-        limit = _scalar(f"{call}: max_norm", max_norm)
+    measure, argument, value = None, f"{call}: max_value", max_value
+    if max_norm is not None:
+        measure = _measure(call, ord, axis, mesh_axes)
+        argument, value = f"{call}: max_norm", max_norm
+        check_limit(argument, value)
+    limit = _scalar(argument, value)
     return put_back(_clipped(measure, _arrays(x), limit), x)
 
 
 def scale_cotangent(x: Any, scale: Any) -> Any:
-    """Returns `x`, and multiplies its derivative: x * scale + stop_gradient(x * (1 -
-    scale)), without the rounding of that sum.
+    """Returns `x`, and multiplies its derivative.
 
-    0.5 on the hidden state of a model that is unrolled (MuZero), 0.1 on an embedding
-    whose gradients spike (GLM-130B), -1 to turn a gradient round, 0 to stop it.
+        y = x,   dL/dx = scale * dL/dy
+
+    This is x * scale + stop_gradient(x * (1 - scale)) without the rounding of that sum.
+    MuZero takes 0.5 for the hidden state of a model that is unrolled, GLM-130B 0.1 for
+    an embedding whose gradients spike. -1 reverses a gradient, 0 stops it.
 
     Args:
       x: an array or a pytree of arrays, of any shapes. Leaves that are neither float
@@ -137,26 +146,33 @@ def scale_cotangent(x: Any, scale: Any) -> Any:
       NaN. Forward and reverse mode both work.
 
     Raises:
-      TypeError: a scale that is no real number.
-      ValueError: one that is NaN or no scalar.
+      TypeError: a scale that is not a real number.
+      ValueError: a scale that is NaN or not a scalar.
 
     Example:
-      >>> print(jax.grad(lambda x: scale_cotangent(x, 0.1) ** 2)(3.0))
+      >>> def loss(x):
+      ...     return optaxclip.scale_cotangent(x, 0.1) ** 2
+      >>> print(jax.grad(loss)(3.0))
       0.6
 
     Reference: Schrittwieser et al., Mastering Atari, Go, chess and shogi by planning
-    with a learned model, 2019 (arXiv 1911.08265); Zeng et al., GLM-130B, 2022 (arXiv
+    with a learned model, 2019 (arXiv 1911.08265). Zeng et al., GLM-130B, 2022 (arXiv
     2210.02414).
     """
     scale = _scalar("scale_cotangent: scale", scale, lowest=-math.inf)
     return put_back(_scaled(_arrays(x), scale), x)
 
 
+def _measure(call: str, ord: Ord, axis: Any, mesh_axes: MeshAxes) -> Measure:
+    """The norm of each array, or its norms along some axes."""
+    if axis is None:
+        return TensorNorm(**check_measure(call, ord, mesh_axes=mesh_axes))
+    return UnitwiseNorm(**check_measure(call, ord, axis=axis, mesh_axes=mesh_axes))
+
+
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _clipped(measure: Measure | None, x: Any, limit: jax.Array) -> Any:
-    """The identity, whose cotangent is clipped by what is measured, or by value where
-    nothing is.
-    """
+    """The identity. Its cotangent is clipped by norm, or by value without a measure."""
     return x
 
 
@@ -173,13 +189,8 @@ def _backward(
         clipper = clip_by_value(limit)
         clipped, _ = clipper.update(cotangent, clipper.init(cotangent))
     else:
-        clipped, _ = clip_once(
-            cotangent,
-            limit,
-            measure.norm,
-            argument="clip_cotangent: max_norm",
-            **dict(measure.options),
-        )
+        names = {"call": "clip_cotangent", "name": "max_norm"}
+        clipped, _ = clip_once(cotangent, limit, measure, **names)
     return clipped, jnp.zeros_like(limit)
 
 
@@ -193,13 +204,13 @@ def _scaled(x: Any, scale: jax.Array) -> Any:
 
 @_scaled.defjvp
 def _scaled_jvp(primals: Any, tangents: Any) -> tuple[Any, Any]:
-    (x, scale), (dx, _) = primals, tangents
+    (x, scale), (tangent, _) = primals, tangents
 
-    def part(dx: jax.Array) -> jax.Array:
-        wide = jnp.promote_types(dx.dtype, scale.dtype)
-        return (dx.astype(wide) * scale.astype(wide)).astype(dx.dtype)
+    def multiplied(leaf: jax.Array) -> jax.Array:
+        wide = jnp.promote_types(leaf.dtype, scale.dtype)
+        return (leaf.astype(wide) * scale.astype(wide)).astype(leaf.dtype)
 
-    return x, jax.tree.map(part, dx)
+    return x, jax.tree.map(multiplied, tangent)
 
 
 def _arrays(x: Any) -> Any:
@@ -208,8 +219,9 @@ def _arrays(x: Any) -> Any:
 
 
 def _scalar(argument: str, value: Any, lowest: float = 0.0) -> jax.Array:
-    """A number as a float scalar, which a cotangent can belong to. A negative one that
-    only a traced program knows counts as the lowest.
+    """A number as a float scalar, which a cotangent can belong to.
+
+    A negative one that is only known when the program runs counts as the lowest.
     """
     check_number(argument, value, lowest=lowest)
     if jnp.ndim(value):
@@ -220,7 +232,10 @@ def _scalar(argument: str, value: Any, lowest: float = 0.0) -> jax.Array:
 
 
 def _check_axis(call: str, axis: Any, x: Any) -> None:
-    wanted = () if axis is None else axis if isinstance(axis, tuple) else (axis,)
+    """Raises ValueError for an axis that an array does not have."""
+    wanted = axis if isinstance(axis, tuple) else (axis,)
+    if axis is None:
+        return
     for path, leaf in jax.tree_util.tree_flatten_with_path(clipped_leaves(x))[0]:
         rank = jnp.ndim(leaf)
         if not all(isinstance(i, int) and -rank <= i < rank for i in wanted):

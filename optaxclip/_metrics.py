@@ -1,27 +1,27 @@
 """What the clippers did, as numbers for a logger.
 
-Every clipper keeps its last norm, limit and scale in its state, so reading them costs
+Every clipper keeps its last norm, limit and factor in its state, so reading them costs
 no second pass over the gradients, inside jit or outside.
 """
 
 from collections.abc import Iterator
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from . import prefix
-from ._core._kernel import ClipState
+from ._core._state import ClipState, Entry, unpack
 from ._norms._leaves import unboxed
 from ._wrappers._skip import SkipState
 
 
 class _ClipNumbers(NamedTuple):
-    """What `metrics` tells of one norm: float32 scalars."""
+    """What `metrics` reports of one norm: float32 scalars."""
 
     norm_before: jax.Array
     limit: jax.Array
-    scale: jax.Array
+    factor: jax.Array
     norm_after: jax.Array
     clipped: jax.Array
     clipped_share: jax.Array
@@ -30,7 +30,7 @@ class _ClipNumbers(NamedTuple):
 
 
 class _SkipNumbers(NamedTuple):
-    """What `metrics` tells of an optimizer that skips steps: float32 scalars."""
+    """What `metrics` reports of an optimizer that skips steps: float32 scalars."""
 
     norm: jax.Array
     limit: jax.Array
@@ -44,25 +44,27 @@ class _SkipNumbers(NamedTuple):
 
 
 def metrics(opt_state: Any) -> dict[str, jax.Array]:
-    """The numbers of every clipper in an optimizer state, at any depth: in chain,
-    masked, partition, MultiSteps, inject_hyperparams, apply_if_finite.
+    """Returns the numbers of every clipper in an optimizer state, for a logger.
+
+    Clippers are found at any depth: in chain, masked, partition, MultiSteps,
+    inject_hyperparams, apply_if_finite.
 
     Args:
-      opt_state: the state of any optimizer that has a clipper in it; concrete or
+      opt_state: the state of any optimizer that has a clipper in it, concrete or
         traced.
 
     Returns:
       A flat dict of float32 scalars:
 
-        clip/norm_before      the norm before clipping: it may well lie above the limit,
-                              and does not mean that clipping failed
-        clip/limit            what it was held against; inf where there is none
-        clip/scale            what the updates were multiplied by: 1 where nothing was
+        clip/norm_before      the norm before clipping. It may be above the limit, which
+                              does not mean that clipping failed
+        clip/limit            what it was held against, inf where there is none
+        clip/factor           what the updates were multiplied by: 1 where nothing was
                               done, never below 1.2e-38 unless they were made 0
         clip/norm_after       the norm after clipping: 0 where a broken step was made
                               zero, NaN where it was made NaN
-        clip/clipped          1 if the last step was clipped, else 0, as where its norm
-                              was NaN or inf
+        clip/clipped          1 if the last step was clipped, else 0, also where its
+                              norm was NaN or inf
         clip/clipped_share    clipped steps over all steps, in [0, 1]
         clip/clipped_count    steps that were clipped
         clip/nonfinite_count  steps whose norm was NaN or inf
@@ -70,7 +72,7 @@ def metrics(opt_state: Any) -> dict[str, jax.Array]:
       and of every optimizer that skips steps (`skip_spikes`):
 
         skip/norm, skip/limit               of the last gradient, whether skipped or not
-        skip/value, skip/value_limit        of the last loss; 0 and inf without a rule
+        skip/value, skip/value_limit        of the last loss, 0 and inf without a rule
                                             for it
         skip/skipped                        1 if the last step was skipped, else 0
         skip/skipped_share, skip/skipped_count, skip/consecutive_count,
@@ -83,7 +85,6 @@ def metrics(opt_state: Any) -> dict[str, jax.Array]:
       number: `clip_0`, `clip_1`.
 
     Example:
-      >>> import optax, optaxclip
       >>> optimizer = optax.chain(optaxclip.clip_by_global_norm(1.0), optax.sgd(0.1))
       >>> grads = jnp.array([3.0, 4.0])
       >>> _, state = optimizer.update(grads, optimizer.init(grads))
@@ -91,53 +92,39 @@ def metrics(opt_state: Any) -> dict[str, jax.Array]:
       >>> print({name: float(found[name]) for name in found if "norm" in name})
       {'clip/norm_before': 5.0, 'clip/norm_after': 1.0}
     """
-    found = list(_clip_states(unboxed(opt_state), ()))
+    found = list(_reported_states(unboxed(opt_state), ()))
+    kinds = [(title, type(state)) for title, state in found]
     report = {}
-    for place, (title, state) in enumerate(found):
-        same = [
-            i
-            for i, (other, at) in enumerate(found)
-            if other == title and type(at) is type(state)
-        ]
-        number = f"_{same.index(place)}" if len(same) > 1 else ""
-        kind, rows = (
-            ("skip", _skip_rows(state))
-            if isinstance(state, SkipState)
-            else ("clip", _rows(state))
-        )
-        for name, where, value in rows:
-            report[
-                "/".join(
-                    part for part in (f"{kind}{number}", title, name, where) if part
-                )
-            ] = value
+    for place, (kind, (title, state)) in enumerate(zip(kinds, found)):
+        number = f"_{kinds[:place].count(kind)}" if kinds.count(kind) > 1 else ""
+        prefix = "skip" if isinstance(state, SkipState) else "clip"
+        rows = _skip_rows(state) if isinstance(state, SkipState) else _clip_rows(state)
+        for name, path, value in rows:
+            parts = f"{prefix}{number}", title, name, path
+            report["/".join(part for part in parts if part)] = value
     return report
 
 
-def _clip_states(opt_state: Any, path: tuple[Any, ...]) -> Iterator[tuple[str, Any]]:
-    """(title, state) of every clipper and skipping optimizer; the title is made of the
+def _reported_states(
+    opt_state: Any, path: tuple[Any, ...]
+) -> Iterator[tuple[str, Any]]:
+    """(title, state) of every clipper and skipping optimizer. The title is made of the
     keys on the way there.
     """
-    for own, state in jax.tree_util.tree_flatten_with_path(
-        opt_state, is_leaf=_is_reported
-    )[0]:
+    entries = jax.tree_util.tree_flatten_with_path(opt_state, is_leaf=_is_reported)[0]
+    for own, state in entries:
+        whole = (*path, *own)
         if _is_reported(state):
-            yield (
-                "/".join(
-                    str(key.key)
-                    for key in (*path, *own)
-                    if isinstance(key, jax.tree_util.DictKey)
-                ),
-                state,
-            )
+            keys = [key for key in whole if isinstance(key, jax.tree_util.DictKey)]
+            yield "/".join(str(key.key) for key in keys), state
         if isinstance(state, SkipState):
-            yield from _clip_states(state.inner_state, (*path, *own))
+            yield from _reported_states(state.inner_state, whole)
 
 
 def _skip_rows(state: SkipState) -> Iterator[tuple[str, str, jax.Array]]:
-    for name, value in (
-        _skip_numbers(state._replace(inner_state=None))._asdict().items()
-    ):
+    """(name, "", value) of one skipping optimizer."""
+    numbers = _skip_numbers(state._replace(inner_state=None))
+    for name, value in numbers._asdict().items():
         yield name, "", value
 
 
@@ -158,51 +145,63 @@ def _skip_numbers(state: SkipState) -> _SkipNumbers:
     return _in_float32(numbers)
 
 
-def _rows(state: ClipState) -> Iterator[tuple[str, str, jax.Array]]:
-    """(name, place, value) for each norm of one clipper."""
-    places = prefix.names(
-        [path for path, _ in jax.tree_util.tree_flatten_with_path(state.norm)[0]]
-    )
-    for place, *fields in zip(
-        places, *(jax.tree.leaves(field) for field in state[1:6])
-    ):
-        for name, value in _clip_numbers(state.step, *fields)._asdict().items():
-            yield name, place, value
+def _clip_rows(state: ClipState) -> Iterator[tuple[str, str, jax.Array]]:
+    """(name, path, value) for each norm of one clipper."""
+    names, entries = unpack(state)
+    counts = tuple(len(block) for block in names)
+    entries = [entry._replace(memory=()) for entry in entries]
+    for block, found in zip(names, _clip_numbers(counts, state.step, entries)):
+        for path, numbers in zip(block, found):
+            for name, value in numbers._asdict().items():
+                yield name, path, value
 
 
-@jax.jit
+# Jitted, since without jit each operation would be a call. One call serves all norms of
+# a clipper.
+@partial(jax.jit, static_argnums=0)
 def _clip_numbers(
-    step: jax.Array,
-    norm: jax.Array,
-    limit: jax.Array,
-    scale: jax.Array,
-    clipped: jax.Array,
-    nonfinite: jax.Array,
-) -> _ClipNumbers:
-    """Of one norm, or of the worst of several units. Jitted, since without jit each
-    operation would be a call.
+    counts: tuple[int, ...], step: jax.Array, entries: list[Entry]
+) -> list[list[_ClipNumbers]]:
+    """For each block, the numbers of each norm in it."""
+    found = []
+    for count, entry in zip(counts, entries):
+        numbers = _numbers_of_block(count, step, entry)
+        rows = [[x[row] for x in numbers] for row in range(count)]
+        found.append([_ClipNumbers(*row) for row in rows])
+    return found
+
+
+def _numbers_of_block(count: int, step: jax.Array, entry: Entry) -> _ClipNumbers:
+    """float32[count]: for each norm, or for the worst where a norm is an array of
+    units.
     """
+    norm, limit, factor, clipped, nonfinite = (x.reshape(count, -1) for x in entry[:5])
     # An infinite limit would hide all differences, so it counts as merely huge.
-    worst = jnp.argmax(norm / jnp.clip(limit, 2.0**-60, 2.0**60))
-    norm, limit, scale = (x.reshape(-1)[worst] for x in (norm, limit, scale))
-    # At the ends of its range the scale is not the whole quotient. So far from its
-    # limit what a shrink leaves is the limit.
-    info = jnp.finfo(scale.dtype)
-    held = (scale == info.tiny) | (scale == info.max)
-    after = jnp.where(held, limit, jnp.where(scale == 0, 0.0, norm * scale))
-    shown = jnp.finfo(jnp.float32)
+    worst = jnp.argmax(norm / jnp.clip(limit, 2.0**-60, 2.0**60), axis=1, keepdims=True)
+    shown = [jnp.take_along_axis(x, worst, axis=1)[:, 0] for x in (norm, limit, factor)]
+    norm, limit, factor = shown
     steps = jnp.maximum(step, 1).astype(jnp.float32)
+    float32 = jnp.finfo(jnp.float32)
     numbers = _ClipNumbers(
         norm_before=norm,
         limit=limit,
-        scale=jnp.where(scale == 0, 0.0, jnp.clip(scale, shown.tiny, shown.max)),
-        norm_after=after,
-        clipped=(scale != 1) & jnp.isfinite(norm),
-        clipped_share=jnp.mean(clipped.astype(jnp.float32) / steps),
-        clipped_count=jnp.max(clipped),
-        nonfinite_count=jnp.max(nonfinite),
+        factor=jnp.where(factor == 0, 0.0, jnp.clip(factor, float32.tiny, float32.max)),
+        norm_after=_norm_after(norm, limit, factor),
+        clipped=(factor != 1) & jnp.isfinite(norm),
+        clipped_share=jnp.mean(clipped.astype(jnp.float32) / steps, axis=1),
+        clipped_count=jnp.max(clipped, axis=1),
+        nonfinite_count=jnp.max(nonfinite, axis=1),
     )
     return _in_float32(numbers)
+
+
+def _norm_after(norm: jax.Array, limit: jax.Array, factor: jax.Array) -> jax.Array:
+    # At the ends of its range the factor is not the whole quotient. So far from its
+    # limit, what a shrink leaves is the limit.
+    info = jnp.finfo(factor.dtype)
+    at_end = (factor == info.tiny) | (factor == info.max)
+    product = jnp.where(factor == 0, 0.0, norm * factor)
+    return jnp.where(at_end, limit, product)
 
 
 def _in_float32(numbers: Any) -> Any:

@@ -87,7 +87,7 @@ def singular_values_clipped(part, limit):
 CLIPPERS = {
     "clip_by_global_norm": Case(optaxclip.clip_by_global_norm, everything),
     "clip_by_tensor_norm": Case(optaxclip.clip_by_tensor_norm, leaves),
-    "clip_by_unit_norm": Case(optaxclip.clip_by_unit_norm, units),
+    "clip_by_unitwise_norm": Case(optaxclip.clip_by_unitwise_norm, units),
     "clip_by_group_norm": Case(
         partial(optaxclip.clip_by_group_norm, labels=LABELS), groups
     ),
@@ -257,7 +257,7 @@ def limits_of(rule, norms):
     one length share what they compile around their scan.
     """
     longer = np.pad(np.float32(norms), (0, FEW_STEPS - len(norms)), mode="edge")
-    return np.asarray(optaxclip.replay(rule, longer).limits)[: len(norms)]
+    return np.asarray(optaxclip.replay.run(rule, longer).limits)[: len(norms)]
 
 
 # Every float of 8 or 4 bits. JAX promotes none of them by itself.

@@ -33,29 +33,29 @@ CLIPPERS = {
     "adagn": (optaxclip.adagn, False),
     "log-norm": (
         lambda **options: optaxclip.clip_by_tensor_norm(
-            optaxclip.log_z_score(0.5, 0.9, warmup=2), **options
+            optaxclip.rules.log_z_score(0.5, 0.9, warmup=2), **options
         ),
         True,
     ),
     "units that may grow": (
-        lambda **options: optaxclip.clip_by_unit_norm(optaxclip.growth(), **options),
+        lambda **options: optaxclip.clip_by_unitwise_norm(optaxclip.rules.growth(), **options),
         True,
     ),
     "ratio, drop": (
         lambda **options: optaxclip.clip_by_tensor_norm(
-            optaxclip.ema_ratio(1.2), shrink=optaxclip.drop, **options
+            optaxclip.rules.ema_ratio(1.2), shrink=optaxclip.shrinks.drop, **options
         ),
         True,
     ),
     "deviation, smooth": (
         lambda **options: optaxclip.clip_by_global_norm(
-            optaxclip.windowed_mean(1.0, 16), shrink=optaxclip.smooth(), **options
+            optaxclip.rules.windowed_mean(1.0, 16), shrink=optaxclip.shrinks.smooth(), **options
         ),
         True,
     ),
     "tracker under a cap": (
         lambda **options: optaxclip.clip_by_global_norm(
-            optaxclip.least(optaxclip.quantile_tracker(), 1.0), **options
+            optaxclip.rules.minimum(optaxclip.rules.quantile_tracker(), 1.0), **options
         ),
         True,
     ),
@@ -149,7 +149,7 @@ def test_updates_and_state_keep_their_kinds_and_no_norm_is_above_its_limit(name,
         )
         norms, limits, scales = (
             np.concatenate([np.ravel(x) for x in jax.tree.leaves(field)])
-            for field in (state.norm, state.limit, state.scale)
+            for field in (state.norm, state.limit, state.factor)
         )
         if name in KEPT_WHOLE:
             assert np.all(norms * scales <= limits * (1 + 1e-6))
@@ -266,7 +266,7 @@ def test_within_the_limit_the_bits_are_kept_and_above_it_the_bound(name, dtype):
     grads = history(dtype, name=name)
     for before, (after, state) in zip(grads, run(name, grads)):
         eps = float(jnp.finfo(dtype).eps)
-        scales = jax.tree.leaves(state.scale)
+        scales = jax.tree.leaves(state.factor)
         if len(scales) == 1:
             scales *= len(jax.tree.leaves(before))
         for x, y, scale in zip(jax.tree.leaves(before), jax.tree.leaves(after), scales):
@@ -485,7 +485,7 @@ def test_a_train_step_holds_no_copy_of_the_gradients(name):
     [
         optaxclip.skip_spikes(
             optax.chain(optaxclip.clip_by_global_norm(1.0), optax.scale_by_adam()),
-            optaxclip.z_score(),
+            optaxclip.rules.z_score(),
         ),
         optaxclip.skip_step(optax.adamw(1e-3), on_loss=False),
         optaxclip.reset_momentum(optax.scale_by_adam()),

@@ -16,8 +16,8 @@ NORMS = np.asarray(oracle.histories()["spikes"][:300], np.float32)
 
 
 def clipped(rule, norms):
-    result = optaxclip.replay(rule, norms)
-    return np.asarray(result.norms, np.float64) * np.asarray(result.scales, np.float64)
+    result = optaxclip.replay.run(rule, norms)
+    return np.asarray(result.norms, np.float64) * np.asarray(result.factors, np.float64)
 
 
 # Bugs of public code.
@@ -26,12 +26,12 @@ def clipped(rule, norms):
 @pytest.mark.parametrize(
     "rule",
     [
-        optaxclip.z_score(),
-        optaxclip.ema_ratio(),
-        optaxclip.growth(),
-        optaxclip.windowed_mean(6, 128, ddof=1),
-        optaxclip.log_z_score(warmup=5),
-        optaxclip.windowed_quantile(),
+        optaxclip.rules.z_score(),
+        optaxclip.rules.ema_ratio(),
+        optaxclip.rules.growth(),
+        optaxclip.rules.windowed_mean(6, 128, ddof=1),
+        optaxclip.rules.log_z_score(warmup=5),
+        optaxclip.rules.windowed_quantile(),
     ],
     ids=["ZClip", "ratio", "growth", "SkipStep", "Lingvo", "percentile"],
 )
@@ -40,7 +40,7 @@ def test_one_bad_norm_neither_poisons_nor_blocks_what_follows(rule, bad):
     """ZClip's mean is NaN for ever after; a window with a NaN rejects 128 steps; growth
     from NaN is NaN.
     """
-    limits = np.asarray(optaxclip.replay(rule, np.insert(NORMS[:60], 20, bad)).limits)
+    limits = np.asarray(optaxclip.replay.run(rule, np.insert(NORMS[:60], 20, bad)).limits)
     assert not np.isnan(limits[21:]).any() and np.isfinite(limits[30:]).all()
 
 
@@ -55,21 +55,21 @@ def test_a_deviation_never_becomes_the_root_of_a_negative_number():
         np.mean(norms[:128] ** 2) - np.mean(norms[:128]) ** 2
     ) < 0  # float32, as there
     for rule in (
-        optaxclip.windowed_mean(3, 128),
-        optaxclip.z_score(eps=0.0),
-        optaxclip.log_z_score(warmup=5),
+        optaxclip.rules.windowed_mean(3, 128),
+        optaxclip.rules.z_score(eps=0.0),
+        optaxclip.rules.log_z_score(warmup=5),
     ):
-        assert np.isfinite(optaxclip.replay(rule, norms).limits[50:]).all()
+        assert np.isfinite(optaxclip.replay.run(rule, norms).limits[50:]).all()
 
 
 @pytest.mark.parametrize(
     "rule",
     [
-        optaxclip.z_score(2.5, warmup=3),
-        optaxclip.ema_ratio(1.05),
-        optaxclip.growth(),
-        optaxclip.windowed_quantile(0.1, 5, current=True),
-        optaxclip.ema_band(),
+        optaxclip.rules.z_score(2.5, warmup=3),
+        optaxclip.rules.ema_ratio(1.05),
+        optaxclip.rules.growth(),
+        optaxclip.rules.windowed_quantile(0.1, 5, current=True),
+        optaxclip.rules.ema_band(),
     ],
     ids=["ZClip", "ratio", "growth", "AutoClip", "AGGC"],
 )
@@ -86,13 +86,13 @@ def test_norms_that_never_change_are_not_outliers():
     """
     for level in (0.1, 1 / 3, 7.3e-5, 1.1e7):
         for rule in (
-            optaxclip.windowed_mean(6, 128),
-            optaxclip.windowed_mean(3, 100, ddof=1, current=True),
-            optaxclip.log_z_score(warmup=5),
-            optaxclip.ema_ratio(1.0),
-            optaxclip.ema(),
+            optaxclip.rules.windowed_mean(6, 128),
+            optaxclip.rules.windowed_mean(3, 100, ddof=1, current=True),
+            optaxclip.rules.log_z_score(warmup=5),
+            optaxclip.rules.ema_ratio(1.0),
+            optaxclip.rules.ema(),
         ):
-            result = optaxclip.replay(rule, np.full(300, level, np.float32))
+            result = optaxclip.replay.run(rule, np.full(300, level, np.float32))
             assert not np.asarray(result.clipped).any()
 
 
@@ -108,12 +108,12 @@ def test_an_rms_clip_divides_what_is_too_long_and_leaves_the_rest():
 
 def test_a_band_about_an_average_that_just_began_is_not_next_to_nothing():
     """An average from 0 without correction is 1/20 of the norm in the first steps."""
-    result = optaxclip.replay(
-        optaxclip.ema_band(0.5, 1.5),
+    result = optaxclip.replay.run(
+        optaxclip.rules.ema_band(0.5, 1.5),
         np.full(50, 2.0, np.float32),
-        shrink=optaxclip.normalize,
+        shrink=optaxclip.shrinks.normalize,
     )
-    np.testing.assert_array_equal(result.scales, 1.0)
+    np.testing.assert_array_equal(result.factors, 1.0)
 
 
 # What papers prove.
@@ -146,7 +146,7 @@ def test_adagc_lets_the_norm_grow_by_little_and_touches_only_the_tensor_that_spi
 
 
 def test_the_growth_limiter_lets_the_norm_grow_by_a_hundredth():
-    sizes = clipped(optaxclip.growth(1.01), NORMS)
+    sizes = clipped(optaxclip.rules.growth(1.01), NORMS)
     assert np.all(sizes[1:] / sizes[:-1] <= 1.01 * (1 + 4 * EPS))
     assert np.any(sizes[1:] / sizes[:-1] > 1.009)
 
@@ -157,8 +157,8 @@ def test_autoclip_decides_alike_whatever_the_loss_is_multiplied_by(factor):
     the same.
     """
     plain, scaled = (
-        optaxclip.replay(
-            optaxclip.windowed_quantile(0.1, 1000, current=True), NORMS * np.float32(c)
+        optaxclip.replay.run(
+            optaxclip.rules.windowed_quantile(0.1, 1000, current=True), NORMS * np.float32(c)
         )
         for c in (1.0, factor)
     )
@@ -192,7 +192,7 @@ def test_the_tracker_finds_the_quantile_from_a_start_that_is_wrong_by_a_million(
     norms = np.exp(np.random.default_rng(0).standard_normal(3000) * 0.3).astype(
         np.float32
     )
-    result = optaxclip.replay(optaxclip.quantile_tracker(0.8, 0.1, start=start), norms)
+    result = optaxclip.replay.run(optaxclip.rules.quantile_tracker(0.8, 0.1, start=start), norms)
     steps = int(np.log(1e6) / (0.1 * min(0.8, 0.2))) + 200
     assert np.mean(np.asarray(result.norms <= result.limits)[steps:]) == pytest.approx(
         0.8, abs=0.02
@@ -208,11 +208,11 @@ def test_a_smooth_shrink_is_monotone_below_the_limit_and_within_its_factor_of_ha
 ):
     """min(n, c) / 2^(1/p) <= n / (1 + (n/c)^p)^(1/p) <= min(n, c)."""
     norm = np.concatenate([[0.0], np.geomspace(1e-30, 1e30, 4001)]).astype(np.float32)
-    shrink = optaxclip.smooth(power)
+    shrink = optaxclip.shrinks.smooth(power)
     for limit in (1e-3, 1.0, 37.0):
         soft, hard = (
             np.asarray(f(jnp.asarray(norm), jnp.full_like(norm, limit)), np.float64)
-            for f in (shrink, optaxclip.hard)
+            for f in (shrink, optaxclip.shrinks.hard)
         )
         exact = norm / (1 + (norm.astype(np.float64) / np.float32(limit)) ** power) ** (
             1 / power
@@ -232,15 +232,15 @@ def test_a_smooth_shrink_is_monotone_below_the_limit_and_within_its_factor_of_ha
 def test_drop_and_normalize():
     grads = jnp.array([3.0, 4.0])
     for shrink, limit, wanted in (
-        (optaxclip.drop, 5.0, [3.0, 4.0]),
-        (optaxclip.drop, 4.9, [0.0, 0.0]),
-        (optaxclip.normalize, 10.0, [6.0, 8.0]),
-        (optaxclip.normalize, 1.0, [0.6, 0.8]),
+        (optaxclip.shrinks.drop, 5.0, [3.0, 4.0]),
+        (optaxclip.shrinks.drop, 4.9, [0.0, 0.0]),
+        (optaxclip.shrinks.normalize, 10.0, [6.0, 8.0]),
+        (optaxclip.shrinks.normalize, 1.0, [0.6, 0.8]),
     ):
         clipper = optaxclip.clip_by_global_norm(limit, shrink=shrink)
         updates, _ = clipper.update(grads, clipper.init(grads))
         np.testing.assert_allclose(updates, wanted, rtol=8 * EPS)
-    clipper = optaxclip.clip_by_global_norm(1.0, shrink=optaxclip.normalize)
+    clipper = optaxclip.clip_by_global_norm(1.0, shrink=optaxclip.shrinks.normalize)
     same_bits(clipper.update(jnp.zeros(2), clipper.init(grads))[0], jnp.zeros(2))
 
 

@@ -71,7 +71,7 @@ def test_the_public_figures(update, weight, relative, absolute, result, factor):
     np.testing.assert_allclose(updates, np.float64(result), rtol=1e-6)
     # A tensor of zeros is multiplied by nothing that matters.
     if np.any(update):
-        np.testing.assert_allclose(state.scale, factor, rtol=1e-6)
+        np.testing.assert_allclose(state.factor, factor, rtol=1e-6)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
@@ -95,7 +95,7 @@ def test_each_tensor_is_scaled_by_its_equation(dtype):
             np.float64(np.float32(1e-3)),
         )
         eps = oracles.eps_of("float32")
-        np.testing.assert_allclose(state.scale[name], factor, rtol=8 * eps)
+        np.testing.assert_allclose(state.factor[name], factor, rtol=8 * eps)
         assert clipped[name].dtype == jnp.dtype(dtype)
         np.testing.assert_allclose(
             oracles.wide(clipped[name]),
@@ -110,7 +110,7 @@ def test_within_the_bounds_nothing_changes():
     updates = jnp.array([0.1, -0.2, 1e-7])
     clipped, state = clip(updates, params)
     assert oracles.same_bits(clipped, updates)
-    assert state.scale == 1 and state.clipped == 0
+    assert state.factor == 1 and state.clipped == 0
 
 
 def test_zero_weights_move_by_the_absolute_bound():

@@ -182,7 +182,7 @@ def clipper_of(case):
         "tensor_norm": lambda: optaxclip.clip_by_tensor_norm(limit, **options),
         "average_norm": lambda: optaxclip.clip_by_average_norm(limit, **options),
         "block_rms": lambda: optaxclip.clip_by_block_rms(args["threshold"]),
-        "axis_norm": lambda: optaxclip.clip_by_unit_norm(
+        "axis_norm": lambda: optaxclip.clip_by_unitwise_norm(
             limit, axis=tuple(args["axes"].tolist()), **options
         ),
         "group_norm": lambda: optaxclip.clip_by_group_norm(
@@ -191,7 +191,7 @@ def clipper_of(case):
         "agc": lambda: optaxclip.adaptive_grad_clip(args["clipping"], args["eps"]),
         "value": lambda: optaxclip.clip_by_value(args["max"], args["min"]),
         "drop_norm": lambda: optax.chain(
-            optaxclip.clip_by_global_norm(args["drop_norm"], shrink=optaxclip.drop),
+            optaxclip.clip_by_global_norm(args["drop_norm"], shrink=optaxclip.shrinks.drop),
             optaxclip.clip_by_global_norm(limit, **options),
         ),
         "cotangent_value": lambda: optax.stateless(
@@ -231,7 +231,7 @@ def in_pieces(case):
     norm = optaxclip.global_norm(grads)
     return (
         grads,
-        optaxclip.rescale(grads, norm, optaxclip.hard(norm, case["args"]["max_norm"])),
+        optaxclip.rescale(grads, norm, optaxclip.shrinks.hard(norm, case["args"]["max_norm"])),
         Measured(norm),
     )
 

@@ -105,7 +105,7 @@ def test_updates_within_the_limit_are_bit_identical(name, dtype):
     )
     clipped, state = stepped(name, 1e4, updates, updates)
     same_bits(clipped, updates)
-    assert all((np.asarray(scale) == 1).all() for scale in jax.tree.leaves(state.scale))
+    assert all((np.asarray(scale) == 1).all() for scale in jax.tree.leaves(state.factor))
 
 
 @cache
@@ -345,7 +345,7 @@ KINDS = [
     (limit, name)
     for name, some in (
         ("clip_by_global_norm", LIMITS),
-        ("clip_by_unit_norm", LIMITS[1::2]),
+        ("clip_by_unitwise_norm", LIMITS[1::2]),
         ("adaptive_grad_clip per tensor", LIMITS[0::2]),
     )
     for limit in some
@@ -459,10 +459,10 @@ def test_the_raise_policy_names_order_and_leaves(name):
 
 
 @pytest.mark.parametrize(
-    "norm", [optaxclip.global_norm, optaxclip.tensor_norm, optaxclip.unit_norm]
+    "norm", [optaxclip.global_norm, optaxclip.tensor_norm, optaxclip.unitwise_norm]
 )
 def test_a_nonfinite_step_leaves_no_trace_in_the_memory(norm):
-    rule = optaxclip.Threshold(
+    rule = optaxclip.rules.Rule(
         lambda norm: norm, lambda norm, memory, step, params_norm: (0.5 + memory, norm)
     )
     clipper = optaxclip.clip_by(norm, rule)
@@ -491,7 +491,7 @@ def test_the_state_keeps_its_structure_shapes_and_dtypes(name, dtype):
     )
     wide = np.float64 if dtype == "float64" else np.float32
     assert {
-        x.dtype for x in jax.tree.leaves((second.norm, second.limit, second.scale))
+        x.dtype for x in jax.tree.leaves((second.norm, second.limit, second.factor))
     } == {np.dtype(wide)}
     saved = first if dtype == "float64" else second
     same_bits(saved, pickle.loads(pickle.dumps(saved)))
@@ -625,7 +625,7 @@ def test_weak_type_is_kept():
 
 
 @pytest.mark.parametrize(
-    "clip", [optaxclip.clip_by_unit_norm, optaxclip.clip_by_tensor_norm]
+    "clip", [optaxclip.clip_by_unitwise_norm, optaxclip.clip_by_tensor_norm]
 )
 def test_weak_type_is_kept_where_units_have_their_own_factors(clip):
     weak = jnp.full((3, 2), 2.0)
@@ -634,7 +634,7 @@ def test_weak_type_is_kept_where_units_have_their_own_factors(clip):
     assert clipped.weak_type and clipped.dtype == jnp.float32
     np.testing.assert_allclose(
         clipped,
-        np.full((3, 2), 1 / np.sqrt(3 if clip is optaxclip.clip_by_unit_norm else 6)),
+        np.full((3, 2), 1 / np.sqrt(3 if clip is optaxclip.clip_by_unitwise_norm else 6)),
         rtol=1e-6,
     )
 
@@ -746,7 +746,7 @@ def test_measuring_tensors_beside_a_global_clip_costs_no_second_read():
     alone = reductions(optaxclip.clip_by_global_norm(1.0))
     assert (
         reductions(
-            optaxclip.measure(optaxclip.tensor_norm), optaxclip.clip_by_global_norm(1.0)
+            optaxclip.record_norm(optaxclip.tensor_norm), optaxclip.clip_by_global_norm(1.0)
         )
         == alone
         > 0

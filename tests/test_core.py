@@ -45,8 +45,8 @@ def test_a_measure_of_ones_own_is_never_shown_what_is_not_measured():
     "clipper",
     [
         optaxclip.adaptive_grad_clip(0.5),
-        optaxclip.clip_by_global_norm(optaxclip.share_of_params(0.5)),
-        optaxclip.clip_by_group_norm(optaxclip.share_of_params(0.5), "all"),
+        optaxclip.clip_by_global_norm(optaxclip.rules.share_of_params(0.5)),
+        optaxclip.clip_by_group_norm(optaxclip.rules.share_of_params(0.5), "all"),
     ],
     ids=["unit", "global", "group"],
 )
@@ -98,15 +98,15 @@ FAR = [
 def test_a_norm_becomes_any_other_that_float32_holds(units, norm, limit):
     # Both entries have one size, so that the smallest norms have no subnormal entries.
     grads = np.float32([[norm, 0.0], [-norm, 0.0]])
-    clip = optaxclip.clip_by_unit_norm if units else optaxclip.clip_by_global_norm
-    clipper = clip(limit, ord=np.inf, shrink=optaxclip.normalize)
+    clip = optaxclip.clip_by_unitwise_norm if units else optaxclip.clip_by_global_norm
+    clipper = clip(limit, ord=np.inf, shrink=optaxclip.shrinks.normalize)
     updates, state = apply(clipper, grads)
     # 6 eps are taken off on purpose, and 5 are roundings.
     bound = 11 * np.finfo(np.float32).eps
     wanted = np.float64(grads) / np.float64(np.float32(norm)) * np.float32(limit)
     np.testing.assert_allclose(np.float64(updates), wanted, rtol=bound)
     assert np.max(np.abs(updates)) <= np.float32(limit)
-    assert np.all(np.asarray(state.scale) > 0) and np.all(np.isfinite(state.scale))
+    assert np.all(np.asarray(state.factor) > 0) and np.all(np.isfinite(state.factor))
 
 
 @pytest.mark.parametrize(("norm", "limit"), FAR)
@@ -193,7 +193,7 @@ def test_a_limit_has_no_derivative_by_the_updates():
 
 
 def test_a_part_that_is_missing_in_a_step_keeps_what_is_known_of_it():
-    clipper = optaxclip.clip_by_tensor_norm(optaxclip.growth(1.5))
+    clipper = optaxclip.clip_by_tensor_norm(optaxclip.rules.growth(1.5))
     first, second = (
         {"a": jnp.array([3.0, 4.0]), "b": jnp.ones(2)},
         {"a": None, "b": jnp.ones(2)},
@@ -209,7 +209,7 @@ def test_a_part_that_is_missing_in_a_step_keeps_what_is_known_of_it():
 def test_a_rule_without_a_limit_yet_lets_no_broken_step_through(nonfinite):
     grads = {"w": jnp.array([1.0, jnp.nan]), "b": jnp.ones(3)}
     updates, _ = apply(
-        optaxclip.clip_by_global_norm(optaxclip.growth(), nonfinite=nonfinite), grads
+        optaxclip.clip_by_global_norm(optaxclip.rules.growth(), nonfinite=nonfinite), grads
     )
     for leaf in updates.values():
         np.testing.assert_array_equal(
@@ -245,7 +245,7 @@ def test_a_broken_unit_leaves_its_own_memory_alone_and_no_other():
         ),
     )
     _, state = apply(
-        clip_by(optaxclip.unit_norm, last_two),
+        clip_by(optaxclip.unitwise_norm, last_two),
         jnp.array([[3.0, jnp.nan, 6.0], [4.0, 1.0, 8.0]]),
     )
     np.testing.assert_array_equal(state.memory, [[[0.0, 5.0], [0.0, 0.0], [0.0, 10.0]]])
@@ -311,21 +311,21 @@ def test_a_norm_that_is_no_length_is_not_remembered(norm):
 
 
 def test_normalize_leaves_zero_alone_and_does_not_count_it():
-    assert optaxclip.normalize(jnp.zeros(()), jnp.ones(())) == 0
+    assert optaxclip.shrinks.normalize(jnp.zeros(()), jnp.ones(())) == 0
     updates, state = apply(
-        optaxclip.clip_by_global_norm(1.0, shrink=optaxclip.normalize), jnp.zeros(3)
+        optaxclip.clip_by_global_norm(1.0, shrink=optaxclip.shrinks.normalize), jnp.zeros(3)
     )
-    assert not updates.any() and state.scale == 1 and state.clipped == 0
+    assert not updates.any() and state.factor == 1 and state.clipped == 0
 
 
 def test_shrinks_of_equal_numbers_are_one_so_that_nothing_is_compiled_anew():
-    assert optaxclip.smooth(2) is optaxclip.smooth(2.0)
-    assert optaxclip.auto_s(1) is optaxclip.auto_s(1.0)
-    assert optaxclip.psac(1) is optaxclip.psac(1.0)
+    assert optaxclip.shrinks.smooth(2) is optaxclip.shrinks.smooth(2.0)
+    assert optaxclip.shrinks.auto_s(1) is optaxclip.shrinks.auto_s(1.0)
+    assert optaxclip.shrinks.psac(1) is optaxclip.shrinks.psac(1.0)
 
 
 @pytest.mark.parametrize(
-    "shrink", [optaxclip.hard, optaxclip.smooth()], ids=["hard", "smooth"]
+    "shrink", [optaxclip.shrinks.hard, optaxclip.shrinks.smooth()], ids=["hard", "smooth"]
 )
 def test_the_derivative_without_a_limit_is_1_even_where_the_norm_overflows(shrink):
     clipper = optaxclip.clip_by_global_norm(np.inf, shrink=shrink)
@@ -350,7 +350,7 @@ def test_the_state_tells_what_was_done_in_each_step():
     ):
         _, state = clipper.update(jnp.array(grads), state)
         np.testing.assert_allclose(
-            [state.norm, state.limit, state.scale], [norm, 1, scale], rtol=1e-6
+            [state.norm, state.limit, state.factor], [norm, 1, scale], rtol=1e-6
         )
         assert (state.clipped, state.nonfinite) == (clipped, nonfinite)
 
@@ -408,13 +408,13 @@ def test_no_limit_and_limits_for_parts_are_rules_too():
 
 
 MISSING = {  # every clipper that keeps something for each leaf
-    "tensor": lambda: optaxclip.clip_by_tensor_norm(optaxclip.growth()),
-    "unit": lambda: optaxclip.clip_by_unit_norm(optaxclip.growth()),
+    "tensor": lambda: optaxclip.clip_by_tensor_norm(optaxclip.rules.growth()),
+    "unit": lambda: optaxclip.clip_by_unitwise_norm(optaxclip.rules.growth()),
     "group": lambda: optaxclip.clip_by_group_norm(
-        optaxclip.growth(), {"a": "x", "b": "y"}
+        optaxclip.rules.growth(), {"a": "x", "b": "y"}
     ),
     "group, weights": lambda: optaxclip.clip_by_group_norm(
-        optaxclip.share_of_params(0.1), {"a": "x", "b": "y"}
+        optaxclip.rules.share_of_params(0.1), {"a": "x", "b": "y"}
     ),
     "agc": lambda: optaxclip.adaptive_grad_clip(0.1),
     "adagc": lambda: optaxclip.adagc(warmup=1),
@@ -424,7 +424,7 @@ MISSING = {  # every clipper that keeps something for each leaf
     "spam": lambda: optaxclip.spam(1.0, warmup=0),
     "larc": lambda: optaxclip.larc(0.1),
     "clippy": optaxclip.clippy,
-    "spectral": lambda: optaxclip.clip_by_spectral_norm(optaxclip.growth()),
+    "spectral": lambda: optaxclip.clip_by_spectral_norm(optaxclip.rules.growth()),
     "carry": lambda: optaxclip.carry_clipped(optaxclip.clip_by_tensor_norm(1.0)),
     "value": lambda: optaxclip.clip_by_value(1.0),
 }

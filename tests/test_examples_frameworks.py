@@ -154,7 +154,7 @@ def test_equinox_limit_is_common_at_first_and_then_each_tensors_own(equinox_exam
 
     def scales(report):
         return np.array(
-            [value for name, value in report.items() if name.startswith("clip/scale/")]
+            [value for name, value in report.items() if name.startswith("clip/factor/")]
         )
 
     warming_up, longest = result.reports[:10], 0.0
@@ -271,7 +271,7 @@ def test_scanned_counts_add_up_to_the_state(scan_example):
 def test_log_has_the_norms_that_replay_reads(scan_example):
     _, result, log = scan_example
     np.testing.assert_array_equal(
-        optaxclip.read_history(log),
+        optaxclip.replay.read_history(log),
         result.history["clip/norm_before"].astype(np.float64),
     )
 

@@ -62,7 +62,7 @@ def test_clipping_before_unscaling_leaves_next_to_nothing(loss_scaling, scaled_r
     assert wrong.clipped_share == 1
     # The scale is a power of 2, and the clip keeps the norm within a few roundings of
     # the limit.
-    assert wrong.arrived * np.median(wrong.scales) == pytest.approx(
+    assert wrong.arrived * np.median(wrong.factors) == pytest.approx(
         loss_scaling.MAX_NORM, rel=1e-5
     )
     assert wrong.final_loss > 10 * scaled_runs["unscale, clip"].final_loss
@@ -82,7 +82,7 @@ def test_one_bit_is_a_move(loss_scaling):
 def test_scale_halves_on_overflow_and_doubles_after_good_steps(
     loss_scaling, scaled_runs, run
 ):
-    scales = scaled_runs[run].scales
+    scales = scaled_runs[run].factors
     assert scales[0] == loss_scaling.FIRST_SCALE
     changes = [
         (step, after / before)
@@ -374,16 +374,16 @@ def test_replay_foretells_from_the_log(logging_metrics, logs):
         np.mean(norms > suggested.limit), abs=1e-6
     )
     assert abs(suggested.foretold - logging_metrics.WANTED) < 0.05
-    scales = [row["clip/scale"] for row in read_lines(folder / "suggested.jsonl")]
+    scales = [row["clip/factor"] for row in read_lines(folder / "suggested.jsonl")]
     assert suggested.clipped == pytest.approx(np.mean(np.array(scales) < 1), abs=1e-6)
     assert suggested.clipped > 0
-    np.testing.assert_array_equal(optaxclip.read_history(folder / "loose.jsonl"), norms)
+    np.testing.assert_array_equal(optaxclip.replay.read_history(folder / "loose.jsonl"), norms)
 
 
 def test_command_prints_the_same_suggestions_and_draws(logs):
     pytest.importorskip("matplotlib")
     result, folder = logs
-    printed = table(optaxclip.read_history(folder / "loose.jsonl"), result.suggestions)
+    printed = table(optaxclip.replay.read_history(folder / "loose.jsonl"), result.suggestions)
     assert result.table.startswith(printed)
     assert (folder / "loose.png").stat().st_size > 10_000
 

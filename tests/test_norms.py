@@ -124,14 +124,14 @@ def test_stacked_tensor_norm_measures_each_layer_by_itself(ord):
 @cache
 def unit_norms():
     leaves = random_leaves("mixed", 3, shapes=EVERY_RANK)
-    return leaves, at_every_order(optaxclip.unit_norm, leaves)
+    return leaves, at_every_order(optaxclip.unitwise_norm, leaves)
 
 
 @every_order
 def test_unit_norm_measures_what_feeds_one_output(ord):
     leaves, norms = unit_norms()
     for ours, leaf in zip(norms[ord], leaves, strict=True):
-        expected = oracles.unit_norm(leaf, ord)
+        expected = oracles.unitwise_norm(leaf, ord)
         assert ours.shape == (expected.shape if leaf.ndim > 1 else ())
         np.testing.assert_allclose(ours, expected.reshape(ours.shape), tolerance(ord))
 
@@ -140,23 +140,23 @@ def test_unit_norm_sums_over_the_axes_that_are_named():
     leaf = random_leaves("float32", 4, shapes=[(3, 4, 5)])[0]
     wanted = {0: (0,), 1: (1,), -1: (2,), (0, 2): (0, 2), (-1, 1): (1, 2)}
     for norm, axes in zip(
-        jax.jit(lambda x: [optaxclip.unit_norm(x, axis=axis) for axis in wanted])(leaf),
+        jax.jit(lambda x: [optaxclip.unitwise_norm(x, axis=axis) for axis in wanted])(leaf),
         wanted.values(),
         strict=True,
     ):
-        np.testing.assert_allclose(norm, oracles.unit_norm(leaf, 2, axes), 1e-6)
+        np.testing.assert_allclose(norm, oracles.unitwise_norm(leaf, 2, axes), 1e-6)
 
 
 def test_axes_of_stacked_units_count_within_one_layer():
     leaf = random_leaves("float32", 5, shapes=[(4, 3, 5)])[0]
     first, last = jax.jit(
         lambda x: [
-            optaxclip.unit_norm(x, stacked=1),
-            optaxclip.unit_norm(x, axis=-1, stacked=1),
+            optaxclip.unitwise_norm(x, stacked=1),
+            optaxclip.unitwise_norm(x, axis=-1, stacked=1),
         ]
     )(leaf)
-    np.testing.assert_allclose(first, oracles.unit_norm(leaf, 2, (1,)), 1e-6)
-    np.testing.assert_allclose(last, oracles.unit_norm(leaf, 2, (2,)), 1e-6)
+    np.testing.assert_allclose(first, oracles.unitwise_norm(leaf, 2, (1,)), 1e-6)
+    np.testing.assert_allclose(last, oracles.unitwise_norm(leaf, 2, (2,)), 1e-6)
 
 
 @every_order
@@ -429,10 +429,10 @@ def test_an_infinite_leaf_gives_inf(value, ord):
 def test_a_broken_unit_does_not_touch_its_neighbours():
     leaf = jnp.asarray([[3.0, math.nan, 1.0], [4.0, 1.0, math.inf]], jnp.float32)
     np.testing.assert_array_equal(
-        optaxclip.unit_norm(leaf), [[5.0, math.nan, math.inf]]
+        optaxclip.unitwise_norm(leaf), [[5.0, math.nan, math.inf]]
     )
     np.testing.assert_array_equal(
-        optaxclip.unit_norm(leaf, ord=math.inf), [[4.0, math.nan, math.inf]]
+        optaxclip.unitwise_norm(leaf, ord=math.inf), [[4.0, math.nan, math.inf]]
     )
 
 
@@ -687,11 +687,11 @@ def reverse_twice_of(ord):
 def test_what_is_not_clipped_has_the_second_derivative_of_itself(size):
     clippers = [
         optaxclip.clip_by_global_norm(1.0),
-        optaxclip.clip_by_unit_norm(1.0),
+        optaxclip.clip_by_unitwise_norm(1.0),
         optaxclip.clip_by_global_norm(1.0, ord=3),
     ]
     if size < 1e-4:  # where smooth(2) changes nothing either
-        clippers.append(optaxclip.clip_by_global_norm(1.0, shrink=optaxclip.smooth(2)))
+        clippers.append(optaxclip.clip_by_global_norm(1.0, shrink=optaxclip.shrinks.smooth(2)))
 
     def second(twice, clipper, x):
         return twice(lambda x: jnp.sum(jnp.sin(apply(clipper, x)[0])))(x)
@@ -741,7 +741,7 @@ def test_derivative_of_a_complex_leaf_is_its_direction():
 def slopes_of_units():
     leaf = random_leaf(np.random.default_rng(18), (4, 3), "float32")
     return leaf, at_every_order(
-        lambda leaf, ord: jax.grad(lambda x: jnp.sum(optaxclip.unit_norm(x, ord=ord)))(
+        lambda leaf, ord: jax.grad(lambda x: jnp.sum(optaxclip.unitwise_norm(x, ord=ord)))(
             leaf
         ),
         leaf,
@@ -809,7 +809,7 @@ def test_large_leaves_are_within_1e_6_at_every_size(scale):
         optaxclip.global_norm([leaf]), oracles.norm([leaf]), 1e-6
     )
     np.testing.assert_allclose(
-        optaxclip.unit_norm([leaf])[0], oracles.unit_norm(leaf), 1e-6
+        optaxclip.unitwise_norm([leaf])[0], oracles.unitwise_norm(leaf), 1e-6
     )
 
 
@@ -821,14 +821,14 @@ def test_large_leaves_are_within_1e_6_at_every_size(scale):
 def test_units_of_large_leaves_are_within_1e_6(shape):
     leaf = large(*shape)
     np.testing.assert_allclose(
-        jax.jit(optaxclip.unit_norm)([leaf])[0], oracles.unit_norm(leaf), 1e-6
+        jax.jit(optaxclip.unitwise_norm)([leaf])[0], oracles.unitwise_norm(leaf), 1e-6
     )
 
 
 def test_units_of_all_sizes_in_one_large_leaf_are_right():
     leaf = large() * np.geomspace(2e-37, 1e36, 257).astype(np.float32)
     np.testing.assert_allclose(
-        optaxclip.unit_norm([leaf])[0], oracles.unit_norm(leaf), 1e-6
+        optaxclip.unitwise_norm([leaf])[0], oracles.unitwise_norm(leaf), 1e-6
     )
 
 
@@ -850,10 +850,10 @@ def test_a_broken_number_in_a_large_leaf_is_seen_and_its_neighbours_are_not_touc
     leaf = large()
     leaf[100, 7] = value
     assert not np.isfinite(optaxclip.global_norm([leaf]))
-    units = np.asarray(optaxclip.unit_norm([leaf])[0])[0]
+    units = np.asarray(optaxclip.unitwise_norm([leaf])[0])[0]
     assert [place for place, norm in enumerate(units) if not np.isfinite(norm)] == [7]
     np.testing.assert_allclose(
-        np.delete(units, 7), np.delete(oracles.unit_norm(large())[0], 7), 1e-6
+        np.delete(units, 7), np.delete(oracles.unitwise_norm(large())[0], 7), 1e-6
     )
 
 
@@ -874,18 +874,18 @@ def sums_in(function, *arguments, platform="cpu"):
 def test_only_a_cpu_has_two_sums_to_choose_from_and_only_where_it_pays():
     leaf = large()
     assert (
-        sums_in(optaxclip.global_norm, leaf) == sums_in(optaxclip.unit_norm, leaf) == 2
+        sums_in(optaxclip.global_norm, leaf) == sums_in(optaxclip.unitwise_norm, leaf) == 2
     )
     assert (
         sums_in(optaxclip.global_norm, large(2, 33000))
-        == sums_in(partial(optaxclip.unit_norm, axis=1), large(2, 33000))
+        == sums_in(partial(optaxclip.unitwise_norm, axis=1), large(2, 33000))
         == 2
     )
     for other in (leaf[:10], jnp.asarray(leaf, "bfloat16"), large(10, 10, 10, 10, 10)):
         assert sums_in(optaxclip.global_norm, other) == 1
     assert (
         sums_in(partial(optaxclip.global_norm, ord=3), leaf)
-        == sums_in(optaxclip.unit_norm, large(2, 33000))
+        == sums_in(optaxclip.unitwise_norm, large(2, 33000))
         == 1
     )
     assert (
@@ -906,7 +906,7 @@ def test_examples_of_a_large_leaf_are_summed_once_each():
 
 
 def test_the_factors_of_units_are_computed_once_and_not_for_every_element():
-    leaf, clipper = large(), optaxclip.clip_by_unit_norm(0.5)
+    leaf, clipper = large(), optaxclip.clip_by_unitwise_norm(0.5)
     text = jax.jit(clipper.update).lower(leaf, clipper.init(leaf)).compile().as_text()
     operands = re.findall(
         r"= f32\[260,257\]\S* fusion\((.*?)\)", text[text.index("ENTRY") :]
@@ -921,8 +921,8 @@ def test_the_factors_of_units_are_computed_once_and_not_for_every_element():
 BATCHES = {
     "global": optaxclip.global_norm,
     "tensor, stacked": partial(optaxclip.tensor_norm, stacked=1),
-    "unit": optaxclip.unit_norm,
-    "unit, rows": partial(optaxclip.unit_norm, axis=-1),
+    "unit": optaxclip.unitwise_norm,
+    "unit, rows": partial(optaxclip.unitwise_norm, axis=-1),
 }
 
 
@@ -938,7 +938,7 @@ def test_norms_can_be_exported_for_batches_of_any_size(ord):
 def test_clippers_can_be_exported_for_batches_of_any_size():
     clippers = [
         optaxclip.clip_by_global_norm(1.0),
-        optaxclip.clip_by_unit_norm(0.1),
+        optaxclip.clip_by_unitwise_norm(0.1),
         optaxclip.clip_by_tensor_rms(0.1),
         optaxclip.clip_by_average_norm(0.1),
         optaxclip.zclip(),
@@ -981,7 +981,7 @@ def test_a_program_for_tpu_has_no_float64(ord):
     assert "f64" not in on_tpu(
         lambda leaves: (
             optaxclip.global_norm(leaves, ord=ord),
-            optaxclip.unit_norm(leaves, ord=ord),
+            optaxclip.unitwise_norm(leaves, ord=ord),
         ),
         leaves,
     )
@@ -1092,7 +1092,7 @@ def norms_of_units():
         str(shape): np.random.default_rng(0).standard_normal(shape).astype(np.float32)
         for shape in UNITS
     }
-    return leaves, jax.jit(optaxclip.unit_norm)(leaves)
+    return leaves, jax.jit(optaxclip.unitwise_norm)(leaves)
 
 
 @pytest.mark.parametrize(("shape", "over"), UNITS.items(), ids=str)
@@ -1110,21 +1110,21 @@ def test_a_rank_without_a_rule_wants_an_axis():
     with pytest.raises(
         ValueError,
         match=(
-            r"unit_norm: axis must be given for the leaf 'w' of rank 6: there is no "
+            r"unitwise_norm: axis must be given for the leaf 'w' of rank 6: there is no "
             r"rule above rank 5\."
         ),
     ):
-        optaxclip.unit_norm({"w": jnp.ones((2, 2, 1, 1, 1, 1))})
-    assert optaxclip.unit_norm({"w": jnp.ones((1,) * 6)}, axis=-1)["w"] == 1.0
+        optaxclip.unitwise_norm({"w": jnp.ones((2, 2, 1, 1, 1, 1))})
+    assert optaxclip.unitwise_norm({"w": jnp.ones((1,) * 6)}, axis=-1)["w"] == 1.0
 
 
 def test_a_layer_that_squeezes_to_a_vector_is_one_unit():
     rows = np.arange(1.0, 21.0, dtype=np.float32).reshape(4, 1, 5)
-    norms = optaxclip.unit_norm({"stack": rows, "leaf": rows[:1]}, stacked=1)
+    norms = optaxclip.unitwise_norm({"stack": rows, "leaf": rows[:1]}, stacked=1)
     wanted = np.sqrt(np.sum(np.float64(rows) ** 2, (1, 2), keepdims=True))
     np.testing.assert_allclose(norms["stack"], wanted, 1e-6)
     np.testing.assert_allclose(norms["leaf"], wanted[:1], 1e-6)
-    one_by_one = optaxclip.unit_norm(rows[:1], axis=0)
+    one_by_one = optaxclip.unitwise_norm(rows[:1], axis=0)
     np.testing.assert_array_equal(one_by_one, rows[:1])
 
 
@@ -1142,7 +1142,7 @@ def test_a_number_of_stacked_axes_that_a_leaf_does_not_have_is_refused(count):
 
 @pytest.mark.parametrize(
     "norm",
-    [optaxclip.global_norm, optaxclip.tensor_norm, optaxclip.unit_norm],
+    [optaxclip.global_norm, optaxclip.tensor_norm, optaxclip.unitwise_norm],
     ids=lambda norm: norm.__name__,
 )
 def test_an_order_that_is_none_is_named_by_the_norm(norm):
@@ -1207,18 +1207,18 @@ def test_axes_of_units_count_from_the_front_and_from_the_end():
     x = jnp.array([[3.0, 1.0], [4.0, 1.0]])
     for axis in (0, -2):
         np.testing.assert_allclose(
-            optaxclip.unit_norm(x, axis=axis), [[5.0, 2**0.5]], rtol=1e-6
+            optaxclip.unitwise_norm(x, axis=axis), [[5.0, 2**0.5]], rtol=1e-6
         )
     for axis in (2, -3, 0.0):
         with pytest.raises(
-            ValueError, match=rf"unit_norm: axis={axis} does not fit the leaf"
+            ValueError, match=rf"unitwise_norm: axis={axis} does not fit the leaf"
         ):
-            optaxclip.unit_norm(x, axis=axis)
+            optaxclip.unitwise_norm(x, axis=axis)
 
 
 def test_axes_may_differ_from_leaf_to_leaf_of_a_tuple():
     x = jnp.array([[3.0, 4.0], [6.0, 8.0]])
-    whole, rows = optaxclip.unit_norm((x, x), axis=((0, 1), 1))
+    whole, rows = optaxclip.unitwise_norm((x, x), axis=((0, 1), 1))
     np.testing.assert_allclose(whole, [[125**0.5]], rtol=1e-6)
     np.testing.assert_allclose(rows, [[5.0], [10.0]], rtol=1e-6)
 
@@ -1226,7 +1226,7 @@ def test_axes_may_differ_from_leaf_to_leaf_of_a_tuple():
 def test_the_vector_of_each_layer_is_a_unit_where_layers_are_stacked():
     x = jnp.array([[3.0, 4.0], [6.0, 8.0]])
     np.testing.assert_allclose(
-        optaxclip.unit_norm(x, stacked=1), [[5.0], [10.0]], rtol=1e-6
+        optaxclip.unitwise_norm(x, stacked=1), [[5.0], [10.0]], rtol=1e-6
     )
 
 

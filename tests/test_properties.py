@@ -132,7 +132,7 @@ CLIPPERS = {
         lambda leaves, limit, _: oracles.clip_tensors(leaves, limit),
     ),
     "unit": (
-        lambda limit, _: optaxclip.clip_by_unit_norm(limit),
+        lambda limit, _: optaxclip.clip_by_unitwise_norm(limit),
         unit,
         lambda leaves, limit, _: oracles.clip_units(leaves, limit),
     ),

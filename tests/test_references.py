@@ -84,7 +84,7 @@ def test_autoclip_is_the_percentile_of_the_paper():
 
 @pytest.mark.parametrize("window", [20, 1000])
 def test_a_quantile_of_the_past_is_that_of_pypi_autoclip(window):
-    rule = optaxclip.windowed_quantile(0.9, window)
+    rule = optaxclip.rules.windowed_quantile(0.9, window)
     updates, state = run(optaxclip.clip_by_tensor_norm(rule, eps=1e-6), stream())
     each, every = CASES[f"quantile, {window}"], CASES[f"global quantile, {window}"]
     for leaf in LEAVES:
@@ -106,7 +106,7 @@ def test_standard_deviations_do_not_give_nan_in_the_second_step():
     """
     assert np.isnan(numbers(CASES["global standard"]["clipped_norm"])[1])
     updates, state = run(
-        optaxclip.clip_by_global_norm(optaxclip.windowed_mean(2.0, 1000, ddof=1)),
+        optaxclip.clip_by_global_norm(optaxclip.rules.windowed_mean(2.0, 1000, ddof=1)),
         stream(),
     )
     assert np.isfinite(together(updates)).all() and np.isinf(state.limit[:2]).all()
@@ -119,10 +119,10 @@ def test_standard_deviations_do_not_give_nan_in_the_second_step():
 @pytest.mark.parametrize(
     ("case", "rule"),
     [
-        ("zclip", optaxclip.z_score()),
-        ("zclip, capped", optaxclip.least(optaxclip.z_score(), 1.0)),
-        ("zclip, to the mean", optaxclip.z_score(target="mean")),
-        ("zclip, percentile", optaxclip.z_score(target="max", eps=0.0)),
+        ("zclip", optaxclip.rules.z_score()),
+        ("zclip, capped", optaxclip.rules.minimum(optaxclip.rules.z_score(), 1.0)),
+        ("zclip, to the mean", optaxclip.rules.z_score(target="mean")),
+        ("zclip, percentile", optaxclip.rules.z_score(target="max", eps=0.0)),
     ],
 )
 def test_a_z_score_is_that_of_zclip(case, rule):

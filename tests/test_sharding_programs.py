@@ -86,7 +86,7 @@ def in_shard_map(clipper, tree=MANY, specs=MANY_SPECS, **options):
 def test_a_clip_of_64_leaves_in_shard_map_is_one_all_reduce_of_one_array(
     build, axes, options
 ):
-    assert compiled(in_shard_map(build(0.5, axes=axes), **options), MANY) == [
+    assert compiled(in_shard_map(build(0.5, mesh_axes=axes), **options), MANY) == [
         ("all-reduce", 1)
     ]
 
@@ -175,7 +175,7 @@ def test_large_gradients_do_not_travel(kind):
         )
         asked = {
             kind
-            for build in (optaxclip.clip_by_global_norm, optaxclip.clip_by_unit_norm)
+            for build in (optaxclip.clip_by_global_norm, optaxclip.clip_by_unitwise_norm)
             for kind, _ in compiled(jax.jit(partial(one_step, build(0.5))), tree)
         }
     assert asked == {"all-reduce"}
@@ -195,7 +195,7 @@ def test_units_that_are_summed_over_different_axes_share_one_collective():
     text = (
         jax.jit(
             on_four_devices(
-                lambda x: optaxclip.unit_norm(x, axes=specs),
+                lambda x: optaxclip.unitwise_norm(x, mesh_axes=specs),
                 (specs,),
                 {"a": P(), "b": P()},
             )

@@ -65,7 +65,9 @@ def autoclip(
     """
     call = "autoclip"
     percentile = check_field(call, "percentile", number(highest=100.0), percentile)
-    share = Partial(_hundredth, percentile) if callable(percentile) else percentile / 100
+    share = (
+        Partial(_hundredth, percentile) if callable(percentile) else percentile / 100
+    )
     rule = WindowedQuantile(share, window, current=True)
     return clip_at(scope, rule, call, nonfinite, mesh_axes)
 

@@ -8,8 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from . import prefix
 from .._arguments import broadcasts_to, check_number, check_order, check_state
+from .._norms import _prefix as prefix
 from .._norms._modulus import direction
 
 
@@ -22,25 +22,32 @@ class ClipByValueState(NamedTuple):
 def clip_by_value(
     max_value: Any, min_value: Any = None
 ) -> optax.GradientTransformation:
-    """Limits every element to [min_value, max_value], or to [-max_value, max_value]
-    when one bound is given.
+    """Clips every element to [min_value, max_value], or to [-max_value, max_value].
 
-    Complex elements are limited by modulus and take one bound. NaN stays NaN, an
+    Complex elements are limited by modulus and take one bound. NaN stays NaN. An
     infinite element becomes the bound (a complex one in the direction of its infinite
-    part). Integer leaves keep their dtype: the bounds are rounded inwards. Leaves that
-    are no numbers, bools and keys, pass. The direction of the gradient changes; no
-    device needs to hear of another.
+    part). Integer leaves keep their dtype: the bounds are rounded inwards. Bools and
+    keys pass. The direction of the gradient changes. No collective is needed.
 
     Args:
       max_value: the upper bound: a number, a schedule, an array that broadcasts to each
         leaf, or a tree prefix of these, of any real dtype. At least 0 when it stands
         alone.
-      min_value: the lower bound, likewise; None for -max_value.
+      min_value: the lower bound, likewise. None for -max_value.
+
+    Returns:
+      A transformation with a `ClipByValueState`.
 
     Raises:
       ValueError: NaN, bounds that are known to leave no room between them, or a bound
         that does not fit a leaf.
-      TypeError: a bound that is no real number, or two bounds for a complex leaf.
+      TypeError: a bound that is not a real number, or two bounds for a complex leaf.
+
+    Example:
+      >>> clipper = optaxclip.clip_by_value(1.0, -0.5)
+      >>> grads = jnp.array([-3.0, 0.25, 2.0])
+      >>> print(clipper.update(grads, clipper.init(grads))[0])
+      [-0.5   0.25  1.  ]
 
     Reference: Mikolov, Statistical language models based on neural networks, 2012.
     """
@@ -80,7 +87,23 @@ def clip_by_value(
 
 
 def clip(max_delta: Any) -> optax.GradientTransformation:
-    """`optax.clip`: see `clip_by_value`."""
+    """Clips every element to [-max_delta, max_delta], as `optax.clip`.
+
+    Args:
+      max_delta: a bound at least 0, or anything else that `clip_by_value` takes.
+
+    Returns:
+      A transformation with a `ClipByValueState`.
+
+    Raises:
+      ValueError, TypeError: as `clip_by_value`.
+
+    Example:
+      >>> clipper = optaxclip.clip(1.0)
+      >>> grads = jnp.array([-3.0, 0.25])
+      >>> print(clipper.update(grads, clipper.init(grads))[0])
+      [-1.    0.25]
+    """
     return clip_by_value(max_delta)
 
 

@@ -1,16 +1,4 @@
-"""LARC: the layer-wise learning rate of LARS, but never above the global one.
-
-    v = g + weight_decay * p        g <- v * min(1, trust * |p| / (|g| + weight_decay *
-                                    |p| + eps) / learning_rate)        for each tensor
-
-So the step learning_rate * v of a tensor is at most trust * |p| long. Without weight
-decay this is `clip_by_tensor_norm` with the limit trust * |p| / learning_rate, and it
-is built as that: LARC is tensor clipping whose limit follows the weights and the
-schedule of the learning rate.
-
-Reference: You, Gitman, Ginsburg, Large batch training of convolutional networks, 2017
-(arXiv 1708.03888); the minimum with the learning rate is NVIDIA's apex.
-"""
+"""LARC: the layer-wise learning rate of LARS, but never above the global one."""
 
 from typing import Any
 
@@ -18,14 +6,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.tree_util import Partial
 
-from .._arguments import as_partial, check_limit, check_params
-from .._core._kernel import clip_by
+from .._arguments import check_limit, check_params
+from .._core._kernel import make_clipper
 from .._norms._leaves import Stacked, cast_like, clipped_leaves, params_of, put_back
-from .._norms._norms import measure_of, tensor_norm
-from .._norms._types import MeshAxes
-from ..rules._constant import Threshold, remember_nothing
+from .._norms._measures import TensorNorm, check_measure
+from .._norms._mesh_axes import MeshAxes
+from ..rules._rule import Number, Rule, at_step, number
 
 
 def larc(
@@ -38,11 +25,15 @@ def larc(
     nonfinite: str = "propagate",
     mesh_axes: MeshAxes = "auto",
 ) -> optax.GradientTransformationExtraArgs:
-    """Clips each tensor of the gradient so that its step with this learning rate is at
-    most `trust` times as long as the weights.
+    """Clips each tensor so that its step is at most `trust` times as long as the
+    weights.
+
+        v = g + weight_decay * p
+        g <- v * min(1, trust * |p| / (|g| + weight_decay * |p| + eps) / learning_rate)
 
     It stands before SGD with the same learning rate: `optax.chain(optaxclip.larc(0.1),
-    optax.sgd(0.1, momentum=0.9))`. Its `update` needs params.
+    optax.sgd(0.1, momentum=0.9))`. Its `update` needs params. Without weight decay it
+    is `clip_by_tensor_norm` with the limit trust * |p| / learning_rate.
 
         weights 0, or gradient 0   untouched: neither clipped nor decayed
         at or below the limit      without weight decay bit for bit the input
@@ -50,7 +41,7 @@ def larc(
 
     Args:
       learning_rate: that of the optimizer behind it: a number at least 0 or a schedule.
-      trust: how long a step may be against the weights. At least 0; apex has 0.02, the
+      trust: how long a step may be against the weights. At least 0. apex has 0.02, the
         paper 0.001.
       weight_decay: added as weight_decay * p before clipping, so leave it out of the
         optimizer. At least 0.
@@ -62,32 +53,27 @@ def larc(
       weight_decay * |p|, the limit trust * |p| / learning_rate.
 
     Raises:
-      TypeError, ValueError: numbers that are negative, NaN or none; ValueError:
-        `update` without params.
+      ValueError: a negative or NaN number, or `update` without params.
+      TypeError: something that is not a number.
 
     Example:
-      >>> import optaxclip
       >>> params, grads = jnp.array([3.0, 4.0]), jnp.array([0.0, 2.0])
       >>> clipper = optaxclip.larc(0.1)
       >>> updates, state = clipper.update(grads, clipper.init(params), params)
-      >>> print(*(f"{x:.4f}" for x in (*updates, state.limit)))
-      0.0000 1.0000 1.0000
+      >>> print(updates.round(4), state.limit)
+      [0. 1.] 1.0
 
-    Reference: You, Gitman, Ginsburg, 2017 (arXiv 1708.03888).
+    Reference: You, Gitman, Ginsburg, Large batch training of convolutional networks,
+    2017 (arXiv 1708.03888). The minimum with the learning rate is NVIDIA's apex.
     """
     call = "larc"
-    for name, value in (
-        ("trust", trust),
-        ("weight_decay", weight_decay),
-        *(() if callable(learning_rate) else (("learning_rate", learning_rate),)),
-    ):
-        check_limit(f"{call}: {name}", value)
-    rate = as_partial(learning_rate) if callable(learning_rate) else learning_rate
-    rule = Threshold(Partial(remember_nothing), Partial(_limit, rate, trust))
-    measure = measure_of(call, tensor_norm, mesh_axes=mesh_axes, stacked=stacked)
-    kernel = clip_by(
-        measure, rule, eps=eps, nonfinite=nonfinite, argument=f"{call}: limit"
-    )
+    check_limit(f"{call}: trust", trust)
+    check_limit(f"{call}: weight_decay", weight_decay)
+    rule = Larc(learning_rate, trust)
+    numbers = {"stacked": stacked, "mesh_axes": mesh_axes}
+    measure = TensorNorm(**check_measure(call, None, **numbers))
+    options = {"eps": eps, "nonfinite": nonfinite}
+    kernel = make_clipper(measure, rule, call=call, name="limit", **options)
 
     def update(
         updates: Any, state: Any, params: Any = None, **_: Any
@@ -95,49 +81,49 @@ def larc(
         check_params(call, params)
         tree = clipped_leaves(updates)
         weights = params_of(tree, params)
-        norms, lengths = measure(tree), measure(weights)
-        decayed = jax.tree.map(
-            lambda *each: _decay(weight_decay, *each), tree, weights, norms, lengths
-        )
-        norms = jax.tree.map(
-            lambda norm, length: norm + _as(weight_decay, norm) * length, norms, lengths
-        )
-        return kernel.update(
-            put_back(decayed, updates), state, params, grad_norm=norms
-        )
+        norms, lengths = measure(tree).tree(), measure(weights).tree()
+
+        def decay(*each: Any) -> jax.Array:
+            return _decayed(weight_decay, *each)
+
+        def lengthen(norm: jax.Array, length: jax.Array) -> jax.Array:
+            return norm + jnp.asarray(weight_decay).astype(norm.dtype) * length
+
+        decayed = jax.tree.map(decay, tree, weights, norms, lengths)
+        longer = jax.tree.map(lengthen, norms, lengths)
+        changed = put_back(decayed, updates)
+        return kernel.update(changed, state, params, grad_norm=longer)
 
     return optax.GradientTransformationExtraArgs(kernel.init, update)
 
 
+class Larc(Rule):
+    """limit = trust * |p| / learning_rate, and none for weights or a rate of 0."""
+
+    learning_rate: Number = number()
+    trust: Number = number()
+
+    @property
+    def needs_params(self) -> bool:
+        return True
+
+    def update(
+        self, norm: jax.Array, memory: Any, step: jax.Array, params_norm: jax.Array
+    ) -> Any:
+        rate, trust = at_step(step, norm, self.learning_rate, self.trust)
+        length = params_norm.astype(norm.dtype)
+        free = (length == 0) | (rate == 0)
+        limit = trust * length / jnp.where(free, 1.0, rate)
+        return jnp.where(free, jnp.inf, limit), memory
+
+
 @jax.jit
-def _decay(
+def _decayed(
     weight_decay: Any, grad: Any, weight: Any, norm: jax.Array, length: jax.Array
 ) -> jax.Array:
-    """The gradient with weight decay, in its own dtype; as it is where either is 0."""
+    """The gradient with weight decay, in its own dtype. As it is where either is 0."""
+    decay = jnp.asarray(weight_decay).astype(norm.dtype)
     wide = np.promote_types(jnp.result_type(grad), norm.dtype)
-    decayed = jnp.asarray(grad).astype(wide) + _as(weight_decay, norm).astype(
-        wide
-    ) * jnp.asarray(weight).astype(wide)
-    return jnp.where(
-        (norm == 0) | (length == 0) | (_as(weight_decay, norm) == 0),
-        grad,
-        cast_like(decayed, grad),
-    )
-
-
-def _limit(rate, trust, norm, memory, step, params_norm):
-    """trust * |p| / rate; inf, which clips nothing, where there are no weights to
-    compare with or the rate is 0.
-    """
-    length, rate = (
-        params_norm().astype(norm.dtype),
-        _as(rate(step) if callable(rate) else rate, norm),
-    )
-    free = (length == 0) | (rate == 0)
-    return jnp.where(
-        free, jnp.inf, _as(trust, norm) * length / jnp.where(free, 1.0, rate)
-    ), memory
-
-
-def _as(number: Any, norm: jax.Array) -> jax.Array:
-    return jnp.asarray(number).astype(norm.dtype)
+    added = decay.astype(wide) * jnp.asarray(weight).astype(wide)
+    decayed = cast_like(jnp.asarray(grad).astype(wide) + added, grad)
+    return jnp.where((norm == 0) | (length == 0) | (decay == 0), grad, decayed)

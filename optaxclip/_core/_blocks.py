@@ -70,8 +70,7 @@ class Arrangement(NamedTuple):
             if source.block is None:
                 one = other
             elif source.put is not None:
-                rows = jnp.array(source.put)
-                one = jax.tree.map(lambda a, b: b.at[rows].set(a[rows]), one, other)
+                one = _put_rows(source.put, one, other)
             found.append(one)
         return found
 
@@ -88,8 +87,8 @@ def arrangement(
     known = {name for block in names for name in block}
     if not set(number_of) <= known or len(names) != len(kept):
         raise ValueError(
-            f"{call}: state was made for norms of {_shown(known)}, but the updates have "
-            f"norms of {_shown(number_of)}."
+            f"{call}: state was made for norms of {_shown(known)}, but the updates "
+            f"have norms of {_shown(number_of)}."
         )
     sources = []
     for block, old in zip(names, kept):
@@ -98,6 +97,12 @@ def arrangement(
         if numbers:
             _check_old(norms, numbers[0], old, len(block), call)
     return Arrangement(sources, kept)
+
+
+def _put_rows(rows: list[int], new: Any, old: Any) -> Any:
+    """The old arrays with some rows of the new ones."""
+    where = jnp.array(rows)
+    return jax.tree.map(lambda a, b: b.at[where].set(a[where]), new, old)
 
 
 def _source(

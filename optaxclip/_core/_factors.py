@@ -1,6 +1,15 @@
-"""From a norm to a new one: the factors, and the multiplication of the updates."""
+"""From a norm to a new one: the factors, and the multiplication of the updates.
 
-from typing import Any, NamedTuple
+    root     sqrt(new_norm / norm), a hair less      one number for each norm
+    update   x * root * root
+
+The quotient of the norms may leave the range of the dtype, and its root does not. So
+updates are multiplied twice, always, which takes no decision for each leaf.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -8,20 +17,8 @@ import numpy as np
 from jax import lax
 
 from .._norms._leaves import cast_like, clipped_leaves, put_back
-from .._norms._measures import Norms, in_blocks, norms_of_tree
+from .._norms._measures import Norms, Place, in_blocks, norms_of_tree
 from .._norms._platform import per_platform
-
-
-class Factor(NamedTuple):
-    """What updates are multiplied by, first by one number and then by the other.
-
-    The second is 1 unless the quotient of the norms is so far from 1 that it, or a
-    product with it, could leave the range of the dtype. Then both are twice its root,
-    and a quarter comes between them. Each of these products is a normal number.
-    """
-
-    first: jax.Array
-    second: jax.Array
 
 
 def rescale(updates: Any, norms: Any, new_norms: Any) -> Any:
@@ -44,33 +41,24 @@ def rescale(updates: Any, norms: Any, new_norms: Any) -> Any:
     tree = clipped_leaves(updates)
     before = norms_of_tree(norms, tree)
     new = in_blocks(jax.tree.leaves(new_norms), before.places)
-    factors = [factor_between(*each) for each in zip(before.blocks, new)]
-    return put_back(multiply(tree, before, factors), updates)
+    roots = [root_between(*each) for each in zip(before.blocks, new)]
+    return put_back(multiply(tree, before, roots), updates)
 
 
-def factor_between(norm: jax.Array, new_norm: jax.Array) -> Factor:
-    """The factor from a norm to a new one.
+def root_between(norm: jax.Array, new_norm: jax.Array) -> jax.Array:
+    """The root of the factor from a norm to a new one.
 
-    It is exactly 1 where they are equal, and NaN for a broken norm. Otherwise it ends
-    3 eps below the quotient, which covers the rounding of limit, norm, quotient and
-    product, so that the result never exceeds the limit.
+    It is exactly 1 where they are equal, and NaN for a broken norm. Otherwise its
+    square ends 5 eps below the quotient, which covers the rounding of limit, norm,
+    roots and products, so that the result never exceeds the limit.
     """
-    far = is_far(norm, new_norm)
-    root = ratio(*(jnp.sqrt(jnp.where(far, x, 1.0)) for x in (new_norm, norm)))
-    # Two wheres: the quotient of the unused branch must stay finite for the derivative.
-    near = far | (new_norm == norm)
-    quotient = ratio(jnp.where(near, 1.0, new_norm), jnp.where(near, 1.0, norm))
-    short = 1 - 3 * jnp.finfo(norm.dtype).eps
-    first = jnp.where(far, 2 * root, quotient)
-    first = jnp.where(new_norm == norm, 1.0, first * short)
-    return Factor(first, jnp.where(far, 2 * root, 1.0))
-
-
-def is_far(norm: jax.Array, new_norm: jax.Array) -> jax.Array:
-    """Whether the quotient is too far from 1 for one multiplication."""
-    low = 2.0 ** (int(jnp.finfo(norm.dtype).minexp) + 26)
-    down = (new_norm > 0) & (new_norm < norm * low)
-    return down | ((norm > 0) & (norm < new_norm * low))
+    same = new_norm == norm
+    # Two wheres: sqrt has no derivative at 0, and the unused branch of a where must
+    # stay finite as well.
+    short, long = (jnp.where(same | (x == 0), 1.0, x) for x in (new_norm, norm))
+    root = jnp.sqrt(short) * (1 - 2.5 * jnp.finfo(norm.dtype).eps) / jnp.sqrt(long)
+    # The division comes last: what came after it XLA would do again for every element.
+    return jnp.where(same, 1.0, jnp.where(new_norm == 0, 0.0, root))
 
 
 def reported(norm: jax.Array, new_norm: jax.Array) -> jax.Array:
@@ -83,56 +71,82 @@ def reported(norm: jax.Array, new_norm: jax.Array) -> jax.Array:
     return jnp.where(new_norm == norm, 1.0, quotient)
 
 
-def multiply(tree: Any, norms: Norms, factors: list[Factor]) -> Any:
-    """Multiplies each clipped leaf by the factor of its norm."""
+def multiply(tree: Any, norms: Norms, roots: list[jax.Array]) -> Any:
+    """Multiplies each clipped leaf twice by the root of its norm."""
     leaves, treedef = jax.tree.flatten(tree)
     if not leaves:
         return tree
-    spread = [Factor(*(_spread(x, len(leaves)) for x in f)) for f in factors]
-    changed = []
-    for place, (leaf, number) in enumerate(zip(leaves, norms.of_leaf)):
-        if number is not None:
-            block, row = norms.places[number]
-            lone = row is None and factors[block].first.ndim == 0
-            row = place if lone else row
-            leaf = stretch(leaf, *(_entry(x, row) for x in spread[block]))
-        changed.append(leaf)
+    changed = per_platform(
+        leaves,
+        roots,
+        cpu=partial(_multiply, norms, _entry_on_cpu),
+        gpu=partial(_multiply_on_gpu, norms),
+        tpu=partial(_multiply, norms, _entry),
+    )
     return treedef.unflatten(changed)
 
 
-def _spread(factor: jax.Array, count: int) -> jax.Array:
-    """A factor of all leaves, as a vector with one entry for each leaf.
+def _multiply(
+    norms: Norms,
+    entry: Callable[[jax.Array, int], jax.Array],
+    leaves: list[jax.Array],
+    roots: list[jax.Array],
+) -> list[jax.Array]:
+    # Without the barrier XLA computes the roots again in the kernel of every leaf.
+    roots = [lax.optimization_barrier(root) for root in roots]
+    changed = []
+    for leaf, number in zip(leaves, norms.of_leaf):
+        if number is not None:
+            block, row = norms.places[number]
+            root = roots[block] if row is None else entry(roots[block], row)
+            leaf = stretch(leaf, root)
+        changed.append(leaf)
+    return changed
 
-    On a GPU, XLA merges kernels of an optimizer that read the same vector. The barrier
-    keeps it one. Elsewhere the vector disappears.
+
+def _multiply_on_gpu(
+    norms: Norms, leaves: list[jax.Array], roots: list[jax.Array]
+) -> list[jax.Array]:
+    """Takes the root of all leaves out of a vector with one entry for each leaf.
+
+    XLA merges kernels of an optimizer that read the same vector.
     """
-    if factor.ndim:
-        return factor
-
-    def behind_barrier(factor: jax.Array) -> jax.Array:
-        return lax.optimization_barrier(jnp.broadcast_to(factor, (count,)))
-
-    def vanishing(factor: jax.Array) -> jax.Array:
-        return jnp.broadcast_to(factor, (count,))
-
-    return per_platform(factor, cpu=vanishing, gpu=behind_barrier, tpu=vanishing)
-
-
-def _entry(factor: jax.Array, row: int | None) -> jax.Array:
-    """The entry of one norm in a block of factors."""
-    return factor if row is None else factor[row]
+    lone = [root.ndim == 0 for root in roots]
+    count = len(leaves)
+    spread = [jnp.broadcast_to(x, (count,)) if x.ndim == 0 else x for x in roots]
+    places, of_leaf = list(norms.places), []
+    for row, number in enumerate(norms.of_leaf):
+        if number is not None and lone[norms.places[number].block]:
+            places.append(Place(norms.places[number].block, row))
+            number = len(places) - 1
+        of_leaf.append(number)
+    norms = norms._replace(of_leaf=of_leaf, places=places)
+    return _multiply(norms, _entry, leaves, spread)
 
 
+def _entry(roots: jax.Array, row: int) -> jax.Array:
+    """The entry of one norm in a block."""
+    return roots[row]
+
+
+def _entry_on_cpu(roots: jax.Array, row: int) -> jax.Array:
+    """The entry of one norm in a block, by a reduction.
+
+    XLA on a CPU fuses a slice into the kernels of the optimizer, which then no longer
+    share their code: 148 tensors took 10 s to compile instead of 7.
+    """
+    return jnp.max(jnp.stack([roots[row], roots[row]]))
+
+
+# Jitted, so that it is traced once for all leaves of one shape.
 @jax.jit
-def stretch(x: jax.Array, first: jax.Array, second: jax.Array) -> jax.Array:
-    """x * first * second, rounded once to the dtype of x."""
+def stretch(x: jax.Array, root: jax.Array) -> jax.Array:
+    """x * root * root, rounded once to the dtype of x."""
     x = jnp.asarray(x)
-    quarter = jnp.where(second == 1, 1.0, 0.25).astype(second.dtype)
-    wide = np.promote_types(x.dtype, first.dtype)
-    factors = [y.astype(wide) for y in (first, quarter, second)]
-    stretched = cast_like(x.astype(wide) * factors[0] * factors[1] * factors[2], x)
+    wide = np.promote_types(x.dtype, root.dtype)
+    stretched = cast_like(x.astype(wide) * root.astype(wide) * root.astype(wide), x)
     # Selected where nothing is to be done: a product would flush subnormal numbers.
-    return jnp.where(first == 1, x, stretched)
+    return jnp.where(root == 1, x, stretched)
 
 
 @jax.custom_jvp
@@ -150,13 +164,13 @@ def _ratio_jvp(primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
     return quotient, ratio(tangents[0] - quotient * tangents[1], long)
 
 
-def zero_where_zero(tree: Any, norms: Norms, factors: list[Factor]) -> Any:
+def zero_where_zero(tree: Any, norms: Norms, roots: list[jax.Array]) -> Any:
     """Zeros in leaves whose factor is 0, since 0 times inf is NaN."""
     leaves, treedef = jax.tree.flatten(tree)
     changed = []
     for leaf, number in zip(leaves, norms.of_leaf):
         if number is not None:
-            factor = norms.pick([f.first for f in factors], number)
+            factor = norms.pick(roots, number)
             leaf = jnp.where(factor == 0, jnp.zeros_like(leaf), leaf)
         changed.append(leaf)
     return treedef.unflatten(changed)

@@ -35,7 +35,7 @@ from ._blocks import (
     rule_of_block,
     rules_of_norms,
 )
-from ._factors import factor_between, multiply, reported, zero_where_zero
+from ._factors import root_between, multiply, reported, zero_where_zero
 from ._limits import limit_of
 from ._nonfinite import raise_nonfinite
 from ._state import ClipState, Entry, pack, unpack
@@ -192,11 +192,11 @@ def _update(
         _shrink(settings, eps, *each) for each in zip(blocks, limits, memories)
     ]
 
-    factors = [factor_between(*each) for each in new_norms]
+    roots = [root_between(*each) for each in new_norms]
     norms = norms._replace(blocks=blocks, places=fit.places(norms))
-    updates = multiply(tree, norms, factors)
+    updates = multiply(tree, norms, roots)
     if settings.nonfinite == "zero":
-        updates = zero_where_zero(updates, norms, factors)
+        updates = zero_where_zero(updates, norms, roots)
     entries = [_count(*each) for each in zip(old, blocks, limits, new_norms, memories)]
     step = jnp.asarray(optax.safe_increment(state.step))
     return updates, pack(names, step, fit.keep_missing(entries, old))

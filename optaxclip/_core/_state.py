@@ -17,8 +17,8 @@ class ClipState(NamedTuple):
     `optaxclip.metrics` reads all of it by name.
     """
 
-    # No arrays: the names of the norms, as one key. "\\n" separates norms, an empty line
-    # blocks.
+    # No arrays: the names of the norms, as one key, one on each line. An empty line
+    # separates blocks.
     names: dict[str, None]
     step: jax.Array  # int32[]: updates seen
     norm: Any  # float32[N]: before clipping, in the last step

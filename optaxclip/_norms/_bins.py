@@ -62,11 +62,16 @@ def sum_on_gpu(leaf: jax.Array, dims: Dims) -> Bins:
     def add(one: Any, other: Any) -> Any:
         return tuple(a + b for a, b in zip(one, other))
 
-    if dims is not None:  # there XLA would write the squares to memory first
-        return sum_on_tpu(leaf, dims)
+    axes = tuple(range(leaf.ndim)) if dims is None else dims
+    if leaf.ndim and leaf.ndim - 1 not in axes:
+        # Over columns XLA would write the squares to memory before it reduces three
+        # operands. As one stack they are one kernel.
+        stack = jnp.stack(squares_in_bins(leaf))
+        sums = jnp.sum(stack, [axis + 1 for axis in axes], keepdims=True)
+        return Bins(*sums)
     zeros = (np.float32(0),) * 3
-    axes = tuple(range(leaf.ndim))
-    return Bins(*lax.reduce(tuple(squares_in_bins(leaf)), zeros, add, axes))
+    sums = lax.reduce(tuple(squares_in_bins(leaf)), zeros, add, axes)
+    return Bins(*(x if dims is None else lax.expand_dims(x, axes) for x in sums))
 
 
 # Jitted, so that it is traced once for all leaves of one shape.

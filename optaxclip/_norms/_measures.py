@@ -88,7 +88,7 @@ class GlobalNorm(NamedTuple):
         leaves = jax.tree.leaves(tree)
         dims = [None] * len(leaves)
         found = splits(self.mesh_axes, tree, dims, self.call)
-        ((norm,),) = norms_of([Group(leaves, None, found)], self.ord)
+        (norm,) = norms_of([Group(leaves, None, found)], self.ord)
         of_leaf: list[int | None] = [0] * len(leaves)
         return Norms([norm], [Place(0, None)], [()], of_leaf, jax.tree.structure(0))
 
@@ -156,6 +156,8 @@ class GroupNorm(NamedTuple):
         treedef = jax.tree.structure(dict.fromkeys(order, 0))
         places = [Place(0, row) for row in range(len(order))]
         blocks = norms_of(groups, self.ord)
+        if len(groups) == 1:
+            blocks = [blocks[0][None]]
         return Norms(blocks, places, paths, of_leaf, treedef)
 
     def without_devices(self) -> "GroupNorm":
@@ -224,6 +226,8 @@ def norms_of(groups: list[Group], ord: Ord) -> list[jax.Array]:
         return blocks
     counts = [_count(_summed(group), blocks[0].dtype) for group in groups]
     divisors = [jnp.sqrt(n) if ord == "rms" else n for n in counts]
+    if len(groups) == 1:
+        return [blocks[0] / divisors[0]]
     places = places_of([group.dims is None for group in groups])
     return [a / b for a, b in zip(blocks, in_blocks(divisors, places))]
 
@@ -240,8 +244,10 @@ def _norm_of_each_leaf(tree: Any, dims: list[Any], measure: Any) -> Norms:
     groups = [group._replace(splits=[group.splits]) for group in groups]
     blocks = norms_of(groups, measure.ord)
     places = places_of([over is None for over in dims])
-    if treedef == jax.tree.structure(0) and dims == [None]:
-        blocks, places = [blocks[0][0]], [Place(0, None)]
+    if dims == [None]:  # one scalar
+        lone = treedef == jax.tree.structure(0)
+        blocks = blocks if lone else [blocks[0][None]]
+        places = [Place(0, None)] if lone else places
     paths = [path for path, _ in entries]
     of_leaf: list[int | None] = list(range(len(entries)))
     return Norms(blocks, places, paths, of_leaf, treedef)

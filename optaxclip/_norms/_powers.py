@@ -5,7 +5,8 @@
     all else                   divided by the largest first, which is a second read
 
 The result is a list of blocks: the norms of groups that are summed whole, as one
-vector, and after it an array for each group that keeps dimensions.
+vector, and after it an array for each group that keeps dimensions. The norm of a single
+group is a scalar.
 """
 
 from collections.abc import Callable
@@ -28,7 +29,7 @@ from ._bins import (
 from ._collectives import Split, counted_once, join_devices, names_of_blocks
 from ._modulus import divided, modulus, norm_dtype, tangent_of_modulus
 from ._platform import per_platform
-from ._small_leaves import bins_of_leaves
+from ._small_leaves import bins_of_leaves, join_small
 from ._sums_on_cpu import sum_squares
 
 # Orders whose powers of any float32 number stay far inside the range of float64.
@@ -60,8 +61,11 @@ def scatter(blocks: Blocks, layout: Layout) -> Blocks:
     arrays = iter(blocks[any(dims is None for dims, _ in layout) :])
     row, found = 0, []
     for dims, _ in layout:
-        found.append(blocks[0][row] if dims is None else next(arrays))
-        row += dims is None
+        if dims is None:
+            found.append(blocks[0][row] if blocks[0].ndim else blocks[0])
+            row += 1
+        else:
+            found.append(next(arrays))
     return found
 
 
@@ -74,16 +78,13 @@ def _norms(p: float, layout: Layout, groups: list[list[jax.Array]]) -> Blocks:
         blocks = _by_shares(p, np.float64, layout, groups)
     else:
         shares = partial(_by_shares, p, np.float32, layout)
-        blocks = per_platform(
+        return per_platform(
             groups,
             cpu=partial(_in_float64, p, layout),
             gpu=partial(_in_bins_on_gpu, layout) if p == 2 else shares,
             tpu=partial(_in_bins, sum_on_tpu, layout) if p == 2 else shares,
         )
-    # Without the barrier XLA computes the sum over all leaves again in the kernel of
-    # every leaf. Each block has its own, since a barrier over several would give them
-    # one type where one differs between devices.
-    return [lax.optimization_barrier(block) for block in blocks]
+    return blocks
 
 
 @_norms.defjvp
@@ -110,8 +111,9 @@ def _norms_jvp(p: float, layout: Layout, primals: Any, tangents: Any) -> Any:
 
 def _slope(leaf: jax.Array, change: jax.Array, norm: jax.Array) -> jax.Array:
     """x / norm * dx. Without the modulus, whose derivative at 0 hides that of x."""
-    unit = divided(leaf, jnp.where(norm > 0, norm, 1.0))
-    return jnp.real(jnp.conj(unit) * change)
+    wide = np.promote_types(leaf.dtype, norm.dtype)
+    unit = divided(leaf.astype(wide), jnp.where(norm > 0, norm, 1.0))
+    return jnp.real(jnp.conj(unit) * change.astype(wide))
 
 
 def _weights(
@@ -220,18 +222,20 @@ def _roots_of_bins(found: list[list[Bins]], layout: Layout) -> Blocks:
 
 def _in_bins_on_gpu(layout: Layout, groups: list[list[jax.Array]]) -> Blocks:
     """Norms of order 2, with small leaves read together where that moves no data."""
-    places, leaves = [], []
-    found: list[list[Any]] = [[None] * len(group) for group in groups]
-    for number, (group, (dims, _)) in enumerate(zip(groups, layout)):
-        for row, leaf in enumerate(group):
-            if dims is None:
-                places.append((number, row))
-                leaves.append(leaf)
-            else:
-                found[number][row] = bins_of_leaf(sum_on_gpu, dims, leaf)
-    for (number, row), bins in zip(places, bins_of_leaves(leaves)):
-        found[number][row] = bins
-    return _roots_of_bins(found, layout)
+    joined, splits = [], []
+    for group, (dims, own) in zip(groups, layout):
+        leaves, of_leaves = (group, own) if dims else join_small(group, own)
+        joined.append(leaves)
+        splits.append((dims, tuple(of_leaves)))
+    lone = [g[0] for g, (dims, _) in zip(joined, splits) if dims is None and len(g) == 1]
+    rows = iter(bins_of_leaves(lone))
+    found = []
+    for group, (dims, _) in zip(joined, splits):
+        if dims is None and len(group) == 1:
+            found.append([next(rows)])
+        else:
+            found.append([bins_of_leaf(sum_on_gpu, dims, leaf) for leaf in group])
+    return _roots_of_bins(found, tuple(splits))
 
 
 def _largest(dtype: Any, layout: Layout, groups: list[list[jax.Array]]) -> Blocks:
@@ -334,6 +338,8 @@ def _gather(
     joined = [join(group) if group else zero for group in terms]
     scalars = [x for x, (dims, _) in zip(joined, layout) if dims is None]
     arrays = [x for x, (dims, _) in zip(joined, layout) if dims is not None]
+    if len(layout) == 1 and scalars:
+        return scalars
     return ([jnp.stack(scalars)] if scalars else []) + arrays
 
 
@@ -343,8 +349,11 @@ def _total(terms: list[jax.Array]) -> jax.Array:
 
 
 def _total_of_stack(terms: list[jax.Array]) -> jax.Array:
-    # A TPU runs each add of a chain by itself.
-    return jnp.sum(jnp.stack(terms), 0)
+    if len(terms) == 1:
+        return terms[0]
+    # A TPU runs each add of a chain by itself. Without the barrier XLA makes a chain of
+    # this sum.
+    return jnp.sum(lax.optimization_barrier(jnp.stack(terms)), 0)
 
 
 def _maximum(terms: list[jax.Array]) -> jax.Array:

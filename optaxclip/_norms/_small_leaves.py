@@ -1,28 +1,47 @@
 """Small leaves read together: what small networks on a GPU spend their time on.
 
-    leaves of one size and dtype, below 2^16 elements: stacked, and summed by row
+    leaves of one norm       concatenated, and summed as one leaf
+    leaves with own norms    those of one size stacked, and summed by row
 
 A GPU takes about 2 us to start a kernel, which is longer than it takes to read a small
-leaf. Stacking moves data between devices where leaves are split under jit, which a
-program cannot know when it is traced. So it is done with one device in the process, and
-inside shard_map and pmap, where arrays are local.
+leaf. Putting leaves together moves data between devices where they are split under jit,
+which a program cannot know when it is traced. So it is done with one device in the
+process, and inside shard_map and pmap, where arrays are local.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from ._bins import Bins, bins_of_leaf, sum_on_gpu
+from ._collectives import Split
 from ._types import in_manual_mesh, varying
 
 SMALL = 2**16  # elements
 
 
+def join_small(
+    leaves: list[jax.Array], splits: Sequence[Split]
+) -> tuple[list[jax.Array], list[Split]]:
+    """The leaves of one norm, with small ones of one kind concatenated."""
+    found, of_leaves = [], []
+    kinds = [(_kind(place, x), splits[place]) for place, x in enumerate(leaves)]
+    for kind in dict.fromkeys(kinds):
+        alike = [leaf for leaf, own in zip(leaves, kinds) if own == kind]
+        flat = [leaf.reshape(-1) for leaf in alike] if len(alike) > 1 else alike
+        found.append(jnp.concatenate(flat) if len(alike) > 1 else alike[0])
+        of_leaves.append(kind[1])
+    return found, of_leaves
+
+
 def bins_of_leaves(leaves: list[jax.Array]) -> list[Bins]:
-    """The sums in bins of each leaf."""
+    """The sums in bins of each leaf, with small ones of one size as rows."""
     found: list[Any] = [None] * len(leaves)
-    for places in _alike(leaves).values():
+    kinds = [(_kind(place, leaf), leaf.size) for place, leaf in enumerate(leaves)]
+    for kind in dict.fromkeys(kinds):
+        places = [place for place, own in enumerate(kinds) if own == kind]
         if len(places) == 1:
             found[places[0]] = bins_of_leaf(sum_on_gpu, None, leaves[places[0]])
             continue
@@ -33,16 +52,10 @@ def bins_of_leaves(leaves: list[jax.Array]) -> list[Bins]:
     return found
 
 
-def _alike(leaves: list[jax.Array]) -> dict[Any, list[int]]:
-    """The places of leaves that can be read together."""
-    groups: dict[Any, list[int]] = {}
-    for place, leaf in enumerate(leaves):
-        key = (leaf.size, leaf.dtype, varying(leaf)) if _is_movable(leaf) else place
-        groups.setdefault(key, []).append(place)
-    return groups
-
-
-def _is_movable(leaf: jax.Array) -> bool:
+def _kind(place: int, leaf: jax.Array) -> Any:
+    """What leaves that are put together have in common. A large leaf is alone."""
     known = all(isinstance(size, int) for size in leaf.shape)
     local = in_manual_mesh() or jax.device_count() == 1
-    return known and local and leaf.size < SMALL
+    if known and local and leaf.size <= SMALL:
+        return leaf.dtype, varying(leaf)
+    return place

@@ -26,14 +26,16 @@ def update_unless(
     """Returns the optimizer's updates and state, or zeros and the old state.
 
     Args:
-      skip: bool[], is the step skipped?
+      skip: bool[], whether the step is skipped.
       update: the optimizer's, a function of updates, state and params.
       updates, state, params: its arguments.
     """
     arguments, treedef = jax.tree.flatten((updates, state, params))
-    program, shapes = jax.make_jaxpr(
-        lambda *leaves: update(*treedef.unflatten(leaves)), return_shape=True
-    )(*arguments)
+
+    def of_leaves(*leaves: Any) -> Any:
+        return update(*treedef.unflatten(leaves))
+
+    program, shapes = jax.make_jaxpr(of_leaves, return_shape=True)(*arguments)
     outputs, old_leaves = program.jaxpr.outvars, jax.tree.leaves(state)
     count = len(outputs) - len(old_leaves)
     early = _computed_state(program.jaxpr, outputs[count:], old_leaves)
@@ -53,14 +55,16 @@ def _computed_state(
 ) -> dict[Any, Any]:
     """The old leaf for each variable of the new state that an equation computes.
 
-    A variable that stands at several places of the state gets the last of their leaves.
+    A variable that is at several places of the state gets the last of their leaves.
     """
-    computed = {variable for equation in jaxpr.eqns for variable in equation.outvars}
-    return {
-        output: old
-        for output, old in zip(outputs, old_leaves)
-        if not _is_literal(output) and output in computed
-    }
+    computed: set[Any] = set()
+    for equation in jaxpr.eqns:
+        computed.update(equation.outvars)
+    found = {}
+    for output, old in zip(outputs, old_leaves):
+        if not _is_literal(output) and output in computed:
+            found[output] = old
+    return found
 
 
 def _run(
@@ -89,20 +93,20 @@ def _run_equation(jaxpr: Any, equation: Any, values: dict[Any, Any]) -> Sequence
 
 
 def _read(values: dict[Any, Any], atom: Any) -> jax.Array:
-    if _is_literal(atom):  # its value may be a Python number
+    if _is_literal(atom):  # Its value may be a Python number.
         return jnp.asarray(atom.val, atom.aval.dtype)
     return values[atom]
 
 
 def _select(skip: jax.Array, old: Any, new: Any) -> jax.Array:
     old, new = jnp.asarray(old), jnp.asarray(new)
-    if old.dtype != new.dtype:  # typed PRNG keys refuse astype to their own dtype
+    if old.dtype != new.dtype:  # Typed PRNG keys refuse astype to their own dtype.
         old = old.astype(new.dtype)
     return jnp.where(skip, old, new)
 
 
 def _is_literal(atom: Any) -> bool:
-    # Imported here, since it brings Pallas along, for which no import should wait.
+    # Imported here, since it imports Pallas, which would slow down `import optaxclip`.
     from jax.extend.core import Literal
 
     return isinstance(atom, Literal)

@@ -1,4 +1,4 @@
-"""A batch, fed a few examples at a time."""
+"""A batch, processed a few examples at a time."""
 
 from collections.abc import Callable
 from typing import Any
@@ -7,58 +7,62 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from .weights import beside
+from ._weights import along_batch
 
 
 def in_microbatches(
     step: Callable[..., Any], total: Any, batch: tuple[Any, ...], microbatch: int | None
 ) -> tuple[Any, Any]:
-    """Feeds a batch to `step(total, here, *microbatch) -> (total, found)`: the last
-    total, and what was found for each example. `here` is False for what only fills up
-    the last one.
+    """Runs `step(total, is_real, *examples) -> (total, found)` on each microbatch.
+
+    `is_real` is False for examples that only fill up the last microbatch.
+
+    Returns:
+      The last total, and what was found for each example.
     """
     size = jax.tree.leaves(batch)[0].shape[0]
     width = min(microbatch or size, size)
     count = -(-size // width)
-
-    def dealt(x: jax.Array) -> jax.Array:
-        # To each microbatch every count-th example, and not neighbours: devices that
-        # share a batch then have a part of every microbatch, and need not send any.
-        filled = (
-            x
-            if width * count == size
-            else jnp.concatenate([x, x[: width * count - size]])
-        )
-        return filled.reshape(width, count, *x.shape[1:])
-
-    def collected(x: jax.Array) -> jax.Array:
-        return jnp.swapaxes(x, 0, 1).reshape(width * count, *x.shape[2:])[:size]
-
-    hands = jax.tree.map(dealt, batch)
+    split = jax.tree.map(lambda x: _split(x, width, count), batch)
 
     def body(total: Any, turn: jax.Array) -> tuple[Any, Any]:
-        here = jnp.arange(width) * count + turn < size
-        return step(
-            total,
-            here,
-            *jax.tree.map(
-                lambda x: lax.dynamic_index_in_dim(x, turn, 1, keepdims=False), hands
-            ),
-        )
+        is_real = jnp.arange(width) * count + turn < size
+
+        def take(x: jax.Array) -> jax.Array:
+            return lax.dynamic_index_in_dim(x, turn, 1, keepdims=False)
+
+        return step(total, is_real, *jax.tree.map(take, split))
 
     total, found = lax.scan(body, total, jnp.arange(count))
-    return total, jax.tree.map(collected, found)
+    return total, jax.tree.map(lambda x: _joined(x)[:size], found)
 
 
-def stand_in(example: Any, counts: jax.Array) -> Any:
+def _split(x: jax.Array, width: int, count: int) -> jax.Array:
+    """[batch, ...] as [width, count, ...].
+
+    Each microbatch gets every count-th example instead of neighbours. Devices that
+    share a batch then have a part of every microbatch, and need not send any.
+    """
+    missing = width * count - x.shape[0]
+    if missing:
+        x = jnp.concatenate([x, x[:missing]])
+    return x.reshape(width, count, *x.shape[1:])
+
+
+def _joined(x: jax.Array) -> jax.Array:
+    """[count, width, ...] as [width * count, ...], in the order of the batch."""
+    count, width, *shape = x.shape
+    return jnp.swapaxes(x, 0, 1).reshape(width * count, *shape)
+
+
+def replace_uncounted(example: Any, counts: jax.Array) -> Any:
     """The microbatch, with the first example that counts in the place of those that do
-    not: the factor 0 takes nothing from a healthy gradient, but makes NaN of a broken
-    one.
+    not. Times 0 a healthy gradient is 0, but a broken one is NaN.
     """
     first = jnp.argmax(counts)
-    return jax.tree.map(
-        lambda x: jnp.where(
-            beside(counts, x), x, lax.dynamic_index_in_dim(x, first, 0)
-        ),
-        example,
-    )
+
+    def replace(x: jax.Array) -> jax.Array:
+        other = lax.dynamic_index_in_dim(x, first, 0)
+        return jnp.where(along_batch(counts, x), x, other)
+
+    return jax.tree.map(replace, example)

@@ -1,10 +1,10 @@
 """The per-example clippers of optax, from gradients that carry a leading batch axis:
 `jax.vmap(jax.grad(loss), in_axes=(None, 0))(params, batch)`.
 
-They are optax's where optax is right. Here norms are float32 for every dtype, an
-example with a NaN or an inf contributes nothing and is counted as clipped (in optax the
-whole sum becomes NaN and nothing is counted), and any tree will do. All gradients are
-in memory at once: `clipped_grad` needs no more than a microbatch of them.
+They give what optax gives, except that norms are float32 for every dtype, any tree
+will do, and an example with a NaN or an inf contributes nothing and is counted as
+clipped (in optax the whole sum becomes NaN and nothing is counted). All gradients are
+in memory at once. `clipped_grad` needs no more than a microbatch of them.
 """
 
 import math
@@ -13,17 +13,15 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from .. import prefix
 from .._arguments import check_limit
 from ..shrinks import hard
-from .weights import Limits, batch_size, limits_of, weigh, weighted_sum
+from ._weights import Limits, batch_size, limits_of, numbered, weigh, weighted_sum
 
 
 def per_example_global_norm_clip(
     grads: Any, l2_norm_clip: Any
 ) -> tuple[Any, jax.Array]:
-    """Clips each example's gradient to a norm of at most `l2_norm_clip`, and sums:
-    sum_i g_i min(1, C / |g_i|).
+    """Clips the gradient of each example and sums: sum_i g_i min(1, C / |g_i|).
 
     Args:
       grads: a pytree of arrays whose first axis counts examples.
@@ -31,12 +29,12 @@ def per_example_global_norm_clip(
 
     Returns:
       (sum, number clipped): the sum has no batch axis and is float32, or wider where a
-      leaf is; the number is int32[].
+      leaf is. The number is int32[].
 
     Raises:
       ValueError: a leaf without a batch axis, batch axes of different sizes, or a limit
         that is negative or NaN.
-      TypeError: a limit that is no real number.
+      TypeError: a limit that is not a real number.
 
     | an example whose gradient | contributes | is counted |
     |---|---|---|
@@ -45,31 +43,30 @@ def per_example_global_norm_clip(
     | has a NaN or an inf, or a norm above 3.4e38 | 0, also at limit inf | yes |
 
     Example:
-      >>> import optaxclip
       >>> nan = jnp.nan
       >>> examples = [[0.0, 0.0, 0.0], [0.0, 3.0, 4.0], [4.0, 0.0, 3.0]]
       >>> examples.append([3.0, 4.0, nan])
       >>> clip = optaxclip.per_example.per_example_global_norm_clip
       >>> total, clipped = clip([jnp.array(examples)], 2.5)
-      >>> print(total[0], clipped)
+      >>> print(total[0].round(4), clipped)
       [2.  1.5 3.5] 3
 
     Reference: Abadi et al., Deep learning with differential privacy, 2016 (arXiv
     1607.00133).
     """
     call = "per_example_global_norm_clip"
-    check_limit(f"{call}: l2_norm_clip", l2_norm_clip)
-    total, clipped = _clip(
-        grads, limits_of(l2_norm_clip, f"{call}: l2_norm_clip"), call
-    )
+    argument = f"{call}: l2_norm_clip"
+    check_limit(argument, l2_norm_clip)
+    total, clipped = _clip(grads, limits_of(l2_norm_clip, argument), call)
     return total, clipped[0]
 
 
 def per_example_layer_norm_clip(
     grads: Any, global_l2_norm_clip: Any, uniform: bool = True
 ) -> tuple[Any, Any]:
-    """Clips each leaf of each example's gradient by its own norm, such that all leaves
-    together stay within C, and sums.
+    """Clips each leaf of each example's gradient by its own norm, and sums.
+
+    The limits of the leaves are such that all leaves together stay within C.
 
     Args:
       grads: a pytree of arrays whose first axis counts examples.
@@ -78,20 +75,22 @@ def per_example_layer_norm_clip(
         D), by its share of the D parameters.
 
     Returns:
-      (sums, numbers clipped): two trees of the structure of `grads`, as in
-      `per_example_global_norm_clip`. An example with a NaN or an inf anywhere
-      contributes to no leaf and is counted in all.
+      (sums, numbers clipped): two trees of the structure of `grads`. The sums have no
+      batch axis and are float32, or wider where a leaf is. The numbers are int32[]. An
+      example with a NaN or an inf anywhere contributes to no leaf and is counted in
+      all.
 
     Raises:
-      TypeError, ValueError: as in `per_example_global_norm_clip`.
+      ValueError: a leaf without a batch axis, batch axes of different sizes, or a limit
+        that is negative or NaN.
+      TypeError: a limit that is not a real number.
 
     Example:
-      >>> import optaxclip
       >>> weights = jnp.array([[0.0, 3.0, 4.0], [4.0, 0.0, 3.0]])
       >>> grads = {"w": weights, "b": jnp.array([1.0, 2.0])}
       >>> clip = optaxclip.per_example.per_example_layer_norm_clip
       >>> total, clipped = clip(grads, 2.5 * 2**0.5)
-      >>> print(total["w"], total["b"], clipped["w"], clipped["b"])
+      >>> print(total["w"].round(4), total["b"], clipped["w"], clipped["b"])
       [2.  1.5 3.5] 3.0 2 0
 
     Reference: McMahan, Ramage, Talwar, Zhang, Learning differentially private recurrent
@@ -101,21 +100,12 @@ def per_example_layer_norm_clip(
     check_limit(f"{call}: global_l2_norm_clip", global_l2_norm_clip)
     entries, treedef = jax.tree_util.tree_flatten_with_path(grads)
     sizes = [math.prod(jnp.shape(leaf)[1:]) for _, leaf in entries]
-    shares = [
-        1 / len(sizes) if uniform else size / max(sum(sizes), 1) for size in sizes
-    ]
-    places = prefix.Prefix(
-        tuple((path, place) for place, (path, _) in enumerate(entries))
-    )
-    sums, clipped = _clip(
-        grads,
-        Limits(
-            [global_l2_norm_clip * math.sqrt(share) for share in shares],
-            places,
-            treedef,
-        ),
-        call,
-    )
+    if uniform:
+        sizes = [1] * len(sizes)
+    total = max(sum(sizes), 1)
+    values = [global_l2_norm_clip * math.sqrt(size / total) for size in sizes]
+    limits = Limits(values, numbered([path for path, _ in entries]), treedef)
+    sums, clipped = _clip(grads, limits, call)
     return sums, treedef.unflatten(clipped)
 
 
@@ -124,18 +114,16 @@ def _clip(grads: Any, limits: Limits, call: str) -> tuple[Any, list[jax.Array]]:
     grads = jax.tree.map(_floating, grads)
     if not jax.tree.leaves(grads):
         return grads, [jnp.zeros((), jnp.int32) for _ in limits.values]
-    weights = weigh(
-        grads, limits, hard, jnp.ones(batch_size(grads, f"{call}: grads"), bool), call
-    )
-    clipped = [jnp.sum(scale < 1, dtype=jnp.int32) for scale in weights.scales]
-    return weighted_sum(
-        grads, weights.factors, weights.counts, limits.for_leaves(grads, call)
-    ), clipped
+    present = jnp.ones(batch_size(grads, f"{call}: grads"), bool)
+    weights = weigh(grads, present, limits=limits, shrink=hard, call=call)
+    clipped = jnp.sum(weights.factors < 1, axis=0, dtype=jnp.int32)
+    total = weighted_sum(grads, weights, limits.group_of_each(grads, call))
+    return total, list(clipped)
 
 
 def _floating(leaf: Any) -> jax.Array:
-    """Integers as float32, as in optax: norms leave out integer leaves, which elsewhere
-    are no gradients.
+    """Integers as float32, as in optax. Norms leave out integer leaves, which elsewhere
+    are not gradients.
     """
     leaf = jnp.asarray(leaf)
     return leaf if jnp.issubdtype(leaf.dtype, jnp.inexact) else leaf.astype(jnp.float32)

@@ -1,4 +1,4 @@
-"""What each example's gradient weighs: its norms, its factors, and the weighted sum."""
+"""The norms and factors of each example's gradient, and the weighted sum."""
 
 from typing import Any, NamedTuple
 
@@ -6,37 +6,40 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from .. import prefix
 from .._arguments import check_limit, held_in
-from .._core._factors import factor_of, scale_of, stretch
-from .._norms._norms import norm_of_each
+from .._core._factors import reported, root_between, stretch
+from .._norms import _prefix as prefix
+from .._norms._collectives import Split
+from .._norms._leaves import clipped_leaves
+from .._norms._measures import norms_of
+from .._norms._powers import Group
 from ..shrinks import Shrink
 
 
 class Limits(NamedTuple):
-    """A tree prefix of limits: each part of the gradient that has one is measured and
-    clipped by itself.
+    """A tree prefix of limits. Each part of the gradient that has one is a group: it is
+    measured and clipped separately.
     """
 
-    values: list[Any]  # a number for each limit, None for none
-    places: prefix.Prefix  # which of them holds for which part of the gradient
+    values: list[Any]  # a number for each group, None for no limit
+    numbers: prefix.Prefix  # from part of the gradient to number of the group
     treedef: Any
 
-    def for_leaves(self, tree: Any, call: str) -> list[int]:
-        """For each leaf, the place of its limit."""
-        return prefix.lookup(self.places, tree, f"{call}: max_norm")
+    def group_of_each(self, tree: Any, call: str) -> list[int]:
+        """For each leaf, the number of its group."""
+        return prefix.lookup(self.numbers, tree, f"{call}: max_norm")
 
 
 class Weights(NamedTuple):
     """What was found out about the examples of a batch."""
 
-    norms: list[jax.Array]  # float32[batch], one for each limit
-    # float32[batch], one for each limit: those of `factor_of`; of an example that does
-    # not count it means nothing
-    factors: list[jax.Array]
-    # float32[batch], one for each limit: what each gradient is multiplied by; 0 for an
-    # example that does not count
-    scales: list[jax.Array]
+    norms: jax.Array  # float32[batch, groups]: 0 for an example that is not present
+    # float32[batch, groups]: what each gradient is multiplied by twice. Without meaning
+    # for an example that does not count.
+    roots: jax.Array
+    # float32[batch, groups]: what it is multiplied by altogether, for reports. 0 for an
+    # example that does not count.
+    factors: jax.Array
     counts: jax.Array  # bool[batch]: is present and has finite norms
 
 
@@ -44,12 +47,11 @@ def limits_of(max_norm: Any, argument: str) -> Limits:
     """The limits of a number or of a tree of them.
 
     Raises:
-      TypeError, ValueError: something that is no limit, more than one number in the
-        place of one, or no limit at all.
+      TypeError, ValueError: something that is not a limit, an array of several, or no
+        limit at all.
     """
-    entries, treedef = jax.tree_util.tree_flatten_with_path(
-        max_norm, is_leaf=lambda x: x is None
-    )
+    found = jax.tree_util.tree_flatten_with_path(max_norm, is_leaf=prefix.is_none)
+    entries, treedef = found
     if not entries:
         raise ValueError(f"{argument} has no limit in it, got {max_norm!r}.")
     for path, value in entries:
@@ -61,48 +63,45 @@ def limits_of(max_norm: Any, argument: str) -> Limits:
             raise ValueError(
                 f"{where} must be one number, got an array of shape {jnp.shape(value)}."
             )
-    return Limits(
-        [value for _, value in entries],
-        prefix.Prefix(tuple((path, place) for place, (path, _) in enumerate(entries))),
-        treedef,
-    )
+    paths, values = [path for path, _ in entries], [value for _, value in entries]
+    return Limits(values, numbered(paths), treedef)
+
+
+def numbered(paths: list[Any]) -> prefix.Prefix:
+    """The prefix that gives each of these paths its number."""
+    return prefix.Prefix(tuple((path, number) for number, path in enumerate(paths)))
 
 
 def weigh(
-    grads: Any, limits: Limits, shrink: Shrink, present: jax.Array, call: str
+    grads: Any, present: jax.Array, *, limits: Limits, shrink: Shrink, call: str
 ) -> Weights:
     """Norms and factors of gradients with a leading batch axis."""
-    norms = jax.vmap(lambda one: _norms(one, limits, call), axis_size=present.size)(
-        grads
-    )
-    finite = jnp.all(jnp.stack([jnp.isfinite(norm) for norm in norms]), axis=0)
-    counts = present & finite
-    known = [jnp.where(counts, norm, 0.0) for norm in norms]
-    new = [
-        _shrunk(norm, limit, shrink)
-        for norm, limit in zip(known, limits.values, strict=True)
-    ]
+
+    def of_one(grad: Any) -> jax.Array:
+        return _norms(grad, limits, call)
+
+    norms = jax.vmap(of_one, axis_size=present.size)(grads)
+    counts = present & jnp.all(jnp.isfinite(norms), axis=1)
+    known = jnp.where(counts[:, None], norms, 0.0)
+    new = _shrunk(known, limits, shrink)
     return Weights(
-        [jnp.where(present, norm, 0.0) for norm in norms],
-        [factor_of(*each) for each in zip(known, new)],
-        [jnp.where(counts, scale_of(*each), 0.0) for each in zip(known, new)],
-        counts,
+        norms=jnp.where(present[:, None], norms, 0.0),
+        roots=root_between(known, new),
+        factors=jnp.where(counts[:, None], reported(known, new), 0.0),
+        counts=counts,
     )
 
 
-def weighted_sum(
-    grads: Any, factors: list[jax.Array], counts: jax.Array, places: list[int]
-) -> Any:
-    """The sum over the batch axis, of each leaf stretched by the factors at its place,
-    in float32 or wider.
+def weighted_sum(grads: Any, weights: Weights, groups: list[int]) -> Any:
+    """The sum over the batch axis, in float32 or wider, of each leaf stretched by the
+    factors of its group.
     """
     leaves, treedef = jax.tree.flatten(grads)
-    return treedef.unflatten(
-        [
-            _weighted_sum(leaf, factors[place], counts)
-            for leaf, place in zip(leaves, places)
-        ]
-    )
+    sums = []
+    for leaf, group in zip(leaves, groups):
+        root = weights.roots[:, group]
+        sums.append(_weighted_sum(leaf, root, weights.counts))
+    return treedef.unflatten(sums)
 
 
 def batch_size(tree: Any, argument: str) -> int:
@@ -111,10 +110,8 @@ def batch_size(tree: Any, argument: str) -> int:
     Raises:
       ValueError: there are no leaves, they have no first axis, or their sizes differ.
     """
-    shapes = {
-        prefix.name(path) or "it": jnp.shape(leaf)
-        for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]
-    }
+    entries = jax.tree_util.tree_flatten_with_path(tree)[0]
+    shapes = {prefix.name(path) or "it": jnp.shape(leaf) for path, leaf in entries}
     if not all(shapes.values()) or len({shape[:1] for shape in shapes.values()}) != 1:
         raise ValueError(
             f"{argument} must be arrays whose first axis counts examples, of one size, "
@@ -123,37 +120,40 @@ def batch_size(tree: Any, argument: str) -> int:
     return next(iter(shapes.values()))[0]
 
 
-def beside(per_example: jax.Array, leaf: jax.Array) -> jax.Array:
+def along_batch(per_example: jax.Array, leaf: jax.Array) -> jax.Array:
     """One number for each example, in a shape that broadcasts against a leaf with a
     leading batch axis.
     """
     return per_example.reshape(-1, *(1,) * (leaf.ndim - 1))
 
 
-def _norms(one: Any, limits: Limits, call: str) -> list[jax.Array]:
-    """The norms of one example's gradient, one for each limit."""
-    groups: dict[int, list[Any]] = {place: [] for place in range(len(limits.values))}
-    for place, leaf in zip(limits.for_leaves(one, call), jax.tree.leaves(one)):
-        groups[place].append(leaf)
-    # Never over devices: along a mesh axis that splits the batch they hold different
-    # examples.
-    return list(norm_of_each(groups, mesh_axes=None).values())
+def _norms(grad: Any, limits: Limits, call: str) -> jax.Array:
+    """The norms of one example's gradient, float32[groups]."""
+    groups = [Group([], None, []) for _ in limits.values]
+    leaves = clipped_leaves(jax.tree.leaves(grad))
+    for number, leaf in zip(limits.group_of_each(grad, call), leaves):
+        if leaf is not None:
+            groups[number].leaves.append(leaf)
+            # Summed on each device alone: devices that share a batch hold different
+            # examples.
+            groups[number].splits.append(Split())
+    return jnp.atleast_1d(norms_of(groups, None)[0])
 
 
-def _shrunk(norm: jax.Array, limit: Any, shrink: Shrink) -> jax.Array:
+def _shrunk(norms: jax.Array, limits: Limits, shrink: Shrink) -> jax.Array:
     """The norms that gradients of these norms get."""
-    limit = held_in(norm.dtype, jnp.inf if limit is None else limit)
-    limit = jnp.broadcast_to(jnp.maximum(limit, 0), norm.shape)
-    return jnp.where(limit == jnp.inf, norm, shrink(norm, limit))
+    known = [jnp.inf if limit is None else limit for limit in limits.values]
+    limit = jnp.stack([held_in(norms.dtype, each) for each in known])
+    limit = jnp.broadcast_to(jnp.maximum(limit, 0), norms.shape)
+    return jnp.where(limit == jnp.inf, norms, shrink(norms, limit))
 
 
-def _weighted_sum(leaf: jax.Array, factor: jax.Array, counts: jax.Array) -> jax.Array:
-    wide = jnp.promote_types(leaf.dtype, factor.dtype)
-    stretched = stretch(leaf.astype(wide), beside(factor, leaf))
+def _weighted_sum(leaf: jax.Array, root: jax.Array, counts: jax.Array) -> jax.Array:
+    wide = jnp.promote_types(leaf.dtype, root.dtype)
+    stretched = stretch(leaf.astype(wide), along_batch(root, leaf))
     # Selected, since 0 times NaN is NaN.
-    kept = jnp.where(beside(counts, leaf), stretched, 0)
-    # A dot, which on a CPU is four times as fast as a sum over the first axis; at the
-    # highest precision, for GPU and TPU would round to fewer bits.
-    return jnp.tensordot(
-        jnp.ones(counts.shape, wide), kept, axes=1, precision=lax.Precision.HIGHEST
-    )
+    kept = jnp.where(along_batch(counts, leaf), stretched, 0)
+    # A dot, which on a CPU is four times as fast as a sum over the first axis. At the
+    # highest precision, because GPU and TPU would round to fewer bits.
+    ones = jnp.ones(counts.shape, wide)
+    return jnp.tensordot(ones, kept, axes=1, precision=lax.Precision.HIGHEST)

@@ -18,7 +18,6 @@ from dataclasses import field, fields
 from typing import Any, TypeGuard, dataclass_transform
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 from jax.typing import ArrayLike

@@ -36,9 +36,9 @@ class WindowedMean(Rule):
         something that is no number.
 
     Example:
-      >>> rule = optaxclip.rules.windowed_mean(2.0, 3)
-      >>> print(optaxclip.replay.run(rule, [1.0, 3.0, 2.0, 9.0]).limits.round(3))
-      [  inf   inf 4.    3.633]
+      >>> rule = optaxclip.rules.windowed_mean(2.0, 2)
+      >>> print(optaxclip.replay.run(rule, [1.0, 3.0, 2.0, 9.0]).limits)
+      [inf inf 4.  3.5]
 
     Reference: Levanter, `optim/clip_update_norm.py` (3 sigmas of 128, warmup 64, ddof
     0, floor 1e-6). OLMo-core, `optim/skip_step_optimizer.py` (6 sigmas of 128, ddof 1,
@@ -67,6 +67,11 @@ class WindowedMean(Rule):
         known = held.seen >= jnp.maximum(self.warmup, 1 + self.ddof)
         limit = jnp.where(known, edge, jnp.inf)
         return limit, push(past, remembered(self.remember, norm, limit))
+
+
+def step_rule(sigmas: Number = 6.0, window: Any = 128) -> Rule:
+    """The rule of `skip_step`: the first limit comes after half a window."""
+    return WindowedMean(sigmas, window, ddof=1, warmup=max(2, window // 2) - 1)
 
 
 def choose(wanted: Any, new: Any, old: Any) -> Any:

@@ -72,7 +72,7 @@ def history(
 
 def derivatives(dice: random.Random) -> Iterator[Cell]:
     """Second derivatives."""
-    for name in ("clip_by_global_norm", "clip_by_tensor_norm", "clip_by_unit_norm"):
+    for name in ("clip_by_global_norm", "clip_by_tensor_norm", "clip_by_unitwise_norm"):
         drawn = st.sampled_from(("1.0", "1e-3", "1e-20")).flatmap(
             partial(history, name, "vectors", steps=1, powers=(-100, 100))
         )
