@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.tree_util import Partial
 
 import optaxclip
 
@@ -242,6 +243,23 @@ def scanned(transformation: Any, grads: Any) -> tuple[Any, Any]:
     return jax.lax.scan(
         lambda state, each: transformation.update(each, state)[::-1], start, grads
     )
+
+
+class OwnRule(optaxclip.rules.Rule):
+    """A rule of two functions, `begin(norm)` and `judge(norm, memory, step)`."""
+
+    begin: Any
+    judge: Any
+
+    def init(self, norm):
+        return self.begin(norm)
+
+    def update(self, norm, memory, step):
+        return self.judge(norm, memory, step)
+
+
+def own_rule(begin, judge):
+    return OwnRule(Partial(begin), Partial(judge))
 
 
 def apply(clipper, updates, params=None, **extra):

@@ -154,7 +154,9 @@ CASES = {
     "clip_by_average_norm": Case(
         optaxclip.clip_by_average_norm, each(whole, "average")
     ),
-    "clip_by_unitwise_norm": Case(optaxclip.clip_by_unitwise_norm, each(unit), keeps=True),
+    "clip_by_unitwise_norm": Case(
+        optaxclip.clip_by_unitwise_norm, each(unit), keeps=True
+    ),
     "clip_by_unitwise_norm ord=inf": Case(
         partial(optaxclip.clip_by_unitwise_norm, ord=math.inf),
         each(unit, math.inf),

@@ -18,7 +18,8 @@ optimizer = optaxclip.skip_spikes(
     optax.chain(
         optaxclip.clip_by_global_norm(1.0, nonfinite="zero"),
         optaxclip.clip_by_tensor_norm(
-            optaxclip.rules.windowed_quantile(0.9, 100), shrink=optaxclip.shrinks.smooth(2)
+            optaxclip.rules.windowed_quantile(0.9, 100),
+            shrink=optaxclip.shrinks.smooth(2),
         ),
         optaxclip.clip_by_group_norm({"a": 1.0, "b": None}, {"w": "a", "b": "b"}),
         optaxclip.adaptive_grad_clip(
@@ -64,6 +65,8 @@ def others(params: Params, x: jax.Array) -> None:
     limits: optaxclip.rules.Rule = optaxclip.rules.minimum(
         optaxclip.rules.constant(1.0), optaxclip.rules.growth(1.5)
     )
-    own = optaxclip.clip_by(optaxclip.global_norm, limits, shrink=optaxclip.shrinks.hard)
+    own = optaxclip.clip_by(
+        optaxclip.global_norm, limits, shrink=optaxclip.shrinks.hard
+    )
     state = own.init(params)
     print(own.update(params, state, grad_norm=norm))

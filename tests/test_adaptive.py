@@ -40,7 +40,9 @@ RULES = {
         32,
     ),
     "median, clipped": (
-        optaxclip.rules.windowed_quantile(0.5, 64, factor=2.0, remember="clipped", warmup=10),
+        optaxclip.rules.windowed_quantile(
+            0.5, 64, factor=2.0, remember="clipped", warmup=10
+        ),
         oracle.windowed_quantile(0.5, 64, factor=2.0, remember="clipped", warmup=10),
         32,
     ),
@@ -55,11 +57,17 @@ RULES = {
         32,
     ),
     "mean with the current": (
-        optaxclip.rules.windowed_mean(1.5, 20, current=True, remember="clipped", warmup=5),
+        optaxclip.rules.windowed_mean(
+            1.5, 20, current=True, remember="clipped", warmup=5
+        ),
         oracle.windowed_mean(1.5, 20, current=True, remember="clipped", warmup=5),
         64,
     ),
-    "z-score": (optaxclip.rules.z_score(), oracle.z_score(decay=f(0.97), eps=f(1e-6)), 128),
+    "z-score": (
+        optaxclip.rules.z_score(),
+        oracle.z_score(decay=f(0.97), eps=f(1e-6)),
+        128,
+    ),
     "z-score to the mean": (
         optaxclip.rules.z_score(target="mean", eps=0.0),
         oracle.z_score(decay=f(0.97), target="mean", eps=0.0),
@@ -77,7 +85,9 @@ RULES = {
     ),
     "ratio": (optaxclip.rules.ema_ratio(1.5, 0.98), oracle.ema_ratio(1.5, f(0.98)), 64),
     "two rates": (
-        optaxclip.rules.ema_ratio(2.0, 0.99, target=1.1, target_decay=0.9, corrected=True),
+        optaxclip.rules.ema_ratio(
+            2.0, 0.99, target=1.1, target_decay=0.9, corrected=True
+        ),
         oracle.ema_ratio(2.0, f(0.99), f(1.1), f(0.9), corrected=True),
         128,
     ),
@@ -86,7 +96,11 @@ RULES = {
         oracle.ema_ratio(1.5, f(0.9), remember="raw", warmup=20),
         64,
     ),
-    "growth": (optaxclip.rules.growth(1.01, floor=0.5), oracle.growth(f(1.01), 0.5), 64),
+    "growth": (
+        optaxclip.rules.growth(1.01, floor=0.5),
+        oracle.growth(f(1.01), 0.5),
+        64,
+    ),
     "tracker": (
         optaxclip.rules.quantile_tracker(0.9, 0.2),
         oracle.quantile_tracker(f(0.9), f(0.2), f(0.1)),
@@ -476,7 +490,9 @@ BAD = {
     ),
     "z_score: z must not be NaN, got nan.": lambda: optaxclip.rules.z_score(math.nan),
     "z_score: warmup must be at least 1, got 0.": lambda: optaxclip.zclip(warmup=0),
-    "ema_ratio: decay must be at most 1, got 2.": lambda: optaxclip.rules.ema_ratio(1.0, 2),
+    "ema_ratio: decay must be at most 1, got 2.": lambda: optaxclip.rules.ema_ratio(
+        1.0, 2
+    ),
     "growth: rate must be at least 0, got -1.": lambda: optaxclip.rules.growth(-1),
     "quantile_tracker: start must be at least 0, got -1.": lambda: (
         optaxclip.rules.quantile_tracker(start=-1)
@@ -485,13 +501,17 @@ BAD = {
         max_norm=-1.0
     ),
     f"aggc: {BAD_SCOPE}, got None.": lambda: optaxclip.aggc(scope=None),
-    "ema_band: up must be at least 1, got 0.5.": lambda: optaxclip.rules.ema_band(up=0.5),
+    "ema_band: up must be at least 1, got 0.5.": lambda: optaxclip.rules.ema_band(
+        up=0.5
+    ),
     "spam: every must be at least 1, got 0.": lambda: optaxclip.spam(every=0),
     "reset_momentum: warmup must be at least 0, got -1.": lambda: (
         optaxclip.reset_momentum(None, warmup=-1)
     ),
     "least: rules must be at least one, got none.": lambda: optaxclip.rules.minimum(),
-    "least: rules[1] must be at least 0, got -1.": lambda: optaxclip.rules.minimum(1.0, -1),
+    "least: rules[1] must be at least 0, got -1.": lambda: optaxclip.rules.minimum(
+        1.0, -1
+    ),
     "warm_up: steps must be at least 0, got -5.": lambda: optaxclip.rules.warm_up(
         -5, 1.0, 2.0
     ),
@@ -575,11 +595,14 @@ def test_the_first_value_is_the_average_whatever_the_decay():
     for rule in (optaxclip.rules.ema(1.0), optaxclip.rules.ema(0.0)):
         assert limits_of(rule, [2.0]) == 2.0
     np.testing.assert_array_equal(
-        limits_of(optaxclip.rules.ema_ratio(1.5, 1.0), [2.0, 3.0, 3.0]), [np.inf, 3.0, 3.0]
+        limits_of(optaxclip.rules.ema_ratio(1.5, 1.0), [2.0, 3.0, 3.0]),
+        [np.inf, 3.0, 3.0],
     )
 
 
-@pytest.mark.parametrize("build", [optaxclip.rules.windowed_quantile, optaxclip.rules.ema_ratio])
+@pytest.mark.parametrize(
+    "build", [optaxclip.rules.windowed_quantile, optaxclip.rules.ema_ratio]
+)
 def test_without_a_warmup_there_is_no_limit_before_the_first_norm_either(build):
     limits = limits_of(build(warmup=0), [2.0, 2.0])
     assert np.isinf(limits[0]) and np.isfinite(limits[1])
@@ -626,13 +649,17 @@ def test_the_percentile_of_autoclip_follows_its_schedule_from_step_0():
 
 
 def test_tracker_counts_its_limit_as_within_and_stays_in_range():
-    limits = limits_of(optaxclip.rules.quantile_tracker(0.5, 0.2, start=1.0), [1.0, 1.0])
+    limits = limits_of(
+        optaxclip.rules.quantile_tracker(0.5, 0.2, start=1.0), [1.0, 1.0]
+    )
     np.testing.assert_allclose(limits, [1.0, np.exp(-0.1)], rtol=1e-6)
     down = limits_of(
         optaxclip.rules.quantile_tracker(0.0, 50.0, start=1e-20), [1e-38, 1e-38, 1e-38]
     )
     assert down[-1] >= np.finfo(np.float32).tiny
-    up = limits_of(optaxclip.rules.quantile_tracker(1.0, 1.0, start=1e38), [3e38, 3e38, 3e38])
+    up = limits_of(
+        optaxclip.rules.quantile_tracker(1.0, 1.0, start=1e38), [3e38, 3e38, 3e38]
+    )
     assert np.isfinite(up).all()
     far = limits_of(optaxclip.rules.quantile_tracker(0.5, 200.0, start=1.0), [2.0, 2.0])
     assert np.isfinite(far).all() and far[1] > 1e38
@@ -713,7 +740,9 @@ def test_a_scope_hands_on_what_is_to_become_of_broken_steps_and_over_which_axes(
     )
     clipper = optaxclip.zclip(scope=scope, mesh_axes="nowhere")
     state = clipper.init(jnp.zeros(1))
-    with pytest.raises(ValueError, match=r"mesh_axes='nowhere': there is no such axis here"):
+    with pytest.raises(
+        ValueError, match=r"mesh_axes='nowhere': there is no such axis here"
+    ):
         clipper.update(jnp.ones(1), state)
 
 
@@ -913,7 +942,9 @@ def test_reset_momentum_takes_strict_promotion():
     np.testing.assert_allclose(updates, [0.01, 0.01], rtol=1e-5)
 
 
-@pytest.mark.parametrize("rule", [optaxclip.rules.windowed_mean, optaxclip.rules.windowed_quantile])
+@pytest.mark.parametrize(
+    "rule", [optaxclip.rules.windowed_mean, optaxclip.rules.windowed_quantile]
+)
 def test_a_restored_window_goes_on_with_its_own_length(rule):
     def clipper(window):
         return optaxclip.clip_by_global_norm(rule(window=window, current=True))

@@ -38,7 +38,9 @@ CLIPPERS = {
         True,
     ),
     "units that may grow": (
-        lambda **options: optaxclip.clip_by_unitwise_norm(optaxclip.rules.growth(), **options),
+        lambda **options: optaxclip.clip_by_unitwise_norm(
+            optaxclip.rules.growth(), **options
+        ),
         True,
     ),
     "ratio, drop": (
@@ -49,7 +51,9 @@ CLIPPERS = {
     ),
     "deviation, smooth": (
         lambda **options: optaxclip.clip_by_global_norm(
-            optaxclip.rules.windowed_mean(1.0, 16), shrink=optaxclip.shrinks.smooth(), **options
+            optaxclip.rules.windowed_mean(1.0, 16),
+            shrink=optaxclip.shrinks.smooth(),
+            **options,
         ),
         True,
     ),

@@ -14,7 +14,9 @@ import optax
 import pytest
 
 import optaxclip
-from optaxclip import clip_by, constant, prefix
+from optaxclip import clip_by
+from optaxclip._norms import _prefix as prefix
+from optaxclip.rules import constant
 from optaxclip.dropin import torch_style
 
 TREE = {"w": jnp.ones((2, 3)), "b": jnp.ones(3)}
@@ -466,7 +468,11 @@ NUMBERS = {
         "start": (0, None),
     },
     optaxclip.rules.ema: {"decay": (0, 1)},
-    optaxclip.rules.moments_ratio: {"decay1": (0, 1), "decay2": (0, 1), "eps": (0, None)},
+    optaxclip.rules.moments_ratio: {
+        "decay1": (0, 1),
+        "decay2": (0, 1),
+        "eps": (0, None),
+    },
     optaxclip.rules.ema_band: {
         "low": (0, None),
         "high": (0, None),
@@ -518,7 +524,11 @@ def test_every_number_is_checked_under_its_own_name(build, name):
         ):
             build(**others | {name: highest + 0.5})
     for edge in (lowest, highest):
-        if edge is not None and (build, name, edge) != (optaxclip.rules.ema_band, "up", None):
+        if edge is not None and (build, name, edge) != (
+            optaxclip.rules.ema_band,
+            "up",
+            None,
+        ):
             build(**others | {name: edge})
 
 

@@ -40,7 +40,9 @@ def test_one_bad_norm_neither_poisons_nor_blocks_what_follows(rule, bad):
     """ZClip's mean is NaN for ever after; a window with a NaN rejects 128 steps; growth
     from NaN is NaN.
     """
-    limits = np.asarray(optaxclip.replay.run(rule, np.insert(NORMS[:60], 20, bad)).limits)
+    limits = np.asarray(
+        optaxclip.replay.run(rule, np.insert(NORMS[:60], 20, bad)).limits
+    )
     assert not np.isnan(limits[21:]).any() and np.isfinite(limits[30:]).all()
 
 
@@ -158,7 +160,8 @@ def test_autoclip_decides_alike_whatever_the_loss_is_multiplied_by(factor):
     """
     plain, scaled = (
         optaxclip.replay.run(
-            optaxclip.rules.windowed_quantile(0.1, 1000, current=True), NORMS * np.float32(c)
+            optaxclip.rules.windowed_quantile(0.1, 1000, current=True),
+            NORMS * np.float32(c),
         )
         for c in (1.0, factor)
     )
@@ -192,7 +195,9 @@ def test_the_tracker_finds_the_quantile_from_a_start_that_is_wrong_by_a_million(
     norms = np.exp(np.random.default_rng(0).standard_normal(3000) * 0.3).astype(
         np.float32
     )
-    result = optaxclip.replay.run(optaxclip.rules.quantile_tracker(0.8, 0.1, start=start), norms)
+    result = optaxclip.replay.run(
+        optaxclip.rules.quantile_tracker(0.8, 0.1, start=start), norms
+    )
     steps = int(np.log(1e6) / (0.1 * min(0.8, 0.2))) + 200
     assert np.mean(np.asarray(result.norms <= result.limits)[steps:]) == pytest.approx(
         0.8, abs=0.02

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import optaxclip
-from optaxclip.clippy import clippy
+from optaxclip import clippy
 from tests import oracles
 from tests.clippers import apply
 

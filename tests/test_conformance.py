@@ -191,7 +191,9 @@ def clipper_of(case):
         "agc": lambda: optaxclip.adaptive_grad_clip(args["clipping"], args["eps"]),
         "value": lambda: optaxclip.clip_by_value(args["max"], args["min"]),
         "drop_norm": lambda: optax.chain(
-            optaxclip.clip_by_global_norm(args["drop_norm"], shrink=optaxclip.shrinks.drop),
+            optaxclip.clip_by_global_norm(
+                args["drop_norm"], shrink=optaxclip.shrinks.drop
+            ),
             optaxclip.clip_by_global_norm(limit, **options),
         ),
         "cotangent_value": lambda: optax.stateless(
@@ -231,7 +233,9 @@ def in_pieces(case):
     norm = optaxclip.global_norm(grads)
     return (
         grads,
-        optaxclip.rescale(grads, norm, optaxclip.shrinks.hard(norm, case["args"]["max_norm"])),
+        optaxclip.rescale(
+            grads, norm, optaxclip.shrinks.hard(norm, case["args"]["max_norm"])
+        ),
         Measured(norm),
     )
 

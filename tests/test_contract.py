@@ -105,7 +105,9 @@ def test_updates_within_the_limit_are_bit_identical(name, dtype):
     )
     clipped, state = stepped(name, 1e4, updates, updates)
     same_bits(clipped, updates)
-    assert all((np.asarray(scale) == 1).all() for scale in jax.tree.leaves(state.factor))
+    assert all(
+        (np.asarray(scale) == 1).all() for scale in jax.tree.leaves(state.factor)
+    )
 
 
 @cache
@@ -462,9 +464,7 @@ def test_the_raise_policy_names_order_and_leaves(name):
     "norm", [optaxclip.global_norm, optaxclip.tensor_norm, optaxclip.unitwise_norm]
 )
 def test_a_nonfinite_step_leaves_no_trace_in_the_memory(norm):
-    rule = optaxclip.rules.Rule(
-        lambda norm: norm, lambda norm, memory, step, params_norm: (0.5 + memory, norm)
-    )
+    rule = own_rule(lambda norm: norm, lambda norm, memory, step: (0.5 + memory, norm))
     clipper = optaxclip.clip_by(norm, rule)
     updates = random_tree("float32")
     state = clipper.update(updates, clipper.init(updates))[1]
@@ -634,7 +634,9 @@ def test_weak_type_is_kept_where_units_have_their_own_factors(clip):
     assert clipped.weak_type and clipped.dtype == jnp.float32
     np.testing.assert_allclose(
         clipped,
-        np.full((3, 2), 1 / np.sqrt(3 if clip is optaxclip.clip_by_unitwise_norm else 6)),
+        np.full(
+            (3, 2), 1 / np.sqrt(3 if clip is optaxclip.clip_by_unitwise_norm else 6)
+        ),
         rtol=1e-6,
     )
 
@@ -746,7 +748,8 @@ def test_measuring_tensors_beside_a_global_clip_costs_no_second_read():
     alone = reductions(optaxclip.clip_by_global_norm(1.0))
     assert (
         reductions(
-            optaxclip.record_norm(optaxclip.tensor_norm), optaxclip.clip_by_global_norm(1.0)
+            optaxclip.record_norm(optaxclip.tensor_norm),
+            optaxclip.clip_by_global_norm(1.0),
         )
         == alone
         > 0

@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 
 import optaxclip
-from optaxclip import Threshold, clip_by, constant
-from tests.clippers import apply
+from optaxclip import clip_by
+from optaxclip.rules import constant
+from tests.clippers import apply, own_rule
 
 
 def test_a_fresh_state_has_seen_nothing_and_has_no_limit():
@@ -181,9 +182,7 @@ def test_the_zero_policy_leaves_parts_without_a_norm_alone():
 
 
 def test_a_limit_has_no_derivative_by_the_updates():
-    half = Threshold(
-        lambda norm: (), lambda norm, memory, step, params_norm: (0.5 * norm, memory)
-    )
+    half = own_rule(lambda norm: (), lambda norm, memory, step: (0.5 * norm, memory))
     grads = jnp.array([3.0, 4.0])
     clipper = clip_by(optaxclip.global_norm, half)
     along = jax.jvp(lambda g: apply(clipper, g)[0], (grads,), (grads,))[1]
@@ -209,7 +208,8 @@ def test_a_part_that_is_missing_in_a_step_keeps_what_is_known_of_it():
 def test_a_rule_without_a_limit_yet_lets_no_broken_step_through(nonfinite):
     grads = {"w": jnp.array([1.0, jnp.nan]), "b": jnp.ones(3)}
     updates, _ = apply(
-        optaxclip.clip_by_global_norm(optaxclip.rules.growth(), nonfinite=nonfinite), grads
+        optaxclip.clip_by_global_norm(optaxclip.rules.growth(), nonfinite=nonfinite),
+        grads,
     )
     for leaf in updates.values():
         np.testing.assert_array_equal(
@@ -228,18 +228,18 @@ def test_eps_is_added_before_the_norm_is_compared_and_divided_by():
 
 
 def test_a_memory_keeps_its_dtype_whatever_the_rule_returns():
-    counting = Threshold(
+    counting = own_rule(
         lambda norm: jnp.zeros(norm.shape, jnp.int32),
-        lambda norm, memory, step, params_norm: (norm, memory + 1.0),
+        lambda norm, memory, step: (norm, memory + 1.0),
     )
     _, state = apply(clip_by(optaxclip.global_norm, counting), jnp.ones(3))
     assert state.memory.dtype == jnp.int32 and state.memory == 1
 
 
 def test_a_broken_unit_leaves_its_own_memory_alone_and_no_other():
-    last_two = Threshold(
+    last_two = own_rule(
         lambda norm: jnp.zeros((*norm.shape, 2), norm.dtype),
-        lambda norm, memory, step, params_norm: (
+        lambda norm, memory, step: (
             jnp.full_like(norm, jnp.inf),
             jnp.stack([memory[..., 1], norm], -1),
         ),
@@ -289,9 +289,9 @@ def test_a_given_norm_of_any_dtype_leaves_the_state_in_its_own():
 
 
 def test_a_step_without_a_limit_that_is_a_number_is_not_remembered():
-    unsure = Threshold(
+    unsure = own_rule(
         lambda norm: jnp.ones_like(norm),
-        lambda norm, memory, step, params_norm: (
+        lambda norm, memory, step: (
             jnp.where(norm > 10, jnp.nan, 1.0),
             memory + norm,
         ),
@@ -302,9 +302,9 @@ def test_a_step_without_a_limit_that_is_a_number_is_not_remembered():
 
 @pytest.mark.parametrize("norm", [0.0, np.nan, np.inf])
 def test_a_norm_that_is_no_length_is_not_remembered(norm):
-    last = Threshold(
+    last = own_rule(
         lambda norm: jnp.ones_like(norm),
-        lambda norm, memory, step, params_norm: (memory, norm),
+        lambda norm, memory, step: (memory, norm),
     )
     _, state = apply(clip_by(optaxclip.global_norm, last), jnp.array([norm, 0.0]))
     assert state.memory == 1.0
@@ -313,7 +313,8 @@ def test_a_norm_that_is_no_length_is_not_remembered(norm):
 def test_normalize_leaves_zero_alone_and_does_not_count_it():
     assert optaxclip.shrinks.normalize(jnp.zeros(()), jnp.ones(())) == 0
     updates, state = apply(
-        optaxclip.clip_by_global_norm(1.0, shrink=optaxclip.shrinks.normalize), jnp.zeros(3)
+        optaxclip.clip_by_global_norm(1.0, shrink=optaxclip.shrinks.normalize),
+        jnp.zeros(3),
     )
     assert not updates.any() and state.factor == 1 and state.clipped == 0
 
@@ -325,7 +326,9 @@ def test_shrinks_of_equal_numbers_are_one_so_that_nothing_is_compiled_anew():
 
 
 @pytest.mark.parametrize(
-    "shrink", [optaxclip.shrinks.hard, optaxclip.shrinks.smooth()], ids=["hard", "smooth"]
+    "shrink",
+    [optaxclip.shrinks.hard, optaxclip.shrinks.smooth()],
+    ids=["hard", "smooth"],
 )
 def test_the_derivative_without_a_limit_is_1_even_where_the_norm_overflows(shrink):
     clipper = optaxclip.clip_by_global_norm(np.inf, shrink=shrink)

@@ -377,13 +377,17 @@ def test_replay_foretells_from_the_log(logging_metrics, logs):
     scales = [row["clip/factor"] for row in read_lines(folder / "suggested.jsonl")]
     assert suggested.clipped == pytest.approx(np.mean(np.array(scales) < 1), abs=1e-6)
     assert suggested.clipped > 0
-    np.testing.assert_array_equal(optaxclip.replay.read_history(folder / "loose.jsonl"), norms)
+    np.testing.assert_array_equal(
+        optaxclip.replay.read_history(folder / "loose.jsonl"), norms
+    )
 
 
 def test_command_prints_the_same_suggestions_and_draws(logs):
     pytest.importorskip("matplotlib")
     result, folder = logs
-    printed = table(optaxclip.replay.read_history(folder / "loose.jsonl"), result.suggestions)
+    printed = table(
+        optaxclip.replay.read_history(folder / "loose.jsonl"), result.suggestions
+    )
     assert result.table.startswith(printed)
     assert (folder / "loose.png").stat().st_size > 10_000
 

@@ -75,9 +75,13 @@ BUILDS |= {
         optaxclip.rules.warm_up(1, None, optaxclip.rules.z_score(1.0, warmup=1))
     ),
     "trackers of units": lambda: optaxclip.clip_by_unitwise_norm(
-        optaxclip.rules.minimum(optaxclip.rules.quantile_tracker(), optaxclip.rules.ema_ratio())
+        optaxclip.rules.minimum(
+            optaxclip.rules.quantile_tracker(), optaxclip.rules.ema_ratio()
+        )
     ),
-    "logarithms of units": lambda: optaxclip.clip_by_unitwise_norm(optaxclip.rules.log_z_score()),
+    "logarithms of units": lambda: optaxclip.clip_by_unitwise_norm(
+        optaxclip.rules.log_z_score()
+    ),
     "clip_by_value": lambda: optaxclip.clip_by_value(0.5),
     "clip_by_block_rms": lambda: optaxclip.clip_by_block_rms(0.5),
     "clippy": lambda: optaxclip.clippy(0.1, 0.1, stacked=STACKED),
@@ -85,14 +89,18 @@ BUILDS |= {
     "measure": lambda: optaxclip.record_norm(optaxclip.unitwise_norm),
     "spam": lambda: optaxclip.spam(0.5, warmup=1, every=2),
     "reset_momentum": lambda: optaxclip.reset_momentum(optax.scale_by_adam(), 2, 1),
-    "carry_clipped": lambda: optaxclip.carry_clipped(optaxclip.clip_by_unitwise_norm(0.5)),
+    "carry_clipped": lambda: optaxclip.carry_clipped(
+        optaxclip.clip_by_unitwise_norm(0.5)
+    ),
     "skip_nonfinite": lambda: optaxclip.skip_nonfinite(adam()),
     "skip_spikes": lambda: optaxclip.skip_spikes(
         optax.chain(optaxclip.clip_by_unitwise_norm(0.5), adam()), 15.0
     ),
     "skip_step": lambda: optaxclip.skip_step(adam(), 1.0, 2, on_loss=False),
     "spectral": lambda: spectral("svd", stacked=STACKED),
-    "spectral, all to the limit": lambda: spectral("svd", shrink=optaxclip.shrinks.normalize),
+    "spectral, all to the limit": lambda: spectral(
+        "svd", shrink=optaxclip.shrinks.normalize
+    ),
     "spectral, newton_schulz": lambda: spectral("newton_schulz"),
     "spectral, smooth layers": lambda: spectral(
         "newton_schulz", shrink=optaxclip.shrinks.smooth(2), stacked=STACKED

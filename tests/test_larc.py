@@ -9,7 +9,7 @@ import optax
 import pytest
 
 import optaxclip
-from optaxclip.larc import larc
+from optaxclip import larc
 from tests import oracles
 from tests.clippers import apply
 

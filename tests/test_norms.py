@@ -140,7 +140,9 @@ def test_unit_norm_sums_over_the_axes_that_are_named():
     leaf = random_leaves("float32", 4, shapes=[(3, 4, 5)])[0]
     wanted = {0: (0,), 1: (1,), -1: (2,), (0, 2): (0, 2), (-1, 1): (1, 2)}
     for norm, axes in zip(
-        jax.jit(lambda x: [optaxclip.unitwise_norm(x, axis=axis) for axis in wanted])(leaf),
+        jax.jit(lambda x: [optaxclip.unitwise_norm(x, axis=axis) for axis in wanted])(
+            leaf
+        ),
         wanted.values(),
         strict=True,
     ):
@@ -691,7 +693,9 @@ def test_what_is_not_clipped_has_the_second_derivative_of_itself(size):
         optaxclip.clip_by_global_norm(1.0, ord=3),
     ]
     if size < 1e-4:  # where smooth(2) changes nothing either
-        clippers.append(optaxclip.clip_by_global_norm(1.0, shrink=optaxclip.shrinks.smooth(2)))
+        clippers.append(
+            optaxclip.clip_by_global_norm(1.0, shrink=optaxclip.shrinks.smooth(2))
+        )
 
     def second(twice, clipper, x):
         return twice(lambda x: jnp.sum(jnp.sin(apply(clipper, x)[0])))(x)
@@ -741,9 +745,9 @@ def test_derivative_of_a_complex_leaf_is_its_direction():
 def slopes_of_units():
     leaf = random_leaf(np.random.default_rng(18), (4, 3), "float32")
     return leaf, at_every_order(
-        lambda leaf, ord: jax.grad(lambda x: jnp.sum(optaxclip.unitwise_norm(x, ord=ord)))(
-            leaf
-        ),
+        lambda leaf, ord: jax.grad(
+            lambda x: jnp.sum(optaxclip.unitwise_norm(x, ord=ord))
+        )(leaf),
         leaf,
     )
 
@@ -874,7 +878,9 @@ def sums_in(function, *arguments, platform="cpu"):
 def test_only_a_cpu_has_two_sums_to_choose_from_and_only_where_it_pays():
     leaf = large()
     assert (
-        sums_in(optaxclip.global_norm, leaf) == sums_in(optaxclip.unitwise_norm, leaf) == 2
+        sums_in(optaxclip.global_norm, leaf)
+        == sums_in(optaxclip.unitwise_norm, leaf)
+        == 2
     )
     assert (
         sums_in(optaxclip.global_norm, large(2, 33000))

@@ -14,8 +14,8 @@ import pytest
 from matplotlib.figure import Figure
 
 import optaxclip
-from optaxclip.replay.__main__ import main
 from optaxclip.replay import plot_history
+from optaxclip.replay.__main__ import main
 from tests import oracle_rules as oracle
 from tests.clippers import apply
 
@@ -23,7 +23,13 @@ NORMS = np.asarray(oracle.histories()["broken"][:150], np.float32)
 
 
 @pytest.mark.parametrize(
-    "shrink", [None, optaxclip.shrinks.smooth(2.0), optaxclip.shrinks.drop, optaxclip.shrinks.normalize]
+    "shrink",
+    [
+        None,
+        optaxclip.shrinks.smooth(2.0),
+        optaxclip.shrinks.drop,
+        optaxclip.shrinks.normalize,
+    ],
 )
 @pytest.mark.parametrize(
     "rule", [optaxclip.rules.z_score(1.0), 0.9, None], ids=["z-score", "fixed", "none"]
@@ -270,12 +276,16 @@ def test_the_picture_has_norms_limits_and_clipped_steps():
 
 def test_replay_keeps_64_bits_and_names_its_rule():
     with jax.enable_x64(True):
-        assert optaxclip.replay.run(1.0, np.array([1.0, 2.0])).limits.dtype == jnp.float64
+        assert (
+            optaxclip.replay.run(1.0, np.array([1.0, 2.0])).limits.dtype == jnp.float64
+        )
         assert (
             optaxclip.replay.run(1.0, np.array([1.0, 2.0], np.float16)).limits.dtype
             == jnp.float32
         )
-    with pytest.raises(ValueError, match=r"^replay.run: rule must be at least 0, got -1.0"):
+    with pytest.raises(
+        ValueError, match=r"^replay.run: rule must be at least 0, got -1.0"
+    ):
         optaxclip.replay.run(-1.0, [1.0])
     with pytest.raises(
         ValueError,
@@ -288,7 +298,9 @@ def test_suggestions_are_quantiles_five_medians_and_rules():
     good = np.concatenate([np.arange(1.0, 64.0), [300.0]])
     rows = {
         row.rule: row
-        for row in optaxclip.replay.suggest(np.concatenate([good[:-1], [np.nan, 0.0, 300.0]]))
+        for row in optaxclip.replay.suggest(
+            np.concatenate([good[:-1], [np.nan, 0.0, 300.0]])
+        )
     }
     fixed = sorted(
         {
@@ -470,7 +482,9 @@ def test_a_picture_of_bare_norms_marks_those_above_their_limits():
 
 
 def test_a_picture_of_a_replay_may_be_given_other_limits_and_marks():
-    axis = plot_history(optaxclip.replay.run(2.0, [1.0, 3.0]), [4.0, 5.0], [True, False])
+    axis = plot_history(
+        optaxclip.replay.run(2.0, [1.0, 3.0]), [4.0, 5.0], [True, False]
+    )
     drawn = lines_of(axis)
     np.testing.assert_array_equal(drawn["limit"][1], [4, 5])
     np.testing.assert_array_equal(drawn["clipped (50.0%)"], [[0], [1]])

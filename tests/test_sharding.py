@@ -252,7 +252,9 @@ def test_stage_and_expert_axes_are_mesh_axes_like_others(options):
         "tensor": optaxclip.clip_by_tensor_norm(
             0.5, stacked=stacked, mesh_axes=STAGED_SPECS
         ),
-        "unit": optaxclip.clip_by_unitwise_norm(0.5, stacked=stacked, mesh_axes=STAGED_SPECS),
+        "unit": optaxclip.clip_by_unitwise_norm(
+            0.5, stacked=stacked, mesh_axes=STAGED_SPECS
+        ),
         "weights": optaxclip.adaptive_grad_clip(
             0.5, stacked=stacked, mesh_axes=STAGED_SPECS
         ),
@@ -307,7 +309,9 @@ def test_norms_and_measure_take_axes(options):
     units = {leaf: places(spec, leaf) for leaf, spec in SPECS.items()}
 
     def body(tree):
-        unitwise_norm = partial(optaxclip.unitwise_norm, stacked=STACKED, mesh_axes=SPECS)
+        unitwise_norm = partial(
+            optaxclip.unitwise_norm, stacked=STACKED, mesh_axes=SPECS
+        )
         measure = optaxclip.record_norm(partial(optaxclip.tensor_norm, mesh_axes=SPECS))
         updates, state = measure.update(tree, measure.init(tree))
         return (
@@ -360,7 +364,9 @@ def test_one_bad_value_on_any_device_is_seen_by_all(mode):
     }
 
     def body(updates):
-        clippers = {name: build(mesh_axes=BROKEN_SPECS) for name, build in builds.items()}
+        clippers = {
+            name: build(mesh_axes=BROKEN_SPECS) for name, build in builds.items()
+        }
         results = {
             name: clipper.update(updates, clipper.init(updates))
             for name, clipper in clippers.items()
@@ -555,7 +561,8 @@ def test_the_state_has_the_same_type_after_update_as_after_init(options):
     def body(updates, params):
         for name, case in CASES.items():
             clipper = case.build(
-                sharded.limit(name), mesh_axes=SPECS if case.keeps or options else "auto"
+                sharded.limit(name),
+                mesh_axes=SPECS if case.keeps or options else "auto",
             )
             first = clipper.init(params)
             second = clipper.update(updates, first, params)[1]
@@ -788,12 +795,16 @@ REFUSED = {
         r"mesh_axes=P\w*\('y',?\).*'bias' is the same on all devices along 'y'",
     ),
     "an axis that is left out": (
-        partial(optaxclip.clip_by_tensor_norm, mesh_axes=SPECS | {"grid": P(None, "x")}),
+        partial(
+            optaxclip.clip_by_tensor_norm, mesh_axes=SPECS | {"grid": P(None, "x")}
+        ),
         r"'grid' also differs along 'y'",
     ),
     "a leaf that is called replicated": (
         partial(
-            optaxclip.clip_by_group_norm, labels=LABELS, mesh_axes=SPECS | {"folded": P()}
+            optaxclip.clip_by_group_norm,
+            labels=LABELS,
+            mesh_axes=SPECS | {"folded": P()},
         ),
         r"folded' also differs along 'x', 'y'",
     ),
@@ -842,7 +853,9 @@ def test_axes_that_contradict_the_types_are_refused(wrong):
 )
 def test_a_spec_that_names_no_axis_of_the_mesh_is_refused(axes):
     with pytest.raises(ValueError, match=r"'model'.*there is no such axis"):
-        tried(partial(optaxclip.clip_by_global_norm, 0.5, mesh_axes=axes), check_vma=False)
+        tried(
+            partial(optaxclip.clip_by_global_norm, 0.5, mesh_axes=axes), check_vma=False
+        )
 
 
 def test_units_that_are_summed_whole_need_no_specs():
@@ -931,7 +944,9 @@ def test_values_that_wait_for_their_sum_are_refused():
             jax.eval_shape(body, left, right)
 
 
-@pytest.mark.parametrize("name", ["clip_by_global_norm", "clip_by_unitwise_norm stacked"])
+@pytest.mark.parametrize(
+    "name", ["clip_by_global_norm", "clip_by_unitwise_norm stacked"]
+)
 def test_specs_change_nothing_outside_shard_map(name):
     programs = [
         jax.jit(partial(sharded.clip, name, axes)).lower(UPDATES, PARAMS).as_text()

@@ -175,7 +175,10 @@ def test_large_gradients_do_not_travel(kind):
         )
         asked = {
             kind
-            for build in (optaxclip.clip_by_global_norm, optaxclip.clip_by_unitwise_norm)
+            for build in (
+                optaxclip.clip_by_global_norm,
+                optaxclip.clip_by_unitwise_norm,
+            )
             for kind, _ in compiled(jax.jit(partial(one_step, build(0.5))), tree)
         }
     assert asked == {"all-reduce"}

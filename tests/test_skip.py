@@ -177,7 +177,10 @@ def test_any_rule_decides(name):
         return float(np.float32(number))
 
     rule, equation = {
-        "z-score": (optaxclip.rules.z_score(2.0), oracle.z_score(2.0, f(0.97), eps=f(1e-6))),
+        "z-score": (
+            optaxclip.rules.z_score(2.0),
+            oracle.z_score(2.0, f(0.97), eps=f(1e-6)),
+        ),
         "log-norm": (
             optaxclip.rules.log_z_score(1.0, warmup=30),
             oracle.log_z_score(1.0, f(0.995), f(0.01), f(1e-3), 30),

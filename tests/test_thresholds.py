@@ -20,18 +20,28 @@ from tests.clippers import apply, limits_of
         (lambda step: 1.0 + step, [1, 2, 3, 4]),
         (optaxclip.rules.minimum(None, 3.0, lambda step: 4.0 - step), [3, 3, 2, 1]),
         (
-            optaxclip.rules.minimum(optaxclip.rules.growth(2.0), optaxclip.rules.growth(3.0)),
+            optaxclip.rules.minimum(
+                optaxclip.rules.growth(2.0), optaxclip.rules.growth(3.0)
+            ),
             [np.inf, 2, 4, 8],
         ),
         (
-            optaxclip.rules.minimum(optaxclip.rules.growth(2.0), optaxclip.rules.ema_ratio(100.0)),
+            optaxclip.rules.minimum(
+                optaxclip.rules.growth(2.0), optaxclip.rules.ema_ratio(100.0)
+            ),
             [np.inf, 2, 4, 8],
         ),
         (optaxclip.rules.maximum(lambda step: 1.0 * step, 1.5), [1.5, 1.5, 2, 3]),
         (optaxclip.rules.maximum(1.0, lambda step: 1.0 * step), [1, 1, 2, 3]),
         (optaxclip.rules.warm_up(2, 5.0, optaxclip.rules.growth(2.0)), [5, 5, 4, 8]),
-        (optaxclip.rules.warm_up(2, optaxclip.rules.growth(2.0), 9.0), [np.inf, 2, 9, 9]),
-        (optaxclip.rules.warm_up(3, optaxclip.rules.growth(2.0), 9.0), [np.inf, 2, 4, 9]),
+        (
+            optaxclip.rules.warm_up(2, optaxclip.rules.growth(2.0), 9.0),
+            [np.inf, 2, 9, 9],
+        ),
+        (
+            optaxclip.rules.warm_up(3, optaxclip.rules.growth(2.0), 9.0),
+            [np.inf, 2, 4, 9],
+        ),
         (optaxclip.rules.warm_up(0, 5.0, 9.0), [9, 9, 9, 9]),
     ],
     ids=[
@@ -60,7 +70,9 @@ def test_a_share_of_the_weights_follows_schedule_and_floor():
         (0.5, {1.0: 1.0, 5.0: 2.5}),
         (lambda step: 0.5 + step, {1.0: 1.0, 5.0: 2.5}),
     ):
-        clipper = clip_by(optaxclip.global_norm, optaxclip.rules.share_of_params(share, 2.0))
+        clipper = clip_by(
+            optaxclip.global_norm, optaxclip.rules.share_of_params(share, 2.0)
+        )
         for weight, limit in limits.items():
             _, state = clipper.update(
                 grads, clipper.init(grads), jnp.array([weight, 0.0])
@@ -190,7 +202,9 @@ def test_what_is_not_a_real_number_is_no_limit_given_as_an_array_either(limit):
             ),
         ):
             jax.jit(
-                lambda limit: apply(optaxclip.clip_by_unitwise_norm(limit), jnp.ones(2))[0]
+                lambda limit: apply(
+                    optaxclip.clip_by_unitwise_norm(limit), jnp.ones(2)
+                )[0]
             )(limit)
 
 

@@ -15,7 +15,7 @@ import optax
 from jax.typing import ArrayLike
 
 from .._core._kernel import make_clipper
-from .._norms._leaves import Axis, Stacked
+from .._norms._leaves import Axis, Stacked, check_labels
 from .._norms._measures import (
     GlobalNorm,
     GroupNorm,
@@ -285,6 +285,8 @@ def clip_by_group_norm(
       [0.6 0.8] [0.1]
     """
     call = "clip_by_group_norm"
+    if isinstance(max_norm, dict):
+        check_labels(f"{call}: max_norm must have labels", max_norm)
     numbers = {"labels": labels, "mesh_axes": mesh_axes}
     measure = GroupNorm(**check_measure(call, ord, **numbers))
     options = {"shrink": shrink, "eps": eps, "nonfinite": nonfinite}

@@ -35,7 +35,7 @@ from ._blocks import (
     rule_of_block,
     rules_of_norms,
 )
-from ._factors import root_between, multiply, reported, zero_where_zero
+from ._factors import multiply, reported, root_between, zero_where_zero
 from ._limits import limit_of
 from ._nonfinite import raise_nonfinite
 from ._state import ClipState, Entry, pack, unpack

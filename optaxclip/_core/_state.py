@@ -8,6 +8,17 @@ import jax.numpy as jnp
 from .._norms import _prefix as prefix
 
 
+class Entry(NamedTuple):
+    """One block of a state: of its fields from `norm` on, one array each."""
+
+    norm: jax.Array
+    limit: jax.Array
+    factor: jax.Array
+    clipped: jax.Array
+    nonfinite: jax.Array
+    memory: Any
+
+
 class ClipState(NamedTuple):
     """What a clipper knows after a step.
 
@@ -30,16 +41,25 @@ class ClipState(NamedTuple):
     nonfinite: Any  # int32[N]: steps whose norm was NaN or inf
     memory: Any  # what the rule remembers, its arrays [N, ...]
 
+    def by_name(self) -> dict[str, Entry]:
+        """Returns what the state knows of each norm: its own `norm`, `limit`, `factor`,
+        `clipped`, `nonfinite` and `memory`.
 
-class Entry(NamedTuple):
-    """One block of a state: of its fields from `norm` on, one array each."""
+        The name of a tensor is its path ("blocks/0/w"), that of a group its label, and
+        that of the norm of everything is "".
+        """
+        found = {}
+        for block, entry in zip(*unpack(self)):
+            # A vector has a row for each name, other blocks are one norm.
+            shape = () if block == [""] else (len(block),)
+            has_rows = jnp.shape(entry.norm) == shape != ()
+            for row, name in enumerate(block):
+                found[name] = _row(entry, row) if has_rows else entry
+        return found
 
-    norm: jax.Array
-    limit: jax.Array
-    factor: jax.Array
-    clipped: jax.Array
-    nonfinite: jax.Array
-    memory: Any
+
+def _row(entry: Entry, row: int) -> Entry:
+    return jax.tree.map(lambda x: x[row], entry)
 
 
 def pack(names: list[list[str]], step: jax.Array, entries: list[Entry]) -> ClipState:
@@ -62,20 +82,9 @@ def unpack(state: ClipState) -> tuple[list[list[str]], list[Entry]]:
     return names, [Entry(*each) for each in zip(*fields)]
 
 
-def by_name(state: ClipState) -> dict[str, Entry]:
-    """What a state knows of each norm."""
-    names, entries = unpack(state)
-    found = {}
-    for block, entry in zip(names, entries):
-        rows = len(block) > 1 or (block != [""] and jnp.shape(entry.norm) == (1,))
-        for row, name in enumerate(block):
-            found[name] = jax.tree.map(lambda x: x[row], entry) if rows else entry
-    return found
-
-
 def limits_of(state: ClipState, tree: Any) -> Any:
     """The limit of each leaf of a tree, from the state of a clipper of tensors."""
     entries, treedef = jax.tree_util.tree_flatten_with_path(tree)
-    known = by_name(state)
+    known = state.by_name()
     names = prefix.names([path for path, _ in entries])
     return treedef.unflatten([known[name].limit for name in names])
