@@ -41,9 +41,9 @@ def check_number(argument: str, value: Any, *, lowest: float = 0.0) -> None:
         value, (int, float, np.generic, np.ndarray, jax.Array)
     ):
         raise TypeError(f"{argument} must be a real number, got {value!r}.")
-    if isinstance(value, int):  # NumPy has no dtype for those of more than 64 bits
-        value = _float_of(argument, value)
-    known = np.asarray(value)
+    # NumPy has no dtype for ints of more than 64 bits.
+    held = _float_of(argument, value) if isinstance(value, int) else value
+    known = np.asarray(held)
     if not (
         jnp.issubdtype(known.dtype, jnp.floating)
         or jnp.issubdtype(known.dtype, jnp.integer)

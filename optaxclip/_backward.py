@@ -189,8 +189,9 @@ def _backward(
         clipper = clip_by_value(limit)
         clipped, _ = clipper.update(cotangent, clipper.init(cotangent))
     else:
-        names = {"call": "clip_cotangent", "name": "max_norm"}
-        clipped, _ = clip_once(cotangent, limit, measure, **names)
+        clipped, _ = clip_once(
+            cotangent, limit, measure, call="clip_cotangent", name="max_norm"
+        )
     return clipped, jnp.zeros_like(limit)
 
 

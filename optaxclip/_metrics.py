@@ -10,9 +10,11 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.typing import ArrayLike
 
 from ._core._state import ClipState, Entry, unpack
 from ._norms._leaves import unboxed
+from ._norms._types import gathered
 from ._wrappers._skip import SkipState
 
 
@@ -151,7 +153,8 @@ def _clip_rows(state: ClipState) -> Iterator[tuple[str, str, jax.Array]]:
     counts = tuple(len(block) for block in names)
     entries = [entry._replace(memory=()) for entry in entries]
     for block, found in zip(names, _clip_numbers(counts, state.step, entries)):
-        for path, numbers in zip(block, found):
+        for row, path in enumerate(block):
+            numbers = _row(found, row) if len(block) > 1 else found
             for name, value in numbers._asdict().items():
                 yield name, path, value
 
@@ -161,21 +164,28 @@ def _clip_rows(state: ClipState) -> Iterator[tuple[str, str, jax.Array]]:
 @partial(jax.jit, static_argnums=0)
 def _clip_numbers(
     counts: tuple[int, ...], step: jax.Array, entries: list[Entry]
-) -> list[list[_ClipNumbers]]:
-    """For each block, the numbers of each norm in it."""
+) -> list[_ClipNumbers]:
+    """The numbers of each block: float32[count], or float32[] of a single norm."""
     found = []
     for count, entry in zip(counts, entries):
         numbers = _numbers_of_block(count, step, entry)
-        rows = [[x[row] for x in numbers] for row in range(count)]
-        found.append([_ClipNumbers(*row) for row in rows])
+        found.append(_row(numbers, 0) if count == 1 else numbers)
     return found
+
+
+# The row is traced: one program for all rows. A program that returns all of them as
+# scalars took XLA on a CPU a minute to compile for 200 tensors.
+@jax.jit
+def _row(numbers: _ClipNumbers, row: ArrayLike) -> _ClipNumbers:
+    return _ClipNumbers(*(x[row] for x in numbers))
 
 
 def _numbers_of_block(count: int, step: jax.Array, entry: Entry) -> _ClipNumbers:
     """float32[count]: for each norm, or for the worst where a norm is an array of
     units.
     """
-    norm, limit, factor, clipped, nonfinite = (x.reshape(count, -1) for x in entry[:5])
+    rows = [gathered(x, 0).reshape(count, -1) for x in entry[:5]]
+    norm, limit, factor, clipped, nonfinite = rows
     # An infinite limit would hide all differences, so it counts as merely huge.
     worst = jnp.argmax(norm / jnp.clip(limit, 2.0**-60, 2.0**60), axis=1, keepdims=True)
     shown = [jnp.take_along_axis(x, worst, axis=1)[:, 0] for x in (norm, limit, factor)]

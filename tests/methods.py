@@ -58,7 +58,7 @@ class Method(NamedTuple):
     learns: bool = False  # has a memory of what it saw
     needs: str | None = None  # WEIGHTS
     leaves: str = FLOATS
-    axes: bool = True  # takes names of mesh axes
+    mesh_axes: bool = True  # takes names of mesh axes
     shrinks: bool = False  # takes `shrink`
     schedules: bool = True  # the limit may also be a schedule or None
     wraps: str | None = None  # built around a "clipper" or an "optimizer"
@@ -80,7 +80,7 @@ def by_norm(function: Callable[..., Any], norm: str, **fields: Any) -> Method:
 
 
 AGC = {"clipping": 0.01, "eps": 1e-3}
-KERNEL = {"ord": None, "eps": 0.0, "nonfinite": "propagate", "axes": "auto"}
+KERNEL = {"ord": None, "eps": 0.0, "nonfinite": "propagate", "mesh_axes": "auto"}
 SPECTRAL = {"method": "svd", "steps": None, "columns": None}
 Z_SCORE = {"z": 2.5, "decay": 0.97, "target": "adaptive", "warmup": 25, "eps": 1e-6}
 BAND = {"low": 0.95, "high": 0.6, "decay": 0.95, "floor": 0.01, "up": 1.1, "down": 0.9}
@@ -158,7 +158,7 @@ METHODS: dict[str, Method] = {
         numbers=LARC_NUMBERS,
         defaults={"trust": 0.02, "weight_decay": 0.0, "eps": 1e-8},
     ),
-    "measure": of(optaxclip.record_norm, "all", mesh_axes=False),
+    "record_norm": of(optaxclip.record_norm, "all", mesh_axes=False),
     "autoclip": of(
         optaxclip.autoclip,
         "all",
@@ -282,8 +282,8 @@ METHODS: dict[str, Method] = {
         defaults={"argnums": 0, "batch_argnums": 1, "two_pass": False, "mean": True},
     ),
     "per_example_global_norm_clip": Method(
-        partial(batch_of_one, optaxclip.per_example_global_norm_clip),
-        optaxclip.per_example_global_norm_clip,
+        partial(batch_of_one, optaxclip.per_example.per_example_global_norm_clip),
+        optaxclip.per_example.per_example_global_norm_clip,
         "all",
         keeps=NORM - {BITS},
         limit=1.0,

@@ -87,7 +87,7 @@ def clip_rms(leaves, limit, eps=0.0):
     return clip_tensors(leaves, limit, "rms", eps)
 
 
-def clip_units(leaves, limit, ord=2, eps=0.0, mesh_axes=None):
+def clip_units(leaves, limit, ord=2, eps=0.0, axes=None):
     """Each unit by itself; `axes` are those to sum over, in every leaf."""
     return [
         shrink(leaf, unitwise_norm(leaf, ord, axes), limit, eps)
@@ -97,7 +97,7 @@ def clip_units(leaves, limit, ord=2, eps=0.0, mesh_axes=None):
     ]
 
 
-def unitwise_norm(leaf, ord=2, mesh_axes=None):
+def unitwise_norm(leaf, ord=2, axes=None):
     return norm_over(leaf, unit_axes(leaf) if axes is None else axes, ord)
 
 

@@ -253,9 +253,9 @@ def wanted(name: str, updates: Any = UPDATES, params: Any = PARAMS) -> dict[str,
     }
 
 
-def clip(name: str, axes: Any, updates: Any, params: Any) -> tuple[Any, Any]:
+def clip(name: str, mesh_axes: Any, updates: Any, params: Any) -> tuple[Any, Any]:
     """One step of a clipper of the table."""
-    clipper = CASES[name].build(limit(name), mesh_axes=axes)
+    clipper = CASES[name].build(limit(name), mesh_axes=mesh_axes)
     return clipper.update(updates, clipper.init(params), params)
 
 

@@ -1,7 +1,7 @@
 """Beside optax 0.2.8 and, where it is installed, torch: where they are right, the
 numbers are theirs.
 
-Ours lie within 8 float32 eps, about 1e-6, of the equation (`rescale` takes 3 of them
+Ours lie within 8 float32 eps, about 1e-6, of the equation (`rescale` takes 5 of them
 off on purpose).
 """
 

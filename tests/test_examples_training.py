@@ -62,7 +62,7 @@ def test_clipping_before_unscaling_leaves_next_to_nothing(loss_scaling, scaled_r
     assert wrong.clipped_share == 1
     # The scale is a power of 2, and the clip keeps the norm within a few roundings of
     # the limit.
-    assert wrong.arrived * np.median(wrong.factors) == pytest.approx(
+    assert wrong.arrived * np.median(wrong.scales) == pytest.approx(
         loss_scaling.MAX_NORM, rel=1e-5
     )
     assert wrong.final_loss > 10 * scaled_runs["unscale, clip"].final_loss
@@ -82,7 +82,7 @@ def test_one_bit_is_a_move(loss_scaling):
 def test_scale_halves_on_overflow_and_doubles_after_good_steps(
     loss_scaling, scaled_runs, run
 ):
-    scales = scaled_runs[run].factors
+    scales = scaled_runs[run].scales
     assert scales[0] == loss_scaling.FIRST_SCALE
     changes = [
         (step, after / before)
@@ -151,12 +151,14 @@ def test_one_limit_measures_the_critic(ppo, agents):
         assert row.critic_norm > 10 * row.actor_norm
         # Medians of a quotient and of its divisor: near each other where the norms do
         # not differ by much.
-        assert row.actor_scale == pytest.approx(ppo.MAX_NORM / row.critic_norm, rel=0.3)
+        assert row.actor_factor == pytest.approx(
+            ppo.MAX_NORM / row.critic_norm, rel=0.3
+        )
 
 
 def test_two_limits_leave_the_actor_alone(agents):
     for row in agents["two limits"]:
-        assert row.actor_scale == 1
+        assert row.actor_factor == 1
         assert row.actor_clipped < 0.5 < 0.9 < row.critic_clipped
 
 
@@ -374,8 +376,8 @@ def test_replay_foretells_from_the_log(logging_metrics, logs):
         np.mean(norms > suggested.limit), abs=1e-6
     )
     assert abs(suggested.foretold - logging_metrics.WANTED) < 0.05
-    scales = [row["clip/factor"] for row in read_lines(folder / "suggested.jsonl")]
-    assert suggested.clipped == pytest.approx(np.mean(np.array(scales) < 1), abs=1e-6)
+    factors = [row["clip/factor"] for row in read_lines(folder / "suggested.jsonl")]
+    assert suggested.clipped == pytest.approx(np.mean(np.array(factors) < 1), abs=1e-6)
     assert suggested.clipped > 0
     np.testing.assert_array_equal(
         optaxclip.replay.read_history(folder / "loose.jsonl"), norms

@@ -42,7 +42,10 @@ def test_names_and_numbers_are_those_of_the_function(name):
     defaults = {key: parameters[key].default for key in method.defaults}
     assert defaults == method.defaults
     assert set(method.numbers) <= set(parameters)
-    for option, given in {"axes": method.axes, "shrink": method.shrinks}.items():
+    for option, given in {
+        "mesh_axes": method.mesh_axes,
+        "shrink": method.shrinks,
+    }.items():
         assert (
             (option in parameters) == given or method.wraps or name == "clip_cotangent"
         )

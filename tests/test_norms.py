@@ -14,8 +14,7 @@ import optax
 import pytest
 
 import optaxclip
-from optaxclip import sums
-from optaxclip.sharding import Split
+from optaxclip._norms import _platform
 from tests import oracles
 from tests.clippers import apply
 

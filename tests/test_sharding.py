@@ -45,10 +45,10 @@ typed_or_not = pytest.mark.parametrize(
 )
 
 
-def steps(axes, names):
+def steps(mesh_axes, names):
     """Several clippers in one program: (updates, params) -> {name: clipped updates}."""
     return lambda updates, params: {
-        name: sharded.clip(name, axes(CASES[name]), updates, params)[0]
+        name: sharded.clip(name, mesh_axes(CASES[name]), updates, params)[0]
         for name in names
     }
 
@@ -60,10 +60,10 @@ def under_jit(sizes, names, kind=AxisType.Auto):
     ]
 
 
-def in_shard_map(sizes, names, axes, specs=SPECS, **options):
+def in_shard_map(sizes, names, mesh_axes, specs=SPECS, **options):
     mesh = mesh_of(sizes)
     program = on_each_part(
-        steps(axes, names), mesh, (specs, specs), dict.fromkeys(names, specs), **options
+        steps(mesh_axes, names), mesh, (specs, specs), dict.fromkeys(names, specs), **options
     )
     return program, [place(tree, mesh, SPECS) for tree in (UPDATES, PARAMS)]
 

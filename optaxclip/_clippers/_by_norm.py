@@ -27,6 +27,7 @@ from .._norms._measures import (
 )
 from .._norms._mesh_axes import MeshAxes
 from .._norms._norms import global_norm
+from ..rules._constant import rule_of
 from ..shrinks import Shrink
 
 
@@ -78,7 +79,8 @@ def clip_by_global_norm(
     call = "clip_by_global_norm"
     measure = GlobalNorm(**check_measure(call, ord, mesh_axes=mesh_axes))
     options = {"shrink": shrink, "eps": eps, "nonfinite": nonfinite}
-    return make_clipper(measure, max_norm, call=call, name="max_norm", **options)
+    limit = rule_of(max_norm, f"{call}: max_norm")  # one norm takes one limit
+    return make_clipper(measure, limit, call=call, name="max_norm", **options)
 
 
 def clip_by_tensor_norm(

@@ -114,10 +114,12 @@ def spam(
         def cut(x: Any, v: jax.Array) -> Any:
             if x is None:
                 return None
-            return _cut_spikes(x, v, *at_step(step, v, threshold), since >= warmup)
+            (limit,) = at_step(step, v, threshold)
+            return _cut_spikes(x, v, limit, since >= warmup)
 
         def learn(x: Any, clipped: Any, v: jax.Array) -> jax.Array:
-            return v if x is None else _blend(x, clipped, v, *at_step(step, v, decay))
+            (keep,) = at_step(step, v, decay)
+            return v if x is None else _blend(x, clipped, v, keep)
 
         own = jax.tree.map(started_anew, state.second_moment)
         usual = own if second_moment is None else second_moment

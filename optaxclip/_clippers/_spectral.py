@@ -29,7 +29,7 @@ from jax import lax
 
 from .._arguments import check_number, held_in
 from .._core._kernel import make_clipper
-from .._core._state import ClipState, limits_of
+from .._core._state import limits_of
 from .._norms import _prefix as prefix
 from .._norms._leaves import (
     Stacked,
@@ -105,7 +105,7 @@ class Spectrum(NamedTuple):
 
     norm: jax.Array  # float32[..., 1, 1]: the largest of each matrix
     # float32[..., 1, 1]: the powers of 2 that the matrices were divided by
-    unit: jax.Array | None = None
+    unit: jax.Array
     # What the method knows of the divided matrices. None for vectors, which need none.
     parts: Any = None
 
@@ -120,10 +120,7 @@ class SpectralNorm(NamedTuple):
 
     def __call__(self, tree: Any) -> Norms:
         spectra = [_spectrum(self.method, x) for x in self.matrices(tree)]
-        # The state has one vector for all leaves, so one dtype.
-        dtype = norm_dtype(tree)
-        norms = self.norms_of(tree, spectra)
-        return norms_of_tree(jax.tree.map(lambda x: x.astype(dtype), norms), tree)
+        return norms_of_tree(_in_one_dtype(self.norms_of(tree, spectra)), tree)
 
     def without_devices(self) -> "SpectralNorm":
         return self
@@ -268,13 +265,14 @@ def clip_by_spectral_norm(
 
     def update(
         updates: Any, state: Any, params: Any = None, **_: Any
-    ) -> tuple[Any, ClipState]:
+    ) -> tuple[Any, Any]:
         tree = clipped_leaves(updates)
         matrices = measure.matrices(tree)
         spectra = [_spectrum(how, x) for x in matrices]
-        norms = measure.norms_of(tree, spectra)
+        norms = _in_one_dtype(measure.norms_of(tree, spectra))
         # The kernel computes limits, counts, and scales. With that vectors, broken
         # steps, and limits of 0 and inf are done.
+        new: Any
         scaled, new = kernel.update(tree, state, params, grad_norm=norms)
         leaves, treedef = jax.tree.flatten(scaled)
         limits = jax.tree.leaves(limits_of(new, tree))
@@ -318,6 +316,12 @@ def spectral_norm(
     return measure.norms_of(tree, [_spectrum(how, x) for x in measure.matrices(tree)])
 
 
+def _in_one_dtype(norms: Any) -> Any:
+    """Norms in one dtype, since the state has one vector for those of all leaves."""
+    dtype = norm_dtype(norms)
+    return jax.tree.map(lambda norm: norm.astype(dtype), norms)
+
+
 def _method(call: str, method: Any, steps: int | None = None) -> Method:
     """The method of this name."""
     if method not in METHODS:
@@ -335,7 +339,8 @@ def _spectrum(method: Method, x: jax.Array) -> Spectrum:
     """What a method finds out about the singular values of some matrices."""
     if min(x.shape[-2:]) == 1:
         norm = tensor_norm(x, stacked=x.ndim - 2)
-        return Spectrum(norm.reshape(*x.shape[:-2], 1, 1))
+        norm = norm.reshape(*x.shape[:-2], 1, 1)
+        return Spectrum(norm, jnp.ones_like(norm))
     peak = lax.stop_gradient(jnp.max(jnp.abs(x), (-2, -1), keepdims=True))
     finite = jnp.isfinite(peak)
     usual = finite & (peak > 0)

@@ -230,4 +230,5 @@ def _shapes(rule: Rule) -> list[Any]:
 
 
 def _shown(names: Any) -> str:
-    return ", ".join(repr(name) for name in sorted(names)) or "nothing"
+    shown = [repr(name) if name else "everything" for name in sorted(names)]
+    return ", ".join(shown) or "nothing"

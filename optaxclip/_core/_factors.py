@@ -52,13 +52,16 @@ def root_between(norm: jax.Array, new_norm: jax.Array) -> jax.Array:
     square ends 5 eps below the quotient, which covers the rounding of limit, norm,
     roots and products, so that the result never exceeds the limit.
     """
-    same = new_norm == norm
+    same, gone = new_norm == norm, new_norm == 0
     # Two wheres: sqrt has no derivative at 0, and the unused branch of a where must
     # stay finite as well.
-    short, long = (jnp.where(same | (x == 0), 1.0, x) for x in (new_norm, norm))
-    root = jnp.sqrt(short) * (1 - 2.5 * jnp.finfo(norm.dtype).eps) / jnp.sqrt(long)
+    short = jnp.where(same | gone, 1.0, new_norm)
+    long = jnp.where(same | gone | (norm == 0), 1.0, norm)
+    shorter = jnp.sqrt(short) * (1 - 2.5 * jnp.finfo(norm.dtype).eps)
+    shorter = jnp.where(same, 1.0, jnp.where(gone, 0.0, shorter))
     # The division comes last: what came after it XLA would do again for every element.
-    return jnp.where(same, 1.0, jnp.where(new_norm == 0, 0.0, root))
+    # Without the barrier it becomes a product with rsqrt.
+    return shorter / lax.optimization_barrier(jnp.sqrt(long))
 
 
 def reported(norm: jax.Array, new_norm: jax.Array) -> jax.Array:

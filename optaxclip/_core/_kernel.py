@@ -25,6 +25,7 @@ from .._norms._leaves import clipped_leaves, params_of, put_back
 from .._norms._measures import Measure, Norms, OwnNorm, in_blocks
 from .._norms._types import in_manual_mesh, split_as, types_of
 from ..rules._constant import rules_of
+from ..rules._rule import is_rule
 from ..shrinks import Shrink, shrink_of
 from ._blocks import (
     Arrangement,
@@ -38,7 +39,14 @@ from ._blocks import (
 from ._factors import multiply, reported, root_between, zero_where_zero
 from ._limits import limit_of
 from ._nonfinite import raise_nonfinite
-from ._state import ClipState, Entry, pack, unpack
+from ._state import (
+    ClipState,
+    Entry,
+    is_placeholder,
+    pack,
+    state_of_placeholder,
+    unpack,
+)
 
 
 class Settings(NamedTuple):
@@ -148,6 +156,9 @@ def make_clipper(
 
 
 def _first_state(settings: Settings, rules: Any, params: Any) -> ClipState:
+    if is_placeholder(params):
+        memory = rules.init(jnp.zeros(())) if is_rule(rules) else jnp.zeros(())
+        return state_of_placeholder(memory)
     measure = settings.measure
     if not in_manual_mesh():
         measure = measure.without_devices()

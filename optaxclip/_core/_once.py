@@ -9,7 +9,6 @@ from jax.typing import ArrayLike
 
 from .._norms._measures import Measure
 from ._kernel import make_clipper
-from ._state import ClipState
 
 
 def clip_once(
@@ -39,6 +38,5 @@ def clip_once(
     options = {"eps": eps, "nonfinite": nonfinite}
     clipper = make_clipper(measure, limit, call=call, name=name, **options)
     state: Any = clipper.init(tree)
-    new: ClipState
-    clipped, new = clipper.update(tree, state, grad_norm=grad_norm)
-    return clipped, new.norm
+    clipped, state = clipper.update(tree, state, grad_norm=grad_norm)
+    return clipped, state.norm

@@ -58,6 +58,40 @@ class ClipState(NamedTuple):
         return found
 
 
+class AnyNames(str):
+    """Equal to the names of any norms.
+
+    `optax.tree_map_params` calls `init` with a placeholder for the parameters, and
+    compares the structure of what it gets with that of the state.
+    """
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, str)
+
+    def __ne__(self, other: object) -> bool:
+        return not self == other
+
+    def __hash__(self) -> int:
+        return hash("")
+
+
+def is_placeholder(params: Any) -> bool:
+    """Whether these are no parameters but a stand-in for them: a node that is empty and
+    not one of Python's containers.
+    """
+    return (
+        not isinstance(params, (dict, list, tuple))
+        and params is not None
+        and (not jax.tree.leaves(params))
+    )
+
+
+def state_of_placeholder(memory: Any) -> ClipState:
+    """A state with one leaf for each field, for `optax.tree_map_params`."""
+    numbers = [jnp.zeros(())] * 5
+    return ClipState({AnyNames(): None}, jnp.zeros(()), *numbers, memory)
+
+
 def _row(entry: Entry, row: int) -> Entry:
     return jax.tree.map(lambda x: x[row], entry)
 
@@ -65,21 +99,31 @@ def _row(entry: Entry, row: int) -> Entry:
 def pack(names: list[list[str]], step: jax.Array, entries: list[Entry]) -> ClipState:
     """The state of some blocks."""
     blocks = ["\n".join(name.replace("\n", " ") for name in block) for block in names]
-    key = "\n\n".join(blocks)
-    fields = zip(*entries) if entries else [()] * len(Entry._fields)
+    fields = list(zip(*entries)) or [()] * len(Entry._fields)
     packed = [x[0] if len(entries) == 1 else tuple(x) for x in fields]
-    return ClipState({key: None} if key else {}, step, *packed)
+    if not jax.tree.leaves(packed[-1]):
+        packed[-1] = ()
+    names_of_blocks = {"\n\n".join(blocks): None} if blocks else {}
+    return ClipState(names_of_blocks, step, *packed)
 
 
 def unpack(state: ClipState) -> tuple[list[list[str]], list[Entry]]:
     """The names of the norms in each block, and the blocks."""
     if not state.names:
-        alone = not isinstance(state.norm, tuple)
-        return ([[""]], [Entry(*state[2:])]) if alone else ([], [])
+        return [], []
     (key,) = state.names
+    if isinstance(key, AnyNames):
+        return _numbered(state)
     names = [block.split("\n") for block in key.split("\n\n")]
-    fields = [x if len(names) > 1 else (x,) for x in state[2:]]
-    return names, [Entry(*each) for each in zip(*fields)]
+    return names, _entries(state, len(names))
+
+
+def _entries(state: ClipState, count: int) -> list[Entry]:
+    memory = state.memory if jax.tree.leaves(state.memory) else ((),) * count
+    if count == 1:
+        memory = (state.memory,)
+    fields = [x if count > 1 else (x,) for x in state[2:-1]]
+    return [Entry(*each) for each in zip(*fields, memory)]
 
 
 def limits_of(state: ClipState, tree: Any) -> Any:
@@ -88,3 +132,14 @@ def limits_of(state: ClipState, tree: Any) -> Any:
     known = state.by_name()
     names = prefix.names([path for path, _ in entries])
     return treedef.unflatten([known[name].limit for name in names])
+
+
+def _numbered(state: ClipState) -> tuple[list[list[str]], list[Entry]]:
+    """The blocks of a state whose names `optax.tree_map_params` has dropped."""
+    count = len(state.norm) if isinstance(state.norm, tuple) else 1
+    entries = _entries(state, count)
+    names = []
+    for block, entry in enumerate(entries):
+        rows = range(len(entry.norm)) if jnp.ndim(entry.norm) == 1 else [0]
+        names.append([f"{block}/{row}" for row in rows])
+    return names, entries

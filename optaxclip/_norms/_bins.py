@@ -21,7 +21,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from ._types import is_on_one_device
+
 EDGE, SCALE = 2.0**45, 2.0**83
+SMALL = 2**16  # elements of a leaf that a GPU reads in less time than a kernel starts
 
 Dims = tuple[int, ...] | None
 
@@ -58,6 +61,13 @@ def sum_on_gpu(leaf: jax.Array, dims: Dims) -> Bins:
     On a GPU that is one kernel for each stage of the sum. Three reductions are one
     kernel in the first stage and three in the second.
     """
+
+    known = all(isinstance(size, int) for size in leaf.shape)
+    small = known and leaf.size <= SMALL
+    if dims is None and not small and not is_on_one_device(leaf):
+        # The partitioner of jit joins a reduction with three operands by two
+        # collectives, and three reductions by one.
+        return sum_on_tpu(leaf, dims)
 
     def add(one: Any, other: Any) -> Any:
         return tuple(a + b for a, b in zip(one, other))

@@ -63,6 +63,9 @@ def splits(
       ValueError: a mesh axis that is not bound, or that contradicts the type of a leaf;
         a name where a PartitionSpec is needed; a leaf with unreduced mesh axes.
     """
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.empty and (mesh_axes is None or mesh_axes == "auto"):
+        return [Split()] * len(dims)
     argument = f"{call}: mesh_axes"
     entries = jax.tree_util.tree_flatten_with_path(tree)[0]
     mesh_axes = freeze(mesh_axes)

@@ -227,7 +227,9 @@ def _in_bins_on_gpu(layout: Layout, groups: list[list[jax.Array]]) -> Blocks:
         leaves, of_leaves = (group, own) if dims else join_small(group, own)
         joined.append(leaves)
         splits.append((dims, tuple(of_leaves)))
-    lone = [g[0] for g, (dims, _) in zip(joined, splits) if dims is None and len(g) == 1]
+    lone = [
+        g[0] for g, (dims, _) in zip(joined, splits) if dims is None and len(g) == 1
+    ]
     rows = iter(bins_of_leaves(lone))
     found = []
     for group, (dims, _) in zip(joined, splits):
@@ -292,6 +294,8 @@ def _add_up_all(
     join: Callable[[list[jax.Array]], jax.Array],
 ) -> list[Blocks]:
     """Sums of several kinds of terms, in one collective."""
+    if not any(split.summed for _, splits in layout for split in splits):
+        return [_gather(terms, layout, dtype, join) for terms in kinds]
     names = _names(layout)
     blocks: Blocks = []
     for terms in kinds:

@@ -4,9 +4,9 @@
     leaves with own norms    those of one size stacked, and summed by row
 
 A GPU takes about 2 us to start a kernel, which is longer than it takes to read a small
-leaf. Putting leaves together moves data between devices where they are split under jit,
-which a program cannot know when it is traced. So it is done with one device in the
-process, and inside shard_map and pmap, where arrays are local.
+leaf. Putting leaves together moves data between devices where jit splits them over a
+mesh. So it is done on one device, and inside shard_map and pmap, where arrays are
+local.
 """
 
 from collections.abc import Sequence
@@ -15,11 +15,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ._bins import Bins, bins_of_leaf, sum_on_gpu
+from ._bins import SMALL, Bins, bins_of_leaf, sum_on_gpu
 from ._collectives import Split
-from ._types import in_manual_mesh, varying
-
-SMALL = 2**16  # elements
+from ._types import is_on_one_device, varying
 
 
 def join_small(
@@ -55,7 +53,6 @@ def bins_of_leaves(leaves: list[jax.Array]) -> list[Bins]:
 def _kind(place: int, leaf: jax.Array) -> Any:
     """What leaves that are put together have in common. A large leaf is alone."""
     known = all(isinstance(size, int) for size in leaf.shape)
-    local = in_manual_mesh() or jax.device_count() == 1
-    if known and local and leaf.size <= SMALL:
+    if known and leaf.size <= SMALL and is_on_one_device(leaf):
         return leaf.dtype, varying(leaf)
     return place

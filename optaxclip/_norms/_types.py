@@ -17,6 +17,17 @@ def in_manual_mesh() -> bool:
     return bool(jax.sharding.get_abstract_mesh().manual_axes)
 
 
+def is_on_one_device(x: Any) -> bool:
+    """Whether no part of the value can be on another device.
+
+    Under jit the type of a value names the mesh that it lives on, though not how an
+    Auto mesh splits it.
+    """
+    mesh = jax.typeof(x).sharding.mesh
+    others = set(mesh.axis_names) - set(mesh.manual_axes)
+    return all(mesh.shape[name] == 1 for name in others)
+
+
 def has_types(manual: tuple[str, ...]) -> bool:
     """Whether JAX tracks here which values differ between devices.
 

@@ -117,7 +117,7 @@ def ways(method: Method, dice: random.Random) -> Iterator[tuple[Any, str]]:
         yield way, dice.choice(("float32", "float32", "sixteen"))
     for way in transformations.ON_DEVICES:
         yield way, "sharded"
-    if method.norm != "unit" and (method.axes or method.norm == "element"):
+    if method.norm != "unit" and (method.mesh_axes or method.norm == "element"):
         yield transformations.in_shard_map, "sharded"
     if method.ord != "spectral":
         yield transformations.exported_for_any_size, "vectors"
