@@ -6,9 +6,11 @@ import re
 import subprocess
 import sys
 import tempfile
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from .explained import EXPLAINED
@@ -27,10 +29,10 @@ class Row(NamedTuple):
     package: str
     version: str
     tests: str
-    theirs: str  # passed, failed and skipped
-    ours: str
-    calls: str  # of our functions
-    differ: dict[str, str]  # test -> why, "" where nobody knows
+    theirs: str  # passed, failed and skipped, or why they did not run
+    ours: str = ""
+    calls: str = ""  # of our functions
+    differ: Mapping[str, str] = MappingProxyType({})  # test -> why, "": nobody knows
     own: tuple[str, ...] = ()  # tests that fail without ours too
 
 
@@ -62,10 +64,8 @@ def findings(package: str, *only: str) -> Findings:
     try:
         installed = distribution(suite.install)
     except PackageNotFoundError:
-        row = Row(
-            package, f"`pip install {suite.needs}`", "not installed", "", "", "", {}
-        )
-        return Findings([row], [])
+        command = f"not installed: `pip install {suite.install}`"
+        return Findings([Row(package, "", path, command) for path in suite.tests], [])
     files = [str(file) for file in installed.files or ()]
     rows = []
     shipped = []
@@ -73,9 +73,7 @@ def findings(package: str, *only: str) -> Findings:
         if any(file == path or file.startswith(f"{path}/") for file in files):
             shipped.append(path)
         else:
-            rows.append(
-                Row(package, installed.version, path, "not shipped", "", "", {})
-            )
+            rows.append(Row(package, installed.version, path, "not shipped"))
     if not shipped:
         return Findings(rows, [])
     with ThreadPoolExecutor(2) as pool:

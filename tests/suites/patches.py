@@ -17,8 +17,7 @@ from optaxclip.dropin import tensorflow_style
 
 
 class Suite(NamedTuple):
-    install: str  # the distribution that has the tests
-    needs: str  # what pip installs to run them
+    install: str  # what pip installs
     tests: tuple[str, ...]  # files and folders, as installed
     replaced: dict[str, Callable[..., Any]]  # module:name of theirs -> ours
     beside: str  # what stands in for what, in words
@@ -81,7 +80,6 @@ _OPTAX = (
 SUITES = {
     "optax": Suite(
         install="optax",
-        needs="optax",
         beside="the six clippers and sums per example of the same names",
         tests=(
             "optax/transforms/_clipping_test.py",
@@ -94,7 +92,6 @@ SUITES = {
     ),
     "jax_privacy": Suite(
         install="jax_privacy",
-        needs="jax_privacy",
         beside="`clip_pytree`: `clip_by_global_norm` and `rescale`",
         tests=(
             "tests/clipping_test.py",
@@ -104,7 +101,6 @@ SUITES = {
     ),
     "keras": Suite(
         install="keras",
-        needs="keras",
         beside="`_clip_gradients` of every optimizer: `dropin.keras.clip_gradients`",
         tests=("keras/src/optimizers",),
         replaced={
@@ -115,7 +111,6 @@ SUITES = {
     ),
     "rlax": Suite(
         install="rlax",
-        needs="rlax",
         beside=(
             "`clip_gradient`: `clip_cotangent`, which takes one bound for two "
             "(in all tests the lower is minus the upper); the clipping in `dpg_loss`: "

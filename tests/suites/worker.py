@@ -37,10 +37,15 @@ class Recorder:
         before = self.outcomes.get(report.nodeid, "passed")
         self.outcomes[report.nodeid] = max(before, report.outcome, key=RANK.index)
         if report.failed:
-            lines = [
-                line for line in report.longreprtext.splitlines() if line[:1] == "E"
-            ]
-            self.errors[report.nodeid] = lines[0][1:].strip() if lines else ""
+            self.errors[report.nodeid] = first_error(report.longreprtext)
+
+
+def first_error(text: str) -> str:
+    """The first line that pytest marks with an E."""
+    for line in text.splitlines():
+        if line.startswith("E "):
+            return line[1:].strip()
+    return ""
 
 
 def run(path: str, root: Path) -> Recorder:
