@@ -5,6 +5,8 @@ import textwrap
 from datetime import date
 from importlib.metadata import version
 
+import optaxclip
+
 from .compare import Findings, Row
 from .patches import SUITES
 
@@ -89,8 +91,9 @@ def page(findings: list[Findings]) -> str:
 
 
 def environment() -> str:
-    packages = ("optaxclip", "jax", "optax", "numpy", "pytest")
-    named = (f"{name} {version(name)}" for name in packages)
+    packages = ("jax", "optax", "numpy", "pytest")
+    named = [f"optaxclip {optaxclip.__version__}"]
+    named += [f"{name} {version(name)}" for name in packages]
     return f"on a CPU with Python {platform.python_version()}, {', '.join(named)}"
 
 
