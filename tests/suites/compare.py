@@ -136,10 +136,8 @@ def tables_of_cases() -> Findings:
     """The cases in `tests/cases.json` that were taken from tests of other frameworks."""
     from tests import test_conformance as conformance
 
-    reasons = {
-        case: why
-        for case, (why, _) in (conformance.REFUSED | conformance.DIFFERENT).items()
-    }
+    decided = conformance.REFUSED | conformance.DIFFERENT
+    reasons = {number: why for number, (why, _) in decided.items()}
     report = run("cases", "ours")["tests/test_conformance.py"]
     problems = []
     broken = set()

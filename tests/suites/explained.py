@@ -25,6 +25,8 @@ EXPLAINED: dict[str, dict[str, str]] = {
         f"{_OPTAX}clip": _STATE,
         f"{_OPTAX}clip_by_global_norm": _STATE,
     },
-    "jax_privacy": {f"{_PYTREE}clip_norm_zero_rescale": _EPS}
-    | {f"{_PYTREE}has_bounded_norm{i}": _ROUNDING for i in _MIXED_TREES},
+    "jax_privacy": {
+        f"{_PYTREE}clip_norm_zero_rescale": _EPS,
+        **{f"{_PYTREE}has_bounded_norm{i}": _ROUNDING for i in _MIXED_TREES},
+    },
 }

@@ -69,10 +69,9 @@ def failures_of_their_own(rows: list[Row]) -> str:
 def page(findings: list[Findings]) -> str:
     """All of `docs/suites.md`."""
     rows = [row for each in findings for row in each.rows]
-    replaced = [
-        wrapped(f"- {name}: {suite.beside}.", hanging="  ")
-        for name, suite in SUITES.items()
-    ]
+    replaced = []
+    for name, suite in SUITES.items():
+        replaced.append(wrapped(f"- {name}: {suite.beside}.", hanging="  "))
     parts = [
         "# Tests of other packages",
         wrapped(INTRO),

@@ -9,17 +9,18 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import optax
 
 import optaxclip
 from optaxclip.dropin import keras as keras_style
-from optaxclip.dropin import tensorflow_style
+from optaxclip.dropin.tensorflow_style import clip_by_norm
+
+Function = Callable[..., Any]
 
 
 class Suite(NamedTuple):
     install: str  # what pip installs
     tests: tuple[str, ...]  # files and folders, as installed
-    replaced: dict[str, Callable[..., Any]]  # module:name of theirs -> ours
+    replaced: dict[str, Function]  # module:name of theirs -> ours
     beside: str  # what stands in for what, in words
 
 
@@ -41,10 +42,8 @@ def clip_pytree(
         unit = optaxclip.normalize(state.norm, 1.0)
         new_norm = jnp.where(state.limit > 0, held, unit)
         clipped = optaxclip.rescale(pytree, state.norm, new_norm)
-    zeros = optax.tree.zeros_like(pytree)
-    clipped = jax.tree.map(
-        lambda x, zero: jnp.where(return_zero, zero, x), clipped, zeros
-    )
+    keep = jnp.logical_not(return_zero)
+    clipped = jax.tree.map(lambda x: jnp.where(keep, x, jnp.zeros_like(x)), clipped)
     return clipped, state.norm
 
 
@@ -68,6 +67,7 @@ def clip_keras_gradients(optimizer: Any, grads: list[Any]) -> list[Any]:
     return clipper.update(grads, clipper.init(grads))[0]
 
 
+_KERAS = "keras.src.optimizers.base_optimizer"
 _OPTAX = (
     "adaptive_grad_clip",
     "clip",
@@ -103,11 +103,7 @@ SUITES = {
         install="keras",
         beside="`_clip_gradients` of every optimizer: `dropin.keras.clip_gradients`",
         tests=("keras/src/optimizers",),
-        replaced={
-            "keras.src.optimizers.base_optimizer:BaseOptimizer._clip_gradients": (
-                clip_keras_gradients
-            )
-        },
+        replaced={f"{_KERAS}:BaseOptimizer._clip_gradients": clip_keras_gradients},
     ),
     "rlax": Suite(
         install="rlax",
@@ -122,9 +118,7 @@ SUITES = {
         ),
         replaced={
             "rlax:clip_gradient": clip_gradient,
-            "rlax._src.policy_gradients:_clip_by_l2_norm": (
-                tensorflow_style.clip_by_norm
-            ),
+            "rlax._src.policy_gradients:_clip_by_l2_norm": clip_by_norm,
         },
     ),
 }
@@ -153,9 +147,7 @@ def _replace_everywhere(package: str, theirs: Any, ours: Any) -> None:
                 setattr(module, key, ours)
 
 
-def _counted(
-    name: str, function: Callable[..., Any], calls: Counter[str]
-) -> Callable[..., Any]:
+def _counted(name: str, function: Function, calls: Counter[str]) -> Function:
     @functools.wraps(function)
     def counted(*args: Any, **kwargs: Any) -> Any:
         calls[name] += 1
