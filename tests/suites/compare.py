@@ -110,7 +110,7 @@ def compare(
 
 
 def problems_of(row: Row, ours: dict[str, Any], explained: dict[str, str]) -> list[str]:
-    """What nobody has explained, what needs no explanation any more, what tested nothing."""
+    """Differences nobody explained, stale explanations, and rows that tested nothing."""
     problems = []
     for test, why in row.differ.items():
         if not why:
@@ -133,7 +133,7 @@ def counted(outcomes: dict[str, str]) -> str:
 
 
 def tables_of_cases() -> Findings:
-    """The cases in `tests/cases.json` that were taken from tests of other frameworks."""
+    """The cases in `tests/cases.json` that come from tests of other frameworks."""
     from tests import test_conformance as conformance
 
     decided = conformance.REFUSED | conformance.DIFFERENT

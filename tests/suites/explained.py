@@ -9,9 +9,9 @@ _EPS = (
     "limit by norm, so that rounding never exceeds the limit: the norm is 0.9999996."
 )
 _ROUNDING = (
-    "It wants a norm of at most the limit, exactly, of a tree with float16 and bfloat16 "
-    "leaves. Rounding a leaf to its dtype can lengthen it: here by 4.8e-5 of the limit. "
-    "`clip_pytree` itself exceeds it with other random seeds."
+    "It wants a norm of at most the limit, exactly, of a tree with float16 and "
+    "bfloat16 leaves. Rounding a leaf to its dtype can lengthen it: here by 4.8e-5 of "
+    "the limit. `clip_pytree` itself exceeds it with other random seeds."
 )
 _OPTAX = "optax/transforms/_clipping_test.py::ClippingTest::test_"
 _PYTREE = "tests/clipping_test.py::ClipPyTreeTest::test_clip_pytree_"

@@ -18,18 +18,19 @@ INTRO = """
 Other packages ship the tests of their clipping functions. `python -m tests.suites` runs
 these tests twice: as they are, and with our functions in place of theirs. It downloads
 nothing, and takes the versions that are installed. It fails if a test ends differently
-without an explanation below, if a test that is explained does not differ, or if the tests
-of a row never call one of our functions.
+without an explanation below, if a test that is explained does not differ, or if the
+tests of a row never call one of our functions.
 """
 COLUMNS = """
-`theirs` and `with ours` count the tests that passed, failed and were skipped. `calls` says
-how often the tests called our functions. `differ` counts the tests that end differently.
+`theirs` and `with ours` count the tests that passed, failed and were skipped. `calls`
+says how often the tests called our functions. `differ` counts the tests that end
+differently.
 """
 CASES = """
-Rows with `cases` in place of a version are numbers that were taken from tests which are not
-shipped, or need another language. They are in `tests/cases.json`, and
-`tests/test_conformance.py` compares all of them. There, `theirs` counts the cases, and a
-case counts as failed where we decide otherwise on purpose.
+Rows with `cases` in place of a version are numbers that were taken from tests which are
+not shipped, or need another language. They are in `tests/cases.json`, and
+`tests/test_conformance.py` compares all of them. There, `theirs` counts the cases, and
+a case counts as failed where we decide otherwise on purpose.
 """
 
 
