@@ -110,7 +110,7 @@ def compare(
 
 
 def problems_of(row: Row, ours: dict[str, Any], explained: dict[str, str]) -> list[str]:
-    """Differences nobody explained, stale explanations, and rows that tested nothing."""
+    """Differences without a reason, stale reasons, and rows that tested nothing."""
     problems = []
     for test, why in row.differ.items():
         if not why:
