@@ -75,11 +75,12 @@ def _p_norms_jvp(p, dims, spread, primals, tangents):
     )
     partials = []
     for place, of_group in zip(full, weights):
+        leaves, changes = primals[0][place], tangents[0][place]
         terms = [
-            weight * _along(leaf, direction)
-            for weight, leaf, direction in zip(
-                of_group, primals[0][place], tangents[0][place]
-            )
+            _slope(leaf, change, norms[place])
+            if p == 2
+            else weight * _along(leaf, change)
+            for weight, leaf, change in zip(of_group, leaves, changes)
         ]
         partials.append(
             [
@@ -94,6 +95,13 @@ def _p_norms_jvp(p, dims, spread, primals, tangents):
     ):
         tangent_norms[place] = total
     return norms, tangent_norms
+
+
+def _slope(leaf: jax.Array, change: jax.Array, norm: jax.Array) -> jax.Array:
+    """x / norm * dx. Without the modulus, whose derivative at 0 hides that of x."""
+    wide = np.promote_types(leaf.dtype, norm.dtype)
+    unit = _share(leaf.astype(wide), jnp.where(norm > 0, norm, 1.0))
+    return jnp.real(jnp.conj(unit) * change.astype(wide)).astype(norm.dtype)
 
 
 def _weights(
