@@ -4,6 +4,7 @@ is typed. `jax.grad` is not, and is given its type here.
 """
 
 from collections.abc import Callable
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -37,8 +38,7 @@ def loss(params: Params, x: jax.Array) -> jax.Array:
     return jnp.mean((hidden + params["b"]) ** 2)
 
 
-# pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
-gradient: Callable[[Params, jax.Array], Params] = jax.grad(loss)
+gradient: Callable[[Params, jax.Array], Params] = cast(Any, jax).grad(loss)
 
 
 def step(
