@@ -1246,3 +1246,16 @@ def test_the_largest_share_their_derivative():
 @pytest.mark.parametrize("ord", TWICE)
 def test_second_derivatives_by_reverse_mode_are_finite_at_zero(ord):
     assert all(np.isfinite(x).all() for x in second_derivatives(reverse_twice)[ord])
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.complex64])
+def test_second_derivatives_hold_where_an_element_is_0(dtype):
+    """Of |x|: (1 - x x^T / |x|^2) / |x|, also in rows whose element is 0."""
+    x = np.array([0.0, 3.0, -4.0])
+    wanted = (np.eye(3) - np.outer(x, x) / 25) / 5
+
+    def norm(real):
+        return optaxclip.global_norm(real.astype(dtype))
+
+    found = jax.hessian(norm)(jnp.float32(x))
+    np.testing.assert_allclose(found, wanted, atol=1e-6)

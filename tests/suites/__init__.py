@@ -1,0 +1,12 @@
+"""Runs the tests that other packages ship, with our functions in place of theirs.
+
+python -m tests.suites                             all packages that are installed
+python -m tests.suites optax rlax                  some of them
+python -m tests.suites --markdown docs/suites.md   also writes the page
+
+patches.py     which functions ours stand in for, and which tests are run
+worker.py      runs them in a process of its own
+explained.py   why a test ends differently
+compare.py     counts, and finds what differs without an explanation
+page.py        the table and the page
+"""

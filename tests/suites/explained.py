@@ -1,0 +1,32 @@
+"""Tests that end differently with our functions, and why.
+
+A test is named as pytest names it below the folder that the package is installed in.
+"""
+
+_STATE = "It calls `update(updates, None)`. Ours need the state that `init` returns."
+_EPS = (
+    "It wants a norm of 1 to 7 decimal places. Our factor is 3 float32 eps less than "
+    "limit by norm, so that rounding never exceeds the limit: the norm is 0.9999996."
+)
+_ROUNDING = (
+    "It wants a norm of at most the limit, exactly, of a tree with float16 and "
+    "bfloat16 leaves. Rounding a leaf to its dtype can lengthen it: here by 4.8e-5 of "
+    "the limit. `clip_pytree` itself exceeds it with other random seeds."
+)
+_OPTAX = "optax/transforms/_clipping_test.py::ClippingTest::test_"
+_PYTREE = "tests/clipping_test.py::ClipPyTreeTest::test_clip_pytree_"
+_MIXED_TREES = (33, 35, 41, 43, 45, 47, 49, 51, 53, 55)
+
+EXPLAINED: dict[str, dict[str, str]] = {
+    "optax": {
+        f"{_OPTAX}adaptive_grad_clip": _STATE,
+        f"{_OPTAX}adaptive_grad_clip_default_axis_conv3d": _STATE,
+        f"{_OPTAX}adaptive_grad_clip_with_axis": _STATE,
+        f"{_OPTAX}clip": _STATE,
+        f"{_OPTAX}clip_by_global_norm": _STATE,
+    },
+    "jax_privacy": {
+        f"{_PYTREE}clip_norm_zero_rescale": _EPS,
+        **{f"{_PYTREE}has_bounded_norm{i}": _ROUNDING for i in _MIXED_TREES},
+    },
+}

@@ -1,0 +1,107 @@
+"""The table of what ran, and the page `docs/suites.md`."""
+
+import platform
+import textwrap
+from datetime import date
+from importlib.metadata import version
+
+import optaxclip
+
+from .compare import Findings, Row
+from .patches import SUITES
+
+HEAD = (
+    "| package | version | tests | theirs | with ours | calls | differ |",
+    "|---|---|---|---|---|---|---|",
+)
+INTRO = """
+Other packages ship the tests of their clipping functions. `python -m tests.suites` runs
+these tests twice: as they are, and with our functions in place of theirs. It downloads
+nothing, and takes the versions that are installed. It fails if a test ends differently
+without an explanation below, if a test that is explained does not differ, or if the
+tests of a row never call one of our functions.
+"""
+COLUMNS = """
+`theirs` and `with ours` count the tests that passed, failed and were skipped. `calls`
+says how often the tests called our functions. `differ` counts the tests that end
+differently.
+"""
+CASES = """
+Rows with `cases` in place of a version are numbers that were taken from tests which are
+not shipped, or need another language. They are in `tests/cases.json`, and
+`tests/test_conformance.py` compares all of them. There, `theirs` counts the cases, and
+a case counts as failed where we decide otherwise on purpose.
+"""
+
+
+def table(rows: list[Row]) -> str:
+    lines = list(HEAD)
+    for row in rows:
+        differ = str(len(row.differ)) if row.ours else ""
+        cells = (row.package, row.version, row.tests, row.theirs, row.ours, row.calls)
+        lines.append("| " + " | ".join((*cells, differ)) + " |")
+    return "\n".join(lines)
+
+
+def differences(rows: list[Row]) -> str:
+    """Each reason with the tests that it explains."""
+    reasons: dict[tuple[str, str], list[str]] = {}
+    for row in rows:
+        for test, why in row.differ.items():
+            key = (row.package, why or "Not explained.")
+            reasons.setdefault(key, []).append(test.rpartition("::")[2])
+    parts = []
+    for (package, why), tests in reasons.items():
+        named = ", ".join(f"`{test}`" for test in tests)
+        parts.append(wrapped(f"- {package}: {why} ({named})", hanging="  "))
+    return "\n".join(parts)
+
+
+def failures_of_their_own(rows: list[Row]) -> str:
+    """Tests that fail without ours as well."""
+    parts = []
+    for row in rows:
+        if row.own:
+            named = ", ".join(f"`{test.rpartition('::')[2]}`" for test in row.own)
+            parts.append(wrapped(f"- {row.package}: {named}", hanging="  "))
+    return "\n".join(parts) or "None."
+
+
+def page(findings: list[Findings]) -> str:
+    """All of `docs/suites.md`."""
+    rows = [row for each in findings for row in each.rows]
+    replaced = []
+    for name, suite in SUITES.items():
+        replaced.append(wrapped(f"- {name}: {suite.beside}.", hanging="  "))
+    parts = [
+        "# Tests of other packages",
+        wrapped(INTRO),
+        wrapped(f"{date.today()}, {environment()}."),
+        wrapped(COLUMNS),
+        table(rows),
+        wrapped(CASES),
+        "## What ours stand in for",
+        "\n".join(replaced),
+        "## What differs, and why",
+        differences(rows),
+        "## What fails without ours as well",
+        failures_of_their_own(rows),
+    ]
+    return "\n\n".join(parts) + "\n"
+
+
+def environment() -> str:
+    packages = ("jax", "optax", "numpy", "pytest")
+    named = [f"optaxclip {optaxclip.__version__}"]
+    named += [f"{name} {version(name)}" for name in packages]
+    return f"on a CPU with Python {platform.python_version()}, {', '.join(named)}"
+
+
+def wrapped(text: str, hanging: str = "") -> str:
+    return textwrap.fill(
+        " ".join(text.split()),
+        88,
+        subsequent_indent=hanging,
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
