@@ -148,8 +148,10 @@ def shrink_of(shrink: Any, call: str) -> Shrink:
     """
     if shrink is None:
         return hard
-    if shrink in (smooth, auto_s, psac):
-        return shrink()
+    factories: list[Callable[[], Shrink]] = [smooth, auto_s, psac]
+    for factory in factories:
+        if shrink is factory:
+            return factory()
     if not callable(shrink):
         raise TypeError(
             f"{call}: shrink must be a function of norm and limit, such as "

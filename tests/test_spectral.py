@@ -13,7 +13,6 @@ import pytest
 
 import optaxclip
 from optaxclip import clip_by_spectral_norm, spectral_norm
-from optaxclip._core._state import by_name
 from tests import oracles
 
 METHODS = ("svd", "newton_schulz")
@@ -245,7 +244,7 @@ def test_a_broken_matrix_becomes_nan_and_is_counted(method, broken):
     tree["a"][2, 3] = broken
     updates, state = clip(tree, 1.0, method=method)
     assert np.isnan(updates["a"]).all() and np.isfinite(updates["b"]).all()
-    counts = {name: entry.nonfinite for name, entry in by_name(state).items()}
+    counts = {name: entry.nonfinite for name, entry in state.by_name().items()}
     assert counts == {"a": 1, "b": 0}
     assert not np.any(clip(tree, 1.0, method=method, nonfinite="zero")[0]["a"])
 
@@ -262,7 +261,7 @@ def test_vectors_and_scalars_are_clipped_by_their_length(method):
     updates, state = clip(tree, 1.0, method=method)
     for name, length in (("v", 13.0), ("s", 5.0), ("row", 10.0)):
         np.testing.assert_allclose(updates[name], tree[name] / length, rtol=1e-6)
-        assert by_name(state)[name].norm == length
+        assert state.by_name()[name].norm == length
     assert oracles.same_bits(updates["i"], tree["i"]) and updates["none"] is None
 
 
@@ -277,7 +276,7 @@ def test_stacked_layers_are_matrices_of_their_own(method):
     updates, state = clip({"blocks": x}, 1.0, method=method, stacked=1)
     assert (error(updates["blocks"], expected(x, 1.0)) <= 4e-6).all()
     assert oracles.same_bits(updates["blocks"][1], x[1])
-    blocks = by_name(state)["blocks"]
+    blocks = state.by_name()["blocks"]
     assert blocks.norm.shape == (3, 1, 1)
     np.testing.assert_array_equal(blocks.clipped.reshape(-1), [1, 0, 1])
 

@@ -1,7 +1,7 @@
 """AdaClip: the largest coordinates of a tensor against their running average."""
 
 import math
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -56,8 +56,8 @@ def adaclip(
     call = "adaclip"
     numbers = {"stacked": stacked, "mesh_axes": mesh_axes}
     measure = TensorNorm(**check_measure(call, math.inf, **numbers))
-    names = {"call": call, "name": "limit"}
-    largest = make_clipper(measure, Ema(decay), nonfinite=nonfinite, **names)
+    rule = Ema(decay)
+    largest = make_clipper(measure, rule, call=call, name="limit", nonfinite=nonfinite)
 
     def update(
         updates: Any,
@@ -66,12 +66,13 @@ def adaclip(
         *,
         grad_norm: Any = None,
         **extra_args: Any,
-    ) -> tuple[Any, ClipState]:
+    ) -> tuple[Any, Any]:
         tree = clipped_leaves(updates)
         if grad_norm is None:
             grad_norm = measure(tree).tree()
         given = {"grad_norm": grad_norm, **extra_args}
-        scaled, new = largest.update(tree, state, params, **given)
+        scaled, new_state = largest.update(tree, state, params, **given)
+        new = cast(ClipState, new_state)
         each = tree, scaled, grad_norm, limits_of(new, tree)
         shaped = jax.tree.map(_scaled_over_limit, *each, is_leaf=is_none)
         return put_back(shaped, updates), new

@@ -81,7 +81,7 @@ class Adagc(Rule):
     ratio: Number = number()
     decay: Number = number(highest=1.0)
     max_norm: Number = number()
-    warmup: Any = fixed(100, lowest=1)
+    warmup: Any = fixed(default=100, lowest=1)
 
     def init(self, norm: jax.Array) -> AdaGCMemory:
         seen = jnp.zeros(norm.shape, jnp.int32)

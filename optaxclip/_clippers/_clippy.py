@@ -77,8 +77,7 @@ def clippy(
     check_limit(f"{call}: absolute", absolute)
     numbers = {"stacked": stacked, "mesh_axes": mesh_axes}
     measure = TensorNorm(**check_measure(call, math.inf, **numbers))
-    names = {"call": call, "name": "limit", "nonfinite": nonfinite}
-    kernel = make_clipper(measure, None, **names)
+    kernel = make_clipper(measure, None, call=call, name="limit", nonfinite=nonfinite)
 
     def update(
         updates: Any, state: Any, params: Any = None, **_: Any

@@ -169,7 +169,7 @@ def rule_of_block(rules: list[Rule], source: Source, norm: jax.Array) -> Rule:
     own = [rules[number] for number in source.numbers]
     if len({id(rule) for rule in own}) == 1:
         return own[0]
-    limits = [held_in(norm.dtype, rule.limit) for rule in own]
+    limits = [held_in(norm.dtype, _limit(rule)) for rule in own]
     vector = jnp.stack(limits)
     if source.put is not None:
         vector = jnp.zeros_like(norm).at[jnp.array(source.put)].set(vector)
@@ -219,6 +219,10 @@ def _form(tree: Any) -> Any:
 
 def _is_constant(rule: Rule) -> bool:
     return isinstance(rule, Constant) and not callable(rule.limit)
+
+
+def _limit(rule: Rule) -> Any:
+    return rule.limit if isinstance(rule, Constant) else None
 
 
 def _shapes(rule: Rule) -> list[Any]:

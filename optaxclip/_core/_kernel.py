@@ -131,7 +131,7 @@ def make_clipper(
     settings = Settings(call, name, measure, shrink, nonfinite)
     rules = rules_of(limit, settings.argument)
 
-    def init(params: Any) -> ClipState:
+    def init(params: Any) -> Any:
         return _first_state(settings, rules, params)
 
     def update(

@@ -88,8 +88,9 @@ def is_placeholder(params: Any) -> bool:
 
 def state_of_placeholder(memory: Any) -> ClipState:
     """A state with one leaf for each field, for `optax.tree_map_params`."""
-    numbers = [jnp.zeros(())] * 5
-    return ClipState({AnyNames(): None}, jnp.zeros(()), *numbers, memory)
+    zero = jnp.zeros(())
+    names = {AnyNames(): None}
+    return ClipState(names, zero, zero, zero, zero, zero, zero, memory)
 
 
 def _row(entry: Entry, row: int) -> Entry:

@@ -15,6 +15,7 @@ import numpy as np
 
 from .._arguments import check_ord
 from . import _prefix as prefix
+from ._bins import Dims
 from ._collectives import axes_size
 from ._leaves import (
     by_label,
@@ -86,7 +87,7 @@ class GlobalNorm(NamedTuple):
 
     def __call__(self, tree: Any) -> Norms:
         leaves = jax.tree.leaves(tree)
-        dims = [None] * len(leaves)
+        dims: list[Dims] = [None] * len(leaves)
         found = splits(self.mesh_axes, tree, dims, self.call)
         (norm,) = norms_of([Group(leaves, None, found)], self.ord)
         of_leaf: list[int | None] = [0] * len(leaves)
@@ -240,8 +241,9 @@ def _count(size: Any, dtype: Any) -> Any:
 def _norm_of_each_leaf(tree: Any, dims: list[Any], measure: Any) -> Norms:
     entries, treedef = jax.tree_util.tree_flatten_with_path(tree)
     found = splits(measure.mesh_axes, tree, dims, measure.call)
-    groups = [Group([leaf], *each) for (_, leaf), *each in zip(entries, dims, found)]
-    groups = [group._replace(splits=[group.splits]) for group in groups]
+    groups = []
+    for (_, leaf), over, split in zip(entries, dims, found):
+        groups.append(Group([leaf], over, [split]))
     blocks = norms_of(groups, measure.ord)
     places = places_of([over is None for over in dims])
     if dims == [None]:  # one scalar

@@ -192,7 +192,8 @@ def _sum_of_powers(p: float, wide: Any, dims: Dims, leaf: jax.Array) -> jax.Arra
     if jnp.issubdtype(leaf.dtype, jnp.complexfloating):
         if p == 2:
             parts = jnp.real(leaf), jnp.imag(leaf)
-            return sum(_sum_of_powers(p, wide, dims, part) for part in parts)
+            real, imag = (_sum_of_powers(p, wide, dims, part) for part in parts)
+            return real + imag
         leaf = jnp.abs(leaf)
     if p == 2 and wide == np.float64:
         return sum_squares(leaf, dims)

@@ -51,14 +51,14 @@ class EmaRatio(Rule):
     `callback/ema_clip.py` (two rates, 2.0 and 1.1, decays 0.99 and 0.9).
     """
 
-    ratio: Number = number(2.0)
-    decay: Number = number(0.99, highest=1.0)
+    ratio: Number = number(default=2.0)
+    decay: Number = number(default=0.99, highest=1.0)
     _: KW_ONLY
-    target: Number | None = optional_number()
-    target_decay: Number | None = optional_number(highest=1.0)
+    target: Number | None = optional_number(default=None)
+    target_decay: Number | None = optional_number(default=None, highest=1.0)
     corrected: Any = False
-    remember: str = choice("clipped", "raw")
-    warmup: Any = fixed(1)
+    remember: str = choice(default="clipped", others=("raw",))
+    warmup: Any = fixed(default=1)
 
     def init(self, norm: jax.Array) -> Memory:
         seen = jnp.zeros(norm.shape, jnp.int32)

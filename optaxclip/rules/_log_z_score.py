@@ -47,12 +47,12 @@ class LogZScore(Rule):
     GradNormTracker.
     """
 
-    z: Number = number(4.0)
-    decay: Number = number(0.995, highest=1.0)
+    z: Number = number(default=4.0)
+    decay: Number = number(default=0.995, highest=1.0)
     _: KW_ONLY
-    floor: Number = number(0.01)
-    spread: Number = number(1e-3)
-    warmup: Any = fixed(277, lowest=1)
+    floor: Number = number(default=0.01)
+    spread: Number = number(default=1e-3)
+    warmup: Any = fixed(default=277, lowest=1)
 
     def init(self, norm: jax.Array) -> LogNormMemory:
         seen = jnp.zeros(norm.shape, jnp.int32)

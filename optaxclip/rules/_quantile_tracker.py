@@ -37,10 +37,10 @@ class QuantileTracker(Rule):
     adaptive clipping, 2021 (arXiv 1905.03871).
     """
 
-    quantile: Number = number(0.5, highest=1.0)
-    rate: Number = number(0.2)
+    quantile: Number = number(default=0.5, highest=1.0)
+    rate: Number = number(default=0.2)
     _: KW_ONLY
-    start: ArrayLike = fixed(0.1)
+    start: ArrayLike = fixed(default=0.1)
 
     def init(self, norm: jax.Array) -> jax.Array:
         return jnp.full_like(norm, self.start)

@@ -3,7 +3,7 @@
 A subclass of `Rule` lists its parameters as fields, each with its default and range:
 
     class Growth(Rule):
-        rate: Number = number(1.01)
+        rate: Number = number(default=1.01)
 
         def init(self, norm): ...
         def update(self, norm, memory, step): ...   # -> limit, memory
@@ -45,14 +45,14 @@ def number(
     return field(default=default, metadata={"check": check})
 
 
-def optional_number(highest: float = np.inf) -> Any:
+def optional_number(default: None = None, highest: float = np.inf) -> Any:
     """A field that is a number, a schedule, or None."""
-    check = number(0.0, highest=highest).metadata["check"]
+    check = number(default=0.0, highest=highest).metadata["check"]
 
     def check_given(argument: str, value: Any) -> Any:
         return None if value is None else check(argument, value)
 
-    return field(default=None, metadata={"check": check_given})
+    return field(default=default, metadata={"check": check_given})
 
 
 def fixed(default: float, lowest: float = 0.0) -> Any:
@@ -75,7 +75,7 @@ def length(default: int) -> Any:
     return field(default=default, metadata={"check": check})
 
 
-def choice(default: str, *others: str) -> Any:
+def choice(default: str, others: tuple[str, ...]) -> Any:
     """A field that is one of some strings. A changed string compiles anew."""
     *first, last = map(repr, (default, *others))
 

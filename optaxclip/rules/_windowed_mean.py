@@ -45,14 +45,14 @@ class WindowedMean(Rule):
     which is `optaxclip.skip_step`).
     """
 
-    sigmas: Number = number(3.0)
-    window: Any = length(128)
+    sigmas: Number = number(default=3.0)
+    window: Any = length(default=128)
     _: KW_ONLY
-    ddof: Any = fixed(0)
-    floor: Number = number(0.0)
+    ddof: Any = fixed(default=0)
+    floor: Number = number(default=0.0)
     current: Any = False
-    remember: str = choice("raw", "clipped")
-    warmup: Any = fixed(2)
+    remember: str = choice(default="raw", others=("clipped",))
+    warmup: Any = fixed(default=2)
 
     def init(self, norm: jax.Array) -> Window:
         return empty_window("windowed_mean: window", self.window, norm)

@@ -51,13 +51,13 @@ class WindowedQuantile(Rule):
     clipping for source separation networks, 2020 (arXiv 2007.14469).
     """
 
-    quantile: Number = number(0.5, highest=1.0)
-    window: Any = length(100)
+    quantile: Number = number(default=0.5, highest=1.0)
+    window: Any = length(default=100)
     _: KW_ONLY
-    factor: Number = number(1.0)
+    factor: Number = number(default=1.0)
     current: Any = False
-    remember: str = choice("raw", "clipped")
-    warmup: Any = fixed(1)
+    remember: str = choice(default="raw", others=("clipped",))
+    warmup: Any = fixed(default=1)
 
     def init(self, norm: jax.Array) -> QuantileMemory:
         recent = empty_window("windowed_quantile: window", self.window, norm)
