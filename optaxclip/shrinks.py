@@ -140,7 +140,7 @@ def psac(r: float = 0.1) -> Shrink:
     return _psac(float(r))
 
 
-def shrink_of(shrink: Any, call: str) -> Shrink:
+def shrink_of(shrink: Any, call: str) -> Any:
     """The shrink that a user means: `hard` for None, a factory's default for a factory.
 
     Raises:

@@ -63,7 +63,11 @@ def under_jit(sizes, names, kind=AxisType.Auto):
 def in_shard_map(sizes, names, mesh_axes, specs=SPECS, **options):
     mesh = mesh_of(sizes)
     program = on_each_part(
-        steps(mesh_axes, names), mesh, (specs, specs), dict.fromkeys(names, specs), **options
+        steps(mesh_axes, names),
+        mesh,
+        (specs, specs),
+        dict.fromkeys(names, specs),
+        **options,
     )
     return program, [place(tree, mesh, SPECS) for tree in (UPDATES, PARAMS)]
 

@@ -172,7 +172,7 @@ def test_a_limit_may_be_an_int_of_any_size():
     clipped, state = apply(optaxclip.clip_by_tensor_norm(10**12), updates)
     np.testing.assert_allclose(clipped["w"], [6e11, 8e11], rtol=1e-6)
     np.testing.assert_array_equal(clipped["b"], updates["b"])
-    assert state.limit["w"] == np.float32(10**12)
+    assert state.by_name()["w"].limit == np.float32(10**12)
 
 
 @pytest.mark.parametrize(

@@ -56,7 +56,7 @@ def adagc(
       >>> for spike in (0.4, 8.0):
       ...     grads = {"w": jnp.array([spike]), "b": jnp.array([0.3])}
       ...     updates, state = clipper.update(grads, state)
-      >>> print(updates["w"].round(4), updates["b"])
+      >>> print(updates["w"], updates["b"])
       [0.6] [0.3]
 
     Reference: Wang et al., AdaGC: improving training stability for large language model

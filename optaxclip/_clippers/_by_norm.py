@@ -27,7 +27,6 @@ from .._norms._measures import (
 )
 from .._norms._mesh_axes import MeshAxes
 from .._norms._norms import global_norm
-from ..rules._constant import rule_of
 from ..shrinks import Shrink
 
 
@@ -70,7 +69,7 @@ def clip_by_global_norm(
       >>> grads = [jnp.array([3.0, 4.0]), jnp.array([1.0, 2.0])]
       >>> clipper = optaxclip.clip_by_global_norm(5.0)
       >>> updates, state = clipper.update(grads, clipper.init(grads))
-      >>> print(f"{state.norm:.4f}", *(x.round(4) for x in updates))
+      >>> print(f"{state.norm:.4f}", *(x for x in updates))
       5.4772 [2.7386 3.6515] [0.9129 1.8257]
 
     Reference: Pascanu, Mikolov, Bengio, On the difficulty of training recurrent neural
@@ -79,8 +78,7 @@ def clip_by_global_norm(
     call = "clip_by_global_norm"
     measure = GlobalNorm(**check_measure(call, ord, mesh_axes=mesh_axes))
     options = {"shrink": shrink, "eps": eps, "nonfinite": nonfinite}
-    limit = rule_of(max_norm, f"{call}: max_norm")  # one norm takes one limit
-    return make_clipper(measure, limit, call=call, name="max_norm", **options)
+    return make_clipper(measure, max_norm, call=call, name="max_norm", **options)
 
 
 def clip_by_tensor_norm(
@@ -118,7 +116,7 @@ def clip_by_tensor_norm(
       >>> grads = {"w": jnp.array([3.0, 4.0]), "b": jnp.array([0.5])}
       >>> clipper = optaxclip.clip_by_tensor_norm(1.0)
       >>> updates, state = clipper.update(grads, clipper.init(grads))
-      >>> print(updates["w"].round(4), updates["b"])
+      >>> print(updates["w"], updates["b"])
       [0.6 0.8] [0.5]
     """
     call = "clip_by_tensor_norm"
@@ -156,7 +154,7 @@ def clip_by_tensor_rms(
       >>> grads = jnp.array([3.0, 4.0, 0.0, 0.0])
       >>> clipper = optaxclip.clip_by_tensor_rms(1.0)
       >>> updates, state = clipper.update(grads, clipper.init(grads))
-      >>> print(state.norm, updates.round(4))
+      >>> print(state.norm, updates)
       2.5 [1.2 1.6 0.  0. ]
 
     Reference: Shazeer, Stern, Adafactor: adaptive learning rates with sublinear memory
@@ -195,7 +193,7 @@ def clip_by_average_norm(
       >>> grads = jnp.array([3.0, 4.0, 0.0, 0.0])
       >>> clipper = optaxclip.clip_by_average_norm(1.0)
       >>> updates, state = clipper.update(grads, clipper.init(grads))
-      >>> print(state.norm, updates.round(4))
+      >>> print(state.norm, updates)
       1.25 [2.4 3.2 0.  0. ]
 
     Reference: `tf.compat.v1.clip_by_average_norm`.
@@ -240,7 +238,7 @@ def clip_by_unitwise_norm(
       >>> grads = jnp.array([[3.0, 0.1], [4.0, 0.0]])
       >>> clipper = optaxclip.clip_by_unitwise_norm(1.0)
       >>> updates, state = clipper.update(grads, clipper.init(grads))
-      >>> print(updates.round(4))
+      >>> print(updates)
       [[0.6 0.1]
        [0.8 0. ]]
     """
@@ -283,7 +281,7 @@ def clip_by_group_norm(
       >>> labels = {"w": "matrix", "b": "vector"}
       >>> clipper = optaxclip.clip_by_group_norm({"matrix": 1.0, "vector": 0.1}, labels)
       >>> updates, state = clipper.update(grads, clipper.init(grads))
-      >>> print(updates["w"].round(4), updates["b"].round(4))
+      >>> print(updates["w"], updates["b"])
       [0.6 0.8] [0.1]
     """
     call = "clip_by_group_norm"
@@ -335,7 +333,7 @@ def clip_by_block_rms(threshold: Any) -> optax.GradientTransformationExtraArgs:
     Example:
       >>> grads = jnp.array([3.0, 4.0, 0.0, 0.0])
       >>> clipper = optaxclip.clip_by_block_rms(1.0)
-      >>> print(clipper.update(grads, clipper.init(grads))[0].round(4))
+      >>> print(clipper.update(grads, clipper.init(grads))[0])
       [1.2 1.6 0.  0. ]
     """
     call = "clip_by_block_rms"

@@ -173,7 +173,7 @@ def aggc(
       >>> state = clipper.init(jnp.zeros(1))
       >>> for norm in (2.0, 3.0, 9.0):
       ...     updates, state = clipper.update(jnp.array([norm]), state)
-      ...     print(updates[0].round(4))
+      ...     print(updates[0])
       2.0
       2.0
       4.5
@@ -222,8 +222,8 @@ def adagn(
       >>> state = clipper.init(jnp.zeros(1))
       >>> for norm in (1.0, 1.0, 3.0):
       ...     updates, state = clipper.update(jnp.array([norm]), state)
-      >>> print(updates[0].round(3))
-      0.907
+      >>> print(f"{updates[0]:.3f}")
+      0.908
 
     Reference: Huang et al., Stable-SPAM: how to train in 4-bit more stably than 16-bit
     Adam, 2025 (arXiv 2502.17055).

@@ -65,8 +65,8 @@ def clippy(
       >>> params, updates = jnp.array([4.0, 1.0]), jnp.array([2.0, 0.1])
       >>> clipper = optaxclip.clippy(0.1, 0.02)
       >>> updates, state = clipper.update(updates, clipper.init(params), params)
-      >>> print(updates.round(4), state.factor.round(4))
-      [0.42  0.021] 0.21
+      >>> print(updates, f"{state.factor:.4f}")
+      [0.42  0.021] 0.2100
 
     Reference: Tang et al., Improving training stability for multitask ranking models in
     recommender systems, 2023 (arXiv 2302.09178). Defaults of TensorFlow Recommenders'

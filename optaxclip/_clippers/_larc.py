@@ -60,8 +60,8 @@ def larc(
       >>> params, grads = jnp.array([3.0, 4.0]), jnp.array([0.0, 2.0])
       >>> clipper = optaxclip.larc(0.1)
       >>> updates, state = clipper.update(grads, clipper.init(params), params)
-      >>> print(updates.round(4), state.limit)
-      [0. 1.] 1.0
+      >>> print(updates, f"{state.limit:.4f}")
+      [0. 1.] 1.0000
 
     Reference: You, Gitman, Ginsburg, Large batch training of convolutional networks,
     2017 (arXiv 1708.03888). The minimum with the learning rate is NVIDIA's apex.

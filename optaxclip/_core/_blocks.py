@@ -205,6 +205,8 @@ def check_memory(rule: Rule, norm: jax.Array, memory: Any, call: str) -> None:
     """
     known = jax.tree.map(lambda x: 1 if isinstance(x, Tracer) else x, rule)
     wanted = jax.eval_shape(known.init, norm)
+    if not jax.tree.leaves((wanted, memory)):
+        return
     if jax.tree.structure(wanted) != jax.tree.structure(memory):
         wanted, found = (_form(tree) for tree in (wanted, memory))
         raise ValueError(

@@ -35,7 +35,7 @@ def rescale(updates: Any, norms: Any, new_norms: Any) -> Any:
       never longer than the new norm but for the rounding to the leaf's dtype.
 
     Example:
-      >>> print(optaxclip.rescale(jnp.array([3.0, 4.0]), 5.0, 1.0).round(6))
+      >>> print(optaxclip.rescale(jnp.array([3.0, 4.0]), 5.0, 1.0))
       [0.6 0.8]
     """
     tree = clipped_leaves(updates)

@@ -22,9 +22,9 @@ from jax.typing import ArrayLike
 
 from .._arguments import check_nonfinite, check_number, check_params, check_state
 from .._norms._leaves import clipped_leaves, params_of, put_back
-from .._norms._measures import Measure, Norms, OwnNorm, in_blocks
+from .._norms._measures import GlobalNorm, Measure, Norms, OwnNorm, in_blocks
 from .._norms._types import in_manual_mesh, split_as, types_of
-from ..rules._constant import rules_of
+from ..rules._constant import rule_of, rules_of
 from ..rules._rule import is_rule
 from ..shrinks import Shrink, shrink_of
 from ._blocks import (
@@ -57,6 +57,7 @@ class Settings(NamedTuple):
     measure: Measure
     shrink: Shrink
     nonfinite: str
+    no_limit: bool  # the limit is None, known before any program is traced
 
     @property
     def argument(self) -> str:
@@ -106,7 +107,7 @@ def clip_by(
       >>> clipper = optaxclip.clip_by(optaxclip.global_norm, 1.0, smooth)
       >>> grads = jnp.array([3.0, 4.0])
       >>> updates, state = clipper.update(grads, clipper.init(grads))
-      >>> print(optaxclip.global_norm(updates).round(4))
+      >>> print(f"{optaxclip.global_norm(updates):.4f}")
       0.8333
     """
     names = {"call": "clip_by", "name": "limit"}
@@ -128,8 +129,9 @@ def make_clipper(
     check_nonfinite(call, nonfinite)
     check_number(f"{call}: eps", eps)
     shrink = shrink_of(shrink, call)
-    settings = Settings(call, name, measure, shrink, nonfinite)
-    rules = rules_of(limit, settings.argument)
+    settings = Settings(call, name, measure, shrink, nonfinite, limit is None)
+    one_norm = isinstance(measure, GlobalNorm)
+    rules = (rule_of if one_norm else rules_of)(limit, settings.argument)
 
     def init(params: Any) -> Any:
         return _first_state(settings, rules, params)
@@ -203,11 +205,15 @@ def _update(
         _shrink(settings, eps, *each) for each in zip(blocks, limits, memories)
     ]
 
-    roots = [root_between(*each) for each in new_norms]
-    norms = norms._replace(blocks=blocks, places=fit.places(norms))
-    updates = multiply(tree, norms, roots)
-    if settings.nonfinite == "zero":
-        updates = zero_where_zero(updates, norms, roots)
+    updates = tree
+    # Multiplied by 1, they would be other values to XLA, and read again by the next
+    # clipper of a chain.
+    if given[1] is not None or not settings.no_limit:
+        roots = [root_between(*each) for each in new_norms]
+        norms = norms._replace(blocks=blocks, places=fit.places(norms))
+        updates = multiply(tree, norms, roots)
+        if settings.nonfinite == "zero":
+            updates = zero_where_zero(updates, norms, roots)
     entries = [_count(*each) for each in zip(old, blocks, limits, new_norms, memories)]
     step = jnp.asarray(optax.safe_increment(state.step))
     return updates, pack(names, step, fit.keep_missing(entries, old))

@@ -30,7 +30,8 @@ def limit_of(
     its limit may be 0 or negative.
     """
     extra = (params_norm,) if rule.needs_params else ()
-    limit, new = rule.update(lax.stop_gradient(norm), memory, step, *extra)
+    asked = memory if jax.tree.leaves(memory) else rule.init(norm)
+    limit, new = rule.update(lax.stop_gradient(norm), asked, step, *extra)
     check_shape(jnp.shape(limit), norm.shape, argument)
     limit = held_in(norm.dtype, limit)
     if not signed:

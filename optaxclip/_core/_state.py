@@ -89,7 +89,7 @@ def is_placeholder(params: Any) -> bool:
 def state_of_placeholder(memory: Any) -> ClipState:
     """A state with one leaf for each field, for `optax.tree_map_params`."""
     zero = jnp.zeros(())
-    names = {AnyNames(): None}
+    names: dict[str, None] = {AnyNames(): None}
     return ClipState(names, zero, zero, zero, zero, zero, zero, memory)
 
 
@@ -99,7 +99,7 @@ def _row(entry: Entry, row: int) -> Entry:
 
 def pack(names: list[list[str]], step: jax.Array, entries: list[Entry]) -> ClipState:
     """The state of some blocks."""
-    blocks = ["\n".join(name.replace("\n", " ") for name in block) for block in names]
+    blocks = ["\n".join(block) for block in names]
     fields = list(zip(*entries)) or [()] * len(Entry._fields)
     packed = [x[0] if len(entries) == 1 else tuple(x) for x in fields]
     if not jax.tree.leaves(packed[-1]):

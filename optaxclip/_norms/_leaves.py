@@ -117,7 +117,7 @@ def _axes_by_shape(
     shape: tuple[int, ...] | None, argument: str, name: str, rank: int
 ) -> tuple[int, ...]:
     """All dimensions of what squeezes to a vector, else those that feed one output."""
-    if shape is not None and sum(size > 1 for size in shape) <= 1:
+    if shape is not None and sum(map(_is_above_1, shape)) <= 1:
         return tuple(range(rank))
     if rank > 5:
         raise ValueError(
@@ -125,6 +125,11 @@ def _axes_by_shape(
             "no rule above rank 5."
         )
     return tuple(range({2: 1, 3: 1, 4: 3, 5: 4}.get(rank, rank)))
+
+
+def _is_above_1(size: Any) -> bool:
+    # A size that only a run of an exported program knows counts as one of many.
+    return not isinstance(size, int) or size > 1
 
 
 def _checked_axes(value: Any, argument: str, name: str, rank: int) -> tuple[int, ...]:

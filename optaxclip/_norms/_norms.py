@@ -14,7 +14,7 @@ from typing import Any
 import jax
 
 from .._arguments import check_ord
-from ._leaves import Axis, Stacked, clipped_leaves
+from ._leaves import Axis, Stacked, clipped_leaves, static_labels, unboxed
 from ._measures import GlobalNorm, GroupNorm, Ord, TensorNorm, UnitwiseNorm
 from ._mesh_axes import MeshAxes
 
@@ -150,4 +150,6 @@ def group_norm(
       5.0 1.0
     """
     check_ord("group_norm", ord)
-    return GroupNorm(labels, "group_norm", ord, mesh_axes)(clipped_leaves(tree)).tree()
+    # Leaves that do not count have labels too, whose norm may then be 0.
+    table = static_labels(labels(unboxed(tree)) if callable(labels) else labels)
+    return GroupNorm(table, "group_norm", ord, mesh_axes)(clipped_leaves(tree)).tree()

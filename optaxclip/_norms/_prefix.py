@@ -40,13 +40,14 @@ def name(path: Any) -> str:
 
 def names(paths: list[Any]) -> list[str]:
     """The names of all key paths of a tree, no two alike: where `a/b` could be two
-    places, they are written as in Python.
+    places, they are written as in Python. No name has line breaks.
     """
-    counts = Counter(map(name, paths))
-    return [
-        name(path) if counts[name(path)] == 1 else jax.tree_util.keystr(path)
-        for path in paths
-    ]
+    short = [name(path).replace("\n", "\\n") for path in paths]
+    counts = Counter(short)
+    found = []
+    for path, own in zip(paths, short):
+        found.append(own if counts[own] == 1 else jax.tree_util.keystr(path))
+    return found
 
 
 def freeze(prefix: Any, is_leaf: Callable[[Any], bool]) -> Prefix:

@@ -146,7 +146,7 @@ def skip_step(
       >>> state = optimizer.init(jnp.zeros(1))
       >>> for grads in jnp.array([[1.0], [2.0], [9.0]]):
       ...     updates, state = optimizer.update(grads, state)
-      >>> print(updates, state.limit.round(4), state.skipped)
+      >>> print(updates, f"{state.limit:.4f}", state.skipped)
       [0.] 5.7426 1
 
     Reference: OLMo-core, `optim/skip_step_optimizer.py`. OLMo 2, 2025 (arXiv

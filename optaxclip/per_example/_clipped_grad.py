@@ -127,7 +127,7 @@ def clipped_grad(
       ...     return 0.5 * (w - x) ** 2
       >>> grad = optaxclip.per_example.clipped_grad(loss, 1.0)
       >>> result = grad(jnp.array(3.0), jnp.array([2.5, 1.0, 4.0, 3.0]))
-      >>> print(result.grads.round(4), result.norms, result.factors)
+      >>> print(f"{result.grads:.3f}", result.norms, result.factors)
       0.125 [0.5 2.  1.  0. ] [1.  0.5 1.  1. ]
 
     Reference: Abadi et al., Deep learning with differential privacy, 2016 (arXiv

@@ -20,8 +20,8 @@ class Ema(Rule):
 
     Example:
       >>> rule = optaxclip.rules.ema(0.5)
-      >>> print(optaxclip.replay.run(rule, [1.0, 4.0, 4.0]).limits.round(3))
-      [1.    3.    3.571]
+      >>> print(optaxclip.replay.run(rule, [1.0, 4.0, 4.0]).limits)
+      [1.     3.     3.5714]
 
     Reference: Huang et al., Stable-SPAM: how to train in 4-bit more stably than 16-bit
     Adam, 2025 (arXiv 2502.17055).

@@ -39,8 +39,8 @@ class LogZScore(Rule):
 
     Example:
       >>> rule = optaxclip.rules.log_z_score(2.0, 0.5, warmup=2)
-      >>> print(optaxclip.replay.run(rule, [1.0, 2.0, 9.0]).limits.round(3))
-      [  inf   inf 2.845]
+      >>> print(optaxclip.replay.run(rule, [1.0, 2.0, 9.0]).limits)
+      [  inf   inf 2.841]
 
     Reference: Chen et al., The best of both worlds: combining recent advances in neural
     machine translation, 2018 (arXiv 1804.09849). Lingvo, `core/layers.py`,

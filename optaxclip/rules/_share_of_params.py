@@ -30,7 +30,7 @@ class ShareOfParams(Rule):
       >>> clipper = optaxclip.clip_by_global_norm(rule)
       >>> updates, state = clipper.update(grads, clipper.init(params), params)
       >>> print(updates, state.limit)
-      [0.59999985 0.79999983] 1.0
+      [0.6 0.8] 1.0
     """
 
     share: Number = number()
