@@ -27,9 +27,9 @@ what the others would like to be.
 
 What it does not show. Which protection is best: all end within a few hundredths of the
 run without broken batches, and so do they with another seed (--seed, with which the
-wreck ends anywhere between 2.5 and 35). AutoClip and AdaGC end a little below that run, for
-another reason: they shorten good steps too, and at half the learning rate it would end
-there as well. At that rate (--lr 0.1) broken batches do little harm to anyone. With
+wreck ends anywhere between 2.5 and 35). AutoClip and AdaGC end a little below that run,
+for another reason: they shorten good steps too, and at half the learning rate it would
+end there as well. At that rate (--lr 0.1) broken batches do little harm to anyone. With
 twice as many (--every 40) skip_step lets some through with most seeds, and is lost:
 what it skipped is in its window too, and raises the limit for what comes next.
 

@@ -11,16 +11,16 @@ network has batch normalisation, whose running averages are variables but no wei
 `nnx.state(optimizer)` will not do: there the states are dicts, and `metrics` finds no
 clipper in it and returns an empty dict.
 
-Two are in the chain: `record_norm(tensor_norm)` keeps the norm of each weight's gradient
-and changes nothing, and `clip_by_global_norm` clips. `named_chain` gives them the names
-under which they are reported.
+Two are in the chain: `record_norm(tensor_norm)` keeps the norm of each weight's
+gradient and changes nothing, and `clip_by_global_norm` clips. `named_chain` gives them
+the names under which they are reported.
 
 How long it takes. About twenty seconds on two CPU cores, half of it compilation.
 
 What it prints. The network reads handwritten digits of 8 by 8 pixels. For each tenth of
 the run the loss, the norm before clipping and after it, and the share of steps that
-were clipped so far. Then the share of the held-out digits that are read correctly, and the
-norms by weight at the last step.
+were clipped so far. Then the share of the held-out digits that are read correctly, and
+the norms by weight at the last step.
 
     python examples/flax_nnx.py --steps 300
 """

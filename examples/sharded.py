@@ -85,14 +85,12 @@ class Row(NamedTuple):
     mode: str
     mesh_axes: str  # what the clipper is told
     norms: np.ndarray  # float32[steps]: global norm of the gradient, before clipping
-    losses: (
-        np.ndarray
-    )  # float32[steps]: cross entropy in nats per character, before the step
+    # float32[steps]: cross entropy in nats per character, before the step
+    losses: np.ndarray
     # norm of the first clipped gradient, measured in NumPy on all that the devices hold
     clipped_norm: float
-    optax_norm: (
-        float | str
-    )  # the same with optax's clipper, or the exception that it leads to
+    # the same with optax's clipper, or the exception that it leads to
+    optax_norm: float | str
 
 
 def main(steps: int = 50) -> list[Row]:

@@ -86,7 +86,7 @@ BUILDS |= {
     "clip_by_block_rms": lambda: optaxclip.clip_by_block_rms(0.5),
     "clippy": lambda: optaxclip.clippy(0.1, 0.1, stacked=STACKED),
     "larc": lambda: optaxclip.larc(0.1, weight_decay=0.1, stacked=STACKED),
-    "measure": lambda: optaxclip.record_norm(optaxclip.unitwise_norm),
+    "record_norm": lambda: optaxclip.record_norm(optaxclip.unitwise_norm),
     "spam": lambda: optaxclip.spam(0.5, warmup=1, every=2),
     "reset_momentum": lambda: optaxclip.reset_momentum(optax.scale_by_adam(), 2, 1),
     "carry_clipped": lambda: optaxclip.carry_clipped(

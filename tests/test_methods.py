@@ -22,7 +22,8 @@ TREE = {"w": jnp.full((2, 3), 2.0), "b": jnp.full(3, 2.0)}
 
 def public_methods():
     """The public functions that make a transformation, by their annotation."""
-    for name, function in vars(optaxclip).items():
+    public = {**vars(optaxclip), **vars(optaxclip.per_example)}
+    for name, function in public.items():
         if inspect.isfunction(function):
             returned = str(inspect.signature(function).return_annotation)
             if "GradientTransformation" in returned or "clip" in name:

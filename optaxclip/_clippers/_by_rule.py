@@ -173,10 +173,10 @@ def aggc(
       >>> state = clipper.init(jnp.zeros(1))
       >>> for norm in (2.0, 3.0, 9.0):
       ...     updates, state = clipper.update(jnp.array([norm]), state)
-      ...     print(updates[0])
-      2.0
-      2.0
-      4.5
+      ...     print(f"{updates[0]:.4f}")
+      2.0000
+      2.0000
+      4.5000
 
     Reference: Li, Wu, Chang, AGGC: adaptive group gradient clipping for stabilizing
     large language model training, 2026 (arXiv 2601.11864).

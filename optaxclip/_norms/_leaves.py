@@ -24,7 +24,24 @@ def clipped_leaves(tree: Any) -> Any:
 
     A leaf counts if it has a float or complex dtype and at least one element.
     """
-    return jax.tree.map(lambda leaf: leaf if _counts(leaf) else None, unboxed(tree))
+    tree = unboxed(tree)
+    try:
+        return jax.tree.map(lambda leaf: leaf if _counts(leaf) else None, tree)
+    except TypeError:
+        _check_leaves(tree)
+        raise
+
+
+def _check_leaves(tree: Any) -> None:
+    """Raises for a leaf that is not an array, such as a function in a model."""
+    for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
+        try:
+            _counts(leaf)
+        except TypeError:
+            raise TypeError(
+                f"the leaf {prefix.name(path)!r} must be an array or a number, got "
+                f"{leaf!r}: hand over arrays only, with None for everything else."
+            ) from None
 
 
 def params_of(tree: Any, params: Any) -> Any:

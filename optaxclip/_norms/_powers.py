@@ -101,9 +101,11 @@ def _norms_jvp(p: float, layout: Layout, primals: Any, tangents: Any) -> Any:
     for norm, (dims, _), *each in zip(norms, layout, weights, groups, changes):
         moved = []
         for weight, leaf, change in zip(*each):
-            term = weight * tangent_of_modulus(leaf, change)
             if p == 2:
                 term = _slope(leaf, change, norm)
+            else:
+                change = tangent_of_modulus(leaf, change)
+                term = weight * change.astype(weight.dtype)
             moved.append(_sum(term, dims).astype(norm.dtype))
         terms.append(moved)
     return blocks, _add_up(terms, layout, blocks[0].dtype if blocks else np.float32)
