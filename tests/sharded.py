@@ -327,12 +327,7 @@ def replicas_agree(array: jax.Array) -> bool:
     return all(len(bits) == 1 for bits in held.values())
 
 
-# 5 eps that a factor stays below its quotient, and 5 of roundings: of norms of updates
-# and weights, limits, roots and products.
-TOLERANCE = 10 * 2.0**-23
-
-
-def assert_close(have: Any, want: Any, rtol: float = TOLERANCE) -> None:
+def assert_close(have: Any, want: Any, rtol: float = 1e-6) -> None:
     """Relative error of each element; `want` is float64."""
     assert have.keys() == want.keys()
     for name in want:

@@ -26,7 +26,6 @@ from tests.sharded import (
     SIZES,
     SPECS,
     STACKED,
-    TOLERANCE,
     UPDATES,
     assert_close,
     exact,
@@ -161,7 +160,7 @@ def test_every_clipper_gives_what_it_gives_on_one_device(run):
             max(float(np.max(np.abs(want[leaf] / UPDATES[leaf] - 1))) for leaf in want)
             > 0.1
         )  # there is something to clip
-    missed = {name: error for name, error in wrong.items() if not error < TOLERANCE}
+    missed = {name: error for name, error in wrong.items() if not error < 1e-6}
     assert missed == {}
 
 

@@ -63,14 +63,16 @@ def root_between(norm: jax.Array, new_norm: jax.Array) -> jax.Array:
     short = jnp.where(same | gone, 1.0, new_norm)
     long = jnp.where(same | gone | (norm == 0), 1.0, norm)
     far = _is_far(short, long)
-    roots = [jnp.sqrt(jnp.where(far, x, 1.0)) for x in (short, long)]
-    parts = [jnp.where(far, 1.0, x) for x in (short, long)]
     # A quotient that may leave the range is made of roots, which rounds more often.
     eps = jnp.finfo(norm.dtype).eps
-    root = jnp.sqrt(ratio(*parts) * (1 - 3 * eps))
-    distant = ratio(*roots) * (1 - 2.5 * eps)
+    near = ratio(jnp.where(far, 1.0, short), jnp.where(far, 1.0, long))
+    root = jnp.sqrt(near * (1 - 3 * eps))
+    distant = jnp.sqrt(jnp.where(far, short, 1.0)) * (1 - 2.5 * eps)
     root = jnp.where(far, distant, root)
-    return jnp.where(same, 1.0, jnp.where(gone, 0.0, root))
+    root = jnp.where(same, 1.0, jnp.where(gone, 0.0, root))
+    divisor = jnp.where(far, jnp.sqrt(jnp.where(far, long, 1.0)), 1.0)
+    # The division comes last: what came after it XLA would do again for every element.
+    return ratio(root, divisor)
 
 
 def _is_far(short: jax.Array, long: jax.Array) -> jax.Array:
