@@ -14,7 +14,7 @@ with or without parentheses: `shrink=smooth` is `shrink=smooth()`.
 
 from collections.abc import Callable
 from functools import cache
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -140,24 +140,28 @@ def psac(r: float = 0.1) -> Shrink:
     return _psac(float(r))
 
 
-def shrink_of(shrink: Any, call: str) -> Any:
+def shrink_of(shrink: Any, call: str) -> Shrink:
     """The shrink that a user means: `hard` for None, a factory's default for a factory.
 
     Raises:
       TypeError: a string or something else that is not a function.
-    """
-    if shrink is None:
+    "    if shrink is None:
         return hard
-    factories: list[Callable[[], Shrink]] = [smooth, auto_s, psac]
-    for factory in factories:
-        if shrink is factory:
-            return factory()
+    if shrink is smooth:
+        return smooth()
+    if shrink is auto_s:
+        return auto_s()
+    if shrink is psac:
+        return psac()
     if not callable(shrink):
         raise TypeError(
             f"{call}: shrink must be a function of norm and limit, such as "
             f"optaxclip.shrinks.{', '.join(__all__)}, got {shrink!r}."
         )
-    return shrink
+    return cast(Shrink, shrink)
+
+
+
 
 
 # Equal numbers give one function, so that a clipper that is built again compiles

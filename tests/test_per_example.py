@@ -416,7 +416,7 @@ def test_a_tiny_gradient_that_is_normalized_brings_no_nan_into_the_sum():
     [
         (3e38, 1.0, None),
         (1e38, 1e-20, None),
-        (3.3e38, 1.2e-38, None),
+        (3.3e38, 2.0**-124, None),
         (1.2e-38, 10.0, optaxclip.shrinks.normalize),
         (1.2e-38, 3e38, optaxclip.shrinks.normalize),
     ],

@@ -198,7 +198,8 @@ def test_what_is_not_a_real_number_is_no_limit_given_as_an_array_either(limit):
         with pytest.raises(
             TypeError,
             match=(
-                r"^clip_by_unitwise_norm: max_norm must be a real number, got an array of "
+                r"^clip_by_unitwise_norm: max_norm must be a real number, got an "
+                r"array of "
             ),
         ):
             jax.jit(

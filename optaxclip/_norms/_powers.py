@@ -11,7 +11,7 @@ group is a scalar.
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -26,7 +26,22 @@ from ._bins import (
     sum_on_gpu,
     sum_on_tpu,
 )
-from ._collectives import Split, counted_once, join_devices, names_of_blocks
+from ._collectives import join_devices
+from ._derivative import slope, weights_of
+from ._groups import (
+    Blocks,
+    Group,
+    Layout,
+    add_up,
+    add_up_all,
+    gather,
+    maximum,
+    names_of,
+    scatter,
+    sum_over,
+    take_max,
+    total_of_stack,
+)
 from ._modulus import divided, modulus, norm_dtype, tangent_of_modulus
 from ._platform import per_platform
 from ._small_leaves import bins_of_leaves, join_small
@@ -36,37 +51,10 @@ from ._sums_on_cpu import sum_squares
 DIRECT = (1.0, 2.0, 3.0, 4.0)
 
 
-class Group(NamedTuple):
-    """Leaves that share a norm, or one leaf with an array of norms."""
-
-    leaves: list[Any]
-    # The dimensions of each leaf that are summed, which stay with size 1. None: all,
-    # and none stays.
-    dims: Dims
-    splits: list[Split]  # of each leaf
-
-
-Layout = tuple[tuple[Dims, tuple[Split, ...]], ...]  # of each group, without its leaves
-Blocks = list[jax.Array]
-
-
 def group_norms(p: float, groups: list[Group]) -> Blocks:
     """The norms of some groups, in blocks. A group without leaves has norm 0."""
     layout = tuple((group.dims, tuple(group.splits)) for group in groups)
     return _norms(p, layout, [list(map(jnp.asarray, g.leaves)) for g in groups])
-
-
-def scatter(blocks: Blocks, layout: Layout) -> Blocks:
-    """For each group its own norm, out of the blocks."""
-    arrays = iter(blocks[any(dims is None for dims, _ in layout) :])
-    row, found = 0, []
-    for dims, _ in layout:
-        if dims is None:
-            found.append(blocks[0][row] if blocks[0].ndim else blocks[0])
-            row += 1
-        else:
-            found.append(next(arrays))
-    return found
 
 
 @partial(jax.custom_jvp[Blocks], nondiff_argnums=(0, 1))
@@ -89,67 +77,23 @@ def _norms(p: float, layout: Layout, groups: list[list[jax.Array]]) -> Blocks:
 
 @_norms.defjvp
 def _norms_jvp(p: float, layout: Layout, primals: Any, tangents: Any) -> Any:
-    """d norm = sum (|x| / norm)^(p-1) d|x|.
-
-    Written by hand, since sqrt has no finite derivative at 0 and squares may overflow.
-    """
+    """d norm = sum (|x| / norm)^(p-1) d|x|."""
     (groups,), (changes,) = primals, tangents
     blocks = _norms(p, layout, groups)
     norms = scatter(blocks, layout)
-    weights = _weights(p, layout, norms, groups)
+    weights = weights_of(p, layout, norms, groups)
     terms = []
     for norm, (dims, _), *each in zip(norms, layout, weights, groups, changes):
         moved = []
         for weight, leaf, change in zip(*each):
             if p == 2:
-                term = _slope(leaf, change, norm)
+                term = slope(leaf, change, norm)
             else:
                 change = tangent_of_modulus(leaf, change)
                 term = weight * change.astype(weight.dtype)
-            moved.append(_sum(term, dims).astype(norm.dtype))
+            moved.append(sum_over(term, dims).astype(norm.dtype))
         terms.append(moved)
-    return blocks, _add_up(terms, layout, blocks[0].dtype if blocks else np.float32)
-
-
-def _slope(leaf: jax.Array, change: jax.Array, norm: jax.Array) -> jax.Array:
-    """x / norm * dx. Without the modulus, whose derivative at 0 hides that of x."""
-    wide = np.promote_types(leaf.dtype, norm.dtype)
-    unit = divided(leaf.astype(wide), jnp.where(norm > 0, norm, 1.0))
-    return jnp.real(jnp.conj(unit) * change.astype(wide))
-
-
-def _weights(
-    p: float, layout: Layout, norms: list[jax.Array], groups: list[list[jax.Array]]
-) -> list[list[jax.Array]]:
-    """The derivative of each norm by each modulus."""
-    if p == np.inf:
-        return _shared_by_largest(layout, norms, groups)
-    found = []
-    for norm, group in zip(norms, groups):
-        safe = jnp.where(norm > 0, norm, 1.0)
-        shares = [divided(modulus(x).astype(norm.dtype), safe) for x in group]
-        found.append([_power_of_share(p - 1.0, share) for share in shares])
-    return found
-
-
-def _power_of_share(power: float, share: jax.Array) -> jax.Array:
-    # Two wheres: at 0 a power below 1 does not exist, and the unused branch of a where
-    # must stay finite as well.
-    return jnp.where(share > 0, jnp.where(share > 0, share, 1.0) ** power, 0.0)
-
-
-def _shared_by_largest(
-    layout: Layout, norms: list[jax.Array], groups: list[list[jax.Array]]
-) -> list[list[jax.Array]]:
-    """The derivative of a maximum, shared by all elements that are the largest."""
-    hits: list[list[jax.Array]] = []
-    for norm, group in zip(norms, groups):
-        sizes = [modulus(x).astype(norm.dtype) for x in group]
-        hits.append([((x == norm) & (norm > 0)).astype(norm.dtype) for x in sizes])
-    terms = [[_sum(x, dims) for x in hit] for hit, (dims, _) in zip(hits, layout)]
-    dtype = norms[0].dtype if norms else np.float32
-    counts = scatter(_add_up(terms, layout, dtype), layout)
-    return [[x / jnp.maximum(n, 1) for x in hit] for hit, n in zip(hits, counts)]
+    return blocks, add_up(terms, layout, blocks[0].dtype if blocks else np.float32)
 
 
 def _in_float64(p: float, layout: Layout, groups: list[list[jax.Array]]) -> Blocks:
@@ -164,7 +108,7 @@ def _by_shares(
     """Divides by the largest of each group first, so that no power leaves the range."""
     dtype = norm_dtype(groups)
     sizes = [[_max(x, dims, dtype) for x in g] for g, (dims, _) in zip(groups, layout)]
-    largest = _take_max(sizes, layout, dtype)
+    largest = take_max(sizes, layout, dtype)
     safe = [jnp.where((x > 0) & (x < jnp.inf), x, 1.0).astype(dtype) for x in largest]
     shares = []
     for divisor, group in zip(scatter(safe, layout), groups):
@@ -183,7 +127,7 @@ def _roots(
         terms = []
         for group, (dims, _) in zip(groups, layout):
             terms.append([_sum_of_powers(p, wide, dims, leaf) for leaf in group])
-        totals = _add_up(terms, layout, wide)
+        totals = add_up(terms, layout, wide)
         roots = [jnp.sqrt(x) if p == 2 else x ** (1.0 / p) for x in totals]
         return [lax.convert_element_type(root, dtype) for root in roots]
 
@@ -201,8 +145,8 @@ def _sum_of_powers(p: float, wide: Any, dims: Dims, leaf: jax.Array) -> jax.Arra
         return sum_squares(leaf, dims)
     if p in DIRECT:
         x = lax.convert_element_type(jnp.abs(leaf), wide)
-        return _sum(lax.integer_pow(x, int(p)), dims)
-    return _sum(lax.convert_element_type(jnp.abs(leaf) ** p, wide), dims)
+        return sum_over(lax.integer_pow(x, int(p)), dims)
+    return sum_over(lax.convert_element_type(jnp.abs(leaf) ** p, wide), dims)
 
 
 def _in_bins(
@@ -219,7 +163,7 @@ def _in_bins(
 
 def _roots_of_bins(found: list[list[Bins]], layout: Layout) -> Blocks:
     kinds = [[[bins[kind] for bins in of] for of in found] for kind in range(3)]
-    blocks = _add_up_all(kinds, layout, np.float32, _total_of_stack)
+    blocks = add_up_all(kinds, layout, np.float32, total_of_stack)
     return [root(Bins(*each)) for each in zip(*blocks)]
 
 
@@ -250,9 +194,9 @@ def _largest(dtype: Any, layout: Layout, groups: list[list[jax.Array]]) -> Block
         found = [_max_and_broken(dims, dtype, leaf) for leaf in group]
         sizes.append([most for most, _ in found])
         broken.append([nan for _, nan in found])
-    names = _names(layout)
-    blocks = _gather(sizes, layout, dtype, _maximum) + _gather(
-        broken, layout, dtype, _maximum
+    names = names_of(layout)
+    blocks = gather(sizes, layout, dtype, maximum) + gather(
+        broken, layout, dtype, maximum
     )
     blocks = join_devices(lax.pmax, blocks, names + names)
     half = len(blocks) // 2
@@ -266,7 +210,7 @@ def _max_and_broken(dims: Dims, dtype: Any, leaf: jax.Array) -> Any:
     # contains no comparison. So NaN is found by a sum of zeros: 0 / (1 + inf) is 0, and
     # 0 / (1 + NaN) is not.
     x = modulus(leaf)
-    broken = jnp.isnan(_sum(0 / (1 + x * x), dims))
+    broken = jnp.isnan(sum_over(0 / (1 + x * x), dims))
     return jnp.where(broken, 0, _max(leaf, dims, dtype)), broken.astype(dtype)
 
 
@@ -277,94 +221,3 @@ def _max(leaf: jax.Array, dims: Dims, dtype: Any) -> jax.Array:
     axes = tuple(range(x.ndim)) if dims is None else dims
     most = lax.max(lax.reduce_max(x, axes), -lax.reduce_min(x, axes))
     return (most if dims is None else lax.expand_dims(most, axes)).astype(dtype)
-
-
-def _sum(x: jax.Array, dims: Dims) -> jax.Array:
-    return jnp.sum(x, dims, keepdims=dims is not None)
-
-
-# From terms of single leaves to blocks: over the leaves of a group, then over devices.
-
-
-def _add_up(terms: list[list[jax.Array]], layout: Layout, dtype: Any) -> Blocks:
-    return _add_up_all([terms], layout, dtype, _total)[0]
-
-
-def _add_up_all(
-    kinds: list[list[list[jax.Array]]],
-    layout: Layout,
-    dtype: Any,
-    join: Callable[[list[jax.Array]], jax.Array],
-) -> list[Blocks]:
-    """Sums of several kinds of terms, in one collective."""
-    if not any(split.summed for _, splits in layout for split in splits):
-        return [_gather(terms, layout, dtype, join) for terms in kinds]
-    names = _names(layout)
-    blocks: Blocks = []
-    for terms in kinds:
-        once = _counted_once(terms, layout, names)
-        blocks += _gather(once, layout, dtype, join)
-    blocks = join_devices(lax.psum, blocks, names * len(kinds))
-    size = len(names)
-    return [blocks[i * size : (i + 1) * size] for i in range(len(kinds))]
-
-
-def _take_max(sizes: list[list[jax.Array]], layout: Layout, dtype: Any) -> Blocks:
-    blocks = _gather(sizes, layout, dtype, _maximum)
-    return join_devices(lax.pmax, blocks, _names(layout))
-
-
-def _names(layout: Layout) -> list[tuple[str, ...]]:
-    """For each block, the mesh axes that it is joined over."""
-    scalars = [splits for dims, splits in layout if dims is None]
-    blocks = [[split for splits in scalars for split in splits]] if scalars else []
-    arrays = [list(splits) for dims, splits in layout if dims is not None]
-    return names_of_blocks(blocks + arrays)
-
-
-def _counted_once(
-    terms: list[list[jax.Array]], layout: Layout, names: list[tuple[str, ...]]
-) -> list[list[jax.Array]]:
-    has_vector = any(dims is None for dims, _ in layout)
-    arrays = iter(names[has_vector:])
-    found = []
-    for group, (dims, splits) in zip(terms, layout):
-        over = names[0] if dims is None else next(arrays)
-        found.append([counted_once(*each, over) for each in zip(group, splits)])
-    return found
-
-
-def _gather(
-    terms: list[list[jax.Array]],
-    layout: Layout,
-    dtype: Any,
-    join: Callable[[list[jax.Array]], jax.Array],
-) -> Blocks:
-    """Joins the terms of each group, and stacks those of whole leaves."""
-    zero = jnp.zeros((), dtype)
-    joined = [join(group) if group else zero for group in terms]
-    scalars = [x for x, (dims, _) in zip(joined, layout) if dims is None]
-    arrays = [x for x, (dims, _) in zip(joined, layout) if dims is not None]
-    if len(layout) == 1 and scalars:
-        return scalars
-    return ([jnp.stack(scalars)] if scalars else []) + arrays
-
-
-def _total(terms: list[jax.Array]) -> jax.Array:
-    # A chain of adds: XLA on a CPU merges the all-reduces of a chain, not of a stack.
-    return sum(terms[1:], start=terms[0])
-
-
-def _total_of_stack(terms: list[jax.Array]) -> jax.Array:
-    if len(terms) == 1:
-        return terms[0]
-    # A TPU runs each add of a chain by itself. Without the barrier XLA makes a chain of
-    # this sum.
-    return jnp.sum(lax.optimization_barrier(jnp.stack(terms)), 0)
-
-
-def _maximum(terms: list[jax.Array]) -> jax.Array:
-    most = terms[0]
-    for term in terms[1:]:
-        most = jnp.maximum(most, term)
-    return most
