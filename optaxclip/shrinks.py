@@ -145,7 +145,8 @@ def shrink_of(shrink: Any, call: str) -> Shrink:
 
     Raises:
       TypeError: a string or something else that is not a function.
-    "    if shrink is None:
+    """
+    if shrink is None:
         return hard
     if shrink is smooth:
         return smooth()
@@ -159,9 +160,6 @@ def shrink_of(shrink: Any, call: str) -> Shrink:
             f"optaxclip.shrinks.{', '.join(__all__)}, got {shrink!r}."
         )
     return cast(Shrink, shrink)
-
-
-
 
 
 # Equal numbers give one function, so that a clipper that is built again compiles
