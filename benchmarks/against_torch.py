@@ -41,7 +41,7 @@ def table(quick: bool) -> Table:
     ]
     missing = "" if torch_steps else " PyTorch is not installed: its rows are left out."
     note = (
-        "Against Adam alone in the same framework; all clip. PyTorch runs on the CPU "
+        "Against Adam alone in the same framework. All clip. PyTorch runs on the CPU "
         f"with {THREADS} threads and never skips the multiplication.{missing}"
     )
     return Table(

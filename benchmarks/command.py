@@ -36,7 +36,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Measures and reports.
 
     Args:
-      argv: the arguments of the command line; None takes them from the process.
+      argv: the arguments of the command line. None takes them from the process.
     """
     options = _parser().parse_args(argv)
     chosen = [name for name in TABLES if not options.only or name in options.only]

@@ -19,7 +19,7 @@ PAIRS = {  # by what they measure: ours, and optax's
 
 
 def table(quick: bool) -> Table:
-    """GPT-2's leaves, several times in turns; and 2,000 small leaves, once, since that
+    """GPT-2's leaves, several times in turns, and 2,000 small leaves, once, since that
     takes minutes. Nothing is run, so no arrays are needed.
     """
     rows = [_row(pair, models.gpt2(quick), 1 if quick else 3) for pair in PAIRS]

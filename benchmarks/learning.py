@@ -1,4 +1,4 @@
-"""What a threshold that learns costs over a fixed one, and what it costs to be able to
+"""What a limit that learns costs over a fixed one, and what it costs to be able to
 skip a step: in a jitted, donated Adam step.
 """
 
@@ -19,7 +19,7 @@ CLIPPERS = {
     "zclip": (lambda limit: optaxclip.zclip(cap=limit), "clip_by_global_norm"),
     "autoclip": (lambda limit: optaxclip.autoclip(), "clip_by_global_norm"),
     "windowed_mean": (
-        lambda limit: optaxclip.clip_by_global_norm(optaxclip.windowed_mean()),
+        lambda limit: optaxclip.clip_by_global_norm(optaxclip.rules.windowed_mean()),
         "clip_by_global_norm",
     ),
     "clip_by_tensor_norm": (optaxclip.clip_by_tensor_norm, None),
@@ -35,7 +35,9 @@ CLIPPERS = {
 }
 SKIPS = {
     "skip_nonfinite": optaxclip.skip_nonfinite,
-    "skip_spikes(z_score())": partial(optaxclip.skip_spikes, rule=optaxclip.z_score()),
+    "skip_spikes(z_score())": partial(
+        optaxclip.skip_spikes, rule=optaxclip.rules.z_score()
+    ),
     "optax.apply_if_finite": partial(optax.apply_if_finite, max_consecutive_errors=10),
 }
 
@@ -61,7 +63,7 @@ def table(quick: bool) -> Table:
     fixed = {name: counterpart for name, (_, counterpart) in CLIPPERS.items()}
     return Table(
         f"a jitted, donated Adam step, {len(jax.tree.leaves(tree))} leaves, float32: "
-        "thresholds that learn, and steps that may be skipped",
+        "limits that learn, and steps that may be skipped",
         (
             "clipper or wrapper",
             "time",
@@ -73,7 +75,7 @@ def table(quick: bool) -> Table:
             _row(name, seconds, programs, fixed.get(name), models.size_in_bytes(tree))
             for name in programs
         ],
-        "Time: against Adam alone; then against the fixed limit of the same scope. "
+        "Time: against Adam alone, then against the fixed limit of the same scope. "
         "Temporary memory: share of the gradients' bytes. Compile: against Adam alone.",
     )
 

@@ -48,7 +48,7 @@ def normal(tree: Any, scale: float = 1.0) -> Any:
         block = np.float32(scale) * generator.standard_normal(
             min(leaf.size, 10**6), np.float32
         )
-        # A copy: JAX may share memory with NumPy, and memory that is shared can not be
+        # A copy: JAX may share memory with NumPy, and memory that is shared cannot be
         # donated.
         return jnp.array(np.resize(block, leaf.shape), leaf.dtype, copy=True)
 

@@ -52,7 +52,7 @@ def header(where: dict[str, Any]) -> str:
         "\n\nQUICK RUN: toy sizes, the numbers mean nothing." if where["quick"] else ""
     )
     return (
-        f"# Benchmarks\n\n{versions}; {machine}. Times are ratios, medians over "
+        f"# Benchmarks\n\n{versions}, {machine}. Times are ratios, medians over "
         f"interleaved rounds.{quick}\n"
     )
 

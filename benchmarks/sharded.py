@@ -46,7 +46,7 @@ def table(quick: bool) -> Table:
             "all-reduces, optax",
         ),
         _rows_of_another_process(quick),
-        "norm, clip: optaxclip in a typed shard_map against optax under jit; clip, "
+        "norm, clip: optaxclip in a typed shard_map against optax under jit. Clip, "
         "jit: both under jit. All-reduces of the compiled clip, as calls x operands."
         f" {2**14 if quick else PARAMETERS:,} parameters on virtual devices of one "
         "CPU. Calls of one operand under jit stand in branches that are only"

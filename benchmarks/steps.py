@@ -3,7 +3,7 @@ pays.
 
 The clippers all work on the same weights, optimizer state and gradients: each step
 donates these arrays and hands them on to the next contestant. So all contestants of 124
-M parameters together fit in 2.5 GB; only its own small state belongs to a clipper. The
+M parameters together fit in 2.5 GB. Only its own small state belongs to a clipper. The
 gradients are returned as they came, so the next contestant sees the same ones. There
 are two of them, one long and one short, so that the same program is timed while it
 clips and while it does not.

@@ -22,7 +22,7 @@ class Contestant(NamedTuple):
     """What is timed, in a race against others."""
 
     run: Callable[[], Any]  # returns what must be waited for
-    prepare: Callable[[], Any] = lambda: None  # puts back what `run` changed; not timed
+    prepare: Callable[[], Any] = lambda: None  # puts back what `run` changed, not timed
     calls: int = 1  # how often `run` does the work: the time is divided by it
 
 
@@ -31,7 +31,7 @@ class Program(NamedTuple):
 
     call: Callable[..., Any]
     seconds: float  # to trace, lower and compile it
-    # bytes that it needs beside its arguments and results; NaN where the backend does
+    # bytes that it needs beside its arguments and results. NaN where the backend does
     # not tell
     temporary: float
 

@@ -13,7 +13,7 @@ decides what it sees:
 The large batch is really computed, as the third run. After the first step `inside` has
 its weights to float32 accuracy, and so it has at the end: what is left are sums in
 another order. `before` departs at the first step. That is right where one part in eight
-may be broken and should not spoil the others; as a way to save memory it is another
+may be broken and should not spoil the others. As a way to save memory it is another
 method, with a shorter step.
 
 The metrics are found inside `MultiSteps` as elsewhere, and mean what the clipper saw.
@@ -82,7 +82,7 @@ class Row(NamedTuple):
 
 
 def main(steps: int = 150) -> list[Row]:
-    """Trains in three ways with the same data, prints the table, and returns it; the
+    """Trains in three ways with the same data, prints the table, and returns it. The
     first row is the large batch.
     """
     text, alphabet = read_text()
@@ -93,8 +93,8 @@ def main(steps: int = 150) -> list[Row]:
     parts = batches.reshape(steps * PARTS, PART, CONTEXT + 1)
     network = new_network(len(alphabet))
     print(
-        f"{len(text)} characters; {steps} steps, each of {PARTS} parts of {PART} "
-        f"windows; limit {MAX_NORM:g}"
+        f"{len(text)} characters. {steps} steps, each of {PARTS} parts of {PART} "
+        f"windows. The limit is {MAX_NORM:g}"
     )
     clipper, sgd = (
         optaxclip.clip_by_global_norm(MAX_NORM),

@@ -6,7 +6,7 @@ step from the two hundredth on the reader is stuck: each window of the batch is 
 character of the alphabet, over and over. Repeated sequences are one source that OLMo 2
 found for its predecessor's spikes. The gradient of such a batch is 6 to 15 times as
 long as usual, in a direction that is wrong for everything else. Seven runs meet these
-batches, from the same seed and at the same learning rate; an eighth never does, and is
+batches, from the same seed and at the same learning rate. An eighth never does, and is
 what the others would like to be.
 
     none           the wreck: every broken batch sets it back, and from one of them it
@@ -15,28 +15,28 @@ what the others would like to be.
                    at 5 the run ends at a loss of 2.0 to 2.3, at 20 it is the wreck
     autoclip       the 10th percentile of the norms so far: shortens nearly all steps
     zclip          brings back what is over 2.5 deviations above the running mean
-    adagc          each tensor against its own average, from step 100 on; its limit is
+    adagc          each tensor against its own average, from step 100 on. Its limit is
                    drawn as the norm of the tensors' limits
     skip_spikes    nothing moves where ZClip would clip. That is tight for skipping:
                    good steps go too, and where many norms in a row are a little too
                    long it stands still, 31 steps at the worst, until its limit has
-                   risen; z_score(4.0) leaves out three good steps where z_score()
+                   risen. z_score(4.0) leaves out three good steps where z_score()
                    leaves out 65
     skip_step      six deviations above the last 128, of norm or loss, as OLMo does: the
                    broken steps and no others
 
 What it does not show. Which protection is best: all end within a few hundredths of the
-run without broken batches, and so do they with another seed (--seed; the wreck ends
-anywhere between 2.5 and 35). AutoClip and AdaGC end a little below that run, for
-another reason: they shorten good steps too, and at half the learning rate it would end
-there as well. At that rate (--lr 0.1) broken batches do little harm to anyone. With
+run without broken batches, and so do they with another seed (--seed, with which the
+wreck ends anywhere between 2.5 and 35). AutoClip and AdaGC end a little below that run,
+for another reason: they shorten good steps too, and at half the learning rate it would
+end there as well. At that rate (--lr 0.1) broken batches do little harm to anyone. With
 twice as many (--every 40) skip_step lets some through with most seeds, and is lost:
 what it skipped is in its window too, and raises the limit for what comes next.
 
 The spike score is that of OLMo 2: the share of values at least seven standard
 deviations away from a rolling mean, here of the 128 values before (1000 in the paper).
 It is given twice. Over all steps it counts the broken batches themselves, ten in 872,
-which no optimizer can make disappear; in the default setting it is lowest for the
+which no optimizer can make disappear. In the default setting it is lowest for the
 wreck, where soon nothing stands out any more. Over the clean steps alone it tells what
 a broken batch left behind.
 
@@ -51,7 +51,7 @@ nothing was clipped.
     python examples/adaptive.py --seed 1 --log run.csv && python -m optaxclip.replay
     run.csv
 
-Reference: OLMo 2, 2025 (arXiv 2501.00656); the papers of the clippers are named in
+Reference: OLMo 2, 2025 (arXiv 2501.00656). The papers of the clippers are named in
 their docstrings.
 """
 
@@ -70,11 +70,11 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 import optaxclip
-from optaxclip.replay.plot import plot_history
+from optaxclip.replay import plot_history
 
 if (
     __package__
-):  # imported from the repository's root, as the tests do; not run as a program
+):  # imported from the repository's root, as the tests do, and not run as a program
     from . import char_rnn
 else:
     import char_rnn
@@ -94,8 +94,8 @@ class Curves(NamedTuple):
         np.ndarray
     )  # float32[steps]: of the batch that came, broken or not, before the step
     norm: np.ndarray  # float32[steps]: global norm of the gradient, before clipping
-    # float32[steps]: what it was held against; of several tensors, the norm of their
-    # limits; inf for none
+    # float32[steps]: what it was held against, of several tensors the norm of their
+    # limits, inf for none
     limit: np.ndarray
     clipped: np.ndarray  # bool[steps]: whether any part of the gradient was shortened
     skipped: np.ndarray  # bool[steps]: whether the step was left out
@@ -138,7 +138,7 @@ def main(
         for high in (len(text.training) - LENGTH, len(text.alphabet))
     )
     print(
-        f"{steps} steps, {broken.sum()} of them with a broken batch; SGD with "
+        f"{steps} steps, {broken.sum()} of them with a broken batch. SGD with "
         f"momentum, learning rate {lr:g}"
     )
     rows, runs = [], {}
@@ -177,7 +177,7 @@ def main(
 
 
 def protections(sgd: Any, steps: int) -> dict[str, Any]:
-    """The optimizers. All have the defaults of their papers; AutoClip remembers the
+    """The optimizers. All have the defaults of their papers. AutoClip remembers the
     whole run, as its paper does.
     """
     return {
@@ -187,7 +187,7 @@ def protections(sgd: Any, steps: int) -> dict[str, Any]:
         "autoclip": optax.chain(optaxclip.autoclip(window=steps), sgd),
         "zclip": optax.chain(optaxclip.zclip(), sgd),
         "adagc": optax.chain(optaxclip.adagc(), sgd),
-        "skip_spikes": optaxclip.skip_spikes(sgd, optaxclip.z_score()),
+        "skip_spikes": optaxclip.skip_spikes(sgd, optaxclip.rules.z_score()),
         "skip_step": optaxclip.skip_step(sgd),
     }
 
@@ -196,7 +196,7 @@ def train(
     optimizer: Any, text: char_rnn.Text, batches: Any
 ) -> tuple[Curves, dict[str, jax.Array]]:
     """One run from the common seed, as one compiled scan."""
-    optimizer = optax.named_chain(("all", optaxclip.measure()), ("step", optimizer))
+    optimizer = optax.named_chain(("all", optaxclip.record_norm()), ("step", optimizer))
 
     def step(trained: Any, batch: Any) -> tuple[Any, Curves]:
         network, state = trained
@@ -231,8 +231,8 @@ def what_happened(loss: jax.Array, report: dict[str, jax.Array]) -> Curves:
         for name, value in report.items()
         if name.startswith(("clip/step/limit", "skip/step/limit"))
     ]
-    scales = [
-        value for name, value in report.items() if name.startswith("clip/step/scale")
+    factors = [
+        value for name, value in report.items() if name.startswith("clip/step/factor")
     ]
     limit = jnp.linalg.norm(jnp.stack(limits)) if limits else jnp.inf
     skipped = report.get("skip/step/consecutive_count", jnp.zeros(())) > 0
@@ -240,7 +240,7 @@ def what_happened(loss: jax.Array, report: dict[str, jax.Array]) -> Curves:
         loss,
         report["clip/all/norm_before"],
         jnp.float32(limit),
-        jnp.any(jnp.array(scales) < 1),
+        jnp.any(jnp.array(factors) < 1),
         skipped,
     )
 

@@ -7,7 +7,7 @@ so that a step a little too long makes the next gradient much longer, and soon t
 weights are where nothing can be learned. The same network is trained from the same seed
 on the same batches without clipping, clipped by value, by the norm of each tensor and
 by the norm of everything. At the default learning rate the first of the four blows up
-within ten steps and the others learn; the limits are tight, so that nearly every step
+within ten steps and the others learn. The limits are tight, so that nearly every step
 is clipped. At a lower rate (--lr 0.3) all four learn, as they do with Adam, which
 measures its steps by the gradients' own size.
 
@@ -19,7 +19,7 @@ with --picture, has the loss and the gradient norm of every step.
 
     python examples/char_rnn.py --optimizer adam --lr 0.01 --steps 500
 
-Reference: Mikolov, Statistical language models based on neural networks, 2012; Pascanu,
+Reference: Mikolov, Statistical language models based on neural networks, 2012. Pascanu,
 Mikolov, Bengio, On the difficulty of training recurrent neural networks, 2013 (arXiv
 1211.5063).
 """
@@ -110,7 +110,7 @@ def main(
     make_optimizer, usual_rate = OPTIMIZERS[optimizer]
     rate = usual_rate if lr is None else lr
     print(
-        f"{len(text.training)} characters, {len(text.alphabet)} different ones; "
+        f"{len(text.training)} characters, {len(text.alphabet)} different ones. "
         f"{optimizer}, learning rate {rate:g}, {steps} steps"
     )
     rows, curves, networks = [], {}, {}
@@ -200,10 +200,12 @@ def train(
 ) -> tuple[Row, Curves, dict[str, jax.Array]]:
     """One run from the common seed."""
     measured = (
-        ("norm", optaxclip.measure()),
+        ("norm", optaxclip.record_norm()),
         (
             "largest",
-            optaxclip.measure(functools.partial(optaxclip.global_norm, ord=math.inf)),
+            optaxclip.record_norm(
+                functools.partial(optaxclip.global_norm, ord=math.inf)
+            ),
         ),
     )
     optimizer = optax.named_chain(
@@ -273,10 +275,12 @@ def was_clipped(clipping: str, report: dict[str, jax.Array]) -> jax.Array:
     """
     if clipping == "value":
         return report["clip/largest/norm_before"] > MAX_VALUE
-    scales = [
-        value for name, value in report.items() if name.startswith("clip/clipper/scale")
+    factors = [
+        value
+        for name, value in report.items()
+        if name.startswith("clip/clipper/factor")
     ]
-    return jnp.any(jnp.array(scales) < 1)
+    return jnp.any(jnp.array(factors) < 1)
 
 
 def report_progress(
@@ -399,7 +403,7 @@ def arguments() -> dict[str, Any]:
     parser.add_argument(
         "--lr",
         type=float,
-        help="the learning rate; each optimizer has its own by default",
+        help="the learning rate (each optimizer has its own by default)",
     )
     parser.add_argument("--optimizer", choices=OPTIMIZERS, default="momentum")
     parser.add_argument("--picture", type=Path, default=PICTURE)

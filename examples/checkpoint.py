@@ -65,7 +65,7 @@ SEED, HIDDEN, BATCH, LEARNING_RATE, MAX_NORM = 0, 64, 16, 3e-3, 1.0
 class Training(NamedTuple):
     """All that has to be saved."""
 
-    step: jax.Array  # int32[]: batches seen; the next one follows from it
+    step: jax.Array  # int32[]: batches seen. The next one follows from it
     params: Any  # the weights
     opt_state: Any  # of the optimizer, and in it the clip's memory
 
@@ -162,7 +162,7 @@ def move(steps: int, path: Path) -> list[Row]:
 def take_over(old_state: Any, fresh_state: Any) -> Any:
     """The old state, with the fresh one's in every place of a clip.
 
-    Both are states of the same optimizer but for the clip; whatever is found in the old
+    Both are states of the same optimizer but for the clip. Whatever is found in the old
     one where the fresh one has a `ClipState` gives way. It may be nested at will.
     """
 
@@ -329,6 +329,6 @@ if __name__ == "__main__":
     parser.add_argument(
         "--folder",
         type=Path,
-        help="for the checkpoints; what it has of an earlier run is replaced",
+        help="for the checkpoints. What it has of an earlier run is replaced",
     )
     main(**vars(parser.parse_args()))

@@ -8,8 +8,8 @@ learning rates. The paper says that adaptive gradient clipping (AGC), which hold
 gradient of every filter against the filter's weights, gives that back, and changes
 little where the rate is small anyhow. The 1297 images of scikit-learn's digits are
 learnt in batches of 128, by SGD with Nesterov's momentum at a constant rate of 0.05
-times 1 to 32; weights, batches and all else are the same for the three methods. AGC is
-at 0.04, on all but the final linear layer; the global norm at 0.5, on everything.
+times 1 to 32. Weights, batches and all else are the same for the three methods. AGC is
+at 0.04, on all but the final linear layer. The global norm is at 0.5, on everything.
 
     learning rate     0.05   0.1   0.2   0.4   0.8   1.6
     none             0.960 0.973 0.976 0.512 0.101 0.105   from 0.8 on it can only guess
@@ -25,7 +25,7 @@ fall as the rate grows.
 AGC or the global norm? Here the one is as good as the other, and the choice of the
 limit matters more than that of the method. With one seed, AGC at 0.08 was nearly as
 fast as no clipping at the lower rates and good up to 0.8, but lost at 1.6, and at 0.16
-it was lost from 0.8 on; a global norm of 1 was good at every rate, one of 2 up to 0.8,
+it was lost from 0.8 on. A global norm of 1 was good at every rate, one of 2 up to 0.8,
 where it had 0.91.
 
 What it does not show. That AGC would be needed for digits: at 0.2 no clipping does as
@@ -44,7 +44,7 @@ accuracy and share over the rate.
     python examples/digits.py --seeds 1
 
 Reference: Brock, De, Smith, Simonyan, High-performance large-scale image recognition
-without normalization, 2021 (arXiv 2102.06171); Brock, De, Smith, Characterizing signal
+without normalization, 2021 (arXiv 2102.06171). Brock, De, Smith, Characterizing signal
 propagation to close the performance gap in unnormalized ResNets, 2021 (arXiv
 2101.08692).
 """
@@ -95,8 +95,8 @@ class Lane(NamedTuple):
     """What is different between runs."""
 
     rate: Any  # float32[]: learning rate
-    clipping: Any  # float32[]: of AGC; inf for none
-    max_norm: Any  # float32[]: of the global norm; inf for none
+    clipping: Any  # float32[]: of AGC, inf for none
+    max_norm: Any  # float32[]: of the global norm, inf for none
     seed: Any  # int32[]: of the weights and of the order of the batches
 
 
@@ -138,7 +138,7 @@ def main(
     """
     digits, rates = read_digits(), [BASE_RATE * multiple for multiple in multiples]
     print(
-        f"{len(digits.labels)} images to train on, {len(digits.test_labels)} to test; "
+        f"{len(digits.labels)} images to train on, {len(digits.test_labels)} to test. "
         f"batches of {BATCH}, {steps} steps, {seeds} seeds",
         flush=True,
     )
@@ -205,7 +205,7 @@ def new_network(seed: int) -> dict[str, Any]:
 def new_convolution(
     random: np.random.Generator, shape: tuple[int, ...]
 ) -> dict[str, jax.Array]:
-    """Weights of variance 1 / (number of inputs); there may be layers in front of the
+    """Weights of variance 1 / (number of inputs). There may be layers in front of the
     four axes of one convolution.
     """
     *layers, height, width, inputs, outputs = shape

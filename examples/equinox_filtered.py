@@ -13,7 +13,7 @@ without which the activation function raises a TypeError there, as it does in op
 own transformations. `eqx.apply_updates` passes over None as well.
 
 The clipper is `adagc`. For the first hundred steps the limit is one for all weights
-together; then each tensor gets its own: a multiple of the running average of its
+together. Then each tensor gets its own: a multiple of the running average of its
 clipped norm. The paper's multiple is 1.05. Norms of batches as small as these differ
 more from step to step, and under 1.05 nearly every step is clipped, so here it is 1.5.
 The table at the end has one line for each weight, named as in the model.
@@ -22,13 +22,13 @@ How long it takes. About twenty seconds on two CPU cores.
 
 What it prints. The network reads the English prose of Python's own help pages and
 predicts each character from the twelve before it. For each tenth of the run the mean
-loss and the mean share of tensors that were clipped; then for each weight its norm and
+loss and the mean share of tensors that were clipped. Then for each weight its norm and
 limit at the last step, and the share of steps in which it was clipped.
 
     python examples/equinox_filtered.py --steps 400
 
 Reference: Bengio, Ducharme, Vincent, Jauvin, A neural probabilistic language model,
-2003 (the network); Wang et al., AdaGC, 2025 (arXiv 2502.11034).
+2003 (the network). Wang et al., AdaGC, 2025 (arXiv 2502.11034).
 """
 
 import argparse
@@ -153,7 +153,7 @@ def mean_loss(network: Network, windows: jax.Array) -> jax.Array:
 def train_step(
     network: Network, state: Any, windows: jax.Array, optimizer: Any
 ) -> tuple[Network, Any, jax.Array, dict[str, jax.Array]]:
-    """One step; what is no array is a constant of the compiled program."""
+    """One step. What is not an array is a constant of the compiled program."""
     loss, gradient = eqx.filter_value_and_grad(mean_loss)(network, windows)
     updates, state = optimizer.update(
         gradient, state, eqx.filter(network, eqx.is_inexact_array)

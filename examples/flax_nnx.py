@@ -2,25 +2,25 @@
 and reads from the optimizer what the clipper did.
 
 What it shows. A clipper is a part of the optax chain, and `nnx.Optimizer` takes the
-chain as it is; the step under `nnx.jit` has no line more than without clipping. The
+chain as it is. The step under `nnx.jit` has no line more than without clipping. The
 network has batch normalisation, whose running averages are variables but no weights:
 `wrt=nnx.Param` keeps them away from the optimizer and from the norm.
 
-`nnx.Optimizer` keeps each array of the optax state inside a variable;
+`nnx.Optimizer` keeps each array of the optax state inside a variable.
 `optaxclip.metrics(optimizer.opt_state)` reads them there, inside jit or outside.
 `nnx.state(optimizer)` will not do: there the states are dicts, and `metrics` finds no
 clipper in it and returns an empty dict.
 
-Two are in the chain: `measure(tensor_norm)` keeps the norm of each weight's gradient
-and changes nothing, and `clip_by_global_norm` clips. `named_chain` gives them the names
-under which they are reported.
+Two are in the chain: `record_norm(tensor_norm)` keeps the norm of each weight's
+gradient and changes nothing, and `clip_by_global_norm` clips. `named_chain` gives them
+the names under which they are reported.
 
 How long it takes. About twenty seconds on two CPU cores, half of it compilation.
 
 What it prints. The network reads handwritten digits of 8 by 8 pixels. For each tenth of
 the run the loss, the norm before clipping and after it, and the share of steps that
-were clipped so far; the share of the held-out digits that are read correctly; and the
-norms by weight at the last step.
+were clipped so far. Then the share of the held-out digits that are read correctly, and
+the norms by weight at the last step.
 
     python examples/flax_nnx.py --steps 300
 """
@@ -121,7 +121,7 @@ def batches(digits: Digits, steps: int) -> Any:
 
 def new_network_and_optimizer() -> tuple[Network, nnx.Optimizer]:
     chain = optax.named_chain(
-        ("tensors", optaxclip.measure(optaxclip.tensor_norm)),
+        ("tensors", optaxclip.record_norm(optaxclip.tensor_norm)),
         ("all", optaxclip.clip_by_global_norm(MAX_NORM)),
         ("adamw", optax.adamw(LEARNING_RATE)),
     )

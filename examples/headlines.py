@@ -3,8 +3,8 @@ large jumps, and needs fewer steps where curvature grows with the slope.
 
 Jumps (Gorbunov et al., their toy problem). f(x) = |x|^2 / 2 in 100 dimensions, step
 0.001. The gradient comes with noise whose coordinates have mean 0 and variance 1:
-normal; Weibull with shape 0.2; Burr with shapes 1 and 2.3. Theory in expectation sees
-the variance only and can not tell the three apart. From the minimum, and once it has
+normal, Weibull with shape 0.2, Burr with shapes 1 and 2.3. Theory in expectation sees
+the variance only and cannot tell the three apart. From the minimum, and once it has
 had a fifth of the steps to settle, |x| is recorded at every step of many runs. With
 normal noise it stays within 1.3 times its median. With heavy tails SGD is a little
 nearer to the minimum most of the time, and now and then is thrown several times as far,
@@ -19,12 +19,12 @@ of x leaves the minimum, by a few percent of |x|.
 Steps (Zhang et al.). f(x) = x^4 has no bound on its curvature: the largest stable fixed
 step is 1 / (2 x0^2) for a start at x0, and is far too short at the flat bottom. Sought
 in fine logarithmic grids are the one step size, and the one pair of step size and
-limit, with which every start up to x0 gets to |f'| <= 0.01 soonest; the starts are x0
+limit, with which every start up to x0 gets to |f'| <= 0.01 soonest. The starts are x0
 and 63 at random below it. One start alone would say nothing: the step 1 / (4 x0^2)
 leads from x0 into the minimum at once. Fixed steps need in proportion to x0^2 of them,
 1,381 from 10 and 87,416 from 80. Clipped ones walk down the slope at the speed step *
 limit and have a long step left for the bottom: 10 and 47. To balance the two phases
-makes their number grow as x0^(2/3) in the end, somewhat faster here; with the pair of
+makes their number grow as x0^(2/3) in the end, somewhat faster here. With the pair of
 the smallest start kept it is a walk at constant speed, in proportion to x0 in the end.
 
 What it does not show. That SGD must be this bad: a smaller step or averaging helps
@@ -40,7 +40,7 @@ starts.
     python examples/headlines.py --seeds 64
 
 Reference: Gorbunov, Danilova, Gasnikov, Stochastic optimization with heavy-tailed noise
-via accelerated gradient clipping, 2020 (arXiv 2005.10785); Zhang, He, Sra, Jadbabaie,
+via accelerated gradient clipping, 2020 (arXiv 2005.10785). Zhang, He, Sra, Jadbabaie,
 Why gradient clipping accelerates training, 2020 (arXiv 1905.11881).
 """
 
@@ -309,7 +309,7 @@ def growth(descents: list[Descent], field: str) -> float:
 
 def print_tails(tails: list[Tail], seeds: int, steps: int) -> None:
     print(
-        f"f(x) = |x|^2 / 2, noise of variance 1 a coordinate; {seeds} runs of {steps} "
+        f"f(x) = |x|^2 / 2, noise of variance 1 a coordinate. {seeds} runs of {steps} "
         "steps\n"
     )
     print(

@@ -5,7 +5,7 @@ What it shows. `optaxclip.metrics(state)` is a flat dict of numbers, which any l
 takes as it is. A network that guesses the next character of Python's own help pages is
 trained twice. First under a limit so high that nothing is clipped, which only logs:
 
-    folder/loose/events.out.tfevents...    for `tensorboard --logdir folder`; left out
+    folder/loose/events.out.tfevents...    for `tensorboard --logdir folder`, left out
                                            where tensorboardX is not installed
     folder/loose.jsonl                     one JSON object for each step
 
@@ -92,7 +92,7 @@ def main(steps: int = 600, *, folder: str | Path | None = None) -> Result:
         )
         loose = train("loose", LOOSE, 0.0, text, steps, folder)
         log = folder / "loose.jsonl"
-        suggestions = optaxclip.suggest(optaxclip.read_history(log))
+        suggestions = optaxclip.replay.suggest(optaxclip.replay.read_history(log))
         fixed = [
             candidate
             for candidate in suggestions
@@ -225,6 +225,6 @@ if __name__ == "__main__":
     parser.add_argument(
         "--folder",
         type=Path,
-        help="for the logs and the picture; a temporary one if it is not given",
+        help="for the logs and the picture (a temporary one if it is not given)",
     )
     main(**vars(parser.parse_args()))

@@ -23,7 +23,7 @@ step is one jitted function, scale and all.
 What it does not show. How well Adam hides the mistake: it divides by the gradient's own
 size, so that the wrong order there only looks like every gradient cut to one length. In
 place of SGD here, at a rate of 0.003, it reached the same accuracy and twice the loss,
-and no error told of it; `clip/clipped_share` at 1 does.
+and no error told of it. `clip/clipped_share` at 1 does.
 
 The scale takes a few lines. Flax has them ready
 (`flax.training.dynamic_scale.DynamicScale`, which unscales by itself, before any clip).
@@ -135,7 +135,7 @@ def new_optimizer(
         optax.named_chain(
             ("first", first),
             ("second", second),
-            ("arrived", optaxclip.measure()),
+            ("arrived", optaxclip.record_norm()),
             ("sgd", sgd),
         )
     )
@@ -299,7 +299,7 @@ def predict(params: Any, images: Any, dtype: Any) -> jax.Array:
 
 
 def mean_loss(params: Any, images: Any, labels: Any, dtype: Any) -> jax.Array:
-    """Cross entropy in float32, of scores in `dtype`. So the scaled loss itself can not
+    """Cross entropy in float32, of scores in `dtype`. So the scaled loss itself cannot
     overflow, only the gradients on their way back.
     """
     return optax.softmax_cross_entropy_with_integer_labels(

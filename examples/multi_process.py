@@ -47,7 +47,7 @@ def main(timeout: float = 300.0) -> list[Seen]:
     """Starts the processes, prints what each saw, and returns it.
 
     Raises:
-      RuntimeError: a process failed, with what it wrote, or they saw different things;
+      RuntimeError: a process failed, with what it wrote, or they saw different things.
         TimeoutError: they were not done in `timeout` seconds.
     """
     seen = [json.loads(line) for line in run_processes(timeout)]
@@ -180,7 +180,7 @@ def clip_in_jit() -> tuple[Any, Any]:
 
 
 def clip_in_shard_map() -> tuple[Any, Any]:
-    """Every device sees its part; types tell the clipper which leaves are parts."""
+    """Every device sees its part. Types tell the clipper which leaves are parts."""
     mesh, gradients, specs = on_devices()
     return whole(
         jax.jit(

@@ -6,7 +6,7 @@ be kept of each step, here the loss and `optaxclip.metrics(state)`: a flat dict 
 scalars goes in, the same dict of arrays with a number for each step comes out. Nothing
 is sent to the host in between, so that logging every step costs one transfer for each
 epoch. The state has the same shapes and dtypes after every update, which is what a scan
-asks of its carry; weights and state are donated, so that the new ones take the place of
+asks of its carry. Weights and state are donated, so that the new ones take the place of
 the old.
 
 The limit learns: the 90th percentile of the last hundred norms. It follows them as they
@@ -18,7 +18,7 @@ How long it takes. About five seconds on two CPU cores, most of it compilation.
 
 What it prints. The network, a perceptron, reads handwritten digits of 8 by 8 pixels.
 For each epoch the mean loss, the median and the largest norm, the last limit and the
-share of steps that were clipped; and the share of the held-out digits that are read
+share of steps that were clipped, and the share of the held-out digits that are read
 correctly. With --log all metrics of every step go into a CSV file, which `python -m
 optaxclip.replay` reads: it prints what other limits would have clipped, and draws.
 
@@ -137,7 +137,7 @@ def new_network() -> list[dict[str, jax.Array]]:
 
 
 def new_optimizer() -> optax.GradientTransformation:
-    rule = optaxclip.windowed_quantile(0.9, 100)
+    rule = optaxclip.rules.windowed_quantile(0.9, 100)
     return optax.chain(
         optaxclip.clip_by_global_norm(rule), optax.sgd(LEARNING_RATE, momentum=MOMENTUM)
     )

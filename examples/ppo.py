@@ -13,7 +13,7 @@ ever gets 500, one that does nothing about 20.
 
 What it does not show. That one of the two learns faster: both learn, and the seed
 decides more than the clip (--seed). Adam divides by the size of its gradients, so a
-constant factor on the actor's would change nothing; what changes is how evenly its
+constant factor on the actor's would change nothing. What changes is how evenly its
 steps count.
 
 How long it takes. Half a minute on two CPU cores, a third of it compilation.
@@ -25,7 +25,7 @@ norms, and what the actor's gradient was multiplied by.
     python examples/ppo.py --steps 80 --seed 1
 
 Reference: Schulman et al., Proximal policy optimization algorithms, 2017 (arXiv
-1707.06347); Andrychowicz et al., What matters in on-policy reinforcement learning?,
+1707.06347). Andrychowicz et al., What matters in on-policy reinforcement learning?,
 2020 (arXiv 2006.05990).
 """
 
@@ -83,8 +83,8 @@ class Clipping(NamedTuple):
 
     actor_norm: jax.Array  # float32[]: before clipping
     critic_norm: jax.Array  # float32[]
-    actor_scale: jax.Array  # float32[]: what the actor's gradient was multiplied by
-    critic_scale: jax.Array  # float32[]: and the critic's
+    actor_factor: jax.Array  # float32[]: what the actor's gradient was multiplied by
+    critic_factor: jax.Array  # float32[]: and the critic's
 
 
 class Row(NamedTuple):
@@ -92,14 +92,14 @@ class Row(NamedTuple):
 
     run: str
     environment_steps: int  # at the end of this part of the run
-    mean_return: float  # of the episodes that ended in it; NaN if none did
+    mean_return: float  # of the episodes that ended in it, NaN if none did
     # share of the optimizer's steps in which the actor's gradient was shortened, in [0,
     # 1]
     actor_clipped: float
     critic_clipped: float
     actor_norm: float  # medians
     critic_norm: float
-    actor_scale: float
+    actor_factor: float
 
 
 def main(steps: int = 32, *, seed: int = 0) -> list[Row]:
@@ -290,7 +290,7 @@ def loss(params: Any, samples: Samples) -> jax.Array:
 def log_probability(
     params: Any, observations: jax.Array, actions: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """Of each action that was taken; and the entropy of the choice."""
+    """Of each action that was taken, and the entropy of the choice."""
     log_probabilities = jax.nn.log_softmax(network(params["actor"], observations))
     entropy = -jnp.sum(jnp.exp(log_probabilities) * log_probabilities, axis=-1)
     return jnp.take_along_axis(log_probabilities, actions[..., None], axis=-1)[
@@ -326,14 +326,14 @@ def network(layers: list[dict[str, jax.Array]], x: jax.Array) -> jax.Array:
 
 
 def what_happened(report: dict[str, jax.Array]) -> Clipping:
-    scales = [
-        report.get(f"clip/clipper/scale/{part}", report.get("clip/clipper/scale"))
+    factors = [
+        report.get(f"clip/clipper/factor/{part}", report.get("clip/clipper/factor"))
         for part in PARTS
     ]  # one for both, or each its own
     return Clipping(
         report["clip/parts/norm_before/actor"],
         report["clip/parts/norm_before/critic"],
-        *scales,
+        *factors,
     )
 
 
@@ -361,11 +361,11 @@ def summary(
         *(clippings[number] for number in part),
     )
     clipped = [
-        float(np.mean(scale < 1)) for scale in (seen.actor_scale, seen.critic_scale)
+        float(np.mean(factor < 1)) for factor in (seen.actor_factor, seen.critic_factor)
     ]
     medians = [
         float(np.median(x))
-        for x in (seen.actor_norm, seen.critic_norm, seen.actor_scale)
+        for x in (seen.actor_norm, seen.critic_norm, seen.actor_factor)
     ]
     environment_steps = int(part[-1] + 1) * LENGTH * ENVIRONMENTS
     return Row(
@@ -384,19 +384,19 @@ def print_table(rows: list[Row]) -> None:
     )
     print(
         f"{'run':10}  {'environment':>12}  {'return':>6}  {'actor':>7} {'critic':>7}  "
-        f"{'actor':>7} {'critic':>7}  {'scale':>7}"
+        f"{'actor':>7} {'critic':>7}  {'factor':>7}"
     )
     for row in rows:
         numbers = (
             f"{row.actor_clipped:7.1%} {row.critic_clipped:7.1%}  "
-            f"{row.actor_norm:7.3g} {row.critic_norm:7.3g}  {row.actor_scale:7.3g}"
+            f"{row.actor_norm:7.3g} {row.critic_norm:7.3g}  {row.actor_factor:7.3g}"
         )
         print(
             f"{row.run:10}  {row.environment_steps:12}  {row.mean_return:6.1f}  "
             f"{numbers}"
         )
     print(
-        "\nNorms are those before clipping, and like the scale medians over the steps "
+        "\nNorms are those before clipping, and like the factor medians over the steps "
         "of the optimizer."
     )
 

@@ -6,13 +6,13 @@ once for each part and what is replicated only once. The same transformer reads 
 batches of the English prose of Python's own help pages, from the same seed, on one
 device and then four times on eight:
 
-    jit            matrices split over the devices (FSDP), the rest replicated; XLA's
+    jit            matrices split over the devices (FSDP), the rest replicated. XLA's
                    partitioner sees to the communication
     shard_map      the same layout by hand: matrices are gathered before they are used,
-                   their gradients come back scattered; the types know what is split
+                   their gradients come back scattered. The types know what is split
     pmap           replicated weights, gradients averaged before they are clipped
     pmap, ZeRO     replicated weights, but every device keeps and updates an eighth of
-                   each leaf; axes="devices" says that these are shards
+                   each leaf. mesh_axes="devices" says that these are shards
 
 Every run sees the same gradient norm and the same losses, to float32 accuracy. Beside
 it stands what `optax.clip_by_global_norm` does in the same place: the norm of the first
@@ -83,20 +83,18 @@ class Row(NamedTuple):
     """One line of the table."""
 
     mode: str
-    axes: str  # what the clipper is told
+    mesh_axes: str  # what the clipper is told
     norms: np.ndarray  # float32[steps]: global norm of the gradient, before clipping
-    losses: (
-        np.ndarray
-    )  # float32[steps]: cross entropy in nats per character, before the step
+    # float32[steps]: cross entropy in nats per character, before the step
+    losses: np.ndarray
     # norm of the first clipped gradient, measured in NumPy on all that the devices hold
     clipped_norm: float
-    optax_norm: (
-        float | str
-    )  # the same with optax's clipper, or the exception that it leads to
+    # the same with optax's clipper, or the exception that it leads to
+    optax_norm: float | str
 
 
 def main(steps: int = 50) -> list[Row]:
-    """Trains in all ways, prints the table, and returns it; the first row is the run on
+    """Trains in all ways, prints the table, and returns it. The first row is the run on
     one device.
     """
     text, alphabet = read_text()
@@ -110,8 +108,8 @@ def main(steps: int = 50) -> list[Row]:
         f"{len(jax.tree.leaves(model))} leaves, limit {MAX_NORM}, {steps} steps"
     )
     rows = [
-        train(mode, start, axes, model, batches)
-        for mode, (start, axes) in MODES.items()
+        train(mode, start, mesh_axes, model, batches)
+        for mode, (start, mesh_axes) in MODES.items()
     ]
     print_table(rows)
     return rows
@@ -202,7 +200,7 @@ def one_device(clipper: Any, model: Any) -> Run:
 
 
 def jit_fsdp(clipper: Any, model: Any) -> Run:
-    """The step of one device, with the arrays split; nothing in it says so but the
+    """The step of one device, with the arrays split. Nothing in it says so but the
     layout of the batch.
     """
     optimizer, mesh = new_optimizer(clipper), new_mesh()
@@ -322,7 +320,7 @@ def new_mesh() -> Mesh:
 
 
 def spec(leaf: Any) -> P:
-    """A matrix is split along the first dimension that the devices divide; vectors, and
+    """A matrix is split along the first dimension that the devices divide. Vectors, and
     the scalars of the clipper's state, are replicated.
     """
     if leaf.ndim < 2:
@@ -366,12 +364,16 @@ def whole(part: jax.Array, leaf: jax.Array) -> jax.Array:
 
 
 def train(
-    mode: str, start: Callable[..., Run], axes: Any, model: Any, batches: np.ndarray
+    mode: str,
+    start: Callable[..., Run],
+    mesh_axes: Any,
+    model: Any,
+    batches: np.ndarray,
 ) -> Row:
     """One run from the common seed, with optax's clipper looking on. Where that is not
     possible, one without it.
     """
-    clipper = optaxclip.clip_by_global_norm(MAX_NORM, axes=axes)
+    clipper = optaxclip.clip_by_global_norm(MAX_NORM, mesh_axes=mesh_axes)
     try:
         seen, first = follow(
             start(
@@ -387,7 +389,7 @@ def train(
     # After the first step the momentum is the clipped gradient itself.
     return Row(
         mode,
-        repr(axes),
+        repr(mesh_axes),
         norms,
         losses,
         norm_of(optax.tree.get(first, "trace")),
@@ -436,7 +438,7 @@ def print_table(rows: list[Row]) -> None:
         f"{'apart from one device':>21}   first gradient clipped to"
     )
     print(
-        f"{'mode':11} {'axes':12} {'first':>9} {'last':>9}   {'first':>8} "
+        f"{'mode':11} {'mesh_axes':12} {'first':>9} {'last':>9}   {'first':>8} "
         f"{'last':>8}   {'norms':>10} {'losses':>10}   {'optaxclip':>9}  optax"
     )
     for row in rows:
@@ -452,7 +454,7 @@ def print_table(rows: list[Row]) -> None:
         if not isinstance(optax_norm, str):
             optax_norm = f"{optax_norm:.6f}"
         clipped = f"{row.clipped_norm:9.6f}  {optax_norm}"
-        print(f"{row.mode:11} {row.axes:12} {curves}   {clipped}")
+        print(f"{row.mode:11} {row.mesh_axes:12} {curves}   {clipped}")
 
 
 def apart(curve: np.ndarray, reference: np.ndarray) -> float:

@@ -1,81 +1,192 @@
-"""What becomes of a norm that is over its limit: hard, smooth, drop, normalize.
+"""What a norm that is over its limit becomes.
 
     hard        min(n, c)                        what everyone means by clipping
-    smooth(p)   n / (1 + (n/c)^p)^(1/p)          never a corner; p=1 is n / (1 + n/c),
-                                                 p=2 is n / sqrt(1 + n^2/c^2), p=inf is
-                                                 hard
-    drop        n if n <= c, else 0              an overlong gradient is not believed at
-                                                 all
-    normalize   c                                always this long, shorter ones too (a
-                                                 norm of 0 stays 0)
+    smooth(p)   n / (1 + (n/c)^p)^(1/p)          never a corner
+    drop        n if n <= c, else 0              an overlong gradient is left out
+    normalize   c                                always this long, 0 stays 0
+    auto_s(y)   c n / (n + y)                    normalize, gentle with small norms
+    psac(r)     c n / (n + r / (n + r))          likewise, another bend
 
-A shrink is a function (norm, limit) -> new norm of two arrays of one shape, and goes
-into `clip_by` or any norm clipper as `shrink=`. `hard` and `drop` leave alone what is
-within the limit, bit for bit; `smooth` shortens everything a little: by at most the
-factor 2^(1/p) against `hard`, which is reached at n = c.
-
-Reference: Zhang, He, Sra, Jadbabaie, Why gradient clipping accelerates training, 2020
-(arXiv 1905.11881) for the soft form; DI-engine and PPOxFamily (grad_ignore_norm) and
-axlearn (drop_norm) for the drop.
+A shrink is a function (norm, limit) -> new norm of two arrays of one shape. It goes
+into `clip_by`, any norm clipper or `clipped_grad` as `shrink=`. A factory may be given
+with or without parentheses: `shrink=smooth` is `shrink=smooth()`.
 """
 
 from collections.abc import Callable
 from functools import cache
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
+from jax.typing import ArrayLike
 
-from .arguments import check_number
+from ._arguments import check_number
 
 Shrink = Callable[[jax.Array, jax.Array], jax.Array]
 
-
-def hard(norm: jax.Array, limit: jax.Array) -> jax.Array:
-    """min(norm, limit)."""
-    return jnp.minimum(norm, limit)
+__all__ = ["auto_s", "drop", "hard", "normalize", "psac", "smooth"]
 
 
-def drop(norm: jax.Array, limit: jax.Array) -> jax.Array:
-    """The norm within the limit, 0 beyond it."""
+def hard(norm: Any = None, limit: Any = None) -> Any:
+    """Returns min(norm, limit). Norms within the limit keep their bits.
+
+    Example:
+      >>> print(optaxclip.shrinks.hard(jnp.array([1.0, 3.0]), 2.0))
+      [1. 2.]
+    """
+    return hard if norm is None else jnp.minimum(norm, limit)
+
+
+def drop(norm: Any = None, limit: Any = None) -> Any:
+    """Returns the norm within the limit, and 0 beyond it.
+
+    Example:
+      >>> print(optaxclip.shrinks.drop(jnp.array([1.0, 3.0]), 2.0))
+      [1. 0.]
+
+    Reference: DI-engine and PPOxFamily (grad_ignore_norm), axlearn (drop_norm).
+    """
+    if norm is None:
+        return drop
     return jnp.where(norm > limit, jnp.zeros_like(norm), norm)
 
 
-def normalize(norm: jax.Array, limit: jax.Array) -> jax.Array:
-    """The limit, but 0 for a norm of 0, which has no direction."""
-    return jnp.where(norm == 0, norm, limit)
+def normalize(norm: Any = None, limit: Any = None) -> Any:
+    """Returns the limit, but 0 for a norm of 0, which has no direction.
+
+    Example:
+      >>> print(optaxclip.shrinks.normalize(jnp.array([0.0, 1.0, 3.0]), 2.0))
+      [0. 2. 2.]
+
+    Reference: Bu et al., Automatic clipping, 2023 (arXiv 2206.07136), AUTO-V.
+    """
+    return normalize if norm is None else jnp.where(norm == 0, norm, limit)
 
 
-def smooth(power: Any = 1.0) -> Shrink:
-    """norm / (1 + (norm / limit)^power)^(1 / power).
+def smooth(power: float = 1.0) -> Shrink:
+    """Returns the shrink norm / (1 + (norm / limit)^power)^(1 / power).
+
+    It shortens everything a little: by at most the factor 2^(1/power) against `hard`,
+    which is reached at norm = limit.
 
     Args:
       power: how sharp the bend at the limit is: 1 the gentlest in use, 2 that of
-        SPECTRA. At least 1, known when the clipper is built.
+        SPECTRA, inf is `hard`. At least 1, known when the clipper is built.
 
     Raises:
       ValueError: a power below 1.
 
     Example:
-      >>> import optaxclip
-      >>> clipper = optaxclip.clip_by_global_norm(5.0, shrink=optaxclip.smooth())
-      >>> grads = jnp.array([3.0, 4.0])
-      >>> updates, _ = clipper.update(grads, clipper.init(grads))
-      >>> print(*(f"{x:.4f}" for x in updates))
-      1.5000 2.0000
+      >>> print(optaxclip.shrinks.smooth()(jnp.array([1.0, 3.0]), jnp.array(3.0)))
+      [0.75 1.5 ]
+
+    Reference: Zhang, He, Sra, Jadbabaie, Why gradient clipping accelerates training,
+    2020 (arXiv 1905.11881). SPECTRA, 2026 (arXiv 2603.14315).
     """
     check_number("smooth: power", power, lowest=1.0)
     return _smooth(float(power))
 
 
-@cache  # equal powers give one function, so that a rebuilt clipper is not compiled anew
+def auto_s(gamma: float = 0.01) -> Shrink:
+    """Returns the shrink limit * norm / (norm + gamma).
+
+    It normalizes, gently with small gradients: below gamma the weight of a gradient
+    stays at most limit / gamma.
+
+    Args:
+      gamma: the norm that is brought to half the limit. At least 0, known when the
+        shrink is built. 0 gives `normalize`.
+
+    Raises:
+      ValueError: a negative gamma.
+
+    Example:
+      >>> norms = jnp.array([0.0, 0.01, 0.99])
+      >>> print(optaxclip.shrinks.auto_s()(norms, jnp.array(2.0)))
+      [0.   1.   1.98]
+
+    Reference: Bu, Wang, Zha, Karypis, Automatic clipping: differentially private deep
+    learning made easier and stronger, 2023 (arXiv 2206.07136).
+    """
+    check_number("auto_s: gamma", gamma)
+    return _auto_s(float(gamma))
+
+
+def psac(r: float = 0.1) -> Shrink:
+    """Returns the shrink limit * norm / (norm + r / (norm + r)).
+
+    It normalizes, but a vanishing gradient keeps a weight of about the limit instead of
+    an infinite one. The weight is largest at norm = sqrt(r) - r.
+
+    Args:
+      r: how soon the weight falls with the norm. Above 0, known when the shrink is
+        built. 0.1 is the default of Opacus. The paper tunes it.
+
+    Raises:
+      ValueError: an r that is 0 or negative.
+
+    Example:
+      >>> print(optaxclip.shrinks.psac(0.5)(jnp.array([0.0, 0.5]), jnp.array(1.0)))
+      [0.  0.5]
+
+    Reference: Xia et al., Differentially private learning with per-sample adaptive
+    clipping, 2023 (arXiv 2212.00328).
+    """
+    check_number("psac: r", r)
+    if float(r) == 0:
+        raise ValueError(
+            f"psac: r must be above 0, got {r!r}: normalize is the limit for r = 0."
+        )
+    return _psac(float(r))
+
+
+def shrink_of(shrink: Any, call: str) -> Shrink:
+    """The shrink that a user means: `hard` for None, a factory's default for a factory.
+
+    Raises:
+      TypeError: a string or something else that is not a function.
+    """
+    if shrink is None:
+        return hard
+    if shrink is smooth:
+        return smooth()
+    if shrink is auto_s:
+        return auto_s()
+    if shrink is psac:
+        return psac()
+    if not callable(shrink):
+        raise TypeError(
+            f"{call}: shrink must be a function of norm and limit, such as "
+            f"optaxclip.shrinks.{', '.join(__all__)}, got {shrink!r}."
+        )
+    return cast(Shrink, shrink)
+
+
+# Equal numbers give one function, so that a clipper that is built again compiles
+# nothing anew.
+@cache
 def _smooth(power: float) -> Shrink:
     def shrink(norm: jax.Array, limit: jax.Array) -> jax.Array:
         short, long = jnp.minimum(norm, limit), jnp.maximum(norm, limit)
-        # Written in the smaller by the larger, which can not overflow. Two wheres: the
-        # unused quotient must be finite for the derivative's sake.
+        # Written in the smaller by the larger, which cannot overflow. Two wheres: the
+        # unused quotient must be finite for the derivative.
         share = short / jnp.where((long == 0) | jnp.isinf(long), 1.0, long)
         share = jnp.where(jnp.isinf(long), 0.0, share)
         return short / (1 + share**power) ** (1 / power)
 
     return shrink
+
+
+@cache
+def _auto_s(gamma: float) -> Shrink:
+    return lambda norm, limit: limit * _share(norm, norm + gamma)
+
+
+@cache
+def _psac(r: float) -> Shrink:
+    return lambda norm, limit: limit * _share(norm, norm + r / (norm + r))
+
+
+def _share(norm: ArrayLike, whole: ArrayLike) -> Any:
+    """norm / whole, and 0 / 0 = 0."""
+    return norm / jnp.where(whole == 0, 1.0, whole)

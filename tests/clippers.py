@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.tree_util import Partial
 
 import optaxclip
 
@@ -87,7 +88,7 @@ def singular_values_clipped(part, limit):
 CLIPPERS = {
     "clip_by_global_norm": Case(optaxclip.clip_by_global_norm, everything),
     "clip_by_tensor_norm": Case(optaxclip.clip_by_tensor_norm, leaves),
-    "clip_by_unit_norm": Case(optaxclip.clip_by_unit_norm, units),
+    "clip_by_unitwise_norm": Case(optaxclip.clip_by_unitwise_norm, units),
     "clip_by_group_norm": Case(
         partial(optaxclip.clip_by_group_norm, labels=LABELS), groups
     ),
@@ -244,6 +245,23 @@ def scanned(transformation: Any, grads: Any) -> tuple[Any, Any]:
     )
 
 
+class OwnRule(optaxclip.rules.Rule):
+    """A rule of two functions, `begin(norm)` and `judge(norm, memory, step)`."""
+
+    begin: Any
+    judge: Any
+
+    def init(self, norm):
+        return self.begin(norm)
+
+    def update(self, norm, memory, step):
+        return self.judge(norm, memory, step)
+
+
+def own_rule(begin, judge):
+    return OwnRule(Partial(begin), Partial(judge))
+
+
 def apply(clipper, updates, params=None, **extra):
     """(updates, state) of the first step."""
     return clipper.update(updates, clipper.init(updates), params, **extra)
@@ -257,7 +275,7 @@ def limits_of(rule, norms):
     one length share what they compile around their scan.
     """
     longer = np.pad(np.float32(norms), (0, FEW_STEPS - len(norms)), mode="edge")
-    return np.asarray(optaxclip.replay(rule, longer).limits)[: len(norms)]
+    return np.asarray(optaxclip.replay.run(rule, longer).limits)[: len(norms)]
 
 
 # Every float of 8 or 4 bits. JAX promotes none of them by itself.

@@ -58,7 +58,7 @@ class Method(NamedTuple):
     learns: bool = False  # has a memory of what it saw
     needs: str | None = None  # WEIGHTS
     leaves: str = FLOATS
-    axes: bool = True  # takes names of mesh axes
+    mesh_axes: bool = True  # takes names of mesh axes
     shrinks: bool = False  # takes `shrink`
     schedules: bool = True  # the limit may also be a schedule or None
     wraps: str | None = None  # built around a "clipper" or an "optimizer"
@@ -80,7 +80,7 @@ def by_norm(function: Callable[..., Any], norm: str, **fields: Any) -> Method:
 
 
 AGC = {"clipping": 0.01, "eps": 1e-3}
-KERNEL = {"ord": None, "eps": 0.0, "nonfinite": "propagate", "axes": "auto"}
+KERNEL = {"ord": None, "eps": 0.0, "nonfinite": "propagate", "mesh_axes": "auto"}
 SPECTRAL = {"method": "svd", "steps": None, "columns": None}
 Z_SCORE = {"z": 2.5, "decay": 0.97, "target": "adaptive", "warmup": 25, "eps": 1e-6}
 BAND = {"low": 0.95, "high": 0.6, "decay": 0.95, "floor": 0.01, "up": 1.1, "down": 0.9}
@@ -95,13 +95,13 @@ ADAGC_NUMBERS = {"ratio": POSITIVE, "decay": SHARE, "max_norm": POSITIVE}
 METHODS: dict[str, Method] = {
     "clip_by_global_norm": by_norm(clip_by_global_norm, "all", defaults=KERNEL),
     "clip_by_tensor_norm": by_norm(clip_by_tensor_norm, "tensor"),
-    "clip_by_unit_norm": by_norm(optaxclip.clip_by_unit_norm, "unit"),
+    "clip_by_unitwise_norm": by_norm(optaxclip.clip_by_unitwise_norm, "unit"),
     "clip_by_group_norm": by_norm(optaxclip.clip_by_group_norm, "group")._replace(
         build=by_group
     ),
     "clip_by_tensor_rms": by_norm(optaxclip.clip_by_tensor_rms, "tensor", ord="rms"),
     "clip_by_block_rms": of(
-        optaxclip.clip_by_block_rms, "tensor", ord="rms", limit=1.0, axes=False
+        optaxclip.clip_by_block_rms, "tensor", ord="rms", limit=1.0, mesh_axes=False
     ),
     "clip_by_average_norm": by_norm(
         optaxclip.clip_by_average_norm, "tensor", ord="average"
@@ -123,7 +123,7 @@ METHODS: dict[str, Method] = {
         keeps=SHORTENS | {BOUND},
         limit=1.0,
         defaults=SPECTRAL,
-        axes=False,
+        mesh_axes=False,
         shrinks=True,
     ),
     "clip_by_value": Method(
@@ -133,7 +133,7 @@ METHODS: dict[str, Method] = {
         keeps=SHORTENS | {BOUND},
         limit=1.0,
         leaves=ORDERED,
-        axes=False,
+        mesh_axes=False,
     ),
     "clip": of(
         optaxclip.clip,
@@ -141,7 +141,7 @@ METHODS: dict[str, Method] = {
         keeps=SHORTENS | {BOUND},
         limit=1.0,
         leaves=ORDERED,
-        axes=False,
+        mesh_axes=False,
     ),
     "clippy": of(
         optaxclip.clippy,
@@ -158,7 +158,7 @@ METHODS: dict[str, Method] = {
         numbers=LARC_NUMBERS,
         defaults={"trust": 0.02, "weight_decay": 0.0, "eps": 1e-8},
     ),
-    "measure": of(optaxclip.measure, "all", axes=False),
+    "record_norm": of(optaxclip.record_norm, "all", mesh_axes=False),
     "autoclip": of(
         optaxclip.autoclip,
         "all",
@@ -216,7 +216,7 @@ METHODS: dict[str, Method] = {
         quick={"threshold": 0.5, "warmup": 0},
         numbers={**SPAM_NUMBERS, "every": COUNT},
         defaults=SPAM,
-        axes=False,
+        mesh_axes=False,
     ),
     "carry_clipped": Method(
         carried,
@@ -258,7 +258,7 @@ METHODS: dict[str, Method] = {
         keeps=frozenset({LENGTH}),
         learns=True,
         defaults={"every": 500, "warmup": 150},
-        axes=False,
+        mesh_axes=False,
         wraps="optimizer",
     ),
     "clip_cotangent": Method(
@@ -266,7 +266,7 @@ METHODS: dict[str, Method] = {
         optaxclip.clip_cotangent,
         "tensor",
         limit=1.0,
-        axes=False,
+        mesh_axes=False,
         schedules=False,
     ),
     "clipped_grad": Method(
@@ -276,19 +276,19 @@ METHODS: dict[str, Method] = {
         keeps=NORM - {BITS},
         limit=1.0,
         leaves=ALONE,
-        axes=False,
+        mesh_axes=False,
         schedules=False,
         shrinks=True,
         defaults={"argnums": 0, "batch_argnums": 1, "two_pass": False, "mean": True},
     ),
     "per_example_global_norm_clip": Method(
-        partial(batch_of_one, optaxclip.per_example_global_norm_clip),
-        optaxclip.per_example_global_norm_clip,
+        partial(batch_of_one, optaxclip.per_example.per_example_global_norm_clip),
+        optaxclip.per_example.per_example_global_norm_clip,
         "all",
         keeps=NORM - {BITS},
         limit=1.0,
         leaves=ALONE,
-        axes=False,
+        mesh_axes=False,
         schedules=False,
     ),
 }

@@ -90,14 +90,14 @@ def clip_rms(leaves, limit, eps=0.0):
 def clip_units(leaves, limit, ord=2, eps=0.0, axes=None):
     """Each unit by itself; `axes` are those to sum over, in every leaf."""
     return [
-        shrink(leaf, unit_norm(leaf, ord, axes), limit, eps)
+        shrink(leaf, unitwise_norm(leaf, ord, axes), limit, eps)
         if leaf.size
         else wide(leaf)
         for leaf in leaves
     ]
 
 
-def unit_norm(leaf, ord=2, axes=None):
+def unitwise_norm(leaf, ord=2, axes=None):
     return norm_over(leaf, unit_axes(leaf) if axes is None else axes, ord)
 
 
@@ -127,7 +127,7 @@ def clip_groups(leaves, labels, limit, ord=2, eps=0.0):
 def agc_limits(params, clipping, eps):
     """How long each unit of the gradient may be."""
     return [
-        clipping * np.maximum(unit_norm(w), eps) if w.size else np.zeros(w.shape)
+        clipping * np.maximum(unitwise_norm(w), eps) if w.size else np.zeros(w.shape)
         for w in params
     ]
 
@@ -135,7 +135,7 @@ def agc_limits(params, clipping, eps):
 def clip_adaptively(leaves, params, clipping=0.01, eps=1e-3):
     limits = agc_limits(params, clipping, eps)
     return [
-        shrink(leaf, unit_norm(leaf), limit) if leaf.size else wide(leaf)
+        shrink(leaf, unitwise_norm(leaf), limit) if leaf.size else wide(leaf)
         for leaf, limit in zip(leaves, limits)
     ]
 

@@ -47,7 +47,7 @@ SIZES = [
 
 
 class Case(NamedTuple):
-    build: Callable[..., Any]  # (limit, axes=...) -> clipper
+    build: Callable[..., Any]  # (limit, mesh_axes=...) -> clipper
     norms: Callable[
         [Any], Any
         # float64 NumPy tree -> for each clipped leaf its norms, which broadcast to the
@@ -154,14 +154,16 @@ CASES = {
     "clip_by_average_norm": Case(
         optaxclip.clip_by_average_norm, each(whole, "average")
     ),
-    "clip_by_unit_norm": Case(optaxclip.clip_by_unit_norm, each(unit), keeps=True),
-    "clip_by_unit_norm ord=inf": Case(
-        partial(optaxclip.clip_by_unit_norm, ord=math.inf),
+    "clip_by_unitwise_norm": Case(
+        optaxclip.clip_by_unitwise_norm, each(unit), keeps=True
+    ),
+    "clip_by_unitwise_norm ord=inf": Case(
+        partial(optaxclip.clip_by_unitwise_norm, ord=math.inf),
         each(unit, math.inf),
         keeps=True,
     ),
-    "clip_by_unit_norm stacked": Case(
-        partial(optaxclip.clip_by_unit_norm, stacked=STACKED),
+    "clip_by_unitwise_norm stacked": Case(
+        partial(optaxclip.clip_by_unitwise_norm, stacked=STACKED),
         each(unit_of_layer),
         keeps=True,
     ),
@@ -191,7 +193,7 @@ CASES = {
 # way the longest.
 CLIPPERS = [
     "clip_by_global_norm",
-    "clip_by_unit_norm stacked",
+    "clip_by_unitwise_norm stacked",
     "clip_by_average_norm",
     "clip_by_tensor_rms",
     "clip_by_group_norm",
@@ -251,9 +253,9 @@ def wanted(name: str, updates: Any = UPDATES, params: Any = PARAMS) -> dict[str,
     }
 
 
-def clip(name: str, axes: Any, updates: Any, params: Any) -> tuple[Any, Any]:
+def clip(name: str, mesh_axes: Any, updates: Any, params: Any) -> tuple[Any, Any]:
     """One step of a clipper of the table."""
-    clipper = CASES[name].build(limit(name), axes=axes)
+    clipper = CASES[name].build(limit(name), mesh_axes=mesh_axes)
     return clipper.update(updates, clipper.init(params), params)
 
 

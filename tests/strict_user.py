@@ -19,17 +19,18 @@ optimizer = optaxclip.skip_spikes(
     optax.chain(
         optaxclip.clip_by_global_norm(1.0, nonfinite="zero"),
         optaxclip.clip_by_tensor_norm(
-            optaxclip.windowed_quantile(0.9, 100), shrink=optaxclip.smooth(2)
+            optaxclip.rules.windowed_quantile(0.9, 100),
+            shrink=optaxclip.shrinks.smooth(2),
         ),
         optaxclip.clip_by_group_norm({"a": 1.0, "b": None}, {"w": "a", "b": "b"}),
         optaxclip.adaptive_grad_clip(
             0.01, stacked=lambda path, leaf: path.startswith("blocks")
         ),
-        optaxclip.clip_by_unit_norm(1.0, axis=lambda path, leaf: 0),
+        optaxclip.clip_by_unitwise_norm(1.0, axis=lambda path, leaf: 0),
         optaxclip.zclip(),
         optax.adamw(optax.constant_schedule(1e-3)),
     ),
-    optaxclip.log_z_score(),
+    optaxclip.rules.log_z_score(),
 )
 
 
@@ -61,9 +62,11 @@ def others(params: Params, x: jax.Array) -> None:
         per_example(params, x),
         tensorflow_style.clip_by_norm(x, 1.0),
     )
-    limits: optaxclip.Threshold = optaxclip.least(
-        optaxclip.constant(1.0), optaxclip.growth(1.5)
+    limits: optaxclip.rules.Rule = optaxclip.rules.minimum(
+        optaxclip.rules.constant(1.0), optaxclip.rules.growth(1.5)
     )
-    own = optaxclip.clip_by(optaxclip.global_norm, limits, shrink=optaxclip.hard)
+    own = optaxclip.clip_by(
+        optaxclip.global_norm, limits, shrink=optaxclip.shrinks.hard
+    )
     state = own.init(params)
     print(own.update(params, state, grad_norm=norm))

@@ -33,29 +33,33 @@ CLIPPERS = {
     "adagn": (optaxclip.adagn, False),
     "log-norm": (
         lambda **options: optaxclip.clip_by_tensor_norm(
-            optaxclip.log_z_score(0.5, 0.9, warmup=2), **options
+            optaxclip.rules.log_z_score(0.5, 0.9, warmup=2), **options
         ),
         True,
     ),
     "units that may grow": (
-        lambda **options: optaxclip.clip_by_unit_norm(optaxclip.growth(), **options),
+        lambda **options: optaxclip.clip_by_unitwise_norm(
+            optaxclip.rules.growth(), **options
+        ),
         True,
     ),
     "ratio, drop": (
         lambda **options: optaxclip.clip_by_tensor_norm(
-            optaxclip.ema_ratio(1.2), shrink=optaxclip.drop, **options
+            optaxclip.rules.ema_ratio(1.2), shrink=optaxclip.shrinks.drop, **options
         ),
         True,
     ),
     "deviation, smooth": (
         lambda **options: optaxclip.clip_by_global_norm(
-            optaxclip.windowed_mean(1.0, 16), shrink=optaxclip.smooth(), **options
+            optaxclip.rules.windowed_mean(1.0, 16),
+            shrink=optaxclip.shrinks.smooth(),
+            **options,
         ),
         True,
     ),
     "tracker under a cap": (
         lambda **options: optaxclip.clip_by_global_norm(
-            optaxclip.least(optaxclip.quantile_tracker(), 1.0), **options
+            optaxclip.rules.minimum(optaxclip.rules.quantile_tracker(), 1.0), **options
         ),
         True,
     ),
@@ -124,7 +128,7 @@ def at(place, tree):
 
 @every_clipper
 @pytest.mark.parametrize("dtype", ["mixed", "float32"])
-def test_updates_and_state_keep_their_kinds_and_no_norm_is_above_its_limit(name, dtype):
+def test_updates_and_state_keep_kinds_and_norms_their_limit(name, dtype):
     shortens = CLIPPERS[name][1]
     grads = history(dtype, name=name)
     clipper, _ = built(name)
@@ -147,12 +151,12 @@ def test_updates_and_state_keep_their_kinds_and_no_norm_is_above_its_limit(name,
             not np.array_equal(x, y)
             for x, y in zip(jax.tree.leaves(one), jax.tree.leaves(other))
         )
-        norms, limits, scales = (
+        norms, limits, factors = (
             np.concatenate([np.ravel(x) for x in jax.tree.leaves(field)])
-            for field in (state.norm, state.limit, state.scale)
+            for field in (state.norm, state.limit, state.factor)
         )
         if name in KEPT_WHOLE:
-            assert np.all(norms * scales <= limits * (1 + 1e-6))
+            assert np.all(norms * factors <= limits * (1 + 1e-6))
     assert touched > 0
 
 
@@ -176,9 +180,7 @@ POLICIES = [
 
 
 @pytest.mark.parametrize(("nonfinite", "name"), POLICIES)
-def test_a_broken_or_zero_step_leaves_the_memory_bit_for_bit_also_in_the_warm_up(
-    name, nonfinite
-):
+def test_a_broken_or_zero_step_keeps_the_bits_of_the_memory(name, nonfinite):
     options = {} if nonfinite == "propagate" else {"nonfinite": nonfinite}
     grads = history("float32", 5, name)
     broken = [filled(grads[0], bad) for bad in (math.nan, math.inf, 0.0)]
@@ -201,7 +203,7 @@ def test_a_broken_or_zero_step_leaves_the_memory_bit_for_bit_also_in_the_warm_up
 @pytest.mark.parametrize(
     "name", [name for name in CLIPPERS if name not in ("aggc", "zclip of groups")]
 )
-def test_leaves_that_cannot_be_clipped_pass_through_and_an_empty_tree_is_one(name):
+def test_empty_trees_and_other_leaves_pass_through(name):
     assert run(name, [{}, {}])[-1][0] == {}
     others = {
         "int": jnp.arange(3),
@@ -218,7 +220,7 @@ def test_leaves_that_cannot_be_clipped_pass_through_and_an_empty_tree_is_one(nam
         ],
     ):
         same_bits({key: updates[key] for key in others}, others)
-        assert updates["w"].shape == (2, 2) and len(jax.tree.leaves(state.norm)) == 1
+        assert updates["w"].shape == (2, 2) and len(state.by_name()) == 1
 
 
 @pytest.mark.parametrize(
@@ -236,7 +238,7 @@ def test_leaves_that_cannot_be_clipped_pass_through_and_an_empty_tree_is_one(nam
     ],
 )
 @pytest.mark.parametrize("size", [1e38, 1e-30])
-def test_the_largest_and_smallest_numbers_are_learned_from_like_others(name, size):
+def test_extreme_numbers_are_learned_from_like_others(name, size):
     """The norms of ten steps, multiplied by 1e38 or 1e-30: nothing becomes NaN, inf or
     0, in the memory neither.
     """
@@ -262,20 +264,21 @@ def test_the_largest_and_smallest_numbers_are_learned_from_like_others(name, siz
         *(("complex64", name) for name in ("tracker under a cap", "adagc", "adaclip")),
     ],
 )
-def test_within_the_limit_the_bits_are_kept_and_above_it_the_bound(name, dtype):
+def test_within_the_limit_bits_are_kept_and_above_it_the_bound(name, dtype):
     grads = history(dtype, name=name)
     for before, (after, state) in zip(grads, run(name, grads)):
         eps = float(jnp.finfo(dtype).eps)
-        scales = jax.tree.leaves(state.scale)
-        if len(scales) == 1:
-            scales *= len(jax.tree.leaves(before))
-        for x, y, scale in zip(jax.tree.leaves(before), jax.tree.leaves(after), scales):
-            if float(scale) == 1:
+        factors = [entry.factor for entry in state.by_name().values()]
+        leaves, clipped = jax.tree.leaves(before), jax.tree.leaves(after)
+        if len(factors) == 1:
+            factors *= len(leaves)
+        for x, y, factor in zip(leaves, clipped, factors, strict=True):
+            if float(factor) == 1:
                 same_bits(x, y)
             elif name != "adaclip":
                 np.testing.assert_allclose(
                     np.asarray(y, complex),
-                    np.asarray(x, complex) * float(scale),
+                    np.asarray(x, complex) * float(factor),
                     rtol=8 * eps if eps < 1e-3 else eps,
                     atol=6e-8 if dtype == "float16" else 0,
                 )
@@ -485,14 +488,14 @@ def test_a_train_step_holds_no_copy_of_the_gradients(name):
     [
         optaxclip.skip_spikes(
             optax.chain(optaxclip.clip_by_global_norm(1.0), optax.scale_by_adam()),
-            optaxclip.z_score(),
+            optaxclip.rules.z_score(),
         ),
         optaxclip.skip_step(optax.adamw(1e-3), on_loss=False),
         optaxclip.reset_momentum(optax.scale_by_adam()),
     ],
     ids=["skip_spikes", "skip_step", "reset_momentum"],
 )
-def test_an_optimizer_whose_state_may_be_kept_copies_neither_gradients_nor_moments(
+def test_wrapped_optimizers_copy_neither_gradients_nor_moments(
     wrapped,
 ):
     assert compiled_step(wrapped, then=optax.identity()) <= 0.01

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec
 
-import optaxclip.backward
-from optaxclip.backward import clip_cotangent, scale_cotangent
+import optaxclip
+from optaxclip import clip_cotangent, scale_cotangent
 
 EPS = float(np.finfo(np.float32).eps)
 NAN, INF = math.nan, math.inf
@@ -346,7 +346,7 @@ def test_rows_of_a_batch_that_is_split_over_devices_are_clipped_without_a_collec
         def local(w):
             return jax.grad(
                 lambda x: jnp.sum(
-                    w * clip_cotangent(x, max_norm=1.0, axis=axis, axes=axes)
+                    w * clip_cotangent(x, max_norm=1.0, axis=axis, mesh_axes=axes)
                 )
             )(jnp.zeros_like(w))
 

@@ -15,7 +15,7 @@ from tests.clippers import random_tree
 CLIPPERS = {
     "clip_by_global_norm": lambda: optaxclip.clip_by_global_norm(0.5),
     "clip_by_tensor_norm of a rule": lambda: optaxclip.clip_by_tensor_norm(
-        optaxclip.windowed_quantile(0.5, 4)
+        optaxclip.rules.windowed_quantile(0.5, 4)
     ),
     "clip_by_group_norm": lambda: optaxclip.clip_by_group_norm(
         0.5,
@@ -34,7 +34,7 @@ CLIPPERS = {
         optaxclip.clip_by_global_norm(0.5)
     ),
     "skip_spikes": lambda: optaxclip.skip_spikes(
-        optax.sgd(1.0), optaxclip.z_score(warmup=1)
+        optax.sgd(1.0), optaxclip.rules.z_score(warmup=1)
     ),
 }
 

@@ -128,7 +128,7 @@ def test_the_norm_of_the_gradient_is_not_taken_for_that_of_the_sum():
     with pytest.raises(
         ValueError,
         match=(
-            r"^carry_clipped: grad_norm can not be given: what is clipped is the sum "
+            r"^carry_clipped: grad_norm cannot be given: what is clipped is the sum "
             r"of gradient and carry"
         ),
     ):

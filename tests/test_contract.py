@@ -23,6 +23,7 @@ from tests.clippers import (
     assert_scaled,
     exact,
     limits,
+    own_rule,
     random_tree,
     scaled,
     with_value,
@@ -90,7 +91,7 @@ def same_bits(one, other):
 
 
 @every_dtype
-def test_longer_parts_get_exactly_their_limit_and_keep_their_direction(name, dtype):
+def test_longer_parts_get_their_limit_and_keep_their_direction(name, dtype):
     updates, params = random_tree(dtype, 1, 3.0), random_tree(dtype, 2, 0.5)
     clipped, _ = stepped(name, 0.125, updates, params)
     chex.assert_trees_all_equal_shapes_and_dtypes(clipped, updates)
@@ -105,7 +106,9 @@ def test_updates_within_the_limit_are_bit_identical(name, dtype):
     )
     clipped, state = stepped(name, 1e4, updates, updates)
     same_bits(clipped, updates)
-    assert all((np.asarray(scale) == 1).all() for scale in jax.tree.leaves(state.scale))
+    assert all(
+        (np.asarray(scale) == 1).all() for scale in jax.tree.leaves(state.factor)
+    )
 
 
 @cache
@@ -197,9 +200,7 @@ EXTREMES = [
 
 
 @pytest.mark.parametrize(("dtype", "size", "name"), EXTREMES)
-def test_the_largest_and_smallest_finite_values_keep_bound_and_direction(
-    name, dtype, size
-):
+def test_extreme_finite_values_keep_bound_and_direction(name, dtype, size):
     case = CLIPPERS[name]
     few = jax.tree.map(lambda x: np.zeros(x.shape), random_tree(dtype))
     few["kernel"][0, 0], few["bias"][1] = 1.0, -0.5
@@ -270,7 +271,7 @@ def test_zero_updates_stay_zero_and_count_as_unclipped(name):
 
 
 @pytest.mark.parametrize("name", [name for name in CLIPPERS if "group" not in name])
-def test_an_empty_tree_and_leaves_that_cannot_be_clipped_pass_through(name):
+def test_empty_trees_and_other_leaves_pass_through(name):
     clipper = CLIPPERS[name].build(0.5)
     assert apply(clipper, {})[0] == {}
     updates = {
@@ -283,7 +284,7 @@ def test_an_empty_tree_and_leaves_that_cannot_be_clipped_pass_through(name):
     }
     updates["float0"] = np.zeros(2, jax.dtypes.float0)
     clipped, state = apply(clipper, updates)
-    assert len(jax.tree.leaves(state.norm)) == 1
+    assert len(state.by_name()) == 1
     same_bits(
         {key: value for key, value in clipped.items() if key != "float"},
         {key: value for key, value in updates.items() if key != "float"},
@@ -345,7 +346,7 @@ KINDS = [
     (limit, name)
     for name, some in (
         ("clip_by_global_norm", LIMITS),
-        ("clip_by_unit_norm", LIMITS[1::2]),
+        ("clip_by_unitwise_norm", LIMITS[1::2]),
         ("adaptive_grad_clip per tensor", LIMITS[0::2]),
     )
     for limit in some
@@ -459,12 +460,10 @@ def test_the_raise_policy_names_order_and_leaves(name):
 
 
 @pytest.mark.parametrize(
-    "norm", [optaxclip.global_norm, optaxclip.tensor_norm, optaxclip.unit_norm]
+    "norm", [optaxclip.global_norm, optaxclip.tensor_norm, optaxclip.unitwise_norm]
 )
 def test_a_nonfinite_step_leaves_no_trace_in_the_memory(norm):
-    rule = optaxclip.Threshold(
-        lambda norm: norm, lambda norm, memory, step, params_norm: (0.5 + memory, norm)
-    )
+    rule = own_rule(lambda norm: norm, lambda norm, memory, step: (0.5 + memory, norm))
     clipper = optaxclip.clip_by(norm, rule)
     updates = random_tree("float32")
     state = clipper.update(updates, clipper.init(updates))[1]
@@ -491,7 +490,7 @@ def test_the_state_keeps_its_structure_shapes_and_dtypes(name, dtype):
     )
     wide = np.float64 if dtype == "float64" else np.float32
     assert {
-        x.dtype for x in jax.tree.leaves((second.norm, second.limit, second.scale))
+        x.dtype for x in jax.tree.leaves((second.norm, second.limit, second.factor))
     } == {np.dtype(wide)}
     saved = first if dtype == "float64" else second
     same_bits(saved, pickle.loads(pickle.dumps(saved)))
@@ -625,7 +624,7 @@ def test_weak_type_is_kept():
 
 
 @pytest.mark.parametrize(
-    "clip", [optaxclip.clip_by_unit_norm, optaxclip.clip_by_tensor_norm]
+    "clip", [optaxclip.clip_by_unitwise_norm, optaxclip.clip_by_tensor_norm]
 )
 def test_weak_type_is_kept_where_units_have_their_own_factors(clip):
     weak = jnp.full((3, 2), 2.0)
@@ -634,7 +633,9 @@ def test_weak_type_is_kept_where_units_have_their_own_factors(clip):
     assert clipped.weak_type and clipped.dtype == jnp.float32
     np.testing.assert_allclose(
         clipped,
-        np.full((3, 2), 1 / np.sqrt(3 if clip is optaxclip.clip_by_unit_norm else 6)),
+        np.full(
+            (3, 2), 1 / np.sqrt(3 if clip is optaxclip.clip_by_unitwise_norm else 6)
+        ),
         rtol=1e-6,
     )
 
@@ -652,6 +653,21 @@ def test_works_under_strict_dtype_promotion(name):
     chex.assert_trees_all_equal_shapes_and_dtypes(clipped, random_tree("mixed"))
 
 
+def norms_of(state):
+    """The norms in the structure that norm functions return."""
+    known = state.by_name()
+    if set(known) == {""}:
+        return known[""].norm
+    found = {}
+    for name, entry in known.items():
+        *path, last = name.split("/")
+        inner = found
+        for key in path:
+            inner = inner.setdefault(key, {})
+        inner[last] = entry.norm
+    return found
+
+
 @pytest.mark.parametrize(
     "name",
     [name for name, case in CLIPPERS.items() if not (case.numbers_only or case.clip)],
@@ -664,13 +680,14 @@ def test_a_norm_measured_elsewhere_is_used(name):
     )
     clipper = case.build(0.5)
     wanted, state = apply(clipper, updates, params)
-    clipped, _ = apply(clipper, updates, params, grad_norm=state.norm)
+    norms = norms_of(state)
+    clipped, _ = apply(clipper, updates, params, grad_norm=norms)
     chex.assert_trees_all_close(clipped, wanted, rtol=1e-6)
     halved, _ = apply(
         clipper,
         updates,
         params,
-        grad_norm=jax.tree.map(lambda norm: np.asarray(norm) * 2, state.norm),
+        grad_norm=jax.tree.map(lambda norm: np.asarray(norm) * 2, norms),
     )
     chex.assert_trees_all_close(
         halved["bias"], np.asarray(wanted["bias"]) / 2, rtol=1e-5
@@ -730,7 +747,7 @@ def test_sixteen_bit_gradients_are_copied_at_most_once():
     assert compiled_step(optaxclip.clip_by_global_norm(0.5), jnp.bfloat16) <= 1.01
 
 
-def test_measuring_tensors_beside_a_global_clip_costs_no_second_read():
+def test_measuring_beside_a_global_clip_costs_no_second_read():
     grads = {f"w{i}": np.ones((64, 32 + i), np.float32) for i in range(3)}
 
     def reductions(*clippers):
@@ -746,7 +763,8 @@ def test_measuring_tensors_beside_a_global_clip_costs_no_second_read():
     alone = reductions(optaxclip.clip_by_global_norm(1.0))
     assert (
         reductions(
-            optaxclip.measure(optaxclip.tensor_norm), optaxclip.clip_by_global_norm(1.0)
+            optaxclip.record_norm(optaxclip.tensor_norm),
+            optaxclip.clip_by_global_norm(1.0),
         )
         == alone
         > 0

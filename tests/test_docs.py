@@ -16,6 +16,7 @@ import shlex
 import textwrap
 from contextlib import chdir, redirect_stdout
 from io import StringIO
+from operator import attrgetter
 from pathlib import Path
 from typing import NamedTuple
 
@@ -293,10 +294,11 @@ def test_the_cotangent_that_is_clipped_in_each_step_stays_small(capsys):
 
 
 def test_every_public_name_of_the_tables_exists():
-    for name in re.findall(r"^\| `(\w+)", METHODS, re.MULTILINE):
-        assert hasattr(optaxclip, name) or name in (
-            "current",
-            "remember",
-            "warmup",
-            "ddof",
-        ), name
+    # The tables of clippers and of shrinks. That of switches names parameters.
+    tables = METHODS[: METHODS.index("### Four switches")]
+    clippers, shrinks = tables.split("| shrink | new norm")
+    names = re.findall(r"^\| `([\w.]+)", clippers, re.MULTILINE)
+    names += [f"shrinks.{name}" for name in re.findall(r"^\| `(\w+)", shrinks, re.M)]
+    assert {"clip_by_global_norm", "shrinks.hard"} <= set(names)
+    for name in names:
+        assert attrgetter(name)(optaxclip), name

@@ -60,7 +60,7 @@ def test_broken_batches_do_harm_and_are_the_spikes(unprotected):
 
 def test_log_is_what_replay_reads(unprotected, capsys):
     log = unprotected[1] / "run.csv"
-    norms = optaxclip.read_history(log)
+    norms = optaxclip.replay.read_history(log)
     assert norms.shape == (100,)
     assert set(BROKEN) < set(np.argsort(norms)[-10:])
     replay.main([str(log)])

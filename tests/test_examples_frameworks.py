@@ -152,9 +152,9 @@ def test_equinox_metrics_are_the_norms_of_the_weights_gradients_alone(equinox_ex
 def test_equinox_limit_is_common_at_first_and_then_each_tensors_own(equinox_example):
     _, result = equinox_example
 
-    def scales(report):
+    def factors(report):
         return np.array(
-            [value for name, value in report.items() if name.startswith("clip/scale/")]
+            [value for name, value in report.items() if name.startswith("clip/factor/")]
         )
 
     warming_up, longest = result.reports[:10], 0.0
@@ -166,10 +166,10 @@ def test_equinox_limit_is_common_at_first_and_then_each_tensors_own(equinox_exam
                 if name.startswith("clip/norm_before/")
             )
         )
-        np.testing.assert_allclose(scales(report), min(1.0, 1 / together), rtol=RTOL)
+        np.testing.assert_allclose(factors(report), min(1.0, 1 / together), rtol=RTOL)
         longest = max(longest, together)
     assert longest > 1.2  # so that there was something to clip
-    assert any(np.ptp(scales(report)) > 0.01 for report in result.reports[10:])
+    assert any(np.ptp(factors(report)) > 0.01 for report in result.reports[10:])
 
 
 def test_equinox_leaves_without_weights_stay(equinox_example):
@@ -271,7 +271,7 @@ def test_scanned_counts_add_up_to_the_state(scan_example):
 def test_log_has_the_norms_that_replay_reads(scan_example):
     _, result, log = scan_example
     np.testing.assert_array_equal(
-        optaxclip.read_history(log),
+        optaxclip.replay.read_history(log),
         result.history["clip/norm_before"].astype(np.float64),
     )
 

@@ -151,12 +151,14 @@ def test_one_limit_measures_the_critic(ppo, agents):
         assert row.critic_norm > 10 * row.actor_norm
         # Medians of a quotient and of its divisor: near each other where the norms do
         # not differ by much.
-        assert row.actor_scale == pytest.approx(ppo.MAX_NORM / row.critic_norm, rel=0.3)
+        assert row.actor_factor == pytest.approx(
+            ppo.MAX_NORM / row.critic_norm, rel=0.3
+        )
 
 
 def test_two_limits_leave_the_actor_alone(agents):
     for row in agents["two limits"]:
-        assert row.actor_scale == 1
+        assert row.actor_factor == 1
         assert row.actor_clipped < 0.5 < 0.9 < row.critic_clipped
 
 
@@ -374,16 +376,20 @@ def test_replay_foretells_from_the_log(logging_metrics, logs):
         np.mean(norms > suggested.limit), abs=1e-6
     )
     assert abs(suggested.foretold - logging_metrics.WANTED) < 0.05
-    scales = [row["clip/scale"] for row in read_lines(folder / "suggested.jsonl")]
-    assert suggested.clipped == pytest.approx(np.mean(np.array(scales) < 1), abs=1e-6)
+    factors = [row["clip/factor"] for row in read_lines(folder / "suggested.jsonl")]
+    assert suggested.clipped == pytest.approx(np.mean(np.array(factors) < 1), abs=1e-6)
     assert suggested.clipped > 0
-    np.testing.assert_array_equal(optaxclip.read_history(folder / "loose.jsonl"), norms)
+    np.testing.assert_array_equal(
+        optaxclip.replay.read_history(folder / "loose.jsonl"), norms
+    )
 
 
 def test_command_prints_the_same_suggestions_and_draws(logs):
     pytest.importorskip("matplotlib")
     result, folder = logs
-    printed = table(optaxclip.read_history(folder / "loose.jsonl"), result.suggestions)
+    printed = table(
+        optaxclip.replay.read_history(folder / "loose.jsonl"), result.suggestions
+    )
     assert result.table.startswith(printed)
     assert (folder / "loose.png").stat().st_size > 10_000
 

@@ -58,47 +58,55 @@ def spectral(method, **options):
 BUILDS = {name: partial(fixed, name) for name in sharded.CASES}
 BUILDS |= {name: partial(adaptive, name) for name in test_adaptive_contract.CLIPPERS}
 BUILDS |= {
-    "windows of units": lambda: optaxclip.clip_by_unit_norm(
-        optaxclip.windowed_quantile(0.5, 4)
+    "windows of units": lambda: optaxclip.clip_by_unitwise_norm(
+        optaxclip.rules.windowed_quantile(0.5, 4)
     ),
     "windows of layers": lambda: optaxclip.clip_by_tensor_norm(
-        optaxclip.windowed_mean(1.0, 4), stacked=STACKED
+        optaxclip.rules.windowed_mean(1.0, 4), stacked=STACKED
     ),
-    "ema of units": lambda: optaxclip.clip_by_unit_norm(optaxclip.ema(0.9)),
-    "band of units": lambda: optaxclip.clip_by_unit_norm(
-        optaxclip.ema_band(), shrink=optaxclip.normalize
+    "ema of units": lambda: optaxclip.clip_by_unitwise_norm(optaxclip.rules.ema(0.9)),
+    "band of units": lambda: optaxclip.clip_by_unitwise_norm(
+        optaxclip.rules.ema_band(), shrink=optaxclip.shrinks.normalize
     ),
-    "moments of units": lambda: optaxclip.clip_by_unit_norm(
-        optaxclip.moments_ratio(), nonfinite="zero"
+    "moments of units": lambda: optaxclip.clip_by_unitwise_norm(
+        optaxclip.rules.moments_ratio(), nonfinite="zero"
     ),
-    "scores of units": lambda: optaxclip.clip_by_unit_norm(
-        optaxclip.warm_up(1, None, optaxclip.z_score(1.0, warmup=1))
+    "scores of units": lambda: optaxclip.clip_by_unitwise_norm(
+        optaxclip.rules.warm_up(1, None, optaxclip.rules.z_score(1.0, warmup=1))
     ),
-    "trackers of units": lambda: optaxclip.clip_by_unit_norm(
-        optaxclip.least(optaxclip.quantile_tracker(), optaxclip.ema_ratio())
+    "trackers of units": lambda: optaxclip.clip_by_unitwise_norm(
+        optaxclip.rules.minimum(
+            optaxclip.rules.quantile_tracker(), optaxclip.rules.ema_ratio()
+        )
     ),
-    "logarithms of units": lambda: optaxclip.clip_by_unit_norm(optaxclip.log_z_score()),
+    "logarithms of units": lambda: optaxclip.clip_by_unitwise_norm(
+        optaxclip.rules.log_z_score()
+    ),
     "clip_by_value": lambda: optaxclip.clip_by_value(0.5),
     "clip_by_block_rms": lambda: optaxclip.clip_by_block_rms(0.5),
     "clippy": lambda: optaxclip.clippy(0.1, 0.1, stacked=STACKED),
     "larc": lambda: optaxclip.larc(0.1, weight_decay=0.1, stacked=STACKED),
-    "measure": lambda: optaxclip.measure(optaxclip.unit_norm),
+    "record_norm": lambda: optaxclip.record_norm(optaxclip.unitwise_norm),
     "spam": lambda: optaxclip.spam(0.5, warmup=1, every=2),
     "reset_momentum": lambda: optaxclip.reset_momentum(optax.scale_by_adam(), 2, 1),
-    "carry_clipped": lambda: optaxclip.carry_clipped(optaxclip.clip_by_unit_norm(0.5)),
+    "carry_clipped": lambda: optaxclip.carry_clipped(
+        optaxclip.clip_by_unitwise_norm(0.5)
+    ),
     "skip_nonfinite": lambda: optaxclip.skip_nonfinite(adam()),
     "skip_spikes": lambda: optaxclip.skip_spikes(
-        optax.chain(optaxclip.clip_by_unit_norm(0.5), adam()), 15.0
+        optax.chain(optaxclip.clip_by_unitwise_norm(0.5), adam()), 15.0
     ),
     "skip_step": lambda: optaxclip.skip_step(adam(), 1.0, 2, on_loss=False),
     "spectral": lambda: spectral("svd", stacked=STACKED),
-    "spectral, all to the limit": lambda: spectral("svd", shrink=optaxclip.normalize),
+    "spectral, all to the limit": lambda: spectral(
+        "svd", shrink=optaxclip.shrinks.normalize
+    ),
     "spectral, newton_schulz": lambda: spectral("newton_schulz"),
     "spectral, smooth layers": lambda: spectral(
-        "newton_schulz", shrink=optaxclip.smooth(2), stacked=STACKED
+        "newton_schulz", shrink=optaxclip.shrinks.smooth(2), stacked=STACKED
     ),
     "spectral, adaptive": lambda: optaxclip.clip_by_spectral_norm(
-        optaxclip.ema(0.9), stacked=STACKED
+        optaxclip.rules.ema(0.9), stacked=STACKED
     ),
 }
 every_clipper = pytest.mark.parametrize("name", BUILDS)
@@ -162,19 +170,19 @@ def test_explicit_mesh_keeps_shardings_and_values(name):
 ROWS = {"bias": P("x"), "gain": P(), "layers": P("x"), "matrix": P("x")}
 PARTLY = {
     "adaptive_grad_clip": lambda **axes: optaxclip.adaptive_grad_clip(0.5, **axes),
-    "ema of units": lambda **axes: optaxclip.clip_by_unit_norm(
-        optaxclip.ema(0.9), **axes
+    "ema of units": lambda **axes: optaxclip.clip_by_unitwise_norm(
+        optaxclip.rules.ema(0.9), **axes
     ),
     "windows of layers": lambda **axes: optaxclip.clip_by_tensor_norm(
-        optaxclip.windowed_mean(1.0, 4), stacked=STACKED, **axes
+        optaxclip.rules.windowed_mean(1.0, 4), stacked=STACKED, **axes
     ),
     "larc": lambda **axes: optaxclip.larc(0.1, stacked=STACKED, **axes),
     "spam": lambda **_: BUILDS["spam"](),
     "carry_clipped": lambda **axes: optaxclip.carry_clipped(
-        optaxclip.clip_by_unit_norm(0.5, **axes)
+        optaxclip.clip_by_unitwise_norm(0.5, **axes)
     ),
     "skip_spikes": lambda **axes: optaxclip.skip_spikes(
-        optax.chain(optaxclip.clip_by_unit_norm(0.5, **axes), adam()), 15.0, **axes
+        optax.chain(optaxclip.clip_by_unitwise_norm(0.5, **axes), adam()), 15.0, **axes
     ),
 }
 MIXED = [
@@ -209,7 +217,7 @@ def test_partly_manual_shard_map_of_an_explicit_mesh(name):
     specs = jax.tree.map(lambda spec: P(None, *spec), ROWS)
 
     def run(params, grads):
-        clipper = PARTLY[name](axes=ROWS)
+        clipper = PARTLY[name](mesh_axes=ROWS)
         return scanned(clipper, params, clipper.init(params), grads)[0]
 
     with jax.set_mesh(mesh):

@@ -21,7 +21,7 @@ OPTIONS = {
         lambda x: x / np.sqrt(125),
     ),
     "tensor, drop": (
-        lambda: optaxclip.clip_by_tensor_norm(1.0, shrink=optaxclip.drop),
+        lambda: optaxclip.clip_by_tensor_norm(1.0, shrink=optaxclip.shrinks.drop),
         lambda x: 0 * x,
     ),
     "tensor, eps": (
@@ -47,19 +47,19 @@ OPTIONS = {
         lambda x: x / np.array([[2.5], [5]]),
     ),
     "unit, axis": (
-        lambda: optaxclip.clip_by_unit_norm(1.0, axis=1),
+        lambda: optaxclip.clip_by_unitwise_norm(1.0, axis=1),
         lambda x: x / np.array([[5], [10]]),
     ),
     "unit, axis by name": (
-        lambda: optaxclip.clip_by_unit_norm(1.0, axis=lambda path, leaf: len(path)),
+        lambda: optaxclip.clip_by_unitwise_norm(1.0, axis=lambda path, leaf: len(path)),
         lambda x: x / np.array([[5], [10]]),
     ),
     "unit, order": (
-        lambda: optaxclip.clip_by_unit_norm(1.0, ord=1),
+        lambda: optaxclip.clip_by_unitwise_norm(1.0, ord=1),
         lambda x: x / np.array([[9, 12]]),
     ),
     "unit, stacked": (
-        lambda: optaxclip.clip_by_unit_norm(1.0, stacked=1),
+        lambda: optaxclip.clip_by_unitwise_norm(1.0, stacked=1),
         lambda x: x / np.array([[5], [10]]),
     ),
     "group, eps": (
@@ -71,7 +71,7 @@ OPTIONS = {
         lambda x: x / 21,
     ),
     "global, drop": (
-        lambda: optaxclip.clip_by_global_norm(1.0, shrink=optaxclip.drop),
+        lambda: optaxclip.clip_by_global_norm(1.0, shrink=optaxclip.shrinks.drop),
         lambda x: 0 * x,
     ),
     "block rms": (
@@ -134,8 +134,9 @@ def test_the_zero_policy_reaches_tensor_clippers_and_leaves_other_tensors():
 
 def test_measure_keeps_the_norms_that_it_is_given():
     grads = {"a": jnp.array([3.0, 4.0]), "b": jnp.ones(4)}
-    updates, state = apply(optaxclip.measure(optaxclip.tensor_norm), grads)
-    assert state.norm == {"a": 5.0, "b": 2.0} and updates["a"][0] == 3.0
+    updates, state = apply(optaxclip.record_norm(optaxclip.tensor_norm), grads)
+    found = {name: entry.norm for name, entry in state.by_name().items()}
+    assert found == {"a": 5.0, "b": 2.0} and updates["a"][0] == 3.0
 
 
 def test_both_bounds_of_a_clip_by_value_follow_schedules_from_step_0():
@@ -316,7 +317,7 @@ def test_clip_by_value_limits_complex_numbers_by_modulus_in_their_precision():
 def test_two_leaves_whose_paths_read_alike_are_two_leaves():
     grads = {"a/b": jnp.array([3.0, 4.0]), "a": {"b": jnp.array([0.0, 0.0, 12.0])}}
     updates, state = apply(optaxclip.clip_by_group_norm(1.3, "all"), grads)
-    assert state.norm == {"all": 13.0}
+    assert state.by_name()["all"].norm == 13.0
     np.testing.assert_allclose(updates["a/b"], [0.3, 0.4], rtol=1e-6)
     np.testing.assert_allclose(updates["a"]["b"], [0.0, 0.0, 1.2], rtol=1e-6)
 

@@ -9,7 +9,7 @@ import optax
 import pytest
 
 import optaxclip
-from optaxclip.larc import larc
+from optaxclip import larc
 from tests import oracles
 from tests.clippers import apply
 
@@ -99,7 +99,7 @@ def test_zero_weights_and_zero_gradients_are_untouched():
     assert oracles.same_bits(clipped["new"], grads["new"]) and oracles.same_bits(
         clipped["still"], grads["still"]
     )
-    assert state.limit["new"] == math.inf
+    assert state.by_name()["new"].limit == math.inf
 
 
 def test_the_limit_follows_the_schedule_of_the_learning_rate():

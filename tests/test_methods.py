@@ -22,7 +22,8 @@ TREE = {"w": jnp.full((2, 3), 2.0), "b": jnp.full(3, 2.0)}
 
 def public_methods():
     """The public functions that make a transformation, by their annotation."""
-    for name, function in vars(optaxclip).items():
+    public = {**vars(optaxclip), **vars(optaxclip.per_example)}
+    for name, function in public.items():
         if inspect.isfunction(function):
             returned = str(inspect.signature(function).return_annotation)
             if "GradientTransformation" in returned or "clip" in name:
@@ -42,7 +43,10 @@ def test_names_and_numbers_are_those_of_the_function(name):
     defaults = {key: parameters[key].default for key in method.defaults}
     assert defaults == method.defaults
     assert set(method.numbers) <= set(parameters)
-    for option, given in {"axes": method.axes, "shrink": method.shrinks}.items():
+    for option, given in {
+        "mesh_axes": method.mesh_axes,
+        "shrink": method.shrinks,
+    }.items():
         assert (
             (option in parameters) == given or method.wraps or name == "clip_cotangent"
         )

@@ -35,7 +35,7 @@ def test_numbers_of_a_global_clip_over_several_steps():
         {
             "clip/norm_before": norm,
             "clip/limit": 1.0,
-            "clip/scale": 1 / norm,
+            "clip/factor": 1 / norm,
             "clip/norm_after": 1.0,
             "clip/clipped": 1.0,
             "clip/clipped_share": 0.5,
@@ -70,9 +70,9 @@ def test_a_broken_step_is_counted_as_broken_and_not_as_clipped(nonfinite, broken
     ("norm", "limit", "shrink"),
     [
         (3e38, 1.0, None),
-        (3e38, 1.0, optaxclip.smooth(2)),
+        (3e38, 1.0, optaxclip.shrinks.smooth(2)),
         (3.3e38, 1.2e-38, None),
-        (1.2e-38, 10.0, optaxclip.normalize),
+        (1.2e-38, 10.0, optaxclip.shrinks.normalize),
         (1e38, 2.0, None),
     ],
 )
@@ -81,14 +81,14 @@ def test_the_norm_after_clipping_is_right_at_any_distance(norm, limit, shrink):
     clipper = optaxclip.clip_by_global_norm(limit, shrink=shrink)
     found = optaxclip.metrics(clipper.update(grads, clipper.init(grads))[1])
     np.testing.assert_allclose(found["clip/norm_after"], limit, rtol=1e-6)
-    assert 0 < found["clip/scale"] < np.inf and found["clip/clipped"] == 1
+    assert 0 < found["clip/factor"] < np.inf and found["clip/clipped"] == 1
 
 
 def test_a_norm_that_a_drop_made_0_far_from_its_limit_is_0_after():
     grads = jnp.array([3e38, 0.0])
-    clipper = optaxclip.clip_by_global_norm(1.0, shrink=optaxclip.drop)
+    clipper = optaxclip.clip_by_global_norm(1.0, shrink=optaxclip.shrinks.drop)
     found = optaxclip.metrics(clipper.update(grads, clipper.init(grads))[1])
-    assert found["clip/norm_after"] == 0 and found["clip/scale"] == 0
+    assert found["clip/norm_after"] == 0 and found["clip/factor"] == 0
 
 
 def test_64_bit_norms_are_right_after_clipping_as_well():
@@ -97,7 +97,7 @@ def test_64_bit_norms_are_right_after_clipping_as_well():
         clipper = optaxclip.clip_by_global_norm(3.0)
         found = optaxclip.metrics(clipper.update(grads, clipper.init(grads))[1])
     np.testing.assert_allclose(found["clip/norm_after"], 3.0, rtol=1e-6)
-    assert found["clip/scale"] > 0
+    assert found["clip/factor"] > 0
 
 
 def test_tensor_clippers_are_told_by_leaf_path():
@@ -115,7 +115,7 @@ def test_tensor_clippers_are_told_by_leaf_path():
 
 def test_of_units_the_one_furthest_over_its_limit_is_shown():
     kernel = jnp.array([[3.0, 0.1, 30.0], [4.0, 0.2, 40.0]])
-    clipper = optaxclip.clip_by_unit_norm(jnp.array([[1.0, 1.0, 100.0]]))
+    clipper = optaxclip.clip_by_unitwise_norm(jnp.array([[1.0, 1.0, 100.0]]))
     numbers = optaxclip.metrics(clipper.update(kernel, clipper.init(kernel))[1])
     assert float(numbers["clip/norm_before"]) == pytest.approx(5.0)
     assert float(numbers["clip/clipped_share"]) == pytest.approx(1 / 3)
@@ -198,14 +198,15 @@ def clip_state(**fields):
     units = {
         "norm": [1.0, 8.0, 4.0],
         "limit": [np.inf] * 3,
-        "scale": [1.0] * 3,
+        "factor": [1.0] * 3,
         "clipped": [0] * 3,
         "nonfinite": [0] * 3,
     } | fields
     return optaxclip.ClipState(
+        {"w": None},
         jnp.int32(8),
-        *({"w": jnp.asarray([values])} for values in units.values()),
-        {"w": ()},
+        *(jnp.asarray([values]) for values in units.values()),
+        (),
     )
 
 
@@ -215,10 +216,10 @@ def clip_state(**fields):
         ({}, {"norm_before": 8, "limit": np.inf, "clipped": 0}),
         ({"norm": [0.0, 1.0, 8.0], "limit": [0.0] * 3}, {"norm_before": 8, "limit": 0}),
         (
-            {"limit": [0.1, 4.0, np.inf], "scale": [0.25, 0.5, 1.0]},
-            {"norm_before": 1, "scale": 0.25, "norm_after": 0.25, "clipped": 1},
+            {"limit": [0.1, 4.0, np.inf], "factor": [0.25, 0.5, 1.0]},
+            {"norm_before": 1, "factor": 0.25, "norm_after": 0.25, "clipped": 1},
         ),
-        ({"scale": [1.0, 1.5, 1.0]}, {"scale": 1.5, "norm_after": 12, "clipped": 1}),
+        ({"factor": [1.0, 1.5, 1.0]}, {"factor": 1.5, "norm_after": 12, "clipped": 1}),
         ({"clipped": [2, 3, 7]}, {"clipped_share": 0.5, "clipped_count": 7}),
         ({"nonfinite": [1, 5, 2]}, {"nonfinite_count": 5}),
     ],
@@ -271,7 +272,7 @@ def test_two_places_that_read_alike_have_two_rows():
 
 def test_the_numbers_of_a_norm_without_jit_are_one_program():
     grads = {"w": jnp.full((7, 13), 3.0), "v": jnp.full((5, 13), 3.0)}
-    clipper = optaxclip.clip_by_unit_norm(1.0)
+    clipper = optaxclip.clip_by_unitwise_norm(1.0)
     _, state = clipper.update(grads, clipper.init(grads))
     with count_compilations() as compiled:
         found = optaxclip.metrics(state)
@@ -279,7 +280,7 @@ def test_the_numbers_of_a_norm_without_jit_are_one_program():
     assert [name.split("/")[1] for name in found][:4] == [
         "norm_before",
         "limit",
-        "scale",
+        "factor",
         "norm_after",
     ]
 
@@ -288,7 +289,7 @@ def test_the_numbers_of_a_norm_without_jit_are_one_program():
     "optimizer",
     [
         optaxclip.clip_by_global_norm(1.0),
-        optaxclip.clip_by_unit_norm(optaxclip.z_score()),
+        optaxclip.clip_by_unitwise_norm(optaxclip.rules.z_score()),
         optaxclip.skip_spikes(optaxclip.clip_by_global_norm(1.0), 10.0),
     ],
     ids=["one norm", "units", "skipping"],

@@ -14,8 +14,8 @@ import pytest
 from matplotlib.figure import Figure
 
 import optaxclip
+from optaxclip.replay import plot_history
 from optaxclip.replay.__main__ import main
-from optaxclip.replay.plot import plot_history
 from tests import oracle_rules as oracle
 from tests.clippers import apply
 
@@ -23,10 +23,16 @@ NORMS = np.asarray(oracle.histories()["broken"][:150], np.float32)
 
 
 @pytest.mark.parametrize(
-    "shrink", [None, optaxclip.smooth(2.0), optaxclip.drop, optaxclip.normalize]
+    "shrink",
+    [
+        None,
+        optaxclip.shrinks.smooth(2.0),
+        optaxclip.shrinks.drop,
+        optaxclip.shrinks.normalize,
+    ],
 )
 @pytest.mark.parametrize(
-    "rule", [optaxclip.z_score(1.0), 0.9, None], ids=["z-score", "fixed", "none"]
+    "rule", [optaxclip.rules.z_score(1.0), 0.9, None], ids=["z-score", "fixed", "none"]
 )
 def test_a_replay_is_what_the_clipper_does_in_a_run(rule, shrink):
     clipper = optaxclip.clip_by_global_norm(rule, shrink=shrink)
@@ -38,7 +44,7 @@ def test_a_replay_is_what_the_clipper_does_in_a_run(rule, shrink):
             clipper.init(norms[:1]),
             norms[:, None],
         )
-        return states, optaxclip.replay(rule, norms, shrink=shrink)
+        return states, optaxclip.replay.run(rule, norms, shrink=shrink)
 
     states, result = both(NORMS)
     finite = np.isfinite(NORMS)
@@ -48,30 +54,30 @@ def test_a_replay_is_what_the_clipper_does_in_a_run(rule, shrink):
         result.limits, states.limit, rtol=4 * np.finfo(np.float32).eps
     )
     np.testing.assert_allclose(
-        np.asarray(result.scales)[finite], states.scale[finite], rtol=1e-6
+        np.asarray(result.factors)[finite], states.factor[finite], rtol=1e-6
     )
     np.testing.assert_array_equal(np.cumsum(result.clipped), states.clipped)
-    assert np.isnan(np.asarray(result.scales)[~finite]).all()
+    assert np.isnan(np.asarray(result.factors)[~finite]).all()
 
 
 @pytest.mark.parametrize(
     ("norm", "limit", "shrink"),
-    [(3e38, 1.0, None), (1.2e-38, 10.0, optaxclip.normalize)],
+    [(3e38, 1.0, None), (1.2e-38, 10.0, optaxclip.shrinks.normalize)],
 )
-def test_no_scale_of_a_replay_is_0_or_inf_beside_a_limit(norm, limit, shrink):
-    (scale,) = optaxclip.replay(limit, [norm], shrink=shrink).scales
+def test_no_factor_of_a_replay_is_0_or_inf_beside_a_limit(norm, limit, shrink):
+    (factor,) = optaxclip.replay.run(limit, [norm], shrink=shrink).factors
     _, state = apply(
         optaxclip.clip_by_global_norm(limit, shrink=shrink), jnp.array([norm])
     )
-    assert 0 < scale < np.inf and scale == state.scale
+    assert 0 < factor < np.inf and factor == state.factor
 
 
 def test_a_thousand_rules_at_once():
     quantiles = np.linspace(0, 1, 1000, dtype=np.float32)
 
     def rate(quantile):
-        return optaxclip.replay(
-            optaxclip.windowed_quantile(quantile, 50), NORMS
+        return optaxclip.replay.run(
+            optaxclip.rules.windowed_quantile(quantile, 50), NORMS
         ).clipped.mean()
 
     rates = np.asarray(jax.jit(jax.vmap(rate))(quantiles))
@@ -94,13 +100,13 @@ def test_the_norms_of_a_real_run_can_be_replayed():
         grads,
     )
     np.testing.assert_array_equal(
-        optaxclip.replay(1.0, history["clip/norm_before"]).clipped,
+        optaxclip.replay.run(1.0, history["clip/norm_before"]).clipped,
         np.diff(history["clip/clipped_count"], prepend=0) > 0,
     )
 
 
 def test_suggestions_count_the_steps_over_each_limit():
-    rows = {row.rule: row for row in optaxclip.suggest(NORMS)}
+    rows = {row.rule: row for row in optaxclip.replay.suggest(NORMS)}
     good = NORMS[np.isfinite(NORMS) & (NORMS > 0)].astype(np.float64)
     fixed = [
         row
@@ -159,7 +165,7 @@ def test_logs_are_read_whatever_they_are(tmp_path):
     ):
         column = "clip_0/norm_before" if path.stem == "b" else None
         np.testing.assert_allclose(
-            optaxclip.read_history(path, column), NORMS, rtol=1e-6
+            optaxclip.replay.read_history(path, column), NORMS, rtol=1e-6
         )
 
 
@@ -171,15 +177,15 @@ def test_a_log_that_cannot_be_read_says_why(tmp_path):
             r"'clip/norm_before', 'loss'"
         ),
     ):
-        optaxclip.read_history(write_csv(tmp_path / "a.csv"), "norms")
+        optaxclip.replay.read_history(write_csv(tmp_path / "a.csv"), "norms")
     with pytest.raises(
         ValueError,
         match=r"column=None is not in .* Name the column of the gradient norm",
     ):
-        optaxclip.read_history(write_csv(tmp_path / "b.csv", "unknown"))
+        optaxclip.replay.read_history(write_csv(tmp_path / "b.csv", "unknown"))
     (tmp_path / "c.jsonl").write_text('{"norm": 1.0}\nnorm 2\n')
     with pytest.raises(ValueError, match=r"line 2 of .*c\.jsonl must be a JSON object"):
-        optaxclip.read_history(tmp_path / "c.jsonl")
+        optaxclip.replay.read_history(tmp_path / "c.jsonl")
     (tmp_path / "d.csv").write_text("norm\n1.0\nhigh\n")
     with pytest.raises(
         ValueError,
@@ -188,21 +194,21 @@ def test_a_log_that_cannot_be_read_says_why(tmp_path):
             r"string to float: 'high'"
         ),
     ):
-        optaxclip.read_history(tmp_path / "d.csv")
+        optaxclip.replay.read_history(tmp_path / "d.csv")
     with pytest.raises(
         ValueError,
         match="suggest: norms must hold at least two finite norms above 0, got 1",
     ):
-        optaxclip.suggest([1.0, np.nan])
+        optaxclip.replay.suggest([1.0, np.nan])
     for norms, shape in ((1.0, r"\(\)"), ([], r"\(0,\)")):
         with pytest.raises(
             ValueError,
             match=(
-                "replay: norms must be a history, one norm for each step, got an "
+                "replay.run: norms must be a history, one norm for each step, got an "
                 f"array of shape {shape}"
             ),
         ):
-            optaxclip.replay(1.0, norms)
+            optaxclip.replay.run(1.0, norms)
 
 
 @pytest.mark.parametrize("suffix", ["csv", "jsonl"])
@@ -210,7 +216,7 @@ def test_a_log_may_begin_with_a_byte_order_mark(tmp_path, suffix):
     text = {"csv": "grad_norm\n1.5\n2.5\n", "jsonl": '{"grad_norm": 1.5}\n' * 2}
     path = tmp_path / f"run.{suffix}"
     path.write_text(text[suffix], encoding="utf-8-sig")
-    assert optaxclip.read_history(path)[0] == 1.5
+    assert optaxclip.replay.read_history(path)[0] == 1.5
 
 
 @pytest.mark.parametrize("suffix", ["csv", "jsonl"])
@@ -223,7 +229,7 @@ def test_a_log_that_is_no_text_is_named(tmp_path, content, suffix):
     with pytest.raises(
         ValueError, match=rf"^read_history: {path} must be a text file in UTF-8: "
     ):
-        optaxclip.read_history(path)
+        optaxclip.replay.read_history(path)
     with pytest.raises(SystemExit, match="must be a text file in UTF-8"):
         main([str(path)])
 
@@ -233,7 +239,7 @@ def test_the_command_prints_a_table_and_draws_a_picture(tmp_path, capsys):
     printed = capsys.readouterr().out
     assert f"150 steps, {np.sum(~np.isfinite(NORMS))} of them NaN or inf" in printed
     assert (
-        "steps clipped" in printed and "zclip()" in printed and "can not say" in printed
+        "steps clipped" in printed and "zclip()" in printed and "cannot say" in printed
     )
     assert (tmp_path / "run.png").read_bytes().startswith(b"\x89PNG")
     with pytest.raises(SystemExit, match=r"nowhere\.csv"):
@@ -257,7 +263,7 @@ def test_the_command_runs_without_a_warning(tmp_path):
 
 
 def test_the_picture_has_norms_limits_and_clipped_steps():
-    result = optaxclip.replay(optaxclip.z_score(1.0), NORMS)
+    result = optaxclip.replay.run(optaxclip.rules.z_score(1.0), NORMS)
     axis = plot_history(result)
     labels = [line.get_label() for line in axis.lines]
     assert labels[:2] == ["norm before clipping", "limit"] and labels[3] == "NaN or inf"
@@ -270,25 +276,31 @@ def test_the_picture_has_norms_limits_and_clipped_steps():
 
 def test_replay_keeps_64_bits_and_names_its_rule():
     with jax.enable_x64(True):
-        assert optaxclip.replay(1.0, np.array([1.0, 2.0])).limits.dtype == jnp.float64
         assert (
-            optaxclip.replay(1.0, np.array([1.0, 2.0], np.float16)).limits.dtype
+            optaxclip.replay.run(1.0, np.array([1.0, 2.0])).limits.dtype == jnp.float64
+        )
+        assert (
+            optaxclip.replay.run(1.0, np.array([1.0, 2.0], np.float16)).limits.dtype
             == jnp.float32
         )
-    with pytest.raises(ValueError, match=r"^replay: rule must be at least 0, got -1.0"):
-        optaxclip.replay(-1.0, [1.0])
+    with pytest.raises(
+        ValueError, match=r"^replay.run: rule must be at least 0, got -1.0"
+    ):
+        optaxclip.replay.run(-1.0, [1.0])
     with pytest.raises(
         ValueError,
         match=r"^suggest: norms must hold at least two finite norms above 0, got 1",
     ):
-        optaxclip.suggest([1.0, 0.0, np.nan, np.inf])
+        optaxclip.replay.suggest([1.0, 0.0, np.nan, np.inf])
 
 
 def test_suggestions_are_quantiles_five_medians_and_rules():
     good = np.concatenate([np.arange(1.0, 64.0), [300.0]])
     rows = {
         row.rule: row
-        for row in optaxclip.suggest(np.concatenate([good[:-1], [np.nan, 0.0, 300.0]]))
+        for row in optaxclip.replay.suggest(
+            np.concatenate([good[:-1], [np.nan, 0.0, 300.0]])
+        )
     }
     fixed = sorted(
         {
@@ -304,21 +316,21 @@ def test_suggestions_are_quantiles_five_medians_and_rules():
         fixed
     ).tolist()
     assert rows["clip_by_global_norm(162)"].clip_rate == pytest.approx(1 / 64)
-    assert rows["clip_by_global_norm(162)"].mean_scale == pytest.approx(162 / 300)
+    assert rows["clip_by_global_norm(162)"].mean_factor == pytest.approx(162 / 300)
     assert rows["autoclip(10)"].limit == pytest.approx(np.quantile(good, 0.1))
     assert rows[
-        "clip_by_global_norm(windowed_quantile(0.9, 1000))"
+        "clip_by_global_norm(rules.windowed_quantile(0.9, 1000))"
     ].limit == pytest.approx(np.quantile(good[:-1], 0.9))
     assert rows["skip_step(...)"].limit == pytest.approx(
         np.mean(good[:-1]) + 6 * np.std(good[:-1], ddof=1)
     )
-    alone = optaxclip.suggest(
+    alone = optaxclip.replay.suggest(
         np.ones(64)
     )  # the 64th norm is the first that skip_step can judge
     by_name = {row.rule: row for row in alone}
     assert (
         by_name["skip_step(...)"].limit == 1.0
-        and by_name["skip_step(...)"].mean_scale == 1.0
+        and by_name["skip_step(...)"].mean_factor == 1.0
     )
 
 
@@ -342,7 +354,7 @@ def test_the_command_takes_column_and_picture_and_prints_what_it_found(
     )
     main(["--column", "length of the gradient", "--picture", str(picture), str(log)])
     printed = capsys.readouterr().out
-    assert "12 steps, 2 of them NaN or inf; norms from 1 to 1000, median 5.5" in printed
+    assert "12 steps, 2 of them NaN or inf. Norms from 1 to 1000, median 5.5" in printed
     assert f"{'clip_by_global_norm(5.5)':48}"[:24] in printed and " 50.0% " in printed
     row = next(
         line
@@ -389,7 +401,7 @@ def test_the_column_of_the_norm_is_found_by_what_loggers_write(tmp_path, names, 
     path.write_text(
         f"{names}\n{','.join(str(place) for place, _ in enumerate(names.split(',')))}\n"
     )
-    assert optaxclip.read_history(path) == [names.split(",").index(found)]
+    assert optaxclip.replay.read_history(path) == [names.split(",").index(found)]
 
 
 @pytest.mark.parametrize(
@@ -410,16 +422,16 @@ def test_one_of_several_norms_must_be_named(tmp_path, names):
             rf"'{names[0]}', '{names[1]}'\."
         ),
     ):
-        optaxclip.read_history(path)
-    assert optaxclip.read_history(path, names[1]) == [2.0]
+        optaxclip.replay.read_history(path)
+    assert optaxclip.replay.read_history(path, names[1]) == [2.0]
 
 
 def test_lines_without_a_norm_are_left_out_and_signs_are_kept(tmp_path):
     path = tmp_path / "log.csv"
     path.write_text("step,norm\n0,1.5\n1,\n2,-2.5\n3\n4,3.5,surplus\n")
-    np.testing.assert_array_equal(optaxclip.read_history(path), [1.5, -2.5, 3.5])
+    np.testing.assert_array_equal(optaxclip.replay.read_history(path), [1.5, -2.5, 3.5])
     with pytest.raises(ValueError, match=r"which has 'step', 'norm'. Name"):
-        optaxclip.read_history(path, "loss")
+        optaxclip.replay.read_history(path, "loss")
     path.write_text("step,clip/all/norm_before_ms\n0,1.5\n")
     with pytest.raises(
         ValueError,
@@ -428,23 +440,23 @@ def test_lines_without_a_norm_are_left_out_and_signs_are_kept(tmp_path):
             r"'clip/all/norm_before_ms'. Name"
         ),
     ):
-        optaxclip.read_history(path)
+        optaxclip.replay.read_history(path)
 
 
 @pytest.mark.parametrize("suffix", ["jsonl", "json", "ndjson"])
 def test_lines_of_json_are_read_under_each_of_their_names(tmp_path, suffix):
     path = tmp_path / f"log.{suffix}"
     path.write_text('{"norm": 1.5}\n\n{"loss": 1.0}\n{"norm": null}\n{"norm": 2.5}\n')
-    np.testing.assert_array_equal(optaxclip.read_history(path), [1.5, 2.5])
+    np.testing.assert_array_equal(optaxclip.replay.read_history(path), [1.5, 2.5])
     path.write_text('{"norm": 1.5}\n[2.5]\n')
     with pytest.raises(
         ValueError,
         match=r"read_history: line 2 of .* must be a JSON object, got '\[2\.5\]'",
     ):
-        optaxclip.read_history(path)
+        optaxclip.replay.read_history(path)
     path.write_text('{"norm": [1.5]}\n')
     with pytest.raises(ValueError, match=r"the column 'norm' of .* must hold numbers"):
-        optaxclip.read_history(path)
+        optaxclip.replay.read_history(path)
 
 
 def lines_of(axis):
@@ -470,7 +482,9 @@ def test_a_picture_of_bare_norms_marks_those_above_their_limits():
 
 
 def test_a_picture_of_a_replay_may_be_given_other_limits_and_marks():
-    axis = plot_history(optaxclip.replay(2.0, [1.0, 3.0]), [4.0, 5.0], [True, False])
+    axis = plot_history(
+        optaxclip.replay.run(2.0, [1.0, 3.0]), [4.0, 5.0], [True, False]
+    )
     drawn = lines_of(axis)
     np.testing.assert_array_equal(drawn["limit"][1], [4, 5])
     np.testing.assert_array_equal(drawn["clipped (50.0%)"], [[0], [1]])

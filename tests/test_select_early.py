@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from optaxclip.select_early import update_unless
+from optaxclip._wrappers._select_early import update_unless
 from tests.test_contract import same_bits
 
 GRADS = jnp.array([3.0, 4.0])

@@ -12,7 +12,7 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 import optaxclip
-from optaxclip import Threshold
+from optaxclip.rules import Rule
 from tests import oracle_rules as oracle
 from tests.sharded import on_two_devices
 from tests.test_contract import same_bits
@@ -177,13 +177,16 @@ def test_any_rule_decides(name):
         return float(np.float32(number))
 
     rule, equation = {
-        "z-score": (optaxclip.z_score(2.0), oracle.z_score(2.0, f(0.97), eps=f(1e-6))),
+        "z-score": (
+            optaxclip.rules.z_score(2.0),
+            oracle.z_score(2.0, f(0.97), eps=f(1e-6)),
+        ),
         "log-norm": (
-            optaxclip.log_z_score(1.0, warmup=30),
+            optaxclip.rules.log_z_score(1.0, warmup=30),
             oracle.log_z_score(1.0, f(0.995), f(0.01), f(1e-3), 30),
         ),
         "quantile": (
-            optaxclip.windowed_quantile(0.9, 50),
+            optaxclip.rules.windowed_quantile(0.9, 50),
             oracle.windowed_quantile(f(0.9), 50),
         ),
         "fixed": (1.5, oracle.constant(1.5)),
@@ -415,7 +418,7 @@ def test_skipping_measures_64_bits_in_64_bits():
 
 
 def test_skipping_measures_over_the_axes_that_it_is_given():
-    optimizer = optaxclip.skip_spikes(optax.sgd(1.0), 3.0, axes="x")
+    optimizer = optaxclip.skip_spikes(optax.sgd(1.0), 3.0, mesh_axes="x")
     grads = np.float32([2.5, 2.5])  # one on each device: too long together only
     updates, state = on_two_devices(
         optimizer.update,
@@ -457,11 +460,14 @@ def test_skipping_counts_steps_in_a_row_anew_after_one_that_passed():
 
 
 def test_skipping_learns_from_losses_of_any_sign_but_not_from_broken_ones():
-    last = Threshold(
-        lambda norm: jnp.full_like(norm, 9.0),
-        lambda norm, memory, step, params_norm: (jnp.full_like(norm, np.inf), norm),
-    )
-    optimizer = optaxclip.skip_spikes(optax.sgd(0.1), None, last)
+    class Last(Rule):
+        def init(self, norm):
+            return jnp.full_like(norm, 9.0)
+
+        def update(self, norm, memory, step):
+            return jnp.full_like(norm, np.inf), norm
+
+    optimizer = optaxclip.skip_spikes(optax.sgd(0.1), None, Last())
     for value, remembered in ((-2.0, -2.0), (0.0, 0.0), (np.nan, 9.0), (np.inf, 9.0)):
         (state,) = skipping(optimizer, [1.0], value=value)
         assert state.value_memory == remembered
@@ -476,7 +482,7 @@ def test_a_rule_of_the_loss_needs_no_loss_where_there_is_none():
 def test_a_rule_of_the_loss_is_one_number_and_has_no_weights():
     for rule, text in (
         (jnp.ones(2), r"^skip_spikes: loss_rule must be a number for each norm"),
-        (optaxclip.share_of_params(0.1), "no weights here"),
+        (optaxclip.rules.share_of_params(0.1), "no weights here"),
     ):
         with pytest.raises(ValueError, match=text):
             skipping(
@@ -485,13 +491,11 @@ def test_a_rule_of_the_loss_is_one_number_and_has_no_weights():
 
 
 def test_a_limit_of_the_loss_may_be_below_zero():
-    optimizer = optaxclip.skip_spikes(
-        optax.sgd(0.1),
-        None,
-        Threshold(
-            lambda loss: (), lambda loss, memory, step, params_norm: (-3.0, memory)
-        ),
-    )
+    class BelowZero(Rule):
+        def update(self, norm, memory, step):
+            return -3.0, memory
+
+    optimizer = optaxclip.skip_spikes(optax.sgd(0.1), None, BelowZero())
     assert [
         int(skipping(optimizer, [1.0], value=value)[0].skipped)
         for value in (-4.0, -3.0, -2.0)

@@ -12,14 +12,14 @@ import optax
 import pytest
 
 import optaxclip
-from optaxclip.spectral import clip_by_spectral_norm, spectral_norm
+from optaxclip import clip_by_spectral_norm, spectral_norm
 from tests import oracles
 
 METHODS = ("svd", "newton_schulz")
 both = pytest.mark.parametrize("method", METHODS)
-SMOOTH = optaxclip.smooth(2)
+SMOOTH = optaxclip.shrinks.smooth(2)
 FORMS = {
-    "hard": (optaxclip.hard, lambda s, c: np.minimum(s, c)),
+    "hard": (optaxclip.shrinks.hard, lambda s, c: np.minimum(s, c)),
     "smooth": (SMOOTH, lambda s, c: s / np.sqrt(1 + (s / c) ** 2)),
 }
 both_forms = pytest.mark.parametrize("form", FORMS)
@@ -56,7 +56,7 @@ def program(**options):
     return jax.jit(run)
 
 
-def clip(x, limit, method="svd", shrink=optaxclip.hard, **options):
+def clip(x, limit, method="svd", shrink=optaxclip.shrinks.hard, **options):
     return program(method=method, shrink=shrink, **options)(x, limit)
 
 
@@ -169,7 +169,7 @@ def test_at_or_below_the_limit_nothing_changes(method):
     for above in (limit, 2 * limit, 1e30, math.inf, None):
         updates, state = clip(x, above, method=method)
         assert oracles.same_bits(updates, x)
-        assert state.scale == 1 and state.clipped == 0
+        assert state.factor == 1 and state.clipped == 0
 
 
 @both_forms
@@ -196,9 +196,9 @@ def test_every_shrink_fits_singular_values():
     x = matrix((9, 12), 4.0, 0.5)
     u, s, v = np.linalg.svd(oracles.wide(x), full_matrices=False)
     for shrink, values in (
-        (optaxclip.normalize, np.ones_like(s)),
-        (optaxclip.drop, np.where(s > 1, 0, s)),
-        (optaxclip.smooth(1), s / (1 + s)),
+        (optaxclip.shrinks.normalize, np.ones_like(s)),
+        (optaxclip.shrinks.drop, np.where(s > 1, 0, s)),
+        (optaxclip.shrinks.smooth(1), s / (1 + s)),
     ):
         assert error(clip(x, 1.0, shrink=shrink)[0], (u * values) @ v) <= 4e-6
     with pytest.raises(
@@ -208,7 +208,9 @@ def test_every_shrink_fits_singular_values():
             r"smooth\(2\), got"
         ),
     ):
-        clip_by_spectral_norm(1.0, shrink=optaxclip.drop, method="newton_schulz")
+        clip_by_spectral_norm(
+            1.0, shrink=optaxclip.shrinks.drop, method="newton_schulz"
+        )
 
 
 @both
@@ -223,16 +225,16 @@ def test_tiny_and_huge_matrices(method, scale):
 def test_zero_stays_zero_and_limit_0_gives_zeros(method):
     zero, x = np.zeros(WIDE, np.float32), matrix(WIDE, 3.0)
     for limit, shrink in (
-        (0.0, optaxclip.hard),
-        (1.0, optaxclip.hard),
-        (None, optaxclip.hard),
+        (0.0, optaxclip.shrinks.hard),
+        (1.0, optaxclip.shrinks.hard),
+        (None, optaxclip.shrinks.hard),
         (0.0, SMOOTH),
         (1.0, SMOOTH),
         (math.inf, SMOOTH),
     ):
         assert not np.any(clip(zero, limit, method=method, shrink=shrink)[0])
     updates, state = clip(x, 0.0, method=method)
-    assert not np.any(updates) and state.scale == 0 and state.clipped == 1
+    assert not np.any(updates) and state.factor == 0 and state.clipped == 1
 
 
 @both
@@ -242,7 +244,8 @@ def test_a_broken_matrix_becomes_nan_and_is_counted(method, broken):
     tree["a"][2, 3] = broken
     updates, state = clip(tree, 1.0, method=method)
     assert np.isnan(updates["a"]).all() and np.isfinite(updates["b"]).all()
-    assert state.nonfinite == {"a": 1, "b": 0}
+    counts = {name: entry.nonfinite for name, entry in state.by_name().items()}
+    assert counts == {"a": 1, "b": 0}
     assert not np.any(clip(tree, 1.0, method=method, nonfinite="zero")[0]["a"])
 
 
@@ -258,7 +261,7 @@ def test_vectors_and_scalars_are_clipped_by_their_length(method):
     updates, state = clip(tree, 1.0, method=method)
     for name, length in (("v", 13.0), ("s", 5.0), ("row", 10.0)):
         np.testing.assert_allclose(updates[name], tree[name] / length, rtol=1e-6)
-        assert state.norm[name] == length
+        assert state.by_name()[name].norm == length
     assert oracles.same_bits(updates["i"], tree["i"]) and updates["none"] is None
 
 
@@ -273,8 +276,9 @@ def test_stacked_layers_are_matrices_of_their_own(method):
     updates, state = clip({"blocks": x}, 1.0, method=method, stacked=1)
     assert (error(updates["blocks"], expected(x, 1.0)) <= 4e-6).all()
     assert oracles.same_bits(updates["blocks"][1], x[1])
-    assert state.norm["blocks"].shape == (3, 1, 1)
-    np.testing.assert_array_equal(state.clipped["blocks"].reshape(-1), [1, 0, 1])
+    blocks = state.by_name()["blocks"]
+    assert blocks.norm.shape == (3, 1, 1)
+    np.testing.assert_array_equal(blocks.clipped.reshape(-1), [1, 0, 1])
 
 
 @pytest.mark.parametrize(
@@ -332,7 +336,7 @@ def test_limits_follow_schedules_and_rules_under_jit_and_scan(method):
         assert error(updates[step], expected(x[step], 1.0 + step)) <= 4e-6 * (1 + step)
     assert state.clipped == 3
     optimizer = optax.chain(
-        clip_by_spectral_norm(optaxclip.ema_ratio(1.5, 0.9), method=method),
+        clip_by_spectral_norm(optaxclip.rules.ema_ratio(1.5, 0.9), method=method),
         optax.sgd(1.0),
     )
     _, state = jax.jit(lambda x: optimizer.update(x, optimizer.init(x)))(x[0])
@@ -361,7 +365,7 @@ def test_newton_schulz_has_a_finite_derivative_everywhere(form):
 
 def test_measured_alone_it_scales_whole_matrices():
     x = matrix((6, 9), 4.0, 0.1)
-    clipper = optaxclip.clip_by(spectral_norm, optaxclip.constant(1.0))
+    clipper = optaxclip.clip_by(spectral_norm, optaxclip.rules.constant(1.0))
     updates, _ = jax.jit(lambda x: clipper.update(x, clipper.init(x)))(x)
     np.testing.assert_allclose(updates, x / 4, rtol=4e-6)
 
@@ -371,7 +375,7 @@ def test_newton_schulz_wants_a_step_and_a_shrink_that_it_knows():
         ValueError, match=r"^clip_by_spectral_norm: steps must be at least 1, got 0"
     ):
         optaxclip.clip_by_spectral_norm(1.0, steps=0)
-    for shrink in (optaxclip.smooth(1), optaxclip.drop):
+    for shrink in (optaxclip.shrinks.smooth(1), optaxclip.shrinks.drop):
         with pytest.raises(ValueError, match=r"knows the shrinks hard and smooth"):
             optaxclip.clip_by_spectral_norm(1.0, method="newton_schulz", shrink=shrink)
 
@@ -404,17 +408,22 @@ def test_stacked_numbers_are_layers_too():
 
 @pytest.mark.parametrize(
     "shrink",
-    [optaxclip.hard, SMOOTH, optaxclip.normalize, optaxclip.drop],
+    [
+        optaxclip.shrinks.hard,
+        SMOOTH,
+        optaxclip.shrinks.normalize,
+        optaxclip.shrinks.drop,
+    ],
     ids=["hard", "smooth", "normalize", "drop"],
 )
 def test_without_a_limit_no_shrink_touches_anything(shrink):
     x = matrix(SQUARE, 4.0)
-    for method in METHODS if shrink in (optaxclip.hard, SMOOTH) else ("svd",):
+    for method in METHODS if shrink in (optaxclip.shrinks.hard, SMOOTH) else ("svd",):
         assert oracles.same_bits(clip(x, math.inf, method=method, shrink=shrink)[0], x)
 
 
 def test_a_limit_of_0_leaves_nothing_of_any_form():
     x = matrix(SQUARE, 4.0, rank=2)
     for method in METHODS:
-        for shrink in (optaxclip.hard, SMOOTH):
+        for shrink in (optaxclip.shrinks.hard, SMOOTH):
             assert not np.any(clip(x, 0.0, method=method, shrink=shrink)[0])

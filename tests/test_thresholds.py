@@ -18,21 +18,31 @@ from tests.clippers import apply, limits_of
     [
         (None, [np.inf, np.inf, np.inf, np.inf]),
         (lambda step: 1.0 + step, [1, 2, 3, 4]),
-        (optaxclip.least(None, 3.0, lambda step: 4.0 - step), [3, 3, 2, 1]),
+        (optaxclip.rules.minimum(None, 3.0, lambda step: 4.0 - step), [3, 3, 2, 1]),
         (
-            optaxclip.least(optaxclip.growth(2.0), optaxclip.growth(3.0)),
+            optaxclip.rules.minimum(
+                optaxclip.rules.growth(2.0), optaxclip.rules.growth(3.0)
+            ),
             [np.inf, 2, 4, 8],
         ),
         (
-            optaxclip.least(optaxclip.growth(2.0), optaxclip.ema_ratio(100.0)),
+            optaxclip.rules.minimum(
+                optaxclip.rules.growth(2.0), optaxclip.rules.ema_ratio(100.0)
+            ),
             [np.inf, 2, 4, 8],
         ),
-        (optaxclip.at_least(lambda step: 1.0 * step, 1.5), [1.5, 1.5, 2, 3]),
-        (optaxclip.at_least(1.0, lambda step: 1.0 * step), [1, 1, 2, 3]),
-        (optaxclip.warm_up(2, 5.0, optaxclip.growth(2.0)), [5, 5, 4, 8]),
-        (optaxclip.warm_up(2, optaxclip.growth(2.0), 9.0), [np.inf, 2, 9, 9]),
-        (optaxclip.warm_up(3, optaxclip.growth(2.0), 9.0), [np.inf, 2, 4, 9]),
-        (optaxclip.warm_up(0, 5.0, 9.0), [9, 9, 9, 9]),
+        (optaxclip.rules.maximum(lambda step: 1.0 * step, 1.5), [1.5, 1.5, 2, 3]),
+        (optaxclip.rules.maximum(1.0, lambda step: 1.0 * step), [1, 1, 2, 3]),
+        (optaxclip.rules.warm_up(2, 5.0, optaxclip.rules.growth(2.0)), [5, 5, 4, 8]),
+        (
+            optaxclip.rules.warm_up(2, optaxclip.rules.growth(2.0), 9.0),
+            [np.inf, 2, 9, 9],
+        ),
+        (
+            optaxclip.rules.warm_up(3, optaxclip.rules.growth(2.0), 9.0),
+            [np.inf, 2, 4, 9],
+        ),
+        (optaxclip.rules.warm_up(0, 5.0, 9.0), [9, 9, 9, 9]),
     ],
     ids=[
         "none",
@@ -60,7 +70,9 @@ def test_a_share_of_the_weights_follows_schedule_and_floor():
         (0.5, {1.0: 1.0, 5.0: 2.5}),
         (lambda step: 0.5 + step, {1.0: 1.0, 5.0: 2.5}),
     ):
-        clipper = clip_by(optaxclip.global_norm, optaxclip.share_of_params(share, 2.0))
+        clipper = clip_by(
+            optaxclip.global_norm, optaxclip.rules.share_of_params(share, 2.0)
+        )
         for weight, limit in limits.items():
             _, state = clipper.update(
                 grads, clipper.init(grads), jnp.array([weight, 0.0])
@@ -71,14 +83,14 @@ def test_a_share_of_the_weights_follows_schedule_and_floor():
 
 
 def test_a_share_of_the_weights_has_no_floor_by_default():
-    clipper = clip_by(optaxclip.global_norm, optaxclip.share_of_params(0.5))
+    clipper = clip_by(optaxclip.global_norm, optaxclip.rules.share_of_params(0.5))
     grads, weights = jnp.ones(2), jnp.array([0.25, 0.0])
     _, state = clipper.update(grads, clipper.init(grads), weights)
     assert state.limit == 0.125
 
 
 def test_a_share_may_have_another_dtype_under_strict_promotion():
-    rule = optaxclip.share_of_params(jnp.float16(0.5), jnp.float16(0.25))
+    rule = optaxclip.rules.share_of_params(jnp.float16(0.5), jnp.float16(0.25))
     clipper = clip_by(optaxclip.global_norm, rule)
     grads, weights = jnp.ones(2), jnp.array([3.0, 4.0])
     with jax.numpy_dtype_promotion("strict"):
@@ -121,9 +133,9 @@ LARGEST = np.finfo(np.float32).max
         lambda step: jnp.asarray(1e39),
         lambda step: np.float64(1e39),
         lambda step: 10**39,
-        optaxclip.least(None, lambda step: 1e39),
-        optaxclip.at_least(1.0, lambda step: 1e39),
-        optaxclip.warm_up(3, lambda step: 1e39, 1.0),
+        optaxclip.rules.minimum(None, lambda step: 1e39),
+        optaxclip.rules.maximum(1.0, lambda step: 1e39),
+        optaxclip.rules.warm_up(3, lambda step: 1e39, 1.0),
     ],
     ids=["float", "float64", "NumPy", "int", "least", "at_least", "warm_up"],
 )
@@ -160,7 +172,7 @@ def test_a_limit_may_be_an_int_of_any_size():
     clipped, state = apply(optaxclip.clip_by_tensor_norm(10**12), updates)
     np.testing.assert_allclose(clipped["w"], [6e11, 8e11], rtol=1e-6)
     np.testing.assert_array_equal(clipped["b"], updates["b"])
-    assert state.limit["w"] == np.float32(10**12)
+    assert state.by_name()["w"].limit == np.float32(10**12)
 
 
 @pytest.mark.parametrize(
@@ -179,31 +191,34 @@ def test_a_limit_may_be_an_int_of_any_size():
 )
 def test_what_is_not_a_real_number_is_no_limit_given_as_an_array_either(limit):
     with pytest.raises(
-        (TypeError, ValueError), match=r"^clip_by_unit_norm: max_norm must "
+        (TypeError, ValueError), match=r"^clip_by_unitwise_norm: max_norm must "
     ):
-        optaxclip.clip_by_unit_norm(limit)
+        optaxclip.clip_by_unitwise_norm(limit)
     if not isinstance(limit, str) and np.asarray(limit).dtype.kind in "bc":
         with pytest.raises(
             TypeError,
             match=(
-                r"^clip_by_unit_norm: max_norm must be a real number, got an array of "
+                r"^clip_by_unitwise_norm: max_norm must be a real number, got an "
+                r"array of "
             ),
         ):
             jax.jit(
-                lambda limit: apply(optaxclip.clip_by_unit_norm(limit), jnp.ones(2))[0]
+                lambda limit: apply(
+                    optaxclip.clip_by_unitwise_norm(limit), jnp.ones(2)
+                )[0]
             )(limit)
 
 
 def test_limits_are_matched_to_a_leaf_from_its_last_axis():
     grads = jnp.ones((2, 3))
-    units = optaxclip.clip_by_unit_norm(np.float32([0.1, 0.2, 0.3]))
+    units = optaxclip.clip_by_unitwise_norm(np.float32([0.1, 0.2, 0.3]))
     np.testing.assert_allclose(
         apply(units, grads)[0],
         np.broadcast_to([0.1, 0.2, 0.3], (2, 3)) / np.sqrt(2),
         rtol=1e-6,
     )
     np.testing.assert_allclose(
-        apply(optaxclip.clip_by_unit_norm(np.float32([[0.1]])), grads)[0],
+        apply(optaxclip.clip_by_unitwise_norm(np.float32([[0.1]])), grads)[0],
         np.full((2, 3), 0.1) / np.sqrt(2),
         rtol=1e-6,
     )
@@ -211,7 +226,7 @@ def test_limits_are_matched_to_a_leaf_from_its_last_axis():
         with pytest.raises(
             ValueError, match=r"max_norm must be a number for each norm"
         ):
-            apply(optaxclip.clip_by_unit_norm(np.float32(wrong)), grads)
+            apply(optaxclip.clip_by_unitwise_norm(np.float32(wrong)), grads)
 
 
 @pytest.mark.parametrize(
@@ -242,7 +257,7 @@ def test_limits_without_any_value_say_so():
 
 def test_limits_of_groups_follow_their_weights():
     clipper = optaxclip.clip_by_group_norm(
-        optaxclip.share_of_params(0.5), {"a": "z", "b": "y"}
+        optaxclip.rules.share_of_params(0.5), {"a": "z", "b": "y"}
     )
     grads, params = (
         {"a": jnp.array([3.0, 4.0]), "b": jnp.array([8.0])},

@@ -1,5 +1,7 @@
-"""The clipping functions of other frameworks, for code that is ported: their names and
-arguments; tree in, result out, and pure, so that they run under jit.
+"""The clipping functions of other frameworks, for code that is ported.
+
+They have the names and arguments of the originals. They take a tree and return the
+result, and are pure, so that they run under jit.
 
     torch_style        clip_grad_norm, clip_grad_value, get_total_norm,
                        clip_grads_with_norm
@@ -11,9 +13,9 @@ arguments; tree in, result out, and pure, so that they run under jit.
     from optaxclip.dropin.torch_style import clip_grad_norm
 
 What they compute is the library's: right in every precision, NaN for a broken step.
-Each module says where that differs from its original. In code that is written anew take
-the optax transformations, which need no second pass over the gradients and keep the
-norm for `metrics`.
+Each module says where that differs from its original. New code should use the optax
+transformations, which need no second pass over the gradients and keep the norm for
+`metrics`.
 """
 
 from . import keras as keras

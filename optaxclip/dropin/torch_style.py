@@ -1,11 +1,10 @@
 """torch's gradient clipping for trees: `torch.nn.utils.clip_grad_norm_` and its
 relatives, without the underscore, since nothing is changed in place.
 
-    total_norm = |grads|                                      of order norm_type, over
-                                                              all leaves
+    total_norm = |grads|    of order norm_type, over all leaves
     result     = grads * min(1, max_norm / (total_norm + 1e-6))
 
-Gradients are handed in, not parameters. None leaves are ignored and kept; a single
+The arguments are gradients, not parameters. None leaves are ignored and kept. A single
 array is a tree.
 
     case                          torch 2.13             here
@@ -53,26 +52,31 @@ array is a tree.
                                                          of norm_type <= 0 count as
                                                          constants
 
-What is clipped by a norm of norm_type <= 0 has no bound: one large element beside a
-small one leaves such a norm small.
+A norm of norm_type <= 0 limits nothing: a large element beside a small one leaves it
+small.
 
-Reference: torch.nn.utils.clip_grad, PyTorch 2.13; Pascanu, Mikolov, Bengio, On the
+Reference: torch.nn.utils.clip_grad, PyTorch 2.13. Pascanu, Mikolov, Bengio, On the
 difficulty of training recurrent neural networks, 2013 (arXiv 1211.5063).
 """
 
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from ..arguments import check_number
-from ..by_value import clip_by_value
-from ..leaves import measured
-from ..norms import global_norm, tensor_norm
-from ..once import clip_once
-from ..sharding import Axes
-from ..sums import norm_dtype
+from .._arguments import check_number
+from .._clippers._by_value import clip_by_value
+from .._core._once import clip_once
+from .._norms._measures import (
+    GlobalNorm,
+    Measure,
+    Norms,
+    check_measure,
+    norms_of_tree,
+)
+from .._norms._modulus import norm_dtype
+from .._norms._norms import global_norm, tensor_norm
 
 EPS = 1e-6  # torch adds it to the norm that it divides by
 
@@ -80,52 +84,62 @@ EPS = 1e-6  # torch adds it to the norm that it divides by
 def clip_grad_norm(
     grads: Any, max_norm: Any, norm_type: Any = 2.0, error_if_nonfinite: bool = False
 ) -> tuple[Any, jax.Array]:
-    """Shortens all gradients together to at most `max_norm`, and tells how long they
-    were.
+    """Clips the norm of all gradients together, and returns it.
+
+        grads * min(1, max_norm / (total_norm + 1e-6))
 
     Args:
       grads: a pytree of arrays.
-      max_norm: a scalar at least 0; inf only measures. It may be traced.
-      norm_type: the order of the norm: a number, `math.inf`, or a text such as "inf".
-        0 and less are no norms, but are computed as torch does (see the module).
+      max_norm: the limit, a scalar at least 0. inf only measures. It may be traced.
+      norm_type: the order of the norm: a number, `math.inf`, or a string such as "inf".
+        Orders of 0 and less are not norms, but are computed as torch does: 0 counts the
+        leaves that have an element other than 0, `-math.inf` is min |x|.
       error_if_nonfinite: raise where the norm is NaN or inf.
 
     Returns:
-      The gradients in their dtypes, and their norm from before: a scalar, float32
-      (float64 if a leaf has 64 bits).
+      (grads, total_norm): the gradients in their dtypes, and their norm before
+      clipping, a scalar, float32 (float64 if a leaf has 64 bits).
 
     Raises:
-      TypeError, ValueError: a limit or an order that can not be.
-      RuntimeError: a norm that is not finite, if `error_if_nonfinite`; under jit a
+      ValueError: a limit that is negative or NaN, or an order that is not a number.
+      TypeError: a limit that is not a real number.
+      RuntimeError: a norm that is not finite, if `error_if_nonfinite`. Under jit a
         `checkify.check` that fails.
 
     Example:
       >>> grads = {"w": jnp.array([3.0, 4.0]), "b": None}
-      >>> grads, total_norm = clip_grad_norm(grads, 1.0)
-      >>> print(total_norm, *(f"{x:.4f}" for x in grads["w"]), grads["b"])
+      >>> grads, norm = optaxclip.dropin.torch_style.clip_grad_norm(grads, 1.0)
+      >>> print(norm, *(f"{x:.4f}" for x in grads["w"]), grads["b"])
       5.0 0.6000 0.8000 None
+
+    Reference: torch.nn.utils.clip_grad_norm_.
     """
     check_number("clip_grad_norm: max_norm", max_norm)
     return _clipped("clip_grad_norm", grads, max_norm, norm_type, error_if_nonfinite)
 
 
 def clip_grad_value(grads: Any, clip_value: Any) -> Any:
-    """Limits every element to [-clip_value, clip_value]. NaN stays NaN; inf becomes the
-    bound.
+    """Clips every element to [-clip_value, clip_value].
+
+    NaN stays NaN, and inf becomes the bound.
 
     Args:
       grads: a pytree of arrays.
-      clip_value: a scalar at least 0. It may be traced.
+      clip_value: the bound, a scalar at least 0. It may be traced.
 
     Returns:
       The gradients in their dtypes.
 
     Raises:
-      TypeError, ValueError: a bound that is no number, negative, NaN, or no scalar.
+      ValueError: a bound that is negative, NaN, or not a scalar.
+      TypeError: a bound that is not a real number.
 
     Example:
-      >>> print(clip_grad_value(jnp.array([-3.0, 0.25, 2.0]), 0.5))
+      >>> grads = jnp.array([-3.0, 0.25, 2.0])
+      >>> print(optaxclip.dropin.torch_style.clip_grad_value(grads, 0.5))
       [-0.5   0.25  0.5 ]
+
+    Reference: torch.nn.utils.clip_grad_value_.
     """
     check_number("clip_grad_value: clip_value", clip_value)
     if jnp.ndim(clip_value):
@@ -140,77 +154,77 @@ def clip_grad_value(grads: Any, clip_value: Any) -> Any:
 def get_total_norm(
     grads: Any, norm_type: Any = 2.0, error_if_nonfinite: bool = False
 ) -> jax.Array:
-    """The norm of all gradients together, as if they were one vector.
+    """Returns the norm of all gradients together, as if they were one vector.
 
     Args:
-      grads, norm_type, error_if_nonfinite: as in `clip_grad_norm`.
+      grads: a pytree of arrays.
+      norm_type: the order of the norm: a number, `math.inf`, or a string such as "inf".
+        Orders of 0 and less are computed as torch does (see `clip_grad_norm`).
+      error_if_nonfinite: raise where the norm is NaN or inf.
 
     Returns:
-      A scalar, float32 (float64 if a leaf has 64 bits); 0 for an empty tree.
+      A scalar, float32 (float64 if a leaf has 64 bits). 0 for an empty tree.
 
     Raises:
-      ValueError, RuntimeError: as `clip_grad_norm`.
+      ValueError: an order that is not a number.
+      RuntimeError: a norm that is not finite, if `error_if_nonfinite`. Under jit a
+        `checkify.check` that fails.
 
     Example:
-      >>> print(get_total_norm([jnp.array([3.0, -4.0]), jnp.array([2.0])], "inf"))
+      >>> grads = [jnp.array([3.0, -4.0]), jnp.array([2.0])]
+      >>> print(optaxclip.dropin.torch_style.get_total_norm(grads, "inf"))
       4.0
+
+    Reference: torch.nn.utils.get_total_norm.
     """
     return _clipped("get_total_norm", grads, None, norm_type, error_if_nonfinite)[1]
 
 
 def clip_grads_with_norm(grads: Any, max_norm: Any, total_norm: Any) -> Any:
-    """Shortens gradients whose norm is known: grads * min(1, max_norm / (total_norm +
-    1e-6)).
+    """Clips gradients whose norm is known.
+
+        grads * min(1, max_norm / (total_norm + 1e-6))
 
     Args:
       grads: a pytree of arrays.
-      max_norm: as in `clip_grad_norm`.
-      total_norm: their norm, a scalar, as `get_total_norm` gives it.
+      max_norm: the limit, a scalar at least 0. inf changes nothing. It may be traced.
+      total_norm: the norm of the gradients, a scalar, as `get_total_norm` returns it.
 
     Returns:
-      The gradients in their dtypes; all NaN where `total_norm` is NaN or inf, unless
+      The gradients in their dtypes. All NaN where `total_norm` is NaN or inf, unless
       `max_norm` is inf.
 
     Raises:
-      TypeError, ValueError: a limit that can not be, or a norm that is no scalar.
+      ValueError: a limit that is negative or NaN, or a norm that is not a scalar.
+      TypeError: a limit that is not a real number.
 
     Example:
       >>> grads = jnp.array([3.0, 4.0])
+      >>> from optaxclip.dropin.torch_style import clip_grads_with_norm
       >>> clipped = clip_grads_with_norm(grads, 1.0, total_norm=10.0)
       >>> print(*(f"{x:.4f}" for x in clipped))
       0.3000 0.4000
+
+    Reference: torch.nn.utils.clip_grads_with_norm_.
     """
-    check_number("clip_grads_with_norm: max_norm", max_norm)
-    return clip_once(
-        grads,
-        max_norm,
-        global_norm,
-        argument="clip_grads_with_norm: max_norm",
-        eps=EPS,
-        grad_norm=total_norm,
-        axes="auto",
-    )[0]
+    call = "clip_grads_with_norm"
+    check_number(f"{call}: max_norm", max_norm)
+    measure = GlobalNorm(**check_measure(call, None))
+    options = {"call": call, "name": "max_norm", "eps": EPS, "grad_norm": total_norm}
+    return clip_once(grads, max_norm, measure, **options)[0]
 
 
 def _clipped(
     call: str, grads: Any, max_norm: Any, norm_type: Any, error_if_nonfinite: bool
 ) -> tuple[Any, jax.Array]:
-    order = _order(call, norm_type)
+    """The clipped gradients and their norm. `call` is the name that errors quote."""
+    measure = _measure(call, _order(call, norm_type))
     nonfinite = "raise" if error_if_nonfinite else "propagate"
+    options = {"call": call, "name": "max_norm", "eps": EPS, "nonfinite": nonfinite}
     try:
-        return clip_once(
-            grads,
-            max_norm,
-            _norm_of_any_order,
-            argument=f"{call}: max_norm",
-            eps=EPS,
-            nonfinite=nonfinite,
-            ord=order,
-            axes="auto",
-        )
-    except (
-        FloatingPointError
-    ) as error:  # what torch raises is caught as a RuntimeError in code that is ported
+        return clip_once(grads, max_norm, measure, **options)
+    except FloatingPointError as error:
+        # Code that is ported catches a RuntimeError, as torch raises it.
         text = str(error).rstrip(".")
         raise RuntimeError(
             f"{text}. With error_if_nonfinite=False the norm is returned as it is."
@@ -218,7 +232,7 @@ def _clipped(
 
 
 def _order(call: str, norm_type: Any) -> float:
-    """The order as a number: torch reads texts too."""
+    """The order as a number. torch reads strings too."""
     try:
         order = float(norm_type) if not isinstance(norm_type, bool) else math.nan
     except (TypeError, ValueError):
@@ -231,31 +245,45 @@ def _order(call: str, norm_type: Any) -> float:
     return order
 
 
-def _norm_of_any_order(tree: Any, *, ord: float, axes: Axes) -> jax.Array:
-    """What torch calls the norm: `global_norm` for orders above 0."""
+def _measure(call: str, ord: float) -> Measure:
+    """What torch calls the norm. It is `global_norm` for orders above 0."""
     if ord > 0:
-        return global_norm(tree, ord=ord, axes=axes)
-    tree = jax.tree.map(jax.lax.stop_gradient, measured(tree))
-    return (_leaves_not_zero if ord == 0 else _below_order_zero)(tree, ord, axes)
+        return GlobalNorm(**check_measure(call, ord))
+    return _TorchNorm(ord)
 
 
-def _leaves_not_zero(tree: Any, ord: float, axes: Axes) -> jax.Array:
-    """How many leaves have an element that is not 0: the norm of order 0 of the norms
-    of the leaves.
+class _TorchNorm(NamedTuple):
+    """What torch calls the norm of an order of 0 or less. It has no derivative."""
+
+    ord: float
+
+    def __call__(self, tree: Any) -> Norms:
+        fixed = jax.tree.map(jax.lax.stop_gradient, tree)
+        if self.ord == 0:
+            return norms_of_tree(_leaves_not_zero(fixed), tree)
+        return norms_of_tree(_norm_below_order_zero(fixed, self.ord), tree)
+
+    def without_devices(self) -> "_TorchNorm":
+        return self
+
+
+def _leaves_not_zero(tree: Any) -> jax.Array:
+    """How many leaves have an element that is not 0, which is the norm of order 0 of
+    the norms of the leaves.
     """
-    largest = tensor_norm(tree, ord=math.inf, axes=axes)
+    largest = tensor_norm(tree, ord=math.inf)
     counts = jax.tree.map(lambda norm: (norm != 0).astype(norm.dtype), largest)
-    return global_norm(counts, ord=1, axes=None)
+    return global_norm(counts, ord=1, mesh_axes=None)
 
 
-def _below_order_zero(tree: Any, ord: float, axes: Axes) -> jax.Array:
+def _norm_below_order_zero(tree: Any, ord: float) -> jax.Array:
     """(sum |x|^ord)^(1/ord) = 1 / (sum (1/|x|)^-ord)^(-1/ord)."""
     leaves = jax.tree.leaves(tree)
     if not leaves:
         return jnp.zeros(())
     info = jnp.finfo(norm_dtype(leaves))
-    # With this in the place of 1 the reciprocals of all normal numbers are normal:
-    # that of the largest is the smallest, and that of the smallest the largest.
+    # With this instead of 1 the reciprocals of all normal numbers are normal: that of
+    # the largest is the smallest, and that of the smallest the largest.
     one = info.max * info.tiny
     reciprocals = jax.tree.map(lambda x: one / jnp.abs(x).astype(info.dtype), tree)
-    return one / global_norm(reciprocals, ord=-ord, axes=axes)
+    return one / global_norm(reciprocals, ord=-ord)

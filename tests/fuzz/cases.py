@@ -11,7 +11,12 @@ from tests.methods import METHODS, Method
 
 trees.NAMES.update(oc=optaxclip, optax=optax)
 
-SHRINKS = ("", "shrink=oc.smooth()", "shrink=oc.drop", "shrink=oc.normalize")
+SHRINKS = (
+    "",
+    "shrink=oc.shrinks.smooth()",
+    "shrink=oc.shrinks.drop",
+    "shrink=oc.shrinks.normalize",
+)
 
 
 class Case(NamedTuple):

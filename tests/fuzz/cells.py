@@ -72,7 +72,7 @@ def history(
 
 def derivatives(dice: random.Random) -> Iterator[Cell]:
     """Second derivatives."""
-    for name in ("clip_by_global_norm", "clip_by_tensor_norm", "clip_by_unit_norm"):
+    for name in ("clip_by_global_norm", "clip_by_tensor_norm", "clip_by_unitwise_norm"):
         drawn = st.sampled_from(("1.0", "1e-3", "1e-20")).flatmap(
             partial(history, name, "vectors", steps=1, powers=(-100, 100))
         )
@@ -117,7 +117,7 @@ def ways(method: Method, dice: random.Random) -> Iterator[tuple[Any, str]]:
         yield way, dice.choice(("float32", "float32", "sixteen"))
     for way in transformations.ON_DEVICES:
         yield way, "sharded"
-    if method.norm != "unit" and (method.axes or method.norm == "element"):
+    if method.norm != "unit" and (method.mesh_axes or method.norm == "element"):
         yield transformations.in_shard_map, "sharded"
     if method.ord != "spectral":
         yield transformations.exported_for_any_size, "vectors"

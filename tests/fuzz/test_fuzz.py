@@ -15,7 +15,7 @@ from tests.methods import METHODS
 SEED = 0
 SHORT = [
     ("equation, float32", "clip_by_global_norm"),
-    ("equation, float32", "clip_by_unit_norm"),
+    ("equation, float32", "clip_by_unitwise_norm"),
     ("equation, sixteen", "clip_by_tensor_norm"),
     ("value, float32", "clip_by_value"),
     ("value, int32", "clip_by_value"),

@@ -8,6 +8,10 @@ _EPS = (
     "It wants a norm of 1 to 7 decimal places. Our factor is 3 float32 eps less than "
     "limit by norm, so that rounding never exceeds the limit: the norm is 0.9999996."
 )
+_PLACES = (
+    "It wants 1.5 to 7 decimal places. Our factor is 3 float32 eps less than limit by "
+    "norm, so that rounding never exceeds the limit: the sum is 1.4999998."
+)
 _ROUNDING = (
     "It wants a norm of at most the limit, exactly, of a tree with float16 and "
     "bfloat16 leaves. Rounding a leaf to its dtype can lengthen it: here by 4.8e-5 of "
@@ -24,6 +28,7 @@ EXPLAINED: dict[str, dict[str, str]] = {
         f"{_OPTAX}adaptive_grad_clip_with_axis": _STATE,
         f"{_OPTAX}clip": _STATE,
         f"{_OPTAX}clip_by_global_norm": _STATE,
+        f"{_OPTAX}per_example_layer_norm_clip": _PLACES,
     },
     "jax_privacy": {
         f"{_PYTREE}clip_norm_zero_rescale": _EPS,

@@ -1,0 +1,181 @@
+"""What is let in at the door: each check names the call, the argument and the value,
+and says what would be right.
+"""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.core import Tracer
+from jax.tree_util import Partial
+
+NONFINITE = ("propagate", "zero", "raise")
+ORDERS = "a number above 0, math.inf, 'rms' or 'average'"
+
+
+def call_of(argument: str) -> str:
+    """The call in "call: argument", which is how error messages begin."""
+    return argument.partition(":")[0]
+
+
+def check_number(argument: str, value: Any, *, lowest: float = 0.0) -> None:
+    """Refuses what is known to be no number, NaN, or below `lowest`. What only a traced
+    program knows passes.
+
+    Raises:
+      TypeError: a bool, a string, or another thing that is no real number.
+      ValueError: NaN, below `lowest`, or an int that is too large for a float.
+    """
+    if isinstance(value, Tracer):
+        if not jnp.issubdtype(value.dtype, jnp.floating) and not jnp.issubdtype(
+            value.dtype, jnp.integer
+        ):
+            raise TypeError(
+                f"{argument} must be a real number, got an array of {value.dtype}."
+            )
+        return
+    if isinstance(value, (bool, str)) or not isinstance(
+        value, (int, float, np.generic, np.ndarray, jax.Array)
+    ):
+        raise TypeError(f"{argument} must be a real number, got {value!r}.")
+    # NumPy has no dtype for ints of more than 64 bits.
+    held = _float_of(argument, value) if isinstance(value, int) else value
+    known = np.asarray(held)
+    if not (
+        jnp.issubdtype(known.dtype, jnp.floating)
+        or jnp.issubdtype(known.dtype, jnp.integer)
+    ):
+        raise TypeError(f"{argument} must be a real number, got {value!r}.")
+    known = known.astype(np.float64)
+    if np.isnan(known).any():
+        raise ValueError(f"{argument} must not be NaN, got {value!r}.")
+    if (known < lowest).any():
+        raise ValueError(f"{argument} must be at least {lowest:g}, got {value!r}.")
+
+
+def check_limit(argument: str, value: Any, *, lowest: float = 0.0) -> None:
+    """Checks a limit, or a number that limits are computed from.
+
+    Raises:
+      TypeError, ValueError: as `check_number`.
+      ValueError: a finite number that no norm's dtype holds. As inf it would be no
+        limit.
+    """
+    check_number(argument, value, lowest=lowest)
+    if isinstance(value, Tracer):
+        return
+    widest = jnp.finfo(jnp.result_type(float))  # float64 where jax_enable_x64 is set
+    known = np.asarray(value).astype(np.float64)
+    if (np.isfinite(known) & (known > widest.max)).any():
+        raise ValueError(
+            f"{argument} must be at most {float(widest.max):g}, the largest number of "
+            f"{widest.dtype}, or inf for no limit, got {value!r}."
+        )
+
+
+def held_in(dtype: Any, number: Any) -> Any:
+    """Returns a number in this float dtype. A finite one stays finite: beyond the range
+    it becomes the largest number of the dtype, since a limit of inf is no limit.
+    """
+    array = number if isinstance(number, jax.Array) else np.asarray(number)
+    if isinstance(array, np.ndarray):  # JAX itself would make it inf
+        array = array.astype(np.float64)
+    if array.dtype == np.float64 and dtype == np.float32:
+        numpy = jnp if isinstance(array, jax.Array) else np
+        most = float(np.finfo(np.float32).max)
+        array = numpy.where(numpy.isinf(array), array, numpy.clip(array, -most, most))
+    return jnp.asarray(array.astype(dtype))
+
+
+def _float_of(argument: str, value: int) -> float:
+    widest = jnp.finfo(jnp.result_type(float))
+    if abs(value) > int(widest.max):
+        raise ValueError(
+            f"{argument} must be a number that {widest.dtype} can hold, got {value!r}."
+        )
+    return float(value)
+
+
+def check_order(call: str, lower: tuple[str, Any], upper: tuple[str, Any]) -> None:
+    """Raises ValueError for two bounds, (name, value), that are known to leave no room
+    between them: the lower one is above the upper one.
+    """
+    known = [
+        bound
+        for _, bound in (lower, upper)
+        if not callable(bound) and not isinstance(bound, Tracer)
+    ]
+    if len(known) < 2:
+        return
+    low, high = map(np.asarray, known)
+    alike = low.shape == high.shape or 0 in (low.ndim, high.ndim)
+    if alike and np.any(low > high):
+        raise ValueError(
+            f"{call}: {lower[0]} must be at most {upper[0]}, got "
+            f"{lower[0]}={lower[1]!r} and {upper[0]}={upper[1]!r}."
+        )
+
+
+def check_ord(call: str, ord: Any) -> None:
+    """Refuses what is no order of a norm."""
+    if ord in (None, "rms", "average"):
+        return
+    if isinstance(ord, Tracer):
+        raise TypeError(
+            f"{call}: ord must be known when the clipper is built; under "
+            "inject_hyperparams name it in static_args."
+        )
+    if isinstance(ord, (bool, str)) or not isinstance(
+        ord, (int, float, np.number, jax.Array)
+    ):
+        raise ValueError(f"{call}: ord must be {ORDERS}, got {ord!r}.")
+    if math.isnan(float(ord)) or float(ord) <= 0:
+        raise ValueError(f"{call}: ord must be {ORDERS}, got {ord!r}.")
+
+
+def check_nonfinite(call: str, nonfinite: Any) -> None:
+    """Refuses an unknown policy for non-finite norms."""
+    if nonfinite not in NONFINITE:
+        raise ValueError(
+            f"{call}: nonfinite must be one of {', '.join(map(repr, NONFINITE))}, got "
+            f"{nonfinite!r}."
+        )
+
+
+def broadcasts_to(shape: tuple[int, ...], target: tuple[int, ...]) -> bool:
+    """Can an array of this shape stand beside one of the target's without enlarging
+    it?
+    """
+    return len(shape) <= len(target) and all(
+        have in (1, want) for have, want in zip(shape[::-1], target[::-1])
+    )
+
+
+def as_partial(function: Callable[..., Any]) -> Partial:
+    """The function as a node of a pytree, so that JAX can carry it into a compiled
+    call. What already is one stays: wrapped again, its arrays would count as code, and
+    compile anew at every call.
+    """
+    return function if isinstance(function, Partial) else Partial(function)
+
+
+def check_state(call: str, state: Any, kind: type) -> None:
+    """Raises TypeError for a state that another transformation made."""
+    if not isinstance(state, kind):
+        raise TypeError(
+            f"{call}: state must be the {kind.__name__} that its init returned, got "
+            f"{type(state).__name__}: the state of another transformation, or at "
+            "another place of the chain."
+        )
+
+
+def check_params(call: str, params: Any, updates: str = "gradients") -> None:
+    """Raises ValueError where there are no weights to compare with."""
+    if params is None:
+        raise ValueError(
+            f"{call} compares {updates} with weights: call "
+            f"update({'grads' if updates == 'gradients' else updates}, state, params)."
+        )

@@ -1,0 +1,246 @@
+"""Clipping in the backward pass: the identity forward, and a cotangent that is clipped
+or multiplied on its way back.
+
+    clip_cotangent    y = x,   dL/dx = clip(dL/dy)
+    scale_cotangent   y = x,   dL/dx = scale * dL/dy
+
+A clipper in the optimizer sees gradients once they are complete. In a recurrent network
+they are sums of cotangents that have come back through many steps, each multiplied by
+the same matrix. If that stretches, the earliest steps outweigh all others, and clipping
+the sum does not bring them back. `clip_cotangent` inside the cell limits what goes back
+in every step, so that a sum over T steps grows at most as T.
+
+Under vmap each example is clipped separately. All transformations of reverse mode work:
+jit, vmap, scan, checkpoint, grad of grad, and `jax.hessian`.
+
+Reference: Graves, Generating sequences with recurrent neural networks, 2013 (arXiv
+1308.0850), clips the cotangents of an LSTM's inputs to [-1, 1] or [-10, 10].
+"""
+
+import math
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from ._arguments import check_limit, check_number, check_ord
+from ._clippers._by_value import clip_by_value
+from ._core._once import clip_once
+from ._norms import _prefix as prefix
+from ._norms._leaves import clipped_leaves, put_back
+from ._norms._measures import (
+    Measure,
+    Ord,
+    TensorNorm,
+    UnitwiseNorm,
+    check_measure,
+)
+from ._norms._mesh_axes import MeshAxes
+
+
+def clip_cotangent(
+    x: Any,
+    *,
+    max_value: Any = None,
+    max_norm: Any = None,
+    axis: int | tuple[int, ...] | None = None,
+    ord: Ord = None,
+    mesh_axes: MeshAxes = "auto",
+) -> Any:
+    """Returns `x`, and clips the cotangent of each of its arrays.
+
+        y = x,   dL/dx = clip(dL/dy)
+
+    | cotangent             | becomes                                           |
+    |-----------------------|---------------------------------------------------|
+    | at or below the limit | itself, bit for bit                               |
+    | finite, limit 0       | zeros                                             |
+    | any, limit inf        | itself, NaN too                                   |
+    | with NaN              | NaN there (max_value), all NaN (max_norm)         |
+    | with inf              | the limit there (max_value), all NaN (max_norm)   |
+
+    Args:
+      x: an array or a pytree of arrays, of any shapes. Leaves that are neither float
+        nor complex pass through.
+      max_value: the limit of the modulus of each element: a scalar at least 0. It may
+        be traced, and its own gradient is 0.
+      max_norm: the limit of the norm of each array, or of its norms along `axis`: a
+        scalar at least 0. It may be traced, and its own gradient is 0. Give one of
+        max_value and max_norm.
+      axis: for `max_norm`: the axes that a norm sums over, -1 for the rows of a batch
+        (batch, features). An int or a tuple of ints. None: each array as a whole.
+      ord: for `max_norm`: the order of the norm: a number above 0, `math.inf`, "rms" or
+        "average". None means 2.
+      mesh_axes: for `max_norm`: over which mesh axes arrays are split, inside shard_map
+        and pmap: "auto", None, names, or a tree prefix of PartitionSpec. None clips
+        what each device holds separately, which is right for the rows of a batch that
+        is split over devices.
+
+    Returns:
+      `x`: values, dtypes and structure are kept, and so are the cotangent's.
+
+    Raises:
+      TypeError: a limit that is not a real number. Also, from JAX, in forward mode
+        (`jax.jvp`, `jax.jacfwd`), because no tangent belongs to a clipped cotangent.
+      ValueError: none or both of the limits, a limit that is negative, NaN or not a
+        scalar, an unknown order, or an axis that an array does not have.
+
+    Example:
+      >>> def last(h):  # twenty steps of h <- 1.2 h
+      ...     def step(h, _):
+      ...         return 1.2 * optaxclip.clip_cotangent(h, max_norm=1.0), None
+      ...
+      ...     return jax.lax.scan(step, h, length=20)[0]
+      >>> print(f"{jax.grad(last)(1.0):.4f} instead of {1.2**20:.4f}")
+      1.0000 instead of 38.3376
+      >>> weights = jnp.array([[30.0, 40.0], [0.3, 0.4]])
+      >>> def loss(x):
+      ...     x = optaxclip.clip_cotangent(x, max_norm=1.0, axis=-1)
+      ...     return jnp.sum(weights * x)
+      >>> rows = jax.grad(loss)(jnp.zeros((2, 2)))
+      >>> print(*(f"{x:.4f}" for x in (*rows[0], *rows[1])))
+      0.6000 0.8000 0.3000 0.4000
+
+    Reference: Graves, Generating sequences with recurrent neural networks, 2013 (arXiv
+    1308.0850).
+    """
+    call = "clip_cotangent"
+    if (max_value is None) == (max_norm is None):
+        raise ValueError(
+            f"{call}: give one of max_value and max_norm, got max_value={max_value!r} "
+            f"and max_norm={max_norm!r}."
+        )
+    if max_norm is None and (axis is not None or ord is not None):
+        raise ValueError(
+            f"{call}: axis={axis!r} and ord={ord!r} belong to max_norm; max_value "
+            "limits each element by itself."
+        )
+    check_ord(call, ord)
+    _check_axis(call, axis, x)
+    measure, argument, value = None, f"{call}: max_value", max_value
+    if max_norm is not None:
+        measure = _measure(call, ord, axis, mesh_axes)
+        argument, value = f"{call}: max_norm", max_norm
+        check_limit(argument, value)
+    limit = _scalar(argument, value)
+    return put_back(_clipped(measure, _arrays(x), limit), x)
+
+
+def scale_cotangent(x: Any, scale: Any) -> Any:
+    """Returns `x`, and multiplies its derivative.
+
+        y = x,   dL/dx = scale * dL/dy
+
+    This is x * scale + stop_gradient(x * (1 - scale)) without the rounding of that sum.
+    MuZero takes 0.5 for the hidden state of a model that is unrolled, GLM-130B 0.1 for
+    an embedding whose gradients spike. -1 reverses a gradient, 0 stops it.
+
+    Args:
+      x: an array or a pytree of arrays, of any shapes. Leaves that are neither float
+        nor complex pass through.
+      scale: a scalar, of any sign. It may be traced, and its own gradient is 0.
+
+    Returns:
+      `x`: values, dtypes and structure are kept, and so are the derivative's. NaN stays
+      NaN. Forward and reverse mode both work.
+
+    Raises:
+      TypeError: a scale that is not a real number.
+      ValueError: a scale that is NaN or not a scalar.
+
+    Example:
+      >>> def loss(x):
+      ...     return optaxclip.scale_cotangent(x, 0.1) ** 2
+      >>> print(jax.grad(loss)(3.0))
+      0.6
+
+    Reference: Schrittwieser et al., Mastering Atari, Go, chess and shogi by planning
+    with a learned model, 2019 (arXiv 1911.08265). Zeng et al., GLM-130B, 2022 (arXiv
+    2210.02414).
+    """
+    scale = _scalar("scale_cotangent: scale", scale, lowest=-math.inf)
+    return put_back(_scaled(_arrays(x), scale), x)
+
+
+def _measure(call: str, ord: Ord, axis: Any, mesh_axes: MeshAxes) -> Measure:
+    """The norm of each array, or its norms along some axes."""
+    if axis is None:
+        return TensorNorm(**check_measure(call, ord, mesh_axes=mesh_axes))
+    return UnitwiseNorm(**check_measure(call, ord, axis=axis, mesh_axes=mesh_axes))
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _clipped(measure: Measure | None, x: Any, limit: jax.Array) -> Any:
+    """The identity. Its cotangent is clipped by norm, or by value without a measure."""
+    return x
+
+
+def _forward(
+    measure: Measure | None, x: Any, limit: jax.Array
+) -> tuple[Any, jax.Array]:
+    return x, limit
+
+
+def _backward(
+    measure: Measure | None, limit: jax.Array, cotangent: Any
+) -> tuple[Any, jax.Array]:
+    if measure is None:
+        clipper = clip_by_value(limit)
+        clipped, _ = clipper.update(cotangent, clipper.init(cotangent))
+    else:
+        clipped, _ = clip_once(
+            cotangent, limit, measure, call="clip_cotangent", name="max_norm"
+        )
+    return clipped, jnp.zeros_like(limit)
+
+
+_clipped.defvjp(_forward, _backward)
+
+
+@jax.custom_jvp
+def _scaled(x: Any, scale: jax.Array) -> Any:
+    return x
+
+
+@_scaled.defjvp
+def _scaled_jvp(primals: Any, tangents: Any) -> tuple[Any, Any]:
+    (x, scale), (tangent, _) = primals, tangents
+
+    def multiplied(leaf: jax.Array) -> jax.Array:
+        wide = jnp.promote_types(leaf.dtype, scale.dtype)
+        return (leaf.astype(wide) * scale.astype(wide)).astype(leaf.dtype)
+
+    return x, jax.tree.map(multiplied, tangent)
+
+
+def _arrays(x: Any) -> Any:
+    """The leaves that have a derivative, as JAX arrays."""
+    return jax.tree.map(jnp.asarray, clipped_leaves(x))
+
+
+def _scalar(argument: str, value: Any, lowest: float = 0.0) -> jax.Array:
+    """A number as a float scalar, which a cotangent can belong to.
+
+    A negative one that is only known when the program runs counts as the lowest.
+    """
+    check_number(argument, value, lowest=lowest)
+    if jnp.ndim(value):
+        raise ValueError(
+            f"{argument} must be a scalar, got an array of shape {jnp.shape(value)}."
+        )
+    return jnp.maximum(jnp.asarray(value, float), lowest)
+
+
+def _check_axis(call: str, axis: Any, x: Any) -> None:
+    """Raises ValueError for an axis that an array does not have."""
+    wanted = axis if isinstance(axis, tuple) else (axis,)
+    if axis is None:
+        return
+    for path, leaf in jax.tree_util.tree_flatten_with_path(clipped_leaves(x))[0]:
+        rank = jnp.ndim(leaf)
+        if not all(isinstance(i, int) and -rank <= i < rank for i in wanted):
+            raise ValueError(
+                f"{call}: axis={axis!r} does not fit the leaf {prefix.name(path)!r} of "
+                f"shape {jnp.shape(leaf)}."
+            )

@@ -1,0 +1,87 @@
+"""AdaClip: the largest coordinates of a tensor against their running average."""
+
+import math
+from typing import Any, cast
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from .._core._kernel import make_clipper
+from .._core._state import ClipState, limits_of
+from .._norms._leaves import Stacked, clipped_leaves, put_back
+from .._norms._measures import TensorNorm, check_measure
+from .._norms._mesh_axes import MeshAxes
+from .._norms._prefix import is_none
+from ..rules._ema import Ema
+
+
+def adaclip(
+    decay: Any = 0.999,
+    *,
+    stacked: Stacked = None,
+    nonfinite: str = "propagate",
+    mesh_axes: MeshAxes = "auto",
+) -> optax.GradientTransformationExtraArgs:
+    """Shortens the coordinates of each tensor that are over the average of its largest.
+
+        T <- decay * T + (1 - decay) * max|g|      corrected for its start
+        g_i <- g_i * T / max|g|                    where |g_i| > T
+
+    Args:
+      decay: of the average, in [0, 1]. A number or a schedule.
+      stacked: how many leading axes of a leaf count layers (see `tensor_norm`).
+      nonfinite, mesh_axes: as in `clip_by_tensor_norm`.
+
+    Returns:
+      A transformation with a `ClipState`: `norm` is the largest coordinate, `factor`
+      what those over the limit were multiplied by. For each tensor it remembers two
+      numbers.
+
+    Raises:
+      ValueError: a decay out of its range. TypeError: one that is no number.
+
+    Example:
+      >>> clipper = optaxclip.adaclip(0.5)
+      >>> state = clipper.init(jnp.zeros(2))
+      >>> for largest in (1.0, 4.0):
+      ...     updates, state = clipper.update(jnp.array([largest, 2.0]), state)
+      >>> print(updates)
+      [3.3333 2.    ]
+
+    Reference: Huang et al., Stable-SPAM: how to train in 4-bit more stably than 16-bit
+    Adam, 2025 (arXiv 2502.17055). The public code resets Adam's step count but not the
+    average's. Here the average keeps its own count.
+    """
+    call = "adaclip"
+    numbers = {"stacked": stacked, "mesh_axes": mesh_axes}
+    measure = TensorNorm(**check_measure(call, math.inf, **numbers))
+    rule = Ema(decay)
+    largest = make_clipper(measure, rule, call=call, name="limit", nonfinite=nonfinite)
+
+    def update(
+        updates: Any,
+        state: Any,
+        params: Any = None,
+        *,
+        grad_norm: Any = None,
+        **extra_args: Any,
+    ) -> tuple[Any, Any]:
+        tree = clipped_leaves(updates)
+        if grad_norm is None:
+            grad_norm = measure(tree).tree()
+        given = {"grad_norm": grad_norm, **extra_args}
+        scaled, new_state = largest.update(tree, state, params, **given)
+        new = cast(ClipState, new_state)
+        each = tree, scaled, grad_norm, limits_of(new, tree)
+        shaped = jax.tree.map(_scaled_over_limit, *each, is_leaf=is_none)
+        return put_back(shaped, updates), new
+
+    return optax.GradientTransformationExtraArgs(largest.init, update)
+
+
+def _scaled_over_limit(update: Any, scaled: Any, norm: Any, limit: Any) -> Any:
+    if update is None:
+        return None
+    within = (jnp.abs(update).astype(limit.dtype) <= limit) & jnp.isfinite(norm)
+    return jnp.where(within, update, scaled)

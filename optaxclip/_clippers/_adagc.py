@@ -1,0 +1,114 @@
+"""AdaGC: each tensor against the running average of its own norm."""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from .._norms._mesh_axes import MeshAxes
+from .._norms._modulus import divided
+from ..rules._rule import Number, Rule, at_step, fixed, number
+from ._scope import Scope, clip_at
+
+
+def adagc(
+    ratio: Any = 1.05,
+    decay: Any = 0.98,
+    *,
+    max_norm: Any = 1.0,
+    warmup: Any = 100,
+    scope: Scope = "tensor",
+    nonfinite: str = "propagate",
+    mesh_axes: MeshAxes = "auto",
+) -> optax.GradientTransformationExtraArgs:
+    """Clips each tensor to `ratio` times the running average of its norm.
+
+        warm-up     h = min(1, max_norm / |all|)       average <- min(average, h |g|)
+        afterwards  h = min(1, ratio * average / |g|)  average <- decay * average +
+                                                         (1 - decay) * h |g|
+
+    One tensor that spikes is clipped alone. All others pass bit for bit, where a global
+    clip would shorten them too. After the warm-up what is let through grows by at most
+    1 + (1 - decay) * (ratio - 1) a step. Both norms come from one reading of the
+    gradients: the global norm is the norm of the tensors' norms.
+
+    Args:
+      ratio: at least 0. The paper's code has 1.05 with a decay of 0.98, later runs 1.04
+        with 0.99. A number or a schedule.
+      decay: of the average, in [0, 1]. A number or a schedule.
+      max_norm: the global limit of the warm-up, at least 0. A number or a schedule.
+      warmup: how many norms are seen under the global limit. At least 1.
+      scope: "tensor", "global", or labels as for `clip_by_group_norm`.
+      nonfinite, mesh_axes: as in `clip_by_global_norm`. In the warm-up one broken
+        tensor breaks them all, as under any global clip.
+
+    Returns:
+      A transformation with a `ClipState`. For each norm it remembers two numbers.
+
+    Raises:
+      ValueError: a number out of its range, or an unknown scope. TypeError: something
+        that is no number.
+
+    Example:
+      >>> clipper = optaxclip.adagc(1.5, 0.5, warmup=1)
+      >>> state = clipper.init({"w": jnp.zeros(1), "b": jnp.zeros(1)})
+      >>> for spike in (0.4, 8.0):
+      ...     grads = {"w": jnp.array([spike]), "b": jnp.array([0.3])}
+      ...     updates, state = clipper.update(grads, state)
+      >>> print(updates["w"], updates["b"])
+      [0.6] [0.3]
+
+    Reference: Wang et al., AdaGC: improving training stability for large language model
+    pretraining, 2025 (arXiv 2502.11034). Paddle's code seeds the averages with norms
+    before the global clip and warms up one step longer. A norm of 0 in the warm-up,
+    which would hold a tensor at 0 for good there, is not remembered here.
+    """
+    rule = Adagc(ratio, decay, max_norm, warmup)
+    return clip_at(scope, rule, "adagc", nonfinite, mesh_axes)
+
+
+class AdaGCMemory(NamedTuple):
+    """The average of what was let through."""
+
+    seen: jax.Array  # int32[norm]: norms remembered
+    average: jax.Array  # float32[norm]: inf before the first
+
+
+class Adagc(Rule):
+    """The rule of AdaGC. It sees all norms of a clipper at once, as one vector."""
+
+    ratio: Number = number()
+    decay: Number = number(highest=1.0)
+    max_norm: Number = number()
+    warmup: Any = fixed(default=100, lowest=1)
+
+    def init(self, norm: jax.Array) -> AdaGCMemory:
+        seen = jnp.zeros(norm.shape, jnp.int32)
+        return AdaGCMemory(seen, jnp.full_like(norm, jnp.inf))
+
+    def update(
+        self, norm: jax.Array, memory: AdaGCMemory, step: jax.Array
+    ) -> tuple[jax.Array, AdaGCMemory]:
+        numbers = self.ratio, self.decay, self.max_norm
+        ratio, decay, max_norm = at_step(step, norm, *numbers)
+        seen, average = memory
+        warming = seen < self.warmup
+        together = _root_sum_square(norm)
+        over = together > max_norm
+        share = jnp.where(over, max_norm / jnp.where(over, together, 1.0), 1.0)
+        early = jnp.where(over, norm * share, jnp.inf)
+        # NaN breaks every tensor that is clipped together.
+        early = jnp.where(jnp.isfinite(together), early, jnp.nan)
+        limit = jnp.where(warming, early, ratio * average)
+        value = jnp.minimum(norm, limit)
+        later = average + (1 - decay) * (value - average)
+        average = jnp.where(warming, jnp.minimum(average, value), later)
+        return limit, AdaGCMemory(seen + 1, average)
+
+
+def _root_sum_square(norms: jax.Array) -> jax.Array:
+    """The norm of norms, whose squares may leave the range."""
+    largest = jnp.max(norms, initial=0)
+    safe = jnp.where((largest > 0) & (largest < jnp.inf), largest, 1.0)
+    return safe * jnp.sqrt(jnp.sum(divided(norms, safe) ** 2))

@@ -1,0 +1,89 @@
+"""Adaptive gradient clipping: a gradient is held against the weights it changes."""
+
+from typing import Any
+
+import optax
+
+from .._arguments import check_limit
+from .._core._kernel import make_clipper
+from .._norms._leaves import Axis, Stacked
+from .._norms._measures import Ord, TensorNorm, UnitwiseNorm, check_measure
+from .._norms._mesh_axes import MeshAxes
+from ..rules._share_of_params import ShareOfParams
+from ..shrinks import Shrink
+
+
+def adaptive_grad_clip(
+    clipping: Any = 0.01,
+    eps: Any = 1e-3,
+    axis: Axis = None,
+    *,
+    per_tensor: bool = False,
+    ord: Ord = None,
+    stacked: Stacked = None,
+    shrink: Shrink | None = None,
+    nonfinite: str = "propagate",
+    mesh_axes: MeshAxes = "auto",
+) -> optax.GradientTransformationExtraArgs:
+    """Clips each unit's gradient against its weights: |G_i| <= clipping * max(|W_i|,
+    eps).
+
+    Its `update` needs params. The paper leaves out the final linear layer: wrap the
+    clipper in `optax.masked`.
+
+    Args:
+      clipping: a number at least 0, an array or a schedule. 0.01 is the paper's for
+        batches of 1024 to 4096. Smaller batches take larger ones.
+      eps: weights shorter than this count as this long. At least 0.
+      axis: the axes that are summed over (see `unitwise_norm`). None chooses by shape,
+        as the paper's code and optax do: all axes where at most one is longer than 1,
+        so that a bias or a kernel of shape (n, 1) or (1, n) is one unit. Otherwise
+        those before the last, the output of a JAX kernel (axis 0 alone at rank 3).
+        Weights of shape (out, in), as equinox and torch have them, need to be told, or
+        a unit is what one input feeds:
+        `axis=lambda path, x: tuple(range(1, x.ndim)) or None`.
+      per_tensor: whether whole leaves are compared instead of units, as DreamerV3 does
+        with clipping=0.3.
+      ord: the order of the norms: a number above 0, `math.inf`, "rms" or "average".
+        None means 2.
+      stacked: how many leading axes of a leaf count layers (see `tensor_norm`).
+      shrink: what a norm over its limit becomes, of `optaxclip.shrinks`. None is
+        `hard`.
+      nonfinite, mesh_axes: as in `clip_by_tensor_norm`.
+
+    Returns:
+      A transformation whose state is a `ClipState`, read by `metrics`.
+
+    Raises:
+      ValueError: `update` without params, a negative or NaN number, an axis that a leaf
+        does not have, or `axis` beside `per_tensor`.
+      TypeError: something that is not a number.
+
+    Example:
+      >>> params, grads = jnp.array([[3.0], [4.0]]), jnp.array([[0.6], [0.8]])
+      >>> clipper = optaxclip.adaptive_grad_clip(0.1)
+      >>> updates, state = clipper.update(grads, clipper.init(params), params)
+      >>> print(updates.ravel())
+      [0.3 0.4]
+
+    Reference: Brock et al., High-performance large-scale image recognition without
+    normalization, 2021 (arXiv 2102.06171). Hafner et al., Mastering diverse domains
+    through world models, 2023 (arXiv 2301.04104).
+    """
+    call = "adaptive_grad_clip"
+    if per_tensor and axis is not None:
+        raise ValueError(
+            f"{call}: axis={axis!r} says how units are summed; with per_tensor=True "
+            "there are none."
+        )
+    for name, value in (("clipping", clipping), ("eps", eps)):
+        if not callable(value):
+            check_limit(f"{call}: {name}", value)
+    numbers = {"stacked": stacked, "mesh_axes": mesh_axes}
+    if per_tensor:
+        measure = TensorNorm(**check_measure(call, ord, **numbers))
+    else:
+        measure = UnitwiseNorm(**check_measure(call, ord, axis=axis, **numbers))
+    options = {"shrink": shrink, "nonfinite": nonfinite}
+    rule = ShareOfParams(clipping, eps)
+    return make_clipper(measure, rule, call=call, name="clipping", **options)

@@ -1,0 +1,341 @@
+"""Clippers by norm: of everything, of each tensor, of each unit, of groups.
+
+limit 0          zeros, for zero updates as well
+limit None, inf  only measures: bit for bit the input, even where it is NaN
+norm <= limit    bit for bit the input
+norm NaN or inf  all that was measured together becomes NaN (nonfinite="propagate")
+nothing to clip  the norm of an empty tree is 0. None, integer, bool and empty
+                 leaves pass through
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import optax
+from jax.typing import ArrayLike
+
+from .._core._kernel import make_clipper
+from .._norms._leaves import Axis, Stacked, check_labels
+from .._norms._measures import (
+    GlobalNorm,
+    GroupNorm,
+    Ord,
+    OwnNorm,
+    TensorNorm,
+    UnitwiseNorm,
+    check_measure,
+)
+from .._norms._mesh_axes import MeshAxes
+from .._norms._norms import global_norm
+from ..shrinks import Shrink
+
+
+def clip_by_global_norm(
+    max_norm: Any,
+    *,
+    ord: Ord = None,
+    shrink: Shrink | None = None,
+    eps: ArrayLike = 0.0,
+    nonfinite: str = "propagate",
+    mesh_axes: MeshAxes = "auto",
+) -> optax.GradientTransformationExtraArgs:
+    """Clips the norm of all updates together: g * min(1, max_norm / |g|).
+
+    Args:
+      max_norm: a number at least 0, an array, a schedule, None to only measure, or a
+        rule of `optaxclip.rules`. 0 makes zeros.
+      ord: the order of the norm: a number above 0, `math.inf`, "rms" or "average".
+        None means 2.
+      shrink: what a norm over its limit becomes, of `optaxclip.shrinks`. None is
+        `hard`.
+      eps: added to the norm before it is compared and divided by. 1e-6 gives torch's
+        numbers. At least 0.
+      nonfinite: what becomes of updates whose norm is NaN or inf: "propagate" makes all
+        NaN, "zero" makes all zero, "raise" raises FloatingPointError outside jit and is
+        a `checkify.check` inside.
+      mesh_axes: over which mesh axes leaves are split, inside shard_map and pmap:
+        "auto", None, names, or a tree prefix of PartitionSpec.
+
+    Returns:
+      A transformation whose state is a `ClipState`, read by `metrics`. Its `update`
+      also takes `grad_norm=`, a norm measured elsewhere, and `limit=` for this step.
+
+    Raises:
+      ValueError: a negative or NaN limit or eps, an order that is not above 0, an
+        unknown `nonfinite`.
+      TypeError: a limit that is not a number.
+
+    Example:
+      >>> grads = [jnp.array([3.0, 4.0]), jnp.array([1.0, 2.0])]
+      >>> clipper = optaxclip.clip_by_global_norm(5.0)
+      >>> updates, state = clipper.update(grads, clipper.init(grads))
+      >>> print(f"{state.norm:.4f}", *(x for x in updates))
+      5.4772 [2.7386 3.6515] [0.9129 1.8257]
+
+    Reference: Pascanu, Mikolov, Bengio, On the difficulty of training recurrent neural
+    networks, 2013 (arXiv 1211.5063).
+    """
+    call = "clip_by_global_norm"
+    measure = GlobalNorm(**check_measure(call, ord, mesh_axes=mesh_axes))
+    options = {"shrink": shrink, "eps": eps, "nonfinite": nonfinite}
+    return make_clipper(measure, max_norm, call=call, name="max_norm", **options)
+
+
+def clip_by_tensor_norm(
+    max_norm: Any,
+    *,
+    ord: Ord = None,
+    stacked: Stacked = None,
+    shrink: Shrink | None = None,
+    eps: ArrayLike = 0.0,
+    nonfinite: str = "propagate",
+    mesh_axes: MeshAxes = "auto",
+) -> optax.GradientTransformationExtraArgs:
+    """Clips the norm of each leaf separately: g * min(1, max_norm / |g|).
+
+    Args:
+      max_norm: a number at least 0, an array, a schedule, None, a rule of
+        `optaxclip.rules`, or a tree prefix of these.
+      stacked: how many leading axes of a leaf count layers and are not part of one
+        tensor, as in models that `lax.scan` over stacked layers. Each layer is clipped
+        separately. An int, a tree prefix of ints, or a function of the leaf's path
+        ("blocks/w") and the leaf.
+      ord, shrink, eps, nonfinite, mesh_axes: as in `clip_by_global_norm`. Stacked
+        leaves that are split inside shard_map need a PartitionSpec.
+
+    Returns:
+      A transformation whose state is a `ClipState`, read by `metrics`. Its `update`
+      also takes `grad_norm=` and `limit=`, as `tensor_norm` returns norms.
+
+    Raises:
+      ValueError: a negative or NaN limit or eps, an order that is not above 0, an
+        unknown `nonfinite`, a leaf without a limit, `stacked` out of range.
+      TypeError: a limit that is not a number.
+
+    Example:
+      >>> grads = {"w": jnp.array([3.0, 4.0]), "b": jnp.array([0.5])}
+      >>> clipper = optaxclip.clip_by_tensor_norm(1.0)
+      >>> updates, state = clipper.update(grads, clipper.init(grads))
+      >>> print(updates["w"], updates["b"])
+      [0.6 0.8] [0.5]
+    """
+    call = "clip_by_tensor_norm"
+    numbers = {"stacked": stacked, "mesh_axes": mesh_axes}
+    measure = TensorNorm(**check_measure(call, ord, **numbers))
+    options = {"shrink": shrink, "eps": eps, "nonfinite": nonfinite}
+    return make_clipper(measure, max_norm, call=call, name="max_norm", **options)
+
+
+def clip_by_tensor_rms(
+    max_rms: Any,
+    *,
+    stacked: Stacked = None,
+    shrink: Shrink | None = None,
+    eps: ArrayLike = 0.0,
+    nonfinite: str = "propagate",
+    mesh_axes: MeshAxes = "auto",
+) -> optax.GradientTransformationExtraArgs:
+    """Clips the root mean square of each leaf: g * min(1, max_rms / rms(g)).
+
+    Adafactor's clip is `clip_by_tensor_rms(1.0)` after the preconditioner.
+
+    Args:
+      max_rms: a number at least 0, an array, a schedule, None, a rule of
+        `optaxclip.rules`, or a tree prefix of these.
+      stacked, shrink, eps, nonfinite, mesh_axes: as in `clip_by_tensor_norm`.
+
+    Returns:
+      A transformation whose state is a `ClipState`, read by `metrics`.
+
+    Raises:
+      ValueError, TypeError: as `clip_by_tensor_norm`.
+
+    Example:
+      >>> grads = jnp.array([3.0, 4.0, 0.0, 0.0])
+      >>> clipper = optaxclip.clip_by_tensor_rms(1.0)
+      >>> updates, state = clipper.update(grads, clipper.init(grads))
+      >>> print(state.norm, updates)
+      2.5 [1.2 1.6 0.  0. ]
+
+    Reference: Shazeer, Stern, Adafactor: adaptive learning rates with sublinear memory
+    cost, 2018 (arXiv 1804.04235).
+    """
+    call = "clip_by_tensor_rms"
+    numbers = {"stacked": stacked, "mesh_axes": mesh_axes}
+    measure = TensorNorm(**check_measure(call, "rms", **numbers))
+    options = {"shrink": shrink, "eps": eps, "nonfinite": nonfinite}
+    return make_clipper(measure, max_rms, call=call, name="max_rms", **options)
+
+
+def clip_by_average_norm(
+    max_norm: Any,
+    *,
+    stacked: Stacked = None,
+    shrink: Shrink | None = None,
+    eps: ArrayLike = 0.0,
+    nonfinite: str = "propagate",
+    mesh_axes: MeshAxes = "auto",
+) -> optax.GradientTransformationExtraArgs:
+    """Clips the average norm of each leaf, |g| / N for N elements, as TensorFlow does.
+
+    Args:
+      max_norm: a number at least 0, an array, a schedule, None, a rule of
+        `optaxclip.rules`, or a tree prefix of these.
+      stacked, shrink, eps, nonfinite, mesh_axes: as in `clip_by_tensor_norm`.
+
+    Returns:
+      A transformation whose state is a `ClipState`, read by `metrics`.
+
+    Raises:
+      ValueError, TypeError: as `clip_by_tensor_norm`.
+
+    Example:
+      >>> grads = jnp.array([3.0, 4.0, 0.0, 0.0])
+      >>> clipper = optaxclip.clip_by_average_norm(1.0)
+      >>> updates, state = clipper.update(grads, clipper.init(grads))
+      >>> print(state.norm, updates)
+      1.25 [2.4 3.2 0.  0. ]
+
+    Reference: `tf.compat.v1.clip_by_average_norm`.
+    """
+    call = "clip_by_average_norm"
+    numbers = {"stacked": stacked, "mesh_axes": mesh_axes}
+    measure = TensorNorm(**check_measure(call, "average", **numbers))
+    options = {"shrink": shrink, "eps": eps, "nonfinite": nonfinite}
+    return make_clipper(measure, max_norm, call=call, name="max_norm", **options)
+
+
+def clip_by_unitwise_norm(
+    max_norm: Any,
+    *,
+    axis: Axis = None,
+    ord: Ord = None,
+    stacked: Stacked = None,
+    shrink: Shrink | None = None,
+    eps: ArrayLike = 0.0,
+    nonfinite: str = "propagate",
+    mesh_axes: MeshAxes = "auto",
+) -> optax.GradientTransformationExtraArgs:
+    """Clips the norm of each unit: of the weights that feed one output.
+
+    Args:
+      max_norm: as in `clip_by_tensor_norm`. An array may hold one limit for each unit,
+        with the summed axes at size 1.
+      axis: the axes that are summed over (see `unitwise_norm`). None chooses by shape:
+        all axes where at most one is longer than 1, otherwise those before the last,
+        the output of a JAX kernel (axis 0 alone at rank 3). For weights of shape (out,
+        in): `axis=lambda path, x: tuple(range(1, x.ndim)) or None`.
+      ord, stacked, shrink, eps, nonfinite, mesh_axes: as in `clip_by_tensor_norm`.
+
+    Returns:
+      A transformation whose state is a `ClipState`, read by `metrics`.
+
+    Raises:
+      ValueError, TypeError: as `clip_by_tensor_norm`.
+      ValueError: an axis that a leaf does not have.
+
+    Example:
+      >>> grads = jnp.array([[3.0, 0.1], [4.0, 0.0]])
+      >>> clipper = optaxclip.clip_by_unitwise_norm(1.0)
+      >>> updates, state = clipper.update(grads, clipper.init(grads))
+      >>> print(updates)
+      [[0.6 0.1]
+       [0.8 0. ]]
+    """
+    call = "clip_by_unitwise_norm"
+    numbers = {"axis": axis, "stacked": stacked, "mesh_axes": mesh_axes}
+    measure = UnitwiseNorm(**check_measure(call, ord, **numbers))
+    options = {"shrink": shrink, "eps": eps, "nonfinite": nonfinite}
+    return make_clipper(measure, max_norm, call=call, name="max_norm", **options)
+
+
+def clip_by_group_norm(
+    max_norm: Any,
+    labels: Any,
+    *,
+    ord: Ord = None,
+    shrink: Shrink | None = None,
+    eps: ArrayLike = 0.0,
+    nonfinite: str = "propagate",
+    mesh_axes: MeshAxes = "auto",
+) -> optax.GradientTransformationExtraArgs:
+    """Clips the norm of each group of leaves: one norm and one limit for each label.
+
+    Args:
+      max_norm: one limit for every group, or a dict from label to limit. A limit is a
+        number at least 0, an array, a schedule, None or a rule of `optaxclip.rules`.
+      labels: a tree prefix of labels, or a function that makes one from the tree, as in
+        `optax.partition`.
+      ord, shrink, eps, nonfinite, mesh_axes: as in `clip_by_global_norm`.
+
+    Returns:
+      A transformation whose state is a `ClipState`, read by `metrics`. Its `update`
+      also takes `grad_norm=` and `limit=`, as dicts from label to number.
+
+    Raises:
+      ValueError, TypeError: as `clip_by_global_norm`.
+      ValueError: a leaf without a label, or a label without a limit.
+
+    Example:
+      >>> grads = {"w": jnp.array([3.0, 4.0]), "b": jnp.array([0.5])}
+      >>> labels = {"w": "matrix", "b": "vector"}
+      >>> clipper = optaxclip.clip_by_group_norm({"matrix": 1.0, "vector": 0.1}, labels)
+      >>> updates, state = clipper.update(grads, clipper.init(grads))
+      >>> print(updates["w"], updates["b"])
+      [0.6 0.8] [0.1]
+    """
+    call = "clip_by_group_norm"
+    if isinstance(max_norm, dict):
+        check_labels(f"{call}: max_norm must have labels", max_norm)
+    numbers = {"labels": labels, "mesh_axes": mesh_axes}
+    measure = GroupNorm(**check_measure(call, ord, **numbers))
+    options = {"shrink": shrink, "eps": eps, "nonfinite": nonfinite}
+    return make_clipper(measure, max_norm, call=call, name="max_norm", **options)
+
+
+def record_norm(
+    norm: Callable[[Any], Any] = global_norm,
+) -> optax.GradientTransformationExtraArgs:
+    """Clips nothing, and keeps the norms for `metrics`.
+
+    Beside a clipper in the same jitted step it costs nothing, since XLA computes equal
+    sums once.
+
+    Args:
+      norm: from a tree to its norms: `global_norm`, `tensor_norm`, or a function of
+        your own.
+
+    Returns:
+      A transformation whose state is a `ClipState`.
+
+    Example:
+      >>> recorder = optaxclip.record_norm()
+      >>> grads = jnp.array([3.0, 4.0])
+      >>> _, state = recorder.update(grads, recorder.init(grads))
+      >>> print(state.norm)
+      5.0
+    """
+    return make_clipper(OwnNorm(norm), None, call="record_norm", name="norm")
+
+
+def clip_by_block_rms(threshold: Any) -> optax.GradientTransformationExtraArgs:
+    """Clips the root mean square of each leaf, as `optax.clip_by_block_rms`.
+
+    Args:
+      threshold: a number at least 0, or anything else that `clip_by_tensor_rms` takes.
+
+    Returns:
+      A transformation whose state is a `ClipState`.
+
+    Raises:
+      ValueError: a negative or NaN threshold. TypeError: one that is not a number.
+
+    Example:
+      >>> grads = jnp.array([3.0, 4.0, 0.0, 0.0])
+      >>> clipper = optaxclip.clip_by_block_rms(1.0)
+      >>> print(clipper.update(grads, clipper.init(grads))[0])
+      [1.2 1.6 0.  0. ]
+    """
+    call = "clip_by_block_rms"
+    measure = TensorNorm(**check_measure(call, "rms"))
+    return make_clipper(measure, threshold, call=call, name="threshold")

@@ -1,0 +1,232 @@
+"""Clippers with a paper whose limit is a rule: AutoClip, ZClip, AGGC, AdaGN."""
+
+from typing import Any
+
+import optax
+from jax.tree_util import Partial
+
+from .._norms._mesh_axes import MeshAxes
+from ..rules._ema_band import EmaBand
+from ..rules._joined import minimum
+from ..rules._moments_ratio import MomentsRatio
+from ..rules._rule import check_field, number
+from ..rules._windowed_quantile import WindowedQuantile
+from ..rules._z_score import ZScore
+from ..shrinks import normalize
+from ._scope import Scope, clip_at
+
+
+def autoclip(
+    percentile: Any = 10.0,
+    window: Any = 10_000,
+    *,
+    scope: Scope = "global",
+    nonfinite: str = "propagate",
+    mesh_axes: MeshAxes = "auto",
+) -> optax.GradientTransformationExtraArgs:
+    """Clips to a percentile of the norms so far, the current one included.
+
+        limit_t = quantile(norm_1 ... norm_t)
+
+    No norm has to be known beforehand, and the loss may be scaled at will: multiply it
+    by a constant, and limits and norms follow together. A low percentile (the paper's
+    10) makes nearly every step as long as a short one. Norms that grow stay clipped to
+    old values for long.
+
+    Args:
+      percentile: in [0, 100]: 0 clips to the shortest gradient, 100 never clips. A
+        number or a schedule.
+      window: how many norms are kept, at least 1. The paper keeps all: give the number
+        of steps of the run to have that. The length is part of the state: a restored
+        state goes on with its own.
+      scope: "global", "tensor", or labels as for `clip_by_group_norm`.
+      nonfinite, mesh_axes: as in `clip_by_global_norm`.
+
+    Returns:
+      A transformation with a `ClipState`. For each norm it remembers `window` numbers
+      twice, by age and by size.
+
+    Raises:
+      ValueError: a percentile or window out of its range, or an unknown scope.
+        TypeError: something that is no number.
+
+    Example:
+      >>> clipper = optaxclip.autoclip(50)
+      >>> state = clipper.init(jnp.zeros(2))
+      >>> for norm in (1.0, 3.0, 9.0):
+      ...     updates, state = clipper.update(jnp.array([norm, 0.0]), state)
+      ...     print(f"{state.limit:.4f} {updates[0]:.4f}")
+      1.0000 1.0000
+      2.0000 2.0000
+      3.0000 3.0000
+
+    Reference: Seetharaman, Wichern, Pardo, Le Roux, AutoClip: adaptive gradient
+    clipping for source separation networks, 2020 (arXiv 2007.14469).
+    """
+    call = "autoclip"
+    percentile = check_field(call, "percentile", number(highest=100.0), percentile)
+    share = (
+        Partial(_hundredth, percentile) if callable(percentile) else percentile / 100
+    )
+    rule = WindowedQuantile(share, window, current=True)
+    return clip_at(scope, rule, call, nonfinite, mesh_axes)
+
+
+def _hundredth(percentile: Any, step: Any) -> Any:
+    return percentile(step) / 100
+
+
+def zclip(
+    z: Any = 2.5,
+    decay: Any = 0.97,
+    *,
+    cap: Any = None,
+    target: str = "adaptive",
+    warmup: Any = 25,
+    eps: Any = 1e-6,
+    scope: Scope = "global",
+    nonfinite: str = "propagate",
+    mesh_axes: MeshAxes = "auto",
+) -> optax.GradientTransformationExtraArgs:
+    """Clips norms with a z-score above `z`, the further off the more.
+
+        limit_t = mean + (z^2 / score) * deviation    where score > z
+
+    Args:
+      z: a norm with a score above it is clipped. At least 0. A number or a schedule.
+      decay: of the averages for mean and variance, in [0, 1]. A number or a schedule.
+      cap: a fixed limit besides, as the public code has with 1.0. None for the paper's
+        rule. The averages do not depend on it.
+      target: what a clipped norm is brought to: "adaptive" is the equation above,
+        "mean" the mean, "max" z deviations above it.
+      warmup: how many norms are seen before the first is clipped. At least 1.
+      eps: added to the deviation when the score is computed, in units of the norm.
+      scope: "global", "tensor", or labels as for `clip_by_group_norm`.
+      nonfinite, mesh_axes: as in `clip_by_global_norm`.
+
+    Returns:
+      A transformation with a `ClipState`. For each norm it remembers three numbers.
+
+    Raises:
+      ValueError: a number out of its range, or an unknown target or scope. TypeError:
+        something that is no number.
+
+    Example:
+      >>> clipper = optaxclip.zclip(2.0, 0.5, warmup=3)
+      >>> state = clipper.init(jnp.zeros(1))
+      >>> for norm in (1.0, 3.0, 2.0, 9.0):
+      ...     updates, state = clipper.update(jnp.array([norm]), state)
+      >>> print(f"{state.limit:.3f} {updates[0]:.3f}")
+      2.381 2.381
+
+    Reference: Kumar, Owen, Chowdhury, Gura, ZClip: adaptive spike mitigation for LLM
+    pre-training, 2025 (arXiv 2504.02507).
+    """
+    rule = ZScore(z, decay, target=target, warmup=warmup, eps=eps)
+    limit = rule if cap is None else minimum(rule, cap)
+    return clip_at(scope, limit, "zclip", nonfinite, mesh_axes)
+
+
+def aggc(
+    low: Any = 0.95,
+    high: Any = 0.6,
+    *,
+    scope: Scope,
+    decay: Any = 0.95,
+    floor: Any = 0.01,
+    up: Any = 1.1,
+    down: Any = 0.9,
+    raise_small: Any = False,
+    nonfinite: str = "propagate",
+    mesh_axes: MeshAxes = "auto",
+) -> optax.GradientTransformationExtraArgs:
+    """Holds the norm of each group in a band about its own running average.
+
+        new norm = the norm, within [max(floor, low * average), high * average]
+                   and within [down * norm, up * norm]
+
+    A group that explodes does not shorten the others, and one that dies away can be
+    lifted.
+
+    Args:
+      low, high: the edges, as multiples of the average. At least 0. Numbers or
+        schedules.
+      scope: labels as for `clip_by_group_norm`, such as the kind of the layer, or
+        "tensor" or "global".
+      decay: of the average, in [0, 1]. A number or a schedule.
+      floor: the lower edge is at least this, in units of the norm.
+      up: how far one step is lengthened at most, at least 1.
+      down: how far one step is shortened at most, in [0, 1].
+      raise_small: whether norms below the band are lifted. Otherwise they pass.
+      nonfinite, mesh_axes: as in `clip_by_global_norm`.
+
+    Returns:
+      A transformation with a `ClipState`, whose `limit` is the norm that was aimed at.
+      For each norm it remembers two numbers.
+
+    Raises:
+      ValueError: a number out of its range, or an unknown scope. TypeError: something
+        that is no number.
+
+    Example:
+      >>> clipper = optaxclip.aggc(0.5, 1.0, scope="tensor", decay=0.5, down=0.5)
+      >>> state = clipper.init(jnp.zeros(1))
+      >>> for norm in (2.0, 3.0, 9.0):
+      ...     updates, state = clipper.update(jnp.array([norm]), state)
+      ...     print(f"{updates[0]:.4f}")
+      2.0000
+      2.0000
+      4.5000
+
+    Reference: Li, Wu, Chang, AGGC: adaptive group gradient clipping for stabilizing
+    large language model training, 2026 (arXiv 2601.11864).
+    """
+    edges = {"floor": floor, "up": up, "down": down, "raise_small": raise_small}
+    rule = EmaBand(low, high, decay, **edges)
+    return clip_at(scope, rule, "aggc", nonfinite, mesh_axes, shrink=normalize)
+
+
+def adagn(
+    decay1: Any = 0.7,
+    decay2: Any = 0.9,
+    *,
+    eps: Any = 1e-8,
+    scope: Scope = "tensor",
+    nonfinite: str = "propagate",
+    mesh_axes: MeshAxes = "auto",
+) -> optax.GradientTransformationExtraArgs:
+    """Makes each tensor as long as the quotient of its norm's moments, about 1.
+
+        new norm = mean / (sqrt(mean of squares) + eps)
+
+    Every gradient becomes about as long as 1, and less where norms vary, whatever the
+    scale of the loss. Stable-SPAM puts `adaclip` first, then this, then Adam with
+    `reset_momentum`.
+
+    Args:
+      decay1, decay2: of the two moments, in [0, 1]. Numbers or schedules.
+      eps: at least 0, in units of the norm. A number or a schedule.
+      scope: "tensor", "global", or labels as for `clip_by_group_norm`.
+      nonfinite, mesh_axes: as in `clip_by_global_norm`.
+
+    Returns:
+      A transformation with a `ClipState`, whose `limit` is the norm that was aimed at.
+      For each norm it remembers four numbers.
+
+    Raises:
+      ValueError: a number out of its range, or an unknown scope. TypeError: something
+        that is no number.
+
+    Example:
+      >>> clipper = optaxclip.adagn(0.5, 0.5)
+      >>> state = clipper.init(jnp.zeros(1))
+      >>> for norm in (1.0, 1.0, 3.0):
+      ...     updates, state = clipper.update(jnp.array([norm]), state)
+      >>> print(f"{updates[0]:.3f}")
+      0.908
+
+    Reference: Huang et al., Stable-SPAM: how to train in 4-bit more stably than 16-bit
+    Adam, 2025 (arXiv 2502.17055).
+    """
+    rule = MomentsRatio(decay1, decay2, eps=eps)
+    return clip_at(scope, rule, "adagn", nonfinite, mesh_axes, shrink=normalize)

@@ -1,0 +1,217 @@
+"""Clipping by value: every element by itself, between bounds."""
+
+import math
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from .._arguments import broadcasts_to, check_number, check_order, check_state
+from .._norms import _prefix as prefix
+from .._norms._modulus import direction
+
+
+class ClipByValueState(NamedTuple):
+    """The state of `clip_by_value`."""
+
+    step: jax.Array  # int32[]: updates seen, for bounds that follow a schedule
+
+
+def clip_by_value(
+    max_value: Any, min_value: Any = None
+) -> optax.GradientTransformation:
+    """Clips every element to [min_value, max_value], or to [-max_value, max_value].
+
+    Complex elements are limited by modulus and take one bound. NaN stays NaN. An
+    infinite element becomes the bound (a complex one in the direction of its infinite
+    part). Integer leaves keep their dtype: the bounds are rounded inwards. Bools and
+    keys pass. The direction of the gradient changes. No collective is needed.
+
+    Args:
+      max_value: the upper bound: a number, a schedule, an array that broadcasts to each
+        leaf, or a tree prefix of these, of any real dtype. At least 0 when it stands
+        alone.
+      min_value: the lower bound, likewise. None for -max_value.
+
+    Returns:
+      A transformation with a `ClipByValueState`.
+
+    Raises:
+      ValueError: NaN, bounds that are known to leave no room between them, or a bound
+        that does not fit a leaf.
+      TypeError: a bound that is not a real number, or two bounds for a complex leaf.
+
+    Example:
+      >>> clipper = optaxclip.clip_by_value(1.0, -0.5)
+      >>> grads = jnp.array([-3.0, 0.25, 2.0])
+      >>> print(clipper.update(grads, clipper.init(grads))[0])
+      [-0.5   0.25  1.  ]
+
+    Reference: Mikolov, Statistical language models based on neural networks, 2012.
+    """
+    call = "clip_by_value"
+    upper = _bounds(
+        max_value, f"{call}: max_value", 0.0 if min_value is None else -math.inf
+    )
+    lower = (
+        None
+        if min_value is None
+        else _bounds(min_value, f"{call}: min_value", -math.inf)
+    )
+    for low, high in prefix.overlaps(lower, upper) if lower else ():
+        check_order(call, ("min_value", low), ("max_value", high))
+
+    def init(params: Any) -> ClipByValueState:
+        return ClipByValueState(jnp.zeros((), jnp.int32))
+
+    def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
+        check_state(call, state, ClipByValueState)
+        uppers = prefix.lookup(upper, updates, f"{call}: max_value")
+        lowers = (
+            [None] * len(uppers)
+            if lower is None
+            else prefix.lookup(lower, updates, f"{call}: min_value")
+        )
+        paths, treedef = jax.tree_util.tree_flatten_with_path(updates)
+        clipped = [
+            _limit(path, leaf, _now(high, state.step), _now(low, state.step))
+            for (path, leaf), high, low in zip(paths, uppers, lowers)
+        ]
+        return jax.tree.unflatten(treedef, clipped), ClipByValueState(
+            jnp.asarray(optax.safe_increment(state.step))
+        )
+
+    return optax.GradientTransformation(init, update)
+
+
+def clip(max_delta: Any) -> optax.GradientTransformation:
+    """Clips every element to [-max_delta, max_delta], as `optax.clip`.
+
+    Args:
+      max_delta: a bound at least 0, or anything else that `clip_by_value` takes.
+
+    Returns:
+      A transformation with a `ClipByValueState`.
+
+    Raises:
+      ValueError, TypeError: as `clip_by_value`.
+
+    Example:
+      >>> clipper = optaxclip.clip(1.0)
+      >>> grads = jnp.array([-3.0, 0.25])
+      >>> print(clipper.update(grads, clipper.init(grads))[0])
+      [-1.    0.25]
+    """
+    return clip_by_value(max_delta)
+
+
+def _bounds(bound: Any, argument: str, lowest: float) -> prefix.Prefix:
+    table = prefix.freeze(bound, callable)
+    for _, value in table.entries:
+        if not callable(value):
+            check_number(argument, value, lowest=lowest)
+    return table
+
+
+def _now(bound: Any, step: jax.Array) -> Any:
+    return bound(step) if callable(bound) else bound
+
+
+def _limit(path: Any, leaf: Any, high: Any, low: Any) -> Any:
+    """One leaf between its bounds."""
+    dtype = leaf.dtype if hasattr(leaf, "dtype") else jnp.result_type(leaf)
+    if not jnp.issubdtype(dtype, jnp.number):  # bool, float0 or a key
+        return leaf
+    x = jnp.asarray(leaf)
+    for bound in (high, low):
+        if bound is not None and not broadcasts_to(jnp.shape(bound), x.shape):
+            raise ValueError(
+                f"clip_by_value: a bound of shape {jnp.shape(bound)} does not fit the "
+                f"leaf {prefix.name(path)!r} of shape {x.shape}."
+            )
+    if low is not None and _is_complex(x):
+        raise TypeError(
+            f"clip_by_value: the leaf {prefix.name(path)!r} is complex and has no "
+            "order: give one bound, for its modulus."
+        )
+    if low is None and _is_known_whole(high) and not _is_complex(x):
+        low = -_python_ints(high)
+    return _between(x, _held(high, x.dtype), _held(low, x.dtype))
+
+
+def _held(bound: Any, dtype: Any) -> Any:
+    """A bound of whole numbers within the range of a leaf's dtype, exactly: without
+    x64 JAX would cut numbers of 64 bits to 32.
+    """
+    if not _is_known_whole(bound):
+        return bound
+    whole = jnp.issubdtype(dtype, jnp.integer)
+    info, number = (jnp.iinfo(dtype), int) if whole else (jnp.finfo(dtype), float)
+    held = np.clip(_python_ints(bound), number(info.min), number(info.max))
+    return np.asarray(held, info.dtype)
+
+
+def _is_known_whole(bound: Any) -> bool:
+    """Is it an int, or an array of them in NumPy?"""
+    return isinstance(bound, int) or (
+        isinstance(bound, (np.generic, np.ndarray))
+        and (bound.dtype == object or jnp.issubdtype(bound.dtype, jnp.integer))
+    )
+
+
+def _python_ints(bound: Any) -> Any:
+    """Integers that never wrap, in an array of Python objects."""
+    return np.asarray(bound).astype(object)
+
+
+def _is_complex(x: jax.Array) -> bool:
+    return jnp.issubdtype(x.dtype, jnp.complexfloating)
+
+
+@jax.jit
+def _between(x: jax.Array, high: jax.Array, low: jax.Array | None) -> jax.Array:
+    """Selected, not computed, so that what lies inside stays bit for bit. Jitted, so
+    that without jit it is one pass.
+    """
+    if _is_complex(x):
+        size = jnp.abs(x)
+        high = high.astype(size.dtype)
+        return jnp.where(size > high, high * direction(x), x)
+    if jnp.issubdtype(x.dtype, jnp.integer):
+        high, low = _whole_bounds(x.dtype, high, low)
+    high = _filled_like(x, high)
+    # Negated in the leaf's dtype: in that of an unsigned bound it would wrap.
+    low = -high if low is None else _filled_like(x, low)
+    return jnp.where(x > high, high, jnp.where(x < low, low, x))
+
+
+def _filled_like(x: jax.Array, bound: jax.Array) -> jax.Array:
+    if jnp.ndim(bound) == 0:
+        return jax.lax.full_like(x, bound)
+    return jnp.broadcast_to(bound, x.shape).astype(x.dtype)
+
+
+def _whole_bounds(
+    dtype: Any, high: jax.Array, low: jax.Array | None
+) -> tuple[jax.Array, jax.Array]:
+    """Both bounds in an integer dtype: rounded inwards, within its range."""
+    info = jnp.iinfo(dtype)
+
+    def held(bound: jax.Array) -> jax.Array:
+        if jnp.issubdtype(bound.dtype, jnp.floating):
+            return jnp.clip(bound, float(info.min), float(info.max)).astype(dtype)
+        own = jnp.iinfo(bound.dtype)  # numbers beyond it would wrap
+        ends = max(own.min, info.min), min(own.max, info.max)
+        return jnp.clip(bound, *np.array(ends, own.dtype)).astype(dtype)
+
+    top = held(jnp.floor(high))
+    if low is not None:
+        return top, held(jnp.ceil(low))
+    if jnp.issubdtype(high.dtype, jnp.floating):
+        return top, held(jnp.ceil(-high))
+    # 2^31 is no int32, but it wraps to -2^31, which is its own negative.
+    own = jnp.iinfo(high.dtype)
+    nearest = jnp.minimum(high, np.array(min(own.max, -int(info.min)), own.dtype))
+    return top, -nearest.astype(dtype)

@@ -1,0 +1,118 @@
+"""Clippy: no weight moves by more than a share of itself."""
+
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from .._arguments import check_limit, check_params
+from .._core._kernel import make_clipper
+from .._norms._leaves import Stacked, clipped_leaves, params_of
+from .._norms._measures import TensorNorm, check_measure
+from .._norms._mesh_axes import MeshAxes
+
+TINY = 2.0**-126  # the smallest normal float32: bounds below it count as this
+
+
+def clippy(
+    relative: Any = 0.1,
+    absolute: Any = 1e-7,
+    *,
+    stacked: Stacked = None,
+    nonfinite: str = "propagate",
+    mesh_axes: MeshAxes = "auto",
+) -> optax.GradientTransformationExtraArgs:
+    """Scales each tensor so that |u_i| <= relative * |p_i| + absolute for each element.
+
+        s = min(1, min_i (relative * |p_i| + absolute) / |u_i|)        u <- s u
+
+    A norm does not see one coordinate that blows up in a large tensor. The largest
+    ratio of change to weight does. Clippy compares what is added to the weights, so it
+    comes last, after the learning rate: `optax.chain(optax.adagrad(0.001),
+    optaxclip.clippy())`. Its `update` needs params.
+
+        update 0            stays 0, whatever the weights
+        weight 0            moves by at most `absolute`. With absolute=0 its tensor
+                            moves by no more than 2^-126, usually not at all
+        within the bounds   bit for bit the input
+        update NaN or inf   the whole tensor becomes NaN (nonfinite="propagate"), and so
+                            it does where a weight is NaN
+
+    One weight near 0 holds its whole tensor to `absolute`, which therefore decides how
+    fast weights leave 0. In a jitted step on a CPU it needs temporary memory of about
+    three times the updates.
+
+    Args:
+      relative: the share of itself that a weight may move by. At least 0. The code has
+        0.1, the paper also 0.5 with absolute=1e-2.
+      absolute: how far every weight may move. At least 0.
+      stacked: how many leading axes of a leaf count layers (see `tensor_norm`). Each
+        layer is scaled separately.
+      nonfinite, mesh_axes: as in `clip_by_tensor_norm`.
+
+    Returns:
+      A transformation with a `ClipState`, read by `metrics`: the norm is the largest
+      |u_i| of a tensor, the limit how large it may be.
+
+    Raises:
+      ValueError: a negative or NaN bound, or `update` without params.
+      TypeError: a bound that is not a number.
+
+    Example:
+      >>> params, updates = jnp.array([4.0, 1.0]), jnp.array([2.0, 0.1])
+      >>> clipper = optaxclip.clippy(0.1, 0.02)
+      >>> updates, state = clipper.update(updates, clipper.init(params), params)
+      >>> print(updates, f"{state.factor:.4f}")
+      [0.42  0.021] 0.2100
+
+    Reference: Tang et al., Improving training stability for multitask ranking models in
+    recommender systems, 2023 (arXiv 2302.09178). Defaults of TensorFlow Recommenders'
+    ClippyAdagrad.
+    """
+    call = "clippy"
+    check_limit(f"{call}: relative", relative)
+    check_limit(f"{call}: absolute", absolute)
+    numbers = {"stacked": stacked, "mesh_axes": mesh_axes}
+    measure = TensorNorm(**check_measure(call, math.inf, **numbers))
+    kernel = make_clipper(measure, None, call=call, name="limit", nonfinite=nonfinite)
+
+    def update(
+        updates: Any, state: Any, params: Any = None, **_: Any
+    ) -> tuple[Any, Any]:
+        check_params(call, params, "updates")
+        tree = clipped_leaves(updates)
+
+        def strain(update: Any, weight: Any) -> jax.Array:
+            return _strain(update, weight, relative, absolute)
+
+        def limit(norm: jax.Array, strain: jax.Array) -> jax.Array:
+            return _limit(norm, strain, relative, absolute)
+
+        norms = measure(tree).tree()
+        strains = measure(jax.tree.map(strain, tree, params_of(tree, params))).tree()
+        given = {"grad_norm": norms, "limit": jax.tree.map(limit, norms, strains)}
+        return kernel.update(updates, state, params, **given)
+
+    return optax.GradientTransformationExtraArgs(kernel.init, update)
+
+
+@jax.jit
+def _strain(update: Any, weight: Any, relative: Any, absolute: Any) -> jax.Array:
+    """How many times its bound each element is."""
+    wide = np.promote_types(jnp.finfo(jnp.result_type(update)).dtype, np.float32)
+    relative, absolute = (jnp.asarray(x).astype(wide) for x in (relative, absolute))
+    bound = relative * jnp.abs(weight).astype(wide) + absolute
+    return jnp.abs(update).astype(wide) / jnp.maximum(bound, TINY)
+
+
+@jax.jit
+def _limit(
+    norm: jax.Array, strain: jax.Array, relative: Any, absolute: Any
+) -> jax.Array:
+    """How large the largest update may be. A bound of inf sets no limit."""
+    free = jnp.isinf(jnp.asarray(relative)) | jnp.isinf(jnp.asarray(absolute))
+    most = norm / jnp.maximum(strain, 1)
+    return jnp.where(free, jnp.inf, jnp.where(most <= TINY, 0.0, most))

@@ -1,0 +1,129 @@
+"""LARC: the layer-wise learning rate of LARS, but never above the global one."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from .._arguments import check_limit, check_params
+from .._core._kernel import make_clipper
+from .._norms._leaves import Stacked, cast_like, clipped_leaves, params_of, put_back
+from .._norms._measures import TensorNorm, check_measure
+from .._norms._mesh_axes import MeshAxes
+from ..rules._rule import Number, Rule, at_step, number
+
+
+def larc(
+    learning_rate: Any,
+    trust: Any = 0.02,
+    *,
+    weight_decay: Any = 0.0,
+    eps: Any = 1e-8,
+    stacked: Stacked = None,
+    nonfinite: str = "propagate",
+    mesh_axes: MeshAxes = "auto",
+) -> optax.GradientTransformationExtraArgs:
+    """Clips each tensor so that its step is at most `trust` times as long as the
+    weights.
+
+        v = g + weight_decay * p
+        g <- v * min(1, trust * |p| / (|g| + weight_decay * |p| + eps) / learning_rate)
+
+    It stands before SGD with the same learning rate: `optax.chain(optaxclip.larc(0.1),
+    optax.sgd(0.1, momentum=0.9))`. Its `update` needs params. Without weight decay it
+    is `clip_by_tensor_norm` with the limit trust * |p| / learning_rate.
+
+        weights 0, or gradient 0   untouched: neither clipped nor decayed
+        at or below the limit      without weight decay bit for bit the input
+        gradient NaN or inf        the whole tensor becomes NaN (nonfinite="propagate")
+
+    Args:
+      learning_rate: that of the optimizer behind it: a number at least 0 or a schedule.
+      trust: how long a step may be against the weights. At least 0. apex has 0.02, the
+        paper 0.001.
+      weight_decay: added as weight_decay * p before clipping, so leave it out of the
+        optimizer. At least 0.
+      eps: added to the norm of the gradient before dividing. At least 0.
+      stacked, nonfinite, mesh_axes: as in `clip_by_tensor_norm`.
+
+    Returns:
+      A transformation with a `ClipState`, read by `metrics`: the norm is |g| +
+      weight_decay * |p|, the limit trust * |p| / learning_rate.
+
+    Raises:
+      ValueError: a negative or NaN number, or `update` without params.
+      TypeError: something that is not a number.
+
+    Example:
+      >>> params, grads = jnp.array([3.0, 4.0]), jnp.array([0.0, 2.0])
+      >>> clipper = optaxclip.larc(0.1)
+      >>> updates, state = clipper.update(grads, clipper.init(params), params)
+      >>> print(updates, f"{state.limit:.4f}")
+      [0. 1.] 1.0000
+
+    Reference: You, Gitman, Ginsburg, Large batch training of convolutional networks,
+    2017 (arXiv 1708.03888). The minimum with the learning rate is NVIDIA's apex.
+    """
+    call = "larc"
+    check_limit(f"{call}: trust", trust)
+    check_limit(f"{call}: weight_decay", weight_decay)
+    rule = Larc(learning_rate, trust)
+    numbers = {"stacked": stacked, "mesh_axes": mesh_axes}
+    measure = TensorNorm(**check_measure(call, None, **numbers))
+    options = {"eps": eps, "nonfinite": nonfinite}
+    kernel = make_clipper(measure, rule, call=call, name="limit", **options)
+
+    def update(
+        updates: Any, state: Any, params: Any = None, **_: Any
+    ) -> tuple[Any, Any]:
+        check_params(call, params)
+        tree = clipped_leaves(updates)
+        weights = params_of(tree, params)
+        norms, lengths = measure(tree).tree(), measure(weights).tree()
+
+        def decay(*each: Any) -> jax.Array:
+            return _decayed(weight_decay, *each)
+
+        def lengthen(norm: jax.Array, length: jax.Array) -> jax.Array:
+            return norm + jnp.asarray(weight_decay).astype(norm.dtype) * length
+
+        decayed = jax.tree.map(decay, tree, weights, norms, lengths)
+        longer = jax.tree.map(lengthen, norms, lengths)
+        changed = put_back(decayed, updates)
+        return kernel.update(changed, state, params, grad_norm=longer)
+
+    return optax.GradientTransformationExtraArgs(kernel.init, update)
+
+
+class Larc(Rule):
+    """limit = trust * |p| / learning_rate, and none for weights or a rate of 0."""
+
+    learning_rate: Number = number()
+    trust: Number = number()
+
+    @property
+    def needs_params(self) -> bool:
+        return True
+
+    def update(
+        self, norm: jax.Array, memory: Any, step: jax.Array, params_norm: jax.Array
+    ) -> Any:
+        rate, trust = at_step(step, norm, self.learning_rate, self.trust)
+        length = params_norm.astype(norm.dtype)
+        free = (length == 0) | (rate == 0)
+        limit = trust * length / jnp.where(free, 1.0, rate)
+        return jnp.where(free, jnp.inf, limit), memory
+
+
+@jax.jit
+def _decayed(
+    weight_decay: Any, grad: Any, weight: Any, norm: jax.Array, length: jax.Array
+) -> jax.Array:
+    """The gradient with weight decay, in its own dtype. As it is where either is 0."""
+    decay = jnp.asarray(weight_decay).astype(norm.dtype)
+    wide = np.promote_types(jnp.result_type(grad), norm.dtype)
+    added = decay.astype(wide) * jnp.asarray(weight).astype(wide)
+    decayed = cast_like(jnp.asarray(grad).astype(wide) + added, grad)
+    return jnp.where((norm == 0) | (length == 0) | (decay == 0), grad, decayed)

@@ -1,0 +1,164 @@
+"""SPAM: a coordinate whose square is thousands of times its usual square is a spike,
+and is cut down.
+
+    g_i <- sign(g_i) sqrt(threshold * v_i)      where g_i^2 > threshold * v_i
+    v_i <- decay * v_i + (1 - decay) * g_i^2    with the clipped g_i
+
+The paper pairs it with a reset of Adam's moments every `every` steps, after which the
+learning rate rises again along a cosine:
+
+    optax.chain(
+        spam(),
+        reset_momentum(optax.scale_by_adam(), every=500, warmup=150),
+        optax.scale_by_learning_rate(1e-3),
+    )
+
+Reference: Huang et al., SPAM: spike-aware Adam with momentum reset for stable LLM
+training, 2025 (arXiv 2501.06842).
+"""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from .._arguments import check_number, check_state
+from .._norms._leaves import cast_like, clipped_leaves, put_back
+from .._norms._modulus import direction, norm_dtype, wide_dtype
+from .._norms._prefix import is_none
+from .._norms._types import typed_as, types_of
+from .._wrappers._reset_momentum import steps_since_reset
+from ..rules._rule import at_step, check_field, check_length, number
+
+
+class SpamState(NamedTuple):
+    """The state of `spam`."""
+
+    step: jax.Array  # int32[]: updates seen
+    # float32[...] for each clipped leaf (float64 if it has 64 bits): the average of
+    # squares, not corrected for its start
+    second_moment: Any
+
+
+def spam(
+    threshold: Any = 5000.0, *, decay: Any = 0.999, warmup: Any = 20, every: Any = 500
+) -> optax.GradientTransformationExtraArgs:
+    """Cuts coordinates down to sqrt(threshold * v), v the average of their squares.
+
+        g_i <- sign(g_i) sqrt(threshold * v_i)      where g_i^2 > threshold * v_i
+        v_i <- decay * v_i + (1 - decay) * g_i^2    with the clipped g_i
+
+    In the paper v is Adam's. Here it is a buffer of its own, as large as the
+    parameters, unless `update(..., second_moment=v)` passes one in. A coordinate that
+    is NaN stays NaN, and an infinite one becomes the limit. Neither enters the average.
+    Complex coordinates are limited by modulus.
+
+    Args:
+      threshold: how many times its usual square a square may be. At least 0. A number
+        or a schedule.
+      decay: of the average, in [0, 1]. A number or a schedule.
+      warmup: the number of the first update that is clipped, and how many updates from
+        each reset on are not, because v has seen too little by then. Where v is 0,
+        nothing is clipped either. At least 0.
+      every: the average starts anew before each update whose number is a multiple of
+        this, as in `reset_momentum`. None for never. A whole number, at least 1.
+
+    Returns:
+      A transformation with a `SpamState`. `update(..., second_moment=v)` uses another
+      average, a tree like the updates, and leaves its own unchanged.
+
+    Raises:
+      ValueError: a number out of its range, or an `every` that is not whole.
+      TypeError: something else that is not a number.
+
+    Example:
+      >>> clipper = optaxclip.spam(16.0, decay=0.75, warmup=0)
+      >>> state = clipper.init(jnp.zeros(2))
+      >>> _, state = clipper.update(jnp.array([1.0, 1.0]), state)
+      >>> updates, state = clipper.update(jnp.array([9.0, 1.0]), state)
+      >>> print(updates)
+      [2. 1.]
+
+    Reference: Huang et al., SPAM: spike-aware Adam with momentum reset for stable LLM
+    training, 2025 (arXiv 2501.06842). The public code makes a coordinate 0 whose v is
+    0. It does not reset the count that corrects Adam's moments. Here the whole state
+    starts anew.
+    """
+    call = "spam"
+    threshold = check_field(call, "threshold", number(), threshold)
+    decay = check_field(call, "decay", number(highest=1.0), decay)
+    check_number(f"{call}: warmup", warmup)
+    if every is not None:
+        check_length(f"{call}: every", every)
+
+    def init(params: Any) -> SpamState:
+        moment = jax.tree.map(_no_squares, types_of(clipped_leaves, params))
+        return SpamState(jnp.zeros((), jnp.int32), moment)
+
+    def update(
+        updates: Any,
+        state: Any,
+        params: Any = None,
+        *,
+        second_moment: Any = None,
+        **_: Any,
+    ) -> tuple[Any, SpamState]:
+        check_state(call, state, SpamState)
+        step, tree = state.step, clipped_leaves(updates)
+        since = steps_since_reset(step, every)
+
+        def started_anew(v: jax.Array) -> jax.Array:
+            return jnp.where(since == 0, jnp.zeros_like(v), v)
+
+        def cut(x: Any, v: jax.Array) -> Any:
+            if x is None:
+                return None
+            (limit,) = at_step(step, v, threshold)
+            return _cut_spikes(x, v, limit, since >= warmup)
+
+        def learn(x: Any, clipped: Any, v: jax.Array) -> jax.Array:
+            (keep,) = at_step(step, v, decay)
+            return v if x is None else _blend(x, clipped, v, keep)
+
+        own = jax.tree.map(started_anew, state.second_moment)
+        usual = own if second_moment is None else second_moment
+        clipped = jax.tree.map(cut, tree, usual, is_leaf=is_none)
+        moment = state.second_moment
+        if second_moment is None:
+            moment = jax.tree.map(learn, tree, clipped, own, is_leaf=is_none)
+        new = SpamState(jnp.asarray(optax.safe_increment(step)), moment)
+        return put_back(clipped, updates), new
+
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+def _no_squares(kind: Any) -> jax.Array:
+    """The average of a leaf of this type before the first step."""
+    return typed_as(jnp.zeros(kind.shape, norm_dtype([kind])), kind)
+
+
+def _cut_spikes(
+    x: Any, v: jax.Array, threshold: jax.Array, warm: jax.Array
+) -> jax.Array:
+    """A leaf with its spikes cut down."""
+    limit, wide = jnp.sqrt(threshold) * jnp.sqrt(v), _widened(x)
+    spike = (_size(x, v) > limit) & (v > 0) & warm
+    short = direction(wide) * limit.astype(jnp.finfo(wide.dtype).dtype)
+    return jnp.where(spike, cast_like(short, x), x)
+
+
+def _blend(x: Any, clipped: Any, v: jax.Array, decay: jax.Array) -> jax.Array:
+    """The average of squares after a step."""
+    new = decay * v + (1 - decay) * _size(clipped, v) ** 2
+    return jnp.where(jnp.isfinite(_widened(x)), new, v)
+
+
+def _widened(x: Any) -> jax.Array:
+    """In at least 32 bits. NumPy promotes floats of 8 bits too, which JAX refuses."""
+    x = jnp.asarray(x)
+    return x.astype(wide_dtype(x))
+
+
+def _size(x: Any, like: jax.Array) -> jax.Array:
+    return jnp.abs(_widened(x)).astype(like.dtype)

@@ -1,0 +1,240 @@
+"""How the norms of a step are arranged in the blocks of a state.
+
+    scalar norms that share a rule    one block, a vector
+    a norm that is an array           a block of its own
+
+A leaf that is None in one step has no norm there. Its entry in the blocks of that step
+is 0, and the state keeps what it knew.
+"""
+
+from dataclasses import fields
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.core import Tracer
+
+from .._arguments import held_in
+from .._norms import _prefix as prefix
+from .._norms._measures import Norms, Place
+from .._norms._types import typed_as
+from ..rules._constant import Constant
+from ..rules._joined import Joined
+from ..rules._rule import Rule, is_rule
+from ._limits import check_shape
+from ._state import Entry
+
+
+class Source(NamedTuple):
+    """Where a block of the state comes from."""
+
+    block: int | None  # the block of this step, None if all of it is missing
+    take: list[int] | None  # its rows, None for all as they are
+    put: list[int] | None  # where they go, None for the whole block
+    numbers: list[int]  # the norms in it
+
+
+class Arrangement(NamedTuple):
+    """From the blocks of a step to the blocks of a state."""
+
+    sources: list[Source]
+    kept: list[Any]  # arrays in the form of the state's blocks
+
+    def arrange(self, blocks: list[jax.Array]) -> list[jax.Array]:
+        """Numbers of this step in the blocks of the state. Missing ones are 0."""
+        arranged = []
+        for source, old in zip(self.sources, self.kept):
+            block = jnp.zeros_like(old)
+            if source.block is not None:
+                block = blocks[source.block]
+                block = block if source.take is None else block[jnp.array(source.take)]
+                if source.put is not None:
+                    block = jnp.zeros_like(old).at[jnp.array(source.put)].set(block)
+            arranged.append(block)
+        return arranged
+
+    def places(self, norms: Norms) -> list[Place]:
+        """Where each norm of this step is in the blocks of the state."""
+        places = [Place(0, None)] * len(norms.places)
+        for block, source in enumerate(self.sources):
+            rows = source.put or range(len(source.numbers))
+            for number, row in zip(source.numbers, rows):
+                is_array = norms.places[number].row is None
+                places[number] = Place(block, None if is_array else row)
+        return places
+
+    def keep_missing(self, new: list[Any], old: list[Any]) -> list[Any]:
+        """The new entries of norms that this step has, and the old ones of the rest."""
+        found = []
+        for source, one, other in zip(self.sources, new, old):
+            if source.block is None:
+                one = other
+            elif source.put is not None:
+                one = _put_rows(source.put, one, other)
+            found.append(one)
+        return found
+
+
+def arrangement(
+    norms: Norms, names: list[list[str]], kept: list[Any], call: str
+) -> Arrangement:
+    """How norms fit into a state whose blocks have these names.
+
+    Raises:
+      ValueError: a norm that the state does not have, or has in another shape.
+    """
+    number_of = {name: i for i, name in enumerate(prefix.names(norms.paths))}
+    known = {name for block in names for name in block}
+    if not set(number_of) <= known or len(names) != len(kept):
+        raise ValueError(
+            f"{call}: state was made for norms of {_shown(known)}, but the updates "
+            f"have norms of {_shown(number_of)}."
+        )
+    sources = []
+    for block, old in zip(names, kept):
+        numbers = [number_of[name] for name in block if name in number_of]
+        sources.append(_source(norms, block, numbers, number_of))
+        if numbers:
+            _check_old(norms, numbers[0], old, len(block), call)
+    return Arrangement(sources, kept)
+
+
+def _put_rows(rows: list[int], new: Any, old: Any) -> Any:
+    """The old arrays with some rows of the new ones."""
+    where = jnp.array(rows)
+    return jax.tree.map(lambda a, b: b.at[where].set(a[where]), new, old)
+
+
+def _source(
+    norms: Norms, block: list[str], numbers: list[int], number_of: dict[str, int]
+) -> Source:
+    if not numbers:
+        return Source(None, None, None, [])
+    place = norms.places[numbers[0]]
+    if place.row is None:
+        return Source(place.block, None, None, numbers)
+    rows = [norms.places[number].row or 0 for number in numbers]
+    all_rows = list(range(norms.blocks[place.block].shape[0]))
+    present = [position for position, name in enumerate(block) if name in number_of]
+    take = None if rows == all_rows else rows
+    put = None if len(present) == len(block) else present
+    return Source(place.block, take, put, numbers)
+
+
+def _check_old(norms: Norms, number: int, old: Any, count: int, call: str) -> None:
+    place = norms.places[number]
+    shape = norms.blocks[place.block].shape if place.row is None else (count,)
+    if jnp.shape(old) != shape:
+        raise ValueError(
+            f"{call}: state was made for norms of shape {jnp.shape(old)} where the "
+            f"updates have norms of shape {shape}."
+        )
+
+
+def rules_of_norms(rules: Any, norms: Norms, argument: str) -> list[Rule]:
+    """The rule of each norm, from one rule or a tree prefix of rules.
+
+    Raises:
+      ValueError: a norm without a rule, a rule without a norm, or an array that is not
+        one number for each entry of a norm.
+    """
+    numbers = list(range(len(norms.places)))
+    if is_rule(rules):
+        found = [rules] * len(numbers)
+    else:
+        table = prefix.freeze(rules, is_rule)
+        found = prefix.lookup(table, norms.treedef.unflatten(numbers), argument)
+    for rule, place in zip(found, norms.places):
+        own = norms.blocks[place.block].shape if place.row is None else ()
+        for shape in _shapes(rule):
+            check_shape(shape, own, argument)
+    return found
+
+
+def names_by_rule(rules: list[Rule], norms: Norms) -> list[list[str]]:
+    """The names of the norms in each block: scalar norms with one rule together.
+
+    Constant limits count as one rule.
+    """
+    blocks: dict[Any, list[str]] = {}
+    for name, rule, place in zip(prefix.names(norms.paths), rules, norms.places):
+        shared = "constant" if _is_constant(rule) else id(rule)
+        key = ("array", place.block) if place.row is None else ("scalars", shared)
+        blocks.setdefault(key, []).append(name)
+    return list(blocks.values())
+
+
+def rule_of_block(rules: list[Rule], source: Source, norm: jax.Array) -> Rule:
+    """The rule of a block. Different constant limits become a vector."""
+    own = [rules[number] for number in source.numbers]
+    if len({id(rule) for rule in own}) == 1:
+        return own[0]
+    limits = [held_in(norm.dtype, _limit(rule)) for rule in own]
+    vector = jnp.stack(limits)
+    if source.put is not None:
+        vector = jnp.zeros_like(norm).at[jnp.array(source.put)].set(vector)
+    return Constant(vector)
+
+
+def first_entry(norms: Norms, rules: list[Rule], names: list[str]) -> Entry:
+    """A block of the first state, from the types of norms."""
+    number = prefix.names(norms.paths).index(names[0])
+    place = norms.places[number]
+    kind = norms.blocks[place.block]
+    shape = kind.shape if place.row is None else (len(names),)
+
+    def filled(value: Any, dtype: Any) -> jax.Array:
+        return typed_as(jnp.full(shape, value, dtype), kind)
+
+    memory = rules[number].init(filled(0, kind.dtype))
+    memory = jax.tree.map(lambda x: typed_as(jnp.asarray(x), kind), memory)
+    return Entry(
+        norm=filled(0, kind.dtype),
+        limit=filled(jnp.inf, kind.dtype),
+        factor=filled(1, kind.dtype),
+        clipped=filled(0, jnp.int32),
+        nonfinite=filled(0, jnp.int32),
+        memory=memory,
+    )
+
+
+def check_memory(rule: Rule, norm: jax.Array, memory: Any, call: str) -> None:
+    """Raises for the memory of another rule.
+
+    The length of a window is not compared. Under jit it is a traced number.
+    """
+    known = jax.tree.map(lambda x: 1 if isinstance(x, Tracer) else x, rule)
+    wanted = jax.eval_shape(known.init, norm)
+    if not jax.tree.leaves((wanted, memory)):
+        return
+    if jax.tree.structure(wanted) != jax.tree.structure(memory):
+        wanted, found = (_form(tree) for tree in (wanted, memory))
+        raise ValueError(
+            f"{call}: state must hold what its rule remembers, of the form {wanted}, "
+            f"got {found}."
+        )
+
+
+def _form(tree: Any) -> Any:
+    return jax.tree.map(lambda x: f"{x.dtype}{list(x.shape)}", tree)
+
+
+def _is_constant(rule: Rule) -> bool:
+    return isinstance(rule, Constant) and not callable(rule.limit)
+
+
+def _limit(rule: Rule) -> Any:
+    return rule.limit if isinstance(rule, Constant) else None
+
+
+def _shapes(rule: Rule) -> list[Any]:
+    """The shapes of the numbers of a rule."""
+    if isinstance(rule, Joined):
+        return [shape for each in rule.rules for shape in _shapes(each)]
+    values = [getattr(rule, field.name) for field in fields(rule)]
+    return [value.shape for value in values if hasattr(value, "shape")]
+
+
+def _shown(names: Any) -> str:
+    shown = [repr(name) if name else "everything" for name in sorted(names)]
+    return ", ".join(shown) or "nothing"

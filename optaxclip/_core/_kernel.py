@@ -1,0 +1,300 @@
+"""The kernel: measure, limit, shrink.
+
+    measure    how long is it?        updates -> norms
+    limit      how long may it be?    norms, memory -> limits
+    shrink     what if it is longer?  norms, limits -> new norms
+
+`clip_by` joins the three into an optax transformation and does the rest once for all of
+them: zero, NaN, counters, state.
+
+Under jit the updates are read once for the norms and multiplied where the optimizer
+reads them. Without jit the whole update is one compiled call.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.typing import ArrayLike
+
+from .._arguments import check_nonfinite, check_number, check_params, check_state
+from .._norms._leaves import clipped_leaves, params_of, put_back
+from .._norms._measures import GlobalNorm, Measure, Norms, OwnNorm, in_blocks
+from .._norms._types import in_manual_mesh, split_as, types_of
+from ..rules._constant import rule_of, rules_of
+from ..rules._rule import is_rule
+from ..shrinks import Shrink, shrink_of
+from ._blocks import (
+    Arrangement,
+    arrangement,
+    check_memory,
+    first_entry,
+    names_by_rule,
+    rule_of_block,
+    rules_of_norms,
+)
+from ._factors import multiply, reported, root_between, zero_where_zero
+from ._limits import limit_of
+from ._nonfinite import raise_nonfinite
+from ._state import (
+    ClipState,
+    Entry,
+    is_placeholder,
+    pack,
+    state_of_placeholder,
+    unpack,
+)
+
+
+class Settings(NamedTuple):
+    """What is static in a clipper. Clippers with equal settings share a program."""
+
+    call: str  # the function that the user called
+    limit: str  # the name of its limit
+    measure: Measure
+    shrink: Shrink
+    nonfinite: str
+    no_limit: bool  # the limit is None, known before any program is traced
+
+    @property
+    def argument(self) -> str:
+        return f"{self.call}: {self.limit}"
+
+
+def clip_by(
+    norm: Callable[[Any], Any],
+    limit: Any,
+    shrink: Shrink | str | None = None,
+    *,
+    eps: ArrayLike = 0.0,
+    nonfinite: str = "propagate",
+) -> optax.GradientTransformationExtraArgs:
+    """Makes a clipper of a norm, a limit and a shrink.
+
+    Every part of the updates that has a norm is multiplied by new_norm / norm, where
+    new_norm = shrink(norm + eps, limit).
+
+    Args:
+      norm: from a tree to its norms: `global_norm`, `tensor_norm`, `unitwise_norm`, or
+        any function whose result is a tree prefix of its argument.
+      limit: a number at least 0, an array, a schedule, a rule of `optaxclip.rules`,
+        None for no limit, or a tree prefix of these.
+      shrink: from norm and limit to the norm that the updates get. None is
+        `shrinks.hard`. A shrink that returns the norm itself leaves the updates bit for
+        bit.
+      eps: added to the norm before it is compared and divided by. 1e-6 gives torch's
+        numbers. At least 0.
+      nonfinite: what becomes of updates whose norm is NaN or inf. "propagate" makes all
+        that was measured together NaN, so that a broken step is seen and never half
+        applied. "zero" makes it zero. "raise" raises FloatingPointError outside jit and
+        is a `checkify.check` inside. A limit that is set to inf or None touches
+        nothing.
+
+    Returns:
+      A transformation with a `ClipState`. Its `update` also takes `grad_norm=`, norms
+      measured elsewhere, and `limit=`, limits for this step alone. Both have the
+      structure that `norm` returns.
+
+    Raises:
+      ValueError: a negative or NaN limit or eps, or an unknown `nonfinite`.
+      TypeError: a limit that is not a number.
+
+    Example:
+      >>> smooth = optaxclip.shrinks.smooth()
+      >>> clipper = optaxclip.clip_by(optaxclip.global_norm, 1.0, smooth)
+      >>> grads = jnp.array([3.0, 4.0])
+      >>> updates, state = clipper.update(grads, clipper.init(grads))
+      >>> print(f"{optaxclip.global_norm(updates):.4f}")
+      0.8333
+    """
+    names = {"call": "clip_by", "name": "limit"}
+    options = {"shrink": shrink, "eps": eps, "nonfinite": nonfinite}
+    return make_clipper(OwnNorm(norm), limit, **names, **options)
+
+
+def make_clipper(
+    measure: Measure,
+    limit: Any,
+    *,
+    call: str,
+    name: str,
+    shrink: Shrink | str | None = None,
+    eps: ArrayLike = 0.0,
+    nonfinite: str = "propagate",
+) -> optax.GradientTransformationExtraArgs:
+    """Makes a clipper. `call` and `name` are what errors call it and its limit."""
+    check_nonfinite(call, nonfinite)
+    check_number(f"{call}: eps", eps)
+    shrink = shrink_of(shrink, call)
+    settings = Settings(call, name, measure, shrink, nonfinite, limit is None)
+    one_norm = isinstance(measure, GlobalNorm)
+    rules = (rule_of if one_norm else rules_of)(limit, settings.argument)
+
+    def init(params: Any) -> Any:
+        return _first_state(settings, rules, params)
+
+    def update(
+        updates: Any,
+        state: Any,
+        params: Any = None,
+        *,
+        grad_norm: Any = None,
+        limit: Any = None,
+        **_: Any,
+    ) -> tuple[Any, Any]:
+        check_state(call, state, ClipState)
+        tree = clipped_leaves(updates)
+        weights = None if params is None else params_of(tree, params)
+        given = grad_norm, limit
+        clipped, new = _update(settings, rules, eps, tree, state, weights, given)
+        if nonfinite == "raise":
+            raise_nonfinite(call, measure, new, tree)
+        return put_back(clipped, updates), new
+
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+def _first_state(settings: Settings, rules: Any, params: Any) -> ClipState:
+    if is_placeholder(params):
+        memory = rules.init(jnp.zeros(())) if is_rule(rules) else jnp.zeros(())
+        return state_of_placeholder(memory)
+    measure = settings.measure
+    if not in_manual_mesh():
+        measure = measure.without_devices()
+    found: list[Norms] = []
+
+    def blocks_of(tree: Any) -> list[jax.Array]:
+        found.append(measure(tree))
+        return found[0].blocks
+
+    types = types_of(blocks_of, clipped_leaves(params))
+    norms = found[0]._replace(blocks=types)
+    of_norm = rules_of_norms(rules, norms, settings.argument)
+    names = names_by_rule(of_norm, norms)
+    entries = [first_entry(norms, of_norm, block) for block in names]
+    return pack(names, jnp.zeros((), jnp.int32), entries)
+
+
+# Jitted at module level, so that clippers with equal settings share one compilation,
+# even when they are built again in every step.
+@partial(jax.jit, static_argnums=0)
+def _update(
+    settings: Settings,
+    rules: Any,
+    eps: Any,
+    tree: Any,
+    state: ClipState,
+    params: Any,
+    given: tuple[Any, Any],
+) -> tuple[Any, ClipState]:
+    """One update: measure, limit, shrink."""
+    norms = settings.measure(tree)
+    if given[0] is not None:
+        norms = norms._replace(blocks=_given("grad_norm", given[0], norms, settings))
+    names, old = unpack(state)
+    fit = arrangement(norms, names, [entry.norm for entry in old], settings.call)
+
+    blocks = fit.arrange(norms.blocks)
+    limits, memories = _limits(settings, rules, fit, norms, params, state.step, old)
+    if given[1] is not None:
+        limits = fit.arrange(_given("limit", given[1], norms, settings))
+    new_norms = [
+        _shrink(settings, eps, *each) for each in zip(blocks, limits, memories)
+    ]
+
+    updates = tree
+    # Multiplied by 1, they would be other values to XLA, and read again by the next
+    # clipper of a chain.
+    if given[1] is not None or not settings.no_limit:
+        roots = [root_between(*each) for each in new_norms]
+        norms = norms._replace(blocks=blocks, places=fit.places(norms))
+        updates = multiply(tree, norms, roots)
+        if settings.nonfinite == "zero":
+            updates = zero_where_zero(updates, norms, roots)
+    entries = [_count(*each) for each in zip(old, blocks, limits, new_norms, memories)]
+    step = jnp.asarray(optax.safe_increment(state.step))
+    return updates, pack(names, step, fit.keep_missing(entries, old))
+
+
+def _limits(
+    settings: Settings,
+    rules: Any,
+    fit: Arrangement,
+    norms: Norms,
+    params: Any,
+    step: jax.Array,
+    old: list[Entry],
+) -> tuple[list[jax.Array], list[Any]]:
+    """The limit and the new memory of each block."""
+    of_norm = rules_of_norms(rules, norms, settings.argument)
+    weights: list[Any] = [None] * len(old)
+    if any(rule.needs_params for rule in of_norm):
+        check_params(settings.call, params)
+        weights = fit.arrange(settings.measure(params).blocks)
+    limits, memories = [], []
+    for source, norm, entry, weight in zip(
+        fit.sources, fit.arrange(norms.blocks), old, weights
+    ):
+        if source.block is None:
+            limit, memory = entry.limit, entry.memory
+        else:
+            rule = rule_of_block(of_norm, source, norm)
+            check_memory(rule, norm, entry.memory, settings.call)
+            asked = rule, norm, entry.memory, step, weight
+            limit, memory = limit_of(*asked, argument=settings.argument)
+        limits.append(limit)
+        memories.append(memory)
+    return limits, memories
+
+
+def _shrink(
+    settings: Settings, eps: Any, norm: jax.Array, limit: jax.Array, memory: Any
+) -> tuple[jax.Array, jax.Array]:
+    """(norm, new norm). Only their quotient counts. Equal: leave the updates alone."""
+    finite = jnp.isfinite(norm)
+    # An infinite limit that was set only measures. A rule that has none yet still lets
+    # no broken step through.
+    off = limit == jnp.inf
+    if jax.tree.leaves(memory):
+        off = off & finite
+    long = norm + jnp.asarray(eps).astype(norm.dtype)
+    broken = ~finite | jnp.isnan(limit)
+    instead = 0.0 if settings.nonfinite == "zero" else jnp.nan
+    short = jnp.where(broken, instead, settings.shrink(long, limit))
+    return jnp.where(off, 1.0, long), jnp.where(off, 1.0, short)
+
+
+def _count(
+    old: Entry, norm: jax.Array, limit: jax.Array, new_norm: Any, memory: Any
+) -> Entry:
+    """The state of a block after a step."""
+    before, after = new_norm
+    broken = ~jnp.isfinite(norm) | jnp.isnan(limit)
+    changed = ~broken & (after != before)
+    return Entry(
+        norm=norm.astype(old.norm.dtype),
+        limit=limit.astype(old.limit.dtype),
+        factor=reported(before, after).astype(old.factor.dtype),
+        clipped=old.clipped + changed.astype(jnp.int32),
+        nonfinite=old.nonfinite + broken.astype(jnp.int32),
+        memory=memory,
+    )
+
+
+def _given(
+    argument: str, tree: Any, norms: Norms, settings: Settings
+) -> list[jax.Array]:
+    """Norms or limits of the user's, in blocks, once they are seen to fit."""
+    wanted = norms.tree()
+    shapes, found = (jax.tree.map(jnp.shape, x) for x in (wanted, tree))
+    if jax.tree.structure(tree) != jax.tree.structure(wanted) or shapes != found:
+        raise ValueError(
+            f"{settings.call}: {argument} must have the structure and shapes of the "
+            f"norms that it measures, {shapes}, got {tree}."
+        )
+    blocks = in_blocks(jax.tree.leaves(tree), norms.places)
+    pairs = zip(blocks, norms.blocks)
+    return [split_as(x.astype(y.dtype), jax.typeof(y)) for x, y in pairs]

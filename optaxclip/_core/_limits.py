@@ -1,0 +1,65 @@
+"""The second step of an update: from norms and memories to limits."""
+
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from .._arguments import held_in
+from .._norms._types import split_as, typed_as
+from ..rules._rule import Rule
+
+
+@partial(jax.jit, static_argnames=("argument", "signed"))
+def limit_of(
+    rule: Rule,
+    norm: jax.Array,
+    memory: Any,
+    step: jax.Array,
+    params_norm: Any = None,
+    *,
+    argument: str,
+    signed: bool = False,
+) -> tuple[jax.Array, Any]:
+    """Asks a rule: (limit, memory).
+
+    The limit has the norm's dtype and shape, and is at least 0. NaN, inf and 0 leave
+    the memory unchanged. `signed`: the value is a loss rather than a norm, so it and
+    its limit may be 0 or negative.
+    """
+    extra = (params_norm,) if rule.needs_params else ()
+    asked = memory if jax.tree.leaves(memory) else rule.init(norm)
+    limit, new = rule.update(lax.stop_gradient(norm), asked, step, *extra)
+    check_shape(jnp.shape(limit), norm.shape, argument)
+    limit = held_in(norm.dtype, limit)
+    if not signed:
+        limit = jnp.maximum(limit, 0)
+    limit = typed_as(jnp.broadcast_to(limit, norm.shape), jax.typeof(norm))
+    if not jax.tree.leaves(memory):
+        return limit, memory
+    learns = jnp.isfinite(norm) & ~jnp.isnan(limit)
+    return limit, keep_where(learns if signed else learns & (norm > 0), new, memory)
+
+
+@jax.jit
+def keep_where(wanted: jax.Array, new: Any, old: Any) -> Any:
+    """The new memory where it is wanted, elementwise by norm, and the old elsewhere."""
+
+    def choose(new: Any, old: jax.Array) -> jax.Array:
+        new = split_as(jnp.asarray(new).astype(old.dtype), jax.typeof(old))
+        mask = wanted.reshape(wanted.shape + (1,) * (new.ndim - wanted.ndim))
+        return jnp.where(mask, new, old)
+
+    return jax.tree.map(choose, new, old)
+
+
+def check_shape(shape: Any, own: tuple[int, ...], argument: str) -> None:
+    """Raises where a limit does not broadcast to a norm."""
+    fits = zip(shape[::-1], own[::-1])
+    if len(shape) > len(own) or not all(a in (1, b) for a, b in fits):
+        raise ValueError(
+            f"{argument} must be a number for each norm: its shape {shape} does not "
+            f"fit norms of shape {own}."
+        )

@@ -1,0 +1,42 @@
+"""A clipper applied once: tree in, tree and norms out, with no state to carry.
+
+The functions of `dropin` and `clip_cotangent` are made of it.
+"""
+
+from typing import Any
+
+from jax.typing import ArrayLike
+
+from .._norms._measures import Measure
+from ._kernel import make_clipper
+
+
+def clip_once(
+    tree: Any,
+    limit: Any,
+    measure: Measure,
+    *,
+    call: str,
+    name: str,
+    eps: ArrayLike = 0.0,
+    nonfinite: str = "propagate",
+    grad_norm: Any = None,
+) -> tuple[Any, Any]:
+    """Clips every norm of a tree to at most `limit`.
+
+    Args:
+      tree: a pytree of arrays.
+      limit: a number or array at least 0, or None to only measure.
+      measure: what is measured together. Equal calls share one compilation.
+      call, name: what errors call the function and its limit.
+      eps, nonfinite, grad_norm: as in `clip_by` and its update.
+
+    Returns:
+      The tree, and its norms before clipping, without eps, as `ClipState.norm` holds
+      them: for one norm of everything a scalar.
+    """
+    options = {"eps": eps, "nonfinite": nonfinite}
+    clipper = make_clipper(measure, limit, call=call, name=name, **options)
+    state: Any = clipper.init(tree)
+    clipped, state = clipper.update(tree, state, grad_norm=grad_norm)
+    return clipped, state.norm

@@ -1,0 +1,102 @@
+"""Sums and maxima over devices: one collective for all norms of a clipper.
+
+    names of a block = the mesh axes that split what it sums
+    all blocks with names take the union of them, unless a norm stays split over one
+    blocks with the same names travel as one vector, in one psum or pmax
+
+Outside shard_map and pmap arrays are global, no block has names, and XLA adds the
+collectives itself.
+"""
+
+import math
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from ._types import varying, varying_over
+
+
+class Split(NamedTuple):
+    """How one leaf is split over devices, seen from its norm."""
+
+    summed: tuple[str, ...] = ()  # mesh axes that split what is summed
+    # Mesh axes that split the units or layers: each device keeps the norms of its own.
+    kept: tuple[str, ...] = ()
+
+
+def names_of_blocks(blocks: list[list[Split]]) -> list[tuple[str, ...]]:
+    """For each block, from the splits of its leaves, the mesh axes to join it over."""
+    needs = [_sorted(name for split in of for name in split.summed) for of in blocks]
+    kept = {name for of in blocks for split in of for name in split.kept}
+    union = _sorted(name for names in needs for name in names)
+    if kept & set(union):
+        return needs
+    return [union if names else () for names in needs]
+
+
+def counted_once(part: jax.Array, split: Split, names: tuple[str, ...]) -> jax.Array:
+    """A leaf's part of a sum over devices.
+
+    psum adds a replicated value once for each device. Dividing it by the number of
+    copies first makes it count once.
+    """
+    copies = axes_size(set(names) - set(split.summed))
+    return varying_over(part / copies if copies > 1 else part, names)
+
+
+def join_devices(
+    collective: Callable[..., Any],
+    blocks: list[jax.Array],
+    names: list[tuple[str, ...]],
+) -> list[jax.Array]:
+    """Applies psum or pmax to each block, over its mesh axes."""
+    joined = list(blocks)
+    for over in dict.fromkeys(names):
+        places = [place for place, own in enumerate(names) if own == over]
+        if over:
+            parts = [varying_over(blocks[place], over) for place in places]
+            for place, total in zip(places, _as_one_vector(collective, parts, over)):
+                joined[place] = total
+    return joined
+
+
+def _as_one_vector(
+    collective: Callable[..., Any], parts: list[jax.Array], names: tuple[str, ...]
+) -> list[jax.Array]:
+    """One collective over several arrays.
+
+    Arrays that differ along other mesh axes too go separately, because a vector has one
+    type. So do arrays that an Explicit mesh splits, which cannot be reshaped.
+    """
+    totals = list(parts)
+    kinds = [_kind(place, part) for place, part in enumerate(parts)]
+    for kind in dict.fromkeys(kinds):
+        places = [place for place, own in enumerate(kinds) if own == kind]
+        if len(places) == 1:
+            totals[places[0]] = collective(parts[places[0]], names)
+            continue
+        flat = [parts[place].reshape(-1) for place in places]
+        vector = collective(jnp.concatenate(flat), names)
+        start = 0
+        for place in places:
+            shape, end = parts[place].shape, start + parts[place].size
+            totals[place] = lax.slice(vector, (start,), (end,)).reshape(shape)
+            start = end
+    return totals
+
+
+def _kind(place: int, part: jax.Array) -> Any:
+    is_split = any(jax.typeof(part).sharding.spec)
+    return varying(part), place if is_split else None
+
+
+def axes_size(names: Iterable[str]) -> int:
+    """The number of devices along some mesh axes together."""
+    return math.prod(int(lax.axis_size(name)) for name in names)
+
+
+def _sorted(names: Iterable[str]) -> tuple[str, ...]:
+    return tuple(sorted(set(names)))

@@ -1,0 +1,54 @@
+"""The derivative of a norm by each element, by hand.
+
+    d norm = sum (|x| / norm)^(p-1) d|x|
+
+sqrt has no finite derivative at 0, and squares may overflow.
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ._groups import Layout, add_up, scatter, sum_over
+from ._modulus import divided, modulus
+
+
+def slope(leaf: jax.Array, change: jax.Array, norm: jax.Array) -> jax.Array:
+    """x / norm * dx. Without the modulus, whose derivative at 0 hides that of x."""
+    wide = np.promote_types(leaf.dtype, norm.dtype)
+    unit = divided(leaf.astype(wide), jnp.where(norm > 0, norm, 1.0))
+    return jnp.real(jnp.conj(unit) * change.astype(wide))
+
+
+def weights_of(
+    p: float, layout: Layout, norms: list[jax.Array], groups: list[list[jax.Array]]
+) -> list[list[jax.Array]]:
+    """The derivative of each norm by each modulus."""
+    if p == np.inf:
+        return _shared_by_largest(layout, norms, groups)
+    found = []
+    for norm, group in zip(norms, groups):
+        safe = jnp.where(norm > 0, norm, 1.0)
+        shares = [divided(modulus(x).astype(norm.dtype), safe) for x in group]
+        found.append([_power_of_share(p - 1.0, share) for share in shares])
+    return found
+
+
+def _power_of_share(power: float, share: jax.Array) -> jax.Array:
+    # Two wheres: at 0 a power below 1 does not exist, and the unused branch of a where
+    # must stay finite as well.
+    return jnp.where(share > 0, jnp.where(share > 0, share, 1.0) ** power, 0.0)
+
+
+def _shared_by_largest(
+    layout: Layout, norms: list[jax.Array], groups: list[list[jax.Array]]
+) -> list[list[jax.Array]]:
+    """The derivative of a maximum, shared by all elements that are the largest."""
+    hits: list[list[jax.Array]] = []
+    for norm, group in zip(norms, groups):
+        sizes = [modulus(x).astype(norm.dtype) for x in group]
+        hits.append([((x == norm) & (norm > 0)).astype(norm.dtype) for x in sizes])
+    terms = [[sum_over(x, dims) for x in hit] for hit, (dims, _) in zip(hits, layout)]
+    dtype = norms[0].dtype if norms else np.float32
+    counts = scatter(add_up(terms, layout, dtype), layout)
+    return [[x / jnp.maximum(n, 1) for x in hit] for hit, n in zip(hits, counts)]

@@ -1,0 +1,243 @@
+"""Per-leaf bookkeeping: which leaves are clipped, which of their dimensions count
+layers, which a unit sums, and which label a leaf carries.
+"""
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from . import _prefix as prefix
+from ._mesh_axes import MeshAxes, whole_shapes
+
+# A whole number, a tree prefix of them, or a function of the leaf's path and the leaf.
+Stacked = int | Callable[[str, Any], int | None] | Any | None
+# A whole number or a tuple of them, a tree prefix of these, or a function likewise.
+Axis = int | tuple[int, ...] | Callable[[str, Any], Any] | Any | None
+
+
+def clipped_leaves(tree: Any) -> Any:
+    """The tree of the leaves that count, with None in the place of all others.
+
+    A leaf counts if it has a float or complex dtype and at least one element.
+    """
+    tree = unboxed(tree)
+    try:
+        return jax.tree.map(lambda leaf: leaf if _counts(leaf) else None, tree)
+    except TypeError:
+        _check_leaves(tree)
+        raise
+
+
+def _check_leaves(tree: Any) -> None:
+    """Raises for a leaf that is not an array, such as a function in a model."""
+    for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
+        try:
+            _counts(leaf)
+        except TypeError:
+            raise TypeError(
+                f"the leaf {prefix.name(path)!r} must be an array or a number, got "
+                f"{leaf!r}: hand over arrays only, with None for everything else."
+            ) from None
+
+
+def params_of(tree: Any, params: Any) -> Any:
+    """The weights of the clipped leaves."""
+
+    def weight_of(leaf: Any, weight: Any) -> Any:
+        return None if leaf is None else weight
+
+    return jax.tree.map(weight_of, tree, unboxed(params), is_leaf=prefix.is_none)
+
+
+def put_back(changed: Any, tree: Any) -> Any:
+    """Puts clipped leaves back into the tree that they came from."""
+    old, treedef = jax.tree.flatten(tree, is_leaf=prefix.is_none)
+    new = jax.tree.leaves(changed, is_leaf=prefix.is_none)
+    pairs = zip(old, new, strict=True)
+    return treedef.unflatten([a if b is None else b for a, b in pairs])
+
+
+def unboxed(tree: Any) -> Any:
+    """The tree with arrays in the place of objects that hold one, such as the variables
+    of flax NNX, whose optimizer hands them to `init` and arrays to `update`.
+    """
+    return jax.tree.map(
+        lambda leaf: leaf.__jax_array__() if _is_box(leaf) else leaf,
+        tree,
+        is_leaf=_is_box,
+    )
+
+
+def cast_like(x: jax.Array, leaf: Any) -> jax.Array:
+    """An array in the dtype of a leaf, weakly typed where the leaf is."""
+    leaf = jnp.asarray(leaf)
+    x = x.astype(leaf.dtype)
+    if not leaf.weak_type:
+        return x
+
+    # The only public way to a weakly typed array is to fill one with a scalar.
+    def fill(number: jax.Array) -> jax.Array:
+        return lax.full_like(leaf, number, shape=())
+
+    for _ in range(x.ndim):
+        fill = jax.vmap(fill)
+    return fill(x)
+
+
+def stacked_axes(stacked: Stacked, tree: Any, call: str) -> list[int]:
+    """For each leaf, how many leading axes count layers."""
+    counts = for_each_leaf(stacked, tree, f"{call}: stacked")
+    for (path, leaf), count in zip(
+        jax.tree_util.tree_flatten_with_path(tree)[0], counts
+    ):
+        known = count is None or (
+            isinstance(count, (int, np.integer)) and 0 <= count <= jnp.ndim(leaf)
+        )
+        if not known:
+            raise ValueError(
+                f"{call}: stacked must be a number of leading axes, from 0 to "
+                f"{jnp.ndim(leaf)} for the leaf {prefix.name(path)!r} of shape "
+                f"{jnp.shape(leaf)}, got {count!r}."
+            )
+    return [int(count or 0) for count in counts]
+
+
+def unit_axes(
+    axis: Axis, stacked: Stacked, mesh_axes: MeshAxes, tree: Any, call: str
+) -> list[tuple[int, ...] | None]:
+    """For each leaf, the dimensions that a unit norm sums. None for all of them without
+    keeping any.
+    """
+    found: list[tuple[int, ...] | None] = []
+    for (path, leaf), value, skip, shape in zip(
+        jax.tree_util.tree_flatten_with_path(tree)[0],
+        for_each_leaf(axis, tree, f"{call}: axis", _is_axes),
+        stacked_axes(stacked, tree, call),
+        whole_shapes(mesh_axes, tree, call),
+    ):
+        rank = jnp.ndim(leaf) - skip
+        where = f"{call}: axis", prefix.name(path), rank
+        if value is not None:
+            inside = _checked_axes(value, *where)
+        else:
+            inside = _axes_by_shape(shape and shape[skip:], *where)
+        whole = value is None and rank <= 1 and not skip
+        found.append(None if whole else tuple(i + skip for i in inside))
+    return found
+
+
+def _axes_by_shape(
+    shape: tuple[int, ...] | None, argument: str, name: str, rank: int
+) -> tuple[int, ...]:
+    """All dimensions of what squeezes to a vector, else those that feed one output."""
+    if shape is not None and sum(map(_is_above_1, shape)) <= 1:
+        return tuple(range(rank))
+    if rank > 5:
+        raise ValueError(
+            f"{argument} must be given for the leaf {name!r} of rank {rank}: there is "
+            "no rule above rank 5."
+        )
+    return tuple(range({2: 1, 3: 1, 4: 3, 5: 4}.get(rank, rank)))
+
+
+def _is_above_1(size: Any) -> bool:
+    # A size that only a run of an exported program knows counts as one of many.
+    return not isinstance(size, int) or size > 1
+
+
+def _checked_axes(value: Any, argument: str, name: str, rank: int) -> tuple[int, ...]:
+    wanted = value if isinstance(value, tuple) else (value,)
+    known = [isinstance(i, (int, np.integer)) and -rank <= i < rank for i in wanted]
+    if not all(known):
+        raise ValueError(
+            f"{argument}={value!r} does not fit the leaf {name!r}, a tensor of rank "
+            f"{rank}: give an axis for each leaf."
+        )
+    return tuple(sorted(i % rank for i in wanted))
+
+
+def for_each_leaf(
+    value: Any,
+    tree: Any,
+    argument: str,
+    is_value: Callable[[Any], bool] = lambda x: False,
+) -> list[Any]:
+    """One value for each leaf, from a function of path and leaf or from a tree
+    prefix.
+    """
+    if callable(value):
+        return [
+            value(prefix.name(path), leaf)
+            for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]
+        ]
+    table = (
+        value if isinstance(value, prefix.Prefix) else prefix.freeze(value, is_value)
+    )
+    return prefix.lookup(table, tree, argument)
+
+
+def static_numbers(name: str, numbers: Any, call: str) -> Any:
+    """`axis`, `stacked` or `columns`, as a static argument of a jitted function can be.
+
+    Raises:
+      TypeError: a number is an array, as `optax.inject_hyperparams` makes one of every
+        number.
+    """
+    if callable(numbers):
+        return numbers
+    table = prefix.freeze(numbers, _is_axes if name == "axis" else lambda x: False)
+    for _, number in table.entries:
+        if isinstance(number, jax.Array):
+            raise TypeError(
+                f"{call}: {name} must be known when the clipper is built, got "
+                f"{number!r}: under inject_hyperparams name it in static_args."
+            )
+    return table
+
+
+def static_labels(labels: Any) -> Any:
+    """Labels as a static argument: a function, or a frozen tree prefix."""
+    if callable(labels):
+        return labels
+    return prefix.freeze(labels, lambda x: isinstance(x, str))
+
+
+def by_label(tree: Any, labels: Any, call: str) -> list[Any]:
+    """The label of each leaf."""
+    table = labels(tree) if callable(labels) else labels
+    if not isinstance(table, prefix.Prefix):
+        table = prefix.freeze(table, lambda x: isinstance(x, str))
+    found = prefix.lookup(table, tree, f"{call}: labels")
+    check_labels(f"{call}: labels must be", set(found))
+    return found
+
+
+def check_labels(must: str, labels: Iterable[Any]) -> None:
+    """Raises TypeError for labels that cannot be the keys of one dict in a pytree,
+    which JAX sorts. `must` begins the text.
+    """
+    try:
+        sorted(labels)
+    except TypeError:
+        shown = " and ".join(sorted(map(repr, labels)))
+        raise TypeError(
+            f"{must} of one kind, which sorts, got {shown}: make all of them strings, "
+            "or all of them ints."
+        ) from None
+
+
+def _is_axes(x: Any) -> bool:
+    return isinstance(x, tuple) and all(isinstance(i, int) for i in x)
+
+
+def _is_box(x: Any) -> bool:
+    return callable(getattr(x, "__jax_array__", None))
+
+
+def _counts(leaf: Any) -> bool:
+    dtype = leaf.dtype if hasattr(leaf, "dtype") else jnp.result_type(leaf)
+    return bool(jnp.issubdtype(dtype, jnp.inexact)) and 0 not in jnp.shape(leaf)

@@ -1,0 +1,289 @@
+"""Measuring: from a tree of updates to its norms.
+
+A measure is a static description of what is measured together. Called on a tree of
+clipped leaves it returns `Norms`: all scalar norms as one vector, and norms that are
+arrays (of units, of stacked layers) as they are.
+"""
+
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple, Protocol
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from .._arguments import check_ord
+from . import _prefix as prefix
+from ._bins import Dims
+from ._collectives import axes_size
+from ._leaves import (
+    by_label,
+    stacked_axes,
+    static_labels,
+    static_numbers,
+    unit_axes,
+)
+from ._mesh_axes import freeze, splits
+from ._powers import Group, group_norms
+
+Ord = float | str | None
+
+
+class Place(NamedTuple):
+    """Where a norm is: its block, and its row if the block is a vector of norms."""
+
+    block: int
+    row: int | None
+
+
+class Norms(NamedTuple):
+    """The norms of a tree.
+
+    Blocks are arrays. A block without rows is one norm, which may be an array of units
+    or layers. A block with rows is a vector of scalar norms.
+    """
+
+    blocks: list[jax.Array]
+    places: list[Place]  # of each norm
+    paths: list[Any]  # of each norm: its key path in the tree of norms
+    of_leaf: list[int | None]  # for each clipped leaf, the number of its norm
+    treedef: Any  # of the tree of norms, as norm functions return it
+
+    def pick(self, blocks: list[Any], number: int) -> Any:
+        """The entry of one norm in blocks of this form."""
+        block, row = self.places[number]
+        return blocks[block] if row is None else blocks[block][row]
+
+    def tree(self) -> Any:
+        """The norms as norm functions return them."""
+        each = [self.pick(self.blocks, number) for number in range(len(self.places))]
+        return self.treedef.unflatten(each)
+
+    def names(self) -> list[list[str]]:
+        """The names of the norms in each block."""
+        found: list[list[str]] = [[] for _ in self.blocks]
+        for place, name in zip(self.places, prefix.names(self.paths)):
+            found[place.block].append(name)
+        return found
+
+
+class Measure(Protocol):
+    """What is measured together. Hashable, so that equal clippers share a program."""
+
+    def __call__(self, tree: Any) -> Norms: ...
+
+    def without_devices(self) -> "Measure":
+        """The same measure outside shard_map, where no mesh axis has a name."""
+        ...
+
+
+class GlobalNorm(NamedTuple):
+    """One norm for all leaves together."""
+
+    call: str = "global_norm"
+    ord: Ord = None
+    mesh_axes: Any = "auto"
+
+    def __call__(self, tree: Any) -> Norms:
+        leaves = jax.tree.leaves(tree)
+        dims: list[Dims] = [None] * len(leaves)
+        found = splits(self.mesh_axes, tree, dims, self.call)
+        (norm,) = norms_of([Group(leaves, None, found)], self.ord)
+        of_leaf: list[int | None] = [0] * len(leaves)
+        return Norms([norm], [Place(0, None)], [()], of_leaf, jax.tree.structure(0))
+
+    def without_devices(self) -> "GlobalNorm":
+        return self._replace(mesh_axes=_known_outside(self.mesh_axes))
+
+
+class TensorNorm(NamedTuple):
+    """One norm for each leaf, or for each layer of a stacked leaf."""
+
+    call: str = "tensor_norm"
+    ord: Ord = None
+    stacked: Any = None
+    mesh_axes: Any = "auto"
+
+    def __call__(self, tree: Any) -> Norms:
+        skips = stacked_axes(self.stacked, tree, self.call)
+        dims = []
+        for skip, leaf in zip(skips, jax.tree.leaves(tree)):
+            dims.append(tuple(range(skip, jnp.ndim(leaf))) if skip else None)
+        return _norm_of_each_leaf(tree, dims, self)
+
+    def without_devices(self) -> "TensorNorm":
+        return self._replace(mesh_axes=_known_outside(self.mesh_axes))
+
+
+class UnitwiseNorm(NamedTuple):
+    """One norm for each unit: the weights that feed one output."""
+
+    call: str = "unitwise_norm"
+    ord: Ord = None
+    axis: Any = None
+    stacked: Any = None
+    mesh_axes: Any = "auto"
+
+    def __call__(self, tree: Any) -> Norms:
+        dims = unit_axes(self.axis, self.stacked, self.mesh_axes, tree, self.call)
+        return _norm_of_each_leaf(tree, dims, self)
+
+    def without_devices(self) -> "UnitwiseNorm":
+        return self._replace(mesh_axes=_known_outside(self.mesh_axes))
+
+
+class GroupNorm(NamedTuple):
+    """One norm for all leaves that carry a label."""
+
+    labels: Any  # a frozen tree prefix of labels, or a function that makes one
+    call: str = "group_norm"
+    ord: Ord = None
+    mesh_axes: Any = "auto"
+
+    def __call__(self, tree: Any) -> Norms:
+        leaves, labels = jax.tree.leaves(tree), by_label(tree, self.labels, self.call)
+        found = splits(self.mesh_axes, tree, [None] * len(leaves), self.call)
+        known = set(labels)
+        if isinstance(self.labels, prefix.Prefix):
+            known |= {label for _, label in self.labels.entries}
+        order = sorted(known, key=str)
+        groups = [Group([], None, []) for _ in order]
+        of_leaf: list[int | None] = [order.index(label) for label in labels]
+        for leaf, label, split in zip(leaves, labels, found):
+            groups[order.index(label)].leaves.append(leaf)
+            groups[order.index(label)].splits.append(split)
+        paths = [(jax.tree_util.DictKey(label),) for label in order]
+        treedef = jax.tree.structure(dict.fromkeys(order, 0))
+        places = [Place(0, row) for row in range(len(order))]
+        blocks = norms_of(groups, self.ord)
+        if len(groups) == 1:
+            blocks = [blocks[0][None]]
+        return Norms(blocks, places, paths, of_leaf, treedef)
+
+    def without_devices(self) -> "GroupNorm":
+        return self._replace(mesh_axes=_known_outside(self.mesh_axes))
+
+
+class OwnNorm(NamedTuple):
+    """A norm function of the user's: from a tree to a tree prefix of norms."""
+
+    norm: Callable[[Any], Any]
+
+    def __call__(self, tree: Any) -> Norms:
+        return norms_of_tree(self.norm(tree), tree)
+
+    def without_devices(self) -> "OwnNorm":
+        return self
+
+
+def norms_of_tree(norms: Any, tree: Any) -> Norms:
+    """The blocks of a tree of norms, which is a tree prefix of the updates."""
+    treedef = jax.tree.structure(norms, is_leaf=prefix.is_none)
+    of_leaf: list[int | None] = []
+    number = 0
+    flat = jax.tree.leaves(norms, is_leaf=prefix.is_none)
+    for norm, part in zip(flat, treedef.flatten_up_to(tree)):
+        own = None if norm is None else number
+        of_leaf += [own] * len(jax.tree.leaves(part))
+        number += norm is not None
+    entries, treedef = jax.tree_util.tree_flatten_with_path(norms)
+    paths, each = [path for path, _ in entries], [norm for _, norm in entries]
+    if treedef == jax.tree.structure(0):
+        return Norms(each, [Place(0, None)], paths, of_leaf, treedef)
+    places = places_of([jnp.ndim(norm) == 0 for norm in each])
+    blocks = in_blocks(each, places)
+    return Norms(blocks, places, paths, of_leaf, treedef)
+
+
+def places_of(scalar: list[bool]) -> list[Place]:
+    """Where each norm goes: scalars into one vector, and each array by itself."""
+    places, rows, arrays = [], 0, int(any(scalar))
+    for is_scalar in scalar:
+        places.append(Place(0, rows) if is_scalar else Place(arrays, None))
+        rows += is_scalar
+        arrays += not is_scalar
+    return places
+
+
+def in_blocks(each: list[Any], places: list[Place]) -> list[jax.Array]:
+    """The blocks of norms, or of other numbers for each norm, given one by one."""
+    rows: dict[int, list[Any]] = {}
+    for place, value in zip(places, each):
+        rows.setdefault(place.block, []).append(value)
+    vectors = {place.block for place in places if place.row is not None}
+    blocks = []
+    for block in sorted(rows):
+        values = [jnp.asarray(value) for value in rows[block]]
+        blocks.append(jnp.stack(values) if block in vectors else values[0])
+    return blocks
+
+
+def norms_of(groups: list[Group], ord: Ord) -> list[jax.Array]:
+    """The norms of some groups, in blocks."""
+    order = 2.0 if ord in (None, "rms", "average") else float(ord)
+    blocks = group_norms(order, groups)
+    if ord not in ("rms", "average"):
+        return blocks
+    counts = [_count(_summed(group), blocks[0].dtype) for group in groups]
+    divisors = [jnp.sqrt(n) if ord == "rms" else n for n in counts]
+    if len(groups) == 1:
+        return [blocks[0] / divisors[0]]
+    places = places_of([group.dims is None for group in groups])
+    return [a / b for a, b in zip(blocks, in_blocks(divisors, places))]
+
+
+def _count(size: Any, dtype: Any) -> Any:
+    """A number of elements, at least 1. One of jax.export's may be symbolic."""
+    return jnp.maximum(jnp.asarray(size), 1).astype(dtype)
+
+
+def _norm_of_each_leaf(tree: Any, dims: list[Any], measure: Any) -> Norms:
+    entries, treedef = jax.tree_util.tree_flatten_with_path(tree)
+    found = splits(measure.mesh_axes, tree, dims, measure.call)
+    groups = []
+    for (_, leaf), over, split in zip(entries, dims, found):
+        groups.append(Group([leaf], over, [split]))
+    blocks = norms_of(groups, measure.ord)
+    places = places_of([over is None for over in dims])
+    if dims == [None]:  # one scalar
+        lone = treedef == jax.tree.structure(0)
+        blocks = blocks if lone else [blocks[0][None]]
+        places = [Place(0, None)] if lone else places
+    paths = [path for path, _ in entries]
+    of_leaf: list[int | None] = list(range(len(entries)))
+    return Norms(blocks, places, paths, of_leaf, treedef)
+
+
+def _summed(group: Group) -> int:
+    """How many numbers the norm of a group sums, on all devices together."""
+    total = 0
+    for leaf, split in zip(group.leaves, group.splits):
+        dims = range(leaf.ndim) if group.dims is None else group.dims
+        total += math.prod(leaf.shape[i] for i in dims) * axes_size(split.summed)
+    return total
+
+
+def _known_outside(mesh_axes: Any) -> Any:
+    """`mesh_axes` for `init` outside shard_map. The norms have the same shapes."""
+    return mesh_axes if mesh_axes == "auto" else None
+
+
+def check_measure(call: str, ord: Any, **numbers: Any) -> dict[str, Any]:
+    """The options of a measure, checked and hashable.
+
+    `numbers` are `mesh_axes`, and `axis`, `stacked` or `labels` where it has them.
+    """
+    check_ord(call, ord)
+    # Static arguments must be hashable.
+    known = float(ord) if isinstance(ord, (np.number, jax.Array)) else ord
+    options: dict[str, Any] = {"call": call, "ord": known}
+    for name, value in numbers.items():
+        if name == "mesh_axes":
+            value = freeze(value)
+        elif name == "labels":
+            value = static_labels(value)
+        else:
+            value = static_numbers(name, value, call)
+        options[name] = value
+    return options

@@ -1,0 +1,274 @@
+"""The option `mesh_axes`: over which mesh axes is a leaf split?
+
+Under jit (Auto or Explicit meshes, any sharding) arrays are global, sums are right as
+they stand, and XLA adds the collectives. Inside `shard_map` and `pmap` a program sees
+only its device's part. Sums must then be added over just the mesh axes that a leaf is
+split over, and leaves that every device holds must count once. `mesh_axes` says which:
+
+    "auto"               nothing outside shard_map and pmap. Inside a typed shard_map
+                         (check_vma=True), what the type of each leaf says. Where there
+                         are no types (pmap, check_vma=False) each leaf counts as
+                         complete, which is right for gradients after `lax.pmean`
+    "x", ("x", "y")      every leaf is split over these axes, as ZeRO's shards in pmap
+    tree of              for each leaf or part of the tree, as the in_specs of
+    PartitionSpec        shard_map. P() where every device holds the whole leaf
+    None                 each device separately, without any collective
+
+A mesh axis that contradicts the type of a leaf raises. Norms that keep dimensions of a
+leaf (units, stacked layers) need a PartitionSpec where that leaf is split, because a
+name alone does not tell which of its dimensions is.
+"""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import PartitionSpec
+
+from . import _prefix as prefix
+from ._collectives import Split, axes_size
+from ._types import has_types, varying, varying_over
+
+# "auto", None, a name, a tuple of names, or a tree prefix of PartitionSpec
+MeshAxes = Any
+
+
+class _Leaf(NamedTuple):
+    """A leaf and what errors say about it."""
+
+    value: Any
+    argument: str  # "global_norm: mesh_axes"
+    path: str
+    spec: Any  # its entry of `mesh_axes`
+
+    def refused(self, text: str) -> ValueError:
+        return ValueError(f"{self.argument}={self.spec!r}{text}")
+
+
+def freeze(mesh_axes: MeshAxes) -> MeshAxes:
+    """`mesh_axes` as a hashable value."""
+    plain = mesh_axes is None or isinstance(mesh_axes, (str, prefix.Prefix))
+    if plain or _are_names(mesh_axes):
+        return mesh_axes
+    return prefix.freeze(mesh_axes, _is_spec)
+
+
+def splits(
+    mesh_axes: MeshAxes, tree: Any, dims: list[tuple[int, ...] | None], call: str
+) -> list[Split]:
+    """For each leaf, how its norm over the dimensions `dims` (None: all) is split.
+
+    Raises:
+      ValueError: a mesh axis that is not bound, or that contradicts the type of a leaf;
+        a name where a PartitionSpec is needed; a leaf with unreduced mesh axes.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.empty and (mesh_axes is None or mesh_axes == "auto"):
+        return [Split()] * len(dims)
+    argument = f"{call}: mesh_axes"
+    entries = jax.tree_util.tree_flatten_with_path(tree)[0]
+    mesh_axes = freeze(mesh_axes)
+    specs = [mesh_axes] * len(entries)
+    if isinstance(mesh_axes, prefix.Prefix):
+        specs = prefix.lookup(mesh_axes, tree, argument)
+    found = []
+    for (path, value), spec, over in zip(entries, specs, dims):
+        leaf = _Leaf(value, argument, prefix.name(path), spec)
+        _check_reduced(leaf)
+        found.append(Split() if spec is None else _split(leaf, over))
+    return found
+
+
+def whole_shapes(
+    mesh_axes: MeshAxes, tree: Any, call: str
+) -> list[tuple[int, ...] | None]:
+    """For each leaf its shape over all devices, None where it is not known which
+    dimension is split.
+    """
+    mesh_axes, leaves = freeze(mesh_axes), jax.tree.leaves(tree)
+    specs = [mesh_axes] * len(leaves)
+    if isinstance(mesh_axes, prefix.Prefix):
+        specs = prefix.lookup(mesh_axes, tree, f"{call}: mesh_axes")
+    return [_whole_shape(leaf, spec) for leaf, spec in zip(leaves, specs)]
+
+
+def _whole_shape(leaf: Any, spec: Any) -> tuple[int, ...] | None:
+    manual = jax.sharding.get_abstract_mesh().manual_axes
+    shape = jnp.shape(leaf)
+    if isinstance(spec, PartitionSpec):
+        split = [set(_names(entry)) & set(manual) for entry in spec]
+        split += [set()] * (len(shape) - len(spec))
+        return tuple(size * axes_size(names) for size, names in zip(shape, split))
+    if spec is None or (spec == "auto" and not (has_types(manual) and varying(leaf))):
+        return shape
+    return None
+
+
+def _split(leaf: _Leaf, over: tuple[int, ...] | None) -> Split:
+    by_dim = _names_by_dim(leaf)
+    _check_types(leaf, {name for names in by_dim for name in names})
+    every = tuple(name for names in by_dim for name in names)
+    if over is None or len(over) == jnp.ndim(leaf.value) or not every:
+        return Split(every)
+    if not isinstance(leaf.spec, PartitionSpec):
+        example = ", ".join(map(repr, every))
+        raise leaf.refused(
+            f" tells that the leaf {leaf.path!r} of shape {jnp.shape(leaf.value)} is "
+            f"split over {_shown(every)}, but not which of its dimensions is, and its "
+            "norms are taken over some of them only: give a tree of PartitionSpecs, "
+            f"such as mesh_axes=jax.sharding.PartitionSpec({example})."
+        )
+    summed, kept = [], []
+    for dim, names in enumerate(by_dim):
+        (summed if dim in over else kept).extend(names)
+    return Split(tuple(summed), tuple(kept))
+
+
+def _names_by_dim(leaf: _Leaf) -> list[tuple[str, ...]]:
+    """The manual mesh axes of each dimension. One entry where that is not known."""
+    manual = jax.sharding.get_abstract_mesh().manual_axes
+    if isinstance(leaf.spec, str) and leaf.spec == "auto":
+        typed = has_types(manual)
+        return [tuple(sorted(varying(leaf.value)))] if typed else [()]
+    if isinstance(leaf.spec, PartitionSpec):
+        _check_spec(leaf, manual)
+        # Axes that jit looks after (all of them outside shard_map) need nothing here.
+        found = [tuple(n for n in _names(e) if n in manual) for e in leaf.spec]
+        return found + [()] * (jnp.ndim(leaf.value) - len(found))
+    names = _names(leaf.spec)
+    _check_bound(names, leaf.argument)
+    _check_once(leaf, names)
+    return [names]
+
+
+def check_replicated(tree: Any, mesh_axes: str | tuple[str, ...]) -> jax.Array:
+    """Returns whether all devices along some mesh axes hold the same values.
+
+    For debugging inside pmap and shard_map, where JAX cannot tell.
+
+    Args:
+      tree: a pytree of arrays.
+      mesh_axes: the name of a mesh axis, or several.
+
+    Returns:
+      A bool scalar, the same on all devices. NaN equals NaN. An empty tree is
+      replicated.
+
+    Raises:
+      ValueError: a mesh axis that is not bound here.
+
+    Example:
+      >>> def differs(x):
+      ...     return optaxclip.check_replicated(x, "devices")
+      >>> x = jnp.ones((jax.local_device_count(), 2))
+      >>> print(jax.pmap(differs, axis_name="devices")(x)[0])
+      True
+    """
+    names = _names(mesh_axes)
+    _check_bound(names, "check_replicated: mesh_axes")
+    different = jnp.zeros((), jnp.int32)
+    for leaf in jax.tree.leaves(tree):
+        # Bits are compared, so NaN equals itself and 0 differs from -0.
+        bits = varying_over(_bits(jnp.asarray(leaf)), names)
+        unequal = lax.pmax(bits, names) != ~lax.pmax(~bits, names)
+        different = different | jnp.any(unequal).astype(jnp.int32)
+    return different == 0
+
+
+def _bits(leaf: jax.Array) -> jax.Array:
+    if leaf.dtype == bool:
+        return leaf.astype(jnp.uint8)
+    if jnp.iscomplexobj(leaf):
+        leaf = jnp.stack([leaf.real, leaf.imag])
+    return lax.bitcast_convert_type(leaf, jnp.dtype(f"uint{8 * leaf.dtype.itemsize}"))
+
+
+def _names(axes: Any) -> tuple[str, ...]:
+    if axes is None:
+        return ()
+    return axes if isinstance(axes, tuple) else (axes,)
+
+
+def _are_names(axes: Any) -> bool:
+    names = type(axes) is tuple and bool(axes)
+    return names and all(isinstance(name, str) for name in axes)
+
+
+def _is_spec(x: Any) -> bool:
+    return x is None or isinstance(x, (PartitionSpec, str)) or _are_names(x)
+
+
+def _check_reduced(leaf: _Leaf) -> None:
+    kind = jax.typeof(leaf.value)
+    waiting = set(kind.manual_axis_type.unreduced)
+    waiting |= set(getattr(kind.sharding.spec, "unreduced", ()))
+    if waiting:
+        raise ValueError(
+            f"{leaf.argument}: the leaf {leaf.path!r} is not yet summed over "
+            f"{_shown(waiting)}: reshard it, or use lax.psum, before clipping."
+        )
+
+
+def _check_bound(names: tuple[str, ...], argument: str) -> None:
+    for name in names:
+        if not isinstance(name, str):
+            raise ValueError(
+                f"{argument} must be 'auto', None, names of mesh axes, or a tree of "
+                f"PartitionSpecs, got {name!r}."
+            )
+        try:
+            lax.axis_size(name)
+        except NameError:
+            raise ValueError(
+                f"{argument}={name!r}: there is no such axis here. Outside shard_map "
+                "and pmap no mesh axes are needed, mesh_axes='auto' is right; inside, "
+                "it must be one of theirs."
+            ) from None
+
+
+def _check_spec(leaf: _Leaf, manual: tuple[str, ...]) -> None:
+    if len(leaf.spec) > jnp.ndim(leaf.value):
+        raise leaf.refused(
+            f" has more entries than the leaf {leaf.path!r} of shape "
+            f"{jnp.shape(leaf.value)} has dimensions."
+        )
+    named = tuple(name for entry in leaf.spec for name in _names(entry))
+    _check_once(leaf, named)
+    known = jax.sharding.get_abstract_mesh().axis_names
+    unknown = set(named) - set(known)
+    if manual and unknown:
+        raise leaf.refused(
+            f" names {_shown(unknown)}, but there is no such axis in the mesh, which "
+            f"has {_shown(known)}."
+        )
+
+
+def _check_once(leaf: _Leaf, names: tuple[str, ...]) -> None:
+    if len(set(names)) < len(names):
+        raise leaf.refused(" names a mesh axis twice.")
+
+
+def _check_types(leaf: _Leaf, names: set[str]) -> None:
+    """Raises where the type of a leaf contradicts its entry of `mesh_axes`."""
+    manual = jax.sharding.get_abstract_mesh().manual_axes
+    if not has_types(manual):
+        return
+    same = names & set(manual) - varying(leaf.value)
+    if same:
+        raise leaf.refused(
+            f": the leaf {leaf.path!r} is the same on all devices along "
+            f"{_shown(same)}, so its sum must not be added up there: leave the axis "
+            "out, or use mesh_axes='auto'."
+        )
+    forgotten = varying(leaf.value) - names
+    if forgotten:
+        raise leaf.refused(
+            f": the leaf {leaf.path!r} also differs along {_shown(forgotten)}: name "
+            "that axis, or use mesh_axes='auto', or lax.pmean it first if it should be "
+            "the same."
+        )
+
+
+def _shown(names: Any) -> str:
+    return ", ".join(repr(name) for name in sorted(names))

@@ -1,0 +1,82 @@
+"""The modulus of an element and its derivative, and the dtypes of norms.
+
+Real and complex leaves are treated alike from here on.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+
+def modulus(x: jax.Array) -> jax.Array:
+    """|x|."""
+    return jnp.abs(x)
+
+
+def direction(x: jax.Array) -> jax.Array:
+    """x / |x|, and 0 at 0.
+
+    Of an infinite complex number, that of its infinite part. The modulus itself may be
+    beyond the range of the dtype.
+    """
+    if not jnp.issubdtype(x.dtype, jnp.complexfloating):
+        return jnp.sign(x)
+    parts = jnp.real(x), jnp.imag(x)
+    infinite = jnp.isinf(parts[0]) | jnp.isinf(parts[1])
+    parts = [_sign_where_infinite(part, infinite) for part in parts]
+    longer = jnp.maximum(jnp.abs(parts[0]), jnp.abs(parts[1]))
+    real, imag = (part / jnp.where(longer == 0, 1.0, longer) for part in parts)
+    # The root has no derivative at 0, so it is not taken of 0.
+    square = jnp.where(longer == 0, 1.0, real * real + imag * imag)
+    return jax.lax.complex(real, imag) / jnp.sqrt(square)
+
+
+def _sign_where_infinite(part: jax.Array, infinite: jax.Array) -> jax.Array:
+    finite = jnp.where(infinite, 0 * part, part)
+    return jnp.where(jnp.isinf(part), jnp.sign(part), finite)
+
+
+def tangent_of_modulus(x: jax.Array, change: jax.Array) -> jax.Array:
+    """The tangent of |x| for a tangent of x."""
+    if not jnp.issubdtype(x.dtype, jnp.complexfloating):
+        return (jnp.sign(x) * change).astype(modulus_dtype(x))
+    return jnp.real(jnp.conj(direction(x)) * change)
+
+
+def modulus_dtype(x: jax.Array) -> Any:
+    """The real dtype of a leaf's elements."""
+    return jnp.finfo(x.dtype).dtype
+
+
+def norm_dtype(leaves: Any) -> Any:
+    """The dtype of norms: float32, or float64 if a leaf has 64 bits."""
+    wide = any(modulus_dtype(leaf) == np.float64 for leaf in jax.tree.leaves(leaves))
+    return np.dtype(np.float64 if wide else np.float32)
+
+
+def wide_dtype(leaf: Any) -> Any:
+    """The dtype that arithmetic on a leaf takes place in: at least 32 bits."""
+    return np.promote_types(jnp.result_type(leaf), np.float32)
+
+
+@jax.custom_jvp
+def divided(size: jax.Array, whole: jax.Array) -> jax.Array:
+    """size / whole, for any normal numbers with size <= whole.
+
+    XLA multiplies an array by the reciprocal of a scalar, which is flushed to 0 above
+    2^126. So large numbers are scaled down first.
+    """
+    down = jnp.where(whole > 1, 0.125, 1.0).astype(whole.dtype)
+    return size * down / (whole * down)
+
+
+@divided.defjvp
+def _divided_jvp(primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
+    """d(s/w) = (ds - (s/w) dw) / w. The rule of division squares w, which is 0 below
+    1e-19.
+    """
+    size, whole = primals
+    share = divided(size, whole)
+    return share, divided(tangents[0] - share * tangents[1], whole)

@@ -1,0 +1,223 @@
+"""The norms of groups of leaves: (sum |x|^p)^(1/p), and max |x| for p = inf.
+
+    order 2 on GPU and TPU     three sums of squares in float32, in one read (_bins)
+    orders 1 to 4 on a CPU     sums in float64, in one read (_sums_on_cpu)
+    all else                   divided by the largest first, which is a second read
+
+The result is a list of blocks: the norms of groups that are summed whole, as one
+vector, and after it an array for each group that keeps dimensions. The norm of a single
+group is a scalar.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from ._bins import (
+    Bins,
+    Dims,
+    bins_of_leaf,
+    root,
+    sum_on_gpu,
+    sum_on_tpu,
+)
+from ._collectives import join_devices
+from ._derivative import slope, weights_of
+from ._groups import (
+    Blocks,
+    Group,
+    Layout,
+    add_up,
+    add_up_all,
+    gather,
+    maximum,
+    names_of,
+    scatter,
+    sum_over,
+    take_max,
+    total_of_stack,
+)
+from ._modulus import divided, modulus, norm_dtype, tangent_of_modulus
+from ._platform import per_platform
+from ._small_leaves import bins_of_leaves, join_small
+from ._sums_on_cpu import sum_squares
+
+# Orders whose powers of any float32 number stay far inside the range of float64.
+DIRECT = (1.0, 2.0, 3.0, 4.0)
+
+
+def group_norms(p: float, groups: list[Group]) -> Blocks:
+    """The norms of some groups, in blocks. A group without leaves has norm 0."""
+    layout = tuple((group.dims, tuple(group.splits)) for group in groups)
+    return _norms(p, layout, [list(map(jnp.asarray, g.leaves)) for g in groups])
+
+
+@partial(jax.custom_jvp[Blocks], nondiff_argnums=(0, 1))
+def _norms(p: float, layout: Layout, groups: list[list[jax.Array]]) -> Blocks:
+    dtype = norm_dtype(groups)
+    if p == np.inf:
+        blocks = _largest(dtype, layout, groups)
+    elif dtype == np.float64:
+        blocks = _by_shares(p, np.float64, layout, groups)
+    else:
+        shares = partial(_by_shares, p, np.float32, layout)
+        return per_platform(
+            groups,
+            cpu=partial(_in_float64, p, layout),
+            gpu=partial(_in_bins_on_gpu, layout) if p == 2 else shares,
+            tpu=partial(_in_bins, sum_on_tpu, layout) if p == 2 else shares,
+        )
+    return blocks
+
+
+@_norms.defjvp
+def _norms_jvp(p: float, layout: Layout, primals: Any, tangents: Any) -> Any:
+    """d norm = sum (|x| / norm)^(p-1) d|x|."""
+    (groups,), (changes,) = primals, tangents
+    blocks = _norms(p, layout, groups)
+    norms = scatter(blocks, layout)
+    weights = weights_of(p, layout, norms, groups)
+    terms = []
+    for norm, (dims, _), *each in zip(norms, layout, weights, groups, changes):
+        moved = []
+        for weight, leaf, change in zip(*each):
+            if p == 2:
+                term = slope(leaf, change, norm)
+            else:
+                change = tangent_of_modulus(leaf, change)
+                term = weight * change.astype(weight.dtype)
+            moved.append(sum_over(term, dims).astype(norm.dtype))
+        terms.append(moved)
+    return blocks, add_up(terms, layout, blocks[0].dtype if blocks else np.float32)
+
+
+def _in_float64(p: float, layout: Layout, groups: list[list[jax.Array]]) -> Blocks:
+    if p not in DIRECT:
+        return _by_shares(p, np.float64, layout, groups)
+    return _roots(p, np.float64, np.float32, layout, groups)
+
+
+def _by_shares(
+    p: float, wide: Any, layout: Layout, groups: list[list[jax.Array]]
+) -> Blocks:
+    """Divides by the largest of each group first, so that no power leaves the range."""
+    dtype = norm_dtype(groups)
+    sizes = [[_max(x, dims, dtype) for x in g] for g, (dims, _) in zip(groups, layout)]
+    largest = take_max(sizes, layout, dtype)
+    safe = [jnp.where((x > 0) & (x < jnp.inf), x, 1.0).astype(dtype) for x in largest]
+    shares = []
+    for divisor, group in zip(scatter(safe, layout), groups):
+        shares.append([divided(modulus(x).astype(dtype), divisor) for x in group])
+    wide = np.promote_types(wide, dtype)
+    roots = _roots(p, wide, dtype, layout, shares)
+    return [divisor * root for divisor, root in zip(safe, roots)]
+
+
+def _roots(
+    p: float, wide: Any, dtype: Any, layout: Layout, groups: list[list[jax.Array]]
+) -> Blocks:
+    """(sum |x|^p)^(1/p), summed in the dtype `wide`."""
+    # For these operations only, whatever the program around them uses.
+    with jax.enable_x64(True):
+        terms = []
+        for group, (dims, _) in zip(groups, layout):
+            terms.append([_sum_of_powers(p, wide, dims, leaf) for leaf in group])
+        totals = add_up(terms, layout, wide)
+        roots = [jnp.sqrt(x) if p == 2 else x ** (1.0 / p) for x in totals]
+        return [lax.convert_element_type(root, dtype) for root in roots]
+
+
+# Jitted, so that it is traced once for all leaves of one shape.
+@partial(jax.jit, static_argnums=(0, 1, 2))
+def _sum_of_powers(p: float, wide: Any, dims: Dims, leaf: jax.Array) -> jax.Array:
+    if jnp.issubdtype(leaf.dtype, jnp.complexfloating):
+        if p == 2:
+            parts = jnp.real(leaf), jnp.imag(leaf)
+            real, imag = (_sum_of_powers(p, wide, dims, part) for part in parts)
+            return real + imag
+        leaf = jnp.abs(leaf)
+    if p == 2 and wide == np.float64:
+        return sum_squares(leaf, dims)
+    if p in DIRECT:
+        x = lax.convert_element_type(jnp.abs(leaf), wide)
+        return sum_over(lax.integer_pow(x, int(p)), dims)
+    return sum_over(lax.convert_element_type(jnp.abs(leaf) ** p, wide), dims)
+
+
+def _in_bins(
+    sum_in_bins: Callable[[jax.Array, Dims], Bins],
+    layout: Layout,
+    groups: list[list[jax.Array]],
+) -> Blocks:
+    """Norms of order 2 from float32 sums in three bins."""
+    found = []
+    for group, (dims, _) in zip(groups, layout):
+        found.append([bins_of_leaf(sum_in_bins, dims, leaf) for leaf in group])
+    return _roots_of_bins(found, layout)
+
+
+def _roots_of_bins(found: list[list[Bins]], layout: Layout) -> Blocks:
+    kinds = [[[bins[kind] for bins in of] for of in found] for kind in range(3)]
+    blocks = add_up_all(kinds, layout, np.float32, total_of_stack)
+    return [root(Bins(*each)) for each in zip(*blocks)]
+
+
+def _in_bins_on_gpu(layout: Layout, groups: list[list[jax.Array]]) -> Blocks:
+    """Norms of order 2, with small leaves read together where that moves no data."""
+    joined, splits = [], []
+    for group, (dims, own) in zip(groups, layout):
+        leaves, of_leaves = (group, own) if dims else join_small(group, own)
+        joined.append(leaves)
+        splits.append((dims, tuple(of_leaves)))
+    lone = [
+        g[0] for g, (dims, _) in zip(joined, splits) if dims is None and len(g) == 1
+    ]
+    rows = iter(bins_of_leaves(lone))
+    found = []
+    for group, (dims, _) in zip(joined, splits):
+        if dims is None and len(group) == 1:
+            found.append([next(rows)])
+        else:
+            found.append([bins_of_leaf(sum_on_gpu, dims, leaf) for leaf in group])
+    return _roots_of_bins(found, tuple(splits))
+
+
+def _largest(dtype: Any, layout: Layout, groups: list[list[jax.Array]]) -> Blocks:
+    """max |x|. NaN is counted separately, since a maximum over devices drops it."""
+    sizes, broken = [], []
+    for group, (dims, _) in zip(groups, layout):
+        found = [_max_and_broken(dims, dtype, leaf) for leaf in group]
+        sizes.append([most for most, _ in found])
+        broken.append([nan for _, nan in found])
+    names = names_of(layout)
+    blocks = gather(sizes, layout, dtype, maximum) + gather(
+        broken, layout, dtype, maximum
+    )
+    blocks = join_devices(lax.pmax, blocks, names + names)
+    half = len(blocks) // 2
+    pairs = zip(blocks[:half], blocks[half:])
+    return [jnp.where(broken > 0, jnp.nan, most) for most, broken in pairs]
+
+
+@partial(jax.jit, static_argnums=(0, 1))
+def _max_and_broken(dims: Dims, dtype: Any, leaf: jax.Array) -> Any:
+    # XLA on a CPU fuses a maximum or a sum with what made its operand only if that
+    # contains no comparison. So NaN is found by a sum of zeros: 0 / (1 + inf) is 0, and
+    # 0 / (1 + NaN) is not.
+    x = modulus(leaf)
+    broken = jnp.isnan(sum_over(0 / (1 + x * x), dims))
+    return jnp.where(broken, 0, _max(leaf, dims, dtype)), broken.astype(dtype)
+
+
+@partial(jax.jit, static_argnums=(1, 2))
+def _max(leaf: jax.Array, dims: Dims, dtype: Any) -> jax.Array:
+    """max |x|, from which XLA on a CPU drops a NaN."""
+    x = jnp.abs(leaf) if jnp.issubdtype(leaf.dtype, jnp.complexfloating) else leaf
+    axes = tuple(range(x.ndim)) if dims is None else dims
+    most = lax.max(lax.reduce_max(x, axes), -lax.reduce_min(x, axes))
+    return (most if dims is None else lax.expand_dims(most, axes)).astype(dtype)

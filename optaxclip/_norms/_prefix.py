@@ -1,0 +1,120 @@
+"""Tree prefixes: one value for a whole subtree of the updates.
+
+Limits, axes, stacked layers, labels and bounds may be given once for everything, or for
+each part of the tree, as deep as is wanted. A prefix is matched by key path, so a dict
+matches any mapping with the same keys, and `None` or `MaskedNode` in the updates needs
+no value.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import jax
+
+
+class Prefix(NamedTuple):
+    """A tree prefix as a flat table. It is hashable when its values are, so it can be a
+    static argument of a jitted function.
+    """
+
+    entries: tuple[tuple[Any, Any], ...]  # (key path, value)
+
+
+def is_none(x: Any) -> bool:
+    """Is it None? For `jax.tree.map`, which otherwise passes None over."""
+    return x is None
+
+
+def is_hole(leaf: Any) -> bool:
+    """Is this a place in the tree where there is nothing: None, or a node without
+    leaves such as `optax.MaskedNode`?
+    """
+    return not jax.tree.leaves(leaf)
+
+
+def name(path: Any) -> str:
+    """A key path as a user reads it: `blocks/0/w`."""
+    return jax.tree_util.keystr(path, simple=True, separator="/")
+
+
+def names(paths: list[Any]) -> list[str]:
+    """The names of all key paths of a tree, no two alike: where `a/b` could be two
+    places, they are written as in Python. No name has line breaks.
+    """
+    short = [name(path).replace("\n", "\\n") for path in paths]
+    counts = Counter(short)
+    found = []
+    for path, own in zip(paths, short):
+        found.append(own if counts[own] == 1 else jax.tree_util.keystr(path))
+    return found
+
+
+def freeze(prefix: Any, is_leaf: Callable[[Any], bool]) -> Prefix:
+    """The table of a prefix; `is_leaf` says what counts as one value (None always
+    does).
+    """
+    entries = jax.tree_util.tree_flatten_with_path(
+        prefix, is_leaf=lambda x: is_none(x) or is_leaf(x)
+    )[0]
+    return Prefix(tuple(entries))
+
+
+def lookup(prefix: Prefix, tree: Any, argument: str) -> list[Any]:
+    """The value for each leaf of `tree`, in order.
+
+    Raises:
+      ValueError: a leaf has no value, or a value stands where the tree has no such
+        part. The text names the argument and the path.
+    """
+    table = dict(prefix.entries)
+    values, used = [], set()
+    paths = [path for path, _ in jax.tree_util.tree_flatten_with_path(tree)[0]]
+    for path in paths:
+        found = next(
+            (path[:depth] for depth in range(len(path) + 1) if path[:depth] in table),
+            None,
+        )
+        if found is None:
+            raise ValueError(
+                f"{argument} has no value for the leaf {name(path)!r}: it has "
+                f"{_shown(table)}."
+            )
+        values.append(table[found])
+        used.add(found)
+    holes = {
+        path
+        for path, leaf in jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_hole)[0]
+        if is_hole(leaf)
+    }
+    used.update(path[:depth] for path in holes for depth in range(len(path) + 1))
+    for key in table:
+        if key not in used and not any(
+            key[:depth] in holes for depth in range(len(key))
+        ):
+            raise ValueError(
+                f"{argument} has a value for {name(key)!r}, but the updates have no "
+                "such part."
+            )
+    return values
+
+
+def overlaps(one: Prefix, other: Prefix) -> Iterator[tuple[Any, Any]]:
+    """The pairs of values of two prefixes that belong to the same leaves."""
+    table, others = dict(one.entries), dict(other.entries)
+    for key, value in other.entries:
+        yield from (
+            (table[key[:depth]], value)
+            for depth in range(len(key) + 1)
+            if key[:depth] in table
+        )
+    for key, value in one.entries:
+        yield from (
+            (value, others[key[:depth]])
+            for depth in range(len(key))
+            if key[:depth] in others
+        )
+
+
+def _shown(table: dict[Any, Any]) -> str:
+    return ", ".join(repr(name(path)) for path in table) or "none at all"

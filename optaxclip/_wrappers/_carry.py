@@ -1,0 +1,112 @@
+"""U-Clip: what clipping cuts off is carried over and added to the next gradient.
+
+    u_t         = clip(g_t + carry_t)
+    carry_{t+1} = g_t + carry_t - u_t
+
+    so that   u_1 + ... + u_T = g_1 + ... + g_T - carry_{T+1}
+
+Clipping alone is biased: what is cut off never arrives. With the carry, the mean of the
+updates tends to the mean of the gradients as long as the carry stays bounded. It does
+when the limit is above the norm of the mean gradient.
+
+Reference: Elesedy, Hutter, U-Clip: on-average unbiased stochastic gradient clipping,
+2023 (arXiv 2302.02971).
+"""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from .._arguments import check_state
+from .._norms._leaves import cast_like, clipped_leaves, put_back
+from .._norms._modulus import wide_dtype
+from .._norms._prefix import is_none
+from .._norms._types import typed_as, types_of
+
+
+class CarryState(NamedTuple):
+    """The state of `carry_clipped`."""
+
+    # float32[...] for each clipped leaf (float64 if it has 64 bits): what was cut off
+    # so far
+    carry: Any
+    clip_state: Any  # the clipper's
+
+
+def carry_clipped(
+    clipper: optax.GradientTransformation,
+) -> optax.GradientTransformationExtraArgs:
+    """Adds to each gradient what the clipper has cut off before.
+
+    Each step returns u = clip(g + carry), and then the carry becomes g + carry - u.
+
+    Args:
+      clipper: any clipper of gradients. It gets the sum of gradient and carry.
+
+    Returns:
+      A transformation with a `CarryState`, whose buffer is as large as the parameters,
+      in float32 (float64 for 64-bit leaves). A coordinate that comes out as NaN or inf
+      keeps its carry, and so does a leaf that is None in a step. Where the clipper
+      makes a broken step zero, the finite coordinates of the gradient are carried over
+      like all else that was cut off.
+
+    Raises:
+      ValueError: `update` with `grad_norm`. It is the norm of the gradient, but the sum
+        of gradient and carry is clipped.
+      TypeError: `update` with the state of another transformation.
+
+    Example:
+      >>> clipper = optaxclip.carry_clipped(optaxclip.clip_by_value(1.0))
+      >>> state = clipper.init(jnp.zeros(()))
+      >>> for grad in (3.0, 0.0, 0.0, 0.0):
+      ...     update, state = clipper.update(jnp.float32(grad), state)
+      ...     print(update)
+      1.0
+      1.0
+      1.0
+      0.0
+
+    Reference: Elesedy, Hutter, U-Clip: on-average unbiased stochastic gradient
+    clipping, 2023 (arXiv 2302.02971).
+    """
+    clipper = optax.with_extra_args_support(clipper)
+
+    def init(params: Any) -> CarryState:
+        carry = jax.tree.map(_no_carry, types_of(clipped_leaves, params))
+        return CarryState(carry, clipper.init(params))
+
+    def update(
+        updates: Any, state: Any, params: Any = None, **extra_args: Any
+    ) -> tuple[Any, CarryState]:
+        check_state("carry_clipped", state, CarryState)
+        if "grad_norm" in extra_args:
+            raise ValueError(
+                "carry_clipped: grad_norm cannot be given: what is clipped is the sum "
+                "of gradient and carry, whose norm is another."
+            )
+        tree, inner = clipped_leaves(updates), state.clip_state
+        total = jax.tree.map(_add_carry, tree, state.carry, is_leaf=is_none)
+        clipped, inner = clipper.update(total, inner, params, **extra_args)
+        clipped = jax.tree.map(cast_like, clipped, tree)
+        carry = jax.tree.map(_cut_off, total, clipped, state.carry, is_leaf=is_none)
+        return put_back(clipped, updates), CarryState(carry, inner)
+
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+def _no_carry(kind: Any) -> jax.Array:
+    """The carry of a leaf of this type before the first step."""
+    return typed_as(jnp.zeros(kind.shape, wide_dtype(kind)), kind)
+
+
+def _add_carry(grad: Any, carry: jax.Array) -> jax.Array | None:
+    return None if grad is None else jnp.asarray(grad).astype(carry.dtype) + carry
+
+
+def _cut_off(total: jax.Array | None, clipped: Any, carry: jax.Array) -> jax.Array:
+    if total is None:  # A leaf without a gradient in this step keeps its carry.
+        return carry
+    left = total - clipped.astype(carry.dtype)
+    return jnp.where(jnp.isfinite(left), left, carry)

@@ -1,0 +1,106 @@
+"""A fresh optimizer state every so many steps, as SPAM resets Adam's moments."""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from .._arguments import check_number, check_state
+from .._core._limits import keep_where
+from .._norms._leaves import cast_like, clipped_leaves, put_back
+from .._norms._modulus import wide_dtype
+from ..rules._rule import check_length
+
+
+class ResetState(NamedTuple):
+    """The state of `reset_momentum`."""
+
+    step: jax.Array  # int32[]: updates seen
+    inner_state: Any  # the inner transformation's
+
+
+def reset_momentum(
+    inner: optax.GradientTransformation, every: Any = 500, warmup: Any = 150
+) -> optax.GradientTransformationExtraArgs:
+    """Gives an optimizer a fresh state every `every` steps.
+
+    After a reset its updates rise again from a hundredth to their full size:
+
+        1 - 0.99 (1 + cos(pi k / warmup)) / 2    k steps after a reset
+
+    All of the inner state starts anew, step counts and schedules too. So wrap
+    `optax.scale_by_adam()`, not the whole optimizer. Leaves that are not floats or
+    complex numbers come out as the inner transformation returns them.
+
+    Args:
+      inner: the transformation whose state is reset.
+      every: the state starts anew before each update whose number is a multiple of
+        this. A whole number, at least 1.
+      warmup: over how many steps after a reset the updates rise to their full size. At
+        the start of training they do not. At least 0.
+
+    Returns:
+      A transformation with a `ResetState`.
+
+    Raises:
+      ValueError: an `every` that is not whole or below 1, or a negative warmup.
+      TypeError: something else that is not a number.
+
+    Example:
+      >>> optimizer = optaxclip.reset_momentum(optax.trace(0.9), every=3, warmup=0)
+      >>> state = optimizer.init(jnp.zeros(()))
+      >>> for _ in range(4):
+      ...     update, state = optimizer.update(jnp.ones(()), state)
+      ...     print(update)
+      1.0
+      1.9
+      1.0
+      1.9
+
+    Reference: Huang et al., SPAM: spike-aware Adam with momentum reset for stable LLM
+    training, 2025 (arXiv 2501.06842).
+    """
+    call = "reset_momentum"
+    check_length(f"{call}: every", every)
+    check_number(f"{call}: warmup", warmup)
+    optimizer = optax.with_extra_args_support(inner)
+
+    def init(params: Any) -> ResetState:
+        return ResetState(jnp.zeros((), jnp.int32), optimizer.init(params))
+
+    def update(
+        updates: Any, state: Any, params: Any = None, **extra_args: Any
+    ) -> tuple[Any, ResetState]:
+        check_state(call, state, ResetState)
+        since = steps_since_reset(state.step, every)
+        fresh = optimizer.init(updates if params is None else params)
+        inner_state = keep_where(since == 0, fresh, state.inner_state)
+        given = updates, inner_state, params
+        updates, inner_state = optimizer.update(*given, **extra_args)
+
+        rising = (state.step + 1 >= every) & (since < warmup)
+        factor = jnp.where(rising, _rise(since, warmup), 1.0)
+
+        def scaled(x: Any) -> jax.Array:
+            wide = jnp.asarray(x).astype(wide_dtype(x))
+            return cast_like(wide * factor.astype(wide.dtype), x)
+
+        updates = put_back(jax.tree.map(scaled, clipped_leaves(updates)), updates)
+        step = jnp.asarray(optax.safe_increment(state.step))
+        return updates, ResetState(step, inner_state)
+
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+def steps_since_reset(step: jax.Array, every: Any) -> jax.Array:
+    """Steps since the last reset, which is before the updates number `every`,
+    2 `every` and so on. Without resets, the number of the update.
+    """
+    return step + 1 if every is None else (step + 1) % jnp.asarray(every, jnp.int32)
+
+
+def _rise(since: jax.Array, warmup: Any) -> jax.Array:
+    """The factor so many steps after a reset."""
+    done = since.astype(float) / jnp.maximum(jnp.asarray(warmup, float), 1)
+    return 1 - 0.99 * (1 + jnp.cos(jnp.pi * done)) / 2

@@ -1,0 +1,68 @@
+"""A batch, processed a few examples at a time."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from ._weights import along_batch
+
+
+def in_microbatches(
+    step: Callable[..., Any], total: Any, batch: tuple[Any, ...], microbatch: int | None
+) -> tuple[Any, Any]:
+    """Runs `step(total, is_real, *examples) -> (total, found)` on each microbatch.
+
+    `is_real` is False for examples that only fill up the last microbatch.
+
+    Returns:
+      The last total, and what was found for each example.
+    """
+    size = jax.tree.leaves(batch)[0].shape[0]
+    width = min(microbatch or size, size)
+    count = -(-size // width)
+    split = jax.tree.map(lambda x: _split(x, width, count), batch)
+
+    def body(total: Any, turn: jax.Array) -> tuple[Any, Any]:
+        is_real = jnp.arange(width) * count + turn < size
+
+        def take(x: jax.Array) -> jax.Array:
+            return lax.dynamic_index_in_dim(x, turn, 1, keepdims=False)
+
+        return step(total, is_real, *jax.tree.map(take, split))
+
+    total, found = lax.scan(body, total, jnp.arange(count))
+    return total, jax.tree.map(lambda x: _joined(x)[:size], found)
+
+
+def _split(x: jax.Array, width: int, count: int) -> jax.Array:
+    """[batch, ...] as [width, count, ...].
+
+    Each microbatch gets every count-th example instead of neighbours. Devices that
+    share a batch then have a part of every microbatch, and need not send any.
+    """
+    missing = width * count - x.shape[0]
+    if missing:
+        x = jnp.concatenate([x, x[:missing]])
+    return x.reshape(width, count, *x.shape[1:])
+
+
+def _joined(x: jax.Array) -> jax.Array:
+    """[count, width, ...] as [width * count, ...], in the order of the batch."""
+    count, width, *shape = x.shape
+    return jnp.swapaxes(x, 0, 1).reshape(width * count, *shape)
+
+
+def replace_uncounted(example: Any, counts: jax.Array) -> Any:
+    """The microbatch, with the first example that counts in the place of those that do
+    not. Times 0 a healthy gradient is 0, but a broken one is NaN.
+    """
+    first = jnp.argmax(counts)
+
+    def replace(x: jax.Array) -> jax.Array:
+        other = lax.dynamic_index_in_dim(x, first, 0)
+        return jnp.where(along_batch(counts, x), x, other)
+
+    return jax.tree.map(replace, example)

@@ -1,0 +1,95 @@
+"""Candidate rules for recorded norms, and what each would have done."""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import ArrayLike
+
+from ..rules import windowed_quantile, z_score
+from ..rules._constant import rule_of
+from ..rules._rule import Rule
+from ..rules._windowed_mean import step_rule
+from ..shrinks import hard
+from ._replay import Replay, first_memory, replayed
+
+
+class Suggestion(NamedTuple):
+    """One candidate rule."""
+
+    # As it is written in a program. `skip_step(...)` is wrapped around an optimizer.
+    rule: str
+    limit: float  # at the last step
+    clip_rate: float  # share of steps clipped, in [0, 1]
+    # What the clipped steps would have been multiplied by, on average. 1 without any.
+    mean_factor: float
+
+
+def suggest(norms: ArrayLike) -> list[Suggestion]:
+    """Candidate rules for a history of norms, each with the share of steps that it
+    would have clipped.
+
+    It counts on the norms as they were recorded. A clipped run goes another way, so
+    this is a place to start, not a forecast.
+
+    Args:
+      norms: the history, [steps]. Norms that are NaN, inf or 0 are left out.
+
+    Returns:
+      Fixed limits first, from quantiles of the norms (Pascanu et al. take half to ten
+      times the usual norm), then rules that learn. Each is a `Suggestion`: the rule as
+      it is written in a program, its limit at the last step, the share of steps that it
+      clips, and their mean factor.
+
+    Raises:
+      ValueError: fewer than two finite norms above 0.
+
+    Example:
+      >>> for each in optaxclip.replay.suggest([1.0, 2.0, 3.0, 4.0])[:2]:
+      ...     print(each.rule, each.clip_rate, round(each.mean_factor, 4))
+      clip_by_global_norm(2.5) 0.5 0.7292
+      clip_by_global_norm(3.7) 0.25 0.925
+    """
+    finite = np.asarray(norms, np.float64).reshape(-1)
+    finite = finite[np.isfinite(finite) & (finite > 0)]
+    if finite.size < 2:
+        raise ValueError(
+            "suggest: norms must hold at least two finite norms above 0, got "
+            f"{finite.size}."
+        )
+    names, history = _candidates(finite), jnp.asarray(finite)
+    rules = [rule_of(rule, "suggest: rule") for rule in names.values()]
+    memories = [first_memory(rule, history) for rule in rules]
+    found = jax.device_get(_all_replayed(rules, memories, history))
+    return [_suggestion(*each) for each in zip(names, found)]
+
+
+# One program for all, since compiling is what takes time.
+@jax.jit
+def _all_replayed(
+    rules: list[Rule], memories: list[Any], norms: jax.Array
+) -> list[Replay]:
+    return [replayed(hard, *each, norms) for each in zip(rules, memories)]
+
+
+def _candidates(norms: np.ndarray) -> dict[str, Any]:
+    """Fixed limits and rules, by the text that makes a clipper of them."""
+    fixed = [*np.quantile(norms, (0.5, 0.9, 0.95, 0.99)), 5 * np.median(norms)]
+    rounded = sorted({float(f"{limit:.3g}") for limit in fixed})
+    found: dict[str, Any] = {f"clip_by_global_norm({x:g})": x for x in rounded}
+    median = windowed_quantile(0.5, 100, factor=2.0)
+    learning = {
+        "rules.windowed_quantile(0.9, 1000)": windowed_quantile(0.9, 1000),
+        "rules.windowed_quantile(0.5, 100, factor=2.0)": median,
+    }
+    found["autoclip(10)"] = windowed_quantile(0.1, 10_000, current=True)
+    found |= {f"clip_by_global_norm({text})": rule for text, rule in learning.items()}
+    return found | {"zclip()": z_score(), "skip_step(...)": step_rule()}
+
+
+def _suggestion(name: str, found: Replay) -> Suggestion:
+    clipped, limit = np.asarray(found.clipped), float(found.limits[-1])
+    factors = np.asarray(found.factors)[clipped]
+    mean_factor = float(factors.mean()) if factors.size else 1.0
+    return Suggestion(name, limit, float(clipped.mean()), mean_factor)

@@ -1,0 +1,94 @@
+"""A rule over recorded norms."""
+
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.typing import ArrayLike
+
+from .._core._factors import reported
+from .._core._limits import limit_of
+from .._norms._types import varying_as
+from ..rules._rule import Rule
+from ..rules._without_params import rule_without_params
+from ..shrinks import Shrink, shrink_of
+
+
+class Replay(NamedTuple):
+    """What a rule made of recorded norms: one entry for each step."""
+
+    norms: jax.Array  # float32[steps, ...]: as recorded
+    limits: jax.Array  # float32[steps, ...]: what each was held against
+    # float32[steps, ...]: what the updates would have been multiplied by. NaN where the
+    # norm was not finite.
+    factors: jax.Array
+    # bool[steps, ...]: the steps that would have been changed, without those whose norm
+    # was not finite
+    clipped: jax.Array
+
+
+def run(rule: Any, norms: ArrayLike, *, shrink: Shrink | None = None) -> Replay:
+    """Runs a rule over a history of norms, as one `lax.scan`.
+
+    Many rules run at once under `jax.vmap`:
+    `jax.vmap(lambda q: run(rules.windowed_quantile(q), norms))(quantiles)`.
+
+    Args:
+      rule: a rule of `optaxclip.rules`, a number at least 0, a schedule, or None for no
+        limit.
+      norms: the history, [steps], or [steps, ...] for many norms at once, each with a
+        memory of its own.
+      shrink: what a norm over its limit becomes, of `optaxclip.shrinks`. None is
+        `hard`.
+
+    Returns:
+      A `Replay`: the norms, their limits, the factors that the updates would have been
+      multiplied by, and which steps would have been clipped.
+
+    Raises:
+      ValueError: a single number in the place of a history, no norm at all, a limit
+        that is negative or NaN, or a rule that compares norms with weights.
+      TypeError: a limit that is not a number.
+
+    Example:
+      >>> print(optaxclip.replay.run(2.0, [1.0, 4.0, 2.0]).factors)
+      [1.  0.5 1. ]
+    """
+    norms = jnp.asarray(norms)
+    norms = norms.astype(jnp.promote_types(norms.dtype, jnp.float32))
+    if norms.ndim == 0 or not norms.size:
+        raise ValueError(
+            "replay.run: norms must be a history, one norm for each step, got an array "
+            f"of shape {norms.shape}."
+        )
+    rule = rule_without_params(rule, "replay.run: rule")
+    shrink = shrink_of(shrink, "replay.run")
+    return replayed(shrink, rule, first_memory(rule, norms), norms)
+
+
+def first_memory(rule: Rule, norms: jax.Array) -> Any:
+    """What the rule remembers before the first norm."""
+    start = jnp.zeros(norms.shape[1:], norms.dtype)
+    return rule.init(varying_as(start, jax.typeof(norms)))
+
+
+@partial(jax.jit, static_argnums=0)
+def replayed(shrink: Shrink, rule: Rule, memory: Any, norms: jax.Array) -> Replay:
+    """What a rule that remembers this makes of the norms."""
+    limits = _limits(rule, memory, norms)
+    finite, off = jnp.isfinite(norms), jnp.isinf(limits)
+    after = jnp.where(off, norms, shrink(norms, jnp.where(off, 1.0, limits)))
+    factors = jnp.where(finite, reported(norms, after), jnp.nan)
+    return Replay(norms, limits, factors, finite & (after != norms))
+
+
+def _limits(rule: Rule, memory: Any, norms: jax.Array) -> jax.Array:
+    def step(carry: Any, norm: jax.Array) -> tuple[Any, jax.Array]:
+        count, memory = carry
+        asked = rule, norm, memory, count
+        limit, memory = limit_of(*asked, argument="replay.run: rule")
+        return (count + 1, memory), limit
+
+    first = jnp.zeros((), jnp.int32), memory
+    return jax.lax.scan(step, first, norms)[1]

@@ -1,0 +1,58 @@
+"""Limits that follow the run: how long may a norm be?
+
+A rule goes wherever a limit goes, so each exists for every norm:
+`clip_by_global_norm(rules.windowed_mean(3.0))`,
+`clip_by_tensor_norm(rules.growth())`. It decides about whole steps in `skip_spikes`,
+and `replay.run` applies it to recorded norms.
+
+    windows       windowed_quantile, windowed_mean
+    averages      z_score, log_z_score, ema_ratio, ema, ema_band, moments_ratio
+    one number    growth, quantile_tracker
+    no memory     constant, share_of_params
+    joined        minimum, maximum, warm_up
+    your own      Rule
+
+Public code disagrees on what a rule remembers. All rules here that have these
+parameters mean the same by them:
+
+    current    whether the norm of this step is in the statistic it is held against
+    remember   "raw" for the norm as it came, "clipped" for what was let through
+    warmup     how many norms the statistic must hold before there is a limit
+    ddof       what is taken off the count in a variance
+
+No rule remembers a norm that is NaN, inf or 0.
+"""
+
+from ._constant import Constant as constant
+from ._ema import Ema as ema
+from ._ema_band import EmaBand as ema_band
+from ._ema_ratio import EmaRatio as ema_ratio
+from ._growth import Growth as growth
+from ._joined import maximum, minimum, warm_up
+from ._log_z_score import LogZScore as log_z_score
+from ._moments_ratio import MomentsRatio as moments_ratio
+from ._quantile_tracker import QuantileTracker as quantile_tracker
+from ._rule import Rule
+from ._share_of_params import ShareOfParams as share_of_params
+from ._windowed_mean import WindowedMean as windowed_mean
+from ._windowed_quantile import WindowedQuantile as windowed_quantile
+from ._z_score import ZScore as z_score
+
+__all__ = [
+    "Rule",
+    "constant",
+    "ema",
+    "ema_band",
+    "ema_ratio",
+    "growth",
+    "log_z_score",
+    "maximum",
+    "minimum",
+    "moments_ratio",
+    "quantile_tracker",
+    "share_of_params",
+    "warm_up",
+    "windowed_mean",
+    "windowed_quantile",
+    "z_score",
+]

@@ -1,0 +1,71 @@
+"""Limits that do not learn: a number, an array or a schedule."""
+
+from typing import Any
+
+import jax
+import numpy as np
+from jax.typing import ArrayLike
+
+from .._arguments import as_partial, check_limit
+from ._rule import Number, Rule, Schedule, is_rule
+
+
+class Constant(Rule):
+    """The same limit in every step, or a schedule of limits.
+
+    Wherever a rule is wanted, a number, an array, a schedule or None stands for the
+    constant rule of it.
+
+    Args:
+      limit: a number at least 0, an array whose shape broadcasts to the norm's, a
+        schedule from step to number, or None. 0 turns updates into zeros. None and inf
+        are no limit.
+
+    Raises:
+      TypeError: a bool, a string, or something else that is not a real number.
+      ValueError: a number that is negative, NaN, or finite and above the largest of
+        float32 (of float64 where `jax_enable_x64` is set). A schedule or a traced limit
+        above the largest of the norm's dtype counts as the largest.
+
+    Example:
+      >>> rule = optaxclip.rules.constant(lambda step: 1.0 + step)
+      >>> print(optaxclip.replay.run(rule, [5.0, 5.0, 5.0]).limits)
+      [1. 2. 3.]
+    """
+
+    limit: Number | None
+
+    def __post_init__(self) -> None:
+        limit = checked_limit("constant: limit", self.limit)
+        object.__setattr__(self, "limit", limit)
+
+    def update(self, norm: jax.Array, memory: Any, step: jax.Array) -> Any:
+        return self.limit(step) if callable(self.limit) else self.limit, memory
+
+
+def checked_limit(argument: str, limit: Any) -> ArrayLike | Schedule:
+    """A limit that JAX can carry into a compiled call, inf for None."""
+    if limit is None:
+        return np.inf
+    if callable(limit):
+        return as_partial(limit)
+    check_limit(argument, limit)
+    # JAX has room for ints up to 2^31 only.
+    return float(limit) if isinstance(limit, int) else limit
+
+
+def rule_of(limit: Any, argument: str) -> Rule:
+    """The rule itself, or the constant rule of a number, an array, a schedule, None."""
+    return limit if is_rule(limit) else Constant(checked_limit(argument, limit))
+
+
+def rules_of(limits: Any, argument: str) -> Any:
+    """The rules of a tree of limits."""
+
+    def is_limit(x: Any) -> bool:
+        return x is None or callable(x) or is_rule(x)
+
+    def named(limit: Any) -> Rule:
+        return rule_of(limit, argument)
+
+    return jax.tree.map(named, limits, is_leaf=is_limit)

@@ -1,0 +1,49 @@
+"""The norm-growth limiter: a norm may be a little longer than the one before."""
+
+from dataclasses import KW_ONLY
+
+import jax
+import jax.numpy as jnp
+
+from ._rule import Number, Rule, at_step, number
+
+
+class Growth(Rule):
+    """limit = rate * max(last norm, floor), without a limit in the first step.
+
+    The last norm is the one that was let through. From one step to the next the norm
+    grows by at most 1 %, however large the spike. A lasting rise by a factor f takes
+    log(f) / log(rate) steps to pass. Fira, APOLLO, RACS and Alice apply this to each
+    tensor of the update: `clip_by_tensor_norm(rules.growth())` after the
+    preconditioner.
+
+    Args:
+      rate: growth allowed in a step, at least 0. 1.01 is 1 %. A number or a schedule.
+      floor: a shorter last norm counts as this long, so that one tiny gradient does not
+        hold back hundreds of steps. At least 0. A number or a schedule.
+
+    Raises:
+      ValueError: a number out of its range. TypeError: something that is no number.
+
+    Example:
+      >>> rule = optaxclip.rules.growth(1.5)
+      >>> print(optaxclip.replay.run(rule, [2.0, 9.0, 9.0, 3.0]).limits)
+      [ inf 3.   4.5  6.75]
+
+    Reference: Chen et al., Fira: can we achieve full-rank training of LLMs under
+    low-rank constraint?, 2024 (arXiv 2410.01623).
+    """
+
+    rate: Number = number(default=1.01)
+    _: KW_ONLY
+    floor: Number = number(default=0.0)
+
+    def init(self, norm: jax.Array) -> jax.Array:
+        return jnp.full_like(norm, jnp.inf)
+
+    def update(
+        self, norm: jax.Array, last: jax.Array, step: jax.Array
+    ) -> tuple[jax.Array, jax.Array]:
+        rate, floor = at_step(step, norm, self.rate, self.floor)
+        limit = rate * jnp.maximum(last, floor)
+        return limit, jnp.minimum(norm, limit)

@@ -1,0 +1,144 @@
+"""Rules made of rules: the smallest limit, the largest, and one after the other."""
+
+from functools import reduce
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from .._arguments import check_number, held_in
+from ._constant import rule_of
+from ._rule import Number, Rule
+
+
+class Joined(Rule):
+    """Rules that are asked together. Each updates its memory by its own limit."""
+
+    rules: tuple[Rule, ...]
+
+    @property
+    def needs_params(self) -> bool:
+        return any(rule.needs_params for rule in self.rules)
+
+    def init(self, norm: jax.Array) -> Any:
+        return tuple(rule.init(norm) for rule in self.rules)
+
+    def ask_all(
+        self, norm: jax.Array, memory: Any, step: jax.Array, params_norm: Any
+    ) -> tuple[list[jax.Array], tuple[Any, ...]]:
+        """The limits and the memories of all rules."""
+        limits, memories = [], []
+        for rule, own in zip(self.rules, memory):
+            extra = (params_norm,) if rule.needs_params else ()
+            limit, own = rule.update(norm, own, step, *extra)
+            limits.append(held_in(norm.dtype, limit))
+            memories.append(own)
+        return limits, tuple(memories)
+
+
+class Minimum(Joined):
+    """The smallest limit of several rules."""
+
+    def update(
+        self, norm: jax.Array, memory: Any, step: jax.Array, params_norm: Any = None
+    ) -> Any:
+        limits, memories = self.ask_all(norm, memory, step, params_norm)
+        return reduce(jnp.minimum, limits), memories
+
+
+class Maximum(Joined):
+    """The largest limit of several rules."""
+
+    def update(
+        self, norm: jax.Array, memory: Any, step: jax.Array, params_norm: Any = None
+    ) -> Any:
+        limits, memories = self.ask_all(norm, memory, step, params_norm)
+        return reduce(jnp.maximum, limits), memories
+
+
+class WarmUp(Joined):
+    """The first rule for some norms, the second from then on."""
+
+    steps: Number
+
+    def init(self, norm: jax.Array) -> Any:
+        return jnp.zeros(norm.shape, jnp.int32), super().init(norm)
+
+    def update(
+        self, norm: jax.Array, memory: Any, step: jax.Array, params_norm: Any = None
+    ) -> Any:
+        seen, memories = memory
+        limits, memories = self.ask_all(norm, memories, step, params_norm)
+        before, after = limits
+        return jnp.where(seen < self.steps, before, after), (seen + 1, memories)
+
+
+def minimum(*rules: Any) -> Rule:
+    """The smallest limit of several rules: a rule that learns, under a fixed cap.
+
+    Each rule updates its memory from the norm and its own limit, whatever the limits
+    of the others are.
+
+    Args:
+      rules: at least one rule, number, array, schedule, or None for no limit.
+
+    Raises:
+      ValueError: no rule at all, or a number that is negative or NaN.
+
+    Example:
+      >>> rule = optaxclip.rules.minimum(optaxclip.rules.growth(2.0), 5.0)
+      >>> print(optaxclip.replay.run(rule, [1.0, 9.0, 9.0, 9.0]).limits)
+      [5. 2. 4. 5.]
+    """
+    return Minimum(_rules("minimum", rules))
+
+
+def maximum(*rules: Any) -> Rule:
+    """The largest limit of several rules: a rule that learns, above a fixed floor.
+
+    Each rule updates its memory from the norm and its own limit, whatever the limits
+    of the others are.
+
+    Args:
+      rules: at least one rule, number, array, schedule, or None for no limit.
+
+    Raises:
+      ValueError: no rule at all, or a number that is negative or NaN.
+
+    Example:
+      >>> rule = optaxclip.rules.maximum(optaxclip.rules.growth(2.0), 5.0)
+      >>> print(optaxclip.replay.run(rule, [1.0, 9.0, 9.0, 9.0]).limits)
+      [inf  5.  5.  8.]
+    """
+    return Maximum(_rules("maximum", rules))
+
+
+def warm_up(steps: Number, before: Any, after: Any) -> Rule:
+    """One rule for the first norms, and another from then on.
+
+    Both learn from the first norm on.
+
+    Args:
+      steps: how many norms are held against `before`. At least 0. Norms that are NaN,
+        inf or 0 do not count.
+      before: a rule, number, array, schedule, or None for no limit.
+      after: likewise.
+
+    Raises:
+      ValueError: a number that is negative or NaN.
+
+    Example:
+      >>> rule = optaxclip.rules.warm_up(2, 5.0, optaxclip.rules.growth(2.0))
+      >>> print(optaxclip.replay.run(rule, [1.0, 9.0, 9.0, 9.0]).limits)
+      [5. 5. 4. 8.]
+    """
+    check_number("warm_up: steps", steps)
+    first = rule_of(before, "warm_up: before")
+    return WarmUp((first, rule_of(after, "warm_up: after")), steps)
+
+
+def _rules(call: str, rules: tuple[Any, ...]) -> tuple[Rule, ...]:
+    if not rules:
+        raise ValueError(f"{call}: rules must be at least one, got none.")
+    named = enumerate(rules)
+    return tuple(rule_of(rule, f"{call}: rules[{place}]") for place, rule in named)

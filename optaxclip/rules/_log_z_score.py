@@ -1,0 +1,75 @@
+"""A z-score of the logarithm of the norm, which is nearer to a normal distribution."""
+
+from dataclasses import KW_ONLY
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from ._memory import Average, blend, empty_average, gain
+from ._rule import Number, Rule, at_step, fixed, number
+
+
+class LogNormMemory(NamedTuple):
+    """Mean and deviation of the logarithm."""
+
+    seen: jax.Array  # int32[norm]: norms remembered
+    mean: Average
+    deviation: jax.Array  # float32[norm]
+
+
+class LogZScore(Rule):
+    """limit = exp(mean + z * max(deviation, spread)) - 1, of log(1 + norm).
+
+    Mean and deviation are exponential averages, corrected for their start. The clipped
+    norm is remembered. RNMT+ drops the whole step beyond four deviations:
+    `skip_spikes(optimizer, rules.log_z_score())`.
+
+    Args:
+      z: how many deviations are allowed, at least 0. A number or a schedule.
+      decay: of mean and variance, in [0, 1]. A number or a schedule.
+      floor: shorter norms count as this long. At least 0. A number or a schedule.
+      spread: the deviation counts as at least this much, so that norms that hardly
+        differ are not outliers of one another. At least 0. A number or a schedule.
+      warmup: how many norms are seen before there is a limit. At least 1. With the
+        default decay, 277 is where 0.75 of the weight of an endless average is reached.
+
+    Raises:
+      ValueError: a number out of its range. TypeError: something that is no number.
+
+    Example:
+      >>> rule = optaxclip.rules.log_z_score(2.0, 0.5, warmup=2)
+      >>> print(optaxclip.replay.run(rule, [1.0, 2.0, 9.0]).limits)
+      [  inf   inf 2.841]
+
+    Reference: Chen et al., The best of both worlds: combining recent advances in neural
+    machine translation, 2018 (arXiv 1804.09849). Lingvo, `core/layers.py`,
+    GradNormTracker.
+    """
+
+    z: Number = number(default=4.0)
+    decay: Number = number(default=0.995, highest=1.0)
+    _: KW_ONLY
+    floor: Number = number(default=0.01)
+    spread: Number = number(default=1e-3)
+    warmup: Any = fixed(default=277, lowest=1)
+
+    def init(self, norm: jax.Array) -> LogNormMemory:
+        seen = jnp.zeros(norm.shape, jnp.int32)
+        return LogNormMemory(seen, empty_average(norm), jnp.zeros_like(norm))
+
+    def update(
+        self, norm: jax.Array, memory: LogNormMemory, step: jax.Array
+    ) -> tuple[jax.Array, LogNormMemory]:
+        z, decay = at_step(step, norm, self.z, self.decay)
+        floor, spread = at_step(step, norm, self.floor, self.spread)
+        seen, mean, deviation = memory
+        edge = jnp.expm1(mean.value + z * jnp.maximum(deviation, spread))
+        limit = jnp.where(seen >= self.warmup, edge, jnp.inf)
+        value = jnp.log1p(jnp.maximum(jnp.minimum(norm, limit), floor))
+        moved = blend(mean, value, decay)
+        share = gain(decay, moved.weight)
+        # The variance of a mixture of old values and the new one, never negative.
+        apart = jnp.sqrt(share) * jnp.abs(value - mean.value)
+        deviation = jnp.sqrt(1 - share) * jnp.hypot(deviation, apart)
+        return limit, LogNormMemory(seen + 1, moved, deviation)

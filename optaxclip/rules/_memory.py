@@ -1,0 +1,102 @@
+"""What rules remember: a window of past norms, and running averages.
+
+All arrays of a memory have the norm's shape, followed by axes of their own. Deviations
+are kept and joined as roots of squares (`jnp.hypot`), which can neither become negative
+by rounding nor leave the range of the norm's dtype.
+"""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.core import Tracer
+
+
+class Window(NamedTuple):
+    """The last norms, in a ring."""
+
+    # float32[norm, length]: filled from the left, then the oldest is overwritten
+    past: jax.Array
+    seen: jax.Array  # int32[norm]: norms remembered so far
+
+
+class Average(NamedTuple):
+    """An exponential average of the norms seen so far."""
+
+    value: jax.Array  # float32[norm]: the average, corrected for its start
+    # float32[norm]: the share of an endless average that was seen, in [0, 1]
+    weight: jax.Array
+
+
+def empty_window(argument: str, length: Any, norm: jax.Array) -> Window:
+    """A window without norms."""
+    if isinstance(length, Tracer):
+        raise TypeError(
+            f"{argument} must be known when the state is made: under jit and "
+            "inject_hyperparams name it in static_args."
+        )
+    past = jnp.zeros((*norm.shape, int(length)), norm.dtype)
+    return Window(past, jnp.zeros(norm.shape, jnp.int32))
+
+
+def places(window: Window) -> jax.Array:
+    """The number of each place in the window, int32[norm, length]."""
+    return lax.broadcasted_iota(jnp.int32, window.past.shape, window.past.ndim - 1)
+
+
+def next_place(window: Window) -> jax.Array:
+    """The place that the next norm takes, int32[norm, 1]."""
+    return (window.seen % window.past.shape[-1])[..., None]
+
+
+def oldest(window: Window) -> jax.Array:
+    """The norm that the next push overwrites once the window is full."""
+    return jnp.take_along_axis(window.past, next_place(window), axis=-1)[..., 0]
+
+
+def push(window: Window, norm: jax.Array) -> Window:
+    """Adds a norm. A full window loses its oldest."""
+    here = places(window) == next_place(window)
+    return Window(jnp.where(here, norm[..., None], window.past), window.seen + 1)
+
+
+def filled(window: Window) -> jax.Array:
+    """Which places hold a norm, bool[norm, length]."""
+    return places(window) < window.seen[..., None]
+
+
+def empty_average(norm: jax.Array) -> Average:
+    """An average before the first value."""
+    return Average(jnp.zeros_like(norm), jnp.zeros_like(norm))
+
+
+def blend(
+    average: Average, value: jax.Array, decay: jax.Array, corrected: Any = True
+) -> Average:
+    """Adds a value to an average.
+
+    Corrected, it is Adam's: all values since the first, with weights that fall by
+    `decay`. Otherwise the first value counts as if it had always been there.
+    """
+    started = (average.weight > 0) | jnp.asarray(corrected)
+    decay = jnp.where(started, decay, jnp.zeros_like(decay))
+    weight = decay * average.weight + (1 - decay)
+    # As a difference from the average and not as a sum of products: exact while the
+    # norm does not change.
+    change = gain(decay, weight) * (value - average.value)
+    return Average(average.value + change, weight)
+
+
+def gain(decay: jax.Array, weight: jax.Array) -> jax.Array:
+    """How far an average goes towards a new value; `weight` counts that value already.
+
+    The first value becomes the average, whatever the decay.
+    """
+    safe = jnp.where(weight > 0, weight, 1.0)
+    return jnp.where(weight > 0, (1 - decay) / safe, 1.0).astype(weight.dtype)
+
+
+def remembered(remember: str, norm: jax.Array, limit: jax.Array) -> jax.Array:
+    """The norm as it came ("raw"), or as it was let through ("clipped")."""
+    return jnp.minimum(norm, limit) if remember == "clipped" else norm

@@ -1,0 +1,197 @@
+"""What every rule is: a frozen dataclass that is a pytree, with `init` and `update`.
+
+A subclass of `Rule` lists its parameters as fields, each with its default and range:
+
+    class Growth(Rule):
+        rate: Number = number(default=1.01)
+
+        def init(self, norm): ...
+        def update(self, norm, memory, step): ...   # -> limit, memory
+
+Numbers are leaves of the pytree, so a changed number compiles nothing anew.
+"""
+
+import dataclasses
+import re
+from collections.abc import Callable
+from dataclasses import field, fields
+from typing import Any, TypeGuard, dataclass_transform
+
+import jax
+import numpy as np
+from jax.core import Tracer
+from jax.typing import ArrayLike
+
+from .._arguments import as_partial, check_limit, check_number, held_in
+
+Schedule = Callable[[ArrayLike], ArrayLike]
+Number = ArrayLike | Schedule
+
+
+def number(
+    default: Any = dataclasses.MISSING, lowest: float = 0.0, highest: float = np.inf
+) -> Any:
+    """A field that is a number in a range, or a schedule from step to number."""
+
+    def check(argument: str, value: Any) -> Any:
+        if callable(value):
+            return as_partial(value)
+        check_limit(argument, value, lowest=lowest)
+        known = not isinstance(value, Tracer)
+        if known and (np.asarray(value, np.float64) > highest).any():
+            raise ValueError(f"{argument} must be at most {highest:g}, got {value!r}.")
+        return value
+
+    return field(default=default, metadata={"check": check})
+
+
+def optional_number(default: None = None, highest: float = np.inf) -> Any:
+    """A field that is a number, a schedule, or None."""
+    check = number(default=0.0, highest=highest).metadata["check"]
+
+    def check_given(argument: str, value: Any) -> Any:
+        return None if value is None else check(argument, value)
+
+    return field(default=default, metadata={"check": check_given})
+
+
+def fixed(default: float, lowest: float = 0.0) -> Any:
+    """A field that is a number, and not a schedule."""
+
+    def check(argument: str, value: Any) -> Any:
+        check_number(argument, value, lowest=lowest)
+        return value
+
+    return field(default=default, metadata={"check": check})
+
+
+def length(default: int) -> Any:
+    """A field that is the length of a window: a whole number, at least 1."""
+
+    def check(argument: str, value: Any) -> Any:
+        check_length(argument, value)
+        return value
+
+    return field(default=default, metadata={"check": check})
+
+
+def choice(default: str, others: tuple[str, ...]) -> Any:
+    """A field that is one of some strings. A changed string compiles anew."""
+    *first, last = map(repr, (default, *others))
+
+    def check(argument: str, value: Any) -> Any:
+        if value not in (default, *others):
+            allowed = f"{', '.join(first)} or {last}"
+            raise ValueError(f"{argument} must be {allowed}, got {value!r}.")
+        return value
+
+    return field(default=default, metadata={"check": check, "static": True})
+
+
+@dataclass_transform(
+    frozen_default=True,
+    field_specifiers=(field, number, optional_number, fixed, length, choice),
+)
+@dataclasses.dataclass(frozen=True, eq=False)
+class Rule:
+    """Computes the limit of a norm, and may remember past norms.
+
+    A rule is written for one norm. The kernel uses it elementwise for every norm of a
+    clipper, so all arrays have the norm's shape, and those of a memory may have more
+    axes behind it.
+
+    A subclass lists its parameters as annotated fields and has two methods:
+
+    * `init(norm) -> memory`: what the rule remembers before the first norm, from a
+      norm of zeros. `()` for nothing.
+    * `update(norm, memory, step) -> (limit, memory)`: `step` is an int32 scalar that
+      counts from 0. A rule whose property `needs_params` is True gets the norm of the
+      weights as a fourth argument.
+
+    A norm that is NaN, inf or 0 leaves the memory as it was. A zero is not remembered
+    because an absent gradient says nothing about the usual norm, and because a limit
+    that is a multiple of past norms could never leave 0. The limit has no derivative by
+    the updates.
+
+    Example:
+      >>> class Median(optaxclip.rules.Rule):
+      ...     factor: float = 2.0
+      ...
+      ...     def init(self, norm):
+      ...         return jnp.zeros((*norm.shape, 3))
+      ...
+      ...     def update(self, norm, last, step):
+      ...         limit = self.factor * jnp.median(last, axis=-1)
+      ...         limit = jnp.where(step < 3, jnp.inf, limit)
+      ...         return limit, jnp.append(last[..., 1:], norm[..., None], axis=-1)
+      >>> norms = jnp.array([1.0, 2.0, 3.0, 9.0, 1.0])
+      >>> print(optaxclip.replay.run(Median(), norms).limits)
+      [inf inf inf  4.  6.]
+    """
+
+    def __init_subclass__(cls) -> None:
+        dataclasses.dataclass(frozen=True, eq=False)(cls)
+        names = [(f.name, bool(f.metadata.get("static"))) for f in fields(cls)]
+        data = [name for name, static in names if not static]
+        meta = [name for name, static in names if static]
+
+        def flatten(rule: Any) -> Any:
+            leaves = [(jax.tree_util.GetAttrKey(n), getattr(rule, n)) for n in data]
+            return leaves, tuple(getattr(rule, name) for name in meta)
+
+        def unflatten(static: Any, leaves: Any) -> Any:
+            # Not through __init__: JAX also builds trees of things that are no numbers.
+            rule = object.__new__(cls)
+            for name, value in (*zip(data, leaves), *zip(meta, static)):
+                object.__setattr__(rule, name, value)
+            return rule
+
+        jax.tree_util.register_pytree_with_keys(cls, flatten, unflatten)
+
+    def __post_init__(self) -> None:
+        call = call_name(type(self))
+        for spec in fields(self):
+            check = spec.metadata.get("check", lambda argument, value: value)
+            value = check(f"{call}: {spec.name}", getattr(self, spec.name))
+            object.__setattr__(self, spec.name, value)
+
+    @property
+    def needs_params(self) -> bool:
+        """Whether `update` takes the norm of the weights as a fourth argument."""
+        return False
+
+    def init(self, norm: jax.Array) -> Any:
+        """Returns the memory before the first norm."""
+        return ()
+
+    def update(self, *args: Any, **kwargs: Any) -> tuple[ArrayLike, Any]:
+        """Returns the limit of this step, and the new memory."""
+        raise NotImplementedError
+
+
+def check_field(call: str, name: str, spec: Any, value: Any) -> Any:
+    """A value that passed the check of a field."""
+    return spec.metadata["check"](f"{call}: {name}", value)
+
+
+def call_name(cls: type) -> str:
+    """The name by which users know a rule: `ema_ratio` for `EmaRatio`."""
+    return re.sub(r"(?<!^)(?=[A-Z])", "_", cls.__name__).lower()
+
+
+def is_rule(x: Any) -> TypeGuard[Rule]:
+    """Whether it is a rule."""
+    return isinstance(x, Rule)
+
+
+def at_step(step: jax.Array, norm: jax.Array, *numbers: Number) -> list[jax.Array]:
+    """The numbers at this step, in the norm's dtype."""
+    values = [value(step) if callable(value) else value for value in numbers]
+    return [held_in(norm.dtype, value) for value in values]
+
+
+def check_length(argument: str, value: Any) -> None:
+    """Refuses what is not a whole number, at least 1."""
+    check_number(argument, value, lowest=1)
+    if not isinstance(value, Tracer) and (np.ndim(value) or value != int(value)):
+        raise ValueError(f"{argument} must be a whole number, got {value!r}.")

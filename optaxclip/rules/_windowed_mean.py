@@ -1,0 +1,99 @@
+"""Mean and standard deviation of the last norms."""
+
+from dataclasses import KW_ONLY
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from ._memory import Window, empty_window, filled, push, remembered
+from ._rule import Number, Rule, at_step, choice, fixed, length, number
+
+
+class WindowedMean(Rule):
+    """limit = mean + sigmas * max(deviation, floor) of the last norms.
+
+    Raw norms are remembered by default, so that the limit follows a lasting change
+    within the length of the window.
+
+    Args:
+      sigmas: how many standard deviations are allowed. At least 0. A number or a
+        schedule.
+      window: how many norms are remembered. A whole number, at least 1. The length is
+        part of the state: a restored state goes on with its own.
+      ddof: what is taken off the count in the variance: 0 the population's, 1 the
+        sample's.
+      floor: the deviation counts as at least this much, in units of the norm. At least
+        0. A number or a schedule.
+      current: whether the norm of this step is in the statistic that it is held
+        against. With True a first spike raises its own limit.
+      remember: "raw" for the norm as it came, "clipped" for what was let through.
+      warmup: how many norms the statistic must hold before there is a limit, the
+        current one counted if it is in it. At least 0.
+
+    Raises:
+      ValueError: a number out of its range, or an unknown `remember`. TypeError:
+        something that is no number.
+
+    Example:
+      >>> rule = optaxclip.rules.windowed_mean(2.0, 2)
+      >>> print(optaxclip.replay.run(rule, [1.0, 3.0, 2.0, 9.0]).limits)
+      [inf inf 4.  3.5]
+
+    Reference: Levanter, `optim/clip_update_norm.py` (3 sigmas of 128, warmup 64, ddof
+    0, floor 1e-6). OLMo-core, `optim/skip_step_optimizer.py` (6 sigmas of 128, ddof 1,
+    which is `optaxclip.skip_step`).
+    """
+
+    sigmas: Number = number(default=3.0)
+    window: Any = length(default=128)
+    _: KW_ONLY
+    ddof: Any = fixed(default=0)
+    floor: Number = number(default=0.0)
+    current: Any = False
+    remember: str = choice(default="raw", others=("clipped",))
+    warmup: Any = fixed(default=2)
+
+    def init(self, norm: jax.Array) -> Window:
+        return empty_window("windowed_mean: window", self.window, norm)
+
+    def update(
+        self, norm: jax.Array, past: Window, step: jax.Array
+    ) -> tuple[jax.Array, Window]:
+        sigmas, floor = at_step(step, norm, self.sigmas, self.floor)
+        held = choose(self.current, push(past, norm), past)
+        mean, deviation = moments(self.ddof, held)
+        edge = mean + sigmas * jnp.maximum(deviation, floor)
+        known = held.seen >= jnp.maximum(self.warmup, 1 + self.ddof)
+        limit = jnp.where(known, edge, jnp.inf)
+        return limit, push(past, remembered(self.remember, norm, limit))
+
+
+def step_rule(sigmas: Number = 6.0, window: Any = 128) -> Rule:
+    """The rule of `skip_step`: the first limit comes after half a window."""
+    return WindowedMean(sigmas, window, ddof=1, warmup=max(2, window // 2) - 1)
+
+
+def choose(wanted: Any, new: Any, old: Any) -> Any:
+    """The new memory if it is wanted, else the old one."""
+    return jax.tree.map(lambda one, other: jnp.where(wanted, one, other), new, old)
+
+
+def moments(ddof: Any, window: Window) -> tuple[jax.Array, jax.Array]:
+    """Mean and standard deviation of the norms in a window.
+
+    Both are taken of differences from one of the norms, divided by the largest
+    difference. So equal norms have exactly their mean and no deviation, and no square
+    leaves the range.
+    """
+    held = filled(window)
+    count = jnp.clip(window.seen, 1, window.past.shape[-1]).astype(window.past.dtype)
+    anchor = window.past[..., :1]
+    apart = jnp.where(held, window.past - anchor, 0.0)
+    largest = jnp.max(jnp.abs(apart), axis=-1, keepdims=True)
+    apart = apart / jnp.where(largest > 0, largest, 1.0)
+    shift = jnp.sum(apart, axis=-1, keepdims=True) / count[..., None]
+    squares = jnp.sum(jnp.where(held, apart - shift, 0.0) ** 2, axis=-1)
+    variance = squares / jnp.maximum(count - jnp.asarray(ddof, count.dtype), 1)
+    mean = anchor[..., 0] + (largest * shift)[..., 0]
+    return mean, largest[..., 0] * jnp.sqrt(variance)

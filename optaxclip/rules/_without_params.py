@@ -1,0 +1,21 @@
+"""Rules where there are no weights: of a loss, of whole steps, of recorded norms."""
+
+from typing import Any
+
+from ._constant import rule_of
+from ._rule import Rule
+
+
+def rule_without_params(limit: Any, argument: str) -> Rule:
+    """The rule of a limit, asked without the norm of the weights.
+
+    Raises:
+      ValueError: a rule that compares norms with those of weights.
+    """
+    rule = rule_of(limit, argument)
+    if rule.needs_params:
+        raise ValueError(
+            f"{argument} must not compare norms with those of weights, since there "
+            f"are no weights here, got {rule!r}."
+        )
+    return rule
