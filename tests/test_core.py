@@ -451,3 +451,22 @@ def test_a_leaf_may_be_missing_in_a_step_whatever_is_kept_for_it(name):
     np.testing.assert_array_equal(updates["b"], together["b"])
     again, _ = clipper.update(whole, after, params)
     assert np.isfinite(again["a"]).all() and np.abs(again["a"]).max() > 0
+
+
+STRICT = {
+    "norm": lambda: optaxclip.clip_by_global_norm(1.0),
+    "value": lambda: optaxclip.clip_by_value(1.0),
+    "units": lambda: optaxclip.adaptive_grad_clip(0.1),
+    "spam": lambda: optaxclip.spam(),
+}
+
+
+@pytest.mark.parametrize("name", STRICT)
+def test_strict_promotion_takes_complex_leaves(name):
+    x = jnp.array([3 + 4j, 0.1], jnp.complex64)
+    with jax.numpy_dtype_promotion("strict"):
+        strict, _ = apply(STRICT[name](), x, x)
+        slope = jax.grad(optaxclip.global_norm)(x)
+    usual, _ = apply(STRICT[name](), x, x)
+    np.testing.assert_array_equal(strict, usual)
+    np.testing.assert_array_equal(slope, jax.grad(optaxclip.global_norm)(x))

@@ -10,7 +10,7 @@ import optax
 
 from .._arguments import broadcasts_to, check_number, check_order, check_state
 from .._norms import _prefix as prefix
-from .._norms._modulus import direction
+from .._norms._modulus import with_modulus
 
 
 class ClipByValueState(NamedTuple):
@@ -178,7 +178,7 @@ def _between(x: jax.Array, high: jax.Array, low: jax.Array | None) -> jax.Array:
     if _is_complex(x):
         size = jnp.abs(x)
         high = high.astype(size.dtype)
-        return jnp.where(size > high, high * direction(x), x)
+        return jnp.where(size > high, with_modulus(high, x), x)
     if jnp.issubdtype(x.dtype, jnp.integer):
         high, low = _whole_bounds(x.dtype, high, low)
     high = _filled_like(x, high)

@@ -25,7 +25,7 @@ import optax
 
 from .._arguments import check_number, check_state
 from .._norms._leaves import cast_like, clipped_leaves, put_back
-from .._norms._modulus import direction, norm_dtype, wide_dtype
+from .._norms._modulus import modulus_dtype, norm_dtype, wide_dtype, with_modulus
 from .._norms._prefix import is_none
 from .._norms._types import typed_as, types_of
 from .._wrappers._reset_momentum import steps_since_reset
@@ -144,7 +144,7 @@ def _cut_spikes(
     """A leaf with its spikes cut down."""
     limit, wide = jnp.sqrt(threshold) * jnp.sqrt(v), _widened(x)
     spike = (_size(x, v) > limit) & (v > 0) & warm
-    short = direction(wide) * limit.astype(jnp.finfo(wide.dtype).dtype)
+    short = with_modulus(limit.astype(modulus_dtype(wide)), wide)
     return jnp.where(spike, cast_like(short, x), x)
 
 

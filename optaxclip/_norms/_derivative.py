@@ -15,9 +15,11 @@ from ._modulus import divided, modulus
 
 def slope(leaf: jax.Array, change: jax.Array, norm: jax.Array) -> jax.Array:
     """x / norm * dx. Without the modulus, whose derivative at 0 hides that of x."""
-    wide = np.promote_types(leaf.dtype, norm.dtype)
-    unit = divided(leaf.astype(wide), jnp.where(norm > 0, norm, 1.0))
-    return jnp.real(jnp.conj(unit) * change.astype(wide))
+    if jnp.iscomplexobj(leaf):
+        real = slope(jnp.real(leaf), jnp.real(change), norm)
+        return real + slope(jnp.imag(leaf), jnp.imag(change), norm)
+    unit = divided(leaf.astype(norm.dtype), jnp.where(norm > 0, norm, 1.0))
+    return unit * change.astype(norm.dtype)
 
 
 def weights_of(

@@ -29,8 +29,17 @@ def direction(x: jax.Array) -> jax.Array:
     longer = jnp.maximum(jnp.abs(parts[0]), jnp.abs(parts[1]))
     real, imag = (part / jnp.where(longer == 0, 1.0, longer) for part in parts)
     # The root has no derivative at 0, so it is not taken of 0.
-    square = jnp.where(longer == 0, 1.0, real * real + imag * imag)
-    return jax.lax.complex(real, imag) / jnp.sqrt(square)
+    root = jnp.sqrt(jnp.where(longer == 0, 1.0, real * real + imag * imag))
+    return jax.lax.complex(real / root, imag / root)
+
+
+def with_modulus(size: jax.Array, x: jax.Array) -> jax.Array:
+    """size * x / |x|."""
+    unit = direction(x)
+    if not jnp.iscomplexobj(x):
+        return size * unit
+    # In parts: strict promotion has no product of a real and a complex number.
+    return jax.lax.complex(size * jnp.real(unit), size * jnp.imag(unit))
 
 
 def _sign_where_infinite(part: jax.Array, infinite: jax.Array) -> jax.Array:
@@ -42,7 +51,9 @@ def tangent_of_modulus(x: jax.Array, change: jax.Array) -> jax.Array:
     """The tangent of |x| for a tangent of x."""
     if not jnp.issubdtype(x.dtype, jnp.complexfloating):
         return (jnp.sign(x) * change).astype(modulus_dtype(x))
-    return jnp.real(jnp.conj(direction(x)) * change)
+    unit = direction(x)
+    along = jnp.real(unit) * jnp.real(change), jnp.imag(unit) * jnp.imag(change)
+    return along[0] + along[1]
 
 
 def modulus_dtype(x: jax.Array) -> Any:
