@@ -4,16 +4,20 @@ Every clipper keeps its last norm, limit and factor in its state, so reading the
 no second pass over the gradients, inside jit or outside.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import partial
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.core import Tracer
 from jax.typing import ArrayLike
 
 from ._core._state import ClipState, Entry, unpack
 from ._norms._leaves import unboxed
+from ._norms._platform import per_platform
 from ._norms._types import gathered
 from ._wrappers._skip import SkipState
 
@@ -153,10 +157,42 @@ def _clip_rows(state: ClipState) -> Iterator[tuple[str, str, jax.Array]]:
     counts = tuple(len(block) for block in names)
     entries = [entry._replace(memory=()) for entry in entries]
     for block, found in zip(names, _clip_numbers(counts, state.step, entries)):
-        for row, path in enumerate(block):
-            numbers = _row(found, row) if len(block) > 1 else found
+        for path, numbers in zip(block, _rows_of(found, len(block))):
             for name, value in numbers._asdict().items():
                 yield name, path, value
+
+
+def _rows_of(numbers: _ClipNumbers, count: int) -> Iterable[_ClipNumbers]:
+    """The numbers of each norm of a block."""
+    if count == 1:
+        return [numbers]
+    if not isinstance(numbers.limit, Tracer):
+        return (_row(numbers, row) for row in range(count))
+    # Without the barrier XLA computes all numbers again for each row.
+    columns = [_unstacked(lax.optimization_barrier(x)) for x in numbers]
+    return [_ClipNumbers(*row) for row in zip(*columns)]
+
+
+def _unstacked(vector: jax.Array) -> list[jax.Array]:
+    """The entries of a vector, as scalars.
+
+    XLA on a CPU compiles each slice as a program of its own, and one reduction with
+    many results as one.
+    """
+    count = vector.shape[0]
+
+    def by_reduction(vector: jax.Array) -> list[jax.Array]:
+        def add(one: Any, other: Any) -> Any:
+            return [a + b for a, b in zip(one, other)]
+
+        rows = np.arange(count)
+        alone = [jnp.where(rows == row, vector, 0) for row in range(count)]
+        return list(lax.reduce(alone, [np.float32(0)] * count, add, (0,)))
+
+    def by_slices(vector: jax.Array) -> list[jax.Array]:
+        return [vector[row] for row in range(count)]
+
+    return per_platform(vector, cpu=by_reduction, gpu=by_slices, tpu=by_slices)
 
 
 # Jitted, since without jit each operation would be a call. One call serves all norms of
@@ -173,8 +209,7 @@ def _clip_numbers(
     return found
 
 
-# The row is traced: one program for all rows. A program that returns all of them as
-# scalars took XLA on a CPU a minute to compile for 200 tensors.
+# The row is traced: one program for all rows.
 @jax.jit
 def _row(numbers: _ClipNumbers, row: ArrayLike) -> _ClipNumbers:
     return _ClipNumbers(*(x[row] for x in numbers))

@@ -300,3 +300,14 @@ def test_metrics_are_the_same_under_strict_promotion(optimizer):
     with jax.numpy_dtype_promotion("strict"):
         found = optaxclip.metrics(state)
     assert found == wanted and len(found) > 4
+
+
+def test_metrics_of_many_tensors_are_the_same_under_jit():
+    """Also beside a tensor that is NaN and one without a limit."""
+    grads = {"a": jnp.array([3.0, 4.0]), "b": jnp.array([jnp.nan]), "c": jnp.ones(2)}
+    clipper = optaxclip.clip_by_tensor_norm({"a": 1.0, "b": 1.0, "c": None})
+    _, state = clipper.update(grads, clipper.init(grads))
+    eager, jitted = optaxclip.metrics(state), jax.jit(optaxclip.metrics)(state)
+    assert eager.keys() == jitted.keys()
+    for name, value in eager.items():
+        np.testing.assert_array_equal(jitted[name], value, err_msg=name)
