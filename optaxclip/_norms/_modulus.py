@@ -29,8 +29,11 @@ def direction(x: jax.Array) -> jax.Array:
     longer = jnp.maximum(jnp.abs(parts[0]), jnp.abs(parts[1]))
     real, imag = (part / jnp.where(longer == 0, 1.0, longer) for part in parts)
     # The root has no derivative at 0, so it is not taken of 0.
-    root = jnp.sqrt(jnp.where(longer == 0, 1.0, real * real + imag * imag))
-    return jax.lax.complex(real / root, imag / root)
+    square = jnp.where(longer == 0, 1.0, real * real + imag * imag)
+    # Not divided by the root: XLA joins two divisions in a row to one, by a product that
+    # may leave the range.
+    inverse = jax.lax.rsqrt(square)
+    return jax.lax.complex(real * inverse, imag * inverse)
 
 
 def with_modulus(size: jax.Array, x: jax.Array) -> jax.Array:
