@@ -30,8 +30,8 @@ def direction(x: jax.Array) -> jax.Array:
     real, imag = (part / jnp.where(longer == 0, 1.0, longer) for part in parts)
     # The root has no derivative at 0, so it is not taken of 0.
     square = jnp.where(longer == 0, 1.0, real * real + imag * imag)
-    # Not divided by the root: XLA joins two divisions in a row to one, by a product that
-    # may leave the range.
+    # Not divided by the root: XLA joins two divisions in a row to one, by a product
+    # that may leave the range.
     inverse = jax.lax.rsqrt(square)
     return jax.lax.complex(real * inverse, imag * inverse)
 
