@@ -53,7 +53,7 @@ def example(limit: Any, **options: Any) -> Any:
     def update(grads: Any, params: Any) -> Any:
         def loss(weights, gradient):
             products = jax.tree.map(lambda w, g: jnp.sum(w * g), weights, gradient)
-            return sum(jax.tree.leaves(products))
+            return sum(map(jnp.real, jax.tree.leaves(products)))
 
         weights = jax.tree.map(jnp.zeros_like, grads)
         batch = jax.tree.map(lambda g: g[None], grads)
@@ -63,9 +63,13 @@ def example(limit: Any, **options: Any) -> Any:
 
 
 def batch_of_one(wrapped: Callable[..., Any], limit: Any) -> Any:
-    """One of optax's per-example clippers as a clipper of one example."""
+    """One of optax's per-example clippers as a clipper of one example.
+
+    Optax's sums of narrow gradients are float32, and so are ours.
+    """
 
     def update(grads: Any, params: Any) -> Any:
-        return wrapped(jax.tree.map(lambda g: g[None], grads), limit)[0]
+        clipped = wrapped(jax.tree.map(lambda g: g[None], grads), limit)[0]
+        return jax.tree.map(lambda new, g: new.astype(g.dtype), clipped, grads)
 
     return optax.with_extra_args_support(optax.stateless(update))

@@ -266,6 +266,7 @@ METHODS: dict[str, Method] = {
         optaxclip.clip_cotangent,
         "tensor",
         limit=1.0,
+        leaves=ALONE,
         mesh_axes=False,
         schedules=False,
     ),

@@ -828,6 +828,16 @@ def test_spam_keeps_the_average_of_a_leaf_that_is_missing():
     )
 
 
+def test_spam_passes_on_leaves_that_are_not_clipped():
+    tree = {"w": jnp.ones(2), "steps": jnp.ones(3, int), "key": jax.random.key(0)}
+    clipper = optaxclip.spam(4.0, warmup=0)
+    _, state = clipper.update(tree, clipper.init(tree))
+    updates, _ = clipper.update({**tree, "w": jnp.full(2, 9.0)}, state)
+    assert updates["key"] == tree["key"]
+    np.testing.assert_array_equal(updates["steps"], tree["steps"])
+    assert np.all(updates["w"] < 1)
+
+
 def test_spam_keeps_its_own_average_where_another_is_given():
     clipper = optaxclip.spam(every=1, warmup=0)
     _, state = clipper.update(jnp.array([2.0]), clipper.init(jnp.zeros(1)))

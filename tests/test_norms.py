@@ -20,7 +20,7 @@ from jax.sharding import PartitionSpec as P
 import optaxclip
 from optaxclip._norms import _platform
 from tests import oracles
-from tests.clippers import apply
+from tests.clippers import SMALL_FLOATS, apply
 from tests.sharded import on_two_devices
 
 EPS = oracles.eps_of("float32")
@@ -286,6 +286,13 @@ def norms_nearly_too_small(dtype):
     return at_every_order(
         optaxclip.global_norm, *(nearly_too_small(dtype, ord) for ord in ORDERS)
     )
+
+
+@pytest.mark.parametrize("dtype", SMALL_FLOATS)
+def test_the_largest_of_small_floats_may_have_no_square(dtype):
+    most = jnp.finfo(dtype).max
+    leaf = jnp.full(3, most, dtype)
+    assert optaxclip.global_norm(leaf, ord=math.inf) == np.float32(most)
 
 
 @every_order

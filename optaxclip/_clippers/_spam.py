@@ -118,8 +118,10 @@ def spam(
             return _cut_spikes(x, v, limit, since >= warmup)
 
         def learn(x: Any, clipped: Any, v: jax.Array) -> jax.Array:
+            if x is None:
+                return v
             (keep,) = at_step(step, v, decay)
-            return v if x is None else _blend(x, clipped, v, keep)
+            return _blend(x, clipped, v, keep)
 
         own = jax.tree.map(started_anew, state.second_moment)
         usual = own if second_moment is None else second_moment

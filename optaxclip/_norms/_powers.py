@@ -208,8 +208,8 @@ def _largest(dtype: Any, layout: Layout, groups: list[list[jax.Array]]) -> Block
 def _max_and_broken(dims: Dims, dtype: Any, leaf: jax.Array) -> Any:
     # XLA on a CPU fuses a maximum or a sum with what made its operand only if that
     # contains no comparison. So NaN is found by a sum of zeros: 0 / (1 + inf) is 0, and
-    # 0 / (1 + NaN) is not.
-    x = modulus(leaf)
+    # 0 / (1 + NaN) is not. Some floats of 8 bits have no inf: their squares are wide.
+    x = modulus(leaf).astype(dtype)
     broken = jnp.isnan(sum_over(0 / (1 + x * x), dims))
     return jnp.where(broken, 0, _max(leaf, dims, dtype)), broken.astype(dtype)
 
@@ -218,6 +218,7 @@ def _max_and_broken(dims: Dims, dtype: Any, leaf: jax.Array) -> Any:
 def _max(leaf: jax.Array, dims: Dims, dtype: Any) -> jax.Array:
     """max |x|, from which XLA on a CPU drops a NaN."""
     x = jnp.abs(leaf) if jnp.issubdtype(leaf.dtype, jnp.complexfloating) else leaf
+    x = x.astype(dtype)  # some floats of 8 bits have no sign and no inf
     axes = tuple(range(x.ndim)) if dims is None else dims
     most = lax.max(lax.reduce_max(x, axes), -lax.reduce_min(x, axes))
-    return (most if dims is None else lax.expand_dims(most, axes)).astype(dtype)
+    return most if dims is None else lax.expand_dims(most, axes)
