@@ -13,9 +13,11 @@ from .._norms._leaves import Stacked, clipped_leaves, put_back
 from .._norms._measures import TensorNorm, check_measure
 from .._norms._mesh_axes import MeshAxes
 from .._norms._prefix import is_none
+from .._other_names import with_our_names
 from ..rules._ema import Ema
 
 
+@with_our_names
 def adaclip(
     decay: Any = 0.999,
     *,

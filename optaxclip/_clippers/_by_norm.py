@@ -27,9 +27,11 @@ from .._norms._measures import (
 )
 from .._norms._mesh_axes import MeshAxes
 from .._norms._norms import global_norm
+from .._other_names import with_our_names
 from ..shrinks import Shrink
 
 
+@with_our_names
 def clip_by_global_norm(
     max_norm: Any,
     *,
@@ -81,6 +83,7 @@ def clip_by_global_norm(
     return make_clipper(measure, max_norm, call=call, name="max_norm", **options)
 
 
+@with_our_names
 def clip_by_tensor_norm(
     max_norm: Any,
     *,
@@ -126,6 +129,7 @@ def clip_by_tensor_norm(
     return make_clipper(measure, max_norm, call=call, name="max_norm", **options)
 
 
+@with_our_names
 def clip_by_tensor_rms(
     max_rms: Any,
     *,
@@ -167,6 +171,7 @@ def clip_by_tensor_rms(
     return make_clipper(measure, max_rms, call=call, name="max_rms", **options)
 
 
+@with_our_names
 def clip_by_average_norm(
     max_norm: Any,
     *,
@@ -205,6 +210,7 @@ def clip_by_average_norm(
     return make_clipper(measure, max_norm, call=call, name="max_norm", **options)
 
 
+@with_our_names
 def clip_by_unitwise_norm(
     max_norm: Any,
     *,
@@ -249,6 +255,7 @@ def clip_by_unitwise_norm(
     return make_clipper(measure, max_norm, call=call, name="max_norm", **options)
 
 
+@with_our_names
 def clip_by_group_norm(
     max_norm: Any,
     labels: Any,
@@ -293,6 +300,7 @@ def clip_by_group_norm(
     return make_clipper(measure, max_norm, call=call, name="max_norm", **options)
 
 
+@with_our_names
 def record_norm(
     norm: Callable[[Any], Any] = global_norm,
 ) -> optax.GradientTransformationExtraArgs:
@@ -318,6 +326,7 @@ def record_norm(
     return make_clipper(OwnNorm(norm), None, call="record_norm", name="norm")
 
 
+@with_our_names
 def clip_by_block_rms(threshold: Any) -> optax.GradientTransformationExtraArgs:
     """Clips the root mean square of each leaf, as `optax.clip_by_block_rms`.
 

@@ -6,6 +6,7 @@ import optax
 from jax.tree_util import Partial
 
 from .._norms._mesh_axes import MeshAxes
+from .._other_names import with_our_names
 from ..rules._ema_band import EmaBand
 from ..rules._joined import minimum
 from ..rules._moments_ratio import MomentsRatio
@@ -16,6 +17,7 @@ from ..shrinks import normalize
 from ._scope import Scope, clip_at
 
 
+@with_our_names
 def autoclip(
     percentile: Any = 10.0,
     window: Any = 10_000,
@@ -76,6 +78,7 @@ def _hundredth(percentile: Any, step: Any) -> Any:
     return percentile(step) / 100
 
 
+@with_our_names
 def zclip(
     z: Any = 2.5,
     decay: Any = 0.97,
@@ -127,6 +130,7 @@ def zclip(
     return clip_at(scope, limit, "zclip", nonfinite, mesh_axes)
 
 
+@with_our_names
 def aggc(
     low: Any = 0.95,
     high: Any = 0.6,
@@ -186,6 +190,7 @@ def aggc(
     return clip_at(scope, rule, "aggc", nonfinite, mesh_axes, shrink=normalize)
 
 
+@with_our_names
 def adagn(
     decay1: Any = 0.7,
     decay2: Any = 0.9,

@@ -11,6 +11,7 @@ import optax
 from .._arguments import broadcasts_to, check_number, check_order, check_state
 from .._norms import _prefix as prefix
 from .._norms._modulus import with_modulus
+from .._other_names import with_our_names
 
 
 class ClipByValueState(NamedTuple):
@@ -19,6 +20,7 @@ class ClipByValueState(NamedTuple):
     step: jax.Array  # int32[]: updates seen, for bounds that follow a schedule
 
 
+@with_our_names
 def clip_by_value(
     max_value: Any, min_value: Any = None
 ) -> optax.GradientTransformation:
@@ -86,6 +88,7 @@ def clip_by_value(
     return optax.GradientTransformation(init, update)
 
 
+@with_our_names
 def clip(max_delta: Any) -> optax.GradientTransformation:
     """Clips every element to [-max_delta, max_delta], as `optax.clip`.
 

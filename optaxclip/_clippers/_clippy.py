@@ -13,10 +13,12 @@ from .._core._kernel import make_clipper
 from .._norms._leaves import Stacked, clipped_leaves, params_of
 from .._norms._measures import TensorNorm, check_measure
 from .._norms._mesh_axes import MeshAxes
+from .._other_names import with_our_names
 
 TINY = 2.0**-126  # the smallest normal float32: bounds below it count as this
 
 
+@with_our_names
 def clippy(
     relative: Any = 0.1,
     absolute: Any = 1e-7,

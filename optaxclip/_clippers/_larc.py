@@ -12,9 +12,11 @@ from .._core._kernel import make_clipper
 from .._norms._leaves import Stacked, cast_like, clipped_leaves, params_of, put_back
 from .._norms._measures import TensorNorm, check_measure
 from .._norms._mesh_axes import MeshAxes
+from .._other_names import with_our_names
 from ..rules._rule import Number, Rule, at_step, number
 
 
+@with_our_names
 def larc(
     learning_rate: Any,
     trust: Any = 0.02,

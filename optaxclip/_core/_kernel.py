@@ -24,8 +24,8 @@ from .._arguments import check_nonfinite, check_number, check_params, check_stat
 from .._norms._leaves import clipped_leaves, params_of, put_back
 from .._norms._measures import GlobalNorm, Measure, Norms, OwnNorm, in_blocks
 from .._norms._types import in_manual_mesh, split_as, types_of
+from .._other_names import with_our_names
 from ..rules._constant import rule_of, rules_of
-from ..rules._rule import is_rule
 from ..shrinks import Shrink, shrink_of
 from ._blocks import (
     Arrangement,
@@ -39,14 +39,8 @@ from ._blocks import (
 from ._factors import multiply, reported, root_between, zero_where_zero
 from ._limits import limit_of
 from ._nonfinite import raise_nonfinite
-from ._state import (
-    ClipState,
-    Entry,
-    is_placeholder,
-    pack,
-    state_of_placeholder,
-    unpack,
-)
+from ._placeholder import is_placeholder
+from ._state import ClipState, Entry, pack, state_of_placeholder, unpack
 
 
 class Settings(NamedTuple):
@@ -64,6 +58,7 @@ class Settings(NamedTuple):
         return f"{self.call}: {self.limit}"
 
 
+@with_our_names
 def clip_by(
     norm: Callable[[Any], Any],
     limit: Any,
@@ -159,8 +154,7 @@ def make_clipper(
 
 def _first_state(settings: Settings, rules: Any, params: Any) -> ClipState:
     if is_placeholder(params):
-        memory = rules.init(jnp.zeros(())) if is_rule(rules) else jnp.zeros(())
-        return state_of_placeholder(memory)
+        return state_of_placeholder()
     measure = settings.measure
     if not in_manual_mesh():
         measure = measure.without_devices()

@@ -14,11 +14,13 @@ from typing import Any
 import jax
 
 from .._arguments import check_ord
+from .._other_names import with_our_names
 from ._leaves import Axis, Stacked, clipped_leaves, static_labels, unboxed
 from ._measures import GlobalNorm, GroupNorm, Ord, TensorNorm, UnitwiseNorm
 from ._mesh_axes import MeshAxes
 
 
+@with_our_names
 def global_norm(tree: Any, *, ord: Ord = None, mesh_axes: MeshAxes = "auto") -> Any:
     """Returns the norm of all leaves together: (sum |x|^p)^(1/p).
 
@@ -48,6 +50,7 @@ def global_norm(tree: Any, *, ord: Ord = None, mesh_axes: MeshAxes = "auto") -> 
     return measure(clipped_leaves(tree)).blocks[0]
 
 
+@with_our_names
 def tensor_norm(
     tree: Any,
     *,
@@ -84,6 +87,7 @@ def tensor_norm(
     return measure(clipped_leaves(tree)).tree()
 
 
+@with_our_names
 def unitwise_norm(
     tree: Any,
     *,
@@ -125,6 +129,7 @@ def unitwise_norm(
     return measure(clipped_leaves(tree)).tree()
 
 
+@with_our_names
 def group_norm(
     tree: Any, labels: Any, *, ord: Ord = None, mesh_axes: MeshAxes = "auto"
 ) -> dict[Any, jax.Array]:

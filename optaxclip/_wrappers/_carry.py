@@ -24,6 +24,7 @@ from .._norms._leaves import cast_like, clipped_leaves, put_back
 from .._norms._modulus import wide_dtype
 from .._norms._prefix import is_none
 from .._norms._types import typed_as, types_of
+from .._other_names import with_our_names
 
 
 class CarryState(NamedTuple):
@@ -35,6 +36,7 @@ class CarryState(NamedTuple):
     clip_state: Any  # the clipper's
 
 
+@with_our_names
 def carry_clipped(
     clipper: optax.GradientTransformation,
 ) -> optax.GradientTransformationExtraArgs:

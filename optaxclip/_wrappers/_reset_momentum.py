@@ -10,6 +10,7 @@ from .._arguments import check_number, check_state
 from .._core._limits import keep_where
 from .._norms._leaves import cast_like, clipped_leaves, put_back
 from .._norms._modulus import wide_dtype
+from .._other_names import with_our_names
 from ..rules._rule import check_length
 
 
@@ -20,6 +21,7 @@ class ResetState(NamedTuple):
     inner_state: Any  # the inner transformation's
 
 
+@with_our_names
 def reset_momentum(
     inner: optax.GradientTransformation, every: Any = 500, warmup: Any = 150
 ) -> optax.GradientTransformationExtraArgs:

@@ -40,6 +40,7 @@ from .._arguments import check_number, check_state
 from .._core._limits import limit_of
 from .._norms._mesh_axes import MeshAxes
 from .._norms._norms import global_norm
+from .._other_names import with_our_names
 from ..rules._rule import Number, Rule
 from ..rules._windowed_mean import step_rule
 from ..rules._without_params import rule_without_params
@@ -71,6 +72,7 @@ class _Rules(NamedTuple):
     value: Rule  # of the loss
 
 
+@with_our_names
 def skip_nonfinite(
     inner: optax.GradientTransformation,
     max_consecutive: ArrayLike | None = 100,
@@ -108,6 +110,7 @@ def skip_nonfinite(
     return skip_spikes(inner, None, **options)
 
 
+@with_our_names
 def skip_step(
     inner: optax.GradientTransformation,
     sigmas: Number = 6.0,
@@ -156,6 +159,7 @@ def skip_step(
     return skip_spikes(inner, rule, rule if on_loss else None, mesh_axes=mesh_axes)
 
 
+@with_our_names
 def skip_spikes(
     inner: optax.GradientTransformation,
     rule: Any,

@@ -25,6 +25,7 @@ import jax.numpy as jnp
 from .._core._factors import stretch
 from .._norms._modulus import wide_dtype
 from .._norms._types import varying_as
+from .._other_names import with_our_names
 from ..shrinks import Shrink, shrink_of
 from ._microbatches import in_microbatches, replace_uncounted
 from ._weights import Weights, batch_size, limits_of, weigh, weighted_sum
@@ -62,6 +63,7 @@ class _Seen(NamedTuple):
     aux: Any
 
 
+@with_our_names
 def clipped_grad(
     loss: Callable[..., Any],
     max_norm: Any,
