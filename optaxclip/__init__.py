@@ -59,7 +59,8 @@ from ._norms._norms import global_norm, group_norm, tensor_norm, unitwise_norm
 from ._other_names import raise_no_attribute
 from ._wrappers._carry import carry_clipped
 from ._wrappers._reset_momentum import reset_momentum
-from ._wrappers._skip import SkipState, skip_nonfinite, skip_spikes, skip_step
+from ._wrappers._skip import skip_nonfinite, skip_spikes, skip_step
+from ._wrappers._skipping import SkipState
 from .per_example import clipped_grad
 
 __version__ = "0.1.0"

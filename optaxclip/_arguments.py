@@ -162,8 +162,24 @@ def as_partial(function: Callable[..., Any]) -> Partial:
     return function if isinstance(function, Partial) else Partial(function)
 
 
+def check_transformation(argument: str, value: Any, noun: str = "an optimizer") -> None:
+    """Raises TypeError for what has no `init` and `update`."""
+    if hasattr(value, "init") and hasattr(value, "update"):
+        return
+    text = f"{argument} must be {noun} with init and update"
+    if callable(value):
+        name = getattr(value, "__name__", repr(value))
+        raise TypeError(f"{text}, got the function {name}: call it, as in {name}(...).")
+    raise TypeError(f"{text}, got {value!r}.")
+
+
 def check_state(call: str, state: Any, kind: type) -> None:
     """Raises TypeError for a state that another transformation made."""
+    if state is None:
+        raise TypeError(
+            f"{call}: state must be a {kind.__name__}, got None. Begin with state = "
+            "optimizer.init(params), and hand on the state that update returns."
+        )
     if not isinstance(state, kind):
         raise TypeError(
             f"{call}: state must be the {kind.__name__} that its init returned, got "

@@ -271,8 +271,8 @@ def clip_by_group_norm(
     Args:
       max_norm: one limit for every group, or a dict from label to limit. A limit is a
         number at least 0, an array, a schedule, None or a rule of `optaxclip.rules`.
-      labels: a tree prefix of labels, or a function that makes one from the tree, as in
-        `optax.partition`.
+      labels: a tree prefix of labels, a function that makes one from the tree, as in
+        `optax.partition`, or a function of a leaf's path ("blocks/w") and the leaf.
       ord, shrink, eps, nonfinite, mesh_axes: as in `clip_by_global_norm`.
 
     Returns:

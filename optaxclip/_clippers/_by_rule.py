@@ -1,5 +1,6 @@
 """Clippers with a paper whose limit is a rule: AutoClip, ZClip, AGGC, AdaGN."""
 
+import warnings
 from typing import Any
 
 import optax
@@ -10,7 +11,7 @@ from .._other_names import with_our_names
 from ..rules._ema_band import EmaBand
 from ..rules._joined import minimum
 from ..rules._moments_ratio import MomentsRatio
-from ..rules._rule import check_field, number
+from ..rules._rule import check_field, number, rule_in
 from ..rules._windowed_quantile import WindowedQuantile
 from ..rules._z_score import ZScore
 from ..shrinks import normalize
@@ -67,10 +68,18 @@ def autoclip(
     """
     call = "autoclip"
     percentile = check_field(call, "percentile", number(highest=100.0), percentile)
+    if isinstance(percentile, (int, float)) and 0 < percentile < 1:
+        warnings.warn(
+            f"{call}: percentile={percentile} is less than one percent. Percentiles "
+            f"go from 0 to 100: for the share {percentile} of the norms write "
+            f"percentile={100 * percentile:g}.",
+            stacklevel=3,
+        )
     share = (
         Partial(_hundredth, percentile) if callable(percentile) else percentile / 100
     )
-    rule = WindowedQuantile(share, window, current=True)
+    numbers = {"quantile": share, "window": window, "current": True}
+    rule = rule_in(call, WindowedQuantile, **numbers)
     return clip_at(scope, rule, call, nonfinite, mesh_axes)
 
 
@@ -125,7 +134,8 @@ def zclip(
     Reference: Kumar, Owen, Chowdhury, Gura, ZClip: adaptive spike mitigation for LLM
     pre-training, 2025 (arXiv 2504.02507).
     """
-    rule = ZScore(z, decay, target=target, warmup=warmup, eps=eps)
+    numbers = {"z": z, "decay": decay, "target": target, "warmup": warmup, "eps": eps}
+    rule = rule_in("zclip", ZScore, **numbers)
     limit = rule if cap is None else minimum(rule, cap)
     return clip_at(scope, limit, "zclip", nonfinite, mesh_axes)
 
@@ -185,8 +195,9 @@ def aggc(
     Reference: Li, Wu, Chang, AGGC: adaptive group gradient clipping for stabilizing
     large language model training, 2026 (arXiv 2601.11864).
     """
-    edges = {"floor": floor, "up": up, "down": down, "raise_small": raise_small}
-    rule = EmaBand(low, high, decay, **edges)
+    edges = {"low": low, "high": high, "floor": floor, "up": up, "down": down}
+    numbers = {**edges, "decay": decay, "raise_small": raise_small}
+    rule = rule_in("aggc", EmaBand, **numbers)
     return clip_at(scope, rule, "aggc", nonfinite, mesh_axes, shrink=normalize)
 
 
@@ -233,5 +244,6 @@ def adagn(
     Reference: Huang et al., Stable-SPAM: how to train in 4-bit more stably than 16-bit
     Adam, 2025 (arXiv 2502.17055).
     """
-    rule = MomentsRatio(decay1, decay2, eps=eps)
+    numbers = {"decay1": decay1, "decay2": decay2, "eps": eps}
+    rule = rule_in("adagn", MomentsRatio, **numbers)
     return clip_at(scope, rule, "adagn", nonfinite, mesh_axes, shrink=normalize)

@@ -54,6 +54,7 @@ def clip_by_value(
     Reference: Mikolov, Statistical language models based on neural networks, 2012.
     """
     call = "clip_by_value"
+    _check_one_bound(call, max_value, min_value)
     upper = _bounds(
         max_value, f"{call}: max_value", 0.0 if min_value is None else -math.inf
     )
@@ -116,6 +117,19 @@ def _bounds(bound: Any, argument: str, lowest: float) -> prefix.Prefix:
         if not callable(value):
             check_number(argument, value, lowest=lowest)
     return table
+
+
+def _check_one_bound(call: str, bound: Any, other: Any) -> None:
+    """Raises for both bounds in a tuple, which would be bounds for two leaves."""
+    if other is not None or not isinstance(bound, (tuple, list)) or len(bound) != 2:
+        return
+    low, high = bound
+    numbers = isinstance(low, (int, float)) and isinstance(high, (int, float))
+    if numbers and low < 0 <= high:
+        raise ValueError(
+            f"{call}: max_value must be the upper bound alone, got {bound!r}: write "
+            f"{call}({high!r}, {low!r})."
+        )
 
 
 def _now(bound: Any, step: jax.Array) -> Any:

@@ -9,8 +9,9 @@ import numpy as np
 import optax
 
 from .._arguments import check_limit, check_params
+from .._core._inputs import params_of
 from .._core._kernel import make_clipper
-from .._norms._leaves import Stacked, clipped_leaves, params_of
+from .._norms._leaves import Stacked, clipped_leaves
 from .._norms._measures import TensorNorm, check_measure
 from .._norms._mesh_axes import MeshAxes
 from .._other_names import with_our_names
@@ -94,7 +95,8 @@ def clippy(
             return _limit(norm, strain, relative, absolute)
 
         norms = measure(tree).tree()
-        strains = measure(jax.tree.map(strain, tree, params_of(tree, params))).tree()
+        weights = params_of(call, tree, params)
+        strains = measure(jax.tree.map(strain, tree, weights)).tree()
         given = {"grad_norm": norms, "limit": jax.tree.map(limit, norms, strains)}
         return kernel.update(updates, state, params, **given)
 

@@ -8,8 +8,9 @@ import numpy as np
 import optax
 
 from .._arguments import check_limit, check_params
+from .._core._inputs import params_of
 from .._core._kernel import make_clipper
-from .._norms._leaves import Stacked, cast_like, clipped_leaves, params_of, put_back
+from .._norms._leaves import Stacked, cast_like, clipped_leaves, put_back
 from .._norms._measures import TensorNorm, check_measure
 from .._norms._mesh_axes import MeshAxes
 from .._other_names import with_our_names
@@ -82,7 +83,7 @@ def larc(
     ) -> tuple[Any, Any]:
         check_params(call, params)
         tree = clipped_leaves(updates)
-        weights = params_of(tree, params)
+        weights = params_of(call, tree, params)
         norms, lengths = measure(tree).tree(), measure(weights).tree()
 
         def decay(*each: Any) -> jax.Array:

@@ -15,7 +15,14 @@ import jax
 
 from .._arguments import check_ord
 from .._other_names import with_our_names
-from ._leaves import Axis, Stacked, clipped_leaves, static_labels, unboxed
+from ._leaves import (
+    Axis,
+    Stacked,
+    clipped_leaves,
+    labels_of,
+    static_labels,
+    unboxed,
+)
 from ._measures import GlobalNorm, GroupNorm, Ord, TensorNorm, UnitwiseNorm
 from ._mesh_axes import MeshAxes
 
@@ -137,8 +144,8 @@ def group_norm(
 
     Args:
       tree: a pytree of arrays.
-      labels: a tree prefix of labels, or a function that makes one from the tree, as in
-        `optax.partition`.
+      labels: a tree prefix of labels, a function that makes one from the tree, as in
+        `optax.partition`, or a function of a leaf's path ("blocks/w") and the leaf.
       ord: the order: a number above 0, `math.inf`, "rms" or "average". None means 2.
       mesh_axes: as in `global_norm`.
 
@@ -156,5 +163,5 @@ def group_norm(
     """
     check_ord("group_norm", ord)
     # Leaves that do not count have labels too, whose norm may then be 0.
-    table = static_labels(labels(unboxed(tree)) if callable(labels) else labels)
+    table = static_labels(labels_of(labels, unboxed(tree)))
     return GroupNorm(table, "group_norm", ord, mesh_axes)(clipped_leaves(tree)).tree()

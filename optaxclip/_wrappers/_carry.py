@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from .._arguments import check_state
+from .._arguments import check_state, check_transformation
 from .._norms._leaves import cast_like, clipped_leaves, put_back
 from .._norms._modulus import wide_dtype
 from .._norms._prefix import is_none
@@ -73,6 +73,7 @@ def carry_clipped(
     Reference: Elesedy, Hutter, U-Clip: on-average unbiased stochastic gradient
     clipping, 2023 (arXiv 2302.02971).
     """
+    check_transformation("carry_clipped: clipper", clipper, "a clipper")
     clipper = optax.with_extra_args_support(clipper)
 
     def init(params: Any) -> CarryState:
