@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 from jax.core import Tracer
 from jax.tree_util import Partial
 
@@ -173,12 +174,18 @@ def check_transformation(argument: str, value: Any, noun: str = "an optimizer") 
     raise TypeError(f"{text}, got {value!r}.")
 
 
+def is_without_state(state: Any) -> bool:
+    """Whether this is what a clipper of optax has in the place of a state."""
+    return state is None or isinstance(state, optax.EmptyState)
+
+
 def check_state(call: str, state: Any, kind: type) -> None:
     """Raises TypeError for a state that another transformation made."""
-    if state is None:
+    if is_without_state(state):
         raise TypeError(
-            f"{call}: state must be a {kind.__name__}, got None. Begin with state = "
-            "optimizer.init(params), and hand on the state that update returns."
+            f"{call}: state must be the {kind.__name__} of the step before, got "
+            f"{type(state).__name__}. Begin with state = optimizer.init(params), and "
+            "hand on the state that update returns."
         )
     if not isinstance(state, kind):
         raise TypeError(

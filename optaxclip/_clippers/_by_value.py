@@ -9,6 +9,7 @@ import numpy as np
 import optax
 
 from .._arguments import broadcasts_to, check_number, check_order, check_state
+from .._core._inputs import begins_anew
 from .._norms import _prefix as prefix
 from .._norms._modulus import with_modulus
 from .._other_names import with_our_names
@@ -70,6 +71,8 @@ def clip_by_value(
         return ClipByValueState(jnp.zeros((), jnp.int32))
 
     def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
+        if begins_anew(call, state, (upper, lower)):
+            state = init(params)
         check_state(call, state, ClipByValueState)
         uppers = prefix.lookup(upper, updates, f"{call}: max_value")
         lowers = (

@@ -6,10 +6,8 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import optax
-from jax.tree_util import Partial
 
-from .._arguments import check_state
+from .._arguments import check_state, is_without_state
 from .._norms import _prefix as prefix
 from .._norms._leaves import unboxed
 from ..rules._rule import is_rule
@@ -21,6 +19,17 @@ def needs_params(rules: Any) -> bool:
     return any(rule.needs_params for rule in jax.tree.leaves(rules, is_leaf=is_rule))
 
 
+def begins_anew(call: str, state: Any, numbers: Any) -> bool:
+    """Whether there is no state, as in a clipper of optax, and none is needed.
+
+    Raises:
+      TypeError: a schedule is among the limits, which cannot tell its step.
+    """
+    if is_without_state(state) and follows_schedule(numbers):
+        raise TypeError(_no_state(call, state, "follows a schedule of steps"))
+    return is_without_state(state)
+
+
 def state_or_first(
     call: str, state: Any, rules: Any, begin: Callable[[], ClipState]
 ) -> ClipState:
@@ -30,29 +39,19 @@ def state_or_first(
       TypeError: the state of another transformation, or no state for a limit that
         depends on earlier steps.
     """
-    if not is_without_state(state):
+    if not begins_anew(call, state, rules):
         check_state(call, state, ClipState)
         return state
     first = begin()
     if jax.tree.leaves(first.memory):
         raise TypeError(_no_state(call, state, "learns from earlier norms"))
-    if follows_schedule(rules):
-        raise TypeError(_no_state(call, state, "follows a schedule of steps"))
     return first
-
-
-def is_without_state(state: Any) -> bool:
-    """Whether this is what a clipper of optax has in the place of a state."""
-    return state is None or isinstance(state, optax.EmptyState)
 
 
 def follows_schedule(numbers: Any) -> bool:
     """Whether a schedule is among some limits."""
 
-    def is_schedule(x: Any) -> bool:
-        return isinstance(x, Partial)
-
-    return any(map(is_schedule, jax.tree.leaves(numbers, is_leaf=is_schedule)))
+    return any(map(callable, jax.tree.leaves(numbers, is_leaf=callable)))
 
 
 def _no_state(call: str, state: Any, why: str) -> str:
