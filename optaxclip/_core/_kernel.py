@@ -171,8 +171,9 @@ def _first_state(settings: Settings, rules: Any, params: Any) -> ClipState:
     found: list[Norms] = []
 
     def blocks_of(tree: Any) -> list[jax.Array]:
-        found.append(measure(tree))
-        return found[0].blocks
+        norms = measure(tree)
+        found.append(norms._replace(blocks=[]))  # tracers must not outlive the trace
+        return norms.blocks
 
     types = types_of(blocks_of, clipped_leaves(params, settings.call))
     norms = found[0]._replace(blocks=types)
