@@ -37,7 +37,7 @@ from ._blocks import (
     rules_of_norms,
 )
 from ._factors import multiply, reported, root_between, zero_where_zero
-from ._limits import limit_of
+from ._limits import can_clip, limit_of
 from ._nonfinite import raise_nonfinite
 from ._state import (
     ClipState,
@@ -255,16 +255,14 @@ def _shrink(
     settings: Settings, eps: Any, norm: jax.Array, limit: jax.Array, memory: Any
 ) -> tuple[jax.Array, jax.Array]:
     """(norm, new norm). Only their quotient counts. Equal: leave the updates alone."""
-    finite = jnp.isfinite(norm)
-    # An infinite limit that was set only measures. A rule that has none yet still lets
-    # no broken step through.
+    long = norm + jnp.asarray(eps).astype(norm.dtype)
+    instead = 0.0 if settings.nonfinite == "zero" else jnp.nan
+    short = jnp.where(can_clip(norm, limit), settings.shrink(long, limit), instead)
     off = limit == jnp.inf
     if jax.tree.leaves(memory):
-        off = off & finite
-    long = norm + jnp.asarray(eps).astype(norm.dtype)
-    broken = ~finite | jnp.isnan(limit)
-    instead = 0.0 if settings.nonfinite == "zero" else jnp.nan
-    short = jnp.where(broken, instead, settings.shrink(long, limit))
+        # A rule that has no limit yet still lets no broken step through.
+        return long, jnp.where(off & jnp.isfinite(norm), long, short)
+    # An infinite limit that was set only measures.
     return jnp.where(off, 1.0, long), jnp.where(off, 1.0, short)
 
 
@@ -273,14 +271,14 @@ def _count(
 ) -> Entry:
     """The state of a block after a step."""
     before, after = new_norm
-    broken = ~jnp.isfinite(norm) | jnp.isnan(limit)
-    changed = ~broken & (after != before)
+    known = can_clip(norm, limit)
+    changed = known & (after != before)
     return Entry(
         norm=norm.astype(old.norm.dtype),
         limit=limit.astype(old.limit.dtype),
         factor=reported(before, after).astype(old.factor.dtype),
         clipped=old.clipped + changed.astype(jnp.int32),
-        nonfinite=old.nonfinite + broken.astype(jnp.int32),
+        nonfinite=old.nonfinite + (~known).astype(jnp.int32),
         memory=memory,
     )
 

@@ -39,8 +39,13 @@ def limit_of(
     limit = typed_as(jnp.broadcast_to(limit, norm.shape), jax.typeof(norm))
     if not jax.tree.leaves(memory):
         return limit, memory
-    learns = jnp.isfinite(norm) & ~jnp.isnan(limit)
+    learns = can_clip(norm, limit)
     return limit, keep_where(learns if signed else learns & (norm > 0), new, memory)
+
+
+def can_clip(norm: jax.Array, limit: jax.Array) -> jax.Array:
+    """Whether the norm is finite, and its limit a number."""
+    return jnp.isfinite(norm) & ~jnp.isnan(limit)
 
 
 @jax.jit
