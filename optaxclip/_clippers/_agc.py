@@ -6,9 +6,10 @@ import optax
 
 from .._arguments import check_limit
 from .._core._kernel import make_clipper
-from .._norms._leaves import Axis, Stacked
+from .._norms._leaves import Axis
 from .._norms._measures import Ord, TensorNorm, UnitwiseNorm, check_measure
 from .._norms._mesh_axes import MeshAxes
+from .._norms._stacked import Stacked
 from ..rules._share_of_params import ShareOfParams
 from ..shrinks import Shrink
 

@@ -15,7 +15,7 @@ import optax
 from jax.typing import ArrayLike
 
 from .._core._kernel import make_clipper
-from .._norms._leaves import Axis, Stacked, check_labels
+from .._norms._leaves import Axis, check_labels
 from .._norms._measures import (
     GlobalNorm,
     GroupNorm,
@@ -27,6 +27,7 @@ from .._norms._measures import (
 )
 from .._norms._mesh_axes import MeshAxes
 from .._norms._norms import global_norm
+from .._norms._stacked import Stacked
 from ..shrinks import Shrink
 
 

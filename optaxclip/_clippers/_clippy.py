@@ -10,9 +10,10 @@ import optax
 
 from .._arguments import check_limit, check_params
 from .._core._kernel import make_clipper
-from .._norms._leaves import Stacked, clipped_leaves, params_of
+from .._norms._leaves import clipped_leaves, params_of
 from .._norms._measures import TensorNorm, check_measure
 from .._norms._mesh_axes import MeshAxes
+from .._norms._stacked import Stacked
 
 TINY = 2.0**-126  # the smallest normal float32: bounds below it count as this
 

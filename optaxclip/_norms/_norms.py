@@ -14,9 +14,10 @@ from typing import Any
 import jax
 
 from .._arguments import check_ord
-from ._leaves import Axis, Stacked, clipped_leaves, static_labels, unboxed
+from ._leaves import Axis, clipped_leaves, static_labels, unboxed
 from ._measures import GlobalNorm, GroupNorm, Ord, TensorNorm, UnitwiseNorm
 from ._mesh_axes import MeshAxes
+from ._stacked import Stacked
 
 
 def global_norm(tree: Any, *, ord: Ord = None, mesh_axes: MeshAxes = "auto") -> Any:
