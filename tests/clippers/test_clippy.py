@@ -1,0 +1,222 @@
+"""Clippy beside its equation in float64 NumPy, and the figures of TensorFlow
+Recommenders' tests.
+"""
+
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import optaxclip
+from optaxclip import clippy
+from tests import oracles
+from tests.helpers import apply
+
+
+def clip(updates, params, *args, **options):
+    clipper = clippy(*args, **options)
+    return clipper.update(updates, clipper.init(params), params)
+
+
+def scale(update, weight, relative, absolute):
+    """min(1, min_i bound_i / |u_i|), elements that are 0 left out."""
+    update, weight = oracles.wide(update), oracles.wide(weight)
+    bound = relative * np.abs(weight) + absolute
+    moved = update != 0
+    return min(1.0, (bound[moved] / np.abs(update[moved])).min(initial=1.0))
+
+
+# (update, weight, relative, absolute, result, scale)
+PUBLIC = [
+    (2.0, 4.0, 0.1, 0.02, 0.42, 0.21),
+    (2.0, -4.0, 0.1, 0.02, 0.42, 0.21),
+    (-2.0, 4.0, 0.1, 0.02, -0.42, 0.21),
+    (-2.0, 4.0, 0.1, 0.0, -0.4, 0.2),
+    (-2.0, 0.0, 0.1, 0.0, 0.0, 0.0),
+    (2.0, 20.0, 0.1, 0.1, 2.0, 1.0),
+    (-2.0, 20.0, 0.1, 0.1, -2.0, 1.0),
+    (0.0, 1.0, 0.1, 0.1, 0.0, 1.0),
+    (0.0, 1.0, 0.1, 0.0, 0.0, 1.0),
+    (0.0, 0.0, 0.0, 0.0, 0.0, 1.0),
+    (2.0, 0.0, 0.1, 0.02, 0.02, 0.01),
+    ([1.0, 1.0], [1.0, 0.1], 0.1, 0.01, [0.02, 0.02], 0.02),
+    (
+        [1.0, 1.0, 0.0, 0.0],
+        [1.0, 0.1, 1.0, 0.0],
+        0.1,
+        0.0,
+        [0.01, 0.01, 0.0, 0.0],
+        0.01,
+    ),
+    ([1.0, 1.0, 0.0, 0.0], [1.0, 0.0, 1.0, 0.0], 0.1, 0.0, [0.0, 0.0, 0.0, 0.0], 0.0),
+    (
+        [[1.0, 2.0], [1.0, 2.0]],
+        [[1.0, 1.0], [1.0, 1.0]],
+        0.1,
+        0.1,
+        [[0.1, 0.2], [0.1, 0.2]],
+        0.1,
+    ),
+    ([10.0, 10.0], [1.0, 2.0], 0.4, 0.2, [0.6, 0.6], 0.06),
+]
+
+
+@pytest.mark.parametrize(
+    ("update", "weight", "relative", "absolute", "result", "factor"), PUBLIC
+)
+def test_the_public_figures(update, weight, relative, absolute, result, factor):
+    updates, state = clip(jnp.float32(update), jnp.float32(weight), relative, absolute)
+    np.testing.assert_allclose(updates, np.float64(result), rtol=1e-6)
+    # A tensor of zeros is multiplied by nothing that matters.
+    if np.any(update):
+        np.testing.assert_allclose(state.factor, factor, rtol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_each_tensor_is_scaled_by_its_equation(dtype):
+    random = np.random.default_rng(0)
+    shapes = {"w": (5, 3), "b": (7,), "s": ()}
+    params = {
+        name: jnp.asarray(random.standard_normal(shape), dtype)
+        for name, shape in shapes.items()
+    }
+    updates = {
+        name: jnp.asarray(random.standard_normal(shape), dtype)
+        for name, shape in shapes.items()
+    }
+    clipped, state = jax.jit(lambda u, p: clip(u, p, 0.1, 1e-3))(updates, params)
+    for name in shapes:
+        factor = scale(
+            updates[name],
+            params[name],
+            np.float64(np.float32(0.1)),
+            np.float64(np.float32(1e-3)),
+        )
+        eps = oracles.eps_of("float32")
+        np.testing.assert_allclose(state.by_name()[name].factor, factor, rtol=8 * eps)
+        assert clipped[name].dtype == jnp.dtype(dtype)
+        np.testing.assert_allclose(
+            oracles.wide(clipped[name]),
+            factor * oracles.wide(updates[name]),
+            rtol=oracles.eps_of(dtype) / 2 + 12 * eps,
+            atol=oracles.floor_of(jnp.dtype(dtype)),
+        )
+
+
+def test_within_the_bounds_nothing_changes():
+    params = jnp.array([1.0, -2.0, 0.0])
+    updates = jnp.array([0.1, -0.2, 1e-7])
+    clipped, state = clip(updates, params)
+    assert oracles.same_bits(clipped, updates)
+    assert state.factor == 1 and state.clipped == 0
+
+
+def test_zero_weights_move_by_the_absolute_bound():
+    clipped, _ = clip(jnp.array([1.0, -4.0]), jnp.zeros(2), 0.1, 1e-3)
+    np.testing.assert_allclose(clipped, [0.25e-3, -1e-3], rtol=1e-6)
+
+
+def test_one_wild_coordinate_is_seen():
+    params, updates = jnp.ones(10_000), jnp.full(10_000, 1e-3).at[17].set(10.0)
+    clipped, state = clip(updates, params)
+    np.testing.assert_allclose(clipped[17], 0.1, rtol=1e-6)
+    np.testing.assert_allclose((state.norm, state.limit), (10.0, 0.1), rtol=1e-5)
+
+
+@pytest.mark.parametrize("broken", [math.nan, math.inf])
+def test_a_broken_update_becomes_nan_and_is_counted(broken):
+    updates = {"a": jnp.array([1.0, broken]), "b": jnp.array([1.0, 2.0])}
+    clipped, state = clip(updates, {"a": jnp.ones(2), "b": jnp.ones(2)})
+    assert np.isnan(clipped["a"]).all() and np.isfinite(clipped["b"]).all()
+    np.testing.assert_array_equal(state.nonfinite, [1, 0])
+    assert np.isnan(clip(jnp.ones(2), jnp.array([1.0, math.nan]))[0]).all()
+    assert np.isnan(clip(jnp.zeros(2), jnp.array([1.0, math.nan]))[0]).all()
+
+
+def test_stacked_layers_are_tensors_of_their_own():
+    updates, params = (
+        jnp.array([[2.0, 0.1], [0.01, 0.01]]),
+        jnp.array([[4.0, 1.0], [1.0, 1.0]]),
+    )
+    clipped, state = clip({"blocks": updates}, {"blocks": params}, 0.1, 0.02, stacked=1)
+    np.testing.assert_allclose(
+        clipped["blocks"], [[0.42, 0.021], [0.01, 0.01]], rtol=1e-6
+    )
+    assert state.norm.shape == (2, 1)
+
+
+def test_none_and_integer_leaves_pass():
+    updates = {"w": jnp.array([1.0]), "none": None, "i": jnp.arange(2)}
+    clipped, state = clip(
+        updates, {"w": jnp.array([1.0]), "none": jnp.ones(3), "i": jnp.arange(2)}
+    )
+    assert clipped["none"] is None and oracles.same_bits(clipped["i"], updates["i"])
+    assert "clip/norm_before/w" in optaxclip.metrics(state)
+
+
+def test_wrong_calls_say_what_is_right():
+    clipper = clippy()
+    with pytest.raises(
+        ValueError,
+        match=(
+            r"clippy compares updates with weights: call update\(updates, state, "
+            r"params\)"
+        ),
+    ):
+        clipper.update(jnp.ones(2), clipper.init(jnp.ones(2)))
+    with pytest.raises(
+        ValueError, match=r"clippy: relative must be at least 0, got -0.1"
+    ):
+        clippy(-0.1)
+    with pytest.raises(
+        TypeError, match="clippy: absolute must be a real number, got '1'"
+    ):
+        clippy(0.1, "1")
+
+
+def test_the_derivative_is_finite():
+    def total(updates):
+        return jnp.sum(clip(updates, jnp.array([1.0, 0.0, 2.0]), 0.1, 0.0)[0])
+
+    for updates in (
+        jnp.zeros(3),
+        jnp.array([1.0, 0.0, 3.0]),
+        jnp.array([1.0, 1.0, 3.0]),
+        jnp.array([1e-3, 0.0, 1e-3]),
+    ):
+        assert np.isfinite(jax.grad(total)(updates)).all()
+
+
+def test_clippy_compares_64_bit_updates_in_64_bits():
+    with jax.enable_x64(True):
+        updates, params = jnp.array([1.0, 3.0]), jnp.array([1.0, 1.0])
+        clipped, _ = apply(optaxclip.clippy(0.7, 0.0), updates, params)
+        np.testing.assert_allclose(clipped, [0.7 / 3, 0.7], rtol=1e-14)
+
+
+@pytest.mark.parametrize(
+    "bounds", [(np.inf, 0.0), (0.0, np.inf)], ids=["relative", "absolute"]
+)
+def test_an_infinite_bound_of_either_kind_touches_nothing(bounds):
+    updates = jnp.array([1e30, -2.0, 0.0])
+    clipped, state = apply(clippy(*bounds), updates, jnp.array([1e-3, 0.0, 2.0]))
+    assert (
+        np.asarray(clipped).tobytes() == np.asarray(updates).tobytes()
+        and state.limit == np.inf
+    )
+
+
+def test_weights_as_small_as_numbers_are_still_bound_their_updates():
+    clipped, _ = apply(
+        clippy(0.5, 0.0), jnp.array([4e-30, 1e-31]), jnp.array([2e-30, 2e-30])
+    )
+    np.testing.assert_allclose(clipped, [1e-30, 2.5e-32], rtol=1e-6)
+
+
+def test_complex_updates_are_compared_by_modulus():
+    clipped, _ = apply(
+        clippy(0.5, 0.0), jnp.array([3 + 4j, 1j]), jnp.array([2 + 0j, 2j])
+    )
+    np.testing.assert_allclose(clipped, [0.6 + 0.8j, 0.2j], rtol=1e-6)

@@ -1,0 +1,472 @@
+"""What the kernel does with any measure, rule and shrink: its state, a norm that is
+handed in, missing and broken parts, and how updates are rounded.
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import optaxclip
+from optaxclip import clip_by
+from optaxclip.rules import constant
+from tests.helpers import apply, own_rule
+
+
+def test_a_fresh_state_has_seen_nothing_and_has_no_limit():
+    state = optaxclip.clip_by_tensor_norm(1.0).init(
+        {"w": jnp.ones((3, 2)), "b": jnp.ones(2)}
+    )
+    for name, value, dtype in (
+        ("norm", 0, "float32"),
+        ("limit", np.inf, "float32"),
+        ("factor", 1, "float32"),
+        ("clipped", 0, "int32"),
+        ("nonfinite", 0, "int32"),
+    ):
+        field = getattr(state, name)
+        assert field.shape == (2,) and field.dtype == dtype, name
+        np.testing.assert_array_equal(field, value)
+    assert state.step == 0
+
+
+def test_a_measure_of_ones_own_is_never_shown_what_is_not_measured():
+    tree = {"n": jnp.arange(3), "w": jnp.array([3.0, -4.0]), "z": jnp.zeros((0, 2))}
+    clipper = clip_by(
+        lambda tree: jax.tree.map(lambda x: jnp.max(jnp.abs(x)), tree), constant(2.0)
+    )
+    start = clipper.init(tree)
+    updates, state = clipper.update(tree, start)
+    assert jax.tree.structure(start) == jax.tree.structure(state)
+    assert list(state.by_name()) == ["w"] and state.norm == 4.0
+    np.testing.assert_allclose(updates["w"], [1.5, -2.0], rtol=1e-6)
+    assert (updates["n"] == tree["n"]).all()
+
+
+@pytest.mark.parametrize(
+    "clipper",
+    [
+        optaxclip.adaptive_grad_clip(0.5),
+        optaxclip.clip_by_global_norm(optaxclip.rules.share_of_params(0.5)),
+        optaxclip.clip_by_group_norm(optaxclip.rules.share_of_params(0.5), "all"),
+    ],
+    ids=["unit", "global", "group"],
+)
+def test_weights_whose_updates_are_missing_are_not_compared(clipper):
+    updates = {"a": None, "w": jnp.array([3.0, 4.0])}
+    params = {"a": jnp.array([1000.0]), "w": jnp.array([0.0, 2.0])}
+    clipped, state = apply(clipper, updates, params)
+    assert jax.tree.leaves(state.limit) == [1.0]
+    np.testing.assert_allclose(clipped["w"], [0.6, 0.8], rtol=1e-6)
+
+
+def test_rescale_keeps_zeros_zero_whatever_they_are_to_become():
+    zeros = jnp.zeros(2)
+    np.testing.assert_array_equal(
+        optaxclip.rescale(zeros, jnp.float32(0.0), jnp.float32(1.0)), zeros
+    )
+
+
+def test_rescale_to_0_keeps_the_sign_of_what_becomes_0():
+    zeros = optaxclip.rescale(
+        jnp.array([3.0, -4.0]), jnp.float32(5.0), jnp.float32(0.0)
+    )
+    assert not np.any(zeros) and np.signbit(zeros).tolist() == [False, True]
+
+
+# (norm, limit): normal float32 numbers that are far apart.
+FAR = [
+    (1.2e-38, 10.0),
+    (1e-30, 1e10),
+    (1.2e-38, 3.3e38),
+    (1e38, 1e-20),
+    (1e30, 1e-28),
+    (1e38, 1e-19),
+    (3e38, 1.0),
+    (3.3e38, 2.0**-124),  # the furthest: a quotient of 2^-252
+    # quotients next to 2^-128, 2^128, 2^-126, 2^-100 and 2^100
+    (2.0**100, 2.0**-28),
+    (2.0**-28, 2.0**100),
+    (2.0**100, 2.0**-26),
+    (2.0**60, 2.0**-40 * 0.99),
+    (2.0**60, 2.0**-40 * 1.01),
+    (2.0**-40, 2.0**60 * 0.99),
+    (2.0**-40, 2.0**60 * 1.01),
+]
+
+
+@pytest.mark.parametrize(("norm", "limit"), FAR)
+@pytest.mark.parametrize("units", [False, True], ids=["whole", "units"])
+def test_a_norm_becomes_any_other_that_float32_holds(units, norm, limit):
+    # Both entries have one size, so that the smallest norms have no subnormal entries.
+    grads = np.float32([[norm, 0.0], [-norm, 0.0]])
+    clip = optaxclip.clip_by_unitwise_norm if units else optaxclip.clip_by_global_norm
+    clipper = clip(limit, ord=np.inf, shrink=optaxclip.shrinks.normalize)
+    updates, state = apply(clipper, grads)
+    # 6 eps are taken off on purpose, and 5 are roundings.
+    bound = 11 * np.finfo(np.float32).eps
+    wanted = np.float64(grads) / np.float64(np.float32(norm)) * np.float32(limit)
+    np.testing.assert_allclose(np.float64(updates), wanted, rtol=bound)
+    assert np.max(np.abs(updates)) <= np.float32(limit)
+    assert np.all(np.asarray(state.factor) > 0) and np.all(np.isfinite(state.factor))
+
+
+@pytest.mark.parametrize(("norm", "limit"), FAR)
+def test_far_from_its_limit_no_normal_number_is_lost(norm, limit):
+    sizes = norm * 2.0 ** np.arange(0.0, -250.0, -5.0)
+    grads = np.float32(sizes[sizes > 1.3e-38])
+    rescaled = optaxclip.rescale(grads, jnp.float32(norm), jnp.float32(limit))
+    wanted = np.float64(grads) / np.float64(np.float32(norm)) * np.float32(limit)
+    held = np.abs(wanted) > 1.2e-38 * (1 + 1e-5)
+    bound = 11 * np.finfo(np.float32).eps
+    np.testing.assert_allclose(np.float64(rescaled)[held], wanted[held], rtol=bound)
+
+
+@pytest.mark.parametrize(("norm", "limit"), [(1e300, 1e-300), (3e-308, 1e308)])
+def test_64_bit_norms_become_any_other_as_well(norm, limit):
+    with jax.enable_x64(True):
+        rescaled = optaxclip.rescale(
+            np.array([norm, -norm]), jnp.float64(norm), jnp.float64(limit)
+        )
+    np.testing.assert_allclose(rescaled, [limit, -limit], rtol=1e-14)
+
+
+# Next to both ends of the range at once a part of the derivative is flushed.
+@pytest.mark.parametrize(
+    ("norm", "limit"), [each for each in FAR if 1e-75 < each[1] / each[0] < 1e75]
+)
+def test_the_derivative_of_a_factor_is_that_of_the_quotient(norm, limit):
+    x = jnp.float32(norm)
+
+    def stretched(limit):
+        return optaxclip.rescale(x, x, limit)
+
+    at = jnp.float32(limit)
+    for slope in (jax.jvp(stretched, (at,), (1.0,))[1], jax.grad(stretched)(at)):
+        np.testing.assert_allclose(slope, 1.0, rtol=2e-6)
+
+
+@pytest.mark.parametrize(("norm", "new_norm"), [(1e38, 1e-17), (2e-8, 1.3e-38)])
+def test_rescale_goes_further_than_one_factor_can(norm, new_norm):
+    """The quotient is 1e-55, which float32 does not have, or too near its end."""
+    update = optaxclip.rescale(jnp.array([norm]), *map(jnp.float32, (norm, new_norm)))
+    np.testing.assert_allclose(update, [new_norm], rtol=1e-6)
+
+
+def test_rescale_takes_numpy_arrays_while_jit_is_off():
+    """As in a debugger, where no tracer stands for the array."""
+    updates = np.array([3.0, 4.0], np.float32)
+    with jax.disable_jit():
+        shorter = optaxclip.rescale(updates, jnp.float32(5.0), jnp.float32(1.0))
+    np.testing.assert_allclose(shorter, [0.6, 0.8], rtol=1e-6)
+
+
+def test_rescale_leaves_parts_without_a_norm_alone():
+    updates = {"a": jnp.array([3.0, 4.0]), "b": {"c": jnp.ones(2), "d": jnp.ones(3)}}
+    rescaled = optaxclip.rescale(
+        updates, {"a": jnp.float32(5.0), "b": None}, {"a": jnp.float32(1.0), "b": None}
+    )
+    np.testing.assert_allclose(rescaled["a"], [0.6, 0.8], rtol=1e-6)
+    assert (
+        rescaled["b"]["c"] is updates["b"]["c"]
+        and rescaled["b"]["d"] is updates["b"]["d"]
+    )
+
+
+def test_the_zero_policy_leaves_parts_without_a_norm_alone():
+    def measure(updates):
+        return {"a": optaxclip.global_norm(updates["a"]), "b": None}
+
+    updates = {"a": jnp.array([jnp.inf]), "b": jnp.array([3.0])}
+    zeroed, _ = apply(clip_by(measure, 1.0, nonfinite="zero"), updates)
+    assert zeroed["a"] == 0.0 and zeroed["b"] == 3.0
+
+
+def test_a_limit_has_no_derivative_by_the_updates():
+    half = own_rule(lambda norm: (), lambda norm, memory, step: (0.5 * norm, memory))
+    grads = jnp.array([3.0, 4.0])
+    clipper = clip_by(optaxclip.global_norm, half)
+    along = jax.jvp(lambda g: apply(clipper, g)[0], (grads,), (grads,))[1]
+    np.testing.assert_allclose(
+        along, [0.0, 0.0], atol=1e-5
+    )  # a longer gradient comes out as long as before
+
+
+def test_a_part_that_is_missing_in_a_step_keeps_what_is_known_of_it():
+    clipper = optaxclip.clip_by_tensor_norm(optaxclip.rules.growth(1.5))
+    first, second = (
+        {"a": jnp.array([3.0, 4.0]), "b": jnp.ones(2)},
+        {"a": None, "b": jnp.ones(2)},
+    )
+    _, before = clipper.update(first, clipper.init(first))
+    _, after = clipper.update(second, before)
+    assert after.by_name()["a"] == before.by_name()["a"]
+    assert after.memory[0] == 5.0 and after.step == 2
+
+
+@pytest.mark.parametrize("nonfinite", ["propagate", "zero"])
+def test_a_rule_without_a_limit_yet_lets_no_broken_step_through(nonfinite):
+    grads = {"w": jnp.array([1.0, jnp.nan]), "b": jnp.ones(3)}
+    updates, _ = apply(
+        optaxclip.clip_by_global_norm(optaxclip.rules.growth(), nonfinite=nonfinite),
+        grads,
+    )
+    for leaf in updates.values():
+        np.testing.assert_array_equal(
+            leaf, jnp.full_like(leaf, jnp.nan if nonfinite == "propagate" else 0.0)
+        )
+
+
+def test_eps_is_added_before_the_norm_is_compared_and_divided_by():
+    grads = jnp.array([3.0, 4.0])
+    for limit, factor in ((1.0, 1.0 / 5.5), (5.25, 5.25 / 5.5), (5.75, 1.0)):
+        updates, state = apply(
+            clip_by(optaxclip.global_norm, constant(limit), eps=0.5), grads
+        )
+        np.testing.assert_allclose(updates, factor * np.array([3.0, 4.0]), rtol=1e-6)
+        assert state.norm == 5.0
+
+
+def test_a_memory_keeps_its_dtype_whatever_the_rule_returns():
+    counting = own_rule(
+        lambda norm: jnp.zeros(norm.shape, jnp.int32),
+        lambda norm, memory, step: (norm, memory + 1.0),
+    )
+    _, state = apply(clip_by(optaxclip.global_norm, counting), jnp.ones(3))
+    assert state.memory.dtype == jnp.int32 and state.memory == 1
+
+
+def test_a_broken_unit_leaves_its_own_memory_alone_and_no_other():
+    last_two = own_rule(
+        lambda norm: jnp.zeros((*norm.shape, 2), norm.dtype),
+        lambda norm, memory, step: (
+            jnp.full_like(norm, jnp.inf),
+            jnp.stack([memory[..., 1], norm], -1),
+        ),
+    )
+    _, state = apply(
+        clip_by(optaxclip.unitwise_norm, last_two),
+        jnp.array([[3.0, jnp.nan, 6.0], [4.0, 1.0, 8.0]]),
+    )
+    np.testing.assert_array_equal(state.memory, [[[0.0, 5.0], [0.0, 0.0], [0.0, 10.0]]])
+
+
+def test_sixteen_bit_updates_are_rounded_once():
+    grads = jnp.asarray(np.random.default_rng(0).standard_normal(1000), jnp.bfloat16)
+    exact = np.asarray(grads).astype(np.float64)
+    updates, _ = apply(optaxclip.clip_by_global_norm(1.0), grads)
+    error = np.abs(
+        np.asarray(updates).astype(np.float64) - exact / np.linalg.norm(exact)
+    ) / np.abs(exact / np.linalg.norm(exact))
+    assert error.max() <= 2.0**-8 * (
+        1 + 1e-3
+    )  # half the spacing of bfloat16, and a little for float32
+
+
+@pytest.mark.parametrize(
+    "given", [[5.0], {"all": 5.0}, jnp.array([5.0]), (5.0, 5.0)], ids=str
+)
+def test_a_given_norm_of_another_structure_is_refused(given):
+    with pytest.raises(
+        ValueError,
+        match=(
+            r"clip_by_global_norm: grad_norm must have the structure and shapes of the "
+            r"norms that it measures"
+        ),
+    ):
+        apply(
+            optaxclip.clip_by_global_norm(1.0), jnp.array([3.0, 4.0]), grad_norm=given
+        )
+
+
+def test_a_given_norm_of_any_dtype_leaves_the_state_in_its_own():
+    for given in (5, np.float16(5), jnp.bfloat16(5)):
+        updates, state = apply(
+            optaxclip.clip_by_global_norm(1.0), jnp.array([3.0, 4.0]), grad_norm=given
+        )
+        assert state.norm.dtype == jnp.float32 and updates.dtype == jnp.float32
+        np.testing.assert_allclose(updates, [0.6, 0.8], rtol=1e-6)
+
+
+def test_a_step_without_a_limit_that_is_a_number_is_not_remembered():
+    unsure = own_rule(
+        lambda norm: jnp.ones_like(norm),
+        lambda norm, memory, step: (
+            jnp.where(norm > 10, jnp.nan, 1.0),
+            memory + norm,
+        ),
+    )
+    for grads, memory in ((jnp.array([3.0, 4.0]), 6.0), (jnp.array([30.0, 40.0]), 1.0)):
+        assert apply(clip_by(optaxclip.global_norm, unsure), grads)[1].memory == memory
+
+
+@pytest.mark.parametrize("norm", [0.0, np.nan, np.inf])
+def test_a_norm_that_is_no_length_is_not_remembered(norm):
+    last = own_rule(
+        lambda norm: jnp.ones_like(norm),
+        lambda norm, memory, step: (memory, norm),
+    )
+    _, state = apply(clip_by(optaxclip.global_norm, last), jnp.array([norm, 0.0]))
+    assert state.memory == 1.0
+
+
+def test_normalize_leaves_zero_alone_and_does_not_count_it():
+    assert optaxclip.shrinks.normalize(jnp.zeros(()), jnp.ones(())) == 0
+    updates, state = apply(
+        optaxclip.clip_by_global_norm(1.0, shrink=optaxclip.shrinks.normalize),
+        jnp.zeros(3),
+    )
+    assert not updates.any() and state.factor == 1 and state.clipped == 0
+
+
+def test_shrinks_of_equal_numbers_are_one_so_that_nothing_is_compiled_anew():
+    assert optaxclip.shrinks.smooth(2) is optaxclip.shrinks.smooth(2.0)
+    assert optaxclip.shrinks.auto_s(1) is optaxclip.shrinks.auto_s(1.0)
+    assert optaxclip.shrinks.psac(1) is optaxclip.shrinks.psac(1.0)
+
+
+@pytest.mark.parametrize(
+    "shrink",
+    [optaxclip.shrinks.hard, optaxclip.shrinks.smooth()],
+    ids=["hard", "smooth"],
+)
+def test_the_derivative_without_a_limit_is_1_even_where_the_norm_overflows(shrink):
+    clipper = optaxclip.clip_by_global_norm(np.inf, shrink=shrink)
+    derivative = jax.jvp(
+        lambda grads: apply(clipper, grads)[0], (jnp.full(4, 3e38),), (jnp.arange(4.0),)
+    )[1]
+    np.testing.assert_array_equal(derivative, jnp.arange(4.0))
+    backwards = jax.vjp(lambda grads: apply(clipper, grads)[0], jnp.full(4, 3e38))[1](
+        jnp.arange(4.0)
+    )
+    np.testing.assert_array_equal(backwards[0], jnp.arange(4.0))
+
+
+def test_the_state_tells_what_was_done_in_each_step():
+    clipper = optaxclip.clip_by_global_norm(1.0)
+    state = clipper.init(jnp.zeros(2))
+    for grads, norm, scale, clipped, nonfinite in (
+        ([3.0, 4.0], 5, 0.2, 1, 0),
+        ([0.3, 0.4], 0.5, 1, 1, 0),
+        ([jnp.nan, 0.0], np.nan, np.nan, 1, 1),
+        ([0.0, 2.0], 2, 0.5, 2, 1),
+    ):
+        _, state = clipper.update(jnp.array(grads), state)
+        np.testing.assert_allclose(
+            [state.norm, state.limit, state.factor], [norm, 1, scale], rtol=1e-6
+        )
+        assert (state.clipped, state.nonfinite) == (clipped, nonfinite)
+
+
+@pytest.mark.parametrize(("ord", "order"), [(None, "2"), (3, "3"), ("rms", "rms")])
+def test_a_norm_that_is_not_finite_says_its_order(ord, order):
+    with pytest.raises(
+        FloatingPointError,
+        match=(
+            rf"^clip_by_global_norm: the norm of order {order} of the updates is not "
+            rf"finite"
+        ),
+    ):
+        apply(
+            optaxclip.clip_by_global_norm(1.0, ord=ord, nonfinite="raise"),
+            jnp.array([1.0, jnp.inf]),
+        )
+
+
+def test_weakly_typed_extremes_come_to_their_limit_too():
+    grads = jnp.asarray(1e38)
+    assert grads.weak_type
+    updates, _ = apply(optaxclip.clip_by_global_norm(1.0), grads)
+    assert updates.weak_type
+    np.testing.assert_allclose(updates, 1.0, rtol=1e-6)
+
+
+SCHEDULE_OF_A_NUMBER = jax.tree_util.Partial(lambda first, step: first + step, 1.0)
+
+
+@pytest.mark.parametrize(
+    "threshold",
+    [1.0, jnp.float32(1.0), lambda step: 1.0 + step, SCHEDULE_OF_A_NUMBER],
+    ids=["number", "array", "schedule", "schedule that is a pytree"],
+)
+def test_a_number_or_a_schedule_is_a_rule(threshold):
+    updates, state = apply(
+        clip_by(optaxclip.global_norm, threshold), jnp.array([3.0, 4.0])
+    )
+    np.testing.assert_allclose(updates, [0.6, 0.8], rtol=1e-6)
+    assert state.limit == 1.0
+
+
+def test_no_limit_and_limits_for_parts_are_rules_too():
+    grads = {"a": jnp.array([3.0, 4.0]), "b": jnp.array([6.0, 8.0])}
+    assert apply(clip_by(optaxclip.global_norm, None), grads)[1].limit == np.inf
+    updates, _ = apply(clip_by(optaxclip.tensor_norm, {"a": 1.0, "b": None}), grads)
+    np.testing.assert_allclose(
+        [updates["a"], updates["b"]], [[0.6, 0.8], [6.0, 8.0]], rtol=1e-6
+    )
+    with pytest.raises(
+        ValueError, match=r"^clip_by: limit must be at least 0, got -1.0"
+    ):
+        clip_by(optaxclip.global_norm, -1.0)
+
+
+MISSING = {  # every clipper that keeps something for each leaf
+    "tensor": lambda: optaxclip.clip_by_tensor_norm(optaxclip.rules.growth()),
+    "unit": lambda: optaxclip.clip_by_unitwise_norm(optaxclip.rules.growth()),
+    "group": lambda: optaxclip.clip_by_group_norm(
+        optaxclip.rules.growth(), {"a": "x", "b": "y"}
+    ),
+    "group, weights": lambda: optaxclip.clip_by_group_norm(
+        optaxclip.rules.share_of_params(0.1), {"a": "x", "b": "y"}
+    ),
+    "agc": lambda: optaxclip.adaptive_grad_clip(0.1),
+    "adagc": lambda: optaxclip.adagc(warmup=1),
+    "adagc of groups": lambda: optaxclip.adagc(warmup=1, scope={"a": "x", "b": "y"}),
+    "adaclip": optaxclip.adaclip,
+    "adagn": optaxclip.adagn,
+    "spam": lambda: optaxclip.spam(1.0, warmup=0),
+    "larc": lambda: optaxclip.larc(0.1),
+    "clippy": optaxclip.clippy,
+    "spectral": lambda: optaxclip.clip_by_spectral_norm(optaxclip.rules.growth()),
+    "carry": lambda: optaxclip.carry_clipped(optaxclip.clip_by_tensor_norm(1.0)),
+    "value": lambda: optaxclip.clip_by_value(1.0),
+}
+
+
+@pytest.mark.parametrize("name", MISSING)
+def test_a_leaf_may_be_missing_in_a_step_whatever_is_kept_for_it(name):
+    """The other leaves come out as if it were there, and its own part is taken up again
+    afterwards.
+    """
+    clipper = MISSING[name]()
+    params = {"a": jnp.full((2, 3), 0.5), "b": jnp.full((3, 2), 0.25)}
+    whole = {"a": jnp.full((2, 3), 3.0), "b": jnp.full((3, 2), 4.0)}
+    state = clipper.init(params)
+    _, state = clipper.update(whole, state, params)
+    updates, after = clipper.update({"a": None, "b": 9 * whole["b"]}, state, params)
+    assert updates["a"] is None and jax.tree.structure(after) == jax.tree.structure(
+        state
+    )
+    together, _ = clipper.update({"a": whole["a"], "b": 9 * whole["b"]}, state, params)
+    np.testing.assert_array_equal(updates["b"], together["b"])
+    again, _ = clipper.update(whole, after, params)
+    assert np.isfinite(again["a"]).all() and np.abs(again["a"]).max() > 0
+
+
+STRICT = {
+    "norm": lambda: optaxclip.clip_by_global_norm(1.0),
+    "value": lambda: optaxclip.clip_by_value(1.0),
+    "units": lambda: optaxclip.adaptive_grad_clip(0.1),
+    "spam": lambda: optaxclip.spam(),
+}
+
+
+@pytest.mark.parametrize("name", STRICT)
+def test_strict_promotion_takes_complex_leaves(name):
+    x = jnp.array([3 + 4j, 0.1], jnp.complex64)
+    with jax.numpy_dtype_promotion("strict"):
+        strict, _ = apply(STRICT[name](), x, x)
+        slope = jax.grad(optaxclip.global_norm)(x)
+    usual, _ = apply(STRICT[name](), x, x)
+    np.testing.assert_array_equal(strict, usual)
+    np.testing.assert_array_equal(slope, jax.grad(optaxclip.global_norm)(x))

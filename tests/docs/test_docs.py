@@ -1,0 +1,304 @@
+"""Every code block of every page in docs/ runs, prints what the page says it prints,
+and raises what the page says it raises.
+
+The blocks of a page run from top to bottom in one namespace, which begins with `jax`,
+`jnp`, `lax`, `np`, `optax`, `P` (PartitionSpec), `optaxclip` and all that it has. A
+```text block right after a block of code is what it prints; where the code raises, the
+last lines are the error as Python shows it. ` ...` at the end of a line stands for the
+rest of it, and `...` as the last line for all that follows. Numbers with a point may be
+off by one in the last digit that is shown, since they come of sums that another machine
+adds up in another order; everything else is compared as it stands, but for the width of
+spaces.
+"""
+
+import re
+import shlex
+import textwrap
+from contextlib import chdir, redirect_stdout
+from io import StringIO
+from operator import attrgetter
+from pathlib import Path
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax import lax
+from jax.sharding import PartitionSpec
+
+import optaxclip
+from optaxclip.replay.__main__ import main as replay_main
+
+DOCS = Path(__file__).parents[2] / "docs"
+PAGES = sorted(path.name for path in DOCS.glob("*.md"))
+FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
+NUMBER = re.compile(r"(?<![\w.])-?\d+(?:\.\d*)?(?:e[+-]?\d+)?")
+
+
+class Block(NamedTuple):
+    kind: str  # python, sh
+    line: int  # of its first line in the page
+    source: str
+    printed: str | None  # what stands in the text block after it
+
+
+def blocks_of(page):
+    text = (DOCS / page).read_text()
+    fences = list(FENCE.finditer(text))
+    for fence, after in zip(fences, [*fences[1:], None]):
+        follows = (
+            after is not None
+            and after[1] == "text"
+            and not text[fence.end() : after.start()].strip()
+        )
+        if fence[1] != "text":
+            yield Block(
+                fence[1],
+                text.count("\n", 0, fence.start()) + 2,
+                fence[2],
+                after[2] if after and follows else None,
+            )
+
+
+def names():
+    return vars(optaxclip) | {
+        "jax": jax,
+        "jnp": jnp,
+        "lax": lax,
+        "np": np,
+        "optax": optax,
+        "P": PartitionSpec,
+        "optaxclip": optaxclip,
+        "__name__": "docs",
+    }
+
+
+def run(block, page, namespace):
+    """What the block prints, with the error that it raises, if it is one that the page
+    tells of.
+    """
+    out = StringIO()
+    try:
+        with redirect_stdout(out):
+            if block.kind == "python":
+                exec(
+                    compile(
+                        "\n" * (block.line - 1) + block.source, f"docs/{page}", "exec"
+                    ),
+                    namespace,
+                )
+            else:
+                for command in block.source.splitlines():
+                    words = shlex.split(command)
+                    assert words[:3] == ["python", "-m", "optaxclip.replay"], (
+                        f"no test knows how to run {command!r}"
+                    )
+                    replay_main(words[3:])
+    except Exception as error:
+        kind = (
+            type(error).__name__
+            if type(error).__module__ == "builtins"
+            else f"{type(error).__module__}.{type(error).__name__}"
+        )
+        if f"{kind}:" not in (block.printed or ""):
+            raise
+        out.write(f"{kind}: {error}")
+    return out.getvalue()
+
+
+def agree(shown, printed):
+    """Is the line as the page shows it, up to one in the last digit of its numbers?"""
+    if shown.endswith(" ..."):
+        shown = shown[:-4]
+        printed = " ".join(printed.split()[: len(shown.split())])
+    if NUMBER.sub("#", shown).split() != NUMBER.sub("#", printed).split():
+        return False
+    return all(
+        abs(float(one) - float(other)) <= last_digit(one)
+        for one, other in zip(NUMBER.findall(shown), NUMBER.findall(printed))
+    )
+
+
+def last_digit(number):
+    """One in the last digit of a number as it is written; 0 for a whole one, which is a
+    count.
+    """
+    digits, _, exponent = number.partition("e")
+    places = len(digits.partition(".")[2])
+    return (
+        0.0
+        if not places and not exponent
+        else 1.001 * 10.0 ** (int(exponent or 0) - places)
+    )
+
+
+def assert_as_shown(shown, printed, where):
+    wanted, got = (
+        textwrap.dedent(text).rstrip().splitlines() for text in (shown, printed)
+    )
+    if wanted and wanted[-1] == "...":
+        wanted.pop()
+        got = got[: len(wanted)]
+    assert len(wanted) == len(got) and all(map(agree, wanted, got)), (
+        f"{where} shows\n{shown}\nbut the code printed\n{printed}"
+    )
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_every_block_of_a_page_does_what_it_shows(page, tmp_path):
+    namespace = names()
+    with chdir(tmp_path), jax.numpy_rank_promotion("allow"):  # as it is for users
+        for block in blocks_of(page):
+            printed = run(block, page, namespace)
+            if block.printed is not None:
+                assert_as_shown(
+                    block.printed, printed, f"docs/{page}, line {block.line},"
+                )
+
+
+def test_the_comparison_sees_another_digit_word_or_line():
+    def same(shown, printed):
+        try:
+            assert_as_shown(shown, printed, "here")
+        except AssertionError:
+            return False
+        return True
+
+    assert (
+        same("a 0.707  [1. 2.]\n", "a 0.708 [1. 2.]\n")
+        and same("1e-7", "2e-7")
+        and same("nan inf", "nan inf")
+        and same("a\n...", "a\nb\nc")
+    )
+    assert same("TypeError: no 3 ...", "TypeError: no 3 at all")
+    for shown, printed in (
+        ("0.707", "0.709"),
+        ("3 steps", "4 steps"),
+        ("a", "b"),
+        ("a", "a\nb"),
+        ("a\nb", "a"),
+        ("-1.0", "1.0"),
+        ("nan", "1.0"),
+        ("f32 1.0", "f16 1.0"),
+    ):
+        assert not same(shown, printed), (shown, printed)
+
+
+def test_every_test_that_the_numerics_page_names_exists():
+    page = (DOCS / "numerics.md").read_text()
+    defined = {
+        path.stem: set(re.findall(r"^def (test_\w+)", path.read_text(), re.MULTILINE))
+        for path in Path(__file__).parents[1].rglob("test_*.py")
+    }
+    every = set().union(*defined.values()) | set(defined)
+    mentioned = set(re.findall(r"\btest_\w+", page))
+    assert mentioned and mentioned <= every, mentioned - every
+
+
+def test_the_table_of_edges_leads_to_every_section_in_order():
+    page = (DOCS / "sharp_edges.md").read_text()
+    sections = re.findall(r"^## (.*)$", page, re.MULTILINE)
+    anchors = [
+        re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in sections
+    ]
+    assert re.findall(r"^\| \[.*?\]\(#(.*?)\) \|", page, re.MULTILINE) == anchors
+
+
+def test_links_between_pages_lead_somewhere():
+    for page in PAGES:
+        for target in re.findall(
+            r"\]\(([^)#:]+)(?:#[^)]*)?\)", (DOCS / page).read_text()
+        ):
+            assert (DOCS / target).exists(), f"docs/{page} links to {target}"
+
+
+METHODS = (DOCS / "methods.md").read_text()
+BLOCKS = [block.source for block in blocks_of("methods.md")]
+RECIPES = [block for block in BLOCKS if "optimizer =" in block]
+
+
+START = {"w": np.full((4, 3), 2.0, np.float32), "b": np.full(3, -1.0, np.float32)}
+
+
+def optimizer_of(recipe):
+    namespace = vars(optaxclip) | {"jax": jax, "jnp": jnp, "optax": optax}
+    exec(compile(recipe, "docs/methods.md", "exec"), namespace)
+    return namespace["optimizer"]
+
+
+@pytest.fixture(scope="module")
+def trained():
+    """What becomes of the weights with each recipe, all in one program, since compiling
+    is what takes time.
+    """
+    random = np.random.default_rng(0)
+    noises = jax.tree.map(
+        lambda x: np.float32(0.1 * random.standard_normal((300, *x.shape))), START
+    )
+    optimizers = {recipe: optimizer_of(recipe) for recipe in RECIPES}
+
+    def one(optimizer, noise, params, state):
+        updates, state = optimizer.update(
+            jax.tree.map(jnp.add, params, noise), state, params
+        )
+        return optax.apply_updates(params, updates), state
+
+    def train(params):
+        start = {
+            recipe: (params, optimizer.init(params))
+            for recipe, optimizer in optimizers.items()
+        }
+        return jax.lax.scan(
+            lambda all, noise: (
+                {
+                    recipe: one(optimizers[recipe], noise, *each)
+                    for recipe, each in all.items()
+                },
+                None,
+            ),
+            start,
+            noises,
+        )[0]
+
+    with jax.numpy_rank_promotion("allow"):
+        return {recipe: params for recipe, (params, _) in jax.jit(train)(START).items()}
+
+
+@pytest.mark.parametrize(
+    "recipe",
+    RECIPES,
+    ids=[recipe.strip().splitlines()[-1][12:60] for recipe in RECIPES],
+)
+def test_a_recipe_trains(recipe, trained):
+    before, after = (
+        np.linalg.norm(np.concatenate([np.ravel(x) for x in tree.values()]))
+        for tree in (START, trained[recipe])
+    )
+    assert np.isfinite(after) and after < before
+    assert not np.array_equal(trained[recipe]["w"], START["w"])
+
+
+def test_the_cotangent_that_is_clipped_in_each_step_stays_small(capsys):
+    block = next(block for block in BLOCKS if "clip_cotangent" in block)
+    for source in (block, block.replace("max_norm=1.0", "max_norm=jnp.inf")):
+        exec(
+            compile(source, "docs/methods.md", "exec"),
+            vars(optaxclip) | {"jax": jax, "jnp": jnp},
+        )
+    clipped, free = map(float, capsys.readouterr().out.split())
+    assert (
+        clipped < 20 < 1e6 < free
+    )  # each of 50 steps of 2 sequences gives back at most the norm of 4 ones
+
+
+def test_every_public_name_of_the_tables_exists():
+    # The tables of clippers and of shrinks. That of switches names parameters.
+    tables = METHODS[: METHODS.index("### Four switches")]
+    clippers, shrinks = tables.split("| shrink | new norm")
+    names = re.findall(r"^\| `([\w.]+)", clippers, re.MULTILINE)
+    names += [f"shrinks.{name}" for name in re.findall(r"^\| `(\w+)", shrinks, re.M)]
+    assert {"clip_by_global_norm", "shrinks.hard"} <= set(names)
+    for name in names:
+        assert attrgetter(name)(optaxclip), name

@@ -1,0 +1,233 @@
+"""Explicit meshes, whose types carry the sharding of every array: each clipper and
+wrapper keeps the sharding of its updates and of its state.
+"""
+
+from functools import cache, partial
+
+import jax
+import numpy as np
+import optax
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import optaxclip
+from tests import sharded
+from tests.rules import test_adaptive_contract
+
+SHAPES = {"bias": (4,), "gain": (), "layers": (2, 4, 6), "matrix": (4, 6)}
+SPECS = {
+    "bias": P("x"),
+    "gain": P(),
+    "layers": P("x", None, "y"),
+    "matrix": P("x", "y"),
+}
+LABELS = {"bias": "bias", "gain": "bias", "layers": "kernel", "matrix": "kernel"}
+STACKED = {"bias": 0, "gain": 0, "layers": 1, "matrix": 0}
+MASK = {"bias": False, "gain": True, "layers": True, "matrix": True}
+TABLES = {"labels": LABELS, "scope": LABELS, "stacked": STACKED}
+STEPS = 3
+adam = partial(optax.adam, 0.1)
+
+
+def for_these_leaves(build, *args, **options):
+    """The clipper of a table, with the labels and stacks of the tree of this file."""
+    kept = {name: TABLES.get(name, value) for name, value in options.items()}
+    return build(*args, **kept)
+
+
+def fixed(name):
+    build = sharded.CASES[name].build
+    if name.endswith(" masked"):
+        return optax.masked(getattr(optaxclip, name.split()[0])(0.5), MASK)
+    if isinstance(build, partial):
+        return for_these_leaves(build.func, 0.5, **build.keywords)
+    return build(0.5)
+
+
+def adaptive(name):
+    build = test_adaptive_contract.CLIPPERS[name][0]
+    if isinstance(build, partial):
+        return for_these_leaves(build.func, *build.args, **build.keywords)
+    return build()
+
+
+def spectral(method, **options):
+    return optaxclip.clip_by_spectral_norm(0.5, method=method, **options)
+
+
+BUILDS = {name: partial(fixed, name) for name in sharded.CASES}
+BUILDS |= {name: partial(adaptive, name) for name in test_adaptive_contract.CLIPPERS}
+BUILDS |= {
+    "windows of units": lambda: optaxclip.clip_by_unitwise_norm(
+        optaxclip.rules.windowed_quantile(0.5, 4)
+    ),
+    "windows of layers": lambda: optaxclip.clip_by_tensor_norm(
+        optaxclip.rules.windowed_mean(1.0, 4), stacked=STACKED
+    ),
+    "ema of units": lambda: optaxclip.clip_by_unitwise_norm(optaxclip.rules.ema(0.9)),
+    "band of units": lambda: optaxclip.clip_by_unitwise_norm(
+        optaxclip.rules.ema_band(), shrink=optaxclip.shrinks.normalize
+    ),
+    "moments of units": lambda: optaxclip.clip_by_unitwise_norm(
+        optaxclip.rules.moments_ratio(), nonfinite="zero"
+    ),
+    "scores of units": lambda: optaxclip.clip_by_unitwise_norm(
+        optaxclip.rules.warm_up(1, None, optaxclip.rules.z_score(1.0, warmup=1))
+    ),
+    "trackers of units": lambda: optaxclip.clip_by_unitwise_norm(
+        optaxclip.rules.minimum(
+            optaxclip.rules.quantile_tracker(), optaxclip.rules.ema_ratio()
+        )
+    ),
+    "logarithms of units": lambda: optaxclip.clip_by_unitwise_norm(
+        optaxclip.rules.log_z_score()
+    ),
+    "clip_by_value": lambda: optaxclip.clip_by_value(0.5),
+    "clip_by_block_rms": lambda: optaxclip.clip_by_block_rms(0.5),
+    "clippy": lambda: optaxclip.clippy(0.1, 0.1, stacked=STACKED),
+    "larc": lambda: optaxclip.larc(0.1, weight_decay=0.1, stacked=STACKED),
+    "record_norm": lambda: optaxclip.record_norm(optaxclip.unitwise_norm),
+    "spam": lambda: optaxclip.spam(0.5, warmup=1, every=2),
+    "reset_momentum": lambda: optaxclip.reset_momentum(optax.scale_by_adam(), 2, 1),
+    "carry_clipped": lambda: optaxclip.carry_clipped(
+        optaxclip.clip_by_unitwise_norm(0.5)
+    ),
+    "skip_nonfinite": lambda: optaxclip.skip_nonfinite(adam()),
+    "skip_spikes": lambda: optaxclip.skip_spikes(
+        optax.chain(optaxclip.clip_by_unitwise_norm(0.5), adam()), 15.0
+    ),
+    "skip_step": lambda: optaxclip.skip_step(adam(), 1.0, 2, on_loss=False),
+    "spectral": lambda: spectral("svd", stacked=STACKED),
+    "spectral, all to the limit": lambda: spectral(
+        "svd", shrink=optaxclip.shrinks.normalize
+    ),
+    "spectral, newton_schulz": lambda: spectral("newton_schulz"),
+    "spectral, smooth layers": lambda: spectral(
+        "newton_schulz", shrink=optaxclip.shrinks.smooth(2), stacked=STACKED
+    ),
+    "spectral, adaptive": lambda: optaxclip.clip_by_spectral_norm(
+        optaxclip.rules.ema(0.9), stacked=STACKED
+    ),
+}
+every_clipper = pytest.mark.parametrize("name", BUILDS)
+
+
+def random_tree(seed, *steps):
+    random = np.random.default_rng(seed)
+    return {
+        name: np.float32(random.standard_normal((*steps, *shape)))
+        for name, shape in SHAPES.items()
+    }
+
+
+PARAMS, GRADS = random_tree(1), random_tree(2, STEPS)
+
+
+def scanned(clipper, params, state, grads):
+    """(updates of all steps, the last state) of steps with these weights."""
+
+    def step(state, grad):
+        return clipper.update(grad, state, params)[::-1]
+
+    state, updates = jax.lax.scan(step, state, grads)
+    return updates, state
+
+
+@cache
+def on_one_device(name):
+    clipper = BUILDS[name]()
+    return scanned(clipper, PARAMS, clipper.init(PARAMS), GRADS)
+
+
+def placed(mesh, tree, *steps):
+    return {
+        name: jax.device_put(x, NamedSharding(mesh, P(*steps, *SPECS[name])))
+        for name, x in tree.items()
+    }
+
+
+def types(tree):
+    return jax.tree.map(jax.typeof, tree)
+
+
+def assert_same_values(have, want):
+    jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6), have, want)
+
+
+@every_clipper
+def test_explicit_mesh_keeps_shardings_and_values(name):
+    mesh = sharded.mesh_of((2, 2), kind=AxisType.Explicit)
+    clipper = BUILDS[name]()
+    with jax.set_mesh(mesh):
+        params, grads = placed(mesh, PARAMS), placed(mesh, GRADS, None)
+        state = clipper.init(params)
+        assert types(state) == types(jax.jit(clipper.init)(params))
+        have = jax.jit(partial(scanned, clipper))(params, state, grads)
+        assert types(have) == (types(grads), types(state))
+    assert_same_values(have, on_one_device(name))
+
+
+ROWS = {"bias": P("x"), "gain": P(), "layers": P("x"), "matrix": P("x")}
+PARTLY = {
+    "adaptive_grad_clip": lambda **axes: optaxclip.adaptive_grad_clip(0.5, **axes),
+    "ema of units": lambda **axes: optaxclip.clip_by_unitwise_norm(
+        optaxclip.rules.ema(0.9), **axes
+    ),
+    "windows of layers": lambda **axes: optaxclip.clip_by_tensor_norm(
+        optaxclip.rules.windowed_mean(1.0, 4), stacked=STACKED, **axes
+    ),
+    "larc": lambda **axes: optaxclip.larc(0.1, stacked=STACKED, **axes),
+    "spam": lambda **_: BUILDS["spam"](),
+    "carry_clipped": lambda **axes: optaxclip.carry_clipped(
+        optaxclip.clip_by_unitwise_norm(0.5, **axes)
+    ),
+    "skip_spikes": lambda **axes: optaxclip.skip_spikes(
+        optax.chain(optaxclip.clip_by_unitwise_norm(0.5, **axes), adam()), 15.0, **axes
+    ),
+}
+MIXED = [
+    "adaptive_grad_clip stacked",
+    "windows of units",
+    "clippy",
+    "larc",
+    "spam",
+    "carry_clipped",
+    "skip_spikes",
+    "spectral",
+    "spectral, smooth layers",
+]
+
+
+@pytest.mark.parametrize("name", MIXED)
+def test_mesh_of_auto_and_explicit_axes(name):
+    kinds = AxisType.Auto, AxisType.Explicit
+    mesh = jax.make_mesh((2, 2), ("x", "y"), kinds, devices=jax.devices()[:4])
+    clipper = BUILDS[name]()
+    with jax.set_mesh(mesh):
+        params, grads = placed(mesh, PARAMS), placed(mesh, GRADS, None)
+        state = clipper.init(params)
+        have = jax.jit(partial(scanned, clipper))(params, state, grads)
+        assert types(have) == (types(grads), types(state))
+    assert_same_values(have, on_one_device(name))
+
+
+@pytest.mark.parametrize("name", PARTLY)
+def test_partly_manual_shard_map_of_an_explicit_mesh(name):
+    mesh = sharded.mesh_of((2, 2), kind=AxisType.Explicit)
+    specs = jax.tree.map(lambda spec: P(None, *spec), ROWS)
+
+    def run(params, grads):
+        clipper = PARTLY[name](mesh_axes=ROWS)
+        return scanned(clipper, params, clipper.init(params), grads)[0]
+
+    with jax.set_mesh(mesh):
+        params, grads = placed(mesh, PARAMS), placed(mesh, GRADS, None)
+        program = jax.shard_map(
+            run, in_specs=(ROWS, specs), out_specs=specs, axis_names={"x"}
+        )
+        have = jax.jit(program)(params, grads)
+        assert types(have) == types(grads)
+    clipper = PARTLY[name]()
+    want = scanned(clipper, PARAMS, clipper.init(PARAMS), GRADS)[0]
+    assert_same_values(have, want)

@@ -1,0 +1,101 @@
+"""The state of a skipped step, selected while the optimizer's update runs."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from optaxclip._wrappers._select_early import update_unless
+from tests.core.test_contract import same_bits
+
+GRADS = jnp.array([3.0, 4.0])
+
+
+def both(update, state, grads=GRADS):
+    """(what a skipped step gives, what a good step gives)."""
+    return [
+        update_unless(jnp.bool_(skip), update, grads, state, None)
+        for skip in (True, False)
+    ]
+
+
+def test_a_skipped_step_gives_zeros_and_the_old_state():
+    def momentum(grads, state, params):
+        state = 0.5 * state + grads
+        return -state, state
+
+    skipped, taken = both(momentum, jnp.array([2.0, 2.0]))
+    same_bits(skipped, (jnp.zeros(2), jnp.array([2.0, 2.0])))
+    same_bits(taken, (jnp.array([-4.0, -5.0]), jnp.array([4.0, 5.0])))
+
+
+def test_what_follows_a_new_state_reads_the_selected_one():
+    seen = []
+
+    def update(grads, state, params):
+        state = state + 1
+        jax.debug.callback(lambda count: seen.append(float(count)), state * 10)
+        return grads, state
+
+    both(update, jnp.float32(7))
+    jax.effects_barrier()
+    assert seen == [70.0, 80.0]
+
+
+@pytest.mark.parametrize(
+    "name", ["twice", "the gradient", "a constant array", "as it was"]
+)
+def test_a_new_state_that_no_equation_computes_alone_is_kept(name):
+    old = [jnp.array([1.0, 2.0]), jnp.array([5.0, 6.0])]
+    new = {
+        "twice": lambda grads, state: [state[0] + grads] * 2,
+        "the gradient": lambda grads, state: [grads, grads],
+        "a constant array": lambda grads, state: [np.float32([8, 9]), state[1]],
+        "as it was": lambda grads, state: state[::-1],
+    }[name]
+    skipped, taken = both(lambda grads, state, _: (grads, new(grads, state)), old)
+    same_bits(skipped, (jnp.zeros(2), old))
+    same_bits(taken, (GRADS, [jnp.asarray(leaf) for leaf in new(GRADS, old)]))
+
+
+def test_constants_and_literals_inside_the_update_keep_their_values():
+    table = jnp.arange(4.0)
+
+    def update(grads, state, params):
+        index = state + 1
+        return grads * table[index] + 2.0, index
+
+    skipped, taken = both(update, jnp.int32(1))
+    same_bits(skipped, (jnp.zeros(2), jnp.int32(1)))
+    same_bits(taken, (jnp.array([8.0, 10.0]), jnp.int32(2)))
+
+
+def test_an_optimizer_without_a_state_gives_zeros_where_it_is_skipped():
+    skipped, taken = both(lambda grads, state, params: (-grads, state), ())
+    same_bits(skipped, (jnp.zeros(2), ()))
+    same_bits(taken, (-GRADS, ()))
+
+
+def test_a_new_state_that_is_a_python_number_is_kept():
+    old = {"first": jnp.bool_(True), "count": jnp.int32(3), "rate": jnp.float32(0.5)}
+    new = {"first": False, "count": 0, "rate": 1.0}
+    skipped, taken = both(lambda grads, state, _: (grads, new), old)
+    same_bits(skipped, (jnp.zeros(2), old))
+    wanted = {name: old[name].dtype.type(new[name]) for name in old}
+    same_bits(taken, (GRADS, jax.tree.map(jnp.asarray, wanted)))
+
+
+def test_typed_keys_in_state_and_updates_are_selected():
+    def update(grads, state, params):
+        return grads, jax.random.split(state)[0]
+
+    grads, old = {"w": GRADS, "key": jax.random.key(1)}, jax.random.key(2)
+    (zeros, kept), (updates, taken) = both(update, old, grads)
+    assert not np.any(zeros["w"]) and zeros["key"].dtype == old.dtype
+    same_bits(updates["w"], GRADS)
+    for found, wanted in (
+        (kept, old),
+        (taken, jax.random.split(old)[0]),
+        (updates["key"], grads["key"]),
+    ):
+        same_bits(jax.random.key_data(found), jax.random.key_data(wanted))
