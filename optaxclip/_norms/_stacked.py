@@ -67,7 +67,7 @@ def other_axes(axes: Axes, rank: int) -> Axes:
 
 def is_axes(x: Any) -> TypeGuard[Axes]:
     """Whether it is a tuple of axes, and not a part of a tree."""
-    return isinstance(x, tuple) and all(isinstance(i, int) for i in x)
+    return type(x) is tuple and all(isinstance(i, int) for i in x)
 
 
 def _leaves(stacked: Stacked, tree: Any, call: str) -> list[_Leaf]:
