@@ -31,7 +31,8 @@ def adaclip(
 
     Args:
       decay: of the average, in [0, 1]. A number or a schedule.
-      stacked: how many leading axes of a leaf count layers (see `tensor_norm`).
+      stacked: which axes of a leaf count layers: 1 for the leading axis, (1,) for axis
+        1 (see `tensor_norm`).
       nonfinite, mesh_axes: as in `clip_by_tensor_norm`.
 
     Returns:

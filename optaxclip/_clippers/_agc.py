@@ -47,7 +47,8 @@ def adaptive_grad_clip(
         with clipping=0.3.
       ord: the order of the norms: a number above 0, `math.inf`, "rms" or "average".
         None means 2.
-      stacked: how many leading axes of a leaf count layers (see `tensor_norm`).
+      stacked: which axes of a leaf count layers: 1 for the leading axis, (1,) for axis
+        1 (see `tensor_norm`).
       shrink: what a norm over its limit becomes, of `optaxclip.shrinks`. None is
         `hard`.
       nonfinite, mesh_axes: as in `clip_by_tensor_norm`.

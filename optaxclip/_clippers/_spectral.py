@@ -306,8 +306,8 @@ def spectral_norm(
         tie.
 
     Returns:
-      A tree of the same structure: a scalar for each leaf (shape (layers, 1, ...) for
-      stacked leaves), None for a leaf that does not count.
+      A tree of the same structure: a scalar for each leaf (for stacked leaves an array
+      with size 1 on all axes but those of layers), None for a leaf that does not count.
 
     Raises:
       ValueError: an unknown method, or a number of columns that a leaf does not have.
