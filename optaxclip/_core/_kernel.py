@@ -22,7 +22,14 @@ from jax.typing import ArrayLike
 
 from .._arguments import check_nonfinite, check_number, check_params, check_state
 from .._norms._leaves import clipped_leaves, params_of, put_back
-from .._norms._measures import GlobalNorm, Measure, Norms, OwnNorm, in_blocks
+from .._norms._measures import (
+    GlobalNorm,
+    Measure,
+    Norms,
+    OwnNorm,
+    in_blocks,
+    norm_of_norms,
+)
 from .._norms._types import in_manual_mesh, split_as, types_of
 from ..rules._constant import rule_of, rules_of
 from ..rules._rule import is_rule
@@ -231,20 +238,22 @@ def _limits(
 ) -> tuple[list[jax.Array], list[Any]]:
     """The limit and the new memory of each block."""
     of_norm = rules_of_norms(rules, norms, settings.argument)
-    weights: list[Any] = [None] * len(old)
+    others: list[Any] = [None] * len(old)
     if any(rule.needs_params for rule in of_norm):
         check_params(settings.call, params)
-        weights = fit.arrange(settings.measure(params).blocks)
+        others = fit.arrange(settings.measure(params).blocks)
+    elif any(rule.needs_total for rule in of_norm):
+        others = [norm_of_norms(norms)] * len(old)
     limits, memories = [], []
-    for source, norm, entry, weight in zip(
-        fit.sources, fit.arrange(norms.blocks), old, weights
+    for source, norm, entry, other in zip(
+        fit.sources, fit.arrange(norms.blocks), old, others
     ):
         if source.block is None:
             limit, memory = entry.limit, entry.memory
         else:
             rule = rule_of_block(of_norm, source, norm)
             check_memory(rule, norm, entry.memory, settings.call)
-            asked = rule, norm, entry.memory, step, weight
+            asked = rule, norm, entry.memory, step, other
             limit, memory = limit_of(*asked, argument=settings.argument)
         limits.append(limit)
         memories.append(memory)
