@@ -13,7 +13,7 @@ from jax.typing import ArrayLike
 
 from .._arguments import check_number, check_params, check_state
 from .._core._kernel import make_clipper
-from .._core._state import ClipState, is_placeholder
+from .._core._state import ClipState, is_placeholder, unpack
 from .._norms._leaves import cast_like, clipped_leaves, params_of, put_back
 from .._norms._measures import OwnNorm
 from .._norms._types import gathered, typed_as, types_of, varying_as
@@ -131,7 +131,7 @@ def qk_clip(
         new = jax.tree.map(lambda x, old: typed_as(x, jax.typeof(old)), new, state)
         if max_logit is None:
             return updates, new
-        factors = {name: entry.factor for name, entry in new.by_name().items()}
+        factors = {name: entry.factor for (name,), entry in zip(*unpack(new))}
         clipped = _clip(
             tuple(attentions), alpha, tree, params_of(tree, params), factors
         )

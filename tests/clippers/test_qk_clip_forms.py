@@ -116,6 +116,15 @@ def test_each_attention_has_its_own_logits():
     assert list(state.by_name()) == ["layer_0/attention", "layer_1/attention"]
 
 
+def test_one_key_head_in_each_of_two_attentions():
+    one = {"q": jnp.ones((4, 2)), "k": jnp.ones((4, 1))}
+    logits = {"a": LOGITS, "b": LOGITS / 8}
+    where = {"queries": {"*/q": 1}, "keys": {"*/k": 1}}
+    new, _ = shrunk({"a": one, "b": one}, logits, **where)
+    np.testing.assert_allclose(new["a"]["q"], np.full((4, 2), 0.5), rtol=1e-6)
+    np.testing.assert_array_equal(new["b"]["q"], np.ones((4, 2)))
+
+
 def test_where_heads_are_may_be_a_function():
     def heads_of(kind):
         return lambda path, leaf: leaf.ndim - 2 if f"/{kind}/" in path else None
