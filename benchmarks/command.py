@@ -9,6 +9,7 @@ from pathlib import Path
 
 from . import (
     against_torch,
+    compiled,
     compiling,
     eager,
     growth,
@@ -29,6 +30,7 @@ TABLES: dict[str, Callable[[bool], report.Table]] = {
     "growth": growth.table,
     "sharded": sharded.table,
     "torch": against_torch.table,
+    "compiled": compiled.table,
 }
 
 

@@ -9,9 +9,10 @@ import optax
 
 from .._arguments import check_limit, check_params
 from .._core._kernel import make_clipper
-from .._norms._leaves import Stacked, cast_like, clipped_leaves, params_of, put_back
+from .._norms._leaves import cast_like, clipped_leaves, params_of, put_back
 from .._norms._measures import TensorNorm, check_measure
 from .._norms._mesh_axes import MeshAxes
+from .._norms._stacked import Stacked
 from ..rules._rule import Number, Rule, at_step, number
 
 
