@@ -96,7 +96,7 @@ def main(steps: int = 600, *, folder: str | Path | None = None) -> Result:
         fixed = [
             candidate
             for candidate in suggestions
-            if candidate.rule == f"clip_by_global_norm({candidate.limit:g})"
+            if candidate.rule == f"optaxclip.clip_by_global_norm({candidate.limit:g})"
         ]
         chosen = min(fixed, key=lambda candidate: abs(candidate.clip_rate - WANTED))
         command = [sys.executable, "-m", "optaxclip.replay", str(log)]
