@@ -637,7 +637,7 @@ DEFAULTS = {  # those of the papers and of their public code
     optaxclip.shrinks.psac: {"r": 0.1},
     optaxclip.clipped_grad: {
         "argnums": 0,
-        "batch_argnums": 1,
+        "shared_argnums": (),
         "has_aux": False,
         "two_pass": False,
         "mean": True,

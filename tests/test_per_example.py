@@ -521,7 +521,7 @@ def test_several_arguments_are_differentiated_and_several_are_batches(two_pass):
             loss,
             1.0,
             argnums=(2, -1),
-            batch_argnums=(0, 3),
+            shared_argnums=1,
             microbatch=2,
             two_pass=two_pass,
         )
@@ -798,29 +798,6 @@ WRONG = {
         ValueError,
         r"must be bool\[3\], one for each example, got float32\[3\]\.",
     ),
-    "empty": (
-        lambda: clipped_grad(add, 1.0)(1.0, jnp.ones(0)),
-        ValueError,
-        r"clipped_grad: the batch is empty: give at least one example, masked if need "
-        r"be\.",
-    ),
-    "uneven": (
-        lambda: clipped_grad(add, 1.0)(1.0, {"x": jnp.ones(3), "y": jnp.ones(2)}),
-        ValueError,
-        r"clipped_grad: the batch must be arrays whose first axis counts examples, of "
-        r"one size, got the shapes {'x': \(3,\), 'y': \(2,\)}\.",
-    ),
-    "both": (
-        lambda: clipped_grad(add, 1.0, argnums=1)(1.0, jnp.ones(3)),
-        ValueError,
-        r"clipped_grad: argnums=1 and batch_argnums=1 must be different arguments\.",
-    ),
-    "too few": (
-        lambda: clipped_grad(add, 1.0)(1.0),
-        ValueError,
-        r"clipped_grad: batch_argnums=1, but the function was called with 1 positional "
-        r"arguments\.",
-    ),
     "gamma": (
         lambda: auto_s(-1),
         ValueError,
@@ -877,21 +854,6 @@ def test_per_example_limits_are_named_by_their_function():
     }.items():
         with pytest.raises(ValueError, match=rf"^{text} must be at least 0, got -1.0"):
             call()
-
-
-@pytest.mark.parametrize(("argnums", "batch_argnums"), [(-2, 0), (0, -2)])
-def test_an_argument_in_two_roles_is_seen_however_it_is_counted(argnums, batch_argnums):
-    grad = optaxclip.clipped_grad(
-        lambda w, x: w * x, 1.0, argnums=argnums, batch_argnums=batch_argnums
-    )
-    with pytest.raises(
-        ValueError,
-        match=(
-            rf"clipped_grad: argnums={argnums} and batch_argnums={batch_argnums} must "
-            rf"be different arguments"
-        ),
-    ):
-        grad(jnp.ones(2), jnp.ones(2))
 
 
 def test_factors_are_1_for_zero_gradients_and_where_there_is_no_limit():

@@ -15,7 +15,7 @@ tenth of the memory of one, or less. A convolution and a recurrent network took 
 thirds to three quarters of the memory and 0.8 to 2.6 times the time.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -27,9 +27,9 @@ from .._norms._modulus import wide_dtype
 from .._norms._types import varying_as
 from ..shrinks import Shrink, shrink_of
 from ._microbatches import in_microbatches, replace_uncounted
-from ._weights import Weights, batch_size, limits_of, weigh, weighted_sum
+from ._roles import Places, roles_of
+from ._weights import Weights, limits_of, weigh, weighted_sum
 
-Places = int | Sequence[int]
 Loss = Callable[[Any, Any], tuple[jax.Array, Any]]  # (params, example) -> (value, aux)
 
 
@@ -67,7 +67,7 @@ def clipped_grad(
     max_norm: Any,
     *,
     argnums: Places = 0,
-    batch_argnums: Places = 1,
+    shared_argnums: Places = (),
     has_aux: bool = False,
     shrink: Shrink | None = None,
     microbatch: int | None = None,
@@ -82,14 +82,15 @@ def clipped_grad(
     (https://github.com/google-deepmind/jax_privacy).
 
     Args:
-      loss: the loss of ONE example, `loss(params, example) -> scalar`, or `(scalar,
-        aux)` with `has_aux`.
+      loss: the loss of ONE example, `loss(params, example, ...) -> scalar`, or
+        `(scalar, aux)` with `has_aux`.
       max_norm: the limit C: a number at least 0, or None for no limit. Or a tree prefix
         of the parameters with a limit for each part, whose norm is then taken
         separately.
       argnums: which arguments to differentiate, as in `jax.grad`.
-      batch_argnums: which arguments are batches: pytrees of arrays whose first axis
-        counts examples. The others are the same for all examples.
+      shared_argnums: which arguments are the same for all examples. All others are
+        batches: pytrees of arrays whose first axis counts examples. Random keys are a
+        batch too, `jax.random.split(key, B)`, so that each example has its own.
       has_aux: whether the loss returns something beside its value.
       shrink: what a norm over its limit becomes, of `optaxclip.shrinks`: None or
         `hard`, `normalize` (AUTO-V), `auto_s()`, `psac()`, `smooth()`, `drop`, or a
@@ -112,7 +113,8 @@ def clipped_grad(
     Raises:
       ValueError: a limit that is negative, NaN or an array, several limits with
         `two_pass`, a microbatch below 1. From the function: limits that do not fit the
-        parameters, a batch or mask of the wrong shape.
+        parameters, batches whose first axes are missing or differ, a mask of the wrong
+        shape.
       TypeError: a limit that is not a number, or a shrink that is not a function.
 
     | an example that | contributes | divides the mean |
@@ -141,15 +143,14 @@ def clipped_grad(
     weights_of = partial(weigh, limits=limits, shrink=shrink, call=call)
 
     def of_batch(*args: Any, mask: Any = None) -> ClippedGrad:
-        _check_roles(call, argnums, batch_argnums, len(args))
-        batch = jax.tree.map(jnp.asarray, _taken(args, batch_argnums))
-        present = _present(mask, batch_size(batch, f"{call}: the batch"), call)
-        params = jax.tree.map(jnp.asarray, _taken(args, argnums))
+        roles = roles_of(call, argnums, shared_argnums, args)
+        batch, size = roles.examples(call)
+        present = _present(mask, size, call)
+        params = jax.tree.map(jnp.asarray, roles.taken(argnums))
         params = jax.tree.map(partial(_varying_as, batch), params)
 
         def of_one(params: Any, example: Any) -> tuple[jax.Array, Any]:
-            whole = _put(_put(args, argnums, params), batch_argnums, example)
-            found = loss(*whole)
+            found = roles.call(loss, params, example)
             return found if has_aux else (found, None)
 
         run = _Run(of_one, weights_of, params, batch, present, microbatch)
@@ -265,10 +266,6 @@ def _varying_as(tree: Any, value: jax.Array) -> jax.Array:
 
 
 def _present(mask: Any, size: int, call: str) -> jax.Array:
-    if size == 0:
-        raise ValueError(
-            f"{call}: the batch is empty: give at least one example, masked if need be."
-        )
     if mask is None:
         return jnp.ones(size, bool)
     mask = jnp.asarray(mask)
@@ -278,23 +275,6 @@ def _present(mask: Any, size: int, call: str) -> jax.Array:
             f"{mask.dtype}{list(mask.shape)}."
         )
     return mask
-
-
-def _taken(args: tuple[Any, ...], places: Places) -> Any:
-    """The arguments at these places: one, or a tuple of several."""
-    if isinstance(places, int):
-        return args[places]
-    return tuple(args[place] for place in places)
-
-
-def _put(args: tuple[Any, ...], places: Places, values: Any) -> tuple[Any, ...]:
-    """The arguments with values in these places."""
-    if isinstance(places, int):
-        places, values = [places], [values]
-    new = list(args)
-    for place, value in zip(places, values):
-        new[place] = value
-    return tuple(new)
 
 
 def _check_options(call: str, microbatch: Any, two_pass: bool, limits: int) -> None:
@@ -310,22 +290,3 @@ def _check_options(call: str, microbatch: Any, two_pass: bool, limits: int) -> N
             f"factor, but max_norm has {limits} limits: use two_pass=False, or one "
             "limit."
         )
-
-
-def _check_roles(call: str, argnums: Places, batch_argnums: Places, count: int) -> None:
-    """Raises for places that the call does not have, and an argument in two roles."""
-    roles = {"argnums": argnums, "batch_argnums": batch_argnums}
-    taken: list[int] = []
-    for name, places in roles.items():
-        for place in [places] if isinstance(places, int) else places:
-            if not -count <= place < count:
-                raise ValueError(
-                    f"{call}: {name}={places!r}, but the function was called with "
-                    f"{count} positional arguments."
-                )
-            if place % count in taken:
-                raise ValueError(
-                    f"{call}: argnums={argnums!r} and batch_argnums={batch_argnums!r} "
-                    "must be different arguments."
-                )
-            taken.append(place % count)
