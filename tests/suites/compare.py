@@ -134,11 +134,11 @@ def counted(outcomes: dict[str, str]) -> str:
 
 def tables_of_cases() -> Findings:
     """The cases in `tests/cases.json` that come from tests of other frameworks."""
-    from tests import test_conformance as conformance
+    from tests.core import test_conformance as conformance
 
     decided = conformance.REFUSED | conformance.DIFFERENT
     reasons = {number: why for number, (why, _) in decided.items()}
-    report = run("cases", "ours")["tests/test_conformance.py"]
+    report = run("cases", "ours")["tests/core/test_conformance.py"]
     problems = []
     broken = set()
     for test, error in report["errors"].items():

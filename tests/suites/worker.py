@@ -62,7 +62,7 @@ def main(package: str, whose: str, result: str, *paths: str) -> None:
     calls: Counter[str] = Counter()
     if package == "cases":
         root = Path(__file__).parents[2]
-        paths = ("tests/test_conformance.py",)
+        paths = ("tests/core/test_conformance.py",)
     else:
         root = Path(str(distribution(SUITES[package].install).locate_file("")))
         import_module(package)  # in both runs, since the order of imports may matter

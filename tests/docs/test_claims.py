@@ -8,8 +8,8 @@ import pytest
 
 import optaxclip
 from tests import oracle_rules as oracle
-from tests.clippers import scanned
-from tests.test_contract import same_bits
+from tests.core.test_contract import same_bits
+from tests.helpers import scanned
 
 EPS = float(np.finfo(np.float32).eps)
 NORMS = np.asarray(oracle.histories()["spikes"][:300], np.float32)

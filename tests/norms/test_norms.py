@@ -20,7 +20,7 @@ from jax.sharding import PartitionSpec as P
 import optaxclip
 from optaxclip._norms import _platform
 from tests import oracles
-from tests.clippers import SMALL_FLOATS, apply
+from tests.helpers import SMALL_FLOATS, apply
 from tests.sharded import on_two_devices
 
 EPS = oracles.eps_of("float32")

@@ -10,7 +10,7 @@ import pytest
 
 import optaxclip
 from optaxclip import clip_by
-from tests.clippers import apply, limits_of
+from tests.helpers import apply, limits_of
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ import pytest
 
 import optaxclip
 from tests import oracle_rules as oracle
-from tests.clippers import FEW_STEPS, SMALL_FLOATS, apply, limits_of, scanned
+from tests.helpers import FEW_STEPS, SMALL_FLOATS, apply, limits_of, scanned
 
 STEPS = 400
 HISTORIES = {name: norms[:STEPS] for name, norms in oracle.histories().items()}

@@ -11,7 +11,7 @@ import pytest
 import optaxclip
 from optaxclip import larc
 from tests import oracles
-from tests.clippers import apply
+from tests.helpers import apply
 
 EPS = oracles.eps_of("float32")
 

@@ -17,9 +17,7 @@ import pytest
 
 import optaxclip
 
-RECORDED = json.loads(
-    (Path(__file__).parent / "references" / "recorded.json").read_text()
-)
+RECORDED = json.loads((Path(__file__).parent / "recorded.json").read_text())
 CASES = RECORDED["cases"]
 LEAVES = ("matrix", "vector")
 

@@ -16,7 +16,7 @@ import pytest
 from jax.experimental import checkify
 
 import optaxclip
-from tests.clippers import (
+from tests.helpers import (
     CLIPPERS,
     PAIRS,
     PURE,

@@ -17,7 +17,7 @@ import optaxclip
 from optaxclip.replay import plot_history
 from optaxclip.replay.__main__ import main
 from tests import oracle_rules as oracle
-from tests.clippers import apply
+from tests.helpers import apply
 
 NORMS = np.asarray(oracle.histories()["broken"][:150], np.float32)
 

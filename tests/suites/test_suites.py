@@ -11,7 +11,7 @@ from tests.suites.explained import EXPLAINED
 from tests.suites.patches import SUITES
 from tests.suites.worker import run
 
-PAGE = (Path(__file__).parent.parent / "docs" / "suites.md").read_text()
+PAGE = (Path(__file__).parents[2] / "docs" / "suites.md").read_text()
 ONE_LINE = " ".join(PAGE.split())
 FILE = "a_test.py"
 

@@ -213,7 +213,8 @@ def test_large_finite_gradients_are_clipped_where_torch_makes_zeros(torch):
     close(total_norm, math.sqrt(2) * 1e20)
 
 
-TORCH = json.loads((Path(__file__).parent / "references" / "torch.json").read_text())
+REFERENCES = Path(__file__).parents[1] / "references"
+TORCH = json.loads((REFERENCES / "torch.json").read_text())
 TORCH_ORDERS = sorted({float(case["norm_type"]) for case in TORCH["cases"]})
 
 
@@ -451,9 +452,7 @@ def test_a_bound_that_is_no_scalar_is_refused():
 
 # TensorFlow and Keras
 
-RECORDED = json.loads(
-    (Path(__file__).parent / "references" / "tensorflow.json").read_text()
-)["cases"]
+RECORDED = json.loads((REFERENCES / "tensorflow.json").read_text())["cases"]
 FUNCTIONS = {
     "clip_by_value": tensorflow_style.clip_by_value,
     "clip_by_norm": tensorflow_style.clip_by_norm,

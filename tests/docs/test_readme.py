@@ -10,7 +10,7 @@ import jax
 
 import optaxclip
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
 
 

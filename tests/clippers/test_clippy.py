@@ -12,7 +12,7 @@ import pytest
 import optaxclip
 from optaxclip import clippy
 from tests import oracles
-from tests.clippers import apply
+from tests.helpers import apply
 
 
 def clip(updates, params, *args, **options):

@@ -23,10 +23,8 @@ import pytest
 import optaxclip
 from tests import oracles
 
-CASES = {
-    case["id"]: case
-    for case in json.loads((pathlib.Path(__file__).parent / "cases.json").read_text())
-}
+TABLE = pathlib.Path(__file__).parents[1] / "references" / "cases.json"
+CASES = {case["id"]: case for case in json.loads(TABLE.read_text())}
 NAN, INF = math.nan, math.inf
 
 # The call itself is refused, with what the message says.

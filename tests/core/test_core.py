@@ -10,7 +10,7 @@ import pytest
 import optaxclip
 from optaxclip import clip_by
 from optaxclip.rules import constant
-from tests.clippers import apply, own_rule
+from tests.helpers import apply, own_rule
 
 
 def test_a_fresh_state_has_seen_nothing_and_has_no_limit():

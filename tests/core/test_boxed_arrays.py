@@ -10,7 +10,7 @@ import optax
 import pytest
 
 import optaxclip
-from tests.clippers import random_tree
+from tests.helpers import random_tree
 
 CLIPPERS = {
     "clip_by_global_norm": lambda: optaxclip.clip_by_global_norm(0.5),

@@ -16,8 +16,8 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import optaxclip
-from tests.clippers import LABELS, exact, random_tree
-from tests.test_contract import compiled_step, count_compilations, same_bits
+from tests.core.test_contract import compiled_step, count_compilations, same_bits
+from tests.helpers import LABELS, exact, random_tree
 
 # name: (build(**options), does it never lengthen?)
 CLIPPERS = {

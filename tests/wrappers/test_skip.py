@@ -14,8 +14,8 @@ from jax.sharding import PartitionSpec as P
 import optaxclip
 from optaxclip.rules import Rule
 from tests import oracle_rules as oracle
+from tests.core.test_contract import same_bits
 from tests.sharded import on_two_devices
-from tests.test_contract import same_bits
 
 PARAMS = {
     "w": jnp.array([[1.0, -2.0, 0.5], [0.3, 0.1, -1.0]]),

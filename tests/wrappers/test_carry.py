@@ -9,8 +9,8 @@ import optax
 import pytest
 
 import optaxclip
-from tests.clippers import SMALL_FLOATS, scanned
-from tests.test_contract import same_bits
+from tests.core.test_contract import same_bits
+from tests.helpers import SMALL_FLOATS, scanned
 
 
 def test_what_was_cut_off_arrives_in_the_end():

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import optaxclip
-from tests.clippers import apply
+from tests.helpers import apply
 
 # name: (clipper, what is left of 3, -4 in two rows by 6, 8 when the limit is 1)
 OPTIONS = {

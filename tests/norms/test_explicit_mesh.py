@@ -12,7 +12,8 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import optaxclip
-from tests import sharded, test_adaptive_contract
+from tests import sharded
+from tests.rules import test_adaptive_contract
 
 SHAPES = {"bias": (4,), "gain": (), "layers": (2, 4, 6), "matrix": (4, 6)}
 SPECS = {

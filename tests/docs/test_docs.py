@@ -31,7 +31,7 @@ from jax.sharding import PartitionSpec
 import optaxclip
 from optaxclip.replay.__main__ import main as replay_main
 
-DOCS = Path(__file__).parent.parent / "docs"
+DOCS = Path(__file__).parents[2] / "docs"
 PAGES = sorted(path.name for path in DOCS.glob("*.md"))
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 NUMBER = re.compile(r"(?<![\w.])-?\d+(?:\.\d*)?(?:e[+-]?\d+)?")
@@ -190,7 +190,7 @@ def test_every_test_that_the_numerics_page_names_exists():
     page = (DOCS / "numerics.md").read_text()
     defined = {
         path.stem: set(re.findall(r"^def (test_\w+)", path.read_text(), re.MULTILINE))
-        for path in Path(__file__).parent.glob("test_*.py")
+        for path in Path(__file__).parents[1].rglob("test_*.py")
     }
     every = set().union(*defined.values()) | set(defined)
     mentioned = set(re.findall(r"\btest_\w+", page))
