@@ -639,7 +639,7 @@ DEFAULTS = {  # those of the papers and of their public code
         "argnums": 0,
         "shared_argnums": (),
         "has_aux": False,
-        "two_pass": False,
+        "method": "auto",
         "mean": True,
     },
     optaxclip.clip_by_global_norm: {

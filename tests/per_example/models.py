@@ -63,9 +63,7 @@ def convolution():
         x = lax.conv_general_dilated(
             x, p["up"], (1, 1), [(1, 2), (2, 0)], lhs_dilation=(2, 1), **kinds
         )
-        x = lax.conv_general_dilated(
-            x[:, :2, :1], p["small"], (1, 1), "VALID", **kinds
-        )
+        x = lax.conv_general_dilated(x[:, :2, :1], p["small"], (1, 1), "VALID", **kinds)
         return jnp.sum(jnp.tanh(x @ p["out"]) ** 2)
 
     params = weights(
@@ -196,7 +194,11 @@ def twice():
     params = weights(
         whole=(5, 5), down=(5, 2), up=(2, 5), token=(2,), tall=(7, 4), rev=(3, 4)
     )
-    params |= {"divisor": np.float32(1.5), "alone": normal(20, 2), "idle": normal(21, 2)}
+    params |= {
+        "divisor": np.float32(1.5),
+        "alone": normal(20, 2),
+        "idle": normal(21, 2),
+    }
     ways = dict.fromkeys(params, "gradient") | {"tall": "product", "idle": "unused"}
     return Model(loss, params, scaled(9, 5), ways)
 
