@@ -11,6 +11,7 @@ and what if it is longer (shrink).
     wrappers     skip_nonfinite, skip_spikes, skip_step, carry_clipped, reset_momentum
     once         clip_grads(grads, max_norm) -> (grads, norm)
     reading      metrics, record_norm
+    weights      qk_clip, Heads
     backward     clip_cotangent, scale_cotangent
     your own     clip_by, rescale
     of optax     clip, clip_by_block_rms
@@ -47,7 +48,9 @@ from ._clippers._by_rule import adagn, aggc, autoclip, zclip
 from ._clippers._by_value import clip, clip_by_value
 from ._clippers._clip_grads import clip_grads
 from ._clippers._clippy import clippy
+from ._clippers._heads import Heads
 from ._clippers._larc import larc
+from ._clippers._qk_clip import qk_clip
 from ._clippers._spam import spam
 from ._clippers._spectral import clip_by_spectral_norm, spectral_norm
 from ._core._factors import rescale
@@ -67,6 +70,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "ClipState",
+    "Heads",
     "SkipState",
     "adaclip",
     "adagc",
@@ -97,6 +101,7 @@ __all__ = [
     "larc",
     "metrics",
     "per_example",
+    "qk_clip",
     "record_norm",
     "replay",
     "rescale",

@@ -289,7 +289,7 @@ METHODS: dict[str, Method] = {
         mesh_axes=False,
         schedules=False,
         shrinks=True,
-        defaults={"argnums": 0, "batch_argnums": None, "two_pass": False, "mean": True},
+        defaults={"argnums": 0, "shared_argnums": (), "method": "auto", "mean": True},
     ),
     "per_example_global_norm_clip": Method(
         partial(batch_of_one, optaxclip.per_example.per_example_global_norm_clip),

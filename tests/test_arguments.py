@@ -640,9 +640,9 @@ DEFAULTS = {  # those of the papers and of their public code
     optaxclip.shrinks.psac: {"r": 0.1},
     optaxclip.clipped_grad: {
         "argnums": 0,
-        "batch_argnums": None,
+        "shared_argnums": (),
         "has_aux": False,
-        "two_pass": False,
+        "method": "auto",
         "mean": True,
     },
     optaxclip.clip_by_global_norm: {

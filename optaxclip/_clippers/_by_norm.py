@@ -15,7 +15,7 @@ import optax
 from jax.typing import ArrayLike
 
 from .._core._kernel import make_clipper
-from .._norms._leaves import Axis, Stacked, check_labels
+from .._norms._leaves import Axis, check_labels
 from .._norms._measures import (
     GlobalNorm,
     GroupNorm,
@@ -27,6 +27,7 @@ from .._norms._measures import (
 )
 from .._norms._mesh_axes import MeshAxes
 from .._norms._norms import global_norm
+from .._norms._stacked import Stacked
 from .._other_names import with_our_names
 from ..shrinks import Shrink
 
@@ -99,10 +100,11 @@ def clip_by_tensor_norm(
     Args:
       max_norm: a number at least 0, an array, a schedule, None, a rule of
         `optaxclip.rules`, or a tree prefix of these.
-      stacked: how many leading axes of a leaf count layers and are not part of one
-        tensor, as in models that `lax.scan` over stacked layers. Each layer is clipped
-        separately. An int, a tree prefix of ints, or a function of the leaf's path
-        ("blocks/w") and the leaf.
+      stacked: which axes of a leaf count layers, each of which is clipped separately.
+        1 is the leading axis, as `lax.scan` and `jax.vmap` stack layers, and 2 the two
+        leading ones. A tuple names axes by position: (1,) is axis 1, as MaxText and T5X
+        stack. Also a tree prefix of these, with None for leaves that are not stacked,
+        or a function of the leaf's path ("blocks/w") and the leaf.
       ord, shrink, eps, nonfinite, mesh_axes: as in `clip_by_global_norm`. Stacked
         leaves that are split inside shard_map need a PartitionSpec.
 
@@ -112,7 +114,8 @@ def clip_by_tensor_norm(
 
     Raises:
       ValueError: a negative or NaN limit or eps, an order that is not above 0, an
-        unknown `nonfinite`, a leaf without a limit, `stacked` out of range.
+        unknown `nonfinite`, a leaf without a limit, an axis in `stacked` that a leaf
+        does not have, or leaves of one stack with different numbers of layers.
       TypeError: a limit that is not a number.
 
     Example:

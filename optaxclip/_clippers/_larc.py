@@ -10,9 +10,10 @@ import optax
 from .._arguments import check_limit, check_params
 from .._core._inputs import params_of
 from .._core._kernel import make_clipper
-from .._norms._leaves import Stacked, cast_like, clipped_leaves, put_back
+from .._norms._leaves import cast_like, clipped_leaves, put_back
 from .._norms._measures import TensorNorm, check_measure
 from .._norms._mesh_axes import MeshAxes
+from .._norms._stacked import Stacked
 from .._other_names import with_our_names
 from ..rules._rule import Number, Rule, at_step, number
 

@@ -22,7 +22,14 @@ from jax.typing import ArrayLike
 
 from .._arguments import check_nonfinite, check_number, check_params
 from .._norms._leaves import clipped_leaves, put_back
-from .._norms._measures import GlobalNorm, Measure, Norms, OwnNorm, in_blocks
+from .._norms._measures import (
+    GlobalNorm,
+    Measure,
+    Norms,
+    OwnNorm,
+    in_blocks,
+    norm_of_norms,
+)
 from .._norms._types import in_manual_mesh, split_as, types_of
 from .._other_names import with_our_names
 from ..rules._constant import rule_of, rules_of
@@ -38,7 +45,7 @@ from ._blocks import (
 )
 from ._factors import multiply, reported, root_between, zero_where_zero
 from ._inputs import leaves_of, needs_params, params_of, state_or_first
-from ._limits import limit_of
+from ._limits import can_clip, limit_of
 from ._nonfinite import raise_nonfinite
 from ._placeholder import is_placeholder
 from ._state import ClipState, Entry, pack, state_of_placeholder, unpack
@@ -230,20 +237,22 @@ def _limits(
 ) -> tuple[list[jax.Array], list[Any]]:
     """The limit and the new memory of each block."""
     of_norm = rules_of_norms(rules, norms, settings.argument, settings.part)
-    weights: list[Any] = [None] * len(old)
+    others: list[Any] = [None] * len(old)
     if any(rule.needs_params for rule in of_norm):
         check_params(settings.call, params)
-        weights = fit.arrange(settings.measure(params).blocks)
+        others = fit.arrange(settings.measure(params).blocks)
+    elif any(rule.needs_total for rule in of_norm):
+        others = [norm_of_norms(norms)] * len(old)
     limits, memories = [], []
-    for source, norm, entry, weight in zip(
-        fit.sources, fit.arrange(norms.blocks), old, weights
+    for source, norm, entry, other in zip(
+        fit.sources, fit.arrange(norms.blocks), old, others
     ):
         if source.block is None:
             limit, memory = entry.limit, entry.memory
         else:
             rule = rule_of_block(of_norm, source, norm)
             check_memory(rule, norm, entry.memory, settings.call)
-            asked = rule, norm, entry.memory, step, weight
+            asked = rule, norm, entry.memory, step, other
             limit, memory = limit_of(*asked, argument=settings.argument)
         limits.append(limit)
         memories.append(memory)
@@ -254,16 +263,14 @@ def _shrink(
     settings: Settings, eps: Any, norm: jax.Array, limit: jax.Array, memory: Any
 ) -> tuple[jax.Array, jax.Array]:
     """(norm, new norm). Only their quotient counts. Equal: leave the updates alone."""
-    finite = jnp.isfinite(norm)
-    # An infinite limit that was set only measures. A rule that has none yet still lets
-    # no broken step through.
+    long = norm + jnp.asarray(eps).astype(norm.dtype)
+    instead = 0.0 if settings.nonfinite == "zero" else jnp.nan
+    short = jnp.where(can_clip(norm, limit), settings.shrink(long, limit), instead)
     off = limit == jnp.inf
     if jax.tree.leaves(memory):
-        off = off & finite
-    long = norm + jnp.asarray(eps).astype(norm.dtype)
-    broken = ~finite | jnp.isnan(limit)
-    instead = 0.0 if settings.nonfinite == "zero" else jnp.nan
-    short = jnp.where(broken, instead, settings.shrink(long, limit))
+        # A rule that has no limit yet still lets no broken step through.
+        return long, jnp.where(off & jnp.isfinite(norm), long, short)
+    # An infinite limit that was set only measures.
     return jnp.where(off, 1.0, long), jnp.where(off, 1.0, short)
 
 
@@ -272,14 +279,14 @@ def _count(
 ) -> Entry:
     """The state of a block after a step."""
     before, after = new_norm
-    broken = ~jnp.isfinite(norm) | jnp.isnan(limit)
-    changed = ~broken & (after != before)
+    known = can_clip(norm, limit)
+    changed = known & (after != before)
     return Entry(
         norm=norm.astype(old.norm.dtype),
         limit=limit.astype(old.limit.dtype),
         factor=reported(before, after).astype(old.factor.dtype),
         clipped=old.clipped + changed.astype(jnp.int32),
-        nonfinite=old.nonfinite + broken.astype(jnp.int32),
+        nonfinite=old.nonfinite + (~known).astype(jnp.int32),
         memory=memory,
     )
 

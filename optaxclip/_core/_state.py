@@ -1,9 +1,12 @@
 """What a clipper keeps. Its fields are in blocks, as `_blocks` arranges them."""
 
+import itertools
+import operator
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from .._norms import _prefix as prefix
 from ._placeholder import Form, OpenForm
@@ -41,12 +44,17 @@ class ClipState(NamedTuple):
     nonfinite: Any  # int32[N]: steps whose norm was NaN or inf
     memory: Any  # what the rule remembers, its arrays [N, ...]
 
-    def by_name(self) -> dict[str, Entry]:
+    def by_name(self, *, layers: bool = False) -> dict[str, Entry]:
         """Returns what the state knows of each norm: its own `norm`, `limit`, `factor`,
         `clipped`, `nonfinite` and `memory`.
 
         The name of a tensor is its path ("blocks/0/w"), that of a group its label, and
         that of the norm of everything is "".
+
+        Args:
+          layers: whether each layer of a stacked leaf, and each unit, has an entry of
+            its own, named by its number: "blocks/w/0", or "blocks/w/0/3" for layer 0
+            and expert 3. Otherwise they share one, of arrays.
         """
         found = {}
         for block, entry in zip(*unpack(self)):
@@ -55,7 +63,10 @@ class ClipState(NamedTuple):
             has_rows = jnp.shape(entry.norm) == shape != ()
             for row, name in enumerate(block):
                 found[name] = _row(entry, row) if has_rows else entry
-        return found
+        if not layers:
+            return found
+        each = [_entries_of_layers(name, entry) for name, entry in found.items()]
+        return dict(itertools.chain.from_iterable(each))
 
 
 def _flatten(state: ClipState) -> tuple[list[Any], Form]:
@@ -86,6 +97,19 @@ def state_of_placeholder() -> ClipState:
 
 def _row(entry: Entry, row: int) -> Entry:
     return jax.tree.map(lambda x: x[row], entry)
+
+
+def _entries_of_layers(name: str, entry: Entry) -> list[tuple[str, Entry]]:
+    """(name, entry) of each layer. Axes of size 1 are those that a norm sums."""
+    shape = jnp.shape(entry.norm)
+    if not shape:
+        return [(name, entry)]
+    found = []
+    for index in np.ndindex(shape):
+        numbers = [str(i) for i, size in zip(index, shape) if size > 1] or ["0"]
+        own = jax.tree.map(operator.itemgetter(index), entry)
+        found.append(("/".join([name, *numbers]), own))
+    return found
 
 
 def pack(names: list[list[str]], step: jax.Array, entries: list[Entry]) -> ClipState:

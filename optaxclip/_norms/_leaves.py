@@ -13,9 +13,8 @@ from jax import lax
 
 from . import _prefix as prefix
 from ._mesh_axes import MeshAxes, whole_shapes
+from ._stacked import Stacked, is_axes, other_axes, stacked_axes
 
-# A whole number, a tree prefix of them, or a function of the leaf's path and the leaf.
-Stacked = int | Callable[[str, Any], int | None] | Any | None
 # A whole number or a tuple of them, a tree prefix of these, or a function likewise.
 Axis = int | tuple[int, ...] | Callable[[str, Any], Any] | Any | None
 
@@ -82,22 +81,6 @@ def cast_like(x: jax.Array, leaf: Any) -> jax.Array:
     return fill(x)
 
 
-def stacked_axes(stacked: Stacked, tree: Any, call: str) -> list[int]:
-    """For each leaf, how many leading axes count layers."""
-    counts = for_each_leaf(stacked, tree, f"{call}: stacked")
-    for (path, leaf), count in zip(
-        jax.tree_util.tree_flatten_with_path(tree)[0], counts
-    ):
-        known = count is None or (is_whole(count) and 0 <= count <= jnp.ndim(leaf))
-        if not known:
-            raise ValueError(
-                f"{call}: stacked must be a number of leading axes, from 0 to "
-                f"{jnp.ndim(leaf)} for the leaf {prefix.name(path)!r} of shape "
-                f"{jnp.shape(leaf)}, got {count!r}."
-            )
-    return [int(count or 0) for count in counts]
-
-
 def unit_axes(
     axis: Axis, stacked: Stacked, mesh_axes: MeshAxes, tree: Any, call: str
 ) -> list[tuple[int, ...] | None]:
@@ -105,20 +88,21 @@ def unit_axes(
     keeping any.
     """
     found: list[tuple[int, ...] | None] = []
-    for (path, leaf), value, skip, shape in zip(
+    for (path, leaf), value, layers, shape in zip(
         jax.tree_util.tree_flatten_with_path(tree)[0],
-        for_each_leaf(axis, tree, f"{call}: axis", _is_axes),
-        stacked_axes(stacked, tree, call),
+        for_each_leaf(axis, tree, f"{call}: axis", is_axes),
+        stacked_axes(stacked, tree, call, mesh_axes),
         whole_shapes(mesh_axes, tree, call),
     ):
-        rank = jnp.ndim(leaf) - skip
+        inside = other_axes(layers, jnp.ndim(leaf))
+        rank = len(inside)
         where = f"{call}: axis", prefix.name(path), rank
         if value is not None:
-            inside = _checked_axes(value, *where)
+            summed = _checked_axes(value, *where)
         else:
-            inside = _axes_by_shape(shape and shape[skip:], *where)
-        whole = value is None and rank <= 1 and not skip
-        found.append(None if whole else tuple(i + skip for i in inside))
+            summed = _axes_by_shape(shape and tuple(shape[i] for i in inside), *where)
+        whole = value is None and rank <= 1 and not layers
+        found.append(None if whole else tuple(inside[i] for i in summed))
     return found
 
 
@@ -181,7 +165,7 @@ def static_numbers(name: str, numbers: Any, call: str) -> Any:
     """
     if callable(numbers):
         return numbers
-    table = prefix.freeze(numbers, _is_axes if name == "axis" else lambda x: False)
+    table = prefix.freeze(numbers, is_axes if name != "columns" else lambda x: False)
     for _, number in table.entries:
         if isinstance(number, bool):
             raise TypeError(
@@ -249,15 +233,6 @@ def check_labels(must: str, labels: Iterable[Any]) -> None:
             f"{must} of one kind, which sorts, got {shown}: make all of them strings, "
             "or all of them ints."
         ) from None
-
-
-def is_whole(x: Any) -> bool:
-    """Whether it is a whole number, and no bool."""
-    return isinstance(x, (int, np.integer)) and not isinstance(x, bool)
-
-
-def _is_axes(x: Any) -> bool:
-    return isinstance(x, tuple) and all(isinstance(i, int) for i in x)
 
 
 def _is_box(x: Any) -> bool:

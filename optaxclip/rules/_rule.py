@@ -161,6 +161,11 @@ class Rule:
         """Whether `update` takes the norm of the weights as a fourth argument."""
         return False
 
+    @property
+    def needs_total(self) -> bool:
+        """Whether `update` takes the norm of all norms as a fourth argument."""
+        return False
+
     def init(self, norm: jax.Array) -> Any:
         """Returns the memory before the first norm."""
         return ()
