@@ -247,8 +247,8 @@ def test_axes_and_stacked_layers_that_a_leaf_does_not_have():
     )
     refused(
         ValueError,
-        "stacked must be a number of leading axes, from 0 to 1 for the leaf 'b' of "
-        "shape (3,), got 2.",
+        "tensor_norm: stacked must be a number of leading axes, from 0 to 1 for the "
+        "leaf 'b' of shape (3,), or a tuple of its axes, got 2.",
         lambda: optaxclip.tensor_norm(TREE, stacked=2),
     )
     refused(
