@@ -56,7 +56,9 @@ ARGUMENTS = {
     "error_if_nonfinite": ('nonfinite="raise"',),
     "max_consecutive_errors": ("max_consecutive",),
     "microbatch_size": ("microbatch",),
+    "normalize_by": ("mean",),
     "per": ("scope",),
+    "rescale_to_unit_norm": ("shrink=optaxclip.shrinks.normalize",),
 }
 # Names that people try for a function, and the call to use.
 FUNCTIONS = {
