@@ -22,6 +22,7 @@ from tests.as_clippers import (
     cotangent,
     example,
     labels_by_rank,
+    once,
 )
 
 BITS = "bits"  # what is within the limit keeps its bits
@@ -260,6 +261,14 @@ METHODS: dict[str, Method] = {
         defaults={"every": 500, "warmup": 150},
         mesh_axes=False,
         wraps="optimizer",
+    ),
+    "clip_grads": Method(
+        once,
+        optaxclip.clip_grads,
+        "all",
+        limit=1.0,
+        schedules=False,
+        defaults=KERNEL,
     ),
     "clip_cotangent": Method(
         cotangent,

@@ -375,12 +375,13 @@ OTHERS_STATES = {
         optaxclip.clip_by_global_norm(1.0).init(TREE),
         "clip_by_global_norm: state was made with another rule. z_score remembers "
         "ZScoreMemory(seen='int32[]', mean='float32[]', deviation='float32[]'), and "
-        "the state has (). Begin with a new one: state = clipper.init(params).",
+        "the state has nothing. Begin with a new one: state = clipper.init(params).",
     ),
     "memory": (
         optaxclip.clip_by_global_norm(1.0),
         optaxclip.clip_by_global_norm(optaxclip.rules.growth()).init(TREE),
-        "clip_by_global_norm: state was made with another rule. constant remembers (), "
+        "clip_by_global_norm: state was made with another rule. constant remembers "
+        "nothing, "
         "and the state has float32[]. Begin with a new one",
     ),
     "one norm": (
