@@ -20,8 +20,8 @@ import jax.numpy as jnp
 import optax
 from jax.typing import ArrayLike
 
-from .._arguments import check_nonfinite, check_number, check_params, check_state
-from .._norms._leaves import clipped_leaves, params_of, put_back
+from .._arguments import check_nonfinite, check_number, check_params
+from .._norms._leaves import clipped_leaves, put_back
 from .._norms._measures import (
     GlobalNorm,
     Measure,
@@ -31,8 +31,8 @@ from .._norms._measures import (
     norm_of_norms,
 )
 from .._norms._types import in_manual_mesh, split_as, types_of
+from .._other_names import with_our_names
 from ..rules._constant import rule_of, rules_of
-from ..rules._rule import is_rule
 from ..shrinks import Shrink, shrink_of
 from ._blocks import (
     Arrangement,
@@ -44,16 +44,11 @@ from ._blocks import (
     rules_of_norms,
 )
 from ._factors import multiply, reported, root_between, zero_where_zero
+from ._inputs import check_updates, needs_params, params_of, state_or_first
 from ._limits import can_clip, limit_of
 from ._nonfinite import raise_nonfinite
-from ._state import (
-    ClipState,
-    Entry,
-    is_placeholder,
-    pack,
-    state_of_placeholder,
-    unpack,
-)
+from ._placeholder import is_placeholder
+from ._state import ClipState, Entry, pack, state_of_placeholder, unpack
 
 
 class Settings(NamedTuple):
@@ -70,7 +65,13 @@ class Settings(NamedTuple):
     def argument(self) -> str:
         return f"{self.call}: {self.limit}"
 
+    @property
+    def part(self) -> str:
+        """What errors call that which has a limit."""
+        return "label" if hasattr(self.measure, "labels") else "leaf"
 
+
+@with_our_names
 def clip_by(
     norm: Callable[[Any], Any],
     limit: Any,
@@ -139,6 +140,7 @@ def make_clipper(
     settings = Settings(call, name, measure, shrink, nonfinite, limit is None)
     one_norm = isinstance(measure, GlobalNorm)
     rules = (rule_of if one_norm else rules_of)(limit, settings.argument)
+    with_params = needs_params(rules)
 
     def init(params: Any) -> Any:
         return _first_state(settings, rules, params)
@@ -152,9 +154,12 @@ def make_clipper(
         limit: Any = None,
         **_: Any,
     ) -> tuple[Any, Any]:
-        check_state(call, state, ClipState)
-        tree = clipped_leaves(updates)
-        weights = None if params is None else params_of(tree, params)
+        state = state_or_first(call, state, rules, partial(init, updates))
+        tree = clipped_leaves(updates, call)
+        check_updates(call, updates, tree, params)
+        weights = None
+        if with_params and params is not None:
+            weights = params_of(call, tree, params)
         given = grad_norm, limit
         clipped, new = _update(settings, rules, eps, tree, state, weights, given)
         if nonfinite == "raise":
@@ -166,8 +171,7 @@ def make_clipper(
 
 def _first_state(settings: Settings, rules: Any, params: Any) -> ClipState:
     if is_placeholder(params):
-        memory = rules.init(jnp.zeros(())) if is_rule(rules) else jnp.zeros(())
-        return state_of_placeholder(memory)
+        return state_of_placeholder()
     measure = settings.measure
     if not in_manual_mesh():
         measure = measure.without_devices()
@@ -178,9 +182,9 @@ def _first_state(settings: Settings, rules: Any, params: Any) -> ClipState:
         found.append(norms._replace(blocks=[]))  # tracers must not outlive the trace
         return norms.blocks
 
-    types = types_of(blocks_of, clipped_leaves(params))
+    types = types_of(blocks_of, clipped_leaves(params, settings.call))
     norms = found[0]._replace(blocks=types)
-    of_norm = rules_of_norms(rules, norms, settings.argument)
+    of_norm = rules_of_norms(rules, norms, settings.argument, settings.part)
     names = names_by_rule(of_norm, norms)
     entries = [first_entry(norms, of_norm, block) for block in names]
     return pack(names, jnp.zeros((), jnp.int32), entries)
@@ -237,7 +241,7 @@ def _limits(
     old: list[Entry],
 ) -> tuple[list[jax.Array], list[Any]]:
     """The limit and the new memory of each block."""
-    of_norm = rules_of_norms(rules, norms, settings.argument)
+    of_norm = rules_of_norms(rules, norms, settings.argument, settings.part)
     others: list[Any] = [None] * len(old)
     if any(rule.needs_params for rule in of_norm):
         check_params(settings.call, params)

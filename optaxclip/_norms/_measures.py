@@ -294,7 +294,7 @@ def check_measure(call: str, ord: Any, **numbers: Any) -> dict[str, Any]:
     options: dict[str, Any] = {"call": call, "ord": known}
     for name, value in numbers.items():
         if name == "mesh_axes":
-            value = freeze(value)
+            value = freeze(value, call)
         elif name == "labels":
             value = static_labels(value)
         else:
