@@ -12,16 +12,20 @@ import optax
 from jax.typing import ArrayLike
 
 from .._arguments import check_number, check_params, check_state
+from .._core._inputs import params_of
 from .._core._kernel import make_clipper
-from .._core._state import ClipState, is_placeholder, unpack
-from .._norms._leaves import cast_like, clipped_leaves, params_of, put_back
+from .._core._placeholder import is_placeholder
+from .._core._state import ClipState, unpack
+from .._norms._leaves import cast_like, clipped_leaves, put_back
 from .._norms._measures import OwnNorm
 from .._norms._types import gathered, typed_as, types_of, varying_as
+from .._other_names import with_our_names
 from ._heads import Attention, Where, find_attentions, logits_of, scale_of
 
 CALL = "qk_clip"
 
 
+@with_our_names
 def qk_clip(
     max_logit: Any = 100.0,
     *,
@@ -123,7 +127,7 @@ def qk_clip(
         check_state(CALL, state, ClipState)
         check_params(CALL, params, "updates")
         _check_given(max_logits)
-        tree = clipped_leaves(updates)
+        tree = clipped_leaves(updates, CALL)
         attentions = find_attentions(roles, tree)
         given = logits_of(attentions, max_logits)
         logits: Any = _by_key_head(attentions, given, tree)
@@ -133,7 +137,7 @@ def qk_clip(
             return updates, new
         factors = {name: entry.factor for (name,), entry in zip(*unpack(new))}
         clipped = _clip(
-            tuple(attentions), alpha, tree, params_of(tree, params), factors
+            tuple(attentions), alpha, tree, params_of(CALL, tree, params), factors
         )
         return put_back(clipped, updates), new
 
