@@ -48,7 +48,9 @@ def test_runs_that_agree_have_no_problem():
     ],
 )
 def test_each_way_to_differ_is_a_problem(changed, text):
-    assert any(problem.startswith(f"numpyro: {text}") for problem in problems(**changed))
+    assert any(
+        problem.startswith(f"numpyro: {text}") for problem in problems(**changed)
+    )
 
 
 def test_runs_without_losses_are_no_agreement():

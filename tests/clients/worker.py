@@ -19,7 +19,6 @@ import optaxclip
 
 from .trained import CLIENTS
 
-
 CLIPS = {
     "theirs": optax.clip_by_global_norm,
     "ours": optaxclip.clip_by_global_norm,
