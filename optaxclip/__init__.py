@@ -8,7 +8,8 @@ and what if it is longer (shrink).
                  clip_by_average_norm, clip_by_unitwise_norm, clip_by_group_norm,
                  clip_by_value, clip_by_spectral_norm, adaptive_grad_clip, clippy, larc
     that learn   autoclip, zclip, adagc, aggc, spam, adaclip, adagn
-    wrappers     skip_nonfinite, skip_spikes, skip_step, carry_clipped, reset_momentum
+    wrappers     skip_nonfinite, skip_spikes, skip_step, carry_clipped, constrain,
+                 reset_momentum
     reading      metrics, record_norm
     backward     clip_cotangent, scale_cotangent
     your own     clip_by, rescale
@@ -52,6 +53,7 @@ from ._metrics import metrics
 from ._norms._mesh_axes import check_replicated
 from ._norms._norms import global_norm, group_norm, tensor_norm, unitwise_norm
 from ._wrappers._carry import carry_clipped
+from ._wrappers._constrain import constrain
 from ._wrappers._reset_momentum import reset_momentum
 from ._wrappers._skip import SkipState, skip_nonfinite, skip_spikes, skip_step
 from .per_example import clipped_grad
@@ -83,6 +85,7 @@ __all__ = [
     "clip_cotangent",
     "clipped_grad",
     "clippy",
+    "constrain",
     "dropin",
     "global_norm",
     "group_norm",

@@ -248,7 +248,7 @@ def test_axes_and_stacked_layers_that_a_leaf_does_not_have():
     refused(
         ValueError,
         "stacked must be a number of leading axes, from 0 to 1 for the leaf 'b' of "
-        "shape (3,), got 2.",
+        "shape (3,), or a tuple of its axes, got 2.",
         lambda: optaxclip.tensor_norm(TREE, stacked=2),
     )
     refused(
