@@ -139,8 +139,16 @@ def _real_step(held: jax.Array, weight: jax.Array, update: jax.Array) -> jax.Arr
 
 
 def _rounded(x: jax.Array, dtype: Any) -> jax.Array:
-    """Rounded to a narrower dtype, in its own. XLA may drop two casts in a row."""
-    info = jnp.finfo(dtype)
-    if info.bits >= jnp.finfo(x.dtype).bits:
+    """Rounded to a narrower dtype, in its own."""
+    info, own = jnp.finfo(dtype), jnp.finfo(x.dtype)
+    if info.bits >= own.bits:
         return x
-    return lax.reduce_precision(x, info.nexp, info.nmant)
+    if info.bits < 16:  # Their ranges are not those of IEEE formats.
+        return x.astype(dtype).astype(x.dtype)
+    # XLA may drop two casts in a row, and keeps this.
+    rounded = lax.reduce_precision(x, info.nexp, info.nmant)
+    if info.nexp == own.nexp:
+        return rounded
+    # It makes subnormal numbers 0, which float16 needs for small steps.
+    unit = float(info.smallest_subnormal)
+    return jnp.where(jnp.abs(x) < info.tiny, jnp.round(x / unit) * unit, rounded)
