@@ -14,9 +14,12 @@ from .._norms._measures import TensorNorm, check_measure
 from .._norms._mesh_axes import MeshAxes
 from .._norms._prefix import is_none
 from .._norms._stacked import Stacked
+from .._other_names import with_our_names
 from ..rules._ema import Ema
+from ..rules._rule import rule_in
 
 
+@with_our_names
 def adaclip(
     decay: Any = 0.999,
     *,
@@ -58,7 +61,7 @@ def adaclip(
     call = "adaclip"
     numbers = {"stacked": stacked, "mesh_axes": mesh_axes}
     measure = TensorNorm(**check_measure(call, math.inf, **numbers))
-    rule = Ema(decay)
+    rule = rule_in(call, Ema, decay=decay)
     largest = make_clipper(measure, rule, call=call, name="limit", nonfinite=nonfinite)
 
     def update(

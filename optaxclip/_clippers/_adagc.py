@@ -8,10 +8,12 @@ import optax
 
 from .._norms._mesh_axes import MeshAxes
 from .._norms._stacked import Stacked
+from .._other_names import with_our_names
 from ..rules._rule import Number, Rule, at_step, fixed, number
 from ._scope import Scope, clip_at
 
 
+@with_our_names
 def adagc(
     ratio: Any = 1.05,
     decay: Any = 0.98,

@@ -10,10 +10,12 @@ from .._norms._leaves import Axis
 from .._norms._measures import Ord, TensorNorm, UnitwiseNorm, check_measure
 from .._norms._mesh_axes import MeshAxes
 from .._norms._stacked import Stacked
+from .._other_names import with_our_names
 from ..rules._share_of_params import ShareOfParams
 from ..shrinks import Shrink
 
 
+@with_our_names
 def adaptive_grad_clip(
     clipping: Any = 0.01,
     eps: Any = 1e-3,

@@ -28,9 +28,11 @@ from .._norms._measures import (
 from .._norms._mesh_axes import MeshAxes
 from .._norms._norms import global_norm
 from .._norms._stacked import Stacked
+from .._other_names import with_our_names
 from ..shrinks import Shrink
 
 
+@with_our_names
 def clip_by_global_norm(
     max_norm: Any,
     *,
@@ -82,6 +84,7 @@ def clip_by_global_norm(
     return make_clipper(measure, max_norm, call=call, name="max_norm", **options)
 
 
+@with_our_names
 def clip_by_tensor_norm(
     max_norm: Any,
     *,
@@ -129,6 +132,7 @@ def clip_by_tensor_norm(
     return make_clipper(measure, max_norm, call=call, name="max_norm", **options)
 
 
+@with_our_names
 def clip_by_tensor_rms(
     max_rms: Any,
     *,
@@ -170,6 +174,7 @@ def clip_by_tensor_rms(
     return make_clipper(measure, max_rms, call=call, name="max_rms", **options)
 
 
+@with_our_names
 def clip_by_average_norm(
     max_norm: Any,
     *,
@@ -208,6 +213,7 @@ def clip_by_average_norm(
     return make_clipper(measure, max_norm, call=call, name="max_norm", **options)
 
 
+@with_our_names
 def clip_by_unitwise_norm(
     max_norm: Any,
     *,
@@ -252,6 +258,7 @@ def clip_by_unitwise_norm(
     return make_clipper(measure, max_norm, call=call, name="max_norm", **options)
 
 
+@with_our_names
 def clip_by_group_norm(
     max_norm: Any,
     labels: Any,
@@ -267,8 +274,8 @@ def clip_by_group_norm(
     Args:
       max_norm: one limit for every group, or a dict from label to limit. A limit is a
         number at least 0, an array, a schedule, None or a rule of `optaxclip.rules`.
-      labels: a tree prefix of labels, or a function that makes one from the tree, as in
-        `optax.partition`.
+      labels: a tree prefix of labels, a function that makes one from the tree, as in
+        `optax.partition`, or a function of a leaf's path ("blocks/w") and the leaf.
       ord, shrink, eps, nonfinite, mesh_axes: as in `clip_by_global_norm`.
 
     Returns:
@@ -296,6 +303,7 @@ def clip_by_group_norm(
     return make_clipper(measure, max_norm, call=call, name="max_norm", **options)
 
 
+@with_our_names
 def record_norm(
     norm: Callable[[Any], Any] = global_norm,
 ) -> optax.GradientTransformationExtraArgs:
@@ -321,6 +329,7 @@ def record_norm(
     return make_clipper(OwnNorm(norm), None, call="record_norm", name="norm")
 
 
+@with_our_names
 def clip_by_block_rms(threshold: Any) -> optax.GradientTransformationExtraArgs:
     """Clips the root mean square of each leaf, as `optax.clip_by_block_rms`.
 

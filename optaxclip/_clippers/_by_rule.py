@@ -1,5 +1,6 @@
 """Clippers with a paper whose limit is a rule: AutoClip, ZClip, AGGC, AdaGN."""
 
+import warnings
 from typing import Any
 
 import optax
@@ -7,16 +8,18 @@ from jax.tree_util import Partial
 
 from .._norms._mesh_axes import MeshAxes
 from .._norms._stacked import Stacked
+from .._other_names import with_our_names
 from ..rules._ema_band import EmaBand
 from ..rules._joined import minimum
 from ..rules._moments_ratio import MomentsRatio
-from ..rules._rule import check_field, number
+from ..rules._rule import check_field, number, rule_in
 from ..rules._windowed_quantile import WindowedQuantile
 from ..rules._z_score import ZScore
 from ..shrinks import normalize
 from ._scope import Scope, clip_at
 
 
+@with_our_names
 def autoclip(
     percentile: Any = 10.0,
     window: Any = 10_000,
@@ -70,10 +73,18 @@ def autoclip(
     """
     call = "autoclip"
     percentile = check_field(call, "percentile", number(highest=100.0), percentile)
+    if isinstance(percentile, (int, float)) and 0 < percentile < 1:
+        warnings.warn(
+            f"{call}: percentile={percentile} is less than one percent. Percentiles "
+            f"go from 0 to 100: for the share {percentile} of the norms write "
+            f"percentile={100 * percentile:g}.",
+            stacklevel=3,
+        )
     share = (
         Partial(_hundredth, percentile) if callable(percentile) else percentile / 100
     )
-    rule = WindowedQuantile(share, window, current=True)
+    numbers = {"quantile": share, "window": window, "current": True}
+    rule = rule_in(call, WindowedQuantile, **numbers)
     return clip_at(scope, rule, call, nonfinite, mesh_axes, stacked=stacked)
 
 
@@ -81,6 +92,7 @@ def _hundredth(percentile: Any, step: Any) -> Any:
     return percentile(step) / 100
 
 
+@with_our_names
 def zclip(
     z: Any = 2.5,
     decay: Any = 0.97,
@@ -131,11 +143,13 @@ def zclip(
     Reference: Kumar, Owen, Chowdhury, Gura, ZClip: adaptive spike mitigation for LLM
     pre-training, 2025 (arXiv 2504.02507).
     """
-    rule = ZScore(z, decay, target=target, warmup=warmup, eps=eps)
+    numbers = {"z": z, "decay": decay, "target": target, "warmup": warmup, "eps": eps}
+    rule = rule_in("zclip", ZScore, **numbers)
     limit = rule if cap is None else minimum(rule, cap)
     return clip_at(scope, limit, "zclip", nonfinite, mesh_axes, stacked=stacked)
 
 
+@with_our_names
 def aggc(
     low: Any = 0.95,
     high: Any = 0.6,
@@ -194,12 +208,14 @@ def aggc(
     Reference: Li, Wu, Chang, AGGC: adaptive group gradient clipping for stabilizing
     large language model training, 2026 (arXiv 2601.11864).
     """
-    edges = {"floor": floor, "up": up, "down": down, "raise_small": raise_small}
-    rule = EmaBand(low, high, decay, **edges)
+    edges = {"low": low, "high": high, "floor": floor, "up": up, "down": down}
+    numbers = {**edges, "decay": decay, "raise_small": raise_small}
+    rule = rule_in("aggc", EmaBand, **numbers)
     options = {"stacked": stacked, "shrink": normalize}
     return clip_at(scope, rule, "aggc", nonfinite, mesh_axes, **options)
 
 
+@with_our_names
 def adagn(
     decay1: Any = 0.7,
     decay2: Any = 0.9,
@@ -246,6 +262,7 @@ def adagn(
     Reference: Huang et al., Stable-SPAM: how to train in 4-bit more stably than 16-bit
     Adam, 2025 (arXiv 2502.17055).
     """
-    rule = MomentsRatio(decay1, decay2, eps=eps)
+    numbers = {"decay1": decay1, "decay2": decay2, "eps": eps}
+    rule = rule_in("adagn", MomentsRatio, **numbers)
     options = {"stacked": stacked, "shrink": normalize}
     return clip_at(scope, rule, "adagn", nonfinite, mesh_axes, **options)

@@ -42,6 +42,7 @@ from .._norms._modulus import norm_dtype, wide_dtype
 from .._norms._norms import tensor_norm
 from .._norms._stacked import Axes, Stacked, other_axes, stacked_axes
 from .._norms._types import gathered, split_as
+from .._other_names import with_our_names
 from ..shrinks import Shrink, hard, shrink_of, smooth
 from . import _newton_schulz as newton_schulz
 from ._newton_schulz import adjoint, product
@@ -175,6 +176,7 @@ class SpectralNorm(NamedTuple):
         return treedef.unflatten(norms)
 
 
+@with_our_names
 def clip_by_spectral_norm(
     max_norm: Any,
     *,
@@ -289,6 +291,7 @@ def clip_by_spectral_norm(
     return optax.GradientTransformationExtraArgs(kernel.init, update)
 
 
+@with_our_names
 def spectral_norm(
     tree: Any, *, columns: Any = None, stacked: Stacked = None, method: str = "svd"
 ) -> Any:

@@ -5,6 +5,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from .._arguments import held_in
@@ -33,6 +34,7 @@ def limit_of(
     extra = (other_norm,) if rule.needs_params or rule.needs_total else ()
     asked = memory if jax.tree.leaves(memory) else rule.init(norm)
     limit, new = rule.update(lax.stop_gradient(norm), asked, step, *extra)
+    _check_returned(limit, argument)
     check_shape(jnp.shape(limit), norm.shape, argument)
     limit = held_in(norm.dtype, limit)
     if not signed:
@@ -40,8 +42,13 @@ def limit_of(
     limit = typed_as(jnp.broadcast_to(limit, norm.shape), jax.typeof(norm))
     if not jax.tree.leaves(memory):
         return limit, memory
-    learns = jnp.isfinite(norm) & ~jnp.isnan(limit)
+    learns = can_clip(norm, limit)
     return limit, keep_where(learns if signed else learns & (norm > 0), new, memory)
+
+
+def can_clip(norm: jax.Array, limit: jax.Array) -> jax.Array:
+    """Whether the norm is finite, and its limit a number."""
+    return jnp.isfinite(norm) & ~jnp.isnan(limit)
 
 
 @jax.jit
@@ -54,6 +61,15 @@ def keep_where(wanted: jax.Array, new: Any, old: Any) -> Any:
         return jnp.where(mask, new, old)
 
     return jax.tree.map(choose, new, old)
+
+
+def _check_returned(limit: Any, argument: str) -> None:
+    """Raises for what a schedule, or a rule of the user's, must not return."""
+    if not isinstance(limit, (int, float, np.generic, np.ndarray, jax.Array)):
+        raise TypeError(
+            f"{argument}: a schedule, or a rule, must return a number for each step, "
+            f"got {limit!r}."
+        )
 
 
 def check_shape(shape: Any, own: tuple[int, ...], argument: str) -> None:

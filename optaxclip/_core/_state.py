@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from .._norms import _prefix as prefix
+from ._placeholder import Form, OpenForm
 
 
 class Entry(NamedTuple):
@@ -31,9 +32,8 @@ class ClipState(NamedTuple):
     `optaxclip.metrics` reads all of it by name.
     """
 
-    # No arrays: the names of the norms, as one key, one on each line. An empty line
-    # separates blocks.
-    names: dict[str, None]
+    # The names of the norms in each block. No leaves: they belong to the structure.
+    names: Any
     step: jax.Array  # int32[]: updates seen
     norm: Any  # float32[N]: before clipping, in the last step
     limit: Any  # float32[N]: what the norm was held against
@@ -69,39 +69,30 @@ class ClipState(NamedTuple):
         return dict(itertools.chain.from_iterable(each))
 
 
-class AnyNames(str):
-    """Equal to the names of any norms.
-
-    `optax.tree_map_params` calls `init` with a placeholder for the parameters, and
-    compares the structure of what it gets with that of the state.
-    """
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, str)
-
-    def __ne__(self, other: object) -> bool:
-        return not self == other
-
-    def __hash__(self) -> int:
-        return hash("")
+def _flatten(state: ClipState) -> tuple[list[Any], Form]:
+    """The fields with their keys, and what is apart from them, for JAX."""
+    names, *fields = state
+    keys = [jax.tree_util.GetAttrKey(name) for name in ClipState._fields[1:]]
+    if not isinstance(names, OpenForm):
+        names = Form(names, jax.tree.structure(fields[-1]))
+    return list(zip(keys, fields)), names
 
 
-def is_placeholder(params: Any) -> bool:
-    """Whether these are no parameters but a stand-in for them: a node that is empty and
-    not one of Python's containers.
-    """
-    return (
-        not isinstance(params, (dict, list, tuple))
-        and params is not None
-        and (not jax.tree.leaves(params))
-    )
+def _unflatten(form: Form, fields: Any) -> ClipState:
+    if not isinstance(form, OpenForm):
+        return ClipState(form.names, *fields)
+    if form.memory is None:  # not yet compared with a state
+        return ClipState(form, *fields)
+    return ClipState(form.names, *form.fill(tuple(fields)))
 
 
-def state_of_placeholder(memory: Any) -> ClipState:
+# JAX would take each name in a NamedTuple for a leaf.
+jax.tree_util.register_pytree_with_keys(ClipState, _flatten, _unflatten)
+
+
+def state_of_placeholder() -> ClipState:
     """A state with one leaf for each field, for `optax.tree_map_params`."""
-    zero = jnp.zeros(())
-    names: dict[str, None] = {AnyNames(): None}
-    return ClipState(names, zero, zero, zero, zero, zero, zero, memory)
+    return ClipState(OpenForm(), *[jnp.zeros(())] * (len(ClipState._fields) - 1))
 
 
 def _row(entry: Entry, row: int) -> Entry:
@@ -123,24 +114,17 @@ def _entries_of_layers(name: str, entry: Entry) -> list[tuple[str, Entry]]:
 
 def pack(names: list[list[str]], step: jax.Array, entries: list[Entry]) -> ClipState:
     """The state of some blocks."""
-    blocks = ["\n".join(block) for block in names]
     fields = list(zip(*entries)) or [()] * len(Entry._fields)
     packed = [x[0] if len(entries) == 1 else tuple(x) for x in fields]
     if not jax.tree.leaves(packed[-1]):
         packed[-1] = ()
-    names_of_blocks = {"\n\n".join(blocks): None} if blocks else {}
-    return ClipState(names_of_blocks, step, *packed)
+    return ClipState(tuple(tuple(block) for block in names), step, *packed)
 
 
 def unpack(state: ClipState) -> tuple[list[list[str]], list[Entry]]:
     """The names of the norms in each block, and the blocks."""
-    if not state.names:
-        return [], []
-    (key,) = state.names
-    if isinstance(key, AnyNames):
-        return _numbered(state)
-    names = [block.split("\n") for block in key.split("\n\n")]
-    return names, _entries(state, len(names))
+    names = [list(block) for block in state.names]
+    return names, _entries(state, len(names)) if names else []
 
 
 def _entries(state: ClipState, count: int) -> list[Entry]:
@@ -157,14 +141,3 @@ def limits_of(state: ClipState, tree: Any) -> Any:
     known = state.by_name()
     names = prefix.names([path for path, _ in entries])
     return treedef.unflatten([known[name].limit for name in names])
-
-
-def _numbered(state: ClipState) -> tuple[list[list[str]], list[Entry]]:
-    """The blocks of a state whose names `optax.tree_map_params` has dropped."""
-    count = len(state.norm) if isinstance(state.norm, tuple) else 1
-    entries = _entries(state, count)
-    names = []
-    for block, entry in enumerate(entries):
-        rows = range(len(entry.norm)) if jnp.ndim(entry.norm) == 1 else [0]
-        names.append([f"{block}/{row}" for row in rows])
-    return names, entries

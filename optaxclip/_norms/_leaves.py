@@ -2,6 +2,7 @@
 layers, which a unit sums, and which label a leaf carries.
 """
 
+import inspect
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -18,38 +19,31 @@ from ._stacked import Stacked, is_axes, other_axes, stacked_axes
 Axis = int | tuple[int, ...] | Callable[[str, Any], Any] | Any | None
 
 
-def clipped_leaves(tree: Any) -> Any:
+def clipped_leaves(tree: Any, call: str = "") -> Any:
     """The tree of the leaves that count, with None in the place of all others.
 
-    A leaf counts if it has a float or complex dtype and at least one element.
+    A leaf counts if it has a float or complex dtype and at least one element. `call`
+    is what errors name.
     """
     tree = unboxed(tree)
     try:
         return jax.tree.map(lambda leaf: leaf if _counts(leaf) else None, tree)
     except TypeError:
-        _check_leaves(tree)
+        _check_leaves(tree, f"{call}: " if call else "")
         raise
 
 
-def _check_leaves(tree: Any) -> None:
+def _check_leaves(tree: Any, begin: str) -> None:
     """Raises for a leaf that is not an array, such as a function in a model."""
     for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
         try:
             _counts(leaf)
         except TypeError:
             raise TypeError(
-                f"the leaf {prefix.name(path)!r} must be an array or a number, got "
-                f"{leaf!r}: hand over arrays only, with None for everything else."
+                f"{begin}the leaf {prefix.name(path)!r} must be an array or a number, "
+                f"got {leaf!r}: hand over arrays only, with None for everything else. "
+                "In equinox that is eqx.filter(model, eqx.is_inexact_array)."
             ) from None
-
-
-def params_of(tree: Any, params: Any) -> Any:
-    """The weights of the clipped leaves."""
-
-    def weight_of(leaf: Any, weight: Any) -> Any:
-        return None if leaf is None else weight
-
-    return jax.tree.map(weight_of, tree, unboxed(params), is_leaf=prefix.is_none)
 
 
 def put_back(changed: Any, tree: Any) -> Any:
@@ -173,6 +167,11 @@ def static_numbers(name: str, numbers: Any, call: str) -> Any:
         return numbers
     table = prefix.freeze(numbers, is_axes if name != "columns" else lambda x: False)
     for _, number in table.entries:
+        if isinstance(number, bool):
+            raise TypeError(
+                f"{call}: {name} must be a whole number, got {number!r}: for one write "
+                f"{name}=1."
+            )
         if isinstance(number, jax.Array):
             raise TypeError(
                 f"{call}: {name} must be known when the clipper is built, got "
@@ -188,9 +187,33 @@ def static_labels(labels: Any) -> Any:
     return prefix.freeze(labels, lambda x: isinstance(x, str))
 
 
+def labels_of(labels: Any, tree: Any) -> Any:
+    """The tree prefix of labels: what a function of the tree makes, or one of path and
+    leaf.
+    """
+    if not callable(labels):
+        return labels
+    if _takes_path(labels):
+        return jax.tree_util.tree_map_with_path(
+            lambda path, leaf: labels(prefix.name(path), leaf), tree
+        )
+    return labels(tree)
+
+
+def _takes_path(function: Callable[..., Any]) -> bool:
+    """Whether a function needs two arguments, path and leaf."""
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except ValueError:  # a builtin without a signature
+        return False
+    plain = inspect.Parameter.POSITIONAL_OR_KEYWORD
+    needed = [x for x in parameters if x.kind is plain and x.default is x.empty]
+    return len(needed) == 2
+
+
 def by_label(tree: Any, labels: Any, call: str) -> list[Any]:
     """The label of each leaf."""
-    table = labels(tree) if callable(labels) else labels
+    table = labels_of(labels, tree)
     if not isinstance(table, prefix.Prefix):
         table = prefix.freeze(table, lambda x: isinstance(x, str))
     found = prefix.lookup(table, tree, f"{call}: labels")

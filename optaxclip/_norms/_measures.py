@@ -25,6 +25,7 @@ from ._leaves import (
     unit_axes,
 )
 from ._mesh_axes import freeze, splits
+from ._modulus import norm_dtype
 from ._powers import Group, group_norms
 from ._stacked import other_axes, stacked_axes
 
@@ -224,16 +225,16 @@ def in_blocks(each: list[Any], places: list[Place]) -> list[jax.Array]:
 
 def norms_of(groups: list[Group], ord: Ord) -> list[jax.Array]:
     """The norms of some groups, in blocks."""
-    order = 2.0 if ord in (None, "rms", "average") else float(ord)
-    blocks = group_norms(order, groups)
     if ord not in ("rms", "average"):
+        return group_norms(2.0 if ord is None else float(ord), groups)
+    dtype = norm_dtype([group.leaves for group in groups])
+    counts = [_count(_summed(group), dtype) for group in groups]
+    if len(groups) > 1:
+        counts = in_blocks(counts, places_of([group.dims is None for group in groups]))
+    blocks = group_norms(2.0, groups, counts)
+    if ord == "rms":
         return blocks
-    counts = [_count(_summed(group), blocks[0].dtype) for group in groups]
-    divisors = [jnp.sqrt(n) if ord == "rms" else n for n in counts]
-    if len(groups) == 1:
-        return [blocks[0] / divisors[0]]
-    places = places_of([group.dims is None for group in groups])
-    return [a / b for a, b in zip(blocks, in_blocks(divisors, places))]
+    return [block / jnp.sqrt(n) for block, n in zip(blocks, counts)]
 
 
 def _count(size: Any, dtype: Any) -> Any:
@@ -293,7 +294,7 @@ def check_measure(call: str, ord: Any, **numbers: Any) -> dict[str, Any]:
     options: dict[str, Any] = {"call": call, "ord": known}
     for name, value in numbers.items():
         if name == "mesh_axes":
-            value = freeze(value)
+            value = freeze(value, call)
         elif name == "labels":
             value = static_labels(value)
         else:

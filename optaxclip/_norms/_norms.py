@@ -14,12 +14,20 @@ from typing import Any
 import jax
 
 from .._arguments import check_ord
-from ._leaves import Axis, clipped_leaves, static_labels, unboxed
+from .._other_names import with_our_names
+from ._leaves import (
+    Axis,
+    clipped_leaves,
+    labels_of,
+    static_labels,
+    unboxed,
+)
 from ._measures import GlobalNorm, GroupNorm, Ord, TensorNorm, UnitwiseNorm
 from ._mesh_axes import MeshAxes
 from ._stacked import Stacked
 
 
+@with_our_names
 def global_norm(tree: Any, *, ord: Ord = None, mesh_axes: MeshAxes = "auto") -> Any:
     """Returns the norm of all leaves together: (sum |x|^p)^(1/p).
 
@@ -49,6 +57,7 @@ def global_norm(tree: Any, *, ord: Ord = None, mesh_axes: MeshAxes = "auto") -> 
     return measure(clipped_leaves(tree)).blocks[0]
 
 
+@with_our_names
 def tensor_norm(
     tree: Any,
     *,
@@ -90,6 +99,7 @@ def tensor_norm(
     return measure(clipped_leaves(tree)).tree()
 
 
+@with_our_names
 def unitwise_norm(
     tree: Any,
     *,
@@ -132,6 +142,7 @@ def unitwise_norm(
     return measure(clipped_leaves(tree)).tree()
 
 
+@with_our_names
 def group_norm(
     tree: Any, labels: Any, *, ord: Ord = None, mesh_axes: MeshAxes = "auto"
 ) -> dict[Any, jax.Array]:
@@ -139,8 +150,8 @@ def group_norm(
 
     Args:
       tree: a pytree of arrays.
-      labels: a tree prefix of labels, or a function that makes one from the tree, as in
-        `optax.partition`.
+      labels: a tree prefix of labels, a function that makes one from the tree, as in
+        `optax.partition`, or a function of a leaf's path ("blocks/w") and the leaf.
       ord: the order: a number above 0, `math.inf`, "rms" or "average". None means 2.
       mesh_axes: as in `global_norm`.
 
@@ -158,5 +169,5 @@ def group_norm(
     """
     check_ord("group_norm", ord)
     # Leaves that do not count have labels too, whose norm may then be 0.
-    table = static_labels(labels(unboxed(tree)) if callable(labels) else labels)
+    table = static_labels(labels_of(labels, unboxed(tree)))
     return GroupNorm(table, "group_norm", ord, mesh_axes)(clipped_leaves(tree)).tree()

@@ -14,9 +14,10 @@ import jax.numpy as jnp
 import optax
 from jax import lax
 
-from .._arguments import check_params
+from .._arguments import check_params, check_transformation
+from .._core._inputs import params_of
 from .._core._state import ClipState
-from .._norms._leaves import cast_like, clipped_leaves, params_of, put_back
+from .._norms._leaves import cast_like, clipped_leaves, put_back
 from .._norms._modulus import wide_dtype
 from .._norms._types import varying
 
@@ -58,6 +59,7 @@ def constrain(
 
     Raises:
       ValueError: `update` without params.
+      TypeError: something that is not a transformation.
 
     Example:
       >>> max_norm = optaxclip.constrain(optaxclip.clip_by_unitwise_norm(1.0))
@@ -73,18 +75,20 @@ def constrain(
     al., Dropout, JMLR 2014, for max-norm. Arjovsky, Chintala, Bottou, Wasserstein GAN,
     2017 (arXiv 1701.07875), for values. `keras.constraints`.
     """
+    call = "constrain"
+    check_transformation(f"{call}: clipper", clipper, "a clipper")
     clipper = optax.with_extra_args_support(clipper)
 
     def update(
         updates: Any, state: Any, params: Any = None, **extra_args: Any
     ) -> tuple[Any, Any]:
-        check_params("constrain", params, "updates")
+        check_params(call, params, "updates")
         tree = clipped_leaves(updates)
-        weights = params_of(tree, params)
+        weights = params_of(call, tree, params)
         given = {k: v for k, v in extra_args.items() if k not in OF_GRADIENTS}
         moved = jax.tree.map(_moved, weights, tree)
         held, new = clipper.update(moved, state, params, **given)
-        counters = list(zip(_nonfinite(state), _nonfinite(new), strict=True))
+        counters = _counters(state, new)
 
         def step(leaf: Any, weight: Any, moved: Any, held: Any) -> jax.Array:
             own = [pair for pair in counters if varying(pair[1]) <= varying(leaf)]
@@ -102,11 +106,16 @@ def _moved(weight: Any, update: Any) -> jax.Array:
     return weight.astype(wide) + update.astype(wide)
 
 
-def _nonfinite(state: Any) -> list[jax.Array]:
-    """The counters of broken steps of all clippers in a state."""
-    states = jax.tree.leaves(state, is_leaf=lambda x: isinstance(x, ClipState))
-    known = [x.nonfinite for x in states if isinstance(x, ClipState)]
-    return jax.tree.leaves(known)
+def _counters(old: Any, new: Any) -> list[tuple[jax.Array, jax.Array]]:
+    """The numbers of broken steps before and after, of all clippers in a state."""
+    found = []
+    for state in (old, new):
+        parts = jax.tree.leaves(state, is_leaf=lambda x: isinstance(x, ClipState))
+        known = [part.nonfinite for part in parts if isinstance(part, ClipState)]
+        found.append(jax.tree.leaves(known))
+    before, after = found
+    # A clipper may be given no state, as one of optax.
+    return list(zip(before or map(jnp.zeros_like, after), after, strict=True))
 
 
 @jax.jit

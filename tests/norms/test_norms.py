@@ -295,6 +295,19 @@ def test_the_largest_of_small_floats_may_have_no_square(dtype):
     assert optaxclip.global_norm(leaf, ord=math.inf) == np.float32(most)
 
 
+@pytest.mark.parametrize("ord", ["rms", "average"])
+@pytest.mark.parametrize("tree", [0, [0], [0, 0], {"a": [0, 0]}])
+def test_a_mean_is_finite_where_the_norm_is_not(tree, ord):
+    tree = jax.tree.map(lambda _: jnp.full((2, 8), 3e38, jnp.float32), tree)
+    mean = 3e38 if ord == "rms" else 3e38 / 4
+    for norm in jax.tree.leaves(optaxclip.tensor_norm(tree, ord=ord)):
+        np.testing.assert_allclose(norm, mean, rtol=1e-6)
+    columns = optaxclip.unitwise_norm(tree, ord=ord)
+    mean = 3e38 if ord == "rms" else 3e38 / math.sqrt(2)
+    for norms in jax.tree.leaves(columns):
+        np.testing.assert_allclose(norms, np.full((1, 8), mean), rtol=1e-6)
+
+
 @every_order
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_values_just_above_the_smallest_normal_are_not_lost(dtype, ord):
