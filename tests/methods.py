@@ -19,6 +19,7 @@ from tests.as_clippers import (
     bounds,
     by_group,
     carried,
+    constrained,
     cotangent,
     example,
     labels_by_rank,
@@ -226,6 +227,15 @@ METHODS: dict[str, Method] = {
         keeps=frozenset(),
         limit=1.0,
         learns=True,
+        wraps="clipper",
+    ),
+    "constrain": Method(
+        constrained,
+        optaxclip.constrain,
+        "all",
+        keeps=frozenset(),
+        limit=1.0,
+        needs=WEIGHTS,
         wraps="clipper",
     ),
     "skip_nonfinite": Method(
