@@ -9,7 +9,7 @@ and what if it is longer (shrink).
                  clip_by_value, clip_by_spectral_norm, adaptive_grad_clip, clippy, larc
     that learn   autoclip, zclip, adagc, aggc, spam, adaclip, adagn
     wrappers     skip_nonfinite, skip_spikes, skip_step, carry_clipped, reset_momentum
-    reading      metrics, record_norm
+    reading      metrics, record_norm, record_spikes
     backward     clip_cotangent, scale_cotangent
     your own     clip_by, rescale
     of optax     clip, clip_by_block_rms
@@ -43,12 +43,13 @@ from ._clippers._by_rule import adagn, aggc, autoclip, zclip
 from ._clippers._by_value import clip, clip_by_value
 from ._clippers._clippy import clippy
 from ._clippers._larc import larc
+from ._clippers._record_spikes import record_spikes
 from ._clippers._spam import spam
 from ._clippers._spectral import clip_by_spectral_norm, spectral_norm
 from ._core._factors import rescale
 from ._core._kernel import clip_by
 from ._core._state import ClipState
-from ._metrics import metrics
+from ._metrics._metrics import metrics
 from ._norms._mesh_axes import check_replicated
 from ._norms._norms import global_norm, group_norm, tensor_norm, unitwise_norm
 from ._wrappers._carry import carry_clipped
@@ -90,6 +91,7 @@ __all__ = [
     "metrics",
     "per_example",
     "record_norm",
+    "record_spikes",
     "replay",
     "rescale",
     "reset_momentum",

@@ -9,6 +9,7 @@ import numpy as np
 import optax
 
 from .._arguments import broadcasts_to, check_number, check_order, check_state
+from .._core._shares import ClippedElements, count_clipped, no_elements_clipped
 from .._norms import _prefix as prefix
 from .._norms._modulus import with_modulus
 
@@ -17,6 +18,7 @@ class ClipByValueState(NamedTuple):
     """The state of `clip_by_value`."""
 
     step: jax.Array  # int32[]: updates seen, for bounds that follow a schedule
+    elements: ClippedElements  # which share of them was clipped
 
 
 def clip_by_value(
@@ -64,7 +66,7 @@ def clip_by_value(
         check_order(call, ("min_value", low), ("max_value", high))
 
     def init(params: Any) -> ClipByValueState:
-        return ClipByValueState(jnp.zeros((), jnp.int32))
+        return ClipByValueState(jnp.zeros((), jnp.int32), no_elements_clipped())
 
     def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
         check_state(call, state, ClipByValueState)
@@ -79,9 +81,12 @@ def clip_by_value(
             _limit(path, leaf, _now(high, state.step), _now(low, state.step))
             for (path, leaf), high, low in zip(paths, uppers, lowers)
         ]
-        return jax.tree.unflatten(treedef, clipped), ClipByValueState(
-            jnp.asarray(optax.safe_increment(state.step))
-        )
+        # Leaves without numbers are the same objects as before.
+        pairs = [(x, y) for (_, x), y in zip(paths, clipped) if x is not y]
+        elements = count_clipped(state.elements, state.step, pairs)
+        step = jnp.asarray(optax.safe_increment(state.step))
+        clipped = jax.tree.unflatten(treedef, clipped)
+        return clipped, ClipByValueState(step, elements)
 
     return optax.GradientTransformation(init, update)
 

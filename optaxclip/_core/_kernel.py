@@ -36,13 +36,14 @@ from ._blocks import (
     rule_of_block,
     rules_of_norms,
 )
-from ._factors import multiply, reported, root_between, zero_where_zero
+from ._factors import multiply, root_between, zero_where_zero
 from ._limits import limit_of
 from ._nonfinite import raise_nonfinite
 from ._state import (
     ClipState,
     Entry,
     is_placeholder,
+    next_entry,
     pack,
     state_of_placeholder,
     unpack,
@@ -214,7 +215,8 @@ def _update(
         updates = multiply(tree, norms, roots)
         if settings.nonfinite == "zero":
             updates = zero_where_zero(updates, norms, roots)
-    entries = [_count(*each) for each in zip(old, blocks, limits, new_norms, memories)]
+    found = zip(old, blocks, limits, new_norms, memories)
+    entries = [next_entry(state.step, *each) for each in found]
     step = jnp.asarray(optax.safe_increment(state.step))
     return updates, pack(names, step, fit.keep_missing(entries, old))
 
@@ -265,23 +267,6 @@ def _shrink(
     instead = 0.0 if settings.nonfinite == "zero" else jnp.nan
     short = jnp.where(broken, instead, settings.shrink(long, limit))
     return jnp.where(off, 1.0, long), jnp.where(off, 1.0, short)
-
-
-def _count(
-    old: Entry, norm: jax.Array, limit: jax.Array, new_norm: Any, memory: Any
-) -> Entry:
-    """The state of a block after a step."""
-    before, after = new_norm
-    broken = ~jnp.isfinite(norm) | jnp.isnan(limit)
-    changed = ~broken & (after != before)
-    return Entry(
-        norm=norm.astype(old.norm.dtype),
-        limit=limit.astype(old.limit.dtype),
-        factor=reported(before, after).astype(old.factor.dtype),
-        clipped=old.clipped + changed.astype(jnp.int32),
-        nonfinite=old.nonfinite + broken.astype(jnp.int32),
-        memory=memory,
-    )
 
 
 def _given(

@@ -6,6 +6,8 @@ import jax
 import jax.numpy as jnp
 
 from .._norms import _prefix as prefix
+from ._factors import reported
+from ._shares import moving_average
 
 
 class Entry(NamedTuple):
@@ -15,6 +17,7 @@ class Entry(NamedTuple):
     limit: jax.Array
     factor: jax.Array
     clipped: jax.Array
+    clipped_recently: jax.Array
     nonfinite: jax.Array
     memory: Any
 
@@ -38,12 +41,13 @@ class ClipState(NamedTuple):
     # where they were made 0. Held within the normal numbers of its dtype.
     factor: Any
     clipped: Any  # int32[N]: finite steps that changed the updates
+    clipped_recently: Any  # float32[N]: their share of about the last 100 steps
     nonfinite: Any  # int32[N]: steps whose norm was NaN or inf
     memory: Any  # what the rule remembers, its arrays [N, ...]
 
     def by_name(self) -> dict[str, Entry]:
         """Returns what the state knows of each norm: its own `norm`, `limit`, `factor`,
-        `clipped`, `nonfinite` and `memory`.
+        `clipped`, `clipped_recently`, `nonfinite` and `memory`.
 
         The name of a tensor is its path ("blocks/0/w"), that of a group its label, and
         that of the norm of everything is "".
@@ -90,7 +94,30 @@ def state_of_placeholder(memory: Any) -> ClipState:
     """A state with one leaf for each field, for `optax.tree_map_params`."""
     zero = jnp.zeros(())
     names: dict[str, None] = {AnyNames(): None}
-    return ClipState(names, zero, zero, zero, zero, zero, zero, memory)
+    return ClipState(names, *[zero] * 7, memory)
+
+
+def next_entry(
+    step: jax.Array,
+    old: Entry,
+    norm: jax.Array,
+    limit: jax.Array,
+    new_norm: tuple[jax.Array, jax.Array],
+    memory: Any,
+) -> Entry:
+    """A block after a step. `new_norm` is (norm, new norm), whose quotient counts."""
+    before, after = new_norm
+    broken = ~jnp.isfinite(norm) | jnp.isnan(limit)
+    changed = ~broken & (after != before)
+    return Entry(
+        norm=norm.astype(old.norm.dtype),
+        limit=limit.astype(old.limit.dtype),
+        factor=reported(before, after).astype(old.factor.dtype),
+        clipped=old.clipped + changed.astype(jnp.int32),
+        clipped_recently=moving_average(old.clipped_recently, changed, step),
+        nonfinite=old.nonfinite + broken.astype(jnp.int32),
+        memory=memory,
+    )
 
 
 def _row(entry: Entry, row: int) -> Entry:
@@ -139,8 +166,10 @@ def _numbered(state: ClipState) -> tuple[list[list[str]], list[Entry]]:
     """The blocks of a state whose names `optax.tree_map_params` has dropped."""
     count = len(state.norm) if isinstance(state.norm, tuple) else 1
     entries = _entries(state, count)
+    if count == 1 and jnp.ndim(state.norm) == 0:
+        return [[""]], entries  # the norm of everything
     names = []
     for block, entry in enumerate(entries):
         rows = range(len(entry.norm)) if jnp.ndim(entry.norm) == 1 else [0]
-        names.append([f"{block}/{row}" for row in rows])
+        names.append([f"{block}/{row}" if count > 1 else f"{row}" for row in rows])
     return names, entries

@@ -24,8 +24,7 @@ it would have let through (`z_score`, `log_z_score`, `ema_ratio`) does not learn
 spikes. But while it skips nothing moves, so where norms rise for good it can stand
 still for long: give it room (`z_score(4.0)`) or `max_consecutive`.
 
-Clippers inside the optimizer report the last step that was not skipped. `metrics` shows
-what was skipped as `skip/...`.
+Clippers inside report the last step that was not skipped, `metrics` also what was.
 """
 
 from functools import partial
@@ -38,6 +37,7 @@ from jax.typing import ArrayLike
 
 from .._arguments import check_number, check_state
 from .._core._limits import limit_of
+from .._core._shares import moving_average
 from .._norms._mesh_axes import MeshAxes
 from .._norms._norms import global_norm
 from ..rules._rule import Number, Rule
@@ -57,6 +57,7 @@ class SkipState(NamedTuple):
     value: jax.Array  # float32[]: the loss, 0 without a rule for it
     value_limit: jax.Array  # float32[]: what it was held against
     skipped: jax.Array  # int32[]: steps skipped
+    skipped_recently: jax.Array  # float32[]: their share of about the last 100
     nonfinite: jax.Array  # int32[]: steps whose norm or loss was NaN or inf
     consecutive: jax.Array  # int32[]: steps skipped in a row, up to now
     memory: Any  # the rule's
@@ -248,6 +249,7 @@ def _first_state(rules: _Rules, params: Any, inner_state: Any) -> SkipState:
         value=loss,
         value_limit=jnp.full_like(loss, jnp.inf),
         skipped=jnp.zeros((), jnp.int32),
+        skipped_recently=jnp.zeros((), jnp.float32),
         nonfinite=jnp.zeros((), jnp.int32),
         consecutive=jnp.zeros((), jnp.int32),
         memory=rules.norm.init(jnp.zeros_like(norm)),
@@ -279,6 +281,7 @@ def _judge(
         value=loss,
         value_limit=value_limit,
         skipped=state.skipped + skip.astype(jnp.int32),
+        skipped_recently=moving_average(state.skipped_recently, skip, state.step),
         nonfinite=state.nonfinite + (~finite).astype(jnp.int32),
         consecutive=jnp.where(skip, state.consecutive + 1, 0),
         memory=memory,

@@ -7,7 +7,17 @@ import jax
 import jax.numpy as jnp
 
 from ._memory import Window, empty_window, filled, push, remembered
-from ._rule import Number, Rule, at_step, choice, fixed, length, number
+from ._rule import (
+    Number,
+    Rule,
+    at_step,
+    check_field,
+    check_length,
+    choice,
+    fixed,
+    length,
+    number,
+)
 
 
 class WindowedMean(Rule):
@@ -72,6 +82,13 @@ class WindowedMean(Rule):
 def step_rule(sigmas: Number = 6.0, window: Any = 128) -> Rule:
     """The rule of `skip_step`: the first limit comes after half a window."""
     return WindowedMean(sigmas, window, ddof=1, warmup=max(2, window // 2) - 1)
+
+
+def spike_rule(call: str, sigmas: Number, window: Any) -> Rule:
+    """The rule of OLMo-core's spike score: what is over its limit is a spike."""
+    sigmas = check_field(call, "sigmas", number(), sigmas)
+    check_length(f"{call}: window", window)
+    return WindowedMean(sigmas, window, warmup=window)
 
 
 def choose(wanted: Any, new: Any, old: Any) -> Any:
