@@ -27,7 +27,7 @@ class SpikeState(NamedTuple):
     value: jax.Array  # float32[]: the last loss, 0 if none was given
     value_limit: jax.Array  # float32[]: what it was held against
     spiked: jax.Array  # int32[]: 1 if the last step was a spike, else 0
-    count: jax.Array  # int32[]: steps that were
+    spikes: jax.Array  # int32[]: steps that were
     spiked_recently: jax.Array  # float32[]: their share of about the last 10,000 steps
     memory: Any  # the last norms
     value_memory: Any  # the last losses
@@ -104,7 +104,7 @@ def _first_state(rule: Rule, params: Any) -> SpikeState:
         value=loss,
         value_limit=jnp.full_like(loss, jnp.inf),
         spiked=jnp.zeros((), jnp.int32),
-        count=jnp.zeros((), jnp.int32),
+        spikes=jnp.zeros((), jnp.int32),
         spiked_recently=jnp.zeros((), jnp.float32),
         memory=rule.init(jnp.zeros_like(norm)),
         value_memory=rule.init(jnp.zeros_like(loss)),
@@ -128,6 +128,6 @@ def _after_step(rule: Rule, state: SpikeState, norm: Any, value: Any) -> SpikeSt
     return state._replace(
         step=jnp.asarray(optax.safe_increment(state.step)),
         spiked=spiked.astype(jnp.int32),
-        count=state.count + spiked.astype(jnp.int32),
+        spikes=state.spikes + spiked.astype(jnp.int32),
         spiked_recently=share,
     )

@@ -94,7 +94,7 @@ def state_of_placeholder(memory: Any) -> ClipState:
     """A state with one leaf for each field, for `optax.tree_map_params`."""
     zero = jnp.zeros(())
     names: dict[str, None] = {AnyNames(): None}
-    return ClipState(names, *[zero] * 7, memory)
+    return ClipState(names, zero, zero, zero, zero, zero, zero, zero, memory)
 
 
 def next_entry(
@@ -166,7 +166,7 @@ def _numbered(state: ClipState) -> tuple[list[list[str]], list[Entry]]:
     """The blocks of a state whose names `optax.tree_map_params` has dropped."""
     count = len(state.norm) if isinstance(state.norm, tuple) else 1
     entries = _entries(state, count)
-    if count == 1 and jnp.ndim(state.norm) == 0:
+    if count == 1 and jnp.ndim(entries[0].norm) == 0:
         return [[""]], entries  # the norm of everything
     names = []
     for block, entry in enumerate(entries):

@@ -106,7 +106,8 @@ def metrics(
         spike/norm, spike/limit, spike/value, spike/value_limit
                                       as of optimizers that skip steps
         spike/spiked                  1 if the last step was a spike, else 0
-        spike/score, spike/count      spikes over all steps, and their number
+        spike/spiked_count            steps that were
+        spike/score                   their share of all steps, in [0, 1]
         spike/score_recent            the same of about the last 10,000 steps
 
       A clipper with one norm for each tensor or group adds the path:

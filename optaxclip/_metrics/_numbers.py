@@ -72,9 +72,9 @@ class SpikeNumbers(NamedTuple):
     value: jax.Array
     value_limit: jax.Array
     spiked: jax.Array
+    spiked_count: jax.Array
     score: jax.Array
     score_recent: jax.Array
-    count: jax.Array
 
 
 # (name of the number, path of the tensor, number)
@@ -271,9 +271,9 @@ def _spike_numbers(state: SpikeState) -> SpikeNumbers:
         value=state.value,
         value_limit=state.value_limit,
         spiked=state.spiked,
-        score=state.count.astype(jnp.float32) / steps,
+        spiked_count=state.spikes,
+        score=state.spikes.astype(jnp.float32) / steps,
         score_recent=state.spiked_recently,
-        count=state.count,
     )
     return _in_float32(numbers)
 
