@@ -1,9 +1,11 @@
 """Finds the states that `metrics` reads, at any depth of an optimizer state."""
 
+import itertools
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import optax
 from jax.tree_util import DictKey
 
@@ -11,9 +13,9 @@ from .._clippers._by_value import ClipByValueState
 from .._clippers._record_spikes import SpikeState
 from .._clippers._spam import SpamState
 from .._core._shares import ClippedElements
-from .._core._state import AnyNames, ClipState
+from .._core._state import ClipState
 from .._norms._leaves import unboxed
-from .._wrappers._skip import SkipState
+from .._wrappers._skipping import SkipState
 
 PREFIXES = {
     ClipState: "clip",
@@ -114,12 +116,22 @@ def _kind_of(x: Any) -> type | None:
 def _from_mapping(kind: Any, fields: Mapping[str, Any]) -> Any:
     values = {name: _as_tuple(fields.get(name, ())) for name in kind._fields}
     if kind is ClipState:
-        values["names"] = {AnyNames(): None}
+        values["names"] = _numbered(values["norm"])
     if kind is SkipState:
         values["inner_state"] = _as_states(fields.get("inner_state", ()))[0]
     if "elements" in values:
         values["elements"] = ClippedElements(**fields["elements"])
     return kind(**values)
+
+
+def _numbered(norms: Any) -> tuple[tuple[str, ...], ...]:
+    """Numbers for the names of the norms in each block."""
+    blocks = norms if isinstance(norms, tuple) else (norms,)
+    if len(blocks) == 1 and jnp.ndim(blocks[0]) == 0:
+        return (("",),)  # the norm of everything
+    counts = [block.size if jnp.ndim(block) == 1 else 1 for block in blocks]
+    numbers = map(str, itertools.count())
+    return tuple(tuple(itertools.islice(numbers, count)) for count in counts)
 
 
 def _as_tuple(x: Any) -> Any:

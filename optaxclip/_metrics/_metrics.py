@@ -13,7 +13,7 @@ from jax.core import Tracer
 
 from .._clippers._record_spikes import SpikeState
 from .._core._state import ClipState
-from .._wrappers._skip import SkipState
+from .._wrappers._skipping import SkipState
 from ._found import reported_states
 from ._numbers import (
     WORST_NAME,

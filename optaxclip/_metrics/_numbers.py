@@ -15,7 +15,7 @@ from .._clippers._record_spikes import SpikeState
 from .._clippers._spam import SpamState
 from .._core._state import ClipState, Entry, unpack
 from .._norms._types import gathered
-from .._wrappers._skip import SkipState
+from .._wrappers._skipping import SkipState
 from ._unstack import unstacked
 
 

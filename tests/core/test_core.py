@@ -470,3 +470,9 @@ def test_strict_promotion_takes_complex_leaves(name):
     usual, _ = apply(STRICT[name](), x, x)
     np.testing.assert_array_equal(strict, usual)
     np.testing.assert_array_equal(slope, jax.grad(optaxclip.global_norm)(x))
+
+
+def test_init_leaves_no_tracer_behind():
+    with jax.checking_leaks():
+        clipper = optaxclip.clip_by_tensor_norm(1.0)
+        assert clipper.init({"a": jnp.ones(3), "b": jnp.ones(2)}).norm.shape == (2,)
