@@ -161,6 +161,14 @@ METHODS: dict[str, Method] = {
         defaults={"trust": 0.02, "weight_decay": 0.0, "eps": 1e-8},
     ),
     "record_norm": of(optaxclip.record_norm, "all", mesh_axes=False),
+    "record_spikes": of(
+        optaxclip.record_spikes,
+        "all",
+        learns=True,
+        quick={"window": 4},
+        numbers={"sigmas": POSITIVE},
+        defaults={"sigmas": 6.0, "window": 128},
+    ),
     "autoclip": of(
         optaxclip.autoclip,
         "all",
