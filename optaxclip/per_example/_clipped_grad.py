@@ -10,12 +10,11 @@ import jax
 import jax.numpy as jnp
 
 from ..shrinks import Shrink, shrink_of
-from ._roles import Places, roles_of
-from ._run import Run, typed_as_varying
-from ._trace import trace
+from ._choose import check_method, choose
+from ._problem import Question, check_microbatch
+from ._roles import Places
+from ._run import Run
 from ._weights import limits_of, weigh
-
-METHODS = ("auto", "ghost", "one_pass", "two_pass")
 
 
 class ClippedGrad(NamedTuple):
@@ -119,22 +118,17 @@ def clipped_grad(
     shrink = shrink_of(shrink, call)
     weights_of = partial(weigh, limits=limits, shrink=shrink, call=call)
 
+    question = Question(call, loss, argnums, shared_argnums, has_aux)
+
     def of_batch(*args: Any, mask: Any = None) -> ClippedGrad:
-        roles = roles_of(call, argnums, shared_argnums, args)
-        batch, size = roles.examples(call)
+        of_one, params, batch, size = problem = question.about(args)
         present = _present(mask, size, call)
-        params = jax.tree.map(jnp.asarray, roles.taken(argnums))
-        params = jax.tree.map(partial(typed_as_varying, batch), params)
-
-        def of_one(params: Any, example: Any) -> tuple[jax.Array, Any]:
-            found = roles.call(loss, params, example)
-            return found if has_aux else (found, None)
-
-        run = Run(of_one, weights_of, params, batch, present, microbatch)
         groups = limits.group_of_each(params, call)
-        if method == "ghost":
-            total, seen = run.in_ghost(trace(of_one, params, batch), groups)
-        elif method == "two_pass":
+        kind, width, ghost = choose(problem, method, microbatch)
+        run = Run(of_one, weights_of, params, batch, present, width)
+        if kind == "ghost" and ghost:
+            total, seen = run.in_ghost(ghost, groups)
+        elif kind == "two_pass":
             total, seen = run.in_two_passes()
         else:
             total, seen = run.in_one_pass(groups)
@@ -170,14 +164,8 @@ def _present(mask: Any, size: int, call: str) -> jax.Array:
 
 
 def _check_options(call: str, microbatch: Any, method: str, limits: int) -> None:
-    is_number = isinstance(microbatch, int) and not isinstance(microbatch, bool)
-    if microbatch is not None and not (is_number and microbatch >= 1):
-        raise ValueError(
-            f"{call}: microbatch must be a number of examples, at least 1, or None, "
-            f"got {microbatch!r}."
-        )
-    if method not in METHODS:
-        raise ValueError(f"{call}: method must be one of {METHODS}, got {method!r}.")
+    check_microbatch(call, microbatch)
+    check_method(call, method)
     if method == "two_pass" and limits > 1:
         raise ValueError(
             f"{call}: method='two_pass' weighs the loss of an example, which has one "
