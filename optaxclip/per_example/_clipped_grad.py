@@ -72,11 +72,17 @@ def clipped_grad(
         `hard`, `normalize` (AUTO-V), `auto_s()`, `psac()`, `smooth()`, `drop`, or a
         function from norm and limit to new norm.
       microbatch: how many examples are differentiated at once, at least 1. It need not
-        divide the batch. None for the whole batch.
-      two_pass: whether to compute the norms first, and then the gradient of the
-        weighted loss. It needs less memory, and more time except for dense layers. The
-        factors are rounded to the dtype of the loss, which should be float32. Factors
-        below 1.2e-38 count as 0.
+        divide the batch. None for the whole batch, or for what "auto" chooses.
+      method: how it is computed. All give the same numbers but for rounding.
+        "ghost": from one backward pass, without gradients of examples: about the time
+        of a plain gradient, and at most about 1.7 times its memory. "one_pass": the
+        gradients of a microbatch at a time. Often the fastest for narrow networks and
+        long sequences. "two_pass": norms first, and then the gradient of the weighted
+        loss. Its factors are rounded to the dtype of the loss, which should be float32,
+        and below 1.2e-38 count as 0. "auto": "ghost" or "one_pass", by the shapes of
+        the loss. One pass then takes no more memory for gradients of examples than half
+        of the activations of the batch, or one gradient. `explain_clipped_grad` shows
+        the choice.
       mean: whether to divide by the number of examples that are not masked. False gives
         the sum.
 
@@ -87,10 +93,10 @@ def clipped_grad(
       the sum (`mean=False`), and `lax.psum` it.
 
     Raises:
-      ValueError: a limit that is negative, NaN or an array, several limits with
-        `two_pass`, a microbatch below 1. From the function: limits that do not fit the
-        parameters, batches whose first axes are missing or differ, a mask of the wrong
-        shape.
+      ValueError: a limit that is negative, NaN or an array, several limits with two
+        passes, an unknown method, a microbatch below 1. From the function: limits that
+        do not fit the parameters, batches whose first axes are missing or differ, a
+        mask of the wrong shape.
       TypeError: a limit that is not a number, or a shrink that is not a function.
 
     | an example that | contributes | divides the mean |
@@ -109,8 +115,12 @@ def clipped_grad(
       0.125 [0.5 2.  1.  0. ] [1.  0.5 1.  1. ]
 
     Reference: Abadi et al., Deep learning with differential privacy, 2016 (arXiv
-    1607.00133). For the two passes Lee, Kifer, Scaling up differentially private deep
-    learning with fast per-example gradient clipping, 2021 (arXiv 2009.03106).
+    1607.00133). For ghost clipping Li, Tramer, Liang, Hashimoto, Large language models
+    can be strong differentially private learners, 2022 (arXiv 2110.05679), and Bu,
+    Wang, Zha, Karypis, Differentially private optimization on large model at small
+    cost, 2023 (arXiv 2210.00038). For two passes Lee, Kifer, Scaling up differentially
+    private deep learning with fast per-example gradient clipping, 2021 (arXiv
+    2009.03106).
     """
     call = "clipped_grad"
     limits = limits_of(max_norm, f"{call}: max_norm")

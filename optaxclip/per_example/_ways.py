@@ -31,7 +31,8 @@ class Way(NamedTuple):
     name: str
     parts: list[Part]
     size: int = 0  # how many numbers are made of one example
-    cost: int = 0  # about how many multiplications it takes
+    # about how many multiplications it takes that one pass does not
+    cost: int = 0
 
 
 def ways_of(uses: list[Use], shapes: list[tuple[int, ...]]) -> list[Way]:
@@ -110,7 +111,9 @@ def _cheapest(
     _, rows, columns = form.sizes
     stack = size // (rows * columns)
     pairs = stack * positions**2
-    made = Way("matrix", parts, size, positions * size)
+    # JAX's own gradients of examples by a convolution take more than their factors.
+    saved = form.is_convolution
+    made = Way("matrix", parts, size, 0 if saved else positions * size)
     if lookups:
         made = Way("gradient", parts, size, size + positions * columns)
     if positions == 1 and not lookups:
