@@ -248,7 +248,7 @@ METHODS: dict[str, Method] = {
         "all",
         keeps=frozenset({LENGTH}),
         learns=True,
-        defaults={"sigmas": 6.0, "window": 128, "on_loss": True},
+        defaults={"sigmas": 6.0, "window": 128, "on_loss": None},
         wraps="optimizer",
     ),
     "reset_momentum": Method(

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from .._other_names import with_our_names
 from ..shrinks import Shrink, shrink_of
 from ._choose import check_method, choose
 from ._problem import Question, check_microbatch
@@ -38,6 +39,7 @@ class ClippedGrad(NamedTuple):
     aux: Any
 
 
+@with_our_names
 def clipped_grad(
     loss: Callable[..., Any],
     max_norm: Any,
