@@ -7,6 +7,8 @@ numbers, with all raw times, as JSON.
                                                   that they work. Their numbers mean
                                                   nothing
     python -m benchmarks --only step --only torch
+    python -m benchmarks --only compiled          what GPUs and TPUs would run, compiled
+                                                  without having one: an hour
     python -m benchmarks --json PATH              in place of benchmarks/results.json
 
 Every time in a table is a ratio of two times from one process, taken in turns. Absolute

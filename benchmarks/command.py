@@ -10,6 +10,7 @@ from pathlib import Path
 
 from . import (
     against_torch,
+    compiled,
     compiling,
     eager,
     growth,
@@ -30,6 +31,7 @@ TABLES: dict[str, Callable[[bool], report.Table]] = {
     "growth": growth.table,
     "sharded": sharded.table,
     "torch": against_torch.table,
+    "compiled": compiled.table,
 }
 
 

@@ -37,8 +37,10 @@ from ._norms._measures import (
     check_measure,
 )
 from ._norms._mesh_axes import MeshAxes
+from ._other_names import with_our_names
 
 
+@with_our_names
 def clip_cotangent(
     x: Any,
     *,
@@ -134,6 +136,7 @@ def clip_cotangent(
     return put_back(_clipped(measure, _arrays(x), limit), x)
 
 
+@with_our_names
 def scale_cotangent(x: Any, scale: Any) -> Any:
     """Returns `x`, and multiplies its derivative.
 

@@ -19,7 +19,7 @@ from ._core._state import ClipState, Entry, unpack
 from ._norms._leaves import unboxed
 from ._norms._platform import per_platform
 from ._norms._types import gathered
-from ._wrappers._skip import SkipState
+from ._wrappers._skipping import SkipState
 
 
 class _ClipNumbers(NamedTuple):

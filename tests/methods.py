@@ -248,7 +248,7 @@ METHODS: dict[str, Method] = {
         "all",
         keeps=frozenset({LENGTH}),
         learns=True,
-        defaults={"sigmas": 6.0, "window": 128, "on_loss": True},
+        defaults={"sigmas": 6.0, "window": 128, "on_loss": None},
         wraps="optimizer",
     ),
     "reset_momentum": Method(
@@ -280,7 +280,7 @@ METHODS: dict[str, Method] = {
         mesh_axes=False,
         schedules=False,
         shrinks=True,
-        defaults={"argnums": 0, "batch_argnums": 1, "two_pass": False, "mean": True},
+        defaults={"argnums": 0, "batch_argnums": None, "two_pass": False, "mean": True},
     ),
     "per_example_global_norm_clip": Method(
         partial(batch_of_one, optaxclip.per_example.per_example_global_norm_clip),

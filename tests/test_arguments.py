@@ -197,7 +197,7 @@ def test_a_group_without_a_limit():
     clipper = optaxclip.clip_by_group_norm({"x": 1.0}, {"w": "x", "b": "y"})
     refused(
         ValueError,
-        "clip_by_group_norm: max_norm has no value for the leaf 'y': it has 'x'.",
+        "clip_by_group_norm: max_norm has no value for the label 'y': it has 'x'.",
         lambda: update(clipper),
     )
 
@@ -212,7 +212,7 @@ def test_limits_that_do_not_fit_the_tree():
     refused(
         ValueError,
         "clip_by_tensor_norm: max_norm has a value for 'typo', but the updates have no "
-        "such part.",
+        "such part: they have 'b', 'w'.",
         lambda: update(optaxclip.clip_by_tensor_norm(wrong)),
     )
     refused(
@@ -324,9 +324,9 @@ def test_an_order_may_be_an_array_that_is_known():
 OTHERS_STATES = {
     "optax": (
         optaxclip.clip_by_global_norm(1.0),
-        optax.EmptyState(),
+        optax.sgd(1.0, 0.9).init(TREE)[0],
         "clip_by_global_norm: state must be the ClipState that its init returned, got "
-        "EmptyState",
+        "TraceState",
     ),
     "chain": (
         optaxclip.clip_by_tensor_norm(1.0),
@@ -336,19 +336,21 @@ OTHERS_STATES = {
     ),
     "value": (
         optaxclip.clip_by_value(1.0),
-        optax.EmptyState(),
+        optax.sgd(1.0, 0.9).init(TREE)[0],
         "clip_by_value: state must be the ClipByValueState that its init returned, got "
-        "EmptyState",
+        "TraceState",
     ),
     "adagc": (
         optaxclip.adagc(),
         optax.EmptyState(),
-        "adagc: state must be the ClipState that its init returned, got EmptyState",
+        "adagc: its limit learns from earlier norms, so update needs the state of the "
+        "step before, got EmptyState. Begin with state = clipper.init(params)",
     ),
     "spam": (
         optaxclip.spam(),
         optax.EmptyState(),
-        "spam: state must be the SpamState that its init returned, got EmptyState",
+        "spam: state must be the SpamState of the step before, got EmptyState. Begin "
+        "with state = optimizer.init(params)",
     ),
     "reset": (
         optaxclip.reset_momentum(optax.sgd(1.0)),
@@ -369,15 +371,15 @@ OTHERS_STATES = {
     "no memory": (
         optaxclip.clip_by_global_norm(optaxclip.rules.z_score()),
         optaxclip.clip_by_global_norm(1.0).init(TREE),
-        "clip_by_global_norm: state must hold what its rule remembers, of the form "
-        "ZScoreMemory(seen='int32[]', mean='float32[]', deviation='float32[]'), got "
-        "().",
+        "clip_by_global_norm: state was made with another rule. z_score remembers "
+        "ZScoreMemory(seen='int32[]', mean='float32[]', deviation='float32[]'), and "
+        "the state has (). Begin with a new one: state = clipper.init(params).",
     ),
     "memory": (
         optaxclip.clip_by_global_norm(1.0),
         optaxclip.clip_by_global_norm(optaxclip.rules.growth()).init(TREE),
-        "clip_by_global_norm: state must hold what its rule remembers, of the form (), "
-        "got float32[].",
+        "clip_by_global_norm: state was made with another rule. constant remembers (), "
+        "and the state has float32[]. Begin with a new one",
     ),
     "one norm": (
         optaxclip.clip_by_tensor_norm(1.0),
@@ -627,7 +629,7 @@ DEFAULTS = {  # those of the papers and of their public code
     optaxclip.rules.ema: {"decay": 0.999},
     optaxclip.adagn: {"decay1": 0.7, "decay2": 0.9, "eps": 1e-8, "scope": "tensor"},
     optaxclip.rules.moments_ratio: {"decay1": 0.7, "decay2": 0.9, "eps": 1e-8},
-    optaxclip.skip_step: {"sigmas": 6.0, "window": 128, "on_loss": True},
+    optaxclip.skip_step: {"sigmas": 6.0, "window": 128, "on_loss": None},
     optaxclip.skip_nonfinite: {"max_consecutive": 100},
     optaxclip.clippy: {"relative": 0.1, "absolute": 1e-7},
     optaxclip.larc: {"trust": 0.02, "weight_decay": 0.0, "eps": 1e-8},
@@ -637,7 +639,7 @@ DEFAULTS = {  # those of the papers and of their public code
     optaxclip.shrinks.psac: {"r": 0.1},
     optaxclip.clipped_grad: {
         "argnums": 0,
-        "batch_argnums": 1,
+        "batch_argnums": None,
         "has_aux": False,
         "two_pass": False,
         "mean": True,
@@ -732,7 +734,7 @@ def test_clippers_of_papers_refuse_a_state_under_their_own_names():
     for name in ("autoclip", "zclip", "adagn"):
         for scope in ("global", "tensor", lambda tree: "all"):
             with pytest.raises(
-                TypeError, match=rf"^{name}: state must be the ClipState"
+                TypeError, match=rf"^{name}: its limit learns from earlier norms"
             ):
                 getattr(optaxclip, name)(scope=scope).update(TREE, optax.EmptyState())
 

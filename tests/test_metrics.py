@@ -174,7 +174,8 @@ def test_metrics_number_clippers_within_each_title():
 
 
 def test_metrics_name_the_whole_way_through_a_skipping_optimizer():
-    inner = optax.named_chain(("inner", optaxclip.clip_by_global_norm(1.0)))
+    clipper = optaxclip.clip_by_global_norm(1.0)
+    inner = optax.named_chain(("inner", clipper), ("sgd", optax.sgd(1.0)))
     state = optax.named_chain(("outer", optaxclip.skip_nonfinite(inner))).init(
         jnp.ones(2)
     )
@@ -290,7 +291,9 @@ def test_the_numbers_of_a_norm_without_jit_are_one_program():
     [
         optaxclip.clip_by_global_norm(1.0),
         optaxclip.clip_by_unitwise_norm(optaxclip.rules.z_score()),
-        optaxclip.skip_spikes(optaxclip.clip_by_global_norm(1.0), 10.0),
+        optaxclip.skip_spikes(
+            optax.chain(optaxclip.clip_by_global_norm(1.0), optax.sgd(1.0)), 10.0
+        ),
     ],
     ids=["one norm", "units", "skipping"],
 )

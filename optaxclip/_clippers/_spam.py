@@ -28,6 +28,7 @@ from .._norms._leaves import cast_like, clipped_leaves, put_back
 from .._norms._modulus import modulus_dtype, norm_dtype, wide_dtype, with_modulus
 from .._norms._prefix import is_none
 from .._norms._types import typed_as, types_of
+from .._other_names import with_our_names
 from .._wrappers._reset_momentum import steps_since_reset
 from ..rules._rule import at_step, check_field, check_length, number
 
@@ -41,6 +42,7 @@ class SpamState(NamedTuple):
     second_moment: Any
 
 
+@with_our_names
 def spam(
     threshold: Any = 5000.0, *, decay: Any = 0.999, warmup: Any = 20, every: Any = 500
 ) -> optax.GradientTransformationExtraArgs:

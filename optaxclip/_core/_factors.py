@@ -70,7 +70,7 @@ def root_between(norm: jax.Array, new_norm: jax.Array) -> jax.Array:
     distant = jnp.sqrt(jnp.where(far, short, 1.0)) * (1 - 2.5 * eps)
     root = jnp.where(far, distant, root)
     root = jnp.where(same, 1.0, jnp.where(gone, 0.0, root))
-    divisor = jnp.where(far, jnp.sqrt(jnp.where(far, long, 1.0)), 1.0)
+    divisor = jnp.sqrt(jnp.where(far, long, 1.0))
     # The division comes last: what came after it XLA would do again for every element.
     return ratio(root, divisor)
 

@@ -20,12 +20,19 @@ import jax.numpy as jnp
 import optax
 from jax.typing import ArrayLike
 
-from .._arguments import check_nonfinite, check_number, check_params, check_state
-from .._norms._leaves import clipped_leaves, params_of, put_back
-from .._norms._measures import GlobalNorm, Measure, Norms, OwnNorm, in_blocks
+from .._arguments import check_nonfinite, check_number, check_params
+from .._norms._leaves import clipped_leaves, put_back
+from .._norms._measures import (
+    GlobalNorm,
+    Measure,
+    Norms,
+    OwnNorm,
+    in_blocks,
+    norm_of_norms,
+)
 from .._norms._types import in_manual_mesh, split_as, types_of
+from .._other_names import with_our_names
 from ..rules._constant import rule_of, rules_of
-from ..rules._rule import is_rule
 from ..shrinks import Shrink, shrink_of
 from ._blocks import (
     Arrangement,
@@ -37,16 +44,11 @@ from ._blocks import (
     rules_of_norms,
 )
 from ._factors import multiply, reported, root_between, zero_where_zero
-from ._limits import limit_of
+from ._inputs import check_updates, needs_params, params_of, state_or_first
+from ._limits import can_clip, limit_of
 from ._nonfinite import raise_nonfinite
-from ._state import (
-    ClipState,
-    Entry,
-    is_placeholder,
-    pack,
-    state_of_placeholder,
-    unpack,
-)
+from ._placeholder import is_placeholder
+from ._state import ClipState, Entry, pack, state_of_placeholder, unpack
 
 
 class Settings(NamedTuple):
@@ -63,7 +65,13 @@ class Settings(NamedTuple):
     def argument(self) -> str:
         return f"{self.call}: {self.limit}"
 
+    @property
+    def part(self) -> str:
+        """What errors call that which has a limit."""
+        return "label" if hasattr(self.measure, "labels") else "leaf"
 
+
+@with_our_names
 def clip_by(
     norm: Callable[[Any], Any],
     limit: Any,
@@ -132,6 +140,7 @@ def make_clipper(
     settings = Settings(call, name, measure, shrink, nonfinite, limit is None)
     one_norm = isinstance(measure, GlobalNorm)
     rules = (rule_of if one_norm else rules_of)(limit, settings.argument)
+    with_params = needs_params(rules)
 
     def init(params: Any) -> Any:
         return _first_state(settings, rules, params)
@@ -145,9 +154,12 @@ def make_clipper(
         limit: Any = None,
         **_: Any,
     ) -> tuple[Any, Any]:
-        check_state(call, state, ClipState)
-        tree = clipped_leaves(updates)
-        weights = None if params is None else params_of(tree, params)
+        state = state_or_first(call, state, rules, partial(init, updates))
+        tree = clipped_leaves(updates, call)
+        check_updates(call, updates, tree, params)
+        weights = None
+        if with_params and params is not None:
+            weights = params_of(call, tree, params)
         given = grad_norm, limit
         clipped, new = _update(settings, rules, eps, tree, state, weights, given)
         if nonfinite == "raise":
@@ -159,8 +171,7 @@ def make_clipper(
 
 def _first_state(settings: Settings, rules: Any, params: Any) -> ClipState:
     if is_placeholder(params):
-        memory = rules.init(jnp.zeros(())) if is_rule(rules) else jnp.zeros(())
-        return state_of_placeholder(memory)
+        return state_of_placeholder()
     measure = settings.measure
     if not in_manual_mesh():
         measure = measure.without_devices()
@@ -171,9 +182,9 @@ def _first_state(settings: Settings, rules: Any, params: Any) -> ClipState:
         found.append(norms._replace(blocks=[]))  # tracers must not outlive the trace
         return norms.blocks
 
-    types = types_of(blocks_of, clipped_leaves(params))
+    types = types_of(blocks_of, clipped_leaves(params, settings.call))
     norms = found[0]._replace(blocks=types)
-    of_norm = rules_of_norms(rules, norms, settings.argument)
+    of_norm = rules_of_norms(rules, norms, settings.argument, settings.part)
     names = names_by_rule(of_norm, norms)
     entries = [first_entry(norms, of_norm, block) for block in names]
     return pack(names, jnp.zeros((), jnp.int32), entries)
@@ -230,21 +241,23 @@ def _limits(
     old: list[Entry],
 ) -> tuple[list[jax.Array], list[Any]]:
     """The limit and the new memory of each block."""
-    of_norm = rules_of_norms(rules, norms, settings.argument)
-    weights: list[Any] = [None] * len(old)
+    of_norm = rules_of_norms(rules, norms, settings.argument, settings.part)
+    others: list[Any] = [None] * len(old)
     if any(rule.needs_params for rule in of_norm):
         check_params(settings.call, params)
-        weights = fit.arrange(settings.measure(params).blocks)
+        others = fit.arrange(settings.measure(params).blocks)
+    elif any(rule.needs_total for rule in of_norm):
+        others = [norm_of_norms(norms)] * len(old)
     limits, memories = [], []
-    for source, norm, entry, weight in zip(
-        fit.sources, fit.arrange(norms.blocks), old, weights
+    for source, norm, entry, other in zip(
+        fit.sources, fit.arrange(norms.blocks), old, others
     ):
         if source.block is None:
             limit, memory = entry.limit, entry.memory
         else:
             rule = rule_of_block(of_norm, source, norm)
             check_memory(rule, norm, entry.memory, settings.call)
-            asked = rule, norm, entry.memory, step, weight
+            asked = rule, norm, entry.memory, step, other
             limit, memory = limit_of(*asked, argument=settings.argument)
         limits.append(limit)
         memories.append(memory)
@@ -255,16 +268,14 @@ def _shrink(
     settings: Settings, eps: Any, norm: jax.Array, limit: jax.Array, memory: Any
 ) -> tuple[jax.Array, jax.Array]:
     """(norm, new norm). Only their quotient counts. Equal: leave the updates alone."""
-    finite = jnp.isfinite(norm)
-    # An infinite limit that was set only measures. A rule that has none yet still lets
-    # no broken step through.
+    long = norm + jnp.asarray(eps).astype(norm.dtype)
+    instead = 0.0 if settings.nonfinite == "zero" else jnp.nan
+    short = jnp.where(can_clip(norm, limit), settings.shrink(long, limit), instead)
     off = limit == jnp.inf
     if jax.tree.leaves(memory):
-        off = off & finite
-    long = norm + jnp.asarray(eps).astype(norm.dtype)
-    broken = ~finite | jnp.isnan(limit)
-    instead = 0.0 if settings.nonfinite == "zero" else jnp.nan
-    short = jnp.where(broken, instead, settings.shrink(long, limit))
+        # A rule that has no limit yet still lets no broken step through.
+        return long, jnp.where(off & jnp.isfinite(norm), long, short)
+    # An infinite limit that was set only measures.
     return jnp.where(off, 1.0, long), jnp.where(off, 1.0, short)
 
 
@@ -273,14 +284,14 @@ def _count(
 ) -> Entry:
     """The state of a block after a step."""
     before, after = new_norm
-    broken = ~jnp.isfinite(norm) | jnp.isnan(limit)
-    changed = ~broken & (after != before)
+    known = can_clip(norm, limit)
+    changed = known & (after != before)
     return Entry(
         norm=norm.astype(old.norm.dtype),
         limit=limit.astype(old.limit.dtype),
         factor=reported(before, after).astype(old.factor.dtype),
         clipped=old.clipped + changed.astype(jnp.int32),
-        nonfinite=old.nonfinite + broken.astype(jnp.int32),
+        nonfinite=old.nonfinite + (~known).astype(jnp.int32),
         memory=memory,
     )
 

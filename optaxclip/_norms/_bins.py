@@ -103,6 +103,6 @@ def root(bins: Bins) -> jax.Array:
     from_large = jnp.sqrt(large + rest * unit * unit) * np.float32(SCALE)
     from_rest = jnp.sqrt(rest + small * unit * unit)
     from_small = jnp.sqrt(small) * unit
-    # NaN in a bin fails every comparison and must win.
-    norm = jnp.where(large > 0, from_large, jnp.where(rest > 0, from_rest, from_small))
-    return jnp.where(jnp.isnan(large + rest + small), jnp.nan, norm)
+    # A sum is never negative, and NaN is not 0, so that it reaches the norm.
+    below = jnp.where(rest != 0, from_rest, from_small)
+    return jnp.where(large != 0, from_large, below)

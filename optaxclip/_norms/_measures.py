@@ -12,14 +12,14 @@ from typing import Any, NamedTuple, Protocol
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 from .._arguments import check_ord
 from . import _prefix as prefix
 from ._bins import Dims
-from ._collectives import axes_size
+from ._collectives import Split, axes_size
 from ._leaves import (
     by_label,
-    stacked_axes,
     static_labels,
     static_numbers,
     unit_axes,
@@ -27,6 +27,7 @@ from ._leaves import (
 from ._mesh_axes import freeze, splits
 from ._modulus import norm_dtype
 from ._powers import Group, group_norms
+from ._stacked import other_axes, stacked_axes
 
 Ord = float | str | None
 
@@ -50,6 +51,8 @@ class Norms(NamedTuple):
     paths: list[Any]  # of each norm: its key path in the tree of norms
     of_leaf: list[int | None]  # for each clipped leaf, the number of its norm
     treedef: Any  # of the tree of norms, as norm functions return it
+    # The mesh axes that split the units or layers of each block. Empty: none of them.
+    kept: tuple[tuple[str, ...], ...] = ()
 
     def pick(self, blocks: list[Any], number: int) -> Any:
         """The entry of one norm in blocks of this form."""
@@ -107,10 +110,10 @@ class TensorNorm(NamedTuple):
     mesh_axes: Any = "auto"
 
     def __call__(self, tree: Any) -> Norms:
-        skips = stacked_axes(self.stacked, tree, self.call)
+        layers = stacked_axes(self.stacked, tree, self.call, self.mesh_axes)
         dims = []
-        for skip, leaf in zip(skips, jax.tree.leaves(tree)):
-            dims.append(tuple(range(skip, jnp.ndim(leaf))) if skip else None)
+        for axes, leaf in zip(layers, jax.tree.leaves(tree)):
+            dims.append(other_axes(axes, jnp.ndim(leaf)) if axes else None)
         return _norm_of_each_leaf(tree, dims, self)
 
     def without_devices(self) -> "TensorNorm":
@@ -253,7 +256,17 @@ def _norm_of_each_leaf(tree: Any, dims: list[Any], measure: Any) -> Norms:
         places = [Place(0, None)] if lone else places
     paths = [path for path, _ in entries]
     of_leaf: list[int | None] = list(range(len(entries)))
-    return Norms(blocks, places, paths, of_leaf, treedef)
+    arrays = [split.kept for over, split in zip(dims, found) if over is not None]
+    kept = [()] * (len(blocks) - len(arrays)) + arrays
+    return Norms(blocks, places, paths, of_leaf, treedef, tuple(kept))
+
+
+def norm_of_norms(norms: Norms) -> jax.Array:
+    """The norm of all norms together, without a derivative."""
+    kept = norms.kept or ((),) * len(norms.blocks)
+    splits = [Split(names) for names in kept]
+    (total,) = group_norms(2.0, [Group(norms.blocks, None, splits)])
+    return lax.stop_gradient(total)
 
 
 def _summed(group: Group) -> int:
@@ -281,7 +294,7 @@ def check_measure(call: str, ord: Any, **numbers: Any) -> dict[str, Any]:
     options: dict[str, Any] = {"call": call, "ord": known}
     for name, value in numbers.items():
         if name == "mesh_axes":
-            value = freeze(value)
+            value = freeze(value, call)
         elif name == "labels":
             value = static_labels(value)
         else:

@@ -46,8 +46,17 @@ class _Leaf(NamedTuple):
         return ValueError(f"{self.argument}={self.spec!r}{text}")
 
 
-def freeze(mesh_axes: MeshAxes) -> MeshAxes:
-    """`mesh_axes` as a hashable value."""
+def freeze(mesh_axes: MeshAxes, call: str = "") -> MeshAxes:
+    """`mesh_axes` as a hashable value.
+
+    Raises:
+      TypeError: a list of names, which would be a tree with one name for each leaf.
+    """
+    if isinstance(mesh_axes, list) and all(isinstance(x, str) for x in mesh_axes):
+        raise TypeError(
+            f"{call}: mesh_axes must be a name or a tuple of names, got {mesh_axes!r}: "
+            f"write mesh_axes={tuple(mesh_axes)!r}."
+        )
     plain = mesh_axes is None or isinstance(mesh_axes, (str, prefix.Prefix))
     if plain or _are_names(mesh_axes):
         return mesh_axes
@@ -68,7 +77,7 @@ def splits(
         return [Split()] * len(dims)
     argument = f"{call}: mesh_axes"
     entries = jax.tree_util.tree_flatten_with_path(tree)[0]
-    mesh_axes = freeze(mesh_axes)
+    mesh_axes = freeze(mesh_axes, call)
     specs = [mesh_axes] * len(entries)
     if isinstance(mesh_axes, prefix.Prefix):
         specs = prefix.lookup(mesh_axes, tree, argument)
@@ -86,7 +95,7 @@ def whole_shapes(
     """For each leaf its shape over all devices, None where it is not known which
     dimension is split.
     """
-    mesh_axes, leaves = freeze(mesh_axes), jax.tree.leaves(tree)
+    mesh_axes, leaves = freeze(mesh_axes, call), jax.tree.leaves(tree)
     specs = [mesh_axes] * len(leaves)
     if isinstance(mesh_axes, prefix.Prefix):
         specs = prefix.lookup(mesh_axes, tree, f"{call}: mesh_axes")
@@ -220,11 +229,18 @@ def _check_bound(names: tuple[str, ...], argument: str) -> None:
         try:
             lax.axis_size(name)
         except NameError:
-            raise ValueError(
-                f"{argument}={name!r}: there is no such axis here. Outside shard_map "
-                "and pmap no mesh axes are needed, mesh_axes='auto' is right; inside, "
-                "it must be one of theirs."
-            ) from None
+            raise ValueError(f"{argument}={name!r}: {_bound_axes()}") from None
+
+
+def _bound_axes() -> str:
+    """Which mesh axes have a name here, for errors."""
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.manual_axes:
+        return f"there is no such axis here. There is {_shown(mesh.manual_axes)}."
+    return (
+        "there is no such axis here. Outside shard_map and pmap no mesh axes are "
+        "needed: mesh_axes='auto' is right."
+    )
 
 
 def _check_spec(leaf: _Leaf, manual: tuple[str, ...]) -> None:

@@ -25,6 +25,7 @@ import jax.numpy as jnp
 from .._core._factors import stretch
 from .._norms._modulus import wide_dtype
 from .._norms._types import varying_as
+from .._other_names import with_our_names
 from ..shrinks import Shrink, shrink_of
 from ._microbatches import in_microbatches, replace_uncounted
 from ._weights import Weights, batch_size, limits_of, weigh, weighted_sum
@@ -62,12 +63,13 @@ class _Seen(NamedTuple):
     aux: Any
 
 
+@with_our_names
 def clipped_grad(
     loss: Callable[..., Any],
     max_norm: Any,
     *,
     argnums: Places = 0,
-    batch_argnums: Places = 1,
+    batch_argnums: Places | None = None,
     has_aux: bool = False,
     shrink: Shrink | None = None,
     microbatch: int | None = None,
@@ -89,7 +91,8 @@ def clipped_grad(
         separately.
       argnums: which arguments to differentiate, as in `jax.grad`.
       batch_argnums: which arguments are batches: pytrees of arrays whose first axis
-        counts examples. The others are the same for all examples.
+        counts examples. The others are the same for all examples. None for all that
+        are not in `argnums`, as for `loss(params, x, y)`.
       has_aux: whether the loss returns something beside its value.
       shrink: what a norm over its limit becomes, of `optaxclip.shrinks`: None or
         `hard`, `normalize` (AUTO-V), `auto_s()`, `psac()`, `smooth()`, `drop`, or a
@@ -141,14 +144,15 @@ def clipped_grad(
     weights_of = partial(weigh, limits=limits, shrink=shrink, call=call)
 
     def of_batch(*args: Any, mask: Any = None) -> ClippedGrad:
-        _check_roles(call, argnums, batch_argnums, len(args))
-        batch = jax.tree.map(jnp.asarray, _taken(args, batch_argnums))
+        batches = _batches(argnums, batch_argnums, len(args))
+        _check_roles(call, argnums, batches, len(args))
+        batch = jax.tree.map(jnp.asarray, _taken(args, batches))
         present = _present(mask, batch_size(batch, f"{call}: the batch"), call)
         params = jax.tree.map(jnp.asarray, _taken(args, argnums))
         params = jax.tree.map(partial(_varying_as, batch), params)
 
         def of_one(params: Any, example: Any) -> tuple[jax.Array, Any]:
-            whole = _put(_put(args, argnums, params), batch_argnums, example)
+            whole = _put(_put(args, argnums, params), batches, example)
             found = loss(*whole)
             return found if has_aux else (found, None)
 
@@ -278,6 +282,16 @@ def _present(mask: Any, size: int, call: str) -> jax.Array:
             f"{mask.dtype}{list(mask.shape)}."
         )
     return mask
+
+
+def _batches(argnums: Places, batch_argnums: Places | None, count: int) -> Places:
+    """The arguments that are batches."""
+    if batch_argnums is not None:
+        return batch_argnums
+    taken = [argnums] if isinstance(argnums, int) else argnums
+    known = {place % max(count, 1) for place in taken}
+    found = tuple(place for place in range(count) if place not in known)
+    return found if len(found) > 1 else (*found, 1)[0]
 
 
 def _taken(args: tuple[Any, ...], places: Places) -> Any:

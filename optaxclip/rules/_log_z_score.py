@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from ._memory import Average, blend, empty_average, gain
+from ._memory import Average, blend, empty_average, gain, hypot
 from ._rule import Number, Rule, at_step, fixed, number
 
 
@@ -71,5 +71,5 @@ class LogZScore(Rule):
         share = gain(decay, moved.weight)
         # The variance of a mixture of old values and the new one, never negative.
         apart = jnp.sqrt(share) * jnp.abs(value - mean.value)
-        deviation = jnp.sqrt(1 - share) * jnp.hypot(deviation, apart)
+        deviation = jnp.sqrt(1 - share) * hypot(deviation, apart)
         return limit, LogNormMemory(seen + 1, moved, deviation)

@@ -1,7 +1,7 @@
 """What rules remember: a window of past norms, and running averages.
 
 All arrays of a memory have the norm's shape, followed by axes of their own. Deviations
-are kept and joined as roots of squares (`jnp.hypot`), which can neither become negative
+are kept and joined as roots of squares (`hypot`), which can neither become negative
 by rounding nor leave the range of the norm's dtype.
 """
 
@@ -95,6 +95,18 @@ def gain(decay: jax.Array, weight: jax.Array) -> jax.Array:
     """
     safe = jnp.where(weight > 0, weight, 1.0)
     return jnp.where(weight > 0, (1 - decay) / safe, 1.0).astype(weight.dtype)
+
+
+def hypot(one: jax.Array, other: jax.Array) -> jax.Array:
+    """The root of the sum of two squares of finite numbers.
+
+    `jnp.hypot` also decides about infinite ones, which a TPU computes by itself, number
+    by number.
+    """
+    one, other = jnp.abs(one), jnp.abs(other)
+    long, short = jnp.maximum(one, other), jnp.minimum(one, other)
+    share = short / jnp.where(long == 0, 1.0, long)
+    return long * jnp.sqrt(1 + share * share)
 
 
 def remembered(remember: str, norm: jax.Array, limit: jax.Array) -> jax.Array:

@@ -6,7 +6,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from ._memory import Average, blend, empty_average, gain
+from ._memory import Average, blend, empty_average, gain, hypot
 from ._rule import Number, Rule, at_step, number
 
 
@@ -59,6 +59,6 @@ class MomentsRatio(Rule):
         mean = blend(memory.mean, norm, decay1)
         weight = decay2 * memory.weight + (1 - decay2)
         share = gain(decay2, weight)
-        root = jnp.hypot(jnp.sqrt(1 - share) * memory.root, jnp.sqrt(share) * norm)
+        root = hypot(jnp.sqrt(1 - share) * memory.root, jnp.sqrt(share) * norm)
         limit = mean.value / jnp.where(root > 0, root + eps, 1.0)
         return limit, Moments(mean, root, weight)

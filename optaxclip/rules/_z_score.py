@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from ._memory import hypot
 from ._rule import Number, Rule, at_step, choice, fixed, number
 
 
@@ -89,7 +90,7 @@ class ZScore(Rule):
         # of the distances to the old and the new one gives the exact variance.
         distance = jnp.where(warm, keep, jnp.sqrt(keep)) * apart
         old, new = jnp.sqrt(keep) * deviation, jnp.sqrt(1 - keep) * distance
-        return limit, ZScoreMemory(seen + 1, mean, jnp.hypot(old, new))
+        return limit, ZScoreMemory(seen + 1, mean, hypot(old, new))
 
     def _target(self, score: jax.Array, z: jax.Array) -> jax.Array:
         """How many deviations above the mean a clipped norm is brought to."""

@@ -1278,7 +1278,8 @@ def test_a_rank_without_a_rule_wants_an_axis():
 
 def test_a_layer_that_squeezes_to_a_vector_is_one_unit():
     rows = np.arange(1.0, 21.0, dtype=np.float32).reshape(4, 1, 5)
-    norms = optaxclip.unitwise_norm({"stack": rows, "leaf": rows[:1]}, stacked=1)
+    tree, stacked = {"stack": rows, "leaf": rows[:1]}, {"stack": 1, "leaf": 1}
+    norms = optaxclip.unitwise_norm(tree, stacked=stacked)
     wanted = np.sqrt(np.sum(np.float64(rows) ** 2, (1, 2), keepdims=True))
     np.testing.assert_allclose(norms["stack"], wanted, 1e-6)
     np.testing.assert_allclose(norms["leaf"], wanted[:1], 1e-6)

@@ -811,7 +811,7 @@ WRONG = {
         r"one size, got the shapes {'x': \(3,\), 'y': \(2,\)}\.",
     ),
     "both": (
-        lambda: clipped_grad(add, 1.0, argnums=1)(1.0, jnp.ones(3)),
+        lambda: clipped_grad(add, 1.0, argnums=1, batch_argnums=1)(1.0, jnp.ones(3)),
         ValueError,
         r"clipped_grad: argnums=1 and batch_argnums=1 must be different arguments\.",
     ),

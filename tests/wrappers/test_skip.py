@@ -299,11 +299,11 @@ def test_unusual_new_states_are_kept_on_a_skip():
 
 
 def test_a_loss_rule_wants_the_loss():
-    optimizer = optaxclip.skip_step(optax.sgd(0.1))
+    optimizer = optaxclip.skip_step(optax.sgd(0.1), on_loss=True)
     with pytest.raises(
         ValueError,
         match=(
-            r"skip_spikes: loss_rule judges the loss: call update\(grads, state, "
+            r"skip_step: on_loss=True looks at the loss: call update\(grads, state, "
             r"params, value=loss\)"
         ),
     ):

@@ -1,0 +1,136 @@
+"""Devices that are only described, and the environments that compile for them."""
+
+import sys
+from collections.abc import Callable
+from importlib.metadata import version
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from jax.experimental import topologies
+from jax.sharding import AxisType, Mesh, NamedSharding, SingleDeviceSharding
+from jax.sharding import PartitionSpec as P
+
+Place = Callable[[tuple[int, ...]], jax.sharding.Sharding]
+
+ROOT = Path(__file__).parent.parent.parent
+H100 = """
+gpu_device_info {
+  threads_per_block_limit: 1024
+  threads_per_warp: 32
+  shared_memory_per_block: 49152
+  shared_memory_per_core: 233472
+  threads_per_core_limit: 2048
+  core_count: 132
+  fpus_per_core: 128
+  block_dim_limit_x: 2147483647
+  block_dim_limit_y: 65535
+  block_dim_limit_z: 65535
+  memory_bandwidth: 3352320000000
+  l2_cache_size: 52428800
+  clock_rate_ghz: 1.98
+  device_memory_size: 84929347584
+  shared_memory_per_block_optin: 232448
+  cuda_compute_capability { major: 9 }
+  registers_per_core_limit: 65536
+  registers_per_block_limit: 65536
+}
+platform_name: "CUDA"
+dnn_version_info { major: 9 minor: 7 }
+runtime_version { major: 12 minor: 8 patch: 0 }
+device_description_str: "NVIDIA H100 80GB HBM3"
+"""
+
+
+class Environment(NamedTuple):
+    """What compiles for one kind of device."""
+
+    name: str
+    module: str  # is there where the packages are
+    packages: tuple[str, ...]
+    variables: dict[str, str]
+
+    def python(self) -> str | None:
+        """The interpreter that has the packages, if there is one."""
+        if find_spec(self.module):
+            return sys.executable
+        own = ROOT / f".venv-{self.name}" / "bin" / "python"
+        return str(own) if own.exists() else None
+
+    def how_to_make(self) -> str:
+        """A line for the shell."""
+        versions = {"jax": version("jax"), "optax": version("optax")}
+        packages = [f"'{name.format(**versions)}'" for name in self.packages]
+        folder = f".venv-{self.name}"
+        install = f"{folder}/bin/pip install {' '.join(packages)}"
+        return f"python -m venv {folder} && {install}"
+
+
+GPU = Environment(
+    "gpu",
+    "jax_cuda12_plugin",
+    (
+        "jax=={jax}",
+        "optax=={optax}",
+        "jax-cuda12-plugin=={jax}",
+        "jax-cuda12-pjrt=={jax}",
+        "nvidia-cuda-nvcc-cu12",
+    ),
+    # Kernels are not tried out: there is no device to try them on.
+    {"XLA_FLAGS": "--xla_gpu_autotune_level=0"},
+)
+TPU = Environment(
+    "tpu",
+    "libtpu",
+    ("jax[tpu]=={jax}", "optax=={optax}"),
+    {
+        "TPU_SKIP_MDS_QUERY": "1",
+        "TPU_ACCELERATOR_TYPE": "v5litepod-16",
+        # libtpu locks the TPU of a machine, also where there is none.
+        "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
+    },
+)
+
+
+def environment_of(target: str) -> Environment:
+    """The environment that compiles for "h100", "h100:8", "v5e" or "v5e:4x4"."""
+    return TPU if target.startswith("v5e") else GPU
+
+
+def platform_of(target: str) -> str:
+    """The name that JAX gives the platform of a target."""
+    return "tpu" if target.startswith("v5e") else "cuda"
+
+
+def devices_of(target: str) -> list[Any]:
+    """The devices of a target, as a compiler sees them."""
+    _, _, form = target.partition(":")
+    if platform_of(target) == "tpu":
+        options: dict[str, Any] = {
+            "platform": "tpu",
+            "topology_name": f"v5e:{form or '2x2'}",
+        }
+    else:
+        form = f"1x1x{form or 1}"
+        options = {"platform": "cuda", "target_config": H100, "topology": form}
+    return topologies.get_topology_desc(**options).devices
+
+
+def placement(target: str) -> Place:
+    """Where an array of a shape is: on the first device, or split over a mesh.
+
+    On a mesh matrices are split over both mesh axes, and every device holds the rest.
+    """
+    devices = devices_of(target)
+    if ":" not in target:
+        return lambda shape: SingleDeviceSharding(devices[0])
+    grid = np.array(devices).reshape(-1, 4)
+    mesh = Mesh(grid, ("data", "model"), axis_types=(AxisType.Auto,) * 2)
+
+    def place(shape: tuple[int, ...]) -> NamedSharding:
+        is_split = len(shape) == 2 and min(shape) > 64
+        return NamedSharding(mesh, P("data", "model") if is_split else P())
+
+    return place
