@@ -12,9 +12,11 @@ import optax
 from jax.typing import ArrayLike
 
 from .._arguments import check_number, check_params, check_state
+from .._core._inputs import params_of
 from .._core._kernel import make_clipper
-from .._core._state import ClipState, is_placeholder, unpack
-from .._norms._leaves import cast_like, clipped_leaves, params_of, put_back
+from .._core._placeholder import is_placeholder
+from .._core._state import ClipState, unpack
+from .._norms._leaves import cast_like, clipped_leaves, put_back
 from .._norms._measures import OwnNorm
 from .._norms._types import gathered, typed_as, types_of, varying_as
 from ._heads import Attention, Where, find_attentions, logits_of, scale_of
@@ -133,7 +135,7 @@ def qk_clip(
             return updates, new
         factors = {name: entry.factor for (name,), entry in zip(*unpack(new))}
         clipped = _clip(
-            tuple(attentions), alpha, tree, params_of(tree, params), factors
+            tuple(attentions), alpha, tree, params_of(CALL, tree, params), factors
         )
         return put_back(clipped, updates), new
 
