@@ -19,6 +19,7 @@ OUR_LIMITS = (
     "max_rms",
     "max_value",
     "max_delta",
+    "max_logit",
     "clipping",
     "limit",
     "threshold",
@@ -61,6 +62,7 @@ ARGUMENTS = {
     "normalize_by": ("mean",),
     "per": ("scope",),
     "rescale_to_unit_norm": ("shrink=optaxclip.shrinks.normalize",),
+    "tau": ("max_logit",),
 }
 # Names that people try for a function, and the call to use.
 FUNCTIONS = {
@@ -81,6 +83,7 @@ FUNCTIONS = {
     "least": "rules.minimum",
     "at_least": "rules.maximum",
     "measure": "record_norm",
+    "muon_clip": "qk_clip",
     "unit_norm": "unitwise_norm",
     "unitwise_clip": "clip_by_unitwise_norm",
     "zero_nans": 'clip_by_global_norm(..., nonfinite="zero")',

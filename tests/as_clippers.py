@@ -32,6 +32,11 @@ def carried(limit: Any, **options: Any) -> Any:
     return optaxclip.carry_clipped(clip_by_global_norm(limit, **options))
 
 
+def constrained(limit: Any, **options: Any) -> Any:
+    """`constrain` of a clipper of the global norm."""
+    return optaxclip.constrain(clip_by_global_norm(limit, **options))
+
+
 def around(wrapper: Callable[..., Any], **settings: Any) -> Callable[..., Any]:
     """A wrapper of optimizers around one that hands on what it gets."""
     return lambda **options: wrapper(optax.identity(), **{**settings, **options})

@@ -19,6 +19,7 @@ from tests.as_clippers import (
     bounds,
     by_group,
     carried,
+    constrained,
     cotangent,
     example,
     labels_by_rank,
@@ -160,6 +161,14 @@ METHODS: dict[str, Method] = {
         defaults={"trust": 0.02, "weight_decay": 0.0, "eps": 1e-8},
     ),
     "record_norm": of(optaxclip.record_norm, "all", mesh_axes=False),
+    "record_spikes": of(
+        optaxclip.record_spikes,
+        "all",
+        learns=True,
+        quick={"window": 4},
+        numbers={"sigmas": POSITIVE},
+        defaults={"sigmas": 6.0, "window": 128},
+    ),
     "autoclip": of(
         optaxclip.autoclip,
         "all",
@@ -226,6 +235,15 @@ METHODS: dict[str, Method] = {
         keeps=frozenset(),
         limit=1.0,
         learns=True,
+        wraps="clipper",
+    ),
+    "constrain": Method(
+        constrained,
+        optaxclip.constrain,
+        "all",
+        keeps=frozenset(),
+        limit=1.0,
+        needs=WEIGHTS,
         wraps="clipper",
     ),
     "skip_nonfinite": Method(

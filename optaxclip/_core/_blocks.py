@@ -199,6 +199,7 @@ def first_entry(norms: Norms, rules: list[Rule], names: list[str]) -> Entry:
         limit=filled(jnp.inf, kind.dtype),
         factor=filled(1, kind.dtype),
         clipped=filled(0, jnp.int32),
+        clipped_recently=filled(0, jnp.float32),
         nonfinite=filled(0, jnp.int32),
         memory=memory,
     )

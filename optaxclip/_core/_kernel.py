@@ -40,7 +40,7 @@ from ._blocks import (
     rule_of_block,
     rules_of_norms,
 )
-from ._factors import multiply, reported, root_between, zero_where_zero
+from ._factors import multiply, root_between, zero_where_zero
 from ._inputs import (
     check_windows,
     leaves_of,
@@ -51,7 +51,14 @@ from ._inputs import (
 from ._limits import can_clip, limit_of
 from ._nonfinite import raise_nonfinite
 from ._placeholder import is_placeholder
-from ._state import ClipState, Entry, pack, state_of_placeholder, unpack
+from ._state import (
+    ClipState,
+    Entry,
+    next_entry,
+    pack,
+    state_of_placeholder,
+    unpack,
+)
 
 
 class Settings(NamedTuple):
@@ -173,7 +180,8 @@ def _update(
         updates = multiply(tree, norms, roots)
         if settings.nonfinite == "zero":
             updates = zero_where_zero(updates, norms, roots)
-    entries = [_count(*each) for each in zip(old, blocks, limits, new_norms, memories)]
+    found = zip(old, blocks, limits, new_norms, memories)
+    entries = [next_entry(state.step, *each) for each in found]
     step = jnp.asarray(optax.safe_increment(state.step))
     return updates, pack(names, step, fit.keep_missing(entries, old))
 
@@ -224,23 +232,6 @@ def _shrink(
         return long, jnp.where(off & jnp.isfinite(norm), long, short)
     # An infinite limit that was set only measures.
     return jnp.where(off, 1.0, long), jnp.where(off, 1.0, short)
-
-
-def _count(
-    old: Entry, norm: jax.Array, limit: jax.Array, new_norm: Any, memory: Any
-) -> Entry:
-    """The state of a block after a step."""
-    before, after = new_norm
-    known = can_clip(norm, limit)
-    changed = known & (after != before)
-    return Entry(
-        norm=norm.astype(old.norm.dtype),
-        limit=limit.astype(old.limit.dtype),
-        factor=reported(before, after).astype(old.factor.dtype),
-        clipped=old.clipped + changed.astype(jnp.int32),
-        nonfinite=old.nonfinite + (~known).astype(jnp.int32),
-        memory=memory,
-    )
 
 
 def _given(
