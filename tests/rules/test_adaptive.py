@@ -485,11 +485,11 @@ BAD = {
         101
     ),
     f"autoclip: {BAD_SCOPE}, got 'unit'.": lambda: optaxclip.autoclip(scope="unit"),
-    "z_score: target must be 'adaptive', 'mean' or 'max', got 'median'.": lambda: (
+    "zclip: target must be 'adaptive', 'mean' or 'max', got 'median'.": lambda: (
         optaxclip.zclip(target="median")
     ),
     "z_score: z must not be NaN, got nan.": lambda: optaxclip.rules.z_score(math.nan),
-    "z_score: warmup must be at least 1, got 0.": lambda: optaxclip.zclip(warmup=0),
+    "zclip: warmup must be at least 1, got 0.": lambda: optaxclip.zclip(warmup=0),
     "ema_ratio: decay must be at most 1, got 2.": lambda: optaxclip.rules.ema_ratio(
         1.0, 2
     ),
