@@ -6,7 +6,7 @@ import numpy as np
 import optax
 import pytest
 
-from optaxclip import ClipState, Heads, metrics, qk_clip, rules
+from optaxclip import ClipState, Heads, metrics, qk_clip, rules, skip_nonfinite
 from tests import attention
 
 FACTORS = np.float32([1.0, 0.25])
@@ -178,6 +178,30 @@ def test_it_stands_behind_an_optimizer_in_a_chain():
     root = np.array([1, 0.5, 1, 1])[:, None]
     wanted = root * np.asarray(free["query"]["kernel"])
     np.testing.assert_allclose(new["query"]["kernel"], wanted, rtol=1e-5, atol=1e-6)
+
+
+def test_a_skip_around_it_keeps_a_broken_step_out():
+    params = attention.weights(4, 4)
+    chain = optax.chain(optax.adam(0.1), qk_clip(20.0, **attention.PATTERNS))
+    optimizer = skip_nonfinite(chain)
+    state = optimizer.init(params)
+    broken = jax.tree.map(lambda x: jnp.full_like(x, jnp.nan), params)
+    given = {"max_logits": jnp.full(4, jnp.nan)}
+    updates, state = optimizer.update(broken, state, params, **given)
+    assert not any(np.any(x) for x in jax.tree.leaves(updates))
+    assert int(state.inner_state[1].nonfinite.sum()) == 0
+
+
+def test_multi_steps_hand_on_the_logits_of_the_last():
+    params = attention.weights(4, 4)
+    chain = optax.chain(optax.sgd(0.0), qk_clip(20.0, **attention.PATTERNS))
+    optimizer = optax.MultiSteps(chain, 2)
+    state = optimizer.init(params)
+    for most in (90.0, 80.0):
+        given = {"max_logits": jnp.full(4, most)}
+        updates, state = optimizer.update(params, state, params, **given)
+    found = np.asarray(updates["key"]["bias"]) + params["key"]["bias"]
+    np.testing.assert_allclose(found, 0.5 * params["key"]["bias"], rtol=1e-5)
 
 
 def test_the_state_has_one_form_from_shapes_on():
