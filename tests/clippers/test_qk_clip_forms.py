@@ -204,6 +204,23 @@ def test_multi_steps_hand_on_the_logits_of_the_last():
     np.testing.assert_allclose(found, 0.5 * params["key"]["bias"], rtol=1e-5)
 
 
+def test_no_copy_of_the_updates_is_made():
+    kernel = jax.ShapeDtypeStruct((256, 4, 64), jnp.float32)
+    params = {name: {"kernel": kernel} for name in ("query", "key")}
+    chain = optax.chain(optax.adam(0.1), qk_clip(20.0, **attention.PATTERNS))
+
+    def step(params, state, grads, max_logits):
+        updates, state = chain.update(grads, state, params, max_logits=max_logits)
+        return optax.apply_updates(params, updates), state
+
+    logits = jax.ShapeDtypeStruct((4,), jnp.float32)
+    state = jax.eval_shape(chain.init, params)
+    program = jax.jit(step, donate_argnums=(0, 1))
+    compiled = program.lower(params, state, params, logits).compile()
+    temporary = compiled.memory_analysis().temp_size_in_bytes
+    assert temporary < 0.01 * 2 * 4 * kernel.size
+
+
 def test_the_state_has_one_form_from_shapes_on():
     params = attention.weights(6, 2)
     clipper = qk_clip(20.0, **attention.PATTERNS)
