@@ -31,7 +31,7 @@ class Writer(kd.train.metric_writer.NoopWriter):
 
     def write_scalars(self, step: int, scalars: Mapping[str, Any]) -> None:
         LOSSES.extend(
-            float(value) for name, value in scalars.items() if name == "losses/total"
+            float(value) for name, value in scalars.items() if name == "losses/l2"
         )
 
 
