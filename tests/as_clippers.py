@@ -42,6 +42,15 @@ def around(wrapper: Callable[..., Any], **settings: Any) -> Callable[..., Any]:
     return lambda **options: wrapper(optax.identity(), **{**settings, **options})
 
 
+def once(limit: Any, **options: Any) -> Any:
+    """`clip_grads` as a clipper."""
+
+    def update(grads: Any, params: Any) -> Any:
+        return optaxclip.clip_grads(grads, limit, **options)[0]
+
+    return optax.with_extra_args_support(optax.stateless(update))
+
+
 def cotangent(limit: Any, **options: Any) -> Any:
     """`clip_cotangent` as a clipper: each leaf is the cotangent of an identity."""
 

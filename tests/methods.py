@@ -23,6 +23,7 @@ from tests.as_clippers import (
     cotangent,
     example,
     labels_by_rank,
+    once,
 )
 
 BITS = "bits"  # what is within the limit keeps its bits
@@ -160,6 +161,14 @@ METHODS: dict[str, Method] = {
         defaults={"trust": 0.02, "weight_decay": 0.0, "eps": 1e-8},
     ),
     "record_norm": of(optaxclip.record_norm, "all", mesh_axes=False),
+    "record_spikes": of(
+        optaxclip.record_spikes,
+        "all",
+        learns=True,
+        quick={"window": 4},
+        numbers={"sigmas": POSITIVE},
+        defaults={"sigmas": 6.0, "window": 128},
+    ),
     "autoclip": of(
         optaxclip.autoclip,
         "all",
@@ -270,6 +279,14 @@ METHODS: dict[str, Method] = {
         defaults={"every": 500, "warmup": 150},
         mesh_axes=False,
         wraps="optimizer",
+    ),
+    "clip_grads": Method(
+        once,
+        optaxclip.clip_grads,
+        "all",
+        limit=1.0,
+        schedules=False,
+        defaults=KERNEL,
     ),
     "clip_cotangent": Method(
         cotangent,
