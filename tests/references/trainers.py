@@ -3,8 +3,8 @@
 Written from what their code computes, at these versions:
 
     MaxText    skip_step_on_spikes, e591f30 (2026-08-22)
-    Levanter   SkipStepConfig, 2d3f61b, and clip_update_by_historical_norm, 87ec0fc
-    axlearn    skip_and_clip_by_global_norm, as of 2026-09
+    Levanter   SkipStepConfig, clip_update_by_historical_norm, 9263f81 (2025-09-26)
+    axlearn    skip_and_clip_by_global_norm, 34aed43 (2026-07-08)
     AdaGC      megatron-gpt2.patch, 32c249f (the authors')
 
 Each function was compared with the public one, run on the histories of
@@ -23,7 +23,8 @@ def maxtext_skips(norms, losses, interval=128, factor=6.0):
         for values in (norms, losses):
             past = np.asarray(values[max(0, step - interval) : step], np.float64)
             mean = past.sum() / max(1, past.size)
-            squares = ((past - mean) ** 2).sum() / max(1, past.size - 1)
+            with np.errstate(invalid="ignore"):
+                squares = ((past - mean) ** 2).sum() / max(1, past.size - 1)
             # Not "above": a NaN is out of order as well.
             over |= not (values[step] - mean <= factor * np.sqrt(squares))
         skipped.append(over and step + 1 >= half)
@@ -31,25 +32,20 @@ def maxtext_skips(norms, losses, interval=128, factor=6.0):
 
 
 def levanter_limit(past, sigmas):
-    """mean + sigmas * max(deviation, 1e-6) of the norms that are not NaN."""
+    """mean + sigmas * max(deviation, 1e-6)."""
     past = np.asarray(past, np.float64)
     with np.errstate(invalid="ignore"):
-        mean, deviation = np.nanmean(past), np.nanstd(past)
-    # A deviation that is not finite counts as 1e-6 there, and a mean as the largest
-    # number.
-    mean = np.nan_to_num(mean, nan=0.0, posinf=np.finfo(np.float32).max)
-    deviation = np.nan_to_num(deviation, nan=1e-6, posinf=1e-6)
-    return mean + sigmas * np.maximum(deviation, 1e-6)
+        return past.mean() + sigmas * np.maximum(past.std(), 1e-6)
 
 
 def levanter_skips(norms, losses, interval=128, sigmas=6.0):
-    """Its window holds one step more than `interval`."""
+    """Skips what is above mean + sigmas * deviation of the last `interval` steps."""
     skipped = []
     for step in range(len(norms)):
         over = False
         if step >= max(2, interval // 2):
             for values in (norms, losses):
-                past = values[max(0, step - interval - 1) : step]
+                past = values[max(0, step - interval) : step]
                 over |= not values[step] <= levanter_limit(past, sigmas)
         skipped.append(over)
     return np.array(skipped)
@@ -61,8 +57,7 @@ def levanter_clipped(norms, interval=128, sigmas=3.0):
     for step, norm in enumerate(norms):
         limit = np.inf
         if step >= max(2, interval // 2):
-            past = np.asarray(norms[max(0, step - interval) : step], np.float64)
-            limit = past.mean() + sigmas * max(past.std(), 1e-6)
+            limit = levanter_limit(norms[max(0, step - interval) : step], sigmas)
         clipped.append(limit if norm > limit else norm)
     return np.array(clipped)
 
