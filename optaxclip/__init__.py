@@ -8,7 +8,8 @@ and what if it is longer (shrink).
                  clip_by_average_norm, clip_by_unitwise_norm, clip_by_group_norm,
                  clip_by_value, clip_by_spectral_norm, adaptive_grad_clip, clippy, larc
     that learn   autoclip, zclip, adagc, aggc, spam, adaclip, adagn
-    wrappers     skip_nonfinite, skip_spikes, skip_step, carry_clipped, reset_momentum
+    wrappers     skip_nonfinite, skip_spikes, skip_step, carry_clipped, constrain,
+                 reset_momentum
     once         clip_grads(grads, max_norm) -> (grads, norm)
     reading      metrics, record_norm, record_spikes
     weights      qk_clip, Heads
@@ -62,6 +63,7 @@ from ._norms._mesh_axes import check_replicated
 from ._norms._norms import global_norm, group_norm, tensor_norm, unitwise_norm
 from ._other_names import raise_no_attribute
 from ._wrappers._carry import carry_clipped
+from ._wrappers._constrain import constrain
 from ._wrappers._reset_momentum import reset_momentum
 from ._wrappers._skip import skip_nonfinite, skip_spikes, skip_step
 from ._wrappers._skipping import SkipState
@@ -96,6 +98,7 @@ __all__ = [
     "clip_grads",
     "clipped_grad",
     "clippy",
+    "constrain",
     "dropin",
     "global_norm",
     "group_norm",

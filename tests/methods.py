@@ -19,9 +19,11 @@ from tests.as_clippers import (
     bounds,
     by_group,
     carried,
+    constrained,
     cotangent,
     example,
     labels_by_rank,
+    once,
 )
 
 BITS = "bits"  # what is within the limit keeps its bits
@@ -235,6 +237,15 @@ METHODS: dict[str, Method] = {
         learns=True,
         wraps="clipper",
     ),
+    "constrain": Method(
+        constrained,
+        optaxclip.constrain,
+        "all",
+        keeps=frozenset(),
+        limit=1.0,
+        needs=WEIGHTS,
+        wraps="clipper",
+    ),
     "skip_nonfinite": Method(
         around(optaxclip.skip_nonfinite),
         optaxclip.skip_nonfinite,
@@ -268,6 +279,14 @@ METHODS: dict[str, Method] = {
         defaults={"every": 500, "warmup": 150},
         mesh_axes=False,
         wraps="optimizer",
+    ),
+    "clip_grads": Method(
+        once,
+        optaxclip.clip_grads,
+        "all",
+        limit=1.0,
+        schedules=False,
+        defaults=KERNEL,
     ),
     "clip_cotangent": Method(
         cotangent,

@@ -223,6 +223,8 @@ def check_memory(rule: Rule, norm: jax.Array, memory: Any, call: str) -> None:
 
 
 def _form(tree: Any) -> Any:
+    if not jax.tree.leaves(tree):
+        return "nothing"
     return jax.tree.map(lambda x: f"{x.dtype}{list(x.shape)}", tree)
 
 

@@ -44,7 +44,7 @@ from ._blocks import (
     rules_of_norms,
 )
 from ._factors import multiply, root_between, zero_where_zero
-from ._inputs import check_updates, needs_params, params_of, state_or_first
+from ._inputs import leaves_of, needs_params, params_of, state_or_first
 from ._limits import can_clip, limit_of
 from ._nonfinite import raise_nonfinite
 from ._placeholder import is_placeholder
@@ -148,9 +148,7 @@ def make_clipper(
     one_norm = isinstance(measure, GlobalNorm)
     rules = (rule_of if one_norm else rules_of)(limit, settings.argument)
     with_params = needs_params(rules)
-
-    def init(params: Any) -> Any:
-        return _first_state(settings, rules, params)
+    init = partial(_first_state, settings, rules)
 
     def update(
         updates: Any,
@@ -162,11 +160,8 @@ def make_clipper(
         **_: Any,
     ) -> tuple[Any, Any]:
         state = state_or_first(call, state, rules, partial(init, updates))
-        tree = clipped_leaves(updates, call)
-        check_updates(call, updates, tree, params)
-        weights = None
-        if with_params and params is not None:
-            weights = params_of(call, tree, params)
+        tree = leaves_of(call, updates, params)
+        weights = params_of(call, tree, params) if with_params else None
         given = grad_norm, limit
         clipped, new = _update(settings, rules, eps, tree, state, weights, given)
         if nonfinite == "raise":

@@ -38,6 +38,13 @@ def kept_inputs(use: Use, inputs: list[jax.Array]) -> list[jax.Array]:
     return [] if use.name in SUMS else inputs
 
 
+def kept_numbers(use: Use) -> int:
+    """How many numbers are kept of a use in one example."""
+    inputs = [] if use.name in SUMS else use.data
+    outs = [use.outs[k] for k in use.tapped]
+    return math.prod(use.loops) * sum(x.size for x in (*inputs, *outs))
+
+
 def factors_of(use: Use, form: Form, kept: Kept, part: Part) -> Pair:
     """The factors of one use for a batch. Turns of a scan that slices the operand
     belong to the stack, and turns that share it are positions.

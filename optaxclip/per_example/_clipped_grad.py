@@ -11,12 +11,11 @@ import jax.numpy as jnp
 
 from .._other_names import with_our_names
 from ..shrinks import Shrink, shrink_of
-from ._roles import Places, roles_of
-from ._run import Run, typed_as_varying
-from ._trace import trace
+from ._choose import check_method, choose
+from ._problem import Question, check_microbatch
+from ._roles import Places
+from ._run import Run
 from ._weights import limits_of, weigh
-
-METHODS = ("auto", "ghost", "one_pass", "two_pass")
 
 
 class ClippedGrad(NamedTuple):
@@ -75,11 +74,17 @@ def clipped_grad(
         `hard`, `normalize` (AUTO-V), `auto_s()`, `psac()`, `smooth()`, `drop`, or a
         function from norm and limit to new norm.
       microbatch: how many examples are differentiated at once, at least 1. It need not
-        divide the batch. None for the whole batch.
-      two_pass: whether to compute the norms first, and then the gradient of the
-        weighted loss. It needs less memory, and more time except for dense layers. The
-        factors are rounded to the dtype of the loss, which should be float32. Factors
-        below 1.2e-38 count as 0.
+        divide the batch. None for the whole batch, or for what "auto" chooses.
+      method: how it is computed. All give the same numbers but for rounding.
+        "ghost": from one backward pass, without gradients of examples: about the time
+        of a plain gradient, and at most about 1.7 times its memory. "one_pass": the
+        gradients of a microbatch at a time. Often the fastest for narrow networks and
+        long sequences. "two_pass": norms first, and then the gradient of the weighted
+        loss. Its factors are rounded to the dtype of the loss, which should be float32,
+        and below 1.2e-38 count as 0. "auto": "ghost" or "one_pass", by the shapes of
+        the loss. One pass then takes no more memory for gradients of examples than half
+        of the activations of the batch, or one gradient. `explain_clipped_grad` shows
+        the choice.
       mean: whether to divide by the number of examples that are not masked. False gives
         the sum.
 
@@ -90,10 +95,10 @@ def clipped_grad(
       the sum (`mean=False`), and `lax.psum` it.
 
     Raises:
-      ValueError: a limit that is negative, NaN or an array, several limits with
-        `two_pass`, a microbatch below 1. From the function: limits that do not fit the
-        parameters, batches whose first axes are missing or differ, a mask of the wrong
-        shape.
+      ValueError: a limit that is negative, NaN or an array, several limits with two
+        passes, an unknown method, a microbatch below 1. From the function: limits that
+        do not fit the parameters, batches whose first axes are missing or differ, a
+        mask of the wrong shape.
       TypeError: a limit that is not a number, or a shrink that is not a function.
 
     | an example that | contributes | divides the mean |
@@ -112,8 +117,12 @@ def clipped_grad(
       0.125 [0.5 2.  1.  0. ] [1.  0.5 1.  1. ]
 
     Reference: Abadi et al., Deep learning with differential privacy, 2016 (arXiv
-    1607.00133). For the two passes Lee, Kifer, Scaling up differentially private deep
-    learning with fast per-example gradient clipping, 2021 (arXiv 2009.03106).
+    1607.00133). For ghost clipping Li, Tramer, Liang, Hashimoto, Large language models
+    can be strong differentially private learners, 2022 (arXiv 2110.05679), and Bu,
+    Wang, Zha, Karypis, Differentially private optimization on large model at small
+    cost, 2023 (arXiv 2210.00038). For two passes Lee, Kifer, Scaling up differentially
+    private deep learning with fast per-example gradient clipping, 2021 (arXiv
+    2009.03106).
     """
     call = "clipped_grad"
     limits = limits_of(max_norm, f"{call}: max_norm")
@@ -121,22 +130,17 @@ def clipped_grad(
     shrink = shrink_of(shrink, call)
     weights_of = partial(weigh, limits=limits, shrink=shrink, call=call)
 
+    question = Question(call, loss, argnums, shared_argnums, has_aux)
+
     def of_batch(*args: Any, mask: Any = None) -> ClippedGrad:
-        roles = roles_of(call, argnums, shared_argnums, args)
-        batch, size = roles.examples(call)
+        of_one, params, batch, size = problem = question.about(args)
         present = _present(mask, size, call)
-        params = jax.tree.map(jnp.asarray, roles.taken(argnums))
-        params = jax.tree.map(partial(typed_as_varying, batch), params)
-
-        def of_one(params: Any, example: Any) -> tuple[jax.Array, Any]:
-            found = roles.call(loss, params, example)
-            return found if has_aux else (found, None)
-
-        run = Run(of_one, weights_of, params, batch, present, microbatch)
         groups = limits.group_of_each(params, call)
-        if method == "ghost":
-            total, seen = run.in_ghost(trace(of_one, params, batch), groups)
-        elif method == "two_pass":
+        kind, width, ghost = choose(problem, method, microbatch)
+        run = Run(of_one, weights_of, params, batch, present, width)
+        if kind == "ghost" and ghost:
+            total, seen = run.in_ghost(ghost, groups)
+        elif kind == "two_pass":
             total, seen = run.in_two_passes()
         else:
             total, seen = run.in_one_pass(groups)
@@ -172,14 +176,8 @@ def _present(mask: Any, size: int, call: str) -> jax.Array:
 
 
 def _check_options(call: str, microbatch: Any, method: str, limits: int) -> None:
-    is_number = isinstance(microbatch, int) and not isinstance(microbatch, bool)
-    if microbatch is not None and not (is_number and microbatch >= 1):
-        raise ValueError(
-            f"{call}: microbatch must be a number of examples, at least 1, or None, "
-            f"got {microbatch!r}."
-        )
-    if method not in METHODS:
-        raise ValueError(f"{call}: method must be one of {METHODS}, got {method!r}.")
+    check_microbatch(call, microbatch)
+    check_method(call, method)
     if method == "two_pass" and limits > 1:
         raise ValueError(
             f"{call}: method='two_pass' weighs the loss of an example, which has one "

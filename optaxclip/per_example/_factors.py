@@ -40,6 +40,7 @@ class Form(NamedTuple):
     is_lookup: bool  # whether `a` has the numbers of rows
     aligns: bool  # whether each matrix of the stack is a slice of the operand
     split: Callable[[list[jax.Array], jax.Array, Order], Factors]
+    is_convolution: bool = False
 
 
 def form_of(use: Use) -> Form | None:
@@ -144,7 +145,7 @@ def _convolution(use: Use) -> Form | None:
         c = c.reshape(groups, sizes[2], sizes[0]).swapaxes(1, 2)
         return Factors(a, c)
 
-    return Form((), tuple(own[1:]), (own[0],), sizes, False, groups == 1, split)
+    return Form((), tuple(own[1:]), (own[0],), sizes, False, groups == 1, split, True)
 
 
 def _patches(image: jax.Array, window: Any, params: Any, places: Any) -> jax.Array:

@@ -19,13 +19,10 @@ import jax.numpy as jnp
 
 from .._core._factors import stretch
 from .._norms._modulus import wide_dtype
-from .._norms._types import varying_as
-from ._ghost import ghost_of
+from ._ghost import Ghost
 from ._microbatches import in_microbatches, replace_uncounted
-from ._trace import Traced
+from ._problem import Loss, typed_as_varying
 from ._weights import Weights, weighted_sum
-
-Loss = Callable[[Any, Any], tuple[jax.Array, Any]]  # (params, example) -> (value, aux)
 
 
 class Seen(NamedTuple):
@@ -99,10 +96,9 @@ class Run(NamedTuple):
         (grads,) = pull(jnp.where(counts, factor, 0).astype(values.dtype))
         return jax.tree.map(lambda x: jnp.where(jnp.any(counts), x, 0), grads)
 
-    def in_ghost(self, traced: Traced, groups: list[int]) -> tuple[Any, Seen]:
+    def in_ghost(self, ghost: Ghost, groups: list[int]) -> tuple[Any, Seen]:
         """The same from one backward pass, without gradients of examples."""
-        leaves, treedef = jax.tree.flatten(self.params)
-        ghost = ghost_of(traced, leaves)
+        treedef = jax.tree.structure(self.params)
 
         def step(
             total: Any, is_real: jax.Array, example: Any, present: jax.Array
@@ -131,14 +127,3 @@ class Run(NamedTuple):
 
 def _plus(total: Any, term: Any) -> Any:
     return jax.tree.map(lambda a, b: a + b.astype(a.dtype), total, term)
-
-
-def typed_as_varying(tree: Any, value: jax.Array) -> jax.Array:
-    """The value, typed as differing between devices wherever the tree does.
-
-    In shard_map the gradient by parameters of any other type comes summed over devices,
-    and the examples in it cannot be told apart.
-    """
-    for leaf in jax.tree.leaves(tree):
-        value = varying_as(value, jax.typeof(leaf))
-    return value

@@ -30,8 +30,9 @@ class Way(NamedTuple):
 
     name: str
     parts: list[Part]
-    # What one example's gradient by it takes in memory beside activations, in numbers.
-    size: int = 0
+    size: int = 0  # how many numbers are made of one example
+    # about how many multiplications it takes that one pass does not
+    cost: int = 0
 
 
 def ways_of(uses: list[Use], shapes: list[tuple[int, ...]]) -> list[Way]:
@@ -51,11 +52,19 @@ def _way(uses: list[Use], parts: list[Part], size: int) -> Way:
     origins = [uses[part.use].origins[part.operand] for part in parts]
     swaps = _swaps(forms, origins)
     if swaps is None:
-        return Way("gradient", parts, size)
+        costs = [_cost(uses[part.use], form) for part, form in zip(parts, forms)]
+        return Way("gradient", parts, size, sum(costs) + size)
     parts = [part._replace(swaps=swap) for part, swap in zip(parts, swaps)]
-    name, positions = _cheapest(uses, parts, forms)
-    taken = {"product": 1, "gram": 2 * positions**2}.get(name, size)
-    return Way(name, parts, taken)
+    positions, lookups = _positions(uses, parts, forms)
+    return _cheapest(parts, size, positions, lookups, forms[0])
+
+
+def _cost(use: Use, form: Form | None) -> int:
+    """About how many multiplications the gradient by an operand takes."""
+    turns = math.prod(use.loops)
+    if form and not form.is_lookup:
+        return turns * math.prod(form.sizes)
+    return turns * sum(x.size for x in (*use.data, *use.outs))
 
 
 def _swaps(forms: list[Form | None], origins: list[Origin]) -> list[bool] | None:
@@ -95,22 +104,38 @@ def _axes_of(form: Form, origin: Origin) -> Any:
     return view.shape, stack, named(form.rows), named(form.columns)
 
 
-def _cheapest(uses: list[Use], parts: list[Part], forms: list[Form]) -> tuple[str, int]:
-    """The way that takes the fewest multiplications, and the number of positions."""
+def _cheapest(
+    parts: list[Part], size: int, positions: int, lookups: int, form: Form
+) -> Way:
+    """The way that takes the fewest multiplications."""
+    _, rows, columns = form.sizes
+    stack = size // (rows * columns)
+    pairs = stack * positions**2
+    # JAX's own gradients of examples by a convolution take more than their factors.
+    saved = form.is_convolution
+    made = Way("matrix", parts, size, 0 if saved else positions * size)
+    if lookups:
+        made = Way("gradient", parts, size, size + positions * columns)
+    if positions == 1 and not lookups:
+        return Way("product", parts, 1, stack * (rows + columns))
+    if lookups == positions:
+        gram = Way("gram", parts, 2 * pairs, pairs * columns)
+        # A scatter into a table is slow: as slow as writing four times as much.
+        return gram if positions**2 <= 4 * rows else made
+    gram = Way("gram", parts, 2 * pairs, pairs * (rows + columns))
+    return gram if positions * (rows + columns) <= rows * columns else made
+
+
+def _positions(
+    uses: list[Use], parts: list[Part], forms: list[Form]
+) -> tuple[int, int]:
+    """How many positions all parts have together, and how many of them are lookups."""
     positions, lookups = 0, 0
     for part, form in zip(parts, forms):
         count = form.sizes[0] * math.prod(shared_loops(uses[part.use], part.operand))
         positions += count
         lookups += count if form.is_lookup else 0
-    _, rows, columns = forms[0].sizes
-    if lookups == positions:
-        # Here a scatter into the table is the alternative.
-        return ("gram" if positions**2 <= 4 * rows else "gradient"), positions
-    if positions == 1:
-        return "product", 1
-    if positions * (rows + columns) <= rows * columns:
-        return "gram", positions
-    return ("gradient" if lookups else "matrix"), positions
+    return positions, lookups
 
 
 def shared_loops(use: Use, operand: int) -> list[int]:

@@ -233,9 +233,7 @@ def clip_state(**fields):
         "not finite",
     ],
 )
-def test_metrics_show_of_units_the_one_furthest_over_its_limit_and_count_over_all(
-    fields, shown
-):
+def test_metrics_of_units_show_the_worst_and_count_all(fields, shown):
     numbers = optaxclip.metrics(clip_state(**fields))
     assert {name: float(numbers[f"clip/{name}/w"]) for name in shown} == shown
 

@@ -107,7 +107,7 @@ def transformer():
         return -jnp.mean(picked)
 
     params = weights(
-        table=(11, 8),
+        table=(40, 8),
         places=(3, 8),
         scale=(8,),
         query=(8, 2, 4),
@@ -120,9 +120,33 @@ def transformer():
     )
     ways = dict.fromkeys(params, "gram")
     ways |= dict.fromkeys(["places", "scale", "bias"], "gradient")
-    ways |= {"table": "gradient", "query": "gram", "output": "gram"}
-    tokens = np.random.default_rng(9).integers(0, 11, (BATCH, 4), dtype=np.int32)
+    tokens = np.random.default_rng(9).integers(0, 40, (BATCH, 4), dtype=np.int32)
     return Model(loss, params, tokens, ways)
+
+
+def small_table():
+    """A table with fewer rows than words are looked up in it."""
+
+    def loss(p, words):
+        x = p["table"][words] @ p["in"]
+        return jnp.sum(jnp.tanh(x) @ p["table"].T[:, :2]) ** 2
+
+    params = weights(table=(5, 4), **{"in": (4, 4)})
+    words = np.random.default_rng(9).integers(-5, 7, (BATCH, 9), dtype=np.int32)
+    return Model(loss, params, words, {"table": "gradient", "in": "matrix"})
+
+
+def lookups():
+    """Words that are in an example twice, and words beyond the table."""
+
+    def loss(p, words):
+        x = p["table"].at[words].get(mode="drop", fill_value=0)
+        y = jnp.take(p["other"].T, words[:3], axis=0, mode="clip")
+        return jnp.sum(x**3) + jnp.sum(jnp.sin(y))
+
+    params = weights(table=(30, 4), other=(3, 40))
+    words = np.random.default_rng(9).integers(25, 35, (BATCH, 7), dtype=np.int32)
+    return Model(loss, params, words, {"table": "gram", "other": "gram"})
 
 
 def recurrent():
@@ -219,6 +243,8 @@ MODELS = {
         perceptron,
         convolution,
         transformer,
+        small_table,
+        lookups,
         recurrent,
         deep,
         experts,

@@ -6,7 +6,7 @@ import jax
 import numpy as np
 import pytest
 
-from optaxclip.per_example import clipped_grad
+from optaxclip.per_example import clipped_grad, explain_clipped_grad
 
 from .models import MODELS
 
@@ -66,3 +66,17 @@ def test_the_gradient_is_the_mean_of_clipped_ones(name):
 @pytest.mark.parametrize("name", MODELS)
 def test_values_are_those_of_the_loss(name):
     np.testing.assert_allclose(ghost(name)[1].values, examples(name)[0], rtol=1e-5)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_each_parameter_is_explained(name):
+    model = MODELS[name]
+    explain = explain_clipped_grad(model.loss, method="ghost")
+    leaves = explain(model.params, model.batch).leaves
+    assert {leaf.name: leaf.way for leaf in leaves} == model.ways
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_microbatches_need_not_divide_the_batch(name):
+    limit, result = ghost(name, microbatch=4)
+    close(result.grads, mean_of_clipped(examples(name)[1], limit))

@@ -249,7 +249,7 @@ def test_every_shrink_gives_its_factor(name, method):
 
 
 @pytest.mark.parametrize("shrink", [auto_s(), auto_s(0), psac(), psac(0.01)])
-def test_automatic_shrinks_never_pass_the_limit_and_leave_zero_alone(shrink):
+def test_automatic_shrinks_stay_within_the_limit_and_keep_zero(shrink):
     norms = np.asarray([0.0, 1e-30, 1e-6, 0.01, 1.0, 1e6, 1e30, 3e38], np.float32)
     new = np.asarray(jax.jit(shrink)(norms, np.full_like(norms, 2.0)))
     assert new[0] == 0
@@ -414,7 +414,7 @@ def test_zero_gradients_stay_zero(method):
     )
 
 
-def test_a_tiny_gradient_that_is_normalized_brings_no_nan_into_the_sum():
+def test_a_tiny_normalized_gradient_adds_no_nan():
     xs = np.array([[1.5e-38, 0.0], [0.0, 2.0]], np.float32)
     result = jax.jit(
         clipped_grad(inner, 10.0, shrink=optaxclip.shrinks.normalize, mean=False)
@@ -527,7 +527,7 @@ def test_aux_comes_for_each_example_in_the_order_of_the_batch(microbatch, method
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_several_arguments_are_differentiated_and_several_are_batches(method):
+def test_several_arguments_and_several_batches(method):
     def loss(key, scale, w, x, b):
         return scale * jnp.sum(w * x) * b + b * jax.random.key_data(key)[1]
 
@@ -875,7 +875,7 @@ def test_per_example_limits_are_named_by_their_function():
             call()
 
 
-def test_factors_are_1_for_zero_gradients_and_where_there_is_no_limit():
+def test_factors_are_1_for_zeros_and_without_a_limit():
     batch = jnp.array([0.0, 2.0])
     for shrink in (optaxclip.shrinks.hard, optaxclip.shrinks.normalize):
         result = optaxclip.clipped_grad(lambda w, x: w * x, None, shrink=shrink)(
