@@ -18,6 +18,7 @@ OUR_LIMITS = (
     "max_rms",
     "max_value",
     "max_delta",
+    "max_logit",
     "clipping",
     "limit",
     "threshold",
@@ -57,6 +58,7 @@ ARGUMENTS = {
     "max_consecutive_errors": ("max_consecutive",),
     "microbatch_size": ("microbatch",),
     "per": ("scope",),
+    "tau": ("max_logit",),
 }
 # Names that people try for a function, and the call to use.
 FUNCTIONS = {
@@ -77,6 +79,7 @@ FUNCTIONS = {
     "least": "rules.minimum",
     "at_least": "rules.maximum",
     "measure": "record_norm",
+    "muon_clip": "qk_clip",
     "unit_norm": "unitwise_norm",
     "unitwise_clip": "clip_by_unitwise_norm",
     "zero_nans": 'clip_by_global_norm(..., nonfinite="zero")',

@@ -32,9 +32,23 @@ def carried(limit: Any, **options: Any) -> Any:
     return optaxclip.carry_clipped(clip_by_global_norm(limit, **options))
 
 
+def constrained(limit: Any, **options: Any) -> Any:
+    """`constrain` of a clipper of the global norm."""
+    return optaxclip.constrain(clip_by_global_norm(limit, **options))
+
+
 def around(wrapper: Callable[..., Any], **settings: Any) -> Callable[..., Any]:
     """A wrapper of optimizers around one that hands on what it gets."""
     return lambda **options: wrapper(optax.identity(), **{**settings, **options})
+
+
+def once(limit: Any, **options: Any) -> Any:
+    """`clip_grads` as a clipper."""
+
+    def update(grads: Any, params: Any) -> Any:
+        return optaxclip.clip_grads(grads, limit, **options)[0]
+
+    return optax.with_extra_args_support(optax.stateless(update))
 
 
 def cotangent(limit: Any, **options: Any) -> Any:

@@ -43,12 +43,19 @@ from ._blocks import (
     rule_of_block,
     rules_of_norms,
 )
-from ._factors import multiply, reported, root_between, zero_where_zero
-from ._inputs import check_updates, needs_params, params_of, state_or_first
+from ._factors import multiply, root_between, zero_where_zero
+from ._inputs import leaves_of, needs_params, params_of, state_or_first
 from ._limits import can_clip, limit_of
 from ._nonfinite import raise_nonfinite
 from ._placeholder import is_placeholder
-from ._state import ClipState, Entry, pack, state_of_placeholder, unpack
+from ._state import (
+    ClipState,
+    Entry,
+    next_entry,
+    pack,
+    state_of_placeholder,
+    unpack,
+)
 
 
 class Settings(NamedTuple):
@@ -141,9 +148,7 @@ def make_clipper(
     one_norm = isinstance(measure, GlobalNorm)
     rules = (rule_of if one_norm else rules_of)(limit, settings.argument)
     with_params = needs_params(rules)
-
-    def init(params: Any) -> Any:
-        return _first_state(settings, rules, params)
+    init = partial(_first_state, settings, rules)
 
     def update(
         updates: Any,
@@ -155,11 +160,8 @@ def make_clipper(
         **_: Any,
     ) -> tuple[Any, Any]:
         state = state_or_first(call, state, rules, partial(init, updates))
-        tree = clipped_leaves(updates, call)
-        check_updates(call, updates, tree, params)
-        weights = None
-        if with_params and params is not None:
-            weights = params_of(call, tree, params)
+        tree = leaves_of(call, updates, params)
+        weights = params_of(call, tree, params) if with_params else None
         given = grad_norm, limit
         clipped, new = _update(settings, rules, eps, tree, state, weights, given)
         if nonfinite == "raise":
@@ -226,7 +228,8 @@ def _update(
         updates = multiply(tree, norms, roots)
         if settings.nonfinite == "zero":
             updates = zero_where_zero(updates, norms, roots)
-    entries = [_count(*each) for each in zip(old, blocks, limits, new_norms, memories)]
+    found = zip(old, blocks, limits, new_norms, memories)
+    entries = [next_entry(state.step, *each) for each in found]
     step = jnp.asarray(optax.safe_increment(state.step))
     return updates, pack(names, step, fit.keep_missing(entries, old))
 
@@ -277,23 +280,6 @@ def _shrink(
         return long, jnp.where(off & jnp.isfinite(norm), long, short)
     # An infinite limit that was set only measures.
     return jnp.where(off, 1.0, long), jnp.where(off, 1.0, short)
-
-
-def _count(
-    old: Entry, norm: jax.Array, limit: jax.Array, new_norm: Any, memory: Any
-) -> Entry:
-    """The state of a block after a step."""
-    before, after = new_norm
-    known = can_clip(norm, limit)
-    changed = known & (after != before)
-    return Entry(
-        norm=norm.astype(old.norm.dtype),
-        limit=limit.astype(old.limit.dtype),
-        factor=reported(before, after).astype(old.factor.dtype),
-        clipped=old.clipped + changed.astype(jnp.int32),
-        nonfinite=old.nonfinite + (~known).astype(jnp.int32),
-        memory=memory,
-    )
 
 
 def _given(

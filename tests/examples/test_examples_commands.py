@@ -36,7 +36,12 @@ def imported(name):
     return sorted(packages - ALWAYS - sys.stdlib_module_names - set(PROGRAMS))
 
 
-NEEDED = [(name, package) for name in PROGRAMS for package in imported(name)]
+NEEDED = [
+    (name, package)
+    for name in PROGRAMS
+    for package in imported(name)
+    if package != "examples"
+]
 OPTIONAL = {("logging_metrics", "tensorboardX")}
 
 
@@ -76,6 +81,11 @@ def test_a_missing_package_is_named_with_its_extra(monkeypatch, name, package):
     with pytest.raises(ModuleNotFoundError) as raised:
         runpy.run_path(str(FOLDER / f"{name}.py"))
     assert 'pip install -e ".[examples]"' in "".join(raised.value.__notes__)
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_programs_run_without_the_clone_on_the_path(name):
+    assert "examples" not in imported(name)
 
 
 def test_help_names_a_missing_package_too():

@@ -54,7 +54,7 @@ def test_changes_little_at_the_smallest_rate(rows):
     )
 
 
-def test_standardised_filters_have_mean_zero_and_variance_one_over_inputs():
+def test_standardised_filters_have_mean_0_and_variance_1():
     weight = 3 + 2 * np.random.default_rng(0).normal(size=(3, 3, 5, 7)).astype(
         np.float32
     )

@@ -343,9 +343,7 @@ def log_of(path, norms, column="norm"):
     return path
 
 
-def test_the_command_takes_column_and_picture_and_prints_what_it_found(
-    tmp_path, capsys
-):
+def test_the_command_takes_a_column_and_a_picture(tmp_path, capsys):
     norms = [*np.linspace(1, 9, 9), 1000.0, np.nan, np.inf]
     log, picture = (
         log_of(tmp_path / "run.csv", norms, "length of the gradient"),
@@ -479,7 +477,7 @@ def test_a_picture_of_bare_norms_marks_those_above_their_limits():
     assert "clipped (0.0%)" in lines_of(plot_history([]))
 
 
-def test_a_picture_of_a_replay_may_be_given_other_limits_and_marks():
+def test_a_replay_picture_takes_other_limits_and_marks():
     axis = plot_history(
         optaxclip.replay.run(2.0, [1.0, 3.0]), [4.0, 5.0], [True, False]
     )
