@@ -42,7 +42,9 @@ def test_without_a_limit_the_loss_ends_where_it_says():
 
 
 def test_the_words_outside_code_and_tables_are_at_most_800():
-    text = re.sub(r"```.*?```|<picture>.*?</picture>|<!--.*?-->", "", README, flags=re.S)
+    text = re.sub(
+        r"```.*?```|<picture>.*?</picture>|<!--.*?-->", "", README, flags=re.S
+    )
     lines = [line for line in text.splitlines() if not line.startswith("|")]
     assert len(" ".join(lines).split()) <= 800
 
