@@ -58,7 +58,7 @@ def test_numbers_are_in_their_ranges():
 
 def test_names_of_elsewhere_lead_here():
     with pytest.raises(
-        TypeError, match="there is no argument 'tau'. Here it is max_lo"
+        TypeError, match=r"there is no argument 'tau'. Here it is max_lo"
     ):
         qk_clip(tau=100.0, **PLAIN)
 
