@@ -64,7 +64,7 @@ def test_a_command_is_marked(mark, does):
 
 def test_what_it_calls_exists():
     before, _, coming = README.partition("## Coming from")
-    text = re.sub(r"```.*?```", "", before, flags=re.S)
+    text = re.sub(r"```.*?```", "", before, flags=re.DOTALL)
     # What other libraries call is in the first column there.
     text += "".join(line.rpartition("` |")[2] for line in coming.splitlines())
     code = " ".join(re.findall(r"`([^`]+)`", text))
