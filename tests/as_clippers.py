@@ -17,11 +17,6 @@ def labels_by_rank(tree: Any) -> Any:
     return jax.tree.map(lambda x: "matrix" if jnp.ndim(x) > 1 else "vector", tree)
 
 
-def by_group(limit: Any, **options: Any) -> Any:
-    """`clip_by_group_norm` of two groups."""
-    return optaxclip.clip_by_group_norm(limit, labels_by_rank, **options)
-
-
 def bounds(limit: Any, lower: Any = None) -> Any:
     """`clip_by_value`, in one clipper with a stateless rest of the signature."""
     return optax.with_extra_args_support(optaxclip.clip_by_value(limit, lower))

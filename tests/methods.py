@@ -17,7 +17,6 @@ from tests.as_clippers import (
     around,
     batch_of_one,
     bounds,
-    by_group,
     carried,
     constrained,
     cotangent,
@@ -99,7 +98,7 @@ METHODS: dict[str, Method] = {
     "clip_by_tensor_norm": by_norm(clip_by_tensor_norm, "tensor"),
     "clip_by_unitwise_norm": by_norm(optaxclip.clip_by_unitwise_norm, "unit"),
     "clip_by_group_norm": by_norm(optaxclip.clip_by_group_norm, "group")._replace(
-        build=by_group
+        build=partial(optaxclip.clip_by_group_norm, labels=labels_by_rank)
     ),
     "clip_by_tensor_rms": by_norm(optaxclip.clip_by_tensor_rms, "tensor", ord="rms"),
     "clip_by_block_rms": of(

@@ -11,6 +11,7 @@ group is a scalar.
 
 from collections.abc import Callable
 from functools import partial
+from operator import itemgetter
 from typing import Any
 
 import jax
@@ -128,7 +129,9 @@ def _by_shares(
 ) -> Blocks:
     """Divides by the largest of each group first, so that no power leaves the range."""
     dtype = norm_dtype(groups)
-    sizes = [[_max(x, dims, dtype) for x in g] for g, (dims, _) in zip(groups, layout)]
+    sizes = []
+    for group, (dims, _) in zip(groups, layout):
+        sizes.append([_max(x, dims, dtype) for x in group])
     largest = take_max(sizes, layout, dtype)
     safe = [jnp.where((x > 0) & (x < jnp.inf), x, 1.0).astype(dtype) for x in largest]
     shares = []
@@ -191,7 +194,10 @@ def _in_bins(
 def _roots_of_bins(
     found: list[list[Bins]], layout: Layout, counts: Blocks | None
 ) -> Blocks:
-    kinds = [[[bins[kind] for bins in of] for of in found] for kind in range(3)]
+    kinds = []
+    for kind in range(3):
+        pick = itemgetter(kind)
+        kinds.append([list(map(pick, bins)) for bins in found])
     blocks = add_up_all(kinds, layout, np.float32, total_of_stack)
     means = [_mean(block, counts) for block in blocks]
     return [root(Bins(*each)) for each in zip(*means)]
