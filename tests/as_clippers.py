@@ -17,6 +17,23 @@ def labels_by_rank(tree: Any) -> Any:
     return jax.tree.map(lambda x: "matrix" if jnp.ndim(x) > 1 else "vector", tree)
 
 
+def by_group(
+    limit: Any,
+    ord: Any = None,
+    shrink: Any = None,
+    eps: Any = 0.0,
+    nonfinite: str = "propagate",
+    mesh_axes: Any = "auto",
+) -> Any:
+    """`clip_by_group_norm` of two groups.
+
+    Not a partial with `labels`: optax.inject_hyperparams calls functions of steps.
+    """
+    options = {"ord": ord, "shrink": shrink, "eps": eps, "mesh_axes": mesh_axes}
+    options["nonfinite"] = nonfinite
+    return optaxclip.clip_by_group_norm(limit, labels_by_rank, **options)
+
+
 def bounds(limit: Any, lower: Any = None) -> Any:
     """`clip_by_value`, in one clipper with a stateless rest of the signature."""
     return optax.with_extra_args_support(optaxclip.clip_by_value(limit, lower))

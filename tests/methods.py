@@ -17,6 +17,7 @@ from tests.as_clippers import (
     around,
     batch_of_one,
     bounds,
+    by_group,
     carried,
     constrained,
     cotangent,
@@ -98,7 +99,7 @@ METHODS: dict[str, Method] = {
     "clip_by_tensor_norm": by_norm(clip_by_tensor_norm, "tensor"),
     "clip_by_unitwise_norm": by_norm(optaxclip.clip_by_unitwise_norm, "unit"),
     "clip_by_group_norm": by_norm(optaxclip.clip_by_group_norm, "group")._replace(
-        build=partial(optaxclip.clip_by_group_norm, labels=labels_by_rank)
+        build=by_group
     ),
     "clip_by_tensor_rms": by_norm(optaxclip.clip_by_tensor_rms, "tensor", ord="rms"),
     "clip_by_block_rms": of(
