@@ -541,7 +541,7 @@ def test_what_is_no_number_is_refused(bad):
 def test_a_window_that_only_the_traced_program_knows_is_refused():
     with pytest.raises(
         TypeError,
-        match="windowed_quantile: window must be known when the state is made",
+        match="autoclip: window must be known when the state is made",
     ):
         jax.jit(lambda window: optaxclip.autoclip(window=window).init(jnp.zeros(2)))(10)
 
