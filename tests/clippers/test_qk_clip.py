@@ -155,9 +155,17 @@ def test_leaves_of_two_dtypes_under_strict_promotion(dtypes):
         zero = jax.tree.map(jnp.zeros_like, params)
         clipper = qk_clip(LIMIT, **attention.PATTERNS)
         given = {"max_logits": jnp.full(4, 80.0, jnp.float32)}
-        updates, _ = clipper.update(zero, clipper.init(params), params, **given)
+        first = clipper.init(params)
+        updates, state = clipper.update(zero, first, params, **given)
+        assert first.norm.dtype == state.norm.dtype
         for name, dtype in zip(("query", "key"), dtypes):
             kernel, weight = updates[name]["kernel"], params[name]["kernel"]
             assert kernel.dtype == dtype
             wanted = -0.5 * np.float64(weight)
             np.testing.assert_allclose(np.float64(kernel), wanted, rtol=2**-20)
+
+
+def test_norms_are_float32_for_float32_weights():
+    with jax.enable_x64(True):
+        state = qk_clip(LIMIT, **attention.PATTERNS).init(HEADS)
+        assert state.norm.dtype == state.limit.dtype == jnp.float32
