@@ -95,7 +95,7 @@ NORMS = {2: length, "rms": rms, "average": average, "spectral": largest_singular
 def case_of(method: Method) -> Case:
     """The equation of a clipper of the registry."""
     return Case(
-        method.make,
+        partial(method.build, **method.quick) if method.quick else method.build,
         PARTS[method.norm],
         NORMS[method.ord],
         relative=method.floor is not None,

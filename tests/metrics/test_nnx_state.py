@@ -16,7 +16,9 @@ CLIPPERS = {
     "elements": lambda: optaxclip.clip_by_value(0.5),
     "spam": lambda: optaxclip.spam(2.0, warmup=0),
     "learning": lambda: optaxclip.zclip(),
-    "skipping": lambda: optaxclip.skip_spikes(optaxclip.zclip(), 10.0),
+    "skipping": lambda: optaxclip.skip_spikes(
+        optax.chain(optaxclip.zclip(), optax.sgd(1.0)), 10.0
+    ),
     "spikes": lambda: optaxclip.record_spikes(),
     "partition": lambda: optax.partition(
         {"a": optaxclip.clip_by_global_norm(0.5), "b": optax.sgd(1.0)},
