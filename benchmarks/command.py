@@ -3,6 +3,7 @@ all of them as JSON.
 """
 
 import argparse
+import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -45,7 +46,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     setting = report.setting(options.quick)
     print(report.header(setting), flush=True)
     tables = {}
-    for name in chosen:
+    for place, name in enumerate(chosen, 1):
+        # To stderr, so that the tables alone can be sent to a file.
+        print(f"{name} ({place} of {len(chosen)}) ...", file=sys.stderr, flush=True)
         start = time.perf_counter()
         tables[name] = TABLES[name](options.quick)
         print(
@@ -65,20 +68,20 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--quick",
         action="store_true",
-        help="toy sizes: shows that everything runs, measures nothing",
+        help="toy sizes: shows that everything runs, measures nothing (default: off)",
     )
     parser.add_argument(
         "--only",
         action="append",
         choices=list(TABLES),
         metavar="NAME",
-        help=f"a table to run, may be repeated: {', '.join(TABLES)}",
+        help=f"a table to run, may be repeated: {', '.join(TABLES)} (default: all)",
     )
     parser.add_argument(
         "--json",
         type=Path,
         default=Path(__file__).with_name("results.json"),
         metavar="PATH",
-        help="where the numbers go",
+        help="where the numbers go (default: results.json beside this program)",
     )
     return parser

@@ -53,7 +53,7 @@ def table(quick: bool) -> Table:
 
 def _entrants(batch: int, microbatch: int) -> dict[str, Gradient]:
     """The functions to compare: the gradient of the mean first."""
-    ways: dict[str, dict[str, Any]] = {"one pass": {}, "two passes": {"two_pass": True}}
+    methods = {"ghost": "ghost", "one pass": "one_pass", "two passes": "two_pass"}
     sizes: dict[str, int | None] = {
         "whole batch": None,
         f"microbatches of {microbatch}": microbatch,
@@ -66,10 +66,9 @@ def _entrants(batch: int, microbatch: int) -> dict[str, Gradient]:
         )
     }
     for size, width in sizes.items():
-        for way, options in ways.items():
-            entrants[f"optaxclip, {way}, {size}"] = partial(
-                _grads_only, clipped_grad(_loss, 1.0, microbatch=width, **options)
-            )
+        for name, method in methods.items():
+            gradient = clipped_grad(_loss, 1.0, microbatch=width, method=method)
+            entrants[f"optaxclip, {name}, {size}"] = partial(_grads_only, gradient)
     entrants["optax, whole batch"] = partial(_with_optax, batch)
     clipping = _jax_privacy()
     if clipping is not None:

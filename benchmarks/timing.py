@@ -8,6 +8,7 @@ caches and memory, is dropped, and each round starts with another contestant.
 
 import gc
 import math
+import sys
 import time
 from collections.abc import Callable
 from statistics import median
@@ -42,6 +43,7 @@ def race(contestants: dict[Name, Contestant], rounds: int) -> dict[Name, list[fl
     seconds: dict[Name, list[float]] = {name: [] for name in names}
     gc.collect()
     for turn in range(rounds + 1):
+        print(f"  round {turn} of {rounds}", file=sys.stderr, flush=True)
         first = turn % len(names)
         for name in names[first:] + names[:first]:
             taken = _seconds(contestants[name])

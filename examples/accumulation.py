@@ -244,11 +244,18 @@ def print_table(rows: list[Row]) -> None:
         )
 
 
-def arguments() -> dict[str, Any]:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--steps", type=int, default=150)
-    return vars(parser.parse_args())
+def command_line() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--steps",
+        type=int,
+        default=150,
+        help="how many steps to train (default: %(default)s)",
+    )
+    return parser
 
 
 if __name__ == "__main__":
-    main(**arguments())
+    main(**vars(command_line().parse_args()))

@@ -42,11 +42,10 @@ a broken batch left behind.
 
 How long it takes. About a minute on two CPU cores, compilation included.
 
-What it prints. A line for each run as it ends, then the table. A picture,
-`docs/adaptive.png` or the path given with --picture, has norm and limit at every step,
-and the losses. With --log FILE the norms of the last run in the table are written as
-CSV for `python -m optaxclip.replay`: under skip_step those of a healthy run in which
-nothing was clipped.
+What it prints. A line for each run as it ends, then the table. --save PATH draws a
+picture with norm and limit at every step, and the losses. --log PATH writes the norms
+of the last run in the table as CSV for `python -m optaxclip.replay`: under skip_step
+those of a healthy run in which nothing was clipped.
 
     python examples/adaptive.py --seed 1 --log run.csv && python -m optaxclip.replay
     run.csv
@@ -66,11 +65,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.figure import Figure
 
 import optaxclip
 from optaxclip.replay import plot_history
+
+try:
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+except ModuleNotFoundError as error:
+    error.add_note('Install what this program needs: pip install -e ".[examples]"')
+    raise
 
 if (
     __package__
@@ -84,7 +88,6 @@ LEARNING_RATE, MOMENTUM, MAX_NORM = 0.2, 0.9, 1.0
 FIRST, EVERY = 200, 80
 WINDOW, FAR = 128, 7.0
 CLEAN = "(clean batches)"
-PICTURE = Path(__file__).resolve().parent.parent / "docs" / "adaptive.png"
 
 
 class Curves(NamedTuple):
@@ -124,11 +127,38 @@ def main(
     lr: float = LEARNING_RATE,
     seed: int = SEED,
     only: Sequence[str] = (),
-    picture: str | Path = PICTURE,
+    save: str | Path | None = None,
     log: str | Path | None = None,
 ) -> list[Row]:
-    """Trains the networks, all or only some, prints the table, draws the picture,
-    writes the log if one is wanted, and returns the table.
+    """Trains the networks, all or only some, prints the table, draws a picture and
+    writes a log if they are wanted, and returns the table.
+    """
+    rows, runs, broken = compare(
+        steps, first=first, every=every, lr=lr, seed=seed, only=only
+    )
+    if save is not None:
+        draw(runs, broken, save)
+        print(f"\nThe picture is in {save}")
+    if log is not None:
+        write_log(runs[rows[-1].protection], broken, log)
+        print(
+            f"The norms of {rows[-1].protection} are in {log}: python -m "
+            f"optaxclip.replay {log}"
+        )
+    return rows
+
+
+def compare(
+    steps: int,
+    *,
+    first: int = FIRST,
+    every: int = EVERY,
+    lr: float = LEARNING_RATE,
+    seed: int = SEED,
+    only: Sequence[str] = (),
+) -> tuple[list[Row], dict[str, Curves], np.ndarray]:
+    """Trains the networks. Returns the table, the curves by protection, and whether
+    each step had a broken batch.
     """
     text = char_rnn.read_text()
     broken = np.isin(np.arange(steps), np.arange(first, steps, every))
@@ -165,15 +195,7 @@ def main(
             flush=True,
         )
     print_table(rows)
-    draw(runs, broken, picture)
-    print(f"\nThe picture is in {picture}")
-    if log is not None:
-        write_log(runs[rows[-1].protection], broken, log)
-        print(
-            f"The norms of {rows[-1].protection} are in {log}: python -m "
-            f"optaxclip.replay {log}"
-        )
-    return rows
+    return rows, runs, broken
 
 
 def protections(sgd: Any, steps: int) -> dict[str, Any]:
@@ -356,7 +378,7 @@ def draw_losses(axis: Any, runs: dict[str, Curves], broken: np.ndarray) -> None:
         axis.semilogy(
             np.flatnonzero(~broken),
             smooth,
-            label=f"{protection}, at last {smooth[-1]:.3g}",
+            label=f"{protection}, final {smooth[-1]:.3g}",
             linewidth=1.2,
         )
     axis.set(
@@ -396,33 +418,63 @@ def write_log(curves: Curves, broken: np.ndarray, path: str | Path) -> None:
         )
 
 
-def arguments() -> dict[str, Any]:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--steps", type=int, default=1000)
+def command_line() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    names = list(protections(optax.sgd(1.0), 1))
     parser.add_argument(
-        "--first", type=int, default=FIRST, help="the first step with a broken batch"
+        "--steps",
+        type=int,
+        default=1000,
+        help="how many steps to train (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--first",
+        type=int,
+        default=FIRST,
+        help="the first step with a broken batch (default: %(default)s)",
     )
     parser.add_argument(
         "--every",
         type=int,
         default=EVERY,
-        help="how many steps later the next one comes",
+        help="how many steps later the next one comes (default: %(default)s)",
     )
-    parser.add_argument("--lr", type=float, default=LEARNING_RATE)
-    parser.add_argument("--seed", type=int, default=SEED, help="of the batches")
+    parser.add_argument(
+        "--lr",
+        type=float,
+        default=LEARNING_RATE,
+        help="the learning rate (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--seed",
+        type=int,
+        default=SEED,
+        help="the seed of the batches (default: %(default)s)",
+    )
     parser.add_argument(
         "--only",
         nargs="+",
         default=(),
+        choices=names,
         metavar="PROTECTION",
-        help="as they are called in the table",
+        help=f"run only these, of {', '.join(names)} (default: all)",
     )
-    parser.add_argument("--picture", type=Path, default=PICTURE)
     parser.add_argument(
-        "--log", type=Path, help="a CSV file for the norms of the last run in the table"
+        "--save",
+        type=Path,
+        metavar="PATH",
+        help="draw a picture to this path (default: no picture)",
     )
-    return vars(parser.parse_args())
+    parser.add_argument(
+        "--log",
+        type=Path,
+        metavar="PATH",
+        help="write the norms of the last run in the table as CSV (default: no file)",
+    )
+    return parser
 
 
 if __name__ == "__main__":
-    main(**arguments())
+    main(**vars(command_line().parse_args()))

@@ -14,8 +14,8 @@ measures its steps by the gradients' own size.
 How long it takes. Half a minute to a minute on two CPU cores, compilation included.
 
 What it prints. A line now and then while it works, a table of the four runs, and a
-sample written by the best of them. A picture, `docs/char_rnn.png` or the path given
-with --picture, has the loss and the gradient norm of every step.
+sample written by the best of them. --save PATH draws a picture with the loss and the
+gradient norm of every step.
 
     python examples/char_rnn.py --optimizer adam --lr 0.01 --steps 500
 
@@ -36,14 +36,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.figure import Figure
 
 import optaxclip
 
+try:
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+except ModuleNotFoundError as error:
+    error.add_note('Install what this program needs: pip install -e ".[examples]"')
+    raise
+
 SEED, HIDDEN, BATCH, LENGTH = 0, 128, 32, 64
 MAX_VALUE, MAX_TENSOR_NORM, MAX_GLOBAL_NORM = 0.003, 0.15, 0.3
-PICTURE = Path(__file__).resolve().parent.parent / "docs" / "char_rnn.png"
 
 # Each with the learning rate at which it is tried unless --lr says otherwise.
 OPTIMIZERS = {
@@ -101,10 +105,10 @@ def main(
     *,
     lr: float | None = None,
     optimizer: str = "momentum",
-    picture: str | Path = PICTURE,
+    save: str | Path | None = None,
 ) -> list[Row]:
-    """Trains the four networks, prints the table and a sample, draws the picture, and
-    returns the table.
+    """Trains the four networks, prints the table and a sample, draws a picture if one
+    is wanted, and returns the table.
     """
     text = read_text()
     make_optimizer, usual_rate = OPTIMIZERS[optimizer]
@@ -127,8 +131,9 @@ def main(
         "\nWritten by the best of them, clipping: "
         f"{best.clipping}\n{write(networks[best.clipping], text.alphabet)}"
     )
-    draw(rows, curves, picture)
-    print(f"\nThe picture is in {picture}")
+    if save is not None:
+        draw(rows, curves, save)
+        print(f"\nThe picture is in {save}")
     return rows
 
 
@@ -397,18 +402,36 @@ def frame_losses(axes: Any, curves: dict[str, Curves]) -> None:
             )
 
 
-def arguments() -> dict[str, Any]:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--steps", type=int, default=250)
+def command_line() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--steps",
+        type=int,
+        default=250,
+        help="how many steps to train (default: %(default)s)",
+    )
     parser.add_argument(
         "--lr",
         type=float,
-        help="the learning rate (each optimizer has its own by default)",
+        help="the learning rate (default: one for each optimizer)",
     )
-    parser.add_argument("--optimizer", choices=OPTIMIZERS, default="momentum")
-    parser.add_argument("--picture", type=Path, default=PICTURE)
-    return vars(parser.parse_args())
+    parser.add_argument(
+        "--optimizer",
+        choices=OPTIMIZERS,
+        default="momentum",
+        metavar="NAME",
+        help=f"of {', '.join(OPTIMIZERS)} (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--save",
+        type=Path,
+        metavar="PATH",
+        help="draw a picture to this path (default: no picture)",
+    )
+    return parser
 
 
 if __name__ == "__main__":
-    main(**arguments())
+    main(**vars(command_line().parse_args()))

@@ -54,10 +54,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-import orbax.checkpoint as ocp
-from sklearn.datasets import load_digits
 
 import optaxclip
+
+try:
+    import orbax.checkpoint as ocp
+    from sklearn.datasets import load_digits
+except ModuleNotFoundError as error:
+    error.add_note('Install what this program needs: pip install -e ".[examples]"')
+    raise
 
 SEED, HIDDEN, BATCH, LEARNING_RATE, MAX_NORM = 0, 64, 16, 3e-3, 1.0
 
@@ -323,12 +328,25 @@ def print_table(rows: list[Row]) -> None:
         )
 
 
-if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--steps", type=int, default=300)
+def command_line() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--steps",
+        type=int,
+        default=300,
+        help="how many steps to train (default: %(default)s)",
+    )
     parser.add_argument(
         "--folder",
         type=Path,
-        help="for the checkpoints. What it has of an earlier run is replaced",
+        metavar="PATH",
+        help="where the checkpoints go. What it has of an earlier run is "
+        "replaced (default: a temporary folder)",
     )
-    main(**vars(parser.parse_args()))
+    return parser
+
+
+if __name__ == "__main__":
+    main(**vars(command_line().parse_args()))

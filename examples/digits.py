@@ -38,8 +38,7 @@ program.
 
 What it prints. A table with a row for each method and rate: accuracy, loss, what share
 of the filters' gradients (AGC) or of the steps (global norm) was shortened, and how
-many seeds diverged. A picture, `docs/digits.png` or the path given with --picture, has
-accuracy and share over the rate.
+many seeds diverged. --save PATH draws a picture of accuracy and share over the rate.
 
     python examples/digits.py --seeds 1
 
@@ -61,16 +60,20 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.figure import Figure
-from sklearn.datasets import load_digits
 
 import optaxclip
+
+try:
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+    from sklearn.datasets import load_digits
+except ModuleNotFoundError as error:
+    error.add_note('Install what this program needs: pip install -e ".[examples]"')
+    raise
 
 BATCH, WIDTH, BLOCKS, ALPHA, BASE_RATE, HELD_OUT = 128, 16, 4, 0.2, 0.05, 500
 MULTIPLES = (1, 2, 4, 8, 16, 32)
 CLIPPING, MAX_NORM = 0.04, 0.5
-PICTURE = Path(__file__).resolve().parent.parent / "docs" / "digits.png"
 
 # For each method the clipping of AGC and the limit of the global norm. An infinite
 # limit only measures, so that one compiled program serves all three.
@@ -131,10 +134,10 @@ def main(
     *,
     seeds: int = 2,
     multiples: Sequence[float] = MULTIPLES,
-    picture: str | Path = PICTURE,
+    save: str | Path | None = None,
 ) -> list[Row]:
-    """Trains all networks, prints the table, draws the picture, and returns the
-    table.
+    """Trains all networks, prints the table, draws a picture if one is wanted, and
+    returns the table.
     """
     digits, rates = read_digits(), [BASE_RATE * multiple for multiple in multiples]
     print(
@@ -157,8 +160,9 @@ def main(
             flush=True,
         )
     print_table(rows)
-    draw(rows, picture)
-    print(f"\nThe picture is in {picture}")
+    if save is not None:
+        draw(rows, save)
+        print(f"\nThe picture is in {save}")
     return rows
 
 
@@ -470,13 +474,30 @@ def draw(rows: list[Row], picture: str | Path) -> None:
     figure.savefig(picture, dpi=120)
 
 
-def arguments() -> dict[str, Any]:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--steps", type=int, default=100)
-    parser.add_argument("--seeds", type=int, default=2)
-    parser.add_argument("--picture", type=Path, default=PICTURE)
-    return vars(parser.parse_args())
+def command_line() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--steps",
+        type=int,
+        default=100,
+        help="how many steps to train (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--seeds",
+        type=int,
+        default=2,
+        help="how many runs of each network (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--save",
+        type=Path,
+        metavar="PATH",
+        help="draw a picture to this path (default: no picture)",
+    )
+    return parser
 
 
 if __name__ == "__main__":
-    main(**arguments())
+    main(**vars(command_line().parse_args()))

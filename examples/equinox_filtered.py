@@ -36,12 +36,17 @@ from collections.abc import Callable
 from pydoc_data.topics import topics
 from typing import Any, NamedTuple
 
-import equinox as eqx
 import jax
 import numpy as np
 import optax
 
 import optaxclip
+
+try:
+    import equinox as eqx
+except ModuleNotFoundError as error:
+    error.add_note('Install what this program needs: pip install -e ".[examples]"')
+    raise
 
 SEED, BATCH, CONTEXT, FEATURES, WIDTH = 0, 128, 12, 16, 128
 RATIO, WARMUP, LEARNING_RATE = 1.5, 100, 3e-3
@@ -184,11 +189,18 @@ def print_tensors(report: dict[str, float]) -> None:
         print(f"{name:16}  {norm:7.4f} {limit:7.4f}  {share:13.1%}")
 
 
-def arguments() -> dict[str, Any]:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--steps", type=int, default=400)
-    return vars(parser.parse_args())
+def command_line() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--steps",
+        type=int,
+        default=400,
+        help="how many steps to train (default: %(default)s)",
+    )
+    return parser
 
 
 if __name__ == "__main__":
-    main(**arguments())
+    main(**vars(command_line().parse_args()))

@@ -32,10 +32,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from flax import nnx
-from sklearn.datasets import load_digits
 
 import optaxclip
+
+try:
+    from flax import nnx
+    from sklearn.datasets import load_digits
+except ModuleNotFoundError as error:
+    error.add_note('Install what this program needs: pip install -e ".[examples]"')
+    raise
 
 SEED, BATCH, HELD_OUT = 0, 32, 360
 MAX_NORM, LEARNING_RATE = 1.0, 3e-3
@@ -168,11 +173,18 @@ def print_norms(report: dict[str, float]) -> None:
             print(f"{name.removeprefix(start):16}  {value:25.4f}")
 
 
-def arguments() -> dict[str, Any]:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--steps", type=int, default=300)
-    return vars(parser.parse_args())
+def command_line() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--steps",
+        type=int,
+        default=300,
+        help="how many steps to train (default: %(default)s)",
+    )
+    return parser
 
 
 if __name__ == "__main__":
-    main(**arguments())
+    main(**vars(command_line().parse_args()))

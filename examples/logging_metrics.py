@@ -96,14 +96,14 @@ def main(steps: int = 600, *, folder: str | Path | None = None) -> Result:
         fixed = [
             candidate
             for candidate in suggestions
-            if candidate.rule == f"clip_by_global_norm({candidate.limit:g})"
+            if candidate.rule == f"optaxclip.clip_by_global_norm({candidate.limit:g})"
         ]
         chosen = min(fixed, key=lambda candidate: abs(candidate.clip_rate - WANTED))
-        command = [sys.executable, "-m", "optaxclip.replay", str(log)]
+        command = [sys.executable, "-m", "optaxclip.replay", "--force", str(log)]
         table = subprocess.run(
             command, check=True, capture_output=True, text=True
         ).stdout
-        print(f"$ python -m optaxclip.replay {log.name}\n{table}", flush=True)
+        print(f"$ python -m optaxclip.replay --force {log.name}\n{table}", flush=True)
         suggested = train(
             "suggested", chosen.limit, chosen.clip_rate, text, steps, folder
         )
@@ -219,12 +219,24 @@ def print_table(rows: list[Row]) -> None:
         )
 
 
-if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--steps", type=int, default=600)
+def command_line() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--steps",
+        type=int,
+        default=600,
+        help="how many steps to train (default: %(default)s)",
+    )
     parser.add_argument(
         "--folder",
         type=Path,
-        help="for the logs and the picture (a temporary one if it is not given)",
+        metavar="PATH",
+        help="where the logs and the picture go (default: a temporary folder)",
     )
-    main(**vars(parser.parse_args()))
+    return parser
+
+
+if __name__ == "__main__":
+    main(**vars(command_line().parse_args()))

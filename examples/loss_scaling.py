@@ -46,9 +46,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from sklearn.datasets import load_digits
 
 import optaxclip
+
+try:
+    from sklearn.datasets import load_digits
+except ModuleNotFoundError as error:
+    error.add_note('Install what this program needs: pip install -e ".[examples]"')
+    raise
 
 SEED, HIDDEN, BATCH, TRAINING = 0, 128, 64, 1400
 LEARNING_RATE, MOMENTUM, MAX_NORM = 0.1, 0.9, 1.0
@@ -329,7 +334,18 @@ def print_table(rows: list[Row]) -> None:
     )
 
 
+def command_line() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--steps",
+        type=int,
+        default=300,
+        help="how many steps to train (default: %(default)s)",
+    )
+    return parser
+
+
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--steps", type=int, default=300)
-    main(**vars(parser.parse_args()))
+    main(**vars(command_line().parse_args()))

@@ -263,21 +263,27 @@ def described(gradients: Any, norm: Any) -> dict[str, Any]:
     }
 
 
-def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+def command_line() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument(
         "--process",
         type=int,
-        help="used by the program itself: which of the processes this is",
+        help="used by the program itself: which of the processes this is "
+        "(default: the one that starts them)",
     )
     parser.add_argument(
-        "--port", type=int, help="used by the program itself: where the processes meet"
+        "--port",
+        type=int,
+        help="used by the program itself: where the processes meet (default: a "
+        "free port)",
     )
-    return parser.parse_args()
+    return parser
 
 
 if __name__ == "__main__":
-    options = arguments()
+    options = command_line().parse_args()
     if options.process is None:
         main()
     else:

@@ -37,9 +37,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from sklearn.datasets import load_digits
 
 import optaxclip
+
+try:
+    from sklearn.datasets import load_digits
+except ModuleNotFoundError as error:
+    error.add_note('Install what this program needs: pip install -e ".[examples]"')
+    raise
 
 SEED, BATCH, HELD_OUT = 0, 32, 357
 WIDTHS = 64, 128, 128, 10
@@ -201,14 +206,24 @@ def write_log(history: dict[str, np.ndarray], path: str | Path) -> None:
         )
 
 
-def arguments() -> dict[str, Any]:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--steps", type=int, default=450)
-    parser.add_argument(
-        "--log", type=Path, help="a CSV file for the metrics of every step"
+def command_line() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    return vars(parser.parse_args())
+    parser.add_argument(
+        "--steps",
+        type=int,
+        default=450,
+        help="how many steps to train (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--log",
+        type=Path,
+        metavar="PATH",
+        help="write the metrics of every step as CSV (default: no file)",
+    )
+    return parser
 
 
 if __name__ == "__main__":
-    main(**arguments())
+    main(**vars(command_line().parse_args()))

@@ -35,13 +35,18 @@ from collections.abc import Callable
 from itertools import pairwise
 from typing import Any, NamedTuple
 
-import gymnasium
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 
 import optaxclip
+
+try:
+    import gymnasium
+except ModuleNotFoundError as error:
+    error.add_note('Install what this program needs: pip install -e ".[examples]"')
+    raise
 
 ENVIRONMENTS, LENGTH = 16, 128  # one rollout
 EPOCHS, MINIBATCHES = 4, 8  # steps of the optimizer for each rollout: their product
@@ -401,13 +406,25 @@ def print_table(rows: list[Row]) -> None:
     )
 
 
-if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+def command_line() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument(
         "--steps",
         type=int,
         default=32,
-        help=f"rollouts of {LENGTH} steps in {ENVIRONMENTS} environments",
+        help=f"rollouts of {LENGTH} steps in {ENVIRONMENTS} environments "
+        "(default: %(default)s)",
     )
-    parser.add_argument("--seed", type=int, default=0)
-    main(**vars(parser.parse_args()))
+    parser.add_argument(
+        "--seed",
+        type=int,
+        default=0,
+        help="the seed of everything (default: %(default)s)",
+    )
+    return parser
+
+
+if __name__ == "__main__":
+    main(**vars(command_line().parse_args()))

@@ -462,11 +462,18 @@ def apart(curve: np.ndarray, reference: np.ndarray) -> float:
     return float(np.max(np.abs(curve / reference - 1)))
 
 
-def arguments() -> dict[str, Any]:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--steps", type=int, default=50)
-    return vars(parser.parse_args())
+def command_line() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--steps",
+        type=int,
+        default=50,
+        help="how many steps to train (default: %(default)s)",
+    )
+    return parser
 
 
 if __name__ == "__main__":
-    main(**arguments())
+    main(**vars(command_line().parse_args()))

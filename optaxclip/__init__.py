@@ -8,8 +8,11 @@ and what if it is longer (shrink).
                  clip_by_average_norm, clip_by_unitwise_norm, clip_by_group_norm,
                  clip_by_value, clip_by_spectral_norm, adaptive_grad_clip, clippy, larc
     that learn   autoclip, zclip, adagc, aggc, spam, adaclip, adagn
-    wrappers     skip_nonfinite, skip_spikes, skip_step, carry_clipped, reset_momentum
-    reading      metrics, record_norm
+    wrappers     skip_nonfinite, skip_spikes, skip_step, carry_clipped, constrain,
+                 reset_momentum
+    once         clip_grads(grads, max_norm) -> (grads, norm)
+    reading      metrics, record_norm, record_spikes
+    weights      qk_clip, Heads
     backward     clip_cotangent, scale_cotangent
     your own     clip_by, rescale
     of optax     clip, clip_by_block_rms
@@ -23,6 +26,9 @@ and what if it is longer (shrink).
 Example:
   >>> optimizer = optax.chain(optaxclip.clip_by_global_norm(1.0), optax.adamw(3e-4))
 """
+
+import sys
+from typing import Any
 
 from . import dropin, per_example, replay, rules, shrinks
 from ._backward import clip_cotangent, scale_cotangent
@@ -41,25 +47,33 @@ from ._clippers._by_norm import (
 )
 from ._clippers._by_rule import adagn, aggc, autoclip, zclip
 from ._clippers._by_value import clip, clip_by_value
+from ._clippers._clip_by import clip_by
+from ._clippers._clip_grads import clip_grads
 from ._clippers._clippy import clippy
+from ._clippers._heads import Heads
 from ._clippers._larc import larc
+from ._clippers._qk_clip import qk_clip
+from ._clippers._record_spikes import record_spikes
 from ._clippers._spam import spam
 from ._clippers._spectral import clip_by_spectral_norm, spectral_norm
 from ._core._factors import rescale
-from ._core._kernel import clip_by
 from ._core._state import ClipState
-from ._metrics import metrics
+from ._metrics._metrics import metrics
 from ._norms._mesh_axes import check_replicated
 from ._norms._norms import global_norm, group_norm, tensor_norm, unitwise_norm
+from ._other_names import raise_no_attribute
 from ._wrappers._carry import carry_clipped
+from ._wrappers._constrain import constrain
 from ._wrappers._reset_momentum import reset_momentum
-from ._wrappers._skip import SkipState, skip_nonfinite, skip_spikes, skip_step
+from ._wrappers._skip import skip_nonfinite, skip_spikes, skip_step
+from ._wrappers._skipping import SkipState
 from .per_example import clipped_grad
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 __all__ = [
     "ClipState",
+    "Heads",
     "SkipState",
     "adaclip",
     "adagc",
@@ -81,15 +95,19 @@ __all__ = [
     "clip_by_unitwise_norm",
     "clip_by_value",
     "clip_cotangent",
+    "clip_grads",
     "clipped_grad",
     "clippy",
+    "constrain",
     "dropin",
     "global_norm",
     "group_norm",
     "larc",
     "metrics",
     "per_example",
+    "qk_clip",
     "record_norm",
+    "record_spikes",
     "replay",
     "rescale",
     "reset_momentum",
@@ -109,3 +127,7 @@ __all__ = [
 
 def __dir__() -> list[str]:
     return sorted(__all__)
+
+
+def __getattr__(name: str) -> Any:
+    raise_no_attribute(name, sys.modules[__name__])

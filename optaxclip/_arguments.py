@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 from jax.core import Tracer
 from jax.tree_util import Partial
 
@@ -162,8 +163,30 @@ def as_partial(function: Callable[..., Any]) -> Partial:
     return function if isinstance(function, Partial) else Partial(function)
 
 
+def check_transformation(argument: str, value: Any, noun: str = "an optimizer") -> None:
+    """Raises TypeError for what has no `init` and `update`."""
+    if hasattr(value, "init") and hasattr(value, "update"):
+        return
+    text = f"{argument} must be {noun} with init and update"
+    if callable(value):
+        name = getattr(value, "__name__", repr(value))
+        raise TypeError(f"{text}, got the function {name}: call it, as in {name}(...).")
+    raise TypeError(f"{text}, got {value!r}.")
+
+
+def is_without_state(state: Any) -> bool:
+    """Whether this is what a clipper of optax has in the place of a state."""
+    return state is None or isinstance(state, optax.EmptyState)
+
+
 def check_state(call: str, state: Any, kind: type) -> None:
     """Raises TypeError for a state that another transformation made."""
+    if is_without_state(state):
+        raise TypeError(
+            f"{call}: state must be the {kind.__name__} of the step before, got "
+            f"{state}. Begin with state = optimizer.init(params), and hand on the "
+            "state that update returns."
+        )
     if not isinstance(state, kind):
         raise TypeError(
             f"{call}: state must be the {kind.__name__} that its init returned, got "

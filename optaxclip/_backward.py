@@ -24,7 +24,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ._arguments import check_limit, check_number, check_ord
+from ._arguments import check_limit, check_number, check_ord, check_order
 from ._clippers._by_value import clip_by_value
 from ._core._once import clip_once
 from ._norms import _prefix as prefix
@@ -37,12 +37,15 @@ from ._norms._measures import (
     check_measure,
 )
 from ._norms._mesh_axes import MeshAxes
+from ._other_names import with_our_names
 
 
+@with_our_names
 def clip_cotangent(
     x: Any,
     *,
     max_value: Any = None,
+    min_value: Any = None,
     max_norm: Any = None,
     axis: int | tuple[int, ...] | None = None,
     ord: Ord = None,
@@ -65,6 +68,8 @@ def clip_cotangent(
         nor complex pass through.
       max_value: the limit of the modulus of each element: a scalar at least 0. It may
         be traced, and its own gradient is 0.
+      min_value: for `max_value`: a lower bound of its own. Each element is then held
+        between both, which may have any sign. None means -max_value. Real arrays only.
       max_norm: the limit of the norm of each array, or of its norms along `axis`: a
         scalar at least 0. It may be traced, and its own gradient is 0. Give one of
         max_value and max_norm.
@@ -81,10 +86,12 @@ def clip_cotangent(
       `x`: values, dtypes and structure are kept, and so are the cotangent's.
 
     Raises:
-      TypeError: a limit that is not a real number. Also, from JAX, in forward mode
-        (`jax.jvp`, `jax.jacfwd`), because no tangent belongs to a clipped cotangent.
+      TypeError: a limit that is not a real number, or two bounds for a complex array.
+        Also, from JAX, in forward mode (`jax.jvp`, `jax.jacfwd`), because no tangent
+        belongs to a clipped cotangent.
       ValueError: none or both of the limits, a limit that is negative, NaN or not a
-        scalar, an unknown order, or an axis that an array does not have.
+        scalar, a lower bound above the upper, an unknown order, or an axis that an
+        array does not have.
 
     Example:
       >>> def last(h):  # twenty steps of h <- 1.2 h
@@ -116,17 +123,20 @@ def clip_cotangent(
             f"{call}: axis={axis!r} and ord={ord!r} belong to max_norm; max_value "
             "limits each element by itself."
         )
+    if max_norm is None:
+        bounds = _bounds(call, x, max_value, min_value)
+        return put_back(_clipped(None, _arrays(x), bounds), x)
+    if min_value is not None:
+        raise ValueError(f"{call}: min_value={min_value!r} belongs to max_value.")
     check_ord(call, ord)
     _check_axis(call, axis, x)
-    measure, argument, value = None, f"{call}: max_value", max_value
-    if max_norm is not None:
-        measure = _measure(call, ord, axis, mesh_axes)
-        argument, value = f"{call}: max_norm", max_norm
-        check_limit(argument, value)
-    limit = _scalar(argument, value)
+    check_limit(f"{call}: max_norm", max_norm)
+    measure = _measure(call, ord, axis, mesh_axes)
+    limit = _scalar(f"{call}: max_norm", max_norm)
     return put_back(_clipped(measure, _arrays(x), limit), x)
 
 
+@with_our_names
 def scale_cotangent(x: Any, scale: Any) -> Any:
     """Returns `x`, and multiplies its derivative.
 
@@ -170,29 +180,43 @@ def _measure(call: str, ord: Ord, axis: Any, mesh_axes: MeshAxes) -> Measure:
     return UnitwiseNorm(**check_measure(call, ord, axis=axis, mesh_axes=mesh_axes))
 
 
+def _bounds(call: str, x: Any, high: Any, low: Any) -> tuple[jax.Array, Any]:
+    """The upper bound of each element, and the lower one if there is one."""
+    if low is None:
+        return _scalar(f"{call}: max_value", high), None
+    for path, leaf in jax.tree_util.tree_flatten_with_path(clipped_leaves(x))[0]:
+        if jnp.iscomplexobj(leaf):
+            raise TypeError(
+                f"{call}: the leaf {prefix.name(path)!r} is complex and has no "
+                "smallest value. Give max_value alone, which limits its modulus."
+            )
+    bounds = (
+        _scalar(f"{call}: max_value", high, lowest=-math.inf),
+        _scalar(f"{call}: min_value", low, lowest=-math.inf),
+    )
+    check_order(call, ("min_value", low), ("max_value", high))
+    return bounds
+
+
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _clipped(measure: Measure | None, x: Any, limit: jax.Array) -> Any:
+def _clipped(measure: Measure | None, x: Any, limit: Any) -> Any:
     """The identity. Its cotangent is clipped by norm, or by value without a measure."""
     return x
 
 
-def _forward(
-    measure: Measure | None, x: Any, limit: jax.Array
-) -> tuple[Any, jax.Array]:
+def _forward(measure: Measure | None, x: Any, limit: Any) -> tuple[Any, Any]:
     return x, limit
 
 
-def _backward(
-    measure: Measure | None, limit: jax.Array, cotangent: Any
-) -> tuple[Any, jax.Array]:
+def _backward(measure: Measure | None, limit: Any, cotangent: Any) -> tuple[Any, Any]:
     if measure is None:
-        clipper = clip_by_value(limit)
+        clipper = clip_by_value(*limit)
         clipped, _ = clipper.update(cotangent, clipper.init(cotangent))
     else:
         clipped, _ = clip_once(
             cotangent, limit, measure, call="clip_cotangent", name="max_norm"
         )
-    return clipped, jnp.zeros_like(limit)
+    return clipped, jax.tree.map(jnp.zeros_like, limit)
 
 
 _clipped.defvjp(_forward, _backward)

@@ -154,6 +154,11 @@ def shrink_of(shrink: Any, call: str) -> Shrink:
         return auto_s()
     if shrink is psac:
         return psac()
+    if isinstance(shrink, str) and shrink in __all__:
+        raise TypeError(
+            f"{call}: shrink must be a function of norm and limit, got {shrink!r}: "
+            f"write shrink=optaxclip.shrinks.{shrink}."
+        )
     if not callable(shrink):
         raise TypeError(
             f"{call}: shrink must be a function of norm and limit, such as "

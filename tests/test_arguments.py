@@ -19,6 +19,8 @@ from optaxclip._norms import _prefix as prefix
 from optaxclip.dropin import torch_style
 from optaxclip.rules import constant
 from optaxclip.rules._rule import call_name
+from tests.methods import METHODS
+from tests.parts import RULES, SHRINKS
 
 TREE = {"w": jnp.ones((2, 3)), "b": jnp.ones(3)}
 
@@ -197,7 +199,7 @@ def test_a_group_without_a_limit():
     clipper = optaxclip.clip_by_group_norm({"x": 1.0}, {"w": "x", "b": "y"})
     refused(
         ValueError,
-        "clip_by_group_norm: max_norm has no value for the leaf 'y': it has 'x'.",
+        "clip_by_group_norm: max_norm has no value for the label 'y': it has 'x'.",
         lambda: update(clipper),
     )
 
@@ -212,7 +214,7 @@ def test_limits_that_do_not_fit_the_tree():
     refused(
         ValueError,
         "clip_by_tensor_norm: max_norm has a value for 'typo', but the updates have no "
-        "such part.",
+        "such part: they have 'b', 'w'.",
         lambda: update(optaxclip.clip_by_tensor_norm(wrong)),
     )
     refused(
@@ -247,8 +249,8 @@ def test_axes_and_stacked_layers_that_a_leaf_does_not_have():
     )
     refused(
         ValueError,
-        "stacked must be a number of leading axes, from 0 to 1 for the leaf 'b' of "
-        "shape (3,), got 2.",
+        "tensor_norm: stacked must be a number of leading axes, from 0 to 1 for the "
+        "leaf 'b' of shape (3,), or a tuple of its axes, got 2.",
         lambda: optaxclip.tensor_norm(TREE, stacked=2),
     )
     refused(
@@ -324,9 +326,9 @@ def test_an_order_may_be_an_array_that_is_known():
 OTHERS_STATES = {
     "optax": (
         optaxclip.clip_by_global_norm(1.0),
-        optax.EmptyState(),
+        optax.sgd(1.0, 0.9).init(TREE)[0],
         "clip_by_global_norm: state must be the ClipState that its init returned, got "
-        "EmptyState",
+        "TraceState",
     ),
     "chain": (
         optaxclip.clip_by_tensor_norm(1.0),
@@ -336,19 +338,21 @@ OTHERS_STATES = {
     ),
     "value": (
         optaxclip.clip_by_value(1.0),
-        optax.EmptyState(),
+        optax.sgd(1.0, 0.9).init(TREE)[0],
         "clip_by_value: state must be the ClipByValueState that its init returned, got "
-        "EmptyState",
+        "TraceState",
     ),
     "adagc": (
         optaxclip.adagc(),
         optax.EmptyState(),
-        "adagc: state must be the ClipState that its init returned, got EmptyState",
+        "adagc: its limit learns from earlier norms, so update needs the state of the "
+        "step before, got EmptyState. Begin with state = clipper.init(params)",
     ),
     "spam": (
         optaxclip.spam(),
         optax.EmptyState(),
-        "spam: state must be the SpamState that its init returned, got EmptyState",
+        "spam: state must be the SpamState of the step before, got EmptyState. Begin "
+        "with state = optimizer.init(params)",
     ),
     "reset": (
         optaxclip.reset_momentum(optax.sgd(1.0)),
@@ -369,15 +373,16 @@ OTHERS_STATES = {
     "no memory": (
         optaxclip.clip_by_global_norm(optaxclip.rules.z_score()),
         optaxclip.clip_by_global_norm(1.0).init(TREE),
-        "clip_by_global_norm: state must hold what its rule remembers, of the form "
-        "ZScoreMemory(seen='int32[]', mean='float32[]', deviation='float32[]'), got "
-        "().",
+        "clip_by_global_norm: state was made with another rule. z_score remembers "
+        "ZScoreMemory(seen='int32[]', mean='float32[]', deviation='float32[]'), and "
+        "the state has nothing. Begin with a new one: state = clipper.init(params).",
     ),
     "memory": (
         optaxclip.clip_by_global_norm(1.0),
         optaxclip.clip_by_global_norm(optaxclip.rules.growth()).init(TREE),
-        "clip_by_global_norm: state must hold what its rule remembers, of the form (), "
-        "got float32[].",
+        "clip_by_global_norm: state was made with another rule. constant remembers "
+        "nothing, "
+        "and the state has float32[]. Begin with a new one",
     ),
     "one norm": (
         optaxclip.clip_by_tensor_norm(1.0),
@@ -428,80 +433,8 @@ def test_each_number_of_an_array_is_held_against_its_range():
 
 # of each rule and clipper: its parameters, the least and the greatest number that each
 # may be
-NUMBERS = {
-    optaxclip.rules.windowed_quantile: {
-        "quantile": (0, 1),
-        "factor": (0, None),
-        "window": (1, None),
-        "warmup": (0, None),
-    },
-    optaxclip.rules.windowed_mean: {
-        "sigmas": (0, None),
-        "window": (1, None),
-        "ddof": (0, None),
-        "floor": (0, None),
-        "warmup": (0, None),
-    },
-    optaxclip.rules.z_score: {
-        "z": (0, None),
-        "decay": (0, 1),
-        "warmup": (1, None),
-        "eps": (0, None),
-    },
-    optaxclip.rules.log_z_score: {
-        "z": (0, None),
-        "decay": (0, 1),
-        "floor": (0, None),
-        "spread": (0, None),
-        "warmup": (1, None),
-    },
-    optaxclip.rules.ema_ratio: {
-        "ratio": (0, None),
-        "decay": (0, 1),
-        "target": (0, None),
-        "target_decay": (0, 1),
-        "warmup": (0, None),
-    },
-    optaxclip.rules.growth: {"rate": (0, None), "floor": (0, None)},
-    optaxclip.rules.quantile_tracker: {
-        "quantile": (0, 1),
-        "rate": (0, None),
-        "start": (0, None),
-    },
-    optaxclip.rules.ema: {"decay": (0, 1)},
-    optaxclip.rules.moments_ratio: {
-        "decay1": (0, 1),
-        "decay2": (0, 1),
-        "eps": (0, None),
-    },
-    optaxclip.rules.ema_band: {
-        "low": (0, None),
-        "high": (0, None),
-        "decay": (0, 1),
-        "floor": (0, None),
-        "up": (1, None),
-        "down": (0, 1),
-    },
-    optaxclip.adagc: {
-        "ratio": (0, None),
-        "decay": (0, 1),
-        "max_norm": (0, None),
-        "warmup": (1, None),
-    },
-    optaxclip.autoclip: {"percentile": (0, 100)},
-    optaxclip.spam: {
-        "threshold": (0, None),
-        "decay": (0, 1),
-        "warmup": (0, None),
-        "every": (1, None),
-    },
-    optaxclip.larc: {
-        "learning_rate": (0, None),
-        "trust": (0, None),
-        "weight_decay": (0, None),
-    },
-    optaxclip.clippy: {"relative": (0, None), "absolute": (0, None)},
-}
+NUMBERS = {m.function: m.numbers for m in METHODS.values() if m.numbers}
+NUMBERS |= {rule: part.numbers for rule, part in RULES.items() if part.numbers}
 
 
 @pytest.mark.parametrize(
@@ -544,119 +477,11 @@ def test_a_window_is_one_whole_number(build):
             build(window=wrong)
 
 
-DEFAULTS = {  # those of the papers and of their public code
-    optaxclip.adaptive_grad_clip: {"clipping": 0.01, "eps": 1e-3},
-    optaxclip.autoclip: {"percentile": 10.0, "window": 10_000, "scope": "global"},
-    optaxclip.rules.windowed_mean: {
-        "sigmas": 3.0,
-        "window": 128,
-        "ddof": 0,
-        "floor": 0.0,
-        "current": False,
-        "remember": "raw",
-        "warmup": 2,
-    },
-    optaxclip.rules.windowed_quantile: {
-        "quantile": 0.5,
-        "window": 100,
-        "factor": 1.0,
-        "current": False,
-        "remember": "raw",
-        "warmup": 1,
-    },
-    optaxclip.zclip: {
-        "z": 2.5,
-        "decay": 0.97,
-        "cap": None,
-        "target": "adaptive",
-        "warmup": 25,
-        "eps": 1e-6,
-        "scope": "global",
-    },
-    optaxclip.rules.z_score: {
-        "z": 2.5,
-        "decay": 0.97,
-        "target": "adaptive",
-        "warmup": 25,
-        "eps": 1e-6,
-    },
-    optaxclip.rules.log_z_score: {
-        "z": 4.0,
-        "decay": 0.995,
-        "floor": 0.01,
-        "spread": 1e-3,
-        "warmup": 277,
-    },
-    optaxclip.rules.ema_ratio: {
-        "ratio": 2.0,
-        "decay": 0.99,
-        "corrected": False,
-        "remember": "clipped",
-        "warmup": 1,
-    },
-    optaxclip.rules.growth: {"rate": 1.01, "floor": 0.0},
-    optaxclip.rules.quantile_tracker: {"quantile": 0.5, "rate": 0.2, "start": 0.1},
-    optaxclip.adagc: {
-        "ratio": 1.05,
-        "decay": 0.98,
-        "max_norm": 1.0,
-        "warmup": 100,
-        "scope": "tensor",
-    },
-    optaxclip.aggc: {
-        "low": 0.95,
-        "high": 0.6,
-        "decay": 0.95,
-        "floor": 0.01,
-        "up": 1.1,
-        "down": 0.9,
-        "raise_small": False,
-    },
-    optaxclip.rules.ema_band: {
-        "low": 0.95,
-        "high": 0.6,
-        "decay": 0.95,
-        "floor": 0.01,
-        "up": 1.1,
-        "down": 0.9,
-        "raise_small": False,
-    },
-    optaxclip.spam: {"threshold": 5000.0, "decay": 0.999, "warmup": 20, "every": 500},
-    optaxclip.reset_momentum: {"every": 500, "warmup": 150},
-    optaxclip.adaclip: {"decay": 0.999},
-    optaxclip.rules.ema: {"decay": 0.999},
-    optaxclip.adagn: {"decay1": 0.7, "decay2": 0.9, "eps": 1e-8, "scope": "tensor"},
-    optaxclip.rules.moments_ratio: {"decay1": 0.7, "decay2": 0.9, "eps": 1e-8},
-    optaxclip.skip_step: {"sigmas": 6.0, "window": 128, "on_loss": True},
-    optaxclip.skip_nonfinite: {"max_consecutive": 100},
-    optaxclip.clippy: {"relative": 0.1, "absolute": 1e-7},
-    optaxclip.larc: {"trust": 0.02, "weight_decay": 0.0, "eps": 1e-8},
-    optaxclip.clip_by_spectral_norm: {"method": "svd", "steps": None, "columns": None},
-    optaxclip.shrinks.smooth: {"power": 1.0},
-    optaxclip.shrinks.auto_s: {"gamma": 0.01},
-    optaxclip.shrinks.psac: {"r": 0.1},
-    optaxclip.clipped_grad: {
-        "argnums": 0,
-        "batch_argnums": 1,
-        "has_aux": False,
-        "two_pass": False,
-        "mean": True,
-    },
-    optaxclip.clip_by_global_norm: {
-        "ord": None,
-        "eps": 0.0,
-        "nonfinite": "propagate",
-        "mesh_axes": "auto",
-    },
-}
-
-
-@pytest.mark.parametrize("function", DEFAULTS, ids=lambda function: function.__name__)
-def test_defaults_are_those_of_the_papers(function):
+@pytest.mark.parametrize("function", RULES | SHRINKS, ids=lambda f: f.__name__)
+def test_defaults_of_rules_and_shrinks_are_those_of_papers(function):
     parameters = inspect.signature(function).parameters
-    assert {name: parameters[name].default for name in DEFAULTS[function]} == DEFAULTS[
-        function
-    ]
+    wanted = (RULES | SHRINKS)[function].defaults
+    assert {name: parameters[name].default for name in wanted} == wanted
 
 
 @pytest.mark.parametrize(
@@ -732,7 +557,7 @@ def test_clippers_of_papers_refuse_a_state_under_their_own_names():
     for name in ("autoclip", "zclip", "adagn"):
         for scope in ("global", "tensor", lambda tree: "all"):
             with pytest.raises(
-                TypeError, match=rf"^{name}: state must be the ClipState"
+                TypeError, match=rf"^{name}: its limit learns from earlier norms"
             ):
                 getattr(optaxclip, name)(scope=scope).update(TREE, optax.EmptyState())
 

@@ -90,7 +90,7 @@ def test_what_is_within_the_limit_stays_bit_for_bit(limits):
     )
 
 
-def test_a_cotangent_exactly_as_long_as_the_limit_stays_bit_for_bit():
+def test_a_cotangent_at_the_limit_keeps_its_bits():
     cotangent = normal(0, 6, 7)
     limit = optaxclip.global_norm(cotangent)
     np.testing.assert_array_equal(
@@ -167,7 +167,7 @@ def test_dtypes_are_kept_and_low_precision_is_right(dtype, limits):
     )
 
 
-def test_each_array_of_a_tree_is_clipped_by_itself_and_integers_pass():
+def test_arrays_are_clipped_separately_and_integers_pass():
     tree = {
         "h": normal(0, 3),
         "steps": jnp.arange(3),
@@ -204,7 +204,7 @@ def unrolled(factor, bias, steps, clip):
 
 
 @pytest.mark.parametrize("steps", [1, 10, 100])
-def test_the_gradient_of_a_growing_recurrence_is_bounded_by_limit_times_steps(steps):
+def test_gradients_of_a_growing_recurrence_are_bounded(steps):
     """h <- 1.2 h + b: dh_T/db is the sum of 1.2^k over T steps; with what goes back
     limited to 0.5 it is 1 + 0.5 (T - 1).
     """
@@ -246,7 +246,7 @@ def gradient_by_start(steps, clip, remat=False):
 
 
 @pytest.mark.parametrize("remat", [False, True], ids=["plain", "remat"])
-def test_backpropagation_through_a_spectral_radius_of_two_is_bounded(remat):
+def test_gradients_through_a_spectral_radius_of_2_are_bounded(remat):
     free, long = (
         float(jnp.linalg.norm(gradient_by_start(50, clip, remat)))
         for clip in (lambda h: h, functools.partial(clip_cotangent, max_norm=1.0))
@@ -286,7 +286,7 @@ def test_vmap_clips_each_example_by_itself(limits):
         close(jax.vmap(grad)(x, weights), shortened(weights, 1.0, (1, 2)))
 
 
-def test_limits_may_be_traced_differ_between_examples_and_have_no_gradient():
+def test_limits_of_examples_may_be_traced_and_differ():
     weights, limits = normal(0, 3, 4), jnp.array([0.5, 1.0, 100.0])
 
     def loss(x, w, limit):
@@ -311,7 +311,7 @@ def test_the_dtype_of_a_limit_does_not_matter(name, dtype):
 
 
 @pytest.mark.parametrize("limits", [{"max_norm": -1.0}, {"max_value": -1.0}])
-def test_a_negative_limit_that_only_the_program_knows_counts_as_zero(limits):
+def test_a_negative_traced_limit_counts_as_zero(limits):
     ((name, limit),) = limits.items()
     assert not jax.jit(
         lambda limit: jax.grad(lambda x: jnp.sum(clip_cotangent(x, **{name: limit})))(
@@ -337,7 +337,7 @@ def test_forward_mode_is_refused_by_jax():
         )
 
 
-def test_rows_of_a_batch_that_is_split_over_devices_are_clipped_without_a_collective():
+def test_rows_of_a_split_batch_take_no_collective():
     mesh = jax.make_mesh((4,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
     weights = normal(0, 8, 3)
     spec = PartitionSpec("data")
@@ -364,7 +364,7 @@ def test_rows_of_a_batch_that_is_split_over_devices_are_clipped_without_a_collec
 
 @pytest.mark.parametrize("scale", [0.0, 0.1, 0.5, 1.0, -1.0])
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "complex64"])
-def test_scale_is_the_identity_with_a_scaled_derivative_in_both_modes(scale, dtype):
+def test_scale_scales_derivatives_in_both_modes(scale, dtype):
     x, other = jnp.asarray(normal(0, 3, 2), dtype), jnp.asarray(normal(1, 3, 2), dtype)
     scaled = pulled_back(lambda x: scale_cotangent(x, scale), x, other)
     value, tangent = jax.jvp(lambda x: scale_cotangent(x, scale), (x,), (other,))
@@ -475,7 +475,7 @@ def test_bad_scales_are_named(scale, error, text):
         scale_cotangent(jnp.ones(2), scale)
 
 
-def test_a_cotangent_by_value_takes_no_order_and_a_scale_is_rounded_once():
+def test_cotangents_by_value_have_no_order_and_one_rounding():
     with pytest.raises(
         ValueError, match=r"clip_cotangent: axis=None and ord=2 belong to max_norm"
     ):
@@ -489,7 +489,7 @@ def test_a_cotangent_by_value_takes_no_order_and_a_scale_is_rounded_once():
     ).all()
 
 
-def test_an_integer_limit_of_a_cotangent_works_under_strict_promotion():
+def test_integer_cotangent_limits_under_strict_promotion():
     with jax.numpy_dtype_promotion("strict"):
         grad = jax.grad(
             lambda x: jnp.sum(optaxclip.clip_cotangent(x, max_norm=np.int32(1)))

@@ -9,13 +9,17 @@ import optax
 
 from .._core._kernel import make_clipper
 from .._core._state import ClipState, limits_of
-from .._norms._leaves import Stacked, clipped_leaves, put_back
+from .._norms._leaves import clipped_leaves, put_back
 from .._norms._measures import TensorNorm, check_measure
 from .._norms._mesh_axes import MeshAxes
 from .._norms._prefix import is_none
+from .._norms._stacked import Stacked
+from .._other_names import with_our_names
 from ..rules._ema import Ema
+from ..rules._rule import rule_in
 
 
+@with_our_names
 def adaclip(
     decay: Any = 0.999,
     *,
@@ -30,7 +34,8 @@ def adaclip(
 
     Args:
       decay: of the average, in [0, 1]. A number or a schedule.
-      stacked: how many leading axes of a leaf count layers (see `tensor_norm`).
+      stacked: which axes of a leaf count layers: 1 for the leading axis, (1,) for axis
+        1 (see `tensor_norm`).
       nonfinite, mesh_axes: as in `clip_by_tensor_norm`.
 
     Returns:
@@ -56,7 +61,7 @@ def adaclip(
     call = "adaclip"
     numbers = {"stacked": stacked, "mesh_axes": mesh_axes}
     measure = TensorNorm(**check_measure(call, math.inf, **numbers))
-    rule = Ema(decay)
+    rule = rule_in(call, Ema, decay=decay)
     largest = make_clipper(measure, rule, call=call, name="limit", nonfinite=nonfinite)
 
     def update(

@@ -7,11 +7,13 @@ import jax.numpy as jnp
 import optax
 
 from .._norms._mesh_axes import MeshAxes
-from .._norms._modulus import divided
+from .._norms._stacked import Stacked
+from .._other_names import with_our_names
 from ..rules._rule import Number, Rule, at_step, fixed, number
 from ._scope import Scope, clip_at
 
 
+@with_our_names
 def adagc(
     ratio: Any = 1.05,
     decay: Any = 0.98,
@@ -19,6 +21,7 @@ def adagc(
     max_norm: Any = 1.0,
     warmup: Any = 100,
     scope: Scope = "tensor",
+    stacked: Stacked = None,
     nonfinite: str = "propagate",
     mesh_axes: MeshAxes = "auto",
 ) -> optax.GradientTransformationExtraArgs:
@@ -40,6 +43,8 @@ def adagc(
       max_norm: the global limit of the warm-up, at least 0. A number or a schedule.
       warmup: how many norms are seen under the global limit. At least 1.
       scope: "tensor", "global", or labels as for `clip_by_group_norm`.
+      stacked: with scope="tensor", which axes of a leaf count layers. Each layer has a
+        norm of its own. 1 for the leading axis, (1,) for axis 1 (see `tensor_norm`).
       nonfinite, mesh_axes: as in `clip_by_global_norm`. In the warm-up one broken
         tensor breaks them all, as under any global clip.
 
@@ -47,8 +52,9 @@ def adagc(
       A transformation with a `ClipState`. For each norm it remembers two numbers.
 
     Raises:
-      ValueError: a number out of its range, or an unknown scope. TypeError: something
-        that is no number.
+      ValueError: a number out of its range, an unknown scope, or `stacked` at another
+        scope than "tensor".
+      TypeError: something that is not a number.
 
     Example:
       >>> clipper = optaxclip.adagc(1.5, 0.5, warmup=1)
@@ -60,12 +66,13 @@ def adagc(
       [0.6] [0.3]
 
     Reference: Wang et al., AdaGC: improving training stability for large language model
-    pretraining, 2025 (arXiv 2502.11034). Paddle's code seeds the averages with norms
-    before the global clip and warms up one step longer. A norm of 0 in the warm-up,
-    which would hold a tensor at 0 for good there, is not remembered here.
+    pretraining, 2025 (arXiv 2502.11034). The authors' code for Megatron adds 1e-6 to
+    norms. Paddle's code seeds the averages with norms before the global clip and warms
+    up one step longer. A norm of 0 in the warm-up, which would hold a tensor at 0 for
+    good in both, is not remembered here.
     """
     rule = Adagc(ratio, decay, max_norm, warmup)
-    return clip_at(scope, rule, "adagc", nonfinite, mesh_axes)
+    return clip_at(scope, rule, "adagc", nonfinite, mesh_axes, stacked=stacked)
 
 
 class AdaGCMemory(NamedTuple):
@@ -76,39 +83,35 @@ class AdaGCMemory(NamedTuple):
 
 
 class Adagc(Rule):
-    """The rule of AdaGC. It sees all norms of a clipper at once, as one vector."""
+    """The rule of AdaGC."""
 
     ratio: Number = number()
     decay: Number = number(highest=1.0)
     max_norm: Number = number()
     warmup: Any = fixed(default=100, lowest=1)
 
+    @property
+    def needs_total(self) -> bool:
+        return True
+
     def init(self, norm: jax.Array) -> AdaGCMemory:
         seen = jnp.zeros(norm.shape, jnp.int32)
         return AdaGCMemory(seen, jnp.full_like(norm, jnp.inf))
 
     def update(
-        self, norm: jax.Array, memory: AdaGCMemory, step: jax.Array
+        self, norm: jax.Array, memory: AdaGCMemory, step: jax.Array, total: jax.Array
     ) -> tuple[jax.Array, AdaGCMemory]:
         numbers = self.ratio, self.decay, self.max_norm
         ratio, decay, max_norm = at_step(step, norm, *numbers)
         seen, average = memory
         warming = seen < self.warmup
-        together = _root_sum_square(norm)
-        over = together > max_norm
-        share = jnp.where(over, max_norm / jnp.where(over, together, 1.0), 1.0)
+        over = total > max_norm
+        share = jnp.where(over, max_norm / jnp.where(over, total, 1.0), 1.0)
         early = jnp.where(over, norm * share, jnp.inf)
         # NaN breaks every tensor that is clipped together.
-        early = jnp.where(jnp.isfinite(together), early, jnp.nan)
+        early = jnp.where(jnp.isfinite(total), early, jnp.nan)
         limit = jnp.where(warming, early, ratio * average)
         value = jnp.minimum(norm, limit)
         later = average + (1 - decay) * (value - average)
         average = jnp.where(warming, jnp.minimum(average, value), later)
         return limit, AdaGCMemory(seen + 1, average)
-
-
-def _root_sum_square(norms: jax.Array) -> jax.Array:
-    """The norm of norms, whose squares may leave the range."""
-    largest = jnp.max(norms, initial=0)
-    safe = jnp.where((largest > 0) & (largest < jnp.inf), largest, 1.0)
-    return safe * jnp.sqrt(jnp.sum(divided(norms, safe) ** 2))

@@ -6,13 +6,16 @@ import optax
 
 from .._arguments import check_limit
 from .._core._kernel import make_clipper
-from .._norms._leaves import Axis, Stacked
+from .._norms._leaves import Axis
 from .._norms._measures import Ord, TensorNorm, UnitwiseNorm, check_measure
 from .._norms._mesh_axes import MeshAxes
+from .._norms._stacked import Stacked
+from .._other_names import with_our_names
 from ..rules._share_of_params import ShareOfParams
 from ..shrinks import Shrink
 
 
+@with_our_names
 def adaptive_grad_clip(
     clipping: Any = 0.01,
     eps: Any = 1e-3,
@@ -46,7 +49,8 @@ def adaptive_grad_clip(
         with clipping=0.3.
       ord: the order of the norms: a number above 0, `math.inf`, "rms" or "average".
         None means 2.
-      stacked: how many leading axes of a leaf count layers (see `tensor_norm`).
+      stacked: which axes of a leaf count layers: 1 for the leading axis, (1,) for axis
+        1 (see `tensor_norm`).
       shrink: what a norm over its limit becomes, of `optaxclip.shrinks`. None is
         `hard`.
       nonfinite, mesh_axes: as in `clip_by_tensor_norm`.

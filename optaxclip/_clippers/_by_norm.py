@@ -15,7 +15,7 @@ import optax
 from jax.typing import ArrayLike
 
 from .._core._kernel import make_clipper
-from .._norms._leaves import Axis, Stacked, check_labels
+from .._norms._leaves import Axis, check_labels
 from .._norms._measures import (
     GlobalNorm,
     GroupNorm,
@@ -27,9 +27,12 @@ from .._norms._measures import (
 )
 from .._norms._mesh_axes import MeshAxes
 from .._norms._norms import global_norm
+from .._norms._stacked import Stacked
+from .._other_names import with_our_names
 from ..shrinks import Shrink
 
 
+@with_our_names
 def clip_by_global_norm(
     max_norm: Any,
     *,
@@ -81,6 +84,7 @@ def clip_by_global_norm(
     return make_clipper(measure, max_norm, call=call, name="max_norm", **options)
 
 
+@with_our_names
 def clip_by_tensor_norm(
     max_norm: Any,
     *,
@@ -96,10 +100,11 @@ def clip_by_tensor_norm(
     Args:
       max_norm: a number at least 0, an array, a schedule, None, a rule of
         `optaxclip.rules`, or a tree prefix of these.
-      stacked: how many leading axes of a leaf count layers and are not part of one
-        tensor, as in models that `lax.scan` over stacked layers. Each layer is clipped
-        separately. An int, a tree prefix of ints, or a function of the leaf's path
-        ("blocks/w") and the leaf.
+      stacked: which axes of a leaf count layers, each of which is clipped separately.
+        1 is the leading axis, as `lax.scan` and `jax.vmap` stack layers, and 2 the two
+        leading ones. A tuple names axes by position: (1,) is axis 1, as MaxText and T5X
+        stack. Also a tree prefix of these, with None for leaves that are not stacked,
+        or a function of the leaf's path ("blocks/w") and the leaf.
       ord, shrink, eps, nonfinite, mesh_axes: as in `clip_by_global_norm`. Stacked
         leaves that are split inside shard_map need a PartitionSpec.
 
@@ -109,7 +114,8 @@ def clip_by_tensor_norm(
 
     Raises:
       ValueError: a negative or NaN limit or eps, an order that is not above 0, an
-        unknown `nonfinite`, a leaf without a limit, `stacked` out of range.
+        unknown `nonfinite`, a leaf without a limit, an axis in `stacked` that a leaf
+        does not have, or leaves of one stack with different numbers of layers.
       TypeError: a limit that is not a number.
 
     Example:
@@ -126,6 +132,7 @@ def clip_by_tensor_norm(
     return make_clipper(measure, max_norm, call=call, name="max_norm", **options)
 
 
+@with_our_names
 def clip_by_tensor_rms(
     max_rms: Any,
     *,
@@ -167,6 +174,7 @@ def clip_by_tensor_rms(
     return make_clipper(measure, max_rms, call=call, name="max_rms", **options)
 
 
+@with_our_names
 def clip_by_average_norm(
     max_norm: Any,
     *,
@@ -205,6 +213,7 @@ def clip_by_average_norm(
     return make_clipper(measure, max_norm, call=call, name="max_norm", **options)
 
 
+@with_our_names
 def clip_by_unitwise_norm(
     max_norm: Any,
     *,
@@ -249,6 +258,7 @@ def clip_by_unitwise_norm(
     return make_clipper(measure, max_norm, call=call, name="max_norm", **options)
 
 
+@with_our_names
 def clip_by_group_norm(
     max_norm: Any,
     labels: Any,
@@ -264,8 +274,8 @@ def clip_by_group_norm(
     Args:
       max_norm: one limit for every group, or a dict from label to limit. A limit is a
         number at least 0, an array, a schedule, None or a rule of `optaxclip.rules`.
-      labels: a tree prefix of labels, or a function that makes one from the tree, as in
-        `optax.partition`.
+      labels: a tree prefix of labels, a function that makes one from the tree, as in
+        `optax.partition`, or a function of a leaf's path ("blocks/w") and the leaf.
       ord, shrink, eps, nonfinite, mesh_axes: as in `clip_by_global_norm`.
 
     Returns:
@@ -293,6 +303,7 @@ def clip_by_group_norm(
     return make_clipper(measure, max_norm, call=call, name="max_norm", **options)
 
 
+@with_our_names
 def record_norm(
     norm: Callable[[Any], Any] = global_norm,
 ) -> optax.GradientTransformationExtraArgs:
@@ -318,6 +329,7 @@ def record_norm(
     return make_clipper(OwnNorm(norm), None, call="record_norm", name="norm")
 
 
+@with_our_names
 def clip_by_block_rms(threshold: Any) -> optax.GradientTransformationExtraArgs:
     """Clips the root mean square of each leaf, as `optax.clip_by_block_rms`.
 

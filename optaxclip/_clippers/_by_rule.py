@@ -1,26 +1,31 @@
 """Clippers with a paper whose limit is a rule: AutoClip, ZClip, AGGC, AdaGN."""
 
+import warnings
 from typing import Any
 
 import optax
 from jax.tree_util import Partial
 
 from .._norms._mesh_axes import MeshAxes
+from .._norms._stacked import Stacked
+from .._other_names import with_our_names
 from ..rules._ema_band import EmaBand
 from ..rules._joined import minimum
 from ..rules._moments_ratio import MomentsRatio
-from ..rules._rule import check_field, number
+from ..rules._rule import check_field, number, rule_in
 from ..rules._windowed_quantile import WindowedQuantile
 from ..rules._z_score import ZScore
 from ..shrinks import normalize
 from ._scope import Scope, clip_at
 
 
+@with_our_names
 def autoclip(
     percentile: Any = 10.0,
     window: Any = 10_000,
     *,
     scope: Scope = "global",
+    stacked: Stacked = None,
     nonfinite: str = "propagate",
     mesh_axes: MeshAxes = "auto",
 ) -> optax.GradientTransformationExtraArgs:
@@ -40,6 +45,8 @@ def autoclip(
         of steps of the run to have that. The length is part of the state: a restored
         state goes on with its own.
       scope: "global", "tensor", or labels as for `clip_by_group_norm`.
+      stacked: with scope="tensor", which axes of a leaf count layers. Each layer has a
+        norm of its own. 1 for the leading axis, (1,) for axis 1 (see `tensor_norm`).
       nonfinite, mesh_axes: as in `clip_by_global_norm`.
 
     Returns:
@@ -47,8 +54,9 @@ def autoclip(
       twice, by age and by size.
 
     Raises:
-      ValueError: a percentile or window out of its range, or an unknown scope.
-        TypeError: something that is no number.
+      ValueError: a percentile or window out of its range, an unknown scope, or
+        `stacked` at another scope than "tensor".
+      TypeError: something that is not a number.
 
     Example:
       >>> clipper = optaxclip.autoclip(50)
@@ -65,17 +73,26 @@ def autoclip(
     """
     call = "autoclip"
     percentile = check_field(call, "percentile", number(highest=100.0), percentile)
+    if isinstance(percentile, (int, float)) and 0 < percentile < 1:
+        warnings.warn(
+            f"{call}: percentile={percentile} is less than one percent. Percentiles "
+            f"go from 0 to 100: for the share {percentile} of the norms write "
+            f"percentile={100 * percentile:g}.",
+            stacklevel=3,
+        )
     share = (
         Partial(_hundredth, percentile) if callable(percentile) else percentile / 100
     )
-    rule = WindowedQuantile(share, window, current=True)
-    return clip_at(scope, rule, call, nonfinite, mesh_axes)
+    numbers = {"quantile": share, "window": window, "current": True}
+    rule = rule_in(call, WindowedQuantile, **numbers)
+    return clip_at(scope, rule, call, nonfinite, mesh_axes, stacked=stacked)
 
 
 def _hundredth(percentile: Any, step: Any) -> Any:
     return percentile(step) / 100
 
 
+@with_our_names
 def zclip(
     z: Any = 2.5,
     decay: Any = 0.97,
@@ -85,6 +102,7 @@ def zclip(
     warmup: Any = 25,
     eps: Any = 1e-6,
     scope: Scope = "global",
+    stacked: Stacked = None,
     nonfinite: str = "propagate",
     mesh_axes: MeshAxes = "auto",
 ) -> optax.GradientTransformationExtraArgs:
@@ -102,14 +120,17 @@ def zclip(
       warmup: how many norms are seen before the first is clipped. At least 1.
       eps: added to the deviation when the score is computed, in units of the norm.
       scope: "global", "tensor", or labels as for `clip_by_group_norm`.
+      stacked: with scope="tensor", which axes of a leaf count layers. Each layer has a
+        norm of its own. 1 for the leading axis, (1,) for axis 1 (see `tensor_norm`).
       nonfinite, mesh_axes: as in `clip_by_global_norm`.
 
     Returns:
       A transformation with a `ClipState`. For each norm it remembers three numbers.
 
     Raises:
-      ValueError: a number out of its range, or an unknown target or scope. TypeError:
-        something that is no number.
+      ValueError: a number out of its range, an unknown target or scope, or `stacked` at
+        another scope than "tensor".
+      TypeError: something that is not a number.
 
     Example:
       >>> clipper = optaxclip.zclip(2.0, 0.5, warmup=3)
@@ -122,11 +143,13 @@ def zclip(
     Reference: Kumar, Owen, Chowdhury, Gura, ZClip: adaptive spike mitigation for LLM
     pre-training, 2025 (arXiv 2504.02507).
     """
-    rule = ZScore(z, decay, target=target, warmup=warmup, eps=eps)
+    numbers = {"z": z, "decay": decay, "target": target, "warmup": warmup, "eps": eps}
+    rule = rule_in("zclip", ZScore, **numbers)
     limit = rule if cap is None else minimum(rule, cap)
-    return clip_at(scope, limit, "zclip", nonfinite, mesh_axes)
+    return clip_at(scope, limit, "zclip", nonfinite, mesh_axes, stacked=stacked)
 
 
+@with_our_names
 def aggc(
     low: Any = 0.95,
     high: Any = 0.6,
@@ -137,6 +160,7 @@ def aggc(
     up: Any = 1.1,
     down: Any = 0.9,
     raise_small: Any = False,
+    stacked: Stacked = None,
     nonfinite: str = "propagate",
     mesh_axes: MeshAxes = "auto",
 ) -> optax.GradientTransformationExtraArgs:
@@ -158,6 +182,8 @@ def aggc(
       up: how far one step is lengthened at most, at least 1.
       down: how far one step is shortened at most, in [0, 1].
       raise_small: whether norms below the band are lifted. Otherwise they pass.
+      stacked: with scope="tensor", which axes of a leaf count layers. Each layer has a
+        norm of its own. 1 for the leading axis, (1,) for axis 1 (see `tensor_norm`).
       nonfinite, mesh_axes: as in `clip_by_global_norm`.
 
     Returns:
@@ -165,8 +191,9 @@ def aggc(
       For each norm it remembers two numbers.
 
     Raises:
-      ValueError: a number out of its range, or an unknown scope. TypeError: something
-        that is no number.
+      ValueError: a number out of its range, an unknown scope, or `stacked` at another
+        scope than "tensor".
+      TypeError: something that is not a number.
 
     Example:
       >>> clipper = optaxclip.aggc(0.5, 1.0, scope="tensor", decay=0.5, down=0.5)
@@ -181,17 +208,21 @@ def aggc(
     Reference: Li, Wu, Chang, AGGC: adaptive group gradient clipping for stabilizing
     large language model training, 2026 (arXiv 2601.11864).
     """
-    edges = {"floor": floor, "up": up, "down": down, "raise_small": raise_small}
-    rule = EmaBand(low, high, decay, **edges)
-    return clip_at(scope, rule, "aggc", nonfinite, mesh_axes, shrink=normalize)
+    edges = {"low": low, "high": high, "floor": floor, "up": up, "down": down}
+    numbers = {**edges, "decay": decay, "raise_small": raise_small}
+    rule = rule_in("aggc", EmaBand, **numbers)
+    options = {"stacked": stacked, "shrink": normalize}
+    return clip_at(scope, rule, "aggc", nonfinite, mesh_axes, **options)
 
 
+@with_our_names
 def adagn(
     decay1: Any = 0.7,
     decay2: Any = 0.9,
     *,
     eps: Any = 1e-8,
     scope: Scope = "tensor",
+    stacked: Stacked = None,
     nonfinite: str = "propagate",
     mesh_axes: MeshAxes = "auto",
 ) -> optax.GradientTransformationExtraArgs:
@@ -201,12 +232,15 @@ def adagn(
 
     Every gradient becomes about as long as 1, and less where norms vary, whatever the
     scale of the loss. Stable-SPAM puts `adaclip` first, then this, then Adam with
-    `reset_momentum`.
+    `reset_momentum`. GradientStabilizer is this alone, before any optimizer, with
+    `adagn(0.6, 0.999, eps=1e-12)`.
 
     Args:
       decay1, decay2: of the two moments, in [0, 1]. Numbers or schedules.
       eps: at least 0, in units of the norm. A number or a schedule.
       scope: "tensor", "global", or labels as for `clip_by_group_norm`.
+      stacked: with scope="tensor", which axes of a leaf count layers. Each layer has a
+        norm of its own. 1 for the leading axis, (1,) for axis 1 (see `tensor_norm`).
       nonfinite, mesh_axes: as in `clip_by_global_norm`.
 
     Returns:
@@ -214,8 +248,9 @@ def adagn(
       For each norm it remembers four numbers.
 
     Raises:
-      ValueError: a number out of its range, or an unknown scope. TypeError: something
-        that is no number.
+      ValueError: a number out of its range, an unknown scope, or `stacked` at another
+        scope than "tensor".
+      TypeError: something that is not a number.
 
     Example:
       >>> clipper = optaxclip.adagn(0.5, 0.5)
@@ -226,7 +261,10 @@ def adagn(
       0.908
 
     Reference: Huang et al., Stable-SPAM: how to train in 4-bit more stably than 16-bit
-    Adam, 2025 (arXiv 2502.17055).
+    Adam, 2025 (arXiv 2502.17055). GradientStabilizer is the third version of that
+    paper, ICML 2026.
     """
-    rule = MomentsRatio(decay1, decay2, eps=eps)
-    return clip_at(scope, rule, "adagn", nonfinite, mesh_axes, shrink=normalize)
+    numbers = {"decay1": decay1, "decay2": decay2, "eps": eps}
+    rule = rule_in("adagn", MomentsRatio, **numbers)
+    options = {"stacked": stacked, "shrink": normalize}
+    return clip_at(scope, rule, "adagn", nonfinite, mesh_axes, **options)

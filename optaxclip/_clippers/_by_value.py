@@ -9,16 +9,21 @@ import numpy as np
 import optax
 
 from .._arguments import broadcasts_to, check_number, check_order, check_state
+from .._core._inputs import begins_anew
+from .._core._shares import ClippedElements, count_clipped, no_elements_clipped
 from .._norms import _prefix as prefix
 from .._norms._modulus import with_modulus
+from .._other_names import with_our_names
 
 
 class ClipByValueState(NamedTuple):
     """The state of `clip_by_value`."""
 
     step: jax.Array  # int32[]: updates seen, for bounds that follow a schedule
+    elements: ClippedElements  # which share of them was clipped
 
 
+@with_our_names
 def clip_by_value(
     max_value: Any, min_value: Any = None
 ) -> optax.GradientTransformation:
@@ -52,6 +57,7 @@ def clip_by_value(
     Reference: Mikolov, Statistical language models based on neural networks, 2012.
     """
     call = "clip_by_value"
+    _check_one_bound(call, max_value, min_value)
     upper = _bounds(
         max_value, f"{call}: max_value", 0.0 if min_value is None else -math.inf
     )
@@ -64,9 +70,11 @@ def clip_by_value(
         check_order(call, ("min_value", low), ("max_value", high))
 
     def init(params: Any) -> ClipByValueState:
-        return ClipByValueState(jnp.zeros((), jnp.int32))
+        return ClipByValueState(jnp.zeros((), jnp.int32), no_elements_clipped())
 
     def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
+        if begins_anew(call, state, (upper, lower)):
+            state = init(params)
         check_state(call, state, ClipByValueState)
         uppers = prefix.lookup(upper, updates, f"{call}: max_value")
         lowers = (
@@ -79,13 +87,17 @@ def clip_by_value(
             _limit(path, leaf, _now(high, state.step), _now(low, state.step))
             for (path, leaf), high, low in zip(paths, uppers, lowers)
         ]
-        return jax.tree.unflatten(treedef, clipped), ClipByValueState(
-            jnp.asarray(optax.safe_increment(state.step))
-        )
+        # Leaves without numbers are the same objects as before.
+        pairs = [(x, y) for (_, x), y in zip(paths, clipped) if x is not y]
+        elements = count_clipped(state.elements, state.step, pairs)
+        step = jnp.asarray(optax.safe_increment(state.step))
+        clipped = jax.tree.unflatten(treedef, clipped)
+        return clipped, ClipByValueState(step, elements)
 
     return optax.GradientTransformation(init, update)
 
 
+@with_our_names
 def clip(max_delta: Any) -> optax.GradientTransformation:
     """Clips every element to [-max_delta, max_delta], as `optax.clip`.
 
@@ -113,6 +125,19 @@ def _bounds(bound: Any, argument: str, lowest: float) -> prefix.Prefix:
         if not callable(value):
             check_number(argument, value, lowest=lowest)
     return table
+
+
+def _check_one_bound(call: str, bound: Any, other: Any) -> None:
+    """Raises for both bounds in a tuple, which would be bounds for two leaves."""
+    if other is not None or not isinstance(bound, (tuple, list)) or len(bound) != 2:
+        return
+    low, high = bound
+    numbers = isinstance(low, (int, float)) and isinstance(high, (int, float))
+    if numbers and low < 0 <= high:
+        raise ValueError(
+            f"{call}: max_value must be the upper bound alone, got {bound!r}: write "
+            f"{call}({high!r}, {low!r})."
+        )
 
 
 def _now(bound: Any, step: jax.Array) -> Any:

@@ -9,14 +9,18 @@ import numpy as np
 import optax
 
 from .._arguments import check_limit, check_params
+from .._core._inputs import params_of
 from .._core._kernel import make_clipper
-from .._norms._leaves import Stacked, clipped_leaves, params_of
+from .._norms._leaves import clipped_leaves
 from .._norms._measures import TensorNorm, check_measure
 from .._norms._mesh_axes import MeshAxes
+from .._norms._stacked import Stacked
+from .._other_names import with_our_names
 
 TINY = 2.0**-126  # the smallest normal float32: bounds below it count as this
 
 
+@with_our_names
 def clippy(
     relative: Any = 0.1,
     absolute: Any = 1e-7,
@@ -49,8 +53,8 @@ def clippy(
       relative: the share of itself that a weight may move by. At least 0. The code has
         0.1, the paper also 0.5 with absolute=1e-2.
       absolute: how far every weight may move. At least 0.
-      stacked: how many leading axes of a leaf count layers (see `tensor_norm`). Each
-        layer is scaled separately.
+      stacked: which axes of a leaf count layers: 1 for the leading axis, (1,) for axis
+        1 (see `tensor_norm`). Each layer is scaled separately.
       nonfinite, mesh_axes: as in `clip_by_tensor_norm`.
 
     Returns:
@@ -92,7 +96,8 @@ def clippy(
             return _limit(norm, strain, relative, absolute)
 
         norms = measure(tree).tree()
-        strains = measure(jax.tree.map(strain, tree, params_of(tree, params))).tree()
+        weights = params_of(call, tree, params)
+        strains = measure(jax.tree.map(strain, tree, weights)).tree()
         given = {"grad_norm": norms, "limit": jax.tree.map(limit, norms, strains)}
         return kernel.update(updates, state, params, **given)
 

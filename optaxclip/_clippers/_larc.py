@@ -8,13 +8,17 @@ import numpy as np
 import optax
 
 from .._arguments import check_limit, check_params
+from .._core._inputs import params_of
 from .._core._kernel import make_clipper
-from .._norms._leaves import Stacked, cast_like, clipped_leaves, params_of, put_back
+from .._norms._leaves import cast_like, clipped_leaves, put_back
 from .._norms._measures import TensorNorm, check_measure
 from .._norms._mesh_axes import MeshAxes
+from .._norms._stacked import Stacked
+from .._other_names import with_our_names
 from ..rules._rule import Number, Rule, at_step, number
 
 
+@with_our_names
 def larc(
     learning_rate: Any,
     trust: Any = 0.02,
@@ -80,7 +84,7 @@ def larc(
     ) -> tuple[Any, Any]:
         check_params(call, params)
         tree = clipped_leaves(updates)
-        weights = params_of(tree, params)
+        weights = params_of(call, tree, params)
         norms, lengths = measure(tree).tree(), measure(weights).tree()
 
         def decay(*each: Any) -> jax.Array:

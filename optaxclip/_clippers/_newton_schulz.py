@@ -24,6 +24,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from .._norms._norms import tensor_norm
+from .._norms._types import split_as
 
 # The Gram matrix is raised to the power 2^16, whose trace bounds the largest singular
 # value. m equal singular values are overestimated by m^(1 / 2^17).
@@ -119,7 +120,9 @@ def _trace(x: jax.Array) -> jax.Array:
 def _eye_like(x: jax.Array) -> jax.Array:
     """An identity for each matrix, with as many rows."""
     rows = x.shape[-2]
-    return jnp.broadcast_to(jnp.eye(rows, dtype=x.dtype), (*x.shape[:-1], rows))
+    eyes = jnp.broadcast_to(jnp.eye(rows, dtype=x.dtype), (*x.shape[:-1], rows))
+    # On an Explicit mesh factors of a product must be split alike.
+    return split_as(eyes, jax.typeof(x))
 
 
 def adjoint(x: jax.Array) -> jax.Array:

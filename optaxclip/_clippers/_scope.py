@@ -1,7 +1,8 @@
 """Where a rule is applied: to the norm of everything, of each tensor, or of each group.
 
 A scope is "global", "tensor", or labels as `clip_by_group_norm` takes them: a tree
-prefix of labels, or a function that makes one.
+prefix of labels, or a function that makes one. With "tensor", each layer of a stacked
+leaf is a tensor.
 """
 
 from typing import Any
@@ -17,6 +18,7 @@ from .._norms._measures import (
     check_measure,
 )
 from .._norms._mesh_axes import MeshAxes
+from .._norms._stacked import Stacked
 from ..rules._rule import Rule
 from ..shrinks import Shrink
 
@@ -29,26 +31,35 @@ def clip_at(
     call: str,
     nonfinite: str,
     mesh_axes: MeshAxes,
+    *,
+    stacked: Stacked = None,
     shrink: Shrink | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     """The clipper of a rule at a scope. `call` is the name that its errors quote.
 
     Raises:
-      ValueError: a scope that is another string, or no labels at all.
+      ValueError: a scope that is another string, or no labels at all, or `stacked` at
+        another scope than "tensor".
     """
-    measure = _measure(scope, call, mesh_axes)
+    measure = _measure(scope, call, stacked, mesh_axes)
     options = {"shrink": shrink, "nonfinite": nonfinite}
     return make_clipper(measure, rule, call=call, name="limit", **options)
 
 
-def _measure(scope: Scope, call: str, mesh_axes: MeshAxes) -> Measure:
+def _measure(scope: Scope, call: str, stacked: Stacked, mesh_axes: MeshAxes) -> Measure:
     if scope is None or (isinstance(scope, str) and scope not in ("global", "tensor")):
         raise ValueError(
             f"{call}: scope must be 'global', 'tensor', or labels as in "
             f"clip_by_group_norm, got {scope!r}."
         )
-    if not isinstance(scope, str):
-        options = check_measure(call, None, labels=scope, mesh_axes=mesh_axes)
-        return GroupNorm(**options)
-    kind = GlobalNorm if scope == "global" else TensorNorm
-    return kind(**check_measure(call, None, mesh_axes=mesh_axes))
+    if isinstance(scope, str) and scope == "tensor":
+        numbers = {"stacked": stacked, "mesh_axes": mesh_axes}
+        return TensorNorm(**check_measure(call, None, **numbers))
+    if stacked is not None:
+        raise ValueError(
+            f"{call}: stacked={stacked!r} makes each layer a tensor of its own, but "
+            f"scope={scope!r} measures tensors together: take scope='tensor'."
+        )
+    if isinstance(scope, str):
+        return GlobalNorm(**check_measure(call, None, mesh_axes=mesh_axes))
+    return GroupNorm(**check_measure(call, None, labels=scope, mesh_axes=mesh_axes))

@@ -24,10 +24,12 @@ import jax.numpy as jnp
 import optax
 
 from .._arguments import check_number, check_state
+from .._core._shares import ClippedElements, count_clipped, no_elements_clipped
 from .._norms._leaves import cast_like, clipped_leaves, put_back
 from .._norms._modulus import modulus_dtype, norm_dtype, wide_dtype, with_modulus
 from .._norms._prefix import is_none
 from .._norms._types import typed_as, types_of
+from .._other_names import with_our_names
 from .._wrappers._reset_momentum import steps_since_reset
 from ..rules._rule import at_step, check_field, check_length, number
 
@@ -39,8 +41,10 @@ class SpamState(NamedTuple):
     # float32[...] for each clipped leaf (float64 if it has 64 bits): the average of
     # squares, not corrected for its start
     second_moment: Any
+    elements: ClippedElements  # which share of them was clipped
 
 
+@with_our_names
 def spam(
     threshold: Any = 5000.0, *, decay: Any = 0.999, warmup: Any = 20, every: Any = 500
 ) -> optax.GradientTransformationExtraArgs:
@@ -94,7 +98,8 @@ def spam(
 
     def init(params: Any) -> SpamState:
         moment = jax.tree.map(_no_squares, types_of(clipped_leaves, params))
-        return SpamState(jnp.zeros((), jnp.int32), moment)
+        step = jnp.zeros((), jnp.int32)
+        return SpamState(step, moment, no_elements_clipped())
 
     def update(
         updates: Any,
@@ -129,8 +134,10 @@ def spam(
         moment = state.second_moment
         if second_moment is None:
             moment = jax.tree.map(learn, tree, clipped, own, is_leaf=is_none)
-        new = SpamState(jnp.asarray(optax.safe_increment(step)), moment)
-        return put_back(clipped, updates), new
+        pairs = list(zip(jax.tree.leaves(tree), jax.tree.leaves(clipped)))
+        elements = count_clipped(state.elements, step, pairs)
+        step = jnp.asarray(optax.safe_increment(step))
+        return put_back(clipped, updates), SpamState(step, moment, elements)
 
     return optax.GradientTransformationExtraArgs(init, update)
 

@@ -32,17 +32,17 @@ from .._core._kernel import make_clipper
 from .._core._state import limits_of
 from .._norms import _prefix as prefix
 from .._norms._leaves import (
-    Stacked,
     clipped_leaves,
     for_each_leaf,
     put_back,
-    stacked_axes,
     static_numbers,
 )
 from .._norms._measures import Norms, norms_of_tree
 from .._norms._modulus import norm_dtype, wide_dtype
 from .._norms._norms import tensor_norm
+from .._norms._stacked import Axes, Stacked, other_axes, stacked_axes
 from .._norms._types import gathered, split_as
+from .._other_names import with_our_names
 from ..shrinks import Shrink, hard, shrink_of, smooth
 from . import _newton_schulz as newton_schulz
 from ._newton_schulz import adjoint, product
@@ -133,15 +133,20 @@ class SpectralNorm(NamedTuple):
         """
         found = []
         counts = for_each_leaf(self.columns, tree, f"{self.call}: columns")
-        layers = stacked_axes(self.stacked, tree, self.call)
         entries = jax.tree_util.tree_flatten_with_path(tree)[0]
-        for (path, leaf), skip, count in zip(entries, layers, counts):
-            shape = jnp.shape(leaf)
-            edge = len(shape) - self._columns_of(path, shape, skip, count)
-            whole = gathered(jnp.asarray(leaf), skip)
-            sizes = math.prod(shape[skip:edge]), math.prod(shape[edge:])
-            found.append(whole.astype(wide_dtype(whole)).reshape(*shape[:skip], *sizes))
+        for (path, leaf), axes, count in zip(entries, self.layers(tree), counts):
+            skip = len(axes)
+            columns = self._columns_of(path, jnp.shape(leaf), skip, count)
+            whole = gathered(jnp.moveaxis(leaf, axes, range(skip)), skip)
+            edge = whole.ndim - columns
+            sizes = math.prod(whole.shape[skip:edge]), math.prod(whole.shape[edge:])
+            shape = *whole.shape[:skip], *sizes
+            found.append(whole.astype(wide_dtype(whole)).reshape(shape))
         return found
+
+    def layers(self, tree: Any) -> list[Axes]:
+        """For each leaf, the axes that count layers."""
+        return stacked_axes(self.stacked, tree, self.call)
 
     def _columns_of(
         self, path: Any, shape: tuple[int, ...], skip: int, count: Any
@@ -163,13 +168,15 @@ class SpectralNorm(NamedTuple):
         """The norms as `tensor_norm` shapes them."""
         leaves, treedef = jax.tree.flatten(tree)
         norms = []
-        layers = stacked_axes(self.stacked, tree, self.call)
-        for leaf, skip, spectrum in zip(leaves, layers, spectra):
-            ones = [1] * (jnp.ndim(leaf) - skip) if skip else []
-            norms.append(spectrum.norm.reshape(*jnp.shape(leaf)[:skip], *ones))
+        for leaf, axes, spectrum in zip(leaves, self.layers(tree), spectra):
+            norm = spectrum.norm[..., 0, 0]
+            if axes:
+                norm = jnp.expand_dims(norm, other_axes(axes, jnp.ndim(leaf)))
+            norms.append(norm)
         return treedef.unflatten(norms)
 
 
+@with_our_names
 def clip_by_spectral_norm(
     max_norm: Any,
     *,
@@ -220,8 +227,8 @@ def clip_by_spectral_norm(
         others are its rows. None means 1, for kernels whose last axis is the output,
         convolutions too. 2 is for attention's (embed, heads, size). An int, a tree
         prefix of ints, or a function of the leaf's path and the leaf.
-      stacked: how many leading axes of a leaf count layers (see `tensor_norm`). Each
-        layer is a matrix.
+      stacked: which axes of a leaf count layers (see `tensor_norm`). Each layer is a
+        matrix.
       nonfinite: what becomes of a leaf whose norm is NaN or inf: "propagate" makes it
         NaN, "zero" makes it zero, "raise" raises FloatingPointError outside jit and is
         a `checkify.check` inside.
@@ -276,13 +283,15 @@ def clip_by_spectral_norm(
         scaled, new = kernel.update(tree, state, params, grad_norm=norms)
         leaves, treedef = jax.tree.flatten(scaled)
         limits = jax.tree.leaves(limits_of(new, tree))
-        each = zip(leaves, matrices, spectra, limits, strict=True)
+        layers = measure.layers(tree)
+        each = zip(layers, leaves, matrices, spectra, limits, strict=True)
         shaped = [_clipped_leaf(how, shrink, *one) for one in each]
         return put_back(treedef.unflatten(shaped), updates), new
 
     return optax.GradientTransformationExtraArgs(kernel.init, update)
 
 
+@with_our_names
 def spectral_norm(
     tree: Any, *, columns: Any = None, stacked: Stacked = None, method: str = "svd"
 ) -> Any:
@@ -293,15 +302,15 @@ def spectral_norm(
       columns: how many trailing axes of a leaf are the columns of its matrix. All
         others are its rows. None means 1, for kernels whose last axis is the output. An
         int, a tree prefix of ints, or a function of the leaf's path and the leaf.
-      stacked: how many leading axes of a leaf count layers (see `tensor_norm`). Each
-        layer is a matrix.
+      stacked: which axes of a leaf count layers (see `tensor_norm`). Each layer is a
+        matrix.
       method: "svd", or "newton_schulz" for matrix products alone. That is within 4e-6
         of it, relatively, and up to m^(1 / 2^17) less where m singular values almost
         tie.
 
     Returns:
-      A tree of the same structure: a scalar for each leaf (shape (layers, 1, ...) for
-      stacked leaves), None for a leaf that does not count.
+      A tree of the same structure: a scalar for each leaf (for stacked leaves an array
+      with size 1 on all axes but those of layers), None for a leaf that does not count.
 
     Raises:
       ValueError: an unknown method, or a number of columns that a leaf does not have.
@@ -354,10 +363,11 @@ def _spectrum(method: Method, x: jax.Array) -> Spectrum:
     return Spectrum(jnp.where(finite, largest * unit, peak), unit, parts)
 
 
-@partial(jax.jit, static_argnums=(0, 1))
+@partial(jax.jit, static_argnums=(0, 1, 2))
 def _clipped_leaf(
     method: Method,
     shrink: Shrink,
+    axes: Axes,
     scaled: jax.Array,
     x: jax.Array,
     spectrum: Spectrum,
@@ -370,7 +380,9 @@ def _clipped_leaf(
     usual = jnp.isfinite(spectrum.norm) & jnp.isfinite(limit)
     limit = jnp.where(usual, limit, 1.0)
     new, changed = method.shrunk(spectrum, x, limit, shrink)
-    new = jnp.where(changed, new, x).reshape(scaled.shape).astype(scaled.dtype)
-    ones = [1] * (scaled.ndim - x.ndim + 2)
-    chosen = (usual & changed).reshape(*x.shape[:-2], *ones)
+    inside = other_axes(axes, scaled.ndim)
+    layers_first = [scaled.shape[axis] for axis in (*axes, *inside)]
+    new = jnp.where(changed, new, x).reshape(layers_first).astype(scaled.dtype)
+    new = jnp.moveaxis(new, range(len(axes)), axes)
+    chosen = jnp.expand_dims((usual & changed)[..., 0, 0], inside)
     return jnp.where(chosen, split_as(new, jax.typeof(scaled)), scaled)

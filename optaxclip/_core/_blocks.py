@@ -20,9 +20,11 @@ from .._norms._measures import Norms, Place
 from .._norms._types import typed_as
 from ..rules._constant import Constant
 from ..rules._joined import Joined
-from ..rules._rule import Rule, is_rule
+from ..rules._rule import Rule, call_name, is_rule
 from ._limits import check_shape
 from ._state import Entry
+
+BEGIN_ANEW = "Begin with a new one: state = clipper.init(params)."
 
 
 class Source(NamedTuple):
@@ -88,7 +90,7 @@ def arrangement(
     if not set(number_of) <= known or len(names) != len(kept):
         raise ValueError(
             f"{call}: state was made for norms of {_shown(known)}, but the updates "
-            f"have norms of {_shown(number_of)}."
+            f"have norms of {_shown(number_of)}. {BEGIN_ANEW}"
         )
     sources = []
     for block, old in zip(names, kept):
@@ -127,12 +129,16 @@ def _check_old(norms: Norms, number: int, old: Any, count: int, call: str) -> No
     if jnp.shape(old) != shape:
         raise ValueError(
             f"{call}: state was made for norms of shape {jnp.shape(old)} where the "
-            f"updates have norms of shape {shape}."
+            f"updates have norms of shape {shape}. {BEGIN_ANEW}"
         )
 
 
-def rules_of_norms(rules: Any, norms: Norms, argument: str) -> list[Rule]:
+def rules_of_norms(
+    rules: Any, norms: Norms, argument: str, part: str = "leaf"
+) -> list[Rule]:
     """The rule of each norm, from one rule or a tree prefix of rules.
+
+    `part` is what errors call that which has a norm.
 
     Raises:
       ValueError: a norm without a rule, a rule without a norm, or an array that is not
@@ -143,7 +149,7 @@ def rules_of_norms(rules: Any, norms: Norms, argument: str) -> list[Rule]:
         found = [rules] * len(numbers)
     else:
         table = prefix.freeze(rules, is_rule)
-        found = prefix.lookup(table, norms.treedef.unflatten(numbers), argument)
+        found = prefix.lookup(table, norms.treedef.unflatten(numbers), argument, part)
     for rule, place in zip(found, norms.places):
         own = norms.blocks[place.block].shape if place.row is None else ()
         for shape in _shapes(rule):
@@ -193,6 +199,7 @@ def first_entry(norms: Norms, rules: list[Rule], names: list[str]) -> Entry:
         limit=filled(jnp.inf, kind.dtype),
         factor=filled(1, kind.dtype),
         clipped=filled(0, jnp.int32),
+        clipped_recently=filled(0, jnp.float32),
         nonfinite=filled(0, jnp.int32),
         memory=memory,
     )
@@ -210,12 +217,14 @@ def check_memory(rule: Rule, norm: jax.Array, memory: Any, call: str) -> None:
     if jax.tree.structure(wanted) != jax.tree.structure(memory):
         wanted, found = (_form(tree) for tree in (wanted, memory))
         raise ValueError(
-            f"{call}: state must hold what its rule remembers, of the form {wanted}, "
-            f"got {found}."
+            f"{call}: state was made with another rule. {call_name(type(rule))} "
+            f"remembers {wanted}, and the state has {found}. {BEGIN_ANEW}"
         )
 
 
 def _form(tree: Any) -> Any:
+    if not jax.tree.leaves(tree):
+        return "nothing"
     return jax.tree.map(lambda x: f"{x.dtype}{list(x.shape)}", tree)
 
 
@@ -236,5 +245,4 @@ def _shapes(rule: Rule) -> list[Any]:
 
 
 def _shown(names: Any) -> str:
-    shown = [repr(name) if name else "everything" for name in sorted(names)]
-    return ", ".join(shown) or "nothing"
+    return "everything" if set(names) == {""} else prefix.listed(names) or "nothing"

@@ -4,14 +4,13 @@
     limit      how long may it be?    norms, memory -> limits
     shrink     what if it is longer?  norms, limits -> new norms
 
-`clip_by` joins the three into an optax transformation and does the rest once for all of
-them: zero, NaN, counters, state.
+`make_clipper` joins the three into an optax transformation and does the rest once for
+all of them: zero, NaN, counters, state.
 
 Under jit the updates are read once for the norms and multiplied where the optimizer
 reads them. Without jit the whole update is one compiled call.
 """
 
-from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -20,12 +19,17 @@ import jax.numpy as jnp
 import optax
 from jax.typing import ArrayLike
 
-from .._arguments import check_nonfinite, check_number, check_params, check_state
-from .._norms._leaves import clipped_leaves, params_of, put_back
-from .._norms._measures import GlobalNorm, Measure, Norms, OwnNorm, in_blocks
+from .._arguments import check_nonfinite, check_number, check_params
+from .._norms._leaves import clipped_leaves, put_back
+from .._norms._measures import (
+    GlobalNorm,
+    Measure,
+    Norms,
+    in_blocks,
+    norm_of_norms,
+)
 from .._norms._types import in_manual_mesh, split_as, types_of
 from ..rules._constant import rule_of, rules_of
-from ..rules._rule import is_rule
 from ..shrinks import Shrink, shrink_of
 from ._blocks import (
     Arrangement,
@@ -36,13 +40,21 @@ from ._blocks import (
     rule_of_block,
     rules_of_norms,
 )
-from ._factors import multiply, reported, root_between, zero_where_zero
+from ._factors import multiply, root_between, zero_where_zero
+from ._inputs import (
+    check_windows,
+    leaves_of,
+    needs_params,
+    params_of,
+    state_or_first,
+)
 from ._limits import can_clip, limit_of
 from ._nonfinite import raise_nonfinite
+from ._placeholder import is_placeholder
 from ._state import (
     ClipState,
     Entry,
-    is_placeholder,
+    next_entry,
     pack,
     state_of_placeholder,
     unpack,
@@ -63,56 +75,10 @@ class Settings(NamedTuple):
     def argument(self) -> str:
         return f"{self.call}: {self.limit}"
 
-
-def clip_by(
-    norm: Callable[[Any], Any],
-    limit: Any,
-    shrink: Shrink | str | None = None,
-    *,
-    eps: ArrayLike = 0.0,
-    nonfinite: str = "propagate",
-) -> optax.GradientTransformationExtraArgs:
-    """Makes a clipper of a norm, a limit and a shrink.
-
-    Every part of the updates that has a norm is multiplied by new_norm / norm, where
-    new_norm = shrink(norm + eps, limit).
-
-    Args:
-      norm: from a tree to its norms: `global_norm`, `tensor_norm`, `unitwise_norm`, or
-        any function whose result is a tree prefix of its argument.
-      limit: a number at least 0, an array, a schedule, a rule of `optaxclip.rules`,
-        None for no limit, or a tree prefix of these.
-      shrink: from norm and limit to the norm that the updates get. None is
-        `shrinks.hard`. A shrink that returns the norm itself leaves the updates bit for
-        bit.
-      eps: added to the norm before it is compared and divided by. 1e-6 gives torch's
-        numbers. At least 0.
-      nonfinite: what becomes of updates whose norm is NaN or inf. "propagate" makes all
-        that was measured together NaN, so that a broken step is seen and never half
-        applied. "zero" makes it zero. "raise" raises FloatingPointError outside jit and
-        is a `checkify.check` inside. A limit that is set to inf or None touches
-        nothing.
-
-    Returns:
-      A transformation with a `ClipState`. Its `update` also takes `grad_norm=`, norms
-      measured elsewhere, and `limit=`, limits for this step alone. Both have the
-      structure that `norm` returns.
-
-    Raises:
-      ValueError: a negative or NaN limit or eps, or an unknown `nonfinite`.
-      TypeError: a limit that is not a number.
-
-    Example:
-      >>> smooth = optaxclip.shrinks.smooth()
-      >>> clipper = optaxclip.clip_by(optaxclip.global_norm, 1.0, smooth)
-      >>> grads = jnp.array([3.0, 4.0])
-      >>> updates, state = clipper.update(grads, clipper.init(grads))
-      >>> print(f"{optaxclip.global_norm(updates):.4f}")
-      0.8333
-    """
-    names = {"call": "clip_by", "name": "limit"}
-    options = {"shrink": shrink, "eps": eps, "nonfinite": nonfinite}
-    return make_clipper(OwnNorm(norm), limit, **names, **options)
+    @property
+    def part(self) -> str:
+        """What errors call that which has a limit."""
+        return "label" if hasattr(self.measure, "labels") else "leaf"
 
 
 def make_clipper(
@@ -132,9 +98,8 @@ def make_clipper(
     settings = Settings(call, name, measure, shrink, nonfinite, limit is None)
     one_norm = isinstance(measure, GlobalNorm)
     rules = (rule_of if one_norm else rules_of)(limit, settings.argument)
-
-    def init(params: Any) -> Any:
-        return _first_state(settings, rules, params)
+    with_params = needs_params(rules)
+    init = partial(_first_state, settings, rules)
 
     def update(
         updates: Any,
@@ -145,9 +110,9 @@ def make_clipper(
         limit: Any = None,
         **_: Any,
     ) -> tuple[Any, Any]:
-        check_state(call, state, ClipState)
-        tree = clipped_leaves(updates)
-        weights = None if params is None else params_of(tree, params)
+        state = state_or_first(call, state, rules, partial(init, updates))
+        tree = leaves_of(call, updates, params)
+        weights = params_of(call, tree, params) if with_params else None
         given = grad_norm, limit
         clipped, new = _update(settings, rules, eps, tree, state, weights, given)
         if nonfinite == "raise":
@@ -159,20 +124,21 @@ def make_clipper(
 
 def _first_state(settings: Settings, rules: Any, params: Any) -> ClipState:
     if is_placeholder(params):
-        memory = rules.init(jnp.zeros(())) if is_rule(rules) else jnp.zeros(())
-        return state_of_placeholder(memory)
+        return state_of_placeholder()
+    check_windows(settings.call, rules)
     measure = settings.measure
     if not in_manual_mesh():
         measure = measure.without_devices()
     found: list[Norms] = []
 
     def blocks_of(tree: Any) -> list[jax.Array]:
-        found.append(measure(tree))
-        return found[0].blocks
+        norms = measure(tree)
+        found.append(norms._replace(blocks=[]))  # tracers must not outlive the trace
+        return norms.blocks
 
-    types = types_of(blocks_of, clipped_leaves(params))
+    types = types_of(blocks_of, clipped_leaves(params, settings.call))
     norms = found[0]._replace(blocks=types)
-    of_norm = rules_of_norms(rules, norms, settings.argument)
+    of_norm = rules_of_norms(rules, norms, settings.argument, settings.part)
     names = names_by_rule(of_norm, norms)
     entries = [first_entry(norms, of_norm, block) for block in names]
     return pack(names, jnp.zeros((), jnp.int32), entries)
@@ -214,7 +180,8 @@ def _update(
         updates = multiply(tree, norms, roots)
         if settings.nonfinite == "zero":
             updates = zero_where_zero(updates, norms, roots)
-    entries = [_count(*each) for each in zip(old, blocks, limits, new_norms, memories)]
+    found = zip(old, blocks, limits, new_norms, memories)
+    entries = [next_entry(state.step, *each) for each in found]
     step = jnp.asarray(optax.safe_increment(state.step))
     return updates, pack(names, step, fit.keep_missing(entries, old))
 
@@ -229,21 +196,23 @@ def _limits(
     old: list[Entry],
 ) -> tuple[list[jax.Array], list[Any]]:
     """The limit and the new memory of each block."""
-    of_norm = rules_of_norms(rules, norms, settings.argument)
-    weights: list[Any] = [None] * len(old)
+    of_norm = rules_of_norms(rules, norms, settings.argument, settings.part)
+    others: list[Any] = [None] * len(old)
     if any(rule.needs_params for rule in of_norm):
         check_params(settings.call, params)
-        weights = fit.arrange(settings.measure(params).blocks)
+        others = fit.arrange(settings.measure(params).blocks)
+    elif any(rule.needs_total for rule in of_norm):
+        others = [norm_of_norms(norms)] * len(old)
     limits, memories = [], []
-    for source, norm, entry, weight in zip(
-        fit.sources, fit.arrange(norms.blocks), old, weights
+    for source, norm, entry, other in zip(
+        fit.sources, fit.arrange(norms.blocks), old, others
     ):
         if source.block is None:
             limit, memory = entry.limit, entry.memory
         else:
             rule = rule_of_block(of_norm, source, norm)
             check_memory(rule, norm, entry.memory, settings.call)
-            asked = rule, norm, entry.memory, step, weight
+            asked = rule, norm, entry.memory, step, other
             limit, memory = limit_of(*asked, argument=settings.argument)
         limits.append(limit)
         memories.append(memory)
@@ -263,23 +232,6 @@ def _shrink(
         return long, jnp.where(off & jnp.isfinite(norm), long, short)
     # An infinite limit that was set only measures.
     return jnp.where(off, 1.0, long), jnp.where(off, 1.0, short)
-
-
-def _count(
-    old: Entry, norm: jax.Array, limit: jax.Array, new_norm: Any, memory: Any
-) -> Entry:
-    """The state of a block after a step."""
-    before, after = new_norm
-    known = can_clip(norm, limit)
-    changed = known & (after != before)
-    return Entry(
-        norm=norm.astype(old.norm.dtype),
-        limit=limit.astype(old.limit.dtype),
-        factor=reported(before, after).astype(old.factor.dtype),
-        clipped=old.clipped + changed.astype(jnp.int32),
-        nonfinite=old.nonfinite + (~known).astype(jnp.int32),
-        memory=memory,
-    )
 
 
 def _given(

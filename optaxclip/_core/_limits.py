@@ -5,6 +5,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from .._arguments import held_in
@@ -18,20 +19,22 @@ def limit_of(
     norm: jax.Array,
     memory: Any,
     step: jax.Array,
-    params_norm: Any = None,
+    other_norm: Any = None,
     *,
     argument: str,
     signed: bool = False,
 ) -> tuple[jax.Array, Any]:
     """Asks a rule: (limit, memory).
 
-    The limit has the norm's dtype and shape, and is at least 0. NaN, inf and 0 leave
-    the memory unchanged. `signed`: the value is a loss rather than a norm, so it and
-    its limit may be 0 or negative.
+    `other_norm` is what the rule needs besides: the norm of the weights, or of all
+    norms together. The limit has the norm's dtype and shape, and is at least 0. NaN,
+    inf and 0 leave the memory unchanged. `signed`: the value is a loss rather than a
+    norm, so it and its limit may be 0 or negative.
     """
-    extra = (params_norm,) if rule.needs_params else ()
+    extra = (other_norm,) if rule.needs_params or rule.needs_total else ()
     asked = memory if jax.tree.leaves(memory) else rule.init(norm)
     limit, new = rule.update(lax.stop_gradient(norm), asked, step, *extra)
+    _check_returned(limit, argument)
     check_shape(jnp.shape(limit), norm.shape, argument)
     limit = held_in(norm.dtype, limit)
     if not signed:
@@ -58,6 +61,15 @@ def keep_where(wanted: jax.Array, new: Any, old: Any) -> Any:
         return jnp.where(mask, new, old)
 
     return jax.tree.map(choose, new, old)
+
+
+def _check_returned(limit: Any, argument: str) -> None:
+    """Raises for what a schedule, or a rule of the user's, must not return."""
+    if not isinstance(limit, (int, float, np.generic, np.ndarray, jax.Array)):
+        raise TypeError(
+            f"{argument}: a schedule, or a rule, must return a number for each step, "
+            f"got {limit!r}."
+        )
 
 
 def check_shape(shape: Any, own: tuple[int, ...], argument: str) -> None:

@@ -1,11 +1,18 @@
 """What a clipper keeps. Its fields are in blocks, as `_blocks` arranges them."""
 
+import itertools
+import operator
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from .._norms import _prefix as prefix
+from ._factors import reported
+from ._limits import can_clip
+from ._placeholder import Form, OpenForm
+from ._shares import moving_average
 
 
 class Entry(NamedTuple):
@@ -15,6 +22,7 @@ class Entry(NamedTuple):
     limit: jax.Array
     factor: jax.Array
     clipped: jax.Array
+    clipped_recently: jax.Array
     nonfinite: jax.Array
     memory: Any
 
@@ -28,9 +36,8 @@ class ClipState(NamedTuple):
     `optaxclip.metrics` reads all of it by name.
     """
 
-    # No arrays: the names of the norms, as one key, one on each line. An empty line
-    # separates blocks.
-    names: dict[str, None]
+    # The names of the norms in each block. No leaves: they belong to the structure.
+    names: Any
     step: jax.Array  # int32[]: updates seen
     norm: Any  # float32[N]: before clipping, in the last step
     limit: Any  # float32[N]: what the norm was held against
@@ -38,15 +45,21 @@ class ClipState(NamedTuple):
     # where they were made 0. Held within the normal numbers of its dtype.
     factor: Any
     clipped: Any  # int32[N]: finite steps that changed the updates
+    clipped_recently: Any  # float32[N]: their share of about the last 100 steps
     nonfinite: Any  # int32[N]: steps whose norm was NaN or inf
     memory: Any  # what the rule remembers, its arrays [N, ...]
 
-    def by_name(self) -> dict[str, Entry]:
+    def by_name(self, *, layers: bool = False) -> dict[str, Entry]:
         """Returns what the state knows of each norm: its own `norm`, `limit`, `factor`,
-        `clipped`, `nonfinite` and `memory`.
+        `clipped`, `clipped_recently`, `nonfinite` and `memory`.
 
         The name of a tensor is its path ("blocks/0/w"), that of a group its label, and
         that of the norm of everything is "".
+
+        Args:
+          layers: whether each layer of a stacked leaf, and each unit, has an entry of
+            its own, named by its number: "blocks/w/0", or "blocks/w/0/3" for layer 0
+            and expert 3. Otherwise they share one, of arrays.
         """
         found = {}
         for block, entry in zip(*unpack(self)):
@@ -55,68 +68,91 @@ class ClipState(NamedTuple):
             has_rows = jnp.shape(entry.norm) == shape != ()
             for row, name in enumerate(block):
                 found[name] = _row(entry, row) if has_rows else entry
-        return found
+        if not layers:
+            return found
+        each = [_entries_of_layers(name, entry) for name, entry in found.items()]
+        return dict(itertools.chain.from_iterable(each))
 
 
-class AnyNames(str):
-    """Equal to the names of any norms.
-
-    `optax.tree_map_params` calls `init` with a placeholder for the parameters, and
-    compares the structure of what it gets with that of the state.
-    """
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, str)
-
-    def __ne__(self, other: object) -> bool:
-        return not self == other
-
-    def __hash__(self) -> int:
-        return hash("")
+def _flatten(state: ClipState) -> tuple[list[Any], Form]:
+    """The fields with their keys, and what is apart from them, for JAX."""
+    names, *fields = state
+    keys = [jax.tree_util.GetAttrKey(name) for name in ClipState._fields[1:]]
+    if not isinstance(names, OpenForm):
+        names = Form(names, jax.tree.structure(fields[-1]))
+    return list(zip(keys, fields)), names
 
 
-def is_placeholder(params: Any) -> bool:
-    """Whether these are no parameters but a stand-in for them: a node that is empty and
-    not one of Python's containers.
-    """
-    return (
-        not isinstance(params, (dict, list, tuple))
-        and params is not None
-        and (not jax.tree.leaves(params))
-    )
+def _unflatten(form: Form, fields: Any) -> ClipState:
+    if not isinstance(form, OpenForm):
+        return ClipState(form.names, *fields)
+    if form.memory is None:  # not yet compared with a state
+        return ClipState(form, *fields)
+    return ClipState(form.names, *form.fill(tuple(fields)))
 
 
-def state_of_placeholder(memory: Any) -> ClipState:
+# JAX would take each name in a NamedTuple for a leaf.
+jax.tree_util.register_pytree_with_keys(ClipState, _flatten, _unflatten)
+
+
+def state_of_placeholder() -> ClipState:
     """A state with one leaf for each field, for `optax.tree_map_params`."""
-    zero = jnp.zeros(())
-    names: dict[str, None] = {AnyNames(): None}
-    return ClipState(names, zero, zero, zero, zero, zero, zero, memory)
+    return ClipState(OpenForm(), *[jnp.zeros(())] * (len(ClipState._fields) - 1))
+
+
+def next_entry(
+    step: jax.Array,
+    old: Entry,
+    norm: jax.Array,
+    limit: jax.Array,
+    new_norm: tuple[jax.Array, jax.Array],
+    memory: Any,
+) -> Entry:
+    """A block after a step. `new_norm` is (norm, new norm), whose quotient counts."""
+    before, after = new_norm
+    known = can_clip(norm, limit)
+    changed = known & (after != before)
+    return Entry(
+        norm=norm.astype(old.norm.dtype),
+        limit=limit.astype(old.limit.dtype),
+        factor=reported(before, after).astype(old.factor.dtype),
+        clipped=old.clipped + changed.astype(jnp.int32),
+        clipped_recently=moving_average(old.clipped_recently, changed, step),
+        nonfinite=old.nonfinite + (~known).astype(jnp.int32),
+        memory=memory,
+    )
 
 
 def _row(entry: Entry, row: int) -> Entry:
     return jax.tree.map(lambda x: x[row], entry)
 
 
+def _entries_of_layers(name: str, entry: Entry) -> list[tuple[str, Entry]]:
+    """(name, entry) of each layer. Axes of size 1 are those that a norm sums."""
+    shape = jnp.shape(entry.norm)
+    if not shape:
+        return [(name, entry)]
+    found = []
+    for index in np.ndindex(shape):
+        numbers = [str(i) for i, size in zip(index, shape) if size > 1] or ["0"]
+        own = jax.tree.map(operator.itemgetter(index), entry)
+        found.append(("/".join([name, *numbers]), own))
+    return found
+
+
 def pack(names: list[list[str]], step: jax.Array, entries: list[Entry]) -> ClipState:
     """The state of some blocks."""
-    blocks = ["\n".join(block) for block in names]
     fields = list(zip(*entries)) or [()] * len(Entry._fields)
     packed = [x[0] if len(entries) == 1 else tuple(x) for x in fields]
     if not jax.tree.leaves(packed[-1]):
         packed[-1] = ()
-    names_of_blocks = {"\n\n".join(blocks): None} if blocks else {}
-    return ClipState(names_of_blocks, step, *packed)
+    return ClipState(tuple(tuple(block) for block in names), step, *packed)
 
 
 def unpack(state: ClipState) -> tuple[list[list[str]], list[Entry]]:
     """The names of the norms in each block, and the blocks."""
-    if not state.names:
-        return [], []
-    (key,) = state.names
-    if isinstance(key, AnyNames):
-        return _numbered(state)
-    names = [block.split("\n") for block in key.split("\n\n")]
-    return names, _entries(state, len(names))
+    names = [list(block) for block in state.names]
+    return names, _entries(state, len(names)) if names else []
 
 
 def _entries(state: ClipState, count: int) -> list[Entry]:
@@ -133,14 +169,3 @@ def limits_of(state: ClipState, tree: Any) -> Any:
     known = state.by_name()
     names = prefix.names([path for path, _ in entries])
     return treedef.unflatten([known[name].limit for name in names])
-
-
-def _numbered(state: ClipState) -> tuple[list[list[str]], list[Entry]]:
-    """The blocks of a state whose names `optax.tree_map_params` has dropped."""
-    count = len(state.norm) if isinstance(state.norm, tuple) else 1
-    entries = _entries(state, count)
-    names = []
-    for block, entry in enumerate(entries):
-        rows = range(len(entry.norm)) if jnp.ndim(entry.norm) == 1 else [0]
-        names.append([f"{block}/{row}" for row in rows])
-    return names, entries

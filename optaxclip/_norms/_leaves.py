@@ -2,6 +2,7 @@
 layers, which a unit sums, and which label a leaf carries.
 """
 
+import inspect
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -12,45 +13,37 @@ from jax import lax
 
 from . import _prefix as prefix
 from ._mesh_axes import MeshAxes, whole_shapes
+from ._stacked import Stacked, is_axes, other_axes, stacked_axes
 
-# A whole number, a tree prefix of them, or a function of the leaf's path and the leaf.
-Stacked = int | Callable[[str, Any], int | None] | Any | None
 # A whole number or a tuple of them, a tree prefix of these, or a function likewise.
 Axis = int | tuple[int, ...] | Callable[[str, Any], Any] | Any | None
 
 
-def clipped_leaves(tree: Any) -> Any:
+def clipped_leaves(tree: Any, call: str = "") -> Any:
     """The tree of the leaves that count, with None in the place of all others.
 
-    A leaf counts if it has a float or complex dtype and at least one element.
+    A leaf counts if it has a float or complex dtype and at least one element. `call`
+    is what errors name.
     """
     tree = unboxed(tree)
     try:
         return jax.tree.map(lambda leaf: leaf if _counts(leaf) else None, tree)
     except TypeError:
-        _check_leaves(tree)
+        _check_leaves(tree, f"{call}: " if call else "")
         raise
 
 
-def _check_leaves(tree: Any) -> None:
+def _check_leaves(tree: Any, begin: str) -> None:
     """Raises for a leaf that is not an array, such as a function in a model."""
     for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
         try:
             _counts(leaf)
         except TypeError:
             raise TypeError(
-                f"the leaf {prefix.name(path)!r} must be an array or a number, got "
-                f"{leaf!r}: hand over arrays only, with None for everything else."
+                f"{begin}the leaf {prefix.name(path)!r} must be an array or a number, "
+                f"got {leaf!r}: hand over arrays only, with None for everything else. "
+                "In equinox that is eqx.filter(model, eqx.is_inexact_array)."
             ) from None
-
-
-def params_of(tree: Any, params: Any) -> Any:
-    """The weights of the clipped leaves."""
-
-    def weight_of(leaf: Any, weight: Any) -> Any:
-        return None if leaf is None else weight
-
-    return jax.tree.map(weight_of, tree, unboxed(params), is_leaf=prefix.is_none)
 
 
 def put_back(changed: Any, tree: Any) -> Any:
@@ -88,24 +81,6 @@ def cast_like(x: jax.Array, leaf: Any) -> jax.Array:
     return fill(x)
 
 
-def stacked_axes(stacked: Stacked, tree: Any, call: str) -> list[int]:
-    """For each leaf, how many leading axes count layers."""
-    counts = for_each_leaf(stacked, tree, f"{call}: stacked")
-    for (path, leaf), count in zip(
-        jax.tree_util.tree_flatten_with_path(tree)[0], counts
-    ):
-        known = count is None or (
-            isinstance(count, (int, np.integer)) and 0 <= count <= jnp.ndim(leaf)
-        )
-        if not known:
-            raise ValueError(
-                f"{call}: stacked must be a number of leading axes, from 0 to "
-                f"{jnp.ndim(leaf)} for the leaf {prefix.name(path)!r} of shape "
-                f"{jnp.shape(leaf)}, got {count!r}."
-            )
-    return [int(count or 0) for count in counts]
-
-
 def unit_axes(
     axis: Axis, stacked: Stacked, mesh_axes: MeshAxes, tree: Any, call: str
 ) -> list[tuple[int, ...] | None]:
@@ -113,20 +88,21 @@ def unit_axes(
     keeping any.
     """
     found: list[tuple[int, ...] | None] = []
-    for (path, leaf), value, skip, shape in zip(
+    for (path, leaf), value, layers, shape in zip(
         jax.tree_util.tree_flatten_with_path(tree)[0],
-        for_each_leaf(axis, tree, f"{call}: axis", _is_axes),
-        stacked_axes(stacked, tree, call),
+        for_each_leaf(axis, tree, f"{call}: axis", is_axes),
+        stacked_axes(stacked, tree, call, mesh_axes),
         whole_shapes(mesh_axes, tree, call),
     ):
-        rank = jnp.ndim(leaf) - skip
+        inside = other_axes(layers, jnp.ndim(leaf))
+        rank = len(inside)
         where = f"{call}: axis", prefix.name(path), rank
         if value is not None:
-            inside = _checked_axes(value, *where)
+            summed = _checked_axes(value, *where)
         else:
-            inside = _axes_by_shape(shape and shape[skip:], *where)
-        whole = value is None and rank <= 1 and not skip
-        found.append(None if whole else tuple(i + skip for i in inside))
+            summed = _axes_by_shape(shape and tuple(shape[i] for i in inside), *where)
+        whole = value is None and rank <= 1 and not layers
+        found.append(None if whole else tuple(inside[i] for i in summed))
     return found
 
 
@@ -189,8 +165,13 @@ def static_numbers(name: str, numbers: Any, call: str) -> Any:
     """
     if callable(numbers):
         return numbers
-    table = prefix.freeze(numbers, _is_axes if name == "axis" else lambda x: False)
+    table = prefix.freeze(numbers, is_axes if name != "columns" else lambda x: False)
     for _, number in table.entries:
+        if isinstance(number, bool):
+            raise TypeError(
+                f"{call}: {name} must be a whole number, got {number!r}: for one write "
+                f"{name}=1."
+            )
         if isinstance(number, jax.Array):
             raise TypeError(
                 f"{call}: {name} must be known when the clipper is built, got "
@@ -206,9 +187,33 @@ def static_labels(labels: Any) -> Any:
     return prefix.freeze(labels, lambda x: isinstance(x, str))
 
 
+def labels_of(labels: Any, tree: Any) -> Any:
+    """The tree prefix of labels: what a function of the tree makes, or one of path and
+    leaf.
+    """
+    if not callable(labels):
+        return labels
+    if _takes_path(labels):
+        return jax.tree_util.tree_map_with_path(
+            lambda path, leaf: labels(prefix.name(path), leaf), tree
+        )
+    return labels(tree)
+
+
+def _takes_path(function: Callable[..., Any]) -> bool:
+    """Whether a function needs two arguments, path and leaf."""
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except ValueError:  # a builtin without a signature
+        return False
+    plain = inspect.Parameter.POSITIONAL_OR_KEYWORD
+    needed = [x for x in parameters if x.kind is plain and x.default is x.empty]
+    return len(needed) == 2
+
+
 def by_label(tree: Any, labels: Any, call: str) -> list[Any]:
     """The label of each leaf."""
-    table = labels(tree) if callable(labels) else labels
+    table = labels_of(labels, tree)
     if not isinstance(table, prefix.Prefix):
         table = prefix.freeze(table, lambda x: isinstance(x, str))
     found = prefix.lookup(table, tree, f"{call}: labels")
@@ -228,10 +233,6 @@ def check_labels(must: str, labels: Iterable[Any]) -> None:
             f"{must} of one kind, which sorts, got {shown}: make all of them strings, "
             "or all of them ints."
         ) from None
-
-
-def _is_axes(x: Any) -> bool:
-    return isinstance(x, tuple) and all(isinstance(i, int) for i in x)
 
 
 def _is_box(x: Any) -> bool:

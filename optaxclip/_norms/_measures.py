@@ -12,20 +12,22 @@ from typing import Any, NamedTuple, Protocol
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 from .._arguments import check_ord
 from . import _prefix as prefix
 from ._bins import Dims
-from ._collectives import axes_size
+from ._collectives import Split, axes_size
 from ._leaves import (
     by_label,
-    stacked_axes,
     static_labels,
     static_numbers,
     unit_axes,
 )
 from ._mesh_axes import freeze, splits
+from ._modulus import norm_dtype
 from ._powers import Group, group_norms
+from ._stacked import other_axes, stacked_axes
 
 Ord = float | str | None
 
@@ -49,6 +51,8 @@ class Norms(NamedTuple):
     paths: list[Any]  # of each norm: its key path in the tree of norms
     of_leaf: list[int | None]  # for each clipped leaf, the number of its norm
     treedef: Any  # of the tree of norms, as norm functions return it
+    # The mesh axes that split the units or layers of each block. Empty: none of them.
+    kept: tuple[tuple[str, ...], ...] = ()
 
     def pick(self, blocks: list[Any], number: int) -> Any:
         """The entry of one norm in blocks of this form."""
@@ -106,10 +110,10 @@ class TensorNorm(NamedTuple):
     mesh_axes: Any = "auto"
 
     def __call__(self, tree: Any) -> Norms:
-        skips = stacked_axes(self.stacked, tree, self.call)
+        layers = stacked_axes(self.stacked, tree, self.call, self.mesh_axes)
         dims = []
-        for skip, leaf in zip(skips, jax.tree.leaves(tree)):
-            dims.append(tuple(range(skip, jnp.ndim(leaf))) if skip else None)
+        for axes, leaf in zip(layers, jax.tree.leaves(tree)):
+            dims.append(other_axes(axes, jnp.ndim(leaf)) if axes else None)
         return _norm_of_each_leaf(tree, dims, self)
 
     def without_devices(self) -> "TensorNorm":
@@ -221,16 +225,16 @@ def in_blocks(each: list[Any], places: list[Place]) -> list[jax.Array]:
 
 def norms_of(groups: list[Group], ord: Ord) -> list[jax.Array]:
     """The norms of some groups, in blocks."""
-    order = 2.0 if ord in (None, "rms", "average") else float(ord)
-    blocks = group_norms(order, groups)
     if ord not in ("rms", "average"):
+        return group_norms(2.0 if ord is None else float(ord), groups)
+    dtype = norm_dtype([group.leaves for group in groups])
+    counts = [_count(_summed(group), dtype) for group in groups]
+    if len(groups) > 1:
+        counts = in_blocks(counts, places_of([group.dims is None for group in groups]))
+    blocks = group_norms(2.0, groups, counts)
+    if ord == "rms":
         return blocks
-    counts = [_count(_summed(group), blocks[0].dtype) for group in groups]
-    divisors = [jnp.sqrt(n) if ord == "rms" else n for n in counts]
-    if len(groups) == 1:
-        return [blocks[0] / divisors[0]]
-    places = places_of([group.dims is None for group in groups])
-    return [a / b for a, b in zip(blocks, in_blocks(divisors, places))]
+    return [block / jnp.sqrt(n) for block, n in zip(blocks, counts)]
 
 
 def _count(size: Any, dtype: Any) -> Any:
@@ -252,7 +256,17 @@ def _norm_of_each_leaf(tree: Any, dims: list[Any], measure: Any) -> Norms:
         places = [Place(0, None)] if lone else places
     paths = [path for path, _ in entries]
     of_leaf: list[int | None] = list(range(len(entries)))
-    return Norms(blocks, places, paths, of_leaf, treedef)
+    arrays = [split.kept for over, split in zip(dims, found) if over is not None]
+    kept = [()] * (len(blocks) - len(arrays)) + arrays
+    return Norms(blocks, places, paths, of_leaf, treedef, tuple(kept))
+
+
+def norm_of_norms(norms: Norms) -> jax.Array:
+    """The norm of all norms together, without a derivative."""
+    kept = norms.kept or ((),) * len(norms.blocks)
+    splits = [Split(names) for names in kept]
+    (total,) = group_norms(2.0, [Group(norms.blocks, None, splits)])
+    return lax.stop_gradient(total)
 
 
 def _summed(group: Group) -> int:
@@ -280,7 +294,7 @@ def check_measure(call: str, ord: Any, **numbers: Any) -> dict[str, Any]:
     options: dict[str, Any] = {"call": call, "ord": known}
     for name, value in numbers.items():
         if name == "mesh_axes":
-            value = freeze(value)
+            value = freeze(value, call)
         elif name == "labels":
             value = static_labels(value)
         else:

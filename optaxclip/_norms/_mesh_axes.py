@@ -19,6 +19,7 @@ leaf (units, stacked layers) need a PartitionSpec where that leaf is split, beca
 name alone does not tell which of its dimensions is.
 """
 
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import jax
@@ -46,8 +47,17 @@ class _Leaf(NamedTuple):
         return ValueError(f"{self.argument}={self.spec!r}{text}")
 
 
-def freeze(mesh_axes: MeshAxes) -> MeshAxes:
-    """`mesh_axes` as a hashable value."""
+def freeze(mesh_axes: MeshAxes, call: str = "") -> MeshAxes:
+    """`mesh_axes` as a hashable value.
+
+    Raises:
+      TypeError: a list of names, which would be a tree with one name for each leaf.
+    """
+    if isinstance(mesh_axes, list) and all(isinstance(x, str) for x in mesh_axes):
+        raise TypeError(
+            f"{call}: mesh_axes must be a name or a tuple of names, got {mesh_axes!r}: "
+            f"write mesh_axes={tuple(mesh_axes)!r}."
+        )
     plain = mesh_axes is None or isinstance(mesh_axes, (str, prefix.Prefix))
     if plain or _are_names(mesh_axes):
         return mesh_axes
@@ -68,7 +78,7 @@ def splits(
         return [Split()] * len(dims)
     argument = f"{call}: mesh_axes"
     entries = jax.tree_util.tree_flatten_with_path(tree)[0]
-    mesh_axes = freeze(mesh_axes)
+    mesh_axes = freeze(mesh_axes, call)
     specs = [mesh_axes] * len(entries)
     if isinstance(mesh_axes, prefix.Prefix):
         specs = prefix.lookup(mesh_axes, tree, argument)
@@ -86,7 +96,7 @@ def whole_shapes(
     """For each leaf its shape over all devices, None where it is not known which
     dimension is split.
     """
-    mesh_axes, leaves = freeze(mesh_axes), jax.tree.leaves(tree)
+    mesh_axes, leaves = freeze(mesh_axes, call), jax.tree.leaves(tree)
     specs = [mesh_axes] * len(leaves)
     if isinstance(mesh_axes, prefix.Prefix):
         specs = prefix.lookup(mesh_axes, tree, f"{call}: mesh_axes")
@@ -125,6 +135,11 @@ def _split(leaf: _Leaf, over: tuple[int, ...] | None) -> Split:
     return Split(tuple(summed), tuple(kept))
 
 
+def _only(manual: tuple[str, ...], names: Iterable[str]) -> tuple[str, ...]:
+    """The mesh axes that are manual."""
+    return tuple(name for name in names if name in manual)
+
+
 def _names_by_dim(leaf: _Leaf) -> list[tuple[str, ...]]:
     """The manual mesh axes of each dimension. One entry where that is not known."""
     manual = jax.sharding.get_abstract_mesh().manual_axes
@@ -134,7 +149,7 @@ def _names_by_dim(leaf: _Leaf) -> list[tuple[str, ...]]:
     if isinstance(leaf.spec, PartitionSpec):
         _check_spec(leaf, manual)
         # Axes that jit looks after (all of them outside shard_map) need nothing here.
-        found = [tuple(n for n in _names(e) if n in manual) for e in leaf.spec]
+        found = [_only(manual, _names(entry)) for entry in leaf.spec]
         return found + [()] * (jnp.ndim(leaf.value) - len(found))
     names = _names(leaf.spec)
     _check_bound(names, leaf.argument)
@@ -220,11 +235,18 @@ def _check_bound(names: tuple[str, ...], argument: str) -> None:
         try:
             lax.axis_size(name)
         except NameError:
-            raise ValueError(
-                f"{argument}={name!r}: there is no such axis here. Outside shard_map "
-                "and pmap no mesh axes are needed, mesh_axes='auto' is right; inside, "
-                "it must be one of theirs."
-            ) from None
+            raise ValueError(f"{argument}={name!r}: {_bound_axes()}") from None
+
+
+def _bound_axes() -> str:
+    """Which mesh axes have a name here, for errors."""
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.manual_axes:
+        return f"there is no such axis here. There is {_shown(mesh.manual_axes)}."
+    return (
+        "there is no such axis here. Outside shard_map and pmap no mesh axes are "
+        "needed: mesh_axes='auto' is right."
+    )
 
 
 def _check_spec(leaf: _Leaf, manual: tuple[str, ...]) -> None:

@@ -14,11 +14,20 @@ from typing import Any
 import jax
 
 from .._arguments import check_ord
-from ._leaves import Axis, Stacked, clipped_leaves, static_labels, unboxed
+from .._other_names import with_our_names
+from ._leaves import (
+    Axis,
+    clipped_leaves,
+    labels_of,
+    static_labels,
+    unboxed,
+)
 from ._measures import GlobalNorm, GroupNorm, Ord, TensorNorm, UnitwiseNorm
 from ._mesh_axes import MeshAxes
+from ._stacked import Stacked
 
 
+@with_our_names
 def global_norm(tree: Any, *, ord: Ord = None, mesh_axes: MeshAxes = "auto") -> Any:
     """Returns the norm of all leaves together: (sum |x|^p)^(1/p).
 
@@ -48,6 +57,7 @@ def global_norm(tree: Any, *, ord: Ord = None, mesh_axes: MeshAxes = "auto") -> 
     return measure(clipped_leaves(tree)).blocks[0]
 
 
+@with_our_names
 def tensor_norm(
     tree: Any,
     *,
@@ -60,19 +70,24 @@ def tensor_norm(
     Args:
       tree: a pytree of arrays.
       ord: the order p: a number above 0, `math.inf`, "rms" or "average". None means 2.
-      stacked: how many leading axes of a leaf count layers and are not part of one
-        tensor, as in models that `lax.scan` over stacked layers: an int, a tree prefix
-        of ints, or a function of the leaf's path ("blocks/w") and the leaf.
+      stacked: which axes of a leaf count layers and are not part of one tensor. 1 is
+        the leading axis, as `lax.scan` and `jax.vmap` stack layers, and 2 the two
+        leading ones, such as layers and experts. A tuple names axes by position: (1,)
+        is axis 1, as MaxText and T5X stack, and (-2,) the last but one. Also a tree
+        prefix of these, with None for leaves that are not stacked, or a function of the
+        leaf's path ("blocks/w") and the leaf. Leaves that share one value must have the
+        same number of layers.
       mesh_axes: as in `global_norm`. Stacked leaves that are split inside shard_map
         need a PartitionSpec.
 
     Returns:
-      A tree of the same structure: a scalar for each leaf (shape (layers, 1, ...) for
-      stacked leaves), None for a leaf that does not count.
+      A tree of the same structure: a scalar for each leaf (for stacked leaves an array
+      with size 1 on all axes but those of layers), None for a leaf that does not count.
 
     Raises:
-      ValueError: an order that is not above 0, a mesh axis that is not bound, or
-        `stacked` out of the range of a leaf.
+      ValueError: an order that is not above 0, a mesh axis that is not bound, an axis
+        in `stacked` that a leaf does not have, or leaves of one stack with different
+        numbers of layers.
 
     Example:
       >>> grads = {"w": jnp.array([3.0, 4.0]), "b": jnp.array([1.0, 0.0])}
@@ -84,6 +99,7 @@ def tensor_norm(
     return measure(clipped_leaves(tree)).tree()
 
 
+@with_our_names
 def unitwise_norm(
     tree: Any,
     *,
@@ -102,7 +118,8 @@ def unitwise_norm(
         (0, 1, 2), rank 5 over (0, 1, 2, 3). In stacked leaves axes count within one
         layer.
       ord: the order: a number above 0, `math.inf`, "rms" or "average". None means 2.
-      stacked: how many leading axes of a leaf count layers (see `tensor_norm`).
+      stacked: which axes of a leaf count layers: 1 for the leading axis, (1,) for axis
+        1 (see `tensor_norm`).
       mesh_axes: as in `global_norm`. Leaves that are split inside shard_map need a
         PartitionSpec, unless they are vectors.
 
@@ -125,6 +142,7 @@ def unitwise_norm(
     return measure(clipped_leaves(tree)).tree()
 
 
+@with_our_names
 def group_norm(
     tree: Any, labels: Any, *, ord: Ord = None, mesh_axes: MeshAxes = "auto"
 ) -> dict[Any, jax.Array]:
@@ -132,8 +150,8 @@ def group_norm(
 
     Args:
       tree: a pytree of arrays.
-      labels: a tree prefix of labels, or a function that makes one from the tree, as in
-        `optax.partition`.
+      labels: a tree prefix of labels, a function that makes one from the tree, as in
+        `optax.partition`, or a function of a leaf's path ("blocks/w") and the leaf.
       ord: the order: a number above 0, `math.inf`, "rms" or "average". None means 2.
       mesh_axes: as in `global_norm`.
 
@@ -151,5 +169,5 @@ def group_norm(
     """
     check_ord("group_norm", ord)
     # Leaves that do not count have labels too, whose norm may then be 0.
-    table = static_labels(labels(unboxed(tree)) if callable(labels) else labels)
+    table = static_labels(labels_of(labels, unboxed(tree)))
     return GroupNorm(table, "group_norm", ord, mesh_axes)(clipped_leaves(tree)).tree()

@@ -11,6 +11,7 @@ group is a scalar.
 
 from collections.abc import Callable
 from functools import partial
+from operator import itemgetter
 from typing import Any
 
 import jax
@@ -52,19 +53,26 @@ from ._sums_on_cpu import sum_squares
 DIRECT = (1.0, 2.0, 3.0, 4.0)
 
 
-def group_norms(p: float, groups: list[Group]) -> Blocks:
-    """The norms of some groups, in blocks. A group without leaves has norm 0."""
+def group_norms(p: float, groups: list[Group], counts: Blocks | None = None) -> Blocks:
+    """The norms of some groups, in blocks. A group without leaves has norm 0.
+
+    Sums are divided by `counts`, in blocks as well, before their root is taken: the
+    root of a mean is finite where the norm is not.
+    """
     layout = tuple((group.dims, tuple(group.splits)) for group in groups)
-    return _norms(p, layout, [list(map(jnp.asarray, g.leaves)) for g in groups])
+    leaves = [list(map(jnp.asarray, group.leaves)) for group in groups]
+    return _norms(p, layout, leaves, counts)
 
 
 @partial(jax.custom_jvp[Blocks], nondiff_argnums=(0, 1))
-def _norms(p: float, layout: Layout, groups: list[list[jax.Array]]) -> Blocks:
+def _norms(
+    p: float, layout: Layout, groups: list[list[jax.Array]], counts: Blocks | None
+) -> Blocks:
     dtype = norm_dtype(groups)
     if dtype == np.float64 and p == np.inf:
         blocks = _largest(dtype, layout, groups)
     elif dtype == np.float64:
-        blocks = _by_shares(p, np.float64, layout, groups)
+        blocks = _by_shares(p, np.float64, layout, groups, counts)
     elif p == np.inf:
         by_bits = partial(_largest_by_bits, layout)
         cpu = partial(_largest, dtype, layout)
@@ -73,6 +81,7 @@ def _norms(p: float, layout: Layout, groups: list[list[jax.Array]]) -> Blocks:
         shares = partial(_by_shares, p, np.float32, layout)
         return per_platform(
             groups,
+            counts,
             cpu=partial(_in_float64, p, layout),
             gpu=partial(_in_bins_on_gpu, layout) if p == 2 else shares,
             tpu=partial(_in_bins, sum_on_tpu, layout) if p == 2 else shares,
@@ -83,8 +92,8 @@ def _norms(p: float, layout: Layout, groups: list[list[jax.Array]]) -> Blocks:
 @_norms.defjvp
 def _norms_jvp(p: float, layout: Layout, primals: Any, tangents: Any) -> Any:
     """d norm = sum (|x| / norm)^(p-1) d|x|."""
-    (groups,), (changes,) = primals, tangents
-    blocks = _norms(p, layout, groups)
+    (groups, counts), (changes, _) = primals, tangents
+    blocks = _norms(p, layout, groups, counts)
     norms = scatter(blocks, layout)
     weights = weights_of(p, layout, norms, groups)
     terms = []
@@ -98,33 +107,53 @@ def _norms_jvp(p: float, layout: Layout, primals: Any, tangents: Any) -> Any:
                 term = weight * change.astype(weight.dtype)
             moved.append(sum_over(term, dims).astype(norm.dtype))
         terms.append(moved)
-    return blocks, add_up(terms, layout, blocks[0].dtype if blocks else np.float32)
+    moved = add_up(terms, layout, blocks[0].dtype if blocks else np.float32)
+    return blocks, _mean(moved, counts)
 
 
-def _in_float64(p: float, layout: Layout, groups: list[list[jax.Array]]) -> Blocks:
+def _mean(sums: Blocks, counts: Blocks | None) -> Blocks:
+    if counts is None:
+        return sums
+    return [total / n.astype(total.dtype) for total, n in zip(sums, counts)]
+
+
+def _in_float64(
+    p: float, layout: Layout, groups: list[list[jax.Array]], counts: Blocks | None
+) -> Blocks:
     if p not in DIRECT:
-        return _by_shares(p, np.float64, layout, groups)
-    return _roots(p, np.float64, np.float32, layout, groups)
+        return _by_shares(p, np.float64, layout, groups, counts)
+    return _roots(p, np.float64, np.float32, layout, groups, counts)
 
 
 def _by_shares(
-    p: float, wide: Any, layout: Layout, groups: list[list[jax.Array]]
+    p: float,
+    wide: Any,
+    layout: Layout,
+    groups: list[list[jax.Array]],
+    counts: Blocks | None,
 ) -> Blocks:
     """Divides by the largest of each group first, so that no power leaves the range."""
     dtype = norm_dtype(groups)
-    sizes = [[_max(x, dims, dtype) for x in g] for g, (dims, _) in zip(groups, layout)]
+    sizes = []
+    for group, (dims, _) in zip(groups, layout):
+        sizes.append([_max(x, dims, dtype) for x in group])
     largest = take_max(sizes, layout, dtype)
     safe = [jnp.where((x > 0) & (x < jnp.inf), x, 1.0).astype(dtype) for x in largest]
     shares = []
     for divisor, group in zip(scatter(safe, layout), groups):
         shares.append([divided(modulus(x).astype(dtype), divisor) for x in group])
     wide = np.promote_types(wide, dtype)
-    roots = _roots(p, wide, dtype, layout, shares)
+    roots = _roots(p, wide, dtype, layout, shares, counts)
     return [divisor * root for divisor, root in zip(safe, roots)]
 
 
 def _roots(
-    p: float, wide: Any, dtype: Any, layout: Layout, groups: list[list[jax.Array]]
+    p: float,
+    wide: Any,
+    dtype: Any,
+    layout: Layout,
+    groups: list[list[jax.Array]],
+    counts: Blocks | None,
 ) -> Blocks:
     """(sum |x|^p)^(1/p), summed in the dtype `wide`."""
     # For these operations only, whatever the program around them uses.
@@ -132,7 +161,7 @@ def _roots(
         terms = []
         for group, (dims, _) in zip(groups, layout):
             terms.append([_sum_of_powers(p, wide, dims, leaf) for leaf in group])
-        totals = add_up(terms, layout, wide)
+        totals = _mean(add_up(terms, layout, wide), counts)
         roots = [jnp.sqrt(x) if p == 2 else x ** (1.0 / p) for x in totals]
         return [lax.convert_element_type(root, dtype) for root in roots]
 
@@ -158,21 +187,30 @@ def _in_bins(
     sum_in_bins: Callable[[jax.Array, Dims], Bins],
     layout: Layout,
     groups: list[list[jax.Array]],
+    counts: Blocks | None,
 ) -> Blocks:
     """Norms of order 2 from float32 sums in three bins."""
     found = []
     for group, (dims, _) in zip(groups, layout):
         found.append([bins_of_leaf(sum_in_bins, dims, leaf) for leaf in group])
-    return _roots_of_bins(found, layout)
+    return _roots_of_bins(found, layout, counts)
 
 
-def _roots_of_bins(found: list[list[Bins]], layout: Layout) -> Blocks:
-    kinds = [[[bins[kind] for bins in of] for of in found] for kind in range(3)]
+def _roots_of_bins(
+    found: list[list[Bins]], layout: Layout, counts: Blocks | None
+) -> Blocks:
+    kinds = []
+    for kind in range(3):
+        pick = itemgetter(kind)
+        kinds.append([list(map(pick, bins)) for bins in found])
     blocks = add_up_all(kinds, layout, np.float32, total_of_stack)
-    return [root(Bins(*each)) for each in zip(*blocks)]
+    means = [_mean(block, counts) for block in blocks]
+    return [root(Bins(*each)) for each in zip(*means)]
 
 
-def _in_bins_on_gpu(layout: Layout, groups: list[list[jax.Array]]) -> Blocks:
+def _in_bins_on_gpu(
+    layout: Layout, groups: list[list[jax.Array]], counts: Blocks | None
+) -> Blocks:
     """Norms of order 2, with small leaves read together where that moves no data."""
     joined, splits = [], []
     for group, (dims, own) in zip(groups, layout):
@@ -189,7 +227,7 @@ def _in_bins_on_gpu(layout: Layout, groups: list[list[jax.Array]]) -> Blocks:
             found.append([next(rows)])
         else:
             found.append([bins_of_leaf(sum_on_gpu, dims, leaf) for leaf in group])
-    return _roots_of_bins(found, tuple(splits))
+    return _roots_of_bins(found, tuple(splits), counts)
 
 
 def _largest(dtype: Any, layout: Layout, groups: list[list[jax.Array]]) -> Blocks:

@@ -7,7 +7,7 @@ no value.
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 import jax
@@ -60,8 +60,8 @@ def freeze(prefix: Any, is_leaf: Callable[[Any], bool]) -> Prefix:
     return Prefix(tuple(entries))
 
 
-def lookup(prefix: Prefix, tree: Any, argument: str) -> list[Any]:
-    """The value for each leaf of `tree`, in order.
+def lookup(prefix: Prefix, tree: Any, argument: str, part: str = "leaf") -> list[Any]:
+    """The value for each leaf of `tree`, in order. `part` is what errors call a leaf.
 
     Raises:
       ValueError: a leaf has no value, or a value stands where the tree has no such
@@ -77,8 +77,8 @@ def lookup(prefix: Prefix, tree: Any, argument: str) -> list[Any]:
         )
         if found is None:
             raise ValueError(
-                f"{argument} has no value for the leaf {name(path)!r}: it has "
-                f"{_shown(table)}."
+                f"{argument} has no value for the {part} {name(path)!r}: it has "
+                f"{shown(table)}."
             )
         values.append(table[found])
         used.add(found)
@@ -94,7 +94,8 @@ def lookup(prefix: Prefix, tree: Any, argument: str) -> list[Any]:
         ):
             raise ValueError(
                 f"{argument} has a value for {name(key)!r}, but the updates have no "
-                "such part."
+                f"such {'label' if part == 'label' else 'part'}: they have "
+                f"{shown(paths)}."
             )
     return values
 
@@ -116,5 +117,13 @@ def overlaps(one: Prefix, other: Prefix) -> Iterator[tuple[Any, Any]]:
         )
 
 
-def _shown(table: dict[Any, Any]) -> str:
-    return ", ".join(repr(name(path)) for path in table) or "none at all"
+def shown(paths: Iterable[Any]) -> str:
+    """Key paths as errors list them."""
+    return listed(map(name, paths)) or "none at all"
+
+
+def listed(names: Iterable[Any]) -> str:
+    """Names in order, and of many the first eight: "'b', 'w'"."""
+    known = sorted(map(str, names))
+    text = ", ".join(map(repr, known[:8]))
+    return text if len(known) <= 8 else f"{text} and {len(known) - 8} more"

@@ -19,11 +19,12 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from .._arguments import check_state
+from .._arguments import check_state, check_transformation
 from .._norms._leaves import cast_like, clipped_leaves, put_back
 from .._norms._modulus import wide_dtype
 from .._norms._prefix import is_none
 from .._norms._types import typed_as, types_of
+from .._other_names import with_our_names
 
 
 class CarryState(NamedTuple):
@@ -35,6 +36,7 @@ class CarryState(NamedTuple):
     clip_state: Any  # the clipper's
 
 
+@with_our_names
 def carry_clipped(
     clipper: optax.GradientTransformation,
 ) -> optax.GradientTransformationExtraArgs:
@@ -71,6 +73,7 @@ def carry_clipped(
     Reference: Elesedy, Hutter, U-Clip: on-average unbiased stochastic gradient
     clipping, 2023 (arXiv 2302.02971).
     """
+    check_transformation("carry_clipped: clipper", clipper, "a clipper")
     clipper = optax.with_extra_args_support(clipper)
 
     def init(params: Any) -> CarryState:

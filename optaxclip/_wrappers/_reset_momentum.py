@@ -6,10 +6,11 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from .._arguments import check_number, check_state
+from .._arguments import check_number, check_state, check_transformation
 from .._core._limits import keep_where
 from .._norms._leaves import cast_like, clipped_leaves, put_back
 from .._norms._modulus import wide_dtype
+from .._other_names import with_our_names
 from ..rules._rule import check_length
 
 
@@ -20,6 +21,7 @@ class ResetState(NamedTuple):
     inner_state: Any  # the inner transformation's
 
 
+@with_our_names
 def reset_momentum(
     inner: optax.GradientTransformation, every: Any = 500, warmup: Any = 150
 ) -> optax.GradientTransformationExtraArgs:
@@ -64,6 +66,7 @@ def reset_momentum(
     call = "reset_momentum"
     check_length(f"{call}: every", every)
     check_number(f"{call}: warmup", warmup)
+    check_transformation(f"{call}: inner", inner)
     optimizer = optax.with_extra_args_support(inner)
 
     def init(params: Any) -> ResetState:

@@ -9,7 +9,8 @@ already mixed with the rest. Use this against outliers and wrong labels, against
 tails, and for DP-SGD. It adds no noise and keeps no account: privacy needs both, and
 jax_privacy (https://github.com/google-deepmind/jax_privacy) has them.
 
-    from a loss        clipped_grad: like jax.grad, in bounded memory
+    from a loss        clipped_grad: like jax.grad, at about its price.
+                       explain_clipped_grad: how it does it
     from gradients     per_example_global_norm_clip, per_example_layer_norm_clip: the
                        functions of optax
     shrinks            of optaxclip.shrinks. auto_s and psac were made for this
@@ -22,11 +23,15 @@ Reference: Abadi et al., Deep learning with differential privacy, 2016 (arXiv
 """
 
 from ._clipped_grad import ClippedGrad, clipped_grad
+from ._explain import ExplainedLeaf, Explanation, explain_clipped_grad
 from ._optax_names import per_example_global_norm_clip, per_example_layer_norm_clip
 
 __all__ = [
     "ClippedGrad",
+    "ExplainedLeaf",
+    "Explanation",
     "clipped_grad",
+    "explain_clipped_grad",
     "per_example_global_norm_clip",
     "per_example_layer_norm_clip",
 ]

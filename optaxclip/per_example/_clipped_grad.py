@@ -1,36 +1,21 @@
 """A function transformation like `jax.grad`, whose gradient is a mean of gradients that
 were clipped one by one.
-
-    one pass      for each microbatch: all its per-example gradients, their norms, their
-                  weighted sum
-    two passes    norms first, microbatch by microbatch. Then the gradient of
-                  sum_i f_i loss_i with the factors f_i held fixed, which is the same
-                  sum
-
-Neither needs memory that grows with the batch beyond a few numbers for each example.
-Two passes keep no per-example gradient until all norms are known, at the cost of
-another forward and backward pass. Dense layers, whose per-example gradient is an outer
-product, gain most: XLA on CPU never stores it, and two passes take half the time and a
-tenth of the memory of one, or less. A convolution and a recurrent network took two
-thirds to three quarters of the memory and 0.8 to 2.6 times the time.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from .._core._factors import stretch
-from .._norms._modulus import wide_dtype
-from .._norms._types import varying_as
+from .._other_names import with_our_names
 from ..shrinks import Shrink, shrink_of
-from ._microbatches import in_microbatches, replace_uncounted
-from ._weights import Weights, batch_size, limits_of, weigh, weighted_sum
-
-Places = int | Sequence[int]
-Loss = Callable[[Any, Any], tuple[jax.Array, Any]]  # (params, example) -> (value, aux)
+from ._choose import check_method, choose
+from ._problem import Question, check_microbatch
+from ._roles import Places
+from ._run import Run
+from ._weights import limits_of, weigh
 
 
 class ClippedGrad(NamedTuple):
@@ -54,24 +39,17 @@ class ClippedGrad(NamedTuple):
     aux: Any
 
 
-class _Seen(NamedTuple):
-    """What was found out about the examples."""
-
-    weights: Weights
-    values: jax.Array
-    aux: Any
-
-
+@with_our_names
 def clipped_grad(
     loss: Callable[..., Any],
     max_norm: Any,
     *,
     argnums: Places = 0,
-    batch_argnums: Places = 1,
+    shared_argnums: Places = (),
     has_aux: bool = False,
     shrink: Shrink | None = None,
     microbatch: int | None = None,
-    two_pass: bool = False,
+    method: str = "auto",
     mean: bool = True,
 ) -> Callable[..., ClippedGrad]:
     """Makes a function that clips the gradient of each example and averages:
@@ -82,24 +60,31 @@ def clipped_grad(
     (https://github.com/google-deepmind/jax_privacy).
 
     Args:
-      loss: the loss of ONE example, `loss(params, example) -> scalar`, or `(scalar,
-        aux)` with `has_aux`.
+      loss: the loss of ONE example, `loss(params, example, ...) -> scalar`, or
+        `(scalar, aux)` with `has_aux`.
       max_norm: the limit C: a number at least 0, or None for no limit. Or a tree prefix
         of the parameters with a limit for each part, whose norm is then taken
         separately.
       argnums: which arguments to differentiate, as in `jax.grad`.
-      batch_argnums: which arguments are batches: pytrees of arrays whose first axis
-        counts examples. The others are the same for all examples.
+      shared_argnums: which arguments are the same for all examples. All others are
+        batches: pytrees of arrays whose first axis counts examples. Random keys are a
+        batch too, `jax.random.split(key, B)`, so that each example has its own.
       has_aux: whether the loss returns something beside its value.
       shrink: what a norm over its limit becomes, of `optaxclip.shrinks`: None or
         `hard`, `normalize` (AUTO-V), `auto_s()`, `psac()`, `smooth()`, `drop`, or a
         function from norm and limit to new norm.
       microbatch: how many examples are differentiated at once, at least 1. It need not
-        divide the batch. None for the whole batch.
-      two_pass: whether to compute the norms first, and then the gradient of the
-        weighted loss. It needs less memory, and more time except for dense layers. The
-        factors are rounded to the dtype of the loss, which should be float32. Factors
-        below 1.2e-38 count as 0.
+        divide the batch. None for the whole batch, or for what "auto" chooses.
+      method: how it is computed. All give the same numbers but for rounding.
+        "ghost": from one backward pass, without gradients of examples: about the time
+        of a plain gradient, and at most about 1.7 times its memory. "one_pass": the
+        gradients of a microbatch at a time. Often the fastest for narrow networks and
+        long sequences. "two_pass": norms first, and then the gradient of the weighted
+        loss. Its factors are rounded to the dtype of the loss, which should be float32,
+        and below 1.2e-38 count as 0. "auto": "ghost" or "one_pass", by the shapes of
+        the loss. One pass then takes no more memory for gradients of examples than half
+        of the activations of the batch, or one gradient. `explain_clipped_grad` shows
+        the choice.
       mean: whether to divide by the number of examples that are not masked. False gives
         the sum.
 
@@ -110,9 +95,10 @@ def clipped_grad(
       the sum (`mean=False`), and `lax.psum` it.
 
     Raises:
-      ValueError: a limit that is negative, NaN or an array, several limits with
-        `two_pass`, a microbatch below 1. From the function: limits that do not fit the
-        parameters, a batch or mask of the wrong shape.
+      ValueError: a limit that is negative, NaN or an array, several limits with two
+        passes, an unknown method, a microbatch below 1. From the function: limits that
+        do not fit the parameters, batches whose first axes are missing or differ, a
+        mask of the wrong shape.
       TypeError: a limit that is not a number, or a shrink that is not a function.
 
     | an example that | contributes | divides the mean |
@@ -131,30 +117,33 @@ def clipped_grad(
       0.125 [0.5 2.  1.  0. ] [1.  0.5 1.  1. ]
 
     Reference: Abadi et al., Deep learning with differential privacy, 2016 (arXiv
-    1607.00133). For the two passes Lee, Kifer, Scaling up differentially private deep
-    learning with fast per-example gradient clipping, 2021 (arXiv 2009.03106).
+    1607.00133). For ghost clipping Li, Tramer, Liang, Hashimoto, Large language models
+    can be strong differentially private learners, 2022 (arXiv 2110.05679), and Bu,
+    Wang, Zha, Karypis, Differentially private optimization on large model at small
+    cost, 2023 (arXiv 2210.00038). For two passes Lee, Kifer, Scaling up differentially
+    private deep learning with fast per-example gradient clipping, 2021 (arXiv
+    2009.03106).
     """
     call = "clipped_grad"
     limits = limits_of(max_norm, f"{call}: max_norm")
-    _check_options(call, microbatch, two_pass, len(limits.values))
+    _check_options(call, microbatch, method, len(limits.values))
     shrink = shrink_of(shrink, call)
     weights_of = partial(weigh, limits=limits, shrink=shrink, call=call)
 
+    question = Question(call, loss, argnums, shared_argnums, has_aux)
+
     def of_batch(*args: Any, mask: Any = None) -> ClippedGrad:
-        _check_roles(call, argnums, batch_argnums, len(args))
-        batch = jax.tree.map(jnp.asarray, _taken(args, batch_argnums))
-        present = _present(mask, batch_size(batch, f"{call}: the batch"), call)
-        params = jax.tree.map(jnp.asarray, _taken(args, argnums))
-        params = jax.tree.map(partial(_varying_as, batch), params)
-
-        def of_one(params: Any, example: Any) -> tuple[jax.Array, Any]:
-            whole = _put(_put(args, argnums, params), batch_argnums, example)
-            found = loss(*whole)
-            return found if has_aux else (found, None)
-
-        run = _Run(of_one, weights_of, params, batch, present, microbatch)
+        of_one, params, batch, size = problem = question.about(args)
+        present = _present(mask, size, call)
         groups = limits.group_of_each(params, call)
-        total, seen = run.in_two_passes() if two_pass else run.in_one_pass(groups)
+        kind, width, ghost = choose(problem, method, microbatch)
+        run = Run(of_one, weights_of, params, batch, present, width)
+        if kind == "ghost" and ghost:
+            total, seen = run.in_ghost(ghost, groups)
+        elif kind == "two_pass":
+            total, seen = run.in_two_passes()
+        else:
+            total, seen = run.in_one_pass(groups)
         divisor = jnp.maximum(jnp.sum(present), 1) if mean else 1
         weights = seen.weights
         return ClippedGrad(
@@ -169,106 +158,12 @@ def clipped_grad(
     return of_batch
 
 
-class _Run(NamedTuple):
-    """One call of the function that `clipped_grad` made."""
-
-    of_one: Loss
-    weights_of: Callable[[Any, jax.Array], Weights]
-    params: Any
-    batch: Any
-    present: jax.Array  # bool[batch]
-    microbatch: int | None
-
-    def look(self, example: Any, present: jax.Array) -> tuple[Any, _Seen]:
-        """The per-example gradients of a microbatch, and what was found out."""
-        grad = jax.vmap(jax.value_and_grad(self.of_one, has_aux=True), (None, 0))
-        (values, aux), grads = grad(self.params, example)
-        return grads, _Seen(self.weights_of(grads, present), values, aux)
-
-    def in_one_pass(self, groups: list[int]) -> tuple[Any, _Seen]:
-        """The weighted sum of the gradients, and what was found out."""
-
-        def step(
-            total: Any, is_real: jax.Array, example: Any, present: jax.Array
-        ) -> tuple[Any, _Seen]:
-            grads, seen = self.look(example, present & is_real)
-            return _plus(total, weighted_sum(grads, seen.weights, groups)), seen
-
-        inputs = self.batch, self.present
-        return in_microbatches(step, self.zeros(), inputs, self.microbatch)
-
-    def in_two_passes(self) -> tuple[Any, _Seen]:
-        """The same. The gradients are summed by a second backward pass."""
-
-        def measure(
-            nothing: Any, is_real: jax.Array, example: Any, present: jax.Array
-        ) -> tuple[Any, _Seen]:
-            return nothing, self.look(example, present & is_real)[1]
-
-        def add(
-            total: Any, is_real: jax.Array, example: Any, weights: Weights
-        ) -> tuple[Any, None]:
-            return _plus(total, self.pulled(example, weights, is_real)), None
-
-        inputs = self.batch, self.present
-        _, seen = in_microbatches(measure, None, inputs, self.microbatch)
-        inputs = self.batch, seen.weights
-        total, _ = in_microbatches(add, self.zeros(), inputs, self.microbatch)
-        return total, seen
-
-    def pulled(self, example: Any, weights: Weights, is_real: jax.Array) -> Any:
-        """The weighted sum of the gradients of a microbatch, by one backward pass."""
-        counts = weights.counts & is_real
-        example = replace_uncounted(example, counts)
-
-        def values_of(params: Any) -> jax.Array:
-            return jax.vmap(self.of_one, (None, 0))(params, example)[0]
-
-        values, pull = jax.vjp(values_of, self.params)
-        root = weights.roots[:, 0]
-        # Here a factor must be one number, so it ends at the range of its dtype.
-        factor = stretch(jnp.ones_like(root), root)
-        factor = jnp.minimum(factor, jnp.finfo(factor.dtype).max)
-        (grads,) = pull(jnp.where(counts, factor, 0).astype(values.dtype))
-        return jax.tree.map(lambda x: jnp.where(jnp.any(counts), x, 0), grads)
-
-    def zeros(self) -> Any:
-        """Where gradients are summed: float32 or wider, so that many small 16-bit
-        gradients are not lost beside their sum.
-        """
-
-        def zero(leaf: jax.Array) -> jax.Array:
-            total = jnp.zeros(leaf.shape, wide_dtype(leaf))
-            return _varying_as((self.batch, leaf), total)
-
-        return jax.tree.map(zero, self.params)
-
-
 def _divided_as(divisor: Any, leaf: jax.Array, total: jax.Array) -> jax.Array:
     """The total by the divisor, in the dtype of a leaf."""
     return (total / divisor).astype(leaf.dtype)
 
 
-def _plus(total: Any, term: Any) -> Any:
-    return jax.tree.map(lambda a, b: a + b.astype(a.dtype), total, term)
-
-
-def _varying_as(tree: Any, value: jax.Array) -> jax.Array:
-    """The value, typed as differing between devices wherever the tree does.
-
-    In shard_map the gradient by parameters of any other type comes summed over devices,
-    and the examples in it cannot be told apart.
-    """
-    for leaf in jax.tree.leaves(tree):
-        value = varying_as(value, jax.typeof(leaf))
-    return value
-
-
 def _present(mask: Any, size: int, call: str) -> jax.Array:
-    if size == 0:
-        raise ValueError(
-            f"{call}: the batch is empty: give at least one example, masked if need be."
-        )
     if mask is None:
         return jnp.ones(size, bool)
     mask = jnp.asarray(mask)
@@ -280,52 +175,12 @@ def _present(mask: Any, size: int, call: str) -> jax.Array:
     return mask
 
 
-def _taken(args: tuple[Any, ...], places: Places) -> Any:
-    """The arguments at these places: one, or a tuple of several."""
-    if isinstance(places, int):
-        return args[places]
-    return tuple(args[place] for place in places)
-
-
-def _put(args: tuple[Any, ...], places: Places, values: Any) -> tuple[Any, ...]:
-    """The arguments with values in these places."""
-    if isinstance(places, int):
-        places, values = [places], [values]
-    new = list(args)
-    for place, value in zip(places, values):
-        new[place] = value
-    return tuple(new)
-
-
-def _check_options(call: str, microbatch: Any, two_pass: bool, limits: int) -> None:
-    is_number = isinstance(microbatch, int) and not isinstance(microbatch, bool)
-    if microbatch is not None and not (is_number and microbatch >= 1):
+def _check_options(call: str, microbatch: Any, method: str, limits: int) -> None:
+    check_microbatch(call, microbatch)
+    check_method(call, method)
+    if method == "two_pass" and limits > 1:
         raise ValueError(
-            f"{call}: microbatch must be a number of examples, at least 1, or None, "
-            f"got {microbatch!r}."
-        )
-    if two_pass and limits > 1:
-        raise ValueError(
-            f"{call}: two_pass=True weighs the loss of an example, which has one "
-            f"factor, but max_norm has {limits} limits: use two_pass=False, or one "
+            f"{call}: method='two_pass' weighs the loss of an example, which has one "
+            f"factor, but max_norm has {limits} limits: use another method, or one "
             "limit."
         )
-
-
-def _check_roles(call: str, argnums: Places, batch_argnums: Places, count: int) -> None:
-    """Raises for places that the call does not have, and an argument in two roles."""
-    roles = {"argnums": argnums, "batch_argnums": batch_argnums}
-    taken: list[int] = []
-    for name, places in roles.items():
-        for place in [places] if isinstance(places, int) else places:
-            if not -count <= place < count:
-                raise ValueError(
-                    f"{call}: {name}={places!r}, but the function was called with "
-                    f"{count} positional arguments."
-                )
-            if place % count in taken:
-                raise ValueError(
-                    f"{call}: argnums={argnums!r} and batch_argnums={batch_argnums!r} "
-                    "must be different arguments."
-                )
-            taken.append(place % count)

@@ -23,6 +23,8 @@ def in_microbatches(
     size = jax.tree.leaves(batch)[0].shape[0]
     width = min(microbatch or size, size)
     count = -(-size // width)
+    if count == 1:
+        return step(total, jnp.ones(size, bool), *batch)
     split = jax.tree.map(lambda x: _split(x, width, count), batch)
 
     def body(total: Any, turn: jax.Array) -> tuple[Any, Any]:

@@ -7,36 +7,70 @@ from typing import Any
 
 import numpy as np
 
-from ..rules import z_score
-from . import Suggestion, plot_history, read_history, run, suggest
+from . import Suggestion, plot_history, run, suggest
+from ._columns import listed
+from ._history import Log, read_log
+
+HEADS = ("limit at the end", "steps clipped", "mean factor")
 
 
 def main(arguments: list[str] | None = None) -> None:
     """Prints the table of a log file and draws its picture beside it."""
     options = _parser().parse_args(arguments)
     try:
-        norms = read_history(options.log, options.column)
-        found = suggest(norms)
+        log = read_log(options.log, options.column)
+        found = suggest(log.norms)
     except (OSError, ValueError) as error:
         sys.exit(f"{error}")
-    print(table(norms, found))
-    draw(norms, options.picture or options.log.with_suffix(".png"))
+    print(source(log, options.log, guessed=options.column is None))
+    print(table(log.norms, found))
+    picture = options.picture or options.log.with_suffix(".png")
+    draw(log.norms, found, picture, replace=options.force)
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m optaxclip.replay",
-        description="Candidate rules for recorded gradient norms.",
+        description="Prints candidate limits for recorded gradient norms, with the "
+        "share of steps that each would have clipped, and draws the recommended one.",
     )
-    parser.add_argument("log", type=Path, help="a CSV with a header, or JSON lines")
+    parser.add_argument(
+        "log",
+        type=Path,
+        help="a CSV with a header, JSON lines or an array of JSON, also as W&B and "
+        "TensorBoard export them",
+    )
     parser.add_argument(
         "--column",
-        help="the name of the norm (default: the name that metrics() gave it)",
+        metavar="NAME",
+        help="the name of the norm (default: the column that is called like a norm, "
+        "such as clip/norm_before, grad_norm or train/grad_norm)",
     )
     parser.add_argument(
-        "--picture", type=Path, help="where to draw (default: beside the log)"
+        "--picture",
+        type=Path,
+        metavar="PATH",
+        help="where to draw (default: beside the log, with the suffix .png)",
+    )
+    parser.add_argument(
+        "--force",
+        action="store_true",
+        help="replace the picture if it exists (default: leave it as it is)",
     )
     return parser
+
+
+def source(log: Log, path: Path, *, guessed: bool) -> str:
+    """Which column was read, and how to read another."""
+    text = f"Norms: column {log.column!r} of {path.name}"
+    if not guessed:
+        return f"{text}."
+    if not log.others:
+        return f"{text}, the only one."
+    return (
+        f"{text}, taken by its name.\n"
+        f"--column NAME takes another one: {listed(log.others)}."
+    )
 
 
 def table(norms: Any, found: list[Suggestion]) -> str:
@@ -44,27 +78,41 @@ def table(norms: Any, found: list[Suggestion]) -> str:
     norms = np.asarray(norms, np.float64)
     broken = int(np.sum(~np.isfinite(norms)))
     low, middle, high = np.quantile(norms[np.isfinite(norms)], (0.0, 0.5, 1.0))
-    lines = [
-        f"{norms.size} steps, {broken} of them NaN or inf. Norms from {low:.4g} to "
-        f"{high:.4g}, median {middle:.4g}.",
-        "",
-    ]
-    width = max(len(row.rule) for row in found)
-    heads = ("limit at the end", "steps clipped", "mean factor")
-    lines.append("  ".join([f"{'rule':{width}}", *heads]))
-    for row in found:
-        numbers = f"{row.limit:16.4g}  {row.clip_rate:13.1%}  {row.mean_factor:11.3f}"
-        lines.append(f"{row.rule:{width}}  {numbers}")
-    lines += [
-        "",
-        "Counted on the norms as they were recorded. A run that is clipped goes "
-        "another way: this cannot say how its norms, or its loss, would have been.",
-    ]
-    return "\n".join(lines)
+    best = next(row for row in found if row.recommended)
+    return "\n".join(
+        [
+            f"{norms.size} steps, {broken} of them NaN or inf. Norms from {low:.4g} to "
+            f"{high:.4g}, median {middle:.4g}.",
+            "",
+            f"   {'  '.join(HEADS)}  clipper, as Python",
+            *map(_line, found),
+            "",
+            f"-> Start with {best.rule}: it clips {best.clip_rate:.1%} of these steps.",
+            "Counted on the norms as they were recorded. A run that is clipped goes "
+            "another way:",
+            "this cannot say how its norms, or its loss, would have been.",
+        ]
+    )
 
 
-def draw(norms: np.ndarray, path: Path) -> None:
-    """Draws the norms and what `zclip()` would have clipped."""
+def _line(row: Suggestion) -> str:
+    mark = "->" if row.recommended else "  "
+    numbers = f"{row.limit:16.4g}  {row.clip_rate:13.1%}  {row.mean_factor:11.3f}"
+    return f"{mark} {numbers}  {row.rule}"
+
+
+def draw(
+    norms: np.ndarray, found: list[Suggestion], path: Path, *, replace: bool
+) -> None:
+    """Draws the norms, the recommended limit and the steps that it would have
+    clipped.
+    """
+    if path.exists() and not replace:
+        print(
+            f"No picture: {path} exists. --force replaces it, --picture PATH draws to "
+            "another place."
+        )
+        return
     try:
         from matplotlib.figure import Figure
     except ImportError:
@@ -72,9 +120,10 @@ def draw(norms: np.ndarray, path: Path) -> None:
             "No picture: matplotlib is not installed (pip install 'optaxclip[plot]')."
         )
         return
+    best = next(row for row in found if row.recommended)
     figure = Figure(figsize=(9, 4), layout="constrained")
-    axis = plot_history(run(z_score(), norms), axis=figure.add_subplot())
-    axis.set_title("norms as recorded, and the steps that zclip() would have clipped")
+    axis = plot_history(run(best.limit, norms), axis=figure.add_subplot())
+    axis.set_title(f"norms as recorded, and the recommended limit {best.limit:.4g}")
     figure.savefig(path, dpi=120)
     print(f"Picture: {path}")
 

@@ -18,12 +18,18 @@ from ._replay import Replay, first_memory, replayed
 class Suggestion(NamedTuple):
     """One candidate rule."""
 
-    # As it is written in a program. `skip_step(...)` is wrapped around an optimizer.
+    # Python that makes it after `import optaxclip`. `skip_step` is wrapped around an
+    # optimizer, which is called so.
     rule: str
     limit: float  # at the last step
     clip_rate: float  # share of steps clipped, in [0, 1]
     # What the clipped steps would have been multiplied by, on average. 1 without any.
     mean_factor: float
+    recommended: bool = False  # whether to start with it: one of them is marked
+
+
+# The share of steps that the recommended limit clips: what stands out, and no other.
+RECOMMENDED_RATE = 0.01
 
 
 def suggest(norms: ArrayLike) -> list[Suggestion]:
@@ -40,7 +46,8 @@ def suggest(norms: ArrayLike) -> list[Suggestion]:
       Fixed limits first, from quantiles of the norms (Pascanu et al. take half to ten
       times the usual norm), then rules that learn. Each is a `Suggestion`: the rule as
       it is written in a program, its limit at the last step, the share of steps that it
-      clips, and their mean factor.
+      clips, their mean factor, and whether it is recommended. That is the fixed limit
+      that clips nearest to 1 % of the steps.
 
     Raises:
       ValueError: fewer than two finite norms above 0.
@@ -48,8 +55,8 @@ def suggest(norms: ArrayLike) -> list[Suggestion]:
     Example:
       >>> for each in optaxclip.replay.suggest([1.0, 2.0, 3.0, 4.0])[:2]:
       ...     print(each.rule, each.clip_rate, round(each.mean_factor, 4))
-      clip_by_global_norm(2.5) 0.5 0.7292
-      clip_by_global_norm(3.7) 0.25 0.925
+      optaxclip.clip_by_global_norm(2.5) 0.5 0.7292
+      optaxclip.clip_by_global_norm(3.7) 0.25 0.925
     """
     finite = np.asarray(norms, np.float64).reshape(-1)
     finite = finite[np.isfinite(finite) & (finite > 0)]
@@ -58,11 +65,13 @@ def suggest(norms: ArrayLike) -> list[Suggestion]:
             "suggest: norms must hold at least two finite norms above 0, got "
             f"{finite.size}."
         )
-    names, history = _candidates(finite), jnp.asarray(finite)
-    rules = [rule_of(rule, "suggest: rule") for rule in names.values()]
+    fixed, history = _fixed_limits(finite), jnp.asarray(finite)
+    candidates = fixed | _rules_that_learn()
+    rules = [rule_of(rule, "suggest: rule") for rule in candidates.values()]
     memories = [first_memory(rule, history) for rule in rules]
     found = jax.device_get(_all_replayed(rules, memories, history))
-    return [_suggestion(*each) for each in zip(names, found)]
+    suggestions = [_suggestion(*each) for each in zip(candidates, found)]
+    return _with_recommendation(suggestions, len(fixed))
 
 
 # One program for all, since compiling is what takes time.
@@ -73,19 +82,32 @@ def _all_replayed(
     return [replayed(hard, *each, norms) for each in zip(rules, memories)]
 
 
-def _candidates(norms: np.ndarray) -> dict[str, Any]:
-    """Fixed limits and rules, by the text that makes a clipper of them."""
-    fixed = [*np.quantile(norms, (0.5, 0.9, 0.95, 0.99)), 5 * np.median(norms)]
-    rounded = sorted({float(f"{limit:.3g}") for limit in fixed})
-    found: dict[str, Any] = {f"clip_by_global_norm({x:g})": x for x in rounded}
-    median = windowed_quantile(0.5, 100, factor=2.0)
-    learning = {
-        "rules.windowed_quantile(0.9, 1000)": windowed_quantile(0.9, 1000),
-        "rules.windowed_quantile(0.5, 100, factor=2.0)": median,
+def _fixed_limits(norms: np.ndarray) -> dict[str, float]:
+    """Fixed limits, by the text that makes a clipper of them."""
+    limits = [*np.quantile(norms, (0.5, 0.9, 0.95, 0.99)), 5 * np.median(norms)]
+    rounded = sorted({float(f"{limit:.3g}") for limit in limits})
+    return {f"optaxclip.clip_by_global_norm({limit:g})": limit for limit in rounded}
+
+
+def _rules_that_learn() -> dict[str, Rule]:
+    """Rules, by the text that makes a clipper or a wrapper of them."""
+    quantile = "windowed_quantile(0.9, 1000)"
+    median = "windowed_quantile(0.5, 100, factor=2.0)"
+    clip = "optaxclip.clip_by_global_norm(optaxclip.rules.{})"
+    return {
+        "optaxclip.autoclip(10)": windowed_quantile(0.1, 10_000, current=True),
+        clip.format(quantile): windowed_quantile(0.9, 1000),
+        clip.format(median): windowed_quantile(0.5, 100, factor=2.0),
+        "optaxclip.zclip()": z_score(),
+        "optaxclip.skip_step(optimizer, on_loss=False)": step_rule(),
     }
-    found["autoclip(10)"] = windowed_quantile(0.1, 10_000, current=True)
-    found |= {f"clip_by_global_norm({text})": rule for text, rule in learning.items()}
-    return found | {"zclip()": z_score(), "skip_step(...)": step_rule()}
+
+
+def _with_recommendation(rows: list[Suggestion], fixed: int) -> list[Suggestion]:
+    """Marks the fixed limit, one of the first rows, that clips nearest to 1 %."""
+    distances = [abs(row.clip_rate - RECOMMENDED_RATE) for row in rows[:fixed]]
+    best = int(np.argmin(distances))
+    return [row._replace(recommended=i == best) for i, row in enumerate(rows)]
 
 
 def _suggestion(name: str, found: Replay) -> Suggestion:

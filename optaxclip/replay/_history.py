@@ -3,51 +3,83 @@
 import csv
 import io
 import json
-import re
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
-COLUMNS = ("clip/norm_before", "norm_before", "grad_norm", "skip/norm", "norm", "gnorm")
-OF_METRICS = re.compile(
-    r"clip(_\d+)?/(.+/)?norm_before(/.+)?|skip(_\d+)?/(.+/)?norm|"
-    r"(norm_before|grad_norm|norm)/.+"
-)
+from ._columns import TENSORBOARD, column_of_norms, listed
+
+Rows = list[dict[str, Any]]
+
+
+class Log(NamedTuple):
+    """The norms of a log file, and where in it they were."""
+
+    norms: np.ndarray  # float64[steps]
+    column: str
+    others: list[str]  # the other columns
 
 
 def read_history(path: str | Path, column: str | None = None) -> np.ndarray:
     """Reads the norms of a log file.
 
     Args:
-      path: a CSV with a header, or JSON lines (`.jsonl`, `.json`, `.ndjson`): one
-        object for each step.
+      path: a CSV with a header, as W&B and TensorBoard export it, or JSON (`.json`,
+        `.jsonl`, `.ndjson`): one object for each step, on lines of their own or in an
+        array, or the array of TensorBoard.
       column: the name to read. None takes what `metrics` and loggers call the norm:
-        clip/norm_before, grad_norm, norm and the like. Steps without it are left out.
+        clip/norm_before, grad_norm, train/grad_norm, norm and the like. Steps without
+        it are left out.
 
     Returns:
       The norms, float64[steps].
 
     Raises:
       ValueError: no such column in the file, or several that it could be, an entry that
-        is not a number, or a file that is not UTF-8. The text has the names.
+        is not a number, a file without names of columns, an empty one, or one that is
+        not UTF-8. The text has the names and says how to choose.
 
     Example:
       >>> import pathlib, tempfile
       >>> path = pathlib.Path(tempfile.mkdtemp(), "run.csv")
-      >>> size = path.write_text("step,grad_norm\\n0,1.5\\n1,0.5\\n")
+      >>> size = path.write_text("step,train/grad_norm\\n0,1.5\\n1,0.5\\n")
       >>> print(optaxclip.replay.read_history(path))
       [1.5 0.5]
     """
+    return read_log(path, column).norms
+
+
+def read_log(path: str | Path, column: str | None = None) -> Log:
+    """Reads what `read_history` returns, with the name of its column."""
     path = Path(path)
-    rows, names = _rows(path)
+    text = _text(path)
+    json_names = (".json", ".jsonl", ".ndjson")
+    rows = _rows_of_json(path, text) if path.suffix in json_names else _csv(path, text)
+    names = _names_of(rows)
+    if not names:
+        raise ValueError(f"read_history: {path} must hold a row for each step, got 0.")
     if column is None:
-        column = _column_of_norms(path, names)
+        column = column_of_norms(path, names)
     if column not in names:
         raise ValueError(
             f"read_history: column={column!r} is not in {path}, which has "
-            f"{', '.join(map(repr, names))}. Name the column of the gradient norm."
+            f"{listed(names)}. Name the column of the gradient norm."
         )
+    others = [name for name in names if name != column]
+    return Log(_numbers(path, rows, column), column, others)
+
+
+def _names_of(rows: Rows) -> list[str]:
+    """The names of all columns, in the order of their appearance."""
+    names: dict[str, None] = {}
+    for row in rows:
+        names |= dict.fromkeys(row)
+    # Entries beyond the header have the name None.
+    return [name for name in names if name]
+
+
+def _numbers(path: Path, rows: Rows, column: str) -> np.ndarray:
     entries = [row.get(column) for row in rows]
     known = [entry for entry in entries if entry not in (None, "")]
     try:
@@ -58,44 +90,58 @@ def read_history(path: str | Path, column: str | None = None) -> np.ndarray:
         ) from None
 
 
-def _column_of_norms(path: Path, names: list[str]) -> str | None:
-    """The first of the usual names, or else the one that `metrics` gives where clippers
-    have titles, numbers or a norm for each tensor.
-    """
-    usual = [name for name in COLUMNS if name in names]
-    found = [name for name in names if OF_METRICS.fullmatch(name)]
-    if not usual and len(found) > 1:
-        raise ValueError(
-            f"read_history: column must be given: {path} has several norms, "
-            f"{', '.join(map(repr, found))}."
-        )
-    return next(iter(usual + found), None)
-
-
-def _rows(path: Path) -> tuple[list[dict[str, Any]], list[str]]:
-    """The steps of a log file, and the names in it in the order of their appearance."""
+def _text(path: Path) -> str:
     try:
         # Excel begins a CSV with a byte order mark, which "utf-8-sig" leaves out.
-        text = path.read_text(encoding="utf-8-sig")
+        return path.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
         raise ValueError(
             f"read_history: {path} must be a text file in UTF-8: {error}."
         ) from None
-    lines = io.StringIO(text, newline="")
-    rows: list[dict[str, Any]]
-    if path.suffix in (".jsonl", ".json", ".ndjson"):
-        numbered = [(i, line) for i, line in enumerate(lines, 1) if line.strip()]
-        rows = [_parsed(path, *each) for each in numbered]
-    else:
-        rows = list(csv.DictReader(lines))
-    names: dict[str, None] = {}
-    for row in rows:
-        names |= dict.fromkeys(row)
-    return rows, [name for name in names if name is not None]
 
 
-def _parsed(path: Path, number: int, line: str) -> dict[str, Any]:
-    """One line of JSON."""
+def _csv(path: Path, text: str) -> Rows:
+    reader = csv.DictReader(io.StringIO(text, newline=""))
+    header = reader.fieldnames or []
+    if header and all(map(_is_number, header)):
+        raise ValueError(
+            f"read_history: {path} must begin with the names of its columns, got the "
+            f"numbers {listed(header)}. Put a line such as 'step,grad_norm' first."
+        )
+    return list(reader)
+
+
+def _is_number(text: str) -> bool:
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True
+
+
+def _rows_of_json(path: Path, text: str) -> Rows:
+    """JSON lines, or one array."""
+    if text.lstrip().startswith("["):
+        return _rows_of_array(path, text)
+    lines = [line for line in enumerate(io.StringIO(text), 1) if line[1].strip()]
+    return [_row_of_line(path, *line) for line in lines]
+
+
+def _rows_of_array(path: Path, text: str) -> Rows:
+    where = f"read_history: {path} must hold JSON lines, or one array of objects"
+    try:
+        array = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{where}: {error}.") from None
+    if all(isinstance(entry, dict) for entry in array):
+        return array
+    if all(isinstance(entry, list) and len(entry) == 3 for entry in array):
+        return [dict(zip(TENSORBOARD, entry)) for entry in array]
+    wrong = next(entry for entry in array if not isinstance(entry, dict))
+    raise ValueError(f"{where}, got {str(wrong)[:60]!r} in it.")
+
+
+def _row_of_line(path: Path, number: int, line: str) -> dict[str, Any]:
     where = f"read_history: line {number} of {path} must be a JSON object"
     try:
         row = json.loads(line)

@@ -1,13 +1,15 @@
 """Limits that do not learn: a number, an array or a schedule."""
 
+import inspect
 from typing import Any
 
 import jax
 import numpy as np
+import optax
 from jax.typing import ArrayLike
 
 from .._arguments import as_partial, check_limit
-from ._rule import Number, Rule, Schedule, is_rule
+from ._rule import Number, Rule, Schedule, call_name, is_rule
 
 
 class Constant(Rule):
@@ -44,9 +46,22 @@ class Constant(Rule):
 
 
 def checked_limit(argument: str, limit: Any) -> ArrayLike | Schedule:
-    """A limit that JAX can carry into a compiled call, inf for None."""
+    """A limit that JAX can carry into a compiled call, inf for None.
+
+    Raises:
+      TypeError: what cannot be a limit, with the rule that may be meant.
+    """
     if limit is None:
         return np.inf
+    if isinstance(limit, optax.GradientTransformation):
+        raise TypeError(
+            f"{argument} must be a number, a schedule or a rule, got a transformation. "
+            "The limit of zclip, for example, is optaxclip.rules.z_score()."
+        )
+    if isinstance(limit, str):
+        rule = " A rule is given as optaxclip.rules.z_score(), without quotes."
+        rule = rule if limit.isidentifier() else ""
+        raise TypeError(f"{argument} must be a real number, got {limit!r}.{rule}")
     if callable(limit):
         return as_partial(limit)
     check_limit(argument, limit)
@@ -55,15 +70,43 @@ def checked_limit(argument: str, limit: Any) -> ArrayLike | Schedule:
 
 
 def rule_of(limit: Any, argument: str) -> Rule:
-    """The rule itself, or the constant rule of a number, an array, a schedule, None."""
-    return limit if is_rule(limit) else Constant(checked_limit(argument, limit))
+    """The rule itself, or the constant rule of a number, an array, a schedule, None.
+
+    A rule without parentheses is the rule with its defaults.
+    """
+    if is_rule(limit):
+        return limit
+    if isinstance(limit, type) and issubclass(limit, Rule):
+        return _with_defaults(limit, argument)
+    # minimum, maximum and warm_up would pass for schedules.
+    if str(getattr(limit, "__module__", "")).startswith(f"{__package__}."):
+        name = limit.__name__
+        raise TypeError(
+            f"{argument} must be a rule, got the function {name}: call it, as in "
+            f"optaxclip.rules.{name}(...)."
+        )
+    return Constant(checked_limit(argument, limit))
+
+
+def _with_defaults(kind: type[Rule], argument: str) -> Rule:
+    empty = inspect.Parameter.empty
+    parameters = inspect.signature(kind).parameters.values()
+    needed = ", ".join(x.name for x in parameters if x.default is empty)
+    if needed:
+        name = call_name(kind)
+        raise TypeError(
+            f"{argument} must be a rule, got {name} without its numbers: call it, as "
+            f"in optaxclip.rules.{name}({needed})."
+        )
+    return kind()
 
 
 def rules_of(limits: Any, argument: str) -> Any:
     """The rules of a tree of limits."""
 
     def is_limit(x: Any) -> bool:
-        return x is None or callable(x) or is_rule(x)
+        is_clipper = isinstance(x, optax.GradientTransformation)
+        return x is None or callable(x) or is_rule(x) or is_clipper
 
     def named(limit: Any) -> Rule:
         return rule_of(limit, argument)

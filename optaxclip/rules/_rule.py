@@ -15,7 +15,7 @@ import dataclasses
 import re
 from collections.abc import Callable
 from dataclasses import field, fields
-from typing import Any, TypeGuard, dataclass_transform
+from typing import Any, TypeGuard, TypeVar, dataclass_transform
 
 import jax
 import numpy as np
@@ -24,6 +24,7 @@ from jax.typing import ArrayLike
 
 from .._arguments import as_partial, check_limit, check_number, held_in
 
+R = TypeVar("R", bound="Rule")
 Schedule = Callable[[ArrayLike], ArrayLike]
 Number = ArrayLike | Schedule
 
@@ -160,6 +161,11 @@ class Rule:
         """Whether `update` takes the norm of the weights as a fourth argument."""
         return False
 
+    @property
+    def needs_total(self) -> bool:
+        """Whether `update` takes the norm of all norms as a fourth argument."""
+        return False
+
     def init(self, norm: jax.Array) -> Any:
         """Returns the memory before the first norm."""
         return ()
@@ -167,6 +173,14 @@ class Rule:
     def update(self, *args: Any, **kwargs: Any) -> tuple[ArrayLike, Any]:
         """Returns the limit of this step, and the new memory."""
         raise NotImplementedError
+
+
+def rule_in(call: str, kind: type[R], **numbers: Any) -> R:
+    """A rule of a clipper with the same arguments, whose errors name the clipper."""
+    for spec in fields(kind):
+        if spec.name in numbers and "check" in spec.metadata:
+            check_field(call, spec.name, spec, numbers[spec.name])
+    return kind(**numbers)
 
 
 def check_field(call: str, name: str, spec: Any, value: Any) -> Any:

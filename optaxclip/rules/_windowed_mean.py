@@ -7,7 +7,17 @@ import jax
 import jax.numpy as jnp
 
 from ._memory import Window, empty_window, filled, push, remembered
-from ._rule import Number, Rule, at_step, choice, fixed, length, number
+from ._rule import (
+    Number,
+    Rule,
+    at_step,
+    check_length,
+    choice,
+    fixed,
+    length,
+    number,
+    rule_in,
+)
 
 
 class WindowedMean(Rule):
@@ -69,9 +79,20 @@ class WindowedMean(Rule):
         return limit, push(past, remembered(self.remember, norm, limit))
 
 
-def step_rule(sigmas: Number = 6.0, window: Any = 128) -> Rule:
+def step_rule(
+    sigmas: Number = 6.0, window: Any = 128, *, call: str = "windowed_mean"
+) -> Rule:
     """The rule of `skip_step`: the first limit comes after half a window."""
-    return WindowedMean(sigmas, window, ddof=1, warmup=max(2, window // 2) - 1)
+    check_length(f"{call}: window", window)
+    numbers = {"ddof": 1, "warmup": max(2, window // 2) - 1}
+    return rule_in(call, WindowedMean, sigmas=sigmas, window=window, **numbers)
+
+
+def spike_rule(call: str, sigmas: Number, window: Any) -> Rule:
+    """The rule of OLMo-core's spike score: what is over its limit is a spike."""
+    check_length(f"{call}: window", window)
+    numbers = {"sigmas": sigmas, "window": window, "warmup": window}
+    return rule_in(call, WindowedMean, **numbers)
 
 
 def choose(wanted: Any, new: Any, old: Any) -> Any:

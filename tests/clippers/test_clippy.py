@@ -208,7 +208,7 @@ def test_an_infinite_bound_of_either_kind_touches_nothing(bounds):
     )
 
 
-def test_weights_as_small_as_numbers_are_still_bound_their_updates():
+def test_the_smallest_weights_still_bound_their_updates():
     clipped, _ = apply(
         clippy(0.5, 0.0), jnp.array([4e-30, 1e-31]), jnp.array([2e-30, 2e-30])
     )

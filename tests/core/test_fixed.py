@@ -123,7 +123,7 @@ def test_arguments_reach_what_they_are_for(name):
     )
 
 
-def test_the_zero_policy_reaches_tensor_clippers_and_leaves_other_tensors():
+def test_the_zero_policy_leaves_other_tensors():
     updates, _ = apply(
         optaxclip.clip_by_tensor_norm(1.0, nonfinite="zero"),
         {"a": jnp.array([jnp.inf, 1.0]), "b": jnp.array([0.3, 0.4])},
@@ -139,7 +139,7 @@ def test_measure_keeps_the_norms_that_it_is_given():
     assert found == {"a": 5.0, "b": 2.0} and updates["a"][0] == 3.0
 
 
-def test_both_bounds_of_a_clip_by_value_follow_schedules_from_step_0():
+def test_both_bounds_follow_schedules_from_step_0():
     clipper = optaxclip.clip_by_value(lambda step: 1.0 + step, lambda step: -3.0 - step)
     grads = jnp.array([-9.0, 9.0])
     state = clipper.init(grads)
@@ -149,7 +149,7 @@ def test_both_bounds_of_a_clip_by_value_follow_schedules_from_step_0():
         assert state.step == step + 1
 
 
-def test_clip_by_value_rounds_bounds_of_integers_inwards_and_keeps_their_range():
+def test_clip_by_value_rounds_integer_bounds_inwards():
     whole = jnp.array([-128, -3, -2, 2, 3, 127], jnp.int8)
     for bounds, wanted in (
         ((2.5,), [-2, -2, -2, 2, 2, 2]),
@@ -293,7 +293,7 @@ def test_limits_for_labels_of_mixed_kinds_are_named():
         optaxclip.clip_by_group_norm({1: 1.0, "a": 2.0}, {"a": 1, "b": "a"})
 
 
-def test_clip_by_value_leaves_bools_alone_and_takes_bounds_of_one_point():
+def test_clip_by_value_passes_bools_and_takes_equal_bounds():
     flags = np.array([True, False])
     updates, _ = apply(
         optaxclip.clip_by_value(0.5, 0.5), {"flags": flags, "x": jnp.array([0.1, 0.9])}
@@ -302,7 +302,7 @@ def test_clip_by_value_leaves_bools_alone_and_takes_bounds_of_one_point():
     np.testing.assert_array_equal(updates["x"], [0.5, 0.5])
 
 
-def test_clip_by_value_limits_complex_numbers_by_modulus_in_their_precision():
+def test_clip_by_value_limits_the_modulus_of_complex_numbers():
     with jax.enable_x64(True):
         z = np.array([3 + 4j, 0.3 - 0.4j, 0j])
         updates, _ = apply(optaxclip.clip_by_value(1.0 / 3.0), jnp.asarray(z))
@@ -323,7 +323,7 @@ def test_two_leaves_whose_paths_read_alike_are_two_leaves():
 
 
 @pytest.mark.parametrize("dtype", ["complex64", "complex128"])
-def test_clip_by_value_knows_the_direction_of_the_largest_complex_numbers(dtype):
+def test_clip_by_value_keeps_directions_of_largest_complex(dtype):
     with jax.enable_x64(True):
         most = 0.9 * float(jnp.finfo(dtype).max)
         x = np.array(
@@ -395,7 +395,7 @@ def test_clip_by_value_of_a_complex_zero_has_a_derivative():
     )  # untouched: the derivative of the sum itself
 
 
-def test_a_bound_for_each_of_many_leaves_is_compared_with_its_own():
+def test_each_of_many_leaves_has_its_own_bound():
     most, least = (
         {f"layer{place}": sign * 1.0 for place in range(2000)} for sign in (1, -1)
     )

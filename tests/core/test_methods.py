@@ -15,6 +15,7 @@ from tests.methods import METHODS, WEIGHTS
 OTHERS = {
     "clip_by",  # makes them
     "per_example_layer_norm_clip",  # one limit, shared out among the leaves
+    "qk_clip",  # is told logits, which no tree of gradients has
     "scale_cotangent",  # multiplies and clips nothing
 }
 TREE = {"w": jnp.full((2, 3), 2.0), "b": jnp.full(3, 2.0)}

@@ -189,7 +189,7 @@ def test_a_limit_may_be_an_int_of_any_size():
     ],
     ids=str,
 )
-def test_what_is_not_a_real_number_is_no_limit_given_as_an_array_either(limit):
+def test_arrays_of_no_real_numbers_are_no_limits(limit):
     with pytest.raises(
         (TypeError, ValueError), match=r"^clip_by_unitwise_norm: max_norm must "
     ):

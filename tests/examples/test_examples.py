@@ -15,7 +15,7 @@ pytestmark = pytest.mark.usefixtures("as_programs_run")
 
 def test_char_rnn_trains_all_four_and_draws(tmp_path, monkeypatch):
     monkeypatch.setattr(char_rnn, "LENGTH", 16)
-    rows = char_rnn.main(steps=4, picture=tmp_path / "picture.png")
+    rows = char_rnn.main(steps=4, save=tmp_path / "picture.png")
     assert len(rows) == 4
     assert (tmp_path / "picture.png").stat().st_size > 10_000
 
@@ -53,11 +53,13 @@ def test_two_processes_clip_alike():
         assert seen["norm_after"] == pytest.approx(multi_process.MAX_NORM, rel=1e-6)
 
 
-def test_benchmarks_print_tables_and_write_json(tmp_path, capsys):
+def test_benchmarks_print_tables_progress_and_json(tmp_path, capsys):
     benchmarks.main(
         ["--quick", "--only", "eager", "--json", str(tmp_path / "results.json")]
     )  # CI runs the other tables
-    assert "| " in capsys.readouterr().out
+    printed = capsys.readouterr()
+    assert "| " in printed.out
+    assert "eager (1 of 1) ..." in printed.err and "  round 2 of 2" in printed.err
     assert set(json.loads((tmp_path / "results.json").read_text())["tables"]) == {
         "eager"
     }

@@ -25,7 +25,7 @@ def short_runs(folder, *only):
     """A hundred steps of some runs of a small network, with two broken batches, by
     name.
     """
-    files = {"picture": folder / "picture.png", "log": folder / "run.csv"}
+    files = {"save": folder / "picture.png", "log": folder / "run.csv"}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(adaptive.char_rnn, "HIDDEN", 48)
         return {
@@ -137,7 +137,7 @@ def claims(tmp_path_factory):
     picture, out = tmp_path_factory.mktemp("headlines") / "picture.png", StringIO()
     with redirect_stdout(out):
         tails, descents = headlines.main(
-            seeds=8, steps=4000, starts=STARTS, picture=picture
+            seeds=8, steps=4000, starts=STARTS, save=picture
         )
     return (
         {(row.noise, row.method): row for row in tails},

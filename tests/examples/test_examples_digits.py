@@ -22,7 +22,7 @@ pytestmark = pytest.mark.usefixtures("as_programs_run")
 def rows(tmp_path_factory):
     """Some steps at the smallest and at a large rate, by method and multiple."""
     picture = tmp_path_factory.mktemp("digits") / "picture.png"
-    table = digits.main(steps=30, seeds=1, multiples=(1, 16), picture=picture)
+    table = digits.main(steps=30, seeds=1, multiples=(1, 16), save=picture)
     assert picture.stat().st_size > 10_000
     return {(row.method, round(row.rate / digits.BASE_RATE)): row for row in table}
 
@@ -54,7 +54,7 @@ def test_changes_little_at_the_smallest_rate(rows):
     )
 
 
-def test_standardised_filters_have_mean_zero_and_variance_one_over_inputs():
+def test_standardised_filters_have_mean_0_and_variance_1():
     weight = 3 + 2 * np.random.default_rng(0).normal(size=(3, 3, 5, 7)).astype(
         np.float32
     )

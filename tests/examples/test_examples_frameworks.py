@@ -129,7 +129,7 @@ def test_equinox_learns(equinox_example):
     assert result.losses[-5:].mean() < result.losses[0] - 0.3
 
 
-def test_equinox_metrics_are_the_norms_of_the_weights_gradients_alone(equinox_example):
+def test_equinox_metrics_are_those_of_weights(equinox_example):
     equinox_filtered, result = equinox_example
     network, windows = first_network_of_equinox(equinox_filtered)
     gradient = equinox_filtered.eqx.filter_jit(
@@ -149,7 +149,7 @@ def test_equinox_metrics_are_the_norms_of_the_weights_gradients_alone(equinox_ex
         assert seen[name] == pytest.approx(norm, rel=RTOL), name
 
 
-def test_equinox_limit_is_common_at_first_and_then_each_tensors_own(equinox_example):
+def test_equinox_limits_are_common_first_and_then_own(equinox_example):
     _, result = equinox_example
 
     def factors(report):
@@ -336,7 +336,7 @@ def reported(accumulation, network, gradients, clipping):
     return reports
 
 
-def test_metrics_inside_multi_steps_are_those_of_the_last_whole_step(two_steps):
+def test_metrics_in_multi_steps_are_of_the_last_whole_step(two_steps):
     accumulation, network, gradients = two_steps
     parts = accumulation.PARTS
     reports = reported(accumulation, network, gradients, "inside")

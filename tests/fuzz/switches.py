@@ -30,7 +30,7 @@ def under(case: Case, switch: str) -> None:
     with evaluate(SWITCHES[switch]):
         clipper = case.clipper()
         for way in (clipper, jitted(clipper)):
-            same(plain(way, steps, params), wanted)
+            same(plain(way, steps, params), wanted, case.kind.ord == "spectral")
         _, state = clipper.update(steps[0], clipper.init(params), params)
         optaxclip.metrics(state)
         if has_derivative(case.kind):
@@ -54,11 +54,16 @@ def differentiated(clipper: Any, updates: Any, params: Any) -> None:
         assert np.isfinite(np.asarray(leaf)).all(), "the derivative is not finite"
 
 
-def same(found: list[Any], wanted: list[Any]) -> None:
-    """Equal to 8 eps of float32 and one of the leaf: norms may round differently."""
+def same(found: list[Any], wanted: list[Any], spectral: bool = False) -> None:
+    """Equal to 8 eps of float32 and one of the leaf: norms may round differently.
+
+    A decomposition may be off by 5e-6 of the longest, as docs/numerics.md says.
+    """
     for x, y in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
         assert x.dtype == y.dtype, ("dtype", x.dtype, "instead of", y.dtype)
         eps = 8 * 2.0**-23 + oracles.eps_of(y.dtype)
         smallest = oracles.floor_of(y.dtype) * 2
         x, y = oracles.wide(x), oracles.wide(y)
+        if spectral and np.isfinite(y).all():
+            smallest += 2 * 5e-6 * np.linalg.norm(y)
         np.testing.assert_allclose(x, y, rtol=eps, atol=smallest)

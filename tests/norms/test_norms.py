@@ -295,6 +295,19 @@ def test_the_largest_of_small_floats_may_have_no_square(dtype):
     assert optaxclip.global_norm(leaf, ord=math.inf) == np.float32(most)
 
 
+@pytest.mark.parametrize("ord", ["rms", "average"])
+@pytest.mark.parametrize("tree", [0, [0], [0, 0], {"a": [0, 0]}])
+def test_a_mean_is_finite_where_the_norm_is_not(tree, ord):
+    tree = jax.tree.map(lambda _: jnp.full((2, 8), 3e38, jnp.float32), tree)
+    mean = 3e38 if ord == "rms" else 3e38 / 4
+    for norm in jax.tree.leaves(optaxclip.tensor_norm(tree, ord=ord)):
+        np.testing.assert_allclose(norm, mean, rtol=1e-6)
+    columns = optaxclip.unitwise_norm(tree, ord=ord)
+    mean = 3e38 if ord == "rms" else 3e38 / math.sqrt(2)
+    for norms in jax.tree.leaves(columns):
+        np.testing.assert_allclose(norms, np.full((1, 8), mean), rtol=1e-6)
+
+
 @every_order
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_values_just_above_the_smallest_normal_are_not_lost(dtype, ord):
@@ -1265,7 +1278,8 @@ def test_a_rank_without_a_rule_wants_an_axis():
 
 def test_a_layer_that_squeezes_to_a_vector_is_one_unit():
     rows = np.arange(1.0, 21.0, dtype=np.float32).reshape(4, 1, 5)
-    norms = optaxclip.unitwise_norm({"stack": rows, "leaf": rows[:1]}, stacked=1)
+    tree, stacked = {"stack": rows, "leaf": rows[:1]}, {"stack": 1, "leaf": 1}
+    norms = optaxclip.unitwise_norm(tree, stacked=stacked)
     wanted = np.sqrt(np.sum(np.float64(rows) ** 2, (1, 2), keepdims=True))
     np.testing.assert_allclose(norms["stack"], wanted, 1e-6)
     np.testing.assert_allclose(norms["leaf"], wanted[:1], 1e-6)

@@ -52,8 +52,8 @@ def _without_nonfinite(x: jax.Array) -> jax.Array:
 
 
 def clip_gradient(x: Any, gradient_min: Any, gradient_max: Any) -> Any:
-    """`rlax.clip_gradient`, whose two bounds are one and its negative in all tests."""
-    return optaxclip.clip_cotangent(x, max_value=gradient_max)
+    """`rlax.clip_gradient`."""
+    return optaxclip.clip_cotangent(x, max_value=gradient_max, min_value=gradient_min)
 
 
 def clip_keras_gradients(optimizer: Any, grads: list[Any]) -> list[Any]:
@@ -108,8 +108,7 @@ SUITES = {
     "rlax": Suite(
         install="rlax",
         beside=(
-            "`clip_gradient`: `clip_cotangent`, which takes one bound for two "
-            "(in all tests the lower is minus the upper); the clipping in `dpg_loss`: "
+            "`clip_gradient`: `clip_cotangent`; the clipping in `dpg_loss`: "
             "`dropin.tensorflow_style.clip_by_norm`"
         ),
         tests=(

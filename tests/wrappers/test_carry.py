@@ -37,7 +37,7 @@ def test_what_was_cut_off_arrives_in_the_end():
         )
 
 
-def test_a_broken_step_does_not_enter_the_carry_and_16_bit_rounding_does():
+def test_the_carry_takes_rounding_and_no_broken_step():
     carried = optaxclip.carry_clipped(optaxclip.clip_by_global_norm(1.0))
     grads = {"w": jnp.array([3.0, 4.0], jnp.bfloat16), "n": jnp.arange(2)}
     _, state = carried.update(grads, carried.init(grads))
@@ -86,7 +86,7 @@ def test_the_carry_is_wide_and_only_for_what_is_measured():
         assert state.clip_state.step == 1
 
 
-def test_the_carry_hands_params_and_extra_arguments_to_any_clipper():
+def test_the_carry_hands_on_params_and_extra_arguments():
     grads, params = jnp.array([3.0, 4.0]), jnp.array([0.0, 2.0])
     of_weights = optaxclip.carry_clipped(optaxclip.adaptive_grad_clip(0.5))
     np.testing.assert_allclose(
@@ -123,7 +123,7 @@ def test_a_small_gradient_is_added_to_a_large_carry_in_float32():
     assert state.carry == float(jnp.bfloat16(257.0)) + 0.25 - 2
 
 
-def test_the_norm_of_the_gradient_is_not_taken_for_that_of_the_sum():
+def test_the_norm_is_of_the_gradient_and_not_of_the_sum():
     clipper = optaxclip.carry_clipped(optaxclip.clip_by_global_norm(1.0))
     with pytest.raises(
         ValueError,

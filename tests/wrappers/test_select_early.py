@@ -58,7 +58,7 @@ def test_a_new_state_that_no_equation_computes_alone_is_kept(name):
     same_bits(taken, (GRADS, [jnp.asarray(leaf) for leaf in new(GRADS, old)]))
 
 
-def test_constants_and_literals_inside_the_update_keep_their_values():
+def test_constants_inside_an_update_keep_their_values():
     table = jnp.arange(4.0)
 
     def update(grads, state, params):
@@ -70,7 +70,7 @@ def test_constants_and_literals_inside_the_update_keep_their_values():
     same_bits(taken, (jnp.array([8.0, 10.0]), jnp.int32(2)))
 
 
-def test_an_optimizer_without_a_state_gives_zeros_where_it_is_skipped():
+def test_a_skipped_stateless_optimizer_gives_zeros():
     skipped, taken = both(lambda grads, state, params: (-grads, state), ())
     same_bits(skipped, (jnp.zeros(2), ()))
     same_bits(taken, (-GRADS, ()))

@@ -80,7 +80,7 @@ def without_spikes(name):
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
 @pytest.mark.parametrize("bad", [np.nan, np.inf, 50.0])
-def test_a_skipped_step_leaves_parameters_and_optimizer_bit_for_bit(name, bad):
+def test_a_skipped_step_keeps_all_bits(name, bad):
     good = [grads_of_norm(1.0 + 0.1 * seed, seed) for seed in range(5)]
     optimizer = OPTIMIZERS[name]
     alone = train(optimizer, good)
@@ -212,7 +212,7 @@ def test_after_so_many_skipped_in_a_row_the_next_is_let_through():
     )
 
 
-def test_metrics_tell_what_was_skipped_and_reach_the_clippers_inside():
+def test_metrics_tell_skips_and_reach_inner_clippers():
     optimizer = optaxclip.skip_spikes(
         optax.chain(optaxclip.clip_by_global_norm(1.0), optax.adam(0.1)), 10.0, 3.0
     )
@@ -242,7 +242,7 @@ def test_metrics_tell_what_was_skipped_and_reach_the_clippers_inside():
     )
 
 
-def test_no_branch_surrounds_the_collectives_and_all_devices_decide_alike():
+def test_no_branch_surrounds_the_collectives():
     mesh = Mesh(np.asarray(jax.devices()[:4]), ("x",))
     optimizer = optaxclip.skip_spikes(
         optax.chain(optaxclip.clip_by_global_norm(1.0), optax.adam(0.1)), 10.0
@@ -299,11 +299,11 @@ def test_unusual_new_states_are_kept_on_a_skip():
 
 
 def test_a_loss_rule_wants_the_loss():
-    optimizer = optaxclip.skip_step(optax.sgd(0.1))
+    optimizer = optaxclip.skip_step(optax.sgd(0.1), on_loss=True)
     with pytest.raises(
         ValueError,
         match=(
-            r"skip_spikes: loss_rule judges the loss: call update\(grads, state, "
+            r"skip_step: on_loss=True looks at the loss: call update\(grads, state, "
             r"params, value=loss\)"
         ),
     ):
@@ -313,12 +313,12 @@ def test_a_loss_rule_wants_the_loss():
     ):
         optaxclip.skip_spikes(optax.sgd(0.1), -1)
     with pytest.raises(
-        ValueError, match="skip_spikes: max_consecutive must be at least 0, got -1"
+        ValueError, match="skip_nonfinite: max_consecutive must be at least 0, got -1"
     ):
         optaxclip.skip_nonfinite(optax.sgd(0.1), -1)
 
 
-def test_the_norm_can_come_from_elsewhere_and_value_reaches_the_inner_optimizer():
+def test_grad_norm_is_used_and_value_reaches_the_optimizer():
     def update(updates, state, params=None, *, value, **_):
         return jax.tree.map(lambda u: u * value, updates), state
 
@@ -359,7 +359,7 @@ def skipping(optimizer, norms, **extra):
     return states
 
 
-def test_skip_step_can_skip_from_half_a_window_on_and_takes_the_deviation_of_a_sample():
+def test_skip_step_starts_at_half_a_window():
     norms = [1.0, 1.5, 0.5, 2.0, 1e6]
     optimizer = optaxclip.skip_step(optax.sgd(0.1), window=8, on_loss=False)
     assert [int(state.skipped) for state in skipping(optimizer, norms)] == [
@@ -431,7 +431,7 @@ def test_skipping_measures_over_the_axes_that_it_is_given():
     assert state.skipped == 1 and not updates.any()
 
 
-def test_skipping_shows_no_limit_before_the_first_step_and_both_limits_after_it():
+def test_skipping_shows_limits_after_the_first_step():
     optimizer = optaxclip.skip_spikes(optax.sgd(0.1), 10.0, 3.0)
     state = optimizer.init(jnp.zeros(1))
     assert state.limit == state.value_limit == np.inf
@@ -451,7 +451,7 @@ def test_skipping_lets_through_what_is_exactly_at_its_limits():
     assert int(skipping(optimizer, [2.0], value=3.1)[0].skipped) == 1
 
 
-def test_skipping_counts_steps_in_a_row_anew_after_one_that_passed():
+def test_a_passed_step_restarts_the_count_in_a_row():
     optimizer = optaxclip.skip_spikes(optax.sgd(0.1), 2.0, max_consecutive=2)
     states = skipping(optimizer, [5.0, 5.0, 5.0, 5.0, 1.0, 5.0, np.nan, np.nan])
     assert [int(state.consecutive) for state in states] == [1, 2, 0, 1, 0, 1, 2, 0]
@@ -459,7 +459,7 @@ def test_skipping_counts_steps_in_a_row_anew_after_one_that_passed():
     assert [int(state.nonfinite) for state in states] == [0, 0, 0, 0, 0, 0, 1, 2]
 
 
-def test_skipping_learns_from_losses_of_any_sign_but_not_from_broken_ones():
+def test_skipping_learns_from_finite_losses_of_any_sign():
     class Last(Rule):
         def init(self, norm):
             return jnp.full_like(norm, 9.0)

@@ -1,0 +1,278 @@
+"""Which weights make the queries and keys of which attention head.
+
+attention    the leaves below the longest common path of a query leaf and a key leaf
+logits       one array for each attention, found by its path
+powers       what each weight of a head is multiplied by, from the head's factor
+"""
+
+from collections.abc import Callable, Mapping
+from fnmatch import fnmatchcase
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from .._norms import _prefix as prefix
+
+Range = tuple[int | None, int | None]
+
+
+class Heads(NamedTuple):
+    """Says where a leaf has its heads, for `qk_clip`.
+
+    Example:
+      >>> clipper = optaxclip.qk_clip(
+      ...     100.0,
+      ...     queries={"*/c_attn": optaxclip.Heads(-1, width=64, heads=(0, 12))},
+      ...     keys={"*/c_attn": optaxclip.Heads(-1, width=64, heads=(12, 24))},
+      ... )
+      >>> params = {"layer": {"c_attn": jnp.zeros((768, 3 * 768))}}
+      >>> print(clipper.init(params).norm.shape)
+      (12,)
+    """
+
+    # The axis of the leaf that counts heads. Where logits have layers too, one axis for
+    # each of their dimensions, such as (0, -2).
+    axis: int | tuple[int, ...]
+    # How many entries of that axis belong to one head: 1 for an axis of heads, the
+    # size of a head where heads and their entries share the axis, as in (768, 768).
+    width: int = 1
+    heads: Range = (None, None)  # which heads of the leaf, from and to
+    # Which entries of a head, from and to. They lie within `width`, or along the axis
+    # behind the heads if that is 1.
+    entries: Range = (None, None)
+
+
+Where = Mapping[str, Any] | Callable[[str, Any], Any]
+
+
+class Use(NamedTuple):
+    """What a leaf is in an attention."""
+
+    leaf: int
+    role: str  # "query", "key" or "rotary"
+    axes: tuple[int, ...]  # of layers and heads, at least 0
+    heads: Heads
+
+    @property
+    def has_entries_behind(self) -> bool:
+        """Whether the entries of a head lie along an axis of their own."""
+        return self.heads.width == 1 and self.heads.entries != (None, None)
+
+
+class Attention(NamedTuple):
+    """The leaves of one attention."""
+
+    name: str
+    path: tuple[str, ...]
+    shape: tuple[int, ...]  # of its norms: layers, and heads of keys
+    uses: tuple[Use, ...]
+
+
+class _Found(NamedTuple):
+    """A leaf that a pattern found."""
+
+    path: tuple[str, ...]
+    shape: tuple[int, ...]  # layers, heads
+    use: Use
+
+
+def find_attentions(roles: dict[str, Where | None], tree: Any) -> list[Attention]:
+    """The attentions of a tree, whose `roles` are "query", "key" and "rotary".
+
+    Raises:
+      ValueError: a pattern that finds no leaf, a query without a key or a key without a
+        query, or leaves of an attention whose numbers of heads do not fit.
+    """
+    entries = jax.tree_util.tree_flatten_with_path(tree)[0]
+    found = {role: _matches(role, where, entries) for role, where in roles.items()}
+    paths = _attention_paths(found)
+    attentions = []
+    for path in paths:
+        own = {role: [] for role in found}
+        for role, matches in found.items():
+            own[role] = [each for each in matches if each.path[: len(path)] == path]
+        attentions.append(_attention(path, own))
+    _check_all_used(found, paths)
+    return attentions
+
+
+def _matches(
+    role: str, where: Where | None, entries: list[tuple[Any, Any]]
+) -> list[_Found]:
+    """The leaves that `queries`, `keys` or `rotary` names."""
+    found = []
+    for number, (path, leaf) in enumerate(entries):
+        heads = None if where is None else _heads_at(where, prefix.name(path), leaf)
+        if heads is None:
+            continue
+        heads = heads if isinstance(heads, Heads) else Heads(heads)
+        axes = heads.axis if isinstance(heads.axis, tuple) else (heads.axis,)
+        shape, rank = jnp.shape(leaf), max(jnp.ndim(leaf), 1)
+        use = Use(number, role, tuple(axis % rank for axis in axes), heads)
+        _check_use(use, axes, prefix.name(path), shape)
+        found.append(_Found(_names(path), _shape(use, shape), use))
+    if where is not None and not found:
+        shown = ", ".join(repr(prefix.name(path)) for path, _ in entries)
+        raise ValueError(
+            f"qk_clip: {ARGUMENTS[role]}={where!r} finds no leaf: the updates have "
+            f"{shown or 'none at all'}."
+        )
+    return found
+
+
+ARGUMENTS = {"query": "queries", "key": "keys", "rotary": "rotary"}
+
+
+def _heads_at(where: Where, name: str, leaf: Any) -> Any:
+    if callable(where):
+        return where(name, leaf)
+    hits = [heads for pattern, heads in where.items() if fnmatchcase(name, pattern)]
+    return hits[0] if hits else None
+
+
+def _check_use(
+    use: Use, axes: tuple[int, ...], name: str, shape: tuple[int, ...]
+) -> None:
+    """Raises for axes that the leaf does not have, and for a width that does not divide
+    the heads.
+    """
+    rank, axis = len(shape), use.axes[-1]
+    behind = axis + 1
+    if not all(-rank <= each < rank for each in axes):
+        wrong = "axis must be a dimension of it"
+    elif use.heads.width < 1 or shape[axis] % use.heads.width:
+        wrong = f"width must divide its axis {axis}"
+    elif use.has_entries_behind and (behind == rank or behind in use.axes):
+        wrong = "entries need a width, or an axis behind that of heads"
+    else:
+        return
+    raise ValueError(
+        f"qk_clip: {ARGUMENTS[use.role]}: {use.heads} does not fit the leaf {name!r} "
+        f"of shape {shape}: {wrong}."
+    )
+
+
+def _shape(use: Use, shape: tuple[int, ...]) -> tuple[int, ...]:
+    """The shape of layers and heads of a leaf."""
+    *layers, axis = use.axes
+    count = shape[axis] // use.heads.width
+    own = range(*slice(*use.heads.heads).indices(count))
+    return (*(shape[layer] for layer in layers), len(own))
+
+
+def _names(path: Any) -> tuple[str, ...]:
+    return tuple(prefix.name((key,)) for key in path)
+
+
+def _attention_paths(found: dict[str, list[_Found]]) -> list[tuple[str, ...]]:
+    """What each query has in common with the key next to it."""
+    keys = [key.path for key in found["key"]]
+    paths = {}
+    for query in found["query"]:
+        shared = [_common(query.path, key) for key in keys]
+        paths[max(shared, key=len)] = query.path
+    for one, query in paths.items():
+        if any(one == other[: len(one)] for other in paths if other != one):
+            raise ValueError(
+                f"qk_clip: keys finds no leaf beside the queries {'/'.join(query)!r}."
+            )
+    return list(paths)
+
+
+def _common(one: tuple[str, ...], other: tuple[str, ...]) -> tuple[str, ...]:
+    alike = [a == b for a, b in zip(one, other)] + [False]
+    return one[: alike.index(False)]
+
+
+def _check_all_used(found: dict[str, list[_Found]], paths: list[Any]) -> None:
+    """Raises for a key, or a rotary query, that belongs to no attention."""
+    for role, matches in found.items():
+        for each in matches:
+            if not any(each.path[: len(path)] == path for path in paths):
+                raise ValueError(
+                    f"qk_clip: {ARGUMENTS[role]} finds {'/'.join(each.path)!r}, and "
+                    "queries finds no leaf beside it."
+                )
+
+
+def _attention(path: tuple[str, ...], own: dict[str, list[_Found]]) -> Attention:
+    name, shape = "/".join(path), own["key"][0].shape
+    for each in (*own["query"], *own["key"], *own["rotary"]):
+        fits = each.shape[:-1] == shape[:-1] and each.shape[-1] % shape[-1] == 0
+        if not fits or (each.use.role == "key" and each.shape != shape):
+            raise ValueError(
+                f"qk_clip: in the attention {name!r} the heads of "
+                f"{'/'.join(each.path)!r} have the shape {each.shape}, which does not "
+                f"fit those of the keys, {shape}: queries have a multiple of their "
+                "heads."
+            )
+    uses = [each.use for found in own.values() for each in found]
+    return Attention(name, path, shape, tuple(uses))
+
+
+def logits_of(attentions: list[Attention], max_logits: Any) -> dict[str, Any]:
+    """The logits of each attention: the one array whose path begins like its own, or
+    the other way round.
+
+    Raises:
+      ValueError: an attention without logits, with several, or with those of another
+        shape.
+    """
+    flat = jax.tree_util.tree_flatten_with_path(max_logits)[0]
+    entries = [(_names(path), value) for path, value in flat]
+    found = {}
+    for attention in attentions:
+        own = [value for path, value in entries if _overlap(path, attention.path)]
+        if len(own) != 1 or len(entries) != len(attentions):
+            shown = ", ".join(repr("/".join(path)) for path, _ in entries)
+            raise ValueError(
+                f"qk_clip: max_logits must have one array for each of "
+                f"{[each.name for each in attentions]}, got {shown or 'none'}."
+            )
+        found[attention.name] = _check_logits(attention, own[0])
+    return found
+
+
+def _overlap(one: tuple[str, ...], other: tuple[str, ...]) -> bool:
+    return _common(one, other) in (one, other)
+
+
+def _check_logits(attention: Attention, value: Any) -> Any:
+    shape, wanted = jnp.shape(value), attention.shape
+    alike = len(shape) == len(wanted) and shape[:-1] == wanted[:-1]
+    if not alike or shape[-1] % wanted[-1]:
+        raise ValueError(
+            f"qk_clip: max_logits of the attention {attention.name!r} must have the "
+            f"shape {wanted}, or a multiple of its last number where several queries "
+            f"share a key, got {shape}: take the maximum over batch and positions."
+        )
+    return value
+
+
+def scale_of(use: Use, shape: tuple[int, ...], factor: jax.Array) -> jax.Array:
+    """What a leaf of this shape is multiplied by: 1 where it is no query or key.
+
+    Args:
+      use: of the leaf.
+      shape: of the leaf.
+      factor: for each layer and head of the keys.
+
+    Returns:
+      An array that broadcasts to the leaf, with as many dimensions.
+    """
+    heads, (*layers, axis) = use.heads, use.axes
+    count = shape[axis] // heads.width
+    behind = shape[axis + 1] if use.has_entries_behind else heads.width
+    own = slice(*heads.heads)
+    repeats = len(range(*own.indices(count))) // factor.shape[-1]
+    factor = jnp.repeat(factor, repeats, axis=-1)[..., None]
+    ones = jnp.ones((*factor.shape[:-2], count, behind), factor.dtype)
+    scale = ones.at[..., own, slice(*heads.entries)].multiply(factor)
+    axes = [*layers, axis]
+    if use.has_entries_behind:
+        axes.append(axis + 1)
+    else:
+        scale = scale.reshape((*scale.shape[:-2], -1))
+    scale = scale.transpose([axes.index(each) for each in sorted(axes)])
+    return jnp.expand_dims(scale, sorted(set(range(len(shape))) - set(axes)))

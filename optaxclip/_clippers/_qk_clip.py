@@ -1,0 +1,223 @@
+"""QK-Clip: shortens the weights of queries and keys whose attention logits are too
+large.
+"""
+
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.typing import ArrayLike
+
+from .._arguments import check_number, check_params, check_state
+from .._core._inputs import params_of
+from .._core._kernel import make_clipper
+from .._core._placeholder import is_placeholder
+from .._core._state import ClipState, unpack
+from .._norms._leaves import cast_like, clipped_leaves, put_back
+from .._norms._measures import OwnNorm
+from .._norms._types import gathered, typed_as, types_of, varying_as
+from .._other_names import with_our_names
+from ._heads import Attention, Where, find_attentions, logits_of, scale_of
+
+CALL = "qk_clip"
+
+
+@with_our_names
+def qk_clip(
+    max_logit: Any = 100.0,
+    *,
+    queries: Where,
+    keys: Where,
+    rotary: Where | None = None,
+    alpha: ArrayLike = 0.5,
+) -> optax.GradientTransformationExtraArgs:
+    """Shrinks the query and key weights of each head whose attention logits exceed
+    `max_logit`.
+
+        factor = min(1, max_logit / S)        S: the largest logit of a head
+        query weights W <- factor^alpha (W + u)
+        key weights   W <- factor^(1 - alpha) (W + u)
+
+    It comes last, after the optimizer, and returns the update that leads to these
+    weights: u' = sqrt(factor) (W + u) - W. So logits after the step are those that the
+    step alone would have led to, times the factor. All else is left alone, and so is a
+    head within its limit, bit for bit.
+
+        muon = optax.contrib.muon(0.02)
+        optimizer = optax.chain(muon, optaxclip.qk_clip(100.0, queries=..., keys=...))
+        updates, state = optimizer.update(grads, state, params, max_logits=max_logits)
+
+    `max_logits` is what the attention of this step reports: for each attention the
+    largest logit of each head before the softmax, scaled as the softmax gets it, over
+    all of the batch. It is one array of shape [heads], or [layers, heads], or a tree of
+    such arrays whose paths begin with those of the attentions. On several devices take
+    the maximum over those that share the batch (`lax.pmax`).
+
+        multi-head          each head has its own factor
+        grouped queries     the heads that share a key share the smallest of their
+                            factors
+        MLA                 `rotary` names the rotary queries, which take the whole
+                            factor, since the rotary key is shared and stays as it is
+        a head with NaN     its weights become NaN. A skip around the optimizer
+        or inf              (`skip_nonfinite`) keeps such a step out
+        biases              belong to queries and keys like kernels
+        QK-norm             makes logits independent of these weights: do not clip it
+
+    Args:
+      max_logit: the limit: a number at least 0, a schedule, a rule of
+        `optaxclip.rules`, or None to only measure. Kimi K2 has 100.
+      queries: where the query weights are: a dict from patterns of paths to their axis
+        of heads, such as {"*/query/*": -2} for flax's (features, heads, entries), or to
+        a `Heads` where a leaf has more in it than one axis says. Or a function of path
+        and leaf that returns either, and None for other leaves.
+      keys: where the key weights are, likewise.
+      rotary: where rotary queries are whose keys all heads share, likewise.
+      alpha: how much of the factor the queries take, in [0, 1]. The keys take the rest.
+
+    Returns:
+      A transformation with a `ClipState`, read by `metrics`. The norm is the largest
+      logit of each head of the keys, 0 if it is negative. Its name is the path that
+      query and key have in common.
+
+    Raises:
+      ValueError: a pattern that finds no leaf, a query without a key beside it, heads
+        that do not fit, an alpha outside [0, 1], a negative limit, or `update` without
+        params or with `max_logits` that do not fit the attentions.
+      TypeError: a limit or alpha that is not a number.
+
+    Example:
+      >>> clipper = optaxclip.qk_clip(20.0, queries={"q": 1}, keys={"k": 1})
+      >>> params = {"q": jnp.ones((1, 2)), "k": jnp.ones((1, 2))}
+      >>> updates = {"q": jnp.ones((1, 2)), "k": jnp.ones((1, 2))}
+      >>> max_logits = jnp.array([80.0, 15.0])
+      >>> state = clipper.init(params)
+      >>> updates, state = clipper.update(
+      ...     updates, state, params, max_logits=max_logits
+      ... )
+      >>> print(optax.apply_updates(params, updates)["q"], state.clipped)
+      [[1. 2.]] [1 0]
+
+    Reference: Kimi Team, Kimi K2: open agentic intelligence, 2025 (arXiv 2507.20534).
+    The rule for grouped queries is that of Megatron-LM.
+    """
+    check_number(f"{CALL}: alpha", alpha)
+    if isinstance(alpha, (int, float)) and alpha > 1:
+        raise ValueError(f"{CALL}: alpha must be at most 1, got {alpha!r}.")
+    roles = {"query": queries, "key": keys, "rotary": rotary}
+    measure = OwnNorm(_as_measured)
+    kernel = make_clipper(measure, max_logit, call=CALL, name="max_logit")
+
+    def init(params: Any) -> Any:
+        if is_placeholder(params):
+            return kernel.init(params)
+        tree = types_of(clipped_leaves, params)
+        return kernel.init(_no_logits(find_attentions(roles, tree), tree))
+
+    def update(
+        updates: Any,
+        state: Any,
+        params: Any = None,
+        *,
+        max_logits: Any = None,
+        **_: Any,
+    ) -> tuple[Any, Any]:
+        check_state(CALL, state, ClipState)
+        check_params(CALL, params, "updates")
+        _check_given(max_logits)
+        tree = clipped_leaves(updates, CALL)
+        attentions = find_attentions(roles, tree)
+        given = logits_of(attentions, max_logits)
+        logits: Any = _by_key_head(attentions, given, tree)
+        new: Any = kernel.update(logits, state)[1]
+        new = jax.tree.map(lambda x, old: typed_as(x, jax.typeof(old)), new, state)
+        if max_logit is None:
+            return updates, new
+        factors = {name: entry.factor for (name,), entry in zip(*unpack(new))}
+        clipped = _clip(
+            tuple(attentions), alpha, tree, params_of(CALL, tree, params), factors
+        )
+        return put_back(clipped, updates), new
+
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+def _as_measured(logits: Any) -> Any:
+    """The norms of logits that are measured already."""
+    return logits
+
+
+def _check_given(max_logits: Any) -> None:
+    if max_logits is None:
+        raise ValueError(
+            f"{CALL}: max_logits is missing: call update(updates, state, params, "
+            "max_logits=...) with the largest attention logit of each head."
+        )
+
+
+def _no_logits(attentions: list[Attention], tree: Any) -> dict[str, jax.Array]:
+    """Logits of 0, typed as those of the attentions' weights will be."""
+    kinds = jax.tree.leaves(tree)
+    found = {}
+    for attention in attentions:
+        kind = kinds[attention.uses[0].leaf]
+        zeros = jnp.zeros(attention.shape, _wide(kind))
+        found[attention.name] = varying_as(zeros, kind)
+    return found
+
+
+def _by_key_head(
+    attentions: list[Attention], logits: dict[str, Any], tree: Any
+) -> dict[str, jax.Array]:
+    """The largest logit of the queries that share a key, at least 0."""
+    leaves = jax.tree.leaves(tree)
+    found = {}
+    for attention in attentions:
+        dtype = _wide(leaves[attention.uses[0].leaf])
+        own = gathered(jnp.asarray(logits[attention.name]), 0).astype(dtype)
+        most = jnp.max(own.reshape((*attention.shape, -1)), axis=-1)
+        found[attention.name] = jnp.maximum(most, 0)
+    return found
+
+
+def _wide(leaf: Any) -> Any:
+    return np.promote_types(jnp.finfo(leaf.dtype).dtype, np.float32)
+
+
+# Jitted at module level, so that clippers with equal settings share a program.
+@partial(jax.jit, static_argnums=0)
+def _clip(
+    attentions: tuple[Attention, ...],
+    alpha: Any,
+    tree: Any,
+    weights: Any,
+    factors: dict[str, jax.Array],
+) -> Any:
+    """The updates that lead to the weights times their scales."""
+    leaves, treedef = jax.tree.flatten(tree)
+    scales: dict[int, jax.Array] = {}
+    for attention in attentions:
+        factor = factors[attention.name]
+        query = factor ** jnp.asarray(alpha).astype(factor.dtype)
+        # The quotient, so that the product is the factor to one rounding.
+        key = factor / jnp.where(query == 0, 1, query)
+        powers = {"query": query, "key": key, "rotary": factor}
+        for use in attention.uses:
+            shape = leaves[use.leaf].shape
+            scale = scale_of(use, shape, powers[use.role])
+            scales[use.leaf] = scale * scales.get(use.leaf, 1)
+    flat = jax.tree.leaves(weights)
+    for number, scale in scales.items():
+        leaves[number] = _scaled(leaves[number], flat[number], scale)
+    return treedef.unflatten(leaves)
+
+
+def _scaled(update: jax.Array, weight: Any, scale: jax.Array) -> jax.Array:
+    """scale (weight + update) - weight, without its cancellation."""
+    wide = np.promote_types(update.dtype, scale.dtype)
+    # Exact where the scale is 1. The update itself is read once: an operand of two
+    # operations XLA on a CPU writes to memory instead of computing it in the same loop.
+    taken = jnp.where(scale == 1, 0, (1 - scale) * jnp.asarray(weight).astype(wide))
+    return cast_like(scale * jnp.asarray(update).astype(wide) - taken, update)

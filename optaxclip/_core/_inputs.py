@@ -1,0 +1,143 @@
+"""What an update is given: state, updates and params, before anything is computed."""
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.core import Tracer
+
+from .._arguments import check_state, is_without_state
+from .._norms import _prefix as prefix
+from .._norms._leaves import clipped_leaves, unboxed
+from ..rules._rule import is_rule
+from ._state import ClipState
+
+
+def needs_params(rules: Any) -> bool:
+    """Whether a rule of these compares norms with those of weights."""
+    return any(rule.needs_params for rule in jax.tree.leaves(rules, is_leaf=is_rule))
+
+
+def check_windows(call: str, rules: Any) -> None:
+    """Raises for a window whose length is not known when the state is made."""
+    for rule in jax.tree.leaves(rules, is_leaf=is_rule):
+        if isinstance(getattr(rule, "window", None), Tracer):
+            raise TypeError(
+                f"{call}: window must be known when the state is made: under jit and "
+                "inject_hyperparams name it in static_args."
+            )
+
+
+def begins_anew(call: str, state: Any, numbers: Any) -> bool:
+    """Whether there is no state, as in a clipper of optax, and none is needed.
+
+    Raises:
+      TypeError: a schedule is among the limits, which cannot tell its step.
+    """
+    if is_without_state(state) and follows_schedule(numbers):
+        raise TypeError(_no_state(call, state, "follows a schedule of steps"))
+    return is_without_state(state)
+
+
+def state_or_first(
+    call: str, state: Any, rules: Any, begin: Callable[[], ClipState]
+) -> ClipState:
+    """The state, or the first one where a clipper of optax has none.
+
+    Raises:
+      TypeError: the state of another transformation, or no state for a limit that
+        depends on earlier steps.
+    """
+    if not begins_anew(call, state, rules):
+        check_state(call, state, ClipState)
+        return state
+    first = begin()
+    if jax.tree.leaves(first.memory):
+        raise TypeError(_no_state(call, state, "learns from earlier norms"))
+    return first
+
+
+def follows_schedule(numbers: Any) -> bool:
+    """Whether a schedule is among some limits."""
+
+    return any(map(callable, jax.tree.leaves(numbers, is_leaf=callable)))
+
+
+def _no_state(call: str, state: Any, why: str) -> str:
+    return (
+        f"{call}: its limit {why}, so update needs the state of the step before, got "
+        f"{state}. Begin with state = clipper.init(params), and hand on the state that "
+        "update returns. To clip once, to a fixed limit, call "
+        "optaxclip.clip_grads(grads, max_norm)."
+    )
+
+
+def leaves_of(call: str, updates: Any, params: Any) -> Any:
+    """The clipped leaves of what must be gradients alone.
+
+    Raises:
+      TypeError: a leaf that is not an array, or a tuple of gradients and something
+        else, as `jax.value_and_grad` and `has_aux` return them.
+    """
+    tree = clipped_leaves(updates, call)
+    if type(updates) is tuple and len(updates) == 2 and params is not None:
+        _check_alone(call, updates, jax.tree.structure(params))
+    if not jax.tree.leaves(tree):
+        _warn_of_integers(call, updates)
+    return tree
+
+
+def _check_alone(call: str, updates: tuple[Any, Any], wanted: Any) -> None:
+    if jax.tree.structure(updates) == wanted:
+        return
+    for place, each in enumerate(updates):
+        if jax.tree.structure(each) == wanted:
+            raise TypeError(
+                f"{call}: updates must be the gradients alone, got a tuple of two in "
+                f"which updates[{place}] has the structure of params. "
+                "jax.value_and_grad returns (value, grads), and has_aux (grads, aux)."
+            )
+
+
+def _warn_of_integers(call: str, updates: Any) -> None:
+    """Warns where nothing is clipped because all numbers are integers."""
+    for path, leaf in jax.tree_util.tree_flatten_with_path(updates)[0]:
+        dtype = getattr(leaf, "dtype", None)
+        if dtype is not None and jnp.issubdtype(dtype, jnp.integer) and leaf.size:
+            warnings.warn(
+                f"{call}: nothing is clipped, since no leaf of the updates has a float "
+                f"or complex dtype. The leaf {prefix.name(path)!r} is {dtype}: make "
+                "it float32.",
+                stacklevel=4,
+            )
+            return
+
+
+def params_of(call: str, tree: Any, params: Any) -> Any:
+    """The weights of the clipped leaves, found by their paths. None without params.
+
+    So params may be another kind of mapping than the updates, and have more entries.
+
+    Raises:
+      ValueError: a leaf without weights, or with weights of another shape.
+    """
+    if params is None:
+        return None
+    table = dict(jax.tree_util.tree_flatten_with_path(unboxed(params))[0])
+    found = []
+    for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
+        if path not in table:
+            raise ValueError(
+                f"{call}: params has no value for the leaf {prefix.name(path)!r} of "
+                f"the updates: it has {prefix.shown(table)}."
+            )
+        weight = table[path]
+        if jnp.shape(weight) != jnp.shape(leaf):
+            raise ValueError(
+                f"{call}: params has the shape {jnp.shape(weight)} for the leaf "
+                f"{prefix.name(path)!r}, and the updates have {jnp.shape(leaf)}."
+            )
+        found.append(weight)
+    return jax.tree.structure(tree).unflatten(found)

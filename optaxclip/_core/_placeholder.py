@@ -1,0 +1,88 @@
+"""States for `optax.tree_map_params`, which knows no parameters.
+
+optax calls `init` with a placeholder, maps over the result and a real state together,
+and rebuilds the result. How many norms there are depends on the parameters. So:
+
+    init(placeholder)   one leaf for each field, and a form that is still open
+    map with a state    JAX compares the forms: the open one becomes that of the state
+    rebuild             each field is repeated as often as the form says
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+
+class Form:
+    """What a state is apart from its arrays: the names of its norms.
+
+    The structure of the memory is known too, but not compared: a tree of axes or
+    shardings may have one entry for all of it.
+    """
+
+    def __init__(self, names: tuple[tuple[str, ...], ...], memory: Any) -> None:
+        self.names = names
+        self.memory = memory
+
+    def __eq__(self, other: object) -> bool:
+        if isinstance(other, OpenForm):
+            return other == self
+        return isinstance(other, Form) and self.names == other.names
+
+    def __hash__(self) -> int:
+        return hash(self.names)
+
+    def __repr__(self) -> str:
+        return repr(self.names)
+
+
+class OpenForm(Form):
+    """The form of the first state that it is compared with."""
+
+    def __init__(self) -> None:
+        super().__init__((), None)
+
+    def __eq__(self, other: object) -> bool:
+        if isinstance(other, Form) and not isinstance(other, OpenForm):
+            self.__dict__.update(other.__dict__)
+        return isinstance(other, Form)
+
+    # It changes after it was made, so all of them have one hash.
+    def __hash__(self) -> int:
+        return 0
+
+    def fill(self, fields: tuple[Any, ...]) -> tuple[Any, ...]:
+        """The fields of a state, each repeated to the form that was found."""
+        step, *numbers, memory = fields
+        if len(self.names) != 1:
+            numbers = [self._for_each_block(field) for field in numbers]
+        if jax.tree.structure(memory) != self.memory:
+            memory = self.memory.unflatten([memory] * self.memory.num_leaves)
+        return step, *numbers, memory
+
+    def _for_each_block(self, field: Any) -> Any:
+        count = len(self.names)
+        repeated = type(field) is tuple and len(field) == count
+        return field if repeated else (field,) * count
+
+
+def _placeholder_type() -> type:
+    """The type of optax's placeholder, which has no public name."""
+    found: list[type] = []
+
+    def init(params: Any) -> Any:
+        found.append(type(params))
+        return ()
+
+    optax.tree_map_params(init, jnp.shape, ())
+    return found[0]
+
+
+PLACEHOLDER = _placeholder_type()
+
+
+def is_placeholder(params: Any) -> bool:
+    """Whether these are no parameters, but what optax has instead of them."""
+    return isinstance(params, PLACEHOLDER)

@@ -1,0 +1,170 @@
+"""One step of an optimizer that skips: the judgement, and the state."""
+
+import warnings
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from .._arguments import check_number, check_state, check_transformation
+from .._core._limits import limit_of
+from .._core._shares import moving_average
+from .._core._state import ClipState
+from .._norms._mesh_axes import MeshAxes
+from .._norms._norms import global_norm
+from ..rules._rule import Rule
+from ._select_early import update_unless
+
+
+class SkipState(NamedTuple):
+    """What a skipping optimizer knows after a step."""
+
+    step: jax.Array  # int32[]: updates seen, skipped ones counted
+    norm: jax.Array  # float32[]: the global norm of the last gradient
+    limit: jax.Array  # float32[]: what it was held against
+    value: jax.Array  # float32[]: the loss, 0 without a rule for it
+    value_limit: jax.Array  # float32[]: what it was held against
+    skipped: jax.Array  # int32[]: steps skipped
+    skipped_recently: jax.Array  # float32[]: their share of about the last 100
+    nonfinite: jax.Array  # int32[]: steps whose norm or loss was NaN or inf
+    consecutive: jax.Array  # int32[]: steps skipped in a row, up to now
+    memory: Any  # the rule's
+    value_memory: Any  # the loss rule's
+    inner_state: Any  # the optimizer's, after the last step that was not skipped
+
+
+class Skipper(NamedTuple):
+    """What skips a step. `call` is the function that errors name."""
+
+    call: str
+    rule: Rule  # of the norm
+    loss_rule: Rule | None
+    needs_loss: bool
+    max_consecutive: Any
+    mesh_axes: MeshAxes
+
+
+def skipping(
+    inner: optax.GradientTransformation, skipper: Skipper
+) -> optax.GradientTransformationExtraArgs:
+    """An optimizer whose steps are judged."""
+    call = skipper.call
+    check_transformation(f"{call}: inner", inner)
+    optimizer = optax.with_extra_args_support(inner)
+    if skipper.max_consecutive is not None:
+        check_number(f"{call}: max_consecutive", skipper.max_consecutive)
+
+    def init(params: Any) -> SkipState:
+        inner_state = optimizer.init(params)
+        _warn_of_clippers(call, inner_state)
+        return _first_state(skipper, params, inner_state)
+
+    def update(
+        updates: Any,
+        state: Any,
+        params: Any = None,
+        *,
+        value: Any = None,
+        grad_norm: Any = None,
+        **extra_args: Any,
+    ) -> tuple[Any, SkipState]:
+        check_state(call, state, SkipState)
+        norm = grad_norm
+        if norm is None:
+            norm = global_norm(updates, mesh_axes=skipper.mesh_axes)
+        if skipper.needs_loss and value is None:
+            raise ValueError(_no_loss(skipper))
+        skip, new = _judge(skipper, state, norm, value)
+        if value is not None:
+            extra_args["value"] = value
+        run = partial(optimizer.update, **extra_args)
+        updates, inner = update_unless(skip, run, updates, state.inner_state, params)
+        return updates, new._replace(inner_state=inner)
+
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+def _warn_of_clippers(call: str, inner_state: Any) -> None:
+    """Warns where only clippers are skipped, and not the optimizer behind them."""
+
+    def is_state(x: Any) -> bool:
+        # That of optax.sgd is empty.
+        return isinstance(x, (ClipState, optax.EmptyState))
+
+    states = jax.tree.leaves(inner_state, is_leaf=is_state)
+    if states and all(isinstance(state, ClipState) for state in states):
+        warnings.warn(
+            f"{call}: inner has only a ClipState, so it is a clipper and not an "
+            "optimizer. In a skipped step the optimizer behind it still moves, by its "
+            "momentum and weight decay. Put it around the whole: "
+            f"{call}(optax.chain(clipper, optimizer)).",
+            stacklevel=3,
+        )
+
+
+def _no_loss(skipper: Skipper) -> str:
+    argument = "on_loss=True" if skipper.call == "skip_step" else "loss_rule"
+    return (
+        f"{skipper.call}: {argument} looks at the loss: call update(grads, state, "
+        "params, value=loss), or leave that argument out."
+    )
+
+
+def _first_state(skipper: Skipper, params: Any, inner_state: Any) -> SkipState:
+    measure = partial(global_norm, mesh_axes=None)
+    norm = jnp.zeros((), jax.eval_shape(measure, params).dtype)
+    loss = jnp.zeros(())
+    loss_rule = skipper.loss_rule
+    # Each counter is its own array, so that the state can be donated.
+    return SkipState(
+        step=jnp.zeros((), jnp.int32),
+        norm=norm,
+        limit=jnp.full_like(norm, jnp.inf),
+        value=loss,
+        value_limit=jnp.full_like(loss, jnp.inf),
+        skipped=jnp.zeros((), jnp.int32),
+        skipped_recently=jnp.zeros((), jnp.float32),
+        nonfinite=jnp.zeros((), jnp.int32),
+        consecutive=jnp.zeros((), jnp.int32),
+        memory=skipper.rule.init(jnp.zeros_like(norm)),
+        value_memory=() if loss_rule is None else loss_rule.init(jnp.zeros_like(loss)),
+        inner_state=inner_state,
+    )
+
+
+def _judge(
+    skipper: Skipper, state: SkipState, norm: Any, value: Any
+) -> tuple[jax.Array, SkipState]:
+    """Whether to skip the step, and the new state but for the optimizer's."""
+    norm = jnp.asarray(norm).astype(state.norm.dtype)
+    asked = skipper.rule, norm, state.memory, state.step
+    limit, memory = limit_of(*asked, argument=f"{skipper.call}: rule")
+    state = state._replace(norm=norm, limit=limit, memory=memory)
+    skip, broken = ~(norm <= limit), ~jnp.isfinite(norm)
+    if skipper.loss_rule is not None and value is not None:
+        state = _judge_loss(skipper, skipper.loss_rule, state, value)
+        skip = skip | ~(state.value <= state.value_limit)
+        broken = broken | ~jnp.isfinite(state.value)
+    skip = skip | broken
+    if skipper.max_consecutive is not None:
+        skip = skip & (state.consecutive < skipper.max_consecutive)
+    return skip, state._replace(
+        step=jnp.asarray(optax.safe_increment(state.step)),
+        skipped=state.skipped + skip.astype(jnp.int32),
+        skipped_recently=moving_average(state.skipped_recently, skip, state.step),
+        nonfinite=state.nonfinite + broken.astype(jnp.int32),
+        consecutive=jnp.where(skip, state.consecutive + 1, 0),
+    )
+
+
+def _judge_loss(
+    skipper: Skipper, loss_rule: Rule, state: SkipState, value: Any
+) -> SkipState:
+    """The state with this loss and its limit."""
+    loss = jnp.asarray(value).astype(state.value.dtype)
+    asked = loss_rule, loss, state.value_memory, state.step
+    argument = f"{skipper.call}: loss_rule"
+    limit, memory = limit_of(*asked, argument=argument, signed=True)
+    return state._replace(value=loss, value_limit=limit, value_memory=memory)

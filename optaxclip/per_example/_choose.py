@@ -1,0 +1,65 @@
+"""Which method takes the least time for a loss and a batch.
+
+Ghost clipping pays for each norm, one pass for each number of a gradient that it writes
+and reads again. Both counts are known from shapes.
+"""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from ._book import kept_numbers
+from ._ghost import Ghost, ghost_of
+from ._problem import Problem
+from ._trace import trace
+
+METHODS = ("auto", "ghost", "one_pass", "two_pass")
+
+# To write and read one number of a gradient takes as long as about this many
+# multiplications in a matrix product: on two CPU cores a perceptron took 17 times as
+# long in one pass as without clipping, and transformers were as fast either way where
+# sequences had about this length.
+MULTIPLICATIONS_PER_NUMBER = 32
+
+
+class Choice(NamedTuple):
+    """How a clipped gradient is computed."""
+
+    method: str
+    microbatch: int | None
+    ghost: Ghost | None  # where the loss was traced
+
+
+def choose(problem: Problem, method: str, microbatch: int | None) -> Choice:
+    """The method that was asked for, or the one that takes the least time."""
+    leaves = jax.tree.leaves(problem.params)
+    if method in ("one_pass", "two_pass") or not all(map(_is_inexact, leaves)):
+        return Choice("one_pass" if method == "auto" else method, microbatch, None)
+    traced = trace(problem.of_one, problem.params, problem.batch)
+    ghost = ghost_of(traced, leaves)
+    numbers = sum(leaf.size for leaf in leaves)
+    cost = sum(way.cost for way in ghost.ways)
+    if method == "ghost" or cost <= MULTIPLICATIONS_PER_NUMBER * numbers:
+        return Choice("ghost", microbatch, ghost)
+    return Choice("one_pass", microbatch or _width(ghost, problem.size), ghost)
+
+
+def _width(ghost: Ghost, size: int) -> int:
+    """How many gradients of examples take no more than half the memory of what is
+    kept of the activations of the whole batch, and at least one.
+    """
+    kept = size * sum(map(kept_numbers, ghost.uses)) // 2
+    numbers = sum(leaf.size for leaf in ghost.params)
+    return min(max(kept // max(numbers, 1), 1), size)
+
+
+def _is_inexact(leaf: Any) -> bool:
+    return jnp.issubdtype(leaf.dtype, jnp.inexact)
+
+
+def check_method(call: str, method: str) -> None:
+    """Raises ValueError for what is not the name of a method."""
+    if method not in METHODS:
+        names = ", ".join(map(repr, METHODS))
+        raise ValueError(f"{call}: method must be one of {names}, got {method!r}.")

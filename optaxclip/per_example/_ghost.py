@@ -1,0 +1,181 @@
+"""Ghost clipping with book-keeping: the clipped gradient of a batch from one backward
+pass, without the gradients of its examples.
+
+    1. Run the loss of all examples. Keep what comes into each use of a parameter, x.
+    2. Run backward once, to the cotangents of what comes out of the uses, g.
+    3. Norms of the gradients of examples, from x and g.
+    4. The sum of the gradients with factors f, from x and f g: again no backward pass.
+
+References: Li, Tramer, Liang, Hashimoto, Large language models can be strong
+differentially private learners, 2022 (arXiv 2110.05679). Bu, Wang, Zha, Karypis,
+Differentially private optimization on large model at small cost, 2023 (arXiv
+2210.00038).
+"""
+
+from collections.abc import Callable
+from functools import partial
+from itertools import chain
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from .._core._factors import stretch
+from .._norms._types import varying_as
+from ._book import Book, Kept, factors_of, kept_inputs
+from ._interpret import Feed, run
+from ._lengths import Pair, by_gram, by_matrix, by_product, length_of_each
+from ._microbatches import in_microbatches, replace_uncounted
+from ._operands import Operands
+from ._trace import Traced, Use
+from ._ways import Way, ways_of
+from ._weights import Weights, along_batch
+
+FROM_FACTORS: dict[str, Callable[[list[Pair]], jax.Array]] = {
+    "product": by_product,
+    "gram": by_gram,
+    "matrix": by_matrix,
+}
+
+
+class Ghost(NamedTuple):
+    """The loss of one example, ready to be run on batches."""
+
+    traced: Traced
+    params: list[jax.Array]
+    uses: list[Use]
+    ways: list[Way]
+
+    def backward(self, batch: Any) -> tuple[jax.Array, Any, Book]:
+        """The values of all examples, aux, and what was kept at each use."""
+        leaves = jax.tree.leaves(batch)
+        given = Operands(self.traced, self.uses, self.params).all()
+
+        def zeros(shape: tuple[int, ...], dtype: Any) -> jax.Array:
+            zero = jnp.zeros((leaves[0].shape[0], *shape), dtype)
+            for leaf in leaves:
+                zero = varying_as(zero, jax.typeof(leaf))
+            return zero
+
+        def tap(use: Use) -> list[jax.Array]:
+            outs = [use.outs[k] for k in use.tapped]
+            return [zeros((*use.loops, *out.shape), out.dtype) for out in outs]
+
+        def of_one(example: Any, taps: Any, zero: jax.Array) -> Any:
+            feed = Feed(chain.from_iterable(given), iter(taps), zero, [])
+            args = [None] * len(self.params) + example
+            outs = run(self.traced.plan, self.traced.consts, args, feed)
+            value, aux = jax.tree.unflatten(self.traced.out_tree, outs)
+            return value, (aux, list(map(kept_inputs, self.uses, feed.inputs)))
+
+        def of_all(taps: Any) -> Any:
+            return jax.vmap(of_one)(leaves, taps, zeros((), jnp.float32))
+
+        taps = [tap(use) for use in self.uses]
+        values, pull, (aux, inputs) = jax.vjp(of_all, taps, has_aux=True)
+        (cotangents,) = pull(jnp.ones_like(values))
+        kept = map(Kept, inputs, cotangents)
+        return values, aux, dict(enumerate(kept))
+
+    def lengths(self, book: Book, size: int) -> list[jax.Array]:
+        """For each parameter, the norms of the examples' gradients by it."""
+        return [self._length(leaf, book, size) for leaf in range(len(self.ways))]
+
+    def _length(self, leaf: int, book: Book, size: int) -> jax.Array:
+        way = self.ways[leaf]
+        if way.name == "unused":
+            return jnp.zeros(size, jnp.float32)
+        whole = sum(x.nbytes for x in jax.tree.leaves(book))
+        book = self._part_of(book, [leaf])
+        if way.name == "gradient":
+            measure = partial(self._from_gradients, leaf)
+        else:
+            measure = partial(self._from_factors, leaf)
+        itemsize = jnp.dtype(jnp.float32).itemsize
+        width = _divisor(size, max(whole // (8 * itemsize * way.size), 1))
+        if width >= size:
+            return measure(book)
+
+        def step(total: None, _: jax.Array, book: Book) -> tuple[None, jax.Array]:
+            return None, measure(book)
+
+        return in_microbatches(step, None, (book,), width)[1]
+
+    def _part_of(self, book: Book, leaves: list[int]) -> Book:
+        """The book of the uses of some parameters."""
+        parts = [part for leaf in leaves for part in self.ways[leaf].parts]
+        return {part.use: book[part.use] for part in parts}
+
+    def _from_factors(self, leaf: int, book: Book) -> jax.Array:
+        """The norms from the factors of all uses of a parameter."""
+        way = self.ways[leaf]
+        pairs = []
+        for part, fit in zip(way.parts, way.fits):
+            use, kept = self.uses[part.use], book[part.use]
+            pairs.append(factors_of(use, part.operand, fit, kept))
+        return FROM_FACTORS[way.name](pairs)
+
+    def _from_gradients(self, leaf: int, book: Book) -> jax.Array:
+        """The norms from the gradients of the examples, which are made for it."""
+        every = Operands(self.traced, self.uses, self.params)
+
+        def of_one(book: Book) -> jax.Array:
+            return every.gradients([leaf], book)[0]
+
+        return length_of_each(jax.vmap(of_one)(book))
+
+    def weighted_sum(
+        self, book: Book, weights: Weights, groups: list[int]
+    ) -> list[jax.Array]:
+        """The sum over examples of gradients times factors, like the parameters."""
+        counts, every = weights.counts, Operands(self.traced, self.uses, self.params)
+        found = list(map(jnp.zeros_like, self.params))
+        for group in sorted(set(groups)):
+            own = [leaf for leaf, number in enumerate(groups) if number == group]
+            healthy = partial(_healthy, weights.roots[:, group], counts)
+            kept = self._part_of(book, own)
+            sums = every.gradients(own, kept, healthy)
+            for leaf, total in zip(own, sums):
+                found[leaf] = jnp.where(jnp.any(counts), total, 0)
+        return found
+
+
+def _divisor(size: int, most: int) -> int:
+    """The largest divisor that is at most some number, or that number if it is more
+    than twice as large: microbatches that fill a batch need no copy of it.
+    """
+    fits = next(n for n in range(min(most, size), 0, -1) if size % n == 0)
+    return fits if 2 * fits >= min(most, size) else most
+
+
+def ghost_of(traced: Traced, params: list[jax.Array]) -> Ghost:
+    uses = traced.plan.uses()
+    return Ghost(traced, params, uses, ways_of(uses, [leaf.shape for leaf in params]))
+
+
+def _healthy(
+    root: jax.Array, counts: jax.Array, kept: Kept, before: jax.Array | None
+) -> Kept:
+    """What was kept of a use, with cotangents times the factors of their examples, and
+    nothing from examples that do not count.
+    """
+    if before is not None:
+        counts = _after(before, counts)
+
+    def shrunk(leaf: jax.Array) -> jax.Array:
+        # Selected, since 0 times NaN is NaN.
+        each = stretch(leaf, along_batch(root, leaf))
+        return jnp.where(along_batch(counts, leaf), each, 0)
+
+    inputs = replace_uncounted(kept.inputs, counts)
+    return Kept(inputs, jax.tree.map(shrunk, kept.cotangents))
+
+
+def _after(before: jax.Array, counts: jax.Array) -> jax.Array:
+    """The same booleans, known only after another value is.
+
+    XLA on a CPU computes as soon as it can. It would copy what was kept for all uses
+    before it sums the first, which took a third more memory.
+    """
+    first = jnp.real(before.reshape(-1)[0])
+    return counts & ((first >= 0) | (first < 0) | jnp.isnan(first))

@@ -1,0 +1,123 @@
+"""Norms of the gradients of examples from their factors.
+
+Arrays are [example, stack, position, number]. Squares of tiny and huge numbers leave
+the range of float32, so factors are divided by their largest number first.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from .._norms._collectives import Split
+from .._norms._powers import Group, group_norms
+
+
+class Pair(NamedTuple):
+    """The factors of one use for a batch."""
+
+    # [example, stack, position, rows], or int32[example, stack, position] of a lookup
+    a: jax.Array
+    c: jax.Array  # [example, stack, position, columns]
+
+
+def length_of_each(x: jax.Array) -> jax.Array:
+    """The norm of each entry along the first axis, float32 or wider."""
+
+    def norm(each: jax.Array) -> jax.Array:
+        return group_norms(2.0, [Group([each], None, [Split()])])[0]
+
+    return jax.vmap(norm)(x)
+
+
+def by_product(pairs: list[Pair]) -> jax.Array:
+    """|a| |c| for each example, where there is one position."""
+    ((a, c),) = pairs
+    stack = a.shape[1]
+    rows, columns = a.reshape(-1, *a.shape[2:]), c.reshape(-1, *c.shape[2:])
+    lengths = length_of_each(rows) * length_of_each(columns)
+    return length_of_each(lengths.reshape(-1, stack)) if stack > 1 else lengths
+
+
+def by_matrix(pairs: list[Pair]) -> jax.Array:
+    """|sum_t a_t c_t'| for each example."""
+    a, c = _joined(pairs)
+    return length_of_each(_dot("bstr,bstk->bsrk", a, c))
+
+
+def by_gram(pairs: list[Pair]) -> jax.Array:
+    """sqrt(sum_ts (a_t . a_s)(c_t . c_s)) for each example.
+
+    Where positions cancel the sum is smaller than its terms by a factor q, and the
+    relative error is that of float32 times q.
+    """
+    lookups = [pair for pair in pairs if jnp.issubdtype(pair.a.dtype, jnp.integer)]
+    dense = [pair for pair in pairs if not jnp.issubdtype(pair.a.dtype, jnp.integer)]
+    if not lookups:
+        size, total = _own_gram(_joined(dense))
+    elif not dense:
+        size, total = _own_gram(_joined(lookups))
+    else:
+        size, total = _mixed_gram(_joined(dense), _joined(lookups))
+    return size * jnp.sqrt(jnp.maximum(total, 0))
+
+
+def _own_gram(pair: Pair) -> tuple[jax.Array, jax.Array]:
+    """A size for each example, and the sum in units of its square."""
+    a, c = pair
+    largest, c = _scaled(c)
+    if jnp.issubdtype(a.dtype, jnp.integer):
+        same = (a[..., :, None] == a[..., None, :]).astype(c.dtype)
+        return largest, _sum(same * _products(c, c))
+    other, a = _scaled(a)
+    return largest * other, _sum(_products(a, a) * _products(c, c))
+
+
+def _mixed_gram(dense: Pair, lookup: Pair) -> tuple[jax.Array, jax.Array]:
+    """The same, of a table that is looked up in and multiplied by."""
+    size, own = _own_gram(dense)
+    looked, other = _own_gram(lookup)
+    a, c = _scaled(dense.a)[1], _scaled(dense.c)[1]
+    index = jnp.broadcast_to(
+        lookup.a[:, :, None, :], (*a.shape[:3], lookup.a.shape[-1])
+    )
+    met = jnp.take_along_axis(a, index, axis=-1)
+    both = _sum(met * _products(c, _scaled(lookup.c)[1]))
+    largest = jnp.maximum(size, looked)
+    safe = jnp.where(largest > 0, largest, 1)
+    size, looked = size / safe, looked / safe
+    return largest, size**2 * own + 2 * size * looked * both + looked**2 * other
+
+
+def _scaled(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """The largest number of each example, and the example divided by it."""
+    x = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+    largest = jnp.max(jnp.abs(x), axis=tuple(range(1, x.ndim)))
+    safe = jnp.where((largest > 0) & (largest < jnp.inf), largest, 1)
+    return largest, x / safe.reshape(-1, *(1,) * (x.ndim - 1))
+
+
+def _products(x: jax.Array, y: jax.Array) -> jax.Array:
+    return _dot("bstn,bsun->bstu", x, y)
+
+
+def _dot(axes: str, x: jax.Array, y: jax.Array) -> jax.Array:
+    """A product in float32. GPU and TPU would else round its factors to fewer bits."""
+    wide = jnp.promote_types(x.dtype, jnp.float32)
+    return jnp.einsum(
+        axes, x.astype(wide), y.astype(wide), precision=lax.Precision.HIGHEST
+    )
+
+
+def _sum(x: jax.Array) -> jax.Array:
+    return jnp.sum(x, axis=tuple(range(1, x.ndim)))
+
+
+def _joined(pairs: list[Pair]) -> Pair:
+    """The positions of all pairs as those of one."""
+    if len(pairs) == 1:
+        return pairs[0]
+    wide = jnp.result_type(*(pair.c.dtype for pair in pairs))
+    a = jnp.concatenate([pair.a for pair in pairs], axis=2)
+    return Pair(a, jnp.concatenate([pair.c.astype(wide) for pair in pairs], axis=2))

@@ -1,0 +1,89 @@
+"""The operands of uses, and gradients by them and by the parameters behind them."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+
+from ._book import Book, Kept
+from ._interpret import apply, operands
+from ._trace import Traced, Use
+
+Weigh = Callable[[Kept, jax.Array | None], Kept]
+
+
+class Operands(NamedTuple):
+    """The values made of parameters alone that come into uses."""
+
+    traced: Traced
+    uses: list[Use]
+    params: list[jax.Array]
+
+    def all(self) -> list[list[jax.Array]]:
+        """The operands of each use."""
+        return self._with(self.params)
+
+    def _with(self, params: list[jax.Array]) -> list[list[jax.Array]]:
+        plan, consts = self.traced.plan, self.traced.consts
+        missing = len(plan.jaxpr.invars) - len(params)
+        rest = iter(operands(plan, consts, [*params, *[None] * missing])[1])
+        return [[next(rest) for _ in use.places] for use in self.uses]
+
+    def gradients(
+        self, leaves: list[int], book: Book, weigh: Weigh | None = None
+    ) -> list[jax.Array]:
+        """The gradients by some parameters, in one example or summed over a batch.
+
+        From uses to their operands, and from these to the parameters. The second is
+        linear, so it is done once for a whole batch.
+
+        Args:
+          leaves: the numbers of the parameters.
+          book: what was kept of the uses that the parameters are in.
+          weigh: makes of what was kept of a batch what is summed. The second argument
+            is a value that is to be computed before. None where the book is that of one
+            example.
+        """
+
+        def chosen(given: list[list[Any]]) -> list[list[Any]]:
+            return [_of_leaves(self.uses[n], given[n], leaves) for n in sorted(book)]
+
+        def by_params(own: list[jax.Array]) -> list[list[jax.Array]]:
+            given = dict(zip(leaves, own))
+            params = [given.get(n, x) for n, x in enumerate(self.params)]
+            return chosen(self._with(params))
+
+        _, pull = jax.vjp(by_params, [self.params[leaf] for leaf in leaves])
+        every = self.all()
+        cotangents, done = [], None
+        # The last first, whose arrays are then freed before those of others are copied.
+        for n in sorted(book, reverse=True):
+            use = self.uses[n]
+            kept = weigh(book[n], done) if weigh else book[n]
+            found = by_operands(use, every[n], kept, batched=weigh is not None)
+            cotangents.insert(0, _of_leaves(use, found, leaves))
+            done = found[0]
+        return pull(cotangents)[0]
+
+
+def _of_leaves(use: Use, each: list[Any], leaves: list[int]) -> list[Any]:
+    """Of a list for the operands of a use, those that parameters are in."""
+    wanted = set(leaves)
+    pairs = zip(use.origins, each)
+    return [x for origin, x in pairs if origin.leaves & wanted]
+
+
+def by_operands(
+    use: Use, given: list[jax.Array], kept: Kept, batched: bool
+) -> list[jax.Array]:
+    """The gradients by the operands of a use."""
+    run = partial(apply, use)
+    for depth in reversed(range(len(use.loops))):
+        axes = [0 if depth in origin.loops else None for origin in use.origins]
+        run = jax.vmap(run, (axes, 0), axis_size=use.loops[depth])
+    if batched:
+        run = jax.vmap(run, (None, 0), axis_size=kept.cotangents[0].shape[0])
+    inputs = kept.all_inputs(use, batched)
+    _, pull = jax.vjp(lambda given: run(given, inputs), given)
+    return pull(kept.cotangents)[0]

@@ -1,0 +1,66 @@
+"""What one call of a function by `clipped_grad` or `explain_clipped_grad` is about."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from .._norms._types import varying_as
+from ._roles import Places, roles_of
+
+Loss = Callable[[Any, Any], tuple[jax.Array, Any]]  # (params, example) -> (value, aux)
+
+
+class Problem(NamedTuple):
+    """A loss of one example, parameters, and a batch of examples."""
+
+    of_one: Loss
+    params: Any
+    batch: Any
+    size: int  # the number of examples
+
+
+class Question(NamedTuple):
+    """A loss and the roles of its arguments, before it is called."""
+
+    call: str
+    loss: Callable[..., Any]
+    argnums: Places
+    shared_argnums: Places
+    has_aux: bool
+
+    def about(self, args: tuple[Any, ...]) -> Problem:
+        """The problem that the arguments of a call pose."""
+        roles = roles_of(self.call, self.argnums, self.shared_argnums, args)
+        batch, size = roles.examples(self.call)
+        params = jax.tree.map(jnp.asarray, roles.taken(self.argnums))
+        params = jax.tree.map(partial(typed_as_varying, batch), params)
+
+        def of_one(params: Any, example: Any) -> tuple[jax.Array, Any]:
+            found = roles.call(self.loss, params, example)
+            return found if self.has_aux else (found, None)
+
+        return Problem(of_one, params, batch, size)
+
+
+def typed_as_varying(tree: Any, value: jax.Array) -> jax.Array:
+    """The value, typed as differing between devices wherever the tree does.
+
+    In shard_map the gradient by parameters of any other type comes summed over devices,
+    and the examples in it cannot be told apart.
+    """
+    for leaf in jax.tree.leaves(tree):
+        value = varying_as(value, jax.typeof(leaf))
+    return value
+
+
+def check_microbatch(call: str, microbatch: Any) -> None:
+    """Raises ValueError for what is neither None nor a number of examples."""
+    is_number = isinstance(microbatch, int) and not isinstance(microbatch, bool)
+    if microbatch is not None and not (is_number and microbatch >= 1):
+        raise ValueError(
+            f"{call}: microbatch must be a number of examples, at least 1, or None, "
+            f"got {microbatch!r}."
+        )

@@ -1,0 +1,165 @@
+"""Layers stacked on any axes are clipped as if they were leaves of their own.
+
+Held for every method with `stacked`, over some steps, one of which spikes.
+"""
+
+import inspect
+from functools import cache
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import optaxclip
+from tests.methods import METHODS
+
+EPS = np.finfo(np.float32).eps
+STEPS = 4
+
+# name: (axes of the layers, shapes, with 3 layers, or 3 layers of 2 experts)
+LAYOUTS = {
+    "leading axis": (1, {"wi": (3, 4, 5), "wo": (3, 5, 4), "scale": (3, 4)}),
+    "axis 1, as MaxText": ((1,), {"wi": (4, 3, 5), "wo": (5, 3, 4), "scale": (4, 3)}),
+    "layers and experts": ((1, 2), {"wi": (4, 3, 2, 5), "wo": (5, 3, 2, 4)}),
+    "experts behind": ((0, 2), {"wi": (3, 4, 2, 5), "wo": (3, 5, 2, 4)}),
+}
+METHODS_OF_LAYERS = {}
+for name, method in METHODS.items():
+    options = inspect.signature(method.function).parameters
+    if "stacked" in options:
+        METHODS_OF_LAYERS[name] = {"scope": "tensor"} if "scope" in options else {}
+LEARN = ["adaclip", "adagc", "adagn", "aggc", "autoclip", "zclip"]
+
+
+def axes_of(stacked):
+    return tuple(range(stacked)) if isinstance(stacked, int) else stacked
+
+
+def layer_by_layer(tree, stacked):
+    """Each layer as a leaf: {"wi": {"0": ..., "1": ...}}."""
+    axes, found = axes_of(stacked), {}
+    for name, x in tree.items():
+        first = np.moveaxis(x, axes, range(len(axes)))
+        layers = first.reshape(-1, *first.shape[len(axes) :])
+        found[name] = {str(place): layer for place, layer in enumerate(layers)}
+    return found
+
+
+def random_trees(layout):
+    """Weights, and gradients of some steps. One layer of one leaf explodes."""
+    _, shapes = LAYOUTS[layout]
+    random = np.random.default_rng(0)
+
+    def tree():
+        drawn = {name: random.standard_normal(shape) for name, shape in shapes.items()}
+        return {name: np.float32(x) for name, x in drawn.items()}
+
+    params, grads = tree(), [tree() for _ in range(STEPS)]
+    grads[2]["wi"][..., 1, :] *= 100
+    return params, grads
+
+
+def run(clipper, params, grads):
+    """The updates of each step, with one table that is never stacked."""
+    table = np.float32([[3.0, 4.0, 0.5]])
+    params = {"blocks": params, "table": table}
+    state = clipper.init(params)
+    update, found = jax.jit(clipper.update), []
+    for tree in grads:
+        updates, state = update({"blocks": tree, "table": table}, state, params)
+        found.append(updates)
+    return found
+
+
+def made(name, **more):
+    return METHODS[name].make(**METHODS_OF_LAYERS[name], **more)
+
+
+@cache
+def both(name, layout):
+    """(updates of stacked leaves as layers, updates of layers that are leaves)."""
+    stacked = LAYOUTS[layout][0]
+    params, grads = random_trees(layout)
+    clipper = made(name, stacked={"blocks": stacked, "table": None})
+    together = run(clipper, params, grads)
+    apart = run(
+        made(name),
+        layer_by_layer(params, stacked),
+        [layer_by_layer(tree, stacked) for tree in grads],
+    )
+    for updates in together:
+        blocks = {name: np.asarray(x) for name, x in updates["blocks"].items()}
+        updates["blocks"] = layer_by_layer(blocks, stacked)
+    return together, apart
+
+
+def test_every_clipper_that_learns_takes_layers():
+    assert set(LEARN) < set(METHODS_OF_LAYERS)
+    learning = [name for name in METHODS_OF_LAYERS if METHODS[name].learns]
+    assert sorted(learning) == LEARN
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("name", METHODS_OF_LAYERS)
+def test_stacked_layers_are_clipped_as_leaves_are(name, layout):
+    together, apart = both(name, layout)
+    # The singular values of a matrix are as exact as those of the largest allow.
+    rtol = 64 * EPS if "spectral" in name else 8 * EPS
+    for have, want in zip(together, apart, strict=True):
+        for one, other in zip(*map(jax.tree.leaves, (have, want)), strict=True):
+            atol = rtol * float(np.max(np.abs(other))) if "spectral" in name else 0
+            np.testing.assert_allclose(one, other, rtol, atol)
+
+
+@pytest.mark.parametrize("name", METHODS_OF_LAYERS)
+def test_the_spike_of_one_layer_is_clipped(name):
+    together, _ = both(name, "axis 1, as MaxText")
+    _, grads = random_trees("axis 1, as MaxText")
+    spike = np.linalg.norm(together[2]["blocks"]["wi"]["1"])
+    assert spike < 0.9 * np.linalg.norm(grads[2]["wi"][:, 1])
+
+
+def test_spam_needs_no_axes():
+    layout = "axis 1, as MaxText"
+    params, grads = random_trees(layout)
+    clipper = METHODS["spam"].make()
+    together = run(clipper, params, grads)
+    layers = [layer_by_layer(tree, (1,)) for tree in grads]
+    apart = run(clipper, layer_by_layer(params, (1,)), layers)
+    for have, want in zip(together, apart, strict=True):
+        blocks = {name: np.asarray(x) for name, x in have["blocks"].items()}
+        have = layer_by_layer(blocks, (1,))
+        jax.tree.map(np.testing.assert_array_equal, have, want["blocks"])
+
+
+@pytest.mark.parametrize("name", ["autoclip", "zclip", "adagc", "aggc", "adagn"])
+@pytest.mark.parametrize("scope", ["global", {"w": "kernel"}])
+def test_layers_of_norms_of_several_tensors_are_refused(name, scope):
+    build = METHODS[name].function
+    with pytest.raises(ValueError, match=f"{name}: stacked=1 makes each layer a tens"):
+        build(scope=scope, stacked=1)
+
+
+def test_by_name_tells_each_layer_on_request():
+    grads = {"w": jnp.array([[3.0, 6.0, 0.3], [4.0, 8.0, 0.4]]), "b": jnp.array([0.5])}
+    rule = optaxclip.rules.windowed_mean(1.0, 4)
+    stacked = {"w": (1,), "b": None}
+    clipper = optaxclip.clip_by_tensor_norm(rule, stacked=stacked)
+    _, state = clipper.update(grads, clipper.init(grads))
+    found = state.by_name(layers=True)
+    assert sorted(found) == ["b", "w/0", "w/1", "w/2"]
+    np.testing.assert_allclose(found["w/1"].norm, 10, 1e-6)
+    assert found["w/2"].memory.past.shape == (4,)
+    assert state.by_name()["w"].norm.shape == (1, 3)
+
+
+def test_by_name_numbers_layers_and_experts():
+    grads = {"w": jnp.arange(24.0).reshape(2, 4, 3)}
+    clipper = optaxclip.clip_by_tensor_norm(1.0, stacked=(0, 2))
+    _, state = clipper.update(grads, clipper.init(grads))
+    found = state.by_name(layers=True)
+    assert list(found) == ["w/0/0", "w/0/1", "w/0/2", "w/1/0", "w/1/1", "w/1/2"]
+    np.testing.assert_allclose(
+        found["w/1/2"].norm, np.linalg.norm(np.arange(24).reshape(2, 4, 3)[1, :, 2])
+    )

@@ -1,0 +1,251 @@
+"""`qk_clip` on weights in other layouts, and what it keeps and reports."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from optaxclip import ClipState, Heads, metrics, qk_clip, rules, skip_nonfinite
+from tests import attention
+
+FACTORS = np.float32([1.0, 0.25])
+LOGITS = jnp.array([20.0, 80.0])  # with a limit of 20
+ROOT = np.sqrt(FACTORS)
+# For each layout of two heads of three entries: (shape, Heads, what it becomes of ones)
+LAYOUTS = {
+    "(in, heads, entries)": (
+        (4, 2, 3),
+        -2,
+        np.broadcast_to(ROOT[:, None], (4, 2, 3)),
+    ),
+    "(heads, entries)": ((2, 3), 0, np.broadcast_to(ROOT[:, None], (2, 3))),
+    "(in, heads x entries)": (
+        (4, 6),
+        Heads(-1, width=3),
+        np.broadcast_to(ROOT.repeat(3), (4, 6)),
+    ),
+    "(heads x entries, in), as in torch": (
+        (6, 4),
+        Heads(0, width=3),
+        np.broadcast_to(ROOT.repeat(3)[:, None], (6, 4)),
+    ),
+    "with values behind each head": (
+        (4, 2, 5),
+        Heads(1, entries=(0, 3)),
+        np.broadcast_to([[r, r, r, 1, 1] for r in ROOT], (4, 2, 5)),
+    ),
+    "with values, on one axis": (
+        (4, 10),
+        Heads(1, width=5, entries=(0, 3)),
+        np.broadcast_to(np.ravel([[r, r, r, 1, 1] for r in ROOT]), (4, 10)),
+    ),
+}
+
+
+def shrunk(params, max_logits, **where):
+    """The weights after a step of 0 with the limit 20."""
+    clipper = qk_clip(20.0, **where)
+    zero = jax.tree.map(jnp.zeros_like, params)
+    state = clipper.init(params)
+    updates, state = clipper.update(zero, state, params, max_logits=max_logits)
+    return optax.apply_updates(params, updates), state
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_heads_are_where_they_are_said_to_be(layout):
+    shape, heads, wanted = LAYOUTS[layout]
+    params = {"q": jnp.ones(shape), "k": jnp.ones(shape)}
+    new, _ = shrunk(params, LOGITS, queries={"q": heads}, keys={"k": heads})
+    for name in ("q", "k"):
+        np.testing.assert_allclose(new[name], wanted, rtol=1e-6)
+
+
+def test_queries_keys_and_values_may_share_a_leaf():
+    params = {"qkv": jnp.ones((4, 18))}
+    queries = {"qkv": Heads(-1, width=3, heads=(0, 2))}
+    keys = {"qkv": Heads(-1, width=3, heads=(2, 4))}
+    new, _ = shrunk(params, LOGITS, queries=queries, keys=keys)
+    wanted = np.concatenate([ROOT.repeat(3), ROOT.repeat(3), np.ones(6)])
+    np.testing.assert_allclose(new["qkv"], np.tile(wanted, (4, 1)), rtol=1e-6)
+
+
+def test_groups_of_two_queries_a_key_and_a_value_share_a_leaf():
+    # Megatron's layout: for each key head its queries, the key and the value.
+    params = {"qkv": jnp.ones((4, 2 * 12))}
+    queries = {"qkv": Heads(-1, width=12, entries=(0, 6))}
+    keys = {"qkv": Heads(-1, width=12, entries=(6, 9))}
+    max_logits = jnp.array([5.0, 20.0, 80.0, 7.0])
+    new, _ = shrunk(params, max_logits, queries=queries, keys=keys)
+    wanted = np.concatenate([np.ones(12), np.full(9, 0.5), np.ones(3)])
+    np.testing.assert_allclose(new["qkv"], np.tile(wanted, (4, 1)), rtol=1e-6)
+
+
+@pytest.mark.parametrize("axis", (0, 1))
+def test_layers_are_on_any_axis(axis):
+    ones = jnp.ones((4, 2, 3))
+    params = {"q": jnp.stack([ones] * 3, axis), "k": jnp.stack([ones] * 3, axis)}
+    heads = Heads((axis, 2))
+    max_logits = jnp.array([[20.0, 80.0], [80.0, 20.0], [1.0, 2.0]])
+    new, state = shrunk(params, max_logits, queries={"q": heads}, keys={"k": heads})
+    for layer, roots in enumerate(([1, 0.5], [0.5, 1], [1, 1])):
+        found = np.take(np.asarray(new["q"]), layer, axis)
+        wanted = np.broadcast_to(np.array(roots)[:, None], (4, 2, 3))
+        np.testing.assert_allclose(found, wanted, rtol=1e-6)
+    np.testing.assert_array_equal(state.clipped, [[0, 1], [1, 0], [0, 0]])
+
+
+def model(layers=2):
+    ones = {"kernel": jnp.ones((4, 2, 3)), "bias": jnp.ones((2, 3))}
+    layer = {"attention": {"query": ones, "key": ones}, "mlp": jnp.ones((4, 4))}
+    return {f"layer_{number}": layer for number in range(layers)}
+
+
+def test_each_attention_has_its_own_logits():
+    first, second = jnp.array([20.0, 80.0]), jnp.array([80.0, 20.0])
+    # As flax's `sow` returns them.
+    sown = {
+        "layer_1": {"attention": {"max_logits": (second,)}},
+        "layer_0": {"attention": {"max_logits": (first,)}},
+    }
+    new, state = shrunk(model(), sown, **attention.PATTERNS)
+    for name, roots in (("layer_0", [1, 0.5]), ("layer_1", [0.5, 1])):
+        kernel = new[name]["attention"]["key"]["kernel"]
+        np.testing.assert_allclose(kernel[0, :, 0], roots, rtol=1e-6)
+        np.testing.assert_array_equal(new[name]["mlp"], np.ones((4, 4)))
+    assert list(state.by_name()) == ["layer_0/attention", "layer_1/attention"]
+
+
+def test_one_key_head_in_each_of_two_attentions():
+    one = {"q": jnp.ones((4, 2)), "k": jnp.ones((4, 1))}
+    logits = {"a": LOGITS, "b": LOGITS / 8}
+    where = {"queries": {"*/q": 1}, "keys": {"*/k": 1}}
+    new, _ = shrunk({"a": one, "b": one}, logits, **where)
+    np.testing.assert_allclose(new["a"]["q"], np.full((4, 2), 0.5), rtol=1e-6)
+    np.testing.assert_array_equal(new["b"]["q"], np.ones((4, 2)))
+
+
+def test_where_heads_are_may_be_a_function():
+    def heads_of(kind):
+        return lambda path, leaf: leaf.ndim - 2 if f"/{kind}/" in path else None
+
+    queries, keys = heads_of("query"), heads_of("key")
+    logits = {"layer_0": LOGITS, "layer_1": LOGITS}
+    new, _ = shrunk(model(), logits, queries=queries, keys=keys)
+    bias = new["layer_1"]["attention"]["query"]["bias"]
+    np.testing.assert_allclose(bias[:, 0], ROOT, rtol=1e-6)
+
+
+def test_metrics_show_the_worst_head_of_each_attention():
+    logits = {"layer_0": LOGITS, "layer_1": LOGITS / 8}
+    _, state = shrunk(model(), logits, **attention.PATTERNS)
+    assert isinstance(state, ClipState)
+    found = {name: float(value) for name, value in metrics(state).items()}
+    assert found["clip/norm_before/layer_0/attention"] == 80.0
+    assert found["clip/limit/layer_0/attention"] == 20.0
+    assert found["clip/factor/layer_0/attention"] == pytest.approx(0.25, rel=1e-6)
+    assert found["clip/clipped_share/layer_0/attention"] == 0.5
+    assert found["clip/clipped_count/layer_1/attention"] == 0
+
+
+def test_the_limit_may_be_a_schedule_or_a_rule():
+    params = {"q": jnp.ones((4, 2)), "k": jnp.ones((4, 2))}
+    where = {"queries": {"q": 1}, "keys": {"k": 1}}
+    zero = jax.tree.map(jnp.zeros_like, params)
+    clippers = {
+        "schedule": (qk_clip(lambda step: 40.0 + 60.0 * step, **where), [40.0, 100.0]),
+        "rule": (qk_clip(rules.growth(1.5), **where), [np.inf, 30.0]),
+    }
+    for clipper, wanted in clippers.values():
+        state, limits = clipper.init(params), []
+        for most in (20.0, 90.0):
+            max_logits = jnp.full(2, most)
+            _, state = clipper.update(zero, state, params, max_logits=max_logits)
+            limits.append(float(state.limit[0]))
+        np.testing.assert_allclose(limits, wanted, rtol=1e-6)
+
+
+def test_its_numbers_may_be_hyperparameters():
+    params = {"q": jnp.ones((4, 2)), "k": jnp.ones((4, 2))}
+    injected = optax.inject_hyperparams(qk_clip)
+    clipper = injected(20.0, queries={"q": 1}, keys={"k": 1}, alpha=1.0)
+    zero = jax.tree.map(jnp.zeros_like, params)
+    state = clipper.init(params)
+    state.hyperparams["max_logit"] = jnp.float32(40.0)
+    updates, _ = clipper.update(zero, state, params, max_logits=jnp.full(2, 80.0))
+    np.testing.assert_allclose(params["q"] + updates["q"], 0.5, rtol=1e-6)
+    np.testing.assert_allclose(params["k"] + updates["k"], 1.0, rtol=1e-6)
+
+
+def test_it_stands_behind_an_optimizer_in_a_chain():
+    params = attention.weights(4, 4)
+    grads = jax.tree.map(np.ones_like, params)
+    adam = optax.adam(0.1)
+    chain = optax.chain(adam, qk_clip(20.0, **attention.PATTERNS))
+    max_logits = jnp.array([20.0, 80.0, 5.0, 20.0])
+    state = chain.init(params)
+    updates, _ = chain.update(grads, state, params, max_logits=max_logits)
+    plain, _ = adam.update(grads, adam.init(params), params)
+    new, free = (optax.apply_updates(params, each) for each in (updates, plain))
+    root = np.array([1, 0.5, 1, 1])[:, None]
+    wanted = root * np.asarray(free["query"]["kernel"])
+    np.testing.assert_allclose(new["query"]["kernel"], wanted, rtol=1e-5, atol=1e-6)
+
+
+def test_a_skip_around_it_keeps_a_broken_step_out():
+    params = attention.weights(4, 4)
+    chain = optax.chain(optax.adam(0.1), qk_clip(20.0, **attention.PATTERNS))
+    optimizer = skip_nonfinite(chain)
+    state = optimizer.init(params)
+    broken = jax.tree.map(lambda x: jnp.full_like(x, jnp.nan), params)
+    given = {"max_logits": jnp.full(4, jnp.nan)}
+    updates, state = optimizer.update(broken, state, params, **given)
+    assert not any(np.any(x) for x in jax.tree.leaves(updates))
+    assert int(state.inner_state[1].nonfinite.sum()) == 0
+
+
+def test_multi_steps_hand_on_the_logits_of_the_last():
+    params = attention.weights(4, 4)
+    chain = optax.chain(optax.sgd(0.0), qk_clip(20.0, **attention.PATTERNS))
+    optimizer = optax.MultiSteps(chain, 2)
+    state = optimizer.init(params)
+    for most in (90.0, 80.0):
+        given = {"max_logits": jnp.full(4, most)}
+        updates, state = optimizer.update(params, state, params, **given)
+    found = np.asarray(updates["key"]["bias"]) + params["key"]["bias"]
+    np.testing.assert_allclose(found, 0.5 * params["key"]["bias"], rtol=1e-5)
+
+
+def test_no_copy_of_the_updates_is_made():
+    kernel = jax.ShapeDtypeStruct((256, 4, 64), jnp.float32)
+    params = {name: {"kernel": kernel} for name in ("query", "key")}
+    chain = optax.chain(optax.adam(0.1), qk_clip(20.0, **attention.PATTERNS))
+
+    def step(params, state, grads, max_logits):
+        updates, state = chain.update(grads, state, params, max_logits=max_logits)
+        return optax.apply_updates(params, updates), state
+
+    logits = jax.ShapeDtypeStruct((4,), jnp.float32)
+    state = jax.eval_shape(chain.init, params)
+    program = jax.jit(step, donate_argnums=(0, 1))
+    compiled = program.lower(params, state, params, logits).compile()
+    temporary = compiled.memory_analysis().temp_size_in_bytes
+    assert temporary < 0.01 * 2 * 4 * kernel.size
+
+
+def test_the_state_has_one_form_from_shapes_on():
+    params = attention.weights(6, 2)
+    clipper = qk_clip(20.0, **attention.PATTERNS)
+    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), params)
+    first = clipper.init(shapes)
+    _, later = clipper.update(params, first, params, max_logits=jnp.ones(6))
+    assert jax.tree.map(jnp.shape, first) == jax.tree.map(jnp.shape, later)
+    assert first.norm.shape == (2,)
+
+
+def test_tree_map_params_passes_it():
+    params = attention.weights(4, 4)
+    chain = optax.chain(optax.adam(0.1), qk_clip(20.0, **attention.PATTERNS))
+    state = chain.init(params)
+    mapped = optax.tree_map_params(chain, lambda x: x + 1, state)
+    jax.tree.map(np.testing.assert_array_equal, mapped[1], state[1])

@@ -1,0 +1,262 @@
+"""`optax.clip...` replaced by `optaxclip.clip...` in programs as people write them.
+
+Each program runs once with optax's clippers and once with ours, which come by the name
+`clippers`. Weights and other results agree to 8 eps of float32.
+"""
+
+import functools
+from types import SimpleNamespace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import optaxclip
+from tests.helpers import random_tree
+
+EPS = float(np.finfo(np.float32).eps)
+PARAMS = random_tree("float32")
+GRADS = [random_tree("float32", seed) for seed in (1, 2, 3)]
+FROZEN = {"kernel": False, "bias": True, "block": {"conv": False, "gain": True}}
+
+NAMES = (
+    "adaptive_grad_clip",
+    "clip",
+    "clip_by_block_rms",
+    "clip_by_global_norm",
+    "global_norm",
+)
+OURS = SimpleNamespace(**{name: getattr(optaxclip, name) for name in NAMES})
+THEIRS = SimpleNamespace(**{name: getattr(optax, name) for name in NAMES})
+
+
+def trained(optimizer, params=PARAMS):
+    """The weights after three steps."""
+    state, step = optimizer.init(params), jax.jit(optimizer.update)
+    for grads in GRADS:
+        updates, state = step(grads, state, params)
+        params = optax.apply_updates(params, updates)
+    return params
+
+
+def ppo(clippers):
+    clip = clippers.clip_by_global_norm(0.5)
+    return trained(optax.chain(clip, optax.adam(1e-2, eps=1e-5)))
+
+
+def masked(clippers):
+    trainable = jax.tree.map(lambda frozen: not frozen, FROZEN)
+    clip = optax.masked(clippers.clip_by_global_norm(0.5), trainable)
+    return trained(optax.chain(clip, optax.masked(optax.set_to_zero(), FROZEN)))
+
+
+def with_ema(clippers):
+    return trained(
+        optax.chain(clippers.clip_by_global_norm(1.0), optax.adam(0.1), optax.ema(0.9))
+    )
+
+
+def multi_steps(clippers):
+    optimizer = optax.chain(clippers.clip_by_global_norm(1.0), optax.adamw(0.1))
+    optimizer = optax.MultiSteps(optimizer, 2).gradient_transformation()
+    labels = jax.tree.map(lambda frozen: "frozen" if frozen else "trainable", FROZEN)
+    parts = {"trainable": optimizer, "frozen": optax.set_to_zero()}
+    return trained(optax.multi_transform(parts, labels))
+
+
+def injected_by_keyword(clippers):
+    schedule = optax.linear_schedule(0.5, 1.0, 3)
+    return trained(
+        optax.inject_hyperparams(clippers.clip_by_global_norm)(max_norm=schedule)
+    )
+
+
+def injected_by_position(clippers):
+    return trained(optax.inject_hyperparams(clippers.clip_by_global_norm)(0.5))
+
+
+def injected_without_params(clippers):
+    injected = optax.inject_hyperparams(clippers.clip_by_global_norm)(
+        max_norm=optax.linear_schedule(0.5, 1.0, 3)
+    )
+    state = injected.init(None)
+    for _ in range(2):
+        _, state = injected.update(None, state)
+    return state.hyperparams["max_norm"]
+
+
+def injected_around_a_chain(clippers):
+    @optax.inject_hyperparams
+    def optimizer(learning_rate):
+        clip = clippers.adaptive_grad_clip(0.01)
+        return optax.chain(clip, optax.adamw(learning_rate))
+
+    return trained(optimizer(learning_rate=0.1))
+
+
+def without_a_state(clippers):
+    return clippers.clip_by_global_norm(1.0).update(GRADS[0], None)[0]
+
+
+def with_the_state_of_something_empty(clippers):
+    clip = clippers.clip_by_global_norm(1.0)
+    return clip.update(GRADS[0], optax.EmptyState(), PARAMS)[0]
+
+
+def functional(clippers):
+    @jax.jit
+    def clip(grads):
+        return clippers.clip_by_global_norm(1.0).update(grads, None)[0]
+
+    return clip(GRADS[0])
+
+
+def by_value_without_a_state(clippers):
+    return clippers.clip(0.5).update(GRADS[0], optax.EmptyState())[0]
+
+
+def block_rms_without_a_state(clippers):
+    return clippers.clip_by_block_rms(0.5).update(GRADS[0], None)[0]
+
+
+def agc_without_a_state(clippers):
+    return clippers.adaptive_grad_clip(0.01).update(GRADS[0], None, PARAMS)[0]
+
+
+def without_params(clippers):
+    optimizer = optax.chain(clippers.clip_by_global_norm(1.0), optax.sgd(0.1))
+    return optimizer.update(GRADS[0], optimizer.init(PARAMS))[0]
+
+
+def by_name(clippers):
+    """scenic's config: the name of a clipper and its limit."""
+    limits = {"clip": 0.5, "clip_by_global_norm": 1.0, "adaptive_grad_clip": 0.01}
+    chain = [getattr(clippers, name)(limit) for name, limit in limits.items()]
+    return trained(optax.chain(*chain))
+
+
+def reduce_on_plateau(clippers):
+    clip = clippers.clip_by_global_norm(1.0)
+    plateau = optax.contrib.reduce_on_plateau(patience=0, factor=0.5)
+    optimizer = optax.chain(clip, optax.sgd(0.1), plateau)
+    state = optimizer.init(PARAMS)
+    for grads in GRADS:
+        _, state = optimizer.update(grads, state, PARAMS, value=jnp.float32(1.0))
+    return optax.tree.get(state, "scale")
+
+
+def snapshot(clippers):
+    clip = clippers.clip_by_global_norm(1.0)
+    optimizer = optax.chain(clip, optax.snapshot("length", clippers.global_norm))
+    state = optimizer.init(PARAMS)
+    _, state = optimizer.update(GRADS[0], state)
+    return optax.tree.get(state, "length")
+
+
+def finite_only(clippers):
+    return trained(optax.apply_if_finite(clippers.clip_by_global_norm(1.0), 3))
+
+
+def scanned(clippers):
+    optimizer = optax.chain(clippers.clip_by_global_norm(1.0), optax.adam(0.1))
+
+    def step(carry, grads):
+        params, state = carry
+        updates, state = optimizer.update(grads, state, params)
+        return (optax.apply_updates(params, updates), state), None
+
+    steps = jax.tree.map(lambda *each: jnp.stack(each), *GRADS)
+    return jax.lax.scan(step, (PARAMS, optimizer.init(PARAMS)), steps)[0][0]
+
+
+def linen_train_state(clippers):
+    train_state = pytest.importorskip("flax.training.train_state")
+    serialization = pytest.importorskip("flax.serialization")
+    optimizer = optax.chain(clippers.clip_by_global_norm(1.0), optax.adam(0.1))
+    create = functools.partial(train_state.TrainState.create, apply_fn=None)
+    state = create(params=PARAMS, tx=optimizer)
+    for grads in GRADS[:2]:
+        state = state.apply_gradients(grads=grads)
+    stored = serialization.to_bytes(state)
+    restored = serialization.from_bytes(create(params=PARAMS, tx=optimizer), stored)
+    return restored.apply_gradients(grads=GRADS[2]).params
+
+
+def nnx_optimizer(clippers):
+    nnx = pytest.importorskip("flax.nnx")
+    model = nnx.Linear(3, 2, rngs=nnx.Rngs(0))
+    clip = optax.chain(clippers.clip_by_global_norm(0.1), clippers.clip_by_block_rms(1))
+    optimizer = nnx.Optimizer(
+        model, optax.chain(clip, optax.adam(0.1), optax.ema(0.9)), wrt=nnx.Param
+    )
+
+    @nnx.jit
+    def step(model, optimizer):
+        grads = nnx.grad(lambda model: jnp.sum(model(jnp.ones((1, 3))) ** 2))(model)
+        optimizer.update(model, grads)
+
+    for _ in range(3):
+        step(model, optimizer)
+    return nnx.to_pure_dict(nnx.state(model, nnx.Param))
+
+
+def equinox_step(clippers):
+    eqx = pytest.importorskip("equinox")
+    model = eqx.nn.MLP(3, 2, 4, 1, key=jax.random.key(0))
+    optimizer = optax.chain(clippers.clip_by_global_norm(0.1), optax.adam(0.1))
+    state = optimizer.init(eqx.filter(model, eqx.is_inexact_array))
+
+    @eqx.filter_jit
+    def step(model, state):
+        grads = eqx.filter_grad(lambda model: jnp.sum(model(jnp.ones(3)) ** 2))(model)
+        updates, state = optimizer.update(grads, state)
+        return eqx.apply_updates(model, updates), state
+
+    for _ in range(3):
+        model, state = step(model, state)
+    return jax.tree.leaves(eqx.filter(model, eqx.is_inexact_array))
+
+
+def per_example(clippers):
+    own = optaxclip.per_example if clippers is OURS else optax
+    grads = [jnp.stack(each) for each in zip(*map(jax.tree.leaves, GRADS))]
+    return own.per_example_global_norm_clip(grads=grads, l2_norm_clip=1.0)
+
+
+PROGRAMS = (
+    ppo,
+    masked,
+    with_ema,
+    multi_steps,
+    injected_by_keyword,
+    injected_by_position,
+    injected_without_params,
+    injected_around_a_chain,
+    without_a_state,
+    with_the_state_of_something_empty,
+    functional,
+    by_value_without_a_state,
+    block_rms_without_a_state,
+    agc_without_a_state,
+    without_params,
+    by_name,
+    reduce_on_plateau,
+    snapshot,
+    finite_only,
+    scanned,
+    linen_train_state,
+    nnx_optimizer,
+    equinox_step,
+    per_example,
+)
+
+
+@pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.__name__)
+def test_the_program_does_what_it_did(program):
+    found, wanted = program(OURS), program(THEIRS)
+    assert jax.tree.structure(found) == jax.tree.structure(wanted)
+    for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(wanted)):
+        largest = float(np.max(np.abs(other)))
+        np.testing.assert_allclose(one, other, rtol=8 * EPS, atol=8 * EPS * largest)

@@ -1,0 +1,89 @@
+"""The transformer of `examples/qk_clip.py`, and attention layers of flax."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from optaxclip import qk_clip
+from tests import attention
+
+pytestmark = pytest.mark.usefixtures("as_programs_run")
+LIMIT = 10.0
+
+
+def test_logits_explode_with_muon_and_not_with_the_clip():
+    from examples import qk_clip as example
+
+    muon, clipped = example.main(steps=60, lr=0.2)
+    assert muon.clipped_share == 0 and muon.largest_logit > 4 * example.MAX_LOGIT
+    # The limit is held on the batch before, and weights have moved since.
+    assert clipped.clipped_share > 0
+    assert clipped.largest_logit < 1.5 * example.MAX_LOGIT
+
+
+def test_what_the_example_hands_over_are_its_logits():
+    from examples import qk_clip as example
+
+    random = np.random.default_rng(0)
+    layer = example.new_model(20)["layers"][0]
+    x = jnp.asarray(random.standard_normal((2, 5, example.WIDTH)), jnp.float32)
+    query, key = (
+        (np.float64(x) @ np.float64(layer[name])).reshape(2, 5, -1, example.SIZE)
+        for name in ("query", "key")
+    )
+    key = np.repeat(key, example.HEADS // example.KEYS, axis=2)
+    logits = np.einsum("bthe,bshe->bhts", query, key) / example.SIZE**0.5
+    causal = np.where(np.tril(np.ones((5, 5))), logits, -np.inf)
+    found = example.attend(layer, x)[1]
+    np.testing.assert_allclose(found, causal.max((0, 2, 3)), rtol=1e-5)
+
+
+@pytest.mark.parametrize("key_heads", (4, 2, 1))
+def test_logits_of_a_flax_model_are_within_the_limit(key_heads):
+    model, variables, x = flax_model(key_heads)
+    params = variables["params"]
+    _, sown = model.apply(variables, x, mutable=["intermediates"])
+    most = jax.tree.leaves(sown)
+    assert len(most) == 2 and all((each > LIMIT).any() for each in most)
+
+    clipper = qk_clip(LIMIT, **attention.PATTERNS)
+    zero = jax.tree.map(jnp.zeros_like, params)
+    given = {"max_logits": sown["intermediates"]}
+    updates, _ = clipper.update(zero, clipper.init(params), params, **given)
+    # The second layer reads what the first one makes, and its logits are those of the
+    # same inputs only if the first keeps its softmax. So layers are asked one by one.
+    new = optax.apply_updates(params, updates)
+    for name in ("first", "second"):
+        both = {**params, name: new[name]}
+        _, after = model.apply({"params": both}, x, mutable=["intermediates"])
+        found = after["intermediates"][name]["max_logits"][0]
+        assert float(jnp.max(found)) <= LIMIT * (1 + 1e-5)
+
+
+def flax_model(key_heads):
+    nn = pytest.importorskip("flax.linen")
+
+    class Attention(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            def dense(heads, name):
+                return nn.DenseGeneral((heads, 8), name=name)(x)
+
+            query = dense(4, "query") * 2.0
+            key, value = dense(key_heads, "key"), dense(key_heads, "value")
+            key, value = (jnp.repeat(y, 4 // key_heads, 2) for y in (key, value))
+            logits = jnp.einsum("bthe,bshe->bhts", query, key) / 8**0.5
+            self.sow("intermediates", "max_logits", logits.max((0, 2, 3)))
+            seen = jnp.einsum("bhts,bshe->bthe", nn.softmax(logits), value)
+            return x + nn.DenseGeneral(16, axis=(-2, -1), name="out")(seen)
+
+    class Model(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            return Attention(name="second")(Attention(name="first")(x))
+
+    x = 3 * jax.random.normal(jax.random.key(0), (2, 12, 16))
+    variables = Model().init(jax.random.key(1), x)
+    return Model(), {"params": variables["params"]}, x

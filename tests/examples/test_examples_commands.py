@@ -1,0 +1,111 @@
+"""Each program explains its options, names the extra of a missing package, and writes
+nothing unless it is told to.
+"""
+
+import ast
+import importlib
+import inspect
+import re
+import runpy
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+FOLDER = Path(__file__).parents[2] / "examples"
+PROGRAMS = sorted(path.stem for path in FOLDER.glob("[a-z]*.py"))
+# What every environment of the library has.
+ALWAYS = {"jax", "numpy", "optax", "optaxclip"}
+
+
+def program(name):
+    try:
+        return importlib.import_module(f"examples.{name}")
+    except ModuleNotFoundError as error:
+        pytest.skip(str(error))
+
+
+def imported(name):
+    """The packages that a program imports, other than those that are always there."""
+    nodes = list(ast.walk(ast.parse((FOLDER / f"{name}.py").read_text())))
+    names = [node.module for node in nodes if isinstance(node, ast.ImportFrom)]
+    for node in nodes:
+        if isinstance(node, ast.Import):
+            names += [alias.name for alias in node.names]
+    packages = {module.split(".")[0] for module in names if module}
+    return sorted(packages - ALWAYS - sys.stdlib_module_names - set(PROGRAMS))
+
+
+NEEDED = [
+    (name, package)
+    for name in PROGRAMS
+    for package in imported(name)
+    if package != "examples"
+]
+OPTIONAL = {("logging_metrics", "tensorboardX")}
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_every_option_has_help_and_its_default(name):
+    for option in program(name).command_line()._actions[1:]:
+        assert option.help and "default" in option.help, option.option_strings
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_help_shows_the_whole_docstring(name):
+    module = program(name)
+    assert (module.__doc__ or "-").strip() in module.command_line().format_help()
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_no_path_is_written_by_default(name):
+    module = program(name)
+    options = vars(module.command_line().parse_args([]))
+    defaults = inspect.signature(module.main).parameters.values()
+    values = [*options.values(), *(parameter.default for parameter in defaults)]
+    assert not [
+        value
+        for value in values
+        if isinstance(value, str | Path) and Path(value).suffix
+    ]
+
+
+@pytest.mark.parametrize(("name", "package"), NEEDED)
+def test_a_missing_package_is_named_with_its_extra(monkeypatch, name, package):
+    hidden = [module for module in sys.modules if module.split(".")[0] == package]
+    for module in {package, *hidden}:
+        monkeypatch.setitem(sys.modules, module, None)
+    # As Python does for a program, which imports its neighbours by their bare names.
+    monkeypatch.syspath_prepend(FOLDER)
+    for neighbour in PROGRAMS:
+        monkeypatch.delitem(sys.modules, neighbour, raising=False)
+    if (name, package) in OPTIONAL:
+        runpy.run_path(str(FOLDER / f"{name}.py"))
+        return
+    with pytest.raises(ModuleNotFoundError) as raised:
+        runpy.run_path(str(FOLDER / f"{name}.py"))
+    assert 'pip install -e ".[examples]"' in "".join(raised.value.__notes__)
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_programs_run_without_the_clone_on_the_path(name):
+    assert "examples" not in imported(name)
+
+
+def test_help_names_a_missing_package_too():
+    hide = "import runpy, sys; sys.modules['sklearn'] = None; sys.argv[1:] = ['--help']"
+    run = f"runpy.run_path({str(FOLDER / 'digits.py')!r}, run_name='__main__')"
+    done = subprocess.run(
+        [sys.executable, "-c", f"{hide}; {run}"], capture_output=True, text=True
+    )
+    assert done.stderr.endswith('needs: pip install -e ".[examples]"\n')
+
+
+def test_contributing_draws_every_picture_of_the_docs():
+    root = FOLDER.parent
+    drawn = re.search(r"for name in (.*); do", (root / "CONTRIBUTING.md").read_text())
+    pictures = {path.stem for path in (root / "docs").glob("*.png")}
+    assert drawn and {name.removesuffix("_dark") for name in pictures} == set(
+        drawn[1].split()
+    )

@@ -1,0 +1,137 @@
+"""Layers on axis 1 give on several devices what they give on one, wherever the leaf is
+split: along its layers, along a tensor's own axes, or both.
+"""
+
+from functools import cache, partial
+
+import jax
+import numpy as np
+import optax
+import pytest
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+
+import optaxclip
+from tests import sharded
+from tests.sharded import mesh_of, on_each_part
+
+# Inputs, layers, outputs. The leaves are split along different axes.
+SHAPES = {"wi": (8, 4, 6), "wo": (6, 4, 8), "scale": (8, 4), "table": (10, 8)}
+SPECS = {
+    "wi": P("x", "y"),
+    "wo": P(None, "y", "x"),
+    "scale": P(None, "y"),
+    "table": P("x"),
+}
+STACKED = {"wi": (1,), "wo": (1,), "scale": (1,), "table": None}
+OPTIONS = {"scope": "tensor", "stacked": STACKED}
+STEPS = 3
+CLIPPERS = {
+    "tensor norms": partial(optaxclip.clip_by_tensor_norm, 0.5, stacked=STACKED),
+    "units": partial(optaxclip.clip_by_unitwise_norm, 0.5, stacked=STACKED),
+    "agc": partial(optaxclip.adaptive_grad_clip, 0.5, per_tensor=True, stacked=STACKED),
+    "larc": partial(optaxclip.larc, 0.1, stacked=STACKED),
+    # Two steps under the global limit, whose norm is that of all layers everywhere.
+    "adagc": partial(optaxclip.adagc, warmup=2, **OPTIONS),
+    "zclip": partial(optaxclip.zclip, 0.5, warmup=2, **OPTIONS),
+    "autoclip": partial(optaxclip.autoclip, 50.0, 4, **OPTIONS),
+}
+
+
+def random_tree(seed, *steps):
+    random = np.random.default_rng(seed)
+    drawn = {k: random.standard_normal((*steps, *s)) for k, s in SHAPES.items()}
+    return {name: np.float32(x) for name, x in drawn.items()}
+
+
+PARAMS, GRADS = random_tree(1), random_tree(2, STEPS)
+
+
+def scanned(clipper, params, grads):
+    """The updates of all steps."""
+
+    def step(state, tree):
+        updates, state = clipper.update(tree, state, params)
+        return state, updates
+
+    return jax.lax.scan(step, clipper.init(params), grads)[1]
+
+
+@cache
+def on_one_device(name):
+    return jax.jit(partial(scanned, CLIPPERS[name]()))(PARAMS, GRADS)
+
+
+def assert_alike(have, name):
+    for leaf, want in on_one_device(name).items():
+        np.testing.assert_allclose(have[leaf], want, 2e-6)
+
+
+@pytest.mark.parametrize("typed", [True, False], ids=["typed", "untyped"])
+@pytest.mark.parametrize("name", CLIPPERS)
+def test_layers_in_shard_map_equal_those_on_one_device(name, typed):
+    mesh = mesh_of((2, 4), ("x", "y"))
+    clipper = CLIPPERS[name](mesh_axes=SPECS)
+    of_steps = {leaf: P(None, *spec) for leaf, spec in SPECS.items()}
+    body = partial(scanned, clipper)
+    specs = (SPECS, of_steps), of_steps
+    have = on_each_part(body, mesh, *specs, check_vma=typed)(PARAMS, GRADS)
+    assert_alike(have, name)
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
+@pytest.mark.parametrize("name", CLIPPERS)
+def test_layers_under_jit_equal_those_on_one_device(name, kind):
+    mesh = mesh_of((2, 4), ("x", "y"), kind=kind)
+    of_steps = {leaf: P(None, *spec) for leaf, spec in SPECS.items()}
+    with jax.set_mesh(mesh):
+        params = sharded.place(PARAMS, mesh, SPECS)
+        grads = sharded.place(GRADS, mesh, of_steps)
+        have = jax.jit(partial(scanned, CLIPPERS[name]()))(params, grads)
+    assert_alike(have, name)
+
+
+@pytest.mark.parametrize("method", ["svd", "newton_schulz"])
+def test_spectral_layers_on_an_explicit_mesh_stay_split(method):
+    clipper = optaxclip.clip_by_spectral_norm(2.0, method=method, stacked=STACKED)
+    mesh = mesh_of((2, 4), ("x", "y"), kind=AxisType.Explicit)
+    grads = {name: x[0] for name, x in GRADS.items()}
+    want, _ = clipper.update(grads, clipper.init(grads))
+    with jax.set_mesh(mesh):
+        placed = sharded.place(grads, mesh, SPECS)
+        have, _ = jax.jit(clipper.update)(placed, clipper.init(placed))
+    for leaf, x in have.items():
+        assert jax.typeof(x).sharding.spec == jax.typeof(placed[leaf]).sharding.spec
+        np.testing.assert_allclose(x, want[leaf], 1e-4, 1e-5)
+
+
+def test_the_sum_of_layers_takes_one_more_collective():
+    mesh = mesh_of((2, 4), ("x", "y"))
+    clipper = CLIPPERS["adagc"](mesh_axes=SPECS)
+
+    def body(params, grads):
+        return clipper.update(grads, clipper.init(params))[0]
+
+    program = on_each_part(body, mesh, (SPECS, SPECS), SPECS)
+    text = program.lower(PARAMS, PARAMS).as_text()
+    assert text.count("stablehlo.all_reduce") <= 3
+    assert optax.tree.norm(program(PARAMS, PARAMS)) == pytest.approx(1.0, 1e-6)
+
+
+@pytest.mark.parametrize("typed", [True, False], ids=["typed", "untyped"])
+def test_constraints_in_shard_map_equal_those_on_one_device(typed):
+    def body(params, updates, mesh_axes=SPECS):
+        units = optaxclip.clip_by_unitwise_norm(
+            0.5, stacked=STACKED, nonfinite="zero", mesh_axes=mesh_axes
+        )
+        constrained = optaxclip.constrain(units)
+        return constrained.update(updates, constrained.init(params), params)[0]
+
+    updates = {name: x[0] for name, x in GRADS.items()}
+    updates["table"] = np.full_like(updates["table"], np.nan)
+    mesh = mesh_of((2, 4), ("x", "y"))
+    program = on_each_part(body, mesh, (SPECS, SPECS), SPECS, check_vma=typed)
+    have, want = program(PARAMS, updates), body(PARAMS, updates, "auto")
+    for leaf, x in want.items():
+        np.testing.assert_allclose(have[leaf], x, 2e-6, 2e-7)
+    assert not np.any(have["table"])
