@@ -47,6 +47,7 @@ from ._clippers._by_norm import (
 )
 from ._clippers._by_rule import adagn, aggc, autoclip, zclip
 from ._clippers._by_value import clip, clip_by_value
+from ._clippers._clip_by import clip_by
 from ._clippers._clip_grads import clip_grads
 from ._clippers._clippy import clippy
 from ._clippers._heads import Heads
@@ -56,7 +57,6 @@ from ._clippers._record_spikes import record_spikes
 from ._clippers._spam import spam
 from ._clippers._spectral import clip_by_spectral_norm, spectral_norm
 from ._core._factors import rescale
-from ._core._kernel import clip_by
 from ._core._state import ClipState
 from ._metrics._metrics import metrics
 from ._norms._mesh_axes import check_replicated
@@ -69,7 +69,7 @@ from ._wrappers._skip import skip_nonfinite, skip_spikes, skip_step
 from ._wrappers._skipping import SkipState
 from .per_example import clipped_grad
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 __all__ = [
     "ClipState",

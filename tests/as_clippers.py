@@ -17,8 +17,20 @@ def labels_by_rank(tree: Any) -> Any:
     return jax.tree.map(lambda x: "matrix" if jnp.ndim(x) > 1 else "vector", tree)
 
 
-def by_group(limit: Any, **options: Any) -> Any:
-    """`clip_by_group_norm` of two groups."""
+def by_group(
+    limit: Any,
+    ord: Any = None,
+    shrink: Any = None,
+    eps: Any = 0.0,
+    nonfinite: str = "propagate",
+    mesh_axes: Any = "auto",
+) -> Any:
+    """`clip_by_group_norm` of two groups.
+
+    Not a partial with `labels`: optax.inject_hyperparams calls functions of steps.
+    """
+    options = {"ord": ord, "shrink": shrink, "eps": eps, "mesh_axes": mesh_axes}
+    options["nonfinite"] = nonfinite
     return optaxclip.clip_by_group_norm(limit, labels_by_rank, **options)
 
 

@@ -217,6 +217,7 @@ def _clip(
 def _scaled(update: jax.Array, weight: Any, scale: jax.Array) -> jax.Array:
     """scale (weight + update) - weight, without its cancellation."""
     wide = np.promote_types(update.dtype, scale.dtype)
-    long, held = update.astype(wide), jnp.asarray(weight).astype(wide)
-    short = scale * long - (1 - scale) * held
-    return jnp.where(scale == 1, update, cast_like(short, update))
+    # Exact where the scale is 1. The update itself is read once: an operand of two
+    # operations XLA on a CPU writes to memory instead of computing it in the same loop.
+    taken = jnp.where(scale == 1, 0, (1 - scale) * jnp.asarray(weight).astype(wide))
+    return cast_like(scale * jnp.asarray(update).astype(wide) - taken, update)

@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.core import Tracer
 
 from .._arguments import check_state, is_without_state
 from .._norms import _prefix as prefix
@@ -17,6 +18,16 @@ from ._state import ClipState
 def needs_params(rules: Any) -> bool:
     """Whether a rule of these compares norms with those of weights."""
     return any(rule.needs_params for rule in jax.tree.leaves(rules, is_leaf=is_rule))
+
+
+def check_windows(call: str, rules: Any) -> None:
+    """Raises for a window whose length is not known when the state is made."""
+    for rule in jax.tree.leaves(rules, is_leaf=is_rule):
+        if isinstance(getattr(rule, "window", None), Tracer):
+            raise TypeError(
+                f"{call}: window must be known when the state is made: under jit and "
+                "inject_hyperparams name it in static_args."
+            )
 
 
 def begins_anew(call: str, state: Any, numbers: Any) -> bool:

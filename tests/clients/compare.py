@@ -57,7 +57,11 @@ def row_of(client: str) -> Row:
         installed = version(CLIENTS[client].install)
     except PackageNotFoundError:
         return Row(client, f"not installed: `pip install {CLIENTS[client].install}`")
-    return compare(client, installed, {whose: run(client, whose) for whose in RUNS})
+    try:
+        runs = {whose: run(client, whose) for whose in RUNS}
+    except RuntimeError as error:
+        return Row(client, installed, problems=(str(error),))
+    return compare(client, installed, runs)
 
 
 def compare(client: str, installed: str, runs: dict[str, dict[str, Any]]) -> Row:

@@ -32,8 +32,8 @@ bit for bit. The command fails if losses differ by more than 1e-5, if no clip ma
 than a hundred times that, if nothing was clipped, or if a restored state differs.
 """
 STATE = """
-One thing changes where a run is continued: the state of optax's clip is empty and ours
-is not, so that a checkpoint with the one does not have the structure of the other.
+One thing is not shown here: a run that was saved with optax's clip and continues with
+ours. Its checkpoint has the structure of the old state.
 [sharp_edges.md](sharp_edges.md#a-checkpoint-from-optax) shows how to go on.
 """
 

@@ -3,6 +3,7 @@
 from pathlib import Path
 from typing import Any
 
+import optax
 from sbx import PPO
 from stable_baselines3.common.logger import KVWriter, Logger
 
@@ -32,10 +33,12 @@ def train(folder: Path) -> Trained:
         n_steps=ROLLOUT,
         batch_size=BATCH,
         n_epochs=2,
+        learning_rate=0.01,
         max_grad_norm=0.1,
         seed=0,
         device="cpu",
-        policy_kwargs={"net_arch": [16]},
+        # Adam divides by the size of its gradients, and would hide much of a clip.
+        policy_kwargs={"net_arch": [16], "optimizer_class": optax.sgd},
     )
     seen = Losses()
     model.set_logger(Logger(None, [seen]))

@@ -37,6 +37,10 @@ FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 NUMBER = re.compile(r"(?<![\w.])-?\d+(?:\.\d*)?(?:e[+-]?\d+)?")
 
 
+# Packages that a page may show and that only the examples need.
+OPTIONAL = ("flax",)
+
+
 class Block(NamedTuple):
     kind: str  # python, sh
     line: int  # of its first line in the page
@@ -96,6 +100,10 @@ def run(block, page, namespace):
                         f"no test knows how to run {command!r}"
                     )
                     replay_main(words[3:])
+    except ModuleNotFoundError as error:
+        if error.name not in OPTIONAL:
+            raise
+        pytest.skip(f"{error.name} is not installed")
     except Exception as error:
         kind = (
             type(error).__name__
