@@ -133,6 +133,33 @@ def main(
     """Trains the networks, all or only some, prints the table, draws a picture and
     writes a log if they are wanted, and returns the table.
     """
+    rows, runs, broken = compare(
+        steps, first=first, every=every, lr=lr, seed=seed, only=only
+    )
+    if save is not None:
+        draw(runs, broken, save)
+        print(f"\nThe picture is in {save}")
+    if log is not None:
+        write_log(runs[rows[-1].protection], broken, log)
+        print(
+            f"The norms of {rows[-1].protection} are in {log}: python -m "
+            f"optaxclip.replay {log}"
+        )
+    return rows
+
+
+def compare(
+    steps: int,
+    *,
+    first: int = FIRST,
+    every: int = EVERY,
+    lr: float = LEARNING_RATE,
+    seed: int = SEED,
+    only: Sequence[str] = (),
+) -> tuple[list[Row], dict[str, Curves], np.ndarray]:
+    """Trains the networks. Returns the table, the curves by protection, and whether
+    each step had a broken batch.
+    """
     text = char_rnn.read_text()
     broken = np.isin(np.arange(steps), np.arange(first, steps, every))
     random = np.random.default_rng(seed + 1)
@@ -168,16 +195,7 @@ def main(
             flush=True,
         )
     print_table(rows)
-    if save is not None:
-        draw(runs, broken, save)
-        print(f"\nThe picture is in {save}")
-    if log is not None:
-        write_log(runs[rows[-1].protection], broken, log)
-        print(
-            f"The norms of {rows[-1].protection} are in {log}: python -m "
-            f"optaxclip.replay {log}"
-        )
-    return rows
+    return rows, runs, broken
 
 
 def protections(sgd: Any, steps: int) -> dict[str, Any]:
@@ -360,7 +378,7 @@ def draw_losses(axis: Any, runs: dict[str, Curves], broken: np.ndarray) -> None:
         axis.semilogy(
             np.flatnonzero(~broken),
             smooth,
-            label=f"{protection}, at last {smooth[-1]:.3g}",
+            label=f"{protection}, final {smooth[-1]:.3g}",
             linewidth=1.2,
         )
     axis.set(

@@ -42,7 +42,11 @@ import numpy as np
 import optax
 
 import optaxclip
-from examples.char_rnn import read_text
+
+if __package__:  # imported by the tests, and not run as a program
+    from .char_rnn import read_text
+else:
+    from char_rnn import read_text
 
 SEED, BATCH, LENGTH = 0, 16, 32
 LAYERS, WIDTH, HEADS, KEYS, SIZE = 2, 64, 4, 2, 16
@@ -223,8 +227,24 @@ def print_table(rows: list[Row]) -> None:
         )
 
 
+def command_line() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--steps",
+        type=int,
+        default=200,
+        help="how many steps to train (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--lr",
+        type=float,
+        default=0.1,
+        help="the learning rate of Muon (default: %(default)s)",
+    )
+    return parser
+
+
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--steps", type=int, default=200)
-    parser.add_argument("--lr", type=float, default=0.1, help="learning rate of Muon")
-    main(**vars(parser.parse_args()))
+    main(**vars(command_line().parse_args()))

@@ -8,9 +8,10 @@ and what if it is longer (shrink).
                  clip_by_average_norm, clip_by_unitwise_norm, clip_by_group_norm,
                  clip_by_value, clip_by_spectral_norm, adaptive_grad_clip, clippy, larc
     that learn   autoclip, zclip, adagc, aggc, spam, adaclip, adagn
-    wrappers     skip_nonfinite, skip_spikes, skip_step, carry_clipped, reset_momentum
+    wrappers     skip_nonfinite, skip_spikes, skip_step, carry_clipped, constrain,
+                 reset_momentum
     once         clip_grads(grads, max_norm) -> (grads, norm)
-    reading      metrics, record_norm
+    reading      metrics, record_norm, record_spikes
     weights      qk_clip, Heads
     backward     clip_cotangent, scale_cotangent
     your own     clip_by, rescale
@@ -46,21 +47,23 @@ from ._clippers._by_norm import (
 )
 from ._clippers._by_rule import adagn, aggc, autoclip, zclip
 from ._clippers._by_value import clip, clip_by_value
+from ._clippers._clip_by import clip_by
 from ._clippers._clip_grads import clip_grads
 from ._clippers._clippy import clippy
 from ._clippers._heads import Heads
 from ._clippers._larc import larc
 from ._clippers._qk_clip import qk_clip
+from ._clippers._record_spikes import record_spikes
 from ._clippers._spam import spam
 from ._clippers._spectral import clip_by_spectral_norm, spectral_norm
 from ._core._factors import rescale
-from ._core._kernel import clip_by
 from ._core._state import ClipState
-from ._metrics import metrics
+from ._metrics._metrics import metrics
 from ._norms._mesh_axes import check_replicated
 from ._norms._norms import global_norm, group_norm, tensor_norm, unitwise_norm
 from ._other_names import raise_no_attribute
 from ._wrappers._carry import carry_clipped
+from ._wrappers._constrain import constrain
 from ._wrappers._reset_momentum import reset_momentum
 from ._wrappers._skip import skip_nonfinite, skip_spikes, skip_step
 from ._wrappers._skipping import SkipState
@@ -95,6 +98,7 @@ __all__ = [
     "clip_grads",
     "clipped_grad",
     "clippy",
+    "constrain",
     "dropin",
     "global_norm",
     "group_norm",
@@ -103,6 +107,7 @@ __all__ = [
     "per_example",
     "qk_clip",
     "record_norm",
+    "record_spikes",
     "replay",
     "rescale",
     "reset_momentum",

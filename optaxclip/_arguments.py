@@ -184,8 +184,8 @@ def check_state(call: str, state: Any, kind: type) -> None:
     if is_without_state(state):
         raise TypeError(
             f"{call}: state must be the {kind.__name__} of the step before, got "
-            f"{type(state).__name__}. Begin with state = optimizer.init(params), and "
-            "hand on the state that update returns."
+            f"{state}. Begin with state = optimizer.init(params), and hand on the "
+            "state that update returns."
         )
     if not isinstance(state, kind):
         raise TypeError(

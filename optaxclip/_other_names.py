@@ -6,6 +6,7 @@ optaxclip.clip_grad_norm_                 AttributeError that names clip_grads
 
 import functools
 import inspect
+import re
 from collections.abc import Callable, Iterable
 from types import ModuleType
 from typing import NoReturn, ParamSpec, TypeVar
@@ -18,6 +19,7 @@ OUR_LIMITS = (
     "max_rms",
     "max_value",
     "max_delta",
+    "max_logit",
     "clipping",
     "limit",
     "threshold",
@@ -53,10 +55,14 @@ ARGUMENTS = {
     **dict.fromkeys(("a_max", "clip_value_max", "max", "upper"), ("max_value",)),
     **dict.fromkeys(("a_min", "clip_value_min", "min", "lower"), ("min_value",)),
     **dict.fromkeys(("groups", "param_labels"), ("labels", "scope")),
+    "batch_argnums": ("shared_argnums, the arguments that are no batches",),
     "error_if_nonfinite": ('nonfinite="raise"',),
     "max_consecutive_errors": ("max_consecutive",),
     "microbatch_size": ("microbatch",),
+    "normalize_by": ("mean",),
     "per": ("scope",),
+    "rescale_to_unit_norm": ("shrink=optaxclip.shrinks.normalize",),
+    "tau": ("max_logit",),
 }
 # Names that people try for a function, and the call to use.
 FUNCTIONS = {
@@ -77,6 +83,7 @@ FUNCTIONS = {
     "least": "rules.minimum",
     "at_least": "rules.maximum",
     "measure": "record_norm",
+    "muon_clip": "qk_clip",
     "unit_norm": "unitwise_norm",
     "unitwise_clip": "clip_by_unitwise_norm",
     "zero_nans": 'clip_by_global_norm(..., nonfinite="zero")',
@@ -102,9 +109,9 @@ def with_our_names(function: Callable[P, T]) -> Callable[P, T]:
 
 
 def _raise_unknown(call: str, name: str, known: list[str]) -> NoReturn:
-    wanted = [x for x in ARGUMENTS.get(name, ()) if x.partition("=")[0] in known]
-    if not wanted:
-        wanted = _similar(name, known)
+    candidates = ARGUMENTS.get(name, ())
+    wanted = [x for x in candidates if re.split(r"\W", x)[0] in known]
+    wanted = wanted or _similar(name, known)
     if wanted:
         here = f"Here it is {wanted[0]}."
     elif name in ("mask", "trainable"):

@@ -17,8 +17,20 @@ def labels_by_rank(tree: Any) -> Any:
     return jax.tree.map(lambda x: "matrix" if jnp.ndim(x) > 1 else "vector", tree)
 
 
-def by_group(limit: Any, **options: Any) -> Any:
-    """`clip_by_group_norm` of two groups."""
+def by_group(
+    limit: Any,
+    ord: Any = None,
+    shrink: Any = None,
+    eps: Any = 0.0,
+    nonfinite: str = "propagate",
+    mesh_axes: Any = "auto",
+) -> Any:
+    """`clip_by_group_norm` of two groups.
+
+    Not a partial with `labels`: optax.inject_hyperparams calls functions of steps.
+    """
+    options = {"ord": ord, "shrink": shrink, "eps": eps, "mesh_axes": mesh_axes}
+    options["nonfinite"] = nonfinite
     return optaxclip.clip_by_group_norm(limit, labels_by_rank, **options)
 
 
@@ -32,9 +44,23 @@ def carried(limit: Any, **options: Any) -> Any:
     return optaxclip.carry_clipped(clip_by_global_norm(limit, **options))
 
 
+def constrained(limit: Any, **options: Any) -> Any:
+    """`constrain` of a clipper of the global norm."""
+    return optaxclip.constrain(clip_by_global_norm(limit, **options))
+
+
 def around(wrapper: Callable[..., Any], **settings: Any) -> Callable[..., Any]:
     """A wrapper of optimizers around one that hands on what it gets."""
     return lambda **options: wrapper(optax.identity(), **{**settings, **options})
+
+
+def once(limit: Any, **options: Any) -> Any:
+    """`clip_grads` as a clipper."""
+
+    def update(grads: Any, params: Any) -> Any:
+        return optaxclip.clip_grads(grads, limit, **options)[0]
+
+    return optax.with_extra_args_support(optax.stateless(update))
 
 
 def cotangent(limit: Any, **options: Any) -> Any:

@@ -1,5 +1,5 @@
-"""The table of all public norm clippers, each with what it measures, written out in
-float64 NumPy.
+"""What tests share: the clippers by norm with their equations in float64 NumPy, random
+trees, and comparisons.
 """
 
 import itertools
@@ -13,26 +13,28 @@ import numpy as np
 from jax.tree_util import Partial
 
 import optaxclip
+from tests.methods import ALONE, METHODS, Method
 
 LABELS = {"kernel": "matrix", "bias": "vector", "block": "matrix"}
 SHAPES = {"kernel": (5, 3), "bias": (7,), "block": {"conv": (2, 3, 4), "gain": ()}}
 
 
+def length(part):
+    return float(np.sqrt(sum(np.sum(np.abs(x) ** 2) for x in part)))
+
+
 class Case(NamedTuple):
+    """A clipper and its equation."""
+
     build: Callable[..., Any]  # (limit, **options) -> clipper
-    parts: Callable[
-        [Any], list[Any]
-    ]  # numpy tree -> the parts that are measured together, each a list of arrays
-    norm: Callable[[list[Any]], float] = lambda part: float(
-        np.sqrt(sum(np.sum(np.abs(x) ** 2) for x in part))
-    )
+    # From a tree in NumPy to what is measured together, each a list of arrays.
+    parts: Callable[[Any], list[Any]]
+    norm: Callable[[list[Any]], float] = length
     relative: bool = False  # is the limit a share of the weights' norm?
     floor: float = 1e-3  # ... which counts as at least this
-    clip: Callable[[list[Any], float], list[Any]] | None = (
-        None  # (part, limit) -> part, where it does more than scale, by a decomposition
-    )
-    # the limit is a number: no None, no schedule; and norms are not taken from
-    # elsewhere
+    # (part, limit) -> part, where it does more than scale, by a decomposition.
+    clip: Callable[[list[Any], float], list[Any]] | None = None
+    # The limit is no None and no schedule, and norms are not taken from elsewhere.
     numbers_only: bool = False
 
 
@@ -54,9 +56,10 @@ def units(tree):
 
 
 def groups(tree):
+    """Matrices, and all else, as `labels_by_rank` has it."""
     return [
-        [tree["block"]["conv"], tree["block"]["gain"], tree["kernel"]],
-        [tree["bias"]],
+        [tree["block"]["conv"], tree["kernel"]],
+        [tree["bias"], tree["block"]["gain"]],
     ]
 
 
@@ -85,34 +88,37 @@ def singular_values_clipped(part, limit):
     return [((u * np.minimum(s, limit)) @ vh).reshape(part[0].shape)]
 
 
+PARTS = {"all": everything, "tensor": leaves, "unit": units, "group": groups}
+NORMS = {2: length, "rms": rms, "average": average, "spectral": largest_singular_value}
+
+
+def case_of(method: Method) -> Case:
+    """The equation of a clipper of the registry."""
+    return Case(
+        partial(method.build, **method.quick) if method.quick else method.build,
+        PARTS[method.norm],
+        NORMS[method.ord],
+        relative=method.floor is not None,
+        clip=singular_values_clipped if method.ord == "spectral" else None,
+    )
+
+
 CLIPPERS = {
-    "clip_by_global_norm": Case(optaxclip.clip_by_global_norm, everything),
-    "clip_by_tensor_norm": Case(optaxclip.clip_by_tensor_norm, leaves),
-    "clip_by_unitwise_norm": Case(optaxclip.clip_by_unitwise_norm, units),
-    "clip_by_group_norm": Case(
-        partial(optaxclip.clip_by_group_norm, labels=LABELS), groups
-    ),
-    "clip_by_tensor_rms": Case(optaxclip.clip_by_tensor_rms, leaves, rms),
-    "clip_by_average_norm": Case(optaxclip.clip_by_average_norm, leaves, average),
-    "adaptive_grad_clip": Case(optaxclip.adaptive_grad_clip, units, relative=True),
-    "adaptive_grad_clip per tensor": Case(
-        partial(optaxclip.adaptive_grad_clip, per_tensor=True), leaves, relative=True
-    ),
-    "clip_by_spectral_norm": Case(
-        optaxclip.clip_by_spectral_norm,
-        leaves,
-        largest_singular_value,
-        clip=singular_values_clipped,
-    ),
-    "clippy": Case(partial(optaxclip.clippy, 0.0), leaves, largest, numbers_only=True),
-    "larc": Case(
-        partial(optaxclip.larc, 1.0, eps=0.0),
-        leaves,
-        relative=True,
-        floor=0.0,
-        numbers_only=True,
-    ),
+    name: case_of(method)
+    for name, method in METHODS.items()
+    if method.shrinks and method.leaves != ALONE
 }
+# Their limits are numbers of each element and of each tensor.
+CLIPPERS["clippy"] = Case(
+    partial(optaxclip.clippy, 0.0), leaves, largest, numbers_only=True
+)
+CLIPPERS["larc"] = Case(
+    partial(optaxclip.larc, 1.0, eps=0.0),
+    leaves,
+    relative=True,
+    floor=0.0,
+    numbers_only=True,
+)
 
 # A clipper meets float32 and all dtypes in one tree; a tree of 16-bit or complex
 # numbers alone meets every third clipper, and 64 bits those that test_properties does

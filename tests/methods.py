@@ -19,9 +19,11 @@ from tests.as_clippers import (
     bounds,
     by_group,
     carried,
+    constrained,
     cotangent,
     example,
     labels_by_rank,
+    once,
 )
 
 BITS = "bits"  # what is within the limit keeps its bits
@@ -159,6 +161,14 @@ METHODS: dict[str, Method] = {
         defaults={"trust": 0.02, "weight_decay": 0.0, "eps": 1e-8},
     ),
     "record_norm": of(optaxclip.record_norm, "all", mesh_axes=False),
+    "record_spikes": of(
+        optaxclip.record_spikes,
+        "all",
+        learns=True,
+        quick={"window": 4},
+        numbers={"sigmas": POSITIVE},
+        defaults={"sigmas": 6.0, "window": 128},
+    ),
     "autoclip": of(
         optaxclip.autoclip,
         "all",
@@ -227,6 +237,15 @@ METHODS: dict[str, Method] = {
         learns=True,
         wraps="clipper",
     ),
+    "constrain": Method(
+        constrained,
+        optaxclip.constrain,
+        "all",
+        keeps=frozenset(),
+        limit=1.0,
+        needs=WEIGHTS,
+        wraps="clipper",
+    ),
     "skip_nonfinite": Method(
         around(optaxclip.skip_nonfinite),
         optaxclip.skip_nonfinite,
@@ -260,6 +279,14 @@ METHODS: dict[str, Method] = {
         defaults={"every": 500, "warmup": 150},
         mesh_axes=False,
         wraps="optimizer",
+    ),
+    "clip_grads": Method(
+        once,
+        optaxclip.clip_grads,
+        "all",
+        limit=1.0,
+        schedules=False,
+        defaults=KERNEL,
     ),
     "clip_cotangent": Method(
         cotangent,

@@ -19,6 +19,8 @@ from optaxclip._norms import _prefix as prefix
 from optaxclip.dropin import torch_style
 from optaxclip.rules import constant
 from optaxclip.rules._rule import call_name
+from tests.methods import METHODS
+from tests.parts import RULES, SHRINKS
 
 TREE = {"w": jnp.ones((2, 3)), "b": jnp.ones(3)}
 
@@ -373,12 +375,13 @@ OTHERS_STATES = {
         optaxclip.clip_by_global_norm(1.0).init(TREE),
         "clip_by_global_norm: state was made with another rule. z_score remembers "
         "ZScoreMemory(seen='int32[]', mean='float32[]', deviation='float32[]'), and "
-        "the state has (). Begin with a new one: state = clipper.init(params).",
+        "the state has nothing. Begin with a new one: state = clipper.init(params).",
     ),
     "memory": (
         optaxclip.clip_by_global_norm(1.0),
         optaxclip.clip_by_global_norm(optaxclip.rules.growth()).init(TREE),
-        "clip_by_global_norm: state was made with another rule. constant remembers (), "
+        "clip_by_global_norm: state was made with another rule. constant remembers "
+        "nothing, "
         "and the state has float32[]. Begin with a new one",
     ),
     "one norm": (
@@ -430,80 +433,8 @@ def test_each_number_of_an_array_is_held_against_its_range():
 
 # of each rule and clipper: its parameters, the least and the greatest number that each
 # may be
-NUMBERS = {
-    optaxclip.rules.windowed_quantile: {
-        "quantile": (0, 1),
-        "factor": (0, None),
-        "window": (1, None),
-        "warmup": (0, None),
-    },
-    optaxclip.rules.windowed_mean: {
-        "sigmas": (0, None),
-        "window": (1, None),
-        "ddof": (0, None),
-        "floor": (0, None),
-        "warmup": (0, None),
-    },
-    optaxclip.rules.z_score: {
-        "z": (0, None),
-        "decay": (0, 1),
-        "warmup": (1, None),
-        "eps": (0, None),
-    },
-    optaxclip.rules.log_z_score: {
-        "z": (0, None),
-        "decay": (0, 1),
-        "floor": (0, None),
-        "spread": (0, None),
-        "warmup": (1, None),
-    },
-    optaxclip.rules.ema_ratio: {
-        "ratio": (0, None),
-        "decay": (0, 1),
-        "target": (0, None),
-        "target_decay": (0, 1),
-        "warmup": (0, None),
-    },
-    optaxclip.rules.growth: {"rate": (0, None), "floor": (0, None)},
-    optaxclip.rules.quantile_tracker: {
-        "quantile": (0, 1),
-        "rate": (0, None),
-        "start": (0, None),
-    },
-    optaxclip.rules.ema: {"decay": (0, 1)},
-    optaxclip.rules.moments_ratio: {
-        "decay1": (0, 1),
-        "decay2": (0, 1),
-        "eps": (0, None),
-    },
-    optaxclip.rules.ema_band: {
-        "low": (0, None),
-        "high": (0, None),
-        "decay": (0, 1),
-        "floor": (0, None),
-        "up": (1, None),
-        "down": (0, 1),
-    },
-    optaxclip.adagc: {
-        "ratio": (0, None),
-        "decay": (0, 1),
-        "max_norm": (0, None),
-        "warmup": (1, None),
-    },
-    optaxclip.autoclip: {"percentile": (0, 100)},
-    optaxclip.spam: {
-        "threshold": (0, None),
-        "decay": (0, 1),
-        "warmup": (0, None),
-        "every": (1, None),
-    },
-    optaxclip.larc: {
-        "learning_rate": (0, None),
-        "trust": (0, None),
-        "weight_decay": (0, None),
-    },
-    optaxclip.clippy: {"relative": (0, None), "absolute": (0, None)},
-}
+NUMBERS = {m.function: m.numbers for m in METHODS.values() if m.numbers}
+NUMBERS |= {rule: part.numbers for rule, part in RULES.items() if part.numbers}
 
 
 @pytest.mark.parametrize(
@@ -546,119 +477,11 @@ def test_a_window_is_one_whole_number(build):
             build(window=wrong)
 
 
-DEFAULTS = {  # those of the papers and of their public code
-    optaxclip.adaptive_grad_clip: {"clipping": 0.01, "eps": 1e-3},
-    optaxclip.autoclip: {"percentile": 10.0, "window": 10_000, "scope": "global"},
-    optaxclip.rules.windowed_mean: {
-        "sigmas": 3.0,
-        "window": 128,
-        "ddof": 0,
-        "floor": 0.0,
-        "current": False,
-        "remember": "raw",
-        "warmup": 2,
-    },
-    optaxclip.rules.windowed_quantile: {
-        "quantile": 0.5,
-        "window": 100,
-        "factor": 1.0,
-        "current": False,
-        "remember": "raw",
-        "warmup": 1,
-    },
-    optaxclip.zclip: {
-        "z": 2.5,
-        "decay": 0.97,
-        "cap": None,
-        "target": "adaptive",
-        "warmup": 25,
-        "eps": 1e-6,
-        "scope": "global",
-    },
-    optaxclip.rules.z_score: {
-        "z": 2.5,
-        "decay": 0.97,
-        "target": "adaptive",
-        "warmup": 25,
-        "eps": 1e-6,
-    },
-    optaxclip.rules.log_z_score: {
-        "z": 4.0,
-        "decay": 0.995,
-        "floor": 0.01,
-        "spread": 1e-3,
-        "warmup": 277,
-    },
-    optaxclip.rules.ema_ratio: {
-        "ratio": 2.0,
-        "decay": 0.99,
-        "corrected": False,
-        "remember": "clipped",
-        "warmup": 1,
-    },
-    optaxclip.rules.growth: {"rate": 1.01, "floor": 0.0},
-    optaxclip.rules.quantile_tracker: {"quantile": 0.5, "rate": 0.2, "start": 0.1},
-    optaxclip.adagc: {
-        "ratio": 1.05,
-        "decay": 0.98,
-        "max_norm": 1.0,
-        "warmup": 100,
-        "scope": "tensor",
-    },
-    optaxclip.aggc: {
-        "low": 0.95,
-        "high": 0.6,
-        "decay": 0.95,
-        "floor": 0.01,
-        "up": 1.1,
-        "down": 0.9,
-        "raise_small": False,
-    },
-    optaxclip.rules.ema_band: {
-        "low": 0.95,
-        "high": 0.6,
-        "decay": 0.95,
-        "floor": 0.01,
-        "up": 1.1,
-        "down": 0.9,
-        "raise_small": False,
-    },
-    optaxclip.spam: {"threshold": 5000.0, "decay": 0.999, "warmup": 20, "every": 500},
-    optaxclip.reset_momentum: {"every": 500, "warmup": 150},
-    optaxclip.adaclip: {"decay": 0.999},
-    optaxclip.rules.ema: {"decay": 0.999},
-    optaxclip.adagn: {"decay1": 0.7, "decay2": 0.9, "eps": 1e-8, "scope": "tensor"},
-    optaxclip.rules.moments_ratio: {"decay1": 0.7, "decay2": 0.9, "eps": 1e-8},
-    optaxclip.skip_step: {"sigmas": 6.0, "window": 128, "on_loss": None},
-    optaxclip.skip_nonfinite: {"max_consecutive": 100},
-    optaxclip.clippy: {"relative": 0.1, "absolute": 1e-7},
-    optaxclip.larc: {"trust": 0.02, "weight_decay": 0.0, "eps": 1e-8},
-    optaxclip.clip_by_spectral_norm: {"method": "svd", "steps": None, "columns": None},
-    optaxclip.shrinks.smooth: {"power": 1.0},
-    optaxclip.shrinks.auto_s: {"gamma": 0.01},
-    optaxclip.shrinks.psac: {"r": 0.1},
-    optaxclip.clipped_grad: {
-        "argnums": 0,
-        "shared_argnums": (),
-        "has_aux": False,
-        "method": "auto",
-        "mean": True,
-    },
-    optaxclip.clip_by_global_norm: {
-        "ord": None,
-        "eps": 0.0,
-        "nonfinite": "propagate",
-        "mesh_axes": "auto",
-    },
-}
-
-
-@pytest.mark.parametrize("function", DEFAULTS, ids=lambda function: function.__name__)
-def test_defaults_are_those_of_the_papers(function):
+@pytest.mark.parametrize("function", RULES | SHRINKS, ids=lambda f: f.__name__)
+def test_defaults_of_rules_and_shrinks_are_those_of_papers(function):
     parameters = inspect.signature(function).parameters
-    assert {name: parameters[name].default for name in DEFAULTS[function]} == DEFAULTS[
-        function
-    ]
+    wanted = (RULES | SHRINKS)[function].defaults
+    assert {name: parameters[name].default for name in wanted} == wanted
 
 
 @pytest.mark.parametrize(

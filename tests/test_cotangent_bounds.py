@@ -7,7 +7,9 @@ import pytest
 
 from optaxclip import clip_cotangent
 
-COTANGENT = np.float32([-3.0, -0.75, -0.25, 0.25, 0.75, 3.0, np.nan, np.inf, -np.inf])
+COTANGENT = np.array(
+    [-3.0, -0.75, -0.25, 0.25, 0.75, 3.0, np.nan, np.inf, -np.inf], np.float32
+)
 
 
 def back(**bounds):

@@ -66,9 +66,10 @@ def adagc(
       [0.6] [0.3]
 
     Reference: Wang et al., AdaGC: improving training stability for large language model
-    pretraining, 2025 (arXiv 2502.11034). Paddle's code seeds the averages with norms
-    before the global clip and warms up one step longer. A norm of 0 in the warm-up,
-    which would hold a tensor at 0 for good there, is not remembered here.
+    pretraining, 2025 (arXiv 2502.11034). The authors' code for Megatron adds 1e-6 to
+    norms. Paddle's code seeds the averages with norms before the global clip and warms
+    up one step longer. A norm of 0 in the warm-up, which would hold a tensor at 0 for
+    good in both, is not remembered here.
     """
     rule = Adagc(ratio, decay, max_norm, warmup)
     return clip_at(scope, rule, "adagc", nonfinite, mesh_axes, stacked=stacked)

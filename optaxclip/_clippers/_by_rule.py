@@ -232,7 +232,8 @@ def adagn(
 
     Every gradient becomes about as long as 1, and less where norms vary, whatever the
     scale of the loss. Stable-SPAM puts `adaclip` first, then this, then Adam with
-    `reset_momentum`.
+    `reset_momentum`. GradientStabilizer is this alone, before any optimizer, with
+    `adagn(0.6, 0.999, eps=1e-12)`.
 
     Args:
       decay1, decay2: of the two moments, in [0, 1]. Numbers or schedules.
@@ -260,7 +261,8 @@ def adagn(
       0.908
 
     Reference: Huang et al., Stable-SPAM: how to train in 4-bit more stably than 16-bit
-    Adam, 2025 (arXiv 2502.17055).
+    Adam, 2025 (arXiv 2502.17055). GradientStabilizer is the third version of that
+    paper, ICML 2026.
     """
     numbers = {"decay1": decay1, "decay2": decay2, "eps": eps}
     rule = rule_in("adagn", MomentsRatio, **numbers)

@@ -10,6 +10,7 @@ import optax
 
 from .._arguments import broadcasts_to, check_number, check_order, check_state
 from .._core._inputs import begins_anew
+from .._core._shares import ClippedElements, count_clipped, no_elements_clipped
 from .._norms import _prefix as prefix
 from .._norms._modulus import with_modulus
 from .._other_names import with_our_names
@@ -19,6 +20,7 @@ class ClipByValueState(NamedTuple):
     """The state of `clip_by_value`."""
 
     step: jax.Array  # int32[]: updates seen, for bounds that follow a schedule
+    elements: ClippedElements  # which share of them was clipped
 
 
 @with_our_names
@@ -68,7 +70,7 @@ def clip_by_value(
         check_order(call, ("min_value", low), ("max_value", high))
 
     def init(params: Any) -> ClipByValueState:
-        return ClipByValueState(jnp.zeros((), jnp.int32))
+        return ClipByValueState(jnp.zeros((), jnp.int32), no_elements_clipped())
 
     def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
         if begins_anew(call, state, (upper, lower)):
@@ -85,9 +87,12 @@ def clip_by_value(
             _limit(path, leaf, _now(high, state.step), _now(low, state.step))
             for (path, leaf), high, low in zip(paths, uppers, lowers)
         ]
-        return jax.tree.unflatten(treedef, clipped), ClipByValueState(
-            jnp.asarray(optax.safe_increment(state.step))
-        )
+        # Leaves without numbers are the same objects as before.
+        pairs = [(x, y) for (_, x), y in zip(paths, clipped) if x is not y]
+        elements = count_clipped(state.elements, state.step, pairs)
+        step = jnp.asarray(optax.safe_increment(state.step))
+        clipped = jax.tree.unflatten(treedef, clipped)
+        return clipped, ClipByValueState(step, elements)
 
     return optax.GradientTransformation(init, update)
 

@@ -19,11 +19,13 @@ from .._core._state import ClipState, unpack
 from .._norms._leaves import cast_like, clipped_leaves, put_back
 from .._norms._measures import OwnNorm
 from .._norms._types import gathered, typed_as, types_of, varying_as
+from .._other_names import with_our_names
 from ._heads import Attention, Where, find_attentions, logits_of, scale_of
 
 CALL = "qk_clip"
 
 
+@with_our_names
 def qk_clip(
     max_logit: Any = 100.0,
     *,
@@ -125,7 +127,7 @@ def qk_clip(
         check_state(CALL, state, ClipState)
         check_params(CALL, params, "updates")
         _check_given(max_logits)
-        tree = clipped_leaves(updates)
+        tree = clipped_leaves(updates, CALL)
         attentions = find_attentions(roles, tree)
         given = logits_of(attentions, max_logits)
         logits: Any = _by_key_head(attentions, given, tree)
@@ -215,6 +217,7 @@ def _clip(
 def _scaled(update: jax.Array, weight: Any, scale: jax.Array) -> jax.Array:
     """scale (weight + update) - weight, without its cancellation."""
     wide = np.promote_types(update.dtype, scale.dtype)
-    long, held = update.astype(wide), jnp.asarray(weight).astype(wide)
-    short = scale * long - (1 - scale) * held
-    return jnp.where(scale == 1, update, cast_like(short, update))
+    # Exact where the scale is 1. The update itself is read once: an operand of two
+    # operations XLA on a CPU writes to memory instead of computing it in the same loop.
+    taken = jnp.where(scale == 1, 0, (1 - scale) * jnp.asarray(weight).astype(wide))
+    return cast_like(scale * jnp.asarray(update).astype(wide) - taken, update)

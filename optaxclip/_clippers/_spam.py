@@ -24,6 +24,7 @@ import jax.numpy as jnp
 import optax
 
 from .._arguments import check_number, check_state
+from .._core._shares import ClippedElements, count_clipped, no_elements_clipped
 from .._norms._leaves import cast_like, clipped_leaves, put_back
 from .._norms._modulus import modulus_dtype, norm_dtype, wide_dtype, with_modulus
 from .._norms._prefix import is_none
@@ -40,6 +41,7 @@ class SpamState(NamedTuple):
     # float32[...] for each clipped leaf (float64 if it has 64 bits): the average of
     # squares, not corrected for its start
     second_moment: Any
+    elements: ClippedElements  # which share of them was clipped
 
 
 @with_our_names
@@ -96,7 +98,8 @@ def spam(
 
     def init(params: Any) -> SpamState:
         moment = jax.tree.map(_no_squares, types_of(clipped_leaves, params))
-        return SpamState(jnp.zeros((), jnp.int32), moment)
+        step = jnp.zeros((), jnp.int32)
+        return SpamState(step, moment, no_elements_clipped())
 
     def update(
         updates: Any,
@@ -131,8 +134,10 @@ def spam(
         moment = state.second_moment
         if second_moment is None:
             moment = jax.tree.map(learn, tree, clipped, own, is_leaf=is_none)
-        new = SpamState(jnp.asarray(optax.safe_increment(step)), moment)
-        return put_back(clipped, updates), new
+        pairs = list(zip(jax.tree.leaves(tree), jax.tree.leaves(clipped)))
+        elements = count_clipped(state.elements, step, pairs)
+        step = jnp.asarray(optax.safe_increment(step))
+        return put_back(clipped, updates), SpamState(step, moment, elements)
 
     return optax.GradientTransformationExtraArgs(init, update)
 

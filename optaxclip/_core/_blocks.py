@@ -199,6 +199,7 @@ def first_entry(norms: Norms, rules: list[Rule], names: list[str]) -> Entry:
         limit=filled(jnp.inf, kind.dtype),
         factor=filled(1, kind.dtype),
         clipped=filled(0, jnp.int32),
+        clipped_recently=filled(0, jnp.float32),
         nonfinite=filled(0, jnp.int32),
         memory=memory,
     )
@@ -222,6 +223,8 @@ def check_memory(rule: Rule, norm: jax.Array, memory: Any, call: str) -> None:
 
 
 def _form(tree: Any) -> Any:
+    if not jax.tree.leaves(tree):
+        return "nothing"
     return jax.tree.map(lambda x: f"{x.dtype}{list(x.shape)}", tree)
 
 

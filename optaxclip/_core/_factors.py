@@ -112,8 +112,7 @@ def _multiply(
     leaves: list[jax.Array],
     roots: list[jax.Array],
 ) -> list[jax.Array]:
-    # Without the barrier XLA computes the roots again in the kernel of every leaf.
-    roots = [lax.optimization_barrier(root) for root in roots]
+    roots = [_computed_once(root) for root in roots]
     changed = []
     for leaf, number in zip(leaves, norms.of_leaf):
         if number is not None:
@@ -122,6 +121,14 @@ def _multiply(
             leaf = stretch(leaf, root)
         changed.append(leaf)
     return changed
+
+
+def _computed_once(root: jax.Array) -> jax.Array:
+    """The same numbers, which XLA then does not compute again for every leaf."""
+    ones = [axis for axis, size in enumerate(root.shape) if size == 1]
+    # Without axes of size 1, which XLA on a TPU drops in two kernels of their own.
+    barred = lax.optimization_barrier(lax.squeeze(root, ones))
+    return lax.expand_dims(barred, ones)
 
 
 def _multiply_on_gpu(

@@ -6,10 +6,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.core import Tracer
 
 from .._arguments import check_state, is_without_state
 from .._norms import _prefix as prefix
-from .._norms._leaves import unboxed
+from .._norms._leaves import clipped_leaves, unboxed
 from ..rules._rule import is_rule
 from ._state import ClipState
 
@@ -17,6 +18,16 @@ from ._state import ClipState
 def needs_params(rules: Any) -> bool:
     """Whether a rule of these compares norms with those of weights."""
     return any(rule.needs_params for rule in jax.tree.leaves(rules, is_leaf=is_rule))
+
+
+def check_windows(call: str, rules: Any) -> None:
+    """Raises for a window whose length is not known when the state is made."""
+    for rule in jax.tree.leaves(rules, is_leaf=is_rule):
+        if isinstance(getattr(rule, "window", None), Tracer):
+            raise TypeError(
+                f"{call}: window must be known when the state is made: under jit and "
+                "inject_hyperparams name it in static_args."
+            )
 
 
 def begins_anew(call: str, state: Any, numbers: Any) -> bool:
@@ -57,27 +68,25 @@ def follows_schedule(numbers: Any) -> bool:
 def _no_state(call: str, state: Any, why: str) -> str:
     return (
         f"{call}: its limit {why}, so update needs the state of the step before, got "
-        f"{type(state).__name__}. Begin with state = clipper.init(params), and hand on "
-        "the state that update returns. To clip once, to a fixed limit, call "
+        f"{state}. Begin with state = clipper.init(params), and hand on the state that "
+        "update returns. To clip once, to a fixed limit, call "
         "optaxclip.clip_grads(grads, max_norm)."
     )
 
 
-def check_updates(call: str, updates: Any, tree: Any, params: Any) -> None:
-    """Checks that updates are gradients alone, of a dtype that has a norm.
-
-    Args:
-      updates: what `update` was given.
-      tree: its clipped leaves.
+def leaves_of(call: str, updates: Any, params: Any) -> Any:
+    """The clipped leaves of what must be gradients alone.
 
     Raises:
-      TypeError: a tuple of gradients and something else, as `jax.value_and_grad` and
-        `has_aux` return them.
+      TypeError: a leaf that is not an array, or a tuple of gradients and something
+        else, as `jax.value_and_grad` and `has_aux` return them.
     """
+    tree = clipped_leaves(updates, call)
     if type(updates) is tuple and len(updates) == 2 and params is not None:
         _check_alone(call, updates, jax.tree.structure(params))
     if not jax.tree.leaves(tree):
         _warn_of_integers(call, updates)
+    return tree
 
 
 def _check_alone(call: str, updates: tuple[Any, Any], wanted: Any) -> None:
@@ -107,15 +116,16 @@ def _warn_of_integers(call: str, updates: Any) -> None:
 
 
 def params_of(call: str, tree: Any, params: Any) -> Any:
-    """The weights of the clipped leaves, found by their paths.
+    """The weights of the clipped leaves, found by their paths. None without params.
 
     So params may be another kind of mapping than the updates, and have more entries.
 
     Raises:
       ValueError: a leaf without weights, or with weights of another shape.
     """
-    weights, kind = unboxed(params), jax.tree.structure(tree)
-    table = dict(jax.tree_util.tree_flatten_with_path(weights)[0])
+    if params is None:
+        return None
+    table = dict(jax.tree_util.tree_flatten_with_path(unboxed(params))[0])
     found = []
     for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
         if path not in table:
@@ -130,4 +140,4 @@ def params_of(call: str, tree: Any, params: Any) -> Any:
                 f"{prefix.name(path)!r}, and the updates have {jnp.shape(leaf)}."
             )
         found.append(weight)
-    return kind.unflatten(found)
+    return jax.tree.structure(tree).unflatten(found)

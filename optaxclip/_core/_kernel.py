@@ -4,14 +4,13 @@
     limit      how long may it be?    norms, memory -> limits
     shrink     what if it is longer?  norms, limits -> new norms
 
-`clip_by` joins the three into an optax transformation and does the rest once for all of
-them: zero, NaN, counters, state.
+`make_clipper` joins the three into an optax transformation and does the rest once for
+all of them: zero, NaN, counters, state.
 
 Under jit the updates are read once for the norms and multiplied where the optimizer
 reads them. Without jit the whole update is one compiled call.
 """
 
-from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -26,12 +25,10 @@ from .._norms._measures import (
     GlobalNorm,
     Measure,
     Norms,
-    OwnNorm,
     in_blocks,
     norm_of_norms,
 )
 from .._norms._types import in_manual_mesh, split_as, types_of
-from .._other_names import with_our_names
 from ..rules._constant import rule_of, rules_of
 from ..shrinks import Shrink, shrink_of
 from ._blocks import (
@@ -43,12 +40,25 @@ from ._blocks import (
     rule_of_block,
     rules_of_norms,
 )
-from ._factors import multiply, reported, root_between, zero_where_zero
-from ._inputs import check_updates, needs_params, params_of, state_or_first
+from ._factors import multiply, root_between, zero_where_zero
+from ._inputs import (
+    check_windows,
+    leaves_of,
+    needs_params,
+    params_of,
+    state_or_first,
+)
 from ._limits import can_clip, limit_of
 from ._nonfinite import raise_nonfinite
 from ._placeholder import is_placeholder
-from ._state import ClipState, Entry, pack, state_of_placeholder, unpack
+from ._state import (
+    ClipState,
+    Entry,
+    next_entry,
+    pack,
+    state_of_placeholder,
+    unpack,
+)
 
 
 class Settings(NamedTuple):
@@ -71,58 +81,6 @@ class Settings(NamedTuple):
         return "label" if hasattr(self.measure, "labels") else "leaf"
 
 
-@with_our_names
-def clip_by(
-    norm: Callable[[Any], Any],
-    limit: Any,
-    shrink: Shrink | str | None = None,
-    *,
-    eps: ArrayLike = 0.0,
-    nonfinite: str = "propagate",
-) -> optax.GradientTransformationExtraArgs:
-    """Makes a clipper of a norm, a limit and a shrink.
-
-    Every part of the updates that has a norm is multiplied by new_norm / norm, where
-    new_norm = shrink(norm + eps, limit).
-
-    Args:
-      norm: from a tree to its norms: `global_norm`, `tensor_norm`, `unitwise_norm`, or
-        any function whose result is a tree prefix of its argument.
-      limit: a number at least 0, an array, a schedule, a rule of `optaxclip.rules`,
-        None for no limit, or a tree prefix of these.
-      shrink: from norm and limit to the norm that the updates get. None is
-        `shrinks.hard`. A shrink that returns the norm itself leaves the updates bit for
-        bit.
-      eps: added to the norm before it is compared and divided by. 1e-6 gives torch's
-        numbers. At least 0.
-      nonfinite: what becomes of updates whose norm is NaN or inf. "propagate" makes all
-        that was measured together NaN, so that a broken step is seen and never half
-        applied. "zero" makes it zero. "raise" raises FloatingPointError outside jit and
-        is a `checkify.check` inside. A limit that is set to inf or None touches
-        nothing.
-
-    Returns:
-      A transformation with a `ClipState`. Its `update` also takes `grad_norm=`, norms
-      measured elsewhere, and `limit=`, limits for this step alone. Both have the
-      structure that `norm` returns.
-
-    Raises:
-      ValueError: a negative or NaN limit or eps, or an unknown `nonfinite`.
-      TypeError: a limit that is not a number.
-
-    Example:
-      >>> smooth = optaxclip.shrinks.smooth()
-      >>> clipper = optaxclip.clip_by(optaxclip.global_norm, 1.0, smooth)
-      >>> grads = jnp.array([3.0, 4.0])
-      >>> updates, state = clipper.update(grads, clipper.init(grads))
-      >>> print(f"{optaxclip.global_norm(updates):.4f}")
-      0.8333
-    """
-    names = {"call": "clip_by", "name": "limit"}
-    options = {"shrink": shrink, "eps": eps, "nonfinite": nonfinite}
-    return make_clipper(OwnNorm(norm), limit, **names, **options)
-
-
 def make_clipper(
     measure: Measure,
     limit: Any,
@@ -141,9 +99,7 @@ def make_clipper(
     one_norm = isinstance(measure, GlobalNorm)
     rules = (rule_of if one_norm else rules_of)(limit, settings.argument)
     with_params = needs_params(rules)
-
-    def init(params: Any) -> Any:
-        return _first_state(settings, rules, params)
+    init = partial(_first_state, settings, rules)
 
     def update(
         updates: Any,
@@ -155,11 +111,8 @@ def make_clipper(
         **_: Any,
     ) -> tuple[Any, Any]:
         state = state_or_first(call, state, rules, partial(init, updates))
-        tree = clipped_leaves(updates, call)
-        check_updates(call, updates, tree, params)
-        weights = None
-        if with_params and params is not None:
-            weights = params_of(call, tree, params)
+        tree = leaves_of(call, updates, params)
+        weights = params_of(call, tree, params) if with_params else None
         given = grad_norm, limit
         clipped, new = _update(settings, rules, eps, tree, state, weights, given)
         if nonfinite == "raise":
@@ -172,6 +125,7 @@ def make_clipper(
 def _first_state(settings: Settings, rules: Any, params: Any) -> ClipState:
     if is_placeholder(params):
         return state_of_placeholder()
+    check_windows(settings.call, rules)
     measure = settings.measure
     if not in_manual_mesh():
         measure = measure.without_devices()
@@ -226,7 +180,8 @@ def _update(
         updates = multiply(tree, norms, roots)
         if settings.nonfinite == "zero":
             updates = zero_where_zero(updates, norms, roots)
-    entries = [_count(*each) for each in zip(old, blocks, limits, new_norms, memories)]
+    found = zip(old, blocks, limits, new_norms, memories)
+    entries = [next_entry(state.step, *each) for each in found]
     step = jnp.asarray(optax.safe_increment(state.step))
     return updates, pack(names, step, fit.keep_missing(entries, old))
 
@@ -277,23 +232,6 @@ def _shrink(
         return long, jnp.where(off & jnp.isfinite(norm), long, short)
     # An infinite limit that was set only measures.
     return jnp.where(off, 1.0, long), jnp.where(off, 1.0, short)
-
-
-def _count(
-    old: Entry, norm: jax.Array, limit: jax.Array, new_norm: Any, memory: Any
-) -> Entry:
-    """The state of a block after a step."""
-    before, after = new_norm
-    known = can_clip(norm, limit)
-    changed = known & (after != before)
-    return Entry(
-        norm=norm.astype(old.norm.dtype),
-        limit=limit.astype(old.limit.dtype),
-        factor=reported(before, after).astype(old.factor.dtype),
-        clipped=old.clipped + changed.astype(jnp.int32),
-        nonfinite=old.nonfinite + (~known).astype(jnp.int32),
-        memory=memory,
-    )
 
 
 def _given(

@@ -70,9 +70,14 @@ class OpenForm(Form):
 
 def _placeholder_type() -> type:
     """The type of optax's placeholder, which has no public name."""
-    seen: list[Any] = []
-    optax.tree_map_params(seen.append, jnp.shape, None)
-    return type(seen[0])
+    found: list[type] = []
+
+    def init(params: Any) -> Any:
+        found.append(type(params))
+        return ()
+
+    optax.tree_map_params(init, jnp.shape, ())
+    return found[0]
 
 
 PLACEHOLDER = _placeholder_type()

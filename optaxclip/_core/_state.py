@@ -9,7 +9,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from .._norms import _prefix as prefix
+from ._factors import reported
+from ._limits import can_clip
 from ._placeholder import Form, OpenForm
+from ._shares import moving_average
 
 
 class Entry(NamedTuple):
@@ -19,6 +22,7 @@ class Entry(NamedTuple):
     limit: jax.Array
     factor: jax.Array
     clipped: jax.Array
+    clipped_recently: jax.Array
     nonfinite: jax.Array
     memory: Any
 
@@ -41,12 +45,13 @@ class ClipState(NamedTuple):
     # where they were made 0. Held within the normal numbers of its dtype.
     factor: Any
     clipped: Any  # int32[N]: finite steps that changed the updates
+    clipped_recently: Any  # float32[N]: their share of about the last 100 steps
     nonfinite: Any  # int32[N]: steps whose norm was NaN or inf
     memory: Any  # what the rule remembers, its arrays [N, ...]
 
     def by_name(self, *, layers: bool = False) -> dict[str, Entry]:
         """Returns what the state knows of each norm: its own `norm`, `limit`, `factor`,
-        `clipped`, `nonfinite` and `memory`.
+        `clipped`, `clipped_recently`, `nonfinite` and `memory`.
 
         The name of a tensor is its path ("blocks/0/w"), that of a group its label, and
         that of the norm of everything is "".
@@ -93,6 +98,29 @@ jax.tree_util.register_pytree_with_keys(ClipState, _flatten, _unflatten)
 def state_of_placeholder() -> ClipState:
     """A state with one leaf for each field, for `optax.tree_map_params`."""
     return ClipState(OpenForm(), *[jnp.zeros(())] * (len(ClipState._fields) - 1))
+
+
+def next_entry(
+    step: jax.Array,
+    old: Entry,
+    norm: jax.Array,
+    limit: jax.Array,
+    new_norm: tuple[jax.Array, jax.Array],
+    memory: Any,
+) -> Entry:
+    """A block after a step. `new_norm` is (norm, new norm), whose quotient counts."""
+    before, after = new_norm
+    known = can_clip(norm, limit)
+    changed = known & (after != before)
+    return Entry(
+        norm=norm.astype(old.norm.dtype),
+        limit=limit.astype(old.limit.dtype),
+        factor=reported(before, after).astype(old.factor.dtype),
+        clipped=old.clipped + changed.astype(jnp.int32),
+        clipped_recently=moving_average(old.clipped_recently, changed, step),
+        nonfinite=old.nonfinite + (~known).astype(jnp.int32),
+        memory=memory,
+    )
 
 
 def _row(entry: Entry, row: int) -> Entry:

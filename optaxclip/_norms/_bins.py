@@ -12,6 +12,7 @@ Reference: Blue, A portable Fortran program to find the Euclidean norm of a vect
 1978. Anderson, Algorithm 978: safe scaling in the level 1 BLAS, 2017.
 """
 
+import math
 from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
@@ -25,6 +26,8 @@ from ._types import is_on_one_device
 
 EDGE, SCALE = 2.0**45, 2.0**83
 SMALL = 2**16  # elements of a leaf that a GPU reads in less time than a kernel starts
+
+PARTS = 32  # sums of rows that a GPU makes side by side
 
 Dims = tuple[int, ...] | None
 
@@ -56,32 +59,54 @@ def sum_on_tpu(leaf: jax.Array, dims: Dims) -> Bins:
 
 
 def sum_on_gpu(leaf: jax.Array, dims: Dims) -> Bins:
-    """Sums in bins, as one reduction with three operands.
+    """Sums in bins, as one reduction.
 
     On a GPU that is one kernel for each stage of the sum. Three reductions are one
     kernel in the first stage and three in the second.
     """
-
-    known = all(isinstance(size, int) for size in leaf.shape)
-    small = known and leaf.size <= SMALL
-    if dims is None and not small and not is_on_one_device(leaf):
+    axes = tuple(range(leaf.ndim)) if dims is None else dims
+    if leaf.ndim and leaf.ndim - 1 not in axes:
+        return _sum_over_columns(leaf, axes)
+    if not (_is_small(leaf) or is_on_one_device(leaf)):
         # The partitioner of jit joins a reduction with three operands by two
-        # collectives, and three reductions by one.
-        return sum_on_tpu(leaf, dims)
+        # collectives. The bins are the last axis, so that threads side by side read one
+        # element.
+        stack = jnp.stack(squares_in_bins(leaf), -1)
+        sums = jnp.sum(stack, axes, keepdims=dims is not None)
+        return Bins(*(sums[..., kind] for kind in range(3)))
 
     def add(one: Any, other: Any) -> Any:
         return tuple(a + b for a, b in zip(one, other))
 
-    axes = tuple(range(leaf.ndim)) if dims is None else dims
-    if leaf.ndim and leaf.ndim - 1 not in axes:
-        # Over columns XLA would write the squares to memory before it reduces three
-        # operands. As one stack they are one kernel.
-        stack = jnp.stack(squares_in_bins(leaf))
-        sums = jnp.sum(stack, [axis + 1 for axis in axes], keepdims=True)
-        return Bins(*sums)
     zeros = (np.float32(0),) * 3
     sums = lax.reduce(tuple(squares_in_bins(leaf)), zeros, add, axes)
     return Bins(*(x if dims is None else lax.expand_dims(x, axes) for x in sums))
+
+
+def _is_small(leaf: jax.Array) -> bool:
+    known = all(isinstance(size, int) for size in leaf.shape)
+    return known and leaf.size <= SMALL
+
+
+def _sum_over_columns(leaf: jax.Array, axes: tuple[int, ...]) -> Bins:
+    """Sums over other axes than the last, which XLA on a GPU computes in few threads.
+
+    To have more it would write the squares to memory first. So where reshaping moves no
+    data between devices, parts of the longest axis are summed first.
+    """
+    longest = max(axes, key=lambda axis: leaf.shape[axis], default=0)
+    if not axes or not is_on_one_device(leaf):
+        stack = jnp.stack(squares_in_bins(leaf))
+        return Bins(*jnp.sum(stack, [axis + 1 for axis in axes], keepdims=True))
+    rows = leaf.shape[longest]
+    parts = math.gcd(rows, PARTS) if isinstance(rows, int) else 1
+    shape = (*leaf.shape[:longest], parts, rows // parts, *leaf.shape[longest + 1 :])
+    inner = [axis + (axis >= longest) for axis in axes]
+    stack = jnp.stack(squares_in_bins(leaf.reshape(shape)), -1)
+    # Without the barrier XLA makes one sum of both.
+    sums = lax.optimization_barrier(jnp.sum(stack, inner, keepdims=True))
+    sums = jnp.sum(sums, longest)
+    return Bins(*(sums[..., kind] for kind in range(3)))
 
 
 # Jitted, so that it is traced once for all leaves of one shape.

@@ -10,6 +10,7 @@ collectives itself.
 
 import math
 from collections.abc import Callable, Iterable
+from itertools import chain
 from typing import Any, NamedTuple
 
 import jax
@@ -29,9 +30,13 @@ class Split(NamedTuple):
 
 def names_of_blocks(blocks: list[list[Split]]) -> list[tuple[str, ...]]:
     """For each block, from the splits of its leaves, the mesh axes to join it over."""
-    needs = [_sorted(name for split in of for name in split.summed) for of in blocks]
-    kept = {name for of in blocks for split in of for name in split.kept}
-    union = _sorted(name for names in needs for name in names)
+    needs = []
+    for splits in blocks:
+        needs.append(_sorted(chain.from_iterable(split.summed for split in splits)))
+    every = chain.from_iterable(blocks)
+    kept = set(chain.from_iterable(split.kept for split in every))
+    union = _sorted(chain.from_iterable(needs))
+    # One collective for all blocks, unless that would add up what devices keep apart.
     if kept & set(union):
         return needs
     return [union if names else () for names in needs]

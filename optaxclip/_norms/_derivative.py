@@ -50,7 +50,12 @@ def _shared_by_largest(
     for norm, group in zip(norms, groups):
         sizes = [modulus(x).astype(norm.dtype) for x in group]
         hits.append([((x == norm) & (norm > 0)).astype(norm.dtype) for x in sizes])
-    terms = [[sum_over(x, dims) for x in hit] for hit, (dims, _) in zip(hits, layout)]
+    terms = []
+    for hit, (dims, _) in zip(hits, layout):
+        terms.append([sum_over(x, dims) for x in hit])
     dtype = norms[0].dtype if norms else np.float32
     counts = scatter(add_up(terms, layout, dtype), layout)
-    return [[x / jnp.maximum(n, 1) for x in hit] for hit, n in zip(hits, counts)]
+    shared = []
+    for hit, n in zip(hits, counts):
+        shared.append([x / jnp.maximum(n, 1) for x in hit])
+    return shared

@@ -69,8 +69,20 @@ def add_up_all(
     return [blocks[i * size : (i + 1) * size] for i in range(len(kinds))]
 
 
-def take_max(sizes: list[list[jax.Array]], layout: Layout, dtype: Any) -> Blocks:
-    blocks = gather(sizes, layout, dtype, maximum)
+def maximum(terms: list[jax.Array]) -> jax.Array:
+    most = terms[0]
+    for term in terms[1:]:
+        most = jnp.maximum(most, term)
+    return most
+
+
+def take_max(
+    sizes: list[list[jax.Array]],
+    layout: Layout,
+    dtype: Any,
+    join: Callable[[list[jax.Array]], jax.Array] = maximum,
+) -> Blocks:
+    blocks = gather(sizes, layout, dtype, join)
     return join_devices(lax.pmax, blocks, names_of(layout))
 
 
@@ -116,15 +128,14 @@ def _total(terms: list[jax.Array]) -> jax.Array:
 
 
 def total_of_stack(terms: list[jax.Array]) -> jax.Array:
-    if len(terms) == 1:
-        return terms[0]
+    return terms[0] if len(terms) == 1 else jnp.sum(_stacked(terms), 0)
+
+
+def max_of_stack(terms: list[jax.Array]) -> jax.Array:
+    return terms[0] if len(terms) == 1 else jnp.max(_stacked(terms), 0)
+
+
+def _stacked(terms: list[jax.Array]) -> jax.Array:
     # A TPU runs each add of a chain by itself. Without the barrier XLA makes a chain of
-    # this sum.
-    return jnp.sum(lax.optimization_barrier(jnp.stack(terms)), 0)
-
-
-def maximum(terms: list[jax.Array]) -> jax.Array:
-    most = terms[0]
-    for term in terms[1:]:
-        most = jnp.maximum(most, term)
-    return most
+    # the sum of a stack.
+    return lax.optimization_barrier(jnp.stack(terms))

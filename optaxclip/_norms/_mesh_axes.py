@@ -19,6 +19,7 @@ leaf (units, stacked layers) need a PartitionSpec where that leaf is split, beca
 name alone does not tell which of its dimensions is.
 """
 
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import jax
@@ -134,6 +135,11 @@ def _split(leaf: _Leaf, over: tuple[int, ...] | None) -> Split:
     return Split(tuple(summed), tuple(kept))
 
 
+def _only(manual: tuple[str, ...], names: Iterable[str]) -> tuple[str, ...]:
+    """The mesh axes that are manual."""
+    return tuple(name for name in names if name in manual)
+
+
 def _names_by_dim(leaf: _Leaf) -> list[tuple[str, ...]]:
     """The manual mesh axes of each dimension. One entry where that is not known."""
     manual = jax.sharding.get_abstract_mesh().manual_axes
@@ -143,7 +149,7 @@ def _names_by_dim(leaf: _Leaf) -> list[tuple[str, ...]]:
     if isinstance(leaf.spec, PartitionSpec):
         _check_spec(leaf, manual)
         # Axes that jit looks after (all of them outside shard_map) need nothing here.
-        found = [tuple(n for n in _names(e) if n in manual) for e in leaf.spec]
+        found = [_only(manual, _names(entry)) for entry in leaf.spec]
         return found + [()] * (jnp.ndim(leaf.value) - len(found))
     names = _names(leaf.spec)
     _check_bound(names, leaf.argument)

@@ -11,6 +11,7 @@ group is a scalar.
 
 from collections.abc import Callable
 from functools import partial
+from operator import itemgetter
 from typing import Any
 
 import jax
@@ -35,6 +36,7 @@ from ._groups import (
     add_up,
     add_up_all,
     gather,
+    max_of_stack,
     maximum,
     names_of,
     scatter,
@@ -67,10 +69,14 @@ def _norms(
     p: float, layout: Layout, groups: list[list[jax.Array]], counts: Blocks | None
 ) -> Blocks:
     dtype = norm_dtype(groups)
-    if p == np.inf:
+    if dtype == np.float64 and p == np.inf:
         blocks = _largest(dtype, layout, groups)
     elif dtype == np.float64:
         blocks = _by_shares(p, np.float64, layout, groups, counts)
+    elif p == np.inf:
+        by_bits = partial(_largest_by_bits, layout)
+        cpu = partial(_largest, dtype, layout)
+        return per_platform(groups, cpu=cpu, gpu=by_bits, tpu=by_bits)
     else:
         shares = partial(_by_shares, p, np.float32, layout)
         return per_platform(
@@ -128,7 +134,9 @@ def _by_shares(
 ) -> Blocks:
     """Divides by the largest of each group first, so that no power leaves the range."""
     dtype = norm_dtype(groups)
-    sizes = [[_max(x, dims, dtype) for x in g] for g, (dims, _) in zip(groups, layout)]
+    sizes = []
+    for group, (dims, _) in zip(groups, layout):
+        sizes.append([_max(x, dims, dtype) for x in group])
     largest = take_max(sizes, layout, dtype)
     safe = [jnp.where((x > 0) & (x < jnp.inf), x, 1.0).astype(dtype) for x in largest]
     shares = []
@@ -191,7 +199,10 @@ def _in_bins(
 def _roots_of_bins(
     found: list[list[Bins]], layout: Layout, counts: Blocks | None
 ) -> Blocks:
-    kinds = [[[bins[kind] for bins in of] for of in found] for kind in range(3)]
+    kinds = []
+    for kind in range(3):
+        pick = itemgetter(kind)
+        kinds.append([list(map(pick, bins)) for bins in found])
     blocks = add_up_all(kinds, layout, np.float32, total_of_stack)
     means = [_mean(block, counts) for block in blocks]
     return [root(Bins(*each)) for each in zip(*means)]
@@ -234,6 +245,27 @@ def _largest(dtype: Any, layout: Layout, groups: list[list[jax.Array]]) -> Block
     half = len(blocks) // 2
     pairs = zip(blocks[:half], blocks[half:])
     return [jnp.where(broken > 0, jnp.nan, most) for most, broken in pairs]
+
+
+def _largest_by_bits(layout: Layout, groups: list[list[jax.Array]]) -> Blocks:
+    """max |x| of float32 numbers, from their bits as integers.
+
+    Those of numbers at least 0 are in the same order, and those of NaN come last. So
+    one maximum finds both, where XLA makes a kernel of each.
+    """
+    bits = []
+    for group, (dims, _) in zip(groups, layout):
+        bits.append([_max_of_bits(dims, leaf) for leaf in group])
+    blocks = take_max(bits, layout, np.int32, max_of_stack)
+    return [lax.bitcast_convert_type(block, np.float32) for block in blocks]
+
+
+@partial(jax.jit, static_argnums=0)
+def _max_of_bits(dims: Dims, leaf: jax.Array) -> jax.Array:
+    x = modulus(leaf).astype(np.float32)
+    # Without the sign, which NaN may have too.
+    bits = lax.bitcast_convert_type(x, np.int32) & np.int32(0x7FFFFFFF)
+    return jnp.max(bits, dims, keepdims=dims is not None)
 
 
 @partial(jax.jit, static_argnums=(0, 1))

@@ -13,11 +13,14 @@ computed from the old moments and thrown away.
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.core import eval_jaxpr
+
+from .._norms._platform import per_platform
 
 
 def update_unless(
@@ -38,22 +41,47 @@ def update_unless(
     program, shapes = jax.make_jaxpr(of_leaves, return_shape=True)(*arguments)
     outputs, old_leaves = program.jaxpr.outvars, jax.tree.leaves(state)
     count = len(outputs) - len(old_leaves)
-    early = _computed_state(program.jaxpr, outputs[count:], old_leaves)
-    values = _run(program, arguments, skip, early)
+    old = [*(None,) * count, *old_leaves]
+    choices = [
+        _Choice(*each) for each in zip(_flags(skip, len(outputs)), old, strict=True)
+    ]
+    early = _computed_state(program.jaxpr, outputs[count:], choices[count:])
+    values = _run(program, arguments, early)
 
-    new = [_read(values, output) for output in outputs]
-    old = [*map(jnp.zeros_like, new[:count]), *old_leaves]
-    for place, output in enumerate(outputs):
-        is_selected = not _is_literal(output) and early.get(output) is old[place]
-        if not is_selected:
-            new[place] = _select(skip, old[place], new[place])
+    new = []
+    for output, choice in zip(outputs, choices):
+        value = _read(values, output)
+        if _is_literal(output) or early.get(output) is not choice:
+            value = _select(choice, value)
+        new.append(value)
     return jax.tree.unflatten(jax.tree.structure(shapes), new)
 
 
+class _Choice(NamedTuple):
+    """What an output is where the step is skipped."""
+
+    skip: jax.Array  # bool[]
+    old: Any  # None for zeros
+
+
+def _flags(skip: jax.Array, count: int) -> list[jax.Array]:
+    """`skip` for each output."""
+
+    def entries(skip: jax.Array) -> list[jax.Array]:
+        # XLA merges kernels of an optimizer that read the same vector.
+        vector = lax.optimization_barrier(jnp.broadcast_to(skip, (count,)))
+        return [vector[place] for place in range(count)]
+
+    def same(skip: jax.Array) -> list[jax.Array]:
+        return [skip] * count
+
+    return per_platform(skip, cpu=same, gpu=entries, tpu=same)
+
+
 def _computed_state(
-    jaxpr: Any, outputs: Sequence[Any], old_leaves: Sequence[Any]
-) -> dict[Any, Any]:
-    """The old leaf for each variable of the new state that an equation computes.
+    jaxpr: Any, outputs: Sequence[Any], choices: Sequence[_Choice]
+) -> dict[Any, _Choice]:
+    """The choice for each variable of the new state that an equation computes.
 
     A variable that is at several places of the state gets the last of their leaves.
     """
@@ -61,16 +89,16 @@ def _computed_state(
     for equation in jaxpr.eqns:
         computed.update(equation.outvars)
     found = {}
-    for output, old in zip(outputs, old_leaves):
+    for output, choice in zip(outputs, choices):
         if not _is_literal(output) and output in computed:
-            found[output] = old
+            found[output] = choice
     return found
 
 
 def _run(
-    program: Any, arguments: Sequence[Any], skip: jax.Array, early: dict[Any, Any]
+    program: Any, arguments: Sequence[Any], early: dict[Any, _Choice]
 ) -> dict[Any, Any]:
-    """The value of every variable, selected where `early` has an old one."""
+    """The value of every variable, selected where there is a choice."""
     jaxpr = program.jaxpr
     values = dict(zip(jaxpr.constvars, program.consts))
     values.update(zip(jaxpr.invars, arguments))
@@ -79,7 +107,7 @@ def _run(
         values.update(zip(equation.outvars, results))
         for variable in equation.outvars:
             if variable in early:
-                values[variable] = _select(skip, early[variable], values[variable])
+                values[variable] = _select(early[variable], values[variable])
     return values
 
 
@@ -98,11 +126,12 @@ def _read(values: dict[Any, Any], atom: Any) -> jax.Array:
     return values[atom]
 
 
-def _select(skip: jax.Array, old: Any, new: Any) -> jax.Array:
-    old, new = jnp.asarray(old), jnp.asarray(new)
+def _select(choice: _Choice, new: Any) -> jax.Array:
+    new = jnp.asarray(new)
+    old = jnp.zeros_like(new) if choice.old is None else jnp.asarray(choice.old)
     if old.dtype != new.dtype:  # Typed PRNG keys refuse astype to their own dtype.
         old = old.astype(new.dtype)
-    return jnp.where(skip, old, new)
+    return jnp.where(choice.skip, old, new)
 
 
 def _is_literal(atom: Any) -> bool:

@@ -10,6 +10,7 @@ import optax
 
 from .._arguments import check_number, check_state, check_transformation
 from .._core._limits import limit_of
+from .._core._shares import moving_average
 from .._core._state import ClipState
 from .._norms._mesh_axes import MeshAxes
 from .._norms._norms import global_norm
@@ -26,6 +27,7 @@ class SkipState(NamedTuple):
     value: jax.Array  # float32[]: the loss, 0 without a rule for it
     value_limit: jax.Array  # float32[]: what it was held against
     skipped: jax.Array  # int32[]: steps skipped
+    skipped_recently: jax.Array  # float32[]: their share of about the last 100
     nonfinite: jax.Array  # int32[]: steps whose norm or loss was NaN or inf
     consecutive: jax.Array  # int32[]: steps skipped in a row, up to now
     memory: Any  # the rule's
@@ -123,6 +125,7 @@ def _first_state(skipper: Skipper, params: Any, inner_state: Any) -> SkipState:
         value=loss,
         value_limit=jnp.full_like(loss, jnp.inf),
         skipped=jnp.zeros((), jnp.int32),
+        skipped_recently=jnp.zeros((), jnp.float32),
         nonfinite=jnp.zeros((), jnp.int32),
         consecutive=jnp.zeros((), jnp.int32),
         memory=skipper.rule.init(jnp.zeros_like(norm)),
@@ -150,6 +153,7 @@ def _judge(
     return skip, state._replace(
         step=jnp.asarray(optax.safe_increment(state.step)),
         skipped=state.skipped + skip.astype(jnp.int32),
+        skipped_recently=moving_average(state.skipped_recently, skip, state.step),
         nonfinite=state.nonfinite + broken.astype(jnp.int32),
         consecutive=jnp.where(skip, state.consecutive + 1, 0),
     )

@@ -15,7 +15,7 @@ result, and are pure, so that they run under jit.
 What they compute is the library's: right in every precision, NaN for a broken step.
 Each module says where that differs from its original. New code should use the optax
 transformations, which need no second pass over the gradients and keep the norm for
-`metrics`.
+`metrics`. `optaxclip.clip_grads` clips one tree of gradients once.
 """
 
 from . import keras as keras

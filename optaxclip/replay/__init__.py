@@ -6,6 +6,7 @@
     run             one rule over recorded norms
     suggest         candidate rules for them
     read_history    the norms of a log file
+    spike_score     how often norms or losses stood out
     plot_history    draws norms, limits and clipped steps
 
 What a replay knows: which steps a rule would have clipped, and by how much, had the
@@ -19,5 +20,14 @@ from ._candidates import Suggestion, suggest
 from ._history import read_history
 from ._plot import plot_history
 from ._replay import Replay, run
+from ._spikes import spike_score
 
-__all__ = ["Replay", "Suggestion", "plot_history", "read_history", "run", "suggest"]
+__all__ = [
+    "Replay",
+    "Suggestion",
+    "plot_history",
+    "read_history",
+    "run",
+    "spike_score",
+    "suggest",
+]

@@ -58,11 +58,10 @@ def checked_limit(argument: str, limit: Any) -> ArrayLike | Schedule:
             f"{argument} must be a number, a schedule or a rule, got a transformation. "
             "The limit of zclip, for example, is optaxclip.rules.z_score()."
         )
-    if isinstance(limit, str) and limit.isidentifier():
-        raise TypeError(
-            f"{argument} must be a real number, got {limit!r}. A rule is given as "
-            "optaxclip.rules.z_score(), without quotes."
-        )
+    if isinstance(limit, str):
+        rule = " A rule is given as optaxclip.rules.z_score(), without quotes."
+        rule = rule if limit.isidentifier() else ""
+        raise TypeError(f"{argument} must be a real number, got {limit!r}.{rule}")
     if callable(limit):
         return as_partial(limit)
     check_limit(argument, limit)

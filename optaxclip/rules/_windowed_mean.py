@@ -88,6 +88,13 @@ def step_rule(
     return rule_in(call, WindowedMean, sigmas=sigmas, window=window, **numbers)
 
 
+def spike_rule(call: str, sigmas: Number, window: Any) -> Rule:
+    """The rule of OLMo-core's spike score: what is over its limit is a spike."""
+    check_length(f"{call}: window", window)
+    numbers = {"sigmas": sigmas, "window": window, "warmup": window}
+    return rule_in(call, WindowedMean, **numbers)
+
+
 def choose(wanted: Any, new: Any, old: Any) -> Any:
     """The new memory if it is wanted, else the old one."""
     return jax.tree.map(lambda one, other: jnp.where(wanted, one, other), new, old)

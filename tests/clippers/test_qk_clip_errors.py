@@ -56,6 +56,13 @@ def test_numbers_are_in_their_ranges():
         qk_clip("100", **PLAIN)
 
 
+def test_names_of_elsewhere_lead_here():
+    with pytest.raises(
+        TypeError, match=r"there is no argument 'tau'. Here it is max_lo"
+    ):
+        qk_clip(tau=100.0, **PLAIN)
+
+
 def update(params, **given):
     clipper = qk_clip(20.0, **attention.PATTERNS)
     state = clipper.init(params)

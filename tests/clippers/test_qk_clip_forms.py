@@ -6,7 +6,7 @@ import numpy as np
 import optax
 import pytest
 
-from optaxclip import ClipState, Heads, metrics, qk_clip, rules
+from optaxclip import ClipState, Heads, metrics, qk_clip, rules, skip_nonfinite
 from tests import attention
 
 FACTORS = np.float32([1.0, 0.25])
@@ -165,6 +165,18 @@ def test_the_limit_may_be_a_schedule_or_a_rule():
         np.testing.assert_allclose(limits, wanted, rtol=1e-6)
 
 
+def test_its_numbers_may_be_hyperparameters():
+    params = {"q": jnp.ones((4, 2)), "k": jnp.ones((4, 2))}
+    injected = optax.inject_hyperparams(qk_clip)
+    clipper = injected(20.0, queries={"q": 1}, keys={"k": 1}, alpha=1.0)
+    zero = jax.tree.map(jnp.zeros_like, params)
+    state = clipper.init(params)
+    state.hyperparams["max_logit"] = jnp.float32(40.0)
+    updates, _ = clipper.update(zero, state, params, max_logits=jnp.full(2, 80.0))
+    np.testing.assert_allclose(params["q"] + updates["q"], 0.5, rtol=1e-6)
+    np.testing.assert_allclose(params["k"] + updates["k"], 1.0, rtol=1e-6)
+
+
 def test_it_stands_behind_an_optimizer_in_a_chain():
     params = attention.weights(4, 4)
     grads = jax.tree.map(np.ones_like, params)
@@ -178,6 +190,47 @@ def test_it_stands_behind_an_optimizer_in_a_chain():
     root = np.array([1, 0.5, 1, 1])[:, None]
     wanted = root * np.asarray(free["query"]["kernel"])
     np.testing.assert_allclose(new["query"]["kernel"], wanted, rtol=1e-5, atol=1e-6)
+
+
+def test_a_skip_around_it_keeps_a_broken_step_out():
+    params = attention.weights(4, 4)
+    chain = optax.chain(optax.adam(0.1), qk_clip(20.0, **attention.PATTERNS))
+    optimizer = skip_nonfinite(chain)
+    state = optimizer.init(params)
+    broken = jax.tree.map(lambda x: jnp.full_like(x, jnp.nan), params)
+    given = {"max_logits": jnp.full(4, jnp.nan)}
+    updates, state = optimizer.update(broken, state, params, **given)
+    assert not any(np.any(x) for x in jax.tree.leaves(updates))
+    assert int(state.inner_state[1].nonfinite.sum()) == 0
+
+
+def test_multi_steps_hand_on_the_logits_of_the_last():
+    params = attention.weights(4, 4)
+    chain = optax.chain(optax.sgd(0.0), qk_clip(20.0, **attention.PATTERNS))
+    optimizer = optax.MultiSteps(chain, 2)
+    state = optimizer.init(params)
+    for most in (90.0, 80.0):
+        given = {"max_logits": jnp.full(4, most)}
+        updates, state = optimizer.update(params, state, params, **given)
+    found = np.asarray(updates["key"]["bias"]) + params["key"]["bias"]
+    np.testing.assert_allclose(found, 0.5 * params["key"]["bias"], rtol=1e-5)
+
+
+def test_no_copy_of_the_updates_is_made():
+    kernel = jax.ShapeDtypeStruct((256, 4, 64), jnp.float32)
+    params = {name: {"kernel": kernel} for name in ("query", "key")}
+    chain = optax.chain(optax.adam(0.1), qk_clip(20.0, **attention.PATTERNS))
+
+    def step(params, state, grads, max_logits):
+        updates, state = chain.update(grads, state, params, max_logits=max_logits)
+        return optax.apply_updates(params, updates), state
+
+    logits = jax.ShapeDtypeStruct((4,), jnp.float32)
+    state = jax.eval_shape(chain.init, params)
+    program = jax.jit(step, donate_argnums=(0, 1))
+    compiled = program.lower(params, state, params, logits).compile()
+    temporary = compiled.memory_analysis().temp_size_in_bytes
+    assert temporary < 0.01 * 2 * 4 * kernel.size
 
 
 def test_the_state_has_one_form_from_shapes_on():

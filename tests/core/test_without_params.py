@@ -12,7 +12,12 @@ from tests.methods import METHODS, WEIGHTS
 
 PARAMS, GRADS = random_tree("float32", 0), random_tree("float32", 1)
 SUPERSET = {**PARAMS, "head": jnp.ones(2)}
-WRAPPED = {"clip_cotangent", "clipped_grad", "per_example_global_norm_clip"}
+WRAPPED = {
+    "clip_cotangent",
+    "clip_grads",
+    "clipped_grad",
+    "per_example_global_norm_clip",
+}
 WITHOUT = [
     name
     for name, method in METHODS.items()

@@ -37,6 +37,10 @@ FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 NUMBER = re.compile(r"(?<![\w.])-?\d+(?:\.\d*)?(?:e[+-]?\d+)?")
 
 
+# Packages that a page may show and that only the examples need.
+OPTIONAL = ("flax",)
+
+
 class Block(NamedTuple):
     kind: str  # python, sh
     line: int  # of its first line in the page
@@ -96,6 +100,10 @@ def run(block, page, namespace):
                         f"no test knows how to run {command!r}"
                     )
                     replay_main(words[3:])
+    except ModuleNotFoundError as error:
+        if error.name not in OPTIONAL:
+            raise
+        pytest.skip(f"{error.name} is not installed")
     except Exception as error:
         kind = (
             type(error).__name__
@@ -148,6 +156,8 @@ def assert_as_shown(shown, printed, where):
 
 @pytest.mark.parametrize("page", PAGES)
 def test_every_block_of_a_page_does_what_it_shows(page, tmp_path):
+    if "import orbax" in (DOCS / page).read_text():
+        pytest.importorskip("orbax.checkpoint")
     namespace = names()
     with chdir(tmp_path), jax.numpy_rank_promotion("allow"):  # as it is for users
         for block in blocks_of(page):

@@ -5,6 +5,7 @@ nothing unless it is told to.
 import ast
 import importlib
 import inspect
+import re
 import runpy
 import subprocess
 import sys
@@ -36,7 +37,12 @@ def imported(name):
     return sorted(packages - ALWAYS - sys.stdlib_module_names - set(PROGRAMS))
 
 
-NEEDED = [(name, package) for name in PROGRAMS for package in imported(name)]
+NEEDED = [
+    (name, package)
+    for name in PROGRAMS
+    for package in imported(name)
+    if package != "examples"
+]
 OPTIONAL = {("logging_metrics", "tensorboardX")}
 
 
@@ -70,12 +76,21 @@ def test_a_missing_package_is_named_with_its_extra(monkeypatch, name, package):
     hidden = [module for module in sys.modules if module.split(".")[0] == package]
     for module in {package, *hidden}:
         monkeypatch.setitem(sys.modules, module, None)
+    # As Python does for a program, which imports its neighbours by their bare names.
+    monkeypatch.syspath_prepend(FOLDER)
+    for neighbour in PROGRAMS:
+        monkeypatch.delitem(sys.modules, neighbour, raising=False)
     if (name, package) in OPTIONAL:
         runpy.run_path(str(FOLDER / f"{name}.py"))
         return
     with pytest.raises(ModuleNotFoundError) as raised:
         runpy.run_path(str(FOLDER / f"{name}.py"))
     assert 'pip install -e ".[examples]"' in "".join(raised.value.__notes__)
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_programs_run_without_the_clone_on_the_path(name):
+    assert "examples" not in imported(name)
 
 
 def test_help_names_a_missing_package_too():
@@ -85,3 +100,12 @@ def test_help_names_a_missing_package_too():
         [sys.executable, "-c", f"{hide}; {run}"], capture_output=True, text=True
     )
     assert done.stderr.endswith('needs: pip install -e ".[examples]"\n')
+
+
+def test_contributing_draws_every_picture_of_the_docs():
+    root = FOLDER.parent
+    drawn = re.search(r"for name in (.*); do", (root / "CONTRIBUTING.md").read_text())
+    pictures = {path.stem for path in (root / "docs").glob("*.png")}
+    assert drawn and {name.removesuffix("_dark") for name in pictures} == set(
+        drawn[1].split()
+    )

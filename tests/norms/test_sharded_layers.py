@@ -116,3 +116,22 @@ def test_the_sum_of_layers_takes_one_more_collective():
     text = program.lower(PARAMS, PARAMS).as_text()
     assert text.count("stablehlo.all_reduce") <= 3
     assert optax.tree.norm(program(PARAMS, PARAMS)) == pytest.approx(1.0, 1e-6)
+
+
+@pytest.mark.parametrize("typed", [True, False], ids=["typed", "untyped"])
+def test_constraints_in_shard_map_equal_those_on_one_device(typed):
+    def body(params, updates, mesh_axes=SPECS):
+        units = optaxclip.clip_by_unitwise_norm(
+            0.5, stacked=STACKED, nonfinite="zero", mesh_axes=mesh_axes
+        )
+        constrained = optaxclip.constrain(units)
+        return constrained.update(updates, constrained.init(params), params)[0]
+
+    updates = {name: x[0] for name, x in GRADS.items()}
+    updates["table"] = np.full_like(updates["table"], np.nan)
+    mesh = mesh_of((2, 4), ("x", "y"))
+    program = on_each_part(body, mesh, (SPECS, SPECS), SPECS, check_vma=typed)
+    have, want = program(PARAMS, updates), body(PARAMS, updates, "auto")
+    for leaf, x in want.items():
+        np.testing.assert_allclose(have[leaf], x, 2e-6, 2e-7)
+    assert not np.any(have["table"])

@@ -5,6 +5,7 @@ import optax
 import pytest
 
 import optaxclip
+from optaxclip.replay import __main__ as command
 from optaxclip.replay import suggest
 from optaxclip.replay.__main__ import main
 
@@ -86,9 +87,10 @@ def test_nothing_but_the_picture_is_written(log, capsys):
 
 def test_the_recommended_limit_is_drawn(log, monkeypatch):
     drawn = []
-    plot = optaxclip.replay.__main__.plot_history
+    plot = command.plot_history
     monkeypatch.setattr(
-        "optaxclip.replay.__main__.plot_history",
+        command,
+        "plot_history",
         lambda history, axis: drawn.append(history) or plot(history, axis=axis),
     )
     main([str(log)])

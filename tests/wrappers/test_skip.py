@@ -313,7 +313,7 @@ def test_a_loss_rule_wants_the_loss():
     ):
         optaxclip.skip_spikes(optax.sgd(0.1), -1)
     with pytest.raises(
-        ValueError, match="skip_spikes: max_consecutive must be at least 0, got -1"
+        ValueError, match="skip_nonfinite: max_consecutive must be at least 0, got -1"
     ):
         optaxclip.skip_nonfinite(optax.sgd(0.1), -1)
 

@@ -39,6 +39,7 @@ def test_numbers_of_a_global_clip_over_several_steps():
             "clip/norm_after": 1.0,
             "clip/clipped": 1.0,
             "clip/clipped_share": 0.5,
+            "clip/clipped_share_recent": 0.5,
             "clip/clipped_count": 2.0,
             "clip/nonfinite_count": 1.0,
         }
@@ -126,8 +127,8 @@ def test_several_clippers_are_told_apart():
         optaxclip.clip_by_tensor_norm(4.0), optaxclip.clip_by_global_norm(1.0)
     )
     assert {key.split("/")[0] for key in optaxclip.metrics(after(chain, GRADS))} == {
-        "clip_0",
-        "clip_1",
+        "clip",
+        "clip_2",
     }
     named = optax.named_chain(
         ("inner", optaxclip.clip_by_global_norm(4.0)),
@@ -157,10 +158,6 @@ def test_found_at_any_depth_and_in_traced_states():
     ) == pytest.approx(2.0)
 
 
-def test_an_optimizer_without_clippers_has_no_metrics():
-    assert optaxclip.metrics(optax.adam(1e-3).init(GRADS)) == {}
-
-
 def test_metrics_number_clippers_within_each_title():
     twice = optax.chain(
         optaxclip.clip_by_global_norm(1.0), optaxclip.clip_by_global_norm(2.0)
@@ -169,7 +166,7 @@ def test_metrics_number_clippers_within_each_title():
         {"x": jnp.ones(2), "y": jnp.ones(2)}
     )
     assert {name for name in optaxclip.metrics(state) if "limit" in name} == {
-        f"clip_{number}/{title}/limit" for number in (0, 1) for title in ("a", "b")
+        f"{prefix}/{title}/limit" for prefix in ("clip", "clip_2") for title in "ab"
     }
 
 
@@ -201,6 +198,7 @@ def clip_state(**fields):
         "limit": [np.inf] * 3,
         "factor": [1.0] * 3,
         "clipped": [0] * 3,
+        "clipped_recently": [0.0] * 3,
         "nonfinite": [0] * 3,
     } | fields
     return optaxclip.ClipState(
@@ -222,6 +220,7 @@ def clip_state(**fields):
         ),
         ({"factor": [1.0, 1.5, 1.0]}, {"factor": 1.5, "norm_after": 12, "clipped": 1}),
         ({"clipped": [2, 3, 7]}, {"clipped_share": 0.5, "clipped_count": 7}),
+        ({"clipped_recently": [0.0, 0.25, 0.5]}, {"clipped_share_recent": 0.25}),
         ({"nonfinite": [1, 5, 2]}, {"nonfinite_count": 5}),
     ],
     ids=[
@@ -230,6 +229,7 @@ def clip_state(**fields):
         "over its limit",
         "lifted",
         "clipped",
+        "clipped recently",
         "not finite",
     ],
 )
@@ -241,7 +241,8 @@ def test_metrics_of_units_show_the_worst_and_count_all(fields, shown):
 @pytest.mark.parametrize("consecutive", [0, 7])
 def test_metrics_show_each_number_of_a_skipping_optimizer(consecutive):
     state = optaxclip.SkipState(
-        *(jnp.float32(x) for x in (10, 1, 2, 3, 4, 5, 6, consecutive)), (), (), ()
+        *(jnp.float32(x) for x in (10, 1, 2, 3, 4, 5, 0.25, 6, consecutive)),
+        *((), (), ()),
     )
     wanted = {
         "norm": 1,
@@ -250,6 +251,7 @@ def test_metrics_show_each_number_of_a_skipping_optimizer(consecutive):
         "value_limit": 4,
         "skipped": int(consecutive > 0),
         "skipped_share": 0.5,
+        "skipped_share_recent": 0.25,
         "skipped_count": 5,
     }
     wanted |= {"consecutive_count": consecutive, "nonfinite_count": 6}

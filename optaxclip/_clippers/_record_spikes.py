@@ -1,0 +1,133 @@
+"""Spike score: how often gradient norm or loss stood out, as OLMo-core counts it."""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from .._arguments import check_state
+from .._core._limits import limit_of
+from .._core._shares import moving_average
+from .._norms._mesh_axes import MeshAxes
+from .._norms._norms import global_norm
+from ..rules._rule import Number, Rule
+from ..rules._windowed_mean import spike_rule
+
+CALL = "record_spikes"
+RECENT = 10_000  # steps, as in OLMo-core
+
+
+class SpikeState(NamedTuple):
+    """The state of `record_spikes`."""
+
+    step: jax.Array  # int32[]: updates seen
+    norm: jax.Array  # float32[]: the global norm of the last gradient
+    limit: jax.Array  # float32[]: what it was held against
+    value: jax.Array  # float32[]: the last loss, 0 if none was given
+    value_limit: jax.Array  # float32[]: what it was held against
+    spiked: jax.Array  # int32[]: 1 if the last step was a spike, else 0
+    spikes: jax.Array  # int32[]: steps that were
+    spiked_recently: jax.Array  # float32[]: their share of about the last 10,000 steps
+    memory: Any  # the last norms
+    value_memory: Any  # the last losses
+
+
+def record_spikes(
+    sigmas: Number = 6.0, window: Any = 128, *, mesh_axes: MeshAxes = "auto"
+) -> optax.GradientTransformationExtraArgs:
+    """Counts the steps whose norm or loss stands out, for `metrics`. Changes nothing.
+
+        spike    if x > mean + sigmas * deviation, both of the `window` values before x,
+                 for x the global norm, or the loss where update(..., value=loss) has it
+        score    spikes / steps
+
+    Args:
+      sigmas: how many standard deviations above the mean are no spike. At least 0. A
+        number or a schedule.
+      window: how many norms and losses are remembered. A whole number, at least 1.
+        Nothing is a spike before there are as many.
+      mesh_axes: over which mesh axes leaves are split, inside shard_map and pmap:
+        "auto", None, names, or a tree prefix of PartitionSpec.
+
+    Returns:
+      A transformation with a `SpikeState`. Its `update` also takes `grad_norm=`, a norm
+      measured elsewhere. A norm or loss that is NaN or inf is a spike, and is not
+      remembered.
+
+    Raises:
+      ValueError: a number out of its range. TypeError: something that is not a number.
+
+    Example:
+      >>> recorder = optaxclip.record_spikes(2.0, window=4)
+      >>> state = recorder.init(jnp.zeros(1))
+      >>> for grads in jnp.array([[1.0], [2.0], [1.0], [2.0], [9.0], [2.0]]):
+      ...     _, state = recorder.update(grads, state)
+      >>> print(f"{optaxclip.metrics(state)['spike/score']:.3f}")
+      0.167
+
+    Reference: OLMo-core, `train/callbacks/stability_monitor.py`. There NaN is no spike,
+    and none is seen until it has left the window. OLMo 2, 2025 (arXiv 2501.00656) and
+    AdaGC, 2025 (arXiv 2502.11034) count with 7 deviations and 1000 values.
+    """
+    rule = spike_rule(CALL, sigmas, window)
+
+    def init(params: Any) -> SpikeState:
+        return _first_state(rule, params)
+
+    def update(
+        updates: Any,
+        state: Any,
+        params: Any = None,
+        *,
+        value: Any = None,
+        grad_norm: Any = None,
+        **_: Any,
+    ) -> tuple[Any, SpikeState]:
+        check_state(CALL, state, SpikeState)
+        norm = grad_norm
+        if norm is None:
+            norm = global_norm(updates, mesh_axes=mesh_axes)
+        return updates, _after_step(rule, state, norm, value)
+
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+def _first_state(rule: Rule, params: Any) -> SpikeState:
+    norm = jnp.zeros((), jax.eval_shape(global_norm, params).dtype)
+    loss = jnp.zeros(())
+    # Each counter is its own array, so that the state can be donated.
+    return SpikeState(
+        step=jnp.zeros((), jnp.int32),
+        norm=norm,
+        limit=jnp.full_like(norm, jnp.inf),
+        value=loss,
+        value_limit=jnp.full_like(loss, jnp.inf),
+        spiked=jnp.zeros((), jnp.int32),
+        spikes=jnp.zeros((), jnp.int32),
+        spiked_recently=jnp.zeros((), jnp.float32),
+        memory=rule.init(jnp.zeros_like(norm)),
+        value_memory=rule.init(jnp.zeros_like(loss)),
+    )
+
+
+@jax.jit
+def _after_step(rule: Rule, state: SpikeState, norm: Any, value: Any) -> SpikeState:
+    norm = jnp.asarray(norm).astype(state.norm.dtype)
+    asked = rule, norm, state.memory, state.step
+    limit, memory = limit_of(*asked, argument=CALL)
+    state = state._replace(norm=norm, limit=limit, memory=memory)
+    spiked = ~(norm <= limit) | ~jnp.isfinite(norm)
+    if value is not None:
+        value = jnp.asarray(value).astype(state.value.dtype)
+        asked = rule, value, state.value_memory, state.step
+        limit, memory = limit_of(*asked, argument=CALL, signed=True)
+        state = state._replace(value=value, value_limit=limit, value_memory=memory)
+        spiked = spiked | ~(value <= limit) | ~jnp.isfinite(value)
+    share = moving_average(state.spiked_recently, spiked, state.step, RECENT)
+    return state._replace(
+        step=jnp.asarray(optax.safe_increment(state.step)),
+        spiked=spiked.astype(jnp.int32),
+        spikes=state.spikes + spiked.astype(jnp.int32),
+        spiked_recently=share,
+    )

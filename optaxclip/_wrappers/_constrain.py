@@ -1,0 +1,163 @@
+"""Constraints on weights: a clipper that is held against what a step makes of them.
+
+    u' = clip(W + u) - W
+
+A weight plus its update is rounded to the weight's dtype, and so is the update. Where W
+is far from what it becomes, such as 100 that is clipped to 1.2, the second rounding may
+carry it beyond the limit. The update is then made one unit of rounding shorter.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax import lax
+
+from .._arguments import check_params, check_transformation
+from .._core._inputs import params_of
+from .._core._state import ClipState
+from .._norms._leaves import cast_like, clipped_leaves, put_back
+from .._norms._modulus import wide_dtype
+from .._norms._types import varying
+
+# They speak of the gradient, and what is clipped are weights.
+OF_GRADIENTS = ("grad_norm", "limit")
+
+
+def constrain(
+    clipper: optax.GradientTransformation,
+) -> optax.GradientTransformationExtraArgs:
+    """Clips the weights after each step instead of the gradient.
+
+        u' = clip(W + u) - W
+
+    It changes the update, so it comes last in a chain, after the learning rate.
+    `optax.apply_updates` then gives clip(W + u), rounded once to the weights' dtype,
+    and not longer by more than that rounding. Where W is far longer than its limit, as
+    in a first step, the update itself is rounded too, towards shorter weights. Weights
+    that are within their limit get the update as it came.
+
+    | constraint                        | clipper                                     |
+    |-----------------------------------|---------------------------------------------|
+    | max-norm of each unit             | `clip_by_unitwise_norm(2.0)`                |
+    | unit norm: weights on a sphere    | the same with `shrink=shrinks.normalize`    |
+    | each weight in a range (WGAN)     | `clip_by_value(0.01)`                       |
+    | no weight below 0                 | `clip_by_value(math.inf, 0.0)`              |
+    | largest singular value            | `clip_by_spectral_norm(1.0)`                |
+
+    Args:
+      clipper: any clipper, or another transformation that maps a tree to one that is
+        allowed. It gets the moved weights where it usually gets gradients. To constrain
+        some weights only, wrap the result in `optax.masked`.
+
+    Returns:
+      A transformation with the state of the clipper, whose norms are those of the moved
+      weights. `update` needs params, and passes extra arguments on, but for `grad_norm`
+      and `limit`, which speak of gradients. Where a clipper with nonfinite="zero"
+      clears a broken step, the weights stay as they are.
+
+    Raises:
+      ValueError: `update` without params.
+      TypeError: something that is not a transformation.
+
+    Example:
+      >>> max_norm = optaxclip.constrain(optaxclip.clip_by_unitwise_norm(1.0))
+      >>> optimizer = optax.chain(optax.sgd(1.0), max_norm)
+      >>> params = jnp.array([[0.6, 0.1], [0.8, 0.0]])
+      >>> grads = jnp.array([[-3.0, -0.2], [-4.0, 0.0]])
+      >>> updates, _ = optimizer.update(grads, optimizer.init(params), params)
+      >>> print(optax.apply_updates(params, updates).round(3))
+      [[0.6 0.3]
+       [0.8 0. ]]
+
+    Reference: Srebro, Shraibman, Rank, trace-norm and max-norm, 2005, and Srivastava et
+    al., Dropout, JMLR 2014, for max-norm. Arjovsky, Chintala, Bottou, Wasserstein GAN,
+    2017 (arXiv 1701.07875), for values. `keras.constraints`.
+    """
+    call = "constrain"
+    check_transformation(f"{call}: clipper", clipper, "a clipper")
+    clipper = optax.with_extra_args_support(clipper)
+
+    def update(
+        updates: Any, state: Any, params: Any = None, **extra_args: Any
+    ) -> tuple[Any, Any]:
+        check_params(call, params, "updates")
+        tree = clipped_leaves(updates)
+        weights = params_of(call, tree, params)
+        given = {k: v for k, v in extra_args.items() if k not in OF_GRADIENTS}
+        moved = jax.tree.map(_moved, weights, tree)
+        held, new = clipper.update(moved, state, params, **given)
+        counters = _counters(state, new)
+
+        def step(leaf: Any, weight: Any, moved: Any, held: Any) -> jax.Array:
+            own = [pair for pair in counters if varying(pair[1]) <= varying(leaf)]
+            return _step_to(held, moved, weight, leaf, own)
+
+        steps = jax.tree.map(step, tree, weights, moved, held)
+        return put_back(steps, updates), new
+
+    return optax.GradientTransformationExtraArgs(clipper.init, update)
+
+
+def _moved(weight: Any, update: Any) -> jax.Array:
+    weight, update = jnp.asarray(weight), jnp.asarray(update)
+    wide = jnp.promote_types(wide_dtype(weight), wide_dtype(update))
+    return weight.astype(wide) + update.astype(wide)
+
+
+def _counters(old: Any, new: Any) -> list[tuple[jax.Array, jax.Array]]:
+    """The numbers of broken steps before and after, of all clippers in a state."""
+    found = []
+    for state in (old, new):
+        parts = jax.tree.leaves(state, is_leaf=lambda x: isinstance(x, ClipState))
+        known = [part.nonfinite for part in parts if isinstance(part, ClipState)]
+        found.append(jax.tree.leaves(known))
+    before, after = found
+    # A clipper may be given no state, as one of optax.
+    return list(zip(before or map(jnp.zeros_like, after), after, strict=True))
+
+
+@jax.jit
+def _step_to(
+    held: jax.Array, moved: jax.Array, weight: Any, update: Any, counters: Any
+) -> jax.Array:
+    """The update that takes a weight to where it is held."""
+    leaves = held, jnp.asarray(weight), jnp.asarray(update)
+    if jnp.iscomplexobj(moved):
+        real, imag = (_real_step(*map(part, leaves)) for part in (jnp.real, jnp.imag))
+        step = lax.complex(real, imag)
+    else:
+        step = _real_step(*leaves)
+    # Zeros of a broken step are no weights.
+    broken = [jnp.any(new > old) for old, new in counters]
+    cleared = (held == 0) & jnp.any(jnp.stack(broken)) if broken else False
+    step = jnp.where(cleared, jnp.zeros_like(step), step)
+    return jnp.where(held == moved, update, cast_like(step, update))
+
+
+def _real_step(held: jax.Array, weight: jax.Array, update: jax.Array) -> jax.Array:
+    start = weight.astype(held.dtype)
+    goal = _rounded(held, weight.dtype)
+    step = _rounded(goal - start, update.dtype)
+    arrived = _rounded(start + step, weight.dtype)
+    # Between 3/4 and 3/2 units of rounding, so that rounding makes it one.
+    unit = 0.75 * float(jnp.finfo(update.dtype).eps) * jnp.abs(step)
+    shorter = _rounded(step - jnp.sign(arrived) * unit, update.dtype)
+    return jnp.where(jnp.abs(arrived) > jnp.abs(goal), shorter, step)
+
+
+def _rounded(x: jax.Array, dtype: Any) -> jax.Array:
+    """Rounded to a narrower dtype, in its own."""
+    info, own = jnp.finfo(dtype), jnp.finfo(x.dtype)
+    if info.bits >= own.bits:
+        return x
+    if info.bits < 16:  # Their ranges are not those of IEEE formats.
+        return x.astype(dtype).astype(x.dtype)
+    # XLA may drop two casts in a row, and keeps this.
+    rounded = lax.reduce_precision(x, info.nexp, info.nmant)
+    if info.nexp == own.nexp:
+        return rounded
+    # It makes subnormal numbers 0, which float16 needs for small steps.
+    unit = float(info.smallest_subnormal)
+    return jnp.where(jnp.abs(x) < info.tiny, jnp.round(x / unit) * unit, rounded)

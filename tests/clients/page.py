@@ -1,0 +1,76 @@
+"""The table of what ran, and the page `docs/clients.md`."""
+
+import platform
+from datetime import date
+from importlib.metadata import version
+
+import numpy as np
+
+import optaxclip
+
+from ..suites.page import wrapped
+from .compare import Row
+from .trained import CLIENTS
+
+HEAD = (
+    "| package | version | trains | losses | no clip | clipped | checkpoint | same |",
+    "|---|---|---|---|---|---|---|---|",
+)
+INTRO = """
+Replace `optax.clip_by_global_norm` by `optaxclip.clip_by_global_norm` in a program that
+uses optax, and it runs. `python -m tests.clients` shows this with the trainers of other
+packages. Each trains a few steps three times from one seed, in a process of its own:
+with optax's clip, with ours in its place, and without a clip. Nothing is downloaded,
+and the versions that are installed are taken.
+"""
+COLUMNS = """
+`losses` is the largest relative difference of a loss with ours from that with optax's.
+`no clip` is the same without a clip, and shows that the clip matters. `clipped` counts
+the clipped steps, which `optaxclip.metrics` read from the train state of the package.
+`checkpoint` is what saved and restored that state, and `same` says whether it came back
+bit for bit. The command fails if losses differ by more than 1e-5, if no clip makes less
+than a hundred times that, if nothing was clipped, or if a restored state differs.
+"""
+STATE = """
+One thing is not shown here: a run that was saved with optax's clip and continues with
+ours. Its checkpoint has the structure of the old state.
+[sharp_edges.md](sharp_edges.md#a-checkpoint-from-optax) shows how to go on.
+"""
+
+
+def table(rows: list[Row]) -> str:
+    return "\n".join([*HEAD, *map(line, rows)])
+
+
+def line(row: Row) -> str:
+    client = CLIENTS[row.client]
+    numbers = ["", "", "", client.checkpoint, ""]
+    if not np.isnan(row.difference):
+        same = "yes" if row.restored else "no"
+        differences = [shown(row.difference), shown(row.without)]
+        numbers = [*differences, str(row.clipped), client.checkpoint, same]
+    cells = [client.install, row.version, client.trainer, *numbers]
+    return f"| {' | '.join(cells)} |"
+
+
+def shown(difference: float) -> str:
+    return f"{difference:.0e}" if difference else "equal"
+
+
+def page(rows: list[Row]) -> str:
+    """All of `docs/clients.md`."""
+    parts = [
+        "# Programs of other packages",
+        wrapped(INTRO),
+        wrapped(f"{date.today()}, {environment()}."),
+        table(rows),
+        wrapped(COLUMNS),
+        wrapped(STATE),
+    ]
+    return "\n\n".join(parts) + "\n"
+
+
+def environment() -> str:
+    named = [f"optaxclip {optaxclip.__version__}"]
+    named += [f"{name} {version(name)}" for name in ("jax", "optax", "flax")]
+    return f"on a CPU with Python {platform.python_version()}, {', '.join(named)}"

@@ -1,0 +1,116 @@
+"""Clippers of elements report the share of elements that they clipped."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+
+import optaxclip
+
+KEYS = "clip/elements_clipped", "clip/elements_clipped_mean"
+RECENT = "clip/elements_clipped_recent"
+
+
+def shares(clipper, *grads):
+    """The last share, the mean and the moving average."""
+    state = clipper.init(grads[0])
+    for each in grads:
+        _, state = clipper.update(each, state)
+    found = optaxclip.metrics(state)
+    assert set(found) == {*KEYS, RECENT}
+    return [float(found[key]) for key in (*KEYS, RECENT)]
+
+
+@pytest.mark.parametrize(
+    "clipper",
+    [optaxclip.clip_by_value(1.0), optaxclip.clip(1.0)],
+    ids=["value", "clip"],
+)
+def test_values_beyond_their_bounds_are_counted(clipper):
+    first = {"a": jnp.array([2.0, 0.5, -3.0]), "b": jnp.array([[0.1], [1.0]])}
+    second = jax.tree.map(lambda x: x / 10, first)
+    assert shares(clipper, first, second) == pytest.approx([0.0, 0.2, 0.2])
+
+
+@pytest.mark.parametrize(
+    ("values", "clipped"),
+    [
+        ([np.nan, 0.5], 0.0),
+        ([np.inf, 0.5], 0.5),
+        ([3 + 4j, 0.5j], 0.5),
+        ([3, 0, 0, 0], 0.25),
+    ],
+    ids=["nan", "inf", "complex", "ints"],
+)
+def test_what_keeps_its_value_is_not_counted(values, clipped):
+    assert shares(optaxclip.clip_by_value(1.0), jnp.array(values))[0] == clipped
+
+
+@pytest.mark.parametrize("tree", [{}, {"a": None}, {"a": jnp.zeros((0, 3))}])
+def test_no_elements_have_a_share_of_0(tree):
+    assert shares(optaxclip.clip_by_value(1.0), tree) == [0, 0, 0]
+
+
+def test_leaves_without_numbers_are_no_elements():
+    tree = {"a": jnp.array([3.0, 0.0]), "b": jnp.array([True, True])}
+    assert shares(optaxclip.clip_by_value(1.0), tree)[0] == 0.5
+
+
+def test_spikes_of_spam_are_counted():
+    clipper = optaxclip.spam(16.0, decay=0.75, warmup=0)
+    calm, spike = jnp.ones(4), jnp.array([9.0, 1.0, 1.0, 1.0])
+    assert shares(clipper, calm, calm, spike) == pytest.approx([0.25, 1 / 12, 1 / 12])
+
+
+def test_more_elements_than_float32_can_count_are_counted():
+    # A float32 sum of ones stops at 2^24, and here 2^24 + 2 are clipped.
+    grads = jnp.full(2**24 + 2, 2.0, jnp.bfloat16)
+    assert shares(optaxclip.clip_by_value(1.0), grads)[0] == 1.0
+
+
+def test_the_moving_average_forgets_what_is_long_ago():
+    clipper = optaxclip.clip_by_value(1.0)
+    grads = jnp.where(jnp.arange(400) < 200, 2.0, 0.0)[:, None]
+
+    def step(state, grad):
+        return clipper.update(grad, state)[1], None
+
+    state = jax.lax.scan(step, clipper.init(grads[0]), grads)[0]
+    found = optaxclip.metrics(state)
+    np.testing.assert_allclose(found[KEYS[1]], 0.5, rtol=1e-5)
+    np.testing.assert_allclose(found[RECENT], 0.99**200, rtol=1e-4)
+
+
+@pytest.mark.parametrize("kind", ["value", "spam"])
+def test_the_share_is_that_of_all_devices_in_shard_map(kind):
+    clipper = {
+        "value": optaxclip.clip_by_value(0.9),
+        "spam": optaxclip.spam(16.0, decay=0.75, warmup=0),
+    }[kind]
+    mesh = jax.make_mesh((4,), ("x",), axis_types=(AxisType.Auto,))
+    specs = {"split": P("x"), "whole": P()}
+    grads = {"split": jnp.full(8, 0.5), "whole": jnp.full(2, 0.5)}
+    spike = {"split": jnp.full(8, 0.5).at[3].set(99.0), "whole": jnp.array([0.5, 99.0])}
+
+    @partial(jax.shard_map, mesh=mesh, in_specs=(specs, specs), out_specs=P())
+    def share(one, other):
+        state = clipper.init(one)
+        for each in (one, other):
+            _, state = clipper.update(each, state)
+        return optaxclip.metrics(state)[KEYS[0]]
+
+    assert float(share(grads, spike)) == pytest.approx(0.2)
+
+
+def test_the_counters_are_in_a_chain_that_swaps_by_one_line():
+    grads = {"w": jnp.array([3.0, -0.5])}
+    ours = optax.chain(optaxclip.clip(1.0), optax.adam(0.1))
+    theirs = optax.chain(optax.clip(1.0), optax.adam(0.1))
+    mine, _ = ours.update(grads, ours.init(grads), grads)
+    other, _ = theirs.update(grads, theirs.init(grads), grads)
+    np.testing.assert_array_equal(mine["w"], other["w"])

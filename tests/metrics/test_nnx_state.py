@@ -1,0 +1,73 @@
+"""`metrics` reads flax: an NNX optimizer, its state, a linen train state."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import optaxclip
+
+nnx = pytest.importorskip("flax.nnx")
+train_state = pytest.importorskip("flax.training.train_state")
+
+CLIPPERS = {
+    "global": lambda: optaxclip.clip_by_global_norm(0.5),
+    "elements": lambda: optaxclip.clip_by_value(0.5),
+    "spam": lambda: optaxclip.spam(2.0, warmup=0),
+    "learning": lambda: optaxclip.zclip(),
+    "skipping": lambda: optaxclip.skip_spikes(
+        optax.chain(optaxclip.zclip(), optax.sgd(1.0)), 10.0
+    ),
+    "spikes": lambda: optaxclip.record_spikes(),
+    "partition": lambda: optax.partition(
+        {"a": optaxclip.clip_by_global_norm(0.5), "b": optax.sgd(1.0)},
+        lambda params: jax.tree.map(lambda _: "a", params),
+    ),
+}
+
+
+def optimizer_after_a_step(clipper):
+    model = nnx.Linear(2, 3, rngs=nnx.Rngs(0))
+    chain = optax.chain(clipper, optax.adam(0.1))
+    optimizer = nnx.Optimizer(model, chain, wrt=nnx.Param)
+    grads = nnx.grad(lambda m: jnp.sum(m(jnp.ones(2))))(model)
+    optimizer.update(model, grads)
+    return optimizer
+
+
+@pytest.mark.parametrize("name", CLIPPERS)
+def test_nnx_state_has_the_numbers_of_its_optimizer(name):
+    optimizer = optimizer_after_a_step(CLIPPERS[name]())
+    wanted = optaxclip.metrics(optimizer.opt_state)
+    assert wanted
+    for found in (
+        optaxclip.metrics(nnx.state(optimizer)),
+        optaxclip.metrics(nnx.to_pure_dict(nnx.state(optimizer))),
+    ):
+        assert found.keys() == wanted.keys()
+        for key, value in wanted.items():
+            np.testing.assert_array_equal(found[key], value, err_msg=key)
+
+
+def test_nnx_state_numbers_the_tensors():
+    optimizer = optimizer_after_a_step(optaxclip.clip_by_tensor_norm(0.5))
+    wanted = optaxclip.metrics(optimizer.opt_state, only="norm_before")
+    found = optaxclip.metrics(nnx.state(optimizer), only="norm_before")
+    assert list(found) == ["clip/norm_before/0", "clip/norm_before/1"]
+    assert list(found.values()) == list(wanted.values())
+
+
+def test_an_nnx_optimizer_is_read_as_it_is():
+    optimizer = optimizer_after_a_step(optaxclip.clip_by_tensor_norm(0.5))
+    found = optaxclip.metrics(optimizer)
+    assert found == optaxclip.metrics(optimizer.opt_state)
+
+
+def test_a_linen_train_state_is_read_as_it_is():
+    params = {"w": jnp.ones(2)}
+    state = train_state.TrainState.create(
+        apply_fn=None, params=params, tx=optaxclip.clip_by_global_norm(0.5)
+    )
+    state = state.apply_gradients(grads=params)
+    assert optaxclip.metrics(state)["clip/clipped"] == 1

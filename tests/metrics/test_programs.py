@@ -1,0 +1,59 @@
+"""What `metrics` costs in the compiled step."""
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+
+import optaxclip
+
+SHAPES = [(256, 512), (512, 128), (128, 640), (300, 200)]
+SIZE = 4 * sum(rows * columns for rows, columns in SHAPES)  # bytes of the gradients
+
+
+def bytes_of_a_step(optimizer, *, report, **options):
+    """What a compiled step reads and writes, in units of the gradients."""
+
+    def step(params, state, grads):
+        updates, state = optimizer.update(grads, state, params)
+        numbers = optaxclip.metrics(state, **options) if report else {}
+        return optax.apply_updates(params, updates), state, numbers
+
+    params = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in SHAPES]
+    state = jax.eval_shape(optimizer.init, params)
+    compiled = jax.jit(step, donate_argnums=(0, 1)).lower(params, state, params)
+    return compiled.compile().cost_analysis()["bytes accessed"] / SIZE
+
+
+@pytest.fixture(scope="module")
+def clipped():
+    optimizer = optax.chain(optaxclip.clip_by_global_norm(1.0), optax.adam(0.1))
+    return bytes_of_a_step(optimizer, report=False)
+
+
+def test_reading_metrics_reads_no_gradient(clipped):
+    optimizer = optax.chain(optaxclip.clip_by_global_norm(1.0), optax.adam(0.1))
+    assert bytes_of_a_step(optimizer, report=True) < clipped + 0.01
+
+
+@pytest.mark.parametrize("summary", [False, True])
+def test_norms_of_tensors_beside_a_global_clip_are_no_second_read(clipped, summary):
+    recorder = optaxclip.record_norm(optaxclip.tensor_norm)
+    clipper = optaxclip.clip_by_global_norm(1.0)
+    optimizer = optax.chain(recorder, clipper, optax.adam(0.1))
+    found = bytes_of_a_step(optimizer, report=True, summary=summary)
+    assert found < clipped + 0.01
+
+
+def test_spikes_beside_a_global_clip_are_no_second_read(clipped):
+    clipper = optaxclip.clip_by_global_norm(1.0)
+    optimizer = optax.chain(optaxclip.record_spikes(), clipper, optax.adam(0.1))
+    assert bytes_of_a_step(optimizer, report=True) < clipped + 0.01
+
+
+def test_a_second_read_would_be_seen(clipped):
+    """The median of absolute values shares no sum with the clipper."""
+    recorder = optaxclip.record_norm(lambda tree: jax.tree.map(jnp.median, tree))
+    clipper = optaxclip.clip_by_global_norm(1.0)
+    optimizer = optax.chain(recorder, clipper, optax.adam(0.1))
+    assert bytes_of_a_step(optimizer, report=True) > clipped + 0.9

@@ -1,0 +1,112 @@
+"""`summary=True`: one row for all norms of a clipper."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import optaxclip
+
+GRADS = {"a": jnp.array([3.0, 4.0]), "b": jnp.array([0.3]), "c": jnp.array([8.0])}
+NUMBERS = {"clip/norms_clipped", "clip/worst_ratio", "clip/worst_index"}
+
+
+def after(clipper, *grads):
+    state = clipper.init(grads[0])
+    for each in grads:
+        _, state = clipper.update(each, state)
+    return state
+
+
+def summary(state, **options):
+    return optaxclip.metrics(state, summary=True, floats=True, **options)
+
+
+def test_a_clipper_of_tensors_has_one_row():
+    limits = {"a": 1.0, "b": 1.0, "c": 4.0}
+    state = after(optaxclip.clip_by_tensor_norm(limits), GRADS)
+    assert summary(state) == pytest.approx(
+        {
+            "clip/norm_before": 5.0,
+            "clip/limit": 1.0,
+            "clip/factor": 0.2,
+            "clip/norm_after": 1.0,
+            "clip/clipped": 1.0,
+            "clip/clipped_share": 2 / 3,
+            "clip/clipped_share_recent": 2 / 3,
+            "clip/clipped_count": 1.0,
+            "clip/nonfinite_count": 0.0,
+            "clip/norms_clipped": 2 / 3,
+            "clip/worst_ratio": 5.0,
+            "clip/worst_index": 0.0,
+            "clip/worst_name": "a",
+        }
+    )
+
+
+def test_shares_are_means_over_all_tensors():
+    calm = jax.tree.map(lambda x: x / 100, GRADS)
+    found = summary(after(optaxclip.clip_by_tensor_norm(1.0), GRADS, calm, calm, calm))
+    shares = [found[f"clip/clipped_share{end}"] for end in ("", "_recent")]
+    np.testing.assert_allclose(shares, 2 / 3 / 4, rtol=1e-6)
+    assert found["clip/norms_clipped"] == 0
+
+
+@pytest.mark.parametrize("broken", [np.nan, np.inf])
+def test_a_tensor_that_is_not_finite_is_the_worst(broken):
+    grads = GRADS | {"b": jnp.array([broken])}
+    found = summary(after(optaxclip.clip_by_tensor_norm(1.0), grads))
+    assert found["clip/worst_name"] == "b" and found["clip/nonfinite_count"] == 1
+
+
+def test_tensors_with_several_rules_are_compared():
+    rule = optaxclip.rules.ema_ratio(2.0, 0.5)
+    clipper = optaxclip.clip_by_tensor_norm({"a": 1.0, "b": rule, "c": 1.0})
+    spike = jax.tree.map(lambda x: x / 10, GRADS) | {"b": jnp.array([600.0])}
+    state = after(clipper, GRADS, GRADS, spike)
+    found = summary(state)
+    assert found["clip/worst_name"] == "b"
+    assert list(state.by_name())[int(found["clip/worst_index"])] == "b"
+    np.testing.assert_allclose(found["clip/worst_ratio"], 1000, rtol=1e-5)
+
+
+def test_units_name_the_tensor_of_the_worst_unit():
+    grads = {"a": jnp.ones((2, 5)), "b": jnp.ones((3, 4)).at[0, 1].set(50.0)}
+    found = summary(after(optaxclip.clip_by_unitwise_norm(2.0), grads))
+    assert found["clip/worst_name"] == "b"
+    # Of 9 units one is longer than 2.
+    assert found["clip/norms_clipped"] == pytest.approx(1 / 9)
+
+
+def test_without_a_limit_the_longest_norm_is_shown():
+    found = summary(after(optaxclip.record_norm(optaxclip.tensor_norm), GRADS))
+    assert found["clip/worst_name"] == "c" and found["clip/norm_before"] == 8
+    assert found["clip/worst_ratio"] == 0 and "clip/limit" not in found
+
+
+def test_zero_over_a_limit_of_zero_is_zero():
+    zeros = jax.tree.map(jnp.zeros_like, GRADS)
+    found = summary(after(optaxclip.clip_by_tensor_norm(0.0), zeros))
+    assert found["clip/worst_ratio"] == 0
+
+
+def test_one_norm_has_the_same_numbers():
+    found = summary(after(optaxclip.clip_by_global_norm(1.0), GRADS))
+    norm = np.sqrt(25 + 0.09 + 64)
+    assert found["clip/norms_clipped"] == 1 and found["clip/worst_name"] == ""
+    np.testing.assert_allclose(found["clip/worst_ratio"], norm, rtol=1e-6)
+
+
+def test_the_summary_is_the_same_under_jit():
+    state = after(optaxclip.clip_by_tensor_norm(1.0), GRADS)
+    wanted = optaxclip.metrics(state, summary=True)
+    found = jax.jit(lambda state: optaxclip.metrics(state, summary=True))(state)
+    assert found.keys() == wanted.keys() and found.keys() >= NUMBERS
+    for name, value in wanted.items():
+        assert found[name].dtype == jnp.float32 and found[name].shape == ()
+        np.testing.assert_array_equal(found[name], value, err_msg=name)
+
+
+def test_an_empty_tree_has_no_row():
+    assert optaxclip.metrics(after(optaxclip.clip_by_tensor_norm(1.0), {})) == {}
+    assert summary(after(optaxclip.clip_by_tensor_norm(1.0), {})) == {}

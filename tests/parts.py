@@ -1,0 +1,96 @@
+"""Every rule and shrink with numbers: the range of each, and the defaults of papers.
+
+Rules and shrinks without numbers are not here.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+from optaxclip import rules, shrinks
+from tests.methods import BAND, COUNT, POSITIVE, SHARE, Z_SCORE
+
+Range = tuple[Any, Any]  # the lowest and the highest number, None for no end
+
+
+class Part(NamedTuple):
+    """A rule or a shrink, as the tests see it."""
+
+    numbers: Mapping[str, Range]
+    defaults: Mapping[str, Any]
+
+
+WINDOW = {"current": False, "remember": "raw"}
+
+RULES: dict[Callable[..., Any], Part] = {
+    rules.windowed_quantile: Part(
+        {"quantile": SHARE, "factor": POSITIVE, "window": COUNT, "warmup": POSITIVE},
+        {"quantile": 0.5, "window": 100, "factor": 1.0, "warmup": 1, **WINDOW},
+    ),
+    rules.windowed_mean: Part(
+        {
+            "sigmas": POSITIVE,
+            "window": COUNT,
+            "ddof": POSITIVE,
+            "floor": POSITIVE,
+            "warmup": POSITIVE,
+        },
+        {"sigmas": 3.0, "window": 128, "ddof": 0, "floor": 0.0, "warmup": 2, **WINDOW},
+    ),
+    rules.z_score: Part(
+        {"z": POSITIVE, "decay": SHARE, "warmup": COUNT, "eps": POSITIVE}, Z_SCORE
+    ),
+    rules.log_z_score: Part(
+        {
+            "z": POSITIVE,
+            "decay": SHARE,
+            "floor": POSITIVE,
+            "spread": POSITIVE,
+            "warmup": COUNT,
+        },
+        {"z": 4.0, "decay": 0.995, "floor": 0.01, "spread": 1e-3, "warmup": 277},
+    ),
+    rules.ema_ratio: Part(
+        {
+            "ratio": POSITIVE,
+            "decay": SHARE,
+            "target": POSITIVE,
+            "target_decay": SHARE,
+            "warmup": POSITIVE,
+        },
+        {
+            "ratio": 2.0,
+            "decay": 0.99,
+            "corrected": False,
+            "remember": "clipped",
+            "warmup": 1,
+        },
+    ),
+    rules.growth: Part(
+        {"rate": POSITIVE, "floor": POSITIVE}, {"rate": 1.01, "floor": 0.0}
+    ),
+    rules.quantile_tracker: Part(
+        {"quantile": SHARE, "rate": POSITIVE, "start": POSITIVE},
+        {"quantile": 0.5, "rate": 0.2, "start": 0.1},
+    ),
+    rules.ema: Part({"decay": SHARE}, {"decay": 0.999}),
+    rules.moments_ratio: Part(
+        {"decay1": SHARE, "decay2": SHARE, "eps": POSITIVE},
+        {"decay1": 0.7, "decay2": 0.9, "eps": 1e-8},
+    ),
+    rules.ema_band: Part(
+        {
+            "low": POSITIVE,
+            "high": POSITIVE,
+            "decay": SHARE,
+            "floor": POSITIVE,
+            "up": COUNT,
+            "down": SHARE,
+        },
+        {**BAND, "raise_small": False},
+    ),
+}
+SHRINKS: dict[Callable[..., Any], Part] = {
+    shrinks.smooth: Part({}, {"power": 1.0}),
+    shrinks.auto_s: Part({}, {"gamma": 0.01}),
+    shrinks.psac: Part({}, {"r": 0.1}),
+}

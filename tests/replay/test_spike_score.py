@@ -1,0 +1,152 @@
+"""`replay.spike_score` and `record_spikes` count as OLMo-core does."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import optaxclip
+from optaxclip.replay import spike_score
+
+
+def spikes(values, sigmas, window):
+    """Which values are more than some deviations above the mean of those before."""
+    values = np.asarray(values, np.float64)
+    found, past = [], []
+    for value in values:
+        broken = not np.isfinite(value)
+        over = len(past) == window and (value > np.mean(past) + sigmas * np.std(past))
+        found.append(broken or over)
+        if not broken:
+            past = [*past, value][-window:]
+    return np.array(found)
+
+
+def history(seed, steps=400):
+    random = np.random.default_rng(seed)
+    values = random.lognormal(sigma=0.3, size=steps)
+    values[random.integers(0, steps, 12)] *= 8
+    return values.astype(np.float32)
+
+
+@pytest.mark.parametrize(("sigmas", "window"), [(6.0, 128), (3.0, 16), (7.0, 100)])
+def test_the_score_is_that_of_the_definition(sigmas, window):
+    values = history(window)
+    wanted = spikes(values, sigmas, window)
+    assert wanted.any()
+    found = spike_score(values, sigmas=sigmas, window=window)
+    np.testing.assert_allclose(found, wanted.mean(), rtol=1e-6)
+
+
+def test_a_step_counts_once_if_norm_and_loss_stand_out():
+    norms, losses = history(1), -history(2)
+    losses[200], norms[200] = 50.0, 50.0
+    wanted = spikes(norms, 6, 128) | spikes(losses, 6, 128)
+    assert wanted[200]
+    np.testing.assert_allclose(spike_score(norms, losses), wanted.mean(), rtol=1e-6)
+
+
+def test_nan_and_inf_are_spikes_and_are_not_remembered():
+    values = history(3)
+    values[[150, 160]] = np.nan, np.inf
+    wanted = spikes(values, 6, 128)
+    assert wanted[150] and wanted[160]
+    np.testing.assert_allclose(spike_score(values), wanted.mean(), rtol=1e-6)
+
+
+def test_nothing_is_a_spike_before_the_window_is_full():
+    assert spike_score([1.0, 2.0, 1.0, 900.0], window=4) == 0
+
+
+def test_equal_values_are_no_spikes():
+    assert spike_score(np.full(300, 0.1)) == 0
+
+
+@pytest.mark.parametrize(
+    "histories", [(), (1.0,), ([],), ([1.0], [1.0, 2.0]), ([[1.0]],)]
+)
+def test_histories_are_steps_of_one_length(histories):
+    with pytest.raises(ValueError, match=r"^spike_score: histories must be \[steps\]"):
+        spike_score(*histories)
+
+
+@pytest.mark.parametrize("numbers", [{"sigmas": -1.0}, {"window": 0}])
+def test_numbers_out_of_range_raise_and_name_the_call(numbers):
+    (name,) = numbers
+    with pytest.raises(ValueError, match=f"^spike_score: {name} must"):
+        spike_score([1.0], **numbers)
+    with pytest.raises(ValueError, match=f"^record_spikes: {name} must"):
+        optaxclip.record_spikes(**numbers)
+
+
+def recorded(norms, losses=None, **options):
+    """The metrics after a run with these norms and losses."""
+    recorder = optaxclip.record_spikes(**options)
+    extra = {} if losses is None else {"value": jnp.asarray(losses)}
+
+    def step(state, xs):
+        norm, rest = xs
+        updates, state = recorder.update(norm[None], state, **rest)
+        return state, updates
+
+    xs = jnp.asarray(norms), extra
+    state, updates = jax.lax.scan(step, recorder.init(jnp.zeros(1)), xs)
+    np.testing.assert_array_equal(updates[:, 0], norms)
+    return optaxclip.metrics(state)
+
+
+@pytest.mark.parametrize("with_loss", [False, True])
+def test_the_recorder_counts_what_replay_counts(with_loss):
+    norms, losses = history(4), -history(5)
+    losses[300] = 50.0
+    series = [norms, losses] if with_loss else [norms]
+    found = recorded(*series)
+    wanted = np.any([spikes(each, 6, 128) for each in series], axis=0)
+    assert found["spike/spiked_count"] == wanted.sum() > 0
+    np.testing.assert_allclose(found["spike/score"], wanted.mean(), rtol=1e-6)
+    np.testing.assert_allclose(found["spike/score_recent"], wanted.mean(), rtol=1e-5)
+    np.testing.assert_allclose(spike_score(*series), wanted.mean(), rtol=1e-6)
+
+
+def test_the_recorder_reports_the_last_step():
+    norms = np.array([1.0, 2.0, 1.0, 2.0, 9.0], np.float32)
+    found = recorded(norms, [1.0, 3.0, 1.0, 3.0, 2.0], sigmas=2.0, window=4)
+    wanted = {
+        "spike/norm": 9.0,
+        "spike/limit": 2.5,
+        "spike/value": 2.0,
+        "spike/value_limit": 4.0,
+        "spike/spiked": 1.0,
+        "spike/score": 0.2,
+        "spike/score_recent": 0.2,
+        "spike/spiked_count": 1.0,
+    }
+    assert {name: float(value) for name, value in found.items()} == pytest.approx(
+        wanted
+    )
+
+
+def test_the_recent_score_forgets_after_10_000_steps():
+    norms = np.ones(20_000, np.float32)
+    norms[:10_000:2] = np.nan
+    found = recorded(norms, window=1)
+    np.testing.assert_allclose(found["spike/score"], 0.25, rtol=1e-5)
+    wanted = 0.5 * (1 - 1e-4) ** 10_000
+    np.testing.assert_allclose(found["spike/score_recent"], wanted, rtol=1e-3)
+
+
+def test_a_norm_measured_elsewhere_is_taken():
+    recorder = optaxclip.record_spikes()
+    _, state = recorder.update(
+        jnp.ones(2), recorder.init(jnp.ones(2)), grad_norm=jnp.float32(7.0)
+    )
+    assert state.norm == 7
+
+
+def test_the_recorder_stands_in_a_chain_that_gets_the_loss():
+    optimizer = optax.chain(optaxclip.record_spikes(), optax.adam(0.1))
+    params = jnp.ones(2)
+    state = optimizer.init(params)
+    _, state = optimizer.update(params, state, params, value=jnp.float32(3.0))
+    assert optaxclip.metrics(state)["spike/value"] == 3

@@ -1,0 +1,267 @@
+"""Weights stay where a clipper holds them, to one rounding of their dtype."""
+
+import math
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import optax
+import pytest
+
+import optaxclip
+from optaxclip import constrain
+
+DTYPES = {"float32": np.float32, "bfloat16": ml_dtypes.bfloat16, "float16": np.float16}
+every_dtype = pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
+
+
+def eps_of(dtype):
+    return float(jnp.finfo(dtype).eps)
+
+
+def drawn(shape, dtype=np.float32, seed=0, size=1.0):
+    return np.asarray(size * np.random.default_rng(seed).standard_normal(shape), dtype)
+
+
+def stepped(clipper, params, updates):
+    """The weights after a step of these updates."""
+    constrained = constrain(clipper)
+    steps, _ = constrained.update(updates, constrained.init(params), params)
+    return optax.apply_updates(params, steps)
+
+
+def unit_norms(x):
+    return np.sqrt(np.sum(np.float64(x) ** 2, 0, keepdims=True))
+
+
+def max_norm(x, limit):
+    """keras.constraints.MaxNorm(limit, axis=0), with an epsilon of 0."""
+    norms = unit_norms(x)
+    return x * np.clip(norms, 0, limit) / norms
+
+
+def min_max_norm(x, low, high, rate):
+    """keras.constraints.MinMaxNorm(low, high, rate, axis=0)."""
+    norms = unit_norms(x)
+    desired = rate * np.clip(norms, low, high) + (1 - rate) * norms
+    return x * desired / norms
+
+
+def shrink_to_range(norm, limit):
+    return 0.7 * jnp.clip(norm, 0.5, limit) + 0.3 * norm
+
+
+def spectral(x, limit):
+    u, s, v = np.linalg.svd(x, full_matrices=False)
+    return (u * np.minimum(s, limit)) @ v
+
+
+normalize = optaxclip.shrinks.normalize
+units = optaxclip.clip_by_unitwise_norm
+# name: (clipper, the constraint of Keras, TensorFlow or the paper in float64)
+CONSTRAINTS = {
+    "MaxNorm": (lambda: units(2.0), lambda x: max_norm(x, 2.0)),
+    "UnitNorm": (lambda: units(1.0, shrink=normalize), lambda x: x / unit_norms(x)),
+    "MinMaxNorm": (
+        lambda: units(2.0, shrink=shrink_to_range),
+        lambda x: min_max_norm(x, 0.5, 2.0, 0.7),
+    ),
+    "NonNeg": (
+        lambda: optaxclip.clip_by_value(math.inf, 0.0),
+        lambda x: x * (x >= 0),
+    ),
+    "WGAN": (lambda: optaxclip.clip_by_value(0.3), lambda x: np.clip(x, -0.3, 0.3)),
+    "TF VariableClipping": (
+        lambda: units(2.0, axis=1),
+        lambda x: max_norm(x.T, 2.0).T,
+    ),
+    "sphere": (
+        lambda: optaxclip.clip_by_tensor_norm(3.0, shrink=normalize),
+        lambda x: 3.0 * x / np.linalg.norm(x),
+    ),
+    "global norm": (
+        lambda: optaxclip.clip_by_global_norm(3.0),
+        lambda x: x * min(1, 3.0 / np.linalg.norm(x)),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CONSTRAINTS)
+def test_weights_after_a_step_are_those_of_the_equation(name):
+    build, constraint = CONSTRAINTS[name]
+    weights, updates = drawn((9, 7)), drawn((9, 7), seed=1)
+    want = constraint(np.float64(weights + updates))
+    have = stepped(build(), weights, updates)
+    np.testing.assert_allclose(have, want, 8 * eps_of(np.float32), 1e-7)
+
+
+def test_singular_values_of_weights_are_held():
+    weights, updates = drawn((9, 7)), drawn((9, 7), seed=1)
+    clipper = optaxclip.clip_by_spectral_norm(2.0)
+    have = stepped(clipper, weights, updates)
+    want = spectral(np.float64(weights + updates), 2.0)
+    np.testing.assert_allclose(have, want, 1e-5, 1e-5)
+
+
+@every_dtype
+@pytest.mark.parametrize("size", [1e-3, 1.0, 30.0])
+def test_a_step_is_exact_to_one_rounding_of_the_weights(dtype, size):
+    """From weights of about the limit's size, whatever the size of the update."""
+    weights, updates = drawn(1000, dtype), drawn(1000, dtype, 1, size)
+    have = stepped(optaxclip.clip_by_value(1.0), weights, updates)
+    moved = np.float32(weights) + np.float32(updates)
+    want = np.clip(moved, -1.0, 1.0).astype(dtype)
+    # The update is rounded as well. It is at most 2 + size / 1000 long.
+    error = np.abs(np.float64(have) - np.float64(want))
+    step = np.abs(np.float64(want) - np.float64(weights))
+    assert (error <= eps_of(dtype) * step).all()
+    near = step <= np.abs(np.float64(weights)) / 2
+    np.testing.assert_array_equal(np.asarray(have)[near], want[near])
+
+
+@every_dtype
+def test_no_weight_is_beyond_its_limit_from_however_far(dtype):
+    random = np.random.default_rng(0)
+    sizes = 2.0 ** random.integers(-8, 8, (2, 4000))
+    weights, updates = np.asarray(random.standard_normal(sizes.shape) * sizes, dtype)
+    for limit in (0.011, 0.3, 1.2, 7.7):
+        limit = float(np.asarray(limit, dtype))
+        have = stepped(optaxclip.clip_by_value(limit), weights, updates)
+        assert np.max(np.abs(np.float64(have))) <= limit
+
+
+@every_dtype
+def test_updates_keep_their_bits_where_weights_are_within(dtype):
+    weights, updates = drawn(50, dtype), drawn(50, dtype, 1, 1e-3)
+    constrained = constrain(optaxclip.clip_by_value(100.0))
+    steps, _ = constrained.update(updates, constrained.init(weights), weights)
+    assert steps.dtype == dtype
+    np.testing.assert_array_equal(steps, updates)
+
+
+def trained(clipper, params, steps=100):
+    """The weights after each step of AdamW on a loss that pulls them outward."""
+    optimizer = optax.chain(optax.adamw(0.1), constrain(clipper))
+    target = jax.tree.map(lambda x: 30 * jnp.sign(x), params)
+
+    def loss(params):
+        apart = jax.tree.map(lambda x, y: jnp.sum((x - y) ** 2), params, target)
+        return sum(jax.tree.leaves(apart))
+
+    def step(carry, _):
+        params, state = carry
+        updates, state = optimizer.update(jax.grad(loss)(params), state, params)
+        params = optax.apply_updates(params, updates)
+        return (params, state), params
+
+    start = params, optimizer.init(params)
+    return jax.jit(lambda: jax.lax.scan(step, start, length=steps)[1])()
+
+
+# name: (clipper, norms of weights [steps, 6, 5], limit)
+HELD = {
+    "units": (partial(units, 2.0), lambda x: np.linalg.norm(x, axis=1), 2.0),
+    "tensors": (
+        partial(optaxclip.clip_by_tensor_norm, 3.0),
+        lambda x: np.linalg.norm(x, axis=(1, 2)),
+        3.0,
+    ),
+    "values": (partial(optaxclip.clip_by_value, 0.7), np.abs, 0.7),
+    "sphere": (
+        partial(optaxclip.clip_by_tensor_norm, 3.0, shrink=normalize),
+        lambda x: np.linalg.norm(x, axis=(1, 2)),
+        3.0,
+    ),
+    "spectral": (
+        partial(optaxclip.clip_by_spectral_norm, 2.0),
+        lambda x: np.linalg.norm(x, 2, axis=(1, 2)),
+        2.0,
+    ),
+}
+
+
+@every_dtype
+@pytest.mark.parametrize("name", HELD)
+def test_weights_stay_within_the_limit_over_adamw(name, dtype):
+    build, norms_of, limit = HELD[name]
+    weights = np.float64(trained(build(), drawn((6, 5), dtype, size=10)))
+    norms = norms_of(weights)
+    eps = eps_of(dtype)
+    if name == "spectral":
+        # Its own error, and what rounding elements adds to a singular value.
+        eps = 3e-6 + eps / 2 * np.sqrt(5)
+    assert norms.max() <= limit * (1 + eps)
+    # It is the constraint that holds them, from the second step on.
+    # Factors are 3 eps of float32 below the quotient, which is made of rounded numbers.
+    least = limit * (1 - eps_of(dtype) - 6 * eps_of(np.float32))
+    assert norms[1:].max() >= least
+    if name == "sphere":
+        assert norms[1:].min() >= least
+
+
+def test_without_the_constraint_adamw_leaves_the_limit():
+    weights = np.float64(trained(optax.identity(), drawn((6, 5))))
+    assert np.linalg.norm(weights, axis=1).max() > 4
+
+
+def test_complex_weights_are_held_by_modulus():
+    weights = drawn((6, 5)) + 1j * drawn((6, 5), seed=1)
+    updates = np.complex64(weights[::-1])
+    have = stepped(units(1.0), np.complex64(weights), updates)
+    moved = np.complex128(np.complex64(weights) + updates)
+    norms = np.sqrt(np.sum(np.abs(moved) ** 2, 0, keepdims=True))
+    np.testing.assert_allclose(have, moved * np.minimum(1, 1 / norms), 1e-6, 1e-7)
+
+
+def test_integer_and_none_leaves_pass():
+    params = {"w": jnp.array([3.0]), "i": jnp.arange(2), "frozen": jnp.ones(3)}
+    updates = {"w": jnp.array([3.0]), "i": jnp.arange(2), "frozen": None}
+    constrained = constrain(optaxclip.clip_by_tensor_norm(1.0))
+    steps, _ = constrained.update(updates, constrained.init(params), params)
+    assert steps["frozen"] is None
+    np.testing.assert_array_equal(steps["i"], [0, 1])
+    np.testing.assert_allclose(steps["w"], [-2.0], 1e-6)
+
+
+def test_a_broken_step_that_is_cleared_leaves_the_weights():
+    params = {"a": jnp.array([0.3, 0.4]), "b": jnp.array([0.5])}
+    broken = {"a": jnp.array([jnp.nan, 0.0]), "b": jnp.array([0.1])}
+    clear = constrain(optaxclip.clip_by_global_norm(5.0, nonfinite="zero"))
+    steps, state = clear.update(broken, clear.init(params), params)
+    assert not any(np.any(step) for step in jax.tree.leaves(steps))
+    # The counter stands at 1 from now on, and only new ones count.
+    steps, _ = clear.update(jax.tree.map(jnp.negative, params), state, params)
+    np.testing.assert_array_equal(steps["b"], [-0.5])
+
+
+def test_a_broken_step_is_nan_as_in_any_clipper():
+    params = {"a": jnp.array([0.3, 0.4]), "b": jnp.array([0.5])}
+    broken = {"a": jnp.array([jnp.nan, 0.0]), "b": jnp.array([0.1])}
+    constrained = constrain(optaxclip.clip_by_tensor_norm(5.0))
+    steps, _ = constrained.update(broken, constrained.init(params), params)
+    assert np.isnan(steps["a"]).all()
+    np.testing.assert_array_equal(steps["b"], broken["b"])
+
+
+def test_arguments_that_speak_of_gradients_are_not_for_weights():
+    params, updates = jnp.array([3.0, 4.0]), jnp.zeros(2)
+    constrained = constrain(optaxclip.clip_by_global_norm(1.0))
+    given = {"grad_norm": jnp.float32(1e9), "limit": jnp.float32(9.0), "value": 1.0}
+    steps, _ = constrained.update(updates, constrained.init(params), params, **given)
+    np.testing.assert_allclose(params + steps, [0.6, 0.8], 1e-6)
+
+
+def test_update_without_params_says_what_to_hand_over():
+    constrained = constrain(optaxclip.clip_by_global_norm(1.0))
+    with pytest.raises(ValueError, match=r"constrain compares updates with weights"):
+        constrained.update(jnp.ones(2), constrained.init(jnp.ones(2)))
+
+
+def test_metrics_show_the_norm_of_the_weights():
+    params = jnp.array([3.0, 4.0])
+    constrained = constrain(optaxclip.clip_by_global_norm(1.0))
+    optimizer = optax.chain(optax.sgd(0.1), constrained)
+    _, state = optimizer.update(jnp.zeros(2), optimizer.init(params), params)
+    assert optaxclip.metrics(state)["clip/norm_before"] == 5.0
