@@ -108,8 +108,10 @@ def _cpu_time(clipper: str) -> str:
 def compiled() -> str:
     """Every step that was compiled for a GPU or a TPU."""
     rows = rows_of("compiled", "compiled")
-    columns = results("compiled")["tables"]["compiled"]["columns"] if rows else ["-"]
-    columns = [column for column in columns if column != "compile"]
+    if not rows:
+        return "Not measured yet."
+    known = results("compiled")["tables"]["compiled"]["columns"]
+    columns = [column for column in known if column != "compile"]
     return markdown(columns, [[_shown(row, name) for name in columns] for row in rows])
 
 

@@ -65,7 +65,8 @@ def on_page_content(html_text: str, **_: Any) -> str:
 
 def _formula(found: re.Match[str]) -> str:
     display = "block" if found[1] == "div" else "inline"
-    return convert(html.unescape(found[2]), display=display)
+    formula = convert(html.unescape(found[2]), display=display)
+    return f'<div class="formula">{formula}</div>' if found[1] == "div" else formula
 
 
 def _as_front_page(readme: str) -> str:

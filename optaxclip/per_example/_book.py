@@ -15,6 +15,10 @@ from ._ways import Fit
 SUMS = ("add", "sub", "add_any", "concatenate")
 
 
+# Uses whose gradient by the parameter is finite at inputs of 0.
+PRODUCTS = ("dot_general", "conv_general_dilated", "gather", "mul")
+
+
 class Kept(NamedTuple):
     """What is kept of one use. Arrays are [example, *turns of scans, ...]."""
 

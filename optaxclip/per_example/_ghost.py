@@ -22,10 +22,10 @@ import jax.numpy as jnp
 
 from .._core._factors import stretch
 from .._norms._types import varying_as
-from ._book import Book, Kept, factors_of, kept_inputs
+from ._book import PRODUCTS, Book, Kept, factors_of, kept_inputs
 from ._interpret import Feed, run
 from ._lengths import Pair, by_gram, by_matrix, by_product, length_of_each
-from ._microbatches import in_microbatches, replace_uncounted
+from ._microbatches import in_microbatches, replace_uncounted, zero_uncounted
 from ._operands import Operands
 from ._trace import Traced, Use
 from ._ways import Way, ways_of
@@ -36,6 +36,8 @@ FROM_FACTORS: dict[str, Callable[[list[Pair]], jax.Array]] = {
     "gram": by_gram,
     "matrix": by_matrix,
 }
+
+LITTLE = 2**20  # bytes that are not worth a loop
 
 
 class Ghost(NamedTuple):
@@ -92,7 +94,8 @@ class Ghost(NamedTuple):
         else:
             measure = partial(self._from_factors, leaf)
         itemsize = jnp.dtype(jnp.float32).itemsize
-        width = _divisor(size, max(whole // (8 * itemsize * way.size), 1))
+        room = max(whole // 8, LITTLE)
+        width = _divisor(size, max(room // (itemsize * way.size), 1))
         if width >= size:
             return measure(book)
 
@@ -154,7 +157,11 @@ def ghost_of(traced: Traced, params: list[jax.Array]) -> Ghost:
 
 
 def _healthy(
-    root: jax.Array, counts: jax.Array, kept: Kept, before: jax.Array | None
+    root: jax.Array,
+    counts: jax.Array,
+    use: Use,
+    kept: Kept,
+    before: jax.Array | None,
 ) -> Kept:
     """What was kept of a use, with cotangents times the factors of their examples, and
     nothing from examples that do not count.
@@ -167,7 +174,8 @@ def _healthy(
         each = stretch(leaf, along_batch(root, leaf))
         return jnp.where(along_batch(counts, leaf), each, 0)
 
-    inputs = replace_uncounted(kept.inputs, counts)
+    clean = zero_uncounted if use.name in PRODUCTS else replace_uncounted
+    inputs = clean(kept.inputs, counts)
     return Kept(inputs, jax.tree.map(shrunk, kept.cotangents))
 
 

@@ -10,7 +10,7 @@ from ._book import Book, Kept
 from ._interpret import apply, operands
 from ._trace import Traced, Use
 
-Weigh = Callable[[Kept, jax.Array | None], Kept]
+Weigh = Callable[[Use, Kept, jax.Array | None], Kept]
 
 
 class Operands(NamedTuple):
@@ -41,7 +41,7 @@ class Operands(NamedTuple):
         Args:
           leaves: the numbers of the parameters.
           book: what was kept of the uses that the parameters are in.
-          weigh: makes of what was kept of a batch what is summed. The second argument
+          weigh: makes of what was kept of a batch what is summed. The third argument
             is a value that is to be computed before. None where the book is that of one
             example.
         """
@@ -60,7 +60,7 @@ class Operands(NamedTuple):
         # The last first, whose arrays are then freed before those of others are copied.
         for n in sorted(book, reverse=True):
             use = self.uses[n]
-            kept = weigh(book[n], done) if weigh else book[n]
+            kept = weigh(use, book[n], done) if weigh else book[n]
             found = by_operands(use, every[n], kept, batched=weigh is not None)
             cotangents.insert(0, _of_leaves(use, found, leaves))
             done = found[0]
