@@ -6,13 +6,17 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from ._factors import Factors, Form, Order
+from ._factors import Factors, Order
 from ._lengths import Pair
 from ._trace import Use
-from ._ways import Part
+from ._ways import Fit
 
 # Uses that are sums: what comes in beside the parameter has no part in the gradient.
 SUMS = ("add", "sub", "add_any", "concatenate")
+
+
+# Uses whose gradient by the parameter is finite at inputs of 0.
+PRODUCTS = ("dot_general", "conv_general_dilated", "gather", "mul")
 
 
 class Kept(NamedTuple):
@@ -29,8 +33,7 @@ class Kept(NamedTuple):
         return [jnp.zeros((*around, *x.shape), x.dtype) for x in use.data]
 
 
-# For each use. None where it is not asked about.
-Book = list[Kept | None]
+Book = dict[int, Kept]  # by the number of a use
 
 
 def kept_inputs(use: Use, inputs: list[jax.Array]) -> list[jax.Array]:
@@ -45,20 +48,20 @@ def kept_numbers(use: Use) -> int:
     return math.prod(use.loops) * sum(x.size for x in (*inputs, *outs))
 
 
-def factors_of(use: Use, form: Form, kept: Kept, part: Part) -> Pair:
+def factors_of(use: Use, operand: int, fit: Fit, kept: Kept) -> Pair:
     """The factors of one use for a batch. Turns of a scan that slices the operand
     belong to the stack, and turns that share it are positions.
     """
-    operand, order = part.operand, _order(use, part.operand)
+    order = _order(use, operand)
 
     def split(inputs: list[jax.Array], cotangents: list[jax.Array]) -> Factors:
-        return form.split(inputs, cotangents[0], order)
+        return fit.form.split(inputs, cotangents[0], order)
 
     for _ in range(1 + len(use.loops)):
         split = jax.vmap(split)
     a, c = split(kept.inputs, kept.cotangents)
     a, c = _merged(a, use, operand), _merged(c, use, operand)
-    return Pair(c, a) if part.swaps else Pair(a, c)
+    return Pair(c, a) if fit.swaps else Pair(a, c)
 
 
 def _merged(x: jax.Array, use: Use, operand: int) -> jax.Array:
@@ -82,11 +85,11 @@ def _order(use: Use, operand: int) -> Order:
     uses of it agree.
     """
     view = use.origins[operand].view
-    axes = view.axes if view else None
+    if view is None or view.axes is None:
+        return list
+    places = [-1 if axis is None else axis for axis in view.axes]
 
     def order(chosen: Any) -> list[int]:
-        if axes is None:
-            return list(chosen)
-        return sorted(chosen, key=lambda k: -1 if axes[k] is None else axes[k])
+        return sorted(chosen, key=places.__getitem__)
 
     return order

@@ -46,10 +46,13 @@ def choose(problem: Problem, method: str, microbatch: int | None) -> Choice:
 
 
 def _width(ghost: Ghost, size: int) -> int:
-    """How many gradients of examples take no more than half the memory of what is
-    kept of the activations of the whole batch, and at least one.
+    """How many gradients of examples take a quarter of the memory of what is kept of
+    the activations of the whole batch, and at least one.
+
+    A CPU is the faster the more of them stay in its cache: a transformer of 432,000
+    parameters took half as long with 8 at once as with 16.
     """
-    kept = size * sum(map(kept_numbers, ghost.uses)) // 2
+    kept = size * sum(map(kept_numbers, ghost.uses)) // 4
     numbers = sum(leaf.size for leaf in ghost.params)
     return min(max(kept // max(numbers, 1), 1), size)
 

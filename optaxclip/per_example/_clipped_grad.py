@@ -77,14 +77,14 @@ def clipped_grad(
         divide the batch. None for the whole batch, or for what "auto" chooses.
       method: how it is computed. All give the same numbers but for rounding.
         "ghost": from one backward pass, without gradients of examples: about the time
-        of a plain gradient, and at most about 1.7 times its memory. "one_pass": the
+        of a plain gradient, and at most about 1.5 times its memory. "one_pass": the
         gradients of a microbatch at a time. Often the fastest for narrow networks and
         long sequences. "two_pass": norms first, and then the gradient of the weighted
         loss. Its factors are rounded to the dtype of the loss, which should be float32,
         and below 1.2e-38 count as 0. "auto": "ghost" or "one_pass", by the shapes of
-        the loss. One pass then takes no more memory for gradients of examples than half
-        of the activations of the batch, or one gradient. `explain_clipped_grad` shows
-        the choice.
+        the loss. One pass then takes no more memory for gradients of examples than a
+        quarter of the activations of the batch, or one gradient.
+        `explain_clipped_grad` shows the choice.
       mean: whether to divide by the number of examples that are not masked. False gives
         the sum.
 

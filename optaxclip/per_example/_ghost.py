@@ -22,11 +22,10 @@ import jax.numpy as jnp
 
 from .._core._factors import stretch
 from .._norms._types import varying_as
-from ._book import Book, Kept, factors_of, kept_inputs
-from ._factors import form_of
+from ._book import PRODUCTS, Book, Kept, factors_of, kept_inputs
 from ._interpret import Feed, run
 from ._lengths import Pair, by_gram, by_matrix, by_product, length_of_each
-from ._microbatches import in_microbatches, replace_uncounted
+from ._microbatches import in_microbatches, replace_uncounted, zero_uncounted
 from ._operands import Operands
 from ._trace import Traced, Use
 from ._ways import Way, ways_of
@@ -37,6 +36,8 @@ FROM_FACTORS: dict[str, Callable[[list[Pair]], jax.Array]] = {
     "gram": by_gram,
     "matrix": by_matrix,
 }
+
+LITTLE = 2**20  # bytes that are not worth a loop
 
 
 class Ghost(NamedTuple):
@@ -75,7 +76,8 @@ class Ghost(NamedTuple):
         taps = [tap(use) for use in self.uses]
         values, pull, (aux, inputs) = jax.vjp(of_all, taps, has_aux=True)
         (cotangents,) = pull(jnp.ones_like(values))
-        return values, aux, list(map(Kept, inputs, cotangents))
+        kept = map(Kept, inputs, cotangents)
+        return values, aux, dict(enumerate(kept))
 
     def lengths(self, book: Book, size: int) -> list[jax.Array]:
         """For each parameter, the norms of the examples' gradients by it."""
@@ -92,7 +94,8 @@ class Ghost(NamedTuple):
         else:
             measure = partial(self._from_factors, leaf)
         itemsize = jnp.dtype(jnp.float32).itemsize
-        width = max(whole // (4 * itemsize * way.size), 1)
+        room = max(whole // 8, LITTLE)
+        width = _divisor(size, max(room // (itemsize * way.size), 1))
         if width >= size:
             return measure(book)
 
@@ -104,15 +107,15 @@ class Ghost(NamedTuple):
     def _part_of(self, book: Book, leaves: list[int]) -> Book:
         """The book of the uses of some parameters."""
         parts = [part for leaf in leaves for part in self.ways[leaf].parts]
-        wanted = {part.use for part in parts}
-        return [kept if n in wanted else None for n, kept in enumerate(book)]
+        return {part.use: book[part.use] for part in parts}
 
     def _from_factors(self, leaf: int, book: Book) -> jax.Array:
         """The norms from the factors of all uses of a parameter."""
-        way, pairs = self.ways[leaf], []
-        for part in way.parts:
+        way = self.ways[leaf]
+        pairs = []
+        for part, fit in zip(way.parts, way.fits):
             use, kept = self.uses[part.use], book[part.use]
-            pairs.append(factors_of(use, form_of(use), kept, part))
+            pairs.append(factors_of(use, part.operand, fit, kept))
         return FROM_FACTORS[way.name](pairs)
 
     def _from_gradients(self, leaf: int, book: Book) -> jax.Array:
@@ -120,7 +123,7 @@ class Ghost(NamedTuple):
         every = Operands(self.traced, self.uses, self.params)
 
         def of_one(book: Book) -> jax.Array:
-            return every.gradients([leaf], book, batched=False)[0]
+            return every.gradients([leaf], book)[0]
 
         return length_of_each(jax.vmap(of_one)(book))
 
@@ -129,18 +132,23 @@ class Ghost(NamedTuple):
     ) -> list[jax.Array]:
         """The sum over examples of gradients times factors, like the parameters."""
         counts, every = weights.counts, Operands(self.traced, self.uses, self.params)
-        inputs = replace_uncounted([kept.inputs for kept in book], counts)
         found = list(map(jnp.zeros_like, self.params))
         for group in sorted(set(groups)):
             own = [leaf for leaf, number in enumerate(groups) if number == group]
-            shrunk = partial(_shrunk, weights.roots[:, group], counts)
-            part = []
-            for kept, before in zip(self._part_of(book, own), inputs):
-                after = jax.tree.map(shrunk, kept.cotangents) if kept else None
-                part.append(Kept(before, after) if kept else None)
-            for leaf, total in zip(own, every.gradients(own, part, batched=True)):
+            healthy = partial(_healthy, weights.roots[:, group], counts)
+            kept = self._part_of(book, own)
+            sums = every.gradients(own, kept, healthy)
+            for leaf, total in zip(own, sums):
                 found[leaf] = jnp.where(jnp.any(counts), total, 0)
         return found
+
+
+def _divisor(size: int, most: int) -> int:
+    """The largest divisor that is at most some number, or that number if it is more
+    than twice as large: microbatches that fill a batch need no copy of it.
+    """
+    fits = next(n for n in range(min(most, size), 0, -1) if size % n == 0)
+    return fits if 2 * fits >= min(most, size) else most
 
 
 def ghost_of(traced: Traced, params: list[jax.Array]) -> Ghost:
@@ -148,9 +156,34 @@ def ghost_of(traced: Traced, params: list[jax.Array]) -> Ghost:
     return Ghost(traced, params, uses, ways_of(uses, [leaf.shape for leaf in params]))
 
 
-def _shrunk(root: jax.Array, counts: jax.Array, leaf: jax.Array) -> jax.Array:
-    """Cotangents times the factors of their examples."""
-    # Selected, since 0 times NaN is NaN.
-    return jnp.where(
-        along_batch(counts, leaf), stretch(leaf, along_batch(root, leaf)), 0
-    )
+def _healthy(
+    root: jax.Array,
+    counts: jax.Array,
+    use: Use,
+    kept: Kept,
+    before: jax.Array | None,
+) -> Kept:
+    """What was kept of a use, with cotangents times the factors of their examples, and
+    nothing from examples that do not count.
+    """
+    if before is not None:
+        counts = _after(before, counts)
+
+    def shrunk(leaf: jax.Array) -> jax.Array:
+        # Selected, since 0 times NaN is NaN.
+        each = stretch(leaf, along_batch(root, leaf))
+        return jnp.where(along_batch(counts, leaf), each, 0)
+
+    clean = zero_uncounted if use.name in PRODUCTS else replace_uncounted
+    inputs = clean(kept.inputs, counts)
+    return Kept(inputs, jax.tree.map(shrunk, kept.cotangents))
+
+
+def _after(before: jax.Array, counts: jax.Array) -> jax.Array:
+    """The same booleans, known only after another value is.
+
+    XLA on a CPU computes as soon as it can. It would copy what was kept for all uses
+    before it sums the first, which took a third more memory.
+    """
+    first = jnp.real(before.reshape(-1)[0])
+    return counts & ((first >= 0) | (first < 0) | jnp.isnan(first))

@@ -17,16 +17,13 @@ from jax import lax
 from jax.extend import core
 
 from ._trace import (
-    CALL,
-    FIXED,
-    PARAMS,
-    RUN,
-    SCAN,
-    USE,
+    Call,
+    Evaluate,
+    Meet,
+    Origin,
     Plan,
-    Step,
+    Scan,
     Use,
-    body_of,
     counts_of_scan,
 )
 
@@ -67,33 +64,31 @@ def operands(
     for step in plan.steps:
         ins = values.of(step.eqn.invars)
         outs = []
-        found += [ins[place] for place, _ in step.entries]
-        if step.action in (FIXED, PARAMS):
-            outs = bind(step.eqn, ins)
-        elif step.use:
+        if isinstance(step, Evaluate):
+            outs = [] if step.origin.is_data else bind(step.eqn, ins)
+        elif isinstance(step, Meet):
             found += [ins[place] for place in step.use.places]
-        elif step.action == CALL:
-            outs, inside = operands(step.inner, body_of(step.eqn)[1], ins)
+        elif isinstance(step, Call):
+            outs, inside = operands(step.inner, step.consts, ins)
             found += inside
-        elif step.action == SCAN:
+        else:
+            found += [ins[place] for place in step.entries]
             found += _operands_in_scan(step, ins)
         values.update(zip(step.eqn.outvars, outs))
     outs = values.of(plan.jaxpr.outvars)
     return outs, found + [outs[place] for place in plan.exports]
 
 
-def _operands_in_scan(step: Step, ins: list[Any]) -> list[Any]:
+def _operands_in_scan(step: Scan, ins: list[Any]) -> list[Any]:
     """The operands of all turns at once."""
-    eqn, inner = step.eqn, step.inner
-    first, count = counts_of_scan(eqn)
+    first, count = counts_of_scan(step.eqn)
     carried = [None] * count
 
     def body(consts: list[Any], xs: list[Any]) -> list[Any]:
-        closed = eqn.params["jaxpr"].consts
-        return operands(inner, closed, [*consts, *carried, *xs])[1]
+        return operands(step.inner, step.consts, [*consts, *carried, *xs])[1]
 
-    axes = [0 if step.depth in origin.loops else None for origin in _origins(inner)]
-    run = jax.vmap(body, (None, 0), axes, axis_size=eqn.params["length"])
+    axes = [0 if step.depth in origin.loops else None for origin in _origins(step)]
+    run = jax.vmap(body, (None, 0), axes, axis_size=step.eqn.params["length"])
     return run(ins[:first], ins[first + count :])
 
 
@@ -102,16 +97,14 @@ def run(plan: Plan, consts: list[Any], args: list[Any], feed: Feed) -> list[Any]
     values = _Values(plan, consts, args)
     for step in plan.steps:
         ins = values.of(step.eqn.invars)
-        for place, use in step.entries:
-            (ins[place],) = _run_use(use, [None], feed)
         outs = []
-        if step.action in (FIXED, RUN):
-            outs = bind(step.eqn, ins)
-        elif step.action == USE:
+        if isinstance(step, Evaluate):
+            outs = [] if step.origin.leaves else bind(step.eqn, ins)
+        elif isinstance(step, Meet):
             outs = _run_use(step.use, ins, feed)
-        elif step.action == CALL:
+        elif isinstance(step, Call):
             outs = _run_call(step, ins, feed)
-        elif step.action == SCAN:
+        else:
             outs = _run_scan(step, ins, feed)
         values.update(zip(step.eqn.outvars, outs))
     outs = values.of(plan.jaxpr.outvars)
@@ -154,16 +147,14 @@ def _tapped(out: jax.Array, tap: jax.Array) -> jax.Array:
 _tapped.defvjp(lambda out, tap: (out, None), lambda _, cotangent: (cotangent,) * 2)
 
 
-def _run_call(step: Step, ins: list[Any], feed: Feed) -> list[Any]:
-    name = step.eqn.primitive.name
-    uses, consts = step.inner.uses(), body_of(step.eqn)[1]
-    given = _share_of(feed, uses)
+def _run_call(step: Call, ins: list[Any], feed: Feed) -> list[Any]:
+    given = _share_of(feed, step.inner.uses())
 
     def inside(ins: list[Any], given: tuple[Any, Any]) -> tuple[Any, Any]:
         own = Feed(iter(given[0]), iter(given[1]), feed.zero, [])
-        return run(step.inner, consts, ins, own), own.inputs
+        return run(step.inner, step.consts, ins, own), own.inputs
 
-    if name in ("checkpoint", "remat2"):
+    if step.eqn.primitive.name in ("checkpoint", "remat2"):
         kept = {key: step.eqn.params[key] for key in ("prevent_cse", "policy")}
         inside = jax.checkpoint(inside, **kept)
     outs, inputs = inside(ins, given)
@@ -177,11 +168,12 @@ def _share_of(feed: Feed, uses: list[Use]) -> tuple[list[Any], list[Any]]:
     return list(islice(feed.operands, count)), list(islice(feed.taps, len(uses)))
 
 
-def _run_scan(step: Step, ins: list[Any], feed: Feed) -> list[Any]:
-    eqn, inner = step.eqn, step.inner
-    given, taps = _share_of(feed, inner.uses())
-    is_sliced = [step.depth in origin.loops for origin in _origins(inner)]
-    first, carried = counts_of_scan(eqn)
+def _run_scan(step: Scan, ins: list[Any], feed: Feed) -> list[Any]:
+    for place, use in step.entries.items():
+        (ins[place],) = _run_use(use, [None], feed)
+    given, taps = _share_of(feed, step.inner.uses())
+    is_sliced = [step.depth in origin.loops for origin in _origins(step)]
+    first, carried = counts_of_scan(step.eqn)
     slices = [x if is_cut else None for x, is_cut in zip(given, is_sliced)]
 
     def body(carry: list[Any], turn: Any) -> tuple[Any, Any]:
@@ -189,17 +181,17 @@ def _run_scan(step: Step, ins: list[Any], feed: Feed) -> list[Any]:
         whole = zip(slices, given, is_sliced)
         chosen = [cut if is_cut else x for cut, x, is_cut in whole]
         own = Feed(iter(chosen), iter(taps), feed.zero, [])
-        args = [*ins[:first], *carry, *xs]
-        outs = run(inner, eqn.params["jaxpr"].consts, args, own)
+        outs = run(step.inner, step.consts, [*ins[:first], *carry, *xs], own)
         return outs[:carried], (outs[carried:], own.inputs)
 
-    kept = {key: eqn.params[key] for key in ("length", "reverse", "unroll")}
+    params = step.eqn.params
+    kept = {key: params[key] for key in ("length", "reverse", "unroll")}
     start, rest = ins[first : first + carried], ins[first + carried :]
     carry, (ys, inputs) = lax.scan(body, start, (rest, slices, taps), **kept)
     feed.inputs.extend(inputs)
     return [*carry, *ys]
 
 
-def _origins(plan: Plan) -> list[Any]:
-    """Of all operands in a body."""
-    return [origin for use in plan.uses() for origin in use.origins]
+def _origins(step: Scan) -> list[Origin]:
+    """Of all operands in the body."""
+    return [origin for use in step.inner.uses() for origin in use.origins]

@@ -64,7 +64,21 @@ def replace_uncounted(example: Any, counts: jax.Array) -> Any:
     first = jnp.argmax(counts)
 
     def replace(x: jax.Array) -> jax.Array:
-        other = lax.dynamic_index_in_dim(x, first, 0)
-        return jnp.where(along_batch(counts, x), x, other)
+        return jnp.where(along_batch(counts, x), x, _example(x, first))
 
     return jax.tree.map(replace, example)
+
+
+def _example(x: jax.Array, number: jax.Array) -> jax.Array:
+    """One example, with a first axis of size 1."""
+    if not jnp.issubdtype(x.dtype, jnp.number):
+        return lax.dynamic_index_in_dim(x, number, 0)
+    # A sum, since devices that share a batch would send each other all of it to take
+    # one example out.
+    chosen = jnp.arange(x.shape[0]) == number
+    return jnp.sum(jnp.where(along_batch(chosen, x), x, 0), 0, x.dtype, keepdims=True)
+
+
+def zero_uncounted(example: Any, counts: jax.Array) -> Any:
+    """The microbatch, with zeros for examples that do not count."""
+    return jax.tree.map(lambda x: jnp.where(along_batch(counts, x), x, 0), example)

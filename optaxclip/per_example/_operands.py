@@ -1,5 +1,6 @@
 """The operands of uses, and gradients by them and by the parameters behind them."""
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -8,6 +9,8 @@ import jax
 from ._book import Book, Kept
 from ._interpret import apply, operands
 from ._trace import Traced, Use
+
+Weigh = Callable[[Use, Kept, jax.Array | None], Kept]
 
 
 class Operands(NamedTuple):
@@ -28,7 +31,7 @@ class Operands(NamedTuple):
         return [[next(rest) for _ in use.places] for use in self.uses]
 
     def gradients(
-        self, leaves: list[int], book: Book, batched: bool
+        self, leaves: list[int], book: Book, weigh: Weigh | None = None
     ) -> list[jax.Array]:
         """The gradients by some parameters, in one example or summed over a batch.
 
@@ -37,13 +40,14 @@ class Operands(NamedTuple):
 
         Args:
           leaves: the numbers of the parameters.
-          book: of each use, or None for one that the parameters are not in.
-          batched: whether the book has an axis of examples.
+          book: what was kept of the uses that the parameters are in.
+          weigh: makes of what was kept of a batch what is summed. The third argument
+            is a value that is to be computed before. None where the book is that of one
+            example.
         """
-        numbers = [n for n, kept in enumerate(book) if kept is not None]
 
         def chosen(given: list[list[Any]]) -> list[list[Any]]:
-            return [_of_leaves(self.uses[n], given[n], leaves) for n in numbers]
+            return [_of_leaves(self.uses[n], given[n], leaves) for n in sorted(book)]
 
         def by_params(own: list[jax.Array]) -> list[list[jax.Array]]:
             given = dict(zip(leaves, own))
@@ -52,11 +56,14 @@ class Operands(NamedTuple):
 
         _, pull = jax.vjp(by_params, [self.params[leaf] for leaf in leaves])
         every = self.all()
-        cotangents = []
-        for n in numbers:
+        cotangents, done = [], None
+        # The last first, whose arrays are then freed before those of others are copied.
+        for n in sorted(book, reverse=True):
             use = self.uses[n]
-            found = by_operands(use, every[n], book[n], batched)
-            cotangents.append(_of_leaves(use, found, leaves))
+            kept = weigh(use, book[n], done) if weigh else book[n]
+            found = by_operands(use, every[n], kept, batched=weigh is not None)
+            cotangents.insert(0, _of_leaves(use, found, leaves))
+            done = found[0]
         return pull(cotangents)[0]
 
 

@@ -28,6 +28,7 @@ class Origin(NamedTuple):
     view: View | None = None  # set where it is one parameter, rearranged
 
 
+CALLS = ("jit", "pjit", "closed_call", "checkpoint", "remat2")
 CONSTANT = Origin()
 DATA = Origin(is_data=True)
 
@@ -53,23 +54,51 @@ class Use(NamedTuple):
         return [k for k, out in outs if jnp.issubdtype(out.dtype, jnp.inexact)]
 
 
-class Step(NamedTuple):
-    """One equation, and what to do with it."""
+class Evaluate(NamedTuple):
+    """An equation of one kind of values."""
 
     eqn: Any
-    action: str  # one of the constants below
-    use: Use | None = None
-    inner: "Plan | None" = None
-    entries: tuple[tuple[int, Use], ...] = ()  # inputs that are taken for data
-    depth: int = 0  # of a scan: how many are around it
+    origin: Origin  # of its outputs
+
+    def uses(self) -> list[Use]:
+        return []
 
 
-FIXED = "fixed"  # of constants alone
-PARAMS = "params"  # of parameters alone
-RUN = "run"  # of data alone
-USE = "use"
-CALL = "call"  # a body that is entered
-SCAN = "scan"
+class Meet(NamedTuple):
+    """An equation that is a use."""
+
+    eqn: Any
+    use: Use
+
+    def uses(self) -> list[Use]:
+        return [self.use]
+
+
+class Call(NamedTuple):
+    """A call whose body is entered."""
+
+    eqn: Any
+    inner: "Plan"
+    consts: list[Any]
+
+    def uses(self) -> list[Use]:
+        return self.inner.uses()
+
+
+class Scan(NamedTuple):
+    """A scan, whose body is entered in each turn."""
+
+    eqn: Any
+    inner: "Plan"
+    consts: list[Any]
+    entries: dict[int, Use]  # inputs that are taken for data: first values of carries
+    depth: int  # how many scans are around it
+
+    def uses(self) -> list[Use]:
+        return [*self.entries.values(), *self.inner.uses()]
+
+
+Step = Evaluate | Meet | Call | Scan
 
 
 class Plan(NamedTuple):
@@ -82,12 +111,8 @@ class Plan(NamedTuple):
 
     def uses(self) -> list[Use]:
         """All uses, in the order in which the program runs into them."""
-        found: list[Use] = []
-        for step in self.steps:
-            found += [use for _, use in step.entries]
-            found += [step.use] if step.use else []
-            found += step.inner.uses() if step.inner else []
-        return found + list(self.exports.values())
+        inside = [use for step in self.steps for use in step.uses()]
+        return inside + list(self.exports.values())
 
 
 class Traced(NamedTuple):
@@ -146,43 +171,35 @@ def _step(
         inside = frozenset().union(*(origin.loops for origin in ins))
         view = view_after(eqn, [origin.view for origin in ins])
         out = Origin(leaves, inside, view=view)
-        return Step(eqn, PARAMS if leaves else FIXED), [out] * len(eqn.outvars)
+        return Evaluate(eqn, out), [out] * len(eqn.outvars)
     data = [DATA] * len(eqn.outvars)
     if not leaves:
-        return Step(eqn, RUN), data
-    if body_of(eqn) is not None:
-        inner = plan_of(body_of(eqn)[0], ins, loops)
-        return Step(eqn, CALL, inner=inner), inner.outs
+        return Evaluate(eqn, DATA), data
+    if eqn.primitive.name in CALLS:
+        body = eqn.params.get("jaxpr", eqn.params.get("call_jaxpr"))
+        inner = plan_of(getattr(body, "jaxpr", body), ins, loops)
+        return Call(eqn, inner, getattr(body, "consts", [])), inner.outs
     if eqn.primitive.name == "scan":
         return _scan(eqn, ins, loops), data
-    return Step(eqn, USE, use=_use(eqn, ins, loops)), data
+    return Meet(eqn, _use(eqn, ins, loops)), data
 
 
-def body_of(eqn: Any) -> tuple[Any, list[Any]] | None:
-    """The body of a call that is entered, and its constants."""
-    if eqn.primitive.name not in ("jit", "pjit", "closed_call", "checkpoint", "remat2"):
-        return None
-    body = eqn.params.get("jaxpr", eqn.params.get("call_jaxpr"))
-    is_closed = isinstance(body, core.ClosedJaxpr)
-    return (body.jaxpr, body.consts) if is_closed else (body, [])
-
-
-def _scan(eqn: Any, ins: list[Origin], loops: tuple[int, ...]) -> Step:
+def _scan(eqn: Any, ins: list[Origin], loops: tuple[int, ...]) -> Scan:
     """A scan. What it carries is data, since it differs from turn to turn."""
     first, carried = counts_of_scan(eqn)
     last = first + carried
-    entries = []
+    entries = {}
     for place in range(first, last):
         if ins[place].leaves:
-            use = taken_as_data(ins[place], eqn.invars[place].aval, loops)
-            entries.append((place, use))
+            aval = eqn.invars[place].aval
+            entries[place] = taken_as_data(ins[place], aval, loops)
     depth = len(loops)
     sliced = [_slice_of(origin, depth) for origin in ins[last:]]
     origins = [*ins[:first], *[DATA] * carried, *sliced]
     inside = (*loops, eqn.params["length"])
-    inner = plan_of(eqn.params["jaxpr"].jaxpr, origins, inside)
-    inner = _exporting(inner, inside)
-    return Step(eqn, SCAN, inner=inner, entries=tuple(entries), depth=depth)
+    body = eqn.params["jaxpr"]
+    inner = _exporting(plan_of(body.jaxpr, origins, inside), inside)
+    return Scan(eqn, inner, body.consts, entries, depth)
 
 
 def counts_of_scan(eqn: Any) -> tuple[int, int]:

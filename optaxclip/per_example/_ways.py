@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 from ._factors import Form, form_of
 from ._trace import Origin, Use
+from ._views import View
 
 
 class Part(NamedTuple):
@@ -22,7 +23,13 @@ class Part(NamedTuple):
 
     use: int  # its number
     operand: int  # which of the operands of the use
-    swaps: bool = False  # whether its rows are the columns of the first part
+
+
+class Fit(NamedTuple):
+    """How one use of a parameter fits to the others."""
+
+    form: Form
+    swaps: bool  # whether its rows are the columns of the first use
 
 
 class Way(NamedTuple):
@@ -30,6 +37,7 @@ class Way(NamedTuple):
 
     name: str
     parts: list[Part]
+    fits: list[Fit]  # for each part, where norms come from factors
     size: int = 0  # how many numbers are made of one example
     # about how many multiplications it takes that one pass does not
     cost: int = 0
@@ -47,16 +55,15 @@ def ways_of(uses: list[Use], shapes: list[tuple[int, ...]]) -> list[Way]:
 
 def _way(uses: list[Use], parts: list[Part], size: int) -> Way:
     if not parts or not size:
-        return Way("unused", [])
+        return Way("unused", [], [])
     forms = [form_of(uses[part.use]) for part in parts]
     origins = [uses[part.use].origins[part.operand] for part in parts]
-    swaps = _swaps(forms, origins)
-    if swaps is None:
+    fits = _fits(forms, origins)
+    if not fits:
         costs = [_cost(uses[part.use], form) for part, form in zip(parts, forms)]
-        return Way("gradient", parts, size, sum(costs) + size)
-    parts = [part._replace(swaps=swap) for part, swap in zip(parts, swaps)]
-    positions, lookups = _positions(uses, parts, forms)
-    return _cheapest(parts, size, positions, lookups, forms[0])
+        return Way("gradient", parts, [], size, sum(costs) + size)
+    positions, lookups = _positions(uses, parts, fits)
+    return _cheapest(Way("", parts, fits, size), positions, lookups)
 
 
 def _cost(use: Use, form: Form | None) -> int:
@@ -67,74 +74,74 @@ def _cost(use: Use, form: Form | None) -> int:
     return turns * sum(x.size for x in (*use.data, *use.outs))
 
 
-def _swaps(forms: list[Form | None], origins: list[Origin]) -> list[bool] | None:
-    """For each part, whether its factors change places to fit those of the first. None
-    where they do not fit, or a part has none.
-    """
-    keys = []
+def _fits(forms: list[Form | None], origins: list[Origin]) -> list[Fit]:
+    """How uses fit together. None where they do not, or one has no factors."""
+    found, keys = [], []
     for form, origin in zip(forms, origins):
         if form is None or origin.view is None:
-            return None
-        keys.append(_axes_of(form, origin))
-    if len(forms) == 1:
-        return [False]
-    if None in keys:
-        return None
+            return []
+        keys.append(_axes_of(form, origin.view))
+        found.append(Fit(form, keys[-1] != keys[0]))
+    if len(found) == 1:
+        return found
+    if keys[0] is None:
+        return []
     shape, stack, rows, columns = keys[0]
     allowed = [(shape, stack, rows, columns), (shape, stack, columns, rows)]
-    if not all(key in allowed for key in keys):
-        return None
-    return [key != keys[0] for key in keys]
+    return found if all(key in allowed for key in keys) else []
 
 
-def _axes_of(form: Form, origin: Origin) -> Any:
+def _axes_of(form: Form, view: View) -> Any:
     """Which axes of the parameter are the stack, rows and columns of a form. None where
     that is not known.
     """
-    view = origin.view
     scanned = [axis for axis, _ in view.scanned]
     if not form.aligns or view.axes is None or -1 in scanned:
         return None
+    axes = view.axes
 
-    def named(axes: tuple[int, ...]) -> tuple[int, ...]:
-        found = [view.axes[k] for k in axes]
+    def named(chosen: tuple[int, ...]) -> tuple[int, ...]:
+        found = [axes[k] for k in chosen]
         return tuple(sorted(axis for axis in found if axis is not None))
 
     stack = (*scanned, *named(form.stack))
     return view.shape, stack, named(form.rows), named(form.columns)
 
 
-def _cheapest(
-    parts: list[Part], size: int, positions: int, lookups: int, form: Form
-) -> Way:
+def _cheapest(way: Way, positions: int, lookups: int) -> Way:
     """The way that takes the fewest multiplications."""
+    form, size = way.fits[0].form, way.size
     _, rows, columns = form.sizes
     stack = size // (rows * columns)
     pairs = stack * positions**2
     # JAX's own gradients of examples by a convolution take more than their factors.
-    saved = form.is_convolution
-    made = Way("matrix", parts, size, 0 if saved else positions * size)
+    cost = 0 if form.is_convolution else positions * size
+    patches = 2 * stack * positions * rows if form.is_convolution else 0
+    made = way._replace(name="matrix", size=size + patches, cost=cost)
     if lookups:
-        made = Way("gradient", parts, size, size + positions * columns)
+        made = way._replace(name="gradient", cost=size + positions * columns)
     if positions == 1 and not lookups:
-        return Way("product", parts, 1, stack * (rows + columns))
+        return way._replace(name="product", size=1, cost=stack * (rows + columns))
     if lookups == positions:
-        gram = Way("gram", parts, 2 * pairs, pairs * columns)
+        cost, is_cheap = pairs * columns, positions**2 <= 4 * rows
         # A scatter into a table is slow: as slow as writing four times as much.
-        return gram if positions**2 <= 4 * rows else made
-    gram = Way("gram", parts, 2 * pairs, pairs * (rows + columns))
-    return gram if positions * (rows + columns) <= rows * columns else made
+        return _gram(way, pairs, cost) if is_cheap else made
+    is_cheap = positions * (rows + columns) <= rows * columns
+    gram = _gram(way, pairs, pairs * (rows + columns))
+    return gram._replace(size=gram.size + patches) if is_cheap else made
 
 
-def _positions(
-    uses: list[Use], parts: list[Part], forms: list[Form]
-) -> tuple[int, int]:
+def _gram(way: Way, pairs: int, cost: int) -> Way:
+    return way._replace(name="gram", size=2 * pairs, cost=cost)
+
+
+def _positions(uses: list[Use], parts: list[Part], fits: list[Fit]) -> tuple[int, int]:
     """How many positions all parts have together, and how many of them are lookups."""
     positions, lookups = 0, 0
-    for part, form in zip(parts, forms):
-        count = form.sizes[0] * math.prod(shared_loops(uses[part.use], part.operand))
-        positions += count
-        lookups += count if form.is_lookup else 0
+    for part, fit in zip(parts, fits):
+        turns = math.prod(shared_loops(uses[part.use], part.operand))
+        positions += fit.form.sizes[0] * turns
+        lookups += fit.form.sizes[0] * turns if fit.form.is_lookup else 0
     return positions, lookups
 
 

@@ -115,8 +115,7 @@ def batch_size(tree: Any, argument: str) -> int:
     if not all(shapes.values()) or len({shape[:1] for shape in shapes.values()}) != 1:
         raise ValueError(
             f"{argument} must be arrays whose first axis counts examples, of one size, "
-            f"got the shapes {shapes}. shared_argnums= names the arguments that "
-            "are no batches."
+            f"got the shapes {shapes}."
         )
     return next(iter(shapes.values()))[0]
 

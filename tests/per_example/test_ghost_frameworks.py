@@ -1,0 +1,129 @@
+"""Ghost clipping of models as flax and equinox users write them."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from optaxclip.per_example import clipped_grad, explain_clipped_grad
+
+BATCH = 6
+
+
+def batch():
+    rng = np.random.default_rng(0)
+    sizes = np.geomspace(0.2, 3, BATCH, dtype=np.float32)
+    x = rng.standard_normal((BATCH, 8, 8, 1)).astype(np.float32)
+    return x * sizes[:, None, None, None], np.arange(BATCH, dtype=np.int32) % 3
+
+
+def cross_entropy(logits, label):
+    return -jax.nn.log_softmax(logits)[label]
+
+
+def agree(loss, params, *examples):
+    """Ghost clipping against gradients of examples that were really made."""
+
+    def results(limit, *args):
+        methods = ("ghost", "one_pass")
+        return [clipped_grad(loss, limit, method=name)(*args) for name in methods]
+
+    with jax.numpy_rank_promotion("allow"):
+        run = jax.jit(results)
+        norms = run(jnp.inf, params, *examples)[1].norms
+        ghost, known = run(jnp.median(norms), params, *examples)
+    np.testing.assert_allclose(ghost.norms, known.norms, rtol=1e-6)
+    assert np.any(known.factors < 1) and np.any(known.factors == 1)
+    leaves = jax.tree.leaves(ghost.grads), jax.tree.leaves(known.grads)
+    for got, want in zip(*leaves, strict=True):
+        error = np.linalg.norm(np.float64(got) - np.float64(want))
+        assert error <= 1e-6 * np.linalg.norm(np.float64(want))
+
+
+def ways(loss, params, *examples):
+    with jax.numpy_rank_promotion("allow"):
+        leaves = explain_clipped_grad(loss, method="ghost")(params, *examples).leaves
+    return {leaf.name: leaf.way for leaf in leaves}
+
+
+def test_a_model_of_flax_nnx():
+    nnx = pytest.importorskip("flax.nnx")
+
+    class Model(nnx.Module):
+        def __init__(self, rngs):
+            self.conv = nnx.Conv(1, 4, (3, 3), rngs=rngs)
+            self.norm = nnx.LayerNorm(4, rngs=rngs)
+            self.attend = nnx.MultiHeadAttention(
+                2, 4, decode=False, rngs=rngs, use_bias=False
+            )
+            self.out = nnx.Linear(4, 3, rngs=rngs)
+
+        def __call__(self, x):
+            x = nnx.relu(self.conv(x)).reshape(64, 4)[::8]
+            x = x + self.attend(self.norm(x))
+            return self.out(jnp.mean(x, 0))
+
+    graph, params = nnx.split(Model(nnx.Rngs(0)), nnx.Param)
+
+    def loss(params, x, label):
+        return cross_entropy(nnx.merge(graph, params)(x), label)
+
+    agree(loss, params, *batch())
+    found = ways(loss, params, *batch())
+    kernels = {name: way for name, way in found.items() if "kernel" in name}
+    assert kernels and "gradient" not in kernels.values()
+
+
+def test_a_model_of_flax_linen():
+    nn = pytest.importorskip("flax.linen")
+
+    class Block(nn.Module):
+        @nn.compact
+        def __call__(self, x, _):
+            return x + nn.Dense(4)(nn.gelu(nn.Dense(8)(nn.LayerNorm()(x)))), None
+
+    class Model(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            x = nn.Conv(4, (3, 3), strides=(4, 4))(x).reshape(4, 4)
+            x = nn.scan(
+                nn.remat(Block),
+                variable_axes={"params": 0},
+                split_rngs={"params": True},
+                length=3,
+            )()(x, None)[0]
+            return nn.Dense(3)(jnp.mean(x, 0))
+
+    model = Model()
+    with jax.numpy_rank_promotion("allow"):
+        params = model.init(jax.random.key(0), batch()[0][0])
+
+    def loss(params, x, label):
+        return cross_entropy(model.apply(params, x), label)
+
+    agree(loss, params, *batch())
+    found = ways(loss, params, *batch())
+    kernels = {name: way for name, way in found.items() if "kernel" in name}
+    assert kernels and "gradient" not in kernels.values()
+
+
+def test_a_model_of_equinox():
+    eqx = pytest.importorskip("equinox")
+    keys = jax.random.split(jax.random.key(0), 3)
+    model = eqx.nn.Sequential(
+        [
+            eqx.nn.Conv2d(1, 4, 3, key=keys[0]),
+            eqx.nn.Lambda(jnp.ravel),
+            eqx.nn.MLP(144, 3, 16, 2, key=keys[1]),
+        ]
+    )
+    params, static = eqx.partition(model, eqx.is_inexact_array)
+
+    def loss(params, x, label):
+        logits = eqx.combine(params, static)(jnp.moveaxis(x, -1, 0))
+        return cross_entropy(logits, label)
+
+    agree(loss, params, *batch())
+    found = ways(loss, params, *batch())
+    weights = {name: way for name, way in found.items() if "weight" in name}
+    assert weights and "gradient" not in weights.values()

@@ -1,0 +1,145 @@
+"""Ghost clipping where numbers are narrow, huge, tiny or broken."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from optaxclip.per_example import clipped_grad, explain_clipped_grad
+
+EPS = float(np.finfo(np.float32).eps)
+
+
+def normal(seed, *shape):
+    return np.random.default_rng(seed).standard_normal(shape).astype(np.float32)
+
+
+def linear(w, x, c):
+    """Whose gradient is x' c, with x and c of several positions."""
+    return jnp.sum((x @ w) * c)
+
+
+def way(loss, *args):
+    return explain_clipped_grad(loss, method="ghost")(*args).leaves[0].way
+
+
+def by_ghost(loss, limit, *args):
+    return jax.jit(clipped_grad(loss, limit, method="ghost"))(*args)
+
+
+# The number of positions for each way, of a matrix of 6 rows and 8 columns.
+POSITIONS = {"product": 1, "gram": 3, "matrix": 5}
+
+
+@pytest.mark.parametrize("name", POSITIONS)
+@pytest.mark.parametrize("size", [1e-30, 1e-15, 1e15, 1e30])
+def test_norms_hold_over_the_range_of_float32(name, size):
+    count = POSITIONS[name]
+    x = normal(0, 4, count, 6) * np.float32(np.sqrt(size))
+    c = normal(1, 4, count, 8) * np.float32(np.sqrt(size))
+    w = np.zeros((6, 8), np.float32)
+    assert way(linear, w, x, c) == name
+    grads = np.einsum("btr,btc->brc", np.float64(x), np.float64(c))
+    norms = np.linalg.norm(grads.reshape(4, -1), axis=1)
+    result = by_ghost(linear, None, w, x, c)
+    np.testing.assert_allclose(result.norms, norms, rtol=16 * EPS)
+
+
+@pytest.mark.parametrize("name", POSITIONS)
+def test_a_zero_gradient_has_norm_0(name):
+    x = np.zeros((4, POSITIONS[name], 6), np.float32)
+    c = normal(1, 4, POSITIONS[name], 8)
+    result = by_ghost(linear, 1.0, np.zeros((6, 8), np.float32), x, c)
+    np.testing.assert_array_equal(result.norms, np.zeros(4))
+    np.testing.assert_array_equal(result.grads, np.zeros((6, 8)))
+
+
+@pytest.mark.parametrize("name", POSITIONS)
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+@pytest.mark.parametrize("place", [0, 1])
+def test_a_broken_example_leaves_the_others_alone(name, bad, place):
+    data = [normal(0, 4, POSITIONS[name], 6), normal(1, 4, POSITIONS[name], 8)]
+    grads = np.einsum("btr,btc->brc", *map(np.float64, data))
+    data[place][2, 0, 1] = bad
+    result = by_ghost(linear, None, np.zeros((6, 8), np.float32), *data)
+    expected = (grads[0] + grads[1] + grads[3]) / 4
+    error = np.linalg.norm(np.float64(result.grads) - expected)
+    assert error <= 16 * EPS * np.linalg.norm(expected)
+    assert result.nonfinite == 1
+
+
+def test_a_bfloat16_loss_of_float32_weights():
+    """Within the rounding of bfloat16 of gradients of examples made in it."""
+
+    def loss(p, x):
+        p = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), p)
+        hidden = jnp.tanh(x.astype(jnp.bfloat16) @ p["in"] + p["bias"][None])
+        return jnp.sum((hidden @ p["out"]).astype(jnp.float32) ** 2)
+
+    p = {"in": normal(0, 6, 8), "bias": normal(1, 8), "out": normal(2, 8, 3)}
+    x = normal(3, 5, 2, 6)
+    found = [
+        jax.jit(clipped_grad(loss, 5.0, method=name))(p, x)
+        for name in ("ghost", "one_pass")
+    ]
+    eps = float(jnp.finfo(jnp.bfloat16).eps)
+    np.testing.assert_allclose(found[0].norms, found[1].norms, rtol=2 * eps)
+    for name in p:
+        ghost, known = (np.float64(each.grads[name]) for each in found)
+        assert found[0].grads[name].dtype == np.float32
+        assert np.linalg.norm(ghost - known) <= 2 * eps * np.linalg.norm(known)
+
+
+def test_float64_norms_are_float64():
+    with jax.enable_x64(True):
+        x, c = (np.float64(normal(seed, 4, 3, 8)) for seed in (0, 1))
+        result = by_ghost(linear, None, np.zeros((8, 8)), x, c)
+        grads = np.einsum("btr,btc->brc", x, c)
+        norms = np.linalg.norm(grads.reshape(4, -1), axis=1)
+    np.testing.assert_allclose(result.norms, norms, rtol=1e-14)
+
+
+def test_complex_weights_are_measured_by_their_gradients():
+    def loss(w, x):
+        return jnp.sum(jnp.abs(x @ w) ** 2)
+
+    w = (normal(0, 3, 4) + 1j * normal(1, 3, 4)).astype(np.complex64)
+    x = normal(2, 5, 2, 3)
+    assert way(loss, w, x) == "gradient"
+    known = clipped_grad(loss, 1.0, method="one_pass")(w, x)
+    result = by_ghost(loss, 1.0, w, x)
+    np.testing.assert_allclose(result.norms, known.norms, rtol=16 * EPS)
+    error = np.linalg.norm(result.grads - known.grads)
+    assert error <= 16 * EPS * np.linalg.norm(known.grads)
+
+
+def test_a_batch_split_over_devices_is_not_moved():
+    mesh = jax.make_mesh((4,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    data = [normal(0, 8, 3, 6), normal(1, 8, 3, 8)]
+    split = jax.device_put(data, NamedSharding(mesh, P("data")))
+    run = jax.jit(clipped_grad(linear, 0.5, method="ghost"))
+    text = run.lower(np.zeros((6, 8), np.float32), *split).compile().as_text()
+    for word in ("all-gather(", "all-to-all(", "collective-permute("):
+        assert word not in text
+    assert "all-reduce" in text
+
+
+def test_gradients_of_gradients_exist():
+    """As for weights of a loss that are learned."""
+
+    def outer(scale, x, c):
+        grad = clipped_grad(linear, 1.0, method="ghost")
+        return jnp.sum(grad(jnp.ones((6, 8)), scale * x, c).grads)
+
+    x, c = normal(0, 4, 3, 6), normal(1, 4, 3, 8)
+    grads = np.einsum("btr,btc->brc", np.float64(x), np.float64(c))
+    norms = np.linalg.norm(grads.reshape(4, -1), axis=1)
+    # Below the limit the sum is linear in the scale, above it it does not change.
+    scale = 1 / np.median(norms)
+    inside = norms * scale < 1
+    assert np.any(inside) and not np.all(inside)
+    expected = np.sum(grads[inside]) / 4
+    found = jax.grad(outer)(jnp.float32(scale), x, c)
+    np.testing.assert_allclose(found, expected, rtol=1e-4)
