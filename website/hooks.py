@@ -42,7 +42,7 @@ def on_files(files: Files, config: Any) -> Files:
     """Adds the pages that are made of files outside docs/."""
     pages = {
         "index.md": _as_front_page((ROOT / "README.md").read_text()),
-        "changelog.md": (ROOT / "CHANGELOG.md").read_text(),
+        "changelog.md": _from_the_root((ROOT / "CHANGELOG.md").read_text()),
         "gallery.md": gallery(),
     }
     pages |= {f"api/{name}.md": reference(name) for name in REFERENCE}
@@ -71,12 +71,20 @@ def _formula(found: re.Match[str]) -> str:
 
 def _as_front_page(readme: str) -> str:
     """The README, whose links begin in the root, with a picture for each background."""
-    readme = readme.replace("](docs/", "](").replace("](CHANGELOG.md", "](changelog.md")
+    readme = _from_the_root(readme)
     name = "broken_batches"
     alt = re.search(r'alt="(.*?)"', readme)
     text = alt[1] if alt else ""
     pictures = f"![{text}]({name}.png#only-light)\n![{text}]({name}_dark.png#only-dark)"
     return PICTURE.sub(pictures, readme)
+
+
+def _from_the_root(text: str) -> str:
+    """A text of the root of the repository, with its links as pages have them."""
+    moved = {"docs/": "", "CHANGELOG.md": "changelog.md", "examples)": "gallery.md)"}
+    for before, after in moved.items():
+        text = text.replace(f"]({before}", f"]({after}")
+    return text
 
 
 def gallery() -> str:
