@@ -35,13 +35,15 @@ from ._backward import clip_cotangent, scale_cotangent
 from ._clippers._adaclip import adaclip
 from ._clippers._adagc import adagc
 from ._clippers._agc import adaptive_grad_clip
-from ._clippers._by_norm import (
+from ._clippers._by_mean import (
     clip_by_average_norm,
     clip_by_block_rms,
+    clip_by_tensor_rms,
+)
+from ._clippers._by_norm import (
     clip_by_global_norm,
     clip_by_group_norm,
     clip_by_tensor_norm,
-    clip_by_tensor_rms,
     clip_by_unitwise_norm,
     record_norm,
 )

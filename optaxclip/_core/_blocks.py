@@ -16,7 +16,7 @@ from jax.core import Tracer
 
 from .._arguments import held_in
 from .._norms import _prefix as prefix
-from .._norms._measures import Norms, Place
+from .._norms._in_blocks import Norms, Place
 from .._norms._types import typed_as
 from ..rules._constant import Constant
 from ..rules._joined import Joined

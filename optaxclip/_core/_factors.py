@@ -16,8 +16,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from .._norms._in_blocks import Norms, Place, in_blocks, norms_of_tree
 from .._norms._leaves import cast_like, clipped_leaves, put_back
-from .._norms._measures import Norms, Place, in_blocks, norms_of_tree
 from .._norms._platform import per_platform
 
 

@@ -20,14 +20,9 @@ import optax
 from jax.typing import ArrayLike
 
 from .._arguments import check_nonfinite, check_number, check_params
+from .._norms._in_blocks import Norms, in_blocks, norm_of_norms
 from .._norms._leaves import clipped_leaves, put_back
-from .._norms._measures import (
-    GlobalNorm,
-    Measure,
-    Norms,
-    in_blocks,
-    norm_of_norms,
-)
+from .._norms._measures import GlobalNorm, Measure
 from .._norms._types import in_manual_mesh, split_as, types_of
 from ..rules._constant import rule_of, rules_of
 from ..shrinks import Shrink, shrink_of

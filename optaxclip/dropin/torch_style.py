@@ -68,13 +68,8 @@ import jax.numpy as jnp
 from .._arguments import check_number
 from .._clippers._by_value import clip_by_value
 from .._core._once import clip_once
-from .._norms._measures import (
-    GlobalNorm,
-    Measure,
-    Norms,
-    check_measure,
-    norms_of_tree,
-)
+from .._norms._in_blocks import Norms, norms_of_tree
+from .._norms._measures import GlobalNorm, Measure, check_measure
 from .._norms._modulus import norm_dtype
 from .._norms._norms import global_norm, tensor_norm
 

@@ -1,0 +1,124 @@
+"""Clippers by the mean: of squares, and the norm over the number of elements.
+
+What `_by_norm` says of limits and broken norms holds here.
+"""
+
+from typing import Any
+
+import optax
+from jax.typing import ArrayLike
+
+from .._core._kernel import make_clipper
+from .._norms._measures import (
+    TensorNorm,
+    check_measure,
+)
+from .._norms._mesh_axes import MeshAxes
+from .._norms._stacked import Stacked
+from .._other_names import with_our_names
+from ..shrinks import Shrink
+
+
+@with_our_names
+def clip_by_tensor_rms(
+    max_rms: Any,
+    *,
+    stacked: Stacked = None,
+    shrink: Shrink | None = None,
+    eps: ArrayLike = 0.0,
+    nonfinite: str = "propagate",
+    mesh_axes: MeshAxes = "auto",
+) -> optax.GradientTransformationExtraArgs:
+    """Clips the root mean square of each leaf: g * min(1, max_rms / rms(g)).
+
+    Adafactor's clip is `clip_by_tensor_rms(1.0)` after the preconditioner.
+
+    Args:
+      max_rms: a number at least 0, an array, a schedule, None, a rule of
+        `optaxclip.rules`, or a tree prefix of these.
+      stacked, shrink, eps, nonfinite, mesh_axes: as in `clip_by_tensor_norm`.
+
+    Returns:
+      A transformation whose state is a `ClipState`, read by `metrics`.
+
+    Raises:
+      ValueError, TypeError: as `clip_by_tensor_norm`.
+
+    Example:
+      >>> grads = jnp.array([3.0, 4.0, 0.0, 0.0])
+      >>> clipper = optaxclip.clip_by_tensor_rms(1.0)
+      >>> updates, state = clipper.update(grads, clipper.init(grads))
+      >>> print(state.norm, updates)
+      2.5 [1.2 1.6 0.  0. ]
+
+    Reference: Shazeer, Stern, Adafactor: adaptive learning rates with sublinear memory
+    cost, 2018 (arXiv 1804.04235).
+    """
+    call = "clip_by_tensor_rms"
+    numbers = {"stacked": stacked, "mesh_axes": mesh_axes}
+    measure = TensorNorm(**check_measure(call, "rms", **numbers))
+    options = {"shrink": shrink, "eps": eps, "nonfinite": nonfinite}
+    return make_clipper(measure, max_rms, call=call, name="max_rms", **options)
+
+
+@with_our_names
+def clip_by_average_norm(
+    max_norm: Any,
+    *,
+    stacked: Stacked = None,
+    shrink: Shrink | None = None,
+    eps: ArrayLike = 0.0,
+    nonfinite: str = "propagate",
+    mesh_axes: MeshAxes = "auto",
+) -> optax.GradientTransformationExtraArgs:
+    """Clips the average norm of each leaf, |g| / N for N elements, as TensorFlow does.
+
+    Args:
+      max_norm: a number at least 0, an array, a schedule, None, a rule of
+        `optaxclip.rules`, or a tree prefix of these.
+      stacked, shrink, eps, nonfinite, mesh_axes: as in `clip_by_tensor_norm`.
+
+    Returns:
+      A transformation whose state is a `ClipState`, read by `metrics`.
+
+    Raises:
+      ValueError, TypeError: as `clip_by_tensor_norm`.
+
+    Example:
+      >>> grads = jnp.array([3.0, 4.0, 0.0, 0.0])
+      >>> clipper = optaxclip.clip_by_average_norm(1.0)
+      >>> updates, state = clipper.update(grads, clipper.init(grads))
+      >>> print(state.norm, updates)
+      1.25 [2.4 3.2 0.  0. ]
+
+    Reference: `tf.compat.v1.clip_by_average_norm`.
+    """
+    call = "clip_by_average_norm"
+    numbers = {"stacked": stacked, "mesh_axes": mesh_axes}
+    measure = TensorNorm(**check_measure(call, "average", **numbers))
+    options = {"shrink": shrink, "eps": eps, "nonfinite": nonfinite}
+    return make_clipper(measure, max_norm, call=call, name="max_norm", **options)
+
+
+@with_our_names
+def clip_by_block_rms(threshold: Any) -> optax.GradientTransformationExtraArgs:
+    """Clips the root mean square of each leaf, as `optax.clip_by_block_rms`.
+
+    Args:
+      threshold: a number at least 0, or anything else that `clip_by_tensor_rms` takes.
+
+    Returns:
+      A transformation whose state is a `ClipState`.
+
+    Raises:
+      ValueError: a negative or NaN threshold. TypeError: one that is not a number.
+
+    Example:
+      >>> grads = jnp.array([3.0, 4.0, 0.0, 0.0])
+      >>> clipper = optaxclip.clip_by_block_rms(1.0)
+      >>> print(clipper.update(grads, clipper.init(grads))[0])
+      [1.2 1.6 0.  0. ]
+    """
+    call = "clip_by_block_rms"
+    measure = TensorNorm(**check_measure(call, "rms"))
+    return make_clipper(measure, threshold, call=call, name="threshold")
