@@ -69,7 +69,7 @@ from ._wrappers._skip import skip_nonfinite, skip_spikes, skip_step
 from ._wrappers._skipping import SkipState
 from .per_example import clipped_grad
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 __all__ = [
     "ClipState",

@@ -217,6 +217,7 @@ def _clip(
 def _scaled(update: jax.Array, weight: Any, scale: jax.Array) -> jax.Array:
     """scale (weight + update) - weight, without its cancellation."""
     wide = np.promote_types(update.dtype, scale.dtype)
+    scale = scale.astype(wide)
     # Exact where the scale is 1. The update itself is read once: an operand of two
     # operations XLA on a CPU writes to memory instead of computing it in the same loop.
     taken = jnp.where(scale == 1, 0, (1 - scale) * jnp.asarray(weight).astype(wide))

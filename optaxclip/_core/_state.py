@@ -63,11 +63,8 @@ class ClipState(NamedTuple):
         """
         found = {}
         for block, entry in zip(*unpack(self)):
-            # A vector has a row for each name, other blocks are one norm.
-            shape = () if block == [""] else (len(block),)
-            has_rows = jnp.shape(entry.norm) == shape != ()
             for row, name in enumerate(block):
-                found[name] = _row(entry, row) if has_rows else entry
+                found[name] = _row(entry, row) if has_rows(block, entry) else entry
         if not layers:
             return found
         each = [_entries_of_layers(name, entry) for name, entry in found.items()]
@@ -127,16 +124,30 @@ def _row(entry: Entry, row: int) -> Entry:
     return jax.tree.map(lambda x: x[row], entry)
 
 
+def has_rows(names: list[str], entry: Entry) -> bool:
+    """Whether a block is a vector with a row for each name. Others are one norm."""
+    return names != [""] and jnp.shape(entry.norm) == (len(names),)
+
+
 def _entries_of_layers(name: str, entry: Entry) -> list[tuple[str, Entry]]:
-    """(name, entry) of each layer. Axes of size 1 are those that a norm sums."""
+    """(name, entry) of each layer."""
     shape = jnp.shape(entry.norm)
     if not shape:
         return [(name, entry)]
+    names = names_of_layers(name, shape)
+    rows = [operator.itemgetter(index) for index in np.ndindex(shape)]
+    return [(name, jax.tree.map(row, entry)) for name, row in zip(names, rows)]
+
+
+def names_of_layers(name: str, shape: tuple[int, ...]) -> list[str]:
+    """The names of the entries of one norm, such as "blocks/w/0/3".
+
+    Axes of size 1 are those that it sums, and have no number.
+    """
     found = []
     for index in np.ndindex(shape):
         numbers = [str(i) for i, size in zip(index, shape) if size > 1] or ["0"]
-        own = jax.tree.map(operator.itemgetter(index), entry)
-        found.append(("/".join([name, *numbers]), own))
+        found.append("/".join([name, *numbers]))
     return found
 
 

@@ -40,6 +40,7 @@ def metrics(
     *,
     only: str | Collection[str] | None = None,
     summary: bool = False,
+    layers: bool = False,
     floats: bool = False,
 ) -> dict[str, Any]:
     """Returns the numbers of every clipper in an optimizer state, for a logger.
@@ -56,6 +57,8 @@ def metrics(
         leave out the others. None for all.
       summary: whether a clipper with one norm for each tensor or group reports one row
         for all of them, instead of one for each.
+      layers: whether each layer of a stacked leaf, and each unit, has rows of its own,
+        such as `clip/norm_before/blocks/w/0`. `summary` is of all norms in any case.
       floats: whether to return finite Python floats, for JSON. Numbers that are NaN or
         inf are left out. Only outside jit.
 
@@ -112,7 +115,7 @@ def metrics(
 
       A clipper with one norm for each tensor or group adds the path:
       `clip/norm_before/blocks/w`. Of units and stacked layers the one furthest over its
-      limit is shown, and the share is the mean over all.
+      limit is shown, and the share is the mean over all, or with `layers` all of them.
 
       The first clipper of a chain is `clip`, a second one `clip_2`. A name of your own
       comes from `optax.named_chain(("inner", clipper), ...)`: `clip/inner/norm_before`.
@@ -135,7 +138,7 @@ def metrics(
         _check_concrete(opt_state)
     report: dict[str, Any] = {}
     for prefix, title, state in reported_states(opt_state):
-        for name, path, value in _rows(state, wanted, summary, floats):
+        for name, path, value in _rows(state, wanted, summary, layers, floats):
             if name in wanted:
                 parts = prefix, title, name, path
                 report["/".join(part for part in parts if part)] = value
@@ -148,7 +151,7 @@ def metrics(
 
 
 def _rows(
-    state: Any, wanted: frozenset[str], summary: bool, floats: bool
+    state: Any, wanted: frozenset[str], summary: bool, layers: bool, floats: bool
 ) -> Iterator[Row]:
     """(name, path, value) for each number of one state."""
     if isinstance(state, SkipState):
@@ -159,7 +162,7 @@ def _rows(
         return elements_rows(state)
     if summary:
         return summary_rows(state, with_name=floats)
-    return clip_rows(state, wanted)
+    return clip_rows(state, wanted, layers=layers)
 
 
 def _wanted_names(only: str | Collection[str] | None) -> frozenset[str]:

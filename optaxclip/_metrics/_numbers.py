@@ -13,7 +13,7 @@ from jax.typing import ArrayLike
 from .._clippers._by_value import ClipByValueState
 from .._clippers._record_spikes import SpikeState
 from .._clippers._spam import SpamState
-from .._core._state import ClipState, Entry, unpack
+from .._core._state import ClipState, Entry, has_rows, names_of_layers, unpack
 from .._norms._types import gathered
 from .._wrappers._skipping import SkipState
 from ._unstack import unstacked
@@ -99,9 +99,13 @@ def spike_rows(state: SpikeState) -> Iterator[Row]:
     yield from _without_path(_spike_numbers(bare))
 
 
-def clip_rows(state: ClipState, only: frozenset[str]) -> Iterator[Row]:
-    """The rows of each norm of one clipper."""
+def clip_rows(
+    state: ClipState, only: frozenset[str], *, layers: bool = False
+) -> Iterator[Row]:
+    """The rows of each norm of one clipper, or of each layer of a norm."""
     names, entries = unpack(state)
+    if layers:
+        names = [_layers_of(*each) for each in zip(names, entries)]
     counts = tuple(len(block) for block in names)
     found = _numbers_of_blocks(counts, state.step, _without_memory(entries))
     wanted = [name for name in ClipNumbers._fields if name in only]
@@ -110,6 +114,14 @@ def clip_rows(state: ClipState, only: frozenset[str]) -> Iterator[Row]:
         for path, row in zip(block, _rows_of(chosen, len(block))):
             for name, value in zip(wanted, row):
                 yield name, path, value
+
+
+def _layers_of(names: list[str], entry: Entry) -> list[str]:
+    """The names of the entries of a block, one for each layer of an array."""
+    shape = jnp.shape(entry.norm)
+    if has_rows(names, entry) or not shape:
+        return names
+    return names_of_layers(names[0], shape)
 
 
 def summary_rows(state: ClipState, *, with_name: bool) -> Iterator[Row]:

@@ -44,7 +44,7 @@ def table(rows: list[Row]) -> str:
 
 def line(row: Row) -> str:
     client = CLIENTS[row.client]
-    numbers = ["", "", "", client.checkpoint, ""]
+    numbers = ["not run", "", "", client.checkpoint, ""]
     if not np.isnan(row.difference):
         same = "yes" if row.restored else "no"
         differences = [shown(row.difference), shown(row.without)]

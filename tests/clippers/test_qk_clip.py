@@ -1,5 +1,7 @@
 """`qk_clip` against attention logits and weights in float64 NumPy."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -141,3 +143,29 @@ def test_narrow_weights_hold_it_to_their_rounding():
     wide = np.float64(params["query"]["kernel"])
     error = np.abs(np.float64(new["query"]["kernel"]) - exact)
     assert (error <= 2**-8 * np.abs(wide)).all()
+
+
+@pytest.mark.parametrize("dtypes", (("float64", "float32"), ("bfloat16", "float64")))
+def test_leaves_of_two_dtypes_under_strict_promotion(dtypes):
+    with jax.enable_x64(True), jax.numpy_dtype_promotion("strict"):
+        params = {
+            name: jax.tree.map(partial(jnp.asarray, dtype=dtype), HEADS[name])
+            for name, dtype in zip(("query", "key"), dtypes)
+        }
+        zero = jax.tree.map(jnp.zeros_like, params)
+        clipper = qk_clip(LIMIT, **attention.PATTERNS)
+        given = {"max_logits": jnp.full(4, 80.0, jnp.float32)}
+        first = clipper.init(params)
+        updates, state = clipper.update(zero, first, params, **given)
+        assert first.norm.dtype == state.norm.dtype
+        for name, dtype in zip(("query", "key"), dtypes):
+            kernel, weight = updates[name]["kernel"], params[name]["kernel"]
+            assert kernel.dtype == dtype
+            wanted = -0.5 * np.float64(weight)
+            np.testing.assert_allclose(np.float64(kernel), wanted, rtol=2**-20)
+
+
+def test_norms_are_float32_for_float32_weights():
+    with jax.enable_x64(True):
+        state = qk_clip(LIMIT, **attention.PATTERNS).init(HEADS)
+        assert state.norm.dtype == state.limit.dtype == jnp.float32

@@ -97,3 +97,11 @@ def test_logits_belong_to_one_attention_each():
     two_for_one = {"one": {"a": four, "b": four}}
     with pytest.raises(ValueError, match="one array for each"):
         update(params, max_logits=two_for_one)
+
+
+def test_a_leaf_that_is_no_array_is_named():
+    params = attention.weights(4, 4)
+    clipper = qk_clip(20.0, **attention.PATTERNS)
+    state, updates = clipper.init(params), {**params, "value": print}
+    with pytest.raises(TypeError, match="qk_clip: the leaf 'value' must be an array"):
+        clipper.update(updates, state, params, max_logits=jnp.ones(4))

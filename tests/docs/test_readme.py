@@ -1,60 +1,93 @@
-"""The README's program runs and prints its metrics, within the first 30 lines. Its
-commands are where CI looks for them.
+"""The README is short, its program prints what it shows, its commands are where CI
+looks for them, and what it calls and links to exists.
 """
 
 import re
+from contextlib import redirect_stdout
+from io import StringIO
 from operator import attrgetter
 from pathlib import Path
 
 import jax
+import optax
+import pytest
 
 import optaxclip
+from tests.docs.test_docs import assert_as_shown
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
+PROGRAM = re.search(r"```python\n(.*?)```\n```text\n(.*?)```", README, re.DOTALL)
 
 
-def test_the_program_runs_and_prints_what_clipping_did(capsys):
-    program = re.search(r"```python\n(.*?)```", README, re.DOTALL)
-    assert program and README[: program.end()].count("\n") <= 30
-    with jax.numpy_rank_promotion("allow"):  # as it is for users
-        exec(compile(program.group(1), "README.md", "exec"), {})
-    printed = dict(
-        line.split() for line in capsys.readouterr().out.strip().splitlines()
+def run(program):
+    """What a program prints."""
+    out = StringIO()
+    with jax.numpy_rank_promotion("allow"), redirect_stdout(out):  # as for users
+        exec(compile(program, "README.md", "exec"), {})
+    return out.getvalue()
+
+
+def test_the_program_prints_what_the_readme_shows():
+    assert PROGRAM
+    assert_as_shown(PROGRAM[2], run(PROGRAM[1]), "README.md")
+
+
+def test_without_a_limit_the_loss_ends_where_it_says():
+    assert PROGRAM
+    printed = run(PROGRAM[1].replace("norm(5.0)", "norm(None)"))
+    final = re.search(r"step 299: loss (\S+)", printed)
+    claim = re.search(r"and the\s+final\s+loss\s+is\s+([\d.]+\d)", README)
+    assert final and claim and final[1] == claim[1]
+
+
+def test_the_words_outside_code_and_tables_are_at_most_800():
+    text = re.sub(
+        r"```.*?```|<picture>.*?</picture>|<!--.*?-->", "", README, flags=re.S
     )
-    assert float(printed["clip/norm_before"]) > 0 and float(printed["clip/limit"]) == 1
-    assert (
-        0 < float(printed["clip/clipped_share"]) <= 1
-        and float(printed["clip/norm_after"]) <= 1
-    )
+    lines = [line for line in text.splitlines() if not line.startswith("|")]
+    assert len(" ".join(lines).split()) <= 800
 
 
-def test_both_commands_are_marked():
-    for mark, does in (("main", "examples/char_rnn.py"), ("test", "-m pytest")):
-        command = re.search(rf"<!-- {mark} command -->\n```sh\n(.*)\n```", README)
-        assert command and "venv" in command.group(1) and does in command.group(1)
+def test_the_table_of_choices_has_at_most_8_rows():
+    table = README.partition("## Which one")[2].partition("\n\n[")[0]
+    assert 2 < table.count("\n|") - 2 <= 8
 
 
-def test_what_the_tables_call_exists():
-    start, end = README.index("## Clippers"), README.index("## Coming from elsewhere")
-    called = set()
-    for code in re.findall(r"`([^`]+)`", README[start:end]):
-        called |= set(re.findall(r"(?<![\w.])([\w.]+)\(", code))
-    ours = {name for name in called if not name.startswith(("optax.", "path."))}
-    assert {"clip_by_global_norm", "rules.windowed_quantile"} <= ours
-    assert [name for name in sorted(ours) if not exists(name)] == ["update"]
+@pytest.mark.parametrize(
+    ("mark", "does"), [("main", "examples/broken_batches.py"), ("test", "-m pytest")]
+)
+def test_a_command_is_marked(mark, does):
+    command = re.search(rf"<!-- {mark} command -->\n```sh\n(.*)\n```", README)
+    assert command and "venv" in command[1] and does in command[1]
+
+
+def test_what_it_calls_exists():
+    before, _, coming = README.partition("## Coming from")
+    text = re.sub(r"```.*?```", "", before, flags=re.DOTALL)
+    # What other libraries call is in the first column there.
+    text += "".join(line.rpartition("` |")[2] for line in coming.splitlines())
+    code = " ".join(re.findall(r"`([^`]+)`", text))
+    called = set(re.findall(r"(?<![\w.])([\w.]+)\(", code))
+    assert {"clip_by_global_norm", "metrics"} <= called
+    assert [name for name in sorted(called) if not exists(name)] == []
 
 
 def exists(name):
-    """Whether a dotted name is one of the library's."""
+    """Whether a dotted name is one of ours or optax's."""
+    of, name = (
+        (optax, name.removeprefix("optax."))
+        if name.startswith("optax.")
+        else (optaxclip, name)
+    )
     try:
-        attrgetter(name)(optaxclip)
+        attrgetter(name)(of)
     except AttributeError:
         return False
     return True
 
 
-def test_it_is_short_and_what_it_links_to_is_there():
-    assert README.count("\n") <= 250
+def test_what_it_links_to_is_there():
     links = re.findall(r"\]\((?!http)([^)#]+)", README)
+    links += re.findall(r'(?:src|srcset)="([^"]+)"', README)
     assert links and [link for link in links if not (ROOT / link).exists()] == []

@@ -29,7 +29,10 @@ NAMES = (
     "global_norm",
 )
 OURS = SimpleNamespace(**{name: getattr(optaxclip, name) for name in NAMES})
-THEIRS = SimpleNamespace(**{name: getattr(optax, name) for name in NAMES})
+THEIRS = SimpleNamespace(
+    global_norm=optax.tree.norm,
+    **{name: getattr(optax, name) for name in NAMES if name != "global_norm"},
+)
 
 
 def trained(optimizer, params=PARAMS):

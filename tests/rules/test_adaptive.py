@@ -485,11 +485,11 @@ BAD = {
         101
     ),
     f"autoclip: {BAD_SCOPE}, got 'unit'.": lambda: optaxclip.autoclip(scope="unit"),
-    "z_score: target must be 'adaptive', 'mean' or 'max', got 'median'.": lambda: (
+    "zclip: target must be 'adaptive', 'mean' or 'max', got 'median'.": lambda: (
         optaxclip.zclip(target="median")
     ),
     "z_score: z must not be NaN, got nan.": lambda: optaxclip.rules.z_score(math.nan),
-    "z_score: warmup must be at least 1, got 0.": lambda: optaxclip.zclip(warmup=0),
+    "zclip: warmup must be at least 1, got 0.": lambda: optaxclip.zclip(warmup=0),
     "ema_ratio: decay must be at most 1, got 2.": lambda: optaxclip.rules.ema_ratio(
         1.0, 2
     ),
@@ -541,7 +541,7 @@ def test_what_is_no_number_is_refused(bad):
 def test_a_window_that_only_the_traced_program_knows_is_refused():
     with pytest.raises(
         TypeError,
-        match="windowed_quantile: window must be known when the state is made",
+        match="autoclip: window must be known when the state is made",
     ):
         jax.jit(lambda window: optaxclip.autoclip(window=window).init(jnp.zeros(2)))(10)
 

@@ -1,0 +1,144 @@
+"""Writes the numbers of README.md and docs/ from the JSON in benchmarks/results/.
+
+    python -m benchmarks.pages
+
+A table stands between `<!-- table: NAME -->` and `<!-- end -->`, a number in a sentence
+between `<!-- broken: NAME -->` and `<!-- end -->`. A test fails when a page does not
+have what this would write. Where the JSON is from:
+
+    results/compiled.json        python -m benchmarks --only compiled --json PATH
+    results/cpu.json             python -m benchmarks --only step --json PATH
+    results/broken_batches.json  python examples/broken_batches.py --table PATH
+"""
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[1]
+RESULTS = Path(__file__).with_name("results")
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+BLOCK = re.compile(r"<!-- (table|broken): (.*?) -->(.*?)<!-- end -->", re.DOTALL)
+DEVICES = {"h100": "H100", "v5e": "TPU v5e"}
+# How the two programs call the same clipper, and how the pages do.
+CLIPPERS = [
+    ("none", "none", "nothing, Adam alone"),
+    ("global norm", "optaxclip.clip_by_global_norm", "`clip_by_global_norm`"),
+    ("optax, global norm", "optax.clip_by_global_norm", "the same of optax"),
+    ("tensor RMS", "optaxclip.clip_by_tensor_rms", "`clip_by_tensor_rms`"),
+    ("optax, tensor RMS", "optax.clip_by_block_rms", "`clip_by_block_rms` of optax"),
+    ("AGC", "optaxclip.adaptive_grad_clip", "`adaptive_grad_clip`"),
+    ("optax, AGC", "optax.adaptive_grad_clip", "the same of optax"),
+]
+
+
+def main() -> None:
+    """Writes the pages that are out of date, and names them."""
+    for page in PAGES:
+        text = page.read_text()
+        if render(text) != text:
+            page.write_text(render(text))
+            print(f"Written: {page.relative_to(ROOT)}")
+
+
+def render(text: str) -> str:
+    """The text of a page, with every block as the JSON has it."""
+    return BLOCK.sub(_rendered, text)
+
+
+def _rendered(block: re.Match[str]) -> str:
+    kind, name, _ = block.groups()
+    if kind == "broken":
+        return f"<!-- {kind}: {name} -->{broken(name)}<!-- end -->"
+    return f"<!-- {kind}: {name} -->\n{TABLES[name]()}\n<!-- end -->"
+
+
+def results(name: str) -> Any:
+    """What a program wrote, None where it did not run yet."""
+    path = RESULTS / f"{name}.json"
+    return json.loads(path.read_text()) if path.exists() else None
+
+
+def rows_of(name: str, table: str) -> list[dict[str, Any]]:
+    """The rows of one table of the benchmarks."""
+    found = results(name)
+    return found["tables"][table]["rows"] if found else []
+
+
+def broken(protection: str) -> str:
+    """The final loss of one run among broken batches."""
+    rows = {row["protection"]: row for row in results("broken_batches")}
+    return f"{rows[protection]['final_loss']:.2f}"
+
+
+def costs() -> str:
+    """Clippers in an Adam step of GPT-2 small, on three kinds of device."""
+    header = ["clipped by", "H100: GB", "H100: kernels", "TPU v5e: GB", "CPU: time"]
+    lines = []
+    for compiled, timed, shown in CLIPPERS:
+        h100, v5e = (_compiled(device, compiled) for device in ("h100", "v5e"))
+        numbers = [_shown(h100, "GB"), _shown(h100, "kernels"), _shown(v5e, "GB")]
+        lines.append([shown, *numbers, _cpu_time(timed)])
+    return markdown(header, lines)
+
+
+def _compiled(
+    device: str, name: str, model: str = "GPT-2 small", dtype: str = "float32"
+) -> dict[str, Any]:
+    wanted = {"device": device, "model": model, "gradients": dtype, "clipped by": name}
+    for row in rows_of("compiled", "compiled"):
+        if wanted.items() <= row.items():
+            return row
+    return {}
+
+
+def _cpu_time(clipper: str) -> str:
+    """A time while clipping and one while not, over that of Adam alone."""
+    if clipper == "none":
+        return "1"
+    for row in rows_of("cpu", "step"):
+        if (row["optimizer"], row["clipper"]) == ("Adam", clipper):
+            both = sorted((row["time, clipping"], row["time, not clipping"]))
+            return " to ".join(dict.fromkeys(f"{time:.2f}" for time in both))
+    return "-"
+
+
+def compiled() -> str:
+    """Every step that was compiled for a GPU or a TPU."""
+    rows = rows_of("compiled", "compiled")
+    if not rows:
+        return "Not measured yet."
+    known = results("compiled")["tables"]["compiled"]["columns"]
+    columns = [column for column in known if column != "compile"]
+    return markdown(columns, [[_shown(row, name) for name in columns] for row in rows])
+
+
+def cpu() -> str:
+    """Every optimizer and clipper that was timed on a CPU."""
+    rows = rows_of("cpu", "step")
+    columns = ["optimizer", "clipper", "time, clipping", "time, not clipping"]
+    columns += ["temporary memory"]
+    return markdown(columns, [[_shown(row, name) for name in columns] for row in rows])
+
+
+def markdown(header: list[str], rows: list[list[str]]) -> str:
+    """A table with its first column to the left and the others to the right."""
+    lines = [header, ["---", *["---:"] * (len(header) - 1)], *rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def _shown(row: dict[str, Any], column: str) -> str:
+    value = row.get(column, "-")
+    return f"{value:.2f}" if isinstance(value, float) else str(value)
+
+
+TABLES: dict[str, Callable[[], str]] = {
+    "costs": costs,
+    "compiled": compiled,
+    "cpu": cpu,
+}
+
+if __name__ == "__main__":
+    main()

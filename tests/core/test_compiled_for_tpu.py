@@ -1,0 +1,57 @@
+"""What clippers become on a TPU v5e, compiled where libtpu is installed, without a TPU.
+
+The default environment has no libtpu and skips this file. `bash .ci/run tpu` runs it.
+"""
+
+import functools
+import os
+
+import pytest
+
+from benchmarks.compiled import program, step, targets
+
+pytest.importorskip("libtpu")
+os.environ.update(targets.TPU.variables)
+
+# Enough tensors that what is done once for all of them is the smaller part.
+SHAPES: step.Shapes = [(128, 256), (256,), (256, 128), (128,)] * 20
+OURS = ["global norm", "tensor RMS", "AGC"]
+
+
+@functools.cache
+def counts(name: str, target: str) -> program.Counts:
+    found, _ = step.compiled(step.STEPS[name](), SHAPES, target, "float32")
+    return program.counts_of(found.as_text())
+
+
+@pytest.mark.parametrize("name", OURS)
+def test_no_float64_on_a_tpu(name):
+    assert counts(name, "v5e").float64 == 0
+
+
+@pytest.mark.parametrize("name", OURS)
+def test_no_copy_on_a_tpu(name):
+    assert counts(name, "v5e").copies == 0
+
+
+@pytest.mark.parametrize("name", OURS)
+def test_one_collective_on_a_mesh_of_tpus(name):
+    assert counts(name, "v5e:4x4").collectives == 1
+
+
+@pytest.mark.parametrize("name", OURS)
+def test_no_more_collectives_than_optax(name):
+    theirs = counts(f"optax, {name}", "v5e:4x4").collectives
+    assert counts(name, "v5e:4x4").collectives <= theirs
+
+
+@pytest.mark.parametrize("name", OURS)
+def test_no_more_operations_on_numbers_than_optax(name):
+    theirs = counts(f"optax, {name}", "v5e").scalars
+    assert counts(name, "v5e").scalars <= theirs
+
+
+@pytest.mark.parametrize("name", OURS)
+def test_gradients_are_read_no_more_than_by_optax(name):
+    theirs = counts(f"optax, {name}", "v5e").gigabytes
+    assert counts(name, "v5e").gigabytes <= 1.05 * theirs

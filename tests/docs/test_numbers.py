@@ -1,0 +1,43 @@
+"""Numbers in README.md and docs/ are those of the JSON in benchmarks/results/."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from benchmarks import pages
+
+NAMES = [str(page.relative_to(pages.ROOT)) for page in pages.PAGES]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_page_has_the_numbers_of_the_results(name):
+    text = (pages.ROOT / name).read_text()
+    assert pages.render(text) == text, "run: python -m benchmarks.pages"
+
+
+def test_a_changed_number_is_seen():
+    page = "ends at <!-- broken: none -->9.99<!-- end -->."
+    assert pages.render(page) != page
+
+
+def test_a_changed_table_is_seen():
+    right = pages.render("<!-- table: costs --><!-- end -->")
+    assert pages.render(right) == right
+    assert pages.render(right.replace("Adam alone", "Adam")) == right
+
+
+def test_the_readme_shows_the_costs_and_both_losses():
+    readme = (pages.ROOT / "README.md").read_text()
+    names = {found[1] for found in pages.BLOCK.findall(readme)}
+    assert names == {"costs", "none", "global norm"}
+
+
+def test_every_command_for_numbers_is_beside_them():
+    for page in pages.PAGES:
+        text = Path(page).read_text()
+        tables = re.findall(r"<!-- table: (\w+) -->", text)
+        files = {"costs": ["compiled", "cpu"], "compiled": ["compiled"], "cpu": ["cpu"]}
+        for name in tables:
+            for file in files[name]:
+                assert f"benchmarks/results/{file}.json" in text, (page, name)
