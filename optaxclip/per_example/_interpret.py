@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 
 import jax
 from jax import lax
-from jax.extend import core
 
 from ._trace import (
     Call,
@@ -25,6 +24,7 @@ from ._trace import (
     Scan,
     Use,
     counts_of_scan,
+    is_literal,
 )
 
 
@@ -53,7 +53,7 @@ class _Values(dict[Any, Any]):
         self.update(zip(plan.jaxpr.invars, args))
 
     def of(self, atoms: list[Any]) -> list[Any]:
-        return [x.val if isinstance(x, core.Literal) else self.get(x) for x in atoms]
+        return [x.val if is_literal(x) else self.get(x) for x in atoms]
 
 
 def operands(
