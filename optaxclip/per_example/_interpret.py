@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import jax
 from jax import lax
 
+from .._jaxpr import is_literal
 from ._trace import (
     Call,
     Evaluate,
@@ -24,7 +25,6 @@ from ._trace import (
     Scan,
     Use,
     counts_of_scan,
-    is_literal,
 )
 
 

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from .._jaxpr import is_literal
 from ._views import View, view_after
 
 
@@ -159,14 +160,6 @@ def plan_of(jaxpr: Any, origins: list[Origin], loops: tuple[int, ...]) -> Plan:
 
 def origin_of(table: dict[Any, Origin], atom: Any) -> Origin:
     return CONSTANT if is_literal(atom) else table[atom]
-
-
-def is_literal(atom: Any) -> bool:
-    """Whether an input of an equation is a number instead of a variable.
-
-    The class of these is in jax.extend, which takes 25 more modules to import.
-    """
-    return hasattr(atom, "val")
 
 
 def _step(
