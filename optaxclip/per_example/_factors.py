@@ -57,7 +57,7 @@ def form_of(use: Use) -> Form | None:
 
 
 def _dot_general(use: Use) -> Form:
-    (contracted, stacked) = use.eqn.params["dimension_numbers"]
+    contracted, stacked = use.eqn.params["dimension_numbers"]
     own = use.places[0]
     other = 1 - own
     operand, data = use.eqn.invars[own].aval.shape, use.data[0].shape
@@ -67,21 +67,16 @@ def _dot_general(use: Use) -> Form:
     free = [k for k in free if k not in contracted[other]]
     sizes = _size(data, free), _size(operand, rows), _size(operand, columns)
     # The output has the stack first, then the free axes of the left, then the right.
-    before = len(stack)
-    first, second = (columns, free) if own == 0 else (free, columns)
-    place = {("own" if first is columns else "data", k): n for n, k in enumerate(first)}
-    place |= {
-        ("own" if second is columns else "data", k): len(first) + n
-        for n, k in enumerate(second)
-    }
+    own_at = len(stack) + (len(free) if own else 0)
+    data_at = len(stack) + (0 if own else len(columns))
 
     def split(inputs: list[jax.Array], cotangent: jax.Array, order: Order) -> Factors:
         matrices = order(stack)
         a = [stacked[other][stack.index(k)] for k in matrices] + free
         a += [contracted[other][rows.index(k)] for k in order(rows)]
         c = [stack.index(k) for k in matrices]
-        c += [before + place["data", k] for k in free]
-        c += [before + place["own", k] for k in order(columns)]
+        c += [data_at + n for n in range(len(free))]
+        c += [own_at + columns.index(k) for k in order(columns)]
         count = _size(operand, stack)
         return Factors(
             jnp.transpose(inputs[0], a).reshape(count, sizes[0], sizes[1]),

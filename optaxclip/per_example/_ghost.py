@@ -174,7 +174,8 @@ def _weighed(
         each = times(leaf, along_batch(root, leaf))
         return jnp.where(along_batch(counts, leaf), each, 0)
 
-    if use.name in PRODUCTS:
+    is_float = all(jnp.issubdtype(x.dtype, jnp.inexact) for x in kept.inputs)
+    if use.name in PRODUCTS and is_float:
         # Input and cotangent take a root of the factor each, since a factor such as
         # 1e-40 is below the normal numbers, and its root is not.
         return jax.tree.map(partial(shrunk, _times), kept)
