@@ -74,8 +74,10 @@ def _no_state(call: str, state: Any, why: str) -> str:
     )
 
 
-def leaves_of(call: str, updates: Any, params: Any) -> Any:
+def leaves_of(call: str, updates: Any, params: Any, *, warn: bool) -> Any:
     """The clipped leaves of what must be gradients alone.
+
+    `warn`: whether integers alone, which are not clipped, are worth a warning.
 
     Raises:
       TypeError: a leaf that is not an array, or a tuple of gradients and something
@@ -84,7 +86,7 @@ def leaves_of(call: str, updates: Any, params: Any) -> Any:
     tree = clipped_leaves(updates, call)
     if type(updates) is tuple and len(updates) == 2 and params is not None:
         _check_alone(call, updates, jax.tree.structure(params))
-    if not jax.tree.leaves(tree):
+    if warn and not jax.tree.leaves(tree):
         _warn_of_integers(call, updates)
     return tree
 

@@ -111,7 +111,7 @@ def make_clipper(
         **_: Any,
     ) -> tuple[Any, Any]:
         state = state_or_first(call, state, rules, partial(init, updates))
-        tree = leaves_of(call, updates, params)
+        tree = leaves_of(call, updates, params, warn=not settings.no_limit)
         weights = params_of(call, tree, params) if with_params else None
         given = grad_norm, limit
         clipped, new = _update(settings, rules, eps, tree, state, weights, given)

@@ -20,6 +20,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.core import eval_jaxpr
 
+from .._jaxpr import is_literal
 from .._norms._platform import per_platform
 
 
@@ -51,7 +52,7 @@ def update_unless(
     new = []
     for output, choice in zip(outputs, choices):
         value = _read(values, output)
-        if _is_literal(output) or early.get(output) is not choice:
+        if is_literal(output) or early.get(output) is not choice:
             value = _select(choice, value)
         new.append(value)
     return jax.tree.unflatten(jax.tree.structure(shapes), new)
@@ -90,7 +91,7 @@ def _computed_state(
         computed.update(equation.outvars)
     found = {}
     for output, choice in zip(outputs, choices):
-        if not _is_literal(output) and output in computed:
+        if not is_literal(output) and output in computed:
             found[output] = choice
     return found
 
@@ -112,7 +113,7 @@ def _run(
 
 
 def _run_equation(jaxpr: Any, equation: Any, values: dict[Any, Any]) -> Sequence[Any]:
-    inputs = [atom for atom in equation.invars if not _is_literal(atom)]
+    inputs = [atom for atom in equation.invars if not is_literal(atom)]
     inputs = list(dict.fromkeys(inputs))
     single = jaxpr.replace(
         constvars=[], invars=inputs, outvars=equation.outvars, eqns=[equation]
@@ -121,7 +122,7 @@ def _run_equation(jaxpr: Any, equation: Any, values: dict[Any, Any]) -> Sequence
 
 
 def _read(values: dict[Any, Any], atom: Any) -> jax.Array:
-    if _is_literal(atom):  # Its value may be a Python number.
+    if is_literal(atom):  # Its value may be a Python number.
         return jnp.asarray(atom.val, atom.aval.dtype)
     return values[atom]
 
@@ -132,10 +133,3 @@ def _select(choice: _Choice, new: Any) -> jax.Array:
     if old.dtype != new.dtype:  # Typed PRNG keys refuse astype to their own dtype.
         old = old.astype(new.dtype)
     return jnp.where(choice.skip, old, new)
-
-
-def _is_literal(atom: Any) -> bool:
-    # Imported here, since it imports Pallas, which would slow down `import optaxclip`.
-    from jax.extend.core import Literal
-
-    return isinstance(atom, Literal)

@@ -15,8 +15,8 @@ from ._ways import Fit
 SUMS = ("add", "sub", "add_any", "concatenate")
 
 
-# Uses whose gradient by the parameter is finite at inputs of 0.
-PRODUCTS = ("dot_general", "conv_general_dilated", "gather", "mul")
+# Uses whose gradient by the parameter is a product of input and cotangent.
+PRODUCTS = ("dot_general", "conv_general_dilated", "mul")
 
 
 class Kept(NamedTuple):

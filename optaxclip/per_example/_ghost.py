@@ -25,7 +25,7 @@ from .._norms._types import varying_as
 from ._book import PRODUCTS, Book, Kept, factors_of, kept_inputs
 from ._interpret import Feed, run
 from ._lengths import Pair, by_gram, by_matrix, by_product, length_of_each
-from ._microbatches import in_microbatches, replace_uncounted, zero_uncounted
+from ._microbatches import in_microbatches, replace_uncounted
 from ._operands import Operands
 from ._trace import Traced, Use
 from ._ways import Way, ways_of
@@ -135,9 +135,9 @@ class Ghost(NamedTuple):
         found = list(map(jnp.zeros_like, self.params))
         for group in sorted(set(groups)):
             own = [leaf for leaf, number in enumerate(groups) if number == group]
-            healthy = partial(_healthy, weights.roots[:, group], counts)
+            weigh = partial(_weighed, weights.roots[:, group], counts)
             kept = self._part_of(book, own)
-            sums = every.gradients(own, kept, healthy)
+            sums = every.gradients(own, kept, weigh)
             for leaf, total in zip(own, sums):
                 found[leaf] = jnp.where(jnp.any(counts), total, 0)
         return found
@@ -156,27 +156,35 @@ def ghost_of(traced: Traced, params: list[jax.Array]) -> Ghost:
     return Ghost(traced, params, uses, ways_of(uses, [leaf.shape for leaf in params]))
 
 
-def _healthy(
+def _weighed(
     root: jax.Array,
     counts: jax.Array,
     use: Use,
     kept: Kept,
     before: jax.Array | None,
 ) -> Kept:
-    """What was kept of a use, with cotangents times the factors of their examples, and
-    nothing from examples that do not count.
+    """What was kept of a use, times the factors of the examples, and nothing of
+    examples that do not count.
     """
     if before is not None:
         counts = _after(before, counts)
 
-    def shrunk(leaf: jax.Array) -> jax.Array:
+    def shrunk(times: Callable[..., jax.Array], leaf: jax.Array) -> jax.Array:
         # Selected, since 0 times NaN is NaN.
-        each = stretch(leaf, along_batch(root, leaf))
+        each = times(leaf, along_batch(root, leaf))
         return jnp.where(along_batch(counts, leaf), each, 0)
 
-    clean = zero_uncounted if use.name in PRODUCTS else replace_uncounted
-    inputs = clean(kept.inputs, counts)
-    return Kept(inputs, jax.tree.map(shrunk, kept.cotangents))
+    if use.name in PRODUCTS:
+        # Input and cotangent take a root of the factor each, since a factor such as
+        # 1e-40 is below the normal numbers, and its root is not.
+        return jax.tree.map(partial(shrunk, _times), kept)
+    inputs = replace_uncounted(kept.inputs, counts)
+    return Kept(inputs, jax.tree.map(partial(shrunk, stretch), kept.cotangents))
+
+
+def _times(x: jax.Array, root: jax.Array) -> jax.Array:
+    wide = jnp.promote_types(x.dtype, root.dtype)
+    return (x.astype(wide) * root).astype(x.dtype)
 
 
 def _after(before: jax.Array, counts: jax.Array) -> jax.Array:

@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 
 import jax
 from jax import lax
-from jax.extend import core
 
+from .._jaxpr import is_literal
 from ._trace import (
     Call,
     Evaluate,
@@ -53,7 +53,7 @@ class _Values(dict[Any, Any]):
         self.update(zip(plan.jaxpr.invars, args))
 
     def of(self, atoms: list[Any]) -> list[Any]:
-        return [x.val if isinstance(x, core.Literal) else self.get(x) for x in atoms]
+        return [x.val if is_literal(x) else self.get(x) for x in atoms]
 
 
 def operands(

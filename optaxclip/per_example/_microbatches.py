@@ -77,8 +77,3 @@ def _example(x: jax.Array, number: jax.Array) -> jax.Array:
     # one example out.
     chosen = jnp.arange(x.shape[0]) == number
     return jnp.sum(jnp.where(along_batch(chosen, x), x, 0), 0, x.dtype, keepdims=True)
-
-
-def zero_uncounted(example: Any, counts: jax.Array) -> Any:
-    """The microbatch, with zeros for examples that do not count."""
-    return jax.tree.map(lambda x: jnp.where(along_batch(counts, x), x, 0), example)

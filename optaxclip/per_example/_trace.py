@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.extend import core
 
+from .._jaxpr import is_literal
 from ._views import View, view_after
 
 
@@ -159,7 +159,7 @@ def plan_of(jaxpr: Any, origins: list[Origin], loops: tuple[int, ...]) -> Plan:
 
 
 def origin_of(table: dict[Any, Origin], atom: Any) -> Origin:
-    return CONSTANT if isinstance(atom, core.Literal) else table[atom]
+    return CONSTANT if is_literal(atom) else table[atom]
 
 
 def _step(

@@ -112,7 +112,8 @@ def chained(clipper: Any) -> Any:
 
 
 def in_skip_nonfinite(clipper: Any) -> Any:
-    return jitted(optaxclip.skip_nonfinite(clipper))
+    optimizer = optax.chain(clipper, optax.identity())
+    return jitted(optaxclip.skip_nonfinite(optimizer))
 
 
 def pickled(clipper: Any) -> Any:
