@@ -27,7 +27,7 @@ def test_every_method_has_a_section():
 def test_a_section_has_equation_defaults_reasons_and_two_lines(section):
     assert section.count("$$") == 2
     for word in ("Defaults", "When", "When not"):
-        assert f"**{word}:**" in section
+        assert f"**{word}:**" in " ".join(section.split())
     code = re.findall(r"```python\n(.*?)```", section, re.DOTALL)
     assert len(code) == 1 and code[0].count("\n") == 2
 
