@@ -37,8 +37,8 @@ FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 NUMBER = re.compile(r"(?<![\w.])-?\d+(?:\.\d*)?(?:e[+-]?\d+)?")
 
 
-# Packages that a page may show and that only the examples need.
-OPTIONAL = ("flax",)
+# Packages that a page may show and that the library does not need.
+OPTIONAL = ("dp_accounting", "flax")
 
 
 class Block(NamedTuple):
