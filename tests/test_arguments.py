@@ -346,12 +346,12 @@ OTHERS_STATES = {
         optaxclip.adagc(),
         optax.EmptyState(),
         "adagc: its limit learns from earlier norms, so update needs the state of the "
-        "step before, got EmptyState. Begin with state = clipper.init(params)",
+        "step before, got EmptyState(). Begin with state = clipper.init(params)",
     ),
     "spam": (
         optaxclip.spam(),
         optax.EmptyState(),
-        "spam: state must be the SpamState of the step before, got EmptyState. Begin "
+        "spam: state must be the SpamState of the step before, got EmptyState(). Begin "
         "with state = optimizer.init(params)",
     ),
     "reset": (

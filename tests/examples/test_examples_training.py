@@ -390,7 +390,7 @@ def test_command_prints_the_same_suggestions_and_draws(logs):
     printed = table(
         optaxclip.replay.read_history(folder / "loose.jsonl"), result.suggestions
     )
-    assert result.table.startswith(printed)
+    assert printed in result.table
     assert (folder / "loose.png").stat().st_size > 10_000
 
 
