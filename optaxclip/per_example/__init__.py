@@ -10,7 +10,8 @@ tails, and for DP-SGD. It adds no noise and keeps no account: privacy needs both
 jax_privacy (https://github.com/google-deepmind/jax_privacy) has them.
 
     from a loss        clipped_grad: like jax.grad, at about its price.
-                       explain_clipped_grad: how it does it
+                       explain_clipped_grad: how it does it.
+                       noise_scale: how much the gradients of examples differ
     from gradients     per_example_global_norm_clip, per_example_layer_norm_clip: the
                        functions of optax
     shrinks            of optaxclip.shrinks. auto_s and psac were made for this
@@ -24,14 +25,17 @@ Reference: Abadi et al., Deep learning with differential privacy, 2016 (arXiv
 
 from ._clipped_grad import ClippedGrad, clipped_grad
 from ._explain import ExplainedLeaf, Explanation, explain_clipped_grad
+from ._noise import NoiseScale, noise_scale
 from ._optax_names import per_example_global_norm_clip, per_example_layer_norm_clip
 
 __all__ = [
     "ClippedGrad",
     "ExplainedLeaf",
     "Explanation",
+    "NoiseScale",
     "clipped_grad",
     "explain_clipped_grad",
+    "noise_scale",
     "per_example_global_norm_clip",
     "per_example_layer_norm_clip",
 ]

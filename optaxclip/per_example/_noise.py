@@ -1,0 +1,120 @@
+"""The gradient noise scale, from one gradient and the norms of the examples in it."""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.core import Tracer
+
+from .._norms._norms import global_norm
+from ._clipped_grad import ClippedGrad
+
+
+class NoiseScale(NamedTuple):
+    """How much gradients of examples differ, beside what they have in common."""
+
+    # float[]: noise / signal. inf where signal is not above 0: the batch is too small
+    # to tell the gradient from noise
+    scale: jax.Array
+    noise: jax.Array  # float[]: tr(Sigma), of the covariance of examples' gradients
+    signal: jax.Array  # float[]: |G|^2. By chance it may be negative
+
+
+def noise_scale(result: ClippedGrad, *, mean: bool = True) -> NoiseScale:
+    """Estimates the simple gradient noise scale tr(Sigma) / |G|^2 from one batch:
+
+        S        = mean of |g_i|^2 over the B examples
+        noise    = (S - |G_B|^2) B / (B - 1)           estimates tr(Sigma)
+        signal   = (B |G_B|^2 - S) / (B - 1)           estimates |G|^2
+        scale    = noise / signal
+
+    with the mean gradient G_B of the batch, and G that of all data. It is a batch size.
+    Far below it, a batch twice as large halves the number of steps. Far above it, a
+    larger batch only costs more.
+
+    `noise` and `signal` are unbiased. Their quotient is not, and from one batch it is
+    rough: average both over many steps, and then divide.
+
+    Args:
+      result: of `clipped_grad(loss, max_norm=None)`, or of a limit that clipped
+        nothing. Examples that are masked, and those with NaN or inf in their gradient,
+        are left out.
+      mean: whether `result.grads` is the mean, as `clipped_grad` makes it. False for
+        the sum, of `clipped_grad(..., mean=False)`.
+
+    Returns:
+      A `NoiseScale` of numbers, float32 or wider. All are NaN with fewer than two
+      examples, and, under jit, where gradients were clipped.
+
+    Raises:
+      TypeError: a result that is not a `ClippedGrad`.
+      ValueError: gradients that were clipped, whose mean is not the gradient. Under jit
+        this cannot be raised, and the numbers are NaN.
+
+    Example:
+      >>> def loss(w, x):
+      ...     return 0.5 * (w - x) ** 2
+      >>> grad = optaxclip.per_example.clipped_grad(loss, max_norm=None)
+      >>> result = grad(jnp.array(3.0), jnp.array([2.5, 1.0, 4.0, 0.5]))
+      >>> found = optaxclip.per_example.noise_scale(result)
+      >>> print(f"{found.noise:.3f} / {found.signal:.3f} = {found.scale:.3f}")
+      2.500 / 0.375 = 6.667
+
+    Reference: McCandlish, Kaplan, Amodei and others, An empirical model of large-batch
+    training, 2018 (arXiv 1812.06162), appendix A. From the norms of examples: Gray,
+    Tiwari, Bergsma, Hestness, Normalization layer per-example gradients are sufficient
+    to predict gradient noise scale in transformers, 2024 (arXiv 2411.00999).
+    """
+    if not isinstance(result, ClippedGrad):
+        raise TypeError(
+            "noise_scale: result must be the ClippedGrad that a function by "
+            f"clipped_grad(loss, max_norm=None) returns, got a {type(result).__name__}."
+        )
+    norms, factors = _stacked(result.norms), _stacked(result.factors)
+    counts = jnp.all(jnp.isfinite(norms), 0) & ~_is_masked(norms, factors)
+    clipped = counts & jnp.any(factors != 1, 0)
+    _raise_if_any(clipped)
+    size = jnp.sum(counts, dtype=norms.dtype)
+    # The mean of clipped_grad is divided by the number of broken examples as well.
+    divisor = size / (size + result.nonfinite) if mean else size
+    known = (size > 1) & ~jnp.any(clipped)
+    lengths = jnp.where(counts, norms, 0)
+    return _estimated(lengths, global_norm(result.grads) / divisor, size, known)
+
+
+def _stacked(tree: Any) -> jax.Array:
+    """The arrays of all limits, float[limits, batch]."""
+    return jnp.stack(jax.tree.leaves(tree))
+
+
+def _is_masked(norms: jax.Array, factors: jax.Array) -> jax.Array:
+    """Only there both are 0 for all limits, or in a gradient of zero, which a shrink
+    made 0.
+    """
+    return jnp.all((norms == 0) & (factors == 0), 0)
+
+
+def _raise_if_any(clipped: jax.Array) -> None:
+    if isinstance(clipped, Tracer) or not jnp.any(clipped):
+        return
+    raise ValueError(
+        f"noise_scale: {int(jnp.sum(clipped))} of {clipped.size} examples were clipped "
+        "in result, so that its grads is not their mean gradient. Get result from "
+        "clipped_grad(loss, max_norm=None)."
+    )
+
+
+def _estimated(
+    norms: jax.Array, norm: jax.Array, size: jax.Array, known: jax.Array
+) -> NoiseScale:
+    """From the norms of examples, 0 where they do not count, and of their mean."""
+    # Squares of norms beyond 1e19 or below 1e-19 leave the range of float32.
+    longest = jnp.maximum(jnp.max(norms), jnp.finfo(norms.dtype).tiny)
+    square = jnp.sum((norms / longest) ** 2) / size
+    of_mean = (norm / longest) ** 2
+    # By rounding alone it would be below 0.
+    noise = jnp.maximum(square - of_mean, 0) * size / (size - 1)
+    signal = of_mean - noise / size
+    scale = noise / jnp.maximum(signal, 0)
+    found = scale, noise * longest * longest, signal * longest * longest
+    return NoiseScale(*(jnp.where(known, each, jnp.nan) for each in found))
