@@ -62,7 +62,7 @@ class Counts(NamedTuple):
     gigabytes: float
     collectives: int
     float64: int
-    copies: int
+    copies: int  # of at least 64 KiB: smaller ones lay out norms anew
 
 
 def counts_of(text: str) -> Counts:
@@ -81,7 +81,7 @@ def counts_of(text: str) -> Counts:
             scalars += 1
         else:
             kernels += 1
-            copies += one.operation == "copy"
+            copies += one.operation == "copy" and one.bytes() >= 2**16
             moved += one.bytes() + sum(written.get(name, 0) for name in one.operands)
     float64 = len(re.findall(r"\bf64\[", text))
     return Counts(kernels, scalars, moved / 1e9, collectives, float64, copies)

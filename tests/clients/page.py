@@ -19,22 +19,22 @@ HEAD = (
 INTRO = """
 Replace `optax.clip_by_global_norm` by `optaxclip.clip_by_global_norm` in a program that
 uses optax, and it runs. `python -m tests.clients` shows this with the trainers of other
-packages. Each trains a few steps three times from one seed, in a process of its own:
-with optax's clip, with ours in its place, and without a clip. Nothing is downloaded,
-and the versions that are installed are taken.
+packages. Each trainer runs a few steps three times from one seed, in a process of its
+own: with optax's clip, with optaxclip's in its place, and without a clip. Nothing is
+downloaded. The installed versions are used.
 """
 COLUMNS = """
-`losses` is the largest relative difference of a loss with ours from that with optax's.
-`no clip` is the same without a clip, and shows that the clip matters. `clipped` counts
-the clipped steps, which `optaxclip.metrics` read from the train state of the package.
-`checkpoint` is what saved and restored that state, and `same` says whether it came back
-bit for bit. The command fails if losses differ by more than 1e-5, if no clip makes less
-than a hundred times that, if nothing was clipped, or if a restored state differs.
+`losses` is the largest relative difference between the losses with optaxclip's clip and
+with optax's. `no clip` is that between no clip and optax's, and shows that the clip
+matters. `clipped` counts the clipped steps, which `optaxclip.metrics` read from the
+train state of the package. `checkpoint` names what saved and restored that state, and
+`same` says whether it came back bit for bit. The command fails if `losses` is above
+1e-5, if `no clip` is at most a hundred times as large as `losses` or as 1e-5, if
+nothing was clipped, or if a restored state differs.
 """
 STATE = """
-One thing is not shown here: a run that was saved with optax's clip and continues with
-ours. Its checkpoint has the structure of the old state.
-[sharp_edges.md](sharp_edges.md#a-checkpoint-from-optax) shows how to go on.
+These runs do not show how a run that was saved with optax's clip goes on with
+optaxclip's. [Sharp edges](sharp_edges.md#a-checkpoint-from-optax) does.
 """
 
 

@@ -30,7 +30,7 @@ def test_no_float64_on_a_tpu(name):
 
 
 @pytest.mark.parametrize("name", OURS)
-def test_no_copy_on_a_tpu(name):
+def test_no_gradient_is_copied_on_a_tpu(name):
     assert counts(name, "v5e").copies == 0
 
 
