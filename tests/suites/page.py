@@ -28,9 +28,9 @@ differently.
 """
 CASES = """
 Rows with `cases` in place of a version are numbers that were taken from tests which are
-not shipped, or need another language. They are in `tests/cases.json`, and
-`tests/test_conformance.py` compares all of them. There, `theirs` counts the cases, and
-a case counts as failed where we decide otherwise on purpose.
+not shipped, or need another language. They are in `tests/references/cases.json`, and
+`tests/core/test_conformance.py` compares all of them. There, `theirs` counts the cases,
+and a case counts as failed where we decide otherwise on purpose.
 """
 
 
