@@ -7,9 +7,9 @@ network has batch normalisation, whose running averages are variables but no wei
 `wrt=nnx.Param` keeps them away from the optimizer and from the norm.
 
 `nnx.Optimizer` keeps each array of the optax state inside a variable.
-`optaxclip.metrics(optimizer.opt_state)` reads them there, inside jit or outside.
-`nnx.state(optimizer)` will not do: there the states are dicts, and `metrics` finds no
-clipper in it and returns an empty dict.
+`optaxclip.metrics(optimizer.opt_state)` reads them there, inside jit or outside, and
+`metrics(nnx.state(optimizer))` reads the same from a checkpoint's state, where tensors
+are numbered instead of named.
 
 Two are in the chain: `record_norm(tensor_norm)` keeps the norm of each weight's
 gradient and changes nothing, and `clip_by_global_norm` clips. `named_chain` gives them

@@ -99,11 +99,14 @@ def test_nnx_counts_clipped_steps(nnx_example):
     assert result.reports[-1]["clip/all/clipped_count"] == sum(clipped) > 0
 
 
-def test_nnx_finds_clippers_only_where_the_docstring_says(nnx_example):
+def test_nnx_shows_the_same_numbers_in_both_of_its_states(nnx_example):
     flax_nnx, _ = nnx_example
     _, optimizer = flax_nnx.new_network_and_optimizer()
-    assert "clip/all/norm_before" in optaxclip.metrics(optimizer.opt_state)
-    assert optaxclip.metrics(flax_nnx.nnx.state(optimizer)) == {}
+    by_name = optaxclip.metrics(optimizer.opt_state)
+    by_number = optaxclip.metrics(flax_nnx.nnx.state(optimizer))
+    assert len(by_name) == len(by_number) and "clip/all/norm_before" in by_name
+    for name in ("norm_before", "limit", "clipped_share"):
+        assert by_name[f"clip/all/{name}"] == by_number[f"clip/all/{name}"]
 
 
 @pytest.fixture(scope="module")
