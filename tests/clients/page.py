@@ -1,8 +1,9 @@
 """The table of what ran, and the page `docs/clients.md`."""
 
 import platform
+from contextlib import suppress
 from datetime import date
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 
 import numpy as np
 
@@ -72,5 +73,7 @@ def page(rows: list[Row]) -> str:
 
 def environment() -> str:
     named = [f"optaxclip {optaxclip.__version__}"]
-    named += [f"{name} {version(name)}" for name in ("jax", "optax", "flax")]
+    for name in ("jax", "optax", "flax"):
+        with suppress(PackageNotFoundError):
+            named.append(f"{name} {version(name)}")
     return f"on a CPU with Python {platform.python_version()}, {', '.join(named)}"
