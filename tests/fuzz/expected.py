@@ -78,7 +78,8 @@ def number(limit: Any) -> float:
 def shrunk(case: Case, norm: float, limit: float) -> float:
     """The new norm."""
     options = case.options
-    if case.kind.leaves == ALONE and not norm <= LARGEST:
+    of_examples = case.kind.leaves == ALONE and BITS not in case.kind.keeps
+    if of_examples and not norm <= LARGEST:
         return 0.0
     if math.isinf(limit):
         return norm
