@@ -40,7 +40,11 @@ def choose(problem: Problem, method: str, microbatch: int | None) -> Choice:
     ghost = ghost_of(traced, leaves)
     numbers = sum(leaf.size for leaf in leaves)
     cost = sum(way.cost for way in ghost.ways)
-    if method == "ghost" or cost <= MULTIPLICATIONS_PER_NUMBER * numbers:
+    # Ghost clipping makes gradients of 16 bits in 16 bits, and one pass in 32: weighed
+    # there they are rounded twice, and may exceed the limit.
+    exact = all(jnp.finfo(leaf.dtype).bits >= 32 for leaf in leaves)
+    fast = cost <= MULTIPLICATIONS_PER_NUMBER * numbers
+    if method == "ghost" or (exact and fast):
         return Choice("ghost", microbatch, ghost)
     return Choice("one_pass", microbatch or _width(ghost, problem.size), ghost)
 

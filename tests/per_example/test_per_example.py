@@ -484,6 +484,20 @@ def test_bfloat16_gradients_are_measured_and_summed_in_float32(method):
     np.testing.assert_allclose(result.norms, np.sqrt(1000), rtol=4 * EPS)
 
 
+@pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16])
+def test_16_bit_gradients_are_rounded_once(dtype):
+    rows = np.random.default_rng(0).uniform(0.5, 1.0, (4, 7))
+    gradients = jnp.asarray(rows, dtype)
+    found = clipped_grad(lambda w, g: jnp.sum(w * g), 0.7)(
+        jnp.zeros(7, dtype), gradients
+    )
+    wide = np.asarray(gradients, np.float64)
+    lengths = np.linalg.norm(wide, axis=1, keepdims=True)
+    wanted = np.mean(wide * np.minimum(1, 0.7 / lengths), axis=0)
+    half = float(jnp.finfo(dtype).eps) / 2 + 64 * 2.0**-23
+    np.testing.assert_allclose(np.asarray(found.grads, np.float64), wanted, rtol=half)
+
+
 def test_bfloat16_parameters_of_a_network():
     loss, params, batch = MODELS["mlp"]
     params = jax.tree.map(lambda leaf: leaf.astype(ml_dtypes.bfloat16), params)
