@@ -65,14 +65,15 @@ def root_between(norm: jax.Array, new_norm: jax.Array) -> jax.Array:
     far = _is_far(short, long)
     # A quotient that may leave the range is made of roots, which rounds more often.
     eps = jnp.finfo(norm.dtype).eps
-    near = ratio(jnp.where(far, 1.0, short), jnp.where(far, 1.0, long))
+    near = _quotient(jnp.where(far, 1.0, short), jnp.where(far, 1.0, long))
     root = jnp.sqrt(near * (1 - 3 * eps))
-    distant = jnp.sqrt(jnp.where(far, short, 1.0)) * (1 - 2.5 * eps)
+    distant = jnp.sqrt(short) * (1 - 2.5 * eps)
     root = jnp.where(far, distant, root)
     root = jnp.where(same, 1.0, jnp.where(gone, 0.0, root))
-    divisor = jnp.sqrt(jnp.where(far, long, 1.0))
+    # Selected after the root: of a division by a root XLA makes a product, with rsqrt.
+    divisor = jnp.where(far, jnp.sqrt(long), 1.0)
     # The division comes last: what came after it XLA would do again for every element.
-    return ratio(root, divisor)
+    return _quotient(root, divisor)
 
 
 def _is_far(short: jax.Array, long: jax.Array) -> jax.Array:
@@ -176,19 +177,23 @@ def stretch(x: jax.Array, root: jax.Array) -> jax.Array:
     return jnp.where(root == 1, x, stretched)
 
 
-@jax.custom_jvp
 def ratio(short: jax.Array, long: jax.Array) -> jax.Array:
     """short / long, and 0 / 0 = 0."""
     # Two wheres: the quotient of the unused branch must be finite for the derivative.
-    return short / jnp.where(long == 0, 1.0, long)
+    return _quotient(short, jnp.where(long == 0, 1.0, long))
 
 
-@ratio.defjvp
-def _ratio_jvp(primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
+@jax.custom_jvp
+def _quotient(short: jax.Array, long: jax.Array) -> jax.Array:
+    return short / long
+
+
+@_quotient.defjvp
+def _quotient_jvp(primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
     """d(s/l) = (ds - (s/l) dl) / l. The rule of division squares l, which overflows."""
     short, long = primals
-    quotient = ratio(short, long)
-    return quotient, ratio(tangents[0] - quotient * tangents[1], long)
+    quotient = _quotient(short, long)
+    return quotient, _quotient(tangents[0] - quotient * tangents[1], long)
 
 
 def zero_where_zero(tree: Any, norms: Norms, roots: list[jax.Array]) -> Any:

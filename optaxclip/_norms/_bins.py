@@ -122,12 +122,18 @@ def bins_of_leaf(
 
 
 def root(bins: Bins) -> jax.Array:
-    """The norm, from the sums in the bins, each in the units of the one above it."""
-    large, rest, small = bins
-    unit = np.float32(1 / SCALE)
-    from_large = jnp.sqrt(large + rest * unit * unit) * np.float32(SCALE)
-    from_rest = jnp.sqrt(rest + small * unit * unit)
-    from_small = jnp.sqrt(small) * unit
-    # A sum is never negative, and NaN is not 0, so that it reaches the norm.
-    below = jnp.where(rest != 0, from_rest, from_small)
-    return jnp.where(large != 0, from_large, below)
+    """The norm: sqrt(most^2 + least^2), of the largest bin that is not empty and the
+    one below it.
+
+    They are joined by their quotient, which stays in range. Of a product with two
+    constants XLA multiplies the constants first, and 2^-83 twice is 0 in float32.
+    """
+    large, rest, small = (jnp.sqrt(x) for x in bins)
+    large, small = large * np.float32(SCALE), small * np.float32(1 / SCALE)
+    has_large = large != 0
+    most = jnp.where(has_large, large, rest)
+    least = jnp.where(has_large, rest, small)
+    # A root is never negative, and NaN is not 0, so that it reaches the norm.
+    has_two = most != 0
+    share = least / jnp.where(has_two, most, 1.0)
+    return jnp.where(has_two, most * jnp.sqrt(1 + share * share), least)
