@@ -227,7 +227,19 @@ def _in_bins_on_gpu(
             found.append([next(rows)])
         else:
             found.append([bins_of_leaf(sum_on_gpu, dims, leaf) for leaf in group])
-    return _roots_of_bins(found, tuple(splits), counts)
+    return [_shared(x) for x in _roots_of_bins(found, tuple(splits), counts)]
+
+
+def _shared(norm: jax.Array) -> jax.Array:
+    """The same norm. Of all that a clipper computes from it XLA then makes one kernel.
+
+    On a GPU it does so for numbers that come from one array, unless that has a single
+    number. The maximum is no slice, which would be a kernel of its own.
+    """
+    if norm.ndim:
+        return norm
+    pair = lax.optimization_barrier(jnp.broadcast_to(norm, (2,)))
+    return jnp.maximum(pair[0], pair[1])
 
 
 def _largest(dtype: Any, layout: Layout, groups: list[list[jax.Array]]) -> Blocks:
