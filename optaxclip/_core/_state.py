@@ -71,21 +71,31 @@ class ClipState(NamedTuple):
         return dict(itertools.chain.from_iterable(each))
 
 
+# Of donated arrays of one form JAX gives the first to the first output. So the fields
+# that a step does not read come last: those before them get their own arrays, which
+# XLA then need not copy.
+_IN_JAX = (
+    *("step", "clipped", "clipped_recently", "nonfinite", "memory"),
+    *("norm", "limit", "factor"),
+)
+
+
 def _flatten(state: ClipState) -> tuple[list[Any], Form]:
     """The fields with their keys, and what is apart from them, for JAX."""
-    names, *fields = state
-    keys = [jax.tree_util.GetAttrKey(name) for name in ClipState._fields[1:]]
+    names = state.names
     if not isinstance(names, OpenForm):
-        names = Form(names, jax.tree.structure(fields[-1]))
-    return list(zip(keys, fields)), names
+        names = Form(names, jax.tree.structure(state.memory))
+    keys = [jax.tree_util.GetAttrKey(name) for name in _IN_JAX]
+    return [(key, getattr(state, key.name)) for key in keys], names
 
 
 def _unflatten(form: Form, fields: Any) -> ClipState:
+    state = ClipState(form.names, **dict(zip(_IN_JAX, fields)))
     if not isinstance(form, OpenForm):
-        return ClipState(form.names, *fields)
+        return state
     if form.memory is None:  # not yet compared with a state
-        return ClipState(form, *fields)
-    return ClipState(form.names, *form.fill(tuple(fields)))
+        return state._replace(names=form)
+    return ClipState(form.names, *form.fill(state[1:]))
 
 
 # JAX would take each name in a NamedTuple for a leaf.

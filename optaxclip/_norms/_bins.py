@@ -13,7 +13,7 @@ Reference: Blue, A portable Fortran program to find the Euclidean norm of a vect
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -75,12 +75,18 @@ def sum_on_gpu(leaf: jax.Array, dims: Dims) -> Bins:
         sums = jnp.sum(stack, axes, keepdims=dims is not None)
         return Bins(*(sums[..., kind] for kind in range(3)))
 
+    sums = sum_at_once(squares_in_bins(leaf), axes)
+    return Bins(*(x if dims is None else lax.expand_dims(x, axes) for x in sums))
+
+
+def sum_at_once(terms: Sequence[jax.Array], axes: Iterable[int]) -> list[jax.Array]:
+    """The sum of each of some arrays of one shape, as one reduction."""
+
     def add(one: Any, other: Any) -> Any:
         return tuple(a + b for a, b in zip(one, other))
 
-    zeros = (np.float32(0),) * 3
-    sums = lax.reduce(tuple(squares_in_bins(leaf)), zeros, add, axes)
-    return Bins(*(x if dims is None else lax.expand_dims(x, axes) for x in sums))
+    zeros = (np.float32(0),) * len(terms)
+    return list(lax.reduce(tuple(terms), zeros, add, tuple(axes)))
 
 
 def _is_small(leaf: jax.Array) -> bool:
@@ -137,3 +143,27 @@ def root(bins: Bins) -> jax.Array:
     has_two = most != 0
     share = least / jnp.where(has_two, most, 1.0)
     return jnp.where(has_two, most * jnp.sqrt(1 + share * share), least)
+
+
+def root_on_gpu(bins: Bins) -> jax.Array:
+    """The norm. Of all that a clipper computes from it XLA then makes one kernel.
+
+    On a GPU it does so for numbers that come from one array, unless that has a single
+    number. The maximum is no slice, which would be a kernel of its own.
+    """
+    norm = root(bins)
+    if norm.ndim:
+        return norm
+    pair = lax.optimization_barrier(_paired(norm))
+    return jnp.maximum(pair[0], pair[1])
+
+
+def root_on_tpu(bins: Bins) -> jax.Array:
+    """The norm, in one kernel: a TPU runs operations on single numbers one by one."""
+    if bins.rest.ndim:
+        return root(bins)
+    return root(lax.optimization_barrier(Bins(*map(_paired, bins))))[0]
+
+
+def _paired(number: jax.Array) -> jax.Array:
+    return jnp.broadcast_to(number, (2,))

@@ -23,7 +23,8 @@ from ._bins import (
     Bins,
     Dims,
     bins_of_leaf,
-    root,
+    root_on_gpu,
+    root_on_tpu,
     sum_on_gpu,
     sum_on_tpu,
 )
@@ -46,7 +47,7 @@ from ._groups import (
 )
 from ._modulus import divided, modulus, norm_dtype, tangent_of_modulus
 from ._platform import per_platform
-from ._small_leaves import bins_of_leaves, join_small
+from ._small_leaves import bins_at_once, bins_of_leaves, join_small
 from ._sums_on_cpu import sum_squares
 
 # Orders whose powers of any float32 number stay far inside the range of float64.
@@ -84,7 +85,7 @@ def _norms(
             counts,
             cpu=partial(_in_float64, p, layout),
             gpu=partial(_in_bins_on_gpu, layout) if p == 2 else shares,
-            tpu=partial(_in_bins, sum_on_tpu, layout) if p == 2 else shares,
+            tpu=partial(_in_bins_on_tpu, layout) if p == 2 else shares,
         )
     return blocks
 
@@ -183,21 +184,26 @@ def _sum_of_powers(p: float, wide: Any, dims: Dims, leaf: jax.Array) -> jax.Arra
     return sum_over(lax.convert_element_type(jnp.abs(leaf) ** p, wide), dims)
 
 
-def _in_bins(
-    sum_in_bins: Callable[[jax.Array, Dims], Bins],
-    layout: Layout,
-    groups: list[list[jax.Array]],
-    counts: Blocks | None,
+def _in_bins_on_tpu(
+    layout: Layout, groups: list[list[jax.Array]], counts: Blocks | None
 ) -> Blocks:
     """Norms of order 2 from float32 sums in three bins."""
+    whole = [group for group, (dims, _) in zip(groups, layout) if dims is None]
+    at_once = iter(bins_at_once([leaf for group in whole for leaf in group]))
     found = []
     for group, (dims, _) in zip(groups, layout):
-        found.append([bins_of_leaf(sum_in_bins, dims, leaf) for leaf in group])
-    return _roots_of_bins(found, layout, counts)
+        if dims is None:
+            found.append([next(at_once) for _ in group])
+        else:
+            found.append([bins_of_leaf(sum_on_tpu, dims, leaf) for leaf in group])
+    return _roots_of_bins(root_on_tpu, found, layout, counts)
 
 
 def _roots_of_bins(
-    found: list[list[Bins]], layout: Layout, counts: Blocks | None
+    root: Callable[[Bins], jax.Array],
+    found: list[list[Bins]],
+    layout: Layout,
+    counts: Blocks | None,
 ) -> Blocks:
     kinds = []
     for kind in range(3):
@@ -227,19 +233,7 @@ def _in_bins_on_gpu(
             found.append([next(rows)])
         else:
             found.append([bins_of_leaf(sum_on_gpu, dims, leaf) for leaf in group])
-    return [_shared(x) for x in _roots_of_bins(found, tuple(splits), counts)]
-
-
-def _shared(norm: jax.Array) -> jax.Array:
-    """The same norm. Of all that a clipper computes from it XLA then makes one kernel.
-
-    On a GPU it does so for numbers that come from one array, unless that has a single
-    number. The maximum is no slice, which would be a kernel of its own.
-    """
-    if norm.ndim:
-        return norm
-    pair = lax.optimization_barrier(jnp.broadcast_to(norm, (2,)))
-    return jnp.maximum(pair[0], pair[1])
+    return _roots_of_bins(root_on_gpu, found, tuple(splits), counts)
 
 
 def _largest(dtype: Any, layout: Layout, groups: list[list[jax.Array]]) -> Blocks:

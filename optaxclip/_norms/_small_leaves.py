@@ -1,7 +1,8 @@
 """Small leaves read together: what small networks on a GPU spend their time on.
 
-    leaves of one norm       concatenated, and summed as one leaf
-    leaves with own norms    those of one size stacked, and summed by row
+    GPU, leaves of one norm       concatenated, and summed as one leaf
+    GPU, leaves with own norms    those of one size stacked, and summed by row
+    TPU                           those of one shape summed by one reduction
 
 A GPU takes about 2 us to start a kernel, which is longer than it takes to read a small
 leaf. Putting leaves together moves data between devices where jit splits them over a
@@ -15,9 +16,22 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ._bins import SMALL, Bins, bins_of_leaf, sum_on_gpu
+from ._bins import (
+    SMALL,
+    Bins,
+    bins_of_leaf,
+    squares_in_bins,
+    sum_at_once,
+    sum_on_gpu,
+    sum_on_tpu,
+)
 from ._collectives import Split
 from ._types import is_on_one_device, varying
+
+AT_ONCE = 16  # leaves that one reduction on a TPU sums
+# Elements of such a leaf. Larger ones would leave the on-chip memory before the
+# optimizer reads them again.
+SMALL_ON_TPU = 2**14
 
 
 def join_small(
@@ -50,9 +64,35 @@ def bins_of_leaves(leaves: list[jax.Array]) -> list[Bins]:
     return found
 
 
-def _kind(place: int, leaf: jax.Array) -> Any:
+def bins_at_once(leaves: list[jax.Array]) -> list[Bins]:
+    """The sums in bins of each leaf, of small ones of one shape by one reduction."""
+    found: list[Any] = [None] * len(leaves)
+    kinds: list[Any] = []
+    for place, leaf in enumerate(leaves):
+        kinds.append((_kind(place, leaf, SMALL_ON_TPU), leaf.shape))
+    for kind in dict.fromkeys(kinds):
+        places = [place for place, own in enumerate(kinds) if own == kind]
+        for begin in range(0, len(places), AT_ONCE):
+            some = places[begin : begin + AT_ONCE]
+            sums = _sums_of_alike([leaves[place] for place in some])
+            for place, bins in zip(some, sums):
+                found[place] = bins
+    return found
+
+
+@jax.jit
+def _sums_of_alike(leaves: list[jax.Array]) -> list[Bins]:
+    """The sums of leaves of one shape and dtype."""
+    if len(leaves) == 1 or jnp.issubdtype(leaves[0].dtype, jnp.complexfloating):
+        return [bins_of_leaf(sum_on_tpu, None, leaf) for leaf in leaves]
+    squares = [x for leaf in leaves for x in squares_in_bins(leaf)]
+    sums = sum_at_once(squares, range(leaves[0].ndim))
+    return [Bins(*sums[i : i + 3]) for i in range(0, len(sums), 3)]
+
+
+def _kind(place: int, leaf: jax.Array, most: int = SMALL) -> Any:
     """What leaves that are put together have in common. A large leaf is alone."""
     known = all(isinstance(size, int) for size in leaf.shape)
-    if known and leaf.size <= SMALL and is_on_one_device(leaf):
+    if known and leaf.size <= most and is_on_one_device(leaf):
         return leaf.dtype, varying(leaf)
     return place
