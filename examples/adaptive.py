@@ -94,14 +94,18 @@ class Curves(NamedTuple):
     """What was seen at every step of a run."""
 
     loss: (
-        np.ndarray
+        jax.Array | np.ndarray
     )  # float32[steps]: of the batch that came, broken or not, before the step
-    norm: np.ndarray  # float32[steps]: global norm of the gradient, before clipping
+    norm: (
+        jax.Array | np.ndarray
+    )  # float32[steps]: global norm of the gradient, before clipping
     # float32[steps]: what it was held against, of several tensors the norm of their
     # limits, inf for none
-    limit: np.ndarray
-    clipped: np.ndarray  # bool[steps]: whether any part of the gradient was shortened
-    skipped: np.ndarray  # bool[steps]: whether the step was left out
+    limit: jax.Array | np.ndarray
+    clipped: (
+        jax.Array | np.ndarray
+    )  # bool[steps]: whether any part of the gradient was shortened
+    skipped: jax.Array | np.ndarray  # bool[steps]: whether the step was left out
 
 
 class Row(NamedTuple):
@@ -267,7 +271,7 @@ def what_happened(loss: jax.Array, report: dict[str, jax.Array]) -> Curves:
     )
 
 
-def spike_score(values: np.ndarray) -> float:
+def spike_score(values: jax.Array | np.ndarray) -> float:
     """The share of values at least seven deviations from the mean of the `WINDOW` (half
     of all, if that is fewer) before them. NaN counts.
     """
@@ -396,7 +400,7 @@ def mark(axis: Any, broken: np.ndarray) -> None:
         axis.axvline(step, color="tab:red", alpha=0.25, linewidth=0.8, zorder=0)
 
 
-def average(values: np.ndarray, length: int = 20) -> np.ndarray:
+def average(values: jax.Array | np.ndarray, length: int = 20) -> np.ndarray:
     """The mean of each value and those just before it."""
     sums = np.cumsum(np.concatenate([[0.0], values]))
     ends = np.arange(1, len(values) + 1)

@@ -82,10 +82,12 @@ class Curves(NamedTuple):
     """What was seen at every step of a run."""
 
     loss: (
-        np.ndarray
+        jax.Array | np.ndarray
     )  # float32[steps]: cross entropy in nats per character, before the step
-    norm: np.ndarray  # float32[steps]: global norm of the gradient, before clipping
-    clipped: np.ndarray  # bool[steps]: whether the clipper changed anything
+    norm: (
+        jax.Array | np.ndarray
+    )  # float32[steps]: global norm of the gradient, before clipping
+    clipped: jax.Array | np.ndarray  # bool[steps]: whether the clipper changed anything
 
 
 class Row(NamedTuple):

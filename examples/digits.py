@@ -372,10 +372,11 @@ def share_of_units(report: dict[str, jax.Array]) -> jax.Array:
     not counted.
     """
     filters = {"stem": 1, "blocks/first": BLOCKS, "blocks/second": BLOCKS}
-    return sum(
+    shares = [
         layers * report[f"clip/agc/clipped_share/{name}/weight"]
         for name, layers in filters.items()
-    ) / sum(filters.values())
+    ]
+    return jnp.sum(jnp.stack(shares)) / sum(filters.values())
 
 
 def lanes_of(method: str, rates: Sequence[float], seeds: int) -> Lane:

@@ -198,7 +198,7 @@ def walk(
         updates, state = optimizer.update(
             x + noise(key, x.shape), state
         )  # the gradient of |x|^2 / 2 is x
-        x = optax.apply_updates(x, updates)
+        x = jnp.asarray(optax.apply_updates(x, updates))
         return (x, state), (jnp.linalg.norm(x), x.mean())
 
     x = jnp.zeros(DIMENSIONS)
@@ -222,7 +222,8 @@ def compare_descents(starts: Sequence[float]) -> list[Descent]:
         fixed, at = fewest_steps(fixed_steps, None, start)
         clipped, best = fewest_steps(clipped_steps, limits, start)
         pair = pair or (clipped_steps[best], limits[best])
-        kept, _ = fewest_steps(*np.array(pair)[:, None], start)
+        size, limit = np.array(pair)[:, None]
+        kept, _ = fewest_steps(size, limit, start)
         rows.append(
             Descent(
                 start,
@@ -295,7 +296,7 @@ def _descend(
     count, (_, _, arrived) = jax.lax.while_loop(
         go_on,
         lambda carry: (carry[0] + 1, on_all(step)(step_sizes, limits, carry[1])),
-        (0, lanes),
+        (jnp.int32(0), lanes),
     )
     return count, arrived.all(axis=1)
 

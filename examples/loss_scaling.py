@@ -150,7 +150,7 @@ def unscale() -> optax.GradientTransformationExtraArgs:
     """Divides by the loss scale that `update` is given."""
 
     def update(
-        updates: Any, state: Any, params: Any = None, *, loss_scale: jax.Array, **_: Any
+        updates: Any, state: Any, params: Any = None, *, loss_scale: Any = 1.0, **_: Any
     ) -> tuple[Any, Any]:
         return jax.tree.map(lambda gradient: gradient / loss_scale, updates), state
 

@@ -69,9 +69,9 @@ class Row(NamedTuple):
 class Curves(NamedTuple):
     """What was seen at every step of a run."""
 
-    loss: np.ndarray  # float32[steps]
-    logit: np.ndarray  # float32[steps]
-    clipped: np.ndarray  # float32[steps]: key heads that were clipped
+    loss: jax.Array | np.ndarray  # float32[steps]
+    logit: jax.Array | np.ndarray  # float32[steps]
+    clipped: jax.Array | np.ndarray  # float32[steps]: key heads that were clipped
 
 
 def main(steps: int = 200, *, lr: float = 0.1) -> list[Row]:
