@@ -4,7 +4,6 @@ import platform
 import textwrap
 from datetime import date
 from importlib.metadata import version
-
 from typing import Any
 
 import optaxclip
