@@ -444,7 +444,7 @@ def draw(rows: list[Row], figure: Any, look: Look) -> None:
     note(panels[0], "no clipping", (0.49, 0.6), look.orange)
     note(panels[0], "guessing", (0.25, 0.19), look.grey)
     seeds = len(rows[0].accuracies)
-    note(panels[1], f"dashes: {seeds} seeds, line: their mean", (0.49, 0.4), look.grey)
+    note(panels[1], f"dashes: each of {seeds} seeds", (0.49, 0.4), look.grey)
 
 
 def draw_accuracies(axis: Any, rows: list[Row], method: str, colour: str) -> None:

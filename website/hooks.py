@@ -26,7 +26,9 @@ OUTSIDE = re.compile(r"\]\((?:\.\./)?(CONTRIBUTING\.md|benchmarks/[\w.]+)\)")
 FORMULA = re.compile(
     r'<(span|div) class="arithmatex">\\[(\[](.*?)\\[)\]]</\1>', re.DOTALL
 )
-PICTURE = re.compile(r"<picture>.*?</picture>", re.DOTALL)
+PICTURE = re.compile(
+    r'<picture>.*?alt="(.*?)" src="docs/(\w+)\.png">.*?</picture>', re.DOTALL
+)
 REFERENCE = {
     "clippers": "Clippers",
     "wrappers": "Wrappers and metrics",
@@ -65,18 +67,16 @@ def on_page_content(html_text: str, **_: Any) -> str:
 
 def _formula(found: re.Match[str]) -> str:
     display = "block" if found[1] == "div" else "inline"
-    formula = convert(html.unescape(found[2]), display=display)
+    # Bars as delimiters: alone, the converter gives the index to the closing bar.
+    latex = html.unescape(found[2]).replace(r"\lVert", r"\left\|")
+    formula = convert(latex.replace(r"\rVert", r"\right\|"), display=display)
     return f'<div class="formula">{formula}</div>' if found[1] == "div" else formula
 
 
 def _as_front_page(readme: str) -> str:
     """The README, whose links begin in the root, with a picture for each background."""
     readme = _from_the_root(readme)
-    name = "broken_batches"
-    alt = re.search(r'alt="(.*?)"', readme)
-    text = alt[1] if alt else ""
-    pictures = f"![{text}]({name}.png#only-light)\n![{text}]({name}_dark.png#only-dark)"
-    return PICTURE.sub(pictures, readme)
+    return PICTURE.sub(lambda found: _picture(found[2], found[1]), readme)
 
 
 def _from_the_root(text: str) -> str:
@@ -94,19 +94,16 @@ def gallery() -> str:
     for path in EXAMPLES:
         lines += [f"## {path.stem}", ""]
         if (ROOT / "docs" / f"{path.stem}.png").exists():
-            lines += [*_picture(path.stem), ""]
+            lines += [_picture(path.stem, path.stem), ""]
         docstring = ast.get_docstring(ast.parse(path.read_text())) or ""
         lines += [f"`python examples/{path.name}`", "", *_as_markdown(docstring), ""]
     return "\n".join(lines)
 
 
-def _picture(name: str) -> Iterator[str]:
-    dark = f"{name}_dark.png"
-    if not (ROOT / "docs" / dark).exists():
-        yield f"![{name}]({name}.png){{ .on-white }}"
-        return
-    yield f"![{name}]({name}.png#only-light)"
-    yield f"![{name}]({dark}#only-dark)"
+def _picture(name: str, text: str) -> str:
+    """A picture for each background, in a paragraph that scrolls on a phone."""
+    light, dark = f"{name}.png#only-light", f"{name}_dark.png#only-dark"
+    return f"![{text}]({light})\n![{text}]({dark})\n{{ .picture }}"
 
 
 def _as_markdown(docstring: str) -> Iterator[str]:

@@ -52,3 +52,9 @@ def test_every_command_for_numbers_is_beside_them():
         for name in tables:
             for file in files[name]:
                 assert f"benchmarks/results/{file}.json" in text, (page, name)
+
+
+def test_no_number_begins_a_line():
+    """A comment at the beginning of a line ends the paragraph, on GitHub too."""
+    for page in pages.PAGES:
+        assert not re.search(r"^<!-- number", page.read_text(), re.MULTILINE), page
