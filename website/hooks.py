@@ -27,7 +27,7 @@ FORMULA = re.compile(
     r'<(span|div) class="arithmatex">\\[(\[](.*?)\\[)\]]</\1>', re.DOTALL
 )
 PICTURE = re.compile(
-    r'<picture>.*?alt="(.*?)" src="docs/(\w+)\.png">.*?</picture>', re.DOTALL
+    r'<picture>.*?alt="(.*?)" src="(?:docs/)?(\w+)\.png">.*?</picture>', re.DOTALL
 )
 REFERENCE = {
     "clippers": "Clippers",
@@ -43,7 +43,7 @@ REFERENCE = {
 def on_files(files: Files, config: Any) -> Files:
     """Adds the pages that are made of files outside docs/."""
     pages = {
-        "index.md": _as_front_page((ROOT / "README.md").read_text()),
+        "index.md": _from_the_root((ROOT / "README.md").read_text()),
         "changelog.md": _from_the_root((ROOT / "CHANGELOG.md").read_text()),
         "gallery.md": gallery(),
     }
@@ -54,7 +54,10 @@ def on_files(files: Files, config: Any) -> Files:
 
 
 def on_page_markdown(markdown: str, **_: Any) -> str:
-    """Turns links to files outside docs/ into links to their pages."""
+    """Turns links to files outside docs/ into links to their pages, and shows each
+    picture on the background that it is for.
+    """
+    markdown = PICTURE.sub(lambda found: _picture(found[2], found[1]), markdown)
     markdown = PROGRAM.sub(r"](gallery.md#\1)", markdown)
     markdown = markdown.replace("](../CHANGELOG.md)", "](changelog.md)")
     return re.sub(r"\[([^\]]*)" + OUTSIDE.pattern, r"\1", markdown)
@@ -71,12 +74,6 @@ def _formula(found: re.Match[str]) -> str:
     latex = html.unescape(found[2]).replace(r"\lVert", r"\left\|")
     formula = convert(latex.replace(r"\rVert", r"\right\|"), display=display)
     return f'<div class="formula">{formula}</div>' if found[1] == "div" else formula
-
-
-def _as_front_page(readme: str) -> str:
-    """The README, whose links begin in the root, with a picture for each background."""
-    readme = _from_the_root(readme)
-    return PICTURE.sub(lambda found: _picture(found[2], found[1]), readme)
 
 
 def _from_the_root(text: str) -> str:
