@@ -36,8 +36,8 @@ def suggest(norms: ArrayLike) -> list[Suggestion]:
     """Candidate rules for a history of norms, each with the share of steps that it
     would have clipped.
 
-    It counts on the norms as they were recorded. A clipped run goes another way, so
-    this is a place to start, not a forecast.
+    It counts on the norms as they were recorded. Clipping changes a run, so this is a
+    place to start, not a forecast.
 
     Args:
       norms: the history, [steps]. Norms that are NaN, inf or 0 are left out.

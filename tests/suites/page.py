@@ -4,10 +4,11 @@ import platform
 import textwrap
 from datetime import date
 from importlib.metadata import version
+from typing import Any
 
 import optaxclip
 
-from .compare import Findings, Row
+from .compare import Row
 from .patches import SUITES
 
 HEAD = (
@@ -67,16 +68,22 @@ def failures_of_their_own(rows: list[Row]) -> str:
     return "\n".join(parts) or "None."
 
 
-def page(findings: list[Findings]) -> str:
+def record(rows: list[Row]) -> dict[str, Any]:
+    """What the page is made of, as JSON can hold it."""
+    plain = [row._asdict() | {"differ": dict(row.differ)} for row in rows]
+    return {"where": f"{date.today()}, {environment()}", "rows": plain}
+
+
+def page(recorded: dict[str, Any]) -> str:
     """All of `docs/suites.md`."""
-    rows = [row for each in findings for row in each.rows]
+    rows = [Row(**row) for row in recorded["rows"]]
     replaced = []
     for name, suite in SUITES.items():
         replaced.append(wrapped(f"- {name}: {suite.beside}.", hanging="  "))
     parts = [
         "# Tests of other packages",
         wrapped(INTRO),
-        wrapped(f"{date.today()}, {environment()}."),
+        wrapped(f"{recorded['where']}."),
         wrapped(COLUMNS),
         table(rows),
         wrapped(CASES),
