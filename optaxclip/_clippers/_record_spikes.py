@@ -11,6 +11,7 @@ from .._core._limits import limit_of
 from .._core._shares import moving_average
 from .._norms._mesh_axes import MeshAxes
 from .._norms._norms import global_norm
+from .._other_names import with_our_names
 from ..rules._rule import Number, Rule
 from ..rules._windowed_mean import spike_rule
 
@@ -33,6 +34,7 @@ class SpikeState(NamedTuple):
     value_memory: Any  # the last losses
 
 
+@with_our_names
 def record_spikes(
     sigmas: Number = 6.0, window: Any = 128, *, mesh_axes: MeshAxes = "auto"
 ) -> optax.GradientTransformationExtraArgs:
