@@ -170,7 +170,7 @@ def skipping_by_our_name(clippers):
     optimizer = skipping(optax.chain(clip, optax.adam(0.1)), 10)
     state, moved = optimizer.init(PARAMS), []
     for factor in (1.0, jnp.nan, 1.0):
-        grads = jax.tree.map(lambda x: factor * x, GRADS[0])
+        grads = optax.tree.scale(factor, GRADS[0])
         updates, state = optimizer.update(grads, state, PARAMS)
         moved.append(updates)
     return moved
