@@ -10,7 +10,7 @@ does not have what this would write. Where the JSON is from:
     results/cpu.json             python -m benchmarks --only step --json PATH
     results/broken_batches.json  python examples/broken_batches.py --table PATH
     results/suites.json          python -m tests.suites --json PATH, which also writes
-                                 its page
+    results/clients.json         python -m tests.clients --json PATH    their pages
 """
 
 import json

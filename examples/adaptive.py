@@ -368,7 +368,7 @@ def command_line() -> argparse.ArgumentParser:
     names = list(protections(optax.sgd(1.0), 1))
     parser.add_argument(
         "--steps",
-        type=int,
+        type=char_rnn.count,
         default=1000,
         help="how many steps to train (default: %(default)s)",
     )
@@ -380,7 +380,7 @@ def command_line() -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--every",
-        type=int,
+        type=char_rnn.count,
         default=EVERY,
         help="how many steps later the next one comes (default: %(default)s)",
     )

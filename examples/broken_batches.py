@@ -92,7 +92,12 @@ def command_line() -> argparse.ArgumentParser:
     )
     add = parser.add_argument
     shown = "(default: %(default)s)"
-    add("--steps", type=int, default=1000, help=f"how many steps to train {shown}")
+    add(
+        "--steps",
+        type=adaptive.char_rnn.count,
+        default=1000,
+        help=f"how many steps to train {shown}",
+    )
     add(
         "--lr",
         type=float,

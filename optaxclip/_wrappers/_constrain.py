@@ -20,11 +20,13 @@ from .._core._state import ClipState
 from .._norms._leaves import cast_like, clipped_leaves, put_back
 from .._norms._modulus import wide_dtype
 from .._norms._types import varying
+from .._other_names import with_our_names
 
 # They speak of the gradient, and what is clipped are weights.
 OF_GRADIENTS = ("grad_norm", "limit")
 
 
+@with_our_names
 def constrain(
     clipper: optax.GradientTransformation,
 ) -> optax.GradientTransformationExtraArgs:

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import pages
-from tests.suites.page import page as suites_page
+from tests.suites import page as suites
 
 NAMES = [str(page.relative_to(pages.ROOT)) for page in pages.PAGES]
 
@@ -38,10 +38,10 @@ def test_the_readme_shows_the_costs_and_both_losses():
     assert names == {"costs", *losses}
 
 
-def test_the_page_of_suites_is_made_of_its_json():
-    recorded = pages.results("suites")
-    page = (pages.ROOT / "docs" / "suites.md").read_text()
-    assert suites_page(recorded) == page
+@pytest.mark.parametrize(("name", "of"), [("suites", suites)])
+def test_a_page_that_a_command_writes_is_made_of_its_json(name, of):
+    page = (pages.ROOT / "docs" / f"{name}.md").read_text()
+    assert of.page(pages.results(name)) == page
 
 
 def test_every_command_for_numbers_is_beside_them():

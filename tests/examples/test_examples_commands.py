@@ -54,6 +54,21 @@ def test_every_option_has_help_and_its_default(name):
         assert option.help and "default" in option.help, option.option_strings
 
 
+@pytest.mark.parametrize("name", ["adaptive", "broken_batches", "char_rnn"])
+@pytest.mark.parametrize("steps", ["0", "-3"])
+def test_a_run_without_steps_is_refused(name, steps, capsys):
+    with pytest.raises(SystemExit):
+        program(name).command_line().parse_args([f"--steps={steps}"])
+    wanted = f"argument --steps: must be at least 1, got {steps}\n"
+    assert capsys.readouterr().err.endswith(wanted)
+
+
+def test_a_mistyped_protection_lists_what_there_is(capsys):
+    with pytest.raises(SystemExit):
+        program("adaptive").command_line().parse_args(["--only", "zclipp"])
+    assert "invalid choice: 'zclipp' (choose from" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_help_shows_the_whole_docstring(name):
     module = program(name)

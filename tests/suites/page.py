@@ -2,7 +2,6 @@
 
 import platform
 import textwrap
-from datetime import date
 from importlib.metadata import version
 from typing import Any
 
@@ -11,10 +10,10 @@ import optaxclip
 from .compare import Row
 from .patches import SUITES
 
-HEAD = (
+HEAD = [
     "| package | version | tests | theirs | with ours | calls | differ |",
     "|---|---|---|---|---|---|---|",
-)
+]
 INTRO = """
 Other packages ship the tests of their clipping functions. `python -m tests.suites` runs
 these tests twice: as they are, and with our functions in place of theirs. It downloads
@@ -36,7 +35,7 @@ and a case counts as failed where we decide otherwise on purpose.
 
 
 def table(rows: list[Row]) -> str:
-    lines = list(HEAD)
+    lines = [*HEAD]
     for row in rows:
         differ = str(len(row.differ)) if row.ours else ""
         cells = (row.package, row.version, row.tests, row.theirs, row.ours, row.calls)
@@ -66,12 +65,6 @@ def failures_of_their_own(rows: list[Row]) -> str:
             named = ", ".join(f"`{test.rpartition('::')[2]}`" for test in row.own)
             parts.append(wrapped(f"- {row.package}: {named}", hanging="  "))
     return "\n".join(parts) or "None."
-
-
-def record(rows: list[Row]) -> dict[str, Any]:
-    """What the page is made of, as JSON can hold it."""
-    plain = [row._asdict() | {"differ": dict(row.differ)} for row in rows]
-    return {"where": f"{date.today()}, {environment()}", "rows": plain}
 
 
 def page(recorded: dict[str, Any]) -> str:
