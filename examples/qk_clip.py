@@ -43,9 +43,9 @@ import optax
 import optaxclip
 
 if __package__:  # imported by the tests, and not run as a program
-    from .char_rnn import read_text
+    from .char_rnn import count, read_text
 else:
-    from char_rnn import read_text
+    from char_rnn import count, read_text
 
 SEED, BATCH, LENGTH = 0, 16, 32
 LAYERS, WIDTH, HEADS, KEYS, SIZE = 2, 64, 4, 2, 16
@@ -110,7 +110,7 @@ def train(run: str, optimizer: Any, text: Any, steps: int) -> Curves:
     trained = params, optimizer.init(params)
     epoch = compile_epoch(optimizer)
     curves = []
-    for windows in np.array_split(batches(text.training, steps), 10):
+    for windows in np.array_split(batches(text.training, steps), min(steps, 10)):
         trained, seen = epoch(trained, windows)
         curves.append(jax.device_get(seen))
         print(
@@ -232,7 +232,7 @@ def command_line() -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--steps",
-        type=int,
+        type=count,
         default=200,
         help="how many steps to train (default: %(default)s)",
     )

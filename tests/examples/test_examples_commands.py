@@ -54,7 +54,7 @@ def test_every_option_has_help_and_its_default(name):
         assert option.help and "default" in option.help, option.option_strings
 
 
-@pytest.mark.parametrize("name", ["adaptive", "broken_batches", "char_rnn"])
+@pytest.mark.parametrize("name", ["adaptive", "broken_batches", "char_rnn", "qk_clip"])
 @pytest.mark.parametrize("steps", ["0", "-3"])
 def test_a_run_without_steps_is_refused(name, steps, capsys):
     with pytest.raises(SystemExit):
