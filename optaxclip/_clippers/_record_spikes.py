@@ -8,6 +8,7 @@ import optax
 
 from .._arguments import check_state
 from .._core._shares import moving_average
+from .._exported import exported
 from .._norms._mesh_axes import MeshAxes
 from .._other_names import with_our_names
 from .._wrappers._judged import first_fields, judge_loss, judge_norm, norm_of
@@ -18,6 +19,7 @@ CALL = "record_spikes"
 RECENT = 10_000  # steps, as in OLMo-core
 
 
+@exported
 class SpikeState(NamedTuple):
     """The state of `record_spikes`."""
 

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from .._exported import exported
 from .._norms._collectives import axes_size, join_devices
 from .._norms._platform import per_platform
 from .._norms._types import varying
@@ -14,6 +15,7 @@ from .._norms._types import varying
 RECENT = 100  # how many steps a moving average reaches back, about
 
 
+@exported
 class ClippedElements(NamedTuple):
     """Which share of all elements was clipped, in [0, 1]."""
 

@@ -11,12 +11,14 @@ import optax
 from .._arguments import check_number, check_state, check_transformation
 from .._core._shares import moving_average
 from .._core._state import ClipState
+from .._exported import exported
 from .._norms._mesh_axes import MeshAxes
 from ..rules._rule import Rule
 from ._judged import first_fields, judge_loss, judge_norm, norm_of
 from ._select_early import update_unless
 
 
+@exported
 class SkipState(NamedTuple):
     """What a skipping optimizer knows after a step."""
 
