@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import pages
+from tests.clients import page as clients
 from tests.suites import page as suites
 
 NAMES = [str(page.relative_to(pages.ROOT)) for page in pages.PAGES]
@@ -38,7 +39,7 @@ def test_the_readme_shows_the_costs_and_both_losses():
     assert names == {"costs", *losses}
 
 
-@pytest.mark.parametrize(("name", "of"), [("suites", suites)])
+@pytest.mark.parametrize(("name", "of"), [("clients", clients), ("suites", suites)])
 def test_a_page_that_a_command_writes_is_made_of_its_json(name, of):
     page = (pages.ROOT / "docs" / f"{name}.md").read_text()
     assert of.page(pages.results(name)) == page
