@@ -4,4 +4,5 @@
     devices   bytes moved and temporary bytes, compiled for a GPU and a TPU
 """
 
-from .rows import table as table
+from . import devices as devices
+from . import rows as rows

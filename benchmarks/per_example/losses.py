@@ -38,7 +38,9 @@ def cases(quick: bool) -> list[Case]:
         return [
             _case("perceptron", 8, 9.0, width=16),
             _case("transformer", 8, 6.0, width=16, length=4, layers=1),
-            _case("convolution", 8, 1.2, size=8, channels=(1, 2, 2, 4)),
+            # Three colours: of images with one, PyTorch makes arrays in a memory layout
+            # that Opacus 1.6.0 misreads, and its gradients are wrong.
+            _case("convolution", 8, 3.0, size=8, channels=(3, 4, 4, 8)),
         ]
     return [
         _case("perceptron", 64, 20.7, width=512),
