@@ -5,7 +5,7 @@ loops as often as they run.
 import math
 import re
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 SIZES = {"pred": 1, "bf16": 2, "f16": 2, "c64": 8, "c128": 16}
 FREE = (
@@ -20,6 +20,7 @@ COLLECTIVE = re.compile(
 )
 ARRAY = re.compile(r"\b([a-z]+\d+[a-z\d]*|pred)\[([\d,]*)\](\{[^{}]*\})?")
 NAME = re.compile(r"\s*(?:ROOT )?(%?[\w.\-]+) = (.*)")
+PARAMETER = re.compile(r"(%?[\w.\-]+) = [^\n]*? parameter\((\d+)\)")
 BODY = re.compile(r"^(ENTRY )?(%?[\w.\-]+) \(.*?\{\n(.*?)^\}", re.DOTALL | re.MULTILINE)
 
 
@@ -44,8 +45,9 @@ class Instruction(NamedTuple):
     name: str
     operation: str
     arrays: list[Array]
-    operands: frozenset[str]
+    operands: tuple[str, ...]
     loop: Loop | None
+    fused: str | None  # the name of the computation of a fusion
 
     @property
     def is_collective(self) -> bool:
@@ -102,16 +104,44 @@ def _counts(body: str, bodies: dict[str, str]) -> Counts:
         elif one.operation in FREE:
             continue
         elif one.loop:
-            inside = _counts(bodies[one.loop.body], bodies)
+            inside: Any = _counts(bodies[one.loop.body], bodies)
             loops.append(Counts(*(one.loop.times * count for count in inside)))
         elif one.is_scalar:
             scalars += 1
         else:
             kernels += 1
             copies += one.operation == "copy" and one.bytes() >= 2**16
-            moved += one.bytes() + sum(written.get(name, 0) for name in one.operands)
+            moved += one.bytes() + _read(one, written, bodies)
     own = Counts(kernels, scalars, moved, collectives, 0, copies)
     return Counts(*map(sum, zip(own, *loops)))
+
+
+def _read(one: Instruction, written: dict[str, int], bodies: dict[str, str]) -> int:
+    """The bytes that an instruction reads."""
+    sliced = _slices(bodies.get(one.fused or "", ""))
+    total = 0
+    for place, name in enumerate(one.operands):
+        whole = written.get(name, 0)
+        total += min(whole, sliced.get(place, whole))
+    return total
+
+
+def _slices(body: str) -> dict[int, int]:
+    """Of the parameters of a fusion that are only sliced, as in the turns of a loop,
+    the bytes of the slices.
+    """
+    found = list(instructions(body))
+    sizes = {}
+    for name, place in PARAMETER.findall(body):
+        same = {name}
+        for one in found:
+            if one.operation == "bitcast" and not same.isdisjoint(one.operands):
+                same.add(one.name)
+        users = [one for one in found if not same.isdisjoint(one.operands)]
+        users = [one for one in users if one.name not in same]
+        if users and all(one.operation == "dynamic-slice" for one in users):
+            sizes[int(place)] = sum(one.bytes() for one in users)
+    return sizes
 
 
 def instructions(body: str) -> Iterator[Instruction]:
@@ -125,9 +155,17 @@ def instructions(body: str) -> Iterator[Instruction]:
         operation = re.match(r"([\w\-]+)\(", rest)
         if operation:
             arguments = rest[operation.end() :].split("), ")[0]
-            operands = frozenset(re.findall(r"%[\w.\-]+", arguments))
+            operands = tuple(dict.fromkeys(re.findall(r"%[\w.\-]+", arguments)))
             kinds, loop = _arrays(kind), _loop(operation.group(1), rest)
-            yield Instruction(name, operation.group(1), kinds, operands, loop)
+            fused = re.search(r"calls=(%?[\w.\-]+)", rest)
+            yield Instruction(
+                name,
+                operation.group(1),
+                kinds,
+                operands,
+                loop,
+                fused.group(1) if fused else None,
+            )
 
 
 def _loop(operation: str, text: str) -> Loop | None:

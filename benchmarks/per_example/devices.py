@@ -62,7 +62,7 @@ def _compiled(case: Case, gradient: methods.Gradient, target: str) -> dict[str, 
         .trace(*shapes)
         .lower(lowering_platforms=(targets.platform_of(target),))
     )
-    found = lowered.compile()
+    found: Any = lowered.compile()
     counts = program.counts_of(found.as_text())
     temporary = found.memory_analysis().temp_size_in_bytes
     return {

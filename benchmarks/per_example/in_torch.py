@@ -3,6 +3,7 @@ of examples, and by ghost clipping, which runs backward twice.
 """
 
 from collections.abc import Callable
+from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
 
@@ -58,11 +59,9 @@ def _plain(case: Case) -> Run:
 
 
 def _with_hooks(case: Case) -> Run:
-    from opacus import GradSampleModule
-    from opacus.optimizers import DPOptimizer
-
     module = model_of(case)
-    hooked, optimizer = GradSampleModule(module), _optimizer(DPOptimizer, module, case)
+    hooked = _opacus("grad_sample").GradSampleModule(module)
+    optimizer = _optimizer("DPOptimizer", module, case)
     inputs, labels = _batch(case)
     criterion = _criterion()
 
@@ -76,33 +75,34 @@ def _with_hooks(case: Case) -> Run:
 
 
 def _with_ghost(case: Case) -> Run:
-    from opacus.grad_sample import GradSampleModuleFastGradientClipping
-    from opacus.optimizers import DPOptimizerFastGradientClipping
-    from opacus.utils.fast_gradient_clipping_utils import DPTensorFastGradientClipping
-
     module = model_of(case)
-    hooked = GradSampleModuleFastGradientClipping(
+    hooked = _opacus("grad_sample").GradSampleModuleFastGradientClipping(
         module, max_grad_norm=case.limit, use_ghost_clipping=True
     )
-    optimizer = _optimizer(DPOptimizerFastGradientClipping, module, case)
+    optimizer = _optimizer("DPOptimizerFastGradientClipping", module, case)
+    loss_of = _opacus("utils.fast_gradient_clipping_utils").DPTensorFastGradientClipping
     inputs, labels = _batch(case)
     criterion = _criterion()
 
     def run() -> dict[str, Any]:
         optimizer.zero_grad()
         losses = criterion(hooked(inputs), labels)
-        DPTensorFastGradientClipping(hooked, optimizer, losses).backward()
+        loss_of(hooked, optimizer, losses).backward()
         optimizer.pre_step()
         return _grads(module)
 
     return run
 
 
-def _optimizer(kind: Any, module: Any, case: Case) -> Any:
+def _opacus(name: str) -> Any:
+    return import_module(f"opacus.{name}")
+
+
+def _optimizer(kind: str, module: Any, case: Case) -> Any:
     """Only clips: it adds no noise, and its steps are not taken."""
     import torch
 
-    return kind(
+    return getattr(_opacus("optimizers"), kind)(
         torch.optim.SGD(module.parameters(), lr=0.1),
         noise_multiplier=0.0,
         max_grad_norm=case.limit,

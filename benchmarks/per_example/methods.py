@@ -62,9 +62,7 @@ def plain(case: Case) -> Gradient:
 
 def ours(case: Case, method: str, microbatch: int | None = None) -> Gradient:
     """The gradient by `clipped_grad`."""
-    clipped = clipped_grad(
-        case.loss, case.limit, method=method, microbatch=microbatch
-    )
+    clipped = clipped_grad(case.loss, case.limit, method=method, microbatch=microbatch)
     return lambda params, batch: clipped(params, *batch).grads
 
 

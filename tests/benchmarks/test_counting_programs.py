@@ -35,3 +35,30 @@ def test_a_loop_of_unknown_length_counts_once():
     assert counts.gigabytes == 2 * 4000 / 1e9
 
 
+SLICE = """
+%part (q.0: f32[4,1000], q.1: s32[]) -> f32[1,1000] {
+  %q.1 = s32[] parameter(1)
+  %q.0 = f32[4,1000]{1,0} parameter(0)
+  %flat = f32[4,1000]{1,0} bitcast(%q.0)
+  ROOT %cut = f32[1,1000]{1,0} dynamic-slice(%flat, %q.1, %q.1), sizes={1,1000}
+}
+
+ENTRY %main (a: f32[4,1000], n: s32[]) -> f32[1,1000] {
+  %a = f32[4,1000]{1,0} custom-call(), custom_call_target="whatever"
+  %n = s32[] parameter(1)
+  ROOT %out = f32[1,1000]{1,0} fusion(%a, %n), kind=kLoop, calls=%part
+}
+"""
+
+
+def test_of_what_is_sliced_only_the_slice_is_read():
+    index = 4
+    moved = 1e9 * program.counts_of(SLICE).gigabytes
+    assert round(moved) == 16000 + (index + 4000) + 4000
+
+
+def test_what_is_sliced_and_used_is_read_as_a_whole():
+    index = 4
+    used = SLICE.replace("bitcast(%q.0)", "negate(%q.0)")
+    moved = 1e9 * program.counts_of(used).gigabytes
+    assert round(moved) == 16000 + (index + 16000) + 4000

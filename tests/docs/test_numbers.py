@@ -30,7 +30,7 @@ def test_a_changed_table_is_seen():
 def test_the_readme_shows_the_costs_and_both_losses():
     readme = (pages.ROOT / "README.md").read_text()
     names = {found[1] for found in pages.BLOCK.findall(readme)}
-    assert names == {"costs", "none", "global norm"}
+    assert names == {"costs", "each_package", "none", "global norm"}
 
 
 def test_every_command_for_numbers_is_beside_them():
@@ -38,6 +38,8 @@ def test_every_command_for_numbers_is_beside_them():
         text = Path(page).read_text()
         tables = re.findall(r"<!-- table: (\w+) -->", text)
         files = {"costs": ["compiled", "cpu"], "compiled": ["compiled"], "cpu": ["cpu"]}
+        each = ("each_time", "each_memory", "each_compiled", "each_package")
+        files |= {key: ["per_example"] for key in each}
         for name in tables:
             for file in files[name]:
                 assert f"benchmarks/results/{file}.json" in text, (page, name)
