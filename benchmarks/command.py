@@ -55,7 +55,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         print(
             report.markdown(name, tables[name], time.perf_counter() - start), flush=True
         )
-    report.write(options.json, setting, tables)
+        # After each table, so that a run that is stopped leaves those it finished.
+        report.write(options.json, setting, tables)
     print(f"Written to {options.json}")
 
 
