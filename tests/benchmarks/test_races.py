@@ -12,7 +12,7 @@ def gradient(size):
 
 def test_a_race_of_different_gradients_is_refused():
     runs = {methods.OPTAX: gradient(1.0), "another": gradient(1.001)}
-    with pytest.raises(ValueError, match="another: 0.001 from optax's gradient"):
+    with pytest.raises(ValueError, match=r"another: 0\.001 from optax's gradient"):
         rows._differences(runs)
 
 
