@@ -3,14 +3,16 @@
     python -m benchmarks.pages
 
 A table stands between `<!-- table: NAME -->` and `<!-- end -->`, a number in a sentence
-between `<!-- broken: NAME -->` and `<!-- end -->`. A test fails when a page does not
-have what this would write. Where the JSON is from:
+between `<!-- number: FILE/ROW/COLUMN -->` and `<!-- end -->`. A test fails when a page
+does not have what this would write. Where the JSON is from:
 
     results/compiled.json        python -m benchmarks --only compiled --json PATH
     results/cpu.json             python -m benchmarks --only step --json PATH
     results/per_example.json     python -m benchmarks --only per_example
                                      --only per_example_compiled --json PATH
     results/broken_batches.json  python examples/broken_batches.py --table PATH
+    results/suites.json          python -m tests.suites --json PATH, which also writes
+    results/clients.json         python -m tests.clients --json PATH    their pages
 """
 
 import json
@@ -22,7 +24,7 @@ from typing import Any
 ROOT = Path(__file__).parents[1]
 RESULTS = Path(__file__).with_name("results")
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-BLOCK = re.compile(r"<!-- (table|broken): (.*?) -->(.*?)<!-- end -->", re.DOTALL)
+BLOCK = re.compile(r"<!-- (table|number): (.*?) -->(.*?)<!-- end -->", re.DOTALL)
 DEVICES = {"h100": "H100", "v5e": "TPU v5e"}
 # How the two programs call the same clipper, and how the pages do.
 CLIPPERS = [
@@ -69,8 +71,8 @@ def render(text: str) -> str:
 
 def _rendered(block: re.Match[str]) -> str:
     kind, name, _ = block.groups()
-    if kind == "broken":
-        return f"<!-- {kind}: {name} -->{broken(name)}<!-- end -->"
+    if kind == "number":
+        return f"<!-- {kind}: {name} -->{number(name)}<!-- end -->"
     return f"<!-- {kind}: {name} -->\n{TABLES[name]()}\n<!-- end -->"
 
 
@@ -86,10 +88,11 @@ def rows_of(name: str, table: str) -> list[dict[str, Any]]:
     return found["tables"][table]["rows"] if found else []
 
 
-def broken(protection: str) -> str:
-    """The final loss of one run among broken batches."""
-    rows = {row["protection"]: row for row in results("broken_batches")}
-    return f"{rows[protection]['final_loss']:.2f}"
+def number(path: str) -> str:
+    """One number of a list of rows, which are named by their first columns."""
+    file, name, column = path.split("/")
+    rows = {next(iter(row.values())): row for row in results(file)}
+    return f"{rows[name][column]:.2f}"
 
 
 def costs() -> str:
