@@ -36,7 +36,7 @@ def test_the_readme_shows_the_costs_and_both_losses():
         f"broken_batches/{run}/final_loss"
         for run in ("none", "global norm", "skip_step")
     }
-    assert names == {"costs", *losses}
+    assert names == {"costs", "each_package", *losses}
 
 
 @pytest.mark.parametrize(("name", "of"), [("clients", clients), ("suites", suites)])
@@ -50,6 +50,8 @@ def test_every_command_for_numbers_is_beside_them():
         text = Path(page).read_text()
         tables = re.findall(r"<!-- table: (\w+) -->", text)
         files = {"costs": ["compiled", "cpu"], "compiled": ["compiled"], "cpu": ["cpu"]}
+        each = ("each_time", "each_memory", "each_compiled", "each_package")
+        files |= {key: ["per_example"] for key in each}
         for name in tables:
             for file in files[name]:
                 assert f"benchmarks/results/{file}.json" in text, (page, name)
