@@ -26,7 +26,8 @@ TABLES: dict[str, Callable[[bool], report.Table]] = {
     "bfloat16": steps.bfloat16,
     "learning": learning.table,
     "compile": compiling.table,
-    "per_example": per_example.table,
+    "per_example": per_example.rows.table,
+    "per_example_compiled": per_example.devices.table,
     "eager": eager.table,
     "growth": growth.table,
     "sharded": sharded.table,
@@ -54,7 +55,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         print(
             report.markdown(name, tables[name], time.perf_counter() - start), flush=True
         )
-    report.write(options.json, setting, tables)
+        # After each table, so that a run that is stopped leaves those it finished.
+        report.write(options.json, setting, tables)
     print(f"Written to {options.json}")
 
 

@@ -3,12 +3,16 @@
     python -m benchmarks.pages
 
 A table stands between `<!-- table: NAME -->` and `<!-- end -->`, a number in a sentence
-between `<!-- broken: NAME -->` and `<!-- end -->`. A test fails when a page does not
-have what this would write. Where the JSON is from:
+between `<!-- number: FILE/ROW/COLUMN -->` and `<!-- end -->`. A test fails when a page
+does not have what this would write. Where the JSON is from:
 
     results/compiled.json        python -m benchmarks --only compiled --json PATH
     results/cpu.json             python -m benchmarks --only step --json PATH
+    results/per_example.json     python -m benchmarks --only per_example
+                                     --only per_example_compiled --json PATH
     results/broken_batches.json  python examples/broken_batches.py --table PATH
+    results/suites.json          python -m tests.suites --json PATH, which also writes
+    results/clients.json         python -m tests.clients --json PATH    their pages
 """
 
 import json
@@ -20,7 +24,7 @@ from typing import Any
 ROOT = Path(__file__).parents[1]
 RESULTS = Path(__file__).with_name("results")
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-BLOCK = re.compile(r"<!-- (table|broken): (.*?) -->(.*?)<!-- end -->", re.DOTALL)
+BLOCK = re.compile(r"<!-- (table|number): (.*?) -->(.*?)<!-- end -->", re.DOTALL)
 DEVICES = {"h100": "H100", "v5e": "TPU v5e"}
 # How the two programs call the same clipper, and how the pages do.
 CLIPPERS = [
@@ -31,6 +35,23 @@ CLIPPERS = [
     ("optax, tensor RMS", "optax.clip_by_block_rms", "`clip_by_block_rms` of optax"),
     ("AGC", "optaxclip.adaptive_grad_clip", "`adaptive_grad_clip`"),
     ("optax, AGC", "optax.adaptive_grad_clip", "the same of optax"),
+]
+# Ways to clip each example, and how the pages call them. "auto" names what it chose.
+EACH = [
+    ("optaxclip, auto", "`clipped_grad`"),
+    ("optaxclip, ghost", '`method="ghost"`'),
+    ("optaxclip, one pass, 8 at once", '`method="one_pass", microbatch=8`'),
+    ("optaxclip, two passes, 8 at once", '`method="two_pass", microbatch=8`'),
+    ("optax, all at once", "optax `per_example_global_norm_clip`"),
+    ("jax_privacy, all at once", "jax_privacy `clipped_grad`"),
+    ("jax_privacy, 8 at once", "the same, `microbatch_size=8`"),
+    ("Opacus, hooks", "Opacus, hooks"),
+    ("Opacus, ghost", "Opacus, ghost clipping"),
+]
+PACKAGES = [
+    ("optaxclip, auto", "`clipped_grad`"),
+    ("jax_privacy", "jax_privacy, all at once or 8 at once"),
+    ("Opacus", "Opacus, hooks or ghost clipping"),
 ]
 
 
@@ -50,8 +71,8 @@ def render(text: str) -> str:
 
 def _rendered(block: re.Match[str]) -> str:
     kind, name, _ = block.groups()
-    if kind == "broken":
-        return f"<!-- {kind}: {name} -->{broken(name)}<!-- end -->"
+    if kind == "number":
+        return f"<!-- {kind}: {name} -->{number(name)}<!-- end -->"
     return f"<!-- {kind}: {name} -->\n{TABLES[name]()}\n<!-- end -->"
 
 
@@ -67,10 +88,11 @@ def rows_of(name: str, table: str) -> list[dict[str, Any]]:
     return found["tables"][table]["rows"] if found else []
 
 
-def broken(protection: str) -> str:
-    """The final loss of one run among broken batches."""
-    rows = {row["protection"]: row for row in results("broken_batches")}
-    return f"{rows[protection]['final_loss']:.2f}"
+def number(path: str) -> str:
+    """One number of a list of rows, which are named by their first columns."""
+    file, name, column = path.split("/")
+    rows = {next(iter(row.values())): row for row in results(file)}
+    return f"{rows[name][column]:.2f}"
 
 
 def costs() -> str:
@@ -123,6 +145,44 @@ def cpu() -> str:
     return markdown(columns, [[_shown(row, name) for name in columns] for row in rows])
 
 
+def each_time() -> str:
+    """The time of each way to clip each example, over the plain gradient's."""
+    return _of_each(EACH, "time")
+
+
+def each_memory() -> str:
+    """The temporary memory of each way in JAX, over the plain gradient's."""
+    return _of_each([way for way in EACH if "Opacus" not in way[0]], "temporary memory")
+
+
+def each_package() -> str:
+    """The time of each package, in its faster way."""
+    return _of_each(PACKAGES, "time")
+
+
+def _of_each(ways: list[tuple[str, str]], column: str) -> str:
+    """A line for each way, with the smallest number of its rows for each model."""
+    rows = rows_of("per_example", "per_example")
+    models = list(dict.fromkeys(row["model"] for row in rows))
+    lines = []
+    for name, shown in ways:
+        own = [row for row in rows if row["gradient"].startswith(name)]
+        lines.append([shown, *(_smallest(own, model, column) for model in models)])
+    return markdown(["clipped by", *models], lines)
+
+
+def _smallest(rows: list[dict[str, Any]], model: str, column: str) -> str:
+    own = [row for row in rows if row["model"] == model]
+    return min((_shown(row, column) for row in own), key=float, default="-")
+
+
+def each_compiled() -> str:
+    """Plain and clipped gradients on a GPU and a TPU."""
+    rows = rows_of("per_example", "per_example_compiled")
+    columns = ["device", "model", "gradient", "kernels", "GB", "temporary MB"]
+    return markdown(columns, [[str(row[name]) for name in columns] for row in rows])
+
+
 def markdown(header: list[str], rows: list[list[str]]) -> str:
     """A table with its first column to the left and the others to the right."""
     lines = [header, ["---", *["---:"] * (len(header) - 1)], *rows]
@@ -138,6 +198,10 @@ TABLES: dict[str, Callable[[], str]] = {
     "costs": costs,
     "compiled": compiled,
     "cpu": cpu,
+    "each_time": each_time,
+    "each_memory": each_memory,
+    "each_package": each_package,
+    "each_compiled": each_compiled,
 }
 
 if __name__ == "__main__":

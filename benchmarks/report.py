@@ -11,6 +11,8 @@ import jax
 
 import optaxclip
 
+PACKAGES = ("jax", "jaxlib", "optax", "numpy", "torch", "jax_privacy", "opacus")
+
 
 class Table(NamedTuple):
     """What one benchmark found. A row may hold more than the columns name, such as raw
@@ -34,10 +36,7 @@ def setting(quick: bool) -> dict[str, Any]:
             "python": platform.python_version(),
             "optaxclip": optaxclip.__version__,
         }
-        | {
-            name: _version(name)
-            for name in ("jax", "jaxlib", "optax", "numpy", "torch")
-        },
+        | {name: _version(name) for name in PACKAGES},
     }
 
 

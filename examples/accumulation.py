@@ -187,6 +187,7 @@ def train(
         )
 
     state, losses, norms, first = optimizer.init(network), [], [], None
+    report = {}
     for number, windows in enumerate(batches, start=1):
         network, state, loss, report = call(network, state, windows)
         losses.append(loss)

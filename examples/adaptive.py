@@ -2,48 +2,40 @@
 protection and under clippers that learn their limit, and compares.
 
 What it shows. The network of `char_rnn.py` reads the same prose, but at every eightieth
-step from the two hundredth on the reader is stuck: each window of the batch is one
-character of the alphabet, over and over. Repeated sequences are one source that OLMo 2
-found for its predecessor's spikes. The gradient of such a batch is 6 to 15 times as
-long as usual, in a direction that is wrong for everything else. Seven runs meet these
-batches, from the same seed and at the same learning rate. An eighth never does, and is
-what the others would like to be.
+step from the two hundredth on the batch is broken: each of its windows is one character
+of the alphabet, over and over. Repeated sequences are one source that OLMo 2 found for
+its predecessor's spikes. The gradient of such a batch is many times as long as usual,
+in a direction that is wrong for everything else. Seven runs meet these batches, from
+the same seed and at the same learning rate. The eighth never does.
 
-    none           the wreck: every broken batch sets it back, and from one of them it
-                   does not return
-    global norm    a fixed limit of 1, just above the usual norm. That it fits is luck:
-                   at 5 the run ends at a loss of 2.0 to 2.3, at 20 it is the wreck
-    autoclip       the 10th percentile of the norms so far: shortens nearly all steps
-    zclip          brings back what is over 2.5 deviations above the running mean
+    none           broken batches set the run back, and from one of them it does not
+                   return
+    global norm    a fixed limit, just above the usual norm
+    autoclip       the 10th percentile of the norms so far: clips nearly all steps
+    zclip          clips norms more than 2.5 deviations above the running mean
     adagc          each tensor against its own average, from step 100 on. Its limit is
                    drawn as the norm of the tensors' limits
-    skip_spikes    nothing moves where ZClip would clip. That is tight for skipping:
-                   good steps go too, and where many norms in a row are a little too
-                   long it stands still, 31 steps at the worst, until its limit has
-                   risen. z_score(4.0) leaves out three good steps where z_score()
-                   leaves out 65
-    skip_step      six deviations above the last 128, of norm or loss, as OLMo does: the
-                   broken steps and no others
+    skip_spikes    leaves out the steps that ZClip would clip. That limit is tight for
+                   skipping: good steps are left out too. z_score(4.0) leaves out fewer
+    skip_step      leaves out steps six deviations above the last 128, of norm or loss,
+                   as OLMo does
 
-What it does not show. Which protection is best: all end within a few hundredths of the
-run without broken batches, and so do they with another seed (--seed, with which the
-wreck ends anywhere between 2.5 and 35). AutoClip and AdaGC end a little below that run,
-for another reason: they shorten good steps too, and at half the learning rate it would
-end there as well. At that rate (--lr 0.1) broken batches do little harm to anyone. With
-twice as many (--every 40) skip_step lets some through with most seeds, and is lost:
-what it skipped is in its window too, and raises the limit for what comes next.
+What it does not show. Which protection is best: all end near the run without broken
+batches. AutoClip and AdaGC also clip good steps, which acts like a smaller learning
+rate. At half the learning rate (--lr 0.1) broken batches do little harm to any run.
+With twice as many (--every 40) skip_step may let some through, since the norms that it
+skipped are in its window too, and raise the limit for what comes next.
 
 The spike score is that of OLMo 2: the share of values at least seven standard
 deviations away from a rolling mean, here of the 128 values before (1000 in the paper).
-It is given twice. Over all steps it counts the broken batches themselves, ten in 872,
-which no optimizer can make disappear. In the default setting it is lowest for the
-wreck, where soon nothing stands out any more. Over the clean steps alone it tells what
-a broken batch left behind.
+It is given twice. Over all steps it counts the broken batches themselves, which no
+optimizer can make disappear, and it is low for a run so unsteady that nothing stands
+out any more. Over the clean steps alone it tells what a broken batch left behind.
 
 How long it takes. About a minute on two CPU cores, compilation included.
 
-What it prints. A line for each run as it ends, then the table. --save PATH draws a
-picture with norm and limit at every step, and the losses. --log PATH writes the norms
+What it prints. A line for each run as it ends, then the table. --save PATH draws
+norm and limit at every step, and the same for dark pages. --log PATH writes the norms
 of the last run in the table as CSV for `python -m optaxclip.replay`: under skip_step
 those of a healthy run in which nothing was clipped.
 
@@ -56,6 +48,7 @@ their docstrings.
 
 import argparse
 import csv
+import functools
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -67,21 +60,13 @@ import numpy as np
 import optax
 
 import optaxclip
-from optaxclip.replay import plot_history
 
-try:
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-except ModuleNotFoundError as error:
-    error.add_note('Install what this program needs: pip install -e ".[examples]"')
-    raise
-
-if (
-    __package__
-):  # imported from the repository's root, as the tests do, and not run as a program
+if __package__:  # imported from the root of the repository, as the tests do
     from . import char_rnn
+    from ._pictures import Look, draw_both, prepare
 else:
     import char_rnn
+    from _pictures import Look, draw_both, prepare
 
 SEED, BATCH, LENGTH = 0, 16, 32
 LEARNING_RATE, MOMENTUM, MAX_NORM = 0.2, 0.9, 1.0
@@ -94,14 +79,18 @@ class Curves(NamedTuple):
     """What was seen at every step of a run."""
 
     loss: (
-        np.ndarray
+        jax.Array | np.ndarray
     )  # float32[steps]: of the batch that came, broken or not, before the step
-    norm: np.ndarray  # float32[steps]: global norm of the gradient, before clipping
+    norm: (
+        jax.Array | np.ndarray
+    )  # float32[steps]: global norm of the gradient, before clipping
     # float32[steps]: what it was held against, of several tensors the norm of their
     # limits, inf for none
-    limit: np.ndarray
-    clipped: np.ndarray  # bool[steps]: whether any part of the gradient was shortened
-    skipped: np.ndarray  # bool[steps]: whether the step was left out
+    limit: jax.Array | np.ndarray
+    clipped: (
+        jax.Array | np.ndarray
+    )  # bool[steps]: whether any part of the gradient was shortened
+    skipped: jax.Array | np.ndarray  # bool[steps]: whether the step was left out
 
 
 class Row(NamedTuple):
@@ -137,7 +126,8 @@ def main(
         steps, first=first, every=every, lr=lr, seed=seed, only=only
     )
     if save is not None:
-        draw(runs, broken, save)
+        lines = -(-len(runs) // 3)
+        draw_both(save, (13, 4 * lines), functools.partial(draw, runs, lines))
         print(f"\nThe picture is in {save}")
     if log is not None:
         write_log(runs[rows[-1].protection], broken, log)
@@ -267,7 +257,7 @@ def what_happened(loss: jax.Array, report: dict[str, jax.Array]) -> Curves:
     )
 
 
-def spike_score(values: np.ndarray) -> float:
+def spike_score(values: jax.Array | np.ndarray) -> float:
     """The share of values at least seven deviations from the mean of the `WINDOW` (half
     of all, if that is fewer) before them. NaN counts.
     """
@@ -314,89 +304,42 @@ def print_table(rows: list[Row]) -> None:
         )
 
 
-def draw(runs: dict[str, Curves], broken: np.ndarray, picture: str | Path) -> None:
-    """Norm and limit of each run, and the losses of all."""
-    lines = len(runs) // 3 + 1
-    figure = Figure(figsize=(15, 3.7 * lines), layout="constrained")
-    FigureCanvasAgg(figure)
-    panels = list(figure.subplots(lines, 3, sharex=True, squeeze=False).flat)
-    # The axis that suits the others: without protection a norm may go anywhere.
-    usual = [run for protection, run in runs.items() if protection != "none"] or list(
-        runs.values()
-    )
-    seen = np.concatenate(
-        [
-            values[np.isfinite(values)]
-            for run in usual
-            for values in (run.norm, run.limit)
-        ]
-    )
-    for protection, run in runs.items():
-        draw_norms(
-            panels.pop(0),
-            protection,
-            run,
-            broken & (protection != CLEAN),
-            (0.8 * seen.min(), 5 * seen.max()),
-        )
-    draw_losses(panels.pop(0), runs, broken)
-    for panel in panels:
-        panel.set_visible(False)
-    Path(picture).parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(picture, dpi=100)
+def draw(runs: dict[str, Curves], lines: int, figure: Any, look: Look) -> None:
+    """Norm and limit of each run, and which steps it clipped or left out."""
+    panels = figure.subplots(lines, min(len(runs), 3), sharex=True, sharey=True)
+    panels = np.ravel(panels)
+    for axis, (protection, run) in zip(panels, runs.items()):
+        draw_norms(axis, run, look)
+        axis.set_title(protection, weight="bold")
+        prepare(axis, look, xlabel="step", yscale="log")
+        axis.legend(loc="upper right", ncols=2, fontsize="small", frameon=False)
+    for axis in panels[len(runs) :]:
+        axis.set_visible(False)
+    panels[0].set_ylabel("gradient norm")
+    # Without protection a norm may go anywhere: the axis suits the others.
+    usual = [run.norm for name, run in runs.items() if name != "none"]
+    seen = np.concatenate(usual or [run.norm for run in runs.values()])
+    panels[0].set_ylim(0.8 * seen.min(), 6 * seen.max())
 
 
-def draw_norms(
-    axis: Any,
-    protection: str,
-    curves: Curves,
-    broken: np.ndarray,
-    limits: tuple[float, float],
-) -> None:
-    plot_history(curves.norm, curves.limit, curves.clipped, axis=axis)
-    axis.plot(
-        np.flatnonzero(curves.skipped),
-        curves.norm[curves.skipped],
-        "x",
-        color="black",
-        markersize=4,
-        label=f"skipped ({curves.skipped.mean():.1%})",
-    )
-    outside = (
-        f" (norms up to {curves.norm.max():.2g})"
-        if not curves.norm.max() < limits[1]
-        else ""
-    )
-    axis.set(title=protection + outside, ylim=limits)
-    axis.legend(loc="upper right", ncols=2, fontsize="small", frameon=False)
-    mark(axis, broken)
+def draw_norms(axis: Any, run: Curves, look: Look) -> None:
+    """One run, with a legend for what there is in it."""
+    axis.plot(run.norm, color=look.grey, linewidth=1, label="norm")
+    if np.isfinite(run.limit).any():
+        axis.plot(run.limit, color=look.blue, linewidth=2.5, label="limit")
+    marks = {
+        "clipped": (run.clipped, {"marker": ".", "markersize": 5}),
+        "skipped": (run.skipped, {"marker": "x", "markersize": 7}),
+    }
+    for word, (chosen, mark) in marks.items():
+        if chosen.any():
+            steps = np.flatnonzero(chosen)
+            label = f"{word} ({chosen.mean():.1%})"
+            mark |= {"color": look.orange, "linestyle": "none", "label": label}
+            axis.plot(steps, run.norm[steps], **mark)
 
 
-def draw_losses(axis: Any, runs: dict[str, Curves], broken: np.ndarray) -> None:
-    for protection, curves in runs.items():
-        smooth = average(curves.loss[~broken])
-        axis.semilogy(
-            np.flatnonzero(~broken),
-            smooth,
-            label=f"{protection}, final {smooth[-1]:.3g}",
-            linewidth=1.2,
-        )
-    axis.set(
-        title="loss of clean batches, averaged over 20",
-        xlabel="step",
-        ylabel="cross entropy (nats per character)",
-    )
-    axis.set_ylim(top=3 * next(iter(runs.values())).loss[0])
-    axis.legend(loc="upper right", ncols=2, fontsize="small", frameon=False)
-    mark(axis, broken)
-
-
-def mark(axis: Any, broken: np.ndarray) -> None:
-    for step in np.flatnonzero(broken):
-        axis.axvline(step, color="tab:red", alpha=0.25, linewidth=0.8, zorder=0)
-
-
-def average(values: np.ndarray, length: int = 20) -> np.ndarray:
+def average(values: jax.Array | np.ndarray, length: int = 20) -> np.ndarray:
     """The mean of each value and those just before it."""
     sums = np.cumsum(np.concatenate([[0.0], values]))
     ends = np.arange(1, len(values) + 1)
@@ -425,7 +368,7 @@ def command_line() -> argparse.ArgumentParser:
     names = list(protections(optax.sgd(1.0), 1))
     parser.add_argument(
         "--steps",
-        type=int,
+        type=char_rnn.count,
         default=1000,
         help="how many steps to train (default: %(default)s)",
     )
@@ -437,7 +380,7 @@ def command_line() -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--every",
-        type=int,
+        type=char_rnn.count,
         default=EVERY,
         help="how many steps later the next one comes (default: %(default)s)",
     )

@@ -2,7 +2,7 @@
 with the broken steps skipped.
 
 What it shows. Every eightieth batch from step 200 on is broken: each of its windows is
-one character, over and over. Its gradient is 6 to 15 times as long as usual and useless
+one character, over and over. Its gradient is many times as long as usual and useless
 for everything else. Without protection training fails. With one line of protection the
 run ends where the same run ends on clean batches. Four runs have the same seed and
 learning rate: three meet the broken batches and one, drawn in grey, does not.
@@ -20,37 +20,20 @@ writes the table as JSON.
 """
 
 import argparse
+import functools
 import json
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
 if __package__:  # imported from the root of the repository, as the tests do
     from . import adaptive
+    from ._pictures import Look, draw_both, note, prepare
 else:
     import adaptive
+    from _pictures import Look, draw_both, note, prepare
 
-try:
-    from matplotlib import rc_context, style
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-except ModuleNotFoundError as error:
-    error.add_note('Install what this program needs: pip install -e ".[examples]"')
-    raise
-
-
-class Look(NamedTuple):
-    """Colours that people with any kind of colour vision can tell apart."""
-
-    style: str  # of matplotlib
-    background: str
-    reference: str
-    colours: tuple[str, str, str]  # Okabe and Ito's
-
-
-LIGHT = Look("default", "#ffffff", "#8f8f8f", ("#d55e00", "#0072b2", "#007a5a"))
-DARK = Look("dark_background", "#1e2129", "#9a9a9a", ("#ff8c42", "#56b4e9", "#2fc79a"))
 TITLES = {
     "none": "no protection",
     "global norm": "clip_by_global_norm(1.0)",
@@ -73,10 +56,8 @@ def main(
         steps, lr=lr, seed=seed, only=(adaptive.CLEAN, *TITLES)
     )
     if save is not None:
-        path = Path(save)
-        draw(runs, broken, path, LIGHT)
-        draw(runs, broken, path.with_stem(f"{path.stem}_dark"), DARK)
-        print(f"\nThe picture is in {path}")
+        draw_both(save, (13, 4), functools.partial(draw, runs, broken))
+        print(f"\nThe picture is in {save}")
     if table is not None:
         lines = [row._asdict() for row in rows]
         Path(table).write_text(json.dumps(lines, indent=1) + "\n")
@@ -84,37 +65,24 @@ def main(
 
 
 def draw(
-    runs: dict[str, adaptive.Curves], broken: np.ndarray, path: Path, look: Look
+    runs: dict[str, adaptive.Curves], broken: np.ndarray, figure: Any, look: Look
 ) -> None:
     """One panel for each run that met the broken batches."""
     clean = ~broken
     steps = np.flatnonzero(clean)
     losses = {name: adaptive.average(run.loss[clean]) for name, run in runs.items()}
-    with style.context(look.style), rc_context({"font.size": 14}):
-        figure = Figure((13, 4), layout="constrained", facecolor=look.background)
-        FigureCanvasAgg(figure)
-        panels = figure.subplots(1, 3, sharex=True, sharey=True)
-        for axis, name, colour in zip(panels, TITLES, look.colours):
-            final = runs[name].loss[clean][-50:].mean()
-            reference = {"color": look.reference, "linewidth": 4}
-            axis.plot(steps, losses[adaptive.CLEAN], **reference)
-            axis.plot(steps, losses[name], color=colour, linewidth=2)
-            axis.plot(np.flatnonzero(broken), np.full(broken.sum(), 1.1), "^", c=colour)
-            axis.set_title(TITLES[name], color=colour, weight="bold")
-            axis.set(xlabel="step", facecolor=look.background, ylim=(1.0, 4.2))
-            axis.spines[["top", "right"]].set_visible(False)
-            note(axis, f"final loss {final:.2f}", (0.97, 0.93), colour)
-        panels[0].set_ylabel("loss on clean batches")
-        note(panels[0], "grey: no broken batches", (0.97, 0.83), look.reference)
-        note(panels[0], "▲ broken batch", (0.97, 0.14), look.colours[0])
-        path.parent.mkdir(parents=True, exist_ok=True)
-        figure.savefig(path, dpi=100)
-
-
-def note(axis: Any, text: str, place: tuple[float, float], colour: str) -> None:
-    """Writes into a corner, beside what the text is about."""
-    corner = {"transform": axis.transAxes, "ha": "right", "va": "top"}
-    axis.text(*place, text, color=colour, **corner)
+    panels = figure.subplots(1, 3, sharex=True, sharey=True)
+    for axis, name, colour in zip(panels, TITLES, (look.orange, look.blue, look.green)):
+        final = runs[name].loss[clean][-50:].mean()
+        axis.plot(steps, losses[adaptive.CLEAN], color=look.grey, linewidth=4)
+        axis.plot(steps, losses[name], color=colour, linewidth=2)
+        axis.plot(np.flatnonzero(broken), np.full(broken.sum(), 1.1), "^", c=colour)
+        axis.set_title(TITLES[name], color=colour, weight="bold")
+        prepare(axis, look, xlabel="step", ylim=(1.0, 4.2))
+        note(axis, f"final loss {final:.2f}", (0.97, 0.93), colour)
+    panels[0].set_ylabel("loss on clean batches")
+    note(panels[0], "grey: no broken batches", (0.97, 0.83), look.grey)
+    note(panels[0], "▲ broken batch", (0.97, 0.14), look.orange)
 
 
 def command_line() -> argparse.ArgumentParser:
@@ -124,7 +92,12 @@ def command_line() -> argparse.ArgumentParser:
     )
     add = parser.add_argument
     shown = "(default: %(default)s)"
-    add("--steps", type=int, default=1000, help=f"how many steps to train {shown}")
+    add(
+        "--steps",
+        type=adaptive.char_rnn.count,
+        default=1000,
+        help=f"how many steps to train {shown}",
+    )
     add(
         "--lr",
         type=float,

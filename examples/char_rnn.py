@@ -82,10 +82,12 @@ class Curves(NamedTuple):
     """What was seen at every step of a run."""
 
     loss: (
-        np.ndarray
+        jax.Array | np.ndarray
     )  # float32[steps]: cross entropy in nats per character, before the step
-    norm: np.ndarray  # float32[steps]: global norm of the gradient, before clipping
-    clipped: np.ndarray  # bool[steps]: whether the clipper changed anything
+    norm: (
+        jax.Array | np.ndarray
+    )  # float32[steps]: global norm of the gradient, before clipping
+    clipped: jax.Array | np.ndarray  # bool[steps]: whether the clipper changed anything
 
 
 class Row(NamedTuple):
@@ -402,13 +404,21 @@ def frame_losses(axes: Any, curves: dict[str, Curves]) -> None:
             )
 
 
+def count(text: str) -> int:
+    """A whole number of at least 1, from the command line."""
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"must be at least 1, got {number}")
+    return number
+
+
 def command_line() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument(
         "--steps",
-        type=int,
+        type=count,
         default=250,
         help="how many steps to train (default: %(default)s)",
     )

@@ -55,8 +55,8 @@ class Network(nnx.Module):
         self.second = nnx.Conv(16, 32, kernel_size=(3, 3), rngs=rngs)
         self.readout = nnx.Linear(4 * 4 * 32, 10, rngs=rngs)
 
-    def __call__(self, images: jax.Array) -> jax.Array:
-        hidden = nnx.relu(self.average(self.first(images)))
+    def __call__(self, images: jax.Array | np.ndarray) -> jax.Array:
+        hidden = nnx.relu(self.average(self.first(jnp.asarray(images))))
         hidden = nnx.max_pool(
             nnx.relu(self.second(hidden)), window_shape=(2, 2), strides=(2, 2)
         )

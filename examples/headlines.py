@@ -6,26 +6,22 @@ Jumps (Gorbunov et al., their toy problem). f(x) = |x|^2 / 2 in 100 dimensions, 
 normal, Weibull with shape 0.2, Burr with shapes 1 and 2.3. Theory in expectation sees
 the variance only and cannot tell the three apart. From the minimum, and once it has
 had a fifth of the steps to settle, |x| is recorded at every step of many runs. With
-normal noise it stays within 1.3 times its median. With heavy tails SGD is a little
-nearer to the minimum most of the time, and now and then is thrown several times as far,
-from where it needs a thousand steps to come back: 14 of 32 runs with Weibull noise and
-6 with Burr noise get more than twice as far as the median. How far the farthest is, is
-itself a heavy-tailed number: with other seeds it was 3 to 50 medians. Clipped at 100 as
-in the paper, ten times the root mean square of the noise's norm, about one step in a
-thousand is shortened, no run jumps, and the median is a little smaller. The price is in
-the column bias: these noises are skewed, clipping cuts off the long side, and the mean
-of x leaves the minimum, by a few percent of |x|.
+normal noise it stays near its median. With heavy tails SGD is thrown several times as
+far now and then, and needs many steps to come back. Clipped at 100 as in the paper, ten
+times the root mean square of the noise's norm, few steps are shortened and no run
+jumps. The price is in the column bias: these noises are skewed, clipping cuts off the
+long side, and the mean of x leaves the minimum.
 
 Steps (Zhang et al.). f(x) = x^4 has no bound on its curvature: the largest stable fixed
 step is 1 / (2 x0^2) for a start at x0, and is far too short at the flat bottom. Sought
 in fine logarithmic grids are the one step size, and the one pair of step size and
 limit, with which every start up to x0 gets to |f'| <= 0.01 soonest. The starts are x0
 and 63 at random below it. One start alone would say nothing: the step 1 / (4 x0^2)
-leads from x0 into the minimum at once. Fixed steps need in proportion to x0^2 of them,
-1,381 from 10 and 87,416 from 80. Clipped ones walk down the slope at the speed step *
-limit and have a long step left for the bottom: 10 and 47. To balance the two phases
-makes their number grow as x0^(2/3) in the end, somewhat faster here. With the pair of
-the smallest start kept it is a walk at constant speed, in proportion to x0 in the end.
+leads from x0 into the minimum at once. The number of fixed steps grows as x0^2. Clipped
+runs go down the slope at the speed step * limit and have a long step left for the
+bottom. To balance the two phases makes their number grow as x0^(2/3) in the end,
+somewhat faster here. With the pair of the smallest start kept it is in proportion to x0
+in the end.
 
 What it does not show. That SGD must be this bad: a smaller step or averaging helps
 against jumps, too. That training is like x^4: both sides of the second table are tuned
@@ -198,7 +194,7 @@ def walk(
         updates, state = optimizer.update(
             x + noise(key, x.shape), state
         )  # the gradient of |x|^2 / 2 is x
-        x = optax.apply_updates(x, updates)
+        x = jnp.asarray(optax.apply_updates(x, updates))
         return (x, state), (jnp.linalg.norm(x), x.mean())
 
     x = jnp.zeros(DIMENSIONS)
@@ -222,7 +218,8 @@ def compare_descents(starts: Sequence[float]) -> list[Descent]:
         fixed, at = fewest_steps(fixed_steps, None, start)
         clipped, best = fewest_steps(clipped_steps, limits, start)
         pair = pair or (clipped_steps[best], limits[best])
-        kept, _ = fewest_steps(*np.array(pair)[:, None], start)
+        size, limit = np.array(pair)[:, None]
+        kept, _ = fewest_steps(size, limit, start)
         rows.append(
             Descent(
                 start,
@@ -295,7 +292,7 @@ def _descend(
     count, (_, _, arrived) = jax.lax.while_loop(
         go_on,
         lambda carry: (carry[0] + 1, on_all(step)(step_sizes, limits, carry[1])),
-        (0, lanes),
+        (jnp.int32(0), lanes),
     )
     return count, arrived.all(axis=1)
 

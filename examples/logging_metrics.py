@@ -18,7 +18,7 @@ The numbers stay on the device until `FETCH` steps are done. To fetch them after
 step would make it wait each time.
 
 What it does not show. That a tenth is right. Nor is the share of the second run exactly
-a tenth: a clipped run goes another way, and its norms are others.
+a tenth: clipping changes a run, so its norms differ.
 
 How long it takes. About half a minute on two CPU cores.
 

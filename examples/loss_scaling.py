@@ -21,9 +21,8 @@ network on the same batches in float32 shows what the right order should come to
 step is one jitted function, scale and all.
 
 What it does not show. How well Adam hides the mistake: it divides by the gradient's own
-size, so that the wrong order there only looks like every gradient cut to one length. In
-place of SGD here, at a rate of 0.003, it reached the same accuracy and twice the loss,
-and no error told of it. `clip/clipped_share` at 1 does.
+size, so that the wrong order there only looks like every gradient cut to one length,
+and no error tells of it. `clip/clipped_share` at 1 does.
 
 The scale takes a few lines. Flax has them ready
 (`flax.training.dynamic_scale.DynamicScale`, which unscales by itself, before any clip).
@@ -150,7 +149,7 @@ def unscale() -> optax.GradientTransformationExtraArgs:
     """Divides by the loss scale that `update` is given."""
 
     def update(
-        updates: Any, state: Any, params: Any = None, *, loss_scale: jax.Array, **_: Any
+        updates: Any, state: Any, params: Any = None, *, loss_scale: Any = 1.0, **_: Any
     ) -> tuple[Any, Any]:
         return jax.tree.map(lambda gradient: gradient / loss_scale, updates), state
 

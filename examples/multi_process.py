@@ -210,7 +210,7 @@ def clipped(gradients: Any) -> tuple[Any, Any]:
     """The clipped gradients, and the norm before."""
     clipper = optaxclip.clip_by_global_norm(MAX_NORM)
     updates, state = clipper.update(gradients, clipper.init(gradients))
-    return updates, state.norm
+    return updates, optaxclip.metrics(state)["clip/norm_before"]
 
 
 def on_devices() -> tuple[Mesh, Any, Any]:

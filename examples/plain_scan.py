@@ -148,11 +148,14 @@ def new_optimizer() -> optax.GradientTransformation:
     )
 
 
-def predict(network: list[dict[str, jax.Array]], images: jax.Array) -> jax.Array:
+def predict(
+    network: list[dict[str, jax.Array]], images: jax.Array | np.ndarray
+) -> jax.Array:
     *hidden, readout = network
+    x = jnp.asarray(images)
     for layer in hidden:
-        images = jax.nn.relu(images @ layer["weight"] + layer["bias"])
-    return images @ readout["weight"] + readout["bias"]
+        x = jax.nn.relu(x @ layer["weight"] + layer["bias"])
+    return x @ readout["weight"] + readout["bias"]
 
 
 def mean_loss(network: list[dict[str, jax.Array]], digits: Digits) -> jax.Array:

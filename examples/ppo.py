@@ -75,12 +75,14 @@ class Rollout(NamedTuple):
 class Samples(NamedTuple):
     """What the agent learns from: one entry for each action."""
 
-    observation: jax.Array  # float32[actions, 4]
-    action: jax.Array  # int32[actions]
-    log_probability: jax.Array  # float32[actions]: when it was taken
-    advantage: jax.Array  # float32[actions]
-    goal: jax.Array  # float32[actions]: the return that the critic should have foretold
-    played: jax.Array  # bool[actions]
+    observation: jax.Array | np.ndarray  # float32[actions, 4]
+    action: jax.Array | np.ndarray  # int32[actions]
+    log_probability: jax.Array | np.ndarray  # float32[actions]: when it was taken
+    advantage: jax.Array | np.ndarray  # float32[actions]
+    goal: (
+        jax.Array | np.ndarray
+    )  # float32[actions]: the return that the critic should have foretold
+    played: jax.Array | np.ndarray  # bool[actions]
 
 
 class Clipping(NamedTuple):
@@ -276,7 +278,7 @@ def loss(params: Any, samples: Samples) -> jax.Array:
     critic's squared error, and a reward for not being certain.
     """
 
-    def average(x: jax.Array) -> jax.Array:
+    def average(x: jax.Array | np.ndarray) -> jax.Array:
         return jnp.mean(x, where=samples.played)
 
     log_probabilities, entropy = log_probability(
@@ -293,7 +295,9 @@ def loss(params: Any, samples: Samples) -> jax.Array:
 
 
 def log_probability(
-    params: Any, observations: jax.Array, actions: jax.Array
+    params: Any,
+    observations: jax.Array | np.ndarray,
+    actions: jax.Array | np.ndarray,
 ) -> tuple[jax.Array, jax.Array]:
     """Of each action that was taken, and the entropy of the choice."""
     log_probabilities = jax.nn.log_softmax(network(params["actor"], observations))
@@ -324,17 +328,17 @@ def new_agent(seed: int) -> dict[str, list[dict[str, jax.Array]]]:
     return {"actor": layers(2, 0.01), "critic": layers(1, 1.0)}
 
 
-def network(layers: list[dict[str, jax.Array]], x: jax.Array) -> jax.Array:
-    for number, layer in enumerate(layers):
-        x = (jnp.tanh(x) if number else x) @ layer["w"] + layer["b"]
+def network(layers: list[dict[str, jax.Array]], x: jax.Array | np.ndarray) -> jax.Array:
+    first, *others = layers
+    x = jnp.asarray(x) @ first["w"] + first["b"]
+    for layer in others:
+        x = jnp.tanh(x) @ layer["w"] + layer["b"]
     return x
 
 
 def what_happened(report: dict[str, jax.Array]) -> Clipping:
-    factors = [
-        report.get(f"clip/clipper/factor/{part}", report.get("clip/clipper/factor"))
-        for part in PARTS
-    ]  # one for both, or each its own
+    one = "clip/clipper/factor"  # for both, or each its own
+    factors = [report[one if one in report else f"{one}/{part}"] for part in PARTS]
     return Clipping(
         report["clip/parts/norm_before/actor"],
         report["clip/parts/norm_before/critic"],

@@ -27,9 +27,6 @@ Example:
   >>> optimizer = optax.chain(optaxclip.clip_by_global_norm(1.0), optax.adamw(3e-4))
 """
 
-import sys
-from typing import Any
-
 from . import dropin, per_example, replay, rules, shrinks
 from ._backward import clip_cotangent, scale_cotangent
 from ._clippers._adaclip import adaclip
@@ -63,7 +60,7 @@ from ._core._state import ClipState
 from ._metrics._metrics import metrics
 from ._norms._mesh_axes import check_replicated
 from ._norms._norms import global_norm, group_norm, tensor_norm, unitwise_norm
-from ._other_names import raise_no_attribute
+from ._other_names import name_what_is_meant
 from ._wrappers._carry import carry_clipped
 from ._wrappers._constrain import constrain
 from ._wrappers._reset_momentum import reset_momentum
@@ -131,5 +128,4 @@ def __dir__() -> list[str]:
     return sorted(__all__)
 
 
-def __getattr__(name: str) -> Any:
-    raise_no_attribute(name, sys.modules[__name__])
+name_what_is_meant(__name__)

@@ -174,6 +174,15 @@ def check_transformation(argument: str, value: Any, noun: str = "an optimizer") 
     raise TypeError(f"{text}, got {value!r}.")
 
 
+def check_norm(call: str, norm: Any) -> None:
+    """Raises TypeError for what is not a function."""
+    if not callable(norm):
+        raise TypeError(
+            f"{call}: norm must be a function from a tree to its norms, such as "
+            f"optaxclip.global_norm, got {norm!r}."
+        )
+
+
 def is_without_state(state: Any) -> bool:
     """Whether this is what a clipper of optax has in the place of a state."""
     return state is None or isinstance(state, optax.EmptyState)

@@ -7,9 +7,10 @@ optaxclip.clip_grad_norm_                 AttributeError that names clip_grads
 import functools
 import inspect
 import re
-from collections.abc import Callable, Iterable
+import sys
+from collections.abc import Callable, Iterable, Mapping
 from types import ModuleType
-from typing import NoReturn, ParamSpec, TypeVar
+from typing import Any, NoReturn, ParamSpec, TypeVar
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -55,6 +56,12 @@ ARGUMENTS = {
     **dict.fromkeys(("a_max", "clip_value_max", "max", "upper"), ("max_value",)),
     **dict.fromkeys(("a_min", "clip_value_min", "min", "lower"), ("min_value",)),
     **dict.fromkeys(("groups", "param_labels"), ("labels", "scope")),
+    **dict.fromkeys(
+        ("alpha", "beta", "momentum", "smoothing"),
+        ("decay, the weight of the past: near 1",),
+    ),
+    "percentile": ("quantile, a share in [0, 1]",),
+    "q": ("quantile, a share in [0, 1]", "percentile"),
     "batch_argnums": ("shared_argnums, the arguments that are no batches",),
     "error_if_nonfinite": ('nonfinite="raise"',),
     "max_consecutive_errors": ("max_consecutive",),
@@ -90,67 +97,117 @@ FUNCTIONS = {
 }
 
 
-def with_our_names(function: Callable[P, T]) -> Callable[P, T]:
-    """The function, with a TypeError that names the argument meant by a wrong one."""
-    parameters = inspect.signature(function).parameters
-    plain = inspect.Parameter.POSITIONAL_OR_KEYWORD
-    positional = [name for name, each in parameters.items() if each.kind is plain]
+def with_our_names(function: Callable[P, T], call: str | None = None) -> Callable[P, T]:
+    """The function, with a TypeError in our words for arguments that do not fit.
+
+    `call` is what users call it, where that is not the function's own name.
+    """
+    signature = Signature(call or function.__name__, function)
 
     @functools.wraps(function)
     def checked(*args: P.args, **kwargs: P.kwargs) -> T:
-        for name in kwargs:
-            if name not in parameters:
-                _raise_unknown(function.__name__, name, list(parameters))
-        if len(args) > len(positional):
-            _raise_too_many(function.__name__, len(args), positional, list(parameters))
+        signature.check(args, kwargs)
         return function(*args, **kwargs)
 
     return checked
 
 
-def _raise_unknown(call: str, name: str, known: list[str]) -> NoReturn:
-    candidates = ARGUMENTS.get(name, ())
-    wanted = [x for x in candidates if re.split(r"\W", x)[0] in known]
-    wanted = wanted or _similar(name, known)
+class Signature:
+    """The arguments of a function, without `self`."""
+
+    def __init__(self, call: str, function: Callable[..., Any]) -> None:
+        parameters = inspect.signature(function).parameters.values()
+        endless = inspect.Parameter.VAR_POSITIONAL
+        plain = inspect.Parameter.POSITIONAL_OR_KEYWORD
+        own = [each for each in parameters if each.name != "self"]
+        named = [each for each in own if each.kind is not endless]
+        self.call = call
+        self.hidden = len(parameters) - len(own)
+        self.is_endless = len(named) < len(own)
+        self.known = [each.name for each in named]
+        self.shown = ["*" * (each.kind is endless) + each.name for each in own]
+        self.positional = [each.name for each in named if each.kind is plain]
+        self.needed = [each.name for each in named if each.default is each.empty]
+
+    def check(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        """Raises TypeError for arguments that are unknown, too many or missing."""
+        count = len(args) - self.hidden
+        for name in kwargs:
+            if name not in self.known:
+                self._raise_unknown(name)
+        if count > len(self.positional) and not self.is_endless:
+            self._raise_too_many(count)
+        for name in self.needed:
+            if name not in kwargs and name not in self.positional[:count]:
+                self._raise_missing(name)
+
+    def _raise_unknown(self, name: str) -> NoReturn:
+        candidates = ARGUMENTS.get(name, ())
+        wanted = [x for x in candidates if re.split(r"\W", x)[0] in self.known]
+        wanted = wanted or _similar(name, self.known)
+        if wanted:
+            here = f"Here it is {wanted[0]}."
+        elif name in ("mask", "trainable"):
+            here = f"Wrap the clipper: optax.masked({self.call}(...), mask)."
+        else:
+            here = f"It takes {', '.join(self.shown) or 'none'}."
+        raise TypeError(f"{self.call}: there is no argument {name!r}. {here}")
+
+    def _raise_too_many(self, count: int) -> NoReturn:
+        by_name = [name for name in self.known if name not in self.positional]
+        text = f"{self.call}: {count} positional arguments were given, but it takes "
+        text += ", ".join(self.positional) or "none"
+        if by_name:
+            text += f", and by name {', '.join(by_name)}"
+        if self.call.startswith("clip_by"):
+            text += (
+                ". It makes a transformation with init and update. To clip one tree of "
+                "gradients call optaxclip.clip_grads(grads, max_norm)"
+            )
+        raise TypeError(f"{text}.")
+
+    def _raise_missing(self, name: str) -> NoReturn:
+        places = [each for each in self.needed if each in self.positional]
+        named = [f"{each}=..." for each in self.needed if each not in self.positional]
+        example = f"{self.call}({', '.join(places + named)})"
+        raise TypeError(f"{self.call}: {name} is missing: call {example}.")
+
+
+def name_what_is_meant(module: str) -> None:
+    """Gives a module a `__getattr__`: an AttributeError that names what is meant.
+
+    A module that defined one itself would have every name for type checkers.
+    """
+    there = sys.modules[module]
+
+    def __getattr__(name: str) -> NoReturn:
+        text = f"module {module!r} has no attribute {name!r}."
+        # JAX, pickle and others ask for attributes such as __path__.
+        if not name.startswith("__"):
+            text = f"{text} {_hint(name, there)}".strip()
+        raise AttributeError(text, name=name, obj=there)
+
+    vars(there)["__getattr__"] = __getattr__
+
+
+def _hint(name: str, module: ModuleType) -> str:
+    package = sys.modules[__package__ or ""]
+    similar = "".join(_similar(name, module.__all__))
+    if module is package:
+        wanted = FUNCTIONS.get(name) or _place_of(name, package) or similar
+        return f"Use {package.__name__}.{wanted}." if wanted else ""
+    if similar:
+        return f"Use {module.__name__}.{similar}."
+    wanted = name if name in package.__all__ else _place_of(name, package)
     if wanted:
-        here = f"Here it is {wanted[0]}."
-    elif name in ("mask", "trainable"):
-        here = f"Wrap the clipper: optax.masked({call}(...), mask)."
-    else:
-        here = f"It takes {', '.join(known)}."
-    raise TypeError(f"{call}: there is no argument {name!r}. {here}")
+        return f"Use {package.__name__}.{wanted}."
+    return f"It has {', '.join(module.__all__)}."
 
 
-def _raise_too_many(
-    call: str, count: int, positional: list[str], known: list[str]
-) -> NoReturn:
-    rest = [name for name in known if name not in positional]
-    text = f"{call}: {count} positional arguments were given, but it takes "
-    text += f"{', '.join(positional)}"
-    if rest:
-        text += f", and by name {', '.join(rest)}"
-    if call.startswith("clip_by"):
-        text += (
-            ". It makes a transformation with init and update. To clip one tree of "
-            "gradients call optaxclip.clip_grads(grads, max_norm)"
-        )
-    raise TypeError(f"{text}.")
-
-
-def raise_no_attribute(name: str, module: ModuleType) -> NoReturn:
-    """Raises AttributeError that names the public function or module that is meant."""
-    text = f"module {module.__name__!r} has no attribute {name!r}"
-    if not name.startswith("__"):
-        wanted = FUNCTIONS.get(name) or _place_of(name, module)
-        wanted = wanted or "".join(_similar(name, module.__all__))
-        text += f". Use {module.__name__}.{wanted}." if wanted else "."
-    raise AttributeError(text, name=name, obj=module)
-
-
-def _place_of(name: str, module: ModuleType) -> str | None:
-    """Where a name is in the public modules of a module: "rules.growth"."""
-    for own in module.__all__:
-        inner = getattr(module, own)
+def _place_of(name: str, package: ModuleType) -> str | None:
+    """Where a name is in the public modules of a package: "rules.growth"."""
+    for own in package.__all__:
+        inner = getattr(package, own)
         if isinstance(inner, ModuleType) and name in getattr(inner, "__all__", ()):
             return f"{own}.{name}"
     return None
@@ -160,4 +217,8 @@ def _similar(name: str, known: Iterable[str]) -> list[str]:
     # Imported here, since only errors need it.
     import difflib
 
-    return difflib.get_close_matches(name, list(known), n=1, cutoff=0.75)
+    # ZScore and zscore are z_score.
+    spelled = {each.lower().replace("_", ""): each for each in known}
+    plain = name.lower().replace("_", "")
+    close = difflib.get_close_matches(plain, list(spelled), n=1, cutoff=0.75)
+    return [spelled[each] for each in close]

@@ -21,12 +21,16 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike
 
 from ._arguments import check_number
+from ._other_names import name_what_is_meant, with_our_names
 
 Shrink = Callable[[jax.Array, jax.Array], jax.Array]
 
 __all__ = ["auto_s", "drop", "hard", "normalize", "psac", "smooth"]
 
+name_what_is_meant(__name__)
 
+
+@with_our_names
 def hard(norm: Any = None, limit: Any = None) -> Any:
     """Returns min(norm, limit). Norms within the limit keep their bits.
 
@@ -37,6 +41,7 @@ def hard(norm: Any = None, limit: Any = None) -> Any:
     return hard if norm is None else jnp.minimum(norm, limit)
 
 
+@with_our_names
 def drop(norm: Any = None, limit: Any = None) -> Any:
     """Returns the norm within the limit, and 0 beyond it.
 
@@ -51,6 +56,7 @@ def drop(norm: Any = None, limit: Any = None) -> Any:
     return jnp.where(norm > limit, jnp.zeros_like(norm), norm)
 
 
+@with_our_names
 def normalize(norm: Any = None, limit: Any = None) -> Any:
     """Returns the limit, but 0 for a norm of 0, which has no direction.
 
@@ -63,6 +69,7 @@ def normalize(norm: Any = None, limit: Any = None) -> Any:
     return normalize if norm is None else jnp.where(norm == 0, norm, limit)
 
 
+@with_our_names
 def smooth(power: float = 1.0) -> Shrink:
     """Returns the shrink norm / (1 + (norm / limit)^power)^(1 / power).
 
@@ -87,6 +94,7 @@ def smooth(power: float = 1.0) -> Shrink:
     return _smooth(float(power))
 
 
+@with_our_names
 def auto_s(gamma: float = 0.01) -> Shrink:
     """Returns the shrink limit * norm / (norm + gamma).
 
@@ -112,6 +120,7 @@ def auto_s(gamma: float = 0.01) -> Shrink:
     return _auto_s(float(gamma))
 
 
+@with_our_names
 def psac(r: float = 0.1) -> Shrink:
     """Returns the shrink limit * norm / (norm + r / (norm + r)).
 

@@ -342,7 +342,7 @@ def assert_close(have: Any, want: Any, rtol: float = 1e-6) -> None:
 
 def on_each_part(
     body: Callable[..., Any], mesh: Mesh, in_specs: Any, out_specs: Any, **options: Any
-) -> Callable[..., Any]:
+) -> jax.stages.Wrapped:
     """A jitted shard_map."""
     return jax.jit(
         jax.shard_map(

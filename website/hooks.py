@@ -26,7 +26,9 @@ OUTSIDE = re.compile(r"\]\((?:\.\./)?(CONTRIBUTING\.md|benchmarks/[\w.]+)\)")
 FORMULA = re.compile(
     r'<(span|div) class="arithmatex">\\[(\[](.*?)\\[)\]]</\1>', re.DOTALL
 )
-PICTURE = re.compile(r"<picture>.*?</picture>", re.DOTALL)
+PICTURE = re.compile(
+    r'<picture>.*?alt="(.*?)" src="(?:docs/)?(\w+)\.png">.*?</picture>', re.DOTALL
+)
 REFERENCE = {
     "clippers": "Clippers",
     "wrappers": "Wrappers and metrics",
@@ -41,7 +43,7 @@ REFERENCE = {
 def on_files(files: Files, config: Any) -> Files:
     """Adds the pages that are made of files outside docs/."""
     pages = {
-        "index.md": _as_front_page((ROOT / "README.md").read_text()),
+        "index.md": _from_the_root((ROOT / "README.md").read_text()),
         "changelog.md": _from_the_root((ROOT / "CHANGELOG.md").read_text()),
         "gallery.md": gallery(),
     }
@@ -52,7 +54,10 @@ def on_files(files: Files, config: Any) -> Files:
 
 
 def on_page_markdown(markdown: str, **_: Any) -> str:
-    """Turns links to files outside docs/ into links to their pages."""
+    """Turns links to files outside docs/ into links to their pages, and shows each
+    picture on the background that it is for.
+    """
+    markdown = PICTURE.sub(lambda found: _picture(found[2], found[1]), markdown)
     markdown = PROGRAM.sub(r"](gallery.md#\1)", markdown)
     markdown = markdown.replace("](../CHANGELOG.md)", "](changelog.md)")
     return re.sub(r"\[([^\]]*)" + OUTSIDE.pattern, r"\1", markdown)
@@ -65,18 +70,10 @@ def on_page_content(html_text: str, **_: Any) -> str:
 
 def _formula(found: re.Match[str]) -> str:
     display = "block" if found[1] == "div" else "inline"
-    formula = convert(html.unescape(found[2]), display=display)
+    # Bars as delimiters: alone, the converter gives the index to the closing bar.
+    latex = html.unescape(found[2]).replace(r"\lVert", r"\left\|")
+    formula = convert(latex.replace(r"\rVert", r"\right\|"), display=display)
     return f'<div class="formula">{formula}</div>' if found[1] == "div" else formula
-
-
-def _as_front_page(readme: str) -> str:
-    """The README, whose links begin in the root, with a picture for each background."""
-    readme = _from_the_root(readme)
-    name = "broken_batches"
-    alt = re.search(r'alt="(.*?)"', readme)
-    text = alt[1] if alt else ""
-    pictures = f"![{text}]({name}.png#only-light)\n![{text}]({name}_dark.png#only-dark)"
-    return PICTURE.sub(pictures, readme)
 
 
 def _from_the_root(text: str) -> str:
@@ -94,19 +91,16 @@ def gallery() -> str:
     for path in EXAMPLES:
         lines += [f"## {path.stem}", ""]
         if (ROOT / "docs" / f"{path.stem}.png").exists():
-            lines += [*_picture(path.stem), ""]
+            lines += [_picture(path.stem, path.stem), ""]
         docstring = ast.get_docstring(ast.parse(path.read_text())) or ""
         lines += [f"`python examples/{path.name}`", "", *_as_markdown(docstring), ""]
     return "\n".join(lines)
 
 
-def _picture(name: str) -> Iterator[str]:
-    dark = f"{name}_dark.png"
-    if not (ROOT / "docs" / dark).exists():
-        yield f"![{name}]({name}.png){{ .on-white }}"
-        return
-    yield f"![{name}]({name}.png#only-light)"
-    yield f"![{name}]({dark}#only-dark)"
+def _picture(name: str, text: str) -> str:
+    """A picture for each background, in a paragraph that scrolls on a phone."""
+    light, dark = f"{name}.png#only-light", f"{name}_dark.png#only-dark"
+    return f"![{text}]({light})\n![{text}]({dark})\n{{ .picture }}"
 
 
 def _as_markdown(docstring: str) -> Iterator[str]:

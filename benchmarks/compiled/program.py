@@ -1,9 +1,11 @@
-"""Reads a compiled program: the top-level instructions of XLA's text."""
+"""Reads a compiled program: the top-level instructions of XLA's text, and those of its
+loops as often as they run.
+"""
 
 import math
 import re
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 SIZES = {"pred": 1, "bf16": 2, "f16": 2, "c64": 8, "c128": 16}
 FREE = (
@@ -18,6 +20,8 @@ COLLECTIVE = re.compile(
 )
 ARRAY = re.compile(r"\b([a-z]+\d+[a-z\d]*|pred)\[([\d,]*)\](\{[^{}]*\})?")
 NAME = re.compile(r"\s*(?:ROOT )?(%?[\w.\-]+) = (.*)")
+PARAMETER = re.compile(r"(%?[\w.\-]+) = [^\n]*? parameter\((\d+)\)")
+BODY = re.compile(r"^(ENTRY )?(%?[\w.\-]+) \(.*?\{\n(.*?)^\}", re.DOTALL | re.MULTILINE)
 
 
 class Array(NamedTuple):
@@ -28,13 +32,22 @@ class Array(NamedTuple):
     in_main_memory: bool
 
 
+class Loop(NamedTuple):
+    """What a while instruction runs."""
+
+    body: str  # the name of a computation
+    times: int  # 1 where XLA does not say
+
+
 class Instruction(NamedTuple):
     """A top-level instruction of a program."""
 
     name: str
     operation: str
     arrays: list[Array]
-    operands: frozenset[str]
+    operands: tuple[str, ...]
+    loop: Loop | None
+    fused: str | None  # the name of the computation of a fusion
 
     @property
     def is_collective(self) -> bool:
@@ -65,11 +78,24 @@ class Counts(NamedTuple):
     copies: int  # of at least 64 KiB: smaller ones lay out norms anew
 
 
+NOTHING = Counts(0, 0, 0, 0, 0, 0)
+
+
 def counts_of(text: str) -> Counts:
     """Counts what a compiled program does, from its text."""
+    bodies = {found.group(2): found.group(3) for found in BODY.finditer(text)}
+    entry = [found.group(3) for found in BODY.finditer(text) if found.group(1)]
+    counts = _counts(entry[0], bodies) if entry else NOTHING
+    float64 = len(re.findall(r"\bf64\[", text))
+    return counts._replace(gigabytes=counts.gigabytes / 1e9, float64=float64)
+
+
+def _counts(body: str, bodies: dict[str, str]) -> Counts:
+    """What one run of a computation does, in bytes, without its float64 values."""
     written: dict[str, int] = {}
+    loops = [NOTHING]
     kernels = scalars = collectives = moved = copies = 0
-    for one in instructions(text):
+    for one in instructions(body):
         collectives += one.is_collective
         written[one.name] = one.bytes()
         if one.operation in PREFETCHES:
@@ -77,20 +103,50 @@ def counts_of(text: str) -> Counts:
             moved += one.bytes(in_main_memory=False)
         elif one.operation in FREE:
             continue
+        elif one.loop:
+            inside: Any = _counts(bodies[one.loop.body], bodies)
+            loops.append(Counts(*(one.loop.times * count for count in inside)))
         elif one.is_scalar:
             scalars += 1
         else:
             kernels += 1
             copies += one.operation == "copy" and one.bytes() >= 2**16
-            moved += one.bytes() + sum(written.get(name, 0) for name in one.operands)
-    float64 = len(re.findall(r"\bf64\[", text))
-    return Counts(kernels, scalars, moved / 1e9, collectives, float64, copies)
+            moved += one.bytes() + _read(one, written, bodies)
+    own = Counts(kernels, scalars, moved, collectives, 0, copies)
+    return Counts(*map(sum, zip(own, *loops)))
 
 
-def instructions(text: str) -> Iterator[Instruction]:
-    """The instructions of the entry computation."""
-    entry = re.search(r"^ENTRY .*?\{\n(.*?)^\}", text, re.DOTALL | re.MULTILINE)
-    for line in entry.group(1).split("\n") if entry else []:
+def _read(one: Instruction, written: dict[str, int], bodies: dict[str, str]) -> int:
+    """The bytes that an instruction reads."""
+    sliced = _slices(bodies.get(one.fused or "", ""))
+    total = 0
+    for place, name in enumerate(one.operands):
+        whole = written.get(name, 0)
+        total += min(whole, sliced.get(place, whole))
+    return total
+
+
+def _slices(body: str) -> dict[int, int]:
+    """Of the parameters of a fusion that are only sliced, as in the turns of a loop,
+    the bytes of the slices.
+    """
+    found = list(instructions(body))
+    sizes = {}
+    for name, place in PARAMETER.findall(body):
+        same = {name}
+        for one in found:
+            if one.operation == "bitcast" and not same.isdisjoint(one.operands):
+                same.add(one.name)
+        users = [one for one in found if not same.isdisjoint(one.operands)]
+        users = [one for one in users if one.name not in same]
+        if users and all(one.operation == "dynamic-slice" for one in users):
+            sizes[int(place)] = sum(one.bytes() for one in users)
+    return sizes
+
+
+def instructions(body: str) -> Iterator[Instruction]:
+    """The instructions of a computation."""
+    for line in body.split("\n"):
         found = NAME.match(line)
         if not found:
             continue
@@ -99,8 +155,25 @@ def instructions(text: str) -> Iterator[Instruction]:
         operation = re.match(r"([\w\-]+)\(", rest)
         if operation:
             arguments = rest[operation.end() :].split("), ")[0]
-            operands = frozenset(re.findall(r"%[\w.\-]+", arguments))
-            yield Instruction(name, operation.group(1), _arrays(kind), operands)
+            operands = tuple(dict.fromkeys(re.findall(r"%[\w.\-]+", arguments)))
+            kinds, loop = _arrays(kind), _loop(operation.group(1), rest)
+            fused = re.search(r"calls=(%?[\w.\-]+)", rest)
+            yield Instruction(
+                name,
+                operation.group(1),
+                kinds,
+                operands,
+                loop,
+                fused.group(1) if fused else None,
+            )
+
+
+def _loop(operation: str, text: str) -> Loop | None:
+    if operation != "while":
+        return None
+    times = re.search(r'"known_trip_count":\{"n":"(\d+)"', text)
+    (body,) = re.findall(r"body=(%?[\w.\-]+)", text)
+    return Loop(body, int(times.group(1)) if times else 1)
 
 
 def _split_type(text: str) -> tuple[str, str]:

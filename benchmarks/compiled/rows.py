@@ -2,14 +2,11 @@
 its own.
 """
 
-import json
-import os
-import subprocess
 import sys
 from typing import Any
 
 from ..report import Table
-from . import step, targets
+from . import processes, step
 
 COLUMNS = (
     "device",
@@ -62,43 +59,23 @@ def table(quick: bool) -> Table:
     """One row for each step on each device. Devices without an environment are left
     out, and the note says how to make it.
     """
-    rows, missing = [], {}
+    rows = []
     for target, cases in CASES.items():
-        environment = targets.environment_of(target)
-        python = environment.python()
-        if python is None:
-            missing[environment.how_to_make()] = None
-            continue
-        rows += rows_of(target, QUICK if quick else cases, python)
+        rows += rows_of(target, QUICK if quick else cases)
     note = "Compiled for devices that are only described: nothing ran."
-    note += "".join(f" To see more devices: `{line}`." for line in missing)
+    note += processes.missing(list(CASES))
     return Table("an Adam step on GPUs and TPUs, compiled", COLUMNS, rows, note)
 
 
-def rows_of(target: str, cases: Any, python: str) -> list[dict[str, Any]]:
+def rows_of(target: str, cases: Any) -> list[dict[str, Any]]:
     """The rows of one target, from a process with its packages."""
     wanted = []
     for model, dtypes, names in cases:
         wanted += [(name, model, target, dtype) for dtype in dtypes for name in names]
-    variables = targets.environment_of(target).variables
-    known = {"JAX_PLATFORMS": "cpu", "TF_CPP_MIN_LOG_LEVEL": "3"}
-    process = subprocess.Popen(
-        [python, "-m", "benchmarks.compiled"],
-        cwd=targets.ROOT,
-        env=os.environ | known | variables,
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    assert process.stdin and process.stdout
-    process.stdin.write(json.dumps(wanted))
-    process.stdin.close()
     rows = []
-    for line in process.stdout:
-        rows.append(json.loads(line))
-        print(f"compiled: {_shown(rows[-1])}", file=sys.stderr, flush=True)
-    if process.wait():
-        raise RuntimeError(f"compiling for {target} failed, see the text above")
+    for row in processes.rows_from("benchmarks.compiled", target, wanted):
+        rows.append(row)
+        print(f"compiled: {_shown(row)}", file=sys.stderr, flush=True)
     return rows
 
 

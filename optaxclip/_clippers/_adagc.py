@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from .._exported import exported
 from .._norms._mesh_axes import MeshAxes
 from .._norms._stacked import Stacked
 from .._other_names import with_our_names
@@ -75,6 +76,7 @@ def adagc(
     return clip_at(scope, rule, "adagc", nonfinite, mesh_axes, stacked=stacked)
 
 
+@exported
 class AdaGCMemory(NamedTuple):
     """The average of what was let through."""
 

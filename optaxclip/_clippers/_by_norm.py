@@ -14,6 +14,7 @@ from typing import Any
 import optax
 from jax.typing import ArrayLike
 
+from .._arguments import check_norm
 from .._core._kernel import make_clipper
 from .._norms._leaves import Axis, check_labels
 from .._norms._measures import (
@@ -238,6 +239,9 @@ def record_norm(
     Returns:
       A transformation whose state is a `ClipState`.
 
+    Raises:
+      TypeError: a norm that is not a function.
+
     Example:
       >>> recorder = optaxclip.record_norm()
       >>> grads = jnp.array([3.0, 4.0])
@@ -245,4 +249,5 @@ def record_norm(
       >>> print(state.norm)
       5.0
     """
+    check_norm("record_norm", norm)
     return make_clipper(OwnNorm(norm), None, call="record_norm", name="norm")

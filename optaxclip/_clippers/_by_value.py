@@ -11,11 +11,13 @@ import optax
 from .._arguments import broadcasts_to, check_number, check_order, check_state
 from .._core._inputs import begins_anew
 from .._core._shares import ClippedElements, count_clipped, no_elements_clipped
+from .._exported import exported
 from .._norms import _prefix as prefix
 from .._norms._modulus import with_modulus
 from .._other_names import with_our_names
 
 
+@exported
 class ClipByValueState(NamedTuple):
     """The state of `clip_by_value`."""
 

@@ -6,6 +6,7 @@ from typing import Any
 import optax
 from jax.typing import ArrayLike
 
+from .._arguments import check_norm
 from .._core._kernel import make_clipper
 from .._norms._measures import OwnNorm
 from .._other_names import with_our_names
@@ -49,7 +50,7 @@ def clip_by(
 
     Raises:
       ValueError: a negative or NaN limit or eps, or an unknown `nonfinite`.
-      TypeError: a limit that is not a number.
+      TypeError: a limit that is not a number, or a norm that is not a function.
 
     Example:
       >>> smooth = optaxclip.shrinks.smooth()
@@ -59,6 +60,7 @@ def clip_by(
       >>> print(f"{optaxclip.global_norm(updates):.4f}")
       0.8333
     """
+    check_norm("clip_by", norm)
     names = {"call": "clip_by", "name": "limit"}
     options = {"shrink": shrink, "eps": eps, "nonfinite": nonfinite}
     return make_clipper(OwnNorm(norm), limit, **names, **options)

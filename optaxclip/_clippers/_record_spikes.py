@@ -7,10 +7,11 @@ import jax.numpy as jnp
 import optax
 
 from .._arguments import check_state
-from .._core._limits import limit_of
 from .._core._shares import moving_average
+from .._exported import exported
 from .._norms._mesh_axes import MeshAxes
-from .._norms._norms import global_norm
+from .._other_names import with_our_names
+from .._wrappers._judged import first_fields, judge_loss, judge_norm, norm_of
 from ..rules._rule import Number, Rule
 from ..rules._windowed_mean import spike_rule
 
@@ -18,6 +19,7 @@ CALL = "record_spikes"
 RECENT = 10_000  # steps, as in OLMo-core
 
 
+@exported
 class SpikeState(NamedTuple):
     """The state of `record_spikes`."""
 
@@ -33,6 +35,7 @@ class SpikeState(NamedTuple):
     value_memory: Any  # the last losses
 
 
+@with_our_names
 def record_spikes(
     sigmas: Number = 6.0, window: Any = 128, *, mesh_axes: MeshAxes = "auto"
 ) -> optax.GradientTransformationExtraArgs:
@@ -85,45 +88,28 @@ def record_spikes(
         **_: Any,
     ) -> tuple[Any, SpikeState]:
         check_state(CALL, state, SpikeState)
-        norm = grad_norm
-        if norm is None:
-            norm = global_norm(updates, mesh_axes=mesh_axes)
+        norm = norm_of(updates, grad_norm, mesh_axes)
         return updates, _after_step(rule, state, norm, value)
 
     return optax.GradientTransformationExtraArgs(init, update)
 
 
 def _first_state(rule: Rule, params: Any) -> SpikeState:
-    norm = jnp.zeros((), jax.eval_shape(global_norm, params).dtype)
-    loss = jnp.zeros(())
     # Each counter is its own array, so that the state can be donated.
     return SpikeState(
-        step=jnp.zeros((), jnp.int32),
-        norm=norm,
-        limit=jnp.full_like(norm, jnp.inf),
-        value=loss,
-        value_limit=jnp.full_like(loss, jnp.inf),
+        **first_fields(rule, rule, params),
         spiked=jnp.zeros((), jnp.int32),
         spikes=jnp.zeros((), jnp.int32),
         spiked_recently=jnp.zeros((), jnp.float32),
-        memory=rule.init(jnp.zeros_like(norm)),
-        value_memory=rule.init(jnp.zeros_like(loss)),
     )
 
 
 @jax.jit
 def _after_step(rule: Rule, state: SpikeState, norm: Any, value: Any) -> SpikeState:
-    norm = jnp.asarray(norm).astype(state.norm.dtype)
-    asked = rule, norm, state.memory, state.step
-    limit, memory = limit_of(*asked, argument=CALL)
-    state = state._replace(norm=norm, limit=limit, memory=memory)
-    spiked = ~(norm <= limit) | ~jnp.isfinite(norm)
+    state, spiked = judge_norm(CALL, rule, state, norm)
     if value is not None:
-        value = jnp.asarray(value).astype(state.value.dtype)
-        asked = rule, value, state.value_memory, state.step
-        limit, memory = limit_of(*asked, argument=CALL, signed=True)
-        state = state._replace(value=value, value_limit=limit, value_memory=memory)
-        spiked = spiked | ~(value <= limit) | ~jnp.isfinite(value)
+        state, is_over = judge_loss(CALL, rule, state, value)
+        spiked = spiked | is_over
     share = moving_average(state.spiked_recently, spiked, state.step, RECENT)
     return state._replace(
         step=jnp.asarray(optax.safe_increment(state.step)),

@@ -25,6 +25,7 @@ import optax
 
 from .._arguments import check_number, check_state
 from .._core._shares import ClippedElements, count_clipped, no_elements_clipped
+from .._exported import exported
 from .._norms._leaves import cast_like, clipped_leaves, put_back
 from .._norms._modulus import modulus_dtype, norm_dtype, wide_dtype, with_modulus
 from .._norms._prefix import is_none
@@ -34,6 +35,7 @@ from .._wrappers._reset_momentum import steps_since_reset
 from ..rules._rule import at_step, check_field, check_length, number
 
 
+@exported
 class SpamState(NamedTuple):
     """The state of `spam`."""
 

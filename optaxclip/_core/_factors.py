@@ -19,8 +19,10 @@ from jax import lax
 from .._norms._in_blocks import Norms, Place, in_blocks, norms_of_tree
 from .._norms._leaves import cast_like, clipped_leaves, put_back
 from .._norms._platform import per_platform
+from .._other_names import with_our_names
 
 
+@with_our_names
 def rescale(updates: Any, norms: Any, new_norms: Any) -> Any:
     """Stretches every part of `updates` from its norm to a new one.
 

@@ -7,12 +7,15 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from .._exported import exported
 from .._norms._collectives import axes_size, join_devices
+from .._norms._platform import per_platform
 from .._norms._types import varying
 
 RECENT = 100  # how many steps a moving average reaches back, about
 
 
+@exported
 class ClippedElements(NamedTuple):
     """Which share of all elements was clipped, in [0, 1]."""
 
@@ -65,6 +68,24 @@ def _share_clipped(pairs: Iterable[tuple[Any, jax.Array]]) -> jax.Array:
 
 def _count_different(before: Any, after: jax.Array) -> jax.Array:
     is_number = before == before  # NaN stays NaN
+    differs = (before != after) & is_number
+    # For a sum of integers a TPU v5e would read the gradients once more. A sum of
+    # floats it joins with what else reads them. A CPU is slow at sums of floats.
+    return per_platform(differs, cpu=_count, gpu=_count, tpu=_count_in_floats)
+
+
+def _count(whole: jax.Array) -> jax.Array:
     # As integers, because float32 cannot count beyond 2^24.
-    count = jnp.sum((before != after) & is_number, dtype=jnp.uint32)
-    return count.astype(jnp.float32)
+    return jnp.sum(whole.astype(jnp.uint32), dtype=jnp.uint32).astype(jnp.float32)
+
+
+def _count_in_floats(flags: jax.Array) -> jax.Array:
+    """Counts in float32 as long as that is exact, and the rest in integers."""
+    axes, size = [], 1
+    for axis in reversed(range(flags.ndim)):
+        size *= flags.shape[axis]
+        if size <= 2**24:
+            axes.append(axis)
+    counts = jnp.sum(flags.astype(jnp.float32), axis=tuple(axes))
+    # A TPU runs each operation on a single number by itself.
+    return _count(counts) if counts.ndim else counts

@@ -1,6 +1,7 @@
 """What a clipper keeps. Its fields are in blocks, as `_blocks` arranges them."""
 
 import itertools
+import json
 import operator
 from typing import Any, NamedTuple
 
@@ -100,6 +101,18 @@ def _unflatten(form: Form, fields: Any) -> ClipState:
 
 # JAX would take each name in a NamedTuple for a leaf.
 jax.tree_util.register_pytree_with_keys(ClipState, _flatten, _unflatten)
+
+
+def _form_of(names: bytes) -> Form:
+    return Form(tuple(map(tuple, json.loads(names))), None)
+
+
+jax.export.register_pytree_node_serialization(
+    ClipState,
+    serialized_name="optaxclip.ClipState",
+    serialize_auxdata=lambda form: json.dumps(form.names).encode(),
+    deserialize_auxdata=_form_of,
+)
 
 
 def state_of_placeholder() -> ClipState:

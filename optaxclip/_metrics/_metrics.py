@@ -13,6 +13,7 @@ from jax.core import Tracer
 
 from .._clippers._record_spikes import SpikeState
 from .._core._state import ClipState
+from .._other_names import with_our_names
 from .._wrappers._skipping import SkipState
 from ._found import reported_states
 from ._numbers import (
@@ -35,6 +36,7 @@ NAMES = dict.fromkeys(name for kind in _KINDS for name in kind._fields)
 NAMES |= {WORST_NAME: None}
 
 
+@with_our_names
 def metrics(
     opt_state: Any,
     *,

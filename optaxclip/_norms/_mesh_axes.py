@@ -27,6 +27,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec
 
+from .._other_names import with_our_names
 from . import _prefix as prefix
 from ._collectives import Split, axes_size
 from ._types import has_types, varying, varying_over
@@ -157,6 +158,7 @@ def _names_by_dim(leaf: _Leaf) -> list[tuple[str, ...]]:
     return [names]
 
 
+@with_our_names
 def check_replicated(tree: Any, mesh_axes: str | tuple[str, ...]) -> jax.Array:
     """Returns whether all devices along some mesh axes hold the same values.
 

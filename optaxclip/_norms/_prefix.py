@@ -78,7 +78,7 @@ def lookup(prefix: Prefix, tree: Any, argument: str, part: str = "leaf") -> list
         if found is None:
             raise ValueError(
                 f"{argument} has no value for the {part} {name(path)!r}: it has "
-                f"{shown(table)}."
+                f"{shown(table)}. Give one for each {part}, or one for all."
             )
         values.append(table[found])
         used.add(found)

@@ -20,6 +20,7 @@ import jax.numpy as jnp
 import optax
 
 from .._arguments import check_state, check_transformation
+from .._exported import exported
 from .._norms._leaves import cast_like, clipped_leaves, put_back
 from .._norms._modulus import wide_dtype
 from .._norms._prefix import is_none
@@ -27,6 +28,7 @@ from .._norms._types import typed_as, types_of
 from .._other_names import with_our_names
 
 
+@exported
 class CarryState(NamedTuple):
     """The state of `carry_clipped`."""
 

@@ -20,11 +20,13 @@ from .._core._state import ClipState
 from .._norms._leaves import cast_like, clipped_leaves, put_back
 from .._norms._modulus import wide_dtype
 from .._norms._types import varying
+from .._other_names import with_our_names
 
 # They speak of the gradient, and what is clipped are weights.
 OF_GRADIENTS = ("grad_norm", "limit")
 
 
+@with_our_names
 def constrain(
     clipper: optax.GradientTransformation,
 ) -> optax.GradientTransformationExtraArgs:
@@ -160,4 +162,4 @@ def _rounded(x: jax.Array, dtype: Any) -> jax.Array:
         return rounded
     # It makes subnormal numbers 0, which float16 needs for small steps.
     unit = float(info.smallest_subnormal)
-    return jnp.where(jnp.abs(x) < info.tiny, jnp.round(x / unit) * unit, rounded)
+    return jnp.where(jnp.abs(x) < float(info.tiny), jnp.round(x / unit) * unit, rounded)

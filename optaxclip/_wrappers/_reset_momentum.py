@@ -8,12 +8,14 @@ import optax
 
 from .._arguments import check_number, check_state, check_transformation
 from .._core._limits import keep_where
+from .._exported import exported
 from .._norms._leaves import cast_like, clipped_leaves, put_back
 from .._norms._modulus import wide_dtype
 from .._other_names import with_our_names
 from ..rules._rule import check_length
 
 
+@exported
 class ResetState(NamedTuple):
     """The state of `reset_momentum`."""
 

@@ -9,15 +9,16 @@ import jax.numpy as jnp
 import optax
 
 from .._arguments import check_number, check_state, check_transformation
-from .._core._limits import limit_of
 from .._core._shares import moving_average
 from .._core._state import ClipState
+from .._exported import exported
 from .._norms._mesh_axes import MeshAxes
-from .._norms._norms import global_norm
 from ..rules._rule import Rule
+from ._judged import first_fields, judge_loss, judge_norm, norm_of
 from ._select_early import update_unless
 
 
+@exported
 class SkipState(NamedTuple):
     """What a skipping optimizer knows after a step."""
 
@@ -71,9 +72,7 @@ def skipping(
         **extra_args: Any,
     ) -> tuple[Any, SkipState]:
         check_state(call, state, SkipState)
-        norm = grad_norm
-        if norm is None:
-            norm = global_norm(updates, mesh_axes=skipper.mesh_axes)
+        norm = norm_of(updates, grad_norm, skipper.mesh_axes)
         if skipper.needs_loss and value is None:
             raise ValueError(_no_loss(skipper))
         skip, new = _judge(skipper, state, norm, value)
@@ -113,23 +112,13 @@ def _no_loss(skipper: Skipper) -> str:
 
 
 def _first_state(skipper: Skipper, params: Any, inner_state: Any) -> SkipState:
-    measure = partial(global_norm, mesh_axes=None)
-    norm = jnp.zeros((), jax.eval_shape(measure, params).dtype)
-    loss = jnp.zeros(())
-    loss_rule = skipper.loss_rule
     # Each counter is its own array, so that the state can be donated.
     return SkipState(
-        step=jnp.zeros((), jnp.int32),
-        norm=norm,
-        limit=jnp.full_like(norm, jnp.inf),
-        value=loss,
-        value_limit=jnp.full_like(loss, jnp.inf),
+        **first_fields(skipper.rule, skipper.loss_rule, params),
         skipped=jnp.zeros((), jnp.int32),
         skipped_recently=jnp.zeros((), jnp.float32),
         nonfinite=jnp.zeros((), jnp.int32),
         consecutive=jnp.zeros((), jnp.int32),
-        memory=skipper.rule.init(jnp.zeros_like(norm)),
-        value_memory=() if loss_rule is None else loss_rule.init(jnp.zeros_like(loss)),
         inner_state=inner_state,
     )
 
@@ -138,16 +127,13 @@ def _judge(
     skipper: Skipper, state: SkipState, norm: Any, value: Any
 ) -> tuple[jax.Array, SkipState]:
     """Whether to skip the step, and the new state but for the optimizer's."""
-    norm = jnp.asarray(norm).astype(state.norm.dtype)
-    asked = skipper.rule, norm, state.memory, state.step
-    limit, memory = limit_of(*asked, argument=f"{skipper.call}: rule")
-    state = state._replace(norm=norm, limit=limit, memory=memory)
-    skip, broken = ~(norm <= limit), ~jnp.isfinite(norm)
+    argument = f"{skipper.call}: rule"
+    state, skip = judge_norm(argument, skipper.rule, state, norm)
+    broken = ~jnp.isfinite(state.norm)
     if skipper.loss_rule is not None and value is not None:
-        state = _judge_loss(skipper, skipper.loss_rule, state, value)
-        skip = skip | ~(state.value <= state.value_limit)
-        broken = broken | ~jnp.isfinite(state.value)
-    skip = skip | broken
+        argument = f"{skipper.call}: loss_rule"
+        state, is_over = judge_loss(argument, skipper.loss_rule, state, value)
+        skip, broken = skip | is_over, broken | ~jnp.isfinite(state.value)
     if skipper.max_consecutive is not None:
         skip = skip & (state.consecutive < skipper.max_consecutive)
     return skip, state._replace(
@@ -157,14 +143,3 @@ def _judge(
         nonfinite=state.nonfinite + broken.astype(jnp.int32),
         consecutive=jnp.where(skip, state.consecutive + 1, 0),
     )
-
-
-def _judge_loss(
-    skipper: Skipper, loss_rule: Rule, state: SkipState, value: Any
-) -> SkipState:
-    """The state with this loss and its limit."""
-    loss = jnp.asarray(value).astype(state.value.dtype)
-    asked = loss_rule, loss, state.value_memory, state.step
-    argument = f"{skipper.call}: loss_rule"
-    limit, memory = limit_of(*asked, argument=argument, signed=True)
-    return state._replace(value=loss, value_limit=limit, value_memory=memory)

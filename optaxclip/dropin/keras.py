@@ -47,8 +47,14 @@ from jax.core import Tracer
 from .._arguments import check_number
 from .._clippers._by_norm import clip_by_global_norm, clip_by_tensor_norm
 from .._clippers._by_value import clip_by_value
+from .._other_names import name_what_is_meant, with_our_names
+
+__all__ = ["clip_gradients"]
+
+name_what_is_meant(__name__)
 
 
+@with_our_names
 def clip_gradients(
     clipnorm: Any = None, clipvalue: Any = None, global_clipnorm: Any = None
 ) -> optax.GradientTransformation:

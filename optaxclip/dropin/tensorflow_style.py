@@ -63,8 +63,21 @@ from .._core._kernel import make_clipper
 from .._core._once import clip_once
 from .._norms import _norms as norms
 from .._norms._measures import GlobalNorm, TensorNorm, UnitwiseNorm, check_measure
+from .._other_names import name_what_is_meant, with_our_names
+
+__all__ = [
+    "clip_by_average_norm",
+    "clip_by_global_norm",
+    "clip_by_norm",
+    "clip_by_value",
+    "clip_gradients_by_norm",
+    "global_norm",
+]
+
+name_what_is_meant(__name__)
 
 
+@with_our_names
 def clip_by_value(t: Any, clip_value_min: Any, clip_value_max: Any) -> Any:
     """Clips every element to [clip_value_min, clip_value_max].
 
@@ -101,6 +114,7 @@ def clip_by_value(t: Any, clip_value_min: Any, clip_value_max: Any) -> Any:
     return clipper.update(t, clipper.init(t))[0]
 
 
+@with_our_names
 def clip_by_norm(t: Any, clip_norm: Any, axes: Any = None) -> Any:
     """Clips the norm of each tensor, whole or along axes: t * min(1, clip_norm / |t|).
 
@@ -136,6 +150,7 @@ def clip_by_norm(t: Any, clip_norm: Any, axes: Any = None) -> Any:
     return clip_once(t, clip_norm, measure, call=call, name="clip_norm")[0]
 
 
+@with_our_names
 def clip_by_average_norm(t: Any, clip_norm: Any) -> Any:
     """Clips the average norm of each tensor: t * min(1, clip_norm / (|t| / size)).
 
@@ -164,6 +179,7 @@ def clip_by_average_norm(t: Any, clip_norm: Any) -> Any:
     return clip_once(t, clip_norm, measure, call=call, name="clip_norm")[0]
 
 
+@with_our_names
 def clip_by_global_norm(
     t_list: Any, clip_norm: Any, use_norm: Any = None
 ) -> tuple[Any, jax.Array]:
@@ -196,6 +212,7 @@ def clip_by_global_norm(
     return clip_once(t_list, clip_norm, measure, **options)
 
 
+@with_our_names
 def global_norm(t_list: Any) -> jax.Array:
     """Returns the norm of all tensors together: sqrt(sum |t|^2).
 
@@ -215,6 +232,7 @@ def global_norm(t_list: Any) -> jax.Array:
     return norms.global_norm(t_list)
 
 
+@with_our_names
 def clip_gradients_by_norm(
     optimizer: optax.GradientTransformation, clip_norm: Any
 ) -> optax.GradientTransformationExtraArgs:

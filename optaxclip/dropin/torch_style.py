@@ -72,10 +72,21 @@ from .._norms._in_blocks import Norms, norms_of_tree
 from .._norms._measures import GlobalNorm, Measure, check_measure
 from .._norms._modulus import norm_dtype
 from .._norms._norms import global_norm, tensor_norm
+from .._other_names import name_what_is_meant, with_our_names
+
+__all__ = [
+    "clip_grad_norm",
+    "clip_grad_value",
+    "clip_grads_with_norm",
+    "get_total_norm",
+]
+
+name_what_is_meant(__name__)
 
 EPS = 1e-6  # torch adds it to the norm that it divides by
 
 
+@with_our_names
 def clip_grad_norm(
     grads: Any, max_norm: Any, norm_type: Any = 2.0, error_if_nonfinite: bool = False
 ) -> tuple[Any, jax.Array]:
@@ -113,6 +124,7 @@ def clip_grad_norm(
     return _clipped("clip_grad_norm", grads, max_norm, norm_type, error_if_nonfinite)
 
 
+@with_our_names
 def clip_grad_value(grads: Any, clip_value: Any) -> Any:
     """Clips every element to [-clip_value, clip_value].
 
@@ -146,6 +158,7 @@ def clip_grad_value(grads: Any, clip_value: Any) -> Any:
     return clipper.update(grads, clipper.init(grads))[0]
 
 
+@with_our_names
 def get_total_norm(
     grads: Any, norm_type: Any = 2.0, error_if_nonfinite: bool = False
 ) -> jax.Array:
@@ -175,6 +188,7 @@ def get_total_norm(
     return _clipped("get_total_norm", grads, None, norm_type, error_if_nonfinite)[1]
 
 
+@with_our_names
 def clip_grads_with_norm(grads: Any, max_norm: Any, total_norm: Any) -> Any:
     """Clips gradients whose norm is known.
 

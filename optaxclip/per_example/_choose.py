@@ -11,6 +11,7 @@ import jax.numpy as jnp
 
 from ._book import kept_numbers
 from ._ghost import Ghost, ghost_of
+from ._microbatches import evened
 from ._problem import Problem
 from ._trace import trace
 
@@ -58,7 +59,7 @@ def _width(ghost: Ghost, size: int) -> int:
     """
     kept = size * sum(map(kept_numbers, ghost.uses)) // 4
     numbers = sum(leaf.size for leaf in ghost.params)
-    return min(max(kept // max(numbers, 1), 1), size)
+    return evened(size, max(kept // max(numbers, 1), 1))
 
 
 def _is_inexact(leaf: Any) -> bool:

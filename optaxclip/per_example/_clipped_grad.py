@@ -74,7 +74,8 @@ def clipped_grad(
         `hard`, `normalize` (AUTO-V), `auto_s()`, `psac()`, `smooth()`, `drop`, or a
         function from norm and limit to new norm.
       microbatch: how many examples are differentiated at once, at least 1. It need not
-        divide the batch. None for the whole batch, or for what "auto" chooses.
+        divide the batch: 32 examples, 9 at once, are 4 times 8. None for the whole
+        batch, or for what "auto" chooses.
       method: how it is computed. All give the same numbers but for rounding.
         "ghost": from one backward pass, without gradients of examples. Gradients of 16
         bits are rounded twice, and may exceed the limit by that. "one_pass": the

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 import jax
 
 from .._norms import _prefix as prefix
+from .._other_names import with_our_names
 from ._book import kept_numbers
 from ._choose import Choice, check_method, choose
 from ._ghost import Ghost
@@ -44,6 +45,7 @@ class Explanation(NamedTuple):
         return "\n".join(lines)
 
 
+@with_our_names
 def explain_clipped_grad(
     loss: Callable[..., Any],
     *,

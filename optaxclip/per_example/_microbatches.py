@@ -13,7 +13,8 @@ from ._weights import along_batch
 def in_microbatches(
     step: Callable[..., Any], total: Any, batch: tuple[Any, ...], microbatch: int | None
 ) -> tuple[Any, Any]:
-    """Runs `step(total, is_real, *examples) -> (total, found)` on each microbatch.
+    """Runs `step(total, is_real, *examples) -> (total, found)` on each microbatch, of
+    at most `microbatch` examples.
 
     `is_real` is False for examples that only fill up the last microbatch.
 
@@ -21,7 +22,7 @@ def in_microbatches(
       The last total, and what was found for each example.
     """
     size = jax.tree.leaves(batch)[0].shape[0]
-    width = min(microbatch or size, size)
+    width = evened(size, microbatch or size)
     count = -(-size // width)
     if count == 1:
         return step(total, jnp.ones(size, bool), *batch)
@@ -37,6 +38,16 @@ def in_microbatches(
 
     total, found = lax.scan(body, total, jnp.arange(count))
     return total, jax.tree.map(lambda x: _joined(x)[:size], found)
+
+
+def evened(size: int, most: int) -> int:
+    """How many examples are in each of the fewest microbatches of at most some.
+
+    32 examples, 9 at once, would be 4 microbatches with 4 examples to spare. 8 at once
+    they are 4 microbatches as well, with none.
+    """
+    count = -(-size // min(most, size))
+    return -(-size // count)
 
 
 def _split(x: jax.Array, width: int, count: int) -> jax.Array:

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from jax.core import Tracer
 
 from .._norms._norms import global_norm
+from .._other_names import with_our_names
 from ._clipped_grad import ClippedGrad
 
 
@@ -20,6 +21,7 @@ class NoiseScale(NamedTuple):
     signal: jax.Array  # float[]: |G|^2. By chance it may be negative
 
 
+@with_our_names
 def noise_scale(result: ClippedGrad, *, mean: bool = True) -> NoiseScale:
     """Estimates the simple gradient noise scale tr(Sigma) / |G|^2 from one batch:
 

@@ -16,6 +16,7 @@ Norms recorded under clipping are those of the clipped run. Take the table as a 
 start, not as a forecast of the loss.
 """
 
+from .._other_names import name_what_is_meant
 from ._candidates import Suggestion, suggest
 from ._history import read_history
 from ._plot import plot_history
@@ -31,3 +32,5 @@ __all__ = [
     "spike_score",
     "suggest",
 ]
+
+name_what_is_meant(__name__)

@@ -88,9 +88,8 @@ def table(norms: Any, found: list[Suggestion]) -> str:
             *map(_line, found),
             "",
             f"-> Start with {best.rule}: it clips {best.clip_rate:.1%} of these steps.",
-            "Counted on the norms as they were recorded. A run that is clipped goes "
-            "another way:",
-            "this cannot say how its norms, or its loss, would have been.",
+            "These are estimates from the recorded norms. Clipping changes a run, so",
+            "its norms will differ, and nothing here says how its loss would change.",
         ]
     )
 

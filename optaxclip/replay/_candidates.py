@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
 
+from .._other_names import with_our_names
 from ..rules import windowed_quantile, z_score
 from ..rules._constant import rule_of
 from ..rules._rule import Rule
@@ -32,12 +33,13 @@ class Suggestion(NamedTuple):
 RECOMMENDED_RATE = 0.01
 
 
+@with_our_names
 def suggest(norms: ArrayLike) -> list[Suggestion]:
     """Candidate rules for a history of norms, each with the share of steps that it
     would have clipped.
 
-    It counts on the norms as they were recorded. A clipped run goes another way, so
-    this is a place to start, not a forecast.
+    It counts on the norms as they were recorded. Clipping changes a run, so this is a
+    place to start, not a forecast.
 
     Args:
       norms: the history, [steps]. Norms that are NaN, inf or 0 are left out.

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from .._other_names import with_our_names
 from ._columns import TENSORBOARD, column_of_norms, listed
 
 Rows = list[dict[str, Any]]
@@ -21,6 +22,7 @@ class Log(NamedTuple):
     others: list[str]  # the other columns
 
 
+@with_our_names
 def read_history(path: str | Path, column: str | None = None) -> np.ndarray:
     """Reads the norms of a log file.
 

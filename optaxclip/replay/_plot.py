@@ -5,12 +5,14 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from jax.typing import ArrayLike
 
+from .._other_names import with_our_names
 from ._replay import Replay
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 
+@with_our_names
 def plot_history(
     history: Replay | ArrayLike,
     limits: ArrayLike | None = None,

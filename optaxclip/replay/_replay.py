@@ -10,6 +10,7 @@ from jax.typing import ArrayLike
 from .._core._factors import reported
 from .._core._limits import limit_of
 from .._norms._types import varying_as
+from .._other_names import with_our_names
 from ..rules._rule import Rule
 from ..rules._without_params import rule_without_params
 from ..shrinks import Shrink, shrink_of
@@ -28,6 +29,7 @@ class Replay(NamedTuple):
     clipped: jax.Array
 
 
+@with_our_names
 def run(rule: Any, norms: ArrayLike, *, shrink: Shrink | None = None) -> Replay:
     """Runs a rule over a history of norms, as one `lax.scan`.
 

@@ -23,6 +23,7 @@ parameters mean the same by them:
 No rule remembers a norm that is NaN, inf or 0.
 """
 
+from .._other_names import name_what_is_meant
 from ._constant import Constant as constant
 from ._ema import Ema as ema
 from ._ema_band import EmaBand as ema_band
@@ -56,3 +57,5 @@ __all__ = [
     "windowed_quantile",
     "z_score",
 ]
+
+name_what_is_meant(__name__)

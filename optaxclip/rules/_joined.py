@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from .._arguments import check_number, held_in
+from .._other_names import with_our_names
 from ._constant import rule_of
 from ._rule import Number, Rule
 
@@ -73,6 +74,7 @@ class WarmUp(Joined):
         return jnp.where(seen < self.steps, before, after), (seen + 1, memories)
 
 
+@with_our_names
 def minimum(*rules: Any) -> Rule:
     """The smallest limit of several rules: a rule that learns, under a fixed cap.
 
@@ -93,6 +95,7 @@ def minimum(*rules: Any) -> Rule:
     return Minimum(_rules("minimum", rules))
 
 
+@with_our_names
 def maximum(*rules: Any) -> Rule:
     """The largest limit of several rules: a rule that learns, above a fixed floor.
 
@@ -113,6 +116,7 @@ def maximum(*rules: Any) -> Rule:
     return Maximum(_rules("maximum", rules))
 
 
+@with_our_names
 def warm_up(steps: Number, before: Any, after: Any) -> Rule:
     """One rule for the first norms, and another from then on.
 

@@ -6,10 +6,12 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from .._exported import exported
 from ._memory import Average, blend, empty_average, gain, hypot
 from ._rule import Number, Rule, at_step, fixed, number
 
 
+@exported
 class LogNormMemory(NamedTuple):
     """Mean and deviation of the logarithm."""
 

@@ -12,7 +12,10 @@ import jax.numpy as jnp
 from jax import lax
 from jax.core import Tracer
 
+from .._exported import exported
 
+
+@exported
 class Window(NamedTuple):
     """The last norms, in a ring."""
 
@@ -21,6 +24,7 @@ class Window(NamedTuple):
     seen: jax.Array  # int32[norm]: norms remembered so far
 
 
+@exported
 class Average(NamedTuple):
     """An exponential average of the norms seen so far."""
 

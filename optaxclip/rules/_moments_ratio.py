@@ -6,10 +6,12 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from .._exported import exported
 from ._memory import Average, blend, empty_average, gain, hypot
 from ._rule import Number, Rule, at_step, number
 
 
+@exported
 class Moments(NamedTuple):
     """First and second moment of the norm."""
 

@@ -23,6 +23,7 @@ from jax.core import Tracer
 from jax.typing import ArrayLike
 
 from .._arguments import as_partial, check_limit, check_number, held_in
+from .._other_names import with_our_names
 
 R = TypeVar("R", bound="Rule")
 Schedule = Callable[[ArrayLike], ArrayLike]
@@ -132,6 +133,7 @@ class Rule:
 
     def __init_subclass__(cls) -> None:
         dataclasses.dataclass(frozen=True, eq=False)(cls)
+        cls.__init__ = with_our_names(cls.__init__, call_name(cls))
         names = [(f.name, bool(f.metadata.get("static"))) for f in fields(cls)]
         data = [name for name, static in names if not static]
         meta = [name for name, static in names if static]

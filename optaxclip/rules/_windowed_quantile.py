@@ -8,11 +8,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from .._exported import exported
 from ._memory import Window, empty_window, oldest, places, push, remembered
 from ._rule import Number, Rule, at_step, choice, fixed, length, number
 from ._windowed_mean import choose
 
 
+@exported
 class QuantileMemory(NamedTuple):
     """The last norms, by age and by size."""
 

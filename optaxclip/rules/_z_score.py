@@ -6,10 +6,12 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from .._exported import exported
 from ._memory import hypot
 from ._rule import Number, Rule, at_step, choice, fixed, number
 
 
+@exported
 class ZScoreMemory(NamedTuple):
     """Mean and deviation of the clipped norms."""
 

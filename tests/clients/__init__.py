@@ -2,7 +2,8 @@
 
 python -m tests.clients                              all packages that are installed
 python -m tests.clients numpyro optimistix           some of them
-python -m tests.clients --markdown docs/clients.md   also writes the page
+python -m tests.clients --markdown PATH --json PATH  also writes docs/clients.md and
+                                                     benchmarks/results/clients.json
 
 trained.py     what a run hands back, and the packages
 run_*.py       one package each: a few steps of its own trainer, saved and restored

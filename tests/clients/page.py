@@ -2,8 +2,8 @@
 
 import platform
 from contextlib import suppress
-from datetime import date
 from importlib.metadata import PackageNotFoundError, version
+from typing import Any
 
 import numpy as np
 
@@ -58,12 +58,13 @@ def shown(difference: float) -> str:
     return f"{difference:.0e}" if difference else "equal"
 
 
-def page(rows: list[Row]) -> str:
+def page(recorded: dict[str, Any]) -> str:
     """All of `docs/clients.md`."""
+    rows = [Row(**row) for row in recorded["rows"]]
     parts = [
         "# Programs of other packages",
         wrapped(INTRO),
-        wrapped(f"{date.today()}, {environment()}."),
+        wrapped(f"{recorded['where']}."),
         table(rows),
         wrapped(COLUMNS),
         wrapped(STATE),

@@ -1,6 +1,5 @@
 """A small regression with the trainer and the checkpointer of the package."""
 
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -29,10 +28,8 @@ class Model(nn.Module):
 class Writer(kd.train.metric_writer.NoopWriter):
     """Keeps the losses that the trainer writes."""
 
-    def write_scalars(self, step: int, scalars: Mapping[str, Any]) -> None:
-        LOSSES.extend(
-            float(value) for name, value in scalars.items() if name == "losses/l2"
-        )
+    def write_step_metrics(self, *, aux: Any, **_: Any) -> None:
+        LOSSES.append(float(aux.compute(flatten=True).loss_values["losses/l2"]))
 
 
 def examples() -> dict[str, np.ndarray]:
@@ -51,7 +48,7 @@ def train(folder: Path) -> Trained:
         optimizer=optax.chain(
             optax.clip_by_global_norm(0.1), optax.sgd(0.5, momentum=0.9)
         ),
-        num_train_steps=STEPS,
+        num_train_steps=STEPS,  # counted from 0, and this one is run too
         log_metrics_every=1,
         writer=Writer(),
     )

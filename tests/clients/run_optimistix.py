@@ -20,12 +20,12 @@ def rosenbrock(y: jax.Array, _: None) -> jax.Array:
 def train(folder: Path) -> Trained:
     optimizer = optax.chain(optax.clip_by_global_norm(100.0), optax.sgd(1e-3))
     solver = optx.OptaxMinimiser(optimizer, rtol=1e-6, atol=1e-6)
-    start, losses = jnp.array([-1.0, 2.0, 1.0]), []
+    start, losses, saved = jnp.array([-1.0, 2.0, 1.0]), [], None
     for steps in STEPS:
         # No more steps than these, which is no error here.
         found = optx.minimise(rosenbrock, solver, start, max_steps=steps, throw=False)
         losses.append(float(rosenbrock(found.value, None)))
-    saved = found.state
+        saved = found.state
     eqx.tree_serialise_leaves(folder / "state.eqx", saved)
     return Trained(
         losses, saved, eqx.tree_deserialise_leaves(folder / "state.eqx", saved)

@@ -11,6 +11,7 @@ from tests.clients.__main__ import main
 from tests.clients.compare import ROOT, Row, compare, largest_difference, row_of
 from tests.clients.page import page, table
 from tests.clients.trained import CLIENTS
+from tests.packages import record
 
 GOOD = {
     "theirs": {"losses": [4.0, 2.0], "metrics": {}, "restored": True},
@@ -74,7 +75,7 @@ def test_an_unknown_package_is_named(capsys):
 
 def test_the_page_has_the_table_and_short_lines():
     rows = [compare(name, "1.0", GOOD) for name in CLIENTS]
-    text = page(rows)
+    text = page(record(rows, "on a CPU"))
     assert table(rows) in text
     lines = [line for line in text.splitlines() if not line.startswith("|")]
     assert max(map(len, lines)) <= 88

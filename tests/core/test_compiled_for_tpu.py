@@ -6,8 +6,10 @@ The default environment has no libtpu and skips this file. `bash .ci/run tpu` ru
 import functools
 import os
 
+import optax
 import pytest
 
+import optaxclip
 from benchmarks.compiled import program, step, targets
 
 pytest.importorskip("libtpu")
@@ -55,3 +57,13 @@ def test_no_more_operations_on_numbers_than_optax(name):
 def test_gradients_are_read_no_more_than_by_optax(name):
     theirs = counts(f"optax, {name}", "v5e").gigabytes
     assert counts(name, "v5e").gigabytes <= 1.05 * theirs
+
+
+def test_counting_clipped_elements_reads_no_gradient_again():
+    def gigabytes(clipper):
+        optimizer = optax.chain(clipper, optax.adam(1e-3))
+        found, _ = step.compiled(optimizer, SHAPES, "v5e", "float32")
+        return program.counts_of(found.as_text()).gigabytes
+
+    theirs = gigabytes(optax.clip(0.01))
+    assert gigabytes(optaxclip.clip_by_value(0.01)) <= 1.01 * theirs

@@ -62,6 +62,7 @@ def test_each_can_be_built_and_run_as_registered(name):
     if method.needs == WEIGHTS:
         with pytest.raises(ValueError, match="with weights"):
             clipper.update(TREE, state)
+    updates = TREE
     for _ in range(3):
         updates, state = clipper.update(TREE, state, TREE)
     assert jax.tree.structure(updates) == jax.tree.structure(TREE)

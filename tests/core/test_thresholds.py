@@ -249,7 +249,7 @@ def test_limits_without_any_value_say_so():
         ValueError,
         match=(
             r"^clip_by_tensor_norm: max_norm has no value for the leaf 'w': it has "
-            r"none at all.$"
+            r"none at all\. Give one for each leaf, or one for all\.$"
         ),
     ):
         optaxclip.clip_by_tensor_norm({}).init({"w": jnp.ones(2)})

@@ -58,6 +58,19 @@ def test_specs_have_the_structure_of_the_state(name):
         assert set(found) == {P(), P("data")}
 
 
+@pytest.mark.parametrize("name", ["clip_by_tensor_norm", "clip_by_group_norm", "adagc"])
+def test_norms_and_counters_take_no_specs_of_weights(name):
+    clipper = CLIPPERS[name]
+    specs = optax.tree_map_params(
+        clipper,
+        lambda _, spec: spec,
+        clipper.init(PARAMS),
+        SPECS,
+        transform_non_params=lambda _: P(),
+    )
+    assert set(jax.tree.leaves(specs)) == {P()}
+
+
 @pytest.mark.parametrize("name", CLIPPERS)
 def test_a_state_that_is_mapped_by_nothing_is_itself(name):
     optimizer = optax.chain(CLIPPERS[name], optax.adam(1e-3))

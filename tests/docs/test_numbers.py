@@ -6,6 +6,8 @@ from pathlib import Path
 import pytest
 
 from benchmarks import pages
+from tests.clients import page as clients
+from tests.suites import page as suites
 
 NAMES = [str(page.relative_to(pages.ROOT)) for page in pages.PAGES]
 
@@ -17,7 +19,7 @@ def test_a_page_has_the_numbers_of_the_results(name):
 
 
 def test_a_changed_number_is_seen():
-    page = "ends at <!-- broken: none -->9.99<!-- end -->."
+    page = "ends at <!-- number: broken_batches/none/final_loss -->9.99<!-- end -->."
     assert pages.render(page) != page
 
 
@@ -30,7 +32,17 @@ def test_a_changed_table_is_seen():
 def test_the_readme_shows_the_costs_and_both_losses():
     readme = (pages.ROOT / "README.md").read_text()
     names = {found[1] for found in pages.BLOCK.findall(readme)}
-    assert names == {"costs", "none", "global norm"}
+    losses = {
+        f"broken_batches/{run}/final_loss"
+        for run in ("none", "global norm", "skip_step")
+    }
+    assert names == {"costs", "each_package", *losses}
+
+
+@pytest.mark.parametrize(("name", "of"), [("clients", clients), ("suites", suites)])
+def test_a_page_that_a_command_writes_is_made_of_its_json(name, of):
+    page = (pages.ROOT / "docs" / f"{name}.md").read_text()
+    assert of.page(pages.results(name)) == page
 
 
 def test_every_command_for_numbers_is_beside_them():
@@ -38,6 +50,14 @@ def test_every_command_for_numbers_is_beside_them():
         text = Path(page).read_text()
         tables = re.findall(r"<!-- table: (\w+) -->", text)
         files = {"costs": ["compiled", "cpu"], "compiled": ["compiled"], "cpu": ["cpu"]}
+        each = ("each_time", "each_memory", "each_compiled", "each_package")
+        files |= {key: ["per_example"] for key in each}
         for name in tables:
             for file in files[name]:
                 assert f"benchmarks/results/{file}.json" in text, (page, name)
+
+
+def test_no_number_begins_a_line():
+    """A comment at the beginning of a line ends the paragraph, on GitHub too."""
+    for page in pages.PAGES:
+        assert not re.search(r"^<!-- number", page.read_text(), re.MULTILINE), page

@@ -55,3 +55,16 @@ def test_no_page_asks_another_server_for_anything():
     assert "font: false" in CONFIG
     assert "http" not in (ROOT / "docs/assets/site.css").read_text()
     assert "extra_javascript" not in CONFIG
+
+
+def test_the_front_page_leads_to_what_users_ask():
+    assert "](docs/faq.md)" in (ROOT / "README.md").read_text()
+    answers = (ROOT / "docs" / "faq.md").read_text()
+    for question in (
+        "How do I log the norm?",
+        "Which limit?",
+        "My loss spikes. What helps?",
+        "Is it right under FSDP?",
+        "Does it cost anything on my GPU?",
+    ):
+        assert f"\n## {question}\n" in answers

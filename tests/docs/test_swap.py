@@ -162,6 +162,20 @@ def finite_only(clippers):
     return trained(optax.apply_if_finite(clippers.clip_by_global_norm(1.0), 3))
 
 
+def skipping_by_our_name(clippers):
+    """optax's `apply_if_finite(optimizer, n)` is our `skip_nonfinite(optimizer, n)`."""
+    ours = clippers is OURS
+    skipping = optaxclip.skip_nonfinite if ours else optax.apply_if_finite
+    clip = clippers.clip_by_global_norm(1.0)
+    optimizer = skipping(optax.chain(clip, optax.adam(0.1)), 10)
+    state, moved = optimizer.init(PARAMS), []
+    for factor in (1.0, jnp.nan, 1.0):
+        grads = optax.tree.scale(factor, GRADS[0])
+        updates, state = optimizer.update(grads, state, PARAMS)
+        moved.append(updates)
+    return moved
+
+
 def scanned(clippers):
     optimizer = optax.chain(clippers.clip_by_global_norm(1.0), optax.adam(0.1))
 
@@ -248,6 +262,7 @@ PROGRAMS = (
     reduce_on_plateau,
     snapshot,
     finite_only,
+    skipping_by_our_name,
     scanned,
     linen_train_state,
     nnx_optimizer,

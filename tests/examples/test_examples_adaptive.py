@@ -75,7 +75,7 @@ SKIPPERS = ["skip_spikes", "skip_step"]
 def protected(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(
-            adaptive.Figure, "savefig", lambda *args, **options: None
+            adaptive, "draw_both", lambda *args, **options: None
         )  # all is drawn; the runs without protection are made a picture of
         return short_runs(tmp_path_factory.mktemp("protected"), *CLIPPERS, *SKIPPERS)
 

@@ -5,7 +5,6 @@ nothing unless it is told to.
 import ast
 import importlib
 import inspect
-import re
 import runpy
 import subprocess
 import sys
@@ -13,8 +12,11 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.pictures import PICTURES
+
 FOLDER = Path(__file__).parents[2] / "examples"
 PROGRAMS = sorted(path.stem for path in FOLDER.glob("[a-z]*.py"))
+NEIGHBOURS = {path.stem for path in FOLDER.glob("*.py")}
 # What every environment of the library has.
 ALWAYS = {"jax", "numpy", "optax", "optaxclip"}
 
@@ -34,7 +36,7 @@ def imported(name):
         if isinstance(node, ast.Import):
             names += [alias.name for alias in node.names]
     packages = {module.split(".")[0] for module in names if module}
-    return sorted(packages - ALWAYS - sys.stdlib_module_names - set(PROGRAMS))
+    return sorted(packages - ALWAYS - sys.stdlib_module_names - NEIGHBOURS)
 
 
 NEEDED = [
@@ -50,6 +52,21 @@ OPTIONAL = {("logging_metrics", "tensorboardX")}
 def test_every_option_has_help_and_its_default(name):
     for option in program(name).command_line()._actions[1:]:
         assert option.help and "default" in option.help, option.option_strings
+
+
+@pytest.mark.parametrize("name", ["adaptive", "broken_batches", "char_rnn", "qk_clip"])
+@pytest.mark.parametrize("steps", ["0", "-3"])
+def test_a_run_without_steps_is_refused(name, steps, capsys):
+    with pytest.raises(SystemExit):
+        program(name).command_line().parse_args([f"--steps={steps}"])
+    wanted = f"argument --steps: must be at least 1, got {steps}\n"
+    assert capsys.readouterr().err.endswith(wanted)
+
+
+def test_a_mistyped_protection_lists_what_there_is(capsys):
+    with pytest.raises(SystemExit):
+        program("adaptive").command_line().parse_args(["--only", "zclipp"])
+    assert "invalid choice: 'zclipp' (choose from" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
@@ -78,7 +95,7 @@ def test_a_missing_package_is_named_with_its_extra(monkeypatch, name, package):
         monkeypatch.setitem(sys.modules, module, None)
     # As Python does for a program, which imports its neighbours by their bare names.
     monkeypatch.syspath_prepend(FOLDER)
-    for neighbour in PROGRAMS:
+    for neighbour in NEIGHBOURS:
         monkeypatch.delitem(sys.modules, neighbour, raising=False)
     if (name, package) in OPTIONAL:
         runpy.run_path(str(FOLDER / f"{name}.py"))
@@ -102,10 +119,10 @@ def test_help_names_a_missing_package_too():
     assert done.stderr.endswith('needs: pip install -e ".[examples]"\n')
 
 
-def test_contributing_draws_every_picture_of_the_docs():
-    root = FOLDER.parent
-    drawn = re.search(r"for name in (.*); do", (root / "CONTRIBUTING.md").read_text())
-    pictures = {path.stem for path in (root / "docs").glob("*.png")}
-    assert drawn and {name.removesuffix("_dark") for name in pictures} == set(
-        drawn[1].split()
-    )
+def test_one_command_draws_every_picture_of_the_docs():
+    found = {path.stem for path in (FOLDER.parent / "docs").glob("*.png")}
+    wanted = {*PICTURES, *(f"{name}_dark" for name in PICTURES)}
+    assert found == wanted
+    for name, arguments in PICTURES.items():
+        options = program(name).command_line().parse_args(["--save", "x", *arguments])
+        assert options.save == Path("x")

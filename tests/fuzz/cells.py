@@ -29,7 +29,7 @@ class Cell(NamedTuple):
     method: str
     check: Callable[[Case], None]
     drawn: Any  # a strategy of cases
-    count: int = 30
+    examples: int = 30
 
 
 def limit_for(method: Method, limit: str) -> str | None:

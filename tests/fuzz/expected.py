@@ -111,16 +111,20 @@ def parts_of(case: Case, tree: dict[str, Any], limit: float) -> list[Part]:
             ok = length >= 1e-37 or length < method.floor
         new = shrunk(case, norm, most)
         found.append(
-            Part(places, norm, most, new, ok and in_contract(norm, most, limit))
+            Part(places, norm, most, new, ok and in_contract(norm, most, limit, new))
         )
     return found
 
 
-def in_contract(norm: float, limit: float, given: float) -> bool:
-    """Is neither of them where float32 has no normal numbers, or ends?"""
+def in_contract(norm: float, limit: float, given: float, new: float) -> bool:
+    """Is neither of them where float32 has no normal numbers, or ends?
+
+    A quotient of norms below 2^-252 makes the updates 0, as docs/numerics.md says.
+    """
     small = 0 < norm < 1e-34 or 0 < limit < SMALLEST or 0 < given < SMALLEST
     at_the_end = abs(norm / LARGEST - 1) < 1e-6 or abs(limit / LARGEST - 1) < 1e-6
-    return not small and not at_the_end
+    far = 0 < new < norm * 2.0**-252 * (1 + 16 * EPS)
+    return not (small or at_the_end or far)
 
 
 def values(tree: Any, place: Place) -> Any:

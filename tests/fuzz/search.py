@@ -57,7 +57,7 @@ def search_cell(
             raise
 
     options = settings(
-        max_examples=cell.count,
+        max_examples=cell.examples,
         database=None,
         deadline=None,
         phases=(Phase.generate, Phase.shrink),

@@ -11,6 +11,7 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import optaxclip
+from optaxclip._core._shares import _count_in_floats
 
 KEYS = "clip/elements_clipped", "clip/elements_clipped_mean"
 RECENT = "clip/elements_clipped_recent"
@@ -71,6 +72,17 @@ def test_more_elements_than_float32_can_count_are_counted():
     # A float32 sum of ones stops at 2^24, and here 2^24 + 2 are clipped.
     grads = jnp.full(2**24 + 2, 2.0, jnp.bfloat16)
     assert shares(optaxclip.clip_by_value(1.0), grads)[0] == 1.0
+
+
+@pytest.mark.parametrize("shape", [(2**24 + 3,), (3, 2**23 + 1), (2**23 + 1, 3), ()])
+def test_a_tpu_counts_in_floats_as_far_as_they_are_exact(shape):
+    flags = jax.ShapeDtypeStruct(shape, bool)
+    for sums in jax.make_jaxpr(_count_in_floats)(flags).eqns:
+        (before,), (after,) = ([x.aval for x in y] for y in (sums.invars, sums.outvars))
+        if sums.primitive.name == "reduce_sum" and before.dtype == jnp.float32:
+            assert before.size <= 2**24 * after.size
+    found = jax.jit(_count_in_floats)(jnp.ones(shape, bool))
+    assert float(found) == np.float32(flags.size)
 
 
 def test_the_moving_average_forgets_what_is_long_ago():

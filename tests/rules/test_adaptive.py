@@ -666,7 +666,8 @@ def test_tracker_counts_its_limit_as_within_and_stays_in_range():
 
 
 def run_of(clipper, norms, **extra):
-    state = clipper.init(jnp.zeros(1))
+    updates = jnp.zeros(1)
+    state = clipper.init(updates)
     for norm in norms:
         updates, state = clipper.update(jnp.array([norm]), state, **extra)
     return float(updates[0]), state

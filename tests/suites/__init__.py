@@ -2,7 +2,8 @@
 
 python -m tests.suites                             all packages that are installed
 python -m tests.suites optax rlax                  some of them
-python -m tests.suites --markdown docs/suites.md   also writes the page
+python -m tests.suites --markdown PATH --json PATH  also writes docs/suites.md and
+                                                    benchmarks/results/suites.json
 
 patches.py     which functions ours stand in for, and which tests are run
 worker.py      runs them in a process of its own

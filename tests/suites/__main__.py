@@ -1,38 +1,30 @@
 """The command: see `tests/suites/__init__.py`."""
 
-import argparse
 import sys
-from pathlib import Path
 
-from .compare import findings, tables_of_cases
-from .page import differences, page, table
+from ..packages import options_of, record
+from .compare import Findings, findings, tables_of_cases
+from .page import differences, environment, page, table
 from .patches import SUITES
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Returns the exit status: 1 if something differs that nobody has explained."""
-    parser = argparse.ArgumentParser(
-        prog="python -m tests.suites",
-        description="Runs the tests that other packages ship, with our functions.",
+    options = options_of(
+        arguments,
+        "tests.suites",
+        "Runs the tests that other packages ship, with our functions.",
+        [*SUITES, "cases"],
     )
-    parser.add_argument("packages", nargs="*", help=f"of {', '.join(SUITES)}, cases")
-    parser.add_argument("--markdown", type=Path, help="where to write the page")
-    options = parser.parse_args(arguments)
-    chosen = options.packages or [*SUITES, "cases"]
-    unknown = set(chosen) - {*SUITES, "cases"}
-    if unknown:
-        parser.error(f"no such suite: {', '.join(sorted(unknown))}")
-    found = []
-    for name in chosen:
-        print(f"{name} ...", file=sys.stderr, flush=True)
-        found.append(tables_of_cases() if name == "cases" else findings(name))
+    found = options.run(_findings_of)
     rows = [row for each in found for row in each.rows]
     print(table(rows), differences(rows), sep="\n\n")
-    if options.markdown:
-        options.markdown.write_text(page(found))
     problems = [problem for each in found for problem in each.problems]
-    print("\n".join(problems), file=sys.stderr)
-    return int(bool(problems))
+    return options.finish(page, record(rows, environment()), problems)
+
+
+def _findings_of(name: str) -> Findings:
+    return tables_of_cases() if name == "cases" else findings(name)
 
 
 if __name__ == "__main__":

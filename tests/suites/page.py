@@ -2,18 +2,18 @@
 
 import platform
 import textwrap
-from datetime import date
 from importlib.metadata import version
+from typing import Any
 
 import optaxclip
 
-from .compare import Findings, Row
+from .compare import Row
 from .patches import SUITES
 
-HEAD = (
+HEAD = [
     "| package | version | tests | theirs | with ours | calls | differ |",
     "|---|---|---|---|---|---|---|",
-)
+]
 INTRO = """
 Other packages ship the tests of their clipping functions. `python -m tests.suites` runs
 these tests twice: as they are, and with our functions in place of theirs. It downloads
@@ -35,7 +35,7 @@ and a case counts as failed where we decide otherwise on purpose.
 
 
 def table(rows: list[Row]) -> str:
-    lines = list(HEAD)
+    lines = [*HEAD]
     for row in rows:
         differ = str(len(row.differ)) if row.ours else ""
         cells = (row.package, row.version, row.tests, row.theirs, row.ours, row.calls)
@@ -67,16 +67,16 @@ def failures_of_their_own(rows: list[Row]) -> str:
     return "\n".join(parts) or "None."
 
 
-def page(findings: list[Findings]) -> str:
+def page(recorded: dict[str, Any]) -> str:
     """All of `docs/suites.md`."""
-    rows = [row for each in findings for row in each.rows]
+    rows = [Row(**row) for row in recorded["rows"]]
     replaced = []
     for name, suite in SUITES.items():
         replaced.append(wrapped(f"- {name}: {suite.beside}.", hanging="  "))
     parts = [
         "# Tests of other packages",
         wrapped(INTRO),
-        wrapped(f"{date.today()}, {environment()}."),
+        wrapped(f"{recorded['where']}."),
         wrapped(COLUMNS),
         table(rows),
         wrapped(CASES),

@@ -64,7 +64,8 @@ def clip_keras_gradients(optimizer: Any, grads: list[Any]) -> list[Any]:
         if limit is not None and limit > 0:
             limits[name] = limit
     clipper = keras_style.clip_gradients(**limits)
-    return clipper.update(grads, clipper.init(grads))[0]
+    clipped, _ = clipper.update(grads, clipper.init(grads))
+    return jax.tree.leaves(clipped)
 
 
 _KERAS = "keras.src.optimizers.base_optimizer"

@@ -225,6 +225,15 @@ def test_integer_and_none_leaves_pass():
     np.testing.assert_allclose(steps["w"], [-2.0], 1e-6)
 
 
+@every_dtype
+def test_it_works_under_strict_dtype_promotion(dtype):
+    clipper = constrain(optaxclip.clip_by_global_norm(0.5))
+    weights = jnp.ones(4, dtype)
+    with jax.numpy_dtype_promotion("strict"):
+        steps, _ = clipper.update(weights, clipper.init(weights), weights)
+    assert steps.dtype == dtype
+
+
 def test_a_broken_step_that_is_cleared_leaves_the_weights():
     params = {"a": jnp.array([0.3, 0.4]), "b": jnp.array([0.5])}
     broken = {"a": jnp.array([jnp.nan, 0.0]), "b": jnp.array([0.1])}

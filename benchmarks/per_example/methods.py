@@ -1,0 +1,100 @@
+"""Functions from parameters and a batch to the mean gradient with each example clipped:
+ours, optax's and, where it is installed, jax_privacy's.
+"""
+
+import importlib
+from collections.abc import Callable
+from functools import partial
+from types import ModuleType
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from optaxclip.per_example import clipped_grad, explain_clipped_grad
+
+from .losses import Case
+
+Gradient = Callable[[Any, Any], Any]  # (params, batch) -> gradient
+
+PLAIN = "not clipped"
+OPTAX = "optax, all at once"
+AUTO = "optaxclip, auto"
+MICROBATCH = 8  # examples at once, in methods that make their gradients
+WORDS = {"ghost": "ghost", "one_pass": "one pass", "two_pass": "two passes"}
+
+
+def of_jax(case: Case) -> dict[str, Gradient]:
+    """All methods for one model. The gradient of the mean, which clips nothing, is the
+    first, and what "auto" chooses is the second.
+    """
+    width = min(MICROBATCH, case.size // 2)
+    found = {
+        PLAIN: plain(case),
+        chosen(case): ours(case, "auto"),
+        named("ghost", None): ours(case, "ghost"),
+        named("one_pass", width): ours(case, "one_pass", width),
+        named("two_pass", width): ours(case, "two_pass", width),
+        OPTAX: partial(_with_optax, case),
+    }
+    clipping = _jax_privacy()
+    if clipping is not None:
+        for size in (None, width):
+            found[f"jax_privacy, {_at_once(size)}"] = clipping.clipped_grad(
+                lambda params, batch: case.loss(params, *batch),
+                l2_clip_norm=case.limit,
+                keep_batch_dim=False,
+                normalize_by=float(case.size),
+                microbatch_size=size,
+            )
+    return found
+
+
+def plain(case: Case) -> Gradient:
+    """The gradient of the mean loss."""
+
+    def mean(params: Any, batch: Any) -> jax.Array:
+        return jnp.mean(jax.vmap(case.loss, (None, 0, 0))(params, *batch))
+
+    return jax.grad(mean)
+
+
+def ours(case: Case, method: str, microbatch: int | None = None) -> Gradient:
+    """The gradient by `clipped_grad`."""
+    clipped = clipped_grad(case.loss, case.limit, method=method, microbatch=microbatch)
+    return lambda params, batch: clipped(params, *batch).grads
+
+
+def named(method: str, microbatch: int | None) -> str:
+    """The name of one of our methods in the tables."""
+    size = "" if microbatch is None else f", {_at_once(microbatch)}"
+    return f"optaxclip, {WORDS[method]}{size}"
+
+
+def chosen(case: Case) -> str:
+    """The name of the method that "auto" chooses."""
+    choice = explain_clipped_grad(case.loss)(case.params, *case.batch)
+    return named(choice.method, choice.microbatch)
+
+
+def missing() -> list[str]:
+    """Packages that have a row of their own and are not installed."""
+    return [] if _jax_privacy() else ["jax_privacy"]
+
+
+def _at_once(size: int | None) -> str:
+    return "all at once" if size is None else f"{size} at once"
+
+
+def _with_optax(case: Case, params: Any, batch: Any) -> Any:
+    grads = jax.vmap(jax.grad(case.loss), (None, 0, 0))(params, *batch)
+    total, _ = optax.per_example_global_norm_clip(grads, case.limit)
+    return jax.tree.map(lambda leaf: leaf / case.size, total)
+
+
+def _jax_privacy() -> ModuleType | None:
+    try:
+        return importlib.import_module("jax_privacy.clipping")
+    except ImportError:
+        return None

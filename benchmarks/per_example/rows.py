@@ -1,0 +1,143 @@
+"""The race of all methods, model by model."""
+
+import sys
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import jax
+import numpy as np
+
+from .. import timing
+from ..report import Table
+from . import in_torch, methods
+from .losses import Case, cases
+
+Tree = dict[str, Any]
+
+COLUMNS = ("model", "gradient", "time", "temporary memory", "compile")
+
+SAME = 1e-5  # rounding is below, and a factor that is missing above
+
+
+def table(quick: bool) -> Table:
+    """Time, memory and compile time of each method, for each model."""
+    rows = []
+    for case in cases(quick):
+        rows += rows_of(case, 1 if quick else 3)
+    lacks = methods.missing() + in_torch.missing()
+    worst = max(row.get("difference", 0) for row in rows)
+    note = (
+        "Against the gradient of the mean, which clips nothing, in the same framework. "
+        f"All clipped gradients are within {worst:.0e} of optax's, relative to its "
+        "norm."
+    )
+    if lacks:
+        note += f" Rows are left out. To see them: `pip install {' '.join(lacks)}`."
+    title = "the mean gradient with each example clipped, float32"
+    return Table(title, COLUMNS, rows, note)
+
+
+def rows_of(case: Case, rounds: int) -> list[dict[str, Any]]:
+    """The rows of one model: all methods in turns."""
+    programs = {
+        name: timing.compiled(gradient, case.params, case.batch)
+        for name, gradient in methods.of_jax(case).items()
+    }
+    runs: dict[str, Callable[[], Tree]] = {
+        name: partial(program.call, case.params, case.batch)
+        for name, program in programs.items()
+    }
+    runs |= in_torch.of_torch(case)
+    differences = _differences(runs)
+    bases = dict.fromkeys(runs, in_torch.PLAIN) | dict.fromkeys(programs, methods.PLAIN)
+    seconds = _raced(runs, bases, rounds)
+    rows = []
+    for name, taken in seconds.items():
+        base = bases[name]
+        row = {"model": case.name, "gradient": name}
+        row |= {"time": _ratio(taken, seconds[base])}
+        if name in programs:
+            row |= _compiled(programs[name], programs[base])
+        if name in differences:
+            row |= {"difference": differences[name]}
+        row |= {"step_seconds": taken}
+        rows.append(row)
+    rows = _with_auto(rows, methods.chosen(case))
+    for row in rows:
+        print(f"  {row['gradient']}: {row['time']:.2f}", file=sys.stderr, flush=True)
+    return rows
+
+
+def _raced(
+    runs: dict[str, Callable[[], Tree]], bases: dict[str, str], rounds: int
+) -> dict[str, list[float]]:
+    """The seconds of all methods, in three times as many rounds for those that take at
+    most three times as long as their base: small differences need more of them.
+    """
+    contestants = {name: timing.Contestant(run) for name, run in runs.items()}
+    seconds = timing.race(contestants, rounds)
+    close = {
+        name: contestant
+        for name, contestant in contestants.items()
+        if _ratio(seconds[name], seconds[bases[name]]) <= 3
+    }
+    for name, more in timing.race(close, 2 * rounds).items():
+        seconds[name] += more
+    return seconds
+
+
+def _ratio(taken: list[float], base: list[float]) -> float:
+    """The median over the rounds that both took part in."""
+    return timing.ratio(taken, base[: len(taken)])
+
+
+def _compiled(program: timing.Program, plain: timing.Program) -> dict[str, Any]:
+    return {
+        "temporary memory": program.temporary / plain.temporary,
+        "compile": program.seconds / plain.seconds,
+        "temporary_bytes": program.temporary,
+    }
+
+
+def _with_auto(rows: list[dict[str, Any]], chosen: str) -> list[dict[str, Any]]:
+    """The rows, and one for "auto", which is the same program as what it chose."""
+    (row,) = (row for row in rows if row["gradient"] == chosen)
+    name = f"{methods.AUTO}: {chosen.removeprefix('optaxclip, ')}"
+    return [rows[0], row | {"gradient": name}, *rows[1:]]
+
+
+def _differences(runs: dict[str, Callable[[], Tree]]) -> dict[str, float]:
+    """How far each clipped gradient is from optax's, relative to its norm.
+
+    Raises:
+      ValueError: one of them is another gradient, so that its time means nothing.
+    """
+    expected = _as_torch(runs[methods.OPTAX]())
+    plain = methods.PLAIN, in_torch.PLAIN
+    found = {}
+    for name in runs:
+        if name not in plain:
+            found[name] = _distance(_on_host(runs[name]()), expected)
+            if found[name] > SAME:
+                raise ValueError(f"{name}: {found[name]:.1g} from optax's gradient.")
+    return found
+
+
+def _on_host(grads: Tree) -> Tree:
+    """A gradient of either framework, in the layout of PyTorch."""
+    if any(isinstance(leaf, jax.Array) for leaf in grads.values()):
+        return _as_torch(grads)
+    return {name: np.asarray(leaf, np.float64) for name, leaf in grads.items()}
+
+
+def _as_torch(grads: Tree) -> Tree:
+    return {
+        name: np.asarray(in_torch.as_in_torch(name, leaf), np.float64)
+        for name, leaf in grads.items()
+    }
+
+
+def _distance(found: Tree, expected: Tree) -> float:
+    squares = [np.sum((found[name] - expected[name]) ** 2) for name in expected]
+    return (sum(squares) / sum(np.sum(leaf**2) for leaf in expected.values())) ** 0.5

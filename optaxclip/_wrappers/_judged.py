@@ -1,0 +1,67 @@
+"""A norm and a loss that are held against rules: what skipping optimizers and
+`record_spikes` have in common.
+
+Their states have the fields of `first_fields`, by these names.
+"""
+
+from functools import partial
+from typing import Any, TypeVar
+
+import jax
+import jax.numpy as jnp
+
+from .._core._limits import limit_of
+from .._norms._mesh_axes import MeshAxes
+from .._norms._norms import global_norm
+from ..rules._rule import Rule
+
+State = TypeVar("State", bound=Any)
+
+
+def first_fields(rule: Rule, loss_rule: Rule | None, params: Any) -> dict[str, Any]:
+    """Step, norm, loss, their limits and memories before the first step."""
+    measure = partial(global_norm, mesh_axes=None)
+    norm = jnp.zeros((), jax.eval_shape(measure, params).dtype)
+    loss = jnp.zeros(())
+    # Each number is its own array, so that the state can be donated.
+    return {
+        "step": jnp.zeros((), jnp.int32),
+        "norm": norm,
+        "limit": jnp.full_like(norm, jnp.inf),
+        "value": loss,
+        "value_limit": jnp.full_like(loss, jnp.inf),
+        "memory": rule.init(jnp.zeros_like(norm)),
+        "value_memory": () if loss_rule is None else loss_rule.init(jnp.zeros(())),
+    }
+
+
+def norm_of(updates: Any, grad_norm: Any, mesh_axes: MeshAxes) -> Any:
+    """The norm that was measured elsewhere, or else that of the updates."""
+    if grad_norm is not None:
+        return grad_norm
+    return global_norm(updates, mesh_axes=mesh_axes)
+
+
+def judge_norm(
+    argument: str, rule: Rule, state: State, norm: Any
+) -> tuple[State, jax.Array]:
+    """Returns the state with the norm and its limit, and whether the norm is over it.
+
+    NaN and inf are over every limit.
+    """
+    norm = jnp.asarray(norm).astype(state.norm.dtype)
+    asked = rule, norm, state.memory, state.step
+    limit, memory = limit_of(*asked, argument=argument)
+    state = state._replace(norm=norm, limit=limit, memory=memory)
+    return state, ~(norm <= limit) | ~jnp.isfinite(norm)
+
+
+def judge_loss(
+    argument: str, rule: Rule, state: State, loss: Any
+) -> tuple[State, jax.Array]:
+    """Does the same for a loss, which may be negative."""
+    loss = jnp.asarray(loss).astype(state.value.dtype)
+    asked = rule, loss, state.value_memory, state.step
+    limit, memory = limit_of(*asked, argument=argument, signed=True)
+    state = state._replace(value=loss, value_limit=limit, value_memory=memory)
+    return state, ~(loss <= limit) | ~jnp.isfinite(loss)
