@@ -35,7 +35,14 @@ class Choice(NamedTuple):
 def choose(problem: Problem, method: str, microbatch: int | None) -> Choice:
     """The method that was asked for, or the one that takes the least time."""
     leaves = jax.tree.leaves(problem.params)
-    if method in ("one_pass", "two_pass") or not all(map(_is_inexact, leaves)):
+    hindrance = _hindrance(problem)
+    if method == "ghost" and hindrance:
+        raise ValueError(
+            'clipped_grad: method must be "one_pass", "two_pass" or "auto" for '
+            f'{hindrance}, got "ghost".'
+        )
+    can_be_ghost = not hindrance and all(map(_is_inexact, leaves))
+    if method in ("one_pass", "two_pass") or not can_be_ghost:
         return Choice("one_pass" if method == "auto" else method, microbatch, None)
     traced = trace(problem.of_one, problem.params, problem.batch)
     ghost = ghost_of(traced, leaves)
@@ -60,6 +67,21 @@ def _width(ghost: Ghost, size: int) -> int:
     kept = size * sum(map(kept_numbers, ghost.uses)) // 4
     numbers = sum(leaf.size for leaf in ghost.params)
     return evened(size, max(kept // max(numbers, 1), 1))
+
+
+def _hindrance(problem: Problem) -> str:
+    """What ghost clipping cannot do with these arrays. "" for nothing."""
+    leaves = jax.tree.leaves((problem.params, problem.batch))
+    meshes = [jax.typeof(leaf).sharding.mesh for leaf in leaves]
+    # The cotangents that it asks for would need their shardings as types.
+    axes = sorted({name for mesh in meshes for name in mesh.explicit_axes})
+    if axes:
+        return f"arrays on a mesh with Explicit axes, here {axes}"
+    for leaf in leaves:
+        # It is chosen by sizes, and those of jax.export may be symbols.
+        if not all(isinstance(size, int) for size in jnp.shape(leaf)):
+            return f"sizes that are not known, here {jnp.shape(leaf)}"
+    return ""
 
 
 def _is_inexact(leaf: Any) -> bool:

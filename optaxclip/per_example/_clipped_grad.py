@@ -8,6 +8,8 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax import lax
 
 from .._other_names import with_our_names
 from ..shrinks import Shrink, shrink_of
@@ -100,7 +102,8 @@ def clipped_grad(
       ValueError: a limit that is negative, NaN or an array, several limits with two
         passes, an unknown method, a microbatch below 1. From the function: limits that
         do not fit the parameters, batches whose first axes are missing or differ, a
-        mask of the wrong shape.
+        mask of the wrong shape, "ghost" on a mesh with Explicit axes or for symbolic
+        sizes.
       TypeError: a limit that is not a number, or a shrink that is not a function.
 
     | an example that | contributes | divides the mean |
@@ -162,7 +165,13 @@ def clipped_grad(
 
 def _divided_as(divisor: Any, leaf: jax.Array, total: jax.Array) -> jax.Array:
     """The total by the divisor, in the dtype of a leaf."""
-    return (total / divisor).astype(leaf.dtype)
+    if jnp.iscomplexobj(total):
+        parts = jnp.real(total), jnp.imag(total)
+        real, imag = (_divided_as(divisor, jnp.real(leaf), part) for part in parts)
+        return lax.complex(real, imag)
+    wide = np.promote_types(total.dtype, np.float32)
+    mean = total.astype(wide) / jnp.asarray(divisor).astype(wide)
+    return mean.astype(leaf.dtype)
 
 
 def _present(mask: Any, size: int, call: str) -> jax.Array:

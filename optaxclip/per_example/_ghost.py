@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from .._core._factors import stretch
 from .._norms._types import varying_as
@@ -186,8 +187,8 @@ def _weighed(
 
 
 def _times(x: jax.Array, root: jax.Array) -> jax.Array:
-    wide = jnp.promote_types(x.dtype, root.dtype)
-    return (x.astype(wide) * root).astype(x.dtype)
+    wide = np.promote_types(x.dtype, root.dtype)
+    return (x.astype(wide) * root.astype(wide)).astype(x.dtype)
 
 
 def _after(before: jax.Array, counts: jax.Array) -> jax.Array:

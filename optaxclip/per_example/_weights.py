@@ -4,6 +4,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from .._arguments import check_limit, held_in
@@ -13,6 +14,7 @@ from .._norms._collectives import Split
 from .._norms._leaves import clipped_leaves
 from .._norms._measures import norms_of
 from .._norms._powers import Group
+from .._norms._types import split_as
 from ..shrinks import Shrink
 
 
@@ -145,11 +147,12 @@ def _shrunk(norms: jax.Array, limits: Limits, shrink: Shrink) -> jax.Array:
     known = [jnp.inf if limit is None else limit for limit in limits.values]
     limit = jnp.stack([held_in(norms.dtype, each) for each in known])
     limit = jnp.broadcast_to(jnp.maximum(limit, 0), norms.shape)
+    limit = split_as(limit, jax.typeof(norms))
     return jnp.where(limit == jnp.inf, norms, shrink(norms, limit))
 
 
 def _weighted_sum(leaf: jax.Array, root: jax.Array, counts: jax.Array) -> jax.Array:
-    wide = jnp.promote_types(leaf.dtype, root.dtype)
+    wide = np.promote_types(leaf.dtype, root.dtype)
     stretched = stretch(leaf.astype(wide), along_batch(root, leaf))
     # Selected, since 0 times NaN is NaN.
     kept = jnp.where(along_batch(counts, leaf), stretched, 0)

@@ -103,8 +103,11 @@ def parts_of(case: Case, tree: dict[str, Any], limit: float) -> list[Part]:
     """Every part with what must become of it."""
     method, params, found = case.kind, case.weights(), []
     for places in places_of(method, tree):
-        norm = oracles.norm([values(tree, place) for place in places], method.ord)
-        most, ok = narrowed(limit), True
+        pieces = [values(tree, place) for place in places]
+        norm = oracles.norm(pieces, method.ord)
+        # float32 has no number for the modulus of some complex numbers.
+        longest = oracles.norm(pieces, math.inf)
+        most, ok = narrowed(limit), not LARGEST < longest < math.inf
         if method.floor is not None:
             length = oracles.norm([values(params, place) for place in places])
             most *= max(length, method.floor)
