@@ -84,7 +84,8 @@ def _count_in_floats(flags: jax.Array) -> jax.Array:
     axes, size = [], 1
     for axis in reversed(range(flags.ndim)):
         size *= flags.shape[axis]
-        if size <= 2**24:
+        # A size of jax.export may be a symbol, which is not compared.
+        if isinstance(size, int) and size <= 2**24:
             axes.append(axis)
     counts = jnp.sum(flags.astype(jnp.float32), axis=tuple(axes))
     # A TPU runs each operation on a single number by itself.
