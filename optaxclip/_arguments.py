@@ -54,7 +54,9 @@ def check_number(argument: str, value: Any, *, lowest: float = 0.0) -> None:
     if np.isnan(known).any():
         raise ValueError(f"{argument} must not be NaN, got {value!r}.")
     if (known < lowest).any():
-        raise ValueError(f"{argument} must be at least {lowest:g}, got {value!r}.")
+        raise ValueError(
+            f"{argument} must be at least {lowest:g}, got {value!r}."
+        )
 
 
 def check_limit(argument: str, value: Any, *, lowest: float = 0.0) -> None:
@@ -68,7 +70,9 @@ def check_limit(argument: str, value: Any, *, lowest: float = 0.0) -> None:
     check_number(argument, value, lowest=lowest)
     if isinstance(value, Tracer):
         return
-    widest = jnp.finfo(jnp.result_type(float))  # float64 where jax_enable_x64 is set
+    widest = jnp.finfo(
+        jnp.result_type(float)
+    )  # float64 where jax_enable_x64 is set
     known = np.asarray(value).astype(np.float64)
     if (np.isfinite(known) & (known > widest.max)).any():
         raise ValueError(
@@ -87,7 +91,9 @@ def held_in(dtype: Any, number: Any) -> Any:
     if array.dtype == np.float64 and dtype == np.float32:
         numpy = jnp if isinstance(array, jax.Array) else np
         most = float(np.finfo(np.float32).max)
-        array = numpy.where(numpy.isinf(array), array, numpy.clip(array, -most, most))
+        array = numpy.where(
+            numpy.isinf(array), array, numpy.clip(array, -most, most)
+        )
     return jnp.asarray(array.astype(dtype))
 
 
@@ -100,7 +106,9 @@ def _float_of(argument: str, value: int) -> float:
     return float(value)
 
 
-def check_order(call: str, lower: tuple[str, Any], upper: tuple[str, Any]) -> None:
+def check_order(
+    call: str, lower: tuple[str, Any], upper: tuple[str, Any]
+) -> None:
     """Raises ValueError for two bounds, (name, value), that are known to leave no room
     between them: the lower one is above the upper one.
     """
@@ -163,14 +171,18 @@ def as_partial(function: Callable[..., Any]) -> Partial:
     return function if isinstance(function, Partial) else Partial(function)
 
 
-def check_transformation(argument: str, value: Any, noun: str = "an optimizer") -> None:
+def check_transformation(
+    argument: str, value: Any, noun: str = "an optimizer"
+) -> None:
     """Raises TypeError for what has no `init` and `update`."""
     if hasattr(value, "init") and hasattr(value, "update"):
         return
     text = f"{argument} must be {noun} with init and update"
     if callable(value):
         name = getattr(value, "__name__", repr(value))
-        raise TypeError(f"{text}, got the function {name}: call it, as in {name}(...).")
+        raise TypeError(
+            f"{text}, got the function {name}: call it, as in {name}(...)."
+        )
     raise TypeError(f"{text}, got {value!r}.")
 
 

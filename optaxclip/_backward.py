@@ -127,7 +127,9 @@ def clip_cotangent(
         bounds = _bounds(call, x, max_value, min_value)
         return put_back(_clipped(None, _arrays(x), bounds), x)
     if min_value is not None:
-        raise ValueError(f"{call}: min_value={min_value!r} belongs to max_value.")
+        raise ValueError(
+            f"{call}: min_value={min_value!r} belongs to max_value."
+        )
     check_ord(call, ord)
     _check_axis(call, axis, x)
     check_limit(f"{call}: max_norm", max_norm)
@@ -177,14 +179,18 @@ def _measure(call: str, ord: Ord, axis: Any, mesh_axes: MeshAxes) -> Measure:
     """The norm of each array, or its norms along some axes."""
     if axis is None:
         return TensorNorm(**check_measure(call, ord, mesh_axes=mesh_axes))
-    return UnitwiseNorm(**check_measure(call, ord, axis=axis, mesh_axes=mesh_axes))
+    return UnitwiseNorm(
+        **check_measure(call, ord, axis=axis, mesh_axes=mesh_axes)
+    )
 
 
 def _bounds(call: str, x: Any, high: Any, low: Any) -> tuple[jax.Array, Any]:
     """The upper bound of each element, and the lower one if there is one."""
     if low is None:
         return _scalar(f"{call}: max_value", high), None
-    for path, leaf in jax.tree_util.tree_flatten_with_path(clipped_leaves(x))[0]:
+    for path, leaf in jax.tree_util.tree_flatten_with_path(clipped_leaves(x))[
+        0
+    ]:
         if jnp.iscomplexobj(leaf):
             raise TypeError(
                 f"{call}: the leaf {prefix.name(path)!r} is complex and has no "
@@ -208,7 +214,9 @@ def _forward(measure: Measure | None, x: Any, limit: Any) -> tuple[Any, Any]:
     return x, limit
 
 
-def _backward(measure: Measure | None, limit: Any, cotangent: Any) -> tuple[Any, Any]:
+def _backward(
+    measure: Measure | None, limit: Any, cotangent: Any
+) -> tuple[Any, Any]:
     if measure is None:
         clipper = clip_by_value(*limit)
         clipped, _ = clipper.update(cotangent, clipper.init(cotangent))
@@ -261,7 +269,9 @@ def _check_axis(call: str, axis: Any, x: Any) -> None:
     wanted = axis if isinstance(axis, tuple) else (axis,)
     if axis is None:
         return
-    for path, leaf in jax.tree_util.tree_flatten_with_path(clipped_leaves(x))[0]:
+    for path, leaf in jax.tree_util.tree_flatten_with_path(clipped_leaves(x))[
+        0
+    ]:
         rank = jnp.ndim(leaf)
         if not all(isinstance(i, int) and -rank <= i < rank for i in wanted):
             raise ValueError(

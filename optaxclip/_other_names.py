@@ -50,11 +50,17 @@ ARGUMENTS = {
         ),
         OUR_LIMITS,
     ),
-    **dict.fromkeys(("axes", "axis_name", "axis_names", "mesh_axis"), ("mesh_axes",)),
+    **dict.fromkeys(
+        ("axes", "axis_name", "axis_names", "mesh_axis"), ("mesh_axes",)
+    ),
     **dict.fromkeys(("norm_type", "order", "p"), ("ord",)),
     **dict.fromkeys(("epsilon", "stability_eps"), ("eps",)),
-    **dict.fromkeys(("a_max", "clip_value_max", "max", "upper"), ("max_value",)),
-    **dict.fromkeys(("a_min", "clip_value_min", "min", "lower"), ("min_value",)),
+    **dict.fromkeys(
+        ("a_max", "clip_value_max", "max", "upper"), ("max_value",)
+    ),
+    **dict.fromkeys(
+        ("a_min", "clip_value_min", "min", "lower"), ("min_value",)
+    ),
     **dict.fromkeys(("groups", "param_labels"), ("labels", "scope")),
     **dict.fromkeys(
         ("alpha", "beta", "momentum", "smoothing"),
@@ -97,7 +103,9 @@ FUNCTIONS = {
 }
 
 
-def with_our_names(function: Callable[P, T], call: str | None = None) -> Callable[P, T]:
+def with_our_names(
+    function: Callable[P, T], call: str | None = None
+) -> Callable[P, T]:
     """The function, with a TypeError in our words for arguments that do not fit.
 
     `call` is what users call it, where that is not the function's own name.
@@ -127,7 +135,9 @@ class Signature:
         self.known = [each.name for each in named]
         self.shown = ["*" * (each.kind is endless) + each.name for each in own]
         self.positional = [each.name for each in named if each.kind is plain]
-        self.needed = [each.name for each in named if each.default is each.empty]
+        self.needed = [
+            each.name for each in named if each.default is each.empty
+        ]
 
     def check(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """Raises TypeError for arguments that are unknown, too many or missing."""
@@ -168,7 +178,9 @@ class Signature:
 
     def _raise_missing(self, name: str) -> NoReturn:
         places = [each for each in self.needed if each in self.positional]
-        named = [f"{each}=..." for each in self.needed if each not in self.positional]
+        named = [
+            f"{each}=..." for each in self.needed if each not in self.positional
+        ]
         example = f"{self.call}({', '.join(places + named)})"
         raise TypeError(f"{self.call}: {name} is missing: call {example}.")
 
@@ -208,7 +220,9 @@ def _place_of(name: str, package: ModuleType) -> str | None:
     """Where a name is in the public modules of a package: "rules.growth"."""
     for own in package.__all__:
         inner = getattr(package, own)
-        if isinstance(inner, ModuleType) and name in getattr(inner, "__all__", ()):
+        if isinstance(inner, ModuleType) and name in getattr(
+            inner, "__all__", ()
+        ):
             return f"{own}.{name}"
     return None
 

@@ -62,7 +62,9 @@ def adaclip(
     numbers = {"stacked": stacked, "mesh_axes": mesh_axes}
     measure = TensorNorm(**check_measure(call, math.inf, **numbers))
     rule = rule_in(call, Ema, decay=decay)
-    largest = make_clipper(measure, rule, call=call, name="limit", nonfinite=nonfinite)
+    largest = make_clipper(
+        measure, rule, call=call, name="limit", nonfinite=nonfinite
+    )
 
     def update(
         updates: Any,

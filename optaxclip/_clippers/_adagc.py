@@ -101,7 +101,11 @@ class Adagc(Rule):
         return AdaGCMemory(seen, jnp.full_like(norm, jnp.inf))
 
     def update(
-        self, norm: jax.Array, memory: AdaGCMemory, step: jax.Array, total: jax.Array
+        self,
+        norm: jax.Array,
+        memory: AdaGCMemory,
+        step: jax.Array,
+        total: jax.Array,
     ) -> tuple[jax.Array, AdaGCMemory]:
         numbers = self.ratio, self.decay, self.max_norm
         ratio, decay, max_norm = at_step(step, norm, *numbers)

@@ -97,7 +97,9 @@ def clip_by_average_norm(
     numbers = {"stacked": stacked, "mesh_axes": mesh_axes}
     measure = TensorNorm(**check_measure(call, "average", **numbers))
     options = {"shrink": shrink, "eps": eps, "nonfinite": nonfinite}
-    return make_clipper(measure, max_norm, call=call, name="max_norm", **options)
+    return make_clipper(
+        measure, max_norm, call=call, name="max_norm", **options
+    )
 
 
 @with_our_names

@@ -82,7 +82,9 @@ def clip_by_global_norm(
     call = "clip_by_global_norm"
     measure = GlobalNorm(**check_measure(call, ord, mesh_axes=mesh_axes))
     options = {"shrink": shrink, "eps": eps, "nonfinite": nonfinite}
-    return make_clipper(measure, max_norm, call=call, name="max_norm", **options)
+    return make_clipper(
+        measure, max_norm, call=call, name="max_norm", **options
+    )
 
 
 @with_our_names
@@ -130,7 +132,9 @@ def clip_by_tensor_norm(
     numbers = {"stacked": stacked, "mesh_axes": mesh_axes}
     measure = TensorNorm(**check_measure(call, ord, **numbers))
     options = {"shrink": shrink, "eps": eps, "nonfinite": nonfinite}
-    return make_clipper(measure, max_norm, call=call, name="max_norm", **options)
+    return make_clipper(
+        measure, max_norm, call=call, name="max_norm", **options
+    )
 
 
 @with_our_names
@@ -175,7 +179,9 @@ def clip_by_unitwise_norm(
     numbers = {"axis": axis, "stacked": stacked, "mesh_axes": mesh_axes}
     measure = UnitwiseNorm(**check_measure(call, ord, **numbers))
     options = {"shrink": shrink, "eps": eps, "nonfinite": nonfinite}
-    return make_clipper(measure, max_norm, call=call, name="max_norm", **options)
+    return make_clipper(
+        measure, max_norm, call=call, name="max_norm", **options
+    )
 
 
 @with_our_names
@@ -220,7 +226,9 @@ def clip_by_group_norm(
     numbers = {"labels": labels, "mesh_axes": mesh_axes}
     measure = GroupNorm(**check_measure(call, ord, **numbers))
     options = {"shrink": shrink, "eps": eps, "nonfinite": nonfinite}
-    return make_clipper(measure, max_norm, call=call, name="max_norm", **options)
+    return make_clipper(
+        measure, max_norm, call=call, name="max_norm", **options
+    )
 
 
 @with_our_names

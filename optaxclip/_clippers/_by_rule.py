@@ -72,7 +72,9 @@ def autoclip(
     clipping for source separation networks, 2020 (arXiv 2007.14469).
     """
     call = "autoclip"
-    percentile = check_field(call, "percentile", number(highest=100.0), percentile)
+    percentile = check_field(
+        call, "percentile", number(highest=100.0), percentile
+    )
     if isinstance(percentile, (int, float)) and 0 < percentile < 1:
         warnings.warn(
             f"{call}: percentile={percentile} is less than one percent. Percentiles "
@@ -81,7 +83,9 @@ def autoclip(
             stacklevel=3,
         )
     share = (
-        Partial(_hundredth, percentile) if callable(percentile) else percentile / 100
+        Partial(_hundredth, percentile)
+        if callable(percentile)
+        else percentile / 100
     )
     numbers = {"quantile": share, "window": window, "current": True}
     rule = rule_in(call, WindowedQuantile, **numbers)
@@ -143,7 +147,13 @@ def zclip(
     Reference: Kumar, Owen, Chowdhury, Gura, ZClip: adaptive spike mitigation for LLM
     pre-training, 2025 (arXiv 2504.02507).
     """
-    numbers = {"z": z, "decay": decay, "target": target, "warmup": warmup, "eps": eps}
+    numbers = {
+        "z": z,
+        "decay": decay,
+        "target": target,
+        "warmup": warmup,
+        "eps": eps,
+    }
     rule = rule_in("zclip", ZScore, **numbers)
     limit = rule if cap is None else minimum(rule, cap)
     return clip_at(scope, limit, "zclip", nonfinite, mesh_axes, stacked=stacked)

@@ -131,7 +131,11 @@ def _bounds(bound: Any, argument: str, lowest: float) -> prefix.Prefix:
 
 def _check_one_bound(call: str, bound: Any, other: Any) -> None:
     """Raises for both bounds in a tuple, which would be bounds for two leaves."""
-    if other is not None or not isinstance(bound, (tuple, list)) or len(bound) != 2:
+    if (
+        other is not None
+        or not isinstance(bound, (tuple, list))
+        or len(bound) != 2
+    ):
         return
     low, high = bound
     numbers = isinstance(low, (int, float)) and isinstance(high, (int, float))
@@ -175,7 +179,9 @@ def _held(bound: Any, dtype: Any) -> Any:
     if not _is_known_whole(bound):
         return bound
     whole = jnp.issubdtype(dtype, jnp.integer)
-    info, number = (jnp.iinfo(dtype), int) if whole else (jnp.finfo(dtype), float)
+    info, number = (
+        (jnp.iinfo(dtype), int) if whole else (jnp.finfo(dtype), float)
+    )
     held = np.clip(_python_ints(bound), number(info.min), number(info.max))
     return np.asarray(held, info.dtype)
 
@@ -228,7 +234,9 @@ def _whole_bounds(
 
     def held(bound: jax.Array) -> jax.Array:
         if jnp.issubdtype(bound.dtype, jnp.floating):
-            return jnp.clip(bound, float(info.min), float(info.max)).astype(dtype)
+            return jnp.clip(bound, float(info.min), float(info.max)).astype(
+                dtype
+            )
         own = jnp.iinfo(bound.dtype)  # numbers beyond it would wrap
         ends = max(own.min, info.min), min(own.max, info.max)
         return jnp.clip(bound, *np.array(ends, own.dtype)).astype(dtype)
@@ -240,5 +248,7 @@ def _whole_bounds(
         return top, held(jnp.ceil(-high))
     # 2^31 is no int32, but it wraps to -2^31, which is its own negative.
     own = jnp.iinfo(high.dtype)
-    nearest = jnp.minimum(high, np.array(min(own.max, -int(info.min)), own.dtype))
+    nearest = jnp.minimum(
+        high, np.array(min(own.max, -int(info.min)), own.dtype)
+    )
     return top, -nearest.astype(dtype)

@@ -62,4 +62,6 @@ def clip_grads(
     call = "clip_grads"
     measure = GlobalNorm(**check_measure(call, ord, mesh_axes=mesh_axes))
     options = {"eps": eps, "nonfinite": nonfinite}
-    return clip_once(grads, max_norm, measure, call=call, name="max_norm", **options)
+    return clip_once(
+        grads, max_norm, measure, call=call, name="max_norm", **options
+    )

@@ -81,7 +81,9 @@ def clippy(
     check_limit(f"{call}: absolute", absolute)
     numbers = {"stacked": stacked, "mesh_axes": mesh_axes}
     measure = TensorNorm(**check_measure(call, math.inf, **numbers))
-    kernel = make_clipper(measure, None, call=call, name="limit", nonfinite=nonfinite)
+    kernel = make_clipper(
+        measure, None, call=call, name="limit", nonfinite=nonfinite
+    )
 
     def update(
         updates: Any, state: Any, params: Any = None, **_: Any
@@ -98,17 +100,26 @@ def clippy(
         norms = measure(tree).tree()
         weights = params_of(call, tree, params)
         strains = measure(jax.tree.map(strain, tree, weights)).tree()
-        given = {"grad_norm": norms, "limit": jax.tree.map(limit, norms, strains)}
+        given = {
+            "grad_norm": norms,
+            "limit": jax.tree.map(limit, norms, strains),
+        }
         return kernel.update(updates, state, params, **given)
 
     return optax.GradientTransformationExtraArgs(kernel.init, update)
 
 
 @jax.jit
-def _strain(update: Any, weight: Any, relative: Any, absolute: Any) -> jax.Array:
+def _strain(
+    update: Any, weight: Any, relative: Any, absolute: Any
+) -> jax.Array:
     """How many times its bound each element is."""
-    wide = np.promote_types(jnp.finfo(jnp.result_type(update)).dtype, np.float32)
-    relative, absolute = (jnp.asarray(x).astype(wide) for x in (relative, absolute))
+    wide = np.promote_types(
+        jnp.finfo(jnp.result_type(update)).dtype, np.float32
+    )
+    relative, absolute = (
+        jnp.asarray(x).astype(wide) for x in (relative, absolute)
+    )
     bound = relative * jnp.abs(weight).astype(wide) + absolute
     return jnp.abs(update).astype(wide) / jnp.maximum(bound, TINY)
 

@@ -77,7 +77,9 @@ class _Found(NamedTuple):
     use: Use
 
 
-def find_attentions(roles: dict[str, Where | None], tree: Any) -> list[Attention]:
+def find_attentions(
+    roles: dict[str, Where | None], tree: Any
+) -> list[Attention]:
     """The attentions of a tree, whose `roles` are "query", "key" and "rotary".
 
     Raises:
@@ -85,13 +87,17 @@ def find_attentions(roles: dict[str, Where | None], tree: Any) -> list[Attention
         query, or leaves of an attention whose numbers of heads do not fit.
     """
     entries = jax.tree_util.tree_flatten_with_path(tree)[0]
-    found = {role: _matches(role, where, entries) for role, where in roles.items()}
+    found = {
+        role: _matches(role, where, entries) for role, where in roles.items()
+    }
     paths = _attention_paths(found)
     attentions = []
     for path in paths:
         own = {role: [] for role in found}
         for role, matches in found.items():
-            own[role] = [each for each in matches if each.path[: len(path)] == path]
+            own[role] = [
+                each for each in matches if each.path[: len(path)] == path
+            ]
         attentions.append(_attention(path, own))
     _check_all_used(found, paths)
     return attentions
@@ -103,7 +109,9 @@ def _matches(
     """The leaves that `queries`, `keys` or `rotary` names."""
     found = []
     for number, (path, leaf) in enumerate(entries):
-        heads = None if where is None else _heads_at(where, prefix.name(path), leaf)
+        heads = (
+            None if where is None else _heads_at(where, prefix.name(path), leaf)
+        )
         if heads is None:
             continue
         heads = heads if isinstance(heads, Heads) else Heads(heads)
@@ -127,7 +135,9 @@ ARGUMENTS = {"query": "queries", "key": "keys", "rotary": "rotary"}
 def _heads_at(where: Where, name: str, leaf: Any) -> Any:
     if callable(where):
         return where(name, leaf)
-    hits = [heads for pattern, heads in where.items() if fnmatchcase(name, pattern)]
+    hits = [
+        heads for pattern, heads in where.items() if fnmatchcase(name, pattern)
+    ]
     return hits[0] if hits else None
 
 
@@ -196,7 +206,9 @@ def _check_all_used(found: dict[str, list[_Found]], paths: list[Any]) -> None:
                 )
 
 
-def _attention(path: tuple[str, ...], own: dict[str, list[_Found]]) -> Attention:
+def _attention(
+    path: tuple[str, ...], own: dict[str, list[_Found]]
+) -> Attention:
     name, shape = "/".join(path), own["key"][0].shape
     for each in (*own["query"], *own["key"], *own["rotary"]):
         fits = each.shape[:-1] == shape[:-1] and each.shape[-1] % shape[-1] == 0
@@ -223,7 +235,9 @@ def logits_of(attentions: list[Attention], max_logits: Any) -> dict[str, Any]:
     entries = [(_names(path), value) for path, value in flat]
     found = {}
     for attention in attentions:
-        own = [value for path, value in entries if _overlap(path, attention.path)]
+        own = [
+            value for path, value in entries if _overlap(path, attention.path)
+        ]
         if len(own) != 1 or len(entries) != len(attentions):
             shown = ", ".join(repr("/".join(path)) for path, _ in entries)
             raise ValueError(

@@ -112,7 +112,11 @@ class Larc(Rule):
         return True
 
     def update(
-        self, norm: jax.Array, memory: Any, step: jax.Array, params_norm: jax.Array
+        self,
+        norm: jax.Array,
+        memory: Any,
+        step: jax.Array,
+        params_norm: jax.Array,
     ) -> Any:
         rate, trust = at_step(step, norm, self.learning_rate, self.trust)
         length = params_norm.astype(norm.dtype)
@@ -123,7 +127,11 @@ class Larc(Rule):
 
 @jax.jit
 def _decayed(
-    weight_decay: Any, grad: Any, weight: Any, norm: jax.Array, length: jax.Array
+    weight_decay: Any,
+    grad: Any,
+    weight: Any,
+    norm: jax.Array,
+    length: jax.Array,
 ) -> jax.Array:
     """The gradient with weight decay, in its own dtype. As it is where either is 0."""
     decay = jnp.asarray(weight_decay).astype(norm.dtype)

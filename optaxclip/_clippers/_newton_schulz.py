@@ -32,7 +32,12 @@ SQUARINGS = 16
 
 
 def shrunk(
-    x: jax.Array, limit: jax.Array, bound: jax.Array, *, steps: int, is_hard: bool
+    x: jax.Array,
+    limit: jax.Array,
+    bound: jax.Array,
+    *,
+    steps: int,
+    is_hard: bool,
 ) -> jax.Array:
     """Matrices with their singular values shrunk, by `hard` or by `smooth(2)`.
 
@@ -96,9 +101,13 @@ def largest(x: jax.Array) -> tuple[jax.Array, jax.Array]:
     # A mean of the squared singular values in which the largest outweighs all others.
     # It is never above the largest.
     weights = jnp.sqrt(jnp.sum(jnp.abs(power) ** 2, (-2, -1), keepdims=True))
-    norm = tensor_norm(product(power, x), stacked=x.ndim - 2).reshape(trace.shape)
+    norm = tensor_norm(product(power, x), stacked=x.ndim - 2).reshape(
+        trace.shape
+    )
     # The bound is exact but for rounding, which 0.001 covers.
-    return norm / jnp.where(weights > 0, weights, 1.0), 1.001 * jnp.exp(0.5 * log)
+    return norm / jnp.where(weights > 0, weights, 1.0), 1.001 * jnp.exp(
+        0.5 * log
+    )
 
 
 def _square(

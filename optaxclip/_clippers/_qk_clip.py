@@ -132,12 +132,18 @@ def qk_clip(
         given = logits_of(attentions, max_logits)
         logits: Any = _by_key_head(attentions, given, tree)
         new: Any = kernel.update(logits, state)[1]
-        new = jax.tree.map(lambda x, old: typed_as(x, jax.typeof(old)), new, state)
+        new = jax.tree.map(
+            lambda x, old: typed_as(x, jax.typeof(old)), new, state
+        )
         if max_logit is None:
             return updates, new
         factors = {name: entry.factor for (name,), entry in zip(*unpack(new))}
         clipped = _clip(
-            tuple(attentions), alpha, tree, params_of(CALL, tree, params), factors
+            tuple(attentions),
+            alpha,
+            tree,
+            params_of(CALL, tree, params),
+            factors,
         )
         return put_back(clipped, updates), new
 
@@ -220,5 +226,7 @@ def _scaled(update: jax.Array, weight: Any, scale: jax.Array) -> jax.Array:
     scale = scale.astype(wide)
     # Exact where the scale is 1. The update itself is read once: an operand of two
     # operations XLA on a CPU writes to memory instead of computing it in the same loop.
-    taken = jnp.where(scale == 1, 0, (1 - scale) * jnp.asarray(weight).astype(wide))
+    taken = jnp.where(
+        scale == 1, 0, (1 - scale) * jnp.asarray(weight).astype(wide)
+    )
     return cast_like(scale * jnp.asarray(update).astype(wide) - taken, update)

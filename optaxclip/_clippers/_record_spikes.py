@@ -30,7 +30,9 @@ class SpikeState(NamedTuple):
     value_limit: jax.Array  # float32[]: what it was held against
     spiked: jax.Array  # int32[]: 1 if the last step was a spike, else 0
     spikes: jax.Array  # int32[]: steps that were
-    spiked_recently: jax.Array  # float32[]: their share of about the last 10,000 steps
+    spiked_recently: (
+        jax.Array
+    )  # float32[]: their share of about the last 10,000 steps
     memory: Any  # the last norms
     value_memory: Any  # the last losses
 
@@ -105,7 +107,9 @@ def _first_state(rule: Rule, params: Any) -> SpikeState:
 
 
 @jax.jit
-def _after_step(rule: Rule, state: SpikeState, norm: Any, value: Any) -> SpikeState:
+def _after_step(
+    rule: Rule, state: SpikeState, norm: Any, value: Any
+) -> SpikeState:
     state, spiked = judge_norm(CALL, rule, state, norm)
     if value is not None:
         state, is_over = judge_loss(CALL, rule, state, value)

@@ -46,8 +46,12 @@ def clip_at(
     return make_clipper(measure, rule, call=call, name="limit", **options)
 
 
-def _measure(scope: Scope, call: str, stacked: Stacked, mesh_axes: MeshAxes) -> Measure:
-    if scope is None or (isinstance(scope, str) and scope not in ("global", "tensor")):
+def _measure(
+    scope: Scope, call: str, stacked: Stacked, mesh_axes: MeshAxes
+) -> Measure:
+    if scope is None or (
+        isinstance(scope, str) and scope not in ("global", "tensor")
+    ):
         raise ValueError(
             f"{call}: scope must be 'global', 'tensor', or labels as in "
             f"clip_by_group_norm, got {scope!r}."
@@ -62,4 +66,6 @@ def _measure(scope: Scope, call: str, stacked: Stacked, mesh_axes: MeshAxes) -> 
         )
     if isinstance(scope, str):
         return GlobalNorm(**check_measure(call, None, mesh_axes=mesh_axes))
-    return GroupNorm(**check_measure(call, None, labels=scope, mesh_axes=mesh_axes))
+    return GroupNorm(
+        **check_measure(call, None, labels=scope, mesh_axes=mesh_axes)
+    )

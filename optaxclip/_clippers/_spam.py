@@ -27,7 +27,12 @@ from .._arguments import check_number, check_state
 from .._core._shares import ClippedElements, count_clipped, no_elements_clipped
 from .._exported import exported
 from .._norms._leaves import cast_like, clipped_leaves, put_back
-from .._norms._modulus import modulus_dtype, norm_dtype, wide_dtype, with_modulus
+from .._norms._modulus import (
+    modulus_dtype,
+    norm_dtype,
+    wide_dtype,
+    with_modulus,
+)
 from .._norms._prefix import is_none
 from .._norms._types import typed_as, types_of
 from .._other_names import with_our_names
@@ -48,7 +53,11 @@ class SpamState(NamedTuple):
 
 @with_our_names
 def spam(
-    threshold: Any = 5000.0, *, decay: Any = 0.999, warmup: Any = 20, every: Any = 500
+    threshold: Any = 5000.0,
+    *,
+    decay: Any = 0.999,
+    warmup: Any = 20,
+    every: Any = 500,
 ) -> optax.GradientTransformationExtraArgs:
     """Cuts coordinates down to sqrt(threshold * v), v the average of their squares.
 

@@ -32,7 +32,13 @@ from .._norms._leaves import (
 from .._norms._stacked import Stacked
 from .._other_names import with_our_names
 from ..shrinks import Shrink, hard, shrink_of, smooth
-from ._spectrum import SpectralNorm, clipped_leaf, in_one_dtype, method_of, spectrum_of
+from ._spectrum import (
+    SpectralNorm,
+    clipped_leaf,
+    in_one_dtype,
+    method_of,
+    spectrum_of,
+)
 
 
 @with_our_names
@@ -127,7 +133,9 @@ def clip_by_spectral_norm(
     stacked = static_numbers("stacked", stacked, call)
     measure = SpectralNorm(call, how, columns, stacked)
     options = {"shrink": shrink, "nonfinite": nonfinite}
-    kernel = make_clipper(measure, max_norm, call=call, name="max_norm", **options)
+    kernel = make_clipper(
+        measure, max_norm, call=call, name="max_norm", **options
+    )
 
     def update(
         updates: Any, state: Any, params: Any = None, **_: Any
@@ -152,7 +160,11 @@ def clip_by_spectral_norm(
 
 @with_our_names
 def spectral_norm(
-    tree: Any, *, columns: Any = None, stacked: Stacked = None, method: str = "svd"
+    tree: Any,
+    *,
+    columns: Any = None,
+    stacked: Stacked = None,
+    method: str = "svd",
 ) -> Any:
     """Returns the largest singular value of each leaf.
 
@@ -181,4 +193,6 @@ def spectral_norm(
     how = method_of("spectral_norm", method)
     measure = SpectralNorm("spectral_norm", how, columns, stacked)
     tree = clipped_leaves(tree)
-    return measure.norms_of(tree, [spectrum_of(how, x) for x in measure.matrices(tree)])
+    return measure.norms_of(
+        tree, [spectrum_of(how, x) for x in measure.matrices(tree)]
+    )

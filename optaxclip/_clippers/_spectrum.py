@@ -36,7 +36,11 @@ class Svd:
         return s[..., None, :1], (u, s, v)
 
     def shrunk(
-        self, spectrum: "Spectrum", x: jax.Array, limit: jax.Array, shrink: Shrink
+        self,
+        spectrum: "Spectrum",
+        x: jax.Array,
+        limit: jax.Array,
+        shrink: Shrink,
     ) -> tuple[jax.Array, jax.Array]:
         """The clipped matrices, and which of them have changed."""
         u, s, v = spectrum.parts
@@ -60,7 +64,11 @@ class NewtonSchulz:
         return norm, (flat, bound)
 
     def shrunk(
-        self, spectrum: "Spectrum", x: jax.Array, limit: jax.Array, shrink: Shrink
+        self,
+        spectrum: "Spectrum",
+        x: jax.Array,
+        limit: jax.Array,
+        shrink: Shrink,
     ) -> tuple[jax.Array, jax.Array]:
         """The clipped matrices, and which of them have changed."""
         flat, bound = spectrum.parts
@@ -112,12 +120,17 @@ class SpectralNorm(NamedTuple):
         found = []
         counts = for_each_leaf(self.columns, tree, f"{self.call}: columns")
         entries = jax.tree_util.tree_flatten_with_path(tree)[0]
-        for (path, leaf), axes, count in zip(entries, self.layers(tree), counts):
+        for (path, leaf), axes, count in zip(
+            entries, self.layers(tree), counts
+        ):
             skip = len(axes)
             columns = self._columns_of(path, jnp.shape(leaf), skip, count)
             whole = gathered(jnp.moveaxis(leaf, axes, range(skip)), skip)
             edge = whole.ndim - columns
-            sizes = math.prod(whole.shape[skip:edge]), math.prod(whole.shape[edge:])
+            sizes = (
+                math.prod(whole.shape[skip:edge]),
+                math.prod(whole.shape[edge:]),
+            )
             shape = *whole.shape[:skip], *sizes
             found.append(whole.astype(wide_dtype(whole)).reshape(shape))
         return found

@@ -49,9 +49,15 @@ class Arrangement(NamedTuple):
             block = jnp.zeros_like(old)
             if source.block is not None:
                 block = blocks[source.block]
-                block = block if source.take is None else block[jnp.array(source.take)]
+                block = (
+                    block
+                    if source.take is None
+                    else block[jnp.array(source.take)]
+                )
                 if source.put is not None:
-                    block = jnp.zeros_like(old).at[jnp.array(source.put)].set(block)
+                    block = (
+                        jnp.zeros_like(old).at[jnp.array(source.put)].set(block)
+                    )
             arranged.append(block)
         return arranged
 
@@ -108,7 +114,10 @@ def _put_rows(rows: list[int], new: Any, old: Any) -> Any:
 
 
 def _source(
-    norms: Norms, block: list[str], numbers: list[int], number_of: dict[str, int]
+    norms: Norms,
+    block: list[str],
+    numbers: list[int],
+    number_of: dict[str, int],
 ) -> Source:
     if not numbers:
         return Source(None, None, None, [])
@@ -117,13 +126,17 @@ def _source(
         return Source(place.block, None, None, numbers)
     rows = [norms.places[number].row or 0 for number in numbers]
     all_rows = list(range(norms.blocks[place.block].shape[0]))
-    present = [position for position, name in enumerate(block) if name in number_of]
+    present = [
+        position for position, name in enumerate(block) if name in number_of
+    ]
     take = None if rows == all_rows else rows
     put = None if len(present) == len(block) else present
     return Source(place.block, take, put, numbers)
 
 
-def _check_old(norms: Norms, number: int, old: Any, count: int, call: str) -> None:
+def _check_old(
+    norms: Norms, number: int, old: Any, count: int, call: str
+) -> None:
     place = norms.places[number]
     shape = norms.blocks[place.block].shape if place.row is None else (count,)
     if jnp.shape(old) != shape:
@@ -149,7 +162,9 @@ def rules_of_norms(
         found = [rules] * len(numbers)
     else:
         table = prefix.freeze(rules, is_rule)
-        found = prefix.lookup(table, norms.treedef.unflatten(numbers), argument, part)
+        found = prefix.lookup(
+            table, norms.treedef.unflatten(numbers), argument, part
+        )
     for rule, place in zip(found, norms.places):
         own = norms.blocks[place.block].shape if place.row is None else ()
         for shape in _shapes(rule):
@@ -163,9 +178,13 @@ def names_by_rule(rules: list[Rule], norms: Norms) -> list[list[str]]:
     Constant limits count as one rule.
     """
     blocks: dict[Any, list[str]] = {}
-    for name, rule, place in zip(prefix.names(norms.paths), rules, norms.places):
+    for name, rule, place in zip(
+        prefix.names(norms.paths), rules, norms.places
+    ):
         shared = "constant" if _is_constant(rule) else id(rule)
-        key = ("array", place.block) if place.row is None else ("scalars", shared)
+        key = (
+            ("array", place.block) if place.row is None else ("scalars", shared)
+        )
         blocks.setdefault(key, []).append(name)
     return list(blocks.values())
 
@@ -245,4 +264,8 @@ def _shapes(rule: Rule) -> list[Any]:
 
 
 def _shown(names: Any) -> str:
-    return "everything" if set(names) == {""} else prefix.listed(names) or "nothing"
+    return (
+        "everything"
+        if set(names) == {""}
+        else prefix.listed(names) or "nothing"
+    )

@@ -143,7 +143,9 @@ def _multiply_on_gpu(
     """
     lone = [root.ndim == 0 for root in roots]
     count = len(leaves)
-    spread = [jnp.broadcast_to(x, (count,)) if x.ndim == 0 else x for x in roots]
+    spread = [
+        jnp.broadcast_to(x, (count,)) if x.ndim == 0 else x for x in roots
+    ]
     places, of_leaf = list(norms.places), []
     for row, number in enumerate(norms.of_leaf):
         if number is not None and lone[norms.places[number].block]:
@@ -174,7 +176,9 @@ def stretch(x: jax.Array, root: jax.Array) -> jax.Array:
     """x * root * root, rounded once to the dtype of x."""
     x = jnp.asarray(x)
     wide = np.promote_types(x.dtype, root.dtype)
-    stretched = cast_like(x.astype(wide) * root.astype(wide) * root.astype(wide), x)
+    stretched = cast_like(
+        x.astype(wide) * root.astype(wide) * root.astype(wide), x
+    )
     # Selected where nothing is to be done: a product would flush subnormal numbers.
     return jnp.where(root == 1, x, stretched)
 

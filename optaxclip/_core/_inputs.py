@@ -17,7 +17,9 @@ from ._state import ClipState
 
 def needs_params(rules: Any) -> bool:
     """Whether a rule of these compares norms with those of weights."""
-    return any(rule.needs_params for rule in jax.tree.leaves(rules, is_leaf=is_rule))
+    return any(
+        rule.needs_params for rule in jax.tree.leaves(rules, is_leaf=is_rule)
+    )
 
 
 def check_windows(call: str, rules: Any) -> None:
@@ -107,7 +109,11 @@ def _warn_of_integers(call: str, updates: Any) -> None:
     """Warns where nothing is clipped because all numbers are integers."""
     for path, leaf in jax.tree_util.tree_flatten_with_path(updates)[0]:
         dtype = getattr(leaf, "dtype", None)
-        if dtype is not None and jnp.issubdtype(dtype, jnp.integer) and leaf.size:
+        if (
+            dtype is not None
+            and jnp.issubdtype(dtype, jnp.integer)
+            and leaf.size
+        ):
             warnings.warn(
                 f"{call}: nothing is clipped, since no leaf of the updates has a float "
                 f"or complex dtype. The leaf {prefix.name(path)!r} is {dtype}: make "

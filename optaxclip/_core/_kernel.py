@@ -109,7 +109,9 @@ def make_clipper(
         tree = leaves_of(call, updates, params, warn=not settings.no_limit)
         weights = params_of(call, tree, params) if with_params else None
         given = grad_norm, limit
-        clipped, new = _update(settings, rules, eps, tree, state, weights, given)
+        clipped, new = _update(
+            settings, rules, eps, tree, state, weights, given
+        )
         if nonfinite == "raise":
             raise_nonfinite(call, measure, new, tree)
         return put_back(clipped, updates), new
@@ -128,7 +130,9 @@ def _first_state(settings: Settings, rules: Any, params: Any) -> ClipState:
 
     def blocks_of(tree: Any) -> list[jax.Array]:
         norms = measure(tree)
-        found.append(norms._replace(blocks=[]))  # tracers must not outlive the trace
+        found.append(
+            norms._replace(blocks=[])
+        )  # tracers must not outlive the trace
         return norms.blocks
 
     types = types_of(blocks_of, clipped_leaves(params, settings.call))
@@ -154,12 +158,18 @@ def _update(
     """One update: measure, limit, shrink."""
     norms = settings.measure(tree)
     if given[0] is not None:
-        norms = norms._replace(blocks=_given("grad_norm", given[0], norms, settings))
+        norms = norms._replace(
+            blocks=_given("grad_norm", given[0], norms, settings)
+        )
     names, old = unpack(state)
-    fit = arrangement(norms, names, [entry.norm for entry in old], settings.call)
+    fit = arrangement(
+        norms, names, [entry.norm for entry in old], settings.call
+    )
 
     blocks = fit.arrange(norms.blocks)
-    limits, memories = _limits(settings, rules, fit, norms, params, state.step, old)
+    limits, memories = _limits(
+        settings, rules, fit, norms, params, state.step, old
+    )
     if given[1] is not None:
         limits = fit.arrange(_given("limit", given[1], norms, settings))
     new_norms = [
@@ -220,7 +230,9 @@ def _shrink(
     """(norm, new norm). Only their quotient counts. Equal: leave the updates alone."""
     long = norm + jnp.asarray(eps).astype(norm.dtype)
     instead = 0.0 if settings.nonfinite == "zero" else jnp.nan
-    short = jnp.where(can_clip(norm, limit), settings.shrink(long, limit), instead)
+    short = jnp.where(
+        can_clip(norm, limit), settings.shrink(long, limit), instead
+    )
     off = limit == jnp.inf
     if jax.tree.leaves(memory):
         # A rule that has no limit yet still lets no broken step through.
@@ -235,7 +247,10 @@ def _given(
     """Norms or limits of the user's, in blocks, once they are seen to fit."""
     wanted = norms.tree()
     shapes, found = (jax.tree.map(jnp.shape, x) for x in (wanted, tree))
-    if jax.tree.structure(tree) != jax.tree.structure(wanted) or shapes != found:
+    if (
+        jax.tree.structure(tree) != jax.tree.structure(wanted)
+        or shapes != found
+    ):
         raise ValueError(
             f"{settings.call}: {argument} must have the structure and shapes of the "
             f"norms that it measures, {shapes}, got {tree}."

@@ -43,7 +43,9 @@ def limit_of(
     if not jax.tree.leaves(memory):
         return limit, memory
     learns = can_clip(norm, limit)
-    return limit, keep_where(learns if signed else learns & (norm > 0), new, memory)
+    return limit, keep_where(
+        learns if signed else learns & (norm > 0), new, memory
+    )
 
 
 def can_clip(norm: jax.Array, limit: jax.Array) -> jax.Array:

@@ -10,12 +10,16 @@ from .._norms import _prefix as prefix
 from ._state import ClipState
 
 
-def raise_nonfinite(call: str, measure: Any, state: ClipState, updates: Any) -> None:
+def raise_nonfinite(
+    call: str, measure: Any, state: ClipState, updates: Any
+) -> None:
     """Raises FloatingPointError for a norm that is NaN or inf.
 
     Under jit it is a `checkify.check`.
     """
-    finite = [jnp.all(jnp.isfinite(norm)) for norm in jax.tree.leaves(state.norm)]
+    finite = [
+        jnp.all(jnp.isfinite(norm)) for norm in jax.tree.leaves(state.norm)
+    ]
     order = getattr(measure, "ord", None) or 2
     text = f"{call}: the norm of order {order} of the updates is not finite"
     if any(isinstance(x, Tracer) for x in finite):
@@ -32,6 +36,8 @@ def _guilty(updates: Any) -> str:
         count = int(jnp.sum(~jnp.isfinite(leaf)))
         if count:
             name = prefix.name(path)
-            parts.append(f"{name!r}: {count} of {leaf.size} values are NaN or inf")
+            parts.append(
+                f"{name!r}: {count} of {leaf.size} values are NaN or inf"
+            )
     all_finite = "All values are finite: the norm is too large for its dtype."
     return "; ".join(parts) or all_finite

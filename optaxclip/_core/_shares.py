@@ -76,7 +76,9 @@ def _count_different(before: Any, after: jax.Array) -> jax.Array:
 
 def _count(whole: jax.Array) -> jax.Array:
     # As integers, because float32 cannot count beyond 2^24.
-    return jnp.sum(whole.astype(jnp.uint32), dtype=jnp.uint32).astype(jnp.float32)
+    return jnp.sum(whole.astype(jnp.uint32), dtype=jnp.uint32).astype(
+        jnp.float32
+    )
 
 
 def _count_in_floats(flags: jax.Array) -> jax.Array:

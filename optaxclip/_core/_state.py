@@ -65,10 +65,14 @@ class ClipState(NamedTuple):
         found = {}
         for block, entry in zip(*unpack(self)):
             for row, name in enumerate(block):
-                found[name] = _row(entry, row) if has_rows(block, entry) else entry
+                found[name] = (
+                    _row(entry, row) if has_rows(block, entry) else entry
+                )
         if not layers:
             return found
-        each = [_entries_of_layers(name, entry) for name, entry in found.items()]
+        each = [
+            _entries_of_layers(name, entry) for name, entry in found.items()
+        ]
         return dict(itertools.chain.from_iterable(each))
 
 
@@ -117,7 +121,9 @@ jax.export.register_pytree_node_serialization(
 
 def state_of_placeholder() -> ClipState:
     """A state with one leaf for each field, for `optax.tree_map_params`."""
-    return ClipState(OpenForm(), *[jnp.zeros(())] * (len(ClipState._fields) - 1))
+    return ClipState(
+        OpenForm(), *[jnp.zeros(())] * (len(ClipState._fields) - 1)
+    )
 
 
 def next_entry(
@@ -174,7 +180,9 @@ def names_of_layers(name: str, shape: tuple[int, ...]) -> list[str]:
     return found
 
 
-def pack(names: list[list[str]], step: jax.Array, entries: list[Entry]) -> ClipState:
+def pack(
+    names: list[list[str]], step: jax.Array, entries: list[Entry]
+) -> ClipState:
     """The state of some blocks."""
     fields = list(zip(*entries)) or [()] * len(Entry._fields)
     packed = [x[0] if len(entries) == 1 else tuple(x) for x in fields]

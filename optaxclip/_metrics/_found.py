@@ -27,7 +27,13 @@ PREFIXES = {
 # What holds no arrays, or is not read. A mapping may lack it.
 OPTIONAL = {"names", "memory", "value_memory", "second_moment", "inner_state"}
 # Names of fields in which flax NNX and optax keep a state within a state.
-FIELDS = {"opt_state", "inner_state", "inner_states", "inner_opt_state", "clip_state"}
+FIELDS = {
+    "opt_state",
+    "inner_state",
+    "inner_states",
+    "inner_opt_state",
+    "clip_state",
+}
 
 
 class Found(NamedTuple):
@@ -60,8 +66,12 @@ def reported_states(opt_state: Any) -> list[Found]:
     return reported
 
 
-def _walk(tree: Any, path: tuple[Any, ...]) -> Iterator[tuple[tuple[Any, ...], Any]]:
-    entries = jax.tree_util.tree_flatten_with_path(tree, is_leaf=_is_reported)[0]
+def _walk(
+    tree: Any, path: tuple[Any, ...]
+) -> Iterator[tuple[tuple[Any, ...], Any]]:
+    entries = jax.tree_util.tree_flatten_with_path(tree, is_leaf=_is_reported)[
+        0
+    ]
     for own, state in entries:
         whole = (*path, *own)
         if _is_reported(state):
@@ -78,7 +88,9 @@ def _title(path: tuple[Any, ...], prefix: str, pure: bool) -> str:
     """The names on the way to a state: of `named_chain`, `partition`, a dict."""
     keys = [key.key for key in path if isinstance(key, DictKey)]
     if pure:
-        keys = [key for key in keys if isinstance(key, str) and key not in FIELDS]
+        keys = [
+            key for key in keys if isinstance(key, str) and key not in FIELDS
+        ]
     return "/".join(str(key) for key in keys if key != prefix)
 
 

@@ -153,7 +153,11 @@ def metrics(
 
 
 def _rows(
-    state: Any, wanted: frozenset[str], summary: bool, layers: bool, floats: bool
+    state: Any,
+    wanted: frozenset[str],
+    summary: bool,
+    layers: bool,
+    floats: bool,
 ) -> Iterator[Row]:
     """(name, path, value) for each number of one state."""
     if isinstance(state, SkipState):

@@ -147,7 +147,9 @@ def _without_memory(entries: list[Entry]) -> list[Entry]:
     return [entry._replace(memory=()) for entry in entries]
 
 
-def _rows_of(numbers: list[jax.Array], count: int) -> Iterable[Iterable[jax.Array]]:
+def _rows_of(
+    numbers: list[jax.Array], count: int
+) -> Iterable[Iterable[jax.Array]]:
     """The numbers of each norm of a block."""
     if count == 1:
         return [numbers]
@@ -208,7 +210,9 @@ def _in_rows(count: int, entry: Entry) -> Entry:
 
 def _in_one_row(blocks: tuple[jax.Array, ...]) -> jax.Array:
     dtype = jnp.result_type(*blocks)
-    return jnp.concatenate([x.reshape(1, -1).astype(dtype) for x in blocks], axis=1)
+    return jnp.concatenate(
+        [x.reshape(1, -1).astype(dtype) for x in blocks], axis=1
+    )
 
 
 def _worst(rows: Entry) -> jax.Array:
@@ -224,7 +228,9 @@ def _shown(x: jax.Array, worst: jax.Array) -> jax.Array:
     return jnp.take_along_axis(x, worst, axis=1)[:, 0]
 
 
-def _numbers_of_rows(step: jax.Array, rows: Entry, worst: jax.Array) -> ClipNumbers:
+def _numbers_of_rows(
+    step: jax.Array, rows: Entry, worst: jax.Array
+) -> ClipNumbers:
     """float32[rows]: of the worst norm in each row, counted over all of them."""
     norm, limit, factor = (_shown(x, worst) for x in rows[:3])
     steps = jnp.maximum(step, 1).astype(jnp.float32)
@@ -232,10 +238,14 @@ def _numbers_of_rows(step: jax.Array, rows: Entry, worst: jax.Array) -> ClipNumb
     numbers = ClipNumbers(
         norm_before=norm,
         limit=limit,
-        factor=jnp.where(factor == 0, 0.0, jnp.clip(factor, float32.tiny, float32.max)),
+        factor=jnp.where(
+            factor == 0, 0.0, jnp.clip(factor, float32.tiny, float32.max)
+        ),
         norm_after=_norm_after(norm, limit, factor),
         clipped=_is_clipped(norm, factor),
-        clipped_share=jnp.mean(rows.clipped.astype(jnp.float32) / steps, axis=1),
+        clipped_share=jnp.mean(
+            rows.clipped.astype(jnp.float32) / steps, axis=1
+        ),
         clipped_share_recent=jnp.mean(rows.clipped_recently, axis=1),
         clipped_count=jnp.max(rows.clipped, axis=1),
         nonfinite_count=jnp.max(rows.nonfinite, axis=1),
@@ -247,7 +257,9 @@ def _is_clipped(norm: jax.Array, factor: jax.Array) -> jax.Array:
     return (factor != 1) & jnp.isfinite(norm)
 
 
-def _norm_after(norm: jax.Array, limit: jax.Array, factor: jax.Array) -> jax.Array:
+def _norm_after(
+    norm: jax.Array, limit: jax.Array, factor: jax.Array
+) -> jax.Array:
     # At the ends of its range the factor is not the whole quotient. So far from its
     # limit, what a shrink leaves is the limit.
     info = jnp.finfo(factor.dtype)

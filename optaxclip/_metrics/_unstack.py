@@ -24,7 +24,10 @@ def unstacked(vector: jax.Array) -> list[jax.Array]:
 def _by_reduction(vector: jax.Array) -> list[jax.Array]:
     zeros = lax.full_like(vector, 0)
     # `lax` and not `jnp`: a quarter of the time to trace some hundred entries.
-    alone = [lax.select(row, vector, zeros) for row in np.eye(vector.size, dtype=bool)]
+    alone = [
+        lax.select(row, vector, zeros)
+        for row in np.eye(vector.size, dtype=bool)
+    ]
     return list(lax.reduce(alone, [np.float32(0)] * vector.size, _sums, (0,)))
 
 

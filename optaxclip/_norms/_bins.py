@@ -25,7 +25,9 @@ from jax import lax
 from ._types import is_on_one_device
 
 EDGE, SCALE = 2.0**45, 2.0**83
-SMALL = 2**16  # elements of a leaf that a GPU reads in less time than a kernel starts
+SMALL = (
+    2**16
+)  # elements of a leaf that a GPU reads in less time than a kernel starts
 
 PARTS = 32  # sums of rows that a GPU makes side by side
 
@@ -55,7 +57,9 @@ def squares_in_bins(leaf: jax.Array) -> Bins:
 def sum_on_tpu(leaf: jax.Array, dims: Dims) -> Bins:
     """Sums in bins, as three reductions that a TPU computes in one read."""
     keep = dims is not None
-    return Bins(*(jnp.sum(x, dims, keepdims=keep) for x in squares_in_bins(leaf)))
+    return Bins(
+        *(jnp.sum(x, dims, keepdims=keep) for x in squares_in_bins(leaf))
+    )
 
 
 def sum_on_gpu(leaf: jax.Array, dims: Dims) -> Bins:
@@ -76,10 +80,14 @@ def sum_on_gpu(leaf: jax.Array, dims: Dims) -> Bins:
         return Bins(*(sums[..., kind] for kind in range(3)))
 
     sums = sum_at_once(squares_in_bins(leaf), axes)
-    return Bins(*(x if dims is None else lax.expand_dims(x, axes) for x in sums))
+    return Bins(
+        *(x if dims is None else lax.expand_dims(x, axes) for x in sums)
+    )
 
 
-def sum_at_once(terms: Sequence[jax.Array], axes: Iterable[int]) -> list[jax.Array]:
+def sum_at_once(
+    terms: Sequence[jax.Array], axes: Iterable[int]
+) -> list[jax.Array]:
     """The sum of each of some arrays of one shape, as one reduction."""
 
     def add(one: Any, other: Any) -> Any:
@@ -106,7 +114,12 @@ def _sum_over_columns(leaf: jax.Array, axes: tuple[int, ...]) -> Bins:
         return Bins(*jnp.sum(stack, [axis + 1 for axis in axes], keepdims=True))
     rows = leaf.shape[longest]
     parts = math.gcd(rows, PARTS) if isinstance(rows, int) else 1
-    shape = (*leaf.shape[:longest], parts, rows // parts, *leaf.shape[longest + 1 :])
+    shape = (
+        *leaf.shape[:longest],
+        parts,
+        rows // parts,
+        *leaf.shape[longest + 1 :],
+    )
     inner = [axis + (axis >= longest) for axis in axes]
     stack = jnp.stack(squares_in_bins(leaf.reshape(shape)), -1)
     # Without the barrier XLA makes one sum of both.
@@ -123,7 +136,10 @@ def bins_of_leaf(
     """The sums of a real or complex leaf."""
     if not jnp.issubdtype(leaf.dtype, jnp.complexfloating):
         return sum_in_bins(leaf, dims)
-    real, imag = sum_in_bins(jnp.real(leaf), dims), sum_in_bins(jnp.imag(leaf), dims)
+    real, imag = (
+        sum_in_bins(jnp.real(leaf), dims),
+        sum_in_bins(jnp.imag(leaf), dims),
+    )
     return Bins(*(one + other for one, other in zip(real, imag)))
 
 

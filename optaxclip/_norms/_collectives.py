@@ -32,7 +32,9 @@ def names_of_blocks(blocks: list[list[Split]]) -> list[tuple[str, ...]]:
     """For each block, from the splits of its leaves, the mesh axes to join it over."""
     needs = []
     for splits in blocks:
-        needs.append(_sorted(chain.from_iterable(split.summed for split in splits)))
+        needs.append(
+            _sorted(chain.from_iterable(split.summed for split in splits))
+        )
     every = chain.from_iterable(blocks)
     kept = set(chain.from_iterable(split.kept for split in every))
     union = _sorted(chain.from_iterable(needs))
@@ -42,7 +44,9 @@ def names_of_blocks(blocks: list[list[Split]]) -> list[tuple[str, ...]]:
     return [union if names else () for names in needs]
 
 
-def counted_once(part: jax.Array, split: Split, names: tuple[str, ...]) -> jax.Array:
+def counted_once(
+    part: jax.Array, split: Split, names: tuple[str, ...]
+) -> jax.Array:
     """A leaf's part of a sum over devices.
 
     psum adds a replicated value once for each device. Dividing it by the number of
@@ -63,13 +67,17 @@ def join_devices(
         places = [place for place, own in enumerate(names) if own == over]
         if over:
             parts = [varying_over(blocks[place], over) for place in places]
-            for place, total in zip(places, _as_one_vector(collective, parts, over)):
+            for place, total in zip(
+                places, _as_one_vector(collective, parts, over)
+            ):
                 joined[place] = total
     return joined
 
 
 def _as_one_vector(
-    collective: Callable[..., Any], parts: list[jax.Array], names: tuple[str, ...]
+    collective: Callable[..., Any],
+    parts: list[jax.Array],
+    names: tuple[str, ...],
 ) -> list[jax.Array]:
     """One collective over several arrays.
 

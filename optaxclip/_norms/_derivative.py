@@ -23,7 +23,10 @@ def slope(leaf: jax.Array, change: jax.Array, norm: jax.Array) -> jax.Array:
 
 
 def weights_of(
-    p: float, layout: Layout, norms: list[jax.Array], groups: list[list[jax.Array]]
+    p: float,
+    layout: Layout,
+    norms: list[jax.Array],
+    groups: list[list[jax.Array]],
 ) -> list[list[jax.Array]]:
     """The derivative of each norm by each modulus."""
     if p == np.inf:
@@ -49,7 +52,9 @@ def _shared_by_largest(
     hits: list[list[jax.Array]] = []
     for norm, group in zip(norms, groups):
         sizes = [modulus(x).astype(norm.dtype) for x in group]
-        hits.append([((x == norm) & (norm > 0)).astype(norm.dtype) for x in sizes])
+        hits.append(
+            [((x == norm) & (norm > 0)).astype(norm.dtype) for x in sizes]
+        )
     terms = []
     for hit, (dims, _) in zip(hits, layout):
         terms.append([sum_over(x, dims) for x in hit])

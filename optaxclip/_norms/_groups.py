@@ -25,7 +25,9 @@ class Group(NamedTuple):
     splits: list[Split]  # of each leaf
 
 
-Layout = tuple[tuple[Dims, tuple[Split, ...]], ...]  # of each group, without its leaves
+Layout = tuple[
+    tuple[Dims, tuple[Split, ...]], ...
+]  # of each group, without its leaves
 Blocks = list[jax.Array]
 
 
@@ -89,7 +91,9 @@ def take_max(
 def names_of(layout: Layout) -> list[tuple[str, ...]]:
     """For each block, the mesh axes that it is joined over."""
     scalars = [splits for dims, splits in layout if dims is None]
-    blocks = [[split for splits in scalars for split in splits]] if scalars else []
+    blocks = (
+        [[split for splits in scalars for split in splits]] if scalars else []
+    )
     arrays = [list(splits) for dims, splits in layout if dims is not None]
     return names_of_blocks(blocks + arrays)
 

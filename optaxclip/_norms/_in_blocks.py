@@ -42,7 +42,9 @@ class Norms(NamedTuple):
 
     def tree(self) -> Any:
         """The norms as norm functions return them."""
-        each = [self.pick(self.blocks, number) for number in range(len(self.places))]
+        each = [
+            self.pick(self.blocks, number) for number in range(len(self.places))
+        ]
         return self.treedef.unflatten(each)
 
     def names(self) -> list[list[str]]:

@@ -100,7 +100,9 @@ def unit_axes(
         if value is not None:
             summed = _checked_axes(value, *where)
         else:
-            summed = _axes_by_shape(shape and tuple(shape[i] for i in inside), *where)
+            summed = _axes_by_shape(
+                shape and tuple(shape[i] for i in inside), *where
+            )
         whole = value is None and rank <= 1 and not layers
         found.append(None if whole else tuple(inside[i] for i in summed))
     return found
@@ -125,9 +127,13 @@ def _is_above_1(size: Any) -> bool:
     return not isinstance(size, int) or size > 1
 
 
-def _checked_axes(value: Any, argument: str, name: str, rank: int) -> tuple[int, ...]:
+def _checked_axes(
+    value: Any, argument: str, name: str, rank: int
+) -> tuple[int, ...]:
     wanted = value if isinstance(value, tuple) else (value,)
-    known = [isinstance(i, (int, np.integer)) and -rank <= i < rank for i in wanted]
+    known = [
+        isinstance(i, (int, np.integer)) and -rank <= i < rank for i in wanted
+    ]
     if not all(known):
         raise ValueError(
             f"{argument}={value!r} does not fit the leaf {name!r}, a tensor of rank "
@@ -151,7 +157,9 @@ def for_each_leaf(
             for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]
         ]
     table = (
-        value if isinstance(value, prefix.Prefix) else prefix.freeze(value, is_value)
+        value
+        if isinstance(value, prefix.Prefix)
+        else prefix.freeze(value, is_value)
     )
     return prefix.lookup(table, tree, argument)
 
@@ -165,7 +173,9 @@ def static_numbers(name: str, numbers: Any, call: str) -> Any:
     """
     if callable(numbers):
         return numbers
-    table = prefix.freeze(numbers, is_axes if name != "columns" else lambda x: False)
+    table = prefix.freeze(
+        numbers, is_axes if name != "columns" else lambda x: False
+    )
     for _, number in table.entries:
         if isinstance(number, bool):
             raise TypeError(

@@ -55,7 +55,9 @@ class GlobalNorm(NamedTuple):
         found = splits(self.mesh_axes, tree, dims, self.call)
         (norm,) = norms_of([Group(leaves, None, found)], self.ord)
         of_leaf: list[int | None] = [0] * len(leaves)
-        return Norms([norm], [Place(0, None)], [()], of_leaf, jax.tree.structure(0))
+        return Norms(
+            [norm], [Place(0, None)], [()], of_leaf, jax.tree.structure(0)
+        )
 
     def without_devices(self) -> "GlobalNorm":
         return self._replace(mesh_axes=_known_outside(self.mesh_axes))
@@ -90,7 +92,9 @@ class UnitwiseNorm(NamedTuple):
     mesh_axes: Any = "auto"
 
     def __call__(self, tree: Any) -> Norms:
-        dims = unit_axes(self.axis, self.stacked, self.mesh_axes, tree, self.call)
+        dims = unit_axes(
+            self.axis, self.stacked, self.mesh_axes, tree, self.call
+        )
         return _norm_of_each_leaf(tree, dims, self)
 
     def without_devices(self) -> "UnitwiseNorm":
@@ -106,7 +110,10 @@ class GroupNorm(NamedTuple):
     mesh_axes: Any = "auto"
 
     def __call__(self, tree: Any) -> Norms:
-        leaves, labels = jax.tree.leaves(tree), by_label(tree, self.labels, self.call)
+        leaves, labels = (
+            jax.tree.leaves(tree),
+            by_label(tree, self.labels, self.call),
+        )
         found = splits(self.mesh_axes, tree, [None] * len(leaves), self.call)
         known = set(labels)
         if isinstance(self.labels, prefix.Prefix):
@@ -148,7 +155,9 @@ def norms_of(groups: list[Group], ord: Ord) -> list[jax.Array]:
     dtype = norm_dtype([group.leaves for group in groups])
     counts = [_count(_summed(group), dtype) for group in groups]
     if len(groups) > 1:
-        counts = in_blocks(counts, places_of([group.dims is None for group in groups]))
+        counts = in_blocks(
+            counts, places_of([group.dims is None for group in groups])
+        )
     blocks = group_norms(2.0, groups, counts)
     if ord == "rms":
         return blocks
@@ -174,7 +183,9 @@ def _norm_of_each_leaf(tree: Any, dims: list[Any], measure: Any) -> Norms:
         places = [Place(0, None)] if lone else places
     paths = [path for path, _ in entries]
     of_leaf: list[int | None] = list(range(len(entries)))
-    arrays = [split.kept for over, split in zip(dims, found) if over is not None]
+    arrays = [
+        split.kept for over, split in zip(dims, found) if over is not None
+    ]
     kept = [()] * (len(blocks) - len(arrays)) + arrays
     return Norms(blocks, places, paths, of_leaf, treedef, tuple(kept))
 
@@ -184,7 +195,9 @@ def _summed(group: Group) -> int:
     total = 0
     for leaf, split in zip(group.leaves, group.splits):
         dims = range(leaf.ndim) if group.dims is None else group.dims
-        total += math.prod(leaf.shape[i] for i in dims) * axes_size(split.summed)
+        total += math.prod(leaf.shape[i] for i in dims) * axes_size(
+            split.summed
+        )
     return total
 
 

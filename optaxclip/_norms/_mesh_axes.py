@@ -54,7 +54,9 @@ def freeze(mesh_axes: MeshAxes, call: str = "") -> MeshAxes:
     Raises:
       TypeError: a list of names, which would be a tree with one name for each leaf.
     """
-    if isinstance(mesh_axes, list) and all(isinstance(x, str) for x in mesh_axes):
+    if isinstance(mesh_axes, list) and all(
+        isinstance(x, str) for x in mesh_axes
+    ):
         raise TypeError(
             f"{call}: mesh_axes must be a name or a tuple of names, got {mesh_axes!r}: "
             f"write mesh_axes={tuple(mesh_axes)!r}."
@@ -66,7 +68,10 @@ def freeze(mesh_axes: MeshAxes, call: str = "") -> MeshAxes:
 
 
 def splits(
-    mesh_axes: MeshAxes, tree: Any, dims: list[tuple[int, ...] | None], call: str
+    mesh_axes: MeshAxes,
+    tree: Any,
+    dims: list[tuple[int, ...] | None],
+    call: str,
 ) -> list[Split]:
     """For each leaf, how its norm over the dimensions `dims` (None: all) is split.
 
@@ -110,8 +115,12 @@ def _whole_shape(leaf: Any, spec: Any) -> tuple[int, ...] | None:
     if isinstance(spec, PartitionSpec):
         split = [set(_names(entry)) & set(manual) for entry in spec]
         split += [set()] * (len(shape) - len(spec))
-        return tuple(size * axes_size(names) for size, names in zip(shape, split))
-    if spec is None or (spec == "auto" and not (has_types(manual) and varying(leaf))):
+        return tuple(
+            size * axes_size(names) for size, names in zip(shape, split)
+        )
+    if spec is None or (
+        spec == "auto" and not (has_types(manual) and varying(leaf))
+    ):
         return shape
     return None
 
@@ -198,7 +207,9 @@ def _bits(leaf: jax.Array) -> jax.Array:
         return leaf.astype(jnp.uint8)
     if jnp.iscomplexobj(leaf):
         leaf = jnp.stack([leaf.real, leaf.imag])
-    return lax.bitcast_convert_type(leaf, jnp.dtype(f"uint{8 * leaf.dtype.itemsize}"))
+    return lax.bitcast_convert_type(
+        leaf, jnp.dtype(f"uint{8 * leaf.dtype.itemsize}")
+    )
 
 
 def _names(axes: Any) -> tuple[str, ...]:
@@ -244,7 +255,9 @@ def _bound_axes() -> str:
     """Which mesh axes have a name here, for errors."""
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.manual_axes:
-        return f"there is no such axis here. There is {_shown(mesh.manual_axes)}."
+        return (
+            f"there is no such axis here. There is {_shown(mesh.manual_axes)}."
+        )
     return (
         "there is no such axis here. Outside shard_map and pmap no mesh axes are "
         "needed: mesh_axes='auto' is right."

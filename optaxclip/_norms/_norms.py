@@ -28,7 +28,9 @@ from ._stacked import Stacked
 
 
 @with_our_names
-def global_norm(tree: Any, *, ord: Ord = None, mesh_axes: MeshAxes = "auto") -> Any:
+def global_norm(
+    tree: Any, *, ord: Ord = None, mesh_axes: MeshAxes = "auto"
+) -> Any:
     """Returns the norm of all leaves together: (sum |x|^p)^(1/p).
 
     Complex values count by modulus. Integer, bool and float0 leaves, leaves without
@@ -170,4 +172,6 @@ def group_norm(
     check_ord("group_norm", ord)
     # Leaves that do not count have labels too, whose norm may then be 0.
     table = static_labels(labels_of(labels, unboxed(tree)))
-    return GroupNorm(table, "group_norm", ord, mesh_axes)(clipped_leaves(tree)).tree()
+    return GroupNorm(table, "group_norm", ord, mesh_axes)(
+        clipped_leaves(tree)
+    ).tree()

@@ -23,4 +23,6 @@ def per_platform(
     """
     if FORCED:
         return {"cpu": cpu, "gpu": gpu, "tpu": tpu}[FORCED](*operands)
-    return lax.platform_dependent(*operands, cpu=cpu, cuda=gpu, rocm=gpu, default=tpu)
+    return lax.platform_dependent(
+        *operands, cpu=cpu, cuda=gpu, rocm=gpu, default=tpu
+    )

@@ -54,7 +54,9 @@ from ._sums_on_cpu import sum_squares
 DIRECT = (1.0, 2.0, 3.0, 4.0)
 
 
-def group_norms(p: float, groups: list[Group], counts: Blocks | None = None) -> Blocks:
+def group_norms(
+    p: float, groups: list[Group], counts: Blocks | None = None
+) -> Blocks:
     """The norms of some groups, in blocks. A group without leaves has norm 0.
 
     Sums are divided by `counts`, in blocks as well, before their root is taken: the
@@ -67,7 +69,10 @@ def group_norms(p: float, groups: list[Group], counts: Blocks | None = None) -> 
 
 @partial(jax.custom_jvp[Blocks], nondiff_argnums=(0, 1))
 def _norms(
-    p: float, layout: Layout, groups: list[list[jax.Array]], counts: Blocks | None
+    p: float,
+    layout: Layout,
+    groups: list[list[jax.Array]],
+    counts: Blocks | None,
 ) -> Blocks:
     dtype = norm_dtype(groups)
     if dtype == np.float64 and p == np.inf:
@@ -119,7 +124,10 @@ def _mean(sums: Blocks, counts: Blocks | None) -> Blocks:
 
 
 def _in_float64(
-    p: float, layout: Layout, groups: list[list[jax.Array]], counts: Blocks | None
+    p: float,
+    layout: Layout,
+    groups: list[list[jax.Array]],
+    counts: Blocks | None,
 ) -> Blocks:
     if p not in DIRECT:
         return _by_shares(p, np.float64, layout, groups, counts)
@@ -139,10 +147,15 @@ def _by_shares(
     for group, (dims, _) in zip(groups, layout):
         sizes.append([_max(x, dims, dtype) for x in group])
     largest = take_max(sizes, layout, dtype)
-    safe = [jnp.where((x > 0) & (x < jnp.inf), x, 1.0).astype(dtype) for x in largest]
+    safe = [
+        jnp.where((x > 0) & (x < jnp.inf), x, 1.0).astype(dtype)
+        for x in largest
+    ]
     shares = []
     for divisor, group in zip(scatter(safe, layout), groups):
-        shares.append([divided(modulus(x).astype(dtype), divisor) for x in group])
+        shares.append(
+            [divided(modulus(x).astype(dtype), divisor) for x in group]
+        )
     wide = np.promote_types(wide, dtype)
     roots = _roots(p, wide, dtype, layout, shares, counts)
     return [divisor * root for divisor, root in zip(safe, roots)]
@@ -161,7 +174,9 @@ def _roots(
     with jax.enable_x64(True):
         terms = []
         for group, (dims, _) in zip(groups, layout):
-            terms.append([_sum_of_powers(p, wide, dims, leaf) for leaf in group])
+            terms.append(
+                [_sum_of_powers(p, wide, dims, leaf) for leaf in group]
+            )
         totals = _mean(add_up(terms, layout, wide), counts)
         roots = [jnp.sqrt(x) if p == 2 else x ** (1.0 / p) for x in totals]
         return [lax.convert_element_type(root, dtype) for root in roots]
@@ -169,7 +184,9 @@ def _roots(
 
 # Jitted, so that it is traced once for all leaves of one shape.
 @partial(jax.jit, static_argnums=(0, 1, 2))
-def _sum_of_powers(p: float, wide: Any, dims: Dims, leaf: jax.Array) -> jax.Array:
+def _sum_of_powers(
+    p: float, wide: Any, dims: Dims, leaf: jax.Array
+) -> jax.Array:
     if jnp.issubdtype(leaf.dtype, jnp.complexfloating):
         if p == 2:
             parts = jnp.real(leaf), jnp.imag(leaf)
@@ -195,7 +212,9 @@ def _in_bins_on_tpu(
         if dims is None:
             found.append([next(at_once) for _ in group])
         else:
-            found.append([bins_of_leaf(sum_on_tpu, dims, leaf) for leaf in group])
+            found.append(
+                [bins_of_leaf(sum_on_tpu, dims, leaf) for leaf in group]
+            )
     return _roots_of_bins(root_on_tpu, found, layout, counts)
 
 
@@ -224,7 +243,9 @@ def _in_bins_on_gpu(
         joined.append(leaves)
         splits.append((dims, tuple(of_leaves)))
     lone = [
-        g[0] for g, (dims, _) in zip(joined, splits) if dims is None and len(g) == 1
+        g[0]
+        for g, (dims, _) in zip(joined, splits)
+        if dims is None and len(g) == 1
     ]
     rows = iter(bins_of_leaves(lone))
     found = []
@@ -232,11 +253,15 @@ def _in_bins_on_gpu(
         if dims is None and len(group) == 1:
             found.append([next(rows)])
         else:
-            found.append([bins_of_leaf(sum_on_gpu, dims, leaf) for leaf in group])
+            found.append(
+                [bins_of_leaf(sum_on_gpu, dims, leaf) for leaf in group]
+            )
     return _roots_of_bins(root_on_gpu, found, tuple(splits), counts)
 
 
-def _largest(dtype: Any, layout: Layout, groups: list[list[jax.Array]]) -> Blocks:
+def _largest(
+    dtype: Any, layout: Layout, groups: list[list[jax.Array]]
+) -> Blocks:
     """max |x|. NaN is counted separately, since a maximum over devices drops it."""
     sizes, broken = [], []
     for group, (dims, _) in zip(groups, layout):
@@ -287,7 +312,11 @@ def _max_and_broken(dims: Dims, dtype: Any, leaf: jax.Array) -> Any:
 @partial(jax.jit, static_argnums=(1, 2))
 def _max(leaf: jax.Array, dims: Dims, dtype: Any) -> jax.Array:
     """max |x|, from which XLA on a CPU drops a NaN."""
-    x = jnp.abs(leaf) if jnp.issubdtype(leaf.dtype, jnp.complexfloating) else leaf
+    x = (
+        jnp.abs(leaf)
+        if jnp.issubdtype(leaf.dtype, jnp.complexfloating)
+        else leaf
+    )
     x = x.astype(dtype)  # some floats of 8 bits have no sign and no inf
     axes = tuple(range(x.ndim)) if dims is None else dims
     most = lax.max(lax.reduce_max(x, axes), -lax.reduce_min(x, axes))

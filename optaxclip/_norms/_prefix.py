@@ -60,7 +60,9 @@ def freeze(prefix: Any, is_leaf: Callable[[Any], bool]) -> Prefix:
     return Prefix(tuple(entries))
 
 
-def lookup(prefix: Prefix, tree: Any, argument: str, part: str = "leaf") -> list[Any]:
+def lookup(
+    prefix: Prefix, tree: Any, argument: str, part: str = "leaf"
+) -> list[Any]:
     """The value for each leaf of `tree`, in order. `part` is what errors call a leaf.
 
     Raises:
@@ -72,7 +74,11 @@ def lookup(prefix: Prefix, tree: Any, argument: str, part: str = "leaf") -> list
     paths = [path for path, _ in jax.tree_util.tree_flatten_with_path(tree)[0]]
     for path in paths:
         found = next(
-            (path[:depth] for depth in range(len(path) + 1) if path[:depth] in table),
+            (
+                path[:depth]
+                for depth in range(len(path) + 1)
+                if path[:depth] in table
+            ),
             None,
         )
         if found is None:
@@ -84,10 +90,14 @@ def lookup(prefix: Prefix, tree: Any, argument: str, part: str = "leaf") -> list
         used.add(found)
     holes = {
         path
-        for path, leaf in jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_hole)[0]
+        for path, leaf in jax.tree_util.tree_flatten_with_path(
+            tree, is_leaf=is_hole
+        )[0]
         if is_hole(leaf)
     }
-    used.update(path[:depth] for path in holes for depth in range(len(path) + 1))
+    used.update(
+        path[:depth] for path in holes for depth in range(len(path) + 1)
+    )
     for key in table:
         if key not in used and not any(
             key[:depth] in holes for depth in range(len(key))

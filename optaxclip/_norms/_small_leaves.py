@@ -51,7 +51,9 @@ def join_small(
 def bins_of_leaves(leaves: list[jax.Array]) -> list[Bins]:
     """The sums in bins of each leaf, with small ones of one size as rows."""
     found: list[Any] = [None] * len(leaves)
-    kinds = [(_kind(place, leaf), leaf.size) for place, leaf in enumerate(leaves)]
+    kinds = [
+        (_kind(place, leaf), leaf.size) for place, leaf in enumerate(leaves)
+    ]
     for kind in dict.fromkeys(kinds):
         places = [place for place, own in enumerate(kinds) if own == kind]
         if len(places) == 1:

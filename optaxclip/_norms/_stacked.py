@@ -80,7 +80,9 @@ def _leaves(stacked: Stacked, tree: Any, call: str) -> list[_Leaf]:
         table = stacked if is_table else prefix.freeze(stacked, is_axes)
         # Each value with its place in the table, which tells equal values apart.
         numbered = [(key, (key, value)) for key, value in table.entries]
-        pairs = prefix.lookup(prefix.Prefix(tuple(numbered)), tree, f"{call}: stacked")
+        pairs = prefix.lookup(
+            prefix.Prefix(tuple(numbered)), tree, f"{call}: stacked"
+        )
     found = []
     for (path, leaf), (source, answer) in zip(entries, pairs):
         found.append(_Leaf(prefix.name(path), jnp.shape(leaf), answer, source))

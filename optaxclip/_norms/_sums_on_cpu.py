@@ -24,7 +24,11 @@ LARGE = 2**16
 
 def sum_squares(leaf: jax.Array, dims: Dims) -> jax.Array:
     """The sum of squares of a real leaf, float64."""
-    if leaf.dtype == np.float32 and _is_large(leaf) and _is_accurate(leaf, dims):
+    if (
+        leaf.dtype == np.float32
+        and _is_large(leaf)
+        and _is_accurate(leaf, dims)
+    ):
         return _float32_first(leaf, dims)
     return sum_in_float64(leaf, dims)
 
@@ -72,6 +76,8 @@ def _float32_first(leaf: jax.Array, dims: Dims) -> jax.Array:
     def of_many(axis_size: int, batched: Any, leaves: jax.Array) -> Any:
         # vmap turns cond into select, which would compute both sums.
         with jax.enable_x64(True):  # the rule is called later than the function
-            return jax.vmap(lambda leaf: sum_in_float64(leaf, dims))(leaves), True
+            return jax.vmap(lambda leaf: sum_in_float64(leaf, dims))(
+                leaves
+            ), True
 
     return of_one(leaf)

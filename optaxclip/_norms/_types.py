@@ -35,7 +35,9 @@ def has_types(manual: tuple[str, ...]) -> bool:
     a value that is the same everywhere.
     """
     indices = {name: lax.axis_index(name) for name in manual}
-    return bool(manual) and all(name in varying(i) for name, i in indices.items())
+    return bool(manual) and all(
+        name in varying(i) for name, i in indices.items()
+    )
 
 
 def varying(x: Any) -> frozenset[str]:
@@ -47,7 +49,11 @@ def varying_over(x: jax.Array, names: Iterable[str]) -> jax.Array:
     """The value, typed as one that differs along these mesh axes."""
     manual = jax.sharding.get_abstract_mesh().manual_axes
     missing = tuple(n for n in names if n in manual and n not in varying(x))
-    return lax.pcast(x, missing, to="varying") if missing and has_types(missing) else x
+    return (
+        lax.pcast(x, missing, to="varying")
+        if missing and has_types(missing)
+        else x
+    )
 
 
 def types_of(function: Callable[..., Any], *args: Any) -> Any:

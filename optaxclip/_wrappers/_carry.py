@@ -95,7 +95,9 @@ def carry_clipped(
         total = jax.tree.map(_add_carry, tree, state.carry, is_leaf=is_none)
         clipped, inner = clipper.update(total, inner, params, **extra_args)
         clipped = jax.tree.map(cast_like, clipped, tree)
-        carry = jax.tree.map(_cut_off, total, clipped, state.carry, is_leaf=is_none)
+        carry = jax.tree.map(
+            _cut_off, total, clipped, state.carry, is_leaf=is_none
+        )
         return put_back(clipped, updates), CarryState(carry, inner)
 
     return optax.GradientTransformationExtraArgs(init, update)
@@ -107,10 +109,14 @@ def _no_carry(kind: Any) -> jax.Array:
 
 
 def _add_carry(grad: Any, carry: jax.Array) -> jax.Array | None:
-    return None if grad is None else jnp.asarray(grad).astype(carry.dtype) + carry
+    return (
+        None if grad is None else jnp.asarray(grad).astype(carry.dtype) + carry
+    )
 
 
-def _cut_off(total: jax.Array | None, clipped: Any, carry: jax.Array) -> jax.Array:
+def _cut_off(
+    total: jax.Array | None, clipped: Any, carry: jax.Array
+) -> jax.Array:
     if total is None:  # A leaf without a gradient in this step keeps its carry.
         return carry
     left = total - clipped.astype(carry.dtype)

@@ -93,7 +93,9 @@ def constrain(
         counters = _counters(state, new)
 
         def step(leaf: Any, weight: Any, moved: Any, held: Any) -> jax.Array:
-            own = [pair for pair in counters if varying(pair[1]) <= varying(leaf)]
+            own = [
+                pair for pair in counters if varying(pair[1]) <= varying(leaf)
+            ]
             return _step_to(held, moved, weight, leaf, own)
 
         steps = jax.tree.map(step, tree, weights, moved, held)
@@ -112,8 +114,12 @@ def _counters(old: Any, new: Any) -> list[tuple[jax.Array, jax.Array]]:
     """The numbers of broken steps before and after, of all clippers in a state."""
     found = []
     for state in (old, new):
-        parts = jax.tree.leaves(state, is_leaf=lambda x: isinstance(x, ClipState))
-        known = [part.nonfinite for part in parts if isinstance(part, ClipState)]
+        parts = jax.tree.leaves(
+            state, is_leaf=lambda x: isinstance(x, ClipState)
+        )
+        known = [
+            part.nonfinite for part in parts if isinstance(part, ClipState)
+        ]
         found.append(jax.tree.leaves(known))
     before, after = found
     # A clipper may be given no state, as one of optax.
@@ -127,7 +133,9 @@ def _step_to(
     """The update that takes a weight to where it is held."""
     leaves = held, jnp.asarray(weight), jnp.asarray(update)
     if jnp.iscomplexobj(moved):
-        real, imag = (_real_step(*map(part, leaves)) for part in (jnp.real, jnp.imag))
+        real, imag = (
+            _real_step(*map(part, leaves)) for part in (jnp.real, jnp.imag)
+        )
         step = lax.complex(real, imag)
     else:
         step = _real_step(*leaves)
@@ -138,7 +146,9 @@ def _step_to(
     return jnp.where(held == moved, update, cast_like(step, update))
 
 
-def _real_step(held: jax.Array, weight: jax.Array, update: jax.Array) -> jax.Array:
+def _real_step(
+    held: jax.Array, weight: jax.Array, update: jax.Array
+) -> jax.Array:
     start = weight.astype(held.dtype)
     goal = _rounded(held, weight.dtype)
     step = _rounded(goal - start, update.dtype)
@@ -162,4 +172,6 @@ def _rounded(x: jax.Array, dtype: Any) -> jax.Array:
         return rounded
     # It makes subnormal numbers 0, which float16 needs for small steps.
     unit = float(info.smallest_subnormal)
-    return jnp.where(jnp.abs(x) < float(info.tiny), jnp.round(x / unit) * unit, rounded)
+    return jnp.where(
+        jnp.abs(x) < float(info.tiny), jnp.round(x / unit) * unit, rounded
+    )

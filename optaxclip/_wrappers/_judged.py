@@ -18,7 +18,9 @@ from ..rules._rule import Rule
 State = TypeVar("State", bound=Any)
 
 
-def first_fields(rule: Rule, loss_rule: Rule | None, params: Any) -> dict[str, Any]:
+def first_fields(
+    rule: Rule, loss_rule: Rule | None, params: Any
+) -> dict[str, Any]:
     """Step, norm, loss, their limits and memories before the first step."""
     measure = partial(global_norm, mesh_axes=None)
     norm = jnp.zeros((), jax.eval_shape(measure, params).dtype)
@@ -31,7 +33,9 @@ def first_fields(rule: Rule, loss_rule: Rule | None, params: Any) -> dict[str, A
         "value": loss,
         "value_limit": jnp.full_like(loss, jnp.inf),
         "memory": rule.init(jnp.zeros_like(norm)),
-        "value_memory": () if loss_rule is None else loss_rule.init(jnp.zeros(())),
+        "value_memory": ()
+        if loss_rule is None
+        else loss_rule.init(jnp.zeros(())),
     }
 
 

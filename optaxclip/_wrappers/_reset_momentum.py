@@ -91,7 +91,9 @@ def reset_momentum(
             wide = jnp.asarray(x).astype(wide_dtype(x))
             return cast_like(wide * factor.astype(wide.dtype), x)
 
-        updates = put_back(jax.tree.map(scaled, clipped_leaves(updates)), updates)
+        updates = put_back(
+            jax.tree.map(scaled, clipped_leaves(updates)), updates
+        )
         step = jnp.asarray(optax.safe_increment(state.step))
         return updates, ResetState(step, inner_state)
 
@@ -102,7 +104,11 @@ def steps_since_reset(step: jax.Array, every: Any) -> jax.Array:
     """Steps since the last reset, which is before the updates number `every`,
     2 `every` and so on. Without resets, the number of the update.
     """
-    return step + 1 if every is None else (step + 1) % jnp.asarray(every, jnp.int32)
+    return (
+        step + 1
+        if every is None
+        else (step + 1) % jnp.asarray(every, jnp.int32)
+    )
 
 
 def _rise(since: jax.Array, warmup: Any) -> jax.Array:

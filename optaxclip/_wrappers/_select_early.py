@@ -25,7 +25,11 @@ from .._norms._platform import per_platform
 
 
 def update_unless(
-    skip: jax.Array, update: Callable[..., Any], updates: Any, state: Any, params: Any
+    skip: jax.Array,
+    update: Callable[..., Any],
+    updates: Any,
+    state: Any,
+    params: Any,
 ) -> tuple[Any, Any]:
     """Returns the optimizer's updates and state, or zeros and the old state.
 
@@ -44,7 +48,8 @@ def update_unless(
     count = len(outputs) - len(old_leaves)
     old = [*(None,) * count, *old_leaves]
     choices = [
-        _Choice(*each) for each in zip(_flags(skip, len(outputs)), old, strict=True)
+        _Choice(*each)
+        for each in zip(_flags(skip, len(outputs)), old, strict=True)
     ]
     early = _computed_state(program.jaxpr, outputs[count:], choices[count:])
     values = _run(program, arguments, early)
@@ -112,7 +117,9 @@ def _run(
     return values
 
 
-def _run_equation(jaxpr: Any, equation: Any, values: dict[Any, Any]) -> Sequence[Any]:
+def _run_equation(
+    jaxpr: Any, equation: Any, values: dict[Any, Any]
+) -> Sequence[Any]:
     inputs = [atom for atom in equation.invars if not is_literal(atom)]
     inputs = list(dict.fromkeys(inputs))
     single = jaxpr.replace(
@@ -130,6 +137,8 @@ def _read(values: dict[Any, Any], atom: Any) -> jax.Array:
 def _select(choice: _Choice, new: Any) -> jax.Array:
     new = jnp.asarray(new)
     old = jnp.zeros_like(new) if choice.old is None else jnp.asarray(choice.old)
-    if old.dtype != new.dtype:  # Typed PRNG keys refuse astype to their own dtype.
+    if (
+        old.dtype != new.dtype
+    ):  # Typed PRNG keys refuse astype to their own dtype.
         old = old.astype(new.dtype)
     return jnp.where(choice.skip, old, new)

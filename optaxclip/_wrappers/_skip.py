@@ -190,5 +190,7 @@ def skip_spikes(
     if loss_rule is not None:
         loss_judged = rule_without_params(loss_rule, f"{call}: loss_rule")
     has_loss = loss_judged is not None
-    skipper = Skipper(call, judged, loss_judged, has_loss, max_consecutive, mesh_axes)
+    skipper = Skipper(
+        call, judged, loss_judged, has_loss, max_consecutive, mesh_axes
+    )
     return skipping(inner, skipper)

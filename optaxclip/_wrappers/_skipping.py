@@ -33,7 +33,9 @@ class SkipState(NamedTuple):
     consecutive: jax.Array  # int32[]: steps skipped in a row, up to now
     memory: Any  # the rule's
     value_memory: Any  # the loss rule's
-    inner_state: Any  # the optimizer's, after the last step that was not skipped
+    inner_state: (
+        Any  # the optimizer's, after the last step that was not skipped
+    )
 
 
 class Skipper(NamedTuple):
@@ -79,7 +81,9 @@ def skipping(
         if value is not None:
             extra_args["value"] = value
         run = partial(optimizer.update, **extra_args)
-        updates, inner = update_unless(skip, run, updates, state.inner_state, params)
+        updates, inner = update_unless(
+            skip, run, updates, state.inner_state, params
+        )
         return updates, new._replace(inner_state=inner)
 
     return optax.GradientTransformationExtraArgs(init, update)
@@ -139,7 +143,9 @@ def _judge(
     return skip, state._replace(
         step=jnp.asarray(optax.safe_increment(state.step)),
         skipped=state.skipped + skip.astype(jnp.int32),
-        skipped_recently=moving_average(state.skipped_recently, skip, state.step),
+        skipped_recently=moving_average(
+            state.skipped_recently, skip, state.step
+        ),
         nonfinite=state.nonfinite + broken.astype(jnp.int32),
         consecutive=jnp.where(skip, state.consecutive + 1, 0),
     )

@@ -62,7 +62,12 @@ from .._clippers import _by_value as by_value
 from .._core._kernel import make_clipper
 from .._core._once import clip_once
 from .._norms import _norms as norms
-from .._norms._measures import GlobalNorm, TensorNorm, UnitwiseNorm, check_measure
+from .._norms._measures import (
+    GlobalNorm,
+    TensorNorm,
+    UnitwiseNorm,
+    check_measure,
+)
 from .._other_names import name_what_is_meant, with_our_names
 
 __all__ = [

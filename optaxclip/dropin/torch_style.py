@@ -88,7 +88,10 @@ EPS = 1e-6  # torch adds it to the norm that it divides by
 
 @with_our_names
 def clip_grad_norm(
-    grads: Any, max_norm: Any, norm_type: Any = 2.0, error_if_nonfinite: bool = False
+    grads: Any,
+    max_norm: Any,
+    norm_type: Any = 2.0,
+    error_if_nonfinite: bool = False,
 ) -> tuple[Any, jax.Array]:
     """Clips the norm of all gradients together, and returns it.
 
@@ -121,7 +124,9 @@ def clip_grad_norm(
     Reference: torch.nn.utils.clip_grad_norm_.
     """
     check_number("clip_grad_norm: max_norm", max_norm)
-    return _clipped("clip_grad_norm", grads, max_norm, norm_type, error_if_nonfinite)
+    return _clipped(
+        "clip_grad_norm", grads, max_norm, norm_type, error_if_nonfinite
+    )
 
 
 @with_our_names
@@ -185,7 +190,9 @@ def get_total_norm(
 
     Reference: torch.nn.utils.get_total_norm.
     """
-    return _clipped("get_total_norm", grads, None, norm_type, error_if_nonfinite)[1]
+    return _clipped(
+        "get_total_norm", grads, None, norm_type, error_if_nonfinite
+    )[1]
 
 
 @with_our_names
@@ -219,17 +226,31 @@ def clip_grads_with_norm(grads: Any, max_norm: Any, total_norm: Any) -> Any:
     call = "clip_grads_with_norm"
     check_number(f"{call}: max_norm", max_norm)
     measure = GlobalNorm(**check_measure(call, None))
-    options = {"call": call, "name": "max_norm", "eps": EPS, "grad_norm": total_norm}
+    options = {
+        "call": call,
+        "name": "max_norm",
+        "eps": EPS,
+        "grad_norm": total_norm,
+    }
     return clip_once(grads, max_norm, measure, **options)[0]
 
 
 def _clipped(
-    call: str, grads: Any, max_norm: Any, norm_type: Any, error_if_nonfinite: bool
+    call: str,
+    grads: Any,
+    max_norm: Any,
+    norm_type: Any,
+    error_if_nonfinite: bool,
 ) -> tuple[Any, jax.Array]:
     """The clipped gradients and their norm. `call` is the name that errors quote."""
     measure = _measure(call, _order(call, norm_type))
     nonfinite = "raise" if error_if_nonfinite else "propagate"
-    options = {"call": call, "name": "max_norm", "eps": EPS, "nonfinite": nonfinite}
+    options = {
+        "call": call,
+        "name": "max_norm",
+        "eps": EPS,
+        "nonfinite": nonfinite,
+    }
     try:
         return clip_once(grads, max_norm, measure, **options)
     except FloatingPointError as error:
@@ -243,7 +264,9 @@ def _clipped(
 def _order(call: str, norm_type: Any) -> float:
     """The order as a number. torch reads strings too."""
     try:
-        order = float(norm_type) if not isinstance(norm_type, bool) else math.nan
+        order = (
+            float(norm_type) if not isinstance(norm_type, bool) else math.nan
+        )
     except (TypeError, ValueError):
         order = math.nan
     if math.isnan(order):
@@ -294,5 +317,7 @@ def _norm_below_order_zero(tree: Any, ord: float) -> jax.Array:
     # With this instead of 1 the reciprocals of all normal numbers are normal: that of
     # the largest is the smallest, and that of the smallest the largest.
     one = info.max * info.tiny
-    reciprocals = jax.tree.map(lambda x: one / jnp.abs(x).astype(info.dtype), tree)
+    reciprocals = jax.tree.map(
+        lambda x: one / jnp.abs(x).astype(info.dtype), tree
+    )
     return one / global_norm(reciprocals, ord=-ord)

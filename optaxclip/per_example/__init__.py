@@ -27,7 +27,10 @@ from .._other_names import name_what_is_meant
 from ._clipped_grad import ClippedGrad, clipped_grad
 from ._explain import ExplainedLeaf, Explanation, explain_clipped_grad
 from ._noise import NoiseScale, noise_scale
-from ._optax_names import per_example_global_norm_clip, per_example_layer_norm_clip
+from ._optax_names import (
+    per_example_global_norm_clip,
+    per_example_layer_norm_clip,
+)
 
 __all__ = [
     "ClippedGrad",

@@ -43,7 +43,9 @@ def choose(problem: Problem, method: str, microbatch: int | None) -> Choice:
         )
     can_be_ghost = not hindrance and all(map(_is_inexact, leaves))
     if method in ("one_pass", "two_pass") or not can_be_ghost:
-        return Choice("one_pass" if method == "auto" else method, microbatch, None)
+        return Choice(
+            "one_pass" if method == "auto" else method, microbatch, None
+        )
     traced = trace(problem.of_one, problem.params, problem.batch)
     ghost = ghost_of(traced, leaves)
     numbers = sum(leaf.size for leaf in leaves)
@@ -92,4 +94,6 @@ def check_method(call: str, method: str) -> None:
     """Raises ValueError for what is not the name of a method."""
     if method not in METHODS:
         names = ", ".join(map(repr, METHODS))
-        raise ValueError(f"{call}: method must be one of {names}, got {method!r}.")
+        raise ValueError(
+            f"{call}: method must be one of {names}, got {method!r}."
+        )

@@ -167,7 +167,9 @@ def _divided_as(divisor: Any, leaf: jax.Array, total: jax.Array) -> jax.Array:
     """The total by the divisor, in the dtype of a leaf."""
     if jnp.iscomplexobj(total):
         parts = jnp.real(total), jnp.imag(total)
-        real, imag = (_divided_as(divisor, jnp.real(leaf), part) for part in parts)
+        real, imag = (
+            _divided_as(divisor, jnp.real(leaf), part) for part in parts
+        )
         return lax.complex(real, imag)
     wide = np.promote_types(total.dtype, np.float32)
     mean = total.astype(wide) / jnp.asarray(divisor).astype(wide)
@@ -186,7 +188,9 @@ def _present(mask: Any, size: int, call: str) -> jax.Array:
     return mask
 
 
-def _check_options(call: str, microbatch: Any, method: str, limits: int) -> None:
+def _check_options(
+    call: str, microbatch: Any, method: str, limits: int
+) -> None:
     check_microbatch(call, microbatch)
     check_method(call, method)
     if method == "two_pass" and limits > 1:

@@ -107,7 +107,9 @@ def explain_clipped_grad(
     def of_batch(*args: Any) -> Explanation:
         problem = question.about(args)
         choice = choose(problem, method, microbatch)
-        return Explanation(choice.method, choice.microbatch, _leaves(problem, choice))
+        return Explanation(
+            choice.method, choice.microbatch, _leaves(problem, choice)
+        )
 
     return of_batch
 
@@ -121,7 +123,9 @@ def _leaves(problem: Problem, choice: Choice) -> list[ExplainedLeaf]:
         if choice.method == "ghost" and choice.ghost:
             way, uses, kept, made = _from(choice.ghost, number)
         name = prefix.name(path)
-        found.append(ExplainedLeaf(name, leaf.shape, way, uses, width * kept, made))
+        found.append(
+            ExplainedLeaf(name, leaf.shape, way, uses, width * kept, made)
+        )
     return found
 
 

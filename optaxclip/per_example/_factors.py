@@ -70,7 +70,9 @@ def _dot_general(use: Use) -> Form:
     own_at = len(stack) + (len(free) if own else 0)
     data_at = len(stack) + (0 if own else len(columns))
 
-    def split(inputs: list[jax.Array], cotangent: jax.Array, order: Order) -> Factors:
+    def split(
+        inputs: list[jax.Array], cotangent: jax.Array, order: Order
+    ) -> Factors:
         matrices = order(stack)
         a = [stacked[other][stack.index(k)] for k in matrices] + free
         a += [contracted[other][rows.index(k)] for k in order(rows)]
@@ -83,15 +85,24 @@ def _dot_general(use: Use) -> Form:
             jnp.transpose(cotangent, c).reshape(count, sizes[0], sizes[2]),
         )
 
-    return Form(tuple(stack), tuple(rows), tuple(columns), sizes, False, True, split)
+    return Form(
+        tuple(stack), tuple(rows), tuple(columns), sizes, False, True, split
+    )
 
 
 def _gather(use: Use) -> Form | None:
     """A lookup of whole rows. Everything else that gathers has no form here."""
-    numbers, shape = use.eqn.params["dimension_numbers"], use.eqn.invars[0].aval.shape
+    numbers, shape = (
+        use.eqn.params["dimension_numbers"],
+        use.eqn.invars[0].aval.shape,
+    )
     found = numbers.collapsed_slice_dims, numbers.start_index_map
     whole = (1, *shape[1:])
-    if use.places != (0,) or found != ((0,), (0,)) or numbers.operand_batching_dims:
+    if (
+        use.places != (0,)
+        or found != ((0,), (0,))
+        or numbers.operand_batching_dims
+    ):
         return None
     if tuple(use.eqn.params["slice_sizes"]) != whole:
         return None
@@ -101,7 +112,9 @@ def _gather(use: Use) -> Form | None:
     sizes = _size(out.shape, positions), shape[0], math.prod(shape[1:])
     drops = use.eqn.params["mode"] == lax.GatherScatterMode.FILL_OR_DROP
 
-    def split(inputs: list[jax.Array], cotangent: jax.Array, order: Order) -> Factors:
+    def split(
+        inputs: list[jax.Array], cotangent: jax.Array, order: Order
+    ) -> Factors:
         index = inputs[0].reshape(1, sizes[0])
         axes = [*positions, *(offsets[k - 1] for k in order(columns))]
         c = jnp.transpose(cotangent, axes).reshape(1, sizes[0], sizes[2])
@@ -127,7 +140,9 @@ def _convolution(use: Use) -> Form | None:
         kernel[own[0]] // groups,
     )
 
-    def split(inputs: list[jax.Array], cotangent: jax.Array, order: Order) -> Factors:
+    def split(
+        inputs: list[jax.Array], cotangent: jax.Array, order: Order
+    ) -> Factors:
         windows = [kernel[k] for k in own[2:]]
         pixels = jnp.transpose(inputs[0], (image[0], *image[2:], image[1]))
         found = _patches(pixels, windows, params, taken[1:])
@@ -143,10 +158,14 @@ def _convolution(use: Use) -> Form | None:
         c = c.reshape(sizes[0], groups, sizes[2]).swapaxes(0, 1)
         return Factors(a, c)
 
-    return Form((), tuple(own[1:]), (own[0],), sizes, False, groups == 1, split, True)
+    return Form(
+        (), tuple(own[1:]), (own[0],), sizes, False, groups == 1, split, True
+    )
 
 
-def _patches(image: jax.Array, window: Any, params: Any, places: Any) -> jax.Array:
+def _patches(
+    image: jax.Array, window: Any, params: Any, places: Any
+) -> jax.Array:
     """[images, *places, *window, channels] of images [images, ..., channels].
 
     Channels stay last, where convolutions mostly have them. In another order a GPU
@@ -154,14 +173,17 @@ def _patches(image: jax.Array, window: Any, params: Any, places: Any) -> jax.Arr
     """
     zero = jnp.zeros((), image.dtype)
     dilation = [step - 1 for step in params["lhs_dilation"]]
-    edges = [(low, high, d) for (low, high), d in zip(params["padding"], dilation)]
+    edges = [
+        (low, high, d) for (low, high), d in zip(params["padding"], dilation)
+    ]
     image = lax.pad(image, zero, [(0, 0, 0), *edges, (0, 0, 0)])
     strides = params["window_strides"]
     found = []
     for offset in product(*map(range, window)):
         start = [n * step for n, step in zip(offset, params["rhs_dilation"])]
         stop = [
-            n + (count - 1) * step + 1 for n, count, step in zip(start, places, strides)
+            n + (count - 1) * step + 1
+            for n, count, step in zip(start, places, strides)
         ]
         found.append(
             lax.slice(

@@ -82,7 +82,9 @@ class Ghost(NamedTuple):
 
     def lengths(self, book: Book, size: int) -> list[jax.Array]:
         """For each parameter, the norms of the examples' gradients by it."""
-        return [self._length(leaf, book, size) for leaf in range(len(self.ways))]
+        return [
+            self._length(leaf, book, size) for leaf in range(len(self.ways))
+        ]
 
     def _length(self, leaf: int, book: Book, size: int) -> jax.Array:
         way = self.ways[leaf]
@@ -102,7 +104,9 @@ class Ghost(NamedTuple):
         if width >= size:
             return measure(book)
 
-        def step(total: None, _: jax.Array, book: Book) -> tuple[None, jax.Array]:
+        def step(
+            total: None, _: jax.Array, book: Book
+        ) -> tuple[None, jax.Array]:
             return None, measure(book)
 
         return in_microbatches(step, None, (book,), width)[1]
@@ -134,10 +138,15 @@ class Ghost(NamedTuple):
         self, book: Book, weights: Weights, groups: list[int]
     ) -> list[jax.Array]:
         """The sum over examples of gradients times factors, like the parameters."""
-        counts, every = weights.counts, Operands(self.traced, self.uses, self.params)
+        counts, every = (
+            weights.counts,
+            Operands(self.traced, self.uses, self.params),
+        )
         found = list(map(jnp.zeros_like, self.params))
         for group in sorted(set(groups)):
-            own = [leaf for leaf, number in enumerate(groups) if number == group]
+            own = [
+                leaf for leaf, number in enumerate(groups) if number == group
+            ]
             weigh = partial(_weighed, weights.roots[:, group], counts)
             kept = self._part_of(book, own)
             sums = every.gradients(own, kept, weigh)
@@ -156,7 +165,9 @@ def _divisor(size: int, most: int) -> int:
 
 def ghost_of(traced: Traced, params: list[jax.Array]) -> Ghost:
     uses = traced.plan.uses()
-    return Ghost(traced, params, uses, ways_of(uses, [leaf.shape for leaf in params]))
+    return Ghost(
+        traced, params, uses, ways_of(uses, [leaf.shape for leaf in params])
+    )
 
 
 def _weighed(

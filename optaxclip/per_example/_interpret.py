@@ -87,12 +87,16 @@ def _operands_in_scan(step: Scan, ins: list[Any]) -> list[Any]:
     def body(consts: list[Any], xs: list[Any]) -> list[Any]:
         return operands(step.inner, step.consts, [*consts, *carried, *xs])[1]
 
-    axes = [0 if step.depth in origin.loops else None for origin in _origins(step)]
+    axes = [
+        0 if step.depth in origin.loops else None for origin in _origins(step)
+    ]
     run = jax.vmap(body, (None, 0), axes, axis_size=step.eqn.params["length"])
     return run(ins[:first], ins[first + count :])
 
 
-def run(plan: Plan, consts: list[Any], args: list[Any], feed: Feed) -> list[Any]:
+def run(
+    plan: Plan, consts: list[Any], args: list[Any], feed: Feed
+) -> list[Any]:
     """The outputs that depend on data. Inputs of uses are added to the feed."""
     values = _Values(plan, consts, args)
     for step in plan.steps:
@@ -119,7 +123,9 @@ def apply(use: Use, operands: list[Any], data: list[Any]) -> list[Any]:
         return operands
     rest, given = iter(data), dict(zip(use.places, operands))
     places = range(len(use.eqn.invars))
-    outs = bind(use.eqn, [given[k] if k in given else next(rest) for k in places])
+    outs = bind(
+        use.eqn, [given[k] if k in given else next(rest) for k in places]
+    )
     return [outs[k] for k in use.tapped]
 
 
@@ -144,7 +150,9 @@ def _tapped(out: jax.Array, tap: jax.Array) -> jax.Array:
     return out
 
 
-_tapped.defvjp(lambda out, tap: (out, None), lambda _, cotangent: (cotangent,) * 2)
+_tapped.defvjp(
+    lambda out, tap: (out, None), lambda _, cotangent: (cotangent,) * 2
+)
 
 
 def _run_call(step: Call, ins: list[Any], feed: Feed) -> list[Any]:
@@ -165,7 +173,9 @@ def _run_call(step: Call, ins: list[Any], feed: Feed) -> list[Any]:
 def _share_of(feed: Feed, uses: list[Use]) -> tuple[list[Any], list[Any]]:
     """What belongs to the uses in a body."""
     count = sum(len(use.places) for use in uses)
-    return list(islice(feed.operands, count)), list(islice(feed.taps, len(uses)))
+    return list(islice(feed.operands, count)), list(
+        islice(feed.taps, len(uses))
+    )
 
 
 def _run_scan(step: Scan, ins: list[Any], feed: Feed) -> list[Any]:

@@ -52,8 +52,12 @@ def by_gram(pairs: list[Pair]) -> jax.Array:
     Where positions cancel the sum is smaller than its terms by a factor q, and the
     relative error is that of float32 times q.
     """
-    lookups = [pair for pair in pairs if jnp.issubdtype(pair.a.dtype, jnp.integer)]
-    dense = [pair for pair in pairs if not jnp.issubdtype(pair.a.dtype, jnp.integer)]
+    lookups = [
+        pair for pair in pairs if jnp.issubdtype(pair.a.dtype, jnp.integer)
+    ]
+    dense = [
+        pair for pair in pairs if not jnp.issubdtype(pair.a.dtype, jnp.integer)
+    ]
     if not lookups:
         size, total = _own_gram(_joined(dense))
     elif not dense:
@@ -120,4 +124,6 @@ def _joined(pairs: list[Pair]) -> Pair:
         return pairs[0]
     wide = jnp.result_type(*(pair.c.dtype for pair in pairs))
     a = jnp.concatenate([pair.a for pair in pairs], axis=2)
-    return Pair(a, jnp.concatenate([pair.c.astype(wide) for pair in pairs], axis=2))
+    return Pair(
+        a, jnp.concatenate([pair.c.astype(wide) for pair in pairs], axis=2)
+    )

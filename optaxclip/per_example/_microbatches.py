@@ -11,7 +11,10 @@ from ._weights import along_batch
 
 
 def in_microbatches(
-    step: Callable[..., Any], total: Any, batch: tuple[Any, ...], microbatch: int | None
+    step: Callable[..., Any],
+    total: Any,
+    batch: tuple[Any, ...],
+    microbatch: int | None,
 ) -> tuple[Any, Any]:
     """Runs `step(total, is_real, *examples) -> (total, found)` on each microbatch, of
     at most `microbatch` examples.
@@ -87,4 +90,6 @@ def _example(x: jax.Array, number: jax.Array) -> jax.Array:
     # A sum, since devices that share a batch would send each other all of it to take
     # one example out.
     chosen = jnp.arange(x.shape[0]) == number
-    return jnp.sum(jnp.where(along_batch(chosen, x), x, 0), 0, x.dtype, keepdims=True)
+    return jnp.sum(
+        jnp.where(along_batch(chosen, x), x, 0), 0, x.dtype, keepdims=True
+    )

@@ -47,7 +47,9 @@ class Operands(NamedTuple):
         """
 
         def chosen(given: list[list[Any]]) -> list[list[Any]]:
-            return [_of_leaves(self.uses[n], given[n], leaves) for n in sorted(book)]
+            return [
+                _of_leaves(self.uses[n], given[n], leaves) for n in sorted(book)
+            ]
 
         def by_params(own: list[jax.Array]) -> list[list[jax.Array]]:
             given = dict(zip(leaves, own))

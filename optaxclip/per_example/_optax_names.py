@@ -16,7 +16,14 @@ import jax.numpy as jnp
 from .._arguments import check_limit
 from .._other_names import with_our_names
 from ..shrinks import hard
-from ._weights import Limits, batch_size, limits_of, numbered, weigh, weighted_sum
+from ._weights import (
+    Limits,
+    batch_size,
+    limits_of,
+    numbered,
+    weigh,
+    weighted_sum,
+)
 
 
 @with_our_names
@@ -129,4 +136,8 @@ def _floating(leaf: Any) -> jax.Array:
     are not gradients.
     """
     leaf = jnp.asarray(leaf)
-    return leaf if jnp.issubdtype(leaf.dtype, jnp.inexact) else leaf.astype(jnp.float32)
+    return (
+        leaf
+        if jnp.issubdtype(leaf.dtype, jnp.inexact)
+        else leaf.astype(jnp.float32)
+    )

@@ -10,7 +10,9 @@ import jax.numpy as jnp
 from .._norms._types import varying_as
 from ._roles import Places, roles_of
 
-Loss = Callable[[Any, Any], tuple[jax.Array, Any]]  # (params, example) -> (value, aux)
+Loss = Callable[
+    [Any, Any], tuple[jax.Array, Any]
+]  # (params, example) -> (value, aux)
 
 
 class Problem(NamedTuple):

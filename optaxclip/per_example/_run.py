@@ -45,7 +45,9 @@ class Run(NamedTuple):
 
     def look(self, example: Any, present: jax.Array) -> tuple[Any, Seen]:
         """The per-example gradients of a microbatch, and what was found out."""
-        grad = jax.vmap(jax.value_and_grad(self.of_one, has_aux=True), (None, 0))
+        grad = jax.vmap(
+            jax.value_and_grad(self.of_one, has_aux=True), (None, 0)
+        )
         (values, aux), grads = grad(self.params, example)
         return grads, Seen(self.weights_of(grads, present), values, aux)
 

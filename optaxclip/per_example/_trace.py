@@ -23,7 +23,9 @@ class Origin(NamedTuple):
     """What a value is made of."""
 
     leaves: frozenset[int] = frozenset()  # the numbers of the parameters in it
-    loops: frozenset[int] = frozenset()  # the scans whose slices are in it, by depth
+    loops: frozenset[int] = (
+        frozenset()
+    )  # the scans whose slices are in it, by depth
     is_data: bool = False  # whether the example is in it
     view: View | None = None  # set where it is one parameter, rearranged
 
@@ -41,7 +43,9 @@ class Use(NamedTuple):
     origins: tuple[Origin, ...]  # of those inputs
     data: tuple[Any, ...]  # the types of its other inputs
     outs: tuple[Any, ...]  # the types of its outputs
-    loops: tuple[int, ...]  # the lengths of the scans around it, outermost first
+    loops: tuple[
+        int, ...
+    ]  # the lengths of the scans around it, outermost first
 
     @property
     def name(self) -> str:
@@ -91,7 +95,9 @@ class Scan(NamedTuple):
     eqn: Any
     inner: "Plan"
     consts: list[Any]
-    entries: dict[int, Use]  # inputs that are taken for data: first values of carries
+    entries: dict[
+        int, Use
+    ]  # inputs that are taken for data: first values of carries
     depth: int  # how many scans are around it
 
     def uses(self) -> list[Use]:
@@ -143,7 +149,9 @@ def trace(loss: Callable[[Any, Any], Any], params: Any, batch: Any) -> Traced:
 
 
 def _parameter(number: int, leaf: Any) -> Origin:
-    return Origin(frozenset([number]), view=View(leaf.shape, tuple(range(leaf.ndim))))
+    return Origin(
+        frozenset([number]), view=View(leaf.shape, tuple(range(leaf.ndim)))
+    )
 
 
 def plan_of(jaxpr: Any, origins: list[Origin], loops: tuple[int, ...]) -> Plan:
@@ -152,7 +160,9 @@ def plan_of(jaxpr: Any, origins: list[Origin], loops: tuple[int, ...]) -> Plan:
     table |= dict(zip(jaxpr.invars, origins))
     steps = []
     for eqn in jaxpr.eqns:
-        step, outs = _step(eqn, [origin_of(table, x) for x in eqn.invars], loops)
+        step, outs = _step(
+            eqn, [origin_of(table, x) for x in eqn.invars], loops
+        )
         table |= dict(zip(eqn.outvars, outs))
         steps.append(step)
     return Plan(jaxpr, steps, [origin_of(table, x) for x in jaxpr.outvars], {})

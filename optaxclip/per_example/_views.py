@@ -14,14 +14,18 @@ class View(NamedTuple):
     # The axis of the parameter that each axis is, or None for a new one of size 1. None
     # altogether where axes were merged or split later than that.
     axes: tuple[int | None, ...] | None
-    scanned: tuple[tuple[int, int], ...] = ()  # (axis, depth of the scan over it)
+    scanned: tuple[
+        tuple[int, int], ...
+    ] = ()  # (axis, depth of the scan over it)
 
     def sliced(self, depth: int) -> "View":
         """One turn of a scan over the first axis."""
         if self.axes is None:
             return self._replace(scanned=(*self.scanned, (-1, depth)))
         axis = -1 if self.axes[0] is None else self.axes[0]
-        return self._replace(axes=self.axes[1:], scanned=(*self.scanned, (axis, depth)))
+        return self._replace(
+            axes=self.axes[1:], scanned=(*self.scanned, (axis, depth))
+        )
 
 
 def view_after(eqn: Any, views: list[View | None]) -> View | None:
@@ -44,13 +48,19 @@ def _moved(eqn: Any, view: View) -> View:
 def _cast(eqn: Any, view: View) -> View | None:
     (before,), (after,) = eqn.invars, eqn.outvars
     real = jnp.issubdtype(before.aval.dtype, jnp.floating)
-    return view if real and jnp.issubdtype(after.aval.dtype, jnp.floating) else None
+    return (
+        view
+        if real and jnp.issubdtype(after.aval.dtype, jnp.floating)
+        else None
+    )
 
 
 def _transposed(eqn: Any, view: View) -> View:
     if view.axes is None:
         return view
-    return view._replace(axes=tuple(view.axes[k] for k in eqn.params["permutation"]))
+    return view._replace(
+        axes=tuple(view.axes[k] for k in eqn.params["permutation"])
+    )
 
 
 def _squeezed(eqn: Any, view: View) -> View:

@@ -50,7 +50,10 @@ def ways_of(uses: list[Use], shapes: list[tuple[int, ...]]) -> list[Way]:
         for operand, origin in enumerate(use.origins):
             for leaf in origin.leaves if use.tapped else ():
                 parts[leaf].append(Part(number, operand))
-    return [_way(uses, found, math.prod(shape)) for found, shape in zip(parts, shapes)]
+    return [
+        _way(uses, found, math.prod(shape))
+        for found, shape in zip(parts, shapes)
+    ]
 
 
 def _way(uses: list[Use], parts: list[Part], size: int) -> Way:
@@ -60,7 +63,9 @@ def _way(uses: list[Use], parts: list[Part], size: int) -> Way:
     origins = [uses[part.use].origins[part.operand] for part in parts]
     fits = _fits(forms, origins)
     if not fits:
-        costs = [_cost(uses[part.use], form) for part, form in zip(parts, forms)]
+        costs = [
+            _cost(uses[part.use], form) for part, form in zip(parts, forms)
+        ]
         return Way("gradient", parts, [], size, sum(costs) + size)
     positions, lookups = _positions(uses, parts, fits)
     return _cheapest(Way("", parts, fits, size), positions, lookups)
@@ -121,7 +126,9 @@ def _cheapest(way: Way, positions: int, lookups: int) -> Way:
     if lookups:
         made = way._replace(name="gradient", cost=size + positions * columns)
     if positions == 1 and not lookups:
-        return way._replace(name="product", size=1, cost=stack * (rows + columns))
+        return way._replace(
+            name="product", size=1, cost=stack * (rows + columns)
+        )
     if lookups == positions:
         cost, is_cheap = pairs * columns, positions**2 <= 4 * rows
         # A scatter into a table is slow: as slow as writing four times as much.
@@ -135,7 +142,9 @@ def _gram(way: Way, pairs: int, cost: int) -> Way:
     return way._replace(name="gram", size=2 * pairs, cost=cost)
 
 
-def _positions(uses: list[Use], parts: list[Part], fits: list[Fit]) -> tuple[int, int]:
+def _positions(
+    uses: list[Use], parts: list[Part], fits: list[Fit]
+) -> tuple[int, int]:
     """How many positions all parts have together, and how many of them are lookups."""
     positions, lookups = 0, 0
     for part, fit in zip(parts, fits):
@@ -148,4 +157,6 @@ def _positions(uses: list[Use], parts: list[Part], fits: list[Fit]) -> tuple[int
 def shared_loops(use: Use, operand: int) -> list[int]:
     """The lengths of the scans in each turn of which the same operand is used."""
     sliced = use.origins[operand].loops
-    return [length for depth, length in enumerate(use.loops) if depth not in sliced]
+    return [
+        length for depth, length in enumerate(use.loops) if depth not in sliced
+    ]

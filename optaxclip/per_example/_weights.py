@@ -35,7 +35,9 @@ class Limits(NamedTuple):
 class Weights(NamedTuple):
     """What was found out about the examples of a batch."""
 
-    norms: jax.Array  # float32[batch, groups]: 0 for an example that is not present
+    norms: (
+        jax.Array
+    )  # float32[batch, groups]: 0 for an example that is not present
     # float32[batch, groups]: what each gradient is multiplied by twice. Without meaning
     # for an example that does not count.
     roots: jax.Array
@@ -52,7 +54,9 @@ def limits_of(max_norm: Any, argument: str) -> Limits:
       TypeError, ValueError: something that is not a limit, an array of several, or no
         limit at all.
     """
-    found = jax.tree_util.tree_flatten_with_path(max_norm, is_leaf=prefix.is_none)
+    found = jax.tree_util.tree_flatten_with_path(
+        max_norm, is_leaf=prefix.is_none
+    )
     entries, treedef = found
     if not entries:
         raise ValueError(f"{argument} has no limit in it, got {max_norm!r}.")
@@ -65,13 +69,18 @@ def limits_of(max_norm: Any, argument: str) -> Limits:
             raise ValueError(
                 f"{where} must be one number, got an array of shape {jnp.shape(value)}."
             )
-    paths, values = [path for path, _ in entries], [value for _, value in entries]
+    paths, values = (
+        [path for path, _ in entries],
+        [value for _, value in entries],
+    )
     return Limits(values, numbered(paths), treedef)
 
 
 def numbered(paths: list[Any]) -> prefix.Prefix:
     """The prefix that gives each of these paths its number."""
-    return prefix.Prefix(tuple((path, number) for number, path in enumerate(paths)))
+    return prefix.Prefix(
+        tuple((path, number) for number, path in enumerate(paths))
+    )
 
 
 def weigh(
@@ -113,8 +122,13 @@ def batch_size(tree: Any, argument: str) -> int:
       ValueError: there are no leaves, they have no first axis, or their sizes differ.
     """
     entries = jax.tree_util.tree_flatten_with_path(tree)[0]
-    shapes = {prefix.name(path) or "it": jnp.shape(leaf) for path, leaf in entries}
-    if not all(shapes.values()) or len({shape[:1] for shape in shapes.values()}) != 1:
+    shapes = {
+        prefix.name(path) or "it": jnp.shape(leaf) for path, leaf in entries
+    }
+    if (
+        not all(shapes.values())
+        or len({shape[:1] for shape in shapes.values()}) != 1
+    ):
         raise ValueError(
             f"{argument} must be arrays whose first axis counts examples, of one size, "
             f"got the shapes {shapes}."
@@ -151,7 +165,9 @@ def _shrunk(norms: jax.Array, limits: Limits, shrink: Shrink) -> jax.Array:
     return jnp.where(limit == jnp.inf, norms, shrink(norms, limit))
 
 
-def _weighted_sum(leaf: jax.Array, root: jax.Array, counts: jax.Array) -> jax.Array:
+def _weighted_sum(
+    leaf: jax.Array, root: jax.Array, counts: jax.Array
+) -> jax.Array:
     wide = np.promote_types(leaf.dtype, root.dtype)
     stretched = stretch(leaf.astype(wide), along_batch(root, leaf))
     # Selected, since 0 times NaN is NaN.

@@ -96,7 +96,9 @@ def table(norms: Any, found: list[Suggestion]) -> str:
 
 def _line(row: Suggestion) -> str:
     mark = "->" if row.recommended else "  "
-    numbers = f"{row.limit:16.4g}  {row.clip_rate:13.1%}  {row.mean_factor:11.3f}"
+    numbers = (
+        f"{row.limit:16.4g}  {row.clip_rate:13.1%}  {row.mean_factor:11.3f}"
+    )
     return f"{mark} {numbers}  {row.rule}"
 
 
@@ -122,7 +124,9 @@ def draw(
     best = next(row for row in found if row.recommended)
     figure = Figure(figsize=(9, 4), layout="constrained")
     axis = plot_history(run(best.limit, norms), axis=figure.add_subplot())
-    axis.set_title(f"norms as recorded, and the recommended limit {best.limit:.4g}")
+    axis.set_title(
+        f"norms as recorded, and the recommended limit {best.limit:.4g}"
+    )
     figure.savefig(path, dpi=120)
     print(f"Picture: {path}")
 

@@ -88,7 +88,9 @@ def _fixed_limits(norms: np.ndarray) -> dict[str, float]:
     """Fixed limits, by the text that makes a clipper of them."""
     limits = [*np.quantile(norms, (0.5, 0.9, 0.95, 0.99)), 5 * np.median(norms)]
     rounded = sorted({float(f"{limit:.3g}") for limit in limits})
-    return {f"optaxclip.clip_by_global_norm({limit:g})": limit for limit in rounded}
+    return {
+        f"optaxclip.clip_by_global_norm({limit:g})": limit for limit in rounded
+    }
 
 
 def _rules_that_learn() -> dict[str, Rule]:
@@ -105,7 +107,9 @@ def _rules_that_learn() -> dict[str, Rule]:
     }
 
 
-def _with_recommendation(rows: list[Suggestion], fixed: int) -> list[Suggestion]:
+def _with_recommendation(
+    rows: list[Suggestion], fixed: int
+) -> list[Suggestion]:
     """Marks the fixed limit, one of the first rows, that clips nearest to 1 %."""
     distances = [abs(row.clip_rate - RECOMMENDED_RATE) for row in rows[:fixed]]
     best = int(np.argmin(distances))

@@ -56,7 +56,9 @@ def _candidates(names: Sequence[str]) -> list[str]:
     written = {name: name.rpartition(" - ")[2] for name in names}
     series = [name for name in names if not RANGE_OF_WANDB.search(name)]
     for pattern in NAMES:
-        found = [name for name in series if re.fullmatch(pattern, written[name])]
+        found = [
+            name for name in series if re.fullmatch(pattern, written[name])
+        ]
         if found:
             return found
     return []

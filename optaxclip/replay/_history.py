@@ -57,10 +57,16 @@ def read_log(path: str | Path, column: str | None = None) -> Log:
     path = Path(path)
     text = _text(path)
     json_names = (".json", ".jsonl", ".ndjson")
-    rows = _rows_of_json(path, text) if path.suffix in json_names else _csv(path, text)
+    rows = (
+        _rows_of_json(path, text)
+        if path.suffix in json_names
+        else _csv(path, text)
+    )
     names = _names_of(rows)
     if not names:
-        raise ValueError(f"read_history: {path} must hold a row for each step, got 0.")
+        raise ValueError(
+            f"read_history: {path} must hold a row for each step, got 0."
+        )
     if column is None:
         column = column_of_norms(path, names)
     if column not in names:
@@ -125,12 +131,16 @@ def _rows_of_json(path: Path, text: str) -> Rows:
     """JSON lines, or one array."""
     if text.lstrip().startswith("["):
         return _rows_of_array(path, text)
-    lines = [line for line in enumerate(io.StringIO(text), 1) if line[1].strip()]
+    lines = [
+        line for line in enumerate(io.StringIO(text), 1) if line[1].strip()
+    ]
     return [_row_of_line(path, *line) for line in lines]
 
 
 def _rows_of_array(path: Path, text: str) -> Rows:
-    where = f"read_history: {path} must hold JSON lines, or one array of objects"
+    where = (
+        f"read_history: {path} must hold JSON lines, or one array of objects"
+    )
     try:
         array = json.loads(text)
     except json.JSONDecodeError as error:

@@ -56,12 +56,20 @@ def plot_history(
         np.where(finite, norms, np.nan),
         np.where(np.isfinite(limits), limits, np.nan),
     )
-    norm_line = {"color": "0.55", "linewidth": 0.8, "label": "norm before clipping"}
+    norm_line = {
+        "color": "0.55",
+        "linewidth": 0.8,
+        "label": "norm before clipping",
+    }
     limit_line = {"color": "tab:blue", "linewidth": 1.2, "label": "limit"}
     axis.semilogy(steps, shown[0], **norm_line)
     axis.semilogy(steps, shown[1], **limit_line)
     share = clipped.mean() if clipped.size else 0
-    dots = {"color": "tab:red", "markersize": 4, "label": f"{word} ({share:.1%})"}
+    dots = {
+        "color": "tab:red",
+        "markersize": 4,
+        "label": f"{word} ({share:.1%})",
+    }
     axis.plot(steps[clipped], norms[clipped], ".", **dots)
     if not finite.all():
         _mark_at_the_top(axis, steps[~finite])
@@ -86,7 +94,11 @@ def _checked(
     if clipped is None:
         clipped = norms > np.resize(limits, norms.shape)
     clipped = np.asarray(clipped, bool)
-    if norms.ndim != 1 or limits.shape != norms.shape or clipped.shape != norms.shape:
+    if (
+        norms.ndim != 1
+        or limits.shape != norms.shape
+        or clipped.shape != norms.shape
+    ):
         raise ValueError(
             "plot_history: norms, limits and clipped must be [steps] of one length, "
             f"got shapes {norms.shape}, {limits.shape} and {clipped.shape}."
@@ -98,5 +110,10 @@ def _mark_at_the_top(axis: Any, steps: np.ndarray) -> None:
     """Crosses at the steps whose norm was NaN or inf."""
     place = {"transform": axis.get_xaxis_transform(), "clip_on": False}
     axis.plot(
-        steps, np.ones(steps.size), "x", color="black", label="NaN or inf", **place
+        steps,
+        np.ones(steps.size),
+        "x",
+        color="black",
+        label="NaN or inf",
+        **place,
     )

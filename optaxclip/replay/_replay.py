@@ -76,7 +76,9 @@ def first_memory(rule: Rule, norms: jax.Array) -> Any:
 
 
 @partial(jax.jit, static_argnums=0)
-def replayed(shrink: Shrink, rule: Rule, memory: Any, norms: jax.Array) -> Replay:
+def replayed(
+    shrink: Shrink, rule: Rule, memory: Any, norms: jax.Array
+) -> Replay:
     """What a rule that remembers this makes of the norms."""
     limits = _limits(rule, memory, norms)
     finite, off = jnp.isfinite(norms), jnp.isinf(limits)

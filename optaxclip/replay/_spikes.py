@@ -47,7 +47,9 @@ def spike_score(
     deviations of 128 values. OLMo 2, 2025 (arXiv 2501.00656) and AdaGC, 2025 (arXiv
     2502.11034) count with 7 of 1000.
     """
-    series = [jnp.asarray(history, jnp.result_type(float)) for history in histories]
+    series = [
+        jnp.asarray(history, jnp.result_type(float)) for history in histories
+    ]
     shapes = sorted({each.shape for each in series})
     if len(shapes) != 1 or len(shapes[0]) != 1 or 0 in shapes[0]:
         raise ValueError(

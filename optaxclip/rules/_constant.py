@@ -61,7 +61,9 @@ def checked_limit(argument: str, limit: Any) -> ArrayLike | Schedule:
     if isinstance(limit, str):
         rule = " A rule is given as optaxclip.rules.z_score(), without quotes."
         rule = rule if limit.isidentifier() else ""
-        raise TypeError(f"{argument} must be a real number, got {limit!r}.{rule}")
+        raise TypeError(
+            f"{argument} must be a real number, got {limit!r}.{rule}"
+        )
     if callable(limit):
         return as_partial(limit)
     check_limit(argument, limit)

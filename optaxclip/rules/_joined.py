@@ -41,7 +41,11 @@ class Minimum(Joined):
     """The smallest limit of several rules."""
 
     def update(
-        self, norm: jax.Array, memory: Any, step: jax.Array, params_norm: Any = None
+        self,
+        norm: jax.Array,
+        memory: Any,
+        step: jax.Array,
+        params_norm: Any = None,
     ) -> Any:
         limits, memories = self.ask_all(norm, memory, step, params_norm)
         return reduce(jnp.minimum, limits), memories
@@ -51,7 +55,11 @@ class Maximum(Joined):
     """The largest limit of several rules."""
 
     def update(
-        self, norm: jax.Array, memory: Any, step: jax.Array, params_norm: Any = None
+        self,
+        norm: jax.Array,
+        memory: Any,
+        step: jax.Array,
+        params_norm: Any = None,
     ) -> Any:
         limits, memories = self.ask_all(norm, memory, step, params_norm)
         return reduce(jnp.maximum, limits), memories
@@ -66,7 +74,11 @@ class WarmUp(Joined):
         return jnp.zeros(norm.shape, jnp.int32), super().init(norm)
 
     def update(
-        self, norm: jax.Array, memory: Any, step: jax.Array, params_norm: Any = None
+        self,
+        norm: jax.Array,
+        memory: Any,
+        step: jax.Array,
+        params_norm: Any = None,
     ) -> Any:
         seen, memories = memory
         limits, memories = self.ask_all(norm, memories, step, params_norm)
@@ -145,4 +157,6 @@ def _rules(call: str, rules: tuple[Any, ...]) -> tuple[Rule, ...]:
     if not rules:
         raise ValueError(f"{call}: rules must be at least one, got none.")
     named = enumerate(rules)
-    return tuple(rule_of(rule, f"{call}: rules[{place}]") for place, rule in named)
+    return tuple(
+        rule_of(rule, f"{call}: rules[{place}]") for place, rule in named
+    )

@@ -46,7 +46,9 @@ def empty_window(argument: str, length: Any, norm: jax.Array) -> Window:
 
 def places(window: Window) -> jax.Array:
     """The number of each place in the window, int32[norm, length]."""
-    return lax.broadcasted_iota(jnp.int32, window.past.shape, window.past.ndim - 1)
+    return lax.broadcasted_iota(
+        jnp.int32, window.past.shape, window.past.ndim - 1
+    )
 
 
 def next_place(window: Window) -> jax.Array:
@@ -62,7 +64,9 @@ def oldest(window: Window) -> jax.Array:
 def push(window: Window, norm: jax.Array) -> Window:
     """Adds a norm. A full window loses its oldest."""
     here = places(window) == next_place(window)
-    return Window(jnp.where(here, norm[..., None], window.past), window.seen + 1)
+    return Window(
+        jnp.where(here, norm[..., None], window.past), window.seen + 1
+    )
 
 
 def filled(window: Window) -> jax.Array:

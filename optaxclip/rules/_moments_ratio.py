@@ -18,7 +18,9 @@ class Moments(NamedTuple):
     mean: Average
     # float32[norm]: the root of the average square, corrected for its start
     root: jax.Array
-    weight: jax.Array  # float32[norm]: the share of an endless average that was seen
+    weight: (
+        jax.Array
+    )  # float32[norm]: the share of an endless average that was seen
 
 
 class MomentsRatio(Rule):
@@ -52,12 +54,16 @@ class MomentsRatio(Rule):
     eps: Number = number(default=1e-8)
 
     def init(self, norm: jax.Array) -> Moments:
-        return Moments(empty_average(norm), jnp.zeros_like(norm), jnp.zeros_like(norm))
+        return Moments(
+            empty_average(norm), jnp.zeros_like(norm), jnp.zeros_like(norm)
+        )
 
     def update(
         self, norm: jax.Array, memory: Moments, step: jax.Array
     ) -> tuple[jax.Array, Moments]:
-        decay1, decay2, eps = at_step(step, norm, self.decay1, self.decay2, self.eps)
+        decay1, decay2, eps = at_step(
+            step, norm, self.decay1, self.decay2, self.eps
+        )
         mean = blend(memory.mean, norm, decay1)
         weight = decay2 * memory.weight + (1 - decay2)
         share = gain(decay2, weight)

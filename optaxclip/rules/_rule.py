@@ -31,7 +31,9 @@ Number = ArrayLike | Schedule
 
 
 def number(
-    default: Any = dataclasses.MISSING, lowest: float = 0.0, highest: float = np.inf
+    default: Any = dataclasses.MISSING,
+    lowest: float = 0.0,
+    highest: float = np.inf,
 ) -> Any:
     """A field that is a number in a range, or a schedule from step to number."""
 
@@ -41,7 +43,9 @@ def number(
         check_limit(argument, value, lowest=lowest)
         known = not isinstance(value, Tracer)
         if known and (np.asarray(value, np.float64) > highest).any():
-            raise ValueError(f"{argument} must be at most {highest:g}, got {value!r}.")
+            raise ValueError(
+                f"{argument} must be at most {highest:g}, got {value!r}."
+            )
         return value
 
     return field(default=default, metadata={"check": check})
@@ -139,7 +143,9 @@ class Rule:
         meta = [name for name, static in names if static]
 
         def flatten(rule: Any) -> Any:
-            leaves = [(jax.tree_util.GetAttrKey(n), getattr(rule, n)) for n in data]
+            leaves = [
+                (jax.tree_util.GetAttrKey(n), getattr(rule, n)) for n in data
+            ]
             return leaves, tuple(getattr(rule, name) for name in meta)
 
         def unflatten(static: Any, leaves: Any) -> Any:
@@ -200,7 +206,9 @@ def is_rule(x: Any) -> TypeGuard[Rule]:
     return isinstance(x, Rule)
 
 
-def at_step(step: jax.Array, norm: jax.Array, *numbers: Number) -> list[jax.Array]:
+def at_step(
+    step: jax.Array, norm: jax.Array, *numbers: Number
+) -> list[jax.Array]:
     """The numbers at this step, in the norm's dtype."""
     values = [value(step) if callable(value) else value for value in numbers]
     return [held_in(norm.dtype, value) for value in values]
@@ -209,5 +217,7 @@ def at_step(step: jax.Array, norm: jax.Array, *numbers: Number) -> list[jax.Arra
 def check_length(argument: str, value: Any) -> None:
     """Refuses what is not a whole number, at least 1."""
     check_number(argument, value, lowest=1)
-    if not isinstance(value, Tracer) and (np.ndim(value) or value != int(value)):
+    if not isinstance(value, Tracer) and (
+        np.ndim(value) or value != int(value)
+    ):
         raise ValueError(f"{argument} must be a whole number, got {value!r}.")

@@ -41,7 +41,13 @@ class ShareOfParams(Rule):
         return True
 
     def update(
-        self, norm: jax.Array, memory: Any, step: jax.Array, params_norm: jax.Array
+        self,
+        norm: jax.Array,
+        memory: Any,
+        step: jax.Array,
+        params_norm: jax.Array,
     ) -> Any:
         share, floor = at_step(step, norm, self.share, self.floor)
-        return share * jnp.maximum(params_norm.astype(norm.dtype), floor), memory
+        return share * jnp.maximum(
+            params_norm.astype(norm.dtype), floor
+        ), memory

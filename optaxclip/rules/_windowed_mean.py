@@ -97,7 +97,9 @@ def spike_rule(call: str, sigmas: Number, window: Any) -> Rule:
 
 def choose(wanted: Any, new: Any, old: Any) -> Any:
     """The new memory if it is wanted, else the old one."""
-    return jax.tree.map(lambda one, other: jnp.where(wanted, one, other), new, old)
+    return jax.tree.map(
+        lambda one, other: jnp.where(wanted, one, other), new, old
+    )
 
 
 def moments(ddof: Any, window: Window) -> tuple[jax.Array, jax.Array]:
@@ -108,7 +110,9 @@ def moments(ddof: Any, window: Window) -> tuple[jax.Array, jax.Array]:
     leaves the range.
     """
     held = filled(window)
-    count = jnp.clip(window.seen, 1, window.past.shape[-1]).astype(window.past.dtype)
+    count = jnp.clip(window.seen, 1, window.past.shape[-1]).astype(
+        window.past.dtype
+    )
     anchor = window.past[..., :1]
     apart = jnp.where(held, window.past - anchor, 0.0)
     largest = jnp.max(jnp.abs(apart), axis=-1, keepdims=True)

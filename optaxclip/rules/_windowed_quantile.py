@@ -91,9 +91,13 @@ def push_ordered(memory: QuantileMemory, norm: jax.Array) -> QuantileMemory:
     # after the new norm up by one.
     source = place - (place > own).astype(jnp.int32)
     source = source + (source >= gap).astype(jnp.int32)
-    moved = jnp.take_along_axis(ordered, jnp.minimum(source, length - 1), axis=-1)
+    moved = jnp.take_along_axis(
+        ordered, jnp.minimum(source, length - 1), axis=-1
+    )
     moved = jnp.where(source < length, moved, jnp.inf)
-    return QuantileMemory(push(recent, norm), jnp.where(place == own, new, moved))
+    return QuantileMemory(
+        push(recent, norm), jnp.where(place == own, new, moved)
+    )
 
 
 def ranks(ordered: jax.Array, *norms: jax.Array) -> list[jax.Array]:
