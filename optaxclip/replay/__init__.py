@@ -33,4 +33,5 @@ __all__ = [
     "suggest",
 ]
 
+# A misspelt name, as in `replay.sugest`, raises an error with the right one.
 name_what_is_meant(__name__)

@@ -11,24 +11,29 @@ from . import Suggestion, plot_history, run, suggest
 from ._columns import listed
 from ._history import Log, read_log
 
+# Each column of `_line` is as wide as its head: 16, 13 and 11 characters.
 HEADS = ("limit at the end", "steps clipped", "mean factor")
 
 
 def main(arguments: list[str] | None = None) -> None:
     """Prints the table of a log file and draws its picture beside it."""
+    # None stands for the arguments of the command line.
     options = _parser().parse_args(arguments)
     try:
         log = read_log(options.log, options.column)
         found = suggest(log.norms)
+    # A file that is of no use ends in one line on stderr, without a traceback.
     except (OSError, ValueError) as error:
         sys.exit(f"{error}")
     print(source(log, options.log, guessed=options.column is None))
     print(table(log.norms, found))
+    # runs/a.csv is drawn to runs/a.png.
     picture = options.picture or options.log.with_suffix(".png")
     draw(log.norms, found, picture, replace=options.force)
 
 
 def _parser() -> argparse.ArgumentParser:
+    # Before Python 3.14 argparse would call the program `__main__.py`.
     parser = argparse.ArgumentParser(
         prog="python -m optaxclip.replay",
         description="Prints candidate limits for recorded gradient norms, with the "
@@ -65,6 +70,7 @@ def source(log: Log, path: Path, *, guessed: bool) -> str:
     text = f"Norms: column {log.column!r} of {path.name}"
     if not guessed:
         return f"{text}."
+    # The surest name was taken, so the file may have other norms too.
     if not log.others:
         return f"{text}, the only one."
     return (
@@ -77,6 +83,7 @@ def table(norms: Any, found: list[Suggestion]) -> str:
     """The suggestions as text, with what they cannot tell."""
     norms = np.asarray(norms, np.float64)
     broken = int(np.sum(~np.isfinite(norms)))
+    # `suggest` has raised where no norm is finite. With NaN all three would be NaN.
     low, middle, high = np.quantile(norms[np.isfinite(norms)], (0.0, 0.5, 1.0))
     best = next(row for row in found if row.recommended)
     return "\n".join(
@@ -108,6 +115,7 @@ def draw(
     """Draws the norms, the recommended limit and the steps that it would have
     clipped.
     """
+    # A picture beside the log may be the user's own, so only --force replaces it.
     if path.exists() and not replace:
         print(
             f"No picture: {path} exists. --force replaces it, --picture PATH draws to "
@@ -115,6 +123,7 @@ def draw(
         )
         return
     try:
+        # Figure and not pyplot: no window system is asked for, and nothing is kept.
         from matplotlib.figure import Figure
     except ImportError:
         print(
@@ -122,11 +131,13 @@ def draw(
         )
         return
     best = next(row for row in found if row.recommended)
+    # The recommended row is a fixed limit, so its number is its rule.
     figure = Figure(figsize=(9, 4), layout="constrained")
     axis = plot_history(run(best.limit, norms), axis=figure.add_subplot())
     axis.set_title(
         f"norms as recorded, and the recommended limit {best.limit:.4g}"
     )
+    # 1080 x 480 pixels.
     figure.savefig(path, dpi=120)
     print(f"Picture: {path}")
 

@@ -11,6 +11,7 @@ import numpy as np
 from .._other_names import with_our_names
 from ._columns import TENSORBOARD, column_of_norms, listed
 
+# One dict for each step: {"step": "0", "grad_norm": "1.5"}. Entries of a CSV are text.
 Rows = list[dict[str, Any]]
 
 
@@ -56,12 +57,8 @@ def read_log(path: str | Path, column: str | None = None) -> Log:
     """Reads what `read_history` returns, with the name of its column."""
     path = Path(path)
     text = _text(path)
-    json_names = (".json", ".jsonl", ".ndjson")
-    rows = (
-        _rows_of_json(path, text)
-        if path.suffix in json_names
-        else _csv(path, text)
-    )
+    is_json = path.suffix in (".json", ".jsonl", ".ndjson")
+    rows = _rows_of_json(path, text) if is_json else _csv(path, text)
     names = _names_of(rows)
     if not names:
         raise ValueError(
@@ -80,6 +77,7 @@ def read_log(path: str | Path, column: str | None = None) -> Log:
 
 def _names_of(rows: Rows) -> list[str]:
     """The names of all columns, in the order of their appearance."""
+    # A dict keeps the order, which a set would lose. Rows of JSON may differ in keys.
     names: dict[str, None] = {}
     for row in rows:
         names |= dict.fromkeys(row)
@@ -89,8 +87,10 @@ def _names_of(rows: Rows) -> list[str]:
 
 def _numbers(path: Path, rows: Rows, column: str) -> np.ndarray:
     entries = [row.get(column) for row in rows]
+    # Steps without a norm: None in JSON, an empty entry in a CSV.
     known = [entry for entry in entries if entry not in (None, "")]
     try:
+        # float() also reads "NaN" and "Infinity", which some loggers write as text.
         return np.asarray([float(entry) for entry in known])
     except (TypeError, ValueError) as error:
         raise ValueError(
@@ -111,6 +111,7 @@ def _text(path: Path) -> str:
 def _csv(path: Path, text: str) -> Rows:
     reader = csv.DictReader(io.StringIO(text, newline=""))
     header = reader.fieldnames or []
+    # Without a header csv would take the first norms for the names of columns.
     if header and all(map(_is_number, header)):
         raise ValueError(
             f"read_history: {path} must begin with the names of its columns, got the "
@@ -131,6 +132,7 @@ def _rows_of_json(path: Path, text: str) -> Rows:
     """JSON lines, or one array."""
     if text.lstrip().startswith("["):
         return _rows_of_array(path, text)
+    # Numbered from 1, as editors do, for errors. Empty lines are left out.
     lines = [
         line for line in enumerate(io.StringIO(text), 1) if line[1].strip()
     ]
@@ -148,6 +150,7 @@ def _rows_of_array(path: Path, text: str) -> Rows:
     if all(isinstance(entry, dict) for entry in array):
         return array
     if all(isinstance(entry, list) and len(entry) == 3 for entry in array):
+        # TensorBoard writes [[wall time, step, value], ...].
         return [dict(zip(TENSORBOARD, entry)) for entry in array]
     wrong = next(entry for entry in array if not isinstance(entry, dict))
     raise ValueError(f"{where}, got {str(wrong)[:60]!r} in it.")
@@ -156,6 +159,7 @@ def _rows_of_array(path: Path, text: str) -> Rows:
 def _row_of_line(path: Path, number: int, line: str) -> dict[str, Any]:
     where = f"read_history: line {number} of {path} must be a JSON object"
     try:
+        # Python's json also reads NaN and Infinity, which json.dumps writes.
         row = json.loads(line)
     except json.JSONDecodeError as error:
         raise ValueError(f"{where}: {error}.") from None

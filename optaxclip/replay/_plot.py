@@ -8,6 +8,7 @@ from jax.typing import ArrayLike
 from .._other_names import with_our_names
 from ._replay import Replay
 
+# matplotlib is the extra `plot`, so only type checkers import it here.
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
@@ -47,15 +48,18 @@ def plot_history(
       clipped (50.0%) [1 2]
     """
     if axis is None:
+        # Figure and not pyplot: no window system is asked for, and nothing is kept.
         from matplotlib.figure import Figure
 
         axis = Figure(figsize=(9, 4), layout="constrained").add_subplot()
     norms, limits, clipped = _checked(history, limits, clipped)
     steps, finite = np.arange(norms.size), np.isfinite(norms)
+    # Lines have gaps where they are NaN.
     shown = (
         np.where(finite, norms, np.nan),
         np.where(np.isfinite(limits), limits, np.nan),
     )
+    # "0.55" is a gray of matplotlib: 0 is black, 1 is white.
     norm_line = {
         "color": "0.55",
         "linewidth": 0.8,
@@ -64,12 +68,14 @@ def plot_history(
     limit_line = {"color": "tab:blue", "linewidth": 1.2, "label": "limit"}
     axis.semilogy(steps, shown[0], **norm_line)
     axis.semilogy(steps, shown[1], **limit_line)
+    # The mean of no steps would be NaN, with a warning.
     share = clipped.mean() if clipped.size else 0
     dots = {
         "color": "tab:red",
         "markersize": 4,
         "label": f"{word} ({share:.1%})",
     }
+    # `plot` keeps the logarithmic scale that `semilogy` has set.
     axis.plot(steps[clipped], norms[clipped], ".", **dots)
     if not finite.all():
         _mark_at_the_top(axis, steps[~finite])
@@ -89,9 +95,11 @@ def _checked(
         limits = history.limits if limits is None else limits
         clipped = history.clipped if clipped is None else clipped
     norms = np.asarray(norms, np.float64)
+    # Without limits no norm is above its own.
     limits = np.full_like(norms, np.inf) if limits is None else limits
     limits = np.asarray(limits, np.float64)
     if clipped is None:
+        # Resized, so that lengths that differ reach the error below, and not NumPy's.
         clipped = norms > np.resize(limits, norms.shape)
     clipped = np.asarray(clipped, bool)
     if (
@@ -108,6 +116,8 @@ def _checked(
 
 def _mark_at_the_top(axis: Any, steps: np.ndarray) -> None:
     """Crosses at the steps whose norm was NaN or inf."""
+    # The x of data, and the y of the axis, whose top is 1 at any range of norms.
+    # Without clip_on=False half of each cross would be cut off.
     place = {"transform": axis.get_xaxis_transform(), "clip_on": False}
     axis.plot(
         steps,

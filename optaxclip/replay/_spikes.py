@@ -47,6 +47,7 @@ def spike_score(
     deviations of 128 values. OLMo 2, 2025 (arXiv 2501.00656) and AdaGC, 2025 (arXiv
     2502.11034) count with 7 of 1000.
     """
+    # float32, or float64 where jax_enable_x64 is set, also for integers.
     series = [
         jnp.asarray(history, jnp.result_type(float)) for history in histories
     ]
@@ -58,6 +59,7 @@ def spike_score(
         )
     rule = spike_rule(CALL, sigmas, window)
     spiked = [_spikes(rule, first_memory(rule, each), each) for each in series]
+    # A step at which norm and loss both stand out counts once.
     return jnp.mean(jnp.stack(spiked).any(axis=0))
 
 
@@ -68,7 +70,9 @@ def _spikes(rule: Rule, memory: Any, values: jax.Array) -> jax.Array:
     def step(carry: Any, value: jax.Array) -> tuple[Any, jax.Array]:
         count, memory = carry
         asked = rule, value, memory, count
+        # Signed: a loss of 0 or below is remembered like any other.
         limit, memory = limit_of(*asked, argument=CALL, signed=True)
+        # Not `value > limit`, which is False for NaN.
         return (count + 1, memory), ~(value <= limit) | ~jnp.isfinite(value)
 
     first = jnp.zeros((), jnp.int32), memory
