@@ -57,6 +57,7 @@ def reported_states(opt_state: Any) -> list[Found]:
     for path, state in _walk(tree, ()):
         prefix = PREFIXES[type(state)]
         title = _title(path, prefix, pure)
+        # "clip/a" and "clip/b" are counted separately: neither becomes "clip_2".
         number = seen[prefix, title] = seen.get((prefix, title), 0) + 1
         # The first keeps its name when a second one is added.
         numbered = prefix if number == 1 else f"{prefix}_{number}"
@@ -69,13 +70,13 @@ def reported_states(opt_state: Any) -> list[Found]:
 def _walk(
     tree: Any, path: tuple[Any, ...]
 ) -> Iterator[tuple[tuple[Any, ...], Any]]:
-    entries = jax.tree_util.tree_flatten_with_path(tree, is_leaf=_is_reported)[
-        0
-    ]
+    flatten = jax.tree_util.tree_flatten_with_path
+    entries, _ = flatten(tree, is_leaf=_is_reported)
     for own, state in entries:
         whole = (*path, *own)
         if _is_reported(state):
             yield whole, state
+        # The walk ends at a reported state, and only this one holds others.
         if isinstance(state, SkipState):
             yield from _walk(state.inner_state, whole)
 
@@ -86,7 +87,9 @@ def _is_reported(x: Any) -> bool:
 
 def _title(path: tuple[Any, ...], prefix: str, pure: bool) -> str:
     """The names on the way to a state: of `named_chain`, `partition`, a dict."""
+    # Places and fields have keys of other types: inner_states, "a", 0, clip -> "a".
     keys = [key.key for key in path if isinstance(key, DictKey)]
+    # nnx.state makes those DictKeys too, with numbers for places.
     if pure:
         keys = [
             key for key in keys if isinstance(key, str) and key not in FIELDS
@@ -126,10 +129,12 @@ def _kind_of(x: Any) -> type | None:
 
 
 def _from_mapping(kind: Any, fields: Mapping[str, Any]) -> Any:
+    # A field without arrays is missing in a mapping. It was ().
     values = {name: _as_tuple(fields.get(name, ())) for name in kind._fields}
     if kind is ClipState:
         values["names"] = _numbered(values["norm"])
     if kind is SkipState:
+        # What it wraps has clippers of its own.
         values["inner_state"] = _as_states(fields.get("inner_state", ()))[0]
     if "elements" in values:
         values["elements"] = ClippedElements(**fields["elements"])
@@ -141,6 +146,7 @@ def _numbered(norms: Any) -> tuple[tuple[str, ...], ...]:
     blocks = norms if isinstance(norms, tuple) else (norms,)
     if len(blocks) == 1 and jnp.ndim(blocks[0]) == 0:
         return (("",),)  # the norm of everything
+    # Blocks of [3] and [2, 1] have 3 names and 1: 0, 1, 2 and 3.
     counts = [block.size if jnp.ndim(block) == 1 else 1 for block in blocks]
     numbers = map(str, itertools.count())
     return tuple(tuple(itertools.islice(numbers, count)) for count in counts)
@@ -150,6 +156,7 @@ def _as_tuple(x: Any) -> Any:
     """Blocks in their order, from a mapping of their numbers."""
     if not isinstance(x, Mapping) or not all(str(key).isdecimal() for key in x):
         return x
+    # As numbers: "10" comes after "9".
     return tuple(x[key] for key in sorted(x, key=int))
 
 
@@ -158,6 +165,7 @@ def _raise_none_found(opt_state: Any) -> None:
         "metrics: opt_state must be the state of an optimizer with a clipper of "
         "optaxclip in it, got"
     )
+    # An optimizer is a tuple of functions to JAX, in which there is no state.
     if isinstance(opt_state, (optax.GradientTransformation, optax.MultiSteps)):
         raise TypeError(
             f"{must} the optimizer: hand over what its init and update return."
@@ -182,6 +190,7 @@ def _names_of_states(opt_state: Any) -> list[str]:
     found: dict[str, None] = {}
 
     def is_state(x: Any) -> bool:
+        # JAX asks about each node on its way down. False lets it go on into the node.
         named = hasattr(x, "_fields")
         if named:
             found[type(x).__name__] = None

@@ -24,6 +24,8 @@ from ._numbers import (
     SkipNumbers,
     SpikeNumbers,
     SummaryNumbers,
+)
+from ._rows import (
     clip_rows,
     elements_rows,
     skip_rows,
@@ -32,6 +34,7 @@ from ._numbers import (
 )
 
 _KINDS = ClipNumbers, SummaryNumbers, ElementNumbers, SkipNumbers, SpikeNumbers
+# A dict keeps their order for the error of `only`. Some kinds share names: norm, limit.
 NAMES = dict.fromkeys(name for kind in _KINDS for name in kind._fields)
 NAMES |= {WORST_NAME: None}
 
@@ -137,13 +140,17 @@ def metrics(
     """
     wanted = _wanted_names(only)
     if floats:
+        # The error of JAX would not say what to do.
         _check_concrete(opt_state)
     report: dict[str, Any] = {}
     for prefix, title, state in reported_states(opt_state):
         for name, path, value in _rows(state, wanted, summary, layers, floats):
+            # `clip_rows` makes only what is wanted, and the others make all.
             if name in wanted:
+                # "clip", "a", "limit", "blocks/w" -> "clip/a/limit/blocks/w".
                 parts = prefix, title, name, path
                 report["/".join(part for part in parts if part)] = value
+    # Without `only` nothing may be right: a clipper of an empty tree has no norm.
     if only is not None and not report:
         raise ValueError(
             f"metrics: only={only!r} must name a number that this state has. Those of "
@@ -164,9 +171,11 @@ def _rows(
         return skip_rows(state)
     if isinstance(state, SpikeState):
         return spike_rows(state)
+    # ClipByValueState and SpamState.
     if not isinstance(state, ClipState):
         return elements_rows(state)
     if summary:
+        # A name is a string, which a jitted function cannot return.
         return summary_rows(state, with_name=floats)
     return clip_rows(state, wanted, layers=layers)
 
@@ -174,6 +183,7 @@ def _rows(
 def _wanted_names(only: str | Collection[str] | None) -> frozenset[str]:
     if only is None:
         return frozenset(NAMES)
+    # A string is a collection as well, of its letters.
     wanted = frozenset([only] if isinstance(only, str) else only)
     if not wanted <= NAMES.keys():
         raise ValueError(
@@ -193,10 +203,12 @@ def _check_concrete(opt_state: Any) -> None:
 def _as_floats(report: dict[str, Any]) -> dict[str, Any]:
     """The finite numbers as Python floats, and strings as they are."""
     found: dict[str, Any] = {}
-    # As a list, because JAX sorts the keys of a dict.
+    # As a list, because JAX sorts the keys of a dict. One call for all: it starts every
+    # copy from the device before it waits for the first.
     for key, value in zip(report, jax.device_get(list(report.values()))):
         if isinstance(value, str):
             found[key] = value
+        # JSON has no NaN and no inf.
         elif math.isfinite(value):
             found[key] = float(value)
     return found
