@@ -79,6 +79,7 @@ def carry_clipped(
     clipper = optax.with_extra_args_support(clipper)
 
     def init(params: Any) -> CarryState:
+        # From types alone: params may be jax.ShapeDtypeStruct.
         carry = jax.tree.map(_no_carry, types_of(clipped_leaves, params))
         return CarryState(carry, clipper.init(params))
 
@@ -94,6 +95,7 @@ def carry_clipped(
         tree, inner = clipped_leaves(updates), state.clip_state
         total = jax.tree.map(_add_carry, tree, state.carry, is_leaf=is_none)
         clipped, inner = clipper.update(total, inner, params, **extra_args)
+        # Rounded before the carry is computed, so that it takes the rounding as well.
         clipped = jax.tree.map(cast_like, clipped, tree)
         carry = jax.tree.map(
             _cut_off, total, clipped, state.carry, is_leaf=is_none
@@ -109,15 +111,17 @@ def _no_carry(kind: Any) -> jax.Array:
 
 
 def _add_carry(grad: Any, carry: jax.Array) -> jax.Array | None:
-    return (
-        None if grad is None else jnp.asarray(grad).astype(carry.dtype) + carry
-    )
+    if grad is None:
+        return None
+    # In float32: 255 + 0.25 is 255 in bfloat16.
+    return jnp.asarray(grad).astype(carry.dtype) + carry
 
 
 def _cut_off(
     total: jax.Array | None, clipped: Any, carry: jax.Array
 ) -> jax.Array:
-    if total is None:  # A leaf without a gradient in this step keeps its carry.
+    # A leaf without a gradient in this step keeps its carry.
+    if total is None:
         return carry
     left = total - clipped.astype(carry.dtype)
     return jnp.where(jnp.isfinite(left), left, carry)

@@ -93,6 +93,8 @@ def constrain(
         counters = _counters(state, new)
 
         def step(leaf: Any, weight: Any, moved: Any, held: Any) -> jax.Array:
+            # In shard_map a counter that differs over more mesh axes than the leaf
+            # would make the update differ over them too.
             own = [
                 pair for pair in counters if varying(pair[1]) <= varying(leaf)
             ]
@@ -106,6 +108,7 @@ def constrain(
 
 def _moved(weight: Any, update: Any) -> jax.Array:
     weight, update = jnp.asarray(weight), jnp.asarray(update)
+    # Wide, since W + u in bfloat16 would lose a small u before it is clipped.
     wide = jnp.promote_types(wide_dtype(weight), wide_dtype(update))
     return weight.astype(wide) + update.astype(wide)
 
@@ -133,6 +136,7 @@ def _step_to(
     """The update that takes a weight to where it is held."""
     leaves = held, jnp.asarray(weight), jnp.asarray(update)
     if jnp.iscomplexobj(moved):
+        # Each part is rounded by itself. reduce_precision takes no complex numbers.
         real, imag = (
             _real_step(*map(part, leaves)) for part in (jnp.real, jnp.imag)
         )
@@ -143,6 +147,7 @@ def _step_to(
     broken = [jnp.any(new > old) for old, new in counters]
     cleared = (held == 0) & jnp.any(jnp.stack(broken)) if broken else False
     step = jnp.where(cleared, jnp.zeros_like(step), step)
+    # Where the clipper changed nothing, the update keeps its bits.
     return jnp.where(held == moved, update, cast_like(step, update))
 
 
@@ -152,6 +157,7 @@ def _real_step(
     start = weight.astype(held.dtype)
     goal = _rounded(held, weight.dtype)
     step = _rounded(goal - start, update.dtype)
+    # What `optax.apply_updates` makes of weight and update.
     arrived = _rounded(start + step, weight.dtype)
     # Between 3/4 and 3/2 units of rounding, so that rounding makes it one.
     unit = 0.75 * float(jnp.finfo(update.dtype).eps) * jnp.abs(step)

@@ -22,10 +22,13 @@ def first_fields(
     rule: Rule, loss_rule: Rule | None, params: Any
 ) -> dict[str, Any]:
     """Step, norm, loss, their limits and memories before the first step."""
+    # Only its dtype is needed: float64 if a leaf has 64 bits.
     measure = partial(global_norm, mesh_axes=None)
     norm = jnp.zeros((), jax.eval_shape(measure, params).dtype)
     loss = jnp.zeros(())
-    # Each number is its own array, so that the state can be donated.
+    # Each number is its own array, so that the state can be donated. A rule may return
+    # the very array that it is given, so it gets another one.
+    value_memory = () if loss_rule is None else loss_rule.init(jnp.zeros(()))
     return {
         "step": jnp.zeros((), jnp.int32),
         "norm": norm,
@@ -33,9 +36,7 @@ def first_fields(
         "value": loss,
         "value_limit": jnp.full_like(loss, jnp.inf),
         "memory": rule.init(jnp.zeros_like(norm)),
-        "value_memory": ()
-        if loss_rule is None
-        else loss_rule.init(jnp.zeros(())),
+        "value_memory": value_memory,
     }
 
 
@@ -53,10 +54,12 @@ def judge_norm(
 
     NaN and inf are over every limit.
     """
+    # A norm that was measured elsewhere may have another dtype than the state.
     norm = jnp.asarray(norm).astype(state.norm.dtype)
     asked = rule, norm, state.memory, state.step
     limit, memory = limit_of(*asked, argument=argument)
     state = state._replace(norm=norm, limit=limit, memory=memory)
+    # Not `norm > limit`, which is False for NaN. inf would pass a limit of inf.
     return state, ~(norm <= limit) | ~jnp.isfinite(norm)
 
 

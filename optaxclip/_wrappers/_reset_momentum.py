@@ -79,11 +79,13 @@ def reset_momentum(
     ) -> tuple[Any, ResetState]:
         check_state(call, state, ResetState)
         since = steps_since_reset(state.step, every)
+        # From the weights, which some optimizers keep a copy of in their state.
         fresh = optimizer.init(updates if params is None else params)
         inner_state = keep_where(since == 0, fresh, state.inner_state)
         given = updates, inner_state, params
         updates, inner_state = optimizer.update(*given, **extra_args)
 
+        # At the start of training there was no reset, so nothing rises.
         rising = (state.step + 1 >= every) & (since < warmup)
         factor = jnp.where(rising, _rise(since, warmup), 1.0)
 
@@ -104,14 +106,15 @@ def steps_since_reset(step: jax.Array, every: Any) -> jax.Array:
     """Steps since the last reset, which is before the updates number `every`,
     2 `every` and so on. Without resets, the number of the update.
     """
-    return (
-        step + 1
-        if every is None
-        else (step + 1) % jnp.asarray(every, jnp.int32)
-    )
+    if every is None:
+        return step + 1
+    # every=3: the steps 0, 1, 2, 3, 4, 5 give 1, 2, 0, 1, 2, 0.
+    return (step + 1) % jnp.asarray(every, jnp.int32)
 
 
 def _rise(since: jax.Array, warmup: Any) -> jax.Array:
     """The factor so many steps after a reset."""
+    # A warmup of 0 has no rise. It must only not divide by 0.
     done = since.astype(float) / jnp.maximum(jnp.asarray(warmup, float), 1)
+    # 0.01 right after a reset, 0.505 half way.
     return 1 - 0.99 * (1 + jnp.cos(jnp.pi * done)) / 2

@@ -45,6 +45,7 @@ def update_unless(
 
     program, shapes = jax.make_jaxpr(of_leaves, return_shape=True)(*arguments)
     outputs, old_leaves = program.jaxpr.outvars, jax.tree.leaves(state)
+    # The program returns the updates, and then the leaves of the state.
     count = len(outputs) - len(old_leaves)
     old = [*(None,) * count, *old_leaves]
     choices = [
@@ -57,6 +58,8 @@ def update_unless(
     new = []
     for output, choice in zip(outputs, choices):
         value = _read(values, output)
+        # Selected here: updates, and leaves of the state that are constants, arguments,
+        # or a variable that the state holds several times.
         if is_literal(output) or early.get(output) is not choice:
             value = _select(choice, value)
         new.append(value)
@@ -109,6 +112,7 @@ def _run(
     values = dict(zip(jaxpr.constvars, program.consts))
     values.update(zip(jaxpr.invars, arguments))
     for equation in jaxpr.eqns:
+        # As in eval_jaxpr, with a select behind each equation that computes a leaf.
         results = _run_equation(jaxpr, equation, values)
         values.update(zip(equation.outvars, results))
         for variable in equation.outvars:
@@ -121,15 +125,18 @@ def _run_equation(
     jaxpr: Any, equation: Any, values: dict[Any, Any]
 ) -> Sequence[Any]:
     inputs = [atom for atom in equation.invars if not is_literal(atom)]
+    # x * x reads x twice, and a program takes each argument once.
     inputs = list(dict.fromkeys(inputs))
     single = jaxpr.replace(
         constvars=[], invars=inputs, outvars=equation.outvars, eqns=[equation]
     )
+    # eval_jaxpr knows how each primitive is bound, jit and scan among them.
     return eval_jaxpr(single, [], *(values[variable] for variable in inputs))
 
 
 def _read(values: dict[Any, Any], atom: Any) -> jax.Array:
-    if is_literal(atom):  # Its value may be a Python number.
+    # The value of a literal may be a Python number.
+    if is_literal(atom):
         return jnp.asarray(atom.val, atom.aval.dtype)
     return values[atom]
 
@@ -137,8 +144,8 @@ def _read(values: dict[Any, Any], atom: Any) -> jax.Array:
 def _select(choice: _Choice, new: Any) -> jax.Array:
     new = jnp.asarray(new)
     old = jnp.zeros_like(new) if choice.old is None else jnp.asarray(choice.old)
-    if (
-        old.dtype != new.dtype
-    ):  # Typed PRNG keys refuse astype to their own dtype.
+    # Typed PRNG keys refuse astype to their own dtype.
+    if old.dtype != new.dtype:
         old = old.astype(new.dtype)
+    # No lax.cond: collectives of the update must run on all devices.
     return jnp.where(choice.skip, old, new)

@@ -78,7 +78,9 @@ def skip_nonfinite(
       [0. 0.] 1
     """
     call = "skip_nonfinite"
+    # No limit: only NaN and inf are over it.
     rule = rule_of(None, f"{call}: rule")
+    # Without a rule for the loss. `value` only goes on to the optimizer.
     skipper = Skipper(call, rule, None, False, max_consecutive, mesh_axes)
     return skipping(inner, skipper)
 
@@ -131,7 +133,9 @@ def skip_step(
     2501.00656).
     """
     call = "skip_step"
+    # Norm and loss share the rule, and each has a memory in the state.
     rule = step_rule(sigmas, window, call=call)
+    # With None a step without a loss is judged by its norm alone.
     loss_rule = None if on_loss is False else rule
     skipper = Skipper(call, rule, loss_rule, on_loss is True, None, mesh_axes)
     return skipping(inner, skipper)
@@ -185,8 +189,10 @@ def skip_spikes(
       [0. 0.] 2 1
     """
     call = "skip_spikes"
+    # The norm of the weights is not measured here, so `share_of_params` is refused.
     judged = rule_without_params(rule, f"{call}: rule")
     loss_judged = None
+    # loss_rule=None looks at no loss. rule=None still looks for NaN and inf.
     if loss_rule is not None:
         loss_judged = rule_without_params(loss_rule, f"{call}: loss_rule")
     has_loss = loss_judged is not None

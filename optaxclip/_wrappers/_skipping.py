@@ -33,9 +33,8 @@ class SkipState(NamedTuple):
     consecutive: jax.Array  # int32[]: steps skipped in a row, up to now
     memory: Any  # the rule's
     value_memory: Any  # the loss rule's
-    inner_state: (
-        Any  # the optimizer's, after the last step that was not skipped
-    )
+    # the optimizer's, after the last step that was not skipped
+    inner_state: Any
 
 
 class Skipper(NamedTuple):
