@@ -141,7 +141,8 @@ def _summary(
     """The numbers of all blocks together: float32[]."""
     blocks = [_in_rows(count, entry) for count, entry in zip(counts, entries)]
     # All norms in one row, [1, norms]: the worst of it is that of all.
-    rows = Entry(*(_in_one_row(x) for x in list(zip(*blocks))[:-1]), memory=())
+    fields = list(zip(*blocks))[:-1]
+    rows = Entry(*map(_in_one_row, fields), memory=())
     worst = _worst(rows)
     numbers = _numbers_of_rows(step, rows, worst)
     # Blocks of [2, 1] and [1, 3] have of_unit = [0, 1, 2, 2, 2]: the norm of each.

@@ -57,7 +57,8 @@ def read_log(path: str | Path, column: str | None = None) -> Log:
     """Reads what `read_history` returns, with the name of its column."""
     path = Path(path)
     text = _text(path)
-    is_json = path.suffix in (".json", ".jsonl", ".ndjson")
+    json_names = (".json", ".jsonl", ".ndjson")
+    is_json = path.suffix in json_names
     rows = _rows_of_json(path, text) if is_json else _csv(path, text)
     names = _names_of(rows)
     if not names:

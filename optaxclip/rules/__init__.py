@@ -39,7 +39,9 @@ from ._windowed_mean import WindowedMean as windowed_mean
 from ._windowed_quantile import WindowedQuantile as windowed_quantile
 from ._z_score import ZScore as z_score
 
+# Rules are classes that are called like functions, so they are named like functions.
 __all__ = [
+    # The base of rules of your own.
     "Rule",
     "constant",
     "ema",
@@ -58,4 +60,5 @@ __all__ = [
     "z_score",
 ]
 
+# `rules.ZScore` raises an error that names `rules.z_score`.
 name_what_is_meant(__name__)

@@ -39,9 +39,11 @@ class Constant(Rule):
 
     def __post_init__(self) -> None:
         limit = checked_limit("constant: limit", self.limit)
+        # Rules are frozen, so a plain assignment would raise.
         object.__setattr__(self, "limit", limit)
 
     def update(self, norm: jax.Array, memory: Any, step: jax.Array) -> Any:
+        # `limit_of` brings what a schedule returns to the norm's dtype and shape.
         return self.limit(step) if callable(self.limit) else self.limit, memory
 
 
@@ -53,6 +55,7 @@ def checked_limit(argument: str, limit: Any) -> ArrayLike | Schedule:
     """
     if limit is None:
         return np.inf
+    # The mistake `clip_by_global_norm(zclip())`.
     if isinstance(limit, optax.GradientTransformation):
         raise TypeError(
             f"{argument} must be a number, a schedule or a rule, got a transformation. "
@@ -60,10 +63,12 @@ def checked_limit(argument: str, limit: Any) -> ArrayLike | Schedule:
         )
     if isinstance(limit, str):
         rule = " A rule is given as optaxclip.rules.z_score(), without quotes."
+        # "z_score" may be meant as a rule, and "1.0" is not.
         rule = rule if limit.isidentifier() else ""
         raise TypeError(
             f"{argument} must be a real number, got {limit!r}.{rule}"
         )
+    # JAX takes no bare function as an argument of a compiled call.
     if callable(limit):
         return as_partial(limit)
     check_limit(argument, limit)
@@ -78,6 +83,7 @@ def rule_of(limit: Any, argument: str) -> Rule:
     """
     if is_rule(limit):
         return limit
+    # `clip_by_global_norm(rules.growth)`, without parentheses.
     if isinstance(limit, type) and issubclass(limit, Rule):
         return _with_defaults(limit, argument)
     # minimum, maximum and warm_up would pass for schedules.
@@ -107,6 +113,7 @@ def rules_of(limits: Any, argument: str) -> Any:
     """The rules of a tree of limits."""
 
     def is_limit(x: Any) -> bool:
+        # All of these but functions are nodes to JAX, and would be taken apart.
         is_clipper = isinstance(x, optax.GradientTransformation)
         return x is None or callable(x) or is_rule(x) or is_clipper
 

@@ -36,5 +36,6 @@ class Ema(Rule):
         self, norm: jax.Array, average: Average, step: jax.Array
     ) -> tuple[jax.Array, Average]:
         (decay,) = at_step(step, norm, self.decay)
+        # Blended first: the norm counts in the limit that it is held against.
         average = blend(average, norm, decay)
         return average.value, average

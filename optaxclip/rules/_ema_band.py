@@ -65,7 +65,10 @@ class EmaBand(Rule):
         lower = jnp.maximum(floor, low * average.value)
         upper = high * average.value
         short = jnp.asarray(self.raise_small) & (norm < lower)
+        # The upper edge is asked first, since by default it is below the lower one.
         target = jnp.where(norm > upper, upper, jnp.where(short, lower, norm))
+        # However far the band is, a norm is multiplied by 0.9 to 1.1 by default.
         target = jnp.clip(target, down * norm, up * norm)
+        # The first norm has no band yet.
         target = jnp.where(average.weight > 0, target, norm)
         return target, blend(average, target, decay, corrected=False)

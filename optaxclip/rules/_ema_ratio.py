@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from ._memory import Average, blend, empty_average, remembered
 from ._rule import Number, Rule, at_step, choice, fixed, number, optional_number
 
+# int32[norm]: norms seen. Then the averages of `ratio` and of `target`.
 Memory = tuple[jax.Array, Average, Average]
 
 
@@ -75,8 +76,11 @@ class EmaRatio(Rule):
             (target_decay,) = at_step(step, norm, self.target_decay)
         seen, average, second = memory
         edge = ratio * average.value
+        # With one rate both averages are the same, and so are both limits.
         limit = jnp.where(norm > edge, target * second.value, edge)
+        # Without a norm there is no average, also with a warmup of 0.
         limit = jnp.where(seen >= jnp.maximum(self.warmup, 1), limit, jnp.inf)
+        # Clipped by default, so that one spike does not raise the limit of the next.
         value = remembered(self.remember, norm, limit)
         average = blend(average, value, decay, self.corrected)
         second = blend(second, value, target_decay, self.corrected)

@@ -39,6 +39,7 @@ class Growth(Rule):
     floor: Number = number(default=0.0)
 
     def init(self, norm: jax.Array) -> jax.Array:
+        # The first norm has no limit: inf times a rate above 0 is inf.
         return jnp.full_like(norm, jnp.inf)
 
     def update(
@@ -46,4 +47,5 @@ class Growth(Rule):
     ) -> tuple[jax.Array, jax.Array]:
         rate, floor = at_step(step, norm, self.rate, self.floor)
         limit = rate * jnp.maximum(last, floor)
+        # What a hard clip lets through. A rule does not know the clipper's shrink.
         return limit, jnp.minimum(norm, limit)

@@ -15,6 +15,7 @@ from ._rule import Number, Rule
 class Joined(Rule):
     """Rules that are asked together. Each updates its memory by its own limit."""
 
+    # Each may keep a memory, and the joined memory is the tuple of them.
     rules: tuple[Rule, ...]
 
     @property
@@ -30,8 +31,10 @@ class Joined(Rule):
         """The limits and the memories of all rules."""
         limits, memories = [], []
         for rule, own in zip(self.rules, memory):
+            # Only rules that compare with weights take a fourth argument.
             extra = (params_norm,) if rule.needs_params else ()
             limit, own = rule.update(norm, own, step, *extra)
+            # Limits may be Python numbers or of any dtype, and jnp.minimum wants one.
             limits.append(held_in(norm.dtype, limit))
             memories.append(own)
         return limits, tuple(memories)
@@ -68,6 +71,7 @@ class Maximum(Joined):
 class WarmUp(Joined):
     """The first rule for some norms, the second from then on."""
 
+    # Counts norms that were remembered. The step counts broken ones as well.
     steps: Number
 
     def init(self, norm: jax.Array) -> Any:
@@ -81,6 +85,7 @@ class WarmUp(Joined):
         params_norm: Any = None,
     ) -> Any:
         seen, memories = memory
+        # Both are asked in every step, so `after` has learnt when its limit counts.
         limits, memories = self.ask_all(norm, memories, step, params_norm)
         before, after = limits
         return jnp.where(seen < self.steps, before, after), (seen + 1, memories)
@@ -104,6 +109,7 @@ def minimum(*rules: Any) -> Rule:
       >>> print(optaxclip.replay.run(rule, [1.0, 9.0, 9.0, 9.0]).limits)
       [5. 2. 4. 5.]
     """
+    # A function, since the fields of a dataclass cannot be *rules.
     return Minimum(_rules("minimum", rules))
 
 
@@ -154,8 +160,10 @@ def warm_up(steps: Number, before: Any, after: Any) -> Rule:
 
 
 def _rules(call: str, rules: tuple[Any, ...]) -> tuple[Rule, ...]:
+    # The smallest of no limits would be an error of `reduce` in the first step.
     if not rules:
         raise ValueError(f"{call}: rules must be at least one, got none.")
+    # Errors read "minimum: rules[1] must be at least 0, got -1.".
     named = enumerate(rules)
     return tuple(
         rule_of(rule, f"{call}: rules[{place}]") for place, rule in named

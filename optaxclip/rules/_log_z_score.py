@@ -66,6 +66,7 @@ class LogZScore(Rule):
         z, decay = at_step(step, norm, self.z, self.decay)
         floor, spread = at_step(step, norm, self.floor, self.spread)
         seen, mean, deviation = memory
+        # expm1 and log1p keep the digits of norms far below 1.
         edge = jnp.expm1(mean.value + z * jnp.maximum(deviation, spread))
         limit = jnp.where(seen >= self.warmup, edge, jnp.inf)
         value = jnp.log1p(jnp.maximum(jnp.minimum(norm, limit), floor))

@@ -53,6 +53,7 @@ def places(window: Window) -> jax.Array:
 
 def next_place(window: Window) -> jax.Array:
     """The place that the next norm takes, int32[norm, 1]."""
+    # In a ring of 3 the norms 0, 1, 2, 3 take the places 0, 1, 2, 0.
     return (window.seen % window.past.shape[-1])[..., None]
 
 

@@ -18,9 +18,8 @@ class Moments(NamedTuple):
     mean: Average
     # float32[norm]: the root of the average square, corrected for its start
     root: jax.Array
-    weight: (
-        jax.Array
-    )  # float32[norm]: the share of an endless average that was seen
+    # float32[norm]: the share of an endless average that was seen
+    weight: jax.Array
 
 
 class MomentsRatio(Rule):
@@ -67,6 +66,8 @@ class MomentsRatio(Rule):
         mean = blend(memory.mean, norm, decay1)
         weight = decay2 * memory.weight + (1 - decay2)
         share = gain(decay2, weight)
+        # Roots of squares: the square of a norm may leave the range of float32.
         root = hypot(jnp.sqrt(1 - share) * memory.root, jnp.sqrt(share) * norm)
+        # The root of a first norm of 0 is 0, and eps may be 0 too.
         limit = mean.value / jnp.where(root > 0, root + eps, 1.0)
         return limit, Moments(mean, root, weight)

@@ -50,6 +50,7 @@ class QuantileTracker(Rule):
     ) -> tuple[jax.Array, jax.Array]:
         quantile, rate = at_step(step, norm, self.quantile, self.rate)
         within = (norm <= limit).astype(norm.dtype)
+        # within - quantile is 1 - quantile or -quantile: a step down or up.
         moved = limit * jnp.exp(-rate * (within - quantile))
         # At 0 or inf it would stay for good.
         info = jnp.finfo(norm.dtype)

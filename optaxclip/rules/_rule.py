@@ -38,9 +38,11 @@ def number(
     """A field that is a number in a range, or a schedule from step to number."""
 
     def check(argument: str, value: Any) -> Any:
+        # What a schedule returns is known in each step only, and is not checked here.
         if callable(value):
             return as_partial(value)
         check_limit(argument, value, lowest=lowest)
+        # Under jit and inject_hyperparams the number may be traced.
         known = not isinstance(value, Tracer)
         if known and (np.asarray(value, np.float64) > highest).any():
             raise ValueError(
@@ -53,6 +55,7 @@ def number(
 
 def optional_number(default: None = None, highest: float = np.inf) -> Any:
     """A field that is a number, a schedule, or None."""
+    # Only the check of this field is used.
     check = number(default=0.0, highest=highest).metadata["check"]
 
     def check_given(argument: str, value: Any) -> Any:
@@ -91,9 +94,11 @@ def choice(default: str, others: tuple[str, ...]) -> Any:
             raise ValueError(f"{argument} must be {allowed}, got {value!r}.")
         return value
 
+    # jit takes no strings as leaves, so they belong to the structure of the tree.
     return field(default=default, metadata={"check": check, "static": True})
 
 
+# Tells type checkers that every subclass is a dataclass of its annotated fields.
 @dataclass_transform(
     frozen_default=True,
     field_specifiers=(field, number, optional_number, fixed, length, choice),
@@ -136,7 +141,9 @@ class Rule:
     """
 
     def __init_subclass__(cls) -> None:
+        # eq=False: == of arrays is no bool, and rules are hashed by identity.
         dataclasses.dataclass(frozen=True, eq=False)(cls)
+        # A wrong keyword would otherwise be an error about `ZScore.__init__`.
         cls.__init__ = with_our_names(cls.__init__, call_name(cls))
         names = [(f.name, bool(f.metadata.get("static"))) for f in fields(cls)]
         data = [name for name, static in names if not static]
@@ -159,7 +166,9 @@ class Rule:
 
     def __post_init__(self) -> None:
         call = call_name(type(self))
+        # A check may replace a value: a function becomes a Partial, a node for JAX.
         for spec in fields(self):
+            # A plain field of a user's rule has no check.
             check = spec.metadata.get("check", lambda argument, value: value)
             value = check(f"{call}: {spec.name}", getattr(self, spec.name))
             object.__setattr__(self, spec.name, value)
@@ -187,6 +196,7 @@ def rule_in(call: str, kind: type[R], **numbers: Any) -> R:
     """A rule of a clipper with the same arguments, whose errors name the clipper."""
     for spec in fields(kind):
         if spec.name in numbers and "check" in spec.metadata:
+            # Checked first under the clipper's name, which begins the error then.
             check_field(call, spec.name, spec, numbers[spec.name])
     return kind(**numbers)
 
@@ -198,6 +208,7 @@ def check_field(call: str, name: str, spec: Any, value: Any) -> Any:
 
 def call_name(cls: type) -> str:
     """The name by which users know a rule: `ema_ratio` for `EmaRatio`."""
+    # An underscore before each capital letter but the first.
     return re.sub(r"(?<!^)(?=[A-Z])", "_", cls.__name__).lower()
 
 
@@ -211,13 +222,15 @@ def at_step(
 ) -> list[jax.Array]:
     """The numbers at this step, in the norm's dtype."""
     values = [value(step) if callable(value) else value for value in numbers]
+    # A number of a wider dtype would widen the limit, and the memory with it.
     return [held_in(norm.dtype, value) for value in values]
 
 
 def check_length(argument: str, value: Any) -> None:
     """Refuses what is not a whole number, at least 1."""
     check_number(argument, value, lowest=1)
-    if not isinstance(value, Tracer) and (
-        np.ndim(value) or value != int(value)
-    ):
+    # A traced length passes here. Windows, whose shape it is, refuse it in `init`.
+    if isinstance(value, Tracer):
+        return
+    if np.ndim(value) or value != int(value):
         raise ValueError(f"{argument} must be a whole number, got {value!r}.")

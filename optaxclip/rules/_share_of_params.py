@@ -38,6 +38,7 @@ class ShareOfParams(Rule):
 
     @property
     def needs_params(self) -> bool:
+        # `limit_of` then hands over the norm of the weights.
         return True
 
     def update(
@@ -48,6 +49,6 @@ class ShareOfParams(Rule):
         params_norm: jax.Array,
     ) -> Any:
         share, floor = at_step(step, norm, self.share, self.floor)
-        return share * jnp.maximum(
-            params_norm.astype(norm.dtype), floor
-        ), memory
+        # Weights may have 64 bits where updates have 32.
+        weights = jnp.maximum(params_norm.astype(norm.dtype), floor)
+        return share * weights, memory

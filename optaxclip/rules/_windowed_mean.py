@@ -71,11 +71,14 @@ class WindowedMean(Rule):
         self, norm: jax.Array, past: Window, step: jax.Array
     ) -> tuple[jax.Array, Window]:
         sigmas, floor = at_step(step, norm, self.sigmas, self.floor)
+        # Both are made, since `current` is a leaf of the rule and may be traced.
         held = choose(self.current, push(past, norm), past)
         mean, deviation = moments(self.ddof, held)
         edge = mean + sigmas * jnp.maximum(deviation, floor)
+        # With ddof 1 a deviation takes two norms, whatever the warmup is.
         known = held.seen >= jnp.maximum(self.warmup, 1 + self.ddof)
         limit = jnp.where(known, edge, jnp.inf)
+        # Onto `past`: `held` may have the norm already, as it came.
         return limit, push(past, remembered(self.remember, norm, limit))
 
 
@@ -84,6 +87,7 @@ def step_rule(
 ) -> Rule:
     """The rule of `skip_step`: the first limit comes after half a window."""
     check_length(f"{call}: window", window)
+    # OLMo-core counts the current norm too, which is not in the statistic: one less.
     numbers = {"ddof": 1, "warmup": max(2, window // 2) - 1}
     return rule_in(call, WindowedMean, sigmas=sigmas, window=window, **numbers)
 
@@ -91,6 +95,7 @@ def step_rule(
 def spike_rule(call: str, sigmas: Number, window: Any) -> Rule:
     """The rule of OLMo-core's spike score: what is over its limit is a spike."""
     check_length(f"{call}: window", window)
+    # A warmup of the whole window: before that nothing is a spike.
     numbers = {"sigmas": sigmas, "window": window, "warmup": window}
     return rule_in(call, WindowedMean, **numbers)
 
@@ -113,12 +118,15 @@ def moments(ddof: Any, window: Window) -> tuple[jax.Array, jax.Array]:
     count = jnp.clip(window.seen, 1, window.past.shape[-1]).astype(
         window.past.dtype
     )
+    # A float32 sum of norms such as 8192 + 2^-9 would lose what they differ by.
     anchor = window.past[..., :1]
+    # Empty places hold 0, which is no norm.
     apart = jnp.where(held, window.past - anchor, 0.0)
     largest = jnp.max(jnp.abs(apart), axis=-1, keepdims=True)
     apart = apart / jnp.where(largest > 0, largest, 1.0)
     shift = jnp.sum(apart, axis=-1, keepdims=True) / count[..., None]
     squares = jnp.sum(jnp.where(held, apart - shift, 0.0) ** 2, axis=-1)
+    # At least 1, since ddof norms would divide by 0.
     variance = squares / jnp.maximum(count - jnp.asarray(ddof, count.dtype), 1)
     mean = anchor[..., 0] + (largest * shift)[..., 0]
     return mean, largest[..., 0] * jnp.sqrt(variance)

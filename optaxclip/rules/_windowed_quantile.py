@@ -84,8 +84,11 @@ def push_ordered(memory: QuantileMemory, norm: jax.Array) -> QuantileMemory:
     recent, ordered = memory
     place, length = places(recent), recent.past.shape[-1]
     new = norm[..., None]
+    # Until the window is full nothing leaves but an inf at the end.
     old = jnp.where(recent.seen >= length, oldest(recent), jnp.inf)[..., None]
+    # [1, 3, 5] without 1, with 4: gap 0, own 1, source [1, 2, 2], result [3, 4, 5].
     gap, own = ranks(ordered, old, new)
+    # The rank of the new norm once the old one has left.
     own = own - (old < new).astype(jnp.int32)
     # Where each place takes its norm from: those after the gap move down by one, those
     # after the new norm up by one.
@@ -115,6 +118,7 @@ def ranks(ordered: jax.Array, *norms: jax.Array) -> list[jax.Array]:
 def interpolated(quantile: jax.Array, memory: QuantileMemory) -> jax.Array:
     """The quantile, between the two nearest norms."""
     last = jnp.clip(memory.recent.seen, 1, memory.ordered.shape[-1]) - 1
+    # As numpy.percentile: quantile 0 is the first of the norms, 1 the last.
     place = quantile * last.astype(quantile.dtype)
 
     def norm_at(place: jax.Array) -> jax.Array:
@@ -122,4 +126,5 @@ def interpolated(quantile: jax.Array, memory: QuantileMemory) -> jax.Array:
         return jnp.take_along_axis(memory.ordered, index, axis=-1)[..., 0]
 
     low, high = norm_at(jnp.floor(place)), norm_at(jnp.ceil(place))
+    # Without any norm this is inf - inf, and `update` takes inf instead.
     return low + (place - jnp.floor(place)) * (high - low)

@@ -13,6 +13,7 @@ def rule_without_params(limit: Any, argument: str) -> Rule:
       ValueError: a rule that compares norms with those of weights.
     """
     rule = rule_of(limit, argument)
+    # Refused when it is built. In the first step its fourth argument would be missing.
     if rule.needs_params:
         raise ValueError(
             f"{argument} must not compare norms with those of weights, since there "
