@@ -164,13 +164,17 @@ def _cut_spikes(
     """A leaf with its spikes cut down."""
     limit, wide = jnp.sqrt(threshold) * jnp.sqrt(v), _widened(x)
     spike = (_size(x, v) > limit) & (v > 0) & warm
-    short = with_modulus(limit.astype(modulus_dtype(wide)), wide)
+    # An infinite limit cuts nothing, and times the sign of 0 it would be NaN.
+    held = jnp.where(spike, limit, 1.0)
+    short = with_modulus(held.astype(modulus_dtype(wide)), wide)
     return jnp.where(spike, cast_like(short, x), x)
 
 
 def _blend(x: Any, clipped: Any, v: jax.Array, decay: jax.Array) -> jax.Array:
     """The average of squares after a step."""
     new = decay * v + (1 - decay) * _size(clipped, v) ** 2
+    # From 1.8e19 on the square of a float32 number is inf. The average would stay inf.
+    new = jnp.minimum(new, jnp.finfo(v.dtype).max)
     return jnp.where(jnp.isfinite(_widened(x)), new, v)
 
 

@@ -46,6 +46,9 @@ class Growth(Rule):
         self, norm: jax.Array, last: jax.Array, step: jax.Array
     ) -> tuple[jax.Array, jax.Array]:
         rate, floor = at_step(step, norm, self.rate, self.floor)
-        limit = rate * jnp.maximum(last, floor)
+        # Without a last norm there is no limit, also at a rate of 0: 0 * inf is NaN.
+        known = last < jnp.inf
+        longest = rate * jnp.maximum(jnp.where(known, last, 0.0), floor)
+        limit = jnp.where(known, longest, jnp.inf)
         # What a hard clip lets through. A rule does not know the clipper's shrink.
         return limit, jnp.minimum(norm, limit)

@@ -1,0 +1,20 @@
+"""The norm-growth limiter where its numbers are extreme."""
+
+import jax.numpy as jnp
+import numpy as np
+
+import optaxclip
+from optaxclip import rules
+
+
+def test_a_rate_of_0_has_no_limit_before_the_second_step():
+    found = optaxclip.replay.run(rules.growth(0.0), [2.0, 3.0, 4.0])
+    np.testing.assert_array_equal(found.limits, [np.inf, 0.0, 0.0])
+
+
+def test_a_rate_of_0_leaves_the_first_update_as_it_is():
+    clipper = optaxclip.clip_by_global_norm(rules.growth(0.0))
+    grads = jnp.array([3.0, 4.0])
+    first, state = clipper.update(grads, clipper.init(grads))
+    np.testing.assert_array_equal(first, grads)
+    np.testing.assert_array_equal(clipper.update(grads, state)[0], [0.0, 0.0])
