@@ -23,9 +23,8 @@ class Origin(NamedTuple):
     """What a value is made of."""
 
     leaves: frozenset[int] = frozenset()  # the numbers of the parameters in it
-    loops: frozenset[int] = (
-        frozenset()
-    )  # the scans whose slices are in it, by depth
+    # the scans whose slices are in it, by depth
+    loops: frozenset[int] = frozenset()
     is_data: bool = False  # whether the example is in it
     view: View | None = None  # set where it is one parameter, rearranged
 
@@ -43,9 +42,8 @@ class Use(NamedTuple):
     origins: tuple[Origin, ...]  # of those inputs
     data: tuple[Any, ...]  # the types of its other inputs
     outs: tuple[Any, ...]  # the types of its outputs
-    loops: tuple[
-        int, ...
-    ]  # the lengths of the scans around it, outermost first
+    # the lengths of the scans around it, outermost first
+    loops: tuple[int, ...]
 
     @property
     def name(self) -> str:
@@ -95,9 +93,8 @@ class Scan(NamedTuple):
     eqn: Any
     inner: "Plan"
     consts: list[Any]
-    entries: dict[
-        int, Use
-    ]  # inputs that are taken for data: first values of carries
+    # inputs that are taken for data: first values of carries
+    entries: dict[int, Use]
     depth: int  # how many scans are around it
 
     def uses(self) -> list[Use]:
@@ -149,9 +146,8 @@ def trace(loss: Callable[[Any, Any], Any], params: Any, batch: Any) -> Traced:
 
 
 def _parameter(number: int, leaf: Any) -> Origin:
-    return Origin(
-        frozenset([number]), view=View(leaf.shape, tuple(range(leaf.ndim)))
-    )
+    view = View(leaf.shape, tuple(range(leaf.ndim)))
+    return Origin(frozenset([number]), view=view)
 
 
 def plan_of(jaxpr: Any, origins: list[Origin], loops: tuple[int, ...]) -> Plan:
@@ -160,9 +156,8 @@ def plan_of(jaxpr: Any, origins: list[Origin], loops: tuple[int, ...]) -> Plan:
     table |= dict(zip(jaxpr.invars, origins))
     steps = []
     for eqn in jaxpr.eqns:
-        step, outs = _step(
-            eqn, [origin_of(table, x) for x in eqn.invars], loops
-        )
+        ins = [origin_of(table, x) for x in eqn.invars]
+        step, outs = _step(eqn, ins, loops)
         table |= dict(zip(eqn.outvars, outs))
         steps.append(step)
     return Plan(jaxpr, steps, [origin_of(table, x) for x in jaxpr.outvars], {})
