@@ -94,8 +94,9 @@ def _operands_in_scan(step: Scan, ins: list[Any]) -> list[Any]:
         return operands(step.inner, step.consts, [*consts, *carried, *xs])[1]
 
     # Operands that all turns share have no axis for them.
-    loops = [origin.loops for origin in _origins(step)]
-    axes = [0 if step.depth in each else None for each in loops]
+    axes = [
+        0 if step.depth in origin.loops else None for origin in _origins(step)
+    ]
     run = jax.vmap(body, (None, 0), axes, axis_size=step.eqn.params["length"])
     return run(ins[:first], ins[first + count :])
 
@@ -132,8 +133,9 @@ def apply(use: Use, operands: list[Any], data: list[Any]) -> list[Any]:
     rest, given = iter(data), dict(zip(use.places, operands))
     places = range(len(use.eqn.invars))
     # Back in the order that the equation has.
-    ins = [given[k] if k in given else next(rest) for k in places]
-    outs = bind(use.eqn, ins)
+    outs = bind(
+        use.eqn, [given[k] if k in given else next(rest) for k in places]
+    )
     return [outs[k] for k in use.tapped]
 
 

@@ -146,8 +146,9 @@ def trace(loss: Callable[[Any, Any], Any], params: Any, batch: Any) -> Traced:
 
 
 def _parameter(number: int, leaf: Any) -> Origin:
-    view = View(leaf.shape, tuple(range(leaf.ndim)))
-    return Origin(frozenset([number]), view=view)
+    return Origin(
+        frozenset([number]), view=View(leaf.shape, tuple(range(leaf.ndim)))
+    )
 
 
 def plan_of(jaxpr: Any, origins: list[Origin], loops: tuple[int, ...]) -> Plan:
@@ -156,8 +157,9 @@ def plan_of(jaxpr: Any, origins: list[Origin], loops: tuple[int, ...]) -> Plan:
     table |= dict(zip(jaxpr.invars, origins))
     steps = []
     for eqn in jaxpr.eqns:
-        ins = [origin_of(table, x) for x in eqn.invars]
-        step, outs = _step(eqn, ins, loops)
+        step, outs = _step(
+            eqn, [origin_of(table, x) for x in eqn.invars], loops
+        )
         table |= dict(zip(eqn.outvars, outs))
         steps.append(step)
     return Plan(jaxpr, steps, [origin_of(table, x) for x in jaxpr.outvars], {})

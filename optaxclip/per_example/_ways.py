@@ -51,8 +51,10 @@ def ways_of(uses: list[Use], shapes: list[tuple[int, ...]]) -> list[Way]:
             # A comparison has no derivative, and so no part in a gradient.
             for leaf in origin.leaves if use.tapped else ():
                 parts[leaf].append(Part(number, operand))
-    sizes = map(math.prod, shapes)
-    return [_way(uses, found, size) for found, size in zip(parts, sizes)]
+    return [
+        _way(uses, found, math.prod(shape))
+        for found, shape in zip(parts, shapes)
+    ]
 
 
 def _way(uses: list[Use], parts: list[Part], size: int) -> Way:
