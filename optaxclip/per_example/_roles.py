@@ -83,7 +83,7 @@ def _size(entries: list[tuple[str, Any]], call: str) -> int:
             f"{call}: there is no batch: every argument is in argnums or "
             "shared_argnums, or has no arrays."
         )
-    # Mostly a number that is the same for all, or a single random key.
+    # An array without axes is mostly a number for all, or a single random key.
     for name, leaf in entries:
         if not jnp.shape(leaf):
             raise ValueError(
