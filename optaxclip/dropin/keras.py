@@ -89,9 +89,11 @@ def clip_gradients(
         "clipvalue": clipvalue,
         "global_clipnorm": global_clipnorm,
     }
+    # A limit of 0 is given: it is refused below instead of counting as none.
     given = {name: x for name, x in arguments.items() if x is not None}
     if not given:
         return optax.identity()
+    # As in Keras, whose optimizers apply at most one of them.
     if len(given) > 1:
         shown = ", ".join(f"{name}={value!r}" for name, value in given.items())
         raise ValueError(
@@ -99,11 +101,13 @@ def clip_gradients(
             f"be set, got {shown}."
         )
     ((name, value),) = given.items()
+    # The numbers of a schedule are not known before its steps.
     if not callable(value):
         _check_above_zero(f"clip_gradients: {name}", value)
     return _CLIPPERS[name](value)
 
 
+# Keras applies clipnorm to each gradient, not to all of them together.
 _CLIPPERS = {
     "clipnorm": clip_by_tensor_norm,
     "clipvalue": clip_by_value,
@@ -115,6 +119,7 @@ def _check_above_zero(argument: str, value: Any) -> None:
     """Raises for 0 too. Keras would not clip then, but the library would make zeros,
     and code that is ported should not find out about either by accident.
     """
+    # Negative numbers pass here. The text below says what Keras does with them.
     check_number(argument, value, lowest=-math.inf)
     if not isinstance(value, Tracer) and np.any(np.asarray(value) <= 0):
         raise ValueError(

@@ -110,11 +110,14 @@ def clip_by_value(t: Any, clip_value_min: Any, clip_value_max: Any) -> Any:
        [ 0.5  3. ]]
     """
     call = "clip_by_value"
+    # Bounds may be negative, unlike the limit of a norm.
     check_number(f"{call}: clip_value_min", clip_value_min, lowest=-math.inf)
     check_number(f"{call}: clip_value_max", clip_value_max, lowest=-math.inf)
     lower = "clip_value_min", clip_value_min
     upper = "clip_value_max", clip_value_max
+    # Our clipper checks it too, but has other names for the bounds.
     check_order(call, lower, upper)
+    # The upper bound first: ours may do without a lower one.
     clipper = by_value.clip_by_value(clip_value_max, clip_value_min)
     return clipper.update(t, clipper.init(t))[0]
 
@@ -146,11 +149,14 @@ def clip_by_norm(t: Any, clip_norm: Any, axes: Any = None) -> Any:
       -2.0000 2.0000
     """
     call = "clip_by_norm"
+    # TensorFlow takes negative limits. Here known ones raise, and traced ones are 0.
     check_number(f"{call}: clip_norm", clip_norm)
     if axes is None:
         measure = TensorNorm(**check_measure(call, None))
     else:
+        # A static argument of the jitted update, so a list must become a tuple.
         axis = tuple(axes) if isinstance(axes, list) else axes
+        # axes are summed over, like `axis` of clip_by_unitwise_norm.
         measure = UnitwiseNorm(**check_measure(call, None, axis=axis))
     return clip_once(t, clip_norm, measure, call=call, name="clip_norm")[0]
 
@@ -180,6 +186,7 @@ def clip_by_average_norm(t: Any, clip_norm: Any) -> Any:
     """
     call = "clip_by_average_norm"
     check_number(f"{call}: clip_norm", clip_norm)
+    # "average" is |t| / size, and "rms" would be |t| / sqrt(size).
     measure = TensorNorm(**check_measure(call, "average"))
     return clip_once(t, clip_norm, measure, call=call, name="clip_norm")[0]
 
@@ -213,6 +220,7 @@ def clip_by_global_norm(
     call = "clip_by_global_norm"
     check_number(f"{call}: clip_norm", clip_norm)
     measure = GlobalNorm(**check_measure(call, None))
+    # A norm that is given replaces the measured one, also in what is returned.
     options = {"call": call, "name": "clip_norm", "grad_norm": use_norm}
     return clip_once(t_list, clip_norm, measure, **options)
 

@@ -60,7 +60,7 @@ difficulty of training recurrent neural networks, 2013 (arXiv 1211.5063).
 """
 
 import math
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -68,11 +68,9 @@ import jax.numpy as jnp
 from .._arguments import check_number
 from .._clippers._by_value import clip_by_value
 from .._core._once import clip_once
-from .._norms._in_blocks import Norms, norms_of_tree
 from .._norms._measures import GlobalNorm, Measure, check_measure
-from .._norms._modulus import norm_dtype
-from .._norms._norms import global_norm, tensor_norm
 from .._other_names import name_what_is_meant, with_our_names
+from ._torch_orders import TorchNorm
 
 __all__ = [
     "clip_grad_norm",
@@ -123,10 +121,10 @@ def clip_grad_norm(
 
     Reference: torch.nn.utils.clip_grad_norm_.
     """
+    # Checked here, since None is no limit further down.
     check_number("clip_grad_norm: max_norm", max_norm)
-    return _clipped(
-        "clip_grad_norm", grads, max_norm, norm_type, error_if_nonfinite
-    )
+    call = "clip_grad_norm"
+    return _clipped(call, grads, max_norm, norm_type, error_if_nonfinite)
 
 
 @with_our_names
@@ -154,6 +152,7 @@ def clip_grad_value(grads: Any, clip_value: Any) -> Any:
     Reference: torch.nn.utils.clip_grad_value_.
     """
     check_number("clip_grad_value: clip_value", clip_value)
+    # torch takes one number. clip_by_value would broadcast an array.
     if jnp.ndim(clip_value):
         raise ValueError(
             "clip_grad_value: clip_value must be a scalar, got an array of shape "
@@ -190,9 +189,9 @@ def get_total_norm(
 
     Reference: torch.nn.utils.get_total_norm.
     """
-    return _clipped(
-        "get_total_norm", grads, None, norm_type, error_if_nonfinite
-    )[1]
+    call = "get_total_norm"
+    # None is no limit: nothing is multiplied, since only the norm is wanted.
+    return _clipped(call, grads, None, norm_type, error_if_nonfinite)[1]
 
 
 @with_our_names
@@ -225,6 +224,8 @@ def clip_grads_with_norm(grads: Any, max_norm: Any, total_norm: Any) -> Any:
     """
     call = "clip_grads_with_norm"
     check_number(f"{call}: max_norm", max_norm)
+    # It says that one norm belongs to all leaves. Its order does not matter, since the
+    # norm that is given replaces the measured one.
     measure = GlobalNorm(**check_measure(call, None))
     options = {
         "call": call,
@@ -245,6 +246,7 @@ def _clipped(
     """The clipped gradients and their norm. `call` is the name that errors quote."""
     measure = _measure(call, _order(call, norm_type))
     nonfinite = "raise" if error_if_nonfinite else "propagate"
+    # eps is only in the divisor: the norm comes back without it, as from torch.
     options = {
         "call": call,
         "name": "max_norm",
@@ -263,12 +265,14 @@ def _clipped(
 
 def _order(call: str, norm_type: Any) -> float:
     """The order as a number. torch reads strings too."""
+    # float(True) is 1, which torch takes. Here a bool counts as a mistake.
+    is_number = not isinstance(norm_type, bool)
     try:
-        order = (
-            float(norm_type) if not isinstance(norm_type, bool) else math.nan
-        )
+        # "inf" becomes inf, and "-2" becomes -2.0.
+        order = float(norm_type) if is_number else math.nan
     except (TypeError, ValueError):
         order = math.nan
+    # NaN is not above 0, so it would pass for an order below.
     if math.isnan(order):
         raise ValueError(
             f"{call}: norm_type must be a number, or a text of one such as "
@@ -281,43 +285,4 @@ def _measure(call: str, ord: float) -> Measure:
     """What torch calls the norm. It is `global_norm` for orders above 0."""
     if ord > 0:
         return GlobalNorm(**check_measure(call, ord))
-    return _TorchNorm(ord)
-
-
-class _TorchNorm(NamedTuple):
-    """What torch calls the norm of an order of 0 or less. It has no derivative."""
-
-    ord: float
-
-    def __call__(self, tree: Any) -> Norms:
-        fixed = jax.tree.map(jax.lax.stop_gradient, tree)
-        if self.ord == 0:
-            return norms_of_tree(_leaves_not_zero(fixed), tree)
-        return norms_of_tree(_norm_below_order_zero(fixed, self.ord), tree)
-
-    def without_devices(self) -> "_TorchNorm":
-        return self
-
-
-def _leaves_not_zero(tree: Any) -> jax.Array:
-    """How many leaves have an element that is not 0, which is the norm of order 0 of
-    the norms of the leaves.
-    """
-    largest = tensor_norm(tree, ord=math.inf)
-    counts = jax.tree.map(lambda norm: (norm != 0).astype(norm.dtype), largest)
-    return global_norm(counts, ord=1, mesh_axes=None)
-
-
-def _norm_below_order_zero(tree: Any, ord: float) -> jax.Array:
-    """(sum |x|^ord)^(1/ord) = 1 / (sum (1/|x|)^-ord)^(-1/ord)."""
-    leaves = jax.tree.leaves(tree)
-    if not leaves:
-        return jnp.zeros(())
-    info = jnp.finfo(norm_dtype(leaves))
-    # With this instead of 1 the reciprocals of all normal numbers are normal: that of
-    # the largest is the smallest, and that of the smallest the largest.
-    one = info.max * info.tiny
-    reciprocals = jax.tree.map(
-        lambda x: one / jnp.abs(x).astype(info.dtype), tree
-    )
-    return one / global_norm(reciprocals, ord=-ord)
+    return TorchNorm(ord)

@@ -29,6 +29,7 @@ class Kept(NamedTuple):
         """The inputs, with zeros for those that were not kept."""
         if len(self.inputs) == len(use.data):
             return self.inputs
+        # [*example, *turns], which inputs and cotangents have in common.
         around = self.cotangents[0].shape[: batched + len(use.loops)]
         return [jnp.zeros((*around, *x.shape), x.dtype) for x in use.data]
 
@@ -57,6 +58,7 @@ def factors_of(use: Use, operand: int, fit: Fit, kept: Kept) -> Pair:
     def split(inputs: list[jax.Array], cotangents: list[jax.Array]) -> Factors:
         return fit.form.split(inputs, cotangents[0], order)
 
+    # Under vmap over example and turns, what is split is one use outside any scan.
     for _ in range(1 + len(use.loops)):
         split = jax.vmap(split)
     a, c = split(kept.inputs, kept.cotangents)
@@ -87,6 +89,7 @@ def _order(use: Use, operand: int) -> Order:
     view = use.origins[operand].view
     if view is None or view.axes is None:
         return list
+    # Axes that the parameter does not have are of size 1, and may be anywhere.
     places = [-1 if axis is None else axis for axis in view.axes]
 
     def order(chosen: Any) -> list[int]:

@@ -149,10 +149,12 @@ def clipped_grad(
             total, seen = run.in_two_passes()
         else:
             total, seen = run.in_one_pass(groups)
+        # Broken examples divide the mean too. A batch that is all masked gives 0 / 1.
         divisor = jnp.maximum(jnp.sum(present), 1) if mean else 1
         weights = seen.weights
         return ClippedGrad(
             grads=jax.tree.map(partial(_divided_as, divisor), params, total),
+            # [batch, groups] -> for each limit [batch].
             norms=limits.treedef.unflatten(weights.norms.T),
             factors=limits.treedef.unflatten(weights.factors.T),
             nonfinite=jnp.sum(present & ~weights.counts, dtype=jnp.int32),
@@ -172,6 +174,7 @@ def _divided_as(divisor: Any, leaf: jax.Array, total: jax.Array) -> jax.Array:
         )
         return lax.complex(real, imag)
     wide = np.promote_types(total.dtype, np.float32)
+    # Strict dtype promotion does not divide a float by an integer.
     mean = total.astype(wide) / jnp.asarray(divisor).astype(wide)
     return mean.astype(leaf.dtype)
 

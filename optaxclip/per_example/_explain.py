@@ -119,9 +119,11 @@ def _leaves(problem: Problem, choice: Choice) -> list[ExplainedLeaf]:
     entries = jax.tree_util.tree_flatten_with_path(problem.params)[0]
     width = min(choice.microbatch or problem.size, problem.size)
     for number, (path, leaf) in enumerate(entries):
+        # One pass and two passes make whole gradients, and keep nothing of uses.
         way, uses, kept, made = "gradient", "", 0, leaf.nbytes
         if choice.method == "ghost" and choice.ghost:
             way, uses, kept, made = _from(choice.ghost, number)
+        # DictKey("blocks"), SequenceKey(0) -> "blocks/0".
         name = prefix.name(path)
         found.append(
             ExplainedLeaf(name, leaf.shape, way, uses, width * kept, made)
@@ -134,6 +136,7 @@ def _from(ghost: Ghost, leaf: int) -> tuple[str, str, int, int]:
     way = ghost.ways[leaf]
     uses = [ghost.uses[part.use] for part in way.parts]
     names = [use.name + (" in scan" if use.loops else "") for use in uses]
+    # As if all that is kept and made had the dtype of the parameter.
     each = ghost.params[leaf].dtype.itemsize
     kept = each * sum(map(kept_numbers, uses))
     return way.name, ", ".join(dict.fromkeys(names)), kept, each * way.size

@@ -48,9 +48,10 @@ def form_of(use: Use) -> Form | None:
     rule = _RULES.get(use.name)
     if rule is None or len(use.places) != 1:
         return None
+    # Complex products would need conjugates. Integers have no derivative.
     types = [use.outs[0], *use.data, use.eqn.invars[use.places[0]].aval]
     if use.name == "gather":
-        types.remove(use.data[0])
+        types.remove(use.data[0])  # the numbers of the rows
     if not all(jnp.issubdtype(each.dtype, jnp.floating) for each in types):
         return None
     return rule(use)
@@ -63,6 +64,7 @@ def _dot_general(use: Use) -> Form:
     operand, data = use.eqn.invars[own].aval.shape, use.data[0].shape
     stack, rows = stacked[own], contracted[own]
     columns = [k for k in range(len(operand)) if k not in (*stack, *rows)]
+    # Positions: axes of the data that are neither stacked nor summed over.
     free = [k for k in range(len(data)) if k not in stacked[other]]
     free = [k for k in free if k not in contracted[other]]
     sizes = _size(data, free), _size(operand, rows), _size(operand, columns)
@@ -74,6 +76,7 @@ def _dot_general(use: Use) -> Form:
         inputs: list[jax.Array], cotangent: jax.Array, order: Order
     ) -> Factors:
         matrices = order(stack)
+        # Axes of data and of cotangent: the stack, positions, then rows or columns.
         a = [stacked[other][stack.index(k)] for k in matrices] + free
         a += [contracted[other][rows.index(k)] for k in order(rows)]
         c = [stack.index(k) for k in matrices]
@@ -92,10 +95,9 @@ def _dot_general(use: Use) -> Form:
 
 def _gather(use: Use) -> Form | None:
     """A lookup of whole rows. Everything else that gathers has no form here."""
-    numbers, shape = (
-        use.eqn.params["dimension_numbers"],
-        use.eqn.invars[0].aval.shape,
-    )
+    numbers = use.eqn.params["dimension_numbers"]
+    shape = use.eqn.invars[0].aval.shape
+    # table[index], where each slice is one row and all of its columns.
     found = numbers.collapsed_slice_dims, numbers.start_index_map
     whole = (1, *shape[1:])
     if (
@@ -120,6 +122,7 @@ def _gather(use: Use) -> Form | None:
         c = jnp.transpose(cotangent, axes).reshape(1, sizes[0], sizes[2])
         within = (index >= 0) & (index < shape[0])
         if drops:
+            # A row beyond the table reads as a fill value, which has no gradient.
             c = jnp.where(within[:, :, None], c, 0)
         return Factors(jnp.clip(index, 0, shape[0] - 1).astype(jnp.int32), c)
 
@@ -128,11 +131,14 @@ def _gather(use: Use) -> Form | None:
 
 def _convolution(use: Use) -> Form | None:
     params = use.eqn.params
+    # Only the kernel: an image that is made of parameters is no such matrix.
     if use.places != (1,) or params["batch_group_count"] != 1:
         return None
     kernel = use.eqn.invars[1].aval.shape
     image, own, out = params["dimension_numbers"]
     groups = params["feature_group_count"]
+    # Positions are the pixels of the output, rows the numbers of a patch, columns the
+    # output channels of a group.
     taken = [use.outs[0].shape[k] for k in (out[0], *out[2:])]
     sizes = (
         math.prod(taken),
@@ -172,6 +178,7 @@ def _patches(
     wrote a copy of all cotangents, and needed 1.9 times the memory of a plain gradient.
     """
     zero = jnp.zeros((), image.dtype)
+    # lhs_dilation d puts d - 1 zeros between pixels.
     dilation = [step - 1 for step in params["lhs_dilation"]]
     edges = [
         (low, high, d) for (low, high), d in zip(params["padding"], dilation)
@@ -180,19 +187,19 @@ def _patches(
     strides = params["window_strides"]
     found = []
     for offset in product(*map(range, window)):
+        # The pixel at this offset of the window, in all places at once.
         start = [n * step for n, step in zip(offset, params["rhs_dilation"])]
         stop = [
             n + (count - 1) * step + 1
             for n, count, step in zip(start, places, strides)
         ]
-        found.append(
-            lax.slice(
-                image,
-                (0, *start, 0),
-                (image.shape[0], *stop, image.shape[-1]),
-                (1, *strides, 1),
-            )
+        pixels = lax.slice(
+            image,
+            (0, *start, 0),
+            (image.shape[0], *stop, image.shape[-1]),
+            (1, *strides, 1),
         )
+        found.append(pixels)
     stacked = jnp.stack(found, -2)
     return stacked.reshape(*stacked.shape[:-2], *window, image.shape[-1])
 

@@ -32,6 +32,7 @@ from ._trace import Traced, Use
 from ._ways import Way, ways_of
 from ._weights import Weights, along_batch
 
+# By the name of a way. The others, "gradient" and "unused", have no factors.
 FROM_FACTORS: dict[str, Callable[[list[Pair]], jax.Array]] = {
     "product": by_product,
     "gram": by_gram,
@@ -52,20 +53,24 @@ class Ghost(NamedTuple):
     def backward(self, batch: Any) -> tuple[jax.Array, Any, Book]:
         """The values of all examples, aux, and what was kept at each use."""
         leaves = jax.tree.leaves(batch)
+        # list[use][operand]: made of parameters alone, so the same for all examples.
         given = Operands(self.traced, self.uses, self.params).all()
 
         def zeros(shape: tuple[int, ...], dtype: Any) -> jax.Array:
             zero = jnp.zeros((leaves[0].shape[0], *shape), dtype)
+            # In shard_map the cotangent of another type would be summed over devices.
             for leaf in leaves:
                 zero = varying_as(zero, jax.typeof(leaf))
             return zero
 
+        # [batch, *turns of scans, ...]: stands for an output, to get its cotangent.
         def tap(use: Use) -> list[jax.Array]:
             outs = [use.outs[k] for k in use.tapped]
             return [zeros((*use.loops, *out.shape), out.dtype) for out in outs]
 
         def of_one(example: Any, taps: Any, zero: jax.Array) -> Any:
             feed = Feed(chain.from_iterable(given), iter(taps), zero, [])
+            # The feed has all that is made of parameters.
             args = [None] * len(self.params) + example
             outs = run(self.traced.plan, self.traced.consts, args, feed)
             value, aux = jax.tree.unflatten(self.traced.out_tree, outs)
@@ -76,6 +81,7 @@ class Ghost(NamedTuple):
 
         taps = [tap(use) for use in self.uses]
         values, pull, (aux, inputs) = jax.vjp(of_all, taps, has_aux=True)
+        # Each tap belongs to one example, so that one pass gives all cotangents.
         (cotangents,) = pull(jnp.ones_like(values))
         kept = map(Kept, inputs, cotangents)
         return values, aux, dict(enumerate(kept))
@@ -96,6 +102,7 @@ class Ghost(NamedTuple):
             measure = partial(self._from_gradients, leaf)
         else:
             measure = partial(self._from_factors, leaf)
+        # What is made to find norms may be larger than all that was kept.
         itemsize = jnp.dtype(jnp.float32).itemsize
         # With an eighth, a network of convolutions took 1.55 times the memory of a
         # plain gradient on a CPU, and no less time.
@@ -138,11 +145,10 @@ class Ghost(NamedTuple):
         self, book: Book, weights: Weights, groups: list[int]
     ) -> list[jax.Array]:
         """The sum over examples of gradients times factors, like the parameters."""
-        counts, every = (
-            weights.counts,
-            Operands(self.traced, self.uses, self.params),
-        )
+        counts = weights.counts
+        every = Operands(self.traced, self.uses, self.params)
         found = list(map(jnp.zeros_like, self.params))
+        # A use that several groups share is weighed with the factors of each.
         for group in sorted(set(groups)):
             own = [
                 leaf for leaf, number in enumerate(groups) if number == group
@@ -151,6 +157,7 @@ class Ghost(NamedTuple):
             kept = self._part_of(book, own)
             sums = every.gradients(own, kept, weigh)
             for leaf, total in zip(own, sums):
+                # Where no example counts, broken ones remain: 0 times NaN is NaN.
                 found[leaf] = jnp.where(jnp.any(counts), total, 0)
         return found
 
@@ -193,6 +200,7 @@ def _weighed(
         # Input and cotangent take a root of the factor each, since a factor such as
         # 1e-40 is below the normal numbers, and its root is not.
         return jax.tree.map(partial(shrunk, _times), kept)
+    # The gradient is linear in the cotangent, and in general not in the input.
     inputs = replace_uncounted(kept.inputs, counts)
     return Kept(inputs, jax.tree.map(partial(shrunk, stretch), kept.cotangents))
 
@@ -209,4 +217,5 @@ def _after(before: jax.Array, counts: jax.Array) -> jax.Array:
     before it sums the first, which took a third more memory.
     """
     first = jnp.real(before.reshape(-1)[0])
+    # True for every number, NaN included.
     return counts & ((first >= 0) | (first < 0) | jnp.isnan(first))

@@ -31,7 +31,8 @@ from ._trace import (
 class Feed(NamedTuple):
     """What a run is given and gives at its uses, in order."""
 
-    operands: Iterator[Any]
+    operands: Iterator[Any]  # one for each place of each use
+    # of each use: a list, with one for each output that has a derivative
     taps: Iterator[Any]
     zero: jax.Array  # float32[], a part of the example
     inputs: list[Any]  # of each use: the data that came into it
@@ -39,6 +40,7 @@ class Feed(NamedTuple):
 
 def bind(eqn: Any, ins: list[Any]) -> list[Any]:
     """The outputs of an equation."""
+    # A custom_jvp keeps its functions as programs. They are made functions again.
     params = eqn.primitive.get_bind_params(eqn.params)
     with eqn.ctx.manager:  # such as the device that compute_on asks for
         outs = eqn.primitive.bind(*ins, **params)
@@ -60,7 +62,9 @@ def operands(
     plan: Plan, consts: list[Any], args: list[Any]
 ) -> tuple[list[Any], list[Any]]:
     """The outputs that are made of parameters alone, and the operands of all uses."""
-    values, found = _Values(plan, consts, args), []
+    # Values of data are never set. Read as None, they are not used.
+    values = _Values(plan, consts, args)
+    found = []
     for step in plan.steps:
         ins = values.of(step.eqn.invars)
         outs = []
@@ -82,11 +86,14 @@ def operands(
 def _operands_in_scan(step: Scan, ins: list[Any]) -> list[Any]:
     """The operands of all turns at once."""
     first, count = counts_of_scan(step.eqn)
+    # What is carried is data. So no turn needs the one before, and vmap does instead of
+    # a loop.
     carried = [None] * count
 
     def body(consts: list[Any], xs: list[Any]) -> list[Any]:
         return operands(step.inner, step.consts, [*consts, *carried, *xs])[1]
 
+    # Operands that all turns share have no axis for them.
     axes = [
         0 if step.depth in origin.loops else None for origin in _origins(step)
     ]
@@ -103,6 +110,7 @@ def run(
         ins = values.of(step.eqn.invars)
         outs = []
         if isinstance(step, Evaluate):
+            # What is made of parameters alone comes from the feed, where it is used.
             outs = [] if step.origin.leaves else bind(step.eqn, ins)
         elif isinstance(step, Meet):
             outs = _run_use(step.use, ins, feed)
@@ -112,6 +120,7 @@ def run(
             outs = _run_scan(step, ins, feed)
         values.update(zip(step.eqn.outvars, outs))
     outs = values.of(plan.jaxpr.outvars)
+    # A parameter that is returned as it is needs a tap as well.
     for place, use in plan.exports.items():
         (outs[place],) = _run_use(use, [None], feed)
     return outs
@@ -123,6 +132,7 @@ def apply(use: Use, operands: list[Any], data: list[Any]) -> list[Any]:
         return operands
     rest, given = iter(data), dict(zip(use.places, operands))
     places = range(len(use.eqn.invars))
+    # Back in the order that the equation has.
     outs = bind(
         use.eqn, [given[k] if k in given else next(rest) for k in places]
     )
@@ -158,6 +168,7 @@ _tapped.defvjp(
 def _run_call(step: Call, ins: list[Any], feed: Feed) -> list[Any]:
     given = _share_of(feed, step.inner.uses())
 
+    # With lists instead of iterators, since jax.checkpoint takes and returns pytrees.
     def inside(ins: list[Any], given: tuple[Any, Any]) -> tuple[Any, Any]:
         own = Feed(iter(given[0]), iter(given[1]), feed.zero, [])
         return run(step.inner, step.consts, ins, own), own.inputs
@@ -173,9 +184,8 @@ def _run_call(step: Call, ins: list[Any], feed: Feed) -> list[Any]:
 def _share_of(feed: Feed, uses: list[Use]) -> tuple[list[Any], list[Any]]:
     """What belongs to the uses in a body."""
     count = sum(len(use.places) for use in uses)
-    return list(islice(feed.operands, count)), list(
-        islice(feed.taps, len(uses))
-    )
+    taps = islice(feed.taps, len(uses))
+    return list(islice(feed.operands, count)), list(taps)
 
 
 def _run_scan(step: Scan, ins: list[Any], feed: Feed) -> list[Any]:
@@ -184,6 +194,7 @@ def _run_scan(step: Scan, ins: list[Any], feed: Feed) -> list[Any]:
     given, taps = _share_of(feed, step.inner.uses())
     is_sliced = [step.depth in origin.loops for origin in _origins(step)]
     first, carried = counts_of_scan(step.eqn)
+    # lax.scan cuts what has an axis for its turns. None has no leaves to cut.
     slices = [x if is_cut else None for x, is_cut in zip(given, is_sliced)]
 
     def body(carry: list[Any], turn: Any) -> tuple[Any, Any]:
@@ -194,6 +205,7 @@ def _run_scan(step: Scan, ins: list[Any], feed: Feed) -> list[Any]:
         outs = run(step.inner, step.consts, [*ins[:first], *carry, *xs], own)
         return outs[:carried], (outs[carried:], own.inputs)
 
+    # So that the loop runs as the loss asks for.
     params = step.eqn.params
     kept = {key: params[key] for key in ("length", "reverse", "unroll")}
     start, rest = ins[first : first + carried], ins[first + carried :]

@@ -26,6 +26,7 @@ def length_of_each(x: jax.Array) -> jax.Array:
     """The norm of each entry along the first axis, float32 or wider."""
 
     def norm(each: jax.Array) -> jax.Array:
+        # Split(): on each device alone, since others hold other examples.
         return group_norms(2.0, [Group([each], None, [Split()])])[0]
 
     return jax.vmap(norm)(x)
@@ -36,6 +37,7 @@ def by_product(pairs: list[Pair]) -> jax.Array:
     ((a, c),) = pairs
     stack = a.shape[1]
     rows, columns = a.reshape(-1, *a.shape[2:]), c.reshape(-1, *c.shape[2:])
+    # For a stack of matrices |G|^2 = sum_s |a_s|^2 |c_s|^2.
     lengths = length_of_each(rows) * length_of_each(columns)
     return length_of_each(lengths.reshape(-1, stack)) if stack > 1 else lengths
 
@@ -64,6 +66,7 @@ def by_gram(pairs: list[Pair]) -> jax.Array:
         size, total = _own_gram(_joined(lookups))
     else:
         size, total = _mixed_gram(_joined(dense), _joined(lookups))
+    # Where positions cancel, rounding may take the sum below 0.
     return size * jnp.sqrt(jnp.maximum(total, 0))
 
 
@@ -72,6 +75,7 @@ def _own_gram(pair: Pair) -> tuple[jax.Array, jax.Array]:
     a, c = pair
     largest, c = _scaled(c)
     if jnp.issubdtype(a.dtype, jnp.integer):
+        # a_t . a_s is 1 where both look up the same row, and else 0.
         same = (a[..., :, None] == a[..., None, :]).astype(c.dtype)
         return largest, _sum(same * _products(c, c))
     other, a = _scaled(a)
@@ -83,11 +87,13 @@ def _mixed_gram(dense: Pair, lookup: Pair) -> tuple[jax.Array, jax.Array]:
     size, own = _own_gram(dense)
     looked, other = _own_gram(lookup)
     a, c = _scaled(dense.a)[1], _scaled(dense.c)[1]
+    # For a lookup of row r the product with a_t is the entry a_t[r].
     index = jnp.broadcast_to(
         lookup.a[:, :, None, :], (*a.shape[:3], lookup.a.shape[-1])
     )
     met = jnp.take_along_axis(a, index, axis=-1)
     both = _sum(met * _products(c, _scaled(lookup.c)[1]))
+    # |G + H|^2 = |G|^2 + 2 G . H + |H|^2, in units of the larger size squared.
     largest = jnp.maximum(size, looked)
     safe = jnp.where(largest > 0, largest, 1)
     size, looked = size / safe, looked / safe
@@ -98,6 +104,7 @@ def _scaled(x: jax.Array) -> tuple[jax.Array, jax.Array]:
     """The largest number of each example, and the example divided by it."""
     x = x.astype(jnp.promote_types(x.dtype, jnp.float32))
     largest = jnp.max(jnp.abs(x), axis=tuple(range(1, x.ndim)))
+    # Divided by 1, inf and NaN stay, and the example counts as broken.
     safe = jnp.where((largest > 0) & (largest < jnp.inf), largest, 1)
     return largest, x / safe.reshape(-1, *(1,) * (x.ndim - 1))
 

@@ -32,9 +32,11 @@ def in_microbatches(
     split = jax.tree.map(lambda x: _split(x, width, count), batch)
 
     def body(total: Any, turn: jax.Array) -> tuple[Any, Any]:
+        # Entry k of turn n is example k * count + n of the batch.
         is_real = jnp.arange(width) * count + turn < size
 
         def take(x: jax.Array) -> jax.Array:
+            # lax.scan slices first axes, and would need a transposed copy of the batch.
             return lax.dynamic_index_in_dim(x, turn, 1, keepdims=False)
 
         return step(total, is_real, *jax.tree.map(take, split))
@@ -61,6 +63,7 @@ def _split(x: jax.Array, width: int, count: int) -> jax.Array:
     """
     missing = width * count - x.shape[0]
     if missing:
+        # Fewer than width, so the batch has as many to fill up with.
         x = jnp.concatenate([x, x[:missing]])
     return x.reshape(width, count, *x.shape[1:])
 
@@ -75,6 +78,7 @@ def replace_uncounted(example: Any, counts: jax.Array) -> Any:
     """The microbatch, with the first example that counts in the place of those that do
     not. Times 0 a healthy gradient is 0, but a broken one is NaN.
     """
+    # 0 if none counts. Callers then make the whole sum 0.
     first = jnp.argmax(counts)
 
     def replace(x: jax.Array) -> jax.Array:
@@ -86,6 +90,7 @@ def replace_uncounted(example: Any, counts: jax.Array) -> Any:
 def _example(x: jax.Array, number: jax.Array) -> jax.Array:
     """One example, with a first axis of size 1."""
     if not jnp.issubdtype(x.dtype, jnp.number):
+        # Booleans and random keys are not summed.
         return lax.dynamic_index_in_dim(x, number, 0)
     # A sum, since devices that share a batch would send each other all of it to take
     # one example out.

@@ -17,9 +17,8 @@ class NoiseScale(NamedTuple):
     # float[]: noise / signal. inf where signal is not above 0: the batch is too small
     # to tell the gradient from noise
     scale: jax.Array
-    noise: (
-        jax.Array
-    )  # float[]: tr(Sigma), of the covariance of examples' gradients
+    # float[]: tr(Sigma), of the covariance of examples' gradients
+    noise: jax.Array
     signal: jax.Array  # float[]: |G|^2. By chance it may be negative
 
 

@@ -10,6 +10,7 @@ from ._book import Book, Kept
 from ._interpret import apply, operands
 from ._trace import Traced, Use
 
+# (use, what was kept of it, a value to wait for) -> what is summed
 Weigh = Callable[[Use, Kept, jax.Array | None], Kept]
 
 
@@ -26,6 +27,7 @@ class Operands(NamedTuple):
 
     def _with(self, params: list[jax.Array]) -> list[list[jax.Array]]:
         plan, consts = self.traced.plan, self.traced.consts
+        # After the parameters comes the example, which has no part in operands.
         missing = len(plan.jaxpr.invars) - len(params)
         rest = iter(operands(plan, consts, [*params, *[None] * missing])[1])
         return [[next(rest) for _ in use.places] for use in self.uses]
@@ -56,6 +58,7 @@ class Operands(NamedTuple):
             params = [given.get(n, x) for n, x in enumerate(self.params)]
             return chosen(self._with(params))
 
+        # Operands may be made of several parameters. The others are constants here.
         _, pull = jax.vjp(by_params, [self.params[leaf] for leaf in leaves])
         every = self.all()
         cotangents, done = [], None
@@ -81,10 +84,12 @@ def by_operands(
 ) -> list[jax.Array]:
     """The gradients by the operands of a use."""
     run = partial(apply, use)
+    # The innermost scan first, so that the axis of the outermost is in front.
     for depth in reversed(range(len(use.loops))):
         axes = [0 if depth in origin.loops else None for origin in use.origins]
         run = jax.vmap(run, (axes, 0), axis_size=use.loops[depth])
     if batched:
+        # Operands are not mapped, so that their gradients are summed over the batch.
         run = jax.vmap(run, (None, 0), axis_size=kept.cotangents[0].shape[0])
     inputs = kept.all_inputs(use, batched)
     _, pull = jax.vjp(lambda given: run(given, inputs), given)

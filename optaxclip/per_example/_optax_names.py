@@ -65,6 +65,7 @@ def per_example_global_norm_clip(
     """
     call = "per_example_global_norm_clip"
     argument = f"{call}: l2_norm_clip"
+    # Refuses None too, which limits_of would take for no limit.
     check_limit(argument, l2_norm_clip)
     total, clipped = _clip(grads, limits_of(l2_norm_clip, argument), call)
     return total, clipped[0]
@@ -109,10 +110,13 @@ def per_example_layer_norm_clip(
     call = "per_example_layer_norm_clip"
     check_limit(f"{call}: global_l2_norm_clip", global_l2_norm_clip)
     entries, treedef = jax.tree_util.tree_flatten_with_path(grads)
+    # D_i, of one example: the first axis counts examples.
     sizes = [math.prod(jnp.shape(leaf)[1:]) for _, leaf in entries]
     if uniform:
         sizes = [1] * len(sizes)
+    # At least 1, since leaves may all be empty.
     total = max(sum(sizes), 1)
+    # Their squares sum to C^2, so that all leaves together stay within C.
     values = [global_l2_norm_clip * math.sqrt(size / total) for size in sizes]
     limits = Limits(values, numbered([path for path, _ in entries]), treedef)
     sums, clipped = _clip(grads, limits, call)
@@ -122,10 +126,12 @@ def per_example_layer_norm_clip(
 def _clip(grads: Any, limits: Limits, call: str) -> tuple[Any, list[jax.Array]]:
     """The weighted sum, and for each limit how many examples were shortened by it."""
     grads = jax.tree.map(_floating, grads)
+    # Without arrays the number of examples is not known.
     if not jax.tree.leaves(grads):
         return grads, [jnp.zeros((), jnp.int32) for _ in limits.values]
     present = jnp.ones(batch_size(grads, f"{call}: grads"), bool)
     weights = weigh(grads, present, limits=limits, shrink=hard, call=call)
+    # The factor of a broken example is 0, so that it counts as clipped.
     clipped = jnp.sum(weights.factors < 1, axis=0, dtype=jnp.int32)
     total = weighted_sum(grads, weights, limits.group_of_each(grads, call))
     return total, list(clipped)
@@ -136,8 +142,6 @@ def _floating(leaf: Any) -> jax.Array:
     are not gradients.
     """
     leaf = jnp.asarray(leaf)
-    return (
-        leaf
-        if jnp.issubdtype(leaf.dtype, jnp.inexact)
-        else leaf.astype(jnp.float32)
-    )
+    if jnp.issubdtype(leaf.dtype, jnp.inexact):
+        return leaf
+    return leaf.astype(jnp.float32)

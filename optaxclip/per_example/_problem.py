@@ -10,9 +10,8 @@ import jax.numpy as jnp
 from .._norms._types import varying_as
 from ._roles import Places, roles_of
 
-Loss = Callable[
-    [Any, Any], tuple[jax.Array, Any]
-]  # (params, example) -> (value, aux)
+# (params, example) -> (value, aux)
+Loss = Callable[[Any, Any], tuple[jax.Array, Any]]
 
 
 class Problem(NamedTuple):
@@ -41,6 +40,7 @@ class Question(NamedTuple):
         params = jax.tree.map(partial(typed_as_varying, batch), params)
 
         def of_one(params: Any, example: Any) -> tuple[jax.Array, Any]:
+            # Always with aux, so that all methods handle one form.
             found = roles.call(self.loss, params, example)
             return found if self.has_aux else (found, None)
 
@@ -53,6 +53,7 @@ def typed_as_varying(tree: Any, value: jax.Array) -> jax.Array:
     In shard_map the gradient by parameters of any other type comes summed over devices,
     and the examples in it cannot be told apart.
     """
+    # Each leaf may differ along other mesh axes.
     for leaf in jax.tree.leaves(tree):
         value = varying_as(value, jax.typeof(leaf))
     return value
@@ -60,6 +61,7 @@ def typed_as_varying(tree: Any, value: jax.Array) -> jax.Array:
 
 def check_microbatch(call: str, microbatch: Any) -> None:
     """Raises ValueError for what is neither None nor a number of examples."""
+    # A bool is an int in Python: True would be microbatches of 1.
     is_number = isinstance(microbatch, int) and not isinstance(microbatch, bool)
     if microbatch is not None and not (is_number and microbatch >= 1):
         raise ValueError(

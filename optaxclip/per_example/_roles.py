@@ -8,6 +8,7 @@ import jax.numpy as jnp
 
 from .._norms import _prefix as prefix
 
+# As in jax.grad: for an int the gradient is a tree, for (0,) a tuple of one.
 Places = int | Sequence[int]
 
 
@@ -26,6 +27,7 @@ class Roles(NamedTuple):
 
     def call(self, loss: Any, params: Any, example: tuple[Any, ...]) -> Any:
         """The loss of one example. Shared arguments are as they were given."""
+        # What is shared may be a function, which jax.vmap could not take.
         args = list(self.args)
         several = [params] if isinstance(self.params, int) else params
         for place, value in zip(_listed(self.params), several):
@@ -36,6 +38,7 @@ class Roles(NamedTuple):
 
     def examples(self, call: str) -> tuple[tuple[Any, ...], int]:
         """The batch as arrays, and the number of examples."""
+        # [("argument 1 at 'x'", array), ...], for errors to name.
         entries = []
         for place in self.batch:
             found = jax.tree_util.tree_flatten_with_path(self.args[place])[0]
@@ -62,6 +65,7 @@ def roles_of(
                     f"{call}: {name}={places!r}, but the function was called with "
                     f"{count} positional arguments."
                 )
+            # Of three arguments -1 and 2 are the same.
             if place % count in taken:
                 raise ValueError(
                     f"{call}: argnums={argnums!r} and shared_argnums="
@@ -79,6 +83,7 @@ def _size(entries: list[tuple[str, Any]], call: str) -> int:
             f"{call}: there is no batch: every argument is in argnums or "
             "shared_argnums, or has no arrays."
         )
+    # An array without axes is mostly a number for all, or a single random key.
     for name, leaf in entries:
         if not jnp.shape(leaf):
             raise ValueError(
@@ -96,6 +101,7 @@ def _size(entries: list[tuple[str, Any]], call: str) -> int:
             "in shared_argnums."
         )
     size = next(iter(sizes.values()))
+    # For a step without examples there is the mask: all False gives zeros.
     if size == 0:
         raise ValueError(
             f"{call}: the batch is empty: give at least one example, masked if need be."
@@ -110,10 +116,12 @@ def _listed(places: Places) -> list[int]:
 def _name(place: int, path: Any) -> str:
     """An array of an argument as a user reads it."""
     inside = prefix.name(path)
+    # "argument 1 at 'x'", or "argument 2" for one that is an array itself.
     return f"argument {place}" + (f" at {inside!r}" if inside else "")
 
 
 def _shown(leaf: Any) -> str:
     """The type of an array, or the value of what is none."""
+    # "key<fry>[]" or "float32[]" of arrays, "0.25" of a Python number.
     is_array = hasattr(leaf, "shape") and hasattr(leaf, "dtype")
     return f"{leaf.dtype}[]" if is_array else repr(leaf)

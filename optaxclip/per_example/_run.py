@@ -29,8 +29,8 @@ class Seen(NamedTuple):
     """What was found out about the examples."""
 
     weights: Weights
-    values: jax.Array
-    aux: Any
+    values: jax.Array  # float[batch]
+    aux: Any  # [batch, ...]
 
 
 class Run(NamedTuple):
@@ -69,6 +69,7 @@ class Run(NamedTuple):
         def measure(
             nothing: Any, is_real: jax.Array, example: Any, present: jax.Array
         ) -> tuple[Any, Seen]:
+            # Gradients end here: no more than those of a microbatch are in memory.
             return nothing, self.look(example, present & is_real)[1]
 
         def add(
@@ -90,12 +91,15 @@ class Run(NamedTuple):
         def values_of(params: Any) -> jax.Array:
             return jax.vmap(self.of_one, (None, 0))(params, example)[0]
 
+        # sum_i f_i g_i is the derivative of sum_i f_i loss_i.
         values, pull = jax.vjp(values_of, self.params)
+        # There is one group: two passes refuse several limits.
         root = weights.roots[:, 0]
         # Here a factor must be one number, so it ends at the range of its dtype.
         factor = stretch(jnp.ones_like(root), root)
         factor = jnp.minimum(factor, jnp.finfo(factor.dtype).max)
         (grads,) = pull(jnp.where(counts, factor, 0).astype(values.dtype))
+        # Where no example counts, broken ones remain: 0 times NaN is NaN.
         return jax.tree.map(lambda x: jnp.where(jnp.any(counts), x, 0), grads)
 
     def in_ghost(self, ghost: Ghost, groups: list[int]) -> tuple[Any, Seen]:
@@ -122,6 +126,7 @@ class Run(NamedTuple):
 
         def zero(leaf: jax.Array) -> jax.Array:
             total = jnp.zeros(leaf.shape, wide_dtype(leaf))
+            # As lax.scan asks for: of the type of the sums that follow.
             return typed_as_varying((self.batch, leaf), total)
 
         return jax.tree.map(zero, self.params)

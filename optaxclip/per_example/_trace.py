@@ -23,9 +23,8 @@ class Origin(NamedTuple):
     """What a value is made of."""
 
     leaves: frozenset[int] = frozenset()  # the numbers of the parameters in it
-    loops: frozenset[int] = (
-        frozenset()
-    )  # the scans whose slices are in it, by depth
+    # the scans whose slices are in it, by depth
+    loops: frozenset[int] = frozenset()
     is_data: bool = False  # whether the example is in it
     view: View | None = None  # set where it is one parameter, rearranged
 
@@ -43,9 +42,8 @@ class Use(NamedTuple):
     origins: tuple[Origin, ...]  # of those inputs
     data: tuple[Any, ...]  # the types of its other inputs
     outs: tuple[Any, ...]  # the types of its outputs
-    loops: tuple[
-        int, ...
-    ]  # the lengths of the scans around it, outermost first
+    # the lengths of the scans around it, outermost first
+    loops: tuple[int, ...]
 
     @property
     def name(self) -> str:
@@ -95,9 +93,8 @@ class Scan(NamedTuple):
     eqn: Any
     inner: "Plan"
     consts: list[Any]
-    entries: dict[
-        int, Use
-    ]  # inputs that are taken for data: first values of carries
+    # inputs that are taken for data: first values of carries
+    entries: dict[int, Use]
     depth: int  # how many scans are around it
 
     def uses(self) -> list[Use]:

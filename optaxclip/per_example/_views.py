@@ -14,9 +14,8 @@ class View(NamedTuple):
     # The axis of the parameter that each axis is, or None for a new one of size 1. None
     # altogether where axes were merged or split later than that.
     axes: tuple[int | None, ...] | None
-    scanned: tuple[
-        tuple[int, int], ...
-    ] = ()  # (axis, depth of the scan over it)
+    # (axis, depth of the scan over it). Axis -1 where it is not known.
+    scanned: tuple[tuple[int, int], ...] = ()
 
     def sliced(self, depth: int) -> "View":
         """One turn of a scan over the first axis."""
@@ -30,6 +29,7 @@ class View(NamedTuple):
 
 def view_after(eqn: Any, views: list[View | None]) -> View | None:
     """The view that the output of an equation is, or None if it is not one."""
+    # What is made of two values, such as a sum of weights, is not one rearranged.
     if len(views) != 1 or views[0] is None:
         return None
     rule = _RULES.get(eqn.primitive.name)
@@ -47,12 +47,11 @@ def _moved(eqn: Any, view: View) -> View:
 
 def _cast(eqn: Any, view: View) -> View | None:
     (before,), (after,) = eqn.invars, eqn.outvars
-    real = jnp.issubdtype(before.aval.dtype, jnp.floating)
-    return (
-        view
-        if real and jnp.issubdtype(after.aval.dtype, jnp.floating)
-        else None
-    )
+    # A cast from or to complex numbers drops or adds their imaginary parts.
+    dtypes = before.aval.dtype, after.aval.dtype
+    if all(jnp.issubdtype(dtype, jnp.floating) for dtype in dtypes):
+        return view
+    return None
 
 
 def _transposed(eqn: Any, view: View) -> View:
@@ -79,6 +78,7 @@ def _broadcast(eqn: Any, view: View) -> View | None:
         return None
     if view.axes is None:
         return view
+    # [8] as [1, 8]: axes (0,) become (None, 0).
     axes: list[int | None] = [None] * after.aval.ndim
     for axis, place in zip(view.axes, eqn.params["broadcast_dimensions"]):
         axes[place] = axis
@@ -88,6 +88,7 @@ def _broadcast(eqn: Any, view: View) -> View | None:
 def _reshaped(eqn: Any, view: View) -> View:
     """Axes have a name again where nothing was rearranged before."""
     shape = tuple(eqn.outvars[0].aval.shape)
+    # [8, 8] as [8, 2, 4]: as if the parameter had been [8, 2, 4] from the start.
     if view.axes == tuple(range(len(view.shape))):
         return View(shape, tuple(range(len(shape))))
     return view._replace(axes=None)
@@ -103,6 +104,7 @@ _RULES = {
     "copy": _same,
     "pvary": _same,
     "sharding_constraint": _same,
+    # Numbers that change place or sign have the same norm.
     "rev": _moved,
     "neg": _moved,
 }

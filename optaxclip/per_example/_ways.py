@@ -48,6 +48,7 @@ def ways_of(uses: list[Use], shapes: list[tuple[int, ...]]) -> list[Way]:
     parts: list[list[Part]] = [[] for _ in shapes]
     for number, use in enumerate(uses):
         for operand, origin in enumerate(use.origins):
+            # A comparison has no derivative, and so no part in a gradient.
             for leaf in origin.leaves if use.tapped else ():
                 parts[leaf].append(Part(number, operand))
     return [
@@ -91,6 +92,7 @@ def _fits(forms: list[Form | None], origins: list[Origin]) -> list[Fit]:
         return found
     if keys[0] is None:
         return []
+    # A tied table: rows of the lookup are columns of the product with the transpose.
     shape, stack, rows, columns = keys[0]
     allowed = [(shape, stack, rows, columns), (shape, stack, columns, rows)]
     return found if all(key in allowed for key in keys) else []
@@ -118,7 +120,7 @@ def _cheapest(way: Way, positions: int, lookups: int) -> Way:
     form, size = way.fits[0].form, way.size
     _, rows, columns = form.sizes
     stack = size // (rows * columns)
-    pairs = stack * positions**2
+    pairs = stack * positions**2  # of positions t and s
     # JAX's own gradients of examples by a convolution take more than their factors.
     cost = 0 if form.is_convolution else positions * size
     patches = 2 * stack * positions * rows if form.is_convolution else 0
@@ -133,6 +135,7 @@ def _cheapest(way: Way, positions: int, lookups: int) -> Way:
         cost, is_cheap = pairs * columns, positions**2 <= 4 * rows
         # A scatter into a table is slow: as slow as writing four times as much.
         return _gram(way, pairs, cost) if is_cheap else made
+    # positions^2 (rows + columns) of gram, against positions rows columns of matrix.
     is_cheap = positions * (rows + columns) <= rows * columns
     gram = _gram(way, pairs, pairs * (rows + columns))
     return gram._replace(size=gram.size + patches) if is_cheap else made

@@ -35,9 +35,8 @@ class Limits(NamedTuple):
 class Weights(NamedTuple):
     """What was found out about the examples of a batch."""
 
-    norms: (
-        jax.Array
-    )  # float32[batch, groups]: 0 for an example that is not present
+    # float32[batch, groups]: 0 for an example that is not present
+    norms: jax.Array
     # float32[batch, groups]: what each gradient is multiplied by twice. Without meaning
     # for an example that does not count.
     roots: jax.Array
@@ -69,10 +68,8 @@ def limits_of(max_norm: Any, argument: str) -> Limits:
             raise ValueError(
                 f"{where} must be one number, got an array of shape {jnp.shape(value)}."
             )
-    paths, values = (
-        [path for path, _ in entries],
-        [value for _, value in entries],
-    )
+    paths = [path for path, _ in entries]
+    values = [value for _, value in entries]
     return Limits(values, numbered(paths), treedef)
 
 
@@ -125,10 +122,8 @@ def batch_size(tree: Any, argument: str) -> int:
     shapes = {
         prefix.name(path) or "it": jnp.shape(leaf) for path, leaf in entries
     }
-    if (
-        not all(shapes.values())
-        or len({shape[:1] for shape in shapes.values()}) != 1
-    ):
+    sizes = {shape[:1] for shape in shapes.values()}
+    if not all(shapes.values()) or len(sizes) != 1:
         raise ValueError(
             f"{argument} must be arrays whose first axis counts examples, of one size, "
             f"got the shapes {shapes}."
@@ -160,8 +155,10 @@ def _shrunk(norms: jax.Array, limits: Limits, shrink: Shrink) -> jax.Array:
     """The norms that gradients of these norms get."""
     known = [jnp.inf if limit is None else limit for limit in limits.values]
     limit = jnp.stack([held_in(norms.dtype, each) for each in known])
+    # A traced limit may be negative, and then counts as 0.
     limit = jnp.broadcast_to(jnp.maximum(limit, 0), norms.shape)
     limit = split_as(limit, jax.typeof(norms))
+    # Without a limit the shrink is not used: normalize would make the norm inf.
     return jnp.where(limit == jnp.inf, norms, shrink(norms, limit))
 
 
