@@ -60,13 +60,13 @@ def clip_by_value(
     """
     call = "clip_by_value"
     _check_one_bound(call, max_value, min_value)
-    # Alone it limits the modulus. Beside a lower bound it may have any sign.
+    # Alone the upper bound limits the modulus. Beside a lower one any sign is right.
     lowest = 0.0 if min_value is None else -math.inf
     upper = _bounds(max_value, f"{call}: max_value", lowest)
     if min_value is None:
         lower = None
     else:
-        lower = _bounds(min_value, f"{call}: min_value", -math.inf)
+        lower = _bounds(min_value, f"{call}: min_value", lowest)
     # Prefixes may be of different depths. Only bounds of the same leaf are compared.
     for low, high in prefix.overlaps(lower, upper) if lower else ():
         check_order(call, ("min_value", low), ("max_value", high))
@@ -183,12 +183,14 @@ def _held(bound: Any, dtype: Any) -> Any:
     """
     if not _is_known_whole(bound):
         return bound
-    whole = jnp.issubdtype(dtype, jnp.integer)
     # Beyond the dtype's range a bound clips nothing, and neither does the end of it.
-    info, number = (
-        (jnp.iinfo(dtype), int) if whole else (jnp.finfo(dtype), float)
-    )
-    held = np.clip(_python_ints(bound), number(info.min), number(info.max))
+    if jnp.issubdtype(dtype, jnp.integer):
+        info = jnp.iinfo(dtype)
+        ends = int(info.min), int(info.max)
+    else:
+        info = jnp.finfo(dtype)
+        ends = float(info.min), float(info.max)
+    held = np.clip(_python_ints(bound), *ends)
     return np.asarray(held, info.dtype)
 
 
