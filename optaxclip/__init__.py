@@ -27,6 +27,7 @@ Example:
   >>> optimizer = optax.chain(optaxclip.clip_by_global_norm(1.0), optax.adamw(3e-4))
 """
 
+# Imported, so that `optaxclip.rules` works without an import of its own.
 from . import dropin, per_example, replay, rules, shrinks
 from ._backward import clip_cotangent, scale_cotangent
 from ._clippers._adaclip import adaclip
@@ -124,8 +125,10 @@ __all__ = [
 ]
 
 
+# Completion in an editor or a notebook offers the public names alone.
 def __dir__() -> list[str]:
     return sorted(__all__)
 
 
+# optaxclip.clip_grad_norm_ -> an AttributeError that names clip_grads.
 name_what_is_meant(__name__)

@@ -13,6 +13,7 @@ import optax
 from jax.core import Tracer
 from jax.tree_util import Partial
 
+# What becomes of updates whose norm is NaN or inf.
 NONFINITE = ("propagate", "zero", "raise")
 ORDERS = "a number above 0, math.inf, 'rms' or 'average'"
 
@@ -30,6 +31,7 @@ def check_number(argument: str, value: Any, *, lowest: float = 0.0) -> None:
       TypeError: a bool, a string, or another thing that is no real number.
       ValueError: NaN, below `lowest`, or an int that is too large for a float.
     """
+    # Of a number that jit traces only the dtype is known.
     if isinstance(value, Tracer):
         if not jnp.issubdtype(value.dtype, jnp.floating) and not jnp.issubdtype(
             value.dtype, jnp.integer
@@ -38,6 +40,7 @@ def check_number(argument: str, value: Any, *, lowest: float = 0.0) -> None:
                 f"{argument} must be a real number, got an array of {value.dtype}."
             )
         return
+    # True is an int in Python. As a limit it is a slip.
     if isinstance(value, (bool, str)) or not isinstance(
         value, (int, float, np.generic, np.ndarray, jax.Array)
     ):
@@ -45,6 +48,7 @@ def check_number(argument: str, value: Any, *, lowest: float = 0.0) -> None:
     # NumPy has no dtype for ints of more than 64 bits.
     held = _float_of(argument, value) if isinstance(value, int) else value
     known = np.asarray(held)
+    # NumPy's issubdtype does not know bfloat16 and floats of 8 bits as floats.
     if not (
         jnp.issubdtype(known.dtype, jnp.floating)
         or jnp.issubdtype(known.dtype, jnp.integer)
@@ -70,10 +74,10 @@ def check_limit(argument: str, value: Any, *, lowest: float = 0.0) -> None:
     check_number(argument, value, lowest=lowest)
     if isinstance(value, Tracer):
         return
-    widest = jnp.finfo(
-        jnp.result_type(float)
-    )  # float64 where jax_enable_x64 is set
+    # float32, or float64 where jax_enable_x64 is set.
+    widest = jnp.finfo(jnp.result_type(float))
     known = np.asarray(value).astype(np.float64)
+    # 1e39 would be inf in float32, and so no limit at all.
     if (np.isfinite(known) & (known > widest.max)).any():
         raise ValueError(
             f"{argument} must be at most {float(widest.max):g}, the largest number of "
@@ -86,8 +90,10 @@ def held_in(dtype: Any, number: Any) -> Any:
     it becomes the largest number of the dtype, since a limit of inf is no limit.
     """
     array = number if isinstance(number, jax.Array) else np.asarray(number)
-    if isinstance(array, np.ndarray):  # JAX itself would make it inf
+    # Clipped in float64, since a conversion to float32 makes inf of 1e39.
+    if isinstance(array, np.ndarray):
         array = array.astype(np.float64)
+    # Only float64 has finite numbers beyond the range of float32.
     if array.dtype == np.float64 and dtype == np.float32:
         numpy = jnp if isinstance(array, jax.Array) else np
         most = float(np.finfo(np.float32).max)
@@ -99,6 +105,7 @@ def held_in(dtype: Any, number: Any) -> Any:
 
 def _float_of(argument: str, value: int) -> float:
     widest = jnp.finfo(jnp.result_type(float))
+    # Compared as ints, because float(10**400) raises an OverflowError.
     if abs(value) > int(widest.max):
         raise ValueError(
             f"{argument} must be a number that {widest.dtype} can hold, got {value!r}."
@@ -112,6 +119,7 @@ def check_order(
     """Raises ValueError for two bounds, (name, value), that are known to leave no room
     between them: the lower one is above the upper one.
     """
+    # A schedule or a traced bound is not compared.
     known = [
         bound
         for _, bound in (lower, upper)
@@ -120,6 +128,7 @@ def check_order(
     if len(known) < 2:
         return
     low, high = map(np.asarray, known)
+    # Arrays of two shapes may be for different leaves, so they are not compared.
     alike = low.shape == high.shape or 0 in (low.ndim, high.ndim)
     if alike and np.any(low > high):
         raise ValueError(
@@ -132,6 +141,7 @@ def check_ord(call: str, ord: Any) -> None:
     """Refuses what is no order of a norm."""
     if ord in (None, "rms", "average"):
         return
+    # The order decides which program is compiled, so a traced one comes too late.
     if isinstance(ord, Tracer):
         raise TypeError(
             f"{call}: ord must be known when the clipper is built; under "
@@ -158,6 +168,7 @@ def broadcasts_to(shape: tuple[int, ...], target: tuple[int, ...]) -> bool:
     """Can an array of this shape stand beside one of the target's without enlarging
     it?
     """
+    # (3,) and (1, 3) broadcast to (4, 3). (4,) does not: the last axes meet.
     return len(shape) <= len(target) and all(
         have in (1, want) for have, want in zip(shape[::-1], target[::-1])
     )
@@ -178,6 +189,7 @@ def check_transformation(
     if hasattr(value, "init") and hasattr(value, "update"):
         return
     text = f"{argument} must be {noun} with init and update"
+    # `skip_nonfinite(optax.sgd)` for `skip_nonfinite(optax.sgd(0.1))`.
     if callable(value):
         name = getattr(value, "__name__", repr(value))
         raise TypeError(
@@ -197,6 +209,7 @@ def check_norm(call: str, norm: Any) -> None:
 
 def is_without_state(state: Any) -> bool:
     """Whether this is what a clipper of optax has in the place of a state."""
+    # A checkpoint of a chain of optax has EmptyState where a clipper was.
     return state is None or isinstance(state, optax.EmptyState)
 
 
@@ -208,6 +221,8 @@ def check_state(call: str, state: Any, kind: type) -> None:
             f"{state}. Begin with state = optimizer.init(params), and hand on the "
             "state that update returns."
         )
+    # A chain hands on states by position, so with one more link in front each gets
+    # its neighbour's.
     if not isinstance(state, kind):
         raise TypeError(
             f"{call}: state must be the {kind.__name__} that its init returned, got "
@@ -218,6 +233,7 @@ def check_state(call: str, state: Any, kind: type) -> None:
 
 def check_params(call: str, params: Any, updates: str = "gradients") -> None:
     """Raises ValueError where there are no weights to compare with."""
+    # `clippy` and `qk_clip` come after the optimizer, and compare its updates.
     if params is None:
         raise ValueError(
             f"{call} compares {updates} with weights: call "

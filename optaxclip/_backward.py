@@ -125,6 +125,7 @@ def clip_cotangent(
         )
     if max_norm is None:
         bounds = _bounds(call, x, max_value, min_value)
+        # Integers stay outside, since JAX gives them cotangents of dtype float0.
         return put_back(_clipped(None, _arrays(x), bounds), x)
     if min_value is not None:
         raise ValueError(
@@ -177,6 +178,7 @@ def scale_cotangent(x: Any, scale: Any) -> Any:
 
 def _measure(call: str, ord: Ord, axis: Any, mesh_axes: MeshAxes) -> Measure:
     """The norm of each array, or its norms along some axes."""
+    # A cotangent has the shape of x, so its axes are those of x.
     if axis is None:
         return TensorNorm(**check_measure(call, ord, mesh_axes=mesh_axes))
     return UnitwiseNorm(
@@ -188,14 +190,15 @@ def _bounds(call: str, x: Any, high: Any, low: Any) -> tuple[jax.Array, Any]:
     """The upper bound of each element, and the lower one if there is one."""
     if low is None:
         return _scalar(f"{call}: max_value", high), None
-    for path, leaf in jax.tree_util.tree_flatten_with_path(clipped_leaves(x))[
-        0
-    ]:
+    leaves = clipped_leaves(x)
+    entries, _ = jax.tree_util.tree_flatten_with_path(leaves)
+    for path, leaf in entries:
         if jnp.iscomplexobj(leaf):
             raise TypeError(
                 f"{call}: the leaf {prefix.name(path)!r} is complex and has no "
                 "smallest value. Give max_value alone, which limits its modulus."
             )
+    # Two bounds may both be positive, such as 0.5 and 1. One alone is a modulus.
     bounds = (
         _scalar(f"{call}: max_value", high, lowest=-math.inf),
         _scalar(f"{call}: min_value", low, lowest=-math.inf),
@@ -204,6 +207,8 @@ def _bounds(call: str, x: Any, high: Any, low: Any) -> tuple[jax.Array, Any]:
     return bounds
 
 
+# The measure is hashable and part of the program. The limit is an operand, so
+# that it may be traced, and differ between the examples of a vmap.
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _clipped(measure: Measure | None, x: Any, limit: Any) -> Any:
     """The identity. Its cotangent is clipped by norm, or by value without a measure."""
@@ -211,12 +216,14 @@ def _clipped(measure: Measure | None, x: Any, limit: Any) -> Any:
 
 
 def _forward(measure: Measure | None, x: Any, limit: Any) -> tuple[Any, Any]:
+    # The backward pass needs no activation, so x is not kept for it.
     return x, limit
 
 
 def _backward(
     measure: Measure | None, limit: Any, cotangent: Any
 ) -> tuple[Any, Any]:
+    # A backward pass has nowhere to keep a state: counts and shares are dropped.
     if measure is None:
         clipper = clip_by_value(*limit)
         clipped, _ = clipper.update(cotangent, clipper.init(cotangent))
@@ -224,12 +231,15 @@ def _backward(
         clipped, _ = clip_once(
             cotangent, limit, measure, call="clip_cotangent", name="max_norm"
         )
+    # custom_vjp wants a cotangent for each operand. That of the limit is 0.
     return clipped, jax.tree.map(jnp.zeros_like, limit)
 
 
 _clipped.defvjp(_forward, _backward)
 
 
+# A JVP that is linear in the tangent, which JAX transposes for reverse mode. For a
+# clip there is none, so it has a custom VJP and no forward mode.
 @jax.custom_jvp
 def _scaled(x: Any, scale: jax.Array) -> Any:
     return x
@@ -237,9 +247,11 @@ def _scaled(x: Any, scale: jax.Array) -> Any:
 
 @_scaled.defjvp
 def _scaled_jvp(primals: Any, tangents: Any) -> tuple[Any, Any]:
+    # Without the tangent of the scale, whose gradient therefore is 0.
     (x, scale), (tangent, _) = primals, tangents
 
     def multiplied(leaf: jax.Array) -> jax.Array:
+        # Rounded once: a scale of 0.1 would be 0.1001 in bfloat16.
         wide = jnp.promote_types(leaf.dtype, scale.dtype)
         return (leaf.astype(wide) * scale.astype(wide)).astype(leaf.dtype)
 
@@ -261,6 +273,7 @@ def _scalar(argument: str, value: Any, lowest: float = 0.0) -> jax.Array:
         raise ValueError(
             f"{argument} must be a scalar, got an array of shape {jnp.shape(value)}."
         )
+    # An int would have a cotangent of float0, which zeros_like does not make.
     return jnp.maximum(jnp.asarray(value, float), lowest)
 
 
@@ -269,9 +282,10 @@ def _check_axis(call: str, axis: Any, x: Any) -> None:
     wanted = axis if isinstance(axis, tuple) else (axis,)
     if axis is None:
         return
-    for path, leaf in jax.tree_util.tree_flatten_with_path(clipped_leaves(x))[
-        0
-    ]:
+    # Refused in the forward pass. The norm itself is only taken in the backward pass.
+    leaves = clipped_leaves(x)
+    entries, _ = jax.tree_util.tree_flatten_with_path(leaves)
+    for path, leaf in entries:
         rank = jnp.ndim(leaf)
         if not all(isinstance(i, int) and -rank <= i < rank for i in wanted):
             raise ValueError(

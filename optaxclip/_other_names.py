@@ -15,6 +15,7 @@ from typing import Any, NoReturn, ParamSpec, TypeVar
 P = ParamSpec("P")
 T = TypeVar("T")
 
+# Each function has its own name for a limit. People try those of others too.
 OUR_LIMITS = (
     "max_norm",
     "max_rms",
@@ -32,6 +33,8 @@ ARGUMENTS = {
     **dict.fromkeys(
         (
             *OUR_LIMITS,
+            # Keras: clipnorm, clipvalue, global_clipnorm. Lightning: gradient_clip_val.
+            # Hugging Face: max_grad_norm. TensorFlow Privacy: l2_norm_clip.
             "clip",
             "clip_norm",
             "clip_value",
@@ -50,11 +53,14 @@ ARGUMENTS = {
         ),
         OUR_LIMITS,
     ),
+    # axis_name is that of `jax.pmap` and `lax.psum`.
     **dict.fromkeys(
         ("axes", "axis_name", "axis_names", "mesh_axis"), ("mesh_axes",)
     ),
+    # torch's `clip_grad_norm_` has norm_type, its `norm` p.
     **dict.fromkeys(("norm_type", "order", "p"), ("ord",)),
     **dict.fromkeys(("epsilon", "stability_eps"), ("eps",)),
+    # NumPy has a_max, torch max, and TensorFlow clip_value_max.
     **dict.fromkeys(
         ("a_max", "clip_value_max", "max", "upper"), ("max_value",)
     ),
@@ -62,12 +68,16 @@ ARGUMENTS = {
         ("a_min", "clip_value_min", "min", "lower"), ("min_value",)
     ),
     **dict.fromkeys(("groups", "param_labels"), ("labels", "scope")),
+    # An average may be weighted from either end, so the hint says from which.
     **dict.fromkeys(
         ("alpha", "beta", "momentum", "smoothing"),
         ("decay, the weight of the past: near 1",),
     ),
+    # NumPy's `percentile` and `quantile` both call it q.
     "percentile": ("quantile, a share in [0, 1]",),
     "q": ("quantile, a share in [0, 1]", "percentile"),
+    # jax_privacy has batch_argnums, microbatch_size and normalize_by, torch
+    # error_if_nonfinite, and optax's `apply_if_finite` max_consecutive_errors.
     "batch_argnums": ("shared_argnums, the arguments that are no batches",),
     "error_if_nonfinite": ('nonfinite="raise"',),
     "max_consecutive_errors": ("max_consecutive",),
@@ -75,6 +85,7 @@ ARGUMENTS = {
     "normalize_by": ("mean",),
     "per": ("scope",),
     "rescale_to_unit_norm": ("shrink=optaxclip.shrinks.normalize",),
+    # The limit in the paper of QK-Clip.
     "tau": ("max_logit",),
 }
 # Names that people try for a function, and the call to use.
@@ -110,8 +121,10 @@ def with_our_names(
 
     `call` is what users call it, where that is not the function's own name.
     """
+    # Made once, since reading a signature takes longer than checking a call.
     signature = Signature(call or function.__name__, function)
 
+    # So `help` and `inspect.signature` show the function's own arguments.
     @functools.wraps(function)
     def checked(*args: P.args, **kwargs: P.kwargs) -> T:
         signature.check(args, kwargs)
@@ -130,6 +143,7 @@ class Signature:
         own = [each for each in parameters if each.name != "self"]
         named = [each for each in own if each.kind is not endless]
         self.call = call
+        # 1 for `self` of a method, which comes with the arguments of each call.
         self.hidden = len(parameters) - len(own)
         self.is_endless = len(named) < len(own)
         self.known = [each.name for each in named]
@@ -142,6 +156,8 @@ class Signature:
     def check(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """Raises TypeError for arguments that are unknown, too many or missing."""
         count = len(args) - self.hidden
+        # Unknown names first: `clip_by_global_norm(clip_norm=1.0)` has no max_norm only
+        # because it goes by another name there.
         for name in kwargs:
             if name not in self.known:
                 self._raise_unknown(name)
@@ -153,10 +169,12 @@ class Signature:
 
     def _raise_unknown(self, name: str) -> NoReturn:
         candidates = ARGUMENTS.get(name, ())
+        # "quantile, a share in [0, 1]" -> "quantile"
         wanted = [x for x in candidates if re.split(r"\W", x)[0] in self.known]
         wanted = wanted or _similar(name, self.known)
         if wanted:
             here = f"Here it is {wanted[0]}."
+        # No clipper here has a mask, since optax masks any transformation.
         elif name in ("mask", "trainable"):
             here = f"Wrap the clipper: optax.masked({self.call}(...), mask)."
         else:
@@ -169,6 +187,7 @@ class Signature:
         text += ", ".join(self.positional) or "none"
         if by_name:
             text += f", and by name {', '.join(by_name)}"
+        # `clip_by_global_norm(grads, 1.0)`, as torch and TensorFlow clip.
         if self.call.startswith("clip_by"):
             text += (
                 ". It makes a transformation with init and update. To clip one tree of "
@@ -181,6 +200,7 @@ class Signature:
         named = [
             f"{each}=..." for each in self.needed if each not in self.positional
         ]
+        # Without a default: clip_by_group_norm(max_norm, labels), or aggc(scope=...).
         example = f"{self.call}({', '.join(places + named)})"
         raise TypeError(f"{self.call}: {name} is missing: call {example}.")
 
@@ -205,11 +225,13 @@ def name_what_is_meant(module: str) -> None:
 def _hint(name: str, module: ModuleType) -> str:
     package = sys.modules[__package__ or ""]
     similar = "".join(_similar(name, module.__all__))
+    # optaxclip.growth -> optaxclip.rules.growth
     if module is package:
         wanted = FUNCTIONS.get(name) or _place_of(name, package) or similar
         return f"Use {package.__name__}.{wanted}." if wanted else ""
     if similar:
         return f"Use {module.__name__}.{similar}."
+    # optaxclip.rules.clip_grads -> optaxclip.clip_grads
     wanted = name if name in package.__all__ else _place_of(name, package)
     if wanted:
         return f"Use {package.__name__}.{wanted}."

@@ -27,6 +27,7 @@ Shrink = Callable[[jax.Array, jax.Array], jax.Array]
 
 __all__ = ["auto_s", "drop", "hard", "normalize", "psac", "smooth"]
 
+# shrinks.norm -> an AttributeError that lists what there is.
 name_what_is_meant(__name__)
 
 
@@ -38,6 +39,7 @@ def hard(norm: Any = None, limit: Any = None) -> Any:
       >>> print(optaxclip.shrinks.hard(jnp.array([1.0, 3.0]), 2.0))
       [1. 2.]
     """
+    # `shrink=hard()` is `shrink=hard`, since `shrink=smooth()` is written so too.
     return hard if norm is None else jnp.minimum(norm, limit)
 
 
@@ -53,6 +55,7 @@ def drop(norm: Any = None, limit: Any = None) -> Any:
     """
     if norm is None:
         return drop
+    # NaN is not above the limit. The kernel decides what becomes of it.
     return jnp.where(norm > limit, jnp.zeros_like(norm), norm)
 
 
@@ -66,6 +69,7 @@ def normalize(norm: Any = None, limit: Any = None) -> Any:
 
     Reference: Bu et al., Automatic clipping, 2023 (arXiv 2206.07136), AUTO-V.
     """
+    # Without the exception the factor limit / 0 would be inf, and inf * 0 is NaN.
     return normalize if norm is None else jnp.where(norm == 0, norm, limit)
 
 
@@ -157,6 +161,7 @@ def shrink_of(shrink: Any, call: str) -> Shrink:
     """
     if shrink is None:
         return hard
+    # Called as a shrink, a factory would take the norm for its power.
     if shrink is smooth:
         return smooth()
     if shrink is auto_s:
@@ -181,11 +186,14 @@ def shrink_of(shrink: Any, call: str) -> Shrink:
 @cache
 def _smooth(power: float) -> Shrink:
     def shrink(norm: jax.Array, limit: jax.Array) -> jax.Array:
+        # n / (1 + (n/c)^p)^(1/p) stays the same with n and c exchanged.
         short, long = jnp.minimum(norm, limit), jnp.maximum(norm, limit)
         # Written in the smaller by the larger, which cannot overflow. Two wheres: the
         # unused quotient must be finite for the derivative.
         share = short / jnp.where((long == 0) | jnp.isinf(long), 1.0, long)
+        # Nothing is shortened to an infinite limit.
         share = jnp.where(jnp.isinf(long), 0.0, share)
+        # For p = inf the power 1 / p is 0, and what is left is min(n, c).
         return short / (1 + share**power) ** (1 / power)
 
     return shrink
@@ -193,11 +201,13 @@ def _smooth(power: float) -> Shrink:
 
 @cache
 def _auto_s(gamma: float) -> Shrink:
+    # 0 / 0 where gamma and the norm are 0, as in `normalize`: 0 stays 0.
     return lambda norm, limit: limit * _share(norm, norm + gamma)
 
 
 @cache
 def _psac(r: float) -> Shrink:
+    # r is above 0, so neither divisor is 0.
     return lambda norm, limit: limit * _share(norm, norm + r / (norm + r))
 
 

@@ -60,6 +60,7 @@ def adaclip(
     """
     call = "adaclip"
     numbers = {"stacked": stacked, "mesh_axes": mesh_axes}
+    # Order inf: the norm of a tensor is its largest coordinate, max|g|.
     measure = TensorNorm(**check_measure(call, math.inf, **numbers))
     rule = rule_in(call, Ema, decay=decay)
     largest = make_clipper(
@@ -75,11 +76,15 @@ def adaclip(
         **extra_args: Any,
     ) -> tuple[Any, Any]:
         tree = clipped_leaves(updates)
+        # Needed below as well, to know which tensors are broken.
         if grad_norm is None:
             grad_norm = measure(tree).tree()
+        # extra_args may hold `limit=`, which the kernel takes for this step.
         given = {"grad_norm": grad_norm, **extra_args}
         scaled, new_state = largest.update(tree, state, params, **given)
         new = cast(ClipState, new_state)
+        # `scaled` is the whole tensor times T / max|g|. Coordinates up to T get back
+        # their own bits.
         each = tree, scaled, grad_norm, limits_of(new, tree)
         shaped = jax.tree.map(_scaled_over_limit, *each, is_leaf=is_none)
         return put_back(shaped, updates), new
@@ -88,7 +93,10 @@ def adaclip(
 
 
 def _scaled_over_limit(update: Any, scaled: Any, norm: Any, limit: Any) -> Any:
+    # A leaf that is missing in this step, or does not count.
     if update is None:
         return None
+    # Compared in the dtype of the limit, since bfloat16 would round the limit. A
+    # broken tensor is what the kernel made of it: all NaN, or all 0.
     within = (jnp.abs(update).astype(limit.dtype) <= limit) & jnp.isfinite(norm)
     return jnp.where(within, update, scaled)

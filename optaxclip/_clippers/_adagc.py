@@ -94,10 +94,12 @@ class Adagc(Rule):
 
     @property
     def needs_total(self) -> bool:
+        # The warm-up clips all tensors by their norm together.
         return True
 
     def init(self, norm: jax.Array) -> AdaGCMemory:
         seen = jnp.zeros(norm.shape, jnp.int32)
+        # With inf the first minimum of the warm-up is the first norm itself.
         return AdaGCMemory(seen, jnp.full_like(norm, jnp.inf))
 
     def update(
@@ -112,12 +114,16 @@ class Adagc(Rule):
         seen, average = memory
         warming = seen < self.warmup
         over = total > max_norm
+        # h = min(1, max_norm / |all|). The inner where keeps 0 out of the division.
         share = jnp.where(over, max_norm / jnp.where(over, total, 1.0), 1.0)
+        # As the limit of a tensor, h |g| multiplies it by h.
         early = jnp.where(over, norm * share, jnp.inf)
         # NaN breaks every tensor that is clipped together.
         early = jnp.where(jnp.isfinite(total), early, jnp.nan)
         limit = jnp.where(warming, early, ratio * average)
+        # h |g|, what was let through: the spike itself never enters the average.
         value = jnp.minimum(norm, limit)
         later = average + (1 - decay) * (value - average)
+        # During the warm-up the average is the smallest h |g| so far.
         average = jnp.where(warming, jnp.minimum(average, value), later)
         return limit, AdaGCMemory(seen + 1, average)

@@ -75,19 +75,23 @@ def adaptive_grad_clip(
     through world models, 2023 (arXiv 2301.04104).
     """
     call = "adaptive_grad_clip"
+    # A leaf as a whole has no axes to choose, so one of the two is a mistake.
     if per_tensor and axis is not None:
         raise ValueError(
             f"{call}: axis={axis!r} says how units are summed; with per_tensor=True "
             "there are none."
         )
+    # Checked here as well, since errors of the rule name share_of_params: share.
     for name, value in (("clipping", clipping), ("eps", eps)):
         if not callable(value):
             check_limit(f"{call}: {name}", value)
     numbers = {"stacked": stacked, "mesh_axes": mesh_axes}
+    # |G| and |W| of whole leaves as in DreamerV3, or of units as in NFNets.
     if per_tensor:
         measure = TensorNorm(**check_measure(call, ord, **numbers))
     else:
         measure = UnitwiseNorm(**check_measure(call, ord, axis=axis, **numbers))
     options = {"shrink": shrink, "nonfinite": nonfinite}
+    # limit = clipping * max(|W|, eps), with |W| measured as |G| is.
     rule = ShareOfParams(clipping, eps)
     return make_clipper(measure, rule, call=call, name="clipping", **options)

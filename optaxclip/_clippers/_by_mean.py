@@ -54,10 +54,13 @@ def clip_by_tensor_rms(
     Reference: Shazeer, Stern, Adafactor: adaptive learning rates with sublinear memory
     cost, 2018 (arXiv 1804.04235).
     """
+    # [3, 4, 0, 0] has the norm 5, the RMS 5 / sqrt(4) and the average norm 5 / 4.
     call = "clip_by_tensor_rms"
     numbers = {"stacked": stacked, "mesh_axes": mesh_axes}
+    # N counts the elements on all devices, also inside shard_map.
     measure = TensorNorm(**check_measure(call, "rms", **numbers))
     options = {"shrink": shrink, "eps": eps, "nonfinite": nonfinite}
+    # An RMS does not grow with its leaf, so one limit suits leaves of all sizes.
     return make_clipper(measure, max_rms, call=call, name="max_rms", **options)
 
 
@@ -94,6 +97,7 @@ def clip_by_average_norm(
     Reference: `tf.compat.v1.clip_by_average_norm`.
     """
     call = "clip_by_average_norm"
+    # Smaller than the RMS by another sqrt(N), so limits of one do not suit the other.
     numbers = {"stacked": stacked, "mesh_axes": mesh_axes}
     measure = TensorNorm(**check_measure(call, "average", **numbers))
     options = {"shrink": shrink, "eps": eps, "nonfinite": nonfinite}
@@ -121,6 +125,7 @@ def clip_by_block_rms(threshold: Any) -> optax.GradientTransformationExtraArgs:
       >>> print(clipper.update(grads, clipper.init(grads))[0])
       [1.2 1.6 0.  0. ]
     """
+    # One argument, with optax's name for it. `clip_by_tensor_rms` has the options.
     call = "clip_by_block_rms"
     measure = TensorNorm(**check_measure(call, "rms"))
     return make_clipper(measure, threshold, call=call, name="threshold")

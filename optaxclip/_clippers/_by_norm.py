@@ -80,7 +80,10 @@ def clip_by_global_norm(
     networks, 2013 (arXiv 1211.5063).
     """
     call = "clip_by_global_norm"
+    # Checked now: an order of 0 raises here instead of in the first update.
     measure = GlobalNorm(**check_measure(call, ord, mesh_axes=mesh_axes))
+    # torch divides by norm + 1e-6. With eps = 0 a norm exactly at its limit keeps
+    # its bits.
     options = {"shrink": shrink, "eps": eps, "nonfinite": nonfinite}
     return make_clipper(
         measure, max_norm, call=call, name="max_norm", **options
@@ -129,6 +132,8 @@ def clip_by_tensor_norm(
       [0.6 0.8] [0.5]
     """
     call = "clip_by_tensor_norm"
+    # float32[N] for N leaves, so limits and counters are computed once for all.
+    # A stacked leaf [layers, in, out] has norms [layers, 1, 1], a block of its own.
     numbers = {"stacked": stacked, "mesh_axes": mesh_axes}
     measure = TensorNorm(**check_measure(call, ord, **numbers))
     options = {"shrink": shrink, "eps": eps, "nonfinite": nonfinite}
@@ -176,6 +181,7 @@ def clip_by_unitwise_norm(
        [0.8 0. ]]
     """
     call = "clip_by_unitwise_norm"
+    # A kernel [in, out] has norms [1, out]: its last axis is the output in JAX.
     numbers = {"axis": axis, "stacked": stacked, "mesh_axes": mesh_axes}
     measure = UnitwiseNorm(**check_measure(call, ord, **numbers))
     options = {"shrink": shrink, "eps": eps, "nonfinite": nonfinite}
@@ -221,8 +227,11 @@ def clip_by_group_norm(
       [0.6 0.8] [0.1]
     """
     call = "clip_by_group_norm"
+    # JAX sorts the keys of a dict, and 1 and "a" do not sort. Checked here, so that
+    # the error names max_norm.
     if isinstance(max_norm, dict):
         check_labels(f"{call}: max_norm must have labels", max_norm)
+    # float32[labels]: the norms in the order of the sorted labels.
     numbers = {"labels": labels, "mesh_axes": mesh_axes}
     measure = GroupNorm(**check_measure(call, ord, **numbers))
     options = {"shrink": shrink, "eps": eps, "nonfinite": nonfinite}
@@ -258,4 +267,6 @@ def record_norm(
       5.0
     """
     check_norm("record_norm", norm)
+    # With None nothing is multiplied, not even by 1. To XLA that would be another
+    # array, which the next clipper of the chain would read again.
     return make_clipper(OwnNorm(norm), None, call="record_norm", name="norm")

@@ -71,22 +71,29 @@ def autoclip(
     Reference: Seetharaman, Wichern, Pardo, Le Roux, AutoClip: adaptive gradient
     clipping for source separation networks, 2020 (arXiv 2007.14469).
     """
+    # Checked as a percentile, because the rule would check a share in [0, 1].
     call = "autoclip"
     percentile = check_field(
         call, "percentile", number(highest=100.0), percentile
     )
+    # `windowed_quantile` takes shares, so 0.1 for ten percent is an easy slip.
+    # 0 is no slip: it clips to the shortest gradient.
     if isinstance(percentile, (int, float)) and 0 < percentile < 1:
         warnings.warn(
             f"{call}: percentile={percentile} is less than one percent. Percentiles "
             f"go from 0 to 100: for the share {percentile} of the norms write "
             f"percentile={100 * percentile:g}.",
+            # This function, the check of argument names around it, then the user.
             stacklevel=3,
         )
+    # A Partial of a function at module level, so that clippers built alike share
+    # a program. A lambda would compile anew for each.
     share = (
         Partial(_hundredth, percentile)
         if callable(percentile)
         else percentile / 100
     )
+    # AutoClip's percentile is of the norms up to and including the current one.
     numbers = {"quantile": share, "window": window, "current": True}
     rule = rule_in(call, WindowedQuantile, **numbers)
     return clip_at(scope, rule, call, nonfinite, mesh_axes, stacked=stacked)
@@ -154,7 +161,9 @@ def zclip(
         "warmup": warmup,
         "eps": eps,
     }
+    # Errors then name zclip, the call that the user knows, instead of z_score.
     rule = rule_in("zclip", ZScore, **numbers)
+    # The cap is a rule beside this one, so mean and deviation do not depend on it.
     limit = rule if cap is None else minimum(rule, cap)
     return clip_at(scope, limit, "zclip", nonfinite, mesh_axes, stacked=stacked)
 
@@ -218,9 +227,12 @@ def aggc(
     Reference: Li, Wu, Chang, AGGC: adaptive group gradient clipping for stabilizing
     large language model training, 2026 (arXiv 2601.11864).
     """
+    # The published low, 0.95, is above the published high, 0.6. There the upper edge
+    # wins, and `down` decides how far a step is shortened.
     edges = {"low": low, "high": high, "floor": floor, "up": up, "down": down}
     numbers = {**edges, "decay": decay, "raise_small": raise_small}
     rule = rule_in("aggc", EmaBand, **numbers)
+    # The limit is the norm aimed at, and `hard` would lift no norm to it.
     options = {"stacked": stacked, "shrink": normalize}
     return clip_at(scope, rule, "aggc", nonfinite, mesh_axes, **options)
 
@@ -276,5 +288,6 @@ def adagn(
     """
     numbers = {"decay1": decay1, "decay2": decay2, "eps": eps}
     rule = rule_in("adagn", MomentsRatio, **numbers)
+    # With `normalize` every norm becomes its limit, whether it was longer or shorter.
     options = {"stacked": stacked, "shrink": normalize}
     return clip_at(scope, rule, "adagn", nonfinite, mesh_axes, **options)

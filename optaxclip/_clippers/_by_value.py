@@ -60,14 +60,14 @@ def clip_by_value(
     """
     call = "clip_by_value"
     _check_one_bound(call, max_value, min_value)
-    upper = _bounds(
-        max_value, f"{call}: max_value", 0.0 if min_value is None else -math.inf
-    )
-    lower = (
-        None
-        if min_value is None
-        else _bounds(min_value, f"{call}: min_value", -math.inf)
-    )
+    # Alone the upper bound limits the modulus. Beside a lower one any sign is right.
+    lowest = 0.0 if min_value is None else -math.inf
+    upper = _bounds(max_value, f"{call}: max_value", lowest)
+    if min_value is None:
+        lower = None
+    else:
+        lower = _bounds(min_value, f"{call}: min_value", lowest)
+    # Prefixes may be of different depths. Only bounds of the same leaf are compared.
     for low, high in prefix.overlaps(lower, upper) if lower else ():
         check_order(call, ("min_value", low), ("max_value", high))
 
@@ -75,15 +75,15 @@ def clip_by_value(
         return ClipByValueState(jnp.zeros((), jnp.int32), no_elements_clipped())
 
     def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
+        # A checkpoint of `optax.clip` has EmptyState here. Fixed bounds need no more.
         if begins_anew(call, state, (upper, lower)):
             state = init(params)
         check_state(call, state, ClipByValueState)
         uppers = prefix.lookup(upper, updates, f"{call}: max_value")
-        lowers = (
-            [None] * len(uppers)
-            if lower is None
-            else prefix.lookup(lower, updates, f"{call}: min_value")
-        )
+        if lower is None:
+            lowers = [None] * len(uppers)
+        else:
+            lowers = prefix.lookup(lower, updates, f"{call}: min_value")
         paths, treedef = jax.tree_util.tree_flatten_with_path(updates)
         clipped = [
             _limit(path, leaf, _now(high, state.step), _now(low, state.step))
@@ -139,6 +139,8 @@ def _check_one_bound(call: str, bound: Any, other: Any) -> None:
         return
     low, high = bound
     numbers = isinstance(low, (int, float)) and isinstance(high, (int, float))
+    # (-1, 1) is meant as both bounds of each leaf. As a prefix for two leaves it is
+    # refused as well, but without a hint.
     if numbers and low < 0 <= high:
         raise ValueError(
             f"{call}: max_value must be the upper bound alone, got {bound!r}: write "
@@ -147,11 +149,13 @@ def _check_one_bound(call: str, bound: Any, other: Any) -> None:
 
 
 def _now(bound: Any, step: jax.Array) -> Any:
+    # A schedule gets the number of updates seen so far, from 0.
     return bound(step) if callable(bound) else bound
 
 
 def _limit(path: Any, leaf: Any, high: Any, low: Any) -> Any:
     """One leaf between its bounds."""
+    # A Python number is a leaf too, and has no dtype of its own.
     dtype = leaf.dtype if hasattr(leaf, "dtype") else jnp.result_type(leaf)
     if not jnp.issubdtype(dtype, jnp.number):  # bool, float0 or a key
         return leaf
@@ -168,6 +172,7 @@ def _limit(path: Any, leaf: Any, high: Any, low: Any) -> Any:
             "order: give one bound, for its modulus."
         )
     if low is None and _is_known_whole(high) and not _is_complex(x):
+        # -np.uint8(5) is 251, so the bound is negated as a Python int.
         low = -_python_ints(high)
     return _between(x, _held(high, x.dtype), _held(low, x.dtype))
 
@@ -178,11 +183,14 @@ def _held(bound: Any, dtype: Any) -> Any:
     """
     if not _is_known_whole(bound):
         return bound
-    whole = jnp.issubdtype(dtype, jnp.integer)
-    info, number = (
-        (jnp.iinfo(dtype), int) if whole else (jnp.finfo(dtype), float)
-    )
-    held = np.clip(_python_ints(bound), number(info.min), number(info.max))
+    # Beyond the dtype's range a bound clips nothing, and neither does the end of it.
+    if jnp.issubdtype(dtype, jnp.integer):
+        info = jnp.iinfo(dtype)
+        ends = int(info.min), int(info.max)
+    else:
+        info = jnp.finfo(dtype)
+        ends = float(info.min), float(info.max)
+    held = np.clip(_python_ints(bound), *ends)
     return np.asarray(held, info.dtype)
 
 
@@ -209,6 +217,7 @@ def _between(x: jax.Array, high: jax.Array, low: jax.Array | None) -> jax.Array:
     that without jit it is one pass.
     """
     if _is_complex(x):
+        # The modulus of the largest complex numbers is inf, and so above the limit.
         size = jnp.abs(x)
         high = high.astype(size.dtype)
         return jnp.where(size > high, with_modulus(high, x), x)
@@ -234,13 +243,15 @@ def _whole_bounds(
 
     def held(bound: jax.Array) -> jax.Array:
         if jnp.issubdtype(bound.dtype, jnp.floating):
-            return jnp.clip(bound, float(info.min), float(info.max)).astype(
-                dtype
-            )
-        own = jnp.iinfo(bound.dtype)  # numbers beyond it would wrap
+            ends = float(info.min), float(info.max)
+            inside = jnp.clip(bound, *ends)
+            return inside.astype(dtype)
+        # The ends of an int32 leaf would wrap in the dtype of an int8 bound.
+        own = jnp.iinfo(bound.dtype)
         ends = max(own.min, info.min), min(own.max, info.max)
         return jnp.clip(bound, *np.array(ends, own.dtype)).astype(dtype)
 
+    # Rounded inwards: a bound of 2.5 allows -2 to 2.
     top = held(jnp.floor(high))
     if low is not None:
         return top, held(jnp.ceil(low))

@@ -60,7 +60,10 @@ def clip_by(
       >>> print(f"{optaxclip.global_norm(updates):.4f}")
       0.8333
     """
+    # `norm` is called first in `init`. A number in its place is named here.
     check_norm("clip_by", norm)
     names = {"call": "clip_by", "name": "limit"}
     options = {"shrink": shrink, "eps": eps, "nonfinite": nonfinite}
+    # The norm and shrink functions are static keys of the program: a lambda that
+    # is made anew in every step compiles in every step.
     return make_clipper(OwnNorm(norm), limit, **names, **options)

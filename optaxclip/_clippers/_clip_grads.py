@@ -60,8 +60,11 @@ def clip_grads(
     networks, 2013 (arXiv 1211.5063).
     """
     call = "clip_grads"
+    # The clipper is built in every call. Its program is found again, since equal
+    # measures are equal keys.
     measure = GlobalNorm(**check_measure(call, ord, mesh_axes=mesh_axes))
     options = {"eps": eps, "nonfinite": nonfinite}
+    # Its norm is without eps: the number to log.
     return clip_once(
         grads, max_norm, measure, call=call, name="max_norm", **options
     )

@@ -80,7 +80,9 @@ def clippy(
     check_limit(f"{call}: relative", relative)
     check_limit(f"{call}: absolute", absolute)
     numbers = {"stacked": stacked, "mesh_axes": mesh_axes}
+    # Order inf: the norm is the largest |u_i| of a tensor.
     measure = TensorNorm(**check_measure(call, math.inf, **numbers))
+    # The limit depends on single weights, so each update hands it to the kernel.
     kernel = make_clipper(
         measure, None, call=call, name="limit", nonfinite=nonfinite
     )
@@ -99,6 +101,7 @@ def clippy(
 
         norms = measure(tree).tree()
         weights = params_of(call, tree, params)
+        # max_i |u_i| / bound_i, which is 1 / s where it is above 1.
         strains = measure(jax.tree.map(strain, tree, weights)).tree()
         given = {
             "grad_norm": norms,
@@ -114,6 +117,7 @@ def _strain(
     update: Any, weight: Any, relative: Any, absolute: Any
 ) -> jax.Array:
     """How many times its bound each element is."""
+    # The default bound of 1e-7 is next to the smallest float16 above 0, 6e-8.
     wide = np.promote_types(
         jnp.finfo(jnp.result_type(update)).dtype, np.float32
     )
@@ -121,6 +125,7 @@ def _strain(
         jnp.asarray(x).astype(wide) for x in (relative, absolute)
     )
     bound = relative * jnp.abs(weight).astype(wide) + absolute
+    # At least a normal number: XLA flushes others to 0, and 0 / 0 would be NaN.
     return jnp.abs(update).astype(wide) / jnp.maximum(bound, TINY)
 
 
@@ -129,6 +134,10 @@ def _limit(
     norm: jax.Array, strain: jax.Array, relative: Any, absolute: Any
 ) -> jax.Array:
     """How large the largest update may be. A bound of inf sets no limit."""
+    # Read off the numbers themselves, since inf * |0| is a NaN in the strain. Any
+    # other NaN becomes the limit, and for the kernel the tensor is broken.
     free = jnp.isinf(jnp.asarray(relative)) | jnp.isinf(jnp.asarray(absolute))
+    # s * max_i |u_i|, so that the kernel's factor limit / norm is s.
     most = norm / jnp.maximum(strain, 1)
+    # TINY stands for a bound of 0, under which nothing moves.
     return jnp.where(free, jnp.inf, jnp.where(most <= TINY, 0.0, most))

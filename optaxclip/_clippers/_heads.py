@@ -115,11 +115,13 @@ def _matches(
         if heads is None:
             continue
         heads = heads if isinstance(heads, Heads) else Heads(heads)
+        # The axis of heads is the last: -2 and (0, -2) both end with it.
         axes = heads.axis if isinstance(heads.axis, tuple) else (heads.axis,)
         shape, rank = jnp.shape(leaf), max(jnp.ndim(leaf), 1)
         use = Use(number, role, tuple(axis % rank for axis in axes), heads)
         _check_use(use, axes, prefix.name(path), shape)
         found.append(_Found(_names(path), _shape(use, shape), use))
+    # A typo in a pattern would otherwise leave weights unclipped without a word.
     if where is not None and not found:
         shown = ", ".join(repr(prefix.name(path)) for path, _ in entries)
         raise ValueError(
@@ -167,6 +169,7 @@ def _shape(use: Use, shape: tuple[int, ...]) -> tuple[int, ...]:
     """The shape of layers and heads of a leaf."""
     *layers, axis = use.axes
     count = shape[axis] // use.heads.width
+    # heads=(2, 4) of 6 heads are 2, and (None, None) all of them.
     own = range(*slice(*use.heads.heads).indices(count))
     return (*(shape[layer] for layer in layers), len(own))
 
@@ -177,12 +180,15 @@ def _names(path: Any) -> tuple[str, ...]:
 
 def _attention_paths(found: dict[str, list[_Found]]) -> list[tuple[str, ...]]:
     """What each query has in common with the key next to it."""
+    # layer_0/attention/query/kernel and layer_0/attention/key/kernel share
+    # layer_0/attention.
     keys = [key.path for key in found["key"]]
     paths = {}
     for query in found["query"]:
         shared = [_common(query.path, key) for key in keys]
         paths[max(shared, key=len)] = query.path
     for one, query in paths.items():
+        # A query without a key shares only the way to the key of another attention.
         if any(one == other[: len(one)] for other in paths if other != one):
             raise ValueError(
                 f"qk_clip: keys finds no leaf beside the queries {'/'.join(query)!r}."
@@ -211,6 +217,7 @@ def _attention(
 ) -> Attention:
     name, shape = "/".join(path), own["key"][0].shape
     for each in (*own["query"], *own["key"], *own["rotary"]):
+        # Grouped queries: 8 heads of queries may share 2 heads of keys.
         fits = each.shape[:-1] == shape[:-1] and each.shape[-1] % shape[-1] == 0
         if not fits or (each.use.role == "key" and each.shape != shape):
             raise ValueError(
@@ -235,6 +242,7 @@ def logits_of(attentions: list[Attention], max_logits: Any) -> dict[str, Any]:
     entries = [(_names(path), value) for path, value in flat]
     found = {}
     for attention in attentions:
+        # flax's `sow` adds a name behind the path, and users may leave out its end.
         own = [
             value for path, value in entries if _overlap(path, attention.path)
         ]

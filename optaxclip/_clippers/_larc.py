@@ -71,11 +71,13 @@ def larc(
     2017 (arXiv 1708.03888). The minimum with the learning rate is NVIDIA's apex.
     """
     call = "larc"
+    # Numbers only: the learning rate alone may be a schedule.
     check_limit(f"{call}: trust", trust)
     check_limit(f"{call}: weight_decay", weight_decay)
     rule = Larc(learning_rate, trust)
     numbers = {"stacked": stacked, "mesh_axes": mesh_axes}
     measure = TensorNorm(**check_measure(call, None, **numbers))
+    # eps joins both norms in the divisor: |g| + weight_decay * |p| + eps.
     options = {"eps": eps, "nonfinite": nonfinite}
     kernel = make_clipper(measure, rule, call=call, name="limit", **options)
 
@@ -85,6 +87,7 @@ def larc(
         check_params(call, params)
         tree = clipped_leaves(updates)
         weights = params_of(call, tree, params)
+        # |g| and |p| of each tensor, as trees.
         norms, lengths = measure(tree).tree(), measure(weights).tree()
 
         def decay(*each: Any) -> jax.Array:
@@ -93,6 +96,8 @@ def larc(
         def lengthen(norm: jax.Array, length: jax.Array) -> jax.Array:
             return norm + jnp.asarray(weight_decay).astype(norm.dtype) * length
 
+        # apex divides by |g| + weight_decay * |p|, which is at least the norm of the
+        # decayed gradient. So that is what the kernel takes for its norm.
         decayed = jax.tree.map(decay, tree, weights, norms, lengths)
         longer = jax.tree.map(lengthen, norms, lengths)
         changed = put_back(decayed, updates)
@@ -118,6 +123,7 @@ class Larc(Rule):
         step: jax.Array,
         params_norm: jax.Array,
     ) -> Any:
+        # Weights of 0 would get a limit of 0 and never move. A rate of 0 moves nothing.
         rate, trust = at_step(step, norm, self.learning_rate, self.trust)
         length = params_norm.astype(norm.dtype)
         free = (length == 0) | (rate == 0)
@@ -134,8 +140,11 @@ def _decayed(
     length: jax.Array,
 ) -> jax.Array:
     """The gradient with weight decay, in its own dtype. As it is where either is 0."""
+    # Added in float32 and rounded once, where bfloat16 would round twice.
     decay = jnp.asarray(weight_decay).astype(norm.dtype)
     wide = np.promote_types(jnp.result_type(grad), norm.dtype)
     added = decay.astype(wide) * jnp.asarray(weight).astype(wide)
     decayed = cast_like(jnp.asarray(grad).astype(wide) + added, grad)
+    # As in apex, where weights or gradients are all 0 nothing decays. Without decay
+    # -0.0 stays -0.0, where -0.0 + 0.0 would be 0.0.
     return jnp.where((norm == 0) | (length == 0) | (decay == 0), grad, decayed)

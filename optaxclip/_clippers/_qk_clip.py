@@ -104,13 +104,16 @@ def qk_clip(
     The rule for grouped queries is that of Megatron-LM.
     """
     check_number(f"{CALL}: alpha", alpha)
+    # The keys take factor^(1 - alpha): with alpha above 1 they would grow.
     if isinstance(alpha, (int, float)) and alpha > 1:
         raise ValueError(f"{CALL}: alpha must be at most 1, got {alpha!r}.")
     roles = {"query": queries, "key": keys, "rotary": rotary}
+    # The attention has measured its logits already.
     measure = OwnNorm(_as_measured)
     kernel = make_clipper(measure, max_logit, call=CALL, name="max_logit")
 
     def init(params: Any) -> Any:
+        # `optax.tree_map_params` has no weights in which heads could be found.
         if is_placeholder(params):
             return kernel.init(params)
         tree = types_of(clipped_leaves, params)
@@ -132,11 +135,15 @@ def qk_clip(
         given = logits_of(attentions, max_logits)
         logits: Any = _by_key_head(attentions, given, tree)
         new: Any = kernel.update(logits, state)[1]
+        # Inside shard_map a state keeps its types from step to step, which `lax.scan`
+        # compares.
         new = jax.tree.map(
             lambda x, old: typed_as(x, jax.typeof(old)), new, state
         )
+        # Bit for bit, also where a logit is NaN.
         if max_logit is None:
             return updates, new
+        # Each attention is a block of the state, with norms [heads] or [layers, heads].
         factors = {name: entry.factor for (name,), entry in zip(*unpack(new))}
         clipped = _clip(
             tuple(attentions),
@@ -183,12 +190,15 @@ def _by_key_head(
     for attention in attentions:
         dtype = _wide(leaves[attention.uses[0].leaf])
         own = gathered(jnp.asarray(logits[attention.name]), 0).astype(dtype)
+        # [..., heads of queries] -> [..., heads of keys, queries that share it]
         most = jnp.max(own.reshape((*attention.shape, -1)), axis=-1)
+        # A negative logit is within every limit. Norms are at least 0. NaN stays NaN.
         found[attention.name] = jnp.maximum(most, 0)
     return found
 
 
 def _wide(leaf: Any) -> Any:
+    # Near the usual limit of 100 bfloat16 has steps of 0.5.
     return np.promote_types(jnp.finfo(leaf.dtype).dtype, np.float32)
 
 
@@ -209,10 +219,13 @@ def _clip(
         query = factor ** jnp.asarray(alpha).astype(factor.dtype)
         # The quotient, so that the product is the factor to one rounding.
         key = factor / jnp.where(query == 0, 1, query)
+        # All heads share the rotary key, which stays as it is, so the rotary queries
+        # take the whole factor.
         powers = {"query": query, "key": key, "rotary": factor}
         for use in attention.uses:
             shape = leaves[use.leaf].shape
             scale = scale_of(use, shape, powers[use.role])
+            # Queries and keys may share a leaf. Each scale is 1 outside its own heads.
             scales[use.leaf] = scale * scales.get(use.leaf, 1)
     flat = jax.tree.leaves(weights)
     for number, scale in scales.items():

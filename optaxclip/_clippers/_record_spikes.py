@@ -30,9 +30,8 @@ class SpikeState(NamedTuple):
     value_limit: jax.Array  # float32[]: what it was held against
     spiked: jax.Array  # int32[]: 1 if the last step was a spike, else 0
     spikes: jax.Array  # int32[]: steps that were
-    spiked_recently: (
-        jax.Array
-    )  # float32[]: their share of about the last 10,000 steps
+    # float32[]: their share of about the last 10,000 steps
+    spiked_recently: jax.Array
     memory: Any  # the last norms
     value_memory: Any  # the last losses
 

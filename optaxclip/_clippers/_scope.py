@@ -22,6 +22,7 @@ from .._norms._stacked import Stacked
 from ..rules._rule import Rule
 from ..shrinks import Shrink
 
+# A string, a tree prefix of labels, or a function that makes one.
 Scope = Any
 
 
@@ -42,6 +43,7 @@ def clip_at(
         another scope than "tensor".
     """
     measure = _measure(scope, call, stacked, mesh_axes)
+    # These clippers have no argument for a limit, so errors name it plainly `limit`.
     options = {"shrink": shrink, "nonfinite": nonfinite}
     return make_clipper(measure, rule, call=call, name="limit", **options)
 
@@ -49,6 +51,7 @@ def clip_at(
 def _measure(
     scope: Scope, call: str, stacked: Stacked, mesh_axes: MeshAxes
 ) -> Measure:
+    # As labels, None or another string would make one group of all leaves.
     if scope is None or (
         isinstance(scope, str) and scope not in ("global", "tensor")
     ):
@@ -56,9 +59,11 @@ def _measure(
             f"{call}: scope must be 'global', 'tensor', or labels as in "
             f"clip_by_group_norm, got {scope!r}."
         )
+    # The norm is of order 2, as in the papers of all these rules.
     if isinstance(scope, str) and scope == "tensor":
         numbers = {"stacked": stacked, "mesh_axes": mesh_axes}
         return TensorNorm(**check_measure(call, None, **numbers))
+    # Layers have norms of their own only where tensors have.
     if stacked is not None:
         raise ValueError(
             f"{call}: stacked={stacked!r} makes each layer a tensor of its own, but "

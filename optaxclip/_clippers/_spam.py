@@ -101,6 +101,8 @@ def spam(
     starts anew.
     """
     call = "spam"
+    # The checks of a rule's numbers. This is no rule: its limits are of elements, and
+    # rules get norms.
     threshold = check_field(call, "threshold", number(), threshold)
     decay = check_field(call, "decay", number(highest=1.0), decay)
     check_number(f"{call}: warmup", warmup)
@@ -108,6 +110,7 @@ def spam(
         check_length(f"{call}: every", every)
 
     def init(params: Any) -> SpamState:
+        # Only shapes and dtypes are read, so `init` takes jax.ShapeDtypeStruct.
         moment = jax.tree.map(_no_squares, types_of(clipped_leaves, params))
         step = jnp.zeros((), jnp.int32)
         return SpamState(step, moment, no_elements_clipped())
@@ -124,17 +127,20 @@ def spam(
         step, tree = state.step, clipped_leaves(updates)
         since = steps_since_reset(step, every)
 
+        # The step is traced, so a reset is a selection in every step.
         def started_anew(v: jax.Array) -> jax.Array:
             return jnp.where(since == 0, jnp.zeros_like(v), v)
 
         def cut(x: Any, v: jax.Array) -> Any:
             if x is None:
                 return None
+            # A schedule is read in the dtype of v, float32 or wider.
             (limit,) = at_step(step, v, threshold)
             return _cut_spikes(x, v, limit, since >= warmup)
 
         def learn(x: Any, clipped: Any, v: jax.Array) -> jax.Array:
             if x is None:
+                # A leaf that is missing in this step keeps its average.
                 return v
             (keep,) = at_step(step, v, decay)
             return _blend(x, clipped, v, keep)
@@ -142,6 +148,7 @@ def spam(
         own = jax.tree.map(started_anew, state.second_moment)
         usual = own if second_moment is None else second_moment
         clipped = jax.tree.map(cut, tree, usual, is_leaf=is_none)
+        # With a second moment from elsewhere the own one is neither updated nor reset.
         moment = state.second_moment
         if second_moment is None:
             moment = jax.tree.map(learn, tree, clipped, own, is_leaf=is_none)
@@ -162,7 +169,9 @@ def _cut_spikes(
     x: Any, v: jax.Array, threshold: jax.Array, warm: jax.Array
 ) -> jax.Array:
     """A leaf with its spikes cut down."""
+    # Roots first: threshold * v overflows for gradients of 1e18, v being their square.
     limit, wide = jnp.sqrt(threshold) * jnp.sqrt(v), _widened(x)
+    # Where v is 0 nothing is usual yet. The public code makes such a coordinate 0.
     spike = (_size(x, v) > limit) & (v > 0) & warm
     # An infinite limit cuts nothing, and times the sign of 0 it would be NaN.
     held = jnp.where(spike, limit, 1.0)
@@ -175,6 +184,7 @@ def _blend(x: Any, clipped: Any, v: jax.Array, decay: jax.Array) -> jax.Array:
     new = decay * v + (1 - decay) * _size(clipped, v) ** 2
     # From 1.8e19 on the square of a float32 number is inf. The average would stay inf.
     new = jnp.minimum(new, jnp.finfo(v.dtype).max)
+    # An infinite coordinate is clipped to the limit, which is not learned from.
     return jnp.where(jnp.isfinite(_widened(x)), new, v)
 
 

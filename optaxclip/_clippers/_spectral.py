@@ -124,11 +124,14 @@ def clip_by_spectral_norm(
     call = "clip_by_spectral_norm"
     shrink = shrink_of(shrink, call)
     how = method_of(call, method, steps)
+    # `_newton_schulz` makes both of polar factors. `smooth(2)` is cached, so it is
+    # the same function each time.
     if method == "newton_schulz" and shrink not in (hard, smooth(2)):
         raise ValueError(
             f"{call}: method='newton_schulz' knows the shrinks hard and smooth(2), got "
             f"{shrink!r}: take method='svd'."
         )
+    # The measure is a static argument of jitted functions, so it must be hashable.
     columns = static_numbers("columns", columns, call)
     stacked = static_numbers("stacked", stacked, call)
     measure = SpectralNorm(call, how, columns, stacked)
@@ -142,6 +145,7 @@ def clip_by_spectral_norm(
     ) -> tuple[Any, Any]:
         tree = clipped_leaves(updates)
         matrices = measure.matrices(tree)
+        # Each matrix is decomposed once, for its norm and for the clipped matrix.
         spectra = [spectrum_of(how, x) for x in matrices]
         norms = in_one_dtype(measure.norms_of(tree, spectra))
         # The kernel computes limits, counts, and scales. With that vectors, broken
@@ -149,9 +153,11 @@ def clip_by_spectral_norm(
         new: Any
         scaled, new = kernel.update(tree, state, params, grad_norm=norms)
         leaves, treedef = jax.tree.flatten(scaled)
+        # The limits that the kernel found, which a rule or a schedule may change.
         limits = jax.tree.leaves(limits_of(new, tree))
         layers = measure.layers(tree)
         each = zip(layers, leaves, matrices, spectra, limits, strict=True)
+        # With `hard` a matrix within its limit keeps its bits, those of `scaled`.
         shaped = [clipped_leaf(how, shrink, *one) for one in each]
         return put_back(treedef.unflatten(shaped), updates), new
 
