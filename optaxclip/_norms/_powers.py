@@ -28,7 +28,6 @@ from ._bins import (
     sum_on_gpu,
     sum_on_tpu,
 )
-from ._collectives import join_devices
 from ._derivative import slope, weights_of
 from ._groups import (
     Blocks,
@@ -36,15 +35,12 @@ from ._groups import (
     Layout,
     add_up,
     add_up_all,
-    gather,
-    max_of_stack,
-    maximum,
-    names_of,
     scatter,
     sum_over,
     take_max,
     total_of_stack,
 )
+from ._maxima import largest_moduli, largest_moduli_by_bits, largest_modulus
 from ._modulus import divided, modulus, norm_dtype, tangent_of_modulus
 from ._platform import per_platform
 from ._small_leaves import bins_at_once, bins_of_leaves, join_small
@@ -76,12 +72,12 @@ def _norms(
 ) -> Blocks:
     dtype = norm_dtype(groups)
     if dtype == np.float64 and p == np.inf:
-        blocks = _largest(dtype, layout, groups)
+        blocks = largest_moduli(dtype, layout, groups)
     elif dtype == np.float64:
         blocks = _by_shares(p, np.float64, layout, groups, counts)
     elif p == np.inf:
-        by_bits = partial(_largest_by_bits, layout)
-        cpu = partial(_largest, dtype, layout)
+        by_bits = partial(largest_moduli_by_bits, layout)
+        cpu = partial(largest_moduli, dtype, layout)
         return per_platform(groups, cpu=cpu, gpu=by_bits, tpu=by_bits)
     else:
         shares = partial(_by_shares, p, np.float32, layout)
@@ -145,7 +141,7 @@ def _by_shares(
     dtype = norm_dtype(groups)
     sizes = []
     for group, (dims, _) in zip(groups, layout):
-        sizes.append([_max(x, dims, dtype) for x in group])
+        sizes.append([largest_modulus(x, dims, dtype) for x in group])
     largest = take_max(sizes, layout, dtype)
     safe = [
         jnp.where((x > 0) & (x < jnp.inf), x, 1.0).astype(dtype)
@@ -257,67 +253,3 @@ def _in_bins_on_gpu(
                 [bins_of_leaf(sum_on_gpu, dims, leaf) for leaf in group]
             )
     return _roots_of_bins(root_on_gpu, found, tuple(splits), counts)
-
-
-def _largest(
-    dtype: Any, layout: Layout, groups: list[list[jax.Array]]
-) -> Blocks:
-    """max |x|. NaN is counted separately, since a maximum over devices drops it."""
-    sizes, broken = [], []
-    for group, (dims, _) in zip(groups, layout):
-        found = [_max_and_broken(dims, dtype, leaf) for leaf in group]
-        sizes.append([most for most, _ in found])
-        broken.append([nan for _, nan in found])
-    names = names_of(layout)
-    blocks = gather(sizes, layout, dtype, maximum) + gather(
-        broken, layout, dtype, maximum
-    )
-    blocks = join_devices(lax.pmax, blocks, names + names)
-    half = len(blocks) // 2
-    pairs = zip(blocks[:half], blocks[half:])
-    return [jnp.where(broken > 0, jnp.nan, most) for most, broken in pairs]
-
-
-def _largest_by_bits(layout: Layout, groups: list[list[jax.Array]]) -> Blocks:
-    """max |x| of float32 numbers, from their bits as integers.
-
-    Those of numbers at least 0 are in the same order, and those of NaN come last. So
-    one maximum finds both, where XLA makes a kernel of each.
-    """
-    bits = []
-    for group, (dims, _) in zip(groups, layout):
-        bits.append([_max_of_bits(dims, leaf) for leaf in group])
-    blocks = take_max(bits, layout, np.int32, max_of_stack)
-    return [lax.bitcast_convert_type(block, np.float32) for block in blocks]
-
-
-@partial(jax.jit, static_argnums=0)
-def _max_of_bits(dims: Dims, leaf: jax.Array) -> jax.Array:
-    x = modulus(leaf).astype(np.float32)
-    # Without the sign, which NaN may have too.
-    bits = lax.bitcast_convert_type(x, np.int32) & np.int32(0x7FFFFFFF)
-    return jnp.max(bits, dims, keepdims=dims is not None)
-
-
-@partial(jax.jit, static_argnums=(0, 1))
-def _max_and_broken(dims: Dims, dtype: Any, leaf: jax.Array) -> Any:
-    # XLA on a CPU fuses a maximum or a sum with what made its operand only if that
-    # contains no comparison. So NaN is found by a sum of zeros: 0 / (1 + inf) is 0, and
-    # 0 / (1 + NaN) is not. Some floats of 8 bits have no inf: their squares are wide.
-    x = modulus(leaf).astype(dtype)
-    broken = jnp.isnan(sum_over(0 / (1 + x * x), dims))
-    return jnp.where(broken, 0, _max(leaf, dims, dtype)), broken.astype(dtype)
-
-
-@partial(jax.jit, static_argnums=(1, 2))
-def _max(leaf: jax.Array, dims: Dims, dtype: Any) -> jax.Array:
-    """max |x|, from which XLA on a CPU drops a NaN."""
-    x = (
-        jnp.abs(leaf)
-        if jnp.issubdtype(leaf.dtype, jnp.complexfloating)
-        else leaf
-    )
-    x = x.astype(dtype)  # some floats of 8 bits have no sign and no inf
-    axes = tuple(range(x.ndim)) if dims is None else dims
-    most = lax.max(lax.reduce_max(x, axes), -lax.reduce_min(x, axes))
-    return most if dims is None else lax.expand_dims(most, axes)
