@@ -36,6 +36,7 @@ def largest_moduli(
         found = [_max_and_broken(dims, dtype, leaf) for leaf in group]
         sizes.append([most for most, _ in found])
         broken.append([nan for _, nan in found])
+    # Both kinds travel as one vector: largest moduli, and 1 where there is a NaN.
     names = names_of(layout)
     blocks = gather(sizes, layout, dtype, maximum) + gather(
         broken, layout, dtype, maximum
@@ -83,12 +84,11 @@ def _max_and_broken(dims: Dims, dtype: Any, leaf: jax.Array) -> Any:
 @partial(jax.jit, static_argnums=(1, 2))
 def largest_modulus(leaf: jax.Array, dims: Dims, dtype: Any) -> jax.Array:
     """max |x|, from which XLA on a CPU drops a NaN."""
-    x = (
-        jnp.abs(leaf)
-        if jnp.issubdtype(leaf.dtype, jnp.complexfloating)
-        else leaf
-    )
-    x = x.astype(dtype)  # some floats of 8 bits have no sign and no inf
+    if jnp.issubdtype(leaf.dtype, jnp.complexfloating):
+        leaf = jnp.abs(leaf)
+    # Some floats of 8 bits have no sign and no inf.
+    x = leaf.astype(dtype)
     axes = tuple(range(x.ndim)) if dims is None else dims
+    # max |x| = max(max x, -min x)
     most = lax.max(lax.reduce_max(x, axes), -lax.reduce_min(x, axes))
     return most if dims is None else lax.expand_dims(most, axes)

@@ -78,11 +78,13 @@ def splits(
         a name where a PartitionSpec is needed; a leaf with unreduced mesh axes.
     """
     mesh = jax.sharding.get_abstract_mesh()
+    # No mesh is set, as under plain jit: the common case, which looks at no leaf.
     if mesh.empty and (mesh_axes is None or mesh_axes == "auto"):
         return [Split()] * len(dims)
     argument = f"{call}: mesh_axes"
     entries = jax.tree_util.tree_flatten_with_path(tree)[0]
     mesh_axes = freeze(mesh_axes, call)
+    # One name or "auto" is for every leaf, a tree for each its own.
     specs = [mesh_axes] * len(entries)
     if isinstance(mesh_axes, prefix.Prefix):
         specs = prefix.lookup(mesh_axes, tree, argument)
@@ -111,11 +113,14 @@ def _whole_shape(leaf: Any, spec: Any) -> tuple[int, ...] | None:
     manual = jax.sharding.get_abstract_mesh().manual_axes
     shape = jnp.shape(leaf)
     if isinstance(spec, PartitionSpec):
+        # Only manual axes make a shape smaller. Over the others arrays are global.
         split = [set(names_in(entry)) & set(manual) for entry in spec]
+        # P("x") of a leaf of rank 2 says nothing of the second dimension.
         split += [set()] * (len(shape) - len(spec))
         return tuple(
             size * axes_size(names) for size, names in zip(shape, split)
         )
+    # A type names the mesh axes of a leaf, but not the dimension that each splits.
     if spec is None or (
         spec == "auto" and not (has_types(manual) and varying(leaf))
     ):
@@ -127,6 +132,7 @@ def _split(leaf: SplitLeaf, over: tuple[int, ...] | None) -> Split:
     by_dim = _names_by_dim(leaf)
     check_types(leaf, {name for names in by_dim for name in names})
     every = tuple(name for names in by_dim for name in names)
+    # Which dimension is split does not matter where all are summed.
     if over is None or len(over) == jnp.ndim(leaf.value) or not every:
         return Split(every)
     if not isinstance(leaf.spec, PartitionSpec):
@@ -137,6 +143,8 @@ def _split(leaf: SplitLeaf, over: tuple[int, ...] | None) -> Split:
             "norms are taken over some of them only: give a tree of PartitionSpecs, "
             f"such as mesh_axes=jax.sharding.PartitionSpec({example})."
         )
+    # Units of [in, out] with P("x", "y") are summed over x. Each device along y keeps
+    # those of its own outputs.
     summed, kept = [], []
     for dim, names in enumerate(by_dim):
         (summed if dim in over else kept).extend(names)
@@ -152,6 +160,7 @@ def _names_by_dim(leaf: SplitLeaf) -> list[tuple[str, ...]]:
     """The manual mesh axes of each dimension. One entry where that is not known."""
     manual = jax.sharding.get_abstract_mesh().manual_axes
     if isinstance(leaf.spec, str) and leaf.spec == "auto":
+        # Without types each leaf counts as complete: nothing is known.
         typed = has_types(manual)
         return [tuple(sorted(varying(leaf.value)))] if typed else [()]
     if isinstance(leaf.spec, PartitionSpec):
@@ -159,6 +168,7 @@ def _names_by_dim(leaf: SplitLeaf) -> list[tuple[str, ...]]:
         # Axes that jit looks after (all of them outside shard_map) need nothing here.
         found = [_only(manual, names_in(entry)) for entry in leaf.spec]
         return found + [()] * (jnp.ndim(leaf.value) - len(found))
+    # Names alone, as "x": every leaf is split, along whichever dimension.
     names = names_in(leaf.spec)
     check_bound(names, leaf.argument)
     check_once(leaf, names)
@@ -195,12 +205,15 @@ def check_replicated(tree: Any, mesh_axes: str | tuple[str, ...]) -> jax.Array:
     for leaf in jax.tree.leaves(tree):
         # Bits are compared, so NaN equals itself and 0 differs from -0.
         bits = varying_over(_bits(jnp.asarray(leaf)), names)
+        # ~max(~bits) is the minimum of unsigned integers. Devices agree where it is the
+        # maximum.
         unequal = lax.pmax(bits, names) != ~lax.pmax(~bits, names)
         different = different | jnp.any(unequal).astype(jnp.int32)
     return different == 0
 
 
 def _bits(leaf: jax.Array) -> jax.Array:
+    # bitcast_convert_type takes neither bool nor complex numbers.
     if leaf.dtype == bool:
         return leaf.astype(jnp.uint8)
     if jnp.iscomplexobj(leaf):
@@ -211,6 +224,7 @@ def _bits(leaf: jax.Array) -> jax.Array:
 
 
 def _are_names(axes: Any) -> bool:
+    # A NamedTuple of strings is a tree of names, so the type is tuple itself.
     names = type(axes) is tuple and bool(axes)
     return names and all(isinstance(name, str) for name in axes)
 

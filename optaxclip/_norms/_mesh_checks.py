@@ -25,6 +25,7 @@ class SplitLeaf(NamedTuple):
 
 
 def names_in(axes: Any) -> tuple[str, ...]:
+    # An entry of a PartitionSpec: None, "x" or ("x", "y").
     if axes is None:
         return ()
     return axes if isinstance(axes, tuple) else (axes,)
@@ -32,6 +33,8 @@ def names_in(axes: Any) -> tuple[str, ...]:
 
 def check_reduced(leaf: SplitLeaf) -> None:
     kind = jax.typeof(leaf.value)
+    # Terms of a sum that is still to be taken. Types of shard_map say so, and specs of
+    # Explicit meshes.
     waiting = set(kind.manual_axis_type.unreduced)
     waiting |= set(getattr(kind.sharding.spec, "unreduced", ()))
     if waiting:
@@ -48,6 +51,7 @@ def check_bound(names: tuple[str, ...], argument: str) -> None:
                 f"{argument} must be 'auto', None, names of mesh axes, or a tree of "
                 f"PartitionSpecs, got {name!r}."
             )
+        # The mesh does not list axis names of vmap, which lax.axis_size finds.
         try:
             lax.axis_size(name)
         except NameError:
@@ -75,6 +79,7 @@ def check_spec(leaf: SplitLeaf, manual: tuple[str, ...]) -> None:
         )
     named = tuple(name for entry in leaf.spec for name in names_in(entry))
     check_once(leaf, named)
+    # Outside shard_map specs change nothing, so they may name any axis.
     known = jax.sharding.get_abstract_mesh().axis_names
     unknown = set(named) - set(known)
     if manual and unknown:
@@ -92,8 +97,10 @@ def check_once(leaf: SplitLeaf, names: tuple[str, ...]) -> None:
 def check_types(leaf: SplitLeaf, names: set[str]) -> None:
     """Raises where the type of a leaf contradicts its entry of `mesh_axes`."""
     manual = jax.sharding.get_abstract_mesh().manual_axes
+    # pmap and check_vma=False have no types that could contradict.
     if not has_types(manual):
         return
+    # psum would count this leaf once for each device.
     same = names & set(manual) - varying(leaf.value)
     if same:
         raise leaf.refused(
@@ -101,6 +108,7 @@ def check_types(leaf: SplitLeaf, names: set[str]) -> None:
             f"{shown(same)}, so its sum must not be added up there: leave the axis "
             "out, or use mesh_axes='auto'."
         )
+    # Each device would have another norm, and clip by another factor.
     forgotten = varying(leaf.value) - names
     if forgotten:
         raise leaf.refused(
