@@ -157,7 +157,6 @@ class OwnNorm(NamedTuple):
 def norms_of(groups: list[Group], ord: Ord) -> list[jax.Array]:
     """The norms of some groups, in blocks."""
     if ord not in ("rms", "average"):
-        # "rms" is sqrt(sum / N), and "average" is sqrt(sum / N) / sqrt(N).
         return group_norms(2.0 if ord is None else float(ord), groups)
     dtype = norm_dtype([group.leaves for group in groups])
     counts = [_count(_summed(group), dtype) for group in groups]
@@ -169,6 +168,7 @@ def norms_of(groups: list[Group], ord: Ord) -> list[jax.Array]:
     blocks = group_norms(2.0, groups, counts)
     if ord == "rms":
         return blocks
+    # sqrt(sum / N) / sqrt(N) = sqrt(sum) / N
     return [block / jnp.sqrt(n) for block, n in zip(blocks, counts)]
 
 
