@@ -46,6 +46,7 @@ class Arrangement(NamedTuple):
         """Numbers of this step in the blocks of the state. Missing ones are 0."""
         arranged = []
         for source, old in zip(self.sources, self.kept):
+            # Norms that this step does not have are 0, from which no rule learns.
             block = jnp.zeros_like(old)
             if source.block is not None:
                 block = blocks[source.block]
@@ -65,6 +66,7 @@ class Arrangement(NamedTuple):
         """Where each norm of this step is in the blocks of the state."""
         places = [Place(0, None)] * len(norms.places)
         for block, source in enumerate(self.sources):
+            # [a, b, c] in the state and b missing in this step: put is [0, 2].
             rows = source.put or range(len(source.numbers))
             for number, row in zip(source.numbers, rows):
                 is_array = norms.places[number].row is None
@@ -91,8 +93,10 @@ def arrangement(
     Raises:
       ValueError: a norm that the state does not have, or has in another shape.
     """
+    # Matched by name, not by place: a leaf may be None in this step.
     number_of = {name: i for i, name in enumerate(prefix.names(norms.paths))}
     known = {name for block in names for name in block}
+    # A state of more names is right, as some may be missing. One of fewer is not.
     if not set(number_of) <= known or len(names) != len(kept):
         raise ValueError(
             f"{call}: state was made for norms of {_shown(known)}, but the updates "
@@ -119,9 +123,11 @@ def _source(
     numbers: list[int],
     number_of: dict[str, int],
 ) -> Source:
+    # No leaf of this block has updates in this step.
     if not numbers:
         return Source(None, None, None, [])
     place = norms.places[numbers[0]]
+    # A norm of units or layers is a block of its own, as it is.
     if place.row is None:
         return Source(place.block, None, None, numbers)
     rows = [norms.places[number].row or 0 for number in numbers]
@@ -129,6 +135,7 @@ def _source(
     present = [
         position for position, name in enumerate(block) if name in number_of
     ]
+    # None spares a gather, or a scatter, in a step that has all leaves.
     take = None if rows == all_rows else rows
     put = None if len(present) == len(block) else present
     return Source(place.block, take, put, numbers)
@@ -138,6 +145,7 @@ def _check_old(
     norms: Norms, number: int, old: Any, count: int, call: str
 ) -> None:
     place = norms.places[number]
+    # A vector of the state has a row for each name, missing ones too.
     shape = norms.blocks[place.block].shape if place.row is None else (count,)
     if jnp.shape(old) != shape:
         raise ValueError(
@@ -162,6 +170,7 @@ def rules_of_norms(
         found = [rules] * len(numbers)
     else:
         table = prefix.freeze(rules, is_rule)
+        # Rules are placed on the tree of norms, whose leaves are their numbers here.
         found = prefix.lookup(
             table, norms.treedef.unflatten(numbers), argument, part
         )
@@ -181,6 +190,8 @@ def names_by_rule(rules: list[Rule], norms: Norms) -> list[list[str]]:
     for name, rule, place in zip(
         prefix.names(norms.paths), rules, norms.places
     ):
+        # One rule for everything is one object, and one block. A schedule is no number,
+        # so it does not join the constant limits.
         shared = "constant" if _is_constant(rule) else id(rule)
         key = (
             ("array", place.block) if place.row is None else ("scalars", shared)
@@ -194,15 +205,18 @@ def rule_of_block(rules: list[Rule], source: Source, norm: jax.Array) -> Rule:
     own = [rules[number] for number in source.numbers]
     if len({id(rule) for rule in own}) == 1:
         return own[0]
+    # [1.0, 2.0] for two constant limits.
     limits = [held_in(norm.dtype, _limit(rule)) for rule in own]
     vector = jnp.stack(limits)
     if source.put is not None:
+        # keep_missing drops the limits of 0.
         vector = jnp.zeros_like(norm).at[jnp.array(source.put)].set(vector)
     return Constant(vector)
 
 
 def first_entry(norms: Norms, rules: list[Rule], names: list[str]) -> Entry:
     """A block of the first state, from the types of norms."""
+    # The first norm stands for all: a block has one kind of rule and one type.
     number = prefix.names(norms.paths).index(names[0])
     place = norms.places[number]
     kind = norms.blocks[place.block]
@@ -215,6 +229,7 @@ def first_entry(norms: Norms, rules: list[Rule], names: list[str]) -> Entry:
     memory = jax.tree.map(lambda x: typed_as(jnp.asarray(x), kind), memory)
     return Entry(
         norm=filled(0, kind.dtype),
+        # No limit before the first step.
         limit=filled(jnp.inf, kind.dtype),
         factor=filled(1, kind.dtype),
         clipped=filled(0, jnp.int32),
@@ -231,6 +246,7 @@ def check_memory(rule: Rule, norm: jax.Array, memory: Any, call: str) -> None:
     """
     known = jax.tree.map(lambda x: 1 if isinstance(x, Tracer) else x, rule)
     wanted = jax.eval_shape(known.init, norm)
+    # Without arrays there is nothing to remember, and () fits every such rule.
     if not jax.tree.leaves((wanted, memory)):
         return
     if jax.tree.structure(wanted) != jax.tree.structure(memory):

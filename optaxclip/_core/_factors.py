@@ -40,6 +40,7 @@ def rescale(updates: Any, norms: Any, new_norms: Any) -> Any:
       >>> print(optaxclip.rescale(jnp.array([3.0, 4.0]), 5.0, 1.0))
       [0.6 0.8]
     """
+    # Integers and empty leaves are not measured, and come back as they were.
     tree = clipped_leaves(updates)
     norms, new_norms = jax.tree.map(_as_float, (norms, new_norms))
     before = norms_of_tree(norms, tree)
@@ -80,6 +81,7 @@ def root_between(norm: jax.Array, new_norm: jax.Array) -> jax.Array:
 
 def _is_far(short: jax.Array, long: jax.Array) -> jax.Array:
     """Whether a quotient is too far from 1 for one division."""
+    # 2^-100 in float32, whose normal numbers end at 2^-126.
     low = 2.0 ** (int(jnp.finfo(short.dtype).minexp) + 26)
     return (short < long * low) | (long < short * low)
 
@@ -89,6 +91,7 @@ def reported(norm: jax.Array, new_norm: jax.Array) -> jax.Array:
     is 0, and else within the normal numbers of the dtype.
     """
     info = jnp.finfo(norm.dtype)
+    # Beyond the range it would round to 0, which means that updates were made 0.
     quotient = jnp.clip(ratio(new_norm, norm), info.tiny, info.max)
     quotient = jnp.where(new_norm == 0, 0.0, quotient)
     return jnp.where(new_norm == norm, 1.0, quotient)
@@ -148,6 +151,7 @@ def _multiply_on_gpu(
     ]
     places, of_leaf = list(norms.places), []
     for row, number in enumerate(norms.of_leaf):
+        # A scalar root becomes a vector too, with a row for each leaf.
         if number is not None and lone[norms.places[number].block]:
             places.append(Place(norms.places[number].block, row))
             number = len(places) - 1
@@ -175,6 +179,7 @@ def _entry_on_cpu(roots: jax.Array, row: int) -> jax.Array:
 def stretch(x: jax.Array, root: jax.Array) -> jax.Array:
     """x * root * root, rounded once to the dtype of x."""
     x = jnp.asarray(x)
+    # bfloat16 * float32 is float32, and is rounded once at the end.
     wide = np.promote_types(x.dtype, root.dtype)
     stretched = cast_like(
         x.astype(wide) * root.astype(wide) * root.astype(wide), x

@@ -25,6 +25,7 @@ def needs_params(rules: Any) -> bool:
 def check_windows(call: str, rules: Any) -> None:
     """Raises for a window whose length is not known when the state is made."""
     for rule in jax.tree.leaves(rules, is_leaf=is_rule):
+        # A window's length is the shape of its memory, so it cannot be traced.
         if isinstance(getattr(rule, "window", None), Tracer):
             raise TypeError(
                 f"{call}: window must be known when the state is made: under jit and "
@@ -38,6 +39,7 @@ def begins_anew(call: str, state: Any, numbers: Any) -> bool:
     Raises:
       TypeError: a schedule is among the limits, which cannot tell its step.
     """
+    # A schedule counts steps in the state, and would stay at step 0 without one.
     if is_without_state(state) and follows_schedule(numbers):
         raise TypeError(_no_state(call, state, "follows a schedule of steps"))
     return is_without_state(state)
@@ -55,6 +57,7 @@ def state_or_first(
     if not begins_anew(call, state, rules):
         check_state(call, state, ClipState)
         return state
+    # Only the memory of a rule that learns must not begin anew in every step.
     first = begin()
     if jax.tree.leaves(first.memory):
         raise TypeError(_no_state(call, state, "learns from earlier norms"))
@@ -63,7 +66,6 @@ def state_or_first(
 
 def follows_schedule(numbers: Any) -> bool:
     """Whether a schedule is among some limits."""
-
     return any(map(callable, jax.tree.leaves(numbers, is_leaf=callable)))
 
 
@@ -86,6 +88,7 @@ def leaves_of(call: str, updates: Any, params: Any, *, warn: bool) -> Any:
         else, as `jax.value_and_grad` and `has_aux` return them.
     """
     tree = clipped_leaves(updates, call)
+    # A NamedTuple is a tree. A plain pair may be (value, grads).
     if type(updates) is tuple and len(updates) == 2 and params is not None:
         _check_alone(call, updates, jax.tree.structure(params))
     if warn and not jax.tree.leaves(tree):
@@ -94,9 +97,11 @@ def leaves_of(call: str, updates: Any, params: Any, *, warn: bool) -> Any:
 
 
 def _check_alone(call: str, updates: tuple[Any, Any], wanted: Any) -> None:
+    # params may be a pair as well, of two arrays for example.
     if jax.tree.structure(updates) == wanted:
         return
     for place, each in enumerate(updates):
+        # The gradients are the one of the two that looks like params.
         if jax.tree.structure(each) == wanted:
             raise TypeError(
                 f"{call}: updates must be the gradients alone, got a tuple of two in "
@@ -107,6 +112,7 @@ def _check_alone(call: str, updates: tuple[Any, Any], wanted: Any) -> None:
 
 def _warn_of_integers(call: str, updates: Any) -> None:
     """Warns where nothing is clipped because all numbers are integers."""
+    # Updates without any leaf, as of a model without weights, are no mistake.
     for path, leaf in jax.tree_util.tree_flatten_with_path(updates)[0]:
         dtype = getattr(leaf, "dtype", None)
         if (
@@ -118,6 +124,7 @@ def _warn_of_integers(call: str, updates: Any) -> None:
                 f"{call}: nothing is clipped, since no leaf of the updates has a float "
                 f"or complex dtype. The leaf {prefix.name(path)!r} is {dtype}: make "
                 "it float32.",
+                # The line that called update.
                 stacklevel=4,
             )
             return
@@ -133,9 +140,11 @@ def params_of(call: str, tree: Any, params: Any) -> Any:
     """
     if params is None:
         return None
+    # A FrozenDict of params and a dict of updates have the same paths.
     table = dict(jax.tree_util.tree_flatten_with_path(unboxed(params))[0])
     found = []
     for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
+        # Entries of params without updates, such as frozen weights, are not used.
         if path not in table:
             raise ValueError(
                 f"{call}: params has no value for the leaf {prefix.name(path)!r} of "

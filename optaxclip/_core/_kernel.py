@@ -89,8 +89,10 @@ def make_clipper(
     """Makes a clipper. `call` and `name` are what errors call it and its limit."""
     check_nonfinite(call, nonfinite)
     check_number(f"{call}: eps", eps)
+    # None is `hard`. A factory such as `smooth` is the shrink with its defaults.
     shrink = shrink_of(shrink, call)
     settings = Settings(call, name, measure, shrink, nonfinite, limit is None)
+    # One norm takes one limit. Others take a tree prefix of limits.
     one_norm = isinstance(measure, GlobalNorm)
     rules = (rule_of if one_norm else rules_of)(limit, settings.argument)
     with_params = needs_params(rules)
@@ -107,11 +109,13 @@ def make_clipper(
     ) -> tuple[Any, Any]:
         state = state_or_first(call, state, rules, partial(init, updates))
         tree = leaves_of(call, updates, params, warn=not settings.no_limit)
+        # Weights that no rule looks at would only be another argument of the program.
         weights = params_of(call, tree, params) if with_params else None
         given = grad_norm, limit
         clipped, new = _update(
             settings, rules, eps, tree, state, weights, given
         )
+        # Outside the jitted update: a compiled program cannot raise.
         if nonfinite == "raise":
             raise_nonfinite(call, measure, new, tree)
         return put_back(clipped, updates), new
@@ -120,19 +124,20 @@ def make_clipper(
 
 
 def _first_state(settings: Settings, rules: Any, params: Any) -> ClipState:
+    # optax.tree_map_params calls init without parameters.
     if is_placeholder(params):
         return state_of_placeholder()
     check_windows(settings.call, rules)
     measure = settings.measure
     if not in_manual_mesh():
+        # A state is often made outside the shard_map that it goes into.
         measure = measure.without_devices()
     found: list[Norms] = []
 
     def blocks_of(tree: Any) -> list[jax.Array]:
         norms = measure(tree)
-        found.append(
-            norms._replace(blocks=[])
-        )  # tracers must not outlive the trace
+        # Tracers must not outlive the trace.
+        found.append(norms._replace(blocks=[]))
         return norms.blocks
 
     types = types_of(blocks_of, clipped_leaves(params, settings.call))
@@ -156,12 +161,14 @@ def _update(
     given: tuple[Any, Any],
 ) -> tuple[Any, ClipState]:
     """One update: measure, limit, shrink."""
+    # 1. Measure. `grad_norm` replaces what was measured.
     norms = settings.measure(tree)
     if given[0] is not None:
         norms = norms._replace(
             blocks=_given("grad_norm", given[0], norms, settings)
         )
     names, old = unpack(state)
+    # 2. Limit. From here on numbers are in the blocks of the state.
     fit = arrangement(
         norms, names, [entry.norm for entry in old], settings.call
     )
@@ -172,6 +179,7 @@ def _update(
     )
     if given[1] is not None:
         limits = fit.arrange(_given("limit", given[1], norms, settings))
+    # 3. Shrink: (norm, new norm) for each block.
     new_norms = [
         _shrink(settings, eps, *each) for each in zip(blocks, limits, memories)
     ]
@@ -181,12 +189,14 @@ def _update(
     # clipper of a chain.
     if given[1] is not None or not settings.no_limit:
         roots = [root_between(*each) for each in new_norms]
+        # The roots are in the blocks of the state, where rows differ from this step's.
         norms = norms._replace(blocks=blocks, places=fit.places(norms))
         updates = multiply(tree, norms, roots)
         if settings.nonfinite == "zero":
             updates = zero_where_zero(updates, norms, roots)
     found = zip(old, blocks, limits, new_norms, memories)
     entries = [next_entry(state.step, *each) for each in found]
+    # Stays at the largest int32 instead of becoming negative.
     step = jnp.asarray(optax.safe_increment(state.step))
     return updates, pack(names, step, fit.keep_missing(entries, old))
 
@@ -202,6 +212,7 @@ def _limits(
 ) -> tuple[list[jax.Array], list[Any]]:
     """The limit and the new memory of each block."""
     of_norm = rules_of_norms(rules, norms, settings.argument, settings.part)
+    # What a rule needs besides the norm of a block: norms of weights, or of all.
     others: list[Any] = [None] * len(old)
     if any(rule.needs_params for rule in of_norm):
         check_params(settings.call, params)
@@ -212,6 +223,7 @@ def _limits(
     for source, norm, entry, other in zip(
         fit.sources, fit.arrange(norms.blocks), old, others
     ):
+        # All of this block is missing, and keep_missing will restore its entry.
         if source.block is None:
             limit, memory = entry.limit, entry.memory
         else:
@@ -229,10 +241,12 @@ def _shrink(
 ) -> tuple[jax.Array, jax.Array]:
     """(norm, new norm). Only their quotient counts. Equal: leave the updates alone."""
     long = norm + jnp.asarray(eps).astype(norm.dtype)
+    # The new norm of a broken step. NaN makes the root NaN, and the updates with it.
     instead = 0.0 if settings.nonfinite == "zero" else jnp.nan
     short = jnp.where(
         can_clip(norm, limit), settings.shrink(long, limit), instead
     )
+    # A limit of inf clips nothing, and a rule without a limit yet gives inf.
     off = limit == jnp.inf
     if jax.tree.leaves(memory):
         # A rule that has no limit yet still lets no broken step through.
@@ -245,6 +259,7 @@ def _given(
     argument: str, tree: Any, norms: Norms, settings: Settings
 ) -> list[jax.Array]:
     """Norms or limits of the user's, in blocks, once they are seen to fit."""
+    # In the structure in which the norm functions return norms.
     wanted = norms.tree()
     shapes, found = (jax.tree.map(jnp.shape, x) for x in (wanted, tree))
     if (
@@ -257,4 +272,5 @@ def _given(
         )
     blocks = in_blocks(jax.tree.leaves(tree), norms.places)
     pairs = zip(blocks, norms.blocks)
+    # In the dtype and sharding of what was measured, so that the state keeps its types.
     return [split_as(x.astype(y.dtype), jax.typeof(y)) for x, y in pairs]

@@ -31,12 +31,17 @@ def limit_of(
     inf and 0 leave the memory unchanged. `signed`: the value is a loss rather than a
     norm, so it and its limit may be 0 or negative.
     """
+    # Most rules have update(norm, memory, step), some a fourth argument.
     extra = (other_norm,) if rule.needs_params or rule.needs_total else ()
+    # A state keeps () in place of a memory without arrays, so init restores its form.
     asked = memory if jax.tree.leaves(memory) else rule.init(norm)
+    # stop_gradient: limits have no derivative by the updates.
     limit, new = rule.update(lax.stop_gradient(norm), asked, step, *extra)
     _check_returned(limit, argument)
     check_shape(jnp.shape(limit), norm.shape, argument)
+    # A limit beyond the norm's dtype is its largest number: inf would not clip.
     limit = held_in(norm.dtype, limit)
+    # A schedule may fall below 0, which counts as 0.
     if not signed:
         limit = jnp.maximum(limit, 0)
     limit = typed_as(jnp.broadcast_to(limit, norm.shape), jax.typeof(norm))
@@ -59,6 +64,7 @@ def keep_where(wanted: jax.Array, new: Any, old: Any) -> Any:
 
     def choose(new: Any, old: jax.Array) -> jax.Array:
         new = split_as(jnp.asarray(new).astype(old.dtype), jax.typeof(old))
+        # A memory has further dimensions, such as [N, window] for N norms.
         mask = wanted.reshape(wanted.shape + (1,) * (new.ndim - wanted.ndim))
         return jnp.where(mask, new, old)
 
@@ -76,6 +82,7 @@ def _check_returned(limit: Any, argument: str) -> None:
 
 def check_shape(shape: Any, own: tuple[int, ...], argument: str) -> None:
     """Raises where a limit does not broadcast to a norm."""
+    # As NumPy broadcasts, from the last axis: (1, 8) and (8,) fit (4, 8).
     fits = zip(shape[::-1], own[::-1])
     if len(shape) > len(own) or not all(a in (1, b) for a, b in fits):
         raise ValueError(

@@ -20,8 +20,10 @@ def raise_nonfinite(
     finite = [
         jnp.all(jnp.isfinite(norm)) for norm in jax.tree.leaves(state.norm)
     ]
+    # ord=None means 2.
     order = getattr(measure, "ord", None) or 2
     text = f"{call}: the norm of order {order} of the updates is not finite"
+    # A traced value is not known, so only a check of the running program can fail.
     if any(isinstance(x, Tracer) for x in finite):
         from jax.experimental import checkify
 
@@ -33,6 +35,7 @@ def raise_nonfinite(
 def _guilty(updates: Any) -> str:
     parts = []
     for path, leaf in jax.tree_util.tree_flatten_with_path(updates)[0]:
+        # int waits for each leaf, which only a step that failed has to do.
         count = int(jnp.sum(~jnp.isfinite(leaf)))
         if count:
             name = prefix.name(path)

@@ -36,7 +36,9 @@ def clip_once(
       them: for one norm of everything a scalar.
     """
     options = {"eps": eps, "nonfinite": nonfinite}
+    # Built in each call. Settings are compared by value, so nothing compiles anew.
     clipper = make_clipper(measure, limit, call=call, name=name, **options)
+    # A fixed limit remembers nothing, so each call begins with a new state.
     state: Any = clipper.init(tree)
     clipped, state = clipper.update(tree, state, grad_norm=grad_norm)
     return clipped, state.norm

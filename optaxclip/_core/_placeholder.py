@@ -26,6 +26,7 @@ class Form:
         self.names = names
         self.memory = memory
 
+    # JAX compares the forms of two trees before it maps over them together.
     def __eq__(self, other: object) -> bool:
         if isinstance(other, OpenForm):
             return other == self
@@ -46,6 +47,7 @@ class OpenForm(Form):
 
     def __eq__(self, other: object) -> bool:
         if isinstance(other, Form) and not isinstance(other, OpenForm):
+            # The names, and the structure of the memory, for `fill`.
             self.__dict__.update(other.__dict__)
         return isinstance(other, Form)
 
@@ -55,6 +57,7 @@ class OpenForm(Form):
 
     def fill(self, fields: tuple[Any, ...]) -> tuple[Any, ...]:
         """The fields of a state, each repeated to the form that was found."""
+        # The step is one number for all norms. A memory has a structure of its own.
         step, *numbers, memory = fields
         if len(self.names) != 1:
             numbers = [self._for_each_block(field) for field in numbers]
@@ -64,12 +67,14 @@ class OpenForm(Form):
 
     def _for_each_block(self, field: Any) -> Any:
         count = len(self.names)
+        # A field that was mapped to itself is the state's tuple, a sharding one leaf.
         repeated = type(field) is tuple and len(field) == count
         return field if repeated else (field,) * count
 
 
 def _placeholder_type() -> type:
     """The type of optax's placeholder, which has no public name."""
+    # tree_map_params hands its placeholder to init, which notes the type.
     found: list[type] = []
 
     def init(params: Any) -> Any:

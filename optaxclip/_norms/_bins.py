@@ -24,11 +24,11 @@ from jax import lax
 
 from ._types import is_on_one_device
 
+# 2^37 squares of 2^45 add up to 2^127. The bounds of the other two bins fit as well:
+# 2^128 * 2^-83 = 2^45, and 2^-126 * 2^83 = 2^-43, whose square is a normal number.
 EDGE, SCALE = 2.0**45, 2.0**83
-SMALL = (
-    2**16
-)  # elements of a leaf that a GPU reads in less time than a kernel starts
-
+# Elements of a leaf that a GPU reads in less time than a kernel starts.
+SMALL = 2**16
 PARTS = 32  # sums of rows that a GPU makes side by side
 
 Dims = tuple[int, ...] | None
@@ -113,6 +113,7 @@ def _sum_over_columns(leaf: jax.Array, axes: tuple[int, ...]) -> Bins:
         stack = jnp.stack(squares_in_bins(leaf))
         return Bins(*jnp.sum(stack, [axis + 1 for axis in axes], keepdims=True))
     rows = leaf.shape[longest]
+    # Parts have one length: of 1000 rows gcd makes 8 parts. A symbolic size has one.
     parts = math.gcd(rows, PARTS) if isinstance(rows, int) else 1
     shape = (
         *leaf.shape[:longest],
@@ -120,6 +121,7 @@ def _sum_over_columns(leaf: jax.Array, axes: tuple[int, ...]) -> Bins:
         rows // parts,
         *leaf.shape[longest + 1 :],
     )
+    # The longest axis is two axes now. The first of them stays for the second sum.
     inner = [axis + (axis >= longest) for axis in axes]
     stack = jnp.stack(squares_in_bins(leaf.reshape(shape)), -1)
     # Without the barrier XLA makes one sum of both.
@@ -136,6 +138,7 @@ def bins_of_leaf(
     """The sums of a real or complex leaf."""
     if not jnp.issubdtype(leaf.dtype, jnp.complexfloating):
         return sum_in_bins(leaf, dims)
+    # |a + bi|^2 = a^2 + b^2, so both parts are summed like real leaves.
     real, imag = (
         sum_in_bins(jnp.real(leaf), dims),
         sum_in_bins(jnp.imag(leaf), dims),

@@ -41,6 +41,7 @@ def names_of_blocks(blocks: list[list[Split]]) -> list[tuple[str, ...]]:
     # One collective for all blocks, unless that would add up what devices keep apart.
     if kept & set(union):
         return needs
+    # Over mesh axes that do not split a block its sum is divided by the copies first.
     return [union if names else () for names in needs]
 
 
@@ -63,6 +64,8 @@ def join_devices(
 ) -> list[jax.Array]:
     """Applies psum or pmax to each block, over its mesh axes."""
     joined = list(blocks)
+    # Not a set: its order may differ between processes, which would then wait for
+    # different collectives.
     for over in dict.fromkeys(names):
         places = [place for place, own in enumerate(names) if own == over]
         if over:
@@ -86,6 +89,7 @@ def _as_one_vector(
     """
     totals = list(parts)
     kinds = [_kind(place, part) for place, part in enumerate(parts)]
+    # [2, 3] and [4] travel as one vector of 10 numbers.
     for kind in dict.fromkeys(kinds):
         places = [place for place, own in enumerate(kinds) if own == kind]
         if len(places) == 1:
@@ -103,13 +107,16 @@ def _as_one_vector(
 
 def _kind(place: int, part: jax.Array) -> Any:
     is_split = any(jax.typeof(part).sharding.spec)
+    # A place is that of one part only, so a part that is split travels alone.
     return varying(part), place if is_split else None
 
 
 def axes_size(names: Iterable[str]) -> int:
     """The number of devices along some mesh axes together."""
+    # 1 for no names, as outside shard_map and pmap.
     return math.prod(int(lax.axis_size(name)) for name in names)
 
 
 def _sorted(names: Iterable[str]) -> tuple[str, ...]:
+    # ("x", "y") and ("y", "x") are one collective.
     return tuple(sorted(set(names)))

@@ -18,6 +18,7 @@ def slope(leaf: jax.Array, change: jax.Array, norm: jax.Array) -> jax.Array:
     if jnp.iscomplexobj(leaf):
         real = slope(jnp.real(leaf), jnp.real(change), norm)
         return real + slope(jnp.imag(leaf), jnp.imag(change), norm)
+    # A norm of 0 has only zeros, whose derivative is then 0 / 1.
     unit = divided(leaf.astype(norm.dtype), jnp.where(norm > 0, norm, 1.0))
     return unit * change.astype(norm.dtype)
 
@@ -52,6 +53,7 @@ def _shared_by_largest(
     hits: list[list[jax.Array]] = []
     for norm, group in zip(norms, groups):
         sizes = [modulus(x).astype(norm.dtype) for x in group]
+        # Zeros hit no norm of 0, so that their derivative is 0 as in every other order.
         hits.append(
             [((x == norm) & (norm > 0)).astype(norm.dtype) for x in sizes]
         )
@@ -62,5 +64,6 @@ def _shared_by_largest(
     counts = scatter(add_up(terms, layout, dtype), layout)
     shared = []
     for hit, n in zip(hits, counts):
+        # Nothing is the largest where the norm is 0 or NaN: 0 / 1.
         shared.append([x / jnp.maximum(n, 1) for x in hit])
     return shared

@@ -25,14 +25,14 @@ class Group(NamedTuple):
     splits: list[Split]  # of each leaf
 
 
-Layout = tuple[
-    tuple[Dims, tuple[Split, ...]], ...
-]  # of each group, without its leaves
+# Of each group, without its leaves.
+Layout = tuple[tuple[Dims, tuple[Split, ...]], ...]
 Blocks = list[jax.Array]
 
 
 def scatter(blocks: Blocks, layout: Layout) -> Blocks:
     """For each group its own norm, out of the blocks."""
+    # Block 0 is the vector of scalars, where there is one. The arrays follow.
     arrays = iter(blocks[any(dims is None for dims, _ in layout) :])
     row, found = 0, []
     for dims, _ in layout:
@@ -59,6 +59,7 @@ def add_up_all(
     join: Callable[[list[jax.Array]], jax.Array],
 ) -> list[Blocks]:
     """Sums of several kinds of terms, in one collective."""
+    # Nothing to ask other devices for. The parts of a global array are added by XLA.
     if not any(split.summed for _, splits in layout for split in splits):
         return [gather(terms, layout, dtype, join) for terms in kinds]
     names = names_of(layout)
@@ -66,6 +67,7 @@ def add_up_all(
     for terms in kinds:
         once = _counted_once(terms, layout, names)
         blocks += gather(once, layout, dtype, join)
+    # Three bins of N norms travel as one vector of 3 N numbers.
     blocks = join_devices(lax.psum, blocks, names * len(kinds))
     size = len(names)
     return [blocks[i * size : (i + 1) * size] for i in range(len(kinds))]

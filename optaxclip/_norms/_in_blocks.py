@@ -57,6 +57,7 @@ class Norms(NamedTuple):
 
 def norms_of_tree(norms: Any, tree: Any) -> Norms:
     """The blocks of a tree of norms, which is a tree prefix of the updates."""
+    # None as a norm leaves its part of the tree alone. As a leaf it keeps its place.
     treedef = jax.tree.structure(norms, is_leaf=prefix.is_none)
     of_leaf: list[int | None] = []
     number = 0
@@ -67,6 +68,7 @@ def norms_of_tree(norms: Any, tree: Any) -> Norms:
         number += norm is not None
     entries, treedef = jax.tree_util.tree_flatten_with_path(norms)
     paths, each = [path for path, _ in entries], [norm for _, norm in entries]
+    # One norm of everything: a block without rows, with the empty path.
     if treedef == jax.tree.structure(0):
         return Norms(each, [Place(0, None)], paths, of_leaf, treedef)
     places = places_of([jnp.ndim(norm) == 0 for norm in each])
@@ -76,6 +78,7 @@ def norms_of_tree(norms: Any, tree: Any) -> Norms:
 
 def places_of(scalar: list[bool]) -> list[Place]:
     """Where each norm goes: scalars into one vector, and each array by itself."""
+    # Block 0 is the vector, where there is one: [s, a, s] -> (0, 0), (1, None), (0, 1).
     places, rows, arrays = [], 0, int(any(scalar))
     for is_scalar in scalar:
         places.append(Place(0, rows) if is_scalar else Place(arrays, None))
@@ -99,6 +102,8 @@ def in_blocks(each: list[Any], places: list[Place]) -> list[jax.Array]:
 
 def norm_of_norms(norms: Norms) -> jax.Array:
     """The norm of all norms together, without a derivative."""
+    # Each device has the norms of its own units, whose squares are then summed over
+    # devices. Norms of whole leaves are the same everywhere and count once.
     kept = norms.kept or ((),) * len(norms.blocks)
     splits = [Split(names) for names in kept]
     (total,) = group_norms(2.0, [Group(norms.blocks, None, splits)])

@@ -29,6 +29,7 @@ def clipped_leaves(tree: Any, call: str = "") -> Any:
     try:
         return jax.tree.map(lambda leaf: leaf if _counts(leaf) else None, tree)
     except TypeError:
+        # Paths take time, so they are made only for the error.
         _check_leaves(tree, f"{call}: " if call else "")
         raise
 
@@ -50,6 +51,7 @@ def put_back(changed: Any, tree: Any) -> Any:
     """Puts clipped leaves back into the tree that they came from."""
     old, treedef = jax.tree.flatten(tree, is_leaf=prefix.is_none)
     new = jax.tree.leaves(changed, is_leaf=prefix.is_none)
+    # None is a leaf that did not count. It comes back as it was.
     pairs = zip(old, new, strict=True)
     return treedef.unflatten([a if b is None else b for a, b in pairs])
 
@@ -94,6 +96,7 @@ def unit_axes(
         stacked_axes(stacked, tree, call, mesh_axes),
         whole_shapes(mesh_axes, tree, call),
     ):
+        # Axes count within one layer: of [layers, in, out], axis 0 is dimension 1.
         inside = other_axes(layers, jnp.ndim(leaf))
         rank = len(inside)
         where = f"{call}: axis", prefix.name(path), rank
@@ -103,6 +106,7 @@ def unit_axes(
             summed = _axes_by_shape(
                 shape and tuple(shape[i] for i in inside), *where
             )
+        # A vector is one unit. Its norm is a scalar and joins the vector of all norms.
         whole = value is None and rank <= 1 and not layers
         found.append(None if whole else tuple(inside[i] for i in summed))
     return found
@@ -112,6 +116,7 @@ def _axes_by_shape(
     shape: tuple[int, ...] | None, argument: str, name: str, rank: int
 ) -> tuple[int, ...]:
     """All dimensions of what squeezes to a vector, else those that feed one output."""
+    # Axes of size 1 do not count: [1, 1, n] is a vector, as in optax.
     if shape is not None and sum(map(_is_above_1, shape)) <= 1:
         return tuple(range(rank))
     if rank > 5:
@@ -119,6 +124,8 @@ def _axes_by_shape(
             f"{argument} must be given for the leaf {name!r} of rank {rank}: there is "
             "no rule above rank 5."
         )
+    # Kernels as [in, out], [in, heads, size], [height, width, in, out], and with depth.
+    # Those of rank 3 are taken for attention, as in optax.
     return tuple(range({2: 1, 3: 1, 4: 3, 5: 4}.get(rank, rank)))
 
 
@@ -139,6 +146,7 @@ def _checked_axes(
             f"{argument}={value!r} does not fit the leaf {name!r}, a tensor of rank "
             f"{rank}: give an axis for each leaf."
         )
+    # Counted from the front: (-1, 0) of rank 3 is (0, 2).
     return tuple(sorted(i % rank for i in wanted))
 
 
@@ -151,6 +159,7 @@ def for_each_leaf(
     """One value for each leaf, from a function of path and leaf or from a tree
     prefix.
     """
+    # value("blocks/0/w", leaf)
     if callable(value):
         return [
             value(prefix.name(path), leaf)
@@ -173,10 +182,12 @@ def static_numbers(name: str, numbers: Any, call: str) -> Any:
     """
     if callable(numbers):
         return numbers
+    # A tuple of axes is one value. In `columns` it is a part of the tree.
     table = prefix.freeze(
         numbers, is_axes if name != "columns" else lambda x: False
     )
     for _, number in table.entries:
+        # To Python True is 1, so stacked=True would count one axis.
         if isinstance(number, bool):
             raise TypeError(
                 f"{call}: {name} must be a whole number, got {number!r}: for one write "
@@ -192,6 +203,7 @@ def static_numbers(name: str, numbers: Any, call: str) -> Any:
 
 def static_labels(labels: Any) -> Any:
     """Labels as a static argument: a function, or a frozen tree prefix."""
+    # A function is static as it is: equal functions share a compilation.
     if callable(labels):
         return labels
     return prefix.freeze(labels, lambda x: isinstance(x, str))
@@ -203,6 +215,7 @@ def labels_of(labels: Any, tree: Any) -> Any:
     """
     if not callable(labels):
         return labels
+    # Two arguments are path and leaf. One is the tree, as optax.partition calls it.
     if _takes_path(labels):
         return jax.tree_util.tree_map_with_path(
             lambda path, leaf: labels(prefix.name(path), leaf), tree
@@ -217,12 +230,14 @@ def _takes_path(function: Callable[..., Any]) -> bool:
     except ValueError:  # a builtin without a signature
         return False
     plain = inspect.Parameter.POSITIONAL_OR_KEYWORD
+    # An argument with a default does not count: labels(tree, sep="/") takes a tree.
     needed = [x for x in parameters if x.kind is plain and x.default is x.empty]
     return len(needed) == 2
 
 
 def by_label(tree: Any, labels: Any, call: str) -> list[Any]:
     """The label of each leaf."""
+    # A function is called in each trace, so its labels may follow the tree.
     table = labels_of(labels, tree)
     if not isinstance(table, prefix.Prefix):
         table = prefix.freeze(table, lambda x: isinstance(x, str))
@@ -246,9 +261,11 @@ def check_labels(must: str, labels: Iterable[Any]) -> None:
 
 
 def _is_box(x: Any) -> bool:
+    # The protocol by which JAX itself makes an array of an object.
     return callable(getattr(x, "__jax_array__", None))
 
 
 def _counts(leaf: Any) -> bool:
+    # A Python number has no dtype. Those of random keys and float0 are not inexact.
     dtype = leaf.dtype if hasattr(leaf, "dtype") else jnp.result_type(leaf)
     return bool(jnp.issubdtype(dtype, jnp.inexact)) and 0 not in jnp.shape(leaf)

@@ -53,8 +53,10 @@ class GlobalNorm(NamedTuple):
         leaves = jax.tree.leaves(tree)
         dims: list[Dims] = [None] * len(leaves)
         found = splits(self.mesh_axes, tree, dims, self.call)
+        # One group is one block, which is a scalar.
         (norm,) = norms_of([Group(leaves, None, found)], self.ord)
         of_leaf: list[int | None] = [0] * len(leaves)
+        # The empty path: its name is "".
         return Norms(
             [norm], [Place(0, None)], [()], of_leaf, jax.tree.structure(0)
         )
@@ -73,6 +75,7 @@ class TensorNorm(NamedTuple):
 
     def __call__(self, tree: Any) -> Norms:
         layers = stacked_axes(self.stacked, tree, self.call, self.mesh_axes)
+        # Layers keep their axes, and all others are summed: one norm for each layer.
         dims = []
         for axes, leaf in zip(layers, jax.tree.leaves(tree)):
             dims.append(other_axes(axes, jnp.ndim(leaf)) if axes else None)
@@ -115,6 +118,7 @@ class GroupNorm(NamedTuple):
             by_label(tree, self.labels, self.call),
         )
         found = splits(self.mesh_axes, tree, [None] * len(leaves), self.call)
+        # A label whose leaves are None or integers has a norm as well, which is 0.
         known = set(labels)
         if isinstance(self.labels, prefix.Prefix):
             known |= {label for _, label in self.labels.entries}
@@ -124,10 +128,12 @@ class GroupNorm(NamedTuple):
         for leaf, label, split in zip(leaves, labels, found):
             groups[order.index(label)].leaves.append(leaf)
             groups[order.index(label)].splits.append(split)
+        # The name of a norm is its label.
         paths = [(jax.tree_util.DictKey(label),) for label in order]
         treedef = jax.tree.structure(dict.fromkeys(order, 0))
         places = [Place(0, row) for row in range(len(order))]
         blocks = norms_of(groups, self.ord)
+        # One label makes a vector of length 1. Only the norm of everything is a scalar.
         if len(groups) == 1:
             blocks = [blocks[0][None]]
         return Norms(blocks, places, paths, of_leaf, treedef)
@@ -158,9 +164,11 @@ def norms_of(groups: list[Group], ord: Ord) -> list[jax.Array]:
         counts = in_blocks(
             counts, places_of([group.dims is None for group in groups])
         )
+    # Divided before the root: a mean is finite even where the norm is not.
     blocks = group_norms(2.0, groups, counts)
     if ord == "rms":
         return blocks
+    # sqrt(sum / N) / sqrt(N) = sqrt(sum) / N
     return [block / jnp.sqrt(n) for block, n in zip(blocks, counts)]
 
 
@@ -178,6 +186,7 @@ def _norm_of_each_leaf(tree: Any, dims: list[Any], measure: Any) -> Norms:
     blocks = norms_of(groups, measure.ord)
     places = places_of([over is None for over in dims])
     if dims == [None]:  # one scalar
+        # Updates that are one array have one norm of everything, a scalar and no row.
         lone = treedef == jax.tree.structure(0)
         blocks = blocks if lone else [blocks[0][None]]
         places = [Place(0, None)] if lone else places
@@ -186,6 +195,7 @@ def _norm_of_each_leaf(tree: Any, dims: list[Any], measure: Any) -> Norms:
     arrays = [
         split.kept for over, split in zip(dims, found) if over is not None
     ]
+    # The vector of scalars comes first, and is the same on all devices.
     kept = [()] * (len(blocks) - len(arrays)) + arrays
     return Norms(blocks, places, paths, of_leaf, treedef, tuple(kept))
 
@@ -195,6 +205,7 @@ def _summed(group: Group) -> int:
     total = 0
     for leaf, split in zip(group.leaves, group.splits):
         dims = range(leaf.ndim) if group.dims is None else group.dims
+        # Each device has a part of the leaf, all of one size.
         total += math.prod(leaf.shape[i] for i in dims) * axes_size(
             split.summed
         )
@@ -216,6 +227,7 @@ def check_measure(call: str, ord: Any, **numbers: Any) -> dict[str, Any]:
     known = float(ord) if isinstance(ord, (np.number, jax.Array)) else ord
     options: dict[str, Any] = {"call": call, "ord": known}
     for name, value in numbers.items():
+        # Lists and dicts become tables of key paths, which have a hash.
         if name == "mesh_axes":
             value = freeze(value, call)
         elif name == "labels":

@@ -20,7 +20,7 @@ name alone does not tell which of its dimensions is.
 """
 
 from collections.abc import Iterable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -30,22 +30,20 @@ from jax.sharding import PartitionSpec
 from .._other_names import with_our_names
 from . import _prefix as prefix
 from ._collectives import Split, axes_size
+from ._mesh_checks import (
+    SplitLeaf,
+    check_bound,
+    check_once,
+    check_reduced,
+    check_spec,
+    check_types,
+    names_in,
+    shown,
+)
 from ._types import has_types, varying, varying_over
 
 # "auto", None, a name, a tuple of names, or a tree prefix of PartitionSpec
 MeshAxes = Any
-
-
-class _Leaf(NamedTuple):
-    """A leaf and what errors say about it."""
-
-    value: Any
-    argument: str  # "global_norm: mesh_axes"
-    path: str
-    spec: Any  # its entry of `mesh_axes`
-
-    def refused(self, text: str) -> ValueError:
-        return ValueError(f"{self.argument}={self.spec!r}{text}")
 
 
 def freeze(mesh_axes: MeshAxes, call: str = "") -> MeshAxes:
@@ -80,18 +78,20 @@ def splits(
         a name where a PartitionSpec is needed; a leaf with unreduced mesh axes.
     """
     mesh = jax.sharding.get_abstract_mesh()
+    # No mesh is set, as under plain jit: the common case, which looks at no leaf.
     if mesh.empty and (mesh_axes is None or mesh_axes == "auto"):
         return [Split()] * len(dims)
     argument = f"{call}: mesh_axes"
     entries = jax.tree_util.tree_flatten_with_path(tree)[0]
     mesh_axes = freeze(mesh_axes, call)
+    # One name or "auto" is for every leaf, a tree for each its own.
     specs = [mesh_axes] * len(entries)
     if isinstance(mesh_axes, prefix.Prefix):
         specs = prefix.lookup(mesh_axes, tree, argument)
     found = []
     for (path, value), spec, over in zip(entries, specs, dims):
-        leaf = _Leaf(value, argument, prefix.name(path), spec)
-        _check_reduced(leaf)
+        leaf = SplitLeaf(value, argument, prefix.name(path), spec)
+        check_reduced(leaf)
         found.append(Split() if spec is None else _split(leaf, over))
     return found
 
@@ -113,11 +113,14 @@ def _whole_shape(leaf: Any, spec: Any) -> tuple[int, ...] | None:
     manual = jax.sharding.get_abstract_mesh().manual_axes
     shape = jnp.shape(leaf)
     if isinstance(spec, PartitionSpec):
-        split = [set(_names(entry)) & set(manual) for entry in spec]
+        # Only manual axes make a shape smaller. Over the others arrays are global.
+        split = [set(names_in(entry)) & set(manual) for entry in spec]
+        # P("x") of a leaf of rank 2 says nothing of the second dimension.
         split += [set()] * (len(shape) - len(spec))
         return tuple(
             size * axes_size(names) for size, names in zip(shape, split)
         )
+    # A type names the mesh axes of a leaf, but not the dimension that each splits.
     if spec is None or (
         spec == "auto" and not (has_types(manual) and varying(leaf))
     ):
@@ -125,20 +128,23 @@ def _whole_shape(leaf: Any, spec: Any) -> tuple[int, ...] | None:
     return None
 
 
-def _split(leaf: _Leaf, over: tuple[int, ...] | None) -> Split:
+def _split(leaf: SplitLeaf, over: tuple[int, ...] | None) -> Split:
     by_dim = _names_by_dim(leaf)
-    _check_types(leaf, {name for names in by_dim for name in names})
+    check_types(leaf, {name for names in by_dim for name in names})
     every = tuple(name for names in by_dim for name in names)
+    # Which dimension is split does not matter where all are summed.
     if over is None or len(over) == jnp.ndim(leaf.value) or not every:
         return Split(every)
     if not isinstance(leaf.spec, PartitionSpec):
         example = ", ".join(map(repr, every))
         raise leaf.refused(
             f" tells that the leaf {leaf.path!r} of shape {jnp.shape(leaf.value)} is "
-            f"split over {_shown(every)}, but not which of its dimensions is, and its "
+            f"split over {shown(every)}, but not which of its dimensions is, and its "
             "norms are taken over some of them only: give a tree of PartitionSpecs, "
             f"such as mesh_axes=jax.sharding.PartitionSpec({example})."
         )
+    # Units of [in, out] with P("x", "y") are summed over x. Each device along y keeps
+    # those of its own outputs.
     summed, kept = [], []
     for dim, names in enumerate(by_dim):
         (summed if dim in over else kept).extend(names)
@@ -150,20 +156,22 @@ def _only(manual: tuple[str, ...], names: Iterable[str]) -> tuple[str, ...]:
     return tuple(name for name in names if name in manual)
 
 
-def _names_by_dim(leaf: _Leaf) -> list[tuple[str, ...]]:
+def _names_by_dim(leaf: SplitLeaf) -> list[tuple[str, ...]]:
     """The manual mesh axes of each dimension. One entry where that is not known."""
     manual = jax.sharding.get_abstract_mesh().manual_axes
     if isinstance(leaf.spec, str) and leaf.spec == "auto":
+        # Without types each leaf counts as complete: nothing is known.
         typed = has_types(manual)
         return [tuple(sorted(varying(leaf.value)))] if typed else [()]
     if isinstance(leaf.spec, PartitionSpec):
-        _check_spec(leaf, manual)
+        check_spec(leaf, manual)
         # Axes that jit looks after (all of them outside shard_map) need nothing here.
-        found = [_only(manual, _names(entry)) for entry in leaf.spec]
+        found = [_only(manual, names_in(entry)) for entry in leaf.spec]
         return found + [()] * (jnp.ndim(leaf.value) - len(found))
-    names = _names(leaf.spec)
-    _check_bound(names, leaf.argument)
-    _check_once(leaf, names)
+    # Names alone, as "x": every leaf is split, along whichever dimension.
+    names = names_in(leaf.spec)
+    check_bound(names, leaf.argument)
+    check_once(leaf, names)
     return [names]
 
 
@@ -191,18 +199,21 @@ def check_replicated(tree: Any, mesh_axes: str | tuple[str, ...]) -> jax.Array:
       >>> print(jax.pmap(differs, axis_name="devices")(x)[0])
       True
     """
-    names = _names(mesh_axes)
-    _check_bound(names, "check_replicated: mesh_axes")
+    names = names_in(mesh_axes)
+    check_bound(names, "check_replicated: mesh_axes")
     different = jnp.zeros((), jnp.int32)
     for leaf in jax.tree.leaves(tree):
         # Bits are compared, so NaN equals itself and 0 differs from -0.
         bits = varying_over(_bits(jnp.asarray(leaf)), names)
+        # ~max(~bits) is the minimum of unsigned integers. Devices agree where it is the
+        # maximum.
         unequal = lax.pmax(bits, names) != ~lax.pmax(~bits, names)
         different = different | jnp.any(unequal).astype(jnp.int32)
     return different == 0
 
 
 def _bits(leaf: jax.Array) -> jax.Array:
+    # bitcast_convert_type takes neither bool nor complex numbers.
     if leaf.dtype == bool:
         return leaf.astype(jnp.uint8)
     if jnp.iscomplexobj(leaf):
@@ -212,100 +223,11 @@ def _bits(leaf: jax.Array) -> jax.Array:
     )
 
 
-def _names(axes: Any) -> tuple[str, ...]:
-    if axes is None:
-        return ()
-    return axes if isinstance(axes, tuple) else (axes,)
-
-
 def _are_names(axes: Any) -> bool:
+    # A NamedTuple of strings is a tree of names, so the type is tuple itself.
     names = type(axes) is tuple and bool(axes)
     return names and all(isinstance(name, str) for name in axes)
 
 
 def _is_spec(x: Any) -> bool:
     return x is None or isinstance(x, (PartitionSpec, str)) or _are_names(x)
-
-
-def _check_reduced(leaf: _Leaf) -> None:
-    kind = jax.typeof(leaf.value)
-    waiting = set(kind.manual_axis_type.unreduced)
-    waiting |= set(getattr(kind.sharding.spec, "unreduced", ()))
-    if waiting:
-        raise ValueError(
-            f"{leaf.argument}: the leaf {leaf.path!r} is not yet summed over "
-            f"{_shown(waiting)}: reshard it, or use lax.psum, before clipping."
-        )
-
-
-def _check_bound(names: tuple[str, ...], argument: str) -> None:
-    for name in names:
-        if not isinstance(name, str):
-            raise ValueError(
-                f"{argument} must be 'auto', None, names of mesh axes, or a tree of "
-                f"PartitionSpecs, got {name!r}."
-            )
-        try:
-            lax.axis_size(name)
-        except NameError:
-            raise ValueError(f"{argument}={name!r}: {_bound_axes()}") from None
-
-
-def _bound_axes() -> str:
-    """Which mesh axes have a name here, for errors."""
-    mesh = jax.sharding.get_abstract_mesh()
-    if mesh.manual_axes:
-        return (
-            f"there is no such axis here. There is {_shown(mesh.manual_axes)}."
-        )
-    return (
-        "there is no such axis here. Outside shard_map and pmap no mesh axes are "
-        "needed: mesh_axes='auto' is right."
-    )
-
-
-def _check_spec(leaf: _Leaf, manual: tuple[str, ...]) -> None:
-    if len(leaf.spec) > jnp.ndim(leaf.value):
-        raise leaf.refused(
-            f" has more entries than the leaf {leaf.path!r} of shape "
-            f"{jnp.shape(leaf.value)} has dimensions."
-        )
-    named = tuple(name for entry in leaf.spec for name in _names(entry))
-    _check_once(leaf, named)
-    known = jax.sharding.get_abstract_mesh().axis_names
-    unknown = set(named) - set(known)
-    if manual and unknown:
-        raise leaf.refused(
-            f" names {_shown(unknown)}, but there is no such axis in the mesh, which "
-            f"has {_shown(known)}."
-        )
-
-
-def _check_once(leaf: _Leaf, names: tuple[str, ...]) -> None:
-    if len(set(names)) < len(names):
-        raise leaf.refused(" names a mesh axis twice.")
-
-
-def _check_types(leaf: _Leaf, names: set[str]) -> None:
-    """Raises where the type of a leaf contradicts its entry of `mesh_axes`."""
-    manual = jax.sharding.get_abstract_mesh().manual_axes
-    if not has_types(manual):
-        return
-    same = names & set(manual) - varying(leaf.value)
-    if same:
-        raise leaf.refused(
-            f": the leaf {leaf.path!r} is the same on all devices along "
-            f"{_shown(same)}, so its sum must not be added up there: leave the axis "
-            "out, or use mesh_axes='auto'."
-        )
-    forgotten = varying(leaf.value) - names
-    if forgotten:
-        raise leaf.refused(
-            f": the leaf {leaf.path!r} also differs along {_shown(forgotten)}: name "
-            "that axis, or use mesh_axes='auto', or lax.pmean it first if it should be "
-            "the same."
-        )
-
-
-def _shown(names: Any) -> str:
-    return ", ".join(repr(name) for name in sorted(names))

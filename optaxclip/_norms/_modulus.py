@@ -46,6 +46,7 @@ def with_modulus(size: jax.Array, x: jax.Array) -> jax.Array:
 
 
 def _sign_where_infinite(part: jax.Array, infinite: jax.Array) -> jax.Array:
+    # inf / inf is NaN. An infinite part counts as 1, and a finite one beside it as 0.
     finite = jnp.where(infinite, 0 * part, part)
     return jnp.where(jnp.isinf(part), jnp.sign(part), finite)
 
@@ -55,6 +56,7 @@ def tangent_of_modulus(x: jax.Array, change: jax.Array) -> jax.Array:
     if not jnp.issubdtype(x.dtype, jnp.complexfloating):
         return (jnp.sign(x) * change).astype(modulus_dtype(x))
     unit = direction(x)
+    # d|z| = Re(conj(z) / |z| * dz)
     along = jnp.real(unit) * jnp.real(change), jnp.imag(unit) * jnp.imag(change)
     return along[0] + along[1]
 
@@ -84,6 +86,7 @@ def divided(size: jax.Array, whole: jax.Array) -> jax.Array:
     XLA multiplies an array by the reciprocal of a scalar, which is flushed to 0 above
     2^126. So large numbers are scaled down first.
     """
+    # 2^128 / 8 = 2^125, whose reciprocal is a normal number.
     down = jnp.where(whole > 1, 0.125, 1.0).astype(whole.dtype)
     return size * down / (whole * down)
 

@@ -97,6 +97,7 @@ def tensor_norm(
       5.0
     """
     check_ord("tensor_norm", ord)
+    # Leaves that do not count are None here, and so in the tree of norms.
     measure = TensorNorm("tensor_norm", ord, stacked, mesh_axes)
     return measure(clipped_leaves(tree)).tree()
 

@@ -23,6 +23,7 @@ def per_platform(
     """
     if FORCED:
         return {"cpu": cpu, "gpu": gpu, "tpu": tpu}[FORCED](*operands)
+    # JAX knows GPUs as cuda and rocm. An export for several platforms holds all ways.
     return lax.platform_dependent(
         *operands, cpu=cpu, cuda=gpu, rocm=gpu, default=tpu
     )

@@ -28,7 +28,6 @@ from ._bins import (
     sum_on_gpu,
     sum_on_tpu,
 )
-from ._collectives import join_devices
 from ._derivative import slope, weights_of
 from ._groups import (
     Blocks,
@@ -36,21 +35,19 @@ from ._groups import (
     Layout,
     add_up,
     add_up_all,
-    gather,
-    max_of_stack,
-    maximum,
-    names_of,
     scatter,
     sum_over,
     take_max,
     total_of_stack,
 )
+from ._maxima import largest_moduli, largest_moduli_by_bits, largest_modulus
 from ._modulus import divided, modulus, norm_dtype, tangent_of_modulus
 from ._platform import per_platform
 from ._small_leaves import bins_at_once, bins_of_leaves, join_small
 from ._sums_on_cpu import sum_squares
 
 # Orders whose powers of any float32 number stay far inside the range of float64.
+# (3.4e38)^4 is 1e154, and (1.2e-38)^4 is 2e-152.
 DIRECT = (1.0, 2.0, 3.0, 4.0)
 
 
@@ -62,6 +59,7 @@ def group_norms(
     Sums are divided by `counts`, in blocks as well, before their root is taken: the
     root of a mean is finite where the norm is not.
     """
+    # Static: only leaves and counts are traced.
     layout = tuple((group.dims, tuple(group.splits)) for group in groups)
     leaves = [list(map(jnp.asarray, group.leaves)) for group in groups]
     return _norms(p, layout, leaves, counts)
@@ -75,13 +73,14 @@ def _norms(
     counts: Blocks | None,
 ) -> Blocks:
     dtype = norm_dtype(groups)
+    # Programs for GPU and TPU have float64 only where a leaf has 64 bits.
     if dtype == np.float64 and p == np.inf:
-        blocks = _largest(dtype, layout, groups)
+        blocks = largest_moduli(dtype, layout, groups)
     elif dtype == np.float64:
         blocks = _by_shares(p, np.float64, layout, groups, counts)
     elif p == np.inf:
-        by_bits = partial(_largest_by_bits, layout)
-        cpu = partial(_largest, dtype, layout)
+        by_bits = partial(largest_moduli_by_bits, layout)
+        cpu = partial(largest_moduli, dtype, layout)
         return per_platform(groups, cpu=cpu, gpu=by_bits, tpu=by_bits)
     else:
         shares = partial(_by_shares, p, np.float32, layout)
@@ -98,6 +97,7 @@ def _norms(
 @_norms.defjvp
 def _norms_jvp(p: float, layout: Layout, primals: Any, tangents: Any) -> Any:
     """d norm = sum (|x| / norm)^(p-1) d|x|."""
+    # Counts are numbers of elements, which have no derivative.
     (groups, counts), (changes, _) = primals, tangents
     blocks = _norms(p, layout, groups, counts)
     norms = scatter(blocks, layout)
@@ -106,6 +106,7 @@ def _norms_jvp(p: float, layout: Layout, primals: Any, tangents: Any) -> Any:
     for norm, (dims, _), *each in zip(norms, layout, weights, groups, changes):
         moved = []
         for weight, leaf, change in zip(*each):
+            # |x| d|x| = x dx, which has a second derivative at x = 0 as well.
             if p == 2:
                 term = slope(leaf, change, norm)
             else:
@@ -114,6 +115,7 @@ def _norms_jvp(p: float, layout: Layout, primals: Any, tangents: Any) -> Any:
             moved.append(sum_over(term, dims).astype(norm.dtype))
         terms.append(moved)
     moved = add_up(terms, layout, blocks[0].dtype if blocks else np.float32)
+    # norm = (sum |x|^p / n)^(1/p), whose derivative has 1 / n before the sum.
     return blocks, _mean(moved, counts)
 
 
@@ -129,6 +131,7 @@ def _in_float64(
     groups: list[list[jax.Array]],
     counts: Blocks | None,
 ) -> Blocks:
+    # Powers of other orders may leave the range of float64 too: (1e38)^10.
     if p not in DIRECT:
         return _by_shares(p, np.float64, layout, groups, counts)
     return _roots(p, np.float64, np.float32, layout, groups, counts)
@@ -145,12 +148,15 @@ def _by_shares(
     dtype = norm_dtype(groups)
     sizes = []
     for group, (dims, _) in zip(groups, layout):
-        sizes.append([_max(x, dims, dtype) for x in group])
+        sizes.append([largest_modulus(x, dims, dtype) for x in group])
+    # Over all devices, which must divide by the same number to add up their shares.
     largest = take_max(sizes, layout, dtype)
+    # 0, NaN and inf are not divided by, and come out of the sum as they are.
     safe = [
         jnp.where((x > 0) & (x < jnp.inf), x, 1.0).astype(dtype)
         for x in largest
     ]
+    # In [0, 1], and one of them is 1. A power that vanishes is too small to count.
     shares = []
     for divisor, group in zip(scatter(safe, layout), groups):
         shares.append(
@@ -189,6 +195,7 @@ def _sum_of_powers(
 ) -> jax.Array:
     if jnp.issubdtype(leaf.dtype, jnp.complexfloating):
         if p == 2:
+            # |a + bi|^2 = a^2 + b^2, without the root of the modulus.
             parts = jnp.real(leaf), jnp.imag(leaf)
             real, imag = (_sum_of_powers(p, wide, dims, part) for part in parts)
             return real + imag
@@ -196,8 +203,10 @@ def _sum_of_powers(
     if p == 2 and wide == np.float64:
         return sum_squares(leaf, dims)
     if p in DIRECT:
+        # Converted first: in float32 a power may be inf.
         x = lax.convert_element_type(jnp.abs(leaf), wide)
         return sum_over(lax.integer_pow(x, int(p)), dims)
+    # Only shares of the largest come here, whose powers are at most 1.
     return sum_over(lax.convert_element_type(jnp.abs(leaf) ** p, wide), dims)
 
 
@@ -205,6 +214,7 @@ def _in_bins_on_tpu(
     layout: Layout, groups: list[list[jax.Array]], counts: Blocks | None
 ) -> Blocks:
     """Norms of order 2 from float32 sums in three bins."""
+    # Small leaves are found across all groups, and handed out again in order.
     whole = [group for group, (dims, _) in zip(groups, layout) if dims is None]
     at_once = iter(bins_at_once([leaf for group in whole for leaf in group]))
     found = []
@@ -224,6 +234,7 @@ def _roots_of_bins(
     layout: Layout,
     counts: Blocks | None,
 ) -> Blocks:
+    # [[Bins, Bins], [Bins]] -> three times [[x, x], [x]]: large, rest, small.
     kinds = []
     for kind in range(3):
         pick = itemgetter(kind)
@@ -239,9 +250,11 @@ def _in_bins_on_gpu(
     """Norms of order 2, with small leaves read together where that moves no data."""
     joined, splits = [], []
     for group, (dims, own) in zip(groups, layout):
+        # A group with dims has one leaf, and nothing to join.
         leaves, of_leaves = (group, own) if dims else join_small(group, own)
         joined.append(leaves)
         splits.append((dims, tuple(of_leaves)))
+    # Then norms of single leaves: those of one size are rows of one sum.
     lone = [
         g[0]
         for g, (dims, _) in zip(joined, splits)
@@ -256,68 +269,5 @@ def _in_bins_on_gpu(
             found.append(
                 [bins_of_leaf(sum_on_gpu, dims, leaf) for leaf in group]
             )
+    # In the layout of what was joined, which has fewer leaves in a group.
     return _roots_of_bins(root_on_gpu, found, tuple(splits), counts)
-
-
-def _largest(
-    dtype: Any, layout: Layout, groups: list[list[jax.Array]]
-) -> Blocks:
-    """max |x|. NaN is counted separately, since a maximum over devices drops it."""
-    sizes, broken = [], []
-    for group, (dims, _) in zip(groups, layout):
-        found = [_max_and_broken(dims, dtype, leaf) for leaf in group]
-        sizes.append([most for most, _ in found])
-        broken.append([nan for _, nan in found])
-    names = names_of(layout)
-    blocks = gather(sizes, layout, dtype, maximum) + gather(
-        broken, layout, dtype, maximum
-    )
-    blocks = join_devices(lax.pmax, blocks, names + names)
-    half = len(blocks) // 2
-    pairs = zip(blocks[:half], blocks[half:])
-    return [jnp.where(broken > 0, jnp.nan, most) for most, broken in pairs]
-
-
-def _largest_by_bits(layout: Layout, groups: list[list[jax.Array]]) -> Blocks:
-    """max |x| of float32 numbers, from their bits as integers.
-
-    Those of numbers at least 0 are in the same order, and those of NaN come last. So
-    one maximum finds both, where XLA makes a kernel of each.
-    """
-    bits = []
-    for group, (dims, _) in zip(groups, layout):
-        bits.append([_max_of_bits(dims, leaf) for leaf in group])
-    blocks = take_max(bits, layout, np.int32, max_of_stack)
-    return [lax.bitcast_convert_type(block, np.float32) for block in blocks]
-
-
-@partial(jax.jit, static_argnums=0)
-def _max_of_bits(dims: Dims, leaf: jax.Array) -> jax.Array:
-    x = modulus(leaf).astype(np.float32)
-    # Without the sign, which NaN may have too.
-    bits = lax.bitcast_convert_type(x, np.int32) & np.int32(0x7FFFFFFF)
-    return jnp.max(bits, dims, keepdims=dims is not None)
-
-
-@partial(jax.jit, static_argnums=(0, 1))
-def _max_and_broken(dims: Dims, dtype: Any, leaf: jax.Array) -> Any:
-    # XLA on a CPU fuses a maximum or a sum with what made its operand only if that
-    # contains no comparison. So NaN is found by a sum of zeros: 0 / (1 + inf) is 0, and
-    # 0 / (1 + NaN) is not. Some floats of 8 bits have no inf: their squares are wide.
-    x = modulus(leaf).astype(dtype)
-    broken = jnp.isnan(sum_over(0 / (1 + x * x), dims))
-    return jnp.where(broken, 0, _max(leaf, dims, dtype)), broken.astype(dtype)
-
-
-@partial(jax.jit, static_argnums=(1, 2))
-def _max(leaf: jax.Array, dims: Dims, dtype: Any) -> jax.Array:
-    """max |x|, from which XLA on a CPU drops a NaN."""
-    x = (
-        jnp.abs(leaf)
-        if jnp.issubdtype(leaf.dtype, jnp.complexfloating)
-        else leaf
-    )
-    x = x.astype(dtype)  # some floats of 8 bits have no sign and no inf
-    axes = tuple(range(x.ndim)) if dims is None else dims
-    most = lax.max(lax.reduce_max(x, axes), -lax.reduce_min(x, axes))
-    return most if dims is None else lax.expand_dims(most, axes)

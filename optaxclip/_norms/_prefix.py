@@ -42,6 +42,7 @@ def names(paths: list[Any]) -> list[str]:
     """The names of all key paths of a tree, no two alike: where `a/b` could be two
     places, they are written as in Python. No name has line breaks.
     """
+    # {"a/b": x} and {"a": {"b": x}} both read a/b.
     short = [name(path).replace("\n", "\\n") for path in paths]
     counts = Counter(short)
     found = []
@@ -54,6 +55,7 @@ def freeze(prefix: Any, is_leaf: Callable[[Any], bool]) -> Prefix:
     """The table of a prefix; `is_leaf` says what counts as one value (None always
     does).
     """
+    # None is a value: no limit, or the default of an option.
     entries = jax.tree_util.tree_flatten_with_path(
         prefix, is_leaf=lambda x: is_none(x) or is_leaf(x)
     )[0]
@@ -73,6 +75,7 @@ def lookup(
     values, used = [], set()
     paths = [path for path, _ in jax.tree_util.tree_flatten_with_path(tree)[0]]
     for path in paths:
+        # At most one entry of a tree prefix begins a path. () is a value for all.
         found = next(
             (
                 path[:depth]
@@ -88,6 +91,7 @@ def lookup(
             )
         values.append(table[found])
         used.add(found)
+    # Where updates have None or MaskedNode, values may be given and are not used.
     holes = {
         path
         for path, leaf in jax.tree_util.tree_flatten_with_path(
@@ -95,9 +99,11 @@ def lookup(
         )[0]
         if is_hole(leaf)
     }
+    # A value at such a place, or above it, need not reach a leaf.
     used.update(
         path[:depth] for path in holes for depth in range(len(path) + 1)
     )
+    # Nor need one below it, as in a full tree of limits for masked updates.
     for key in table:
         if key not in used and not any(
             key[:depth] in holes for depth in range(len(key))
@@ -113,6 +119,8 @@ def lookup(
 def overlaps(one: Prefix, other: Prefix) -> Iterator[tuple[Any, Any]]:
     """The pairs of values of two prefixes that belong to the same leaves."""
     table, others = dict(one.entries), dict(other.entries)
+    # First entries of `one` at or above those of `other`, then those strictly below.
+    # So each pair comes once.
     for key, value in other.entries:
         yield from (
             (table[key[:depth]], value)
@@ -134,6 +142,7 @@ def shown(paths: Iterable[Any]) -> str:
 
 def listed(names: Iterable[Any]) -> str:
     """Names in order, and of many the first eight: "'b', 'w'"."""
+    # A model may have thousands of leaves.
     known = sorted(map(str, names))
     text = ", ".join(map(repr, known[:8]))
     return text if len(known) <= 8 else f"{text} and {len(known) - 8} more"

@@ -39,6 +39,7 @@ def join_small(
 ) -> tuple[list[jax.Array], list[Split]]:
     """The leaves of one norm, with small ones of one kind concatenated."""
     found, of_leaves = [], []
+    # Leaves that different mesh axes split must stay apart for their collective.
     kinds = [(_kind(place, x), splits[place]) for place, x in enumerate(leaves)]
     for kind in dict.fromkeys(kinds):
         alike = [leaf for leaf, own in zip(leaves, kinds) if own == kind]
@@ -59,9 +60,11 @@ def bins_of_leaves(leaves: list[jax.Array]) -> list[Bins]:
         if len(places) == 1:
             found[places[0]] = bins_of_leaf(sum_on_gpu, None, leaves[places[0]])
             continue
+        # [rows, size]: leaves of one size, whatever their shapes.
         rows = jnp.stack([leaves[place].reshape(-1) for place in places])
         sums = bins_of_leaf(sum_on_gpu, (1,), rows)
         for row, place in enumerate(places):
+            # Dimension 1 is the one that was summed, and has size 1.
             found[place] = Bins(*(x[row, 0] for x in sums))
     return found
 
@@ -87,6 +90,7 @@ def _sums_of_alike(leaves: list[jax.Array]) -> list[Bins]:
     """The sums of leaves of one shape and dtype."""
     if len(leaves) == 1 or jnp.issubdtype(leaves[0].dtype, jnp.complexfloating):
         return [bins_of_leaf(sum_on_tpu, None, leaf) for leaf in leaves]
+    # Three operands for each leaf, at most 48 in one reduction.
     squares = [x for leaf in leaves for x in squares_in_bins(leaf)]
     sums = sum_at_once(squares, range(leaves[0].ndim))
     return [Bins(*sums[i : i + 3]) for i in range(0, len(sums), 3)]
@@ -94,6 +98,7 @@ def _sums_of_alike(leaves: list[jax.Array]) -> list[Bins]:
 
 def _kind(place: int, leaf: jax.Array, most: int = SMALL) -> Any:
     """What leaves that are put together have in common. A large leaf is alone."""
+    # A symbolic size, of jax.export, is not compared.
     known = all(isinstance(size, int) for size in leaf.shape)
     if known and leaf.size <= most and is_on_one_device(leaf):
         return leaf.dtype, varying(leaf)

@@ -67,6 +67,7 @@ def other_axes(axes: Axes, rank: int) -> Axes:
 
 def is_axes(x: Any) -> TypeGuard[Axes]:
     """Whether it is a tuple of axes, and not a part of a tree."""
+    # A NamedTuple of ints is a part of a tree, so the type is tuple itself.
     return type(x) is tuple and all(isinstance(i, int) for i in x)
 
 
@@ -74,6 +75,7 @@ def _leaves(stacked: Stacked, tree: Any, call: str) -> list[_Leaf]:
     entries = jax.tree_util.tree_flatten_with_path(tree)[0]
     if callable(stacked):
         answers = [stacked(prefix.name(path), leaf) for path, leaf in entries]
+        # A function has no places, so leaves with equal answers are one stack.
         pairs = [(repr(answer), answer) for answer in answers]
     else:
         is_table = isinstance(stacked, prefix.Prefix)
@@ -96,6 +98,7 @@ def _axes_of(leaf: _Leaf, call: str) -> Axes:
     if isinstance(answer, (int, np.integer)) and 0 <= answer <= rank:
         return tuple(range(int(answer)))
     if is_axes(answer):
+        # Of rank 3, (-2,) is (1,). An axis twice, as in (0, -3), makes the set smaller.
         axes = {axis % rank for axis in answer if -rank <= axis < rank}
         if len(axes) == len(answer):
             return tuple(sorted(axes))

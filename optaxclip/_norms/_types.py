@@ -23,6 +23,7 @@ def is_on_one_device(x: Any) -> bool:
     Under jit the type of a value names the mesh that it lives on, though not how an
     Auto mesh splits it.
     """
+    # Manual axes do not count: inside shard_map each device has an array of its own.
     mesh = jax.typeof(x).sharding.mesh
     others = set(mesh.axis_names) - set(mesh.manual_axes)
     return all(mesh.shape[name] == 1 for name in others)
@@ -34,6 +35,7 @@ def has_types(manual: tuple[str, ...]) -> bool:
     It does not in pmap and with check_vma=False. There even axis_index has the type of
     a value that is the same everywhere.
     """
+    # axis_index differs between devices, so its type tells whether types are tracked.
     indices = {name: lax.axis_index(name) for name in manual}
     return bool(manual) and all(
         name in varying(i) for name, i in indices.items()
@@ -48,6 +50,7 @@ def varying(x: Any) -> frozenset[str]:
 def varying_over(x: jax.Array, names: Iterable[str]) -> jax.Array:
     """The value, typed as one that differs along these mesh axes."""
     manual = jax.sharding.get_abstract_mesh().manual_axes
+    # pcast refuses an axis along which the value varies already.
     missing = tuple(n for n in names if n in manual and n not in varying(x))
     return (
         lax.pcast(x, missing, to="varying")
@@ -81,6 +84,7 @@ def split_as(value: jax.Array, kind: Any) -> jax.Array:
 
     Dimensions beyond those of the type are not split.
     """
+    # In Auto meshes the sharding is no part of a type, and XLA chooses it.
     if not jax.sharding.get_abstract_mesh().explicit_axes:
         return value
     return _resharded(value, kind.sharding.spec)
@@ -94,5 +98,6 @@ def gathered(value: jax.Array, kept: int) -> jax.Array:
 
 
 def _resharded(value: jax.Array, spec: Any) -> jax.Array:
+    # P("x") of [4, 6] is P("x", None): what is not named is not split.
     rest = [None] * (value.ndim - len(spec))
     return jax.reshard(value, PartitionSpec(*spec, *rest))
