@@ -122,7 +122,8 @@ class GroupNorm(NamedTuple):
         known = set(labels)
         if isinstance(self.labels, prefix.Prefix):
             known |= {label for _, label in self.labels.entries}
-        order = sorted(known, key=str)
+        # The order in which JAX flattens a dict: 2 before 10.
+        order = sorted(known)
         groups = [Group([], None, []) for _ in order]
         of_leaf: list[int | None] = [order.index(label) for label in labels]
         for leaf, label, split in zip(leaves, labels, found):

@@ -120,4 +120,7 @@ def rules_of(limits: Any, argument: str) -> Any:
     def named(limit: Any) -> Rule:
         return rule_of(limit, argument)
 
-    return jax.tree.map(named, limits, is_leaf=is_limit)
+    rules = jax.tree.map(named, limits, is_leaf=is_limit)
+    # One rule at two places becomes two, as it does in a compiled call. Rules are told
+    # apart by identity, so `init` and `update` would disagree otherwise.
+    return jax.tree.map(lambda number: number, rules)
