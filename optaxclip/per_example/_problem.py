@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from .._norms._types import varying_as
 from ._roles import Places, roles_of
@@ -36,7 +37,7 @@ class Question(NamedTuple):
         """The problem that the arguments of a call pose."""
         roles = roles_of(self.call, self.argnums, self.shared_argnums, args)
         batch, size = roles.examples(self.call)
-        params = jax.tree.map(jnp.asarray, roles.taken(self.argnums))
+        params = jax.tree.map(jnp.asarray, roles.taken(roles.params))
         params = jax.tree.map(partial(typed_as_varying, batch), params)
 
         def of_one(params: Any, example: Any) -> tuple[jax.Array, Any]:
@@ -94,7 +95,8 @@ def typed_as_varying(tree: Any, value: jax.Array) -> jax.Array:
 def check_microbatch(call: str, microbatch: Any) -> None:
     """Raises ValueError for what is neither None nor a number of examples."""
     # A bool is an int in Python: True would be microbatches of 1.
-    is_number = isinstance(microbatch, int) and not isinstance(microbatch, bool)
+    is_int = isinstance(microbatch, (int, np.integer))
+    is_number = is_int and not isinstance(microbatch, bool)
     if microbatch is not None and not (is_number and microbatch >= 1):
         raise ValueError(
             f"{call}: microbatch must be a number of examples, at least 1, or None, "
