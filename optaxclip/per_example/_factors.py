@@ -120,6 +120,9 @@ def _gather(use: Use) -> Form | None:
         inputs: list[jax.Array], cotangent: jax.Array, order: Order
     ) -> Factors:
         index = inputs[0].reshape(1, sizes[0])
+        if index.dtype.itemsize < 4:
+            # A uint8 of 256, the number of rows, would be 0.
+            index = index.astype(jnp.int32)
         axes = [*positions, *(offsets[k - 1] for k in order(columns))]
         c = jnp.transpose(cotangent, axes).reshape(1, sizes[0], sizes[2])
         within = (index >= 0) & (index < shape[0])
