@@ -55,6 +55,7 @@ import math
 from typing import Any
 
 import jax
+import numpy as np
 import optax
 
 from .._arguments import check_number, check_order
@@ -154,11 +155,17 @@ def clip_by_norm(t: Any, clip_norm: Any, axes: Any = None) -> Any:
     if axes is None:
         measure = TensorNorm(**check_measure(call, None))
     else:
-        # A static argument of the jitted update, so a list must become a tuple.
-        axis = tuple(axes) if isinstance(axes, list) else axes
+        # A static argument of the jitted update, so a list must become a tuple. One of
+        # NumPy's ints would be taken for a tree.
+        several = isinstance(axes, (list, tuple))
+        axis = tuple(map(_as_int, axes)) if several else axes
         # axes are summed over, like `axis` of clip_by_unitwise_norm.
         measure = UnitwiseNorm(**check_measure(call, None, axis=axis))
     return clip_once(t, clip_norm, measure, call=call, name="clip_norm")[0]
+
+
+def _as_int(axis: Any) -> Any:
+    return int(axis) if isinstance(axis, np.integer) else axis
 
 
 @with_our_names
