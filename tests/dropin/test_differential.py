@@ -89,6 +89,7 @@ WITH_ONES = [
 WITH_ONES += [(1, 3, 1, 1, 1), (1, 3, 1, 2, 1), (1, 1, 1, 1, 1, 3)]
 
 
+@pytest.mark.slow
 def test_axes_of_size_1_make_the_units_of_optax():
     shapes = {str(shape): shape for shape in WITH_ONES}
     grads, params = tree(5, shapes), tree(6, shapes)

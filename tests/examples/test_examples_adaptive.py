@@ -81,6 +81,7 @@ def protected(tmp_path_factory):
 
 
 @pytest.mark.parametrize("clipper", CLIPPERS)
+@pytest.mark.slow
 def test_clippers_clip_and_skip_nothing(clipper, protected):
     row = protected[clipper]
     assert row.clip_rate >= len(BROKEN) / 100
@@ -147,6 +148,7 @@ def claims(tmp_path_factory):
     )
 
 
+@pytest.mark.slow
 def test_headlines_prints_both_tables_and_draws(claims):
     tails, descents, printed, picture = claims
     assert list(tails) == [

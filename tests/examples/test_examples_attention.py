@@ -13,6 +13,7 @@ pytestmark = pytest.mark.usefixtures("as_programs_run")
 LIMIT = 10.0
 
 
+@pytest.mark.slow
 def test_logits_explode_with_muon_and_not_with_the_clip():
     from examples import qk_clip as example
 

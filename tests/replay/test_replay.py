@@ -72,6 +72,7 @@ def test_no_factor_of_a_replay_is_0_or_inf_beside_a_limit(norm, limit, shrink):
     assert 0 < factor < np.inf and factor == state.factor
 
 
+@pytest.mark.slow
 def test_a_thousand_rules_at_once():
     quantiles = np.linspace(0, 1, 1000, dtype=np.float32)
 
@@ -243,6 +244,7 @@ def test_the_command_prints_a_table_and_draws_a_picture(tmp_path, capsys):
         main([str(tmp_path / "nowhere.csv")])
 
 
+@pytest.mark.slow
 def test_the_command_runs_without_a_warning(tmp_path):
     done = subprocess.run(
         [
@@ -294,6 +296,7 @@ def test_replay_keeps_64_bits_and_names_its_rule():
 SKIP_STEP = "optaxclip.skip_step(optimizer, on_loss=False)"
 
 
+@pytest.mark.slow
 def test_suggestions_are_quantiles_five_medians_and_rules():
     good = np.concatenate([np.arange(1.0, 64.0), [300.0]])
     rows = {
