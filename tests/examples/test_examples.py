@@ -56,6 +56,7 @@ def test_two_processes_clip_alike():
         assert seen["norm_after"] == pytest.approx(multi_process.MAX_NORM, rel=1e-6)
 
 
+@pytest.mark.slow
 def test_benchmarks_print_tables_progress_and_json(tmp_path, capsys):
     benchmarks.main(
         ["--quick", "--only", "eager", "--json", str(tmp_path / "results.json")]

@@ -14,6 +14,8 @@ import optaxclip
 from examples import adaptive, headlines
 from optaxclip.replay import __main__ as replay
 
+pytestmark = pytest.mark.slow
+
 BROKEN = [70, 85]
 STARTS = (10.0, 14.0)
 
@@ -81,7 +83,6 @@ def protected(tmp_path_factory):
 
 
 @pytest.mark.parametrize("clipper", CLIPPERS)
-@pytest.mark.slow
 def test_clippers_clip_and_skip_nothing(clipper, protected):
     row = protected[clipper]
     assert row.clip_rate >= len(BROKEN) / 100
@@ -148,7 +149,6 @@ def claims(tmp_path_factory):
     )
 
 
-@pytest.mark.slow
 def test_headlines_prints_both_tables_and_draws(claims):
     tails, descents, printed, picture = claims
     assert list(tails) == [

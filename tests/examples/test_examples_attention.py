@@ -42,6 +42,7 @@ def test_what_the_example_hands_over_are_its_logits():
 
 
 @pytest.mark.parametrize("key_heads", (4, 2, 1))
+@pytest.mark.slow
 def test_logits_of_a_flax_model_are_within_the_limit(key_heads):
     model, variables, x = flax_model(key_heads)
     params = variables["params"]

@@ -20,6 +20,8 @@ import optaxclip
 from optaxclip.replay.__main__ import main as replay_command
 from optaxclip.replay.__main__ import table
 
+pytestmark = pytest.mark.slow
+
 pytestmark = pytest.mark.usefixtures("as_programs_run")
 
 
@@ -353,7 +355,6 @@ def read_lines(path):
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-@pytest.mark.slow
 def test_every_step_is_a_line_with_all_metrics(logs):
     rows = read_lines(logs[1] / "loose.jsonl")
     clip = optaxclip.clip_by_global_norm(1.0)

@@ -1131,6 +1131,7 @@ def test_norms_by_accelerators_are_within_1e_6(dtype, ord, way):
 @accelerator
 @pytest.mark.parametrize("ord", SUMMED)
 @pytest.mark.parametrize("largest", LENGTHS)
+@pytest.mark.slow
 def test_norms_by_accelerators_hold_the_whole_range(largest, ord, way):
     leaves = of_length(largest, ord)
     # Of values below the smallest normal number each may be flushed to 0.

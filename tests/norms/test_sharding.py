@@ -165,6 +165,7 @@ def test_every_clipper_gives_what_it_gives_on_one_device(run):
     assert missed == {}
 
 
+@pytest.mark.slow
 def test_all_devices_hold_the_same_bits_of_what_is_replicated(run):
     mode, _, results = run
     for clipped in results.values():
@@ -192,6 +193,7 @@ def test_no_gradient_travels_between_devices(run):
     ]
 
 
+@pytest.mark.slow
 def test_clipped_updates_stay_where_the_updates_were(run):
     mode, _, results = run
     for clipped in results.values():

@@ -65,6 +65,7 @@ def test_the_gradient_is_the_mean_of_clipped_ones(name):
 
 
 @pytest.mark.parametrize("name", MODELS)
+@pytest.mark.slow
 def test_values_are_those_of_the_loss(name):
     np.testing.assert_allclose(ghost(name)[1].values, examples(name)[0], rtol=1e-5)
 

@@ -49,6 +49,7 @@ def test_it_is_noise_over_signal_of_the_gradients():
     close(noise_scale(result), of_each())
 
 
+@pytest.mark.slow
 def test_an_infinite_limit_and_one_that_clips_nothing_will_do():
     for limit in (np.inf, 1e6):
         close(

@@ -40,6 +40,7 @@ def test_every_further_argument_is_a_batch():
     close(result.grads, expected)
 
 
+@pytest.mark.slow
 def test_a_shared_argument_is_the_same_for_all_examples():
     w, x, _ = arrays()
     grad = clipped_grad(squared_error, 0.7, shared_argnums=2)

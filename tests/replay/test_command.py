@@ -38,6 +38,7 @@ def test_a_column_that_was_chosen_is_no_guess(log, capsys):
     assert text == "Norms: column 'Step' of run.csv."
 
 
+@pytest.mark.slow
 def test_one_row_is_recommended_that_clips_one_percent(log, capsys):
     (best,) = [row for row in suggest(NORMS) if row.recommended]
     assert best.limit == pytest.approx(np.quantile(NORMS, 0.99), rel=0.01)
@@ -84,6 +85,7 @@ def test_a_picture_elsewhere_is_not_replaced_either(log, tmp_path, capsys):
     assert picture.read_text() == "mine"
 
 
+@pytest.mark.slow
 def test_nothing_but_the_picture_is_written(log, capsys):
     before = set(log.parent.iterdir())
     printed(capsys, log)

@@ -106,6 +106,7 @@ def test_the_norms_of_a_real_run_can_be_replayed():
     )
 
 
+@pytest.mark.slow
 def test_suggestions_count_the_steps_over_each_limit():
     rows = {row.rule: row for row in optaxclip.replay.suggest(NORMS)}
     good = NORMS[np.isfinite(NORMS) & (NORMS > 0)].astype(np.float64)
@@ -346,6 +347,7 @@ def log_of(path, norms, column="norm"):
     return path
 
 
+@pytest.mark.slow
 def test_the_command_takes_a_column_and_a_picture(tmp_path, capsys):
     norms = [*np.linspace(1, 9, 9), 1000.0, np.nan, np.inf]
     log, picture = (

@@ -833,6 +833,7 @@ def test_spam_keeps_the_average_of_a_leaf_that_is_missing():
     )
 
 
+@pytest.mark.slow
 def test_spam_passes_on_leaves_that_are_not_clipped():
     tree = {"w": jnp.ones(2), "steps": jnp.ones(3, int), "key": jax.random.key(0)}
     clipper = optaxclip.spam(4.0, warmup=0)
