@@ -1,8 +1,8 @@
 """Which tests run, and the examples in docstrings: their names, how arrays print.
 
-    pytest                every promise: one case of each test, without the slow tests
-    pytest --all          every case of every test, as CI runs them
-    pytest FILE, -k NAME  every case of these tests
+pytest                every promise: one case of each test, without the slow tests
+pytest --all          every case of every test, as CI runs them
+pytest FILE, -k NAME  every case of these tests
 """
 
 import zlib
@@ -17,9 +17,7 @@ def pytest_addoption(parser):
 
 def pytest_configure(config):
     config.addinivalue_line("markers", "slow: runs with --all, or when it is named")
-    named = config.args_source is pytest.Config.ArgsSource.ARGS or config.option.keyword
-    # The processes of xdist are given the option, and folders as if they were named.
-    if named and not hasattr(config, "workerinput"):
+    if config.args_source is pytest.Config.ArgsSource.ARGS or config.option.keyword:
         config.option.all = True
 
 

@@ -20,7 +20,7 @@ from jax.sharding import PartitionSpec as P
 import optaxclip
 from optaxclip._norms import _platform
 from tests import oracles
-from tests.helpers import SMALL_FLOATS, apply
+from tests.helpers import SMALL_FLOATS, apply, only_by_a_cpu
 from tests.sharded import on_two_devices
 
 EPS = oracles.eps_of("float32")
@@ -39,9 +39,6 @@ every_order = pytest.mark.parametrize("ord", ORDERS)
 every_dtype = pytest.mark.parametrize("dtype", DTYPES)
 accelerator = pytest.mark.parametrize("way", ["gpu", "tpu"])
 FORCED = _platform.FORCED
-only_by_a_cpu = pytest.mark.skipif(
-    FORCED in ("gpu", "tpu"), reason="looks at what is compiled for a CPU"
-)
 # XLA on a CPU adds up the three operands of a GPU's reduction one element after
 # another, where a GPU adds up many at a time.
 not_in_turn = pytest.mark.skipif(
