@@ -49,12 +49,13 @@ def reported_states(opt_state: Any) -> list[Found]:
 
     Raises:
       TypeError: an optimizer in the place of its state.
-      ValueError: there is none.
+      ValueError: there is none, or one has an axis for the members of an ensemble.
     """
     tree, pure = _as_states(unboxed(opt_state))
     seen: dict[tuple[str, str], int] = {}
     reported = []
     for path, state in _walk(tree, ()):
+        _check_alone(state)
         prefix = PREFIXES[type(state)]
         title = _title(path, prefix, pure)
         # "clip/a" and "clip/b" are counted separately: neither becomes "clip_2".
@@ -158,6 +159,18 @@ def _as_tuple(x: Any) -> Any:
         return x
     # As numbers: "10" comes after "9".
     return tuple(x[key] for key in sorted(x, key=int))
+
+
+def _check_alone(state: Any) -> None:
+    """Raises for norms [members, tensors], which would be read as [tensors, units]."""
+    shape = jnp.shape(state.step)
+    if shape:
+        raise ValueError(
+            "metrics: opt_state must be of one model, but its counter of steps has the "
+            f"shape {shape}, as under jax.vmap or jax.pmap. Map over them, "
+            "jax.vmap(optaxclip.metrics)(opt_state), or take one, "
+            "jax.tree.map(lambda x: x[0], opt_state)."
+        )
 
 
 def _raise_none_found(opt_state: Any) -> None:

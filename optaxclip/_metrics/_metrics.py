@@ -128,7 +128,8 @@ def metrics(
       name in its keys.
 
     Raises:
-      ValueError: a state without a clipper in it, or a name in `only` that is none.
+      ValueError: a state without a clipper in it, a name in `only` that is none, or the
+        state of an ensemble: `jax.vmap(metrics)` reads that of each member.
       TypeError: an optimizer in the place of its state, or `floats` under jit.
 
     Example:

@@ -87,6 +87,7 @@ def explain_clipped_grad(
     Raises:
       ValueError: an unknown method, a microbatch below 1. From the function: batches
         whose first axes are missing or differ.
+      TypeError: from the function: a loss that is not one real number.
 
     Example:
       >>> def loss(params, x):

@@ -112,7 +112,9 @@ def _gather(use: Use) -> Form | None:
     positions = [k for k in range(out.ndim) if k not in offsets]
     columns = tuple(range(1, len(shape)))
     sizes = _size(out.shape, positions), shape[0], math.prod(shape[1:])
-    drops = use.eqn.params["mode"] == lax.GatherScatterMode.FILL_OR_DROP
+    # table[index] reads the nearest row for an index beyond the table. Its derivative,
+    # a scatter, still drops what does not belong to a row. Only mode="clip" keeps it.
+    drops = use.eqn.params["mode"] != lax.GatherScatterMode.CLIP
 
     def split(
         inputs: list[jax.Array], cotangent: jax.Array, order: Order
@@ -122,7 +124,6 @@ def _gather(use: Use) -> Form | None:
         c = jnp.transpose(cotangent, axes).reshape(1, sizes[0], sizes[2])
         within = (index >= 0) & (index < shape[0])
         if drops:
-            # A row beyond the table reads as a fill value, which has no gradient.
             c = jnp.where(within[:, :, None], c, 0)
         return Factors(jnp.clip(index, 0, shape[0] - 1).astype(jnp.int32), c)
 

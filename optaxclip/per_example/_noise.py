@@ -79,7 +79,8 @@ def noise_scale(result: ClippedGrad, *, mean: bool = True) -> NoiseScale:
     _raise_if_any(clipped)
     size = jnp.sum(counts, dtype=norms.dtype)
     # The mean of clipped_grad is divided by the number of broken examples as well.
-    divisor = size / (size + result.nonfinite) if mean else size
+    broken = result.nonfinite.astype(norms.dtype)
+    divisor = size / (size + broken) if mean else size
     known = (size > 1) & ~jnp.any(clipped)
     lengths = jnp.where(counts, norms, 0)
     return _estimated(lengths, global_norm(result.grads) / divisor, size, known)

@@ -65,9 +65,8 @@ def per_example_global_norm_clip(
     """
     call = "per_example_global_norm_clip"
     argument = f"{call}: l2_norm_clip"
-    # Refuses None too, which limits_of would take for no limit.
-    check_limit(argument, l2_norm_clip)
-    total, clipped = _clip(grads, limits_of(l2_norm_clip, argument), call)
+    limit = _number(argument, l2_norm_clip)
+    total, clipped = _clip(grads, limits_of(limit, argument), call)
     return total, clipped[0]
 
 
@@ -108,7 +107,7 @@ def per_example_layer_norm_clip(
     language models, 2018 (arXiv 1710.06963).
     """
     call = "per_example_layer_norm_clip"
-    check_limit(f"{call}: global_l2_norm_clip", global_l2_norm_clip)
+    limit = _number(f"{call}: global_l2_norm_clip", global_l2_norm_clip)
     entries, treedef = jax.tree_util.tree_flatten_with_path(grads)
     # D_i, of one example: the first axis counts examples.
     sizes = [math.prod(jnp.shape(leaf)[1:]) for _, leaf in entries]
@@ -117,10 +116,20 @@ def per_example_layer_norm_clip(
     # At least 1, since leaves may all be empty.
     total = max(sum(sizes), 1)
     # Their squares sum to C^2, so that all leaves together stay within C.
-    values = [global_l2_norm_clip * math.sqrt(size / total) for size in sizes]
+    values = [limit * math.sqrt(size / total) for size in sizes]
     limits = Limits(values, numbered([path for path, _ in entries]), treedef)
     sums, clipped = _clip(grads, limits, call)
     return sums, treedef.unflatten(clipped)
+
+
+def _number(argument: str, limit: Any) -> Any:
+    """The limit, in enough bits for its product with a share of it."""
+    # Refuses None too, which limits_of would take for no limit.
+    check_limit(argument, limit)
+    limits_of(limit, argument)
+    if not isinstance(limit, jax.Array):
+        return float(limit)
+    return limit.astype(jnp.result_type(float))
 
 
 def _clip(grads: Any, limits: Limits, call: str) -> tuple[Any, list[jax.Array]]:

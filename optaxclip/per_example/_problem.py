@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from .._norms._types import varying_as
 from ._roles import Places, roles_of
@@ -36,15 +37,47 @@ class Question(NamedTuple):
         """The problem that the arguments of a call pose."""
         roles = roles_of(self.call, self.argnums, self.shared_argnums, args)
         batch, size = roles.examples(self.call)
-        params = jax.tree.map(jnp.asarray, roles.taken(self.argnums))
+        params = jax.tree.map(jnp.asarray, roles.taken(roles.params))
         params = jax.tree.map(partial(typed_as_varying, batch), params)
 
         def of_one(params: Any, example: Any) -> tuple[jax.Array, Any]:
             # Always with aux, so that all methods handle one form.
             found = roles.call(self.loss, params, example)
+            self.check_returned(found)
             return found if self.has_aux else (found, None)
 
         return Problem(of_one, params, batch, size)
+
+    def check_returned(self, found: Any) -> None:
+        """Raises TypeError for what is no loss. Ghost clipping would take several
+        numbers for their sum.
+        """
+        wanted, value = "a real scalar", found
+        if self.has_aux:
+            wanted = "(real scalar, aux), as has_aux=True says,"
+            is_pair = isinstance(found, (tuple, list)) and len(found) == 2
+            value = found[0] if is_pair else None
+        if not _is_real_scalar(value):
+            raise TypeError(
+                f"{self.call}: loss must return {wanted} for each example, got "
+                f"{_shown(found)}."
+            )
+
+
+def _is_real_scalar(value: Any) -> bool:
+    if isinstance(value, float):
+        return True
+    dtype, shape = getattr(value, "dtype", bool), getattr(value, "shape", None)
+    return shape == () and jnp.issubdtype(dtype, jnp.floating)
+
+
+def _shown(found: Any) -> str:
+    """Arrays by their types, since they are traced and have no values."""
+
+    def type_of(x: Any) -> Any:
+        return jax.typeof(x) if isinstance(x, jax.Array) else x
+
+    return str(jax.tree.map(type_of, found))
 
 
 def typed_as_varying(tree: Any, value: jax.Array) -> jax.Array:
@@ -62,7 +95,8 @@ def typed_as_varying(tree: Any, value: jax.Array) -> jax.Array:
 def check_microbatch(call: str, microbatch: Any) -> None:
     """Raises ValueError for what is neither None nor a number of examples."""
     # A bool is an int in Python: True would be microbatches of 1.
-    is_number = isinstance(microbatch, int) and not isinstance(microbatch, bool)
+    is_int = isinstance(microbatch, (int, np.integer))
+    is_number = is_int and not isinstance(microbatch, bool)
     if microbatch is not None and not (is_number and microbatch >= 1):
         raise ValueError(
             f"{call}: microbatch must be a number of examples, at least 1, or None, "

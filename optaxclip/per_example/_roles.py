@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from .._norms import _prefix as prefix
 
@@ -56,6 +57,7 @@ def roles_of(
       ValueError: a place that the call does not have, or one in two roles.
     """
     count = len(args)
+    argnums, shared_argnums = _ints(argnums), _ints(shared_argnums)
     roles = {"argnums": argnums, "shared_argnums": shared_argnums}
     taken: list[int] = []
     for name, places in roles.items():
@@ -107,6 +109,13 @@ def _size(entries: list[tuple[str, Any]], call: str) -> int:
             f"{call}: the batch is empty: give at least one example, masked if need be."
         )
     return size
+
+
+def _ints(places: Any) -> Places:
+    """NumPy's ints as Python's, which decide whether the gradient is a tuple."""
+    if isinstance(places, (int, np.integer)):
+        return int(places)
+    return tuple(map(int, places))
 
 
 def _listed(places: Places) -> list[int]:

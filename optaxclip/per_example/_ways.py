@@ -48,13 +48,19 @@ def ways_of(uses: list[Use], shapes: list[tuple[int, ...]]) -> list[Way]:
     parts: list[list[Part]] = [[] for _ in shapes]
     for number, use in enumerate(uses):
         for operand, origin in enumerate(use.origins):
-            # A comparison has no derivative, and so no part in a gradient.
-            for leaf in origin.leaves if use.tapped else ():
+            for leaf in origin.leaves if _has_derivative(use) else ():
                 parts[leaf].append(Part(number, operand))
     return [
         _way(uses, found, math.prod(shape))
         for found, shape in zip(parts, shapes)
     ]
+
+
+def _has_derivative(use: Use) -> bool:
+    # A comparison has none, and so no part in a gradient. Nor has what is empty, such
+    # as the positions before the last of a sequence of one.
+    sizes = [use.outs[k].size for k in use.tapped]
+    return math.prod(use.loops) * sum(sizes) > 0
 
 
 def _way(uses: list[Use], parts: list[Part], size: int) -> Way:

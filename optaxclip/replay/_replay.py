@@ -5,10 +5,11 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.typing import ArrayLike
 
 from .._core._factors import reported
-from .._core._limits import limit_of
+from .._core._limits import can_clip, limit_of
 from .._norms._types import varying_as
 from .._other_names import with_our_names
 from ..rules._rule import Rule
@@ -22,10 +23,10 @@ class Replay(NamedTuple):
     norms: jax.Array  # float32[steps, ...]: as recorded
     limits: jax.Array  # float32[steps, ...]: what each was held against
     # float32[steps, ...]: what the updates would have been multiplied by. NaN where the
-    # norm was not finite.
+    # norm was not finite, or the limit NaN.
     factors: jax.Array
-    # bool[steps, ...]: the steps that would have been changed, without those whose norm
-    # was not finite
+    # bool[steps, ...]: the steps that would have been changed, without those whose
+    # factor is NaN
     clipped: jax.Array
 
 
@@ -57,6 +58,11 @@ def run(rule: Any, norms: ArrayLike, *, shrink: Shrink | None = None) -> Replay:
       >>> print(optaxclip.replay.run(2.0, [1.0, 4.0, 2.0]).factors)
       [1.  0.5 1. ]
     """
+    if not isinstance(norms, jax.Array):
+        norms = np.asarray(norms)
+        # Without jax_enable_x64 an int64 of 2^40 would become the int32 0.
+        is_whole = np.issubdtype(norms.dtype, np.integer)
+        norms = norms.astype(np.float64) if is_whole else norms
     norms = jnp.asarray(norms)
     norms = norms.astype(jnp.promote_types(norms.dtype, jnp.float32))
     if norms.ndim == 0 or not norms.size:
@@ -81,10 +87,11 @@ def replayed(
 ) -> Replay:
     """What a rule that remembers this makes of the norms."""
     limits = _limits(rule, memory, norms)
-    finite, off = jnp.isfinite(norms), jnp.isinf(limits)
+    # As in a clipper, which counts no step as clipped whose limit is NaN.
+    known, off = can_clip(norms, limits), jnp.isinf(limits)
     after = jnp.where(off, norms, shrink(norms, jnp.where(off, 1.0, limits)))
-    factors = jnp.where(finite, reported(norms, after), jnp.nan)
-    return Replay(norms, limits, factors, finite & (after != norms))
+    factors = jnp.where(known, reported(norms, after), jnp.nan)
+    return Replay(norms, limits, factors, known & (after != norms))
 
 
 def _limits(rule: Rule, memory: Any, norms: jax.Array) -> jax.Array:

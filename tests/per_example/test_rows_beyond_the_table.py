@@ -1,0 +1,43 @@
+"""Lookups beyond a table: the gradient leaves them out, and so must its norm."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from optaxclip import clipped_grad
+
+TABLE = np.arange(1.0, 7.0).reshape(3, 2)
+# Row 1, and what is no row: 3 is beyond the end, and -4 before the beginning.
+INDEX = np.array([[1, 3], [1, -4], [1, 1]])
+
+
+def by_index(table, index):
+    return table[index]
+
+
+def filled(table, index):
+    return table.at[index].get(mode="fill", fill_value=0.0)
+
+
+@pytest.mark.parametrize("read", [by_index, filled])
+@pytest.mark.parametrize("method", ["auto", "ghost", "one_pass"])
+def test_a_row_beyond_the_table_has_no_gradient(read, method):
+    def loss(table, index):
+        return jnp.sum(read(table, index) ** 2)
+
+    grad = clipped_grad(loss, 1.0, method=method)
+    found = grad(jnp.array(TABLE), jnp.array(INDEX))
+    # Row 1 is (3, 4). The gradient by it is 2 (3, 4) for each time that it is read.
+    np.testing.assert_allclose(found.norms, [10.0, 10.0, 20.0], rtol=1e-6)
+    # Three gradients of norm 1 in the direction of (3, 4), by 3 examples.
+    np.testing.assert_allclose(found.grads[1], [0.6, 0.8], rtol=1e-5)
+
+
+def test_a_clipped_index_has_the_gradient_of_its_row():
+    def loss(table, index):
+        return jnp.sum(table.at[index].get(mode="clip") ** 2)
+
+    grad = clipped_grad(loss, None, method="ghost")
+    found = grad(jnp.array(TABLE), jnp.array([[1, 7]]))
+    # Rows (3, 4) and (5, 6).
+    np.testing.assert_allclose(found.norms, [2 * np.sqrt(86.0)], rtol=1e-6)
