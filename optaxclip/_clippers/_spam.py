@@ -135,6 +135,8 @@ def spam(
         def cut(x: Any, v: jax.Array) -> Any:
             if x is None:
                 return None
+            # One from elsewhere, such as Adam's, may have 16 bits.
+            v = _widened(v)
             # A schedule is read in the dtype of v, float32 or wider.
             (limit,) = at_step(step, v, threshold)
             return _cut_spikes(x, v, limit, since >= warmup)
