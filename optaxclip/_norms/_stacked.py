@@ -68,7 +68,8 @@ def other_axes(axes: Axes, rank: int) -> Axes:
 def is_axes(x: Any) -> TypeGuard[Axes]:
     """Whether it is a tuple of axes, and not a part of a tree."""
     # A NamedTuple of ints is a part of a tree, so the type is tuple itself.
-    return type(x) is tuple and all(isinstance(i, int) for i in x)
+    whole = int, np.integer
+    return type(x) is tuple and all(isinstance(i, whole) for i in x)
 
 
 def _leaves(stacked: Stacked, tree: Any, call: str) -> list[_Leaf]:

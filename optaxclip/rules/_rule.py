@@ -22,7 +22,13 @@ import numpy as np
 from jax.core import Tracer
 from jax.typing import ArrayLike
 
-from .._arguments import as_partial, check_limit, check_number, held_in
+from .._arguments import (
+    as_partial,
+    check_limit,
+    check_number,
+    held_in,
+    number_for_jit,
+)
 from .._other_names import with_our_names
 
 R = TypeVar("R", bound="Rule")
@@ -48,7 +54,7 @@ def number(
             raise ValueError(
                 f"{argument} must be at most {highest:g}, got {value!r}."
             )
-        return value
+        return number_for_jit(value)
 
     return field(default=default, metadata={"check": check})
 
@@ -69,7 +75,7 @@ def fixed(default: float, lowest: float = 0.0) -> Any:
 
     def check(argument: str, value: Any) -> Any:
         check_number(argument, value, lowest=lowest)
-        return value
+        return number_for_jit(value)
 
     return field(default=default, metadata={"check": check})
 
@@ -232,5 +238,5 @@ def check_length(argument: str, value: Any) -> None:
     # A traced length passes here. Windows, whose shape it is, refuse it in `init`.
     if isinstance(value, Tracer):
         return
-    if np.ndim(value) or value != int(value):
+    if np.ndim(value) or not float(value).is_integer():
         raise ValueError(f"{argument} must be a whole number, got {value!r}.")
