@@ -85,6 +85,20 @@ def check_limit(argument: str, value: Any, *, lowest: float = 0.0) -> None:
         )
 
 
+def carried(number: Any) -> Any:
+    """A number as JAX can carry it into a compiled call: a known integer beyond 32 bits
+    as a float. JAX has no room for it, and of a NumPy integer it keeps the lowest bits.
+    """
+    if not isinstance(number, (int, np.integer, np.ndarray)):
+        return number
+    # Python ints beyond 64 bits make an array of objects.
+    known = np.asarray(number)
+    is_integer = known.dtype == object or np.issubdtype(known.dtype, np.integer)
+    if not is_integer or not (known > np.iinfo(np.int32).max).any():
+        return number
+    return known.astype(np.float64)[()]
+
+
 def held_in(dtype: Any, number: Any) -> Any:
     """Returns a number in this float dtype. A finite one stays finite: beyond the range
     it becomes the largest number of the dtype, since a limit of inf is no limit.

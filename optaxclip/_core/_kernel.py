@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import optax
 from jax.typing import ArrayLike
 
-from .._arguments import check_nonfinite, check_number, check_params
+from .._arguments import carried, check_nonfinite, check_number, check_params
 from .._norms._in_blocks import Norms, in_blocks, norm_of_norms
 from .._norms._leaves import clipped_leaves, put_back
 from .._norms._measures import GlobalNorm, Measure
@@ -89,6 +89,7 @@ def make_clipper(
     """Makes a clipper. `call` and `name` are what errors call it and its limit."""
     check_nonfinite(call, nonfinite)
     check_number(f"{call}: eps", eps)
+    eps = carried(eps)
     # None is `hard`. A factory such as `smooth` is the shrink with its defaults.
     shrink = shrink_of(shrink, call)
     settings = Settings(call, name, measure, shrink, nonfinite, limit is None)

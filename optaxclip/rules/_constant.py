@@ -8,7 +8,7 @@ import numpy as np
 import optax
 from jax.typing import ArrayLike
 
-from .._arguments import as_partial, check_limit
+from .._arguments import as_partial, carried, check_limit
 from ._rule import Number, Rule, Schedule, call_name, is_rule
 
 
@@ -72,8 +72,8 @@ def checked_limit(argument: str, limit: Any) -> ArrayLike | Schedule:
     if callable(limit):
         return as_partial(limit)
     check_limit(argument, limit)
-    # JAX has room for ints up to 2^31 only.
-    return float(limit) if isinstance(limit, int) else limit
+    # Limits 1 and 1.0 share a program.
+    return float(limit) if isinstance(limit, int) else carried(limit)
 
 
 def rule_of(limit: Any, argument: str) -> Rule:

@@ -22,7 +22,7 @@ import numpy as np
 from jax.core import Tracer
 from jax.typing import ArrayLike
 
-from .._arguments import as_partial, check_limit, check_number, held_in
+from .._arguments import as_partial, carried, check_limit, check_number, held_in
 from .._other_names import with_our_names
 
 R = TypeVar("R", bound="Rule")
@@ -48,7 +48,7 @@ def number(
             raise ValueError(
                 f"{argument} must be at most {highest:g}, got {value!r}."
             )
-        return value
+        return carried(value)
 
     return field(default=default, metadata={"check": check})
 
@@ -69,7 +69,7 @@ def fixed(default: float, lowest: float = 0.0) -> Any:
 
     def check(argument: str, value: Any) -> Any:
         check_number(argument, value, lowest=lowest)
-        return value
+        return carried(value)
 
     return field(default=default, metadata={"check": check})
 
