@@ -8,7 +8,7 @@ is 0, and the state keeps what it knew.
 """
 
 from dataclasses import fields
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeGuard
 
 import jax
 import jax.numpy as jnp
@@ -200,13 +200,29 @@ def names_by_rule(rules: list[Rule], norms: Norms) -> list[list[str]]:
     return list(blocks.values())
 
 
-def rule_of_block(rules: list[Rule], source: Source, norm: jax.Array) -> Rule:
-    """The rule of a block. Different constant limits become a vector."""
+def rule_of_block(
+    rules: list[Rule],
+    source: Source,
+    names: list[str],
+    norm: jax.Array,
+    call: str,
+) -> Rule:
+    """The rule of a block. Different constant limits become a vector.
+
+    Raises:
+      ValueError: different rules for norms that were one block of other rules.
+    """
     own = [rules[number] for number in source.numbers]
     if len({id(rule) for rule in own}) == 1:
         return own[0]
+    limits = [rule.limit for rule in own if _is_constant(rule)]
+    if len(limits) < len(own):
+        raise ValueError(
+            f"{call}: state has one block for {_shown(names)}, whose limits are now "
+            f"different schedules or rules, with a block each. {BEGIN_ANEW}"
+        )
     # [1.0, 2.0] for two constant limits.
-    limits = [held_in(norm.dtype, _limit(rule)) for rule in own]
+    limits = [held_in(norm.dtype, limit) for limit in limits]
     vector = jnp.stack(limits)
     if source.put is not None:
         # keep_missing drops the limits of 0.
@@ -263,12 +279,8 @@ def _form(tree: Any) -> Any:
     return jax.tree.map(lambda x: f"{x.dtype}{list(x.shape)}", tree)
 
 
-def _is_constant(rule: Rule) -> bool:
+def _is_constant(rule: Rule) -> TypeGuard[Constant]:
     return isinstance(rule, Constant) and not callable(rule.limit)
-
-
-def _limit(rule: Rule) -> Any:
-    return rule.limit if isinstance(rule, Constant) else None
 
 
 def _shapes(rule: Rule) -> list[Any]:

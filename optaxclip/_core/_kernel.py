@@ -176,7 +176,7 @@ def _update(
 
     blocks = fit.arrange(norms.blocks)
     limits, memories = _limits(
-        settings, rules, fit, norms, params, state.step, old
+        settings, rules, fit, names, norms, params, state.step, old
     )
     if given[1] is not None:
         limits = fit.arrange(_given("limit", given[1], norms, settings))
@@ -206,6 +206,7 @@ def _limits(
     settings: Settings,
     rules: Any,
     fit: Arrangement,
+    names: list[list[str]],
     norms: Norms,
     params: Any,
     step: jax.Array,
@@ -221,14 +222,14 @@ def _limits(
     elif any(rule.needs_total for rule in of_norm):
         others = [norm_of_norms(norms)] * len(old)
     limits, memories = [], []
-    for source, norm, entry, other in zip(
-        fit.sources, fit.arrange(norms.blocks), old, others
+    for source, block, norm, entry, other in zip(
+        fit.sources, names, fit.arrange(norms.blocks), old, others
     ):
         # All of this block is missing, and keep_missing will restore its entry.
         if source.block is None:
             limit, memory = entry.limit, entry.memory
         else:
-            rule = rule_of_block(of_norm, source, norm)
+            rule = rule_of_block(of_norm, source, block, norm, settings.call)
             check_memory(rule, norm, entry.memory, settings.call)
             asked = rule, norm, entry.memory, step, other
             limit, memory = limit_of(*asked, argument=settings.argument)
