@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax.core import Tracer
 
-from .._arguments import check_state, is_without_state
+from .._arguments import check_state, is_function, is_without_state
 from .._norms import _prefix as prefix
 from .._norms._leaves import clipped_leaves, unboxed
 from ..rules._rule import is_rule
@@ -66,7 +66,7 @@ def state_or_first(
 
 def follows_schedule(numbers: Any) -> bool:
     """Whether a schedule is among some limits."""
-    return any(map(callable, jax.tree.leaves(numbers, is_leaf=callable)))
+    return any(map(callable, jax.tree.leaves(numbers, is_leaf=is_function)))
 
 
 def _no_state(call: str, state: Any, why: str) -> str:
