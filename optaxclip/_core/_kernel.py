@@ -38,6 +38,7 @@ from ._blocks import (
 from ._factors import multiply, root_between, zero_where_zero
 from ._inputs import (
     check_windows,
+    given_numbers,
     leaves_of,
     needs_params,
     params_of,
@@ -112,7 +113,7 @@ def make_clipper(
         tree = leaves_of(call, updates, params, warn=not settings.no_limit)
         # Weights that no rule looks at would only be another argument of the program.
         weights = params_of(call, tree, params) if with_params else None
-        given = grad_norm, limit
+        given = given_numbers(call, grad_norm, limit)
         clipped, new = _update(
             settings, rules, eps, tree, state, weights, given
         )
@@ -180,6 +181,8 @@ def _update(
     )
     if given[1] is not None:
         limits = fit.arrange(_given("limit", given[1], norms, settings))
+        # Below 0 it counts as 0, as a limit of the clipper's own.
+        limits = [jnp.maximum(limit, 0) for limit in limits]
     # 3. Shrink: (norm, new norm) for each block.
     new_norms = [
         _shrink(settings, eps, *each) for each in zip(blocks, limits, memories)
