@@ -94,8 +94,9 @@ def arrangement(
       ValueError: a norm that the state does not have, or has in another shape.
     """
     # Matched by name, not by place: a leaf may be None in this step.
-    number_of = {name: i for i, name in enumerate(prefix.names(norms.paths))}
     known = {name for block in names for name in block}
+    own = prefix.names_of_known(norms.paths, known)
+    number_of = {name: number for number, name in enumerate(own)}
     # A state of more names is right, as some may be missing. One of fewer is not.
     if not set(number_of) <= known or len(names) != len(kept):
         raise ValueError(
