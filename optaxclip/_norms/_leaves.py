@@ -148,7 +148,13 @@ def _checked_axes(
             f"{rank}: give an axis for each leaf."
         )
     # Counted from the front: (-1, 0) of rank 3 is (0, 2).
-    return tuple(sorted(i % rank for i in wanted))
+    axes = {int(i) % rank for i in wanted}
+    if len(axes) < len(wanted):
+        raise ValueError(
+            f"{argument}={value!r} names an axis twice for the leaf {name!r}, a tensor "
+            f"of rank {rank}."
+        )
+    return tuple(sorted(axes))
 
 
 def for_each_leaf(
@@ -230,9 +236,12 @@ def _takes_path(function: Callable[..., Any]) -> bool:
         parameters = inspect.signature(function).parameters.values()
     except ValueError:  # a builtin without a signature
         return False
-    plain = inspect.Parameter.POSITIONAL_OR_KEYWORD
+    kinds = (
+        inspect.Parameter.POSITIONAL_ONLY,
+        inspect.Parameter.POSITIONAL_OR_KEYWORD,
+    )
     # An argument with a default does not count: labels(tree, sep="/") takes a tree.
-    needed = [x for x in parameters if x.kind is plain and x.default is x.empty]
+    needed = [x for x in parameters if x.kind in kinds and x.default is x.empty]
     return len(needed) == 2
 
 
