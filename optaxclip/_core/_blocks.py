@@ -12,7 +12,6 @@ from typing import Any, NamedTuple, TypeGuard
 
 import jax
 import jax.numpy as jnp
-from jax.core import Tracer
 
 from .._arguments import held_in
 from .._norms import _prefix as prefix
@@ -20,11 +19,9 @@ from .._norms._in_blocks import Norms, Place
 from .._norms._types import typed_as
 from ..rules._constant import Constant
 from ..rules._joined import Joined
-from ..rules._rule import Rule, call_name, is_rule
-from ._limits import check_shape
+from ..rules._rule import Rule, is_rule
+from ._limits import BEGIN_ANEW, check_shape
 from ._state import Entry
-
-BEGIN_ANEW = "Begin with a new one: state = clipper.init(params)."
 
 
 class Source(NamedTuple):
@@ -156,11 +153,16 @@ def _check_old(
 
 
 def rules_of_norms(
-    rules: Any, norms: Norms, argument: str, part: str = "leaf"
+    rules: Any,
+    norms: Norms,
+    argument: str,
+    part: str = "leaf",
+    names: list[list[str]] | None = None,
 ) -> list[Rule]:
     """The rule of each norm, from one rule or a tree prefix of rules.
 
-    `part` is what errors call that which has a norm.
+    `part` is what errors call that which has a norm. `names` are those of the state,
+    some of which may have no norm in this step.
 
     Raises:
       ValueError: a norm without a rule, a rule without a norm, or an array that is not
@@ -171,6 +173,9 @@ def rules_of_norms(
         found = [rules] * len(numbers)
     else:
         table = prefix.freeze(rules, is_rule)
+        # A missing leaf is a hole in the tree of norms. A missing label leaves none.
+        if part == "label" and names:
+            table = _of_present(table, norms, names)
         # Rules are placed on the tree of norms, whose leaves are their numbers here.
         found = prefix.lookup(
             table, norms.treedef.unflatten(numbers), argument, part
@@ -180,6 +185,16 @@ def rules_of_norms(
         for shape in _shapes(rule):
             check_shape(shape, own, argument)
     return found
+
+
+def _of_present(
+    table: prefix.Prefix, norms: Norms, names: list[list[str]]
+) -> prefix.Prefix:
+    """The entries of a table without those of labels that are missing in this step."""
+    missing = {name for block in names for name in block}
+    missing -= set(prefix.names(norms.paths))
+    entries = [x for x in table.entries if prefix.name(x[0]) not in missing]
+    return prefix.Prefix(tuple(entries))
 
 
 def names_by_rule(rules: list[Rule], norms: Norms) -> list[list[str]]:
@@ -254,30 +269,6 @@ def first_entry(norms: Norms, rules: list[Rule], names: list[str]) -> Entry:
         nonfinite=filled(0, jnp.int32),
         memory=memory,
     )
-
-
-def check_memory(rule: Rule, norm: jax.Array, memory: Any, call: str) -> None:
-    """Raises for the memory of another rule.
-
-    The length of a window is not compared. Under jit it is a traced number.
-    """
-    known = jax.tree.map(lambda x: 1 if isinstance(x, Tracer) else x, rule)
-    wanted = jax.eval_shape(known.init, norm)
-    # Without arrays there is nothing to remember, and () fits every such rule.
-    if not jax.tree.leaves((wanted, memory)):
-        return
-    if jax.tree.structure(wanted) != jax.tree.structure(memory):
-        wanted, found = (_form(tree) for tree in (wanted, memory))
-        raise ValueError(
-            f"{call}: state was made with another rule. {call_name(type(rule))} "
-            f"remembers {wanted}, and the state has {found}. {BEGIN_ANEW}"
-        )
-
-
-def _form(tree: Any) -> Any:
-    if not jax.tree.leaves(tree):
-        return "nothing"
-    return jax.tree.map(lambda x: f"{x.dtype}{list(x.shape)}", tree)
 
 
 def _is_constant(rule: Rule) -> TypeGuard[Constant]:

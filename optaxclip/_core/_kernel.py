@@ -29,7 +29,6 @@ from ..shrinks import Shrink, shrink_of
 from ._blocks import (
     Arrangement,
     arrangement,
-    check_memory,
     first_entry,
     names_by_rule,
     rule_of_block,
@@ -44,7 +43,7 @@ from ._inputs import (
     params_of,
     state_or_first,
 )
-from ._limits import can_clip, limit_of
+from ._limits import can_clip, check_memory, limit_of
 from ._nonfinite import raise_nonfinite
 from ._placeholder import is_placeholder
 from ._state import (
@@ -216,7 +215,9 @@ def _limits(
     old: list[Entry],
 ) -> tuple[list[jax.Array], list[Any]]:
     """The limit and the new memory of each block."""
-    of_norm = rules_of_norms(rules, norms, settings.argument, settings.part)
+    of_norm = rules_of_norms(
+        rules, norms, settings.argument, settings.part, names
+    )
     # What a rule needs besides the norm of a block: norms of weights, or of all.
     others: list[Any] = [None] * len(old)
     if any(rule.needs_params for rule in of_norm):
