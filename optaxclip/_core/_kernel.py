@@ -247,13 +247,13 @@ def _shrink(
 ) -> tuple[jax.Array, jax.Array]:
     """(norm, new norm). Only their quotient counts. Equal: leave the updates alone."""
     long = norm + jnp.asarray(eps).astype(norm.dtype)
-    # The new norm of a broken step. NaN makes the root NaN, and the updates with it.
-    instead = 0.0 if settings.nonfinite == "zero" else jnp.nan
-    short = jnp.where(
-        can_clip(norm, limit), settings.shrink(long, limit), instead
-    )
     # A limit of inf clips nothing, and a rule without a limit yet gives inf.
     off = limit == jnp.inf
+    # Two wheres: the derivative of a shrink at a limit of inf may be NaN.
+    shrunk = settings.shrink(long, jnp.where(off, 1.0, limit))
+    # The new norm of a broken step. NaN makes the root NaN, and the updates with it.
+    instead = 0.0 if settings.nonfinite == "zero" else jnp.nan
+    short = jnp.where(can_clip(norm, limit), shrunk, instead)
     if jax.tree.leaves(memory):
         # A rule that has no limit yet still lets no broken step through.
         return long, jnp.where(off & jnp.isfinite(norm), long, short)
