@@ -4,7 +4,7 @@ and says what would be right.
 
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeGuard
 
 import jax
 import jax.numpy as jnp
@@ -199,6 +199,16 @@ def as_partial(function: Callable[..., Any]) -> Partial:
     compile anew at every call.
     """
     return function if isinstance(function, Partial) else Partial(function)
+
+
+def is_function(x: Any) -> TypeGuard[Callable[..., Any]]:
+    """Whether it is a function, and no tree of options that can be called, such as an
+    equinox module with a limit in the place of each array.
+    """
+    if not callable(x) or isinstance(x, Partial):
+        return callable(x)
+    # A function is a leaf. What equinox wraps around one has it as its only leaf.
+    return all(map(callable, jax.tree.leaves(x, is_leaf=lambda y: y is None)))
 
 
 def check_transformation(

@@ -8,7 +8,13 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from .._arguments import broadcasts_to, check_number, check_order, check_state
+from .._arguments import (
+    broadcasts_to,
+    check_number,
+    check_order,
+    check_state,
+    is_function,
+)
 from .._core._inputs import begins_anew
 from .._core._shares import ClippedElements, count_clipped, no_elements_clipped
 from .._exported import exported
@@ -123,7 +129,7 @@ def clip(max_delta: Any) -> optax.GradientTransformation:
 
 
 def _bounds(bound: Any, argument: str, lowest: float) -> prefix.Prefix:
-    table = prefix.freeze(bound, callable)
+    table = prefix.freeze(bound, is_function)
     for _, value in table.entries:
         if not callable(value):
             check_number(argument, value, lowest=lowest)

@@ -19,6 +19,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from .._arguments import is_function
 from . import _prefix as prefix
 from ._mesh_axes import MeshAxes, whole_shapes
 
@@ -74,7 +75,7 @@ def is_axes(x: Any) -> TypeGuard[Axes]:
 
 def _leaves(stacked: Stacked, tree: Any, call: str) -> list[_Leaf]:
     entries = jax.tree_util.tree_flatten_with_path(tree)[0]
-    if callable(stacked):
+    if is_function(stacked):
         answers = [stacked(prefix.name(path), leaf) for path, leaf in entries]
         # A function has no places, so leaves with equal answers are one stack.
         pairs = [(repr(answer), answer) for answer in answers]

@@ -8,7 +8,7 @@ import numpy as np
 import optax
 from jax.typing import ArrayLike
 
-from .._arguments import as_partial, check_limit, number_for_jit
+from .._arguments import as_partial, check_limit, is_function, number_for_jit
 from ._rule import Number, Rule, Schedule, call_name, is_rule
 
 
@@ -115,7 +115,7 @@ def rules_of(limits: Any, argument: str) -> Any:
     def is_limit(x: Any) -> bool:
         # All of these but functions are nodes to JAX, and would be taken apart.
         is_clipper = isinstance(x, optax.GradientTransformation)
-        return x is None or callable(x) or is_rule(x) or is_clipper
+        return x is None or is_function(x) or is_rule(x) or is_clipper
 
     def named(limit: Any) -> Rule:
         return rule_of(limit, argument)

@@ -18,6 +18,7 @@ from dataclasses import field, fields
 from typing import Any, TypeGuard, TypeVar, dataclass_transform
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 from jax.typing import ArrayLike
@@ -230,6 +231,12 @@ def at_step(
     values = [value(step) if callable(value) else value for value in numbers]
     # A number of a wider dtype would widen the limit, and the memory with it.
     return [held_in(norm.dtype, value) for value in values]
+
+
+def multiple(factor: jax.Array, norm: jax.Array) -> jax.Array:
+    """factor * norm, and inf for an infinite factor, which means no limit."""
+    # inf * 0 is NaN, and updates under a limit of NaN become NaN.
+    return jnp.where(factor == jnp.inf, factor, factor * norm)
 
 
 def check_length(argument: str, value: Any) -> None:
