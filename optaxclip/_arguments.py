@@ -4,7 +4,7 @@ and says what would be right.
 
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeGuard
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +15,7 @@ from jax.tree_util import Partial
 
 # What becomes of updates whose norm is NaN or inf.
 NONFINITE = ("propagate", "zero", "raise")
+LAST_STEP = 2**31 - 1  # where the step of a state stays
 ORDERS = "a number above 0, math.inf, 'rms' or 'average'"
 
 
@@ -61,6 +62,24 @@ def check_number(argument: str, value: Any, *, lowest: float = 0.0) -> None:
         raise ValueError(
             f"{argument} must be at least {lowest:g}, got {value!r}."
         )
+
+
+def number_for_jit(number: Any) -> Any:
+    """A number as jit takes it: ints beyond int32 become floats.
+
+    Without x64 jit refuses such an int of Python, and one of NumPy would wrap.
+    """
+    if not isinstance(number, (int, np.integer, np.ndarray)):
+        return number
+    known = np.asarray(number)
+    # NumPy has no dtype for ints of more than 64 bits, and keeps them as objects.
+    if known.dtype.kind not in "iuO":
+        return number
+    wide = known.astype(np.float64)
+    if (np.abs(wide) <= LAST_STEP).all():
+        return number
+    # A float of Python, since one of NumPy would widen what it meets.
+    return wide if wide.ndim else float(wide)
 
 
 def check_limit(argument: str, value: Any, *, lowest: float = 0.0) -> None:
@@ -180,6 +199,16 @@ def as_partial(function: Callable[..., Any]) -> Partial:
     compile anew at every call.
     """
     return function if isinstance(function, Partial) else Partial(function)
+
+
+def is_function(x: Any) -> TypeGuard[Callable[..., Any]]:
+    """Whether it is a function, and no tree of options that can be called, such as an
+    equinox module with a limit in the place of each array.
+    """
+    if not callable(x) or isinstance(x, Partial):
+        return callable(x)
+    # A function is a leaf. What equinox wraps around one has it as its only leaf.
+    return all(map(callable, jax.tree.leaves(x, is_leaf=lambda y: y is None)))
 
 
 def check_transformation(

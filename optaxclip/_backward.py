@@ -23,6 +23,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from ._arguments import check_limit, check_number, check_ord, check_order
 from ._clippers._by_value import clip_by_value
@@ -252,7 +253,8 @@ def _scaled_jvp(primals: Any, tangents: Any) -> tuple[Any, Any]:
 
     def multiplied(leaf: jax.Array) -> jax.Array:
         # Rounded once: a scale of 0.1 would be 0.1001 in bfloat16.
-        wide = jnp.promote_types(leaf.dtype, scale.dtype)
+        # By NumPy, since JAX does not promote floats of 8 bits.
+        wide = np.promote_types(leaf.dtype, scale.dtype)
         return (leaf.astype(wide) * scale.astype(wide)).astype(leaf.dtype)
 
     return x, jax.tree.map(multiplied, tangent)
@@ -287,7 +289,11 @@ def _check_axis(call: str, axis: Any, x: Any) -> None:
     entries, _ = jax.tree_util.tree_flatten_with_path(leaves)
     for path, leaf in entries:
         rank = jnp.ndim(leaf)
-        if not all(isinstance(i, int) and -rank <= i < rank for i in wanted):
+        known = [
+            isinstance(i, (int, np.integer)) and -rank <= i < rank
+            for i in wanted
+        ]
+        if not all(known):
             raise ValueError(
                 f"{call}: axis={axis!r} does not fit the leaf {prefix.name(path)!r} of "
                 f"shape {jnp.shape(leaf)}."

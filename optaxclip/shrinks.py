@@ -12,6 +12,7 @@ into `clip_by`, any norm clipper or `clipped_grad` as `shrink=`. A factory may b
 with or without parentheses: `shrink=smooth` is `shrink=smooth()`.
 """
 
+import math
 from collections.abc import Callable
 from functools import cache
 from typing import Any, cast
@@ -95,7 +96,8 @@ def smooth(power: float = 1.0) -> Shrink:
     2020 (arXiv 1905.11881). SPECTRA, 2026 (arXiv 2603.14315).
     """
     check_number("smooth: power", power, lowest=1.0)
-    return _smooth(float(power))
+    # n / (1 + (n/c)^p)^(1/p) has no derivative at p = inf as it is written.
+    return hard if power == math.inf else _smooth(float(power))
 
 
 @with_our_names
@@ -193,7 +195,6 @@ def _smooth(power: float) -> Shrink:
         share = short / jnp.where((long == 0) | jnp.isinf(long), 1.0, long)
         # Nothing is shortened to an infinite limit.
         share = jnp.where(jnp.isinf(long), 0.0, share)
-        # For p = inf the power 1 / p is 0, and what is left is min(n, c).
         return short / (1 + share**power) ** (1 / power)
 
     return shrink

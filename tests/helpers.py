@@ -10,13 +10,19 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from jax.tree_util import Partial
 
 import optaxclip
+from optaxclip._norms import _platform
 from tests.methods import ALONE, METHODS, Method
 
 LABELS = {"kernel": "matrix", "bias": "vector", "block": "matrix"}
 SHAPES = {"kernel": (5, 3), "bias": (7,), "block": {"conv": (2, 3, 4), "gain": ()}}
+
+only_by_a_cpu = pytest.mark.skipif(
+    _platform.FORCED in ("gpu", "tpu"), reason="looks at what is compiled for a CPU"
+)
 
 
 def length(part):

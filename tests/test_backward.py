@@ -167,6 +167,7 @@ def test_dtypes_are_kept_and_low_precision_is_right(dtype, limits):
     )
 
 
+@pytest.mark.slow
 def test_arrays_are_clipped_separately_and_integers_pass():
     tree = {
         "h": normal(0, 3),
@@ -320,6 +321,7 @@ def test_a_negative_traced_limit_counts_as_zero(limits):
     )(limit).any()
 
 
+@pytest.mark.slow
 def test_gradients_of_gradients_are_those_of_the_clipped_one():
     """d/dx of clip(x^2) at one element: 2x within the limit, 0 beyond it."""
     grad = jax.grad(lambda x: clip_cotangent(x, max_value=2.0) ** 3 / 3)

@@ -8,7 +8,13 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from .._arguments import broadcasts_to, check_number, check_order, check_state
+from .._arguments import (
+    broadcasts_to,
+    check_number,
+    check_order,
+    check_state,
+    is_function,
+)
 from .._core._inputs import begins_anew
 from .._core._shares import ClippedElements, count_clipped, no_elements_clipped
 from .._exported import exported
@@ -39,8 +45,9 @@ def clip_by_value(
     Args:
       max_value: the upper bound: a number, a schedule, an array that broadcasts to each
         leaf, or a tree prefix of these, of any real dtype. At least 0 when it stands
-        alone.
-      min_value: the lower bound, likewise. None for -max_value.
+        alone. A schedule that falls below counts as 0 then.
+      min_value: the lower bound, likewise. None for -max_value. Where schedules cross,
+        the upper bound wins.
 
     Returns:
       A transformation with a `ClipByValueState`.
@@ -122,7 +129,7 @@ def clip(max_delta: Any) -> optax.GradientTransformation:
 
 
 def _bounds(bound: Any, argument: str, lowest: float) -> prefix.Prefix:
-    table = prefix.freeze(bound, callable)
+    table = prefix.freeze(bound, is_function)
     for _, value in table.entries:
         if not callable(value):
             check_number(argument, value, lowest=lowest)
@@ -171,9 +178,11 @@ def _limit(path: Any, leaf: Any, high: Any, low: Any) -> Any:
             f"clip_by_value: the leaf {prefix.name(path)!r} is complex and has no "
             "order: give one bound, for its modulus."
         )
-    if low is None and _is_known_whole(high) and not _is_complex(x):
+    if low is None and _is_known_whole(high):
+        # A schedule may fall below 0, which counts as 0.
+        high = np.maximum(_python_ints(high), 0)
         # -np.uint8(5) is 251, so the bound is negated as a Python int.
-        low = -_python_ints(high)
+        low = None if _is_complex(x) else -high
     return _between(x, _held(high, x.dtype), _held(low, x.dtype))
 
 
@@ -216,23 +225,41 @@ def _between(x: jax.Array, high: jax.Array, low: jax.Array | None) -> jax.Array:
     """Selected, not computed, so that what lies inside stays bit for bit. Jitted, so
     that without jit it is one pass.
     """
+    if low is None:
+        high = jnp.maximum(high, 0)
     if _is_complex(x):
         # The modulus of the largest complex numbers is inf, and so above the limit.
         size = jnp.abs(x)
-        high = high.astype(size.dtype)
+        high = _within_range(size.dtype, high).astype(size.dtype)
         return jnp.where(size > high, with_modulus(high, x), x)
     if jnp.issubdtype(x.dtype, jnp.integer):
         high, low = _whole_bounds(x.dtype, high, low)
     high = _filled_like(x, high)
     # Negated in the leaf's dtype: in that of an unsigned bound it would wrap.
     low = -high if low is None else _filled_like(x, low)
-    return jnp.where(x > high, high, jnp.where(x < low, low, x))
+    # One after the other, so that the upper bound wins where schedules cross.
+    raised = jnp.where(x < low, low, x)
+    return jnp.where(raised > high, high, raised)
 
 
 def _filled_like(x: jax.Array, bound: jax.Array) -> jax.Array:
+    if jnp.issubdtype(x.dtype, jnp.floating):
+        bound = _within_range(x.dtype, bound)
     if jnp.ndim(bound) == 0:
         return jax.lax.full_like(x, bound)
     return jnp.broadcast_to(bound, x.shape).astype(x.dtype)
+
+
+def _within_range(dtype: Any, bound: jax.Array) -> jax.Array:
+    """A finite bound beyond the range of a float dtype is the end of that range. As inf
+    it would leave infinite elements as they are.
+    """
+    wide = np.float64 if bound.dtype == np.float64 else np.float32
+    most = float(jnp.finfo(dtype).max)
+    if float(jnp.finfo(wide).max) <= most:
+        return bound
+    bound = bound.astype(wide)
+    return jnp.where(jnp.isinf(bound), bound, jnp.clip(bound, -most, most))
 
 
 def _whole_bounds(

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from .._arguments import check_limit, check_params
+from .._arguments import check_limit, check_params, number_for_jit
 from .._core._inputs import params_of
 from .._core._kernel import make_clipper
 from .._norms._leaves import clipped_leaves
@@ -79,6 +79,7 @@ def clippy(
     call = "clippy"
     check_limit(f"{call}: relative", relative)
     check_limit(f"{call}: absolute", absolute)
+    relative, absolute = number_for_jit(relative), number_for_jit(absolute)
     numbers = {"stacked": stacked, "mesh_axes": mesh_axes}
     # Order inf: the norm is the largest |u_i| of a tensor.
     measure = TensorNorm(**check_measure(call, math.inf, **numbers))

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from .._arguments import check_limit, check_params
+from .._arguments import check_limit, check_params, number_for_jit
 from .._core._inputs import params_of
 from .._core._kernel import make_clipper
 from .._norms._leaves import cast_like, clipped_leaves, put_back
@@ -74,6 +74,7 @@ def larc(
     # Numbers only: the learning rate alone may be a schedule.
     check_limit(f"{call}: trust", trust)
     check_limit(f"{call}: weight_decay", weight_decay)
+    weight_decay = number_for_jit(weight_decay)
     rule = Larc(learning_rate, trust)
     numbers = {"stacked": stacked, "mesh_axes": mesh_axes}
     measure = TensorNorm(**check_measure(call, None, **numbers))

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.core import Tracer
 from jax.typing import ArrayLike
 
 from .._arguments import check_number, check_params, check_state
@@ -20,6 +21,8 @@ from .._norms._leaves import cast_like, clipped_leaves, put_back
 from .._norms._measures import OwnNorm
 from .._norms._types import gathered, typed_as, types_of, varying_as
 from .._other_names import with_our_names
+from ..rules._rule import is_rule
+from ..rules._without_params import rule_without_params
 from ._heads import Attention, Where, find_attentions, logits_of, scale_of
 
 CALL = "qk_clip"
@@ -84,8 +87,9 @@ def qk_clip(
 
     Raises:
       ValueError: a pattern that finds no leaf, a query without a key beside it, heads
-        that do not fit, an alpha outside [0, 1], a negative limit, or `update` without
-        params or with `max_logits` that do not fit the attentions.
+        that do not fit, an alpha outside [0, 1], a negative limit, a rule that compares
+        norms with weights, or `update` without params or with `max_logits` that do not
+        fit the attentions.
       TypeError: a limit or alpha that is not a number.
 
     Example:
@@ -105,8 +109,12 @@ def qk_clip(
     """
     check_number(f"{CALL}: alpha", alpha)
     # The keys take factor^(1 - alpha): with alpha above 1 they would grow.
-    if isinstance(alpha, (int, float)) and alpha > 1:
+    known = not isinstance(alpha, Tracer)
+    if known and np.any(np.asarray(alpha, np.float64) > 1):
         raise ValueError(f"{CALL}: alpha must be at most 1, got {alpha!r}.")
+    # Its norms are logits, which have no weights to be compared with.
+    if is_rule(max_logit):
+        rule_without_params(max_logit, f"{CALL}: max_logit")
     roles = {"query": queries, "key": keys, "rotary": rotary}
     # The attention has measured its logits already.
     measure = OwnNorm(_as_measured)
@@ -216,9 +224,12 @@ def _clip(
     scales: dict[int, jax.Array] = {}
     for attention in attentions:
         factor = factors[attention.name]
-        query = factor ** jnp.asarray(alpha).astype(factor.dtype)
+        power = jnp.asarray(alpha).astype(factor.dtype)
+        query = factor**power
         # The quotient, so that the product is the factor to one rounding.
         key = factor / jnp.where(query == 0, 1, query)
+        # With alpha = 1 the keys stay, also where the factor is 0.
+        key = jnp.where((power == 1) & (factor == 0), 1, key)
         # All heads share the rotary key, which stays as it is, so the rotary queries
         # take the whole factor.
         powers = {"query": query, "key": key, "rotary": factor}

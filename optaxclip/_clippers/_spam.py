@@ -23,7 +23,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from .._arguments import check_number, check_state
+from .._arguments import check_number, check_state, number_for_jit
 from .._core._shares import ClippedElements, count_clipped, no_elements_clipped
 from .._exported import exported
 from .._norms._leaves import cast_like, clipped_leaves, put_back
@@ -106,6 +106,7 @@ def spam(
     threshold = check_field(call, "threshold", number(), threshold)
     decay = check_field(call, "decay", number(highest=1.0), decay)
     check_number(f"{call}: warmup", warmup)
+    warmup = number_for_jit(warmup)
     if every is not None:
         check_length(f"{call}: every", every)
 
@@ -134,6 +135,8 @@ def spam(
         def cut(x: Any, v: jax.Array) -> Any:
             if x is None:
                 return None
+            # One from elsewhere, such as Adam's, may have 16 bits.
+            v = _widened(v)
             # A schedule is read in the dtype of v, float32 or wider.
             (limit,) = at_step(step, v, threshold)
             return _cut_spikes(x, v, limit, since >= warmup)

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from .._arguments import check_number, held_in
@@ -147,13 +148,14 @@ class SpectralNorm(NamedTuple):
         if rank < 2:
             return rank
         count = 1 if count is None else count
-        if not (isinstance(count, int) and 1 <= count < rank):
+        is_whole = isinstance(count, (int, np.integer))
+        if not (is_whole and 1 <= count < rank):
             raise ValueError(
                 f"{self.call}: columns must be a number of trailing axes, from 1 to "
                 f"{rank - 1} for the leaf {prefix.name(path)!r} of shape {shape}, got "
                 f"{count!r}."
             )
-        return count
+        return int(count)
 
     def norms_of(self, tree: Any, spectra: list[Spectrum]) -> Any:
         """The norms as `tensor_norm` shapes them."""

@@ -8,11 +8,10 @@ is 0, and the state keeps what it knew.
 """
 
 from dataclasses import fields
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeGuard
 
 import jax
 import jax.numpy as jnp
-from jax.core import Tracer
 
 from .._arguments import held_in
 from .._norms import _prefix as prefix
@@ -20,11 +19,9 @@ from .._norms._in_blocks import Norms, Place
 from .._norms._types import typed_as
 from ..rules._constant import Constant
 from ..rules._joined import Joined
-from ..rules._rule import Rule, call_name, is_rule
-from ._limits import check_shape
+from ..rules._rule import Rule, is_rule
+from ._limits import BEGIN_ANEW, check_shape
 from ._state import Entry
-
-BEGIN_ANEW = "Begin with a new one: state = clipper.init(params)."
 
 
 class Source(NamedTuple):
@@ -94,8 +91,9 @@ def arrangement(
       ValueError: a norm that the state does not have, or has in another shape.
     """
     # Matched by name, not by place: a leaf may be None in this step.
-    number_of = {name: i for i, name in enumerate(prefix.names(norms.paths))}
     known = {name for block in names for name in block}
+    own = prefix.names_of_known(norms.paths, known)
+    number_of = {name: number for number, name in enumerate(own)}
     # A state of more names is right, as some may be missing. One of fewer is not.
     if not set(number_of) <= known or len(names) != len(kept):
         raise ValueError(
@@ -155,11 +153,16 @@ def _check_old(
 
 
 def rules_of_norms(
-    rules: Any, norms: Norms, argument: str, part: str = "leaf"
+    rules: Any,
+    norms: Norms,
+    argument: str,
+    part: str = "leaf",
+    names: list[list[str]] | None = None,
 ) -> list[Rule]:
     """The rule of each norm, from one rule or a tree prefix of rules.
 
-    `part` is what errors call that which has a norm.
+    `part` is what errors call that which has a norm. `names` are those of the state,
+    some of which may have no norm in this step.
 
     Raises:
       ValueError: a norm without a rule, a rule without a norm, or an array that is not
@@ -170,6 +173,9 @@ def rules_of_norms(
         found = [rules] * len(numbers)
     else:
         table = prefix.freeze(rules, is_rule)
+        # A missing leaf is a hole in the tree of norms. A missing label leaves none.
+        if part == "label" and names:
+            table = _of_present(table, norms, names)
         # Rules are placed on the tree of norms, whose leaves are their numbers here.
         found = prefix.lookup(
             table, norms.treedef.unflatten(numbers), argument, part
@@ -179,6 +185,16 @@ def rules_of_norms(
         for shape in _shapes(rule):
             check_shape(shape, own, argument)
     return found
+
+
+def _of_present(
+    table: prefix.Prefix, norms: Norms, names: list[list[str]]
+) -> prefix.Prefix:
+    """The entries of a table without those of labels that are missing in this step."""
+    missing = {name for block in names for name in block}
+    missing -= set(prefix.names(norms.paths))
+    entries = [x for x in table.entries if prefix.name(x[0]) not in missing]
+    return prefix.Prefix(tuple(entries))
 
 
 def names_by_rule(rules: list[Rule], norms: Norms) -> list[list[str]]:
@@ -200,13 +216,29 @@ def names_by_rule(rules: list[Rule], norms: Norms) -> list[list[str]]:
     return list(blocks.values())
 
 
-def rule_of_block(rules: list[Rule], source: Source, norm: jax.Array) -> Rule:
-    """The rule of a block. Different constant limits become a vector."""
+def rule_of_block(
+    rules: list[Rule],
+    source: Source,
+    names: list[str],
+    norm: jax.Array,
+    call: str,
+) -> Rule:
+    """The rule of a block. Different constant limits become a vector.
+
+    Raises:
+      ValueError: different rules for norms that were one block of other rules.
+    """
     own = [rules[number] for number in source.numbers]
     if len({id(rule) for rule in own}) == 1:
         return own[0]
+    limits = [rule.limit for rule in own if _is_constant(rule)]
+    if len(limits) < len(own):
+        raise ValueError(
+            f"{call}: state has one block for {_shown(names)}, whose limits are now "
+            f"different schedules or rules, with a block each. {BEGIN_ANEW}"
+        )
     # [1.0, 2.0] for two constant limits.
-    limits = [held_in(norm.dtype, _limit(rule)) for rule in own]
+    limits = [held_in(norm.dtype, limit) for limit in limits]
     vector = jnp.stack(limits)
     if source.put is not None:
         # keep_missing drops the limits of 0.
@@ -239,36 +271,8 @@ def first_entry(norms: Norms, rules: list[Rule], names: list[str]) -> Entry:
     )
 
 
-def check_memory(rule: Rule, norm: jax.Array, memory: Any, call: str) -> None:
-    """Raises for the memory of another rule.
-
-    The length of a window is not compared. Under jit it is a traced number.
-    """
-    known = jax.tree.map(lambda x: 1 if isinstance(x, Tracer) else x, rule)
-    wanted = jax.eval_shape(known.init, norm)
-    # Without arrays there is nothing to remember, and () fits every such rule.
-    if not jax.tree.leaves((wanted, memory)):
-        return
-    if jax.tree.structure(wanted) != jax.tree.structure(memory):
-        wanted, found = (_form(tree) for tree in (wanted, memory))
-        raise ValueError(
-            f"{call}: state was made with another rule. {call_name(type(rule))} "
-            f"remembers {wanted}, and the state has {found}. {BEGIN_ANEW}"
-        )
-
-
-def _form(tree: Any) -> Any:
-    if not jax.tree.leaves(tree):
-        return "nothing"
-    return jax.tree.map(lambda x: f"{x.dtype}{list(x.shape)}", tree)
-
-
-def _is_constant(rule: Rule) -> bool:
+def _is_constant(rule: Rule) -> TypeGuard[Constant]:
     return isinstance(rule, Constant) and not callable(rule.limit)
-
-
-def _limit(rule: Rule) -> Any:
-    return rule.limit if isinstance(rule, Constant) else None
 
 
 def _shapes(rule: Rule) -> list[Any]:

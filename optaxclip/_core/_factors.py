@@ -18,6 +18,7 @@ from jax import lax
 
 from .._norms._in_blocks import Norms, Place, in_blocks, norms_of_tree
 from .._norms._leaves import cast_like, clipped_leaves, put_back
+from .._norms._modulus import as_float
 from .._norms._platform import per_platform
 from .._other_names import with_our_names
 
@@ -42,15 +43,11 @@ def rescale(updates: Any, norms: Any, new_norms: Any) -> Any:
     """
     # Integers and empty leaves are not measured, and come back as they were.
     tree = clipped_leaves(updates)
-    norms, new_norms = jax.tree.map(_as_float, (norms, new_norms))
+    norms, new_norms = jax.tree.map(as_float, (norms, new_norms))
     before = norms_of_tree(norms, tree)
     new = in_blocks(jax.tree.leaves(new_norms), before.places)
     roots = [root_between(*each) for each in zip(before.blocks, new)]
     return put_back(multiply(tree, before, roots), updates)
-
-
-def _as_float(norm: Any) -> jax.Array:
-    return jnp.asarray(norm, jnp.result_type(norm, jnp.float32))
 
 
 def root_between(norm: jax.Array, new_norm: jax.Array) -> jax.Array:

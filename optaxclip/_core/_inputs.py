@@ -8,7 +8,13 @@ import jax
 import jax.numpy as jnp
 from jax.core import Tracer
 
-from .._arguments import check_state, is_without_state
+from .._arguments import (
+    check_limit,
+    check_state,
+    is_function,
+    is_without_state,
+    number_for_jit,
+)
 from .._norms import _prefix as prefix
 from .._norms._leaves import clipped_leaves, unboxed
 from ..rules._rule import is_rule
@@ -64,9 +70,25 @@ def state_or_first(
     return first
 
 
+def given_numbers(call: str, grad_norm: Any, limit: Any) -> tuple[Any, Any]:
+    """The norms and the limits that an update is given, as JAX can carry them.
+
+    Raises:
+      TypeError, ValueError: a known limit that could not be the clipper's own.
+    """
+
+    def checked(number: Any) -> Any:
+        # What is in an array is not asked, since that would wait for its device.
+        if not isinstance(number, jax.Array):
+            check_limit(f"{call}: limit", number)
+        return number_for_jit(number)
+
+    return jax.tree.map(number_for_jit, grad_norm), jax.tree.map(checked, limit)
+
+
 def follows_schedule(numbers: Any) -> bool:
     """Whether a schedule is among some limits."""
-    return any(map(callable, jax.tree.leaves(numbers, is_leaf=callable)))
+    return any(map(callable, jax.tree.leaves(numbers, is_leaf=is_function)))
 
 
 def _no_state(call: str, state: Any, why: str) -> str:

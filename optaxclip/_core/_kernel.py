@@ -19,7 +19,12 @@ import jax.numpy as jnp
 import optax
 from jax.typing import ArrayLike
 
-from .._arguments import check_nonfinite, check_number, check_params
+from .._arguments import (
+    check_nonfinite,
+    check_number,
+    check_params,
+    number_for_jit,
+)
 from .._norms._in_blocks import Norms, in_blocks, norm_of_norms
 from .._norms._leaves import clipped_leaves, put_back
 from .._norms._measures import GlobalNorm, Measure
@@ -29,7 +34,6 @@ from ..shrinks import Shrink, shrink_of
 from ._blocks import (
     Arrangement,
     arrangement,
-    check_memory,
     first_entry,
     names_by_rule,
     rule_of_block,
@@ -38,12 +42,13 @@ from ._blocks import (
 from ._factors import multiply, root_between, zero_where_zero
 from ._inputs import (
     check_windows,
+    given_numbers,
     leaves_of,
     needs_params,
     params_of,
     state_or_first,
 )
-from ._limits import can_clip, limit_of
+from ._limits import can_clip, check_memory, limit_of
 from ._nonfinite import raise_nonfinite
 from ._placeholder import is_placeholder
 from ._state import (
@@ -89,6 +94,7 @@ def make_clipper(
     """Makes a clipper. `call` and `name` are what errors call it and its limit."""
     check_nonfinite(call, nonfinite)
     check_number(f"{call}: eps", eps)
+    eps = number_for_jit(eps)
     # None is `hard`. A factory such as `smooth` is the shrink with its defaults.
     shrink = shrink_of(shrink, call)
     settings = Settings(call, name, measure, shrink, nonfinite, limit is None)
@@ -111,7 +117,7 @@ def make_clipper(
         tree = leaves_of(call, updates, params, warn=not settings.no_limit)
         # Weights that no rule looks at would only be another argument of the program.
         weights = params_of(call, tree, params) if with_params else None
-        given = grad_norm, limit
+        given = given_numbers(call, grad_norm, limit)
         clipped, new = _update(
             settings, rules, eps, tree, state, weights, given
         )
@@ -175,10 +181,12 @@ def _update(
 
     blocks = fit.arrange(norms.blocks)
     limits, memories = _limits(
-        settings, rules, fit, norms, params, state.step, old
+        settings, rules, fit, names, norms, params, state.step, old
     )
     if given[1] is not None:
         limits = fit.arrange(_given("limit", given[1], norms, settings))
+        # Below 0 it counts as 0, as a limit of the clipper's own.
+        limits = [jnp.maximum(limit, 0) for limit in limits]
     # 3. Shrink: (norm, new norm) for each block.
     new_norms = [
         _shrink(settings, eps, *each) for each in zip(blocks, limits, memories)
@@ -205,13 +213,16 @@ def _limits(
     settings: Settings,
     rules: Any,
     fit: Arrangement,
+    names: list[list[str]],
     norms: Norms,
     params: Any,
     step: jax.Array,
     old: list[Entry],
 ) -> tuple[list[jax.Array], list[Any]]:
     """The limit and the new memory of each block."""
-    of_norm = rules_of_norms(rules, norms, settings.argument, settings.part)
+    of_norm = rules_of_norms(
+        rules, norms, settings.argument, settings.part, names
+    )
     # What a rule needs besides the norm of a block: norms of weights, or of all.
     others: list[Any] = [None] * len(old)
     if any(rule.needs_params for rule in of_norm):
@@ -220,14 +231,14 @@ def _limits(
     elif any(rule.needs_total for rule in of_norm):
         others = [norm_of_norms(norms)] * len(old)
     limits, memories = [], []
-    for source, norm, entry, other in zip(
-        fit.sources, fit.arrange(norms.blocks), old, others
+    for source, block, norm, entry, other in zip(
+        fit.sources, names, fit.arrange(norms.blocks), old, others
     ):
         # All of this block is missing, and keep_missing will restore its entry.
         if source.block is None:
             limit, memory = entry.limit, entry.memory
         else:
-            rule = rule_of_block(of_norm, source, norm)
+            rule = rule_of_block(of_norm, source, block, norm, settings.call)
             check_memory(rule, norm, entry.memory, settings.call)
             asked = rule, norm, entry.memory, step, other
             limit, memory = limit_of(*asked, argument=settings.argument)
@@ -241,13 +252,13 @@ def _shrink(
 ) -> tuple[jax.Array, jax.Array]:
     """(norm, new norm). Only their quotient counts. Equal: leave the updates alone."""
     long = norm + jnp.asarray(eps).astype(norm.dtype)
-    # The new norm of a broken step. NaN makes the root NaN, and the updates with it.
-    instead = 0.0 if settings.nonfinite == "zero" else jnp.nan
-    short = jnp.where(
-        can_clip(norm, limit), settings.shrink(long, limit), instead
-    )
     # A limit of inf clips nothing, and a rule without a limit yet gives inf.
     off = limit == jnp.inf
+    # Two wheres: the derivative of a shrink at a limit of inf may be NaN.
+    shrunk = settings.shrink(long, jnp.where(off, 1.0, limit))
+    # The new norm of a broken step. NaN makes the root NaN, and the updates with it.
+    instead = 0.0 if settings.nonfinite == "zero" else jnp.nan
+    short = jnp.where(can_clip(norm, limit), shrunk, instead)
     if jax.tree.leaves(memory):
         # A rule that has no limit yet still lets no broken step through.
         return long, jnp.where(off & jnp.isfinite(norm), long, short)

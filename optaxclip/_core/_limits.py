@@ -7,10 +7,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.core import Tracer
 
 from .._arguments import held_in
 from .._norms._types import split_as, typed_as
-from ..rules._rule import Rule
+from ..rules._rule import Rule, call_name
+
+BEGIN_ANEW = "Begin with a new one: state = clipper.init(params)."
 
 
 @partial(jax.jit, static_argnames=("argument", "signed"))
@@ -89,3 +92,27 @@ def check_shape(shape: Any, own: tuple[int, ...], argument: str) -> None:
             f"{argument} must be a number for each norm: its shape {shape} does not "
             f"fit norms of shape {own}."
         )
+
+
+def check_memory(rule: Rule, norm: jax.Array, memory: Any, call: str) -> None:
+    """Raises for the memory of another rule.
+
+    The length of a window is not compared. Under jit it is a traced number.
+    """
+    known = jax.tree.map(lambda x: 1 if isinstance(x, Tracer) else x, rule)
+    wanted = jax.eval_shape(known.init, norm)
+    # Without arrays there is nothing to remember, and () fits every such rule.
+    if not jax.tree.leaves((wanted, memory)):
+        return
+    if jax.tree.structure(wanted) != jax.tree.structure(memory):
+        wanted, found = (_form(tree) for tree in (wanted, memory))
+        raise ValueError(
+            f"{call}: state was made with another rule. {call_name(type(rule))} "
+            f"remembers {wanted}, and the state has {found}. {BEGIN_ANEW}"
+        )
+
+
+def _form(tree: Any) -> Any:
+    if not jax.tree.leaves(tree):
+        return "nothing"
+    return jax.tree.map(lambda x: f"{x.dtype}{list(x.shape)}", tree)

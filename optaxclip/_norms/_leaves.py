@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from .._arguments import is_function
 from . import _prefix as prefix
 from ._mesh_axes import MeshAxes, whole_shapes
 from ._stacked import Stacked, is_axes, other_axes, stacked_axes
@@ -147,7 +148,13 @@ def _checked_axes(
             f"{rank}: give an axis for each leaf."
         )
     # Counted from the front: (-1, 0) of rank 3 is (0, 2).
-    return tuple(sorted(i % rank for i in wanted))
+    axes = {int(i) % rank for i in wanted}
+    if len(axes) < len(wanted):
+        raise ValueError(
+            f"{argument}={value!r} names an axis twice for the leaf {name!r}, a tensor "
+            f"of rank {rank}."
+        )
+    return tuple(sorted(axes))
 
 
 def for_each_leaf(
@@ -160,7 +167,7 @@ def for_each_leaf(
     prefix.
     """
     # value("blocks/0/w", leaf)
-    if callable(value):
+    if is_function(value):
         return [
             value(prefix.name(path), leaf)
             for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]
@@ -180,7 +187,7 @@ def static_numbers(name: str, numbers: Any, call: str) -> Any:
       TypeError: a number is an array, as `optax.inject_hyperparams` makes one of every
         number.
     """
-    if callable(numbers):
+    if is_function(numbers):
         return numbers
     # A tuple of axes is one value. In `columns` it is a part of the tree.
     table = prefix.freeze(
@@ -204,7 +211,7 @@ def static_numbers(name: str, numbers: Any, call: str) -> Any:
 def static_labels(labels: Any) -> Any:
     """Labels as a static argument: a function, or a frozen tree prefix."""
     # A function is static as it is: equal functions share a compilation.
-    if callable(labels):
+    if is_function(labels):
         return labels
     return prefix.freeze(labels, lambda x: isinstance(x, str))
 
@@ -213,7 +220,7 @@ def labels_of(labels: Any, tree: Any) -> Any:
     """The tree prefix of labels: what a function of the tree makes, or one of path and
     leaf.
     """
-    if not callable(labels):
+    if not is_function(labels):
         return labels
     # Two arguments are path and leaf. One is the tree, as optax.partition calls it.
     if _takes_path(labels):
@@ -229,9 +236,12 @@ def _takes_path(function: Callable[..., Any]) -> bool:
         parameters = inspect.signature(function).parameters.values()
     except ValueError:  # a builtin without a signature
         return False
-    plain = inspect.Parameter.POSITIONAL_OR_KEYWORD
+    kinds = (
+        inspect.Parameter.POSITIONAL_ONLY,
+        inspect.Parameter.POSITIONAL_OR_KEYWORD,
+    )
     # An argument with a default does not count: labels(tree, sep="/") takes a tree.
-    needed = [x for x in parameters if x.kind is plain and x.default is x.empty]
+    needed = [x for x in parameters if x.kind in kinds and x.default is x.empty]
     return len(needed) == 2
 
 

@@ -25,7 +25,7 @@ from ._leaves import (
     unit_axes,
 )
 from ._mesh_axes import freeze, splits
-from ._modulus import norm_dtype
+from ._modulus import as_float, norm_dtype
 from ._powers import Group, group_norms
 from ._stacked import other_axes, stacked_axes
 
@@ -149,7 +149,8 @@ class OwnNorm(NamedTuple):
     norm: Callable[[Any], Any]
 
     def __call__(self, tree: Any) -> Norms:
-        return norms_of_tree(self.norm(tree), tree)
+        # Such as a Python number, or an integer, whose dtype holds no limit of 1.5.
+        return norms_of_tree(jax.tree.map(as_float, self.norm(tree)), tree)
 
     def without_devices(self) -> "OwnNorm":
         return self

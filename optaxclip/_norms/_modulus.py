@@ -74,6 +74,13 @@ def norm_dtype(leaves: Any) -> Any:
     return np.dtype(np.float64 if wide else np.float32)
 
 
+def as_float(norm: Any) -> jax.Array:
+    """A norm in a float dtype of at least 32 bits."""
+    # Strict promotion has no common dtype of an integer and a float.
+    with jax.numpy_dtype_promotion("standard"):
+        return jnp.asarray(norm, jnp.result_type(norm, np.float32))
+
+
 def wide_dtype(leaf: Any) -> Any:
     """The dtype that arithmetic on a leaf takes place in: at least 32 bits."""
     return np.promote_types(jnp.result_type(leaf), np.float32)

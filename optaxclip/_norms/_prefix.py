@@ -7,7 +7,7 @@ no value.
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator
 from typing import Any, NamedTuple
 
 import jax
@@ -48,6 +48,18 @@ def names(paths: list[Any]) -> list[str]:
     found = []
     for path, own in zip(paths, short):
         found.append(own if counts[own] == 1 else jax.tree_util.keystr(path))
+    return found
+
+
+def names_of_known(paths: list[Any], known: Container[str]) -> list[str]:
+    """The names of some paths among known ones, of which others may be missing here.
+
+    Two places that read `a/b` are known as in Python, also where one is missing.
+    """
+    found = []
+    for path, own in zip(paths, names(paths)):
+        long = jax.tree_util.keystr(path)
+        found.append(long if own not in known and long in known else own)
     return found
 
 

@@ -19,6 +19,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from .._arguments import is_function
 from . import _prefix as prefix
 from ._mesh_axes import MeshAxes, whole_shapes
 
@@ -68,12 +69,13 @@ def other_axes(axes: Axes, rank: int) -> Axes:
 def is_axes(x: Any) -> TypeGuard[Axes]:
     """Whether it is a tuple of axes, and not a part of a tree."""
     # A NamedTuple of ints is a part of a tree, so the type is tuple itself.
-    return type(x) is tuple and all(isinstance(i, int) for i in x)
+    whole = int, np.integer
+    return type(x) is tuple and all(isinstance(i, whole) for i in x)
 
 
 def _leaves(stacked: Stacked, tree: Any, call: str) -> list[_Leaf]:
     entries = jax.tree_util.tree_flatten_with_path(tree)[0]
-    if callable(stacked):
+    if is_function(stacked):
         answers = [stacked(prefix.name(path), leaf) for path, leaf in entries]
         # A function has no places, so leaves with equal answers are one stack.
         pairs = [(repr(answer), answer) for answer in answers]

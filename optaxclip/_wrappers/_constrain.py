@@ -115,18 +115,24 @@ def _moved(weight: Any, update: Any) -> jax.Array:
 
 def _counters(old: Any, new: Any) -> list[tuple[jax.Array, jax.Array]]:
     """The numbers of broken steps before and after, of all clippers in a state."""
-    found = []
-    for state in (old, new):
-        parts = jax.tree.leaves(
-            state, is_leaf=lambda x: isinstance(x, ClipState)
-        )
-        known = [
-            part.nonfinite for part in parts if isinstance(part, ClipState)
-        ]
-        found.append(jax.tree.leaves(known))
-    before, after = found
-    # A clipper may be given no state, as one of optax.
-    return list(zip(before or map(jnp.zeros_like, after), after, strict=True))
+    known, pairs = _clip_states(old), []
+    for path, state in _clip_states(new).items():
+        after = jax.tree.leaves(state.nonfinite)
+        # A clipper may be given no state, as one of optax.
+        if path in known:
+            before = jax.tree.leaves(known[path].nonfinite)
+        else:
+            before = map(jnp.zeros_like, after)
+        pairs.extend(zip(before, after))
+    return pairs
+
+
+def _clip_states(state: Any) -> dict[Any, ClipState]:
+    """The clippers' states in a state, by their paths."""
+    entries, _ = jax.tree_util.tree_flatten_with_path(
+        state, is_leaf=lambda x: isinstance(x, ClipState)
+    )
+    return {path: part for path, part in entries if isinstance(part, ClipState)}
 
 
 @jax.jit

@@ -5,8 +5,15 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
+from jax.core import Tracer
 
-from .._arguments import check_number, check_state, check_transformation
+from .._arguments import (
+    LAST_STEP,
+    check_number,
+    check_state,
+    check_transformation,
+    number_for_jit,
+)
 from .._core._limits import keep_where
 from .._exported import exported
 from .._norms._leaves import cast_like, clipped_leaves, put_back
@@ -68,6 +75,7 @@ def reset_momentum(
     call = "reset_momentum"
     check_length(f"{call}: every", every)
     check_number(f"{call}: warmup", warmup)
+    every, warmup = number_for_jit(every), number_for_jit(warmup)
     check_transformation(f"{call}: inner", inner)
     optimizer = optax.with_extra_args_support(inner)
 
@@ -86,7 +94,7 @@ def reset_momentum(
         updates, inner_state = optimizer.update(*given, **extra_args)
 
         # At the start of training there was no reset, so nothing rises.
-        rising = (state.step + 1 >= every) & (since < warmup)
+        rising = (_number(state.step) >= every) & (since < warmup)
         factor = jnp.where(rising, _rise(since, warmup), 1.0)
 
         def scaled(x: Any) -> jax.Array:
@@ -107,9 +115,18 @@ def steps_since_reset(step: jax.Array, every: Any) -> jax.Array:
     2 `every` and so on. Without resets, the number of the update.
     """
     if every is None:
-        return step + 1
+        return _number(step)
+    if not isinstance(every, Tracer):
+        every = min(int(every), LAST_STEP)
     # every=3: the steps 0, 1, 2, 3, 4, 5 give 1, 2, 0, 1, 2, 0.
-    return (step + 1) % jnp.asarray(every, jnp.int32)
+    return _number(step) % jnp.asarray(every, jnp.int32)
+
+
+def _number(step: jax.Array) -> jax.Array:
+    """The number of the update after so many. The last one stays, where the sum would
+    wrap.
+    """
+    return jnp.minimum(step, LAST_STEP - 1) + 1
 
 
 def _rise(since: jax.Array, warmup: Any) -> jax.Array:

@@ -44,7 +44,7 @@ def update_unless(
         return update(*treedef.unflatten(leaves))
 
     program, shapes = jax.make_jaxpr(of_leaves, return_shape=True)(*arguments)
-    outputs, old_leaves = program.jaxpr.outvars, jax.tree.leaves(state)
+    outputs, old_leaves = program.jaxpr.outvars, _old_leaves(state, shapes[1])
     # The program returns the updates, and then the leaves of the state.
     count = len(outputs) - len(old_leaves)
     old = [*(None,) * count, *old_leaves]
@@ -64,6 +64,18 @@ def update_unless(
             value = _select(choice, value)
         new.append(value)
     return jax.tree.unflatten(jax.tree.structure(shapes), new)
+
+
+def _old_leaves(old: Any, new: Any) -> list[Any]:
+    """The old leaf for each leaf of the new state."""
+    leaves = jax.tree.leaves(old)
+    entries = jax.tree_util.tree_flatten_with_path(new)[0]
+    if len(leaves) == len(entries):
+        return leaves
+    # The first update of a clipper makes a state in the place of optax's EmptyState.
+    # There was none before, so where that step is skipped the new one is zeros.
+    known = dict(jax.tree_util.tree_flatten_with_path(old)[0])
+    return [known.get(path) for path, _ in entries]
 
 
 class _Choice(NamedTuple):

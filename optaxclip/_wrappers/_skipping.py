@@ -8,7 +8,12 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from .._arguments import check_number, check_state, check_transformation
+from .._arguments import (
+    check_number,
+    check_state,
+    check_transformation,
+    number_for_jit,
+)
 from .._core._shares import moving_average
 from .._core._state import ClipState
 from .._exported import exported
@@ -138,7 +143,8 @@ def _judge(
         state, is_over = judge_loss(argument, skipper.loss_rule, state, value)
         skip, broken = skip | is_over, broken | ~jnp.isfinite(state.value)
     if skipper.max_consecutive is not None:
-        skip = skip & (state.consecutive < skipper.max_consecutive)
+        most = number_for_jit(skipper.max_consecutive)
+        skip = skip & (state.consecutive < most)
     return skip, state._replace(
         step=jnp.asarray(optax.safe_increment(state.step)),
         skipped=state.skipped + skip.astype(jnp.int32),

@@ -48,15 +48,19 @@ def choose(problem: Problem, method: str, microbatch: int | None) -> Choice:
         )
     traced = trace(problem.of_one, problem.params, problem.batch)
     ghost = ghost_of(traced, leaves)
-    numbers = sum(leaf.size for leaf in leaves)
+    if method == "ghost" or _pays(ghost):
+        return Choice("ghost", microbatch, ghost)
+    return Choice("one_pass", microbatch or _width(ghost, problem.size), ghost)
+
+
+def _pays(ghost: Ghost) -> bool:
+    """Whether ghost clipping is as exact as one pass, and takes less time."""
+    numbers = sum(leaf.size for leaf in ghost.params)
     cost = sum(way.cost for way in ghost.ways)
     # Ghost clipping makes gradients of 16 bits in 16 bits, and one pass in 32: weighed
     # there they are rounded twice, and may exceed the limit.
-    exact = all(jnp.finfo(leaf.dtype).bits >= 32 for leaf in leaves)
-    fast = cost <= MULTIPLICATIONS_PER_NUMBER * numbers
-    if method == "ghost" or (exact and fast):
-        return Choice("ghost", microbatch, ghost)
-    return Choice("one_pass", microbatch or _width(ghost, problem.size), ghost)
+    exact = all(jnp.finfo(leaf.dtype).bits >= 32 for leaf in ghost.params)
+    return exact and cost <= MULTIPLICATIONS_PER_NUMBER * numbers
 
 
 def _width(ghost: Ghost, size: int) -> int:

@@ -8,7 +8,7 @@ import numpy as np
 import optax
 from jax.typing import ArrayLike
 
-from .._arguments import as_partial, check_limit
+from .._arguments import as_partial, check_limit, is_function, number_for_jit
 from ._rule import Number, Rule, Schedule, call_name, is_rule
 
 
@@ -72,8 +72,8 @@ def checked_limit(argument: str, limit: Any) -> ArrayLike | Schedule:
     if callable(limit):
         return as_partial(limit)
     check_limit(argument, limit)
-    # JAX has room for ints up to 2^31 only.
-    return float(limit) if isinstance(limit, int) else limit
+    # All ints become floats, so that 1 and 1.0 share a program.
+    return float(limit) if isinstance(limit, int) else number_for_jit(limit)
 
 
 def rule_of(limit: Any, argument: str) -> Rule:
@@ -115,7 +115,7 @@ def rules_of(limits: Any, argument: str) -> Any:
     def is_limit(x: Any) -> bool:
         # All of these but functions are nodes to JAX, and would be taken apart.
         is_clipper = isinstance(x, optax.GradientTransformation)
-        return x is None or callable(x) or is_rule(x) or is_clipper
+        return x is None or is_function(x) or is_rule(x) or is_clipper
 
     def named(limit: Any) -> Rule:
         return rule_of(limit, argument)

@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from .._arguments import check_number, held_in
+from .._arguments import check_number, held_in, number_for_jit
 from .._other_names import with_our_names
 from ._constant import rule_of
 from ._rule import Number, Rule
@@ -156,7 +156,9 @@ def warm_up(steps: Number, before: Any, after: Any) -> Rule:
     """
     check_number("warm_up: steps", steps)
     first = rule_of(before, "warm_up: before")
-    return WarmUp((first, rule_of(after, "warm_up: after")), steps)
+    return WarmUp(
+        (first, rule_of(after, "warm_up: after")), number_for_jit(steps)
+    )
 
 
 def _rules(call: str, rules: tuple[Any, ...]) -> tuple[Rule, ...]:

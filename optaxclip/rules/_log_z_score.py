@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 from .._exported import exported
 from ._memory import Average, blend, empty_average, gain, hypot
-from ._rule import Number, Rule, at_step, fixed, number
+from ._rule import Number, Rule, at_step, fixed, multiple, number
 
 
 @exported
@@ -67,7 +67,9 @@ class LogZScore(Rule):
         floor, spread = at_step(step, norm, self.floor, self.spread)
         seen, mean, deviation = memory
         # expm1 and log1p keep the digits of norms far below 1.
-        edge = jnp.expm1(mean.value + z * jnp.maximum(deviation, spread))
+        edge = jnp.expm1(
+            mean.value + multiple(z, jnp.maximum(deviation, spread))
+        )
         limit = jnp.where(seen >= self.warmup, edge, jnp.inf)
         value = jnp.log1p(jnp.maximum(jnp.minimum(norm, limit), floor))
         moved = blend(mean, value, decay)

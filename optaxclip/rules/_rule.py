@@ -18,11 +18,18 @@ from dataclasses import field, fields
 from typing import Any, TypeGuard, TypeVar, dataclass_transform
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 from jax.typing import ArrayLike
 
-from .._arguments import as_partial, check_limit, check_number, held_in
+from .._arguments import (
+    as_partial,
+    check_limit,
+    check_number,
+    held_in,
+    number_for_jit,
+)
 from .._other_names import with_our_names
 
 R = TypeVar("R", bound="Rule")
@@ -48,7 +55,7 @@ def number(
             raise ValueError(
                 f"{argument} must be at most {highest:g}, got {value!r}."
             )
-        return value
+        return number_for_jit(value)
 
     return field(default=default, metadata={"check": check})
 
@@ -69,7 +76,7 @@ def fixed(default: float, lowest: float = 0.0) -> Any:
 
     def check(argument: str, value: Any) -> Any:
         check_number(argument, value, lowest=lowest)
-        return value
+        return number_for_jit(value)
 
     return field(default=default, metadata={"check": check})
 
@@ -226,11 +233,17 @@ def at_step(
     return [held_in(norm.dtype, value) for value in values]
 
 
+def multiple(factor: jax.Array, norm: jax.Array) -> jax.Array:
+    """factor * norm, and inf for an infinite factor, which means no limit."""
+    # inf * 0 is NaN, and updates under a limit of NaN become NaN.
+    return jnp.where(factor == jnp.inf, factor, factor * norm)
+
+
 def check_length(argument: str, value: Any) -> None:
     """Refuses what is not a whole number, at least 1."""
     check_number(argument, value, lowest=1)
     # A traced length passes here. Windows, whose shape it is, refuse it in `init`.
     if isinstance(value, Tracer):
         return
-    if np.ndim(value) or value != int(value):
+    if np.ndim(value) or not float(value).is_integer():
         raise ValueError(f"{argument} must be a whole number, got {value!r}.")

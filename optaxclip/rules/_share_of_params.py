@@ -5,7 +5,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ._rule import Number, Rule, at_step, number
+from ._rule import Number, Rule, at_step, multiple, number
 
 
 class ShareOfParams(Rule):
@@ -51,4 +51,4 @@ class ShareOfParams(Rule):
         share, floor = at_step(step, norm, self.share, self.floor)
         # Weights may have 64 bits where updates have 32.
         weights = jnp.maximum(params_norm.astype(norm.dtype), floor)
-        return share * weights, memory
+        return multiple(share, weights), memory

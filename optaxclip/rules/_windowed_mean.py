@@ -15,6 +15,7 @@ from ._rule import (
     choice,
     fixed,
     length,
+    multiple,
     number,
     rule_in,
 )
@@ -74,7 +75,7 @@ class WindowedMean(Rule):
         # Both are made, since `current` is a leaf of the rule and may be traced.
         held = choose(self.current, push(past, norm), past)
         mean, deviation = moments(self.ddof, held)
-        edge = mean + sigmas * jnp.maximum(deviation, floor)
+        edge = mean + multiple(sigmas, jnp.maximum(deviation, floor))
         # With ddof 1 a deviation takes two norms, whatever the warmup is.
         known = held.seen >= jnp.maximum(self.warmup, 1 + self.ddof)
         limit = jnp.where(known, edge, jnp.inf)

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 from .._exported import exported
 from ._memory import hypot
-from ._rule import Number, Rule, at_step, choice, fixed, number
+from ._rule import Number, Rule, at_step, choice, fixed, multiple, number
 
 
 @exported
@@ -79,7 +79,7 @@ class ZScore(Rule):
         seen, mean, deviation = memory
         warm = seen >= self.warmup
         spread = deviation + eps
-        edge = mean + z * spread
+        edge = mean + multiple(z, spread)
         score = (norm - mean) / jnp.where(spread > 0, spread, 1.0)
         target = mean + self._target(score, z) * deviation
         limit = jnp.where(warm, jnp.where(norm > edge, target, edge), jnp.inf)

@@ -86,6 +86,7 @@ def test_the_page_in_docs_names_every_package():
     assert all(f"| {client.install} |" in text for client in CLIENTS.values())
 
 
+@pytest.mark.slow
 def test_a_checkpoint_with_other_bits_is_seen(tmp_path):
     code = (
         "import numpy as np; from tests.clients.worker import same; "

@@ -102,6 +102,7 @@ def test_every_clipper_that_learns_takes_layers():
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("name", METHODS_OF_LAYERS)
+@pytest.mark.slow
 def test_stacked_layers_are_clipped_as_leaves_are(name, layout):
     together, apart = both(name, layout)
     # The singular values of a matrix are as exact as those of the largest allow.

@@ -192,6 +192,7 @@ def test_it_stands_behind_an_optimizer_in_a_chain():
     np.testing.assert_allclose(new["query"]["kernel"], wanted, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_a_skip_around_it_keeps_a_broken_step_out():
     params = attention.weights(4, 4)
     chain = optax.chain(optax.adam(0.1), qk_clip(20.0, **attention.PATTERNS))

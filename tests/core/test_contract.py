@@ -23,6 +23,7 @@ from tests.helpers import (
     assert_scaled,
     exact,
     limits,
+    only_by_a_cpu,
     own_rule,
     random_tree,
     scaled,
@@ -729,12 +730,14 @@ WITHOUT_GROUP = [
 ]
 
 
+@only_by_a_cpu
 @pytest.mark.parametrize("name", WITHOUT_GROUP)
 def test_a_train_step_holds_no_copy_of_the_gradients(name):
     case = CLIPPERS[name]
     assert compiled_step(case.build(0.5)) <= 0.01
 
 
+@only_by_a_cpu
 def test_an_inf_norm_makes_no_copy_either():
     assert compiled_step(optaxclip.clip_by_global_norm(0.5, ord=math.inf)) <= 0.01
 
@@ -743,10 +746,12 @@ def test_the_measure_of_copies_sees_the_copy_that_optax_makes():
     assert compiled_step(optax.clip_by_global_norm(0.5)) > 0.9
 
 
+@only_by_a_cpu
 def test_sixteen_bit_gradients_are_copied_at_most_once():
     assert compiled_step(optaxclip.clip_by_global_norm(0.5), jnp.bfloat16) <= 1.01
 
 
+@only_by_a_cpu
 def test_measuring_beside_a_global_clip_costs_no_second_read():
     grads = {f"w{i}": np.ones((64, 32 + i), np.float32) for i in range(3)}
 

@@ -460,6 +460,7 @@ STRICT = {
 
 
 @pytest.mark.parametrize("name", STRICT)
+@pytest.mark.slow
 def test_strict_promotion_takes_complex_leaves(name):
     x = jnp.array([3 + 4j, 0.1], jnp.complex64)
     with jax.numpy_dtype_promotion("strict"):

@@ -230,6 +230,7 @@ EPS = oracles.eps_of("float32")
 
 
 @every_clipper
+@pytest.mark.slow
 def test_updates_are_those_of_the_equation(name):
     @properties
     @given(trees(), shares)
@@ -423,6 +424,7 @@ def test_2000_bfloat16_leaves_of_ones_stay_within_the_bound():
 
 
 @pytest.mark.parametrize("count", [1, 10, 100, 10_000])
+@pytest.mark.slow
 def test_any_number_of_leaves_stays_within_the_bound(count):
     random = np.random.default_rng(count)
     kinds = [

@@ -281,6 +281,7 @@ def trained():
     RECIPES,
     ids=[recipe.strip().splitlines()[-1][12:60] for recipe in RECIPES],
 )
+@pytest.mark.slow
 def test_a_recipe_trains(recipe, trained):
     before, after = (
         np.linalg.norm(np.concatenate([np.ravel(x) for x in tree.values()]))

@@ -45,6 +45,7 @@ def stable_adamw(weights, grads):
     return weights
 
 
+@pytest.mark.slow
 def test_stable_adamw_is_that_of_the_paper():
     optimizer = defined("stable_adamw")(RATE, B1, B2, EPS, DECAY)
     params = {"w": jnp.linspace(-1, 1, 7)}

@@ -23,15 +23,18 @@ def printed_without(line, tmp_path):
         return run(changed, PAGE, namespace)
 
 
+@pytest.mark.slow
 def test_the_rollback_ends_with_a_small_loss(tmp_path):
     text = printed_without("", tmp_path)
     assert text.count("lost at batch") == 1
     assert float(text.split()[-1]) < 1
 
 
+@pytest.mark.slow
 def test_without_restore_the_loss_stays_large(tmp_path):
     assert float(printed_without(RESTORE, tmp_path).split()[-1]) > 1
 
 
+@pytest.mark.slow
 def test_without_later_batches_the_run_is_lost_again(tmp_path):
     assert printed_without(LATER, tmp_path).count("lost at batch") > 1

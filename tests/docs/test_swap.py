@@ -272,6 +272,7 @@ PROGRAMS = (
 
 
 @pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.__name__)
+@pytest.mark.slow
 def test_the_program_does_what_it_did(program):
     found, wanted = program(OURS), program(THEIRS)
     assert jax.tree.structure(found) == jax.tree.structure(wanted)

@@ -89,6 +89,7 @@ WITH_ONES = [
 WITH_ONES += [(1, 3, 1, 1, 1), (1, 3, 1, 2, 1), (1, 1, 1, 1, 1, 3)]
 
 
+@pytest.mark.slow
 def test_axes_of_size_1_make_the_units_of_optax():
     shapes = {str(shape): shape for shape in WITH_ONES}
     grads, params = tree(5, shapes), tree(6, shapes)
@@ -107,6 +108,7 @@ def test_axes_of_size_1_make_the_units_of_optax():
         np.testing.assert_allclose(clipped[name], wanted, 1e-6)
 
 
+@pytest.mark.slow
 def test_weights_of_outputs_by_inputs_take_an_axis():
     """Rows of (out, in) are the units then, as columns of (in, out) are."""
     shapes = {"linear": (5, 3), "filters": (4, 2, 3, 3), "bias": (5,), "gain": ()}
@@ -127,6 +129,7 @@ def test_weights_of_outputs_by_inputs_take_an_axis():
     )
 
 
+@pytest.mark.slow
 def test_adaptive_grad_clip_takes_the_same_eps_as_optax():
     grads, params = (
         tree(2, AGC_SHAPES),

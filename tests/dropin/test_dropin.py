@@ -282,6 +282,7 @@ def factor_is_right_in_torch(case, info, norm):
 
 
 @pytest.mark.parametrize("order", TORCH_ORDERS)
+@pytest.mark.slow
 def test_every_norm_type_has_the_numbers_of_torch(order):
     with jax.enable_x64(True):
         for case, info, grads in torch_cases(order):
@@ -311,6 +312,7 @@ def test_every_norm_type_has_the_numbers_of_torch(order):
 
 
 @pytest.mark.parametrize("order", TORCH_ORDERS)
+@pytest.mark.slow
 def test_error_if_nonfinite_raises_where_torch_does(order):
     with jax.enable_x64(True):
         for case, _, grads in torch_cases(order):

@@ -13,6 +13,7 @@ from examples import char_rnn, multi_process, sharded
 pytestmark = pytest.mark.usefixtures("as_programs_run")
 
 
+@pytest.mark.slow
 def test_char_rnn_trains_all_four_and_draws(tmp_path, monkeypatch):
     monkeypatch.setattr(char_rnn, "LENGTH", 16)
     rows = char_rnn.main(steps=4, save=tmp_path / "picture.png")
@@ -20,6 +21,7 @@ def test_char_rnn_trains_all_four_and_draws(tmp_path, monkeypatch):
     assert (tmp_path / "picture.png").stat().st_size > 10_000
 
 
+@pytest.mark.slow
 def test_the_ways_to_train_on_eight_devices_are_the_same_run(monkeypatch):
     monkeypatch.setattr(sharded, "BLOCKS", 1)  # compiling is what takes time
     alone, *spread = sharded.main(steps=10)
@@ -40,6 +42,7 @@ def test_the_ways_to_train_on_eight_devices_are_the_same_run(monkeypatch):
         assert row.clipped_norm == pytest.approx(sharded.MAX_NORM, rel=1e-6)
 
 
+@pytest.mark.slow
 def test_two_processes_clip_alike():
     first, second = multi_process.main()
     assert set(first) == {"jit", "shard_map", "pmap"}
@@ -53,6 +56,7 @@ def test_two_processes_clip_alike():
         assert seen["norm_after"] == pytest.approx(multi_process.MAX_NORM, rel=1e-6)
 
 
+@pytest.mark.slow
 def test_benchmarks_print_tables_progress_and_json(tmp_path, capsys):
     benchmarks.main(
         ["--quick", "--only", "eager", "--json", str(tmp_path / "results.json")]

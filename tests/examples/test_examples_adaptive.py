@@ -14,6 +14,8 @@ import optaxclip
 from examples import adaptive, headlines
 from optaxclip.replay import __main__ as replay
 
+pytestmark = pytest.mark.slow
+
 BROKEN = [70, 85]
 STARTS = (10.0, 14.0)
 

@@ -13,6 +13,7 @@ pytestmark = pytest.mark.usefixtures("as_programs_run")
 LIMIT = 10.0
 
 
+@pytest.mark.slow
 def test_logits_explode_with_muon_and_not_with_the_clip():
     from examples import qk_clip as example
 
@@ -41,6 +42,7 @@ def test_what_the_example_hands_over_are_its_logits():
 
 
 @pytest.mark.parametrize("key_heads", (4, 2, 1))
+@pytest.mark.slow
 def test_logits_of_a_flax_model_are_within_the_limit(key_heads):
     model, variables, x = flax_model(key_heads)
     params = variables["params"]

@@ -11,6 +11,7 @@ from examples import adaptive, broken_batches
 pytestmark = pytest.mark.usefixtures("as_programs_run")
 
 
+@pytest.mark.slow
 def test_it_draws_twice_and_writes_its_table(tmp_path, monkeypatch):
     monkeypatch.setattr(adaptive.char_rnn, "HIDDEN", 16)
     table = tmp_path / "table.json"

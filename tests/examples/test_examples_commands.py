@@ -110,6 +110,7 @@ def test_programs_run_without_the_clone_on_the_path(name):
     assert "examples" not in imported(name)
 
 
+@pytest.mark.slow
 def test_help_names_a_missing_package_too():
     hide = "import runpy, sys; sys.modules['sklearn'] = None; sys.argv[1:] = ['--help']"
     run = f"runpy.run_path({str(FOLDER / 'digits.py')!r}, run_name='__main__')"

@@ -11,6 +11,8 @@ import pytest
 
 import optaxclip
 
+pytestmark = pytest.mark.slow
+
 EPS = float(np.finfo(np.float32).eps)
 # The gradient is recomputed by another compiled program, whose float32 sums over a
 # batch are taken in another order.

@@ -20,6 +20,8 @@ import optaxclip
 from optaxclip.replay.__main__ import main as replay_command
 from optaxclip.replay.__main__ import table
 
+pytestmark = pytest.mark.slow
+
 pytestmark = pytest.mark.usefixtures("as_programs_run")
 
 

@@ -39,6 +39,7 @@ def found_in(name, method):
 
 
 @pytest.mark.parametrize(("name", "method"), SHORT)
+@pytest.mark.slow
 def test_no_finding_in(name, method):
     finding = found_in(name, method)
     assert finding is None, f"\n{finding.text}"
@@ -62,6 +63,7 @@ def test_a_fault_is_found_shrunk_and_printed(monkeypatch):
 
 
 @pytest.mark.parametrize("name", ["scanned", "rank promotion", "second", "skip adam"])
+@pytest.mark.slow
 def test_the_program_of_every_check_runs(name):
     cell = next(c for c in cells.all_cells(SEED) if c.name.startswith(name))
     source = []

@@ -99,6 +99,7 @@ def test_the_moving_average_forgets_what_is_long_ago():
 
 
 @pytest.mark.parametrize("kind", ["value", "spam"])
+@pytest.mark.slow
 def test_the_share_is_that_of_all_devices_in_shard_map(kind):
     clipper = {
         "value": optaxclip.clip_by_value(0.9),

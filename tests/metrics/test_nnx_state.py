@@ -37,6 +37,7 @@ def optimizer_after_a_step(clipper):
 
 
 @pytest.mark.parametrize("name", CLIPPERS)
+@pytest.mark.slow
 def test_nnx_state_has_the_numbers_of_its_optimizer(name):
     optimizer = optimizer_after_a_step(CLIPPERS[name]())
     wanted = optaxclip.metrics(optimizer.opt_state)

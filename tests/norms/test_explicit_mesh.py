@@ -156,6 +156,7 @@ def assert_same_values(have, want):
 
 
 @every_clipper
+@pytest.mark.slow
 def test_explicit_mesh_keeps_shardings_and_values(name):
     mesh = sharded.mesh_of((2, 2), kind=AxisType.Explicit)
     clipper = BUILDS[name]()
@@ -200,6 +201,7 @@ MIXED = [
 
 
 @pytest.mark.parametrize("name", MIXED)
+@pytest.mark.slow
 def test_mesh_of_auto_and_explicit_axes(name):
     kinds = AxisType.Auto, AxisType.Explicit
     mesh = jax.make_mesh((2, 2), ("x", "y"), kinds, devices=jax.devices()[:4])
@@ -213,6 +215,7 @@ def test_mesh_of_auto_and_explicit_axes(name):
 
 
 @pytest.mark.parametrize("name", PARTLY)
+@pytest.mark.slow
 def test_partly_manual_shard_map_of_an_explicit_mesh(name):
     mesh = sharded.mesh_of((2, 2), kind=AxisType.Explicit)
     specs = jax.tree.map(lambda spec: P(None, *spec), ROWS)

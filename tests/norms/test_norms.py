@@ -20,7 +20,7 @@ from jax.sharding import PartitionSpec as P
 import optaxclip
 from optaxclip._norms import _platform
 from tests import oracles
-from tests.helpers import SMALL_FLOATS, apply
+from tests.helpers import SMALL_FLOATS, apply, only_by_a_cpu
 from tests.sharded import on_two_devices
 
 EPS = oracles.eps_of("float32")
@@ -39,9 +39,6 @@ every_order = pytest.mark.parametrize("ord", ORDERS)
 every_dtype = pytest.mark.parametrize("dtype", DTYPES)
 accelerator = pytest.mark.parametrize("way", ["gpu", "tpu"])
 FORCED = _platform.FORCED
-only_by_a_cpu = pytest.mark.skipif(
-    FORCED in ("gpu", "tpu"), reason="looks at what is compiled for a CPU"
-)
 # XLA on a CPU adds up the three operands of a GPU's reduction one element after
 # another, where a GPU adds up many at a time.
 not_in_turn = pytest.mark.skipif(
@@ -195,6 +192,7 @@ def test_group_norm_measures_each_label_by_itself(ord):
 
 
 @not_in_turn
+@pytest.mark.slow
 def test_ten_thousand_leaves_are_within_1e_6():
     random = np.random.default_rng(7)
     kinds = ("float32", "bfloat16", "float16")
@@ -209,6 +207,7 @@ def test_ten_thousand_leaves_are_within_1e_6():
 
 @not_in_turn
 @pytest.mark.parametrize("ord", [0.5, 2])
+@pytest.mark.slow
 def test_one_large_leaf_is_within_1e_6(ord):
     leaf = jnp.asarray(
         np.random.default_rng(8).standard_normal((1250, 4001)), jnp.float32
@@ -723,6 +722,7 @@ def reverse_twice_of(ord):
 
 
 @pytest.mark.parametrize("size", [0.0, 1e-37, 1e-30, 1e-20, 1e-19, 1e-3])
+@pytest.mark.slow
 def test_what_is_not_clipped_has_the_second_derivative_of_itself(size):
     clippers = [
         optaxclip.clip_by_global_norm(1.0),
@@ -982,6 +982,7 @@ def test_norms_can_be_exported_for_batches_of_any_size(ord):
     check_exported(norms)
 
 
+@pytest.mark.slow
 def test_clippers_can_be_exported_for_batches_of_any_size():
     clippers = [
         optaxclip.clip_by_global_norm(1.0),
@@ -1118,6 +1119,7 @@ def found_by(way):
 @accelerator
 @every_order
 @every_dtype
+@pytest.mark.slow
 def test_norms_by_accelerators_are_within_1e_6(dtype, ord, way):
     norm, leaves = found_by(way)[0][dtype][ord], OF_EACH_DTYPE[dtype]
     np.testing.assert_allclose(norm, oracles.norm(leaves, ord), tolerance(ord))
@@ -1126,6 +1128,7 @@ def test_norms_by_accelerators_are_within_1e_6(dtype, ord, way):
 @accelerator
 @pytest.mark.parametrize("ord", SUMMED)
 @pytest.mark.parametrize("largest", LENGTHS)
+@pytest.mark.slow
 def test_norms_by_accelerators_hold_the_whole_range(largest, ord, way):
     leaves = of_length(largest, ord)
     # Of values below the smallest normal number each may be flushed to 0.
@@ -1191,6 +1194,7 @@ def test_small_leaves_that_are_read_together_keep_their_norms(way):
 
 
 @accelerator
+@pytest.mark.slow
 def test_clippers_by_accelerators_are_the_equation(way):
     leaves = random_leaves("float32", 30, shapes=EVERY_RANK)
     with by_the_way_of(way):
@@ -1222,6 +1226,7 @@ LONG = {
 @only_by_a_cpu
 @pytest.mark.parametrize("way", ["cpu", "tpu"])
 @pytest.mark.parametrize("values", LONG)
+@pytest.mark.slow
 def test_long_sums_are_within_1e_6(values, way):
     leaf = np.resize(LONG[values], 20_000_000)
     with by_the_way_of(way):
@@ -1407,6 +1412,7 @@ def test_second_derivatives_by_reverse_mode_are_finite_at_zero(ord):
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.complex64])
+@pytest.mark.slow
 def test_second_derivatives_hold_where_an_element_is_0(dtype):
     """Of |x|: (1 - x x^T / |x|^2) / |x|, also in rows whose element is 0."""
     x = np.array([0.0, 3.0, -4.0])

@@ -143,6 +143,7 @@ def run(request):
         return mode, compiled.as_text(), compiled(*arguments)
 
 
+@pytest.mark.slow
 def test_every_clipper_gives_what_it_gives_on_one_device(run):
     mode, _, results = run
     wrong = {}
@@ -164,6 +165,7 @@ def test_every_clipper_gives_what_it_gives_on_one_device(run):
     assert missed == {}
 
 
+@pytest.mark.slow
 def test_all_devices_hold_the_same_bits_of_what_is_replicated(run):
     mode, _, results = run
     for clipped in results.values():
@@ -191,6 +193,7 @@ def test_no_gradient_travels_between_devices(run):
     ]
 
 
+@pytest.mark.slow
 def test_clipped_updates_stay_where_the_updates_were(run):
     mode, _, results = run
     for clipped in results.values():
@@ -247,6 +250,7 @@ STAGED_AXES = {
 
 
 @typed_or_not
+@pytest.mark.slow
 def test_stage_and_expert_axes_are_mesh_axes_like_others(options):
     updates, params = sharded.random_tree(3, STAGED), sharded.random_tree(4, STAGED)
     stacked = {"attention": 1, "experts": 2, "router": 0}
@@ -472,6 +476,7 @@ def mapped(body):
     return lambda x: program.lower(x).compile()(x)
 
 
+@pytest.mark.slow
 def test_in_pmap_the_mean_is_taken_before_clipping():
     local, _, mean = replicas()
 
@@ -560,6 +565,7 @@ def kind(x):
 
 
 @typed_or_not
+@pytest.mark.slow
 def test_the_state_has_the_same_type_after_update_as_after_init(options):
     seen = []
 
@@ -586,6 +592,7 @@ def test_the_state_has_the_same_type_after_update_as_after_init(options):
 
 
 @typed_or_not
+@pytest.mark.slow
 def test_the_state_of_norms_of_whole_leaves_is_replicated(options):
     def body(names, updates, params):
         return {
@@ -633,6 +640,7 @@ def test_a_state_made_outside_shard_map_goes_in_and_comes_out(axes):
 
 
 @typed_or_not
+@pytest.mark.slow
 def test_scan_inside_shard_map(options):
     many = [sharded.random_tree(seed) for seed in (1, 5, 6)]
     clippers = {
@@ -678,6 +686,7 @@ def test_scan_inside_shard_map(options):
 
 
 @typed_or_not
+@pytest.mark.slow
 def test_multi_steps_inside_shard_map_clips_the_mean(options):
     names = ["clip_by_global_norm", "clip_by_unitwise_norm stacked"]
 
@@ -949,6 +958,7 @@ def test_values_that_wait_for_their_sum_are_refused():
 @pytest.mark.parametrize(
     "name", ["clip_by_global_norm", "clip_by_unitwise_norm stacked"]
 )
+@pytest.mark.slow
 def test_specs_change_nothing_outside_shard_map(name):
     programs = [
         jax.jit(partial(sharded.clip, name, axes)).lower(UPDATES, PARAMS).as_text()
@@ -957,6 +967,7 @@ def test_specs_change_nothing_outside_shard_map(name):
     assert programs[0] == programs[1] == programs[2]
 
 
+@pytest.mark.slow
 def test_clip_by_value_needs_no_axes():
     clipper = optaxclip.clip_by_value(0.25)
     for options in ({}, NO_TYPES):

@@ -83,6 +83,7 @@ def in_shard_map(clipper, tree=MANY, specs=MANY_SPECS, **options):
         "typed-clip_by_tensor_norm",
     ],
 )
+@pytest.mark.slow
 def test_a_clip_of_64_leaves_is_one_all_reduce_of_one_array(build, axes, options):
     assert compiled(in_shard_map(build(0.5, mesh_axes=axes), **options), MANY) == [
         ("all-reduce", 1)
@@ -122,6 +123,7 @@ WHOLE = dict.fromkeys(SPECS, P())
     ],
     ids=str,
 )
+@pytest.mark.slow
 def test_where_nothing_is_split_nothing_is_asked(axes, options):
     def body(*trees):
         return [sharded.clip(name, axes, *trees)[0] for name in sharded.CLIPPERS]
@@ -148,6 +150,7 @@ def test_after_pmean_pmap_asks_no_more():
 @pytest.mark.parametrize(
     "kind", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"]
 )
+@pytest.mark.slow
 def test_under_jit_there_are_no_more_all_reduces_than_in_optax(kind):
     mesh = mesh_of((2, 4), kind=kind)
     with jax.set_mesh(mesh):
@@ -163,6 +166,7 @@ def test_under_jit_there_are_no_more_all_reduces_than_in_optax(kind):
 @pytest.mark.parametrize(
     "kind", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"]
 )
+@pytest.mark.slow
 def test_large_gradients_do_not_travel(kind):
     """A CPU may sum these twice, and each sum may ask."""
     mesh = mesh_of((2, 4), kind=kind)

@@ -52,6 +52,7 @@ def ghost(name, microbatch=None):
 
 
 @pytest.mark.parametrize("name", MODELS)
+@pytest.mark.slow
 def test_norms_are_those_of_the_examples(name):
     norms = norms_of(examples(name)[1])
     np.testing.assert_allclose(ghost(name)[1].norms, norms, rtol=1e-6)
@@ -64,6 +65,7 @@ def test_the_gradient_is_the_mean_of_clipped_ones(name):
 
 
 @pytest.mark.parametrize("name", MODELS)
+@pytest.mark.slow
 def test_values_are_those_of_the_loss(name):
     np.testing.assert_allclose(ghost(name)[1].values, examples(name)[0], rtol=1e-5)
 
@@ -77,6 +79,7 @@ def test_each_parameter_is_explained(name):
 
 
 @pytest.mark.parametrize("name", MODELS)
+@pytest.mark.slow
 def test_microbatches_need_not_divide_the_batch(name):
     limit, result = ghost(name, microbatch=4)
     close(result.grads, mean_of_clipped(examples(name)[1], limit))

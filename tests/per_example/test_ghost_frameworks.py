@@ -46,6 +46,7 @@ def ways(loss, params, *examples):
     return {leaf.name: leaf.way for leaf in leaves}
 
 
+@pytest.mark.slow
 def test_a_model_of_flax_nnx():
     nnx = pytest.importorskip("flax.nnx")
 
@@ -74,6 +75,7 @@ def test_a_model_of_flax_nnx():
     assert kernels and "gradient" not in kernels.values()
 
 
+@pytest.mark.slow
 def test_a_model_of_flax_linen():
     nn = pytest.importorskip("flax.linen")
 

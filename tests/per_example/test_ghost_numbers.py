@@ -70,6 +70,7 @@ def test_a_broken_example_leaves_the_others_alone(name, bad, place):
     assert result.nonfinite == 1
 
 
+@pytest.mark.slow
 def test_a_bfloat16_loss_of_float32_weights():
     """Within the rounding of bfloat16 of gradients of examples made in it."""
 
@@ -101,6 +102,7 @@ def test_float64_norms_are_float64():
     np.testing.assert_allclose(result.norms, norms, rtol=1e-14)
 
 
+@pytest.mark.slow
 def test_complex_weights_are_measured_by_their_gradients():
     def loss(w, x):
         return jnp.sum(jnp.abs(x @ w) ** 2)
@@ -115,6 +117,7 @@ def test_complex_weights_are_measured_by_their_gradients():
     assert error <= 16 * EPS * np.linalg.norm(known.grads)
 
 
+@pytest.mark.slow
 def test_a_batch_split_over_devices_is_not_moved():
     mesh = jax.make_mesh((4,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
     data = [normal(0, 8, 3, 6), normal(1, 8, 3, 8)]
@@ -126,6 +129,7 @@ def test_a_batch_split_over_devices_is_not_moved():
     assert "all-reduce" in text
 
 
+@pytest.mark.slow
 def test_gradients_of_gradients_exist():
     """As for weights of a loss that are learned."""
 

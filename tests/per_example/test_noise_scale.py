@@ -43,11 +43,13 @@ def close(found, grads):
     np.testing.assert_allclose(found, wanted, rtol=2 * eps)
 
 
+@pytest.mark.slow
 def test_it_is_noise_over_signal_of_the_gradients():
     result = clipped_grad(loss, None)(PARAMS, IMAGES, TARGETS)
     close(noise_scale(result), of_each())
 
 
+@pytest.mark.slow
 def test_an_infinite_limit_and_one_that_clips_nothing_will_do():
     for limit in (np.inf, 1e6):
         close(
@@ -60,6 +62,7 @@ def test_a_sum_is_told_by_mean_false():
     close(noise_scale(result, mean=False), of_each())
 
 
+@pytest.mark.slow
 def test_limits_of_parts_are_joined():
     limits = {"w": None, "b": np.inf}
     close(noise_scale(clipped_grad(loss, limits)(PARAMS, IMAGES, TARGETS)), of_each())
@@ -128,6 +131,7 @@ def test_fewer_than_two_examples_give_nan(count):
     assert np.isnan(noise_scale(result)).all()
 
 
+@pytest.mark.slow
 def test_a_gradient_lost_in_noise_gives_inf():
     def pulled(w, x):
         return 0.5 * (w - x) ** 2
@@ -137,6 +141,7 @@ def test_a_gradient_lost_in_noise_gives_inf():
     assert noise_scale(result) == (np.inf, 2.0, -1.0)
 
 
+@pytest.mark.slow
 def test_equal_gradients_have_no_noise():
     images, targets = IMAGES[[0] * 4], TARGETS[[0] * 4]
     found = noise_scale(clipped_grad(loss, None)(PARAMS, images, targets))

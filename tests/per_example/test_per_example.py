@@ -240,6 +240,7 @@ def shrunk():
         ("psac", "two_pass"),
     ],
 )
+@pytest.mark.slow
 def test_every_shrink_gives_its_factor(name, method):
     leaves = examples()[1]
     factors = FACTORS[name][1](norms_of(leaves), 0.7)
@@ -257,6 +258,7 @@ def test_automatic_shrinks_stay_within_the_limit_and_keep_zero(shrink):
     assert np.all(np.isfinite(new))
 
 
+@pytest.mark.slow
 def test_a_limit_for_each_part_clips_each_by_its_own_norm():
     loss, params, batch = MODELS["mlp"]
     leaves = examples()[1]  # in/b, in/w, out
@@ -498,6 +500,7 @@ def test_16_bit_gradients_are_rounded_once(dtype):
     np.testing.assert_allclose(np.asarray(found.grads, np.float64), wanted, rtol=half)
 
 
+@pytest.mark.slow
 def test_bfloat16_parameters_of_a_network():
     loss, params, batch = MODELS["mlp"]
     params = jax.tree.map(lambda leaf: leaf.astype(ml_dtypes.bfloat16), params)
@@ -581,6 +584,7 @@ def test_limits_may_be_traced_and_a_negative_one_counts_as_zero():
     assert all_zero(program()(-1.0, params, batch).grads)
 
 
+@pytest.mark.slow
 def test_a_batch_split_over_devices_under_jit():
     _, params, batch = MODELS["mlp"]
     mesh = jax.make_mesh((4,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
@@ -595,6 +599,7 @@ def test_a_batch_split_over_devices_under_jit():
 
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("check_vma", [False, True])
+@pytest.mark.slow
 def test_in_shard_map_each_device_clips_its_own_examples(check_vma, method):
     loss, params, batch = MODELS["mlp"]
     mesh = jax.make_mesh((4,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
@@ -889,6 +894,7 @@ def test_per_example_limits_are_named_by_their_function():
             call()
 
 
+@pytest.mark.slow
 def test_factors_are_1_for_zeros_and_without_a_limit():
     batch = jnp.array([0.0, 2.0])
     for shrink in (optaxclip.shrinks.hard, optaxclip.shrinks.normalize):
@@ -900,6 +906,7 @@ def test_factors_are_1_for_zeros_and_without_a_limit():
     np.testing.assert_array_equal(result.factors, [1.0, 0.5])
 
 
+@pytest.mark.slow
 def test_sums_of_sixteen_bit_gradients_keep_small_terms():
     grads = jnp.array([[1.0], [2.0**-10], [2.0**-10]], jnp.bfloat16)
     total, _ = per_example_global_norm_clip(grads, np.inf)

@@ -16,6 +16,7 @@ def loss(w, x, y):
 
 @pytest.mark.parametrize("method", ["ghost", "one_pass", "two_pass", "auto"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16", "complex64"])
+@pytest.mark.slow
 def test_every_method_works_under_strict_promotion(method, dtype):
     w = jnp.zeros(3, dtype)
     grad = clipped_grad(loss, 1.0, method=method, microbatch=2)
@@ -28,6 +29,7 @@ def test_every_method_works_under_strict_promotion(method, dtype):
 
 
 @pytest.mark.parametrize("shrink", [shrinks.auto_s(), shrinks.psac(), shrinks.smooth()])
+@pytest.mark.slow
 def test_every_shrink_works_under_strict_promotion(shrink):
     with jax.numpy_dtype_promotion("strict"):
         found = clipped_grad(loss, 1.0, shrink=shrink)(jnp.zeros(3), X, Y)

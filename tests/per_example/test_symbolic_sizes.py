@@ -21,6 +21,7 @@ def exported(grad):
 
 
 @pytest.mark.parametrize("method", ["one_pass", "two_pass", "auto"])
+@pytest.mark.slow
 def test_it_can_be_exported_for_any_size(method):
     grad = clipped_grad(loss, 2.0, method=method)
     found = exported(grad).call(jnp.zeros(6), GRADIENTS)

@@ -86,6 +86,7 @@ def test_autoclip_is_the_percentile_of_the_paper():
 
 
 @pytest.mark.parametrize("window", [20, 1000])
+@pytest.mark.slow
 def test_a_quantile_of_the_past_is_that_of_pypi_autoclip(window):
     rule = optaxclip.rules.windowed_quantile(0.9, window)
     updates, state = run(optaxclip.clip_by_tensor_norm(rule, eps=1e-6), stream())

@@ -72,6 +72,7 @@ def test_no_factor_of_a_replay_is_0_or_inf_beside_a_limit(norm, limit, shrink):
     assert 0 < factor < np.inf and factor == state.factor
 
 
+@pytest.mark.slow
 def test_a_thousand_rules_at_once():
     quantiles = np.linspace(0, 1, 1000, dtype=np.float32)
 
@@ -105,6 +106,7 @@ def test_the_norms_of_a_real_run_can_be_replayed():
     )
 
 
+@pytest.mark.slow
 def test_suggestions_count_the_steps_over_each_limit():
     rows = {row.rule: row for row in optaxclip.replay.suggest(NORMS)}
     good = NORMS[np.isfinite(NORMS) & (NORMS > 0)].astype(np.float64)
@@ -243,6 +245,7 @@ def test_the_command_prints_a_table_and_draws_a_picture(tmp_path, capsys):
         main([str(tmp_path / "nowhere.csv")])
 
 
+@pytest.mark.slow
 def test_the_command_runs_without_a_warning(tmp_path):
     done = subprocess.run(
         [
@@ -294,6 +297,7 @@ def test_replay_keeps_64_bits_and_names_its_rule():
 SKIP_STEP = "optaxclip.skip_step(optimizer, on_loss=False)"
 
 
+@pytest.mark.slow
 def test_suggestions_are_quantiles_five_medians_and_rules():
     good = np.concatenate([np.arange(1.0, 64.0), [300.0]])
     rows = {
@@ -343,6 +347,7 @@ def log_of(path, norms, column="norm"):
     return path
 
 
+@pytest.mark.slow
 def test_the_command_takes_a_column_and_a_picture(tmp_path, capsys):
     norms = [*np.linspace(1, 9, 9), 1000.0, np.nan, np.inf]
     log, picture = (

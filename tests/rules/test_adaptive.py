@@ -755,6 +755,7 @@ def test_adagc_takes_norms_from_elsewhere_and_limits_from_step_0():
     np.testing.assert_allclose(updates["a"], [0.3, 0.4], rtol=1e-6)
 
 
+@pytest.mark.slow
 def test_adaclip_takes_stacked_grad_norm_and_nonfinite():
     grads = jnp.array([[1.0, 2.0], [3.0, 4.0]])
     _, state = apply(optaxclip.adaclip(stacked=1), grads)
@@ -776,6 +777,7 @@ def test_adaclip_makes_a_broken_tensor_nan_and_keeps_what_fits():
     assert updates[1] == second.limit and updates[0] < 3.0
 
 
+@pytest.mark.slow
 def test_spam_keeps_squares_wide_and_schedules_from_step_0():
     with jax.enable_x64(True):
         params = {
@@ -804,6 +806,7 @@ def test_spam_keeps_squares_wide_and_schedules_from_step_0():
     np.testing.assert_allclose(state.second_moment, [144.0, 2.25], rtol=1e-6)
 
 
+@pytest.mark.slow
 def test_spam_does_not_learn_from_broken_coordinates():
     clipper = optaxclip.spam(warmup=0)
     _, state = clipper.update(jnp.array([2.0, 2.0, 2.0]), clipper.init(jnp.zeros(3)))
@@ -816,6 +819,7 @@ def test_spam_does_not_learn_from_broken_coordinates():
     )
 
 
+@pytest.mark.slow
 def test_spam_keeps_the_average_of_a_leaf_that_is_missing():
     clipper = optaxclip.spam(warmup=0)
     _, state = clipper.update(
@@ -829,6 +833,7 @@ def test_spam_keeps_the_average_of_a_leaf_that_is_missing():
     )
 
 
+@pytest.mark.slow
 def test_spam_passes_on_leaves_that_are_not_clipped():
     tree = {"w": jnp.ones(2), "steps": jnp.ones(3, int), "key": jax.random.key(0)}
     clipper = optaxclip.spam(4.0, warmup=0)
@@ -856,6 +861,7 @@ def test_spam_that_never_starts_anew_clips_after_its_warmup():
     assert through[:2] == [1.0, 1.0] and through[2] < 1.0
 
 
+@pytest.mark.slow
 def test_momentum_starts_anew_and_the_step_rises_along_a_cosine():
     optimizer = optaxclip.reset_momentum(optax.scale_by_adam(), every=10, warmup=4)
     grads = {
@@ -943,6 +949,7 @@ def test_reset_momentum_lets_only_floats_rise():
     np.testing.assert_array_equal(updates["half"], jnp.full(2, 0.03, jnp.bfloat16))
 
 
+@pytest.mark.slow
 def test_reset_momentum_takes_strict_promotion():
     optimizer = optaxclip.reset_momentum(optax.trace(0.9), every=2, warmup=4)
     grads = jnp.ones(2)

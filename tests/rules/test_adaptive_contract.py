@@ -296,6 +296,7 @@ def test_a_run_that_was_saved_goes_on_bit_for_bit(name):
 
 
 @some_clippers
+@pytest.mark.slow
 def test_scan_vmap_and_strict_promotion(name):
     """All three in one program: two runs side by side, each a scan."""
     (clipper, _), grads = built(name), history("float32", 5, name)
@@ -424,6 +425,7 @@ SHARDED = [
 
 
 @pytest.mark.parametrize(("name", "mode"), SHARDED)
+@pytest.mark.slow
 def test_sharded_gradients_give_what_one_device_gives(name, mode):
     grads = [
         {

@@ -73,6 +73,7 @@ def test_failures_of_their_own_are_listed_separately():
     assert (row.own, row.differ, row.ours) == (("x",), {}, "1 / 1 / 0")
 
 
+@pytest.mark.slow
 def test_the_worst_of_a_tests_reports_counts(tmp_path):
     source = "import unittest\nclass A(unittest.TestCase):\n  def test_x(self):\n"
     source += "    for i in range(2):\n      with self.subTest(i):\n"
@@ -95,6 +96,7 @@ def test_files_that_a_version_does_not_ship_are_shown():
     assert [row.theirs for row in found.rows] == ["not shipped"]
 
 
+@pytest.mark.slow
 def test_the_clipping_tests_of_optax_end_as_explained():
     path = "optax/transforms/_clipping_test.py"
     if path not in map(str, distribution("optax").files):

@@ -148,6 +148,7 @@ def updates_of(optimizer, case, name):
 
 
 @pytest.mark.parametrize("name", MAKERS)
+@pytest.mark.slow
 def test_any_optimizer_of_optax_can_be_skipped(name):
     case = CASES.get(name, Case(by_default))
     bare = optax.with_extra_args_support(case.build(MAKERS[name]))

@@ -1,0 +1,65 @@
+"""Counts beyond int32, which mean never, and step counters at the largest int32."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import optaxclip
+
+MOST = np.iinfo(np.int32).max
+GRADS = jnp.array([3.0, 4.0])
+
+
+def count_of(name):
+    """A transformation with a large count, and what it returns for GRADS."""
+    large = 10**10
+    trace = optax.trace(0.9)
+    return {
+        "spam every": (optaxclip.spam(every=large), [3.0, 4.0]),
+        "spam warmup": (optaxclip.spam(warmup=large), [3.0, 4.0]),
+        "reset every": (optaxclip.reset_momentum(trace, large), [3.0, 4.0]),
+        "reset warmup": (optaxclip.reset_momentum(trace, warmup=large), [3.0, 4.0]),
+        "skip": (optaxclip.skip_nonfinite(trace, large), [3.0, 4.0]),
+        "adagc": (optaxclip.adagc(warmup=large), [0.6, 0.8]),
+        "zclip": (optaxclip.zclip(warmup=large), [3.0, 4.0]),
+    }[name]
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("spam every", "spam warmup", "reset every", "reset warmup"),
+        *("skip", "adagc", "zclip"),
+    ],
+)
+def test_a_count_beyond_int32_is_never_reached(name):
+    optimizer, expected = count_of(name)
+    updates, _ = jax.jit(optimizer.update)(GRADS, optimizer.init(GRADS))
+    np.testing.assert_allclose(updates, expected, rtol=2e-6)
+
+
+@pytest.mark.parametrize("make", [optaxclip.spam, optaxclip.reset_momentum])
+def test_an_infinite_every_is_not_whole(make):
+    inner = () if make is optaxclip.spam else (optax.trace(0.9),)
+    with pytest.raises(ValueError, match=r"every must be a whole number, got inf"):
+        make(*inner, every=np.inf)
+
+
+@pytest.mark.parametrize("every", [512, None])
+def test_spam_clips_on_at_the_largest_step(every):
+    clipper = optaxclip.spam(4.0, warmup=20, every=every)
+    state = clipper.init(GRADS)
+    state = state._replace(step=jnp.int32(MOST), second_moment=jnp.ones(2))
+    updates, new = clipper.update(10 * GRADS, state)
+    assert updates.tolist() == [2.0, 2.0]
+    assert int(new.step) == MOST
+
+
+def test_momentum_is_not_reset_at_the_largest_step():
+    optimizer = optaxclip.reset_momentum(optax.trace(0.5), every=512, warmup=10)
+    state = optimizer.init(GRADS)
+    for _ in range(3):
+        updates, state = optimizer.update(GRADS, state._replace(step=jnp.int32(MOST)))
+    np.testing.assert_array_equal(updates, 1.75 * GRADS)
