@@ -13,9 +13,8 @@ LARGE = [2**33, np.int64(2**33), np.array(2**33), np.uint32(2**32 - 1)]
 
 def last_limit(limit, **options):
     clipper = optaxclip.clip_by_global_norm(limit, **options)
-    state = clipper.init(GRADS)
-    for _ in range(2):
-        updates, state = clipper.update(GRADS, state, GRADS)
+    _, state = clipper.update(GRADS, clipper.init(GRADS), GRADS)
+    updates, state = clipper.update(GRADS, state, GRADS)
     return updates, state.limit
 
 
