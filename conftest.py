@@ -16,7 +16,6 @@ def pytest_addoption(parser):
 
 
 def pytest_configure(config):
-    config.addinivalue_line("markers", "slow: runs with --all, or when it is named")
     if config.args_source is pytest.Config.ArgsSource.ARGS or config.option.keyword:
         config.option.all = True
 
