@@ -1,64 +1,166 @@
-"""Singular values by matrix products alone: the clipped matrix, by a hard or a smooth
-shrink, and the largest singular value.
+"""Singular values by matrix products alone: the clipped matrices, by a hard or a smooth
+shrink, and the largest singular values.
 
-Both shrinks use the polar factor [B, Z] of a matrix with more columns than rows:
+Both shrinks use the polar factor [Z; B] of a matrix with more rows than columns:
 
-    [X, cI]     = (X X^H + c^2 I)^(1/2) [B, Z]
+    [cI; X]     = [Z; B] (X^H X + c^2 I)^(1/2)
     B           has the singular values b = s / sqrt(s^2 + c^2)
     Z           has the singular values z = c / sqrt(s^2 + c^2)
 
-    smooth(2)   c B = (I + X X^H / c^2)^(-1/2) X
+    smooth(2)   c B = X (I + X^H X / c^2)^(-1/2)
     hard        the singular values c b / max(b, z), where
                 max(b, z)^2 = (1 + |1 - 2 z^2|) / 2, with |A| = A sign(A)
 
-The singular values of [X, cI] are at least c, so the iteration knows where to begin.
+The singular values of [cI; X] are at least c, so the iteration knows where to begin.
 Accuracy is lost with s_max / c. A root of the Gram matrix loses it with the square.
+
+All matrices with equally many columns go through the same products (see `_tiles`).
 
 Reference: F. L. Cesista, Numerically stable spectral clipping via Newton-Schulz, 2025,
 for sign iterations. Chen, Chow, A stable scaling of Newton-Schulz for improving the
 sign function computation of a Hermitian matrix, 2014, for the scaling.
 """
 
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
-from .._norms._norms import tensor_norm
 from .._norms._types import split_as
+from ._tiles import (
+    Tiling,
+    adjoint,
+    groups_of,
+    may_be_joined,
+    product,
+    tiling_of,
+    whole,
+)
 
 # The Gram matrix is raised to the power 2^16, whose trace bounds the largest singular
 # value. m equal singular values are overestimated by m^(1 / 2^17).
 SQUARINGS = 16
 
 
+def largest(leaves: Sequence[jax.Array]) -> list[tuple[jax.Array, jax.Array]]:
+    """For each leaf [layers, rows, columns] the largest singular value of each matrix,
+    and a bound that it never exceeds, both [layers, 1, 1].
+
+    Both come from the 2^16th power of the Gram matrix, by repeated squaring.
+    """
+    return _in_groups(_largest, leaves)
+
+
 def shrunk(
-    x: jax.Array,
-    limit: jax.Array,
-    bound: jax.Array,
+    leaves: Sequence[jax.Array],
+    limits: Sequence[jax.Array],
+    bounds: Sequence[jax.Array],
     *,
     steps: int,
     is_hard: bool,
-) -> jax.Array:
+) -> list[jax.Array]:
     """Matrices with their singular values shrunk, by `hard` or by `smooth(2)`.
 
-    They have at most as many rows as columns, and singular values of at most `bound`.
+    They have at least as many rows as columns, and singular values of at most `bounds`.
     """
-    # From 2^13 bound on nothing is shortened in float32, and [X, cI] would lose X.
-    limit = jnp.minimum(limit, 2.0**13 * bound)
-    eye = _eye_like(x)
-    root = jnp.sqrt(bound**2 + limit**2)
-    joined = jnp.concatenate([x, limit * eye], -1)
-    factor = _polar(joined / root, limit / root, steps)
-    b, z = factor[..., : x.shape[-1]], factor[..., x.shape[-1] :]
-    if not is_hard:
-        return limit * b
+    shrink = partial(_shrunk, steps=steps, is_hard=is_hard)
+    return _in_groups(shrink, leaves, limits, bounds)
+
+
+def _in_groups(function: Callable[..., list[Any]], *lists: Any) -> list[Any]:
+    """Calls a function of lists with the entries of all leaves that may be joined, as
+    [matrices, rows, columns].
+    """
+    found: dict[int, Any] = {}
+    for group in groups_of(lists[0]):
+        own = [[entries[number] for number in group] for entries in lists]
+        if not may_be_joined(own[0][0]):
+            found |= zip(group, function(*own))
+            continue
+        shapes = [x.shape[:-2] for x in own[0]]
+        for number, shape, one in zip(group, shapes, function(*_flat(own))):
+            found[number] = jax.tree.map(partial(_stacked, shape), one)
+    return [found[number] for number in range(len(found))]
+
+
+def _stacked(layers: tuple[int, ...], x: jax.Array) -> jax.Array:
+    return x.reshape(*layers, *x.shape[-2:])
+
+
+def _flat(trees: Any) -> Any:
+    return jax.tree.map(partial(_stacked, (-1,)), trees)
+
+
+def _largest(leaves: list[jax.Array]) -> list[tuple[jax.Array, jax.Array]]:
+    tiling = tiling_of(leaves)
+    gram = tiling.gram(tiling.cut(leaves))
+    fixed = lax.stop_gradient(gram)
+    trace = _trace(fixed)
+    start = fixed / trace, jnp.log(trace), jnp.full_like(trace, 0.5)
+    power, log, _ = lax.fori_loop(0, SQUARINGS, _square, start)
+    # A mean of the squared singular values in which the largest outweighs all others.
+    # It is never above the largest.
+    weights = _inner(power, power)
+    mean = _inner(power, product(gram, power)) / jnp.where(
+        weights > 0, weights, 1.0
+    )
+    # The root of 0 has no derivative.
+    norm = jnp.where(mean > 0, jnp.sqrt(jnp.where(mean > 0, mean, 1.0)), 0.0)
+    # The bound is exact but for rounding, which 0.001 covers.
+    bound = 1.001 * jnp.exp(0.5 * log)
+    return list(zip(_split(norm, leaves), _split(bound, leaves)))
+
+
+def _shrunk(
+    leaves: list[jax.Array],
+    limits: list[jax.Array],
+    bounds: list[jax.Array],
+    *,
+    steps: int,
+    is_hard: bool,
+) -> list[jax.Array]:
+    columns = leaves[0].shape[-1]
+    tiling = tiling_of(leaves, more=columns)
+    # From 2^13 bound on nothing is shortened in float32, and [cI; X] would lose X.
+    limits = [
+        jnp.minimum(limit, 2.0**13 * bound)
+        for limit, bound in zip(limits, bounds)
+    ]
+    roots = [
+        jnp.sqrt(bound**2 + limit**2) for limit, bound in zip(limits, bounds)
+    ]
+    joined = [
+        jnp.concatenate([limit / root * _eye_like(x), x / root], -2)
+        for x, limit, root in zip(leaves, limits, roots)
+    ]
+    limit, root = jnp.concatenate(limits), jnp.concatenate(roots)
+    factor = _polar(tiling, tiling.cut(joined), limit / root, steps)
+    if is_hard:
+        z = jnp.concatenate(
+            [leaf[..., :columns, :] for leaf in tiling.joined(factor)]
+        )
+        factor = tiling.times(factor, _inverse_of_largest(z, steps))
+    found = [leaf[..., columns:, :] for leaf in tiling.joined(factor)]
+    return [limit * b for limit, b in zip(limits, found)]
+
+
+def _inverse_of_largest(z: jax.Array, steps: int) -> jax.Array:
+    """max(b, z)^-1 for Hermitian Z, where b^2 = 1 - z^2."""
+    eye = _eye_like(z)
     difference = eye - 2 * product(z, adjoint(z))
-    eps = jnp.full_like(limit, jnp.finfo(limit.dtype).eps)
-    absolute = product(difference, _polar(difference, eps, steps))
-    return limit * product(_inverse_root(0.5 * (eye + absolute)), b)
+    squares = whole(z)
+    eps = jnp.full_like(z[..., :1, :1].real, jnp.finfo(z.dtype).eps)
+    sign = _polar(squares, difference, eps, steps)
+    return _inverse_root(0.5 * (eye + product(difference, sign)))
 
 
-def _polar(x: jax.Array, lowest: jax.Array, steps: int) -> jax.Array:
+def _polar(
+    tiling: Tiling, x: jax.Array, lowest: jax.Array, steps: int
+) -> jax.Array:
     """Turns every singular value of x in [lowest, 1] into 1, by the iteration
     x <- r x (3 - r^2 x^2) / 2. For a Hermitian matrix this is the sign.
     """
@@ -71,8 +173,10 @@ def _polar(x: jax.Array, lowest: jax.Array, steps: int) -> jax.Array:
         # 1 + eps below 0, so it is taken for 0.1 at least.
         low = jnp.maximum(lowest, 0.1)
         r = jnp.sqrt(3 / (1 + low + low**2))
-        x = 0.5 * r * (3 * x - r**2 * product(product(x, adjoint(x)), x))
-        return (x, 0.5 * r * lowest * (3 - (r * lowest) ** 2)), None
+        gram = tiling.gram(x)
+        factor = 0.5 * r * (3 * _eye_like(gram) - r**2 * gram)
+        lowest = 0.5 * r * lowest * (3 - (r * lowest) ** 2)
+        return (tiling.times(x, factor), lowest), None
 
     return lax.scan(step, (x, lax.stop_gradient(lowest)), length=steps)[0][0]
 
@@ -86,28 +190,6 @@ def _inverse_root(x: jax.Array) -> jax.Array:
     for _ in range(5):
         y = 0.5 * product(y, 3 * eye - product(x, product(y, y)))
     return y
-
-
-def largest(x: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """The largest singular value, and a bound that it never exceeds.
-
-    Both come from the 2^16th power of the Gram matrix, by repeated squaring.
-    """
-    fixed = lax.stop_gradient(x)
-    gram = product(fixed, adjoint(fixed))
-    trace = _trace(gram)
-    start = gram / trace, jnp.log(trace), jnp.full_like(trace, 0.5)
-    power, log, _ = lax.fori_loop(0, SQUARINGS, _square, start)
-    # A mean of the squared singular values in which the largest outweighs all others.
-    # It is never above the largest.
-    weights = jnp.sqrt(jnp.sum(jnp.abs(power) ** 2, (-2, -1), keepdims=True))
-    norm = tensor_norm(product(power, x), stacked=x.ndim - 2).reshape(
-        trace.shape
-    )
-    # The bound is exact but for rounding, which 0.001 covers.
-    return norm / jnp.where(weights > 0, weights, 1.0), 1.001 * jnp.exp(
-        0.5 * log
-    )
 
 
 def _square(
@@ -127,18 +209,22 @@ def _trace(x: jax.Array) -> jax.Array:
 
 
 def _eye_like(x: jax.Array) -> jax.Array:
-    """An identity for each matrix, with as many rows."""
-    rows = x.shape[-2]
-    eyes = jnp.broadcast_to(jnp.eye(rows, dtype=x.dtype), (*x.shape[:-1], rows))
+    """An identity for each matrix, with as many columns."""
+    columns = x.shape[-1]
+    eye = jnp.eye(columns, dtype=x.dtype)
+    eyes = jnp.broadcast_to(eye, (*x.shape[:-2], columns, columns))
     # On an Explicit mesh factors of a product must be split alike.
     return split_as(eyes, jax.typeof(x))
 
 
-def adjoint(x: jax.Array) -> jax.Array:
-    """The conjugate transpose of each matrix."""
-    return jnp.conj(x.mT)
+def _inner(a: jax.Array, b: jax.Array) -> jax.Array:
+    """The inner product of each pair of matrices, [matrices, 1, 1]."""
+    return jnp.sum(jnp.real(jnp.conj(a) * b), (-2, -1), keepdims=True)
 
 
-def product(a: jax.Array, b: jax.Array) -> jax.Array:
-    """a @ b. By default accelerators round float32 factors to bfloat16 or TF32."""
-    return jnp.matmul(a, b, precision="highest")
+def _split(values: jax.Array, leaves: Sequence[jax.Array]) -> list[jax.Array]:
+    """Values of all matrices, for each leaf its own."""
+    if len(leaves) == 1:
+        return [values]
+    ends = np.cumsum([len(leaf) for leaf in leaves])
+    return jnp.split(values, ends[:-1])

@@ -34,10 +34,10 @@ from .._other_names import with_our_names
 from ..shrinks import Shrink, hard, shrink_of, smooth
 from ._spectrum import (
     SpectralNorm,
-    clipped_leaf,
+    clipped_by,
     in_one_dtype,
     method_of,
-    spectrum_of,
+    spectra_of,
 )
 
 
@@ -144,9 +144,8 @@ def clip_by_spectral_norm(
         updates: Any, state: Any, params: Any = None, **_: Any
     ) -> tuple[Any, Any]:
         tree = clipped_leaves(updates)
-        matrices = measure.matrices(tree)
         # Each matrix is decomposed once, for its norm and for the clipped matrix.
-        spectra = [spectrum_of(how, x) for x in matrices]
+        spectra = spectra_of(how, measure.matrices(tree))
         norms = in_one_dtype(measure.norms_of(tree, spectra))
         # The kernel computes limits, counts, and scales. With that vectors, broken
         # steps, and limits of 0 and inf are done.
@@ -155,10 +154,9 @@ def clip_by_spectral_norm(
         leaves, treedef = jax.tree.flatten(scaled)
         # The limits that the kernel found, which a rule or a schedule may change.
         limits = jax.tree.leaves(limits_of(new, tree))
-        layers = measure.layers(tree)
-        each = zip(layers, leaves, matrices, spectra, limits, strict=True)
+        layers = tuple(measure.layers(tree))
         # With `hard` a matrix within its limit keeps its bits, those of `scaled`.
-        shaped = [clipped_leaf(how, shrink, *one) for one in each]
+        shaped = clipped_by(how, shrink, layers, leaves, spectra, limits)
         return put_back(treedef.unflatten(shaped), updates), new
 
     return optax.GradientTransformationExtraArgs(kernel.init, update)
@@ -199,6 +197,4 @@ def spectral_norm(
     how = method_of("spectral_norm", method)
     measure = SpectralNorm("spectral_norm", how, columns, stacked)
     tree = clipped_leaves(tree)
-    return measure.norms_of(
-        tree, [spectrum_of(how, x) for x in measure.matrices(tree)]
-    )
+    return measure.norms_of(tree, spectra_of(how, measure.matrices(tree)))

@@ -22,79 +22,89 @@ from .._norms._stacked import Axes, other_axes, stacked_axes
 from .._norms._types import gathered, split_as
 from ..shrinks import Shrink, hard
 from . import _newton_schulz as newton_schulz
-from ._newton_schulz import adjoint, product
+from ._tiles import adjoint, exact_product
 
 STEPS = 24  # of Newton-Schulz
 
 
+class Spectrum(NamedTuple):
+    """What is known of the singular values of matrices [layers, rows, columns]."""
+
+    norm: jax.Array  # float32[layers, 1, 1]: the largest of each matrix
+    # float32[layers, 1, 1]: the powers of 2 that the matrices were divided by
+    unit: jax.Array
+    # What the method knows of the divided matrices. None for vectors, which need none.
+    parts: Any = None
+
+
 @dataclass(frozen=True)
 class Svd:
-    """Singular values by a singular value decomposition."""
+    """Singular values by a singular value decomposition, of each leaf by itself."""
 
-    def measure(self, x: jax.Array) -> tuple[jax.Array, Any]:
-        """The largest singular value of each matrix, and the decomposition."""
-        u, s, v = jnp.linalg.svd(x, full_matrices=False)
-        return s[..., None, :1], (u, s, v)
+    def measure(self, xs: list[jax.Array]) -> list[tuple[jax.Array, Any]]:
+        """For each leaf the largest singular values, and the decomposition."""
+        found = []
+        for x in xs:
+            u, s, v = jnp.linalg.svd(x, full_matrices=False)
+            found.append((s[..., None, :1], (u, s, v)))
+        return found
 
     def shrunk(
-        self,
-        spectrum: "Spectrum",
-        x: jax.Array,
-        limit: jax.Array,
-        shrink: Shrink,
-    ) -> tuple[jax.Array, jax.Array]:
-        """The clipped matrices, and which of them have changed."""
-        u, s, v = spectrum.parts
-        long = s[..., None, :] * spectrum.unit
-        short = shrink(long, jnp.broadcast_to(limit, long.shape))
-        return product(u * short, v), jnp.any(short != long, -1, keepdims=True)
+        self, spectra: list[Spectrum], limits: list[jax.Array], shrink: Shrink
+    ) -> list[tuple[jax.Array, jax.Array]]:
+        """For each leaf the clipped matrices, and which of them have changed."""
+        found = []
+        for spectrum, limit in zip(spectra, limits):
+            u, s, v = spectrum.parts
+            long = s[..., None, :] * spectrum.unit
+            short = shrink(long, jnp.broadcast_to(limit, long.shape))
+            changed = jnp.any(short != long, -1, keepdims=True)
+            found.append((exact_product(u * short, v), changed))
+        return found
 
 
 @dataclass(frozen=True)
 class NewtonSchulz:
-    """Singular values by matrix products alone."""
+    """Singular values by matrix products alone, of all leaves together."""
 
     steps: int = STEPS
 
-    def measure(self, x: jax.Array) -> tuple[jax.Array, Any]:
-        """The largest singular value of each matrix, and the matrices lying flat with a
-        bound for their singular values.
+    def measure(self, xs: list[jax.Array]) -> list[tuple[jax.Array, Any]]:
+        """For each leaf the largest singular values, and the matrices with a bound for
+        their singular values.
         """
-        flat = x if x.shape[-2] <= x.shape[-1] else adjoint(x)
-        norm, bound = newton_schulz.largest(flat)
-        return norm, (flat, bound)
+        found = newton_schulz.largest([_upright(x) for x in xs])
+        return [(norm, (x, bound)) for x, (norm, bound) in zip(xs, found)]
 
     def shrunk(
-        self,
-        spectrum: "Spectrum",
-        x: jax.Array,
-        limit: jax.Array,
-        shrink: Shrink,
-    ) -> tuple[jax.Array, jax.Array]:
-        """The clipped matrices, and which of them have changed."""
-        flat, bound = spectrum.parts
-        form = {"steps": self.steps, "is_hard": shrink is hard}
-        limit_of_flat = limit / spectrum.unit
-        short = newton_schulz.shrunk(flat, limit_of_flat, bound, **form)
-        new = spectrum.unit * short
-        changed = (spectrum.norm > limit) | (shrink is not hard)
-        return (new if flat.shape == x.shape else adjoint(new)), changed
+        self, spectra: list[Spectrum], limits: list[jax.Array], shrink: Shrink
+    ) -> list[tuple[jax.Array, jax.Array]]:
+        """For each leaf the clipped matrices, and which of them have changed."""
+        short = newton_schulz.shrunk(
+            [_upright(spectrum.parts[0]) for spectrum in spectra],
+            [limit / one.unit for limit, one in zip(limits, spectra)],
+            [spectrum.parts[1] for spectrum in spectra],
+            steps=self.steps,
+            is_hard=shrink is hard,
+        )
+        found = []
+        for spectrum, limit, upright in zip(spectra, limits, short):
+            new = spectrum.unit * upright
+            lies = new.shape != spectrum.parts[0].shape
+            changed = (spectrum.norm > limit) | (shrink is not hard)
+            found.append((adjoint(new) if lies else new, changed))
+        return found
+
+
+def _upright(x: jax.Array) -> jax.Array:
+    """Matrices with at least as many rows as columns."""
+    return x if x.shape[-2] >= x.shape[-1] else adjoint(x)
 
 
 Method = Svd | NewtonSchulz
 
 
 METHODS = ("svd", "newton_schulz")
-
-
-class Spectrum(NamedTuple):
-    """What is known of the singular values of matrices [..., rows, columns]."""
-
-    norm: jax.Array  # float32[..., 1, 1]: the largest of each matrix
-    # float32[..., 1, 1]: the powers of 2 that the matrices were divided by
-    unit: jax.Array
-    # What the method knows of the divided matrices. None for vectors, which need none.
-    parts: Any = None
 
 
 class SpectralNorm(NamedTuple):
@@ -106,7 +116,7 @@ class SpectralNorm(NamedTuple):
     stacked: Any = None
 
     def __call__(self, tree: Any) -> Norms:
-        spectra = [spectrum_of(self.method, x) for x in self.matrices(tree)]
+        spectra = spectra_of(self.method, self.matrices(tree))
         return norms_of_tree(in_one_dtype(self.norms_of(tree, spectra)), tree)
 
     def without_devices(self) -> "SpectralNorm":
@@ -188,45 +198,71 @@ def method_of(call: str, method: Any, steps: int | None = None) -> Method:
 
 
 @partial(jax.jit, static_argnums=0)
-def spectrum_of(method: Method, x: jax.Array) -> Spectrum:
-    """What a method finds out about the singular values of some matrices."""
-    if min(x.shape[-2:]) == 1:
-        norm = tensor_norm(x, stacked=x.ndim - 2)
-        norm = norm.reshape(*x.shape[:-2], 1, 1)
-        return Spectrum(norm, jnp.ones_like(norm))
+def spectra_of(method: Method, xs: list[jax.Array]) -> list[Spectrum]:
+    """What a method finds out about the singular values of the matrices of leaves."""
+    divided = [_divided(x) for x in xs if min(x.shape[-2:]) > 1]
+    measured = iter(zip(divided, method.measure([x for x, *_ in divided])))
+    spectra = []
+    for x in xs:
+        if min(x.shape[-2:]) == 1:
+            norm = tensor_norm(x, stacked=x.ndim - 2)
+            norm = norm.reshape(*x.shape[:-2], 1, 1)
+            spectra.append(Spectrum(norm, jnp.ones_like(norm)))
+            continue
+        (_, unit, peak), (largest, parts) = next(measured)
+        norm = jnp.where(jnp.isfinite(peak), largest * unit, peak)
+        spectra.append(Spectrum(norm, unit, parts))
+    return spectra
+
+
+def _divided(x: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Matrices whose squares do not overflow, what they were divided by, and the
+    largest element of each. Those with NaN or inf become zeros.
+    """
     peak = lax.stop_gradient(jnp.max(jnp.abs(x), (-2, -1), keepdims=True))
     finite = jnp.isfinite(peak)
     usual = finite & (peak > 0)
-    # Divided by a power of 2, which rounds nothing, so that no square overflows. It is
-    # not 2^126, whose reciprocal, with which XLA multiplies, is flushed to 0.
+    # Powers of 2 round nothing. 2^126 is not one of them: XLA multiplies with its
+    # reciprocal, which is flushed to 0.
     exponent = jnp.floor(jnp.log2(jnp.where(usual, peak, 1.0)))
     unit = jnp.where(usual, jnp.exp2(jnp.clip(exponent, -100, 100)), 1.0)
-    # Matrices with NaN or inf are not decomposed.
-    x = jnp.where(finite, x / unit, jnp.zeros_like(x))
-    largest, parts = method.measure(x)
-    return Spectrum(jnp.where(finite, largest * unit, peak), unit, parts)
+    return jnp.where(finite, x / unit, jnp.zeros_like(x)), unit, peak
 
 
 @partial(jax.jit, static_argnums=(0, 1, 2))
-def clipped_leaf(
+def clipped_by(
     method: Method,
     shrink: Shrink,
-    axes: Axes,
-    scaled: jax.Array,
-    x: jax.Array,
-    spectrum: Spectrum,
-    limit: jax.Array,
+    layers: tuple[Axes, ...],
+    scaled: list[jax.Array],
+    spectra: list[Spectrum],
+    limits: list[jax.Array],
+) -> list[jax.Array]:
+    """Leaves with shrunk singular values. `scaled` is what the kernel returned."""
+    found = list(scaled)
+    own = [
+        i for i, spectrum in enumerate(spectra) if spectrum.parts is not None
+    ]
+    spectra = [spectra[i] for i in own]
+    held, usual = [], []
+    for i, spectrum in zip(own, spectra):
+        limit = held_in(spectrum.norm.dtype, limits[i])
+        limit = limit.reshape(spectrum.norm.shape)
+        usual.append(jnp.isfinite(spectrum.norm) & jnp.isfinite(limit))
+        held.append(jnp.where(usual[-1], limit, 1.0))
+    shrunk = method.shrunk(spectra, held, shrink)
+    for i, (new, changed), is_usual in zip(own, shrunk, usual):
+        found[i] = _chosen(layers[i], is_usual & changed, new, scaled[i])
+    return found
+
+
+def _chosen(
+    axes: Axes, chosen: jax.Array, new: jax.Array, scaled: jax.Array
 ) -> jax.Array:
-    """A leaf with its singular values shrunk. `scaled` is what the kernel returned."""
-    if spectrum.parts is None:
-        return scaled
-    limit = held_in(spectrum.norm.dtype, limit).reshape(spectrum.norm.shape)
-    usual = jnp.isfinite(spectrum.norm) & jnp.isfinite(limit)
-    limit = jnp.where(usual, limit, 1.0)
-    new, changed = method.shrunk(spectrum, x, limit, shrink)
+    """A leaf with the matrices [..., rows, columns] that are chosen for new ones."""
     inside = other_axes(axes, scaled.ndim)
     layers_first = [scaled.shape[axis] for axis in (*axes, *inside)]
-    new = jnp.where(changed, new, x).reshape(layers_first).astype(scaled.dtype)
+    new = new.reshape(layers_first).astype(scaled.dtype)
     new = jnp.moveaxis(new, range(len(axes)), axes)
-    chosen = jnp.expand_dims((usual & changed)[..., 0, 0], inside)
+    chosen = jnp.expand_dims(chosen[..., 0, 0], inside)
     return jnp.where(chosen, split_as(new, jax.typeof(scaled)), scaled)

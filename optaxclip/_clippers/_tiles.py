@@ -1,0 +1,218 @@
+"""Products of many matrices of one width, in one program for all of them.
+
+A TPU's compiler takes seconds for each product of float32 matrices, and shares nothing
+between equal ones. So the program must hold few products, however many matrices there
+are. Matrices of different height are cut into tiles of one height:
+
+    X1 [5, k]    X2 [3, k]    ->    tiles of 2 rows   X1 X1 X1 X2 X2
+                                    their owners       0  0  0  1  1
+
+    X^H X    the sum over the tiles of a matrix of T^H T
+    X S      T S for each tile, with the S of its owner
+
+What is missing in a last tile is zeros, which change neither.
+"""
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from .._norms._platform import per_platform
+from .._norms._types import is_on_one_device, varying, varying_as
+
+HIGHEST = 1024  # rows of a tile
+# Of the numbers in the factors of all tiles that are multiplied at once: 32 MB.
+LARGEST = 2**23
+STRIP = 256  # rows that a TPU multiplies at once
+
+
+class Tiling(NamedTuple):
+    """How leaves [layers, rows, width] are cut into tiles [height, width]."""
+
+    sizes: tuple[tuple[int, int], ...]  # (layers, rows) of each leaf
+    width: int
+    height: int
+
+    @property
+    def counts(self) -> list[int]:
+        """How many tiles a matrix of each leaf has."""
+        return [-(-rows // self.height) for _, rows in self.sizes]
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether each matrix is one tile."""
+        return max(self.counts) == 1
+
+    @property
+    def is_one_leaf(self) -> bool:
+        """Whether the tiles are the matrices of a leaf as it is."""
+        return len(self.sizes) == 1 and self.sizes[0][1] == self.height
+
+    @property
+    def owners(self) -> np.ndarray:
+        """The number of the matrix that each tile belongs to, [chunks, tiles]."""
+        counts = [
+            np.full(layers, count)
+            for (layers, _), count in zip(self.sizes, self.counts)
+        ]
+        tiles = np.concatenate(counts)
+        owners = np.repeat(np.arange(len(tiles)), tiles)
+        area = self.width * max(self.width, self.height)
+        # Chunks of equal size, the last of which is filled up with tiles of zeros.
+        chunks = -(-len(owners) * area // LARGEST)
+        each = -(-len(owners) // chunks)
+        return np.resize(owners, (-(-len(owners) // each), each))
+
+    def cut(self, leaves: Sequence[jax.Array]) -> jax.Array:
+        """The tiles of all leaves, [matrices, height, width] if each matrix is one
+        tile, [chunks, tiles, height, width] if not.
+        """
+        if self.is_one_leaf:
+            return leaves[0]
+        shape = -1, self.height, self.width
+        tiles = jnp.concatenate(
+            [
+                _filled(leaf, -2, count * self.height).reshape(shape)
+                for leaf, count in zip(leaves, self.counts)
+            ]
+        )
+        if self.is_whole:
+            return tiles
+        owners = self.owners
+        return _filled(tiles, 0, owners.size).reshape(*owners.shape, *shape[1:])
+
+    def joined(self, tiles: jax.Array) -> list[jax.Array]:
+        """The leaves that these are the tiles of."""
+        if self.is_one_leaf:
+            return [tiles]
+        tiles = tiles.reshape(-1, self.height, self.width)
+        leaves, start = [], 0
+        for (layers, rows), count in zip(self.sizes, self.counts):
+            own = tiles[start : start + layers * count]
+            whole = own.reshape(layers, count * self.height, self.width)
+            leaves.append(whole[:, :rows])
+            start += layers * count
+        return leaves
+
+    def gram(self, tiles: jax.Array) -> jax.Array:
+        """X^H X of each matrix, [matrices, width, width]."""
+        if self.is_whole:
+            return product(adjoint(tiles), tiles)
+
+        def add(
+            total: jax.Array, chunk: tuple[jax.Array, jax.Array]
+        ) -> tuple[jax.Array, None]:
+            own, owners = chunk
+            return total.at[owners].add(product(adjoint(own), own)), None
+
+        matrices = sum(layers for layers, _ in self.sizes)
+        zeros = jnp.zeros((matrices, self.width, self.width), tiles.dtype)
+        zeros = varying_as(zeros, jax.typeof(tiles))
+        return lax.scan(add, zeros, (tiles, jnp.asarray(self.owners)))[0]
+
+    def times(self, tiles: jax.Array, squares: jax.Array) -> jax.Array:
+        """The tiles of X S, where each matrix has its own S [width, width]."""
+        if self.is_whole:
+            return product(tiles, squares)
+        return lax.map(
+            lambda chunk: product(chunk[0], squares[chunk[1]]),
+            (tiles, jnp.asarray(self.owners)),
+        )
+
+
+def groups_of(leaves: Sequence[jax.Array]) -> list[list[int]]:
+    """The numbers of the leaves [layers, rows, width] that may be joined."""
+    groups: dict[object, list[int]] = {}
+    for number, leaf in enumerate(leaves):
+        kind = leaf.shape[-1], leaf.dtype, jax.typeof(leaf).sharding
+        key = (*kind, varying(leaf)) if may_be_joined(leaf) else number
+        groups.setdefault(key, []).append(number)
+    return list(groups.values())
+
+
+def whole(leaf: jax.Array, more: int = 0) -> Tiling:
+    """A tiling that cuts no matrix of a leaf with `more` rows than this one."""
+    rows = leaf.shape[-2] + more
+    size = math.prod(leaf.shape[:-2]), rows
+    return Tiling((size,), leaf.shape[-1], rows)
+
+
+def tiling_of(leaves: Sequence[jax.Array], more: int = 0) -> Tiling:
+    """A tiling with little waste for leaves with `more` rows than these."""
+    each = [whole(leaf, more) for leaf in leaves]
+    if not may_be_joined(leaves[0]):
+        return each[0]
+    sizes = tuple(tiling.sizes[0] for tiling in each)
+
+    def cost(height: int) -> int:
+        # To fetch the factor of a tile takes about as long as multiplying 64 rows.
+        return sum(
+            layers * -(-rows // height) * (height + 64)
+            for layers, rows in sizes
+        )
+
+    low = {rows for _, rows in sizes if rows <= HIGHEST}
+    heights = low | set(range(128, HIGHEST + 1, 128))
+    return Tiling(sizes, leaves[0].shape[-1], min(sorted(heights), key=cost))
+
+
+def product(a: jax.Array, b: jax.Array) -> jax.Array:
+    """a @ b for each pair of [matrices, rows, columns]."""
+    if not may_be_joined(a):
+        return exact_product(a, b)
+    return per_platform(
+        a, b, cpu=exact_product, gpu=exact_product, tpu=_by_strips
+    )
+
+
+def adjoint(x: jax.Array) -> jax.Array:
+    """The conjugate transpose of each matrix."""
+    return jnp.conj(x.mT)
+
+
+def exact_product(a: jax.Array, b: jax.Array) -> jax.Array:
+    """a @ b, whose factors are not rounded."""
+    # By default accelerators round float32 factors to bfloat16 or TF32.
+    return jnp.matmul(a, b, precision="highest")
+
+
+def _by_strips(a: jax.Array, b: jax.Array) -> jax.Array:
+    """The same by loops over matrices and strips of rows.
+
+    libtpu compiles it in 1 s where 10 products of 768 x 768 at once take 10 s.
+    """
+    matrices, rows, columns = a.shape
+    strips = -(-rows // STRIP)
+    each = -(-rows // strips)
+    a = _filled(a, -2, strips * each).reshape(matrices, strips, each, columns)
+
+    def of_matrix(pair: tuple[jax.Array, jax.Array]) -> jax.Array:
+        strips, factor = pair
+        return lax.map(lambda strip: exact_product(strip, factor), strips)
+
+    found = lax.map(of_matrix, (a, b))
+    return found.reshape(matrices, strips * each, -1)[:, :rows]
+
+
+def may_be_joined(x: jax.Array) -> bool:
+    """Whether matrices may be cut, and joined with those of other leaves.
+
+    On several devices that would send them from one to another.
+    """
+    is_typed = jax.sharding.get_abstract_mesh().explicit_axes
+    return is_on_one_device(x) and not is_typed
+
+
+def _filled(x: jax.Array, axis: int, size: int) -> jax.Array:
+    """The array with zeros behind it, up to a size along an axis."""
+    missing = size - x.shape[axis]
+    if not missing:
+        return x
+    widths = [(0, 0)] * x.ndim
+    widths[axis] = 0, missing
+    return jnp.pad(x, widths)
