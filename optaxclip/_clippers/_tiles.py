@@ -74,17 +74,19 @@ class Tiling(NamedTuple):
         """
         if self.is_one_leaf:
             return leaves[0]
-        shape = -1, self.height, self.width
-        tiles = jnp.concatenate(
-            [
-                _filled(leaf, -2, count * self.height).reshape(shape)
-                for leaf, count in zip(leaves, self.counts)
-            ]
-        )
+        rows = []
+        for leaf, count in zip(leaves, self.counts):
+            parts = _filled(leaf, count * self.height)
+            rows += [part.reshape(-1, self.width) for part in parts]
         if self.is_whole:
-            return tiles
-        owners = self.owners
-        return _filled(tiles, 0, owners.size).reshape(*owners.shape, *shape[1:])
+            shape: tuple[int, ...] = (-1,)
+        else:
+            shape = self.owners.shape
+            missing = self.owners.size * self.height - sum(map(len, rows))
+            rows.append(jnp.zeros((missing, self.width), leaves[0].dtype))
+        # One array from all parts, since XLA would keep each between.
+        tiles = jnp.concatenate(rows)
+        return tiles.reshape(*shape, self.height, self.width)
 
     def joined(self, tiles: jax.Array) -> list[jax.Array]:
         """The leaves that these are the tiles of."""
@@ -119,10 +121,14 @@ class Tiling(NamedTuple):
         """The tiles of X S, where each matrix has its own S [width, width]."""
         if self.is_whole:
             return product(tiles, squares)
-        return lax.map(
-            lambda chunk: product(chunk[0], squares[chunk[1]]),
-            (tiles, jnp.asarray(self.owners)),
-        )
+        owners = jnp.asarray(self.owners)
+
+        # In place, since a second array of all tiles would be in the way.
+        def replace(number: int, tiles: jax.Array) -> jax.Array:
+            new = product(tiles[number], squares[owners[number]])
+            return tiles.at[number].set(new)
+
+        return lax.fori_loop(0, len(owners), replace, tiles)
 
 
 def groups_of(leaves: Sequence[jax.Array]) -> list[list[int]]:
@@ -189,7 +195,8 @@ def _by_strips(a: jax.Array, b: jax.Array) -> jax.Array:
     matrices, rows, columns = a.shape
     strips = -(-rows // STRIP)
     each = -(-rows // strips)
-    a = _filled(a, -2, strips * each).reshape(matrices, strips, each, columns)
+    a = jnp.pad(a, ((0, 0), (0, strips * each - rows), (0, 0)))
+    a = a.reshape(matrices, strips, each, columns)
 
     def of_matrix(pair: tuple[jax.Array, jax.Array]) -> jax.Array:
         strips, factor = pair
@@ -208,11 +215,12 @@ def may_be_joined(x: jax.Array) -> bool:
     return is_on_one_device(x) and not is_typed
 
 
-def _filled(x: jax.Array, axis: int, size: int) -> jax.Array:
-    """The array with zeros behind it, up to a size along an axis."""
-    missing = size - x.shape[axis]
+def _filled(x: jax.Array, rows: int) -> list[jax.Array]:
+    """The parts of matrices with zeros below them, up to a number of rows."""
+    missing = rows - x.shape[-2]
     if not missing:
-        return x
-    widths = [(0, 0)] * x.ndim
-    widths[axis] = 0, missing
-    return jnp.pad(x, widths)
+        return [x]
+    zeros = jnp.zeros((*x.shape[:-2], missing, x.shape[-1]), x.dtype)
+    if len(x) == 1:
+        return [x, zeros]
+    return [jnp.concatenate([x, varying_as(zeros, jax.typeof(x))], -2)]
