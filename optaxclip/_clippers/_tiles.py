@@ -14,6 +14,7 @@ What is missing in a last tile is zeros, which change neither.
 """
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -25,9 +26,10 @@ from jax import lax
 from .._norms._platform import per_platform
 from .._norms._types import is_on_one_device, varying, varying_as
 
-HIGHEST = 1024  # rows of a tile
-# Of the numbers in the factors of all tiles that are multiplied at once: 32 MB.
-LARGEST = 2**23
+# A tile has at most so many numbers, or so many rows if that is more.
+LARGEST, HIGHEST = 2**20, 1024
+# So many numbers are in the tiles that are multiplied at once, or in their factors.
+CHUNK = 2**23
 STRIP = 256  # rows that a TPU multiplies at once
 
 
@@ -64,7 +66,7 @@ class Tiling(NamedTuple):
         owners = np.repeat(np.arange(len(tiles)), tiles)
         area = self.width * max(self.width, self.height)
         # Chunks of equal size, the last of which is filled up with tiles of zeros.
-        chunks = -(-len(owners) * area // LARGEST)
+        chunks = -(-len(owners) * area // CHUNK)
         each = -(-len(owners) // chunks)
         return np.resize(owners, (-(-len(owners) // each), each))
 
@@ -154,17 +156,20 @@ def tiling_of(leaves: Sequence[jax.Array], more: int = 0) -> Tiling:
     if not may_be_joined(leaves[0]):
         return each[0]
     sizes = tuple(tiling.sizes[0] for tiling in each)
+    width = leaves[0].shape[-1]
+    matrices: Counter[int] = Counter()
+    for layers, rows in sizes:
+        matrices[rows] += layers
 
     def cost(height: int) -> int:
         # To fetch the factor of a tile takes about as long as multiplying 64 rows.
-        return sum(
-            layers * -(-rows // height) * (height + 64)
-            for layers, rows in sizes
-        )
+        tiles = (-(-rows // height) * n for rows, n in matrices.items())
+        return sum(tiles) * (height + 64)
 
-    low = {rows for _, rows in sizes if rows <= HIGHEST}
-    heights = low | set(range(128, HIGHEST + 1, 128))
-    return Tiling(sizes, leaves[0].shape[-1], min(sorted(heights), key=cost))
+    highest = max(HIGHEST, LARGEST // width)
+    parts = {-(-rows // n) for rows in matrices for n in range(1, 17)}
+    heights = {height for height in parts if height < highest} | {highest}
+    return Tiling(sizes, width, min(sorted(heights), key=cost))
 
 
 def product(a: jax.Array, b: jax.Array) -> jax.Array:
