@@ -1,20 +1,20 @@
 """Singular values by matrix products alone: the clipped matrices, by a hard or a smooth
 shrink, and the largest singular values.
 
-Both shrinks use the polar factor [B, Z] of a matrix with more columns than rows:
+Both shrinks use the polar factor [Z; B] of a matrix with more rows than columns:
 
-    [X, cI]     = (X X^H + c^2 I)^(1/2) [B, Z]
+    [cI; X]     = [Z; B] (X^H X + c^2 I)^(1/2)
     B           has the singular values b = s / sqrt(s^2 + c^2)
     Z           has the singular values z = c / sqrt(s^2 + c^2)
 
-    smooth(2)   c B = (I + X X^H / c^2)^(-1/2) X
+    smooth(2)   c B = X (I + X^H X / c^2)^(-1/2)
     hard        the singular values c b / max(b, z), where
                 max(b, z)^2 = (1 + |1 - 2 z^2|) / 2, with |A| = A sign(A)
 
-The singular values of [X, cI] are at least c, so the iteration knows where to begin.
+The singular values of [cI; X] are at least c, so the iteration knows where to begin.
 Accuracy is lost with s_max / c. A root of the Gram matrix loses it with the square.
 
-All matrices with equally many rows go through the same products (see `_tiles`).
+All matrices with equally many columns go through the same products (see `_tiles`).
 
 Reference: F. L. Cesista, Numerically stable spectral clipping via Newton-Schulz, 2025,
 for sign iterations. Chen, Chow, A stable scaling of Newton-Schulz for improving the
@@ -65,7 +65,7 @@ def shrunk(
 ) -> list[jax.Array]:
     """Matrices with their singular values shrunk, by `hard` or by `smooth(2)`.
 
-    They have at most as many rows as columns, and singular values of at most `bounds`.
+    They have at least as many rows as columns, and singular values of at most `bounds`.
     """
     shrink = partial(_shrunk, steps=steps, is_hard=is_hard)
     return _in_groups(shrink, leaves, limits, bounds)
@@ -123,9 +123,9 @@ def _shrunk(
     steps: int,
     is_hard: bool,
 ) -> list[jax.Array]:
-    rows = leaves[0].shape[-2]
-    tiling = tiling_of(leaves, more=rows)
-    # From 2^13 bound on nothing is shortened in float32, and [X, cI] would lose X.
+    columns = leaves[0].shape[-1]
+    tiling = tiling_of(leaves, more=columns)
+    # From 2^13 bound on nothing is shortened in float32, and [cI; X] would lose X.
     limits = [
         jnp.minimum(limit, 2.0**13 * bound)
         for limit, bound in zip(limits, bounds)
@@ -134,17 +134,17 @@ def _shrunk(
         jnp.sqrt(bound**2 + limit**2) for limit, bound in zip(limits, bounds)
     ]
     joined = [
-        jnp.concatenate([x / root, limit / root * _eye_like(x)], -1)
+        jnp.concatenate([limit / root * _eye_like(x), x / root], -2)
         for x, limit, root in zip(leaves, limits, roots)
     ]
     limit, root = jnp.concatenate(limits), jnp.concatenate(roots)
     factor = _polar(tiling, tiling.cut(joined), limit / root, steps)
     if is_hard:
         z = jnp.concatenate(
-            [leaf[..., -rows:] for leaf in tiling.joined(factor)]
+            [leaf[..., :columns, :] for leaf in tiling.joined(factor)]
         )
-        factor = tiling.times(_inverse_of_largest(z, steps), factor)
-    found = [leaf[..., :-rows] for leaf in tiling.joined(factor)]
+        factor = tiling.times(factor, _inverse_of_largest(z, steps))
+    found = [leaf[..., columns:, :] for leaf in tiling.joined(factor)]
     return [limit * b for limit, b in zip(limits, found)]
 
 
@@ -176,7 +176,7 @@ def _polar(
         gram = tiling.gram(x)
         factor = 0.5 * r * (3 * _eye_like(gram) - r**2 * gram)
         lowest = 0.5 * r * lowest * (3 - (r * lowest) ** 2)
-        return (tiling.times(factor, x), lowest), None
+        return (tiling.times(x, factor), lowest), None
 
     return lax.scan(step, (x, lax.stop_gradient(lowest)), length=steps)[0][0]
 
@@ -211,10 +211,10 @@ def _trace(x: jax.Array) -> jax.Array:
 
 
 def _eye_like(x: jax.Array) -> jax.Array:
-    """An identity for each matrix, with as many rows."""
-    rows = x.shape[-2]
-    eye = jnp.eye(rows, dtype=x.dtype)
-    eyes = jnp.broadcast_to(eye, (*x.shape[:-2], rows, rows))
+    """An identity for each matrix, with as many columns."""
+    columns = x.shape[-1]
+    eye = jnp.eye(columns, dtype=x.dtype)
+    eyes = jnp.broadcast_to(eye, (*x.shape[:-2], columns, columns))
     # On an Explicit mesh factors of a product must be split alike.
     return typed_as(eyes, jax.typeof(x))
 

@@ -73,7 +73,7 @@ class NewtonSchulz:
         """For each leaf the largest singular values, and the matrices with a bound for
         their singular values.
         """
-        found = newton_schulz.largest([_flat(x) for x in xs])
+        found = newton_schulz.largest([_upright(x) for x in xs])
         return [(norm, (x, bound)) for x, (norm, bound) in zip(xs, found)]
 
     def shrunk(
@@ -81,24 +81,24 @@ class NewtonSchulz:
     ) -> list[tuple[jax.Array, jax.Array]]:
         """For each leaf the clipped matrices, and which of them have changed."""
         short = newton_schulz.shrunk(
-            [_flat(spectrum.parts[0]) for spectrum in spectra],
+            [_upright(spectrum.parts[0]) for spectrum in spectra],
             [limit / one.unit for limit, one in zip(limits, spectra)],
             [spectrum.parts[1] for spectrum in spectra],
             steps=self.steps,
             is_hard=shrink is hard,
         )
         found = []
-        for spectrum, limit, flat in zip(spectra, limits, short):
-            new = spectrum.unit * flat
-            stood = new.shape != spectrum.parts[0].shape
+        for spectrum, limit, upright in zip(spectra, limits, short):
+            new = spectrum.unit * upright
+            lies = new.shape != spectrum.parts[0].shape
             changed = (spectrum.norm > limit) | (shrink is not hard)
-            found.append((adjoint(new) if stood else new, changed))
+            found.append((adjoint(new) if lies else new, changed))
         return found
 
 
-def _flat(x: jax.Array) -> jax.Array:
-    """Matrices with at most as many rows as columns."""
-    return x if x.shape[-2] <= x.shape[-1] else adjoint(x)
+def _upright(x: jax.Array) -> jax.Array:
+    """Matrices with at least as many rows as columns."""
+    return x if x.shape[-2] >= x.shape[-1] else adjoint(x)
 
 
 Method = Svd | NewtonSchulz

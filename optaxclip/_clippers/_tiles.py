@@ -1,16 +1,16 @@
-"""Products of many matrices with equally many rows, in one program for all of them.
+"""Products of many matrices of one width, in one program for all of them.
 
 A TPU's compiler takes seconds for each product of float32 matrices, and shares nothing
 between equal ones. So the program must hold few products, however many matrices there
-are. Wide matrices are cut into tiles of one width:
+are. Matrices of different height are cut into tiles of one height:
 
-    X1 [k, 5]    X2 [k, 3]    ->    tiles of 2 columns    X1 X1 X1 X2 X2
-                                    their owners           0  0  0  1  1
+    X1 [5, k]    X2 [3, k]    ->    tiles of 2 rows   X1 X1 X1 X2 X2
+                                    their owners       0  0  0  1  1
 
-    X X^H    the sum of T T^H over the tiles of a matrix
-    S X      S T for each tile, with the S of its owner
+    X^H X    the sum over the tiles of a matrix of T^H T
+    X S      T S for each tile, with the S of its owner
 
-Missing columns of a last tile are zeros, which change neither.
+What is missing in a last tile is zeros, which change neither.
 """
 
 import math
@@ -26,24 +26,24 @@ from jax import lax
 from .._norms._platform import per_platform
 from .._norms._types import is_on_one_device, varying, varying_as
 
-# A tile has at most so many numbers, or so many columns if that is more.
-LARGEST, WIDEST = 2**20, 1024
+# A tile has at most so many numbers, or so many rows if that is more.
+LARGEST, HIGHEST = 2**20, 1024
 # So many numbers are in the tiles that are multiplied at once, or in their factors.
 CHUNK = 2**23
 STRIP = 256  # rows that a TPU multiplies at once
 
 
 class Tiling(NamedTuple):
-    """How leaves [layers, rows, columns] are cut into tiles [rows, width]."""
+    """How leaves [layers, rows, width] are cut into tiles [height, width]."""
 
-    sizes: tuple[tuple[int, int], ...]  # (layers, columns) of each leaf
-    rows: int
+    sizes: tuple[tuple[int, int], ...]  # (layers, rows) of each leaf
     width: int
+    height: int
 
     @property
     def counts(self) -> list[int]:
         """How many tiles a matrix of each leaf has."""
-        return [-(-columns // self.width) for _, columns in self.sizes]
+        return [-(-rows // self.height) for _, rows in self.sizes]
 
     @property
     def is_whole(self) -> bool:
@@ -53,7 +53,7 @@ class Tiling(NamedTuple):
     @property
     def is_one_leaf(self) -> bool:
         """Whether the tiles are the matrices of a leaf as it is."""
-        return len(self.sizes) == 1 and self.sizes[0][1] == self.width
+        return len(self.sizes) == 1 and self.sizes[0][1] == self.height
 
     @property
     def owners(self) -> np.ndarray:
@@ -64,111 +64,112 @@ class Tiling(NamedTuple):
         ]
         tiles = np.concatenate(counts)
         owners = np.repeat(np.arange(len(tiles)), tiles)
+        area = self.width * max(self.width, self.height)
         # Chunks of equal size, the last of which is filled up with tiles of zeros.
-        area = self.rows * max(self.rows, self.width)
         chunks = -(-len(owners) * area // CHUNK)
         each = -(-len(owners) // chunks)
         return np.resize(owners, (-(-len(owners) // each), each))
 
     def cut(self, leaves: Sequence[jax.Array]) -> jax.Array:
-        """The tiles of all leaves, [matrices, rows, width] if each matrix is one tile,
-        [chunks, tiles, rows, width] if not.
+        """The tiles of all leaves, [matrices, height, width] if each matrix is one
+        tile, [chunks, tiles, height, width] if not.
         """
         if self.is_one_leaf:
             return leaves[0]
-        parts = []
+        rows = []
         for leaf, count in zip(leaves, self.counts):
-            filled = _filled(leaf.mT, count * self.width)
-            parts += [part.reshape(-1, self.rows) for part in filled]
-        shape: tuple[int, ...] = (-1,)
-        if not self.is_whole:
+            parts = _filled(leaf, count * self.height)
+            rows += [part.reshape(-1, self.width) for part in parts]
+        if self.is_whole:
+            shape: tuple[int, ...] = (-1,)
+        else:
             shape = self.owners.shape
-            missing = self.owners.size * self.width - sum(map(len, parts))
-            parts.append(jnp.zeros((missing, self.rows), leaves[0].dtype))
-        # One array from all parts: XLA would store what is joined in steps.
-        tiles = jnp.concatenate(parts)
-        return tiles.reshape(*shape, self.width, self.rows).mT
+            missing = self.owners.size * self.height - sum(map(len, rows))
+            rows.append(jnp.zeros((missing, self.width), leaves[0].dtype))
+        # One array from all parts, since XLA would keep each between.
+        tiles = jnp.concatenate(rows)
+        return tiles.reshape(*shape, self.height, self.width)
 
     def joined(self, tiles: jax.Array) -> list[jax.Array]:
         """The leaves that these are the tiles of."""
         if self.is_one_leaf:
             return [tiles]
-        upright = tiles.mT.reshape(-1, self.width, self.rows)
+        tiles = tiles.reshape(-1, self.height, self.width)
         leaves, start = [], 0
-        for (layers, columns), count in zip(self.sizes, self.counts):
-            own = upright[start : start + layers * count]
-            own = own.reshape(layers, count * self.width, self.rows)
-            leaves.append(own[:, :columns].mT)
+        for (layers, rows), count in zip(self.sizes, self.counts):
+            own = tiles[start : start + layers * count]
+            whole = own.reshape(layers, count * self.height, self.width)
+            leaves.append(whole[:, :rows])
             start += layers * count
         return leaves
 
     def gram(self, tiles: jax.Array) -> jax.Array:
-        """X X^H of each matrix, [matrices, rows, rows]."""
+        """X^H X of each matrix, [matrices, width, width]."""
         if self.is_whole:
-            return product(tiles, adjoint(tiles))
+            return product(adjoint(tiles), tiles)
 
         def add(
             total: jax.Array, chunk: tuple[jax.Array, jax.Array]
         ) -> tuple[jax.Array, None]:
             own, owners = chunk
-            return total.at[owners].add(product(own, adjoint(own))), None
+            return total.at[owners].add(product(adjoint(own), own)), None
 
         matrices = sum(layers for layers, _ in self.sizes)
-        zeros = jnp.zeros((matrices, self.rows, self.rows), tiles.dtype)
+        zeros = jnp.zeros((matrices, self.width, self.width), tiles.dtype)
         zeros = varying_as(zeros, jax.typeof(tiles))
         return lax.scan(add, zeros, (tiles, jnp.asarray(self.owners)))[0]
 
-    def times(self, squares: jax.Array, tiles: jax.Array) -> jax.Array:
-        """The tiles of S X, where each matrix has its own S [rows, rows]."""
+    def times(self, tiles: jax.Array, squares: jax.Array) -> jax.Array:
+        """The tiles of X S, where each matrix has its own S [width, width]."""
         if self.is_whole:
-            return product(squares, tiles)
+            return product(tiles, squares)
         owners = jnp.asarray(self.owners)
 
-        # In place, since a second array of all tiles would double the memory.
-        def replace(chunk: int, tiles: jax.Array) -> jax.Array:
-            new = product(squares[owners[chunk]], tiles[chunk])
-            return tiles.at[chunk].set(new)
+        # In place, since a second array of all tiles would be in the way.
+        def replace(number: int, tiles: jax.Array) -> jax.Array:
+            new = product(tiles[number], squares[owners[number]])
+            return tiles.at[number].set(new)
 
         return lax.fori_loop(0, len(owners), replace, tiles)
 
 
 def groups_of(leaves: Sequence[jax.Array]) -> list[list[int]]:
-    """The numbers of the leaves [layers, rows, columns] that may be joined."""
+    """The numbers of the leaves [layers, rows, width] that may be joined."""
     groups: dict[object, list[int]] = {}
     for number, leaf in enumerate(leaves):
-        kind = leaf.shape[-2], leaf.dtype, jax.typeof(leaf).sharding
+        kind = leaf.shape[-1], leaf.dtype, jax.typeof(leaf).sharding
         key = (*kind, varying(leaf)) if may_be_joined(leaf) else number
         groups.setdefault(key, []).append(number)
     return list(groups.values())
 
 
 def whole(leaf: jax.Array, more: int = 0) -> Tiling:
-    """A tiling that cuts no matrix of a leaf with `more` columns than this one."""
-    *layers, rows, columns = leaf.shape
-    width = columns + more
-    return Tiling(((math.prod(layers), width),), rows, width)
+    """A tiling that cuts no matrix of a leaf with `more` rows than this one."""
+    rows = leaf.shape[-2] + more
+    size = math.prod(leaf.shape[:-2]), rows
+    return Tiling((size,), leaf.shape[-1], rows)
 
 
 def tiling_of(leaves: Sequence[jax.Array], more: int = 0) -> Tiling:
-    """A tiling with little waste for leaves with `more` columns than these."""
+    """A tiling with little waste for leaves with `more` rows than these."""
     each = [whole(leaf, more) for leaf in leaves]
     if not may_be_joined(leaves[0]):
         return each[0]
     sizes = tuple(tiling.sizes[0] for tiling in each)
-    rows = leaves[0].shape[-2]
+    width = leaves[0].shape[-1]
     matrices: Counter[int] = Counter()
-    for layers, columns in sizes:
-        matrices[columns] += layers
+    for layers, rows in sizes:
+        matrices[rows] += layers
 
-    def cost(width: int) -> int:
-        tiles = (-(-columns // width) * n for columns, n in matrices.items())
-        # Fetching the factor of a tile takes about as long as multiplying 64 columns.
-        return sum(tiles) * (width + 64)
+    def cost(height: int) -> int:
+        # To fetch the factor of a tile takes about as long as multiplying 64 rows.
+        tiles = (-(-rows // height) * n for rows, n in matrices.items())
+        return sum(tiles) * (height + 64)
 
-    widest = max(WIDEST, LARGEST // rows)
-    parts = {-(-columns // n) for columns in matrices for n in range(1, 17)}
-    widths = {width for width in parts if width < widest} | {widest}
-    return Tiling(sizes, rows, min(sorted(widths), key=cost))
+    highest = max(HIGHEST, LARGEST // width)
+    parts = {-(-rows // n) for rows in matrices for n in range(1, 17)}
+    heights = {height for height in parts if height < highest} | {highest}
+    return Tiling(sizes, width, min(sorted(heights), key=cost))
 
 
 def product(a: jax.Array, b: jax.Array) -> jax.Array:
@@ -225,5 +226,6 @@ def _filled(x: jax.Array, rows: int) -> list[jax.Array]:
     if not missing:
         return [x]
     zeros = jnp.zeros((*x.shape[:-2], missing, x.shape[-1]), x.dtype)
-    # The parts of several layers would not lie one behind the other.
-    return [x, zeros] if len(x) == 1 else [jnp.concatenate([x, zeros], -2)]
+    if len(x) == 1:
+        return [x, zeros]
+    return [jnp.concatenate([x, varying_as(zeros, jax.typeof(x))], -2)]
