@@ -14,7 +14,8 @@ Both shrinks use the polar factor [Z; B] of a matrix with more rows than columns
 The singular values of [cI; X] are at least c, so the iteration knows where to begin.
 Accuracy is lost with s_max / c. A root of the Gram matrix loses it with the square.
 
-All matrices with equally many columns go through the same products (see `_tiles`).
+On a TPU all matrices with equally many columns go through the same products (see
+`_tiles`).
 
 Reference: F. L. Cesista, Numerically stable spectral clipping via Newton-Schulz, 2025,
 for sign iterations. Chen, Chow, A stable scaling of Newton-Schulz for improving the
@@ -32,12 +33,12 @@ from jax import lax
 
 from .._norms._types import typed_as
 from ._tiles import (
+    Planner,
     Tiling,
     adjoint,
-    groups_of,
+    in_groups,
     may_be_joined,
     product,
-    tiling_of,
     whole,
 )
 
@@ -72,31 +73,26 @@ def shrunk(
 
 
 def _in_groups(function: Callable[..., list[Any]], *lists: Any) -> list[Any]:
-    """Calls a function of lists with the entries of all leaves that may be joined, as
-    [matrices, rows, columns].
-    """
-    found: dict[int, Any] = {}
-    for group in groups_of(lists[0]):
-        own = [[entries[number] for number in group] for entries in lists]
-        if not may_be_joined(own[0][0]):
-            found |= zip(group, function(*own))
-            continue
-        shapes = [x.shape[:-2] for x in own[0]]
-        for number, shape, one in zip(group, shapes, function(*_flat(own))):
-            found[number] = jax.tree.map(partial(_stacked, shape), one)
-    return [found[number] for number in range(len(found))]
+    """Calls a function of leaves [matrices, rows, columns]."""
+    leaves = lists[0]
+    # Reshaping layers on an Explicit mesh could move them.
+    if not all(map(may_be_joined, leaves)):
+        return in_groups(function, *lists)
+    found = in_groups(function, *jax.tree.map(partial(_stacked, (-1,)), lists))
+    return [
+        jax.tree.map(partial(_stacked, leaf.shape[:-2]), one)
+        for leaf, one in zip(leaves, found)
+    ]
 
 
 def _stacked(layers: tuple[int, ...], x: jax.Array) -> jax.Array:
     return x.reshape(*layers, *x.shape[-2:])
 
 
-def _flat(trees: Any) -> Any:
-    return jax.tree.map(partial(_stacked, (-1,)), trees)
-
-
-def _largest(leaves: list[jax.Array]) -> list[tuple[jax.Array, jax.Array]]:
-    tiling = tiling_of(leaves)
+def _largest(
+    plan: Planner, leaves: list[jax.Array]
+) -> list[tuple[jax.Array, jax.Array]]:
+    tiling = plan(leaves)
     gram = tiling.gram(tiling.cut(leaves))
     fixed = lax.stop_gradient(gram)
     trace = _trace(fixed)
@@ -116,6 +112,7 @@ def _largest(leaves: list[jax.Array]) -> list[tuple[jax.Array, jax.Array]]:
 
 
 def _shrunk(
+    plan: Planner,
     leaves: list[jax.Array],
     limits: list[jax.Array],
     bounds: list[jax.Array],
@@ -124,7 +121,7 @@ def _shrunk(
     is_hard: bool,
 ) -> list[jax.Array]:
     columns = leaves[0].shape[-1]
-    tiling = tiling_of(leaves, more=columns)
+    tiling = plan(leaves, more=columns)
     # From 2^13 bound on nothing is shortened in float32, and [cI; X] would lose X.
     limits = [
         jnp.minimum(limit, 2.0**13 * bound)
@@ -152,7 +149,7 @@ def _inverse_of_largest(z: jax.Array, steps: int) -> jax.Array:
     """max(b, z)^-1 for Hermitian Z, where b^2 = 1 - z^2."""
     eye = _eye_like(z)
     difference = eye - 2 * product(z, adjoint(z))
-    squares = whole(z)
+    squares = whole([z])
     eps = jnp.full_like(z[..., :1, :1].real, jnp.finfo(z.dtype).eps)
     sign = _polar(squares, difference, eps, steps)
     return _inverse_root(0.5 * (eye + product(difference, sign)))

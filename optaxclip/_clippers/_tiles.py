@@ -15,8 +15,9 @@ What is missing in a last tile is zeros, which change neither.
 
 import math
 from collections import Counter
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -26,10 +27,7 @@ from jax import lax
 from .._norms._platform import per_platform
 from .._norms._types import is_on_one_device, varying, varying_as
 
-# A tile has at most so many numbers, or so many rows if that is more.
-LARGEST, HIGHEST = 2**20, 1024
-# So many numbers are in the tiles that are multiplied at once, or in their factors.
-CHUNK = 2**23
+HIGHEST = 1024  # rows of a tile
 STRIP = 256  # rows that a TPU multiplies at once
 
 
@@ -57,49 +55,34 @@ class Tiling(NamedTuple):
 
     @property
     def owners(self) -> np.ndarray:
-        """The number of the matrix that each tile belongs to, [chunks, tiles]."""
+        """The number of the matrix that each tile belongs to."""
         counts = [
             np.full(layers, count)
             for (layers, _), count in zip(self.sizes, self.counts)
         ]
         tiles = np.concatenate(counts)
-        owners = np.repeat(np.arange(len(tiles)), tiles)
-        area = self.width * max(self.width, self.height)
-        # Chunks of equal size, the last of which is filled up with tiles of zeros.
-        chunks = -(-len(owners) * area // CHUNK)
-        each = -(-len(owners) // chunks)
-        return np.resize(owners, (-(-len(owners) // each), each))
+        return np.repeat(np.arange(len(tiles)), tiles)
 
     def cut(self, leaves: Sequence[jax.Array]) -> jax.Array:
-        """The tiles of all leaves, [matrices, height, width] if each matrix is one
-        tile, [chunks, tiles, height, width] if not.
-        """
+        """The tiles of all leaves, [tiles, height, width]."""
         if self.is_one_leaf:
             return leaves[0]
-        rows = []
+        parts = []
         for leaf, count in zip(leaves, self.counts):
-            parts = _filled(leaf, count * self.height)
-            rows += [part.reshape(-1, self.width) for part in parts]
-        if self.is_whole:
-            shape: tuple[int, ...] = (-1,)
-        else:
-            shape = self.owners.shape
-            missing = self.owners.size * self.height - sum(map(len, rows))
-            rows.append(jnp.zeros((missing, self.width), leaves[0].dtype))
-        # One array from all parts, since XLA would keep each between.
-        tiles = jnp.concatenate(rows)
-        return tiles.reshape(*shape, self.height, self.width)
+            filled = _filled(leaf, count * self.height)
+            parts += [part.reshape(-1, self.width) for part in filled]
+        # One array from all parts: XLA would store what is joined in steps.
+        return jnp.concatenate(parts).reshape(-1, self.height, self.width)
 
     def joined(self, tiles: jax.Array) -> list[jax.Array]:
         """The leaves that these are the tiles of."""
         if self.is_one_leaf:
             return [tiles]
-        tiles = tiles.reshape(-1, self.height, self.width)
         leaves, start = [], 0
         for (layers, rows), count in zip(self.sizes, self.counts):
             own = tiles[start : start + layers * count]
-            whole = own.reshape(layers, count * self.height, self.width)
-            leaves.append(whole[:, :rows])
+            own = own.reshape(layers, count * self.height, self.width)
+            leaves.append(own[:, :rows])
             start += layers * count
         return leaves
 
@@ -109,10 +92,11 @@ class Tiling(NamedTuple):
             return product(adjoint(tiles), tiles)
 
         def add(
-            total: jax.Array, chunk: tuple[jax.Array, jax.Array]
+            total: jax.Array, one: tuple[jax.Array, jax.Array]
         ) -> tuple[jax.Array, None]:
-            own, owners = chunk
-            return total.at[owners].add(product(adjoint(own), own)), None
+            tile, owner = one
+            square = product(adjoint(tile)[None], tile[None])[0]
+            return total.at[owner].add(square), None
 
         matrices = sum(layers for layers, _ in self.sizes)
         zeros = jnp.zeros((matrices, self.width, self.width), tiles.dtype)
@@ -125,51 +109,73 @@ class Tiling(NamedTuple):
             return product(tiles, squares)
         owners = jnp.asarray(self.owners)
 
-        # In place, since a second array of all tiles would be in the way.
+        # In place, since a second array of all tiles would double the memory.
         def replace(number: int, tiles: jax.Array) -> jax.Array:
-            new = product(tiles[number], squares[owners[number]])
+            tile, square = tiles[number], squares[owners[number]]
+            new = product(tile[None], square[None])[0]
             return tiles.at[number].set(new)
 
         return lax.fori_loop(0, len(owners), replace, tiles)
 
 
-def groups_of(leaves: Sequence[jax.Array]) -> list[list[int]]:
-    """The numbers of the leaves [layers, rows, width] that may be joined."""
-    groups: dict[object, list[int]] = {}
-    for number, leaf in enumerate(leaves):
-        kind = leaf.shape[-1], leaf.dtype, jax.typeof(leaf).sharding
-        key = (*kind, varying(leaf)) if may_be_joined(leaf) else number
-        groups.setdefault(key, []).append(number)
-    return list(groups.values())
+Planner = Callable[..., Tiling]
 
 
-def whole(leaf: jax.Array, more: int = 0) -> Tiling:
+def whole(leaves: Sequence[jax.Array], more: int = 0) -> Tiling:
     """A tiling that cuts no matrix of a leaf with `more` rows than this one."""
-    rows = leaf.shape[-2] + more
-    size = math.prod(leaf.shape[:-2]), rows
-    return Tiling((size,), leaf.shape[-1], rows)
+    (leaf,) = leaves
+    *layers, rows, width = leaf.shape
+    return Tiling(((math.prod(layers), rows + more),), width, rows + more)
 
 
-def tiling_of(leaves: Sequence[jax.Array], more: int = 0) -> Tiling:
+def together(leaves: Sequence[jax.Array], more: int = 0) -> Tiling:
     """A tiling with little waste for leaves with `more` rows than these."""
-    each = [whole(leaf, more) for leaf in leaves]
-    if not may_be_joined(leaves[0]):
-        return each[0]
-    sizes = tuple(tiling.sizes[0] for tiling in each)
+    sizes = tuple(whole([leaf], more).sizes[0] for leaf in leaves)
     width = leaves[0].shape[-1]
     matrices: Counter[int] = Counter()
     for layers, rows in sizes:
         matrices[rows] += layers
 
     def cost(height: int) -> int:
-        # To fetch the factor of a tile takes about as long as multiplying 64 rows.
         tiles = (-(-rows // height) * n for rows, n in matrices.items())
+        # Fetching the factor of a tile takes about as long as multiplying 64 rows.
         return sum(tiles) * (height + 64)
 
-    highest = max(HIGHEST, LARGEST // width)
     parts = {-(-rows // n) for rows in matrices for n in range(1, 17)}
-    heights = {height for height in parts if height < highest} | {highest}
+    heights = {height for height in parts if height < HIGHEST} | {HIGHEST}
     return Tiling(sizes, width, min(sorted(heights), key=cost))
+
+
+def in_groups(function: Callable[..., list[Any]], *lists: Any) -> Any:
+    """Calls a function of a planner and lists with the entries of the leaves that are
+    multiplied together: on a TPU all with equally many columns.
+
+    Compilers for a CPU or a GPU are fast, and programs of separate leaves faster.
+    """
+    apart = partial(_apart, function)
+    # On several devices matrices would be sent from one to another.
+    if not all(map(may_be_joined, lists[0])):
+        return apart(*lists)
+    grouped = partial(_joined, function)
+    return per_platform(*lists, cpu=apart, gpu=apart, tpu=grouped)
+
+
+def _apart(function: Callable[..., list[Any]], *lists: Any) -> list[Any]:
+    return [
+        function(whole, *([one] for one in each))[0] for each in zip(*lists)
+    ]
+
+
+def _joined(function: Callable[..., list[Any]], *lists: Any) -> list[Any]:
+    groups: dict[object, list[int]] = {}
+    for number, leaf in enumerate(lists[0]):
+        kind = leaf.shape[-1], leaf.dtype, jax.typeof(leaf).sharding
+        groups.setdefault((*kind, varying(leaf)), []).append(number)
+    found: dict[int, Any] = {}
+    for group in groups.values():
+        own = [[entries[number] for number in group] for entries in lists]
+        found |= zip(group, function(together, *own))
+    return [found[number] for number in range(len(found))]
 
 
 def product(a: jax.Array, b: jax.Array) -> jax.Array:
@@ -212,10 +218,7 @@ def _by_strips(a: jax.Array, b: jax.Array) -> jax.Array:
 
 
 def may_be_joined(x: jax.Array) -> bool:
-    """Whether matrices may be cut, and joined with those of other leaves.
-
-    On several devices that would send them from one to another.
-    """
+    """Whether matrices lie on one device, where they may be cut and joined."""
     is_typed = jax.sharding.get_abstract_mesh().explicit_axes
     return is_on_one_device(x) and not is_typed
 
