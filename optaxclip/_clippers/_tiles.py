@@ -1,16 +1,17 @@
-"""Products of many matrices of one width, in one program for all of them.
+"""Products of many matrices of one width, for a TPU in one program for all of them.
 
 A TPU's compiler takes seconds for each product of float32 matrices, and shares nothing
-between equal ones. So the program must hold few products, however many matrices there
+between equal ones. So its program must hold few products, however many matrices there
 are. Matrices of different height are cut into tiles of one height:
 
     X1 [5, k]    X2 [3, k]    ->    tiles of 2 rows   X1 X1 X1 X2 X2
                                     their owners       0  0  0  1  1
 
-    X^H X    the sum over the tiles of a matrix of T^H T
+    X^H X    the sum of T^H T over the tiles of a matrix
     X S      T S for each tile, with the S of its owner
 
-What is missing in a last tile is zeros, which change neither.
+What is missing in a last tile is zeros, which change neither. On CPUs, GPUs and
+meshes each matrix is one tile, and each leaf has products of its own.
 """
 
 import math
@@ -118,7 +119,7 @@ class Tiling(NamedTuple):
         return lax.fori_loop(0, len(owners), replace, tiles)
 
 
-Planner = Callable[..., Tiling]
+Planner = Callable[..., Tiling]  # of leaves, and of the rows that they get more
 
 
 def whole(leaves: Sequence[jax.Array], more: int = 0) -> Tiling:
