@@ -11,7 +11,7 @@ from jax.core import Tracer
 
 from .._arguments import held_in
 from .._norms._types import split_as, typed_as
-from ..rules._rule import Rule, call_name
+from ..rules._rule import NO_OTHERS, Others, Rule, call_name
 
 BEGIN_ANEW = "Begin with a new one: state = clipper.init(params)."
 
@@ -22,24 +22,23 @@ def limit_of(
     norm: jax.Array,
     memory: Any,
     step: jax.Array,
-    other_norm: Any = None,
+    others: Others = NO_OTHERS,
     *,
     argument: str,
     signed: bool = False,
 ) -> tuple[jax.Array, Any]:
     """Asks a rule: (limit, memory).
 
-    `other_norm` is what the rule needs besides: the norm of the weights, or of all
-    norms together. The limit has the norm's dtype and shape, and is at least 0. NaN,
-    inf and 0 leave the memory unchanged. `signed`: the value is a loss rather than a
-    norm, so it and its limit may be 0 or negative.
+    `others` has what the rule may need besides. The limit has the norm's dtype and
+    shape, and is at least 0. NaN, inf and 0 leave the memory unchanged. `signed`: the
+    value is a loss rather than a norm, so it and its limit may be 0 or negative.
     """
-    # Most rules have update(norm, memory, step), some a fourth argument.
-    extra = (other_norm,) if rule.needs_params or rule.needs_total else ()
     # A state keeps () in place of a memory without arrays, so init restores its form.
     asked = memory if jax.tree.leaves(memory) else rule.init(norm)
     # stop_gradient: limits have no derivative by the updates.
-    limit, new = rule.update(lax.stop_gradient(norm), asked, step, *extra)
+    limit, new = rule.update(
+        lax.stop_gradient(norm), asked, step, *others.of(rule)
+    )
     _check_returned(limit, argument)
     check_shape(jnp.shape(limit), norm.shape, argument)
     # A limit beyond the norm's dtype is its largest number: inf would not clip.

@@ -13,9 +13,9 @@ Numbers are leaves of the pytree, so a changed number compiles nothing anew.
 
 import dataclasses
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import field, fields
-from typing import Any, TypeGuard, TypeVar, dataclass_transform
+from typing import Any, NamedTuple, TypeGuard, TypeVar, dataclass_transform
 
 import jax
 import jax.numpy as jnp
@@ -124,7 +124,8 @@ class Rule:
       norm of zeros. `()` for nothing.
     * `update(norm, memory, step) -> (limit, memory)`: `step` is an int32 scalar that
       counts from 0. A rule whose property `needs_params` is True gets the norm of the
-      weights as a fourth argument.
+      weights as a further argument, and then one whose property `needs_total` is True
+      gets the norm of all norms of the clipper together.
 
     A norm that is NaN, inf or 0 leaves the memory as it was. A zero is not remembered
     because an absent gradient says nothing about the usual norm, and because a limit
@@ -187,7 +188,7 @@ class Rule:
 
     @property
     def needs_total(self) -> bool:
-        """Whether `update` takes the norm of all norms as a fourth argument."""
+        """Whether `update` takes the norm of all norms as its last argument."""
         return False
 
     def init(self, norm: jax.Array) -> Any:
@@ -197,6 +198,30 @@ class Rule:
     def update(self, *args: Any, **kwargs: Any) -> tuple[ArrayLike, Any]:
         """Returns the limit of this step, and the new memory."""
         raise NotImplementedError
+
+
+class Others(NamedTuple):
+    """Norms that some rules need besides the one that they limit."""
+
+    params: Any = None  # of the weights
+    total: Any = None  # of all norms together
+
+    def of(self, rule: Rule) -> list[Any]:
+        """The further arguments of a rule's `update`."""
+        needs = rule.needs_params, rule.needs_total
+        return [norm for norm, needed in zip(self, needs) if needed]
+
+
+NO_OTHERS = Others()
+
+
+def others_from(rule: Rule, arguments: Sequence[Any]) -> Others:
+    """The norms out of the further arguments of a rule's `update`."""
+    given = iter(arguments)
+    return Others(
+        next(given) if rule.needs_params else None,
+        next(given) if rule.needs_total else None,
+    )
 
 
 def rule_in(call: str, kind: type[R], **numbers: Any) -> R:
