@@ -258,7 +258,8 @@ def adagn(
     `adagn(0.6, 0.999, eps=1e-12)`.
 
     Args:
-      decay1, decay2: of the two moments, in [0, 1]. Numbers or schedules.
+      decay1, decay2: of the two moments, in [0, 1]. 1 is the mean of all steps. Numbers
+        or schedules.
       eps: at least 0, in units of the norm. A number or a schedule.
       scope: "tensor", "global", or labels as for `clip_by_group_norm`.
       stacked: with scope="tensor", which axes of a leaf count layers. Each layer has a

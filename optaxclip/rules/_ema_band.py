@@ -27,7 +27,8 @@ class EmaBand(Rule):
         schedules. A norm above `high` is brought down to it, even where `low` is
         higher. In the paper they move linearly from early to late values:
         `optax.linear_schedule(0.6, 0.7, int(0.3 * steps), int(0.25 * steps))`.
-      decay: of the average, in [0, 1]. A number or a schedule.
+      decay: of the average, in [0, 1]. With 1 it stays at the first norm. A number or a
+        schedule.
       floor: the lower edge is at least this, in units of the norm.
       up: how far one step is lengthened at most, at least 1.
       down: how far one step is shortened at most, in [0, 1].
