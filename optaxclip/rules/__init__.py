@@ -17,7 +17,7 @@ parameters mean the same by them:
 
     current    whether the norm of this step is in the statistic it is held against
     remember   "raw" for the norm as it came, "clipped" for what was let through
-    warmup     how many norms the statistic must hold before there is a limit
+    warmup     how many norms are seen before there is a limit
     ddof       what is taken off the count in a variance
 
 No rule remembers a norm that is NaN, inf or 0.

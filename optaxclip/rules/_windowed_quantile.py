@@ -37,8 +37,9 @@ class WindowedQuantile(Rule):
       current: whether the norm of this step is in the window that it is held against.
         With True a first spike raises its own limit.
       remember: "raw" for the norm as it came, "clipped" for what was let through.
-      warmup: how many norms the window must hold before there is a limit, the current
-        one counted if it is in it. At least 0; there is no limit before the first norm.
+      warmup: how many norms are seen before there is a limit, the current one counted
+        if it is in the window. It may be longer than the window. At least 0, and there
+        is no limit before the first norm.
 
     Raises:
       ValueError: a number out of its range, or an unknown `remember`. TypeError:
