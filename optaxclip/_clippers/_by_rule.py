@@ -9,6 +9,7 @@ from jax.tree_util import Partial
 from .._norms._mesh_axes import MeshAxes
 from .._norms._stacked import Stacked
 from .._other_names import with_our_names
+from ..rules._constant import rule_of
 from ..rules._ema_band import EmaBand
 from ..rules._joined import minimum
 from ..rules._moments_ratio import MomentsRatio
@@ -164,7 +165,7 @@ def zclip(
     # Errors then name zclip, the call that the user knows, instead of z_score.
     rule = rule_in("zclip", ZScore, **numbers)
     # The cap is a rule beside this one, so mean and deviation do not depend on it.
-    limit = rule if cap is None else minimum(rule, cap)
+    limit = rule if cap is None else minimum(rule, rule_of(cap, "zclip: cap"))
     return clip_at(scope, limit, "zclip", nonfinite, mesh_axes, stacked=stacked)
 
 
