@@ -1,6 +1,7 @@
 """Clipping by value: every element by itself, between bounds."""
 
 import math
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -101,10 +102,11 @@ def value_clipper(
         else:
             lowers = prefix.lookup(lower, updates, f"{call}: {low[0]}")
         paths, treedef = jax.tree_util.tree_flatten_with_path(updates)
-        clipped = []
-        for (path, leaf), *bounds in zip(paths, uppers, lowers):
-            above, below = (_now(bound, state.step) for bound in bounds)
-            clipped.append(_limit(call, path, leaf, above, below))
+        now = partial(_now, step=state.step)
+        clipped = [
+            _limit(call, path, leaf, now(above), now(below))
+            for (path, leaf), above, below in zip(paths, uppers, lowers)
+        ]
         # Leaves without numbers are the same objects as before.
         pairs = [(x, y) for (_, x), y in zip(paths, clipped) if x is not y]
         elements = count_clipped(state.elements, state.step, pairs)
@@ -165,7 +167,6 @@ def _check_one_bound(call: str, bound: Any, other: Any) -> None:
 
 
 def _now(bound: Any, step: jax.Array) -> Any:
-    # A schedule gets the number of updates seen so far, from 0.
     return bound(step) if callable(bound) else bound
 
 
@@ -231,9 +232,7 @@ def _is_complex(x: jax.Array) -> bool:
 
 @jax.jit
 def _between(x: jax.Array, high: jax.Array, low: jax.Array | None) -> jax.Array:
-    """Selected, not computed, so that what lies inside stays bit for bit. Jitted, so
-    that without jit it is one pass.
-    """
+    """Selected, so that what lies inside stays bit for bit, in one jitted pass."""
     if low is None:
         high = jnp.maximum(high, 0)
     if _is_complex(x):

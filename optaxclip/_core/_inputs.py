@@ -1,5 +1,6 @@
 """What an update is given: state, updates and params, before anything is computed."""
 
+import itertools
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -17,7 +18,8 @@ from .._arguments import (
 )
 from .._norms import _prefix as prefix
 from .._norms._leaves import clipped_leaves, unboxed
-from ..rules._rule import is_rule
+from ..rules._constant import Constant
+from ..rules._rule import Others, Rule, is_rule
 from ._state import ClipState
 
 
@@ -67,7 +69,28 @@ def state_or_first(
     first = begin()
     if jax.tree.leaves(first.memory):
         raise TypeError(_no_state(call, state, "learns from earlier norms"))
+    if any(map(_reads_step, jax.tree.leaves(rules, is_leaf=is_rule))):
+        raise TypeError(_no_state(call, state, "depends on the step"))
     return first
+
+
+def _reads_step(rule: Rule) -> bool:
+    """Whether a rule without a memory has another limit in another step."""
+    # A schedule, which has another error.
+    if isinstance(rule, Constant):
+        return False
+    norm = jnp.zeros(())
+
+    def update(step: jax.Array) -> Any:
+        others = Others(norm, norm).of(rule)
+        return rule.update(norm, rule.init(norm), step, *others)[0]
+
+    program = jax.make_jaxpr(update)(jnp.zeros((), jnp.int32)).jaxpr
+    (step,) = program.invars
+    read = itertools.chain(
+        program.outvars, *(equation.invars for equation in program.eqns)
+    )
+    return any(variable is step for variable in read)
 
 
 def given_numbers(call: str, grad_norm: Any, limit: Any) -> tuple[Any, Any]:
