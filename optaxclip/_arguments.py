@@ -46,12 +46,7 @@ def check_number(argument: str, value: Any, *, lowest: float = 0.0) -> None:
 
 
 def check_real(argument: str, value: Any) -> None:
-    """Refuses what is no real number, or array of them, whatever the numbers are.
-
-    Raises:
-      TypeError: a bool, a string, or another thing that is no real number.
-      ValueError: an int that is too large for a float.
-    """
+    """Refuses what is no real number, or array of them, as `check_number`."""
     # True is an int in Python. As a limit it is a slip.
     if isinstance(value, (bool, str)) or not isinstance(
         value, (int, float, np.generic, np.ndarray, jax.Array)
@@ -65,10 +60,18 @@ def check_real(argument: str, value: Any) -> None:
         jnp.issubdtype(dtype, jnp.floating)
         or jnp.issubdtype(dtype, jnp.integer)
     ):
-        shown = (
-            f"an array of {dtype}" if isinstance(value, Tracer) else repr(value)
-        )
+        kind = f"an array of {dtype}"
+        shown = kind if isinstance(value, Tracer) else repr(value)
         raise TypeError(f"{argument} must be a real number, got {shown}.")
+
+
+def check_returned(argument: str, value: Any) -> None:
+    """Raises for what a schedule, or a rule of the user's, must not return."""
+    if not isinstance(value, (int, float, np.generic, np.ndarray, jax.Array)):
+        raise TypeError(
+            f"{argument}: a schedule, or a rule, must return a number for each step, "
+            f"got {value!r}."
+        )
 
 
 def check_scalar(argument: str, value: Any) -> None:

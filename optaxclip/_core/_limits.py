@@ -5,13 +5,17 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jax.core import Tracer
 
-from .._arguments import held_in
+from .._arguments import check_returned, held_in
 from .._norms._types import split_as, typed_as
-from ..rules._rule import NO_OTHERS, Others, Rule, call_name
+from ..rules._rule import (
+    NO_OTHERS,
+    Others,
+    Rule,
+    call_name,
+)
 
 BEGIN_ANEW = "Begin with a new one: state = clipper.init(params)."
 
@@ -39,7 +43,7 @@ def limit_of(
     limit, new = rule.update(
         lax.stop_gradient(norm), asked, step, *others.of(rule)
     )
-    _check_returned(limit, argument)
+    check_returned(argument, limit)
     check_shape(jnp.shape(limit), norm.shape, argument)
     # A limit beyond the norm's dtype is its largest number: inf would not clip.
     limit = held_in(norm.dtype, limit)
@@ -71,15 +75,6 @@ def keep_where(wanted: jax.Array, new: Any, old: Any) -> Any:
         return jnp.where(mask, new, old)
 
     return jax.tree.map(choose, new, old)
-
-
-def _check_returned(limit: Any, argument: str) -> None:
-    """Raises for what a schedule, or a rule of the user's, must not return."""
-    if not isinstance(limit, (int, float, np.generic, np.ndarray, jax.Array)):
-        raise TypeError(
-            f"{argument}: a schedule, or a rule, must return a number for each step, "
-            f"got {limit!r}."
-        )
 
 
 def check_shape(shape: Any, own: tuple[int, ...], argument: str) -> None:

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from ._memory import Average, blend, empty_average
-from ._rule import Number, Rule, at_step, number
+from ._rule import Number, Rule, at_step, multiple, number
 
 
 class EmaBand(Rule):
@@ -69,7 +69,7 @@ class EmaBand(Rule):
         # The upper edge is asked first, since by default it is below the lower one.
         target = jnp.where(norm > upper, upper, jnp.where(short, lower, norm))
         # However far the band is, a norm is multiplied by 0.9 to 1.1 by default.
-        target = jnp.clip(target, down * norm, up * norm)
+        target = jnp.clip(target, down * norm, multiple(up, norm))
         # The first norm has no band yet.
         target = jnp.where(average.weight > 0, target, norm)
         return target, blend(average, target, decay, corrected=False)

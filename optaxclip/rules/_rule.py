@@ -15,18 +15,21 @@ import dataclasses
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import field, fields
+from functools import cache
 from typing import Any, NamedTuple, TypeGuard, TypeVar, dataclass_transform
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
+from jax.tree_util import Partial
 from jax.typing import ArrayLike
 
 from .._arguments import (
     as_partial,
     check_limit,
     check_number,
+    check_returned,
     held_in,
     number_for_jit,
 )
@@ -45,9 +48,11 @@ def number(
     """A field that is a number in a range, or a schedule from step to number."""
 
     def check(argument: str, value: Any) -> Any:
-        # What a schedule returns is known in each step only, and is not checked here.
+        # What a schedule returns is known in each step only.
         if callable(value):
-            return as_partial(value)
+            return Partial(
+                _within(argument, lowest, highest), as_partial(value)
+            )
         check_limit(argument, value, lowest=lowest)
         # Under jit and inject_hyperparams the number may be traced.
         known = not isinstance(value, Tracer)
@@ -58,6 +63,25 @@ def number(
         return number_for_jit(value)
 
     return field(default=default, metadata={"check": check})
+
+
+@cache
+def _within(
+    argument: str, lowest: float, highest: float
+) -> Callable[..., ArrayLike]:
+    """What a schedule returns, brought into a range.
+
+    Cached, since rules with equal functions share a program.
+    """
+
+    def number_at(schedule: Schedule, step: ArrayLike) -> ArrayLike:
+        value = schedule(step)
+        check_returned(argument, value)
+        # Numbers of Python and NumPy stay what they are: JAX would make inf of 1e39.
+        numpy = jnp if isinstance(value, jax.Array) else np
+        return numpy.clip(value, lowest, highest)
+
+    return number_at
 
 
 def optional_number(default: None = None, highest: float = np.inf) -> Any:

@@ -10,7 +10,16 @@ from jax import lax
 
 from .._exported import exported
 from ._memory import Window, empty_window, oldest, places, push, remembered
-from ._rule import Number, Rule, at_step, choice, fixed, length, number
+from ._rule import (
+    Number,
+    Rule,
+    at_step,
+    choice,
+    fixed,
+    length,
+    multiple,
+    number,
+)
 from ._windowed_mean import choose
 
 
@@ -72,7 +81,8 @@ class WindowedQuantile(Rule):
         quantile, factor = at_step(step, norm, self.quantile, self.factor)
         held = choose(self.current, push_ordered(memory, norm), memory)
         known = held.recent.seen >= jnp.maximum(self.warmup, 1)
-        limit = jnp.where(known, factor * interpolated(quantile, held), jnp.inf)
+        edge = multiple(factor, interpolated(quantile, held))
+        limit = jnp.where(known, edge, jnp.inf)
         value = remembered(self.remember, norm, limit)
         return limit, push_ordered(memory, value)
 
