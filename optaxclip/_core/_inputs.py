@@ -175,6 +175,25 @@ def _warn_of_integers(call: str, updates: Any) -> None:
             return
 
 
+def check_kept(call: str, tree: Any, kept: Any) -> None:
+    """Raises ValueError for a clipped leaf of which the state keeps nothing."""
+    updates = jax.tree_util.tree_flatten_with_path(tree, is_leaf=prefix.is_none)
+    known = jax.tree.leaves(kept, is_leaf=prefix.is_none)
+    for (path, leaf), own in zip(updates[0], known):
+        if leaf is not None and own is None:
+            kind = _shown(getattr(leaf, "dtype", type(leaf)))
+            raise ValueError(
+                f"{call}: the update of the leaf {prefix.name(path)!r} is {kind}, but "
+                "what init was given for it has no float or complex dtype. Make that "
+                "float32, or give None for the update."
+            )
+
+
+def _shown(kind: Any) -> str:
+    """A dtype, or the type of a Python number."""
+    return kind.__name__ if isinstance(kind, type) else str(kind)
+
+
 def params_of(call: str, tree: Any, params: Any) -> Any:
     """The weights of the clipped leaves, found by their paths. None without params.
 
@@ -182,6 +201,7 @@ def params_of(call: str, tree: Any, params: Any) -> Any:
 
     Raises:
       ValueError: a leaf without weights, or with weights of another shape.
+      TypeError: weights that are integers.
     """
     if params is None:
         return None
@@ -200,6 +220,14 @@ def params_of(call: str, tree: Any, params: Any) -> Any:
             raise ValueError(
                 f"{call}: params has the shape {jnp.shape(weight)} for the leaf "
                 f"{prefix.name(path)!r}, and the updates have {jnp.shape(leaf)}."
+            )
+        kind, own = (getattr(x, "dtype", type(x)) for x in (weight, leaf))
+        # They would have no norm, while their updates have one.
+        if not jnp.issubdtype(kind, jnp.inexact):
+            raise TypeError(
+                f"{call}: params must have a float or complex dtype for the leaf "
+                f"{prefix.name(path)!r}, whose update is {_shown(own)}, got "
+                f"{_shown(kind)}. Make it float32, or give None for that update."
             )
         found.append(weight)
     return jax.tree.structure(tree).unflatten(found)
