@@ -19,7 +19,8 @@ from .._arguments import (
 from .._norms import _prefix as prefix
 from .._norms._leaves import clipped_leaves, unboxed
 from ..rules._constant import Constant
-from ..rules._rule import Others, Rule, is_rule
+from ..rules._others import Others
+from ..rules._rule import Rule, is_rule
 from ._state import ClipState
 
 

@@ -30,7 +30,7 @@ from .._norms._leaves import clipped_leaves, put_back
 from .._norms._measures import GlobalNorm, Measure
 from .._norms._types import in_manual_mesh, split_as, types_of
 from ..rules._constant import rule_of, rules_of
-from ..rules._rule import Others
+from ..rules._others import Others
 from ..shrinks import Shrink, shrink_of
 from ._blocks import (
     Arrangement,

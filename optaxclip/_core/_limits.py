@@ -10,12 +10,8 @@ from jax.core import Tracer
 
 from .._arguments import check_returned, held_in
 from .._norms._types import split_as, typed_as
-from ..rules._rule import (
-    NO_OTHERS,
-    Others,
-    Rule,
-    call_name,
-)
+from ..rules._others import NO_OTHERS, Others
+from ..rules._rule import Rule, call_name
 
 BEGIN_ANEW = "Begin with a new one: state = clipper.init(params)."
 

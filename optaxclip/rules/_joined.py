@@ -9,7 +9,8 @@ import jax.numpy as jnp
 from .._arguments import check_number, held_in, number_for_jit
 from .._other_names import with_our_names
 from ._constant import rule_of
-from ._rule import Number, Rule, others_from
+from ._others import others_from
+from ._rule import Number, Rule
 
 
 class Joined(Rule):

@@ -13,10 +13,10 @@ Numbers are leaves of the pytree, so a changed number compiles nothing anew.
 
 import dataclasses
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import field, fields
 from functools import cache
-from typing import Any, NamedTuple, TypeGuard, TypeVar, dataclass_transform
+from typing import Any, TypeGuard, TypeVar, dataclass_transform
 
 import jax
 import jax.numpy as jnp
@@ -26,6 +26,7 @@ from jax.tree_util import Partial
 from jax.typing import ArrayLike
 
 from .._arguments import (
+    LAST_STEP,
     as_partial,
     check_limit,
     check_number,
@@ -110,6 +111,11 @@ def length(default: int) -> Any:
 
     def check(argument: str, value: Any) -> Any:
         check_length(argument, value)
+        # XLA ends the process where the size of an array leaves its range.
+        if not isinstance(value, Tracer) and value > LAST_STEP:
+            raise ValueError(
+                f"{argument} must be at most {LAST_STEP}, got {value!r}."
+            )
         return value
 
     return field(default=default, metadata={"check": check})
@@ -222,30 +228,6 @@ class Rule:
     def update(self, *args: Any, **kwargs: Any) -> tuple[ArrayLike, Any]:
         """Returns the limit of this step, and the new memory."""
         raise NotImplementedError
-
-
-class Others(NamedTuple):
-    """Norms that some rules need besides the one that they limit."""
-
-    params: Any = None  # of the weights
-    total: Any = None  # of all norms together
-
-    def of(self, rule: Rule) -> list[Any]:
-        """The further arguments of a rule's `update`."""
-        needs = rule.needs_params, rule.needs_total
-        return [norm for norm, needed in zip(self, needs) if needed]
-
-
-NO_OTHERS = Others()
-
-
-def others_from(rule: Rule, arguments: Sequence[Any]) -> Others:
-    """The norms out of the further arguments of a rule's `update`."""
-    given = iter(arguments)
-    return Others(
-        next(given) if rule.needs_params else None,
-        next(given) if rule.needs_total else None,
-    )
 
 
 def rule_in(call: str, kind: type[R], **numbers: Any) -> R:
