@@ -15,8 +15,7 @@ import dataclasses
 import re
 from collections.abc import Callable
 from dataclasses import field, fields
-from functools import cache
-from typing import Any, TypeGuard, TypeVar, dataclass_transform
+from typing import Any, NamedTuple, TypeGuard, TypeVar, dataclass_transform
 
 import jax
 import jax.numpy as jnp
@@ -52,7 +51,7 @@ def number(
         # What a schedule returns is known in each step only.
         if callable(value):
             return Partial(
-                _within(argument, lowest, highest), as_partial(value)
+                _Within(argument, lowest, highest), as_partial(value)
             )
         check_limit(argument, value, lowest=lowest)
         # Under jit and inject_hyperparams the number may be traced.
@@ -66,23 +65,22 @@ def number(
     return field(default=default, metadata={"check": check})
 
 
-@cache
-def _within(
-    argument: str, lowest: float, highest: float
-) -> Callable[..., ArrayLike]:
+class _Within(NamedTuple):
     """What a schedule returns, brought into a range.
 
-    Cached, since rules with equal functions share a program.
+    A tuple, since rules with equal functions share a program.
     """
 
-    def number_at(schedule: Schedule, step: ArrayLike) -> ArrayLike:
+    argument: str
+    lowest: float
+    highest: float
+
+    def __call__(self, schedule: Schedule, step: ArrayLike) -> ArrayLike:
         value = schedule(step)
-        check_returned(argument, value)
+        check_returned(self.argument, value)
         # Numbers of Python and NumPy stay what they are: JAX would make inf of 1e39.
         numpy = jnp if isinstance(value, jax.Array) else np
-        return numpy.clip(value, lowest, highest)
-
-    return number_at
+        return numpy.clip(value, self.lowest, self.highest)
 
 
 def optional_number(default: None = None, highest: float = np.inf) -> Any:

@@ -1,5 +1,7 @@
 """Schedules that leave the range of their number, or return none."""
 
+import pickle
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -104,3 +106,8 @@ def test_rules_built_anew_share_one_program():
     for _ in range(3):
         limit(rules.ema(schedule), jnp.float32(2.0))
     assert len(count) == 1
+
+
+def test_a_rule_with_a_schedule_can_be_pickled():
+    rule = pickle.loads(pickle.dumps(rules.ema(held)))
+    np.testing.assert_array_equal(history(rule), history(rules.ema(held)))
