@@ -447,7 +447,7 @@ def test_a_bound_that_is_no_scalar_is_refused():
         torch_style.clip_grad_value(jnp.ones(3), jnp.ones(3))
     with pytest.raises(
         ValueError,
-        match="clip_grads_with_norm: grad_norm must have the structure and shapes",
+        match="clip_grads_with_norm: total_norm must be a scalar, got an array",
     ):
         torch_style.clip_grads_with_norm(jnp.ones(3), 1.0, jnp.ones(2))
 
