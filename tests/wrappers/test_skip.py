@@ -147,6 +147,7 @@ def over(norms, limits):
     return ~(np.isfinite(norms) & (np.asarray(norms) <= np.asarray(limits)))
 
 
+@pytest.mark.slow
 def test_skip_step_decides_as_olmo_core_does():
     """Norm or loss more than six deviations (ddof 1) above the mean of the 128 before;
     from the 64th step on; NaN is skipped and never remembered.
@@ -242,6 +243,7 @@ def test_metrics_tell_skips_and_reach_inner_clippers():
     )
 
 
+@pytest.mark.slow
 def test_no_branch_surrounds_the_collectives():
     mesh = Mesh(np.asarray(jax.devices()[:4]), ("x",))
     optimizer = optaxclip.skip_spikes(
@@ -403,6 +405,7 @@ def test_skipping_names_its_rules():
     )
 
 
+@pytest.mark.slow
 def test_skipping_measures_64_bits_in_64_bits():
     with jax.enable_x64(True):
         optimizer = optaxclip.skip_spikes(optax.sgd(0.1), 1.0)
