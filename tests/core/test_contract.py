@@ -497,7 +497,6 @@ def test_the_state_keeps_its_structure_shapes_and_dtypes(name, dtype):
     same_bits(saved, pickle.loads(pickle.dumps(saved)))
 
 
-@pytest.mark.slow
 @every_clipper
 def test_works_inside_every_wrapper_of_optax(name):
     (_, updates, *_), found = programs(name)
@@ -547,7 +546,6 @@ def test_multi_steps_clips_the_mean_and_counts_real_steps(name):
     assert int(state.inner_opt_state.step) == 1
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name in CLIPPERS if "group" not in name])
 def test_masked_leaves_are_neither_counted_nor_touched(name):
     (_, _, updates, _, params), found = programs(name)
@@ -562,7 +560,6 @@ def test_masked_leaves_are_neither_counted_nor_touched(name):
     same_bits(clipped["bias"], updates["bias"])
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name in CLIPPERS if "group" not in name])
 def test_partition_clips_each_part_by_itself(name):
     (_, _, updates, _, params), found = programs(name)

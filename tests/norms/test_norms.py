@@ -749,7 +749,6 @@ def test_what_is_not_clipped_has_the_second_derivative_of_itself(size):
         np.testing.assert_allclose(found, wanted, rtol=4 * EPS)
 
 
-@pytest.mark.slow
 def test_second_derivative_is_the_equation_forward_and_reverse():
     x = np.asarray(np.random.default_rng(17).standard_normal(5) * 3, np.float32)
     unit = oracles.wide(x) / oracles.norm([x])
@@ -815,7 +814,6 @@ def norms_of_examples():
     )
 
 
-@pytest.mark.slow
 @every_order
 def test_vmap_measures_each_example(ord):
     tree, norms = norms_of_examples()

@@ -58,7 +58,6 @@ def test_norms_are_those_of_the_examples(name):
     np.testing.assert_allclose(ghost(name)[1].norms, norms, rtol=1e-6)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", MODELS)
 def test_the_gradient_is_the_mean_of_clipped_ones(name):
     limit, result = ghost(name)

@@ -122,7 +122,6 @@ def test_standard_deviations_do_not_give_nan_in_the_second_step():
     )
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("case", "rule"),
     [

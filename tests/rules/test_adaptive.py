@@ -406,7 +406,6 @@ def test_the_bands_edges_follow_schedules():
     assert_limits(limits, oracle.limits(equation, history), history, 64 * EPS)
 
 
-@pytest.mark.slow
 def test_adagn_gives_each_tensor_the_quotient_of_its_moments():
     names = ["lognormal", "spikes", "zeros"]
     grads = gradients(names)

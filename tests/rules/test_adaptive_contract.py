@@ -401,7 +401,6 @@ def test_the_second_eager_step_compiles_nothing(name):
     assert compiled == []
 
 
-@pytest.mark.slow
 @some_clippers
 def test_derivatives_are_finite(name):
     clipper, grads = built(name)[0], history("float32", 4, name)

@@ -147,7 +147,6 @@ def over(norms, limits):
     return ~(np.isfinite(norms) & (np.asarray(norms) <= np.asarray(limits)))
 
 
-@pytest.mark.slow
 def test_skip_step_decides_as_olmo_core_does():
     """Norm or loss more than six deviations (ddof 1) above the mean of the 128 before;
     from the 64th step on; NaN is skipped and never remembered.
