@@ -1,8 +1,9 @@
 """Which tests run, and the examples in docstrings: their names, how arrays print.
 
 pytest                every promise: one case of each test, without the slow tests
-pytest --all          every case of every test, as CI runs them
+pytest --all          every case of every test, as CI runs them nightly
 pytest FILE, -k NAME  every case of these tests
+pytest --one-case     one case of each test, also of slow ones and those of a FILE
 """
 
 import zlib
@@ -13,11 +14,13 @@ import pytest
 
 def pytest_addoption(parser):
     parser.addoption("--all", action="store_true", help="run every case of every test")
+    parser.addoption("--one-case", action="store_true", help="run one of each test")
 
 
 def pytest_configure(config):
-    if config.args_source is pytest.Config.ArgsSource.ARGS or config.option.keyword:
-        config.option.all = True
+    option = config.option
+    named = config.args_source is pytest.Config.ArgsSource.ARGS or option.keyword
+    option.all = option.all or bool(named and not option.one_case)
 
 
 def pytest_collection_modifyitems(config, items):
@@ -25,7 +28,7 @@ def pytest_collection_modifyitems(config, items):
         return
     cases = {}
     for item in items:
-        if not item.get_closest_marker("slow"):
+        if config.option.one_case or not item.get_closest_marker("slow"):
             cases.setdefault(item.nodeid.partition("[")[0], []).append(item)
     # Which case depends on the name of the test, so that every method has its turn.
     kept = [own[zlib.crc32(name.encode()) % len(own)] for name, own in cases.items()]

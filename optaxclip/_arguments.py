@@ -32,15 +32,21 @@ def check_number(argument: str, value: Any, *, lowest: float = 0.0) -> None:
       TypeError: a bool, a string, or another thing that is no real number.
       ValueError: NaN, below `lowest`, or an int that is too large for a float.
     """
+    check_real(argument, value)
     # Of a number that jit traces only the dtype is known.
     if isinstance(value, Tracer):
-        if not jnp.issubdtype(value.dtype, jnp.floating) and not jnp.issubdtype(
-            value.dtype, jnp.integer
-        ):
-            raise TypeError(
-                f"{argument} must be a real number, got an array of {value.dtype}."
-            )
         return
+    known = np.asarray(value).astype(np.float64)
+    if np.isnan(known).any():
+        raise ValueError(f"{argument} must not be NaN, got {value!r}.")
+    if (known < lowest).any():
+        raise ValueError(
+            f"{argument} must be at least {lowest:g}, got {value!r}."
+        )
+
+
+def check_real(argument: str, value: Any) -> None:
+    """Refuses what is no real number, or array of them, as `check_number`."""
     # True is an int in Python. As a limit it is a slip.
     if isinstance(value, (bool, str)) or not isinstance(
         value, (int, float, np.generic, np.ndarray, jax.Array)
@@ -48,19 +54,32 @@ def check_number(argument: str, value: Any, *, lowest: float = 0.0) -> None:
         raise TypeError(f"{argument} must be a real number, got {value!r}.")
     # NumPy has no dtype for ints of more than 64 bits.
     held = _float_of(argument, value) if isinstance(value, int) else value
-    known = np.asarray(held)
+    dtype = getattr(held, "dtype", np.float64)
     # NumPy's issubdtype does not know bfloat16 and floats of 8 bits as floats.
     if not (
-        jnp.issubdtype(known.dtype, jnp.floating)
-        or jnp.issubdtype(known.dtype, jnp.integer)
+        jnp.issubdtype(dtype, jnp.floating)
+        or jnp.issubdtype(dtype, jnp.integer)
     ):
-        raise TypeError(f"{argument} must be a real number, got {value!r}.")
-    known = known.astype(np.float64)
-    if np.isnan(known).any():
-        raise ValueError(f"{argument} must not be NaN, got {value!r}.")
-    if (known < lowest).any():
+        kind = f"an array of {dtype}"
+        shown = kind if isinstance(value, Tracer) else repr(value)
+        raise TypeError(f"{argument} must be a real number, got {shown}.")
+
+
+def check_returned(argument: str, value: Any) -> None:
+    """Raises for what a schedule, or a rule of the user's, must not return."""
+    if not isinstance(value, (int, float, np.generic, np.ndarray, jax.Array)):
+        raise TypeError(
+            f"{argument}: a schedule, or a rule, must return a number for each step, "
+            f"got {value!r}."
+        )
+
+
+def check_scalar(argument: str, value: Any) -> None:
+    """Refuses what is no single real number. NaN passes, since a norm may be NaN."""
+    check_real(argument, value)
+    if jnp.ndim(value):
         raise ValueError(
-            f"{argument} must be at least {lowest:g}, got {value!r}."
+            f"{argument} must be a scalar, got an array of shape {jnp.shape(value)}."
         )
 
 
@@ -166,11 +185,13 @@ def check_ord(call: str, ord: Any) -> None:
             f"{call}: ord must be known when the clipper is built; under "
             "inject_hyperparams name it in static_args."
         )
-    if isinstance(ord, (bool, str)) or not isinstance(
-        ord, (int, float, np.number, jax.Array)
-    ):
-        raise ValueError(f"{call}: ord must be {ORDERS}, got {ord!r}.")
-    if math.isnan(float(ord)) or float(ord) <= 0:
+    is_number = isinstance(ord, (int, float, np.number, jax.Array))
+    try:
+        # True is an int in Python. As an order it is a slip.
+        known = float(ord) if is_number and ord is not True else math.nan
+    except (TypeError, OverflowError):  # an array, or 10**400
+        known = math.nan
+    if math.isnan(known) or known <= 0:
         raise ValueError(f"{call}: ord must be {ORDERS}, got {ord!r}.")
 
 
@@ -215,9 +236,17 @@ def check_transformation(
     argument: str, value: Any, noun: str = "an optimizer"
 ) -> None:
     """Raises TypeError for what has no `init` and `update`."""
-    if hasattr(value, "init") and hasattr(value, "update"):
+    has_both = hasattr(value, "init") and hasattr(value, "update")
+    # A rule has both as well, for norms, and so has a class in the place of an object.
+    is_rule = has_both and hasattr(value, "needs_params")
+    if has_both and not is_rule and not isinstance(value, type):
         return
     text = f"{argument} must be {noun} with init and update"
+    if is_rule:
+        raise TypeError(
+            f"{text}, got a rule: optaxclip.clip_by_global_norm(rule) is a clipper "
+            "whose limit it is."
+        )
     # `skip_nonfinite(optax.sgd)` for `skip_nonfinite(optax.sgd(0.1))`.
     if callable(value):
         name = getattr(value, "__name__", repr(value))

@@ -135,7 +135,7 @@ def psac(r: float = 0.1) -> Shrink:
 
     Args:
       r: how soon the weight falls with the norm. Above 0, known when the shrink is
-        built. 0.1 is the default of Opacus. The paper tunes it.
+        built. 0.1 is the default of Opacus. The paper tunes it. inf gives `auto_s(1)`.
 
     Raises:
       ValueError: an r that is 0 or negative.
@@ -208,8 +208,16 @@ def _auto_s(gamma: float) -> Shrink:
 
 @cache
 def _psac(r: float) -> Shrink:
-    # r is above 0, so neither divisor is 0.
-    return lambda norm, limit: limit * _share(norm, norm + r / (norm + r))
+    def shrink(norm: jax.Array, limit: jax.Array) -> jax.Array:
+        info = jnp.finfo(jnp.result_type(norm))
+        # Below the dtype's range r / (norm + r) is 0, which it tends to.
+        if r < float(info.tiny):
+            return limit * _share(norm, norm)
+        # The square of norm + r, in the derivative of that quotient, would be 0.
+        bend = 1 / (1 + norm / min(r, float(info.max)))
+        return limit * _share(norm, norm + bend)
+
+    return shrink
 
 
 def _share(norm: ArrayLike, whole: ArrayLike) -> Any:

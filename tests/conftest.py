@@ -12,7 +12,7 @@ import pytest
 # of each clipper takes 1.7 s in place of 9.3; on 0.12 it saves less, a tenth of the
 # suite. Temporary memory and reductions were the same in five clipped steps that were
 # compared; on 0.10.2 one in ten fusions is cut otherwise, on 0.12 none. FULL_CODE=1
-# tests what users get, as CI does on the newest JAX for norms and the contract.
+# tests what users get, as CI does each night on the newest JAX.
 PLAIN_CODE = (
     "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true "
     "--xla_cpu_parallel_codegen_split_count=1 "

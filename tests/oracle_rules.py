@@ -60,13 +60,14 @@ def constant(limit):
 
 def windowed(statistic, window, fewest, current, remember):
     """The statistic of the last `window` remembered norms; inf while fewer than
-    `fewest` are in it.
+    `fewest` were seen.
     """
 
     def step(norm, memory, index):
-        sample = [*memory, norm][-window:] if current else memory
-        limit = float(statistic(sample)) if len(sample) >= max(fewest, 1) else math.inf
-        return limit, [*memory, kept(norm, limit, remember)][-window:]
+        seen = [*memory, norm] if current else memory
+        known = len(seen) >= max(fewest, 1)
+        limit = float(statistic(seen[-window:])) if known else math.inf
+        return limit, [*memory, kept(norm, limit, remember)]
 
     return Rule([], step)
 

@@ -572,6 +572,7 @@ def test_bad_options_of_groups_are_refused_before_the_first_step():
             optaxclip.clip_by_group_norm(**{"max_norm": 1.0, "labels": "all"} | options)
 
 
+@pytest.mark.slow
 def test_a_long_prefix_is_looked_up_in_linear_time():
     tree = {f"layer{place}": {"w": jnp.ones(()), "hole": None} for place in range(3000)}
     limits = {layer: {"w": 1.0, "hole": 2.0} for layer in tree}

@@ -111,6 +111,7 @@ def test_a_limit_of_zero_gives_zeros(limits):
         ).any()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("bad", [NAN, INF])
 def test_a_broken_cotangent_is_seen(bad):
     cotangent = np.array([[0.1, bad], [0.1, 0.1]], np.float32)
@@ -204,6 +205,7 @@ def unrolled(factor, bias, steps, clip):
     )[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("steps", [1, 10, 100])
 def test_gradients_of_a_growing_recurrence_are_bounded(steps):
     """h <- 1.2 h + b: dh_T/db is the sum of 1.2^k over T steps; with what goes back
@@ -274,6 +276,7 @@ def test_backpropagation_equals_its_equation_in_float64():
 # Transformations
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("limits", [{"max_norm": 1.0}, {"max_value": 0.5}])
 def test_vmap_clips_each_example_by_itself(limits):
     x, weights = normal(0, 5, 3, 2), normal(1, 5, 3, 2)
@@ -287,6 +290,7 @@ def test_vmap_clips_each_example_by_itself(limits):
         close(jax.vmap(grad)(x, weights), shortened(weights, 1.0, (1, 2)))
 
 
+@pytest.mark.slow
 def test_limits_of_examples_may_be_traced_and_differ():
     weights, limits = normal(0, 3, 4), jnp.array([0.5, 1.0, 100.0])
 
@@ -339,6 +343,7 @@ def test_forward_mode_is_refused_by_jax():
         )
 
 
+@pytest.mark.slow
 def test_rows_of_a_split_batch_take_no_collective():
     mesh = jax.make_mesh((4,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
     weights = normal(0, 8, 3)
@@ -491,6 +496,7 @@ def test_cotangents_by_value_have_no_order_and_one_rounding():
     ).all()
 
 
+@pytest.mark.slow
 def test_integer_cotangent_limits_under_strict_promotion():
     with jax.numpy_dtype_promotion("strict"):
         grad = jax.grad(

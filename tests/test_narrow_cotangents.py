@@ -7,6 +7,8 @@ import pytest
 
 import optaxclip
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.mark.parametrize("dtype", ["float8_e4m3fn", "float8_e5m2"])
 def test_a_cotangent_in_8_bits_is_scaled(dtype):

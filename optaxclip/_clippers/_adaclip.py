@@ -33,7 +33,8 @@ def adaclip(
         g_i <- g_i * T / max|g|                    where |g_i| > T
 
     Args:
-      decay: of the average, in [0, 1]. A number or a schedule.
+      decay: of the average, in [0, 1]. 1 is the mean of all steps. A number or a
+        schedule.
       stacked: which axes of a leaf count layers: 1 for the leading axis, (1,) for axis
         1 (see `tensor_norm`).
       nonfinite, mesh_axes: as in `clip_by_tensor_norm`.

@@ -9,6 +9,7 @@ from jax.tree_util import Partial
 from .._norms._mesh_axes import MeshAxes
 from .._norms._stacked import Stacked
 from .._other_names import with_our_names
+from ..rules._constant import rule_of
 from ..rules._ema_band import EmaBand
 from ..rules._joined import minimum
 from ..rules._moments_ratio import MomentsRatio
@@ -164,7 +165,7 @@ def zclip(
     # Errors then name zclip, the call that the user knows, instead of z_score.
     rule = rule_in("zclip", ZScore, **numbers)
     # The cap is a rule beside this one, so mean and deviation do not depend on it.
-    limit = rule if cap is None else minimum(rule, cap)
+    limit = rule if cap is None else minimum(rule, rule_of(cap, "zclip: cap"))
     return clip_at(scope, limit, "zclip", nonfinite, mesh_axes, stacked=stacked)
 
 
@@ -258,7 +259,8 @@ def adagn(
     `adagn(0.6, 0.999, eps=1e-12)`.
 
     Args:
-      decay1, decay2: of the two moments, in [0, 1]. Numbers or schedules.
+      decay1, decay2: of the two moments, in [0, 1]. 1 is the mean of all steps. Numbers
+        or schedules.
       eps: at least 0, in units of the norm. A number or a schedule.
       scope: "tensor", "global", or labels as for `clip_by_group_norm`.
       stacked: with scope="tensor", which axes of a leaf count layers. Each layer has a

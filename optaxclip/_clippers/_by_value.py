@@ -1,6 +1,7 @@
 """Clipping by value: every element by itself, between bounds."""
 
 import math
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -19,6 +20,7 @@ from .._core._inputs import begins_anew
 from .._core._shares import ClippedElements, count_clipped, no_elements_clipped
 from .._exported import exported
 from .._norms import _prefix as prefix
+from .._norms._leaves import check_leaves
 from .._norms._modulus import with_modulus
 from .._other_names import with_our_names
 
@@ -67,16 +69,23 @@ def clip_by_value(
     """
     call = "clip_by_value"
     _check_one_bound(call, max_value, min_value)
+    low = None if min_value is None else ("min_value", min_value)
+    return value_clipper(call, ("max_value", max_value), low)
+
+
+def value_clipper(
+    call: str, high: tuple[str, Any], low: tuple[str, Any] | None = None
+) -> optax.GradientTransformation:
+    """The clipper of two bounds. `call` and their names are what errors call them."""
     # Alone the upper bound limits the modulus. Beside a lower one any sign is right.
-    lowest = 0.0 if min_value is None else -math.inf
-    upper = _bounds(max_value, f"{call}: max_value", lowest)
-    if min_value is None:
-        lower = None
-    else:
-        lower = _bounds(min_value, f"{call}: min_value", lowest)
-    # Prefixes may be of different depths. Only bounds of the same leaf are compared.
-    for low, high in prefix.overlaps(lower, upper) if lower else ():
-        check_order(call, ("min_value", low), ("max_value", high))
+    lowest = 0.0 if low is None else -math.inf
+    upper = _bounds(call, *high, lowest)
+    lower = None
+    if low is not None:
+        lower = _bounds(call, *low, lowest)
+        # Prefixes may be of different depths. Only bounds of one leaf are compared.
+        for below, above in prefix.overlaps(lower, upper):
+            check_order(call, (low[0], below), (high[0], above))
 
     def init(params: Any) -> ClipByValueState:
         return ClipByValueState(jnp.zeros((), jnp.int32), no_elements_clipped())
@@ -86,15 +95,17 @@ def clip_by_value(
         if begins_anew(call, state, (upper, lower)):
             state = init(params)
         check_state(call, state, ClipByValueState)
-        uppers = prefix.lookup(upper, updates, f"{call}: max_value")
-        if lower is None:
+        check_leaves(updates, f"{call}: ")
+        uppers = prefix.lookup(upper, updates, f"{call}: {high[0]}")
+        if low is None or lower is None:
             lowers = [None] * len(uppers)
         else:
-            lowers = prefix.lookup(lower, updates, f"{call}: min_value")
+            lowers = prefix.lookup(lower, updates, f"{call}: {low[0]}")
         paths, treedef = jax.tree_util.tree_flatten_with_path(updates)
+        now = partial(_now, step=state.step)
         clipped = [
-            _limit(path, leaf, _now(high, state.step), _now(low, state.step))
-            for (path, leaf), high, low in zip(paths, uppers, lowers)
+            _limit(call, path, leaf, now(above), now(below))
+            for (path, leaf), above, below in zip(paths, uppers, lowers)
         ]
         # Leaves without numbers are the same objects as before.
         pairs = [(x, y) for (_, x), y in zip(paths, clipped) if x is not y]
@@ -125,14 +136,14 @@ def clip(max_delta: Any) -> optax.GradientTransformation:
       >>> print(clipper.update(grads, clipper.init(grads))[0])
       [-1.    0.25]
     """
-    return clip_by_value(max_delta)
+    return value_clipper("clip", ("max_delta", max_delta))
 
 
-def _bounds(bound: Any, argument: str, lowest: float) -> prefix.Prefix:
+def _bounds(call: str, name: str, bound: Any, lowest: float) -> prefix.Prefix:
     table = prefix.freeze(bound, is_function)
     for _, value in table.entries:
         if not callable(value):
-            check_number(argument, value, lowest=lowest)
+            check_number(f"{call}: {name}", value, lowest=lowest)
     return table
 
 
@@ -156,11 +167,10 @@ def _check_one_bound(call: str, bound: Any, other: Any) -> None:
 
 
 def _now(bound: Any, step: jax.Array) -> Any:
-    # A schedule gets the number of updates seen so far, from 0.
     return bound(step) if callable(bound) else bound
 
 
-def _limit(path: Any, leaf: Any, high: Any, low: Any) -> Any:
+def _limit(call: str, path: Any, leaf: Any, high: Any, low: Any) -> Any:
     """One leaf between its bounds."""
     # A Python number is a leaf too, and has no dtype of its own.
     dtype = leaf.dtype if hasattr(leaf, "dtype") else jnp.result_type(leaf)
@@ -170,13 +180,13 @@ def _limit(path: Any, leaf: Any, high: Any, low: Any) -> Any:
     for bound in (high, low):
         if bound is not None and not broadcasts_to(jnp.shape(bound), x.shape):
             raise ValueError(
-                f"clip_by_value: a bound of shape {jnp.shape(bound)} does not fit the "
-                f"leaf {prefix.name(path)!r} of shape {x.shape}."
+                f"{call}: a bound of shape {jnp.shape(bound)} does not fit the leaf "
+                f"{prefix.name(path)!r} of shape {x.shape}."
             )
     if low is not None and _is_complex(x):
         raise TypeError(
-            f"clip_by_value: the leaf {prefix.name(path)!r} is complex and has no "
-            "order: give one bound, for its modulus."
+            f"{call}: the leaf {prefix.name(path)!r} is complex and has no order: give "
+            "one bound, for its modulus."
         )
     if low is None and _is_known_whole(high):
         # A schedule may fall below 0, which counts as 0.
@@ -222,9 +232,7 @@ def _is_complex(x: jax.Array) -> bool:
 
 @jax.jit
 def _between(x: jax.Array, high: jax.Array, low: jax.Array | None) -> jax.Array:
-    """Selected, not computed, so that what lies inside stays bit for bit. Jitted, so
-    that without jit it is one pass.
-    """
+    """Selected, so that what lies inside stays bit for bit, in one jitted pass."""
     if low is None:
         high = jnp.maximum(high, 0)
     if _is_complex(x):

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.core import Tracer
 
 from .._arguments import check_limit, check_params, number_for_jit
 from .._core._inputs import params_of
@@ -57,7 +58,8 @@ def larc(
       weight_decay * |p|, the limit trust * |p| / learning_rate.
 
     Raises:
-      ValueError: a negative or NaN number, or `update` without params.
+      ValueError: a negative or NaN number, an infinite `weight_decay`, or `update`
+        without params.
       TypeError: something that is not a number.
 
     Example:
@@ -74,6 +76,10 @@ def larc(
     # Numbers only: the learning rate alone may be a schedule.
     check_limit(f"{call}: trust", trust)
     check_limit(f"{call}: weight_decay", weight_decay)
+    # An infinite one makes 0 * inf of weights that are 0.
+    known = not isinstance(weight_decay, Tracer)
+    if known and np.any(np.isinf(weight_decay)):
+        raise ValueError(f"{call}: weight_decay must be finite, got inf.")
     weight_decay = number_for_jit(weight_decay)
     rule = Larc(learning_rate, trust)
     numbers = {"stacked": stacked, "mesh_axes": mesh_axes}

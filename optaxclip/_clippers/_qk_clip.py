@@ -16,7 +16,7 @@ from .._arguments import check_number, check_params, check_state
 from .._core._inputs import params_of
 from .._core._kernel import make_clipper
 from .._core._placeholder import is_placeholder
-from .._core._state import ClipState, unpack
+from .._core._state import ClipState
 from .._norms._leaves import cast_like, clipped_leaves, put_back
 from .._norms._measures import OwnNorm
 from .._norms._types import gathered, typed_as, types_of, varying_as
@@ -151,8 +151,8 @@ def qk_clip(
         # Bit for bit, also where a logit is NaN.
         if max_logit is None:
             return updates, new
-        # Each attention is a block of the state, with norms [heads] or [layers, heads].
-        factors = {name: entry.factor for (name,), entry in zip(*unpack(new))}
+        # Of each attention [heads] or [layers, heads].
+        factors = {name: x.factor for name, x in new.by_name().items()}
         clipped = _clip(
             tuple(attentions),
             alpha,

@@ -24,6 +24,7 @@ import jax.numpy as jnp
 import optax
 
 from .._arguments import check_number, check_state, number_for_jit
+from .._core._inputs import check_kept
 from .._core._shares import ClippedElements, count_clipped, no_elements_clipped
 from .._exported import exported
 from .._norms._leaves import cast_like, clipped_leaves, put_back
@@ -126,6 +127,7 @@ def spam(
     ) -> tuple[Any, SpamState]:
         check_state(call, state, SpamState)
         step, tree = state.step, clipped_leaves(updates)
+        check_kept(call, tree, state.second_moment)
         since = steps_since_reset(step, every)
 
         # The step is traced, so a reset is a selection in every step.

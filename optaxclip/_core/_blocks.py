@@ -1,10 +1,8 @@
 """How the norms of a step are arranged in the blocks of a state.
 
-    scalar norms that share a rule    one block, a vector
-    a norm that is an array           a block of its own
-
-A leaf that is None in one step has no norm there. Its entry in the blocks of that step
-is 0, and the state keeps what it knew.
+Norms of one shape that share a rule are one block. A leaf that is None in one step has
+no norm there. Its row in the blocks of that step is 0, and the state keeps what it
+knew.
 """
 
 from dataclasses import fields
@@ -15,7 +13,7 @@ import jax.numpy as jnp
 
 from .._arguments import held_in
 from .._norms import _prefix as prefix
-from .._norms._in_blocks import Norms, Place
+from .._norms._in_blocks import Norms, Place, entry_at
 from .._norms._types import typed_as
 from ..rules._constant import Constant
 from ..rules._joined import Joined
@@ -27,10 +25,9 @@ from ._state import Entry
 class Source(NamedTuple):
     """Where a block of the state comes from."""
 
-    block: int | None  # the block of this step, None if all of it is missing
-    take: list[int] | None  # its rows, None for all as they are
-    put: list[int] | None  # where they go, None for the whole block
-    numbers: list[int]  # the norms in it
+    numbers: list[int]  # the norms in it that this step has
+    put: list[int] | None  # the rows where they go, None for the whole block
+    rows: bool  # whether it has rows, and is not one norm
 
 
 class Arrangement(NamedTuple):
@@ -39,42 +36,35 @@ class Arrangement(NamedTuple):
     sources: list[Source]
     kept: list[Any]  # arrays in the form of the state's blocks
 
-    def arrange(self, blocks: list[jax.Array]) -> list[jax.Array]:
+    def arrange(self, norms: Norms) -> list[jax.Array]:
         """Numbers of this step in the blocks of the state. Missing ones are 0."""
         arranged = []
         for source, old in zip(self.sources, self.kept):
             # Norms that this step does not have are 0, from which no rule learns.
             block = jnp.zeros_like(old)
-            if source.block is not None:
-                block = blocks[source.block]
-                block = (
-                    block
-                    if source.take is None
-                    else block[jnp.array(source.take)]
-                )
-                if source.put is not None:
-                    block = (
-                        jnp.zeros_like(old).at[jnp.array(source.put)].set(block)
-                    )
+            if source.numbers:
+                block = _taken(norms, source)
+            if source.numbers and source.put is not None:
+                rows = jnp.array(source.put)
+                block = jnp.zeros_like(old).at[rows].set(block)
             arranged.append(block)
         return arranged
 
     def places(self, norms: Norms) -> list[Place]:
         """Where each norm of this step is in the blocks of the state."""
-        places = [Place(0, None)] * len(norms.places)
+        places = list(norms.places)
         for block, source in enumerate(self.sources):
             # [a, b, c] in the state and b missing in this step: put is [0, 2].
             rows = source.put or range(len(source.numbers))
             for number, row in zip(source.numbers, rows):
-                is_array = norms.places[number].row is None
-                places[number] = Place(block, None if is_array else row)
+                places[number] = Place(block, row if source.rows else None)
         return places
 
     def keep_missing(self, new: list[Any], old: list[Any]) -> list[Any]:
         """The new entries of norms that this step has, and the old ones of the rest."""
         found = []
         for source, one, other in zip(self.sources, new, old):
-            if source.block is None:
+            if not source.numbers:
                 one = other
             elif source.put is not None:
                 one = _put_rows(source.put, one, other)
@@ -102,10 +92,14 @@ def arrangement(
         )
     sources = []
     for block, old in zip(names, kept):
-        numbers = [number_of[name] for name in block if name in number_of]
-        sources.append(_source(norms, block, numbers, number_of))
-        if numbers:
-            _check_old(norms, numbers[0], old, len(block), call)
+        present = [row for row, name in enumerate(block) if name in number_of]
+        numbers = [number_of[block[row]] for row in present]
+        # None spares a scatter in a step that has all leaves.
+        put = None if len(present) == len(block) else present
+        rows = bool(numbers) and _has_rows(norms, numbers[0], len(block))
+        sources.append(Source(numbers, put, rows))
+        for number in numbers:
+            _check_old(norms, number, old, len(block), call)
     return Arrangement(sources, kept)
 
 
@@ -115,36 +109,36 @@ def _put_rows(rows: list[int], new: Any, old: Any) -> Any:
     return jax.tree.map(lambda a, b: b.at[where].set(a[where]), new, old)
 
 
-def _source(
-    norms: Norms,
-    block: list[str],
-    numbers: list[int],
-    number_of: dict[str, int],
-) -> Source:
-    # No leaf of this block has updates in this step.
-    if not numbers:
-        return Source(None, None, None, [])
-    place = norms.places[numbers[0]]
-    # A norm of units or layers is a block of its own, as it is.
-    if place.row is None:
-        return Source(place.block, None, None, numbers)
-    rows = [norms.places[number].row or 0 for number in numbers]
-    all_rows = list(range(norms.blocks[place.block].shape[0]))
-    present = [
-        position for position, name in enumerate(block) if name in number_of
-    ]
-    # None spares a gather, or a scatter, in a step that has all leaves.
-    take = None if rows == all_rows else rows
-    put = None if len(present) == len(block) else present
-    return Source(place.block, take, put, numbers)
+def _taken(norms: Norms, source: Source) -> jax.Array:
+    """The norms of a source as one block."""
+    places = [norms.places[number] for number in source.numbers]
+    if not source.rows:
+        return entry_at(norms.blocks, places[0])
+    block, rows = norms.blocks[places[0].block], [row for _, row in places]
+    if None in rows or len({place.block for place in places}) > 1:
+        # Other leaves are missing, or split in other ways, than when the state began.
+        return jnp.stack([entry_at(norms.blocks, place) for place in places])
+    # All of them as they are, which spares a gather.
+    if rows == list(range(len(block))):
+        return block
+    return block[jnp.array(rows)]
+
+
+def _has_rows(norms: Norms, number: int, count: int) -> bool:
+    """Whether a block of so many norms has rows. An array alone has none, and neither
+    has the norm of everything.
+    """
+    single = norms.places[number].row is not None and not norms.shape(number)
+    return single or count > 1
 
 
 def _check_old(
     norms: Norms, number: int, old: Any, count: int, call: str
 ) -> None:
-    place = norms.places[number]
-    # A vector of the state has a row for each name, missing ones too.
-    shape = norms.blocks[place.block].shape if place.row is None else (count,)
+    # A block of the state has a row for each name, missing ones too.
+    shape = norms.shape(number)
+    if _has_rows(norms, number, count):
+        shape = (count, *shape)
     if jnp.shape(old) != shape:
         raise ValueError(
             f"{call}: state was made for norms of shape {jnp.shape(old)} where the "
@@ -180,10 +174,9 @@ def rules_of_norms(
         found = prefix.lookup(
             table, norms.treedef.unflatten(numbers), argument, part
         )
-    for rule, place in zip(found, norms.places):
-        own = norms.blocks[place.block].shape if place.row is None else ()
+    for number, rule in zip(numbers, found):
         for shape in _shapes(rule):
-            check_shape(shape, own, argument)
+            check_shape(shape, norms.shape(number), argument)
     return found
 
 
@@ -198,7 +191,7 @@ def _of_present(
 
 
 def names_by_rule(rules: list[Rule], norms: Norms) -> list[list[str]]:
-    """The names of the norms in each block: scalar norms with one rule together.
+    """The names of the norms in each block: those of one shape and rule together.
 
     Constant limits count as one rule.
     """
@@ -209,10 +202,7 @@ def names_by_rule(rules: list[Rule], norms: Norms) -> list[list[str]]:
         # One rule for everything is one object, and one block. A schedule is no number,
         # so it does not join the constant limits.
         shared = "constant" if _is_constant(rule) else id(rule)
-        key = (
-            ("array", place.block) if place.row is None else ("scalars", shared)
-        )
-        blocks.setdefault(key, []).append(name)
+        blocks.setdefault((place.block, shared), []).append(name)
     return list(blocks.values())
 
 
@@ -237,28 +227,34 @@ def rule_of_block(
             f"{call}: state has one block for {_shown(names)}, whose limits are now "
             f"different schedules or rules, with a block each. {BEGIN_ANEW}"
         )
-    # [1.0, 2.0] for two constant limits.
+    # [1.0, 2.0] for two constant limits. Of units each limit may be an array.
     limits = [held_in(norm.dtype, limit) for limit in limits]
-    vector = jnp.stack(limits)
+    each = [jnp.broadcast_to(limit, norm.shape[1:]) for limit in limits]
+    block = jnp.stack(each)
     if source.put is not None:
         # keep_missing drops the limits of 0.
-        vector = jnp.zeros_like(norm).at[jnp.array(source.put)].set(vector)
-    return Constant(vector)
+        block = jnp.zeros_like(norm).at[jnp.array(source.put)].set(block)
+    return Constant(block)
 
 
 def first_entry(norms: Norms, rules: list[Rule], names: list[str]) -> Entry:
     """A block of the first state, from the types of norms."""
     # The first norm stands for all: a block has one kind of rule and one type.
     number = prefix.names(norms.paths).index(names[0])
-    place = norms.places[number]
+    place, shape = norms.places[number], norms.shape(number)
     kind = norms.blocks[place.block]
-    shape = kind.shape if place.row is None else (len(names),)
+    rows = _has_rows(norms, number, len(names))
+    # An array that has its rule for itself is no row, as it was among the norms.
+    skip = int(place.row is not None and not rows)
+    shape = (len(names), *shape) if rows else shape
+
+    def typed(x: Any) -> jax.Array:
+        return typed_as(jnp.asarray(x), kind, skip)
 
     def filled(value: Any, dtype: Any) -> jax.Array:
-        return typed_as(jnp.full(shape, value, dtype), kind)
+        return typed(jnp.full(shape, value, dtype))
 
-    memory = rules[number].init(filled(0, kind.dtype))
-    memory = jax.tree.map(lambda x: typed_as(jnp.asarray(x), kind), memory)
+    memory = jax.tree.map(typed, rules[number].init(filled(0, kind.dtype)))
     return Entry(
         norm=filled(0, kind.dtype),
         # No limit before the first step.

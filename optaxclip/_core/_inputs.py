@@ -1,5 +1,6 @@
 """What an update is given: state, updates and params, before anything is computed."""
 
+import itertools
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -17,7 +18,9 @@ from .._arguments import (
 )
 from .._norms import _prefix as prefix
 from .._norms._leaves import clipped_leaves, unboxed
-from ..rules._rule import is_rule
+from ..rules._constant import Constant
+from ..rules._others import Others
+from ..rules._rule import Rule, is_rule
 from ._state import ClipState
 
 
@@ -67,7 +70,28 @@ def state_or_first(
     first = begin()
     if jax.tree.leaves(first.memory):
         raise TypeError(_no_state(call, state, "learns from earlier norms"))
+    if any(map(_reads_step, jax.tree.leaves(rules, is_leaf=is_rule))):
+        raise TypeError(_no_state(call, state, "depends on the step"))
     return first
+
+
+def _reads_step(rule: Rule) -> bool:
+    """Whether a rule without a memory has another limit in another step."""
+    # A schedule, which has another error.
+    if isinstance(rule, Constant):
+        return False
+    norm = jnp.zeros(())
+
+    def update(step: jax.Array) -> Any:
+        others = Others(norm, norm).of(rule)
+        return rule.update(norm, rule.init(norm), step, *others)[0]
+
+    program = jax.make_jaxpr(update)(jnp.zeros((), jnp.int32)).jaxpr
+    (step,) = program.invars
+    read = itertools.chain(
+        program.outvars, *(equation.invars for equation in program.eqns)
+    )
+    return any(variable is step for variable in read)
 
 
 def given_numbers(call: str, grad_norm: Any, limit: Any) -> tuple[Any, Any]:
@@ -152,6 +176,25 @@ def _warn_of_integers(call: str, updates: Any) -> None:
             return
 
 
+def check_kept(call: str, tree: Any, kept: Any) -> None:
+    """Raises ValueError for a clipped leaf of which the state keeps nothing."""
+    updates = jax.tree_util.tree_flatten_with_path(tree, is_leaf=prefix.is_none)
+    known = jax.tree.leaves(kept, is_leaf=prefix.is_none)
+    for (path, leaf), own in zip(updates[0], known):
+        if leaf is not None and own is None:
+            kind = _shown(getattr(leaf, "dtype", type(leaf)))
+            raise ValueError(
+                f"{call}: the update of the leaf {prefix.name(path)!r} is {kind}, but "
+                "what init was given for it has no float or complex dtype. Make that "
+                "float32, or give None for the update."
+            )
+
+
+def _shown(kind: Any) -> str:
+    """A dtype, or the type of a Python number."""
+    return kind.__name__ if isinstance(kind, type) else str(kind)
+
+
 def params_of(call: str, tree: Any, params: Any) -> Any:
     """The weights of the clipped leaves, found by their paths. None without params.
 
@@ -159,6 +202,7 @@ def params_of(call: str, tree: Any, params: Any) -> Any:
 
     Raises:
       ValueError: a leaf without weights, or with weights of another shape.
+      TypeError: weights that are integers.
     """
     if params is None:
         return None
@@ -177,6 +221,14 @@ def params_of(call: str, tree: Any, params: Any) -> Any:
             raise ValueError(
                 f"{call}: params has the shape {jnp.shape(weight)} for the leaf "
                 f"{prefix.name(path)!r}, and the updates have {jnp.shape(leaf)}."
+            )
+        kind, own = (getattr(x, "dtype", type(x)) for x in (weight, leaf))
+        # They would have no norm, while their updates have one.
+        if not jnp.issubdtype(kind, jnp.inexact):
+            raise TypeError(
+                f"{call}: params must have a float or complex dtype for the leaf "
+                f"{prefix.name(path)!r}, whose update is {_shown(own)}, got "
+                f"{_shown(kind)}. Make it float32, or give None for that update."
             )
         found.append(weight)
     return jax.tree.structure(tree).unflatten(found)

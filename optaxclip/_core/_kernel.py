@@ -25,11 +25,12 @@ from .._arguments import (
     check_params,
     number_for_jit,
 )
-from .._norms._in_blocks import Norms, in_blocks, norm_of_norms
+from .._norms._in_blocks import Norms, in_blocks
 from .._norms._leaves import clipped_leaves, put_back
-from .._norms._measures import GlobalNorm, Measure
+from .._norms._measures import GlobalNorm, Measure, norm_of_norms
 from .._norms._types import in_manual_mesh, split_as, types_of
 from ..rules._constant import rule_of, rules_of
+from ..rules._others import Others
 from ..shrinks import Shrink, shrink_of
 from ._blocks import (
     Arrangement,
@@ -178,13 +179,13 @@ def _update(
     fit = arrangement(
         norms, names, [entry.norm for entry in old], settings.call
     )
-
-    blocks = fit.arrange(norms.blocks)
+    blocks = fit.arrange(norms)
     limits, memories = _limits(
         settings, rules, fit, names, norms, params, state.step, old
     )
     if given[1] is not None:
-        limits = fit.arrange(_given("limit", given[1], norms, settings))
+        own = _given("limit", given[1], norms, settings)
+        limits = fit.arrange(norms._replace(blocks=own))
         # Below 0 it counts as 0, as a limit of the clipper's own.
         limits = [jnp.maximum(limit, 0) for limit in limits]
     # 3. Shrink: (norm, new norm) for each block.
@@ -223,24 +224,25 @@ def _limits(
     of_norm = rules_of_norms(
         rules, norms, settings.argument, settings.part, names
     )
-    # What a rule needs besides the norm of a block: norms of weights, or of all.
-    others: list[Any] = [None] * len(old)
+    # What a rule needs besides the norm of a block: norms of weights, and of all.
+    weights: list[Any] = [None] * len(old)
     if any(rule.needs_params for rule in of_norm):
         check_params(settings.call, params)
-        others = fit.arrange(settings.measure(params).blocks)
-    elif any(rule.needs_total for rule in of_norm):
-        others = [norm_of_norms(norms)] * len(old)
+        weights = fit.arrange(settings.measure(params))
+    with_total = any(rule.needs_total for rule in of_norm)
+    total = norm_of_norms(norms) if with_total else None
     limits, memories = [], []
-    for source, block, norm, entry, other in zip(
-        fit.sources, names, fit.arrange(norms.blocks), old, others
+    for source, block, norm, entry, weight in zip(
+        fit.sources, names, fit.arrange(norms), old, weights
     ):
         # All of this block is missing, and keep_missing will restore its entry.
-        if source.block is None:
+        if not source.numbers:
             limit, memory = entry.limit, entry.memory
         else:
             rule = rule_of_block(of_norm, source, block, norm, settings.call)
             check_memory(rule, norm, entry.memory, settings.call)
-            asked = rule, norm, entry.memory, step, other
+            others = Others(weight, total)
+            asked = rule, norm, entry.memory, step, others
             limit, memory = limit_of(*asked, argument=settings.argument)
         limits.append(limit)
         memories.append(memory)

@@ -5,12 +5,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jax.core import Tracer
 
-from .._arguments import held_in
+from .._arguments import check_returned, held_in
 from .._norms._types import split_as, typed_as
+from ..rules._others import NO_OTHERS, Others
 from ..rules._rule import Rule, call_name
 
 BEGIN_ANEW = "Begin with a new one: state = clipper.init(params)."
@@ -22,25 +22,24 @@ def limit_of(
     norm: jax.Array,
     memory: Any,
     step: jax.Array,
-    other_norm: Any = None,
+    others: Others = NO_OTHERS,
     *,
     argument: str,
     signed: bool = False,
 ) -> tuple[jax.Array, Any]:
     """Asks a rule: (limit, memory).
 
-    `other_norm` is what the rule needs besides: the norm of the weights, or of all
-    norms together. The limit has the norm's dtype and shape, and is at least 0. NaN,
-    inf and 0 leave the memory unchanged. `signed`: the value is a loss rather than a
-    norm, so it and its limit may be 0 or negative.
+    `others` has what the rule may need besides. The limit has the norm's dtype and
+    shape, and is at least 0. NaN, inf and 0 leave the memory unchanged. `signed`: the
+    value is a loss rather than a norm, so it and its limit may be 0 or negative.
     """
-    # Most rules have update(norm, memory, step), some a fourth argument.
-    extra = (other_norm,) if rule.needs_params or rule.needs_total else ()
     # A state keeps () in place of a memory without arrays, so init restores its form.
     asked = memory if jax.tree.leaves(memory) else rule.init(norm)
     # stop_gradient: limits have no derivative by the updates.
-    limit, new = rule.update(lax.stop_gradient(norm), asked, step, *extra)
-    _check_returned(limit, argument)
+    limit, new = rule.update(
+        lax.stop_gradient(norm), asked, step, *others.of(rule)
+    )
+    check_returned(argument, limit)
     check_shape(jnp.shape(limit), norm.shape, argument)
     # A limit beyond the norm's dtype is its largest number: inf would not clip.
     limit = held_in(norm.dtype, limit)
@@ -72,15 +71,6 @@ def keep_where(wanted: jax.Array, new: Any, old: Any) -> Any:
         return jnp.where(mask, new, old)
 
     return jax.tree.map(choose, new, old)
-
-
-def _check_returned(limit: Any, argument: str) -> None:
-    """Raises for what a schedule, or a rule of the user's, must not return."""
-    if not isinstance(limit, (int, float, np.generic, np.ndarray, jax.Array)):
-        raise TypeError(
-            f"{argument}: a schedule, or a rule, must return a number for each step, "
-            f"got {limit!r}."
-        )
 
 
 def check_shape(shape: Any, own: tuple[int, ...], argument: str) -> None:

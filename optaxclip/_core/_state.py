@@ -31,10 +31,11 @@ class Entry(NamedTuple):
 class ClipState(NamedTuple):
     """What a clipper knows after a step.
 
-    The fields from `norm` on have one entry for each norm: an array for all scalar
-    norms, shape [] for the norm of everything and [N] for those of N tensors or groups.
-    Norms of units and of stacked layers are arrays of their own, in a tuple.
-    `optaxclip.metrics` reads all of it by name.
+    The fields from `norm` on have a row for each norm: shape [] for the norm of
+    everything, [N] for those of N tensors or groups, [N, ...] for N arrays of units or
+    of stacked layers, and [...] for one such array. Norms of different shapes, or of
+    different rules, are in a tuple of such arrays. `optaxclip.metrics` reads all of it
+    by name.
     """
 
     # The names of the norms in each block. No leaves: they belong to the structure.
@@ -154,8 +155,9 @@ def _row(entry: Entry, row: int) -> Entry:
 
 
 def has_rows(names: list[str], entry: Entry) -> bool:
-    """Whether a block is a vector with a row for each name. Others are one norm."""
-    return names != [""] and jnp.shape(entry.norm) == (len(names),)
+    """Whether a block has a row for each name. Others are one norm."""
+    single = names != [""] and jnp.shape(entry.norm) == (1,)
+    return single or len(names) > 1
 
 
 def _entries_of_layers(name: str, entry: Entry) -> list[tuple[str, Entry]]:

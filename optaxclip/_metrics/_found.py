@@ -147,8 +147,9 @@ def _numbered(norms: Any) -> tuple[tuple[str, ...], ...]:
     blocks = norms if isinstance(norms, tuple) else (norms,)
     if len(blocks) == 1 and jnp.ndim(blocks[0]) == 0:
         return (("",),)  # the norm of everything
-    # Blocks of [3] and [2, 1] have 3 names and 1: 0, 1, 2 and 3.
-    counts = [block.size if jnp.ndim(block) == 1 else 1 for block in blocks]
+    # Blocks of [3], [2, 1, 5] and [1, 5] have 3, 2 and 1 names: 0 to 5. Those of a
+    # single stack of layers are taken for rows.
+    counts = [len(block) for block in blocks]
     numbers = map(str, itertools.count())
     return tuple(tuple(itertools.islice(numbers, count)) for count in counts)
 

@@ -1,5 +1,6 @@
 """The rows that `metrics` reports of one state, computed in compiled calls."""
 
+import itertools
 from collections.abc import Iterable, Iterator
 from functools import partial
 from typing import Any
@@ -66,12 +67,13 @@ def clip_rows(
 
 
 def _layers_of(names: list[str], entry: Entry) -> list[str]:
-    """The names of the entries of a block, one for each layer of an array."""
-    shape = jnp.shape(entry.norm)
-    # A vector has a name for each entry. Units "w" of shape [1, 5] have w/0 to w/4.
-    if has_rows(names, entry) or not shape:
+    """The names of the entries of a block, one for each layer of each norm."""
+    shape = jnp.shape(entry.norm)[has_rows(names, entry) :]
+    if not shape:
         return names
-    return names_of_layers(names[0], shape)
+    # Units "w" of shape [1, 5] have w/0 to w/4.
+    found = [names_of_layers(name, shape) for name in names]
+    return list(itertools.chain.from_iterable(found))
 
 
 def summary_rows(state: ClipState, *, with_name: bool) -> Iterator[Row]:

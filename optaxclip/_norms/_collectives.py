@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.sharding import PartitionSpec
 
 from ._types import varying, varying_over
 
@@ -26,6 +27,9 @@ class Split(NamedTuple):
     summed: tuple[str, ...] = ()  # mesh axes that split what is summed
     # Mesh axes that split the units or layers: each device keeps the norms of its own.
     kept: tuple[str, ...] = ()
+    # The PartitionSpec of a leaf that has units or layers. It says which leaves are
+    # split alike also outside shard_map, where a state is made.
+    spec: PartitionSpec | None = None
 
 
 def names_of_blocks(blocks: list[list[Split]]) -> list[tuple[str, ...]]:

@@ -58,8 +58,8 @@ def _shared_by_largest(
             [((x == norm) & (norm > 0)).astype(norm.dtype) for x in sizes]
         )
     terms = []
-    for hit, (dims, _) in zip(hits, layout):
-        terms.append([sum_over(x, dims) for x in hit])
+    for hit, part in zip(hits, layout):
+        terms.append([sum_over(x, part.dims) for x in hit])
     dtype = norms[0].dtype if norms else np.float32
     counts = scatter(add_up(terms, layout, dtype), layout)
     shared = []

@@ -1,8 +1,4 @@
-"""Groups of leaves, and the blocks of numbers that belong to them.
-
-Blocks are the numbers of groups that are summed whole, as one vector, and after it an
-array for each group that keeps dimensions. The number of a single group is a scalar.
-"""
+"""Groups of leaves that share a norm, and the sums over them, in blocks."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -13,6 +9,7 @@ from jax import lax
 
 from ._bins import Dims
 from ._collectives import Split, counted_once, join_devices, names_of_blocks
+from ._in_blocks import Place, entry_at, in_blocks, places_of
 
 
 class Group(NamedTuple):
@@ -25,23 +22,44 @@ class Group(NamedTuple):
     splits: list[Split]  # of each leaf
 
 
-# Of each group, without its leaves.
-Layout = tuple[tuple[Dims, tuple[Split, ...]], ...]
+class Part(NamedTuple):
+    """What is static of a group."""
+
+    dims: Dims
+    splits: tuple[Split, ...]
+    place: Place  # of its norm
+
+
+Layout = tuple[Part, ...]
 Blocks = list[jax.Array]
+
+
+def layout_of(groups: list[Group]) -> Layout:
+    """The layout of some groups. The norm of a single one is a block without rows."""
+    places = [Place(0, None)]
+    if len(groups) != 1:
+        places = places_of([_kind(group) for group in groups])
+    return tuple(
+        Part(group.dims, tuple(group.splits), place)
+        for group, place in zip(groups, places)
+    )
+
+
+def _kind(group: Group) -> Any:
+    """What groups in one block have in common: the type of their norms."""
+    if group.dims is None:
+        return ()
+    # A leaf [in, out] that is summed over dimension 0 has norms [1, out].
+    (leaf,), dims = group.leaves, group.dims
+    shape = [1 if i in dims else size for i, size in enumerate(leaf.shape)]
+    spec = jax.typeof(leaf).sharding.spec
+    names = [None if i in dims else name for i, name in enumerate(spec)]
+    return tuple(shape), tuple(names), group.splits[0]
 
 
 def scatter(blocks: Blocks, layout: Layout) -> Blocks:
     """For each group its own norm, out of the blocks."""
-    # Block 0 is the vector of scalars, where there is one. The arrays follow.
-    arrays = iter(blocks[any(dims is None for dims, _ in layout) :])
-    row, found = 0, []
-    for dims, _ in layout:
-        if dims is None:
-            found.append(blocks[0][row] if blocks[0].ndim else blocks[0])
-            row += 1
-        else:
-            found.append(next(arrays))
-    return found
+    return [entry_at(blocks, part.place) for part in layout]
 
 
 def sum_over(x: jax.Array, dims: Dims) -> jax.Array:
@@ -57,16 +75,17 @@ def add_up_all(
     layout: Layout,
     dtype: Any,
     join: Callable[[list[jax.Array]], jax.Array],
+    stack: Callable[[list[jax.Array]], jax.Array] = jnp.stack,
 ) -> list[Blocks]:
     """Sums of several kinds of terms, in one collective."""
     # Nothing to ask other devices for. The parts of a global array are added by XLA.
-    if not any(split.summed for _, splits in layout for split in splits):
-        return [gather(terms, layout, dtype, join) for terms in kinds]
+    if not any(split.summed for part in layout for split in part.splits):
+        return [gather(terms, layout, dtype, join, stack) for terms in kinds]
     names = names_of(layout)
     blocks: Blocks = []
     for terms in kinds:
         once = _counted_once(terms, layout, names)
-        blocks += gather(once, layout, dtype, join)
+        blocks += gather(once, layout, dtype, join, stack)
     # Three bins of N norms travel as one vector of 3 N numbers.
     blocks = join_devices(lax.psum, blocks, names * len(kinds))
     size = len(names)
@@ -92,23 +111,19 @@ def take_max(
 
 def names_of(layout: Layout) -> list[tuple[str, ...]]:
     """For each block, the mesh axes that it is joined over."""
-    scalars = [splits for dims, splits in layout if dims is None]
-    blocks = (
-        [[split for splits in scalars for split in splits]] if scalars else []
-    )
-    arrays = [list(splits) for dims, splits in layout if dims is not None]
-    return names_of_blocks(blocks + arrays)
+    blocks: dict[int, list[Split]] = {}
+    for part in layout:
+        blocks.setdefault(part.place.block, []).extend(part.splits)
+    return names_of_blocks([blocks[number] for number in sorted(blocks)])
 
 
 def _counted_once(
     terms: list[list[jax.Array]], layout: Layout, names: list[tuple[str, ...]]
 ) -> list[list[jax.Array]]:
-    has_vector = any(dims is None for dims, _ in layout)
-    arrays = iter(names[has_vector:])
     found = []
-    for group, (dims, splits) in zip(terms, layout):
-        over = names[0] if dims is None else next(arrays)
-        found.append([counted_once(*each, over) for each in zip(group, splits)])
+    for group, part in zip(terms, layout):
+        over, pairs = names[part.place.block], zip(group, part.splits)
+        found.append([counted_once(*pair, over) for pair in pairs])
     return found
 
 
@@ -117,15 +132,12 @@ def gather(
     layout: Layout,
     dtype: Any,
     join: Callable[[list[jax.Array]], jax.Array],
+    stack: Callable[[list[jax.Array]], jax.Array] = jnp.stack,
 ) -> Blocks:
-    """Joins the terms of each group, and stacks those of whole leaves."""
+    """Joins the terms of each group, in blocks."""
     zero = jnp.zeros((), dtype)
     joined = [join(group) if group else zero for group in terms]
-    scalars = [x for x, (dims, _) in zip(joined, layout) if dims is None]
-    arrays = [x for x, (dims, _) in zip(joined, layout) if dims is not None]
-    if len(layout) == 1 and scalars:
-        return scalars
-    return ([jnp.stack(scalars)] if scalars else []) + arrays
+    return in_blocks(joined, [part.place for part in layout], stack)
 
 
 def _total(terms: list[jax.Array]) -> jax.Array:

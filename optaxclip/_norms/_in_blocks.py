@@ -1,31 +1,34 @@
-"""The norms of a tree, in blocks: all scalar norms as one vector, and norms that are
-arrays (of units, of stacked layers) as they are.
+"""The norms of a tree, in blocks: norms of one shape are the rows of one array.
+
+    norm of everything               float32[]
+    norms of N leaves                float32[N]
+    norms of the units of N leaves   float32[N, 1, units], for each number of units
+    norms of the units of one leaf   float32[1, units]
+
+What a clipper computes for each norm, it computes once for all norms of a block.
 """
 
+import itertools
+from collections import Counter
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import lax
+import numpy as np
 
 from . import _prefix as prefix
-from ._collectives import Split
-from ._powers import Group, group_norms
 
 
 class Place(NamedTuple):
-    """Where a norm is: its block, and its row if the block is a vector of norms."""
+    """Where a norm is: its block, and its row. No row: the block is that one norm."""
 
     block: int
     row: int | None
 
 
 class Norms(NamedTuple):
-    """The norms of a tree.
-
-    Blocks are arrays. A block without rows is one norm, which may be an array of units
-    or layers. A block with rows is a vector of scalar norms.
-    """
+    """The norms of a tree."""
 
     blocks: list[jax.Array]
     places: list[Place]  # of each norm
@@ -37,22 +40,17 @@ class Norms(NamedTuple):
 
     def pick(self, blocks: list[Any], number: int) -> Any:
         """The entry of one norm in blocks of this form."""
+        return entry_at(blocks, self.places[number])
+
+    def shape(self, number: int) -> tuple[int, ...]:
+        """The shape of one norm."""
         block, row = self.places[number]
-        return blocks[block] if row is None else blocks[block][row]
+        return self.blocks[block].shape[row is not None :]
 
     def tree(self) -> Any:
         """The norms as norm functions return them."""
-        each = [
-            self.pick(self.blocks, number) for number in range(len(self.places))
-        ]
+        each = [entry_at(self.blocks, place) for place in self.places]
         return self.treedef.unflatten(each)
-
-    def names(self) -> list[list[str]]:
-        """The names of the norms in each block."""
-        found: list[list[str]] = [[] for _ in self.blocks]
-        for place, name in zip(self.places, prefix.names(self.paths)):
-            found[place.block].append(name)
-        return found
 
 
 def norms_of_tree(norms: Any, tree: Any) -> Norms:
@@ -71,40 +69,63 @@ def norms_of_tree(norms: Any, tree: Any) -> Norms:
     # One norm of everything: a block without rows, with the empty path.
     if treedef == jax.tree.structure(0):
         return Norms(each, [Place(0, None)], paths, of_leaf, treedef)
-    places = places_of([jnp.ndim(norm) == 0 for norm in each])
+    places = places_of(list(map(_kind, each)))
     blocks = in_blocks(each, places)
     return Norms(blocks, places, paths, of_leaf, treedef)
 
 
-def places_of(scalar: list[bool]) -> list[Place]:
-    """Where each norm goes: scalars into one vector, and each array by itself."""
-    # Block 0 is the vector, where there is one: [s, a, s] -> (0, 0), (1, None), (0, 1).
-    places, rows, arrays = [], 0, int(any(scalar))
-    for is_scalar in scalar:
-        places.append(Place(0, rows) if is_scalar else Place(arrays, None))
-        rows += is_scalar
-        arrays += not is_scalar
+def _kind(norm: Any) -> Any:
+    """What norms in one block have in common. Scalars of any dtype are one vector."""
+    kind = jax.typeof(norm)
+    return (kind.shape, kind.dtype, kind.sharding.spec) if kind.shape else ()
+
+
+def places_of(kinds: list[Any]) -> list[Place]:
+    """Where each norm goes: those of one kind are the rows of a block.
+
+    The kind of scalars is (). An array alone of its kind has no row.
+    """
+    blocks = {kind: number for number, kind in enumerate(dict.fromkeys(kinds))}
+    counts, rows = Counter(kinds), {kind: itertools.count() for kind in blocks}
+    places = []
+    # Kinds [a, b, a] -> (0, 0), (1, None), (0, 1).
+    for kind in kinds:
+        alone = kind and counts[kind] == 1
+        places.append(Place(blocks[kind], None if alone else next(rows[kind])))
     return places
 
 
-def in_blocks(each: list[Any], places: list[Place]) -> list[jax.Array]:
+def in_blocks(
+    each: list[Any],
+    places: list[Place],
+    stack: Callable[[list[jax.Array]], jax.Array] = jnp.stack,
+) -> list[jax.Array]:
     """The blocks of norms, or of other numbers for each norm, given one by one."""
     rows: dict[int, list[Any]] = {}
     for place, value in zip(places, each):
-        rows.setdefault(place.block, []).append(value)
-    vectors = {place.block for place in places if place.row is not None}
-    blocks = []
-    for block in sorted(rows):
-        values = [jnp.asarray(value) for value in rows[block]]
-        blocks.append(jnp.stack(values) if block in vectors else values[0])
-    return blocks
+        rows.setdefault(place.block, []).append(jnp.asarray(value))
+    alone = {place.block for place in places if place.row is None}
+    return [
+        rows[block][0] if block in alone else stack(rows[block])
+        for block in sorted(rows)
+    ]
 
 
-def norm_of_norms(norms: Norms) -> jax.Array:
-    """The norm of all norms together, without a derivative."""
-    # Each device has the norms of its own units, whose squares are then summed over
-    # devices. Norms of whole leaves are the same everywhere and count once.
-    kept = norms.kept or ((),) * len(norms.blocks)
-    splits = [Split(names) for names in kept]
-    (total,) = group_norms(2.0, [Group(norms.blocks, None, splits)])
-    return lax.stop_gradient(total)
+def stack_by_selects(rows: list[jax.Array]) -> jax.Array:
+    """The rows as one array. A TPU makes a kernel of each row of a stack, and one of
+    all these selects.
+    """
+    if not rows[0].ndim:
+        return jnp.stack(rows)
+    block = jnp.repeat(rows[0][None], len(rows), 0)
+    for number, row in enumerate(rows[1:], 1):
+        here = np.arange(len(rows)) == number
+        here = here.reshape(-1, *(1,) * row.ndim)
+        block = jnp.where(here, row[None], block)
+    return block
+
+
+def entry_at(blocks: list[Any], place: Place) -> Any:
+    """The entry of one norm in blocks."""
+    block = blocks[place.block]
+    return block if place.row is None else block[place.row]

@@ -31,11 +31,11 @@ def clipped_leaves(tree: Any, call: str = "") -> Any:
         return jax.tree.map(lambda leaf: leaf if _counts(leaf) else None, tree)
     except TypeError:
         # Paths take time, so they are made only for the error.
-        _check_leaves(tree, f"{call}: " if call else "")
+        check_leaves(tree, f"{call}: " if call else "")
         raise
 
 
-def _check_leaves(tree: Any, begin: str) -> None:
+def check_leaves(tree: Any, begin: str) -> None:
     """Raises for a leaf that is not an array, such as a function in a model."""
     for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
         try:

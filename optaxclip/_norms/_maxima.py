@@ -32,8 +32,8 @@ def largest_moduli(
 ) -> Blocks:
     """max |x|. NaN is counted separately, since a maximum over devices drops it."""
     sizes, broken = [], []
-    for group, (dims, _) in zip(groups, layout):
-        found = [_max_and_broken(dims, dtype, leaf) for leaf in group]
+    for group, part in zip(groups, layout):
+        found = [_max_and_broken(part.dims, dtype, leaf) for leaf in group]
         sizes.append([most for most, _ in found])
         broken.append([nan for _, nan in found])
     # Both kinds travel as one vector: largest moduli, and 1 where there is a NaN.
@@ -56,8 +56,8 @@ def largest_moduli_by_bits(
     one maximum finds both, where XLA makes a kernel of each.
     """
     bits = []
-    for group, (dims, _) in zip(groups, layout):
-        bits.append([_max_of_bits(dims, leaf) for leaf in group])
+    for group, part in zip(groups, layout):
+        bits.append([_max_of_bits(part.dims, leaf) for leaf in group])
     blocks = take_max(bits, layout, np.int32, max_of_stack)
     return [lax.bitcast_convert_type(block, np.float32) for block in blocks]
 

@@ -1,8 +1,7 @@
 """Measuring: from a tree of updates to its norms.
 
 A measure is a static description of what is measured together. Called on a tree of
-clipped leaves it returns `Norms`: all scalar norms as one vector, and norms that are
-arrays (of units, of stacked layers) as they are.
+clipped leaves it returns `Norms`, in which norms of one shape are one array.
 """
 
 import math
@@ -12,21 +11,23 @@ from typing import Any, NamedTuple, Protocol
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 from .._arguments import check_ord
 from . import _prefix as prefix
 from ._bins import Dims
-from ._collectives import axes_size
-from ._in_blocks import Norms, Place, in_blocks, norms_of_tree, places_of
+from ._collectives import Split, axes_size
+from ._groups import Group, layout_of
+from ._in_blocks import Norms, Place, in_blocks, norms_of_tree
 from ._leaves import (
     by_label,
     static_labels,
     static_numbers,
     unit_axes,
 )
-from ._mesh_axes import freeze, splits
+from ._mesh_axes import freeze, splits, without_names
 from ._modulus import as_float, norm_dtype
-from ._powers import Group, group_norms
+from ._powers import group_norms
 from ._stacked import other_axes, stacked_axes
 
 Ord = float | str | None
@@ -54,15 +55,13 @@ class GlobalNorm(NamedTuple):
         dims: list[Dims] = [None] * len(leaves)
         found = splits(self.mesh_axes, tree, dims, self.call)
         # One group is one block, which is a scalar.
-        (norm,) = norms_of([Group(leaves, None, found)], self.ord)
+        blocks, places = norms_of([Group(leaves, None, found)], self.ord)
         of_leaf: list[int | None] = [0] * len(leaves)
         # The empty path: its name is "".
-        return Norms(
-            [norm], [Place(0, None)], [()], of_leaf, jax.tree.structure(0)
-        )
+        return Norms(blocks, places, [()], of_leaf, jax.tree.structure(0))
 
     def without_devices(self) -> "GlobalNorm":
-        return self._replace(mesh_axes=_known_outside(self.mesh_axes))
+        return self._replace(mesh_axes=without_names(self.mesh_axes))
 
 
 class TensorNorm(NamedTuple):
@@ -82,7 +81,7 @@ class TensorNorm(NamedTuple):
         return _norm_of_each_leaf(tree, dims, self)
 
     def without_devices(self) -> "TensorNorm":
-        return self._replace(mesh_axes=_known_outside(self.mesh_axes))
+        return self._replace(mesh_axes=without_names(self.mesh_axes))
 
 
 class UnitwiseNorm(NamedTuple):
@@ -101,7 +100,7 @@ class UnitwiseNorm(NamedTuple):
         return _norm_of_each_leaf(tree, dims, self)
 
     def without_devices(self) -> "UnitwiseNorm":
-        return self._replace(mesh_axes=_known_outside(self.mesh_axes))
+        return self._replace(mesh_axes=without_names(self.mesh_axes))
 
 
 class GroupNorm(NamedTuple):
@@ -132,15 +131,11 @@ class GroupNorm(NamedTuple):
         # The name of a norm is its label.
         paths = [(jax.tree_util.DictKey(label),) for label in order]
         treedef = jax.tree.structure(dict.fromkeys(order, 0))
-        places = [Place(0, row) for row in range(len(order))]
-        blocks = norms_of(groups, self.ord)
-        # One label makes a vector of length 1. Only the norm of everything is a scalar.
-        if len(groups) == 1:
-            blocks = [blocks[0][None]]
+        blocks, places = _in_rows(*norms_of(groups, self.ord))
         return Norms(blocks, places, paths, of_leaf, treedef)
 
     def without_devices(self) -> "GroupNorm":
-        return self._replace(mesh_axes=_known_outside(self.mesh_axes))
+        return self._replace(mesh_axes=without_names(self.mesh_axes))
 
 
 class OwnNorm(NamedTuple):
@@ -156,27 +151,41 @@ class OwnNorm(NamedTuple):
         return self
 
 
-def norms_of(groups: list[Group], ord: Ord) -> list[jax.Array]:
-    """The norms of some groups, in blocks."""
+def norms_of(
+    groups: list[Group], ord: Ord
+) -> tuple[list[jax.Array], list[Place]]:
+    """The norms of some groups, in blocks, and where each is."""
+    places = [part.place for part in layout_of(groups)]
     if ord not in ("rms", "average"):
-        return group_norms(2.0 if ord is None else float(ord), groups)
+        p = 2.0 if ord is None else float(ord)
+        return group_norms(p, groups), places
     dtype = norm_dtype([group.leaves for group in groups])
-    counts = [_count(_summed(group), dtype) for group in groups]
-    if len(groups) > 1:
-        counts = in_blocks(
-            counts, places_of([group.dims is None for group in groups])
-        )
+    counts = in_blocks([_count(group, dtype) for group in groups], places)
     # Divided before the root: a mean is finite even where the norm is not.
     blocks = group_norms(2.0, groups, counts)
-    if ord == "rms":
-        return blocks
-    # sqrt(sum / N) / sqrt(N) = sqrt(sum) / N
-    return [block / jnp.sqrt(n) for block, n in zip(blocks, counts)]
+    if ord == "average":
+        # sqrt(sum / N) / sqrt(N) = sqrt(sum) / N
+        blocks = [block / jnp.sqrt(n) for block, n in zip(blocks, counts)]
+    return blocks, places
 
 
-def _count(size: Any, dtype: Any) -> Any:
-    """A number of elements, at least 1. One of jax.export's may be symbolic."""
-    return jnp.maximum(jnp.asarray(size), 1).astype(dtype)
+def _in_rows(
+    blocks: list[jax.Array], places: list[Place]
+) -> tuple[list[jax.Array], list[Place]]:
+    """The norm of a single group is no norm of everything, so it has a row."""
+    if len(places) == 1 and not blocks[0].ndim:
+        return [blocks[0][None]], [Place(0, 0)]
+    return blocks, places
+
+
+def norm_of_norms(norms: Norms) -> jax.Array:
+    """The norm of all norms together, without a derivative."""
+    # Each device has the norms of its own units, whose squares are then summed over
+    # devices. Norms of whole leaves are the same everywhere and count once.
+    kept = norms.kept or ((),) * len(norms.blocks)
+    splits = [Split(names) for names in kept]
+    (total,) = group_norms(2.0, [Group(norms.blocks, None, splits)])
+    return lax.stop_gradient(total)
 
 
 def _norm_of_each_leaf(tree: Any, dims: list[Any], measure: Any) -> Norms:
@@ -185,21 +194,24 @@ def _norm_of_each_leaf(tree: Any, dims: list[Any], measure: Any) -> Norms:
     groups = []
     for (_, leaf), over, split in zip(entries, dims, found):
         groups.append(Group([leaf], over, [split]))
-    blocks = norms_of(groups, measure.ord)
-    places = places_of([over is None for over in dims])
-    if dims == [None]:  # one scalar
-        # Updates that are one array have one norm of everything, a scalar and no row.
-        lone = treedef == jax.tree.structure(0)
-        blocks = blocks if lone else [blocks[0][None]]
-        places = [Place(0, None)] if lone else places
+    blocks, places = norms_of(groups, measure.ord)
+    # Updates that are one array have one norm, and no row.
+    if treedef != jax.tree.structure(0):
+        blocks, places = _in_rows(blocks, places)
     paths = [path for path, _ in entries]
     of_leaf: list[int | None] = list(range(len(entries)))
-    arrays = [
-        split.kept for over, split in zip(dims, found) if over is not None
-    ]
-    # The vector of scalars comes first, and is the same on all devices.
-    kept = [()] * (len(blocks) - len(arrays)) + arrays
-    return Norms(blocks, places, paths, of_leaf, treedef, tuple(kept))
+    # Leaves of one block are split alike.
+    of_block = {place.block: split for place, split in zip(places, found)}
+    kept = tuple(of_block[block].kept for block in range(len(blocks)))
+    return Norms(blocks, places, paths, of_leaf, treedef, kept)
+
+
+def _count(group: Group, dtype: Any) -> Any:
+    """How many numbers the norm of a group sums, at least 1, with its rank."""
+    # A size of jax.export may be a symbol.
+    count = jnp.maximum(jnp.asarray(_summed(group)), 1).astype(dtype)
+    rank = 0 if group.dims is None else group.leaves[0].ndim
+    return count.reshape((1,) * rank)
 
 
 def _summed(group: Group) -> int:
@@ -212,11 +224,6 @@ def _summed(group: Group) -> int:
             split.summed
         )
     return total
-
-
-def _known_outside(mesh_axes: Any) -> Any:
-    """`mesh_axes` for `init` outside shard_map. The norms have the same shapes."""
-    return mesh_axes if mesh_axes == "auto" else None
 
 
 def check_measure(call: str, ord: Any, **numbers: Any) -> dict[str, Any]:

@@ -65,6 +65,18 @@ def freeze(mesh_axes: MeshAxes, call: str = "") -> MeshAxes:
     return prefix.freeze(mesh_axes, _is_spec)
 
 
+def without_names(mesh_axes: MeshAxes) -> MeshAxes:
+    """`mesh_axes` outside shard_map, where no mesh axis has a name.
+
+    PartitionSpecs stay, as they say which leaves are split alike.
+    """
+    if isinstance(mesh_axes, prefix.Prefix):
+        entries = [(path, without_names(x)) for path, x in mesh_axes.entries]
+        return prefix.Prefix(tuple(entries))
+    stays = mesh_axes == "auto" or isinstance(mesh_axes, PartitionSpec)
+    return mesh_axes if stays else None
+
+
 def splits(
     mesh_axes: MeshAxes,
     tree: Any,
@@ -133,9 +145,11 @@ def _split(leaf: SplitLeaf, over: tuple[int, ...] | None) -> Split:
     check_types(leaf, {name for names in by_dim for name in names})
     every = tuple(name for names in by_dim for name in names)
     # Which dimension is split does not matter where all are summed.
-    if over is None or len(over) == jnp.ndim(leaf.value) or not every:
+    if over is None or len(over) == jnp.ndim(leaf.value):
         return Split(every)
     if not isinstance(leaf.spec, PartitionSpec):
+        if not every:
+            return Split()
         example = ", ".join(map(repr, every))
         raise leaf.refused(
             f" tells that the leaf {leaf.path!r} of shape {jnp.shape(leaf.value)} is "
@@ -148,7 +162,7 @@ def _split(leaf: SplitLeaf, over: tuple[int, ...] | None) -> Split:
     summed, kept = [], []
     for dim, names in enumerate(by_dim):
         (summed if dim in over else kept).extend(names)
-    return Split(tuple(summed), tuple(kept))
+    return Split(tuple(summed), tuple(kept), leaf.spec)
 
 
 def _only(manual: tuple[str, ...], names: Iterable[str]) -> tuple[str, ...]:

@@ -4,9 +4,7 @@
     orders 1 to 4 on a CPU     sums in float64, in one read (_sums_on_cpu)
     all else                   divided by the largest first, which is a second read
 
-The result is a list of blocks: the norms of groups that are summed whole, as one
-vector, and after it an array for each group that keeps dimensions. The norm of a single
-group is a scalar.
+Norms of one shape are the rows of a block (_in_blocks).
 """
 
 from collections.abc import Callable
@@ -35,11 +33,13 @@ from ._groups import (
     Layout,
     add_up,
     add_up_all,
+    layout_of,
     scatter,
     sum_over,
     take_max,
     total_of_stack,
 )
+from ._in_blocks import stack_by_selects
 from ._maxima import largest_moduli, largest_moduli_by_bits, largest_modulus
 from ._modulus import divided, modulus, norm_dtype, tangent_of_modulus
 from ._platform import per_platform
@@ -54,15 +54,15 @@ DIRECT = (1.0, 2.0, 3.0, 4.0)
 def group_norms(
     p: float, groups: list[Group], counts: Blocks | None = None
 ) -> Blocks:
-    """The norms of some groups, in blocks. A group without leaves has norm 0.
+    """The norms of some groups, in the blocks of `layout_of(groups)`. A group without
+    leaves has norm 0.
 
     Sums are divided by `counts`, in blocks as well, before their root is taken: the
     root of a mean is finite where the norm is not.
     """
-    # Static: only leaves and counts are traced.
-    layout = tuple((group.dims, tuple(group.splits)) for group in groups)
     leaves = [list(map(jnp.asarray, group.leaves)) for group in groups]
-    return _norms(p, layout, leaves, counts)
+    # Static: only leaves and counts are traced.
+    return _norms(p, layout_of(groups), leaves, counts)
 
 
 @partial(jax.custom_jvp[Blocks], nondiff_argnums=(0, 1))
@@ -103,7 +103,7 @@ def _norms_jvp(p: float, layout: Layout, primals: Any, tangents: Any) -> Any:
     norms = scatter(blocks, layout)
     weights = weights_of(p, layout, norms, groups)
     terms = []
-    for norm, (dims, _), *each in zip(norms, layout, weights, groups, changes):
+    for norm, part, *each in zip(norms, layout, weights, groups, changes):
         moved = []
         for weight, leaf, change in zip(*each):
             # |x| d|x| = x dx, which has a second derivative at x = 0 as well.
@@ -112,7 +112,7 @@ def _norms_jvp(p: float, layout: Layout, primals: Any, tangents: Any) -> Any:
             else:
                 change = tangent_of_modulus(leaf, change)
                 term = weight * change.astype(weight.dtype)
-            moved.append(sum_over(term, dims).astype(norm.dtype))
+            moved.append(sum_over(term, part.dims).astype(norm.dtype))
         terms.append(moved)
     moved = add_up(terms, layout, blocks[0].dtype if blocks else np.float32)
     # norm = (sum |x|^p / n)^(1/p), whose derivative has 1 / n before the sum.
@@ -147,8 +147,8 @@ def _by_shares(
     """Divides by the largest of each group first, so that no power leaves the range."""
     dtype = norm_dtype(groups)
     sizes = []
-    for group, (dims, _) in zip(groups, layout):
-        sizes.append([largest_modulus(x, dims, dtype) for x in group])
+    for group, part in zip(groups, layout):
+        sizes.append([largest_modulus(x, part.dims, dtype) for x in group])
     # Over all devices, which must divide by the same number to add up their shares.
     largest = take_max(sizes, layout, dtype)
     # 0, NaN and inf are not divided by, and come out of the sum as they are.
@@ -179,9 +179,9 @@ def _roots(
     # For these operations only, whatever the program around them uses.
     with jax.enable_x64(True):
         terms = []
-        for group, (dims, _) in zip(groups, layout):
+        for group, part in zip(groups, layout):
             terms.append(
-                [_sum_of_powers(p, wide, dims, leaf) for leaf in group]
+                [_sum_of_powers(p, wide, part.dims, leaf) for leaf in group]
             )
         totals = _mean(add_up(terms, layout, wide), counts)
         roots = [jnp.sqrt(x) if p == 2 else x ** (1.0 / p) for x in totals]
@@ -215,21 +215,24 @@ def _in_bins_on_tpu(
 ) -> Blocks:
     """Norms of order 2 from float32 sums in three bins."""
     # Small leaves are found across all groups, and handed out again in order.
-    whole = [group for group, (dims, _) in zip(groups, layout) if dims is None]
+    pairs = list(zip(groups, layout))
+    whole = [group for group, part in pairs if part.dims is None]
     at_once = iter(bins_at_once([leaf for group in whole for leaf in group]))
     found = []
-    for group, (dims, _) in zip(groups, layout):
-        if dims is None:
+    for group, part in pairs:
+        if part.dims is None:
             found.append([next(at_once) for _ in group])
         else:
             found.append(
-                [bins_of_leaf(sum_on_tpu, dims, leaf) for leaf in group]
+                [bins_of_leaf(sum_on_tpu, part.dims, leaf) for leaf in group]
             )
-    return _roots_of_bins(root_on_tpu, found, layout, counts)
+    stack = stack_by_selects
+    return _roots_of_bins(root_on_tpu, stack, found, layout, counts)
 
 
 def _roots_of_bins(
     root: Callable[[Bins], jax.Array],
+    stack: Callable[[list[jax.Array]], jax.Array],
     found: list[list[Bins]],
     layout: Layout,
     counts: Blocks | None,
@@ -239,7 +242,7 @@ def _roots_of_bins(
     for kind in range(3):
         pick = itemgetter(kind)
         kinds.append([list(map(pick, bins)) for bins in found])
-    blocks = add_up_all(kinds, layout, np.float32, total_of_stack)
+    blocks = add_up_all(kinds, layout, np.float32, total_of_stack, stack)
     means = [_mean(block, counts) for block in blocks]
     return [root(Bins(*each)) for each in zip(*means)]
 
@@ -248,26 +251,26 @@ def _in_bins_on_gpu(
     layout: Layout, groups: list[list[jax.Array]], counts: Blocks | None
 ) -> Blocks:
     """Norms of order 2, with small leaves read together where that moves no data."""
-    joined, splits = [], []
-    for group, (dims, own) in zip(groups, layout):
+    pairs = []
+    for group, part in zip(groups, layout):
         # A group with dims has one leaf, and nothing to join.
-        leaves, of_leaves = (group, own) if dims else join_small(group, own)
-        joined.append(leaves)
-        splits.append((dims, tuple(of_leaves)))
+        if part.dims is None:
+            group, splits = join_small(group, part.splits)
+            part = part._replace(splits=tuple(splits))
+        pairs.append((group, part))
     # Then norms of single leaves: those of one size are rows of one sum.
-    lone = [
-        g[0]
-        for g, (dims, _) in zip(joined, splits)
-        if dims is None and len(g) == 1
-    ]
-    rows = iter(bins_of_leaves(lone))
+    lone = [part.dims is None and len(group) == 1 for group, part in pairs]
+    rows = iter(
+        bins_of_leaves([g[0] for (g, _), own in zip(pairs, lone) if own])
+    )
     found = []
-    for group, (dims, _) in zip(joined, splits):
-        if dims is None and len(group) == 1:
+    for (group, part), is_lone in zip(pairs, lone):
+        if is_lone:
             found.append([next(rows)])
         else:
             found.append(
-                [bins_of_leaf(sum_on_gpu, dims, leaf) for leaf in group]
+                [bins_of_leaf(sum_on_gpu, part.dims, leaf) for leaf in group]
             )
     # In the layout of what was joined, which has fewer leaves in a group.
-    return _roots_of_bins(root_on_gpu, found, tuple(splits), counts)
+    layout = tuple(part for _, part in pairs)
+    return _roots_of_bins(root_on_gpu, jnp.stack, found, layout, counts)

@@ -69,9 +69,9 @@ def types_of(function: Callable[..., Any], *args: Any) -> Any:
     return jax.tree.unflatten(jax.tree.structure(shapes), program.out_avals)
 
 
-def typed_as(value: jax.Array, kind: Any) -> jax.Array:
+def typed_as(value: jax.Array, kind: Any, skip: int = 0) -> jax.Array:
     """The value with a type that `jax.typeof` or `types_of` gave."""
-    return varying_as(split_as(value, kind), kind)
+    return varying_as(split_as(value, kind, skip), kind)
 
 
 def varying_as(value: jax.Array, kind: Any) -> jax.Array:
@@ -79,15 +79,16 @@ def varying_as(value: jax.Array, kind: Any) -> jax.Array:
     return varying_over(value, sorted(kind.manual_axis_type.varying))
 
 
-def split_as(value: jax.Array, kind: Any) -> jax.Array:
+def split_as(value: jax.Array, kind: Any, skip: int = 0) -> jax.Array:
     """The value, split over the Explicit axes of the mesh as a type says.
 
-    Dimensions beyond those of the type are not split.
+    Dimensions beyond those of the type are not split. The first `skip` of the type are
+    none of the value's.
     """
     # In Auto meshes the sharding is no part of a type, and XLA chooses it.
     if not jax.sharding.get_abstract_mesh().explicit_axes:
         return value
-    return _resharded(value, kind.sharding.spec)
+    return _resharded(value, kind.sharding.spec[skip:])
 
 
 def gathered(value: jax.Array, kept: int) -> jax.Array:

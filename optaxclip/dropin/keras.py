@@ -44,9 +44,10 @@ import numpy as np
 import optax
 from jax.core import Tracer
 
-from .._arguments import check_number
-from .._clippers._by_norm import clip_by_global_norm, clip_by_tensor_norm
-from .._clippers._by_value import clip_by_value
+from .._arguments import check_number, check_scalar
+from .._clippers._by_value import value_clipper
+from .._core._kernel import make_clipper
+from .._norms._measures import GlobalNorm, TensorNorm, check_measure
 from .._other_names import name_what_is_meant, with_our_names
 
 __all__ = ["clip_gradients"]
@@ -73,8 +74,8 @@ def clip_gradients(
       A transformation. It is `optax.identity()` where none is given.
 
     Raises:
-      ValueError: more than one of the three, or a number that is not above 0, with
-        which Keras does not clip.
+      ValueError: more than one of the three, an array, or a number that is not above 0,
+        with which Keras does not clip.
       TypeError: a bool, a string, or something else that is not a real number.
 
     Example:
@@ -104,15 +105,13 @@ def clip_gradients(
     # The numbers of a schedule are not known before its steps.
     if not callable(value):
         _check_above_zero(f"clip_gradients: {name}", value)
-    return _CLIPPERS[name](value)
-
-
-# Keras applies clipnorm to each gradient, not to all of them together.
-_CLIPPERS = {
-    "clipnorm": clip_by_tensor_norm,
-    "clipvalue": clip_by_value,
-    "global_clipnorm": clip_by_global_norm,
-}
+    call = "clip_gradients"
+    if name == "clipvalue":
+        return value_clipper(call, (name, value))
+    # Keras applies clipnorm to each gradient, not to all of them together.
+    kind = TensorNorm if name == "clipnorm" else GlobalNorm
+    measure = kind(**check_measure(call, None))
+    return make_clipper(measure, value, call=call, name=name)
 
 
 def _check_above_zero(argument: str, value: Any) -> None:
@@ -121,6 +120,7 @@ def _check_above_zero(argument: str, value: Any) -> None:
     """
     # Negative numbers pass here. The text below says what Keras does with them.
     check_number(argument, value, lowest=-math.inf)
+    check_scalar(argument, value)
     if not isinstance(value, Tracer) and np.any(np.asarray(value) <= 0):
         raise ValueError(
             f"{argument} must be above 0, got {value!r}: Keras does not clip then; "

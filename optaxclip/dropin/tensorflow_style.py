@@ -55,14 +55,14 @@ import math
 from typing import Any
 
 import jax
-import numpy as np
 import optax
 
-from .._arguments import check_number, check_order
-from .._clippers import _by_value as by_value
+from .._arguments import check_number, check_scalar, check_transformation
+from .._clippers._by_value import value_clipper
 from .._core._kernel import make_clipper
 from .._core._once import clip_once
 from .._norms import _norms as norms
+from .._norms._leaves import clipped_leaves
 from .._norms._measures import (
     GlobalNorm,
     TensorNorm,
@@ -70,6 +70,7 @@ from .._norms._measures import (
     check_measure,
 )
 from .._other_names import name_what_is_meant, with_our_names
+from ._tensorflow_axes import checked_axes
 
 __all__ = [
     "clip_by_average_norm",
@@ -111,15 +112,14 @@ def clip_by_value(t: Any, clip_value_min: Any, clip_value_max: Any) -> Any:
        [ 0.5  3. ]]
     """
     call = "clip_by_value"
-    # Bounds may be negative, unlike the limit of a norm.
-    check_number(f"{call}: clip_value_min", clip_value_min, lowest=-math.inf)
-    check_number(f"{call}: clip_value_max", clip_value_max, lowest=-math.inf)
-    lower = "clip_value_min", clip_value_min
-    upper = "clip_value_max", clip_value_max
-    # Our clipper checks it too, but has other names for the bounds.
-    check_order(call, lower, upper)
-    # The upper bound first: ours may do without a lower one.
-    clipper = by_value.clip_by_value(clip_value_max, clip_value_min)
+    bounds = {
+        "clip_value_max": clip_value_max,
+        "clip_value_min": clip_value_min,
+    }
+    for name, bound in bounds.items():
+        # It may be negative, unlike the limit of a norm. It is no tree or schedule.
+        check_number(f"{call}: {name}", bound, lowest=-math.inf)
+    clipper = value_clipper(call, *bounds.items())
     return clipper.update(t, clipper.init(t))[0]
 
 
@@ -139,7 +139,7 @@ def clip_by_norm(t: Any, clip_norm: Any, axes: Any = None) -> Any:
 
     Raises:
       ValueError: a limit that is negative or NaN, or axes that a leaf does not have.
-      TypeError: a limit that is not a real number.
+      TypeError: a limit that is not a real number, or axes that are not ints.
 
     Example:
       >>> t = jnp.array([[-3.0, 0.0, 0.0], [4.0, 0.0, 0.0]])
@@ -155,17 +155,10 @@ def clip_by_norm(t: Any, clip_norm: Any, axes: Any = None) -> Any:
     if axes is None:
         measure = TensorNorm(**check_measure(call, None))
     else:
-        # A static argument of the jitted update, so a list must become a tuple. One of
-        # NumPy's ints would be taken for a tree.
-        several = isinstance(axes, (list, tuple))
-        axis = tuple(map(_as_int, axes)) if several else axes
         # axes are summed over, like `axis` of clip_by_unitwise_norm.
+        axis = checked_axes(f"{call}: axes", axes, clipped_leaves(t, call))
         measure = UnitwiseNorm(**check_measure(call, None, axis=axis))
     return clip_once(t, clip_norm, measure, call=call, name="clip_norm")[0]
-
-
-def _as_int(axis: Any) -> Any:
-    return int(axis) if isinstance(axis, np.integer) else axis
 
 
 @with_our_names
@@ -215,7 +208,7 @@ def clip_by_global_norm(
 
     Raises:
       ValueError: a limit that is negative or NaN, or a norm that is not a scalar.
-      TypeError: a limit that is not a real number.
+      TypeError: a limit or norm that is not a real number.
 
     Example:
       >>> from optaxclip.dropin.tensorflow_style import clip_by_global_norm
@@ -226,6 +219,8 @@ def clip_by_global_norm(
     """
     call = "clip_by_global_norm"
     check_number(f"{call}: clip_norm", clip_norm)
+    if use_norm is not None:
+        check_scalar(f"{call}: use_norm", use_norm)
     measure = GlobalNorm(**check_measure(call, None))
     # A norm that is given replaces the measured one, also in what is returned.
     options = {"call": call, "name": "clip_norm", "grad_norm": use_norm}
@@ -270,7 +265,7 @@ def clip_gradients_by_norm(
 
     Raises:
       ValueError: a limit that is negative or NaN.
-      TypeError: a limit that is not a real number.
+      TypeError: a limit that is not a real number, or something else than an optimizer.
 
     Example:
       >>> import optax
@@ -282,6 +277,7 @@ def clip_gradients_by_norm(
       -0.6000 -0.8000
     """
     call = "clip_gradients_by_norm"
+    check_transformation(f"{call}: optimizer", optimizer)
     measure = GlobalNorm(**check_measure(call, None))
     clipper = make_clipper(measure, clip_norm, call=call, name="clip_norm")
     return optax.chain(clipper, optimizer)

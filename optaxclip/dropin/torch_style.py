@@ -63,10 +63,9 @@ import math
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
-from .._arguments import check_number
-from .._clippers._by_value import clip_by_value
+from .._arguments import check_number, check_scalar
+from .._clippers._by_value import value_clipper
 from .._core._once import clip_once
 from .._norms._measures import GlobalNorm, Measure, check_measure
 from .._other_names import name_what_is_meant, with_our_names
@@ -151,14 +150,10 @@ def clip_grad_value(grads: Any, clip_value: Any) -> Any:
 
     Reference: torch.nn.utils.clip_grad_value_.
     """
-    check_number("clip_grad_value: clip_value", clip_value)
+    call = "clip_grad_value"
     # torch takes one number. clip_by_value would broadcast an array.
-    if jnp.ndim(clip_value):
-        raise ValueError(
-            "clip_grad_value: clip_value must be a scalar, got an array of shape "
-            f"{jnp.shape(clip_value)}."
-        )
-    clipper = clip_by_value(clip_value)
+    check_scalar(f"{call}: clip_value", clip_value)
+    clipper = value_clipper(call, ("clip_value", clip_value))
     return clipper.update(grads, clipper.init(grads))[0]
 
 
@@ -211,7 +206,7 @@ def clip_grads_with_norm(grads: Any, max_norm: Any, total_norm: Any) -> Any:
 
     Raises:
       ValueError: a limit that is negative or NaN, or a norm that is not a scalar.
-      TypeError: a limit that is not a real number.
+      TypeError: a limit or norm that is not a real number.
 
     Example:
       >>> grads = jnp.array([3.0, 4.0])
@@ -224,6 +219,7 @@ def clip_grads_with_norm(grads: Any, max_norm: Any, total_norm: Any) -> Any:
     """
     call = "clip_grads_with_norm"
     check_number(f"{call}: max_norm", max_norm)
+    check_scalar(f"{call}: total_norm", total_norm)
     # It says that one norm belongs to all leaves. Its order does not matter, since the
     # norm that is given replaces the measured one.
     measure = GlobalNorm(**check_measure(call, None))
@@ -270,7 +266,7 @@ def _order(call: str, norm_type: Any) -> float:
     try:
         # "inf" becomes inf, and "-2" becomes -2.0.
         order = float(norm_type) if is_number else math.nan
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         order = math.nan
     # NaN is not above 0, so it would pass for an order below.
     if math.isnan(order):

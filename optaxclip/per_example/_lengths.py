@@ -11,7 +11,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from .._norms._collectives import Split
-from .._norms._powers import Group, group_norms
+from .._norms._groups import Group
+from .._norms._powers import group_norms
 
 
 class Pair(NamedTuple):

@@ -11,9 +11,9 @@ from .._arguments import check_limit, held_in
 from .._core._factors import reported, root_between, stretch
 from .._norms import _prefix as prefix
 from .._norms._collectives import Split
+from .._norms._groups import Group
 from .._norms._leaves import clipped_leaves
 from .._norms._measures import norms_of
-from .._norms._powers import Group
 from .._norms._types import split_as
 from ..shrinks import Shrink
 
@@ -148,7 +148,7 @@ def _norms(grad: Any, limits: Limits, call: str) -> jax.Array:
             # Summed on each device alone: devices that share a batch hold different
             # examples.
             groups[number].splits.append(Split())
-    return jnp.atleast_1d(norms_of(groups, None)[0])
+    return jnp.atleast_1d(norms_of(groups, None)[0][0])
 
 
 def _shrunk(norms: jax.Array, limits: Limits, shrink: Shrink) -> jax.Array:

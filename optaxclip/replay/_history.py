@@ -3,6 +3,8 @@
 import csv
 import io
 import json
+import re
+from collections import Counter
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -28,9 +30,9 @@ def read_history(path: str | Path, column: str | None = None) -> np.ndarray:
     """Reads the norms of a log file.
 
     Args:
-      path: a CSV with a header, as W&B and TensorBoard export it, or JSON (`.json`,
-        `.jsonl`, `.ndjson`): one object for each step, on lines of their own or in an
-        array, or the array of TensorBoard.
+      path: a CSV with a header, as W&B and TensorBoard export it, or JSON: one object
+        for each step, on lines of their own or in an array, or the array of
+        TensorBoard.
       column: the name to read. None takes what `metrics` and loggers call the norm:
         clip/norm_before, grad_norm, train/grad_norm, norm and the like. Steps without
         it are left out.
@@ -40,8 +42,9 @@ def read_history(path: str | Path, column: str | None = None) -> np.ndarray:
 
     Raises:
       ValueError: no such column in the file, or several that it could be, an entry that
-        is not a number, a file without names of columns, an empty one, or one that is
-        not UTF-8. The text has the names and says how to choose.
+        is not a number, no entry at all, a file without names of columns, an empty one,
+        one that is not UTF-8, or a CSV without commas. The text has the names and says
+        how to choose.
 
     Example:
       >>> import pathlib, tempfile
@@ -57,8 +60,9 @@ def read_log(path: str | Path, column: str | None = None) -> Log:
     """Reads what `read_history` returns, with the name of its column."""
     path = Path(path)
     text = _text(path)
-    json_names = (".json", ".jsonl", ".ndjson")
-    is_json = path.suffix in json_names
+    # A CSV begins with a name, whatever the file is called.
+    is_json = text.lstrip().startswith(("{", "["))
+    is_json = is_json or path.suffix.lower() in (".json", ".jsonl", ".ndjson")
     rows = _rows_of_json(path, text) if is_json else _csv(path, text)
     names = _names_of(rows)
     if not names:
@@ -82,21 +86,22 @@ def _names_of(rows: Rows) -> list[str]:
     names: dict[str, None] = {}
     for row in rows:
         names |= dict.fromkeys(row)
-    # Entries beyond the header have the name None.
+    # A CSV that pandas wrote begins with a column without a name.
     return [name for name in names if name]
 
 
 def _numbers(path: Path, rows: Rows, column: str) -> np.ndarray:
     entries = [row.get(column) for row in rows]
     # Steps without a norm: None in JSON, an empty entry in a CSV.
-    known = [entry for entry in entries if entry not in (None, "")]
+    known = [x for x in entries if x is not None and str(x).strip()]
+    where = f"read_history: the column {column!r} of {path} must hold numbers"
+    if not known:
+        raise ValueError(f"{where}, got empty entries only.")
     try:
         # float() also reads "NaN" and "Infinity", which some loggers write as text.
         return np.asarray([float(entry) for entry in known])
-    except (TypeError, ValueError) as error:
-        raise ValueError(
-            f"read_history: the column {column!r} of {path} must hold numbers: {error}."
-        ) from None
+    except (TypeError, ValueError, OverflowError) as error:
+        raise ValueError(f"{where}: {error}.") from None
 
 
 def _text(path: Path) -> str:
@@ -110,15 +115,33 @@ def _text(path: Path) -> str:
 
 
 def _csv(path: Path, text: str) -> Rows:
-    reader = csv.DictReader(io.StringIO(text, newline=""))
-    header = reader.fieldnames or []
+    lines = csv.reader(io.StringIO(text, newline=""))
+    header = [name.strip() for name in next(lines, [])]
     # Without a header csv would take the first norms for the names of columns.
     if header and all(map(_is_number, header)):
         raise ValueError(
             f"read_history: {path} must begin with the names of its columns, got the "
             f"numbers {listed(header)}. Put a line such as 'step,grad_norm' first."
         )
-    return list(reader)
+    # "step;grad_norm" would be one column, whose name says nothing.
+    if len(header) == 1 and re.search(r"[;\t]", header[0]):
+        raise ValueError(
+            f"read_history: {path} must have commas between its columns, got "
+            f"{header[0]!r}."
+        )
+    names = _numbered(header)
+    # Empty lines are no steps, and entries beyond the header have no name.
+    return [dict(zip(names, line)) for line in lines if line]
+
+
+def _numbered(header: list[str]) -> list[str]:
+    """The names of columns. Those of the same name become name.1 and name.2."""
+    counts, seen, names = Counter(header), Counter[str](), []
+    for name in header:
+        seen[name] += 1
+        is_one = counts[name] == 1 or not name
+        names.append(name if is_one else f"{name}.{seen[name]}")
+    return names
 
 
 def _is_number(text: str) -> bool:

@@ -17,10 +17,11 @@ parameters mean the same by them:
 
     current    whether the norm of this step is in the statistic it is held against
     remember   "raw" for the norm as it came, "clipped" for what was let through
-    warmup     how many norms the statistic must hold before there is a limit
+    warmup     how many norms are seen before there is a limit
     ddof       what is taken off the count in a variance
 
-No rule remembers a norm that is NaN, inf or 0.
+No rule remembers a norm that is NaN, inf or 0. What a schedule returns beyond the range
+of its parameter counts as the nearest number in it.
 """
 
 from .._other_names import name_what_is_meant

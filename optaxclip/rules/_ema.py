@@ -13,7 +13,7 @@ class Ema(Rule):
     `adaclip` is this rule on the largest coordinate of each tensor.
 
     Args:
-      decay: in [0, 1]. A number or a schedule.
+      decay: in [0, 1]. 1 is the mean of all norms. A number or a schedule.
 
     Raises:
       ValueError: a decay out of its range. TypeError: something that is no number.

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from ._memory import Average, blend, empty_average
-from ._rule import Number, Rule, at_step, number
+from ._rule import Number, Rule, at_step, multiple, number
 
 
 class EmaBand(Rule):
@@ -27,7 +27,8 @@ class EmaBand(Rule):
         schedules. A norm above `high` is brought down to it, even where `low` is
         higher. In the paper they move linearly from early to late values:
         `optax.linear_schedule(0.6, 0.7, int(0.3 * steps), int(0.25 * steps))`.
-      decay: of the average, in [0, 1]. A number or a schedule.
+      decay: of the average, in [0, 1]. With 1 it stays at the first norm. A number or a
+        schedule.
       floor: the lower edge is at least this, in units of the norm.
       up: how far one step is lengthened at most, at least 1.
       down: how far one step is shortened at most, in [0, 1].
@@ -68,7 +69,7 @@ class EmaBand(Rule):
         # The upper edge is asked first, since by default it is below the lower one.
         target = jnp.where(norm > upper, upper, jnp.where(short, lower, norm))
         # However far the band is, a norm is multiplied by 0.9 to 1.1 by default.
-        target = jnp.clip(target, down * norm, up * norm)
+        target = jnp.clip(target, down * norm, multiple(up, norm))
         # The first norm has no band yet.
         target = jnp.where(average.weight > 0, target, norm)
         return target, blend(average, target, decay, corrected=False)

@@ -29,7 +29,8 @@ class EmaRatio(Rule):
     Args:
       ratio: a norm above this multiple of the average is clipped. At least 0. A number
         or a schedule.
-      decay: of the average, in [0, 1]. A number or a schedule.
+      decay: of the average, in [0, 1]. With 1 it stays at the first norm, or corrected
+        is the mean of all. A number or a schedule.
       target: the multiple that clipped norms are brought to. None for `ratio`.
       target_decay: of the average that `target` multiplies. None for `decay`.
       corrected: whether the averages start at 0 and are corrected for it, as Adam's.

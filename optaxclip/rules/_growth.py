@@ -5,7 +5,7 @@ from dataclasses import KW_ONLY
 import jax
 import jax.numpy as jnp
 
-from ._rule import Number, Rule, at_step, number
+from ._rule import Number, Rule, at_step, multiple, number
 
 
 class Growth(Rule):
@@ -48,7 +48,8 @@ class Growth(Rule):
         rate, floor = at_step(step, norm, self.rate, self.floor)
         # Without a last norm there is no limit, also at a rate of 0: 0 * inf is NaN.
         known = last < jnp.inf
-        longest = rate * jnp.maximum(jnp.where(known, last, 0.0), floor)
+        last = jnp.maximum(jnp.where(known, last, 0.0), floor)
+        longest = multiple(rate, last)
         limit = jnp.where(known, longest, jnp.inf)
         # What a hard clip lets through. A rule does not know the clipper's shrink.
         return limit, jnp.minimum(norm, limit)

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from .._arguments import check_number, held_in, number_for_jit
 from .._other_names import with_our_names
 from ._constant import rule_of
+from ._others import others_from
 from ._rule import Number, Rule
 
 
@@ -22,18 +23,25 @@ class Joined(Rule):
     def needs_params(self) -> bool:
         return any(rule.needs_params for rule in self.rules)
 
+    @property
+    def needs_total(self) -> bool:
+        return any(rule.needs_total for rule in self.rules)
+
     def init(self, norm: jax.Array) -> Any:
         return tuple(rule.init(norm) for rule in self.rules)
 
     def ask_all(
-        self, norm: jax.Array, memory: Any, step: jax.Array, params_norm: Any
+        self,
+        norm: jax.Array,
+        memory: Any,
+        step: jax.Array,
+        others: tuple[Any, ...],
     ) -> tuple[list[jax.Array], tuple[Any, ...]]:
         """The limits and the memories of all rules."""
+        given = others_from(self, others)
         limits, memories = [], []
         for rule, own in zip(self.rules, memory):
-            # Only rules that compare with weights take a fourth argument.
-            extra = (params_norm,) if rule.needs_params else ()
-            limit, own = rule.update(norm, own, step, *extra)
+            limit, own = rule.update(norm, own, step, *given.of(rule))
             # Limits may be Python numbers or of any dtype, and jnp.minimum wants one.
             limits.append(held_in(norm.dtype, limit))
             memories.append(own)
@@ -48,9 +56,9 @@ class Minimum(Joined):
         norm: jax.Array,
         memory: Any,
         step: jax.Array,
-        params_norm: Any = None,
+        *others: Any,
     ) -> Any:
-        limits, memories = self.ask_all(norm, memory, step, params_norm)
+        limits, memories = self.ask_all(norm, memory, step, others)
         return reduce(jnp.minimum, limits), memories
 
 
@@ -62,9 +70,9 @@ class Maximum(Joined):
         norm: jax.Array,
         memory: Any,
         step: jax.Array,
-        params_norm: Any = None,
+        *others: Any,
     ) -> Any:
-        limits, memories = self.ask_all(norm, memory, step, params_norm)
+        limits, memories = self.ask_all(norm, memory, step, others)
         return reduce(jnp.maximum, limits), memories
 
 
@@ -82,11 +90,11 @@ class WarmUp(Joined):
         norm: jax.Array,
         memory: Any,
         step: jax.Array,
-        params_norm: Any = None,
+        *others: Any,
     ) -> Any:
         seen, memories = memory
         # Both are asked in every step, so `after` has learnt when its limit counts.
-        limits, memories = self.ask_all(norm, memories, step, params_norm)
+        limits, memories = self.ask_all(norm, memories, step, others)
         before, after = limits
         return jnp.where(seen < self.steps, before, after), (seen + 1, memories)
 

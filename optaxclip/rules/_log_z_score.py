@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from .._exported import exported
-from ._memory import Average, blend, empty_average, gain, hypot
+from ._memory import Average, blend, empty_average, hypot, weigh
 from ._rule import Number, Rule, at_step, fixed, multiple, number
 
 
@@ -29,7 +29,8 @@ class LogZScore(Rule):
 
     Args:
       z: how many deviations are allowed, at least 0. A number or a schedule.
-      decay: of mean and variance, in [0, 1]. A number or a schedule.
+      decay: of mean and variance, in [0, 1]. 1 counts all norms alike. A number or a
+        schedule.
       floor: shorter norms count as this long. At least 0. A number or a schedule.
       spread: the deviation counts as at least this much, so that norms that hardly
         differ are not outliers of one another. At least 0. A number or a schedule.
@@ -73,7 +74,7 @@ class LogZScore(Rule):
         limit = jnp.where(seen >= self.warmup, edge, jnp.inf)
         value = jnp.log1p(jnp.maximum(jnp.minimum(norm, limit), floor))
         moved = blend(mean, value, decay)
-        share = gain(decay, moved.weight)
+        _, share = weigh(mean.weight, decay)
         # The variance of a mixture of old values and the new one, never negative.
         apart = jnp.sqrt(share) * jnp.abs(value - mean.value)
         deviation = jnp.sqrt(1 - share) * hypot(deviation, apart)

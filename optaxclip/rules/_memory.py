@@ -90,20 +90,25 @@ def blend(
     """
     started = (average.weight > 0) | jnp.asarray(corrected)
     decay = jnp.where(started, decay, jnp.zeros_like(decay))
-    weight = decay * average.weight + (1 - decay)
+    weight, share = weigh(average.weight, decay)
     # As a difference from the average and not as a sum of products: exact while the
     # norm does not change.
-    change = gain(decay, weight) * (value - average.value)
+    change = share * (value - average.value)
     return Average(average.value + change, weight)
 
 
-def gain(decay: jax.Array, weight: jax.Array) -> jax.Array:
-    """How far an average goes towards a new value; `weight` counts that value already.
+def weigh(weight: jax.Array, decay: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """The weight of an average after one more value, and the share of that value.
 
     The first value becomes the average, whatever the decay.
     """
-    safe = jnp.where(weight > 0, weight, 1.0)
-    return jnp.where(weight > 0, (1 - decay) / safe, 1.0).astype(weight.dtype)
+    # With a decay of 1 the first weight would be 0, and that of all values after it.
+    # As small numbers they make the mean, and are nothing beside 2^-24, the least
+    # weight that a decay below 1 gives in float32.
+    is_first = weight < 2.0**-30
+    own = jnp.where(is_first, jnp.maximum(1 - decay, 2.0**-60), 1 - decay)
+    weight = decay * weight + own
+    return weight, (own / weight).astype(weight.dtype)
 
 
 def hypot(one: jax.Array, other: jax.Array) -> jax.Array:

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from .._exported import exported
-from ._memory import Average, blend, empty_average, gain, hypot
+from ._memory import Average, blend, empty_average, hypot, weigh
 from ._rule import Number, Rule, at_step, number
 
 
@@ -32,7 +32,8 @@ class MomentsRatio(Rule):
     `shrink=shrinks.normalize`, as `adagn` does.
 
     Args:
-      decay1, decay2: of the two moments, in [0, 1]. Numbers or schedules.
+      decay1, decay2: of the two moments, in [0, 1]. 1 is the mean of all norms. Numbers
+        or schedules.
       eps: at least 0, in units of the norm. A number or a schedule.
 
     Raises:
@@ -64,8 +65,7 @@ class MomentsRatio(Rule):
             step, norm, self.decay1, self.decay2, self.eps
         )
         mean = blend(memory.mean, norm, decay1)
-        weight = decay2 * memory.weight + (1 - decay2)
-        share = gain(decay2, weight)
+        weight, share = weigh(memory.weight, decay2)
         # Roots of squares: the square of a norm may leave the range of float32.
         root = hypot(jnp.sqrt(1 - share) * memory.root, jnp.sqrt(share) * norm)
         # The root of a first norm of 0 is 0, and eps may be 0 too.

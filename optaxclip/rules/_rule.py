@@ -15,18 +15,21 @@ import dataclasses
 import re
 from collections.abc import Callable
 from dataclasses import field, fields
-from typing import Any, TypeGuard, TypeVar, dataclass_transform
+from typing import Any, NamedTuple, TypeGuard, TypeVar, dataclass_transform
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
+from jax.tree_util import Partial
 from jax.typing import ArrayLike
 
 from .._arguments import (
+    LAST_STEP,
     as_partial,
     check_limit,
     check_number,
+    check_returned,
     held_in,
     number_for_jit,
 )
@@ -45,9 +48,11 @@ def number(
     """A field that is a number in a range, or a schedule from step to number."""
 
     def check(argument: str, value: Any) -> Any:
-        # What a schedule returns is known in each step only, and is not checked here.
+        # What a schedule returns is known in each step only.
         if callable(value):
-            return as_partial(value)
+            return Partial(
+                _Within(argument, lowest, highest), as_partial(value)
+            )
         check_limit(argument, value, lowest=lowest)
         # Under jit and inject_hyperparams the number may be traced.
         known = not isinstance(value, Tracer)
@@ -58,6 +63,24 @@ def number(
         return number_for_jit(value)
 
     return field(default=default, metadata={"check": check})
+
+
+class _Within(NamedTuple):
+    """What a schedule returns, brought into a range.
+
+    A tuple, since rules with equal functions share a program.
+    """
+
+    argument: str
+    lowest: float
+    highest: float
+
+    def __call__(self, schedule: Schedule, step: ArrayLike) -> ArrayLike:
+        value = schedule(step)
+        check_returned(self.argument, value)
+        # Numbers of Python and NumPy stay what they are: JAX would make inf of 1e39.
+        numpy = jnp if isinstance(value, jax.Array) else np
+        return numpy.clip(value, self.lowest, self.highest)
 
 
 def optional_number(default: None = None, highest: float = np.inf) -> Any:
@@ -86,6 +109,11 @@ def length(default: int) -> Any:
 
     def check(argument: str, value: Any) -> Any:
         check_length(argument, value)
+        # XLA ends the process where the size of an array leaves its range.
+        if not isinstance(value, Tracer) and value > LAST_STEP:
+            raise ValueError(
+                f"{argument} must be at most {LAST_STEP}, got {value!r}."
+            )
         return value
 
     return field(default=default, metadata={"check": check})
@@ -124,7 +152,8 @@ class Rule:
       norm of zeros. `()` for nothing.
     * `update(norm, memory, step) -> (limit, memory)`: `step` is an int32 scalar that
       counts from 0. A rule whose property `needs_params` is True gets the norm of the
-      weights as a fourth argument.
+      weights as a further argument, and then one whose property `needs_total` is True
+      gets the norm of all norms of the clipper together.
 
     A norm that is NaN, inf or 0 leaves the memory as it was. A zero is not remembered
     because an absent gradient says nothing about the usual norm, and because a limit
@@ -187,7 +216,7 @@ class Rule:
 
     @property
     def needs_total(self) -> bool:
-        """Whether `update` takes the norm of all norms as a fourth argument."""
+        """Whether `update` takes the norm of all norms as its last argument."""
         return False
 
     def init(self, norm: jax.Array) -> Any:

@@ -39,8 +39,8 @@ class WindowedMean(Rule):
       current: whether the norm of this step is in the statistic that it is held
         against. With True a first spike raises its own limit.
       remember: "raw" for the norm as it came, "clipped" for what was let through.
-      warmup: how many norms the statistic must hold before there is a limit, the
-        current one counted if it is in it. At least 0.
+      warmup: how many norms are seen before there is a limit, the current one counted
+        if it is in the statistic. It may be longer than the window. At least 0.
 
     Raises:
       ValueError: a number out of its range, or an unknown `remember`. TypeError:

@@ -10,7 +10,16 @@ from jax import lax
 
 from .._exported import exported
 from ._memory import Window, empty_window, oldest, places, push, remembered
-from ._rule import Number, Rule, at_step, choice, fixed, length, number
+from ._rule import (
+    Number,
+    Rule,
+    at_step,
+    choice,
+    fixed,
+    length,
+    multiple,
+    number,
+)
 from ._windowed_mean import choose
 
 
@@ -37,8 +46,9 @@ class WindowedQuantile(Rule):
       current: whether the norm of this step is in the window that it is held against.
         With True a first spike raises its own limit.
       remember: "raw" for the norm as it came, "clipped" for what was let through.
-      warmup: how many norms the window must hold before there is a limit, the current
-        one counted if it is in it. At least 0; there is no limit before the first norm.
+      warmup: how many norms are seen before there is a limit, the current one counted
+        if it is in the window. It may be longer than the window. At least 0, and there
+        is no limit before the first norm.
 
     Raises:
       ValueError: a number out of its range, or an unknown `remember`. TypeError:
@@ -71,7 +81,8 @@ class WindowedQuantile(Rule):
         quantile, factor = at_step(step, norm, self.quantile, self.factor)
         held = choose(self.current, push_ordered(memory, norm), memory)
         known = held.recent.seen >= jnp.maximum(self.warmup, 1)
-        limit = jnp.where(known, factor * interpolated(quantile, held), jnp.inf)
+        edge = multiple(factor, interpolated(quantile, held))
+        limit = jnp.where(known, edge, jnp.inf)
         value = remembered(self.remember, norm, limit)
         return limit, push_ordered(memory, value)
 

@@ -2,8 +2,11 @@
 
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 import optaxclip
+
+pytestmark = pytest.mark.slow
 
 
 def test_columns_may_be_an_int_of_numpy():

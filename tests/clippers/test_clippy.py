@@ -176,6 +176,7 @@ def test_wrong_calls_say_what_is_right():
         clippy(0.1, "1")
 
 
+@pytest.mark.slow
 def test_the_derivative_is_finite():
     def total(updates):
         return jnp.sum(clip(updates, jnp.array([1.0, 0.0, 2.0]), 0.1, 0.0)[0])

@@ -92,6 +92,7 @@ def test_below_the_limit_nothing_changes():
     assert oracles.same_bits(clipped, grads) and state.clipped == 0
 
 
+@pytest.mark.slow
 def test_zero_weights_and_zero_gradients_are_untouched():
     grads = {"new": jnp.array([100.0, 1.0]), "still": jnp.zeros(2)}
     params = {"new": jnp.zeros(2), "still": jnp.array([3.0, 4.0])}
@@ -198,6 +199,7 @@ def test_larc_rounds_a_decayed_gradient_of_16_bits_once():
     ).all()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("decay", [0.0, 0.5])
 def test_larc_keeps_weak_type(decay):
     weak = jnp.full((3, 2), 2.0)

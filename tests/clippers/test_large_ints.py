@@ -7,6 +7,8 @@ import pytest
 
 import optaxclip
 
+pytestmark = pytest.mark.slow
+
 GRADS = jnp.array([3e9, 4e9])  # of norm 5e9
 LIMIT = 4_000_000_000
 KINDS = [int, np.int64, np.uint32, np.array]

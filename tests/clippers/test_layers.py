@@ -121,6 +121,7 @@ def test_the_spike_of_one_layer_is_clipped(name):
     assert spike < 0.9 * np.linalg.norm(grads[2]["wi"][:, 1])
 
 
+@pytest.mark.slow
 def test_spam_needs_no_axes():
     layout = "axis 1, as MaxText"
     params, grads = random_trees(layout)
@@ -142,6 +143,7 @@ def test_layers_of_norms_of_several_tensors_are_refused(name, scope):
         build(scope=scope, stacked=1)
 
 
+@pytest.mark.slow
 def test_by_name_tells_each_layer_on_request():
     grads = {"w": jnp.array([[3.0, 6.0, 0.3], [4.0, 8.0, 0.4]]), "b": jnp.array([0.5])}
     rule = optaxclip.rules.windowed_mean(1.0, 4)

@@ -145,6 +145,7 @@ def test_narrow_weights_hold_it_to_their_rounding():
     assert (error <= 2**-8 * np.abs(wide)).all()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtypes", (("float64", "float32"), ("bfloat16", "float64")))
 def test_leaves_of_two_dtypes_under_strict_promotion(dtypes):
     with jax.enable_x64(True), jax.numpy_dtype_promotion("strict"):

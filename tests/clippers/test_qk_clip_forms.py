@@ -177,6 +177,7 @@ def test_its_numbers_may_be_hyperparameters():
     np.testing.assert_allclose(params["k"] + updates["k"], 1.0, rtol=1e-6)
 
 
+@pytest.mark.slow
 def test_it_stands_behind_an_optimizer_in_a_chain():
     params = attention.weights(4, 4)
     grads = jax.tree.map(np.ones_like, params)

@@ -3,12 +3,14 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 import optaxclip
 
 HUGE = jnp.array([2.0**80, 2.0**80], jnp.float32)
 
 
+@pytest.mark.slow
 def test_a_huge_first_gradient_does_not_end_clipping():
     # Its squares are 2^160. As inf, the average would be inf in all steps that follow.
     clipper = optaxclip.spam(threshold=2.0, decay=0.5, warmup=0)

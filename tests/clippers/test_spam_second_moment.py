@@ -7,6 +7,7 @@ import pytest
 import optaxclip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_spam_takes_a_second_moment_in_16_bits(dtype):
     clipper = optaxclip.spam(5000.0, warmup=0)

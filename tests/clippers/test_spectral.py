@@ -149,6 +149,7 @@ def test_low_precision_is_rounded_once(method, dtype):
     assert longest(updates) <= 1 + 3e-6 + rounding
 
 
+@pytest.mark.slow
 @both
 def test_float64_and_complex(method):
     with jax.enable_x64(True):
@@ -192,6 +193,7 @@ def test_smooth_far_below_the_limit_is_relatively_exact(method):
         assert error(updates, expected(x, limit, "smooth")) <= 4e-6 * longest(x)
 
 
+@pytest.mark.slow
 def test_every_shrink_fits_singular_values():
     x = matrix((9, 12), 4.0, 0.5)
     u, s, v = np.linalg.svd(oracles.wide(x), full_matrices=False)
@@ -237,6 +239,7 @@ def test_zero_stays_zero_and_limit_0_gives_zeros(method):
     assert not np.any(updates) and state.factor == 0 and state.clipped == 1
 
 
+@pytest.mark.slow
 @both
 @pytest.mark.parametrize("broken", [math.nan, math.inf])
 def test_a_broken_matrix_becomes_nan_and_is_counted(method, broken):
@@ -265,6 +268,7 @@ def test_vectors_and_scalars_are_clipped_by_their_length(method):
     assert oracles.same_bits(updates["i"], tree["i"]) and updates["none"] is None
 
 
+@pytest.mark.slow
 @both
 def test_stacked_layers_are_matrices_of_their_own(method):
     x = np.stack(
@@ -323,6 +327,7 @@ def test_columns_that_do_not_fit_raise():
         clip_by_spectral_norm(1.0, method="qr")
 
 
+@pytest.mark.slow
 @both
 def test_limits_follow_schedules_and_rules_under_jit_and_scan(method):
     x = np.stack([matrix((6, 9), 4.0, 0.1, seed=seed) for seed in range(3)])
@@ -345,6 +350,7 @@ def test_limits_follow_schedules_and_rules_under_jit_and_scan(method):
     )
 
 
+@pytest.mark.slow
 @both_forms
 def test_newton_schulz_has_a_finite_derivative_everywhere(form):
     def total(x):
@@ -380,6 +386,7 @@ def test_newton_schulz_wants_a_step_and_a_shrink_that_it_knows():
             optaxclip.clip_by_spectral_norm(1.0, method="newton_schulz", shrink=shrink)
 
 
+@pytest.mark.slow
 @both
 def test_the_ends_of_the_range_of_float32(method):
     for unit in (2.0**-124, 2.0**126):
@@ -406,6 +413,7 @@ def test_stacked_numbers_are_layers_too():
     np.testing.assert_allclose(updates["gain"], [1, -1, 0.5], rtol=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "shrink",
     [

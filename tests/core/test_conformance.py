@@ -401,6 +401,7 @@ def test_where_others_err_or_decide_otherwise_our_policy_holds(id):
     assert_close(updates, expected, case["rtol"], case["atol"])
 
 
+@pytest.mark.slow
 def test_a_clipped_cotangent_is_the_gradient_of_the_huber_loss():
     case = CASES[113]
     x = given(case)

@@ -133,6 +133,7 @@ def test_64_bit_norms_become_any_other_as_well(norm, limit):
 
 
 # Next to both ends of the range at once a part of the derivative is flushed.
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("norm", "limit"), [each for each in FAR if 1e-75 < each[1] / each[0] < 1e75]
 )
@@ -193,6 +194,7 @@ def test_a_limit_has_no_derivative_by_the_updates():
     )  # a longer gradient comes out as long as before
 
 
+@pytest.mark.slow
 def test_a_leaf_missing_in_a_step_keeps_its_entry():
     clipper = optaxclip.clip_by_tensor_norm(optaxclip.rules.growth(1.5))
     first, second = (
@@ -280,6 +282,7 @@ def test_a_given_norm_of_another_structure_is_refused(given):
         )
 
 
+@pytest.mark.slow
 def test_a_given_norm_of_any_dtype_leaves_the_state_in_its_own():
     for given in (5, np.float16(5), jnp.bfloat16(5)):
         updates, state = apply(
@@ -326,6 +329,7 @@ def test_equal_shrinks_share_a_compilation():
     assert optaxclip.shrinks.psac(1) is optaxclip.shrinks.psac(1.0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "shrink",
     [optaxclip.shrinks.hard, optaxclip.shrinks.smooth()],
@@ -431,6 +435,7 @@ MISSING |= {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MISSING)
 def test_a_leaf_may_be_missing_in_a_step_whatever_is_kept_for_it(name):
     """The other leaves come out as if it were there, and its own part is taken up again
@@ -471,6 +476,7 @@ def test_strict_promotion_takes_complex_leaves(name):
     np.testing.assert_array_equal(slope, jax.grad(optaxclip.global_norm)(x))
 
 
+@pytest.mark.slow
 def test_init_leaves_no_tracer_behind():
     with jax.checking_leaks():
         clipper = optaxclip.clip_by_tensor_norm(1.0)

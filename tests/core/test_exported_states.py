@@ -8,6 +8,8 @@ import pytest
 
 from tests.methods import METHODS
 
+pytestmark = pytest.mark.slow
+
 pytest.importorskip("flatbuffers")
 
 # optax leaves it to users to name its states.

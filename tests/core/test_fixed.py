@@ -116,6 +116,7 @@ def clipped_with_options():
     )({"w": np.float32(ROWS)})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", OPTIONS)
 def test_arguments_reach_what_they_are_for(name):
     np.testing.assert_allclose(
@@ -213,6 +214,7 @@ def test_bounds_of_any_integer_dtype_clip_any_leaf(bound_dtype, dtype, given):
             np.testing.assert_array_equal(updates, wanted.astype(x.dtype))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("bound_dtype", INTEGERS)
 def test_a_traced_bound_of_any_integer_dtype_clips(bound_dtype):
     def clipped(bound, leaf):
@@ -386,6 +388,7 @@ def test_bounds_of_different_leaves_are_not_compared():
     optaxclip.clip_by_value(np.ones(3), np.full(2, 2.0))  # no leaf has both shapes
 
 
+@pytest.mark.slow
 def test_clip_by_value_of_a_complex_zero_has_a_derivative():
     clipper = optaxclip.clip_by_value(1.0)
     z = jnp.array([0j, 3 + 4j, complex(jnp.finfo("float32").max, 1e38)])

@@ -11,6 +11,8 @@ import pytest
 import optaxclip
 from optaxclip import rules, shrinks
 
+pytestmark = pytest.mark.slow
+
 WEIGHTS = jnp.array([1.0, 2.0])
 SHRINKS = {"auto_s": shrinks.auto_s(), "psac": shrinks.psac()}
 LIMITS = {

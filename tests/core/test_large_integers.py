@@ -7,6 +7,8 @@ import pytest
 import optaxclip
 from optaxclip import rules
 
+pytestmark = pytest.mark.slow
+
 GRADS = jnp.array([3.0, 4.0])  # norm 5
 LARGE = [2**33, np.int64(2**33), np.array(2**33), np.uint32(2**32 - 1)]
 

@@ -252,6 +252,7 @@ def test_updates_are_those_of_the_equation(name):
     check()
 
 
+@pytest.mark.slow
 @every_clipper
 def test_direction_is_kept(name):
     @properties
@@ -359,6 +360,7 @@ def per_leaf(norms, leaves):
     return [norms.get(str(i)) for i in range(len(leaves))]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["global", "tensor", "rms"])
 def test_updates_exactly_at_the_limit_keep_their_bits(name):
     @properties
@@ -374,6 +376,7 @@ def test_updates_exactly_at_the_limit_keep_their_bits(name):
     check()
 
 
+@pytest.mark.slow
 @every_clipper
 def test_clipping_twice_is_clipping_once(name):
     @properties
@@ -391,6 +394,7 @@ def test_clipping_twice_is_clipping_once(name):
 # built to break the bound
 
 
+@pytest.mark.slow
 @every_clipper
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("limit", [1.0, 0.3, 1e-2])
@@ -412,6 +416,7 @@ def test_one_huge_leaf_among_tiny_ones_stays_within_the_bound(name):
         assert_bound(name, leaves, clip(name, leaves, limit, params)[0], limit, params)
 
 
+@pytest.mark.slow
 def test_2000_bfloat16_leaves_of_ones_stay_within_the_bound():
     leaves = [jnp.ones((3,), jnp.bfloat16)] * 2000
     # What the clipper does, op by op: compiling two thousand leaves is not what is
@@ -443,6 +448,7 @@ def test_any_number_of_leaves_stays_within_the_bound(count):
 # float64
 
 
+@pytest.mark.slow
 @every_clipper
 def test_64_bit_updates_up_to_1e200_are_those_of_the_equation(name):
     eps = oracles.eps_of("float64")

@@ -12,6 +12,8 @@ import optaxclip
 from optaxclip import rules
 from tests.helpers import random_tree
 
+pytestmark = pytest.mark.slow
+
 PARAMS, GRADS = random_tree("float32", 0), random_tree("float32", 1)
 LIMITS = {"kernel": 1.0, "bias": rules.z_score(), "block": rules.growth()}
 CLIPPERS = {

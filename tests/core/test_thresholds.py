@@ -98,6 +98,7 @@ def test_a_share_may_have_another_dtype_under_strict_promotion():
     assert state.limit == 2.5
 
 
+@pytest.mark.slow
 def test_a_real_number_of_any_kind_is_a_limit():
     grads = jnp.array([3.0, 4.0])
     limits = (

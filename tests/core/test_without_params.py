@@ -10,6 +10,8 @@ import optaxclip
 from tests.helpers import random_tree
 from tests.methods import METHODS, WEIGHTS
 
+pytestmark = pytest.mark.slow
+
 PARAMS, GRADS = random_tree("float32", 0), random_tree("float32", 1)
 SUPERSET = {**PARAMS, "head": jnp.ones(2)}
 WRAPPED = {

@@ -46,6 +46,7 @@ def test_one_bad_norm_neither_poisons_nor_blocks_what_follows(rule, bad):
     assert not np.isnan(limits[21:]).any() and np.isfinite(limits[30:]).all()
 
 
+@pytest.mark.slow
 def test_a_deviation_never_becomes_the_root_of_a_negative_number():
     """E[x^2] - E[x]^2 of nearly equal large numbers rounds below 0 (axlearn), and every
     later comparison with NaN is False.
@@ -82,6 +83,7 @@ def test_zero_gradients_do_not_hold_the_limit_at_zero(rule):
     assert np.all(clipped(rule, norms)[-20:] > 0.01)
 
 
+@pytest.mark.slow
 def test_norms_that_never_change_are_not_outliers():
     """A mean of equal numbers that rounds a hair below them makes every step an outlier
     of no deviation.
@@ -153,6 +155,7 @@ def test_the_growth_limiter_lets_the_norm_grow_by_a_hundredth():
     assert np.any(sizes[1:] / sizes[:-1] > 1.009)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("factor", [2.0**-20, 2.0**12])
 def test_autoclip_decides_alike_whatever_scales_the_loss(factor):
     """By a power of 2, so that nothing is rounded: limits scale exactly, decisions are
@@ -169,6 +172,7 @@ def test_autoclip_decides_alike_whatever_scales_the_loss(factor):
     np.testing.assert_array_equal(plain.limits * np.float32(factor), scaled.limits)
 
 
+@pytest.mark.slow
 def test_adagn_gives_the_same_updates_whatever_scales_the_loss():
     grads = jnp.asarray(
         np.random.default_rng(0).standard_normal((60, 5)) * NORMS[:60, None],
@@ -207,6 +211,7 @@ def test_the_tracker_finds_the_quantile_from_a_wrong_start(start):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("power", [1.0, 1.5, 2.0, 8.0])
 def test_smooth_is_monotone_and_within_its_factor_of_hard(
     power,

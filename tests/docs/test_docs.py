@@ -291,6 +291,7 @@ def test_a_recipe_trains(recipe, trained):
     assert not np.array_equal(trained[recipe]["w"], START["w"])
 
 
+@pytest.mark.slow
 def test_the_cotangent_that_is_clipped_in_each_step_stays_small(capsys):
     block = next(block for block in BLOCKS if "clip_cotangent" in block)
     for source in (block, block.replace("max_norm=1.0", "max_norm=jnp.inf")):

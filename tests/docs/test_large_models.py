@@ -60,6 +60,7 @@ def test_stable_adamw_is_that_of_the_paper():
     np.testing.assert_allclose(params["w"], wanted, rtol=2e-5, atol=2e-6)
 
 
+@pytest.mark.slow
 def test_a_skipped_update_leaves_the_optimizer_as_it_was():
     optimizer = defined("skip_update_spikes")(optax.adam(0.1), rules.constant(1.0))
     state = optimizer.init(jnp.zeros(4))

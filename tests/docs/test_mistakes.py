@@ -156,6 +156,7 @@ def test_labels_may_be_a_function_of_path_and_leaf():
     }
 
 
+@pytest.mark.slow
 def test_a_loss_of_three_arguments_takes_both_batches():
     def loss(w, x, y):
         return (w * x - y) ** 2

@@ -355,6 +355,7 @@ def test_the_record_is_what_torch_computes(torch, order):
             np.testing.assert_allclose(param.grad, np.array(recorded, float), rtol)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("order", ["-inf", "-2", "0", -1])
 def test_norm_types_up_to_0_run_under_jit_and_know_no_empty_tree(order):
     grads = {"a": jnp.array([3.0, -4.0]), "b": None, "c": jnp.array([5.0 + 12.0j])}
@@ -447,7 +448,7 @@ def test_a_bound_that_is_no_scalar_is_refused():
         torch_style.clip_grad_value(jnp.ones(3), jnp.ones(3))
     with pytest.raises(
         ValueError,
-        match="clip_grads_with_norm: grad_norm must have the structure and shapes",
+        match="clip_grads_with_norm: total_norm must be a scalar, got an array",
     ):
         torch_style.clip_grads_with_norm(jnp.ones(3), 1.0, jnp.ones(2))
 
@@ -685,6 +686,7 @@ def test_under_jit_with_a_traced_limit_the_numbers_are_the_same(function):
         close(a, b)
 
 
+@pytest.mark.slow
 def test_what_is_within_the_limit_stays_bit_for_bit():
     grads = tree()
     norm = optaxclip.global_norm(grads)

@@ -14,13 +14,11 @@ import optaxclip
 from examples import adaptive, headlines
 from optaxclip.replay import __main__ as replay
 
-pytestmark = pytest.mark.slow
-
 BROKEN = [70, 85]
 STARTS = (10.0, 14.0)
 
 
-pytestmark = pytest.mark.usefixtures("as_programs_run")
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("as_programs_run")]
 
 
 def short_runs(folder, *only):

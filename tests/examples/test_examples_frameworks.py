@@ -11,15 +11,13 @@ import pytest
 
 import optaxclip
 
-pytestmark = pytest.mark.slow
-
 EPS = float(np.finfo(np.float32).eps)
 # The gradient is recomputed by another compiled program, whose float32 sums over a
 # batch are taken in another order.
 RTOL = 64 * EPS
 
 
-pytestmark = pytest.mark.usefixtures("as_programs_run")
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("as_programs_run")]
 
 
 def norm_of(tree):

@@ -20,9 +20,7 @@ import optaxclip
 from optaxclip.replay.__main__ import main as replay_command
 from optaxclip.replay.__main__ import table
 
-pytestmark = pytest.mark.slow
-
-pytestmark = pytest.mark.usefixtures("as_programs_run")
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("as_programs_run")]
 
 
 def example(name, *needs):

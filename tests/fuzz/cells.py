@@ -13,13 +13,14 @@ import optax
 from hypothesis import strategies as st
 
 from tests.fuzz import checks, switches, transformations, trees
+from tests.fuzz import own_cases as own
 from tests.fuzz.cases import Case, cases
 from tests.fuzz.transformations import plain
 from tests.methods import ALONE, METHODS, ORDERED, Method
 
 OTHERS = ("mixed", "key", "float0", "python")
 FINITE = (-100, 100)  # powers of 2 whose norms are finite, and whose halves are normal
-LIMITS = ("1.0", "1e-20", "lambda step: 0.5 + step")
+LIMITS = ("1.0", "1e-20", "lambda step: 0.5 + step", "lambda step: 1.0 - step")
 
 
 class Cell(NamedTuple):
@@ -68,6 +69,14 @@ def history(
 ) -> Any:
     """Cases of some steps with one limit and the usual shrink."""
     return cases(name, kind, steps, limit=limit, options="", **more)
+
+
+def own_cases(dice: random.Random) -> Iterator[Cell]:
+    """Groups labelled by ints, and tokens of few bits."""
+    for kind in ("float32", "mixed", "sixteen"):
+        drawn = own.groups(kind)
+        yield Cell(f"int labels, {kind}", "clip_by_group_norm", own.by_group, drawn, 20)
+    yield Cell("tokens", "clipped_grad", own.by_token, own.lookups(), 15)
 
 
 def derivatives(dice: random.Random) -> Iterator[Cell]:
@@ -153,7 +162,7 @@ def switched(dice: random.Random) -> Iterator[Cell]:
 
 def all_cells(seed: int) -> list[Cell]:
     """All cells in a random order, in which each kind has its turns."""
-    kinds = (equations, forms, derivatives, skips, transformed, switched)
+    kinds = (equations, forms, own_cases, derivatives, skips, transformed, switched)
     dice = random.Random(seed)
     shuffled = [list(kind(dice)) for kind in kinds]
     for cells in shuffled:

@@ -72,7 +72,11 @@ def units(name: str, shape: tuple[int, ...]) -> list[Place]:
 def number(limit: Any) -> float:
     """The limit of the first step, in float64."""
     value = limit(0) if callable(limit) else limit
-    return math.inf if value is None else float(np.asarray(value).astype(np.float64))
+    if value is None:
+        return math.inf
+    wide = float(np.asarray(value).astype(np.float64))
+    # A schedule may fall below 0, which counts as 0.
+    return max(wide, 0.0) if callable(limit) else wide
 
 
 def shrunk(case: Case, norm: float, limit: float) -> float:

@@ -37,7 +37,10 @@ def numbers() -> Any:
 def limits(beyond: bool = True) -> Any:
     """The source of a limit of any kind."""
     schedule = numbers().map(lambda text: f"lambda step: {text}")
-    kinds = [numbers(), numbers(), schedule, st.just("None")]
+    falling = st.sampled_from(
+        ("lambda step: -1.5", "lambda step: -step", "lambda step: -0.0")
+    )
+    kinds = [numbers(), numbers(), schedule, falling, st.just("None")]
     return st.one_of(*kinds, *([st.sampled_from(BEYOND)] if beyond else []))
 
 

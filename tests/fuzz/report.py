@@ -4,7 +4,7 @@ import inspect
 import re
 from typing import Any
 
-from tests.fuzz import checks, transformations
+from tests.fuzz import checks, own_cases, transformations
 from tests.fuzz.cases import Case
 from tests.fuzz.switches import SWITCHES
 
@@ -38,6 +38,11 @@ def built(case: Case) -> str:
 
 def program(cell: Any, case: Case) -> str:
     """The source that shows the finding."""
+    module = inspect.getmodule(cell.check)
+    # These checks build their clippers themselves.
+    if module is own_cases:
+        imports = "from tests.fuzz import own_cases\nfrom tests.fuzz.cases import Case"
+        return f"{imports}\nown_cases.{cell.check.__name__}({case!r})"
     steps = ",\n    ".join(case.steps)
     lines = [HEAD, built(case), f"params = {case.params}", f"steps = [{steps}]"]
     if "optimizer" in getattr(cell.check, "keywords", {}):

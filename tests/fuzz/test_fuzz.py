@@ -50,6 +50,7 @@ def too_long(limit, **options):
     return optax.chain(optaxclip.clip_by_tensor_norm(limit), optax.scale(1.125))
 
 
+@pytest.mark.slow
 def test_a_fault_is_found_shrunk_and_printed(monkeypatch):
     faulty = METHODS["clip_by_tensor_norm"]._replace(build=too_long, shrinks=False)
     monkeypatch.setitem(METHODS, "clip_by_tensor_norm", faulty)

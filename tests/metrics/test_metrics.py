@@ -139,6 +139,7 @@ def test_several_clippers_are_told_apart():
     } == {"clip/inner", "clip/outer"}
 
 
+@pytest.mark.slow
 def test_found_at_any_depth_and_in_traced_states():
     clipper = optaxclip.clip_by_global_norm
     inside = optax.chain(
@@ -271,6 +272,7 @@ def test_two_places_that_read_alike_have_two_rows():
     }
 
 
+@pytest.mark.slow
 def test_the_numbers_of_a_norm_without_jit_are_one_program():
     grads = {"w": jnp.full((7, 13), 3.0), "v": jnp.full((5, 13), 3.0)}
     clipper = optaxclip.clip_by_unitwise_norm(1.0)

@@ -31,6 +31,7 @@ def clipped():
     return bytes_of_a_step(optimizer, report=False)
 
 
+@pytest.mark.slow
 def test_reading_metrics_reads_no_gradient(clipped):
     optimizer = optax.chain(optaxclip.clip_by_global_norm(1.0), optax.adam(0.1))
     assert bytes_of_a_step(optimizer, report=True) < clipped + 0.01
@@ -45,12 +46,14 @@ def test_norms_of_tensors_beside_a_global_clip_are_no_second_read(clipped, summa
     assert found < clipped + 0.01
 
 
+@pytest.mark.slow
 def test_spikes_beside_a_global_clip_are_no_second_read(clipped):
     clipper = optaxclip.clip_by_global_norm(1.0)
     optimizer = optax.chain(optaxclip.record_spikes(), clipper, optax.adam(0.1))
     assert bytes_of_a_step(optimizer, report=True) < clipped + 0.01
 
 
+@pytest.mark.slow
 def test_a_second_read_would_be_seen(clipped):
     """The median of absolute values shares no sum with the clipper."""
     recorder = optaxclip.record_norm(lambda tree: jax.tree.map(jnp.median, tree))

@@ -13,6 +13,8 @@ from optaxclip import (
     skip_nonfinite,
 )
 
+pytestmark = pytest.mark.slow
+
 # Two members, with norms 5 and 50 of "a", and 1 and 2 of "b".
 GRADS = {
     "a": jnp.array([[3.0, 4.0], [30.0, 40.0]]),

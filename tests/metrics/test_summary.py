@@ -70,6 +70,7 @@ def test_tensors_with_several_rules_are_compared():
     np.testing.assert_allclose(found["clip/worst_ratio"], 1000, rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_units_name_the_tensor_of_the_worst_unit():
     grads = {"a": jnp.ones((2, 5)), "b": jnp.ones((3, 4)).at[0, 1].set(50.0)}
     found = summary(after(optaxclip.clip_by_unitwise_norm(2.0), grads))

@@ -13,6 +13,7 @@ CLIPPERS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CLIPPERS)
 def test_elements_are_counted_for_any_size(name):
     (size,) = jax.export.symbolic_shape("size")

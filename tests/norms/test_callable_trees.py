@@ -13,6 +13,8 @@ import pytest
 import optaxclip
 from optaxclip import rules
 
+pytestmark = pytest.mark.slow
+
 
 @partial(jax.tree_util.register_dataclass, data_fields=["w", "b"], meta_fields=[])
 @dataclasses.dataclass

@@ -356,6 +356,7 @@ def assert_right_at_the_ends(name, ord):
     )
 
 
+@pytest.mark.slow
 @every_order
 def test_small_complex_values_are_not_lost(ord):
     assert_right_at_the_ends("small complex", ord)
@@ -696,6 +697,7 @@ def slopes_and_differences():
         }
 
 
+@pytest.mark.slow
 @every_order
 def test_derivative_equals_finite_differences(ord):
     *slopes, difference = slopes_and_differences()[ord]
@@ -915,6 +917,7 @@ def sums_in(function, *arguments):
     return module_for("cpu", function, *arguments).count("applies stablehlo.add")
 
 
+@pytest.mark.slow
 @only_by_a_cpu
 def test_a_cpu_has_two_sums_to_choose_from_where_it_pays():
     leaf, wide = large(), large(2, 33000)
@@ -973,6 +976,7 @@ BATCHES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ord", [None, 5.0, math.inf, "rms", "average"])
 def test_norms_can_be_exported_for_batches_of_any_size(ord):
     def norms(x):
@@ -994,6 +998,7 @@ def test_clippers_can_be_exported_for_batches_of_any_size():
     check_exported(lambda x: [apply(clipper, x)[0] for clipper in clippers])
 
 
+@pytest.mark.slow
 def test_units_by_rank_can_be_exported_for_batches_above_1():
     """Of a batch of 1 the leaf is a vector, which no program for any size can know."""
     clipper = optaxclip.clip_by_unitwise_norm(0.1)
@@ -1004,6 +1009,7 @@ def test_units_by_rank_can_be_exported_for_batches_above_1():
     check_exported(units, sizes=(2, 5))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ord", [None, "rms", "average"])
 @pytest.mark.parametrize("axis", [None, -1])
 def test_clip_cotangent_can_be_exported_for_batches_of_any_size(axis, ord):
@@ -1042,6 +1048,7 @@ def test_a_norm_on_an_accelerator_has_no_float64(ord, platform):
     assert "f64" not in module_for(platform, norms, random_leaves("mixed", 21))
 
 
+@pytest.mark.slow
 @on_accelerator
 def test_a_clipper_on_an_accelerator_has_no_float64(platform):
     leaves = random_leaves("mixed", 22)
@@ -1141,6 +1148,7 @@ def test_norms_by_accelerators_hold_the_whole_range(largest, ord, way):
     )
 
 
+@pytest.mark.slow
 @accelerator
 @pytest.mark.parametrize("kind", UNITS_OF_EACH_KIND)
 def test_units_by_accelerators_are_within_1e_6(kind, way):
@@ -1149,6 +1157,7 @@ def test_units_by_accelerators_are_within_1e_6(kind, way):
     np.testing.assert_allclose(found_by(way)[2][kind], expected, 1e-6)
 
 
+@pytest.mark.slow
 @accelerator
 def test_values_of_all_bins_add_up_by_accelerators(way):
     # Next to each other, across both borders of the bins, and at the ends.
@@ -1163,6 +1172,7 @@ def test_values_of_all_bins_add_up_by_accelerators(way):
     np.testing.assert_allclose(found, expected, 1e-6)
 
 
+@pytest.mark.slow
 @accelerator
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 def test_a_broken_number_is_seen_by_accelerators(value, way):
@@ -1235,6 +1245,7 @@ def test_long_sums_are_within_1e_6(values, way):
     np.testing.assert_allclose(norm, expected, 1e-6)
 
 
+@pytest.mark.slow
 @accelerator
 def test_64_bit_leaves_keep_64_bits_by_accelerators(way):
     values = np.random.default_rng(21).standard_normal(1000)
@@ -1327,6 +1338,7 @@ def test_an_order_may_be_a_number_of_any_kind(ord):
     assert optaxclip.global_norm(jnp.array([3.0, -4.0]), ord=ord) == 7.0
 
 
+@pytest.mark.slow
 def test_one_leaf_of_64_bits_makes_the_norm_of_all_64_bits():
     with jax.enable_x64(True):
         norm = optaxclip.global_norm(
@@ -1360,6 +1372,7 @@ def reverse_twice(function):
     return jax.jacrev(jax.jacrev(function))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ord", TWICE)
 def test_second_derivatives_are_finite_at_zero(ord):
     assert all(np.isfinite(x).all() for x in second_derivatives(jax.hessian)[ord])
@@ -1398,6 +1411,7 @@ def test_the_vector_of_each_stacked_layer_is_a_unit():
     )
 
 
+@pytest.mark.slow
 def test_the_largest_share_their_derivative():
     x = jnp.array([2.0, 1.0, -2.0, 0.0])
     np.testing.assert_allclose(
@@ -1406,6 +1420,7 @@ def test_the_largest_share_their_derivative():
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ord", TWICE)
 def test_second_derivatives_by_reverse_mode_are_finite_at_zero(ord):
     assert all(np.isfinite(x).all() for x in second_derivatives(reverse_twice)[ord])

@@ -15,6 +15,8 @@ import optaxclip
 from tests import sharded
 from tests.sharded import mesh_of, on_each_part
 
+pytestmark = pytest.mark.slow
+
 # Inputs, layers, outputs. The leaves are split along different axes.
 SHAPES = {"wi": (8, 4, 6), "wo": (6, 4, 8), "scale": (8, 4), "table": (10, 8)}
 SPECS = {
@@ -69,7 +71,6 @@ def assert_alike(have, name):
 
 @pytest.mark.parametrize("typed", [True, False], ids=["typed", "untyped"])
 @pytest.mark.parametrize("name", CLIPPERS)
-@pytest.mark.slow
 def test_layers_in_shard_map_equal_those_on_one_device(name, typed):
     mesh = mesh_of((2, 4), ("x", "y"))
     clipper = CLIPPERS[name](mesh_axes=SPECS)
@@ -93,7 +94,6 @@ def test_layers_under_jit_equal_those_on_one_device(name, kind):
 
 
 @pytest.mark.parametrize("method", ["svd", "newton_schulz"])
-@pytest.mark.slow
 def test_spectral_layers_on_an_explicit_mesh_stay_split(method):
     clipper = optaxclip.clip_by_spectral_norm(2.0, method=method, stacked=STACKED)
     mesh = mesh_of((2, 4), ("x", "y"), kind=AxisType.Explicit)
@@ -107,7 +107,6 @@ def test_spectral_layers_on_an_explicit_mesh_stay_split(method):
         np.testing.assert_allclose(x, want[leaf], 1e-4, 1e-5)
 
 
-@pytest.mark.slow
 def test_the_sum_of_layers_takes_one_more_collective():
     mesh = mesh_of((2, 4), ("x", "y"))
     clipper = CLIPPERS["adagc"](mesh_axes=SPECS)
@@ -122,7 +121,6 @@ def test_the_sum_of_layers_takes_one_more_collective():
 
 
 @pytest.mark.parametrize("typed", [True, False], ids=["typed", "untyped"])
-@pytest.mark.slow
 def test_constraints_in_shard_map_equal_those_on_one_device(typed):
     def body(params, updates, mesh_axes=SPECS):
         units = optaxclip.clip_by_unitwise_norm(

@@ -214,6 +214,7 @@ FULL = {
 }  # fully sharded: no leaf is replicated
 
 
+@pytest.mark.slow
 @typed_or_not
 def test_names_of_axes_say_that_every_leaf_is_split_over_them(options):
     updates = {name: UPDATES[name] for name in FULL}
@@ -313,6 +314,7 @@ def places(spec, leaf):
     )
 
 
+@pytest.mark.slow
 @typed_or_not
 def test_norms_and_record_norm_take_mesh_axes(options):
     units = {leaf: places(spec, leaf) for leaf, spec in SPECS.items()}
@@ -346,6 +348,7 @@ def test_norms_and_record_norm_take_mesh_axes(options):
     assert_close(groups, {"body": of_group["grid"], "head": of_group["bias"]}, 2e-7)
 
 
+@pytest.mark.slow
 def test_the_derivative_of_a_sharded_norm_is_the_direction():
     def body(tree):
         return jax.grad(lambda x: optaxclip.global_norm(x))(tree)
@@ -360,6 +363,7 @@ def test_the_derivative_of_a_sharded_norm_is_the_direction():
 BROKEN_SPECS = {"bias": P(), "folded": P(("x", "y"))}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["jit", "typed", "untyped"])
 def test_one_bad_value_on_any_device_is_seen_by_all(mode):
     builds = {
@@ -419,6 +423,7 @@ def test_one_bad_value_on_any_device_is_seen_by_all(mode):
         assert all(replicas_agree(x) for x in jax.tree.leaves((clipped, norms)))
 
 
+@pytest.mark.slow
 @typed_or_not
 def test_sixteen_bit_shards_are_summed_without_overflow(options):
     specs = {"brain": P(None, "x"), "full": P(None, "x"), "half": P("x")}
@@ -528,6 +533,7 @@ def test_clipping_before_the_mean_is_another_algorithm(mode):
     assert norm_of(difference) > 0.3  # of a vector of length 1
 
 
+@pytest.mark.slow
 def test_stages_in_own_programs_are_clipped_by_a_common_norm():
     meshes = [
         jax.make_mesh((4,), ("x",), axis_types=(AxisType.Auto,), devices=devices)
@@ -625,6 +631,7 @@ def test_the_state_of_norms_of_whole_leaves_is_replicated(options):
         assert int(state.step) == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("axes", ["auto", SPECS], ids=["auto", "specs"])
 def test_a_state_made_outside_shard_map_goes_in_and_comes_out(axes):
     clipper = optaxclip.clip_by_global_norm(0.5, mesh_axes=axes)

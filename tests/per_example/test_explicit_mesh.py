@@ -26,6 +26,7 @@ def placed(array, spec):
     return jax.device_put(array, NamedSharding(MESH, spec))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["one_pass", "two_pass", "auto"])
 @pytest.mark.parametrize("split", SPLITS)
 def test_it_gives_what_it_gives_on_one_device(method, split):

@@ -57,6 +57,7 @@ def test_an_infinite_limit_and_one_that_clips_nothing_will_do():
         )
 
 
+@pytest.mark.slow
 def test_a_sum_is_told_by_mean_false():
     result = clipped_grad(loss, None, mean=False)(PARAMS, IMAGES, TARGETS)
     close(noise_scale(result, mean=False), of_each())
@@ -88,6 +89,7 @@ def test_an_example_with_gradient_zero_counts():
     close(noise_scale(result), of_each(images, targets))
 
 
+@pytest.mark.slow
 def test_it_is_the_same_under_jit():
     @jax.jit
     def scale(params):

@@ -8,6 +8,8 @@ import pytest
 from optaxclip import clipped_grad
 from optaxclip.per_example import noise_scale, per_example_layer_norm_clip
 
+pytestmark = pytest.mark.slow
+
 W, X = jnp.ones(3), jnp.arange(12.0).reshape(4, 3)
 
 

@@ -192,6 +192,7 @@ def test_the_mean_is_that_of_gradients_clipped_one_by_one(model, microbatch, met
     assert result.aux is None
 
 
+@pytest.mark.slow
 def test_the_sum_is_not_divided():
     """In two passes: see the devices of shard_map."""
     loss, params, batch = MODELS["mlp"]
@@ -275,6 +276,7 @@ def test_a_limit_for_each_part_clips_each_by_its_own_norm():
     close(result.grads, [leaf / SIZE for leaf in expected], SIZE)
 
 
+@pytest.mark.slow
 def test_a_part_without_a_limit_is_not_clipped():
     loss, params, batch = MODELS["mlp"]
     leaves = examples()[1]
@@ -293,6 +295,7 @@ def plain():
     return [np.asarray(leaf, np.float64) for leaf in jax.tree.leaves(grads)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("limit", [None, np.inf, 1e9])
 @pytest.mark.parametrize("method", METHODS)
 def test_without_a_limit_it_is_the_gradient_of_the_mean(limit, method):
@@ -300,6 +303,7 @@ def test_without_a_limit_it_is_the_gradient_of_the_mean(limit, method):
     close(program(method=method)(limit, params, batch).grads, plain(), SIZE)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "microbatch, method",
     [(None, "one_pass"), (5, "two_pass"), (None, "ghost"), (5, "ghost")],
@@ -369,6 +373,7 @@ def test_a_broken_example_contributes_nothing_and_is_counted(microbatch, bad, me
     assert not np.any(np.isfinite(result.norms[broken]))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", METHODS)
 def test_a_batch_of_broken_examples_gives_zeros(method):
     _, params, (x, label) = MODELS["mlp"]
@@ -397,6 +402,7 @@ def inner(p, x):
     return jnp.sum(p * x)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", METHODS)
 def test_zero_gradients_stay_zero(method):
     kinds = [
@@ -466,6 +472,7 @@ def test_norms_hold_over_the_range_of_float32(size):
     assert np.all(np.isfinite(result.grads))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", METHODS)
 def test_bfloat16_gradients_are_measured_and_summed_in_float32(method):
     """300 equal bfloat16 gradients: a sum in bfloat16 stops growing at 256 times the
@@ -486,6 +493,7 @@ def test_bfloat16_gradients_are_measured_and_summed_in_float32(method):
     np.testing.assert_allclose(result.norms, np.sqrt(1000), rtol=4 * EPS)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16])
 def test_16_bit_gradients_are_rounded_once(dtype):
     rows = np.random.default_rng(0).uniform(0.5, 1.0, (4, 7))
@@ -649,6 +657,7 @@ def temporary(method, batch, microbatch):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", METHODS)
 def test_memory_does_not_grow_with_the_batch(method):
     """From 16 to 1024 examples it may grow by a few numbers for each example, never by
@@ -657,6 +666,7 @@ def test_memory_does_not_grow_with_the_batch(method):
     assert abs(temporary(method, 1024, 8) - temporary(method, 16, 8)) < 1024 * 64
 
 
+@pytest.mark.slow
 def test_memory_grows_with_the_microbatch():
     gradient = 4 * (64 * 256 + 256 * 256 + 256 * 10)
     small, large = temporary("one_pass", 1024, 8), temporary("one_pass", 1024, 32)
@@ -700,6 +710,7 @@ def clipped_twice(grads, limit):
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("limit", [0.0, 0.5, 4.0, 100.0, np.inf])
 def test_healthy_gradients_give_what_optax_gives(limit):
     ours, theirs = clipped_twice(batches(), limit)["all"]

@@ -7,6 +7,8 @@ import pytest
 
 from optaxclip.per_example import clipped_grad
 
+pytestmark = pytest.mark.slow
+
 
 def squared_error(w, x, y):
     return 0.5 * (x @ w - y) ** 2
@@ -32,7 +34,6 @@ def close(found, expected):
     assert error <= 8 * np.finfo(np.float32).eps * np.linalg.norm(expected)
 
 
-@pytest.mark.slow
 def test_every_further_argument_is_a_batch():
     w, x, y = arrays()
     result = clipped_grad(squared_error, 0.7)(w, x, y)
@@ -40,7 +41,6 @@ def test_every_further_argument_is_a_batch():
     close(result.grads, expected)
 
 
-@pytest.mark.slow
 def test_a_shared_argument_is_the_same_for_all_examples():
     w, x, _ = arrays()
     grad = clipped_grad(squared_error, 0.7, shared_argnums=2)
@@ -67,7 +67,6 @@ def test_a_shared_argument_may_be_a_function():
     close(result.grads, expected)
 
 
-@pytest.mark.slow
 def test_each_example_has_its_own_key():
     w, x, y = arrays()
     keys = jax.random.split(jax.random.key(0), 5)

@@ -6,6 +6,8 @@ import pytest
 
 from optaxclip import clipped_grad
 
+pytestmark = pytest.mark.slow
+
 TABLE = np.arange(1.0, 7.0).reshape(3, 2)
 # Row 1, and what is no row: 3 is beyond the end, and -4 before the beginning.
 INDEX = np.array([[1, 3], [1, -4], [1, 1]])

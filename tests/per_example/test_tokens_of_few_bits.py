@@ -6,6 +6,8 @@ import pytest
 
 from optaxclip import clipped_grad
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.mark.parametrize(
     "dtype, rows", [("uint8", 256), ("uint8", 257), ("int8", 128), ("int16", 40_000)]

@@ -7,6 +7,8 @@ import pytest
 
 from optaxclip import clipped_grad
 
+pytestmark = pytest.mark.slow
+
 W = np.arange(6.0).reshape(3, 2)
 # Four examples of one position each: nothing is left of the positions before the last.
 X = np.linspace(-1.0, 1.0, 12).reshape(4, 1, 3)

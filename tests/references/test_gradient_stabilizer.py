@@ -12,8 +12,11 @@ norm that is 0, NaN or inf enters nothing and does not count.
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from optaxclip import adagn
+
+pytestmark = pytest.mark.slow
 
 GAMMA1, GAMMA2, EPS = 0.6, 0.999, 1e-12
 SHAPES = {"matrix": (5, 3), "vector": (7,)}

@@ -105,6 +105,7 @@ def test_a_quantile_of_the_past_is_that_of_pypi_autoclip(window):
     assert_steps(updates, every["clipped"])
 
 
+@pytest.mark.slow
 def test_standard_deviations_do_not_give_nan_in_the_second_step():
     """PyPI's StandardClip takes the deviation of one norm there, and forgets the
     mean.

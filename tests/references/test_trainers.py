@@ -12,6 +12,8 @@ import optaxclip
 from optaxclip import rules
 from tests.references import trainers
 
+pytestmark = pytest.mark.slow
+
 STEPS = 400
 
 
@@ -141,7 +143,6 @@ def test_a_broken_norm_blocks_a_trainer_for_a_window(trainer, broken):
     assert skips(ours[trainer](), norms, losses).nonzero()[0].tolist() == [150]
 
 
-@pytest.mark.slow
 def test_a_nan_in_the_warm_up_is_applied_by_both_trainers():
     norms, losses = HISTORIES["calm"].copy()
     norms[5] = np.nan

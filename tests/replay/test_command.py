@@ -9,6 +9,8 @@ from optaxclip.replay import __main__ as command
 from optaxclip.replay import suggest
 from optaxclip.replay.__main__ import main
 
+pytestmark = pytest.mark.slow
+
 NORMS = np.exp(np.random.default_rng(0).normal(size=400))
 
 
@@ -25,20 +27,17 @@ def printed(capsys, *arguments):
     return capsys.readouterr().out
 
 
-@pytest.mark.slow
 def test_it_says_which_column_it_guessed_and_how_to_choose(log, capsys):
     guess, others, *_ = printed(capsys, log).splitlines()
     assert guess == "Norms: column 'train/grad_norm' of run.csv, taken by its name."
     assert others == "--column NAME takes another one: 'Step', 'train/loss'."
 
 
-@pytest.mark.slow
 def test_a_column_that_was_chosen_is_no_guess(log, capsys):
     text = printed(capsys, log, "--column", "Step").splitlines()[0]
     assert text == "Norms: column 'Step' of run.csv."
 
 
-@pytest.mark.slow
 def test_one_row_is_recommended_that_clips_one_percent(log, capsys):
     (best,) = [row for row in suggest(NORMS) if row.recommended]
     assert best.limit == pytest.approx(np.quantile(NORMS, 0.99), rel=0.01)
@@ -48,13 +47,11 @@ def test_one_row_is_recommended_that_clips_one_percent(log, capsys):
     assert f"-> Start with {best.rule}: it clips 1.0% of these steps." in text
 
 
-@pytest.mark.slow
 def test_norms_that_never_change_have_a_recommendation_too():
     (best,) = [row for row in suggest(np.ones(50)) if row.recommended]
     assert best.limit == 1.0
 
 
-@pytest.mark.slow
 def test_the_rows_of_the_table_are_python(log, capsys):
     lines = printed(capsys, log).splitlines()
     rows = [line[2:].split(None, 3)[3] for line in lines if "%  " in line]
@@ -68,7 +65,6 @@ def test_the_rows_of_the_table_are_python(log, capsys):
         assert optaxclip.metrics(state)
 
 
-@pytest.mark.slow
 def test_a_picture_is_replaced_only_with_force(log, capsys):
     picture = log.with_suffix(".png")
     picture.write_text("mine")
@@ -85,14 +81,12 @@ def test_a_picture_elsewhere_is_not_replaced_either(log, tmp_path, capsys):
     assert picture.read_text() == "mine"
 
 
-@pytest.mark.slow
 def test_nothing_but_the_picture_is_written(log, capsys):
     before = set(log.parent.iterdir())
     printed(capsys, log)
     assert set(log.parent.iterdir()) - before == {log.with_suffix(".png")}
 
 
-@pytest.mark.slow
 def test_the_recommended_limit_is_drawn(log, monkeypatch):
     drawn = []
     plot = command.plot_history

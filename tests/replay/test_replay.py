@@ -87,6 +87,7 @@ def test_a_thousand_rules_at_once():
     assert np.all(np.diff(rates) <= 0) and rates[0] > 0.5
 
 
+@pytest.mark.slow
 def test_the_norms_of_a_real_run_can_be_replayed():
     """metrics() of every step, written as JSON lines: what a fixed limit would have
     done to a run that was not clipped is what it did where nothing depends on it.
@@ -233,6 +234,7 @@ def test_a_log_that_is_no_text_is_named(tmp_path, content, suffix):
         main([str(path)])
 
 
+@pytest.mark.slow
 def test_the_command_prints_a_table_and_draws_a_picture(tmp_path, capsys):
     main([str(write_csv(tmp_path / "run.csv"))])
     printed = capsys.readouterr().out
@@ -377,6 +379,7 @@ def test_the_command_ends_with_one_line_where_a_log_is_of_no_use(tmp_path):
         main([str(log_of(tmp_path / "run.csv", [1.0]))])
 
 
+@pytest.mark.slow
 def test_the_command_does_without_matplotlib(tmp_path, capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     main([str(log_of(tmp_path / "run.csv", [*range(1, 11), np.nan, np.inf]))])

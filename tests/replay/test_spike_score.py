@@ -144,6 +144,7 @@ def test_a_norm_measured_elsewhere_is_taken():
     assert state.norm == 7
 
 
+@pytest.mark.slow
 def test_the_recorder_stands_in_a_chain_that_gets_the_loss():
     optimizer = optax.chain(optaxclip.record_spikes(), optax.adam(0.1))
     params = jnp.ones(2)

@@ -718,6 +718,7 @@ SAME = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SAME)
 def test_a_named_clipper_hands_all_its_arguments_to_its_rule(name):
     build, rule, shrink = SAME[name]
@@ -746,6 +747,7 @@ def test_a_scope_hands_on_nonfinite_and_mesh_axes(scope):
         clipper.update(jnp.ones(1), state)
 
 
+@pytest.mark.slow
 def test_adagc_takes_norms_from_elsewhere_and_limits_from_step_0():
     clipper = optaxclip.adagc(max_norm=lambda step: 1.0 + step)
     grads = {"a": jnp.array([3.0, 4.0])}
@@ -766,6 +768,7 @@ def test_adaclip_takes_stacked_grad_norm_and_nonfinite():
     assert not updates.any()
 
 
+@pytest.mark.slow
 def test_adaclip_makes_a_broken_tensor_nan_and_keeps_what_fits():
     clipper = optaxclip.adaclip(0.5)
     _, first = clipper.update(jnp.array([1.0, 0.5]), clipper.init(jnp.zeros(2)))
@@ -844,6 +847,7 @@ def test_spam_passes_on_leaves_that_are_not_clipped():
     assert np.all(updates["w"] < 1)
 
 
+@pytest.mark.slow
 def test_spam_keeps_its_own_average_where_another_is_given():
     clipper = optaxclip.spam(every=1, warmup=0)
     _, state = clipper.update(jnp.array([2.0]), clipper.init(jnp.zeros(1)))
@@ -879,6 +883,7 @@ def test_momentum_starts_anew_and_the_step_rises_along_a_cosine():
         )
 
 
+@pytest.mark.slow
 def test_reset_momentum_names_itself_and_restarts_from_weights():
     for text, build in {
         "reset_momentum: every must be at least 1": lambda: optaxclip.reset_momentum(
@@ -905,6 +910,7 @@ def test_reset_momentum_names_itself_and_restarts_from_weights():
 SPAM_TO_2 = {"threshold": 16.0, "decay": 0.75, "warmup": 0, "every": None}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", SMALL_FLOATS)
 def test_spam_cuts_spikes_of_small_floats(dtype):
     clipper = optaxclip.spam(**SPAM_TO_2)
@@ -915,6 +921,7 @@ def test_spam_cuts_spikes_of_small_floats(dtype):
     assert updates.dtype == dtype and state.second_moment.dtype == jnp.float32
 
 
+@pytest.mark.slow
 def test_spam_cuts_a_python_number():
     clipper = optaxclip.spam(**SPAM_TO_2)
     _, state = clipper.update(1.0, clipper.init(1.0))

@@ -223,6 +223,7 @@ def test_empty_trees_and_other_leaves_pass_through(name):
         assert updates["w"].shape == (2, 2) and len(state.by_name()) == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
     [
@@ -357,6 +358,7 @@ def test_inside_the_wrappers_of_optax(name):
         )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "factory",
     [

@@ -4,9 +4,12 @@ import math
 
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 import optaxclip
 from optaxclip import rules
+
+pytestmark = pytest.mark.slow
 
 NORMS = [5.0, 5.0, 5.0, 9.0]
 

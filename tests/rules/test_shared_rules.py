@@ -17,6 +17,7 @@ MAKERS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MAKERS)
 def test_one_rule_twice_is_two_equal_rules(name):
     shared, make = MAKERS[name](), MAKERS[name]

@@ -97,6 +97,7 @@ def test_weights_after_a_step_are_those_of_the_equation(name):
     np.testing.assert_allclose(have, want, 8 * eps_of(np.float32), 1e-7)
 
 
+@pytest.mark.slow
 def test_singular_values_of_weights_are_held():
     weights, updates = drawn((9, 7)), drawn((9, 7), seed=1)
     clipper = optaxclip.clip_by_spectral_norm(2.0)
@@ -206,6 +207,7 @@ def test_without_the_constraint_adamw_leaves_the_limit():
     assert np.linalg.norm(weights, axis=1).max() > 4
 
 
+@pytest.mark.slow
 def test_complex_weights_are_held_by_modulus():
     weights = drawn((6, 5)) + 1j * drawn((6, 5), seed=1)
     updates = np.complex64(weights[::-1])
@@ -225,6 +227,7 @@ def test_integer_and_none_leaves_pass():
     np.testing.assert_allclose(steps["w"], [-2.0], 1e-6)
 
 
+@pytest.mark.slow
 @every_dtype
 def test_it_works_under_strict_dtype_promotion(dtype):
     clipper = constrain(optaxclip.clip_by_global_norm(0.5))
@@ -234,6 +237,7 @@ def test_it_works_under_strict_dtype_promotion(dtype):
     assert steps.dtype == dtype
 
 
+@pytest.mark.slow
 def test_a_broken_step_that_is_cleared_leaves_the_weights():
     params = {"a": jnp.array([0.3, 0.4]), "b": jnp.array([0.5])}
     broken = {"a": jnp.array([jnp.nan, 0.0]), "b": jnp.array([0.1])}

@@ -3,8 +3,11 @@
 import jax.numpy as jnp
 import numpy as np
 import optax
+import pytest
 
 import optaxclip
+
+pytestmark = pytest.mark.slow
 
 
 def test_constrain_goes_on_from_a_state_of_optax():

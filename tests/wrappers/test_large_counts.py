@@ -8,6 +8,8 @@ import pytest
 
 import optaxclip
 
+pytestmark = pytest.mark.slow
+
 MOST = np.iinfo(np.int32).max
 GRADS = jnp.array([3.0, 4.0])
 

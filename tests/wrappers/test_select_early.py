@@ -85,6 +85,7 @@ def test_a_new_state_that_is_a_python_number_is_kept():
     same_bits(taken, (GRADS, jax.tree.map(jnp.asarray, wanted)))
 
 
+@pytest.mark.slow
 def test_typed_keys_in_state_and_updates_are_selected():
     def update(grads, state, params):
         return grads, jax.random.split(state)[0]

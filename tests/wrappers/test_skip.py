@@ -242,6 +242,7 @@ def test_metrics_tell_skips_and_reach_inner_clippers():
     )
 
 
+@pytest.mark.slow
 def test_no_branch_surrounds_the_collectives():
     mesh = Mesh(np.asarray(jax.devices()[:4]), ("x",))
     optimizer = optaxclip.skip_spikes(
@@ -403,6 +404,7 @@ def test_skipping_names_its_rules():
     )
 
 
+@pytest.mark.slow
 def test_skipping_measures_64_bits_in_64_bits():
     with jax.enable_x64(True):
         optimizer = optaxclip.skip_spikes(optax.sgd(0.1), 1.0)

@@ -1,0 +1,67 @@
+"""Averages whose decay is 1: no norm is forgotten."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import optaxclip
+from optaxclip import rules
+
+NORMS = np.array([1.0, 4.0, 2.0, 9.0, 3.0, 0.5])
+MEANS = np.cumsum(NORMS) / np.arange(1, 7)
+
+
+def limits(rule, norms=NORMS):
+    return np.asarray(optaxclip.replay.run(rule, norms).limits, np.float64)
+
+
+@pytest.mark.parametrize("decay", [1.0, lambda step: 1.0, jnp.bfloat16(0.999)])
+def test_a_corrected_average_is_the_mean_of_all(decay):
+    np.testing.assert_allclose(limits(rules.ema(decay)), MEANS, rtol=1e-6)
+
+
+def test_a_long_mean_of_all_stays_a_mean():
+    norms = np.random.default_rng(0).lognormal(size=20_000).astype(np.float32)
+    found = limits(rules.ema(1.0), norms)[-1]
+    # Each step rounds once, by half an eps of float32 at most.
+    np.testing.assert_allclose(found, norms.mean(dtype=np.float64), rtol=1e-4)
+
+
+def test_a_ratio_is_of_the_mean_of_all():
+    rule = rules.ema_ratio(2.0, 1.0, corrected=True, remember="raw")
+    np.testing.assert_allclose(limits(rule)[1:], 2 * MEANS[:-1], rtol=1e-6)
+
+
+def test_moments_are_means_of_all():
+    squares = np.cumsum(NORMS**2) / np.arange(1, 7)
+    rule = rules.moments_ratio(1.0, 1.0, eps=0.0)
+    np.testing.assert_allclose(limits(rule), MEANS / np.sqrt(squares), rtol=1e-6)
+
+
+def test_logarithms_have_the_deviation_of_all():
+    # Falling norms, since those over their limit would be remembered as shorter.
+    norms = np.sort(NORMS)[::-1]
+    logs = np.log1p(norms)
+    wanted = [
+        np.expm1(logs[:n].mean() + 4 * max(logs[:n].std(), 1e-3)) for n in range(1, 6)
+    ]
+    rule = rules.log_z_score(4.0, 1.0, warmup=1)
+    # An exponent of up to 6 has an error of some eps of float32.
+    np.testing.assert_allclose(limits(rule, norms)[1:], wanted, rtol=1e-5)
+
+
+def test_an_uncorrected_average_keeps_the_first_norm():
+    rule = rules.ema_ratio(2.0, 1.0, remember="raw")
+    np.testing.assert_array_equal(limits(rule)[1:], 2.0)
+
+
+def test_a_decay_that_becomes_1_keeps_the_average():
+    rule = rules.ema(lambda step: jnp.where(step < 2, 0.5, 1.0))
+    np.testing.assert_allclose(limits(rule), [1, 3, 3, 3, 3, 3], rtol=1e-6)
+
+
+def test_a_decay_below_1_forgets_what_one_of_1_saw():
+    rule = rules.ema(lambda step: jnp.where(step < 3, 1.0, 0.5))
+    # The weights of the first three are those of a decay of 1, which is none.
+    expected = [*MEANS[:3], 9, (0.5 * 9 + 3) / 1.5, (0.25 * 9 + 0.5 * 3 + 0.5) / 1.75]
+    np.testing.assert_allclose(limits(rule), expected, rtol=1e-6)
