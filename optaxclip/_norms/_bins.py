@@ -57,6 +57,10 @@ def squares_in_bins(leaf: jax.Array) -> Bins:
 def sum_on_tpu(leaf: jax.Array, dims: Dims) -> Bins:
     """Sums in bins, as three reductions that a TPU computes in one read."""
     keep = dims is not None
+    if keep and not is_on_one_device(leaf):
+        # Three arrays for each leaf are more than XLA puts into one collective.
+        stack = jnp.stack(squares_in_bins(leaf))
+        return Bins(*jnp.sum(stack, [i + 1 for i in dims], keepdims=True))
     return Bins(
         *(jnp.sum(x, dims, keepdims=keep) for x in squares_in_bins(leaf))
     )

@@ -5,7 +5,8 @@
     norms of the units of N leaves   float32[N, 1, units], for each number of units
     norms of the units of one leaf   float32[1, units]
 
-What a clipper computes for each norm, it computes once for all norms of a block.
+What a clipper computes for each norm, it computes once for all norms of a block. N is
+at most 5 for arrays.
 """
 
 import itertools
@@ -18,6 +19,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from . import _prefix as prefix
+
+# Norms that are arrays in one block. All leaves of a block are read before the first of
+# them is multiplied, and a TPU reads those again that it could not keep on its chip. Of
+# AGC on GPT-2 small a v5e moves 3.80 GB with 1, 3.98 with 5 and 4.20 with any number.
+ARRAYS = 5
 
 
 class Place(NamedTuple):
@@ -83,15 +89,21 @@ def _kind(norm: Any) -> Any:
 def places_of(kinds: list[Any]) -> list[Place]:
     """Where each norm goes: those of one kind are the rows of a block.
 
-    The kind of scalars is (). An array alone of its kind has no row.
+    The kind of scalars is (), whose block has any number of rows. Arrays begin another
+    block when one has `ARRAYS` of them, and one that is alone in its block has no row.
     """
-    blocks = {kind: number for number, kind in enumerate(dict.fromkeys(kinds))}
-    counts, rows = Counter(kinds), {kind: itertools.count() for kind in blocks}
+    counts: Counter[Any] = Counter()
+    keys = []
+    for kind in kinds:
+        keys.append((kind, counts[kind] // ARRAYS if kind else 0))
+        counts[kind] += 1
+    blocks = {key: number for number, key in enumerate(dict.fromkeys(keys))}
+    sizes, rows = Counter(keys), {key: itertools.count() for key in blocks}
     places = []
     # Kinds [a, b, a] -> (0, 0), (1, None), (0, 1).
-    for kind in kinds:
-        alone = kind and counts[kind] == 1
-        places.append(Place(blocks[kind], None if alone else next(rows[kind])))
+    for key in keys:
+        alone = key[0] and sizes[key] == 1
+        places.append(Place(blocks[key], None if alone else next(rows[key])))
     return places
 
 

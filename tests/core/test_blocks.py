@@ -104,3 +104,15 @@ def test_units_split_in_different_ways_are_in_different_blocks(typed):
         np.testing.assert_allclose(have[name], want[name], rtol=1e-6)
         norms = state.by_name()[name].norm, alone.by_name()[name].norm
         np.testing.assert_allclose(*norms, rtol=1e-6)
+
+
+def test_the_sixth_leaf_of_a_shape_begins_a_block():
+    names = "abcdefgh"
+    grads = {name: jnp.full((2, 3), i + 1.0) for i, name in enumerate(names)}
+    clipper = optaxclip.clip_by_unitwise_norm(1.0)
+    updates, state = clipper.update(grads, clipper.init(grads))
+    assert state.names == (tuple("abcde"), tuple("fgh"))
+    for name in names:
+        np.testing.assert_allclose(np.linalg.norm(updates[name], axis=0), 1, 1e-6)
+        norm = state.by_name()[name].norm
+        np.testing.assert_allclose(norm, units(grads[name]), rtol=1e-6)
