@@ -114,6 +114,7 @@ def test_stacked_layers_are_clipped_as_leaves_are(name, layout):
 
 
 @pytest.mark.parametrize("name", METHODS_OF_LAYERS)
+@pytest.mark.slow
 def test_the_spike_of_one_layer_is_clipped(name):
     together, _ = both(name, "axis 1, as MaxText")
     _, grads = random_trees("axis 1, as MaxText")

@@ -52,6 +52,7 @@ def test_joined_matrices_are_clipped_as_by_decomposition(in_tiles, dtype, is_har
         assert (np.linalg.norm(error, 2, (-2, -1)) <= 4e-6 * limit[..., 0]).all()
 
 
+@pytest.mark.slow
 def test_leaves_of_several_dtypes_are_not_joined(in_tiles):
     with jax.enable_x64(True):
         singles, doubles = matrices(), matrices("float64")
@@ -63,6 +64,7 @@ def test_leaves_of_several_dtypes_are_not_joined(in_tiles):
         np.testing.assert_allclose(norm[..., 0, 0], longest, 2e-5)
 
 
+@pytest.mark.slow
 def test_joined_matrices_have_the_derivatives_of_separate_ones(monkeypatch):
     def total(leaves):
         return sum(jnp.sum(jnp.sin(3 * x)) for x in clipped(leaves, is_hard=False)[1])
@@ -81,6 +83,7 @@ def test_joined_matrices_have_the_derivatives_of_separate_ones(monkeypatch):
         np.testing.assert_allclose(x, y, 0, 1e-9 * np.max(np.abs(y)))
 
 
+@pytest.mark.slow
 def test_joined_matrices_may_have_examples(in_tiles):
     leaves = [jnp.stack([x, 2 * x]) for x in matrices()]
     _, have = jax.jit(jax.vmap(clipped))(leaves)

@@ -81,6 +81,7 @@ def test_metrics_name_each_unit_of_a_block():
 
 
 @pytest.mark.parametrize("typed", [True, False], ids=["typed", "untyped"])
+@pytest.mark.slow
 def test_units_split_in_different_ways_are_in_different_blocks(typed):
     specs = {"a": P(None, "x"), "b": P("x", None), "c": P(None, "x")}
     grads = sharded.random_tree(4, dict.fromkeys(specs, (8, 8)))

@@ -498,6 +498,7 @@ def test_the_state_keeps_its_structure_shapes_and_dtypes(name, dtype):
 
 
 @every_clipper
+@pytest.mark.slow
 def test_works_inside_every_wrapper_of_optax(name):
     (_, updates, *_), found = programs(name)
     wrapped = {"inject_hyperparams": found["inject_hyperparams"]}

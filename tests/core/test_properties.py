@@ -323,6 +323,7 @@ def assert_bound(name, leaves, clipped, limit, params):
 
 
 @every_clipper
+@pytest.mark.slow
 def test_clipped_updates_are_no_longer_than_the_limit(name):
     @properties
     @given(trees(), shares)

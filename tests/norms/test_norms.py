@@ -1189,6 +1189,7 @@ def test_a_broken_number_is_seen_by_accelerators(value, way):
 
 
 @accelerator
+@pytest.mark.slow
 def test_small_leaves_that_are_read_together_keep_their_norms(way):
     # Of several devices only those in shard_map read them together.
     leaves = random_leaves("mixed", 29, shapes=SHAPES * 3)

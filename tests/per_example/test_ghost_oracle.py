@@ -62,6 +62,7 @@ def ghost(name):
 
 
 @pytest.mark.parametrize("name", ALL)
+@pytest.mark.slow
 def test_norms_are_within_a_millionth(name):
     norms = oracle.norms_of(examples(name))
     np.testing.assert_allclose(ghost(name)[1].norms, norms, rtol=1e-6)

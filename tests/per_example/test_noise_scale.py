@@ -70,6 +70,7 @@ def test_limits_of_parts_are_joined():
 
 
 @pytest.mark.parametrize("mean", [True, False])
+@pytest.mark.slow
 def test_masked_and_broken_examples_are_left_out(mean):
     images, targets = IMAGES.copy(), TARGETS.copy()
     images[2], targets[5], images[7] = np.nan, np.inf, 1e30

@@ -47,6 +47,7 @@ def test_explain_names_itself():
 
 @pytest.mark.parametrize("method", ["auto", "ghost", "one_pass", "two_pass"])
 @pytest.mark.parametrize("value", [3.0, jnp.bfloat16(3.0)])
+@pytest.mark.slow
 def test_a_constant_is_a_loss(value, method):
     found = clipped_grad(lambda w, x: value, 1.0, method=method)(W, X)
     assert found.values.tolist() == [3.0] * 4 and not found.grads.any()
