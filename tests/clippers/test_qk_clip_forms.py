@@ -206,6 +206,7 @@ def test_a_skip_around_it_keeps_a_broken_step_out():
     assert int(state.inner_state[1].nonfinite.sum()) == 0
 
 
+@pytest.mark.slow
 def test_multi_steps_hand_on_the_logits_of_the_last():
     params = attention.weights(4, 4)
     chain = optax.chain(optax.sgd(0.0), qk_clip(20.0, **attention.PATTERNS))

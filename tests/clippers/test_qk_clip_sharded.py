@@ -133,6 +133,7 @@ def test_layers_in_a_scanned_model_are_split_too():
     assert tuple(found["q"].sharding.spec[:3]) == ("data", None, "heads")
 
 
+@pytest.mark.slow
 def test_vmap_over_runs_gives_each_its_own():
     runs = jnp.stack([LOGITS, LOGITS / 10])
     state, zero = CLIPPER.init(PARAMS), jax.tree.map(jnp.zeros_like, PARAMS)

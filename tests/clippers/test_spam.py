@@ -21,6 +21,7 @@ def test_a_huge_first_gradient_does_not_end_clipping():
     np.testing.assert_allclose(updates, np.sqrt([2 * largest] * 2), rtol=1e-6)
 
 
+@pytest.mark.slow
 def test_an_infinite_average_is_no_nan_for_debug_nans():
     clipper = optaxclip.spam(threshold=2.0, warmup=0)
     grads = jnp.array([1.0, 0.0])

@@ -139,6 +139,7 @@ def test_nearly_tied_singular_values_are_never_overrated():
 
 @both
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.slow
 def test_low_precision_is_rounded_once(method, dtype):
     x = matrix((16, 48), 20.0, 0.1, dtype=dtype)
     updates, state = clip(x, 1.0, method=method)

@@ -55,6 +55,7 @@ def test_rules_of_their_own_are_blocks_of_their_own():
     assert state.names == (("a",), ("b",), ("c",), ("d",), ("e",))
 
 
+@pytest.mark.slow
 def test_a_missing_leaf_keeps_the_row_of_its_units():
     grads = tree(2)
     clipper = optaxclip.clip_by_unitwise_norm(optaxclip.rules.growth(2.0))
@@ -107,6 +108,7 @@ def test_units_split_in_different_ways_are_in_different_blocks(typed):
         np.testing.assert_allclose(*norms, rtol=1e-6)
 
 
+@pytest.mark.slow
 def test_the_sixth_leaf_of_a_shape_begins_a_block():
     names = "abcdefgh"
     grads = {name: jnp.full((2, 3), i + 1.0) for i, name in enumerate(names)}

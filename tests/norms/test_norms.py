@@ -228,6 +228,7 @@ def test_one_large_leaf_of_ones_in_bfloat16_does_not_stagnate():
 
 
 @not_in_turn
+@pytest.mark.slow
 def test_a_leaf_far_below_the_others_still_counts():
     leaves = [
         jnp.full((3,), 1e30, jnp.float32),
@@ -363,6 +364,7 @@ def test_small_complex_values_are_not_lost(ord):
 
 
 @every_order
+@pytest.mark.slow
 def test_float16_at_its_largest_is_right(ord):
     assert_right_at_the_ends("large float16", ord)
 
@@ -583,6 +585,7 @@ def slopes_at_zero(dtype):
 
 @every_order
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16", "complex64"])
+@pytest.mark.slow
 def test_derivative_at_zero_is_finite_forward_and_reverse(dtype, ord):
     tangent, pulled_back = slopes_at_zero(jnp.dtype(dtype))[ord]
     assert tangent == 0
@@ -749,6 +752,7 @@ def test_what_is_not_clipped_has_the_second_derivative_of_itself(size):
         np.testing.assert_allclose(found, wanted, rtol=4 * EPS)
 
 
+@pytest.mark.slow
 def test_second_derivative_is_the_equation_forward_and_reverse():
     x = np.asarray(np.random.default_rng(17).standard_normal(5) * 3, np.float32)
     unit = oracles.wide(x) / oracles.norm([x])

@@ -69,6 +69,7 @@ def test_norms_are_within_a_millionth(name):
 
 
 @pytest.mark.parametrize("name", ALL)
+@pytest.mark.slow
 def test_gradients_are_within_a_millionth_of_their_norm(name):
     limit, result = ghost(name)
     oracle.close(result.grads, oracle.mean_of_clipped(examples(name), limit))

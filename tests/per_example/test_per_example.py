@@ -673,6 +673,7 @@ def test_memory_grows_with_the_microbatch():
     assert large - small > 0.9 * 24 * gradient
 
 
+@pytest.mark.slow
 def test_two_passes_need_less_memory_than_one():
     assert temporary("two_pass", 1024, 8) < 0.9 * temporary("one_pass", 1024, 8)
 
@@ -728,6 +729,7 @@ def test_healthy_gradients_give_what_optax_gives(limit):
 
 @pytest.mark.parametrize("uniform", [True, False])
 @pytest.mark.parametrize("limit", [0.0, 0.5, 4.0, np.inf])
+@pytest.mark.slow
 def test_healthy_layers_give_what_optax_gives(limit, uniform):
     ours, theirs = clipped_twice(batches(), limit)["uniform" if uniform else "by size"]
     close(ours[0], [np.asarray(leaf, np.float64) for leaf in theirs[0]], 6)

@@ -855,6 +855,7 @@ def test_spam_keeps_its_own_average_where_another_is_given():
     assert after.second_moment == state.second_moment > 0
 
 
+@pytest.mark.slow
 def test_spam_that_never_starts_anew_clips_after_its_warmup():
     clipper = optaxclip.spam(1.0, warmup=3, every=None)
     state = clipper.init(jnp.zeros(1))

@@ -402,6 +402,7 @@ def test_the_second_eager_step_compiles_nothing(name):
 
 
 @some_clippers
+@pytest.mark.slow
 def test_derivatives_are_finite(name):
     clipper, grads = built(name)[0], history("float32", 4, name)
     state = run(name, grads)[-1][1]
