@@ -174,9 +174,11 @@ def in_groups(function: Callable[..., list[Any]], *lists: Any) -> Any:
 
 
 def _apart(function: Callable[..., list[Any]], *lists: Any) -> list[Any]:
-    return [
-        function(whole, *([one] for one in each))[0] for each in zip(*lists)
-    ]
+    found = []
+    for entries in zip(*lists):
+        alone = [[entry] for entry in entries]
+        found += function(whole, *alone)
+    return found
 
 
 def _joined(function: Callable[..., list[Any]], *lists: Any) -> list[Any]:
@@ -186,7 +188,9 @@ def _joined(function: Callable[..., list[Any]], *lists: Any) -> list[Any]:
         groups.setdefault((*kind, varying(leaf)), []).append(number)
     found: dict[int, Any] = {}
     for group in groups.values():
-        own = [[entries[number] for number in group] for entries in lists]
+        own = []
+        for entries in lists:
+            own.append([entries[number] for number in group])
         found |= zip(group, function(together, *own))
     return [found[number] for number in range(len(found))]
 
