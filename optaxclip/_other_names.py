@@ -198,7 +198,9 @@ class Signature:
     def _raise_missing(self, name: str) -> NoReturn:
         places = [each for each in self.needed if each in self.positional]
         named = [
-            f"{each}=..." for each in self.needed if each not in self.positional
+            f"{each}=..."
+            for each in self.needed
+            if each not in self.positional
         ]
         # Without a default: clip_by_group_norm(max_norm, labels), or aggc(scope=...).
         example = f"{self.call}({', '.join(places + named)})"

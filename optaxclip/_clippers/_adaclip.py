@@ -99,5 +99,7 @@ def _scaled_over_limit(update: Any, scaled: Any, norm: Any, limit: Any) -> Any:
         return None
     # Compared in the dtype of the limit, since bfloat16 would round the limit. A
     # broken tensor is what the kernel made of it: all NaN, or all 0.
-    within = (jnp.abs(update).astype(limit.dtype) <= limit) & jnp.isfinite(norm)
+    within = (jnp.abs(update).astype(limit.dtype) <= limit) & jnp.isfinite(
+        norm
+    )
     return jnp.where(within, update, scaled)

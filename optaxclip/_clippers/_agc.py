@@ -90,7 +90,9 @@ def adaptive_grad_clip(
     if per_tensor:
         measure = TensorNorm(**check_measure(call, ord, **numbers))
     else:
-        measure = UnitwiseNorm(**check_measure(call, ord, axis=axis, **numbers))
+        measure = UnitwiseNorm(
+            **check_measure(call, ord, axis=axis, **numbers)
+        )
     options = {"shrink": shrink, "nonfinite": nonfinite}
     # limit = clipping * max(|W|, eps), with |W| measured as |G| is.
     rule = ShareOfParams(clipping, eps)

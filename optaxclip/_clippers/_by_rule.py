@@ -166,7 +166,9 @@ def zclip(
     rule = rule_in("zclip", ZScore, **numbers)
     # The cap is a rule beside this one, so mean and deviation do not depend on it.
     limit = rule if cap is None else minimum(rule, rule_of(cap, "zclip: cap"))
-    return clip_at(scope, limit, "zclip", nonfinite, mesh_axes, stacked=stacked)
+    return clip_at(
+        scope, limit, "zclip", nonfinite, mesh_axes, stacked=stacked
+    )
 
 
 @with_our_names

@@ -88,9 +88,10 @@ def value_clipper(
             check_order(call, (low[0], below), (high[0], above))
 
     def init(params: Any) -> ClipByValueState:
-        return ClipByValueState(jnp.zeros((), jnp.int32), no_elements_clipped())
+        step = jnp.zeros((), jnp.int32)
+        return ClipByValueState(step, no_elements_clipped())
 
-    def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
+    def update(updates: Any, state: Any, params: Any = None) -> Any:
         # A checkpoint of `optax.clip` has EmptyState here. Fixed bounds need no more.
         if begins_anew(call, state, (upper, lower)):
             state = init(params)
@@ -231,7 +232,7 @@ def _is_complex(x: jax.Array) -> bool:
 
 
 @jax.jit
-def _between(x: jax.Array, high: jax.Array, low: jax.Array | None) -> jax.Array:
+def _between(x: jax.Array, high: jax.Array, low: Any) -> jax.Array:
     """Selected, so that what lies inside stays bit for bit, in one jitted pass."""
     if low is None:
         high = jnp.maximum(high, 0)
@@ -294,7 +295,5 @@ def _whole_bounds(
         return top, held(jnp.ceil(-high))
     # 2^31 is no int32, but it wraps to -2^31, which is its own negative.
     own = jnp.iinfo(high.dtype)
-    nearest = jnp.minimum(
-        high, np.array(min(own.max, -int(info.min)), own.dtype)
-    )
-    return top, -nearest.astype(dtype)
+    end = np.array(min(own.max, -int(info.min)), own.dtype)
+    return top, -jnp.minimum(high, end).astype(dtype)

@@ -43,6 +43,7 @@ class Heads(NamedTuple):
     entries: Range = (None, None)
 
 
+ARGUMENTS = {"query": "queries", "key": "keys", "rotary": "rotary"}
 Where = Mapping[str, Any] | Callable[[str, Any], Any]
 
 
@@ -107,11 +108,11 @@ def _matches(
     role: str, where: Where | None, entries: list[tuple[Any, Any]]
 ) -> list[_Found]:
     """The leaves that `queries`, `keys` or `rotary` names."""
+    if where is None:
+        return []
     found = []
     for number, (path, leaf) in enumerate(entries):
-        heads = (
-            None if where is None else _heads_at(where, prefix.name(path), leaf)
-        )
+        heads = _heads_at(where, prefix.name(path), leaf)
         if heads is None:
             continue
         heads = heads if isinstance(heads, Heads) else Heads(heads)
@@ -122,16 +123,13 @@ def _matches(
         _check_use(use, axes, prefix.name(path), shape)
         found.append(_Found(_names(path), _shape(use, shape), use))
     # A typo in a pattern would otherwise leave weights unclipped without a word.
-    if where is not None and not found:
+    if not found:
         shown = ", ".join(repr(prefix.name(path)) for path, _ in entries)
         raise ValueError(
             f"qk_clip: {ARGUMENTS[role]}={where!r} finds no leaf: the updates have "
             f"{shown or 'none at all'}."
         )
     return found
-
-
-ARGUMENTS = {"query": "queries", "key": "keys", "rotary": "rotary"}
 
 
 def _heads_at(where: Where, name: str, leaf: Any) -> Any:
@@ -218,7 +216,8 @@ def _attention(
     name, shape = "/".join(path), own["key"][0].shape
     for each in (*own["query"], *own["key"], *own["rotary"]):
         # Grouped queries: 8 heads of queries may share 2 heads of keys.
-        fits = each.shape[:-1] == shape[:-1] and each.shape[-1] % shape[-1] == 0
+        *layers, heads = each.shape
+        fits = tuple(layers) == shape[:-1] and heads % shape[-1] == 0
         if not fits or (each.use.role == "key" and each.shape != shape):
             raise ValueError(
                 f"qk_clip: in the attention {name!r} the heads of "

@@ -130,7 +130,9 @@ class Tiling(NamedTuple):
         return _by_strips(a, b) if self.is_joined else exact_product(a, b)
 
 
-Planner = Callable[..., Tiling]  # of leaves, and of the rows that they get more
+Planner = Callable[
+    ..., Tiling
+]  # of leaves, and of the rows that they get more
 
 
 def whole(leaves: Sequence[jax.Array], more: int = 0) -> Tiling:

@@ -107,7 +107,9 @@ def given_numbers(call: str, grad_norm: Any, limit: Any) -> tuple[Any, Any]:
             check_limit(f"{call}: limit", number)
         return number_for_jit(number)
 
-    return jax.tree.map(number_for_jit, grad_norm), jax.tree.map(checked, limit)
+    return jax.tree.map(number_for_jit, grad_norm), jax.tree.map(
+        checked, limit
+    )
 
 
 def follows_schedule(numbers: Any) -> bool:
@@ -178,7 +180,9 @@ def _warn_of_integers(call: str, updates: Any) -> None:
 
 def check_kept(call: str, tree: Any, kept: Any) -> None:
     """Raises ValueError for a clipped leaf of which the state keeps nothing."""
-    updates = jax.tree_util.tree_flatten_with_path(tree, is_leaf=prefix.is_none)
+    updates = jax.tree_util.tree_flatten_with_path(
+        tree, is_leaf=prefix.is_none
+    )
     known = jax.tree.leaves(kept, is_leaf=prefix.is_none)
     for (path, leaf), own in zip(updates[0], known):
         if leaf is not None and own is None:

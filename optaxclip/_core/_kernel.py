@@ -250,7 +250,11 @@ def _limits(
 
 
 def _shrink(
-    settings: Settings, eps: Any, norm: jax.Array, limit: jax.Array, memory: Any
+    settings: Settings,
+    eps: Any,
+    norm: jax.Array,
+    limit: jax.Array,
+    memory: Any,
 ) -> tuple[jax.Array, jax.Array]:
     """(norm, new norm). Only their quotient counts. Equal: leave the updates alone."""
     long = norm + jnp.asarray(eps).astype(norm.dtype)

@@ -22,7 +22,9 @@ class Form:
     shardings may have one entry for all of it.
     """
 
-    def __init__(self, names: tuple[tuple[str, ...], ...], memory: Any) -> None:
+    def __init__(
+        self, names: tuple[tuple[str, ...], ...], memory: Any
+    ) -> None:
         self.names = names
         self.memory = memory
 

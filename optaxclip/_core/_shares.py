@@ -21,7 +21,9 @@ class ClippedElements(NamedTuple):
 
     last: jax.Array  # float32[]: in the last step
     mean: jax.Array  # float32[]: over all steps
-    recent: jax.Array  # float32[]: moving average of `last`, of about 100 steps
+    recent: (
+        jax.Array
+    )  # float32[]: moving average of `last`, of about 100 steps
 
 
 def no_elements_clipped() -> ClippedElements:
@@ -50,7 +52,9 @@ def count_clipped(
     """The shares after a step, from each leaf (before, after) that step."""
     share = _share_clipped(pairs)
     mean = old.mean + (share - old.mean) / (step.astype(jnp.float32) + 1)
-    return ClippedElements(share, mean, moving_average(old.recent, share, step))
+    return ClippedElements(
+        share, mean, moving_average(old.recent, share, step)
+    )
 
 
 def _share_clipped(pairs: Iterable[tuple[Any, jax.Array]]) -> jax.Array:

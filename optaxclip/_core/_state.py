@@ -47,7 +47,9 @@ class ClipState(NamedTuple):
     # where they were made 0. Held within the normal numbers of its dtype.
     factor: Any
     clipped: Any  # int32[N]: finite steps that changed the updates
-    clipped_recently: Any  # float32[N]: their share of about the last 100 steps
+    clipped_recently: (
+        Any  # float32[N]: their share of about the last 100 steps
+    )
     nonfinite: Any  # int32[N]: steps whose norm was NaN or inf
     memory: Any  # what the rule remembers, its arrays [N, ...]
 
@@ -177,7 +179,9 @@ def names_of_layers(name: str, shape: tuple[int, ...]) -> list[str]:
     """
     found = []
     for index in np.ndindex(shape):
-        numbers = [str(i) for i, size in zip(index, shape) if size > 1] or ["0"]
+        numbers = [str(i) for i, size in zip(index, shape) if size > 1] or [
+            "0"
+        ]
         found.append("/".join([name, *numbers]))
     return found
 

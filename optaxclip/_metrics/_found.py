@@ -156,7 +156,9 @@ def _numbered(norms: Any) -> tuple[tuple[str, ...], ...]:
 
 def _as_tuple(x: Any) -> Any:
     """Blocks in their order, from a mapping of their numbers."""
-    if not isinstance(x, Mapping) or not all(str(key).isdecimal() for key in x):
+    if not isinstance(x, Mapping) or not all(
+        str(key).isdecimal() for key in x
+    ):
         return x
     # As numbers: "10" comes after "9".
     return tuple(x[key] for key in sorted(x, key=int))

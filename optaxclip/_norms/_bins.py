@@ -115,7 +115,9 @@ def _sum_over_columns(leaf: jax.Array, axes: tuple[int, ...]) -> Bins:
     longest = max(axes, key=lambda axis: leaf.shape[axis], default=0)
     if not axes or not is_on_one_device(leaf):
         stack = jnp.stack(squares_in_bins(leaf))
-        return Bins(*jnp.sum(stack, [axis + 1 for axis in axes], keepdims=True))
+        return Bins(
+            *jnp.sum(stack, [axis + 1 for axis in axes], keepdims=True)
+        )
     rows = leaf.shape[longest]
     # Parts have one length: of 1000 rows gcd makes 8 parts. A symbolic size has one.
     parts = math.gcd(rows, PARTS) if isinstance(rows, int) else 1

@@ -241,7 +241,9 @@ def _takes_path(function: Callable[..., Any]) -> bool:
         inspect.Parameter.POSITIONAL_OR_KEYWORD,
     )
     # An argument with a default does not count: labels(tree, sep="/") takes a tree.
-    needed = [x for x in parameters if x.kind in kinds and x.default is x.empty]
+    needed = [
+        x for x in parameters if x.kind in kinds and x.default is x.empty
+    ]
     return len(needed) == 2
 
 
@@ -278,4 +280,6 @@ def _is_box(x: Any) -> bool:
 def _counts(leaf: Any) -> bool:
     # A Python number has no dtype. Those of random keys and float0 are not inexact.
     dtype = leaf.dtype if hasattr(leaf, "dtype") else jnp.result_type(leaf)
-    return bool(jnp.issubdtype(dtype, jnp.inexact)) and 0 not in jnp.shape(leaf)
+    return bool(jnp.issubdtype(dtype, jnp.inexact)) and 0 not in jnp.shape(
+        leaf
+    )

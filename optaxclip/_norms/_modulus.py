@@ -57,7 +57,10 @@ def tangent_of_modulus(x: jax.Array, change: jax.Array) -> jax.Array:
         return (jnp.sign(x) * change).astype(modulus_dtype(x))
     unit = direction(x)
     # d|z| = Re(conj(z) / |z| * dz)
-    along = jnp.real(unit) * jnp.real(change), jnp.imag(unit) * jnp.imag(change)
+    along = (
+        jnp.real(unit) * jnp.real(change),
+        jnp.imag(unit) * jnp.imag(change),
+    )
     return along[0] + along[1]
 
 

@@ -197,7 +197,9 @@ def _sum_of_powers(
         if p == 2:
             # |a + bi|^2 = a^2 + b^2, without the root of the modulus.
             parts = jnp.real(leaf), jnp.imag(leaf)
-            real, imag = (_sum_of_powers(p, wide, dims, part) for part in parts)
+            real, imag = (
+                _sum_of_powers(p, wide, dims, part) for part in parts
+            )
             return real + imag
         leaf = jnp.abs(leaf)
     if p == 2 and wide == np.float64:

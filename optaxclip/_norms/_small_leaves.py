@@ -40,10 +40,14 @@ def join_small(
     """The leaves of one norm, with small ones of one kind concatenated."""
     found, of_leaves = [], []
     # Leaves that different mesh axes split must stay apart for their collective.
-    kinds = [(_kind(place, x), splits[place]) for place, x in enumerate(leaves)]
+    kinds = [
+        (_kind(place, x), splits[place]) for place, x in enumerate(leaves)
+    ]
     for kind in dict.fromkeys(kinds):
         alike = [leaf for leaf, own in zip(leaves, kinds) if own == kind]
-        flat = [leaf.reshape(-1) for leaf in alike] if len(alike) > 1 else alike
+        flat = (
+            [leaf.reshape(-1) for leaf in alike] if len(alike) > 1 else alike
+        )
         found.append(jnp.concatenate(flat) if len(alike) > 1 else alike[0])
         of_leaves.append(kind[1])
     return found, of_leaves
@@ -58,7 +62,9 @@ def bins_of_leaves(leaves: list[jax.Array]) -> list[Bins]:
     for kind in dict.fromkeys(kinds):
         places = [place for place, own in enumerate(kinds) if own == kind]
         if len(places) == 1:
-            found[places[0]] = bins_of_leaf(sum_on_gpu, None, leaves[places[0]])
+            found[places[0]] = bins_of_leaf(
+                sum_on_gpu, None, leaves[places[0]]
+            )
             continue
         # [rows, size]: leaves of one size, whatever their shapes.
         rows = jnp.stack([leaves[place].reshape(-1) for place in places])
@@ -88,7 +94,9 @@ def bins_at_once(leaves: list[jax.Array]) -> list[Bins]:
 @jax.jit
 def _sums_of_alike(leaves: list[jax.Array]) -> list[Bins]:
     """The sums of leaves of one shape and dtype."""
-    if len(leaves) == 1 or jnp.issubdtype(leaves[0].dtype, jnp.complexfloating):
+    if len(leaves) == 1 or jnp.issubdtype(
+        leaves[0].dtype, jnp.complexfloating
+    ):
         return [bins_of_leaf(sum_on_tpu, None, leaf) for leaf in leaves]
     # Three operands for each leaf, at most 48 in one reduction.
     squares = [x for leaf in leaves for x in squares_in_bins(leaf)]

@@ -75,7 +75,9 @@ def _float32_first(leaf: jax.Array, dims: Dims) -> jax.Array:
     @of_one.def_vmap
     def of_many(axis_size: int, batched: Any, leaves: jax.Array) -> Any:
         # vmap turns cond into select, which would compute both sums.
-        with jax.enable_x64(True):  # the rule is called later than the function
+        with jax.enable_x64(
+            True
+        ):  # the rule is called later than the function
             return jax.vmap(lambda leaf: sum_in_float64(leaf, dims))(
                 leaves
             ), True

@@ -132,7 +132,9 @@ def _clip_states(state: Any) -> dict[Any, ClipState]:
     entries, _ = jax.tree_util.tree_flatten_with_path(
         state, is_leaf=lambda x: isinstance(x, ClipState)
     )
-    return {path: part for path, part in entries if isinstance(part, ClipState)}
+    return {
+        path: part for path, part in entries if isinstance(part, ClipState)
+    }
 
 
 @jax.jit

@@ -155,7 +155,9 @@ def _read(values: dict[Any, Any], atom: Any) -> jax.Array:
 
 def _select(choice: _Choice, new: Any) -> jax.Array:
     new = jnp.asarray(new)
-    old = jnp.zeros_like(new) if choice.old is None else jnp.asarray(choice.old)
+    old = (
+        jnp.zeros_like(new) if choice.old is None else jnp.asarray(choice.old)
+    )
     # Typed PRNG keys refuse astype to their own dtype.
     if old.dtype != new.dtype:
         old = old.astype(new.dtype)

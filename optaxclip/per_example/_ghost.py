@@ -202,7 +202,9 @@ def _weighed(
         return jax.tree.map(partial(shrunk, _times), kept)
     # The gradient is linear in the cotangent, and in general not in the input.
     inputs = replace_uncounted(kept.inputs, counts)
-    return Kept(inputs, jax.tree.map(partial(shrunk, stretch), kept.cotangents))
+    return Kept(
+        inputs, jax.tree.map(partial(shrunk, stretch), kept.cotangents)
+    )
 
 
 def _times(x: jax.Array, root: jax.Array) -> jax.Array:

@@ -83,7 +83,9 @@ def noise_scale(result: ClippedGrad, *, mean: bool = True) -> NoiseScale:
     divisor = size / (size + broken) if mean else size
     known = (size > 1) & ~jnp.any(clipped)
     lengths = jnp.where(counts, norms, 0)
-    return _estimated(lengths, global_norm(result.grads) / divisor, size, known)
+    return _estimated(
+        lengths, global_norm(result.grads) / divisor, size, known
+    )
 
 
 def _stacked(tree: Any) -> jax.Array:

@@ -50,7 +50,8 @@ class Operands(NamedTuple):
 
         def chosen(given: list[list[Any]]) -> list[list[Any]]:
             return [
-                _of_leaves(self.uses[n], given[n], leaves) for n in sorted(book)
+                _of_leaves(self.uses[n], given[n], leaves)
+                for n in sorted(book)
             ]
 
         def by_params(own: list[jax.Array]) -> list[list[jax.Array]]:

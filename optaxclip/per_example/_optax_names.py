@@ -132,7 +132,9 @@ def _number(argument: str, limit: Any) -> Any:
     return limit.astype(jnp.result_type(float))
 
 
-def _clip(grads: Any, limits: Limits, call: str) -> tuple[Any, list[jax.Array]]:
+def _clip(
+    grads: Any, limits: Limits, call: str
+) -> tuple[Any, list[jax.Array]]:
     """The weighted sum, and for each limit how many examples were shortened by it."""
     grads = jax.tree.map(_floating, grads)
     # Without arrays the number of examples is not known.

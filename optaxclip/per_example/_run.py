@@ -58,7 +58,9 @@ class Run(NamedTuple):
             total: Any, is_real: jax.Array, example: Any, present: jax.Array
         ) -> tuple[Any, Seen]:
             grads, seen = self.look(example, present & is_real)
-            return _plus(total, weighted_sum(grads, seen.weights, groups)), seen
+            return _plus(
+                total, weighted_sum(grads, seen.weights, groups)
+            ), seen
 
         inputs = self.batch, self.present
         return in_microbatches(step, self.zeros(), inputs, self.microbatch)
@@ -83,7 +85,9 @@ class Run(NamedTuple):
         total, _ = in_microbatches(add, self.zeros(), inputs, self.microbatch)
         return total, seen
 
-    def pulled(self, example: Any, weights: Weights, is_real: jax.Array) -> Any:
+    def pulled(
+        self, example: Any, weights: Weights, is_real: jax.Array
+    ) -> Any:
         """The weighted sum of the gradients of a microbatch, by one backward pass."""
         counts = weights.counts & is_real
         example = replace_uncounted(example, counts)
@@ -113,7 +117,9 @@ class Run(NamedTuple):
             # The norm of the norms of all leaves is that of the gradient.
             lengths = treedef.unflatten(ghost.lengths(book, present.size))
             weights = self.weights_of(lengths, present & is_real)
-            grads = treedef.unflatten(ghost.weighted_sum(book, weights, groups))
+            grads = treedef.unflatten(
+                ghost.weighted_sum(book, weights, groups)
+            )
             return _plus(total, grads), Seen(weights, values, aux)
 
         inputs = self.batch, self.present

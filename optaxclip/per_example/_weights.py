@@ -81,7 +81,12 @@ def numbered(paths: list[Any]) -> prefix.Prefix:
 
 
 def weigh(
-    grads: Any, present: jax.Array, *, limits: Limits, shrink: Shrink, call: str
+    grads: Any,
+    present: jax.Array,
+    *,
+    limits: Limits,
+    shrink: Shrink,
+    call: str,
 ) -> Weights:
     """Norms and factors of gradients with a leading batch axis."""
 

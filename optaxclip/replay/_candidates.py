@@ -26,7 +26,9 @@ class Suggestion(NamedTuple):
     clip_rate: float  # share of steps clipped, in [0, 1]
     # What the clipped steps would have been multiplied by, on average. 1 without any.
     mean_factor: float
-    recommended: bool = False  # whether to start with it: one of them is marked
+    recommended: bool = (
+        False  # whether to start with it: one of them is marked
+    )
 
 
 # The share of steps that the recommended limit clips: what stands out, and no other.
@@ -86,7 +88,10 @@ def _all_replayed(
 
 def _fixed_limits(norms: np.ndarray) -> dict[str, float]:
     """Fixed limits, by the text that makes a clipper of them."""
-    limits = [*np.quantile(norms, (0.5, 0.9, 0.95, 0.99)), 5 * np.median(norms)]
+    limits = [
+        *np.quantile(norms, (0.5, 0.9, 0.95, 0.99)),
+        5 * np.median(norms),
+    ]
     rounded = sorted({float(f"{limit:.3g}") for limit in limits})
     return {
         f"optaxclip.clip_by_global_norm({limit:g})": limit for limit in rounded

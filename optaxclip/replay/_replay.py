@@ -31,7 +31,9 @@ class Replay(NamedTuple):
 
 
 @with_our_names
-def run(rule: Any, norms: ArrayLike, *, shrink: Shrink | None = None) -> Replay:
+def run(
+    rule: Any, norms: ArrayLike, *, shrink: Shrink | None = None
+) -> Replay:
     """Runs a rule over a history of norms, as one `lax.scan`.
 
     Many rules run at once under `jax.vmap`:

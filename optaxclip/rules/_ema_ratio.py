@@ -7,7 +7,15 @@ import jax
 import jax.numpy as jnp
 
 from ._memory import Average, blend, empty_average, remembered
-from ._rule import Number, Rule, at_step, choice, fixed, number, optional_number
+from ._rule import (
+    Number,
+    Rule,
+    at_step,
+    choice,
+    fixed,
+    number,
+    optional_number,
+)
 
 # int32[norm]: norms seen. Then the averages of `ratio` and of `target`.
 Memory = tuple[jax.Array, Average, Average]

@@ -96,7 +96,10 @@ class WarmUp(Joined):
         # Both are asked in every step, so `after` has learnt when its limit counts.
         limits, memories = self.ask_all(norm, memories, step, others)
         before, after = limits
-        return jnp.where(seen < self.steps, before, after), (seen + 1, memories)
+        return jnp.where(seen < self.steps, before, after), (
+            seen + 1,
+            memories,
+        )
 
 
 @with_our_names

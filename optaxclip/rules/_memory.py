@@ -59,7 +59,9 @@ def next_place(window: Window) -> jax.Array:
 
 def oldest(window: Window) -> jax.Array:
     """The norm that the next push overwrites once the window is full."""
-    return jnp.take_along_axis(window.past, next_place(window), axis=-1)[..., 0]
+    return jnp.take_along_axis(window.past, next_place(window), axis=-1)[
+        ..., 0
+    ]
 
 
 def push(window: Window, norm: jax.Array) -> Window:
