@@ -98,10 +98,8 @@ def _mixed_gram(dense: Pair, lookup: Pair) -> tuple[jax.Array, jax.Array]:
     largest = jnp.maximum(size, looked)
     safe = jnp.where(largest > 0, largest, 1)
     size, looked = size / safe, looked / safe
-    return (
-        largest,
-        size** 2 * own + 2 * size * looked * both + looked** 2 * other,
-    )
+    total = size**2 * own + 2 * size * looked * both
+    return largest, total + looked**2 * other
 
 
 def _scaled(x: jax.Array) -> tuple[jax.Array, jax.Array]:
