@@ -1,17 +1,43 @@
 """The three bins of sums on accelerators, in one compiled program."""
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import PartitionSpec as P
 
-from optaxclip._norms._bins import EDGE, bins_of_leaf, root, sum_on_tpu
+from optaxclip._norms import _bins
+from optaxclip._norms._bins import (
+    EDGE,
+    SCALE,
+    Bins,
+    bins_of_leaf,
+    root,
+    root_on_gpu,
+    root_on_tpu,
+    sum_on_gpu,
+    sum_on_tpu,
+)
+from tests.sharded import mesh_of
 
 # The lower bin holds most of the norm, though its values are each the smaller ones.
 LENGTHS = [0, 1, 1000, 100_000]
+WAYS = {"gpu": (sum_on_gpu, root_on_gpu), "tpu": (sum_on_tpu, root_on_tpu)}
+every_way = pytest.mark.parametrize("way", WAYS)
 
 
 def norm_in_bins(leaf):
     return root(bins_of_leaf(sum_on_tpu, None, leaf))
+
+
+def norms_by(way, leaf, dims):
+    sums, root_of = WAYS[way]
+    return jax.jit(lambda x: root_of(bins_of_leaf(sums, dims, x)))(leaf)
+
+
+def norms_in_float64(leaf, dims):
+    squares = np.square(np.abs(np.asarray(leaf).astype(np.complex128)))
+    return np.sqrt(np.sum(squares, dims, keepdims=dims is not None))
 
 
 @pytest.mark.parametrize("count", LENGTHS)
@@ -20,6 +46,14 @@ def test_values_on_both_sides_of_an_edge_add_up(edge, count):
     leaf = np.float32([1.01 * edge] + [0.99 * edge] * count)
     expected = np.sqrt(np.sum(np.square(leaf, dtype=np.float64)))
     np.testing.assert_allclose(jax.jit(norm_in_bins)(leaf), expected, 1e-6)
+
+
+def test_each_bin_holds_2_to_the_37_squares_and_loses_none():
+    most, least = float(jnp.finfo("float32").max), float(jnp.finfo("float32").tiny)
+    for largest in (most / SCALE, EDGE, SCALE / EDGE):
+        assert 2.0**37 * largest**2 <= most
+    for smallest in (EDGE / SCALE, 1 / EDGE, least * SCALE):
+        assert smallest**2 >= least
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf])
@@ -34,3 +68,44 @@ def test_nan_is_seen_beside_inf():
 
 def test_bins_of_zeros_have_norm_0():
     assert jax.jit(norm_in_bins)(np.zeros(3, np.float32)) == 0
+
+
+@every_way
+@pytest.mark.parametrize("dims", [None, (0,), (2,), (0, 1), (0, 2), ()])
+@pytest.mark.parametrize("dtype", ["float32", "complex64"])
+def test_any_axes_of_a_leaf_are_summed(dtype, dims, way):
+    values = np.random.default_rng(1).standard_normal((2, 6, 10, 4)).astype(np.float32)
+    leaf = jax.lax.complex(*values) if dtype == "complex64" else jnp.asarray(values[0])
+    expected = norms_in_float64(leaf, dims)
+    found = norms_by(way, leaf, dims)
+    np.testing.assert_allclose(found, expected, 1e-6)
+    assert found.shape == expected.shape
+
+
+@every_way
+@pytest.mark.parametrize("dims", [None, (0,), (1,)])
+def test_leaves_of_several_devices_are_summed(monkeypatch, dims, way):
+    # Of a large leaf a GPU takes another way on several devices than on one.
+    monkeypatch.setattr(_bins, "SMALL", 8)
+    leaf = np.random.default_rng(2).standard_normal((8, 4)).astype(np.float32)
+    spread = jax.device_put(leaf, jax.NamedSharding(mesh_of((4,), ("x",)), P("x")))
+    expected = norms_in_float64(leaf, dims)
+    found = norms_by(way, spread, dims)
+    np.testing.assert_allclose(found, expected, 1e-6)
+    assert found.shape == expected.shape
+
+
+def test_a_gpu_sums_parts_of_the_longest_axis_first():
+    leaf = jnp.ones((3, 1000, 5))
+    program = jax.make_jaxpr(lambda x: sum_on_gpu(x, (0, 1)))(leaf)
+    # 1000 rows are 8 parts of 125.
+    shapes = [v.aval.shape for e in program.eqns for v in e.outvars]
+    assert (3, 8, 125, 5) in shapes
+
+
+@every_way
+def test_a_norm_of_everything_has_no_shape(way):
+    each = [jnp.float32(x) for x in (9.0, 16.0, 0.0)]
+    norm = WAYS[way][1](Bins(*each))
+    assert norm.shape == ()
+    np.testing.assert_allclose(norm, np.sqrt(16 + 9 * SCALE**2), 1e-6)

@@ -31,3 +31,8 @@ def test_integer_norms_are_taken_under_strict_promotion():
         clipper = optaxclip.clip_by(lambda tree: jnp.int32(2), 1.5)
         _, state = clipper.update(GRADS, clipper.init(GRADS))
     np.testing.assert_array_equal(state.norm, np.float32(2))
+
+
+def test_one_norm_for_everything_is_a_number_in_the_state():
+    for norm, shape in ((lambda tree: 2.0, ()), (lambda tree: [2.0, 3.0], (2,))):
+        assert optaxclip.record_norm(norm).init([1.0, 2.0]).norm.shape == shape

@@ -1,0 +1,83 @@
+"""Norms of groups by each way of arithmetic, called directly on this CPU."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from optaxclip._norms import _powers
+from optaxclip._norms._collectives import Split
+from optaxclip._norms._groups import Group, layout_of
+from tests import oracles
+
+# The ways of `_norms` with order 2: those of order p take it first.
+WAYS = {
+    "cpu": partial(_powers._in_float64, 2.0),
+    "gpu": _powers._in_bins_on_gpu,
+    "tpu": _powers._in_bins_on_tpu,
+    "shares": partial(_powers._by_shares, 2.0, np.float32),
+}
+every_way = pytest.mark.parametrize("way", WAYS)
+
+
+def leaf(seed, *shape):
+    values = np.random.default_rng(seed).standard_normal(shape)
+    return jnp.asarray(values, "float32")
+
+
+# Several leaves, one leaf twice in one size, none, and units of which two are alike.
+GROUPS = [
+    ([leaf(1, 3, 2), leaf(2, 4), leaf(3)], None),
+    ([leaf(4, 2, 3)], None),
+    ([leaf(5, 6)], None),
+    ([], None),
+    ([leaf(6, 5, 3)], (0,)),
+    ([leaf(7, 2, 4, 3)], (0, 1)),
+    ([leaf(8, 9, 3)], (0,)),
+]
+
+
+def groups_of(cases):
+    return [Group(leaves, dims, [Split()] * len(leaves)) for leaves, dims in cases]
+
+
+def expected_norm(leaves, dims):
+    if dims is None:
+        return oracles.norm(leaves)
+    return np.sqrt(np.sum(np.square(np.float64(leaves[0])), dims, keepdims=True))
+
+
+def norms_by(way, groups, counts=None):
+    layout = layout_of(groups)
+    leaves = [group.leaves for group in groups]
+    blocks = jax.jit(lambda x: WAYS[way](layout, x, counts))(leaves)
+    return blocks, [part.place for part in layout]
+
+
+@every_way
+def test_groups_of_every_kind_have_their_own_norms(way):
+    blocks, places = norms_by(way, groups_of(GROUPS))
+    # Two arrays of one shape are one block. The numbers are another.
+    assert [block.shape for block in blocks] == [(4,), (2, 1, 3), (1, 1, 3)]
+    for (leaves, dims), place in zip(GROUPS, places):
+        norm = blocks[place.block]
+        norm = norm if place.row is None else norm[place.row]
+        np.testing.assert_allclose(norm, expected_norm(leaves, dims), 1e-6)
+
+
+@every_way
+def test_the_norm_of_everything_is_one_number(way):
+    groups = groups_of(GROUPS[:1])
+    (norm,), _ = norms_by(way, groups)
+    assert norm.shape == ()
+    np.testing.assert_allclose(norm, expected_norm(*GROUPS[0]), 1e-6)
+
+
+@every_way
+def test_sums_are_divided_by_their_counts_before_the_root(way):
+    counts = [jnp.array([4.0, 9.0])]
+    (norms,), _ = norms_by(way, groups_of(GROUPS[1:3]), counts)
+    expected = [expected_norm(*case) for case in GROUPS[1:3]]
+    np.testing.assert_allclose(norms, expected / np.array([2.0, 3.0]), 1e-6)

@@ -1,0 +1,90 @@
+"""Small leaves that are read together, and those that are not."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from optaxclip._norms import _small_leaves
+from optaxclip._norms._bins import SMALL, root
+from optaxclip._norms._collectives import Split
+from optaxclip._norms._small_leaves import (
+    SMALL_ON_TPU,
+    bins_at_once,
+    bins_of_leaves,
+    join_small,
+)
+
+SHAPES = [(2, 3), (), (6,), (2, 3), (4,), (2, 3), (2, 3), (0,)]
+
+
+def random_leaves(shapes, dtype="float32"):
+    random = np.random.default_rng(3)
+    leaves = [random.standard_normal(shape) for shape in shapes]
+    if dtype == "complex64":
+        leaves = [leaf * np.exp(1j * random.standard_normal()) for leaf in leaves]
+    return [jnp.asarray(leaf, dtype) for leaf in leaves]
+
+
+def sizes(leaves):
+    return [leaf.size for leaf in leaves]
+
+
+def test_small_leaves_of_one_norm_are_one_leaf():
+    leaves = random_leaves([(2, 3), (4,), ()])
+    (found,), splits = join_small(leaves, [Split()] * 3)
+    expected = np.concatenate([np.ravel(leaf) for leaf in leaves])
+    np.testing.assert_array_equal(found, expected)
+    assert splits == [Split()]
+
+
+def test_leaves_of_other_kinds_stay_apart():
+    wide = jnp.ones((2, SMALL // 2 + 1))
+    leaves = [*random_leaves([(3,), (5,)]), jnp.ones(7, "bfloat16"), wide, wide]
+    found, splits = join_small(leaves, [Split(("x",)), *[Split()] * 4])
+    assert sizes(found) == [3, 5, 7, wide.size, wide.size]
+    assert splits == [Split(("x",)), *[Split()] * 4]
+    # A leaf that stays alone keeps its shape.
+    assert found[3].shape == wide.shape
+
+
+@pytest.mark.parametrize("size", [SMALL - 1, SMALL])
+def test_leaves_up_to_the_bound_are_small(size):
+    leaf = jnp.ones(size)
+    found, _ = join_small([leaf, leaf], [Split()] * 2)
+    assert sizes(found) == [2 * size]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "complex64"])
+@pytest.mark.parametrize("sums", [bins_of_leaves, bins_at_once])
+def test_each_of_the_leaves_read_together_has_its_own_norm(sums, dtype):
+    leaves = random_leaves(SHAPES, dtype)
+    found = [root(bins) for bins in sums(leaves)]
+    assert all(norm.shape == () for norm in found)
+    expected = [np.linalg.norm(np.ravel(leaf)) for leaf in leaves]
+    np.testing.assert_allclose(found, expected, 1e-6)
+
+
+def reductions(sums, leaves):
+    """How many reductions a program for these leaves has."""
+    # Inlined: a text of a program has a function that it calls twice only once.
+    with jax.disable_jit():
+        return str(jax.make_jaxpr(sums)(leaves)).count("= reduce")
+
+
+def test_a_gpu_sums_leaves_of_one_size_as_rows():
+    leaves = random_leaves([(2, 3), (6,), (3, 2), (4,)])
+    assert reductions(bins_of_leaves, leaves) == 2
+
+
+def test_a_tpu_sums_sixteen_leaves_of_one_shape_at_once(monkeypatch):
+    leaves = random_leaves([(2, 3)] * 33)
+    assert reductions(bins_at_once, leaves) == 2 + 3
+    monkeypatch.setattr(_small_leaves, "AT_ONCE", 3)
+    assert reductions(bins_at_once, leaves[:6]) == 2
+
+
+def test_large_leaves_on_a_tpu_are_summed_by_themselves():
+    leaf = jnp.ones(SMALL_ON_TPU + 1)
+    assert reductions(bins_at_once, [leaf, leaf]) == 6
+    assert reductions(bins_at_once, [leaf[1:], leaf[1:]]) == 1
