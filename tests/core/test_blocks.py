@@ -3,7 +3,9 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
+from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import optaxclip
@@ -51,8 +53,13 @@ def test_each_unit_of_a_block_keeps_its_own_limit():
 def test_rules_of_their_own_are_blocks_of_their_own():
     rule = optaxclip.rules.growth(2.0)
     limits = {"a": rule, "b": 1.0, "c": 1.0, "d": 1.0, "e": rule}
-    state = optaxclip.clip_by_unitwise_norm(limits).init(tree(0))
-    assert state.names == (("a",), ("b",), ("c",), ("d",), ("e",))
+    clipper = optaxclip.clip_by_unitwise_norm(limits)
+    begin = clipper.init(tree(0))
+    _, state = clipper.update(tree(0), begin)
+    assert state.names == begin.names == (("a",), ("b",), ("c",), ("d",), ("e",))
+    # A number is a row, and an array is none.
+    for norms in (begin.norm, state.norm):
+        assert [x.shape for x in norms] == [(1, 3), (1, 4), (1, 3), (1,), (1,)]
 
 
 @pytest.mark.slow
@@ -119,3 +126,51 @@ def test_the_sixth_leaf_of_a_shape_begins_a_block():
         np.testing.assert_allclose(np.linalg.norm(updates[name], axis=0), 1, 1e-6)
         norm = state.by_name()[name].norm
         np.testing.assert_allclose(norm, units(grads[name]), rtol=1e-6)
+
+
+def test_limits_of_a_block_may_have_any_dtype():
+    limits = {"a": 10**12, "b": jnp.bfloat16(2), "c": np.float64(0.5)}
+    clipper = optaxclip.clip_by_tensor_norm(limits)
+    grads = {name: tree(5)[name] for name in limits}
+    with jax.numpy_dtype_promotion("strict"):
+        _, state = clipper.update(grads, clipper.init(grads))
+    np.testing.assert_array_equal(state.limit, np.float32([1e12, 2, 0.5]))
+
+
+def test_an_array_in_joined_rules_is_checked_by_init():
+    rule = optaxclip.rules.minimum(jnp.ones(7), 2.0)
+    for limit in (rule, optaxclip.rules.minimum(1.0, rule)):
+        with pytest.raises(ValueError, match=r"max_norm must be .* shape \(7,\)"):
+            optaxclip.clip_by_unitwise_norm(limit).init({"a": jnp.ones((2, 3))})
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("own_rules", [False, True])
+def test_blocks_of_an_explicit_mesh_are_split_as_their_norms(own_rules):
+    clipper = optaxclip.clip_by_unitwise_norm(1.0)
+    if own_rules:
+        limits = {name: optaxclip.rules.growth(2.0) for name in "ab"}
+        clipper = optaxclip.clip_by_unitwise_norm(limits)
+    mesh = mesh_of((2,), ("x",), kind=AxisType.Explicit)
+    with jax.set_mesh(mesh):
+        grads = dict.fromkeys("ab", jnp.ones((3, 4)))
+        grads = sharded.place(grads, mesh, dict.fromkeys("ab", P(None, "x")))
+        begin = clipper.init(grads)
+        _, state = clipper.update(grads, begin)
+    specs = [jax.typeof(x).sharding.spec for x in jax.tree.leaves(begin.norm)]
+    assert specs == ([P(None, "x")] * 2 if own_rules else [P(None, None, "x")])
+    assert jax.tree.map(jax.typeof, begin) == jax.tree.map(jax.typeof, state)
+
+
+def test_rules_take_their_own_rows_of_a_block_of_norms():
+    grads = {name: tree(6)["a"] * (number + 1) for number, name in enumerate("abcd")}
+    schedule = optax.constant_schedule(0.5)
+    limits = {"a": schedule, "b": 1.0, "c": schedule, "d": 2.0}
+    clipper = optaxclip.clip_by_tensor_norm(limits)
+    updates, state = clipper.update(grads, clipper.init(grads))
+    assert state.names == (("a", "c"), ("b", "d"))
+    for name, limit in {"a": 0.5, "b": 1.0, "c": 0.5, "d": 2.0}.items():
+        norm = np.linalg.norm(np.float64(grads[name]))
+        np.testing.assert_allclose(state.by_name()[name].norm, norm, rtol=1e-6)
+        expected = np.float64(grads[name]) * limit / norm
+        np.testing.assert_allclose(updates[name], expected, rtol=1e-6)

@@ -1,0 +1,74 @@
+"""Norms of groups whose leaves are split over two devices, by each platform's way."""
+
+from functools import partial
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+
+from optaxclip._norms import _powers
+from optaxclip._norms._collectives import Split
+from optaxclip._norms._groups import Group, layout_of
+from optaxclip._norms._in_blocks import entry_at
+from tests.sharded import on_two_devices
+
+WAYS = {
+    "cpu": partial(_powers._in_float64, 2.0),
+    "gpu": _powers._in_bins_on_gpu,
+    "tpu": _powers._in_bins_on_tpu,
+    "shares": partial(_powers._by_shares, 2.0, np.float32),
+}
+LEAVES = {
+    name: np.random.default_rng(seed).standard_normal((4, 6)).astype(np.float32)
+    for seed, name in enumerate("abcde")
+}
+ROWS, COLUMNS, WHOLE = P("x", None), P(None, "x"), P()
+SPECS = {"a": ROWS, "b": WHOLE, "c": ROWS, "d": COLUMNS, "e": COLUMNS}
+# The leaves of each group, what is summed, and how its norm is split.
+SUMMED = [("ab", None, P()), ("c", None, P()), ("b", None, P()), ("c", (0,), P())]
+KEPT = [("a", None, P()), ("b", None, P()), ("d", (0,), COLUMNS), ("e", (0,), COLUMNS)]
+
+
+def split(spec, dims):
+    """How a leaf of this spec is split, seen from a norm over these dimensions."""
+    names = ("x",) if "x" in spec else ()
+    if dims is None:
+        return Split(names)
+    summed = names if spec == ROWS else ()
+    return Split(summed, () if summed else names, spec)
+
+
+def norm(names, dims):
+    squares = [np.square(np.float64(LEAVES[name])) for name in names]
+    return np.sqrt(sum(np.sum(x, dims, keepdims=dims is not None) for x in squares))
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"check_vma": False}], ids=["typed", "untyped"]
+)
+@pytest.mark.parametrize("groups", [SUMMED, KEPT], ids=["summed", "kept"])
+@pytest.mark.parametrize("way", WAYS)
+def test_a_norm_over_devices_is_that_of_whole_leaves(way, groups, options):
+    def norms(leaves):
+        own = [
+            Group(
+                [leaves[x] for x in names], dims, [split(SPECS[x], dims) for x in names]
+            )
+            for names, dims, _ in groups
+        ]
+        layout = layout_of(own)
+        blocks = WAYS[way](layout, [group.leaves for group in own], None)
+        return [entry_at(blocks, part.place) for part in layout]
+
+    specs = [spec for _, _, spec in groups]
+    found = on_two_devices(norms, (SPECS,), specs, LEAVES, **options)
+    for each, (names, dims, _) in zip(found, groups):
+        np.testing.assert_allclose(each, norm(names, dims), 1e-6)
+
+
+def test_units_split_in_other_ways_are_in_other_blocks():
+    leaf = jnp.asarray(LEAVES["a"])
+    splits = [split(spec, (0,)) for spec in (ROWS, COLUMNS, ROWS)]
+    layout = layout_of([Group([leaf], (0,), [each]) for each in splits])
+    assert [part.place for part in layout] == [(0, 0), (1, None), (0, 1)]
