@@ -168,7 +168,7 @@ def test_rules_take_their_own_rows_of_a_block_of_norms():
     limits = {"a": schedule, "b": 1.0, "c": schedule, "d": 2.0}
     clipper = optaxclip.clip_by_tensor_norm(limits)
     updates, state = clipper.update(grads, clipper.init(grads))
-    assert state.names == (("a", "c"), ("b", "d"))
+    assert state.names == (("a",), ("b", "d"), ("c",))
     for name, limit in {"a": 0.5, "b": 1.0, "c": 0.5, "d": 2.0}.items():
         norm = np.linalg.norm(np.float64(grads[name]))
         np.testing.assert_allclose(state.by_name()[name].norm, norm, rtol=1e-6)
