@@ -56,8 +56,9 @@ def root_between(norm: jax.Array, new_norm: jax.Array) -> jax.Array:
     """The root of the factor from a norm to a new one.
 
     It is exactly 1 where they are equal, and NaN for a broken norm. Otherwise its
-    square ends 3 eps below the quotient, which covers the rounding of limit, norm,
-    roots and products, so that the result never exceeds the limit.
+    square ends 3 eps below the quotient, or 5 where that is far from 1. This covers
+    the rounding of limit, norm, roots and products, so that the result never exceeds
+    the limit.
     """
     same, gone = new_norm == norm, new_norm == 0
     # Two wheres: sqrt has no derivative at 0, and the unused branch of a where must

@@ -174,3 +174,13 @@ def test_rules_take_their_own_rows_of_a_block_of_norms():
         np.testing.assert_allclose(state.by_name()[name].norm, norm, rtol=1e-6)
         expected = np.float64(grads[name]) * limit / norm
         np.testing.assert_allclose(updates[name], expected, rtol=1e-6)
+
+
+def test_limits_stay_with_their_leaves_where_one_is_missing():
+    clipper = optaxclip.clip_by_tensor_norm({"a": 0.5, "b": 1.0, "c": 2.0})
+    grads = {name: tree(7)[name] for name in "abc"}
+    state = clipper.init(grads)
+    updates, state = clipper.update({**grads, "b": None}, state)
+    for name, limit in {"a": 0.5, "c": 2.0}.items():
+        np.testing.assert_allclose(np.linalg.norm(updates[name]), limit, rtol=1e-6)
+    np.testing.assert_array_equal(state.limit, [0.5, np.inf, 2.0])

@@ -82,17 +82,44 @@ def test_any_axes_of_a_leaf_are_summed(dtype, dims, way):
     assert found.shape == expected.shape
 
 
+def over_devices(leaf):
+    mesh = mesh_of((4,), ("x",))
+    return jax.device_put(leaf, jax.NamedSharding(mesh, P("x")))
+
+
 @every_way
 @pytest.mark.parametrize("dims", [None, (0,), (1,)])
 def test_leaves_of_several_devices_are_summed(monkeypatch, dims, way):
     # Of a large leaf a GPU takes another way on several devices than on one.
     monkeypatch.setattr(_bins, "SMALL", 8)
     leaf = np.random.default_rng(2).standard_normal((8, 4)).astype(np.float32)
-    spread = jax.device_put(leaf, jax.NamedSharding(mesh_of((4,), ("x",)), P("x")))
+    spread = over_devices(leaf)
     expected = norms_in_float64(leaf, dims)
     found = norms_by(way, spread, dims)
     np.testing.assert_allclose(found, expected, 1e-6)
     assert found.shape == expected.shape
+
+
+# For the dimensions that are summed: of a leaf of one device, of a large one of several
+# and of a small one of several.
+STACKS = {
+    ("gpu", None): (0, 1, 0),
+    ("gpu", (1,)): (0, 1, 0),
+    ("gpu", (0,)): (1, 1, 1),
+    ("tpu", None): (0, 0, 0),
+    ("tpu", (1,)): (0, 1, 1),
+}
+
+
+@pytest.mark.parametrize(("way", "dims"), STACKS)
+def test_three_bins_are_stacked_only_where_it_pays(monkeypatch, way, dims):
+    monkeypatch.setattr(_bins, "SMALL", 8)
+    leaf, small = jnp.ones((12, 4)), over_devices(jnp.ones((4, 2)))
+    found = [
+        str(jax.make_jaxpr(lambda x: WAYS[way][0](x, dims))(x)).count("concatenate")
+        for x in (leaf, over_devices(leaf), small)
+    ]
+    assert tuple(found) == STACKS[way, dims]
 
 
 def test_a_gpu_sums_parts_of_the_longest_axis_first():

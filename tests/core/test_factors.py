@@ -1,0 +1,128 @@
+"""From norm and new norm to the factor, and the multiplication by each platform."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from optaxclip._core import _factors
+from optaxclip._core._factors import (
+    multiply,
+    ratio,
+    reported,
+    root_between,
+    stretch,
+    zero_where_zero,
+)
+from optaxclip._norms._in_blocks import in_blocks, norms_of_tree
+
+EPS, TINY, MOST = (
+    float(getattr(jnp.finfo("float32"), name)) for name in ("eps", "tiny", "max")
+)
+TREE = {
+    "a": jnp.arange(1.0, 7.0).reshape(2, 3),
+    "b": jnp.arange(4.0),
+    "c": -jnp.arange(6.0).reshape(2, 3),
+    "d": jnp.array(2.0),
+}
+# Roots in the form of norms: of everything, of leaves, of units, and of some leaves.
+ROOTS = {
+    "everything": 0.5,
+    "leaves": {"a": 0.5, "b": 2.0, "c": 0.0, "d": 1.0},
+    "units": {"a": [[0.5, 2.0, 3.0]], "b": 0.25, "c": [[1.0, 0.0, 4.0]], "d": 3.0},
+    "one leaf": {"a": None, "b": 0.5, "c": None, "d": None},
+    "groups": ({"a": 0.5, "b": 2.0}, 4.0),
+}
+
+
+def in_form_of(name):
+    """The tree, its norms, and their roots in blocks."""
+    roots = jax.tree.map(jnp.float32, ROOTS[name], is_leaf=lambda x: type(x) is list)
+    tree = ({x: TREE[x] for x in "ab"}, {x: TREE[x] for x in "cd"})
+    tree = tree if name == "groups" else TREE
+    norms = norms_of_tree(roots, tree)
+    return tree, norms, in_blocks(jax.tree.leaves(roots), norms.places)
+
+
+def root_of_each_leaf(name):
+    if name == "everything":
+        return [0.5] * 4
+    if name == "groups":
+        return [0.5, 2.0, 4.0, 4.0]
+    return [1.0 if x is None else np.float32(x) for x in ROOTS[name].values()]
+
+
+@pytest.mark.parametrize("all_read", [_factors.ALL_READ, 1])
+@pytest.mark.parametrize("name", ROOTS)
+@pytest.mark.parametrize("way", ["cpu", "gpu", "tpu"])
+def test_each_leaf_is_multiplied_twice_by_its_root(monkeypatch, way, name, all_read):
+    def take(*operands, **ways):
+        assert set(ways) == {"cpu", "gpu", "tpu"}
+        return ways[way](*operands)
+
+    monkeypatch.setattr(_factors, "per_platform", take)
+    monkeypatch.setattr(_factors, "ALL_READ", all_read)
+    tree, norms, roots = in_form_of(name)
+    found = jax.tree.leaves(multiply(tree, norms, roots))
+    for leaf, x, root in zip(found, jax.tree.leaves(tree), root_of_each_leaf(name)):
+        np.testing.assert_array_equal(leaf, np.float32(x) * np.square(root))
+
+
+@pytest.mark.parametrize("name", ROOTS)
+def test_leaves_whose_factor_is_0_become_zeros(name):
+    tree, norms, roots = in_form_of(name)
+    tree = jax.tree.map(lambda x: x / 0, tree)  # inf, and NaN where it was 0
+    found = jax.tree.leaves(zero_where_zero(tree, norms, roots))
+    for leaf, x, root in zip(found, jax.tree.leaves(tree), root_of_each_leaf(name)):
+        np.testing.assert_array_equal(leaf, np.where(root == 0, 0, x))
+
+
+@pytest.mark.parametrize(("far", "below"), [(1.0, 3.0), (1e35, 5.0)])
+def test_the_square_of_a_root_ends_a_few_eps_below(far, below):
+    norm = np.random.default_rng(0).uniform(1.0, 4.0, 10_000).astype(np.float32)
+    new = np.random.default_rng(1).uniform(1.0, 4.0, 10_000) / far
+    new = new.astype(np.float32)
+    square = np.square(np.float64(root_between(norm, new)))
+    less = 1 - square * np.float64(norm) / np.float64(new)
+    # Four roundings by at most half an eps each change the mean by little.
+    np.testing.assert_allclose(np.mean(less) / EPS, below, atol=0.25)
+    assert np.min(less) > 0
+
+
+def test_factors_of_states_are_quotients_within_normal_numbers():
+    pairs = {
+        (5.0, 1.0): 0.2,
+        (1.0, 5.0): 5.0,
+        (5.0, 5.0): 1.0,
+        (0.0, 0.0): 1.0,
+        (5.0, 0.0): 0.0,
+        (1e38, 1e-20): TINY,
+        (1e-30, 1e30): MOST,
+        (5.0, np.nan): np.nan,
+    }
+    norm, new = np.float32(list(pairs)).T
+    found = reported(jnp.asarray(norm), jnp.asarray(new))
+    np.testing.assert_allclose(found, list(pairs.values()), 1e-6)
+
+
+def test_roots_have_finite_derivatives_where_nothing_is_left():
+    norm = jnp.array([0.0, 0.0, 5.0, 5.0, 1e38, 1e-20])
+    new = jnp.array([0.0, 1.0, 0.0, 5.0, 1.0, 1.0])
+    np.testing.assert_array_equal(root_between(norm, new)[2:4], [0.0, 1.0])
+    slopes = jax.grad(lambda *x: root_between(*x).sum(), (0, 1))(norm, new)
+    assert np.all(np.isfinite(slopes))
+
+
+def test_a_quotient_of_large_numbers_has_its_derivative():
+    short, long = jnp.float32(6e30), jnp.float32(2e30)
+    slopes = jax.grad(ratio, (0, 1))(short, long)
+    np.testing.assert_allclose(slopes, [5e-31, -1.5e-30], 1e-6)
+    zero = jnp.float32(0)
+    assert ratio(zero, zero) == 0
+    assert np.all(np.isfinite(jax.grad(ratio, (0, 1))(zero, zero)))
+
+
+def test_a_root_of_1_keeps_the_bits_of_subnormal_numbers():
+    x = np.float32([1e-40, -0.0, np.inf, np.nan])
+    found = stretch(x, jnp.float32(1))
+    np.testing.assert_array_equal(np.asarray(found).view("int32"), x.view("int32"))
