@@ -146,14 +146,15 @@ def _total(terms: list[jax.Array]) -> jax.Array:
 
 
 def total_of_stack(terms: list[jax.Array]) -> jax.Array:
-    return terms[0] if len(terms) == 1 else jnp.sum(_stacked(terms), 0)
+    return terms[0] if len(terms) == 1 else jnp.sum(_stacked(terms))
 
 
 def max_of_stack(terms: list[jax.Array]) -> jax.Array:
-    return terms[0] if len(terms) == 1 else jnp.max(_stacked(terms), 0)
+    return terms[0] if len(terms) == 1 else jnp.max(_stacked(terms))
 
 
 def _stacked(terms: list[jax.Array]) -> jax.Array:
+    # Several leaves have one norm, so that each term is a number.
     # A TPU runs each add of a chain by itself. Without the barrier XLA makes a chain of
     # the sum of a stack.
     return lax.optimization_barrier(jnp.stack(terms))

@@ -45,10 +45,9 @@ def join_small(
     ]
     for kind in dict.fromkeys(kinds):
         alike = [leaf for leaf, own in zip(leaves, kinds) if own == kind]
-        flat = (
-            [leaf.reshape(-1) for leaf in alike] if len(alike) > 1 else alike
-        )
-        found.append(jnp.concatenate(flat) if len(alike) > 1 else alike[0])
+        if len(alike) > 1:
+            alike = [jnp.concatenate([leaf.reshape(-1) for leaf in alike])]
+        found += alike
         of_leaves.append(kind[1])
     return found, of_leaves
 

@@ -1,24 +1,14 @@
 """Norms of groups by each way of arithmetic, called directly on this CPU."""
 
-from functools import partial
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from optaxclip._norms import _powers
 from optaxclip._norms._collectives import Split
 from optaxclip._norms._groups import Group, layout_of
-from tests import oracles
+from tests.ways import ON_ACCELERATORS, WAYS
 
-# The ways of `_norms` with order 2: those of order p take it first.
-WAYS = {
-    "cpu": partial(_powers._in_float64, 2.0),
-    "gpu": _powers._in_bins_on_gpu,
-    "tpu": _powers._in_bins_on_tpu,
-    "shares": partial(_powers._by_shares, 2.0, np.float32),
-}
 every_way = pytest.mark.parametrize("way", WAYS)
 
 
@@ -43,16 +33,10 @@ def groups_of(cases):
     return [Group(leaves, dims, [Split()] * len(leaves)) for leaves, dims in cases]
 
 
-def expected_norm(leaves, dims):
-    if dims is None:
-        return oracles.norm(leaves)
-    return np.sqrt(np.sum(np.square(np.float64(leaves[0])), dims, keepdims=True))
-
-
 def norms_by(way, groups, counts=None):
     layout = layout_of(groups)
     leaves = [group.leaves for group in groups]
-    blocks = jax.jit(lambda x: WAYS[way](layout, x, counts))(leaves)
+    blocks = jax.jit(lambda x: WAYS[way].norms(layout, x, counts))(leaves)
     return blocks, [part.place for part in layout]
 
 
@@ -64,7 +48,7 @@ def test_groups_of_every_kind_have_their_own_norms(way):
     for (leaves, dims), place in zip(GROUPS, places):
         norm = blocks[place.block]
         norm = norm if place.row is None else norm[place.row]
-        np.testing.assert_allclose(norm, expected_norm(leaves, dims), 1e-6)
+        np.testing.assert_allclose(norm, WAYS[way].expected(leaves, dims), 1e-6)
 
 
 @every_way
@@ -72,12 +56,19 @@ def test_the_norm_of_everything_is_one_number(way):
     groups = groups_of(GROUPS[:1])
     (norm,), _ = norms_by(way, groups)
     assert norm.shape == ()
-    np.testing.assert_allclose(norm, expected_norm(*GROUPS[0]), 1e-6)
+    np.testing.assert_allclose(norm, WAYS[way].expected(*GROUPS[0]), 1e-6)
 
 
-@every_way
+@pytest.mark.parametrize("way", [name for name in WAYS if WAYS[name].ord == 2])
 def test_sums_are_divided_by_their_counts_before_the_root(way):
     counts = [jnp.array([4.0, 9.0])]
     (norms,), _ = norms_by(way, groups_of(GROUPS[1:3]), counts)
-    expected = [expected_norm(*case) for case in GROUPS[1:3]]
+    expected = [WAYS[way].expected(*case) for case in GROUPS[1:3]]
     np.testing.assert_allclose(norms, expected / np.array([2.0, 3.0]), 1e-6)
+
+
+@pytest.mark.parametrize("way", ON_ACCELERATORS)
+def test_groups_without_leaves_bring_no_float64(way):
+    layout, leaves = layout_of(groups_of(GROUPS)), [leaves for leaves, _ in GROUPS]
+    norms = jax.jit(lambda x: WAYS[way].norms(layout, x, None))
+    assert "f64" not in norms.lower(leaves).as_text()

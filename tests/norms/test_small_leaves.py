@@ -65,16 +65,26 @@ def test_each_of_the_leaves_read_together_has_its_own_norm(sums, dtype):
     np.testing.assert_allclose(found, expected, 1e-6)
 
 
-def reductions(sums, leaves):
-    """How many reductions a program for these leaves has."""
+def program(sums, leaves):
     # Inlined: a text of a program has a function that it calls twice only once.
     with jax.disable_jit():
-        return str(jax.make_jaxpr(sums)(leaves)).count("= reduce")
+        return str(jax.make_jaxpr(sums)(leaves))
+
+
+def reductions(sums, leaves):
+    """How many reductions a program for these leaves has."""
+    return program(sums, leaves).count("= reduce")
 
 
 def test_a_gpu_sums_leaves_of_one_size_as_rows():
     leaves = random_leaves([(2, 3), (6,), (3, 2), (4,)])
     assert reductions(bins_of_leaves, leaves) == 2
+
+
+def test_leaves_that_are_alone_are_not_reshaped():
+    leaves = random_leaves([(2, 3), (4, 2)])
+    assert "reshape" in program(bins_of_leaves, leaves * 2)
+    assert "reshape" not in program(bins_of_leaves, leaves)
 
 
 def test_a_tpu_sums_sixteen_leaves_of_one_shape_at_once(monkeypatch):
