@@ -15,13 +15,14 @@ class Way(NamedTuple):
     # (layout, the leaves of each group, counts or None) -> blocks
     norms: Callable[[Any, Any, Any], Any]
 
-    def expected(self, leaves, dims):
-        """The norm of one group in float64 NumPy. None: all dimensions are summed."""
-        sizes = [np.abs(np.float64(leaf)) for leaf in leaves]
-        over = {"axis": dims, "keepdims": dims is not None}
-        if self.ord == math.inf:
-            return np.max([np.max(x, **over) for x in sizes], 0, initial=0)
-        return sum(np.sum(x**self.ord, **over) for x in sizes) ** (1 / self.ord)
+
+def norm(ord, leaves, dims):
+    """The norm of some leaves in float64 NumPy. None: all dimensions are summed."""
+    sizes = [np.abs(np.asarray(leaf).astype(np.complex128)) for leaf in leaves]
+    over = {"axis": dims, "keepdims": dims is not None}
+    if ord == math.inf:
+        return np.max([np.max(x, **over) for x in sizes], 0, initial=0)
+    return sum(np.sum(x**ord, **over) for x in sizes) ** (1 / ord)
 
 
 def largest(layout, groups, counts):

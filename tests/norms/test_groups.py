@@ -11,7 +11,7 @@ from optaxclip._norms._collectives import Split
 from optaxclip._norms._groups import Group, layout_of
 from optaxclip._norms._in_blocks import entry_at
 from tests.sharded import mesh_of, on_two_devices
-from tests.ways import WAYS
+from tests.ways import WAYS, norm
 
 LEAVES = {
     name: np.random.default_rng(seed).standard_normal((4, 6)).astype(np.float32)
@@ -53,7 +53,7 @@ def test_a_norm_over_devices_is_that_of_whole_leaves(way, groups, options):
     specs = [spec for _, _, spec in groups]
     found = on_two_devices(norms, (SPECS,), specs, LEAVES, **options)
     for each, (names, dims, _) in zip(found, groups):
-        expected = WAYS[way].expected([LEAVES[name] for name in names], dims)
+        expected = norm(WAYS[way].ord, [LEAVES[name] for name in names], dims)
         np.testing.assert_allclose(each, expected, 1e-6)
 
 
