@@ -132,6 +132,18 @@ def test_other_limits_are_named_as_their_call_names_them():
     )
     refused(
         ValueError,
+        "clip_by_global_norm: eps must be a scalar, got an array of shape (3,).",
+        lambda: optaxclip.clip_by_global_norm(1.0, eps=jnp.ones(3)),
+    )
+    for mesh_axes in (np.ones(2), {"w": np.ones(2)}):
+        refused(
+            TypeError,
+            "clip_by_global_norm: mesh_axes must be 'auto', None, names of mesh axes, "
+            "or a tree of PartitionSpecs, got array([1., 1.]).",
+            lambda axes=mesh_axes: optaxclip.clip_by_global_norm(1.0, mesh_axes=axes),
+        )
+    refused(
+        ValueError,
         "clip_by_value: max_value must be at least 0, got -1.",
         lambda: optaxclip.clip_by_value(-1),
     )

@@ -538,6 +538,24 @@ def test_what_is_no_number_is_refused(bad):
             build(bad)
 
 
+@pytest.mark.parametrize(
+    ("rule", "name"),
+    [
+        ("windowed_mean", "current"),
+        ("windowed_quantile", "current"),
+        ("ema_ratio", "corrected"),
+        ("ema_band", "raise_small"),
+    ],
+)
+def test_what_is_neither_true_nor_false_is_refused(rule, name):
+    build = getattr(optaxclip.rules, rule)
+    with pytest.raises(TypeError) as error:
+        build(**{name: "yes"})
+    assert str(error.value) == f"{rule}: {name} must be True or False, got 'yes'."
+    for flag in (np.bool_(True), jnp.array(True), 1):
+        build(**{name: flag})
+
+
 def test_a_window_that_only_the_traced_program_knows_is_refused():
     with pytest.raises(
         TypeError,
