@@ -123,3 +123,18 @@ def test_means_of_units_count_the_rows_of_all_devices(ord):
     found = on_two_devices(lambda tree: measure(tree).tree(), (specs,), P(), TREE)
     for name, dims in (("a", (0,)), ("b", None), ("c", (0,))):
         np.testing.assert_allclose(found[name], expected(name, dims, ord), 1e-6)
+
+
+def test_a_label_whose_leaves_are_missing_has_norm_0():
+    norms = built("groups")[0]({**TREE, "b": None})
+    found = norms.tree()
+    np.testing.assert_allclose(found["x"], expected("ac", None), 1e-6)
+    assert found["y"] == 0
+
+
+@pytest.mark.parametrize("name", ["all", "groups"])
+def test_groups_have_a_norm_of_norms_too(name):
+    measure, tree = built(name)
+    np.testing.assert_allclose(
+        norm_of_norms(measure(tree)), expected("abc", None), 1e-6
+    )
