@@ -47,7 +47,7 @@ from ._types import has_types, varying, varying_over
 MeshAxes = Any
 
 
-def freeze(mesh_axes: MeshAxes, call: str = "") -> MeshAxes:
+def freeze(mesh_axes: MeshAxes, call: str) -> MeshAxes:
     """`mesh_axes` as a hashable value.
 
     Raises:

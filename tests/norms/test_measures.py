@@ -138,3 +138,8 @@ def test_groups_have_a_norm_of_norms_too(name):
     np.testing.assert_allclose(
         norm_of_norms(measure(tree)), expected("abc", None), 1e-6
     )
+
+
+def test_errors_about_mesh_axes_name_the_call():
+    with pytest.raises(TypeError, match=r"^clip: mesh_axes must be a name or a tuple"):
+        check_measure("clip", None, mesh_axes=["x", "y"])
