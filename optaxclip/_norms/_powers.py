@@ -193,15 +193,11 @@ def _roots(
 def _sum_of_powers(
     p: float, wide: Any, dims: Dims, leaf: jax.Array
 ) -> jax.Array:
-    if jnp.issubdtype(leaf.dtype, jnp.complexfloating):
-        if p == 2:
-            # |a + bi|^2 = a^2 + b^2, without the root of the modulus.
-            parts = jnp.real(leaf), jnp.imag(leaf)
-            real, imag = (
-                _sum_of_powers(p, wide, dims, part) for part in parts
-            )
-            return real + imag
-        leaf = jnp.abs(leaf)
+    if p == 2 and jnp.issubdtype(leaf.dtype, jnp.complexfloating):
+        # |a + bi|^2 = a^2 + b^2, without the root of the modulus.
+        parts = jnp.real(leaf), jnp.imag(leaf)
+        real, imag = (_sum_of_powers(p, wide, dims, part) for part in parts)
+        return real + imag
     if p == 2 and wide == np.float64:
         return sum_squares(leaf, dims)
     if p in DIRECT:

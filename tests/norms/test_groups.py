@@ -15,12 +15,18 @@ from tests.ways import WAYS, norm
 
 LEAVES = {
     name: np.random.default_rng(seed).standard_normal((4, 6)).astype(np.float32)
-    for seed, name in enumerate("abcde")
+    for seed, name in enumerate("abcdef")
 }
 ROWS, COLUMNS, WHOLE = P("x", None), P(None, "x"), P()
-SPECS = {"a": ROWS, "b": WHOLE, "c": ROWS, "d": COLUMNS, "e": COLUMNS}
+SPECS = {"a": ROWS, "b": WHOLE, "c": ROWS, "d": COLUMNS, "e": COLUMNS, "f": WHOLE}
 # The leaves of each group, what is summed, and how its norm is split.
-SUMMED = [("ab", None, P()), ("c", None, P()), ("b", None, P()), ("c", (0,), P())]
+SUMMED = [
+    ("ab", None, P()),
+    ("bfa", None, P()),
+    ("c", None, P()),
+    ("b", None, P()),
+    ("c", (0,), P()),
+]
 KEPT = [("a", None, P()), ("b", None, P()), ("d", (0,), COLUMNS), ("e", (0,), COLUMNS)]
 
 

@@ -72,3 +72,22 @@ def test_groups_without_leaves_bring_no_float64(way):
     layout, leaves = layout_of(groups_of(GROUPS)), [leaves for leaves, _ in GROUPS]
     norms = jax.jit(lambda x: WAYS[way].norms(layout, x, None))
     assert "f64" not in norms.lower(leaves).as_text()
+
+
+# Groups whose small leaves are read together, and by how many reductions.
+TOGETHER = {
+    "leaves of one norm": ("gpu", [([leaf(1, 3, 2), leaf(2, 4)], None)], 1),
+    "norms of one size": ("gpu", [([leaf(1, 6)], None), ([leaf(2, 2, 3)], None)], 1),
+    "leaves of one shape": ("tpu", [([leaf(1, 6)], None), ([leaf(2, 6)], None)], 1),
+    "leaves with units": ("gpu", [([leaf(1, 6)], (0,)), ([leaf(2, 6)], (0,))], 2),
+}
+
+
+@pytest.mark.parametrize("name", TOGETHER)
+def test_small_leaves_are_read_together(name):
+    way, cases, count = TOGETHER[name]
+    layout, leaves = layout_of(groups_of(cases)), [leaves for leaves, _ in cases]
+    # Inlined: a text of a program has a function that it calls twice only once.
+    with jax.disable_jit():
+        program = jax.make_jaxpr(lambda x: WAYS[way].norms(layout, x, None))(leaves)
+    assert str(program).count("= reduce") == count
