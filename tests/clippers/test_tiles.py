@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from optaxclip._clippers import _newton_schulz, _tiles
+from optaxclip._clippers import _newton_schulz, _piles
 from tests import oracles
 
 SHAPES = [(2500, 24), (30, 24), (3, 40, 24), (1100, 24), (24, 24), (50, 7)]
@@ -18,7 +18,7 @@ def way_of_tpu(*operands, tpu, **_):
 @pytest.fixture
 def in_tiles(monkeypatch):
     """Takes the way of a TPU."""
-    monkeypatch.setattr(_tiles, "per_platform", way_of_tpu)
+    monkeypatch.setattr(_piles, "per_platform", way_of_tpu)
 
 
 def matrices(dtype="float32"):
@@ -76,7 +76,7 @@ def test_joined_matrices_have_the_derivatives_of_separate_ones(monkeypatch):
     with jax.enable_x64(True):
         leaves = matrices("float64")[1:4]
         want, want_forward = jax.jit(derivatives)(leaves)
-        monkeypatch.setattr(_tiles, "per_platform", way_of_tpu)
+        monkeypatch.setattr(_piles, "per_platform", way_of_tpu)
         have, forward = jax.jit(lambda leaves: derivatives(leaves))(leaves)
     np.testing.assert_allclose(forward, want_forward, 1e-9)
     for x, y in zip(have, want):

@@ -1,0 +1,241 @@
+"""Products of many matrices of one width, for a TPU in one program for all of them.
+
+A TPU's compiler takes seconds for each product of float32 matrices, and shares nothing
+between equal ones. So its program must hold few products, however many matrices there
+are: one loop over all matrices. Matrices of different height lie in one pile of tiles:
+
+    X1 [5, k]    X2 [3, k]    ->    tiles of 2 rows   X1 X1 X1 X2 X2
+                                    from                0        3
+                                    how many            3        2
+
+    X^H X    the sum of T^H T over the tiles of a matrix
+    X S      T S for each tile, in its place
+
+What is missing in a last tile is zeros, which change neither. Only one matrix at a time
+has Gram matrices and powers, so besides the pile the program needs memory for a few
+matrices [k, k], however many matrices there are.
+
+On CPUs, GPUs and meshes each leaf has products of its own.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from .._norms._platform import per_platform
+from .._norms._types import is_on_one_device, varying, varying_as
+from ._tiles import Tiled, Whole, exact_product
+
+HIGHEST = 1024  # rows of a tile
+
+
+class Place(NamedTuple):
+    """Where a leaf [layers, rows, width] lies in a pile."""
+
+    layers: int
+    rows: int
+    start: int  # its first tile
+    count: int  # tiles of each matrix
+
+    @property
+    def end(self) -> int:
+        """The tile behind its last one."""
+        return self.start + self.layers * self.count
+
+
+class Pile(NamedTuple):
+    """How leaves lie in an array [tiles, height, width]."""
+
+    places: list[Place]
+    height: int
+    width: int
+
+    @property
+    def spare(self) -> int:
+        """How many tiles are free at the beginning."""
+        return self.places[0].start
+
+    @property
+    def matrices(self) -> int:
+        return sum(place.layers for place in self.places)
+
+    def matrix(self, number: jax.Array, spare: int = 0) -> Tiled:
+        """The matrix of this number, over all leaves."""
+        layers = [place.layers for place in self.places]
+        counts = np.repeat([place.count for place in self.places], layers)
+        starts = self.spare + np.cumsum(counts) - counts
+        start, count = jnp.asarray(starts), jnp.asarray(counts)
+        return Tiled(start[number], count[number], spare)
+
+    def cut(self, leaves: Sequence[jax.Array]) -> jax.Array:
+        """The tiles of all leaves."""
+        tiles = self.places[-1].end
+        pile = jnp.zeros((tiles * self.height, self.width), leaves[0].dtype)
+        pile = varying_as(pile, jax.typeof(leaves[0]))
+        # Leaf by leaf, since XLA would store all leaves before it joins them.
+        for leaf, place in zip(leaves, self.places):
+            missing = place.count * self.height - place.rows
+            # One matrix needs no zeros below it, for which XLA would copy it.
+            if place.layers > 1:
+                leaf = jnp.pad(leaf, ((0, 0), (0, missing), (0, 0)))
+            rows = leaf.reshape(-1, self.width)
+            start = place.start * self.height
+            pile = lax.dynamic_update_slice(pile, rows, (start, 0))
+        return pile.reshape(tiles, self.height, self.width)
+
+    def leaves(self, tiles: jax.Array) -> list[jax.Array]:
+        """The leaves that these are the tiles of."""
+        pile = tiles.reshape(-1, self.width)
+        leaves = []
+        for layers, rows, start, count in self.places:
+            end = start + layers * count
+            own = pile[start * self.height : end * self.height]
+            own = own.reshape(layers, count * self.height, self.width)
+            leaves.append(own[:, :rows])
+        return leaves
+
+
+def pile_of(leaves: Sequence[jax.Array]) -> Pile:
+    """A pile of leaves, with spare tiles for a matrix [width, width]."""
+    width = leaves[0].shape[-1]
+    height = _height(leaves)
+    end = -(-width // height)
+    places = []
+    for leaf in leaves:
+        layers, rows, _ = leaf.shape
+        places.append(Place(layers, rows, end, -(-rows // height)))
+        end = places[-1].end
+    return Pile(places, height, width)
+
+
+def _height(leaves: Sequence[jax.Array]) -> int:
+    """The height of tiles that wastes little."""
+    matrices: Counter[int] = Counter()
+    for leaf in leaves:
+        matrices[leaf.shape[1]] += len(leaf)
+
+    def cost(height: int) -> int:
+        tiles = (-(-rows // height) * n for rows, n in matrices.items())
+        # Fetching the factor of a tile takes about as long as multiplying 64 rows.
+        return sum(tiles) * (height + 64)
+
+    parts = {-(-rows // n) for rows in matrices for n in range(1, 17)}
+    heights = {height for height in parts if height < HIGHEST} | {HIGHEST}
+    return min(sorted(heights), key=cost)
+
+
+def of_each(
+    function: Callable[..., tuple[jax.Array, ...]], leaves: Sequence[jax.Array]
+) -> list[tuple[jax.Array, ...]]:
+    """What a function of `Matrices` and an array finds out about each matrix: numbers
+    [layers, 1, 1] for each leaf.
+    """
+
+    def in_turn(leaves: list[jax.Array]) -> list[Any]:
+        pile = pile_of(leaves)
+        tiles = pile.cut(leaves)
+        found = lax.map(
+            lambda number: function(pile.matrix(number), tiles),
+            jnp.arange(pile.matrices),
+        )
+        ends = np.cumsum([len(leaf) for leaf in leaves])[:-1]
+        parts = [jnp.split(values.reshape(-1, 1, 1), ends) for values in found]
+        return list(zip(*parts))
+
+    return _in_groups(function, in_turn, leaves)
+
+
+def each_replaced(
+    function: Callable[..., jax.Array],
+    leaves: Sequence[jax.Array],
+    *numbers: Sequence[jax.Array],
+) -> list[jax.Array]:
+    """Leaves whose matrices a function of `Matrices`, an array, and numbers
+    [layers, 1, 1] has replaced.
+    """
+
+    def in_turn(leaves: list[jax.Array], *numbers: Any) -> list[jax.Array]:
+        # The same pile as in `of_each`, so that XLA builds it once.
+        pile = pile_of(leaves)
+        values = [jnp.concatenate(each) for each in numbers]
+
+        def replace(number: jax.Array, tiles: jax.Array) -> jax.Array:
+            own = [each[number][None] for each in values]
+            matrix = pile.matrix(number, pile.spare)
+            return function(matrix, tiles, *own)
+
+        # One after another, so that only one has Gram matrices and powers.
+        tiles = pile.cut(leaves)
+        tiles = lax.fori_loop(0, pile.matrices, replace, tiles)
+        return pile.leaves(tiles)
+
+    return _in_groups(function, in_turn, leaves, *numbers)
+
+
+def _in_groups(
+    function: Callable[..., Any],
+    in_turn: Callable[..., list[Any]],
+    *lists: Any,
+) -> list[Any]:
+    """Calls a function for each leaf, on a TPU `in_turn` for all leaves of one width.
+
+    Compilers for a CPU or a GPU are fast, and programs of separate leaves faster.
+    """
+    apart = partial(_apart, function)
+    # On several devices matrices would be sent from one to another. Reshaping layers
+    # on an Explicit mesh could move them.
+    if not all(map(may_be_joined, lists[0])):
+        return apart(*lists)
+
+    joined = jax.custom_jvp(partial(_joined, in_turn))
+
+    # The derivative is that of separate leaves, since loops of which XLA learns the
+    # length when it runs them have none in reverse.
+    @joined.defjvp
+    def _(primals: Any, tangents: Any) -> Any:
+        return jax.jvp(apart, primals, tangents)
+
+    flat = jax.tree.map(partial(_stacked, (-1,)), lists)
+    found = per_platform(*flat, cpu=apart, gpu=apart, tpu=joined)
+    return [
+        jax.tree.map(partial(_stacked, leaf.shape[:-2]), one)
+        for leaf, one in zip(lists[0], found)
+    ]
+
+
+def _stacked(layers: tuple[int, ...], x: jax.Array) -> jax.Array:
+    return x.reshape(*layers, *x.shape[-2:])
+
+
+def _apart(function: Callable[..., Any], *lists: Any) -> list[Any]:
+    whole = Whole(exact_product)
+    return [function(whole, *entries) for entries in zip(*lists)]
+
+
+def _joined(in_turn: Callable[..., list[Any]], *lists: Any) -> list[Any]:
+    groups: dict[object, list[int]] = {}
+    # The first leaf of a pile is stored before the pile is, so it is the smallest.
+    order = sorted(range(len(lists[0])), key=lambda n: lists[0][n].size)
+    for number in order:
+        leaf = lists[0][number]
+        kind = leaf.shape[-1], leaf.dtype, jax.typeof(leaf).sharding
+        groups.setdefault((*kind, varying(leaf)), []).append(number)
+    found: dict[int, Any] = {}
+    for group in groups.values():
+        own = []
+        for entries in lists:
+            own.append([entries[number] for number in group])
+        found |= zip(group, in_turn(*own))
+    return [found[number] for number in range(len(found))]
+
+
+def may_be_joined(x: jax.Array) -> bool:
+    """Whether matrices lie on one device, where they may be cut and joined."""
+    is_typed = jax.sharding.get_abstract_mesh().explicit_axes
+    return is_on_one_device(x) and not is_typed
