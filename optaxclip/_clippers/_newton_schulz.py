@@ -59,7 +59,7 @@ def shrunk(
 ) -> list[jax.Array]:
     """Matrices with their singular values shrunk, by `hard` or by `smooth(2)`.
 
-    They have at least as many rows as columns, and singular values of at most `bounds`.
+    Their singular values are at most `bounds`.
     """
     # From 2^13 bound on nothing is shortened in float32, and [cI; X] would lose X.
     limits = [

@@ -27,10 +27,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.experimental.layout import Layout, with_layout_constraint
 
 from .._norms._platform import per_platform
 from .._norms._types import is_on_one_device, varying, varying_as
-from ._tiles import Tiled, Whole, exact_product
+from ._tiles import Tiled, Whole, adjoint, exact_product
 
 HIGHEST = 1024  # rows of a tile
 
@@ -40,6 +41,7 @@ class Place(NamedTuple):
 
     layers: int
     rows: int
+    is_wide: bool  # it lies there transposed
     start: int  # its first tile
     count: int  # tiles of each matrix
 
@@ -79,7 +81,7 @@ class Pile(NamedTuple):
         pile = jnp.zeros((tiles * self.height, self.width), leaves[0].dtype)
         pile = varying_as(pile, jax.typeof(leaves[0]))
         # Leaf by leaf, since XLA would store all leaves before it joins them.
-        for leaf, place in zip(leaves, self.places):
+        for leaf, place in zip(map(upright, leaves), self.places):
             missing = place.count * self.height - place.rows
             # One matrix needs no zeros below it, for which XLA would copy it.
             if place.layers > 1:
@@ -93,23 +95,32 @@ class Pile(NamedTuple):
         """The leaves that these are the tiles of."""
         pile = tiles.reshape(-1, self.width)
         leaves = []
-        for layers, rows, start, count in self.places:
-            end = start + layers * count
-            own = pile[start * self.height : end * self.height]
-            own = own.reshape(layers, count * self.height, self.width)
-            leaves.append(own[:, :rows])
+        for place in self.places:
+            rows = pile[place.start * self.height : place.end * self.height]
+            own = rows.reshape(place.layers, -1, self.width)[:, : place.rows]
+            leaves.append(_transposed(own) if place.is_wide else own)
         return leaves
+
+
+def _transposed(x: jax.Array) -> jax.Array:
+    """The conjugate transpose, as an array of its own."""
+    # XLA would store the whole pile transposed, or else compute the optimizer's
+    # update in the transposed layout, with copies of its state. Seen in libtpu 0.0.40.
+    rows_first = Layout(tuple(range(x.ndim)))
+    x = with_layout_constraint(x, rows_first)
+    return with_layout_constraint(adjoint(x), rows_first)
 
 
 def pile_of(leaves: Sequence[jax.Array]) -> Pile:
     """A pile of leaves, with spare tiles for a matrix [width, width]."""
-    width = leaves[0].shape[-1]
+    width = min(leaves[0].shape[1:])
     height = _height(leaves)
     end = -(-width // height)
     places = []
     for leaf in leaves:
-        layers, rows, _ = leaf.shape
-        places.append(Place(layers, rows, end, -(-rows // height)))
+        rows = max(leaf.shape[1:])
+        count = -(-rows // height)
+        places.append(Place(len(leaf), rows, is_wide(leaf), end, count))
         end = places[-1].end
     return Pile(places, height, width)
 
@@ -118,7 +129,7 @@ def _height(leaves: Sequence[jax.Array]) -> int:
     """The height of tiles that wastes little."""
     matrices: Counter[int] = Counter()
     for leaf in leaves:
-        matrices[leaf.shape[1]] += len(leaf)
+        matrices[max(leaf.shape[1:])] += len(leaf)
 
     def cost(height: int) -> int:
         tiles = (-(-rows // height) * n for rows, n in matrices.items())
@@ -137,6 +148,9 @@ def of_each(
     [layers, 1, 1] for each leaf.
     """
 
+    def alone(leaf: jax.Array) -> tuple[jax.Array, ...]:
+        return function(Whole(exact_product), upright(leaf))
+
     def in_turn(leaves: list[jax.Array]) -> list[Any]:
         pile = pile_of(leaves)
         tiles = pile.cut(leaves)
@@ -148,7 +162,7 @@ def of_each(
         parts = [jnp.split(values.reshape(-1, 1, 1), ends) for values in found]
         return list(zip(*parts))
 
-    return _in_groups(function, in_turn, leaves)
+    return _in_groups(alone, in_turn, leaves)
 
 
 def each_replaced(
@@ -159,6 +173,10 @@ def each_replaced(
     """Leaves whose matrices a function of `Matrices`, an array, and numbers
     [layers, 1, 1] has replaced.
     """
+
+    def alone(leaf: jax.Array, *numbers: jax.Array) -> jax.Array:
+        new = function(Whole(exact_product), upright(leaf), *numbers)
+        return adjoint(new) if is_wide(leaf) else new
 
     def in_turn(leaves: list[jax.Array], *numbers: Any) -> list[jax.Array]:
         # The same pile as in `of_each`, so that XLA builds it once.
@@ -175,19 +193,19 @@ def each_replaced(
         tiles = lax.fori_loop(0, pile.matrices, replace, tiles)
         return pile.leaves(tiles)
 
-    return _in_groups(function, in_turn, leaves, *numbers)
+    return _in_groups(alone, in_turn, leaves, *numbers)
 
 
 def _in_groups(
-    function: Callable[..., Any],
+    alone: Callable[..., Any],
     in_turn: Callable[..., list[Any]],
     *lists: Any,
 ) -> list[Any]:
-    """Calls a function for each leaf, on a TPU `in_turn` for all leaves of one width.
+    """Calls `alone` for each leaf, on a TPU `in_turn` for all leaves of one width.
 
     Compilers for a CPU or a GPU are fast, and programs of separate leaves faster.
     """
-    apart = partial(_apart, function)
+    apart = partial(_apart, alone)
     # On several devices matrices would be sent from one to another. Reshaping layers
     # on an Explicit mesh could move them.
     if not all(map(may_be_joined, lists[0])):
@@ -213,9 +231,8 @@ def _stacked(layers: tuple[int, ...], x: jax.Array) -> jax.Array:
     return x.reshape(*layers, *x.shape[-2:])
 
 
-def _apart(function: Callable[..., Any], *lists: Any) -> list[Any]:
-    whole = Whole(exact_product)
-    return [function(whole, *entries) for entries in zip(*lists)]
+def _apart(alone: Callable[..., Any], *lists: Any) -> list[Any]:
+    return [alone(*entries) for entries in zip(*lists)]
 
 
 def _joined(in_turn: Callable[..., list[Any]], *lists: Any) -> list[Any]:
@@ -224,7 +241,7 @@ def _joined(in_turn: Callable[..., list[Any]], *lists: Any) -> list[Any]:
     order = sorted(range(len(lists[0])), key=lambda n: lists[0][n].size)
     for number in order:
         leaf = lists[0][number]
-        kind = leaf.shape[-1], leaf.dtype, jax.typeof(leaf).sharding
+        kind = min(leaf.shape[1:]), leaf.dtype, jax.typeof(leaf).sharding
         groups.setdefault((*kind, varying(leaf)), []).append(number)
     found: dict[int, Any] = {}
     for group in groups.values():
@@ -239,3 +256,13 @@ def may_be_joined(x: jax.Array) -> bool:
     """Whether matrices lie on one device, where they may be cut and joined."""
     is_typed = jax.sharding.get_abstract_mesh().explicit_axes
     return is_on_one_device(x) and not is_typed
+
+
+def is_wide(x: jax.Array) -> bool:
+    """Whether matrices have more columns than rows."""
+    return x.shape[-2] < x.shape[-1]
+
+
+def upright(x: jax.Array) -> jax.Array:
+    """Matrices with at least as many rows as columns."""
+    return adjoint(x) if is_wide(x) else x
