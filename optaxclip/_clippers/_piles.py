@@ -96,8 +96,11 @@ class Pile(NamedTuple):
         pile = tiles.reshape(-1, self.width)
         leaves = []
         for place in self.places:
-            rows = pile[place.start * self.height : place.end * self.height]
-            own = rows.reshape(place.layers, -1, self.width)[:, : place.rows]
+            start, end = place.start * self.height, place.end * self.height
+            # Zeros below one matrix are left out at once, or XLA would copy it.
+            end = start + place.rows if place.layers == 1 else end
+            own = pile[start:end].reshape(place.layers, -1, self.width)
+            own = own[:, : place.rows]
             leaves.append(_transposed(own) if place.is_wide else own)
         return leaves
 
