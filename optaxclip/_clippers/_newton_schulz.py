@@ -14,8 +14,7 @@ Both shrinks use the polar factor [Z; B] of a matrix with more rows than columns
 The singular values of [cI; X] are at least c, so the iteration knows where to begin.
 Accuracy is lost with s_max / c. A root of the Gram matrix loses it with the square.
 
-On a TPU all matrices with equally many columns go through the same products (see
-`_tiles`).
+On a TPU all matrices of one width go through the same products (see `_piles`).
 
 Reference: F. L. Cesista, Numerically stable spectral clipping via Newton-Schulz, 2025,
 for sign iterations. Chen, Chow, A stable scaling of Newton-Schulz for improving the
@@ -100,13 +99,12 @@ def _shrunk(
 ) -> jax.Array:
     """B with the singular values b, or b / max(b, z)."""
     highest = jnp.sqrt(bound**2 + limit**2)
-    columns = x.shape[-1]
-    eye = jnp.eye(columns, dtype=x.dtype)
+    eye = jnp.eye(x.shape[-1], dtype=x.dtype)
     z = limit * jnp.expand_dims(eye, range(limit.ndim - 2))
-    zx = matrices.below(z, x)
+    zx = matrices.stack(z, x)
     factor = _polar(matrices, zx, limit / highest, highest, steps)
     if is_hard:
-        z = matrices.above(factor)
+        z = matrices.top(factor)
         inverse = _inverse_of_largest(matrices.squares, z, steps)
         factor = matrices.times(factor, inverse)
     return matrices.rest(factor)
@@ -129,7 +127,7 @@ def _polar(
     highest: jax.Array,
     steps: int,
 ) -> jax.Array:
-    """Turns every singular value of x in [lowest, 1] * highest into 1, by the iteration
+    """Turns every singular value of x / highest in [lowest, 1] into 1, by the iteration
     x <- r x (3 - r^2 x^2) / 2. For a Hermitian matrix this is the sign.
     """
 
@@ -140,6 +138,8 @@ def _polar(
         low = jnp.maximum(lowest, 0.1)
         r = jnp.sqrt(3 / (1 + low + low**2))
         lowest = 0.5 * r * lowest * (3 - (r * lowest) ** 2)
+        # The first step divides by highest too, the others by 1. An array x / highest
+        # would be a second copy of all matrices.
         r = r / highest
         gram = matrices.gram(x)
         factor = 0.5 * r * (3 * _eye_like(gram) - r**2 * gram)

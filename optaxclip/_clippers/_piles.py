@@ -2,18 +2,16 @@
 
 A TPU's compiler takes seconds for each product of float32 matrices, and shares nothing
 between equal ones. So its program must hold few products, however many matrices there
-are: one loop over all matrices. Matrices of different height lie in one pile of tiles:
+are: those of one loop over all matrices. Matrices of different height are cut into
+tiles of one height, and form one pile:
 
     X1 [5, k]    X2 [3, k]    ->    tiles of 2 rows   X1 X1 X1 X2 X2
                                     from                0        3
                                     how many            3        2
 
-    X^H X    the sum of T^H T over the tiles of a matrix
-    X S      T S for each tile, in its place
-
-What is missing in a last tile is zeros, which change neither. Only one matrix at a time
-has Gram matrices and powers, so besides the pile the program needs memory for a few
-matrices [k, k], however many matrices there are.
+The loop replaces each matrix in the pile by the clipped one. Only one matrix at a time
+has Gram matrices and powers, so memory for them does not grow with the number of
+matrices. The pile itself takes as much as the leaves.
 
 On CPUs, GPUs and meshes each leaf has products of its own.
 """
@@ -37,22 +35,22 @@ HIGHEST = 1024  # rows of a tile
 
 
 class Place(NamedTuple):
-    """Where a leaf [layers, rows, width] lies in a pile."""
+    """Where the matrices of a leaf are in a pile, each with `rows` rows there."""
 
     layers: int
     rows: int
-    is_wide: bool  # it lies there transposed
+    is_wide: bool  # transposed in the pile
     start: int  # its first tile
-    count: int  # tiles of each matrix
+    size: int  # tiles of each matrix
 
     @property
     def end(self) -> int:
         """The tile behind its last one."""
-        return self.start + self.layers * self.count
+        return self.start + self.layers * self.size
 
 
 class Pile(NamedTuple):
-    """How leaves lie in an array [tiles, height, width]."""
+    """How leaves are cut into an array [tiles, height, width]."""
 
     places: list[Place]
     height: int
@@ -70,10 +68,10 @@ class Pile(NamedTuple):
     def matrix(self, number: jax.Array, spare: int = 0) -> Tiled:
         """The matrix of this number, over all leaves."""
         layers = [place.layers for place in self.places]
-        counts = np.repeat([place.count for place in self.places], layers)
-        starts = self.spare + np.cumsum(counts) - counts
-        start, count = jnp.asarray(starts), jnp.asarray(counts)
-        return Tiled(start[number], count[number], spare)
+        sizes = np.repeat([place.size for place in self.places], layers)
+        starts = self.spare + np.cumsum(sizes) - sizes
+        start, size = jnp.asarray(starts), jnp.asarray(sizes)
+        return Tiled(start[number], size[number], spare)
 
     def cut(self, leaves: Sequence[jax.Array]) -> jax.Array:
         """The tiles of all leaves."""
@@ -81,8 +79,8 @@ class Pile(NamedTuple):
         pile = jnp.zeros((tiles * self.height, self.width), leaves[0].dtype)
         pile = varying_as(pile, jax.typeof(leaves[0]))
         # Leaf by leaf, since XLA would store all leaves before it joins them.
-        for leaf, place in zip(map(upright, leaves), self.places):
-            missing = place.count * self.height - place.rows
+        for leaf, place in zip(map(_upright, leaves), self.places):
+            missing = place.size * self.height - place.rows
             # One matrix needs no zeros below it, for which XLA would copy it.
             if place.layers > 1:
                 leaf = jnp.pad(leaf, ((0, 0), (0, missing), (0, 0)))
@@ -122,20 +120,24 @@ def pile_of(leaves: Sequence[jax.Array]) -> Pile:
     places = []
     for leaf in leaves:
         rows = max(leaf.shape[1:])
-        count = -(-rows // height)
-        places.append(Place(len(leaf), rows, is_wide(leaf), end, count))
+        size = -(-rows // height)
+        places.append(Place(len(leaf), rows, _is_wide(leaf), end, size))
         end = places[-1].end
     return Pile(places, height, width)
 
 
 def _height(leaves: Sequence[jax.Array]) -> int:
     """The height of tiles that wastes little."""
+    width = min(leaves[0].shape[1:])
     matrices: Counter[int] = Counter()
     for leaf in leaves:
         matrices[max(leaf.shape[1:])] += len(leaf)
+    counts = matrices.items()
 
     def cost(height: int) -> int:
-        tiles = (-(-rows // height) * n for rows, n in matrices.items())
+        # Each matrix X is multiplied as [Z; X], with Z [width, width].
+        spare = -(-width // height)
+        tiles = ((-(-rows // height) + spare) * n for rows, n in counts)
         # Fetching the factor of a tile takes about as long as multiplying 64 rows.
         return sum(tiles) * (height + 64)
 
@@ -145,14 +147,15 @@ def _height(leaves: Sequence[jax.Array]) -> int:
 
 
 def of_each(
-    function: Callable[..., tuple[jax.Array, ...]], leaves: Sequence[jax.Array]
-) -> list[tuple[jax.Array, ...]]:
-    """What a function of `Matrices` and an array finds out about each matrix: numbers
-    [layers, 1, 1] for each leaf.
+    function: Callable[..., tuple[jax.Array, jax.Array]],
+    leaves: Sequence[jax.Array],
+) -> list[tuple[jax.Array, jax.Array]]:
+    """For each leaf the two numbers that a function of `Matrices` and an array finds
+    for each matrix, [layers, 1, 1].
     """
 
-    def alone(leaf: jax.Array) -> tuple[jax.Array, ...]:
-        return function(Whole(exact_product), upright(leaf))
+    def alone(leaf: jax.Array) -> tuple[jax.Array, jax.Array]:
+        return function(Whole(exact_product), _upright(leaf))
 
     def in_turn(leaves: list[jax.Array]) -> list[Any]:
         pile = pile_of(leaves)
@@ -173,13 +176,13 @@ def each_replaced(
     leaves: Sequence[jax.Array],
     *numbers: Sequence[jax.Array],
 ) -> list[jax.Array]:
-    """Leaves whose matrices a function of `Matrices`, an array, and numbers
-    [layers, 1, 1] has replaced.
+    """Leaves with each matrix replaced by what a function of `Matrices`, an array and
+    numbers returns. The numbers of a leaf are [layers, 1, 1].
     """
 
     def alone(leaf: jax.Array, *numbers: jax.Array) -> jax.Array:
-        new = function(Whole(exact_product), upright(leaf), *numbers)
-        return adjoint(new) if is_wide(leaf) else new
+        new = function(Whole(exact_product), _upright(leaf), *numbers)
+        return adjoint(new) if _is_wide(leaf) else new
 
     def in_turn(leaves: list[jax.Array], *numbers: Any) -> list[jax.Array]:
         # The same pile as in `of_each`, so that XLA builds it once.
@@ -196,6 +199,10 @@ def each_replaced(
         tiles = lax.fori_loop(0, pile.matrices, replace, tiles)
         return pile.leaves(tiles)
 
+    # In shard_map the limits of a matrix may differ between devices where it does not.
+    for own in numbers:
+        kinds = map(jax.typeof, own)
+        leaves = [varying_as(x, kind) for x, kind in zip(leaves, kinds)]
     return _in_groups(alone, in_turn, leaves, *numbers)
 
 
@@ -211,13 +218,13 @@ def _in_groups(
     apart = partial(_apart, alone)
     # On several devices matrices would be sent from one to another. Reshaping layers
     # on an Explicit mesh could move them.
-    if not all(map(may_be_joined, lists[0])):
+    if not all(map(_may_be_joined, lists[0])):
         return apart(*lists)
 
     joined = jax.custom_jvp(partial(_joined, in_turn))
 
-    # The derivative is that of separate leaves, since loops of which XLA learns the
-    # length when it runs them have none in reverse.
+    # The derivative is that of separate leaves: JAX cannot run a loop in reverse whose
+    # length depends on the matrix.
     @joined.defjvp
     def _(primals: Any, tangents: Any) -> Any:
         return jax.jvp(apart, primals, tangents)
@@ -255,17 +262,17 @@ def _joined(in_turn: Callable[..., list[Any]], *lists: Any) -> list[Any]:
     return [found[number] for number in range(len(found))]
 
 
-def may_be_joined(x: jax.Array) -> bool:
+def _may_be_joined(x: jax.Array) -> bool:
     """Whether matrices lie on one device, where they may be cut and joined."""
     is_typed = jax.sharding.get_abstract_mesh().explicit_axes
     return is_on_one_device(x) and not is_typed
 
 
-def is_wide(x: jax.Array) -> bool:
+def _is_wide(x: jax.Array) -> bool:
     """Whether matrices have more columns than rows."""
     return x.shape[-2] < x.shape[-1]
 
 
-def upright(x: jax.Array) -> jax.Array:
+def _upright(x: jax.Array) -> jax.Array:
     """Matrices with at least as many rows as columns."""
-    return adjoint(x) if is_wide(x) else x
+    return adjoint(x) if _is_wide(x) else x

@@ -1,8 +1,9 @@
-"""Products of matrices: of those of a leaf at once, or of one matrix that lies in a pile
-of tiles with others (see `_piles`).
+"""Products of matrices: of all those of a leaf at once, or of one in a pile of tiles.
 
-    X^H X    the sum of T^H T over the tiles of the matrix
+    X^H X    the sum of T^H T over the tiles T of the matrix
     X S      T S for each tile, in its place
+
+What is missing in a last tile is zeros, which change neither. See `_piles`.
 """
 
 from collections.abc import Callable
@@ -35,11 +36,11 @@ class Whole(NamedTuple):
         """X S for each matrix and its S [width, width]."""
         return self.product(x, square)
 
-    def below(self, z: jax.Array, x: jax.Array) -> jax.Array:
-        """[Z; X], with Z [..., width, width] above X."""
+    def stack(self, z: jax.Array, x: jax.Array) -> jax.Array:
+        """[Z; X] with Z [..., width, width]."""
         return jnp.concatenate([z, x], -2)
 
-    def above(self, zx: jax.Array) -> jax.Array:
+    def top(self, zx: jax.Array) -> jax.Array:
         """Z of [Z; X]."""
         return zx[..., : zx.shape[-1], :]
 
@@ -49,13 +50,12 @@ class Whole(NamedTuple):
 
 
 class Tiled(NamedTuple):
-    """Multiplies one matrix in a pile of tiles [tiles, height, width].
-
-    Its squares are [1, width, width].
+    """Multiplies one matrix of a pile, which is given and returned as the whole pile
+    [tiles, height, width]. Squares are [1, width, width].
     """
 
     start: jax.Array  # int32[]: the first tile
-    count: jax.Array  # int32[]: how many tiles
+    size: jax.Array  # int32[]: how many tiles
     spare: int  # how many tiles at the beginning of the pile hold Z of [Z; X]
 
     @property
@@ -70,7 +70,7 @@ class Tiled(NamedTuple):
         width = tiles.shape[-1]
         zeros = jnp.zeros((1, width, width), tiles.dtype)
         zeros = varying_as(zeros, jax.typeof(tiles))
-        return lax.fori_loop(0, self.spare + self.count, add, zeros)
+        return lax.fori_loop(0, self.spare + self.size, add, zeros)
 
     def times(self, tiles: jax.Array, square: jax.Array) -> jax.Array:
         # In place, since a second array of all tiles would double the memory.
@@ -79,16 +79,16 @@ class Tiled(NamedTuple):
             new = _by_strips(tiles[place][None], square)[0]
             return tiles.at[place].set(new)
 
-        return lax.fori_loop(0, self.spare + self.count, replace, tiles)
+        return lax.fori_loop(0, self.spare + self.size, replace, tiles)
 
-    def below(self, z: jax.Array, tiles: jax.Array) -> jax.Array:
+    def stack(self, z: jax.Array, tiles: jax.Array) -> jax.Array:
         _, height, width = tiles.shape
         missing = self.spare * height - width
-        filled = jnp.pad(z[0], ((0, missing), (0, 0)))
-        filled = filled.reshape(self.spare, height, width)
-        return lax.dynamic_update_slice(tiles, filled, (0, 0, 0))
+        own = jnp.pad(z[0], ((0, missing), (0, 0)))
+        own = own.reshape(self.spare, height, width)
+        return lax.dynamic_update_slice(tiles, own, (0, 0, 0))
 
-    def above(self, tiles: jax.Array) -> jax.Array:
+    def top(self, tiles: jax.Array) -> jax.Array:
         width = tiles.shape[-1]
         return tiles[: self.spare].reshape(1, -1, width)[:, :width]
 
@@ -96,7 +96,7 @@ class Tiled(NamedTuple):
         return tiles
 
     def _place(self, number: jax.Array) -> jax.Array:
-        """Where a tile of [Z; X] lies."""
+        """Which tile of the pile a tile of [Z; X] is."""
         of_x = self.start + number - self.spare
         return jnp.where(number < self.spare, number, of_x)
 
