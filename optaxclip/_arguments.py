@@ -83,6 +83,15 @@ def check_scalar(argument: str, value: Any) -> None:
         )
 
 
+def check_flag(argument: str, value: Any) -> None:
+    """Refuses what is neither True nor False. A traced value passes."""
+    if isinstance(value, Tracer):
+        return
+    kinds = (bool, int, np.generic, np.ndarray, jax.Array)
+    if not isinstance(value, kinds) or jnp.ndim(value) or value not in (0, 1):
+        raise TypeError(f"{argument} must be True or False, got {value!r}.")
+
+
 def number_for_jit(number: Any) -> Any:
     """A number as jit takes it: ints beyond int32 become floats.
 

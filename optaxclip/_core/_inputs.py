@@ -194,6 +194,28 @@ def check_kept(call: str, tree: Any, kept: Any) -> None:
             )
 
 
+def check_imaginary(
+    call: str, one: tuple[str, Any], other: tuple[str, Any]
+) -> None:
+    """Raises ValueError for a leaf that is complex in one tree and real in another.
+
+    Both trees have a name, and None where they have no leaf.
+    """
+    entries = jax.tree_util.tree_flatten_with_path(
+        one[1], is_leaf=prefix.is_none
+    )
+    own = jax.tree.leaves(other[1], is_leaf=prefix.is_none)
+    for (path, leaf), real in zip(entries[0], own):
+        if leaf is None or real is None or not jnp.iscomplexobj(leaf):
+            continue
+        if not jnp.iscomplexobj(real):
+            raise ValueError(
+                f"{call}: the leaf {prefix.name(path)!r} is complex in the {one[0]}, "
+                f"so it must be in the {other[0]} too, got "
+                f"{_shown(getattr(real, 'dtype', type(real)))}."
+            )
+
+
 def _shown(kind: Any) -> str:
     """A dtype, or the type of a Python number."""
     return kind.__name__ if isinstance(kind, type) else str(kind)

@@ -23,6 +23,7 @@ from .._arguments import (
     check_nonfinite,
     check_number,
     check_params,
+    check_scalar,
     number_for_jit,
 )
 from .._norms._in_blocks import Norms, in_blocks
@@ -95,6 +96,7 @@ def make_clipper(
     """Makes a clipper. `call` and `name` are what errors call it and its limit."""
     check_nonfinite(call, nonfinite)
     check_number(f"{call}: eps", eps)
+    check_scalar(f"{call}: eps", eps)
     eps = number_for_jit(eps)
     # None is `hard`. A factory such as `smooth` is the shrink with its defaults.
     shrink = shrink_of(shrink, call)

@@ -33,6 +33,7 @@ from ._collectives import Split, axes_size
 from ._mesh_checks import (
     SplitLeaf,
     check_bound,
+    check_no_array,
     check_once,
     check_reduced,
     check_spec,
@@ -50,8 +51,11 @@ def freeze(mesh_axes: MeshAxes, call: str = "") -> MeshAxes:
     """`mesh_axes` as a hashable value.
 
     Raises:
-      TypeError: a list of names, which would be a tree with one name for each leaf.
+      TypeError: a list of names, which would be a tree with one name for each leaf, or
+        an array.
     """
+    for value in jax.tree.leaves(mesh_axes, is_leaf=_is_spec):
+        check_no_array(value, f"{call}: mesh_axes")
     if isinstance(mesh_axes, list) and all(
         isinstance(x, str) for x in mesh_axes
     ):

@@ -7,9 +7,12 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from ._types import has_types, varying
+
+FORMS = "'auto', None, names of mesh axes, or a tree of PartitionSpecs"
 
 
 class SplitLeaf(NamedTuple):
@@ -44,13 +47,16 @@ def check_reduced(leaf: SplitLeaf) -> None:
         )
 
 
+def check_no_array(value: Any, argument: str) -> None:
+    # Static arguments must be hashable, which arrays are not.
+    if isinstance(value, (np.ndarray, jax.Array)):
+        raise TypeError(f"{argument} must be {FORMS}, got {value!r}.")
+
+
 def check_bound(names: tuple[str, ...], argument: str) -> None:
     for name in names:
         if not isinstance(name, str):
-            raise ValueError(
-                f"{argument} must be 'auto', None, names of mesh axes, or a tree of "
-                f"PartitionSpecs, got {name!r}."
-            )
+            raise ValueError(f"{argument} must be {FORMS}, got {name!r}.")
         # The mesh does not list axis names of vmap, which lax.axis_size finds.
         try:
             lax.axis_size(name)

@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import optax
 
 from .._arguments import check_state, check_transformation
-from .._core._inputs import check_kept
+from .._core._inputs import check_imaginary, check_kept
 from .._exported import exported
 from .._norms._leaves import cast_like, clipped_leaves, put_back
 from .._norms._modulus import wide_dtype
@@ -95,6 +95,10 @@ def carry_clipped(
             )
         tree, inner = clipped_leaves(updates), state.clip_state
         check_kept("carry_clipped", tree, state.carry)
+        # It is as real as the params that init was given.
+        check_imaginary(
+            "carry_clipped", ("updates", tree), ("carry", state.carry)
+        )
         total = jax.tree.map(_add_carry, tree, state.carry, is_leaf=is_none)
         clipped, inner = clipper.update(total, inner, params, **extra_args)
         # Rounded before the carry is computed, so that it takes the rounding as well.

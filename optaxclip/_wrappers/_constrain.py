@@ -15,7 +15,7 @@ import optax
 from jax import lax
 
 from .._arguments import check_params, check_transformation
-from .._core._inputs import params_of
+from .._core._inputs import check_imaginary, params_of
 from .._core._state import ClipState
 from .._norms._leaves import cast_like, clipped_leaves, put_back
 from .._norms._modulus import wide_dtype
@@ -87,6 +87,7 @@ def constrain(
         check_params(call, params, "updates")
         tree = clipped_leaves(updates)
         weights = params_of(call, tree, params)
+        check_imaginary(call, ("weights", weights), ("updates", tree))
         given = {k: v for k, v in extra_args.items() if k not in OF_GRADIENTS}
         moved = jax.tree.map(_moved, weights, tree)
         held, new = clipper.update(moved, state, params, **given)

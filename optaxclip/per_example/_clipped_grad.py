@@ -105,8 +105,8 @@ def clipped_grad(
         mask of the wrong shape, "ghost" on a mesh with Explicit axes or for symbolic
         sizes.
       TypeError: a limit that is not a number, or a shrink that is not a function. From
-        the function: a loss that is not one real number, or lacks the aux that
-        `has_aux` says.
+        the function: places that are no ints, and a loss that is not one real number,
+        or lacks the aux that `has_aux` says.
 
     | an example that | contributes | divides the mean |
     |---|---|---|

@@ -1,11 +1,11 @@
 """Which arguments of a loss are differentiated, shared by all examples, or a batch."""
 
+import operator
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from .._norms import _prefix as prefix
 
@@ -57,7 +57,8 @@ def roles_of(
       ValueError: a place that the call does not have, or one in two roles.
     """
     count = len(args)
-    argnums, shared_argnums = _ints(argnums), _ints(shared_argnums)
+    argnums = _ints(f"{call}: argnums", argnums)
+    shared_argnums = _ints(f"{call}: shared_argnums", shared_argnums)
     roles = {"argnums": argnums, "shared_argnums": shared_argnums}
     taken: list[int] = []
     for name, places in roles.items():
@@ -111,11 +112,16 @@ def _size(entries: list[tuple[str, Any]], call: str) -> int:
     return size
 
 
-def _ints(places: Any) -> Places:
+def _ints(argument: str, places: Any) -> Places:
     """NumPy's ints as Python's, which decide whether the gradient is a tuple."""
-    if isinstance(places, (int, np.integer)):
-        return int(places)
-    return tuple(map(int, places))
+    try:
+        if not isinstance(places, (tuple, list)):
+            return operator.index(places)
+        return tuple(map(operator.index, places))
+    except TypeError:
+        raise TypeError(
+            f"{argument} must be an int or a tuple of ints, got {places!r}."
+        ) from None
 
 
 def _listed(places: Places) -> list[int]:

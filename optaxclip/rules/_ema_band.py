@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from ._memory import Average, blend, empty_average
-from ._rule import Number, Rule, at_step, multiple, number
+from ._rule import Number, Rule, at_step, flag, multiple, number
 
 
 class EmaBand(Rule):
@@ -53,7 +53,7 @@ class EmaBand(Rule):
     floor: Number = number(default=0.01)
     up: Number = number(default=1.1, lowest=1.0)
     down: Number = number(default=0.9, highest=1.0)
-    raise_small: Any = False
+    raise_small: Any = flag(default=False)
 
     def init(self, norm: jax.Array) -> Average:
         return empty_average(norm)

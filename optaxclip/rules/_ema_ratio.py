@@ -13,6 +13,7 @@ from ._rule import (
     at_step,
     choice,
     fixed,
+    flag,
     number,
     optional_number,
 )
@@ -66,7 +67,7 @@ class EmaRatio(Rule):
     _: KW_ONLY
     target: Number | None = optional_number(default=None)
     target_decay: Number | None = optional_number(default=None, highest=1.0)
-    corrected: Any = False
+    corrected: Any = flag(default=False)
     remember: str = choice(default="clipped", others=("raw",))
     warmup: Any = fixed(default=1)
 

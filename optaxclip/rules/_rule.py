@@ -27,6 +27,7 @@ from jax.typing import ArrayLike
 from .._arguments import (
     LAST_STEP,
     as_partial,
+    check_flag,
     check_limit,
     check_number,
     check_returned,
@@ -104,6 +105,16 @@ def fixed(default: float, lowest: float = 0.0) -> Any:
     return field(default=default, metadata={"check": check})
 
 
+def flag(default: bool) -> Any:
+    """A field that is True or False, and may be traced."""
+
+    def check(argument: str, value: Any) -> Any:
+        check_flag(argument, value)
+        return value
+
+    return field(default=default, metadata={"check": check})
+
+
 def length(default: int) -> Any:
     """A field that is the length of a window: a whole number, at least 1."""
 
@@ -136,7 +147,15 @@ def choice(default: str, others: tuple[str, ...]) -> Any:
 # Tells type checkers that every subclass is a dataclass of its annotated fields.
 @dataclass_transform(
     frozen_default=True,
-    field_specifiers=(field, number, optional_number, fixed, length, choice),
+    field_specifiers=(
+        field,
+        number,
+        optional_number,
+        fixed,
+        flag,
+        length,
+        choice,
+    ),
 )
 @dataclasses.dataclass(frozen=True, eq=False)
 class Rule:

@@ -14,6 +14,7 @@ from ._rule import (
     check_length,
     choice,
     fixed,
+    flag,
     length,
     multiple,
     number,
@@ -61,7 +62,7 @@ class WindowedMean(Rule):
     _: KW_ONLY
     ddof: Any = fixed(default=0)
     floor: Number = number(default=0.0)
-    current: Any = False
+    current: Any = flag(default=False)
     remember: str = choice(default="raw", others=("clipped",))
     warmup: Any = fixed(default=2)
 

@@ -16,6 +16,7 @@ from ._rule import (
     at_step,
     choice,
     fixed,
+    flag,
     length,
     multiple,
     number,
@@ -67,7 +68,7 @@ class WindowedQuantile(Rule):
     window: Any = length(default=100)
     _: KW_ONLY
     factor: Number = number(default=1.0)
-    current: Any = False
+    current: Any = flag(default=False)
     remember: str = choice(default="raw", others=("clipped",))
     warmup: Any = fixed(default=1)
 

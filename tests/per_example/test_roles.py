@@ -122,6 +122,15 @@ WRONG = {
 }
 
 
+@pytest.mark.parametrize("name", ["argnums", "shared_argnums"])
+@pytest.mark.parametrize("places", [0.5, "w", (0, "w")])
+def test_places_that_are_no_ints_raise(name, places):
+    text = f"clipped_grad: {name} must be an int or a tuple of ints, got {places!r}."
+    with pytest.raises(TypeError) as error:
+        clipped_grad(squared_error, 0.7, **{name: places})(jnp.ones(3), jnp.ones(3))
+    assert str(error.value) == text
+
+
 @pytest.mark.parametrize("name", WRONG)
 def test_a_call_that_does_not_fit_raises(name):
     options, args, text = WRONG[name]

@@ -9,7 +9,7 @@ import optax
 import pytest
 
 import optaxclip
-from tests.core.test_contract import same_bits
+from tests.core.steps import same_bits
 from tests.helpers import SMALL_FLOATS, scanned
 
 
@@ -123,6 +123,18 @@ def test_a_small_gradient_is_added_to_a_large_carry_in_float32():
     for grad in (257.0, 0.25):
         _, state = clipper.update(jnp.bfloat16(grad), state)
     assert state.carry == float(jnp.bfloat16(257.0)) + 0.25 - 2
+
+
+def test_a_complex_update_of_real_weights_raises():
+    carried = optaxclip.carry_clipped(optaxclip.clip_by_value(1.0))
+    state = carried.init({"w": jnp.zeros(2), "b": jnp.zeros(2)})
+    updates = {"w": jnp.array([3 + 4j, 1j]), "b": None}
+    with pytest.raises(ValueError) as error:
+        carried.update(updates, state)
+    assert str(error.value) == (
+        "carry_clipped: the leaf 'w' is complex in the updates, so it must be in the "
+        "carry too, got float32."
+    )
 
 
 def test_the_norm_is_of_the_gradient_and_not_of_the_sum():
