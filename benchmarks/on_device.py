@@ -23,7 +23,8 @@ import jax
 from . import report, steps
 
 ROOT = Path(__file__).parent.parent
-SUITES = ["tests/norms", "tests/core/test_contract.py"]
+PROMISES = ("contract", "limits_and_breaks", "wrapped", "programs")
+SUITES = ["tests/norms", *(f"tests/core/test_{name}.py" for name in PROMISES)]
 TABLES = {"step": steps.step, "bfloat16": steps.bfloat16}
 
 

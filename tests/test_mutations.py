@@ -1,8 +1,13 @@
-"""Tests the generator of mutants."""
+"""Tests the generator of mutants, and the table of their tests."""
+
+import tomllib
+from pathlib import Path
 
 import pytest
 
 from mutations.mutants import mutants
+
+ROOT = Path(__file__).parents[1]
 
 
 def _texts(source):
@@ -58,3 +63,11 @@ def test_a_mutant_differs_in_its_place_only():
     assert third.source == source.replace("1", "0")
     assert (first.name, third.name) == ("f: x - 2", "C.g: return 0")
     assert second.diff == "-    return x + 2\n+    return x + 3"
+
+
+def test_the_table_names_files_that_are_there():
+    table = tomllib.loads((ROOT / "mutations" / "tests.toml").read_text())
+    files = [ROOT / module for module in table]
+    for names in table.values():
+        files += [ROOT / "tests" / f"{name}.py" for name in names.split()]
+    assert [file for file in files if not file.exists()] == []

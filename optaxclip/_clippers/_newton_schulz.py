@@ -14,35 +14,29 @@ Both shrinks use the polar factor [Z; B] of a matrix with more rows than columns
 The singular values of [cI; X] are at least c, so the iteration knows where to begin.
 Accuracy is lost with s_max / c. A root of the Gram matrix loses it with the square.
 
-On a TPU all matrices with equally many columns go through the same products (see
-`_tiles`).
+On a TPU all matrices of one width go through the same products (see `_piles`).
 
 Reference: F. L. Cesista, Numerically stable spectral clipping via Newton-Schulz, 2025,
 for sign iterations. Chen, Chow, A stable scaling of Newton-Schulz for improving the
 sign function computation of a Hermitian matrix, 2014, for the scaling.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
-from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 
 from .._norms._types import typed_as
-from ._tiles import (
-    Planner,
-    Tiling,
-    adjoint,
-    in_groups,
-    may_be_joined,
-)
+from ._piles import each_replaced, of_each
+from ._tiles import Matrices, Whole, adjoint
 
 # The Gram matrix is raised to the power 2^16, whose trace bounds the largest singular
 # value. m equal singular values are overestimated by m^(1 / 2^17).
 SQUARINGS = 16
+
+Carry = tuple[jax.Array, jax.Array, jax.Array]
 
 
 def largest(leaves: Sequence[jax.Array]) -> list[tuple[jax.Array, jax.Array]]:
@@ -51,7 +45,7 @@ def largest(leaves: Sequence[jax.Array]) -> list[tuple[jax.Array, jax.Array]]:
 
     Both come from the 2^16th power of the Gram matrix, by repeated squaring.
     """
-    return _in_groups(_largest, leaves)
+    return of_each(_largest, leaves)
 
 
 def shrunk(
@@ -64,122 +58,98 @@ def shrunk(
 ) -> list[jax.Array]:
     """Matrices with their singular values shrunk, by `hard` or by `smooth(2)`.
 
-    They have at least as many rows as columns, and singular values of at most `bounds`.
+    Their singular values are at most `bounds`.
     """
-    shrink = partial(_shrunk, steps=steps, is_hard=is_hard)
-    return _in_groups(shrink, leaves, limits, bounds)
-
-
-def _in_groups(function: Callable[..., list[Any]], *lists: Any) -> list[Any]:
-    """Calls a function of leaves [matrices, rows, columns]."""
-    leaves = lists[0]
-    # Reshaping layers on an Explicit mesh could move them.
-    if not all(map(may_be_joined, leaves)):
-        return in_groups(function, *lists)
-    found = in_groups(function, *jax.tree.map(partial(_stacked, (-1,)), lists))
-    return [
-        jax.tree.map(partial(_stacked, leaf.shape[:-2]), one)
-        for leaf, one in zip(leaves, found)
-    ]
-
-
-def _stacked(layers: tuple[int, ...], x: jax.Array) -> jax.Array:
-    return x.reshape(*layers, *x.shape[-2:])
-
-
-def _largest(
-    plan: Planner, leaves: list[jax.Array]
-) -> list[tuple[jax.Array, jax.Array]]:
-    tiling = plan(leaves)
-    gram = tiling.gram(tiling.cut(leaves))
-    fixed = lax.stop_gradient(gram)
-    trace = _trace(fixed)
-    square = partial(_square, tiling)
-    start = fixed / trace, jnp.log(trace), jnp.full_like(trace, 0.5)
-    power, log, _ = lax.fori_loop(0, SQUARINGS, square, start)
-    # A mean of the squared singular values in which the largest outweighs all others.
-    # It is never above the largest.
-    weights = _inner(power, power)
-    mean = _inner(power, tiling.product(gram, power)) / jnp.where(
-        weights > 0, weights, 1.0
-    )
-    # The root of 0 has no derivative.
-    norm = jnp.where(mean > 0, jnp.sqrt(jnp.where(mean > 0, mean, 1.0)), 0.0)
-    # The bound is exact but for rounding, which 0.001 covers.
-    bound = 1.001 * jnp.exp(0.5 * log)
-    return list(zip(_split(norm, leaves), _split(bound, leaves)))
-
-
-def _shrunk(
-    plan: Planner,
-    leaves: list[jax.Array],
-    limits: list[jax.Array],
-    bounds: list[jax.Array],
-    *,
-    steps: int,
-    is_hard: bool,
-) -> list[jax.Array]:
-    columns = leaves[0].shape[-1]
-    tiling = plan(leaves, more=columns)
     # From 2^13 bound on nothing is shortened in float32, and [cI; X] would lose X.
     limits = [
         jnp.minimum(limit, 2.0**13 * bound)
         for limit, bound in zip(limits, bounds)
     ]
-    roots = [
-        jnp.sqrt(bound**2 + limit**2) for limit, bound in zip(limits, bounds)
-    ]
-    joined = [
-        jnp.concatenate([limit / root * _eye_like(x), x / root], -2)
-        for x, limit, root in zip(leaves, limits, roots)
-    ]
-    limit, root = jnp.concatenate(limits), jnp.concatenate(roots)
-    factor = _polar(tiling, tiling.cut(joined), limit / root, steps)
-    if is_hard:
-        z = jnp.concatenate(
-            [leaf[..., :columns, :] for leaf in tiling.joined(factor)]
-        )
-        factor = tiling.times(
-            factor, _inverse_of_largest(tiling.of_squares(), z, steps)
-        )
-    found = [leaf[..., columns:, :] for leaf in tiling.joined(factor)]
+    shrink = partial(_shrunk, steps=steps, is_hard=is_hard)
+    found = each_replaced(shrink, leaves, limits, bounds)
     return [limit * b for limit, b in zip(limits, found)]
 
 
-def _inverse_of_largest(tiling: Tiling, z: jax.Array, steps: int) -> jax.Array:
+def _largest(matrices: Matrices, x: jax.Array) -> tuple[jax.Array, jax.Array]:
+    gram = matrices.gram(x)
+    fixed = lax.stop_gradient(gram)
+    trace = _trace(fixed)
+    square = partial(_square, matrices.squares)
+    start = fixed / trace, jnp.log(trace), jnp.full_like(trace, 0.5)
+    power, log, _ = lax.fori_loop(0, SQUARINGS, square, start)
+    # A mean of the squared singular values in which the largest outweighs all others.
+    # It is never above the largest.
+    weights = _inner(power, power)
+    product = matrices.squares.product(gram, power)
+    mean = _inner(power, product) / jnp.where(weights > 0, weights, 1.0)
+    # The root of 0 has no derivative.
+    norm = jnp.where(mean > 0, jnp.sqrt(jnp.where(mean > 0, mean, 1.0)), 0.0)
+    # The bound is exact but for rounding, which 0.001 covers.
+    return norm, 1.001 * jnp.exp(0.5 * log)
+
+
+def _shrunk(
+    matrices: Matrices,
+    x: jax.Array,
+    limit: jax.Array,
+    bound: jax.Array,
+    *,
+    steps: int,
+    is_hard: bool,
+) -> jax.Array:
+    """B with the singular values b, or b / max(b, z)."""
+    highest = jnp.sqrt(bound**2 + limit**2)
+    eye = jnp.eye(x.shape[-1], dtype=x.dtype)
+    z = limit * jnp.expand_dims(eye, range(limit.ndim - 2))
+    zx = matrices.stack(z, x)
+    factor = _polar(matrices, zx, limit / highest, highest, steps)
+    if is_hard:
+        z = matrices.top(factor)
+        inverse = _inverse_of_largest(matrices.squares, z, steps)
+        factor = matrices.times(factor, inverse)
+    return matrices.rest(factor)
+
+
+def _inverse_of_largest(squares: Whole, z: jax.Array, steps: int) -> jax.Array:
     """max(b, z)^-1 for Hermitian Z, where b^2 = 1 - z^2."""
     eye = _eye_like(z)
-    difference = eye - 2 * tiling.product(z, adjoint(z))
+    difference = eye - 2 * squares.product(z, adjoint(z))
     eps = jnp.full_like(z[..., :1, :1].real, jnp.finfo(z.dtype).eps)
-    sign = _polar(tiling, difference, eps, steps)
-    absolute = tiling.product(difference, sign)
-    return _inverse_root(tiling, 0.5 * (eye + absolute))
+    sign = _polar(squares, difference, eps, jnp.ones_like(eps), steps)
+    absolute = squares.product(difference, sign)
+    return _inverse_root(squares, 0.5 * (eye + absolute))
 
 
 def _polar(
-    tiling: Tiling, x: jax.Array, lowest: jax.Array, steps: int
+    matrices: Matrices,
+    x: jax.Array,
+    lowest: jax.Array,
+    highest: jax.Array,
+    steps: int,
 ) -> jax.Array:
-    """Turns every singular value of x in [lowest, 1] into 1, by the iteration
+    """Turns every singular value of x / highest in [lowest, 1] into 1, by the iteration
     x <- r x (3 - r^2 x^2) / 2. For a Hermitian matrix this is the sign.
     """
 
-    def step(
-        carry: tuple[jax.Array, jax.Array], _: None
-    ) -> tuple[tuple[jax.Array, jax.Array], None]:
-        x, lowest = carry
+    def step(carry: Carry, _: None) -> tuple[Carry, None]:
+        x, lowest, highest = carry
         # The r that raises the lowest most. Near lowest = 0 it would send 1 to 0, and
         # 1 + eps below 0, so it is taken for 0.1 at least.
         low = jnp.maximum(lowest, 0.1)
         r = jnp.sqrt(3 / (1 + low + low**2))
-        gram = tiling.gram(x)
-        factor = 0.5 * r * (3 * _eye_like(gram) - r**2 * gram)
         lowest = 0.5 * r * lowest * (3 - (r * lowest) ** 2)
-        return (tiling.times(x, factor), lowest), None
+        # The first step divides by highest too, the others by 1. An array x / highest
+        # would be a second copy of all matrices.
+        r = r / highest
+        gram = matrices.gram(x)
+        factor = 0.5 * r * (3 * _eye_like(gram) - r**2 * gram)
+        return (matrices.times(x, factor), lowest, jnp.ones_like(r)), None
 
-    return lax.scan(step, (x, lax.stop_gradient(lowest)), length=steps)[0][0]
+    start = x, lax.stop_gradient(lowest), highest
+    return lax.scan(step, start, length=steps)[0][0]
 
 
-def _inverse_root(tiling: Tiling, x: jax.Array) -> jax.Array:
+def _inverse_root(squares: Whole, x: jax.Array) -> jax.Array:
     """x^(-1/2) of Hermitian matrices with eigenvalues in [1/2, 1].
 
     The error 1 - x y^2 is 1/2 at first, then 0.22, 0.04, 1e-3, 1e-6, 1e-12.
@@ -187,18 +157,16 @@ def _inverse_root(tiling: Tiling, x: jax.Array) -> jax.Array:
     eye = _eye_like(x)
 
     def step(_: int, y: jax.Array) -> jax.Array:
-        square = tiling.product(y, y)
-        return 0.5 * tiling.product(y, 3 * eye - tiling.product(x, square))
+        square = squares.product(y, y)
+        return 0.5 * squares.product(y, 3 * eye - squares.product(x, square))
 
     return lax.fori_loop(0, 5, step, eye)
 
 
-def _square(
-    tiling: Tiling, _: int, carry: tuple[jax.Array, jax.Array, jax.Array]
-) -> tuple[jax.Array, jax.Array, jax.Array]:
+def _square(squares: Whole, _: int, carry: Carry) -> Carry:
     """Squares a matrix, divides it by its trace, and adds up the logarithms."""
     power, log, weight = carry
-    power = tiling.product(power, power)
+    power = squares.product(power, power)
     trace = _trace(power)
     return power / trace, log + weight * jnp.log(trace), weight / 2
 
@@ -221,11 +189,3 @@ def _eye_like(x: jax.Array) -> jax.Array:
 def _inner(a: jax.Array, b: jax.Array) -> jax.Array:
     """The inner product of each pair of matrices, [matrices, 1, 1]."""
     return jnp.sum(jnp.real(jnp.conj(a) * b), (-2, -1), keepdims=True)
-
-
-def _split(values: jax.Array, leaves: Sequence[jax.Array]) -> list[jax.Array]:
-    """Values of all matrices, for each leaf its own."""
-    if len(leaves) == 1:
-        return [values]
-    ends = np.cumsum([len(leaf) for leaf in leaves])
-    return jnp.split(values, ends[:-1])

@@ -22,7 +22,7 @@ from .._norms._stacked import Axes, other_axes, stacked_axes
 from .._norms._types import gathered, split_as
 from ..shrinks import Shrink, hard
 from . import _newton_schulz as newton_schulz
-from ._tiles import adjoint, exact_product
+from ._tiles import exact_product
 
 STEPS = 24  # of Newton-Schulz
 
@@ -73,7 +73,7 @@ class NewtonSchulz:
         """For each leaf the largest singular values, and the matrices with a bound for
         their singular values.
         """
-        found = newton_schulz.largest([_upright(x) for x in xs])
+        found = newton_schulz.largest(xs)
         return [(norm, (x, bound)) for x, (norm, bound) in zip(xs, found)]
 
     def shrunk(
@@ -81,24 +81,17 @@ class NewtonSchulz:
     ) -> list[tuple[jax.Array, jax.Array]]:
         """For each leaf the clipped matrices, and which of them have changed."""
         short = newton_schulz.shrunk(
-            [_upright(spectrum.parts[0]) for spectrum in spectra],
+            [spectrum.parts[0] for spectrum in spectra],
             [limit / one.unit for limit, one in zip(limits, spectra)],
             [spectrum.parts[1] for spectrum in spectra],
             steps=self.steps,
             is_hard=shrink is hard,
         )
         found = []
-        for spectrum, limit, upright in zip(spectra, limits, short):
-            new = spectrum.unit * upright
-            lies = new.shape != spectrum.parts[0].shape
+        for spectrum, limit, new in zip(spectra, limits, short):
             changed = (spectrum.norm > limit) | (shrink is not hard)
-            found.append((adjoint(new) if lies else new, changed))
+            found.append((spectrum.unit * new, changed))
         return found
-
-
-def _upright(x: jax.Array) -> jax.Array:
-    """Matrices with at least as many rows as columns."""
-    return x if x.shape[-2] >= x.shape[-1] else adjoint(x)
 
 
 Method = Svd | NewtonSchulz

@@ -4,11 +4,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import PartitionSpec as P
 
-from optaxclip._clippers import _newton_schulz, _tiles
+from optaxclip._clippers import _newton_schulz, _piles
 from tests import oracles
 
-SHAPES = [(2500, 24), (30, 24), (3, 40, 24), (1100, 24), (24, 24), (50, 7)]
+TALL = [(2500, 24), (30, 24), (3, 40, 24), (1100, 24), (24, 24), (50, 7)]
+SHAPES = [*TALL, (24, 90), (2, 24, 40)]
 
 
 def way_of_tpu(*operands, tpu, **_):
@@ -18,7 +20,7 @@ def way_of_tpu(*operands, tpu, **_):
 @pytest.fixture
 def in_tiles(monkeypatch):
     """Takes the way of a TPU."""
-    monkeypatch.setattr(_tiles, "per_platform", way_of_tpu)
+    monkeypatch.setattr(_piles, "per_platform", way_of_tpu)
 
 
 def matrices(dtype="float32"):
@@ -58,8 +60,8 @@ def test_leaves_of_several_dtypes_are_not_joined(in_tiles):
         singles, doubles = matrices(), matrices("float64")
         norms, new = jax.jit(clipped)([*singles, *doubles])
     kinds = [x.dtype for x in new]
-    assert kinds == [jnp.float32] * 6 + [jnp.float64] * 6
-    for x, norm in zip(doubles, norms[6:]):
+    assert kinds == [jnp.float32] * 8 + [jnp.float64] * 8
+    for x, norm in zip(doubles, norms[8:]):
         longest = np.linalg.norm(np.asarray(x), 2, (-2, -1))
         np.testing.assert_allclose(norm[..., 0, 0], longest, 2e-5)
 
@@ -76,7 +78,7 @@ def test_joined_matrices_have_the_derivatives_of_separate_ones(monkeypatch):
     with jax.enable_x64(True):
         leaves = matrices("float64")[1:4]
         want, want_forward = jax.jit(derivatives)(leaves)
-        monkeypatch.setattr(_tiles, "per_platform", way_of_tpu)
+        monkeypatch.setattr(_piles, "per_platform", way_of_tpu)
         have, forward = jax.jit(lambda leaves: derivatives(leaves))(leaves)
     np.testing.assert_allclose(forward, want_forward, 1e-9)
     for x, y in zip(have, want):
@@ -95,3 +97,29 @@ def test_the_program_has_few_products_for_many_matrices(in_tiles):
     leaves = [jnp.ones((24 + 100 * n, 24)) for n in range(20)]
     text = jax.jit(clipped).lower(leaves).as_text()
     assert text.count("dot_general") <= 13
+
+
+def test_gram_matrices_of_one_matrix_at_a_time_are_in_memory(in_tiles):
+    def memory(count):
+        leaves = [jax.ShapeDtypeStruct((64, 64), jnp.float32)] * count
+        program = jax.jit(clipped).lower(leaves).compile()
+        return program.memory_analysis().temp_size_in_bytes
+
+    # Each further matrix takes its place in the pile, and one in the result.
+    assert memory(12) - memory(4) <= 8 * 2.1 * 64 * 64 * 4
+
+
+def test_limits_may_differ_between_devices_that_share_a_matrix(in_tiles):
+    x = jnp.asarray(np.random.default_rng(2).standard_normal((30, 24)), "float32")
+
+    def on_each(x, limit):
+        _, bound = _newton_schulz.largest([x])[0]
+        limits = [limit]
+        return _newton_schulz.shrunk([x], limits, [bound], steps=24, is_hard=True)[0]
+
+    mesh = jax.make_mesh((2,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
+    split = jax.shard_map(on_each, mesh=mesh, in_specs=(P(), P("x")), out_specs=P("x"))
+    have = jax.jit(split)(x, jnp.asarray([[1.0], [2.0]]))
+    u, s, v = np.linalg.svd(oracles.wide(x), full_matrices=False)
+    want = [(u * np.minimum(s, limit)) @ v for limit in (1, 2)]
+    np.testing.assert_allclose(have, np.concatenate(want), 0, 4e-6)

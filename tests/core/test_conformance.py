@@ -4,163 +4,42 @@ on explicit inputs (`cases.json`; `source` says which).
 Cases of the classes `conformance` and `optax_defect` must come out as they stand there.
 Of the classes that depend on a policy, those must that our policy agrees with: what is
 measured together becomes NaN when its norm is not finite, and a limit of inf touches
-nothing. All others are in the tables below, with the reason, and with what we give.
+nothing. All others are in the tables of `cases.py`, with the reason, and with what we
+give.
 """
 
-import json
-import math
-import pathlib
 from collections import namedtuple
 from functools import cache
 
 import jax
 import jax.numpy as jnp
-import ml_dtypes
 import numpy as np
 import optax
 import pytest
 
 import optaxclip
 from tests import oracles
-
-TABLE = pathlib.Path(__file__).parents[1] / "references" / "cases.json"
-CASES = {case["id"]: case for case in json.loads(TABLE.read_text())}
-NAN, INF = math.nan, math.inf
-
-# The call itself is refused, with what the message says.
-REFUSED = {
-    119: (
-        "a negative limit, which flips the sign there",
-        "max_norm must be at least 0, got -1.0",
-    ),
-    192: (
-        "a negative limit, which counts as no limit there",
-        "max_norm must be at least 0, got -1.0",
-    ),
-    231: (
-        "a negative limit, which flips the sign in optax",
-        "max_norm must be at least 0, got -1.0",
-    ),
-    159: (
-        "no room between the bounds",
-        "min_value must be at most max_value, got min_value=1.0 and max_value=-1.0",
-    ),
-    244: (
-        "no room between the bounds",
-        "min_value must be at most max_value, got min_value=1.0 and max_value=-1.0",
-    ),
-    144: (
-        "order -inf, the smallest modulus, is no norm",
-        "ord must be a number above 0",
-    ),
-    145: (
-        "order 0, a count of elements or leaves, is no norm",
-        "ord must be a number above 0",
-    ),
-    162: ("order 0 is no norm", "ord must be a number above 0"),
-    168: ("order -1 is no norm", "ord must be a number above 0"),
-    174: ("order -2 is no norm", "ord must be a number above 0"),
-}
-
-# We give something else, and this.
-DIFFERENT = {
-    88: (
-        "an infinite norm makes NaN of all that was measured together, not of the "
-        "infinite element alone",
-        {"alpha": None, "gamma": [NAN, NAN, NAN]},
-    ),
-    201: (
-        "an infinite norm makes NaN of all that was measured together, not of the "
-        "infinite element alone",
-        [[NAN, NAN]],
-    ),
-    237: (
-        "an infinite norm makes NaN of all that was measured together, not of the "
-        "infinite element alone",
-        [[NAN, NAN], [NAN, NAN]],
-    ),
-    171: (
-        "squares of 2e200 overflow there; here the norm is right and nothing is raised",
-        [[1 / math.sqrt(10)] * 10],
-    ),
-    190: ("0 * inf there; zero updates stay zero", [[0.0, 0.0]]),
-    193: ("squares of float16 overflow there; the norm is 600", [[0.5, 0.5, 0.5, 0.5]]),
-    198: ("inf / inf there; a limit of inf touches nothing", [[3.0, 4.0]]),
-    199: ("0 / 0 there; zero updates stay zero", [[0.0, 0.0]]),
-    272: ("inf / inf there; a limit of inf touches nothing", [[3.0, 4.0]]),
-}
-
-SCHEDULES = [id for id, case in CASES.items() if case["transform"] == "schedule"]
-PER_EXAMPLE = [id for id, case in CASES.items() if case["transform"] == "per_example"]
-RAISING = [
-    id
-    for id, case in CASES.items()
-    if "raises" in case and id not in {**REFUSED, **DIFFERENT}
-]
-SAME = [
-    id
-    for id in CASES
-    if id
-    not in {**REFUSED, **DIFFERENT, **dict.fromkeys(SCHEDULES + RAISING + PER_EXAMPLE)}
-]
+from tests.core.cases import (
+    CASES,
+    DIFFERENT,
+    RAISING,
+    REFUSED,
+    SAME,
+    SCHEDULES,
+    assert_close,
+    decode,
+    decode_tree,
+    dtypes,
+    given,
+    named,
+)
 
 Measured = namedtuple("Measured", "norm")
-
-# Inputs that are given in words.
-WORDS = {
-    "arange(1,101).reshape(10,10)": [np.arange(1, 101).reshape(10, 10)],
-    "ones(10)/1000": [np.ones(10) / 1000],
-    "1000 x ones(16,16)": [np.ones((16, 16))] * 1000,
-    "linear_schedule(1,0.5,10)": optax.linear_schedule(1, 0.5, 10),
-}
 # A thousand leaves, which take long to compile: measured and shrunk by the functions
 # that the clipper is made of.
 IN_PIECES = {259}
 # Without jit each operation on each shape would be compiled by itself.
 OP_BY_OP = ("value", "cotangent_value", "drop_norm")
-# Whole numbers of a framework that computes with floats. Integer leaves are no
-# gradients here and pass through, so that they are given as floats.
-DTYPES = {"int32 input -> float32 out": "float32"}
-
-
-def decode(value):
-    """Numbers, words and arrays; lists are arrays."""
-    if isinstance(value, dict) and set(value) == {"re", "im"}:
-        return complex(value["re"], value["im"])
-    if isinstance(value, dict):
-        return {key: decode(inner) for key, inner in value.items()}
-    if isinstance(value, list):
-        return np.asarray([decode(inner) for inner in value])
-    if value in ("NaN", "Infinity", "-Infinity"):
-        return float(value)
-    return WORDS[value] if isinstance(value, str) else value
-
-
-def decode_tree(value):
-    """A list at the top is a list of leaves."""
-    return (
-        [decode(leaf) for leaf in value] if isinstance(value, list) else decode(value)
-    )
-
-
-def given(case, key="input"):
-    """The tree of arrays, in the dtypes of the case."""
-    tree = decode_tree(case[key])
-    leaves, treedef = jax.tree.flatten(tree)
-    dtypes = (
-        case["dtype"]
-        if isinstance(case["dtype"], list)
-        else [DTYPES.get(case["dtype"], case["dtype"])] * len(leaves)
-    )
-    return jax.tree.unflatten(
-        treedef,
-        [
-            jax.device_put(
-                np.asarray(leaf).astype(jax.dtypes.canonicalize_dtype(dtype))
-            )
-            for leaf, dtype in zip(leaves, dtypes, strict=True)
-        ],
-    )
 
 
 def clipper_of(case):
@@ -236,37 +115,6 @@ def in_pieces(case):
         ),
         Measured(norm),
     )
-
-
-def assert_close(actual, expected, rtol, atol):
-    """Within the case's tolerances, or one unit in the last place of 16 bits, and of
-    the same structure.
-    """
-    assert jax.tree.structure(actual) == jax.tree.structure(expected)
-    for ours, theirs in zip(jax.tree.leaves(actual), jax.tree.leaves(expected)):
-        ours, theirs = np.asarray(ours), np.asarray(theirs)
-        assert ours.shape == theirs.shape
-        if ours.dtype.itemsize == 2:
-            rounded = theirs.astype(ours.dtype).astype(np.float64)
-            info = ml_dtypes.finfo(ours.dtype)
-            exponent = np.frexp(np.maximum(np.abs(rounded), float(info.tiny)))[1] - 1
-            assert (
-                np.abs(ours.astype(np.float64) - rounded)
-                <= float(info.eps) * 2.0**exponent
-            ).all(), (ours, theirs)
-        else:
-            np.testing.assert_allclose(ours, theirs, rtol, atol)
-
-
-def dtypes(tree):
-    return [leaf.dtype for leaf in jax.tree.leaves(tree)]
-
-
-def named(ids):
-    return [
-        pytest.param(id, id=f"{id}-{CASES[id]['transform']}-{CASES[id]['name']}"[:60])
-        for id in ids
-    ]
 
 
 # A tree of integers alone.
@@ -414,57 +262,3 @@ def test_a_clipped_cotangent_is_the_gradient_of_the_huber_loss():
     assert_close(
         gradient, decode_tree(case["expected_grad_of_half_square"]), 1e-6, 1e-6
     )
-
-
-def test_every_case_runs_or_has_a_reason():
-    tables = [*REFUSED, *DIFFERENT, *SCHEDULES, *RAISING, *PER_EXAMPLE, *SAME]
-    assert len(CASES) == 149
-    assert sorted(tables) == sorted(CASES)
-
-
-def test_only_refused_orders_and_limits_leave_cases_out():
-    assert {
-        id
-        for id in (*REFUSED, *DIFFERENT)
-        if CASES[id]["class"] in ("conformance", "optax_defect")
-    } == {144, 231}
-
-
-@pytest.mark.parametrize("id", named(PER_EXAMPLE))
-def test_per_example_sums_are_the_expected_ones(id):
-    """Where 1e-6 is added to the norm there, ours differ by less than the tolerance."""
-    case = CASES[id]
-    args = case["args"] | {"max_norm": decode(case["args"]["max_norm"])}
-    if isinstance(
-        case["input"], dict
-    ):  # in words: example i of eight has all gradients equal to i
-        grads = {
-            name: jnp.asarray(
-                np.arange(8.0, dtype=np.float32).reshape(8, *[1] * len(shape))
-                * np.ones((1, *shape), np.float32)
-            )
-            for name, shape in {"a": (2, 3, 4), "b": (), "c": (6, 7)}.items()
-        }
-    else:
-        grads = given(case)
-    clip = optaxclip.per_example.per_example_global_norm_clip
-    total, clipped = jax.jit(lambda grads: clip(grads, args["max_norm"]))(grads)
-    divisor = (8 if args["reduce"] == "mean" else 1) * (
-        args["max_norm"] if args.get("rescale_to_unit_norm") else 1
-    )
-    result = jax.tree.map(
-        lambda leaf: (np.asarray(leaf) / divisor).astype(leaf.dtype), total
-    )
-    every = (
-        case["expected"].get("every element")
-        if isinstance(case["expected"], dict)
-        else None
-    )
-    expected = (
-        decode_tree(case["expected"])
-        if every is None
-        else jax.tree.map(lambda leaf: np.full(leaf.shape, every), result)
-    )
-    assert_close(result, expected, case["rtol"], case["atol"])
-    if "num_clipped" in case:
-        assert int(clipped) == case["num_clipped"]

@@ -99,8 +99,6 @@ OPTIONS = {
         lambda x: x * 10 / 21,
     ),
 }
-
-
 ROWS = np.array([[3.0, -4.0], [6.0, 8.0]])
 
 
@@ -140,128 +138,6 @@ def test_measure_keeps_the_norms_that_it_is_given():
     assert found == {"a": 5.0, "b": 2.0} and updates["a"][0] == 3.0
 
 
-def test_both_bounds_follow_schedules_from_step_0():
-    clipper = optaxclip.clip_by_value(lambda step: 1.0 + step, lambda step: -3.0 - step)
-    grads = jnp.array([-9.0, 9.0])
-    state = clipper.init(grads)
-    for step in range(3):
-        updates, state = clipper.update(grads, state)
-        np.testing.assert_array_equal(updates, [-3.0 - step, 1.0 + step])
-        assert state.step == step + 1
-
-
-def test_clip_by_value_rounds_integer_bounds_inwards():
-    whole = jnp.array([-128, -3, -2, 2, 3, 127], jnp.int8)
-    for bounds, wanted in (
-        ((2.5,), [-2, -2, -2, 2, 2, 2]),
-        ((2.5, -3.5), [-3, -3, -2, 2, 2, 2]),
-        ((1e9,), [-128, -3, -2, 2, 3, 127]),
-    ):
-        updates, _ = apply(optaxclip.clip_by_value(*bounds), whole)
-        assert updates.dtype == jnp.int8
-        np.testing.assert_array_equal(updates, wanted)
-
-
-def test_clip_by_value_takes_ints_of_any_size():
-    updates = {"w": jnp.array([3e12, -4e12]), "i": jnp.array([3, -4])}
-    clipped, _ = optaxclip.clip_by_value(10**12).update(
-        updates, optaxclip.clip_by_value(1).init(updates)
-    )
-    np.testing.assert_array_equal(clipped["w"], np.float32([1e12, -1e12]))
-    np.testing.assert_array_equal(clipped["i"], updates["i"])
-    high, leaves = (
-        2**24 + 1,
-        {"i": jnp.array([2**25, 0])},
-    )  # the first int that float32 has not
-    assert (
-        optaxclip.clip_by_value(high).update(
-            leaves, optaxclip.clip_by_value(1).init(leaves)
-        )[0]["i"][0]
-        == high
-    )
-
-
-INTEGERS = ["int8", "uint8", "int16", "uint16", "int32", "uint32"]
-GIVEN = {
-    "NumPy": lambda bound: bound,
-    "JAX": jnp.asarray,
-    "schedule": lambda bound: lambda step: jnp.asarray(bound),
-}
-
-
-@pytest.mark.parametrize("given", GIVEN)
-@pytest.mark.parametrize("dtype", [*INTEGERS, "float32", "bfloat16", "complex64"])
-@pytest.mark.parametrize("bound_dtype", INTEGERS)
-def test_bounds_of_any_integer_dtype_clip_any_leaf(bound_dtype, dtype, given):
-    least, most = np.iinfo(bound_dtype).min, np.iinfo(bound_dtype).max
-    if "int" in dtype:
-        values = {np.iinfo(dtype).min, 0, 1, 100, np.iinfo(dtype).max}
-    else:
-        values = {0, 1, 100, 2**40} | (set() if dtype == "complex64" else {-(2**40)})
-    x = np.array(sorted(values), "float64").astype(jnp.dtype(dtype))
-    for high in (0, 5, most):
-        for low in (None, least)[: 1 if dtype == "complex64" else 2]:
-            bounds = [
-                GIVEN[given](np.dtype(bound_dtype).type(bound))
-                for bound in (high, low)
-                if bound is not None
-            ]
-            updates, _ = apply(optaxclip.clip_by_value(*bounds), jnp.asarray(x))
-            wanted = np.clip(
-                sorted(values), -high if low is None else low, high, dtype="float64"
-            )
-            assert updates.dtype == dtype
-            np.testing.assert_array_equal(updates, wanted.astype(x.dtype))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("bound_dtype", INTEGERS)
-def test_a_traced_bound_of_any_integer_dtype_clips(bound_dtype):
-    def clipped(bound, leaf):
-        return apply(optaxclip.clip_by_value(bound), leaf)[0]
-
-    bound = jnp.asarray(5, bound_dtype)
-    for dtype in ("float32", "int8", "int32"):
-        np.testing.assert_array_equal(
-            jax.jit(clipped)(bound, jnp.array([-9, 3, 7], dtype)), [-5, 3, 5]
-        )
-    grid = jax.vmap(clipped, (0, None))(jnp.arange(3).astype(bound_dtype), 2.0)
-    np.testing.assert_array_equal(grid, [0.0, 1.0, 2.0])
-
-
-def test_a_low_integer_bound_is_not_doubled_by_its_dtype():
-    for dtype in ("float32", "int32"):
-        x = jnp.array([200, -200, 5], dtype)
-        updates, _ = apply(optaxclip.clip_by_value(np.int8(127), np.int8(-128)), x)
-        np.testing.assert_array_equal(updates, [127, -128, 5])
-
-
-@pytest.mark.parametrize(
-    "bound",
-    [3_000_000_001, np.int64(3_000_000_001), np.array([3_000_000_001], "uint64")],
-    ids=["int", "NumPy", "array"],
-)
-def test_known_integer_bounds_beyond_32_bits_are_exact(bound):
-    whole = jnp.array([2**32 - 1, 2, 3_000_000_001], jnp.uint32)
-    updates, _ = apply(optaxclip.clip_by_value(bound), whole)
-    np.testing.assert_array_equal(updates, np.minimum(whole, 3_000_000_001))
-    x = jnp.array([4e9, -4e9, 1.0])
-    updates, _ = apply(optaxclip.clip_by_value(bound), x)
-    np.testing.assert_array_equal(updates, np.float32([3e9, -3e9, 1]))
-
-
-def test_key_leaves_pass_clippers_by_value():
-    tree = {"key": jax.random.key(0), "x": jnp.array([2.0, -0.5])}
-    for clipper in (optaxclip.clip_by_value(1.0), optaxclip.clip(1.0)):
-        for run in (apply, jax.jit(apply, static_argnums=0)):
-            updates, _ = run(clipper, tree)
-            assert updates["key"].dtype == tree["key"].dtype
-            np.testing.assert_array_equal(
-                jax.random.key_data(updates["key"]), jax.random.key_data(tree["key"])
-            )
-            np.testing.assert_array_equal(updates["x"], [1.0, -0.5])
-
-
 @pytest.mark.parametrize(
     ("labels", "text"),
     [
@@ -295,107 +171,12 @@ def test_limits_for_labels_of_mixed_kinds_are_named():
         optaxclip.clip_by_group_norm({1: 1.0, "a": 2.0}, {"a": 1, "b": "a"})
 
 
-def test_clip_by_value_passes_bools_and_takes_equal_bounds():
-    flags = np.array([True, False])
-    updates, _ = apply(
-        optaxclip.clip_by_value(0.5, 0.5), {"flags": flags, "x": jnp.array([0.1, 0.9])}
-    )
-    assert updates["flags"] is flags
-    np.testing.assert_array_equal(updates["x"], [0.5, 0.5])
-
-
-def test_clip_by_value_limits_the_modulus_of_complex_numbers():
-    with jax.enable_x64(True):
-        z = np.array([3 + 4j, 0.3 - 0.4j, 0j])
-        updates, _ = apply(optaxclip.clip_by_value(1.0 / 3.0), jnp.asarray(z))
-        np.testing.assert_allclose(
-            updates, [(3 + 4j) / 15, (0.3 - 0.4j) / 1.5, 0], rtol=1e-15
-        )
-        np.testing.assert_array_equal(
-            apply(optaxclip.clip_by_value(2.0), jnp.asarray(z))[0][1:], z[1:]
-        )
-
-
 def test_two_leaves_whose_paths_read_alike_are_two_leaves():
     grads = {"a/b": jnp.array([3.0, 4.0]), "a": {"b": jnp.array([0.0, 0.0, 12.0])}}
     updates, state = apply(optaxclip.clip_by_group_norm(1.3, "all"), grads)
     assert state.by_name()["all"].norm == 13.0
     np.testing.assert_allclose(updates["a/b"], [0.3, 0.4], rtol=1e-6)
     np.testing.assert_allclose(updates["a"]["b"], [0.0, 0.0, 1.2], rtol=1e-6)
-
-
-@pytest.mark.parametrize("dtype", ["complex64", "complex128"])
-def test_clip_by_value_keeps_directions_of_largest_complex(dtype):
-    with jax.enable_x64(True):
-        most = 0.9 * float(jnp.finfo(dtype).max)
-        x = np.array(
-            [
-                most + most * 1j,
-                -most,
-                np.inf + 1j,
-                complex(0, -np.inf),
-                complex(np.inf, -np.inf),
-                complex(np.nan, np.inf),
-                complex(np.inf, np.nan),
-                0.1j,
-            ]
-        )
-        updates, _ = apply(optaxclip.clip_by_value(2.0), jnp.asarray(x, dtype))
-        half = 2**0.5
-        np.testing.assert_allclose(
-            updates[:5], [half + half * 1j, -2, 2, -2j, half - half * 1j], rtol=1e-6
-        )
-        assert np.isnan(updates[5:7]).all() and updates[7] == jnp.asarray(0.1j, dtype)
-
-
-@pytest.mark.parametrize(
-    ("most", "least"),
-    [
-        (1.0, 2.0),
-        (np.float32(1), np.float32(2)),
-        (jnp.ones(2), 2.0),
-        ({"w": 1.0, "v": 3.0}, {"w": 2.0, "v": 1.0}),
-        ({"w": 1.0, "v": 3.0}, 2.0),
-        (1.0, {"v": {"w": 2.0}}),
-        (1.0, jnp.full(2, 2.0)),
-        (jnp.array([3.0, 1.0]), 2.0),
-    ],
-    ids=[
-        "numbers",
-        "numpy",
-        "array",
-        "trees",
-        "tree and number",
-        "number and tree",
-        "number and array",
-        "one of two",
-    ],
-)
-def test_bounds_that_leave_no_room_are_refused_of_whatever_kind(most, least):
-    with pytest.raises(
-        ValueError,
-        match=(
-            r"^clip_by_value: min_value must be at most max_value, got min_value=.*2.* "
-            r"and max_value=.*1"
-        ),
-    ):
-        optaxclip.clip_by_value(most, least)
-
-
-def test_bounds_of_different_leaves_are_not_compared():
-    optaxclip.clip_by_value({"w": 1.0, "v": 3.0}, {"w": 0.0, "v": 2.0})
-    optaxclip.clip_by_value(lambda step: 1.0, 2.0)
-    optaxclip.clip_by_value(np.ones(3), np.full(2, 2.0))  # no leaf has both shapes
-
-
-@pytest.mark.slow
-def test_clip_by_value_of_a_complex_zero_has_a_derivative():
-    clipper = optaxclip.clip_by_value(1.0)
-    z = jnp.array([0j, 3 + 4j, complex(jnp.finfo("float32").max, 1e38)])
-    slope = jax.grad(lambda z: jnp.sum(jnp.real(apply(clipper, z)[0] * (2 - 1j))))(z)
-    assert (
-        np.isfinite(slope).all() and slope[0] == 2 - 1j
-    )  # untouched: the derivative of the sum itself
 
 
 def test_each_of_many_leaves_has_its_own_bound():

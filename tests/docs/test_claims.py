@@ -8,7 +8,7 @@ import pytest
 
 import optaxclip
 from tests import oracle_rules as oracle
-from tests.core.test_contract import same_bits
+from tests.core.steps import same_bits
 from tests.helpers import scanned
 
 EPS = float(np.finfo(np.float32).eps)

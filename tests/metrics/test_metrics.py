@@ -7,7 +7,7 @@ import optax
 import pytest
 
 import optaxclip
-from tests.core.test_contract import count_compilations
+from tests.core.steps import count_compilations
 
 GRADS = {"a": jnp.array([3.0, 4.0]), "b": {"c": jnp.array([0.3, 0.4])}}
 

@@ -133,19 +133,19 @@ def counted(outcomes: dict[str, str]) -> str:
 
 
 def tables_of_cases() -> Findings:
-    """The cases in `tests/cases.json` that come from tests of other frameworks."""
-    from tests.core import test_conformance as conformance
+    """The cases of `tests/references` that come from tests of other frameworks."""
+    from tests.core import cases
 
-    decided = conformance.REFUSED | conformance.DIFFERENT
+    decided = cases.REFUSED | cases.DIFFERENT
     reasons = {number: why for number, (why, _) in decided.items()}
-    report = run("cases", "ours")["tests/core/test_conformance.py"]
     problems = []
     broken = set()
-    for test, error in report["errors"].items():
-        problems.append(f"cases: {test} fails: {error}")
-        broken.update(map(int, re.findall(r"\[(\d+)-", test)))
+    for report in run("cases", "ours").values():
+        for test, error in report["errors"].items():
+            problems.append(f"cases: {test} fails: {error}")
+            broken.update(map(int, re.findall(r"\[(\d+)-", test)))
     groups: dict[tuple[str, str], list[int]] = {}
-    for number, case in conformance.CASES.items():
+    for number, case in cases.CASES.items():
         if case["kind"] == "upstream_test":
             framework, _, test = case["source"].partition(": ")
             groups.setdefault((framework, test.partition("::")[0]), []).append(number)

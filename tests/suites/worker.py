@@ -62,7 +62,8 @@ def main(package: str, whose: str, result: str, *paths: str) -> None:
     calls: Counter[str] = Counter()
     if package == "cases":
         root = Path(__file__).parents[2]
-        paths = ("tests/core/test_conformance.py",)
+        names = ("test_conformance", "test_conformance_of_examples")
+        paths = tuple(f"tests/core/{name}.py" for name in names)
     else:
         root = Path(str(distribution(SUITES[package].install).locate_file("")))
         import_module(package)  # in both runs, since the order of imports may matter

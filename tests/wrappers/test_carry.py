@@ -9,7 +9,7 @@ import optax
 import pytest
 
 import optaxclip
-from tests.core.test_contract import same_bits
+from tests.core.steps import same_bits
 from tests.helpers import SMALL_FLOATS, scanned
 
 

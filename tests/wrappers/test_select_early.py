@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from optaxclip._wrappers._select_early import update_unless
-from tests.core.test_contract import same_bits
+from tests.core.steps import same_bits
 
 GRADS = jnp.array([3.0, 4.0])
 

@@ -13,7 +13,7 @@ import optax.contrib
 import pytest
 
 import optaxclip
-from tests.core.test_contract import same_bits
+from tests.core.steps import same_bits
 
 # optax warns of its own old names, and lets ranks be broadcast.
 pytestmark = [

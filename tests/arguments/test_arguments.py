@@ -1,8 +1,5 @@
-"""Bad input is refused with the call, the argument, the value and the leaf; ranges and
-defaults are those of the papers.
-"""
+"""Bad input is refused with the call, the argument and the value."""
 
-import inspect
 import math
 import re
 from functools import partial
@@ -18,11 +15,7 @@ from optaxclip import clip_by
 from optaxclip._norms import _prefix as prefix
 from optaxclip.dropin import torch_style
 from optaxclip.rules import constant
-from optaxclip.rules._rule import call_name
-from tests.methods import METHODS
-from tests.parts import RULES, SHRINKS
-
-TREE = {"w": jnp.ones((2, 3)), "b": jnp.ones(3)}
+from tests.arguments.refusals import TREE, refused
 
 MAX_NORM = {
     "clip_by_global_norm": optaxclip.clip_by_global_norm,
@@ -88,11 +81,6 @@ def test_what_limits_are_made_of_is_refused_beyond_float32(argument):
     with pytest.raises(ValueError, match=re.escape(text)):
         BEYOND[argument](1e39)
     BEYOND[argument](np.inf)
-
-
-def refused(error, text, call):
-    with pytest.raises(error, match=re.escape(text)):
-        call()
 
 
 def update(clipper, tree=TREE, params=None):
@@ -334,197 +322,6 @@ def test_an_order_may_be_an_array_that_is_known():
         )
 
 
-# a transformation, a state that is not its own, and what is said of it
-OTHERS_STATES = {
-    "optax": (
-        optaxclip.clip_by_global_norm(1.0),
-        optax.sgd(1.0, 0.9).init(TREE)[0],
-        "clip_by_global_norm: state must be the ClipState that its init returned, got "
-        "TraceState",
-    ),
-    "chain": (
-        optaxclip.clip_by_tensor_norm(1.0),
-        (optax.EmptyState(),),
-        "clip_by_tensor_norm: state must be the ClipState that its init returned, got "
-        "tuple",
-    ),
-    "value": (
-        optaxclip.clip_by_value(1.0),
-        optax.sgd(1.0, 0.9).init(TREE)[0],
-        "clip_by_value: state must be the ClipByValueState that its init returned, got "
-        "TraceState",
-    ),
-    "adagc": (
-        optaxclip.adagc(),
-        optax.EmptyState(),
-        "adagc: its limit learns from earlier norms, so update needs the state of the "
-        "step before, got EmptyState(). Begin with state = clipper.init(params)",
-    ),
-    "spam": (
-        optaxclip.spam(),
-        optax.EmptyState(),
-        "spam: state must be the SpamState of the step before, got EmptyState(). Begin "
-        "with state = optimizer.init(params)",
-    ),
-    "reset": (
-        optaxclip.reset_momentum(optax.sgd(1.0)),
-        (),
-        "reset_momentum: state must be the ResetState that its init returned, got "
-        "tuple",
-    ),
-    "skip": (
-        optaxclip.skip_spikes(optax.sgd(1.0), 1.0),
-        (),
-        "skip_spikes: state must be the SkipState that its init returned, got tuple",
-    ),
-    "carry": (
-        optaxclip.carry_clipped(optaxclip.clip_by_global_norm(1.0)),
-        (),
-        "carry_clipped: state must be the CarryState that its init returned, got tuple",
-    ),
-    "no memory": (
-        optaxclip.clip_by_global_norm(optaxclip.rules.z_score()),
-        optaxclip.clip_by_global_norm(1.0).init(TREE),
-        "clip_by_global_norm: state was made with another rule. z_score remembers "
-        "ZScoreMemory(seen='int32[]', mean='float32[]', deviation='float32[]'), and "
-        "the state has nothing. Begin with a new one: state = clipper.init(params).",
-    ),
-    "memory": (
-        optaxclip.clip_by_global_norm(1.0),
-        optaxclip.clip_by_global_norm(optaxclip.rules.growth()).init(TREE),
-        "clip_by_global_norm: state was made with another rule. constant remembers "
-        "nothing, "
-        "and the state has float32[]. Begin with a new one",
-    ),
-    "one norm": (
-        optaxclip.clip_by_tensor_norm(1.0),
-        optaxclip.clip_by_global_norm(1.0).init(TREE),
-        "clip_by_tensor_norm: state was made for norms of everything, but the updates "
-        "have norms of 'b', 'w'.",
-    ),
-    "no groups": (
-        optaxclip.clip_by_group_norm(1.0, {"w": "x", "b": "y"}),
-        optaxclip.clip_by_global_norm(1.0).init(TREE),
-        "clip_by_group_norm: state was made for norms of everything, but the updates "
-        "have norms of 'x', 'y'.",
-    ),
-    "shape": (
-        optaxclip.clip_by_unitwise_norm(1.0),
-        optaxclip.clip_by_unitwise_norm(1.0).init({**TREE, "w": jnp.ones((2, 4))}),
-        "clip_by_unitwise_norm: state was made for norms of shape (1, 4) where the "
-        "updates have norms of shape (1, 3).",
-    ),
-    "new leaf": (
-        optaxclip.clip_by_tensor_norm(1.0),
-        optaxclip.clip_by_tensor_norm(1.0).init({**TREE, "b": None}),
-        "clip_by_tensor_norm: state was made for norms of 'w', but the updates have "
-        "norms of 'b', 'w'.",
-    ),
-}
-
-
-@pytest.mark.parametrize("jit", [False, True], ids=["eager", "jit"])
-@pytest.mark.parametrize("name", OTHERS_STATES)
-def test_a_state_of_something_else_is_refused(name, jit):
-    clipper, state, text = OTHERS_STATES[name]
-    refused(
-        (TypeError, ValueError),
-        text,
-        lambda: (jax.jit(clipper.update) if jit else clipper.update)(TREE, state, TREE),
-    )
-
-
-def test_each_number_of_an_array_is_held_against_its_range():
-    for wrong in ([0.5, 1.5], [-0.5, 0.5], [0.5, np.nan]):
-        refused(
-            ValueError,
-            "windowed_quantile: quantile must",
-            lambda wrong=wrong: optaxclip.rules.windowed_quantile(np.array(wrong)),
-        )
-
-
-# of each rule and clipper: its parameters, the least and the greatest number that each
-# may be
-NUMBERS = {m.function: m.numbers for m in METHODS.values() if m.numbers}
-NUMBERS |= {rule: part.numbers for rule, part in RULES.items() if part.numbers}
-
-
-@pytest.mark.parametrize(
-    ("build", "name"),
-    [(build, name) for build, names in NUMBERS.items() for name in names],
-    ids=lambda x: getattr(x, "__name__", x),
-)
-def test_every_number_is_checked_under_its_own_name(build, name):
-    lowest, highest = NUMBERS[build][name]
-    others = {"learning_rate": 0.1} if build is optaxclip.larc else {}
-    call = call_name(build)
-    with pytest.raises(
-        ValueError,
-        match=rf"^{call}: {name} must be at least {lowest}, got {lowest - 0.5}",
-    ):
-        build(**others | {name: lowest - 0.5})
-    if highest is not None:
-        with pytest.raises(
-            ValueError,
-            match=rf"^{call}: {name} must be at most {highest}, got {highest + 0.5}",
-        ):
-            build(**others | {name: highest + 0.5})
-    for edge in (lowest, highest):
-        if edge is not None and (build, name, edge) != (
-            optaxclip.rules.ema_band,
-            "up",
-            None,
-        ):
-            build(**others | {name: edge})
-
-
-@pytest.mark.parametrize(
-    "build", [optaxclip.rules.windowed_quantile, optaxclip.rules.windowed_mean]
-)
-def test_a_window_is_one_whole_number(build):
-    for wrong in (2.5, np.array([3, 4])):
-        with pytest.raises(
-            ValueError, match=rf"{call_name(build)}: window must be a whole number"
-        ):
-            build(window=wrong)
-
-
-@pytest.mark.parametrize("function", RULES | SHRINKS, ids=lambda f: f.__name__)
-def test_defaults_of_rules_and_shrinks_are_those_of_papers(function):
-    parameters = inspect.signature(function).parameters
-    wanted = (RULES | SHRINKS)[function].defaults
-    assert {name: parameters[name].default for name in wanted} == wanted
-
-
-@pytest.mark.parametrize(
-    "module",
-    [optaxclip, optaxclip.rules, optaxclip.shrinks, optaxclip.per_example],
-    ids=lambda module: module.__name__,
-)
-def test_public_names_are_those_of_what_they_name(module):
-    public = {
-        name: value
-        for name, value in vars(module).items()
-        if getattr(value, "__module__", "").startswith("optaxclip")
-    }
-    assert len(public) > 3
-    for name, value in public.items():
-        is_a_rule = isinstance(value, type) and name[0].islower()
-        assert (call_name(value) if is_a_rule else value.__name__) == name
-
-
-def test_modules_of_the_dropins_are_those_of_their_names():
-    modules = {
-        name: value.__name__
-        for name, value in vars(optaxclip.dropin).items()
-        if inspect.ismodule(value) and not name.startswith("_")
-    }
-    assert modules == {
-        name: f"optaxclip.dropin.{name}"
-        for name in ("keras", "tensorflow_style", "torch_style")
-    }
-
-
 def test_a_share_of_the_weights_is_named_as_the_call_names_it():
     for text, build in {
         "adaptive_grad_clip: clipping": lambda: optaxclip.adaptive_grad_clip(-1.0),
@@ -563,15 +360,6 @@ def test_errors_of_a_limit_name_it_as_the_call_does():
     }.items():
         with pytest.raises(ValueError, match=rf"^{text}"):
             clipper.update(tree, clipper.init(tree), tree)
-
-
-def test_clippers_of_papers_refuse_a_state_under_their_own_names():
-    for name in ("autoclip", "zclip", "adagn"):
-        for scope in ("global", "tensor", lambda tree: "all"):
-            with pytest.raises(
-                TypeError, match=rf"^{name}: its limit learns from earlier norms"
-            ):
-                getattr(optaxclip, name)(scope=scope).update(TREE, optax.EmptyState())
 
 
 def test_bad_options_of_groups_are_refused_before_the_first_step():

@@ -1,9 +1,6 @@
-"""Clipped and scaled cotangents: the identity forward, the equation backward, under
-every transformation of reverse mode.
-"""
+"""Clipped cotangents: the identity forward, and the equation backward."""
 
 import functools
-import math
 
 import jax
 import jax.numpy as jnp
@@ -13,38 +10,15 @@ from jax.sharding import PartitionSpec
 
 import optaxclip
 from optaxclip import clip_cotangent, scale_cotangent
-
-EPS = float(np.finfo(np.float32).eps)
-NAN, INF = math.nan, math.inf
-
-
-def normal(seed, *shape, dtype=np.float32):
-    return np.random.default_rng(seed).standard_normal(shape).astype(dtype)
-
-
-def pulled_back(function, x, cotangent):
-    """What the function makes of a cotangent of its output."""
-    out, pull = jax.vjp(function, x)
-    jax.tree.map(np.testing.assert_array_equal, out, x)
-    return pull(cotangent)[0]
-
-
-def shortened(cotangent, limit, axis=None, ord=2):
-    """The equation in float64."""
-    x = np.asarray(cotangent, np.float64)
-    norm = (
-        np.sum(np.abs(x) ** ord, axis=axis, keepdims=True) ** (1 / ord)
-        if ord != INF
-        else np.max(np.abs(x), axis=axis, keepdims=True)
-    )
-    return x * np.minimum(1, limit / norm)
-
-
-def close(ours, exact, eps=EPS, rtol=8):
-    np.testing.assert_allclose(np.asarray(ours, np.float64), exact, rtol * eps)
-
-
-# What a cotangent becomes
+from tests.backward.cotangents import (
+    EPS,
+    INF,
+    NAN,
+    close,
+    normal,
+    pulled_back,
+    shortened,
+)
 
 
 @pytest.mark.parametrize("axis", [None, 0, -1, (0, 2), (0, 1, 2)])
@@ -196,86 +170,6 @@ def test_arrays_are_clipped_separately_and_integers_pass():
     assert grads["c"][1] == 0.5 and grads["steps"].dtype == jax.dtypes.float0
 
 
-# Recurrences: what it is for
-
-
-def unrolled(factor, bias, steps, clip):
-    return jax.lax.scan(
-        lambda h, _: (factor * clip(h) + bias, None), jnp.float32(1.0), length=steps
-    )[0]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("steps", [1, 10, 100])
-def test_gradients_of_a_growing_recurrence_are_bounded(steps):
-    """h <- 1.2 h + b: dh_T/db is the sum of 1.2^k over T steps; with what goes back
-    limited to 0.5 it is 1 + 0.5 (T - 1).
-    """
-
-    def grad(clip):
-        return float(jax.grad(lambda bias: unrolled(1.2, bias, steps, clip))(0.0))
-
-    np.testing.assert_allclose(
-        grad(lambda h: h), sum(1.2**k for k in range(steps)), 1e-4
-    )
-    # The cotangent of the last h is 1, and that of each earlier one min(1.2 * the next,
-    # 0.5).
-    limited = grad(functools.partial(clip_cotangent, max_value=0.5))
-    np.testing.assert_allclose(limited, 1 + 0.5 * (steps - 1), 4 * steps * EPS)
-    np.testing.assert_allclose(
-        grad(functools.partial(clip_cotangent, max_norm=0.5)),
-        1 + 0.5 * (steps - 1),
-        4 * steps * EPS,
-    )
-    assert limited <= 1 + 0.5 * steps
-
-
-def cell_inputs():
-    matrix = normal(0, 16, 16)
-    matrix *= 2 / np.max(np.abs(np.linalg.eigvals(matrix)))  # spectral radius 2
-    return jnp.asarray(matrix), jnp.asarray(normal(1, 16))
-
-
-def gradient_by_start(steps, clip, remat=False):
-    matrix, start = cell_inputs()
-
-    def cell(h, _):
-        return (matrix @ clip(h), None)
-
-    cell = jax.checkpoint(cell) if remat else cell
-    return jax.jit(jax.grad(lambda h: jnp.sum(jax.lax.scan(cell, h, length=steps)[0])))(
-        start
-    )
-
-
-@pytest.mark.parametrize("remat", [False, True], ids=["plain", "remat"])
-def test_gradients_through_a_spectral_radius_of_2_are_bounded(remat):
-    free, long = (
-        float(jnp.linalg.norm(gradient_by_start(50, clip, remat)))
-        for clip in (lambda h: h, functools.partial(clip_cotangent, max_norm=1.0))
-    )
-    assert free > 1e12
-    assert long <= 1.0
-    np.testing.assert_allclose(long, 1.0, 8 * EPS)
-
-
-def test_backpropagation_equals_its_equation_in_float64():
-    matrix, _ = cell_inputs()
-    cotangent = np.ones(16)
-    for _ in range(20):
-        cotangent = shortened(np.asarray(matrix, np.float64).T @ cotangent, 3.0)
-    # Each step rounds 16 products of at most 3, and what is clipped in every step
-    # forgets the size of earlier errors.
-    np.testing.assert_allclose(
-        gradient_by_start(20, functools.partial(clip_cotangent, max_norm=3.0)),
-        cotangent,
-        atol=3.0 * 20 * 16 * EPS,
-    )
-
-
-# Transformations
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("limits", [{"max_norm": 1.0}, {"max_value": 0.5}])
 def test_vmap_clips_each_example_by_itself(limits):
@@ -364,43 +258,6 @@ def test_rows_of_a_split_batch_take_no_collective():
     close(grads(-1, None), shortened(weights, 1.0, -1))
     close(grads(-1, spec), shortened(weights, 1.0, -1))
     close(grads(None, "auto"), shortened(weights, 1.0))
-
-
-# scale_cotangent
-
-
-@pytest.mark.parametrize("scale", [0.0, 0.1, 0.5, 1.0, -1.0])
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "complex64"])
-def test_scale_scales_derivatives_in_both_modes(scale, dtype):
-    x, other = jnp.asarray(normal(0, 3, 2), dtype), jnp.asarray(normal(1, 3, 2), dtype)
-    scaled = pulled_back(lambda x: scale_cotangent(x, scale), x, other)
-    value, tangent = jax.jvp(lambda x: scale_cotangent(x, scale), (x,), (other,))
-    assert scaled.dtype == value.dtype == tangent.dtype == dtype
-    np.testing.assert_array_equal(value, x)
-    wide = np.asarray(other).astype(np.complex128)
-    for ours in (scaled, tangent):
-        np.testing.assert_allclose(
-            np.asarray(ours).astype(np.complex128),
-            scale * wide,
-            2 * float(jnp.finfo(dtype).eps),
-        )
-
-
-def test_scale_may_be_traced_and_trees_keep_their_structure():
-    tree = {"x": jnp.ones(2), "n": jnp.arange(2), "none": None}
-    assert jax.tree.structure(scale_cotangent(tree, 0.5)) == jax.tree.structure(tree)
-
-    def loss(x, scale):
-        return jnp.sum(scale_cotangent({**tree, "x": x}, scale)["x"] ** 2)
-
-    by_x, by_scale = jax.jit(jax.vmap(jax.grad(loss, (0, 1))))(
-        jnp.ones((3, 2)), jnp.array([0.1, 0.5, 1.0])
-    )
-    close(by_x, np.array([[0.2, 0.2], [1, 1], [2, 2]]))
-    assert not by_scale.any()
-
-
-# What is refused
 
 
 @pytest.mark.parametrize(

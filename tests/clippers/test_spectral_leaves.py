@@ -1,0 +1,229 @@
+"""Leaves of every kind: zeros, broken ones, vectors, layers, columns, and limits."""
+
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import optaxclip
+from optaxclip import clip_by_spectral_norm, spectral_norm
+from tests import oracles
+from tests.clippers.matrices import (
+    FORMS,
+    METHODS,
+    SMOOTH,
+    SQUARE,
+    WIDE,
+    both,
+    both_forms,
+    clip,
+    error,
+    expected,
+    matrix,
+)
+
+
+@both
+def test_zero_stays_zero_and_limit_0_gives_zeros(method):
+    zero, x = np.zeros(WIDE, np.float32), matrix(WIDE, 3.0)
+    for limit, shrink in (
+        (0.0, optaxclip.shrinks.hard),
+        (1.0, optaxclip.shrinks.hard),
+        (None, optaxclip.shrinks.hard),
+        (0.0, SMOOTH),
+        (1.0, SMOOTH),
+        (math.inf, SMOOTH),
+    ):
+        assert not np.any(clip(zero, limit, method=method, shrink=shrink)[0])
+    updates, state = clip(x, 0.0, method=method)
+    assert not np.any(updates) and state.factor == 0 and state.clipped == 1
+
+
+@pytest.mark.slow
+@both
+@pytest.mark.parametrize("broken", [math.nan, math.inf])
+def test_a_broken_matrix_becomes_nan_and_is_counted(method, broken):
+    tree = {"a": matrix((6, 9), 3.0), "b": matrix((6, 9), 3.0)}
+    tree["a"][2, 3] = broken
+    updates, state = clip(tree, 1.0, method=method)
+    assert np.isnan(updates["a"]).all() and np.isfinite(updates["b"]).all()
+    counts = {name: entry.nonfinite for name, entry in state.by_name().items()}
+    assert counts == {"a": 1, "b": 0}
+    assert not np.any(clip(tree, 1.0, method=method, nonfinite="zero")[0]["a"])
+
+
+@both
+def test_vectors_and_scalars_are_clipped_by_their_length(method):
+    tree = {
+        "v": np.float32([3.0, 4.0, 12.0]),
+        "s": np.float32(-5.0),
+        "row": np.float32([[6.0, 8.0]]),
+        "i": np.arange(3, dtype=np.int32),
+        "none": None,
+    }
+    updates, state = clip(tree, 1.0, method=method)
+    for name, length in (("v", 13.0), ("s", 5.0), ("row", 10.0)):
+        np.testing.assert_allclose(updates[name], tree[name] / length, rtol=1e-6)
+        assert state.by_name()[name].norm == length
+    assert oracles.same_bits(updates["i"], tree["i"]) and updates["none"] is None
+
+
+@pytest.mark.slow
+@both
+def test_stacked_layers_are_matrices_of_their_own(method):
+    x = np.stack(
+        [
+            matrix((6, 10), longest, 0.1, seed=seed)
+            for seed, longest in enumerate((5.0, 0.5, 2.0))
+        ]
+    )
+    updates, state = clip({"blocks": x}, 1.0, method=method, stacked=1)
+    assert (error(updates["blocks"], expected(x, 1.0)) <= 4e-6).all()
+    assert oracles.same_bits(updates["blocks"][1], x[1])
+    blocks = state.by_name()["blocks"]
+    assert blocks.norm.shape == (3, 1, 1)
+    np.testing.assert_array_equal(blocks.clipped.reshape(-1), [1, 0, 1])
+
+
+@pytest.mark.parametrize(
+    ("method", "shape", "columns", "folded"),
+    [
+        ("svd", (3, 3, 4, 8), 1, (36, 8)),
+        ("newton_schulz", (3, 3, 4, 8), 1, (36, 8)),
+        ("svd", (12, 4, 5), 2, (12, 20)),
+        ("newton_schulz", (4, 5, 12), 1, (20, 12)),
+    ],
+)
+def test_columns_say_how_a_kernel_is_a_matrix(method, shape, columns, folded):
+    flat = matrix(folded, 4.0, 0.1)
+    updates, _ = clip(
+        flat.reshape(shape), 1.0, method=method, columns=lambda path, leaf: columns
+    )
+    assert updates.shape == shape
+    assert error(updates.reshape(folded), expected(flat, 1.0)) <= 4e-6
+
+
+def test_columns_that_do_not_fit_raise():
+    with pytest.raises(
+        ValueError,
+        match=(
+            r"spectral_norm: columns must be a number of trailing axes, from 1 to 1 "
+            r"for the leaf 'w' of shape \(2, 3\), got 2"
+        ),
+    ):
+        clip_by_spectral_norm(1.0, columns=2).init({"w": jnp.ones((2, 3))})
+    with pytest.raises(
+        ValueError,
+        match=r"clip_by_spectral_norm: max_norm must be at least 0, got -1\.0",
+    ):
+        clip_by_spectral_norm(-1.0)
+    with pytest.raises(
+        ValueError,
+        match=(
+            "clip_by_spectral_norm: method must be one of 'svd', 'newton_schulz', got "
+            "'qr'"
+        ),
+    ):
+        clip_by_spectral_norm(1.0, method="qr")
+
+
+@pytest.mark.slow
+@both
+def test_limits_follow_schedules_and_rules_under_jit_and_scan(method):
+    x = np.stack([matrix((6, 9), 4.0, 0.1, seed=seed) for seed in range(3)])
+    clipper = clip_by_spectral_norm(lambda step: 1.0 + step, method=method)
+    state, updates = jax.jit(
+        lambda x: jax.lax.scan(
+            lambda state, each: clipper.update(each, state)[::-1], clipper.init(x[0]), x
+        )
+    )(x)
+    for step in range(3):
+        assert error(updates[step], expected(x[step], 1.0 + step)) <= 4e-6 * (1 + step)
+    assert state.clipped == 3
+    optimizer = optax.chain(
+        clip_by_spectral_norm(optaxclip.rules.ema_ratio(1.5, 0.9), method=method),
+        optax.sgd(1.0),
+    )
+    _, state = jax.jit(lambda x: optimizer.update(x, optimizer.init(x)))(x[0])
+    np.testing.assert_allclose(
+        optaxclip.metrics(state)["clip/norm_before"], 4.0, rtol=4e-6
+    )
+
+
+@pytest.mark.slow
+@both_forms
+def test_newton_schulz_has_a_finite_derivative_everywhere(form):
+    def total(x):
+        return jnp.sum(
+            clip(x, 1.0, method="newton_schulz", shrink=FORMS[form][0])[0]
+            * jnp.arange(12.0).reshape(3, 4)
+        )
+
+    derivative = jax.jit(jax.grad(total))
+    for x in (
+        np.zeros((3, 4), np.float32),
+        matrix((3, 4), 3.0, 3.0),
+        matrix((3, 4), 3.0, 1.0),
+        matrix((3, 4), 0.5, 0.1),
+    ):
+        assert np.isfinite(derivative(x)).all()
+
+
+def test_measured_alone_it_scales_whole_matrices():
+    x = matrix((6, 9), 4.0, 0.1)
+    clipper = optaxclip.clip_by(spectral_norm, optaxclip.rules.constant(1.0))
+    updates, _ = jax.jit(lambda x: clipper.update(x, clipper.init(x)))(x)
+    np.testing.assert_allclose(updates, x / 4, rtol=4e-6)
+
+
+def test_newton_schulz_wants_a_step_and_a_shrink_that_it_knows():
+    with pytest.raises(
+        ValueError, match=r"^clip_by_spectral_norm: steps must be at least 1, got 0"
+    ):
+        optaxclip.clip_by_spectral_norm(1.0, steps=0)
+    for shrink in (optaxclip.shrinks.smooth(1), optaxclip.shrinks.drop):
+        with pytest.raises(ValueError, match=r"knows the shrinks hard and smooth"):
+            optaxclip.clip_by_spectral_norm(1.0, method="newton_schulz", shrink=shrink)
+
+
+@both
+def test_layers_of_very_different_size_do_not_meet(method):
+    x = np.stack([matrix((6, 10), 8e-30, 1e-30), matrix((6, 10), 8e30, 1e30)])
+    updates, _ = clip({"w": x}, 2e-30, method=method, stacked=1)
+    errors = error(updates["w"], expected(x, 2e-30))
+    assert errors[0] <= 4e-6 * 2e-30
+    assert errors[1] <= (
+        4e-6 * 2e-30 if method == "svd" else 4e-6 * 8e30
+    )  # by products what is eps of the longest is lost
+
+
+def test_stacked_numbers_are_layers_too():
+    updates, _ = clip({"gain": np.float32([3, -5, 0.5])}, 1.0, stacked=1)
+    np.testing.assert_allclose(updates["gain"], [1, -1, 0.5], rtol=1e-6)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "shrink",
+    [
+        optaxclip.shrinks.hard,
+        SMOOTH,
+        optaxclip.shrinks.normalize,
+        optaxclip.shrinks.drop,
+    ],
+    ids=["hard", "smooth", "normalize", "drop"],
+)
+def test_without_a_limit_no_shrink_touches_anything(shrink):
+    x = matrix(SQUARE, 4.0)
+    for method in METHODS if shrink in (optaxclip.shrinks.hard, SMOOTH) else ("svd",):
+        assert oracles.same_bits(clip(x, math.inf, method=method, shrink=shrink)[0], x)
+
+
+def test_a_limit_of_0_leaves_nothing_of_any_form():
+    x = matrix(SQUARE, 4.0, rank=2)
+    for method in METHODS:
+        for shrink in (optaxclip.shrinks.hard, SMOOTH):
+            assert not np.any(clip(x, 0.0, method=method, shrink=shrink)[0])

@@ -1,0 +1,129 @@
+"""Norms from elsewhere, and what compiled steps hold: no copy, no second read."""
+
+import math
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import optaxclip
+from tests.core.steps import apply, compiled_step, count_compilations, every_clipper
+from tests.helpers import CLIPPERS, only_by_a_cpu, random_tree
+
+
+def norms_of(state):
+    """The norms in the structure that norm functions return."""
+    known = state.by_name()
+    if set(known) == {""}:
+        return known[""].norm
+    found = {}
+    for name, entry in known.items():
+        *path, last = name.split("/")
+        inner = found
+        for key in path:
+            inner = inner.setdefault(key, {})
+        inner[last] = entry.norm
+    return found
+
+
+@pytest.mark.parametrize(
+    "name",
+    [name for name, case in CLIPPERS.items() if not (case.numbers_only or case.clip)],
+)
+def test_a_norm_measured_elsewhere_is_used(name):
+    case, updates, params = (
+        CLIPPERS[name],
+        random_tree("float32", scale=10.0),
+        random_tree("float32", 3),
+    )
+    clipper = case.build(0.5)
+    wanted, state = apply(clipper, updates, params)
+    norms = norms_of(state)
+    clipped, _ = apply(clipper, updates, params, grad_norm=norms)
+    chex.assert_trees_all_close(clipped, wanted, rtol=1e-6)
+    halved, _ = apply(
+        clipper,
+        updates,
+        params,
+        grad_norm=jax.tree.map(lambda norm: np.asarray(norm) * 2, norms),
+    )
+    chex.assert_trees_all_close(
+        halved["bias"], np.asarray(wanted["bias"]) / 2, rtol=1e-5
+    )
+    with pytest.raises(
+        ValueError, match="grad_norm must have the structure and shapes"
+    ):
+        apply(clipper, updates, params, grad_norm={"nowhere": 1.0})
+
+
+# Decompositions need room, and clippy still holds copies of what it compares (see its
+# docstring).
+WITHOUT_GROUP = [
+    name
+    for name, case in CLIPPERS.items()
+    if "group" not in name and not case.clip and name != "clippy"
+]
+
+
+@only_by_a_cpu
+@pytest.mark.parametrize("name", WITHOUT_GROUP)
+def test_a_train_step_holds_no_copy_of_the_gradients(name):
+    case = CLIPPERS[name]
+    assert compiled_step(case.build(0.5)) <= 0.01
+
+
+@only_by_a_cpu
+def test_an_inf_norm_makes_no_copy_either():
+    assert compiled_step(optaxclip.clip_by_global_norm(0.5, ord=math.inf)) <= 0.01
+
+
+def test_the_measure_of_copies_sees_the_copy_that_optax_makes():
+    assert compiled_step(optax.clip_by_global_norm(0.5)) > 0.9
+
+
+@only_by_a_cpu
+def test_sixteen_bit_gradients_are_copied_at_most_once():
+    assert compiled_step(optaxclip.clip_by_global_norm(0.5), jnp.bfloat16) <= 1.01
+
+
+@only_by_a_cpu
+def test_measuring_beside_a_global_clip_costs_no_second_read():
+    grads = {f"w{i}": np.ones((64, 32 + i), np.float32) for i in range(3)}
+
+    def reductions(*clippers):
+        chain = optax.chain(*clippers)
+        text = (
+            jax.jit(chain.update)
+            .lower(grads, chain.init(grads), grads)
+            .compile()
+            .as_text()
+        )
+        return text.count(" reduce(")
+
+    alone = reductions(optaxclip.clip_by_global_norm(1.0))
+    assert (
+        reductions(
+            optaxclip.record_norm(optaxclip.tensor_norm),
+            optaxclip.clip_by_global_norm(1.0),
+        )
+        == alone
+        > 0
+    )
+
+
+@every_clipper
+def test_the_second_eager_step_compiles_nothing(name):
+    updates, params = random_tree("float32"), random_tree("float32", 3)
+    injected = optax.inject_hyperparams(CLIPPERS[name].build)(
+        lambda step: 0.5 / (1 + step)
+    )
+    for clipper in (CLIPPERS[name].build(0.5), injected):
+        state = clipper.init(params)
+        for _ in range(2):
+            _, state = clipper.update(updates, state, params)
+        with count_compilations() as compiled:
+            clipper.update(updates, state, params)
+        assert compiled == []

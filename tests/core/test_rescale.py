@@ -1,0 +1,123 @@
+"""Rescaling from any norm to any other, over the whole range."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import optaxclip
+from tests.helpers import apply
+
+
+def test_rescale_keeps_zeros_zero_whatever_they_are_to_become():
+    zeros = jnp.zeros(2)
+    np.testing.assert_array_equal(
+        optaxclip.rescale(zeros, jnp.float32(0.0), jnp.float32(1.0)), zeros
+    )
+
+
+def test_rescale_to_0_keeps_the_sign_of_what_becomes_0():
+    zeros = optaxclip.rescale(
+        jnp.array([3.0, -4.0]), jnp.float32(5.0), jnp.float32(0.0)
+    )
+    assert not np.any(zeros) and np.signbit(zeros).tolist() == [False, True]
+
+
+# (norm, limit): normal float32 numbers that are far apart.
+FAR = [
+    (1.2e-38, 10.0),
+    (1e-30, 1e10),
+    (1.2e-38, 3.3e38),
+    (1e38, 1e-20),
+    (1e30, 1e-28),
+    (1e38, 1e-19),
+    (3e38, 1.0),
+    (3.3e38, 2.0**-124),  # the furthest: a quotient of 2^-252
+    # quotients next to 2^-128, 2^128, 2^-126, 2^-100 and 2^100
+    (2.0**100, 2.0**-28),
+    (2.0**-28, 2.0**100),
+    (2.0**100, 2.0**-26),
+    (2.0**60, 2.0**-40 * 0.99),
+    (2.0**60, 2.0**-40 * 1.01),
+    (2.0**-40, 2.0**60 * 0.99),
+    (2.0**-40, 2.0**60 * 1.01),
+]
+
+
+@pytest.mark.parametrize(("norm", "limit"), FAR)
+@pytest.mark.parametrize("units", [False, True], ids=["whole", "units"])
+def test_a_norm_becomes_any_other_that_float32_holds(units, norm, limit):
+    # Both entries have one size, so that the smallest norms have no subnormal entries.
+    grads = np.float32([[norm, 0.0], [-norm, 0.0]])
+    clip = optaxclip.clip_by_unitwise_norm if units else optaxclip.clip_by_global_norm
+    clipper = clip(limit, ord=np.inf, shrink=optaxclip.shrinks.normalize)
+    updates, state = apply(clipper, grads)
+    # 6 eps are taken off on purpose, and 5 are roundings.
+    bound = 11 * np.finfo(np.float32).eps
+    wanted = np.float64(grads) / np.float64(np.float32(norm)) * np.float32(limit)
+    np.testing.assert_allclose(np.float64(updates), wanted, rtol=bound)
+    assert np.max(np.abs(updates)) <= np.float32(limit)
+    assert np.all(np.asarray(state.factor) > 0) and np.all(np.isfinite(state.factor))
+
+
+@pytest.mark.parametrize(("norm", "limit"), FAR)
+def test_far_from_its_limit_no_normal_number_is_lost(norm, limit):
+    sizes = norm * 2.0 ** np.arange(0.0, -250.0, -5.0)
+    grads = np.float32(sizes[sizes > 1.3e-38])
+    rescaled = optaxclip.rescale(grads, jnp.float32(norm), jnp.float32(limit))
+    wanted = np.float64(grads) / np.float64(np.float32(norm)) * np.float32(limit)
+    held = np.abs(wanted) > 1.2e-38 * (1 + 1e-5)
+    bound = 11 * np.finfo(np.float32).eps
+    np.testing.assert_allclose(np.float64(rescaled)[held], wanted[held], rtol=bound)
+
+
+@pytest.mark.parametrize(("norm", "limit"), [(1e300, 1e-300), (3e-308, 1e308)])
+def test_64_bit_norms_become_any_other_as_well(norm, limit):
+    with jax.enable_x64(True):
+        rescaled = optaxclip.rescale(
+            np.array([norm, -norm]), jnp.float64(norm), jnp.float64(limit)
+        )
+    np.testing.assert_allclose(rescaled, [limit, -limit], rtol=1e-14)
+
+
+# Next to both ends of the range at once a part of the derivative is flushed.
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("norm", "limit"), [each for each in FAR if 1e-75 < each[1] / each[0] < 1e75]
+)
+def test_the_derivative_of_a_factor_is_that_of_the_quotient(norm, limit):
+    x = jnp.float32(norm)
+
+    def stretched(limit):
+        return optaxclip.rescale(x, x, limit)
+
+    at = jnp.float32(limit)
+    for slope in (jax.jvp(stretched, (at,), (1.0,))[1], jax.grad(stretched)(at)):
+        np.testing.assert_allclose(slope, 1.0, rtol=2e-6)
+
+
+@pytest.mark.parametrize(("norm", "new_norm"), [(1e38, 1e-17), (2e-8, 1.3e-38)])
+def test_rescale_goes_further_than_one_factor_can(norm, new_norm):
+    """The quotient is 1e-55, which float32 does not have, or too near its end."""
+    update = optaxclip.rescale(jnp.array([norm]), *map(jnp.float32, (norm, new_norm)))
+    np.testing.assert_allclose(update, [new_norm], rtol=1e-6)
+
+
+def test_rescale_takes_numpy_arrays_while_jit_is_off():
+    """As in a debugger, where no tracer stands for the array."""
+    updates = np.array([3.0, 4.0], np.float32)
+    with jax.disable_jit():
+        shorter = optaxclip.rescale(updates, jnp.float32(5.0), jnp.float32(1.0))
+    np.testing.assert_allclose(shorter, [0.6, 0.8], rtol=1e-6)
+
+
+def test_rescale_leaves_parts_without_a_norm_alone():
+    updates = {"a": jnp.array([3.0, 4.0]), "b": {"c": jnp.ones(2), "d": jnp.ones(3)}}
+    rescaled = optaxclip.rescale(
+        updates, {"a": jnp.float32(5.0), "b": None}, {"a": jnp.float32(1.0), "b": None}
+    )
+    np.testing.assert_allclose(rescaled["a"], [0.6, 0.8], rtol=1e-6)
+    assert (
+        rescaled["b"]["c"] is updates["b"]["c"]
+        and rescaled["b"]["d"] is updates["b"]["d"]
+    )

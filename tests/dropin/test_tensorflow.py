@@ -1,0 +1,251 @@
+"""The drop-in functions for TensorFlow and Keras, beside what those returned."""
+
+import json
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import optaxclip
+from optaxclip.dropin import keras, tensorflow_style, torch_style
+from tests.dropin.recorded import (
+    INF,
+    REFERENCES,
+    close,
+    decode,
+    limit_of,
+    name,
+    optaxclip_of_keras,
+    run,
+    tree,
+)
+
+RECORDED = json.loads((REFERENCES / "tensorflow.json").read_text())["cases"]
+
+
+def arrays(x):
+    return [leaf for leaf in jax.tree.leaves(x) if isinstance(leaf, np.ndarray)]
+
+
+def difference(case):
+    """Which row of the tables says that we differ; None where we do not."""
+    function, limit, inputs = (
+        case["function"],
+        limit_of(case),
+        arrays(decode(case["args"][0])),
+    )
+    if "error" in case and function.endswith("norm") and "axes" not in case["options"]:
+        return "refused there"
+    if function == "clip_by_value":
+        lower, upper = decode(case["args"])[1:]
+        return (
+            "no room between the bounds"
+            if np.ndim(lower) == 0 and lower > upper
+            else None
+        )
+    if limit is not None and (
+        math.isnan(limit) or limit < 0 or (limit == 0 and function == "keras")
+    ):
+        return "limit refused here"
+    if limit == INF:
+        return None if "clipvalue" in str(case["args"][1]) else "limit inf"
+    if function in ("clip_by_norm", "clip_by_average_norm") or "'clipnorm'" in str(
+        case["args"][1:]
+    ):
+        if any(np.isinf(x).any() for x in inputs):
+            return "inf in one tensor"
+        if limit == 0 and not np.any(inputs[0]):
+            return "0 / 0 there"
+    if any(
+        np.isfinite(x).all()
+        and float(np.max(np.abs(x), initial=0))
+        > math.sqrt(float(np.finfo(x.dtype).max))
+        for x in inputs
+        if x.dtype.kind == "f"
+    ):
+        return "overflow there"
+    return None
+
+
+DIFFERENT = [case for case in RECORDED if difference(case)]
+SAME = [case for case in RECORDED if not difference(case)]
+
+
+@pytest.mark.parametrize("case", SAME, ids=name)
+def test_numbers_are_those_of_tensorflow(case):
+    if "error" in case:
+        with pytest.raises((TypeError, ValueError)):
+            run(case)
+        return
+    ours, theirs = run(case), decode(case["output"])
+    is_none = {"is_leaf": lambda x: x is None}
+    assert jax.tree.structure(
+        ours if not isinstance(ours, tuple) else list(ours), **is_none
+    ) == jax.tree.structure(theirs, **is_none)
+    for a, b in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs)):
+        close(a, b, b.dtype if b.dtype.kind == "f" else np.float32)
+
+
+def test_all_rows_of_the_tables_were_recorded():
+    counts = {
+        row: sum(difference(case) == row for case in DIFFERENT)
+        for row in map(difference, DIFFERENT)
+    }
+    assert set(counts) == {
+        "refused there",
+        "no room between the bounds",
+        "limit refused here",
+        "limit inf",
+        "inf in one tensor",
+        "0 / 0 there",
+        "overflow there",
+    }
+    assert len(SAME) > 50
+
+
+@pytest.mark.filterwarnings("ignore:.*no leaf of the updates has a float")
+@pytest.mark.parametrize("case", DIFFERENT, ids=name)
+def test_differences_from_tensorflow_are_those_in_the_table(case):
+    row = difference(case)
+    if row in ("limit refused here", "no room between the bounds"):
+        with pytest.raises(
+            ValueError,
+            match=(
+                r"must be (at least 0|above 0|at most clip_value_max)|must not be NaN"
+            ),
+        ):
+            run(case)
+        return
+    inputs = jax.tree.leaves(decode(case["args"][0]))
+    ours = run(case)
+    leaves = jax.tree.leaves(ours[0] if isinstance(ours, tuple) else ours)
+    assert [leaf.dtype for leaf in leaves] == [x.dtype for x in inputs]
+    if "output" in case:
+        theirs = decode(case["output"])
+        there = jax.tree.leaves(
+            theirs[0] if case["function"] == "clip_by_global_norm" else theirs
+        )
+        assert not all(
+            np.allclose(
+                np.asarray(a, float), np.asarray(b, float), 1e-2, equal_nan=True
+            )
+            for a, b in zip(leaves, there)
+        )
+    for x, leaf in zip(inputs, leaves):
+        if row == "limit inf" or x.dtype.kind == "i":
+            np.testing.assert_array_equal(leaf, x)
+        elif row == "inf in one tensor":
+            assert np.isnan(leaf).all() if np.isinf(x).any() else (leaf == x).all()
+        elif row == "0 / 0 there":
+            assert not np.any(leaf)
+        elif row == "overflow there":
+            close(leaf, np.full(x.shape, 1 / math.sqrt(x.size)), x.dtype)
+        else:
+            wide = [
+                np.asarray(y, np.complex128)
+                for y in (inputs if case["function"] == "clip_by_global_norm" else [x])
+            ]
+            norm = math.sqrt(sum(float(np.sum(np.abs(y) ** 2)) for y in wide)) / (
+                x.size if case["function"] == "clip_by_average_norm" else 1
+            )
+            np.testing.assert_allclose(
+                leaf,
+                x * min(1.0, limit_of(case) / norm),
+                8 * float(np.finfo(x.dtype).eps),
+            )
+
+
+def test_mixed_precisions_keep_theirs():
+    grads = [
+        jnp.full(3, 3, jnp.bfloat16),
+        None,
+        jnp.full(2, 4, jnp.float16),
+        np.int32(7),
+        jnp.ones((1, 2)),
+    ]
+    clipped, norm = tensorflow_style.clip_by_global_norm(grads, 1.0)
+    assert [leaf.dtype for leaf in jax.tree.leaves(clipped)] == [
+        "bfloat16",
+        "float16",
+        "int32",
+        "float32",
+    ]
+    assert clipped[1] is None and clipped[3] == 7
+    close(norm, math.sqrt(27 + 32 + 2))
+    close(clipped[4], np.full((1, 2), 1 / math.sqrt(61)))
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda t, limit: torch_style.clip_grad_norm(t, limit, "inf"),
+        torch_style.clip_grad_value,
+        lambda t, limit: torch_style.clip_grads_with_norm(t, limit, 7.0),
+        lambda t, limit: torch_style.get_total_norm(t) * limit,
+        lambda t, limit: tensorflow_style.clip_by_value(t, -limit, limit),
+        tensorflow_style.clip_by_norm,
+        lambda t, limit: tensorflow_style.clip_by_norm(t["a"], limit, axes=[-1]),
+        tensorflow_style.clip_by_average_norm,
+        tensorflow_style.clip_by_global_norm,
+        lambda t, limit: tensorflow_style.global_norm(t) * limit,
+    ],
+)
+def test_under_jit_with_a_traced_limit_the_numbers_are_the_same(function):
+    direct, jitted = function(tree(), 0.5), jax.jit(function)(tree(), 0.5)
+    for a, b in zip(jax.tree.leaves(direct), jax.tree.leaves(jitted)):
+        close(a, b)
+
+
+@pytest.mark.slow
+def test_what_is_within_the_limit_stays_bit_for_bit():
+    grads = tree()
+    norm = optaxclip.global_norm(grads)
+    for same in (
+        torch_style.clip_grad_norm(grads, norm + 2e-6)[0],
+        tensorflow_style.clip_by_global_norm(grads, norm)[0],
+        tensorflow_style.clip_by_norm(grads, norm),
+        optaxclip_of_keras(grads, global_clipnorm=norm),
+    ):
+        jax.tree.map(np.testing.assert_array_equal, same, grads)
+
+
+def test_clip_gradients_by_norm_clips_before_the_optimizer():
+    grads, params = tree(), jax.tree.map(jnp.zeros_like, tree())
+    optimizer = tensorflow_style.clip_gradients_by_norm(optax.sgd(0.5), 1.0)
+    updates, state = optimizer.update(grads, optimizer.init(params), params)
+    norm = math.sqrt(sum(float(np.sum(x.astype(float) ** 2)) for x in grads.values()))
+    for update, grad in zip(updates.values(), grads.values()):
+        close(update, -0.5 * grad / norm)
+    close(optaxclip.metrics(state)["clip/norm_before"], norm)
+    with pytest.raises(
+        ValueError,
+        match=r"clip_gradients_by_norm: clip_norm must be at least 0, got -1.0",
+    ):
+        tensorflow_style.clip_gradients_by_norm(optax.sgd(0.5), -1.0)
+
+
+def test_keras_takes_one_of_the_three():
+    with pytest.raises(
+        ValueError,
+        match=(
+            r"only one of clipnorm, clipvalue and global_clipnorm can be set, got "
+            r"clipnorm=1.0, global_clipnorm=2.0"
+        ),
+    ):
+        keras.clip_gradients(clipnorm=1.0, global_clipnorm=2.0)
+    with pytest.raises(
+        ValueError,
+        match=(
+            r"clip_gradients: clipvalue must be above 0, got 0: Keras does not clip "
+            r"then; leave it out for that"
+        ),
+    ):
+        keras.clip_gradients(clipvalue=0)
+    with pytest.raises(
+        TypeError, match=r"clip_gradients: clipnorm must be a real number, got '1'"
+    ):
+        keras.clip_gradients(clipnorm="1")
+    assert keras.clip_gradients().init(tree()) == optax.identity().init(tree())

@@ -1,0 +1,171 @@
+"""The drop-in functions for torch, beside torch where it is installed."""
+
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental import checkify
+
+from optaxclip.dropin import torch_style
+from tests.dropin.recorded import INF, NAN, close, in_torch, tree
+
+ORDERS = [0.5, 1, 1.5, 2.0, 3, 4, INF, "inf", "2"]
+
+
+@pytest.mark.parametrize("max_norm", [0.0, 0.01, 2.0, 1e4, INF])
+@pytest.mark.parametrize("norm_type", ORDERS)
+def test_clip_grad_norm_is_that_of_torch(torch, norm_type, max_norm):
+    grads = [*tree().values(), None]
+    params = in_torch(torch, grads)
+    theirs = torch.nn.utils.clip_grad_norm_(params, max_norm, norm_type)
+    clipped, total_norm = torch_style.clip_grad_norm(grads, max_norm, norm_type)
+    close(total_norm, theirs)
+    for ours, param in zip(clipped[:-1], params):
+        close(ours, param.grad)
+    assert clipped[-1] is None and params[-1].grad is None
+
+
+@pytest.mark.parametrize("norm_type", ORDERS)
+def test_get_total_norm_is_that_of_torch(torch, norm_type):
+    grads = list(tree(1).values())
+    close(
+        torch_style.get_total_norm(grads, norm_type),
+        torch.nn.utils.get_total_norm(
+            [torch.tensor(grad) for grad in grads], norm_type
+        ),
+    )
+
+
+@pytest.mark.parametrize(
+    ("max_norm", "total_norm"),
+    [(2.0, 5.0), (2.0, 1.0), (0.0, 1.0), (2.0, 0.0), (2.0, NAN)],
+)
+def test_clip_grads_with_norm_is_that_of_torch(torch, max_norm, total_norm):
+    params = in_torch(torch, tree().values())
+    torch.nn.utils.clip_grads_with_norm_(params, max_norm, torch.tensor(total_norm))
+    clipped = torch_style.clip_grads_with_norm(tree(), max_norm, total_norm)
+    for ours, param in zip(clipped.values(), params):
+        close(ours, param.grad)
+
+
+@pytest.mark.parametrize("clip_value", [0, 0.5, 2, INF])
+def test_clip_grad_value_is_that_of_torch(torch, clip_value):
+    grads = [*tree().values(), np.array([NAN, INF, -INF], np.float32), None]
+    params = in_torch(torch, grads)
+    torch.nn.utils.clip_grad_value_(params, clip_value)
+    for ours, param in zip(torch_style.clip_grad_value(grads, clip_value)[:-1], params):
+        np.testing.assert_array_equal(ours, param.grad)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float64"])
+def test_torch_in_other_precisions(torch, dtype):
+    grads = [np.asarray(grad, np.float64) for grad in tree().values()]
+    params = in_torch(torch, grads)
+    for param in params:
+        rounded = param.grad.to(getattr(torch, dtype))
+        param.data, param.grad = param.data.to(rounded.dtype), rounded
+    with jax.enable_x64(dtype == "float64"):
+        clipped, total_norm = torch_style.clip_grad_norm(
+            [jnp.asarray(grad, dtype) for grad in grads], 2.0
+        )
+        close(total_norm, torch.nn.utils.clip_grad_norm_(params, 2.0).double(), dtype)
+        for ours, param in zip(clipped, params):
+            assert ours.dtype == dtype
+            close(ours, param.grad.double(), dtype)
+
+
+def test_a_single_array_is_a_tree(torch):
+    param = in_torch(torch, [tree()["a"]])
+    clipped, total_norm = torch_style.clip_grad_norm(tree()["a"], 1.0)
+    close(total_norm, torch.nn.utils.clip_grad_norm_(param[0], 1.0))
+    close(clipped, param[0].grad)
+
+
+@pytest.mark.parametrize(
+    "grads",
+    [[], [None], [np.zeros((0, 2), np.float32)]],
+    ids=["empty", "None", "no elements"],
+)
+def test_nothing_has_norm_zero_in_torch_and_here(torch, grads):
+    assert (
+        float(torch_style.clip_grad_norm(grads, 1.0)[1])
+        == float(torch.nn.utils.clip_grad_norm_(in_torch(torch, grads), 1.0))
+        == 0
+    )
+
+
+@pytest.mark.parametrize("bad", [NAN, INF, -INF])
+def test_error_if_nonfinite_raises_as_torch_does(torch, bad):
+    grads = [np.array([1.0, bad], np.float32), np.ones(3, np.float32)]
+    with pytest.raises(RuntimeError, match=r"total norm of order 2.0 .* is non-finite"):
+        torch.nn.utils.clip_grad_norm_(
+            in_torch(torch, grads), 1.0, error_if_nonfinite=True
+        )
+    with pytest.raises(
+        RuntimeError,
+        match=(
+            r"clip_grad_norm: the norm of order 2.0 of the updates is not finite. '0': "
+            r"1 of 2 values are NaN or inf. With error_if_nonfinite=False"
+        ),
+    ):
+        torch_style.clip_grad_norm(grads, 1.0, error_if_nonfinite=True)
+    with pytest.raises(
+        RuntimeError,
+        match="get_total_norm: the norm of order inf of the updates is not finite",
+    ):
+        torch_style.get_total_norm(grads, INF, error_if_nonfinite=True)
+
+
+def test_error_if_nonfinite_is_a_check_under_jit():
+    checked = checkify.checkify(
+        jax.jit(
+            lambda grads: torch_style.clip_grad_norm(
+                grads, 1.0, error_if_nonfinite=True
+            )
+        )
+    )
+    checked(jnp.ones(2))[0].throw()
+    with pytest.raises(
+        checkify.JaxRuntimeError,
+        match=r"the norm of order 2.0 of the updates is not finite",
+    ):
+        checked(jnp.array([1.0, NAN]))[0].throw()
+
+
+def test_inf_makes_all_nan_where_torch_makes_zeros(torch):
+    grads = [np.array([1.0, INF], np.float32), np.ones(2, np.float32)]
+    params = in_torch(torch, grads)
+    torch.nn.utils.clip_grad_norm_(params, 1.0)
+    np.testing.assert_array_equal([*params[0].grad, *params[1].grad], [0, NAN, 0, 0])
+    clipped, total_norm = torch_style.clip_grad_norm(grads, 1.0)
+    assert np.isnan(clipped).all() and total_norm == INF
+
+
+def test_without_a_limit_nothing_changes_where_torch_makes_nan(torch):
+    grads = [np.array([1.0, INF], np.float32)]
+    params = in_torch(torch, grads)
+    torch.nn.utils.clip_grad_norm_(params, INF)
+    assert params[0].grad.isnan().all()
+    np.testing.assert_array_equal(torch_style.clip_grad_norm(grads, INF)[0], grads)
+
+
+def test_large_gradients_are_clipped_where_torch_makes_zeros(torch):
+    grads = [np.full(2, 1e20, np.float32)]
+    params = in_torch(torch, grads)
+    assert (
+        torch.nn.utils.clip_grad_norm_(params, 1.0).isinf() and not params[0].grad.any()
+    )
+    clipped, total_norm = torch_style.clip_grad_norm(grads, 1.0)
+    close(clipped, [np.full(2, 1 / math.sqrt(2))])
+    close(total_norm, math.sqrt(2) * 1e20)
+
+
+def test_what_torch_adds_to_the_norm_counts_for_short_gradients():
+    grads, factor = jnp.array([3e-7, 4e-7]), 1e-7 / (5e-7 + 1e-6)
+    for clipped in (
+        torch_style.clip_grad_norm(grads, 1e-7)[0],
+        torch_style.clip_grads_with_norm(grads, 1e-7, 5e-7),
+    ):
+        np.testing.assert_allclose(clipped, factor * np.array([3e-7, 4e-7]), rtol=1e-5)

@@ -1,0 +1,32 @@
+"""One step of a clipper in every mode of sharding, on eight devices."""
+
+import jax
+import pytest
+from jax.sharding import PartitionSpec as P
+
+from tests import sharded
+
+NO_TYPES = {"check_vma": False}
+typed_or_not = pytest.mark.parametrize(
+    "options", [{}, NO_TYPES], ids=["typed", "untyped"]
+)
+
+
+def norm_of(tree):
+    return float(sharded.root(list(tree.values()), None, 2))
+
+
+FULL = {
+    "columns": P(None, "x"),
+    "folded": P("x", None),
+}  # fully sharded: no leaf is replicated
+
+
+def mapped(body):
+    """A pmap over four devices."""
+    program = jax.pmap(body, axis_name="i", devices=jax.devices()[:4])
+    return lambda x: program.lower(x).compile()(x)
+
+
+def kind(x):
+    return x.shape, x.dtype, x.weak_type, jax.typeof(x).manual_axis_type

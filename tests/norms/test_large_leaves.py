@@ -1,0 +1,141 @@
+"""Leaves that a CPU sums in float32 first: right at every size, in one read."""
+
+import math
+import re
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import optaxclip
+from tests import oracles
+from tests.helpers import only_by_a_cpu
+from tests.norms.leaves import FORCED, module_for, not_in_turn
+
+
+def large(*shape):
+    return (
+        np.random.default_rng(26)
+        .uniform(0.5, 1, shape or (260, 257))
+        .astype(np.float32)
+    )
+
+
+@not_in_turn
+@pytest.mark.parametrize(
+    "scale", [2e-37, 1e-30, 3e-19, 1e-15, 1.0, 1e16, 1e18, 1e30, 1e36]
+)
+def test_large_leaves_are_within_1e_6_at_every_size(scale):
+    leaf = large() * np.float32(scale)
+    np.testing.assert_allclose(
+        optaxclip.global_norm([leaf]), oracles.norm([leaf]), 1e-6
+    )
+    np.testing.assert_allclose(
+        optaxclip.unitwise_norm([leaf])[0], oracles.unitwise_norm(leaf), 1e-6
+    )
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [(768, 2304), (50257, 16), (3, 3, 64, 128), (24, 33000), (70000, 1)],
+    ids=str,
+)
+def test_units_of_large_leaves_are_within_1e_6(shape):
+    leaf = large(*shape)
+    np.testing.assert_allclose(
+        jax.jit(optaxclip.unitwise_norm)([leaf])[0], oracles.unitwise_norm(leaf), 1e-6
+    )
+
+
+def test_units_of_all_sizes_in_one_large_leaf_are_right():
+    leaf = large() * np.geomspace(2e-37, 1e36, 257).astype(np.float32)
+    np.testing.assert_allclose(
+        optaxclip.unitwise_norm([leaf])[0], oracles.unitwise_norm(leaf), 1e-6
+    )
+
+
+@not_in_turn
+@pytest.mark.parametrize(
+    ("most", "largest"), [(1e-20, 1e-18), (1e-19, 1e-15), (1e-19, 1e-12)]
+)
+def test_what_is_too_small_to_be_squared_in_float32_still_counts(most, largest):
+    leaf = np.full((260, 257), most, np.float32)
+    leaf[3, 5] = largest
+    np.testing.assert_allclose(
+        optaxclip.global_norm([leaf]), oracles.norm([leaf]), 1e-6
+    )
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_a_broken_number_in_a_large_leaf_stays_in_its_unit(
+    value,
+):
+    leaf = large()
+    leaf[100, 7] = value
+    assert not np.isfinite(optaxclip.global_norm([leaf]))
+    units = np.asarray(optaxclip.unitwise_norm([leaf])[0])[0]
+    assert [place for place, norm in enumerate(units) if not np.isfinite(norm)] == [7]
+    np.testing.assert_allclose(
+        np.delete(units, 7), np.delete(oracles.unitwise_norm(large())[0], 7), 1e-6
+    )
+
+
+def test_large_leaves_of_zeros_have_norm_0_and_no_derivative():
+    zeros = np.zeros((260, 257), np.float32)
+    norm, slope = jax.value_and_grad(optaxclip.global_norm)(zeros)
+    assert norm == 0 and not np.any(slope)
+
+
+def sums_in(function, *arguments):
+    return module_for("cpu", function, *arguments).count("applies stablehlo.add")
+
+
+@pytest.mark.slow
+@only_by_a_cpu
+def test_a_cpu_has_two_sums_to_choose_from_where_it_pays():
+    leaf, wide = large(), large(2, 33000)
+    rows = partial(optaxclip.unitwise_norm, axis=1)
+    assert sums_in(optaxclip.global_norm, leaf) == 2
+    assert sums_in(optaxclip.unitwise_norm, leaf) == 2
+    assert sums_in(optaxclip.global_norm, wide) == sums_in(rows, wide) == 2
+    for other in (leaf[:10], jnp.asarray(leaf, "bfloat16"), large(10, 10, 10, 10, 10)):
+        assert sums_in(optaxclip.global_norm, other) == 1
+    assert sums_in(partial(optaxclip.global_norm, ord=3), leaf) == 1
+    assert sums_in(optaxclip.unitwise_norm, wide) == 1
+
+
+@pytest.mark.skipif(bool(FORCED), reason="exports for each platform its own way")
+@pytest.mark.parametrize(
+    ("platform", "of_all", "of_columns"), [("cuda", 1, 2), ("tpu", 3, 3)]
+)
+def test_accelerators_sum_three_bins_in_one_read(platform, of_all, of_columns):
+    """A GPU sums parts of columns, and then the sums of the parts."""
+    text = module_for(platform, optaxclip.global_norm, large())
+    assert text.count("stablehlo.reduce(") == of_all
+    text = module_for(platform, optaxclip.unitwise_norm, large())
+    assert text.count("stablehlo.reduce(") == of_columns
+
+
+@only_by_a_cpu
+def test_examples_of_a_large_leaf_are_summed_once_each():
+    leaves = large() * np.array([1.0, 1e30, 1e-30], np.float32)[:, None, None]
+    assert sums_in(jax.vmap(optaxclip.global_norm), leaves) == 1
+    np.testing.assert_allclose(
+        jax.vmap(optaxclip.global_norm)(leaves),
+        [oracles.norm([leaf]) for leaf in leaves],
+        1e-6,
+    )
+
+
+@only_by_a_cpu
+def test_factors_of_units_are_computed_once_for_each_unit():
+    leaf, clipper = large(), optaxclip.clip_by_unitwise_norm(0.5)
+    text = jax.jit(clipper.update).lower(leaf, clipper.init(leaf)).compile().as_text()
+    operands = re.findall(
+        r"= f32\[260,257\]\S* fusion\((.*?)\)", text[text.index("ENTRY") :]
+    )
+    assert [each.count("%") for each in operands] == [
+        2
+    ]  # the leaf and one factor for each unit

@@ -1,0 +1,124 @@
+"""Calls of per-example clipping that are refused."""
+
+import jax.numpy as jnp
+import pytest
+
+import optaxclip
+from optaxclip.per_example import (
+    clipped_grad,
+    per_example_global_norm_clip,
+    per_example_layer_norm_clip,
+)
+from optaxclip.shrinks import auto_s, psac
+
+
+def add(p, x):
+    return p * x
+
+
+WRONG = {
+    "negative": (
+        lambda: clipped_grad(add, -1.0),
+        ValueError,
+        r"clipped_grad: max_norm must be at least 0, got -1.0\.",
+    ),
+    "a string in a tree": (
+        lambda: clipped_grad(add, {"w": "1"}),
+        TypeError,
+        r"clipped_grad: max_norm for 'w' must be a real number, got '1'\.",
+    ),
+    "an array": (
+        lambda: clipped_grad(add, jnp.ones(3)),
+        ValueError,
+        r"clipped_grad: max_norm must be one number, got an array of shape \(3,\)\.",
+    ),
+    "nothing": (
+        lambda: clipped_grad(add, {}),
+        ValueError,
+        r"clipped_grad: max_norm has no limit in it, got {}\.",
+    ),
+    "microbatch": (
+        lambda: clipped_grad(add, 1.0, microbatch=0),
+        ValueError,
+        r"clipped_grad: microbatch must be a number of examples, at least 1, or None, "
+        r"got 0\.",
+    ),
+    "two passes": (
+        lambda: clipped_grad(add, {"a": 1.0, "b": 2.0}, method="two_pass"),
+        ValueError,
+        r"clipped_grad: method='two_pass' weighs the loss of an example, which has one "
+        r"factor, but max_norm has 2 limits: use another method, or one limit\.",
+    ),
+    "no such part": (
+        lambda: clipped_grad(lambda p, x: p["b"] * x, {"a": 1.0})(
+            {"b": jnp.ones(())}, jnp.ones(2)
+        ),
+        ValueError,
+        r"clipped_grad: max_norm has no value for the leaf 'b': it has 'a'\.",
+    ),
+    "mask": (
+        lambda: clipped_grad(add, 1.0)(1.0, jnp.ones(3), mask=jnp.ones(2, bool)),
+        ValueError,
+        r"clipped_grad: mask must be bool\[3\], one for each example, got bool\[2\]\.",
+    ),
+    "mask of numbers": (
+        lambda: clipped_grad(add, 1.0)(1.0, jnp.ones(3), mask=jnp.ones(3)),
+        ValueError,
+        r"must be bool\[3\], one for each example, got float32\[3\]\.",
+    ),
+    "gamma": (
+        lambda: auto_s(-1),
+        ValueError,
+        r"auto_s: gamma must be at least 0, got -1\.",
+    ),
+    "r": (
+        lambda: psac(0),
+        ValueError,
+        r"psac: r must be above 0, got 0: normalize is the limit for r = 0\.",
+    ),
+    "optax limit": (
+        lambda: per_example_global_norm_clip([jnp.ones((2, 3))], -1.0),
+        ValueError,
+        r"per_example_global_norm_clip: l2_norm_clip must be at least 0, got -1.0\.",
+    ),
+    "optax layers": (
+        lambda: per_example_layer_norm_clip([jnp.ones(2)], "1"),
+        TypeError,
+        r"per_example_layer_norm_clip: global_l2_norm_clip must be a real number, got "
+        r"'1'\.",
+    ),
+    "optax scalar": (
+        lambda: per_example_global_norm_clip([jnp.ones(())], 1.0),
+        ValueError,
+        r"per_example_global_norm_clip: grads must be arrays whose first axis counts "
+        r"examples, of one size, got the shapes {'0': \(\)}\.",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_errors_say_what_was_wrong(name):
+    call, error, text = WRONG[name]
+    with pytest.raises(error, match=text):
+        call()
+
+
+def test_per_example_limits_are_named_by_their_function():
+    for text, call in {
+        "per_example_global_norm_clip: l2_norm_clip": lambda: (
+            per_example_global_norm_clip(jnp.ones((2, 3)), -1.0)
+        ),
+        "per_example_layer_norm_clip: global_l2_norm_clip": lambda: (
+            per_example_layer_norm_clip(jnp.ones((2, 3)), -1.0)
+        ),
+        "clipped_grad: max_norm": lambda: optaxclip.clipped_grad(
+            lambda w, x: w * x, -1.0
+        ),
+        "clipped_grad: max_norm for 'w'": lambda: optaxclip.clipped_grad(
+            lambda w, x: w * x, {"w": -1.0}
+        ),
+        "auto_s: gamma": lambda: optaxclip.shrinks.auto_s(-1.0),
+        "psac: r": lambda: optaxclip.shrinks.psac(-1.0),
+    }.items():
+        with pytest.raises(ValueError, match=rf"^{text} must be at least 0, got -1.0"):
+            call()

@@ -1,0 +1,90 @@
+"""Per-example gradients over the range of float32, and in 16 bits."""
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+
+from optaxclip.per_example import clipped_grad
+from tests.per_example.batches import (
+    EPS,
+    METHODS,
+    MODELS,
+    SIZE,
+    hard_factor,
+    inner,
+    normal,
+    norms_of,
+    program,
+    weighted,
+)
+
+
+@pytest.mark.parametrize("size", [1e-30, 1e30])
+def test_norms_hold_over_the_range_of_float32(size):
+    xs = normal(0, 5, 4) * np.float32(size)
+    result = jax.jit(lambda limit, *args: clipped_grad(inner, limit)(*args))(
+        1e-3 * size, np.zeros(4, np.float32), xs
+    )
+    np.testing.assert_allclose(
+        result.norms, np.linalg.norm(np.asarray(xs, np.float64), axis=1), rtol=4 * EPS
+    )
+    assert np.all(np.isfinite(result.grads))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", METHODS)
+def test_bfloat16_gradients_are_measured_and_summed_in_float32(method):
+    """300 equal bfloat16 gradients: a sum in bfloat16 stops growing at 256 times the
+    first.
+    """
+    xs = np.ones((300, 1000), ml_dtypes.bfloat16)
+
+    def loss(p, x):
+        return jnp.sum((p * x).astype(jnp.float32))
+
+    result = jax.jit(clipped_grad(loss, None, mean=False, microbatch=1, method=method))(
+        np.zeros(1000, ml_dtypes.bfloat16), xs
+    )
+    assert result.grads.dtype == jnp.bfloat16
+    np.testing.assert_array_equal(
+        np.asarray(result.grads, np.float32), np.float32(jnp.bfloat16(300))
+    )
+    np.testing.assert_allclose(result.norms, np.sqrt(1000), rtol=4 * EPS)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16])
+def test_16_bit_gradients_are_rounded_once(dtype):
+    rows = np.random.default_rng(0).uniform(0.5, 1.0, (4, 7))
+    gradients = jnp.asarray(rows, dtype)
+    found = clipped_grad(lambda w, g: jnp.sum(w * g), 0.7)(
+        jnp.zeros(7, dtype), gradients
+    )
+    wide = np.asarray(gradients, np.float64)
+    lengths = np.linalg.norm(wide, axis=1, keepdims=True)
+    wanted = np.mean(wide * np.minimum(1, 0.7 / lengths), axis=0)
+    half = float(jnp.finfo(dtype).eps) / 2 + 64 * 2.0**-23
+    np.testing.assert_allclose(np.asarray(found.grads, np.float64), wanted, rtol=half)
+
+
+@pytest.mark.slow
+def test_bfloat16_parameters_of_a_network():
+    loss, params, batch = MODELS["mlp"]
+    params = jax.tree.map(lambda leaf: leaf.astype(ml_dtypes.bfloat16), params)
+    leaves = [
+        np.asarray(leaf, np.float64)
+        for leaf in jax.tree.leaves(
+            jax.jit(jax.vmap(jax.grad(loss), (None, 0)))(params, batch)
+        )
+    ]
+    norms = norms_of(leaves)
+    result = program(microbatch=5)(0.5, params, batch)
+    np.testing.assert_allclose(result.norms, norms, rtol=64 * EPS)
+    expected = weighted(leaves, hard_factor(norms, 0.5))
+    for got, want in zip(jax.tree.leaves(result.grads), expected):
+        assert got.dtype == jnp.bfloat16
+        np.testing.assert_allclose(
+            np.asarray(got, np.float64), want / SIZE, rtol=2**-8, atol=64 * EPS
+        )

@@ -1,0 +1,190 @@
+"""Rules for everything, tensors, units and groups, and clippers named after them."""
+
+from functools import partial
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import optaxclip
+from tests import oracle_rules as oracle
+from tests.rules.histories import EPS, RULES, f, gradients, run
+
+SCOPES = {
+    "global": (
+        lambda rule: optaxclip.clip_by_global_norm(rule),
+        lambda tree: [list(tree)],
+    ),
+    "tensor": (
+        lambda rule: optaxclip.clip_by_tensor_norm(rule),
+        lambda tree: [[name] for name in tree],
+    ),
+    "group": (
+        lambda rule: optaxclip.clip_by_group_norm(
+            rule, {"lognormal": "a", "spikes": "b", "broken": "c", "falling": "a"}
+        ),
+        lambda tree: [["lognormal", "falling"], ["spikes"], ["broken"]],
+    ),
+}
+
+
+def assert_clipped_together(grads, clipped, parts, equation, tolerance):
+    for names in parts:
+        norms = np.sqrt(
+            sum(
+                np.sum(np.asarray(grads[name], np.float64) ** 2, axis=(1, 2))
+                for name in names
+            )
+        )
+        limits = np.asarray(oracle.limits(equation, norms))
+        scale = np.where(
+            np.isfinite(norms),
+            np.minimum(1, limits / np.where(norms > 0, norms, 1)),
+            np.nan,
+        )
+        for name in names:
+            np.testing.assert_allclose(
+                clipped[name],
+                grads[name].astype(np.float64) * scale[:, None, None],
+                rtol=tolerance,
+                atol=1e-30,
+            )
+
+
+# A window and a running average at every scope; one scope for each of the others, to
+# which the kernel gives norms in the same way.
+AT_SCOPES = [
+    *(
+        (scope, name)
+        for scope in SCOPES
+        for name in ("quantile of the past", "z-score")
+    ),
+    ("tensor", "OLMo-core"),
+    ("group", "two rates"),
+    ("tensor", "growth"),
+    ("global", "tracker"),
+    ("group", "capped"),
+]
+
+
+@pytest.mark.parametrize(("scope", "name"), AT_SCOPES)
+def test_a_rule_clips_at_every_scope(scope, name):
+    build, parts = SCOPES[scope]
+    rule, equation, tolerance = RULES[name]
+    grads = gradients(["lognormal", "spikes", "broken", "falling"])
+    clipped, _ = run(build(rule), grads)
+    assert_clipped_together(
+        grads, clipped, parts(grads), equation, (tolerance + 16) * EPS
+    )
+
+
+NAMED = {
+    "autoclip": (
+        partial(optaxclip.autoclip, window=50),
+        oracle.windowed_quantile(f(0.1), 50, current=True),
+    ),
+    "zclip": (optaxclip.zclip, oracle.z_score(decay=f(0.97), eps=f(1e-6))),
+    "zclip capped": (
+        partial(optaxclip.zclip, cap=1.0),
+        oracle.least(oracle.z_score(decay=f(0.97), eps=f(1e-6)), oracle.constant(1.0)),
+    ),
+}
+NAMED_SCOPES = [
+    *((scope, "zclip") for scope in SCOPES),
+    ("global", "autoclip"),
+    ("group", "autoclip"),
+    ("tensor", "zclip capped"),
+]
+
+
+@pytest.mark.parametrize(("scope", "name"), NAMED_SCOPES)
+def test_a_named_clipper_is_its_rule_at_every_scope(scope, name):
+    grads = gradients(["lognormal", "spikes", "broken", "falling"])
+    build, equation = NAMED[name]
+    labels = {"lognormal": "a", "spikes": "b", "broken": "c", "falling": "a"}
+    clipped, _ = run(build(scope=labels if scope == "group" else scope), grads)
+    assert_clipped_together(
+        grads, clipped, SCOPES[scope][1](grads), equation, 256 * EPS
+    )
+
+
+def run_of(clipper, norms, **extra):
+    updates = jnp.zeros(1)
+    state = clipper.init(updates)
+    for norm in norms:
+        updates, state = clipper.update(jnp.array([norm]), state, **extra)
+    return float(updates[0]), state
+
+
+SAME = {
+    "zclip": (
+        lambda: optaxclip.zclip(0.5, 0.8, target="max", warmup=2, eps=0.5),
+        lambda: optaxclip.rules.z_score(0.5, 0.8, target="max", warmup=2, eps=0.5),
+        None,
+    ),
+    "adagn": (
+        lambda: optaxclip.adagn(0.5, 0.6, eps=0.3),
+        lambda: optaxclip.rules.moments_ratio(0.5, 0.6, eps=0.3),
+        optaxclip.shrinks.normalize,
+    ),
+    "adagn, global": (
+        lambda: optaxclip.adagn(scope="global"),
+        optaxclip.rules.moments_ratio,
+        optaxclip.shrinks.normalize,
+    ),
+    "adagn, groups": (
+        lambda: optaxclip.adagn(scope=lambda tree: "all"),
+        optaxclip.rules.moments_ratio,
+        optaxclip.shrinks.normalize,
+    ),
+    "autoclip": (
+        lambda: optaxclip.autoclip(30, 3),
+        lambda: optaxclip.rules.windowed_quantile(0.3, 3, current=True),
+        None,
+    ),
+    "aggc": (
+        lambda: optaxclip.aggc(
+            0.9,
+            0.8,
+            scope="global",
+            decay=0.5,
+            floor=0.2,
+            up=1.5,
+            down=0.3,
+            raise_small=True,
+        ),
+        lambda: optaxclip.rules.ema_band(
+            0.9, 0.8, 0.5, floor=0.2, up=1.5, down=0.3, raise_small=True
+        ),
+        optaxclip.shrinks.normalize,
+    ),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SAME)
+def test_a_named_clipper_hands_all_its_arguments_to_its_rule(name):
+    build, rule, shrink = SAME[name]
+    norms = [1.0, 1.4, 0.7, 3.0, 0.1]
+    one, state = run_of(build(), norms)
+    other, wanted = run_of(optaxclip.clip_by_global_norm(rule(), shrink=shrink), norms)
+    np.testing.assert_allclose(one, other, rtol=1e-6)
+    (limit,) = (entry.limit for entry in state.by_name().values())
+    np.testing.assert_allclose(limit, wanted.limit, rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "scope",
+    ["global", "tensor", lambda tree: "all"],
+    ids=["global", "tensor", "groups"],
+)
+def test_a_scope_hands_on_nonfinite_and_mesh_axes(scope):
+    assert (
+        run_of(optaxclip.zclip(scope=scope, nonfinite="zero"), [1.0, np.nan])[0] == 0.0
+    )
+    clipper = optaxclip.zclip(scope=scope, mesh_axes="nowhere")
+    state = clipper.init(jnp.zeros(1))
+    with pytest.raises(
+        ValueError, match=r"mesh_axes='nowhere': there is no such axis here"
+    ):
+        clipper.update(jnp.ones(1), state)
