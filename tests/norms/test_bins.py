@@ -135,3 +135,17 @@ def test_a_norm_of_everything_has_no_shape(way):
     norm = WAYS[way][1](Bins(*each))
     assert norm.shape == ()
     np.testing.assert_allclose(norm, np.sqrt(16 + 9 * SCALE**2), 1e-6)
+
+
+@every_way
+@pytest.mark.parametrize("size", [1.2e-38, 3e37])
+def test_the_smallest_and_the_largest_numbers_have_a_norm(size, way):
+    leaf = np.full(9, size, np.float32)
+    np.testing.assert_allclose(norms_by(way, leaf, None), 3 * leaf[0], 1e-6)
+
+
+def test_a_gpu_sums_columns_whose_length_only_a_run_knows():
+    (rows,) = jax.export.symbolic_shape("rows")
+    sums = jax.jit(lambda x: root(sum_on_gpu(x, (0,))))
+    program = jax.export.export(sums)(jax.ShapeDtypeStruct((rows, 3), np.float32))
+    np.testing.assert_allclose(program.call(jnp.ones((4, 3))), np.full((1, 3), 2.0))
