@@ -189,9 +189,12 @@ class Signature:
             text += f", and by name {', '.join(by_name)}"
         # `clip_by_global_norm(grads, 1.0)`, as torch and TensorFlow clip.
         if self.call.startswith("clip_by"):
+            once = "clip_grads(grads, max_norm)"
+            if self.call == "clip_by_value":
+                once = "dropin.torch_style.clip_grad_value(grads, max_value)"
             text += (
                 ". It makes a transformation with init and update. To clip one tree of "
-                "gradients call optaxclip.clip_grads(grads, max_norm)"
+                f"gradients call optaxclip.{once}"
             )
         raise TypeError(f"{text}.")
 
@@ -229,7 +232,9 @@ def _hint(name: str, module: ModuleType) -> str:
     similar = "".join(_similar(name, module.__all__))
     # optaxclip.growth -> optaxclip.rules.growth
     if module is package:
-        wanted = FUNCTIONS.get(name) or _place_of(name, package) or similar
+        wanted = (
+            FUNCTIONS.get(name.lower()) or _place_of(name, package) or similar
+        )
         return f"Use {package.__name__}.{wanted}." if wanted else ""
     if similar:
         return f"Use {module.__name__}.{similar}."

@@ -9,19 +9,14 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from .._arguments import (
-    broadcasts_to,
-    check_number,
-    check_order,
-    check_state,
-    is_function,
-)
+from .._arguments import broadcasts_to, check_number, check_order, is_function
 from .._core._inputs import begins_anew
 from .._core._shares import ClippedElements, count_clipped, no_elements_clipped
 from .._exported import exported
 from .._norms import _prefix as prefix
 from .._norms._leaves import check_leaves
 from .._norms._modulus import with_modulus
+from .._optimizers import check_state
 from .._other_names import with_our_names
 
 

@@ -144,16 +144,17 @@ def _heads_at(where: Where, name: str, leaf: Any) -> Any:
 def _check_use(
     use: Use, axes: tuple[int, ...], name: str, shape: tuple[int, ...]
 ) -> None:
-    """Raises for axes that the leaf does not have, and for a width that does not divide
-    the heads.
-    """
+    """Raises for axes, widths and heads that the leaf does not have."""
     rank, axis = len(shape), use.axes[-1]
-    behind = axis + 1
+    # A slice would leave out what is not there: heads=(0, 9) of 2.
+    last = max(abs(end or 0) for end in use.heads.heads)
     if not all(-rank <= each < rank for each in axes):
         wrong = "axis must be a dimension of it"
     elif use.heads.width < 1 or shape[axis] % use.heads.width:
         wrong = f"width must divide its axis {axis}"
-    elif use.has_entries_behind and (behind == rank or behind in use.axes):
+    elif shape[axis] // use.heads.width < last:
+        wrong = f"heads must be among its {shape[axis] // use.heads.width}"
+    elif use.has_entries_behind and axis + 1 in (rank, *use.axes):
         wrong = "entries need a width, or an axis behind that of heads"
     else:
         return

@@ -8,13 +8,14 @@ import numpy as np
 import optax
 from jax.core import Tracer
 
-from .._arguments import check_limit, check_params, number_for_jit
+from .._arguments import check_limit, number_for_jit
 from .._core._inputs import params_of
 from .._core._kernel import make_clipper
 from .._norms._leaves import cast_like, clipped_leaves, put_back
 from .._norms._measures import TensorNorm, check_measure
 from .._norms._mesh_axes import MeshAxes
 from .._norms._stacked import Stacked
+from .._optimizers import check_params
 from .._other_names import with_our_names
 from ..rules._rule import Number, Rule, at_step, number
 

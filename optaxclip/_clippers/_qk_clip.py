@@ -12,7 +12,7 @@ import optax
 from jax.core import Tracer
 from jax.typing import ArrayLike
 
-from .._arguments import check_number, check_params, check_state
+from .._arguments import check_number
 from .._core._inputs import params_of
 from .._core._kernel import make_clipper
 from .._core._placeholder import is_placeholder
@@ -20,6 +20,7 @@ from .._core._state import ClipState
 from .._norms._leaves import cast_like, clipped_leaves, put_back
 from .._norms._measures import OwnNorm
 from .._norms._types import gathered, typed_as, types_of, varying_as
+from .._optimizers import check_params, check_state
 from .._other_names import with_our_names
 from ..rules._rule import is_rule
 from ..rules._without_params import rule_without_params

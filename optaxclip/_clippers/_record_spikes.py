@@ -6,10 +6,10 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from .._arguments import check_state
 from .._core._shares import moving_average
 from .._exported import exported
 from .._norms._mesh_axes import MeshAxes
+from .._optimizers import check_state
 from .._other_names import with_our_names
 from .._wrappers._judged import first_fields, judge_loss, judge_norm, norm_of
 from ..rules._rule import Number, Rule

@@ -9,15 +9,10 @@ import jax
 import jax.numpy as jnp
 from jax.core import Tracer
 
-from .._arguments import (
-    check_limit,
-    check_state,
-    is_function,
-    is_without_state,
-    number_for_jit,
-)
+from .._arguments import check_limit, is_function, number_for_jit
 from .._norms import _prefix as prefix
 from .._norms._leaves import clipped_leaves, unboxed
+from .._optimizers import check_state, is_without_state
 from ..rules._constant import Constant
 from ..rules._others import Others
 from ..rules._rule import Rule, is_rule

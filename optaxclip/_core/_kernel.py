@@ -22,7 +22,6 @@ from jax.typing import ArrayLike
 from .._arguments import (
     check_nonfinite,
     check_number,
-    check_params,
     check_scalar,
     number_for_jit,
 )
@@ -30,6 +29,7 @@ from .._norms._in_blocks import Norms, in_blocks
 from .._norms._leaves import clipped_leaves, put_back
 from .._norms._measures import GlobalNorm, Measure, norm_of_norms
 from .._norms._types import in_manual_mesh, split_as, types_of
+from .._optimizers import check_params
 from ..rules._constant import rule_of, rules_of
 from ..rules._others import Others
 from ..shrinks import Shrink, shrink_of
@@ -50,7 +50,7 @@ from ._inputs import (
     params_of,
     state_or_first,
 )
-from ._limits import can_clip, check_memory, limit_of
+from ._limits import can_clip, limit_of
 from ._nonfinite import raise_nonfinite
 from ._placeholder import is_placeholder
 from ._state import (
@@ -242,7 +242,6 @@ def _limits(
             limit, memory = entry.limit, entry.memory
         else:
             rule = rule_of_block(of_norm, source, block, norm, settings.call)
-            check_memory(rule, norm, entry.memory, settings.call)
             others = Others(weight, total)
             asked = rule, norm, entry.memory, step, others
             limit, memory = limit_of(*asked, argument=settings.argument)

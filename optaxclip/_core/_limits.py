@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.core import Tracer
 
-from .._arguments import check_returned, held_in
+from .._arguments import call_of, check_returned, held_in
 from .._norms._types import split_as, typed_as
 from ..rules._others import NO_OTHERS, Others
 from ..rules._rule import Rule, call_name
@@ -32,7 +32,11 @@ def limit_of(
     `others` has what the rule may need besides. The limit has the norm's dtype and
     shape, and is at least 0. NaN, inf and 0 leave the memory unchanged. `signed`: the
     value is a loss rather than a norm, so it and its limit may be 0 or negative.
+
+    Raises:
+      ValueError: the memory of another rule, or a limit that does not fit the norm.
     """
+    _check_memory(rule, norm, memory, call_of(argument))
     # A state keeps () in place of a memory without arrays, so init restores its form.
     asked = memory if jax.tree.leaves(memory) else rule.init(norm)
     # stop_gradient: limits have no derivative by the updates.
@@ -84,7 +88,7 @@ def check_shape(shape: Any, own: tuple[int, ...], argument: str) -> None:
         )
 
 
-def check_memory(rule: Rule, norm: jax.Array, memory: Any, call: str) -> None:
+def _check_memory(rule: Rule, norm: jax.Array, memory: Any, call: str) -> None:
     """Raises for the memory of another rule.
 
     The length of a window is not compared. Under jit it is a traced number.

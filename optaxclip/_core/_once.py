@@ -8,6 +8,7 @@ from typing import Any
 from jax.typing import ArrayLike
 
 from .._norms._measures import Measure
+from ..rules._rule import is_rule
 from ._kernel import make_clipper
 
 
@@ -34,7 +35,16 @@ def clip_once(
     Returns:
       The tree, and its norms before clipping, without eps, as `ClipState.norm` holds
       them: for one norm of everything a scalar.
+
+    Raises:
+      TypeError: a schedule or a rule, which without a state would stay at its first
+        step.
     """
+    if callable(limit) or is_rule(limit):
+        raise TypeError(
+            f"{call}: {name} must be a number, got {limit!r}. A schedule or a rule "
+            "needs a state, which optaxclip.clip_by_global_norm(limit) has."
+        )
     options = {"eps": eps, "nonfinite": nonfinite}
     # Built in each call. Settings are compared by value, so nothing compiles anew.
     clipper = make_clipper(measure, limit, call=call, name=name, **options)

@@ -14,12 +14,12 @@ import jax.numpy as jnp
 import optax
 from jax import lax
 
-from .._arguments import check_params, check_transformation
 from .._core._inputs import check_imaginary, params_of
 from .._core._state import ClipState
 from .._norms._leaves import cast_like, clipped_leaves, put_back
 from .._norms._modulus import wide_dtype
 from .._norms._types import varying
+from .._optimizers import check_params, check_transformation
 from .._other_names import with_our_names
 
 # They speak of the gradient, and what is clipped are weights.

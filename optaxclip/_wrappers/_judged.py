@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 import jax
 import jax.numpy as jnp
 
+from .._arguments import call_of, check_scalar
 from .._core._limits import limit_of
 from .._norms._mesh_axes import MeshAxes
 from .._norms._norms import global_norm
@@ -54,6 +55,7 @@ def judge_norm(
 
     NaN and inf are over every limit.
     """
+    check_scalar(f"{call_of(argument)}: grad_norm", norm)
     # A norm that was measured elsewhere may have another dtype than the state.
     norm = jnp.asarray(norm).astype(state.norm.dtype)
     asked = rule, norm, state.memory, state.step
@@ -67,6 +69,8 @@ def judge_loss(
     argument: str, rule: Rule, state: State, loss: Any
 ) -> tuple[State, jax.Array]:
     """Does the same for a loss, which may be negative."""
+    # A loss for each example or device would make arrays of limit and decision.
+    check_scalar(f"{call_of(argument)}: value", loss)
     loss = jnp.asarray(loss).astype(state.value.dtype)
     asked = rule, loss, state.value_memory, state.step
     limit, memory = limit_of(*asked, argument=argument, signed=True)

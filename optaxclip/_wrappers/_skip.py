@@ -33,6 +33,7 @@ from typing import Any
 import optax
 from jax.typing import ArrayLike
 
+from .._arguments import check_flag
 from .._norms._mesh_axes import MeshAxes
 from .._other_names import with_our_names
 from ..rules._constant import rule_of
@@ -110,7 +111,9 @@ def skip_step(
         first step that can be skipped is number window / 2, 64 by default. The length
         is part of the state: a restored state goes on with its own.
       on_loss: whether to look at the loss too. None looks at it in the steps in which
-        `update(..., value=loss)` is given it, True demands it, False ignores it.
+        `update(..., value=loss)` is given it, True demands it, False ignores it. Its
+        name is `value`, as in optax: under another, such as `loss`, it only goes on to
+        the optimizer.
       mesh_axes: over which mesh axes leaves are split, inside shard_map and pmap:
         "auto", None, names, or a tree prefix of PartitionSpec.
 
@@ -118,8 +121,9 @@ def skip_step(
       A transformation with a `SkipState`.
 
     Raises:
-      ValueError: a number out of its range, or `update` without `value` with
-        `on_loss=True`.
+      ValueError: a number out of its range, `update` without `value` with
+        `on_loss=True`, or with a `value` that is no scalar.
+      TypeError: something that is no number, or an `on_loss` that is not one of these.
 
     Example:
       >>> optimizer = optaxclip.skip_step(optax.sgd(0.5), window=4)
@@ -133,11 +137,13 @@ def skip_step(
     2501.00656).
     """
     call = "skip_step"
+    if on_loss is not None:
+        check_flag(f"{call}: on_loss", on_loss)
     # Norm and loss share the rule, and each has a memory in the state.
     rule = step_rule(sigmas, window, call=call)
     # With None a step without a loss is judged by its norm alone.
-    loss_rule = None if on_loss is False else rule
-    skipper = Skipper(call, rule, loss_rule, on_loss is True, None, mesh_axes)
+    loss_rule = rule if on_loss is None or on_loss else None
+    skipper = Skipper(call, rule, loss_rule, bool(on_loss), None, mesh_axes)
     return skipping(inner, skipper)
 
 

@@ -8,16 +8,12 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from .._arguments import (
-    check_number,
-    check_state,
-    check_transformation,
-    number_for_jit,
-)
+from .._arguments import check_number, number_for_jit
 from .._core._shares import moving_average
 from .._core._state import ClipState
 from .._exported import exported
 from .._norms._mesh_axes import MeshAxes
+from .._optimizers import check_state, check_transformation
 from ..rules._rule import Rule
 from ._judged import first_fields, judge_loss, judge_norm, norm_of
 from ._select_early import update_unless

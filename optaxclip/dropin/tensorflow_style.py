@@ -57,7 +57,7 @@ from typing import Any
 import jax
 import optax
 
-from .._arguments import check_number, check_scalar, check_transformation
+from .._arguments import check_number, check_scalar
 from .._clippers._by_value import value_clipper
 from .._core._kernel import make_clipper
 from .._core._once import clip_once
@@ -69,6 +69,7 @@ from .._norms._measures import (
     UnitwiseNorm,
     check_measure,
 )
+from .._optimizers import check_transformation
 from .._other_names import name_what_is_meant, with_our_names
 from ._tensorflow_axes import checked_axes
 

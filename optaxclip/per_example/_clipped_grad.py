@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from .._arguments import check_flag
 from .._other_names import with_our_names
 from ..shrinks import Shrink, shrink_of
 from ._choose import check_method, choose
@@ -132,6 +133,7 @@ def clipped_grad(
     2009.03106).
     """
     call = "clipped_grad"
+    check_flag(f"{call}: mean", mean)
     limits = limits_of(max_norm, f"{call}: max_norm")
     _check_options(call, microbatch, method, len(limits.values))
     shrink = shrink_of(shrink, call)

@@ -127,7 +127,7 @@ def draw(
         from matplotlib.figure import Figure
     except ImportError:
         print(
-            "No picture: matplotlib is not installed (pip install 'optaxclip[plot]')."
+            "No picture: matplotlib is not installed (pip install matplotlib)."
         )
         return
     best = next(row for row in found if row.recommended)

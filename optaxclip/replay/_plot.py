@@ -23,7 +23,7 @@ def plot_history(
     axis: "Axes | None" = None,
 ) -> "Axes":
     """Draws norms and limits over the steps, on a logarithmic scale, with the clipped
-    steps marked. Needs matplotlib: `pip install 'optaxclip[plot]'`.
+    steps marked. Needs matplotlib.
 
     Args:
       history: a `Replay`, or the norms [steps].

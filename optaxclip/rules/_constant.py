@@ -8,7 +8,13 @@ import numpy as np
 import optax
 from jax.typing import ArrayLike
 
-from .._arguments import as_partial, check_limit, is_function, number_for_jit
+from .._arguments import (
+    as_partial,
+    check_limit,
+    check_schedule,
+    is_function,
+    number_for_jit,
+)
 from ._rule import Number, Rule, Schedule, call_name, is_rule
 
 
@@ -70,6 +76,7 @@ def checked_limit(argument: str, limit: Any) -> ArrayLike | Schedule:
         )
     # JAX takes no bare function as an argument of a compiled call.
     if callable(limit):
+        check_schedule(argument, limit)
         return as_partial(limit)
     check_limit(argument, limit)
     # All ints become floats, so that 1 and 1.0 share a program.

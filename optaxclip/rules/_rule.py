@@ -31,6 +31,7 @@ from .._arguments import (
     check_limit,
     check_number,
     check_returned,
+    check_schedule,
     held_in,
     number_for_jit,
 )
@@ -51,6 +52,7 @@ def number(
     def check(argument: str, value: Any) -> Any:
         # What a schedule returns is known in each step only.
         if callable(value):
+            check_schedule(argument, value)
             return Partial(
                 _Within(argument, lowest, highest), as_partial(value)
             )

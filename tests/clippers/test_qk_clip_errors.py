@@ -30,6 +30,11 @@ def test_axes_are_those_of_the_leaf():
     )
 
 
+def test_heads_are_those_of_the_leaf():
+    for heads in ((0, 9), (-3, None)):
+        refused("heads must be among its 2", queries={"q": Heads(1, heads=heads)})
+
+
 def test_every_query_has_a_key_beside_it():
     params = {"a": {"q": ONES, "k": ONES}, "b": {"q": ONES}}
     where = {"queries": {"*/q": 1}, "keys": {"*/k": 1}}
