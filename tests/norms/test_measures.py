@@ -27,6 +27,7 @@ MEASURES = {
     "all": (GlobalNorm, {}, {"": ("abc", None)}),
     "tensors": (TensorNorm, {}, {x: (x, None) for x in "abc"}),
     "layers": (TensorNorm, {"stacked": {"a": 1}}, {"a": ("a", (1,))}),
+    "layers on axis 1": (TensorNorm, {"stacked": (1,)}, {"a": ("a", (0,))}),
     "units": (UnitwiseNorm, {}, {"a": ("a", (0,)), "b": ("b", None), "c": ("c", (0,))}),
     "groups": (GroupNorm, {"labels": LABELS}, {"x": ("ac", None), "y": ("b", None)}),
 }
