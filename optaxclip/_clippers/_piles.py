@@ -25,7 +25,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.experimental.layout import Layout, with_layout_constraint
 
 from .._norms._platform import per_platform
 from .._norms._types import is_on_one_device, varying, varying_as
@@ -105,6 +104,9 @@ class Pile(NamedTuple):
 
 def _transposed(x: jax.Array) -> jax.Array:
     """The conjugate transpose, as an array of its own."""
+    # Imported here: JAX does not import it by itself.
+    from jax.experimental.layout import Layout, with_layout_constraint
+
     # XLA would store the whole pile transposed, or else compute the optimizer's
     # update in the transposed layout, with copies of its state. Seen in libtpu 0.0.40.
     rows_first = Layout(tuple(range(x.ndim)))

@@ -36,7 +36,7 @@ def limit_of(
     Raises:
       ValueError: the memory of another rule, or a limit that does not fit the norm.
     """
-    _check_memory(rule, norm, memory, call_of(argument))
+    check_memory(rule, norm, memory, call_of(argument))
     # A state keeps () in place of a memory without arrays, so init restores its form.
     asked = memory if jax.tree.leaves(memory) else rule.init(norm)
     # stop_gradient: limits have no derivative by the updates.
@@ -88,7 +88,7 @@ def check_shape(shape: Any, own: tuple[int, ...], argument: str) -> None:
         )
 
 
-def _check_memory(rule: Rule, norm: jax.Array, memory: Any, call: str) -> None:
+def check_memory(rule: Rule, norm: jax.Array, memory: Any, call: str) -> None:
     """Raises for the memory of another rule.
 
     The length of a window is not compared. Under jit it is a traced number.
