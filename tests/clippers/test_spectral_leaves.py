@@ -222,6 +222,7 @@ def test_without_a_limit_no_shrink_touches_anything(shrink):
         assert oracles.same_bits(clip(x, math.inf, method=method, shrink=shrink)[0], x)
 
 
+@pytest.mark.slow
 def test_a_limit_of_0_leaves_nothing_of_any_form():
     x = matrix(SQUARE, 4.0, rank=2)
     for method in METHODS:

@@ -99,6 +99,7 @@ def test_the_program_has_few_products_for_many_matrices(in_tiles):
     assert text.count("dot_general") <= 13
 
 
+@pytest.mark.slow
 def test_gram_matrices_of_one_matrix_at_a_time_are_in_memory(in_tiles):
     def memory(count):
         leaves = [jax.ShapeDtypeStruct((64, 64), jnp.float32)] * count

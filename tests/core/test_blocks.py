@@ -50,6 +50,7 @@ def test_each_unit_of_a_block_keeps_its_own_limit():
         np.testing.assert_allclose(entry.limit, np.broadcast_to(limit, norm.shape))
 
 
+@pytest.mark.slow
 def test_rules_of_their_own_are_blocks_of_their_own():
     rule = optaxclip.rules.growth(2.0)
     limits = {"a": rule, "b": 1.0, "c": 1.0, "d": 1.0, "e": rule}
@@ -77,6 +78,7 @@ def test_a_missing_leaf_keeps_the_row_of_its_units():
     np.testing.assert_allclose(after["c"].limit, 2 * units(grads["c"]), rtol=1e-6)
 
 
+@pytest.mark.slow
 def test_metrics_name_each_unit_of_a_block():
     grads = tree(3)
     clipper = optaxclip.clip_by_unitwise_norm(1.0)

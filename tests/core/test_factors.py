@@ -16,6 +16,8 @@ from optaxclip._core._factors import (
 )
 from optaxclip._norms._in_blocks import in_blocks, norms_of_tree
 
+pytestmark = pytest.mark.slow
+
 EPS, TINY, MOST = (
     float(getattr(jnp.finfo("float32"), name)) for name in ("eps", "tiny", "max")
 )

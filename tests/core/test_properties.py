@@ -163,6 +163,7 @@ def test_clipped_updates_are_no_longer_than_the_limit(name):
     check()
 
 
+@pytest.mark.slow
 @every_clipper
 def test_updates_below_the_limit_keep_their_bits(name):
     @properties

@@ -16,6 +16,8 @@ from optaxclip._core._state import (
     unpack,
 )
 
+pytestmark = pytest.mark.slow
+
 EVERYTHING = [[""]], [()]
 TENSORS = [["a", "b"]], [(2,)]
 ONE_TENSOR = [["a"]], [(1,)]

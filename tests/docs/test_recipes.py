@@ -45,6 +45,7 @@ def test_every_section_has_one_recipe_that_prints():
         assert recipe.printed and recipe.source.count(MARK) == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", range(len(RECIPES)), ids=SECTIONS)
 def test_a_recipe_without_its_essential_line_fails(number, tmp_path):
     recipe = RECIPES[number]

@@ -16,6 +16,8 @@ from optaxclip._norms._measures import (
 )
 from tests.sharded import on_two_devices
 
+pytestmark = pytest.mark.slow
+
 SHAPES = {"a": (4, 6), "b": (3,), "c": (2, 3)}
 TREE = {
     name: jnp.asarray(np.random.default_rng(i).standard_normal(shape), "float32")

@@ -13,6 +13,8 @@ from optaxclip._norms._groups import Group
 from optaxclip._norms._powers import group_norms
 from tests.ways import norm
 
+pytestmark = pytest.mark.slow
+
 ORDERS = [0.5, 1.0, 2.0, 3.0, 4.0, 5.0, np.inf]
 every_order = pytest.mark.parametrize("p", ORDERS)
 every_platform = pytest.mark.parametrize("platform", ["cpu", "gpu", "tpu"])

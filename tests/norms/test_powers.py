@@ -10,6 +10,8 @@ from optaxclip._norms._groups import Group, layout_of
 from optaxclip._norms._in_blocks import entry_at
 from tests.ways import ON_ACCELERATORS, WAYS, norm
 
+pytestmark = pytest.mark.slow
+
 every_way = pytest.mark.parametrize("way", WAYS)
 
 

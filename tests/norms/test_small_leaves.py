@@ -15,6 +15,8 @@ from optaxclip._norms._small_leaves import (
     join_small,
 )
 
+pytestmark = pytest.mark.slow
+
 SHAPES = [(2, 3), (), (6,), (2, 3), (4,), (2, 3), (2, 3), (0,)]
 
 

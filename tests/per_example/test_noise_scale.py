@@ -81,6 +81,7 @@ def test_masked_and_broken_examples_are_left_out(mean):
     close(noise_scale(result, mean=mean), of_each(IMAGES[kept], TARGETS[kept]))
 
 
+@pytest.mark.slow
 def test_an_example_with_gradient_zero_counts():
     targets = TARGETS.copy()
     images = IMAGES.copy()
