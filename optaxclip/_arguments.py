@@ -78,7 +78,7 @@ def check_schedule(argument: str, function: Callable[..., Any]) -> None:
     """Refuses a function that cannot be called with a step alone."""
     try:
         signature = inspect.signature(function)
-    except ValueError:  # one of C has none
+    except (TypeError, ValueError):  # one of C has none
         return
     try:
         signature.bind(0)

@@ -21,9 +21,8 @@ class ClippedElements(NamedTuple):
 
     last: jax.Array  # float32[]: in the last step
     mean: jax.Array  # float32[]: over all steps
-    recent: (
-        jax.Array
-    )  # float32[]: moving average of `last`, of about 100 steps
+    # float32[]: moving average of `last`, of about 100 steps
+    recent: jax.Array
 
 
 def no_elements_clipped() -> ClippedElements:

@@ -47,9 +47,8 @@ class ClipState(NamedTuple):
     # where they were made 0. Held within the normal numbers of its dtype.
     factor: Any
     clipped: Any  # int32[N]: finite steps that changed the updates
-    clipped_recently: (
-        Any  # float32[N]: their share of about the last 100 steps
-    )
+    # float32[N]: their share of about the last 100 steps
+    clipped_recently: Any
     nonfinite: Any  # int32[N]: steps whose norm was NaN or inf
     memory: Any  # what the rule remembers, its arrays [N, ...]
 

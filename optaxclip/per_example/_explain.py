@@ -20,9 +20,8 @@ class ExplainedLeaf(NamedTuple):
     name: str  # its path in the parameters
     shape: tuple[int, ...]
     way: str  # a word of the table in `explain_clipped_grad`
-    uses: (
-        str  # the operations that it goes into, such as "gather, dot_general"
-    )
+    # the operations that it goes into, such as "gather, dot_general"
+    uses: str
     # bytes kept of the microbatch from forward and backward pass, for this parameter
     kept: int
     made: int  # bytes made of each example to find its norm

@@ -26,9 +26,8 @@ class Suggestion(NamedTuple):
     clip_rate: float  # share of steps clipped, in [0, 1]
     # What the clipped steps would have been multiplied by, on average. 1 without any.
     mean_factor: float
-    recommended: bool = (
-        False  # whether to start with it: one of them is marked
-    )
+    # Whether to start with it: one of them is marked.
+    recommended: bool = False
 
 
 # The share of steps that the recommended limit clips: what stands out, and no other.

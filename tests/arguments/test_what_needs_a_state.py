@@ -2,6 +2,8 @@
 and states of other rules.
 """
 
+import itertools
+
 import jax
 import jax.numpy as jnp
 import optax
@@ -75,12 +77,12 @@ OPTIMIZERS = {
 }
 
 
+PAIRS = list(itertools.permutations(OPTIMIZERS, 2))
+
+
 @pytest.mark.parametrize("jit", [False, True])
-@pytest.mark.parametrize("before", OPTIMIZERS)
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize(("name", "before"), PAIRS)
 def test_the_state_of_another_skipper_is_refused(name, before, jit):
-    if name == before:
-        return
     state, update = OPTIMIZERS[before].init(TREE), OPTIMIZERS[name].update
     refused(
         ValueError,
