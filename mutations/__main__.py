@@ -19,6 +19,7 @@ import sys
 import tempfile
 import tomllib
 from collections.abc import Iterator
+from fnmatch import translate
 from importlib.util import cache_from_source
 from pathlib import Path
 
@@ -40,8 +41,8 @@ def main() -> int:
     parser.add_argument("--workers", type=int, default=2, help="default: 2")
     options = parser.parse_args()
     file, source = options.file, (ROOT / options.file).read_text()
-    explained = _table("explained.toml").get(file, {})
-    queue = [mutant for mutant in mutants(source) if mutant.name not in explained]
+    explained = re.compile("|".join(map(translate, _table("explained.toml"))))
+    queue = [mutant for mutant in mutants(source) if not explained.match(mutant.name)]
     random.Random(options.seed).shuffle(queue)
     queue = queue[: options.sample]
     with tempfile.TemporaryDirectory() as folder:
@@ -116,11 +117,17 @@ def _test(home: Path, tests: list[str]) -> None:
 
 
 def _tests_of(file: str) -> list[str]:
-    """Returns the arguments of pytest: the module's own examples, then its tests."""
-    table = _table("tests.toml")
-    entry = max((entry for entry in table if file.startswith(entry)), key=len)
-    examples = [file] if ">>>" in (ROOT / file).read_text() else []
-    return [*examples, *(f"tests/{name}.py" for name in table[entry].split())]
+    """Returns the arguments of pytest: the module's own examples, the tests that have
+    its name, and then those of the table.
+    """
+    table, name = _table("tests.toml"), Path(file).stem.lstrip("_")
+    entries = sorted(filter(file.startswith, table), key=len, reverse=True)
+    patterns = [f"**/test_{name}", f"**/test_{name}_*"]
+    patterns += [pattern for entry in entries for pattern in table[entry].split()]
+    found = [file] if ">>>" in (ROOT / file).read_text() else []
+    for pattern in patterns:
+        found += map(str, sorted((ROOT / "tests").glob(f"{pattern}.py")))
+    return [path.removeprefix(f"{ROOT}/") for path in dict.fromkeys(found)]
 
 
 def _table(name: str) -> dict:

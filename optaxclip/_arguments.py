@@ -74,6 +74,17 @@ def check_returned(argument: str, value: Any) -> None:
         )
 
 
+def check_shrunk(call: str, value: Any, norm: jax.Array) -> None:
+    """Raises TypeError for what a shrink of the user's must not return."""
+    kinds = (int, float, np.generic, np.ndarray, jax.Array)
+    known = isinstance(value, kinds)
+    if not known or not broadcasts_to(jnp.shape(value), norm.shape):
+        raise TypeError(
+            f"{call}: shrink must return the new norm of each norm, in the shape "
+            f"{norm.shape}, got {value!r}."
+        )
+
+
 def check_schedule(argument: str, function: Callable[..., Any]) -> None:
     """Refuses a function that cannot be called with a step alone."""
     try:
@@ -98,13 +109,15 @@ def check_scalar(argument: str, value: Any) -> None:
         )
 
 
-def check_flag(argument: str, value: Any) -> None:
+def check_flag(
+    argument: str, value: Any, allowed: str = "True or False"
+) -> None:
     """Refuses what is neither True nor False. A traced value passes."""
     if isinstance(value, Tracer):
         return
     kinds = (bool, int, np.generic, np.ndarray, jax.Array)
     if not isinstance(value, kinds) or jnp.ndim(value) or value not in (0, 1):
-        raise TypeError(f"{argument} must be True or False, got {value!r}.")
+        raise TypeError(f"{argument} must be {allowed}, got {value!r}.")
 
 
 def number_for_jit(number: Any) -> Any:

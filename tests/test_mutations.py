@@ -1,5 +1,6 @@
 """Tests the generator of mutants, and the table of their tests."""
 
+import fnmatch
 import tomllib
 from pathlib import Path
 
@@ -69,7 +70,18 @@ def test_a_mutant_differs_in_its_place_only():
 def test_the_table_names_files_that_are_there():
     table = tomllib.loads((ROOT / "mutations" / "tests.toml").read_text())
     # The library may be installed elsewhere.
-    files = [Path(optaxclip.__file__).parents[1] / module for module in table]
-    for names in table.values():
-        files += [ROOT / "tests" / f"{name}.py" for name in names.split()]
-    assert [file for file in files if not file.exists()] == []
+    library = Path(optaxclip.__file__).parents[1]
+    assert [module for module in table if not (library / module).exists()] == []
+    for pattern in " ".join(table.values()).split():
+        assert list((ROOT / "tests").glob(f"{pattern}.py")), pattern
+
+
+@pytest.mark.slow
+def test_what_is_explained_can_still_happen():
+    table = tomllib.loads((ROOT / "mutations" / "explained.toml").read_text())
+    sources = [
+        path.read_text() for path in Path(optaxclip.__file__).parent.rglob("*.py")
+    ]
+    names = [mutant.name for source in sources for mutant in mutants(source)]
+    for pattern in table:
+        assert fnmatch.filter(names, pattern), pattern

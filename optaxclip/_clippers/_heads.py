@@ -110,6 +110,11 @@ def _matches(
     """The leaves that `queries`, `keys` or `rotary` names."""
     if where is None:
         return []
+    if not isinstance(where, Mapping) and not callable(where):
+        raise TypeError(
+            f"qk_clip: {ARGUMENTS[role]} must be a dict from patterns of paths to axes "
+            f"of heads, or a function of path and leaf, got {where!r}."
+        )
     found = []
     for number, (path, leaf) in enumerate(entries):
         heads = _heads_at(where, prefix.name(path), leaf)

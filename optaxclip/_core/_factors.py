@@ -22,7 +22,7 @@ from .._norms._modulus import as_float
 from .._norms._platform import per_platform
 from .._other_names import with_our_names
 
-ALL_READ = 2**16  # numbers that a CPU reads again for each leaf
+ALL_READ = 65_536  # numbers that a CPU reads again for each leaf
 
 
 @with_our_names

@@ -16,6 +16,7 @@ from .._optimizers import check_state, is_without_state
 from ..rules._constant import Constant
 from ..rules._others import Others
 from ..rules._rule import Rule, is_rule
+from ._limits import BEGIN_ANEW
 from ._state import ClipState
 
 
@@ -157,16 +158,15 @@ def _warn_of_integers(call: str, updates: Any) -> None:
     """Warns where nothing is clipped because all numbers are integers."""
     # Updates without any leaf, as of a model without weights, are no mistake.
     for path, leaf in jax.tree_util.tree_flatten_with_path(updates)[0]:
-        dtype = getattr(leaf, "dtype", None)
-        if (
-            dtype is not None
-            and jnp.issubdtype(dtype, jnp.integer)
-            and leaf.size
-        ):
+        # An int of Python has no dtype. A bool is one too, but no number to clip.
+        dtype = (
+            type(leaf) if type(leaf) is int else getattr(leaf, "dtype", bool)
+        )
+        if jnp.issubdtype(dtype, jnp.integer) and jnp.size(leaf):
             warnings.warn(
                 f"{call}: nothing is clipped, since no leaf of the updates has a float "
-                f"or complex dtype. The leaf {prefix.name(path)!r} is {dtype}: make "
-                "it float32.",
+                f"or complex dtype. The leaf {prefix.name(path)!r} is {_shown(dtype)}: "
+                "make it float32.",
                 # The line that called update.
                 stacklevel=4,
             )
@@ -174,19 +174,41 @@ def _warn_of_integers(call: str, updates: Any) -> None:
 
 
 def check_kept(call: str, tree: Any, kept: Any) -> None:
-    """Raises ValueError for a clipped leaf of which the state keeps nothing."""
-    updates = jax.tree_util.tree_flatten_with_path(
+    """Raises ValueError for a clipped leaf of which the state keeps nothing, or an
+    array of another shape.
+    """
+    updates, form = jax.tree_util.tree_flatten_with_path(
         tree, is_leaf=prefix.is_none
     )
-    known = jax.tree.leaves(kept, is_leaf=prefix.is_none)
-    for (path, leaf), own in zip(updates[0], known):
-        if leaf is not None and own is None:
+    try:
+        # None may stand for a part of the tree, all of which is missing then.
+        known = form.flatten_up_to(kept)
+    except (TypeError, ValueError):
+        raise ValueError(
+            f"{call}: state was made for the leaves {_paths(kept)}, but the updates "
+            f"have {_paths(tree)}. {BEGIN_ANEW}"
+        ) from None
+    for (path, leaf), own in zip(updates, known):
+        if leaf is None:
+            continue
+        if own is None:
             kind = _shown(getattr(leaf, "dtype", type(leaf)))
             raise ValueError(
                 f"{call}: the update of the leaf {prefix.name(path)!r} is {kind}, but "
                 "what init was given for it has no float or complex dtype. Make that "
                 "float32, or give None for the update."
             )
+        if jnp.shape(leaf) != jnp.shape(own):
+            raise ValueError(
+                f"{call}: state was made for the leaf {prefix.name(path)!r} of shape "
+                f"{jnp.shape(own)}, but its update has {jnp.shape(leaf)}. {BEGIN_ANEW}"
+            )
+
+
+def _paths(tree: Any) -> str:
+    return prefix.shown(
+        path for path, _ in jax.tree_util.tree_leaves_with_path(tree)
+    )
 
 
 def check_imaginary(

@@ -23,6 +23,7 @@ from .._arguments import (
     check_nonfinite,
     check_number,
     check_scalar,
+    check_shrunk,
     number_for_jit,
 )
 from .._norms._in_blocks import Norms, in_blocks
@@ -263,6 +264,7 @@ def _shrink(
     off = limit == jnp.inf
     # Two wheres: the derivative of a shrink at a limit of inf may be NaN.
     shrunk = settings.shrink(long, jnp.where(off, 1.0, limit))
+    check_shrunk(settings.call, shrunk, norm)
     # The new norm of a broken step. NaN makes the root NaN, and the updates with it.
     instead = 0.0 if settings.nonfinite == "zero" else jnp.nan
     short = jnp.where(can_clip(norm, limit), shrunk, instead)

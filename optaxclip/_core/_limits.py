@@ -13,7 +13,7 @@ from .._norms._types import split_as, typed_as
 from ..rules._others import NO_OTHERS, Others
 from ..rules._rule import Rule, call_name
 
-BEGIN_ANEW = "Begin with a new one: state = clipper.init(params)."
+BEGIN_ANEW = "Begin with a new one: state = optimizer.init(params)."
 
 
 @partial(jax.jit, static_argnames=("argument", "signed"))

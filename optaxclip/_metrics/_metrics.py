@@ -5,7 +5,7 @@ no second pass over the gradients, inside jit or outside.
 """
 
 import math
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from typing import Any
 
 import jax
@@ -185,12 +185,14 @@ def _wanted_names(only: str | Collection[str] | None) -> frozenset[str]:
     if only is None:
         return frozenset(NAMES)
     # A string is a collection as well, of its letters.
-    wanted = frozenset([only] if isinstance(only, str) else only)
-    if not wanted <= NAMES.keys():
+    several = isinstance(only, Iterable) and not isinstance(only, str)
+    listed = list(only) if several else [only]
+    # `in` finds 3 and a list nowhere, where a set would not take a list.
+    if not all(name in list(NAMES) for name in listed):
         raise ValueError(
             f"metrics: only must be among {', '.join(map(repr, NAMES))}, got {only!r}."
         )
-    return wanted
+    return frozenset(listed)
 
 
 def _check_concrete(opt_state: Any) -> None:

@@ -28,7 +28,7 @@ from ._types import is_on_one_device
 # 2^128 * 2^-83 = 2^45, and 2^-126 * 2^83 = 2^-43, whose square is a normal number.
 EDGE, SCALE = 2.0**45, 2.0**83
 # Elements of a leaf that a GPU reads in less time than a kernel starts.
-SMALL = 2**16
+SMALL = 65_536
 PARTS = 32  # sums of rows that a GPU makes side by side
 
 Dims = tuple[int, ...] | None
@@ -112,12 +112,12 @@ def _sum_over_columns(leaf: jax.Array, axes: tuple[int, ...]) -> Bins:
     To have more it would write the squares to memory first. So where reshaping moves no
     data between devices, parts of the longest axis are summed first.
     """
-    longest = max(axes, key=lambda axis: leaf.shape[axis], default=0)
     if not axes or not is_on_one_device(leaf):
         stack = jnp.stack(squares_in_bins(leaf))
         return Bins(
             *jnp.sum(stack, [axis + 1 for axis in axes], keepdims=True)
         )
+    longest = max(axes, key=lambda axis: leaf.shape[axis])
     rows = leaf.shape[longest]
     # Parts have one length: of 1000 rows gcd makes 8 parts. A symbolic size has one.
     parts = math.gcd(rows, PARTS) if isinstance(rows, int) else 1

@@ -31,7 +31,7 @@ from ._types import is_on_one_device, varying
 AT_ONCE = 16  # leaves that one reduction on a TPU sums
 # Elements of such a leaf. Larger ones would leave the on-chip memory before the
 # optimizer reads them again.
-SMALL_ON_TPU = 2**14
+SMALL_ON_TPU = 16_384
 
 
 def join_small(

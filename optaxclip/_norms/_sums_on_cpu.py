@@ -19,7 +19,7 @@ from ._bins import Dims
 
 # Elements of a leaf from which on float32 is tried first. Below there is little time to
 # win and much to compile.
-LARGE = 2**16
+LARGE = 65_536
 
 
 def sum_squares(leaf: jax.Array, dims: Dims) -> jax.Array:

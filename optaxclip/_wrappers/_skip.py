@@ -138,7 +138,7 @@ def skip_step(
     """
     call = "skip_step"
     if on_loss is not None:
-        check_flag(f"{call}: on_loss", on_loss)
+        check_flag(f"{call}: on_loss", on_loss, "None, True or False")
     # Norm and loss share the rule, and each has a memory in the state.
     rule = step_rule(sigmas, window, call=call)
     # With None a step without a loss is judged by its norm alone.

@@ -15,7 +15,7 @@ from .._arguments import check_flag
 from .._other_names import with_our_names
 from ..shrinks import Shrink, shrink_of
 from ._choose import check_method, choose
-from ._problem import Question, check_microbatch
+from ._problem import Question, check_microbatch, check_unnamed
 from ._roles import Places
 from ._run import Run
 from ._weights import limits_of, weigh
@@ -37,6 +37,9 @@ class ClippedGrad(NamedTuple):
     factors: Any
     # int32[]: examples that were left out because a norm of theirs is NaN or inf
     nonfinite: jax.Array
+    # int32[]: examples that are not masked, by which the sum was divided. None for the
+    # sum itself, with `mean=False`
+    divisor: jax.Array | None
     values: jax.Array  # float[batch]: the loss of each example
     # [batch, ...]: what the loss returned beside its value. None without has_aux.
     aux: Any
@@ -93,11 +96,11 @@ def clipped_grad(
         the sum.
 
     Returns:
-      A function of the arguments of `loss`, with batches for examples, and of `mask=`:
-      bool[batch], False for padding. It returns a `ClippedGrad`. Sums are in float32,
-      except where ghost clipping adds gradients of 16 bits. The function should be
-      jitted. Inside shard_map it gets the examples of its own device: take the sum
-      (`mean=False`), and `lax.psum` it.
+      A function of the arguments of `loss`, by position, with batches for examples,
+      and of `mask=`: bool[batch], False for padding. It returns a `ClippedGrad`. Sums
+      are in float32, except where ghost clipping adds gradients of 16 bits. The
+      function should be jitted. Inside shard_map it gets the examples of its own
+      device: take the sum (`mean=False`), and `lax.psum` it.
 
     Raises:
       ValueError: a limit that is negative, NaN or an array, several limits with two
@@ -106,8 +109,8 @@ def clipped_grad(
         mask of the wrong shape, "ghost" on a mesh with Explicit axes or for symbolic
         sizes.
       TypeError: a limit that is not a number, or a shrink that is not a function. From
-        the function: places that are no ints, and a loss that is not one real number,
-        or lacks the aux that `has_aux` says.
+        the function: places that are no ints, arguments by name, and a loss that is not
+        one real number, or lacks the aux that `has_aux` says.
 
     | an example that | contributes | divides the mean |
     |---|---|---|
@@ -141,7 +144,8 @@ def clipped_grad(
 
     question = Question(call, loss, argnums, shared_argnums, has_aux)
 
-    def of_batch(*args: Any, mask: Any = None) -> ClippedGrad:
+    def of_batch(*args: Any, mask: Any = None, **named: Any) -> ClippedGrad:
+        check_unnamed(call, named)
         of_one, params, batch, size = problem = question.about(args)
         present = _present(mask, size, call)
         groups = limits.group_of_each(params, call)
@@ -153,15 +157,18 @@ def clipped_grad(
             total, seen = run.in_two_passes()
         else:
             total, seen = run.in_one_pass(groups)
-        # Broken examples divide the mean too. A batch that is all masked gives 0 / 1.
-        divisor = jnp.maximum(jnp.sum(present), 1) if mean else 1
-        weights = seen.weights
+        divisor = None
+        if mean:
+            # Broken examples too. A batch that is all masked gives 0 / 1.
+            divisor = jnp.maximum(jnp.sum(present, dtype=jnp.int32), 1)
+        weights, divided = seen.weights, partial(_divided_as, divisor)
         return ClippedGrad(
-            grads=jax.tree.map(partial(_divided_as, divisor), params, total),
+            grads=jax.tree.map(divided, params, total),
             # [batch, groups] -> for each limit [batch].
             norms=limits.treedef.unflatten(weights.norms.T),
             factors=limits.treedef.unflatten(weights.factors.T),
             nonfinite=jnp.sum(present & ~weights.counts, dtype=jnp.int32),
+            divisor=divisor,
             values=seen.values,
             aux=seen.aux,
         )
@@ -169,8 +176,12 @@ def clipped_grad(
     return of_batch
 
 
-def _divided_as(divisor: Any, leaf: jax.Array, total: jax.Array) -> jax.Array:
-    """The total by the divisor, in the dtype of a leaf."""
+def _divided_as(
+    divisor: jax.Array | None, leaf: jax.Array, total: jax.Array
+) -> jax.Array:
+    """The total by the divisor, if there is one, in the dtype of a leaf."""
+    if divisor is None:
+        return total.astype(leaf.dtype)
     if jnp.iscomplexobj(total):
         parts = jnp.real(total), jnp.imag(total)
         real, imag = (
@@ -179,7 +190,7 @@ def _divided_as(divisor: Any, leaf: jax.Array, total: jax.Array) -> jax.Array:
         return lax.complex(real, imag)
     wide = np.promote_types(total.dtype, np.float32)
     # Strict dtype promotion does not divide a float by an integer.
-    mean = total.astype(wide) / jnp.asarray(divisor).astype(wide)
+    mean = total.astype(wide) / divisor.astype(wide)
     return mean.astype(leaf.dtype)
 
 

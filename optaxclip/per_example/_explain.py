@@ -10,7 +10,7 @@ from .._other_names import with_our_names
 from ._book import kept_numbers
 from ._choose import Choice, check_method, choose
 from ._ghost import Ghost
-from ._problem import Problem, Question, check_microbatch
+from ._problem import Problem, Question, check_microbatch, check_unnamed
 from ._roles import Places
 
 
@@ -106,7 +106,8 @@ def explain_clipped_grad(
     check_method(call, method)
     question = Question(call, loss, argnums, shared_argnums, has_aux)
 
-    def of_batch(*args: Any) -> Explanation:
+    def of_batch(*args: Any, **named: Any) -> Explanation:
+        check_unnamed(call, named)
         problem = question.about(args)
         choice = choose(problem, method, microbatch)
         return Explanation(

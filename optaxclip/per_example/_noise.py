@@ -23,7 +23,7 @@ class NoiseScale(NamedTuple):
 
 
 @with_our_names
-def noise_scale(result: ClippedGrad, *, mean: bool = True) -> NoiseScale:
+def noise_scale(result: ClippedGrad) -> NoiseScale:
     """Estimates the simple gradient noise scale tr(Sigma) / |G|^2 from one batch:
 
         S        = mean of |g_i|^2 over the B examples
@@ -41,9 +41,7 @@ def noise_scale(result: ClippedGrad, *, mean: bool = True) -> NoiseScale:
     Args:
       result: of `clipped_grad(loss, max_norm=None)`, or of a limit that clipped
         nothing. Examples that are masked, and those with NaN or inf in their gradient,
-        are left out.
-      mean: whether `result.grads` is the mean, as `clipped_grad` makes it. False for
-        the sum, of `clipped_grad(..., mean=False)`.
+        are left out. Its `grads` may be the mean or the sum.
 
     Returns:
       A `NoiseScale` of numbers, float32 or wider. All are NaN with fewer than two
@@ -79,13 +77,12 @@ def noise_scale(result: ClippedGrad, *, mean: bool = True) -> NoiseScale:
     _raise_if_any(clipped)
     size = jnp.sum(counts, dtype=norms.dtype)
     # The mean of clipped_grad is divided by the number of broken examples as well.
-    broken = result.nonfinite.astype(norms.dtype)
-    divisor = size / (size + broken) if mean else size
+    total = global_norm(result.grads)
+    if result.divisor is not None:
+        total *= result.divisor.astype(total.dtype)
     known = (size > 1) & ~jnp.any(clipped)
     lengths = jnp.where(counts, norms, 0)
-    return _estimated(
-        lengths, global_norm(result.grads) / divisor, size, known
-    )
+    return _estimated(lengths, total / size, size, known)
 
 
 def _stacked(tree: Any) -> jax.Array:

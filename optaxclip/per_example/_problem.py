@@ -92,6 +92,17 @@ def typed_as_varying(tree: Any, value: jax.Array) -> jax.Array:
     return value
 
 
+def check_unnamed(call: str, named: dict[str, Any]) -> None:
+    """Raises TypeError for arguments of a loss that are given by name."""
+    # Whether they are a batch or the same for all examples, nobody has said.
+    for name in named:
+        raise TypeError(
+            f"{call}: the arguments of the loss must be given by position, as argnums "
+            f"and shared_argnums count them, got {name}=. An option of the loss is set "
+            f"before: functools.partial(loss, {name}=...)."
+        )
+
+
 def check_microbatch(call: str, microbatch: Any) -> None:
     """Raises ValueError for what is neither None nor a number of examples."""
     # A bool is an int in Python: True would be microbatches of 1.

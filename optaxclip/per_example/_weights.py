@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from .._arguments import check_limit, held_in
+from .._arguments import check_limit, check_shrunk, held_in
 from .._core._factors import reported, root_between, stretch
 from .._norms import _prefix as prefix
 from .._norms._collectives import Split
@@ -96,7 +96,7 @@ def weigh(
     norms = jax.vmap(of_one, axis_size=present.size)(grads)
     counts = present & jnp.all(jnp.isfinite(norms), axis=1)
     known = jnp.where(counts[:, None], norms, 0.0)
-    new = _shrunk(known, limits, shrink)
+    new = _shrunk(known, limits, shrink, call)
     return Weights(
         norms=jnp.where(present[:, None], norms, 0.0),
         roots=root_between(known, new),
@@ -156,7 +156,9 @@ def _norms(grad: Any, limits: Limits, call: str) -> jax.Array:
     return jnp.atleast_1d(norms_of(groups, None)[0][0])
 
 
-def _shrunk(norms: jax.Array, limits: Limits, shrink: Shrink) -> jax.Array:
+def _shrunk(
+    norms: jax.Array, limits: Limits, shrink: Shrink, call: str
+) -> jax.Array:
     """The norms that gradients of these norms get."""
     known = [jnp.inf if limit is None else limit for limit in limits.values]
     limit = jnp.stack([held_in(norms.dtype, each) for each in known])
@@ -164,7 +166,9 @@ def _shrunk(norms: jax.Array, limits: Limits, shrink: Shrink) -> jax.Array:
     limit = jnp.broadcast_to(jnp.maximum(limit, 0), norms.shape)
     limit = split_as(limit, jax.typeof(norms))
     # Without a limit the shrink is not used: normalize would make the norm inf.
-    return jnp.where(limit == jnp.inf, norms, shrink(norms, limit))
+    short = shrink(norms, limit)
+    check_shrunk(call, short, norms)
+    return jnp.where(limit == jnp.inf, norms, short)
 
 
 def _weighted_sum(

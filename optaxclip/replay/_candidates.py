@@ -13,7 +13,7 @@ from ..rules._constant import rule_of
 from ..rules._rule import Rule
 from ..rules._windowed_mean import step_rule
 from ..shrinks import hard
-from ._replay import Replay, first_memory, replayed
+from ._replay import Replay, array_of_norms, first_memory, replayed
 
 
 class Suggestion(NamedTuple):
@@ -54,6 +54,7 @@ def suggest(norms: ArrayLike) -> list[Suggestion]:
 
     Raises:
       ValueError: fewer than two finite norms above 0.
+      TypeError: a history that is not made of numbers.
 
     Example:
       >>> for each in optaxclip.replay.suggest([1.0, 2.0, 3.0, 4.0])[:2]:
@@ -61,7 +62,7 @@ def suggest(norms: ArrayLike) -> list[Suggestion]:
       optaxclip.clip_by_global_norm(2.5) 0.5 0.7292
       optaxclip.clip_by_global_norm(3.7) 0.25 0.925
     """
-    finite = np.asarray(norms, np.float64).reshape(-1)
+    finite = array_of_norms("suggest", norms).astype(np.float64).reshape(-1)
     finite = finite[np.isfinite(finite) & (finite > 0)]
     if finite.size < 2:
         raise ValueError(

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
 
+from .._arguments import check_shrunk
 from .._core._factors import reported
 from .._core._limits import can_clip, limit_of
 from .._norms._types import varying_as
@@ -54,14 +55,14 @@ def run(
     Raises:
       ValueError: a single number in the place of a history, no norm at all, a limit
         that is negative or NaN, or a rule that compares norms with weights.
-      TypeError: a limit that is not a number.
+      TypeError: a limit or a history that is not made of numbers.
 
     Example:
       >>> print(optaxclip.replay.run(2.0, [1.0, 4.0, 2.0]).factors)
       [1.  0.5 1. ]
     """
     if not isinstance(norms, jax.Array):
-        norms = np.asarray(norms)
+        norms = array_of_norms("replay.run", norms)
         # Without jax_enable_x64 an int64 of 2^40 would become the int32 0.
         is_whole = np.issubdtype(norms.dtype, np.integer)
         norms = norms.astype(np.float64) if is_whole else norms
@@ -75,6 +76,26 @@ def run(
     rule = rule_without_params(rule, "replay.run: rule")
     shrink = shrink_of(shrink, "replay.run")
     return replayed(shrink, rule, first_memory(rule, norms), norms)
+
+
+def array_of_norms(call: str, norms: Any) -> np.ndarray:
+    """A history as an array of NumPy.
+
+    Raises:
+      TypeError: something that has no numbers, such as the name of a file.
+    """
+    try:
+        found = np.asarray(norms)
+    except ValueError:  # lists of different lengths
+        found = np.asarray(None)
+    # NumPy's issubdtype does not know bfloat16 as a float.
+    kinds = jnp.floating, jnp.integer
+    if not any(jnp.issubdtype(found.dtype, kind) for kind in kinds):
+        raise TypeError(
+            f"{call}: norms must be an array of numbers, got {norms!r}. A file is read "
+            "by optaxclip.replay.read_history."
+        )
+    return found
 
 
 def first_memory(rule: Rule, norms: jax.Array) -> Any:
@@ -91,7 +112,9 @@ def replayed(
     limits = _limits(rule, memory, norms)
     # As in a clipper, which counts no step as clipped whose limit is NaN.
     known, off = can_clip(norms, limits), jnp.isinf(limits)
-    after = jnp.where(off, norms, shrink(norms, jnp.where(off, 1.0, limits)))
+    short = shrink(norms, jnp.where(off, 1.0, limits))
+    check_shrunk("replay.run", short, norms)
+    after = jnp.where(off, norms, short)
     factors = jnp.where(known, reported(norms, after), jnp.nan)
     return Replay(norms, limits, factors, known & (after != norms))
 

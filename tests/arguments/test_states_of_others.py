@@ -61,7 +61,7 @@ OTHERS_STATES = {
         optaxclip.clip_by_global_norm(1.0).init(TREE),
         "clip_by_global_norm: state was made with another rule. z_score remembers "
         "ZScoreMemory(seen='int32[]', mean='float32[]', deviation='float32[]'), and "
-        "the state has nothing. Begin with a new one: state = clipper.init(params).",
+        "the state has nothing. Begin with a new one: state = optimizer.init(params).",
     ),
     "memory": (
         optaxclip.clip_by_global_norm(1.0),
@@ -87,6 +87,24 @@ OTHERS_STATES = {
         optaxclip.clip_by_unitwise_norm(1.0).init({**TREE, "w": jnp.ones((2, 4))}),
         "clip_by_unitwise_norm: state was made for norms of shape (1, 4) where the "
         "updates have norms of shape (1, 3).",
+    ),
+    "leaves of spam": (
+        optaxclip.spam(),
+        optaxclip.spam().init({"w": jnp.ones((2, 3))}),
+        "spam: state was made for the leaves 'w', but the updates have 'b', 'w'. Begin "
+        "with a new one: state = optimizer.init(params).",
+    ),
+    "shape of spam": (
+        optaxclip.spam(),
+        optaxclip.spam().init({**TREE, "w": jnp.ones((2, 4))}),
+        "spam: state was made for the leaf 'w' of shape (2, 4), but its update has "
+        "(2, 3).",
+    ),
+    "leaves of carry": (
+        optaxclip.carry_clipped(optaxclip.clip_by_global_norm(1.0)),
+        optaxclip.carry_clipped(optaxclip.clip_by_global_norm(1.0)).init([1.0]),
+        "carry_clipped: state was made for the leaves '0', but the updates have "
+        "'b', 'w'.",
     ),
     "new leaf": (
         optaxclip.clip_by_tensor_norm(1.0),

@@ -92,15 +92,14 @@ def test_the_state_of_another_skipper_is_refused(name, before, jit):
 
 
 def test_flags_are_true_or_false():
-    text = "must be True or False, got 'no'."
     refused(
         TypeError,
-        f"skip_step: on_loss {text}",
+        "skip_step: on_loss must be None, True or False, got 'no'.",
         lambda: optaxclip.skip_step(SGD, on_loss="no"),
     )
     refused(
         TypeError,
-        f"clipped_grad: mean {text}",
+        "clipped_grad: mean must be True or False, got 'no'.",
         lambda: optaxclip.clipped_grad(jnp.sum, 1.0, mean="no"),
     )
 

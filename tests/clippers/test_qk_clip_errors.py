@@ -22,6 +22,11 @@ def test_patterns_find_leaves():
     refused("qk_clip: rotary=.* finds no leaf", rotary={"rope": 1})
 
 
+def test_patterns_are_a_dict():
+    text = r"^qk_clip: queries must be a dict from patterns .* got 'q'\.$"
+    refused(text, kind=TypeError, queries="q")
+
+
 def test_axes_are_those_of_the_leaf():
     refused("queries: .* does not fit the leaf 'q' of shape", queries={"q": 3})
     refused("keys: .* width must divide its axis", keys={"k": Heads(2, width=2)})

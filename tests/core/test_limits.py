@@ -51,6 +51,14 @@ def test_only_a_loss_may_have_a_negative_limit():
     np.testing.assert_array_equal(signed, memory)
 
 
+def test_a_memory_keeps_its_dtype_whatever_a_rule_returns():
+    # Under jit a memory in another dtype would compile the next step anew.
+    memory = jnp.full(2, 7.0, jnp.float16)
+    _, after = limits(Last(), jnp.array([0.5, jnp.inf]), memory)
+    np.testing.assert_array_equal(after, np.float16([0.5, 7.0]))
+    assert after.dtype == np.float16
+
+
 def test_only_lengths_are_remembered_and_any_loss():
     norm = jnp.array([0.5, 0.0, -1.0, np.inf, np.nan])
     memory = jnp.full(5, 7.0)

@@ -42,6 +42,9 @@ def test_only_names_what_there_is(state):
         ValueError, match=r"^metrics: only .*'norm_before'.*got 'norms'"
     ):
         optaxclip.metrics(state, only="norms")
+    for wrong in (3, [["limit"]]):
+        with pytest.raises(ValueError, match=r"^metrics: only must be among"):
+            optaxclip.metrics(state, only=wrong)
 
 
 def test_only_of_what_this_state_lacks_raises(state):

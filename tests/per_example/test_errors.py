@@ -6,6 +6,7 @@ import pytest
 import optaxclip
 from optaxclip.per_example import (
     clipped_grad,
+    explain_clipped_grad,
     per_example_global_norm_clip,
     per_example_layer_norm_clip,
 )
@@ -55,6 +56,27 @@ WRONG = {
         ),
         ValueError,
         r"clipped_grad: max_norm has no value for the leaf 'b': it has 'a'\.",
+    ),
+    "by name": (
+        lambda: clipped_grad(add, 1.0)(1.0, x=jnp.ones(3)),
+        TypeError,
+        r"clipped_grad: the arguments of the loss must be given by position, as "
+        r"argnums and shared_argnums count them, got x=\. An option of the loss is set "
+        r"before: "
+        r"functools\.partial\(loss, x=\.\.\.\)\.",
+    ),
+    "by name in an explanation": (
+        lambda: explain_clipped_grad(add)(1.0, x=jnp.ones(3)),
+        TypeError,
+        r"explain_clipped_grad: the arguments of the loss must be given by position",
+    ),
+    "no new norm": (
+        lambda: clipped_grad(add, 1.0, shrink=lambda norm, limit: None)(
+            1.0, jnp.ones(3)
+        ),
+        TypeError,
+        r"clipped_grad: shrink must return the new norm of each norm, in the shape "
+        r"\(3, 1\), got None\.",
     ),
     "mask": (
         lambda: clipped_grad(add, 1.0)(1.0, jnp.ones(3), mask=jnp.ones(2, bool)),
