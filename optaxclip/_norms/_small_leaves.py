@@ -20,10 +20,11 @@ from ._bins import (
     SMALL,
     Bins,
     bins_of_leaf,
-    squares_in_bins,
+    has_columns,
     sum_at_once,
     sum_on_gpu,
     sum_on_tpu,
+    terms_on_tpu,
 )
 from ._collectives import Split
 from ._types import is_on_one_device, varying
@@ -79,7 +80,9 @@ def bins_at_once(leaves: list[jax.Array]) -> list[Bins]:
     found: list[Any] = [None] * len(leaves)
     kinds: list[Any] = []
     for place, leaf in enumerate(leaves):
-        kinds.append((_kind(place, leaf, SMALL_ON_TPU), leaf.shape))
+        # The sums of columns are small vectors.
+        most = leaf.size if has_columns(leaf, None) else SMALL_ON_TPU
+        kinds.append((_kind(place, leaf, most), leaf.shape))
     for kind in dict.fromkeys(kinds):
         places = [place for place, own in enumerate(kinds) if own == kind]
         for begin in range(0, len(places), AT_ONCE):
@@ -93,13 +96,13 @@ def bins_at_once(leaves: list[jax.Array]) -> list[Bins]:
 @jax.jit
 def _sums_of_alike(leaves: list[jax.Array]) -> list[Bins]:
     """The sums of leaves of one shape and dtype."""
-    if len(leaves) == 1 or jnp.issubdtype(
-        leaves[0].dtype, jnp.complexfloating
-    ):
+    first = leaves[0]
+    alone = len(leaves) == 1 and not has_columns(first, None)
+    if alone or jnp.issubdtype(first.dtype, jnp.complexfloating):
         return [bins_of_leaf(sum_on_tpu, None, leaf) for leaf in leaves]
     # Three operands for each leaf, at most 48 in one reduction.
-    squares = [x for leaf in leaves for x in squares_in_bins(leaf)]
-    sums = sum_at_once(squares, range(leaves[0].ndim))
+    terms = [x for leaf in leaves for x in terms_on_tpu(leaf, None)]
+    sums = sum_at_once(terms, range(terms[0].ndim))
     return [Bins(*sums[i : i + 3]) for i in range(0, len(sums), 3)]
 
 

@@ -121,6 +121,64 @@ def test_three_bins_are_stacked_only_where_it_pays(monkeypatch, way, dims):
     assert tuple(found) == STACKS[way, dims]
 
 
+# way, shape, dimensions that are summed, and the shape of the partial sums
+TWICE = [
+    ("gpu", (300, 301), None, (301,)),  # of 300 numbers each
+    ("gpu", (90_001,), None, (301,)),
+    ("gpu", (2, 300, 301), (1, 2), (2, 300)),
+    ("tpu", (300, 301), None, (301,)),  # of columns
+    ("tpu", (2, 300, 301), None, (301,)),
+    ("tpu", (2, 300, 301), (1, 2), (2, 1, 301)),
+    ("tpu", (300, 301), (1, 0), (1, 301)),
+]
+# What is small, has few numbers to add up first, or has a size that nobody knows.
+ONCE = [
+    ("gpu", (256, 256), None),
+    ("gpu", (2, 300, 255), (1, 2)),
+    ("gpu", (2, 90_000), (1,)),
+    ("tpu", (256, 256), None),
+    ("tpu", (255, 300), None),
+    ("tpu", (90_000,), None),
+    ("tpu", (300, 301), (1,)),
+]
+
+
+def barred(way, shape, dims):
+    """The shapes of what a barrier separates from the sum that comes after it."""
+    leaf = jax.ShapeDtypeStruct(shape, "float32")
+    program = jax.make_jaxpr(lambda x: WAYS[way][0](x, dims))(leaf)
+    barriers = [e for e in program.eqns if e.primitive.name == "optimization_barrier"]
+    return {v.aval.shape for each in barriers for v in each.outvars}
+
+
+@pytest.mark.parametrize(("way", "shape", "dims", "partial"), TWICE)
+def test_a_large_leaf_takes_two_sums(way, shape, dims, partial):
+    assert barred(way, shape, dims) == {partial}
+    leaf = np.random.default_rng(3).standard_normal(shape).astype(np.float32)
+    found, expected = norms_by(way, leaf, dims), norms_in_float64(leaf, dims)
+    np.testing.assert_allclose(found, expected, 1e-5)
+    assert found.shape == expected.shape
+
+
+@pytest.mark.parametrize(("way", "shape", "dims"), ONCE)
+def test_other_leaves_take_one_sum(way, shape, dims):
+    assert not barred(way, shape, dims)
+
+
+@every_way
+def test_a_leaf_of_unknown_size_takes_one_sum(way):
+    (rows,) = jax.export.symbolic_shape("rows")
+    assert not barred(way, (rows, 300), None)
+
+
+def test_leaves_of_several_devices_take_one_sum():
+    mesh = mesh_of((4,), ("x",))
+    for way in WAYS:
+        sums = jax.jit(lambda x, way=way: WAYS[way][0](x, None))
+        leaf = jax.device_put(jnp.ones((300, 320)), jax.NamedSharding(mesh, P("x")))
+        assert "optimization_barrier" not in sums.lower(leaf).as_text()
+
+
 @pytest.mark.parametrize(
     ("shape", "parts"),
     [((3, 1000, 5), (3, 8, 125, 5)), ((1000, 3, 5), (8, 125, 3, 5))],

@@ -23,7 +23,6 @@ def large(*shape):
     )
 
 
-@not_in_turn
 @pytest.mark.parametrize(
     "scale", [2e-37, 1e-30, 3e-19, 1e-15, 1.0, 1e16, 1e18, 1e30, 1e36]
 )

@@ -104,7 +104,6 @@ def test_ten_thousand_leaves_are_within_1e_6():
     )
 
 
-@not_in_turn
 @pytest.mark.parametrize("ord", [0.5, 2])
 @pytest.mark.slow
 def test_one_large_leaf_is_within_1e_6(ord):

@@ -96,6 +96,15 @@ def test_a_tpu_sums_sixteen_leaves_of_one_shape_at_once(monkeypatch):
     assert reductions(bins_at_once, leaves[:6]) == 2
 
 
+def test_the_columns_of_large_leaves_on_a_tpu_are_summed_at_once():
+    leaves = random_leaves([(300, 301), (2, 300, 301), (300, 301)])
+    # Three sums of columns each, and one of them all for each shape.
+    assert reductions(bins_at_once, leaves) == 9 + 2
+    found = [root(bins) for bins in bins_at_once(leaves)]
+    expected = [np.linalg.norm(np.ravel(leaf)) for leaf in leaves]
+    np.testing.assert_allclose(found, expected, 1e-6)
+
+
 def test_large_leaves_on_a_tpu_are_summed_by_themselves():
     leaf = jnp.ones(SMALL_ON_TPU + 1)
     assert reductions(bins_at_once, [leaf, leaf]) == 6
