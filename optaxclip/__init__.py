@@ -3,7 +3,8 @@
 A clipper answers three questions: how long is it (norm), how long may it be (limit),
 and what if it is longer (shrink).
 
-    norms        global_norm, tensor_norm, unitwise_norm, group_norm, spectral_norm
+    norms        global_norm, tensor_norm, unitwise_norm, group_norm, spectral_norm,
+                 check_replicated
     clippers     clip_by_global_norm, clip_by_tensor_norm, clip_by_tensor_rms,
                  clip_by_average_norm, clip_by_unitwise_norm, clip_by_group_norm,
                  clip_by_value, clip_by_spectral_norm, adaptive_grad_clip, clippy, larc

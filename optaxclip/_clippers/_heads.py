@@ -1,7 +1,6 @@
 """Which weights make the queries and keys of which attention head.
 
 attention    the leaves below the longest common path of a query leaf and a key leaf
-logits       one array for each attention, found by its path
 powers       what each weight of a head is multiplied by, from the head's factor
 """
 
@@ -20,6 +19,15 @@ Range = tuple[int | None, int | None]
 class Heads(NamedTuple):
     """Says where a leaf has its heads, for `qk_clip`.
 
+    Args:
+      axis: the axis of the leaf that counts heads. Where logits have layers too, one
+        axis for each of their dimensions, such as (0, -2).
+      width: entries of that axis in one head: 1 for an axis of heads, the size of a
+        head where heads and their entries share the axis, as in (768, 768).
+      heads: which heads of the leaf, from and to.
+      entries: which entries of a head, from and to, within `width`, or along the axis
+        behind the heads if that is 1.
+
     Example:
       >>> clipper = optaxclip.qk_clip(
       ...     100.0,
@@ -31,15 +39,9 @@ class Heads(NamedTuple):
       (12,)
     """
 
-    # The axis of the leaf that counts heads. Where logits have layers too, one axis for
-    # each of their dimensions, such as (0, -2).
     axis: int | tuple[int, ...]
-    # How many entries of that axis belong to one head: 1 for an axis of heads, the
-    # size of a head where heads and their entries share the axis, as in (768, 768).
     width: int = 1
-    heads: Range = (None, None)  # which heads of the leaf, from and to
-    # Which entries of a head, from and to. They lie within `width`, or along the axis
-    # behind the heads if that is 1.
+    heads: Range = (None, None)
     entries: Range = (None, None)
 
 
@@ -126,13 +128,12 @@ def _matches(
         shape, rank = jnp.shape(leaf), max(jnp.ndim(leaf), 1)
         use = Use(number, role, tuple(axis % rank for axis in axes), heads)
         _check_use(use, axes, prefix.name(path), shape)
-        found.append(_Found(_names(path), _shape(use, shape), use))
+        found.append(_Found(names_in(path), _shape(use, shape), use))
     # A typo in a pattern would otherwise leave weights unclipped without a word.
     if not found:
-        shown = ", ".join(repr(prefix.name(path)) for path, _ in entries)
         raise ValueError(
             f"qk_clip: {ARGUMENTS[role]}={where!r} finds no leaf: the updates have "
-            f"{shown or 'none at all'}."
+            f"{prefix.shown(path for path, _ in entries)}."
         )
     return found
 
@@ -178,7 +179,7 @@ def _shape(use: Use, shape: tuple[int, ...]) -> tuple[int, ...]:
     return (*(shape[layer] for layer in layers), len(own))
 
 
-def _names(path: Any) -> tuple[str, ...]:
+def names_in(path: Any) -> tuple[str, ...]:
     return tuple(prefix.name((key,)) for key in path)
 
 
@@ -189,7 +190,7 @@ def _attention_paths(found: dict[str, list[_Found]]) -> list[tuple[str, ...]]:
     keys = [key.path for key in found["key"]]
     paths = {}
     for query in found["query"]:
-        shared = [_common(query.path, key) for key in keys]
+        shared = [common(query.path, key) for key in keys]
         paths[max(shared, key=len)] = query.path
     for one, query in paths.items():
         # A query without a key shares only the way to the key of another attention.
@@ -200,7 +201,7 @@ def _attention_paths(found: dict[str, list[_Found]]) -> list[tuple[str, ...]]:
     return list(paths)
 
 
-def _common(one: tuple[str, ...], other: tuple[str, ...]) -> tuple[str, ...]:
+def common(one: tuple[str, ...], other: tuple[str, ...]) -> tuple[str, ...]:
     alike = [a == b for a, b in zip(one, other)] + [False]
     return one[: alike.index(False)]
 
@@ -233,48 +234,6 @@ def _attention(
             )
     uses = [each.use for found in own.values() for each in found]
     return Attention(name, path, shape, tuple(uses))
-
-
-def logits_of(attentions: list[Attention], max_logits: Any) -> dict[str, Any]:
-    """The logits of each attention: the one array whose path begins like its own, or
-    the other way round.
-
-    Raises:
-      ValueError: an attention without logits, with several, or with those of another
-        shape.
-    """
-    flat = jax.tree_util.tree_flatten_with_path(max_logits)[0]
-    entries = [(_names(path), value) for path, value in flat]
-    found = {}
-    for attention in attentions:
-        # flax's `sow` adds a name behind the path, and users may leave out its end.
-        own = [
-            value for path, value in entries if _overlap(path, attention.path)
-        ]
-        if len(own) != 1 or len(entries) != len(attentions):
-            shown = ", ".join(repr("/".join(path)) for path, _ in entries)
-            raise ValueError(
-                f"qk_clip: max_logits must have one array for each of "
-                f"{[each.name for each in attentions]}, got {shown or 'none'}."
-            )
-        found[attention.name] = _check_logits(attention, own[0])
-    return found
-
-
-def _overlap(one: tuple[str, ...], other: tuple[str, ...]) -> bool:
-    return _common(one, other) in (one, other)
-
-
-def _check_logits(attention: Attention, value: Any) -> Any:
-    shape, wanted = jnp.shape(value), attention.shape
-    alike = len(shape) == len(wanted) and shape[:-1] == wanted[:-1]
-    if not alike or shape[-1] % wanted[-1]:
-        raise ValueError(
-            f"qk_clip: max_logits of the attention {attention.name!r} must have the "
-            f"shape {wanted}, or a multiple of its last number where several queries "
-            f"share a key, got {shape}: take the maximum over batch and positions."
-        )
-    return value
 
 
 def scale_of(use: Use, shape: tuple[int, ...], factor: jax.Array) -> jax.Array:

@@ -24,7 +24,8 @@ from .._optimizers import check_params, check_state
 from .._other_names import with_our_names
 from ..rules._rule import is_rule
 from ..rules._without_params import rule_without_params
-from ._heads import Attention, Where, find_attentions, logits_of, scale_of
+from ._heads import Attention, Where, find_attentions, scale_of
+from ._logits import logits_of
 
 CALL = "qk_clip"
 

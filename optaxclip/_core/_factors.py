@@ -100,8 +100,6 @@ def reported(norm: jax.Array, new_norm: jax.Array) -> jax.Array:
 def multiply(tree: Any, norms: Norms, roots: list[jax.Array]) -> Any:
     """Multiplies each clipped leaf twice by the root of its norm."""
     leaves, treedef = jax.tree.flatten(tree)
-    if not leaves:
-        return tree
     changed = per_platform(
         leaves,
         roots,
@@ -183,7 +181,6 @@ def _entry_on_cpu(roots: jax.Array, row: int) -> jax.Array:
 @jax.jit
 def stretch(x: jax.Array, root: jax.Array) -> jax.Array:
     """x * root * root, rounded once to the dtype of x."""
-    x = jnp.asarray(x)
     # bfloat16 * float32 is float32, and is rounded once at the end.
     wide = np.promote_types(x.dtype, root.dtype)
     stretched = cast_like(

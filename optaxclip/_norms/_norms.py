@@ -116,9 +116,9 @@ def unitwise_norm(
     Args:
       tree: a pytree of arrays.
       axis: the axes that are summed over: an int, a tuple, a tree prefix of these, or a
-        function of path and leaf. None chooses by rank, for kernels whose last axis is
-        the output: vectors and scalars whole, ranks 2 and 3 over axis 0, rank 4 over
-        (0, 1, 2), rank 5 over (0, 1, 2, 3). In stacked leaves axes count within one
+        function of path and leaf. None chooses by shape, for kernels whose last axis is
+        the output: all axes where at most one is longer than 1, otherwise those before
+        the last (axis 0 alone at rank 3). In stacked leaves axes count within one
         layer.
       ord: the order: a number above 0, `math.inf`, "rms" or "average". None means 2.
       stacked: which axes of a leaf count layers: 1 for the leading axis, (1,) for axis

@@ -32,6 +32,9 @@ class Suggestion(NamedTuple):
 
 # The share of steps that the recommended limit clips: what stands out, and no other.
 RECOMMENDED_RATE = 0.01
+# Times the median. Where more steps than that are broken, a limit that clips so few of
+# them lies among their norms and holds nothing back.
+HIGHEST = 20
 
 
 @with_our_names
@@ -49,8 +52,8 @@ def suggest(norms: ArrayLike) -> list[Suggestion]:
       Fixed limits first, from quantiles of the norms (Pascanu et al. take half to ten
       times the usual norm), then rules that learn. Each is a `Suggestion`: the rule as
       it is written in a program, its limit at the last step, the share of steps that it
-      clips, their mean factor, and whether it is recommended. That is the fixed limit
-      that clips nearest to 1 % of the steps.
+      clips, their mean factor, and whether it is recommended: of the fixed limits up to
+      twenty times the median, the one that clips nearest to 1 % of the steps.
 
     Raises:
       ValueError: fewer than two finite norms above 0.
@@ -75,7 +78,10 @@ def suggest(norms: ArrayLike) -> list[Suggestion]:
     memories = [first_memory(rule, history) for rule in rules]
     found = jax.device_get(_all_replayed(rules, memories, history))
     suggestions = [_suggestion(*each) for each in zip(candidates, found)]
-    return _with_recommendation(suggestions, len(fixed))
+    # Five times the median is always among them.
+    highest = HIGHEST * float(np.median(finite))
+    among = sum(limit <= highest for limit in fixed.values())
+    return _with_recommendation(suggestions, among)
 
 
 # One program for all, since compiling is what takes time.
@@ -113,10 +119,10 @@ def _rules_that_learn() -> dict[str, Rule]:
 
 
 def _with_recommendation(
-    rows: list[Suggestion], fixed: int
+    rows: list[Suggestion], among: int
 ) -> list[Suggestion]:
-    """Marks the fixed limit, one of the first rows, that clips nearest to 1 %."""
-    distances = [abs(row.clip_rate - RECOMMENDED_RATE) for row in rows[:fixed]]
+    """Marks the one of the first rows that clips nearest to 1 %."""
+    distances = [abs(row.clip_rate - RECOMMENDED_RATE) for row in rows[:among]]
     best = int(np.argmin(distances))
     return [row._replace(recommended=i == best) for i, row in enumerate(rows)]
 

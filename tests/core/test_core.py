@@ -28,7 +28,9 @@ def test_a_fresh_state_has_seen_nothing_and_has_no_limit():
         field = getattr(state, name)
         assert field.shape == (2,) and field.dtype == dtype, name
         np.testing.assert_array_equal(field, value)
-    assert state.step == 0
+    assert state.step == 0 and state.step.dtype == "int32"
+    assert state.clipped_recently.dtype == "float32"
+    np.testing.assert_array_equal(state.clipped_recently, 0)
 
 
 def test_an_own_norm_gets_clipped_leaves_only():

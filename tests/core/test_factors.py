@@ -115,6 +115,14 @@ def test_roots_have_finite_derivatives_where_nothing_is_left():
     assert np.all(np.isfinite(slopes))
 
 
+@pytest.mark.parametrize("norm", [1.2e-38, 1e38, np.inf])
+def test_the_root_of_an_equal_norm_is_1(norm):
+    norm = jnp.float32(norm)
+    assert root_between(norm, norm) == 1
+    assert root_between(norm, jnp.zeros_like(norm)) == 0
+    assert jax.grad(root_between)(norm, norm) == 0
+
+
 def test_a_quotient_of_large_numbers_has_its_derivative():
     short, long = jnp.float32(6e30), jnp.float32(2e30)
     slopes = jax.grad(ratio, (0, 1))(short, long)

@@ -47,6 +47,14 @@ def test_one_row_is_recommended_that_clips_one_percent(log, capsys):
     assert f"-> Start with {best.rule}: it clips 1.0% of these steps." in text
 
 
+def test_a_limit_among_the_norms_of_broken_steps_is_not_recommended():
+    # 1 % of the steps are above 2000, and 4 % are broken.
+    norms = [*np.linspace(0.5, 1.5, 96), 1000.0, 2000.0, 3000.0, 4000.0]
+    (best,) = [row for row in suggest(norms) if row.recommended]
+    assert best.limit == pytest.approx(5 * np.median(norms), 1e-3)
+    assert best.clip_rate == pytest.approx(0.04)
+
+
 def test_norms_that_never_change_have_a_recommendation_too():
     (best,) = [row for row in suggest(np.ones(50)) if row.recommended]
     assert best.limit == 1.0
