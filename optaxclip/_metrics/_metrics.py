@@ -186,7 +186,7 @@ def _wanted_names(only: str | Collection[str] | None) -> frozenset[str]:
         return frozenset(NAMES)
     # A string is a collection as well, of its letters.
     several = isinstance(only, Iterable) and not isinstance(only, str)
-    listed = list(only) if several else [only]
+    listed: list[Any] = list(only) if several else [only]
     # `in` finds 3 and a list nowhere, where a set would not take a list.
     if not all(name in list(NAMES) for name in listed):
         raise ValueError(
