@@ -117,9 +117,7 @@ def _test(home: Path, tests: list[str]) -> None:
 
 
 def _tests_of(file: str) -> list[str]:
-    """Returns the arguments of pytest: the module's own examples, the tests that have
-    its name, and then those of the table.
-    """
+    """Returns the module, for its examples, the tests of its name, and the table's."""
     table, name = _table("tests.toml"), Path(file).stem.lstrip("_")
     entries = sorted(filter(file.startswith, table), key=len, reverse=True)
     patterns = [f"**/test_{name}", f"**/test_{name}_*"]
