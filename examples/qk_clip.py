@@ -1,5 +1,5 @@
 """Trains a small transformer with Muon until its attention logits explode, and once
-more with QK-Clip behind Muon.
+more with QK-Clip after Muon.
 
 What it shows. Each step of Muon is as long in every direction of a matrix. So query and
 key weights grow from step to step, and the logits of the attention with their product.

@@ -17,6 +17,7 @@ and what if it is longer (shrink).
     backward     clip_cotangent, scale_cotangent
     your own     clip_by, rescale
     of optax     clip, clip_by_block_rms
+    states       ClipState, SkipState
 
     rules        limits that follow the run: rules.growth(), rules.z_score() ...
     shrinks      shrinks.hard, shrinks.smooth ...

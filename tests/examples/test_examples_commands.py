@@ -21,6 +21,14 @@ NEIGHBOURS = {path.stem for path in FOLDER.glob("*.py")}
 ALWAYS = {"jax", "numpy", "optax", "optaxclip"}
 
 
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_the_list_of_programs_says_what_each_says_of_itself(name):
+    docstring = ast.get_docstring(ast.parse((FOLDER / f"{name}.py").read_text()))
+    first = " ".join(docstring.split("\n\n")[0].split())
+    row = f"| [{name}.py]({name}.py) | {first} |"
+    assert row in (FOLDER / "README.md").read_text().splitlines()
+
+
 def program(name):
     try:
         return importlib.import_module(f"examples.{name}")
