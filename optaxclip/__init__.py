@@ -34,7 +34,10 @@ from . import dropin, per_example, replay, rules, shrinks
 from ._backward import clip_cotangent, scale_cotangent
 from ._clippers._adaclip import adaclip
 from ._clippers._adagc import adagc
+from ._clippers._adagn import adagn
 from ._clippers._agc import adaptive_grad_clip
+from ._clippers._aggc import aggc
+from ._clippers._autoclip import autoclip
 from ._clippers._by_mean import (
     clip_by_average_norm,
     clip_by_block_rms,
@@ -45,9 +48,7 @@ from ._clippers._by_norm import (
     clip_by_group_norm,
     clip_by_tensor_norm,
     clip_by_unitwise_norm,
-    record_norm,
 )
-from ._clippers._by_rule import adagn, aggc, autoclip, zclip
 from ._clippers._by_value import clip, clip_by_value
 from ._clippers._clip_by import clip_by
 from ._clippers._clip_grads import clip_grads
@@ -55,9 +56,11 @@ from ._clippers._clippy import clippy
 from ._clippers._heads import Heads
 from ._clippers._larc import larc
 from ._clippers._qk_clip import qk_clip
+from ._clippers._record_norm import record_norm
 from ._clippers._record_spikes import record_spikes
 from ._clippers._spam import spam
 from ._clippers._spectral import clip_by_spectral_norm, spectral_norm
+from ._clippers._zclip import zclip
 from ._core._factors import rescale
 from ._core._state import ClipState
 from ._metrics._metrics import metrics

@@ -8,26 +8,22 @@ nothing to clip  the norm of an empty tree is 0. None, integer, bool and empty
                  leaves pass through
 """
 
-from collections.abc import Callable
 from typing import Any
 
 import optax
 from jax.typing import ArrayLike
 
-from .._arguments import check_norm
 from .._core._kernel import make_clipper
 from .._norms._leaves import Axis, check_labels
 from .._norms._measures import (
     GlobalNorm,
     GroupNorm,
     Ord,
-    OwnNorm,
     TensorNorm,
     UnitwiseNorm,
     check_measure,
 )
 from .._norms._mesh_axes import MeshAxes
-from .._norms._norms import global_norm
 from .._norms._stacked import Stacked
 from .._other_names import with_our_names
 from ..shrinks import Shrink
@@ -238,35 +234,3 @@ def clip_by_group_norm(
     return make_clipper(
         measure, max_norm, call=call, name="max_norm", **options
     )
-
-
-@with_our_names
-def record_norm(
-    norm: Callable[[Any], Any] = global_norm,
-) -> optax.GradientTransformationExtraArgs:
-    """Clips nothing, and keeps the norms for `metrics`.
-
-    Beside a clipper in the same jitted step it costs nothing, since XLA computes equal
-    sums once.
-
-    Args:
-      norm: from a tree to its norms: `global_norm`, `tensor_norm`, or a function of
-        your own.
-
-    Returns:
-      A transformation whose state is a `ClipState`.
-
-    Raises:
-      TypeError: a norm that is not a function.
-
-    Example:
-      >>> recorder = optaxclip.record_norm()
-      >>> grads = jnp.array([3.0, 4.0])
-      >>> _, state = recorder.update(grads, recorder.init(grads))
-      >>> print(state.norm)
-      5.0
-    """
-    check_norm("record_norm", norm)
-    # With None nothing is multiplied, not even by 1. To XLA that would be another
-    # array, which the next clipper of the chain would read again.
-    return make_clipper(OwnNorm(norm), None, call="record_norm", name="norm")

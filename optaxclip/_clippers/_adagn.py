@@ -1,0 +1,70 @@
+"""AdaGN: the norm becomes the quotient of its moments."""
+
+from typing import Any
+
+import optax
+
+from .._norms._mesh_axes import MeshAxes
+from .._norms._stacked import Stacked
+from .._other_names import with_our_names
+from ..rules._moments_ratio import MomentsRatio
+from ..rules._rule import rule_in
+from ..shrinks import normalize
+from ._scope import Scope, clip_at
+
+
+@with_our_names
+def adagn(
+    decay1: Any = 0.7,
+    decay2: Any = 0.9,
+    *,
+    eps: Any = 1e-8,
+    scope: Scope = "tensor",
+    stacked: Stacked = None,
+    nonfinite: str = "propagate",
+    mesh_axes: MeshAxes = "auto",
+) -> optax.GradientTransformationExtraArgs:
+    """Makes each tensor as long as the quotient of its norm's moments, about 1.
+
+        new norm = mean / (sqrt(mean of squares) + eps)
+
+    Every gradient becomes about as long as 1, and less where norms vary, whatever the
+    scale of the loss. Stable-SPAM puts `adaclip` first, then this, then Adam with
+    `reset_momentum`. GradientStabilizer is this alone, before any optimizer, with
+    `adagn(0.6, 0.999, eps=1e-12)`.
+
+    Args:
+      decay1, decay2: of the two moments, in [0, 1]. 1 is the mean of all steps. Numbers
+        or schedules.
+      eps: at least 0, in units of the norm. A number or a schedule.
+      scope: "tensor", "global", or labels as for `clip_by_group_norm`.
+      stacked: with scope="tensor", which axes of a leaf count layers. Each layer has a
+        norm of its own. 1 for the leading axis, (1,) for axis 1 (see `tensor_norm`).
+      nonfinite, mesh_axes: as in `clip_by_global_norm`.
+
+    Returns:
+      A transformation with a `ClipState`, whose `limit` is the norm that was aimed at.
+      For each norm it remembers four numbers.
+
+    Raises:
+      ValueError: a number out of its range, an unknown scope, or `stacked` at another
+        scope than "tensor".
+      TypeError: something that is not a number.
+
+    Example:
+      >>> clipper = optaxclip.adagn(0.5, 0.5)
+      >>> state = clipper.init(jnp.zeros(1))
+      >>> for norm in (1.0, 1.0, 3.0):
+      ...     updates, state = clipper.update(jnp.array([norm]), state)
+      >>> print(f"{updates[0]:.3f}")
+      0.908
+
+    Reference: Huang et al., Stable-SPAM: how to train in 4-bit more stably than 16-bit
+    Adam, 2025 (arXiv 2502.17055). GradientStabilizer is the third version of that
+    paper, ICML 2026.
+    """
+    numbers = {"decay1": decay1, "decay2": decay2, "eps": eps}
+    rule = rule_in("adagn", MomentsRatio, **numbers)
+    # With `normalize` every norm becomes its limit, whether it was longer or shorter.
+    options = {"stacked": stacked, "shrink": normalize}
+    return clip_at(scope, rule, "adagn", nonfinite, mesh_axes, **options)

@@ -1,0 +1,82 @@
+"""AGGC: norms are brought into a band about their average."""
+
+from typing import Any
+
+import optax
+
+from .._norms._mesh_axes import MeshAxes
+from .._norms._stacked import Stacked
+from .._other_names import with_our_names
+from ..rules._ema_band import EmaBand
+from ..rules._rule import rule_in
+from ..shrinks import normalize
+from ._scope import Scope, clip_at
+
+
+@with_our_names
+def aggc(
+    low: Any = 0.95,
+    high: Any = 0.6,
+    *,
+    scope: Scope,
+    decay: Any = 0.95,
+    floor: Any = 0.01,
+    up: Any = 1.1,
+    down: Any = 0.9,
+    raise_small: Any = False,
+    stacked: Stacked = None,
+    nonfinite: str = "propagate",
+    mesh_axes: MeshAxes = "auto",
+) -> optax.GradientTransformationExtraArgs:
+    """Holds the norm of each group in a band about its own running average.
+
+        new norm = the norm, within [max(floor, low * average), high * average]
+                   and within [down * norm, up * norm]
+
+    A group that explodes does not shorten the others, and one that dies away can be
+    lifted.
+
+    Args:
+      low, high: the edges, as multiples of the average. At least 0. Numbers or
+        schedules.
+      scope: labels as for `clip_by_group_norm`, such as the kind of the layer, or
+        "tensor" or "global".
+      decay: of the average, in [0, 1]. A number or a schedule.
+      floor: the lower edge is at least this, in units of the norm.
+      up: how far one step is lengthened at most, at least 1.
+      down: how far one step is shortened at most, in [0, 1].
+      raise_small: whether norms below the band are lifted. Otherwise they pass.
+      stacked: with scope="tensor", which axes of a leaf count layers. Each layer has a
+        norm of its own. 1 for the leading axis, (1,) for axis 1 (see `tensor_norm`).
+      nonfinite, mesh_axes: as in `clip_by_global_norm`.
+
+    Returns:
+      A transformation with a `ClipState`, whose `limit` is the norm that was aimed at.
+      For each norm it remembers two numbers.
+
+    Raises:
+      ValueError: a number out of its range, an unknown scope, or `stacked` at another
+        scope than "tensor".
+      TypeError: something that is not a number.
+
+    Example:
+      >>> clipper = optaxclip.aggc(0.5, 1.0, scope="tensor", decay=0.5, down=0.5)
+      >>> state = clipper.init(jnp.zeros(1))
+      >>> for norm in (2.0, 3.0, 9.0):
+      ...     updates, state = clipper.update(jnp.array([norm]), state)
+      ...     print(f"{updates[0]:.4f}")
+      2.0000
+      2.0000
+      4.5000
+
+    Reference: Li, Wu, Chang, AGGC: adaptive group gradient clipping for stabilizing
+    large language model training, 2026 (arXiv 2601.11864).
+    """
+    # The published low, 0.95, is above the published high, 0.6. There the upper edge
+    # wins, and `down` decides how far a step is shortened.
+    edges = {"low": low, "high": high, "floor": floor, "up": up, "down": down}
+    numbers = {**edges, "decay": decay, "raise_small": raise_small}
+    rule = rule_in("aggc", EmaBand, **numbers)
+    # The limit is the norm aimed at, and `hard` would lift no norm to it.
+    options = {"stacked": stacked, "shrink": normalize}
+    return clip_at(scope, rule, "aggc", nonfinite, mesh_axes, **options)

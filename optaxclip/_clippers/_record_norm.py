@@ -1,0 +1,44 @@
+"""Norms for the log, without clipping."""
+
+from collections.abc import Callable
+from typing import Any
+
+import optax
+
+from .._arguments import check_norm
+from .._core._kernel import make_clipper
+from .._norms._measures import OwnNorm
+from .._norms._norms import global_norm
+from .._other_names import with_our_names
+
+
+@with_our_names
+def record_norm(
+    norm: Callable[[Any], Any] = global_norm,
+) -> optax.GradientTransformationExtraArgs:
+    """Clips nothing, and keeps the norms for `metrics`.
+
+    Beside a clipper in the same jitted step it costs nothing, since XLA computes equal
+    sums once.
+
+    Args:
+      norm: from a tree to its norms: `global_norm`, `tensor_norm`, or a function of
+        your own.
+
+    Returns:
+      A transformation whose state is a `ClipState`.
+
+    Raises:
+      TypeError: a norm that is not a function.
+
+    Example:
+      >>> recorder = optaxclip.record_norm()
+      >>> grads = jnp.array([3.0, 4.0])
+      >>> _, state = recorder.update(grads, recorder.init(grads))
+      >>> print(state.norm)
+      5.0
+    """
+    check_norm("record_norm", norm)
+    # With None nothing is multiplied, not even by 1. To XLA that would be another
+    # array, which the next clipper of the chain would read again.
+    return make_clipper(OwnNorm(norm), None, call="record_norm", name="norm")
