@@ -36,8 +36,11 @@ def adaclip(
       decay: of the average, in [0, 1]. 1 is the mean of all steps. A number or a
         schedule.
       stacked: which axes of a leaf count layers: 1 for the leading axis, (1,) for axis
-        1 (see `tensor_norm`).
-      nonfinite, mesh_axes: as in `clip_by_tensor_norm`.
+        1, a tree prefix of these, or a function of path and leaf.
+      nonfinite: what a norm that is NaN or inf makes of its tensor: "propagate" NaN,
+        "zero" zeros. "raise" raises FloatingPointError (in jit a `checkify.check`).
+      mesh_axes: over which mesh axes leaves are split, inside shard_map and pmap:
+        "auto", None, names, or a tree prefix of PartitionSpec.
 
     Returns:
       A transformation with a `ClipState`: `norm` is the largest coordinate, `factor`

@@ -43,11 +43,16 @@ def adagc(
       decay: of the average, in [0, 1]. A number or a schedule.
       max_norm: the global limit of the warm-up, at least 0. A number or a schedule.
       warmup: how many norms are seen under the global limit. At least 1.
-      scope: "tensor", "global", or labels as for `clip_by_group_norm`.
-      stacked: with scope="tensor", which axes of a leaf count layers. Each layer has a
-        norm of its own. 1 for the leading axis, (1,) for axis 1 (see `tensor_norm`).
-      nonfinite, mesh_axes: as in `clip_by_global_norm`. In the warm-up one broken
-        tensor breaks them all, as under any global clip.
+      scope: "tensor", "global", or labels: a tree prefix of them, or a function of path
+        and leaf.
+      stacked: with scope="tensor", which axes of a leaf count layers, each of which
+        has a norm of its own: 1 for the leading axis, (1,) for axis 1, a tree prefix of
+        these, or a function of path and leaf.
+      nonfinite: what a norm that is NaN or inf makes of all that it measured:
+        "propagate" NaN, "zero" zeros. "raise" raises FloatingPointError (in jit a
+        `checkify.check`). In the warm-up one broken tensor breaks all.
+      mesh_axes: over which mesh axes leaves are split, inside shard_map and pmap:
+        "auto", None, names, or a tree prefix of PartitionSpec.
 
     Returns:
       A transformation with a `ClipState`. For each norm it remembers two numbers.

@@ -37,10 +37,16 @@ def adagn(
       decay1, decay2: of the two moments, in [0, 1]. 1 is the mean of all steps. Numbers
         or schedules.
       eps: at least 0, in units of the norm. A number or a schedule.
-      scope: "tensor", "global", or labels as for `clip_by_group_norm`.
-      stacked: with scope="tensor", which axes of a leaf count layers. Each layer has a
-        norm of its own. 1 for the leading axis, (1,) for axis 1 (see `tensor_norm`).
-      nonfinite, mesh_axes: as in `clip_by_global_norm`.
+      scope: "tensor", "global", or labels: a tree prefix of them, or a function of path
+        and leaf.
+      stacked: with scope="tensor", which axes of a leaf count layers, each of which
+        has a norm of its own: 1 for the leading axis, (1,) for axis 1, a tree prefix of
+        these, or a function of path and leaf.
+      nonfinite: what a norm that is NaN or inf makes of all that it measured:
+        "propagate" NaN, "zero" zeros. "raise" raises FloatingPointError (in jit a
+        `checkify.check`).
+      mesh_axes: over which mesh axes leaves are split, inside shard_map and pmap:
+        "auto", None, names, or a tree prefix of PartitionSpec.
 
     Returns:
       A transformation with a `ClipState`, whose `limit` is the norm that was aimed at.

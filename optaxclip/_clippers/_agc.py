@@ -38,7 +38,8 @@ def adaptive_grad_clip(
       clipping: a number at least 0, an array or a schedule. 0.01 is the paper's for
         batches of 1024 to 4096. Smaller batches take larger ones.
       eps: weights shorter than this count as this long. At least 0.
-      axis: the axes that are summed over (see `unitwise_norm`). None chooses by shape,
+      axis: the axes that are summed over: an int, a tuple, a tree prefix of these, or a
+        function of path and leaf. None chooses by shape,
         as the paper's code and optax do: all axes where at most one is longer than 1,
         so that a bias or a kernel of shape (n, 1) or (1, n) is one unit. Otherwise
         those before the last, the output of a JAX kernel (axis 0 alone at rank 3).
@@ -50,10 +51,13 @@ def adaptive_grad_clip(
       ord: the order of the norms: a number above 0, `math.inf`, "rms" or "average".
         None means 2.
       stacked: which axes of a leaf count layers: 1 for the leading axis, (1,) for axis
-        1 (see `tensor_norm`).
+        1, a tree prefix of these, or a function of path and leaf.
       shrink: what a norm over its limit becomes, of `optaxclip.shrinks`. None is
         `hard`.
-      nonfinite, mesh_axes: as in `clip_by_tensor_norm`.
+      nonfinite: what a norm that is NaN or inf makes of its unit: "propagate" NaN,
+        "zero" zeros. "raise" raises FloatingPointError (in jit a `checkify.check`).
+      mesh_axes: over which mesh axes leaves are split, inside shard_map and pmap:
+        "auto", None, names, or a tree prefix of PartitionSpec.
 
     Returns:
       A transformation whose state is a `ClipState`, read by `metrics`.

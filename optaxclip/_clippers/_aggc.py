@@ -39,16 +39,21 @@ def aggc(
     Args:
       low, high: the edges, as multiples of the average. At least 0. Numbers or
         schedules.
-      scope: labels as for `clip_by_group_norm`, such as the kind of the layer, or
-        "tensor" or "global".
+      scope: labels, such as the kind of the layer, as a tree prefix or a function of
+        path and leaf, or "tensor" or "global".
       decay: of the average, in [0, 1]. A number or a schedule.
       floor: the lower edge is at least this, in units of the norm.
       up: how far one step is lengthened at most, at least 1.
       down: how far one step is shortened at most, in [0, 1].
       raise_small: whether norms below the band are lifted. Otherwise they pass.
-      stacked: with scope="tensor", which axes of a leaf count layers. Each layer has a
-        norm of its own. 1 for the leading axis, (1,) for axis 1 (see `tensor_norm`).
-      nonfinite, mesh_axes: as in `clip_by_global_norm`.
+      stacked: with scope="tensor", which axes of a leaf count layers, each of which
+        has a norm of its own: 1 for the leading axis, (1,) for axis 1, a tree prefix of
+        these, or a function of path and leaf.
+      nonfinite: what a norm that is NaN or inf makes of all that it measured:
+        "propagate" NaN, "zero" zeros. "raise" raises FloatingPointError (in jit a
+        `checkify.check`).
+      mesh_axes: over which mesh axes leaves are split, inside shard_map and pmap:
+        "auto", None, names, or a tree prefix of PartitionSpec.
 
     Returns:
       A transformation with a `ClipState`, whose `limit` is the norm that was aimed at.

@@ -36,13 +36,26 @@ def clip_by_tensor_rms(
     Args:
       max_rms: a number at least 0, an array, a schedule, None, a rule of
         `optaxclip.rules`, or a tree prefix of these.
-      stacked, shrink, eps, nonfinite, mesh_axes: as in `clip_by_tensor_norm`.
+      stacked: which axes of a leaf count layers, each of which is clipped separately:
+        1 for the leading axis, (1,) for axis 1, a tree prefix of these, or a function
+        of path and leaf.
+      shrink: what a norm over its limit becomes, of `optaxclip.shrinks`. None is
+        `hard`.
+      eps: added to the norm before it is compared and divided by. 1e-6 gives torch's
+        numbers. At least 0.
+      nonfinite: what a norm that is NaN or inf makes of its tensor: "propagate" NaN,
+        "zero" zeros. "raise" raises FloatingPointError (in jit a `checkify.check`).
+      mesh_axes: over which mesh axes leaves are split, inside shard_map and pmap:
+        "auto", None, names, or a tree prefix of PartitionSpec.
 
     Returns:
       A transformation whose state is a `ClipState`, read by `metrics`.
 
     Raises:
-      ValueError, TypeError: as `clip_by_tensor_norm`.
+      ValueError: a negative or NaN limit or eps, an unknown `nonfinite`, a leaf without
+        a limit, an axis in `stacked` that a leaf does not have, or leaves of one stack
+        with different numbers of layers.
+      TypeError: a limit that is not a number.
 
     Example:
       >>> grads = jnp.array([3.0, 4.0, 0.0, 0.0])
@@ -79,13 +92,26 @@ def clip_by_average_norm(
     Args:
       max_norm: a number at least 0, an array, a schedule, None, a rule of
         `optaxclip.rules`, or a tree prefix of these.
-      stacked, shrink, eps, nonfinite, mesh_axes: as in `clip_by_tensor_norm`.
+      stacked: which axes of a leaf count layers, each of which is clipped separately:
+        1 for the leading axis, (1,) for axis 1, a tree prefix of these, or a function
+        of path and leaf.
+      shrink: what a norm over its limit becomes, of `optaxclip.shrinks`. None is
+        `hard`.
+      eps: added to the norm before it is compared and divided by. 1e-6 gives torch's
+        numbers. At least 0.
+      nonfinite: what a norm that is NaN or inf makes of its tensor: "propagate" NaN,
+        "zero" zeros. "raise" raises FloatingPointError (in jit a `checkify.check`).
+      mesh_axes: over which mesh axes leaves are split, inside shard_map and pmap:
+        "auto", None, names, or a tree prefix of PartitionSpec.
 
     Returns:
       A transformation whose state is a `ClipState`, read by `metrics`.
 
     Raises:
-      ValueError, TypeError: as `clip_by_tensor_norm`.
+      ValueError: a negative or NaN limit or eps, an unknown `nonfinite`, a leaf without
+        a limit, an axis in `stacked` that a leaf does not have, or leaves of one stack
+        with different numbers of layers.
+      TypeError: a limit that is not a number.
 
     Example:
       >>> grads = jnp.array([3.0, 4.0, 0.0, 0.0])

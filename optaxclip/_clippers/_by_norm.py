@@ -102,13 +102,22 @@ def clip_by_tensor_norm(
     Args:
       max_norm: a number at least 0, an array, a schedule, None, a rule of
         `optaxclip.rules`, or a tree prefix of these.
+      ord: the order of the norm: a number above 0, `math.inf`, "rms" or "average".
+        None means 2.
       stacked: which axes of a leaf count layers, each of which is clipped separately.
         1 is the leading axis, as `lax.scan` and `jax.vmap` stack layers, and 2 the two
         leading ones. A tuple names axes by position: (1,) is axis 1, as MaxText and T5X
         stack. Also a tree prefix of these, with None for leaves that are not stacked,
         or a function of the leaf's path ("blocks/w") and the leaf.
-      ord, shrink, eps, nonfinite, mesh_axes: as in `clip_by_global_norm`. Stacked
-        leaves that are split inside shard_map need a PartitionSpec.
+      shrink: what a norm over its limit becomes, of `optaxclip.shrinks`. None is
+        `hard`.
+      eps: added to the norm before it is compared and divided by. 1e-6 gives torch's
+        numbers. At least 0.
+      nonfinite: what a norm that is NaN or inf makes of its tensor: "propagate" NaN,
+        "zero" zeros. "raise" raises FloatingPointError (in jit a `checkify.check`).
+      mesh_axes: over which mesh axes leaves are split, inside shard_map and pmap:
+        "auto", None, names, or a tree prefix of PartitionSpec, which stacked leaves
+        that are split need.
 
     Returns:
       A transformation whose state is a `ClipState`, read by `metrics`. Its `update`
@@ -153,20 +162,36 @@ def clip_by_unitwise_norm(
     """Clips the norm of each unit: of the weights that feed one output.
 
     Args:
-      max_norm: as in `clip_by_tensor_norm`. An array may hold one limit for each unit,
-        with the summed axes at size 1.
-      axis: the axes that are summed over (see `unitwise_norm`). None chooses by shape:
+      max_norm: a number at least 0, an array, a schedule, None, a rule of
+        `optaxclip.rules`, or a tree prefix of these. An array may hold one limit for
+        each unit, with the summed axes at size 1.
+      axis: the axes that are summed over: an int, a tuple, a tree prefix of these, or a
+        function of path and leaf. None chooses by shape:
         all axes where at most one is longer than 1, otherwise those before the last,
         the output of a JAX kernel (axis 0 alone at rank 3). For weights of shape (out,
         in): `axis=lambda path, x: tuple(range(1, x.ndim)) or None`.
-      ord, stacked, shrink, eps, nonfinite, mesh_axes: as in `clip_by_tensor_norm`.
+      ord: the order of the norm: a number above 0, `math.inf`, "rms" or "average".
+        None means 2.
+      stacked: which axes of a leaf count layers, each of which is clipped separately:
+        1 for the leading axis, (1,) for axis 1, a tree prefix of these, or a function
+        of path and leaf.
+      shrink: what a norm over its limit becomes, of `optaxclip.shrinks`. None is
+        `hard`.
+      eps: added to the norm before it is compared and divided by. 1e-6 gives torch's
+        numbers. At least 0.
+      nonfinite: what a norm that is NaN or inf makes of its unit: "propagate" NaN,
+        "zero" zeros. "raise" raises FloatingPointError (in jit a `checkify.check`).
+      mesh_axes: over which mesh axes leaves are split, inside shard_map and pmap:
+        "auto", None, names, or a tree prefix of PartitionSpec.
 
     Returns:
       A transformation whose state is a `ClipState`, read by `metrics`.
 
     Raises:
-      ValueError, TypeError: as `clip_by_tensor_norm`.
-      ValueError: an axis that a leaf does not have.
+      ValueError: a negative or NaN limit or eps, an order that is not above 0, an
+        unknown `nonfinite`, a leaf without a limit, or an axis that a leaf does not
+        have.
+      TypeError: a limit that is not a number.
 
     Example:
       >>> grads = jnp.array([[3.0, 0.1], [4.0, 0.0]])
@@ -204,15 +229,25 @@ def clip_by_group_norm(
         number at least 0, an array, a schedule, None or a rule of `optaxclip.rules`.
       labels: a tree prefix of labels, a function that makes one from the tree, as in
         `optax.partition`, or a function of a leaf's path ("blocks/w") and the leaf.
-      ord, shrink, eps, nonfinite, mesh_axes: as in `clip_by_global_norm`.
+      ord: the order of the norm: a number above 0, `math.inf`, "rms" or "average".
+        None means 2.
+      shrink: what a norm over its limit becomes, of `optaxclip.shrinks`. None is
+        `hard`.
+      eps: added to the norm before it is compared and divided by. 1e-6 gives torch's
+        numbers. At least 0.
+      nonfinite: what a norm that is NaN or inf makes of its group: "propagate" NaN,
+        "zero" zeros. "raise" raises FloatingPointError (in jit a `checkify.check`).
+      mesh_axes: over which mesh axes leaves are split, inside shard_map and pmap:
+        "auto", None, names, or a tree prefix of PartitionSpec.
 
     Returns:
       A transformation whose state is a `ClipState`, read by `metrics`. Its `update`
       also takes `grad_norm=` and `limit=`, as dicts from label to number.
 
     Raises:
-      ValueError, TypeError: as `clip_by_global_norm`.
-      ValueError: a leaf without a label, or a label without a limit.
+      ValueError: a negative or NaN limit or eps, an order that is not above 0, an
+        unknown `nonfinite`, a leaf without a label, or a label without a limit.
+      TypeError: a limit that is not a number.
 
     Example:
       >>> grads = {"w": jnp.array([3.0, 4.0]), "b": jnp.array([0.5])}

@@ -124,7 +124,8 @@ def clip(max_delta: Any) -> optax.GradientTransformation:
       A transformation with a `ClipByValueState`.
 
     Raises:
-      ValueError, TypeError: as `clip_by_value`.
+      ValueError: a bound that is negative or NaN, or does not fit its leaf.
+      TypeError: a bound that is not a number.
 
     Example:
       >>> clipper = optaxclip.clip(1.0)

@@ -55,8 +55,12 @@ def clippy(
         0.1, the paper also 0.5 with absolute=1e-2.
       absolute: how far every weight may move. At least 0.
       stacked: which axes of a leaf count layers: 1 for the leading axis, (1,) for axis
-        1 (see `tensor_norm`). Each layer is scaled separately.
-      nonfinite, mesh_axes: as in `clip_by_tensor_norm`.
+        1, a tree prefix of these, or a function of path and leaf. Each layer is scaled
+        separately.
+      nonfinite: what a norm that is NaN or inf makes of its tensor: "propagate" NaN,
+        "zero" zeros. "raise" raises FloatingPointError (in jit a `checkify.check`).
+      mesh_axes: over which mesh axes leaves are split, inside shard_map and pmap:
+        "auto", None, names, or a tree prefix of PartitionSpec.
 
     Returns:
       A transformation with a `ClipState`, read by `metrics`: the norm is the largest

@@ -79,8 +79,9 @@ def tensor_norm(
         prefix of these, with None for leaves that are not stacked, or a function of the
         leaf's path ("blocks/w") and the leaf. Leaves that share one value must have the
         same number of layers.
-      mesh_axes: as in `global_norm`. Stacked leaves that are split inside shard_map
-        need a PartitionSpec.
+      mesh_axes: over which mesh axes leaves are split, inside shard_map and pmap:
+        "auto", None, names, or a tree prefix of PartitionSpec, which stacked leaves
+        that are split need.
 
     Returns:
       A tree of the same structure: a scalar for each leaf (for stacked leaves an array
@@ -122,9 +123,10 @@ def unitwise_norm(
         layer.
       ord: the order: a number above 0, `math.inf`, "rms" or "average". None means 2.
       stacked: which axes of a leaf count layers: 1 for the leading axis, (1,) for axis
-        1 (see `tensor_norm`).
-      mesh_axes: as in `global_norm`. Leaves that are split inside shard_map need a
-        PartitionSpec, unless they are vectors.
+        1, a tree prefix of these, or a function of path and leaf.
+      mesh_axes: over which mesh axes leaves are split, inside shard_map and pmap:
+        "auto", None, names, or a tree prefix of PartitionSpec, which all leaves that
+        are split need but vectors.
 
     Returns:
       A tree of the same structure, with the summed axes kept at size 1 (a scalar for a
@@ -156,7 +158,8 @@ def group_norm(
       labels: a tree prefix of labels, a function that makes one from the tree, as in
         `optax.partition`, or a function of a leaf's path ("blocks/w") and the leaf.
       ord: the order: a number above 0, `math.inf`, "rms" or "average". None means 2.
-      mesh_axes: as in `global_norm`.
+      mesh_axes: over which mesh axes leaves are split, inside shard_map and pmap:
+        "auto", None, names, or a tree prefix of PartitionSpec.
 
     Returns:
       A dict from label to scalar.

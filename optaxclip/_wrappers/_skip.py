@@ -55,7 +55,7 @@ def skip_nonfinite(
     The updates of a skipped step are 0, and the optimizer keeps its state.
 
     Args:
-      inner: the whole optimizer. Around a clipper alone, the optimizer behind it would
+      inner: the whole optimizer. Around a clipper alone, the optimizer after it would
         still move in a skipped step, by its momentum and weight decay.
       max_consecutive: after this many skipped steps in a row the next is not skipped,
         whatever it is. At least 0. None for never.
@@ -104,7 +104,8 @@ def skip_step(
     loss rejects every step until it has left the window.
 
     Args:
-      inner: the whole optimizer (see `skip_nonfinite`).
+      inner: the whole optimizer. Around a clipper alone, the optimizer after it would
+        still move in a skipped step, by its momentum and weight decay.
       sigmas: how many standard deviations above the mean are allowed. At least 0. A
         number or a schedule.
       window: how many norms and losses are remembered. A whole number, at least 1. The
@@ -162,9 +163,9 @@ def skip_spikes(
     The updates of a skipped step are 0, and the optimizer keeps its state bit for bit.
 
     Args:
-      inner: the whole optimizer (see `skip_nonfinite`). It may need extra arguments,
-        and gets `value`. It is always traced, so `nonfinite="raise"` inside needs
-        `checkify`.
+      inner: the whole optimizer, since what comes after it would still move in a
+        skipped step. It may need extra arguments, and gets `value`. It is always
+        traced, so `nonfinite="raise"` inside needs `checkify`.
       rule: the limit of the global norm: a rule of `optaxclip.rules`, a number at least
         0, a schedule, or None for no limit.
       loss_rule: likewise for the loss, which `update(..., value=loss)` must be given

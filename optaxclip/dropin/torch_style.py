@@ -166,7 +166,8 @@ def get_total_norm(
     Args:
       grads: a pytree of arrays.
       norm_type: the order of the norm: a number, `math.inf`, or a string such as "inf".
-        Orders of 0 and less are computed as torch does (see `clip_grad_norm`).
+        Orders of 0 and less are not norms, but are computed as torch does: 0 counts the
+        leaves that have an element other than 0, `-math.inf` is min |x|.
       error_if_nonfinite: raise where the norm is NaN or inf.
 
     Returns:
