@@ -88,7 +88,7 @@ def terms_on_tpu(leaf: jax.Array, dims: Dims) -> Bins:
 def has_columns(leaf: jax.Array, dims: Dims) -> bool:
     """Whether columns are summed first: of a large leaf all of them together."""
     axes = _axes(leaf, dims)
-    if not _is_large(leaf) or leaf.ndim - 1 not in axes:
+    if not _is_long(leaf) or leaf.ndim - 1 not in axes:
         return False
     rows = [leaf.shape[axis] for axis in axes if axis != leaf.ndim - 1]
     return math.prod(rows) >= PARTIAL and is_on_one_device(leaf)
@@ -115,22 +115,30 @@ def sum_on_gpu(leaf: jax.Array, dims: Dims) -> Bins:
         sums = jnp.sum(stack, axes, keepdims=dims is not None)
         return Bins(*(sums[..., kind] for kind in range(3)))
 
-    terms = list(squares_in_bins(leaf))
-    rest = axes
-    if dims is None and _is_large(leaf):
-        terms, rest = [_in_rows(x) for x in terms], (0, 1)
-    is_long = _is_large(leaf) and terms[0].shape[-1] >= PARTIAL
-    if is_long and len(rest) > 1:
-        *rest, last = rest
-        # Without the barrier XLA makes one sum of both.
-        terms = lax.optimization_barrier(sum_at_once(terms, (last,)))
+    terms, rest = _terms_on_gpu(leaf, dims)
     sums = sum_at_once(terms, rest)
     return Bins(
         *(x if dims is None else lax.expand_dims(x, axes) for x in sums)
     )
 
 
-def _in_rows(squares: jax.Array) -> jax.Array:
+def _terms_on_gpu(
+    leaf: jax.Array, dims: Dims
+) -> tuple[Sequence[jax.Array], Sequence[int]]:
+    """What there is to sum, over which axes: the squares, or the sums of rows."""
+    terms, axes = list(squares_in_bins(leaf)), _axes(leaf, dims)
+    if not _is_long(leaf):
+        return terms, axes
+    if dims is None:
+        terms, axes = [_as_matrix(x) for x in terms], (0, 1)
+    *rest, last = axes
+    if not rest or terms[0].shape[-1] < PARTIAL:
+        return terms, axes
+    # Without the barrier XLA makes one sum of both.
+    return lax.optimization_barrier(sum_at_once(terms, (last,))), rest
+
+
+def _as_matrix(squares: jax.Array) -> jax.Array:
     """About as many rows as a row has elements, filled up with zeros.
 
     XLA on a GPU computes this while it sums. Of a leaf that is reshaped before it is
@@ -157,7 +165,7 @@ def _is_small(leaf: jax.Array) -> bool:
     return _is_known(leaf) and leaf.size <= SMALL
 
 
-def _is_large(leaf: jax.Array) -> bool:
+def _is_long(leaf: jax.Array) -> bool:
     return _is_known(leaf) and leaf.size > SMALL
 
 
