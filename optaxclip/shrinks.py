@@ -12,6 +12,8 @@ into `clip_by`, any norm clipper or `clipped_grad` as `shrink=`. A factory may b
 with or without parentheses: `shrink=smooth` is `shrink=smooth()`.
 """
 
+from __future__ import annotations
+
 import math
 from collections.abc import Callable
 from functools import cache

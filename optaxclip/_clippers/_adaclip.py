@@ -1,5 +1,7 @@
 """AdaClip: the largest coordinates of a tensor against their running average."""
 
+from __future__ import annotations
+
 import math
 from typing import Any, cast
 
@@ -16,12 +18,12 @@ from .._norms._prefix import is_none
 from .._norms._stacked import Stacked
 from .._other_names import with_our_names
 from ..rules._ema import Ema
-from ..rules._rule import rule_in
+from ..rules._rule import Number, rule_in
 
 
 @with_our_names
 def adaclip(
-    decay: Any = 0.999,
+    decay: Number = 0.999,
     *,
     stacked: Stacked = None,
     nonfinite: str = "propagate",

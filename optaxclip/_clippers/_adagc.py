@@ -1,10 +1,13 @@
 """AdaGC: each tensor against the running average of its own norm."""
 
+from __future__ import annotations
+
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
+from jax.typing import ArrayLike
 
 from .._exported import exported
 from .._norms._mesh_axes import MeshAxes
@@ -16,11 +19,11 @@ from ._scope import Scope, clip_at
 
 @with_our_names
 def adagc(
-    ratio: Any = 1.05,
-    decay: Any = 0.98,
+    ratio: Number = 1.05,
+    decay: Number = 0.98,
     *,
-    max_norm: Any = 1.0,
-    warmup: Any = 100,
+    max_norm: Number = 1.0,
+    warmup: ArrayLike = 100,
     scope: Scope = "tensor",
     stacked: Stacked = None,
     nonfinite: str = "propagate",

@@ -1,6 +1,6 @@
 """AdaGN: the norm becomes the quotient of its moments."""
 
-from typing import Any
+from __future__ import annotations
 
 import optax
 
@@ -8,17 +8,17 @@ from .._norms._mesh_axes import MeshAxes
 from .._norms._stacked import Stacked
 from .._other_names import with_our_names
 from ..rules._moments_ratio import MomentsRatio
-from ..rules._rule import rule_in
+from ..rules._rule import Number, rule_in
 from ..shrinks import normalize
 from ._scope import Scope, clip_at
 
 
 @with_our_names
 def adagn(
-    decay1: Any = 0.7,
-    decay2: Any = 0.9,
+    decay1: Number = 0.7,
+    decay2: Number = 0.9,
     *,
-    eps: Any = 1e-8,
+    eps: Number = 1e-8,
     scope: Scope = "tensor",
     stacked: Stacked = None,
     nonfinite: str = "propagate",

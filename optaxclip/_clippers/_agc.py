@@ -1,8 +1,9 @@
 """Adaptive gradient clipping: a gradient is held against the weights it changes."""
 
-from typing import Any
+from __future__ import annotations
 
 import optax
+from jax.typing import ArrayLike
 
 from .._arguments import check_limit
 from .._core._kernel import make_clipper
@@ -11,14 +12,15 @@ from .._norms._measures import Ord, TensorNorm, UnitwiseNorm, check_measure
 from .._norms._mesh_axes import MeshAxes
 from .._norms._stacked import Stacked
 from .._other_names import with_our_names
+from ..rules._rule import Number
 from ..rules._share_of_params import ShareOfParams
 from ..shrinks import Shrink
 
 
 @with_our_names
 def adaptive_grad_clip(
-    clipping: Any = 0.01,
-    eps: Any = 1e-3,
+    clipping: Number = 0.01,
+    eps: ArrayLike = 1e-3,
     axis: Axis = None,
     *,
     per_tensor: bool = False,

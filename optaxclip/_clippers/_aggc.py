@@ -1,29 +1,30 @@
 """AGGC: norms are brought into a band about their average."""
 
-from typing import Any
+from __future__ import annotations
 
 import optax
+from jax.typing import ArrayLike
 
 from .._norms._mesh_axes import MeshAxes
 from .._norms._stacked import Stacked
 from .._other_names import with_our_names
 from ..rules._ema_band import EmaBand
-from ..rules._rule import rule_in
+from ..rules._rule import Number, rule_in
 from ..shrinks import normalize
 from ._scope import Scope, clip_at
 
 
 @with_our_names
 def aggc(
-    low: Any = 0.95,
-    high: Any = 0.6,
+    low: Number = 0.95,
+    high: Number = 0.6,
     *,
     scope: Scope,
-    decay: Any = 0.95,
-    floor: Any = 0.01,
-    up: Any = 1.1,
-    down: Any = 0.9,
-    raise_small: Any = False,
+    decay: Number = 0.95,
+    floor: Number = 0.01,
+    up: Number = 1.1,
+    down: Number = 0.9,
+    raise_small: ArrayLike = False,
     stacked: Stacked = None,
     nonfinite: str = "propagate",
     mesh_axes: MeshAxes = "auto",

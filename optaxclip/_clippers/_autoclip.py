@@ -1,23 +1,26 @@
 """AutoClip: the limit is a percentile of the norms so far."""
 
+from __future__ import annotations
+
 import warnings
 from typing import Any
 
 import optax
 from jax.tree_util import Partial
+from jax.typing import ArrayLike
 
 from .._norms._mesh_axes import MeshAxes
 from .._norms._stacked import Stacked
 from .._other_names import with_our_names
-from ..rules._rule import check_field, number, rule_in
+from ..rules._rule import Number, check_field, number, rule_in
 from ..rules._windowed_quantile import WindowedQuantile
 from ._scope import Scope, clip_at
 
 
 @with_our_names
 def autoclip(
-    percentile: Any = 10.0,
-    window: Any = 10_000,
+    percentile: Number = 10.0,
+    window: ArrayLike = 10_000,
     *,
     scope: Scope = "global",
     stacked: Stacked = None,

@@ -3,6 +3,8 @@
 What `_by_norm` says of limits and broken norms holds here.
 """
 
+from __future__ import annotations
+
 from typing import Any
 
 import optax
@@ -16,12 +18,13 @@ from .._norms._measures import (
 from .._norms._mesh_axes import MeshAxes
 from .._norms._stacked import Stacked
 from .._other_names import with_our_names
+from ..rules._constant import LimitTree
 from ..shrinks import Shrink
 
 
 @with_our_names
 def clip_by_tensor_rms(
-    max_rms: Any,
+    max_rms: LimitTree,
     *,
     stacked: Stacked = None,
     shrink: Shrink | None = None,
@@ -79,7 +82,7 @@ def clip_by_tensor_rms(
 
 @with_our_names
 def clip_by_average_norm(
-    max_norm: Any,
+    max_norm: LimitTree,
     *,
     stacked: Stacked = None,
     shrink: Shrink | None = None,

@@ -8,6 +8,9 @@ nothing to clip  the norm of an empty tree is 0. None, integer, bool and empty
                  leaves pass through
 """
 
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import optax
@@ -26,12 +29,13 @@ from .._norms._measures import (
 from .._norms._mesh_axes import MeshAxes
 from .._norms._stacked import Stacked
 from .._other_names import with_our_names
+from ..rules._constant import Limit, LimitTree
 from ..shrinks import Shrink
 
 
 @with_our_names
 def clip_by_global_norm(
-    max_norm: Any,
+    max_norm: Limit,
     *,
     ord: Ord = None,
     shrink: Shrink | None = None,
@@ -88,7 +92,7 @@ def clip_by_global_norm(
 
 @with_our_names
 def clip_by_tensor_norm(
-    max_norm: Any,
+    max_norm: LimitTree,
     *,
     ord: Ord = None,
     stacked: Stacked = None,
@@ -149,7 +153,7 @@ def clip_by_tensor_norm(
 
 @with_our_names
 def clip_by_unitwise_norm(
-    max_norm: Any,
+    max_norm: LimitTree,
     *,
     axis: Axis = None,
     ord: Ord = None,
@@ -213,8 +217,8 @@ def clip_by_unitwise_norm(
 
 @with_our_names
 def clip_by_group_norm(
-    max_norm: Any,
-    labels: Any,
+    max_norm: LimitTree,
+    labels: Mapping[Any, Any] | Sequence[Any] | Callable[..., Any],
     *,
     ord: Ord = None,
     shrink: Shrink | None = None,

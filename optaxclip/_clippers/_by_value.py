@@ -1,8 +1,9 @@
 """Clipping by value: every element by itself, between bounds."""
 
 import math
+from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +19,10 @@ from .._norms._leaves import check_leaves
 from .._norms._modulus import with_modulus
 from .._optimizers import check_state
 from .._other_names import with_our_names
+from ..rules._rule import Number
+
+# A bound, or a tree prefix of bounds. None is no bound.
+Bounds: TypeAlias = "Number | Mapping[Any, Bounds] | Sequence[Bounds] | None"
 
 
 @exported
@@ -30,7 +35,7 @@ class ClipByValueState(NamedTuple):
 
 @with_our_names
 def clip_by_value(
-    max_value: Any, min_value: Any = None
+    max_value: Bounds, min_value: Bounds = None
 ) -> optax.GradientTransformation:
     """Clips every element to [min_value, max_value], or to [-max_value, max_value].
 
@@ -114,7 +119,7 @@ def value_clipper(
 
 
 @with_our_names
-def clip(max_delta: Any) -> optax.GradientTransformation:
+def clip(max_delta: Bounds) -> optax.GradientTransformation:
     """Clips every element to [-max_delta, max_delta], as `optax.clip`.
 
     Args:

@@ -1,5 +1,7 @@
 """A clipper of your own norm, limit and shrink."""
 
+from __future__ import annotations
+
 from collections.abc import Callable
 from typing import Any
 
@@ -10,13 +12,14 @@ from .._arguments import check_norm
 from .._core._kernel import make_clipper
 from .._norms._measures import OwnNorm
 from .._other_names import with_our_names
+from ..rules._constant import LimitTree
 from ..shrinks import Shrink
 
 
 @with_our_names
 def clip_by(
     norm: Callable[[Any], Any],
-    limit: Any,
+    limit: LimitTree,
     shrink: Shrink | str | None = None,
     *,
     eps: ArrayLike = 0.0,

@@ -1,5 +1,7 @@
 """Clipping one tree of gradients, without an optimizer."""
 
+from __future__ import annotations
+
 from typing import Any
 
 import jax

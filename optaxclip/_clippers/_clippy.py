@@ -1,5 +1,7 @@
 """Clippy: no weight moves by more than a share of itself."""
 
+from __future__ import annotations
+
 import math
 from typing import Any
 
@@ -7,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.typing import ArrayLike
 
 from .._arguments import check_limit, number_for_jit
 from .._core._inputs import params_of
@@ -23,8 +26,8 @@ TINY = 2.0**-126  # the smallest normal float32: bounds below it count as this
 
 @with_our_names
 def clippy(
-    relative: Any = 0.1,
-    absolute: Any = 1e-7,
+    relative: ArrayLike = 0.1,
+    absolute: ArrayLike = 1e-7,
     *,
     stacked: Stacked = None,
     nonfinite: str = "propagate",

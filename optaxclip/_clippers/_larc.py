@@ -1,5 +1,7 @@
 """LARC: the layer-wise learning rate of LARS, but never above the global one."""
 
+from __future__ import annotations
+
 from typing import Any
 
 import jax
@@ -7,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from jax.core import Tracer
+from jax.typing import ArrayLike
 
 from .._arguments import check_limit, number_for_jit
 from .._core._inputs import params_of
@@ -22,11 +25,11 @@ from ..rules._rule import Number, Rule, at_step, number
 
 @with_our_names
 def larc(
-    learning_rate: Any,
-    trust: Any = 0.02,
+    learning_rate: Number,
+    trust: ArrayLike = 0.02,
     *,
-    weight_decay: Any = 0.0,
-    eps: Any = 1e-8,
+    weight_decay: ArrayLike = 0.0,
+    eps: ArrayLike = 1e-8,
     stacked: Stacked = None,
     nonfinite: str = "propagate",
     mesh_axes: MeshAxes = "auto",

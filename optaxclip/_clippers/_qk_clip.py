@@ -2,6 +2,8 @@
 large.
 """
 
+from __future__ import annotations
+
 from functools import partial
 from typing import Any
 
@@ -22,6 +24,7 @@ from .._norms._measures import OwnNorm
 from .._norms._types import gathered, typed_as, types_of, varying_as
 from .._optimizers import check_params, check_state
 from .._other_names import with_our_names
+from ..rules._constant import Limit
 from ..rules._rule import is_rule
 from ..rules._without_params import rule_without_params
 from ._heads import Attention, Where, find_attentions, scale_of
@@ -32,7 +35,7 @@ CALL = "qk_clip"
 
 @with_our_names
 def qk_clip(
-    max_logit: Any = 100.0,
+    max_logit: Limit = 100.0,
     *,
     queries: Where,
     keys: Where,

@@ -1,5 +1,7 @@
 """Norms for the log, without clipping."""
 
+from __future__ import annotations
+
 from collections.abc import Callable
 from typing import Any
 

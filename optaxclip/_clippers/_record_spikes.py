@@ -1,5 +1,7 @@
 """Spike score: how often gradient norm or loss stood out, as OLMo-core counts it."""
 
+from __future__ import annotations
+
 from typing import Any, NamedTuple
 
 import jax

@@ -5,6 +5,7 @@ prefix of labels, or a function that makes one. With "tensor", each layer of a s
 leaf is a tensor.
 """
 
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import optax
@@ -22,8 +23,8 @@ from .._norms._stacked import Stacked
 from ..rules._rule import Rule
 from ..shrinks import Shrink
 
-# A string, a tree prefix of labels, or a function that makes one.
-Scope = Any
+# "global", "tensor", a tree prefix of labels, or a function that makes one.
+Scope = str | Mapping[Any, Any] | Sequence[Any] | Callable[..., Any]
 
 
 def clip_at(

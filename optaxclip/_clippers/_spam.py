@@ -17,11 +17,14 @@ Reference: Huang et al., SPAM: spike-aware Adam with momentum reset for stable L
 training, 2025 (arXiv 2501.06842).
 """
 
+from __future__ import annotations
+
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
+from jax.typing import ArrayLike
 
 from .._arguments import check_number, number_for_jit
 from .._core._inputs import check_kept
@@ -39,7 +42,7 @@ from .._norms._types import typed_as, types_of
 from .._optimizers import check_state
 from .._other_names import with_our_names
 from .._wrappers._reset_momentum import steps_since_reset
-from ..rules._rule import at_step, check_field, check_length, number
+from ..rules._rule import Number, at_step, check_field, check_length, number
 
 
 @exported
@@ -55,11 +58,11 @@ class SpamState(NamedTuple):
 
 @with_our_names
 def spam(
-    threshold: Any = 5000.0,
+    threshold: Number = 5000.0,
     *,
-    decay: Any = 0.999,
-    warmup: Any = 20,
-    every: Any = 500,
+    decay: Number = 0.999,
+    warmup: ArrayLike = 20,
+    every: int | None = 500,
 ) -> optax.GradientTransformationExtraArgs:
     """Cuts coordinates down to sqrt(threshold * v), v the average of their squares.
 

@@ -17,6 +17,8 @@ Reference: Jiang, Semenov, Stich, SPECTRA, 2026 (arXiv 2603.14315). Yukhimchuk e
 2026 (arXiv 2605.11838), for the hard form of gradients.
 """
 
+from __future__ import annotations
+
 from typing import Any
 
 import jax
@@ -31,6 +33,7 @@ from .._norms._leaves import (
 )
 from .._norms._stacked import Stacked
 from .._other_names import with_our_names
+from ..rules._constant import LimitTree
 from ..shrinks import Shrink, hard, shrink_of, smooth
 from ._spectrum import (
     SpectralNorm,
@@ -43,7 +46,7 @@ from ._spectrum import (
 
 @with_our_names
 def clip_by_spectral_norm(
-    max_norm: Any,
+    max_norm: LimitTree,
     *,
     shrink: Shrink | None = None,
     method: str = "svd",

@@ -1,28 +1,31 @@
 """ZClip: the limit is so many deviations above the mean of the norms let through."""
 
+from __future__ import annotations
+
 from typing import Any
 
 import optax
+from jax.typing import ArrayLike
 
 from .._norms._mesh_axes import MeshAxes
 from .._norms._stacked import Stacked
 from .._other_names import with_our_names
 from ..rules._constant import rule_of
 from ..rules._joined import minimum
-from ..rules._rule import rule_in
+from ..rules._rule import Number, rule_in
 from ..rules._z_score import ZScore
 from ._scope import Scope, clip_at
 
 
 @with_our_names
 def zclip(
-    z: Any = 2.5,
-    decay: Any = 0.97,
+    z: Number = 2.5,
+    decay: Number = 0.97,
     *,
-    cap: Any = None,
+    cap: ArrayLike | None = None,
     target: str = "adaptive",
-    warmup: Any = 25,
-    eps: Any = 1e-6,
+    warmup: ArrayLike = 25,
+    eps: ArrayLike = 1e-6,
     scope: Scope = "global",
     stacked: Stacked = None,
     nonfinite: str = "propagate",

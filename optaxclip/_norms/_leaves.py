@@ -3,8 +3,8 @@ layers, which a unit sums, and which label a leaf carries.
 """
 
 import inspect
-from collections.abc import Callable, Iterable
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -13,11 +13,12 @@ from jax import lax
 
 from .._arguments import is_function
 from . import _prefix as prefix
-from ._mesh_axes import MeshAxes, whole_shapes
-from ._stacked import Stacked, is_axes, other_axes, stacked_axes
+from ._mesh_axes import whole_shapes
+from ._prefix import ByPath
+from ._stacked import is_axes, other_axes, stacked_axes
 
 # A whole number or a tuple of them, a tree prefix of these, or a function likewise.
-Axis = int | tuple[int, ...] | Callable[[str, Any], Any] | Any | None
+Axis: TypeAlias = "int | Mapping[Any, Axis] | Sequence[Axis] | ByPath | None"
 
 
 def clipped_leaves(tree: Any, call: str = "") -> Any:
@@ -85,7 +86,7 @@ def cast_like(x: jax.Array, leaf: Any) -> jax.Array:
 
 
 def unit_axes(
-    axis: Axis, stacked: Stacked, mesh_axes: MeshAxes, tree: Any, call: str
+    axis: Any, stacked: Any, mesh_axes: Any, tree: Any, call: str
 ) -> list[tuple[int, ...] | None]:
     """For each leaf, the dimensions that a unit norm sums. None for all of them without
     keeping any.

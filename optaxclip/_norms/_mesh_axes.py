@@ -19,8 +19,8 @@ leaf (units, stacked layers) need a PartitionSpec where that leaf is split, beca
 name alone does not tell which of its dimensions is.
 """
 
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -44,10 +44,12 @@ from ._mesh_checks import (
 from ._types import has_types, varying, varying_over
 
 # "auto", None, a name, a tuple of names, or a tree prefix of PartitionSpec
-MeshAxes = Any
+MeshAxes: TypeAlias = (
+    "str | PartitionSpec | Mapping[Any, MeshAxes] | Sequence[MeshAxes] | None"
+)
 
 
-def freeze(mesh_axes: MeshAxes, call: str) -> MeshAxes:
+def freeze(mesh_axes: MeshAxes, call: str) -> Any:
     """`mesh_axes` as a hashable value.
 
     Raises:
@@ -69,7 +71,7 @@ def freeze(mesh_axes: MeshAxes, call: str) -> MeshAxes:
     return prefix.freeze(mesh_axes, _is_spec)
 
 
-def without_names(mesh_axes: MeshAxes) -> MeshAxes:
+def without_names(mesh_axes: Any) -> Any:
     """`mesh_axes` outside shard_map, where no mesh axis has a name.
 
     PartitionSpecs stay, as they say which leaves are split alike.
@@ -82,7 +84,7 @@ def without_names(mesh_axes: MeshAxes) -> MeshAxes:
 
 
 def splits(
-    mesh_axes: MeshAxes,
+    mesh_axes: Any,
     tree: Any,
     dims: list[tuple[int, ...] | None],
     call: str,
@@ -113,7 +115,7 @@ def splits(
 
 
 def whole_shapes(
-    mesh_axes: MeshAxes, tree: Any, call: str
+    mesh_axes: Any, tree: Any, call: str
 ) -> list[tuple[int, ...] | None]:
     """For each leaf its shape over all devices, None where it is not known which
     dimension is split.

@@ -9,6 +9,8 @@ They are right for every finite input: no square overflows or is lost. The deriv
 finite everywhere, and 0 at zero.
 """
 
+from __future__ import annotations
+
 from typing import Any
 
 import jax

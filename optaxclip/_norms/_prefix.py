@@ -12,6 +12,10 @@ from typing import Any, NamedTuple
 
 import jax
 
+ByPath = Callable[
+    [str, Any], Any
+]  # of a leaf's path ("blocks/w") and the leaf
+
 
 class Prefix(NamedTuple):
     """A tree prefix as a flat table. It is hashable when its values are, so it can be a

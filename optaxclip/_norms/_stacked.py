@@ -12,8 +12,8 @@ of layers. An axis that counts something else is found by that: inputs and outpu
 different kernels differ.
 """
 
-from collections.abc import Callable
-from typing import Any, NamedTuple, TypeGuard
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple, TypeAlias, TypeGuard
 
 import jax
 import jax.numpy as jnp
@@ -22,11 +22,14 @@ import numpy as np
 from .._arguments import is_function
 from . import _prefix as prefix
 from ._mesh_axes import MeshAxes, whole_shapes
+from ._prefix import ByPath
 
 Axes = tuple[int, ...]
 # A number of leading axes, a tuple of axes, a tree prefix of these, or a function of
 # the leaf's path and the leaf.
-Stacked = int | Axes | Callable[[str, Any], Any] | Any | None
+Stacked: TypeAlias = (
+    "int | Mapping[Any, Stacked] | Sequence[Stacked] | ByPath | None"
+)
 
 
 class _Leaf(NamedTuple):

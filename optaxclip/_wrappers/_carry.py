@@ -13,6 +13,8 @@ Reference: Elesedy, Hutter, U-Clip: on-average unbiased stochastic gradient clip
 2023 (arXiv 2302.02971).
 """
 
+from __future__ import annotations
+
 from typing import Any, NamedTuple
 
 import jax

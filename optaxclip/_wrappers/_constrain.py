@@ -7,6 +7,8 @@ is far from what it becomes, such as 100 that is clipped to 1.2, the second roun
 carry it beyond the limit. The update is then made one unit of rounding shorter.
 """
 
+from __future__ import annotations
+
 from typing import Any
 
 import jax

@@ -1,5 +1,7 @@
 """A fresh optimizer state every so many steps, as SPAM resets Adam's moments."""
 
+from __future__ import annotations
+
 from typing import Any, NamedTuple
 
 import jax

@@ -28,6 +28,8 @@ Clippers inside the optimizer report the last step that was not skipped. `metric
 what was skipped as `skip/...`.
 """
 
+from __future__ import annotations
+
 from typing import Any
 
 import optax

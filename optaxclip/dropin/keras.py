@@ -37,6 +37,8 @@ before the optimizer.
 Reference: keras/src/optimizers/base_optimizer.py, Keras 3.15.
 """
 
+from __future__ import annotations
+
 import math
 from typing import Any
 

@@ -51,6 +51,8 @@ Reference: tensorflow/python/ops/clip_ops.py, TensorFlow 2.21.
 tensorflow/contrib/estimator/python/estimator/extenders.py, TensorFlow 1.
 """
 
+from __future__ import annotations
+
 import math
 from typing import Any
 

@@ -59,6 +59,8 @@ Reference: torch.nn.utils.clip_grad, PyTorch 2.13. Pascanu, Mikolov, Bengio, On 
 difficulty of training recurrent neural networks, 2013 (arXiv 1211.5063).
 """
 
+from __future__ import annotations
+
 import math
 from typing import Any
 

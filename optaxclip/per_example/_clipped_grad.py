@@ -2,6 +2,8 @@
 were clipped one by one.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple

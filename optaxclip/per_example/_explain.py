@@ -1,5 +1,7 @@
 """How `clipped_grad` computes the gradient of a loss, as a table."""
 
+from __future__ import annotations
+
 from collections.abc import Callable
 from typing import Any, NamedTuple
 

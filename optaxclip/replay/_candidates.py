@@ -1,5 +1,7 @@
 """Candidate rules for recorded norms, and what each would have done."""
 
+from __future__ import annotations
+
 from typing import Any, NamedTuple
 
 import jax

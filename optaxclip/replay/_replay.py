@@ -1,5 +1,7 @@
 """A rule over recorded norms."""
 
+from __future__ import annotations
+
 from functools import partial
 from typing import Any, NamedTuple
 

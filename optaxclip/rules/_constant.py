@@ -1,7 +1,10 @@
 """Limits that do not learn: a number, an array or a schedule."""
 
+from __future__ import annotations
+
 import inspect
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeAlias
 
 import jax
 import numpy as np
@@ -16,6 +19,10 @@ from .._arguments import (
     number_for_jit,
 )
 from ._rule import Number, Rule, Schedule, call_name, is_rule
+
+# What a norm can be held against. None is no limit.
+Limit = Number | Rule | None
+LimitTree: TypeAlias = "Limit | Mapping[Any, LimitTree] | Sequence[LimitTree]"
 
 
 class Constant(Rule):

@@ -1,5 +1,7 @@
 """The running average of the norms itself."""
 
+from __future__ import annotations
+
 import jax
 
 from ._memory import Average, blend, empty_average

@@ -1,5 +1,7 @@
 """AGGC's rule: the norm itself, brought into a band about its running average."""
 
+from __future__ import annotations
+
 from dataclasses import KW_ONLY
 from typing import Any
 

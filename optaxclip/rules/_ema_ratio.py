@@ -1,5 +1,7 @@
 """A multiple of the running average of the norms."""
 
+from __future__ import annotations
+
 from dataclasses import KW_ONLY
 from typing import Any
 

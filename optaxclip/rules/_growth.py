@@ -1,5 +1,7 @@
 """The norm-growth limiter: a norm may be a little longer than the one before."""
 
+from __future__ import annotations
+
 from dataclasses import KW_ONLY
 
 import jax

@@ -1,5 +1,7 @@
 """Rules made of rules: the smallest limit, the largest, and one after the other."""
 
+from __future__ import annotations
+
 from functools import reduce
 from typing import Any
 

@@ -1,5 +1,7 @@
 """A z-score of the logarithm of the norm, which is nearer to a normal distribution."""
 
+from __future__ import annotations
+
 from dataclasses import KW_ONLY
 from typing import Any, NamedTuple
 

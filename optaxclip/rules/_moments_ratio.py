@@ -1,5 +1,7 @@
 """The quotient of the norm's first and second moment."""
 
+from __future__ import annotations
+
 from dataclasses import KW_ONLY
 from typing import NamedTuple
 

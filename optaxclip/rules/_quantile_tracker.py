@@ -1,5 +1,7 @@
 """A limit that finds a quantile of the norms and remembers only itself."""
 
+from __future__ import annotations
+
 from dataclasses import KW_ONLY
 
 import jax

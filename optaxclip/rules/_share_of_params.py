@@ -1,5 +1,7 @@
 """A limit that follows the weights."""
 
+from __future__ import annotations
+
 from typing import Any
 
 import jax

@@ -1,5 +1,7 @@
 """A quantile of the last norms."""
 
+from __future__ import annotations
+
 from dataclasses import KW_ONLY
 from typing import Any, NamedTuple
 

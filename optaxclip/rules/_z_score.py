@@ -1,5 +1,7 @@
 """ZClip's rule: a norm with too high a z-score is clipped."""
 
+from __future__ import annotations
+
 from dataclasses import KW_ONLY
 from typing import Any, NamedTuple
 
