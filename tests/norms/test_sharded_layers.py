@@ -137,3 +137,19 @@ def test_constraints_in_shard_map_equal_those_on_one_device(typed):
     for leaf, x in want.items():
         np.testing.assert_allclose(have[leaf], x, 2e-6, 2e-7)
     assert not np.any(have["table"])
+
+
+def test_layers_are_counted_over_all_devices():
+    # Each of the two devices has four layers of one leaf and all four of the other.
+    tree = {"split": np.ones((8, 3), np.float32), "whole": np.ones((4, 3), np.float32)}
+    specs = {"split": P("x"), "whole": P()}
+    options = {"stacked": 1, "mesh_axes": specs}
+    for norm in (optaxclip.tensor_norm, optaxclip.unitwise_norm):
+        norms = jax.shard_map(
+            partial(norm, **options),
+            mesh=mesh_of((2,), ("x",)),
+            in_specs=(specs,),
+            out_specs=specs,
+        )
+        with pytest.raises(ValueError, match="8 in 'split' and 4 in 'whole'"):
+            norms(tree)
