@@ -31,7 +31,7 @@ FORCED = _platform.FORCED
 # XLA on a CPU adds up the three operands of a GPU's reduction one element after
 # another, where a GPU adds up many at a time.
 not_in_turn = pytest.mark.skipif(
-    FORCED == "gpu", reason="a CPU adds up some hundred numbers in turn"
+    FORCED in ("gpu", "tpu"), reason="a CPU adds up some hundred numbers in turn"
 )
 
 

@@ -11,6 +11,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from tests import sharded
+from tests.helpers import only_by_a_cpu
 from tests.sharded import (
     CASES,
     PARAMS,
@@ -159,6 +160,7 @@ def test_all_devices_hold_the_same_bits_of_what_is_replicated(run):
             assert all(replicas_agree(clipped[leaf]) for leaf in clipped)
 
 
+@only_by_a_cpu
 def test_no_gradient_travels_between_devices(run):
     _, text, _ = run
     assert not [

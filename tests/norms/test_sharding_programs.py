@@ -12,6 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 import optaxclip
 from tests import sharded
+from tests.helpers import only_by_a_cpu
 from tests.sharded import (
     CASES,
     PARAMS,
@@ -91,6 +92,7 @@ def test_a_clip_of_64_leaves_is_one_all_reduce_of_one_array(build, axes, options
 
 
 @pytest.mark.parametrize("name", CASES)
+@only_by_a_cpu
 def test_every_clipper_asks_other_devices_as_seldom_as_can_be(name):
     # Units that stay split over x can not share a collective with those that are summed
     # over it. Weights are measured apart from gradients.
@@ -151,6 +153,7 @@ def test_after_pmean_pmap_asks_no_more():
     "kind", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"]
 )
 @pytest.mark.slow
+@only_by_a_cpu
 def test_under_jit_there_are_no_more_all_reduces_than_in_optax(kind):
     mesh = mesh_of((2, 4), kind=kind)
     with jax.set_mesh(mesh):
@@ -167,6 +170,7 @@ def test_under_jit_there_are_no_more_all_reduces_than_in_optax(kind):
     "kind", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"]
 )
 @pytest.mark.slow
+@only_by_a_cpu
 def test_large_gradients_do_not_travel(kind):
     """A CPU may sum these twice, and each sum may ask."""
     mesh = mesh_of((2, 4), kind=kind)
@@ -211,6 +215,7 @@ def test_units_summed_over_different_axes_share_one_collective():
     assert text.count("stablehlo.all_reduce") == 1
 
 
+@only_by_a_cpu
 def test_what_every_device_holds_counts_once_in_the_one_vector():
     specs = {"a": P("x"), "b": P(), "c": P("x")}
     tree = {name: np.ones(4, np.float32) for name in specs}
