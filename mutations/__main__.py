@@ -32,7 +32,6 @@ PYTEST = "-x -q -n 0 --failed-first -p no:hypothesispytest -W ignore:Module"
 
 
 def main() -> int:
-    """Runs the command and returns its exit status."""
     parser = argparse.ArgumentParser(prog="python -m mutations")
     parser.add_argument("file", help="a module of the library")
     parser.add_argument("--sample", type=int, help="how many mutants, default: all")
