@@ -162,7 +162,6 @@ def _by_shares(
         shares.append(
             [divided(modulus(x).astype(dtype), divisor) for x in group]
         )
-    wide = np.promote_types(wide, dtype)
     roots = _roots(p, wide, dtype, layout, shares, counts)
     return [divisor * root for divisor, root in zip(safe, roots)]
 

@@ -127,6 +127,12 @@ def test_a_memory_keeps_its_dtype_whatever_the_rule_returns():
     assert state.memory.dtype == jnp.int32 and state.memory == 1
 
 
+def test_a_rule_begins_with_norms_of_0():
+    last = own_rule(lambda norm: norm, lambda norm, memory, step: (jnp.inf, norm))
+    state = clip_by(optaxclip.tensor_norm, last).init({"a": 1.0, "b": jnp.ones(3)})
+    np.testing.assert_array_equal(state.memory, [0.0, 0.0])
+
+
 def test_a_broken_unit_leaves_its_own_memory_alone_and_no_other():
     last_two = own_rule(
         lambda norm: jnp.zeros((*norm.shape, 2), norm.dtype),
