@@ -127,6 +127,11 @@ def test_a_memory_keeps_its_dtype_whatever_the_rule_returns():
     assert state.memory.dtype == jnp.int32 and state.memory == 1
 
 
+def test_init_names_its_call_for_what_is_no_array():
+    with pytest.raises(TypeError, match="^clip_by_global_norm: the leaf 'f' must be"):
+        optaxclip.clip_by_global_norm(1.0).init({"f": jnp.sum, "w": jnp.ones(2)})
+
+
 def test_a_rule_begins_with_norms_of_0():
     last = own_rule(lambda norm: norm, lambda norm, memory, step: (jnp.inf, norm))
     state = clip_by(optaxclip.tensor_norm, last).init({"a": 1.0, "b": jnp.ones(3)})

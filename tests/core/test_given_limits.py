@@ -47,3 +47,15 @@ def test_a_large_given_integer_keeps_its_value():
         np.testing.assert_array_equal(state.norm, 2.0**33)
         expected = np.float64([3.0, 4.0]) / 2.0**33
         np.testing.assert_allclose(updates, expected, rtol=1e-6)
+
+
+def test_a_limit_is_given_to_a_clipper_without_one():
+    clipper = optaxclip.clip_by_global_norm(None)
+    grads = jnp.array([3.0, 4.0])
+    state = clipper.init(grads)
+    updates, _ = clipper.update(grads, state, limit=1.0)
+    np.testing.assert_allclose(updates, [0.6, 0.8], 1e-6)
+    # A given norm alone changes nothing, not even what is subnormal.
+    tiny = jnp.float32(1e-40)
+    updates, _ = clipper.update(tiny, state, grad_norm=jnp.float32(5.0))
+    assert np.asarray(updates).view("int32") == np.float32(1e-40).view("int32")
