@@ -202,7 +202,7 @@ def _update(
     if given[1] is not None or not settings.no_limit:
         roots = [root_between(*each) for each in new_norms]
         # The roots are in the blocks of the state, where rows differ from this step's.
-        norms = norms._replace(blocks=blocks, places=fit.places(norms))
+        norms = norms._replace(places=fit.places(norms))
         updates = multiply(tree, norms, roots)
         if settings.nonfinite == "zero":
             updates = zero_where_zero(updates, norms, roots)

@@ -128,7 +128,7 @@ def test_a_memory_keeps_its_dtype_whatever_the_rule_returns():
 
 
 def test_init_names_its_call_for_what_is_no_array():
-    with pytest.raises(TypeError, match="^clip_by_global_norm: the leaf 'f' must be"):
+    with pytest.raises(TypeError, match=r"^clip_by_global_norm: the leaf 'f' "):
         optaxclip.clip_by_global_norm(1.0).init({"f": jnp.sum, "w": jnp.ones(2)})
 
 
