@@ -5,11 +5,11 @@
     rest    x = leaf elsewhere
     norm    the root of the largest bin that is not empty and the one below it
 
-    GPU     rows of about sqrt(n) numbers are summed, and then their sums
-    TPU     columns are summed, and then their sums
+Where one device holds a large leaf, it takes two sums of known lengths. In any order of
+additions the norm is then wrong by at most the sum of both lengths times 2^-25:
 
-So a large leaf takes two sums of a length that is known, in whatever order a device
-adds: a relative error of the norm of at most half their lengths times 2^-24.
+    GPU     rows of about sqrt(n) numbers, and then their sums
+    TPU     the columns of a matrix of 256 rows or more, and then their sums
 
 2^37 values fit each bin, and no square of a normal float32 number is lost. There is no
 branch, so vmap and devices that hold different shards are no special case.
@@ -99,7 +99,7 @@ def _axes(leaf: jax.Array, dims: Dims) -> tuple[int, ...]:
 
 
 def sum_on_gpu(leaf: jax.Array, dims: Dims) -> Bins:
-    """Sums in bins, as one reduction.
+    """Sums in bins, all three in one reduction.
 
     On a GPU that is one kernel for each stage of the sum. Three reductions are one
     kernel in the first stage and three in the second.
