@@ -55,7 +55,8 @@ def adagc(
         "propagate" NaN, "zero" zeros. "raise" raises FloatingPointError (in jit a
         `checkify.check`). In the warm-up one broken tensor breaks all.
       mesh_axes: over which mesh axes leaves are split, inside shard_map and pmap:
-        "auto", None, names, or a tree prefix of PartitionSpec.
+        "auto", None, names, or a tree prefix of PartitionSpec, which stacked leaves
+        that are split need.
 
     Returns:
       A transformation with a `ClipState`. For each norm it remembers two numbers.

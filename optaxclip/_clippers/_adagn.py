@@ -46,7 +46,8 @@ def adagn(
         "propagate" NaN, "zero" zeros. "raise" raises FloatingPointError (in jit a
         `checkify.check`).
       mesh_axes: over which mesh axes leaves are split, inside shard_map and pmap:
-        "auto", None, names, or a tree prefix of PartitionSpec.
+        "auto", None, names, or a tree prefix of PartitionSpec, which stacked leaves
+        that are split need.
 
     Returns:
       A transformation with a `ClipState`, whose `limit` is the norm that was aimed at.

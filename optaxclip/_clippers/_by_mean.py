@@ -49,7 +49,8 @@ def clip_by_tensor_rms(
       nonfinite: what a norm that is NaN or inf makes of its tensor: "propagate" NaN,
         "zero" zeros. "raise" raises FloatingPointError (in jit a `checkify.check`).
       mesh_axes: over which mesh axes leaves are split, inside shard_map and pmap:
-        "auto", None, names, or a tree prefix of PartitionSpec.
+        "auto", None, names, or a tree prefix of PartitionSpec, which stacked leaves
+        that are split need.
 
     Returns:
       A transformation whose state is a `ClipState`, read by `metrics`.
@@ -105,7 +106,8 @@ def clip_by_average_norm(
       nonfinite: what a norm that is NaN or inf makes of its tensor: "propagate" NaN,
         "zero" zeros. "raise" raises FloatingPointError (in jit a `checkify.check`).
       mesh_axes: over which mesh axes leaves are split, inside shard_map and pmap:
-        "auto", None, names, or a tree prefix of PartitionSpec.
+        "auto", None, names, or a tree prefix of PartitionSpec, which stacked leaves
+        that are split need.
 
     Returns:
       A transformation whose state is a `ClipState`, read by `metrics`.

@@ -186,7 +186,8 @@ def clip_by_unitwise_norm(
       nonfinite: what a norm that is NaN or inf makes of its unit: "propagate" NaN,
         "zero" zeros. "raise" raises FloatingPointError (in jit a `checkify.check`).
       mesh_axes: over which mesh axes leaves are split, inside shard_map and pmap:
-        "auto", None, names, or a tree prefix of PartitionSpec.
+        "auto", None, names, or a tree prefix of PartitionSpec, which all leaves that
+        are split need but vectors.
 
     Returns:
       A transformation whose state is a `ClipState`, read by `metrics`.

@@ -49,7 +49,7 @@ def larc(
         gradient NaN or inf        the whole tensor becomes NaN (nonfinite="propagate")
 
     Args:
-      learning_rate: that of the optimizer behind it: a number at least 0 or a schedule.
+      learning_rate: that of the optimizer after it: a number at least 0 or a schedule.
       trust: how long a step may be against the weights. At least 0. apex has 0.02, the
         paper 0.001.
       weight_decay: added as weight_decay * p before clipping, so leave it out of the
@@ -61,7 +61,8 @@ def larc(
       nonfinite: what a norm that is NaN or inf makes of its tensor: "propagate" NaN,
         "zero" zeros. "raise" raises FloatingPointError (in jit a `checkify.check`).
       mesh_axes: over which mesh axes leaves are split, inside shard_map and pmap:
-        "auto", None, names, or a tree prefix of PartitionSpec.
+        "auto", None, names, or a tree prefix of PartitionSpec, which stacked leaves
+        that are split need.
 
     Returns:
       A transformation with a `ClipState`, read by `metrics`: the norm is |g| +

@@ -20,7 +20,7 @@ def logits_of(attentions: list[Attention], max_logits: Any) -> dict[str, Any]:
     entries = [(names_in(path), value) for path, value in flat]
     found = {}
     for attention in attentions:
-        # flax's `sow` adds a name behind the path, and users may leave out its end.
+        # flax's `sow` adds a name after the path, and users may leave out its end.
         own = [
             value for path, value in entries if _overlap(path, attention.path)
         ]
