@@ -100,6 +100,7 @@ def reported(norm: jax.Array, new_norm: jax.Array) -> jax.Array:
 def multiply(tree: Any, norms: Norms, roots: list[jax.Array]) -> Any:
     """Multiplies each clipped leaf twice by the root of its norm."""
     leaves, treedef = jax.tree.flatten(tree)
+    norms = norms._replace(blocks=[])  # Tracers must not outlive the trace.
     changed = per_platform(
         leaves,
         roots,
