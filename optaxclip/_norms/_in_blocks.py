@@ -10,6 +10,7 @@ at most 5 for arrays.
 """
 
 import itertools
+import math
 from collections import Counter
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -89,14 +90,16 @@ def _kind(norm: Any) -> Any:
 def places_of(kinds: list[Any]) -> list[Place]:
     """Where each norm goes: those of one kind are the rows of a block.
 
-    The kind of scalars is (), whose block has any number of rows. Arrays begin another
-    block when one has `ARRAYS` of them, and one that is alone in its block has no row.
+    The kind of scalars is (), whose block has any number of rows. Arrays go into blocks
+    of at most `ARRAYS`, and one that is alone in its block has no row.
     """
-    counts: Counter[Any] = Counter()
+    many, seen = Counter(kinds), Counter[Any]()
     keys = []
     for kind in kinds:
-        keys.append((kind, counts[kind] // ARRAYS if kind else 0))
-        counts[kind] += 1
+        # Blocks as even as can be: XLA shares the code of those of one shape.
+        count = math.ceil(many[kind] / ARRAYS) if kind else 1
+        keys.append((kind, seen[kind] * count // many[kind]))
+        seen[kind] += 1
     blocks = {key: number for number, key in enumerate(dict.fromkeys(keys))}
     sizes, rows = Counter(keys), {key: itertools.count() for key in blocks}
     places = []
