@@ -170,12 +170,16 @@ def _entry_on_cpu(roots: jax.Array, row: int) -> jax.Array:
     XLA on a CPU fuses a slice into the kernels of the optimizer, which then no longer
     share their code: 148 tensors took 14 s to compile instead of 4.
     """
-    # A reduction reads the whole block for each leaf, which costs time where it is
-    # large: 200 leaves with 4096 units.
-    if roots.size > ALL_READ:
+    # XLA makes three kernels of a reduction of more than 32 numbers.
+    first = row // 32 * 32
+    some = roots[first : first + 32]
+    # Reading all of them for each leaf costs time where they are large: 32 leaves with
+    # 4096 units.
+    if some.size > ALL_READ:
         return roots[row]
-    rows = np.arange(len(roots)).reshape(-1, *(1,) * (roots.ndim - 1))
-    return jnp.sum(jnp.where(rows == row, roots, 0), 0)
+    own = np.arange(len(some)) == row - first
+    own = own.reshape(-1, *(1,) * (roots.ndim - 1))
+    return jnp.sum(jnp.where(own, some, 0), 0)
 
 
 # Jitted, so that it is traced once for all leaves of one shape.

@@ -44,7 +44,7 @@ from ._maxima import largest_moduli, largest_moduli_by_bits, largest_modulus
 from ._modulus import divided, modulus, norm_dtype, tangent_of_modulus
 from ._platform import per_platform
 from ._small_leaves import bins_at_once, bins_of_leaves, join_small
-from ._sums_on_cpu import sum_squares
+from ._sums_on_cpu import sums_of_squares
 
 # Orders whose powers of any float32 number stay far inside the range of float64.
 # (3.4e38)^4 is 1e154, and (1.2e-38)^4 is 2e-152.
@@ -177,11 +177,15 @@ def _roots(
     """(sum |x|^p)^(1/p), summed in the dtype `wide`."""
     # For these operations only, whatever the program around them uses.
     with jax.enable_x64(True):
-        terms = []
-        for group, part in zip(groups, layout):
-            terms.append(
-                [_sum_of_powers(p, wide, part.dims, leaf) for leaf in group]
-            )
+        leaves = [leaf for group in groups for leaf in group]
+        dims = [
+            part.dims for group, part in zip(groups, layout) for _ in group
+        ]
+        if p == 2 and wide == np.float64:
+            sums = iter(sums_of_squares(leaves, dims))
+        else:
+            sums = map(partial(_sum_of_powers, p, wide), dims, leaves)
+        terms = [[next(sums) for _ in group] for group in groups]
         totals = _mean(add_up(terms, layout, wide), counts)
         roots = [jnp.sqrt(x) if p == 2 else x ** (1.0 / p) for x in totals]
         return [lax.convert_element_type(root, dtype) for root in roots]
@@ -192,13 +196,6 @@ def _roots(
 def _sum_of_powers(
     p: float, wide: Any, dims: Dims, leaf: jax.Array
 ) -> jax.Array:
-    if p == 2 and jnp.issubdtype(leaf.dtype, jnp.complexfloating):
-        # |a + bi|^2 = a^2 + b^2, without the root of the modulus.
-        parts = jnp.real(leaf), jnp.imag(leaf)
-        real, imag = (_sum_of_powers(p, wide, dims, part) for part in parts)
-        return real + imag
-    if p == 2 and wide == np.float64:
-        return sum_squares(leaf, dims)
     if p in DIRECT:
         # Converted first: in float32 a power may be inf.
         x = lax.convert_element_type(jnp.abs(leaf), wide)
