@@ -139,3 +139,46 @@ def test_factors_of_units_are_computed_once_for_each_unit():
     assert [each.count("%") for each in operands] == [
         2
     ]  # the leaf and one factor for each unit
+
+
+def alike():
+    """Leaves of one type: of usual size, too small and too large for squares, zero."""
+    scales = (1.0, 1e-30, 1e30, 0.0)
+    return {f"{scale}": large() * np.float32(scale) for scale in scales}
+
+
+@pytest.mark.parametrize("call", [lambda f: f, jax.jit], ids=["eager", "jit"])
+def test_leaves_that_share_a_branch_are_all_right(call):
+    leaves = alike()
+    found = call(optaxclip.tensor_norm)(leaves), call(optaxclip.unitwise_norm)(leaves)
+    for name, leaf in leaves.items():
+        np.testing.assert_allclose(found[0][name], oracles.norm([leaf]), 1e-6)
+        np.testing.assert_allclose(found[1][name], oracles.unitwise_norm(leaf), 1e-6)
+
+
+def test_a_broken_leaf_leaves_those_of_its_branch_alone():
+    leaves = alike() | {"broken": large() * np.float32(math.nan)}
+    found = optaxclip.tensor_norm(leaves)
+    assert np.isnan(found.pop("broken"))
+    for name, norm in found.items():
+        np.testing.assert_allclose(norm, oracles.norm([leaves[name]]), 1e-6)
+
+
+def test_examples_may_have_leaves_that_they_share():
+    leaves = alike()
+    leaves["1.0"] = np.stack([leaves["1.0"], 2 * leaves["1.0"]])
+    axes = dict.fromkeys(leaves) | {"1.0": 0}
+    found = jax.vmap(optaxclip.tensor_norm, (axes,))(leaves)
+    for name, leaf in leaves.items():
+        each = leaf if axes[name] == 0 else [leaf, leaf]
+        np.testing.assert_allclose(found[name], [oracles.norm([x]) for x in each], 1e-6)
+
+
+@only_by_a_cpu
+def test_leaves_of_one_type_share_a_branch_and_small_ones_a_sum():
+    layers = [large() for _ in range(3)] + [large(300, 260)]
+    text = module_for("cpu", optaxclip.tensor_norm, layers)
+    assert text.count("stablehlo.case") == 2
+    biases = [np.ones(9, np.float32)] * 17 + [np.ones(5, np.float32)]
+    text = module_for("cpu", optaxclip.tensor_norm, biases)
+    assert text.count("stablehlo.reduce(") == 3
