@@ -15,7 +15,7 @@ X = {"a": np.arange(1.0, 4, dtype=np.float32), "b": np.float32(2)}
 
 
 def ways(traced):
-    """For each platform x -> (x^2, 2 x) as a dict, which also tells that it is traced."""
+    """For each platform x -> (x^2 b, 2 x), which also tells that it is traced."""
 
     def way(name):
         def call(x):
