@@ -43,6 +43,7 @@ def per_platform(
 
     To trace all three takes most of the time in which a clipper is traced. So only the
     CPU's, which is the shortest, is traced with the program, for the types of results.
+    The platform's own is called later, so that none may hold a traced value.
     """
     ways = Ways(cpu, gpu, tpu)
     if FORCED:

@@ -87,17 +87,24 @@ def test_a_value_that_is_not_differentiated_may_be_an_integer():
     assert jax.jit(jax.grad(total))(2.0, 3) == 3
 
 
-@pytest.mark.parametrize("typed", [True, False])
-def test_a_way_may_hold_a_collective(typed):
+def summed(x):
     def way(x):
         return jax.lax.psum(x, "x")
 
-    def call(x):
-        return per_platform(x, cpu=way, gpu=way, tpu=way)
+    return per_platform(x, cpu=way, gpu=way, tpu=way)
 
+
+@pytest.mark.parametrize("typed", [True, False])
+def test_a_way_may_hold_a_collective(typed):
     x = np.arange(4, dtype=np.float32)
-    found = on_two_devices(call, P("x"), P(), x, check_vma=typed)
+    found = on_two_devices(summed, P("x"), P(), x, check_vma=typed)
     np.testing.assert_array_equal(found, x[:2] + x[2:])
+
+
+def test_a_way_may_hold_a_collective_of_vmap():
+    x = np.arange(4, dtype=np.float32)
+    found = jax.jit(jax.vmap(summed, axis_name="x"))(x)
+    np.testing.assert_array_equal(found, [6, 6, 6, 6])
 
 
 def test_a_loop_takes_the_way_of_its_platform():
