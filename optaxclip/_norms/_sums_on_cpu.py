@@ -26,7 +26,8 @@ from ._types import is_on_one_device
 # win and much to compile.
 LARGE = 65_536
 SMALL = 4096  # elements of a leaf that is summed with others
-AT_ONCE = 16  # leaves in one sum
+# Leaves in one sum or branch. XLA's time for a branch grows faster than its operands.
+TOGETHER = 16
 
 Leaves = list[jax.Array]
 
@@ -56,8 +57,9 @@ def _sums_of_parts(parts: list[tuple[jax.Array, Dims]]) -> Leaves:
         kinds.setdefault(kind, []).append(place)
     found: dict[int, jax.Array] = {}
     for (way, dims, _), places in kinds.items():
-        sums = way(dims, [parts[place][0] for place in places])
-        found.update(zip(places, sums))
+        for begin in range(0, len(places), TOGETHER):
+            some = places[begin : begin + TOGETHER]
+            found.update(zip(some, way(dims, [parts[i][0] for i in some])))
     return [found[place] for place in range(len(parts))]
 
 
@@ -101,15 +103,14 @@ def _squares(leaf: jax.Array) -> jax.Array:
     return lax.square(lax.convert_element_type(leaf, np.float64))
 
 
+@partial(jax.jit, static_argnums=0)
 def _at_once(dims: Dims, leaves: Leaves) -> Leaves:
+    """The sums of small leaves of one type."""
     if len(leaves) == 1:
         return _one_by_one(dims, leaves)
-    sums: Leaves = []
-    for begin in range(0, len(leaves), AT_ONCE):
-        terms = tuple(map(_squares, leaves[begin : begin + AT_ONCE]))
-        zeros = (np.float64(0),) * len(terms)
-        sums += lax.reduce(terms, zeros, _added, tuple(range(terms[0].ndim)))
-    return sums
+    terms = tuple(map(_squares, leaves))
+    zeros = (np.float64(0),) * len(terms)
+    return list(lax.reduce(terms, zeros, _added, tuple(range(terms[0].ndim))))
 
 
 def _added(one: Any, other: Any) -> tuple[jax.Array, ...]:

@@ -176,9 +176,10 @@ def test_examples_may_have_leaves_that_they_share():
 
 @only_by_a_cpu
 def test_leaves_of_one_type_share_a_branch_and_small_ones_a_sum():
-    layers = [large() for _ in range(3)] + [large(300, 260)]
+    layers = [large() for _ in range(17)] + [large(300, 260)]
     text = module_for("cpu", optaxclip.tensor_norm, layers)
-    assert text.count("stablehlo.case") == 2
+    # 16 leaves, another of their type, and one of its own.
+    assert text.count("stablehlo.case") == 3
     biases = [np.ones(9, np.float32)] * 17 + [np.ones(5, np.float32)]
     text = module_for("cpu", optaxclip.tensor_norm, biases)
     assert text.count("stablehlo.reduce(") == 3
