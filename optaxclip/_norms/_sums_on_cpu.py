@@ -53,8 +53,9 @@ def _is_complex(leaf: jax.Array) -> bool:
 def _sums_of_parts(parts: list[tuple[jax.Array, Dims]]) -> Leaves:
     kinds: dict[Any, list[int]] = {}
     for place, (leaf, dims) in enumerate(parts):
-        kind = _way(leaf, dims), dims, jax.typeof(leaf)
-        kinds.setdefault(kind, []).append(place)
+        # Norms that a mesh splits differently would be sent from device to device.
+        alike = jax.typeof(leaf) if is_on_one_device(leaf) else place
+        kinds.setdefault((_way(leaf, dims), dims, alike), []).append(place)
     found: dict[int, jax.Array] = {}
     for (way, dims, _), places in kinds.items():
         for begin in range(0, len(places), TOGETHER):
@@ -70,7 +71,7 @@ def _way(leaf: jax.Array, dims: Dims) -> Callable[[Dims, Leaves], Leaves]:
         return _one_by_one
     if _is_right_in_float32(leaf, dims):
         return _float32_first
-    if dims is None and leaf.size <= SMALL and is_on_one_device(leaf):
+    if dims is None and leaf.size <= SMALL:
         return _at_once
     return _one_by_one
 
@@ -150,10 +151,15 @@ def _float32_first(dims: Dims, leaves: Leaves) -> Leaves:
 def _are_between(low: float, arrays: Leaves, high: float) -> jax.Array:
     """Whether all numbers are more than `low` and less than `high`."""
     least, most = reduce(jnp.minimum, arrays), reduce(jnp.maximum, arrays)
-    flags, true = (least > low, most < high), np.True_
-    # Both in one reduction: of one flag alone XLA on a CPU makes four kernels.
-    axes = tuple(range(least.ndim))
-    return jnp.logical_and(*lax.reduce(flags, (true, true), _anded, axes))
+    large, small = least > low, most < high
+    # jit joins a reduction with several operands by more collectives than one.
+    if not is_on_one_device(least):
+        return jnp.all(large & small)
+    # Of a reduction with one operand XLA on a CPU makes four kernels.
+    axes, true = tuple(range(least.ndim)), np.True_
+    return jnp.logical_and(
+        *lax.reduce((large, small), (true, true), _anded, axes)
+    )
 
 
 def _anded(one: Any, other: Any) -> tuple[jax.Array, ...]:
