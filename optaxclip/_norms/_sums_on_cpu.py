@@ -104,7 +104,7 @@ def _squares(leaf: jax.Array) -> jax.Array:
     return lax.square(lax.convert_element_type(leaf, np.float64))
 
 
-@partial(jax.jit, static_argnums=0)
+@jax.jit
 def _at_once(dims: Dims, leaves: Leaves) -> Leaves:
     """The sums of small leaves of one type."""
     if len(leaves) == 1:
@@ -128,7 +128,7 @@ def _float32_first(dims: Dims, leaves: Leaves) -> Leaves:
         keep = dims is not None
         totals = [jnp.sum(x * x, dims, keepdims=keep) for x in barred]
         # What squares that are too small for float32 can add up to.
-        lost = leaves[0].size // totals[0].size * 2.0**-126
+        lost = leaves[0].size * 2.0**-126
         return lax.cond(
             _are_between(2.0**26 * lost, totals, jnp.inf),
             lambda leaves: [x.astype(np.float64) for x in totals],
@@ -137,10 +137,10 @@ def _float32_first(dims: Dims, leaves: Leaves) -> Leaves:
         )
 
     @of_one.def_vmap
-    def of_many(size: int, batched: Any, leaves: Leaves) -> Any:
+    def of_many(_: int, batched: Any, leaves: Leaves) -> Any:
         axes = ([0 if own else None for own in batched[0]],)
         # vmap turns cond into select, which would compute both sums.
-        sums = jax.vmap(partial(_one_by_one, dims), axes, axis_size=size)
+        sums = jax.vmap(partial(_one_by_one, dims), axes)
         # The rule is called later than the function.
         with jax.enable_x64(True):
             return sums(leaves), [True] * len(leaves)
