@@ -84,8 +84,8 @@ def _is_right_in_float32(leaf: jax.Array, dims: Dims) -> bool:
     """
     if leaf.dtype != np.float32 or leaf.size < LARGE:
         return False
-    columns = 1 if dims is None or leaf.ndim - 1 in dims else leaf.shape[-1]
-    return leaf.ndim <= 4 and columns <= 2**15
+    over_rows = dims is not None and leaf.ndim - 1 not in dims
+    return leaf.ndim <= 4 and not (over_rows and leaf.shape[-1] > 2**15)
 
 
 def _one_by_one(dims: Dims, leaves: Leaves) -> Leaves:
