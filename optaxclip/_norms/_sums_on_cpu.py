@@ -105,10 +105,8 @@ def _squares(leaf: jax.Array) -> jax.Array:
 
 
 @jax.jit
-def _at_once(dims: Dims, leaves: Leaves) -> Leaves:
-    """The sums of small leaves of one type."""
-    if len(leaves) == 1:
-        return _one_by_one(dims, leaves)
+def _at_once(_: Dims, leaves: Leaves) -> Leaves:
+    """The sums of small leaves of one type, over all of each."""
     terms = tuple(map(_squares, leaves))
     zeros = (np.float64(0),) * len(terms)
     return list(lax.reduce(terms, zeros, _added, tuple(range(terms[0].ndim))))

@@ -77,6 +77,20 @@ def test_derivatives_and_vmap_are_those_of_the_function():
     assert_equal(slopes["a"], 2 * many["a"] * X["b"])
 
 
+@pytest.mark.parametrize(
+    ("platform", "own"), [("cpu", 101), ("cuda", 102), ("rocm", 102), ("tpu", 103)]
+)
+def test_vmap_takes_the_way_of_the_platform(platform, own):
+    def call(x):
+        return per_platform(
+            x, cpu=lambda x: x + 101, gpu=lambda x: x + 102, tpu=lambda x: x + 103
+        )
+
+    program = jax.jit(jax.vmap(call)).trace(np.ones(3, np.float32))
+    text = program.lower(lowering_platforms=(platform,)).as_text()
+    assert [n for n in (101, 102, 103) if f"<{n / 100:.6f}e+02>" in text] == [own]
+
+
 def test_a_value_that_is_not_differentiated_may_be_an_integer():
     def total(x, count):
         def way(x, count):

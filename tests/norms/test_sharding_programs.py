@@ -11,7 +11,7 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import optaxclip
-from tests import sharded
+from tests import oracles, sharded
 from tests.helpers import only_by_a_cpu
 from tests.sharded import (
     CASES,
@@ -188,6 +188,16 @@ def test_large_gradients_do_not_travel(kind):
             for kind, _ in compiled(jax.jit(partial(one_step, build(0.5))), tree)
         }
     assert asked == {"all-reduce"}
+
+
+@only_by_a_cpu
+def test_a_large_leaf_on_a_mesh_is_right_at_every_size():
+    mesh, spec = mesh_of((2, 4)), {"w": P("x", "y")}
+    for scale in (1e-30, 1.0, 1e30):
+        values = np.full((256, 256), scale, np.float32)
+        leaf = place({"w": values}, mesh, spec)
+        norm = jax.jit(optaxclip.global_norm)(leaf)
+        np.testing.assert_allclose(norm, oracles.norm([values]), 1e-6)
 
 
 def test_the_count_sees_gradients_that_travel():
