@@ -157,19 +157,19 @@ def sum_at_once(
     def add(one: Any, other: Any) -> Any:
         return tuple(a + b for a, b in zip(one, other))
 
-    zeros = (np.float32(0),) * len(terms)
+    zeros = (terms[0].dtype.type(0),) * len(terms)
     return list(lax.reduce(tuple(terms), zeros, add, tuple(axes)))
 
 
 def _is_small(leaf: jax.Array) -> bool:
-    return _is_known(leaf) and leaf.size <= SMALL
+    return is_known(leaf) and leaf.size <= SMALL
 
 
 def _is_long(leaf: jax.Array) -> bool:
-    return _is_known(leaf) and leaf.size > SMALL
+    return is_known(leaf) and leaf.size > SMALL
 
 
-def _is_known(leaf: jax.Array) -> bool:
+def is_known(leaf: jax.Array) -> bool:
     """Whether its size is known. A symbolic one, of jax.export, is not compared."""
     return all(isinstance(size, int) for size in leaf.shape)
 

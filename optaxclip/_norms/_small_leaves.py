@@ -21,6 +21,7 @@ from ._bins import (
     Bins,
     bins_of_leaf,
     has_columns,
+    is_known,
     sum_at_once,
     sum_on_gpu,
     sum_on_tpu,
@@ -108,8 +109,6 @@ def _sums_of_alike(leaves: list[jax.Array]) -> list[Bins]:
 
 def _kind(place: int, leaf: jax.Array, most: int = SMALL) -> Any:
     """What leaves that are put together have in common. A large leaf is alone."""
-    # A symbolic size, of jax.export, is not compared.
-    known = all(isinstance(size, int) for size in leaf.shape)
-    if known and leaf.size <= most and is_on_one_device(leaf):
+    if is_known(leaf) and leaf.size <= most and is_on_one_device(leaf):
         return leaf.dtype, varying(leaf)
     return place

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from ._bins import Dims
+from ._bins import Dims, is_known, sum_at_once
 from ._types import is_on_one_device
 
 # Elements of a leaf from which on float32 is tried first. Below there is little time to
@@ -66,8 +66,7 @@ def _sums_of_parts(parts: list[tuple[jax.Array, Dims]]) -> Leaves:
 
 def _way(leaf: jax.Array, dims: Dims) -> Callable[[Dims, Leaves], Leaves]:
     """How the leaf is summed, together with those of its type."""
-    # A symbolic size, of jax.export, is not compared.
-    if not all(isinstance(size, int) for size in leaf.shape):
+    if not is_known(leaf):
         return _one_by_one
     if _is_right_in_float32(leaf, dims):
         return _float32_first
@@ -107,13 +106,9 @@ def _squares(leaf: jax.Array) -> jax.Array:
 @jax.jit
 def _at_once(_: Dims, leaves: Leaves) -> Leaves:
     """The sums of small leaves of one type, over all of each."""
-    terms = tuple(map(_squares, leaves))
-    zeros = (np.float64(0),) * len(terms)
-    return list(lax.reduce(terms, zeros, _added, tuple(range(terms[0].ndim))))
-
-
-def _added(one: Any, other: Any) -> tuple[jax.Array, ...]:
-    return tuple(a + b for a, b in zip(one, other))
+    return sum_at_once(
+        [_squares(leaf) for leaf in leaves], range(leaves[0].ndim)
+    )
 
 
 @partial(jax.jit, static_argnums=0)
