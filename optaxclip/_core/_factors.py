@@ -16,13 +16,16 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from .._norms._in_blocks import Norms, Place, in_blocks, norms_of_tree
+from .._norms._in_blocks import Norms, Place, alike, in_blocks, norms_of_tree
 from .._norms._leaves import cast_like, clipped_leaves, put_back
 from .._norms._modulus import as_float
 from .._norms._platform import per_platform
 from .._other_names import with_our_names
 
 ALL_READ = 65_536  # numbers that a CPU reads again for each leaf
+# Kernels of the optimizer that a GPU merges. XLA compiles Adam for 148 tensors in 4.3 s
+# with 6, in 5.2 s with 12, and in 5.7 s where it merges what it can.
+MERGED = 6
 
 
 @with_our_names
@@ -139,7 +142,8 @@ def _computed_once(root: jax.Array) -> jax.Array:
 def _multiply_on_gpu(
     norms: Norms, leaves: list[jax.Array], roots: list[jax.Array]
 ) -> list[jax.Array]:
-    """Takes the root of all leaves out of a vector with one entry for each leaf.
+    """Takes the root of all leaves out of a vector with one entry for each leaf, or out
+    of one for `MERGED` leaves of their shape.
 
     XLA merges kernels of an optimizer that read the same vector.
     """
@@ -148,6 +152,7 @@ def _multiply_on_gpu(
     spread = [
         jnp.broadcast_to(x, (count,)) if x.ndim == 0 else x for x in roots
     ]
+    spread = list(map(_computed_once, spread))
     places, of_leaf = list(norms.places), []
     for row, number in enumerate(norms.of_leaf):
         # A scalar root becomes a vector too, with a row for each leaf.
@@ -156,7 +161,40 @@ def _multiply_on_gpu(
             number = len(places) - 1
         of_leaf.append(number)
     norms = norms._replace(of_leaf=of_leaf, places=places)
-    return _multiply(norms, _entry, leaves, spread)
+    merged = _out_of_small_vectors(norms, leaves, spread)
+    changed = []
+    for place, (leaf, number) in enumerate(zip(leaves, of_leaf)):
+        if place in merged:
+            leaf = stretch(leaf, merged[place])
+        elif number is not None:
+            leaf = stretch(leaf, norms.pick(spread, number))
+        changed.append(leaf)
+    return changed
+
+
+def _out_of_small_vectors(
+    norms: Norms, leaves: list[jax.Array], roots: list[jax.Array]
+) -> dict[int, jax.Array]:
+    """The roots of leaves of one shape, by the places of the leaves. Those that fill no
+    vector are not among them.
+    """
+    kinds: list[Any] = []
+    rows: list[int | None] = []
+    for place, (leaf, number) in enumerate(zip(leaves, norms.of_leaf)):
+        block, row = (0, None) if number is None else norms.places[number]
+        is_in_vector = row is not None and roots[block].ndim == 1
+        kind = block, leaf.shape, leaf.dtype
+        kinds.append(kind if is_in_vector else place)
+        rows.append(row)
+    found: dict[int, jax.Array] = {}
+    for kind, same in alike(kinds).items():
+        for begin in range(0, len(same) - MERGED + 1, MERGED):
+            places = same[begin : begin + MERGED]
+            own = roots[kind[0]][np.array([rows[place] for place in places])]
+            # Entries alone would be a kernel each. No root is below 0.
+            own = lax.optimization_barrier(jnp.maximum(own, -1))
+            found.update(zip(places, jnp.unstack(own)))
+    return found
 
 
 def _entry(roots: jax.Array, row: int) -> jax.Array:

@@ -50,6 +50,8 @@ class Bins(NamedTuple):
     small: jax.Array
 
 
+# Jitted, so that it is traced once for all leaves of one shape.
+@jax.jit
 def squares_in_bins(leaf: jax.Array) -> Bins:
     """The square of each element, in its bin, and 0 in the other two."""
     x = leaf.astype(np.float32)
@@ -88,7 +90,7 @@ def terms_on_tpu(leaf: jax.Array, dims: Dims) -> Bins:
 def has_columns(leaf: jax.Array, dims: Dims) -> bool:
     """Whether columns are summed first: of a large leaf all of them together."""
     axes = _axes(leaf, dims)
-    if not _is_long(leaf) or leaf.ndim - 1 not in axes:
+    if not is_long(leaf) or leaf.ndim - 1 not in axes:
         return False
     rows = [leaf.shape[axis] for axis in axes if axis != leaf.ndim - 1]
     return math.prod(rows) >= PARTIAL and is_on_one_device(leaf)
@@ -126,16 +128,19 @@ def _terms_on_gpu(
     leaf: jax.Array, dims: Dims
 ) -> tuple[Sequence[jax.Array], Sequence[int]]:
     """What there is to sum, over which axes: the squares, or the sums of rows."""
-    terms, axes = list(squares_in_bins(leaf)), _axes(leaf, dims)
-    if not _is_long(leaf):
-        return terms, axes
-    if dims is None:
-        terms, axes = [_as_matrix(x) for x in terms], (0, 1)
-    *rest, last = axes
-    if not rest or terms[0].shape[-1] < PARTIAL:
+    terms, axes = squares_in_bins(leaf), _axes(leaf, dims)
+    *rest, last = axes or (0,)
+    if not (rest and is_long(leaf)) or leaf.shape[-1] < PARTIAL:
         return terms, axes
     # Without the barrier XLA makes one sum of both.
     return lax.optimization_barrier(sum_at_once(terms, (last,))), rest
+
+
+def sums_of_rows(leaf: jax.Array, _: Dims = None) -> Bins:
+    """Sums of parts of a large leaf: about as many as a part has elements."""
+    terms = [_as_matrix(x) for x in squares_in_bins(leaf)]
+    # Without the barrier XLA makes one sum of these and the next.
+    return Bins(*lax.optimization_barrier(sum_at_once(terms, (1,))))
 
 
 def _as_matrix(squares: jax.Array) -> jax.Array:
@@ -165,7 +170,8 @@ def _is_small(leaf: jax.Array) -> bool:
     return is_known(leaf) and leaf.size <= SMALL
 
 
-def _is_long(leaf: jax.Array) -> bool:
+def is_long(leaf: jax.Array) -> bool:
+    """Whether a leaf is large, so that it takes two sums."""
     return is_known(leaf) and leaf.size > SMALL
 
 

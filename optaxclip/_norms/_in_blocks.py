@@ -9,10 +9,9 @@ What a clipper computes for each norm, it computes once for all norms of a block
 at most 5 for arrays.
 """
 
-import itertools
 import math
-from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Hashable, Iterable, Iterator
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import jax
@@ -93,21 +92,35 @@ def places_of(kinds: list[Any]) -> list[Place]:
     The kind of scalars is (), whose block has any number of rows. Arrays go into blocks
     of at most `ARRAYS`, and one that is alone in its block has no row.
     """
-    many, seen = Counter(kinds), Counter[Any]()
-    keys = []
-    for kind in kinds:
-        # Blocks as even as can be: XLA shares the code of those of one shape.
-        count = math.ceil(many[kind] / ARRAYS) if kind else 1
-        keys.append((kind, seen[kind] * count // many[kind]))
-        seen[kind] += 1
-    blocks = {key: number for number, key in enumerate(dict.fromkeys(keys))}
-    sizes, rows = Counter(keys), {key: itertools.count() for key in blocks}
-    places = []
+    rows: dict[int, tuple[Any, int | None]] = {}
+    for kind, same in alike(kinds).items():
+        for part in evenly(same, ARRAYS if kind else len(same)):
+            alone = kind and len(part) == 1
+            # The first place of a part stands for its block.
+            for row, place in enumerate(part):
+                rows[place] = part[0], None if alone else row
+    firsts = sorted({first for first, _ in rows.values()})
+    blocks = {first: number for number, first in enumerate(firsts)}
     # Kinds [a, b, a] -> (0, 0), (1, None), (0, 1).
-    for key in keys:
-        alone = key[0] and sizes[key] == 1
-        places.append(Place(blocks[key], None if alone else next(rows[key])))
+    each = (rows[place] for place in range(len(kinds)))
+    return [Place(blocks[first], row) for first, row in each]
+
+
+def alike(kinds: Iterable[Hashable]) -> dict[Any, list[int]]:
+    """The places of each kind."""
+    places: dict[Any, list[int]] = {}
+    for place, kind in enumerate(kinds):
+        places.setdefault(kind, []).append(place)
     return places
+
+
+def evenly(places: list[int], most: int) -> Iterator[list[int]]:
+    """The places in parts of at most so many, which are as even as can be: XLA shares
+    the code of those of one size.
+    """
+    count = math.ceil(len(places) / most)
+    ends = [-(-len(places) * part // count) for part in range(count + 1)]
+    return (places[begin:end] for begin, end in pairwise(ends))
 
 
 def in_blocks(

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from ._at_once import bins_on_gpu, bins_on_tpu, join_small
 from ._bins import (
     Bins,
     Dims,
@@ -43,7 +44,6 @@ from ._in_blocks import stack_by_selects
 from ._maxima import largest_moduli, largest_moduli_by_bits, largest_modulus
 from ._modulus import divided, modulus, norm_dtype, tangent_of_modulus
 from ._platform import per_platform
-from ._small_leaves import bins_at_once, bins_of_leaves, join_small
 from ._sums_on_cpu import sums_of_squares
 
 # Orders whose powers of any float32 number stay far inside the range of float64.
@@ -208,20 +208,49 @@ def _in_bins_on_tpu(
     layout: Layout, groups: list[list[jax.Array]], counts: Blocks | None
 ) -> Blocks:
     """Norms of order 2 from float32 sums in three bins."""
-    # Small leaves are found across all groups, and handed out again in order.
+    found = _sums_in_bins(bins_on_tpu, sum_on_tpu, layout, groups)
+    stack = stack_by_selects
+    return _roots_of_bins(root_on_tpu, stack, found, layout, counts)
+
+
+def _in_bins_on_gpu(
+    layout: Layout, groups: list[list[jax.Array]], counts: Blocks | None
+) -> Blocks:
+    """Norms of order 2, with small leaves read together where that moves no data."""
+    parts, joined = [], []
+    for part, group in zip(layout, groups):
+        # A group with dims has one leaf, and nothing to join.
+        if part.dims is None:
+            group, splits = join_small(group, part.splits)
+            part = part._replace(splits=tuple(splits))
+        parts.append(part)
+        joined.append(group)
+    # In the layout of what was joined, which has fewer leaves in a group.
+    layout = tuple(parts)
+    found = _sums_in_bins(bins_on_gpu, sum_on_gpu, layout, joined)
+    return _roots_of_bins(root_on_gpu, jnp.stack, found, layout, counts)
+
+
+def _sums_in_bins(
+    at_once: Callable[[list[jax.Array]], list[Bins]],
+    sum_leaf: Callable[[jax.Array, Dims], Bins],
+    layout: Layout,
+    groups: list[list[jax.Array]],
+) -> list[list[Bins]]:
+    """The sums of each leaf of each group."""
     pairs = list(zip(groups, layout))
+    # Whole leaves are found across all groups, and their sums handed out in order.
     whole = [group for group, part in pairs if part.dims is None]
-    at_once = iter(bins_at_once([leaf for group in whole for leaf in group]))
+    sums = iter(at_once([leaf for group in whole for leaf in group]))
     found = []
     for group, part in pairs:
         if part.dims is None:
-            found.append([next(at_once) for _ in group])
+            found.append([next(sums) for _ in group])
         else:
             found.append(
-                [bins_of_leaf(sum_on_tpu, part.dims, leaf) for leaf in group]
+                [bins_of_leaf(sum_leaf, part.dims, leaf) for leaf in group]
             )
-    stack = stack_by_selects
-    return _roots_of_bins(root_on_tpu, stack, found, layout, counts)
+    return found
 
 
 def _roots_of_bins(
@@ -239,32 +268,3 @@ def _roots_of_bins(
     blocks = add_up_all(kinds, layout, np.float32, total_of_stack, stack)
     means = [_mean(block, counts) for block in blocks]
     return [root(Bins(*each)) for each in zip(*means)]
-
-
-def _in_bins_on_gpu(
-    layout: Layout, groups: list[list[jax.Array]], counts: Blocks | None
-) -> Blocks:
-    """Norms of order 2, with small leaves read together where that moves no data."""
-    pairs = []
-    for group, part in zip(groups, layout):
-        # A group with dims has one leaf, and nothing to join.
-        if part.dims is None:
-            group, splits = join_small(group, part.splits)
-            part = part._replace(splits=tuple(splits))
-        pairs.append((group, part))
-    # Then norms of single leaves: those of one size are rows of one sum.
-    lone = [part.dims is None and len(group) == 1 for group, part in pairs]
-    rows = iter(
-        bins_of_leaves([g[0] for (g, _), own in zip(pairs, lone) if own])
-    )
-    found = []
-    for (group, part), is_lone in zip(pairs, lone):
-        if is_lone:
-            found.append([next(rows)])
-        else:
-            found.append(
-                [bins_of_leaf(sum_on_gpu, part.dims, leaf) for leaf in group]
-            )
-    # In the layout of what was joined, which has fewer leaves in a group.
-    layout = tuple(part for _, part in pairs)
-    return _roots_of_bins(root_on_gpu, jnp.stack, found, layout, counts)

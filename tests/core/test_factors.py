@@ -70,6 +70,33 @@ def test_each_leaf_is_multiplied_twice_by_its_root(monkeypatch, way, name, all_r
         np.testing.assert_array_equal(leaf, np.float32(x) * np.square(root))
 
 
+@pytest.mark.parametrize("form", ["everything", "leaves", "vectors of units"])
+def test_a_gpu_takes_roots_of_leaves_of_one_shape_together(monkeypatch, form):
+    monkeypatch.setattr(_factors, "MERGED", 2)
+    monkeypatch.setattr(_factors, "per_platform", lambda *x, gpu, **_: gpu(*x))
+    shapes = [(3,), (2, 2), (3,), (3,), (2, 2), (3,), (3,)]
+    leaves = [jnp.full(shape, 1.0 + i) for i, shape in enumerate(shapes)]
+    leaves[5] = None  # no array, so that it has no root
+    roots = [None if x is None else jnp.float32(i) for i, x in enumerate(leaves)]
+    if form == "vectors of units":
+        roots[0] = jnp.arange(3.0)
+    if form == "everything":
+        norms, blocks = norms_of_tree(jnp.float32(3), leaves), [jnp.float32(3)]
+        roots = [None if x is None else 3.0 for x in leaves]
+    else:
+        norms = norms_of_tree(roots, leaves)
+        blocks = norms.blocks
+    found = multiply(leaves, norms, blocks)
+    assert found[5] is None
+    for x, leaf, root in zip(found, leaves, roots, strict=True):
+        if leaf is not None:
+            np.testing.assert_array_equal(x, leaf * np.square(root))
+    program = str(jax.make_jaxpr(lambda x: multiply(leaves, norms, x))(blocks))
+    # Four leaves of one shape fill two vectors, and the others one more.
+    own = 2 if form == "vectors of units" else 3
+    assert program.count("= unstack") == own
+
+
 @pytest.mark.parametrize("name", ROOTS)
 def test_leaves_whose_factor_is_0_become_zeros(name):
     tree, norms, roots = in_form_of(name)

@@ -7,6 +7,10 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from optaxclip._norms import _bins
+from optaxclip._norms._at_once import (
+    bins_on_gpu,
+    bins_on_tpu,
+)
 from optaxclip._norms._bins import (
     EDGE,
     SCALE,
@@ -22,7 +26,23 @@ from tests.sharded import mesh_of
 
 # The lower bin holds most of the norm, though its values are each the smaller ones.
 LENGTHS = [0, 1, 1000, 100_000]
-WAYS = {"gpu": (sum_on_gpu, root_on_gpu), "tpu": (sum_on_tpu, root_on_tpu)}
+
+
+def either_sum(sum_whole, sum_units):
+    """The sum of a leaf: of all of it, or over some dimensions."""
+
+    def sums(leaf, dims):
+        if dims is None:
+            return sum_whole([leaf])[0]
+        return bins_of_leaf(sum_units, dims, leaf)
+
+    return sums
+
+
+WAYS = {
+    "gpu": (either_sum(bins_on_gpu, sum_on_gpu), root_on_gpu),
+    "tpu": (either_sum(bins_on_tpu, sum_on_tpu), root_on_tpu),
+}
 every_way = pytest.mark.parametrize("way", WAYS)
 
 
@@ -32,7 +52,7 @@ def norm_in_bins(leaf):
 
 def norms_by(way, leaf, dims):
     sums, root_of = WAYS[way]
-    return jax.jit(lambda x: root_of(bins_of_leaf(sums, dims, x)))(leaf)
+    return jax.jit(lambda x: root_of(sums(x, dims)))(leaf)
 
 
 def norms_in_float64(leaf, dims):
@@ -146,7 +166,8 @@ ONCE = [
 def barred(way, shape, dims):
     """The shapes of what a barrier separates from the sum that comes after it."""
     leaf = jax.ShapeDtypeStruct(shape, "float32")
-    program = jax.make_jaxpr(lambda x: WAYS[way][0](x, dims))(leaf)
+    with jax.disable_jit():
+        program = jax.make_jaxpr(lambda x: WAYS[way][0](x, dims))(leaf)
     barriers = [e for e in program.eqns if e.primitive.name == "optimization_barrier"]
     return {v.aval.shape for each in barriers for v in each.outvars}
 
@@ -184,7 +205,8 @@ def test_leaves_of_several_devices_take_one_sum():
     [((3, 1000, 5), (3, 8, 125, 5)), ((1000, 3, 5), (8, 125, 3, 5))],
 )
 def test_a_gpu_sums_parts_of_the_longest_axis_first(shape, parts):
-    program = jax.make_jaxpr(lambda x: sum_on_gpu(x, (0, 1)))(jnp.ones(shape))
+    with jax.disable_jit():
+        program = jax.make_jaxpr(lambda x: sum_on_gpu(x, (0, 1)))(jnp.ones(shape))
     # 1000 rows are 8 parts of 125.
     assert parts in [v.aval.shape for e in program.eqns for v in e.outvars]
 
