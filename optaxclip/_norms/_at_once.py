@@ -95,7 +95,8 @@ def _sums_by_row(leaves: list[jax.Array]) -> Bins:
         each = [bins_of_leaf(sums_of_rows, None, leaf) for leaf in leaves]
         return Bins(*sum_at_once([jnp.stack(x) for x in zip(*each)], (1,)))
     rows = jnp.stack([leaf.reshape(-1) for leaf in leaves])
-    return Bins(*(x[:, 0] for x in bins_of_leaf(sum_on_gpu, (1,), rows)))
+    sums = bins_of_leaf(sum_on_gpu, (1,), rows)
+    return Bins(*(jnp.squeeze(x, 1) for x in sums))
 
 
 def bins_on_tpu(leaves: list[jax.Array]) -> list[Bins]:
