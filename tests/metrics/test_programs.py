@@ -6,6 +6,7 @@ import optax
 import pytest
 
 import optaxclip
+from tests.helpers import only_by_a_cpu
 
 SHAPES = [(256, 512), (512, 128), (128, 640), (300, 200)]
 SIZE = 4 * sum(rows * columns for rows, columns in SHAPES)  # bytes of the gradients
@@ -37,6 +38,7 @@ def test_reading_metrics_reads_no_gradient(clipped):
     assert bytes_of_a_step(optimizer, report=True) < clipped + 0.01
 
 
+@only_by_a_cpu
 @pytest.mark.parametrize("summary", [False, True])
 def test_norms_of_tensors_beside_a_global_clip_are_no_second_read(clipped, summary):
     recorder = optaxclip.record_norm(optaxclip.tensor_norm)

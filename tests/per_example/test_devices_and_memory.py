@@ -11,6 +11,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from optaxclip.per_example import clipped_grad
+from tests.helpers import only_by_a_cpu
 from tests.per_example.batches import (
     EPS,
     METHODS,
@@ -106,6 +107,7 @@ def test_memory_grows_with_the_microbatch():
     assert large - small > 0.9 * 24 * gradient
 
 
+@only_by_a_cpu
 @pytest.mark.slow
 def test_two_passes_need_less_memory_than_one():
     assert temporary("two_pass", 1024, 8) < 0.9 * temporary("one_pass", 1024, 8)

@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec as P
 
 import optaxclip
 from tests.core.steps import compiled_step, count_compilations
-from tests.helpers import random_tree
+from tests.helpers import only_by_a_cpu, random_tree
 from tests.rules.learning import CLIPPERS, built, history, run, some_clippers, times
 
 
@@ -208,6 +208,7 @@ def test_sharded_gradients_give_what_one_device_gives(name, mode):
         )
 
 
+@only_by_a_cpu
 @pytest.mark.parametrize(
     "name", ["autoclip", "zclip", "adagc", "adagn", "adaclip", "ratio, drop"]
 )
