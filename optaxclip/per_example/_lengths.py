@@ -26,11 +26,9 @@ class Pair(NamedTuple):
 def length_of_each(x: jax.Array) -> jax.Array:
     """The norm of each entry along the first axis, float32 or wider."""
 
-    def norm(each: jax.Array) -> jax.Array:
-        # Split(): on each device alone, since others hold other examples.
-        return group_norms(2.0, [Group([each], None, [Split()])])[0]
-
-    return jax.vmap(norm)(x)
+    # Split(): on each device alone, since others hold other examples.
+    group = Group([x], tuple(range(1, x.ndim)), [Split()])
+    return group_norms(2.0, [group])[0].reshape(x.shape[:1])
 
 
 def by_product(pairs: list[Pair]) -> jax.Array:
