@@ -25,7 +25,6 @@ class Pair(NamedTuple):
 
 def length_of_each(x: jax.Array) -> jax.Array:
     """The norm of each entry along the first axis, float32 or wider."""
-
     # Split(): on each device alone, since others hold other examples.
     group = Group([x], tuple(range(1, x.ndim)), [Split()])
     return group_norms(2.0, [group])[0].reshape(x.shape[:1])
