@@ -95,6 +95,35 @@ def test_a_gpu_takes_roots_of_leaves_of_one_shape_together(monkeypatch, form):
     # Four leaves of one shape fill two vectors, and the others one more.
     own = 2 if form == "vectors of units" else 3
     assert program.count("= unstack") == own
+    assert program.count("= max") == own
+
+
+def test_roots_that_leaves_share_elementwise_are_no_vector_of_numbers(monkeypatch):
+    monkeypatch.setattr(_factors, "MERGED", 2)
+    monkeypatch.setattr(_factors, "per_platform", lambda *x, gpu, **_: gpu(*x))
+    leaves = [[jnp.ones(3), jnp.full(3, 2.0)]]
+    norms = norms_of_tree([jnp.arange(3.0)], leaves)
+    ((one, other),) = multiply(leaves, norms, norms.blocks)
+    np.testing.assert_array_equal(one, [0, 1, 4])
+    np.testing.assert_array_equal(other, [0, 2, 8])
+
+
+@pytest.mark.parametrize("way", ["cpu", "gpu", "tpu"])
+def test_each_of_many_leaves_has_its_own_root(monkeypatch, way):
+    monkeypatch.setattr(_factors, "per_platform", lambda *x, **ways: ways[way](*x))
+    leaves = [jnp.ones(2)] * 67
+    norms = norms_of_tree([jnp.float32(i) for i in range(67)], leaves)
+    found = multiply(leaves, norms, norms.blocks)
+    np.testing.assert_array_equal(found, [[i * i] * 2 for i in range(67)])
+
+
+def test_a_program_keeps_no_traced_norm():
+    def step(leaves):
+        norms = norms_of_tree([jnp.sum(x) for x in leaves], leaves)
+        return multiply(leaves, norms, norms.blocks)
+
+    with jax.checking_leaks():
+        jax.jit(step).lower([jnp.ones(2), jnp.ones(3)])
 
 
 @pytest.mark.parametrize("name", ROOTS)

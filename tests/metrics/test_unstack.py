@@ -32,6 +32,6 @@ def test_special_values_come_back_as_they_are(monkeypatch, way):
 
 def test_a_gpu_takes_all_entries_in_few_parts(monkeypatch):
     monkeypatch.setattr(_unstack, "per_platform", lambda x, *, gpu, **_: gpu(x))
-    program = str(jax.make_jaxpr(lambda x: unstacked(x))(jnp.ones(2 * MERGED + 3)))
-    # One for all numbers, and one for each part of them.
+    program = str(jax.make_jaxpr(lambda x: unstacked(x))(jnp.ones(65)))
+    # One for all numbers, and one for each 32 of them.
     assert program.count("optimization_barrier") == 1 + 3
