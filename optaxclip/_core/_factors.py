@@ -152,7 +152,7 @@ def _multiply_on_gpu(
     spread = [
         jnp.broadcast_to(x, (count,)) if x.ndim == 0 else x for x in roots
     ]
-    spread = list(map(_computed_once, spread))
+    spread = [_computed_once(root) for root in spread]
     places, of_leaf = list(norms.places), []
     for row, number in enumerate(norms.of_leaf):
         # A scalar root becomes a vector too, with a row for each leaf.
