@@ -35,7 +35,7 @@ from ._collectives import Split
 from ._in_blocks import alike, evenly
 from ._types import is_on_one_device, varying
 
-# Leaves that one reduction sums. With 24 an H100 has too few registers.
+# Leaves that one reduction sums. With 24 the compiler of an H100 spills registers.
 AT_ONCE = 16
 # Elements of such a leaf on a TPU. Larger ones would leave the on-chip memory before
 # the optimizer reads them again.

@@ -7,10 +7,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from optaxclip._norms import _bins
-from optaxclip._norms._at_once import (
-    bins_on_gpu,
-    bins_on_tpu,
-)
+from optaxclip._norms._at_once import bins_on_gpu, bins_on_tpu
 from optaxclip._norms._bins import (
     EDGE,
     SCALE,
