@@ -1,9 +1,13 @@
-"""Sums of squares in float32 that neither overflow nor lose small values.
+"""Sums of squares in float32 whose root is right over the whole range of float32.
 
-    large   x = leaf * 2^-83 where |leaf| > 2^45           three sums of x^2,
-    small   x = leaf * 2^83 where |leaf| < 2^-45           in one read of the leaf
-    rest    x = leaf elsewhere
-    norm    the root of the largest bin that is not empty and the one below it
+    up       sum (x * 2^83)^2     taken if it is finite   three sums of all elements,
+    plain    sum x^2              else if it is finite    in one read
+    down     sum (x * 2^-83)^2    else
+
+No normal number is too small for `up`. A sum that is taken since the one before it is
+infinite is so large that what it may lose, 2^37 squares below 2^-126, is less than
+2^-50 of it. There is no branch, so vmap and devices that hold different shards are no
+special case.
 
 Where one device holds a large leaf, it takes two sums of known lengths. In any order of
 additions the norm is then wrong by at most the sum of both lengths times 2^-25:
@@ -11,11 +15,10 @@ additions the norm is then wrong by at most the sum of both lengths times 2^-25:
     GPU     rows of about sqrt(n) numbers, and then their sums
     TPU     the columns of a matrix of 256 rows or more, and then their sums
 
-2^37 values fit each bin, and no square of a normal float32 number is lost. There is no
-branch, so vmap and devices that hold different shards are no special case.
-
 Reference: Blue, A portable Fortran program to find the Euclidean norm of a vector,
-1978. Anderson, Algorithm 978: safe scaling in the level 1 BLAS, 2017.
+1978. Anderson, Algorithm 978: safe scaling in the level 1 BLAS, 2017. Both sort numbers
+by size into three sums. To add up all of them three times is less work on a vector, and
+a TPU's program is compiled sooner.
 """
 
 import math
@@ -30,9 +33,12 @@ from jax import lax
 
 from ._types import is_on_one_device
 
-# 2^37 squares of 2^45 add up to 2^127. The bounds of the other two bins fit as well:
-# 2^128 * 2^-83 = 2^45, and 2^-126 * 2^83 = 2^-43, whose square is a normal number.
-EDGE, SCALE = 2.0**45, 2.0**83
+# 2^37 of the largest numbers, which are 2^128, have a finite sum: (2^128 * 2^-83)^2 is
+# 2^90. The smallest normal one, which is 2^-126, has a normal square: 2^(-43 * 2).
+SCALE = 2.0**83
+LARGEST = 2.0**127
+# The root of the largest finite sum, rounded up.
+ROOT = 2.0**64
 # Elements of a leaf that a GPU reads in less time than a kernel starts.
 SMALL = 65_536
 PARTS = 32  # sums of rows that a GPU makes side by side
@@ -43,25 +49,22 @@ Dims = tuple[int, ...] | None
 
 
 class Bins(NamedTuple):
-    """Sums of squares of large values, of the rest, and of small ones."""
+    """Squares of numbers scaled up, as they are, and scaled down, or sums of them."""
 
-    large: jax.Array
-    rest: jax.Array
-    small: jax.Array
+    up: jax.Array
+    plain: jax.Array
+    down: jax.Array
 
 
 # Jitted, so that it is traced once for all leaves of one shape.
 @jax.jit
 def squares_in_bins(leaf: jax.Array) -> Bins:
-    """The square of each element, in its bin, and 0 in the other two."""
+    """The squares of all elements."""
     x = leaf.astype(np.float32)
-    size = jnp.abs(x)
-    large, small = size > EDGE, size < 1 / EDGE
-    down = jnp.where(large, x * np.float32(1 / SCALE), 0.0)
-    up = jnp.where(small, x * np.float32(SCALE), 0.0)
-    # NaN is neither large nor small, so it stays in the rest.
-    rest = jnp.where(large | small, 0.0, x)
-    return Bins(down * down, rest * rest, up * up)
+    # Without minimum and maximum XLA makes x^2 * 2^-166 of one, and that constant is 0.
+    up = jnp.minimum(x * np.float32(SCALE), np.float32(LARGEST))
+    down = jnp.maximum(x * np.float32(1 / SCALE), np.float32(-LARGEST))
+    return Bins(up * up, x * x, down * down)
 
 
 def sum_on_tpu(leaf: jax.Array, dims: Dims) -> Bins:
@@ -227,21 +230,12 @@ def bins_of_leaf(
 
 
 def root(bins: Bins) -> jax.Array:
-    """The norm: sqrt(most^2 + least^2), of the largest bin that is not empty and the
-    one below it.
-
-    They are joined by their quotient, which stays in range. Of a product with two
-    constants XLA multiplies the constants first, and 2^-83 twice is 0 in float32.
-    """
-    large, rest, small = (jnp.sqrt(x) for x in bins)
-    large, small = large * np.float32(SCALE), small * np.float32(1 / SCALE)
-    has_large = large != 0
-    most = jnp.where(has_large, large, rest)
-    least = jnp.where(has_large, rest, small)
-    # A root is never negative, and NaN is not 0, so that it reaches the norm.
-    has_two = most != 0
-    share = least / jnp.where(has_two, most, 1.0)
-    return jnp.where(has_two, most * jnp.sqrt(1 + share * share), least)
+    """The norm, from the first sum that is finite."""
+    up, plain, down = (jnp.sqrt(x) for x in bins)
+    # The root of a single square is its number, which may be finite where that is not.
+    # NaN, which the maximum of a CPU drops, is in `plain`.
+    norm = jnp.where(plain >= ROOT, down * np.float32(SCALE), plain)
+    return jnp.where(up < ROOT, up * np.float32(1 / SCALE), norm)
 
 
 def root_on_gpu(bins: Bins) -> jax.Array:
@@ -259,7 +253,7 @@ def root_on_gpu(bins: Bins) -> jax.Array:
 
 def root_on_tpu(bins: Bins) -> jax.Array:
     """The norm, in one kernel: a TPU runs operations on single numbers one by one."""
-    if bins.rest.ndim:
+    if bins.plain.ndim:
         return root(bins)
     return root(lax.optimization_barrier(Bins(*map(_paired, bins))))[0]
 

@@ -260,7 +260,7 @@ def _roots_of_bins(
     layout: Layout,
     counts: Blocks | None,
 ) -> Blocks:
-    # [[Bins, Bins], [Bins]] -> three times [[x, x], [x]]: large, rest, small.
+    # [[Bins, Bins], [Bins]] -> three times [[x, x], [x]]: up, plain, down.
     kinds = []
     for kind in range(3):
         pick = itemgetter(kind)
