@@ -1,6 +1,6 @@
 """Makes small faults in one module and looks whether its tests turn red.
 
-    python -m mutations optaxclip/_norms/_bins.py --sample 50 --seed 1 --workers 4
+    python -m mutations optaxclip/_norms/_three_sums.py --sample 50 --seed 1 --workers 4
 
 Each fault is made in a copy of the repository, by a process that runs the tests of the
 module until one is red. A fault that leaves all of them green survives. The exit status

@@ -38,8 +38,8 @@ ON_CPU = {
     "largest": Way(math.inf, largest),
 }
 ON_ACCELERATORS = {
-    "gpu": Way(2, _powers._in_bins_on_gpu),
-    "tpu": Way(2, _powers._in_bins_on_tpu),
+    "gpu": Way(2, _powers._norms_on_gpu),
+    "tpu": Way(2, _powers._norms_on_tpu),
     "shares": Way(2, partial(_powers._by_shares, 2.0, np.float32)),
     "cubes": Way(3, partial(_powers._by_shares, 3.0, np.float32)),
     "largest by bits": Way(math.inf, largest_by_bits),

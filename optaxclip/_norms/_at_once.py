@@ -18,21 +18,21 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ._bins import (
+from ._collectives import Split
+from ._in_blocks import alike, evenly
+from ._three_sums import (
     SMALL,
-    Bins,
-    bins_of_leaf,
+    Sums,
     has_columns,
     is_known,
     is_long,
     sum_at_once,
     sum_on_gpu,
     sum_on_tpu,
+    sums_of_leaf,
     sums_of_rows,
     terms_on_tpu,
 )
-from ._collectives import Split
-from ._in_blocks import alike, evenly
 from ._types import is_on_one_device, varying
 
 # Leaves that one reduction sums. With 24 the compiler of an H100 spills registers.
@@ -60,19 +60,19 @@ def join_small(
     return found, of_leaves
 
 
-def bins_on_gpu(leaves: list[jax.Array]) -> list[Bins]:
-    """The sums in bins of each leaf, of those of one size as rows of one array."""
+def sums_on_gpu(leaves: list[jax.Array]) -> list[Sums]:
+    """The three sums of each leaf, of those of one size as rows of one array."""
     found: list[Any] = [None] * len(leaves)
     kinds = [
         (_kind(place, leaf, leaf.size), leaf.size)
         for place, leaf in enumerate(leaves)
     ]
     # Of each type that sums have: places, and vectors with a number for each.
-    vectors: dict[Any, list[tuple[list[int], Bins]]] = {}
+    vectors: dict[Any, list[tuple[list[int], Sums]]] = {}
     for (kind, _), same in alike(kinds).items():
         first = leaves[same[0]]
         if kind == same[0]:
-            found[same[0]] = bins_of_leaf(sum_on_gpu, None, first)
+            found[same[0]] = sums_of_leaf(sum_on_gpu, None, first)
             continue
         # Of small leaves XLA stacks any number in the kernel that sums them.
         for places in evenly(same, AT_ONCE if is_long(first) else len(same)):
@@ -82,25 +82,25 @@ def bins_on_gpu(leaves: list[jax.Array]) -> list[Bins]:
         order = [place for places, _ in parts for place in places]
         # In the order of the leaves, so that to stack them again is no work for XLA.
         back = np.argsort(order)
-        joined = zip(*(bins for _, bins in parts))
+        joined = zip(*(sums for _, sums in parts))
         every = [jnp.concatenate(x)[back] for x in joined]
-        for place, bins in zip(sorted(order), zip(*map(jnp.unstack, every))):
-            found[place] = Bins(*bins)
+        for place, own in zip(sorted(order), zip(*map(jnp.unstack, every))):
+            found[place] = Sums(*own)
     return found
 
 
-def _sums_by_row(leaves: list[jax.Array]) -> Bins:
+def _sums_by_row(leaves: list[jax.Array]) -> Sums:
     """The sums of leaves of one size, as vectors."""
     if is_long(leaves[0]):
-        each = [bins_of_leaf(sums_of_rows, None, leaf) for leaf in leaves]
-        return Bins(*sum_at_once([jnp.stack(x) for x in zip(*each)], (1,)))
+        each = [sums_of_leaf(sums_of_rows, None, leaf) for leaf in leaves]
+        return Sums(*sum_at_once([jnp.stack(x) for x in zip(*each)], (1,)))
     rows = jnp.stack([leaf.reshape(-1) for leaf in leaves])
-    sums = bins_of_leaf(sum_on_gpu, (1,), rows)
-    return Bins(*(jnp.squeeze(x, 1) for x in sums))
+    sums = sums_of_leaf(sum_on_gpu, (1,), rows)
+    return Sums(*(jnp.squeeze(x, 1) for x in sums))
 
 
-def bins_on_tpu(leaves: list[jax.Array]) -> list[Bins]:
-    """The sums in bins of each leaf, of small ones of one shape by one reduction."""
+def sums_on_tpu(leaves: list[jax.Array]) -> list[Sums]:
+    """The three sums of each leaf, of small ones of one shape by one reduction."""
     found: list[Any] = [None] * len(leaves)
     kinds: list[Any] = []
     for place, leaf in enumerate(leaves):
@@ -110,22 +110,22 @@ def bins_on_tpu(leaves: list[jax.Array]) -> list[Bins]:
     for same in alike(kinds).values():
         for places in evenly(same, AT_ONCE):
             sums = _sums_of_alike([leaves[place] for place in places])
-            for place, bins in zip(places, sums):
-                found[place] = bins
+            for place, own in zip(places, sums):
+                found[place] = own
     return found
 
 
 @jax.jit
-def _sums_of_alike(leaves: list[jax.Array]) -> list[Bins]:
+def _sums_of_alike(leaves: list[jax.Array]) -> list[Sums]:
     """The sums of leaves of one shape and dtype."""
     first = leaves[0]
     alone = len(leaves) == 1 and not has_columns(first, None)
     if alone or jnp.issubdtype(first.dtype, jnp.complexfloating):
-        return [bins_of_leaf(sum_on_tpu, None, leaf) for leaf in leaves]
+        return [sums_of_leaf(sum_on_tpu, None, leaf) for leaf in leaves]
     # Three operands for each leaf, at most 48 in one reduction.
     terms = [x for leaf in leaves for x in terms_on_tpu(leaf, None)]
     sums = sum_at_once(terms, range(terms[0].ndim))
-    return [Bins(*sums[i : i + 3]) for i in range(0, len(sums), 3)]
+    return [Sums(*sums[i : i + 3]) for i in range(0, len(sums), 3)]
 
 
 def _kind(place: int, leaf: jax.Array, most: int = SMALL) -> Any:

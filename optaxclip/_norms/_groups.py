@@ -7,9 +7,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ._bins import Dims
 from ._collectives import Split, counted_once, join_devices, names_of_blocks
 from ._in_blocks import Place, entry_at, in_blocks, places_of
+from ._three_sums import Dims
 
 
 class Group(NamedTuple):
@@ -86,7 +86,7 @@ def add_up_all(
     for terms in kinds:
         once = _counted_once(terms, layout, names)
         blocks += gather(once, layout, dtype, join, stack)
-    # Three bins of N norms travel as one vector of 3 N numbers.
+    # Three sums of N norms travel as one vector of 3 N numbers.
     blocks = join_devices(lax.psum, blocks, names * len(kinds))
     size = len(names)
     return [blocks[i * size : (i + 1) * size] for i in range(len(kinds))]

@@ -12,7 +12,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from ._bins import Dims
 from ._collectives import join_devices
 from ._groups import (
     Blocks,
@@ -25,6 +24,7 @@ from ._groups import (
     take_max,
 )
 from ._modulus import modulus
+from ._three_sums import Dims
 
 
 def largest_moduli(

@@ -15,7 +15,6 @@ from jax import lax
 
 from .._arguments import check_ord
 from . import _prefix as prefix
-from ._bins import Dims
 from ._collectives import Split, axes_size
 from ._groups import Group, layout_of
 from ._in_blocks import Norms, Place, in_blocks, norms_of_tree
@@ -29,6 +28,7 @@ from ._mesh_axes import freeze, splits, without_names
 from ._modulus import as_float, norm_dtype
 from ._powers import group_norms
 from ._stacked import other_axes, stacked_axes
+from ._three_sums import Dims
 
 Ord = float | str | None
 

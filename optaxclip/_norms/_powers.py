@@ -1,6 +1,6 @@
 """The norms of groups of leaves: (sum |x|^p)^(1/p), and max |x| for p = inf.
 
-    order 2 on GPU and TPU     three sums of squares in float32, in one read (_bins)
+    order 2 on GPU and TPU     three float32 sums of squares, in one read (_three_sums)
     orders 1 to 4 on a CPU     sums in float64, in one read (_sums_on_cpu)
     all else                   divided by the largest first, which is a second read
 
@@ -17,16 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from ._at_once import bins_on_gpu, bins_on_tpu, join_small
-from ._bins import (
-    Bins,
-    Dims,
-    bins_of_leaf,
-    root_on_gpu,
-    root_on_tpu,
-    sum_on_gpu,
-    sum_on_tpu,
-)
+from ._at_once import join_small, sums_on_gpu, sums_on_tpu
 from ._derivative import slope, weights_of
 from ._groups import (
     Blocks,
@@ -45,6 +36,15 @@ from ._maxima import largest_moduli, largest_moduli_by_bits, largest_modulus
 from ._modulus import divided, modulus, norm_dtype, tangent_of_modulus
 from ._platform import per_platform
 from ._sums_on_cpu import sums_of_squares
+from ._three_sums import (
+    Dims,
+    Sums,
+    root_on_gpu,
+    root_on_tpu,
+    sum_on_gpu,
+    sum_on_tpu,
+    sums_of_leaf,
+)
 
 # Orders whose powers of any float32 number stay far inside the range of float64.
 # (3.4e38)^4 is 1e154, and (1.2e-38)^4 is 2e-152.
@@ -88,8 +88,8 @@ def _norms(
             groups,
             counts,
             cpu=partial(_in_float64, p, layout),
-            gpu=partial(_in_bins_on_gpu, layout) if p == 2 else shares,
-            tpu=partial(_in_bins_on_tpu, layout) if p == 2 else shares,
+            gpu=partial(_norms_on_gpu, layout) if p == 2 else shares,
+            tpu=partial(_norms_on_tpu, layout) if p == 2 else shares,
         )
     return blocks
 
@@ -204,16 +204,16 @@ def _sum_of_powers(
     return sum_over(lax.convert_element_type(jnp.abs(leaf) ** p, wide), dims)
 
 
-def _in_bins_on_tpu(
+def _norms_on_tpu(
     layout: Layout, groups: list[list[jax.Array]], counts: Blocks | None
 ) -> Blocks:
-    """Norms of order 2 from float32 sums in three bins."""
-    found = _sums_in_bins(bins_on_tpu, sum_on_tpu, layout, groups)
+    """Norms of order 2 from three float32 sums."""
+    found = _three_sums_of(sums_on_tpu, sum_on_tpu, layout, groups)
     stack = stack_by_selects
-    return _roots_of_bins(root_on_tpu, stack, found, layout, counts)
+    return _roots_of_sums(root_on_tpu, stack, found, layout, counts)
 
 
-def _in_bins_on_gpu(
+def _norms_on_gpu(
     layout: Layout, groups: list[list[jax.Array]], counts: Blocks | None
 ) -> Blocks:
     """Norms of order 2, with small leaves read together where that moves no data."""
@@ -227,16 +227,16 @@ def _in_bins_on_gpu(
         joined.append(group)
     # In the layout of what was joined, which has fewer leaves in a group.
     layout = tuple(parts)
-    found = _sums_in_bins(bins_on_gpu, sum_on_gpu, layout, joined)
-    return _roots_of_bins(root_on_gpu, jnp.stack, found, layout, counts)
+    found = _three_sums_of(sums_on_gpu, sum_on_gpu, layout, joined)
+    return _roots_of_sums(root_on_gpu, jnp.stack, found, layout, counts)
 
 
-def _sums_in_bins(
-    at_once: Callable[[list[jax.Array]], list[Bins]],
-    sum_leaf: Callable[[jax.Array, Dims], Bins],
+def _three_sums_of(
+    at_once: Callable[[list[jax.Array]], list[Sums]],
+    sum_leaf: Callable[[jax.Array, Dims], Sums],
     layout: Layout,
     groups: list[list[jax.Array]],
-) -> list[list[Bins]]:
+) -> list[list[Sums]]:
     """The sums of each leaf of each group."""
     pairs = list(zip(groups, layout))
     # Whole leaves are found across all groups, and their sums handed out in order.
@@ -248,23 +248,23 @@ def _sums_in_bins(
             found.append([next(sums) for _ in group])
         else:
             found.append(
-                [bins_of_leaf(sum_leaf, part.dims, leaf) for leaf in group]
+                [sums_of_leaf(sum_leaf, part.dims, leaf) for leaf in group]
             )
     return found
 
 
-def _roots_of_bins(
-    root: Callable[[Bins], jax.Array],
+def _roots_of_sums(
+    root: Callable[[Sums], jax.Array],
     stack: Callable[[list[jax.Array]], jax.Array],
-    found: list[list[Bins]],
+    found: list[list[Sums]],
     layout: Layout,
     counts: Blocks | None,
 ) -> Blocks:
-    # [[Bins, Bins], [Bins]] -> three times [[x, x], [x]]: up, plain, down.
+    # [[Sums, Sums], [Sums]] -> three times [[x, x], [x]]: up, plain, down.
     kinds = []
     for kind in range(3):
         pick = itemgetter(kind)
-        kinds.append([list(map(pick, bins)) for bins in found])
+        kinds.append([list(map(pick, sums)) for sums in found])
     blocks = add_up_all(kinds, layout, np.float32, total_of_stack, stack)
     means = [_mean(block, counts) for block in blocks]
-    return [root(Bins(*each)) for each in zip(*means)]
+    return [root(Sums(*each)) for each in zip(*means)]

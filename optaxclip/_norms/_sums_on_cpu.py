@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from ._bins import Dims, is_known, sum_at_once
+from ._three_sums import Dims, is_known, sum_at_once
 from ._types import is_on_one_device
 
 # Elements of a leaf from which on float32 is tried first. Below there is little time to

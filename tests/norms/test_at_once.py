@@ -9,12 +9,12 @@ from jax.sharding import PartitionSpec as P
 from optaxclip._norms import _at_once
 from optaxclip._norms._at_once import (
     SMALL_ON_TPU,
-    bins_on_gpu,
-    bins_on_tpu,
     join_small,
+    sums_on_gpu,
+    sums_on_tpu,
 )
-from optaxclip._norms._bins import SMALL, root
 from optaxclip._norms._collectives import Split
+from optaxclip._norms._three_sums import SMALL, root
 from tests.sharded import mesh_of
 
 pytestmark = pytest.mark.slow
@@ -60,10 +60,10 @@ def test_leaves_up_to_the_bound_are_small(size):
 
 
 @pytest.mark.parametrize("dtype", ["float32", "complex64"])
-@pytest.mark.parametrize("sums", [bins_on_gpu, bins_on_tpu])
+@pytest.mark.parametrize("sums", [sums_on_gpu, sums_on_tpu])
 def test_each_of_the_leaves_read_together_has_its_own_norm(sums, dtype):
     leaves = random_leaves(SHAPES, dtype)
-    found = [root(bins) for bins in sums(leaves)]
+    found = [root(each) for each in sums(leaves)]
     assert all(norm.shape == () for norm in found)
     expected = [np.linalg.norm(np.ravel(leaf)) for leaf in leaves]
     np.testing.assert_allclose(found, expected, 1e-6)
@@ -82,7 +82,7 @@ def reductions(sums, leaves):
 
 def test_a_gpu_sums_leaves_of_one_size_as_rows():
     leaves = random_leaves([(2, 3), (6,), (3, 2), (4,)])
-    assert reductions(bins_on_gpu, leaves) == 2
+    assert reductions(sums_on_gpu, leaves) == 2
 
 
 LARGE = (3, SMALL // 2)
@@ -91,48 +91,48 @@ LARGE = (3, SMALL // 2)
 def test_a_gpu_sums_the_rows_of_large_leaves_of_one_size_at_once():
     leaves = random_leaves([LARGE, (3,), LARGE[::-1], (SMALL + 1,), LARGE])
     # The rows of each large leaf, then those of the first size, the second, and (3,).
-    assert reductions(bins_on_gpu, leaves) == 4 + 3
-    found = [root(bins) for bins in bins_on_gpu(leaves)]
+    assert reductions(sums_on_gpu, leaves) == 4 + 3
+    found = [root(sums) for sums in sums_on_gpu(leaves)]
     expected = [np.linalg.norm(np.ravel(leaf)) for leaf in leaves]
     np.testing.assert_allclose(found, expected, 1e-6)
 
 
 def test_a_gpu_sums_sixteen_large_leaves_at_once(monkeypatch):
     leaves = random_leaves([LARGE] * 3)
-    assert reductions(bins_on_gpu, leaves) == 3 + 1
+    assert reductions(sums_on_gpu, leaves) == 3 + 1
     monkeypatch.setattr(_at_once, "AT_ONCE", 2)
     # JAX keeps the program of three.
-    assert reductions(bins_on_gpu, leaves * 2) == 6 + 3
+    assert reductions(sums_on_gpu, leaves * 2) == 6 + 3
     small = random_leaves([(2, 3)] * 3)
-    assert reductions(bins_on_gpu, small) == 1
+    assert reductions(sums_on_gpu, small) == 1
 
 
 def test_leaves_that_jit_splits_over_a_mesh_stay_apart():
     mesh = mesh_of((4,), ("x",))
     shapes = [(4, 3), (4, 3), LARGE[::-1], LARGE[::-1]]
     placed = jax.device_put(random_leaves(shapes), jax.NamedSharding(mesh, P("x")))
-    for sums in (bins_on_gpu, bins_on_tpu):
+    for sums in (sums_on_gpu, sums_on_tpu):
         text = str(jax.make_jaxpr(sums)(placed))
         assert "concatenate" not in text and "optimization_barrier" not in text
 
 
 def test_a_tpu_sums_sixteen_leaves_of_one_shape_at_once(monkeypatch):
     leaves = random_leaves([(2, 3)] * 33)
-    assert reductions(bins_on_tpu, leaves) == 3
+    assert reductions(sums_on_tpu, leaves) == 3
     monkeypatch.setattr(_at_once, "AT_ONCE", 3)
-    assert reductions(bins_on_tpu, leaves[:6]) == 2
+    assert reductions(sums_on_tpu, leaves[:6]) == 2
 
 
 def test_the_columns_of_large_leaves_on_a_tpu_are_summed_at_once():
     leaves = random_leaves([(300, 301), (2, 300, 301), (300, 301)])
     # Three sums of columns each, and one of them all for each shape.
-    assert reductions(bins_on_tpu, leaves) == 9 + 2
-    found = [root(bins) for bins in bins_on_tpu(leaves)]
+    assert reductions(sums_on_tpu, leaves) == 9 + 2
+    found = [root(sums) for sums in sums_on_tpu(leaves)]
     expected = [np.linalg.norm(np.ravel(leaf)) for leaf in leaves]
     np.testing.assert_allclose(found, expected, 1e-6)
 
 
 def test_large_leaves_on_a_tpu_are_summed_by_themselves():
     leaf = jnp.ones(SMALL_ON_TPU + 1)
-    assert reductions(bins_on_tpu, [leaf, leaf]) == 6
-    assert reductions(bins_on_tpu, [leaf[1:], leaf[1:]]) == 1
+    assert reductions(sums_on_tpu, [leaf, leaf]) == 6
+    assert reductions(sums_on_tpu, [leaf[1:], leaf[1:]]) == 1

@@ -6,17 +6,17 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from optaxclip._norms import _bins
-from optaxclip._norms._at_once import bins_on_gpu, bins_on_tpu
-from optaxclip._norms._bins import (
+from optaxclip._norms import _three_sums
+from optaxclip._norms._at_once import sums_on_gpu, sums_on_tpu
+from optaxclip._norms._three_sums import (
     SCALE,
-    Bins,
-    bins_of_leaf,
+    Sums,
     root,
     root_on_gpu,
     root_on_tpu,
     sum_on_gpu,
     sum_on_tpu,
+    sums_of_leaf,
 )
 from tests.sharded import mesh_of
 
@@ -30,20 +30,20 @@ def either_sum(sum_whole, sum_units):
     def sums(leaf, dims):
         if dims is None:
             return sum_whole([leaf])[0]
-        return bins_of_leaf(sum_units, dims, leaf)
+        return sums_of_leaf(sum_units, dims, leaf)
 
     return sums
 
 
 WAYS = {
-    "gpu": (either_sum(bins_on_gpu, sum_on_gpu), root_on_gpu),
-    "tpu": (either_sum(bins_on_tpu, sum_on_tpu), root_on_tpu),
+    "gpu": (either_sum(sums_on_gpu, sum_on_gpu), root_on_gpu),
+    "tpu": (either_sum(sums_on_tpu, sum_on_tpu), root_on_tpu),
 }
 every_way = pytest.mark.parametrize("way", WAYS)
 
 
-def norm_in_bins(leaf):
-    return root(bins_of_leaf(sum_on_tpu, None, leaf))
+def norm_by_three_sums(leaf):
+    return root(sums_of_leaf(sum_on_tpu, None, leaf))
 
 
 def norms_by(way, leaf, dims):
@@ -62,7 +62,7 @@ def test_norms_on_both_sides_of_an_edge_are_right(edge, count):
     for size in (0.99, 1.01):
         leaf = np.full(count + 1, size * edge / np.sqrt(count + 1), np.float32)
         expected = np.sqrt(np.sum(np.square(leaf, dtype=np.float64)))
-        found = jax.jit(norm_in_bins)(leaf)
+        found = jax.jit(norm_by_three_sums)(leaf)
         np.testing.assert_allclose(found, expected, 1e-6)
 
 
@@ -73,7 +73,7 @@ def test_large_and_small_values_add_up(large, count):
     expected = np.sqrt(np.sum(np.square(leaf, dtype=np.float64)))
     # Half of what as many additions in float32 can be wrong by.
     tolerance = max(1e-6, len(leaf) * 2.0**-25)
-    np.testing.assert_allclose(jax.jit(norm_in_bins)(leaf), expected, tolerance)
+    np.testing.assert_allclose(jax.jit(norm_by_three_sums)(leaf), expected, tolerance)
 
 
 def test_2_to_the_37_squares_fit_and_none_is_lost():
@@ -88,15 +88,15 @@ def test_2_to_the_37_squares_fit_and_none_is_lost():
 @pytest.mark.parametrize("value", [np.nan, np.inf])
 def test_a_broken_value_is_seen_beside_a_large_one(value):
     leaf = np.float32([3e38, value, 1.0, 1e-30])
-    np.testing.assert_equal(float(jax.jit(norm_in_bins)(leaf)), value)
+    np.testing.assert_equal(float(jax.jit(norm_by_three_sums)(leaf)), value)
 
 
 def test_nan_is_seen_beside_inf():
-    assert np.isnan(jax.jit(norm_in_bins)(np.float32([np.inf, np.nan])))
+    assert np.isnan(jax.jit(norm_by_three_sums)(np.float32([np.inf, np.nan])))
 
 
 def test_bins_of_zeros_have_norm_0():
-    assert jax.jit(norm_in_bins)(np.zeros(3, np.float32)) == 0
+    assert jax.jit(norm_by_three_sums)(np.zeros(3, np.float32)) == 0
 
 
 @every_way
@@ -120,7 +120,7 @@ def over_devices(leaf):
 @pytest.mark.parametrize("dims", [None, (0,), (1,)])
 def test_leaves_of_several_devices_are_summed(monkeypatch, dims, way):
     # Of a large leaf a GPU takes another way on several devices than on one.
-    monkeypatch.setattr(_bins, "SMALL", 8)
+    monkeypatch.setattr(_three_sums, "SMALL", 8)
     leaf = np.random.default_rng(2).standard_normal((8, 4)).astype(np.float32)
     spread = over_devices(leaf)
     expected = norms_in_float64(leaf, dims)
@@ -142,7 +142,7 @@ STACKS = {
 
 @pytest.mark.parametrize(("way", "dims"), STACKS)
 def test_three_bins_are_stacked_only_where_it_pays(monkeypatch, way, dims):
-    monkeypatch.setattr(_bins, "SMALL", 8)
+    monkeypatch.setattr(_three_sums, "SMALL", 8)
     leaf, small = jnp.ones((12, 4)), over_devices(jnp.ones((4, 2)))
     sums = jax.jit(lambda x: WAYS[way][0](x, dims))
     texts = [sums.lower(x).as_text() for x in (leaf, over_devices(leaf), small)]
@@ -223,7 +223,7 @@ def test_a_gpu_sums_parts_of_the_longest_axis_first(shape, parts):
 @every_way
 def test_a_norm_of_everything_has_no_shape(way):
     each = [jnp.float32(x) for x in (np.inf, np.inf, 9.0)]
-    norm = WAYS[way][1](Bins(*each))
+    norm = WAYS[way][1](Sums(*each))
     assert norm.shape == ()
     assert norm == 3 * SCALE
 

@@ -48,7 +48,7 @@ PARTIAL = 256
 Dims = tuple[int, ...] | None
 
 
-class Bins(NamedTuple):
+class Sums(NamedTuple):
     """Squares of numbers scaled up, as they are, and scaled down, or sums of them."""
 
     up: jax.Array
@@ -58,36 +58,36 @@ class Bins(NamedTuple):
 
 # Jitted, so that it is traced once for all leaves of one shape.
 @jax.jit
-def squares_in_bins(leaf: jax.Array) -> Bins:
+def three_squares(leaf: jax.Array) -> Sums:
     """The squares of all elements."""
     x = leaf.astype(np.float32)
     # Without minimum and maximum XLA makes x^2 * 2^-166 of one, and that constant is 0.
     up = jnp.minimum(x * np.float32(SCALE), np.float32(LARGEST))
     down = jnp.maximum(x * np.float32(1 / SCALE), np.float32(-LARGEST))
-    return Bins(up * up, x * x, down * down)
+    return Sums(up * up, x * x, down * down)
 
 
-def sum_on_tpu(leaf: jax.Array, dims: Dims) -> Bins:
-    """Sums in bins, as three reductions that a TPU computes in one read."""
+def sum_on_tpu(leaf: jax.Array, dims: Dims) -> Sums:
+    """The three sums, as reductions that a TPU computes in one read."""
     keep = dims is not None
     if keep and not is_on_one_device(leaf):
         # Three arrays for each leaf are more than XLA puts into one collective.
-        stack = jnp.stack(squares_in_bins(leaf))
-        return Bins(*jnp.sum(stack, [i + 1 for i in dims], keepdims=True))
+        stack = jnp.stack(three_squares(leaf))
+        return Sums(*jnp.sum(stack, [i + 1 for i in dims], keepdims=True))
     terms = terms_on_tpu(leaf, dims)
-    return Bins(*(jnp.sum(x, dims, keepdims=keep) for x in terms))
+    return Sums(*(jnp.sum(x, dims, keepdims=keep) for x in terms))
 
 
-def terms_on_tpu(leaf: jax.Array, dims: Dims) -> Bins:
+def terms_on_tpu(leaf: jax.Array, dims: Dims) -> Sums:
     """What there is to sum: the squares, or the sums of columns where there are any."""
-    terms = squares_in_bins(leaf)
+    terms = three_squares(leaf)
     if not has_columns(leaf, dims):
         return terms
     last = leaf.ndim - 1
     rows = tuple(axis for axis in _axes(leaf, dims) if axis != last)
     sums = [jnp.sum(x, rows, keepdims=dims is not None) for x in terms]
     # Without the barrier XLA makes one sum of both.
-    return Bins(*lax.optimization_barrier(sums))
+    return Sums(*lax.optimization_barrier(sums))
 
 
 def has_columns(leaf: jax.Array, dims: Dims) -> bool:
@@ -103,8 +103,8 @@ def _axes(leaf: jax.Array, dims: Dims) -> tuple[int, ...]:
     return tuple(range(leaf.ndim)) if dims is None else tuple(sorted(dims))
 
 
-def sum_on_gpu(leaf: jax.Array, dims: Dims) -> Bins:
-    """Sums in bins, all three in one reduction.
+def sum_on_gpu(leaf: jax.Array, dims: Dims) -> Sums:
+    """The three sums, in one reduction.
 
     On a GPU that is one kernel for each stage of the sum. Three reductions are one
     kernel in the first stage and three in the second.
@@ -114,15 +114,15 @@ def sum_on_gpu(leaf: jax.Array, dims: Dims) -> Bins:
         return _sum_over_columns(leaf, axes)
     if not (_is_small(leaf) or is_on_one_device(leaf)):
         # The partitioner of jit joins a reduction with three operands by two
-        # collectives. The bins are the last axis, so that threads side by side read one
-        # element.
-        stack = jnp.stack(squares_in_bins(leaf), -1)
+        # collectives. The last axis is of the three, so that threads side by side read
+        # one element.
+        stack = jnp.stack(three_squares(leaf), -1)
         sums = jnp.sum(stack, axes, keepdims=dims is not None)
-        return Bins(*(sums[..., kind] for kind in range(3)))
+        return Sums(*(sums[..., kind] for kind in range(3)))
 
     terms, rest = _terms_on_gpu(leaf, dims)
     sums = sum_at_once(terms, rest)
-    return Bins(
+    return Sums(
         *(x if dims is None else lax.expand_dims(x, axes) for x in sums)
     )
 
@@ -131,7 +131,7 @@ def _terms_on_gpu(
     leaf: jax.Array, dims: Dims
 ) -> tuple[Sequence[jax.Array], Sequence[int]]:
     """What there is to sum, over which axes: the squares, or the sums of rows."""
-    terms, axes = squares_in_bins(leaf), _axes(leaf, dims)
+    terms, axes = three_squares(leaf), _axes(leaf, dims)
     *rest, last = axes or (0,)
     if not (rest and is_long(leaf)) or leaf.shape[-1] < PARTIAL:
         return terms, axes
@@ -139,11 +139,11 @@ def _terms_on_gpu(
     return lax.optimization_barrier(sum_at_once(terms, (last,))), rest
 
 
-def sums_of_rows(leaf: jax.Array, _: Dims = None) -> Bins:
+def sums_of_rows(leaf: jax.Array, _: Dims = None) -> Sums:
     """Sums of parts of a large leaf: about as many as a part has elements."""
-    terms = [_as_matrix(x) for x in squares_in_bins(leaf)]
+    terms = [_as_matrix(x) for x in three_squares(leaf)]
     # Without the barrier XLA makes one sum of these and the next.
-    return Bins(*lax.optimization_barrier(sum_at_once(terms, (1,))))
+    return Sums(*lax.optimization_barrier(sum_at_once(terms, (1,))))
 
 
 def _as_matrix(squares: jax.Array) -> jax.Array:
@@ -183,15 +183,15 @@ def is_known(leaf: jax.Array) -> bool:
     return all(isinstance(size, int) for size in leaf.shape)
 
 
-def _sum_over_columns(leaf: jax.Array, axes: tuple[int, ...]) -> Bins:
+def _sum_over_columns(leaf: jax.Array, axes: tuple[int, ...]) -> Sums:
     """Sums over other axes than the last, which XLA on a GPU computes in few threads.
 
     To have more it would write the squares to memory first. So where reshaping moves no
     data between devices, parts of the longest axis are summed first.
     """
     if not axes or not is_on_one_device(leaf):
-        stack = jnp.stack(squares_in_bins(leaf))
-        return Bins(
+        stack = jnp.stack(three_squares(leaf))
+        return Sums(
             *jnp.sum(stack, [axis + 1 for axis in axes], keepdims=True)
         )
     longest = max(axes, key=lambda axis: leaf.shape[axis])
@@ -206,56 +206,56 @@ def _sum_over_columns(leaf: jax.Array, axes: tuple[int, ...]) -> Bins:
     )
     # The longest axis is two axes now. The first of them stays for the second sum.
     inner = [axis + (axis >= longest) for axis in axes]
-    stack = jnp.stack(squares_in_bins(leaf.reshape(shape)), -1)
+    stack = jnp.stack(three_squares(leaf.reshape(shape)), -1)
     # Without the barrier XLA makes one sum of both.
     sums = lax.optimization_barrier(jnp.sum(stack, inner, keepdims=True))
     sums = jnp.sum(sums, longest)
-    return Bins(*(sums[..., kind] for kind in range(3)))
+    return Sums(*(sums[..., kind] for kind in range(3)))
 
 
 # Jitted, so that it is traced once for all leaves of one shape.
 @partial(jax.jit, static_argnums=(0, 1))
-def bins_of_leaf(
-    sum_in_bins: Callable[[jax.Array, Dims], Bins], dims: Dims, leaf: jax.Array
-) -> Bins:
+def sums_of_leaf(
+    sum_one: Callable[[jax.Array, Dims], Sums], dims: Dims, leaf: jax.Array
+) -> Sums:
     """The sums of a real or complex leaf."""
     if not jnp.issubdtype(leaf.dtype, jnp.complexfloating):
-        return sum_in_bins(leaf, dims)
+        return sum_one(leaf, dims)
     # |a + bi|^2 = a^2 + b^2, so both parts are summed like real leaves.
     real, imag = (
-        sum_in_bins(jnp.real(leaf), dims),
-        sum_in_bins(jnp.imag(leaf), dims),
+        sum_one(jnp.real(leaf), dims),
+        sum_one(jnp.imag(leaf), dims),
     )
-    return Bins(*(one + other for one, other in zip(real, imag)))
+    return Sums(*(one + other for one, other in zip(real, imag)))
 
 
-def root(bins: Bins) -> jax.Array:
+def root(sums: Sums) -> jax.Array:
     """The norm, from the first sum that is finite."""
-    up, plain, down = (jnp.sqrt(x) for x in bins)
+    up, plain, down = (jnp.sqrt(x) for x in sums)
     # The root of a single square is its number, which may be finite where that is not.
     # NaN, which the maximum of a CPU drops, is in `plain`.
     norm = jnp.where(plain >= ROOT, down * np.float32(SCALE), plain)
     return jnp.where(up < ROOT, up * np.float32(1 / SCALE), norm)
 
 
-def root_on_gpu(bins: Bins) -> jax.Array:
+def root_on_gpu(sums: Sums) -> jax.Array:
     """The norm. Of all that a clipper computes from it XLA then makes one kernel.
 
     On a GPU it does so for numbers that come from one array, unless that has a single
     number. The maximum is no slice, which would be a kernel of its own.
     """
-    norm = root(bins)
+    norm = root(sums)
     if norm.ndim:
         return norm
     pair = lax.optimization_barrier(_paired(norm))
     return jnp.maximum(pair[0], pair[1])
 
 
-def root_on_tpu(bins: Bins) -> jax.Array:
+def root_on_tpu(sums: Sums) -> jax.Array:
     """The norm, in one kernel: a TPU runs operations on single numbers one by one."""
-    if bins.plain.ndim:
-        return root(bins)
-    return root(lax.optimization_barrier(Bins(*map(_paired, bins))))[0]
+    if sums.plain.ndim:
+        return root(sums)
+    return root(lax.optimization_barrier(Sums(*map(_paired, sums))))[0]
 
 
 def _paired(number: jax.Array) -> jax.Array:
