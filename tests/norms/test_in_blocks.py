@@ -13,12 +13,11 @@ def test_scalars_are_rows_and_a_lone_array_is_not():
     assert found == [(0, 0), (1, 0), (2, None), (0, 1)]
 
 
-def test_arrays_go_into_even_blocks_of_at_most_five():
+def test_arrays_go_into_blocks_of_at_most_two():
     wide = ((1, 4),)
     assert places_of([()] * 7) == [(0, row) for row in range(7)]
-    blocks = [place.block for place in places_of([wide] * 11)]
-    assert blocks == [0] * 4 + [1] * 4 + [2] * 3
-    assert places_of([wide] * 5) == [(0, row) for row in range(5)]
+    assert places_of([wide] * 2) == [(0, 0), (0, 1)]
+    assert places_of([wide] * 5) == [(0, 0), (0, 1), (1, 0), (1, 1), (2, None)]
 
 
 @pytest.mark.parametrize("count", [1, 3])
