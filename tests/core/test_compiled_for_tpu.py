@@ -11,6 +11,7 @@ import pytest
 
 import optaxclip
 from benchmarks.compiled import program, step, targets
+from optaxclip._norms._three_sums import LARGEST
 
 pytest.importorskip("libtpu")
 os.environ.update(targets.TPU.variables)
@@ -23,14 +24,25 @@ OURS = ["global norm", "tensor RMS", "AGC"]
 
 
 @functools.cache
-def counts(name: str, target: str) -> program.Counts:
+def text(name: str, target: str) -> str:
     found, _ = step.compiled(step.STEPS[name](), SHAPES[target], target, "float32")
-    return program.counts_of(found.as_text())
+    return found.as_text()
+
+
+def counts(name: str, target: str) -> program.Counts:
+    return program.counts_of(text(name, target))
 
 
 @pytest.mark.parametrize("name", OURS)
 def test_no_float64_on_a_tpu(name):
     assert counts(name, "v5e").float64 == 0
+
+
+@pytest.mark.parametrize("name", OURS)
+def test_numbers_are_scaled_before_they_are_squared_on_a_tpu(name):
+    # These bounds keep XLA from squaring the scales, which would be 0 and inf.
+    for bound in (LARGEST, -LARGEST):
+        assert f"constant({bound:.9g})" in text(name, "v5e")
 
 
 @pytest.mark.parametrize("name", OURS)
