@@ -36,9 +36,8 @@ from ._types import is_on_one_device
 # 2^37 of the largest numbers, which are 2^128, have a finite sum: (2^128 * 2^-83)^2 is
 # 2^90. The smallest normal one, which is 2^-126, has a normal square: 2^(-43 * 2).
 SCALE = 2.0**83
+# A bound of what is squared. The root of a finite sum is less, and its square is inf.
 LARGEST = 2.0**127
-# The root of the largest finite sum, rounded up.
-ROOT = 2.0**64
 # Elements of a leaf that a GPU reads in less time than a kernel starts.
 SMALL = 65_536
 PARTS = 32  # sums of rows that a GPU makes side by side
@@ -232,10 +231,10 @@ def sums_of_leaf(
 def root(sums: Sums) -> jax.Array:
     """The norm, from the first sum that is finite."""
     up, plain, down = (jnp.sqrt(x) for x in sums)
-    # The root of a single square is its number, which may be finite where that is not.
+    # Not compared with inf: the root of a single square is its number, to XLA.
     # NaN, which the maximum of a CPU drops, is in `plain`.
-    norm = jnp.where(plain >= ROOT, down * np.float32(SCALE), plain)
-    return jnp.where(up < ROOT, up * np.float32(1 / SCALE), norm)
+    norm = jnp.where(plain >= LARGEST, down * np.float32(SCALE), plain)
+    return jnp.where(up < LARGEST, up * np.float32(1 / SCALE), norm)
 
 
 def root_on_gpu(sums: Sums) -> jax.Array:

@@ -216,6 +216,7 @@ def test_a_train_step_holds_no_copy_of_the_gradients(name):
     assert compiled_step(CLIPPERS[name][0]()) <= 0.01
 
 
+@only_by_a_cpu
 @pytest.mark.parametrize(
     "wrapped",
     [
