@@ -17,8 +17,7 @@ additions the norm is then wrong by at most the sum of both lengths times 2^-25:
 
 Reference: Blue, A portable Fortran program to find the Euclidean norm of a vector,
 1978. Anderson, Algorithm 978: safe scaling in the level 1 BLAS, 2017. Both sort numbers
-by size into three sums. To add up all of them three times is less work on a vector, and
-a TPU's program is compiled sooner.
+by size into three sums. Without sorting, a GPU and a TPU have less to compute for each.
 """
 
 import math
@@ -36,7 +35,8 @@ from ._types import is_on_one_device
 # 2^37 of the largest numbers, which are 2^128, have a finite sum: (2^128 * 2^-83)^2 is
 # 2^90. The smallest normal one, which is 2^-126, has a normal square: 2^(-43 * 2).
 SCALE = 2.0**83
-# A bound of what is squared. The root of a finite sum is less, and its square is inf.
+# What is squared is held within this number, whose square is inf. The root of a finite
+# sum is far below it.
 LARGEST = 2.0**127
 # Elements of a leaf that a GPU reads in less time than a kernel starts.
 SMALL = 65_536
@@ -60,7 +60,7 @@ class Sums(NamedTuple):
 def three_squares(leaf: jax.Array) -> Sums:
     """The squares of all elements."""
     x = leaf.astype(np.float32)
-    # Without minimum and maximum XLA makes x^2 * 2^-166 of one, and that constant is 0.
+    # Without minimum and maximum XLA would compute x^2 * 2^-166, and that constant is 0.
     up = jnp.minimum(x * np.float32(SCALE), np.float32(LARGEST))
     down = jnp.maximum(x * np.float32(1 / SCALE), np.float32(-LARGEST))
     return Sums(up * up, x * x, down * down)
@@ -231,8 +231,8 @@ def sums_of_leaf(
 def root(sums: Sums) -> jax.Array:
     """The norm, from the first sum that is finite."""
     up, plain, down = (jnp.sqrt(x) for x in sums)
-    # Not compared with inf: the root of a single square is its number, to XLA.
-    # NaN, which the maximum of a CPU drops, is in `plain`.
+    # Not compared with inf: for the root of a single square XLA takes the number itself.
+    # NaN is looked for in `plain`, since the minimum of a CPU drops it.
     norm = jnp.where(plain >= LARGEST, down * np.float32(SCALE), plain)
     return jnp.where(up < LARGEST, up * np.float32(1 / SCALE), norm)
 

@@ -108,7 +108,7 @@ def test_a_cpu_has_two_sums_to_choose_from_where_it_pays():
 @pytest.mark.parametrize(
     ("platform", "of_all", "of_columns"), [("cuda", 2, 2), ("tpu", 4, 3)]
 )
-def test_accelerators_sum_three_bins_in_one_read(platform, of_all, of_columns):
+def test_accelerators_make_three_sums_in_one_read(platform, of_all, of_columns):
     """A GPU sums parts of rows or columns first. A TPU sums columns first, each bin by
     itself, and then what they add up to at once.
     """

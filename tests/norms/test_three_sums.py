@@ -71,7 +71,7 @@ def test_norms_on_both_sides_of_an_edge_are_right(edge, count):
 def test_large_and_small_values_add_up(large, count):
     leaf = np.float32([large] + [large / 1000] * count + [1e-30] * count)
     expected = np.sqrt(np.sum(np.square(leaf, dtype=np.float64)))
-    # Half of what as many additions in float32 can be wrong by.
+    # Each addition may be wrong by 2^-24, and a root halves what is wrong in all.
     tolerance = max(1e-6, len(leaf) * 2.0**-25)
     np.testing.assert_allclose(jax.jit(norm_by_three_sums)(leaf), expected, tolerance)
 
@@ -95,7 +95,7 @@ def test_nan_is_seen_beside_inf():
     assert np.isnan(jax.jit(norm_by_three_sums)(np.float32([np.inf, np.nan])))
 
 
-def test_bins_of_zeros_have_norm_0():
+def test_zeros_have_norm_0():
     assert jax.jit(norm_by_three_sums)(np.zeros(3, np.float32)) == 0
 
 
@@ -141,7 +141,7 @@ STACKS = {
 
 
 @pytest.mark.parametrize(("way", "dims"), STACKS)
-def test_three_bins_are_stacked_only_where_it_pays(monkeypatch, way, dims):
+def test_three_squares_are_stacked_only_where_it_pays(monkeypatch, way, dims):
     monkeypatch.setattr(_three_sums, "SMALL", 8)
     leaf, small = jnp.ones((12, 4)), over_devices(jnp.ones((4, 2)))
     sums = jax.jit(lambda x: WAYS[way][0](x, dims))
