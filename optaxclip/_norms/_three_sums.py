@@ -60,7 +60,7 @@ class Sums(NamedTuple):
 def three_squares(leaf: jax.Array) -> Sums:
     """The squares of all elements."""
     x = leaf.astype(np.float32)
-    # Without minimum and maximum XLA would compute x^2 * 2^-166, and that constant is 0.
+    # Without minimum and maximum XLA makes x^2 * 2^-166 of it, and that constant is 0.
     up = jnp.minimum(x * np.float32(SCALE), np.float32(LARGEST))
     down = jnp.maximum(x * np.float32(1 / SCALE), np.float32(-LARGEST))
     return Sums(up * up, x * x, down * down)
@@ -231,7 +231,7 @@ def sums_of_leaf(
 def root(sums: Sums) -> jax.Array:
     """The norm, from the first sum that is finite."""
     up, plain, down = (jnp.sqrt(x) for x in sums)
-    # Not compared with inf: for the root of a single square XLA takes the number itself.
+    # Not compared with inf: as the root of a single square XLA takes the number itself.
     # NaN is looked for in `plain`, since the minimum of a CPU drops it.
     norm = jnp.where(plain >= LARGEST, down * np.float32(SCALE), plain)
     return jnp.where(up < LARGEST, up * np.float32(1 / SCALE), norm)
