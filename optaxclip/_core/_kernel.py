@@ -280,12 +280,9 @@ def _given(
 ) -> list[jax.Array]:
     """Norms or limits of the user's, in blocks, once they are seen to fit."""
     # In the structure in which the norm functions return norms.
-    wanted = norms.tree()
-    shapes, found = (jax.tree.map(jnp.shape, x) for x in (wanted, tree))
-    if (
-        jax.tree.structure(tree) != jax.tree.structure(wanted)
-        or shapes != found
-    ):
+    shapes = norms.shapes()
+    same = jax.tree.structure(tree) == norms.treedef
+    if not same or jax.tree.map(jnp.shape, tree) != shapes:
         raise ValueError(
             f"{settings.call}: {argument} must have the structure and shapes of the "
             f"norms that it measures, {shapes}, got {tree}."

@@ -16,6 +16,7 @@ from .._clippers._record_spikes import SpikeState
 from .._clippers._spam import SpamState
 from .._core._state import ClipState, Entry, has_rows, names_of_layers, unpack
 from .._norms._types import gathered
+from .._norms._unstack import unstacked
 from .._wrappers._skipping import SkipState
 from ._numbers import (
     WORST_NAME,
@@ -26,7 +27,6 @@ from ._numbers import (
     SpikeNumbers,
     SummaryNumbers,
 )
-from ._unstack import unstacked
 
 
 def elements_rows(state: ClipByValueState | SpamState) -> Iterator[Row]:

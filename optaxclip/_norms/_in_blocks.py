@@ -17,8 +17,10 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 
 from . import _prefix as prefix
+from ._unstack import unstacked
 
 # Norms that are arrays in one block. All leaves of a block are read before the first of
 # them is multiplied, and a TPU reads those again that it could not keep on its chip. Of
@@ -57,8 +59,20 @@ class Norms(NamedTuple):
 
     def tree(self) -> Any:
         """The norms as norm functions return them."""
-        each = [entry_at(self.blocks, place) for place in self.places]
+        rows = {place.block for place in self.places if place.row is not None}
+        blocks: list[Any] = list(self.blocks)
+        for number in rows:
+            block = blocks[number]
+            # In a compiled program each slice of a vector would be a kernel.
+            if block.ndim == 1 and isinstance(block, Tracer):
+                blocks[number] = unstacked(block)
+        each = [entry_at(blocks, place) for place in self.places]
         return self.treedef.unflatten(each)
+
+    def shapes(self) -> Any:
+        """The shapes of the norms in their tree."""
+        numbers = range(len(self.places))
+        return self.treedef.unflatten(map(self.shape, numbers))
 
 
 def norms_of_tree(norms: Any, tree: Any) -> Norms:

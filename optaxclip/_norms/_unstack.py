@@ -12,18 +12,26 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from .._norms._platform import per_platform
+from ._platform import per_platform
 
 # Entries that a GPU reads in one kernel. XLA compares each with all others.
 MERGED = 32
 
 
+@jax.custom_jvp
+@jax.jit
 def unstacked(vector: jax.Array) -> list[jax.Array]:
-    """The entries of a float32 vector, as scalars."""
+    """The entries of a float vector, as scalars."""
     # Without the barrier XLA computes all numbers again for each entry.
     vector = lax.optimization_barrier(vector)
     branches = {"cpu": _by_reduction, "gpu": _by_maxima, "tpu": _by_slices}
     return per_platform(vector, **branches)
+
+
+@unstacked.defjvp
+def _unstacked_jvp(primals: Any, tangents: Any) -> Any:
+    # JAX has no derivative of a reduction with many results.
+    return unstacked(*primals), list(jnp.unstack(*tangents))
 
 
 def _by_reduction(vector: jax.Array) -> list[jax.Array]:
@@ -33,7 +41,8 @@ def _by_reduction(vector: jax.Array) -> list[jax.Array]:
         lax.select(row, vector, zeros)
         for row in np.eye(vector.size, dtype=bool)
     ]
-    return list(lax.reduce(alone, [np.float32(0)] * vector.size, _sums, (0,)))
+    zero = vector.dtype.type(0)
+    return list(lax.reduce(alone, [zero] * vector.size, _sums, (0,)))
 
 
 def _sums(one: Any, other: Any) -> Any:
