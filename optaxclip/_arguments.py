@@ -1,10 +1,10 @@
-"""What is let in at the door: each check names the call, the argument and the value,
-and says what would be right.
+"""Argument checks. Every error names the function, the argument, the value it got, and
+what is allowed.
 """
 
 import inspect
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeGuard
 
 import jax
@@ -232,12 +232,11 @@ def check_ord(call: str, ord: Any) -> None:
         raise ValueError(f"{call}: ord must be {ORDERS}, got {ord!r}.")
 
 
-def check_nonfinite(call: str, nonfinite: Any) -> None:
-    """Refuses an unknown policy for non-finite norms."""
-    if nonfinite not in NONFINITE:
+def check_choice(argument: str, value: Any, allowed: Sequence[str]) -> None:
+    """Refuses what is none of some strings."""
+    if value not in allowed:
         raise ValueError(
-            f"{call}: nonfinite must be one of {', '.join(map(repr, NONFINITE))}, got "
-            f"{nonfinite!r}."
+            f"{argument} must be one of {', '.join(map(repr, allowed))}, got {value!r}."
         )
 
 

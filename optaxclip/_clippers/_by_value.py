@@ -185,7 +185,7 @@ def _limit(call: str, path: Any, leaf: Any, high: Any, low: Any) -> Any:
                 f"{call}: a bound of shape {jnp.shape(bound)} does not fit the leaf "
                 f"{prefix.name(path)!r} of shape {x.shape}."
             )
-    if low is not None and _is_complex(x):
+    if low is not None and jnp.iscomplexobj(x):
         raise TypeError(
             f"{call}: the leaf {prefix.name(path)!r} is complex and has no order: give "
             "one bound, for its modulus."
@@ -194,7 +194,7 @@ def _limit(call: str, path: Any, leaf: Any, high: Any, low: Any) -> Any:
         # A schedule may fall below 0, which counts as 0.
         high = np.maximum(_python_ints(high), 0)
         # -np.uint8(5) is 251, so the bound is negated as a Python int.
-        low = None if _is_complex(x) else -high
+        low = None if jnp.iscomplexobj(x) else -high
     return _between(x, _held(high, x.dtype), _held(low, x.dtype))
 
 
@@ -228,16 +228,12 @@ def _python_ints(bound: Any) -> Any:
     return np.asarray(bound).astype(object)
 
 
-def _is_complex(x: jax.Array) -> bool:
-    return jnp.issubdtype(x.dtype, jnp.complexfloating)
-
-
 @jax.jit
 def _between(x: jax.Array, high: jax.Array, low: Any) -> jax.Array:
     """Selected, so that what lies inside stays bit for bit, in one jitted pass."""
     if low is None:
         high = jnp.maximum(high, 0)
-    if _is_complex(x):
+    if jnp.iscomplexobj(x):
         # The modulus of the largest complex numbers is inf, and so above the limit.
         size = jnp.abs(x)
         high = _within_range(size.dtype, high).astype(size.dtype)

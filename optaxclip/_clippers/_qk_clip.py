@@ -17,7 +17,7 @@ from jax.typing import ArrayLike
 from .._arguments import check_number
 from .._core._inputs import params_of
 from .._core._kernel import make_clipper
-from .._core._placeholder import is_placeholder
+from .._core._placeholder import PLACEHOLDER
 from .._core._state import ClipState
 from .._norms._leaves import cast_like, clipped_leaves, put_back
 from .._norms._measures import OwnNorm
@@ -127,7 +127,7 @@ def qk_clip(
 
     def init(params: Any) -> Any:
         # `optax.tree_map_params` has no weights in which heads could be found.
-        if is_placeholder(params):
+        if isinstance(params, PLACEHOLDER):
             return kernel.init(params)
         tree = types_of(clipped_leaves, params)
         return kernel.init(_no_logits(find_attentions(roles, tree), tree))

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from .._arguments import check_number, held_in
+from .._arguments import check_choice, check_number, held_in
 from .._norms import _prefix as prefix
 from .._norms._in_blocks import Norms, norms_of_tree
 from .._norms._leaves import (
@@ -112,9 +112,6 @@ class SpectralNorm(NamedTuple):
         spectra = spectra_of(self.method, self.matrices(tree))
         return norms_of_tree(in_one_dtype(self.norms_of(tree, spectra)), tree)
 
-    def without_devices(self) -> "SpectralNorm":
-        return self
-
     def matrices(self, tree: Any) -> list[jax.Array]:
         """Each leaf as matrices [layers, rows, columns] in at least float32.
 
@@ -180,11 +177,7 @@ def in_one_dtype(norms: Any) -> Any:
 
 def method_of(call: str, method: Any, steps: int | None = None) -> Method:
     """The method of this name."""
-    if method not in METHODS:
-        raise ValueError(
-            f"{call}: method must be one of {', '.join(map(repr, METHODS))}, got "
-            f"{method!r}."
-        )
+    check_choice(f"{call}: method", method, METHODS)
     steps = STEPS if steps is None else steps
     check_number(f"{call}: steps", steps, lowest=1)
     return Svd() if method == "svd" else NewtonSchulz(steps)

@@ -99,7 +99,13 @@ def arrangement(
         rows = bool(numbers) and _has_rows(norms, numbers[0], len(block))
         sources.append(Source(numbers, put, rows))
         for number in numbers:
-            _check_old(norms, number, old, len(block), call)
+            # A block of the state has a row for each name, missing ones too.
+            shape = (len(block),) * rows + norms.shape(number)
+            if jnp.shape(old) != shape:
+                raise ValueError(
+                    f"{call}: state was made for norms of shape {jnp.shape(old)} where "
+                    f"the updates have norms of shape {shape}. {BEGIN_ANEW}"
+                )
     return Arrangement(sources, kept)
 
 
@@ -132,31 +138,15 @@ def _has_rows(norms: Norms, number: int, count: int) -> bool:
     return single or count > 1
 
 
-def _check_old(
-    norms: Norms, number: int, old: Any, count: int, call: str
-) -> None:
-    # A block of the state has a row for each name, missing ones too.
-    shape = norms.shape(number)
-    if _has_rows(norms, number, count):
-        shape = (count, *shape)
-    if jnp.shape(old) != shape:
-        raise ValueError(
-            f"{call}: state was made for norms of shape {jnp.shape(old)} where the "
-            f"updates have norms of shape {shape}. {BEGIN_ANEW}"
-        )
-
-
 def rules_of_norms(
     rules: Any,
     norms: Norms,
     argument: str,
-    part: str = "leaf",
     names: list[list[str]] | None = None,
 ) -> list[Rule]:
     """The rule of each norm, from one rule or a tree prefix of rules.
 
-    `part` is what errors call that which has a norm. `names` are those of the state,
-    some of which may have no norm in this step.
+    `names` are those of the state, some of which may have no norm in this step.
 
     Raises:
       ValueError: a norm without a rule, a rule without a norm, or an array that is not
@@ -168,11 +158,11 @@ def rules_of_norms(
     else:
         table = prefix.freeze(rules, is_rule)
         # A missing leaf is a hole in the tree of norms. A missing label leaves none.
-        if part == "label" and names:
+        if norms.noun == "label" and names:
             table = _of_present(table, norms, names)
         # Rules are placed on the tree of norms, whose leaves are their numbers here.
         found = prefix.lookup(
-            table, norms.treedef.unflatten(numbers), argument, part
+            table, norms.treedef.unflatten(numbers), argument, norms.noun
         )
     for number, rule in zip(numbers, found):
         for shape in _shapes(rule):
@@ -251,20 +241,17 @@ def first_entry(norms: Norms, rules: list[Rule], names: list[str]) -> Entry:
     def typed(x: Any) -> jax.Array:
         return typed_as(jnp.asarray(x), kind, skip)
 
-    def filled(value: Any, dtype: Any) -> jax.Array:
-        return typed(jnp.full(shape, value, dtype))
-
-    memory = jax.tree.map(typed, rules[number].init(filled(0, kind.dtype)))
-    return Entry(
-        norm=filled(0, kind.dtype),
+    entry = Entry(
+        norm=jnp.zeros(shape, kind.dtype),
         # No limit before the first step.
-        limit=filled(jnp.inf, kind.dtype),
-        factor=filled(1, kind.dtype),
-        clipped=filled(0, jnp.int32),
-        clipped_recently=filled(0, jnp.float32),
-        nonfinite=filled(0, jnp.int32),
-        memory=memory,
+        limit=jnp.full(shape, jnp.inf, kind.dtype),
+        factor=jnp.ones(shape, kind.dtype),
+        clipped=jnp.zeros(shape, jnp.int32),
+        clipped_recently=jnp.zeros(shape, jnp.float32),
+        nonfinite=jnp.zeros(shape, jnp.int32),
+        memory=rules[number].init(typed(jnp.zeros(shape, kind.dtype))),
     )
+    return jax.tree.map(typed, entry)
 
 
 def _is_constant(rule: Rule) -> TypeGuard[Constant]:

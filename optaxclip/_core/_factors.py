@@ -94,8 +94,10 @@ def reported(norm: jax.Array, new_norm: jax.Array) -> jax.Array:
     is 0, and else within the normal numbers of the dtype.
     """
     info = jnp.finfo(norm.dtype)
+    # Two wheres: the quotient of the unused branch must be finite for the derivative.
+    quotient = _quotient(new_norm, jnp.where(norm == 0, 1.0, norm))
     # Beyond the range it would round to 0, which means that updates were made 0.
-    quotient = jnp.clip(ratio(new_norm, norm), info.tiny, info.max)
+    quotient = jnp.clip(quotient, info.tiny, info.max)
     quotient = jnp.where(new_norm == 0, 0.0, quotient)
     return jnp.where(new_norm == norm, 1.0, quotient)
 
@@ -231,12 +233,6 @@ def stretch(x: jax.Array, root: jax.Array) -> jax.Array:
     )
     # Selected where nothing is to be done: a product would flush subnormal numbers.
     return jnp.where(root == 1, x, stretched)
-
-
-def ratio(short: jax.Array, long: jax.Array) -> jax.Array:
-    """short / long, and 0 / 0 = 0."""
-    # Two wheres: the quotient of the unused branch must be finite for the derivative.
-    return _quotient(short, jnp.where(long == 0, 1.0, long))
 
 
 @jax.custom_jvp

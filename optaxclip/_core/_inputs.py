@@ -20,13 +20,6 @@ from ._limits import BEGIN_ANEW
 from ._state import ClipState
 
 
-def needs_params(rules: Any) -> bool:
-    """Whether a rule of these compares norms with those of weights."""
-    return any(
-        rule.needs_params for rule in jax.tree.leaves(rules, is_leaf=is_rule)
-    )
-
-
 def check_windows(call: str, rules: Any) -> None:
     """Raises for a window whose length is not known when the state is made."""
     for rule in jax.tree.leaves(rules, is_leaf=is_rule):
@@ -44,10 +37,12 @@ def begins_anew(call: str, state: Any, numbers: Any) -> bool:
     Raises:
       TypeError: a schedule is among the limits, which cannot tell its step.
     """
+    if not is_without_state(state):
+        return False
     # A schedule counts steps in the state, and would stay at step 0 without one.
-    if is_without_state(state) and follows_schedule(numbers):
+    if any(map(callable, jax.tree.leaves(numbers, is_leaf=is_function))):
         raise TypeError(_no_state(call, state, "follows a schedule of steps"))
-    return is_without_state(state)
+    return True
 
 
 def state_or_first(
@@ -106,11 +101,6 @@ def given_numbers(call: str, grad_norm: Any, limit: Any) -> tuple[Any, Any]:
     return jax.tree.map(number_for_jit, grad_norm), jax.tree.map(
         checked, limit
     )
-
-
-def follows_schedule(numbers: Any) -> bool:
-    """Whether a schedule is among some limits."""
-    return any(map(callable, jax.tree.leaves(numbers, is_leaf=is_function)))
 
 
 def _no_state(call: str, state: Any, why: str) -> str:

@@ -20,7 +20,8 @@ import optax
 from jax.typing import ArrayLike
 
 from .._arguments import (
-    check_nonfinite,
+    NONFINITE,
+    check_choice,
     check_number,
     check_scalar,
     check_shrunk,
@@ -28,11 +29,17 @@ from .._arguments import (
 )
 from .._norms._in_blocks import Norms, in_blocks
 from .._norms._leaves import clipped_leaves, put_back
-from .._norms._measures import GlobalNorm, Measure, norm_of_norms
-from .._norms._types import in_manual_mesh, split_as, types_of
+from .._norms._measures import (
+    GlobalNorm,
+    Measure,
+    norm_of_norms,
+    without_devices,
+)
+from .._norms._types import split_as, types_of
 from .._optimizers import check_params
 from ..rules._constant import rule_of, rules_of
 from ..rules._others import Others
+from ..rules._rule import Rule, is_rule
 from ..shrinks import Shrink, shrink_of
 from ._blocks import (
     Arrangement,
@@ -47,16 +54,14 @@ from ._inputs import (
     check_windows,
     given_numbers,
     leaves_of,
-    needs_params,
     params_of,
     state_or_first,
 )
 from ._limits import can_clip, limit_of
 from ._nonfinite import raise_nonfinite
-from ._placeholder import is_placeholder
+from ._placeholder import PLACEHOLDER
 from ._state import (
     ClipState,
-    Entry,
     next_entry,
     pack,
     state_of_placeholder,
@@ -68,20 +73,11 @@ class Settings(NamedTuple):
     """What is static in a clipper. Clippers with equal settings share a program."""
 
     call: str  # the function that the user called
-    limit: str  # the name of its limit
+    argument: str  # its limit: "clip_by_global_norm: max_norm"
     measure: Measure
     shrink: Shrink
     nonfinite: str
     no_limit: bool  # the limit is None, known before any program is traced
-
-    @property
-    def argument(self) -> str:
-        return f"{self.call}: {self.limit}"
-
-    @property
-    def part(self) -> str:
-        """What errors call that which has a limit."""
-        return "label" if hasattr(self.measure, "labels") else "leaf"
 
 
 def make_clipper(
@@ -95,17 +91,19 @@ def make_clipper(
     nonfinite: str = "propagate",
 ) -> optax.GradientTransformationExtraArgs:
     """Makes a clipper. `call` and `name` are what errors call it and its limit."""
-    check_nonfinite(call, nonfinite)
+    check_choice(f"{call}: nonfinite", nonfinite, NONFINITE)
     check_number(f"{call}: eps", eps)
     check_scalar(f"{call}: eps", eps)
     eps = number_for_jit(eps)
     # None is `hard`. A factory such as `smooth` is the shrink with its defaults.
     shrink = shrink_of(shrink, call)
-    settings = Settings(call, name, measure, shrink, nonfinite, limit is None)
+    argument, no_limit = f"{call}: {name}", limit is None
+    settings = Settings(call, argument, measure, shrink, nonfinite, no_limit)
     # One norm takes one limit. Others take a tree prefix of limits.
     one_norm = isinstance(measure, GlobalNorm)
-    rules = (rule_of if one_norm else rules_of)(limit, settings.argument)
-    with_params = needs_params(rules)
+    rules = (rule_of if one_norm else rules_of)(limit, argument)
+    each_rule = jax.tree.leaves(rules, is_leaf=is_rule)
+    with_params = any(rule.needs_params for rule in each_rule)
     init = partial(_first_state, settings, rules)
 
     def update(
@@ -118,7 +116,7 @@ def make_clipper(
         **_: Any,
     ) -> tuple[Any, Any]:
         state = state_or_first(call, state, rules, partial(init, updates))
-        tree = leaves_of(call, updates, params, warn=not settings.no_limit)
+        tree = leaves_of(call, updates, params, warn=not no_limit)
         # Weights that no rule looks at would only be another argument of the program.
         weights = params_of(call, tree, params) if with_params else None
         given = given_numbers(call, grad_norm, limit)
@@ -135,24 +133,15 @@ def make_clipper(
 
 def _first_state(settings: Settings, rules: Any, params: Any) -> ClipState:
     # optax.tree_map_params calls init without parameters.
-    if is_placeholder(params):
+    if isinstance(params, PLACEHOLDER):
         return state_of_placeholder()
     check_windows(settings.call, rules)
     measure = settings.measure
-    if not in_manual_mesh():
+    if not jax.sharding.get_abstract_mesh().manual_axes:
         # A state is often made outside the shard_map that it goes into.
-        measure = measure.without_devices()
-    found: list[Norms] = []
-
-    def blocks_of(tree: Any) -> list[jax.Array]:
-        norms = measure(tree)
-        # Tracers must not outlive the trace.
-        found.append(norms._replace(blocks=[]))
-        return norms.blocks
-
-    types = types_of(blocks_of, clipped_leaves(params, settings.call))
-    norms = found[0]._replace(blocks=types)
-    of_norm = rules_of_norms(rules, norms, settings.argument, settings.part)
+        measure = without_devices(measure)
+    norms = types_of(measure, clipped_leaves(params, settings.call))
+    of_norm = rules_of_norms(rules, norms, settings.argument)
     names = names_by_rule(of_norm, norms)
     entries = [first_entry(norms, of_norm, block) for block in names]
     return pack(names, jnp.zeros((), jnp.int32), entries)
@@ -183,9 +172,20 @@ def _update(
         norms, names, [entry.norm for entry in old], settings.call
     )
     blocks = fit.arrange(norms)
-    limits, memories = _limits(
-        settings, rules, fit, names, norms, params, state.step, old
-    )
+    of_norm = rules_of_norms(rules, norms, settings.argument, names)
+    others = _others(settings, of_norm, fit, norms, params)
+    limits, memories = [], []
+    for source, block, norm, entry, other in zip(
+        fit.sources, names, blocks, old, others
+    ):
+        limit, memory = entry.limit, entry.memory
+        # Of a block that is missing in this step no rule is asked.
+        if source.numbers:
+            rule = rule_of_block(of_norm, source, block, norm, settings.call)
+            asked = rule, norm, memory, state.step, other
+            limit, memory = limit_of(*asked, argument=settings.argument)
+        limits.append(limit)
+        memories.append(memory)
     if given[1] is not None:
         own = _given("limit", given[1], norms, settings)
         limits = fit.arrange(norms._replace(blocks=own))
@@ -213,42 +213,23 @@ def _update(
     return updates, pack(names, step, fit.keep_missing(entries, old))
 
 
-def _limits(
+def _others(
     settings: Settings,
-    rules: Any,
+    rules: list[Rule],
     fit: Arrangement,
-    names: list[list[str]],
     norms: Norms,
     params: Any,
-    step: jax.Array,
-    old: list[Entry],
-) -> tuple[list[jax.Array], list[Any]]:
-    """The limit and the new memory of each block."""
-    of_norm = rules_of_norms(
-        rules, norms, settings.argument, settings.part, names
-    )
-    # What a rule needs besides the norm of a block: norms of weights, and of all.
-    weights: list[Any] = [None] * len(old)
-    if any(rule.needs_params for rule in of_norm):
+) -> list[Others]:
+    """For each block, what its rule may need besides its norms: the norms of weights,
+    and the norm of everything.
+    """
+    weights: list[Any] = [None] * len(fit.sources)
+    if any(rule.needs_params for rule in rules):
         check_params(settings.call, params)
         weights = fit.arrange(settings.measure(params))
-    with_total = any(rule.needs_total for rule in of_norm)
+    with_total = any(rule.needs_total for rule in rules)
     total = norm_of_norms(norms) if with_total else None
-    limits, memories = [], []
-    for source, block, norm, entry, weight in zip(
-        fit.sources, names, fit.arrange(norms), old, weights
-    ):
-        # All of this block is missing, and keep_missing will restore its entry.
-        if not source.numbers:
-            limit, memory = entry.limit, entry.memory
-        else:
-            rule = rule_of_block(of_norm, source, block, norm, settings.call)
-            others = Others(weight, total)
-            asked = rule, norm, entry.memory, step, others
-            limit, memory = limit_of(*asked, argument=settings.argument)
-        limits.append(limit)
-        memories.append(memory)
-    return limits, memories
+    return [Others(weight, total) for weight in weights]
 
 
 def _shrink(

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.core import Tracer
 
-from .._arguments import call_of, check_returned, held_in
+from .._arguments import broadcasts_to, call_of, check_returned, held_in
 from .._norms._types import split_as, typed_as
 from ..rules._others import NO_OTHERS, Others
 from ..rules._rule import Rule, call_name
@@ -36,7 +36,7 @@ def limit_of(
     Raises:
       ValueError: the memory of another rule, or a limit that does not fit the norm.
     """
-    check_memory(rule, norm, memory, call_of(argument))
+    check_memory(rule, norm, memory, argument)
     # A state keeps () in place of a memory without arrays, so init restores its form.
     asked = memory if jax.tree.leaves(memory) else rule.init(norm)
     # stop_gradient: limits have no derivative by the updates.
@@ -79,16 +79,16 @@ def keep_where(wanted: jax.Array, new: Any, old: Any) -> Any:
 
 def check_shape(shape: Any, own: tuple[int, ...], argument: str) -> None:
     """Raises where a limit does not broadcast to a norm."""
-    # As NumPy broadcasts, from the last axis: (1, 8) and (8,) fit (4, 8).
-    fits = zip(shape[::-1], own[::-1])
-    if len(shape) > len(own) or not all(a in (1, b) for a, b in fits):
+    if not broadcasts_to(shape, own):
         raise ValueError(
             f"{argument} must be a number for each norm: its shape {shape} does not "
             f"fit norms of shape {own}."
         )
 
 
-def check_memory(rule: Rule, norm: jax.Array, memory: Any, call: str) -> None:
+def check_memory(
+    rule: Rule, norm: jax.Array, memory: Any, argument: str
+) -> None:
     """Raises for the memory of another rule.
 
     The length of a window is not compared. Under jit it is a traced number.
@@ -101,8 +101,9 @@ def check_memory(rule: Rule, norm: jax.Array, memory: Any, call: str) -> None:
     if jax.tree.structure(wanted) != jax.tree.structure(memory):
         wanted, found = (_form(tree) for tree in (wanted, memory))
         raise ValueError(
-            f"{call}: state was made with another rule. {call_name(type(rule))} "
-            f"remembers {wanted}, and the state has {found}. {BEGIN_ANEW}"
+            f"{call_of(argument)}: state was made with another rule. "
+            f"{call_name(type(rule))} remembers {wanted}, and the state has {found}. "
+            f"{BEGIN_ANEW}"
         )
 
 

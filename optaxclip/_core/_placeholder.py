@@ -88,8 +88,3 @@ def _placeholder_type() -> type:
 
 
 PLACEHOLDER = _placeholder_type()
-
-
-def is_placeholder(params: Any) -> bool:
-    """Whether these are no parameters, but what optax has instead of them."""
-    return isinstance(params, PLACEHOLDER)

@@ -199,15 +199,12 @@ def pack(
 def unpack(state: ClipState) -> tuple[list[list[str]], list[Entry]]:
     """The names of the norms in each block, and the blocks."""
     names = [list(block) for block in state.names]
-    return names, _entries(state, len(names)) if names else []
-
-
-def _entries(state: ClipState, count: int) -> list[Entry]:
-    memory = state.memory if jax.tree.leaves(state.memory) else ((),) * count
-    if count == 1:
-        memory = (state.memory,)
-    fields = [x if count > 1 else (x,) for x in state[2:-1]]
-    return [Entry(*each) for each in zip(*fields, memory)]
+    # A single block is in no tuple.
+    fields = [(x,) if len(names) == 1 else x for x in state[2:]]
+    # Rules without a memory share one ().
+    if not jax.tree.leaves(state.memory):
+        fields[-1] = ((),) * len(names)
+    return names, [Entry(*each) for each in zip(*fields)]
 
 
 def limits_of(state: ClipState, tree: Any) -> Any:

@@ -120,7 +120,7 @@ def _sums_of_alike(leaves: list[jax.Array]) -> list[Sums]:
     """The sums of leaves of one shape and dtype."""
     first = leaves[0]
     alone = len(leaves) == 1 and not has_columns(first, None)
-    if alone or jnp.issubdtype(first.dtype, jnp.complexfloating):
+    if alone or jnp.iscomplexobj(first):
         return [sums_of_leaf(sum_on_tpu, None, leaf) for leaf in leaves]
     # Three operands for each leaf, at most 48 in one reduction.
     terms = [x for leaf in leaves for x in terms_on_tpu(leaf, None)]

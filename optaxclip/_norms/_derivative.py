@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ._groups import Layout, add_up, scatter, sum_over
-from ._modulus import divided, modulus
+from ._modulus import divided
 
 
 def slope(leaf: jax.Array, change: jax.Array, norm: jax.Array) -> jax.Array:
@@ -35,7 +35,7 @@ def weights_of(
     found = []
     for norm, group in zip(norms, groups):
         safe = jnp.where(norm > 0, norm, 1.0)
-        shares = [divided(modulus(x).astype(norm.dtype), safe) for x in group]
+        shares = [divided(jnp.abs(x).astype(norm.dtype), safe) for x in group]
         found.append([_power_of_share(p - 1.0, share) for share in shares])
     return found
 
@@ -52,7 +52,7 @@ def _shared_by_largest(
     """The derivative of a maximum, shared by all elements that are the largest."""
     hits: list[list[jax.Array]] = []
     for norm, group in zip(norms, groups):
-        sizes = [modulus(x).astype(norm.dtype) for x in group]
+        sizes = [jnp.abs(x).astype(norm.dtype) for x in group]
         # Zeros hit no norm of 0, so that their derivative is 0 as in every other order.
         hits.append(
             [((x == norm) & (norm > 0)).astype(norm.dtype) for x in sizes]

@@ -1,6 +1,7 @@
 """Groups of leaves that share a norm, and the sums over them, in blocks."""
 
 from collections.abc import Callable
+from functools import partial, reduce
 from typing import Any, NamedTuple
 
 import jax
@@ -66,6 +67,10 @@ def sum_over(x: jax.Array, dims: Dims) -> jax.Array:
     return jnp.sum(x, dims, keepdims=dims is not None)
 
 
+# A chain of adds: XLA on a CPU merges the all-reduces of a chain, not of a stack.
+_total = partial(reduce, jnp.add)
+
+
 def add_up(terms: list[list[jax.Array]], layout: Layout, dtype: Any) -> Blocks:
     return add_up_all([terms], layout, dtype, _total)[0]
 
@@ -92,11 +97,7 @@ def add_up_all(
     return [blocks[i * size : (i + 1) * size] for i in range(len(kinds))]
 
 
-def maximum(terms: list[jax.Array]) -> jax.Array:
-    most = terms[0]
-    for term in terms[1:]:
-        most = jnp.maximum(most, term)
-    return most
+maximum = partial(reduce, jnp.maximum)
 
 
 def take_max(
@@ -138,11 +139,6 @@ def gather(
     zero = jnp.zeros((), dtype)
     joined = [join(group) if group else zero for group in terms]
     return in_blocks(joined, [part.place for part in layout], stack)
-
-
-def _total(terms: list[jax.Array]) -> jax.Array:
-    # A chain of adds: XLA on a CPU merges the all-reduces of a chain, not of a stack.
-    return sum(terms[1:], start=terms[0])
 
 
 def total_of_stack(terms: list[jax.Array]) -> jax.Array:

@@ -47,6 +47,7 @@ class Norms(NamedTuple):
     treedef: Any  # of the tree of norms, as norm functions return it
     # The mesh axes that split the units or layers of each block. Empty: none of them.
     kept: tuple[tuple[str, ...], ...] = ()
+    noun: str = "leaf"  # what errors call that which has a norm
 
     def pick(self, blocks: list[Any], number: int) -> Any:
         """The entry of one norm in blocks of this form."""
@@ -73,6 +74,14 @@ class Norms(NamedTuple):
         """The shapes of the norms in their tree."""
         numbers = range(len(self.places))
         return self.treedef.unflatten(map(self.shape, numbers))
+
+
+# To JAX only blocks are arrays. The rest of some norms belongs to their structure.
+jax.tree_util.register_pytree_node(
+    Norms,
+    lambda norms: ((norms.blocks,), norms._replace(blocks=[])),
+    lambda rest, blocks: rest._replace(blocks=blocks[0]),
+)
 
 
 def norms_of_tree(norms: Any, tree: Any) -> Norms:

@@ -188,7 +188,7 @@ def static_numbers(name: str, numbers: Any, call: str) -> Any:
       TypeError: a number is an array, as `optax.inject_hyperparams` makes one of every
         number.
     """
-    if is_function(numbers):
+    if numbers is None or is_function(numbers):
         return numbers
     # A tuple of axes is one value. In `columns` it is a part of the tree.
     table = prefix.freeze(

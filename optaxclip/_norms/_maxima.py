@@ -23,7 +23,6 @@ from ._groups import (
     sum_over,
     take_max,
 )
-from ._modulus import modulus
 from ._three_sums import Dims
 
 
@@ -64,7 +63,7 @@ def largest_moduli_by_bits(
 
 @partial(jax.jit, static_argnums=0)
 def _max_of_bits(dims: Dims, leaf: jax.Array) -> jax.Array:
-    x = modulus(leaf).astype(np.float32)
+    x = jnp.abs(leaf).astype(np.float32)
     # Without the sign, which NaN may have too.
     bits = lax.bitcast_convert_type(x, np.int32) & np.int32(0x7FFFFFFF)
     return jnp.max(bits, dims, keepdims=dims is not None)
@@ -75,7 +74,7 @@ def _max_and_broken(dims: Dims, dtype: Any, leaf: jax.Array) -> Any:
     # XLA on a CPU fuses a maximum or a sum with what made its operand only if that
     # contains no comparison. So NaN is found by a sum of zeros: 0 / (1 + inf) is 0, and
     # 0 / (1 + NaN) is not. Some floats of 8 bits have no inf: their squares are wide.
-    x = modulus(leaf).astype(dtype)
+    x = jnp.abs(leaf).astype(dtype)
     broken = jnp.isnan(sum_over(0 / (1 + x * x), dims))
     most = jnp.where(broken, 0, largest_modulus(leaf, dims, dtype))
     return most, broken.astype(dtype)
@@ -84,7 +83,7 @@ def _max_and_broken(dims: Dims, dtype: Any, leaf: jax.Array) -> Any:
 @partial(jax.jit, static_argnums=(1, 2))
 def largest_modulus(leaf: jax.Array, dims: Dims, dtype: Any) -> jax.Array:
     """max |x|, from which XLA on a CPU drops a NaN."""
-    if jnp.issubdtype(leaf.dtype, jnp.complexfloating):
+    if jnp.iscomplexobj(leaf):
         leaf = jnp.abs(leaf)
     # Some floats of 8 bits have no sign and no inf.
     x = leaf.astype(dtype)

@@ -4,7 +4,6 @@ A measure is a static description of what is measured together. Called on a tree
 clipped leaves it returns `Norms`, in which norms of one shape are one array.
 """
 
-import math
 from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
@@ -15,9 +14,9 @@ from jax import lax
 
 from .._arguments import check_ord
 from . import _prefix as prefix
-from ._collectives import Split, axes_size
-from ._groups import Group, layout_of
-from ._in_blocks import Norms, Place, in_blocks, norms_of_tree
+from ._collectives import Split
+from ._groups import Group
+from ._in_blocks import Norms, Place, norms_of_tree
 from ._leaves import (
     by_label,
     static_labels,
@@ -25,8 +24,8 @@ from ._leaves import (
     unit_axes,
 )
 from ._mesh_axes import freeze, splits, without_names
-from ._modulus import as_float, norm_dtype
-from ._powers import group_norms
+from ._modulus import as_float
+from ._powers import norms_of
 from ._stacked import other_axes, stacked_axes
 from ._three_sums import Dims
 
@@ -37,10 +36,6 @@ class Measure(Protocol):
     """What is measured together. Hashable, so that equal clippers share a program."""
 
     def __call__(self, tree: Any) -> Norms: ...
-
-    def without_devices(self) -> "Measure":
-        """The same measure outside shard_map, where no mesh axis has a name."""
-        ...
 
 
 class GlobalNorm(NamedTuple):
@@ -60,9 +55,6 @@ class GlobalNorm(NamedTuple):
         # The empty path: its name is "".
         return Norms(blocks, places, [()], of_leaf, jax.tree.structure(0))
 
-    def without_devices(self) -> "GlobalNorm":
-        return self._replace(mesh_axes=without_names(self.mesh_axes))
-
 
 class TensorNorm(NamedTuple):
     """One norm for each leaf, or for each layer of a stacked leaf."""
@@ -80,9 +72,6 @@ class TensorNorm(NamedTuple):
             dims.append(other_axes(axes, jnp.ndim(leaf)) if axes else None)
         return _norm_of_each_leaf(tree, dims, self)
 
-    def without_devices(self) -> "TensorNorm":
-        return self._replace(mesh_axes=without_names(self.mesh_axes))
-
 
 class UnitwiseNorm(NamedTuple):
     """One norm for each unit: the weights that feed one output."""
@@ -98,9 +87,6 @@ class UnitwiseNorm(NamedTuple):
             self.axis, self.stacked, self.mesh_axes, tree, self.call
         )
         return _norm_of_each_leaf(tree, dims, self)
-
-    def without_devices(self) -> "UnitwiseNorm":
-        return self._replace(mesh_axes=without_names(self.mesh_axes))
 
 
 class GroupNorm(NamedTuple):
@@ -132,10 +118,7 @@ class GroupNorm(NamedTuple):
         paths = [(jax.tree_util.DictKey(label),) for label in order]
         treedef = jax.tree.structure(dict.fromkeys(order, 0))
         blocks, places = _in_rows(*norms_of(groups, self.ord))
-        return Norms(blocks, places, paths, of_leaf, treedef)
-
-    def without_devices(self) -> "GroupNorm":
-        return self._replace(mesh_axes=without_names(self.mesh_axes))
+        return Norms(blocks, places, paths, of_leaf, treedef, noun="label")
 
 
 class OwnNorm(NamedTuple):
@@ -147,26 +130,13 @@ class OwnNorm(NamedTuple):
         # Such as a Python number, or an integer, whose dtype holds no limit of 1.5.
         return norms_of_tree(jax.tree.map(as_float, self.norm(tree)), tree)
 
-    def without_devices(self) -> "OwnNorm":
-        return self
 
-
-def norms_of(
-    groups: list[Group], ord: Ord
-) -> tuple[list[jax.Array], list[Place]]:
-    """The norms of some groups, in blocks, and where each is."""
-    places = [part.place for part in layout_of(groups)]
-    if ord not in ("rms", "average"):
-        p = 2.0 if ord is None else float(ord)
-        return group_norms(p, groups), places
-    dtype = norm_dtype([group.leaves for group in groups])
-    counts = in_blocks([_count(group, dtype) for group in groups], places)
-    # Divided before the root: a mean is finite even where the norm is not.
-    blocks = group_norms(2.0, groups, counts)
-    if ord == "average":
-        # sqrt(sum / N) / sqrt(N) = sqrt(sum) / N
-        blocks = [block / jnp.sqrt(n) for block, n in zip(blocks, counts)]
-    return blocks, places
+def without_devices(measure: Any) -> Any:
+    """The same measure outside shard_map, where no mesh axis has a name."""
+    # Norms of the user's, and the spectral norm, take no mesh axes.
+    if not hasattr(measure, "mesh_axes"):
+        return measure
+    return measure._replace(mesh_axes=without_names(measure.mesh_axes))
 
 
 def _in_rows(
@@ -184,7 +154,7 @@ def norm_of_norms(norms: Norms) -> jax.Array:
     # devices. Norms of whole leaves are the same everywhere and count once.
     kept = norms.kept or ((),) * len(norms.blocks)
     splits = [Split(names) for names in kept]
-    (total,) = group_norms(2.0, [Group(norms.blocks, None, splits)])
+    (total,), _ = norms_of([Group(norms.blocks, None, splits)])
     return lax.stop_gradient(total)
 
 
@@ -204,26 +174,6 @@ def _norm_of_each_leaf(tree: Any, dims: list[Any], measure: Any) -> Norms:
     of_block = {place.block: split for place, split in zip(places, found)}
     kept = tuple(of_block[block].kept for block in range(len(blocks)))
     return Norms(blocks, places, paths, of_leaf, treedef, kept)
-
-
-def _count(group: Group, dtype: Any) -> Any:
-    """How many numbers the norm of a group sums, at least 1, with its rank."""
-    # A size of jax.export may be a symbol.
-    count = jnp.maximum(jnp.asarray(_summed(group)), 1).astype(dtype)
-    rank = 0 if group.dims is None else group.leaves[0].ndim
-    return count.reshape((1,) * rank)
-
-
-def _summed(group: Group) -> int:
-    """How many numbers the norm of a group sums, on all devices together."""
-    total = 0
-    for leaf, split in zip(group.leaves, group.splits):
-        dims = range(leaf.ndim) if group.dims is None else group.dims
-        # Each device has a part of the leaf, all of one size.
-        total += math.prod(leaf.shape[i] for i in dims) * axes_size(
-            split.summed
-        )
-    return total
 
 
 def check_measure(call: str, ord: Any, **numbers: Any) -> dict[str, Any]:

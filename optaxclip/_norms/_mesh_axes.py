@@ -24,6 +24,7 @@ from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.sharding import PartitionSpec
 
@@ -31,9 +32,9 @@ from .._other_names import with_our_names
 from . import _prefix as prefix
 from ._collectives import Split, axes_size
 from ._mesh_checks import (
+    FORMS,
     SplitLeaf,
     check_bound,
-    check_no_array,
     check_once,
     check_reduced,
     check_spec,
@@ -56,8 +57,15 @@ def freeze(mesh_axes: MeshAxes, call: str) -> Any:
       TypeError: a list of names, which would be a tree with one name for each leaf, or
         an array.
     """
+    plain = mesh_axes is None or isinstance(mesh_axes, (str, prefix.Prefix))
+    if plain or _are_names(mesh_axes):
+        return mesh_axes
     for value in jax.tree.leaves(mesh_axes, is_leaf=_is_spec):
-        check_no_array(value, f"{call}: mesh_axes")
+        # Static arguments must be hashable, which arrays are not.
+        if isinstance(value, (np.ndarray, jax.Array)):
+            raise TypeError(
+                f"{call}: mesh_axes must be {FORMS}, got {value!r}."
+            )
     if isinstance(mesh_axes, list) and all(
         isinstance(x, str) for x in mesh_axes
     ):
@@ -65,9 +73,6 @@ def freeze(mesh_axes: MeshAxes, call: str) -> Any:
             f"{call}: mesh_axes must be a name or a tuple of names, got {mesh_axes!r}: "
             f"write mesh_axes={tuple(mesh_axes)!r}."
         )
-    plain = mesh_axes is None or isinstance(mesh_axes, (str, prefix.Prefix))
-    if plain or _are_names(mesh_axes):
-        return mesh_axes
     return prefix.freeze(mesh_axes, _is_spec)
 
 

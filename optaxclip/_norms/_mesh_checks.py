@@ -7,7 +7,6 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 
 from ._types import has_types, varying
@@ -45,12 +44,6 @@ def check_reduced(leaf: SplitLeaf) -> None:
             f"{leaf.argument}: the leaf {leaf.path!r} is not yet summed over "
             f"{shown(waiting)}: reshard it, or use lax.psum, before clipping."
         )
-
-
-def check_no_array(value: Any, argument: str) -> None:
-    # Static arguments must be hashable, which arrays are not.
-    if isinstance(value, (np.ndarray, jax.Array)):
-        raise TypeError(f"{argument} must be {FORMS}, got {value!r}.")
 
 
 def check_bound(names: tuple[str, ...], argument: str) -> None:

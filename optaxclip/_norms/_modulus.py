@@ -10,18 +10,13 @@ import jax.numpy as jnp
 import numpy as np
 
 
-def modulus(x: jax.Array) -> jax.Array:
-    """|x|."""
-    return jnp.abs(x)
-
-
 def direction(x: jax.Array) -> jax.Array:
     """x / |x|, and 0 at 0.
 
     Of an infinite complex number, that of its infinite part. The modulus itself may be
     beyond the range of the dtype.
     """
-    if not jnp.issubdtype(x.dtype, jnp.complexfloating):
+    if not jnp.iscomplexobj(x):
         return jnp.sign(x)
     parts = jnp.real(x), jnp.imag(x)
     infinite = jnp.isinf(parts[0]) | jnp.isinf(parts[1])
@@ -53,7 +48,7 @@ def _sign_where_infinite(part: jax.Array, infinite: jax.Array) -> jax.Array:
 
 def tangent_of_modulus(x: jax.Array, change: jax.Array) -> jax.Array:
     """The tangent of |x| for a tangent of x."""
-    if not jnp.issubdtype(x.dtype, jnp.complexfloating):
+    if not jnp.iscomplexobj(x):
         return (jnp.sign(x) * change).astype(modulus_dtype(x))
     unit = direction(x)
     # d|z| = Re(conj(z) / |z| * dz)

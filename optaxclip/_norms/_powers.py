@@ -7,6 +7,7 @@
 Norms of one shape are the rows of a block (_in_blocks).
 """
 
+import math
 from collections.abc import Callable
 from functools import partial
 from operator import itemgetter
@@ -18,6 +19,7 @@ import numpy as np
 from jax import lax
 
 from ._at_once import join_small, sums_on_gpu, sums_on_tpu
+from ._collectives import axes_size
 from ._derivative import slope, weights_of
 from ._groups import (
     Blocks,
@@ -31,9 +33,9 @@ from ._groups import (
     take_max,
     total_of_stack,
 )
-from ._in_blocks import stack_by_selects
+from ._in_blocks import Place, in_blocks, stack_by_selects
 from ._maxima import largest_moduli, largest_moduli_by_bits, largest_modulus
-from ._modulus import divided, modulus, norm_dtype, tangent_of_modulus
+from ._modulus import divided, norm_dtype, tangent_of_modulus
 from ._platform import per_platform
 from ._sums_on_cpu import sums_of_squares
 from ._three_sums import (
@@ -51,20 +53,45 @@ from ._three_sums import (
 DIRECT = (1.0, 2.0, 3.0, 4.0)
 
 
-def group_norms(
-    p: float, groups: list[Group], counts: Blocks | None = None
-) -> Blocks:
-    """The norms of some groups, in the blocks of `layout_of(groups)`. A group without
-    leaves has norm 0.
-
-    Sums are divided by `counts`, in blocks as well, before their root is taken: the
-    root of a mean is finite where the norm is not.
+def norms_of(
+    groups: list[Group], ord: float | str | None = None
+) -> tuple[Blocks, list[Place]]:
+    """The norms of some groups, in blocks, and where each is. A group without leaves
+    has norm 0.
     """
     leaves = [list(map(jnp.asarray, group.leaves)) for group in groups]
-    # Static: only leaves and counts are traced.
-    return _norms(p, layout_of(groups), leaves, counts)
+    layout = layout_of(groups)
+    places = [part.place for part in layout]
+    if ord not in ("rms", "average"):
+        p = 2.0 if ord is None else float(ord)
+        return _norms(p, layout, leaves, None), places
+    dtype = norm_dtype(leaves)
+    counts = in_blocks([_count(group, dtype) for group in groups], places)
+    # Divided before the root: a mean is finite even where the norm is not.
+    blocks = _norms(2.0, layout, leaves, counts)
+    if ord == "average":
+        # sqrt(sum / N) / sqrt(N) = sqrt(sum) / N
+        blocks = [block / jnp.sqrt(n) for block, n in zip(blocks, counts)]
+    return blocks, places
 
 
+def _count(group: Group, dtype: Any) -> jax.Array:
+    """How many numbers the norm of a group sums on all devices, at least 1, with its
+    rank.
+    """
+    total = 0
+    for leaf, split in zip(group.leaves, group.splits):
+        dims = range(leaf.ndim) if group.dims is None else group.dims
+        # Each device has a part of the leaf, all of one size.
+        size = math.prod(leaf.shape[i] for i in dims)
+        total += size * axes_size(split.summed)
+    # A size of jax.export may be a symbol.
+    count = jnp.maximum(jnp.asarray(total), 1).astype(dtype)
+    rank = 0 if group.dims is None else group.leaves[0].ndim
+    return count.reshape((1,) * rank)
+
+
+# Layout and order are static: only leaves and counts are traced.
 @partial(jax.custom_jvp[Blocks], nondiff_argnums=(0, 1))
 def _norms(
     p: float,
@@ -75,23 +102,22 @@ def _norms(
     dtype = norm_dtype(groups)
     # Programs for GPU and TPU have float64 only where a leaf has 64 bits.
     if dtype == np.float64 and p == np.inf:
-        blocks = largest_moduli(dtype, layout, groups)
-    elif dtype == np.float64:
-        blocks = _by_shares(p, np.float64, layout, groups, counts)
-    elif p == np.inf:
+        return largest_moduli(dtype, layout, groups)
+    if dtype == np.float64:
+        return _by_shares(p, np.float64, layout, groups, counts)
+    if p == np.inf:
         by_bits = partial(largest_moduli_by_bits, layout)
         cpu = partial(largest_moduli, dtype, layout)
         return per_platform(groups, cpu=cpu, gpu=by_bits, tpu=by_bits)
-    else:
-        shares = partial(_by_shares, p, np.float32, layout)
-        return per_platform(
-            groups,
-            counts,
-            cpu=partial(_in_float64, p, layout),
-            gpu=partial(_norms_on_gpu, layout) if p == 2 else shares,
-            tpu=partial(_norms_on_tpu, layout) if p == 2 else shares,
-        )
-    return blocks
+    # Powers of other orders may leave the range of float64 too: (1e38)^10.
+    cpu = partial(_by_shares, p, np.float64, layout)
+    if p in DIRECT:
+        cpu = partial(_roots, p, np.float64, np.float32, layout)
+    gpu = tpu = partial(_by_shares, p, np.float32, layout)
+    if p == 2:
+        gpu = partial(_norms_on_gpu, layout)
+        tpu = partial(_norms_on_tpu, layout)
+    return per_platform(groups, counts, cpu=cpu, gpu=gpu, tpu=tpu)
 
 
 @_norms.defjvp
@@ -125,18 +151,6 @@ def _mean(sums: Blocks, counts: Blocks | None) -> Blocks:
     return [total / n.astype(total.dtype) for total, n in zip(sums, counts)]
 
 
-def _in_float64(
-    p: float,
-    layout: Layout,
-    groups: list[list[jax.Array]],
-    counts: Blocks | None,
-) -> Blocks:
-    # Powers of other orders may leave the range of float64 too: (1e38)^10.
-    if p not in DIRECT:
-        return _by_shares(p, np.float64, layout, groups, counts)
-    return _roots(p, np.float64, np.float32, layout, groups, counts)
-
-
 def _by_shares(
     p: float,
     wide: Any,
@@ -160,7 +174,7 @@ def _by_shares(
     shares = []
     for divisor, group in zip(scatter(safe, layout), groups):
         shares.append(
-            [divided(modulus(x).astype(dtype), divisor) for x in group]
+            [divided(jnp.abs(x).astype(dtype), divisor) for x in group]
         )
     roots = _roots(p, wide, dtype, layout, shares, counts)
     return [divisor * root for divisor, root in zip(safe, roots)]

@@ -50,6 +50,9 @@ def stacked_axes(
       ValueError: an axis that a leaf does not have, or leaves that share one answer but
         not the number of layers.
     """
+    # Nothing is stacked: the common case, which looks at no leaf.
+    if stacked is None:
+        return [()] * len(jax.tree.leaves(tree))
     leaves = _leaves(stacked, tree, call)
     found = [_axes_of(leaf, call) for leaf in leaves]
     # Inside shard_map a program sees the shapes of its device's parts.

@@ -12,6 +12,7 @@ to compile.
 
 from collections.abc import Callable, Iterable
 from functools import partial, reduce
+from operator import add
 from typing import Any
 
 import jax
@@ -19,6 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from ._in_blocks import alike
 from ._three_sums import Dims, is_known, sum_at_once
 from ._types import is_on_one_device
 
@@ -34,34 +36,26 @@ Leaves = list[jax.Array]
 
 def sums_of_squares(leaves: Leaves, dims: Iterable[Dims]) -> Leaves:
     """The sum of squares of each real or complex leaf, float64."""
-    parts = []
+    parts: list[tuple[jax.Array, Dims]] = []
+    of_leaf = []  # for each leaf the places of its parts
     for leaf, over in zip(leaves, dims):
         # |a + bi|^2 = a^2 + b^2, without the root of the modulus.
-        own = [jnp.real(leaf), jnp.imag(leaf)] if _is_complex(leaf) else [leaf]
+        own = [leaf]
+        if jnp.iscomplexobj(leaf):
+            own = [jnp.real(leaf), jnp.imag(leaf)]
+        of_leaf.append(range(len(parts), len(parts) + len(own)))
         parts += [(part, over) for part in own]
-    sums, found = iter(_sums_of_parts(parts)), []
-    for leaf in leaves:
-        total = next(sums)
-        found.append(total + next(sums) if _is_complex(leaf) else total)
-    return found
-
-
-def _is_complex(leaf: jax.Array) -> bool:
-    return jnp.issubdtype(leaf.dtype, jnp.complexfloating)
-
-
-def _sums_of_parts(parts: list[tuple[jax.Array, Dims]]) -> Leaves:
-    kinds: dict[Any, list[int]] = {}
-    for place, (leaf, dims) in enumerate(parts):
+    kinds = []
+    for place, (part, over) in enumerate(parts):
         # Norms that a mesh splits differently would be sent from device to device.
-        alike = jax.typeof(leaf) if is_on_one_device(leaf) else place
-        kinds.setdefault((_way(leaf, dims), dims, alike), []).append(place)
-    found: dict[int, jax.Array] = {}
-    for (way, dims, _), places in kinds.items():
+        kind = jax.typeof(part) if is_on_one_device(part) else place
+        kinds.append((_way(part, over), over, kind))
+    sums: dict[int, jax.Array] = {}
+    for (way, over, _), places in alike(kinds).items():
         for begin in range(0, len(places), TOGETHER):
             some = places[begin : begin + TOGETHER]
-            found.update(zip(some, way(dims, [parts[i][0] for i in some])))
-    return [found[place] for place in range(len(parts))]
+            sums.update(zip(some, way(over, [parts[i][0] for i in some])))
+    return [reduce(add, [sums[i] for i in own]) for own in of_leaf]
 
 
 def _way(leaf: jax.Array, dims: Dims) -> Callable[[Dims, Leaves], Leaves]:

@@ -218,7 +218,7 @@ def sums_of_leaf(
     sum_one: Callable[[jax.Array, Dims], Sums], dims: Dims, leaf: jax.Array
 ) -> Sums:
     """The sums of a real or complex leaf."""
-    if not jnp.issubdtype(leaf.dtype, jnp.complexfloating):
+    if not jnp.iscomplexobj(leaf):
         return sum_one(leaf, dims)
     # |a + bi|^2 = a^2 + b^2, so both parts are summed like real leaves.
     real, imag = (

@@ -12,11 +12,6 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 
-def in_manual_mesh() -> bool:
-    """Whether the program runs inside shard_map or pmap."""
-    return bool(jax.sharding.get_abstract_mesh().manual_axes)
-
-
 def is_on_one_device(x: Any) -> bool:
     """Whether no part of the value can be on another device.
 

@@ -58,16 +58,19 @@ def _batched(leaves: Any, axes: Any, **params: Any) -> Any:
     return found, [0] * len(found)
 
 
-def _lowered(name: str) -> Any:
-    def way(*leaves: Any, ways: Ways, types: Any) -> list[jax.Array]:
-        return getattr(ways, name)(*leaves)
-
-    return mlir.lower_fun(way)
+def _way_of(
+    name: str, *leaves: Any, ways: Ways, types: Any
+) -> list[jax.Array]:
+    return getattr(ways, name)(*leaves)
 
 
 ad.primitive_jvps[_way] = _jvp
 batching.primitive_batchers[_way] = _batched
-mlir.register_lowering(_way, _lowered("cpu"), "cpu")
-mlir.register_lowering(_way, _lowered("gpu"), "cuda")
-mlir.register_lowering(_way, _lowered("gpu"), "rocm")
-mlir.register_lowering(_way, _lowered("tpu"))
+# JAX knows GPUs as cuda and rocm. None: all other platforms.
+for name, way in {
+    "cpu": "cpu",
+    "cuda": "gpu",
+    "rocm": "gpu",
+    None: "tpu",
+}.items():
+    mlir.register_lowering(_way, mlir.lower_fun(partial(_way_of, way)), name)

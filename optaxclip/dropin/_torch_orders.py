@@ -27,9 +27,6 @@ class TorchNorm(NamedTuple):
             return norms_of_tree(_leaves_not_zero(fixed), tree)
         return norms_of_tree(_norm_below_order_zero(fixed, self.ord), tree)
 
-    def without_devices(self) -> "TorchNorm":
-        return self
-
 
 def _leaves_not_zero(tree: Any) -> jax.Array:
     """How many leaves have an element that is not 0, which is the norm of order 0 of

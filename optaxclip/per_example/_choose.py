@@ -92,12 +92,3 @@ def _hindrance(problem: Problem) -> str:
 
 def _is_inexact(leaf: Any) -> bool:
     return jnp.issubdtype(leaf.dtype, jnp.inexact)
-
-
-def check_method(call: str, method: str) -> None:
-    """Raises ValueError for what is not the name of a method."""
-    if method not in METHODS:
-        names = ", ".join(map(repr, METHODS))
-        raise ValueError(
-            f"{call}: method must be one of {names}, got {method!r}."
-        )

@@ -13,10 +13,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from .._arguments import check_flag
+from .._arguments import check_choice, check_flag
 from .._other_names import with_our_names
 from ..shrinks import Shrink, shrink_of
-from ._choose import check_method, choose
+from ._choose import METHODS, choose
 from ._problem import Question, check_microbatch, check_unnamed
 from ._roles import Places
 from ._run import Run
@@ -212,7 +212,7 @@ def _check_options(
     call: str, microbatch: Any, method: str, limits: int
 ) -> None:
     check_microbatch(call, microbatch)
-    check_method(call, method)
+    check_choice(f"{call}: method", method, METHODS)
     if method == "two_pass" and limits > 1:
         raise ValueError(
             f"{call}: method='two_pass' weighs the loss of an example, which has one "

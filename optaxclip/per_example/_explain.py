@@ -7,10 +7,11 @@ from typing import Any, NamedTuple
 
 import jax
 
+from .._arguments import check_choice
 from .._norms import _prefix as prefix
 from .._other_names import with_our_names
 from ._book import kept_numbers
-from ._choose import Choice, check_method, choose
+from ._choose import METHODS, Choice, choose
 from ._ghost import Ghost
 from ._problem import Problem, Question, check_microbatch, check_unnamed
 from ._roles import Places
@@ -105,7 +106,7 @@ def explain_clipped_grad(
     """
     call = "explain_clipped_grad"
     check_microbatch(call, microbatch)
-    check_method(call, method)
+    check_choice(f"{call}: method", method, METHODS)
     question = Question(call, loss, argnums, shared_argnums, has_aux)
 
     def of_batch(*args: Any, **named: Any) -> Explanation:

@@ -12,7 +12,7 @@ from jax import lax
 
 from .._norms._collectives import Split
 from .._norms._groups import Group
-from .._norms._powers import group_norms
+from .._norms._powers import norms_of
 
 
 class Pair(NamedTuple):
@@ -27,7 +27,8 @@ def length_of_each(x: jax.Array) -> jax.Array:
     """The norm of each entry along the first axis, float32 or wider."""
     # Split(): on each device alone, since others hold other examples.
     group = Group([x], tuple(range(1, x.ndim)), [Split()])
-    return group_norms(2.0, [group])[0].reshape(x.shape[:1])
+    (norms,), _ = norms_of([group])
+    return norms.reshape(x.shape[:1])
 
 
 def by_product(pairs: list[Pair]) -> jax.Array:

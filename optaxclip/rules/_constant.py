@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping, Sequence
+from dataclasses import field
 from typing import Any, TypeAlias
 
 import jax
@@ -23,41 +24,6 @@ from ._rule import Number, Rule, Schedule, call_name, is_rule
 # What a norm can be held against. None is no limit.
 Limit = Number | Rule | None
 LimitTree: TypeAlias = "Limit | Mapping[Any, LimitTree] | Sequence[LimitTree]"
-
-
-class Constant(Rule):
-    """The same limit in every step, or a schedule of limits.
-
-    Wherever a rule is wanted, a number, an array, a schedule or None stands for the
-    constant rule of it.
-
-    Args:
-      limit: a number at least 0, an array whose shape broadcasts to the norm's, a
-        schedule from step to number, or None. 0 turns updates into zeros. None and inf
-        are no limit.
-
-    Raises:
-      TypeError: a bool, a string, or something else that is not a real number.
-      ValueError: a number that is negative, NaN, or finite and above the largest of
-        float32 (of float64 where `jax_enable_x64` is set). A schedule or a traced limit
-        above the largest of the norm's dtype counts as the largest.
-
-    Example:
-      >>> rule = optaxclip.rules.constant(lambda step: 1.0 + step)
-      >>> print(optaxclip.replay.run(rule, [5.0, 5.0, 5.0]).limits)
-      [1. 2. 3.]
-    """
-
-    limit: Number | None
-
-    def __post_init__(self) -> None:
-        limit = checked_limit("constant: limit", self.limit)
-        # Rules are frozen, so a plain assignment would raise.
-        object.__setattr__(self, "limit", limit)
-
-    def update(self, norm: jax.Array, memory: Any, step: jax.Array) -> Any:
-        # `limit_of` brings what a schedule returns to the norm's dtype and shape.
-        return self.limit(step) if callable(self.limit) else self.limit, memory
 
 
 def checked_limit(argument: str, limit: Any) -> ArrayLike | Schedule:
@@ -88,6 +54,36 @@ def checked_limit(argument: str, limit: Any) -> ArrayLike | Schedule:
     check_limit(argument, limit)
     # All ints become floats, so that 1 and 1.0 share a program.
     return float(limit) if isinstance(limit, int) else number_for_jit(limit)
+
+
+class Constant(Rule):
+    """The same limit in every step, or a schedule of limits.
+
+    Wherever a rule is wanted, a number, an array, a schedule or None stands for the
+    constant rule of it.
+
+    Args:
+      limit: a number at least 0, an array whose shape broadcasts to the norm's, a
+        schedule from step to number, or None. 0 turns updates into zeros. None and inf
+        are no limit.
+
+    Raises:
+      TypeError: a bool, a string, or something else that is not a real number.
+      ValueError: a number that is negative, NaN, or finite and above the largest of
+        float32 (of float64 where `jax_enable_x64` is set). A schedule or a traced limit
+        above the largest of the norm's dtype counts as the largest.
+
+    Example:
+      >>> rule = optaxclip.rules.constant(lambda step: 1.0 + step)
+      >>> print(optaxclip.replay.run(rule, [5.0, 5.0, 5.0]).limits)
+      [1. 2. 3.]
+    """
+
+    limit: Number | None = field(metadata={"check": checked_limit})
+
+    def update(self, norm: jax.Array, memory: Any, step: jax.Array) -> Any:
+        # `limit_of` brings what a schedule returns to the norm's dtype and shape.
+        return self.limit(step) if callable(self.limit) else self.limit, memory
 
 
 def rule_of(limit: Any, argument: str) -> Rule:

@@ -8,7 +8,6 @@ import pytest
 from optaxclip._core import _factors
 from optaxclip._core._factors import (
     multiply,
-    ratio,
     reported,
     root_between,
     stretch,
@@ -181,11 +180,10 @@ def test_the_root_of_an_equal_norm_is_1(norm):
 
 def test_a_quotient_of_large_numbers_has_its_derivative():
     short, long = jnp.float32(6e30), jnp.float32(2e30)
-    slopes = jax.grad(ratio, (0, 1))(short, long)
+    slopes = jax.grad(reported, (1, 0))(long, short)
     np.testing.assert_allclose(slopes, [5e-31, -1.5e-30], 1e-6)
     zero = jnp.float32(0)
-    assert ratio(zero, zero) == 0
-    assert np.all(np.isfinite(jax.grad(ratio, (0, 1))(zero, zero)))
+    assert np.all(np.isfinite(jax.grad(reported, (0, 1))(zero, zero)))
 
 
 def test_a_root_of_1_keeps_the_bits_of_subnormal_numbers():

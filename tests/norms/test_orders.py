@@ -10,7 +10,7 @@ import pytest
 from optaxclip._norms import _powers
 from optaxclip._norms._collectives import Split
 from optaxclip._norms._groups import Group
-from optaxclip._norms._powers import group_norms
+from optaxclip._norms._powers import norms_of as norms_of_groups
 from tests.ways import norm
 
 pytestmark = pytest.mark.slow
@@ -32,9 +32,9 @@ CASES = [
 ]
 
 
-def norms_of(p, cases, counts=None):
+def norms_of(p, cases):
     groups = [Group(x, dims, [Split()] * len(x)) for x, dims in cases]
-    return group_norms(p, groups, counts)
+    return norms_of_groups(groups, p)[0]
 
 
 def norm_of_one(p, dims, leaf):
@@ -110,6 +110,7 @@ def test_a_norm_has_the_derivative_of_its_order(p):
 
 def test_the_derivative_of_a_mean_is_divided_by_its_count():
     x = leaf(9, (6,))
-    slope = jax.grad(lambda x: norms_of(2.0, [([x], None)], [jnp.float32(4)])[0])(x)
-    # norm = |x| / 2, whose derivative is x / (4 norm)
-    np.testing.assert_allclose(slope, x / (2 * np.linalg.norm(x)), 1e-6)
+    slope = jax.grad(lambda x: norms_of("rms", [([x], None)])[0])(x)
+    # norm = |x| / sqrt(6), whose derivative is x / (6 norm)
+    wanted = x / (np.sqrt(6) * np.linalg.norm(x))
+    np.testing.assert_allclose(slope, wanted, 1e-6)
