@@ -78,8 +78,8 @@ def adagc(
     Reference: Wang et al., AdaGC: improving training stability for large language model
     pretraining, 2025 (arXiv 2502.11034). The authors' code for Megatron adds 1e-6 to
     norms. Paddle's code seeds the averages with norms before the global clip and warms
-    up one step longer. A norm of 0 in the warm-up, which would hold a tensor at 0 for
-    good in both, is not remembered here.
+    up one step longer. A norm of 0, or one that is shortened to 0, would hold a tensor
+    at 0 for good in both, and is not remembered here.
     """
     rule = Adagc(ratio, decay, max_norm, warmup)
     return clip_at(scope, rule, "adagc", nonfinite, mesh_axes, stacked=stacked)
@@ -134,5 +134,8 @@ class Adagc(Rule):
         value = jnp.minimum(norm, limit)
         later = average + (1 - decay) * (value - average)
         # During the warm-up the average is the smallest h |g| so far.
-        average = jnp.where(warming, jnp.minimum(average, value), later)
-        return limit, AdaGCMemory(seen + 1, average)
+        new = jnp.where(warming, jnp.minimum(average, value), later)
+        # From an average of 0 no tensor would come back.
+        learns = value > 0
+        average = jnp.where(learns, new, average)
+        return limit, AdaGCMemory(seen + learns.astype(seen.dtype), average)

@@ -150,4 +150,5 @@ def _limit(
     # s * max_i |u_i|, so that the kernel's factor limit / norm is s.
     most = norm / jnp.maximum(strain, 1)
     # TINY stands for a bound of 0, under which nothing moves.
-    return jnp.where(free, jnp.inf, jnp.where(most <= TINY, 0.0, most))
+    stuck = (most <= TINY) & (strain >= 1)
+    return jnp.where(free, jnp.inf, jnp.where(stuck, 0.0, most))

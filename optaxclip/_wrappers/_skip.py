@@ -171,7 +171,9 @@ def skip_spikes(
       rule: the limit of the global norm: a rule of `optaxclip.rules`, a number at least
         0, a schedule, or None for no limit.
       loss_rule: likewise for the loss, which `update(..., value=loss)` must be given
-        then: a scalar, the same on all devices. It may be 0 or negative.
+        then: a scalar, the same on all devices. For a loss that may be 0 or negative
+        take `windowed_mean`, `z_score` or a number. The limit of most other rules is a
+        multiple of earlier values, and twice -1 is below -1.
       max_consecutive: after this many skipped steps in a row the next is not skipped,
         whatever it is, because a run that only skips should fail visibly. At least 0.
         None for never.

@@ -13,8 +13,9 @@ from ._rule import Number, Rule, at_step, multiple, number
 class Growth(Rule):
     """limit = rate * max(last norm, floor), without a limit in the first step.
 
-    The last norm is the one that was let through. From one step to the next the norm
-    grows by at most 1 %, however large the spike. A lasting rise by a factor f takes
+    The last norm is what a hard clip let through, the smaller of norm and limit, unless
+    that is 0. From one step to the next the norm grows by at most 1 %, however large
+    the spike. A lasting rise by a factor f takes
     log(f) / log(rate) steps to pass. Fira, APOLLO, RACS and Alice apply this to each
     tensor of the update: `clip_by_tensor_norm(rules.growth())` after the
     preconditioner.
@@ -45,13 +46,15 @@ class Growth(Rule):
         return jnp.full_like(norm, jnp.inf)
 
     def update(
-        self, norm: jax.Array, last: jax.Array, step: jax.Array
+        self, norm: jax.Array, memory: jax.Array, step: jax.Array
     ) -> tuple[jax.Array, jax.Array]:
         rate, floor = at_step(step, norm, self.rate, self.floor)
         # Without a last norm there is no limit, also at a rate of 0: 0 * inf is NaN.
-        known = last < jnp.inf
-        last = jnp.maximum(jnp.where(known, last, 0.0), floor)
+        known = memory < jnp.inf
+        last = jnp.maximum(jnp.where(known, memory, 0.0), floor)
         longest = multiple(rate, last)
         limit = jnp.where(known, longest, jnp.inf)
         # What a hard clip lets through. A rule does not know the clipper's shrink.
-        return limit, jnp.minimum(norm, limit)
+        passed = jnp.minimum(norm, limit)
+        # From a last norm of 0 there would be no growth.
+        return limit, jnp.where(passed > 0, passed, memory)

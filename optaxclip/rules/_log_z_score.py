@@ -26,7 +26,8 @@ class LogZScore(Rule):
     """limit = exp(mean + z * max(deviation, spread)) - 1, of log(1 + norm).
 
     Mean and deviation are exponential averages, corrected for their start. The clipped
-    norm is remembered. RNMT+ drops the whole step beyond four deviations:
+    norm is remembered, and in the warm-up, where nothing is clipped, the norm as it
+    came. RNMT+ drops the whole step beyond four deviations:
     `skip_spikes(optimizer, rules.log_z_score())`.
 
     Args:
@@ -49,7 +50,9 @@ class LogZScore(Rule):
 
     Reference: Chen et al., The best of both worlds: combining recent advances in neural
     machine translation, 2018 (arXiv 1804.09849). Lingvo, `core/layers.py`,
-    GradNormTracker.
+    GradNormTracker, holds the norms of the warm-up to the limit as well, which begins
+    near 0 there. So it learns less from a spike in the warm-up, and its limits are
+    lower for some hundred steps after it.
     """
 
     z: Number = number(default=4.0)

@@ -113,6 +113,14 @@ def test_within_the_bounds_nothing_changes():
     assert state.factor == 1 and state.clipped == 0
 
 
+def test_the_smallest_normal_update_within_its_bounds_does_not_change():
+    updates, weights = jnp.array([2.0**-126]), jnp.ones(1)
+    clipper = optaxclip.clippy()
+    found, state = clipper.update(updates, clipper.init(weights), weights)
+    np.testing.assert_array_equal(found, updates)
+    assert state.clipped == 0
+
+
 def test_zero_weights_move_by_the_absolute_bound():
     clipped, _ = clip(jnp.array([1.0, -4.0]), jnp.zeros(2), 0.1, 1e-3)
     np.testing.assert_allclose(clipped, [0.25e-3, -1e-3], rtol=1e-6)

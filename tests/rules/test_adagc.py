@@ -139,3 +139,24 @@ def test_adaclip_makes_a_broken_tensor_nan_and_keeps_what_fits():
     _, second = clipper.update(jnp.array([3.0, 0.5]), first)
     updates, _ = clipper.update(jnp.array([3.0, second.limit]), first)
     assert updates[1] == second.limit and updates[0] < 3.0
+
+
+def test_adagc_does_not_remember_a_tensor_that_its_warm_up_made_0():
+    clipper = optaxclip.adagc(max_norm=lambda step: 1.0 * step, warmup=2)
+    grads, lengths = jnp.array([3.0, 4.0]), []
+    state = clipper.init(grads)
+    for _ in range(4):
+        updates, state = clipper.update(grads, state)
+        lengths.append(np.linalg.norm(updates))
+    # 0 is no norm of the warm-up. The smallest of 1 and 2 is the first average.
+    np.testing.assert_allclose(lengths, [0.0, 1.0, 2.0, 1.05], rtol=1e-6)
+
+
+def test_adagc_forgets_a_norm_that_another_tensors_spike_shortened_to_0():
+    clipper = optaxclip.adagc(warmup=2)
+    grads = {"small": jnp.array([1e-10]), "large": jnp.array([1e-10])}
+    spike = grads | {"large": jnp.array([1e30])}
+    state = clipper.init(grads)
+    for step in (spike, grads, grads, grads):
+        updates, state = clipper.update(step, state)
+    np.testing.assert_allclose(updates["small"], grads["small"], rtol=1e-6)

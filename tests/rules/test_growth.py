@@ -18,3 +18,9 @@ def test_a_rate_of_0_leaves_the_first_update_as_it_is():
     first, state = clipper.update(grads, clipper.init(grads))
     np.testing.assert_array_equal(first, grads)
     np.testing.assert_array_equal(clipper.update(grads, state)[0], [0.0, 0.0])
+
+
+def test_a_rate_of_0_in_one_step_is_over_after_it():
+    rate = jnp.array([1.5, 1.5, 0.0, 1.5, 1.5])
+    found = optaxclip.replay.run(rules.growth(lambda step: rate[step]), [1.0] * 5)
+    np.testing.assert_array_equal(found.limits, [np.inf, 1.5, 0.0, 1.5, 1.5])
