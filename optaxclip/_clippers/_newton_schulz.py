@@ -21,11 +21,14 @@ for sign iterations. Chen, Chow, A stable scaling of Newton-Schulz for improving
 sign function computation of a Hermitian matrix, 2014, for the scaling.
 """
 
+import math
 from collections.abc import Sequence
-from functools import partial
+from functools import lru_cache, partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from .._norms._types import typed_as
@@ -35,6 +38,8 @@ from ._tiles import Matrices, Whole, adjoint
 # The Gram matrix is raised to the power 2^16, whose trace bounds the largest singular
 # value. m equal singular values are overestimated by m^(1 / 2^17).
 SQUARINGS = 16
+# By the bytes of a real number: as many as turn eps into 1, and some more.
+STEPS = {4: 24, 8: 48}
 
 Carry = tuple[jax.Array, jax.Array, jax.Array]
 
@@ -53,12 +58,13 @@ def shrunk(
     limits: Sequence[jax.Array],
     bounds: Sequence[jax.Array],
     *,
-    steps: int,
+    steps: int | None,
     is_hard: bool,
 ) -> list[jax.Array]:
     """Matrices with their singular values shrunk, by `hard` or by `smooth(2)`.
 
-    Their singular values are at most `bounds`.
+    Their singular values are at most `bounds`. `steps` None is as many as the dtype of
+    a matrix needs.
     """
     # From 2^13 bound on nothing is shortened in float32, and [cI; X] would lose X.
     limits = [
@@ -94,10 +100,11 @@ def _shrunk(
     limit: jax.Array,
     bound: jax.Array,
     *,
-    steps: int,
+    steps: int | None,
     is_hard: bool,
 ) -> jax.Array:
     """B with the singular values b, or b / max(b, z)."""
+    steps = steps or STEPS[x.real.dtype.itemsize]
     highest = jnp.sqrt(bound**2 + limit**2)
     eye = jnp.eye(x.shape[-1], dtype=x.dtype)
     z = limit * jnp.expand_dims(eye, range(limit.ndim - 2))
@@ -117,7 +124,10 @@ def _inverse_of_largest(squares: Whole, z: jax.Array, steps: int) -> jax.Array:
     eps = jnp.full_like(z[..., :1, :1].real, jnp.finfo(z.dtype).eps)
     sign = _polar(squares, difference, eps, jnp.ones_like(eps), steps)
     absolute = squares.product(difference, sign)
-    return _inverse_root(squares, 0.5 * (eye + absolute))
+    inverse = _inverse_root(squares, 0.5 * (eye + absolute))
+    # What is not in reach of the steps counts as less than |1 - 2 z^2|, down to 0.
+    lost = _in_reach(steps, float(jnp.finfo(z.dtype).eps))
+    return inverse / math.sqrt(1 + lost)
 
 
 def _polar(
@@ -129,15 +139,13 @@ def _polar(
 ) -> jax.Array:
     """Turns every singular value of x / highest in [lowest, 1] into 1, by the iteration
     x <- r x (3 - r^2 x^2) / 2. For a Hermitian matrix this is the sign.
+
+    Singular values that are too small for so many steps come out below 1.
     """
 
     def step(carry: Carry, _: None) -> tuple[Carry, None]:
         x, lowest, highest = carry
-        # The r that raises the lowest most. Near lowest = 0 it would send 1 to 0, and
-        # 1 + eps below 0, so it is taken for 0.1 at least.
-        low = jnp.maximum(lowest, 0.1)
-        r = jnp.sqrt(3 / (1 + low + low**2))
-        lowest = 0.5 * r * lowest * (3 - (r * lowest) ** 2)
+        r, lowest = _raised(lowest, jnp)
         # The first step divides by highest too, the others by 1. An array x / highest
         # would be a second copy of all matrices.
         r = r / highest
@@ -145,8 +153,31 @@ def _polar(
         factor = 0.5 * r * (3 * _eye_like(gram) - r**2 * gram)
         return (matrices.times(x, factor), lowest, jnp.ones_like(r)), None
 
-    start = x, lax.stop_gradient(lowest), highest
+    # For a lower one the iteration would not come to rest in time, and large singular
+    # values would end anywhere.
+    eps = float(jnp.finfo(x.dtype).eps)
+    lowest = jnp.maximum(lax.stop_gradient(lowest), _in_reach(steps, eps))
+    start = x, lowest, highest
     return lax.scan(step, start, length=steps)[0][0]
+
+
+def _raised(lowest: Any, numpy: Any) -> tuple[Any, Any]:
+    """The r that raises the lowest singular value most, and what becomes of that."""
+    # Near lowest = 0 it would send 1 to 0, and 1 + eps below 0, so it is taken for 0.1
+    # at least.
+    low = numpy.maximum(lowest, 0.1)
+    r = numpy.sqrt(3 / (1 + low + low**2))
+    return r, 0.5 * r * lowest * (3 - (r * lowest) ** 2)
+
+
+@lru_cache
+def _in_reach(steps: int, eps: float) -> float:
+    """The lowest singular value that so many steps turn into 1."""
+    lowest = np.logspace(-40, 0, 4001)
+    raised = lowest
+    for _ in range(steps):
+        _, raised = _raised(raised, np)
+    return float(lowest[np.argmax(raised >= 1 - 4 * eps)])
 
 
 def _inverse_root(squares: Whole, x: jax.Array) -> jax.Array:

@@ -88,9 +88,9 @@ def clip_by_spectral_norm(
         "newton_schulz" knows `hard` and `smooth(2)`.
       method: "svd" or "newton_schulz". Only the second has a derivative where singular
         values are equal.
-      steps: of Newton-Schulz, at least 1. None means 24. k steps resolve s_max / limit
-        up to about 2.4^(k - 5). With fewer, small singular values come out too small,
-        never too large.
+      steps: of Newton-Schulz, at least 1. None means 24, and 48 for 64-bit leaves. k
+        steps resolve s_max / limit up to about 2.4^(k - 5). With fewer, singular values
+        below the limit come out too small, never too large.
       columns: how many trailing axes of a leaf are the columns of its matrix. All
         others are its rows. None means 1, for kernels whose last axis is the output,
         convolutions too. 2 is for attention's (embed, heads, size). An int, a tree

@@ -24,8 +24,6 @@ from ..shrinks import Shrink, hard
 from . import _newton_schulz as newton_schulz
 from ._tiles import exact_product
 
-STEPS = 24  # of Newton-Schulz
-
 
 class Spectrum(NamedTuple):
     """What is known of the singular values of matrices [layers, rows, columns]."""
@@ -67,7 +65,7 @@ class Svd:
 class NewtonSchulz:
     """Singular values by matrix products alone, of all leaves together."""
 
-    steps: int = STEPS
+    steps: int | None = None
 
     def measure(self, xs: list[jax.Array]) -> list[tuple[jax.Array, Any]]:
         """For each leaf the largest singular values, and the matrices with a bound for
@@ -178,8 +176,8 @@ def in_one_dtype(norms: Any) -> Any:
 def method_of(call: str, method: Any, steps: int | None = None) -> Method:
     """The method of this name."""
     check_choice(f"{call}: method", method, METHODS)
-    steps = STEPS if steps is None else steps
-    check_number(f"{call}: steps", steps, lowest=1)
+    if steps is not None:
+        check_number(f"{call}: steps", steps, lowest=1)
     return Svd() if method == "svd" else NewtonSchulz(steps)
 
 

@@ -59,16 +59,20 @@ class Norms(NamedTuple):
         return self.blocks[block].shape[row is not None :]
 
     def tree(self) -> Any:
+        """The norms as a tree, for what is computed with them."""
+        each = [entry_at(self.blocks, place) for place in self.places]
+        return self.treedef.unflatten(each)
+
+    def returned(self) -> Any:
         """The norms as norm functions return them."""
         rows = {place.block for place in self.places if place.row is not None}
         blocks: list[Any] = list(self.blocks)
         for number in rows:
             block = blocks[number]
-            # In a compiled program each slice of a vector would be a kernel.
+            # As results of a program, slices of a vector would be a kernel each.
             if block.ndim == 1 and isinstance(block, Tracer):
                 blocks[number] = unstacked(block)
-        each = [entry_at(blocks, place) for place in self.places]
-        return self.treedef.unflatten(each)
+        return self._replace(blocks=blocks).tree()
 
     def shapes(self) -> Any:
         """The shapes of the norms in their tree."""

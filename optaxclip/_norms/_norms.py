@@ -102,7 +102,7 @@ def tensor_norm(
     check_ord("tensor_norm", ord)
     # Leaves that do not count are None here, and so in the tree of norms.
     measure = TensorNorm("tensor_norm", ord, stacked, mesh_axes)
-    return measure(clipped_leaves(tree)).tree()
+    return measure(clipped_leaves(tree)).returned()
 
 
 @with_our_names
@@ -146,7 +146,7 @@ def unitwise_norm(
     """
     check_ord("unitwise_norm", ord)
     measure = UnitwiseNorm("unitwise_norm", ord, axis, stacked, mesh_axes)
-    return measure(clipped_leaves(tree)).tree()
+    return measure(clipped_leaves(tree)).returned()
 
 
 @with_our_names
@@ -180,4 +180,4 @@ def group_norm(
     table = static_labels(labels_of(labels, unboxed(tree)))
     return GroupNorm(table, "group_norm", ord, mesh_axes)(
         clipped_leaves(tree)
-    ).tree()
+    ).returned()
