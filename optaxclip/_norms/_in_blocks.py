@@ -17,10 +17,9 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.core import Tracer
 
 from . import _prefix as prefix
-from ._unstack import unstacked
+from ._unstack import entries_of
 
 # Norms that are arrays in one block. All leaves of a block are read before the first of
 # them is multiplied, and a TPU reads those again that it could not keep on its chip. Of
@@ -68,10 +67,8 @@ class Norms(NamedTuple):
         rows = {place.block for place in self.places if place.row is not None}
         blocks: list[Any] = list(self.blocks)
         for number in rows:
-            block = blocks[number]
-            # As results of a program, slices of a vector would be a kernel each.
-            if block.ndim == 1 and isinstance(block, Tracer):
-                blocks[number] = unstacked(block)
+            if blocks[number].ndim == 1:
+                blocks[number] = entries_of(blocks[number])
         return self._replace(blocks=blocks).tree()
 
     def shapes(self) -> Any:

@@ -28,6 +28,7 @@ from ._modulus import as_float
 from ._powers import norms_of
 from ._stacked import other_axes, stacked_axes
 from ._three_sums import Dims
+from ._unstack import stacked_again
 
 Ord = float | str | None
 
@@ -127,8 +128,10 @@ class OwnNorm(NamedTuple):
     norm: Callable[[Any], Any]
 
     def __call__(self, tree: Any) -> Norms:
+        with stacked_again():
+            norms = self.norm(tree)
         # Such as a Python number, or an integer, whose dtype holds no limit of 1.5.
-        return norms_of_tree(jax.tree.map(as_float, self.norm(tree)), tree)
+        return norms_of_tree(jax.tree.map(as_float, norms), tree)
 
 
 def without_devices(measure: Any) -> Any:

@@ -5,17 +5,42 @@ GPU    by maxima of two equal numbers, whose kernels XLA merges
 TPU    by slices, each of which would be a kernel of its own on the other two
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.core import Tracer
 
 from ._platform import per_platform
 
 # Entries that a GPU reads in one kernel. XLA compares each with all others.
 MERGED = 32
+
+_again = ContextVar("again", default=False)
+
+
+@contextmanager
+def stacked_again() -> Iterator[None]:
+    """Where the norms that a function returns become one vector again: of slices XLA
+    makes the vector itself.
+    """
+    token = _again.set(True)
+    try:
+        yield
+    finally:
+        _again.reset(token)
+
+
+def entries_of(vector: jax.Array) -> Any:
+    """The entries of a vector of norms, which a function returns."""
+    # As results of a program, slices would be a kernel each.
+    is_compiled = isinstance(vector, Tracer) and not _again.get()
+    return unstacked(vector) if is_compiled else vector
 
 
 @jax.custom_jvp

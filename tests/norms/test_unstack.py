@@ -65,3 +65,12 @@ def test_a_program_has_one_kernel_for_all_tensor_norms_as_numbers(count):
         np.testing.assert_allclose(found[name], np.linalg.norm(leaf), rtol=1e-6)
     text = program.lower(tree).compile().as_text()
     assert " slice(" not in text and "dynamic-slice(" not in text
+
+
+def test_norms_that_a_clipper_stacks_again_are_slices():
+    tree = {str(i): jnp.ones(3) for i in range(4)}
+    clipper = optaxclip.record_norm(lambda tree: optaxclip.tensor_norm(tree))
+    state = clipper.init(tree)
+    program = str(jax.make_jaxpr(clipper.update)(tree, state))
+    assert "unstacked" not in program
+    assert "unstacked" in str(jax.make_jaxpr(lambda x: optaxclip.tensor_norm(x))(tree))
