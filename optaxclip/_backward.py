@@ -25,11 +25,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ._arguments import check_limit, check_number, check_ord, check_order
+from ._arguments import (
+    check_limit,
+    check_number,
+    check_ord,
+    check_order,
+    check_scalar,
+)
 from ._clippers._by_value import clip_by_value
 from ._core._once import clip_once
 from ._norms import _prefix as prefix
-from ._norms._leaves import clipped_leaves, put_back
+from ._norms._leaves import axes_within, clipped_leaves, put_back
 from ._norms._measures import (
     Measure,
     Ord,
@@ -39,6 +45,7 @@ from ._norms._measures import (
 )
 from ._norms._mesh_axes import MeshAxes
 from ._other_names import with_our_names
+from ._weighted_loss import check_not_weighted
 
 
 @with_our_names
@@ -224,6 +231,7 @@ def _forward(measure: Measure | None, x: Any, limit: Any) -> tuple[Any, Any]:
 def _backward(
     measure: Measure | None, limit: Any, cotangent: Any
 ) -> tuple[Any, Any]:
+    check_not_weighted("clip_cotangent")
     # A backward pass has nowhere to keep a state: counts and shares are dropped.
     if measure is None:
         clipper = clip_by_value(*limit)
@@ -271,30 +279,17 @@ def _scalar(argument: str, value: Any, lowest: float = 0.0) -> jax.Array:
     A negative one that is only known when the program runs counts as the lowest.
     """
     check_number(argument, value, lowest=lowest)
-    if jnp.ndim(value):
-        raise ValueError(
-            f"{argument} must be a scalar, got an array of shape {jnp.shape(value)}."
-        )
+    check_scalar(argument, value)
     # An int would have a cotangent of float0, which zeros_like does not make.
     return jnp.maximum(jnp.asarray(value, float), lowest)
 
 
 def _check_axis(call: str, axis: Any, x: Any) -> None:
     """Raises ValueError for an axis that an array does not have."""
-    wanted = axis if isinstance(axis, tuple) else (axis,)
     if axis is None:
         return
     # Refused in the forward pass. The norm itself is only taken in the backward pass.
     leaves = clipped_leaves(x)
-    entries, _ = jax.tree_util.tree_flatten_with_path(leaves)
-    for path, leaf in entries:
-        rank = jnp.ndim(leaf)
-        known = [
-            isinstance(i, (int, np.integer)) and -rank <= i < rank
-            for i in wanted
-        ]
-        if not all(known):
-            raise ValueError(
-                f"{call}: axis={axis!r} does not fit the leaf {prefix.name(path)!r} of "
-                f"shape {jnp.shape(leaf)}."
-            )
+    for path, leaf in jax.tree_util.tree_flatten_with_path(leaves)[0]:
+        name, rank = prefix.name(path), jnp.ndim(leaf)
+        axes_within(axis, f"{call}: axis", name, rank)

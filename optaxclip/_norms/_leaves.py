@@ -103,7 +103,7 @@ def unit_axes(
         rank = len(inside)
         where = f"{call}: axis", prefix.name(path), rank
         if value is not None:
-            summed = _checked_axes(value, *where)
+            summed = axes_within(value, *where)
         else:
             summed = _axes_by_shape(
                 shape and tuple(shape[i] for i in inside), *where
@@ -136,9 +136,14 @@ def _is_above_1(size: Any) -> bool:
     return not isinstance(size, int) or size > 1
 
 
-def _checked_axes(
+def axes_within(
     value: Any, argument: str, name: str, rank: int
 ) -> tuple[int, ...]:
+    """The axes of a leaf, counted from the front.
+
+    Raises:
+      ValueError: an axis that it does not have, or has named twice.
+    """
     wanted = value if isinstance(value, tuple) else (value,)
     known = [
         isinstance(i, (int, np.integer)) and -rank <= i < rank for i in wanted

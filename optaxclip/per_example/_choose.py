@@ -4,7 +4,7 @@ Ghost clipping pays for each norm, one pass for each number of a gradient that i
 and reads again. Both counts are known from shapes.
 """
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -41,8 +41,7 @@ def choose(problem: Problem, method: str, microbatch: int | None) -> Choice:
             'clipped_grad: method must be "one_pass", "two_pass" or "auto" for '
             f'{hindrance}, got "ghost".'
         )
-    can_be_ghost = not hindrance and all(map(_is_inexact, leaves))
-    if method in ("one_pass", "two_pass") or not can_be_ghost:
+    if method in ("one_pass", "two_pass") or hindrance:
         return Choice(
             "one_pass" if method == "auto" else method, microbatch, None
         )
@@ -88,7 +87,3 @@ def _hindrance(problem: Problem) -> str:
         if not all(isinstance(size, int) for size in jnp.shape(leaf)):
             return f"sizes that are not known, here {jnp.shape(leaf)}"
     return ""
-
-
-def _is_inexact(leaf: Any) -> bool:
-    return jnp.issubdtype(leaf.dtype, jnp.inexact)

@@ -90,10 +90,11 @@ def clipped_grad(
         gradients of a microbatch at a time. Often the fastest for narrow networks and
         long sequences. "two_pass": norms first, and then the gradient of the weighted
         loss. Its factors are rounded to the dtype of the loss, which should be float32,
-        and below 1.2e-38 count as 0. "auto": "one_pass" for parameters of 16 bits, and
-        otherwise "ghost" or "one_pass", by the shapes of the loss. One pass then takes
-        no more memory for gradients of examples than a quarter of the activations of
-        the batch, or one gradient. `explain_clipped_grad` shows the choice.
+        and below 1.2e-38 count as 0. The backward pass of the loss must be linear, so
+        that it has no `clip_cotangent`. "auto": "one_pass" for parameters of 16 bits,
+        and otherwise "ghost" or "one_pass", by the shapes of the loss. One pass then
+        takes no more memory for gradients of examples than a quarter of the activations
+        of the batch, or one gradient. `explain_clipped_grad` shows the choice.
       mean: whether to divide by the number of examples that are not masked. False gives
         the sum.
 
@@ -105,14 +106,15 @@ def clipped_grad(
       device: take the sum (`mean=False`), and `lax.psum` it.
 
     Raises:
-      ValueError: a limit that is negative, NaN or an array, several limits with two
-        passes, an unknown method, a microbatch below 1. From the function: limits that
-        do not fit the parameters, batches whose first axes are missing or differ, a
-        mask of the wrong shape, "ghost" on a mesh with Explicit axes or for symbolic
-        sizes.
+      ValueError: a limit that is negative, NaN or an array, several limits or
+        `clip_cotangent` with two passes, an unknown method, a microbatch below 1. From
+        the function: limits that do not fit the parameters, batches whose first axes
+        are missing or differ, a mask of the wrong shape, "ghost" on a mesh with
+        Explicit axes or for symbolic sizes.
       TypeError: a limit that is not a number, or a shrink that is not a function. From
-        the function: places that are no ints, arguments by name, and a loss that is not
-        one real number, or lacks the aux that `has_aux` says.
+        the function: parameters that are no floats or complex numbers, places that are
+        no ints, arguments by name, and a loss that is not one real number, or lacks the
+        aux that `has_aux` says.
 
     | an example that | contributes | divides the mean |
     |---|---|---|

@@ -8,6 +8,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from .._norms import _prefix as prefix
+from .._norms._leaves import check_leaves
 from .._norms._types import varying_as
 from ._roles import Places, roles_of
 
@@ -37,7 +39,7 @@ class Question(NamedTuple):
         """The problem that the arguments of a call pose."""
         roles = roles_of(self.call, self.argnums, self.shared_argnums, args)
         batch, size = roles.examples(self.call)
-        params = jax.tree.map(jnp.asarray, roles.taken(roles.params))
+        params = _arrays(self.call, roles.taken(roles.params))
         params = jax.tree.map(partial(typed_as_varying, batch), params)
 
         def of_one(params: Any, example: Any) -> tuple[jax.Array, Any]:
@@ -62,6 +64,24 @@ class Question(NamedTuple):
                 f"{self.call}: loss must return {wanted} for each example, got "
                 f"{_shown(found)}."
             )
+
+
+def _arrays(call: str, params: Any) -> Any:
+    """The parameters as arrays.
+
+    Raises:
+      TypeError: one that has no derivative.
+    """
+    check_leaves(params, f"{call}: ")
+    for path, leaf in jax.tree_util.tree_flatten_with_path(params)[0]:
+        dtype = leaf.dtype if hasattr(leaf, "dtype") else jnp.result_type(leaf)
+        if not jnp.issubdtype(dtype, jnp.inexact):
+            raise TypeError(
+                f"{call}: the parameters must have a float or complex dtype, but the "
+                f"leaf {prefix.name(path)!r} is {dtype}. Give what is not learned in "
+                "an argument of its own, named in shared_argnums."
+            )
+    return jax.tree.map(jnp.asarray, params)
 
 
 def _is_real_scalar(value: Any) -> bool:

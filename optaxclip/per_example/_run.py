@@ -19,6 +19,7 @@ import jax.numpy as jnp
 
 from .._core._factors import stretch
 from .._norms._modulus import wide_dtype
+from .._weighted_loss import weighted_loss
 from ._ghost import Ghost
 from ._microbatches import in_microbatches, replace_uncounted
 from ._problem import Loss, typed_as_varying
@@ -102,7 +103,8 @@ class Run(NamedTuple):
         # Here a factor must be one number, so it ends at the range of its dtype.
         factor = stretch(jnp.ones_like(root), root)
         factor = jnp.minimum(factor, jnp.finfo(factor.dtype).max)
-        (grads,) = pull(jnp.where(counts, factor, 0).astype(values.dtype))
+        with weighted_loss():
+            (grads,) = pull(jnp.where(counts, factor, 0).astype(values.dtype))
         # Where no example counts, broken ones remain: 0 times NaN is NaN.
         return jax.tree.map(lambda x: jnp.where(jnp.any(counts), x, 0), grads)
 
