@@ -137,7 +137,7 @@ def psac(r: float = 0.1) -> Shrink:
 
     Args:
       r: how soon the weight falls with the norm. Above 0, known when the shrink is
-        built. 0.1 is the default of Opacus. The paper tunes it. inf gives `auto_s(1)`.
+        built. The paper tunes it. inf gives `auto_s(1)`.
 
     Raises:
       ValueError: an r that is 0 or negative.

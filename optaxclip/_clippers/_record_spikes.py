@@ -73,8 +73,10 @@ def record_spikes(
       0.167
 
     Reference: OLMo-core, `train/callbacks/stability_monitor.py`. There NaN is no spike,
-    and none is seen until it has left the window. OLMo 2, 2025 (arXiv 2501.00656) and
-    AdaGC, 2025 (arXiv 2502.11034) count with 7 deviations and 1000 values.
+    and none is seen until it has left the window. Nor is there a spike while the
+    deviation is below 1e-10. Here any value above a window of equal ones is a spike.
+    OLMo 2, 2025 (arXiv 2501.00656) and AdaGC, 2025 (arXiv 2502.11034) count with 7
+    deviations and 1000 values.
     """
     rule = spike_rule(CALL, sigmas, window)
 

@@ -67,7 +67,9 @@ def reset_momentum(
       1.9
 
     Reference: Huang et al., SPAM: spike-aware Adam with momentum reset for stable LLM
-    training, 2025 (arXiv 2501.06842).
+    training, 2025 (arXiv 2501.06842). The public code has k / (warmup + 1) in the
+    cosine. It resets the moments but not Adam's step count, so they are not corrected
+    for their new start. Here the count starts anew as well.
     """
     call = "reset_momentum"
     check_length(f"{call}: every", every)

@@ -27,8 +27,9 @@ class EmaBand(Rule):
     Args:
       low, high: the edges, as multiples of the average. At least 0. Numbers or
         schedules. A norm above `high` is brought down to it, even where `low` is
-        higher. In the paper they move linearly from early to late values:
-        `optax.linear_schedule(0.6, 0.7, int(0.3 * steps), int(0.25 * steps))`.
+        higher. In the public scripts for LoRA both move linearly to later values,
+        `low` to 0.98 and `high` to 0.7, over 0.3 of the steps after the first 0.4:
+        `high=optax.linear_schedule(0.6, 0.7, int(0.3 * steps), int(0.4 * steps))`.
       decay: of the average, in [0, 1]. With 1 it stays at the first norm. A number or a
         schedule.
       floor: the lower edge is at least this, in units of the norm.

@@ -33,8 +33,8 @@ class EmaRatio(Rule):
         limit = ratio * average                                   one rate
         limit = target * second    where norm > ratio * average   two rates
 
-    The defaults remember what was let through, so that one spike does not excuse the
-    next. With a ratio near 1 the norm then grows by at most
+    The defaults remember the smaller of norm and limit, so that one spike does not
+    excuse the next. With a ratio near 1 the norm then grows by at most
     1 + (1 - decay) * (ratio - 1) a step.
 
     Args:
@@ -46,8 +46,8 @@ class EmaRatio(Rule):
       target_decay: of the average that `target` multiplies. None for `decay`.
       corrected: whether the averages start at 0 and are corrected for it, as Adam's.
         Otherwise they start at the first norm.
-      remember: "clipped" for the norm that was let through, "raw" for the norm as it
-        came.
+      remember: "clipped" for the smaller of the norm and this rule's limit, whatever
+        the clipper's shrink makes of them. "raw" for the norm as it came.
       warmup: how many norms are seen before there is a limit. At least 0; there is no
         limit before the first norm.
 
@@ -60,8 +60,10 @@ class EmaRatio(Rule):
       >>> print(optaxclip.replay.run(rule, [1.0, 1.0, 9.0, 9.0]).limits)
       [inf  2.  2.  3.]
 
-    Reference: OLMo 1, `olmo/optim.py` (max_grad_norm_ratio, one rate). PDE-Transformer,
-    `callback/ema_clip.py` (two rates, 2.0 and 1.1, decays 0.99 and 0.9).
+    Reference: OLMo 1, `olmo/optim.py` (max_grad_norm_ratio, one rate). Its average
+    starts with the second norm, which is not clipped, and the first is thrown away.
+    Here it starts with the first. PDE-Transformer, `callback/ema_clip.py` (two rates,
+    2.0 and 1.1, decays 0.99 and 0.9).
     """
 
     ratio: Number = number(default=2.0)
