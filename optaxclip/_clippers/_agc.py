@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import optax
 from jax.typing import ArrayLike
 
@@ -19,7 +21,7 @@ from ..shrinks import Shrink
 
 @with_our_names
 def adaptive_grad_clip(
-    clipping: Number = 0.01,
+    clipping: Number | None = 0.01,
     eps: ArrayLike = 1e-3,
     axis: Axis = None,
     *,
@@ -37,8 +39,9 @@ def adaptive_grad_clip(
     clipper in `optax.masked`.
 
     Args:
-      clipping: a number at least 0, an array or a schedule. 0.01 is the paper's for
-        batches of 1024 to 4096. Smaller batches take larger ones.
+      clipping: a number at least 0, an array or a schedule. None and inf are no limit.
+        0.01 is the paper's for batches of 1024 to 4096. Smaller batches take larger
+        ones.
       eps: weights shorter than this count as this long. At least 0.
       axis: the axes that are summed over: an int, a tuple, a tree prefix of these, or a
         function of path and leaf. None chooses by shape,
@@ -88,6 +91,7 @@ def adaptive_grad_clip(
             f"{call}: axis={axis!r} says how units are summed; with per_tensor=True "
             "there are none."
         )
+    clipping = math.inf if clipping is None else clipping
     # Checked here as well, since errors of the rule name share_of_params: share.
     for name, value in (("clipping", clipping), ("eps", eps)):
         if not callable(value):

@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from functools import partial
 from typing import Any, NamedTuple, TypeAlias
 
 import jax
@@ -19,7 +18,14 @@ from .._norms._leaves import check_leaves
 from .._norms._modulus import with_modulus
 from .._optimizers import check_state
 from .._other_names import with_our_names
-from ..rules._rule import Number
+from ..rules._rule import Number, call_name, is_rule
+from ._bounds_in_dtype import (
+    held_exactly,
+    is_known_whole,
+    python_ints,
+    whole_bounds,
+    within_range,
+)
 
 # A bound, or a tree prefix of bounds. None is no bound.
 Bounds: TypeAlias = "Number | Mapping[Any, Bounds] | Sequence[Bounds] | None"
@@ -46,8 +52,8 @@ def clip_by_value(
 
     Args:
       max_value: the upper bound: a number, a schedule, an array that broadcasts to each
-        leaf, or a tree prefix of these, of any real dtype. At least 0 when it stands
-        alone. A schedule that falls below counts as 0 then.
+        leaf, or a tree prefix of these, of any real dtype. None for no bound. At least
+        0 when it stands alone. A schedule that falls below counts as 0 then.
       min_value: the lower bound, likewise. None for -max_value. Where schedules cross,
         the upper bound wins.
 
@@ -57,7 +63,8 @@ def clip_by_value(
     Raises:
       ValueError: NaN, bounds that are known to leave no room between them, or a bound
         that does not fit a leaf.
-      TypeError: a bound that is not a real number, or two bounds for a complex leaf.
+      TypeError: a bound that is not a real number, such as a rule, or two bounds for a
+        complex leaf.
 
     Example:
       >>> clipper = optaxclip.clip_by_value(1.0, -0.5)
@@ -70,7 +77,8 @@ def clip_by_value(
     call = "clip_by_value"
     _check_one_bound(call, max_value, min_value)
     low = None if min_value is None else ("min_value", min_value)
-    return value_clipper(call, ("max_value", max_value), low)
+    high = "max_value", _inf_for_none(max_value)
+    return value_clipper(call, high, low)
 
 
 def value_clipper(
@@ -103,7 +111,10 @@ def value_clipper(
         else:
             lowers = prefix.lookup(lower, updates, f"{call}: {low[0]}")
         paths, treedef = jax.tree_util.tree_flatten_with_path(updates)
-        now = partial(_now, step=state.step)
+
+        def now(bound: Any) -> Any:
+            return bound(state.step) if callable(bound) else bound
+
         clipped = [
             _limit(call, path, leaf, now(above), now(below))
             for (path, leaf), above, below in zip(paths, uppers, lowers)
@@ -123,7 +134,8 @@ def clip(max_delta: Bounds) -> optax.GradientTransformation:
     """Clips every element to [-max_delta, max_delta], as `optax.clip`.
 
     Args:
-      max_delta: a bound at least 0, or anything else that `clip_by_value` takes.
+      max_delta: a bound at least 0, or anything else that `clip_by_value` takes for
+        its upper bound.
 
     Returns:
       A transformation with a `ClipByValueState`.
@@ -138,15 +150,29 @@ def clip(max_delta: Bounds) -> optax.GradientTransformation:
       >>> print(clipper.update(grads, clipper.init(grads))[0])
       [-1.    0.25]
     """
-    return value_clipper("clip", ("max_delta", max_delta))
+    return value_clipper("clip", ("max_delta", _inf_for_none(max_delta)))
 
 
 def _bounds(call: str, name: str, bound: Any, lowest: float) -> prefix.Prefix:
+    for rule in filter(is_rule, jax.tree.leaves(bound, is_leaf=is_rule)):
+        raise TypeError(
+            f"{call}: {name} must be a number or a schedule, got the rule "
+            f"{call_name(type(rule))}: rules limit norms, and no norm is measured here."
+        )
     table = prefix.freeze(bound, is_function)
     for _, value in table.entries:
         if not callable(value):
             check_number(f"{call}: {name}", value, lowest=lowest)
     return table
+
+
+def _inf_for_none(bound: Any) -> Any:
+    """Upper bounds, with inf where there is none."""
+    return jax.tree.map(
+        lambda x: math.inf if x is None else x,
+        bound,
+        is_leaf=lambda x: x is None or is_function(x) or is_rule(x),
+    )
 
 
 def _check_one_bound(call: str, bound: Any, other: Any) -> None:
@@ -168,10 +194,6 @@ def _check_one_bound(call: str, bound: Any, other: Any) -> None:
         )
 
 
-def _now(bound: Any, step: jax.Array) -> Any:
-    return bound(step) if callable(bound) else bound
-
-
 def _limit(call: str, path: Any, leaf: Any, high: Any, low: Any) -> Any:
     """One leaf between its bounds."""
     # A Python number is a leaf too, and has no dtype of its own.
@@ -190,42 +212,12 @@ def _limit(call: str, path: Any, leaf: Any, high: Any, low: Any) -> Any:
             f"{call}: the leaf {prefix.name(path)!r} is complex and has no order: give "
             "one bound, for its modulus."
         )
-    if low is None and _is_known_whole(high):
+    if low is None and is_known_whole(high):
         # A schedule may fall below 0, which counts as 0.
-        high = np.maximum(_python_ints(high), 0)
+        high = np.maximum(python_ints(high), 0)
         # -np.uint8(5) is 251, so the bound is negated as a Python int.
         low = None if jnp.iscomplexobj(x) else -high
-    return _between(x, _held(high, x.dtype), _held(low, x.dtype))
-
-
-def _held(bound: Any, dtype: Any) -> Any:
-    """A bound of whole numbers within the range of a leaf's dtype, exactly: without
-    x64 JAX would cut numbers of 64 bits to 32.
-    """
-    if not _is_known_whole(bound):
-        return bound
-    # Beyond the dtype's range a bound clips nothing, and neither does the end of it.
-    if jnp.issubdtype(dtype, jnp.integer):
-        info = jnp.iinfo(dtype)
-        ends = int(info.min), int(info.max)
-    else:
-        info = jnp.finfo(dtype)
-        ends = float(info.min), float(info.max)
-    held = np.clip(_python_ints(bound), *ends)
-    return np.asarray(held, info.dtype)
-
-
-def _is_known_whole(bound: Any) -> bool:
-    """Is it an int, or an array of them in NumPy?"""
-    return isinstance(bound, int) or (
-        isinstance(bound, (np.generic, np.ndarray))
-        and (bound.dtype == object or jnp.issubdtype(bound.dtype, jnp.integer))
-    )
-
-
-def _python_ints(bound: Any) -> Any:
-    """Integers that never wrap, in an array of Python objects."""
-    return np.asarray(bound).astype(object)
+    return _between(x, held_exactly(high, x.dtype), held_exactly(low, x.dtype))
 
 
 @jax.jit
@@ -236,10 +228,10 @@ def _between(x: jax.Array, high: jax.Array, low: Any) -> jax.Array:
     if jnp.iscomplexobj(x):
         # The modulus of the largest complex numbers is inf, and so above the limit.
         size = jnp.abs(x)
-        high = _within_range(size.dtype, high).astype(size.dtype)
+        high = within_range(size.dtype, high).astype(size.dtype)
         return jnp.where(size > high, with_modulus(high, x), x)
     if jnp.issubdtype(x.dtype, jnp.integer):
-        high, low = _whole_bounds(x.dtype, high, low)
+        high, low = whole_bounds(x.dtype, high, low)
     high = _filled_like(x, high)
     # Negated in the leaf's dtype: in that of an unsigned bound it would wrap.
     low = -high if low is None else _filled_like(x, low)
@@ -250,47 +242,7 @@ def _between(x: jax.Array, high: jax.Array, low: Any) -> jax.Array:
 
 def _filled_like(x: jax.Array, bound: jax.Array) -> jax.Array:
     if jnp.issubdtype(x.dtype, jnp.floating):
-        bound = _within_range(x.dtype, bound)
+        bound = within_range(x.dtype, bound)
     if jnp.ndim(bound) == 0:
         return jax.lax.full_like(x, bound)
     return jnp.broadcast_to(bound, x.shape).astype(x.dtype)
-
-
-def _within_range(dtype: Any, bound: jax.Array) -> jax.Array:
-    """A finite bound beyond the range of a float dtype is the end of that range. As inf
-    it would leave infinite elements as they are.
-    """
-    wide = np.float64 if bound.dtype == np.float64 else np.float32
-    most = float(jnp.finfo(dtype).max)
-    if float(jnp.finfo(wide).max) <= most:
-        return bound
-    bound = bound.astype(wide)
-    return jnp.where(jnp.isinf(bound), bound, jnp.clip(bound, -most, most))
-
-
-def _whole_bounds(
-    dtype: Any, high: jax.Array, low: jax.Array | None
-) -> tuple[jax.Array, jax.Array]:
-    """Both bounds in an integer dtype: rounded inwards, within its range."""
-    info = jnp.iinfo(dtype)
-
-    def held(bound: jax.Array) -> jax.Array:
-        if jnp.issubdtype(bound.dtype, jnp.floating):
-            ends = float(info.min), float(info.max)
-            inside = jnp.clip(bound, *ends)
-            return inside.astype(dtype)
-        # The ends of an int32 leaf would wrap in the dtype of an int8 bound.
-        own = jnp.iinfo(bound.dtype)
-        ends = max(own.min, info.min), min(own.max, info.max)
-        return jnp.clip(bound, *np.array(ends, own.dtype)).astype(dtype)
-
-    # Rounded inwards: a bound of 2.5 allows -2 to 2.
-    top = held(jnp.floor(high))
-    if low is not None:
-        return top, held(jnp.ceil(low))
-    if jnp.issubdtype(high.dtype, jnp.floating):
-        return top, held(jnp.ceil(-high))
-    # 2^31 is no int32, but it wraps to -2^31, which is its own negative.
-    own = jnp.iinfo(high.dtype)
-    end = np.array(min(own.max, -int(info.min)), own.dtype)
-    return top, -jnp.minimum(high, end).astype(dtype)

@@ -11,7 +11,7 @@ import optax
 import pytest
 
 import optaxclip
-from optaxclip import clip_by
+from optaxclip import clip_by, rules
 from optaxclip._norms import _prefix as prefix
 from optaxclip.dropin import torch_style
 from optaxclip.rules import constant
@@ -105,9 +105,16 @@ def test_other_limits_are_named_as_their_call_names_them():
     )
     refused(
         TypeError,
-        "adaptive_grad_clip: clipping must be a real number, got None.",
-        lambda: optaxclip.adaptive_grad_clip(None),
+        "adaptive_grad_clip: clipping must be a real number, got 'x'.",
+        lambda: optaxclip.adaptive_grad_clip("x"),
     )
+    for rule in (rules.growth(1.01), {"w": rules.growth(1.01)}):
+        refused(
+            TypeError,
+            "clip_by_value: max_value must be a number or a schedule, got the rule "
+            "growth: rules limit norms, and no norm is measured here.",
+            lambda rule=rule: optaxclip.clip_by_value(rule),
+        )
     refused(
         ValueError,
         "adaptive_grad_clip: eps must be at least 0, got -1.",

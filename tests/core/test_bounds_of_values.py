@@ -1,5 +1,7 @@
 """The bounds of `clip_by_value`: of every dtype, at both ends, and by modulus."""
 
+import math
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -17,6 +19,22 @@ def test_both_bounds_follow_schedules_from_step_0():
         updates, state = clipper.update(grads, state)
         np.testing.assert_array_equal(updates, [-3.0 - step, 1.0 + step])
         assert state.step == step + 1
+
+
+@pytest.mark.parametrize("make", [optaxclip.clip_by_value, optaxclip.clip])
+def test_none_is_no_bound(make):
+    grads = {"w": jnp.array([-3e38, jnp.inf, 2.0]), "i": jnp.array([7, -8])}
+    for bound in (None, {"w": None, "i": None}, math.inf):
+        updates, _ = apply(make(bound), grads)
+        jax.tree.map(np.testing.assert_array_equal, updates, grads)
+    updates, _ = apply(make({"w": None, "i": 2}), grads)
+    np.testing.assert_array_equal(updates["w"], grads["w"])
+    np.testing.assert_array_equal(updates["i"], [2, -2])
+
+
+def test_none_above_leaves_the_lower_bound():
+    updates, _ = apply(optaxclip.clip_by_value(None, 0.0), jnp.array([-1.0, 3e38]))
+    np.testing.assert_array_equal(updates, np.float32([0.0, 3e38]))
 
 
 def test_clip_by_value_rounds_integer_bounds_inwards():

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import optaxclip
 from optaxclip import rules
 from optaxclip._core._limits import check_memory, check_shape, keep_where, limit_of
 from optaxclip.rules._constant import rule_of
@@ -122,3 +123,11 @@ def test_a_traced_length_of_a_window_is_not_compared():
         return length
 
     assert jax.jit(checked)(4) == 4
+
+
+def test_none_turns_agc_off():
+    params, grads = jnp.ones((3, 2)), jnp.full((3, 2), 1e30)
+    clipper = optaxclip.adaptive_grad_clip(None)
+    updates, state = clipper.update(grads, clipper.init(params), params)
+    np.testing.assert_array_equal(updates, grads)
+    np.testing.assert_array_equal(state.limit, np.full((1, 2), np.inf))
