@@ -40,9 +40,10 @@ def limit_of(
     # A state keeps () in place of a memory without arrays, so init restores its form.
     asked = memory if jax.tree.leaves(memory) else rule.init(norm)
     # stop_gradient: limits have no derivative by the updates.
-    limit, new = rule.update(
+    answer = rule.update(
         lax.stop_gradient(norm), asked, step, *others.of(rule)
     )
+    limit, new = _checked_answer(rule, answer, asked)
     check_returned(argument, limit)
     check_shape(jnp.shape(limit), norm.shape, argument)
     # A limit beyond the norm's dtype is its largest number: inf would not clip.
@@ -105,6 +106,23 @@ def check_memory(
             f"{call_name(type(rule))} remembers {wanted}, and the state has {found}. "
             f"{BEGIN_ANEW}"
         )
+
+
+def _checked_answer(rule: Rule, answer: Any, memory: Any) -> tuple[Any, Any]:
+    """(limit, memory), as a rule of the user's may not return them."""
+    call = f"{call_name(type(rule))}: update"
+    if not isinstance(answer, (tuple, list)) or len(answer) != 2:
+        raise TypeError(f"{call} must return (limit, memory), got {answer!r}.")
+    # What a rule without arrays returns as its memory is not kept.
+    if not jax.tree.leaves(memory):
+        return answer[0], memory
+    wanted, found = (jax.tree.structure(x) for x in (memory, answer[1]))
+    if wanted != found:
+        raise ValueError(
+            f"{call} must return a memory in the structure of the one it got, "
+            f"{wanted}, got {found}."
+        )
+    return answer[0], answer[1]
 
 
 def _form(tree: Any) -> Any:

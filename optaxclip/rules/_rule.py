@@ -246,7 +246,8 @@ class Rule:
 
     def update(self, *args: Any, **kwargs: Any) -> tuple[ArrayLike, Any]:
         """Returns the limit of this step, and the new memory."""
-        raise NotImplementedError
+        call = call_name(type(self))
+        raise NotImplementedError(f"{call}: a rule must have a method update.")
 
 
 def rule_in(call: str, kind: type[R], **numbers: Any) -> R:

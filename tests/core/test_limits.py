@@ -131,3 +131,40 @@ def test_none_turns_agc_off():
     updates, state = clipper.update(grads, clipper.init(params), params)
     np.testing.assert_array_equal(updates, grads)
     np.testing.assert_array_equal(state.limit, np.full((1, 2), np.inf))
+
+
+class WithoutMemory(Rule):
+    """A rule of a user's that forgot to return its memory."""
+
+    def update(self, norm, memory, step):
+        return norm
+
+
+class Growing(Rule):
+    """A rule of a user's whose memory has another structure after each step."""
+
+    def init(self, norm):
+        return (norm,)
+
+    def update(self, norm, memory, step):
+        return norm, (*memory, norm)
+
+
+class Empty(Rule):
+    """A rule of a user's that is not written yet."""
+
+
+@pytest.mark.parametrize(
+    "kind, error, text",
+    [
+        (WithoutMemory, TypeError, r"update must return \(limit, memory\), got"),
+        (Growing, ValueError, "update must return a memory in the structure of"),
+        (Empty, NotImplementedError, "a rule must have a method update"),
+    ],
+)
+def test_a_rule_that_is_not_one_is_named(kind, error, text):
+    clipper = optaxclip.clip_by_global_norm(kind())
+    state = clipper.init(jnp.ones(2))
+    name = {"WithoutMemory": "without_memory"}.get(kind.__name__, kind.__name__.lower())
+    with pytest.raises(error, match=f"^{name}: {text}"):
+        clipper.update(jnp.ones(2), state)
