@@ -21,6 +21,12 @@ def _before_adam(make_clipper: Make) -> Make:
     return lambda: optax.chain(make_clipper(), optax.adam(1e-3))
 
 
+def _after_adam(make_clipper: Make) -> Make:
+    return lambda: optax.chain(
+        optax.scale_by_adam(), make_clipper(), optax.scale(-1e-3)
+    )
+
+
 def _newton_schulz() -> optax.GradientTransformation:
     return optaxclip.clip_by_spectral_norm(1.0, method="newton_schulz")
 
@@ -33,6 +39,8 @@ STEPS: dict[str, Make] = {
     "tensor norm": _before_adam(lambda: optaxclip.clip_by_tensor_norm(0.1)),
     "tensor RMS": _before_adam(lambda: optaxclip.clip_by_tensor_rms(1.0)),
     "optax, tensor RMS": _before_adam(lambda: optax.clip_by_block_rms(1.0)),
+    "tensor RMS, after Adam": _after_adam(lambda: optaxclip.clip_by_tensor_rms(1.0)),
+    "optax, tensor RMS, after Adam": _after_adam(lambda: optax.clip_by_block_rms(1.0)),
     "AGC": _before_adam(lambda: optaxclip.adaptive_grad_clip(0.01)),
     "optax, AGC": _before_adam(lambda: optax.adaptive_grad_clip(0.01)),
     "skip_nonfinite": lambda: optaxclip.skip_nonfinite(optax.adam(1e-3)),
