@@ -52,7 +52,7 @@ def skip_nonfinite(
     *,
     mesh_axes: MeshAxes = "auto",
 ) -> optax.GradientTransformationExtraArgs:
-    """Skips steps whose gradient has a NaN or inf, or a norm beyond float32.
+    """Skips steps whose gradient has a NaN or inf, or a norm beyond its dtype.
 
     The updates of a skipped step are 0, and the optimizer keeps its state.
 

@@ -32,7 +32,7 @@ def read_history(path: str | Path, column: str | None = None) -> np.ndarray:
     Args:
       path: a CSV with a header, as W&B and TensorBoard export it, or JSON: one object
         for each step, on lines of their own or in an array, or the array of
-        TensorBoard.
+        TensorBoard. {"train": {"norm": 1.5}} has the column train/norm.
       column: the name to read. None takes what `metrics` and loggers call the norm:
         clip/norm_before, grad_norm, train/grad_norm, norm and the like. Steps without
         it are left out.
@@ -63,7 +63,11 @@ def read_log(path: str | Path, column: str | None = None) -> Log:
     # A CSV begins with a name, whatever the file is called.
     is_json = text.lstrip().startswith(("{", "["))
     is_json = is_json or path.suffix.lower() in (".json", ".jsonl", ".ndjson")
-    rows = _rows_of_json(path, text) if is_json else _csv(path, text)
+    rows = (
+        list(map(_flat, _rows_of_json(path, text)))
+        if is_json
+        else _csv(path, text)
+    )
     names = _names_of(rows)
     if not names:
         raise ValueError(
@@ -161,6 +165,17 @@ def _rows_of_json(path: Path, text: str) -> Rows:
         line for line in enumerate(io.StringIO(text), 1) if line[1].strip()
     ]
     return [_row_of_line(path, *line) for line in lines]
+
+
+def _flat(row: dict[str, Any]) -> dict[str, Any]:
+    """Nested objects as columns: {"train": {"loss": 1}} is {"train/loss": 1}."""
+    found: dict[str, Any] = {}
+    for name, value in row.items():
+        if isinstance(value, dict):
+            found |= {f"{name}/{key}": x for key, x in _flat(value).items()}
+        else:
+            found[name] = value
+    return found
 
 
 def _rows_of_array(path: Path, text: str) -> Rows:

@@ -170,3 +170,12 @@ def test_lines_of_json_are_read_under_each_of_their_names(tmp_path, suffix):
     path.write_text('{"norm": [1.5]}\n')
     with pytest.raises(ValueError, match=r"the column 'norm' of .* must hold numbers"):
         optaxclip.replay.read_history(path)
+
+
+def test_nested_objects_are_columns(tmp_path):
+    path = tmp_path / "log.jsonl"
+    rows = [{"train": {"clip": {"norm_before": x}, "loss": 9.0}} for x in (1.5, 0.5)]
+    path.write_text("\n".join(map(json.dumps, rows)))
+    np.testing.assert_array_equal(optaxclip.replay.read_history(path), [1.5, 0.5])
+    found = optaxclip.replay.read_history(path, "train/loss")
+    np.testing.assert_array_equal(found, [9.0, 9.0])
