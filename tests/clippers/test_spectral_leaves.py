@@ -184,7 +184,7 @@ def test_newton_schulz_wants_a_step_and_a_shrink_that_it_knows():
         ValueError, match=r"^clip_by_spectral_norm: steps must be at least 1, got 0"
     ):
         optaxclip.clip_by_spectral_norm(1.0, steps=0)
-    with pytest.raises(ValueError, match="steps must be a whole number, got 2.5"):
+    with pytest.raises(ValueError, match=r"steps must be a whole number, got 2\.5"):
         optaxclip.clip_by_spectral_norm(1.0, steps=2.5)
     for shrink in (optaxclip.shrinks.smooth(1), optaxclip.shrinks.drop):
         with pytest.raises(ValueError, match=r"knows the shrinks hard and smooth"):
