@@ -8,6 +8,7 @@ import pytest
 import optaxclip
 from optaxclip._norms import _unstack
 from optaxclip._norms._unstack import MERGED, unstacked
+from tests.helpers import only_by_a_cpu
 
 WAYS = {
     "cpu": _unstack._by_reduction,
@@ -55,6 +56,7 @@ def test_entries_of_64_bits_keep_them():
         assert (float(first), float(second)) == (1 / 3, 1e200)
 
 
+@only_by_a_cpu
 @pytest.mark.parametrize("count", [1, 2, 40])
 def test_a_program_has_one_kernel_for_all_tensor_norms_as_numbers(count):
     tree = {str(i): jnp.full((3,), float(i)) for i in range(count)}
