@@ -4,26 +4,15 @@ A backward pass that is linear carries a weight through to the gradient. That of
 `clip_cotangent` is not: it would hold the weighted cotangent to its limit.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from contextvars import ContextVar
+import jax
 
-_is_weighted = ContextVar("is_weighted", default=False)
-
-
-@contextmanager
-def weighted_loss() -> Iterator[None]:
-    """Where cotangents have the weights of their examples."""
-    token = _is_weighted.set(True)
-    try:
-        yield
-    finally:
-        _is_weighted.reset(token)
+# JAX traces anew where it changes, also what it has differentiated before.
+is_weighted = jax.make_user_context(False)
 
 
 def check_not_weighted(call: str) -> None:
     """Raises ValueError in the backward pass of a weighted loss."""
-    if _is_weighted.get():
+    if is_weighted.value:
         raise ValueError(
             f'clipped_grad: method must be "one_pass", "ghost" or "auto" for a loss '
             f'with {call}, got "two_pass": its second pass weighs the loss, and {call} '

@@ -128,7 +128,7 @@ class OwnNorm(NamedTuple):
     norm: Callable[[Any], Any]
 
     def __call__(self, tree: Any) -> Norms:
-        with stacked_again():
+        with stacked_again(True):
             norms = self.norm(tree)
         # Such as a Python number, or an integer, whose dtype holds no limit of 1.5.
         return norms_of_tree(jax.tree.map(as_float, norms), tree)

@@ -5,9 +5,6 @@ GPU    by maxima of two equal numbers, whose kernels XLA merges
 TPU    by slices, each of which would be a kernel of its own on the other two
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from contextvars import ContextVar
 from typing import Any
 
 import jax
@@ -21,25 +18,15 @@ from ._platform import per_platform
 # Entries that a GPU reads in one kernel. XLA compares each with all others.
 MERGED = 32
 
-_again = ContextVar("again", default=False)
-
-
-@contextmanager
-def stacked_again() -> Iterator[None]:
-    """Where the norms that a function returns become one vector again: of slices XLA
-    makes the vector itself.
-    """
-    token = _again.set(True)
-    try:
-        yield
-    finally:
-        _again.reset(token)
+# Whether the norms that a function returns become one vector again: of slices XLA makes
+# the vector itself.
+stacked_again = jax.make_user_context(False)
 
 
 def entries_of(vector: jax.Array) -> Any:
     """The entries of a vector of norms, which a function returns."""
     # As results of a program, slices would be a kernel each.
-    is_compiled = isinstance(vector, Tracer) and not _again.get()
+    is_compiled = isinstance(vector, Tracer) and not stacked_again.value
     return unstacked(vector) if is_compiled else vector
 
 

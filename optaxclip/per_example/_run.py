@@ -19,7 +19,7 @@ import jax.numpy as jnp
 
 from .._core._factors import stretch
 from .._norms._modulus import wide_dtype
-from .._weighted_loss import weighted_loss
+from .._weighted_loss import is_weighted
 from ._ghost import Ghost
 from ._microbatches import in_microbatches, replace_uncounted
 from ._problem import Loss, typed_as_varying
@@ -97,13 +97,14 @@ class Run(NamedTuple):
             return jax.vmap(self.of_one, (None, 0))(params, example)[0]
 
         # sum_i f_i g_i is the derivative of sum_i f_i loss_i.
-        values, pull = jax.vjp(values_of, self.params)
+        with is_weighted(True):
+            values, pull = jax.vjp(values_of, self.params)
         # There is one group: two passes refuse several limits.
         root = weights.roots[:, 0]
         # Here a factor must be one number, so it ends at the range of its dtype.
         factor = stretch(jnp.ones_like(root), root)
         factor = jnp.minimum(factor, jnp.finfo(factor.dtype).max)
-        with weighted_loss():
+        with is_weighted(True):
             (grads,) = pull(jnp.where(counts, factor, 0).astype(values.dtype))
         # Where no example counts, broken ones remain: 0 times NaN is NaN.
         return jax.tree.map(lambda x: jnp.where(jnp.any(counts), x, 0), grads)

@@ -188,3 +188,13 @@ def test_parameters_without_a_derivative_are_named(leaf, text, method):
     grad = clipped_grad(loss, 1.0, method=method)
     with pytest.raises(TypeError, match=f"clipped_grad: .*{text}"):
         grad({"w": jnp.ones(3), "step": leaf}, jnp.ones((2, 3)))
+
+
+def test_a_clipped_cotangent_is_seen_where_jax_knows_its_derivative():
+    loss = jax.jit(with_clipped_cotangent)
+    w, x = jnp.full((4, 5), 0.3), jnp.linspace(-1, 2, 12).reshape(3, 4)
+    _, pull = jax.vjp(lambda w: jax.vmap(loss, (None, 0))(w, x), w)
+    pull(jnp.ones(3))
+    for _ in range(2):
+        with pytest.raises(ValueError, match="for a loss with clip_cotangent"):
+            clipped_grad(loss, 0.05, method="two_pass")(w, x)
