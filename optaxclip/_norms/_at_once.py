@@ -20,6 +20,13 @@ import numpy as np
 
 from ._collectives import Split
 from ._in_blocks import alike, evenly
+from ._pairs import (
+    Pairs,
+    sum_of_pairs,
+    sum_on_gpu,
+    sums_of_rows,
+    three_sums_of,
+)
 from ._three_sums import (
     SMALL,
     Sums,
@@ -27,10 +34,8 @@ from ._three_sums import (
     is_known,
     is_long,
     sum_at_once,
-    sum_on_gpu,
     sum_on_tpu,
     sums_of_leaf,
-    sums_of_rows,
     terms_on_tpu,
 )
 from ._types import is_on_one_device, varying
@@ -92,8 +97,9 @@ def sums_on_gpu(leaves: list[jax.Array]) -> list[Sums]:
 def _sums_by_row(leaves: list[jax.Array]) -> Sums:
     """The sums of leaves of one size, as vectors."""
     if is_long(leaves[0]):
-        each = [sums_of_leaf(sums_of_rows, None, leaf) for leaf in leaves]
-        return Sums(*sum_at_once([jnp.stack(x) for x in zip(*each)], (1,)))
+        each = [sums_of_rows(leaf) for leaf in leaves]
+        stack = Pairs(*(jnp.stack(x) for x in zip(*each)))
+        return three_sums_of(sum_of_pairs(stack, (1,)))
     rows = jnp.stack([leaf.reshape(-1) for leaf in leaves])
     sums = sums_of_leaf(sum_on_gpu, (1,), rows)
     return Sums(*(jnp.squeeze(x, 1) for x in sums))

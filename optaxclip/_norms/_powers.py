@@ -36,6 +36,7 @@ from ._groups import (
 from ._in_blocks import Place, in_blocks, stack_by_selects
 from ._maxima import largest_moduli, largest_moduli_by_bits, largest_modulus
 from ._modulus import divided, norm_dtype, tangent_of_modulus
+from ._pairs import sum_on_gpu
 from ._platform import per_platform
 from ._sums_on_cpu import sums_of_squares
 from ._three_sums import (
@@ -43,7 +44,6 @@ from ._three_sums import (
     Sums,
     root_on_gpu,
     root_on_tpu,
-    sum_on_gpu,
     sum_on_tpu,
     sums_of_leaf,
 )

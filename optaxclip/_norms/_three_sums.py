@@ -12,7 +12,7 @@ special case.
 Where one device holds a large leaf, it takes two sums of known lengths. In any order of
 additions the norm is then wrong by at most the sum of both lengths times 2^-25:
 
-    GPU     rows of about sqrt(n) numbers, and then their sums
+    GPU     rows of about sqrt(n) numbers, and then their sums (_pairs)
     TPU     the columns of a matrix of 256 rows or more, and then their sums
 
 Reference: Blue, A portable Fortran program to find the Euclidean norm of a vector,
@@ -40,7 +40,6 @@ SCALE = 2.0**83
 LARGEST = 2.0**127
 # Elements of a leaf that a GPU reads in less time than a kernel starts.
 SMALL = 65_536
-PARTS = 32  # sums of rows that a GPU makes side by side
 # Numbers in a partial sum, at least. With fewer there would be many to write.
 PARTIAL = 256
 
@@ -83,7 +82,7 @@ def terms_on_tpu(leaf: jax.Array, dims: Dims) -> Sums:
     if not has_columns(leaf, dims):
         return terms
     last = leaf.ndim - 1
-    rows = tuple(axis for axis in _axes(leaf, dims) if axis != last)
+    rows = tuple(axis for axis in axes_of(leaf, dims) if axis != last)
     sums = [jnp.sum(x, rows, keepdims=dims is not None) for x in terms]
     # Without the barrier XLA makes one sum of both.
     return Sums(*lax.optimization_barrier(sums))
@@ -91,69 +90,15 @@ def terms_on_tpu(leaf: jax.Array, dims: Dims) -> Sums:
 
 def has_columns(leaf: jax.Array, dims: Dims) -> bool:
     """Whether columns are summed first: of a large leaf all of them together."""
-    axes = _axes(leaf, dims)
+    axes = axes_of(leaf, dims)
     if not is_long(leaf) or leaf.ndim - 1 not in axes:
         return False
     rows = [leaf.shape[axis] for axis in axes if axis != leaf.ndim - 1]
     return math.prod(rows) >= PARTIAL and is_on_one_device(leaf)
 
 
-def _axes(leaf: jax.Array, dims: Dims) -> tuple[int, ...]:
+def axes_of(leaf: jax.Array, dims: Dims) -> tuple[int, ...]:
     return tuple(range(leaf.ndim)) if dims is None else tuple(sorted(dims))
-
-
-def sum_on_gpu(leaf: jax.Array, dims: Dims) -> Sums:
-    """The three sums, in one reduction.
-
-    On a GPU that is one kernel for each stage of the sum. Three reductions are one
-    kernel in the first stage and three in the second.
-    """
-    axes = _axes(leaf, dims)
-    if leaf.ndim and leaf.ndim - 1 not in axes:
-        return _sum_over_columns(leaf, axes)
-    if not (_is_small(leaf) or is_on_one_device(leaf)):
-        # The partitioner of jit joins a reduction with three operands by two
-        # collectives. The last axis is of the three, so that threads side by side read
-        # one element.
-        stack = jnp.stack(three_squares(leaf), -1)
-        sums = jnp.sum(stack, axes, keepdims=dims is not None)
-        return Sums(*(sums[..., kind] for kind in range(3)))
-
-    terms, rest = _terms_on_gpu(leaf, dims)
-    sums = sum_at_once(terms, rest)
-    return Sums(
-        *(x if dims is None else lax.expand_dims(x, axes) for x in sums)
-    )
-
-
-def _terms_on_gpu(
-    leaf: jax.Array, dims: Dims
-) -> tuple[Sequence[jax.Array], Sequence[int]]:
-    """What there is to sum, over which axes: the squares, or the sums of rows."""
-    terms, axes = three_squares(leaf), _axes(leaf, dims)
-    *rest, last = axes or (0,)
-    if not (rest and is_long(leaf)) or leaf.shape[-1] < PARTIAL:
-        return terms, axes
-    # Without the barrier XLA makes one sum of both.
-    return lax.optimization_barrier(sum_at_once(terms, (last,))), rest
-
-
-def sums_of_rows(leaf: jax.Array, _: Dims = None) -> Sums:
-    """Sums of parts of a large leaf: about as many as a part has elements."""
-    terms = [_as_matrix(x) for x in three_squares(leaf)]
-    # Without the barrier XLA makes one sum of these and the next.
-    return Sums(*lax.optimization_barrier(sum_at_once(terms, (1,))))
-
-
-def _as_matrix(squares: jax.Array) -> jax.Array:
-    """About as many rows as a row has elements, filled up with zeros.
-
-    XLA on a GPU computes this while it sums. Of a leaf that is reshaped before it is
-    squared, it would write to memory which elements are large.
-    """
-    length = math.isqrt(squares.size)
-    filled = jnp.pad(squares.reshape(-1), (0, -squares.size % length))
-    return filled.reshape(-1, length)
 
 
 def sum_at_once(
@@ -168,7 +113,7 @@ def sum_at_once(
     return list(lax.reduce(tuple(terms), zeros, add, tuple(axes)))
 
 
-def _is_small(leaf: jax.Array) -> bool:
+def is_small(leaf: jax.Array) -> bool:
     return is_known(leaf) and leaf.size <= SMALL
 
 
@@ -180,36 +125,6 @@ def is_long(leaf: jax.Array) -> bool:
 def is_known(leaf: jax.Array) -> bool:
     """Whether its size is known. A symbolic one, of jax.export, is not compared."""
     return all(isinstance(size, int) for size in leaf.shape)
-
-
-def _sum_over_columns(leaf: jax.Array, axes: tuple[int, ...]) -> Sums:
-    """Sums over other axes than the last, which XLA on a GPU computes in few threads.
-
-    To have more it would write the squares to memory first. So where reshaping moves no
-    data between devices, parts of the longest axis are summed first.
-    """
-    if not axes or not is_on_one_device(leaf):
-        stack = jnp.stack(three_squares(leaf))
-        return Sums(
-            *jnp.sum(stack, [axis + 1 for axis in axes], keepdims=True)
-        )
-    longest = max(axes, key=lambda axis: leaf.shape[axis])
-    rows = leaf.shape[longest]
-    # Parts have one length: of 1000 rows gcd makes 8 parts. A symbolic size has one.
-    parts = math.gcd(rows, PARTS) if isinstance(rows, int) else 1
-    shape = (
-        *leaf.shape[:longest],
-        parts,
-        rows // parts,
-        *leaf.shape[longest + 1 :],
-    )
-    # The longest axis is two axes now. The first of them stays for the second sum.
-    inner = [axis + (axis >= longest) for axis in axes]
-    stack = jnp.stack(three_squares(leaf.reshape(shape)), -1)
-    # Without the barrier XLA makes one sum of both.
-    sums = lax.optimization_barrier(jnp.sum(stack, inner, keepdims=True))
-    sums = jnp.sum(sums, longest)
-    return Sums(*(sums[..., kind] for kind in range(3)))
 
 
 # Jitted, so that it is traced once for all leaves of one shape.

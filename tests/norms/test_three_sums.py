@@ -8,13 +8,13 @@ from jax.sharding import PartitionSpec as P
 
 from optaxclip._norms import _three_sums
 from optaxclip._norms._at_once import sums_on_gpu, sums_on_tpu
+from optaxclip._norms._pairs import LARGE, sum_on_gpu
 from optaxclip._norms._three_sums import (
     SCALE,
     Sums,
     root,
     root_on_gpu,
     root_on_tpu,
-    sum_on_gpu,
     sum_on_tpu,
     sums_of_leaf,
 )
@@ -42,13 +42,14 @@ WAYS = {
 every_way = pytest.mark.parametrize("way", WAYS)
 
 
-def norm_by_three_sums(leaf):
-    return root(sums_of_leaf(sum_on_tpu, None, leaf))
-
-
-def norms_by(way, leaf, dims):
+def norms_by(way, leaf, dims=None):
     sums, root_of = WAYS[way]
     return jax.jit(lambda x: root_of(sums(x, dims)))(leaf)
+
+
+def of_sums(count):
+    """The tolerance: an addition may be wrong by 2^-24, and a root halves the total."""
+    return max(1e-6, count * 2.0**-25)
 
 
 def norms_in_float64(leaf, dims):
@@ -56,24 +57,24 @@ def norms_in_float64(leaf, dims):
     return np.sqrt(np.sum(squares, dims, keepdims=dims is not None))
 
 
+@every_way
 @pytest.mark.parametrize("count", LENGTHS)
 @pytest.mark.parametrize("edge", [MOST**0.5, MOST**0.5 / SCALE])
-def test_norms_on_both_sides_of_an_edge_are_right(edge, count):
+def test_norms_on_both_sides_of_an_edge_are_right(edge, count, way):
     for size in (0.99, 1.01):
         leaf = np.full(count + 1, size * edge / np.sqrt(count + 1), np.float32)
         expected = np.sqrt(np.sum(np.square(leaf, dtype=np.float64)))
-        found = jax.jit(norm_by_three_sums)(leaf)
-        np.testing.assert_allclose(found, expected, 1e-6)
+        found = norms_by(way, leaf)
+        np.testing.assert_allclose(found, expected, of_sums(count))
 
 
+@every_way
 @pytest.mark.parametrize("count", LENGTHS)
 @pytest.mark.parametrize("large", [1e-15, 1e-6, 1.0, 1e15, 1e30])
-def test_large_and_small_values_add_up(large, count):
+def test_large_and_small_values_add_up(large, count, way):
     leaf = np.float32([large] + [large / 1000] * count + [1e-30] * count)
     expected = np.sqrt(np.sum(np.square(leaf, dtype=np.float64)))
-    # Each addition may be wrong by 2^-24, and a root halves what is wrong in all.
-    tolerance = max(1e-6, len(leaf) * 2.0**-25)
-    np.testing.assert_allclose(jax.jit(norm_by_three_sums)(leaf), expected, tolerance)
+    np.testing.assert_allclose(norms_by(way, leaf), expected, of_sums(len(leaf)))
 
 
 def test_2_to_the_37_squares_fit_and_none_is_lost():
@@ -85,18 +86,46 @@ def test_2_to_the_37_squares_fit_and_none_is_lost():
         assert most_lost <= 2.0**-50 * MOST / next_scale**2
 
 
+def test_small_numbers_are_nothing_where_a_gpu_leaves_them_out():
+    assert 2.0**37 * LARGE**2 <= 2.0**-50 * MOST
+    assert (LARGE / SCALE) ** 2 >= LEAST
+
+
+@every_way
+@pytest.mark.parametrize("edge", [LARGE, 1 / SCALE, MOST / SCALE])
+def test_numbers_around_an_edge_add_up_in_any_order(edge, way):
+    sizes = np.float32([1e-15, 0.4, 0.999, 1.0, 1.001, 2.5, 1e15])
+    for seed in range(5):
+        leaf = np.random.default_rng(seed).choice(sizes, 2000) * np.float32(edge)
+        expected = norms_in_float64(leaf, None)
+        np.testing.assert_allclose(norms_by(way, leaf), expected, of_sums(2000))
+
+
+@every_way
+@pytest.mark.parametrize("large", [1e-30, 1.0, 1e10, 1e30])
+def test_the_sums_of_several_leaves_add_up(large, way):
+    sums_of, root_of = WAYS[way]
+    each = [sums_of(jnp.float32([x, x]), None) for x in (1e-30, 1.0, 1e-6, large)]
+    expected = np.sqrt(2 * (1 + float(large) ** 2))
+    norm = root_of(Sums(*map(sum, zip(*each))))
+    np.testing.assert_allclose(norm, expected, 1e-6)
+
+
+@every_way
 @pytest.mark.parametrize("value", [np.nan, np.inf])
-def test_a_broken_value_is_seen_beside_a_large_one(value):
+def test_a_broken_value_is_seen_beside_a_large_one(value, way):
     leaf = np.float32([3e38, value, 1.0, 1e-30])
-    np.testing.assert_equal(float(jax.jit(norm_by_three_sums)(leaf)), value)
+    np.testing.assert_equal(float(norms_by(way, leaf)), value)
 
 
-def test_nan_is_seen_beside_inf():
-    assert np.isnan(jax.jit(norm_by_three_sums)(np.float32([np.inf, np.nan])))
+@every_way
+def test_nan_is_seen_beside_inf(way):
+    assert np.isnan(norms_by(way, np.float32([np.inf, np.nan])))
 
 
-def test_zeros_have_norm_0():
-    assert jax.jit(norm_by_three_sums)(np.zeros(3, np.float32)) == 0
+@every_way
+def test_zeros_have_norm_0(way):
+    assert norms_by(way, np.zeros(3, np.float32)) == 0
 
 
 @every_way
@@ -129,6 +158,25 @@ def test_leaves_of_several_devices_are_summed(monkeypatch, dims, way):
     assert found.shape == expected.shape
 
 
+@every_way
+@pytest.mark.parametrize("shape", [(64, 24), (512, 512)])
+def test_a_leaf_that_only_the_compiler_splits_is_summed(shape, way):
+    params = jax.device_put(
+        jnp.ones(shape), jax.NamedSharding(mesh_of((4,), ("x",)), P("x"))
+    )
+
+    @jax.jit
+    def add(params, leaf):
+        return params + leaf, WAYS[way][1](WAYS[way][0](2 * leaf, None))
+
+    leaf = np.random.default_rng(4).standard_normal(shape).astype(np.float32)
+    leaf *= np.geomspace(1e-30, 1e30, len(leaf), dtype=np.float32)[:, None]
+    split = add.lower(params, leaf).compile().input_shardings[0][1]
+    assert split.spec == P("x")
+    expected = norms_in_float64(2 * leaf, None)
+    np.testing.assert_allclose(add(params, leaf)[1], expected, 1e-6)
+
+
 # For the dimensions that are summed: of a leaf of one device, of a large one of several
 # and of a small one of several.
 STACKS = {
@@ -154,6 +202,7 @@ def test_three_squares_are_stacked_only_where_it_pays(monkeypatch, way, dims):
 TWICE = [
     ("gpu", (300, 301), None, (301,)),  # of 300 numbers each
     ("gpu", (90_001,), None, (301,)),
+    ("gpu", (3, 40_000), None, (375,)),  # of 320 numbers, which fill all rows
     ("gpu", (2, 300, 301), (1, 2), (2, 300)),
     ("tpu", (300, 301), None, (301,)),  # of columns
     ("tpu", (2, 300, 301), None, (301,)),
@@ -173,12 +222,13 @@ ONCE = [
 
 
 def barred(way, shape, dims):
-    """The shapes of what a barrier separates from the sum that comes after it."""
+    """The shapes of sums that a barrier separates from the next sum."""
     leaf = jax.ShapeDtypeStruct(shape, "float32")
     with jax.disable_jit():
         program = jax.make_jaxpr(lambda x: WAYS[way][0](x, dims))(leaf)
     barriers = [e for e in program.eqns if e.primitive.name == "optimization_barrier"]
-    return {v.aval.shape for each in barriers for v in each.outvars}
+    shapes = {v.aval.shape for each in barriers for v in each.outvars}
+    return shapes - {()}  # the zero of pairs
 
 
 @pytest.mark.parametrize(("way", "shape", "dims", "partial"), TWICE)

@@ -1,0 +1,169 @@
+"""The three sums on a GPU, from two numbers for each number of a leaf.
+
+    square    x^2
+    scaled    (x * 2^-83)^2 where |x| is above 2^20, and -(x * 2^83)^2 elsewhere
+
+Both are added up. Of scaled squares with different signs the positive one stays, since
+small numbers count for nothing beside large ones.
+
+Both are one complex number. Of an array that is computed, such as the step of Adam, XLA
+on a GPU sums one function without writing it to memory, and of several functions not.
+"""
+
+import math
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from ._three_sums import (
+    PARTIAL,
+    SCALE,
+    Dims,
+    Sums,
+    axes_of,
+    is_long,
+    is_small,
+    sum_at_once,
+    three_squares,
+)
+from ._types import is_on_one_device, typed_as
+
+# 2^37 squares of smaller numbers are less than 2^-50 of a sum that is not finite.
+LARGE = 2.0**20
+PARTS = 32  # sums of rows that a GPU makes side by side
+
+
+class Pairs(NamedTuple):
+    """Squares and scaled squares, or sums of them."""
+
+    both: jax.Array
+    # A sum of one array is joined across devices by an addition of its own, which a GPU
+    # has not. Of two arrays the parts are gathered first.
+    zeros: jax.Array
+
+
+# Jitted, so that it is traced once for all leaves of one shape.
+@jax.jit
+def pairs_of(leaf: jax.Array) -> Pairs:
+    """The pairs of all elements of a real or complex leaf."""
+    if jnp.iscomplexobj(leaf):
+        return _joined(pairs_of(jnp.real(leaf)), pairs_of(jnp.imag(leaf)))
+    x = leaf.astype(np.float32)
+    is_large = jnp.abs(x) > np.float32(LARGE)
+    y = x * jnp.where(is_large, np.float32(1 / SCALE), np.float32(SCALE))
+    both = lax.complex(x * x, y * jnp.where(is_large, y, -y))
+    # Behind a barrier, so that XLA does not drop them.
+    zeros = jnp.full(x.shape, lax.optimization_barrier(np.float32(0)))
+    return Pairs(both, typed_as(zeros, jax.typeof(x)))
+
+
+def _joined(one: Pairs, other: Pairs) -> Pairs:
+    a, b = lax.imag(one.both), lax.imag(other.both)
+    scaled = lax.select((a > 0) != (b > 0), lax.max(a, b), a + b)
+    square = lax.real(one.both) + lax.real(other.both)
+    return Pairs(lax.complex(square, scaled), one.zeros + other.zeros)
+
+
+def sum_of_pairs(pairs: Pairs, axes: Iterable[int]) -> Pairs:
+    """Sums over some axes, in one reduction."""
+
+    def add(one: Any, other: Any) -> Any:
+        return tuple(_joined(Pairs(*one), Pairs(*other)))
+
+    start = np.complex64(0), np.float32(0)
+    return Pairs(*lax.reduce(tuple(pairs), start, add, tuple(axes)))
+
+
+def three_sums_of(pairs: Pairs) -> Sums:
+    """The three sums, from sums of pairs."""
+    plain, scaled = jnp.real(pairs.both) + pairs.zeros, jnp.imag(pairs.both)
+    up = jnp.where(scaled > 0, np.float32(np.inf), -scaled)
+    return Sums(up, plain, jnp.maximum(scaled, 0))
+
+
+def sum_on_gpu(leaf: jax.Array, dims: Dims) -> Sums:
+    """The three sums of a leaf."""
+    axes = axes_of(leaf, dims)
+    if leaf.ndim and leaf.ndim - 1 not in axes:
+        return _sum_over_columns(leaf, axes)
+    if is_on_one_device(leaf):
+        sums = three_sums_of(_sum_of_leaf(leaf, axes))
+    elif is_small(leaf):
+        sums = Sums(*sum_at_once(three_squares(leaf), axes))
+    else:
+        # The partitioner of jit joins a reduction with three operands by two
+        # collectives. The last axis is of the three, so that threads side by side read
+        # one element.
+        stack = jnp.sum(jnp.stack(three_squares(leaf), -1), axes)
+        sums = Sums(*(stack[..., kind] for kind in range(3)))
+    return (
+        sums
+        if dims is None
+        else Sums(*(lax.expand_dims(x, axes) for x in sums))
+    )
+
+
+def _sum_of_leaf(leaf: jax.Array, axes: tuple[int, ...]) -> Pairs:
+    """The sum of a leaf, of a large one with several axes in two steps."""
+    pairs = pairs_of(leaf)
+    *rest, last = axes or (0,)
+    if rest and is_long(leaf) and leaf.shape[-1] >= PARTIAL:
+        # Without the barrier XLA makes one sum of both.
+        rows = lax.optimization_barrier(sum_of_pairs(pairs, (last,)))
+        return sum_of_pairs(rows, rest)
+    return sum_of_pairs(pairs, axes)
+
+
+def sums_of_rows(leaf: jax.Array) -> Pairs:
+    """Sums of parts of a large leaf: about as many as a part has elements."""
+    rows = Pairs(*map(_as_matrix, pairs_of(leaf)))
+    # Without the barrier XLA makes one sum of these and the next.
+    return lax.optimization_barrier(sum_of_pairs(rows, (1,)))
+
+
+def _as_matrix(numbers: jax.Array) -> jax.Array:
+    """About as many rows as a row has elements, filled up with zeros if they must be.
+
+    XLA on a GPU computes this while it sums. Of a leaf that is reshaped before it is
+    squared, it would write to memory which elements are large.
+    """
+    most = math.isqrt(numbers.size)
+    # What is filled up, XLA does not sum in the kernel that computes it.
+    even = (x for x in range(most, most // 2, -1) if numbers.size % x == 0)
+    length = next(even, most)
+    filled = jnp.pad(numbers.reshape(-1), (0, -numbers.size % length))
+    return filled.reshape(-1, length)
+
+
+def _sum_over_columns(leaf: jax.Array, axes: tuple[int, ...]) -> Sums:
+    """Sums over other axes than the last, which XLA on a GPU computes in few threads.
+
+    To have more it would write the squares to memory first. So where reshaping moves no
+    data between devices, parts of the longest axis are summed first.
+    """
+    if not axes or not is_on_one_device(leaf):
+        stack = jnp.stack(three_squares(leaf))
+        return Sums(
+            *jnp.sum(stack, [axis + 1 for axis in axes], keepdims=True)
+        )
+    longest = max(axes, key=lambda axis: leaf.shape[axis])
+    rows = leaf.shape[longest]
+    # Parts have one length: of 1000 rows gcd makes 8 parts. A symbolic size has one.
+    parts = math.gcd(rows, PARTS) if isinstance(rows, int) else 1
+    shape = (
+        *leaf.shape[:longest],
+        parts,
+        rows // parts,
+        *leaf.shape[longest + 1 :],
+    )
+    # The longest axis is two axes now. The first of them stays for the second sum.
+    inner = [axis + (axis >= longest) for axis in axes]
+    stack = jnp.stack(three_squares(leaf.reshape(shape)), -1)
+    # Without the barrier XLA makes one sum of both.
+    sums = lax.optimization_barrier(jnp.sum(stack, inner, keepdims=True))
+    sums = jnp.sum(sums, longest)
+    return Sums(*(sums[..., kind] for kind in range(3)))
