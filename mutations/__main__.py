@@ -116,9 +116,10 @@ def _test(home: Path, tests: list[str]) -> None:
 
 def _tests_of(file: str) -> list[str]:
     """Returns the module, for its examples, the tests of its name, and the table's."""
-    table, name = _table("tests.toml"), Path(file).stem.lstrip("_")
+    table, module = _table("tests.toml"), Path(file)
+    name, folder = module.stem.lstrip("_"), module.parent.name
     entries = sorted(filter(file.startswith, table), key=len, reverse=True)
-    patterns = [f"**/test_{name}", f"**/test_{name}_*"]
+    patterns = [f"**/test_{name}", f"**/test_{name}_*", f"{folder}/test_*"]
     patterns += [pattern for entry in entries for pattern in table[entry].split()]
     found = [file] if ">>>" in (ROOT / file).read_text() else []
     for pattern in patterns:

@@ -88,10 +88,13 @@ def test_a_gpu_sums_leaves_of_one_size_as_rows():
 LARGE = (3, SMALL // 2)
 
 
-def test_a_gpu_sums_the_rows_of_large_leaves_of_one_size_at_once():
-    leaves = random_leaves([LARGE, (3,), LARGE[::-1], (SMALL + 1,), LARGE])
-    # The rows of each large leaf, then those of the first size, the second, and (3,).
-    assert reductions(sums_on_gpu, leaves) == 4 + 3
+@pytest.mark.parametrize("dtype", ["float32", "complex64"])
+def test_a_gpu_sums_the_rows_of_large_leaves_of_one_size_at_once(dtype):
+    leaves = random_leaves([LARGE, (3,), LARGE[::-1], (SMALL + 1,), LARGE], dtype)
+    # The rows of each large leaf, then those of the first size, the second, and (3,),
+    # which has two parts if it is complex.
+    small = 1 if dtype == "float32" else 2
+    assert reductions(sums_on_gpu, leaves) == 4 + 2 + small
     found = [root(sums) for sums in sums_on_gpu(leaves)]
     expected = [np.linalg.norm(np.ravel(leaf)) for leaf in leaves]
     np.testing.assert_allclose(found, expected, 1e-6)
