@@ -6,8 +6,8 @@
 Both are added up. Of scaled squares with different signs the positive one stays, since
 small numbers count for nothing beside large ones.
 
-Both are one complex number. Of an array that is computed, such as the step of Adam, XLA
-on a GPU sums one function without writing it to memory, and of several functions not.
+Both are one complex number, so that the GPU sums one array. Before it sums several
+arrays that are computed from the step of Adam, XLA writes that step to memory.
 """
 
 import math
@@ -41,8 +41,8 @@ class Pairs(NamedTuple):
     """Squares and scaled squares, or sums of them."""
 
     both: jax.Array
-    # A sum of one array is joined across devices by an addition of its own, which a GPU
-    # has not. Of two arrays the parts are gathered first.
+    # Where jit splits a leaf, XLA joins one array of sums while it is sent, which GPUs
+    # cannot do with `_joined`. Two arrays it gathers first.
     zeros: jax.Array
 
 
@@ -100,11 +100,9 @@ def sum_on_gpu(leaf: jax.Array, dims: Dims) -> Sums:
         # one element.
         stack = jnp.sum(jnp.stack(three_squares(leaf), -1), axes)
         sums = Sums(*(stack[..., kind] for kind in range(3)))
-    return (
-        sums
-        if dims is None
-        else Sums(*(lax.expand_dims(x, axes) for x in sums))
-    )
+    if dims is None:
+        return sums
+    return Sums(*(lax.expand_dims(x, axes) for x in sums))
 
 
 def _sum_of_leaf(leaf: jax.Array, axes: tuple[int, ...]) -> Pairs:
@@ -132,7 +130,7 @@ def _as_matrix(numbers: jax.Array) -> jax.Array:
     squared, it would write to memory which elements are large.
     """
     most = math.isqrt(numbers.size)
-    # What is filled up, XLA does not sum in the kernel that computes it.
+    # Rows that are filled up XLA does not sum in the kernel that computes them.
     even = (x for x in range(most, most // 2, -1) if numbers.size % x == 0)
     length = next(even, most)
     filled = jnp.pad(numbers.reshape(-1), (0, -numbers.size % length))
