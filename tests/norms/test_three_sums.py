@@ -11,6 +11,7 @@ from optaxclip._norms._at_once import sums_on_gpu, sums_on_tpu
 from optaxclip._norms._pairs import LARGE, sum_on_gpu
 from optaxclip._norms._three_sums import (
     SCALE,
+    SMALL,
     Sums,
     root,
     root_on_gpu,
@@ -47,9 +48,11 @@ def norms_by(way, leaf, dims=None):
     return jax.jit(lambda x: root_of(sums(x, dims)))(leaf)
 
 
-def of_sums(count):
+def of_sums(way, count):
     """The tolerance: an addition may be wrong by 2^-24, and a root halves the total."""
-    return max(1e-6, count * 2.0**-25)
+    # A GPU adds the rows of a large leaf first, and a CPU in its place in turn.
+    added = 2.5 * count**0.5 if way == "gpu" and count > SMALL else count
+    return max(1e-6, added * 2.0**-25)
 
 
 def norms_in_float64(leaf, dims):
@@ -65,7 +68,8 @@ def test_norms_on_both_sides_of_an_edge_are_right(edge, count, way):
         leaf = np.full(count + 1, size * edge / np.sqrt(count + 1), np.float32)
         expected = np.sqrt(np.sum(np.square(leaf, dtype=np.float64)))
         found = norms_by(way, leaf)
-        np.testing.assert_allclose(found, expected, of_sums(count))
+        tolerance = 1e-6 if way == "tpu" else of_sums(way, count + 1)
+        np.testing.assert_allclose(found, expected, tolerance)
 
 
 @every_way
@@ -74,7 +78,7 @@ def test_norms_on_both_sides_of_an_edge_are_right(edge, count, way):
 def test_large_and_small_values_add_up(large, count, way):
     leaf = np.float32([large] + [large / 1000] * count + [1e-30] * count)
     expected = np.sqrt(np.sum(np.square(leaf, dtype=np.float64)))
-    np.testing.assert_allclose(norms_by(way, leaf), expected, of_sums(len(leaf)))
+    np.testing.assert_allclose(norms_by(way, leaf), expected, of_sums(way, len(leaf)))
 
 
 def test_2_to_the_37_squares_fit_and_none_is_lost():
@@ -98,7 +102,7 @@ def test_numbers_around_an_edge_add_up_in_any_order(edge, way):
     for seed in range(5):
         leaf = np.random.default_rng(seed).choice(sizes, 2000) * np.float32(edge)
         expected = norms_in_float64(leaf, None)
-        np.testing.assert_allclose(norms_by(way, leaf), expected, of_sums(2000))
+        np.testing.assert_allclose(norms_by(way, leaf), expected, of_sums(way, 2000))
 
 
 @every_way
