@@ -44,6 +44,16 @@ class Case(NamedTuple):
     numbers_only: bool = False
 
 
+def smallest(dtype):
+    """The smallest number of a dtype that is kept where nothing is clipped.
+
+    A GPU keeps all of them. On a CPU its way flushes subnormal ones.
+    """
+    info = jnp.finfo(dtype)
+    least = info.tiny if _platform.FORCED == "gpu" else info.smallest_subnormal
+    return float(least)
+
+
 def everything(tree):
     return [jax.tree.leaves(tree)]
 

@@ -167,9 +167,9 @@ def _multiply_on_gpu(
     changed = []
     for place, (leaf, number) in enumerate(zip(leaves, of_leaf)):
         if place in merged:
-            leaf = stretch(leaf, merged[place])
+            leaf = _times_twice(leaf, merged[place])
         elif number is not None:
-            leaf = stretch(leaf, norms.pick(spread, number))
+            leaf = _times_twice(leaf, norms.pick(spread, number))
         changed.append(leaf)
     return changed
 
@@ -225,14 +225,17 @@ def _entry_on_cpu(roots: jax.Array, row: int) -> jax.Array:
 # Jitted, so that it is traced once for all leaves of one shape.
 @jax.jit
 def stretch(x: jax.Array, root: jax.Array) -> jax.Array:
-    """x * root * root, rounded once to the dtype of x."""
+    """x * root * root, rounded once to the dtype of x, and x where the root is 1."""
+    # Selected, since on a CPU and a TPU a product of 1 flushes subnormal numbers.
+    return jnp.where(root == 1, x, _times_twice(x, root))
+
+
+@jax.jit
+def _times_twice(x: jax.Array, root: jax.Array) -> jax.Array:
+    """x * root * root. A GPU keeps the bits of a finite x where the root is 1."""
     # bfloat16 * float32 is float32, and is rounded once at the end.
     wide = np.promote_types(x.dtype, root.dtype)
-    stretched = cast_like(
-        x.astype(wide) * root.astype(wide) * root.astype(wide), x
-    )
-    # Selected where nothing is to be done: a product would flush subnormal numbers.
-    return jnp.where(root == 1, x, stretched)
+    return cast_like(x.astype(wide) * root.astype(wide) * root.astype(wide), x)
 
 
 @jax.custom_jvp

@@ -54,8 +54,9 @@ def pairs_of(leaf: jax.Array) -> Pairs:
         return _joined(pairs_of(jnp.real(leaf)), pairs_of(jnp.imag(leaf)))
     x = leaf.astype(np.float32)
     is_large = jnp.abs(x) > np.float32(LARGE)
-    y = x * jnp.where(is_large, np.float32(1 / SCALE), np.float32(SCALE))
-    both = lax.complex(x * x, y * jnp.where(is_large, y, -y))
+    scale = jnp.where(is_large, np.float32(1 / SCALE), np.float32(SCALE))
+    signed = jnp.where(is_large, np.float32(1 / SCALE), np.float32(-SCALE))
+    both = lax.complex(x * x, (x * scale) * (x * signed))
     # Behind a barrier, so that XLA does not drop them.
     zeros = jnp.full(x.shape, lax.optimization_barrier(np.float32(0)))
     return Pairs(both, typed_as(zeros, jax.typeof(x)))
@@ -116,6 +117,8 @@ def _sum_of_leaf(leaf: jax.Array, axes: tuple[int, ...]) -> Pairs:
     return sum_of_pairs(pairs, axes)
 
 
+# Jitted, so that it is traced once for all leaves of one shape.
+@jax.jit
 def sums_of_rows(leaf: jax.Array) -> Pairs:
     """Sums of parts of a large leaf: about as many as a part has elements."""
     rows = Pairs(*map(_as_matrix, pairs_of(leaf)))
