@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import Any
 
 import jax
@@ -21,7 +22,7 @@ from .._norms._stacked import Stacked
 from .._optimizers import check_params
 from .._other_names import with_our_names
 
-TINY = 2.0**-126  # the smallest normal float32: bounds below it count as this
+TINY = 2.0**-126  # the smallest normal float32: bounds below it count as 0
 
 
 @with_our_names
@@ -44,14 +45,14 @@ def clippy(
 
         update 0            stays 0, whatever the weights
         weight 0            moves by at most `absolute`. With absolute=0 its tensor
-                            moves by no more than 2^-126, usually not at all
+                            stays, as it does where |u_i| / bound leaves the dtype
         within the bounds   bit for bit the input
         update NaN or inf   the whole tensor becomes NaN (nonfinite="propagate"), and so
                             it does where a weight is NaN
 
     One weight near 0 holds its whole tensor to `absolute`, which therefore decides how
     fast weights leave 0. In a jitted step on a CPU it needs temporary memory of about
-    three times the updates.
+    twice the updates.
 
     Args:
       relative: the share of itself that a weight may move by. At least 0. The code has
@@ -90,7 +91,7 @@ def clippy(
     check_limit(f"{call}: absolute", absolute)
     relative, absolute = number_for_jit(relative), number_for_jit(absolute)
     numbers = {"stacked": stacked, "mesh_axes": mesh_axes}
-    # Order inf: the norm is the largest |u_i| of a tensor.
+    # Order inf: the largest of what each element strains its bound.
     measure = TensorNorm(**check_measure(call, math.inf, **numbers))
     # The limit depends on single weights, so each update hands it to the kernel.
     kernel = make_clipper(
@@ -102,20 +103,13 @@ def clippy(
     ) -> tuple[Any, Any]:
         check_params(call, params, "updates")
         tree = clipped_leaves(updates)
-
-        def strain(update: Any, weight: Any) -> jax.Array:
-            return _strain(update, weight, relative, absolute)
-
-        def limit(norm: jax.Array, strain: jax.Array) -> jax.Array:
-            return _limit(norm, strain, relative, absolute)
-
-        norms = measure(tree).tree()
         weights = params_of(call, tree, params)
-        # max_i |u_i| / bound_i, which is 1 / s where it is above 1.
+        free = jnp.isinf(relative) | jnp.isinf(absolute)
+        strain = partial(_strain, relative, absolute, free)
         strains = measure(jax.tree.map(strain, tree, weights)).tree()
         given = {
-            "grad_norm": norms,
-            "limit": jax.tree.map(limit, norms, strains),
+            "grad_norm": jax.tree.map(_finite, strains),
+            "limit": jax.tree.map(partial(_limit, free), strains),
         }
         return kernel.update(updates, state, params, **given)
 
@@ -124,9 +118,11 @@ def clippy(
 
 @jax.jit
 def _strain(
-    update: Any, weight: Any, relative: Any, absolute: Any
+    relative: Any, absolute: Any, free: jax.Array, update: Any, weight: Any
 ) -> jax.Array:
-    """How many times its bound each element is."""
+    """How many times its bound each element is: inf if the bound is 0, and NaN if the
+    update is inf or NaN.
+    """
     # The default bound of 1e-7 is next to the smallest float16 above 0, 6e-8.
     wide = np.promote_types(
         jnp.finfo(jnp.result_type(update)).dtype, np.float32
@@ -135,20 +131,22 @@ def _strain(
         jnp.asarray(x).astype(wide) for x in (relative, absolute)
     )
     bound = relative * jnp.abs(weight).astype(wide) + absolute
-    # At least a normal number: XLA flushes others to 0, and 0 / 0 would be NaN.
-    return jnp.abs(update).astype(wide) / jnp.maximum(bound, TINY)
+    # Without a bound, inf * |0| would be NaN.
+    bound = jnp.where(free, jnp.inf, bound)
+    size = jnp.abs(update).astype(wide)
+    # Two wheres: a quotient that is not taken must be finite for the derivative.
+    stuck = (bound < TINY) & (size > 0)
+    strain = size / jnp.where(bound < TINY, 1.0, bound)
+    # size * 0 is NaN where size is inf.
+    return jnp.where(stuck, jnp.inf, strain) + size * 0
 
 
-@jax.jit
-def _limit(
-    norm: jax.Array, strain: jax.Array, relative: Any, absolute: Any
-) -> jax.Array:
-    """How large the largest update may be. A bound of inf sets no limit."""
-    # Read off the numbers themselves, since inf * |0| is a NaN in the strain. Any
-    # other NaN becomes the limit, and for the kernel the tensor is broken.
-    free = jnp.isinf(jnp.asarray(relative)) | jnp.isinf(jnp.asarray(absolute))
-    # s * max_i |u_i|, so that the kernel's factor limit / norm is s.
-    most = norm / jnp.maximum(strain, 1)
-    # TINY stands for a bound of 0, under which nothing moves.
-    stuck = (most <= TINY) & (strain >= 1)
-    return jnp.where(free, jnp.inf, jnp.where(stuck, 0.0, most))
+def _finite(strain: jax.Array) -> jax.Array:
+    """The strain of a tensor as its norm. NaN stays."""
+    return jnp.minimum(strain, jnp.finfo(strain.dtype).max)
+
+
+def _limit(free: jax.Array, strain: jax.Array) -> jax.Array:
+    limit = jnp.where(free, jnp.inf, 1.0)
+    # A bound of 0 lets nothing move.
+    return jnp.where(strain == jnp.inf, 0.0, limit).astype(strain.dtype)

@@ -130,7 +130,25 @@ def test_one_wild_coordinate_is_seen():
     params, updates = jnp.ones(10_000), jnp.full(10_000, 1e-3).at[17].set(10.0)
     clipped, state = clip(updates, params)
     np.testing.assert_allclose(clipped[17], 0.1, rtol=1e-6)
-    np.testing.assert_allclose((state.norm, state.limit), (10.0, 0.1), rtol=1e-5)
+    # 10 is 100 times its bound of 0.1.
+    np.testing.assert_allclose((state.norm, state.limit), (100.0, 1.0), rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("update", "absolute"), [(1e-30, 0.0), (1.0, 1e-39), (1e30, 1e-30)]
+)
+def test_a_tensor_stays_where_a_bound_is_0_or_far_below(update, absolute):
+    updates = jnp.array([update, 0.1])
+    clipped, state = clip(updates, jnp.array([0.0, 1.0]), 0.1, absolute)
+    np.testing.assert_array_equal(clipped, 0)
+    assert (state.factor, state.limit, state.nonfinite) == (0, 0, 0)
+    assert np.isfinite(state.norm)
+
+
+def test_a_broken_update_is_seen_where_the_bound_is_0():
+    for broken in (math.nan, math.inf):
+        clipped, state = clip(jnp.array([broken, 1.0]), jnp.zeros(2), 0.1, 0.0)
+        assert np.isnan(clipped).all() and state.nonfinite == 1
 
 
 @pytest.mark.parametrize("broken", [math.nan, math.inf])
@@ -211,10 +229,8 @@ def test_clippy_compares_64_bit_updates_in_64_bits():
 def test_an_infinite_bound_of_either_kind_touches_nothing(bounds):
     updates = jnp.array([1e30, -2.0, 0.0])
     clipped, state = apply(clippy(*bounds), updates, jnp.array([1e-3, 0.0, 2.0]))
-    assert (
-        np.asarray(clipped).tobytes() == np.asarray(updates).tobytes()
-        and state.limit == np.inf
-    )
+    assert oracles.same_bits(clipped, updates)
+    assert state.limit == np.inf and state.nonfinite == 0
 
 
 def test_the_smallest_weights_still_bound_their_updates():
