@@ -111,7 +111,7 @@ def clippy(
             "grad_norm": jax.tree.map(_finite, strains),
             "limit": jax.tree.map(partial(_limit, free), strains),
         }
-        return kernel.update(updates, state, params, **given)
+        return kernel.update(updates, state, **given)
 
     return optax.GradientTransformationExtraArgs(kernel.init, update)
 
@@ -135,10 +135,11 @@ def _strain(
     bound = jnp.where(free, jnp.inf, bound)
     size = jnp.abs(update).astype(wide)
     # Two wheres: a quotient that is not taken must be finite for the derivative.
-    stuck = (bound < TINY) & (size > 0)
-    strain = size / jnp.where(bound < TINY, 1.0, bound)
+    is_zero = bound < TINY
+    strain = size / jnp.where(is_zero, 1.0, bound)
+    strain = jnp.where(is_zero & (size > 0), jnp.inf, strain)
     # size * 0 is NaN where size is inf.
-    return jnp.where(stuck, jnp.inf, strain) + size * 0
+    return strain + size * 0
 
 
 def _finite(strain: jax.Array) -> jax.Array:

@@ -145,6 +145,12 @@ def test_a_tensor_stays_where_a_bound_is_0_or_far_below(update, absolute):
     assert np.isfinite(state.norm)
 
 
+def test_the_smallest_normal_bound_is_not_0():
+    smallest = 2.0**-126
+    _, state = clip(jnp.ones(1), jnp.ones(1), smallest, 0.0)
+    assert (state.norm, state.limit) == (1 / smallest, 1)
+
+
 def test_a_broken_update_is_seen_where_the_bound_is_0():
     for broken in (math.nan, math.inf):
         clipped, state = clip(jnp.array([broken, 1.0]), jnp.zeros(2), 0.1, 0.0)
