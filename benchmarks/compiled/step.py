@@ -51,6 +51,7 @@ STEPS: dict[str, Make] = {
     "global norm, order inf": _before_adam(
         lambda: optaxclip.clip_by_global_norm(1.0, ord=math.inf)
     ),
+    "clippy, after Adam": lambda: optax.chain(optax.adam(1e-3), optaxclip.clippy()),
     "spectral norm, Newton-Schulz": _before_adam(_newton_schulz),
 }
 
