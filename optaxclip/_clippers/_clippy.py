@@ -138,8 +138,8 @@ def _strain(
     is_zero = bound < TINY
     strain = size / jnp.where(is_zero, 1.0, bound)
     strain = jnp.where(is_zero & (size > 0), jnp.inf, strain)
-    # size * 0 is NaN where size is inf.
-    return strain + size * 0
+    zeros = size * 0  # NaN where size is inf
+    return strain + zeros
 
 
 def _finite(strain: jax.Array) -> jax.Array:

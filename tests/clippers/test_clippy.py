@@ -11,6 +11,7 @@ import pytest
 
 import optaxclip
 from optaxclip import clippy
+from optaxclip._clippers._clippy import _strain
 from tests import oracles
 from tests.helpers import apply
 
@@ -227,6 +228,13 @@ def test_clippy_compares_64_bit_updates_in_64_bits():
         updates, params = jnp.array([1.0, 3.0]), jnp.array([1.0, 1.0])
         clipped, _ = apply(optaxclip.clippy(0.7, 0.0), updates, params)
         np.testing.assert_allclose(clipped, [0.7 / 3, 0.7], rtol=1e-14)
+
+
+def test_bounds_of_64_bits_are_taken_in_32_for_updates_of_32():
+    with jax.enable_x64(True):
+        bounds, ones = (jnp.float64(0.1), jnp.float64(0.0)), jnp.ones(2, "float32")
+        strain = _strain(*bounds, jnp.array(False), ones, ones)
+    assert strain.dtype == "float32"
 
 
 @pytest.mark.parametrize(
