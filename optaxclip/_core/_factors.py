@@ -55,6 +55,8 @@ def rescale(updates: Any, norms: Any, new_norms: Any) -> Any:
     return put_back(multiply(tree, before, roots), updates)
 
 
+# Jitted, so that it is traced once for all blocks of one shape.
+@jax.jit
 def root_between(norm: jax.Array, new_norm: jax.Array) -> jax.Array:
     """The root of the factor from a norm to a new one.
 

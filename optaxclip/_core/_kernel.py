@@ -232,6 +232,8 @@ def _others(
     return [Others(weight, total) for weight in weights]
 
 
+# Jitted, so that it is traced once for all blocks of one shape.
+@partial(jax.jit, static_argnums=0)
 def _shrink(
     settings: Settings,
     eps: Any,

@@ -128,6 +128,8 @@ def state_of_placeholder() -> ClipState:
     )
 
 
+# Jitted, so that it is traced once for all blocks of one shape.
+@jax.jit
 def next_entry(
     step: jax.Array,
     old: Entry,

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ._collectives import Split
-from ._in_blocks import alike, evenly
+from ._in_blocks import Number, Row, alike, evenly
 from ._pairs import (
     Pairs,
     sum_of_pairs,
@@ -65,7 +65,7 @@ def join_small(
     return found, of_leaves
 
 
-def sums_on_gpu(leaves: list[jax.Array]) -> list[Sums]:
+def sums_on_gpu(leaves: list[jax.Array]) -> list[tuple[Number, ...]]:
     """The three sums of each leaf, of those of one size as rows of one array."""
     found: list[Any] = [None] * len(leaves)
     kinds = [
@@ -85,12 +85,12 @@ def sums_on_gpu(leaves: list[jax.Array]) -> list[Sums]:
             vectors.setdefault(varying(first), []).append((places, sums))
     for parts in vectors.values():
         order = [place for places, _ in parts for place in places]
-        # In the order of the leaves, so that to stack them again is no work for XLA.
+        # In the order of the leaves, so that they need not be stacked again.
         back = np.argsort(order)
         joined = zip(*(sums for _, sums in parts))
         every = [jnp.concatenate(x)[back] for x in joined]
-        for place, own in zip(sorted(order), zip(*map(jnp.unstack, every))):
-            found[place] = Sums(*own)
+        for row, place in enumerate(sorted(order)):
+            found[place] = tuple(Row(vector, row) for vector in every)
     return found
 
 

@@ -1,6 +1,6 @@
 """Groups of leaves that share a norm, and the sums over them, in blocks."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial, reduce
 from typing import Any, NamedTuple
 
@@ -9,7 +9,15 @@ import jax.numpy as jnp
 from jax import lax
 
 from ._collectives import Split, counted_once, join_devices, names_of_blocks
-from ._in_blocks import Place, entry_at, in_blocks, places_of
+from ._in_blocks import (
+    Number,
+    Place,
+    entry_at,
+    in_blocks,
+    places_of,
+    stacked,
+    taken_out,
+)
 from ._three_sums import Dims
 
 
@@ -33,6 +41,7 @@ class Part(NamedTuple):
 
 Layout = tuple[Part, ...]
 Blocks = list[jax.Array]
+Terms = Sequence[Sequence[Number]]  # what each group adds up
 
 
 def layout_of(groups: list[Group]) -> Layout:
@@ -71,15 +80,15 @@ def sum_over(x: jax.Array, dims: Dims) -> jax.Array:
 _total = partial(reduce, jnp.add)
 
 
-def add_up(terms: list[list[jax.Array]], layout: Layout, dtype: Any) -> Blocks:
+def add_up(terms: Terms, layout: Layout, dtype: Any) -> Blocks:
     return add_up_all([terms], layout, dtype, _total)[0]
 
 
 def add_up_all(
-    kinds: list[list[list[jax.Array]]],
+    kinds: Sequence[Terms],
     layout: Layout,
     dtype: Any,
-    join: Callable[[list[jax.Array]], jax.Array],
+    join: Callable[[Any], Number],
     stack: Callable[[list[jax.Array]], jax.Array] = jnp.stack,
 ) -> list[Blocks]:
     """Sums of several kinds of terms, in one collective."""
@@ -101,10 +110,10 @@ maximum = partial(reduce, jnp.maximum)
 
 
 def take_max(
-    sizes: list[list[jax.Array]],
+    sizes: Terms,
     layout: Layout,
     dtype: Any,
-    join: Callable[[list[jax.Array]], jax.Array] = maximum,
+    join: Callable[[Any], Number] = maximum,
 ) -> Blocks:
     blocks = gather(sizes, layout, dtype, join)
     return join_devices(lax.pmax, blocks, names_of(layout))
@@ -119,20 +128,22 @@ def names_of(layout: Layout) -> list[tuple[str, ...]]:
 
 
 def _counted_once(
-    terms: list[list[jax.Array]], layout: Layout, names: list[tuple[str, ...]]
-) -> list[list[jax.Array]]:
+    terms: Terms, layout: Layout, names: list[tuple[str, ...]]
+) -> Terms:
     found = []
     for group, part in zip(terms, layout):
         over, pairs = names[part.place.block], zip(group, part.splits)
-        found.append([counted_once(*pair, over) for pair in pairs])
+        found.append(
+            [counted_once(taken_out(x), split, over) for x, split in pairs]
+        )
     return found
 
 
 def gather(
-    terms: list[list[jax.Array]],
+    terms: Terms,
     layout: Layout,
     dtype: Any,
-    join: Callable[[list[jax.Array]], jax.Array],
+    join: Callable[[Any], Number],
     stack: Callable[[list[jax.Array]], jax.Array] = jnp.stack,
 ) -> Blocks:
     """Joins the terms of each group, in blocks."""
@@ -141,16 +152,16 @@ def gather(
     return in_blocks(joined, [part.place for part in layout], stack)
 
 
-def total_of_stack(terms: list[jax.Array]) -> jax.Array:
+def total_of_stack(terms: list[Number]) -> Number:
     return terms[0] if len(terms) == 1 else jnp.sum(_stacked(terms))
 
 
-def max_of_stack(terms: list[jax.Array]) -> jax.Array:
+def max_of_stack(terms: list[Number]) -> Number:
     return terms[0] if len(terms) == 1 else jnp.max(_stacked(terms))
 
 
-def _stacked(terms: list[jax.Array]) -> jax.Array:
+def _stacked(terms: list[Number]) -> jax.Array:
     # Several leaves have one norm, so that each term is a number.
     # A TPU runs each add of a chain by itself. Without the barrier XLA makes a chain of
     # the sum of a stack.
-    return lax.optimization_barrier(jnp.stack(terms))
+    return lax.optimization_barrier(stacked(terms))

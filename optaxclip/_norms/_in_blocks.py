@@ -36,6 +36,18 @@ class Place(NamedTuple):
     row: int | None
 
 
+class Row(NamedTuple):
+    """An entry of a vector that is not taken out of it. Rows of a vector in order are
+    that vector again. Slices and their stack are three operations for each to XLA.
+    """
+
+    vector: jax.Array
+    row: int
+
+
+Number = jax.Array | Row
+
+
 class Norms(NamedTuple):
     """The norms of a tree."""
 
@@ -157,12 +169,37 @@ def in_blocks(
     """The blocks of norms, or of other numbers for each norm, given one by one."""
     rows: dict[int, list[Any]] = {}
     for place, value in zip(places, each):
-        rows.setdefault(place.block, []).append(jnp.asarray(value))
+        rows.setdefault(place.block, []).append(value)
     alone = {place.block for place in places if place.row is None}
-    return [
-        rows[block][0] if block in alone else stack(rows[block])
-        for block in sorted(rows)
-    ]
+    blocks = []
+    for block in sorted(rows):
+        own = rows[block]
+        blocks.append(
+            taken_out(own[0]) if block in alone else stacked(own, stack)
+        )
+    return blocks
+
+
+def stacked(
+    numbers: list[Number],
+    stack: Callable[[list[jax.Array]], jax.Array] = jnp.stack,
+) -> jax.Array:
+    """The numbers as one array. Rows of one vector are taken out together."""
+    rows = [number for number in numbers if isinstance(number, Row)]
+    vectors = {id(row.vector) for row in rows}
+    if len(rows) < len(numbers) or len(vectors) != 1:
+        return stack([taken_out(number) for number in numbers])
+    vector, places = rows[0].vector, [row for _, row in rows]
+    # All of them as they are, which spares a gather.
+    if places == list(range(vector.size)):
+        return vector
+    return vector[np.array(places)]
+
+
+def taken_out(number: Number) -> jax.Array:
+    if isinstance(number, Row):
+        return number.vector[number.row]
+    return jnp.asarray(number)
 
 
 def stack_by_selects(rows: list[jax.Array]) -> jax.Array:

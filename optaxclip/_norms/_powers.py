@@ -8,7 +8,7 @@ Norms of one shape are the rows of a block (_in_blocks).
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from operator import itemgetter
 from typing import Any
@@ -33,7 +33,7 @@ from ._groups import (
     take_max,
     total_of_stack,
 )
-from ._in_blocks import Place, in_blocks, stack_by_selects
+from ._in_blocks import Number, Place, in_blocks, stack_by_selects
 from ._maxima import largest_moduli, largest_moduli_by_bits, largest_modulus
 from ._modulus import divided, norm_dtype, tangent_of_modulus
 from ._pairs import sum_on_gpu
@@ -51,6 +51,8 @@ from ._three_sums import (
 # Orders whose powers of any float32 number stay far inside the range of float64.
 # (3.4e38)^4 is 1e154, and (1.2e-38)^4 is 2e-152.
 DIRECT = (1.0, 2.0, 3.0, 4.0)
+
+ThreeSums = Sequence[Number]  # of a leaf: up, plain, down
 
 
 def norms_of(
@@ -246,11 +248,11 @@ def _norms_on_gpu(
 
 
 def _three_sums_of(
-    at_once: Callable[[list[jax.Array]], list[Sums]],
+    at_once: Callable[[list[jax.Array]], Sequence[ThreeSums]],
     sum_leaf: Callable[[jax.Array, Dims], Sums],
     layout: Layout,
     groups: list[list[jax.Array]],
-) -> list[list[Sums]]:
+) -> list[list[ThreeSums]]:
     """The sums of each leaf of each group."""
     pairs = list(zip(groups, layout))
     # Whole leaves are found across all groups, and their sums handed out in order.
@@ -270,7 +272,7 @@ def _three_sums_of(
 def _roots_of_sums(
     root: Callable[[Sums], jax.Array],
     stack: Callable[[list[jax.Array]], jax.Array],
-    found: list[list[Sums]],
+    found: list[list[ThreeSums]],
     layout: Layout,
     counts: Blocks | None,
 ) -> Blocks:

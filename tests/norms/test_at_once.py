@@ -14,7 +14,8 @@ from optaxclip._norms._at_once import (
     sums_on_tpu,
 )
 from optaxclip._norms._collectives import Split
-from optaxclip._norms._three_sums import SMALL, root
+from optaxclip._norms._in_blocks import taken_out
+from optaxclip._norms._three_sums import SMALL, Sums, root
 from tests.sharded import mesh_of
 
 pytestmark = pytest.mark.slow
@@ -32,6 +33,10 @@ def random_leaves(shapes, dtype="float32"):
 
 def sizes(leaves):
     return [leaf.size for leaf in leaves]
+
+
+def norms_by(sums, leaves):
+    return [root(Sums(*map(taken_out, each))) for each in sums(leaves)]
 
 
 def test_small_leaves_of_one_norm_are_one_leaf():
@@ -63,7 +68,7 @@ def test_leaves_up_to_the_bound_are_small(size):
 @pytest.mark.parametrize("sums", [sums_on_gpu, sums_on_tpu])
 def test_each_of_the_leaves_read_together_has_its_own_norm(sums, dtype):
     leaves = random_leaves(SHAPES, dtype)
-    found = [root(each) for each in sums(leaves)]
+    found = norms_by(sums, leaves)
     assert all(norm.shape == () for norm in found)
     expected = [np.linalg.norm(np.ravel(leaf)) for leaf in leaves]
     np.testing.assert_allclose(found, expected, 1e-6)
@@ -95,7 +100,7 @@ def test_a_gpu_sums_the_rows_of_large_leaves_of_one_size_at_once(dtype):
     # which has two parts if it is complex.
     small = 1 if dtype == "float32" else 2
     assert reductions(sums_on_gpu, leaves) == 4 + 2 + small
-    found = [root(sums) for sums in sums_on_gpu(leaves)]
+    found = norms_by(sums_on_gpu, leaves)
     expected = [np.linalg.norm(np.ravel(leaf)) for leaf in leaves]
     np.testing.assert_allclose(found, expected, 1e-6)
 
@@ -130,7 +135,7 @@ def test_the_columns_of_large_leaves_on_a_tpu_are_summed_at_once():
     leaves = random_leaves([(300, 301), (2, 300, 301), (300, 301)])
     # Three sums of columns each, and one of them all for each shape.
     assert reductions(sums_on_tpu, leaves) == 9 + 2
-    found = [root(sums) for sums in sums_on_tpu(leaves)]
+    found = norms_by(sums_on_tpu, leaves)
     expected = [np.linalg.norm(np.ravel(leaf)) for leaf in leaves]
     np.testing.assert_allclose(found, expected, 1e-6)
 
