@@ -75,7 +75,15 @@ def markdown(name: str, table: Table, seconds: float) -> str:
 
 
 def write(path: Path, where: dict[str, Any], tables: dict[str, Table]) -> None:
-    """Writes the setting and all tables."""
+    """Writes the setting and all tables.
+
+    Raises:
+      SystemExit: a table has no rows, and the file has some of it.
+    """
+    known = json.loads(path.read_text())["tables"] if path.exists() else {}
+    for name, table in tables.items():
+        if not table.rows and known.get(name, {}).get("rows"):
+            raise SystemExit(f"{path} keeps its rows of {name}: there are no new ones.")
     content = where | {
         "tables": {name: table._asdict() for name, table in tables.items()}
     }
