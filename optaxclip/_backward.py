@@ -86,9 +86,10 @@ def clip_cotangent(
       ord: for `max_norm`: the order of the norm: a number above 0, `math.inf`, "rms" or
         "average". None means 2.
       mesh_axes: for `max_norm`: over which mesh axes arrays are split, inside shard_map
-        and pmap: "auto", None, names, or a tree prefix of PartitionSpec. None clips
-        what each device holds separately, which is right for the rows of a batch that
-        is split over devices.
+        and pmap: "auto" (right in shard_map with check_vma=True, and for gradients
+        after `lax.pmean`), names that split every leaf, None for the own part of each
+        device, or a tree prefix of PartitionSpec. None clips what each device holds
+        separately, which is right for the rows of a batch that is split over devices.
 
     Returns:
       `x`: values, dtypes and structure are kept, and so are the cotangent's.

@@ -55,15 +55,18 @@ def adaptive_grad_clip(
         with clipping=0.3.
       ord: the order of the norms: a number above 0, `math.inf`, "rms" or "average".
         None means 2.
-      stacked: which axes of a leaf count layers: 1 for the leading axis, (1,) for axis
-        1, a tree prefix of these, or a function of path and leaf.
+      stacked: which axes of a leaf count layers: 1 for the leading axis, 2 for the two
+        leading ones, (1,) for axis 1, a tree prefix of these, or a function of path and
+        leaf.
       shrink: what a norm over its limit becomes, of `optaxclip.shrinks`. None is
         `hard`.
       nonfinite: what a norm that is NaN or inf makes of its unit: "propagate" NaN,
         "zero" zeros. "raise" raises FloatingPointError (in jit a `checkify.check`).
       mesh_axes: over which mesh axes leaves are split, inside shard_map and pmap:
-        "auto", None, names, or a tree prefix of PartitionSpec, which all leaves that
-        are split need but vectors.
+        "auto" (right in shard_map with check_vma=True, and for gradients after
+        `lax.pmean`), names that split every leaf, None for the own part of each device,
+        or a tree prefix of PartitionSpec, which all leaves that are split need but
+        vectors.
 
     Returns:
       A transformation whose state is a `ClipState`, read by `metrics`.

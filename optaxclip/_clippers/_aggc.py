@@ -47,15 +47,16 @@ def aggc(
       up: how far one step is lengthened at most, at least 1.
       down: how far one step is shortened at most, in [0, 1].
       raise_small: whether norms below the band are lifted. Otherwise they pass.
-      stacked: with scope="tensor", which axes of a leaf count layers, each of which
-        has a norm of its own: 1 for the leading axis, (1,) for axis 1, a tree prefix of
-        these, or a function of path and leaf.
+      stacked: with scope="tensor", which axes of a leaf count layers, each of which has
+        a norm of its own: 1 for the leading axis, 2 for the two leading ones, (1,) for
+        axis 1, a tree prefix of these, or a function of path and leaf.
       nonfinite: what a norm that is NaN or inf makes of all that it measured:
         "propagate" NaN, "zero" zeros. "raise" raises FloatingPointError (in jit a
         `checkify.check`).
       mesh_axes: over which mesh axes leaves are split, inside shard_map and pmap:
-        "auto", None, names, or a tree prefix of PartitionSpec, which stacked leaves
-        that are split need.
+        "auto" (right in shard_map with check_vma=True, and for gradients after
+        `lax.pmean`), names that split every leaf, None for the own part of each device,
+        or a tree prefix of PartitionSpec, which stacked leaves that are split need.
 
     Returns:
       A transformation with a `ClipState`, whose `limit` is the norm that was aimed at.

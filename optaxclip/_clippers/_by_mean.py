@@ -39,9 +39,9 @@ def clip_by_tensor_rms(
     Args:
       max_rms: a number at least 0, an array, a schedule, None, a rule of
         `optaxclip.rules`, or a tree prefix of these.
-      stacked: which axes of a leaf count layers, each of which is clipped separately:
-        1 for the leading axis, (1,) for axis 1, a tree prefix of these, or a function
-        of path and leaf.
+      stacked: which axes of a leaf count layers, each of which is clipped separately: 1
+        for the leading axis, 2 for the two leading ones, (1,) for axis 1, a tree prefix
+        of these, or a function of path and leaf.
       shrink: what a norm over its limit becomes, of `optaxclip.shrinks`. None is
         `hard`.
       eps: added to the norm before it is compared and divided by. 1e-6 gives torch's
@@ -49,8 +49,9 @@ def clip_by_tensor_rms(
       nonfinite: what a norm that is NaN or inf makes of its tensor: "propagate" NaN,
         "zero" zeros. "raise" raises FloatingPointError (in jit a `checkify.check`).
       mesh_axes: over which mesh axes leaves are split, inside shard_map and pmap:
-        "auto", None, names, or a tree prefix of PartitionSpec, which stacked leaves
-        that are split need.
+        "auto" (right in shard_map with check_vma=True, and for gradients after
+        `lax.pmean`), names that split every leaf, None for the own part of each device,
+        or a tree prefix of PartitionSpec, which stacked leaves that are split need.
 
     Returns:
       A transformation whose state is a `ClipState`, read by `metrics`.
@@ -96,9 +97,9 @@ def clip_by_average_norm(
     Args:
       max_norm: a number at least 0, an array, a schedule, None, a rule of
         `optaxclip.rules`, or a tree prefix of these.
-      stacked: which axes of a leaf count layers, each of which is clipped separately:
-        1 for the leading axis, (1,) for axis 1, a tree prefix of these, or a function
-        of path and leaf.
+      stacked: which axes of a leaf count layers, each of which is clipped separately: 1
+        for the leading axis, 2 for the two leading ones, (1,) for axis 1, a tree prefix
+        of these, or a function of path and leaf.
       shrink: what a norm over its limit becomes, of `optaxclip.shrinks`. None is
         `hard`.
       eps: added to the norm before it is compared and divided by. 1e-6 gives torch's
@@ -106,8 +107,9 @@ def clip_by_average_norm(
       nonfinite: what a norm that is NaN or inf makes of its tensor: "propagate" NaN,
         "zero" zeros. "raise" raises FloatingPointError (in jit a `checkify.check`).
       mesh_axes: over which mesh axes leaves are split, inside shard_map and pmap:
-        "auto", None, names, or a tree prefix of PartitionSpec, which stacked leaves
-        that are split need.
+        "auto" (right in shard_map with check_vma=True, and for gradients after
+        `lax.pmean`), names that split every leaf, None for the own part of each device,
+        or a tree prefix of PartitionSpec, which stacked leaves that are split need.
 
     Returns:
       A transformation whose state is a `ClipState`, read by `metrics`.

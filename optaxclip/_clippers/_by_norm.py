@@ -58,7 +58,9 @@ def clip_by_global_norm(
         NaN, "zero" makes all zero, "raise" raises FloatingPointError outside jit and is
         a `checkify.check` inside.
       mesh_axes: over which mesh axes leaves are split, inside shard_map and pmap:
-        "auto", None, names, or a tree prefix of PartitionSpec.
+        "auto" (right in shard_map with check_vma=True, and for gradients after
+        `lax.pmean`), names that split every leaf, None for the own part of each device,
+        or a tree prefix of PartitionSpec.
 
     Returns:
       A transformation whose state is a `ClipState`, read by `metrics`. Its `update`
@@ -120,8 +122,9 @@ def clip_by_tensor_norm(
       nonfinite: what a norm that is NaN or inf makes of its tensor: "propagate" NaN,
         "zero" zeros. "raise" raises FloatingPointError (in jit a `checkify.check`).
       mesh_axes: over which mesh axes leaves are split, inside shard_map and pmap:
-        "auto", None, names, or a tree prefix of PartitionSpec, which stacked leaves
-        that are split need.
+        "auto" (right in shard_map with check_vma=True, and for gradients after
+        `lax.pmean`), names that split every leaf, None for the own part of each device,
+        or a tree prefix of PartitionSpec, which stacked leaves that are split need.
 
     Returns:
       A transformation whose state is a `ClipState`, read by `metrics`. Its `update`
@@ -176,9 +179,9 @@ def clip_by_unitwise_norm(
         in): `axis=lambda path, x: tuple(range(1, x.ndim)) or None`.
       ord: the order of the norm: a number above 0, `math.inf`, "rms" or "average".
         None means 2.
-      stacked: which axes of a leaf count layers, each of which is clipped separately:
-        1 for the leading axis, (1,) for axis 1, a tree prefix of these, or a function
-        of path and leaf.
+      stacked: which axes of a leaf count layers, each of which is clipped separately: 1
+        for the leading axis, 2 for the two leading ones, (1,) for axis 1, a tree prefix
+        of these, or a function of path and leaf.
       shrink: what a norm over its limit becomes, of `optaxclip.shrinks`. None is
         `hard`.
       eps: added to the norm before it is compared and divided by. 1e-6 gives torch's
@@ -186,8 +189,10 @@ def clip_by_unitwise_norm(
       nonfinite: what a norm that is NaN or inf makes of its unit: "propagate" NaN,
         "zero" zeros. "raise" raises FloatingPointError (in jit a `checkify.check`).
       mesh_axes: over which mesh axes leaves are split, inside shard_map and pmap:
-        "auto", None, names, or a tree prefix of PartitionSpec, which all leaves that
-        are split need but vectors.
+        "auto" (right in shard_map with check_vma=True, and for gradients after
+        `lax.pmean`), names that split every leaf, None for the own part of each device,
+        or a tree prefix of PartitionSpec, which all leaves that are split need but
+        vectors.
 
     Returns:
       A transformation whose state is a `ClipState`, read by `metrics`.
@@ -243,7 +248,9 @@ def clip_by_group_norm(
       nonfinite: what a norm that is NaN or inf makes of its group: "propagate" NaN,
         "zero" zeros. "raise" raises FloatingPointError (in jit a `checkify.check`).
       mesh_axes: over which mesh axes leaves are split, inside shard_map and pmap:
-        "auto", None, names, or a tree prefix of PartitionSpec.
+        "auto" (right in shard_map with check_vma=True, and for gradients after
+        `lax.pmean`), names that split every leaf, None for the own part of each device,
+        or a tree prefix of PartitionSpec.
 
     Returns:
       A transformation whose state is a `ClipState`, read by `metrics`. Its `update`

@@ -41,7 +41,9 @@ def clip_grads(
         all NaN, "zero" makes all zero, "raise" raises FloatingPointError outside jit
         and is a `checkify.check` inside.
       mesh_axes: over which mesh axes leaves are split, inside shard_map and pmap:
-        "auto", None, names, or a tree prefix of PartitionSpec.
+        "auto" (right in shard_map with check_vma=True, and for gradients after
+        `lax.pmean`), names that split every leaf, None for the own part of each device,
+        or a tree prefix of PartitionSpec.
 
     Returns:
       (grads, norm): the gradients in their dtypes, and their norm before clipping, a

@@ -55,14 +55,15 @@ def larc(
       weight_decay: added as weight_decay * p before clipping, so leave it out of the
         optimizer. At least 0.
       eps: added to the norm of the gradient before dividing. At least 0.
-      stacked: which axes of a leaf count layers, each of which is clipped separately:
-        1 for the leading axis, (1,) for axis 1, a tree prefix of these, or a function
-        of path and leaf.
+      stacked: which axes of a leaf count layers, each of which is clipped separately: 1
+        for the leading axis, 2 for the two leading ones, (1,) for axis 1, a tree prefix
+        of these, or a function of path and leaf.
       nonfinite: what a norm that is NaN or inf makes of its tensor: "propagate" NaN,
         "zero" zeros. "raise" raises FloatingPointError (in jit a `checkify.check`).
       mesh_axes: over which mesh axes leaves are split, inside shard_map and pmap:
-        "auto", None, names, or a tree prefix of PartitionSpec, which stacked leaves
-        that are split need.
+        "auto" (right in shard_map with check_vma=True, and for gradients after
+        `lax.pmean`), names that split every leaf, None for the own part of each device,
+        or a tree prefix of PartitionSpec, which stacked leaves that are split need.
 
     Returns:
       A transformation with a `ClipState`, read by `metrics`: the norm is |g| +

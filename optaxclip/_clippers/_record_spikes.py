@@ -54,7 +54,9 @@ def record_spikes(
       window: how many norms and losses are remembered. A whole number, at least 1.
         Nothing is a spike before there are as many.
       mesh_axes: over which mesh axes leaves are split, inside shard_map and pmap:
-        "auto", None, names, or a tree prefix of PartitionSpec.
+        "auto" (right in shard_map with check_vma=True, and for gradients after
+        `lax.pmean`), names that split every leaf, None for the own part of each device,
+        or a tree prefix of PartitionSpec.
 
     Returns:
       A transformation with a `SpikeState`. Its `update` also takes `grad_norm=`, a norm

@@ -96,8 +96,8 @@ def clip_by_spectral_norm(
         convolutions too. 2 is for attention's (embed, heads, size). An int, a tree
         prefix of ints, or a function of the leaf's path and the leaf.
       stacked: which axes of a leaf count layers, each of which is a matrix: 1 for the
-        leading axis, (1,) for axis 1, a tree prefix of these, or a function of path and
-        leaf.
+        leading axis, 2 for the two leading ones, (1,) for axis 1, a tree prefix of
+        these, or a function of path and leaf.
       nonfinite: what becomes of a leaf whose norm is NaN or inf: "propagate" makes it
         NaN, "zero" makes it zero, "raise" raises FloatingPointError outside jit and is
         a `checkify.check` inside.
@@ -182,8 +182,8 @@ def spectral_norm(
         others are its rows. None means 1, for kernels whose last axis is the output. An
         int, a tree prefix of ints, or a function of the leaf's path and the leaf.
       stacked: which axes of a leaf count layers, each of which is a matrix: 1 for the
-        leading axis, (1,) for axis 1, a tree prefix of these, or a function of path and
-        leaf.
+        leading axis, 2 for the two leading ones, (1,) for axis 1, a tree prefix of
+        these, or a function of path and leaf.
       method: "svd", or "newton_schulz" for matrix products alone. That is within 4e-6
         of it, relatively, and up to m^(1 / 2^17) less where m singular values almost
         tie.

@@ -44,15 +44,16 @@ def zclip(
       eps: added to the deviation when the score is computed, in units of the norm.
       scope: "global", "tensor", or labels: a tree prefix of them, or a function of path
         and leaf.
-      stacked: with scope="tensor", which axes of a leaf count layers, each of which
-        has a norm of its own: 1 for the leading axis, (1,) for axis 1, a tree prefix of
-        these, or a function of path and leaf.
+      stacked: with scope="tensor", which axes of a leaf count layers, each of which has
+        a norm of its own: 1 for the leading axis, 2 for the two leading ones, (1,) for
+        axis 1, a tree prefix of these, or a function of path and leaf.
       nonfinite: what a norm that is NaN or inf makes of all that it measured:
         "propagate" NaN, "zero" zeros. "raise" raises FloatingPointError (in jit a
         `checkify.check`).
       mesh_axes: over which mesh axes leaves are split, inside shard_map and pmap:
-        "auto", None, names, or a tree prefix of PartitionSpec, which stacked leaves
-        that are split need.
+        "auto" (right in shard_map with check_vma=True, and for gradients after
+        `lax.pmean`), names that split every leaf, None for the own part of each device,
+        or a tree prefix of PartitionSpec, which stacked leaves that are split need.
 
     Returns:
       A transformation with a `ClipState`. For each norm it remembers three numbers.

@@ -42,8 +42,9 @@ def global_norm(
       tree: a pytree of arrays.
       ord: the order p: a number above 0, `math.inf`, "rms" or "average". None means 2.
       mesh_axes: over which mesh axes leaves are split, inside shard_map and pmap:
-        "auto", None, names, or a tree prefix of PartitionSpec. "auto" is right under
-        jit, in shard_map with check_vma=True, and for gradients after `lax.pmean`.
+        "auto" (right in shard_map with check_vma=True, and for gradients after
+        `lax.pmean`), names that split every leaf, None for the own part of each device,
+        or a tree prefix of PartitionSpec.
 
     Returns:
       A scalar, float32 (float64 if a leaf has 64 bits). 0 for an empty tree.
@@ -82,8 +83,9 @@ def tensor_norm(
         leaf's path ("blocks/w") and the leaf. Leaves that share one value must have the
         same number of layers.
       mesh_axes: over which mesh axes leaves are split, inside shard_map and pmap:
-        "auto", None, names, or a tree prefix of PartitionSpec, which stacked leaves
-        that are split need.
+        "auto" (right in shard_map with check_vma=True, and for gradients after
+        `lax.pmean`), names that split every leaf, None for the own part of each device,
+        or a tree prefix of PartitionSpec, which stacked leaves that are split need.
 
     Returns:
       A tree of the same structure: a scalar for each leaf (for stacked leaves an array
@@ -124,11 +126,14 @@ def unitwise_norm(
         the last (axis 0 alone at rank 3). In stacked leaves axes count within one
         layer.
       ord: the order: a number above 0, `math.inf`, "rms" or "average". None means 2.
-      stacked: which axes of a leaf count layers: 1 for the leading axis, (1,) for axis
-        1, a tree prefix of these, or a function of path and leaf.
+      stacked: which axes of a leaf count layers: 1 for the leading axis, 2 for the two
+        leading ones, (1,) for axis 1, a tree prefix of these, or a function of path and
+        leaf.
       mesh_axes: over which mesh axes leaves are split, inside shard_map and pmap:
-        "auto", None, names, or a tree prefix of PartitionSpec, which all leaves that
-        are split need but vectors.
+        "auto" (right in shard_map with check_vma=True, and for gradients after
+        `lax.pmean`), names that split every leaf, None for the own part of each device,
+        or a tree prefix of PartitionSpec, which all leaves that are split need but
+        vectors.
 
     Returns:
       A tree of the same structure, with the summed axes kept at size 1 (a scalar for a
@@ -161,7 +166,9 @@ def group_norm(
         `optax.partition`, or a function of a leaf's path ("blocks/w") and the leaf.
       ord: the order: a number above 0, `math.inf`, "rms" or "average". None means 2.
       mesh_axes: over which mesh axes leaves are split, inside shard_map and pmap:
-        "auto", None, names, or a tree prefix of PartitionSpec.
+        "auto" (right in shard_map with check_vma=True, and for gradients after
+        `lax.pmean`), names that split every leaf, None for the own part of each device,
+        or a tree prefix of PartitionSpec.
 
     Returns:
       A dict from label to scalar.

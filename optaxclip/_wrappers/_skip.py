@@ -62,7 +62,9 @@ def skip_nonfinite(
       max_consecutive: after this many skipped steps in a row the next is not skipped,
         whatever it is. At least 0. None for never.
       mesh_axes: over which mesh axes leaves are split, inside shard_map and pmap:
-        "auto", None, names, or a tree prefix of PartitionSpec.
+        "auto" (right in shard_map with check_vma=True, and for gradients after
+        `lax.pmean`), names that split every leaf, None for the own part of each device,
+        or a tree prefix of PartitionSpec.
 
     Returns:
       A transformation with a `SkipState`.
@@ -118,7 +120,9 @@ def skip_step(
         name is `value`, as in optax: under another, such as `loss`, it only goes on to
         the optimizer.
       mesh_axes: over which mesh axes leaves are split, inside shard_map and pmap:
-        "auto", None, names, or a tree prefix of PartitionSpec.
+        "auto" (right in shard_map with check_vma=True, and for gradients after
+        `lax.pmean`), names that split every leaf, None for the own part of each device,
+        or a tree prefix of PartitionSpec.
 
     Returns:
       A transformation with a `SkipState`.
@@ -178,7 +182,9 @@ def skip_spikes(
         whatever it is, because a run that only skips should fail visibly. At least 0.
         None for never.
       mesh_axes: over which mesh axes leaves are split, inside shard_map and pmap:
-        "auto", None, names, or a tree prefix of PartitionSpec.
+        "auto" (right in shard_map with check_vma=True, and for gradients after
+        `lax.pmean`), names that split every leaf, None for the own part of each device,
+        or a tree prefix of PartitionSpec.
 
     Returns:
       A transformation with a `SkipState`. Its `update` also takes `grad_norm=`, a norm

@@ -13,6 +13,8 @@ import numpy as np
 from .._other_names import with_our_names
 from ._columns import TENSORBOARD, column_of_norms, listed
 
+# What `metrics` writes for a clipper, and for a wrapper that skips steps.
+CLIPPER, SKIPPER = "clip/norm_before", "skip/norm"
 # One dict for each step: {"step": "0", "grad_norm": "1.5"}. Entries of a CSV are text.
 Rows = list[dict[str, Any]]
 
@@ -34,8 +36,9 @@ def read_history(path: str | Path, column: str | None = None) -> np.ndarray:
         for each step, on lines of their own or in an array, or the array of
         TensorBoard. {"train": {"norm": 1.5}} has the column train/norm.
       column: the name to read. None takes what `metrics` and loggers call the norm:
-        clip/norm_before, grad_norm, train/grad_norm, norm and the like. Steps without
-        it are left out.
+        clip/norm_before, grad_norm, train/grad_norm, norm and the like. Where steps
+        were skipped with the clipper, it takes skip/norm, which has the norms of
+        those too. Steps without an entry are left out.
 
     Returns:
       The norms, float64[steps].
@@ -75,6 +78,7 @@ def read_log(path: str | Path, column: str | None = None) -> Log:
         )
     if column is None:
         column = column_of_norms(path, names)
+        column = _of_every_step(path, rows, column)
     if column not in names:
         raise ValueError(
             f"read_history: column={column!r} is not in {path}, which has "
@@ -94,10 +98,31 @@ def _names_of(rows: Rows) -> list[str]:
     return [name for name in names if name]
 
 
+def _of_every_step(path: Path, rows: Rows, column: str) -> str:
+    """The column of a wrapper that skips steps, where it has norms that a clipper
+    inside it has not: in a skipped step the clipper keeps the norm of an earlier one.
+    """
+    if not column.endswith(CLIPPER):
+        return column
+    other = column.removesuffix(CLIPPER) + SKIPPER
+    both = [row for row in rows if _is_known(row, column, other)]
+    if not both:
+        return column
+    clipper, skipper = (_numbers(path, both, name) for name in (column, other))
+    # A wrapper behind the clipper has norms after clipping, which are not larger.
+    missed = np.isfinite(clipper) & ~(skipper <= 1.001 * clipper)
+    return other if missed.any() else column
+
+
+def _is_known(row: dict[str, Any], *columns: str) -> bool:
+    """Whether there are entries: not None, as in JSON, and not empty, as in a CSV."""
+    entries = [row.get(column) for column in columns]
+    return all(x is not None and str(x).strip() for x in entries)
+
+
 def _numbers(path: Path, rows: Rows, column: str) -> np.ndarray:
-    entries = [row.get(column) for row in rows]
-    # Steps without a norm: None in JSON, an empty entry in a CSV.
-    known = [x for x in entries if x is not None and str(x).strip()]
+    # Steps without a norm are left out.
+    known = [row[column] for row in rows if _is_known(row, column)]
     where = f"read_history: the column {column!r} of {path} must hold numbers"
     if not known:
         raise ValueError(f"{where}, got empty entries only.")

@@ -1,0 +1,52 @@
+"""Logs of a clipper and a wrapper that skips steps, one inside or behind the other."""
+
+import json
+
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import optaxclip
+
+NORMS = [1.0, 2.0, 100.0, 1.5, float("nan"), 0.5]
+
+
+def logged(path, optimizer):
+    """Writes what `metrics` finds in each step."""
+    state = optimizer.init(jnp.zeros(1))
+    lines = []
+    for norm in NORMS:
+        _, state = optimizer.update(jnp.array([norm]), state, jnp.zeros(1))
+        found = optaxclip.metrics(state)
+        lines.append(json.dumps({name: float(x) for name, x in found.items()}))
+    path.write_text("\n".join(lines))
+    return path
+
+
+@pytest.mark.parametrize("limit", [1.8, 50.0])
+def test_norms_of_skipped_steps_are_read(tmp_path, limit):
+    inside = optax.chain(optaxclip.clip_by_global_norm(limit), optax.sgd(0.1))
+    path = logged(tmp_path / "log.jsonl", optaxclip.skip_spikes(inside, 10.0))
+    np.testing.assert_array_equal(optaxclip.replay.read_history(path), NORMS)
+
+
+@pytest.mark.parametrize("limit", [1.8, 50.0])
+def test_norms_before_a_clip_in_front_are_read(tmp_path, limit):
+    behind = optaxclip.skip_spikes(optax.sgd(0.1), 10.0)
+    chain = optax.chain(optaxclip.clip_by_global_norm(limit), behind)
+    path = logged(tmp_path / "log.jsonl", chain)
+    np.testing.assert_array_equal(optaxclip.replay.read_history(path), NORMS)
+
+
+def test_a_column_that_is_named_is_read(tmp_path):
+    inside = optax.chain(optaxclip.clip_by_global_norm(1.8), optax.sgd(0.1))
+    path = logged(tmp_path / "log.jsonl", optaxclip.skip_spikes(inside, 10.0))
+    found = optaxclip.replay.read_history(path, "clip/norm_before")
+    np.testing.assert_array_equal(found, [1.0, 2.0, 2.0, 1.5, 1.5, 0.5])
+
+
+def test_steps_without_both_norms_decide_nothing(tmp_path):
+    path = tmp_path / "log.csv"
+    path.write_text("clip/norm_before,skip/norm\n1,\n,9\n3,3\n")
+    np.testing.assert_array_equal(optaxclip.replay.read_history(path), [1.0, 3.0])
