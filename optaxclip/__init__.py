@@ -1,7 +1,7 @@
 """Gradient clipping for JAX, as optax transformations.
 
-A clipper answers three questions: how long is it (norm), how long may it be (limit),
-and what if it is longer (shrink).
+A clipper answers three questions. How long is the gradient? (norm) How long may it be?
+(limit) What becomes of a longer one? (shrink)
 
     norms        global_norm, tensor_norm, unitwise_norm, group_norm, spectral_norm,
                  check_replicated

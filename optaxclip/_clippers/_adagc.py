@@ -35,10 +35,15 @@ def adagc(
         afterwards  h = min(1, ratio * average / |g|)  average <- decay * average +
                                                          (1 - decay) * h |g|
 
-    One tensor that spikes is clipped alone. All others pass bit for bit, where a global
-    clip would shorten them too. After the warm-up what is let through grows by at most
-    1 + (1 - decay) * (ratio - 1) a step. Both norms come from one reading of the
+    After the warm-up one tensor that spikes is clipped alone. All others pass bit for
+    bit, where a global clip would shorten them too. What is let through grows by at
+    most 1 + (1 - decay) * (ratio - 1) a step. Both norms come from one reading of the
     gradients: the global norm is the norm of the tensors' norms.
+
+    In the warm-up one factor shortens all tensors, and the averages become the
+    shortened norms. So a spike of 10,000 times the limit there holds every tensor back
+    for thousands of steps. Put `skip_step` around the optimizer, or choose `max_norm`
+    so that the warm-up clips little.
 
     Args:
       ratio: at least 0. The paper's code has 1.05 with a decay of 0.98, later runs 1.04

@@ -26,7 +26,9 @@ def adagn(
 ) -> optax.GradientTransformationExtraArgs:
     """Makes each tensor as long as the quotient of its norm's moments, about 1.
 
-        new norm = mean / (sqrt(mean of squares) + eps)
+        mean   <- decay1 * mean + (1 - decay1) * |g|       both corrected for their
+        square <- decay2 * square + (1 - decay2) * |g|^2   start, as in Adam
+        new norm = mean / (sqrt(square) + eps)
 
     Every gradient becomes about as long as 1, and less where norms vary, whatever the
     scale of the loss. Stable-SPAM puts `adaclip` first, then this, then Adam with

@@ -33,6 +33,7 @@ def aggc(
 
         new norm = the norm, within [max(floor, low * average), high * average]
                    and within [down * norm, up * norm]
+        average <- decay * average + (1 - decay) * new norm
 
     A group that explodes does not shorten the others, and one that dies away can be
     lifted.
@@ -43,7 +44,7 @@ def aggc(
       scope: labels, such as the kind of the layer, as a tree prefix or a function of
         path and leaf, or "tensor" or "global".
       decay: of the average, in [0, 1]. A number or a schedule.
-      floor: the lower edge is at least this, in units of the norm.
+      floor: the lower edge is at least this, in units of the norm. At least 0.
       up: how far one step is lengthened at most, at least 1.
       down: how far one step is shortened at most, in [0, 1].
       raise_small: whether norms below the band are lifted. Otherwise they pass.

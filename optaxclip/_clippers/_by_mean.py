@@ -144,7 +144,8 @@ def clip_by_block_rms(threshold: Any) -> optax.GradientTransformationExtraArgs:
     """Clips the root mean square of each leaf, as `optax.clip_by_block_rms`.
 
     Args:
-      threshold: a number at least 0, or anything else that `clip_by_tensor_rms` takes.
+      threshold: the limit of the root mean square: a number at least 0, an array, a
+        schedule, None, a rule of `optaxclip.rules`, or a tree prefix of these.
 
     Returns:
       A transformation whose state is a `ClipState`.

@@ -168,6 +168,8 @@ def clip_by_unitwise_norm(
 ) -> optax.GradientTransformationExtraArgs:
     """Clips the norm of each unit: of the weights that feed one output.
 
+        g_u * min(1, c / |g_u|)        for each unit u
+
     Args:
       max_norm: a number at least 0, an array, a schedule, None, a rule of
         `optaxclip.rules`, or a tree prefix of these. An array may hold one limit for
@@ -233,6 +235,8 @@ def clip_by_group_norm(
     mesh_axes: MeshAxes = "auto",
 ) -> optax.GradientTransformationExtraArgs:
     """Clips the norm of each group of leaves: one norm and one limit for each label.
+
+        g_k * min(1, c_k / |g_k|)        for the leaves of group k together
 
     Args:
       max_norm: one limit for every group, or a dict from label to limit. A limit is a

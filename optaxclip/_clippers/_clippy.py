@@ -51,8 +51,8 @@ def clippy(
                             it does where a weight is NaN
 
     One weight near 0 holds its whole tensor to `absolute`, which therefore decides how
-    fast weights leave 0. In a jitted step on a CPU it needs temporary memory of about
-    twice the updates.
+    fast weights leave 0. In a jitted step on a CPU it needs memory for one to two
+    copies of the updates, and for up to two of the largest leaf.
 
     Args:
       relative: the share of itself that a weight may move by. At least 0. The code has
@@ -70,7 +70,7 @@ def clippy(
 
     Returns:
       A transformation with a `ClipState`, read by `metrics`: the norm is the largest
-      |u_i| of a tensor, the limit how large it may be.
+      |u_i| / (relative * |p_i| + absolute) of a tensor, and the limit is 1.
 
     Raises:
       ValueError: a negative or NaN bound, or `update` without params.

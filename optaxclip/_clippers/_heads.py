@@ -24,8 +24,9 @@ class Heads(NamedTuple):
         axis for each of their dimensions, such as (0, -2).
       width: entries of that axis in one head: 1 for an axis of heads, the size of a
         head where heads and their entries share the axis, as in (768, 768).
-      heads: which heads of the leaf, from and to.
-      entries: which entries of a head, from and to, within `width`, or along the axis
+      heads: which heads of the leaf: (start, stop) as in a slice, without stop.
+        (None, None) is all.
+      entries: which entries of a head: (start, stop) within `width`, or along the axis
         behind the heads if that is 1.
 
     Example:

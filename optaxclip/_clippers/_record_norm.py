@@ -20,8 +20,8 @@ def record_norm(
 ) -> optax.GradientTransformationExtraArgs:
     """Clips nothing, and keeps the norms for `metrics`.
 
-    Beside a clipper in the same jitted step it costs nothing, since XLA computes equal
-    sums once.
+    In the same jitted step as a clipper with the same sums it reads nothing more on a
+    CPU, since XLA computes equal sums once.
 
     Args:
       norm: from a tree to its norms: `global_norm`, `tensor_norm`, or a function of

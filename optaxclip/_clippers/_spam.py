@@ -78,9 +78,9 @@ def spam(
       threshold: how many times its usual square a square may be. At least 0. A number
         or a schedule.
       decay: of the average, in [0, 1]. A number or a schedule.
-      warmup: the number of the first update that is clipped, and how many updates from
-        each reset on are not, because v has seen too little by then. Where v is 0,
-        nothing is clipped either. At least 0.
+      warmup: how many updates from each reset on are not clipped, since v has seen too
+        little by then. At the start, the number of the first update that is clipped.
+        Where v is 0, nothing is clipped either. At least 0.
       every: the average starts anew before each update whose number is a multiple of
         this, as in `reset_momentum`. None for never. A whole number, at least 1.
 

@@ -31,7 +31,10 @@ def zclip(
 ) -> optax.GradientTransformationExtraArgs:
     """Clips norms with a z-score above `z`, the further off the more.
 
-        limit_t = mean + (z^2 / score) * deviation    where score > z
+        score = (norm - mean) / (deviation + eps)
+        limit = mean + (z^2 / score) * deviation    where score > z
+
+    Mean and deviation are those of the clipped norms, as moving averages.
 
     Args:
       z: a norm with a score above it is clipped. At least 0. A number or a schedule.

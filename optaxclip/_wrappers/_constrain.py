@@ -58,7 +58,7 @@ def constrain(
     Returns:
       A transformation with the state of the clipper, whose norms are those of the moved
       weights. `update` needs params, and passes extra arguments on, but for `grad_norm`
-      and `limit`, which speak of gradients. Where a clipper with nonfinite="zero"
+      and `limit`, which are about gradients. Where a clipper with nonfinite="zero"
       clears a broken step, the weights stay as they are.
 
     Raises:

@@ -113,8 +113,9 @@ def skip_step(
       sigmas: how many standard deviations above the mean are allowed. At least 0. A
         number or a schedule.
       window: how many norms and losses are remembered. A whole number, at least 1. The
-        first step that can be skipped is number window / 2, 64 by default. The length
-        is part of the state: a restored state goes on with its own.
+        first step that can be skipped is number max(3, window // 2), 64 by default,
+        counted from 1. The length is part of the state: a restored state goes on with
+        its own.
       on_loss: whether to look at the loss too. None looks at it in the steps in which
         `update(..., value=loss)` is given it, True demands it, False ignores it. Its
         name is `value`, as in optax: under another, such as `loss`, it only goes on to

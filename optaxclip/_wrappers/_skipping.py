@@ -21,20 +21,33 @@ from ._select_early import update_unless
 
 @exported
 class SkipState(NamedTuple):
-    """What a skipping optimizer knows after a step."""
+    """What a skipping optimizer knows after a step. `metrics` reads it by name.
 
-    step: jax.Array  # int32[]: updates seen, skipped ones counted
-    norm: jax.Array  # float32[]: the global norm of the last gradient
-    limit: jax.Array  # float32[]: what it was held against
-    value: jax.Array  # float32[]: the loss, 0 without a rule for it
-    value_limit: jax.Array  # float32[]: what it was held against
-    skipped: jax.Array  # int32[]: steps skipped
-    skipped_recently: jax.Array  # float32[]: their share of about the last 100
-    nonfinite: jax.Array  # int32[]: steps whose norm or loss was NaN or inf
-    consecutive: jax.Array  # int32[]: steps skipped in a row, up to now
-    memory: Any  # the rule's
-    value_memory: Any  # the loss rule's
-    # the optimizer's, after the last step that was not skipped
+    Attributes:
+      step: updates seen, skipped ones counted.
+      norm: the global norm of the last gradient.
+      limit: what the norm was held against.
+      value: the last loss, 0 without a rule for it.
+      value_limit: what the loss was held against.
+      skipped: steps skipped.
+      skipped_recently: their share of about the last 100 steps.
+      nonfinite: steps whose norm or loss was NaN or inf.
+      consecutive: steps skipped in a row, up to now.
+      memory, value_memory: what the rules of norm and loss remember.
+      inner_state: the optimizer's state after the last step that was not skipped.
+    """
+
+    step: jax.Array  # int32[]
+    norm: jax.Array  # float32[]
+    limit: jax.Array  # float32[]
+    value: jax.Array  # float32[]
+    value_limit: jax.Array  # float32[]
+    skipped: jax.Array  # int32[]
+    skipped_recently: jax.Array  # float32[]
+    nonfinite: jax.Array  # int32[]
+    consecutive: jax.Array  # int32[]
+    memory: Any
+    value_memory: Any
     inner_state: Any
 
 

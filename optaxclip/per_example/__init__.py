@@ -9,7 +9,7 @@ already mixed with the rest. Use this against outliers and wrong labels, against
 tails, and for DP-SGD. It adds no noise and keeps no account: privacy needs both, and
 jax_privacy (https://github.com/google-deepmind/jax_privacy) has them.
 
-    from a loss        clipped_grad: like jax.grad, at about its price.
+    from a loss        clipped_grad: like jax.grad of a mean loss.
                        explain_clipped_grad: how it does it.
                        noise_scale: how much the gradients of examples differ
     from gradients     per_example_global_norm_clip, per_example_layer_norm_clip: the

@@ -26,25 +26,27 @@ from ._weights import limits_of, weigh
 class ClippedGrad(NamedTuple):
     """The gradient, and what was seen of each example.
 
-    `norms` and `factors` are trees like `max_norm`: one array if that is one number.
+    Attributes:
+      grads: like the parameters, in their dtypes: the mean, or the sum, of the clipped
+        gradients.
+      norms: norms before clipping, a tree like `max_norm`, one array if that is one
+        number. 0 where masked, NaN or inf where broken.
+      factors: what each example's gradient was multiplied by, a tree like `norms`. 0
+        where masked or broken.
+      nonfinite: examples left out because a norm of theirs is NaN or inf.
+      divisor: examples that are not masked, by which the sum was divided. None for the
+        sum itself, with `mean=False`.
+      values: the loss of each example.
+      aux: what the loss returned beside its value. None without `has_aux`.
     """
 
-    # like the parameters, in their dtypes: the mean, or the sum, of the clipped
-    # gradients
     grads: Any
-    # float32[batch]: norms before clipping. 0 where masked, NaN or inf where broken.
-    norms: Any
-    # float32[batch]: what each example's gradient was multiplied by. 0 where masked or
-    # broken.
-    factors: Any
-    # int32[]: examples that were left out because a norm of theirs is NaN or inf
-    nonfinite: jax.Array
-    # int32[]: examples that are not masked, by which the sum was divided. None for the
-    # sum itself, with `mean=False`
-    divisor: jax.Array | None
-    values: jax.Array  # float[batch]: the loss of each example
-    # [batch, ...]: what the loss returned beside its value. None without has_aux.
-    aux: Any
+    norms: Any  # float32[batch]
+    factors: Any  # float32[batch]
+    nonfinite: jax.Array  # int32[]
+    divisor: jax.Array | None  # int32[]
+    values: jax.Array  # float[batch]
+    aux: Any  # [batch, ...]
 
 
 @with_our_names

@@ -74,9 +74,9 @@ def explain_clipped_grad(
 
     Returns:
       A function of the arguments of `loss`, with batches for examples. It returns an
-      `Explanation`, whose text is a table. Bytes kept are those of the inputs and
-      cotangents of a parameter's uses, for a microbatch, bytes made are those of one
-      example.
+      `Explanation`, whose text is a table. `kept` is the bytes of the inputs and
+      cotangents of a parameter's uses, for one microbatch. `made` is the bytes that one
+      example adds while its norm is computed.
 
     | norm by | is | for |
     |---|---|---|

@@ -12,14 +12,18 @@ from ._clipped_grad import ClippedGrad
 
 
 class NoiseScale(NamedTuple):
-    """How much gradients of examples differ, beside what they have in common."""
+    """How much gradients of examples differ, beside what they have in common.
 
-    # float[]: noise / signal. inf where signal is not above 0: the batch is too small
-    # to tell the gradient from noise
-    scale: jax.Array
-    # float[]: tr(Sigma), of the covariance of examples' gradients
-    noise: jax.Array
-    signal: jax.Array  # float[]: |G|^2. By chance it may be negative
+    Attributes:
+      scale: noise / signal. inf where signal is not above 0: the batch is too small to
+        tell the gradient from noise.
+      noise: tr(Sigma), of the covariance of examples' gradients.
+      signal: |G|^2. By chance it may be negative.
+    """
+
+    scale: jax.Array  # float[]
+    noise: jax.Array  # float[]
+    signal: jax.Array  # float[]
 
 
 @with_our_names

@@ -19,16 +19,22 @@ from ._replay import Replay, array_of_norms, first_memory, replayed
 
 
 class Suggestion(NamedTuple):
-    """One candidate rule."""
+    """One candidate rule.
 
-    # Python that makes it after `import optaxclip`. `skip_step` is wrapped around an
-    # optimizer, which is called so.
+    Attributes:
+      rule: Python that makes it after `import optaxclip`. `skip_step` is wrapped around
+        an optimizer, which is called so.
+      limit: at the last step, in units of the norm.
+      clip_rate: the share of steps clipped, in [0, 1].
+      mean_factor: what the clipped steps would have been multiplied by, on average. 1
+        without any.
+      recommended: whether to start with it. One candidate is marked.
+    """
+
     rule: str
-    limit: float  # at the last step
-    clip_rate: float  # share of steps clipped, in [0, 1]
-    # What the clipped steps would have been multiplied by, on average. 1 without any.
+    limit: float
+    clip_rate: float
     mean_factor: float
-    # Whether to start with it: one of them is marked.
     recommended: bool = False
 
 

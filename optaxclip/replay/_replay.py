@@ -21,16 +21,21 @@ from ..shrinks import Shrink, shrink_of
 
 
 class Replay(NamedTuple):
-    """What a rule made of recorded norms: one entry for each step."""
+    """What a rule made of recorded norms: one entry for each step.
 
-    norms: jax.Array  # float32[steps, ...]: as recorded
-    limits: jax.Array  # float32[steps, ...]: what each was held against
-    # float32[steps, ...]: what the updates would have been multiplied by. NaN where the
-    # norm was not finite, or the limit NaN.
-    factors: jax.Array
-    # bool[steps, ...]: the steps that would have been changed, without those whose
-    # factor is NaN
-    clipped: jax.Array
+    Attributes:
+      norms: float32[steps, ...]: as recorded.
+      limits: float32[steps, ...]: what each was held against.
+      factors: float32[steps, ...]: what the updates would have been multiplied by. NaN
+        where the norm was not finite, or the limit NaN.
+      clipped: bool[steps, ...]: the steps that would have been changed, without those
+        whose factor is NaN.
+    """
+
+    norms: jax.Array  # float32[steps, ...]
+    limits: jax.Array  # float32[steps, ...]
+    factors: jax.Array  # float32[steps, ...]
+    clipped: jax.Array  # bool[steps, ...]
 
 
 @with_our_names

@@ -33,8 +33,8 @@ class EmaRatio(Rule):
         limit = ratio * average                                   one rate
         limit = target * second    where norm > ratio * average   two rates
 
-    The defaults remember the smaller of norm and limit, so that one spike does not
-    excuse the next. With a ratio near 1 the norm then grows by at most
+    The defaults remember the smaller of norm and limit, so that a spike does not raise
+    the limit for the next one. With a ratio near 1 the norm then grows by at most
     1 + (1 - decay) * (ratio - 1) a step.
 
     Args:
@@ -48,7 +48,7 @@ class EmaRatio(Rule):
         Otherwise they start at the first norm.
       remember: "clipped" for the smaller of the norm and this rule's limit, whatever
         the clipper's shrink makes of them. "raw" for the norm as it came.
-      warmup: how many norms are seen before there is a limit. At least 0; there is no
+      warmup: how many norms are seen before there is a limit. At least 0. There is no
         limit before the first norm.
 
     Raises:
