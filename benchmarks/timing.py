@@ -37,6 +37,17 @@ class Program(NamedTuple):
     temporary: float
 
 
+def repeated(run: Callable[[], Any], seconds: float) -> Contestant:
+    """A contestant that runs as often as it takes to fill so many seconds."""
+    jax.block_until_ready(run())  # compiles, or fills caches
+    calls = max(1, math.ceil(seconds / _seconds(Contestant(run))))
+
+    def run_all() -> Any:
+        return [run() for _ in range(calls)][-1]
+
+    return Contestant(run_all, calls=calls)
+
+
 def race(contestants: dict[Name, Contestant], rounds: int) -> dict[Name, list[float]]:
     """The seconds of each contestant in each round."""
     names = list(contestants)

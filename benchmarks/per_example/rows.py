@@ -17,6 +17,7 @@ Tree = dict[str, Any]
 
 COLUMNS = ("model", "gradient", "time", "temporary memory", "compile")
 
+LONG = 0.2  # seconds: a call that takes less is repeated, or its time is noise
 SAME = 1e-5  # rounding is below, and a factor that is missing above
 
 
@@ -75,7 +76,7 @@ def _raced(
     """The seconds of all methods, in three times as many rounds for those that take at
     most three times as long as their base: small differences need more of them.
     """
-    contestants = {name: timing.Contestant(run) for name, run in runs.items()}
+    contestants = {name: timing.repeated(run, LONG) for name, run in runs.items()}
     seconds = timing.race(contestants, rounds)
     close = {
         name: contestant
