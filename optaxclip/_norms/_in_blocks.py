@@ -164,7 +164,7 @@ def evenly(places: list[int], most: int) -> Iterator[list[int]]:
 def in_blocks(
     each: list[Any],
     places: list[Place],
-    stack: Callable[[list[jax.Array]], jax.Array] = jnp.stack,
+    stack: Callable[[list[Any]], Any] = jnp.stack,
 ) -> list[jax.Array]:
     """The blocks of norms, or of other numbers for each norm, given one by one."""
     rows: dict[int, list[Any]] = {}
@@ -182,7 +182,7 @@ def in_blocks(
 
 def stacked(
     numbers: list[Number],
-    stack: Callable[[list[jax.Array]], jax.Array] = jnp.stack,
+    stack: Callable[[list[Any]], Any] = jnp.stack,
 ) -> jax.Array:
     """The numbers as one array. Rows of one vector are taken out together."""
     rows = [number for number in numbers if isinstance(number, Row)]
@@ -197,9 +197,8 @@ def stacked(
 
 
 def taken_out(number: Number) -> jax.Array:
-    if isinstance(number, Row):
-        return number.vector[number.row]
-    return jnp.asarray(number)
+    is_row = isinstance(number, Row)
+    return number.vector[number.row] if is_row else number
 
 
 def stack_by_selects(rows: list[jax.Array]) -> jax.Array:

@@ -135,8 +135,10 @@ def _as_matrix(numbers: jax.Array) -> jax.Array:
     # Rows that are filled up XLA does not sum in the kernel that computes them.
     even = (x for x in range(most, most // 2, -1) if numbers.size % x == 0)
     length = next(even, most)
-    filled = jnp.pad(numbers.reshape(-1), (0, -numbers.size % length))
-    return filled.reshape(-1, length)
+    lacking = -numbers.size % length
+    if lacking:
+        numbers = jnp.pad(numbers.reshape(-1), (0, lacking))
+    return numbers.reshape(-1, length)
 
 
 # Jitted, so that it is traced once for all leaves of one shape.

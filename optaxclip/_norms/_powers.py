@@ -68,7 +68,7 @@ def norms_of(
         p = 2.0 if ord is None else float(ord)
         return _norms(p, layout, leaves, None), places
     dtype = norm_dtype(leaves)
-    counts = in_blocks([_count(group, dtype) for group in groups], places)
+    counts = _counts(groups, places, dtype)
     # Divided before the root: a mean is finite even where the norm is not.
     blocks = _norms(2.0, layout, leaves, counts)
     if ord == "average":
@@ -77,7 +77,15 @@ def norms_of(
     return blocks, places
 
 
-def _count(group: Group, dtype: Any) -> jax.Array:
+def _counts(groups: list[Group], places: list[Place], dtype: Any) -> Blocks:
+    """How many numbers each norm sums, in blocks."""
+    each = [_count(group, dtype) for group in groups]
+    # Known sizes are one constant of a program.
+    is_known = all(isinstance(count, np.ndarray) for count in each)
+    return in_blocks(each, places, np.stack if is_known else jnp.stack)
+
+
+def _count(group: Group, dtype: Any) -> Any:
     """How many numbers the norm of a group sums on all devices, at least 1, with its
     rank.
     """
@@ -87,9 +95,10 @@ def _count(group: Group, dtype: Any) -> jax.Array:
         # Each device has a part of the leaf, all of one size.
         size = math.prod(leaf.shape[i] for i in dims)
         total += size * axes_size(split.summed)
-    # A size of jax.export may be a symbol.
-    count = jnp.maximum(jnp.asarray(total), 1).astype(dtype)
     rank = 0 if group.dims is None else group.leaves[0].ndim
+    # A size of jax.export may be a symbol.
+    numbers = np if isinstance(total, int) else jnp
+    count = numbers.maximum(numbers.asarray(total), 1).astype(dtype)
     return count.reshape((1,) * rank)
 
 
