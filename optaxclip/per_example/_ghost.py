@@ -6,6 +6,9 @@ pass, without the gradients of its examples.
     3. Norms of the gradients of examples, from x and g.
     4. The sum of the gradients with factors f, from x and f g: again no backward pass.
 
+Where a backward rule of somebody's own (custom_vjp) leads to a parameter, the gradients
+of examples by it are made in step 4 too: the rule may not be linear.
+
 References: Li, Tramer, Liang, Hashimoto, Large language models can be strong
 differentially private learners, 2022 (arXiv 2110.05679). Bu, Wang, Zha, Karypis,
 Differentially private optimization on large model at small cost, 2023 (arXiv
@@ -28,9 +31,10 @@ from ._interpret import Feed, run
 from ._lengths import Pair, by_gram, by_matrix, by_product, length_of_each
 from ._microbatches import in_microbatches, replace_uncounted
 from ._operands import Operands
+from ._problem import typed_as_varying
 from ._trace import Traced, Use
 from ._ways import Way, ways_of
-from ._weights import Weights, along_batch
+from ._weights import Weights, along_batch, sum_of_leaf
 
 # By the name of a way. The others, "gradient" and "unused", have no factors.
 FROM_FACTORS: dict[str, Callable[[list[Pair]], jax.Array]] = {
@@ -96,18 +100,12 @@ class Ghost(NamedTuple):
         way = self.ways[leaf]
         if way.name == "unused":
             return jnp.zeros(size, jnp.float32)
-        whole = sum(x.nbytes for x in jax.tree.leaves(book))
+        width = self._width(leaf, book, size)
         book = self._part_of(book, [leaf])
         if way.name == "gradient":
             measure = partial(self._from_gradients, leaf)
         else:
             measure = partial(self._from_factors, leaf)
-        # What is made to find norms may be larger than all that was kept.
-        itemsize = jnp.dtype(jnp.float32).itemsize
-        # With an eighth, a network of convolutions took 1.55 times the memory of a
-        # plain gradient on a CPU, and no less time.
-        room = max(whole // 16, LITTLE)
-        width = _divisor(size, max(room // (itemsize * way.size), 1))
         if width >= size:
             return measure(book)
 
@@ -117,6 +115,19 @@ class Ghost(NamedTuple):
             return None, measure(book)
 
         return in_microbatches(step, None, (book,), width)[1]
+
+    def _width(self, leaf: int, book: Book, size: int) -> int:
+        """How many examples are looked at at once: what is made to find norms may be
+        larger than all that was kept.
+        """
+        whole = sum(x.nbytes for x in jax.tree.leaves(book))
+        itemsize = jnp.dtype(jnp.float32).itemsize
+        # With an eighth, a network of convolutions took 1.55 times the memory of a
+        # plain gradient on a CPU, and no less time.
+        room = max(whole // 16, LITTLE)
+        return _divisor(
+            size, max(room // (itemsize * self.ways[leaf].size), 1)
+        )
 
     def _part_of(self, book: Book, leaves: list[int]) -> Book:
         """The book of the uses of some parameters."""
@@ -134,12 +145,42 @@ class Ghost(NamedTuple):
 
     def _from_gradients(self, leaf: int, book: Book) -> jax.Array:
         """The norms from the gradients of the examples, which are made for it."""
+        return length_of_each(self._gradients(leaf, book))
+
+    def _gradients(self, leaf: int, book: Book) -> jax.Array:
+        """The gradients of the examples by one parameter."""
         every = Operands(self.traced, self.uses, self.params)
 
         def of_one(book: Book) -> jax.Array:
             return every.gradients([leaf], book)[0]
 
-        return length_of_each(jax.vmap(of_one)(book))
+        return jax.vmap(of_one)(book)
+
+    def _has_rule(self, leaf: int) -> bool:
+        """Whether a backward rule of somebody's own leads to a parameter."""
+        parts = self.ways[leaf].parts
+        return any(self.uses[part.use].has_rule for part in parts)
+
+    def _sum_of_made(
+        self, leaf: int, book: Book, root: jax.Array, counts: jax.Array
+    ) -> jax.Array:
+        """The weighted sum of gradients of examples that are made for it."""
+        width = self._width(leaf, book, counts.size)
+        book = self._part_of(book, [leaf])
+
+        def step(
+            total: Any, is_real: jax.Array, book: Book, *weights: jax.Array
+        ) -> tuple[Any, None]:
+            root, counts = weights
+            grads = self._gradients(leaf, book)
+            return total + sum_of_leaf(grads, root, counts & is_real), None
+
+        param = self.params[leaf]
+        zeros = jnp.zeros(
+            param.shape, np.promote_types(param.dtype, root.dtype)
+        )
+        start = typed_as_varying((book, param, counts), zeros)
+        return in_microbatches(step, start, (book, root, counts), width)[0]
 
     def weighted_sum(
         self, book: Book, weights: Weights, groups: list[int]
@@ -150,10 +191,13 @@ class Ghost(NamedTuple):
         found = list(map(jnp.zeros_like, self.params))
         # A use that several groups share is weighed with the factors of each.
         for group in sorted(set(groups)):
-            own = [
-                leaf for leaf, number in enumerate(groups) if number == group
-            ]
-            weigh = partial(_weighed, weights.roots[:, group], counts)
+            root, own = weights.roots[:, group], []
+            for leaf, number in enumerate(groups):
+                if number == group and self._has_rule(leaf):
+                    found[leaf] = self._sum_of_made(leaf, book, root, counts)
+                elif number == group:
+                    own.append(leaf)
+            weigh = partial(_weighed, root, counts)
             kept = self._part_of(book, own)
             sums = every.gradients(own, kept, weigh)
             for leaf, total in zip(own, sums):

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from .._jaxpr import is_literal
+from .._jaxpr import has_backward_rule, is_literal
 from ._views import View, view_after
 
 
@@ -26,6 +26,8 @@ class Origin(NamedTuple):
     # the scans whose slices are in it, by depth
     loops: frozenset[int] = frozenset()
     is_data: bool = False  # whether the example is in it
+    # whether a backward rule of somebody's own leads to it, which may not be linear
+    has_rule: bool = False
     view: View | None = None  # set where it is one parameter, rearranged
 
 
@@ -48,6 +50,12 @@ class Use(NamedTuple):
     @property
     def name(self) -> str:
         return "identity" if self.eqn is None else self.eqn.primitive.name
+
+    @property
+    def has_rule(self) -> bool:
+        """Whether a backward rule of somebody's own leads to one of its operands."""
+        own = self.eqn is not None and has_backward_rule(self.eqn)
+        return own or any(origin.has_rule for origin in self.origins)
 
     @property
     def tapped(self) -> list[int]:
@@ -177,7 +185,9 @@ def _step(
     if not any(origin.is_data for origin in ins):
         inside = frozenset().union(*(origin.loops for origin in ins))
         view = view_after(eqn, [origin.view for origin in ins])
-        out = Origin(leaves, inside, view=view)
+        has_rule = any(origin.has_rule for origin in ins)
+        has_rule = has_rule or has_backward_rule(eqn)
+        out = Origin(leaves, inside, view=view, has_rule=has_rule)
         return Evaluate(eqn, out), [out] * len(eqn.outvars)
     data = [DATA] * len(eqn.outvars)
     if not leaves:

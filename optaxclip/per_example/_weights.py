@@ -113,7 +113,7 @@ def weighted_sum(grads: Any, weights: Weights, groups: list[int]) -> Any:
     sums = []
     for leaf, group in zip(leaves, groups):
         root = weights.roots[:, group]
-        sums.append(_weighted_sum(leaf, root, weights.counts))
+        sums.append(sum_of_leaf(leaf, root, weights.counts))
     return treedef.unflatten(sums)
 
 
@@ -171,9 +171,10 @@ def _shrunk(
     return jnp.where(limit == jnp.inf, norms, short)
 
 
-def _weighted_sum(
+def sum_of_leaf(
     leaf: jax.Array, root: jax.Array, counts: jax.Array
 ) -> jax.Array:
+    """The sum over the batch axis of what counts, stretched, in float32 or wider."""
     wide = np.promote_types(leaf.dtype, root.dtype)
     stretched = stretch(leaf.astype(wide), along_batch(root, leaf))
     # Selected, since 0 times NaN is NaN.
