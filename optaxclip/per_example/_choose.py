@@ -56,9 +56,11 @@ def _pays(ghost: Ghost) -> bool:
     """Whether ghost clipping is as exact as one pass, and takes less time."""
     numbers = sum(leaf.size for leaf in ghost.params)
     cost = sum(way.cost for way in ghost.ways)
-    # Ghost clipping makes gradients of 16 bits in 16 bits, and one pass in 32: weighed
-    # there they are rounded twice, and may exceed the limit.
+    # Ghost clipping weighs and adds up gradients in the 16 bits of parameters, or of
+    # what a loss casts them to, and one pass in 32. A sum of 16 bits may stop growing,
+    # and one example may change it by more than the limit.
     exact = all(jnp.finfo(leaf.dtype).bits >= 32 for leaf in ghost.params)
+    exact = exact and not any(use.is_narrow for use in ghost.uses)
     return exact and cost <= MULTIPLICATIONS_PER_NUMBER * numbers
 
 

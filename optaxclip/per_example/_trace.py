@@ -52,6 +52,15 @@ class Use(NamedTuple):
         return "identity" if self.eqn is None else self.eqn.primitive.name
 
     @property
+    def is_narrow(self) -> bool:
+        """Whether gradients by its operands, or cotangents, have 16 bits or fewer."""
+        types = list(self.outs)
+        if self.eqn is not None:
+            types += [self.eqn.invars[place].aval for place in self.places]
+        floats = [x for x in types if jnp.issubdtype(x.dtype, jnp.inexact)]
+        return any(jnp.finfo(x.dtype).bits < 32 for x in floats)
+
+    @property
     def has_rule(self) -> bool:
         """Whether a backward rule of somebody's own leads to one of its operands."""
         own = self.eqn is not None and has_backward_rule(self.eqn)

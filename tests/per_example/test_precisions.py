@@ -88,3 +88,34 @@ def test_bfloat16_parameters_of_a_network():
         np.testing.assert_allclose(
             np.asarray(got, np.float64), want / SIZE, rtol=2**-8, atol=64 * EPS
         )
+
+
+def by_a_bias(p, x):
+    return jnp.sum(p.astype(jnp.bfloat16) * jnp.bfloat16(1) + x * jnp.bfloat16(1))
+
+
+def by_a_table(p, x):
+    return jnp.sum(p.astype(jnp.bfloat16)[x.astype(int)].astype(jnp.float32))
+
+
+def by_a_product(p, x):
+    return jnp.sum((x @ p.astype(jnp.bfloat16)).astype(jnp.float32))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("loss", [by_a_bias, by_a_table, by_a_product])
+def test_an_example_changes_the_sum_by_its_clipped_gradient(loss):
+    """Float32 weights that a loss casts to bfloat16, whose sums stop growing at 256."""
+    count = 512
+    shape = {by_a_bias: (3,), by_a_table: (4, 3), by_a_product: (4, 3)}[loss]
+    params = np.full(shape, 0.5, np.float32)
+    xs = np.zeros(count) if loss is by_a_table else normal(5, count, shape[0])
+    xs = jnp.asarray(xs, jnp.bfloat16)
+    grad = jax.jit(clipped_grad(loss, 1.0, mean=False))
+    whole = grad(params, xs)
+    rest = grad(params, xs, mask=np.arange(count) != 7)
+    change = np.linalg.norm(whole.grads - rest.grads)
+    # Of two sums of so many numbers of at most 1, each addition rounded.
+    tolerance = 2 * count * count * EPS / 2
+    expected = whole.norms[7] * whole.factors[7]
+    np.testing.assert_allclose(change, expected, atol=tolerance)
