@@ -39,8 +39,9 @@ def constrain(
     It changes the update, so it comes last in a chain, after the learning rate.
     `optax.apply_updates` then gives clip(W + u), rounded once to the weights' dtype,
     and not longer by more than that rounding. Where W is far longer than its limit, as
-    in a first step, the update itself is rounded too, towards shorter weights. Weights
-    that are within their limit get the update as it came.
+    in a first step, or the update has fewer bits than W, the update itself is rounded
+    too, towards what is allowed. Weights that are within their limit get the update as
+    it came.
 
     | constraint                        | clipper                                     |
     |-----------------------------------|---------------------------------------------|
@@ -145,7 +146,7 @@ def _step_to(
     held: jax.Array, moved: jax.Array, weight: Any, update: Any, counters: Any
 ) -> jax.Array:
     """The update that takes a weight to where it is held."""
-    leaves = held, jnp.asarray(weight), jnp.asarray(update)
+    leaves = held, moved, jnp.asarray(weight), jnp.asarray(update)
     if jnp.iscomplexobj(moved):
         # Each part is rounded by itself. reduce_precision takes no complex numbers.
         real, imag = (
@@ -163,17 +164,23 @@ def _step_to(
 
 
 def _real_step(
-    held: jax.Array, weight: jax.Array, update: jax.Array
+    held: jax.Array, moved: jax.Array, weight: jax.Array, update: jax.Array
 ) -> jax.Array:
     start = weight.astype(held.dtype)
     goal = _rounded(held, weight.dtype)
     step = _rounded(goal - start, update.dtype)
     # What `optax.apply_updates` makes of weight and update.
     arrived = _rounded(start + step, weight.dtype)
+    # What is not allowed lies where the weight came from, and what was lengthened must
+    # not become longer still.
+    outside = jnp.sign(moved - held)
+    outside = jnp.where(
+        jnp.abs(held) < jnp.abs(moved), outside, jnp.sign(held)
+    )
     # Between 3/4 and 3/2 units of rounding, so that rounding makes it one.
     unit = 0.75 * float(jnp.finfo(update.dtype).eps) * jnp.abs(step)
-    shorter = _rounded(step - jnp.sign(arrived) * unit, update.dtype)
-    return jnp.where(jnp.abs(arrived) > jnp.abs(goal), shorter, step)
+    shorter = _rounded(step - outside * unit, update.dtype)
+    return jnp.where((arrived - goal) * outside > 0, shorter, step)
 
 
 def _rounded(x: jax.Array, dtype: Any) -> jax.Array:

@@ -291,3 +291,20 @@ def test_metrics_show_the_norm_of_the_weights():
     optimizer = optax.chain(optax.sgd(0.1), constrained)
     _, state = optimizer.update(jnp.zeros(2), optimizer.init(params), params)
     assert optaxclip.metrics(state)["clip/norm_before"] == 5.0
+
+
+@pytest.mark.parametrize("update_dtype", DTYPES.values(), ids=DTYPES)
+@every_dtype
+@pytest.mark.parametrize("sign", [1, -1], ids=["not_below_0", "not_above_0"])
+def test_a_bound_on_one_side_holds_in_any_two_dtypes(sign, dtype, update_dtype):
+    weights = jnp.asarray(sign * np.abs(drawn(1000, dtype)), dtype)
+    updates = jnp.asarray(drawn(1000, update_dtype, 1))
+    bounds = {1: (math.inf, 0.0), -1: (0.0, -math.inf)}[sign]
+    constraint = constrain(optaxclip.clip_by_value(*bounds))
+    steps, _ = constraint.update(updates, constraint.init(weights), weights)
+    assert steps.dtype == update_dtype
+    arrived = sign * np.float64(optax.apply_updates(weights, steps))
+    assert (arrived >= 0).all()
+    # About a fourth of the weights would have crossed 0, and is beside it instead.
+    near = arrived <= 2 * eps_of(update_dtype) * np.abs(np.float64(weights))
+    assert near.sum() > 100
