@@ -85,8 +85,19 @@ def test_the_measure_of_copies_sees_the_copy_that_optax_makes():
 
 
 @only_by_a_cpu
-def test_sixteen_bit_gradients_are_copied_at_most_once():
+def test_bfloat16_gradients_are_copied_at_most_once():
     assert compiled_step(optaxclip.clip_by_global_norm(0.5), jnp.bfloat16) <= 1.01
+
+
+@only_by_a_cpu
+def test_float16_gradients_take_at_most_four_times_their_size():
+    assert compiled_step(optaxclip.clip_by_global_norm(0.5), jnp.float16) <= 4.01
+
+
+@only_by_a_cpu
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+def test_optax_takes_twice_the_size_of_sixteen_bit_gradients(dtype):
+    assert 1.9 < compiled_step(optax.clip_by_global_norm(0.5), dtype) <= 2.01
 
 
 @only_by_a_cpu

@@ -207,13 +207,19 @@ def test_every_test_that_the_numerics_page_names_exists():
     assert mentioned and mentioned <= every, mentioned - every
 
 
-def test_the_table_of_edges_leads_to_every_section_in_order():
-    page = (DOCS / "sharp_edges.md").read_text()
-    sections = re.findall(r"^## (.*)$", page, re.MULTILINE)
-    anchors = [
-        re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in sections
-    ]
-    assert re.findall(r"^\| \[.*?\]\(#(.*?)\) \|", page, re.MULTILINE) == anchors
+def anchors_of(page):
+    text = FENCE.sub("", page.read_text())
+    titles = re.findall(r"^#+ (.*)$", text.lower(), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", title).replace(" ", "-") for title in titles}
+
+
+@pytest.mark.parametrize("page", [*PAGES, "../README.md", "../CHANGELOG.md"])
+def test_links_to_a_section_lead_to_one(page):
+    path = DOCS / page
+    links = re.findall(r"\]\(([\w./-]*)#([^)]*)\)", FENCE.sub("", path.read_text()))
+    for target, anchor in links:
+        there = path.parent / target if target else path
+        assert anchor in anchors_of(there), f"{page} links to {target}#{anchor}"
 
 
 def test_links_between_pages_lead_somewhere():
