@@ -35,6 +35,7 @@ class Arrangement(NamedTuple):
 
     sources: list[Source]
     kept: list[Any]  # arrays in the form of the state's blocks
+    places: list[Place]  # of each norm of this step, in the state's blocks
 
     def arrange(self, norms: Norms) -> list[jax.Array]:
         """Numbers of this step in the blocks of the state. Missing ones are 0."""
@@ -49,16 +50,6 @@ class Arrangement(NamedTuple):
                 block = jnp.zeros_like(old).at[rows].set(block)
             arranged.append(block)
         return arranged
-
-    def places(self, norms: Norms) -> list[Place]:
-        """Where each norm of this step is in the blocks of the state."""
-        places = list(norms.places)
-        for block, source in enumerate(self.sources):
-            # [a, b, c] in the state and b missing in this step: put is [0, 2].
-            rows = source.put or range(len(source.numbers))
-            for number, row in zip(source.numbers, rows):
-                places[number] = Place(block, row if source.rows else None)
-        return places
 
     def keep_missing(self, new: list[Any], old: list[Any]) -> list[Any]:
         """The new entries of norms that this step has, and the old ones of the rest."""
@@ -90,7 +81,7 @@ def arrangement(
             f"{call}: state was made for norms of {_shown(known)}, but the updates "
             f"have norms of {_shown(number_of)}. {BEGIN_ANEW}"
         )
-    sources = []
+    sources, places = [], list(norms.places)
     for block, old in zip(names, kept):
         present = [row for row, name in enumerate(block) if name in number_of]
         numbers = [number_of[block[row]] for row in present]
@@ -98,7 +89,8 @@ def arrangement(
         put = None if len(present) == len(block) else present
         rows = bool(numbers) and _has_rows(norms, numbers[0], len(block))
         sources.append(Source(numbers, put, rows))
-        for number in numbers:
+        for number, row in zip(numbers, present):
+            places[number] = Place(len(sources) - 1, row if rows else None)
             # A block of the state has a row for each name, missing ones too.
             shape = (len(block),) * rows + norms.shape(number)
             if jnp.shape(old) != shape:
@@ -106,7 +98,7 @@ def arrangement(
                     f"{call}: state was made for norms of shape {jnp.shape(old)} where "
                     f"the updates have norms of shape {shape}. {BEGIN_ANEW}"
                 )
-    return Arrangement(sources, kept)
+    return Arrangement(sources, kept, places)
 
 
 def _put_rows(rows: list[int], new: Any, old: Any) -> Any:
@@ -180,22 +172,6 @@ def _of_present(
     return prefix.Prefix(tuple(entries))
 
 
-def names_by_rule(rules: list[Rule], norms: Norms) -> list[list[str]]:
-    """The names of the norms in each block: those of one shape and rule together.
-
-    Constant limits count as one rule.
-    """
-    blocks: dict[Any, list[str]] = {}
-    for name, rule, place in zip(
-        prefix.names(norms.paths), rules, norms.places
-    ):
-        # One rule for everything is one object, and one block. A schedule is no number,
-        # so it does not join the constant limits.
-        shared = "constant" if _is_constant(rule) else id(rule)
-        blocks.setdefault((place.block, shared), []).append(name)
-    return list(blocks.values())
-
-
 def rule_of_block(
     rules: list[Rule],
     source: Source,
@@ -227,20 +203,38 @@ def rule_of_block(
     return Constant(block)
 
 
-def first_entry(norms: Norms, rules: list[Rule], names: list[str]) -> Entry:
-    """A block of the first state, from the types of norms."""
+def first_blocks(
+    norms: Norms, rules: list[Rule]
+) -> tuple[list[list[str]], list[Entry]]:
+    """The names and the entries of a first state, from the types of norms.
+
+    Norms of one shape and rule are a block. Constant limits count as one rule.
+    """
+    names = prefix.names(norms.paths)
+    blocks: dict[Any, list[int]] = {}
+    for number, (rule, place) in enumerate(zip(rules, norms.places)):
+        # One rule for everything is one object, and one block. A schedule is no number,
+        # so it does not join the constant limits.
+        shared = "constant" if _is_constant(rule) else id(rule)
+        blocks.setdefault((place.block, shared), []).append(number)
+    named = [[names[i] for i in numbers] for numbers in blocks.values()]
     # The first norm stands for all: a block has one kind of rule and one type.
-    number = prefix.names(norms.paths).index(names[0])
-    place, shape = norms.places[number], norms.shape(number)
+    entries = [
+        _first_entry(norms, rules[numbers[0]], numbers)
+        for numbers in blocks.values()
+    ]
+    return named, entries
+
+
+def _first_entry(norms: Norms, rule: Rule, numbers: list[int]) -> Entry:
+    """The entry of a block of some norms."""
+    place, shape = norms.places[numbers[0]], norms.shape(numbers[0])
     kind = norms.blocks[place.block]
-    rows = _has_rows(norms, number, len(names))
+    rows = _has_rows(norms, numbers[0], len(numbers))
     # An array that has its rule for itself is no row, as it was among the norms.
     skip = int(place.row is not None and not rows)
-    shape = (len(names), *shape) if rows else shape
-
-    def typed(x: Any) -> jax.Array:
-        return typed_as(jnp.asarray(x), kind, skip)
-
+    shape = (len(numbers), *shape) if rows else shape
+    before = typed_as(jnp.zeros(shape, kind.dtype), kind, skip)
     entry = Entry(
         norm=jnp.zeros(shape, kind.dtype),
         # No limit before the first step.
@@ -249,9 +243,10 @@ def first_entry(norms: Norms, rules: list[Rule], names: list[str]) -> Entry:
         clipped=jnp.zeros(shape, jnp.int32),
         clipped_recently=jnp.zeros(shape, jnp.float32),
         nonfinite=jnp.zeros(shape, jnp.int32),
-        memory=rules[number].init(typed(jnp.zeros(shape, kind.dtype))),
+        # A rule may return the very array that it is given.
+        memory=jax.tree.map(jnp.asarray, rule.init(before)),
     )
-    return jax.tree.map(typed, entry)
+    return typed_as(entry, kind, skip)
 
 
 def _is_constant(rule: Rule) -> TypeGuard[Constant]:

@@ -44,8 +44,7 @@ from ..shrinks import Shrink, shrink_of
 from ._blocks import (
     Arrangement,
     arrangement,
-    first_entry,
-    names_by_rule,
+    first_blocks,
     rule_of_block,
     rules_of_norms,
 )
@@ -142,8 +141,7 @@ def _first_state(settings: Settings, rules: Any, params: Any) -> ClipState:
         measure = without_devices(measure)
     norms = types_of(measure, clipped_leaves(params, settings.call))
     of_norm = rules_of_norms(rules, norms, settings.argument)
-    names = names_by_rule(of_norm, norms)
-    entries = [first_entry(norms, of_norm, block) for block in names]
+    names, entries = first_blocks(norms, of_norm)
     return pack(names, jnp.zeros((), jnp.int32), entries)
 
 
@@ -202,7 +200,7 @@ def _update(
     if given[1] is not None or not settings.no_limit:
         roots = [root_between(*each) for each in new_norms]
         # The roots are in the blocks of the state, where rows differ from this step's.
-        norms = norms._replace(places=fit.places(norms))
+        norms = norms._replace(places=fit.places)
         updates = multiply(tree, norms, roots)
         if settings.nonfinite == "zero":
             updates = zero_where_zero(updates, norms, roots)
