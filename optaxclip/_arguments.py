@@ -109,6 +109,16 @@ def check_scalar(argument: str, value: Any) -> None:
         )
 
 
+def check_length(argument: str, value: Any) -> None:
+    """Refuses what is not a whole number, at least 1."""
+    check_number(argument, value, lowest=1)
+    # A traced length passes here. Windows, whose shape it is, refuse it in `init`.
+    if isinstance(value, Tracer):
+        return
+    if np.ndim(value) or not float(value).is_integer():
+        raise ValueError(f"{argument} must be a whole number, got {value!r}.")
+
+
 def check_flag(
     argument: str, value: Any, allowed: str = "True or False"
 ) -> None:

@@ -73,7 +73,7 @@ def arrangement(
     """
     # Matched by name, not by place: a leaf may be None in this step.
     known = {name for block in names for name in block}
-    own = prefix.names_of_known(norms.paths, known)
+    own = prefix.names(norms.paths, known)
     number_of = {name: number for number, name in enumerate(own)}
     # A state of more names is right, as some may be missing. One of fewer is not.
     if not set(number_of) <= known or len(names) != len(kept):

@@ -38,8 +38,7 @@ from .._norms._measures import (
 from .._norms._types import split_as, types_of
 from .._optimizers import check_params
 from ..rules._constant import rule_of, rules_of
-from ..rules._others import Others
-from ..rules._rule import Rule, is_rule
+from ..rules._rule import Rule, further_norms, is_rule
 from ..shrinks import Shrink, shrink_of
 from ._blocks import (
     Arrangement,
@@ -51,10 +50,10 @@ from ._blocks import (
 from ._factors import multiply, root_between, zero_where_zero
 from ._inputs import (
     check_windows,
+    first_instead,
     given_numbers,
     leaves_of,
     params_of,
-    state_or_first,
 )
 from ._limits import can_clip, limit_of
 from ._nonfinite import raise_nonfinite
@@ -114,7 +113,9 @@ def make_clipper(
         limit: Any = None,
         **_: Any,
     ) -> tuple[Any, Any]:
-        state = state_or_first(call, state, rules, partial(init, updates))
+        if not isinstance(state, ClipState):
+            begin = partial(init, updates)
+            state = first_instead(call, state, rules, begin)
         tree = leaves_of(call, updates, params, warn=not no_limit)
         # Weights that no rule looks at would only be another argument of the program.
         weights = params_of(call, tree, params) if with_params else None
@@ -171,16 +172,17 @@ def _update(
     )
     blocks = fit.arrange(norms)
     of_norm = rules_of_norms(rules, norms, settings.argument, names)
-    others = _others(settings, of_norm, fit, norms, params)
+    weights, total = _others(settings, of_norm, fit, norms, params)
     limits, memories = [], []
-    for source, block, norm, entry, other in zip(
-        fit.sources, names, blocks, old, others
+    for source, block, norm, entry, weight in zip(
+        fit.sources, names, blocks, old, weights
     ):
         limit, memory = entry.limit, entry.memory
         # Of a block that is missing in this step no rule is asked.
         if source.numbers:
             rule = rule_of_block(of_norm, source, block, norm, settings.call)
-            asked = rule, norm, memory, state.step, other
+            further = further_norms(rule, weight, total)
+            asked = rule, norm, memory, state.step, *further
             limit, memory = limit_of(*asked, argument=settings.argument)
         limits.append(limit)
         memories.append(memory)
@@ -217,8 +219,8 @@ def _others(
     fit: Arrangement,
     norms: Norms,
     params: Any,
-) -> list[Others]:
-    """For each block, what its rule may need besides its norms: the norms of weights,
+) -> tuple[list[Any], Any]:
+    """What rules may need besides the norms: for each block the norms of its weights,
     and the norm of everything.
     """
     weights: list[Any] = [None] * len(fit.sources)
@@ -226,8 +228,7 @@ def _others(
         check_params(settings.call, params)
         weights = fit.arrange(settings.measure(params))
     with_total = any(rule.needs_total for rule in rules)
-    total = norm_of_norms(norms) if with_total else None
-    return [Others(weight, total) for weight in weights]
+    return weights, norm_of_norms(norms) if with_total else None
 
 
 def _shrink(

@@ -211,5 +211,5 @@ def limits_of(state: ClipState, tree: Any) -> Any:
     """The limit of each leaf of a tree, from the state of a clipper of tensors."""
     entries, treedef = jax.tree_util.tree_flatten_with_path(tree)
     known = state.by_name()
-    names = prefix.names_of_known([path for path, _ in entries], known)
+    names = prefix.names([path for path, _ in entries], known)
     return treedef.unflatten([known[name].limit for name in names])

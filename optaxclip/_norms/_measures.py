@@ -137,9 +137,10 @@ class OwnNorm(NamedTuple):
 def without_devices(measure: Any) -> Any:
     """The same measure outside shard_map, where no mesh axis has a name."""
     # Norms of the user's, and the spectral norm, take no mesh axes.
-    if not hasattr(measure, "mesh_axes"):
+    mesh_axes = getattr(measure, "mesh_axes", "auto")
+    if mesh_axes == "auto":
         return measure
-    return measure._replace(mesh_axes=without_names(measure.mesh_axes))
+    return measure._replace(mesh_axes=without_names(mesh_axes))
 
 
 def _in_rows(
