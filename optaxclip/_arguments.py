@@ -260,6 +260,15 @@ def broadcasts_to(shape: tuple[int, ...], target: tuple[int, ...]) -> bool:
     )
 
 
+def check_shape(shape: Any, own: tuple[int, ...], argument: str) -> None:
+    """Raises where a limit does not broadcast to a norm."""
+    if not broadcasts_to(shape, own):
+        raise ValueError(
+            f"{argument} must be a number for each norm: its shape {shape} does not "
+            f"fit norms of shape {own}."
+        )
+
+
 def as_partial(function: Callable[..., Any]) -> Partial:
     """The function as a node of a pytree, so that JAX can carry it into a compiled
     call. What already is one stays: wrapped again, its arrays would count as code, and

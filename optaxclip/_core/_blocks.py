@@ -11,15 +11,15 @@ from typing import Any, NamedTuple, TypeGuard
 import jax
 import jax.numpy as jnp
 
-from .._arguments import held_in
+from .._arguments import check_shape, held_in
 from .._norms import _prefix as prefix
 from .._norms._in_blocks import Norms, Place, entry_at
 from .._norms._types import typed_as
 from ..rules._constant import Constant
 from ..rules._joined import Joined
 from ..rules._rule import Rule, is_rule
-from ._limits import BEGIN_ANEW, check_shape
-from ._state import Entry
+from ._limits import BEGIN_ANEW
+from ._state import Entry, Names
 
 
 class Source(NamedTuple):
@@ -64,7 +64,7 @@ class Arrangement(NamedTuple):
 
 
 def arrangement(
-    norms: Norms, names: list[list[str]], kept: list[Any], call: str
+    norms: Norms, names: Names, kept: list[Any], call: str
 ) -> Arrangement:
     """How norms fit into a state whose blocks have these names.
 
@@ -134,7 +134,7 @@ def rules_of_norms(
     rules: Any,
     norms: Norms,
     argument: str,
-    names: list[list[str]] | None = None,
+    names: Names = (),
 ) -> list[Rule]:
     """The rule of each norm, from one rule or a tree prefix of rules.
 
@@ -145,7 +145,7 @@ def rules_of_norms(
         one number for each entry of a norm.
     """
     numbers = list(range(len(norms.places)))
-    if is_rule(rules):
+    if isinstance(rules, Rule):
         found = [rules] * len(numbers)
     else:
         table = prefix.freeze(rules, is_rule)
@@ -163,7 +163,7 @@ def rules_of_norms(
 
 
 def _of_present(
-    table: prefix.Prefix, norms: Norms, names: list[list[str]]
+    table: prefix.Prefix, norms: Norms, names: Names
 ) -> prefix.Prefix:
     """The entries of a table without those of labels that are missing in this step."""
     missing = {name for block in names for name in block}
@@ -175,7 +175,7 @@ def _of_present(
 def rule_of_block(
     rules: list[Rule],
     source: Source,
-    names: list[str],
+    names: tuple[str, ...],
     norm: jax.Array,
     call: str,
 ) -> Rule:
@@ -203,9 +203,7 @@ def rule_of_block(
     return Constant(block)
 
 
-def first_blocks(
-    norms: Norms, rules: list[Rule]
-) -> tuple[list[list[str]], list[Entry]]:
+def first_blocks(norms: Norms, rules: list[Rule]) -> tuple[Names, list[Entry]]:
     """The names and the entries of a first state, from the types of norms.
 
     Norms of one shape and rule are a block. Constant limits count as one rule.
@@ -217,7 +215,9 @@ def first_blocks(
         # so it does not join the constant limits.
         shared = "constant" if _is_constant(rule) else id(rule)
         blocks.setdefault((place.block, shared), []).append(number)
-    named = [[names[i] for i in numbers] for numbers in blocks.values()]
+    named = tuple(
+        tuple(names[i] for i in numbers) for numbers in blocks.values()
+    )
     # The first norm stands for all: a block has one kind of rule and one type.
     entries = [
         _first_entry(norms, rules[numbers[0]], numbers)
@@ -254,11 +254,11 @@ def _is_constant(rule: Rule) -> TypeGuard[Constant]:
 
 
 def _shapes(rule: Rule) -> list[Any]:
-    """The shapes of the numbers of a rule."""
+    """The shapes of the arrays of a rule. A number fits every norm."""
     if isinstance(rule, Joined):
         return [shape for each in rule.rules for shape in _shapes(each)]
     values = [getattr(rule, field.name) for field in fields(rule)]
-    return [value.shape for value in values if hasattr(value, "shape")]
+    return [value.shape for value in values if getattr(value, "shape", ())]
 
 
 def _shown(names: Any) -> str:

@@ -38,10 +38,9 @@ from .._norms._measures import (
 from .._norms._types import split_as, types_of
 from .._optimizers import check_params
 from ..rules._constant import rule_of, rules_of
-from ..rules._rule import Rule, further_norms, is_rule
+from ..rules._rule import further_norms, is_rule
 from ..shrinks import Shrink, shrink_of
 from ._blocks import (
-    Arrangement,
     arrangement,
     first_blocks,
     rule_of_block,
@@ -76,6 +75,7 @@ class Settings(NamedTuple):
     shrink: Shrink
     nonfinite: str
     no_limit: bool  # the limit is None, known before any program is traced
+    with_total: bool  # some rule needs the norm of all norms
 
 
 def make_clipper(
@@ -96,12 +96,15 @@ def make_clipper(
     # None is `hard`. A factory such as `smooth` is the shrink with its defaults.
     shrink = shrink_of(shrink, call)
     argument, no_limit = f"{call}: {name}", limit is None
-    settings = Settings(call, argument, measure, shrink, nonfinite, no_limit)
     # One norm takes one limit. Others take a tree prefix of limits.
     one_norm = isinstance(measure, GlobalNorm)
     rules = (rule_of if one_norm else rules_of)(limit, argument)
     each_rule = jax.tree.leaves(rules, is_leaf=is_rule)
     with_params = any(rule.needs_params for rule in each_rule)
+    with_total = any(rule.needs_total for rule in each_rule)
+    settings = Settings(
+        call, argument, measure, shrink, nonfinite, no_limit, with_total
+    )
     init = partial(_first_state, settings, rules)
 
     def update(
@@ -140,10 +143,17 @@ def _first_state(settings: Settings, rules: Any, params: Any) -> ClipState:
     if not jax.sharding.get_abstract_mesh().manual_axes:
         # A state is often made outside the shard_map that it goes into.
         measure = without_devices(measure)
-    norms = types_of(measure, clipped_leaves(params, settings.call))
+    tree = clipped_leaves(params, settings.call)
+    norms = types_of(partial(_measured, measure), tree)
     of_norm = rules_of_norms(rules, norms, settings.argument)
     names, entries = first_blocks(norms, of_norm)
     return pack(names, jnp.zeros((), jnp.int32), entries)
+
+
+# Jitted, so that the first update finds what `init` has traced.
+@partial(jax.jit, static_argnums=0)
+def _measured(measure: Measure, tree: Any) -> Norms:
+    return measure(tree)
 
 
 # Jitted at module level, so that clippers with equal settings share one compilation,
@@ -160,19 +170,22 @@ def _update(
 ) -> tuple[Any, ClipState]:
     """One update: measure, limit, shrink."""
     # 1. Measure. `grad_norm` replaces what was measured.
-    norms = settings.measure(tree)
+    norms = _measured(settings.measure, tree)
     if given[0] is not None:
         norms = norms._replace(
             blocks=_given("grad_norm", given[0], norms, settings)
         )
-    names, old = unpack(state)
+    names, old = state.names, unpack(state)
     # 2. Limit. From here on numbers are in the blocks of the state.
     fit = arrangement(
         norms, names, [entry.norm for entry in old], settings.call
     )
     blocks = fit.arrange(norms)
     of_norm = rules_of_norms(rules, norms, settings.argument, names)
-    weights, total = _others(settings, of_norm, fit, norms, params)
+    weights: list[Any] = [None] * len(blocks)
+    if params is not None:
+        weights = fit.arrange(_measured(settings.measure, params))
+    total = norm_of_norms(norms) if settings.with_total else None
     limits, memories = [], []
     for source, block, norm, entry, weight in zip(
         fit.sources, names, blocks, old, weights
@@ -181,6 +194,8 @@ def _update(
         # Of a block that is missing in this step no rule is asked.
         if source.numbers:
             rule = rule_of_block(of_norm, source, block, norm, settings.call)
+            if rule.needs_params:
+                check_params(settings.call, params)
             further = further_norms(rule, weight, total)
             asked = rule, norm, memory, state.step, *further
             limit, memory = limit_of(*asked, argument=settings.argument)
@@ -192,9 +207,9 @@ def _update(
         # Below 0 it counts as 0, as a limit of the clipper's own.
         limits = [jnp.maximum(limit, 0) for limit in limits]
     # 3. Shrink: (norm, new norm) for each block.
-    new_norms = [
-        _shrink(settings, eps, *each) for each in zip(blocks, limits, memories)
-    ]
+    known = [can_clip(*each) for each in zip(blocks, limits)]
+    found = zip(blocks, limits, known, memories)
+    new_norms = [_shrink(settings, eps, *each) for each in found]
 
     updates = tree
     # Multiplied by 1, they would be other values to XLA, and read again by the next
@@ -206,29 +221,11 @@ def _update(
         updates = multiply(tree, norms, roots)
         if settings.nonfinite == "zero":
             updates = zero_where_zero(updates, norms, roots)
-    found = zip(old, blocks, limits, new_norms, memories)
+    found = zip(old, blocks, limits, known, new_norms, memories)
     entries = [next_entry(state.step, *each) for each in found]
     # Stays at the largest int32 instead of becoming negative.
     step = jnp.asarray(optax.safe_increment(state.step))
     return updates, pack(names, step, fit.keep_missing(entries, old))
-
-
-def _others(
-    settings: Settings,
-    rules: list[Rule],
-    fit: Arrangement,
-    norms: Norms,
-    params: Any,
-) -> tuple[list[Any], Any]:
-    """What rules may need besides the norms: for each block the norms of its weights,
-    and the norm of everything.
-    """
-    weights: list[Any] = [None] * len(fit.sources)
-    if any(rule.needs_params for rule in rules):
-        check_params(settings.call, params)
-        weights = fit.arrange(settings.measure(params))
-    with_total = any(rule.needs_total for rule in rules)
-    return weights, norm_of_norms(norms) if with_total else None
 
 
 def _shrink(
@@ -236,6 +233,7 @@ def _shrink(
     eps: Any,
     norm: jax.Array,
     limit: jax.Array,
+    known: jax.Array,
     memory: Any,
 ) -> tuple[jax.Array, jax.Array]:
     """(norm, new norm). Only their quotient counts. Equal: leave the updates alone."""
@@ -247,7 +245,7 @@ def _shrink(
     check_shrunk(settings.call, shrunk, norm)
     # The new norm of a broken step. NaN makes the root NaN, and the updates with it.
     instead = 0.0 if settings.nonfinite == "zero" else jnp.nan
-    short = jnp.where(can_clip(norm, limit), shrunk, instead)
+    short = jnp.where(known, shrunk, instead)
     if jax.tree.leaves(memory):
         # A rule that has no limit yet still lets no broken step through.
         return long, jnp.where(off & jnp.isfinite(norm), long, short)

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.core import Tracer
 
-from .._arguments import broadcasts_to, call_of, check_returned, held_in
+from .._arguments import call_of, check_returned, check_shape, held_in
 from .._norms._types import split_as, typed_as
 from ..rules._rule import Rule, call_name
 
@@ -70,15 +70,6 @@ def keep_where(wanted: jax.Array, new: Any, old: Any) -> Any:
         return jnp.where(mask, new, old)
 
     return jax.tree.map(choose, new, old)
-
-
-def check_shape(shape: Any, own: tuple[int, ...], argument: str) -> None:
-    """Raises where a limit does not broadcast to a norm."""
-    if not broadcasts_to(shape, own):
-        raise ValueError(
-            f"{argument} must be a number for each norm: its shape {shape} does not "
-            f"fit norms of shape {own}."
-        )
 
 
 def checked_memory(

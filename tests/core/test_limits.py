@@ -7,7 +7,8 @@ import pytest
 
 import optaxclip
 from optaxclip import rules
-from optaxclip._core._limits import check_shape, checked_memory, keep_where, limit_of
+from optaxclip._arguments import check_shape
+from optaxclip._core._limits import checked_memory, keep_where, limit_of
 from optaxclip.rules._constant import rule_of
 from optaxclip.rules._rule import Number, Rule, number
 
