@@ -87,17 +87,20 @@ def arrangement(
         numbers = [number_of[block[row]] for row in present]
         # None spares a scatter in a step that has all leaves.
         put = None if len(present) == len(block) else present
-        rows = bool(numbers) and _has_rows(norms, numbers[0], len(block))
-        sources.append(Source(numbers, put, rows))
+        rows = len(block) > 1
         for number, row in zip(numbers, present):
-            places[number] = Place(len(sources) - 1, row if rows else None)
+            shape = norms.shape(number)
+            # Alone, neither an array is a row, nor the norm of everything.
+            rows = rows or (norms.places[number].row is not None and not shape)
+            places[number] = Place(len(sources), row if rows else None)
             # A block of the state has a row for each name, missing ones too.
-            shape = (len(block),) * rows + norms.shape(number)
+            shape = (len(block),) * rows + shape
             if jnp.shape(old) != shape:
                 raise ValueError(
                     f"{call}: state was made for norms of shape {jnp.shape(old)} where "
                     f"the updates have norms of shape {shape}. {BEGIN_ANEW}"
                 )
+        sources.append(Source(numbers, put, rows))
     return Arrangement(sources, kept, places)
 
 
@@ -120,14 +123,6 @@ def _taken(norms: Norms, source: Source) -> jax.Array:
     if rows == list(range(len(block))):
         return block
     return block[jnp.array(rows)]
-
-
-def _has_rows(norms: Norms, number: int, count: int) -> bool:
-    """Whether a block of so many norms has rows. An array alone has none, and neither
-    has the norm of everything.
-    """
-    single = norms.places[number].row is not None and not norms.shape(number)
-    return single or count > 1
 
 
 def rules_of_norms(
@@ -230,8 +225,9 @@ def _first_entry(norms: Norms, rule: Rule, numbers: list[int]) -> Entry:
     """The entry of a block of some norms."""
     place, shape = norms.places[numbers[0]], norms.shape(numbers[0])
     kind = norms.blocks[place.block]
-    rows = _has_rows(norms, numbers[0], len(numbers))
-    # An array that has its rule for itself is no row, as it was among the norms.
+    # Alone, neither an array is a row, nor the norm of everything.
+    rows = len(numbers) > 1 or (place.row is not None and not shape)
+    # An array that has its rule for itself was a row among the norms.
     skip = int(place.row is not None and not rows)
     shape = (len(numbers), *shape) if rows else shape
     before = typed_as(jnp.zeros(shape, kind.dtype), kind, skip)
