@@ -19,7 +19,7 @@ from ..rules._constant import Constant
 from ..rules._joined import Joined
 from ..rules._rule import Rule, is_rule
 from ._limits import BEGIN_ANEW
-from ._state import Entry, Names
+from ._state import ClipState, Entry, Names, unpack
 
 
 class Source(NamedTuple):
@@ -34,27 +34,27 @@ class Arrangement(NamedTuple):
     """From the blocks of a step to the blocks of a state."""
 
     sources: list[Source]
-    kept: list[Any]  # arrays in the form of the state's blocks
+    old: list[Entry]  # the blocks of the state
     places: list[Place]  # of each norm of this step, in the state's blocks
 
     def arrange(self, norms: Norms) -> list[jax.Array]:
         """Numbers of this step in the blocks of the state. Missing ones are 0."""
         arranged = []
-        for source, old in zip(self.sources, self.kept):
+        for source, old in zip(self.sources, self.old):
             # Norms that this step does not have are 0, from which no rule learns.
-            block = jnp.zeros_like(old)
+            block = jnp.zeros_like(old.norm)
             if source.numbers:
                 block = _taken(norms, source)
             if source.numbers and source.put is not None:
                 rows = jnp.array(source.put)
-                block = jnp.zeros_like(old).at[rows].set(block)
+                block = jnp.zeros_like(old.norm).at[rows].set(block)
             arranged.append(block)
         return arranged
 
-    def keep_missing(self, new: list[Any], old: list[Any]) -> list[Any]:
+    def keep_missing(self, new: list[Entry]) -> list[Entry]:
         """The new entries of norms that this step has, and the old ones of the rest."""
         found = []
-        for source, one, other in zip(self.sources, new, old):
+        for source, one, other in zip(self.sources, new, self.old):
             if not source.numbers:
                 one = other
             elif source.put is not None:
@@ -63,26 +63,25 @@ class Arrangement(NamedTuple):
         return found
 
 
-def arrangement(
-    norms: Norms, names: Names, kept: list[Any], call: str
-) -> Arrangement:
-    """How norms fit into a state whose blocks have these names.
+def arrangement(norms: Norms, state: ClipState, call: str) -> Arrangement:
+    """How norms fit into a state.
 
     Raises:
       ValueError: a norm that the state does not have, or has in another shape.
     """
     # Matched by name, not by place: a leaf may be None in this step.
-    known = {name for block in names for name in block}
+    known = {name for block in state.names for name in block}
     own = prefix.names(norms.paths, known)
     number_of = {name: number for number, name in enumerate(own)}
+    entries = unpack(state)
     # A state of more names is right, as some may be missing. One of fewer is not.
-    if not set(number_of) <= known or len(names) != len(kept):
+    if not set(number_of) <= known or len(entries) != len(state.names):
         raise ValueError(
             f"{call}: state was made for norms of {_shown(known)}, but the updates "
             f"have norms of {_shown(number_of)}. {BEGIN_ANEW}"
         )
     sources, places = [], list(norms.places)
-    for block, old in zip(names, kept):
+    for block, old in zip(state.names, entries):
         present = [row for row, name in enumerate(block) if name in number_of]
         numbers = [number_of[block[row]] for row in present]
         # None spares a scatter in a step that has all leaves.
@@ -95,13 +94,14 @@ def arrangement(
             places[number] = Place(len(sources), row if rows else None)
             # A block of the state has a row for each name, missing ones too.
             shape = (len(block),) * rows + shape
-            if jnp.shape(old) != shape:
+            held = jnp.shape(old.norm)
+            if held != shape:
                 raise ValueError(
-                    f"{call}: state was made for norms of shape {jnp.shape(old)} where "
-                    f"the updates have norms of shape {shape}. {BEGIN_ANEW}"
+                    f"{call}: state was made for norms of shape {held} where the "
+                    f"updates have norms of shape {shape}. {BEGIN_ANEW}"
                 )
         sources.append(Source(numbers, put, rows))
-    return Arrangement(sources, kept, places)
+    return Arrangement(sources, entries, places)
 
 
 def _put_rows(rows: list[int], new: Any, old: Any) -> Any:

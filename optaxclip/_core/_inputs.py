@@ -19,9 +19,9 @@ from ._limits import BEGIN_ANEW
 from ._state import ClipState
 
 
-def check_windows(call: str, rules: Any) -> None:
+def check_windows(call: str, rules: list[Rule]) -> None:
     """Raises for a window whose length is not known when the state is made."""
-    for rule in jax.tree.leaves(rules, is_leaf=is_rule):
+    for rule in rules:
         # A window's length is the shape of its memory, so it cannot be traced.
         if isinstance(getattr(rule, "window", None), Tracer):
             raise TypeError(

@@ -32,13 +32,14 @@ from .._norms._leaves import clipped_leaves, put_back
 from .._norms._measures import (
     GlobalNorm,
     Measure,
+    measured,
     norm_of_norms,
     without_devices,
 )
 from .._norms._types import split_as, types_of
 from .._optimizers import check_params
 from ..rules._constant import rule_of, rules_of
-from ..rules._rule import further_norms, is_rule
+from ..rules._rule import Rule, further_norms, is_rule
 from ..shrinks import Shrink, shrink_of
 from ._blocks import (
     arrangement,
@@ -62,7 +63,6 @@ from ._state import (
     next_entry,
     pack,
     state_of_placeholder,
-    unpack,
 )
 
 
@@ -105,7 +105,7 @@ def make_clipper(
     settings = Settings(
         call, argument, measure, shrink, nonfinite, no_limit, with_total
     )
-    init = partial(_first_state, settings, rules)
+    init = partial(_first_state, settings, rules, each_rule)
 
     def update(
         updates: Any,
@@ -134,26 +134,22 @@ def make_clipper(
     return optax.GradientTransformationExtraArgs(init, update)
 
 
-def _first_state(settings: Settings, rules: Any, params: Any) -> ClipState:
+def _first_state(
+    settings: Settings, rules: Any, each_rule: list[Rule], params: Any
+) -> ClipState:
     # optax.tree_map_params calls init without parameters.
     if isinstance(params, PLACEHOLDER):
         return state_of_placeholder()
-    check_windows(settings.call, rules)
+    check_windows(settings.call, each_rule)
     measure = settings.measure
     if not jax.sharding.get_abstract_mesh().manual_axes:
         # A state is often made outside the shard_map that it goes into.
         measure = without_devices(measure)
     tree = clipped_leaves(params, settings.call)
-    norms = types_of(partial(_measured, measure), tree)
+    norms = types_of(partial(measured, measure), tree)
     of_norm = rules_of_norms(rules, norms, settings.argument)
     names, entries = first_blocks(norms, of_norm)
     return pack(names, jnp.zeros((), jnp.int32), entries)
-
-
-# Jitted, so that the first update finds what `init` has traced.
-@partial(jax.jit, static_argnums=0)
-def _measured(measure: Measure, tree: Any) -> Norms:
-    return measure(tree)
 
 
 # Jitted at module level, so that clippers with equal settings share one compilation,
@@ -170,25 +166,22 @@ def _update(
 ) -> tuple[Any, ClipState]:
     """One update: measure, limit, shrink."""
     # 1. Measure. `grad_norm` replaces what was measured.
-    norms = _measured(settings.measure, tree)
+    norms = measured(settings.measure, tree)
     if given[0] is not None:
         norms = norms._replace(
             blocks=_given("grad_norm", given[0], norms, settings)
         )
-    names, old = state.names, unpack(state)
     # 2. Limit. From here on numbers are in the blocks of the state.
-    fit = arrangement(
-        norms, names, [entry.norm for entry in old], settings.call
-    )
+    names, fit = state.names, arrangement(norms, state, settings.call)
     blocks = fit.arrange(norms)
     of_norm = rules_of_norms(rules, norms, settings.argument, names)
     weights: list[Any] = [None] * len(blocks)
     if params is not None:
-        weights = fit.arrange(_measured(settings.measure, params))
+        weights = fit.arrange(measured(settings.measure, params))
     total = norm_of_norms(norms) if settings.with_total else None
     limits, memories = [], []
     for source, block, norm, entry, weight in zip(
-        fit.sources, names, blocks, old, weights
+        fit.sources, names, blocks, fit.old, weights
     ):
         limit, memory = entry.limit, entry.memory
         # Of a block that is missing in this step no rule is asked.
@@ -221,11 +214,11 @@ def _update(
         updates = multiply(tree, norms, roots)
         if settings.nonfinite == "zero":
             updates = zero_where_zero(updates, norms, roots)
-    found = zip(old, blocks, limits, known, new_norms, memories)
+    found = zip(fit.old, blocks, limits, known, new_norms, memories)
     entries = [next_entry(state.step, *each) for each in found]
     # Stays at the largest int32 instead of becoming negative.
     step = jnp.asarray(optax.safe_increment(state.step))
-    return updates, pack(names, step, fit.keep_missing(entries, old))
+    return updates, pack(names, step, fit.keep_missing(entries))
 
 
 def _shrink(

@@ -5,6 +5,7 @@ clipped leaves it returns `Norms`, in which norms of one shape are one array.
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 import jax
@@ -132,6 +133,13 @@ class OwnNorm(NamedTuple):
             norms = self.norm(tree)
         # Such as a Python number, or an integer, whose dtype holds no limit of 1.5.
         return norms_of_tree(jax.tree.map(as_float, norms), tree)
+
+
+# Jitted, so that the first update finds what `init` has traced.
+@partial(jax.jit, static_argnums=0)
+def measured(measure: Measure, tree: Any) -> Norms:
+    """The norms of a tree."""
+    return measure(tree)
 
 
 def without_devices(measure: Any) -> Any:
