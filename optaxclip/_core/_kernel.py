@@ -172,16 +172,16 @@ def _update(
             blocks=_given("grad_norm", given[0], norms, settings)
         )
     # 2. Limit. From here on numbers are in the blocks of the state.
-    names, fit = state.names, arrangement(norms, state, settings.call)
+    fit = arrangement(norms, state, settings.call)
     blocks = fit.arrange(norms)
-    of_norm = rules_of_norms(rules, norms, settings.argument, names)
+    of_norm = rules_of_norms(rules, norms, settings.argument, state.names)
     weights: list[Any] = [None] * len(blocks)
     if params is not None:
         weights = fit.arrange(measured(settings.measure, params))
     total = norm_of_norms(norms) if settings.with_total else None
     limits, memories = [], []
     for source, block, norm, entry, weight in zip(
-        fit.sources, names, blocks, fit.old, weights
+        fit.sources, state.names, blocks, fit.old, weights
     ):
         limit, memory = entry.limit, entry.memory
         # Of a block that is missing in this step no rule is asked.
@@ -218,7 +218,7 @@ def _update(
     entries = [next_entry(state.step, *each) for each in found]
     # Stays at the largest int32 instead of becoming negative.
     step = jnp.asarray(optax.safe_increment(state.step))
-    return updates, pack(names, step, fit.keep_missing(entries))
+    return updates, pack(state.names, step, fit.keep_missing(entries))
 
 
 def _shrink(
