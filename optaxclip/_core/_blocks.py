@@ -6,6 +6,7 @@ knew.
 """
 
 from dataclasses import fields
+from itertools import chain
 from typing import Any, NamedTuple, TypeGuard
 
 import jax
@@ -70,7 +71,7 @@ def arrangement(norms: Norms, state: ClipState, call: str) -> Arrangement:
       ValueError: a norm that the state does not have, or has in another shape.
     """
     # Matched by name, not by place: a leaf may be None in this step.
-    known = {name for block in state.names for name in block}
+    known = set(chain.from_iterable(state.names))
     own = prefix.names(norms.paths, known)
     number_of = {name: number for number, name in enumerate(own)}
     entries = unpack(state)

@@ -42,6 +42,7 @@ from ..rules._constant import rule_of, rules_of
 from ..rules._rule import Rule, further_norms, is_rule
 from ..shrinks import Shrink, shrink_of
 from ._blocks import (
+    Arrangement,
     arrangement,
     first_blocks,
     rule_of_block,
@@ -75,7 +76,6 @@ class Settings(NamedTuple):
     shrink: Shrink
     nonfinite: str
     no_limit: bool  # the limit is None, known before any program is traced
-    with_total: bool  # some rule needs the norm of all norms
 
 
 def make_clipper(
@@ -101,10 +101,7 @@ def make_clipper(
     rules = (rule_of if one_norm else rules_of)(limit, argument)
     each_rule = jax.tree.leaves(rules, is_leaf=is_rule)
     with_params = any(rule.needs_params for rule in each_rule)
-    with_total = any(rule.needs_total for rule in each_rule)
-    settings = Settings(
-        call, argument, measure, shrink, nonfinite, no_limit, with_total
-    )
+    settings = Settings(call, argument, measure, shrink, nonfinite, no_limit)
     init = partial(_first_state, settings, rules, each_rule)
 
     def update(
@@ -175,10 +172,7 @@ def _update(
     fit = arrangement(norms, state, settings.call)
     blocks = fit.arrange(norms)
     of_norm = rules_of_norms(rules, norms, settings.argument, state.names)
-    weights: list[Any] = [None] * len(blocks)
-    if params is not None:
-        weights = fit.arrange(measured(settings.measure, params))
-    total = norm_of_norms(norms) if settings.with_total else None
+    weights, total = _others(settings, of_norm, fit, norms, params)
     limits, memories = [], []
     for source, block, norm, entry, weight in zip(
         fit.sources, state.names, blocks, fit.old, weights
@@ -187,8 +181,6 @@ def _update(
         # Of a block that is missing in this step no rule is asked.
         if source.numbers:
             rule = rule_of_block(of_norm, source, block, norm, settings.call)
-            if rule.needs_params:
-                check_params(settings.call, params)
             further = further_norms(rule, weight, total)
             asked = rule, norm, memory, state.step, *further
             limit, memory = limit_of(*asked, argument=settings.argument)
@@ -219,6 +211,24 @@ def _update(
     # Stays at the largest int32 instead of becoming negative.
     step = jnp.asarray(optax.safe_increment(state.step))
     return updates, pack(state.names, step, fit.keep_missing(entries))
+
+
+def _others(
+    settings: Settings,
+    rules: list[Rule],
+    fit: Arrangement,
+    norms: Norms,
+    params: Any,
+) -> tuple[list[Any], Any]:
+    """What rules may need besides the norms: for each block the norms of its weights,
+    and the norm of everything.
+    """
+    weights: list[Any] = [None] * len(fit.sources)
+    if any(rule.needs_params for rule in rules):
+        check_params(settings.call, params)
+        weights = fit.arrange(measured(settings.measure, params))
+    with_total = any(rule.needs_total for rule in rules)
+    return weights, norm_of_norms(norms) if with_total else None
 
 
 def _shrink(
