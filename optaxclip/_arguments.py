@@ -5,6 +5,7 @@ what is allowed.
 import inspect
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, TypeGuard
 
 import jax
@@ -24,13 +25,18 @@ def call_of(argument: str) -> str:
     return argument.partition(":")[0]
 
 
-def check_number(argument: str, value: Any, *, lowest: float = 0.0) -> None:
+def check_number(
+    argument: str, value: Any, *, lowest: float = 0.0, is_limit: bool = False
+) -> None:
     """Refuses what is known to be no number, NaN, or below `lowest`. What only a traced
     program knows passes.
 
+    `is_limit`: it is a limit, or a number that limits are computed from.
+
     Raises:
       TypeError: a bool, a string, or another thing that is no real number.
-      ValueError: NaN, below `lowest`, or an int that is too large for a float.
+      ValueError: NaN, below `lowest`, or an int that is too large for a float. A finite
+        limit that no norm's dtype holds, since as inf it would be none.
     """
     check_real(argument, value)
     # Of a number that jit traces only the dtype is known.
@@ -43,6 +49,18 @@ def check_number(argument: str, value: Any, *, lowest: float = 0.0) -> None:
         raise ValueError(
             f"{argument} must be at least {lowest:g}, got {value!r}."
         )
+    # float32, or float64 where jax_enable_x64 is set.
+    widest = jnp.finfo(jnp.result_type(float))
+    # 1e39 would be inf in float32, and so no limit at all.
+    if is_limit and (np.isfinite(known) & (known > widest.max)).any():
+        raise ValueError(
+            f"{argument} must be at most {float(widest.max):g}, the largest number of "
+            f"{widest.dtype}, or inf for no limit, got {value!r}."
+        )
+
+
+# A limit, or a number that limits are computed from.
+check_limit = partial(check_number, is_limit=True)
 
 
 def check_real(argument: str, value: Any) -> None:
@@ -109,6 +127,16 @@ def check_scalar(argument: str, value: Any) -> None:
         )
 
 
+def check_length(argument: str, value: Any) -> None:
+    """Refuses what is not a whole number, at least 1."""
+    check_number(argument, value, lowest=1)
+    # A traced length passes here. Windows, whose shape it is, refuse it in `init`.
+    if isinstance(value, Tracer):
+        return
+    if np.ndim(value) or not float(value).is_integer():
+        raise ValueError(f"{argument} must be a whole number, got {value!r}.")
+
+
 def check_flag(
     argument: str, value: Any, allowed: str = "True or False"
 ) -> None:
@@ -136,28 +164,6 @@ def number_for_jit(number: Any) -> Any:
         return number
     # A float of Python, since one of NumPy would widen what it meets.
     return wide if wide.ndim else float(wide)
-
-
-def check_limit(argument: str, value: Any, *, lowest: float = 0.0) -> None:
-    """Checks a limit, or a number that limits are computed from.
-
-    Raises:
-      TypeError, ValueError: as `check_number`.
-      ValueError: a finite number that no norm's dtype holds. As inf it would be no
-        limit.
-    """
-    check_number(argument, value, lowest=lowest)
-    if isinstance(value, Tracer):
-        return
-    # float32, or float64 where jax_enable_x64 is set.
-    widest = jnp.finfo(jnp.result_type(float))
-    known = np.asarray(value).astype(np.float64)
-    # 1e39 would be inf in float32, and so no limit at all.
-    if (np.isfinite(known) & (known > widest.max)).any():
-        raise ValueError(
-            f"{argument} must be at most {float(widest.max):g}, the largest number of "
-            f"{widest.dtype}, or inf for no limit, got {value!r}."
-        )
 
 
 def held_in(dtype: Any, number: Any) -> Any:
@@ -248,6 +254,15 @@ def broadcasts_to(shape: tuple[int, ...], target: tuple[int, ...]) -> bool:
     return len(shape) <= len(target) and all(
         have in (1, want) for have, want in zip(shape[::-1], target[::-1])
     )
+
+
+def check_shape(shape: Any, own: tuple[int, ...], argument: str) -> None:
+    """Raises where a limit does not broadcast to a norm."""
+    if not broadcasts_to(shape, own):
+        raise ValueError(
+            f"{argument} must be a number for each norm: its shape {shape} does not "
+            f"fit norms of shape {own}."
+        )
 
 
 def as_partial(function: Callable[..., Any]) -> Partial:

@@ -8,7 +8,7 @@ import functools
 import inspect
 import re
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from types import ModuleType
 from typing import Any, NoReturn, ParamSpec, TypeVar
 
@@ -122,19 +122,29 @@ def with_our_names(
     `call` is what users call it, where that is not the function's own name.
     """
     # Made once, since reading a signature takes longer than checking a call.
-    signature = Signature(call or function.__name__, function)
+    own = Signature(call or function.__name__, function)
 
     # So `help` and `inspect.signature` show the function's own arguments.
     @functools.wraps(function)
     def checked(*args: P.args, **kwargs: P.kwargs) -> T:
-        signature.check(args, kwargs)
+        count = len(args) - own.hidden
+        # Unknown names first: `clip_by_global_norm(clip_norm=1.0)` has no max_norm only
+        # because it goes by another name there.
+        for name in kwargs:
+            if name not in own.known:
+                own.raise_unknown(name)
+        if count > len(own.positional) and not own.is_endless:
+            own.raise_too_many(count)
+        for name in own.needed:
+            if name not in kwargs and name not in own.positional[:count]:
+                own.raise_missing(name)
         return function(*args, **kwargs)
 
     return checked
 
 
 class Signature:
-    """The arguments of a function, without `self`."""
+    """The arguments of a function, without `self`, and errors about them."""
 
     def __init__(self, call: str, function: Callable[..., Any]) -> None:
         parameters = inspect.signature(function).parameters.values()
@@ -153,21 +163,7 @@ class Signature:
             each.name for each in named if each.default is each.empty
         ]
 
-    def check(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        """Raises TypeError for arguments that are unknown, too many or missing."""
-        count = len(args) - self.hidden
-        # Unknown names first: `clip_by_global_norm(clip_norm=1.0)` has no max_norm only
-        # because it goes by another name there.
-        for name in kwargs:
-            if name not in self.known:
-                self._raise_unknown(name)
-        if count > len(self.positional) and not self.is_endless:
-            self._raise_too_many(count)
-        for name in self.needed:
-            if name not in kwargs and name not in self.positional[:count]:
-                self._raise_missing(name)
-
-    def _raise_unknown(self, name: str) -> NoReturn:
+    def raise_unknown(self, name: str) -> NoReturn:
         candidates = ARGUMENTS.get(name, ())
         # "quantile, a share in [0, 1]" -> "quantile"
         wanted = [x for x in candidates if re.split(r"\W", x)[0] in self.known]
@@ -181,7 +177,7 @@ class Signature:
             here = f"It takes {', '.join(self.shown) or 'none'}."
         raise TypeError(f"{self.call}: there is no argument {name!r}. {here}")
 
-    def _raise_too_many(self, count: int) -> NoReturn:
+    def raise_too_many(self, count: int) -> NoReturn:
         by_name = [name for name in self.known if name not in self.positional]
         text = f"{self.call}: {count} positional arguments were given, but it takes "
         text += ", ".join(self.positional) or "none"
@@ -198,7 +194,7 @@ class Signature:
             )
         raise TypeError(f"{text}.")
 
-    def _raise_missing(self, name: str) -> NoReturn:
+    def raise_missing(self, name: str) -> NoReturn:
         places = [each for each in self.needed if each in self.positional]
         named = [
             f"{each}=..."

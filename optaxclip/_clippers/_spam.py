@@ -26,7 +26,7 @@ import jax.numpy as jnp
 import optax
 from jax.typing import ArrayLike
 
-from .._arguments import check_number, number_for_jit
+from .._arguments import check_length, check_number, number_for_jit
 from .._core._inputs import check_kept
 from .._core._shares import ClippedElements, count_clipped, no_elements_clipped
 from .._exported import exported
@@ -42,7 +42,7 @@ from .._norms._types import typed_as, types_of
 from .._optimizers import check_state
 from .._other_names import with_our_names
 from .._wrappers._reset_momentum import steps_since_reset
-from ..rules._rule import Number, at_step, check_field, check_length, number
+from ..rules._rule import Number, at_step, check_field, number
 
 
 @exported

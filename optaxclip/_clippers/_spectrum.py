@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from .._arguments import check_choice, held_in
+from .._arguments import check_choice, check_length, held_in
 from .._norms import _prefix as prefix
 from .._norms._in_blocks import Norms, norms_of_tree
 from .._norms._leaves import (
@@ -20,7 +20,6 @@ from .._norms._modulus import norm_dtype, wide_dtype
 from .._norms._norms import tensor_norm
 from .._norms._stacked import Axes, other_axes, stacked_axes
 from .._norms._types import gathered, split_as
-from ..rules._rule import check_length
 from ..shrinks import Shrink, hard
 from . import _newton_schulz as newton_schulz
 from ._tiles import exact_product

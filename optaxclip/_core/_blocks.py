@@ -6,20 +6,21 @@ knew.
 """
 
 from dataclasses import fields
+from itertools import chain
 from typing import Any, NamedTuple, TypeGuard
 
 import jax
 import jax.numpy as jnp
 
-from .._arguments import held_in
+from .._arguments import check_shape, held_in
 from .._norms import _prefix as prefix
 from .._norms._in_blocks import Norms, Place, entry_at
 from .._norms._types import typed_as
 from ..rules._constant import Constant
 from ..rules._joined import Joined
 from ..rules._rule import Rule, is_rule
-from ._limits import BEGIN_ANEW, check_shape
-from ._state import Entry
+from ._limits import BEGIN_ANEW
+from ._state import ClipState, Entry, Names, unpack
 
 
 class Source(NamedTuple):
@@ -34,36 +35,27 @@ class Arrangement(NamedTuple):
     """From the blocks of a step to the blocks of a state."""
 
     sources: list[Source]
-    kept: list[Any]  # arrays in the form of the state's blocks
+    old: list[Entry]  # the blocks of the state
+    places: list[Place]  # of each norm of this step, in the state's blocks
 
     def arrange(self, norms: Norms) -> list[jax.Array]:
         """Numbers of this step in the blocks of the state. Missing ones are 0."""
         arranged = []
-        for source, old in zip(self.sources, self.kept):
+        for source, old in zip(self.sources, self.old):
             # Norms that this step does not have are 0, from which no rule learns.
-            block = jnp.zeros_like(old)
+            block = jnp.zeros_like(old.norm)
             if source.numbers:
                 block = _taken(norms, source)
             if source.numbers and source.put is not None:
                 rows = jnp.array(source.put)
-                block = jnp.zeros_like(old).at[rows].set(block)
+                block = jnp.zeros_like(old.norm).at[rows].set(block)
             arranged.append(block)
         return arranged
 
-    def places(self, norms: Norms) -> list[Place]:
-        """Where each norm of this step is in the blocks of the state."""
-        places = list(norms.places)
-        for block, source in enumerate(self.sources):
-            # [a, b, c] in the state and b missing in this step: put is [0, 2].
-            rows = source.put or range(len(source.numbers))
-            for number, row in zip(source.numbers, rows):
-                places[number] = Place(block, row if source.rows else None)
-        return places
-
-    def keep_missing(self, new: list[Any], old: list[Any]) -> list[Any]:
+    def keep_missing(self, new: list[Entry]) -> list[Entry]:
         """The new entries of norms that this step has, and the old ones of the rest."""
         found = []
-        for source, one, other in zip(self.sources, new, old):
+        for source, one, other in zip(self.sources, new, self.old):
             if not source.numbers:
                 one = other
             elif source.put is not None:
@@ -72,41 +64,45 @@ class Arrangement(NamedTuple):
         return found
 
 
-def arrangement(
-    norms: Norms, names: list[list[str]], kept: list[Any], call: str
-) -> Arrangement:
-    """How norms fit into a state whose blocks have these names.
+def arrangement(norms: Norms, state: ClipState, call: str) -> Arrangement:
+    """How norms fit into a state.
 
     Raises:
       ValueError: a norm that the state does not have, or has in another shape.
     """
     # Matched by name, not by place: a leaf may be None in this step.
-    known = {name for block in names for name in block}
-    own = prefix.names_of_known(norms.paths, known)
+    known = set(chain.from_iterable(state.names))
+    own = prefix.names(norms.paths, known)
     number_of = {name: number for number, name in enumerate(own)}
+    entries = unpack(state)
     # A state of more names is right, as some may be missing. One of fewer is not.
-    if not set(number_of) <= known or len(names) != len(kept):
+    if not set(number_of) <= known or len(entries) != len(state.names):
         raise ValueError(
             f"{call}: state was made for norms of {_shown(known)}, but the updates "
             f"have norms of {_shown(number_of)}. {BEGIN_ANEW}"
         )
-    sources = []
-    for block, old in zip(names, kept):
+    sources, places = [], list(norms.places)
+    for block, old in zip(state.names, entries):
         present = [row for row, name in enumerate(block) if name in number_of]
         numbers = [number_of[block[row]] for row in present]
         # None spares a scatter in a step that has all leaves.
         put = None if len(present) == len(block) else present
-        rows = bool(numbers) and _has_rows(norms, numbers[0], len(block))
-        sources.append(Source(numbers, put, rows))
-        for number in numbers:
+        rows = len(block) > 1
+        for number, row in zip(numbers, present):
+            shape = norms.shape(number)
+            # Alone, neither an array is a row, nor the norm of everything.
+            rows = rows or (norms.places[number].row is not None and not shape)
+            places[number] = Place(len(sources), row if rows else None)
             # A block of the state has a row for each name, missing ones too.
-            shape = (len(block),) * rows + norms.shape(number)
-            if jnp.shape(old) != shape:
+            shape = (len(block),) * rows + shape
+            held = jnp.shape(old.norm)
+            if held != shape:
                 raise ValueError(
-                    f"{call}: state was made for norms of shape {jnp.shape(old)} where "
-                    f"the updates have norms of shape {shape}. {BEGIN_ANEW}"
+                    f"{call}: state was made for norms of shape {held} where the "
+                    f"updates have norms of shape {shape}. {BEGIN_ANEW}"
                 )
-    return Arrangement(sources, kept)
+        sources.append(Source(numbers, put, rows))
+    return Arrangement(sources, entries, places)
 
 
 def _put_rows(rows: list[int], new: Any, old: Any) -> Any:
@@ -130,19 +126,11 @@ def _taken(norms: Norms, source: Source) -> jax.Array:
     return block[jnp.array(rows)]
 
 
-def _has_rows(norms: Norms, number: int, count: int) -> bool:
-    """Whether a block of so many norms has rows. An array alone has none, and neither
-    has the norm of everything.
-    """
-    single = norms.places[number].row is not None and not norms.shape(number)
-    return single or count > 1
-
-
 def rules_of_norms(
     rules: Any,
     norms: Norms,
     argument: str,
-    names: list[list[str]] | None = None,
+    names: Names = (),
 ) -> list[Rule]:
     """The rule of each norm, from one rule or a tree prefix of rules.
 
@@ -153,7 +141,7 @@ def rules_of_norms(
         one number for each entry of a norm.
     """
     numbers = list(range(len(norms.places)))
-    if is_rule(rules):
+    if isinstance(rules, Rule):
         found = [rules] * len(numbers)
     else:
         table = prefix.freeze(rules, is_rule)
@@ -171,7 +159,7 @@ def rules_of_norms(
 
 
 def _of_present(
-    table: prefix.Prefix, norms: Norms, names: list[list[str]]
+    table: prefix.Prefix, norms: Norms, names: Names
 ) -> prefix.Prefix:
     """The entries of a table without those of labels that are missing in this step."""
     missing = {name for block in names for name in block}
@@ -180,26 +168,10 @@ def _of_present(
     return prefix.Prefix(tuple(entries))
 
 
-def names_by_rule(rules: list[Rule], norms: Norms) -> list[list[str]]:
-    """The names of the norms in each block: those of one shape and rule together.
-
-    Constant limits count as one rule.
-    """
-    blocks: dict[Any, list[str]] = {}
-    for name, rule, place in zip(
-        prefix.names(norms.paths), rules, norms.places
-    ):
-        # One rule for everything is one object, and one block. A schedule is no number,
-        # so it does not join the constant limits.
-        shared = "constant" if _is_constant(rule) else id(rule)
-        blocks.setdefault((place.block, shared), []).append(name)
-    return list(blocks.values())
-
-
 def rule_of_block(
     rules: list[Rule],
     source: Source,
-    names: list[str],
+    names: tuple[str, ...],
     norm: jax.Array,
     call: str,
 ) -> Rule:
@@ -227,20 +199,39 @@ def rule_of_block(
     return Constant(block)
 
 
-def first_entry(norms: Norms, rules: list[Rule], names: list[str]) -> Entry:
-    """A block of the first state, from the types of norms."""
+def first_blocks(norms: Norms, rules: list[Rule]) -> tuple[Names, list[Entry]]:
+    """The names and the entries of a first state, from the types of norms.
+
+    Norms of one shape and rule are a block. Constant limits count as one rule.
+    """
+    names = prefix.names(norms.paths)
+    blocks: dict[Any, list[int]] = {}
+    for number, (rule, place) in enumerate(zip(rules, norms.places)):
+        # One rule for everything is one object, and one block. A schedule is no number,
+        # so it does not join the constant limits.
+        shared = "constant" if _is_constant(rule) else id(rule)
+        blocks.setdefault((place.block, shared), []).append(number)
+    named = tuple(
+        tuple(names[i] for i in numbers) for numbers in blocks.values()
+    )
     # The first norm stands for all: a block has one kind of rule and one type.
-    number = prefix.names(norms.paths).index(names[0])
-    place, shape = norms.places[number], norms.shape(number)
+    entries = [
+        _first_entry(norms, rules[numbers[0]], numbers)
+        for numbers in blocks.values()
+    ]
+    return named, entries
+
+
+def _first_entry(norms: Norms, rule: Rule, numbers: list[int]) -> Entry:
+    """The entry of a block of some norms."""
+    place, shape = norms.places[numbers[0]], norms.shape(numbers[0])
     kind = norms.blocks[place.block]
-    rows = _has_rows(norms, number, len(names))
-    # An array that has its rule for itself is no row, as it was among the norms.
+    # Alone, neither an array is a row, nor the norm of everything.
+    rows = len(numbers) > 1 or (place.row is not None and not shape)
+    # An array that has its rule for itself was a row among the norms.
     skip = int(place.row is not None and not rows)
-    shape = (len(names), *shape) if rows else shape
-
-    def typed(x: Any) -> jax.Array:
-        return typed_as(jnp.asarray(x), kind, skip)
-
+    shape = (len(numbers), *shape) if rows else shape
+    before = typed_as(jnp.zeros(shape, kind.dtype), kind, skip)
     entry = Entry(
         norm=jnp.zeros(shape, kind.dtype),
         # No limit before the first step.
@@ -249,9 +240,10 @@ def first_entry(norms: Norms, rules: list[Rule], names: list[str]) -> Entry:
         clipped=jnp.zeros(shape, jnp.int32),
         clipped_recently=jnp.zeros(shape, jnp.float32),
         nonfinite=jnp.zeros(shape, jnp.int32),
-        memory=rules[number].init(typed(jnp.zeros(shape, kind.dtype))),
+        # A rule may return the very array that it is given.
+        memory=jax.tree.map(jnp.asarray, rule.init(before)),
     )
-    return jax.tree.map(typed, entry)
+    return typed_as(entry, kind, skip)
 
 
 def _is_constant(rule: Rule) -> TypeGuard[Constant]:
@@ -259,11 +251,11 @@ def _is_constant(rule: Rule) -> TypeGuard[Constant]:
 
 
 def _shapes(rule: Rule) -> list[Any]:
-    """The shapes of the numbers of a rule."""
+    """The shapes of the arrays of a rule. A number fits every norm."""
     if isinstance(rule, Joined):
         return [shape for each in rule.rules for shape in _shapes(each)]
     values = [getattr(rule, field.name) for field in fields(rule)]
-    return [value.shape for value in values if hasattr(value, "shape")]
+    return [value.shape for value in values if getattr(value, "shape", ())]
 
 
 def _shown(names: Any) -> str:

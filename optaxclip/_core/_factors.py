@@ -70,9 +70,11 @@ def root_between(norm: jax.Array, new_norm: jax.Array) -> jax.Array:
     # stay finite as well.
     short = jnp.where(same | gone, 1.0, new_norm)
     long = jnp.where(same | gone | (norm == 0), 1.0, norm)
-    far = _is_far(short, long)
-    # A quotient that may leave the range is made of roots, which rounds more often.
-    eps = jnp.finfo(norm.dtype).eps
+    info = jnp.finfo(norm.dtype)
+    # A quotient that may leave the range is made of roots, which rounds more often:
+    # below 2^-100 in float32, whose normal numbers end at 2^-126.
+    low, eps = 2.0 ** (int(info.minexp) + 26), info.eps
+    far = (short < long * low) | (long < short * low)
     near = _quotient(jnp.where(far, 1.0, short), jnp.where(far, 1.0, long))
     root = jnp.sqrt(near * (1 - 3 * eps))
     distant = jnp.sqrt(short) * (1 - 2.5 * eps)
@@ -82,13 +84,6 @@ def root_between(norm: jax.Array, new_norm: jax.Array) -> jax.Array:
     divisor = jnp.where(far, jnp.sqrt(long), 1.0)
     # The division comes last: what came after it XLA would do again for every element.
     return _quotient(root, divisor)
-
-
-def _is_far(short: jax.Array, long: jax.Array) -> jax.Array:
-    """Whether a quotient is too far from 1 for one division."""
-    # 2^-100 in float32, whose normal numbers end at 2^-126.
-    low = 2.0 ** (int(jnp.finfo(short.dtype).minexp) + 26)
-    return (short < long * low) | (long < short * low)
 
 
 def reported(norm: jax.Array, new_norm: jax.Array) -> jax.Array:

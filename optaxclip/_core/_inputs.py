@@ -14,15 +14,14 @@ from .._norms import _prefix as prefix
 from .._norms._leaves import clipped_leaves, unboxed
 from .._optimizers import check_state, is_without_state
 from ..rules._constant import Constant
-from ..rules._others import Others
-from ..rules._rule import Rule, is_rule
+from ..rules._rule import Rule, further_norms, is_rule
 from ._limits import BEGIN_ANEW
 from ._state import ClipState
 
 
-def check_windows(call: str, rules: Any) -> None:
+def check_windows(call: str, rules: list[Rule]) -> None:
     """Raises for a window whose length is not known when the state is made."""
-    for rule in jax.tree.leaves(rules, is_leaf=is_rule):
+    for rule in rules:
         # A window's length is the shape of its memory, so it cannot be traced.
         if isinstance(getattr(rule, "window", None), Tracer):
             raise TypeError(
@@ -45,10 +44,10 @@ def begins_anew(call: str, state: Any, numbers: Any) -> bool:
     return True
 
 
-def state_or_first(
+def first_instead(
     call: str, state: Any, rules: Any, begin: Callable[[], ClipState]
 ) -> ClipState:
-    """The state, or the first one where a clipper of optax has none.
+    """The first state in the place of what is none, as a clipper of optax has it.
 
     Raises:
       TypeError: the state of another transformation, or no state for a limit that
@@ -56,7 +55,6 @@ def state_or_first(
     """
     if not begins_anew(call, state, rules):
         check_state(call, state, ClipState)
-        return state
     # Only the memory of a rule that learns must not begin anew in every step.
     first = begin()
     if jax.tree.leaves(first.memory):
@@ -74,8 +72,8 @@ def _reads_step(rule: Rule) -> bool:
     norm = jnp.zeros(())
 
     def update(step: jax.Array) -> Any:
-        others = Others(norm, norm).of(rule)
-        return rule.update(norm, rule.init(norm), step, *others)[0]
+        further = further_norms(rule, norm, norm)
+        return rule.update(norm, rule.init(norm), step, *further)[0]
 
     program = jax.make_jaxpr(update)(jnp.zeros((), jnp.int32)).jaxpr
     (step,) = program.invars

@@ -32,30 +32,29 @@ from .._norms._leaves import clipped_leaves, put_back
 from .._norms._measures import (
     GlobalNorm,
     Measure,
+    measured,
     norm_of_norms,
     without_devices,
 )
 from .._norms._types import split_as, types_of
 from .._optimizers import check_params
 from ..rules._constant import rule_of, rules_of
-from ..rules._others import Others
-from ..rules._rule import Rule, is_rule
+from ..rules._rule import Rule, further_norms, is_rule
 from ..shrinks import Shrink, shrink_of
 from ._blocks import (
     Arrangement,
     arrangement,
-    first_entry,
-    names_by_rule,
+    first_blocks,
     rule_of_block,
     rules_of_norms,
 )
 from ._factors import multiply, root_between, zero_where_zero
 from ._inputs import (
     check_windows,
+    first_instead,
     given_numbers,
     leaves_of,
     params_of,
-    state_or_first,
 )
 from ._limits import can_clip, limit_of
 from ._nonfinite import raise_nonfinite
@@ -65,7 +64,6 @@ from ._state import (
     next_entry,
     pack,
     state_of_placeholder,
-    unpack,
 )
 
 
@@ -98,13 +96,13 @@ def make_clipper(
     # None is `hard`. A factory such as `smooth` is the shrink with its defaults.
     shrink = shrink_of(shrink, call)
     argument, no_limit = f"{call}: {name}", limit is None
-    settings = Settings(call, argument, measure, shrink, nonfinite, no_limit)
     # One norm takes one limit. Others take a tree prefix of limits.
     one_norm = isinstance(measure, GlobalNorm)
     rules = (rule_of if one_norm else rules_of)(limit, argument)
     each_rule = jax.tree.leaves(rules, is_leaf=is_rule)
     with_params = any(rule.needs_params for rule in each_rule)
-    init = partial(_first_state, settings, rules)
+    settings = Settings(call, argument, measure, shrink, nonfinite, no_limit)
+    init = partial(_first_state, settings, rules, each_rule)
 
     def update(
         updates: Any,
@@ -115,7 +113,9 @@ def make_clipper(
         limit: Any = None,
         **_: Any,
     ) -> tuple[Any, Any]:
-        state = state_or_first(call, state, rules, partial(init, updates))
+        if not isinstance(state, ClipState):
+            begin = partial(init, updates)
+            state = first_instead(call, state, rules, begin)
         tree = leaves_of(call, updates, params, warn=not no_limit)
         # Weights that no rule looks at would only be another argument of the program.
         weights = params_of(call, tree, params) if with_params else None
@@ -131,19 +131,21 @@ def make_clipper(
     return optax.GradientTransformationExtraArgs(init, update)
 
 
-def _first_state(settings: Settings, rules: Any, params: Any) -> ClipState:
+def _first_state(
+    settings: Settings, rules: Any, each_rule: list[Rule], params: Any
+) -> ClipState:
     # optax.tree_map_params calls init without parameters.
     if isinstance(params, PLACEHOLDER):
         return state_of_placeholder()
-    check_windows(settings.call, rules)
+    check_windows(settings.call, each_rule)
     measure = settings.measure
     if not jax.sharding.get_abstract_mesh().manual_axes:
         # A state is often made outside the shard_map that it goes into.
         measure = without_devices(measure)
-    norms = types_of(measure, clipped_leaves(params, settings.call))
+    tree = clipped_leaves(params, settings.call)
+    norms = types_of(partial(measured, measure), tree)
     of_norm = rules_of_norms(rules, norms, settings.argument)
-    names = names_by_rule(of_norm, norms)
-    entries = [first_entry(norms, of_norm, block) for block in names]
+    names, entries = first_blocks(norms, of_norm)
     return pack(names, jnp.zeros((), jnp.int32), entries)
 
 
@@ -161,28 +163,26 @@ def _update(
 ) -> tuple[Any, ClipState]:
     """One update: measure, limit, shrink."""
     # 1. Measure. `grad_norm` replaces what was measured.
-    norms = settings.measure(tree)
+    norms = measured(settings.measure, tree)
     if given[0] is not None:
         norms = norms._replace(
             blocks=_given("grad_norm", given[0], norms, settings)
         )
-    names, old = unpack(state)
     # 2. Limit. From here on numbers are in the blocks of the state.
-    fit = arrangement(
-        norms, names, [entry.norm for entry in old], settings.call
-    )
+    fit = arrangement(norms, state, settings.call)
     blocks = fit.arrange(norms)
-    of_norm = rules_of_norms(rules, norms, settings.argument, names)
-    others = _others(settings, of_norm, fit, norms, params)
+    of_norm = rules_of_norms(rules, norms, settings.argument, state.names)
+    weights, total = _others(settings, of_norm, fit, norms, params)
     limits, memories = [], []
-    for source, block, norm, entry, other in zip(
-        fit.sources, names, blocks, old, others
+    for source, block, norm, entry, weight in zip(
+        fit.sources, state.names, blocks, fit.old, weights
     ):
         limit, memory = entry.limit, entry.memory
         # Of a block that is missing in this step no rule is asked.
         if source.numbers:
             rule = rule_of_block(of_norm, source, block, norm, settings.call)
-            asked = rule, norm, memory, state.step, other
+            further = further_norms(rule, weight, total)
+            asked = rule, norm, memory, state.step, *further
             limit, memory = limit_of(*asked, argument=settings.argument)
         limits.append(limit)
         memories.append(memory)
@@ -192,9 +192,9 @@ def _update(
         # Below 0 it counts as 0, as a limit of the clipper's own.
         limits = [jnp.maximum(limit, 0) for limit in limits]
     # 3. Shrink: (norm, new norm) for each block.
-    new_norms = [
-        _shrink(settings, eps, *each) for each in zip(blocks, limits, memories)
-    ]
+    known = [can_clip(*each) for each in zip(blocks, limits)]
+    found = zip(blocks, limits, known, memories)
+    new_norms = [_shrink(settings, eps, *each) for each in found]
 
     updates = tree
     # Multiplied by 1, they would be other values to XLA, and read again by the next
@@ -202,15 +202,15 @@ def _update(
     if given[1] is not None or not settings.no_limit:
         roots = [root_between(*each) for each in new_norms]
         # The roots are in the blocks of the state, where rows differ from this step's.
-        norms = norms._replace(places=fit.places(norms))
+        norms = norms._replace(places=fit.places)
         updates = multiply(tree, norms, roots)
         if settings.nonfinite == "zero":
             updates = zero_where_zero(updates, norms, roots)
-    found = zip(old, blocks, limits, new_norms, memories)
+    found = zip(fit.old, blocks, limits, known, new_norms, memories)
     entries = [next_entry(state.step, *each) for each in found]
     # Stays at the largest int32 instead of becoming negative.
     step = jnp.asarray(optax.safe_increment(state.step))
-    return updates, pack(names, step, fit.keep_missing(entries, old))
+    return updates, pack(state.names, step, fit.keep_missing(entries))
 
 
 def _others(
@@ -219,17 +219,16 @@ def _others(
     fit: Arrangement,
     norms: Norms,
     params: Any,
-) -> list[Others]:
-    """For each block, what its rule may need besides its norms: the norms of weights,
+) -> tuple[list[Any], Any]:
+    """What rules may need besides the norms: for each block the norms of its weights,
     and the norm of everything.
     """
     weights: list[Any] = [None] * len(fit.sources)
     if any(rule.needs_params for rule in rules):
         check_params(settings.call, params)
-        weights = fit.arrange(settings.measure(params))
+        weights = fit.arrange(measured(settings.measure, params))
     with_total = any(rule.needs_total for rule in rules)
-    total = norm_of_norms(norms) if with_total else None
-    return [Others(weight, total) for weight in weights]
+    return weights, norm_of_norms(norms) if with_total else None
 
 
 # Jitted, so that it is traced once for all blocks of one shape.
@@ -239,6 +238,7 @@ def _shrink(
     eps: Any,
     norm: jax.Array,
     limit: jax.Array,
+    known: jax.Array,
     memory: Any,
 ) -> tuple[jax.Array, jax.Array]:
     """(norm, new norm). Only their quotient counts. Equal: leave the updates alone."""
@@ -250,7 +250,7 @@ def _shrink(
     check_shrunk(settings.call, shrunk, norm)
     # The new norm of a broken step. NaN makes the root NaN, and the updates with it.
     instead = 0.0 if settings.nonfinite == "zero" else jnp.nan
-    short = jnp.where(can_clip(norm, limit), shrunk, instead)
+    short = jnp.where(known, shrunk, instead)
     if jax.tree.leaves(memory):
         # A rule that has no limit yet still lets no broken step through.
         return long, jnp.where(off & jnp.isfinite(norm), long, short)

@@ -8,9 +8,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.core import Tracer
 
-from .._arguments import broadcasts_to, call_of, check_returned, held_in
+from .._arguments import call_of, check_returned, check_shape, held_in
 from .._norms._types import split_as, typed_as
-from ..rules._others import NO_OTHERS, Others
 from ..rules._rule import Rule, call_name
 
 BEGIN_ANEW = "Begin with a new one: state = optimizer.init(params)."
@@ -22,27 +21,22 @@ def limit_of(
     norm: jax.Array,
     memory: Any,
     step: jax.Array,
-    others: Others = NO_OTHERS,
-    *,
+    *further: Any,
     argument: str,
     signed: bool = False,
 ) -> tuple[jax.Array, Any]:
     """Asks a rule: (limit, memory).
 
-    `others` has what the rule may need besides. The limit has the norm's dtype and
-    shape, and is at least 0. NaN, inf and 0 leave the memory unchanged. `signed`: the
-    value is a loss rather than a norm, so it and its limit may be 0 or negative.
+    `further` is what `further_norms` gives. The limit has the norm's dtype and shape,
+    and is at least 0. NaN, inf and 0 leave the memory unchanged. `signed`: the value is
+    a loss rather than a norm, so it and its limit may be 0 or negative.
 
     Raises:
       ValueError: the memory of another rule, or a limit that does not fit the norm.
     """
-    check_memory(rule, norm, memory, argument)
-    # A state keeps () in place of a memory without arrays, so init restores its form.
-    asked = memory if jax.tree.leaves(memory) else rule.init(norm)
+    asked = checked_memory(rule, norm, memory, argument)
     # stop_gradient: limits have no derivative by the updates.
-    answer = rule.update(
-        lax.stop_gradient(norm), asked, step, *others.of(rule)
-    )
+    answer = rule.update(lax.stop_gradient(norm), asked, step, *further)
     limit, new = _checked_answer(rule, answer, asked)
     check_returned(argument, limit)
     check_shape(jnp.shape(limit), norm.shape, argument)
@@ -78,27 +72,19 @@ def keep_where(wanted: jax.Array, new: Any, old: Any) -> Any:
     return jax.tree.map(choose, new, old)
 
 
-def check_shape(shape: Any, own: tuple[int, ...], argument: str) -> None:
-    """Raises where a limit does not broadcast to a norm."""
-    if not broadcasts_to(shape, own):
-        raise ValueError(
-            f"{argument} must be a number for each norm: its shape {shape} does not "
-            f"fit norms of shape {own}."
-        )
-
-
-def check_memory(
+def checked_memory(
     rule: Rule, norm: jax.Array, memory: Any, argument: str
-) -> None:
-    """Raises for the memory of another rule.
+) -> Any:
+    """The memory in the form of the rule's own.
 
-    The length of a window is not compared. Under jit it is a traced number.
+    Raises for the memory of another rule. The length of a window is not compared: under
+    jit it is a traced number.
     """
     known = jax.tree.map(lambda x: 1 if isinstance(x, Tracer) else x, rule)
     wanted = jax.eval_shape(known.init, norm)
-    # Without arrays there is nothing to remember, and () fits every such rule.
+    # A state keeps () in place of any memory without arrays.
     if not jax.tree.leaves((wanted, memory)):
-        return
+        return wanted
     if jax.tree.structure(wanted) != jax.tree.structure(memory):
         wanted, found = (_form(tree) for tree in (wanted, memory))
         raise ValueError(
@@ -106,18 +92,20 @@ def check_memory(
             f"{call_name(type(rule))} remembers {wanted}, and the state has {found}. "
             f"{BEGIN_ANEW}"
         )
+    return memory
 
 
 def _checked_answer(rule: Rule, answer: Any, memory: Any) -> tuple[Any, Any]:
     """(limit, memory), as a rule of the user's may not return them."""
-    call = f"{call_name(type(rule))}: update"
     if not isinstance(answer, (tuple, list)) or len(answer) != 2:
+        call = f"{call_name(type(rule))}: update"
         raise TypeError(f"{call} must return (limit, memory), got {answer!r}.")
     # What a rule without arrays returns as its memory is not kept.
     if not jax.tree.leaves(memory):
         return answer[0], memory
     wanted, found = (jax.tree.structure(x) for x in (memory, answer[1]))
     if wanted != found:
+        call = f"{call_name(type(rule))}: update"
         raise ValueError(
             f"{call} must return a memory in the structure of the one it got, "
             f"{wanted}, got {found}."

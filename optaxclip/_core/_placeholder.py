@@ -8,6 +8,7 @@ and rebuilds the result. How many norms there are depends on the parameters. So:
     rebuild             each field is repeated as often as the form says
 """
 
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -15,6 +16,7 @@ import jax.numpy as jnp
 import optax
 
 
+@dataclass(eq=False, repr=False)
 class Form:
     """What a state is apart from its arrays: the names of its norms.
 
@@ -22,11 +24,8 @@ class Form:
     shardings may have one entry for all of it.
     """
 
-    def __init__(
-        self, names: tuple[tuple[str, ...], ...], memory: Any
-    ) -> None:
-        self.names = names
-        self.memory = memory
+    names: tuple[tuple[str, ...], ...]
+    memory: Any
 
     # JAX compares the forms of two trees before it maps over them together.
     def __eq__(self, other: object) -> bool:

@@ -11,9 +11,10 @@ import numpy as np
 
 from .._norms import _prefix as prefix
 from ._factors import reported
-from ._limits import can_clip
 from ._placeholder import Form, OpenForm
 from ._shares import moving_average
+
+Names = tuple[tuple[str, ...], ...]  # of the norms in each block
 
 
 class Entry(NamedTuple):
@@ -65,7 +66,7 @@ class ClipState(NamedTuple):
             and expert 3. Otherwise they share one, of arrays.
         """
         found = {}
-        for block, entry in zip(*unpack(self)):
+        for block, entry in zip(self.names, unpack(self)):
             for row, name in enumerate(block):
                 found[name] = (
                     _row(entry, row) if has_rows(block, entry) else entry
@@ -135,12 +136,14 @@ def next_entry(
     old: Entry,
     norm: jax.Array,
     limit: jax.Array,
+    known: jax.Array,
     new_norm: tuple[jax.Array, jax.Array],
     memory: Any,
 ) -> Entry:
-    """A block after a step. `new_norm` is (norm, new norm), whose quotient counts."""
+    """A block after a step. `new_norm` is (norm, new norm), whose quotient counts.
+    `known`: whether norm and limit are numbers.
+    """
     before, after = new_norm
-    known = can_clip(norm, limit)
     changed = known & (after != before)
     return Entry(
         norm=norm.astype(old.norm.dtype),
@@ -157,9 +160,9 @@ def _row(entry: Entry, row: int) -> Entry:
     return jax.tree.map(lambda x: x[row], entry)
 
 
-def has_rows(names: list[str], entry: Entry) -> bool:
+def has_rows(names: tuple[str, ...], entry: Entry) -> bool:
     """Whether a block has a row for each name. Others are one norm."""
-    single = names != [""] and jnp.shape(entry.norm) == (1,)
+    single = names != ("",) and jnp.shape(entry.norm) == (1,)
     return single or len(names) > 1
 
 
@@ -187,31 +190,29 @@ def names_of_layers(name: str, shape: tuple[int, ...]) -> list[str]:
     return found
 
 
-def pack(
-    names: list[list[str]], step: jax.Array, entries: list[Entry]
-) -> ClipState:
+def pack(names: Names, step: jax.Array, entries: list[Entry]) -> ClipState:
     """The state of some blocks."""
     fields = list(zip(*entries)) or [()] * len(Entry._fields)
     packed = [x[0] if len(entries) == 1 else tuple(x) for x in fields]
     if not jax.tree.leaves(packed[-1]):
         packed[-1] = ()
-    return ClipState(tuple(tuple(block) for block in names), step, *packed)
+    return ClipState(names, step, *packed)
 
 
-def unpack(state: ClipState) -> tuple[list[list[str]], list[Entry]]:
-    """The names of the norms in each block, and the blocks."""
-    names = [list(block) for block in state.names]
+def unpack(state: ClipState) -> list[Entry]:
+    """The blocks of a state."""
+    count = len(state.names)
     # A single block is in no tuple.
-    fields = [(x,) if len(names) == 1 else x for x in state[2:]]
+    fields = [(x,) if count == 1 else x for x in state[2:]]
     # Rules without a memory share one ().
     if not jax.tree.leaves(state.memory):
-        fields[-1] = ((),) * len(names)
-    return names, [Entry(*each) for each in zip(*fields)]
+        fields[-1] = ((),) * count
+    return [Entry(*each) for each in zip(*fields)]
 
 
 def limits_of(state: ClipState, tree: Any) -> Any:
     """The limit of each leaf of a tree, from the state of a clipper of tensors."""
     entries, treedef = jax.tree_util.tree_flatten_with_path(tree)
     known = state.by_name()
-    names = prefix.names_of_known([path for path, _ in entries], known)
+    names = prefix.names([path for path, _ in entries], known)
     return treedef.unflatten([known[name].limit for name in names])

@@ -51,7 +51,7 @@ def clip_rows(
     state: ClipState, only: frozenset[str], *, layers: bool = False
 ) -> Iterator[Row]:
     """The rows of each norm of one clipper, or of each layer of a norm."""
-    names, entries = unpack(state)
+    names, entries = state.names, unpack(state)
     if layers:
         names = [_layers_of(*each) for each in zip(names, entries)]
     counts = tuple(len(block) for block in names)
@@ -66,19 +66,19 @@ def clip_rows(
                 yield name, path, value
 
 
-def _layers_of(names: list[str], entry: Entry) -> list[str]:
+def _layers_of(names: tuple[str, ...], entry: Entry) -> tuple[str, ...]:
     """The names of the entries of a block, one for each layer of each norm."""
     shape = jnp.shape(entry.norm)[has_rows(names, entry) :]
     if not shape:
         return names
     # Units "w" of shape [1, 5] have w/0 to w/4.
     found = [names_of_layers(name, shape) for name in names]
-    return list(itertools.chain.from_iterable(found))
+    return tuple(itertools.chain.from_iterable(found))
 
 
 def summary_rows(state: ClipState, *, with_name: bool) -> Iterator[Row]:
     """The rows of all norms of one clipper together."""
-    names, entries = unpack(state)
+    names, entries = state.names, unpack(state)
     if not names:
         return
     counts = tuple(len(block) for block in names)

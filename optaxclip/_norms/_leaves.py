@@ -27,12 +27,11 @@ def clipped_leaves(tree: Any, call: str = "") -> Any:
     A leaf counts if it has a float or complex dtype and at least one element. `call`
     is what errors name.
     """
-    tree = unboxed(tree)
     try:
-        return jax.tree.map(lambda leaf: leaf if _counts(leaf) else None, tree)
+        return jax.tree.map(_clipped, tree, is_leaf=_is_box)
     except TypeError:
         # Paths take time, so they are made only for the error.
-        check_leaves(tree, f"{call}: " if call else "")
+        check_leaves(unboxed(tree), f"{call}: " if call else "")
         raise
 
 
@@ -40,7 +39,7 @@ def check_leaves(tree: Any, begin: str) -> None:
     """Raises for a leaf that is not an array, such as a function in a model."""
     for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
         try:
-            _counts(leaf)
+            _clipped(leaf)
         except TypeError:
             raise TypeError(
                 f"{begin}the leaf {prefix.name(path)!r} must be an array or a number, "
@@ -283,9 +282,11 @@ def _is_box(x: Any) -> bool:
     return callable(getattr(x, "__jax_array__", None))
 
 
-def _counts(leaf: Any) -> bool:
+def _clipped(leaf: Any) -> Any:
+    """The leaf, or None for one that does not count."""
+    if _is_box(leaf):
+        leaf = leaf.__jax_array__()
     # A Python number has no dtype. Those of random keys and float0 are not inexact.
     dtype = leaf.dtype if hasattr(leaf, "dtype") else jnp.result_type(leaf)
-    return bool(jnp.issubdtype(dtype, jnp.inexact)) and 0 not in jnp.shape(
-        leaf
-    )
+    counts = jnp.issubdtype(dtype, jnp.inexact) and 0 not in jnp.shape(leaf)
+    return leaf if counts else None

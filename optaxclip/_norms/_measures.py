@@ -5,6 +5,7 @@ clipped leaves it returns `Norms`, in which norms of one shape are one array.
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 import jax
@@ -134,12 +135,20 @@ class OwnNorm(NamedTuple):
         return norms_of_tree(jax.tree.map(as_float, norms), tree)
 
 
+# Jitted, so that the first update finds what `init` has traced.
+@partial(jax.jit, static_argnums=0)
+def measured(measure: Measure, tree: Any) -> Norms:
+    """The norms of a tree."""
+    return measure(tree)
+
+
 def without_devices(measure: Any) -> Any:
     """The same measure outside shard_map, where no mesh axis has a name."""
     # Norms of the user's, and the spectral norm, take no mesh axes.
-    if not hasattr(measure, "mesh_axes"):
+    mesh_axes = getattr(measure, "mesh_axes", "auto")
+    if mesh_axes == "auto":
         return measure
-    return measure._replace(mesh_axes=without_names(measure.mesh_axes))
+    return measure._replace(mesh_axes=without_names(mesh_axes))
 
 
 def _in_rows(

@@ -42,28 +42,21 @@ def name(path: Any) -> str:
     return jax.tree_util.keystr(path, simple=True, separator="/")
 
 
-def names(paths: list[Any]) -> list[str]:
+def names(paths: list[Any], known: Container[str] = ()) -> list[str]:
     """The names of all key paths of a tree, no two alike: where `a/b` could be two
     places, they are written as in Python. No name has line breaks.
+
+    `known` are names of which some may be missing here. Two places that read `a/b` are
+    known as in Python, also where one is missing.
     """
     # {"a/b": x} and {"a": {"b": x}} both read a/b.
     short = [name(path).replace("\n", "\\n") for path in paths]
     counts = Counter(short)
     found = []
     for path, own in zip(paths, short):
-        found.append(own if counts[own] == 1 else jax.tree_util.keystr(path))
-    return found
-
-
-def names_of_known(paths: list[Any], known: Container[str]) -> list[str]:
-    """The names of some paths among known ones, of which others may be missing here.
-
-    Two places that read `a/b` are known as in Python, also where one is missing.
-    """
-    found = []
-    for path, own in zip(paths, names(paths)):
         long = jax.tree_util.keystr(path)
-        found.append(long if own not in known and long in known else own)
+        is_long = own not in known and long in known
+        found.append(long if is_long or counts[own] > 1 else own)
     return found
 
 

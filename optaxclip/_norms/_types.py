@@ -64,9 +64,14 @@ def types_of(function: Callable[..., Any], *args: Any) -> Any:
     return jax.tree.unflatten(jax.tree.structure(shapes), program.out_avals)
 
 
-def typed_as(value: jax.Array, kind: Any, skip: int = 0) -> jax.Array:
-    """The value with a type that `jax.typeof` or `types_of` gave."""
-    return varying_as(split_as(value, kind, skip), kind)
+def typed_as(tree: Any, kind: Any, skip: int = 0) -> Any:
+    """The arrays of a tree with a type that `jax.typeof` or `types_of` gave."""
+    # Without a mesh, as under plain jit, no type says anything of devices.
+    if jax.sharding.get_abstract_mesh().empty:
+        return tree
+    return jax.tree.map(
+        lambda x: varying_as(split_as(x, kind, skip), kind), tree
+    )
 
 
 def varying_as(value: jax.Array, kind: Any) -> jax.Array:

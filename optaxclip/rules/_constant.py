@@ -19,7 +19,7 @@ from .._arguments import (
     is_function,
     number_for_jit,
 )
-from ._rule import Number, Rule, Schedule, call_name, is_rule
+from ._rule import Number, Rule, Schedule, call_name, is_rule, unchecked
 
 # What a norm can be held against. None is no limit.
 Limit = Number | Rule | None
@@ -91,7 +91,7 @@ def rule_of(limit: Any, argument: str) -> Rule:
 
     A rule without parentheses is the rule with its defaults.
     """
-    if is_rule(limit):
+    if isinstance(limit, Rule):
         return limit
     # `clip_by_global_norm(rules.growth)`, without parentheses.
     if isinstance(limit, type) and issubclass(limit, Rule):
@@ -103,7 +103,8 @@ def rule_of(limit: Any, argument: str) -> Rule:
             f"{argument} must be a rule, got the function {name}: call it, as in "
             f"optaxclip.rules.{name}(...)."
         )
-    return Constant(checked_limit(argument, limit))
+    # Its own check would be the same one again, under another name.
+    return unchecked(Constant, [("limit", checked_limit(argument, limit))])
 
 
 def _with_defaults(kind: type[Rule], argument: str) -> Rule:

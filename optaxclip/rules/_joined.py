@@ -11,8 +11,7 @@ import jax.numpy as jnp
 from .._arguments import check_number, held_in, number_for_jit
 from .._other_names import with_our_names
 from ._constant import rule_of
-from ._others import others_from
-from ._rule import Number, Rule
+from ._rule import Number, Rule, further_norms
 
 
 class Joined(Rule):
@@ -40,10 +39,14 @@ class Joined(Rule):
         others: tuple[Any, ...],
     ) -> tuple[list[jax.Array], tuple[Any, ...]]:
         """The limits and the memories of all rules."""
-        given = others_from(self, others)
+        # In the order of `further_norms`, each where one of the rules needs it.
+        params = others[0] if self.needs_params else None
+        total = others[-1] if self.needs_total else None
         limits, memories = [], []
         for rule, own in zip(self.rules, memory):
-            limit, own = rule.update(norm, own, step, *given.of(rule))
+            limit, own = rule.update(
+                norm, own, step, *further_norms(rule, params, total)
+            )
             # Limits may be Python numbers or of any dtype, and jnp.minimum wants one.
             limits.append(held_in(norm.dtype, limit))
             memories.append(own)

@@ -13,7 +13,7 @@ Numbers are leaves of the pytree, so a changed number compiles nothing anew.
 
 import dataclasses
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import field, fields
 from typing import Any, NamedTuple, TypeGuard, TypeVar, dataclass_transform
 
@@ -28,6 +28,7 @@ from .._arguments import (
     LAST_STEP,
     as_partial,
     check_flag,
+    check_length,
     check_limit,
     check_number,
     check_returned,
@@ -202,33 +203,29 @@ class Rule:
         dataclasses.dataclass(frozen=True, eq=False)(cls)
         # A wrong keyword would otherwise be an error about `ZScore.__init__`.
         cls.__init__ = with_our_names(cls.__init__, call_name(cls))
-        names = [(f.name, bool(f.metadata.get("static"))) for f in fields(cls)]
-        data = [name for name, static in names if not static]
-        meta = [name for name, static in names if static]
+        meta = [f.name for f in fields(cls) if f.metadata.get("static")]
+        data = [f.name for f in fields(cls) if f.name not in meta]
+        keys = [jax.tree_util.GetAttrKey(name) for name in data]
 
         def flatten(rule: Any) -> Any:
-            leaves = [
-                (jax.tree_util.GetAttrKey(n), getattr(rule, n)) for n in data
-            ]
-            return leaves, tuple(getattr(rule, name) for name in meta)
+            leaves = (getattr(rule, name) for name in data)
+            static = tuple(getattr(rule, name) for name in meta)
+            return list(zip(keys, leaves)), static
 
         def unflatten(static: Any, leaves: Any) -> Any:
-            # Not through __init__: JAX also builds trees of things that are no numbers.
-            rule = object.__new__(cls)
-            for name, value in (*zip(data, leaves), *zip(meta, static)):
-                object.__setattr__(rule, name, value)
-            return rule
+            # JAX also builds trees of things that are no numbers.
+            return unchecked(cls, zip((*data, *meta), (*leaves, *static)))
 
         jax.tree_util.register_pytree_with_keys(cls, flatten, unflatten)
 
     def __post_init__(self) -> None:
-        call = call_name(type(self))
+        call, values = call_name(type(self)), vars(self)
         # A check may replace a value: a function becomes a Partial, a node for JAX.
         for spec in fields(self):
+            name = spec.name
             # A plain field of a user's rule has no check.
-            check = spec.metadata.get("check", lambda argument, value: value)
-            value = check(f"{call}: {spec.name}", getattr(self, spec.name))
-            object.__setattr__(self, spec.name, value)
+            if "check" in spec.metadata:
+                values[name] = check_field(call, name, spec, values[name])
 
     @property
     def needs_params(self) -> bool:
@@ -248,6 +245,19 @@ class Rule:
         """Returns the limit of this step, and the new memory."""
         call = call_name(type(self))
         raise NotImplementedError(f"{call}: a rule must have a method update.")
+
+
+def unchecked(kind: type[R], values: Iterable[tuple[str, Any]]) -> R:
+    """A rule of values that `__init__` would refuse, or that were checked."""
+    rule = object.__new__(kind)
+    vars(rule).update(values)
+    return rule
+
+
+def further_norms(rule: Rule, params: Any, total: Any) -> list[Any]:
+    """What `update` takes after the step: the norms of the weights, and of all."""
+    wanted = (rule.needs_params, params), (rule.needs_total, total)
+    return [norm for needed, norm in wanted if needed]
 
 
 def rule_in(call: str, kind: type[R], **numbers: Any) -> R:
@@ -288,13 +298,3 @@ def multiple(factor: jax.Array, norm: jax.Array) -> jax.Array:
     """factor * norm, and inf for an infinite factor, which means no limit."""
     # inf * 0 is NaN, and updates under a limit of NaN become NaN.
     return jnp.where(factor == jnp.inf, factor, factor * norm)
-
-
-def check_length(argument: str, value: Any) -> None:
-    """Refuses what is not a whole number, at least 1."""
-    check_number(argument, value, lowest=1)
-    # A traced length passes here. Windows, whose shape it is, refuse it in `init`.
-    if isinstance(value, Tracer):
-        return
-    if np.ndim(value) or not float(value).is_integer():
-        raise ValueError(f"{argument} must be a whole number, got {value!r}.")

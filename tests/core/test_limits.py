@@ -7,7 +7,8 @@ import pytest
 
 import optaxclip
 from optaxclip import rules
-from optaxclip._core._limits import check_memory, check_shape, keep_where, limit_of
+from optaxclip._arguments import check_shape
+from optaxclip._core._limits import checked_memory, keep_where, limit_of
 from optaxclip.rules._constant import rule_of
 from optaxclip.rules._rule import Number, Rule, number
 
@@ -104,14 +105,14 @@ def test_the_memory_of_another_rule_is_refused():
     norm = jnp.ones(2)
     growth, window = rules.growth(1.5), rules.windowed_quantile(0.5, 4)
     memory = window.init(norm)
-    check_memory(window, norm, memory, "f")
-    check_memory(rules.windowed_quantile(0.5, 8), norm, memory, "f")
-    check_memory(rule_of(1.0, "max_norm"), norm, (), "f")
+    checked_memory(window, norm, memory, "f")
+    checked_memory(rules.windowed_quantile(0.5, 8), norm, memory, "f")
+    checked_memory(rule_of(1.0, "max_norm"), norm, (), "f")
     known = r"f: state was made with another rule. growth remembers "
     with pytest.raises(ValueError, match=known + r"float32\[2\], and .* has nothing"):
-        check_memory(growth, norm, (), "f")
+        checked_memory(growth, norm, (), "f")
     with pytest.raises(ValueError, match=r"the state has Quantile.*'float32\[2, 4\]'"):
-        check_memory(growth, norm, memory, "f")
+        checked_memory(growth, norm, memory, "f")
 
 
 def test_a_traced_length_of_a_window_is_not_compared():
@@ -119,7 +120,7 @@ def test_a_traced_length_of_a_window_is_not_compared():
     memory = rules.windowed_quantile(0.5, 4).init(norm)
 
     def checked(length):
-        check_memory(rules.windowed_quantile(0.5, length), norm, memory, "f")
+        checked_memory(rules.windowed_quantile(0.5, length), norm, memory, "f")
         return length
 
     assert jax.jit(checked)(4) == 4

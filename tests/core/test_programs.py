@@ -138,3 +138,16 @@ def test_the_second_eager_step_compiles_nothing(name):
         with count_compilations() as compiled:
             clipper.update(updates, state, params)
         assert compiled == []
+
+
+def test_the_first_update_finds_the_norm_that_init_traced():
+    calls = []
+
+    def norm(tree):
+        calls.append(tree)
+        return optaxclip.global_norm(tree)
+
+    clipper = optaxclip.clip_by(norm, 1.0)
+    grads = random_tree("float32", 0)
+    clipper.update(grads, clipper.init(grads))
+    assert len(calls) == 1

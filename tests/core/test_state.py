@@ -18,11 +18,11 @@ from optaxclip._core._state import (
 
 pytestmark = pytest.mark.slow
 
-EVERYTHING = [[""]], [()]
-TENSORS = [["a", "b"]], [(2,)]
-ONE_TENSOR = [["a"]], [(1,)]
-ONE_ARRAY = [["a"]], [(1, 3)]
-SEVERAL = [["a", "b"], ["c"], ["d"]], [(2, 1, 3), (2, 4), (1,)]
+EVERYTHING = (("",),), [()]
+TENSORS = (("a", "b"),), [(2,)]
+ONE_TENSOR = (("a",),), [(1,)]
+ONE_ARRAY = (("a",),), [(1, 3)]
+SEVERAL = (("a", "b"), ("c",), ("d",)), [(2, 1, 3), (2, 4), (1,)]
 BLOCKS = [EVERYTHING, TENSORS, ONE_TENSOR, ONE_ARRAY, SEVERAL]
 every_state = pytest.mark.parametrize(
     "blocks", BLOCKS, ids=["everything", "tensors", "tensor", "array", "several"]
@@ -52,7 +52,7 @@ def assert_same(have, want):
 @every_state
 def test_a_state_comes_back_in_its_blocks(blocks, memory):
     state, entries = state_of(blocks, memory)
-    names, found = unpack(state)
+    names, found = state.names, unpack(state)
     assert names == blocks[0] and state.step == 7
     assert_same(found, entries)
     # One block is no tuple of one, and no arrays are no memory.
@@ -61,8 +61,8 @@ def test_a_state_comes_back_in_its_blocks(blocks, memory):
 
 
 def test_a_state_without_norms_has_no_blocks():
-    state = pack([], jnp.int32(0), [])
-    assert state == ((), 0, *[()] * 7) and unpack(state) == ([], [])
+    state = pack((), jnp.int32(0), [])
+    assert state == ((), 0, *[()] * 7) and unpack(state) == []
 
 
 @every_state
@@ -116,7 +116,8 @@ def test_a_step_counts_what_it_changed_and_what_was_broken():
     norm = jnp.array([5.0, 1.0, np.nan, 3.0])
     limit = jnp.array([2.0, 2.0, 2.0, np.nan])
     new = jnp.array([2.0, 1.0, np.nan, 2.0])
-    entry = next_entry(jnp.int32(3), old, norm, limit, (norm, new), {"m": 1})
+    known = jnp.array([True, True, False, False])
+    entry = next_entry(jnp.int32(3), old, norm, limit, known, (norm, new), {"m": 1})
     np.testing.assert_array_equal(entry.norm, norm)
     np.testing.assert_array_equal(entry.limit, limit)
     np.testing.assert_allclose(entry.factor, [0.4, 1.0, np.nan, 2 / 3], 1e-6)
@@ -127,7 +128,7 @@ def test_a_step_counts_what_it_changed_and_what_was_broken():
 
 
 def test_limits_of_leaves_are_found_by_path():
-    state, _ = state_of(([["b", "a"]], [(2,)]))
+    state, _ = state_of(((("b", "a"),), [(2,)]))
     found = limits_of(state, {"a": jnp.ones(3), "b": jnp.ones(3)})
     assert found == {"a": state.limit[1], "b": state.limit[0]}
 
