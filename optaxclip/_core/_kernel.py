@@ -232,7 +232,7 @@ def _others(
 
 
 # Jitted, so that it is traced once for all blocks of one shape.
-@partial(jax.jit, static_argnums=0)
+@partial(jax.jit, static_argnums=0, inline=True)
 def _shrink(
     settings: Settings,
     eps: Any,
