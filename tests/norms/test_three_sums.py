@@ -299,3 +299,13 @@ def test_a_gpu_sums_columns_whose_length_only_a_run_knows():
     sums = jax.jit(lambda x: root(sum_on_gpu(x, (0,))))
     program = jax.export.export(sums)(jax.ShapeDtypeStruct((rows, 3), np.float32))
     np.testing.assert_allclose(program.call(jnp.ones((4, 3))), np.full((1, 3), 2.0))
+
+
+@pytest.mark.parametrize("size", [1e-30, 1.0, 1e37])
+@pytest.mark.parametrize("wide", [False, True], ids=["float32", "x64"])
+def test_columns_of_any_size_are_summed_in_float32_on_a_gpu(size, wide):
+    leaf = np.full((64, 3), size, np.float32)
+    with jax.enable_x64(wide):
+        found = norms_by("gpu", leaf, (0,))
+    assert found.dtype == np.float32
+    np.testing.assert_allclose(found, [[8 * size] * 3], 1e-6)
