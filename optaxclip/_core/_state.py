@@ -36,23 +36,31 @@ class ClipState(NamedTuple):
     The fields from `norm` on have a row for each norm: shape [] for the norm of
     everything, [N] for those of N tensors or groups, [N, ...] for N arrays of units or
     of stacked layers, and [...] for one such array. Norms of different shapes, or of
-    different rules, are in a tuple of such arrays. `optaxclip.metrics` reads all of it
-    by name.
+    different rules, are in a tuple of such arrays. `metrics(state)` and
+    `state.by_name()` give them by name.
+
+    Attributes:
+      names: the names of the norms. They belong to the structure and are no leaves.
+      step: updates seen.
+      norm: before clipping, in the last step.
+      limit: what the norm was held against.
+      factor: what the updates were multiplied by. 1 where nothing was done, 0 only
+        where they were made 0. Within the normal numbers of its dtype.
+      clipped: finite steps that changed the updates.
+      clipped_recently: their share of about the last 100 steps.
+      nonfinite: steps whose norm was NaN or inf.
+      memory: what the rule remembers.
     """
 
-    # The names of the norms in each block. No leaves: they belong to the structure.
     names: Any
-    step: jax.Array  # int32[]: updates seen
-    norm: Any  # float32[N]: before clipping, in the last step
-    limit: Any  # float32[N]: what the norm was held against
-    # float32[N]: what the updates were multiplied by. 1 where nothing was done, 0 only
-    # where they were made 0. Held within the normal numbers of its dtype.
-    factor: Any
-    clipped: Any  # int32[N]: finite steps that changed the updates
-    # float32[N]: their share of about the last 100 steps
-    clipped_recently: Any
-    nonfinite: Any  # int32[N]: steps whose norm was NaN or inf
-    memory: Any  # what the rule remembers, its arrays [N, ...]
+    step: jax.Array  # int32[]
+    norm: Any  # float32[N]
+    limit: Any  # float32[N]
+    factor: Any  # float32[N]
+    clipped: Any  # int32[N]
+    clipped_recently: Any  # float32[N]
+    nonfinite: Any  # int32[N]
+    memory: Any  # arrays [N, ...]
 
     def by_name(self, *, layers: bool = False) -> dict[str, Entry]:
         """Returns what the state knows of each norm: its own `norm`, `limit`, `factor`,
