@@ -32,9 +32,9 @@ def test_a_changed_table_is_seen():
 def test_the_readme_shows_the_costs_and_both_losses():
     readme = (pages.ROOT / "README.md").read_text()
     names = {found[1] for found in pages.BLOCK.findall(readme)}
+    # Without protection the loss is another on each machine.
     losses = {
-        f"broken_batches/{run}/final_loss"
-        for run in ("none", "global norm", "skip_step")
+        f"broken_batches/{run}/final_loss" for run in ("global norm", "skip_step")
     }
     assert names == {"costs", "each_package", *losses}
 
