@@ -40,8 +40,8 @@ def constrain(
     `optax.apply_updates` then gives clip(W + u), rounded once to the weights' dtype,
     and not longer by more than that rounding. Where W is far longer than its limit, as
     in a first step, or the update has fewer bits than W, the update itself is rounded
-    too, towards what is allowed. Weights that are within their limit get the update as
-    it came.
+    too, to no longer weights, and not across a bound of 0. Weights that are within
+    their limit get the update as it came.
 
     | constraint                        | clipper                                     |
     |-----------------------------------|---------------------------------------------|
@@ -171,12 +171,8 @@ def _real_step(
     step = _rounded(goal - start, update.dtype)
     # What `optax.apply_updates` makes of weight and update.
     arrived = _rounded(start + step, weight.dtype)
-    # What is not allowed lies where the weight came from, and what was lengthened must
-    # not become longer still.
-    outside = jnp.sign(moved - held)
-    outside = jnp.where(
-        jnp.abs(held) < jnp.abs(moved), outside, jnp.sign(held)
-    )
+    # What is not allowed lies on the side where the weight would have gone.
+    outside = jnp.sign(moved)
     # Between 3/4 and 3/2 units of rounding, so that rounding makes it one.
     unit = 0.75 * float(jnp.finfo(update.dtype).eps) * jnp.abs(step)
     shorter = _rounded(step - outside * unit, update.dtype)

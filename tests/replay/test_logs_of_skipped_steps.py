@@ -46,6 +46,14 @@ def test_a_column_that_is_named_is_read(tmp_path):
     np.testing.assert_array_equal(found, [1.0, 2.0, 2.0, 1.5, 1.5, 0.5])
 
 
+@pytest.mark.parametrize(("skipped", "read"), [(2.5, "skip/norm"), (2.001, "clip")])
+def test_larger_norms_are_told_from_rounded_ones(tmp_path, skipped, read):
+    path = tmp_path / "log.csv"
+    path.write_text(f"clip/norm_before,skip/norm\n1,1\n2,{skipped}\n")
+    last = skipped if read == "skip/norm" else 2.0
+    np.testing.assert_array_equal(optaxclip.replay.read_history(path), [1.0, last])
+
+
 def test_steps_without_both_norms_decide_nothing(tmp_path):
     path = tmp_path / "log.csv"
     path.write_text("clip/norm_before,skip/norm\n1,\n,9\n3,3\n")
