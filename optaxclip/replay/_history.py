@@ -14,7 +14,7 @@ from .._other_names import with_our_names
 from ._columns import TENSORBOARD, column_of_norms, listed
 
 # What `metrics` writes for a clipper, and for a wrapper that skips steps.
-CLIPPER, SKIPPER = "clip/norm_before", "skip/norm"
+CLIPPER, SKIPPER, SKIPPED = "clip/norm_before", "skip/norm", "skip/skipped"
 # One dict for each step: {"step": "0", "grad_norm": "1.5"}. Entries of a CSV are text.
 Rows = list[dict[str, Any]]
 
@@ -102,16 +102,18 @@ def _of_every_step(path: Path, rows: Rows, column: str) -> str:
     """The column of a wrapper that skips steps, where it has norms that a clipper
     inside it has not: in a skipped step the clipper keeps the norm of an earlier one.
     """
-    if not column.endswith(CLIPPER):
+    begin = column.removesuffix(CLIPPER)
+    names = column, begin + SKIPPER, begin + SKIPPED
+    known = [row for row in rows if _is_known(row, *names)]
+    # Without the clipper's name in front, no such column belongs to it.
+    if not column.endswith(CLIPPER) or not known:
         return column
-    other = column.removesuffix(CLIPPER) + SKIPPER
-    both = [row for row in rows if _is_known(row, column, other)]
-    if not both:
-        return column
-    clipper, skipper = (_numbers(path, both, name) for name in (column, other))
-    # A wrapper behind the clipper has norms after clipping, which are not larger.
-    missed = np.isfinite(clipper) & ~(skipper <= 1.001 * clipper)
-    return other if missed.any() else column
+    clipper, skipper, skipped = (_numbers(path, known, x) for x in names)
+    larger = np.isfinite(clipper) & ~(skipper <= 1.001 * clipper)
+    # A wrapper behind the clipper has norms after clipping: smaller ones, or also
+    # larger ones, as of `normalize`, and then in steps that were not skipped too.
+    is_behind = (larger & (skipped == 0)).any()
+    return names[1] if larger.any() and not is_behind else column
 
 
 def _is_known(row: dict[str, Any], *columns: str) -> bool:

@@ -39,6 +39,14 @@ def test_norms_before_a_clip_in_front_are_read(tmp_path, limit):
     np.testing.assert_array_equal(optaxclip.replay.read_history(path), NORMS)
 
 
+def test_a_clipper_in_front_that_lengthens_is_read(tmp_path):
+    """All norms are 10 behind it: larger than before, and too large for the wrapper."""
+    normalize = optaxclip.clip_by_global_norm(10.0, shrink=optaxclip.shrinks.normalize)
+    behind = optaxclip.skip_spikes(optax.sgd(0.1), optaxclip.rules.ema_ratio(0.9))
+    path = logged(tmp_path / "log.jsonl", optax.chain(normalize, behind))
+    np.testing.assert_array_equal(optaxclip.replay.read_history(path), NORMS)
+
+
 def test_a_column_that_is_named_is_read(tmp_path):
     inside = optax.chain(optaxclip.clip_by_global_norm(1.8), optax.sgd(0.1))
     path = logged(tmp_path / "log.jsonl", optaxclip.skip_spikes(inside, 10.0))
@@ -49,12 +57,14 @@ def test_a_column_that_is_named_is_read(tmp_path):
 @pytest.mark.parametrize(("skipped", "read"), [(2.5, "skip/norm"), (2.001, "clip")])
 def test_larger_norms_are_told_from_rounded_ones(tmp_path, skipped, read):
     path = tmp_path / "log.csv"
-    path.write_text(f"clip/norm_before,skip/norm\n1,1\n2,{skipped}\n")
+    head = "clip/norm_before,skip/norm,skip/skipped"
+    path.write_text(f"{head}\n1,1,0\n2,{skipped},1\n")
     last = skipped if read == "skip/norm" else 2.0
     np.testing.assert_array_equal(optaxclip.replay.read_history(path), [1.0, last])
 
 
 def test_steps_without_both_norms_decide_nothing(tmp_path):
     path = tmp_path / "log.csv"
-    path.write_text("clip/norm_before,skip/norm\n1,\n,9\n3,3\n")
+    head = "clip/norm_before,skip/norm,skip/skipped"
+    path.write_text(f"{head}\n1,,1\n,9,1\n3,3,0\n")
     np.testing.assert_array_equal(optaxclip.replay.read_history(path), [1.0, 3.0])
