@@ -1,6 +1,7 @@
 """Norms from elsewhere, and what compiled steps hold: no copy, no second read."""
 
 import math
+import re
 
 import chex
 import jax
@@ -151,3 +152,15 @@ def test_the_first_update_finds_the_norm_that_init_traced():
     grads = random_tree("float32", 0)
     clipper.update(grads, clipper.init(grads))
     assert len(calls) == 1
+
+
+def test_parts_of_an_update_are_inlined():
+    """A call in their place is another program to XLA: of AGC a TPU v5e ran a fifth
+    more kernels.
+    """
+    clipper = optaxclip.adaptive_grad_clip(0.1)
+    params = {"w": jnp.ones((3, 4)), "v": jnp.ones((3, 4)), "b": jnp.ones(4)}
+    update = jax.jit(clipper.update)
+    text = update.lower(params, clipper.init(params), params).as_text()
+    called = set(re.findall(r"call @(\w+)", text))
+    assert called and not called & {"measured", "root_between", "next_entry", "_shrink"}
