@@ -124,10 +124,10 @@ def test_leaves_that_jit_splits_over_a_mesh_stay_apart():
         assert "concatenate" not in text and "optimization_barrier" not in text
 
 
-def test_a_tpu_sums_sixteen_leaves_of_one_shape_at_once(monkeypatch):
-    leaves = random_leaves([(2, 3)] * 33)
+def test_a_tpu_sums_eight_leaves_of_one_shape_at_once(monkeypatch):
+    leaves = random_leaves([(2, 3)] * 17)
     assert reductions(sums_on_tpu, leaves) == 3
-    monkeypatch.setattr(_at_once, "AT_ONCE", 3)
+    monkeypatch.setattr(_at_once, "AT_ONCE_ON_TPU", 3)
     assert reductions(sums_on_tpu, leaves[:6]) == 2
 
 
