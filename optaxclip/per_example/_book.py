@@ -53,7 +53,7 @@ def factors_of(use: Use, operand: int, fit: Fit, kept: Kept) -> Pair:
     """The factors of one use for a batch. Turns of a scan that slices the operand
     belong to the stack, and turns that share it are positions.
     """
-    order = _order(use, operand)
+    order = order_of(use, operand)
 
     def split(inputs: list[jax.Array], cotangents: list[jax.Array]) -> Factors:
         return fit.form.split(inputs, cotangents[0], order)
@@ -82,7 +82,7 @@ def _merged(x: jax.Array, use: Use, operand: int) -> jax.Array:
     return x.reshape(shape[0], *sizes, *shape[last:])
 
 
-def _order(use: Use, operand: int) -> Order:
+def order_of(use: Use, operand: int) -> Order:
     """Sorts axes of an operand by the axes of the parameter that they are, so that all
     uses of it agree.
     """

@@ -87,17 +87,15 @@ def clipped_grad(
         divide the batch: 32 examples, 9 at once, are 4 times 8. None for the whole
         batch, or for what "auto" chooses.
       method: how it is computed. All give the same numbers but for rounding. "ghost":
-        from one backward pass, without gradients of examples. Where parameters are cast
-        to 16 bits, it adds up gradients in these: a long sum may stop growing, and one
-        example may change it by more than the limit. "one_pass": the gradients of a
-        microbatch at a time. Often the fastest for narrow networks and long sequences.
-        "two_pass": norms first, and then the gradient of the weighted loss. Its factors
-        are rounded to the dtype of the loss, which should be float32, and below 1.2e-38
-        count as 0. The backward pass of the loss must be linear, so that it has no
-        `clip_cotangent`. "auto": "one_pass" where parameters, or what they are cast to,
-        have 16 bits, and otherwise "ghost" or "one_pass", by the shapes of the loss.
-        One pass then takes no more memory for gradients of examples than a quarter of
-        the activations of the batch, or one gradient. `explain_clipped_grad` shows the
+        from one backward pass, without gradients of examples. "one_pass": the gradients
+        of a microbatch at a time. Often the fastest for narrow networks and long
+        sequences. "two_pass": norms first, and then the gradient of the weighted loss.
+        Its factors are rounded to the dtype of the loss, which should be float32, and
+        below 1.2e-38 count as 0. It adds up a microbatch in the dtype that parameters
+        are cast to. The backward pass of the loss must be linear, so that it has no
+        `clip_cotangent`. "auto": "ghost" or "one_pass", by the shapes of the loss. One
+        pass then takes no more memory for gradients of examples than a quarter of the
+        activations of the batch, or one gradient. `explain_clipped_grad` shows the
         choice.
       mean: whether to divide by the number of examples that are not masked. False gives
         the sum.
@@ -105,9 +103,9 @@ def clipped_grad(
     Returns:
       A function of the arguments of `loss`, by position, with batches for examples,
       and of `mask=`: bool[batch], False for padding. It returns a `ClippedGrad`. Sums
-      are in float32, except where "ghost" adds gradients of 16 bits. The
-      function should be jitted. Inside shard_map it gets the examples of its own
-      device: take the sum (`mean=False`), and `lax.psum` it.
+      are in float32 or wider, but for those of "two_pass". The function should be
+      jitted. Inside shard_map it gets the examples of its own device: take the sum
+      (`mean=False`), and `lax.psum` it.
 
     Raises:
       ValueError: a limit that is negative, NaN or an array, several limits or

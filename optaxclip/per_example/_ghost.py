@@ -7,7 +7,8 @@ pass, without the gradients of its examples.
     4. The sum of the gradients with factors f, from x and f g: again no backward pass.
 
 Where a backward rule of somebody's own (custom_vjp) leads to a parameter, the gradients
-of examples by it are made in step 4 too: the rule may not be linear.
+of examples by it are made in step 4 too: the rule may not be linear. So they are where
+the way to it rounds to 16 bits, unless `_wide` knows how to go it in float32.
 
 References: Li, Tramer, Liang, Hashimoto, Large language models can be strong
 differentially private learners, 2022 (arXiv 2110.05679). Bu, Wang, Zha, Karypis,
@@ -32,9 +33,11 @@ from ._lengths import Pair, by_gram, by_matrix, by_product, length_of_each
 from ._microbatches import in_microbatches, replace_uncounted
 from ._operands import Operands
 from ._problem import typed_as_varying
+from ._products import is_product_of_bfloat16, two_parts
 from ._trace import Traced, Use
 from ._ways import Way, ways_of
 from ._weights import Weights, along_batch, sum_of_leaf
+from ._wide import widened
 
 # By the name of a way. The others, "gradient" and "unused", have no factors.
 FROM_FACTORS: dict[str, Callable[[list[Pair]], jax.Array]] = {
@@ -156,10 +159,10 @@ class Ghost(NamedTuple):
 
         return jax.vmap(of_one)(book)
 
-    def _has_rule(self, leaf: int) -> bool:
-        """Whether a backward rule of somebody's own leads to a parameter."""
+    def is_made(self, leaf: int) -> bool:
+        """Whether the gradients of examples by a parameter must be made."""
         parts = self.ways[leaf].parts
-        return any(self.uses[part.use].has_rule for part in parts)
+        return any(self.uses[part.use].one_by_one for part in parts)
 
     def _sum_of_made(
         self, leaf: int, book: Book, root: jax.Array, counts: jax.Array
@@ -185,7 +188,7 @@ class Ghost(NamedTuple):
     def weighted_sum(
         self, book: Book, weights: Weights, groups: list[int]
     ) -> list[jax.Array]:
-        """The sum over examples of gradients times factors, like the parameters."""
+        """The sum over examples of gradients times factors, in float32 or wider."""
         counts = weights.counts
         every = Operands(self.traced, self.uses, self.params)
         found = list(map(jnp.zeros_like, self.params))
@@ -193,7 +196,7 @@ class Ghost(NamedTuple):
         for group in sorted(set(groups)):
             root, own = weights.roots[:, group], []
             for leaf, number in enumerate(groups):
-                if number == group and self._has_rule(leaf):
+                if number == group and self.is_made(leaf):
                     found[leaf] = self._sum_of_made(leaf, book, root, counts)
                 elif number == group:
                     own.append(leaf)
@@ -239,6 +242,14 @@ def _weighed(
         each = times(leaf, along_batch(root, leaf))
         return jnp.where(along_batch(counts, leaf), each, 0)
 
+    if is_product_of_bfloat16(use):
+        # A weighted cotangent in bfloat16 alone would differ from the measured one.
+        (cotangent,) = widened(kept.cotangents)
+        return Kept(
+            replace_uncounted(kept.inputs, counts),
+            two_parts(shrunk(stretch, cotangent)),
+        )
+    kept = widened(kept) if use.is_widened else kept
     is_float = all(jnp.issubdtype(x.dtype, jnp.inexact) for x in kept.inputs)
     if use.name in PRODUCTS and is_float:
         # Input and cotangent take a root of the factor each, since a factor such as

@@ -26,6 +26,7 @@ from ._trace import (
     Use,
     counts_of_scan,
 )
+from ._wide import can_widen, is_narrow, wide_equation, widened
 
 
 class Feed(NamedTuple):
@@ -59,9 +60,12 @@ class _Values(dict[Any, Any]):
 
 
 def operands(
-    plan: Plan, consts: list[Any], args: list[Any]
+    plan: Plan, consts: list[Any], args: list[Any], is_wide: bool = False
 ) -> tuple[list[Any], list[Any]]:
-    """The outputs that are made of parameters alone, and the operands of all uses."""
+    """The outputs that are made of parameters alone, and the operands of all uses.
+
+    `is_wide`: with float32 in the place of 16 bits, where that can be.
+    """
     # Values of data are never set. Read as None, they are not used.
     values = _Values(plan, consts, args)
     found = []
@@ -69,21 +73,32 @@ def operands(
         ins = values.of(step.eqn.invars)
         outs = []
         if isinstance(step, Evaluate):
-            outs = [] if step.origin.is_data else bind(step.eqn, ins)
+            outs = [] if step.origin.is_data else _made(step, ins, is_wide)
         elif isinstance(step, Meet):
             found += [ins[place] for place in step.use.places]
         elif isinstance(step, Call):
-            outs, inside = operands(step.inner, step.consts, ins)
+            outs, inside = operands(step.inner, step.consts, ins, is_wide)
             found += inside
         else:
             found += [ins[place] for place in step.entries]
-            found += _operands_in_scan(step, ins)
+            found += _operands_in_scan(step, ins, is_wide)
         values.update(zip(step.eqn.outvars, outs))
     outs = values.of(plan.jaxpr.outvars)
     return outs, found + [outs[place] for place in plan.exports]
 
 
-def _operands_in_scan(step: Scan, ins: list[Any]) -> list[Any]:
+def _made(step: Evaluate, ins: list[Any], is_wide: bool) -> list[Any]:
+    """The outputs of an equation of parameters."""
+    if not is_wide:
+        return bind(step.eqn, ins)
+    if can_widen(step.eqn):
+        return bind(wide_equation(step.eqn), widened(ins))
+    pairs = zip(ins, (x.aval for x in step.eqn.invars))
+    ins = [x.astype(y.dtype) if is_narrow(y) else x for x, y in pairs]
+    return bind(step.eqn, ins)
+
+
+def _operands_in_scan(step: Scan, ins: list[Any], is_wide: bool) -> list[Any]:
     """The operands of all turns at once."""
     first, count = counts_of_scan(step.eqn)
     # What is carried is data. So no turn needs the one before, and vmap does instead of
@@ -91,7 +106,8 @@ def _operands_in_scan(step: Scan, ins: list[Any]) -> list[Any]:
     carried = [None] * count
 
     def body(consts: list[Any], xs: list[Any]) -> list[Any]:
-        return operands(step.inner, step.consts, [*consts, *carried, *xs])[1]
+        args = [*consts, *carried, *xs]
+        return operands(step.inner, step.consts, args, is_wide)[1]
 
     # Operands that all turns share have no axis for them.
     axes = [

@@ -8,7 +8,9 @@ import jax
 
 from ._book import Book, Kept
 from ._interpret import apply, operands
+from ._products import by_product, is_product_of_bfloat16
 from ._trace import Traced, Use
+from ._wide import widened
 
 # (use, what was kept of it, a value to wait for) -> what is summed
 Weigh = Callable[[Use, Kept, jax.Array | None], Kept]
@@ -25,17 +27,21 @@ class Operands(NamedTuple):
         """The operands of each use."""
         return self._with(self.params)
 
-    def _with(self, params: list[jax.Array]) -> list[list[jax.Array]]:
+    def _with(
+        self, params: list[jax.Array], is_wide: bool = False
+    ) -> list[list[jax.Array]]:
         plan, consts = self.traced.plan, self.traced.consts
         # After the parameters comes the example, which has no part in operands.
         missing = len(plan.jaxpr.invars) - len(params)
-        rest = iter(operands(plan, consts, [*params, *[None] * missing])[1])
+        args = [*params, *[None] * missing]
+        rest = iter(operands(plan, consts, args, is_wide)[1])
         return [[next(rest) for _ in use.places] for use in self.uses]
 
     def gradients(
         self, leaves: list[int], book: Book, weigh: Weigh | None = None
     ) -> list[jax.Array]:
-        """The gradients by some parameters, in one example or summed over a batch.
+        """The gradients by some parameters, in one example or summed over a batch, in
+        float32 or wider.
 
         From uses to their operands, and from these to the parameters. The second is
         linear, so it is done once for a whole batch.
@@ -57,10 +63,11 @@ class Operands(NamedTuple):
         def by_params(own: list[jax.Array]) -> list[list[jax.Array]]:
             given = dict(zip(leaves, own))
             params = [given.get(n, x) for n, x in enumerate(self.params)]
-            return chosen(self._with(params))
+            return chosen(self._with(params, is_wide=True))
 
         # Operands may be made of several parameters. The others are constants here.
-        _, pull = jax.vjp(by_params, [self.params[leaf] for leaf in leaves])
+        wide = widened([self.params[leaf] for leaf in leaves])
+        given, pull = jax.vjp(by_params, wide)
         every = self.all()
         cotangents, done = [], None
         # The last first, whose arrays are then freed before those of others are copied.
@@ -70,7 +77,8 @@ class Operands(NamedTuple):
             found = by_operands(use, every[n], kept, batched=weigh is not None)
             cotangents.insert(0, _of_leaves(use, found, leaves))
             done = found[0]
-        return pull(cotangents)[0]
+        typed = jax.tree.map(lambda x, y: x.astype(y.dtype), cotangents, given)
+        return pull(typed)[0]
 
 
 def _of_leaves(use: Use, each: list[Any], leaves: list[int]) -> list[Any]:
@@ -83,7 +91,13 @@ def _of_leaves(use: Use, each: list[Any], leaves: list[int]) -> list[Any]:
 def by_operands(
     use: Use, given: list[jax.Array], kept: Kept, batched: bool
 ) -> list[jax.Array]:
-    """The gradients by the operands of a use."""
+    """The gradients by the operands of a use, in float32 or wider if it can be."""
+    if is_product_of_bfloat16(use):
+        return [by_product(use, kept, batched)]
+    inputs, cotangents = kept.all_inputs(use, batched), kept.cotangents
+    if use.is_widened:
+        use = use.widened()
+        given, inputs, cotangents = widened((given, inputs, cotangents))
     run = partial(apply, use)
     # The innermost scan first, so that the axis of the outermost is in front.
     for depth in reversed(range(len(use.loops))):
@@ -91,7 +105,6 @@ def by_operands(
         run = jax.vmap(run, (axes, 0), axis_size=use.loops[depth])
     if batched:
         # Operands are not mapped, so that their gradients are summed over the batch.
-        run = jax.vmap(run, (None, 0), axis_size=kept.cotangents[0].shape[0])
-    inputs = kept.all_inputs(use, batched)
+        run = jax.vmap(run, (None, 0), axis_size=cotangents[0].shape[0])
     _, pull = jax.vjp(lambda given: run(given, inputs), given)
-    return pull(kept.cotangents)[0]
+    return pull(cotangents)[0]

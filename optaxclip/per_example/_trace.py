@@ -17,6 +17,7 @@ import jax.numpy as jnp
 
 from .._jaxpr import has_backward_rule, is_literal
 from ._views import View, view_after
+from ._wide import can_widen, is_narrow, wide_equation
 
 
 class Origin(NamedTuple):
@@ -26,8 +27,9 @@ class Origin(NamedTuple):
     # the scans whose slices are in it, by depth
     loops: frozenset[int] = frozenset()
     is_data: bool = False  # whether the example is in it
-    # whether a backward rule of somebody's own leads to it, which may not be linear
-    has_rule: bool = False
+    # whether gradients of examples must be made one by one: the way back from it to a
+    # parameter may not be linear, or rounds to 16 bits what should be added up first
+    one_by_one: bool = False
     view: View | None = None  # set where it is one parameter, rearranged
 
 
@@ -57,14 +59,25 @@ class Use(NamedTuple):
         types = list(self.outs)
         if self.eqn is not None:
             types += [self.eqn.invars[place].aval for place in self.places]
-        floats = [x for x in types if jnp.issubdtype(x.dtype, jnp.inexact)]
-        return any(jnp.finfo(x.dtype).bits < 32 for x in floats)
+        return any(map(is_narrow, types))
 
     @property
-    def has_rule(self) -> bool:
-        """Whether a backward rule of somebody's own leads to one of its operands."""
+    def is_widened(self) -> bool:
+        """Whether gradients by its operands are made in float32 instead."""
+        return self.is_narrow and (self.eqn is None or can_widen(self.eqn))
+
+    def widened(self) -> "Use":
+        """The same in float32."""
+        if self.eqn is None:
+            return self
+        return self._replace(eqn=wide_equation(self.eqn))
+
+    @property
+    def one_by_one(self) -> bool:
+        """Whether gradients of examples by one of its operands must be made."""
         own = self.eqn is not None and has_backward_rule(self.eqn)
-        return own or any(origin.has_rule for origin in self.origins)
+        own = own or (self.is_narrow and not self.is_widened)
+        return own or any(origin.one_by_one for origin in self.origins)
 
     @property
     def tapped(self) -> list[int]:
@@ -194,9 +207,12 @@ def _step(
     if not any(origin.is_data for origin in ins):
         inside = frozenset().union(*(origin.loops for origin in ins))
         view = view_after(eqn, [origin.view for origin in ins])
-        has_rule = any(origin.has_rule for origin in ins)
-        has_rule = has_rule or has_backward_rule(eqn)
-        out = Origin(leaves, inside, view=view, has_rule=has_rule)
+        one_by_one = any(origin.one_by_one for origin in ins)
+        one_by_one = one_by_one or has_backward_rule(eqn)
+        types = [x.aval for x in (*eqn.invars, *eqn.outvars)]
+        if any(map(is_narrow, types)) and not can_widen(eqn):
+            one_by_one = True
+        out = Origin(leaves, inside, view=view, one_by_one=one_by_one)
         return Evaluate(eqn, out), [out] * len(eqn.outvars)
     data = [DATA] * len(eqn.outvars)
     if not leaves:

@@ -1,0 +1,58 @@
+"""Floats of 16 bits or fewer, and operations with float32 in their place.
+
+A sum over a batch in bfloat16 stops growing, and one example changes it by more than
+its own gradient. So a loss that computes in 16 bits is gone back through in float32:
+
+    casts of parameters to 16 bits   have the derivative 1, and round nothing
+    operations that `can_widen`      get float32 in the place of 16 bits
+    matrix products of bfloat16      give float32 (_products)
+    all else                         for each example by itself
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+# What they compute is right with any floats in the place of others.
+WIDENED = (
+    *("add", "add_any", "sub", "mul", "div", "neg"),
+    *(
+        "broadcast_in_dim",
+        "concatenate",
+        "copy",
+        "dynamic_slice",
+        "expand_dims",
+    ),
+    *("gather", "pad", "pvary", "reduce_sum", "reshape", "rev", "select_n"),
+    *("sharding_constraint", "slice", "split", "squeeze", "transpose"),
+    *("conv_general_dilated", "convert_element_type", "dot_general"),
+)
+
+
+def is_narrow(x: Any) -> bool:
+    """Whether an array, or a type, has floats of 16 bits or fewer."""
+    is_float = jnp.issubdtype(x.dtype, jnp.inexact)
+    return is_float and jnp.finfo(x.dtype).bits < 32
+
+
+def can_widen(eqn: Any) -> bool:
+    """Whether an equation may get float32 in the place of 16 bits."""
+    return eqn.primitive.name in WIDENED
+
+
+def widened(tree: Any) -> Any:
+    """The arrays of a tree, with float32 in the place of 16 bits."""
+    return jax.tree.map(
+        lambda x: x.astype(np.float32) if is_narrow(x) else x, tree
+    )
+
+
+def wide_equation(eqn: Any) -> Any:
+    """The same equation, which does not ask for a result of 16 bits."""
+    asked = {"new_dtype", "preferred_element_type"} & set(eqn.params)
+    asked = [key for key in asked if eqn.params[key] is not None]
+    narrow = [key for key in asked if is_narrow(np.empty(0, eqn.params[key]))]
+    wide = dict.fromkeys(narrow, np.dtype(np.float32))
+    return eqn.replace(params=eqn.params | wide)
