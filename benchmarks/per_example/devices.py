@@ -8,7 +8,7 @@ import jax
 from ..compiled import processes, program, targets
 from ..report import Table
 from . import methods
-from .losses import Case, cases
+from .losses import Case, cases, in_bfloat16
 
 COLUMNS = ("device", "model", "gradient", "kernels", "GB", "temporary MB")
 DEVICES = ("h100", "v5e")
@@ -18,7 +18,7 @@ def table(quick: bool) -> Table:
     """What the plain and the clipped gradient read and write, and keep meanwhile."""
     rows = []
     for target in DEVICES:
-        wanted = [(target, number, quick) for number in _chosen(quick)]
+        wanted = [(target, number, quick) for number in range(len(_chosen(quick)))]
         for row in processes.rows_from("benchmarks.per_example", target, wanted):
             rows.append(row)
             shown = ", ".join(str(row[column]) for column in COLUMNS)
@@ -32,14 +32,19 @@ def table(quick: bool) -> Table:
     return Table(title, COLUMNS, rows, note + processes.missing(list(DEVICES)))
 
 
-def _chosen(quick: bool) -> list[int]:
-    """The numbers of the models: the larger batch of two, and the wider of two."""
-    return [0] if quick else [1, 2, 4]
+def _chosen(quick: bool) -> list[Case]:
+    """The larger batch of two, the wider of two transformers, also in bfloat16, and the
+    convolution.
+    """
+    found = cases(quick)
+    if quick:
+        return found[:1]
+    return [found[1], found[2], in_bfloat16(found[2]), found[4]]
 
 
 def rows_of(target: str, number: int, quick: bool) -> list[dict[str, Any]]:
     """The rows of one model, in a process that has the packages of the target."""
-    case = cases(quick)[number]
+    case = _chosen(quick)[number]
     chosen = f"{methods.AUTO}: {methods.chosen(case).removeprefix('optaxclip, ')}"
     gradients = {methods.PLAIN: methods.plain(case), chosen: methods.ours(case, "auto")}
     return [

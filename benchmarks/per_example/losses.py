@@ -51,6 +51,21 @@ def cases(quick: bool) -> list[Case]:
     ]
 
 
+def in_bfloat16(case: Case) -> Case:
+    """The same model with weights of float32, which are cast to compute with them."""
+
+    def loss(params: Params, x: jax.Array, label: jax.Array) -> jax.Array:
+        return case.loss(_cast(params), _cast(x), label).astype(np.float32)
+
+    return case._replace(name=f"{case.name}, in bfloat16", loss=loss)
+
+
+def _cast(tree: Any) -> Any:
+    return jax.tree.map(
+        lambda x: x.astype(jnp.bfloat16) if x.dtype == np.float32 else x, tree
+    )
+
+
 def _case(kind: str, batch: int, limit: float, **sizes: Any) -> Case:
     loss, shapes, examples = KINDS[kind](batch, **sizes)
     # As "perceptron, width 512, batch 64".

@@ -5,6 +5,8 @@ on a GPU and a TPU as one that gives bfloat16. The factors of the examples are i
 cotangents, which are two arrays then: one of bfloat16 would round the factors.
 """
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -38,14 +40,16 @@ def by_product(use: Use, kept: Kept, batched: bool) -> jax.Array:
         kept = jax.tree.map(lambda x: x[None], kept)
     form = form_of(use)
     assert form
-    total = jnp.zeros((), np.float32)
-    for cotangent in kept.cotangents:
+
+    def product(cotangent: jax.Array) -> jax.Array:
         part = kept._replace(cotangents=[cotangent])
         a, c = factors_of(use, 0, Fit(form, swaps=False), part)
         # Over examples and positions, for each matrix of the stack.
         over = ((0, 2), (0, 2)), ((1,), (1,))
         wide = np.dtype(np.float32)
-        total += lax.dot_general(a, c, over, preferred_element_type=wide)
+        return lax.dot_general(a, c, over, preferred_element_type=wide)
+
+    total = functools.reduce(jnp.add, map(product, kept.cotangents))
     # The stack begins with the turns of scans that slice the operand.
     turns = [use.loops[depth] for depth in sorted(use.origins[0].loops)]
     order, operand = order_of(use, 0), use.eqn.invars[use.places[0]].aval

@@ -18,15 +18,9 @@ import numpy as np
 # What they compute is right with any floats in the place of others.
 WIDENED = (
     *("add", "add_any", "sub", "mul", "div", "neg"),
-    *(
-        "broadcast_in_dim",
-        "concatenate",
-        "copy",
-        "dynamic_slice",
-        "expand_dims",
-    ),
-    *("gather", "pad", "pvary", "reduce_sum", "reshape", "rev", "select_n"),
-    *("sharding_constraint", "slice", "split", "squeeze", "transpose"),
+    *("broadcast_in_dim", "concatenate", "copy", "expand_dims", "transpose"),
+    *("dynamic_slice", "gather", "pad", "pvary", "reshape", "rev", "select_n"),
+    *("reduce_sum", "sharding_constraint", "slice", "split", "squeeze"),
     *("conv_general_dilated", "convert_element_type", "dot_general"),
 )
 
@@ -52,7 +46,12 @@ def widened(tree: Any) -> Any:
 def wide_equation(eqn: Any) -> Any:
     """The same equation, which does not ask for a result of 16 bits."""
     asked = {"new_dtype", "preferred_element_type"} & set(eqn.params)
-    asked = [key for key in asked if eqn.params[key] is not None]
-    narrow = [key for key in asked if is_narrow(np.empty(0, eqn.params[key]))]
-    wide = dict.fromkeys(narrow, np.dtype(np.float32))
+    types = {
+        key: eqn.params[key] for key in asked if eqn.params[key] is not None
+    }
+    wide = {
+        key: np.dtype(np.float32)
+        for key, dtype in types.items()
+        if is_narrow(jax.ShapeDtypeStruct((), dtype))
+    }
     return eqn.replace(params=eqn.params | wide)
