@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 from ._factors import Factors, Order
 from ._lengths import Pair
-from ._trace import Use
+from ._uses import Use
 from ._ways import Fit
 
 # Uses that are sums: what comes in beside the parameter has no part in the gradient.

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ._trace import Use
+from ._uses import Use
 
 Axes = tuple[int, ...]
 Order = Callable[[Sequence[int]], list[int]]  # sorts axes of an operand

@@ -34,10 +34,11 @@ from ._microbatches import in_microbatches, replace_uncounted
 from ._operands import Operands
 from ._problem import typed_as_varying
 from ._products import is_product_of_bfloat16, two_parts
-from ._trace import Traced, Use
+from ._trace import Traced
+from ._uses import Use
 from ._ways import Way, ways_of
 from ._weights import Weights, along_batch, sum_of_leaf
-from ._wide import widened
+from ._wide import is_narrow, widened
 
 # By the name of a way. The others, "gradient" and "unused", have no factors.
 FROM_FACTORS: dict[str, Callable[[list[Pair]], jax.Array]] = {
@@ -250,8 +251,7 @@ def _weighed(
             two_parts(shrunk(stretch, cotangent)),
         )
     kept = widened(kept) if use.is_widened else kept
-    is_float = all(jnp.issubdtype(x.dtype, jnp.inexact) for x in kept.inputs)
-    if use.name in PRODUCTS and is_float:
+    if use.name in PRODUCTS and all(map(_is_wide, kept.inputs)):
         # Input and cotangent take a root of the factor each, since a factor such as
         # 1e-40 is below the normal numbers, and its root is not.
         return jax.tree.map(partial(shrunk, _times), kept)
@@ -260,6 +260,11 @@ def _weighed(
     return Kept(
         inputs, jax.tree.map(partial(shrunk, stretch), kept.cotangents)
     )
+
+
+def _is_wide(x: jax.Array) -> bool:
+    """Whether an array may take a root of a factor and is not rounded."""
+    return jnp.issubdtype(x.dtype, jnp.inexact) and not is_narrow(x)
 
 
 def _times(x: jax.Array, root: jax.Array) -> jax.Array:

@@ -16,16 +16,8 @@ import jax
 from jax import lax
 
 from .._jaxpr import is_literal
-from ._trace import (
-    Call,
-    Evaluate,
-    Meet,
-    Origin,
-    Plan,
-    Scan,
-    Use,
-    counts_of_scan,
-)
+from ._trace import Call, Evaluate, Meet, Plan, Scan, counts_of_scan
+from ._uses import Origin, Use
 from ._wide import can_widen, is_narrow, wide_equation, widened
 
 

@@ -9,7 +9,8 @@ import jax
 from ._book import Book, Kept
 from ._interpret import apply, operands
 from ._products import by_product, is_product_of_bfloat16
-from ._trace import Traced, Use
+from ._trace import Traced
+from ._uses import Use
 from ._wide import widened
 
 # (use, what was kept of it, a value to wait for) -> what is summed
@@ -76,22 +77,24 @@ class Operands(NamedTuple):
             kept = weigh(use, book[n], done) if weigh else book[n]
             found = by_operands(use, every[n], kept, batched=weigh is not None)
             cotangents.insert(0, _of_leaves(use, found, leaves))
-            done = found[0]
+            done = cotangents[0][0]
         typed = jax.tree.map(lambda x, y: x.astype(y.dtype), cotangents, given)
         return pull(typed)[0]
 
 
 def _of_leaves(use: Use, each: list[Any], leaves: list[int]) -> list[Any]:
-    """Of a list for the operands of a use, those that parameters are in."""
+    """Of a list for the operands of a use, those with a derivative by parameters."""
     wanted = set(leaves)
     pairs = zip(use.origins, each)
-    return [x for origin, x in pairs if origin.leaves & wanted]
+    return [x for origin, x in pairs if origin.by & wanted]
 
 
 def by_operands(
     use: Use, given: list[jax.Array], kept: Kept, batched: bool
-) -> list[jax.Array]:
-    """The gradients by the operands of a use, in float32 or wider if it can be."""
+) -> list[jax.Array | None]:
+    """The gradients by the operands of a use, in float32 or wider if it can be. None
+    for an operand without a derivative.
+    """
     if is_product_of_bfloat16(use):
         return [by_product(use, kept, batched)]
     inputs, cotangents = kept.all_inputs(use, batched), kept.cotangents
@@ -106,5 +109,9 @@ def by_operands(
     if batched:
         # Operands are not mapped, so that their gradients are summed over the batch.
         run = jax.vmap(run, (None, 0), axis_size=cotangents[0].shape[0])
-    _, pull = jax.vjp(lambda given: run(given, inputs), given)
-    return pull(cotangents)[0]
+    # Others, such as integers, may be where no gradient can be taken.
+    own = {k: given[k] for k, origin in enumerate(use.origins) if origin.by}
+    every = dict(enumerate(given))
+    _, pull = jax.vjp(lambda own: run([*(every | own).values()], inputs), own)
+    found = pull(cotangents)[0]
+    return [found.get(k) for k in every]

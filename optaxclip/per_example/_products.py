@@ -14,7 +14,7 @@ from jax import lax
 
 from ._book import Kept, factors_of, order_of
 from ._factors import form_of
-from ._trace import Use
+from ._uses import Use
 from ._ways import Fit
 
 

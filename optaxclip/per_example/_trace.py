@@ -15,75 +15,17 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from .._jaxpr import has_backward_rule, is_literal
+from .._jaxpr import (
+    has_backward_rule,
+    is_literal,
+    is_stop,
+    reached_backward,
+)
+from ._uses import CONSTANT, DATA, Origin, Use, taken_as_data, use_of
 from ._views import View, view_after
-from ._wide import can_widen, is_narrow, wide_equation
-
-
-class Origin(NamedTuple):
-    """What a value is made of."""
-
-    leaves: frozenset[int] = frozenset()  # the numbers of the parameters in it
-    # the scans whose slices are in it, by depth
-    loops: frozenset[int] = frozenset()
-    is_data: bool = False  # whether the example is in it
-    # whether gradients of examples must be made one by one: the way back from it to a
-    # parameter may not be linear, or rounds to 16 bits what should be added up first
-    one_by_one: bool = False
-    view: View | None = None  # set where it is one parameter, rearranged
-
+from ._wide import can_widen, rounds
 
 CALLS = ("jit", "pjit", "closed_call", "checkpoint", "remat2")
-CONSTANT = Origin()
-DATA = Origin(is_data=True)
-
-
-class Use(NamedTuple):
-    """An equation in which values made of parameters meet data."""
-
-    eqn: Any  # None where a parameter is taken for data as it is
-    places: tuple[int, ...]  # which of its inputs are made of parameters
-    origins: tuple[Origin, ...]  # of those inputs
-    data: tuple[Any, ...]  # the types of its other inputs
-    outs: tuple[Any, ...]  # the types of its outputs
-    # the lengths of the scans around it, outermost first
-    loops: tuple[int, ...]
-
-    @property
-    def name(self) -> str:
-        return "identity" if self.eqn is None else self.eqn.primitive.name
-
-    @property
-    def is_narrow(self) -> bool:
-        """Whether gradients by its operands, or cotangents, have 16 bits or fewer."""
-        types = list(self.outs)
-        if self.eqn is not None:
-            types += [self.eqn.invars[place].aval for place in self.places]
-        return any(map(is_narrow, types))
-
-    @property
-    def is_widened(self) -> bool:
-        """Whether gradients by its operands are made in float32 instead."""
-        return self.is_narrow and (self.eqn is None or can_widen(self.eqn))
-
-    def widened(self) -> "Use":
-        """The same in float32."""
-        if self.eqn is None:
-            return self
-        return self._replace(eqn=wide_equation(self.eqn))
-
-    @property
-    def one_by_one(self) -> bool:
-        """Whether gradients of examples by one of its operands must be made."""
-        own = self.eqn is not None and has_backward_rule(self.eqn)
-        own = own or (self.is_narrow and not self.is_widened)
-        return own or any(origin.one_by_one for origin in self.origins)
-
-    @property
-    def tapped(self) -> list[int]:
-        """The outputs that have a derivative."""
-        outs = enumerate(self.outs)
-        return [k for k, out in outs if jnp.issubdtype(out.dtype, jnp.inexact)]
 
 
 class Evaluate(NamedTuple):
@@ -171,26 +113,40 @@ def trace(loss: Callable[[Any, Any], Any], params: Any, batch: Any) -> Traced:
     leaves = jax.tree.leaves(params)
     origins = [_parameter(number, leaf) for number, leaf in enumerate(leaves)]
     origins += [DATA] * len(jax.tree.leaves(batch))
-    plan = plan_of(closed.jaxpr, origins, ())
+    # After the value of the loss comes aux, which is not gone back through.
+    plan = plan_of(closed.jaxpr, origins, (), closed.jaxpr.outvars[:1])
     return Traced(_exporting(plan), closed.consts, jax.tree.structure(shapes))
 
 
 def _parameter(number: int, leaf: Any) -> Origin:
-    return Origin(
-        frozenset([number]), view=View(leaf.shape, tuple(range(leaf.ndim)))
-    )
+    own, view = frozenset([number]), View(leaf.shape, tuple(range(leaf.ndim)))
+    return Origin(own, own, view=view)
 
 
-def plan_of(jaxpr: Any, origins: list[Origin], loops: tuple[int, ...]) -> Plan:
-    """Splits a program, given where its inputs come from."""
+def plan_of(
+    jaxpr: Any,
+    origins: list[Origin],
+    loops: tuple[int, ...],
+    outs: list[Any] | None = None,
+) -> Plan:
+    """Splits a program, given where its inputs come from.
+
+    Args:
+      jaxpr: the program.
+      origins: those of its inputs.
+      loops: the lengths of the scans around it.
+      outs: the outputs that a backward pass comes from. None means all.
+    """
     table = dict.fromkeys(jaxpr.constvars, CONSTANT)
     table |= dict(zip(jaxpr.invars, origins))
+    reached = reached_backward(jaxpr, jaxpr.outvars if outs is None else outs)
     steps = []
     for eqn in jaxpr.eqns:
-        step, outs = _step(
-            eqn, [origin_of(table, x) for x in eqn.invars], loops
-        )
-        table |= dict(zip(eqn.outvars, outs))
+        ins = [origin_of(table, x) for x in eqn.invars]
+        if not reached.intersection(eqn.outvars):
+            ins = [origin.without_derivative() for origin in ins]
+        step, found = _step(eqn, ins, loops)
+        table |= dict(zip(eqn.outvars, found))
         steps.append(step)
     return Plan(jaxpr, steps, [origin_of(table, x) for x in jaxpr.outvars], {})
 
@@ -204,26 +160,35 @@ def _step(
 ) -> tuple[Step, list[Origin]]:
     """What to do with an equation, and where its outputs come from."""
     leaves = frozenset().union(*(origin.leaves for origin in ins))
-    if not any(origin.is_data for origin in ins):
-        inside = frozenset().union(*(origin.loops for origin in ins))
-        view = view_after(eqn, [origin.view for origin in ins])
-        one_by_one = any(origin.one_by_one for origin in ins)
-        one_by_one = one_by_one or has_backward_rule(eqn)
-        types = [x.aval for x in (*eqn.invars, *eqn.outvars)]
-        if any(map(is_narrow, types)) and not can_widen(eqn):
-            one_by_one = True
-        out = Origin(leaves, inside, view=view, one_by_one=one_by_one)
-        return Evaluate(eqn, out), [out] * len(eqn.outvars)
     data = [DATA] * len(eqn.outvars)
     if not leaves:
-        return Evaluate(eqn, DATA), data
+        is_data = any(origin.is_data for origin in ins)
+        out = DATA if is_data else CONSTANT
+        return Evaluate(eqn, out), [out] * len(eqn.outvars)
     if eqn.primitive.name in CALLS:
         body = eqn.params.get("jaxpr", eqn.params.get("call_jaxpr"))
         inner = plan_of(getattr(body, "jaxpr", body), ins, loops)
         return Call(eqn, inner, getattr(body, "consts", [])), inner.outs
+    if not any(origin.is_data for origin in ins):
+        out = _made_of(eqn, ins)
+        return Evaluate(eqn, out), [out] * len(eqn.outvars)
     if eqn.primitive.name == "scan":
         return _scan(eqn, ins, loops), data
-    return Meet(eqn, _use(eqn, ins, loops)), data
+    return Meet(eqn, use_of(eqn, ins, loops)), data
+
+
+def _made_of(eqn: Any, ins: list[Origin]) -> Origin:
+    """What an equation makes of parameters alone."""
+    leaves, by, loops = (
+        frozenset().union(*sets) for sets in zip(*(x[:3] for x in ins))
+    )
+    view = view_after(eqn, [origin.view for origin in ins])
+    one_by_one = any(origin.one_by_one for origin in ins)
+    one_by_one |= has_backward_rule(eqn) or (
+        rounds(eqn) and not can_widen(eqn)
+    )
+    out = Origin(leaves, by, loops, view=view, one_by_one=one_by_one)
+    return out.without_derivative() if is_stop(eqn) else out
 
 
 def _scan(eqn: Any, ins: list[Origin], loops: tuple[int, ...]) -> Scan:
@@ -269,15 +234,3 @@ def _exporting(plan: Plan, loops: tuple[int, ...] = ()) -> Plan:
             aval = plan.jaxpr.outvars[place].aval
             exports[place] = taken_as_data(origin, aval, loops)
     return plan._replace(exports=exports)
-
-
-def taken_as_data(origin: Origin, aval: Any, loops: tuple[int, ...]) -> Use:
-    return Use(None, (0,), (origin,), (), (aval,), loops)
-
-
-def _use(eqn: Any, ins: list[Origin], loops: tuple[int, ...]) -> Use:
-    places = tuple(k for k, origin in enumerate(ins) if origin.leaves)
-    data = [x.aval for k, x in enumerate(eqn.invars) if k not in places]
-    outs = tuple(x.aval for x in eqn.outvars)
-    origins = tuple(ins[k] for k in places)
-    return Use(eqn, places, origins, tuple(data), outs, loops)

@@ -89,7 +89,8 @@ def _reshaped(eqn: Any, view: View) -> View:
     """Axes have a name again where nothing was rearranged before."""
     shape = tuple(eqn.outvars[0].aval.shape)
     # [8, 8] as [8, 2, 4]: as if the parameter had been [8, 2, 4] from the start.
-    if view.axes == tuple(range(len(view.shape))):
+    is_transposed = eqn.params["dimensions"] is not None
+    if view.axes == tuple(range(len(view.shape))) and not is_transposed:
         return View(shape, tuple(range(len(shape))))
     return view._replace(axes=None)
 

@@ -14,7 +14,7 @@ import math
 from typing import Any, NamedTuple
 
 from ._factors import Form, form_of
-from ._trace import Origin, Use
+from ._uses import Origin, Use
 from ._views import View
 
 
@@ -29,7 +29,7 @@ class Fit(NamedTuple):
     """How one use of a parameter fits to the others."""
 
     form: Form
-    swaps: bool  # whether its rows are the columns of the first use
+    swaps: bool  # whether its rows are the columns of others
 
 
 class Way(NamedTuple):
@@ -48,7 +48,7 @@ def ways_of(uses: list[Use], shapes: list[tuple[int, ...]]) -> list[Way]:
     parts: list[list[Part]] = [[] for _ in shapes]
     for number, use in enumerate(uses):
         for operand, origin in enumerate(use.origins):
-            for leaf in origin.leaves if _has_derivative(use) else ():
+            for leaf in origin.by if _has_derivative(use) else ():
                 parts[leaf].append(Part(number, operand))
     return [
         _way(uses, found, math.prod(shape))
@@ -88,20 +88,25 @@ def _cost(use: Use, form: Form | None) -> int:
 
 def _fits(forms: list[Form | None], origins: list[Origin]) -> list[Fit]:
     """How uses fit together. None where they do not, or one has no factors."""
-    found, keys = [], []
+    known, keys = [], []
     for form, origin in zip(forms, origins):
         if form is None or origin.view is None:
             return []
+        known.append(form)
         keys.append(_axes_of(form, origin.view))
-        found.append(Fit(form, keys[-1] != keys[0]))
-    if len(found) == 1:
-        return found
-    if keys[0] is None:
+    if len(known) == 1:
+        return [Fit(known[0], swaps=False)]
+    lookups = [key for form, key in zip(known, keys) if form.is_lookup]
+    first = [*lookups, *keys][0]
+    # Rows of all lookups are rows of the table.
+    if first is None or any(key != first for key in lookups):
         return []
     # A tied table: rows of the lookup are columns of the product with the transpose.
-    shape, stack, rows, columns = keys[0]
-    allowed = [(shape, stack, rows, columns), (shape, stack, columns, rows)]
-    return found if all(key in allowed for key in keys) else []
+    shape, stack, rows, columns = first
+    allowed = [first, (shape, stack, columns, rows)]
+    if any(key not in allowed for key in keys):
+        return []
+    return [Fit(form, key != first) for form, key in zip(known, keys)]
 
 
 def _axes_of(form: Form, view: View) -> Any:

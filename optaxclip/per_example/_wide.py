@@ -15,6 +15,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from .._jaxpr import inside
+
 # What they compute is right with any floats in the place of others.
 WIDENED = (
     *("add", "add_any", "sub", "mul", "div", "neg"),
@@ -29,6 +31,19 @@ def is_narrow(x: Any) -> bool:
     """Whether an array, or a type, has floats of 16 bits or fewer."""
     is_float = jnp.issubdtype(x.dtype, jnp.inexact)
     return is_float and jnp.finfo(x.dtype).bits < 32
+
+
+def rounds(eqn: Any) -> bool:
+    """Whether a way back through an equation may have 16 bits or fewer."""
+    if eqn.primitive.name == "reduce_precision":
+        return True
+    types = [x.aval for x in (*eqn.invars, *eqn.outvars)]
+    return any(map(is_narrow, types)) or rounds_inside(eqn)
+
+
+def rounds_inside(eqn: Any) -> bool:
+    """The same of the equations that it runs."""
+    return any(map(rounds, inside(eqn)))
 
 
 def can_widen(eqn: Any) -> bool:

@@ -227,6 +227,40 @@ def twice():
     return Model(loss, params, scaled(9, 5), ways)
 
 
+def tied():
+    """Tables that are multiplied by before they are looked up in, and a matrix that is
+    read in another order.
+    """
+
+    def loss(p, example):
+        x, words = example
+        logits, mixed = x @ p["table"].T, x @ lax.reshape(p["square"], (8, 8), (1, 0))
+        y = jnp.sin(p["table"][words]) + jnp.cos(p["other"].T[words])
+        z = jnp.sum(jnp.tanh(logits)) + jnp.sum(jnp.tanh(x @ p["other"]))
+        return z + jnp.sum(y) + jnp.sum(jnp.tanh(mixed) + x @ p["square"])
+
+    params = weights(table=(60, 8), other=(8, 60), square=(8, 8))
+    words = np.random.default_rng(9).integers(0, 60, (BATCH, 3), dtype=np.int32)
+    ways = {"table": "gram", "other": "gram", "square": "gradient"}
+    return Model(loss, params, (scaled(9, 2, 8), words), ways)
+
+
+def chosen():
+    """Parameters that choose a place by their values, and one that is held still."""
+
+    def loss(p, x):
+        def turn(total, row):
+            return total + row[jnp.argmax(p["out"])] * p["out"][0], None
+
+        total, _ = lax.scan(turn, 0.0, x)
+        fixed = lax.stop_gradient(jnp.tanh(p["fixed"]))
+        return total + jnp.sum(jnp.sin(x[:, jnp.argmin(p["in"])] * p["in"]) * fixed)
+
+    params = weights(out=(4,), fixed=(3,), **{"in": (3,)})
+    ways = {"out": "gradient", "fixed": "unused", "in": "gradient"}
+    return Model(loss, params, scaled(9, 3, 4), ways)
+
+
 def promoting(model):
     """The model, whose loss may add a bias to a matrix. The tests forbid it."""
 
@@ -249,5 +283,7 @@ MODELS = {
         deep,
         experts,
         twice,
+        tied,
+        chosen,
     )
 }

@@ -171,7 +171,25 @@ def of_two(p, x):
     return jnp.sum((x @ (narrow @ narrow.T)).astype(jnp.float32))
 
 
-@pytest.mark.parametrize("loss", [through_a_function, in_a_branch, by_a_rule, of_two])
+def cast_in_a_branch(p, x):
+    def product(p):
+        return jnp.sum((x @ p.astype(jnp.bfloat16)).astype(jnp.float32))
+
+    # The same branch for all examples, so that it sums over them.
+    return lax.cond(p[0, 0] > 0, product, lambda p: product(p) / 2, p)
+
+
+def of_fewer_bits(p, x):
+    return jnp.sum(jnp.float32(x) @ lax.reduce_precision(p, 8, 7))
+
+
+ROUNDING = [
+    *(through_a_function, in_a_branch, by_a_rule, of_two),
+    *(cast_in_a_branch, of_fewer_bits),
+]
+
+
+@pytest.mark.parametrize("loss", ROUNDING)
 def test_ways_that_round_to_16_bits_are_gone_by_each_example(loss):
     x = cast(jnp.bfloat16, 0, 20, 4)
     p = np.float32(cast(jnp.bfloat16, 1, 4, 3))
@@ -192,6 +210,25 @@ def test_ways_that_round_to_16_bits_are_gone_by_each_example(loss):
     np.testing.assert_allclose(change, expected, atol=1000 * 1000 * EPS * limit)
 
 
+def test_factors_are_not_rounded_to_inputs_of_16_bits():
+    """The product of a bfloat16 input and a float32 matrix."""
+
+    def loss(p, x):
+        wide = jnp.dtype("float32")
+        out = lax.dot(x, p, preferred_element_type=wide)
+        return jnp.sum(out)
+
+    x = cast(jnp.bfloat16, 0, 20, 4)
+    each = np.repeat(np.float64(x)[:, :, None], 3, 2)
+    limit = np.median(np.linalg.norm(each.reshape(20, -1), axis=1))
+    run = jax.jit(clipped_grad(loss, limit, method="ghost", mean=False))
+    result = run(np.zeros((4, 3), np.float32), x)
+    norms, total = clipped_sum(each, limit)
+    error = np.linalg.norm(result.grads - total)
+    # Root, factor, product and sum of 20: fewer than 32 roundings of each example.
+    assert error <= 32 * EPS * np.sum(np.minimum(norms, limit))
+
+
 def network(p, x):
     hidden = x.astype(jnp.bfloat16)
     for layer in p:
@@ -209,3 +246,17 @@ def test_auto_takes_ghosts_for_wide_networks_in_bfloat16():
     narrow = "tensor<8x1x1x64xbf16>"
     types = f"({narrow}, {narrow}) -> tensor<1x64x64xf32>"
     assert program.count(types) == 4
+
+
+def test_auto_takes_ghosts_where_only_what_is_kept_still_is_narrow():
+    """What has no derivative is not gone back through, so it may round."""
+
+    def loss(p, x):
+        seen = [jnp.tanh(kernel.astype(jnp.bfloat16))[0] for kernel, _ in p]
+        scale = lax.stop_gradient(seen[0][0].astype(jnp.float32))
+        hidden = jax.nn.relu(x @ p[0][0] + p[0][1])
+        return scale * jnp.sum(hidden @ p[1][0] + p[1][1]), seen[1] * x[0]
+
+    p = [(np.full((64, 64), 0.1, np.float32), np.zeros(64, np.float32))] * 2
+    x = np.ones((8, 64), np.float32)
+    assert explain_clipped_grad(loss, has_aux=True)(p, x).method == "ghost"
