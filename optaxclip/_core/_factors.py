@@ -9,7 +9,7 @@ updates are multiplied twice, always, which takes no decision for each leaf.
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -51,53 +51,62 @@ def rescale(updates: Any, norms: Any, new_norms: Any) -> Any:
     norms, new_norms = jax.tree.map(as_float, (norms, new_norms))
     before = norms_of_tree(norms, tree)
     new = in_blocks(jax.tree.leaves(new_norms), before.places)
-    roots = [root_between(*each) for each in zip(before.blocks, new)]
+    pairs = zip(before.blocks, new)
+    roots = [factor_between(*each).root for each in pairs]
     return put_back(multiply(tree, before, roots), updates)
 
 
-# Jitted, so that it is traced once for all blocks of one shape. Inlined, since a call
-# in its place is another program to XLA: of AGC a TPU v5e would move 8 % more.
-@partial(jax.jit, inline=True)
-def root_between(norm: jax.Array, new_norm: jax.Array) -> jax.Array:
-    """The root of the factor from a norm to a new one.
+class Factor(NamedTuple):
+    """What updates are multiplied by, to bring a norm to a new one."""
 
-    It is exactly 1 where they are equal, and NaN for a broken norm. Otherwise its
-    square ends 3 eps below the quotient, or 5 where that is far from 1. This covers
-    the rounding of limit, norm, roots and products, so that the result never exceeds
-    the limit.
+    root: jax.Array  # its square, which ends a few eps below the quotient
+    reported: jax.Array  # for states: within the normal numbers of its dtype
+
+
+@jax.custom_jvp
+def _factor(norm: jax.Array, new_norm: jax.Array) -> Factor:
+    """The factor from a norm to a new one.
+
+    Both its numbers are exactly 1 where the norms are equal, 0 only where the new norm
+    is 0, and NaN for a broken norm. Otherwise the square of the root ends 3 eps below
+    the quotient, or 5 where that is far from 1. This covers the rounding of limit,
+    norm, roots and products, so that the result never exceeds the limit.
     """
     same, gone = new_norm == norm, new_norm == 0
-    # Two wheres: sqrt has no derivative at 0, and the unused branch of a where must
-    # stay finite as well.
-    short = jnp.where(same | gone, 1.0, new_norm)
-    long = jnp.where(same | gone | (norm == 0), 1.0, norm)
+    long = jnp.where(norm == 0, 1.0, norm)
+    quotient = new_norm / long
     info = jnp.finfo(norm.dtype)
+    # Beyond the range it would round to 0, which means that updates were made 0.
+    reported = jnp.where(gone, 0.0, jnp.clip(quotient, info.tiny, info.max))
     # A quotient that may leave the range is made of roots, which rounds more often:
     # below 2^-100 in float32, whose normal numbers end at 2^-126.
     low, eps = 2.0 ** (int(info.minexp) + 26), info.eps
-    far = (short < long * low) | (long < short * low)
-    near = _quotient(jnp.where(far, 1.0, short), jnp.where(far, 1.0, long))
-    root = jnp.sqrt(near * (1 - 3 * eps))
-    distant = jnp.sqrt(short) * (1 - 2.5 * eps)
-    root = jnp.where(far, distant, root)
+    far = (quotient < low) | (quotient > 1 / low)
+    distant = jnp.sqrt(new_norm) * (1 - 2.5 * eps)
+    root = jnp.where(far, distant, jnp.sqrt(quotient * (1 - 3 * eps)))
     root = jnp.where(same, 1.0, jnp.where(gone, 0.0, root))
     # Selected after the root: of a division by a root XLA makes a product, with rsqrt.
-    divisor = jnp.where(far, jnp.sqrt(long), 1.0)
+    divisor = jnp.where(far & ~gone, jnp.sqrt(long), 1.0)
     # The division comes last: what came after it XLA would do again for every element.
-    return _quotient(root, divisor)
+    return Factor(root / divisor, jnp.where(same, 1.0, reported))
 
 
-def reported(norm: jax.Array, new_norm: jax.Array) -> jax.Array:
-    """new_norm / norm for the state: 1 where both are equal, 0 only where the new norm
-    is 0, and else within the normal numbers of the dtype.
-    """
-    info = jnp.finfo(norm.dtype)
-    # Two wheres: the quotient of the unused branch must be finite for the derivative.
-    quotient = _quotient(new_norm, jnp.where(norm == 0, 1.0, norm))
-    # Beyond the range it would round to 0, which means that updates were made 0.
-    quotient = jnp.clip(quotient, info.tiny, info.max)
-    quotient = jnp.where(new_norm == 0, 0.0, quotient)
-    return jnp.where(new_norm == norm, 1.0, quotient)
+@_factor.defjvp
+def _derivative(primals: Any, tangents: Any) -> tuple[Factor, Factor]:
+    """Of sqrt(new_norm) / sqrt(norm), and of its square. 0 where a number is fixed."""
+    norm, new_norm = primals
+    factor = _factor(norm, new_norm)
+    fixed = (norm == new_norm) | (norm == 0) | (new_norm == 0)
+    # Two wheres: the unused branch must be finite for the derivative of this one.
+    below, above = (jnp.sqrt(jnp.where(fixed, 1.0, x)) for x in primals)
+    longer, newer = tangents
+    change = (newer / above - factor.root * (longer / below)) / (2 * below)
+    change = jnp.where(fixed, 0.0, change)
+    return factor, Factor(change, 2 * factor.root * change)
+
+
+# Jitted, so that it is one call without jit. Inlined, so that no program has a call.
+factor_between = jax.jit(_factor, inline=True)
 
 
 def multiply(tree: Any, norms: Norms, roots: list[jax.Array]) -> Any:
@@ -234,19 +243,6 @@ def _times_twice(x: jax.Array, root: jax.Array) -> jax.Array:
     # bfloat16 * float32 is float32, and is rounded once at the end.
     wide = np.promote_types(x.dtype, root.dtype)
     return cast_like(x.astype(wide) * root.astype(wide) * root.astype(wide), x)
-
-
-@jax.custom_jvp
-def _quotient(short: jax.Array, long: jax.Array) -> jax.Array:
-    return short / long
-
-
-@_quotient.defjvp
-def _quotient_jvp(primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
-    """d(s/l) = (ds - (s/l) dl) / l. The rule of division squares l, which overflows."""
-    short, long = primals
-    quotient = _quotient(short, long)
-    return quotient, _quotient(tangents[0] - quotient * tangents[1], long)
 
 
 def zero_where_zero(tree: Any, norms: Norms, roots: list[jax.Array]) -> Any:

@@ -3,7 +3,6 @@
 import itertools
 import json
 import operator
-from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -11,9 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from .._norms import _prefix as prefix
-from ._factors import reported
 from ._placeholder import Form, OpenForm
-from ._shares import moving_average
 
 Names = tuple[tuple[str, ...], ...]  # of the norms in each block
 
@@ -135,34 +132,6 @@ def state_of_placeholder() -> ClipState:
     """A state with one leaf for each field, for `optax.tree_map_params`."""
     return ClipState(
         OpenForm(), *[jnp.zeros(())] * (len(ClipState._fields) - 1)
-    )
-
-
-# Jitted, so that it is traced once for all blocks of one shape. Inlined, since a call
-# in its place is another program to XLA: of AGC a TPU v5e would move 8 % more.
-@partial(jax.jit, inline=True)
-def next_entry(
-    step: jax.Array,
-    old: Entry,
-    norm: jax.Array,
-    limit: jax.Array,
-    known: jax.Array,
-    new_norm: tuple[jax.Array, jax.Array],
-    memory: Any,
-) -> Entry:
-    """A block after a step. `new_norm` is (norm, new norm), whose quotient counts.
-    `known`: whether norm and limit are numbers.
-    """
-    before, after = new_norm
-    changed = known & (after != before)
-    return Entry(
-        norm=norm.astype(old.norm.dtype),
-        limit=limit.astype(old.limit.dtype),
-        factor=reported(before, after).astype(old.factor.dtype),
-        clipped=old.clipped + changed.astype(jnp.int32),
-        clipped_recently=moving_average(old.clipped_recently, changed, step),
-        nonfinite=old.nonfinite + (~known).astype(jnp.int32),
-        memory=memory,
     )
 
 

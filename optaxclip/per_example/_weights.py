@@ -8,7 +8,7 @@ import numpy as np
 from jax import lax
 
 from .._arguments import check_limit, check_shrunk, held_in
-from .._core._factors import reported, root_between, stretch
+from .._core._factors import factor_between, stretch
 from .._norms import _prefix as prefix
 from .._norms._collectives import Split
 from .._norms._groups import Group
@@ -97,10 +97,11 @@ def weigh(
     counts = present & jnp.all(jnp.isfinite(norms), axis=1)
     known = jnp.where(counts[:, None], norms, 0.0)
     new = _shrunk(known, limits, shrink, call)
+    factor = factor_between(known, new)
     return Weights(
         norms=jnp.where(present[:, None], norms, 0.0),
-        roots=root_between(known, new),
-        factors=jnp.where(counts[:, None], reported(known, new), 0.0),
+        roots=factor.root,
+        factors=jnp.where(counts[:, None], factor.reported, 0.0),
         counts=counts,
     )
 

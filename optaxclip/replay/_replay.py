@@ -11,7 +11,7 @@ import numpy as np
 from jax.typing import ArrayLike
 
 from .._arguments import check_shrunk
-from .._core._factors import reported
+from .._core._factors import factor_between
 from .._core._limits import can_clip, limit_of
 from .._norms._types import varying_as
 from .._other_names import with_our_names
@@ -122,7 +122,7 @@ def replayed(
     short = shrink(norms, jnp.where(off, 1.0, limits))
     check_shrunk("replay.run", short, norms)
     after = jnp.where(off, norms, short)
-    factors = jnp.where(known, reported(norms, after), jnp.nan)
+    factors = jnp.where(known, factor_between(norms, after).reported, jnp.nan)
     return Replay(norms, limits, factors, known & (after != norms))
 
 

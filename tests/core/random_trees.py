@@ -1,7 +1,7 @@
 """Random trees, limits and clippers, and the norms of their parts in float64.
 
 Tolerances: float32 arithmetic takes at most 8 eps off a result (5 of them on purpose,
-see `root_between`, the rest for norm, limit, roots and products), 2 more where the
+see `factor_between`, the rest for norm, limit, roots and products), 2 more where the
 limit is itself a product. Rounding to the leaf's dtype changes it by half an eps of
 that dtype, or by what its subnormal range loses (`oracles.floor_of`).
 """

@@ -7,9 +7,8 @@ import pytest
 
 from optaxclip._core import _factors
 from optaxclip._core._factors import (
+    factor_between,
     multiply,
-    reported,
-    root_between,
     stretch,
     zero_where_zero,
 )
@@ -139,7 +138,7 @@ def test_the_square_of_a_root_ends_a_few_eps_below(far, below):
     norm = np.random.default_rng(0).uniform(1.0, 4.0, 10_000).astype(np.float32)
     new = np.random.default_rng(1).uniform(1.0, 4.0, 10_000) / far
     new = new.astype(np.float32)
-    square = np.square(np.float64(root_between(norm, new)))
+    square = np.square(np.float64(factor_between(norm, new).root))
     less = 1 - square * np.float64(norm) / np.float64(new)
     # Four roundings by at most half an eps each change the mean by little.
     np.testing.assert_allclose(np.mean(less) / EPS, below, atol=0.25)
@@ -158,28 +157,34 @@ def test_factors_of_states_are_quotients_within_normal_numbers():
         (5.0, np.nan): np.nan,
     }
     norm, new = np.float32(list(pairs)).T
-    found = reported(jnp.asarray(norm), jnp.asarray(new))
+    found = factor_between(jnp.asarray(norm), jnp.asarray(new)).reported
     np.testing.assert_allclose(found, list(pairs.values()), 1e-6)
 
 
 def test_roots_have_finite_derivatives_where_nothing_is_left():
     norm = jnp.array([0.0, 0.0, 5.0, 5.0, 1e38, 1e-20])
     new = jnp.array([0.0, 1.0, 0.0, 5.0, 1.0, 1.0])
-    np.testing.assert_array_equal(root_between(norm, new)[2:4], [0.0, 1.0])
-    slopes = jax.grad(lambda *x: root_between(*x).sum(), (0, 1))(norm, new)
+    np.testing.assert_array_equal(factor_between(norm, new).root[2:4], [0.0, 1.0])
+    slopes = jax.grad(lambda *x: factor_between(*x).root.sum(), (0, 1))(norm, new)
     assert np.all(np.isfinite(slopes))
 
 
 @pytest.mark.parametrize("norm", [1.2e-38, 1e38, np.inf])
 def test_the_root_of_an_equal_norm_is_1(norm):
-    norm = jnp.float32(norm)
-    assert root_between(norm, norm) == 1
-    assert root_between(norm, jnp.zeros_like(norm)) == 0
-    assert jax.grad(root_between)(norm, norm) == 0
+    norm, zero = jnp.float32(norm), jnp.float32(0)
+    assert factor_between(norm, norm) == (1, 1)
+    assert factor_between(norm, zero) == (0, 0)
+    for new in (norm, zero):
+        _, changes = jax.jvp(factor_between, (norm, new), (norm, norm))
+        assert changes == (0, 0)
 
 
 def test_a_quotient_of_large_numbers_has_its_derivative():
     short, long = jnp.float32(6e30), jnp.float32(2e30)
+
+    def reported(norm, new):
+        return factor_between(norm, new).reported
+
     slopes = jax.grad(reported, (1, 0))(long, short)
     np.testing.assert_allclose(slopes, [5e-31, -1.5e-30], 1e-6)
     zero = jnp.float32(0)

@@ -163,4 +163,4 @@ def test_parts_of_an_update_are_inlined():
     update = jax.jit(clipper.update)
     text = update.lower(params, clipper.init(params), params).as_text()
     called = set(re.findall(r"call @(\w+)", text))
-    assert called and not called & {"measured", "root_between", "next_entry", "_shrink"}
+    assert called and not called & {"measured", "_decide"}

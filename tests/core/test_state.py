@@ -5,12 +5,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import optaxclip
 from optaxclip._core._state import (
     ClipState,
     Entry,
     limits_of,
     names_of_layers,
-    next_entry,
     pack,
     state_of_placeholder,
     unpack,
@@ -112,19 +112,20 @@ def test_a_placeholder_takes_the_form_of_a_state(blocks):
 
 
 def test_a_step_counts_what_it_changed_and_what_was_broken():
-    old = Entry(*[jnp.zeros(4)] * 3, jnp.full(4, 5), jnp.zeros(4), jnp.full(4, 2), ())
     norm = jnp.array([5.0, 1.0, np.nan, 3.0])
     limit = jnp.array([2.0, 2.0, 2.0, np.nan])
-    new = jnp.array([2.0, 1.0, np.nan, 2.0])
-    known = jnp.array([True, True, False, False])
-    entry = next_entry(jnp.int32(3), old, norm, limit, known, (norm, new), {"m": 1})
-    np.testing.assert_array_equal(entry.norm, norm)
-    np.testing.assert_array_equal(entry.limit, limit)
-    np.testing.assert_allclose(entry.factor, [0.4, 1.0, np.nan, 2 / 3], 1e-6)
-    np.testing.assert_array_equal(entry.clipped, [6, 5, 5, 5])
-    np.testing.assert_array_equal(entry.clipped_recently, [0.25, 0, 0, 0])
-    np.testing.assert_array_equal(entry.nonfinite, [2, 2, 3, 3])
-    assert entry.memory == {"m": 1}
+    grads, limits = (dict(zip("abcd", x)) for x in (norm, limit))
+    clipper = optaxclip.clip_by_tensor_norm(1.0)
+    state = clipper.init(grads)._replace(
+        step=jnp.int32(3), clipped=jnp.full(4, 5), nonfinite=jnp.full(4, 2)
+    )
+    _, state = clipper.update(grads, state, limit=limits)
+    np.testing.assert_array_equal(state.norm, norm)
+    np.testing.assert_array_equal(state.limit, limit)
+    np.testing.assert_allclose(state.factor, [0.4, 1.0, np.nan, np.nan], 1e-6)
+    np.testing.assert_array_equal(state.clipped, [6, 5, 5, 5])
+    np.testing.assert_array_equal(state.clipped_recently, [0.25, 0, 0, 0])
+    np.testing.assert_array_equal(state.nonfinite, [2, 2, 3, 3])
 
 
 def test_limits_of_leaves_are_found_by_path():
