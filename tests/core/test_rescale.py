@@ -111,6 +111,12 @@ def test_rescale_takes_numpy_arrays_while_jit_is_off():
     np.testing.assert_allclose(shorter, [0.6, 0.8], rtol=1e-6)
 
 
+@pytest.mark.parametrize("kind", [int, jnp.int32, jnp.float16, jnp.bfloat16])
+def test_rescale_computes_with_norms_of_any_kind_in_float32(kind):
+    found = optaxclip.rescale(jnp.array([3.0, 4.0]), kind(5), kind(1))
+    np.testing.assert_allclose(found, [0.6, 0.8], rtol=8 * 2.0**-23)
+
+
 def test_rescale_leaves_parts_without_a_norm_alone():
     updates = {"a": jnp.array([3.0, 4.0]), "b": {"c": jnp.ones(2), "d": jnp.ones(3)}}
     rescaled = optaxclip.rescale(
