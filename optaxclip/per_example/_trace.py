@@ -179,14 +179,14 @@ def _step(
 
 def _made_of(eqn: Any, ins: list[Origin]) -> Origin:
     """What an equation makes of parameters alone."""
-    leaves, by, loops = (
-        frozenset().union(*sets) for sets in zip(*(x[:3] for x in ins))
-    )
+    every = frozenset[int]()
+    leaves = every.union(*(origin.leaves for origin in ins))
+    by = every.union(*(origin.by for origin in ins))
+    loops = every.union(*(origin.loops for origin in ins))
     view = view_after(eqn, [origin.view for origin in ins])
     one_by_one = any(origin.one_by_one for origin in ins)
-    one_by_one |= has_backward_rule(eqn) or (
-        rounds(eqn) and not can_widen(eqn)
-    )
+    one_by_one |= has_backward_rule(eqn)
+    one_by_one |= rounds(eqn) and not can_widen(eqn)
     out = Origin(leaves, by, loops, view=view, one_by_one=one_by_one)
     return out.without_derivative() if is_stop(eqn) else out
 
