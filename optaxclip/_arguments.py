@@ -127,9 +127,9 @@ def check_scalar(argument: str, value: Any) -> None:
         )
 
 
-def check_length(argument: str, value: Any) -> None:
-    """Refuses what is not a whole number, at least 1."""
-    check_number(argument, value, lowest=1)
+def check_length(argument: str, value: Any, least: int = 1) -> None:
+    """Refuses what is not a whole number, at least `least`."""
+    check_number(argument, value, lowest=least)
     # A traced length passes here. Windows, whose shape it is, refuse it in `init`.
     if isinstance(value, Tracer):
         return

@@ -13,6 +13,7 @@ from .._exported import exported
 from .._norms._mesh_axes import MeshAxes
 from .._norms._stacked import Stacked
 from .._other_names import with_our_names
+from ..rules._memory import between
 from ..rules._rule import Number, Rule, at_step, fixed, number
 from ._scope import Scope, clip_at
 
@@ -138,7 +139,7 @@ class Adagc(Rule):
         limit = jnp.where(warming, early, ratio * average)
         # h |g|, what was let through: the spike itself never enters the average.
         value = jnp.minimum(norm, limit)
-        later = average + (1 - decay) * (value - average)
+        later = between(average, value, 1 - decay)
         # During the warm-up the average is the smallest h |g| so far.
         new = jnp.where(warming, jnp.minimum(average, value), later)
         # From an average of 0 no tensor would come back.

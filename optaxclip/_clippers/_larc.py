@@ -67,7 +67,8 @@ def larc(
 
     Returns:
       A transformation with a `ClipState`, read by `metrics`: the norm is |g| +
-      weight_decay * |p|, the limit trust * |p| / learning_rate.
+      weight_decay * |p|, or 0 for a gradient of 0. The limit is
+      trust * |p| / learning_rate.
 
     Raises:
       ValueError: a negative or NaN number, an infinite `weight_decay`, or `update`
@@ -113,7 +114,9 @@ def larc(
             return _decayed(weight_decay, *each)
 
         def lengthen(norm: jax.Array, length: jax.Array) -> jax.Array:
-            return norm + jnp.asarray(weight_decay).astype(norm.dtype) * length
+            decay = jnp.asarray(weight_decay).astype(norm.dtype)
+            # A gradient of 0 gets no weight decay.
+            return jnp.where(norm == 0, norm, norm + decay * length)
 
         # apex divides by |g| + weight_decay * |p|, which is at least the norm of the
         # decayed gradient. So that is what the kernel takes for its norm.

@@ -190,8 +190,10 @@ def _cut_spikes(
 
 def _blend(x: Any, clipped: Any, v: jax.Array, decay: jax.Array) -> jax.Array:
     """The average of squares after a step."""
-    new = decay * v + (1 - decay) * _size(clipped, v) ** 2
-    # From 1.8e19 on the square of a float32 number is inf. The average would stay inf.
+    # From 1.8e19 on the square of a float32 number is inf, and 0 * inf is NaN.
+    square = jnp.where(decay == 1, 0.0, _size(clipped, v) ** 2)
+    new = decay * v + (1 - decay) * square
+    # The average would stay inf.
     new = jnp.minimum(new, jnp.finfo(v.dtype).max)
     # An infinite coordinate is clipped to the limit, which is not learned from.
     return jnp.where(jnp.isfinite(_widened(x)), new, v)

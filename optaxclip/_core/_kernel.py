@@ -244,6 +244,8 @@ def _decide(
     # Two wheres: the derivative of a shrink at a limit of inf may be NaN.
     shrunk = settings.shrink(long, jnp.where(off, 1.0, limit))
     check_shrunk(settings.call, shrunk, norm)
+    # Zeros stay as they are, whatever eps or the shrink make of their norm.
+    shrunk = jnp.where(norm == 0, long, shrunk)
     # The new norm of a broken step. NaN makes the root NaN, and the updates with it.
     instead = 0.0 if settings.nonfinite == "zero" else jnp.nan
     short = jnp.where(known, shrunk, instead)

@@ -178,8 +178,14 @@ def _in_one_row(blocks: tuple[jax.Array, ...]) -> jax.Array:
 
 def _worst(rows: Entry) -> jax.Array:
     """For each row, [rows, 1], where the norm is furthest over its limit."""
-    # Limits of inf or 0 would hide all differences, so they count as huge or tiny.
-    ratio = rows.norm / jnp.clip(rows.limit, 2.0**-60, 2.0**60)
+    # A limit of 0 would hide all differences, so it counts as tiny.
+    ratio = rows.norm / jnp.maximum(rows.limit, 2.0**-60)
+    # Norms without a limit are compared where none has one.
+    free = rows.limit == jnp.inf
+    all_free = jnp.all(free, axis=1, keepdims=True)
+    ratio = jnp.where(
+        free, jnp.where(all_free, rows.norm, 0 * rows.norm), ratio
+    )
     # argmax takes NaN for the largest, so a broken norm is the worst.
     return jnp.argmax(ratio, axis=1, keepdims=True)
 

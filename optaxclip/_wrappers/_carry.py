@@ -104,7 +104,7 @@ def carry_clipped(
         total = jax.tree.map(_add_carry, tree, state.carry, is_leaf=is_none)
         clipped, inner = clipper.update(total, inner, params, **extra_args)
         # Rounded before the carry is computed, so that it takes the rounding as well.
-        clipped = jax.tree.map(cast_like, clipped, tree)
+        clipped = jax.tree.map(_held_in_type, clipped, tree)
         carry = jax.tree.map(
             _cut_off, total, clipped, state.carry, is_leaf=is_none
         )
@@ -123,6 +123,16 @@ def _add_carry(grad: Any, carry: jax.Array) -> jax.Array | None:
         return None
     # In float32: 255 + 0.25 is 255 in bfloat16.
     return jnp.asarray(grad).astype(carry.dtype) + carry
+
+
+def _held_in_type(clipped: jax.Array, grad: Any) -> jax.Array:
+    """What was clipped, in the dtype of the gradient. No finite number becomes inf."""
+    dtype = jnp.result_type(grad)
+    if not jnp.iscomplexobj(clipped):
+        most = float(jnp.finfo(dtype).max)
+        held = jnp.clip(clipped, -most, most)
+        clipped = jnp.where(jnp.isfinite(clipped), held, clipped)
+    return cast_like(clipped, grad)
 
 
 def _cut_off(

@@ -173,10 +173,17 @@ def _real_step(
     arrived = _rounded(start + step, weight.dtype)
     # What is not allowed lies on the side where the weight would have gone.
     outside = jnp.sign(moved)
-    # Between 3/4 and 3/2 units of rounding, so that rounding makes it one.
-    unit = 0.75 * float(jnp.finfo(update.dtype).eps) * jnp.abs(step)
+    # Between 3/4 and 3/2 units of rounding, so that rounding makes it one. Subnormal
+    # numbers have one unit, which float16 needs for small steps.
+    info = jnp.finfo(update.dtype)
+    least = float(info.smallest_subnormal)
+    unit = 0.75 * jnp.maximum(float(info.eps) * jnp.abs(step), least)
     shorter = _rounded(step - outside * unit, update.dtype)
-    return jnp.where((arrived - goal) * outside > 0, shorter, step)
+    # Where 0 is between both, the unit may make the weight longer. It is crossed only
+    # where it is no bound.
+    instead = _rounded(start + shorter, weight.dtype)
+    helps = (goal == 0) | (jnp.abs(instead) <= jnp.abs(arrived))
+    return jnp.where(((arrived - goal) * outside > 0) & helps, shorter, step)
 
 
 def _rounded(x: jax.Array, dtype: Any) -> jax.Array:

@@ -112,7 +112,7 @@ def skip_step(
         still move in a skipped step, by its momentum and weight decay.
       sigmas: how many standard deviations above the mean are allowed. At least 0. A
         number or a schedule.
-      window: how many norms and losses are remembered. A whole number, at least 1. The
+      window: how many norms and losses are remembered. A whole number, at least 2. The
         first step that can be skipped is number max(3, window // 2), 64 by default,
         counted from 1. The length is part of the state: a restored state goes on with
         its own.

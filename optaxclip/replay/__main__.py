@@ -10,6 +10,7 @@ import numpy as np
 from . import Suggestion, plot_history, run, suggest
 from ._columns import listed
 from ._history import Log, read_log
+from ._replay import array_of_norms
 
 # Each column of `_line` is as wide as its head: 16, 13 and 11 characters.
 HEADS = ("limit at the end", "steps clipped", "mean factor")
@@ -21,15 +22,20 @@ def main(arguments: list[str] | None = None) -> None:
     options = _parser().parse_args(arguments)
     try:
         log = read_log(options.log, options.column)
-        found = suggest(log.norms)
+        norms = array_of_norms("suggest", log.norms)
+        found = suggest(norms)
     # A file that is of no use ends in one line on stderr, without a traceback.
     except (OSError, ValueError) as error:
         sys.exit(f"{error}")
     print(source(log, options.log, guessed=options.column is None))
-    print(table(log.norms, found))
+    print(table(norms, found))
     # runs/a.csv is drawn to runs/a.png.
     picture = options.picture or options.log.with_suffix(".png")
-    draw(log.norms, found, picture, replace=options.force)
+    try:
+        draw(norms, found, picture, replace=options.force)
+    # Such as a folder that is not there, or a suffix that is no kind of picture.
+    except (OSError, ValueError) as error:
+        sys.exit(f"No picture: {error}")
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -54,7 +54,8 @@ def suggest(norms: ArrayLike) -> list[Suggestion]:
     place to start, not a forecast.
 
     Args:
-      norms: the history, [steps]. Norms that are NaN, inf or 0 are left out.
+      norms: the history, [steps]. Norms that are NaN, 0, or beyond the range of
+        float32 are left out.
 
     Returns:
       Fixed limits first, from quantiles of the norms (Pascanu et al. take half to ten
@@ -102,13 +103,16 @@ def _all_replayed(
 
 def _fixed_limits(norms: np.ndarray) -> dict[str, float]:
     """Fixed limits, by the text that makes a clipper of them."""
+    # Five times the median may be beyond the range of a limit.
+    largest = float(jnp.finfo(jnp.result_type(float)).max)
     limits = [
         *np.quantile(norms, (0.5, 0.9, 0.95, 0.99)),
         5 * np.median(norms),
     ]
-    rounded = sorted({float(f"{limit:.3g}") for limit in limits})
+    rounded = {float(f"{limit:.3g}") for limit in limits if limit <= largest}
     return {
-        f"optaxclip.clip_by_global_norm({limit:g})": limit for limit in rounded
+        f"optaxclip.clip_by_global_norm({limit:g})": limit
+        for limit in sorted(rounded)
     }
 
 

@@ -2,6 +2,7 @@
 
 import csv
 import io
+import itertools
 import json
 import re
 from collections import Counter
@@ -147,7 +148,8 @@ def _text(path: Path) -> str:
 
 def _csv(path: Path, text: str) -> Rows:
     lines = csv.reader(io.StringIO(text, newline=""))
-    header = [name.strip() for name in next(lines, [])]
+    # Lines without an entry may stand before the header, too.
+    header = [name.strip() for name in next(filter(None, lines), [])]
     # Without a header csv would take the first norms for the names of columns.
     if header and all(map(_is_number, header)):
         raise ValueError(
@@ -167,11 +169,12 @@ def _csv(path: Path, text: str) -> Rows:
 
 def _numbered(header: list[str]) -> list[str]:
     """The names of columns. Those of the same name become name.1 and name.2."""
-    counts, seen, names = Counter(header), Counter[str](), []
+    counts, names = Counter(header), []
     for name in header:
-        seen[name] += 1
-        is_one = counts[name] == 1 or not name
-        names.append(name if is_one else f"{name}.{seen[name]}")
+        numbered = (f"{name}.{k}" for k in itertools.count(1))
+        # A name that the header has already is no number of another.
+        free = (x for x in numbered if x not in counts and x not in names)
+        names.append(name if counts[name] == 1 or not name else next(free))
     return names
 
 

@@ -86,7 +86,8 @@ def run(
 
 
 def array_of_norms(call: str, norms: Any) -> np.ndarray:
-    """A history as an array of NumPy.
+    """A history as an array of NumPy, inf where JAX would make inf of a number: beyond
+    the range of float32, or of float64 where jax_enable_x64 is set.
 
     Raises:
       TypeError: something that has no numbers, such as the name of a file.
@@ -101,6 +102,11 @@ def array_of_norms(call: str, norms: Any) -> np.ndarray:
         raise TypeError(
             f"{call}: norms must be an array of numbers, got {norms!r}. A file is read "
             "by optaxclip.replay.read_history."
+        )
+    if found.dtype == np.float64:
+        most = float(jnp.finfo(jnp.result_type(float)).max)
+        found = np.where(
+            np.abs(found) > most, np.copysign(np.inf, found), found
         )
     return found
 

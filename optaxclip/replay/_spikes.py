@@ -10,7 +10,7 @@ from .._core._limits import limit_of
 from .._other_names import with_our_names
 from ..rules._rule import Number, Rule
 from ..rules._windowed_mean import spike_rule
-from ._replay import first_memory
+from ._replay import array_of_norms, first_memory
 
 CALL = "spike_score"
 
@@ -48,9 +48,8 @@ def spike_score(
     2502.11034) count with 7 of 1000.
     """
     # float32, or float64 where jax_enable_x64 is set, also for integers.
-    series = [
-        jnp.asarray(history, jnp.result_type(float)) for history in histories
-    ]
+    arrays = [array_of_norms(CALL, history) for history in histories]
+    series = [jnp.asarray(array, jnp.result_type(float)) for array in arrays]
     shapes = sorted({each.shape for each in series})
     if len(shapes) != 1 or len(shapes[0]) != 1 or 0 in shapes[0]:
         raise ValueError(

@@ -6,6 +6,7 @@ from dataclasses import KW_ONLY
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.typing import ArrayLike
 
 from ._rule import Number, Rule, at_step, fixed, number
@@ -23,8 +24,8 @@ class QuantileTracker(Rule):
 
     Args:
       quantile: in [0, 1], 0.5 is the median. A number or a schedule.
-      rate: how fast the limit moves, relative to itself. At least 0. A number or a
-        schedule.
+      rate: how fast the limit moves, relative to itself. At least 0, and finite. A
+        number or a schedule.
       start: the first limit. It must be above 0 to be able to move.
 
     Raises:
@@ -40,7 +41,7 @@ class QuantileTracker(Rule):
     """
 
     quantile: Number = number(default=0.5, highest=1.0)
-    rate: Number = number(default=0.2)
+    rate: Number = number(default=0.2, highest=float(np.finfo(np.float32).max))
     _: KW_ONLY
     start: ArrayLike = fixed(default=0.1)
 

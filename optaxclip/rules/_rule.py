@@ -295,6 +295,7 @@ def at_step(
 
 
 def multiple(factor: jax.Array, norm: jax.Array) -> jax.Array:
-    """factor * norm, and inf for an infinite factor, which means no limit."""
+    """factor * norm, and inf where either is infinite, which means no limit."""
     # inf * 0 is NaN, and updates under a limit of NaN become NaN.
-    return jnp.where(factor == jnp.inf, factor, factor * norm)
+    is_free = (factor == jnp.inf) | (norm == jnp.inf)
+    return jnp.where(is_free, jnp.inf, factor * norm)

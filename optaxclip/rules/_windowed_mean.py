@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.core import Tracer
 
 from ._memory import Window, empty_window, filled, push, remembered
 from ._rule import (
@@ -36,7 +37,7 @@ class WindowedMean(Rule):
       window: how many norms are remembered. A whole number, at least 1. The length is
         part of the state: a restored state goes on with its own.
       ddof: what is taken off the count in the variance: 0 the population's, 1 the
-        sample's.
+        sample's. Below the length of the window.
       floor: the deviation counts as at least this much, in units of the norm. At least
         0. A number or a schedule.
       current: whether the norm of this step is in the statistic that it is held
@@ -68,6 +69,18 @@ class WindowedMean(Rule):
     remember: str = choice(default="raw", others=("clipped",))
     warmup: Any = fixed(default=2)
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        # A window of ddof norms has no deviation, however many norms were seen.
+        traced = isinstance(self.window, Tracer) or isinstance(
+            self.ddof, Tracer
+        )
+        if not traced and self.window <= self.ddof:
+            raise ValueError(
+                f"windowed_mean: window must be above ddof={self.ddof!r}, got "
+                f"{self.window!r}."
+            )
+
     def init(self, norm: jax.Array) -> Window:
         return empty_window("windowed_mean: window", self.window, norm)
 
@@ -90,7 +103,7 @@ def step_rule(
     sigmas: Number = 6.0, window: Any = 128, *, call: str = "windowed_mean"
 ) -> Rule:
     """The rule of `skip_step`: the first limit comes after half a window."""
-    check_length(f"{call}: window", window)
+    check_length(f"{call}: window", window, least=2)
     # OLMo-core counts the current norm too, which is not in the statistic: one less.
     numbers = {"ddof": 1, "warmup": max(2, window // 2) - 1}
     return rule_in(call, WindowedMean, sigmas=sigmas, window=window, **numbers)

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from .._exported import exported
-from ._memory import hypot
+from ._memory import between, hypot
 from ._rule import Number, Rule, at_step, choice, fixed, multiple, number
 
 
@@ -88,8 +88,9 @@ class ZScore(Rule):
         # In the warm-up every norm counts alike: mean and variance of them all.
         alike = seen.astype(norm.dtype) / (seen + 1).astype(norm.dtype)
         keep = jnp.where(warm, decay, alike)
-        apart = jnp.minimum(norm, limit) - mean
-        mean = mean + (1 - keep) * apart
+        value = jnp.minimum(norm, limit)
+        apart = value - mean
+        mean = between(mean, value, 1 - keep)
         # The paper's deviation is about the new mean. In the warm-up the geometric mean
         # of the distances to the old and the new one gives the exact variance.
         distance = jnp.where(warm, keep, jnp.sqrt(keep)) * apart

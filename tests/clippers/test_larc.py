@@ -207,3 +207,11 @@ def test_larc_keeps_weak_type(decay):
     updates, _ = clip(weak, weak, 0.1, weight_decay=decay)
     assert updates.weak_type and updates.dtype == weak.dtype
     assert not clip(jnp.ones(2), weak[:, 0][:2], 0.1)[0].weak_type
+
+
+def test_larc_does_not_count_a_gradient_of_0_as_clipped():
+    clipper, params = optaxclip.larc(0.1, 0.001, weight_decay=0.05), jnp.ones(4)
+    grads = jnp.zeros(4)
+    updates, state = clipper.update(grads, clipper.init(params), params)
+    np.testing.assert_array_equal(updates, grads)
+    assert (state.norm, state.factor, state.clipped) == (0, 1, 0)

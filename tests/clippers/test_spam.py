@@ -29,3 +29,15 @@ def test_an_infinite_average_is_no_nan_for_debug_nans():
     with jax.debug_nans(True):
         updates, _ = clipper.update(grads, state)
     np.testing.assert_array_equal(updates, grads)
+
+
+@pytest.mark.slow
+def test_a_decay_of_1_learns_nothing_from_a_huge_gradient():
+    def decay(step):
+        return jnp.where(step == 0, 1.0, 0.9)
+
+    clipper = optaxclip.spam(threshold=4.0, decay=decay, warmup=0)
+    _, state = clipper.update(HUGE, clipper.init(HUGE))
+    np.testing.assert_array_equal(state.second_moment, 0)
+    _, state = clipper.update(jnp.ones(2), state)
+    np.testing.assert_allclose(state.second_moment, 0.1, rtol=1e-6)

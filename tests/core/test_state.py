@@ -141,3 +141,14 @@ def test_a_program_of_a_state_can_be_stored(blocks):
     program = jax.export.export(jax.jit(lambda state: state))(state)
     assert b"optaxclip.ClipState" in program.serialize()
     assert_same(jax.export.deserialize(program.serialize()).call(state), state)
+
+
+def test_a_gradient_of_0_is_not_counted_as_clipped():
+    normalize, grads = optaxclip.shrinks.normalize, jnp.zeros(2)
+    for clipper in (
+        optaxclip.clip_by_global_norm(1.0, shrink=normalize),
+        optaxclip.clip_by_global_norm(1.0, shrink=normalize, eps=1e-6),
+        optaxclip.clip_by_global_norm(0.0, eps=1e-6),
+    ):
+        _, state = clipper.update(grads, clipper.init(grads))
+        assert (state.factor, state.clipped) == (1, 0)

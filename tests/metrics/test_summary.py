@@ -111,3 +111,12 @@ def test_the_summary_is_the_same_under_jit():
 def test_an_empty_tree_has_no_row():
     assert optaxclip.metrics(after(optaxclip.clip_by_tensor_norm(1.0), {})) == {}
     assert summary(after(optaxclip.clip_by_tensor_norm(1.0), {})) == {}
+
+
+def test_a_norm_without_a_limit_is_not_the_worst_beside_others():
+    grads = {"a": jnp.array([5.0]), "b": jnp.array([1e20])}
+    state = after(optaxclip.clip_by_tensor_norm({"a": 1.0, "b": None}), grads)
+    found = summary(state)
+    assert (found["clip/worst_name"], found["clip/worst_ratio"]) == ("a", 5.0)
+    state = after(optaxclip.clip_by_tensor_norm(None), grads)
+    assert summary(state)["clip/worst_name"] == "b"

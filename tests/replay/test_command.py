@@ -106,3 +106,17 @@ def test_the_recommended_limit_is_drawn(log, monkeypatch):
     main([str(log)])
     (best,) = [row for row in suggest(NORMS) if row.recommended]
     np.testing.assert_array_equal(drawn[0].limits, np.float32(best.limit))
+
+
+@pytest.mark.parametrize("name", ["missing/run.png", "run.xyz"])
+def test_a_picture_that_cannot_be_drawn_ends_in_one_line(log, capsys, name):
+    with pytest.raises(SystemExit, match="No picture: "):
+        printed(capsys, log, "--picture", log.parent / name)
+    assert "-> Start with" in capsys.readouterr().out
+
+
+def test_norms_beyond_float32_count_as_infinite(tmp_path, capsys):
+    path = tmp_path / "run.csv"
+    path.write_text("grad_norm\n1e38\n2e38\n3e40\n")
+    text = printed(capsys, path)
+    assert "3 steps, 1 of them NaN or inf. Norms from 1e+38 to 2e+38" in text

@@ -22,6 +22,7 @@ def read(tmp_path, text, name="run.csv", **options):
         "step,grad_norm \n0,1.5 \n\n1,2.5\n",
         "step,grad_norm\n0,1.5\n1, \n2,\n3\n4,2.5,9\n",
         "step,step,grad_norm\n0,0,1.5\n1,1,2.5\n",
+        "\nstep,grad_norm\n0,1.5\n1,2.5\n",
         ",grad_norm\n0,1.5\n1,2.5\n",
     ],
 )
@@ -80,3 +81,9 @@ def test_a_directory_or_no_file_is_named(tmp_path):
     for path in (tmp_path, tmp_path / "none.csv"):
         with pytest.raises(OSError, match=path.name):
             replay.read_history(path)
+
+
+def test_columns_of_one_name_take_no_name_of_another(tmp_path):
+    text = "norm.1,norm,norm\n9,1,3\n"
+    for name, norm in {"norm.1": 9, "norm.2": 1, "norm.3": 3}.items():
+        np.testing.assert_array_equal(read(tmp_path, text, column=name), [norm])

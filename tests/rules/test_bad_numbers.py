@@ -5,6 +5,7 @@ import math
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 import optaxclip
@@ -19,6 +20,15 @@ BAD = {
     ),
     "windowed_quantile: window must be at least 1, got 0.": lambda: (
         optaxclip.rules.windowed_quantile(0.5, 0)
+    ),
+    "windowed_mean: window must be above ddof=4, got 4.": lambda: (
+        optaxclip.rules.windowed_mean(2.0, 4, ddof=4)
+    ),
+    "skip_step: window must be at least 2, got 1.": lambda: optaxclip.skip_step(
+        optax.sgd(0.1), window=1
+    ),
+    "quantile_tracker: rate must be at most 3.40282e+38, got inf.": lambda: (
+        optaxclip.rules.quantile_tracker(0.5, math.inf)
     ),
     "windowed_mean: window must be a whole number, got 2.5.": lambda: (
         optaxclip.rules.windowed_mean(3, 2.5)

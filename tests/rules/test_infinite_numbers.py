@@ -29,6 +29,15 @@ def test_infinite_sigmas_are_no_limit_for_equal_norms():
         np.testing.assert_array_equal(limits(rule), np.inf)
 
 
+def test_a_share_of_0_of_an_infinite_floor_is_no_limit():
+    for rule in (
+        rules.growth(0.0, floor=math.inf),
+        rules.windowed_mean(0.0, 4, floor=math.inf),
+        rules.log_z_score(0.0, spread=math.inf, warmup=1),
+    ):
+        np.testing.assert_array_equal(limits(rule)[1:], np.inf)
+
+
 def test_an_infinite_share_is_no_limit_for_weights_of_zero():
     grads = {"a": jnp.array([3.0, 4.0]), "b": jnp.array([6.0, 8.0])}
     params = {"a": jnp.zeros(2), "b": jnp.ones(2)}

@@ -169,3 +169,12 @@ def test_carrying_over_keeps_weak_type():
     for grads in (jnp.full((3, 2), 2.0), jnp.ones((3, 2))):
         updates, _ = clipper.update(grads, clipper.init(grads))
         assert (updates.weak_type, updates.dtype) == (grads.weak_type, grads.dtype)
+
+
+def test_what_float16_cannot_hold_waits_too():
+    """A sum of 67,744 is within the limit, and beyond 65,504."""
+    carried = optaxclip.carry_clipped(optaxclip.clip_by_global_norm(1e5))
+    state = carried.init(jnp.zeros(1, jnp.float16))
+    state = state._replace(carry=jnp.array([2272.0]))
+    updates, state = carried.update(jnp.array([65472], jnp.float16), state)
+    assert (updates, state.carry) == (65504, 65472 + 2272 - 65504)

@@ -308,3 +308,25 @@ def test_a_bound_on_one_side_holds_in_any_two_dtypes(sign, dtype, update_dtype):
     # About a fourth of the weights would have crossed 0, and is beside it instead.
     near = arrived <= 2 * eps_of(update_dtype) * np.abs(np.float64(weights))
     assert near.sum() > 100
+
+
+@pytest.mark.parametrize("bounds", [(1e-5, -1e-5), (math.inf, 0.0)])
+def test_subnormal_steps_of_float16_stay_within_bounds(bounds):
+    """Steps below 6e-5, which float16 has in units of 6e-8."""
+    weights = jnp.asarray(np.random.default_rng(0).uniform(0, 6e-5, 1000), jnp.float32)
+    constraint = constrain(optaxclip.clip_by_value(*bounds))
+    for update in (1e-4, -1.0):
+        updates = jnp.full(1000, update, jnp.float16)
+        steps, _ = constraint.update(updates, constraint.init(weights), weights)
+        arrived = np.float64(optax.apply_updates(weights, steps))
+        # The bounds themselves are rounded to float32.
+        assert np.all(arrived <= bounds[0] * (1 + 2.0**-24))
+        assert np.all(arrived >= bounds[1] * (1 + 2.0**-24))
+
+
+def test_a_rounded_step_leaves_no_longer_weight_than_another():
+    """A weight of 364.9 takes -364 to 0.9, and -366, the next in bfloat16, to -1.1."""
+    weight, update = jnp.float32([364.9]), jnp.zeros(1, jnp.bfloat16)
+    constraint = constrain(optaxclip.clip_by_value(0.3))
+    step, _ = constraint.update(update, constraint.init(weight), weight)
+    assert step == -364

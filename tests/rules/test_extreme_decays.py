@@ -1,4 +1,4 @@
-"""Averages whose decay is 1: no norm is forgotten."""
+"""Averages whose decay is 1, which forget no norm, or 0, which remember the last."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -65,3 +65,46 @@ def test_a_decay_below_1_forgets_what_one_of_1_saw():
     # The weights of the first three are those of a decay of 1, which is none.
     expected = [*MEANS[:3], 9, (0.5 * 9 + 3) / 1.5, (0.25 * 9 + 0.5 * 3 + 0.5) / 1.75]
     np.testing.assert_allclose(limits(rule), expected, rtol=1e-6)
+
+
+FALLING = np.array([1e8, 1.0, 1.0, 1e-6, 2e-6])
+LAST = FALLING[:-1]  # what a decay of 0 knows before each later norm
+
+
+@pytest.mark.parametrize("decay", [0.0, 1e-9, lambda step: 0.0])
+def test_a_decay_of_0_takes_the_last_norm_however_small_it_is(decay):
+    # Beside 1e8 a float32 sum would lose a norm of 1.
+    found = limits(rules.ema(decay), FALLING)
+    np.testing.assert_allclose(found, FALLING, rtol=1e-6)
+    found = limits(rules.ema_ratio(3.0, decay, remember="raw"), FALLING)
+    np.testing.assert_allclose(found[1:], 3 * LAST, rtol=1e-6)
+    found = limits(rules.moments_ratio(decay, decay, eps=0.0), FALLING)
+    np.testing.assert_allclose(found, 1.0, rtol=1e-6)
+
+
+@pytest.mark.parametrize("decay", [0.01, 0.3, 0.49, 0.51, 0.9])
+def test_an_average_is_right_beside_a_much_larger_one(decay):
+    found, mean, weight = limits(rules.ema(decay), FALLING), 0.0, 0.0
+    for norm, average in zip(FALLING, found):
+        mean = decay * mean + (1 - decay) * norm
+        weight = decay * weight + 1 - decay
+        # In each of 5 steps the decay is right to 2^-24, and some numbers are rounded.
+        tolerance = 5 * 2.0**-24 * (1 / decay + 4)
+        np.testing.assert_allclose(average, mean / weight, rtol=tolerance)
+
+
+def test_a_deviation_of_one_norm_is_about_that_norm():
+    rule = rules.z_score(2.0, 0.0, warmup=2, eps=0.0)
+    found = limits(rule, [1e8, 1e8, 1.0, 1.0, 1.0])
+    np.testing.assert_allclose(found[2:], [1e8, 1.0, 1.0], rtol=1e-6)
+
+
+def test_clippers_with_a_decay_of_0_zero_no_update():
+    for clipper in (
+        optaxclip.adagc(3.0, 0.0, warmup=1, max_norm=1e9),
+        optaxclip.adaclip(0.0),
+    ):
+        state = clipper.init(jnp.zeros(1))
+        for norm in FALLING:
+            update, state = clipper.update(jnp.array([norm], jnp.float32), state)
+            assert update[0] > 0
