@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import jax.numpy as jnp
+from jax.core import ShapedArray
 
 
 def is_literal(atom: Any) -> bool:
@@ -19,6 +20,15 @@ def has_backward_rule(eqn: Any) -> bool:
     if eqn.primitive.name.startswith("custom_vjp_call"):
         return True
     return any(map(has_backward_rule, inside(eqn)))
+
+
+def has_refs(eqn: Any) -> bool:
+    """Whether an equation, or one that it runs, has an array that can be written to."""
+    variables = (x for x in (*eqn.invars, *eqn.outvars) if not is_literal(x))
+    # The type of a ref is no type of an array.
+    if not all(isinstance(x.aval, ShapedArray) for x in variables):
+        return True
+    return any(map(has_refs, inside(eqn)))
 
 
 def reached_backward(jaxpr: Any, outs: list[Any]) -> set[Any]:

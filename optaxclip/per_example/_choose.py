@@ -35,17 +35,19 @@ class Choice(NamedTuple):
 def choose(problem: Problem, method: str, microbatch: int | None) -> Choice:
     """The method that was asked for, or the one that takes the least time."""
     leaves = jax.tree.leaves(problem.params)
-    hindrance = _hindrance(problem)
+    hindrance, traced = _hindrance(problem), None
+    if method in ("ghost", "auto") and not hindrance:
+        traced = trace(problem.of_one, problem.params, problem.batch)
+        hindrance = "" if traced else "a loss with refs (jax.new_ref)"
     if method == "ghost" and hindrance:
         raise ValueError(
             'clipped_grad: method must be "one_pass", "two_pass" or "auto" for '
             f'{hindrance}, got "ghost".'
         )
-    if method in ("one_pass", "two_pass") or hindrance:
+    if not traced:
         return Choice(
             "one_pass" if method == "auto" else method, microbatch, None
         )
-    traced = trace(problem.of_one, problem.params, problem.batch)
     ghost = ghost_of(traced, leaves)
     if method == "ghost" or _pays(ghost):
         return Choice("ghost", microbatch, ghost)

@@ -235,7 +235,8 @@ def _weighed(
     """What was kept of a use, times the factors of the examples, and nothing of
     examples that do not count.
     """
-    if before is not None:
+    # The gradient by an operand without numbers has none to wait for.
+    if before is not None and before.size:
         counts = _after(before, counts)
 
     def shrunk(times: Callable[..., jax.Array], leaf: jax.Array) -> jax.Array:

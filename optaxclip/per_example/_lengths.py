@@ -1,7 +1,8 @@
 """Norms of the gradients of examples from their factors.
 
 Arrays are [example, stack, position, number]. Squares of tiny and huge numbers leave
-the range of float32, so factors are divided by their largest number first.
+the range of float32, so factors are divided by their largest number first: in Gram form
+those of each position, since one may be large in `a` and another in `c`.
 """
 
 from typing import NamedTuple
@@ -71,21 +72,30 @@ def by_gram(pairs: list[Pair]) -> jax.Array:
 
 def _own_gram(pair: Pair) -> tuple[jax.Array, jax.Array]:
     """A size for each example, and the sum in units of its square."""
-    a, c = pair
-    largest, c = _scaled(c)
-    if jnp.issubdtype(a.dtype, jnp.integer):
-        # a_t . a_s is 1 where both look up the same row, and else 0.
-        same = (a[..., :, None] == a[..., None, :]).astype(c.dtype)
-        return largest, _sum(same * _products(c, c))
-    other, a = _scaled(a)
-    return largest * other, _sum(_products(a, a) * _products(c, c))
+    if not jnp.issubdtype(pair.a.dtype, jnp.integer):
+        size, (a, c) = _leveled(pair)
+        return size, _sum(_products(a, a) * _products(c, c))
+    size, c = _scaled(pair.c)
+    # a_t . a_s is 1 where both look up the same row, and else 0.
+    same = pair.a[..., :, None] == pair.a[..., None, :]
+    return size, _sum(same.astype(c.dtype) * _products(c, c))
+
+
+def _leveled(pair: Pair) -> tuple[jax.Array, Pair]:
+    """A size for each example, and factors with the same products in units of it. In
+    each position `a` is at most 1, and `c` has the size of both.
+    """
+    rows, a = _scaled(pair.a, along=3)
+    columns, c = _scaled(pair.c, along=3)
+    size, level = _scaled(rows * columns)
+    return size, Pair(a, c * level[..., None])
 
 
 def _mixed_gram(dense: Pair, lookup: Pair) -> tuple[jax.Array, jax.Array]:
     """The same, of a table that is looked up in and multiplied by."""
-    size, own = _own_gram(dense)
+    size, (a, c) = _leveled(dense)
+    own = _sum(_products(a, a) * _products(c, c))
     looked, other = _own_gram(lookup)
-    a, c = _scaled(dense.a)[1], _scaled(dense.c)[1]
     # For a lookup of row r the product with a_t is the entry a_t[r].
     index = jnp.broadcast_to(
         lookup.a[:, :, None, :], (*a.shape[:3], lookup.a.shape[-1])
@@ -100,13 +110,16 @@ def _mixed_gram(dense: Pair, lookup: Pair) -> tuple[jax.Array, jax.Array]:
     return largest, total + looked**2 * other
 
 
-def _scaled(x: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """The largest number of each example, and the example divided by it."""
+def _scaled(x: jax.Array, along: int = 1) -> tuple[jax.Array, jax.Array]:
+    """The largest number of each example, and the example divided by it. With
+    `along=3` of each position.
+    """
     x = x.astype(jnp.promote_types(x.dtype, jnp.float32))
-    largest = jnp.max(jnp.abs(x), axis=tuple(range(1, x.ndim)))
+    axes = tuple(range(along, x.ndim))
+    largest = jnp.max(jnp.abs(x), axis=axes)
     # Divided by 1, inf and NaN stay, and the example counts as broken.
     safe = jnp.where((largest > 0) & (largest < jnp.inf), largest, 1)
-    return largest, x / safe.reshape(-1, *(1,) * (x.ndim - 1))
+    return largest, x / jnp.expand_dims(safe, axes)
 
 
 def _products(x: jax.Array, y: jax.Array) -> jax.Array:

@@ -47,6 +47,9 @@ def by_product(use: Use, kept: Kept, batched: bool) -> jax.Array:
         # Over examples and positions, for each matrix of the stack.
         over = ((0, 2), (0, 2)), ((1,), (1,))
         wide = np.dtype(np.float32)
+        if not batched:
+            # Under vmap XLA on a CPU has no such product of some shapes.
+            a, c = a.astype(wide), c.astype(wide)
         return lax.dot_general(a, c, over, preferred_element_type=wide)
 
     total = functools.reduce(jnp.add, map(product, kept.cotangents))

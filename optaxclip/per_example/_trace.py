@@ -17,6 +17,7 @@ import jax.numpy as jnp
 
 from .._jaxpr import (
     has_backward_rule,
+    has_refs,
     is_literal,
     is_stop,
     reached_backward,
@@ -98,8 +99,12 @@ class Traced(NamedTuple):
     out_tree: Any  # of (value, aux)
 
 
-def trace(loss: Callable[[Any, Any], Any], params: Any, batch: Any) -> Traced:
-    """Traces `loss(params, example)` for one example of a batch."""
+def trace(
+    loss: Callable[[Any, Any], Any], params: Any, batch: Any
+) -> Traced | None:
+    """Traces `loss(params, example)` for one example of a batch. None where it has refs
+    (jax.new_ref): what is written to them has no place in equations.
+    """
     found = []
 
     def capture(params: Any, example: Any) -> jax.Array:
@@ -110,6 +115,8 @@ def trace(loss: Callable[[Any, Any], Any], params: Any, batch: Any) -> Traced:
     # Inside vmap a batch has the types of its examples.
     jax.make_jaxpr(jax.vmap(capture, (None, 0)))(params, batch)
     closed, shapes = found[0]
+    if any(map(has_refs, closed.jaxpr.eqns)):
+        return None
     leaves = jax.tree.leaves(params)
     origins = [_parameter(number, leaf) for number, leaf in enumerate(leaves)]
     origins += [DATA] * len(jax.tree.leaves(batch))
@@ -163,7 +170,10 @@ def _step(
     data = [DATA] * len(eqn.outvars)
     if not leaves:
         is_data = any(origin.is_data for origin in ins)
-        out = DATA if is_data else CONSTANT
+        # A constant that a scan slices differs from turn to turn, and so does what is
+        # made of it.
+        turns = frozenset[int]().union(*(origin.loops for origin in ins))
+        out = DATA if is_data else Origin(loops=turns)
         return Evaluate(eqn, out), [out] * len(eqn.outvars)
     if eqn.primitive.name in CALLS:
         body = eqn.params.get("jaxpr", eqn.params.get("call_jaxpr"))
@@ -173,7 +183,9 @@ def _step(
         out = _made_of(eqn, ins)
         return Evaluate(eqn, out), [out] * len(eqn.outvars)
     if eqn.primitive.name == "scan":
-        return _scan(eqn, ins, loops), data
+        step = _scan(eqn, ins, loops)
+        if not _has_rule_for_all_turns(step.inner, len(loops) + 1):
+            return step, data
     return Meet(eqn, use_of(eqn, ins, loops)), data
 
 
@@ -207,6 +219,23 @@ def _scan(eqn: Any, ins: list[Origin], loops: tuple[int, ...]) -> Scan:
     body = eqn.params["jaxpr"]
     inner = _exporting(plan_of(body.jaxpr, origins, inside), inside)
     return Scan(eqn, inner, body.consts, entries, depth)
+
+
+def _has_rule_for_all_turns(plan: Plan, depth: int) -> bool:
+    """Whether parameters that several turns share come through a backward rule of
+    somebody's own. JAX applies it in each turn, and what is made of parameters is made
+    once for all of them. Such a scan is one use as a whole.
+    """
+    for step in plan.steps:
+        if isinstance(step, Evaluate):
+            shared = step.origin.leaves and len(step.origin.loops) < depth
+            if shared and has_backward_rule(step.eqn):
+                return True
+        elif isinstance(step, (Call, Scan)):
+            inside = depth + isinstance(step, Scan)
+            if _has_rule_for_all_turns(step.inner, inside):
+                return True
+    return False
 
 
 def counts_of_scan(eqn: Any) -> tuple[int, int]:

@@ -76,7 +76,11 @@ class Use(NamedTuple):
 
     @property
     def tapped(self) -> list[int]:
-        """The outputs that have a derivative."""
+        """The outputs that a backward pass from the loss is taken to. None of a use of
+        frozen parameters, behind which there may be what has no derivative.
+        """
+        if not any(origin.by for origin in self.origins):
+            return []
         outs = enumerate(self.outs)
         return [k for k, out in outs if jnp.issubdtype(out.dtype, jnp.inexact)]
 
