@@ -139,7 +139,7 @@ class Adagc(Rule):
         limit = jnp.where(warming, early, ratio * average)
         # h |g|, what was let through: the spike itself never enters the average.
         value = jnp.minimum(norm, limit)
-        later = between(average, value, 1 - decay)
+        later = between(average, value, decay)
         # During the warm-up the average is the smallest h |g| so far.
         new = jnp.where(warming, jnp.minimum(average, value), later)
         # From an average of 0 no tensor would come back.

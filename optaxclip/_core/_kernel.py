@@ -40,7 +40,7 @@ from .._norms._types import split_as, types_of
 from .._optimizers import check_params
 from ..rules._constant import rule_of, rules_of
 from ..rules._rule import Rule, further_norms, is_rule
-from ..shrinks import Shrink, shrink_of
+from ..shrinks import Shrink, hard, shrink_of
 from ._blocks import (
     Arrangement,
     arrangement,
@@ -244,17 +244,18 @@ def _decide(
     # Two wheres: the derivative of a shrink at a limit of inf may be NaN.
     shrunk = settings.shrink(long, jnp.where(off, 1.0, limit))
     check_shrunk(settings.call, shrunk, norm)
-    # Zeros stay as they are, whatever eps or the shrink make of their norm.
-    shrunk = jnp.where(norm == 0, long, shrunk)
+    if eps is not None or settings.shrink is not hard:
+        # Zeros stay as they are, whatever eps or the shrink make of their norm.
+        shrunk = jnp.where(norm == 0, long, shrunk)
     # The new norm of a broken step. NaN makes the root NaN, and the updates with it.
     instead = 0.0 if settings.nonfinite == "zero" else jnp.nan
-    short = jnp.where(known, shrunk, instead)
     if jax.tree.leaves(memory):
         # A rule that has no limit yet still lets no broken step through.
-        short = jnp.where(off & jnp.isfinite(norm), long, short)
+        short = jnp.where(known, jnp.where(off, long, shrunk), instead)
     else:
         # An infinite limit that was set only measures. Equal norms leave updates alone.
-        long, short = jnp.where(off, 1.0, long), jnp.where(off, 1.0, short)
+        short = jnp.where(off, 1.0, jnp.where(known, shrunk, instead))
+        long = jnp.where(off, 1.0, long)
     factor, changed = factor_between(long, short), known & (short != long)
     recently = moving_average(old.clipped_recently, changed, step)
     entry = Entry(

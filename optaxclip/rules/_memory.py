@@ -93,16 +93,16 @@ def blend(
     started = (average.weight > 0) | jnp.asarray(corrected)
     decay = jnp.where(started, decay, jnp.zeros_like(decay))
     weight, share = weigh(average.weight, decay)
-    return Average(between(average.value, value, share), weight)
+    return Average(between(average.value, value, 1 - share), weight)
 
 
-def between(old: jax.Array, new: jax.Array, share: jax.Array) -> jax.Array:
-    """old + share * (new - old), and exactly `new` for a share of 1."""
+def between(old: jax.Array, new: jax.Array, keep: jax.Array) -> jax.Array:
+    """keep * old + (1 - keep) * new."""
     # As a difference from the nearer of both, and not as a sum of products: exact while
     # the norm does not change, and right where one of both is nothing beside the other.
     change = new - old
     return jnp.where(
-        share > 0.5, new - (1 - share) * change, old + share * change
+        keep < 0.5, new - keep * change, old + (1 - keep) * change
     )
 
 

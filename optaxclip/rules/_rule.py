@@ -297,5 +297,5 @@ def at_step(
 def multiple(factor: jax.Array, norm: jax.Array) -> jax.Array:
     """factor * norm, and inf where either is infinite, which means no limit."""
     # inf * 0 is NaN, and updates under a limit of NaN become NaN.
-    is_free = (factor == jnp.inf) | (norm == jnp.inf)
+    is_free = jnp.maximum(factor, norm) == jnp.inf
     return jnp.where(is_free, jnp.inf, factor * norm)

@@ -90,7 +90,7 @@ class ZScore(Rule):
         keep = jnp.where(warm, decay, alike)
         value = jnp.minimum(norm, limit)
         apart = value - mean
-        mean = between(mean, value, 1 - keep)
+        mean = between(mean, value, keep)
         # The paper's deviation is about the new mean. In the warm-up the geometric mean
         # of the distances to the old and the new one gives the exact variance.
         distance = jnp.where(warm, keep, jnp.sqrt(keep)) * apart
