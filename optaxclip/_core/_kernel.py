@@ -191,7 +191,8 @@ def _update(
     # 3. Shrink.
     found = zip(fit.old, blocks, limits, memories)
     decided = [_decide(settings, eps, state.step, *each) for each in found]
-    roots, entries = ([x[k] for x in decided] for k in range(2))
+    roots = [root for root, _ in decided]
+    entries = [entry for _, entry in decided]
     updates = tree
     # Multiplied by 1, they would be other values to XLA, and read again by the next
     # clipper of a chain.

@@ -70,9 +70,8 @@ def number(
 
 
 class _Within(NamedTuple):
-    """What a schedule returns, brought into a range.
-
-    A tuple, since rules with equal functions share a program.
+    """What a schedule returns, brought into a range. A tuple, since rules with equal
+    functions share a program.
     """
 
     argument: str
