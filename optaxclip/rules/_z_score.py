@@ -82,7 +82,8 @@ class ZScore(Rule):
         warm = seen >= self.warmup
         spread = deviation + eps
         edge = mean + multiple(z, spread)
-        score = (norm - mean) / jnp.where(spread > 0, spread, 1.0)
+        # Without any spread it is inf above the edge, and target is the mean.
+        score = (norm - mean) / spread
         target = mean + self._target(score, z) * deviation
         limit = jnp.where(warm, jnp.where(norm > edge, target, edge), jnp.inf)
         # In the warm-up every norm counts alike: mean and variance of them all.
