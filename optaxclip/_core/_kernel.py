@@ -42,7 +42,6 @@ from ..rules._constant import rule_of, rules_of
 from ..rules._rule import Rule, further_norms, is_rule
 from ..shrinks import Shrink, hard, shrink_of
 from ._blocks import (
-    Arrangement,
     arrangement,
     first_blocks,
     rule_of_block,
@@ -72,6 +71,9 @@ class Settings(NamedTuple):
     shrink: Shrink
     nonfinite: str
     no_limit: bool  # the limit is None, known before any program is traced
+    rules: Any  # the structure of the rules, whose numbers are not static
+    with_params: bool  # whether a rule needs the norms of the weights
+    with_total: bool  # whether a rule needs the norm of everything
 
 
 def make_clipper(
@@ -97,8 +99,18 @@ def make_clipper(
     one_norm = isinstance(measure, GlobalNorm)
     rules = (rule_of if one_norm else rules_of)(limit, argument)
     each_rule = jax.tree.leaves(rules, is_leaf=is_rule)
-    with_params = any(rule.needs_params for rule in each_rule)
-    settings = Settings(call, argument, measure, shrink, nonfinite, no_limit)
+    numbers, structure = jax.tree.flatten(rules)
+    settings = Settings(
+        call,
+        argument,
+        measure,
+        shrink,
+        nonfinite,
+        no_limit,
+        structure,
+        with_params=any(rule.needs_params for rule in each_rule),
+        with_total=any(rule.needs_total for rule in each_rule),
+    )
     init = partial(_first_state, settings, rules, each_rule)
 
     def update(
@@ -115,10 +127,12 @@ def make_clipper(
             state = first_instead(call, state, rules, begin)
         tree = leaves_of(call, updates, params, warn=not no_limit)
         # Weights that no rule looks at would only be another argument of the program.
-        weights = params_of(call, tree, params) if with_params else None
+        weights = None
+        if settings.with_params:
+            weights = params_of(call, tree, params)
         given = given_numbers(call, grad_norm, limit)
         clipped, new = _update(
-            settings, rules, eps, tree, state, weights, given
+            settings, numbers, eps, tree, state, weights, given
         )
         # Outside the jitted update: a compiled program cannot raise.
         if nonfinite == "raise":
@@ -151,7 +165,7 @@ def _first_state(
 @partial(jax.jit, static_argnums=0)
 def _update(
     settings: Settings,
-    rules: Any,
+    numbers: list[Any],
     eps: Any,
     tree: Any,
     state: ClipState,
@@ -168,8 +182,13 @@ def _update(
     # 2. Limit. From here on numbers are in the blocks of the state.
     fit = arrangement(norms, state, settings.call)
     blocks = fit.arrange(norms)
+    rules = settings.rules.unflatten(numbers)
     of_norm = rules_of_norms(rules, norms, settings.argument, state.names)
-    weights, total = _others(settings, of_norm, fit, norms, params)
+    weights: list[Any] = [None] * len(blocks)
+    if settings.with_params:
+        check_params(settings.call, params)
+        weights = fit.arrange(measured(settings.measure, params))
+    total = norm_of_norms(norms) if settings.with_total else None
     limits, memories = [], []
     for source, block, norm, entry, weight in zip(
         fit.sources, state.names, blocks, fit.old, weights
@@ -205,24 +224,6 @@ def _update(
     # Stays at the largest int32 instead of becoming negative.
     step = jnp.asarray(optax.safe_increment(state.step))
     return updates, pack(state.names, step, fit.keep_missing(entries))
-
-
-def _others(
-    settings: Settings,
-    rules: list[Rule],
-    fit: Arrangement,
-    norms: Norms,
-    params: Any,
-) -> tuple[list[Any], Any]:
-    """What rules may need besides the norms: for each block the norms of its weights,
-    and the norm of everything.
-    """
-    weights: list[Any] = [None] * len(fit.sources)
-    if any(rule.needs_params for rule in rules):
-        check_params(settings.call, params)
-        weights = fit.arrange(measured(settings.measure, params))
-    with_total = any(rule.needs_total for rule in rules)
-    return weights, norm_of_norms(norms) if with_total else None
 
 
 # Jitted, so that it is traced once for all blocks of one shape. Inlined, since a call

@@ -31,14 +31,13 @@ from ._three_sums import (
     SMALL,
     Sums,
     has_columns,
-    is_known,
     is_long,
     sum_at_once,
     sum_on_tpu,
     sums_of_leaf,
     terms_on_tpu,
 )
-from ._types import is_on_one_device, varying
+from ._types import is_known, is_on_one_device, varying
 
 # Leaves that one reduction sums on a GPU. With 24 the compiler of an H100 spills
 # registers.

@@ -61,7 +61,7 @@ def _shared_by_largest(
     for hit, part in zip(hits, layout):
         terms.append([sum_over(x, part.dims) for x in hit])
     dtype = norms[0].dtype if norms else np.float32
-    counts = scatter(add_up(terms, layout, dtype), layout)
+    counts = scatter(add_up([terms], layout, dtype)[0], layout)
     shared = []
     for hit, n in zip(hits, counts):
         # Nothing is the largest where the norm is 0 or NaN: 0 / 1.

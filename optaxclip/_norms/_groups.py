@@ -80,15 +80,11 @@ def sum_over(x: jax.Array, dims: Dims) -> jax.Array:
 _total = partial(reduce, jnp.add)
 
 
-def add_up(terms: Terms, layout: Layout, dtype: Any) -> Blocks:
-    return add_up_all([terms], layout, dtype, _total)[0]
-
-
-def add_up_all(
+def add_up(
     kinds: Sequence[Terms],
     layout: Layout,
     dtype: Any,
-    join: Callable[[Any], Number],
+    join: Callable[[Any], Number] = _total,
     stack: Callable[[list[jax.Array]], jax.Array] = jnp.stack,
 ) -> list[Blocks]:
     """Sums of several kinds of terms, in one collective."""

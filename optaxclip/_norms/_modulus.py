@@ -66,10 +66,9 @@ def modulus_dtype(x: jax.Array) -> Any:
 
 def norm_dtype(leaves: Any) -> Any:
     """The dtype of norms: float32, or float64 if a leaf has 64 bits."""
-    wide = any(
-        modulus_dtype(leaf) == np.float64 for leaf in jax.tree.leaves(leaves)
-    )
-    return np.dtype(np.float64 if wide else np.float32)
+    # Of complex numbers that of their parts.
+    bits = [jnp.finfo(leaf.dtype).bits for leaf in jax.tree.leaves(leaves)]
+    return np.dtype(np.float64 if max(bits, default=32) == 64 else np.float32)
 
 
 def as_float(norm: Any) -> jax.Array:

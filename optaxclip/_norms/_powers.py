@@ -26,7 +26,6 @@ from ._groups import (
     Group,
     Layout,
     add_up,
-    add_up_all,
     layout_of,
     scatter,
     sum_over,
@@ -151,7 +150,8 @@ def _norms_jvp(p: float, layout: Layout, primals: Any, tangents: Any) -> Any:
                 term = weight * change.astype(weight.dtype)
             moved.append(sum_over(term, part.dims).astype(norm.dtype))
         terms.append(moved)
-    moved = add_up(terms, layout, blocks[0].dtype if blocks else np.float32)
+    dtype = blocks[0].dtype if blocks else np.float32
+    (moved,) = add_up([terms], layout, dtype)
     # norm = (sum |x|^p / n)^(1/p), whose derivative has 1 / n before the sum.
     return blocks, _mean(moved, counts)
 
@@ -211,7 +211,8 @@ def _roots(
         else:
             sums = map(partial(_sum_of_powers, p, wide), dims, leaves)
         terms = [[next(sums) for _ in group] for group in groups]
-        totals = _mean(add_up(terms, layout, wide), counts)
+        (totals,) = add_up([terms], layout, wide)
+        totals = _mean(totals, counts)
         roots = [jnp.sqrt(x) if p == 2 else x ** (1.0 / p) for x in totals]
         return [lax.convert_element_type(root, dtype) for root in roots]
 
@@ -290,6 +291,6 @@ def _roots_of_sums(
     for kind in range(3):
         pick = itemgetter(kind)
         kinds.append([list(map(pick, sums)) for sums in found])
-    blocks = add_up_all(kinds, layout, np.float32, total_of_stack, stack)
+    blocks = add_up(kinds, layout, np.float32, total_of_stack, stack)
     means = [_mean(block, counts) for block in blocks]
     return [root(Sums(*each)) for each in zip(*means)]

@@ -21,8 +21,8 @@ import numpy as np
 from jax import lax
 
 from ._in_blocks import alike
-from ._three_sums import Dims, is_known, sum_at_once
-from ._types import is_on_one_device
+from ._three_sums import Dims, sum_at_once
+from ._types import is_known, is_on_one_device
 
 # Elements of a leaf from which on float32 is tried first. Below there is little time to
 # win and much to compile.
@@ -47,9 +47,10 @@ def sums_of_squares(leaves: Leaves, dims: Iterable[Dims]) -> Leaves:
         parts += [(part, over) for part in own]
     kinds = []
     for place, (part, over) in enumerate(parts):
+        way = _way(part, over)
         # Norms that a mesh splits differently would be sent from device to device.
         kind = jax.typeof(part) if is_on_one_device(part) else place
-        kinds.append((_way(part, over), over, kind))
+        kinds.append((way, over, kind))
     sums: dict[int, jax.Array] = {}
     for (way, over, _), places in alike(kinds).items():
         for begin in range(0, len(places), TOGETHER):
@@ -62,11 +63,9 @@ def _way(leaf: jax.Array, dims: Dims) -> Callable[[Dims, Leaves], Leaves]:
     """How the leaf is summed, together with those of its type."""
     if not is_known(leaf):
         return _one_by_one
-    if _is_right_in_float32(leaf, dims):
-        return _float32_first
     if dims is None and leaf.size <= SMALL:
         return _at_once
-    return _one_by_one
+    return _float32_first if _is_right_in_float32(leaf, dims) else _one_by_one
 
 
 def _is_right_in_float32(leaf: jax.Array, dims: Dims) -> bool:

@@ -30,7 +30,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from ._types import is_on_one_device
+from ._types import is_known, is_on_one_device
 
 # 2^37 of the largest numbers, which are 2^128, have a finite sum: (2^128 * 2^-83)^2 is
 # 2^90. The smallest normal one, which is 2^-126, has a normal square: 2^(-43 * 2).
@@ -120,11 +120,6 @@ def is_small(leaf: jax.Array) -> bool:
 def is_long(leaf: jax.Array) -> bool:
     """Whether a leaf is large, so that it takes two sums."""
     return is_known(leaf) and leaf.size > SMALL
-
-
-def is_known(leaf: jax.Array) -> bool:
-    """Whether its size is known. A symbolic one, of jax.export, is not compared."""
-    return all(isinstance(size, int) for size in leaf.shape)
 
 
 # Jitted, so that it is traced once for all leaves of one shape.

@@ -1,4 +1,4 @@
-"""The types of values on a mesh: along which mesh axes they differ or are split.
+"""The types of values: their size, and along which mesh axes they differ or are split.
 
 `lax.scan` and shard_map compare these types of a state, so a state gets those of its
 norms when it is made.
@@ -22,6 +22,11 @@ def is_on_one_device(x: Any) -> bool:
     mesh = jax.typeof(x).sharding.mesh
     others = set(mesh.axis_names) - set(mesh.manual_axes)
     return all(mesh.shape[name] == 1 for name in others)
+
+
+def is_known(x: jax.Array) -> bool:
+    """Whether its size is known. A symbolic one, of jax.export, is not compared."""
+    return all(isinstance(size, int) for size in x.shape)
 
 
 def has_types(manual: tuple[str, ...]) -> bool:
