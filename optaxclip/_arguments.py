@@ -3,7 +3,6 @@ what is allowed.
 """
 
 import inspect
-import math
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, TypeGuard
@@ -17,7 +16,6 @@ from jax.tree_util import Partial
 # What becomes of updates whose norm is NaN or inf.
 NONFINITE = ("propagate", "zero", "raise")
 LAST_STEP = 2**31 - 1  # where the step of a state stays
-ORDERS = "a number above 0, math.inf, 'rms' or 'average'"
 
 
 def call_of(argument: str) -> str:
@@ -216,26 +214,6 @@ def check_order(
             f"{call}: {lower[0]} must be at most {upper[0]}, got "
             f"{lower[0]}={lower[1]!r} and {upper[0]}={upper[1]!r}."
         )
-
-
-def check_ord(call: str, ord: Any) -> None:
-    """Refuses what is no order of a norm."""
-    if ord in (None, "rms", "average"):
-        return
-    # The order decides which program is compiled, so a traced one comes too late.
-    if isinstance(ord, Tracer):
-        raise TypeError(
-            f"{call}: ord must be known when the clipper is built; under "
-            "inject_hyperparams name it in static_args."
-        )
-    is_number = isinstance(ord, (int, float, np.number, jax.Array))
-    try:
-        # True is an int in Python. As an order it is a slip.
-        known = float(ord) if is_number and ord is not True else math.nan
-    except (TypeError, OverflowError):  # an array, or 10**400
-        known = math.nan
-    if math.isnan(known) or known <= 0:
-        raise ValueError(f"{call}: ord must be {ORDERS}, got {ord!r}.")
 
 
 def check_choice(argument: str, value: Any, allowed: Sequence[str]) -> None:

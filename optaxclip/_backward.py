@@ -28,7 +28,6 @@ import numpy as np
 from ._arguments import (
     check_limit,
     check_number,
-    check_ord,
     check_order,
     check_scalar,
 )
@@ -42,6 +41,7 @@ from ._norms._measures import (
     TensorNorm,
     UnitwiseNorm,
     check_measure,
+    check_ord,
 )
 from ._norms._mesh_axes import MeshAxes
 from ._other_names import with_our_names

@@ -125,12 +125,12 @@ def make_clipper(
         if not isinstance(state, ClipState):
             begin = partial(init, updates)
             state = first_instead(call, state, rules, begin)
+        given = given_numbers(call, grad_norm, limit)
         tree = leaves_of(call, updates, params, warn=not no_limit)
         # Weights that no rule looks at would only be another argument of the program.
         weights = None
         if settings.with_params:
             weights = params_of(call, tree, params)
-        given = given_numbers(call, grad_norm, limit)
         clipped, new = _update(
             settings, numbers, eps, tree, state, weights, given
         )

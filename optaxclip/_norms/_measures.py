@@ -4,6 +4,7 @@ A measure is a static description of what is measured together. Called on a tree
 clipped leaves it returns `Norms`, in which norms of one shape are one array.
 """
 
+import math
 from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple, Protocol
@@ -12,8 +13,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.core import Tracer
 
-from .._arguments import check_ord
 from . import _prefix as prefix
 from ._collectives import Split
 from ._groups import Group
@@ -32,6 +33,7 @@ from ._three_sums import Dims
 from ._unstack import stacked_again
 
 Ord = float | str | None
+ORDERS = "a number above 0, math.inf, 'rms' or 'average'"
 
 
 class Measure(Protocol):
@@ -208,3 +210,23 @@ def check_measure(call: str, ord: Any, **numbers: Any) -> dict[str, Any]:
             value = static_numbers(name, value, call)
         options[name] = value
     return options
+
+
+def check_ord(call: str, ord: Any) -> None:
+    """Refuses what is no order of a norm."""
+    if ord in (None, "rms", "average"):
+        return
+    # The order decides which program is compiled, so a traced one comes too late.
+    if isinstance(ord, Tracer):
+        raise TypeError(
+            f"{call}: ord must be known when the clipper is built; under "
+            "inject_hyperparams name it in static_args."
+        )
+    is_number = isinstance(ord, (int, float, np.number, jax.Array))
+    try:
+        # True is an int in Python. As an order it is a slip.
+        known = float(ord) if is_number and ord is not True else math.nan
+    except (TypeError, OverflowError):  # an array, or 10**400
+        known = math.nan
+    if math.isnan(known) or known <= 0:
+        raise ValueError(f"{call}: ord must be {ORDERS}, got {ord!r}.")

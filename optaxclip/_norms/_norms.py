@@ -15,7 +15,6 @@ from typing import Any
 
 import jax
 
-from .._arguments import check_ord
 from .._other_names import with_our_names
 from ._leaves import (
     Axis,
@@ -24,7 +23,14 @@ from ._leaves import (
     static_labels,
     unboxed,
 )
-from ._measures import GlobalNorm, GroupNorm, Ord, TensorNorm, UnitwiseNorm
+from ._measures import (
+    GlobalNorm,
+    GroupNorm,
+    Ord,
+    TensorNorm,
+    UnitwiseNorm,
+    check_ord,
+)
 from ._mesh_axes import MeshAxes
 from ._stacked import Stacked
 
