@@ -246,9 +246,6 @@ def _decide(
     # Two wheres: the derivative of a shrink at a limit of inf may be NaN.
     shrunk = settings.shrink(long, jnp.where(off, 1.0, limit))
     check_shrunk(settings.call, shrunk, norm)
-    if eps is not None or settings.shrink is not hard:
-        # Zeros stay as they are, whatever eps or the shrink make of their norm.
-        shrunk = jnp.where(norm == 0, long, shrunk)
     # The new norm of a broken step. NaN makes the root NaN, and the updates with it.
     instead = 0.0 if settings.nonfinite == "zero" else jnp.nan
     if jax.tree.leaves(memory):
@@ -258,18 +255,23 @@ def _decide(
         # An infinite limit that was set only measures. Equal norms leave updates alone.
         short = jnp.where(off, 1.0, jnp.where(known, shrunk, instead))
         long = jnp.where(off, 1.0, long)
-    factor, changed = factor_between(long, short), known & (short != long)
+    root, reported = factor_between(long, short)
+    changed = known & (short != long)
+    if eps is not None or settings.shrink is not hard:
+        # Zeros stay zeros, whatever eps or the shrink make of their norm.
+        zero = known & (norm == 0)
+        changed, reported = changed & ~zero, jnp.where(zero, 1.0, reported)
     recently = moving_average(old.clipped_recently, changed, step)
     entry = Entry(
         norm=norm.astype(old.norm.dtype),
         limit=limit.astype(old.limit.dtype),
-        factor=factor.reported.astype(old.factor.dtype),
+        factor=reported.astype(old.factor.dtype),
         clipped=old.clipped + changed.astype(jnp.int32),
         clipped_recently=recently,
         nonfinite=old.nonfinite + (~known).astype(jnp.int32),
         memory=memory,
     )
-    return factor.root, entry
+    return root, entry
 
 
 def _given(

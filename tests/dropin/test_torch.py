@@ -40,7 +40,15 @@ def test_get_total_norm_is_that_of_torch(torch, norm_type):
 
 @pytest.mark.parametrize(
     ("max_norm", "total_norm"),
-    [(2.0, 5.0), (2.0, 1.0), (0.0, 1.0), (2.0, 0.0), (2.0, NAN)],
+    [
+        (0.0, 0.0),
+        (1e-7, 0.0),
+        (2.0, 5.0),
+        (2.0, 1.0),
+        (0.0, 1.0),
+        (2.0, 0.0),
+        (2.0, NAN),
+    ],
 )
 def test_clip_grads_with_norm_is_that_of_torch(torch, max_norm, total_norm):
     params = in_torch(torch, tree().values())
@@ -169,3 +177,10 @@ def test_what_torch_adds_to_the_norm_counts_for_short_gradients():
         torch_style.clip_grads_with_norm(grads, 1e-7, 5e-7),
     ):
         np.testing.assert_allclose(clipped, factor * np.array([3e-7, 4e-7]), rtol=1e-5)
+
+
+def test_a_given_norm_of_0_counts_as_in_torch():
+    # torch divides by 0 + 1e-6, whatever the gradients are.
+    for limit, wanted in (0.0, 0.0), (1e-7, 0.05), (1.0, 0.5):
+        clipped = torch_style.clip_grads_with_norm(jnp.array([0.5]), limit, 0.0)
+        np.testing.assert_allclose(clipped, [wanted], rtol=1e-5)
