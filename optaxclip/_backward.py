@@ -27,7 +27,6 @@ import numpy as np
 
 from ._arguments import (
     check_limit,
-    check_number,
     check_order,
     check_scalar,
 )
@@ -279,7 +278,7 @@ def _scalar(argument: str, value: Any, lowest: float = 0.0) -> jax.Array:
 
     A negative one that is only known when the program runs counts as the lowest.
     """
-    check_number(argument, value, lowest=lowest)
+    check_limit(argument, value, lowest=lowest)
     check_scalar(argument, value)
     # An int would have a cotangent of float0, which zeros_like does not make.
     return jnp.maximum(jnp.asarray(value, float), lowest)

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from .._arguments import broadcasts_to, check_number, check_order, is_function
+from .._arguments import broadcasts_to, check_limit, check_order, is_function
 from .._core._inputs import begins_anew
 from .._core._shares import ClippedElements, count_clipped, no_elements_clipped
 from .._exported import exported
@@ -162,7 +162,7 @@ def _bounds(call: str, name: str, bound: Any, lowest: float) -> prefix.Prefix:
     table = prefix.freeze(bound, is_function)
     for _, value in table.entries:
         if not callable(value):
-            check_number(f"{call}: {name}", value, lowest=lowest)
+            check_limit(f"{call}: {name}", value, lowest=lowest)
     return table
 
 

@@ -123,7 +123,11 @@ def larc(
         decayed = jax.tree.map(decay, tree, weights, norms, lengths)
         longer = jax.tree.map(lengthen, norms, lengths)
         changed = put_back(decayed, updates)
-        return kernel.update(changed, state, params, grad_norm=longer)
+        clipped, state = kernel.update(
+            changed, state, params, grad_norm=longer
+        )
+        rounded = jax.tree.map(cast_like, clipped_leaves(clipped), tree)
+        return put_back(rounded, updates), state
 
     return optax.GradientTransformationExtraArgs(kernel.init, update)
 
@@ -161,12 +165,13 @@ def _decayed(
     norm: jax.Array,
     length: jax.Array,
 ) -> jax.Array:
-    """The gradient with weight decay, in its own dtype. As it is where either is 0."""
-    # Added in float32 and rounded once, where bfloat16 would round twice.
+    """The gradient with weight decay, in float32 at least: it is rounded once it is
+    clipped. As it is where either is 0.
+    """
     decay = jnp.asarray(weight_decay).astype(norm.dtype)
     wide = np.promote_types(jnp.result_type(grad), norm.dtype)
-    added = decay.astype(wide) * jnp.asarray(weight).astype(wide)
-    decayed = cast_like(jnp.asarray(grad).astype(wide) + added, grad)
+    grad = jnp.asarray(grad).astype(wide)
+    decayed = grad + decay.astype(wide) * jnp.asarray(weight).astype(wide)
     # As in apex, where weights or gradients are all 0 nothing decays. Without decay
     # -0.0 stays -0.0, where -0.0 + 0.0 would be 0.0.
     return jnp.where((norm == 0) | (length == 0) | (decay == 0), grad, decayed)

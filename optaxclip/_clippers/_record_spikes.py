@@ -13,7 +13,13 @@ from .._exported import exported
 from .._norms._mesh_axes import MeshAxes
 from .._optimizers import check_state
 from .._other_names import with_our_names
-from .._wrappers._judged import first_fields, judge_loss, judge_norm, norm_of
+from .._wrappers._judged import (
+    first_fields,
+    given,
+    judge_loss,
+    judge_norm,
+    norm_of,
+)
 from ..rules._rule import Number, Rule
 from ..rules._windowed_mean import spike_rule
 
@@ -95,7 +101,9 @@ def record_spikes(
         **_: Any,
     ) -> tuple[Any, SpikeState]:
         check_state(CALL, state, SpikeState)
-        norm = norm_of(updates, grad_norm, mesh_axes)
+        norm = norm_of(CALL, updates, grad_norm, mesh_axes)
+        if value is not None:
+            value = given(f"{CALL}: value", value)
         return updates, _after_step(rule, state, norm, value)
 
     return optax.GradientTransformationExtraArgs(init, update)

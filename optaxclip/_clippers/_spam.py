@@ -27,7 +27,7 @@ import optax
 from jax.typing import ArrayLike
 
 from .._arguments import check_length, check_number, number_for_jit
-from .._core._inputs import check_kept
+from .._core._inputs import check_kept, values_of
 from .._core._shares import ClippedElements, count_clipped, no_elements_clipped
 from .._exported import exported
 from .._norms._leaves import cast_like, clipped_leaves, put_back
@@ -43,6 +43,7 @@ from .._optimizers import check_state
 from .._other_names import with_our_names
 from .._wrappers._reset_momentum import steps_since_reset
 from ..rules._rule import Number, at_step, check_field, number
+from ._bounds_in_dtype import within_range
 
 
 @exported
@@ -89,7 +90,8 @@ def spam(
       average, a tree like the updates, and leaves its own unchanged.
 
     Raises:
-      ValueError: a number out of its range, or an `every` that is not whole.
+      ValueError: a number out of its range, an `every` that is not whole, or a
+        `second_moment` without a leaf of the updates, or of another shape.
       TypeError: something else that is not a number.
 
     Example:
@@ -155,7 +157,9 @@ def spam(
             return _blend(x, clipped, v, keep)
 
         own = jax.tree.map(started_anew, state.second_moment)
-        usual = own if second_moment is None else second_moment
+        usual = own
+        if second_moment is not None:
+            usual = values_of(call, "second_moment", tree, second_moment)
         clipped = jax.tree.map(cut, tree, usual, is_leaf=is_none)
         # With a second moment from elsewhere the own one is neither updated nor reset.
         moment = state.second_moment
@@ -183,7 +187,7 @@ def _cut_spikes(
     # Where v is 0 nothing is usual yet. The public code makes such a coordinate 0.
     spike = (_size(x, v) > limit) & (v > 0) & warm
     # An infinite limit cuts nothing, and times the sign of 0 it would be NaN.
-    held = jnp.where(spike, limit, 1.0)
+    held = within_range(jnp.result_type(x), jnp.where(spike, limit, 1.0))
     short = with_modulus(held.astype(modulus_dtype(wide)), wide)
     return jnp.where(spike, cast_like(short, x), x)
 

@@ -210,7 +210,9 @@ def _divided(x: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
     # Powers of 2 round nothing. 2^126 is not one of them: XLA multiplies with its
     # reciprocal, which is flushed to 0.
     exponent = jnp.floor(jnp.log2(jnp.where(usual, peak, 1.0)))
-    unit = jnp.where(usual, jnp.exp2(jnp.clip(exponent, -100, 100)), 1.0)
+    # 100 of float32, whose numbers end at 2^128, and 996 of float64.
+    most = int(jnp.finfo(x.dtype).maxexp) - 28
+    unit = jnp.where(usual, jnp.exp2(jnp.clip(exponent, -most, most)), 1.0)
     return jnp.where(finite, x / unit, jnp.zeros_like(x)), unit, peak
 
 

@@ -20,7 +20,7 @@ from ..rules._constant import Constant
 from ..rules._joined import Joined
 from ..rules._rule import Rule, is_rule
 from ._limits import BEGIN_ANEW
-from ._state import ClipState, Entry, Names, unpack
+from ._state import ClipState, Entry, Names, has_rows, unpack
 
 
 class Source(NamedTuple):
@@ -90,8 +90,7 @@ def arrangement(norms: Norms, state: ClipState, call: str) -> Arrangement:
         rows = len(block) > 1
         for number, row in zip(numbers, present):
             shape = norms.shape(number)
-            # Alone, neither an array is a row, nor the norm of everything.
-            rows = rows or (norms.places[number].row is not None and not shape)
+            rows = has_rows(block, shape)
             places[number] = Place(len(sources), row if rows else None)
             # A block of the state has a row for each name, missing ones too.
             shape = (len(block),) * rows + shape
@@ -216,18 +215,19 @@ def first_blocks(norms: Norms, rules: list[Rule]) -> tuple[Names, list[Entry]]:
     )
     # The first norm stands for all: a block has one kind of rule and one type.
     entries = [
-        _first_entry(norms, rules[numbers[0]], numbers)
-        for numbers in blocks.values()
+        _first_entry(norms, rules[numbers[0]], numbers, own)
+        for numbers, own in zip(blocks.values(), named)
     ]
     return named, entries
 
 
-def _first_entry(norms: Norms, rule: Rule, numbers: list[int]) -> Entry:
+def _first_entry(
+    norms: Norms, rule: Rule, numbers: list[int], names: tuple[str, ...]
+) -> Entry:
     """The entry of a block of some norms."""
     place, shape = norms.places[numbers[0]], norms.shape(numbers[0])
     kind = norms.blocks[place.block]
-    # Alone, neither an array is a row, nor the norm of everything.
-    rows = len(numbers) > 1 or (place.row is not None and not shape)
+    rows = has_rows(names, shape)
     # An array that has its rule for itself was a row among the norms.
     skip = int(place.row is not None and not rows)
     shape = (len(numbers), *shape) if rows else shape

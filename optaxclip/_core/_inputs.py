@@ -227,39 +227,42 @@ def _shown(kind: Any) -> str:
 
 
 def params_of(call: str, tree: Any, params: Any) -> Any:
-    """The weights of the clipped leaves, found by their paths. None without params.
+    """The weights of the clipped leaves, as `values_of` finds them. None for None."""
+    return None if params is None else values_of(call, "params", tree, params)
 
-    So params may be another kind of mapping than the updates, and have more entries.
+
+def values_of(call: str, argument: str, tree: Any, values: Any) -> Any:
+    """The values of the clipped leaves, such as weights, found by their paths.
+
+    So they may be in another kind of mapping than the updates, and be more.
 
     Raises:
-      ValueError: a leaf without weights, or with weights of another shape.
-      TypeError: weights that are integers.
+      ValueError: a leaf without a value, or with one of another shape.
+      TypeError: values that are integers.
     """
-    if params is None:
-        return None
     # A FrozenDict of params and a dict of updates have the same paths.
-    table = dict(jax.tree_util.tree_flatten_with_path(unboxed(params))[0])
+    table = dict(jax.tree_util.tree_flatten_with_path(unboxed(values))[0])
     found = []
     for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
-        # Entries of params without updates, such as frozen weights, are not used.
+        # Entries without updates, such as frozen weights, are not used.
         if path not in table:
             raise ValueError(
-                f"{call}: params has no value for the leaf {prefix.name(path)!r} of "
-                f"the updates: it has {prefix.shown(table)}."
+                f"{call}: {argument} has no value for the leaf {prefix.name(path)!r} "
+                f"of the updates: it has {prefix.shown(table)}."
             )
-        weight = table[path]
-        if jnp.shape(weight) != jnp.shape(leaf):
+        value = table[path]
+        if jnp.shape(value) != jnp.shape(leaf):
             raise ValueError(
-                f"{call}: params has the shape {jnp.shape(weight)} for the leaf "
+                f"{call}: {argument} has the shape {jnp.shape(value)} for the leaf "
                 f"{prefix.name(path)!r}, and the updates have {jnp.shape(leaf)}."
             )
-        kind, own = (getattr(x, "dtype", type(x)) for x in (weight, leaf))
+        kind, own = (getattr(x, "dtype", type(x)) for x in (value, leaf))
         # They would have no norm, while their updates have one.
         if not jnp.issubdtype(kind, jnp.inexact):
             raise TypeError(
-                f"{call}: params must have a float or complex dtype for the leaf "
+                f"{call}: {argument} must have a float or complex dtype for the leaf "
                 f"{prefix.name(path)!r}, whose update is {_shown(own)}, got "
                 f"{_shown(kind)}. Make it float32, or give None for that update."
             )
-        found.append(weight)
+        found.append(value)
     return jax.tree.structure(tree).unflatten(found)

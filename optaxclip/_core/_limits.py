@@ -9,7 +9,8 @@ from jax import lax
 from jax.core import Tracer
 
 from .._arguments import call_of, check_returned, check_shape, held_in
-from .._norms._types import split_as, typed_as
+from .._norms._types import typed_as
+from ..rules._memory import keep_where
 from ..rules._rule import Rule, call_name
 
 BEGIN_ANEW = "Begin with a new one: state = optimizer.init(params)."
@@ -58,19 +59,6 @@ def can_clip(norm: jax.Array, limit: jax.Array) -> jax.Array:
     """Whether the norm is finite, and its limit a number."""
     # Only NaN differs from itself. `~isnan` is two operations on a TPU.
     return jnp.isfinite(norm) & (limit == limit)
-
-
-@jax.jit
-def keep_where(wanted: jax.Array, new: Any, old: Any) -> Any:
-    """The new memory where it is wanted, elementwise by norm, and the old elsewhere."""
-
-    def choose(new: Any, old: jax.Array) -> jax.Array:
-        new = split_as(jnp.asarray(new).astype(old.dtype), jax.typeof(old))
-        # A memory has further dimensions, such as [N, window] for N norms.
-        mask = wanted.reshape(wanted.shape + (1,) * (new.ndim - wanted.ndim))
-        return jnp.where(mask, new, old)
-
-    return jax.tree.map(choose, new, old)
 
 
 def checked_memory(

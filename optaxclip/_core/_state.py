@@ -73,10 +73,9 @@ class ClipState(NamedTuple):
         """
         found = {}
         for block, entry in zip(self.names, unpack(self)):
+            rows = has_rows(block, jnp.shape(entry.norm))
             for row, name in enumerate(block):
-                found[name] = (
-                    _row(entry, row) if has_rows(block, entry) else entry
-                )
+                found[name] = _row(entry, row) if rows else entry
         if not layers:
             return found
         each = [
@@ -139,9 +138,13 @@ def _row(entry: Entry, row: int) -> Entry:
     return jax.tree.map(lambda x: x[row], entry)
 
 
-def has_rows(names: tuple[str, ...], entry: Entry) -> bool:
-    """Whether a block has a row for each name. Others are one norm."""
-    single = names != ("",) and jnp.shape(entry.norm) == (1,)
+def has_rows(names: tuple[str, ...], shape: tuple[int, ...]) -> bool:
+    """Whether a block has a row for each name. Others are one norm.
+
+    `shape` is that of the block, or of one of its norms. A norm that is alone has a row
+    if it has a name and is one number: that can be told from either shape.
+    """
+    single = names != ("",) and all(size == 1 for size in shape)
     return single or len(names) > 1
 
 

@@ -68,7 +68,8 @@ def clip_rows(
 
 def _layers_of(names: tuple[str, ...], entry: Entry) -> tuple[str, ...]:
     """The names of the entries of a block, one for each layer of each norm."""
-    shape = jnp.shape(entry.norm)[has_rows(names, entry) :]
+    shape = jnp.shape(entry.norm)
+    shape = shape[has_rows(names, shape) :]
     if not shape:
         return names
     # Units "w" of shape [1, 5] have w/0 to w/4.

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import jax
 import jax.numpy as jnp
 
-from .._arguments import call_of, check_scalar
+from .._arguments import check_scalar, number_for_jit
 from .._core._limits import limit_of
 from .._norms._mesh_axes import MeshAxes
 from .._norms._norms import global_norm
@@ -41,11 +41,20 @@ def first_fields(
     }
 
 
-def norm_of(updates: Any, grad_norm: Any, mesh_axes: MeshAxes) -> Any:
+def norm_of(
+    call: str, updates: Any, grad_norm: Any, mesh_axes: MeshAxes
+) -> Any:
     """The norm that was measured elsewhere, or else that of the updates."""
     if grad_norm is not None:
-        return grad_norm
+        return given(f"{call}: grad_norm", grad_norm)
     return global_norm(updates, mesh_axes=mesh_axes)
+
+
+def given(argument: str, number: Any) -> Any:
+    """A norm or a loss that an update is given, as JAX can carry it."""
+    # A loss for each example or device would make arrays of limit and decision.
+    check_scalar(argument, number)
+    return number_for_jit(number)
 
 
 def judge_norm(
@@ -55,7 +64,6 @@ def judge_norm(
 
     NaN and inf are over every limit.
     """
-    check_scalar(f"{call_of(argument)}: grad_norm", norm)
     # A norm that was measured elsewhere may have another dtype than the state.
     norm = jnp.asarray(norm).astype(state.norm.dtype)
     asked = rule, norm, state.memory, state.step
@@ -69,8 +77,6 @@ def judge_loss(
     argument: str, rule: Rule, state: State, loss: Any
 ) -> tuple[State, jax.Array]:
     """Does the same for a loss, which may be negative."""
-    # A loss for each example or device would make arrays of limit and decision.
-    check_scalar(f"{call_of(argument)}: value", loss)
     loss = jnp.asarray(loss).astype(state.value.dtype)
     asked = rule, loss, state.value_memory, state.step
     limit, memory = limit_of(*asked, argument=argument, signed=True)

@@ -15,7 +15,7 @@ from .._exported import exported
 from .._norms._mesh_axes import MeshAxes
 from .._optimizers import check_state, check_transformation
 from ..rules._rule import Rule
-from ._judged import first_fields, judge_loss, judge_norm, norm_of
+from ._judged import first_fields, given, judge_loss, judge_norm, norm_of
 from ._select_early import update_unless
 
 
@@ -87,7 +87,7 @@ def skipping(
         **extra_args: Any,
     ) -> tuple[Any, SkipState]:
         check_state(call, state, SkipState)
-        norm = norm_of(updates, grad_norm, skipper.mesh_axes)
+        norm = norm_of(call, updates, grad_norm, skipper.mesh_axes)
         if skipper.needs_loss and value is None:
             raise ValueError(_no_loss(skipper))
         skip, new = _judge(skipper, state, norm, value)
@@ -149,7 +149,8 @@ def _judge(
     broken = ~jnp.isfinite(state.norm)
     if skipper.loss_rule is not None and value is not None:
         argument = f"{skipper.call}: loss_rule"
-        state, is_over = judge_loss(argument, skipper.loss_rule, state, value)
+        loss = given(f"{skipper.call}: value", value)
+        state, is_over = judge_loss(argument, skipper.loss_rule, state, loss)
         skip, broken = skip | is_over, broken | ~jnp.isfinite(state.value)
     if skipper.max_consecutive is not None:
         most = number_for_jit(skipper.max_consecutive)

@@ -57,7 +57,9 @@ import math
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import optax
+from jax.core import Tracer
 
 from .._arguments import check_number, check_scalar
 from .._clippers._by_value import value_clipper
@@ -122,6 +124,9 @@ def clip_by_value(t: Any, clip_value_min: Any, clip_value_max: Any) -> Any:
     for name, bound in bounds.items():
         # It may be negative, unlike the limit of a norm. It is no tree or schedule.
         check_number(f"{call}: {name}", bound, lowest=-math.inf)
+    # Where traced bounds cross, the lower one wins as in TensorFlow.
+    if any(isinstance(bound, Tracer) for bound in bounds.values()):
+        bounds["clip_value_max"] = jnp.maximum(clip_value_max, clip_value_min)
     clipper = value_clipper(call, *bounds.items())
     return clipper.update(t, clipper.init(t))[0]
 

@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ._memory import Average, blend, empty_average, remembered
+from ._memory import Average, blend, empty_average, remembered, unless_gone
 from ._rule import (
     Number,
     Rule,
@@ -98,4 +98,5 @@ class EmaRatio(Rule):
         value = remembered(self.remember, norm, limit)
         average = blend(average, value, decay, self.corrected)
         second = blend(second, value, target_decay, self.corrected)
-        return limit, (seen + 1, average, second)
+        new = seen + 1, average, second
+        return limit, unless_gone(self.remember, value, new, memory)

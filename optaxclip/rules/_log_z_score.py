@@ -7,10 +7,13 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from .._exported import exported
 from ._memory import Average, blend, empty_average, hypot, weigh
 from ._rule import Number, Rule, at_step, fixed, multiple, number
+
+MOST = float(np.finfo(np.float32).max)
 
 
 @exported
@@ -34,7 +37,8 @@ class LogZScore(Rule):
       z: how many deviations are allowed, at least 0. A number or a schedule.
       decay: of mean and variance, in [0, 1]. 1 counts all norms alike. A number or a
         schedule.
-      floor: shorter norms count as this long. At least 0. A number or a schedule.
+      floor: shorter norms count as this long. At least 0, and finite. A number or a
+        schedule.
       spread: the deviation counts as at least this much, so that norms that hardly
         differ are not outliers of one another. At least 0. A number or a schedule.
       warmup: how many norms are seen before there is a limit. At least 1. With the
@@ -58,7 +62,8 @@ class LogZScore(Rule):
     z: Number = number(default=4.0)
     decay: Number = number(default=0.995, highest=1.0)
     _: KW_ONLY
-    floor: Number = number(default=0.01)
+    # With an infinite one the logarithms would differ by inf - inf.
+    floor: Number = number(default=0.01, highest=MOST)
     spread: Number = number(default=1e-3)
     warmup: Any = fixed(default=277, lowest=1)
 

@@ -13,6 +13,7 @@ from jax import lax
 from jax.core import Tracer
 
 from .._exported import exported
+from .._norms._types import split_as
 
 
 @exported
@@ -135,3 +136,24 @@ def hypot(one: jax.Array, other: jax.Array) -> jax.Array:
 def remembered(remember: str, norm: jax.Array, limit: jax.Array) -> jax.Array:
     """The norm as it came ("raw"), or as it was let through ("clipped")."""
     return jnp.minimum(norm, limit) if remember == "clipped" else norm
+
+
+def unless_gone(remember: str, value: jax.Array, new: Any, old: Any) -> Any:
+    """The new memory, or the old one where a limit of 0 let nothing through: a norm of
+    0 is not remembered, since limits could never leave it.
+    """
+    # Norms as they came are 0 for no rule.
+    return keep_where(value != 0, new, old) if remember == "clipped" else new
+
+
+@jax.jit
+def keep_where(wanted: jax.Array, new: Any, old: Any) -> Any:
+    """The new memory where it is wanted, elementwise by norm, and the old elsewhere."""
+
+    def choose(new: Any, old: jax.Array) -> jax.Array:
+        new = split_as(jnp.asarray(new).astype(old.dtype), jax.typeof(old))
+        # A memory has further dimensions, such as [N, window] for N norms.
+        mask = wanted.reshape(wanted.shape + (1,) * (new.ndim - wanted.ndim))
+        return jnp.where(mask, new, old)
+
+    return jax.tree.map(choose, new, old)

@@ -30,7 +30,6 @@ from .._arguments import (
     check_flag,
     check_length,
     check_limit,
-    check_number,
     check_returned,
     check_schedule,
     held_in,
@@ -101,7 +100,7 @@ def fixed(default: float, lowest: float = 0.0) -> Any:
     """A field that is a number, and not a schedule."""
 
     def check(argument: str, value: Any) -> Any:
-        check_number(argument, value, lowest=lowest)
+        check_limit(argument, value, lowest=lowest)
         return number_for_jit(value)
 
     return field(default=default, metadata={"check": check})

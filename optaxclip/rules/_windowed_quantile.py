@@ -11,7 +11,15 @@ import numpy as np
 from jax import lax
 
 from .._exported import exported
-from ._memory import Window, empty_window, oldest, places, push, remembered
+from ._memory import (
+    Window,
+    empty_window,
+    oldest,
+    places,
+    push,
+    remembered,
+    unless_gone,
+)
 from ._rule import (
     Number,
     Rule,
@@ -87,7 +95,8 @@ class WindowedQuantile(Rule):
         edge = multiple(factor, interpolated(quantile, held))
         limit = jnp.where(known, edge, jnp.inf)
         value = remembered(self.remember, norm, limit)
-        return limit, push_ordered(memory, value)
+        new = push_ordered(memory, value)
+        return limit, unless_gone(self.remember, value, new, memory)
 
 
 def push_ordered(memory: QuantileMemory, norm: jax.Array) -> QuantileMemory:

@@ -215,3 +215,15 @@ def test_larc_does_not_count_a_gradient_of_0_as_clipped():
     updates, state = clipper.update(grads, clipper.init(params), params)
     np.testing.assert_array_equal(updates, grads)
     assert (state.norm, state.factor, state.clipped) == (0, 1, 0)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
+def test_a_decayed_gradient_may_leave_the_range(dtype):
+    # 6e4 + 0.5 * 6e4 is no float16, and what it is clipped to is one.
+    grads = {"w": jnp.array([6e4, 1.0], dtype)}
+    updates, _ = clip(grads, grads, 1.0, 0.02, weight_decay=0.5)
+    wanted = expected(grads["w"], grads["w"], 1.0, 0.02, 0.5)
+    assert updates["w"].dtype == dtype
+    found, eps = updates["w"].astype("float32"), float(jnp.finfo(dtype).eps)
+    # The factor ends a few eps of float32 below the quotient.
+    np.testing.assert_allclose(found, wanted, rtol=eps / 2 + 8 * EPS)

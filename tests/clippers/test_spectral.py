@@ -201,3 +201,16 @@ def test_the_ends_of_the_range_of_float32(method):
         np.testing.assert_allclose(
             updates / np.float32(unit), [[1, 0, 0], [0, 1, 0]], rtol=4e-6, atol=4e-6
         )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("size", [1e300, 1e190, 1e-190, 1e-290])
+def test_newton_schulz_has_the_range_of_float64(size):
+    with jax.enable_x64(True):
+        grads = jnp.diag(jnp.array([3.0, 1.0])) * size
+        clipper = clip_by_spectral_norm(0.5 * size, method="newton_schulz")
+        updates, state = clipper.update(grads, clipper.init(grads))
+        np.testing.assert_allclose(state.norm, 3 * size, rtol=1e-9)
+        np.testing.assert_allclose(
+            updates, np.diag([0.5, 0.5]) * size, rtol=1e-6, atol=1e-6 * size
+        )

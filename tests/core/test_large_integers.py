@@ -2,6 +2,7 @@
 
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 import optaxclip
@@ -47,3 +48,36 @@ def test_a_large_integer_eps_keeps_its_value():
         updates, _ = last_limit(1.0, eps=large)
         expected = np.float64([3.0, 4.0]) / (5 + 2.0**33)
         np.testing.assert_allclose(updates, expected, rtol=1e-6)
+
+
+def test_a_finite_bound_beyond_float32_is_refused_everywhere():
+    x = jnp.ones(2)
+    for build in (
+        lambda: optaxclip.clip_by_value(1e39),
+        lambda: optaxclip.clip(1e39),
+        lambda: optaxclip.clip_cotangent(x, max_value=1e39),
+        lambda: optaxclip.clip_cotangent(x, max_norm=1e39),
+        lambda: optaxclip.scale_cotangent(x, 1e39),
+        lambda: rules.quantile_tracker(start=1e39),
+        lambda: rules.log_z_score(floor=np.inf),
+    ):
+        with pytest.raises(ValueError, match=r"must be at most 3\.40282e\+38"):
+            build()
+
+
+@pytest.mark.parametrize("number", LARGE)
+def test_norms_and_losses_that_are_given_may_be_large(number):
+    skipping = optaxclip.skip_spikes(optax.sgd(1.0), rules.windowed_mean())
+    _, state = skipping.update(GRADS, skipping.init(GRADS), grad_norm=number)
+    assert state.norm == np.float32(number)
+    recorder = optaxclip.record_spikes()
+    _, state = recorder.update(
+        GRADS, recorder.init(GRADS), grad_norm=number, value=number
+    )
+    assert (state.norm, state.value) == (np.float32(number), np.float32(number))
+
+
+def test_a_loss_that_is_no_number_is_named():
+    recorder = optaxclip.record_spikes()
+    with pytest.raises(TypeError, match="record_spikes: value must be a real number"):
+        recorder.update(GRADS, recorder.init(GRADS), value="1.0")

@@ -8,8 +8,9 @@ import pytest
 import optaxclip
 from optaxclip import rules
 from optaxclip._arguments import check_shape
-from optaxclip._core._limits import checked_memory, keep_where, limit_of
+from optaxclip._core._limits import checked_memory, limit_of
 from optaxclip.rules._constant import rule_of
+from optaxclip.rules._memory import keep_where
 from optaxclip.rules._rule import Number, Rule, number
 
 STEP = jnp.int32(0)

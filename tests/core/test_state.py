@@ -152,3 +152,27 @@ def test_a_gradient_of_0_is_not_counted_as_clipped():
     ):
         _, state = clipper.update(grads, clipper.init(grads))
         assert (state.factor, state.clipped) == (1, 0)
+
+
+@pytest.mark.parametrize(
+    ("clipper", "grads", "shape", "layers"),
+    [
+        (optaxclip.clip_by_tensor_norm(1.0), [3.0], (), ["w"]),
+        (optaxclip.clip_by_tensor_norm(1.0, stacked=1), [3.0], (1,), ["w/0"]),
+        (optaxclip.clip_by_unitwise_norm(1.0, axis=()), [3.0], (1,), ["w/0"]),
+        (optaxclip.clip_by_unitwise_norm(1.0), [[3.0], [4.0]], (1, 1), ["w/0"]),
+        (
+            optaxclip.clip_by_unitwise_norm(1.0),
+            [[3.0, 4.0], [1.0, 1.0]],
+            (1, 2),
+            ["w/0", "w/1"],
+        ),
+    ],
+)
+def test_a_single_norm_keeps_its_shape(clipper, grads, shape, layers):
+    tree = {"w": jnp.array(grads)}
+    _, state = clipper.update(tree, clipper.init(tree))
+    assert state.by_name()["w"].norm.shape == shape
+    assert list(state.by_name(layers=True)) == (["w"] if shape == () else layers)
+    first = clipper.init(tree)
+    assert jax.tree.map(jnp.shape, first) == jax.tree.map(jnp.shape, state)

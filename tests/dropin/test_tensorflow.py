@@ -249,3 +249,9 @@ def test_keras_takes_one_of_the_three():
     ):
         keras.clip_gradients(clipnorm="1")
     assert keras.clip_gradients().init(tree()) == optax.identity().init(tree())
+
+
+def test_the_lower_bound_wins_where_traced_bounds_cross():
+    clip = jax.jit(tensorflow_style.clip_by_value)
+    np.testing.assert_array_equal(clip(jnp.array([-3.0, 1.5, 9.0]), 2.0, 1.0), 2.0)
+    np.testing.assert_array_equal(clip(jnp.array([-3.0, 1.5]), 1.0, 2.0), [1.0, 1.5])

@@ -2,6 +2,7 @@
 
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 import optaxclip
 from optaxclip import rules
@@ -24,3 +25,21 @@ def test_a_rate_of_0_in_one_step_is_over_after_it():
     rate = jnp.array([1.5, 1.5, 0.0, 1.5, 1.5])
     found = optaxclip.replay.run(rules.growth(lambda step: rate[step]), [1.0] * 5)
     np.testing.assert_array_equal(found.limits, [np.inf, 1.5, 0.0, 1.5, 1.5])
+
+
+@pytest.mark.parametrize(
+    "rule",
+    [
+        lambda factor: rules.growth(factor),
+        lambda factor: rules.windowed_quantile(
+            0.5, 3, factor=factor, remember="clipped"
+        ),
+        lambda factor: rules.ema_ratio(factor, 0.0),
+    ],
+)
+def test_a_limit_of_0_is_left_where_its_factor_rises(rule):
+    def off_at_first(step):
+        return jnp.where(step < 4, 0.0, 2.0)
+
+    found = optaxclip.replay.run(rule(off_at_first), np.ones(6)).limits
+    np.testing.assert_array_equal(found, [np.inf, 0.0, 0.0, 0.0, 2.0, 2.0])
