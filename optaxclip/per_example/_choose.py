@@ -22,6 +22,12 @@ METHODS = ("auto", "ghost", "one_pass", "two_pass")
 # long in one pass as without clipping, and transformers were as fast either way where
 # sequences had about this length.
 MULTIPLICATIONS_PER_NUMBER = 32
+# What keeps `trace` from splitting a loss.
+UNTRACED = (
+    "a loss with refs (jax.new_ref), with random numbers beside parameters that are "
+    "not of threefry keys, or with a rule for parameters that asks which inputs have "
+    "a derivative (symbolic_zeros)"
+)
 
 
 class Choice(NamedTuple):
@@ -38,7 +44,7 @@ def choose(problem: Problem, method: str, microbatch: int | None) -> Choice:
     hindrance, traced = _hindrance(problem), None
     if method in ("ghost", "auto") and not hindrance:
         traced = trace(problem.of_one, problem.params, problem.batch)
-        hindrance = "" if traced else "a loss with refs (jax.new_ref)"
+        hindrance = "" if traced else UNTRACED
     if method == "ghost" and hindrance:
         raise ValueError(
             'clipped_grad: method must be "one_pass", "two_pass" or "auto" for '

@@ -112,7 +112,8 @@ def clipped_grad(
         `clip_cotangent` with two passes, an unknown method, a microbatch below 1. From
         the function: limits that do not fit the parameters, batches whose first axes
         are missing or differ, a mask of the wrong shape, "ghost" on a mesh with
-        Explicit axes, for symbolic sizes or a loss with refs (`jax.new_ref`).
+        Explicit axes, for symbolic sizes, or a loss that is another in parts, such as
+        one with refs (`jax.new_ref`).
       TypeError: a limit that is not a number, or a shrink that is not a function. From
         the function: parameters that are no floats or complex numbers, places that are
         no ints, arguments by name, and a loss that is not one real number, or lacks the

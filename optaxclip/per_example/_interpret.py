@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 import jax
 from jax import lax
 
-from .._jaxpr import is_literal
-from ._trace import Call, Evaluate, Meet, Plan, Scan, counts_of_scan
+from .._jaxpr import counts_of_scan, is_literal
+from ._trace import Call, Evaluate, Meet, Plan, Scan
 from ._uses import Origin, Use
 from ._wide import can_widen, is_narrow, wide_equation, widened
 

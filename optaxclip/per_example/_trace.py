@@ -16,17 +16,22 @@ import jax
 import jax.numpy as jnp
 
 from .._jaxpr import (
+    CALLS,
+    asks_what_moves,
+    body_of,
+    counts_of_scan,
     has_backward_rule,
+    has_bits_of_place,
     has_refs,
     is_literal,
     is_stop,
     reached_backward,
+    reached_operands,
+    wanted_in_scan,
 )
 from ._uses import CONSTANT, DATA, Origin, Use, taken_as_data, use_of
 from ._views import View, view_after
 from ._wide import can_widen, rounds
-
-CALLS = ("jit", "pjit", "closed_call", "checkpoint", "remat2")
 
 
 class Evaluate(NamedTuple):
@@ -102,8 +107,11 @@ class Traced(NamedTuple):
 def trace(
     loss: Callable[[Any, Any], Any], params: Any, batch: Any
 ) -> Traced | None:
-    """Traces `loss(params, example)` for one example of a batch. None where it has refs
-    (jax.new_ref): what is written to them has no place in equations.
+    """Traces `loss(params, example)` for one example of a batch.
+
+    None where it cannot be split. What is written to refs (jax.new_ref) has no place in
+    equations. Nor may a rule for parameters ask which of its inputs have a derivative,
+    nor random bits be those of a key that is not of threefry.
     """
     found = []
 
@@ -121,7 +129,10 @@ def trace(
     origins = [_parameter(number, leaf) for number, leaf in enumerate(leaves)]
     origins += [DATA] * len(jax.tree.leaves(batch))
     # After the value of the loss comes aux, which is not gone back through.
-    plan = plan_of(closed.jaxpr, origins, (), closed.jaxpr.outvars[:1])
+    wanted = [place == 0 for place in range(len(closed.jaxpr.outvars))]
+    plan = plan_of(closed.jaxpr, origins, (), wanted)
+    if _must_stay_whole(plan):
+        return None
     return Traced(_exporting(plan), closed.consts, jax.tree.structure(shapes))
 
 
@@ -134,7 +145,7 @@ def plan_of(
     jaxpr: Any,
     origins: list[Origin],
     loops: tuple[int, ...],
-    outs: list[Any] | None = None,
+    wanted: list[bool],
 ) -> Plan:
     """Splits a program, given where its inputs come from.
 
@@ -142,17 +153,18 @@ def plan_of(
       jaxpr: the program.
       origins: those of its inputs.
       loops: the lengths of the scans around it.
-      outs: the outputs that a backward pass comes from. None means all.
+      wanted: of each output, whether a backward pass comes from it.
     """
     table = dict.fromkeys(jaxpr.constvars, CONSTANT)
     table |= dict(zip(jaxpr.invars, origins))
-    reached = reached_backward(jaxpr, jaxpr.outvars if outs is None else outs)
+    reached = reached_backward(jaxpr, wanted)
     steps = []
     for eqn in jaxpr.eqns:
         ins = [origin_of(table, x) for x in eqn.invars]
-        if not reached.intersection(eqn.outvars):
-            ins = [origin.without_derivative() for origin in ins]
-        step, found = _step(eqn, ins, loops)
+        own = [x in reached for x in eqn.outvars]
+        pairs = zip(ins, reached_operands(eqn, own))
+        ins = [x if comes else x.without_derivative() for x, comes in pairs]
+        step, found = _step(eqn, ins, own, loops)
         table |= dict(zip(eqn.outvars, found))
         steps.append(step)
     return Plan(jaxpr, steps, [origin_of(table, x) for x in jaxpr.outvars], {})
@@ -163,9 +175,11 @@ def origin_of(table: dict[Any, Origin], atom: Any) -> Origin:
 
 
 def _step(
-    eqn: Any, ins: list[Origin], loops: tuple[int, ...]
+    eqn: Any, ins: list[Origin], wanted: list[bool], loops: tuple[int, ...]
 ) -> tuple[Step, list[Origin]]:
-    """What to do with an equation, and where its outputs come from."""
+    """What to do with an equation, and where its outputs come from. `wanted` says of
+    each whether a backward pass comes from it.
+    """
     leaves = frozenset().union(*(origin.leaves for origin in ins))
     data = [DATA] * len(eqn.outvars)
     if not leaves:
@@ -176,17 +190,17 @@ def _step(
         out = DATA if is_data else Origin(loops=turns)
         return Evaluate(eqn, out), [out] * len(eqn.outvars)
     if eqn.primitive.name in CALLS:
-        body = eqn.params.get("jaxpr", eqn.params.get("call_jaxpr"))
-        inner = plan_of(getattr(body, "jaxpr", body), ins, loops)
+        body = body_of(eqn)
+        inner = plan_of(getattr(body, "jaxpr", body), ins, loops, wanted)
         return Call(eqn, inner, getattr(body, "consts", [])), inner.outs
     if not any(origin.is_data for origin in ins):
         out = _made_of(eqn, ins)
         return Evaluate(eqn, out), [out] * len(eqn.outvars)
     if eqn.primitive.name == "scan":
-        step = _scan(eqn, ins, loops)
+        step = _scan(eqn, ins, wanted, loops)
         if not _has_rule_for_all_turns(step.inner, len(loops) + 1):
             return step, data
-    return Meet(eqn, use_of(eqn, ins, loops)), data
+    return Meet(eqn, use_of(eqn, ins, wanted, loops)), data
 
 
 def _made_of(eqn: Any, ins: list[Origin]) -> Origin:
@@ -203,7 +217,9 @@ def _made_of(eqn: Any, ins: list[Origin]) -> Origin:
     return out.without_derivative() if is_stop(eqn) else out
 
 
-def _scan(eqn: Any, ins: list[Origin], loops: tuple[int, ...]) -> Scan:
+def _scan(
+    eqn: Any, ins: list[Origin], wanted: list[bool], loops: tuple[int, ...]
+) -> Scan:
     """A scan. What it carries is data, since it differs from turn to turn."""
     first, carried = counts_of_scan(eqn)
     last = first + carried
@@ -217,7 +233,8 @@ def _scan(eqn: Any, ins: list[Origin], loops: tuple[int, ...]) -> Scan:
     origins = [*ins[:first], *[DATA] * carried, *sliced]
     inside = (*loops, eqn.params["length"])
     body = eqn.params["jaxpr"]
-    inner = _exporting(plan_of(body.jaxpr, origins, inside), inside)
+    wanted = wanted_in_scan(eqn, wanted)
+    inner = _exporting(plan_of(body.jaxpr, origins, inside, wanted), inside)
     return Scan(eqn, inner, body.consts, entries, depth)
 
 
@@ -238,13 +255,25 @@ def _has_rule_for_all_turns(plan: Plan, depth: int) -> bool:
     return False
 
 
-def counts_of_scan(eqn: Any) -> tuple[int, int]:
-    """How many inputs of a scan are constants, and how many are carried."""
-    if "num_carry" in eqn.params:
-        return eqn.params["num_consts"], eqn.params["num_carry"]
-    # So in JAX 0.12.
-    consts, carry, _ = eqn.params["ft_in"].unpack()
-    return len(consts), len(carry)
+def _must_stay_whole(plan: Plan, in_scan: bool = False) -> bool:
+    """Whether parts of a program would give other numbers than the whole: a rule asks
+    which inputs have a derivative, or random bits differ under vmap.
+    """
+    for step in plan.steps:
+        if isinstance(step, (Call, Scan)):
+            inside = in_scan or isinstance(step, Scan)
+            if _must_stay_whole(step.inner, inside):
+                return True
+            continue
+        is_use = isinstance(step, Meet)
+        of_params = is_use or bool(step.origin.leaves)
+        # Without data it is made for all turns of a scan at once.
+        under_vmap = is_use or (in_scan and not step.origin.is_data)
+        if of_params and asks_what_moves(step.eqn):
+            return True
+        if under_vmap and has_bits_of_place(step.eqn):
+            return True
+    return False
 
 
 def _slice_of(origin: Origin, depth: int) -> Origin:

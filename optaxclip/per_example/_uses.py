@@ -4,7 +4,7 @@ from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 
-from .._jaxpr import has_backward_rule
+from .._jaxpr import has_backward_rule, moved_outputs
 from ._views import View
 from ._wide import can_widen, is_narrow, rounds_inside, wide_equation
 
@@ -40,6 +40,8 @@ class Use(NamedTuple):
     outs: tuple[Any, ...]  # the types of its outputs
     # the lengths of the scans around it, outermost first
     loops: tuple[int, ...]
+    # the outputs through which a backward pass comes to its operands
+    reached: tuple[int, ...] = (0,)
 
     @property
     def name(self) -> str:
@@ -81,17 +83,26 @@ class Use(NamedTuple):
         """
         if not any(origin.by for origin in self.origins):
             return []
-        outs = enumerate(self.outs)
-        return [k for k, out in outs if jnp.issubdtype(out.dtype, jnp.inexact)]
+        types = {k: self.outs[k].dtype for k in self.reached}
+        return [k for k, x in types.items() if jnp.issubdtype(x, jnp.inexact)]
 
 
 def taken_as_data(origin: Origin, aval: Any, loops: tuple[int, ...]) -> Use:
     return Use(None, (0,), (origin,), (), (aval,), loops)
 
 
-def use_of(eqn: Any, ins: list[Origin], loops: tuple[int, ...]) -> Use:
+def use_of(
+    eqn: Any, ins: list[Origin], wanted: list[bool], loops: tuple[int, ...]
+) -> Use:
+    """The use of an equation. `wanted` says of each output whether a backward pass
+    comes from it.
+    """
     places = tuple(k for k, origin in enumerate(ins) if origin.leaves)
     data = [x.aval for k, x in enumerate(eqn.invars) if k not in places]
     outs = tuple(x.aval for x in eqn.outvars)
     origins = tuple(ins[k] for k in places)
-    return Use(eqn, places, origins, tuple(data), outs, loops)
+    # Zeros would be gone back through otherwise, and 0 times inf is NaN.
+    moved = moved_outputs(eqn, [bool(origin.by) for origin in ins])
+    pairs = enumerate(zip(wanted, moved))
+    reached = tuple(k for k, (comes, moves) in pairs if comes and moves)
+    return Use(eqn, places, origins, tuple(data), outs, loops, reached)
