@@ -36,6 +36,12 @@ def has_refs(eqn: Any) -> bool:
     return any(map(has_refs, inside(eqn)))
 
 
+def has_convolution(eqn: Any) -> bool:
+    """Whether an equation, or one that it runs, is a convolution."""
+    own = eqn.primitive.name == "conv_general_dilated"
+    return own or any(map(has_convolution, inside(eqn)))
+
+
 def asks_what_moves(eqn: Any) -> bool:
     """Whether a rule in an equation looks at which of its inputs have a derivative."""
     return eqn.params.get("symbolic_zeros") is True or any(

@@ -4,11 +4,14 @@ Ghost clipping pays for each norm, one pass for each number of a gradient that i
 and reads again. Both counts are known from shapes.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.core import Tracer
 
+from .._jaxpr import has_convolution
+from .._norms._types import is_on_one_device
 from ._book import kept_numbers
 from ._ghost import Ghost, ghost_of
 from ._microbatches import evened
@@ -28,6 +31,12 @@ UNTRACED = (
     "not of threefry keys, or with a rule for parameters that asks which inputs have "
     "a derivative (symbolic_zeros)"
 )
+KERNELS_OF_A_SPLIT_BATCH = (
+    "clipped_grad: a loss with convolutions, whose batch jit splits over devices, has "
+    'gradients of examples that XLA gets wrong, but for method="ghost" where every '
+    "kernel is used by itself. (So it does for jax.vmap(jax.grad(loss)).) Put "
+    "clipped_grad into jax.shard_map, with mean=False and lax.psum of its sum."
+)
 
 
 class Choice(NamedTuple):
@@ -43,21 +52,41 @@ def choose(problem: Problem, method: str, microbatch: int | None) -> Choice:
     leaves = jax.tree.leaves(problem.params)
     hindrance, traced = _hindrance(problem), None
     if method in ("ghost", "auto") and not hindrance:
-        traced = trace(problem.of_one, problem.params, problem.batch)
+        traced = trace(problem)
         hindrance = "" if traced else UNTRACED
     if method == "ghost" and hindrance:
         raise ValueError(
             'clipped_grad: method must be "one_pass", "two_pass" or "auto" for '
             f'{hindrance}, got "ghost".'
         )
-    if not traced:
+    ghost = ghost_of(traced, leaves) if traced else None
+    no_kernels = _is_split(problem.batch) and _has_convolution(problem)
+    is_right = bool(ghost) and not (no_kernels and ghost.makes_kernels())
+    if no_kernels and not (is_right and method in ("ghost", "auto")):
+        raise ValueError(KERNELS_OF_A_SPLIT_BATCH)
+    if not ghost:
         return Choice(
             "one_pass" if method == "auto" else method, microbatch, None
         )
-    ghost = ghost_of(traced, leaves)
-    if method == "ghost" or _pays(ghost):
+    if method == "ghost" or no_kernels or _pays(ghost):
         return Choice("ghost", microbatch, ghost)
     return Choice("one_pass", microbatch or _width(ghost, problem.size), ghost)
+
+
+def _is_split(batch: Any) -> bool:
+    """Whether jit may split the batch over devices."""
+    for leaf in jax.tree.leaves(batch):
+        # The type of a traced array has the mesh, but not how it is split.
+        if not is_on_one_device(leaf):
+            return True
+        is_known = not isinstance(leaf, Tracer)
+        if is_known and not leaf.sharding.is_fully_replicated:
+            return True
+    return False
+
+
+def _has_convolution(problem: Problem) -> bool:
+    return any(map(has_convolution, problem.program()[0].jaxpr.eqns))
 
 
 def _pays(ghost: Ghost) -> bool:

@@ -26,6 +26,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from .._core._factors import stretch
+from .._jaxpr import has_convolution
 from .._norms._types import varying_as
 from ._book import PRODUCTS, Book, Kept, factors_of, kept_inputs
 from ._interpret import Feed, run
@@ -164,6 +165,12 @@ class Ghost(NamedTuple):
         """Whether the gradients of examples by a parameter must be made."""
         parts = self.ways[leaf].parts
         return any(self.uses[part.use].one_by_one for part in parts)
+
+    def makes_kernels(self) -> bool:
+        """Whether JAX makes gradients of examples by a kernel of a convolution."""
+        parts = (way.parts for way in self.ways if way.name == "gradient")
+        uses = (self.uses[part.use] for part in chain.from_iterable(parts))
+        return any(use.eqn and has_convolution(use.eqn) for use in uses)
 
     def _sum_of_made(
         self, leaf: int, book: Book, root: jax.Array, counts: jax.Array

@@ -25,6 +25,19 @@ class Problem(NamedTuple):
     batch: Any
     size: int  # the number of examples
 
+    def program(self) -> tuple[Any, Any]:
+        """The program of the loss of one example, and the types of what it returns."""
+        found = []
+
+        def capture(params: Any, example: Any) -> jax.Array:
+            traced = jax.make_jaxpr(self.of_one, return_shape=True)
+            found.append(traced(params, example))
+            return jnp.zeros(())
+
+        # Inside vmap a batch has the types of its examples.
+        jax.make_jaxpr(jax.vmap(capture, (None, 0)))(self.params, self.batch)
+        return found[0]
+
 
 class Question(NamedTuple):
     """A loss and the roles of its arguments, before it is called."""

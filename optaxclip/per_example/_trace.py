@@ -9,11 +9,9 @@ Calls of jit and jax.checkpoint are entered, and so is the body of a scan. All e
 has a body (cond, while, custom derivatives) is one use as a whole.
 """
 
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 
 from .._jaxpr import (
     CALLS,
@@ -29,6 +27,7 @@ from .._jaxpr import (
     reached_operands,
     wanted_in_scan,
 )
+from ._problem import Problem
 from ._uses import CONSTANT, DATA, Origin, Use, taken_as_data, use_of
 from ._views import View, view_after
 from ._wide import can_widen, rounds
@@ -104,30 +103,19 @@ class Traced(NamedTuple):
     out_tree: Any  # of (value, aux)
 
 
-def trace(
-    loss: Callable[[Any, Any], Any], params: Any, batch: Any
-) -> Traced | None:
-    """Traces `loss(params, example)` for one example of a batch.
+def trace(problem: Problem) -> Traced | None:
+    """Splits the loss of one example of a batch.
 
     None where it cannot be split. What is written to refs (jax.new_ref) has no place in
     equations. Nor may a rule for parameters ask which of its inputs have a derivative,
     nor random bits be those of a key that is not of threefry.
     """
-    found = []
-
-    def capture(params: Any, example: Any) -> jax.Array:
-        program = jax.make_jaxpr(loss, return_shape=True)(params, example)
-        found.append(program)
-        return jnp.zeros(())
-
-    # Inside vmap a batch has the types of its examples.
-    jax.make_jaxpr(jax.vmap(capture, (None, 0)))(params, batch)
-    closed, shapes = found[0]
+    closed, shapes = problem.program()
     if any(map(has_refs, closed.jaxpr.eqns)):
         return None
-    leaves = jax.tree.leaves(params)
+    leaves = jax.tree.leaves(problem.params)
     origins = [_parameter(number, leaf) for number, leaf in enumerate(leaves)]
-    origins += [DATA] * len(jax.tree.leaves(batch))
+    origins += [DATA] * len(jax.tree.leaves(problem.batch))
     # After the value of the loss comes aux, which is not gone back through.
     wanted = [place == 0 for place in range(len(closed.jaxpr.outvars))]
     plan = plan_of(closed.jaxpr, origins, (), wanted)

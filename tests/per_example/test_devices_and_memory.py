@@ -20,6 +20,7 @@ from tests.per_example.batches import (
     close,
     examples,
     hard_factor,
+    normal,
     norms_of,
     program,
     weighted,
@@ -64,6 +65,71 @@ def test_in_shard_map_each_device_clips_its_own_examples(check_vma, method):
     leaves = examples()[1]
     np.testing.assert_allclose(norms, norms_of(leaves), rtol=64 * EPS)
     close(grads, weighted(leaves, hard_factor(norms_of(leaves), 0.5)), SIZE)
+
+
+def convolved(image, kernel):
+    form = ("NHWC", "HWIO", "NHWC")
+    return lax.conv_general_dilated(
+        image, kernel, (1, 1), "SAME", dimension_numbers=form
+    )
+
+
+def one_kernel(kernel, image):
+    return jnp.sum(jnp.tanh(convolved(image[None], kernel)))
+
+
+def tied_kernels(kernel, image):
+    hidden = jax.nn.relu(convolved(image[None], kernel))
+    return jnp.sum(jnp.tanh(convolved(hidden, kernel.transpose(0, 1, 3, 2))))
+
+
+def in_jit(run, kernel, images):
+    return jax.jit(run)(kernel, images)
+
+
+def in_python(run, kernel, images):
+    return run(kernel, images)
+
+
+@pytest.mark.parametrize("call", [in_jit, in_python])
+def test_kernels_of_a_split_batch_are_right_or_refused(call):
+    """XLA in JAX 0.10.2 and 0.12 gets gradients of examples by a kernel wrong there."""
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    kernel, images = normal(0, 3, 3, 2, 2), normal(1, 16, 6, 6, 2)
+    split = jax.device_put(images, NamedSharding(mesh, P("data")))
+    leaves = jax.tree.leaves(jax.vmap(jax.grad(one_kernel), (None, 0))(kernel, images))
+    for method in ("auto", "ghost"):
+        run = clipped_grad(one_kernel, 0.5, method=method)
+        result = call(run, kernel, split)
+        np.testing.assert_allclose(result.norms, norms_of(leaves), rtol=64 * EPS)
+    for loss, method in (
+        (one_kernel, "one_pass"),
+        (one_kernel, "two_pass"),
+        (tied_kernels, "auto"),
+        (tied_kernels, "ghost"),
+    ):
+        run = clipped_grad(loss, 0.5, method=method)
+        with pytest.raises(ValueError, match="Put clipped_grad into"):
+            call(run, kernel, split)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", METHODS)
+def test_kernels_of_a_batch_in_shard_map_are_right(method):
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    kernel, images = normal(0, 3, 3, 2, 2), normal(1, 16, 6, 6, 2)
+    each = jax.vmap(jax.grad(tied_kernels), (None, 0))(kernel, images)
+
+    def local(kernel, images):
+        run = clipped_grad(tied_kernels, 0.5, mean=False, method=method)
+        result = run(kernel, images)
+        return lax.psum(result.grads, "data"), result.norms
+
+    split = P(), P("data")
+    run = jax.shard_map(local, mesh=mesh, in_specs=split, out_specs=split)
+    grads, norms = jax.jit(run)(kernel, images)
+    np.testing.assert_allclose(norms, norms_of([each]), rtol=64 * EPS)
+    close([grads], weighted([each], hard_factor(norms_of([each]), 0.5)), 16)
 
 
 @cache
