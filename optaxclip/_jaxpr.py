@@ -9,7 +9,7 @@ from jax.core import ShapedArray
 
 CALLS = ("jit", "pjit", "closed_call", "checkpoint", "remat2")
 # Functions whose derivative is 0, or is made so.
-STOPS = ("ceil", "floor", "nextafter", "round", "sign", "stop_gradient")
+STOPS = ("ceil", "floor", "round", "sign", "stop_gradient")
 
 
 def is_literal(atom: Any) -> bool:
@@ -130,9 +130,23 @@ def moved_outputs(eqn: Any, moved: list[bool]) -> list[bool]:
     if eqn.primitive.name == "cond":
         each = [_moved_outputs(x, moved[1:]) for x in eqn.params["branches"]]
         return list(map(any, zip(*each)))
+    if eqn.primitive.name == "scan":
+        return _moved_by_scan(eqn, moved)
     if eqn.primitive.name in CALLS:
         return _moved_outputs(body_of(eqn), moved)
     return [True] * len(eqn.outvars)
+
+
+def _moved_by_scan(eqn: Any, moved: list[bool]) -> list[bool]:
+    first, count = counts_of_scan(eqn)
+    last = first + count
+    while True:
+        outs = _moved_outputs(eqn.params["jaxpr"], moved)
+        carried = [a or b for a, b in zip(moved[first:last], outs)]
+        if carried == moved[first:last]:
+            # Without a turn what is carried comes out as it went in.
+            return [*carried, *outs[count:]]
+        moved = [*moved[:first], *carried, *moved[last:]]
 
 
 def _moved_outputs(body: Any, moved: list[bool]) -> list[bool]:

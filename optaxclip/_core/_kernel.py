@@ -246,6 +246,10 @@ def _decide(
     # Two wheres: the derivative of a shrink at a limit of inf may be NaN.
     shrunk = settings.shrink(long, jnp.where(off, 1.0, limit))
     check_shrunk(settings.call, shrunk, norm)
+    if settings.shrink is not hard:
+        # One of the user's, such as norm * (limit / norm), may be NaN or inf at 0.
+        broken = (norm == 0) & ~jnp.isfinite(shrunk)
+        shrunk = jnp.where(broken, long, shrunk)
     # The new norm of a broken step. NaN makes the root NaN, and the updates with it.
     instead = 0.0 if settings.nonfinite == "zero" else jnp.nan
     if jax.tree.leaves(memory):

@@ -169,7 +169,9 @@ def _shrunk(
     # Without a limit the shrink is not used: normalize would make the norm inf.
     short = shrink(norms, limit)
     check_shrunk(call, short, norms)
-    return jnp.where(limit == jnp.inf, norms, short)
+    # A shrink of the user's, such as norm * (limit / norm), may be NaN or inf at 0.
+    kept = (limit == jnp.inf) | ((norms == 0) & ~jnp.isfinite(short))
+    return jnp.where(kept, norms, short)
 
 
 def sum_of_leaf(

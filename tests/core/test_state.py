@@ -176,3 +176,21 @@ def test_a_single_norm_keeps_its_shape(clipper, grads, shape, layers):
     assert list(state.by_name(layers=True)) == (["w"] if shape == () else layers)
     first = clipper.init(tree)
     assert jax.tree.map(jnp.shape, first) == jax.tree.map(jnp.shape, state)
+
+
+@pytest.mark.parametrize(
+    "shrink",
+    [
+        lambda norm, limit: norm * (limit / norm),
+        lambda norm, limit: limit + 1 / norm,
+    ],
+)
+def test_zeros_stay_where_a_shrink_has_no_number_for_them(shrink):
+    tree = {"a": jnp.zeros(2), "b": jnp.array([3.0, 4.0])}
+    clipper = optaxclip.clip_by_tensor_norm(1.0, shrink=shrink)
+    updates, state = clipper.update(tree, clipper.init(tree))
+    np.testing.assert_array_equal(updates["a"], [0.0, 0.0])
+    assert (state.factor[0], state.clipped[0], state.nonfinite[0]) == (1, 0, 0)
+    grad = optaxclip.clipped_grad(lambda w, x: jnp.sum(w * x), 1.0, shrink=shrink)
+    result = grad(jnp.ones(2), jnp.array([[0.0, 0.0], [3.0, 4.0]]))
+    assert jnp.isfinite(result.grads).all() and result.nonfinite == 0

@@ -111,6 +111,42 @@ def test_ghost_goes_back_through_what_jax_does(name):
     close(result.grads, mean_of_clipped(each, 0.5))
 
 
+@jax.custom_vjp
+def kept_whole(w):
+    return w * 1
+
+
+kept_whole.defvjp(lambda w: (w, None), lambda _, cotangent: (cotangent,))
+
+
+@jax.custom_jvp
+def seven_times(a, b):
+    """a * b, with a rule that is another one where b has a derivative."""
+    return a * b
+
+
+def seven_times_jvp(primals, tangents):
+    (a, b), (da, db) = primals, tangents
+    return a * b, da * b if type(db) is SymbolicZero else 7 * da * b + a * db
+
+
+seven_times.defjvp(seven_times_jvp, symbolic_zeros=True)
+
+
+def test_what_a_scan_carries_beside_parameters_has_no_derivative():
+    def loss(w, x):
+        def turn(carry, _):
+            return (carry[0] + kept_whole(w), carry[1] * 2), None
+
+        return jnp.sum(seven_times(*lax.scan(turn, (x, x), None, length=2)[0]))
+
+    w = np.ones(4, np.float32)
+    each = np.float64(jax.vmap(jax.grad(loss), (None, 0))(w, BATCH))
+    result = clipped_grad(loss, 0.5, method="ghost")(w, BATCH)
+    np.testing.assert_allclose(result.norms, norms_of(each), rtol=1e-6)
+    close(result.grads, mean_of_clipped(each, 0.5))
+
+
 @pytest.mark.parametrize("wrap", [jax.jit, jax.checkpoint])
 def test_an_aux_of_parameters_has_no_part_in_the_gradient(wrap):
     each, _ = jax.vmap(jax.grad(logged, has_aux=True), (None, 0))(PARAMS, BATCH)
