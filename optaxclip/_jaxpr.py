@@ -49,7 +49,7 @@ def asks_what_moves(eqn: Any) -> bool:
     )
 
 
-def has_bits_of_place(eqn: Any) -> bool:
+def has_bits_that_vmap_changes(eqn: Any) -> bool:
     """Whether an equation makes random bits that vmap makes differ from those of a
     loop. With keys of "threefry" they are the same.
     """
@@ -60,7 +60,7 @@ def has_bits_of_place(eqn: Any) -> bool:
         str(key) != "key<fry>" for key in keys
     ):
         return True
-    return any(map(has_bits_of_place, inside(eqn)))
+    return any(map(has_bits_that_vmap_changes, inside(eqn)))
 
 
 def _is_key(dtype: Any) -> bool:

@@ -234,7 +234,7 @@ def params_of(call: str, tree: Any, params: Any) -> Any:
 def values_of(call: str, argument: str, tree: Any, values: Any) -> Any:
     """The values of the clipped leaves, such as weights, found by their paths.
 
-    So they may be in another kind of mapping than the updates, and be more.
+    So they may be in another kind of mapping than the updates, and have more entries.
 
     Raises:
       ValueError: a leaf without a value, or with one of another shape.
@@ -257,7 +257,7 @@ def values_of(call: str, argument: str, tree: Any, values: Any) -> Any:
                 f"{prefix.name(path)!r}, and the updates have {jnp.shape(leaf)}."
             )
         kind, own = (getattr(x, "dtype", type(x)) for x in (value, leaf))
-        # They would have no norm, while their updates have one.
+        # Weights that are integers would have no norm, while their updates have one.
         if not jnp.issubdtype(kind, jnp.inexact):
             raise TypeError(
                 f"{call}: {argument} must have a float or complex dtype for the leaf "

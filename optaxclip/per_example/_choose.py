@@ -31,11 +31,11 @@ UNTRACED = (
     "not of threefry keys, or with a rule for parameters that asks which inputs have "
     "a derivative (symbolic_zeros)"
 )
+# XLA makes them wrong, as it does those of jax.vmap(jax.grad(loss)).
 KERNELS_OF_A_SPLIT_BATCH = (
-    "clipped_grad: a loss with convolutions, whose batch jit splits over devices, has "
-    'gradients of examples that XLA gets wrong, but for method="ghost" where every '
-    "kernel is used by itself. (So it does for jax.vmap(jax.grad(loss)).) Put "
-    "clipped_grad into jax.shard_map, with mean=False and lax.psum of its sum."
+    "for convolutions of a batch that jit splits over devices, where XLA computes "
+    "wrong gradients of single examples by a kernel. Put clipped_grad into "
+    "jax.shard_map, with mean=False, and add up its gradients with lax.psum"
 )
 
 
@@ -60,10 +60,14 @@ def choose(problem: Problem, method: str, microbatch: int | None) -> Choice:
             f'{hindrance}, got "ghost".'
         )
     ghost = ghost_of(traced, leaves) if traced else None
+    # Whether no gradient of an example by a kernel may be made.
     no_kernels = _is_split(problem.batch) and _has_convolution(problem)
     is_right = bool(ghost) and not (no_kernels and ghost.makes_kernels())
     if no_kernels and not (is_right and method in ("ghost", "auto")):
-        raise ValueError(KERNELS_OF_A_SPLIT_BATCH)
+        raise ValueError(
+            'clipped_grad: method must be "ghost", and each kernel used once, '
+            f'{KERNELS_OF_A_SPLIT_BATCH}. Got method="{method}".'
+        )
     if not ghost:
         return Choice(
             "one_pass" if method == "auto" else method, microbatch, None

@@ -112,8 +112,8 @@ def clipped_grad(
         `clip_cotangent` with two passes, an unknown method, a microbatch below 1. From
         the function: limits that do not fit the parameters, batches whose first axes
         are missing or differ, a mask of the wrong shape, "ghost" on a mesh with
-        Explicit axes, for symbolic sizes, or a loss that is another in parts, such as
-        one with refs (`jax.new_ref`). Convolutions of a batch that jit splits over
+        Explicit axes, for symbolic sizes, or a loss that cannot be split, such as one
+        with refs (`jax.new_ref`). Convolutions of a batch that jit splits over
         devices, but for "ghost" where every kernel is used by itself.
       TypeError: a limit that is not a number, or a shrink that is not a function. From
         the function: parameters that are no floats or complex numbers, places that are

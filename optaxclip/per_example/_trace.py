@@ -19,7 +19,7 @@ from .._jaxpr import (
     body_of,
     counts_of_scan,
     has_backward_rule,
-    has_bits_of_place,
+    has_bits_that_vmap_changes,
     has_refs,
     is_literal,
     is_stop,
@@ -259,7 +259,7 @@ def _must_stay_whole(plan: Plan, in_scan: bool = False) -> bool:
         under_vmap = is_use or (in_scan and not step.origin.is_data)
         if of_params and asks_what_moves(step.eqn):
             return True
-        if under_vmap and has_bits_of_place(step.eqn):
+        if under_vmap and has_bits_that_vmap_changes(step.eqn):
             return True
     return False
 

@@ -142,7 +142,7 @@ def unless_gone(remember: str, value: jax.Array, new: Any, old: Any) -> Any:
     """The new memory, or the old one where a limit of 0 let nothing through: a norm of
     0 is not remembered, since limits could never leave it.
     """
-    # Norms as they came are 0 for no rule.
+    # No rule is asked about a norm of 0, so norms as they came are not 0.
     return keep_where(value != 0, new, old) if remember == "clipped" else new
 
 

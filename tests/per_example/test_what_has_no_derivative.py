@@ -47,6 +47,31 @@ def carried_for_nothing(p, x):
     return jnp.sum(lax.scan(turn, (x, 1.0), p)[0][0] ** 2)
 
 
+@jax.custom_vjp
+def kept_whole(w):
+    return w * 1
+
+
+kept_whole.defvjp(lambda w: (w, None), lambda _, cotangent: (cotangent,))
+
+
+def handed_on(p, x):
+    """What is made in one turn is needed in the next but one."""
+
+    def turn(carry, _):
+        return (carry[1], carry[2], layer(p, carry[0])), None
+
+    return jnp.sum(lax.scan(turn, (x, x, x), None, length=4)[0][0] ** 2)
+
+
+def whole_scan(p, x):
+    def turn(carry, _):
+        made = jnp.tanh(kept_whole(p["w"]) @ carry[0] + p["b"])
+        return (carry[1], carry[2], made), None
+
+    return jnp.sum(lax.scan(turn, (x, x, x), None, length=4)[0][0] ** 2)
+
+
 def rounded(p, x):
     return jnp.sum(layer(p, x)) + jnp.round(jnp.sum(x) * norm_of_bias(p))
 
@@ -93,6 +118,8 @@ def sorted_beside(p, x):
 LOSSES = {
     "scan": (in_a_scan, STACKED),
     "dead carry": (carried_for_nothing, STACKED),
+    "carried late": (handed_on, PARAMS),
+    "carried late as a whole": (whole_scan, PARAMS),
     "round": (rounded, PARAMS),
     "cond": (in_a_branch, PARAMS),
     "while": (settled, PARAMS),
@@ -109,14 +136,6 @@ def test_ghost_goes_back_through_what_jax_does(name):
     result = jax.jit(clipped_grad(loss, 0.5, method="ghost"))(params, BATCH)
     np.testing.assert_allclose(result.norms, norms_of(each), rtol=1e-6)
     close(result.grads, mean_of_clipped(each, 0.5))
-
-
-@jax.custom_vjp
-def kept_whole(w):
-    return w * 1
-
-
-kept_whole.defvjp(lambda w: (w, None), lambda _, cotangent: (cotangent,))
 
 
 @jax.custom_jvp
