@@ -50,10 +50,10 @@ def check_number(
     # float32, or float64 where jax_enable_x64 is set.
     widest = jnp.finfo(jnp.result_type(float))
     # 1e39 would be inf in float32, and so no limit at all.
-    if is_limit and (np.isfinite(known) & (known > widest.max)).any():
+    if is_limit and (np.isfinite(known) & (abs(known) > widest.max)).any():
         raise ValueError(
-            f"{argument} must be at most {float(widest.max):g}, the largest number of "
-            f"{widest.dtype}, or inf for no limit, got {value!r}."
+            f"{argument} must be at most {float(widest.max):g} in size, the largest "
+            f"number of {widest.dtype}, or inf for no limit, got {value!r}."
         )
 
 

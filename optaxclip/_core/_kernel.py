@@ -245,8 +245,8 @@ def _decide(
     off = limit == jnp.inf
     # Two wheres: the derivative of a shrink at a limit of inf may be NaN.
     shrunk = settings.shrink(long, jnp.where(off, 1.0, limit))
-    check_shrunk(settings.call, shrunk, norm)
     if settings.shrink is not hard:
+        check_shrunk(settings.call, shrunk, norm)
         # One of the user's, such as norm * (limit / norm), may be NaN or inf at 0.
         broken = (norm == 0) & ~jnp.isfinite(shrunk)
         shrunk = jnp.where(broken, long, shrunk)

@@ -48,8 +48,8 @@ def test_a_limit_that_can_not_be(name, value, error, text):
 @pytest.mark.parametrize("name", MAX_NORM)
 def test_a_limit_that_float32_cannot_hold_is_refused(name, value):
     text = (
-        f"{name}: max_norm must be at most 3.40282e+38, the largest number of float32, "
-        f"or inf for no limit, got {value!r}."
+        f"{name}: max_norm must be at most 3.40282e+38 in size, the largest number of "
+        f"float32, or inf for no limit, got {value!r}."
     )
     with pytest.raises(ValueError, match=re.escape(text)):
         MAX_NORM[name](value)
@@ -77,7 +77,7 @@ BEYOND = {
 
 @pytest.mark.parametrize("argument", BEYOND)
 def test_what_limits_are_made_of_is_refused_beyond_float32(argument):
-    text = f"{argument} must be at most 3.40282e+38, "
+    text = f"{argument} must be at most 3.40282e+38 in size, "
     with pytest.raises(ValueError, match=re.escape(text)):
         BEYOND[argument](1e39)
     BEYOND[argument](np.inf)

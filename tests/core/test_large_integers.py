@@ -54,10 +54,12 @@ def test_a_finite_bound_beyond_float32_is_refused_everywhere():
     x = jnp.ones(2)
     for build in (
         lambda: optaxclip.clip_by_value(1e39),
+        lambda: optaxclip.clip_by_value(1.0, -1e39),
         lambda: optaxclip.clip(1e39),
         lambda: optaxclip.clip_cotangent(x, max_value=1e39),
         lambda: optaxclip.clip_cotangent(x, max_norm=1e39),
         lambda: optaxclip.scale_cotangent(x, 1e39),
+        lambda: optaxclip.scale_cotangent(x, -1e39),
         lambda: rules.quantile_tracker(start=1e39),
         lambda: rules.log_z_score(floor=np.inf),
     ):
