@@ -40,6 +40,11 @@ LARGE = 2.0**20
 # and 4.62 GB with 32, which XLA adds up in kernels of their own.
 PARTS = 8
 ROWS = 2048
+# And of more rows than these, since each part writes its sums.
+LEAST = 32
+# Numbers in a row of a large leaf, at most. Of a longer one XLA on an H100 writes more
+# than a hundred partial sums.
+LONGEST_ROW = 8192
 
 
 class Pairs(NamedTuple):
@@ -123,19 +128,22 @@ def _sum_of_leaf(leaf: jax.Array, axes: tuple[int, ...]) -> Pairs:
 # Jitted, so that it is traced once for all leaves of one shape.
 @jax.jit
 def sums_of_rows(leaf: jax.Array) -> Pairs:
-    """Sums of parts of a large leaf: about as many as a part has elements."""
-    rows = Pairs(*map(_as_matrix, pairs_of(leaf)))
-    # Without the barrier XLA makes one sum of these and the next.
-    return lax.optimization_barrier(sum_of_pairs(rows, (1,)))
+    """Sums of parts of a large leaf, at most `LONGEST_ROW` of them."""
+    sums = pairs_of(leaf)
+    while sums.both.size > LONGEST_ROW:
+        rows = Pairs(*map(_as_matrix, sums))
+        # Without the barrier XLA makes one sum of these and the next.
+        sums = lax.optimization_barrier(sum_of_pairs(rows, (1,)))
+    return sums
 
 
 def _as_matrix(numbers: jax.Array) -> jax.Array:
-    """About as many rows as a row has elements, filled up with zeros if they must be.
+    """Rows of up to 3 sqrt(n) of the n numbers, filled up with zeros if they must be.
 
     XLA on a GPU computes this while it sums. Of a leaf that is reshaped before it is
     squared, it would write to memory which elements are large.
     """
-    most = math.isqrt(numbers.size)
+    most = min(3 * math.isqrt(numbers.size), LONGEST_ROW)
     # Rows that are filled up XLA does not sum in the kernel that computes them.
     even = (x for x in range(most, most // 2, -1) if numbers.size % x == 0)
     length = next(even, most)
@@ -177,11 +185,7 @@ def _sum_over_columns(leaf: jax.Array, axes: tuple[int, ...]) -> Sums:
         )
     longest = max(axes, key=lambda axis: leaf.shape[axis])
     rows = leaf.shape[longest]
-    # A symbolic size has one part.
-    parts = 1
-    if isinstance(rows, int):
-        # Parts have one length: of 1002 rows gcd makes 2 parts.
-        parts = math.gcd(rows, max(PARTS, 2 ** (rows // ROWS).bit_length()))
+    parts = _parts_of(rows)
     shape = (
         *leaf.shape[:longest],
         parts,
@@ -194,3 +198,15 @@ def _sum_over_columns(leaf: jax.Array, axes: tuple[int, ...]) -> Sums:
     # Without the barrier XLA makes one sum of both.
     sums = lax.optimization_barrier(jnp.sum(squares, inner, keepdims=True))
     return _split_kinds(jnp.sum(sums, longest))
+
+
+def _parts_of(rows: Any) -> int:
+    """How many parts of one length are summed side by side."""
+    # A symbolic size has one part.
+    if not isinstance(rows, int) or rows < LEAST:
+        return 1
+    most = max(PARTS, 2 ** (rows // ROWS).bit_length())
+    # At least two, since of several axes behind one part XLA would transpose the leaf.
+    fitting = max(2, 2 ** ((rows // LEAST).bit_length() - 1))
+    # Of 1002 rows there are 2 parts.
+    return math.gcd(rows, min(most, fitting))

@@ -12,7 +12,7 @@ special case.
 Where one device holds a large leaf, it takes two sums of known lengths. In any order of
 additions the norm is then wrong by at most the sum of both lengths times 2^-25:
 
-    GPU     rows of about sqrt(n) numbers, and then their sums (_pairs)
+    GPU     rows of at most 3 sqrt(n) numbers and 8192, and then their sums (_pairs)
     TPU     the columns of a matrix of 256 rows or more, and then their sums
 
 Reference: Blue, A portable Fortran program to find the Euclidean norm of a vector,
@@ -42,6 +42,9 @@ LARGEST = 2.0**127
 SMALL = 65_536
 # Numbers in a partial sum, at least. With fewer there would be many to write.
 PARTIAL = 256
+# Elements of a leaf on a mesh of TPUs whose squares may be stacked. Those of larger
+# leaves XLA would write to main memory, three times the size of the leaf.
+STACKED = 2**22
 
 Dims = tuple[int, ...] | None
 
@@ -68,8 +71,9 @@ def three_squares(leaf: jax.Array) -> Sums:
 def sum_on_tpu(leaf: jax.Array, dims: Dims) -> Sums:
     """The three sums, as reductions that a TPU computes in one read."""
     keep = dims is not None
-    if keep and not is_on_one_device(leaf):
-        # Three arrays for each leaf are more than XLA puts into one collective.
+    is_large = is_known(leaf) and leaf.size > STACKED
+    if keep and not is_on_one_device(leaf) and not is_large:
+        # Three arrays for each of 100 leaves XLA does not put into one collective.
         stack = jnp.stack(three_squares(leaf))
         return Sums(*jnp.sum(stack, [i + 1 for i in dims], keepdims=True))
     terms = terms_on_tpu(leaf, dims)

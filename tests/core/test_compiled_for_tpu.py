@@ -6,6 +6,7 @@ The default environment has no libtpu and skips this file. `bash .ci/run tpu` ru
 import functools
 import os
 
+import numpy as np
 import optax
 import pytest
 
@@ -81,3 +82,11 @@ def test_counting_clipped_elements_reads_no_gradient_again():
 
     theirs = gigabytes(optax.clip(0.01))
     assert gigabytes(optaxclip.clip_by_value(0.01)) <= 1.01 * theirs
+
+
+def test_squares_of_large_layers_are_not_stored_on_a_mesh_of_tpus():
+    clipper = optaxclip.clip_by_tensor_norm(1.0, stacked=1)
+    optimizer, layers = optax.chain(clipper, optax.sgd(1.0)), (4, 2048, 2048)
+    found, _ = step.compiled(optimizer, [layers], "v5e:4x4", "float32")
+    temporary = found.memory_analysis().temp_size_in_bytes
+    assert temporary < 0.1 * 4 * np.prod(layers)

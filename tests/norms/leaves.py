@@ -39,9 +39,16 @@ def of_long_sums(rows, columns):
     """What the norm of a large matrix may be wrong by: 1e-6 on a CPU. Accelerators make
     two sums of known lengths, in which an addition rounds by EPS / 2 at most.
     """
-    # About as many numbers in each sum of a GPU as a square matrix has rows.
-    lengths = {"gpu": 2 * math.isqrt(rows * columns) + 2, "tpu": rows + columns}
+    lengths = {"gpu": lengths_on_gpu(rows * columns), "tpu": rows + columns}
     return lengths[FORCED] * EPS / 4 if FORCED in lengths else 1e-6
+
+
+def lengths_on_gpu(count):
+    """How many numbers both sums of a GPU have together, at most, of so many numbers:
+    a row, which is longer than half of what it may be, and the sums of the rows.
+    """
+    most = min(3 * math.isqrt(count), 8192)
+    return max(most + count / most, most / 2 + 2 * count / most) + 1
 
 
 def tolerance(ord):

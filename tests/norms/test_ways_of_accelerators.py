@@ -23,6 +23,7 @@ from tests.norms.leaves import (
     at_every_order,
     every_dtype,
     every_order,
+    lengths_on_gpu,
     module_for,
     random_leaves,
     tolerance,
@@ -235,9 +236,9 @@ SUMS = [
     ("cpu", (20_000_000,), 1e-6),
     ("tpu", (20_000_000,), 1e-6),
     ("tpu", (5000, 4000), (5000 + 4000) * EPS / 4),
-    ("gpu", (20_000_000,), 2 * 4473 * EPS / 4),
-    ("gpu", (5000, 4000), 2 * 4473 * EPS / 4),
-    ("gpu", (1_000_003,), 2 * 1001 * EPS / 4),  # a prime number
+    ("gpu", (20_000_000,), lengths_on_gpu(20_000_000) * EPS / 4),
+    ("gpu", (5000, 4000), lengths_on_gpu(20_000_000) * EPS / 4),
+    ("gpu", (1_000_003,), lengths_on_gpu(1_000_003) * EPS / 4),  # a prime number
 ]
 
 
