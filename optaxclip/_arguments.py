@@ -248,7 +248,20 @@ def as_partial(function: Callable[..., Any]) -> Partial:
     call. What already is one stays: wrapped again, its arrays would count as code, and
     compile anew at every call.
     """
-    return function if isinstance(function, Partial) else Partial(function)
+    if isinstance(function, Partial):
+        return function
+    return Partial(with_hash(function))
+
+
+def with_hash(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function, or one that does the same and can be a static argument."""
+    try:
+        hash(function)
+    except TypeError:
+        # Such as a dataclass that can be called. A bound method has the hash of its
+        # place in memory. JAX would compare what the object holds now.
+        return function.__call__
+    return function
 
 
 def is_function(x: Any) -> TypeGuard[Callable[..., Any]]:

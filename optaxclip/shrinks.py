@@ -17,13 +17,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from functools import cache
-from typing import Any, cast
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
-from ._arguments import check_number
+from ._arguments import check_number, with_hash
 from ._other_names import name_what_is_meant, with_our_names
 
 Shrink = Callable[[jax.Array, jax.Array], jax.Array]
@@ -182,7 +182,7 @@ def shrink_of(shrink: Any, call: str) -> Shrink:
             f"{call}: shrink must be a function of norm and limit, such as "
             f"optaxclip.shrinks.{', '.join(__all__)}, got {shrink!r}."
         )
-    return cast(Shrink, shrink)
+    return with_hash(shrink)
 
 
 # Equal numbers give one function, so that a clipper that is built again compiles

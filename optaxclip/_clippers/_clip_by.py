@@ -8,7 +8,7 @@ from typing import Any
 import optax
 from jax.typing import ArrayLike
 
-from .._arguments import check_norm
+from .._arguments import check_norm, with_hash
 from .._core._kernel import make_clipper
 from .._norms._measures import OwnNorm
 from .._other_names import with_our_names
@@ -69,4 +69,4 @@ def clip_by(
     options = {"shrink": shrink, "eps": eps, "nonfinite": nonfinite}
     # The norm and shrink functions are static keys of the program: a lambda that
     # is made anew in every step compiles in every step.
-    return make_clipper(OwnNorm(norm), limit, **names, **options)
+    return make_clipper(OwnNorm(with_hash(norm)), limit, **names, **options)

@@ -156,8 +156,11 @@ def qk_clip(
         # Bit for bit, also where a logit is NaN.
         if max_logit is None:
             return updates, new
-        # Of each attention [heads] or [layers, heads].
-        factors = {name: x.factor for name, x in new.by_name().items()}
+        # Of each attention [heads] or [layers, heads], also where there is one head.
+        factors = {
+            name: entry.factor.reshape(logits[name].shape)
+            for name, entry in new.by_name().items()
+        }
         clipped = _clip(
             tuple(attentions),
             alpha,

@@ -7,7 +7,7 @@ from typing import Any
 
 import optax
 
-from .._arguments import check_norm
+from .._arguments import check_norm, with_hash
 from .._core._kernel import make_clipper
 from .._norms._measures import OwnNorm
 from .._norms._norms import global_norm
@@ -43,4 +43,6 @@ def record_norm(
     check_norm("record_norm", norm)
     # With None nothing is multiplied, not even by 1. To XLA that would be another
     # array, which the next clipper of the chain would read again.
-    return make_clipper(OwnNorm(norm), None, call="record_norm", name="norm")
+    return make_clipper(
+        OwnNorm(with_hash(norm)), None, call="record_norm", name="norm"
+    )

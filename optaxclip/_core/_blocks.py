@@ -20,7 +20,7 @@ from ..rules._constant import Constant
 from ..rules._joined import Joined
 from ..rules._rule import Rule, is_rule
 from ._limits import BEGIN_ANEW
-from ._state import ClipState, Entry, Names, has_rows, unpack
+from ._state import ClipState, Entry, Names, are_rows, unpack
 
 
 class Source(NamedTuple):
@@ -90,7 +90,7 @@ def arrangement(norms: Norms, state: ClipState, call: str) -> Arrangement:
         rows = len(block) > 1
         for number, row in zip(numbers, present):
             shape = norms.shape(number)
-            rows = has_rows(block, shape)
+            rows = are_rows(block, shape)
             places[number] = Place(len(sources), row if rows else None)
             # A block of the state has a row for each name, missing ones too.
             shape = (len(block),) * rows + shape
@@ -227,7 +227,7 @@ def _first_entry(
     """The entry of a block of some norms."""
     place, shape = norms.places[numbers[0]], norms.shape(numbers[0])
     kind = norms.blocks[place.block]
-    rows = has_rows(names, shape)
+    rows = are_rows(names, shape)
     # An array that has its rule for itself was a row among the norms.
     skip = int(place.row is not None and not rows)
     shape = (len(numbers), *shape) if rows else shape
@@ -254,7 +254,9 @@ def _shapes(rule: Rule) -> list[Any]:
     """The shapes of the arrays of a rule. A number fits every norm."""
     if isinstance(rule, Joined):
         return [shape for each in rule.rules for shape in _shapes(each)]
-    values = [getattr(rule, field.name) for field in fields(rule)]
+    # A plain field, of a rule of the user's, may be an array of any shape.
+    checked = [field for field in fields(rule) if "check" in field.metadata]
+    values = [getattr(rule, field.name) for field in checked]
     return [value.shape for value in values if getattr(value, "shape", ())]
 
 

@@ -117,8 +117,14 @@ def leaves_of(call: str, updates: Any, params: Any, *, warn: bool) -> Any:
 
     Raises:
       TypeError: a leaf that is not an array, or a tuple of gradients and something
-        else, as `jax.value_and_grad` and `has_aux` return them.
+        else, as `jax.value_and_grad`, `has_aux` and `clipped_grad` return them.
     """
+    # Norms and losses beside gradients would be taken for more of them.
+    if {"grads", "factors"} <= set(getattr(updates, "_fields", ())):
+        raise TypeError(
+            f"{call}: updates must be the gradients alone, got a "
+            f"{type(updates).__name__}: hand over its grads."
+        )
     tree = clipped_leaves(updates, call)
     # A NamedTuple is a tree. A plain pair may be (value, grads).
     if type(updates) is tuple and len(updates) == 2 and params is not None:

@@ -24,7 +24,6 @@ from .._arguments import (
     check_choice,
     check_number,
     check_scalar,
-    check_shrunk,
     number_for_jit,
 )
 from .._norms._in_blocks import Norms, in_blocks
@@ -59,6 +58,7 @@ from ._limits import can_clip, limit_of
 from ._nonfinite import raise_nonfinite
 from ._placeholder import PLACEHOLDER
 from ._shares import moving_average
+from ._shrunk import shrunk_by
 from ._state import ClipState, Entry, pack, state_of_placeholder
 
 
@@ -243,13 +243,7 @@ def _decide(
     long = norm if eps is None else norm + jnp.asarray(eps).astype(norm.dtype)
     # A limit of inf clips nothing, and a rule without a limit yet gives inf.
     off = limit == jnp.inf
-    # Two wheres: the derivative of a shrink at a limit of inf may be NaN.
-    shrunk = settings.shrink(long, jnp.where(off, 1.0, limit))
-    if settings.shrink is not hard:
-        check_shrunk(settings.call, shrunk, norm)
-        # One of the user's, such as norm * (limit / norm), may be NaN or inf at 0.
-        broken = (norm == 0) & ~jnp.isfinite(shrunk)
-        shrunk = jnp.where(broken, long, shrunk)
+    shrunk = shrunk_by(settings.shrink, norm, long, limit, settings.call)
     # The new norm of a broken step. NaN makes the root NaN, and the updates with it.
     instead = 0.0 if settings.nonfinite == "zero" else jnp.nan
     if jax.tree.leaves(memory):

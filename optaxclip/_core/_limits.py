@@ -69,7 +69,9 @@ def checked_memory(
     Raises for the memory of another rule. The length of a window is not compared: under
     jit it is a traced number.
     """
-    known = jax.tree.map(lambda x: 1 if isinstance(x, Tracer) else x, rule)
+    known = jax.tree.map(
+        lambda x: 1 if isinstance(x, Tracer) and not x.ndim else x, rule
+    )
     wanted = jax.eval_shape(known.init, norm)
     # A state keeps () in place of any memory without arrays.
     if not jax.tree.leaves((wanted, memory)):

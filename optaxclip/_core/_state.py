@@ -70,7 +70,11 @@ class ClipState(NamedTuple):
           layers: whether each layer of a stacked leaf, and each unit, has an entry of
             its own, named by its number: "blocks/w/0", or "blocks/w/0/3" for layer 0
             and expert 3. Otherwise they share one, of arrays.
+
+        Raises:
+          ValueError: a state of several models, as under `jax.vmap`.
         """
+        check_one_model("by_name: the state", "ClipState.by_name", self)
         found = {}
         for block, entry in zip(self.names, unpack(self)):
             rows = has_rows(block, jnp.shape(entry.norm))
@@ -138,14 +142,32 @@ def _row(entry: Entry, row: int) -> Entry:
     return jax.tree.map(lambda x: x[row], entry)
 
 
-def has_rows(names: tuple[str, ...], shape: tuple[int, ...]) -> bool:
-    """Whether a block has a row for each name. Others are one norm.
+def check_one_model(argument: str, function: str, state: Any) -> None:
+    """Raises for norms [members, tensors], which would be read as [tensors, units].
 
-    `shape` is that of the block, or of one of its norms. A norm that is alone has a row
-    if it has a name and is one number: that can be told from either shape.
+    `function` is what reads the state of one model.
     """
-    single = names != ("",) and all(size == 1 for size in shape)
-    return single or len(names) > 1
+    shape = jnp.shape(state.step)
+    if shape:
+        raise ValueError(
+            f"{argument} must be of one model, but its counter of steps has the shape "
+            f"{shape}, as under jax.vmap or jax.pmap. Map over them, "
+            f"jax.vmap(optaxclip.{function})(opt_state), or take one, "
+            "jax.tree.map(lambda x: x[0], opt_state)."
+        )
+
+
+def are_rows(names: tuple[str, ...], shape: tuple[int, ...]) -> bool:
+    """Whether norms of this shape are rows of their block. One that is alone is a row
+    if it is a number with a name, and otherwise the whole block.
+    """
+    return len(names) > 1 or (names != ("",) and not shape)
+
+
+def has_rows(names: tuple[str, ...], shape: tuple[int, ...]) -> bool:
+    """Whether a block of this shape has a row for each name. Others are one norm."""
+    # An array of one number, alone in its block, reads as a number too.
+    return are_rows(names, () if shape == (1,) else shape)
 
 
 def _entries_of_layers(name: str, entry: Entry) -> list[tuple[str, Entry]]:

@@ -13,7 +13,7 @@ from .._clippers._by_value import ClipByValueState
 from .._clippers._record_spikes import SpikeState
 from .._clippers._spam import SpamState
 from .._core._shares import ClippedElements
-from .._core._state import ClipState
+from .._core._state import ClipState, check_one_model
 from .._norms._leaves import unboxed
 from .._wrappers._skipping import SkipState
 
@@ -55,7 +55,7 @@ def reported_states(opt_state: Any) -> list[Found]:
     seen: dict[tuple[str, str], int] = {}
     reported = []
     for path, state in _walk(tree, ()):
-        _check_alone(state)
+        check_one_model("metrics: opt_state", "metrics", state)
         prefix = PREFIXES[type(state)]
         title = _title(path, prefix, pure)
         # "clip/a" and "clip/b" are counted separately: neither becomes "clip_2".
@@ -162,18 +162,6 @@ def _as_tuple(x: Any) -> Any:
         return x
     # As numbers: "10" comes after "9".
     return tuple(x[key] for key in sorted(x, key=int))
-
-
-def _check_alone(state: Any) -> None:
-    """Raises for norms [members, tensors], which would be read as [tensors, units]."""
-    shape = jnp.shape(state.step)
-    if shape:
-        raise ValueError(
-            "metrics: opt_state must be of one model, but its counter of steps has the "
-            f"shape {shape}, as under jax.vmap or jax.pmap. Map over them, "
-            "jax.vmap(optaxclip.metrics)(opt_state), or take one, "
-            "jax.tree.map(lambda x: x[0], opt_state)."
-        )
 
 
 def _raise_none_found(opt_state: Any) -> None:

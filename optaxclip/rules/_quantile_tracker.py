@@ -53,8 +53,9 @@ class QuantileTracker(Rule):
     ) -> tuple[jax.Array, jax.Array]:
         quantile, rate = at_step(step, norm, self.quantile, self.rate)
         within = (norm <= limit).astype(norm.dtype)
-        # within - quantile is 1 - quantile or -quantile: a step down or up.
-        moved = limit * jnp.exp(-rate * (within - quantile))
-        # At 0 or inf it would stay for good.
+        # At 0 or inf it would stay for good, or become NaN.
         info = jnp.finfo(norm.dtype)
+        held = jnp.clip(limit, info.tiny, info.max)
+        # within - quantile is 1 - quantile or -quantile: a step down or up.
+        moved = held * jnp.exp(-rate * (within - quantile))
         return limit, jnp.clip(moved, info.tiny, info.max)

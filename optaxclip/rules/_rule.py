@@ -5,7 +5,6 @@ A subclass of `Rule` lists its parameters as fields, each with its default and r
     class Growth(Rule):
         rate: Number = number(default=1.01)
 
-        def init(self, norm): ...
         def update(self, norm, memory, step): ...   # -> limit, memory
 
 Numbers are leaves of the pytree, so a changed number compiles nothing anew.
@@ -273,7 +272,9 @@ def check_field(call: str, name: str, spec: Any, value: Any) -> Any:
 
 
 def call_name(cls: type) -> str:
-    """The name by which users know a rule: `ema_ratio` for `EmaRatio`."""
+    """The name by which users know a rule: their own, or `ema_ratio` for `EmaRatio`."""
+    if not cls.__module__.startswith("optaxclip."):
+        return cls.__name__
     # An underscore before each capital letter but the first.
     return re.sub(r"(?<!^)(?=[A-Z])", "_", cls.__name__).lower()
 

@@ -158,8 +158,7 @@ def test_a_gradient_of_0_is_not_counted_as_clipped():
     ("clipper", "grads", "shape", "layers"),
     [
         (optaxclip.clip_by_tensor_norm(1.0), [3.0], (), ["w"]),
-        (optaxclip.clip_by_tensor_norm(1.0, stacked=1), [3.0], (1,), ["w/0"]),
-        (optaxclip.clip_by_unitwise_norm(1.0, axis=()), [3.0], (1,), ["w/0"]),
+        (optaxclip.clip_by_tensor_norm(1.0, stacked=1), [[3.0]], (1, 1), ["w/0"]),
         (optaxclip.clip_by_unitwise_norm(1.0), [[3.0], [4.0]], (1, 1), ["w/0"]),
         (
             optaxclip.clip_by_unitwise_norm(1.0),
@@ -194,3 +193,34 @@ def test_zeros_stay_where_a_shrink_has_no_number_for_them(shrink):
     grad = optaxclip.clipped_grad(lambda w, x: jnp.sum(w * x), 1.0, shrink=shrink)
     result = grad(jnp.ones(2), jnp.array([[0.0, 0.0], [3.0, 4.0]]))
     assert jnp.isfinite(result.grads).all() and result.nonfinite == 0
+
+
+@pytest.mark.parametrize(
+    ("shrink", "limit"),
+    [
+        (lambda norm, limit: jnp.minimum(norm * (limit / norm), norm), 1.0),
+        (lambda norm, limit: jnp.sqrt(norm * limit), 1.0),
+        (lambda norm, limit: limit * jnp.tanh(norm / limit), 0.0),
+    ],
+)
+def test_derivatives_at_0_by_any_shrink_are_finite(shrink, limit):
+    tree = {"a": jnp.zeros(2), "b": jnp.array([3.0, 4.0])}
+    clipper = optaxclip.clip_by_tensor_norm(limit, shrink=shrink)
+    state, ones = clipper.init(tree), jax.tree.map(jnp.ones_like, tree)
+    _, back = jax.vjp(lambda x: clipper.update(x, state)[0], tree)
+    _, moved = jax.jvp(lambda x: clipper.update(x, state)[0], (tree,), (ones,))
+    # A product of 1 and the derivative, from both sides.
+    for name, leaf in back(ones)[0].items():
+        assert jnp.isfinite(leaf).all()
+        np.testing.assert_allclose(leaf.sum(), moved[name].sum(), rtol=1e-5, atol=1e-6)
+
+
+def test_by_name_refuses_the_state_of_several_models():
+    clipper = optaxclip.clip_by_tensor_norm(1.0)
+    grads = {"actor": jnp.ones((3, 2)), "critic": jnp.ones((3, 4))}
+    states = jax.vmap(clipper.init)(grads)
+    text = r"by_name: the state must be of one model, .* has the shape \(3,\)"
+    with pytest.raises(ValueError, match=text):
+        states.by_name()
+    mapped = jax.vmap(optaxclip.ClipState.by_name)(states)
+    assert mapped["critic"].norm.shape == (3,)

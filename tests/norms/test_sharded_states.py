@@ -2,6 +2,7 @@
 
 from functools import partial
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -199,3 +200,22 @@ def test_a_norm_differs_only_along_the_axes_that_split_its_units():
     )(tree)
     for leaf in norms.values():
         np.testing.assert_array_equal(leaf, np.full_like(leaf, 2.0))
+
+
+@pytest.mark.parametrize("layers", [8, 16])
+@pytest.mark.parametrize("leaves", [("kernel", "bias"), ("kernel",)])
+def test_a_device_may_hold_a_single_layer_of_a_stack(leaves, layers):
+    shapes = {"kernel": (layers, 3, 2), "bias": (layers, 3)}
+    random = np.random.default_rng(0)
+    grads = {x: jnp.asarray(random.normal(size=shapes[x]), jnp.float32) for x in leaves}
+    mesh, spec = jax.sharding.Mesh(np.array(jax.devices()), ("pipe",)), P("pipe")
+    clipper = optaxclip.clip_by_tensor_norm(0.5, stacked=1, mesh_axes=spec)
+    whole = optaxclip.clip_by_tensor_norm(0.5, stacked=1)
+    expected, of_whole = whole.update(grads, whole.init(grads))
+    state = clipper.init(grads)
+    specs = jax.tree.map(lambda x: spec if x.ndim else P(), state)
+    split = jax.shard_map(
+        clipper.update, mesh=mesh, in_specs=(spec, specs), out_specs=(spec, specs)
+    )
+    clipped, found = jax.jit(split)(grads, state)
+    chex.assert_trees_all_close((clipped, found), (expected, of_whole), rtol=1e-6)
