@@ -149,8 +149,10 @@ def test_a_gradient_of_0_is_not_counted_as_clipped():
         optaxclip.clip_by_global_norm(1.0, shrink=normalize),
         optaxclip.clip_by_global_norm(1.0, shrink=normalize, eps=1e-6),
         optaxclip.clip_by_global_norm(0.0, eps=1e-6),
+        # A shrink of the user's, which gives it a length, where no eps is added.
+        optaxclip.adaptive_grad_clip(1.0, shrink=lambda norm, limit: limit),
     ):
-        _, state = clipper.update(grads, clipper.init(grads))
+        _, state = clipper.update(grads, clipper.init(grads), jnp.ones(2))
         assert (state.factor, state.clipped) == (1, 0)
 
 
