@@ -60,6 +60,16 @@ def test_a_decay_that_becomes_1_keeps_the_average():
     np.testing.assert_allclose(limits(rule), [1, 3, 3, 3, 3, 3], rtol=1e-6)
 
 
+def test_a_decay_that_becomes_1_keeps_moments_from_any_norm():
+    def decay(step):
+        return jnp.where(step < 2, 0.5, 1.0)
+
+    rule = rules.moments_ratio(decay, decay, eps=0.0)
+    # The mean and the mean square of 1 and 4, with the weights 1/3 and 2/3.
+    wanted = [1, 3 / np.sqrt(11), 3 / np.sqrt(11), 3 / np.sqrt(11)]
+    np.testing.assert_allclose(limits(rule, [1.0, 4.0, 1e15, 1e-3]), wanted, rtol=1e-6)
+
+
 def test_a_decay_below_1_forgets_what_one_of_1_saw():
     rule = rules.ema(lambda step: jnp.where(step < 3, 1.0, 0.5))
     # The weights of the first three are those of a decay of 1, which is none.

@@ -240,6 +240,12 @@ def test_integer_and_none_leaves_pass():
     np.testing.assert_allclose(steps["w"], [-2.0], 1e-6)
 
 
+def test_weights_and_updates_may_be_numbers_of_python():
+    constrained = constrain(optaxclip.clip_by_value(1.0))
+    step, _ = constrained.update(0.5, constrained.init(0.75), 0.75)
+    assert step == 0.25
+
+
 @pytest.mark.slow
 @every_dtype
 def test_it_works_under_strict_dtype_promotion(dtype):
