@@ -83,6 +83,11 @@ def in_a_branch(p, x):
     return lax.cond(x[0] > 0, branch, branch, p, x)[0]
 
 
+def made_again_in_a_branch(p, x):
+    again = jax.checkpoint(layer)
+    return jnp.sum(lax.cond(x[0] > 0, again, lambda p, x: layer(p, -x), p, x))
+
+
 def settled(p, x):
     """Of `while_loop` there is no backward pass."""
 
@@ -122,6 +127,7 @@ LOSSES = {
     "carried late as a whole": (whole_scan, PARAMS),
     "round": (rounded, PARAMS),
     "cond": (in_a_branch, PARAMS),
+    "checkpoint of a branch": (made_again_in_a_branch, PARAMS),
     "while": (settled, PARAMS),
     "data of a branch": (looked_up_outside, PARAMS),
     "keys of a sort": (sorted_beside, PARAMS),
