@@ -47,6 +47,19 @@ def test_norms_hold_over_the_range_of_float32(name, size):
     np.testing.assert_allclose(result.norms, norms, rtol=16 * EPS)
 
 
+def test_a_stack_of_products_has_the_norm_of_all():
+    def loss(w, x, c):
+        return jnp.sum(jnp.einsum("sr,src->sc", x, w) * c)
+
+    x, c = normal(0, 4, 3, 6), normal(1, 4, 3, 8)
+    w = np.zeros((3, 6, 8), np.float32)
+    assert way(loss, w, x, c) == "product"
+    grads = np.einsum("bsr,bsc->bsrc", np.float64(x), np.float64(c))
+    norms = np.linalg.norm(grads.reshape(4, -1), axis=1)
+    result = by_ghost(loss, None, w, x, c)
+    np.testing.assert_allclose(result.norms, norms, rtol=16 * EPS)
+
+
 @pytest.mark.parametrize("name", POSITIONS)
 def test_a_zero_gradient_has_norm_0(name):
     x = np.zeros((4, POSITIONS[name], 6), np.float32)
@@ -54,6 +67,17 @@ def test_a_zero_gradient_has_norm_0(name):
     result = by_ghost(linear, 1.0, np.zeros((6, 8), np.float32), x, c)
     np.testing.assert_array_equal(result.norms, np.zeros(4))
     np.testing.assert_array_equal(result.grads, np.zeros((6, 8)))
+
+
+def test_positions_that_nearly_cancel_have_a_short_gradient():
+    x, c = normal(0, 4, 1, 6), normal(1, 4, 1, 8)
+    batch = np.concatenate([x, -0.875 * x], axis=1), np.concatenate([c, c], axis=1)
+    w = np.zeros((6, 8), np.float32)
+    assert way(linear, w, *batch) == "gram"
+    norms = np.linalg.norm(x, axis=(1, 2)) * np.linalg.norm(c, axis=(1, 2)) / 8
+    # The sum of squares is 15^2 times smaller than its terms, of at most 8 eps each.
+    result = by_ghost(linear, None, w, *batch)
+    np.testing.assert_allclose(result.norms, norms, rtol=15**2 * 4 * EPS)
 
 
 def test_a_zero_gradient_of_a_tied_table_has_norm_0():
