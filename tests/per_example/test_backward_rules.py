@@ -8,7 +8,7 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from optaxclip import clip_cotangent
-from optaxclip.per_example import clipped_grad
+from optaxclip.per_example import clipped_grad, explain_clipped_grad
 from tests.sharded import mesh_of
 
 LIMIT = 0.5
@@ -125,6 +125,23 @@ def test_only_gradients_behind_the_rule_are_made_for_the_sum():
     grad = clipped_grad(loss, LIMIT, method="ghost")
     text = str(jax.make_jaxpr(lambda p, x: grad(p, x).grads)(params, XS))
     assert "f32[7,4,3]" in text and "f32[7,4,5]" not in text
+
+
+def test_beside_a_rule_in_each_turn_norms_come_from_factors():
+    def loss(p, x):
+        def turn(total, row):
+            w, v, x = row
+            behind, beside = jnp.sin(x @ clipped(w)), jnp.sin(x @ v)
+            return total + jnp.sum(behind) + jnp.sum(beside), None
+
+        return lax.scan(turn, 0.0, (p["w"], p["v"], x))[0]
+
+    params = {"w": np.ones((2, 4, 3), np.float32), "v": np.ones((2, 4, 5), np.float32)}
+    explain = explain_clipped_grad(loss, method="ghost")
+    ways = {
+        leaf.name: leaf.way for leaf in explain(params, XS[:6].reshape(3, 2, 4)).leaves
+    }
+    assert ways == {"w": "gradient", "v": "product"}
 
 
 def test_examples_stay_apart_on_each_device():

@@ -125,6 +125,17 @@ def test_a_broken_example_leaves_the_others_alone(name, bad, place):
     assert result.nonfinite == 1
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_factors_of_16_bits_are_measured_in_32(dtype):
+    x, c = (jnp.asarray(normal(seed, 4, 3, 8), dtype) for seed in (0, 1))
+    w = jnp.zeros((8, 8), dtype)
+    assert way(linear, w, x, c) == "gram"
+    grads = np.einsum("btr,btc->brc", np.float64(x), np.float64(c))
+    norms = np.linalg.norm(grads.reshape(4, -1), axis=1)
+    result = by_ghost(linear, None, w, x, c)
+    np.testing.assert_allclose(result.norms, norms, rtol=16 * EPS)
+
+
 @pytest.mark.slow
 def test_a_bfloat16_loss_of_float32_weights():
     """Within the rounding of bfloat16 of gradients of examples made in it."""

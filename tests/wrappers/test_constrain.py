@@ -268,6 +268,20 @@ def test_a_broken_step_that_is_cleared_leaves_the_weights():
     np.testing.assert_array_equal(steps["b"], [-0.5])
 
 
+def test_a_limit_of_0_holds_weights_at_0():
+    params = jnp.array([3.0, 4.0])
+    have = stepped(optaxclip.clip_by_global_norm(0.0), params, jnp.ones(2))
+    np.testing.assert_array_equal(have, [0.0, 0.0])
+
+
+def test_weights_of_8_bits_use_the_whole_range_of_their_dtype():
+    # 448 is the largest float8_e4m3fn. That of an IEEE format of its bits is 240.
+    weights = jnp.array([448.0, -448.0, 2.0**-9], jnp.float8_e4m3fn)
+    updates = jnp.array([-32.0, 0.0, 0.0], jnp.float8_e4m3fn)
+    have = stepped(optaxclip.clip_by_value(320.0), weights, updates)
+    np.testing.assert_array_equal(np.float32(have), [320.0, -320.0, 2.0**-9])
+
+
 def test_a_broken_step_is_nan_as_in_any_clipper():
     params = {"a": jnp.array([0.3, 0.4]), "b": jnp.array([0.5])}
     broken = {"a": jnp.array([jnp.nan, 0.0]), "b": jnp.array([0.1])}
