@@ -18,8 +18,10 @@ WRAPPERS = {
 
 @pytest.mark.parametrize("argument", WRAPPERS)
 def test_a_rule_is_no_optimizer(argument):
+    noun = "a clipper" if argument.endswith("clipper") else "an optimizer"
     for rule in (rules.growth(), rules.growth):
-        with pytest.raises(TypeError, match=f"^{argument} must be .*, got a rule: "):
+        match = f"^{argument} must be {noun} with init and update, got a rule: "
+        with pytest.raises(TypeError, match=match):
             WRAPPERS[argument](rule)
 
 
