@@ -135,6 +135,19 @@ def test_none_turns_agc_off():
     np.testing.assert_array_equal(state.limit, np.full((1, 2), np.inf))
 
 
+class Forgetful(Rule):
+    """A rule of a user's that remembers nothing, and does not say so with ()."""
+
+    def update(self, norm, memory, step):
+        return 1.5, None
+
+
+def test_what_a_rule_without_a_memory_returns_as_one_is_not_kept():
+    found, memory = limits(Forgetful(), jnp.ones(2))
+    np.testing.assert_array_equal(found, [1.5, 1.5])
+    assert memory == ()
+
+
 class WithoutMemory(Rule):
     """A rule of a user's that forgot to return its memory."""
 
