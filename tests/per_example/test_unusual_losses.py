@@ -53,6 +53,13 @@ def rule_in_each_turn(w, x):
     return jnp.sum(lax.scan(body, x, jnp.arange(4.0))[0] ** 2)
 
 
+def rule_in_a_call_of_each_turn(w, x):
+    def body(h, scale):
+        return jnp.tanh(jax.jit(rounded)(2 * w) @ h + scale * x), None
+
+    return jnp.sum(lax.scan(body, x, jnp.arange(4.0))[0] ** 2)
+
+
 def rule_in_inner_turns(w, x):
     def body(h, part):
         return rule_in_each_turn(part, h), None
@@ -91,6 +98,7 @@ LOSSES = [
     decay_by_time,
     map_over_numbers,
     rule_in_each_turn,
+    rule_in_a_call_of_each_turn,
     rule_in_inner_turns,
     loop_behind_frozen_parameters,
     call_behind_frozen_parameters,
