@@ -45,6 +45,8 @@ def _check_logits(attention: Attention, value: Any) -> Any:
         raise ValueError(
             f"qk_clip: max_logits of the attention {attention.name!r} must have the "
             f"shape {wanted}, or a multiple of its last number where several queries "
-            f"share a key, got {shape}: take the maximum over batch and positions."
+            f"share a key, got {shape}: take the maximum over batch and positions. "
+            "Where an axis of the weights counts layers, name it too: "
+            "Heads((layer axis, head axis))."
         )
     return value

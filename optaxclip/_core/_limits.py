@@ -13,7 +13,10 @@ from .._norms._types import typed_as
 from ..rules._memory import keep_where
 from ..rules._rule import Rule, call_name
 
-BEGIN_ANEW = "Begin with a new one: state = optimizer.init(params)."
+BEGIN_ANEW = (
+    "Begin with a new one: state = optimizer.init(params). To keep the rest of the old "
+    "state, such as moments of Adam, replace only this part of it."
+)
 
 
 @partial(jax.jit, static_argnames=("argument", "signed"))

@@ -27,8 +27,8 @@ class ClippedGrad(NamedTuple):
     """The gradient, and what was seen of each example.
 
     Attributes:
-      grads: like the parameters, in their dtypes: the mean, or the sum, of the clipped
-        gradients.
+      grads: like the parameters: the mean of the clipped gradients in the dtypes of the
+        parameters, or their sum in float32 or wider.
       norms: norms before clipping, a tree like `max_norm`, one array if that is one
         number. 0 where masked, NaN or inf where broken.
       factors: what each example's gradient was multiplied by, a tree like `norms`. 0
@@ -98,7 +98,8 @@ def clipped_grad(
         activations of the batch, or one gradient. `explain_clipped_grad` shows the
         choice.
       mean: whether to divide by the number of examples that are not masked. False gives
-        the sum.
+        the sum, in float32 or wider: rounded to bfloat16, one example could change it
+        by more than the limit.
 
     Returns:
       A function of the arguments of `loss`, by position, with batches for examples,
@@ -169,9 +170,10 @@ def clipped_grad(
         if mean:
             # Broken examples too. A batch that is all masked gives 0 / 1.
             divisor = jnp.maximum(jnp.sum(present, dtype=jnp.int32), 1)
-        weights, divided = seen.weights, partial(_divided_as, divisor)
+            total = jax.tree.map(partial(_divided_as, divisor), params, total)
+        weights = seen.weights
         return ClippedGrad(
-            grads=jax.tree.map(divided, params, total),
+            grads=total,
             # [batch, groups] -> for each limit [batch].
             norms=limits.treedef.unflatten(weights.norms.T),
             factors=limits.treedef.unflatten(weights.factors.T),
@@ -185,11 +187,9 @@ def clipped_grad(
 
 
 def _divided_as(
-    divisor: jax.Array | None, leaf: jax.Array, total: jax.Array
+    divisor: jax.Array, leaf: jax.Array, total: jax.Array
 ) -> jax.Array:
-    """The total by the divisor, if there is one, in the dtype of a leaf."""
-    if divisor is None:
-        return total.astype(leaf.dtype)
+    """The total by the divisor, in the dtype of a leaf."""
     if jnp.iscomplexobj(total):
         parts = jnp.real(total), jnp.imag(total)
         real, imag = (

@@ -276,7 +276,7 @@ def _exporting(plan: Plan, loops: tuple[int, ...] = ()) -> Plan:
     """The plan, with outputs made of parameters taken for data."""
     exports = {}
     for place, origin in enumerate(plan.outs):
-        if origin.leaves and not origin.is_data:
+        if origin.leaves:
             aval = plan.jaxpr.outvars[place].aval
             exports[place] = taken_as_data(origin, aval, loops)
     return plan._replace(exports=exports)

@@ -176,8 +176,8 @@ class Rule:
 
     A norm that is NaN, inf or 0 leaves the memory as it was. A zero is not remembered
     because an absent gradient says nothing about the usual norm, and because a limit
-    that is a multiple of past norms could never leave 0. The limit has no derivative by
-    the updates.
+    that is a multiple of past norms could never leave 0. `step` counts these steps too,
+    so count in the memory what was remembered. The limit has no derivative by updates.
 
     Example:
       >>> class Median(optaxclip.rules.Rule):
@@ -188,7 +188,7 @@ class Rule:
       ...
       ...     def update(self, norm, last, step):
       ...         limit = self.factor * jnp.median(last, axis=-1)
-      ...         limit = jnp.where(step < 3, jnp.inf, limit)
+      ...         limit = jnp.where(last[..., 0] == 0, jnp.inf, limit)
       ...         return limit, jnp.append(last[..., 1:], norm[..., None], axis=-1)
       >>> norms = jnp.array([1.0, 2.0, 3.0, 9.0, 1.0])
       >>> print(optaxclip.replay.run(Median(), norms).limits)

@@ -70,11 +70,9 @@ def test_a_rule_of_your_own_answers_by_its_name():
     class HalfTheLast(rules.Rule):
         """Takes no number."""
 
-    with pytest.raises(
-        TypeError, match=r"^half_the_last: there is no .* It takes none"
-    ):
+    with pytest.raises(TypeError, match=r"^HalfTheLast: there is no .* It takes none"):
         HalfTheLast(rate=1.0)
-    with pytest.raises(TypeError, match=r"^half_the_last: 1 .* but it takes none"):
+    with pytest.raises(TypeError, match=r"^HalfTheLast: 1 .* but it takes none"):
         HalfTheLast(1.0)
 
 

@@ -47,10 +47,8 @@ def test_bfloat16_gradients_are_measured_and_summed_in_float32(method):
     result = jax.jit(clipped_grad(loss, None, mean=False, microbatch=1, method=method))(
         np.zeros(1000, ml_dtypes.bfloat16), xs
     )
-    assert result.grads.dtype == jnp.bfloat16
-    np.testing.assert_array_equal(
-        np.asarray(result.grads, np.float32), np.float32(jnp.bfloat16(300))
-    )
+    assert result.grads.dtype == jnp.float32
+    np.testing.assert_array_equal(result.grads, 300)
     np.testing.assert_allclose(result.norms, np.sqrt(1000), rtol=4 * EPS)
 
 
@@ -119,3 +117,14 @@ def test_an_example_changes_the_sum_by_its_clipped_gradient(loss):
     tolerance = 2 * count * count * EPS / 2
     expected = whole.norms[7] * whole.factors[7]
     np.testing.assert_allclose(change, expected, atol=tolerance)
+
+
+@pytest.mark.parametrize("method", ["ghost", "one_pass"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_a_sum_over_16_bit_parameters_moves_within_the_limit(dtype, method):
+    params, batch = jnp.zeros(64, dtype), jnp.ones((999, 64)) / 8
+    grad = jax.jit(clipped_grad(inner, 1.0, mean=False, method=method))
+    # Each gradient has norm 1. In bfloat16 the sum has steps of 2 at 300.
+    sums = [grad(params, batch, mask=jnp.arange(999) < n).grads for n in (998, 999)]
+    change = np.linalg.norm(np.subtract(*map(np.float64, sums)))
+    np.testing.assert_allclose(change, 1.0, rtol=1e-4)
