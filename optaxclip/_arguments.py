@@ -103,17 +103,22 @@ def check_shrunk(call: str, value: Any, norm: jax.Array) -> None:
 
 def check_schedule(argument: str, function: Callable[..., Any]) -> None:
     """Refuses a function that cannot be called with a step alone."""
+    check_takes(
+        f"{argument}: a schedule must take the step alone", function, 1
+    )
+
+
+def check_takes(must: str, function: Callable[..., Any], count: int) -> None:
+    """Refuses a function that cannot be called with so many arguments."""
     try:
         signature = inspect.signature(function)
     except (TypeError, ValueError):  # one of C has none
         return
     try:
-        signature.bind(0)
+        signature.bind(*range(count))
     except TypeError:
         name = getattr(function, "__name__", repr(function))
-        raise TypeError(
-            f"{argument}: a schedule must take the step alone, got {name}{signature}."
-        ) from None
+        raise TypeError(f"{must}, got {name}{signature}.") from None
 
 
 def check_scalar(argument: str, value: Any) -> None:

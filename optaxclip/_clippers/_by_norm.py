@@ -278,6 +278,11 @@ def clip_by_group_norm(
     # the error names max_norm.
     if isinstance(max_norm, dict):
         check_labels(f"{call}: max_norm must have labels", max_norm)
+    if isinstance(max_norm, (list, tuple)):
+        raise TypeError(
+            f"{call}: max_norm must be one limit, or a dict from label to limit, got "
+            f"{max_norm!r}."
+        )
     # float32[labels]: the norms in the order of the sorted labels.
     numbers = {"labels": labels, "mesh_axes": mesh_axes}
     measure = GroupNorm(**check_measure(call, ord, **numbers))

@@ -153,9 +153,14 @@ def metrics(
                 report["/".join(part for part in parts if part)] = value
     # Without `only` nothing may be right: a clipper of an empty tree has no norm.
     if only is not None and not report:
+        every, known = frozenset(NAMES), dict[str, None]()
+        for _, _, state in reported_states(opt_state):
+            rows = _rows(state, every, summary, layers, floats)
+            known |= dict.fromkeys(name for name, _, _ in rows)
         raise ValueError(
-            f"metrics: only={only!r} must name a number that this state has. Those of "
-            "all norms together come with summary=True."
+            f"metrics: only={only!r} must name a number that this state has, which are "
+            f"{', '.join(known) or 'none'}. Those of all norms together come with "
+            "summary=True."
         )
     return _as_floats(report) if floats else report
 

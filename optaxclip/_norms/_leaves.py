@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from .._arguments import is_function
+from .._arguments import check_takes, is_function
 from . import _prefix as prefix
 from ._mesh_axes import whole_shapes
 from ._prefix import ByPath
@@ -190,8 +190,10 @@ def static_numbers(name: str, numbers: Any, call: str) -> Any:
 
     Raises:
       TypeError: a number is an array, as `optax.inject_hyperparams` makes one of every
-        number.
+        number, or a function takes other arguments than path and leaf.
     """
+    if is_function(numbers):
+        check_takes(f"{call}: {name} must take path and leaf", numbers, 2)
     if numbers is None or is_function(numbers):
         return numbers
     # A tuple of axes is one value. In `columns` it is a part of the tree.

@@ -96,8 +96,15 @@ def rule_of(limit: Any, argument: str) -> Rule:
     # `clip_by_global_norm(rules.growth)`, without parentheses.
     if isinstance(limit, type) and issubclass(limit, Rule):
         return _with_defaults(limit, argument)
-    # minimum, maximum and warm_up would pass for schedules.
-    if str(getattr(limit, "__module__", "")).startswith(f"{__package__}."):
+    # A shrink would pass for a schedule.
+    module = str(getattr(limit, "__module__", ""))
+    if module == "optaxclip.shrinks" and callable(limit):
+        raise TypeError(
+            f"{argument} must be a limit, got the shrink {limit.__name__}: give it as "
+            "shrink=, beside a limit."
+        )
+    # So would minimum, maximum and warm_up.
+    if module.startswith(f"{__package__}."):
         name = limit.__name__
         raise TypeError(
             f"{argument} must be a rule, got the function {name}: call it, as in "
