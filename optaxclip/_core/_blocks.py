@@ -19,7 +19,7 @@ from .._norms._types import typed_as
 from ..rules._constant import Constant
 from ..rules._joined import Joined
 from ..rules._rule import Rule, is_rule
-from ._limits import BEGIN_ANEW
+from ._limits import BEGIN_ANEW, check_memory
 from ._state import ClipState, Entry, Names, are_rows, unpack
 
 
@@ -232,6 +232,9 @@ def _first_entry(
     skip = int(place.row is not None and not rows)
     shape = (len(numbers), *shape) if rows else shape
     before = typed_as(jnp.zeros(shape, kind.dtype), kind, skip)
+    # A rule may return the very array that it is given.
+    memory = jax.tree.map(jnp.asarray, rule.init(before))
+    check_memory(rule, memory, shape)
     entry = Entry(
         norm=jnp.zeros(shape, kind.dtype),
         # No limit before the first step.
@@ -240,8 +243,7 @@ def _first_entry(
         clipped=jnp.zeros(shape, jnp.int32),
         clipped_recently=jnp.zeros(shape, jnp.float32),
         nonfinite=jnp.zeros(shape, jnp.int32),
-        # A rule may return the very array that it is given.
-        memory=jax.tree.map(jnp.asarray, rule.init(before)),
+        memory=memory,
     )
     return typed_as(entry, kind, skip)
 

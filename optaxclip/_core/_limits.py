@@ -89,6 +89,16 @@ def checked_memory(
     return memory
 
 
+def check_memory(rule: Rule, memory: Any, shape: tuple[int, ...]) -> None:
+    """Raises for a first memory that does not have a place for each norm."""
+    for leaf in jax.tree.leaves(memory):
+        if leaf.shape[: len(shape)] != shape:
+            raise ValueError(
+                f"{call_name(type(rule))}: init must return arrays whose first axes "
+                f"are those of the norm, {shape}, got the shape {leaf.shape}."
+            )
+
+
 def _checked_answer(rule: Rule, answer: Any, memory: Any) -> tuple[Any, Any]:
     """(limit, memory), as a rule of the user's may not return them."""
     if not isinstance(answer, (tuple, list)) or len(answer) != 2:

@@ -69,6 +69,23 @@ def test_errors_name_a_class_of_the_user_as_it_is():
         EMA(kk=3.0)
 
 
+class Window(rules.Rule):
+    """A memory of two norms, in which several tensors would share a place."""
+
+    def init(self, norm):
+        return jnp.zeros(2)
+
+    def update(self, norm, memory, step):
+        return memory.sum(), jnp.append(memory[1:], norm)
+
+
+def test_a_memory_without_the_axes_of_the_norm_is_refused():
+    grads = {"w": jnp.ones(1), "b": jnp.ones(1), "c": jnp.ones(1)}
+    text = r"^Window: init must return arrays whose first axes .* \(3,\), got .* \(2,\)"
+    with pytest.raises(ValueError, match=text):
+        optaxclip.clip_by_tensor_norm(Window()).init(grads)
+
+
 def test_a_tracker_leaves_0_and_inf_at_any_rate():
     for start in (0.0, np.inf):
         rule = rules.quantile_tracker(0.5, 1000.0, start=start)
