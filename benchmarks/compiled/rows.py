@@ -39,17 +39,20 @@ CASES: dict[str, list[tuple[str, list[str], list[str]]]] = {
     "h100": [
         ("GPT-2 small", ["float32"], EVERY),
         ("GPT-2 small", ["bfloat16"], MAIN),
+        ("Llama 3 8B, 1 layer", ["float32"], MAIN),
         ("actor and critic", ["float32"], SMALL),
     ],
     "h100:8": [("GPT-2, 4 layers", ["float32", "bfloat16"], MAIN)],
     "v5e": [
         ("GPT-2 small", ["float32"], EVERY),
         ("GPT-2 small", ["bfloat16"], MAIN),
+        ("Llama 3 8B, 1 layer", ["float32"], MAIN),
         ("GPT-2, 2 layers", ["float32"], [SPECTRAL]),
     ],
     "v5e:4x4": [
         ("GPT-2 small", ["float32"], EVERY),
         ("GPT-2 small", ["bfloat16"], MAIN),
+        ("Llama 3 8B, 1 layer", ["float32"], MAIN),
     ],
 }
 QUICK = [("toy", ["float32"], SMALL)]

@@ -75,6 +75,23 @@ def gpt2(layers: int, width: int = 768, words: int = 50304) -> Shapes:
     return [(words, width), (1024, width), *block * layers, (width,), (width,)]
 
 
+def llama(layers: int) -> Shapes:
+    """The shapes of Llama 3 8B without its last matrix, attention as in flax."""
+    width, heads, keys, size, inner = 4096, 32, 8, 128, 14336
+    block: Shapes = [
+        (width, heads, size),
+        (width, keys, size),
+        (width, keys, size),
+        (heads, size, width),
+        (width, inner),
+        (width, inner),
+        (inner, width),
+        (width,),
+        (width,),
+    ]
+    return [(128256, width), *block * layers, (width,)]
+
+
 def actor_critic() -> Shapes:
     """An actor and a critic as in PPO: 12 small tensors."""
     return [shape for outputs in (6, 1) for shape in _perceptron(64, 256, 256, outputs)]
@@ -91,6 +108,7 @@ MODELS: dict[str, Callable[[], Shapes]] = {
     "GPT-2 small": lambda: gpt2(12),
     "GPT-2, 4 layers": lambda: gpt2(4),
     "GPT-2, 2 layers": lambda: gpt2(2),
+    "Llama 3 8B, 1 layer": lambda: llama(1),
     "actor and critic": actor_critic,
     "toy": lambda: [(128, 128), (128,), (128, 128), (128,)],
 }
