@@ -100,8 +100,8 @@ def rule_of(limit: Any, argument: str) -> Rule:
     module = str(getattr(limit, "__module__", ""))
     if module == "optaxclip.shrinks" and callable(limit):
         raise TypeError(
-            f"{argument} must be a limit, got the shrink {limit.__name__}: give it as "
-            "shrink=, beside a limit."
+            f"{argument} must be a limit, got a shrink: give it as shrink=, beside a "
+            "limit."
         )
     # So would minimum, maximum and warm_up.
     if module.startswith(f"{__package__}."):

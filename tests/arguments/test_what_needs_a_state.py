@@ -27,9 +27,13 @@ def test_a_clip_without_a_state_takes_only_numbers(limit):
         torch_style.clip_grad_norm(TREE, limit)
 
 
-@pytest.mark.parametrize(
-    "function", [optax.linear_schedule, shrinks.smooth(), lambda: 1.0]
-)
+def test_a_shrink_is_no_limit():
+    text = "clip_by_global_norm: max_norm must be a limit, got a shrink"
+    for shrink in (shrinks.hard, shrinks.smooth(), shrinks.auto_s()):
+        refused(TypeError, text, lambda x=shrink: optaxclip.clip_by_global_norm(x))
+
+
+@pytest.mark.parametrize("function", [optax.linear_schedule, lambda: 1.0])
 def test_a_schedule_takes_the_step_alone(function):
     text = ": a schedule must take the step alone, got "
     refused(
