@@ -263,8 +263,8 @@ def with_hash(function: Callable[..., Any]) -> Callable[..., Any]:
     try:
         hash(function)
     except TypeError:
-        # Such as a dataclass that can be called. A bound method has the hash of its
-        # place in memory. JAX would compare what the object holds now.
+        # Such as a dataclass that can be called. JAX would compare what it holds now.
+        # Its bound method has a hash, and equals that of the same object only.
         return function.__call__
     return function
 

@@ -19,7 +19,7 @@ from .._norms._types import typed_as
 from ..rules._constant import Constant
 from ..rules._joined import Joined
 from ..rules._rule import Rule, is_rule
-from ._limits import BEGIN_ANEW, check_memory
+from ._limits import BEGIN_ANEW, check_first_memory
 from ._state import ClipState, Entry, Names, are_rows, unpack
 
 
@@ -234,7 +234,7 @@ def _first_entry(
     before = typed_as(jnp.zeros(shape, kind.dtype), kind, skip)
     # A rule may return the very array that it is given.
     memory = jax.tree.map(jnp.asarray, rule.init(before))
-    check_memory(rule, memory, shape)
+    check_first_memory(rule, memory, shape)
     entry = Entry(
         norm=jnp.zeros(shape, kind.dtype),
         # No limit before the first step.

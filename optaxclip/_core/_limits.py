@@ -89,7 +89,9 @@ def checked_memory(
     return memory
 
 
-def check_memory(rule: Rule, memory: Any, shape: tuple[int, ...]) -> None:
+def check_first_memory(
+    rule: Rule, memory: Any, shape: tuple[int, ...]
+) -> None:
     """Raises for a first memory that does not have a place for each norm."""
     for leaf in jax.tree.leaves(memory):
         if leaf.shape[: len(shape)] != shape:

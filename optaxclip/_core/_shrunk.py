@@ -1,11 +1,11 @@
-"""The third step of an update: from norms and limits to new norms."""
+"""The last step of an update: from norms and limits to new norms."""
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 from .._arguments import check_shrunk
-from ..shrinks import Shrink, hard
+from ..shrinks import Shrink, is_ours
 
 
 def shrunk_by(
@@ -25,11 +25,12 @@ def shrunk_by(
     # A limit of inf clips nothing, and the derivative of a shrink there may be NaN.
     finite = jnp.where(limit == jnp.inf, 1.0, limit)
     new = shrink(long, finite)
-    if shrink is hard:
+    if is_ours(shrink):
         return new
+    # One of the user's.
     check_shrunk(call, new, norm)
     value = lax.stop_gradient(new)
-    # One of the user's, such as norm * (limit / norm), may be NaN or inf at 0.
+    # Such as norm * (limit / norm), it may be NaN or inf at 0.
     value = jnp.where((norm == 0) & ~jnp.isfinite(value), long, value)
     # There, and where all becomes 0, its derivative may be NaN too, and is not asked.
     fixed = (norm == 0) | ((limit == 0) & (value == 0))

@@ -40,7 +40,8 @@ LARGE = 2.0**20
 # and 4.62 GB with 32, which XLA adds up in kernels of their own.
 PARTS = 8
 ROWS = 2048
-# And of more rows than these, since each part writes its sums.
+# Fewer rows than these are one part. Others have parts of as many or more, since each
+# writes its sums, or two halves of fewer than twice as many.
 LEAST = 32
 # Numbers in a row of a large leaf, at most. Of a longer one XLA on an H100 writes more
 # than a hundred partial sums.

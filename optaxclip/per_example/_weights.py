@@ -7,8 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from .._arguments import check_limit, check_shrunk, held_in
+from .._arguments import check_limit, held_in
 from .._core._factors import factor_between, stretch
+from .._core._shrunk import shrunk_by
 from .._norms import _prefix as prefix
 from .._norms._collectives import Split
 from .._norms._groups import Group
@@ -166,12 +167,9 @@ def _shrunk(
     # A traced limit may be negative, and then counts as 0.
     limit = jnp.broadcast_to(jnp.maximum(limit, 0), norms.shape)
     limit = split_as(limit, jax.typeof(norms))
+    short = shrunk_by(shrink, norms, norms, limit, call)
     # Without a limit the shrink is not used: normalize would make the norm inf.
-    short = shrink(norms, limit)
-    check_shrunk(call, short, norms)
-    # A shrink of the user's, such as norm * (limit / norm), may be NaN or inf at 0.
-    kept = (limit == jnp.inf) | ((norms == 0) & ~jnp.isfinite(short))
-    return jnp.where(kept, norms, short)
+    return jnp.where(limit == jnp.inf, norms, short)
 
 
 def sum_of_leaf(

@@ -19,6 +19,7 @@ from .._arguments import (
     is_function,
     number_for_jit,
 )
+from ..shrinks import is_ours
 from ._rule import Number, Rule, Schedule, call_name, is_rule, unchecked
 
 # What a norm can be held against. None is no limit.
@@ -97,14 +98,13 @@ def rule_of(limit: Any, argument: str) -> Rule:
     if isinstance(limit, type) and issubclass(limit, Rule):
         return _with_defaults(limit, argument)
     # A shrink would pass for a schedule.
-    module = str(getattr(limit, "__module__", ""))
-    if module == "optaxclip.shrinks" and callable(limit):
+    if is_ours(limit):
         raise TypeError(
             f"{argument} must be a limit, got a shrink: give it as shrink=, beside a "
             "limit."
         )
     # So would minimum, maximum and warm_up.
-    if module.startswith(f"{__package__}."):
+    if str(getattr(limit, "__module__", "")).startswith(f"{__package__}."):
         name = limit.__name__
         raise TypeError(
             f"{argument} must be a rule, got the function {name}: call it, as in "

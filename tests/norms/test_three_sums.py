@@ -165,6 +165,20 @@ def test_leaves_of_several_devices_are_summed(monkeypatch, dims, way):
     assert found.shape == expected.shape
 
 
+def test_squares_of_large_leaves_on_a_mesh_are_not_stacked(monkeypatch):
+    monkeypatch.setattr(_three_sums, "STACKED", 87)
+    random = np.random.default_rng(5)
+    # Shapes of no other test, since JAX keeps what it traced.
+    for shape, stacks in (((8, 11), 0), ((4, 13), 1)):
+        leaf = random.standard_normal(shape).astype(np.float32)
+        leaf *= np.geomspace(1e-30, 1e30, len(leaf), dtype=np.float32)[:, None]
+        sums = jax.jit(lambda x: WAYS["tpu"][0](x, (1,)))
+        text = sums.lower(over_devices(leaf)).as_text()
+        assert text.count("stablehlo.concatenate") == stacks
+        found = norms_by("tpu", over_devices(leaf), (1,))
+        np.testing.assert_allclose(found, norms_in_float64(leaf, (1,)), 1e-6)
+
+
 @every_way
 @pytest.mark.parametrize("shape", [(64, 24), (512, 512)])
 def test_a_leaf_that_only_the_compiler_splits_is_summed(shape, way):
