@@ -29,10 +29,9 @@ def shrunk_by(
         return new
     # One of the user's.
     check_shrunk(call, new, norm)
-    value = lax.stop_gradient(new)
-    # Such as norm * (limit / norm), it may be NaN or inf at 0.
-    value = jnp.where((norm == 0) & ~jnp.isfinite(value), long, value)
-    # There, and where all becomes 0, its derivative may be NaN too, and is not asked.
-    fixed = (norm == 0) | ((limit == 0) & (value == 0))
+    # At 0, and where all becomes 0, its derivative may be NaN, and is not asked for.
+    fixed = (norm == 0) | ((limit == 0) & (new == 0))
     moved = shrink(*(jnp.where(fixed, 1.0, x) for x in (long, finite)))
+    # At 0 it may be NaN or inf itself, such as norm * (limit / norm).
+    value = lax.stop_gradient(jnp.where(jnp.isfinite(new), new, long))
     return jnp.where(fixed, value, moved)

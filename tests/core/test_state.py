@@ -217,6 +217,21 @@ def test_derivatives_at_0_by_any_shrink_are_finite(shrink, limit):
         np.testing.assert_allclose(leaf.sum(), moved[name].sum(), rtol=1e-5, atol=1e-6)
 
 
+def test_a_shrink_that_is_broken_above_0_breaks_the_updates():
+    grads = jnp.array([3.0, 4.0])
+    clipper = optaxclip.clip_by_global_norm(1.0, shrink=lambda n, c: jnp.sqrt(c - n))
+    updates, state = clipper.update(grads, clipper.init(grads))
+    assert jnp.isnan(updates).all() and jnp.isnan(state.factor)
+
+
+def test_a_shrink_that_takes_no_limit_has_its_derivative_at_limit_0():
+    grads = jnp.array([3.0, 4.0])
+    clipper = optaxclip.clip_by_global_norm(0.0, shrink=lambda n, c: n / 2)
+    state = clipper.init(grads)
+    slope = jax.jacobian(lambda x: clipper.update(x, state)[0])(grads)
+    np.testing.assert_allclose(slope, np.eye(2) / 2, atol=1e-6)
+
+
 def test_by_name_refuses_the_state_of_several_models():
     clipper = optaxclip.clip_by_tensor_norm(1.0)
     grads = {"actor": jnp.ones((3, 2)), "critic": jnp.ones((3, 4))}
