@@ -12,9 +12,10 @@ from jax.core import Tracer
 from jax.typing import ArrayLike
 
 from .._arguments import check_limit, number_for_jit
+from .._core._factors import cast_like
 from .._core._inputs import params_of
 from .._core._kernel import make_clipper
-from .._norms._leaves import cast_like, clipped_leaves, put_back
+from .._norms._leaves import clipped_leaves, put_back
 from .._norms._measures import TensorNorm, check_measure
 from .._norms._mesh_axes import MeshAxes
 from .._norms._stacked import Stacked

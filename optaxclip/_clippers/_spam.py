@@ -27,10 +27,11 @@ import optax
 from jax.typing import ArrayLike
 
 from .._arguments import check_length, check_number, number_for_jit
+from .._core._factors import cast_like
 from .._core._inputs import check_kept, values_of
 from .._core._shares import ClippedElements, count_clipped, no_elements_clipped
 from .._exported import exported
-from .._norms._leaves import cast_like, clipped_leaves, put_back
+from .._norms._leaves import clipped_leaves, put_back
 from .._norms._modulus import (
     modulus_dtype,
     norm_dtype,

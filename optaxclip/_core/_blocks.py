@@ -14,13 +14,13 @@ import jax.numpy as jnp
 
 from .._arguments import check_shape, held_in
 from .._norms import _prefix as prefix
-from .._norms._in_blocks import Norms, Place, entry_at
+from .._norms._in_blocks import Norms, Place, are_rows, entry_at
 from .._norms._types import typed_as
 from ..rules._constant import Constant
 from ..rules._joined import Joined
 from ..rules._rule import Rule, is_rule
 from ._limits import BEGIN_ANEW, check_first_memory
-from ._state import ClipState, Entry, Names, are_rows, unpack
+from ._state import ClipState, Entry, Names, unpack
 
 
 class Source(NamedTuple):

@@ -17,7 +17,7 @@ import numpy as np
 from jax import lax
 
 from .._norms._in_blocks import Norms, Place, alike, in_blocks, norms_of_tree
-from .._norms._leaves import cast_like, clipped_leaves, put_back
+from .._norms._leaves import clipped_leaves, put_back
 from .._norms._modulus import as_float
 from .._norms._platform import per_platform
 from .._other_names import with_our_names
@@ -243,6 +243,22 @@ def _times_twice(x: jax.Array, root: jax.Array) -> jax.Array:
     # bfloat16 * float32 is float32, and is rounded once at the end.
     wide = np.promote_types(x.dtype, root.dtype)
     return cast_like(x.astype(wide) * root.astype(wide) * root.astype(wide), x)
+
+
+def cast_like(x: jax.Array, leaf: Any) -> jax.Array:
+    """An array in the dtype of a leaf, weakly typed where the leaf is."""
+    leaf = jnp.asarray(leaf)
+    x = x.astype(leaf.dtype)
+    if not leaf.weak_type:
+        return x
+
+    # The only public way to a weakly typed array is to fill one with a scalar.
+    def fill(number: jax.Array) -> jax.Array:
+        return lax.full_like(leaf, number, shape=())
+
+    for _ in range(x.ndim):
+        fill = jax.vmap(fill)
+    return fill(x)
 
 
 def zero_where_zero(tree: Any, norms: Norms, roots: list[jax.Array]) -> Any:

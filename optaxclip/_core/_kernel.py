@@ -12,6 +12,7 @@ reads them. Without jit the whole update is one compiled call.
 """
 
 from functools import partial
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import jax
@@ -108,8 +109,8 @@ def make_clipper(
         nonfinite,
         no_limit,
         structure,
-        with_params=any(rule.needs_params for rule in each_rule),
-        with_total=any(rule.needs_total for rule in each_rule),
+        with_params=any(map(attrgetter("needs_params"), each_rule)),
+        with_total=any(map(attrgetter("needs_total"), each_rule)),
     )
     init = partial(_first_state, settings, rules, each_rule)
 
@@ -180,9 +181,9 @@ def _update(
             blocks=_given("grad_norm", given[0], norms, settings)
         )
     # 2. Limit. From here on numbers are in the blocks of the state.
+    rules = settings.rules.unflatten(numbers)
     fit = arrangement(norms, state, settings.call)
     blocks = fit.arrange(norms)
-    rules = settings.rules.unflatten(numbers)
     of_norm = rules_of_norms(rules, norms, settings.argument, state.names)
     weights: list[Any] = [None] * len(blocks)
     if settings.with_params:

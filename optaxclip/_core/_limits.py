@@ -72,6 +72,9 @@ def checked_memory(
     Raises for the memory of another rule. The length of a window is not compared: under
     jit it is a traced number.
     """
+    # A rule without an `init` of its own, such as a constant limit, remembers nothing.
+    if type(rule).init is Rule.init and not jax.tree.leaves(memory):
+        return ()
     known = jax.tree.map(
         lambda x: 1 if isinstance(x, Tracer) and not x.ndim else x, rule
     )

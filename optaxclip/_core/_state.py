@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from .._norms import _prefix as prefix
+from .._norms._in_blocks import are_rows
 from ._placeholder import Form, OpenForm
 
 Names = tuple[tuple[str, ...], ...]  # of the norms in each block
@@ -95,6 +96,8 @@ _IN_JAX = (
     *("step", "clipped", "clipped_recently", "nonfinite", "memory"),
     *("norm", "limit", "factor"),
 )
+_KEYS = [jax.tree_util.GetAttrKey(name) for name in _IN_JAX]
+_fields = operator.attrgetter(*_IN_JAX)
 
 
 def _flatten(state: ClipState) -> tuple[list[Any], Form]:
@@ -102,8 +105,7 @@ def _flatten(state: ClipState) -> tuple[list[Any], Form]:
     names = state.names
     if not isinstance(names, OpenForm):
         names = Form(names, jax.tree.structure(state.memory))
-    keys = [jax.tree_util.GetAttrKey(name) for name in _IN_JAX]
-    return [(key, getattr(state, key.name)) for key in keys], names
+    return list(zip(_KEYS, _fields(state))), names
 
 
 def _unflatten(form: Form, fields: Any) -> ClipState:
@@ -155,13 +157,6 @@ def check_one_model(argument: str, function: str, state: Any) -> None:
             f"jax.vmap(optaxclip.{function})(opt_state), or take one, "
             "jax.tree.map(lambda x: x[0], opt_state)."
         )
-
-
-def are_rows(names: tuple[str, ...], shape: tuple[int, ...]) -> bool:
-    """Whether norms of this shape are rows of their block. One that is alone is a row
-    if it is a number with a name, and otherwise the whole block.
-    """
-    return len(names) > 1 or (names != ("",) and not shape)
 
 
 def has_rows(names: tuple[str, ...], shape: tuple[int, ...]) -> bool:

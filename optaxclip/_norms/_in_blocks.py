@@ -97,6 +97,13 @@ jax.tree_util.register_pytree_node(
 )
 
 
+def are_rows(names: tuple[str, ...], shape: tuple[int, ...]) -> bool:
+    """Whether norms of this shape are rows of their block. One that is alone is a row
+    if it is a number with a name, and otherwise the whole block.
+    """
+    return len(names) > 1 or (names != ("",) and not shape)
+
+
 def norms_of_tree(norms: Any, tree: Any) -> Norms:
     """The blocks of a tree of norms, which is a tree prefix of the updates."""
     # None as a norm leaves its part of the tree alone. As a leaf it keeps its place.

@@ -9,7 +9,6 @@ from typing import Any, TypeAlias
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 
 from .._arguments import check_takes, is_function
 from . import _prefix as prefix
@@ -50,6 +49,9 @@ def check_leaves(tree: Any, begin: str) -> None:
 
 def put_back(changed: Any, tree: Any) -> Any:
     """Puts clipped leaves back into the tree that they came from."""
+    # Nothing to put back, as of a tree of floats.
+    if jax.tree.structure(changed) == jax.tree.structure(tree):
+        return changed
     old, treedef = jax.tree.flatten(tree, is_leaf=prefix.is_none)
     new = jax.tree.leaves(changed, is_leaf=prefix.is_none)
     # None is a leaf that did not count. It comes back as it was.
@@ -66,22 +68,6 @@ def unboxed(tree: Any) -> Any:
         tree,
         is_leaf=_is_box,
     )
-
-
-def cast_like(x: jax.Array, leaf: Any) -> jax.Array:
-    """An array in the dtype of a leaf, weakly typed where the leaf is."""
-    leaf = jnp.asarray(leaf)
-    x = x.astype(leaf.dtype)
-    if not leaf.weak_type:
-        return x
-
-    # The only public way to a weakly typed array is to fill one with a scalar.
-    def fill(number: jax.Array) -> jax.Array:
-        return lax.full_like(leaf, number, shape=())
-
-    for _ in range(x.ndim):
-        fill = jax.vmap(fill)
-    return fill(x)
 
 
 def unit_axes(

@@ -21,9 +21,10 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from .._core._factors import cast_like
 from .._core._inputs import check_imaginary, check_kept
 from .._exported import exported
-from .._norms._leaves import cast_like, clipped_leaves, put_back
+from .._norms._leaves import clipped_leaves, put_back
 from .._norms._modulus import wide_dtype
 from .._norms._prefix import is_none
 from .._norms._types import typed_as, types_of

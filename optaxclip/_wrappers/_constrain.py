@@ -16,9 +16,10 @@ import jax.numpy as jnp
 import optax
 from jax import lax
 
+from .._core._factors import cast_like
 from .._core._inputs import check_imaginary, params_of
 from .._core._state import ClipState
-from .._norms._leaves import cast_like, clipped_leaves, put_back
+from .._norms._leaves import clipped_leaves, put_back
 from .._norms._modulus import wide_dtype
 from .._norms._types import varying
 from .._optimizers import check_params, check_transformation

@@ -97,21 +97,26 @@ def rule_of(limit: Any, argument: str) -> Rule:
     # `clip_by_global_norm(rules.growth)`, without parentheses.
     if isinstance(limit, type) and issubclass(limit, Rule):
         return _with_defaults(limit, argument)
-    # A shrink would pass for a schedule.
-    if is_ours(limit):
+    if callable(limit):
+        _check_no_other(argument, limit)
+    # Its own check would be the same one again, under another name.
+    return unchecked(Constant, [("limit", checked_limit(argument, limit))])
+
+
+def _check_no_other(argument: str, function: Any) -> None:
+    """Raises for functions of ours that would pass for schedules."""
+    if is_ours(function):
         raise TypeError(
             f"{argument} must be a limit, got a shrink: give it as shrink=, beside a "
             "limit."
         )
-    # So would minimum, maximum and warm_up.
-    if str(getattr(limit, "__module__", "")).startswith(f"{__package__}."):
-        name = limit.__name__
+    # minimum, maximum and warm_up.
+    if str(getattr(function, "__module__", "")).startswith(f"{__package__}."):
+        name = function.__name__
         raise TypeError(
             f"{argument} must be a rule, got the function {name}: call it, as in "
             f"optaxclip.rules.{name}(...)."
         )
-    # Its own check would be the same one again, under another name.
-    return unchecked(Constant, [("limit", checked_limit(argument, limit))])
 
 
 def _with_defaults(kind: type[Rule], argument: str) -> Rule:

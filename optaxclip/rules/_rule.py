@@ -205,9 +205,8 @@ class Rule:
         keys = [jax.tree_util.GetAttrKey(name) for name in data]
 
         def flatten(rule: Any) -> Any:
-            leaves = (getattr(rule, name) for name in data)
-            static = tuple(getattr(rule, name) for name in meta)
-            return list(zip(keys, leaves)), static
+            values = vars(rule).get
+            return list(zip(keys, map(values, data))), tuple(map(values, meta))
 
         def unflatten(static: Any, leaves: Any) -> Any:
             # JAX also builds trees of things that are no numbers.
