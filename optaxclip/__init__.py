@@ -66,7 +66,7 @@ from ._core._state import ClipState
 from ._metrics._metrics import metrics
 from ._norms._mesh_axes import check_replicated
 from ._norms._norms import global_norm, group_norm, tensor_norm, unitwise_norm
-from ._other_names import name_what_is_meant
+from ._other_names import show_public_names
 from ._wrappers._carry import carry_clipped
 from ._wrappers._constrain import constrain
 from ._wrappers._reset_momentum import reset_momentum
@@ -130,10 +130,5 @@ __all__ = [
 ]
 
 
-# Completion in an editor or a notebook offers the public names alone.
-def __dir__() -> list[str]:
-    return sorted(__all__)
-
-
 # optaxclip.clip_grad_norm_ -> an AttributeError that names clip_grads.
-name_what_is_meant(__name__)
+show_public_names(__name__)

@@ -206,8 +206,9 @@ class Signature:
         raise TypeError(f"{self.call}: {name} is missing: call {example}.")
 
 
-def name_what_is_meant(module: str) -> None:
-    """Gives a module a `__getattr__`: an AttributeError that names what is meant.
+def show_public_names(module: str) -> None:
+    """Gives a module a `__dir__` of its public names, which editors offer, and a
+    `__getattr__`: an AttributeError that names what is meant.
 
     A module that defined one itself would have every name for type checkers.
     """
@@ -221,6 +222,7 @@ def name_what_is_meant(module: str) -> None:
         raise AttributeError(text, name=name, obj=there)
 
     vars(there)["__getattr__"] = __getattr__
+    vars(there)["__dir__"] = lambda: sorted(there.__all__)
 
 
 def _hint(name: str, module: ModuleType) -> str:

@@ -8,8 +8,9 @@
     psac(r)     c n / (n + r / (n + r))          likewise, another bend
 
 A shrink is a function (norm, limit) -> new norm of two arrays of one shape. It goes
-into `clip_by`, any norm clipper or `clipped_grad` as `shrink=`. A factory may be given
-with or without parentheses: `shrink=smooth` is `shrink=smooth()`.
+as `shrink=` into `clip_by`, the clippers by global, tensor, unit and group norm, RMS
+and spectral norm, AGC, and `clipped_grad`. A factory may be given with or without
+parentheses: `shrink=smooth` is `shrink=smooth()`.
 """
 
 from __future__ import annotations
@@ -24,14 +25,14 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike
 
 from ._arguments import check_number, with_hash
-from ._other_names import name_what_is_meant, with_our_names
+from ._other_names import show_public_names, with_our_names
 
 Shrink = Callable[[jax.Array, jax.Array], jax.Array]
 
 __all__ = ["auto_s", "drop", "hard", "normalize", "psac", "smooth"]
 
 # shrinks.norm -> an AttributeError that lists what there is.
-name_what_is_meant(__name__)
+show_public_names(__name__)
 
 
 @with_our_names
@@ -88,7 +89,7 @@ def smooth(power: float = 1.0) -> Shrink:
         SPECTRA, inf is `hard`. At least 1, known when the clipper is built.
 
     Raises:
-      ValueError: a power below 1.
+      ValueError: a power below 1 or NaN. TypeError: one that is no number.
 
     Example:
       >>> print(optaxclip.shrinks.smooth()(jnp.array([1.0, 3.0]), jnp.array(3.0)))
@@ -114,7 +115,7 @@ def auto_s(gamma: float = 0.01) -> Shrink:
         shrink is built. 0 gives `normalize`.
 
     Raises:
-      ValueError: a negative gamma.
+      ValueError: a gamma that is negative or NaN. TypeError: one that is no number.
 
     Example:
       >>> norms = jnp.array([0.0, 0.01, 0.99])
@@ -140,7 +141,7 @@ def psac(r: float = 0.1) -> Shrink:
         built. The paper tunes it. inf gives `auto_s(1)`.
 
     Raises:
-      ValueError: an r that is 0 or negative.
+      ValueError: an r that is 0, negative or NaN. TypeError: one that is no number.
 
     Example:
       >>> print(optaxclip.shrinks.psac(0.5)(jnp.array([0.0, 0.5]), jnp.array(1.0)))

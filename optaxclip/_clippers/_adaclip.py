@@ -53,7 +53,8 @@ def adaclip(
       numbers.
 
     Raises:
-      ValueError: a decay out of its range. TypeError: one that is no number.
+      ValueError: a decay out of its range, an unknown `nonfinite`, or an axis in
+        `stacked` that a leaf does not have. TypeError: a decay that is no number.
 
     Example:
       >>> clipper = optaxclip.adaclip(0.5)

@@ -72,9 +72,10 @@ def adaptive_grad_clip(
       A transformation whose state is a `ClipState`, read by `metrics`.
 
     Raises:
-      ValueError: `update` without params, a negative or NaN number, an axis that a leaf
-        does not have, or `axis` beside `per_tensor`.
-      TypeError: something that is not a number.
+      ValueError: a negative or NaN number, an order that is not above 0, an unknown
+        `nonfinite`, or `axis` beside `per_tensor`. From init or update: an axis that a
+        leaf does not have, a rank above 5 without `axis`, or no params.
+      TypeError: something that is not a number, or a shrink that is not a function.
 
     Example:
       >>> params, grads = jnp.array([[3.0], [4.0]]), jnp.array([[0.6], [0.8]])

@@ -57,10 +57,11 @@ def clip_by_tensor_rms(
       A transformation whose state is a `ClipState`, read by `metrics`.
 
     Raises:
-      ValueError: a negative or NaN limit or eps, an unknown `nonfinite`, a leaf without
-        a limit, an axis in `stacked` that a leaf does not have, or leaves of one stack
-        with different numbers of layers.
-      TypeError: a limit that is not a number.
+      ValueError: a negative or NaN limit or eps, an unknown `nonfinite`. From init and
+        update: a leaf without a limit, an axis in `stacked` that a leaf does not have,
+        leaves of one stack with different numbers of layers, or a mesh axis that is not
+        bound.
+      TypeError: a limit that is not a number, or a shrink that is not a function.
 
     Example:
       >>> grads = jnp.array([3.0, 4.0, 0.0, 0.0])
@@ -115,10 +116,11 @@ def clip_by_average_norm(
       A transformation whose state is a `ClipState`, read by `metrics`.
 
     Raises:
-      ValueError: a negative or NaN limit or eps, an unknown `nonfinite`, a leaf without
-        a limit, an axis in `stacked` that a leaf does not have, or leaves of one stack
-        with different numbers of layers.
-      TypeError: a limit that is not a number.
+      ValueError: a negative or NaN limit or eps, an unknown `nonfinite`. From init and
+        update: a leaf without a limit, an axis in `stacked` that a leaf does not have,
+        leaves of one stack with different numbers of layers, or a mesh axis that is not
+        bound.
+      TypeError: a limit that is not a number, or a shrink that is not a function.
 
     Example:
       >>> grads = jnp.array([3.0, 4.0, 0.0, 0.0])

@@ -46,8 +46,8 @@ def clip_by_global_norm(
     """Clips the norm of all updates together: g * min(1, max_norm / |g|).
 
     Args:
-      max_norm: a number at least 0, an array, a schedule, None to only measure, or a
-        rule of `optaxclip.rules`. 0 makes zeros.
+      max_norm: a number at least 0, a schedule, None to only measure, or a rule of
+        `optaxclip.rules`. 0 makes zeros.
       ord: the order of the norm: a number above 0, `math.inf`, "rms" or "average".
         None means 2.
       shrink: what a norm over its limit becomes, of `optaxclip.shrinks`. None is
@@ -68,8 +68,8 @@ def clip_by_global_norm(
 
     Raises:
       ValueError: a negative or NaN limit or eps, an order that is not above 0, an
-        unknown `nonfinite`.
-      TypeError: a limit that is not a number.
+        unknown `nonfinite`. From update: a mesh axis that is not bound.
+      TypeError: a limit that is not a number, or a shrink that is not a function.
 
     Example:
       >>> grads = [jnp.array([3.0, 4.0]), jnp.array([1.0, 2.0])]
@@ -132,9 +132,10 @@ def clip_by_tensor_norm(
 
     Raises:
       ValueError: a negative or NaN limit or eps, an order that is not above 0, an
-        unknown `nonfinite`, a leaf without a limit, an axis in `stacked` that a leaf
-        does not have, or leaves of one stack with different numbers of layers.
-      TypeError: a limit that is not a number.
+        unknown `nonfinite`. From init or update: a leaf without a limit, an axis in
+        `stacked` that a leaf does not have, leaves of one stack with different numbers
+        of layers, or a mesh axis that is not bound.
+      TypeError: a limit that is not a number, or a shrink that is not a function.
 
     Example:
       >>> grads = {"w": jnp.array([3.0, 4.0]), "b": jnp.array([0.5])}
@@ -201,9 +202,10 @@ def clip_by_unitwise_norm(
 
     Raises:
       ValueError: a negative or NaN limit or eps, an order that is not above 0, an
-        unknown `nonfinite`, a leaf without a limit, or an axis that a leaf does not
-        have.
-      TypeError: a limit that is not a number.
+        unknown `nonfinite`. From init or update: a leaf without a limit, an axis that
+        a leaf does not have, a rank above 5 without `axis`, or a mesh axis that is not
+        bound.
+      TypeError: a limit that is not a number, or a shrink that is not a function.
 
     Example:
       >>> grads = jnp.array([[3.0, 0.1], [4.0, 0.0]])
@@ -262,8 +264,9 @@ def clip_by_group_norm(
 
     Raises:
       ValueError: a negative or NaN limit or eps, an order that is not above 0, an
-        unknown `nonfinite`, a leaf without a label, or a label without a limit.
-      TypeError: a limit that is not a number.
+        unknown `nonfinite`. From init or update: a leaf without a label, a label
+        without a limit, or a mesh axis that is not bound.
+      TypeError: a limit that is not a number, or a shrink that is not a function.
 
     Example:
       >>> grads = {"w": jnp.array([3.0, 4.0]), "b": jnp.array([0.5])}

@@ -53,7 +53,8 @@ def clip_by(
 
     Raises:
       ValueError: a negative or NaN limit or eps, or an unknown `nonfinite`.
-      TypeError: a limit that is not a number, or a norm that is not a function.
+      TypeError: a limit that is not a number, or a norm or shrink that is not a
+        function.
 
     Example:
       >>> smooth = optaxclip.shrinks.smooth()

@@ -73,7 +73,8 @@ def clippy(
       |u_i| / (relative * |p_i| + absolute) of a tensor, and the limit is 1.
 
     Raises:
-      ValueError: a negative or NaN bound, or `update` without params.
+      ValueError: a negative or NaN bound, an unknown `nonfinite`, or `update` without
+        params.
       TypeError: a bound that is not a number.
 
     Example:

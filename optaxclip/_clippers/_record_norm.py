@@ -40,9 +40,10 @@ def record_norm(
       >>> print(state.norm)
       5.0
     """
-    check_norm("record_norm", norm)
+    call = "record_norm"
+    check_norm(call, norm)
     # With None nothing is multiplied, not even by 1. To XLA that would be another
     # array, which the next clipper of the chain would read again.
     return make_clipper(
-        OwnNorm(with_hash(norm)), None, call="record_norm", name="norm"
+        OwnNorm(with_hash(norm), call), None, call=call, name="norm"
     )

@@ -81,8 +81,8 @@ def spam(
         or a schedule.
       decay: of the average, in [0, 1]. A number or a schedule.
       warmup: how many updates from each reset on are not clipped, since v has seen too
-        little by then. At the start, the number of the first update that is clipped.
-        Where v is 0, nothing is clipped either. At least 0.
+        little by then. At the start it is one fewer. Where v is 0, nothing is clipped
+        either. At least 0.
       every: the average starts anew before each update whose number is a multiple of
         this, as in `reset_momentum`. None for never. A whole number, at least 1.
 

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from .._arguments import check_shape
 from .._norms._in_blocks import Norms, Place, alike, in_blocks, norms_of_tree
 from .._norms._leaves import clipped_leaves, put_back
 from .._norms._modulus import as_float
@@ -42,6 +43,10 @@ def rescale(updates: Any, norms: Any, new_norms: Any) -> Any:
       are equal, bit for bit the input. Where the new one is NaN, all NaN. The result is
       never longer than the new norm but for the rounding to the leaf's dtype.
 
+    Raises:
+      ValueError: norms that are no tree prefix of the updates, or new norms that have
+        another structure or do not broadcast to the norms.
+
     Example:
       >>> print(optaxclip.rescale(jnp.array([3.0, 4.0]), 5.0, 1.0))
       [0.6 0.8]
@@ -49,8 +54,18 @@ def rescale(updates: Any, norms: Any, new_norms: Any) -> Any:
     # Integers and empty leaves are not measured, and come back as they were.
     tree = clipped_leaves(updates)
     norms, new_norms = jax.tree.map(as_float, (norms, new_norms))
-    before = norms_of_tree(norms, tree)
-    new = in_blocks(jax.tree.leaves(new_norms), before.places)
+    before = norms_of_tree(norms, tree, "rescale: norms")
+    wanted, found = map(jax.tree.structure, (norms, new_norms))
+    if wanted != found:
+        raise ValueError(
+            f"rescale: new_norms must have the structure of norms, {wanted}, got "
+            f"{found}."
+        )
+    each = []
+    for norm, one in zip(*map(jax.tree.leaves, (norms, new_norms))):
+        check_shape(one.shape, norm.shape, "rescale: new_norms")
+        each.append(jnp.broadcast_to(one, norm.shape))
+    new = in_blocks(each, before.places)
     pairs = zip(before.blocks, new)
     roots = [factor_between(*each).root for each in pairs]
     return put_back(multiply(tree, before, roots), updates)

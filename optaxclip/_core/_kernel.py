@@ -278,12 +278,11 @@ def _given(
 ) -> list[jax.Array]:
     """Norms or limits of the user's, in blocks, once they are seen to fit."""
     # In the structure in which the norm functions return norms.
-    shapes = norms.shapes()
-    same = jax.tree.structure(tree) == norms.treedef
-    if not same or jax.tree.map(jnp.shape, tree) != shapes:
+    wanted, found = norms.shapes(), jax.tree.map(jnp.shape, tree)
+    if jax.tree.structure(tree) != norms.treedef or found != wanted:
         raise ValueError(
             f"{settings.call}: {argument} must have the structure and shapes of the "
-            f"norms that it measures, {shapes}, got {tree}."
+            f"norms that it measures, {wanted}, got {found}."
         )
     blocks = in_blocks(jax.tree.leaves(tree), norms.places)
     pairs = zip(blocks, norms.blocks)

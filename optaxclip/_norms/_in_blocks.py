@@ -104,14 +104,25 @@ def are_rows(names: tuple[str, ...], shape: tuple[int, ...]) -> bool:
     return len(names) > 1 or (names != ("",) and not shape)
 
 
-def norms_of_tree(norms: Any, tree: Any) -> Norms:
-    """The blocks of a tree of norms, which is a tree prefix of the updates."""
+def norms_of_tree(norms: Any, tree: Any, argument: str = "norms") -> Norms:
+    """The blocks of a tree of norms.
+
+    Raises:
+      ValueError: norms that are no tree prefix of the updates.
+    """
     # None as a norm leaves its part of the tree alone. As a leaf it keeps its place.
     treedef = jax.tree.structure(norms, is_leaf=prefix.is_none)
     of_leaf: list[int | None] = []
     number = 0
     flat = jax.tree.leaves(norms, is_leaf=prefix.is_none)
-    for norm, part in zip(flat, treedef.flatten_up_to(tree)):
+    try:
+        parts = treedef.flatten_up_to(tree)
+    except (TypeError, ValueError):
+        raise ValueError(
+            f"{argument} must be a tree prefix of the updates, "
+            f"{jax.tree.structure(tree)}, got {treedef}."
+        ) from None
+    for norm, part in zip(flat, parts):
         own = None if norm is None else number
         of_leaf += [own] * len(jax.tree.leaves(part))
         number += norm is not None

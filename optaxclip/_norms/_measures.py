@@ -129,12 +129,14 @@ class OwnNorm(NamedTuple):
     """A norm function of the user's: from a tree to a tree prefix of norms."""
 
     norm: Callable[[Any], Any]
+    call: str = "clip_by"
 
     def __call__(self, tree: Any) -> Norms:
         with stacked_again(True):
             norms = self.norm(tree)
         # Such as a Python number, or an integer, whose dtype holds no limit of 1.5.
-        return norms_of_tree(jax.tree.map(as_float, norms), tree)
+        norms = jax.tree.map(as_float, norms)
+        return norms_of_tree(norms, tree, f"{self.call}: what norm returns")
 
 
 # Jitted, so that the first update finds what `init` has traced. Inlined, since a call

@@ -146,7 +146,8 @@ def unitwise_norm(
       vector that is taken whole).
 
     Raises:
-      ValueError: a leaf does not have that axis, or a rank above 5 without `axis`.
+      ValueError: an order that is not above 0, an axis that a leaf does not have, a
+        rank above 5 without `axis`, or a mesh axis that is not bound.
 
     Example:
       >>> print(optaxclip.unitwise_norm(jnp.array([[3.0, 1.0], [4.0, 0.0]])))
@@ -180,7 +181,8 @@ def group_norm(
       A dict from label to scalar.
 
     Raises:
-      ValueError: an order that is not above 0, or a leaf without a label.
+      ValueError: an order that is not above 0, a leaf without a label, or a mesh axis
+        that is not bound.
 
     Example:
       >>> grads = {"w": jnp.array([3.0, 4.0]), "b": jnp.array([1.0, 0.0])}

@@ -12,6 +12,8 @@ import jax.numpy as jnp
 
 from .._arguments import check_scalar, number_for_jit
 from .._core._limits import limit_of
+from .._norms._leaves import clipped_leaves
+from .._norms._measures import GlobalNorm
 from .._norms._mesh_axes import MeshAxes
 from .._norms._norms import global_norm
 from ..rules._rule import Rule
@@ -47,7 +49,8 @@ def norm_of(
     """The norm that was measured elsewhere, or else that of the updates."""
     if grad_norm is not None:
         return given(f"{call}: grad_norm", grad_norm)
-    return global_norm(updates, mesh_axes=mesh_axes)
+    measure = GlobalNorm(call, mesh_axes=mesh_axes)
+    return measure(clipped_leaves(updates, call)).blocks[0]
 
 
 def given(argument: str, number: Any) -> Any:

@@ -18,6 +18,9 @@ transformations, which need no second pass over the gradients and keep the norm 
 `metrics`. `optaxclip.clip_grads` clips one tree of gradients once.
 """
 
-from . import keras as keras
-from . import tensorflow_style as tensorflow_style
-from . import torch_style as torch_style
+from .._other_names import show_public_names
+from . import keras, tensorflow_style, torch_style
+
+__all__ = ["keras", "tensorflow_style", "torch_style"]
+
+show_public_names(__name__)

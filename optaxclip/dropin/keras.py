@@ -50,11 +50,11 @@ from .._arguments import check_number, check_scalar
 from .._clippers._by_value import value_clipper
 from .._core._kernel import make_clipper
 from .._norms._measures import GlobalNorm, TensorNorm, check_measure
-from .._other_names import name_what_is_meant, with_our_names
+from .._other_names import show_public_names, with_our_names
 
 __all__ = ["clip_gradients"]
 
-name_what_is_meant(__name__)
+show_public_names(__name__)
 
 
 @with_our_names

@@ -74,7 +74,7 @@ from .._norms._measures import (
     check_measure,
 )
 from .._optimizers import check_transformation
-from .._other_names import name_what_is_meant, with_our_names
+from .._other_names import show_public_names, with_our_names
 from ._tensorflow_axes import checked_axes
 
 __all__ = [
@@ -86,7 +86,7 @@ __all__ = [
     "global_norm",
 ]
 
-name_what_is_meant(__name__)
+show_public_names(__name__)
 
 
 @with_our_names

@@ -70,7 +70,7 @@ from .._arguments import check_number, check_scalar
 from .._clippers._by_value import value_clipper
 from .._core._once import clip_once
 from .._norms._measures import GlobalNorm, Measure, check_measure
-from .._other_names import name_what_is_meant, with_our_names
+from .._other_names import show_public_names, with_our_names
 from ._torch_orders import TorchNorm
 
 __all__ = [
@@ -80,7 +80,7 @@ __all__ = [
     "get_total_norm",
 ]
 
-name_what_is_meant(__name__)
+show_public_names(__name__)
 
 EPS = 1e-6  # torch adds it to the norm that it divides by
 

@@ -119,6 +119,7 @@ def minimum(*rules: Any) -> Rule:
 
     Raises:
       ValueError: no rule at all, or a number that is negative or NaN.
+      TypeError: something that is no number, schedule or rule.
 
     Example:
       >>> rule = optaxclip.rules.minimum(optaxclip.rules.growth(2.0), 5.0)
@@ -141,6 +142,7 @@ def maximum(*rules: Any) -> Rule:
 
     Raises:
       ValueError: no rule at all, or a number that is negative or NaN.
+      TypeError: something that is no number, schedule or rule.
 
     Example:
       >>> rule = optaxclip.rules.maximum(optaxclip.rules.growth(2.0), 5.0)
@@ -164,6 +166,7 @@ def warm_up(steps: Number, before: Any, after: Any) -> Rule:
 
     Raises:
       ValueError: a number that is negative or NaN.
+      TypeError: something that is no number, schedule or rule.
 
     Example:
       >>> rule = optaxclip.rules.warm_up(2, 5.0, optaxclip.rules.growth(2.0))

@@ -117,6 +117,14 @@ def test_rescale_computes_with_norms_of_any_kind_in_float32(kind):
     np.testing.assert_allclose(found, [0.6, 0.8], rtol=8 * 2.0**-23)
 
 
+def test_one_new_norm_for_all_units_of_a_leaf_is_enough():
+    updates = {"w": jnp.ones((2, 3)), "b": jnp.ones(4)}
+    norms = optaxclip.unitwise_norm(updates)
+    rescaled = optaxclip.rescale(updates, norms, {"w": 1.0, "b": 1.0})
+    np.testing.assert_allclose(rescaled["w"], np.full((2, 3), 2**-0.5), rtol=1e-6)
+    np.testing.assert_allclose(rescaled["b"], np.full(4, 0.5), rtol=1e-6)
+
+
 def test_rescale_leaves_parts_without_a_norm_alone():
     updates = {"a": jnp.array([3.0, 4.0]), "b": {"c": jnp.ones(2), "d": jnp.ones(3)}}
     rescaled = optaxclip.rescale(

@@ -2,6 +2,7 @@
 
 import re
 import warnings
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -95,6 +96,15 @@ def test_an_attribute_of_another_name_names_ours(name):
         getattr(optaxclip, name)
     assert f"Use optaxclip.{ATTRIBUTES[name]}" in str(caught.value)
     assert name not in dir(optaxclip)
+
+
+@pytest.mark.parametrize(
+    "module",
+    ["", "rules", "shrinks", "replay", "per_example", "dropin.keras", "dropin"],
+)
+def test_completion_offers_public_names_alone(module):
+    found = import_module(f"optaxclip.{module}".rstrip("."))
+    assert dir(found) == sorted(found.__all__)
 
 
 def test_an_attribute_like_no_other_is_refused_plainly():

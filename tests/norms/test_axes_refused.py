@@ -5,12 +5,14 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import optaxclip
 from tests import oracles, sharded
+from tests.helpers import apply
 from tests.norms.modes import FULL
 from tests.sharded import (
     LABELS,
@@ -126,6 +128,12 @@ def test_units_that_are_summed_whole_need_no_specs():
             FULL,
             check_vma=False,
         )
+
+
+def test_an_optimizer_that_skips_names_itself_for_an_absent_axis():
+    optimizer = optaxclip.skip_nonfinite(optax.sgd(1.0), mesh_axes="x")
+    with pytest.raises(ValueError, match=r"^skip_nonfinite: mesh_axes='x'"):
+        apply(optimizer, {"w": jnp.ones(2)})
 
 
 @pytest.mark.parametrize("axes", ["x", ("x", "y"), {"w": "x"}], ids=str)
