@@ -137,6 +137,34 @@ def compiled() -> str:
     return markdown(columns, [[_shown(row, name) for name in columns] for row in rows])
 
 
+def compile_times() -> str:
+    """The time to compile a step with a clip, over that of the same step with optax's,
+    on each device: the smallest and the largest of all dtypes.
+    """
+    rows = rows_of("compiled", "compiled")
+    kinds = {(row["device"], row["model"]): None for row in rows}
+    lines = []
+    for device, model in kinds:
+        times = {}
+        for row in rows:
+            if (row["device"], row["model"]) == (device, model):
+                times[row["gradients"], row["clipped by"]] = row["compile"]
+        norms = _over_optax(times, ("global norm", "tensor RMS"))
+        agc = _over_optax(times, ("AGC",))
+        if norms != "-":
+            lines.append([device, model, norms, agc])
+    return markdown(["compiled for", "model", "global norm, tensor RMS", "AGC"], lines)
+
+
+def _over_optax(times: dict[tuple[str, str], float], clippers: tuple[str, ...]) -> str:
+    found = []
+    for (dtype, name), time in times.items():
+        other = times.get((dtype, f"optax, {name}"))
+        if name in clippers and other:
+            found.append(f"{time / other:.1f}")
+    return " to ".join(dict.fromkeys((min(found), max(found)))) if found else "-"
+
+
 def cpu() -> str:
     """Every optimizer and clipper that was timed on a CPU."""
     rows = rows_of("cpu", "step")
@@ -209,6 +237,7 @@ def _shown(row: dict[str, Any], column: str) -> str:
 TABLES: dict[str, Callable[[], str]] = {
     "costs": costs,
     "compiled": compiled,
+    "compile_times": compile_times,
     "cpu": cpu,
     "each_time": each_time,
     "each_memory": each_memory,

@@ -101,14 +101,17 @@ def check_shrunk(call: str, value: Any, norm: jax.Array) -> None:
         )
 
 
-def check_schedule(argument: str, function: Callable[..., Any]) -> None:
+def check_schedule(
+    argument: str, function: Callable[..., Any], hint: str = ""
+) -> None:
     """Refuses a function that cannot be called with a step alone."""
-    check_takes(
-        f"{argument}: a schedule must take the step alone", function, 1
-    )
+    must = f"{argument}: a schedule must take the step alone"
+    check_takes(must, function, 1, hint)
 
 
-def check_takes(must: str, function: Callable[..., Any], count: int) -> None:
+def check_takes(
+    must: str, function: Callable[..., Any], count: int, hint: str = ""
+) -> None:
     """Refuses a function that cannot be called with so many arguments."""
     try:
         signature = inspect.signature(function)
@@ -118,7 +121,8 @@ def check_takes(must: str, function: Callable[..., Any], count: int) -> None:
         signature.bind(*range(count))
     except TypeError:
         name = getattr(function, "__name__", repr(function))
-        raise TypeError(f"{must}, got {name}{signature}.") from None
+        text = f"{must}, got {name}{signature}."
+        raise TypeError(f"{text} {hint}".strip()) from None
 
 
 def check_scalar(argument: str, value: Any) -> None:

@@ -221,8 +221,10 @@ def show_public_names(module: str) -> None:
             text = f"{text} {_hint(name, there)}".strip()
         raise AttributeError(text, name=name, obj=there)
 
-    vars(there)["__getattr__"] = __getattr__
-    vars(there)["__dir__"] = lambda: sorted(there.__all__)
+    def __dir__() -> list[str]:
+        return sorted(there.__all__)
+
+    vars(there).update(__getattr__=__getattr__, __dir__=__dir__)
 
 
 def _hint(name: str, module: ModuleType) -> str:

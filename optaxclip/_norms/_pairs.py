@@ -93,7 +93,8 @@ def sum_of_pairs(pairs: Pairs, axes: Iterable[int]) -> Pairs:
 def three_sums_of(pairs: Pairs) -> Sums:
     """The three sums, from sums of pairs."""
     plain, scaled = jnp.real(pairs.both) + pairs.zeros, jnp.imag(pairs.both)
-    up = jnp.where(scaled > 0, np.float32(np.inf), -scaled)
+    # Not -scaled, which of 0 is -0.
+    up = jnp.where(scaled > 0, np.float32(np.inf), jnp.abs(scaled))
     return Sums(up, plain, jnp.maximum(scaled, 0))
 
 

@@ -15,7 +15,7 @@ from jax.typing import ArrayLike
 from .._arguments import (
     as_partial,
     check_limit,
-    check_takes,
+    check_schedule,
     is_function,
     number_for_jit,
 )
@@ -50,11 +50,9 @@ def checked_limit(argument: str, limit: Any) -> ArrayLike | Schedule:
         )
     # JAX takes no bare function as an argument of a compiled call.
     if callable(limit):
-        must = (
-            f"{argument}: a schedule must take the step alone. Give limits for parts "
-            "of the tree as a tree, and leave parts out with optax.masked"
-        )
-        check_takes(must, limit, 1)
+        # A function of a leaf's path, as it goes for labels and axes.
+        hint = "Limits of parts are a tree, and optax.masked leaves parts out."
+        check_schedule(argument, limit, hint)
         return as_partial(limit)
     check_limit(argument, limit)
     # All ints become floats, so that 1 and 1.0 share a program.

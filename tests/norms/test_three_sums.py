@@ -131,8 +131,11 @@ def test_nan_is_seen_beside_inf(way):
 
 
 @every_way
-def test_zeros_have_norm_0(way):
-    assert norms_by(way, np.zeros(3, np.float32)) == 0
+@pytest.mark.parametrize("shape", [(3,), (300, 300)])
+def test_zeros_have_norm_0_and_not_minus_0(shape, way):
+    for zeros in (np.zeros(shape, np.float32), -np.zeros(shape, np.float32)):
+        norm = norms_by(way, zeros)
+        assert norm == 0 and not np.signbit(norm)
 
 
 @every_way
