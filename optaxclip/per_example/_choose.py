@@ -4,13 +4,14 @@ Ghost clipping pays for each norm, one pass for each number of a gradient that i
 and reads again. Both counts are known from shapes.
 """
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.core import Tracer
 
-from .._jaxpr import has_convolution
+from .._jaxpr import has_bits_that_vmap_changes, has_convolution
 from .._norms._types import is_on_one_device
 from ._book import kept_numbers
 from ._ghost import Ghost, ghost_of
@@ -50,6 +51,13 @@ class Choice(NamedTuple):
 def choose(problem: Problem, method: str, microbatch: int | None) -> Choice:
     """The method that was asked for, or the one that takes the least time."""
     leaves = jax.tree.leaves(problem.params)
+    # The second pass puts a good example in the place of a masked or broken one. Where
+    # that is the first, vmap draws other bits than in the first pass for all.
+    if method == "two_pass" and _has(problem, has_bits_that_vmap_changes):
+        raise ValueError(
+            'clipped_grad: method must be "one_pass", "ghost" or "auto" for random '
+            'numbers of keys that are not of threefry, got "two_pass".'
+        )
     hindrance, traced = _hindrance(problem), None
     if method in ("ghost", "auto") and not hindrance:
         traced = trace(problem)
@@ -61,7 +69,8 @@ def choose(problem: Problem, method: str, microbatch: int | None) -> Choice:
         )
     ghost = ghost_of(traced, leaves) if traced else None
     # Whether no gradient of an example by a kernel may be made.
-    no_kernels = _is_split(problem.batch) and _has_convolution(problem)
+    is_split = _is_split(problem.batch)
+    no_kernels = is_split and _has(problem, has_convolution)
     is_right = bool(ghost) and not (no_kernels and ghost.makes_kernels())
     if no_kernels and not (is_right and method in ("ghost", "auto")):
         raise ValueError(
@@ -89,8 +98,9 @@ def _is_split(batch: Any) -> bool:
     return False
 
 
-def _has_convolution(problem: Problem) -> bool:
-    return any(map(has_convolution, problem.program()[0].jaxpr.eqns))
+def _has(problem: Problem, kind: Callable[[Any], bool]) -> bool:
+    """Whether the loss has an equation of a kind."""
+    return any(map(kind, problem.program()[0].jaxpr.eqns))
 
 
 def _pays(ghost: Ghost) -> bool:

@@ -114,8 +114,10 @@ def clipped_grad(
         the function: limits that do not fit the parameters, batches whose first axes
         are missing or differ, a mask of the wrong shape, "ghost" on a mesh with
         Explicit axes, for symbolic sizes, or a loss that cannot be split, such as one
-        with refs (`jax.new_ref`). Convolutions of a batch that jit splits over
-        devices, but for "ghost" where every kernel is used by itself.
+        with refs (`jax.new_ref`). "two_pass" with random keys other than threefry's.
+        Convolutions of a batch that jit splits over devices, but for "ghost" where
+        every kernel is used by itself. A split is not seen if only `in_shardings` of
+        jit tells it.
       TypeError: a limit that is not a number, or a shrink that is not a function. From
         the function: parameters that are no floats or complex numbers, places that are
         no ints, arguments by name, and a loss that is not one real number, or lacks the

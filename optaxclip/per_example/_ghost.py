@@ -39,7 +39,7 @@ from ._trace import Traced
 from ._uses import Use
 from ._ways import Way, ways_of
 from ._weights import Weights, along_batch, sum_of_leaf
-from ._wide import is_narrow, widened
+from ._wide import is_narrow, rounded, widened
 
 # By the name of a way. The others, "gradient" and "unused", have no factors.
 FROM_FACTORS: dict[str, Callable[[list[Pair]], jax.Array]] = {
@@ -92,7 +92,7 @@ class Ghost(NamedTuple):
         values, pull, (aux, inputs) = jax.vjp(of_all, taps, has_aux=True)
         # Each tap belongs to one example, so that one pass gives all cotangents.
         (cotangents,) = pull(jnp.ones_like(values))
-        kept = map(Kept, inputs, cotangents)
+        kept = map(Kept, *rounded((inputs, cotangents)))
         return values, aux, dict(enumerate(kept))
 
     def lengths(self, book: Book, size: int) -> list[jax.Array]:
@@ -159,7 +159,7 @@ class Ghost(NamedTuple):
         def of_one(book: Book) -> jax.Array:
             return every.gradients([leaf], book)[0]
 
-        return jax.vmap(of_one)(book)
+        return rounded(jax.vmap(of_one)(book))
 
     def is_made(self, leaf: int) -> bool:
         """Whether the gradients of examples by a parameter must be made."""

@@ -15,6 +15,10 @@ from .._norms._collectives import Split
 from .._norms._groups import Group
 from .._norms._powers import norms_of
 
+# What rounding may take from a sum of products, over that of their sizes, in eps. 2.2
+# was the most that was seen on a CPU, of 2 to 128 positions of 16 to 16384 numbers.
+MARGIN = 4
+
 
 class Pair(NamedTuple):
     """The factors of one use for a batch."""
@@ -49,10 +53,11 @@ def by_matrix(pairs: list[Pair]) -> jax.Array:
 
 
 def by_gram(pairs: list[Pair]) -> jax.Array:
-    """sqrt(sum_ts (a_t . a_s)(c_t . c_s)) for each example.
+    """sqrt(sum_ts (a_t . a_s)(c_t . c_s)) for each example, and no less.
 
     Where positions cancel the sum is smaller than its terms by a factor q, and the
-    relative error is that of float32 times q.
+    relative error is that of float32 times q. The norm is too long rather than too
+    short: a limit must hold.
     """
     lookups = [
         pair for pair in pairs if jnp.issubdtype(pair.a.dtype, jnp.integer)
@@ -66,7 +71,6 @@ def by_gram(pairs: list[Pair]) -> jax.Array:
         size, total = _own_gram(_joined(lookups))
     else:
         size, total = _mixed_gram(_joined(dense), _joined(lookups))
-    # Where positions cancel, rounding may take the sum below 0.
     return size * jnp.sqrt(jnp.maximum(total, 0))
 
 
@@ -74,11 +78,34 @@ def _own_gram(pair: Pair) -> tuple[jax.Array, jax.Array]:
     """A size for each example, and the sum in units of its square."""
     if not jnp.issubdtype(pair.a.dtype, jnp.integer):
         size, (a, c) = _leveled(pair)
-        return size, _sum(_products(a, a) * _products(c, c))
+        return size, _sum_of_dense(a, c)
     size, c = _scaled(pair.c)
     # a_t . a_s is 1 where both look up the same row, and else 0.
     same = pair.a[..., :, None] == pair.a[..., None, :]
-    return size, _sum(same.astype(c.dtype) * _products(c, c))
+    return size, _sum_of_exact(same.astype(c.dtype), c, c)
+
+
+def _sum_of_dense(a: jax.Array, c: jax.Array) -> jax.Array:
+    """sum_ts (a_t . a_s)(c_t . c_s), and what rounding may have taken from it."""
+    one, other = _products(a, a), _products(c, c)
+    lost = _sizes(a, a) * jnp.abs(other) + jnp.abs(one) * _sizes(c, c)
+    return _sum(one * other + _margin(lost))
+
+
+def _sum_of_exact(one: jax.Array, c: jax.Array, d: jax.Array) -> jax.Array:
+    """The same of (c_t . d_s) times numbers that no rounding changed."""
+    lost = jnp.abs(one) * _sizes(c, d)
+    return _sum(one * _products(c, d) + _margin(lost))
+
+
+def _margin(lost: jax.Array) -> jax.Array:
+    return MARGIN * jnp.finfo(lost.dtype).eps * lax.stop_gradient(lost)
+
+
+def _sizes(x: jax.Array, y: jax.Array) -> jax.Array:
+    """|x_t| |y_s|."""
+    one, other = (jnp.sqrt(jnp.sum(z * z, -1)) for z in (x, y))
+    return one[..., :, None] * other[..., None, :]
 
 
 def _leveled(pair: Pair) -> tuple[jax.Array, Pair]:
@@ -94,14 +121,14 @@ def _leveled(pair: Pair) -> tuple[jax.Array, Pair]:
 def _mixed_gram(dense: Pair, lookup: Pair) -> tuple[jax.Array, jax.Array]:
     """The same, of a table that is looked up in and multiplied by."""
     size, (a, c) = _leveled(dense)
-    own = _sum(_products(a, a) * _products(c, c))
+    own = _sum_of_dense(a, c)
     looked, other = _own_gram(lookup)
     # For a lookup of row r the product with a_t is the entry a_t[r].
     index = jnp.broadcast_to(
         lookup.a[:, :, None, :], (*a.shape[:3], lookup.a.shape[-1])
     )
     met = jnp.take_along_axis(a, index, axis=-1)
-    both = _sum(met * _products(c, _scaled(lookup.c)[1]))
+    both = _sum_of_exact(met, c, _scaled(lookup.c)[1])
     # |G + H|^2 = |G|^2 + 2 G . H + |H|^2, in units of the larger size squared.
     largest = jnp.maximum(size, looked)
     safe = jnp.where(largest > 0, largest, 1)

@@ -24,6 +24,7 @@ from ._ghost import Ghost
 from ._microbatches import in_microbatches, replace_uncounted
 from ._problem import Loss, typed_as_varying
 from ._weights import Weights, weighted_sum
+from ._wide import rounded
 
 
 class Seen(NamedTuple):
@@ -50,6 +51,7 @@ class Run(NamedTuple):
             jax.value_and_grad(self.of_one, has_aux=True), (None, 0)
         )
         (values, aux), grads = grad(self.params, example)
+        grads = rounded(grads)
         return grads, Seen(self.weights_of(grads, present), values, aux)
 
     def in_one_pass(self, groups: list[int]) -> tuple[Any, Seen]:

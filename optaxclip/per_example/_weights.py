@@ -16,6 +16,7 @@ from .._norms._groups import Group
 from .._norms._leaves import clipped_leaves
 from .._norms._measures import norms_of
 from .._norms._types import split_as
+from ..rules._rule import is_rule
 from ..shrinks import Shrink
 
 
@@ -54,9 +55,7 @@ def limits_of(max_norm: Any, argument: str) -> Limits:
       TypeError, ValueError: something that is not a limit, an array of several, or no
         limit at all.
     """
-    found = jax.tree_util.tree_flatten_with_path(
-        max_norm, is_leaf=prefix.is_none
-    )
+    found = jax.tree_util.tree_flatten_with_path(max_norm, is_leaf=_is_whole)
     entries, treedef = found
     if not entries:
         raise ValueError(f"{argument} has no limit in it, got {max_norm!r}.")
@@ -72,6 +71,11 @@ def limits_of(max_norm: Any, argument: str) -> Limits:
     paths = [path for path, _ in entries]
     values = [value for _, value in entries]
     return Limits(values, numbered(paths), treedef)
+
+
+def _is_whole(limit: Any) -> bool:
+    # A rule is a tree to JAX. Examples have no steps that it could learn from.
+    return limit is None or is_rule(limit)
 
 
 def numbered(paths: list[Any]) -> prefix.Prefix:

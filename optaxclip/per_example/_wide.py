@@ -14,6 +14,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 from .._jaxpr import inside
 
@@ -55,6 +56,17 @@ def widened(tree: Any) -> Any:
     """The arrays of a tree, with float32 in the place of 16 bits."""
     return jax.tree.map(
         lambda x: x.astype(np.float32) if is_narrow(x) else x, tree
+    )
+
+
+def rounded(tree: Any) -> Any:
+    """The arrays of a tree, where all readers of 16 bits get the same numbers.
+
+    XLA leaves out a rounding to 16 bits before what computes in float32. It would
+    measure other numbers than it adds up.
+    """
+    return jax.tree.map(
+        lambda x: lax.optimization_barrier(x) if is_narrow(x) else x, tree
     )
 
 

@@ -50,7 +50,7 @@ def test_every_command_for_numbers_is_beside_them():
         text = Path(page).read_text()
         tables = re.findall(r"<!-- table: (\w+) -->", text)
         files = {"costs": ["compiled", "cpu"], "cpu": ["cpu"]}
-        files |= dict.fromkeys(("compiled", "compile_times"), ["compiled"])
+        files |= {key: ["compiled"] for key in ("compiled", "compile_times")}
         each = ("each_time", "each_memory", "each_compiled", "each_package")
         files |= {key: ["per_example"] for key in each}
         for name in tables:

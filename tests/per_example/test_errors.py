@@ -19,6 +19,10 @@ def add(p, x):
     return p * x
 
 
+def noisy(p, key):
+    return p * jax.random.normal(key)
+
+
 WRONG = {
     "negative": (
         lambda: clipped_grad(add, -1.0),
@@ -29,6 +33,19 @@ WRONG = {
         lambda: clipped_grad(add, {"w": "1"}),
         TypeError,
         r"clipped_grad: max_norm for 'w' must be a real number, got '1'\.",
+    ),
+    "a rule": (
+        lambda: clipped_grad(add, {"w": optaxclip.rules.z_score()}),
+        TypeError,
+        r"clipped_grad: max_norm for 'w' must be a real number, got ZScore\(",
+    ),
+    "two passes with keys of another kind": (
+        lambda: clipped_grad(noisy, 1.0, method="two_pass")(
+            1.0, jax.random.split(jax.random.key(0, impl="rbg"), 3)
+        ),
+        ValueError,
+        r"clipped_grad: method must be \"one_pass\", \"ghost\" or \"auto\" for random "
+        r"numbers of keys that are not of threefry, got \"two_pass\"\.",
     ),
     "an array": (
         lambda: clipped_grad(add, jnp.ones(3)),

@@ -8,6 +8,7 @@ import pytest
 
 from optaxclip.per_example import clipped_grad, explain_clipped_grad
 
+from .batches import EPS
 from .models import MODELS
 
 
@@ -54,8 +55,10 @@ def ghost(name, microbatch=None):
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.slow
 def test_norms_are_those_of_the_examples(name):
-    norms = norms_of(examples(name)[1])
-    np.testing.assert_allclose(ghost(name)[1].norms, norms, rtol=1e-6)
+    norms, found = norms_of(examples(name)[1]), ghost(name)[1].norms
+    assert np.all(found >= norms * (1 - 1e-6))
+    # In Gram form 4 eps of what is summed are added: in these models 9 |G|^2 at most.
+    assert np.all(found <= norms * (1 + 1e-6 + 9 * 4 * EPS / 2))
 
 
 @pytest.mark.parametrize("name", MODELS)

@@ -75,9 +75,10 @@ def test_positions_that_nearly_cancel_have_a_short_gradient():
     w = np.zeros((6, 8), np.float32)
     assert way(linear, w, *batch) == "gram"
     norms = np.linalg.norm(x, axis=(1, 2)) * np.linalg.norm(c, axis=(1, 2)) / 8
-    # The sum of squares is 15^2 times smaller than its terms, of at most 8 eps each.
+    # The sum of squares is 15^2 times smaller than its terms, of at most 8 eps each,
+    # and twice 4 eps of each are added.
     result = by_ghost(linear, None, w, *batch)
-    np.testing.assert_allclose(result.norms, norms, rtol=15**2 * 4 * EPS)
+    np.testing.assert_allclose(result.norms, norms, rtol=15**2 * 8 * EPS)
 
 
 def test_a_zero_gradient_of_a_tied_table_has_norm_0():
