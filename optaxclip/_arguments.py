@@ -144,6 +144,15 @@ def check_length(argument: str, value: Any, least: int = 1) -> None:
         raise ValueError(f"{argument} must be a whole number, got {value!r}.")
 
 
+def check_known(argument: str, value: Any) -> None:
+    """Refuses what only a traced program knows."""
+    if isinstance(value, Tracer):
+        text = (
+            "known when the clipper is built: under inject_hyperparams name it"
+        )
+        raise TypeError(f"{argument} must be {text} in static_args.")
+
+
 def check_flag(
     argument: str, value: Any, allowed: str = "True or False"
 ) -> None:

@@ -24,7 +24,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
-from ._arguments import check_number, with_hash
+from ._arguments import check_known, check_number, with_hash
 from ._other_names import show_public_names, with_our_names
 
 Shrink = Callable[[jax.Array, jax.Array], jax.Array]
@@ -99,6 +99,7 @@ def smooth(power: float = 1.0) -> Shrink:
     2020 (arXiv 1905.11881). SPECTRA, 2026 (arXiv 2603.14315).
     """
     check_number("smooth: power", power, lowest=1.0)
+    check_known("smooth: power", power)
     # n / (1 + (n/c)^p)^(1/p) has no derivative at p = inf as it is written.
     return hard if power == math.inf else _smooth(float(power))
 
@@ -126,6 +127,7 @@ def auto_s(gamma: float = 0.01) -> Shrink:
     learning made easier and stronger, 2023 (arXiv 2206.07136).
     """
     check_number("auto_s: gamma", gamma)
+    check_known("auto_s: gamma", gamma)
     return _auto_s(float(gamma))
 
 
@@ -151,6 +153,7 @@ def psac(r: float = 0.1) -> Shrink:
     clipping, 2023 (arXiv 2212.00328).
     """
     check_number("psac: r", r)
+    check_known("psac: r", r)
     if float(r) == 0:
         raise ValueError(
             f"psac: r must be above 0, got {r!r}: normalize is the limit for r = 0."

@@ -136,10 +136,12 @@ class Adagc(Rule):
         early = jnp.where(over, norm * share, jnp.inf)
         # NaN breaks every tensor that is clipped together.
         early = jnp.where(jnp.isfinite(total), early, jnp.nan)
-        limit = jnp.where(warming, early, ratio * average)
+        # Before the first norm the average is inf, times which a derivative is NaN.
+        past = jnp.where(warming, 0.0, average)
+        limit = jnp.where(warming, early, ratio * past)
         # h |g|, what was let through: the spike itself never enters the average.
         value = jnp.minimum(norm, limit)
-        later = between(average, value, decay)
+        later = between(past, value, decay)
         # During the warm-up the average is the smallest h |g| so far.
         new = jnp.where(warming, jnp.minimum(average, value), later)
         # From an average of 0 no tensor would come back.

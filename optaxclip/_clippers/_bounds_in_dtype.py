@@ -41,6 +41,8 @@ def within_range(dtype: Any, bound: jax.Array) -> jax.Array:
     """A finite bound beyond the range of a float dtype is the end of that range. As inf
     it would leave infinite elements as they are.
     """
+    # Under jax.disable_jit it may be a Python number.
+    bound = jnp.asarray(bound)
     wide = np.float64 if bound.dtype == np.float64 else np.float32
     most = float(jnp.finfo(dtype).max)
     if float(jnp.finfo(wide).max) <= most:

@@ -44,6 +44,17 @@ def record_norm(
     check_norm(call, norm)
     # With None nothing is multiplied, not even by 1. To XLA that would be another
     # array, which the next clipper of the chain would read again.
-    return make_clipper(
-        OwnNorm(with_hash(norm), call), None, call=call, name="norm"
-    )
+    measure = OwnNorm(with_hash(norm), call)
+    recorder = make_clipper(measure, None, call=call, name="norm")
+
+    def update(
+        updates: Any,
+        state: Any,
+        params: Any = None,
+        *,
+        limit: Any = None,  # of the clippers in its chain
+        **extra_args: Any,
+    ) -> tuple[Any, Any]:
+        return recorder.update(updates, state, params, **extra_args)
+
+    return optax.GradientTransformationExtraArgs(recorder.init, update)

@@ -34,14 +34,14 @@ class SpikeState(NamedTuple):
     step: jax.Array  # int32[]: updates seen
     norm: jax.Array  # float32[]: the global norm of the last gradient
     limit: jax.Array  # float32[]: what it was held against
-    value: jax.Array  # float32[]: the last loss, 0 if none was given
-    value_limit: jax.Array  # float32[]: what it was held against
+    loss: jax.Array  # float32[]: the last loss, 0 if none was given
+    loss_limit: jax.Array  # float32[]: what it was held against
     spiked: jax.Array  # int32[]: 1 if the last step was a spike, else 0
     spikes: jax.Array  # int32[]: steps that were
     # float32[]: their share of about the last 10,000 steps
     spiked_recently: jax.Array
     memory: Any  # the last norms
-    value_memory: Any  # the last losses
+    loss_memory: Any  # the last losses
 
 
 @with_our_names

@@ -43,6 +43,7 @@ from .._norms._types import typed_as, types_of
 from .._optimizers import check_state
 from .._other_names import with_our_names
 from .._wrappers._reset_momentum import steps_since_reset
+from ..rules._memory import root
 from ..rules._rule import Number, at_step, check_field, number
 from ._bounds_in_dtype import within_range
 
@@ -184,7 +185,7 @@ def _cut_spikes(
 ) -> jax.Array:
     """A leaf with its spikes cut down."""
     # Roots first: threshold * v overflows for gradients of 1e18, v being their square.
-    limit, wide = jnp.sqrt(threshold) * jnp.sqrt(v), _widened(x)
+    limit, wide = root(threshold) * root(v), _widened(x)
     # Where v is 0 nothing is usual yet. The public code makes such a coordinate 0.
     spike = (_size(x, v) > limit) & (v > 0) & warm
     # An infinite limit cuts nothing, and times the sign of 0 it would be NaN.

@@ -145,7 +145,12 @@ def clip_by_spectral_norm(
     )
 
     def update(
-        updates: Any, state: Any, params: Any = None, **_: Any
+        updates: Any,
+        state: Any,
+        params: Any = None,
+        *,
+        limit: Any = None,
+        **_: Any,
     ) -> tuple[Any, Any]:
         tree = clipped_leaves(updates)
         # Each matrix is decomposed once, for its norm and for the clipped matrix.
@@ -154,7 +159,8 @@ def clip_by_spectral_norm(
         # The kernel computes limits, counts, and scales. With that vectors, broken
         # steps, and limits of 0 and inf are done.
         new: Any
-        scaled, new = kernel.update(tree, state, params, grad_norm=norms)
+        given = {"grad_norm": norms, "limit": limit}
+        scaled, new = kernel.update(tree, state, params, **given)
         leaves, treedef = jax.tree.flatten(scaled)
         # The limits that the kernel found, which a rule or a schedule may change.
         limits = jax.tree.leaves(limits_of(new, tree))

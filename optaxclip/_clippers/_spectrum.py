@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from .._arguments import check_choice, check_length, held_in
+from .._arguments import check_choice, check_known, check_length, held_in
 from .._norms import _prefix as prefix
 from .._norms._in_blocks import Norms, norms_of_tree
 from .._norms._leaves import (
@@ -178,6 +178,7 @@ def method_of(call: str, method: Any, steps: int | None = None) -> Method:
     check_choice(f"{call}: method", method, METHODS)
     if steps is not None:
         check_length(f"{call}: steps", steps)
+        check_known(f"{call}: steps", steps)
         steps = int(steps)
     return Svd() if method == "svd" else NewtonSchulz(steps)
 

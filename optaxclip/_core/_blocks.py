@@ -5,6 +5,7 @@ no norm there. Its row in the blocks of that step is 0, and the state keeps what
 knew.
 """
 
+from collections.abc import Iterable
 from dataclasses import fields
 from itertools import chain
 from typing import Any, NamedTuple, TypeGuard
@@ -129,7 +130,7 @@ def rules_of_norms(
     rules: Any,
     norms: Norms,
     argument: str,
-    names: Names = (),
+    names: Iterable[tuple[str, ...]] = (),
 ) -> list[Rule]:
     """The rule of each norm, from one rule or a tree prefix of rules.
 
@@ -158,7 +159,7 @@ def rules_of_norms(
 
 
 def _of_present(
-    table: prefix.Prefix, norms: Norms, names: Names
+    table: prefix.Prefix, norms: Norms, names: Iterable[tuple[str, ...]]
 ) -> prefix.Prefix:
     """The entries of a table without those of labels that are missing in this step."""
     missing = {name for block in names for name in block}
@@ -210,7 +211,7 @@ def first_blocks(norms: Norms, rules: list[Rule]) -> tuple[Names, list[Entry]]:
         # so it does not join the constant limits.
         shared = "constant" if _is_constant(rule) else id(rule)
         blocks.setdefault((place.block, shared), []).append(number)
-    named = tuple(
+    named = Names(
         tuple(names[i] for i in numbers) for numbers in blocks.values()
     )
     # The first norm stands for all: a block has one kind of rule and one type.

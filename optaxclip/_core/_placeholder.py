@@ -56,18 +56,16 @@ class OpenForm(Form):
     def __hash__(self) -> int:
         return 0
 
-    def fill(self, fields: tuple[Any, ...]) -> tuple[Any, ...]:
-        """The fields of a state, each repeated to the form that was found."""
-        # The step is one number for all norms. A memory has a structure of its own.
-        step, *numbers, memory = fields
-        if len(self.names) != 1:
-            numbers = [self._for_each_block(field) for field in numbers]
-        if jax.tree.structure(memory) != self.memory:
-            memory = self.memory.unflatten([memory] * self.memory.num_leaves)
-        return step, *numbers, memory
-
-    def _for_each_block(self, field: Any) -> Any:
+    def fill(self, name: str, field: Any) -> Any:
+        """A field of a state, repeated to the form that was found."""
         count = len(self.names)
+        if name == "memory":  # It has a structure of its own.
+            whole = [field] * self.memory.num_leaves
+            same = jax.tree.structure(field) == self.memory
+            return field if same else self.memory.unflatten(whole)
+        # The step is one number for all norms.
+        if name in ("names", "step") or count == 1:
+            return field
         # A field that was mapped to itself is the state's tuple, a sharding one leaf.
         repeated = type(field) is tuple and len(field) == count
         return field if repeated else (field,) * count

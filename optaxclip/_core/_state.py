@@ -13,7 +13,11 @@ from .._norms import _prefix as prefix
 from .._norms._in_blocks import are_rows
 from ._placeholder import Form, OpenForm
 
-Names = tuple[tuple[str, ...], ...]  # of the norms in each block
+
+# A node without leaves to JAX, since optax.tree looks for leaves in every field.
+@jax.tree_util.register_static
+class Names(tuple[tuple[str, ...], ...]):
+    """The names of the norms in each block."""
 
 
 class Entry(NamedTuple):
@@ -50,15 +54,18 @@ class ClipState(NamedTuple):
       memory: what the rule remembers.
     """
 
+    # The order of their arrays in JAX, as optax.tree takes it. Of donated arrays of one
+    # form JAX gives the first to the first output. So the fields that a step does not
+    # read come last: those before them get their own arrays, which XLA need not copy.
     names: Any
     step: jax.Array  # int32[]
-    norm: Any  # float32[N]
-    limit: Any  # float32[N]
-    factor: Any  # float32[N]
     clipped: Any  # int32[N]
     clipped_recently: Any  # float32[N]
     nonfinite: Any  # int32[N]
     memory: Any  # arrays [N, ...]
+    norm: Any  # float32[N]
+    limit: Any  # float32[N]
+    factor: Any  # float32[N]
 
     def by_name(self, *, layers: bool = False) -> dict[str, Entry]:
         """Returns what the state knows of each norm: its own `norm`, `limit`, `factor`,
@@ -89,15 +96,7 @@ class ClipState(NamedTuple):
         return dict(itertools.chain.from_iterable(each))
 
 
-# Of donated arrays of one form JAX gives the first to the first output. So the fields
-# that a step does not read come last: those before them get their own arrays, which
-# XLA then need not copy.
-_IN_JAX = (
-    *("step", "clipped", "clipped_recently", "nonfinite", "memory"),
-    *("norm", "limit", "factor"),
-)
-_KEYS = [jax.tree_util.GetAttrKey(name) for name in _IN_JAX]
-_fields = operator.attrgetter(*_IN_JAX)
+_KEYS = [jax.tree_util.GetAttrKey(name) for name in ClipState._fields[1:]]
 
 
 def _flatten(state: ClipState) -> tuple[list[Any], Form]:
@@ -105,16 +104,19 @@ def _flatten(state: ClipState) -> tuple[list[Any], Form]:
     names = state.names
     if not isinstance(names, OpenForm):
         names = Form(names, jax.tree.structure(state.memory))
-    return list(zip(_KEYS, _fields(state))), names
+    return list(zip(_KEYS, state[1:])), names
 
 
 def _unflatten(form: Form, fields: Any) -> ClipState:
-    state = ClipState(form.names, **dict(zip(_IN_JAX, fields)))
+    state = ClipState(form.names, *fields)
     if not isinstance(form, OpenForm):
         return state
     if form.memory is None:  # not yet compared with a state
         return state._replace(names=form)
-    return ClipState(form.names, *form.fill(state[1:]))
+    filled = {
+        name: form.fill(name, field) for name, field in state._asdict().items()
+    }
+    return ClipState(**filled)
 
 
 # JAX would take each name in a NamedTuple for a leaf.
@@ -122,7 +124,7 @@ jax.tree_util.register_pytree_with_keys(ClipState, _flatten, _unflatten)
 
 
 def _form_of(names: bytes) -> Form:
-    return Form(tuple(map(tuple, json.loads(names))), None)
+    return Form(Names(map(tuple, json.loads(names))), None)
 
 
 jax.export.register_pytree_node_serialization(
@@ -191,18 +193,20 @@ def names_of_layers(name: str, shape: tuple[int, ...]) -> list[str]:
 
 def pack(names: Names, step: jax.Array, entries: list[Entry]) -> ClipState:
     """The state of some blocks."""
-    fields = list(zip(*entries)) or [()] * len(Entry._fields)
-    packed = [x[0] if len(entries) == 1 else tuple(x) for x in fields]
+    blocks = list(zip(*entries)) or [()] * len(Entry._fields)
+    packed = [x[0] if len(entries) == 1 else tuple(x) for x in blocks]
     if not jax.tree.leaves(packed[-1]):
         packed[-1] = ()
-    return ClipState(names, step, *packed)
+    fields = dict(zip(Entry._fields, packed))
+    return ClipState(names, step, **fields)
 
 
 def unpack(state: ClipState) -> list[Entry]:
     """The blocks of a state."""
     count = len(state.names)
     # A single block is in no tuple.
-    fields = [(x,) if count == 1 else x for x in state[2:]]
+    fields = [getattr(state, name) for name in Entry._fields]
+    fields = [(x,) if count == 1 else x for x in fields]
     # Rules without a memory share one ().
     if not jax.tree.leaves(state.memory):
         fields[-1] = ((),) * count

@@ -25,7 +25,7 @@ PREFIXES = {
     SpikeState: "spike",
 }
 # What holds no arrays, or is not read. A mapping may lack it.
-OPTIONAL = {"names", "memory", "value_memory", "second_moment", "inner_state"}
+OPTIONAL = {"names", "memory", "loss_memory", "second_moment", "inner_state"}
 # Names of fields in which flax NNX and optax keep a state within a state.
 FIELDS = {
     "opt_state",

@@ -103,7 +103,7 @@ def metrics(
       Of optimizers that skip steps (`skip_spikes`):
 
         skip/norm, skip/limit               of the last gradient, whether skipped or not
-        skip/value, skip/value_limit        of the last loss, 0 and inf without a rule
+        skip/loss, skip/loss_limit        of the last loss, 0 and inf without a rule
                                             for it
         skip/skipped                        1 if the last step was skipped, else 0
         skip/skipped_share, skip/skipped_share_recent, skip/skipped_count,
@@ -111,7 +111,7 @@ def metrics(
 
       Of `record_spikes`:
 
-        spike/norm, spike/limit, spike/value, spike/value_limit
+        spike/norm, spike/limit, spike/loss, spike/loss_limit
                                       as of optimizers that skip steps
         spike/spiked                  1 if the last step was a spike, else 0
         spike/spiked_count            steps that were

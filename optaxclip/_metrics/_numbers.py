@@ -42,8 +42,8 @@ class SkipNumbers(NamedTuple):
 
     norm: jax.Array
     limit: jax.Array
-    value: jax.Array
-    value_limit: jax.Array
+    loss: jax.Array
+    loss_limit: jax.Array
     skipped: jax.Array
     skipped_share: jax.Array
     skipped_share_recent: jax.Array
@@ -57,8 +57,8 @@ class SpikeNumbers(NamedTuple):
 
     norm: jax.Array
     limit: jax.Array
-    value: jax.Array
-    value_limit: jax.Array
+    loss: jax.Array
+    loss_limit: jax.Array
     spiked: jax.Array
     spiked_count: jax.Array
     score: jax.Array

@@ -37,13 +37,13 @@ def elements_rows(state: ClipByValueState | SpamState) -> Iterator[Row]:
 def skip_rows(state: SkipState) -> Iterator[Row]:
     """The rows of one skipping optimizer."""
     # Without memories and moments one compiled call serves all rules and optimizers.
-    bare = state._replace(memory=(), value_memory=(), inner_state=())
+    bare = state._replace(memory=(), loss_memory=(), inner_state=())
     yield from _without_path(_skip_numbers(bare))
 
 
 def spike_rows(state: SpikeState) -> Iterator[Row]:
     """The rows of `record_spikes`."""
-    bare = state._replace(memory=(), value_memory=())
+    bare = state._replace(memory=(), loss_memory=())
     yield from _without_path(_spike_numbers(bare))
 
 
@@ -205,7 +205,7 @@ def _numbers_of_rows(
     steps = jnp.maximum(step, 1).astype(jnp.float32)
     float32 = jnp.finfo(jnp.float32)
     # A factor of 64 bits may be 1e-99. 0 is kept for updates that were made 0.
-    within = jnp.clip(factor, float32.tiny, float32.max)
+    within = jnp.clip(factor, float(float32.tiny), float(float32.max))
     numbers = ClipNumbers(
         norm_before=norm,
         limit=limit,
@@ -244,8 +244,8 @@ def _skip_numbers(state: SkipState) -> SkipNumbers:
     numbers = SkipNumbers(
         norm=state.norm,
         limit=state.limit,
-        value=state.value,
-        value_limit=state.value_limit,
+        loss=state.loss,
+        loss_limit=state.loss_limit,
         # Steps skipped in a row until now, the last one included.
         skipped=state.consecutive > 0,
         skipped_share=state.skipped.astype(jnp.float32) / steps,
@@ -263,8 +263,8 @@ def _spike_numbers(state: SpikeState) -> SpikeNumbers:
     numbers = SpikeNumbers(
         norm=state.norm,
         limit=state.limit,
-        value=state.value,
-        value_limit=state.value_limit,
+        loss=state.loss,
+        loss_limit=state.loss_limit,
         spiked=state.spiked,
         spiked_count=state.spikes,
         score=state.spikes.astype(jnp.float32) / steps,

@@ -31,15 +31,15 @@ def first_fields(
     loss = jnp.zeros(())
     # Each number is its own array, so that the state can be donated. A rule may return
     # the very array that it is given, so it gets another one.
-    value_memory = () if loss_rule is None else loss_rule.init(jnp.zeros(()))
+    loss_memory = () if loss_rule is None else loss_rule.init(jnp.zeros(()))
     return {
         "step": jnp.zeros((), jnp.int32),
         "norm": norm,
         "limit": jnp.full_like(norm, jnp.inf),
-        "value": loss,
-        "value_limit": jnp.full_like(loss, jnp.inf),
+        "loss": loss,
+        "loss_limit": jnp.full_like(loss, jnp.inf),
         "memory": rule.init(jnp.zeros_like(norm)),
-        "value_memory": value_memory,
+        "loss_memory": loss_memory,
     }
 
 
@@ -80,8 +80,8 @@ def judge_loss(
     argument: str, rule: Rule, state: State, loss: Any
 ) -> tuple[State, jax.Array]:
     """Does the same for a loss, which may be negative."""
-    loss = jnp.asarray(loss).astype(state.value.dtype)
-    asked = rule, loss, state.value_memory, state.step
+    loss = jnp.asarray(loss).astype(state.loss.dtype)
+    asked = rule, loss, state.loss_memory, state.step
     limit, memory = limit_of(*asked, argument=argument, signed=True)
-    state = state._replace(value=loss, value_limit=limit, value_memory=memory)
+    state = state._replace(loss=loss, loss_limit=limit, loss_memory=memory)
     return state, ~(loss <= limit) | ~jnp.isfinite(loss)

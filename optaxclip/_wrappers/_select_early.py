@@ -139,6 +139,11 @@ def _run_equation(
     inputs = [atom for atom in equation.invars if not is_literal(atom)]
     # x * x reads x twice, and a program takes each argument once.
     inputs = list(dict.fromkeys(inputs))
+    params = equation.params
+    if "donated_invars" in params:
+        # The old state is selected after it is read, so no update may have its place.
+        kept = (False,) * len(params["donated_invars"])
+        equation = equation.replace(params=params | {"donated_invars": kept})
     single = jaxpr.replace(
         constvars=[], invars=inputs, outvars=equation.outvars, eqns=[equation]
     )

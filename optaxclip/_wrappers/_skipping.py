@@ -27,27 +27,27 @@ class SkipState(NamedTuple):
       step: updates seen, skipped ones counted.
       norm: the global norm of the last gradient.
       limit: what the norm was held against.
-      value: the last loss, 0 without a rule for it.
-      value_limit: what the loss was held against.
+      loss: the last loss, 0 without a rule for it.
+      loss_limit: what the loss was held against.
       skipped: steps skipped.
       skipped_recently: their share of about the last 100 steps.
       nonfinite: steps whose norm or loss was NaN or inf.
       consecutive: steps skipped in a row, up to now.
-      memory, value_memory: what the rules of norm and loss remember.
+      memory, loss_memory: what the rules of norm and loss remember.
       inner_state: the optimizer's state after the last step that was not skipped.
     """
 
     step: jax.Array  # int32[]
     norm: jax.Array  # float32[]
     limit: jax.Array  # float32[]
-    value: jax.Array  # float32[]
-    value_limit: jax.Array  # float32[]
+    loss: jax.Array  # float32[]
+    loss_limit: jax.Array  # float32[]
     skipped: jax.Array  # int32[]
     skipped_recently: jax.Array  # float32[]
     nonfinite: jax.Array  # int32[]
     consecutive: jax.Array  # int32[]
     memory: Any
-    value_memory: Any
+    loss_memory: Any
     inner_state: Any
 
 
@@ -151,7 +151,7 @@ def _judge(
         argument = f"{skipper.call}: loss_rule"
         loss = given(f"{skipper.call}: value", value)
         state, is_over = judge_loss(argument, skipper.loss_rule, state, loss)
-        skip, broken = skip | is_over, broken | ~jnp.isfinite(state.value)
+        skip, broken = skip | is_over, broken | ~jnp.isfinite(state.loss)
     if skipper.max_consecutive is not None:
         most = number_for_jit(skipper.max_consecutive)
         skip = skip & (state.consecutive < most)

@@ -40,4 +40,4 @@ class Ema(Rule):
         (decay,) = at_step(step, norm, self.decay)
         # Blended first: the norm counts in the limit that it is held against.
         average = blend(average, norm, decay)
-        return average.value, average
+        return average.estimate, average

@@ -66,8 +66,8 @@ class EmaBand(Rule):
     ) -> tuple[jax.Array, Average]:
         low, high, decay = at_step(step, norm, self.low, self.high, self.decay)
         floor, up, down = at_step(step, norm, self.floor, self.up, self.down)
-        lower = jnp.maximum(floor, low * average.value)
-        upper = high * average.value
+        lower = jnp.maximum(floor, low * average.estimate)
+        upper = high * average.estimate
         short = jnp.asarray(self.raise_small) & (norm < lower)
         # The upper edge is asked first, since by default it is below the lower one.
         target = jnp.where(norm > upper, upper, jnp.where(short, lower, norm))

@@ -89,9 +89,9 @@ class EmaRatio(Rule):
         if self.target_decay is not None:
             (target_decay,) = at_step(step, norm, self.target_decay)
         seen, average, second = memory
-        edge = ratio * average.value
+        edge = ratio * average.estimate
         # With one rate both averages are the same, and so are both limits.
-        limit = jnp.where(norm > edge, target * second.value, edge)
+        limit = jnp.where(norm > edge, target * second.estimate, edge)
         # Without a norm there is no average, also with a warmup of 0.
         limit = jnp.where(seen >= jnp.maximum(self.warmup, 1), limit, jnp.inf)
         # Clipped by default, so that one spike does not raise the limit of the next.

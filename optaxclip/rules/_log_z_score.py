@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from .._exported import exported
-from ._memory import Average, blend, empty_average, hypot, weigh
+from ._memory import Average, blend, empty_average, hypot, root, weigh
 from ._rule import Number, Rule, at_step, fixed, multiple, number
 
 MOST = float(np.finfo(np.float32).max)
@@ -79,13 +79,13 @@ class LogZScore(Rule):
         seen, mean, deviation = memory
         # expm1 and log1p keep the digits of norms far below 1.
         edge = jnp.expm1(
-            mean.value + multiple(z, jnp.maximum(deviation, spread))
+            mean.estimate + multiple(z, jnp.maximum(deviation, spread))
         )
         limit = jnp.where(seen >= self.warmup, edge, jnp.inf)
         value = jnp.log1p(jnp.maximum(jnp.minimum(norm, limit), floor))
         moved = blend(mean, value, decay)
         _, share = weigh(mean.weight, decay)
         # The variance of a mixture of old values and the new one, never negative.
-        apart = jnp.sqrt(share) * jnp.abs(value - mean.value)
-        deviation = jnp.sqrt(1 - share) * hypot(deviation, apart)
+        apart = root(share) * jnp.abs(value - mean.estimate)
+        deviation = root(1 - share) * hypot(deviation, apart)
         return limit, LogNormMemory(seen + 1, moved, deviation)

@@ -29,7 +29,7 @@ class Window(NamedTuple):
 class Average(NamedTuple):
     """An exponential average of the norms seen so far."""
 
-    value: jax.Array  # float32[norm]: the average, corrected for its start
+    estimate: jax.Array  # float32[norm]: corrected for its start
     # float32[norm]: the share of an endless average that was seen, in [0, 1]
     weight: jax.Array
 
@@ -94,7 +94,7 @@ def blend(
     started = (average.weight > 0) | jnp.asarray(corrected)
     decay = jnp.where(started, decay, jnp.zeros_like(decay))
     weight, share = weigh(average.weight, decay)
-    return Average(between(average.value, value, 1 - share), weight)
+    return Average(between(average.estimate, value, 1 - share), weight)
 
 
 def between(old: jax.Array, new: jax.Array, keep: jax.Array) -> jax.Array:
@@ -119,6 +119,19 @@ def weigh(weight: jax.Array, decay: jax.Array) -> tuple[jax.Array, jax.Array]:
     own = jnp.where(is_first, jnp.maximum(1 - decay, 2.0**-60), 1 - decay)
     weight = decay * weight + own
     return weight, (own / weight).astype(weight.dtype)
+
+
+@jax.custom_jvp
+def root(x: jax.Array) -> jax.Array:
+    """sqrt(x), with the derivative 0 at 0, where that of `jnp.sqrt` is infinite."""
+    return jnp.sqrt(x)
+
+
+@root.defjvp
+def _root_jvp(primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
+    found = root(*primals)
+    change = tangents[0] / (2 * jnp.where(found == 0, 1.0, found))
+    return found, jnp.where(found == 0, 0.0, change)
 
 
 def hypot(one: jax.Array, other: jax.Array) -> jax.Array:

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from .._exported import exported
-from ._memory import Average, blend, empty_average, hypot, weigh
+from ._memory import Average, blend, empty_average, hypot, root, weigh
 from ._rule import Number, Rule, at_step, number
 
 
@@ -69,7 +69,7 @@ class MomentsRatio(Rule):
         mean = blend(memory.mean, norm, decay1)
         weight, share = weigh(memory.weight, decay2)
         # Roots of squares: the square of a norm may leave the range of float32.
-        root = hypot(jnp.sqrt(1 - share) * memory.root, jnp.sqrt(share) * norm)
-        # The root of a first norm of 0 is 0, and eps may be 0 too.
-        limit = mean.value / jnp.where(root > 0, root + eps, 1.0)
-        return limit, Moments(mean, root, weight)
+        size = hypot(root(1 - share) * memory.root, root(share) * norm)
+        # That of a first norm of 0 is 0, and eps may be 0 too.
+        limit = mean.estimate / jnp.where(size > 0, size + eps, 1.0)
+        return limit, Moments(mean, size, weight)

@@ -105,7 +105,9 @@ def step_rule(
     """The rule of `skip_step`: the first limit comes after half a window."""
     check_length(f"{call}: window", window, least=2)
     # OLMo-core counts the current norm too, which is not in the statistic: one less.
-    numbers = {"ddof": 1, "warmup": max(2, window // 2) - 1}
+    # Under inject_hyperparams the window is traced.
+    larger = jnp.maximum if isinstance(window, jax.Array) else max
+    numbers = {"ddof": 1, "warmup": larger(2, window // 2) - 1}
     return rule_in(call, WindowedMean, sigmas=sigmas, window=window, **numbers)
 
 

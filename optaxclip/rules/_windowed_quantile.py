@@ -149,5 +149,7 @@ def interpolated(quantile: jax.Array, memory: QuantileMemory) -> jax.Array:
         return jnp.take_along_axis(memory.ordered, index, axis=-1)[..., 0]
 
     low, high = norm_at(jnp.floor(place)), norm_at(jnp.ceil(place))
-    # Without any norm this is inf - inf, and `update` takes inf instead.
+    # Without any norm both are inf, whose difference is NaN. `update` then takes inf.
+    most = jnp.finfo(low.dtype).max
+    low, high = jnp.minimum(low, most), jnp.minimum(high, most)
     return low + (place - jnp.floor(place)) * (high - low)

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from .._exported import exported
-from ._memory import between, hypot
+from ._memory import between, hypot, root
 from ._rule import Number, Rule, at_step, choice, fixed, multiple, number
 
 
@@ -94,8 +94,8 @@ class ZScore(Rule):
         mean = between(mean, value, keep)
         # The paper's deviation is about the new mean. In the warm-up the geometric mean
         # of the distances to the old and the new one gives the exact variance.
-        distance = jnp.where(warm, keep, jnp.sqrt(keep)) * apart
-        old, new = jnp.sqrt(keep) * deviation, jnp.sqrt(1 - keep) * distance
+        distance = jnp.where(warm, keep, root(keep)) * apart
+        old, new = root(keep) * deviation, root(1 - keep) * distance
         return limit, ZScoreMemory(seen + 1, mean, hypot(old, new))
 
     def _target(self, score: jax.Array, z: jax.Array) -> jax.Array:

@@ -76,7 +76,7 @@ def test_norms_and_losses_that_are_given_may_be_large(number):
     _, state = recorder.update(
         GRADS, recorder.init(GRADS), grad_norm=number, value=number
     )
-    assert (state.norm, state.value) == (np.float32(number), np.float32(number))
+    assert (state.norm, state.loss) == (np.float32(number), np.float32(number))
 
 
 def test_a_loss_that_is_no_number_is_named():

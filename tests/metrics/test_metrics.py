@@ -248,8 +248,8 @@ def test_metrics_show_each_number_of_a_skipping_optimizer(consecutive):
     wanted = {
         "norm": 1,
         "limit": 2,
-        "value": 3,
-        "value_limit": 4,
+        "loss": 3,
+        "loss_limit": 4,
         "skipped": int(consecutive > 0),
         "skipped_share": 0.5,
         "skipped_share_recent": 0.25,

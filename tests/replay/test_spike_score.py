@@ -115,8 +115,8 @@ def test_the_recorder_reports_the_last_step():
     wanted = {
         "spike/norm": 9.0,
         "spike/limit": 2.5,
-        "spike/value": 2.0,
-        "spike/value_limit": 4.0,
+        "spike/loss": 2.0,
+        "spike/loss_limit": 4.0,
         "spike/spiked": 1.0,
         "spike/score": 0.2,
         "spike/score_recent": 0.2,
@@ -150,7 +150,7 @@ def test_the_recorder_stands_in_a_chain_that_gets_the_loss():
     params = jnp.ones(2)
     state = optimizer.init(params)
     _, state = optimizer.update(params, state, params, value=jnp.float32(3.0))
-    assert optaxclip.metrics(state)["spike/value"] == 3
+    assert optaxclip.metrics(state)["spike/loss"] == 3
 
 
 def test_a_history_without_numbers_is_named():

@@ -224,7 +224,7 @@ def test_metrics_tell_skips_and_reach_inner_clippers():
     assert report["skip/skipped_share"] == pytest.approx(2 / 3) and np.isnan(
         report["skip/norm"]
     )
-    assert (report["skip/limit"], report["skip/value"], report["skip/value_limit"]) == (
+    assert (report["skip/limit"], report["skip/loss"], report["skip/loss_limit"]) == (
         10.0,
         2.5,
         3.0,

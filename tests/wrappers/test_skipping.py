@@ -97,9 +97,9 @@ def test_skipping_measures_over_the_axes_that_it_is_given():
 def test_skipping_shows_limits_after_the_first_step():
     optimizer = optaxclip.skip_spikes(optax.sgd(0.1), 10.0, 3.0)
     state = optimizer.init(jnp.zeros(1))
-    assert state.limit == state.value_limit == np.inf
+    assert state.limit == state.loss_limit == np.inf
     (state,) = skipping(optimizer, [1.0], value=2.0)
-    assert (state.limit, state.value_limit, state.value, state.step) == (
+    assert (state.limit, state.loss_limit, state.loss, state.step) == (
         10.0,
         3.0,
         2.0,
@@ -133,13 +133,13 @@ def test_skipping_learns_from_finite_losses_of_any_sign():
     optimizer = optaxclip.skip_spikes(optax.sgd(0.1), None, Last())
     for value, remembered in ((-2.0, -2.0), (0.0, 0.0), (np.nan, 9.0), (np.inf, 9.0)):
         (state,) = skipping(optimizer, [1.0], value=value)
-        assert state.value_memory == remembered
+        assert state.loss_memory == remembered
         assert int(state.skipped) == int(not np.isfinite(value))
 
 
 def test_a_rule_of_the_loss_needs_no_loss_where_there_is_none():
     optimizer = optaxclip.skip_step(optax.sgd(0.1), on_loss=False)
-    assert skipping(optimizer, [1.0])[0].value_limit == np.inf
+    assert skipping(optimizer, [1.0])[0].loss_limit == np.inf
 
 
 def test_a_rule_of_the_loss_is_one_number_and_has_no_weights():
