@@ -15,6 +15,7 @@ from jax.tree_util import Partial
 
 # What becomes of updates whose norm is NaN or inf.
 NONFINITE = ("propagate", "zero", "raise")
+NUMBERS = (int, float, np.generic, np.ndarray, jax.Array)
 LAST_STEP = 2**31 - 1  # where the step of a state stays
 
 
@@ -64,9 +65,7 @@ check_limit = partial(check_number, is_limit=True)
 def check_real(argument: str, value: Any) -> None:
     """Refuses what is no real number, or array of them, as `check_number`."""
     # True is an int in Python. As a limit it is a slip.
-    if isinstance(value, (bool, str)) or not isinstance(
-        value, (int, float, np.generic, np.ndarray, jax.Array)
-    ):
+    if isinstance(value, (bool, str)) or not isinstance(value, NUMBERS):
         raise TypeError(f"{argument} must be a real number, got {value!r}.")
     # NumPy has no dtype for ints of more than 64 bits.
     held = _float_of(argument, value) if isinstance(value, int) else value
@@ -83,7 +82,7 @@ def check_real(argument: str, value: Any) -> None:
 
 def check_returned(argument: str, value: Any) -> None:
     """Raises for what a schedule, or a rule of the user's, must not return."""
-    if not isinstance(value, (int, float, np.generic, np.ndarray, jax.Array)):
+    if not isinstance(value, NUMBERS):
         raise TypeError(
             f"{argument}: a schedule, or a rule, must return a number for each step, "
             f"got {value!r}."
@@ -92,8 +91,7 @@ def check_returned(argument: str, value: Any) -> None:
 
 def check_shrunk(call: str, value: Any, norm: jax.Array) -> None:
     """Raises TypeError for what a shrink of the user's must not return."""
-    kinds = (int, float, np.generic, np.ndarray, jax.Array)
-    known = isinstance(value, kinds)
+    known = isinstance(value, NUMBERS)
     if not known or not broadcasts_to(jnp.shape(value), norm.shape):
         raise TypeError(
             f"{call}: shrink must return the new norm of each norm, in the shape "
@@ -147,10 +145,10 @@ def check_length(argument: str, value: Any, least: int = 1) -> None:
 def check_known(argument: str, value: Any) -> None:
     """Refuses what only a traced program knows."""
     if isinstance(value, Tracer):
-        text = (
-            "known when the clipper is built: under inject_hyperparams name it"
+        raise TypeError(
+            f"{argument} must be known when the clipper is built; under "
+            "inject_hyperparams name it in static_args."
         )
-        raise TypeError(f"{argument} must be {text} in static_args.")
 
 
 def check_flag(

@@ -20,8 +20,9 @@ def record_norm(
 ) -> optax.GradientTransformationExtraArgs:
     """Clips nothing, and keeps the norms for `metrics`.
 
-    In the same jitted step as a clipper with the same sums it reads nothing more on a
-    CPU, since XLA computes equal sums once.
+    A `limit=` that a chain is given for one step is not for it. In the same jitted step
+    as a clipper with the same sums it reads nothing more on a CPU, since XLA computes
+    equal sums once.
 
     Args:
       norm: from a tree to its norms: `global_norm`, `tensor_norm`, or a function of

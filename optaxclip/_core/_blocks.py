@@ -5,7 +5,7 @@ no norm there. Its row in the blocks of that step is 0, and the state keeps what
 knew.
 """
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import fields
 from itertools import chain
 from typing import Any, NamedTuple, TypeGuard
@@ -85,7 +85,7 @@ def arrangement(norms: Norms, state: ClipState, call: str) -> Arrangement:
     sources, places = [], list(norms.places)
     for block, old in zip(state.names, entries):
         present = [row for row, name in enumerate(block) if name in number_of]
-        numbers = [number_of[block[row]] for row in present]
+        numbers = [number_of[name] for name in block if name in number_of]
         # None spares a scatter in a step that has all leaves.
         put = None if len(present) == len(block) else present
         rows = len(block) > 1
@@ -130,7 +130,7 @@ def rules_of_norms(
     rules: Any,
     norms: Norms,
     argument: str,
-    names: Iterable[tuple[str, ...]] = (),
+    names: Iterable[Iterable[str]] = (),
 ) -> list[Rule]:
     """The rule of each norm, from one rule or a tree prefix of rules.
 
@@ -159,7 +159,7 @@ def rules_of_norms(
 
 
 def _of_present(
-    table: prefix.Prefix, norms: Norms, names: Iterable[tuple[str, ...]]
+    table: prefix.Prefix, norms: Norms, names: Iterable[Iterable[str]]
 ) -> prefix.Prefix:
     """The entries of a table without those of labels that are missing in this step."""
     missing = {name for block in names for name in block}
@@ -171,7 +171,7 @@ def _of_present(
 def rule_of_block(
     rules: list[Rule],
     source: Source,
-    names: tuple[str, ...],
+    names: Collection[str],
     norm: jax.Array,
     call: str,
 ) -> Rule:
@@ -211,8 +211,8 @@ def first_blocks(norms: Norms, rules: list[Rule]) -> tuple[Names, list[Entry]]:
         # so it does not join the constant limits.
         shared = "constant" if _is_constant(rule) else id(rule)
         blocks.setdefault((place.block, shared), []).append(number)
-    named = Names(
-        tuple(names[i] for i in numbers) for numbers in blocks.values()
+    named = tuple(
+        {names[i]: None for i in numbers} for numbers in blocks.values()
     )
     # The first norm stands for all: a block has one kind of rule and one type.
     entries = [
@@ -223,7 +223,7 @@ def first_blocks(norms: Norms, rules: list[Rule]) -> tuple[Names, list[Entry]]:
 
 
 def _first_entry(
-    norms: Norms, rule: Rule, numbers: list[int], names: tuple[str, ...]
+    norms: Norms, rule: Rule, numbers: list[int], names: Collection[str]
 ) -> Entry:
     """The entry of a block of some norms."""
     place, shape = norms.places[numbers[0]], norms.shape(numbers[0])

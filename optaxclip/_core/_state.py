@@ -3,6 +3,7 @@
 import itertools
 import json
 import operator
+from collections.abc import Collection
 from typing import Any, NamedTuple
 
 import jax
@@ -13,11 +14,9 @@ from .._norms import _prefix as prefix
 from .._norms._in_blocks import are_rows
 from ._placeholder import Form, OpenForm
 
-
-# A node without leaves to JAX, since optax.tree looks for leaves in every field.
-@jax.tree_util.register_static
-class Names(tuple[tuple[str, ...], ...]):
-    """The names of the norms in each block."""
+# Of the norms in each block. Dicts of None have no leaves: optax.tree looks for leaves
+# in every field, and would find strings.
+Names = tuple[dict[str, None], ...]
 
 
 class Entry(NamedTuple):
@@ -101,14 +100,15 @@ _KEYS = [jax.tree_util.GetAttrKey(name) for name in ClipState._fields[1:]]
 
 def _flatten(state: ClipState) -> tuple[list[Any], Form]:
     """The fields with their keys, and what is apart from them, for JAX."""
-    names = state.names
-    if not isinstance(names, OpenForm):
-        names = Form(names, jax.tree.structure(state.memory))
-    return list(zip(_KEYS, state[1:])), names
+    form = state.names
+    if not isinstance(form, OpenForm):
+        names = tuple(map(tuple, form))
+        form = Form(names, jax.tree.structure(state.memory))
+    return list(zip(_KEYS, state[1:])), form
 
 
 def _unflatten(form: Form, fields: Any) -> ClipState:
-    state = ClipState(form.names, *fields)
+    state = ClipState(tuple(map(dict.fromkeys, form.names)), *fields)
     if not isinstance(form, OpenForm):
         return state
     if form.memory is None:  # not yet compared with a state
@@ -124,7 +124,7 @@ jax.tree_util.register_pytree_with_keys(ClipState, _flatten, _unflatten)
 
 
 def _form_of(names: bytes) -> Form:
-    return Form(Names(map(tuple, json.loads(names))), None)
+    return Form(tuple(map(tuple, json.loads(names))), None)
 
 
 jax.export.register_pytree_node_serialization(
@@ -161,7 +161,7 @@ def check_one_model(argument: str, function: str, state: Any) -> None:
         )
 
 
-def has_rows(names: tuple[str, ...], shape: tuple[int, ...]) -> bool:
+def has_rows(names: Collection[str], shape: tuple[int, ...]) -> bool:
     """Whether a block of this shape has a row for each name. Others are one norm."""
     # An array of one number, alone in its block, reads as a number too.
     return are_rows(names, () if shape == (1,) else shape)

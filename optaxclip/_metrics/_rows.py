@@ -1,7 +1,7 @@
 """The rows that `metrics` reports of one state, computed in compiled calls."""
 
 import itertools
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from functools import partial
 from typing import Any
 
@@ -66,7 +66,7 @@ def clip_rows(
                 yield name, path, value
 
 
-def _layers_of(names: tuple[str, ...], entry: Entry) -> tuple[str, ...]:
+def _layers_of(names: Collection[str], entry: Entry) -> Collection[str]:
     """The names of the entries of a block, one for each layer of each norm."""
     shape = jnp.shape(entry.norm)
     shape = shape[has_rows(names, shape) :]

@@ -10,7 +10,7 @@ at most 2 for arrays.
 """
 
 import math
-from collections.abc import Callable, Hashable, Iterable, Iterator
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -97,11 +97,11 @@ jax.tree_util.register_pytree_node(
 )
 
 
-def are_rows(names: tuple[str, ...], shape: tuple[int, ...]) -> bool:
+def are_rows(names: Collection[str], shape: tuple[int, ...]) -> bool:
     """Whether norms of this shape are rows of their block. One that is alone is a row
     if it is a number with a name, and otherwise the whole block.
     """
-    return len(names) > 1 or (names != ("",) and not shape)
+    return len(names) > 1 or ("" not in names and not shape)
 
 
 def norms_of_tree(norms: Any, tree: Any, argument: str = "norms") -> Norms:

@@ -13,8 +13,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.core import Tracer
 
+from .._arguments import check_known
 from . import _prefix as prefix
 from ._collectives import Split
 from ._groups import Group
@@ -219,11 +219,7 @@ def check_ord(call: str, ord: Any) -> None:
     if ord in (None, "rms", "average"):
         return
     # The order decides which program is compiled, so a traced one comes too late.
-    if isinstance(ord, Tracer):
-        raise TypeError(
-            f"{call}: ord must be known when the clipper is built; under "
-            "inject_hyperparams name it in static_args."
-        )
+    check_known(f"{call}: ord", ord)
     is_number = isinstance(ord, (int, float, np.number, jax.Array))
     try:
         # True is an int in Python. As an order it is a slip.

@@ -21,6 +21,11 @@ def tree(seed):
     return {name: jax.random.normal(key, shape) for (name, shape), key in pairs}
 
 
+def names_of(state):
+    """The names of the norms in each block."""
+    return tuple(map(tuple, state.names))
+
+
 def units(x):
     """The norm of each unit in float64 NumPy."""
     x = np.asarray(x, np.float64)
@@ -30,7 +35,7 @@ def units(x):
 
 def test_units_of_one_number_are_the_rows_of_one_array():
     state = optaxclip.clip_by_unitwise_norm(1.0).init(tree(0))
-    assert state.names == (("a", "c"), ("b",), ("d", "e"))
+    assert names_of(state) == (("a", "c"), ("b",), ("d", "e"))
     assert [x.shape for x in state.norm] == [(2, 1, 3), (1, 4), (2,)]
     # Six fields of three blocks, and the step.
     assert len(jax.tree.leaves(state)) == 19
@@ -57,7 +62,9 @@ def test_rules_of_their_own_are_blocks_of_their_own():
     clipper = optaxclip.clip_by_unitwise_norm(limits)
     begin = clipper.init(tree(0))
     _, state = clipper.update(tree(0), begin)
-    assert state.names == begin.names == (("a",), ("b",), ("c",), ("d",), ("e",))
+    assert (
+        names_of(state) == names_of(begin) == (("a",), ("b",), ("c",), ("d",), ("e",))
+    )
     # A number is a row, and an array is none.
     for norms in (begin.norm, state.norm):
         assert [x.shape for x in norms] == [(1, 3), (1, 4), (1, 3), (1,), (1,)]
@@ -98,9 +105,9 @@ def test_units_split_in_different_ways_are_in_different_blocks(typed):
     clipper = optaxclip.clip_by_unitwise_norm(0.5, mesh_axes=specs)
     # Outside shard_map all norms have one shape. Inside, those of a and c have another.
     begin = clipper.init(grads)
-    assert begin.names == (("a", "c"), ("b",))
+    assert names_of(begin) == (("a", "c"), ("b",))
     of_blocks = (P(None, None, "x"), P())
-    fields = dict.fromkeys(begin._fields[2:-1], of_blocks)
+    fields = dict.fromkeys({*begin._fields} - {"names", "step", "memory"}, of_blocks)
     of_state = begin._replace(step=P(), **fields)
     step = sharded.on_each_part(
         clipper.update,
@@ -123,7 +130,7 @@ def test_more_than_two_leaves_of_a_shape_are_several_blocks():
     grads = {name: jnp.full((2, 3), i + 1.0) for i, name in enumerate(names)}
     clipper = optaxclip.clip_by_unitwise_norm(1.0)
     updates, state = clipper.update(grads, clipper.init(grads))
-    assert state.names == (tuple("ab"), tuple("cd"), ("e",))
+    assert names_of(state) == (tuple("ab"), tuple("cd"), ("e",))
     for name in names:
         np.testing.assert_allclose(np.linalg.norm(updates[name], axis=0), 1, 1e-6)
         norm = state.by_name()[name].norm
@@ -170,7 +177,7 @@ def test_rules_take_their_own_rows_of_a_block_of_norms():
     limits = {"a": schedule, "b": 1.0, "c": schedule, "d": 2.0}
     clipper = optaxclip.clip_by_tensor_norm(limits)
     updates, state = clipper.update(grads, clipper.init(grads))
-    assert state.names == (("a",), ("b", "d"), ("c",))
+    assert names_of(state) == (("a",), ("b", "d"), ("c",))
     for name, limit in {"a": 0.5, "b": 1.0, "c": 0.5, "d": 2.0}.items():
         norm = np.linalg.norm(np.float64(grads[name]))
         np.testing.assert_allclose(state.by_name()[name].norm, norm, rtol=1e-6)

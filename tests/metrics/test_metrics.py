@@ -202,12 +202,8 @@ def clip_state(**fields):
         "clipped_recently": [0.0] * 3,
         "nonfinite": [0] * 3,
     } | fields
-    return optaxclip.ClipState(
-        {"w": None},
-        jnp.int32(8),
-        *(jnp.asarray([values]) for values in units.values()),
-        (),
-    )
+    fields = {name: jnp.asarray([values]) for name, values in units.items()}
+    return optaxclip.ClipState(({"w": None},), jnp.int32(8), memory=(), **fields)
 
 
 @pytest.mark.parametrize(

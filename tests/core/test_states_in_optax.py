@@ -1,0 +1,128 @@
+"""States among those of optax, whose tools find what is theirs."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import optaxclip
+from optaxclip import rules
+
+PARAMS = {"w": jnp.array([1.0, 2.0]), "b": jnp.array(3.0)}
+CLIPPERS = {
+    "global": lambda: optaxclip.clip_by_global_norm(1.0),
+    "tensors": lambda: optaxclip.clip_by_tensor_norm(1.0),
+    "units": lambda: optaxclip.clip_by_unitwise_norm(1.0),
+    "learns": optaxclip.zclip,
+    "several rules": lambda: optaxclip.clip_by_tensor_norm(
+        {"w": rules.growth(2.0), "b": 1.0}
+    ),
+    "spikes": optaxclip.record_spikes,
+}
+
+
+@pytest.mark.parametrize("name", CLIPPERS)
+def test_tree_set_finds_hyperparameters_beside_a_clipper(name):
+    adam = optax.inject_hyperparams(optax.adam)(learning_rate=0.1)
+    optimizer = optax.chain(CLIPPERS[name](), adam)
+    _, state = optimizer.update(PARAMS, optimizer.init(PARAMS), PARAMS)
+    changed = optax.tree.set(state, learning_rate=jnp.float32(0.5))
+    assert optax.tree.get(changed, "learning_rate") == 0.5
+    assert jax.tree.structure(changed) == jax.tree.structure(state)
+    # All that the clipper knows stays where it was.
+    jax.tree.map(np.testing.assert_array_equal, changed[0], state[0])
+
+
+def test_tree_set_sets_a_field_of_a_clipper():
+    clipper = optaxclip.clip_by_tensor_norm(1.0)
+    _, state = clipper.update(PARAMS, clipper.init(PARAMS))
+    changed = optax.tree.set(state, step=jnp.int32(7))
+    assert changed.step == 7
+    assert changed.by_name()["b"].norm == 3
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "wrap",
+    [
+        optaxclip.skip_nonfinite,
+        optaxclip.skip_step,
+        lambda inner: optax.chain(optaxclip.record_spikes(), inner),
+        lambda inner: optax.chain(optaxclip.adagc(), inner),
+        lambda inner: optax.chain(
+            optaxclip.clip_by_global_norm(rules.ema_ratio()), inner
+        ),
+    ],
+    ids=["skip_nonfinite", "skip_step", "record_spikes", "adagc", "ema_ratio"],
+)
+def test_a_solver_finds_its_own_value_in_the_state(wrap):
+    def loss(w):
+        return jnp.sum((w - 2) ** 2)
+
+    w = jnp.ones(2)
+    optimizer = wrap(optax.lbfgs())
+    state = optimizer.init(w)
+    for _ in range(2):
+        value, grad = optax.value_and_grad_from_state(loss)(w, state=state)
+        assert value == loss(w)
+        extra = {"value": value, "grad": grad, "value_fn": loss}
+        updates, state = optimizer.update(grad, state, w, **extra)
+        w = optax.apply_updates(w, updates)
+
+
+def test_a_default_window_may_be_injected_under_jit():
+    optimizer = optax.inject_hyperparams(optaxclip.skip_step)(optax.sgd(0.1))
+    state = optimizer.init(PARAMS)
+    updates, _ = jax.jit(optimizer.update)(PARAMS, state, PARAMS)
+    np.testing.assert_allclose(updates["w"], [-0.1, -0.2])
+
+
+@pytest.mark.parametrize("shrink", ["smooth", "auto_s", "psac"])
+def test_a_traced_number_of_a_shrink_is_named(shrink):
+    make = getattr(optaxclip.shrinks, shrink)
+    with pytest.raises(TypeError, match=f"^{shrink}: .* must be known when"):
+        jax.jit(lambda x: make(x)(x, x))(1.5)
+
+
+def test_the_limit_of_a_chain_clips_nothing_in_a_recorder():
+    clip = optaxclip.clip_by_global_norm(1.0)
+    record = optaxclip.record_norm(optaxclip.tensor_norm)
+    optimizer = optax.chain(clip, optax.sgd(1e3), record)
+    state = optimizer.init(PARAMS)
+    updates, _ = optimizer.update(PARAMS, state, PARAMS, limit=0.3)
+    np.testing.assert_allclose(optaxclip.global_norm(updates), 300, rtol=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["svd", "newton_schulz"])
+def test_a_spectral_clip_takes_the_limit_of_a_step(method):
+    clipper = optaxclip.clip_by_spectral_norm(1.0, method=method)
+    grads = {"w": jnp.diag(jnp.array([3.0, 0.5]))}
+    updates, _ = clipper.update(grads, clipper.init(grads), limit={"w": 2.0})
+    np.testing.assert_allclose(updates["w"], np.diag([2.0, 0.5]), atol=1e-5)
+
+
+def test_a_donating_optimizer_is_skipped_without_jit():
+    adam = optax.adam(0.1)
+    donating = jax.jit(adam.update, donate_argnums=1)
+    inner = optax.GradientTransformation(adam.init, donating)
+    optimizer = optaxclip.skip_nonfinite(inner)
+    updates, _ = optimizer.update(PARAMS, optimizer.init(PARAMS), PARAMS)
+    np.testing.assert_allclose(updates["w"], [-0.1, -0.1], rtol=1e-5)
+
+
+def test_two_bounds_are_numbers_without_jit_too():
+    clipper = optaxclip.clip_by_value(0.5, -0.2)
+    with jax.disable_jit():
+        updates, _ = clipper.update(jnp.array([1.0, -1.0]), clipper.init(PARAMS))
+    np.testing.assert_array_equal(updates, np.float32([0.5, -0.2]))
+
+
+@pytest.mark.slow
+def test_metrics_of_float64_under_strict_promotion():
+    with jax.enable_x64(True), jax.numpy_dtype_promotion("strict"):
+        grads = jnp.array([3.0, 4.0], jnp.float64)
+        clipper = optaxclip.clip_by_global_norm(1.0)
+        _, state = clipper.update(grads, clipper.init(grads))
+        assert optaxclip.metrics(state)["clip/norm_before"] == 5
