@@ -259,7 +259,7 @@ def test_adaclip_and_adagn_are_those_of_pytorch_optimizer(case):
         # float32 knows 1 - 0.999 to three parts in 1e5.
         np.testing.assert_allclose(limits[leaf].limit, largest, rtol=1e-4)
         np.testing.assert_allclose(
-            means[leaf].memory.mean.value,
+            means[leaf].memory.mean.estimate,
             numbers(CASES[case]["m_norm_t"][leaf]) / (1 - args["gamma1"] ** steps),
             rtol=3e-5,
         )
