@@ -57,7 +57,7 @@ def clip_by_tensor_rms(
       A transformation whose state is a `ClipState`, read by `metrics`.
 
     Raises:
-      ValueError: a negative or NaN limit or eps, an unknown `nonfinite`. From init and
+      ValueError: a negative or NaN limit or eps, an unknown `nonfinite`. From init or
         update: a leaf without a limit, an axis in `stacked` that a leaf does not have,
         leaves of one stack with different numbers of layers, or a mesh axis that is not
         bound.
@@ -116,7 +116,7 @@ def clip_by_average_norm(
       A transformation whose state is a `ClipState`, read by `metrics`.
 
     Raises:
-      ValueError: a negative or NaN limit or eps, an unknown `nonfinite`. From init and
+      ValueError: a negative or NaN limit or eps, an unknown `nonfinite`. From init or
         update: a leaf without a limit, an axis in `stacked` that a leaf does not have,
         leaves of one stack with different numbers of layers, or a mesh axis that is not
         bound.

@@ -20,7 +20,7 @@ Names = tuple[dict[str, None], ...]
 
 
 class Entry(NamedTuple):
-    """One block of a state: of its fields from `norm` on, one array each."""
+    """One block of a state: of all fields but `names` and `step`, one array each."""
 
     norm: jax.Array
     limit: jax.Array
@@ -34,14 +34,14 @@ class Entry(NamedTuple):
 class ClipState(NamedTuple):
     """What a clipper knows after a step.
 
-    The fields from `norm` on have a row for each norm: shape [] for the norm of
+    All fields but `names` and `step` have a row for each norm: shape [] for the norm of
     everything, [N] for those of N tensors or groups, [N, ...] for N arrays of units or
     of stacked layers, and [...] for one such array. Norms of different shapes, or of
     different rules, are in a tuple of such arrays. `metrics(state)` and
     `state.by_name()` give them by name.
 
     Attributes:
-      names: the names of the norms. They belong to the structure and are no leaves.
+      names: for each array, the names of its norms. They are no leaves.
       step: updates seen.
       norm: before clipping, in the last step.
       limit: what the norm was held against.

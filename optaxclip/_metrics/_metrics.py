@@ -103,7 +103,7 @@ def metrics(
       Of optimizers that skip steps (`skip_spikes`):
 
         skip/norm, skip/limit               of the last gradient, whether skipped or not
-        skip/loss, skip/loss_limit        of the last loss, 0 and inf without a rule
+        skip/loss, skip/loss_limit          of the last loss, 0 and inf without a rule
                                             for it
         skip/skipped                        1 if the last step was skipped, else 0
         skip/skipped_share, skip/skipped_share_recent, skip/skipped_count,
