@@ -257,7 +257,9 @@ def _times_twice(x: jax.Array, root: jax.Array) -> jax.Array:
     """x * root * root. A GPU keeps the bits of a finite x where the root is 1."""
     # bfloat16 * float32 is float32, and is rounded once at the end.
     wide = np.promote_types(x.dtype, root.dtype)
-    return cast_like(x.astype(wide) * root.astype(wide) * root.astype(wide), x)
+    # Spread once, as each product would do it.
+    root = jnp.broadcast_to(root.astype(wide), x.shape)
+    return cast_like(x.astype(wide) * root * root, x)
 
 
 def cast_like(x: jax.Array, leaf: Any) -> jax.Array:
