@@ -1,5 +1,6 @@
 """What a clipper keeps. Its fields are in blocks, as `_blocks` arranges them."""
 
+import collections
 import itertools
 import json
 import operator
@@ -79,7 +80,8 @@ class ClipState(NamedTuple):
             and expert 3. Otherwise they share one, of arrays.
 
         Raises:
-          ValueError: a state of several models, as under `jax.vmap`.
+          ValueError: a state of several models, as under `jax.vmap`, or a leaf with the
+            name of a layer of another.
         """
         check_one_model("by_name: the state", "ClipState.by_name", self)
         found = {}
@@ -89,10 +91,10 @@ class ClipState(NamedTuple):
                 found[name] = _row(entry, row) if rows else entry
         if not layers:
             return found
-        each = [
-            _entries_of_layers(name, entry) for name, entry in found.items()
-        ]
-        return dict(itertools.chain.from_iterable(each))
+        each = itertools.starmap(_entries_of_layers, found.items())
+        entries = list(itertools.chain.from_iterable(each))
+        check_names_of_layers("by_name", [name for name, _ in entries])
+        return dict(entries)
 
 
 _KEYS = [jax.tree_util.GetAttrKey(name) for name in ClipState._fields[1:]]
@@ -189,6 +191,17 @@ def names_of_layers(name: str, shape: tuple[int, ...]) -> list[str]:
         ]
         found.append("/".join([name, *numbers]))
     return found
+
+
+def check_names_of_layers(call: str, names: list[str]) -> None:
+    """Raises where a leaf is called "w/0" and a stack "w" has a layer 0."""
+    for name, count in collections.Counter(names).items():
+        if count > 1:
+            raise ValueError(
+                f"{call}: layers=True: two norms have the name {name!r}, that of a "
+                "leaf and that of a layer of another leaf. Rename the leaf, or use "
+                "layers=False."
+            )
 
 
 def pack(names: Names, step: jax.Array, entries: list[Entry]) -> ClipState:

@@ -128,8 +128,9 @@ def metrics(
       name in its keys.
 
     Raises:
-      ValueError: a state without a clipper in it, a name in `only` that is none, or the
-        state of an ensemble: `jax.vmap(metrics)` reads that of each member.
+      ValueError: a state without a clipper in it, a name in `only` that is none, the
+        state of an ensemble (`jax.vmap(metrics)` reads that of each member), or, with
+        `layers`, a leaf with the name of a layer of another.
       TypeError: an optimizer in the place of its state, or `floats` under jit.
 
     Example:

@@ -14,7 +14,14 @@ from jax.typing import ArrayLike
 from .._clippers._by_value import ClipByValueState
 from .._clippers._record_spikes import SpikeState
 from .._clippers._spam import SpamState
-from .._core._state import ClipState, Entry, has_rows, names_of_layers, unpack
+from .._core._state import (
+    ClipState,
+    Entry,
+    check_names_of_layers,
+    has_rows,
+    names_of_layers,
+    unpack,
+)
 from .._norms._types import gathered
 from .._norms._unstack import unstacked
 from .._wrappers._skipping import SkipState
@@ -54,6 +61,8 @@ def clip_rows(
     names, entries = state.names, unpack(state)
     if layers:
         names = [_layers_of(*each) for each in zip(names, entries)]
+        every = itertools.chain.from_iterable(names)
+        check_names_of_layers("metrics", list(every))
     counts = tuple(len(block) for block in names)
     # The counts are static, because shapes depend on them.
     found = _numbers_of_blocks(counts, state.step, _without_memory(entries))

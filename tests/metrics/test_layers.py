@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 import optaxclip
 
@@ -49,3 +50,13 @@ def test_states_without_layers_have_the_same_rows():
     state = state_after_a_step(None)
     found = optaxclip.metrics(state)
     assert optaxclip.metrics(state, layers=True).keys() == found.keys()
+
+
+def test_a_leaf_with_the_name_of_a_layer_is_refused():
+    grads = {"w": jnp.ones((3, 4)), "w/0": jnp.ones(2)}
+    clipper = optaxclip.clip_by_tensor_norm(1.0, stacked={"w": 1, "w/0": None})
+    _, state = clipper.update(grads, clipper.init(grads))
+    assert len(state.by_name()) == 2
+    for read in (state.by_name, lambda **options: optaxclip.metrics(state, **options)):
+        with pytest.raises(ValueError, match=r"layers=True: two norms .* 'w/0'"):
+            read(layers=True)
