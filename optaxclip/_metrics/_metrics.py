@@ -77,8 +77,8 @@ def metrics(
                               done, never below 1.2e-38 unless they were made 0
         clip/norm_after       the norm after clipping: 0 where a broken step was made
                               zero, NaN where it was made NaN
-        clip/clipped          1 if the last step was clipped, else 0, also where its
-                              norm was NaN or inf
+        clip/clipped          1 if the last step was clipped, else 0. A step whose norm
+                              is NaN or inf counts as 0
         clip/clipped_share    clipped steps over all steps, in [0, 1]
         clip/clipped_share_recent
                               the same of about the last 100 steps, a moving average

@@ -102,11 +102,11 @@ def skip_step(
     """Skips steps whose norm or loss is more than six deviations above the mean of the
     last 128, as OLMo-core does.
 
-    The deviation is that of a sample (ddof 1). What was skipped enters the window too,
-    so that a lasting change is accepted within 128 steps. So do frequent spikes, and
-    those that follow may get through. NaN does not enter it: in the public code one NaN
-    loss rejects every step until it has left the window. Here a run that only has NaN
-    is skipped without end, and `skip/consecutive_count` in `metrics` says how long.
+    The deviation is that of a sample (ddof 1). Skipped norms and losses enter the
+    window too. So a lasting change is accepted within 128 steps, and after many spikes
+    a later one may get through. NaN does not enter the window: in the public code one
+    NaN loss rejects every step until it has left the window. Here a run that only has
+    NaN is skipped without end, and `skip/consecutive_count` in `metrics` says how long.
 
     Args:
       inner: the whole optimizer. Around a clipper alone, the optimizer after it would

@@ -66,8 +66,8 @@ def clipped_grad(
     (1 / B) sum_i f_i g_i with f_i = shrink(|g_i|, C) / |g_i|.
 
     It bounds what one example can do. It adds no noise and is not a privacy accountant.
-    For differential privacy see jax_privacy
-    (https://github.com/google-deepmind/jax_privacy).
+    Differential privacy needs both: docs/per_example.md shows how to add them, and
+    jax_privacy (https://github.com/google-deepmind/jax_privacy) has them too.
 
     Args:
       loss: the loss of ONE example, `loss(params, example, ...) -> scalar`, or
