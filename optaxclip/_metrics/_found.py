@@ -134,12 +134,21 @@ def _from_mapping(kind: Any, fields: Mapping[str, Any]) -> Any:
     values = {name: _as_tuple(fields.get(name, ())) for name in kind._fields}
     if kind is ClipState:
         values["names"] = _numbered(values["norm"])
+        values["memory"] = _of_blocks(values["norm"], fields.get("memory", ()))
     if kind is SkipState:
         # What it wraps has clippers of its own.
         values["inner_state"] = _as_states(fields.get("inner_state", ()))[0]
     if "elements" in values:
         values["elements"] = ClippedElements(**fields["elements"])
     return kind(**values)
+
+
+def _of_blocks(norms: Any, memories: Any) -> Any:
+    """The memories of all blocks. A mapping lacks blocks that have none."""
+    if not isinstance(norms, tuple) or not isinstance(memories, Mapping):
+        return memories
+    known = {int(place): memory for place, memory in memories.items()}
+    return tuple(known.get(place, ()) for place in range(len(norms)))
 
 
 def _numbered(norms: Any) -> tuple[tuple[str, ...], ...]:

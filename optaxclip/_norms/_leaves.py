@@ -274,6 +274,9 @@ def _clipped(leaf: Any) -> Any:
     """The leaf, or None for one that does not count."""
     if _is_box(leaf):
         leaf = leaf.__jax_array__()
+    # What `optax.masked` leaves in the variables of flax NNX.
+    if not jax.tree.leaves(leaf):
+        return leaf
     # A Python number has no dtype. Those of random keys and float0 are not inexact.
     dtype = leaf.dtype if hasattr(leaf, "dtype") else jnp.result_type(leaf)
     counts = jnp.issubdtype(dtype, jnp.inexact) and 0 not in jnp.shape(leaf)

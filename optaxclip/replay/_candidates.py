@@ -26,8 +26,8 @@ class Suggestion(NamedTuple):
         an optimizer, which is called so.
       limit: at the last step, in units of the norm.
       clip_rate: the share of steps clipped, in [0, 1].
-      mean_factor: what the clipped steps would have been multiplied by, on average. 1
-        without any.
+      mean_factor: what the clipped steps would have been multiplied by, on average: 0
+        where they are skipped, and 1 without any.
       recommended: whether to start with it. One candidate is marked.
     """
 
@@ -43,6 +43,7 @@ RECOMMENDED_RATE = 0.01
 # Times the median. Where more steps than that are broken, a limit that clips so few of
 # them lies among their norms and holds nothing back.
 HIGHEST = 20
+SKIP_STEP = "optaxclip.skip_step(optimizer, on_loss=False)"
 
 
 @with_our_names
@@ -54,8 +55,8 @@ def suggest(norms: ArrayLike) -> list[Suggestion]:
     place to start, not a forecast.
 
     Args:
-      norms: the history, [steps]. Norms that are NaN, 0, or beyond the range of
-        float32 are left out.
+      norms: the history, [steps]. Norms that are NaN, 0, negative, or beyond the
+        range of float32 are left out, also of the shares.
 
     Returns:
       Fixed limits first, from quantiles of the norms (Pascanu et al. take half to ten
@@ -126,7 +127,7 @@ def _rules_that_learn() -> dict[str, Rule]:
         clip.format(quantile): windowed_quantile(0.9, 1000),
         clip.format(median): windowed_quantile(0.5, 100, factor=2.0),
         "optaxclip.zclip()": z_score(),
-        "optaxclip.skip_step(optimizer, on_loss=False)": step_rule(),
+        SKIP_STEP: step_rule(),
     }
 
 
@@ -142,5 +143,7 @@ def _with_recommendation(
 def _suggestion(name: str, found: Replay) -> Suggestion:
     clipped, limit = np.asarray(found.clipped), float(found.limits[-1])
     factors = np.asarray(found.factors)[clipped]
+    if name == SKIP_STEP:
+        factors = np.zeros_like(factors)
     mean_factor = float(factors.mean()) if factors.size else 1.0
     return Suggestion(name, limit, float(clipped.mean()), mean_factor)

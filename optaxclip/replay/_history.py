@@ -104,17 +104,21 @@ def _of_every_step(path: Path, rows: Rows, column: str) -> str:
     inside it has not: in a skipped step the clipper keeps the norm of an earlier one.
     """
     begin = column.removesuffix(CLIPPER)
-    names = column, begin + SKIPPER, begin + SKIPPED
-    known = [row for row in rows if _is_known(row, *names)]
+    own, flag = begin + SKIPPER, begin + SKIPPED
+    # metrics(floats=True) leaves out a norm that is NaN.
+    filled = [{own: "nan"} | row for row in rows]
+    known = [row for row in filled if _is_known(row, column, own, flag)]
     # Without the clipper's name in front, no such column belongs to it.
-    if not column.endswith(CLIPPER) or not known:
+    is_there = any(own in row for row in rows)
+    if not column.endswith(CLIPPER) or not known or not is_there:
         return column
-    clipper, skipper, skipped = (_numbers(path, known, x) for x in names)
+    each = (column, own, flag)
+    clipper, skipper, skipped = (_numbers(path, known, name) for name in each)
     larger = np.isfinite(clipper) & ~(skipper <= 1.001 * clipper)
     # A wrapper behind the clipper has norms after clipping: smaller ones, or also
     # larger ones, as of `normalize`, and then in steps that were not skipped too.
     is_behind = (larger & (skipped == 0)).any()
-    return names[1] if larger.any() and not is_behind else column
+    return own if larger.any() and not is_behind else column
 
 
 def _is_known(row: dict[str, Any], *columns: str) -> bool:
@@ -147,7 +151,13 @@ def _text(path: Path) -> str:
 
 
 def _csv(path: Path, text: str) -> Rows:
-    lines = csv.reader(io.StringIO(text, newline=""))
+    # A note may be longer than the module csv takes for a mistake.
+    before = csv.field_size_limit(len(text) + 1)
+    try:
+        lines = list(csv.reader(io.StringIO(text, newline="")))
+    finally:
+        csv.field_size_limit(before)
+    lines = iter(lines)
     # Lines without an entry may stand before the header, too.
     header = [name.strip() for name in next(filter(None, lines), [])]
     # Without a header csv would take the first norms for the names of columns.

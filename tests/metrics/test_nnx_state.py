@@ -51,6 +51,53 @@ def test_nnx_state_has_the_numbers_of_its_optimizer(name):
             np.testing.assert_array_equal(found[key], value, err_msg=key)
 
 
+def test_nnx_state_has_tensors_with_and_without_memory():
+    limits = {"kernel": 1.0, "bias": optaxclip.rules.z_score()}
+    optimizer = optimizer_after_a_step(optaxclip.clip_by_tensor_norm(limits))
+    wanted = optaxclip.metrics(optimizer.opt_state, only="norm_before")
+    found = optaxclip.metrics(nnx.state(optimizer), only="norm_before")
+    assert len(wanted) == 2
+    assert list(found.values()) == list(wanted.values())
+
+
+def kernels(yes, no):
+    return lambda params: jax.tree.map(lambda x: yes if x.ndim > 1 else no, params)
+
+
+MASKING = {
+    "masked": lambda inner: optax.masked(inner, kernels(True, False)),
+    "partition": lambda inner: optax.partition(
+        {"a": inner, "b": optax.sgd(1.0)}, kernels("a", "b")
+    ),
+}
+# What looks at leaves: clippers, and optimizers that skip steps.
+INSIDE = {
+    "optax": lambda: optax.clip_by_global_norm(0.5),
+    "global": lambda: optaxclip.clip_by_global_norm(0.5),
+    "tensor": lambda: optaxclip.clip_by_tensor_norm(0.5),
+    "agc": lambda: optaxclip.adaptive_grad_clip(0.5),
+    "skipping": lambda: optaxclip.skip_nonfinite(optax.sgd(1.0)),
+    "carry": lambda: optaxclip.carry_clipped(optaxclip.clip_by_global_norm(0.5)),
+    "spam": lambda: optaxclip.spam(2.0, warmup=0),
+}
+
+
+@pytest.mark.parametrize("masking", MASKING)
+@pytest.mark.parametrize("inside", INSIDE)
+def test_parts_of_an_nnx_model_are_clipped(inside, masking):
+    optimizer = optimizer_after_a_step(MASKING[masking](INSIDE[inside]()))
+    if inside != "optax":
+        assert optaxclip.metrics(optimizer.opt_state)
+
+
+def test_norms_of_nnx_variables_leave_masked_ones_out():
+    tree = {"a": nnx.Param(jnp.ones(4)), "b": nnx.Param(optax.MaskedNode())}
+    assert optaxclip.global_norm(tree) == 2
+    clipped, norm = optaxclip.clip_grads(tree, 1.0)
+    np.testing.assert_allclose(clipped["a"], 0.5, 1e-6)
+    assert norm == 2
+
+
 def test_nnx_state_numbers_the_tensors():
     optimizer = optimizer_after_a_step(optaxclip.clip_by_tensor_norm(0.5))
     wanted = optaxclip.metrics(optimizer.opt_state, only="norm_before")

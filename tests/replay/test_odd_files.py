@@ -1,5 +1,7 @@
 """Log files that are written in an unusual way, or wrong."""
 
+import csv
+
 import numpy as np
 import pytest
 
@@ -28,6 +30,12 @@ def read(tmp_path, text, name="run.csv", **options):
 )
 def test_a_csv_may_be_written_in_many_ways(tmp_path, text):
     np.testing.assert_array_equal(read(tmp_path, text), [1.5, 2.5])
+
+
+def test_a_csv_may_have_long_notes(tmp_path):
+    text = f"note,grad_norm\n{'x' * 200_000},1.5\n,2.5\n"
+    np.testing.assert_array_equal(read(tmp_path, text), [1.5, 2.5])
+    assert csv.field_size_limit() == 131_072
 
 
 def test_nan_and_inf_may_be_text(tmp_path):

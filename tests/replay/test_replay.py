@@ -125,6 +125,14 @@ def test_suggestions_count_the_steps_over_each_limit():
         eval(row.rule, {"optaxclip": optaxclip, "optimizer": optax.sgd(0.1)})
 
 
+def test_skipped_steps_are_multiplied_by_0():
+    norms = [1.0 + i % 7 / 10 for i in range(300)]
+    norms[200] = 50.0
+    *_, skip = optaxclip.replay.suggest(norms)
+    assert "skip_step" in skip.rule
+    assert skip.clip_rate > 0 and skip.mean_factor == 0
+
+
 def test_replay_keeps_64_bits_and_names_its_rule():
     with jax.enable_x64(True):
         assert (
