@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from .._norms import _prefix as prefix
 
@@ -126,6 +127,11 @@ def _matches(
         heads = heads if isinstance(heads, Heads) else Heads(heads)
         # The axis of heads is the last: -2 and (0, -2) both end with it.
         axes = heads.axis if isinstance(heads.axis, tuple) else (heads.axis,)
+        if not axes or not all(map(_is_whole, (*axes, heads.width))):
+            raise TypeError(
+                f"qk_clip: {ARGUMENTS[role]}: axis and width must be whole numbers, or "
+                f"axis a tuple of them, got {heads}."
+            )
         shape, rank = jnp.shape(leaf), max(jnp.ndim(leaf), 1)
         use = Use(number, role, tuple(axis % rank for axis in axes), heads)
         _check_use(use, axes, prefix.name(path), shape)
@@ -152,23 +158,43 @@ def _check_use(
     use: Use, axes: tuple[int, ...], name: str, shape: tuple[int, ...]
 ) -> None:
     """Raises for axes, widths and heads that the leaf does not have."""
-    rank, axis = len(shape), use.axes[-1]
-    # A slice would leave out what is not there: heads=(0, 9) of 2.
-    last = max(abs(end or 0) for end in use.heads.heads)
+    rank, axis, width = len(shape), use.axes[-1], use.heads.width
     if not all(-rank <= each < rank for each in axes):
         wrong = "axis must be a dimension of it"
-    elif use.heads.width < 1 or shape[axis] % use.heads.width:
+    elif len(set(use.axes)) < len(axes):
+        wrong = "axis must name each dimension once"
+    elif width < 1 or shape[axis] % width:
         wrong = f"width must divide its axis {axis}"
-    elif shape[axis] // use.heads.width < last:
-        wrong = f"heads must be among its {shape[axis] // use.heads.width}"
+    elif not _selects(use.heads.heads, shape[axis] // width):
+        wrong = f"heads must be among its {shape[axis] // width}"
     elif use.has_entries_behind and axis + 1 in (rank, *use.axes):
         wrong = "entries need a width, or an axis behind that of heads"
+    elif not _selects(use.heads.entries, _entries_of_head(use, shape)):
+        wrong = f"entries must be among the {_entries_of_head(use, shape)} of a head"
     else:
         return
     raise ValueError(
         f"qk_clip: {ARGUMENTS[use.role]}: {use.heads} does not fit the leaf {name!r} "
         f"of shape {shape}: {wrong}."
     )
+
+
+def _is_whole(number: Any) -> bool:
+    return isinstance(number, (int, np.integer))
+
+
+def _selects(ends: Range, count: int) -> bool:
+    """Whether a range selects something, and only what is there: a slice would leave
+    out the rest without a word.
+    """
+    is_there = all(abs(end or 0) <= count for end in ends)
+    return is_there and len(range(*slice(*ends).indices(count))) > 0
+
+
+def _entries_of_head(use: Use, shape: tuple[int, ...]) -> int:
+    if use.has_entries_behind:
+        return shape[use.axes[-1] + 1]
+    return use.heads.width
 
 
 def _shape(use: Use, shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -250,7 +276,7 @@ def scale_of(use: Use, shape: tuple[int, ...], factor: jax.Array) -> jax.Array:
     """
     heads, (*layers, axis) = use.heads, use.axes
     count = shape[axis] // heads.width
-    behind = shape[axis + 1] if use.has_entries_behind else heads.width
+    behind = _entries_of_head(use, shape)
     own = slice(*heads.heads)
     repeats = len(range(*own.indices(count))) // factor.shape[-1]
     factor = jnp.repeat(factor, repeats, axis=-1)[..., None]

@@ -70,8 +70,9 @@ def qk_clip(
                             factors
         MLA                 `rotary` names the rotary queries, which take the whole
                             factor, since the rotary key is shared and stays as it is
-        a head with NaN     its weights become NaN. A skip around the optimizer
-        or inf              (`skip_nonfinite`) keeps such a step out
+        a head with NaN     its weights become NaN. As a rule the gradient is NaN then,
+        or inf              and `skip_nonfinite` around the optimizer leaves the step
+                            out. It looks at the gradient, and not at logits
         biases              belong to queries and keys like kernels
         QK-norm             makes logits independent of these weights: do not clip it
 

@@ -51,7 +51,8 @@ def carry_clipped(
     Each step returns u = clip(g + carry), and then the carry becomes g + carry - u.
 
     Args:
-      clipper: any clipper of gradients. It gets the sum of gradient and carry.
+      clipper: any clipper of gradients. It gets the sum of gradient and carry. Integer
+        leaves are not clipped.
 
     Returns:
       A transformation with a `CarryState`, whose buffer is as large as the parameters,

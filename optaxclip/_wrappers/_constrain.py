@@ -40,9 +40,10 @@ def constrain(
     It changes the update, so it comes last in a chain, after the learning rate.
     `optax.apply_updates` then gives clip(W + u), rounded once to the weights' dtype,
     and not longer by more than that rounding. Where W is far longer than its limit, as
-    in a first step, or the update has fewer bits than W, the update itself is rounded
-    too, to no longer weights, and not across a bound of 0. Weights that are within
-    their limit get the update as it came.
+    in a first step, the update itself is rounded too, to no longer weights, and not
+    across a bound of 0. Where the update has fewer bits than W, its rounding may leave
+    weights beyond the limit. Weights that are within their limit get the update as it
+    came, and integer leaves too.
 
     | constraint                        | clipper                                     |
     |-----------------------------------|---------------------------------------------|

@@ -67,7 +67,8 @@ def skip_nonfinite(
         or a tree prefix of PartitionSpec.
 
     Returns:
-      A transformation with a `SkipState`.
+      A transformation with a `SkipState`. A derivative through a step that it skips,
+      such as that by a learning rate, is NaN: `optax.apply_if_finite` has one.
 
     Raises:
       ValueError: a `max_consecutive` that is negative or NaN. TypeError: one that is

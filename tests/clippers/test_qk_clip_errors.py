@@ -40,6 +40,23 @@ def test_heads_are_those_of_the_leaf():
         refused("heads must be among its 2", queries={"q": Heads(1, heads=heads)})
 
 
+def test_heads_that_select_nothing_are_refused():
+    for heads in ((1, 1), (1, 0)):
+        refused("heads must be among its 2", keys={"k": Heads(1, heads=heads)})
+    for entries in ((3, None), (2, 1), (0, 9)):
+        where = {"q": Heads(1, entries=entries)}
+        refused("entries must be among the 3 of a head", queries=where)
+        where = {"q": Heads(2, width=3, entries=entries)}
+        refused("entries must be among the 3 of a head", queries=where)
+
+
+def test_axes_and_widths_are_whole_numbers():
+    for heads in (1.5, "1", [0, 1], Heads(1, width=1.0), ()):
+        text = "qk_clip: keys: axis and width must be whole numbers"
+        refused(text, kind=TypeError, keys={"k": heads})
+    refused("axis must name each dimension once", keys={"k": (1, 1)})
+
+
 def test_every_query_has_a_key_beside_it():
     params = {"a": {"q": ONES, "k": ONES}, "b": {"q": ONES}}
     where = {"queries": {"*/q": 1}, "keys": {"*/k": 1}}
