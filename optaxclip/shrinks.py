@@ -101,7 +101,7 @@ def smooth(power: float = 1.0) -> Shrink:
     check_number("smooth: power", power, lowest=1.0)
     check_known("smooth: power", power)
     # n / (1 + (n/c)^p)^(1/p) has no derivative at p = inf as it is written.
-    return hard if power == math.inf else _smooth(float(power))
+    return hard if float(power) == math.inf else _smooth(float(power))
 
 
 @with_our_names

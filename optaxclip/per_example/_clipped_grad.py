@@ -83,7 +83,8 @@ def clipped_grad(
       shrink: what a norm over its limit becomes, of `optaxclip.shrinks`: None or
         `hard`, `normalize` (AUTO-V), `auto_s()`, `psac()`, `smooth()`, `drop`, or a
         function from norm and limit to new norm.
-      microbatch: how many examples are differentiated at once, at least 1. It need not
+      microbatch: how many examples are differentiated at once, at least 1, or, on a
+        mesh with Explicit axes, one for each device that shares the batch. It need not
         divide the batch: 32 examples, 9 at once, are 4 times 8. None for the whole
         batch, or for what "auto" chooses.
       method: how it is computed. All give the same numbers but for rounding. "ghost":

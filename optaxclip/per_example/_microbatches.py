@@ -1,5 +1,6 @@
 """A batch, processed a few examples at a time."""
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -23,9 +24,20 @@ def in_microbatches(
 
     Returns:
       The last total, and what was found for each example.
+
+    Raises:
+      ValueError: fewer examples at once than devices that share the batch.
     """
-    size = jax.tree.leaves(batch)[0].shape[0]
-    width = evened(size, microbatch or size)
+    leaves = jax.tree.leaves(batch)
+    size = leaves[0].shape[0]
+    shards = max(map(_shards, leaves))
+    if microbatch is not None and microbatch < shards:
+        raise ValueError(
+            f"clipped_grad: microbatch must be at least {shards} on a mesh with "
+            f"Explicit axes, where {shards} devices share the batch, got {microbatch}."
+        )
+    # On such a mesh each device has as many examples of a microbatch.
+    width = shards * evened(size // shards, (microbatch or size) // shards)
     count = -(-size // width)
     if count == 1:
         return step(total, jnp.ones(size, bool), *batch)
@@ -43,6 +55,15 @@ def in_microbatches(
 
     total, found = lax.scan(body, total, jnp.arange(count))
     return total, jax.tree.map(lambda x: _joined(x)[:size], found)
+
+
+def _shards(x: jax.Array) -> int:
+    """Over how many devices Explicit axes of the mesh split the batch."""
+    # Other axes are not in the type.
+    sharding = jax.typeof(x).sharding
+    names = sharding.spec[0] or ()
+    names = names if isinstance(names, tuple) else (names,)
+    return math.prod(sharding.mesh.shape[name] for name in names)
 
 
 def evened(size: int, most: int) -> int:

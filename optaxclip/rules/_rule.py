@@ -121,7 +121,7 @@ def length(default: int) -> Any:
     def check(argument: str, value: Any) -> Any:
         check_length(argument, value)
         # XLA ends the process where the size of an array leaves its range.
-        if not isinstance(value, Tracer) and value > LAST_STEP:
+        if not isinstance(value, Tracer) and float(value) > LAST_STEP:
             raise ValueError(
                 f"{argument} must be at most {LAST_STEP}, got {value!r}."
             )

@@ -329,6 +329,30 @@ def test_an_order_may_be_an_array_that_is_known():
         )
 
 
+# Arrays made here are known inside jit too, though what is done with them is traced.
+YES, TWO, THREE = jnp.array(True), jnp.float32(2.0), jnp.int32(3)
+OF_KNOWN_ARRAYS = {
+    "corrected": lambda: optaxclip.rules.ema_ratio(corrected=YES),
+    "current": lambda: optaxclip.rules.windowed_mean(2.0, 4, current=YES),
+    "raise_small": lambda: optaxclip.rules.ema_band(raise_small=YES),
+    "window": lambda: optaxclip.rules.windowed_quantile(0.5, THREE),
+    "shrink": lambda: optaxclip.clip_by_global_norm(
+        1.0, shrink=optaxclip.shrinks.smooth(TWO)
+    ),
+    "mean": lambda: optaxclip.clipped_grad(lambda w, x: w * x, 1.0, mean=YES),
+}
+
+
+@pytest.mark.parametrize("argument", OF_KNOWN_ARRAYS)
+def test_options_may_be_arrays_that_are_known(argument):
+    @jax.jit
+    def number(x):
+        OF_KNOWN_ARRAYS[argument]()
+        return x
+
+    assert number(1.0) == 1
+
+
 def test_a_share_of_the_weights_is_named_as_the_call_names_it():
     for text, build in {
         "adaptive_grad_clip: clipping": lambda: optaxclip.adaptive_grad_clip(-1.0),

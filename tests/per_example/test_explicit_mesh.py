@@ -41,6 +41,25 @@ def test_it_gives_what_it_gives_on_one_device(method, split):
     assert found.grads.sharding.is_equivalent_to(weights.sharding, 1)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("microbatch", [2, 3, 5])
+@pytest.mark.parametrize("method", ["one_pass", "two_pass"])
+def test_devices_share_each_microbatch(method, microbatch):
+    wanted = clipped_grad(loss, 2.0)(jnp.zeros(8), GRADIENTS)
+    grad = jax.jit(clipped_grad(loss, 2.0, method=method, microbatch=microbatch))
+    with jax.set_mesh(MESH):
+        found = grad(placed(np.zeros(8), P()), placed(GRADIENTS, P("x")))
+    np.testing.assert_allclose(found.grads, wanted.grads, 1e-6, 1e-7)
+    np.testing.assert_allclose(found.norms, wanted.norms, 1e-6)
+
+
+def test_a_microbatch_has_an_example_for_each_device():
+    grad = clipped_grad(loss, 2.0, method="one_pass", microbatch=1)
+    text = r"microbatch must be at least 2 on a mesh .* got 1\."
+    with jax.set_mesh(MESH), pytest.raises(ValueError, match=text):
+        grad(placed(np.zeros(8), P()), placed(GRADIENTS, P("x")))
+
+
 def test_ghost_clipping_says_that_it_cannot():
     weights, batch = placed(np.zeros(8), P()), placed(GRADIENTS, P("x"))
     with (
