@@ -158,9 +158,9 @@ def check_flag(
     if isinstance(value, Tracer):
         return
     kinds = (bool, int, np.generic, np.ndarray, jax.Array)
-    # As an array of NumPy, since jit traces what is done with a known array of JAX.
-    is_flag = isinstance(value, kinds) and np.asarray(value) in (0, 1)
-    if np.ndim(value) or not is_flag:
+    is_number = isinstance(value, kinds) and not np.ndim(value)
+    # Of NumPy, since jit traces what is done with a known array of JAX.
+    if not is_number or np.asarray(value) not in (0, 1):
         raise TypeError(f"{argument} must be {allowed}, got {value!r}.")
 
 
