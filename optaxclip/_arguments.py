@@ -71,10 +71,8 @@ def check_real(argument: str, value: Any) -> None:
     held = _float_of(argument, value) if isinstance(value, int) else value
     dtype = getattr(held, "dtype", np.float64)
     # NumPy's issubdtype does not know bfloat16 and floats of 8 bits as floats.
-    if not (
-        jnp.issubdtype(dtype, jnp.floating)
-        or jnp.issubdtype(dtype, jnp.integer)
-    ):
+    real = jnp.floating, jnp.integer
+    if not any(jnp.issubdtype(dtype, each) for each in real):
         kind = f"an array of {dtype}"
         shown = kind if isinstance(value, Tracer) else repr(value)
         raise TypeError(f"{argument} must be a real number, got {shown}.")
