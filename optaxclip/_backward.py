@@ -74,11 +74,11 @@ def clip_cotangent(
       x: an array or a pytree of arrays, of any shapes. Leaves that are neither float
         nor complex pass through.
       max_value: the limit of the modulus of each element: a scalar at least 0. It may
-        be traced, and its own gradient is 0.
+        be traced, and the gradient by it is 0.
       min_value: for `max_value`: a lower bound of its own. Each element is then held
         between both, which may have any sign. None means -max_value. Real arrays only.
       max_norm: the limit of the norm of each array, or of its norms along `axis`: a
-        scalar at least 0. It may be traced, and its own gradient is 0. Give one of
+        scalar at least 0. It may be traced, and the gradient by it is 0. Give one of
         max_value and max_norm.
       axis: for `max_norm`: the axes that a norm sums over, -1 for the rows of a batch
         (batch, features). An int or a tuple of ints. None: each array as a whole.

@@ -140,7 +140,8 @@ def psac(r: float = 0.1) -> Shrink:
 
     Args:
       r: how soon the weight falls with the norm. Above 0, known when the shrink is
-        built. The paper tunes it. inf gives `auto_s(1)`.
+        built. The paper tunes it. inf gives `auto_s(1)`, and an r below the smallest
+        normal number of the norm's dtype (1.2e-38 in float32) gives `normalize`.
 
     Raises:
       ValueError: an r that is 0, negative or NaN. TypeError: one that is no number.
@@ -223,7 +224,7 @@ def _auto_s(gamma: float) -> Shrink:
 def _psac(r: float) -> Shrink:
     def shrink(norm: jax.Array, limit: jax.Array) -> jax.Array:
         info = jnp.finfo(jnp.result_type(norm))
-        # Below the dtype's range r / (norm + r) is 0, which it tends to.
+        # The dtype has no such r. So small, it bends only norms below its root.
         if r < float(info.tiny):
             return limit * _share(norm, norm)
         # The square of norm + r, in the derivative of that quotient, would be 0.
