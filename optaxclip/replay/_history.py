@@ -154,10 +154,9 @@ def _csv(path: Path, text: str) -> Rows:
     # A note may be longer than the module csv takes for a mistake.
     before = csv.field_size_limit(len(text) + 1)
     try:
-        lines = list(csv.reader(io.StringIO(text, newline="")))
+        lines = iter(list(csv.reader(io.StringIO(text, newline=""))))
     finally:
         csv.field_size_limit(before)
-    lines = iter(lines)
     # Lines without an entry may stand before the header, too.
     header = [name.strip() for name in next(filter(None, lines), [])]
     # Without a header csv would take the first norms for the names of columns.

@@ -339,7 +339,9 @@ OF_KNOWN_ARRAYS = {
     "shrink": lambda: optaxclip.clip_by_global_norm(
         1.0, shrink=optaxclip.shrinks.smooth(TWO)
     ),
-    "mean": lambda: optaxclip.clipped_grad(lambda w, x: w * x, 1.0, mean=YES),
+    "mean": lambda: optaxclip.clipped_grad(lambda w, x: w * x, 1.0, mean=YES)(
+        jnp.float32(1.0), jnp.ones(3)
+    ),
 }
 
 
