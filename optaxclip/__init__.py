@@ -61,12 +61,12 @@ from ._clippers._record_spikes import record_spikes
 from ._clippers._spam import spam
 from ._clippers._spectral import clip_by_spectral_norm, spectral_norm
 from ._clippers._zclip import zclip
-from ._core._factors import rescale
-from ._core._state import ClipState
-from ._metrics._metrics import metrics
-from ._norms._mesh_axes import check_replicated
-from ._norms._norms import global_norm, group_norm, tensor_norm, unitwise_norm
+from ._factors import rescale
+from ._mesh import check_replicated
+from ._metrics import metrics
+from ._norms import global_norm, group_norm, tensor_norm, unitwise_norm
 from ._other_names import show_public_names
+from ._state import ClipState
 from ._wrappers._carry import carry_clipped
 from ._wrappers._constrain import constrain
 from ._wrappers._reset_momentum import reset_momentum

@@ -25,16 +25,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from . import _trees as prefix
 from ._arguments import (
     check_limit,
     check_order,
     check_scalar,
 )
 from ._clippers._by_value import clip_by_value
-from ._core._once import clip_once
-from ._norms import _prefix as prefix
-from ._norms._leaves import axes_within, clipped_leaves, put_back
-from ._norms._measures import (
+from ._kernel import clip_once
+from ._mesh import MeshAxes
+from ._norms import (
     Measure,
     Ord,
     TensorNorm,
@@ -42,8 +42,8 @@ from ._norms._measures import (
     check_measure,
     check_ord,
 )
-from ._norms._mesh_axes import MeshAxes
 from ._other_names import with_our_names
+from ._trees import axes_within, clipped_leaves, put_back
 from ._weighted_loss import check_not_weighted
 
 

@@ -10,9 +10,9 @@ import optax
 from jax.typing import ArrayLike
 
 from .._exported import exported
-from .._norms._mesh_axes import MeshAxes
-from .._norms._stacked import Stacked
+from .._mesh import MeshAxes
 from .._other_names import with_our_names
+from .._trees import Stacked
 from ..rules._memory import between
 from ..rules._rule import Number, Rule, at_step, fixed, number
 from ._scope import Scope, clip_at

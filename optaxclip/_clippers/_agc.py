@@ -8,12 +8,11 @@ import optax
 from jax.typing import ArrayLike
 
 from .._arguments import check_limit
-from .._core._kernel import make_clipper
-from .._norms._leaves import Axis
-from .._norms._measures import Ord, TensorNorm, UnitwiseNorm, check_measure
-from .._norms._mesh_axes import MeshAxes
-from .._norms._stacked import Stacked
+from .._kernel import make_clipper
+from .._mesh import MeshAxes
+from .._norms import Ord, TensorNorm, UnitwiseNorm, check_measure
 from .._other_names import with_our_names
+from .._trees import Axis, Stacked
 from ..rules._rule import Number
 from ..rules._share_of_params import ShareOfParams
 from ..shrinks import Shrink

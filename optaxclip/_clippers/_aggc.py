@@ -5,9 +5,9 @@ from __future__ import annotations
 import optax
 from jax.typing import ArrayLike
 
-from .._norms._mesh_axes import MeshAxes
-from .._norms._stacked import Stacked
+from .._mesh import MeshAxes
 from .._other_names import with_our_names
+from .._trees import Stacked
 from ..rules._ema_band import EmaBand
 from ..rules._rule import Number, rule_in
 from ..shrinks import normalize

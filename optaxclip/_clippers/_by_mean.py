@@ -10,14 +10,11 @@ from typing import Any
 import optax
 from jax.typing import ArrayLike
 
-from .._core._kernel import make_clipper
-from .._norms._measures import (
-    TensorNorm,
-    check_measure,
-)
-from .._norms._mesh_axes import MeshAxes
-from .._norms._stacked import Stacked
+from .._kernel import make_clipper
+from .._mesh import MeshAxes
+from .._norms import TensorNorm, check_measure
 from .._other_names import with_our_names
+from .._trees import Stacked
 from ..rules._constant import LimitTree
 from ..shrinks import Shrink
 

@@ -16,9 +16,9 @@ from typing import Any
 import optax
 from jax.typing import ArrayLike
 
-from .._core._kernel import make_clipper
-from .._norms._leaves import Axis, check_labels
-from .._norms._measures import (
+from .._kernel import make_clipper
+from .._mesh import MeshAxes
+from .._norms import (
     GlobalNorm,
     GroupNorm,
     Ord,
@@ -26,9 +26,8 @@ from .._norms._measures import (
     UnitwiseNorm,
     check_measure,
 )
-from .._norms._mesh_axes import MeshAxes
-from .._norms._stacked import Stacked
 from .._other_names import with_our_names
+from .._trees import Axis, Stacked, check_labels
 from ..rules._constant import Limit, LimitTree
 from ..shrinks import Shrink
 

@@ -9,15 +9,15 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from .. import _trees as prefix
 from .._arguments import broadcasts_to, check_limit, check_order, is_function
-from .._core._inputs import begins_anew
-from .._core._shares import ClippedElements, count_clipped, no_elements_clipped
 from .._exported import exported
-from .._norms import _prefix as prefix
-from .._norms._leaves import check_leaves
-from .._norms._modulus import with_modulus
+from .._inputs import begins_anew
+from .._modulus import with_modulus
 from .._optimizers import check_state
 from .._other_names import with_our_names
+from .._shares import ClippedElements, count_clipped, no_elements_clipped
+from .._trees import check_leaves
 from ..rules._rule import Number, call_name, is_rule
 from ._bounds_in_dtype import (
     held_exactly,

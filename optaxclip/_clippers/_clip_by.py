@@ -9,8 +9,8 @@ import optax
 from jax.typing import ArrayLike
 
 from .._arguments import check_norm, with_hash
-from .._core._kernel import make_clipper
-from .._norms._measures import OwnNorm
+from .._kernel import make_clipper
+from .._norms import OwnNorm
 from .._other_names import with_our_names
 from ..rules._constant import LimitTree
 from ..shrinks import Shrink

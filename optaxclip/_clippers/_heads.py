@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .._norms import _prefix as prefix
+from .. import _trees as prefix
 
 Range = tuple[int | None, int | None]
 

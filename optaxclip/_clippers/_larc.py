@@ -12,15 +12,14 @@ from jax.core import Tracer
 from jax.typing import ArrayLike
 
 from .._arguments import check_limit, number_for_jit
-from .._core._factors import cast_like
-from .._core._inputs import params_of
-from .._core._kernel import make_clipper
-from .._norms._leaves import clipped_leaves, put_back
-from .._norms._measures import TensorNorm, check_measure
-from .._norms._mesh_axes import MeshAxes
-from .._norms._stacked import Stacked
+from .._factors import cast_like
+from .._inputs import params_of
+from .._kernel import make_clipper
+from .._mesh import MeshAxes
+from .._norms import TensorNorm, check_measure
 from .._optimizers import check_params
 from .._other_names import with_our_names
+from .._trees import Stacked, clipped_leaves, put_back
 from ..rules._rule import Number, Rule, at_step, number
 
 

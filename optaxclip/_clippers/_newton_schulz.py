@@ -31,7 +31,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from .._norms._types import typed_as
+from .._mesh import typed_as
 from ._piles import each_replaced, of_each
 from ._tiles import Matrices, Whole, adjoint
 

@@ -26,8 +26,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from .._norms._platform import per_platform
-from .._norms._types import is_on_one_device, varying, varying_as
+from .._mesh import is_on_one_device, varying, varying_as
+from .._sums import per_platform
 from ._tiles import Tiled, Whole, adjoint, exact_product
 
 HIGHEST = 1024  # rows of a tile

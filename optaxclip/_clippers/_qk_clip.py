@@ -15,16 +15,15 @@ from jax.core import Tracer
 from jax.typing import ArrayLike
 
 from .._arguments import check_number
-from .._core._factors import cast_like
-from .._core._inputs import params_of
-from .._core._kernel import make_clipper
-from .._core._placeholder import PLACEHOLDER
-from .._core._state import ClipState
-from .._norms._leaves import clipped_leaves, put_back
-from .._norms._measures import OwnNorm
-from .._norms._types import gathered, typed_as, types_of, varying_as
+from .._factors import cast_like
+from .._inputs import params_of
+from .._kernel import make_clipper
+from .._mesh import gathered, typed_as, types_of, varying_as
+from .._norms import OwnNorm
 from .._optimizers import check_params, check_state
 from .._other_names import with_our_names
+from .._state import PLACEHOLDER, ClipState
+from .._trees import clipped_leaves, put_back
 from ..rules._constant import Limit
 from ..rules._rule import is_rule
 from ..rules._without_params import rule_without_params

@@ -8,11 +8,11 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from .._core._shares import moving_average
 from .._exported import exported
-from .._norms._mesh_axes import MeshAxes
+from .._mesh import MeshAxes
 from .._optimizers import check_state
 from .._other_names import with_our_names
+from .._state import moving_average
 from .._wrappers._judged import (
     first_fields,
     given,

@@ -27,21 +27,16 @@ import optax
 from jax.typing import ArrayLike
 
 from .._arguments import check_length, check_number, number_for_jit
-from .._core._factors import cast_like
-from .._core._inputs import check_kept, values_of
-from .._core._shares import ClippedElements, count_clipped, no_elements_clipped
 from .._exported import exported
-from .._norms._leaves import clipped_leaves, put_back
-from .._norms._modulus import (
-    modulus_dtype,
-    norm_dtype,
-    wide_dtype,
-    with_modulus,
-)
-from .._norms._prefix import is_none
-from .._norms._types import typed_as, types_of
+from .._factors import cast_like
+from .._inputs import check_kept, values_of
+from .._mesh import typed_as, types_of
+from .._modulus import modulus_dtype, wide_dtype, with_modulus
 from .._optimizers import check_state
 from .._other_names import with_our_names
+from .._shares import ClippedElements, count_clipped, no_elements_clipped
+from .._sums import norm_dtype
+from .._trees import clipped_leaves, is_none, put_back
 from .._wrappers._reset_momentum import steps_since_reset
 from ..rules._memory import root
 from ..rules._rule import Number, at_step, check_field, number

@@ -24,15 +24,11 @@ from typing import Any
 import jax
 import optax
 
-from .._core._kernel import make_clipper
-from .._core._state import limits_of
-from .._norms._leaves import (
-    clipped_leaves,
-    put_back,
-    static_numbers,
-)
-from .._norms._stacked import Stacked
+from .._kernel import make_clipper
+from .._norms import norms_of_tree
 from .._other_names import with_our_names
+from .._state import limits_of
+from .._trees import Stacked, clipped_leaves, put_back, static_numbers
 from ..rules._constant import LimitTree
 from ..shrinks import Shrink, hard, shrink_of, smooth
 from ._spectrum import (
@@ -163,7 +159,7 @@ def clip_by_spectral_norm(
         scaled, new = kernel.update(tree, state, params, **given)
         leaves, treedef = jax.tree.flatten(scaled)
         # The limits that the kernel found, which a rule or a schedule may change.
-        limits = jax.tree.leaves(limits_of(new, tree))
+        limits = jax.tree.leaves(limits_of(new, norms_of_tree(norms, tree)))
         layers = tuple(measure.layers(tree))
         # With `hard` a matrix within its limit keeps its bits, those of `scaled`.
         shaped = clipped_by(how, shrink, layers, leaves, spectra, limits)

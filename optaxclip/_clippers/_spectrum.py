@@ -10,16 +10,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from .. import _trees as prefix
 from .._arguments import check_choice, check_known, check_length, held_in
-from .._norms import _prefix as prefix
-from .._norms._in_blocks import Norms, norms_of_tree
-from .._norms._leaves import (
-    for_each_leaf,
-)
-from .._norms._modulus import norm_dtype, wide_dtype
-from .._norms._norms import tensor_norm
-from .._norms._stacked import Axes, other_axes, stacked_axes
-from .._norms._types import gathered, split_as
+from .._mesh import gathered, split_as
+from .._modulus import wide_dtype
+from .._norms import Norms, norms_of_tree, tensor_norm
+from .._sums import norm_dtype
+from .._trees import for_each_leaf, other_axes, stacked_axes
 from ..shrinks import Shrink, hard
 from . import _newton_schulz as newton_schulz
 from ._tiles import exact_product
@@ -134,9 +131,10 @@ class SpectralNorm(NamedTuple):
             found.append(whole.astype(wide_dtype(whole)).reshape(shape))
         return found
 
-    def layers(self, tree: Any) -> list[Axes]:
+    def layers(self, tree: Any) -> list[tuple[int, ...]]:
         """For each leaf, the axes that count layers."""
-        return stacked_axes(self.stacked, tree, self.call)
+        shapes = [jnp.shape(leaf) for leaf in jax.tree.leaves(tree)]
+        return stacked_axes(self.stacked, tree, self.call, shapes)
 
     def _columns_of(
         self, path: Any, shape: tuple[int, ...], skip: int, count: Any
@@ -221,7 +219,7 @@ def _divided(x: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
 def clipped_by(
     method: Method,
     shrink: Shrink,
-    layers: tuple[Axes, ...],
+    layers: tuple[tuple[int, ...], ...],
     scaled: list[jax.Array],
     spectra: list[Spectrum],
     limits: list[jax.Array],
@@ -245,7 +243,7 @@ def clipped_by(
 
 
 def _chosen(
-    axes: Axes, chosen: jax.Array, new: jax.Array, scaled: jax.Array
+    axes: tuple[int, ...], chosen: jax.Array, new: jax.Array, scaled: jax.Array
 ) -> jax.Array:
     """A leaf with the matrices [..., rows, columns] that are chosen for new ones."""
     inside = other_axes(axes, scaled.ndim)

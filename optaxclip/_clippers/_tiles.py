@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from .._norms._types import varying_as
+from .._mesh import varying_as
 
 STRIP = 256  # rows that a TPU multiplies at once
 

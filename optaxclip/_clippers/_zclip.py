@@ -5,9 +5,9 @@ from __future__ import annotations
 import optax
 from jax.typing import ArrayLike
 
-from .._norms._mesh_axes import MeshAxes
-from .._norms._stacked import Stacked
+from .._mesh import MeshAxes
 from .._other_names import with_our_names
+from .._trees import Stacked
 from ..rules._constant import rule_of
 from ..rules._joined import minimum
 from ..rules._rule import Number, rule_in

@@ -21,15 +21,14 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from .._core._factors import cast_like
-from .._core._inputs import check_imaginary, check_kept
 from .._exported import exported
-from .._norms._leaves import clipped_leaves, put_back
-from .._norms._modulus import wide_dtype
-from .._norms._prefix import is_none
-from .._norms._types import typed_as, types_of
+from .._factors import cast_like
+from .._inputs import check_imaginary, check_kept
+from .._mesh import typed_as, types_of
+from .._modulus import wide_dtype
 from .._optimizers import check_state, check_transformation
 from .._other_names import with_our_names
+from .._trees import clipped_leaves, is_none, put_back
 
 
 @exported

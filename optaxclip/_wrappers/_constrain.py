@@ -16,14 +16,14 @@ import jax.numpy as jnp
 import optax
 from jax import lax
 
-from .._core._factors import cast_like
-from .._core._inputs import check_imaginary, params_of
-from .._core._state import ClipState
-from .._norms._leaves import clipped_leaves, put_back
-from .._norms._modulus import wide_dtype
-from .._norms._types import varying
+from .._factors import cast_like
+from .._inputs import check_imaginary, params_of
+from .._mesh import varying
+from .._modulus import wide_dtype
 from .._optimizers import check_params, check_transformation
 from .._other_names import with_our_names
+from .._state import ClipState
+from .._trees import clipped_leaves, put_back
 
 # They speak of the gradient, and what is clipped are weights.
 OF_GRADIENTS = ("grad_norm", "limit")

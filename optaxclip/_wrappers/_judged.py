@@ -11,11 +11,10 @@ import jax
 import jax.numpy as jnp
 
 from .._arguments import check_scalar, number_for_jit
-from .._core._limits import limit_of
-from .._norms._leaves import clipped_leaves
-from .._norms._measures import GlobalNorm
-from .._norms._mesh_axes import MeshAxes
-from .._norms._norms import global_norm
+from .._limits import limit_of
+from .._mesh import MeshAxes
+from .._norms import GlobalNorm, global_norm
+from .._trees import clipped_leaves
 from ..rules._rule import Rule
 
 State = TypeVar("State", bound=Any)
@@ -50,7 +49,7 @@ def norm_of(
     if grad_norm is not None:
         return given(f"{call}: grad_norm", grad_norm)
     measure = GlobalNorm(call, mesh_axes=mesh_axes)
-    return measure(clipped_leaves(updates, call)).blocks[0]
+    return measure(clipped_leaves(updates, call)).each[0]
 
 
 def given(argument: str, number: Any) -> Any:

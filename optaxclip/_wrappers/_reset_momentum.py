@@ -10,12 +10,12 @@ import optax
 from jax.core import Tracer
 
 from .._arguments import LAST_STEP, check_number, number_for_jit
-from .._core._factors import cast_like
 from .._exported import exported
-from .._norms._leaves import clipped_leaves, put_back
-from .._norms._modulus import wide_dtype
+from .._factors import cast_like
+from .._modulus import wide_dtype
 from .._optimizers import check_state, check_transformation
 from .._other_names import with_our_names
+from .._trees import clipped_leaves, put_back
 from ..rules._memory import keep_where
 from ..rules._rule import check_length
 

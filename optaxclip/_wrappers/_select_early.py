@@ -21,7 +21,7 @@ from jax import lax
 from jax.core import eval_jaxpr
 
 from .._jaxpr import is_literal
-from .._norms._platform import per_platform
+from .._sums import per_platform
 
 
 def update_unless(

@@ -36,7 +36,7 @@ import optax
 from jax.typing import ArrayLike
 
 from .._arguments import check_flag
-from .._norms._mesh_axes import MeshAxes
+from .._mesh import MeshAxes
 from .._other_names import with_our_names
 from ..rules._constant import rule_of
 from ..rules._rule import Number

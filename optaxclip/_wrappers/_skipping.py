@@ -9,11 +9,10 @@ import jax.numpy as jnp
 import optax
 
 from .._arguments import check_number, number_for_jit
-from .._core._shares import moving_average
-from .._core._state import ClipState
 from .._exported import exported
-from .._norms._mesh_axes import MeshAxes
+from .._mesh import MeshAxes
 from .._optimizers import check_state, check_transformation
+from .._state import ClipState, moving_average
 from ..rules._rule import Rule
 from ._judged import first_fields, given, judge_loss, judge_norm, norm_of
 from ._select_early import update_unless

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .._norms import _prefix as prefix
+from .. import _trees as prefix
 
 
 def checked_axes(argument: str, axes: Any, tree: Any) -> tuple[int, ...]:

@@ -10,9 +10,8 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from .._norms._in_blocks import Norms, norms_of_tree
-from .._norms._modulus import norm_dtype
-from .._norms._norms import global_norm, tensor_norm
+from .._norms import Norms, global_norm, norms_of_tree, tensor_norm
+from .._sums import norm_dtype
 
 
 class TorchNorm(NamedTuple):

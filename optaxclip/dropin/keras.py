@@ -48,8 +48,8 @@ from jax.core import Tracer
 
 from .._arguments import check_number, check_scalar
 from .._clippers._by_value import value_clipper
-from .._core._kernel import make_clipper
-from .._norms._measures import GlobalNorm, TensorNorm, check_measure
+from .._kernel import make_clipper
+from .._norms import GlobalNorm, TensorNorm, check_measure
 from .._other_names import show_public_names, with_our_names
 
 __all__ = ["clip_gradients"]

@@ -61,20 +61,14 @@ import jax.numpy as jnp
 import optax
 from jax.core import Tracer
 
+from .. import _norms as norms
 from .._arguments import check_number, check_scalar
 from .._clippers._by_value import value_clipper
-from .._core._kernel import make_clipper
-from .._core._once import clip_once
-from .._norms import _norms as norms
-from .._norms._leaves import clipped_leaves
-from .._norms._measures import (
-    GlobalNorm,
-    TensorNorm,
-    UnitwiseNorm,
-    check_measure,
-)
+from .._kernel import clip_once, make_clipper
+from .._norms import GlobalNorm, TensorNorm, UnitwiseNorm, check_measure
 from .._optimizers import check_transformation
 from .._other_names import show_public_names, with_our_names
+from .._trees import clipped_leaves
 from ._tensorflow_axes import checked_axes
 
 __all__ = [

@@ -68,8 +68,8 @@ import jax
 
 from .._arguments import check_number, check_scalar
 from .._clippers._by_value import value_clipper
-from .._core._once import clip_once
-from .._norms._measures import GlobalNorm, Measure, check_measure
+from .._kernel import clip_once
+from .._norms import GlobalNorm, Measure, check_measure
 from .._other_names import show_public_names, with_our_names
 from ._torch_orders import TorchNorm
 

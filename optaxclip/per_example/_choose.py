@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax.core import Tracer
 
 from .._jaxpr import has_bits_that_vmap_changes, has_convolution
-from .._norms._types import is_on_one_device
+from .._mesh import is_on_one_device
 from ._book import kept_numbers
 from ._ghost import Ghost, ghost_of
 from ._microbatches import evened

@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 
 import jax
 
+from .. import _trees as prefix
 from .._arguments import check_choice
-from .._norms import _prefix as prefix
 from .._other_names import with_our_names
 from ._book import kept_numbers
 from ._choose import METHODS, Choice, choose

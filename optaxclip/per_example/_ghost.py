@@ -25,9 +25,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .._core._factors import stretch
+from .._factors import stretch
 from .._jaxpr import has_convolution
-from .._norms._types import varying_as
+from .._mesh import varying_as
 from ._book import PRODUCTS, Book, Kept, factors_of, kept_inputs
 from ._interpret import Feed, run
 from ._lengths import Pair, by_gram, by_matrix, by_product, length_of_each

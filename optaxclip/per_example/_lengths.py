@@ -11,9 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from .._norms._collectives import Split
-from .._norms._groups import Group
-from .._norms._powers import norms_of
+from .._norms import Leaf, Plan, norms_of
 
 # What rounding may take from a sum of products, over that of their sizes, in eps. 2.2
 # was the most that was seen on a CPU, of 2 to 128 positions of 16 to 16384 numbers.
@@ -30,9 +28,9 @@ class Pair(NamedTuple):
 
 def length_of_each(x: jax.Array) -> jax.Array:
     """The norm of each entry along the first axis, float32 or wider."""
-    # Split(): on each device alone, since others hold other examples.
-    group = Group([x], tuple(range(1, x.ndim)), [Split()])
-    (norms,), _ = norms_of([group])
+    # On each device alone, since others hold other examples.
+    leaf = Leaf(0, tuple(range(1, x.ndim)))
+    (norms,) = norms_of(Plan((leaf,), 1, units=True), [x])
     return norms.reshape(x.shape[:1])
 
 

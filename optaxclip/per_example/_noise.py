@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jax.core import Tracer
 
-from .._norms._norms import global_norm
+from .._norms import global_norm
 from .._other_names import with_our_names
 from ._clipped_grad import ClippedGrad
 

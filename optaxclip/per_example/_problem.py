@@ -8,9 +8,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .._norms import _prefix as prefix
-from .._norms._leaves import check_leaves
-from .._norms._types import varying_as
+from .. import _trees as prefix
+from .._mesh import varying_as
+from .._trees import check_leaves
 from ._roles import Places, roles_of
 
 # (params, example) -> (value, aux)

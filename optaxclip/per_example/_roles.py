@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from .._norms import _prefix as prefix
+from .. import _trees as prefix
 
 # As in jax.grad: for an int the gradient is a tree, for (0,) a tuple of one.
 Places = int | Sequence[int]

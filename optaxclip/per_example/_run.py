@@ -17,8 +17,8 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from .._core._factors import stretch
-from .._norms._modulus import wide_dtype
+from .._factors import stretch
+from .._modulus import wide_dtype
 from .._weighted_loss import is_weighted
 from ._ghost import Ghost
 from ._microbatches import in_microbatches, replace_uncounted

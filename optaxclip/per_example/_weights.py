@@ -7,15 +7,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from .. import _trees as prefix
 from .._arguments import check_limit, held_in
-from .._core._factors import factor_between, stretch
-from .._core._shrunk import shrunk_by
-from .._norms import _prefix as prefix
-from .._norms._collectives import Split
-from .._norms._groups import Group
-from .._norms._leaves import clipped_leaves
-from .._norms._measures import norms_of
-from .._norms._types import split_as
+from .._factors import factor_between, stretch
+from .._limits import shrunk_by
+from .._mesh import split_as
+from .._norms import Leaf, Plan, norms_of
+from .._trees import clipped_leaves
 from ..rules._rule import is_rule
 from ..shrinks import Shrink
 
@@ -151,15 +149,15 @@ def along_batch(per_example: jax.Array, leaf: jax.Array) -> jax.Array:
 
 def _norms(grad: Any, limits: Limits, call: str) -> jax.Array:
     """The norms of one example's gradient, float32[groups]."""
-    groups = [Group([], None, []) for _ in limits.values]
-    leaves = clipped_leaves(jax.tree.leaves(grad))
-    for number, leaf in zip(limits.group_of_each(grad, call), leaves):
+    # Summed on each device alone: devices that share a batch hold different examples.
+    pairs = []
+    for number, leaf in zip(
+        limits.group_of_each(grad, call), clipped_leaves(jax.tree.leaves(grad))
+    ):
         if leaf is not None:
-            groups[number].leaves.append(leaf)
-            # Summed on each device alone: devices that share a batch hold different
-            # examples.
-            groups[number].splits.append(Split())
-    return jnp.atleast_1d(norms_of(groups, None)[0][0])
+            pairs.append((Leaf(number), leaf))
+    plan = Plan(tuple(leaf for leaf, _ in pairs), len(limits.values))
+    return jnp.stack(norms_of(plan, [x for _, x in pairs]))
 
 
 def _shrunk(

@@ -11,9 +11,9 @@ import numpy as np
 from jax.typing import ArrayLike
 
 from .._arguments import check_shrunk
-from .._core._factors import factor_between
-from .._core._limits import can_clip, limit_of
-from .._norms._types import varying_as
+from .._factors import factor_between
+from .._limits import can_clip, limit_of
+from .._mesh import varying_as
 from .._other_names import with_our_names
 from ..rules._rule import Rule
 from ..rules._without_params import rule_without_params

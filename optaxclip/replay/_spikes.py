@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
-from .._core._limits import limit_of
+from .._limits import limit_of
 from .._other_names import with_our_names
 from ..rules._rule import Number, Rule
 from ..rules._windowed_mean import spike_rule

@@ -13,7 +13,7 @@ from jax import lax
 from jax.core import Tracer
 
 from .._exported import exported
-from .._norms._types import split_as
+from .._mesh import split_as
 
 
 @exported

@@ -1,6 +1,5 @@
 """Finds the states that `metrics` reads, at any depth of an optimizer state."""
 
-import itertools
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -9,13 +8,12 @@ import jax.numpy as jnp
 import optax
 from jax.tree_util import DictKey
 
-from .._clippers._by_value import ClipByValueState
-from .._clippers._record_spikes import SpikeState
-from .._clippers._spam import SpamState
-from .._core._shares import ClippedElements
-from .._core._state import ClipState, check_one_model
-from .._norms._leaves import unboxed
-from .._wrappers._skipping import SkipState
+from ._clippers._by_value import ClipByValueState
+from ._clippers._record_spikes import SpikeState
+from ._clippers._spam import SpamState
+from ._state import ALL, ClipState, check_one_model
+from ._trees import unboxed
+from ._wrappers._skipping import SkipState
 
 PREFIXES = {
     ClipState: "clip",
@@ -24,8 +22,17 @@ PREFIXES = {
     SkipState: "skip",
     SpikeState: "spike",
 }
-# What holds no arrays, or is not read. A mapping may lack it.
-OPTIONAL = {"names", "memory", "loss_memory", "second_moment", "inner_state"}
+# What holds no arrays, or is not read. `nnx.state` makes a mapping of each state, which
+# may lack these.
+OPTIONAL = {
+    "names",
+    "memory",
+    "loss_memory",
+    "second_moment",
+    "inner_state",
+    "units_clipped",
+    "elements",
+}
 # Names of fields in which flax NNX and optax keep a state within a state.
 FIELDS = {
     "opt_state",
@@ -72,8 +79,7 @@ def _walk(
     tree: Any, path: tuple[Any, ...]
 ) -> Iterator[tuple[tuple[Any, ...], Any]]:
     flatten = jax.tree_util.tree_flatten_with_path
-    entries, _ = flatten(tree, is_leaf=_is_reported)
-    for own, state in entries:
+    for own, state in flatten(tree, is_leaf=_is_reported)[0]:
         whole = (*path, *own)
         if _is_reported(state):
             yield whole, state
@@ -100,12 +106,9 @@ def _title(path: tuple[Any, ...], prefix: str, pure: bool) -> str:
 
 def _as_states(tree: Any) -> tuple[Any, bool]:
     """The tree with states in the place of mappings of their fields, and whether there
-    was one. `nnx.state(optimizer)` makes a mapping of each tuple.
+    was one.
     """
     kinds = []
-
-    def is_state(x: Any) -> bool:
-        return _kind_of(x) is not None
 
     def restored(x: Any) -> Any:
         kind = _kind_of(x)
@@ -114,10 +117,13 @@ def _as_states(tree: Any) -> tuple[Any, bool]:
         kinds.append(kind)
         return _from_mapping(kind, x)
 
-    return jax.tree.map(restored, tree, is_leaf=is_state), bool(kinds)
+    found = jax.tree.map(
+        restored, tree, is_leaf=lambda x: _kind_of(x) is not None
+    )
+    return found, bool(kinds)
 
 
-def _kind_of(x: Any) -> type | None:
+def _kind_of(x: Any) -> Any:
     """The state whose fields these are the names of."""
     if not isinstance(x, Mapping):
         return None
@@ -131,46 +137,17 @@ def _kind_of(x: Any) -> type | None:
 
 def _from_mapping(kind: Any, fields: Mapping[str, Any]) -> Any:
     # A field without arrays is missing in a mapping. It was ().
-    values = {name: _as_tuple(fields.get(name, ())) for name in kind._fields}
+    values = {name: fields.get(name, ()) for name in kind._fields}
     if kind is ClipState:
-        values["names"] = _numbered(values["norm"])
-        values["memory"] = _of_blocks(values["norm"], fields.get("memory", ()))
+        norm = values["norm"]
+        numbered = dict.fromkeys(map(str, range(jnp.size(norm))))
+        values["names"] = (numbered,) if jnp.ndim(norm) else ALL
     if kind is SkipState:
         # What it wraps has clippers of its own.
-        values["inner_state"] = _as_states(fields.get("inner_state", ()))[0]
-    if "elements" in values:
-        values["elements"] = ClippedElements(**fields["elements"])
+        values["inner_state"] = _as_states(values["inner_state"])[0]
+    if isinstance(values.get("elements"), Mapping):
+        values["elements"] = tuple(values["elements"].values())
     return kind(**values)
-
-
-def _of_blocks(norms: Any, memories: Any) -> Any:
-    """The memories of all blocks. A mapping lacks blocks that have none."""
-    if not isinstance(norms, tuple) or not isinstance(memories, Mapping):
-        return memories
-    known = {int(place): memory for place, memory in memories.items()}
-    return tuple(known.get(place, ()) for place in range(len(norms)))
-
-
-def _numbered(norms: Any) -> tuple[tuple[str, ...], ...]:
-    """Numbers for the names of the norms in each block."""
-    blocks = norms if isinstance(norms, tuple) else (norms,)
-    if len(blocks) == 1 and jnp.ndim(blocks[0]) == 0:
-        return (("",),)  # the norm of everything
-    # Blocks of [3], [2, 1, 5] and [1, 5] have 3, 2 and 1 names: 0 to 5. Those of a
-    # single stack of layers are taken for rows.
-    counts = [len(block) for block in blocks]
-    numbers = map(str, itertools.count())
-    return tuple(tuple(itertools.islice(numbers, count)) for count in counts)
-
-
-def _as_tuple(x: Any) -> Any:
-    """Blocks in their order, from a mapping of their numbers."""
-    if not isinstance(x, Mapping) or not all(
-        str(key).isdecimal() for key in x
-    ):
-        return x
-    # As numbers: "10" comes after "9".
-    return tuple(x[key] for key in sorted(x, key=int))
 
 
 def _raise_none_found(opt_state: Any) -> None:
@@ -188,26 +165,18 @@ def _raise_none_found(opt_state: Any) -> None:
 
 def _described(opt_state: Any) -> str:
     """What was handed over instead of a state with a clipper."""
-    states = _names_of_states(opt_state)
-    if states:
-        shown = ", ".join(states)
-        return f"{shown}: the clippers of optax keep no state, those of optaxclip do"
-    count = len(jax.tree.leaves(opt_state))
-    if not count:
-        return repr(opt_state)
-    return f"a tree of {count} leaves that holds no state, as gradients are"
-
-
-def _names_of_states(opt_state: Any) -> list[str]:
-    """The classes of the states in a tree, each once."""
-    found: dict[str, None] = {}
+    states: dict[str, None] = {}
 
     def is_state(x: Any) -> bool:
         # JAX asks about each node on its way down. False lets it go on into the node.
-        named = hasattr(x, "_fields")
-        if named:
-            found[type(x).__name__] = None
+        if hasattr(x, "_fields"):
+            states[type(x).__name__] = None
         return False
 
-    jax.tree.flatten(opt_state, is_leaf=is_state)
-    return list(found)
+    count = len(jax.tree.leaves(opt_state, is_leaf=is_state))
+    if states:
+        shown = ", ".join(states)
+        return f"{shown}: the clippers of optax keep no state, those of optaxclip do"
+    if not count:
+        return repr(opt_state)
+    return f"a tree of {count} leaves that holds no state, as gradients are"

@@ -9,14 +9,14 @@ import jax
 import jax.numpy as jnp
 from jax.core import Tracer
 
-from .._arguments import check_limit, is_function, number_for_jit
-from .._norms import _prefix as prefix
-from .._norms._leaves import clipped_leaves, unboxed
-from .._optimizers import check_state, is_without_state
-from ..rules._constant import Constant
-from ..rules._rule import Rule, further_norms, is_rule
+from . import _trees as prefix
+from ._arguments import check_limit, is_function, number_for_jit
 from ._limits import BEGIN_ANEW
+from ._optimizers import check_state, is_without_state
 from ._state import ClipState
+from ._trees import clipped_leaves, unboxed
+from .rules._constant import Constant
+from .rules._rule import Rule, further_norms, is_rule
 
 
 def check_windows(call: str, rules: list[Rule]) -> None:

@@ -8,10 +8,17 @@ import jax.numpy as jnp
 from jax import lax
 from jax.core import Tracer
 
-from .._arguments import call_of, check_returned, check_shape, held_in
-from .._norms._types import typed_as
-from ..rules._memory import keep_where
-from ..rules._rule import Rule, call_name
+from ._arguments import (
+    call_of,
+    check_returned,
+    check_shape,
+    check_shrunk,
+    held_in,
+)
+from ._mesh import typed_as
+from .rules._memory import keep_where
+from .rules._rule import Rule, call_name
+from .shrinks import Shrink, is_ours
 
 BEGIN_ANEW = (
     "Begin with a new one: state = optimizer.init(params). To keep the rest of the old "
@@ -126,3 +133,32 @@ def _form(tree: Any) -> Any:
     if not jax.tree.leaves(tree):
         return "nothing"
     return jax.tree.map(lambda x: f"{x.dtype}{list(x.shape)}", tree)
+
+
+def shrunk_by(
+    shrink: Shrink,
+    norm: jax.Array,
+    long: jax.Array,
+    limit: jax.Array,
+    call: str,
+) -> jax.Array:
+    """What norms become under their limits, where those are finite.
+
+    `long` is the norm with the eps of a clipper.
+
+    Raises:
+      TypeError: a shrink that returns no number for each norm.
+    """
+    # A limit of inf clips nothing, and the derivative of a shrink there may be NaN.
+    finite = jnp.where(limit == jnp.inf, 1.0, limit)
+    new = shrink(long, finite)
+    if is_ours(shrink):
+        return new
+    # One of the user's.
+    check_shrunk(call, new, norm)
+    # At 0, and where all becomes 0, its derivative may be NaN, and is not asked for.
+    fixed = (norm == 0) | ((limit == 0) & (new == 0))
+    moved = shrink(*(jnp.where(fixed, 1.0, x) for x in (long, finite)))
+    # At 0 it may be NaN or inf itself, such as norm * (limit / norm).
+    value = lax.stop_gradient(jnp.where(jnp.isfinite(new), new, long))
+    return jnp.where(fixed, value, moved)

@@ -1,0 +1,230 @@
+"""Sums of one leaf, and the one place that knows platforms.
+
+A sum of squares is three numbers on every platform, float[3, ...]:
+
+    up       sum (x * s)^2    right if it is finite           s = 2^83 in float32
+    plain    sum x^2          else right if it is finite
+    down     sum (x / s)^2    else right
+
+The norm is the root of the first that is finite. No normal number is too small for
+`up`. A sum that is taken because the one before it is infinite is so large that what it
+may lose is less than 2^-50 of it. There is no branch, so vmap and devices that hold
+different shards are no special case.
+
+    CPU    one float64 sum, of which the three are made
+    TPU    three float32 sums in one read. This is plain `jnp`, for any platform
+    GPU    two float32 numbers for each element, in one reduction
+
+Reference: Blue, A portable Fortran program to find the Euclidean norm of a vector,
+1978. Anderson, Algorithm 978: safe scaling in the level 1 BLAS, 2017. Both sort numbers
+by size into three sums. Without sorting, there is less to compute for each.
+"""
+
+import math
+import os
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from ._mesh import is_on_one_device, typed_as
+
+# "cpu", "gpu" or "plain": one form of sums and products for all platforms.
+FORCED = os.environ.get("OPTAXCLIP_PLATFORM")
+# 2^37 of the largest numbers, which are 2^128, have a finite `down`: (2^128 / s)^2 is
+# 2^90. The smallest normal one, which is 2^-126, has a normal `up`: 2^(-43 * 2).
+SCALES = {np.dtype(np.float32): 2.0**83, np.dtype(np.float64): 2.0**600}
+# On a GPU: elements above 2^20 are scaled down, others up. 2^37 squares of smaller ones
+# are less than 2^-50 of a sum that is not finite.
+LARGE = 2.0**20
+
+Dims = (
+    tuple[int, ...] | None
+)  # what is summed, and stays with size 1. None: all
+
+
+def per_platform(
+    *operands: Any,
+    cpu: Callable[..., Any],
+    gpu: Callable[..., Any],
+    plain: Callable[..., Any],
+) -> Any:
+    """Calls the function of the platform that the program is compiled for."""
+    if FORCED:
+        forms = {"cpu": cpu, "gpu": gpu, "plain": plain}
+        return forms[FORCED](*operands)
+    # JAX knows GPUs as cuda and rocm.
+    return lax.platform_dependent(
+        *operands, cpu=cpu, cuda=gpu, rocm=gpu, default=plain
+    )
+
+
+def norm_dtype(leaves: Any) -> Any:
+    """The dtype of norms: float32, or float64 if a leaf has 64 bits."""
+    # Of complex numbers that of their parts.
+    bits = [jnp.finfo(leaf.dtype).bits for leaf in jax.tree.leaves(leaves)]
+    return np.dtype(np.float64 if max(bits, default=32) == 64 else np.float32)
+
+
+# Jitted, so that it is traced once for all leaves of one shape. Inlined, since a call
+# in its place is another program to XLA.
+@partial(jax.jit, static_argnums=(1, 2), inline=True)
+def three_sums(leaf: jax.Array, dims: Dims, dtype: Any) -> jax.Array:
+    """The sums of squares of a leaf, float[3, ...]."""
+    if jnp.iscomplexobj(leaf):
+        # |a + bi|^2 = a^2 + b^2, so both parts are summed like real leaves.
+        parts = jnp.real(leaf), jnp.imag(leaf)
+        real, imag = (three_sums(part, dims, dtype) for part in parts)
+        return real + imag
+    forms = {"cpu": _in_float64, "gpu": _in_pairs, "plain": _three_reductions}
+    options = {"dims": dims, "dtype": dtype}
+    # Programs for GPU and TPU have float64 only where a leaf has 64 bits.
+    if dtype == np.float64:
+        return _three_reductions(leaf, **options)
+    bound = {name: partial(form, **options) for name, form in forms.items()}
+    return per_platform(leaf, **bound)
+
+
+def root_of(sums: jax.Array) -> jax.Array:
+    """The norm, from the first sum that is finite."""
+    scale = sums.dtype.type(SCALES[sums.dtype])
+    up, plain, down = jnp.sqrt(sums)
+    # Not compared with inf: as the root of a single square XLA takes the number itself.
+    most = sums.dtype.type(jnp.finfo(sums.dtype).max / 2)
+    # NaN is found in `plain`, and is not below.
+    norm = jnp.where(plain >= most, down * scale, plain)
+    return jnp.where(up < most, up * (1 / scale), norm)
+
+
+def _axes(leaf: jax.Array, dims: Dims) -> tuple[int, ...]:
+    return tuple(range(leaf.ndim)) if dims is None else tuple(dims)
+
+
+def _in_float64(leaf: jax.Array, dims: Dims, dtype: Any) -> jax.Array:
+    """One read, right to the last bit. For these operations only, whatever the program
+    around them uses.
+    """
+    scale = SCALES[dtype]
+    with jax.enable_x64(True):
+        x = lax.convert_element_type(leaf, np.float64)
+        total = jnp.sum(x * x, dims, keepdims=dims is not None)
+        three = jnp.stack([total * scale**2, total, total * scale**-2])
+        return lax.convert_element_type(three, dtype)
+
+
+def _three_reductions(leaf: jax.Array, dims: Dims, dtype: Any) -> jax.Array:
+    """Three sums of all elements, which a TPU computes in one read."""
+    x, scale = leaf.astype(dtype), SCALES[dtype]
+    squares = [_square(x, s) for s in (scale, 1.0, 1 / scale)]
+    keep = dims is not None
+    return jnp.stack([jnp.sum(y, dims, keepdims=keep) for y in squares])
+
+
+def _square(x: jax.Array, scale: Any) -> jax.Array:
+    # Without the bounds XLA makes x^2 * scale^2 of it, and scale^2 is 0 or inf. The
+    # square of a bound is inf.
+    most = x.dtype.type(jnp.finfo(x.dtype).max / 2)
+    return lax.square(lax.clamp(-most, x * jnp.asarray(scale, x.dtype), most))
+
+
+def _in_pairs(leaf: jax.Array, dims: Dims, dtype: Any) -> jax.Array:
+    """One reduction of pairs of numbers, each pair as one complex number:
+
+        real    x^2
+        imag    (x / s)^2 where |x| is above 2^20, and -(x * s)^2 elsewhere
+
+    Of scaled squares with different signs the positive one stays, since small numbers
+    count for nothing beside large ones. A GPU that sums several arrays that are
+    computed, such as the step of Adam, first writes them to memory.
+    """
+    axes = _axes(leaf, dims)
+    is_column = leaf.ndim - 1 not in axes
+    if is_column or not is_on_one_device(leaf):
+        return _side_by_side(leaf, dims, dtype)
+    x, scale = leaf.astype(dtype), dtype.type(SCALES[dtype])
+    is_large = jnp.abs(x) > LARGE
+    scaled = lax.square(x * jnp.where(is_large, 1 / scale, scale))
+    pairs = lax.complex(x * x, jnp.where(is_large, scaled, -scaled))
+    # A second operand of zeros. Where jit splits a leaf unseen, XLA would join a
+    # reduction of one operand by a collective that GPUs do not have. The barrier keeps
+    # XLA from dropping it.
+    zero = lax.optimization_barrier(dtype.type(0))
+    zeros = typed_as(jnp.full(x.shape, zero), jax.typeof(x))
+    start = np.complex64(0), dtype.type(0)
+    total, rest = lax.reduce((pairs, zeros), start, _add_pairs, axes)
+    plain, scaled = jnp.real(total) + rest, jnp.imag(total)
+    # abs, since -scaled of 0 is -0.
+    up = jnp.where(scaled > 0, jnp.inf, jnp.abs(scaled))
+    three = jnp.stack([up, plain, jnp.maximum(scaled, 0)])
+    return three if dims is None else jnp.expand_dims(three, _after(axes))
+
+
+def _add_pairs(one: Any, other: Any) -> Any:
+    a, b = lax.imag(one[0]), lax.imag(other[0])
+    scaled = lax.select((a > 0) != (b > 0), lax.max(a, b), a + b)
+    plain = lax.real(one[0]) + lax.real(other[0])
+    return lax.complex(plain, scaled), one[1] + other[1]
+
+
+def _side_by_side(leaf: jax.Array, dims: Dims, dtype: Any) -> jax.Array:
+    """One sum of the three squares along a new last axis: one kernel on a GPU, and one
+    collective on a mesh.
+    """
+    scale = SCALES[dtype]
+    shape = (*leaf.shape, 3)
+    x = lax.broadcast_in_dim(leaf.astype(dtype), shape, range(leaf.ndim))
+    scales = np.array([scale, 1, 1 / scale], dtype)
+    squares = _square(x, jnp.broadcast_to(scales, shape))
+    axes, keep = _axes(leaf, dims), dims is not None
+    return jnp.moveaxis(jnp.sum(squares, axes, keepdims=keep), -1, 0)
+
+
+def _after(axes: tuple[int, ...]) -> tuple[int, ...]:
+    """The axes behind a first one."""
+    return tuple(axis + 1 for axis in axes)
+
+
+# ------------------------------------------------------------------------ other orders
+
+
+@partial(jax.jit, static_argnums=(1, 2), inline=True)
+def largest_bits(leaf: jax.Array, dims: Dims, dtype: Any) -> jax.Array:
+    """max |x|, as the bits of the number: integers in the same order, with NaN last. A
+    maximum of floats drops NaN on a CPU and over devices.
+    """
+    whole = np.int64 if dtype == np.float64 else np.int32
+    bits = lax.bitcast_convert_type(jnp.abs(leaf).astype(dtype), whole)
+    # Without the sign, which NaN may have too.
+    bits = bits & whole(np.iinfo(whole).max)
+    return jnp.max(bits, dims, keepdims=dims is not None)
+
+
+def from_bits(bits: jax.Array, dtype: Any) -> jax.Array:
+    return lax.bitcast_convert_type(bits, dtype)
+
+
+@partial(jax.jit, static_argnums=(1,), inline=True)
+def plain_sum(x: jax.Array, dims: Dims) -> jax.Array:
+    """The sum of numbers, none of which leaves the range, in float64 on a CPU."""
+    keep = dims is not None
+
+    def in_float64(x: jax.Array) -> jax.Array:
+        with jax.enable_x64(True):
+            wide = lax.convert_element_type(x, np.float64)
+            total = jnp.sum(wide, dims, keepdims=keep)
+            return lax.convert_element_type(total, x.dtype)
+
+    def as_it_is(x: jax.Array) -> jax.Array:
+        return jnp.sum(x, dims, keepdims=keep)
+
+    return per_platform(x, cpu=in_float64, gpu=as_it_is, plain=as_it_is)
+
+
+def count_of(leaf: jax.Array, dims: Dims, devices: int) -> Any:
+    """How many numbers a norm of the leaf sums, on so many devices."""
+    sizes = [leaf.shape[axis] for axis in _axes(leaf, dims)]
+    return math.prod(sizes) * devices
