@@ -33,8 +33,6 @@ from jax import lax
 
 from ._mesh import is_on_one_device, typed_as
 
-# "cpu", "gpu" or "plain": one form of sums and products for all platforms.
-FORCED = os.environ.get("OPTAXCLIP_PLATFORM")
 # 2^37 of the largest numbers, which are 2^128, have a finite `down`: (2^128 / s)^2 is
 # 2^90. The smallest normal one, which is 2^-126, has a normal `up`: 2^(-43 * 2).
 SCALES = {np.dtype(np.float32): 2.0**83, np.dtype(np.float64): 2.0**600}
@@ -54,9 +52,10 @@ def per_platform(
     plain: Callable[..., Any],
 ) -> Any:
     """Calls the function of the platform that the program is compiled for."""
-    if FORCED:
-        forms = {"cpu": cpu, "gpu": gpu, "plain": plain}
-        return forms[FORCED](*operands)
+    # OPTAXCLIP_PLATFORM=plain takes the form of plain `jnp` everywhere.
+    forced = os.environ.get("OPTAXCLIP_PLATFORM")
+    if forced:
+        return {"cpu": cpu, "gpu": gpu, "plain": plain}[forced](*operands)
     # JAX knows GPUs as cuda and rocm.
     return lax.platform_dependent(
         *operands, cpu=cpu, cuda=gpu, rocm=gpu, default=plain

@@ -11,7 +11,6 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import optaxclip
-from optaxclip._core._shares import _count_in_floats
 
 KEYS = "clip/elements_clipped", "clip/elements_clipped_mean"
 RECENT = "clip/elements_clipped_recent"

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 import optaxclip
-from optaxclip._norms import _platform
 from tests import oracles
+from tests.helpers import FORCED
 
 EPS = oracles.eps_of("float32")
 ORDERS = (0.3, 1, 2, 3, 10, math.inf, "rms", "average")
@@ -27,7 +27,6 @@ EVERY_RANK = [*SHAPES, (2, 1, 3, 2), (2, 3, 1, 2, 2)]
 SUMMED = ORDERS[:5]  # where powers are summed
 every_order = pytest.mark.parametrize("ord", ORDERS)
 every_dtype = pytest.mark.parametrize("dtype", DTYPES)
-FORCED = _platform.FORCED
 # XLA on a CPU adds up the three operands of a GPU's reduction one element after
 # another, where a GPU adds up many at a time.
 not_in_turn = pytest.mark.skipif(
