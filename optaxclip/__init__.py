@@ -64,8 +64,8 @@ from ._clippers._zclip import zclip
 from ._factors import rescale
 from ._mesh import check_replicated
 from ._metrics import metrics
+from ._names import with_our_names
 from ._norms import global_norm, group_norm, tensor_norm, unitwise_norm
-from ._other_names import show_public_names
 from ._state import ClipState
 from ._wrappers._carry import carry_clipped
 from ._wrappers._constrain import constrain
@@ -131,4 +131,4 @@ __all__ = [
 
 
 # optaxclip.clip_grad_norm_ -> an AttributeError that names clip_grads.
-show_public_names(__name__)
+with_our_names(__name__)

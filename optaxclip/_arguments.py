@@ -58,6 +58,14 @@ def check_number(
         )
 
 
+def check_highest(argument: str, value: Any, highest: float) -> None:
+    """Refuses a number that is known to be above `highest`."""
+    known = not isinstance(value, Tracer)
+    if known and (np.asarray(value, np.float64) > highest).any():
+        most = highest if isinstance(highest, int) else f"{highest:g}"
+        raise ValueError(f"{argument} must be at most {most}, got {value!r}.")
+
+
 # A limit, or a number that limits are computed from.
 check_limit = partial(check_number, is_limit=True)
 

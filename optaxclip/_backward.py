@@ -42,12 +42,10 @@ from ._norms import (
     check_measure,
     check_ord,
 )
-from ._other_names import with_our_names
 from ._trees import axes_within, clipped_leaves, put_back
 from ._weighted_loss import check_not_weighted
 
 
-@with_our_names
 def clip_cotangent(
     x: Any,
     *,
@@ -147,7 +145,6 @@ def clip_cotangent(
     return put_back(_clipped(measure, _arrays(x), limit), x)
 
 
-@with_our_names
 def scale_cotangent(x: Any, scale: Any) -> Any:
     """Returns `x`, and multiplies its derivative.
 

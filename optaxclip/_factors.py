@@ -20,12 +20,10 @@ from jax import lax
 from ._arguments import check_shape
 from ._modulus import as_float
 from ._norms import Norms, norms_of_tree
-from ._other_names import with_our_names
 from ._sums import per_platform
 from ._trees import clipped_leaves, put_back
 
 
-@with_our_names
 def rescale(updates: Any, norms: Any, new_norms: Any) -> Any:
     """Stretches every part of `updates` from its norm to a new one.
 

@@ -464,7 +464,8 @@ def _summary(norms: Norms, group: Group, units: Column) -> Column:
     _, norm, limit, factor, _ = numbers[:, None]
     share = share.astype(jnp.float32)[None]
     broken = ~can_clip(norm, limit)
-    return Column(norm, limit, factor, share > 0, broken, share)
+    clipped = (share > 0) & ~broken
+    return Column(norm, limit, factor, clipped, broken, share)
 
 
 # ----------------------------------------------------------------------------- once

@@ -31,7 +31,6 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 from . import _trees as trees
-from ._other_names import with_our_names
 
 # "auto", None, a name, a tuple of names, or a tree prefix of PartitionSpec
 MeshAxes: TypeAlias = (
@@ -461,7 +460,6 @@ def _starts(sizes: Sequence[int], split: Split) -> list[Any]:
     return starts
 
 
-@with_our_names
 def check_replicated(tree: Any, mesh_axes: str | tuple[str, ...]) -> jax.Array:
     """Returns whether all devices along some mesh axes hold the same values.
 

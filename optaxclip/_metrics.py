@@ -15,7 +15,6 @@ import numpy as np
 from jax.core import Tracer
 
 from ._clippers._record_spikes import SpikeState
-from ._other_names import with_our_names
 from ._reported import reported_states
 from ._state import ClipState, Part, is_vector, with_layers
 from ._wrappers._skipping import SkipState
@@ -84,7 +83,6 @@ class Options(NamedTuple):
     concrete: bool
 
 
-@with_our_names
 def metrics(
     opt_state: Any,
     *,

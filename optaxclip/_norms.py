@@ -29,7 +29,6 @@ from . import _trees as trees
 from ._arguments import check_known
 from ._mesh import MeshAxes, Split
 from ._modulus import as_float, divided, tangent_of_modulus
-from ._other_names import with_our_names
 from ._sums import (
     Dims,
     count_of,
@@ -553,7 +552,6 @@ def check_ord(call: str, ord: Any) -> None:
 # ------------------------------------------------------------------- public functions
 
 
-@with_our_names
 def global_norm(
     tree: Any, *, ord: Ord = None, mesh_axes: MeshAxes = "auto"
 ) -> Any:
@@ -586,7 +584,6 @@ def global_norm(
     return measure(clipped_leaves(tree)).each[0]
 
 
-@with_our_names
 def tensor_norm(
     tree: Any,
     *,
@@ -631,7 +628,6 @@ def tensor_norm(
     return measure(clipped_leaves(tree)).tree()
 
 
-@with_our_names
 def unitwise_norm(
     tree: Any,
     *,
@@ -679,7 +675,6 @@ def unitwise_norm(
     return measure(clipped_leaves(tree)).tree()
 
 
-@with_our_names
 def group_norm(
     tree: Any, labels: Any, *, ord: Ord = None, mesh_axes: MeshAxes = "auto"
 ) -> dict[Any, jax.Array]:

@@ -12,14 +12,12 @@ import optax
 from .._kernel import make_clipper
 from .._mesh import MeshAxes
 from .._norms import TensorNorm, check_measure
-from .._other_names import with_our_names
 from .._state import ClipState, limits_of
 from .._trees import Stacked, clipped_leaves, is_none, put_back
 from ..rules._ema import Ema
 from ..rules._rule import Number, rule_in
 
 
-@with_our_names
 def adaclip(
     decay: Number = 0.999,
     *,

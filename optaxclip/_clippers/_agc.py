@@ -11,14 +11,12 @@ from .._arguments import check_limit
 from .._kernel import make_clipper
 from .._mesh import MeshAxes
 from .._norms import Ord, TensorNorm, UnitwiseNorm, check_measure
-from .._other_names import with_our_names
 from .._trees import Axis, Stacked
 from ..rules._rule import Number
 from ..rules._share_of_params import ShareOfParams
 from ..shrinks import Shrink
 
 
-@with_our_names
 def adaptive_grad_clip(
     clipping: Number | None = 0.01,
     eps: ArrayLike = 1e-3,

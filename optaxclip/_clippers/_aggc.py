@@ -6,7 +6,6 @@ import optax
 from jax.typing import ArrayLike
 
 from .._mesh import MeshAxes
-from .._other_names import with_our_names
 from .._trees import Stacked
 from ..rules._ema_band import EmaBand
 from ..rules._rule import Number, rule_in
@@ -14,7 +13,6 @@ from ..shrinks import normalize
 from ._scope import Scope, clip_at
 
 
-@with_our_names
 def aggc(
     low: Number = 0.95,
     high: Number = 0.6,

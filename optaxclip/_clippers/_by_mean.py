@@ -13,13 +13,11 @@ from jax.typing import ArrayLike
 from .._kernel import make_clipper
 from .._mesh import MeshAxes
 from .._norms import TensorNorm, check_measure
-from .._other_names import with_our_names
 from .._trees import Stacked
 from ..rules._constant import LimitTree
 from ..shrinks import Shrink
 
 
-@with_our_names
 def clip_by_tensor_rms(
     max_rms: LimitTree,
     *,
@@ -80,7 +78,6 @@ def clip_by_tensor_rms(
     return make_clipper(measure, max_rms, call=call, name="max_rms", **options)
 
 
-@with_our_names
 def clip_by_average_norm(
     max_norm: LimitTree,
     *,
@@ -138,7 +135,6 @@ def clip_by_average_norm(
     )
 
 
-@with_our_names
 def clip_by_block_rms(threshold: Any) -> optax.GradientTransformationExtraArgs:
     """Clips the root mean square of each leaf, as `optax.clip_by_block_rms`.
 

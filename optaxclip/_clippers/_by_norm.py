@@ -26,13 +26,11 @@ from .._norms import (
     UnitwiseNorm,
     check_measure,
 )
-from .._other_names import with_our_names
 from .._trees import Axis, Stacked, check_labels
 from ..rules._constant import Limit, LimitTree
 from ..shrinks import Shrink
 
 
-@with_our_names
 def clip_by_global_norm(
     max_norm: Limit,
     *,
@@ -91,7 +89,6 @@ def clip_by_global_norm(
     )
 
 
-@with_our_names
 def clip_by_tensor_norm(
     max_norm: LimitTree,
     *,
@@ -154,7 +151,6 @@ def clip_by_tensor_norm(
     )
 
 
-@with_our_names
 def clip_by_unitwise_norm(
     max_norm: LimitTree,
     *,
@@ -224,7 +220,6 @@ def clip_by_unitwise_norm(
     )
 
 
-@with_our_names
 def clip_by_group_norm(
     max_norm: LimitTree,
     labels: Mapping[Any, Any] | Sequence[Any] | Callable[..., Any],

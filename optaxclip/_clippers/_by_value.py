@@ -21,7 +21,6 @@ from .._exported import exported
 from .._inputs import begins_anew
 from .._modulus import with_modulus
 from .._optimizers import check_state
-from .._other_names import with_our_names
 from .._shares import ClippedElements, count_clipped, no_elements_clipped
 from ..rules._rule import Number, call_name, is_rule
 
@@ -38,7 +37,6 @@ class ClipByValueState(NamedTuple):
     elements: ClippedElements | tuple[()]
 
 
-@with_our_names
 def clip_by_value(
     max_value: Bounds, min_value: Bounds = None, *, count: bool = False
 ) -> optax.GradientTransformation:
@@ -134,7 +132,6 @@ def value_clipper(
     return optax.GradientTransformation(init, update)
 
 
-@with_our_names
 def clip(max_delta: Bounds) -> optax.GradientTransformation:
     """Clips every element to [-max_delta, max_delta], as `optax.clip`.
 

@@ -10,10 +10,8 @@ from jax.typing import ArrayLike
 from .._kernel import clip_once
 from .._mesh import MeshAxes
 from .._norms import GlobalNorm, Ord, check_measure
-from .._other_names import with_our_names
 
 
-@with_our_names
 def clip_grads(
     grads: Any,
     max_norm: ArrayLike | None,

@@ -18,13 +18,11 @@ from .._kernel import make_clipper
 from .._mesh import MeshAxes
 from .._norms import TensorNorm, check_measure
 from .._optimizers import check_params
-from .._other_names import with_our_names
 from .._trees import Stacked, clipped_leaves
 
 TINY = 2.0**-126  # the smallest normal float32: bounds below it count as 0
 
 
-@with_our_names
 def clippy(
     relative: ArrayLike = 0.1,
     absolute: ArrayLike = 1e-7,

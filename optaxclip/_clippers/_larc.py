@@ -18,12 +18,10 @@ from .._kernel import make_clipper
 from .._mesh import MeshAxes
 from .._norms import TensorNorm, check_measure
 from .._optimizers import check_params
-from .._other_names import with_our_names
 from .._trees import Stacked, clipped_leaves, put_back
 from ..rules._rule import Number, Rule, at_step, number
 
 
-@with_our_names
 def larc(
     learning_rate: Number,
     trust: ArrayLike = 0.02,

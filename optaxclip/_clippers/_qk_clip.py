@@ -21,7 +21,6 @@ from .._kernel import make_clipper
 from .._mesh import gathered, typed_as, types_of, varying_as
 from .._norms import OwnNorm
 from .._optimizers import check_params, check_state
-from .._other_names import with_our_names
 from .._state import PLACEHOLDER, ClipState
 from .._trees import clipped_leaves, put_back
 from ..rules._constant import Limit
@@ -33,7 +32,6 @@ from ._logits import logits_of
 CALL = "qk_clip"
 
 
-@with_our_names
 def qk_clip(
     max_logit: Limit = 100.0,
     *,

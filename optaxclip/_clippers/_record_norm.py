@@ -10,10 +10,8 @@ import optax
 from .._arguments import check_norm, with_hash
 from .._kernel import make_clipper
 from .._norms import OwnNorm, global_norm
-from .._other_names import with_our_names
 
 
-@with_our_names
 def record_norm(
     norm: Callable[[Any], Any] = global_norm,
 ) -> optax.GradientTransformationExtraArgs:

@@ -11,7 +11,6 @@ import optax
 from .._exported import exported
 from .._mesh import MeshAxes
 from .._optimizers import check_state
-from .._other_names import with_our_names
 from .._state import moving_average
 from .._wrappers._judged import (
     first_fields,
@@ -44,7 +43,6 @@ class SpikeState(NamedTuple):
     loss_memory: Any  # the last losses
 
 
-@with_our_names
 def record_spikes(
     sigmas: Number = 6.0, window: Any = 128, *, mesh_axes: MeshAxes = "auto"
 ) -> optax.GradientTransformationExtraArgs:

@@ -33,7 +33,6 @@ from .._inputs import check_kept, values_of
 from .._mesh import typed_as, types_of
 from .._modulus import modulus_dtype, wide_dtype, with_modulus
 from .._optimizers import check_state
-from .._other_names import with_our_names
 from .._shares import ClippedElements, count_clipped, no_elements_clipped
 from .._sums import norm_dtype
 from .._trees import clipped_leaves, is_none, put_back
@@ -54,7 +53,6 @@ class SpamState(NamedTuple):
     elements: ClippedElements | tuple[()]
 
 
-@with_our_names
 def spam(
     threshold: Number = 5000.0,
     *,

@@ -26,7 +26,6 @@ import optax
 
 from .._kernel import make_clipper
 from .._norms import norms_of_tree
-from .._other_names import with_our_names
 from .._state import limits_of
 from .._trees import Stacked, clipped_leaves, put_back, static_numbers
 from ..rules._constant import LimitTree
@@ -40,7 +39,6 @@ from ._spectrum import (
 )
 
 
-@with_our_names
 def clip_by_spectral_norm(
     max_norm: LimitTree,
     *,
@@ -168,7 +166,6 @@ def clip_by_spectral_norm(
     return optax.GradientTransformationExtraArgs(kernel.init, update)
 
 
-@with_our_names
 def spectral_norm(
     tree: Any,
     *,

@@ -27,7 +27,6 @@ from .._inputs import check_imaginary, check_kept
 from .._mesh import typed_as, types_of
 from .._modulus import wide_dtype
 from .._optimizers import check_state, check_transformation
-from .._other_names import with_our_names
 from .._trees import clipped_leaves, is_none, put_back
 
 
@@ -41,7 +40,6 @@ class CarryState(NamedTuple):
     clip_state: Any  # the clipper's
 
 
-@with_our_names
 def carry_clipped(
     clipper: optax.GradientTransformation,
 ) -> optax.GradientTransformationExtraArgs:

@@ -21,7 +21,6 @@ from .._inputs import check_imaginary, params_of
 from .._mesh import varying
 from .._modulus import wide_dtype
 from .._optimizers import check_params, check_transformation
-from .._other_names import with_our_names
 from .._state import ClipState
 from .._trees import clipped_leaves, put_back
 
@@ -29,7 +28,6 @@ from .._trees import clipped_leaves, put_back
 OF_GRADIENTS = ("grad_norm", "limit")
 
 
-@with_our_names
 def constrain(
     clipper: optax.GradientTransformation,
 ) -> optax.GradientTransformationExtraArgs:

@@ -14,7 +14,6 @@ from .._exported import exported
 from .._factors import cast_like
 from .._modulus import wide_dtype
 from .._optimizers import check_state, check_transformation
-from .._other_names import with_our_names
 from .._trees import clipped_leaves, put_back
 from ..rules._memory import keep_where
 from ..rules._rule import check_length
@@ -28,7 +27,6 @@ class ResetState(NamedTuple):
     inner_state: Any  # the inner transformation's
 
 
-@with_our_names
 def reset_momentum(
     inner: optax.GradientTransformation, every: Any = 500, warmup: Any = 150
 ) -> optax.GradientTransformationExtraArgs:

@@ -37,7 +37,6 @@ from jax.typing import ArrayLike
 
 from .._arguments import check_flag
 from .._mesh import MeshAxes
-from .._other_names import with_our_names
 from ..rules._constant import rule_of
 from ..rules._rule import Number
 from ..rules._windowed_mean import step_rule
@@ -45,7 +44,6 @@ from ..rules._without_params import rule_without_params
 from ._skipping import Skipper, skipping
 
 
-@with_our_names
 def skip_nonfinite(
     inner: optax.GradientTransformation,
     max_consecutive: ArrayLike | None = 100,
@@ -91,7 +89,6 @@ def skip_nonfinite(
     return skipping(inner, skipper)
 
 
-@with_our_names
 def skip_step(
     inner: optax.GradientTransformation,
     sigmas: Number = 6.0,
@@ -157,7 +154,6 @@ def skip_step(
     return skipping(inner, skipper)
 
 
-@with_our_names
 def skip_spikes(
     inner: optax.GradientTransformation,
     rule: Any,

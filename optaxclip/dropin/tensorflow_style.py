@@ -65,9 +65,9 @@ from .. import _norms as norms
 from .._arguments import check_number, check_scalar
 from .._clippers._by_value import value_clipper
 from .._kernel import clip_once, make_clipper
+from .._names import with_our_names
 from .._norms import GlobalNorm, TensorNorm, UnitwiseNorm, check_measure
 from .._optimizers import check_transformation
-from .._other_names import show_public_names, with_our_names
 from .._trees import clipped_leaves
 from ._tensorflow_axes import checked_axes
 
@@ -80,10 +80,7 @@ __all__ = [
     "global_norm",
 ]
 
-show_public_names(__name__)
 
-
-@with_our_names
 def clip_by_value(t: Any, clip_value_min: Any, clip_value_max: Any) -> Any:
     """Clips every element to [clip_value_min, clip_value_max].
 
@@ -125,7 +122,6 @@ def clip_by_value(t: Any, clip_value_min: Any, clip_value_max: Any) -> Any:
     return clipper.update(t, clipper.init(t))[0]
 
 
-@with_our_names
 def clip_by_norm(t: Any, clip_norm: Any, axes: Any = None) -> Any:
     """Clips the norm of each tensor, whole or along axes: t * min(1, clip_norm / |t|).
 
@@ -163,7 +159,6 @@ def clip_by_norm(t: Any, clip_norm: Any, axes: Any = None) -> Any:
     return clip_once(t, clip_norm, measure, call=call, name="clip_norm")[0]
 
 
-@with_our_names
 def clip_by_average_norm(t: Any, clip_norm: Any) -> Any:
     """Clips the average norm of each tensor: t * min(1, clip_norm / (|t| / size)).
 
@@ -193,7 +188,6 @@ def clip_by_average_norm(t: Any, clip_norm: Any) -> Any:
     return clip_once(t, clip_norm, measure, call=call, name="clip_norm")[0]
 
 
-@with_our_names
 def clip_by_global_norm(
     t_list: Any, clip_norm: Any, use_norm: Any = None
 ) -> tuple[Any, jax.Array]:
@@ -229,7 +223,6 @@ def clip_by_global_norm(
     return clip_once(t_list, clip_norm, measure, **options)
 
 
-@with_our_names
 def global_norm(t_list: Any) -> jax.Array:
     """Returns the norm of all tensors together: sqrt(sum |t|^2).
 
@@ -249,7 +242,6 @@ def global_norm(t_list: Any) -> jax.Array:
     return norms.global_norm(t_list)
 
 
-@with_our_names
 def clip_gradients_by_norm(
     optimizer: optax.GradientTransformation, clip_norm: Any
 ) -> optax.GradientTransformationExtraArgs:
@@ -283,3 +275,6 @@ def clip_gradients_by_norm(
     measure = GlobalNorm(**check_measure(call, None))
     clipper = make_clipper(measure, clip_norm, call=call, name="clip_norm")
     return optax.chain(clipper, optimizer)
+
+
+with_our_names(__name__)

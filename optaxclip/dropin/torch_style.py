@@ -69,8 +69,8 @@ import jax
 from .._arguments import check_number, check_scalar
 from .._clippers._by_value import value_clipper
 from .._kernel import clip_once
+from .._names import with_our_names
 from .._norms import GlobalNorm, Measure, check_measure
-from .._other_names import show_public_names, with_our_names
 from ._torch_orders import TorchNorm
 
 __all__ = [
@@ -80,12 +80,10 @@ __all__ = [
     "get_total_norm",
 ]
 
-show_public_names(__name__)
 
 EPS = 1e-6  # torch adds it to the norm that it divides by
 
 
-@with_our_names
 def clip_grad_norm(
     grads: Any,
     max_norm: Any,
@@ -128,7 +126,6 @@ def clip_grad_norm(
     return _clipped(call, grads, max_norm, norm_type, error_if_nonfinite)
 
 
-@with_our_names
 def clip_grad_value(grads: Any, clip_value: Any) -> Any:
     """Clips every element to [-clip_value, clip_value].
 
@@ -159,7 +156,6 @@ def clip_grad_value(grads: Any, clip_value: Any) -> Any:
     return clipper.update(grads, clipper.init(grads))[0]
 
 
-@with_our_names
 def get_total_norm(
     grads: Any, norm_type: Any = 2.0, error_if_nonfinite: bool = False
 ) -> jax.Array:
@@ -192,7 +188,6 @@ def get_total_norm(
     return _clipped(call, grads, None, norm_type, error_if_nonfinite)[1]
 
 
-@with_our_names
 def clip_grads_with_norm(grads: Any, max_norm: Any, total_norm: Any) -> Any:
     """Clips gradients whose norm is known.
 
@@ -285,3 +280,6 @@ def _measure(call: str, ord: float) -> Measure:
     if ord > 0:
         return GlobalNorm(**check_measure(call, ord))
     return TorchNorm(ord)
+
+
+with_our_names(__name__)

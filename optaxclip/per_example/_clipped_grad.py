@@ -14,7 +14,6 @@ import numpy as np
 from jax import lax
 
 from .._arguments import check_choice, check_flag
-from .._other_names import with_our_names
 from ..shrinks import Shrink, shrink_of
 from ._choose import METHODS, choose
 from ._problem import Question, check_microbatch, check_unnamed
@@ -49,7 +48,6 @@ class ClippedGrad(NamedTuple):
     aux: Any  # [batch, ...]
 
 
-@with_our_names
 def clipped_grad(
     loss: Callable[..., Any],
     max_norm: Any,

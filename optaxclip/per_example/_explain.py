@@ -9,7 +9,6 @@ import jax
 
 from .. import _trees as prefix
 from .._arguments import check_choice
-from .._other_names import with_our_names
 from ._book import kept_numbers
 from ._choose import METHODS, Choice, choose
 from ._ghost import Ghost
@@ -49,7 +48,6 @@ class Explanation(NamedTuple):
         return "\n".join(lines)
 
 
-@with_our_names
 def explain_clipped_grad(
     loss: Callable[..., Any],
     *,

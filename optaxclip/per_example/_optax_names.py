@@ -14,7 +14,6 @@ import jax
 import jax.numpy as jnp
 
 from .._arguments import check_limit
-from .._other_names import with_our_names
 from ..shrinks import hard
 from ._weights import (
     Limits,
@@ -26,7 +25,6 @@ from ._weights import (
 )
 
 
-@with_our_names
 def per_example_global_norm_clip(
     grads: Any, l2_norm_clip: Any
 ) -> tuple[Any, jax.Array]:
@@ -70,7 +68,6 @@ def per_example_global_norm_clip(
     return total, clipped[0]
 
 
-@with_our_names
 def per_example_layer_norm_clip(
     grads: Any, global_l2_norm_clip: Any, uniform: bool = True
 ) -> tuple[Any, Any]:

@@ -16,7 +16,7 @@ Norms recorded under clipping are those of the clipped run. Take the table as a 
 start, not as a forecast of the loss.
 """
 
-from .._other_names import show_public_names
+from .._names import with_our_names
 from ._candidates import Suggestion, suggest
 from ._history import read_history
 from ._plot import plot_history
@@ -34,4 +34,4 @@ __all__ = [
 ]
 
 # A misspelt name, as in `replay.sugest`, raises an error with the right one.
-show_public_names(__name__)
+with_our_names(__name__)

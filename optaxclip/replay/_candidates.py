@@ -9,7 +9,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
 
-from .._other_names import with_our_names
 from ..rules import windowed_quantile, z_score
 from ..rules._constant import rule_of
 from ..rules._rule import Rule
@@ -46,7 +45,6 @@ HIGHEST = 20
 SKIP_STEP = "optaxclip.skip_step(optimizer, on_loss=False)"
 
 
-@with_our_names
 def suggest(norms: ArrayLike) -> list[Suggestion]:
     """Candidate rules for a history of norms, each with the share of steps that it
     would have clipped.

@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from .._other_names import with_our_names
 from ._columns import TENSORBOARD, column_of_norms, listed
 
 # What `metrics` writes for a clipper, and for a wrapper that skips steps.
@@ -28,7 +27,6 @@ class Log(NamedTuple):
     others: list[str]  # the other columns
 
 
-@with_our_names
 def read_history(path: str | Path, column: str | None = None) -> np.ndarray:
     """Reads the norms of a log file.
 

@@ -5,7 +5,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from jax.typing import ArrayLike
 
-from .._other_names import with_our_names
 from ._replay import Replay
 
 # matplotlib is the extra `plot`, so only type checkers import it here.
@@ -13,7 +12,6 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 
-@with_our_names
 def plot_history(
     history: Replay | ArrayLike,
     limits: ArrayLike | None = None,

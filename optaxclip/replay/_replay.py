@@ -14,7 +14,6 @@ from .._arguments import check_shrunk
 from .._factors import factor_between
 from .._limits import can_clip, limit_of
 from .._mesh import varying_as
-from .._other_names import with_our_names
 from ..rules._rule import Rule
 from ..rules._without_params import rule_without_params
 from ..shrinks import Shrink, shrink_of
@@ -38,7 +37,6 @@ class Replay(NamedTuple):
     clipped: jax.Array  # bool[steps, ...]
 
 
-@with_our_names
 def run(
     rule: Any, norms: ArrayLike, *, shrink: Shrink | None = None
 ) -> Replay:

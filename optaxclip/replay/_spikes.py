@@ -7,7 +7,6 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike
 
 from .._limits import limit_of
-from .._other_names import with_our_names
 from ..rules._rule import Number, Rule
 from ..rules._windowed_mean import spike_rule
 from ._replay import array_of_norms, first_memory
@@ -15,7 +14,6 @@ from ._replay import array_of_norms, first_memory
 CALL = "spike_score"
 
 
-@with_our_names
 def spike_score(
     *histories: ArrayLike, sigmas: Number = 6.0, window: Any = 128
 ) -> jax.Array:

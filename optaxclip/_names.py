@@ -2,6 +2,8 @@
 
 clip_by_global_norm(1.0, axis_name="x")   TypeError that names mesh_axes
 optaxclip.clip_grad_norm_                 AttributeError that names clip_grads
+
+Each public module calls `with_our_names(__name__)` at its end.
 """
 
 import functools
@@ -10,10 +12,7 @@ import re
 import sys
 from collections.abc import Callable, Iterable
 from types import ModuleType
-from typing import Any, NoReturn, ParamSpec, TypeVar
-
-P = ParamSpec("P")
-T = TypeVar("T")
+from typing import Any, NoReturn
 
 # Each function has its own name for a limit. People try those of others too.
 OUR_LIMITS = (
@@ -114,105 +113,19 @@ FUNCTIONS = {
 }
 
 
-def with_our_names(
-    function: Callable[P, T], call: str | None = None
-) -> Callable[P, T]:
-    """The function, with a TypeError in our words for arguments that do not fit.
-
-    `call` is what users call it, where that is not the function's own name.
-    """
-    # Made once, since reading a signature takes longer than checking a call.
-    own = Signature(call or function.__name__, function)
-
-    # So `help` and `inspect.signature` show the function's own arguments.
-    @functools.wraps(function)
-    def checked(*args: P.args, **kwargs: P.kwargs) -> T:
-        count = len(args) - own.hidden
-        # Unknown names first: `clip_by_global_norm(clip_norm=1.0)` has no max_norm only
-        # because it goes by another name there.
-        for name in kwargs:
-            if name not in own.known:
-                own.raise_unknown(name)
-        if count > len(own.positional) and not own.is_endless:
-            own.raise_too_many(count)
-        for name in own.needed:
-            if name not in kwargs and name not in own.positional[:count]:
-                own.raise_missing(name)
-        return function(*args, **kwargs)
-
-    return checked
-
-
-class Signature:
-    """The arguments of a function, without `self`, and errors about them."""
-
-    def __init__(self, call: str, function: Callable[..., Any]) -> None:
-        parameters = inspect.signature(function).parameters.values()
-        endless = inspect.Parameter.VAR_POSITIONAL
-        plain = inspect.Parameter.POSITIONAL_OR_KEYWORD
-        own = [each for each in parameters if each.name != "self"]
-        named = [each for each in own if each.kind is not endless]
-        self.call = call
-        # 1 for `self` of a method, which comes with the arguments of each call.
-        self.hidden = len(parameters) - len(own)
-        self.is_endless = len(named) < len(own)
-        self.known = [each.name for each in named]
-        self.shown = ["*" * (each.kind is endless) + each.name for each in own]
-        self.positional = [each.name for each in named if each.kind is plain]
-        self.needed = [
-            each.name for each in named if each.default is each.empty
-        ]
-
-    def raise_unknown(self, name: str) -> NoReturn:
-        candidates = ARGUMENTS.get(name, ())
-        # "quantile, a share in [0, 1]" -> "quantile"
-        wanted = [x for x in candidates if re.split(r"\W", x)[0] in self.known]
-        wanted = wanted or _similar(name, self.known)
-        if wanted:
-            here = f"Here it is {wanted[0]}."
-        # No clipper here has a mask, since optax masks any transformation.
-        elif name in ("mask", "trainable"):
-            here = f"Wrap the clipper: optax.masked({self.call}(...), mask)."
-        else:
-            here = f"It takes {', '.join(self.shown) or 'none'}."
-        raise TypeError(f"{self.call}: there is no argument {name!r}. {here}")
-
-    def raise_too_many(self, count: int) -> NoReturn:
-        by_name = [name for name in self.known if name not in self.positional]
-        text = f"{self.call}: {count} positional arguments were given, but it takes "
-        text += ", ".join(self.positional) or "none"
-        if by_name:
-            text += f", and by name {', '.join(by_name)}"
-        # `clip_by_global_norm(grads, 1.0)`, as torch and TensorFlow clip.
-        if self.call.startswith("clip_by"):
-            once = "clip_grads(grads, max_norm)"
-            if self.call == "clip_by_value":
-                once = "dropin.torch_style.clip_grad_value(grads, max_value)"
-            text += (
-                ". It makes a transformation with init and update. To clip one tree of "
-                f"gradients call optaxclip.{once}"
-            )
-        raise TypeError(f"{text}.")
-
-    def raise_missing(self, name: str) -> NoReturn:
-        places = [each for each in self.needed if each in self.positional]
-        named = [
-            f"{each}=..."
-            for each in self.needed
-            if each not in self.positional
-        ]
-        # Without a default: clip_by_group_norm(max_norm, labels), or aggc(scope=...).
-        example = f"{self.call}({', '.join(places + named)})"
-        raise TypeError(f"{self.call}: {name} is missing: call {example}.")
-
-
-def show_public_names(module: str) -> None:
-    """Gives a module a `__dir__` of its public names, which editors offer, and a
-    `__getattr__`: an AttributeError that names what is meant.
-
-    A module that defined one itself would have every name for type checkers.
+def with_our_names(module: str) -> None:
+    """Gives a public module its answers: a TypeError in our words for arguments that do
+    not fit its functions, an AttributeError that names what is meant, and a `__dir__`
+    of its public names, which editors offer.
     """
     there = sys.modules[module]
+    for name in there.__all__:
+        value = getattr(there, name)
+        if inspect.isfunction(value):
+            answering = checked(value)
+            # Where pickle finds it.
+            answering.__module__ = module
+            setattr(there, name, answering)
 
     def __getattr__(name: str) -> NoReturn:
         text = f"module {module!r} has no attribute {name!r}."
@@ -224,7 +137,100 @@ def show_public_names(module: str) -> None:
     def __dir__() -> list[str]:
         return sorted(there.__all__)
 
+    # A module that defined one itself would have every name for type checkers.
     vars(there).update(__getattr__=__getattr__, __dir__=__dir__)
+
+
+# Cached, so that a function which two modules show is one object.
+@functools.cache
+def checked(
+    function: Callable[..., Any], call: str = ""
+) -> Callable[..., Any]:
+    """The function, with a TypeError in our words for arguments that do not fit.
+
+    `call` is what users call it, where that is not the function's own name.
+    """
+    signature = inspect.signature(function)
+    call = call or function.__name__
+
+    # So `help` and `inspect.signature` show the function's own arguments.
+    @functools.wraps(function)
+    def answering(*args: Any, **kwargs: Any) -> Any:
+        try:
+            signature.bind(*args, **kwargs)
+        except TypeError:
+            own = list(signature.parameters.values())
+            # The first argument of a method is its object.
+            hidden = int(own[0].name == "self")
+            raise TypeError(
+                f"{call}: {_misfit(call, own[hidden:], args[hidden:], kwargs)}"
+            ) from None
+        return function(*args, **kwargs)
+
+    return answering
+
+
+def _misfit(
+    call: str, own: list[inspect.Parameter], args: Any, kwargs: Any
+) -> str:
+    """Which argument of a call is wrong, and what would be right."""
+    plain = inspect.Parameter.POSITIONAL_OR_KEYWORD
+    endless = inspect.Parameter.VAR_POSITIONAL
+    known = [each.name for each in own if each.kind is not endless]
+    places = [each.name for each in own if each.kind is plain]
+    # Unknown names first: `clip_by_global_norm(clip_norm=1.0)` has no max_norm only
+    # because it goes by another name there.
+    for name in kwargs:
+        if name not in known:
+            shown = ["*" * (each.kind is endless) + each.name for each in own]
+            here = _instead(call, name, known)
+            here = here or f"It takes {', '.join(shown) or 'none'}."
+            return f"there is no argument {name!r}. {here}"
+    if len(args) > len(places):
+        return _too_many(call, len(args), places, known)
+    needed = [x for x in own if x.default is x.empty and x.kind is not endless]
+    for each in needed:
+        if each.name not in (*kwargs, *places[: len(args)]):
+            # Without a default: clip_by_group_norm(max_norm, labels), or aggc(scope=...).
+            shown = [
+                x.name if x.kind is plain else f"{x.name}=..." for x in needed
+            ]
+            return f"{each.name} is missing: call {call}({', '.join(shown)})."
+    twice = next(name for name in kwargs if name in places[: len(args)])
+    return f"{twice} was given twice."
+
+
+def _instead(call: str, name: str, known: list[str]) -> str:
+    candidates = ARGUMENTS.get(name, ())
+    # "quantile, a share in [0, 1]" -> "quantile"
+    wanted = [x for x in candidates if re.split(r"\W", x)[0] in known]
+    wanted = wanted or _similar(name, known)
+    if wanted:
+        return f"Here it is {wanted[0]}."
+    # No clipper here has a mask, since optax masks any transformation.
+    if name in ("mask", "trainable"):
+        return f"Wrap the clipper: optax.masked({call}(...), mask)."
+    return ""
+
+
+def _too_many(
+    call: str, count: int, places: list[str], known: list[str]
+) -> str:
+    by_name = [name for name in known if name not in places]
+    text = f"{count} positional arguments were given, but it takes "
+    text += ", ".join(places) or "none"
+    if by_name:
+        text += f", and by name {', '.join(by_name)}"
+    # `clip_by_global_norm(grads, 1.0)`, as torch and TensorFlow clip.
+    if call.startswith("clip_by"):
+        once = "clip_grads(grads, max_norm)"
+        if call == "clip_by_value":
+            once = "dropin.torch_style.clip_grad_value(grads, max_value)"
+        text += (
+            ". It makes a transformation with init and update. To clip one tree of "
+            f"gradients call optaxclip.{once}"
+        )
+    return f"{text}."
 
 
 def _hint(name: str, module: ModuleType) -> str:
