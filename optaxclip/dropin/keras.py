@@ -49,7 +49,7 @@ from jax.core import Tracer
 from .._arguments import check_number, check_scalar
 from .._clippers._by_value import value_clipper
 from .._core._kernel import make_clipper
-from .._norms._measures import GlobalNorm, TensorNorm, check_measure
+from .._norms._measures import GlobalNorm, TensorNorm
 from .._other_names import show_public_names, with_our_names
 
 __all__ = ["clip_gradients"]
@@ -112,7 +112,7 @@ def clip_gradients(
         return value_clipper(call, (name, value))
     # Keras applies clipnorm to each gradient, not to all of them together.
     kind = TensorNorm if name == "clipnorm" else GlobalNorm
-    measure = kind(**check_measure(call, None))
+    measure = kind(call)
     return make_clipper(measure, value, call=call, name=name)
 
 
