@@ -13,7 +13,7 @@ from jax.typing import ArrayLike
 
 from .._arguments import check_shrunk
 from .._core._factors import factor_between
-from .._core._limits import can_clip, limit_of
+from .._core._limits import limit_of
 from .._other_names import with_our_names
 from ..rules._rule import Rule
 from ..rules._without_params import rule_without_params
@@ -133,7 +133,8 @@ def _scan(
 @partial(jax.jit, static_argnums=0)
 def _replayed(shrink: Shrink, norms: jax.Array, limits: jax.Array) -> Replay:
     # As in a clipper, which counts no step as clipped whose limit is NaN.
-    known, off = can_clip(norms, limits), jnp.isinf(limits)
+    known = jnp.isfinite(norms) & ~jnp.isnan(limits)
+    off = jnp.isinf(limits)
     short = shrink(norms, jnp.where(off, 1.0, limits))
     check_shrunk("replay.run", short, norms)
     after = jnp.where(off, norms, short)
