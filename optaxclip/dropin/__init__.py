@@ -23,4 +23,5 @@ from . import keras, tensorflow_style, torch_style
 
 __all__ = ["keras", "tensorflow_style", "torch_style"]
 
+
 with_our_names(__name__)

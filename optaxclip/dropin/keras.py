@@ -50,7 +50,7 @@ from .._arguments import check_number, check_scalar
 from .._clippers._by_value import value_clipper
 from .._kernel import make_clipper
 from .._names import with_our_names
-from .._norms import GlobalNorm, TensorNorm, check_measure
+from .._norms import GlobalNorm, TensorNorm
 
 __all__ = ["clip_gradients"]
 
@@ -109,7 +109,7 @@ def clip_gradients(
         return value_clipper(call, (name, value))
     # Keras applies clipnorm to each gradient, not to all of them together.
     kind = TensorNorm if name == "clipnorm" else GlobalNorm
-    measure = kind(**check_measure(call, None))
+    measure = kind(call)
     return make_clipper(measure, value, call=call, name=name)
 
 

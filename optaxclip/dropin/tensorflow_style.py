@@ -58,18 +58,19 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax.core import Tracer
 
 from .. import _norms as norms
+from .. import _trees as prefix
 from .._arguments import check_number, check_scalar
 from .._clippers._by_value import value_clipper
 from .._kernel import clip_once, make_clipper
 from .._names import with_our_names
-from .._norms import GlobalNorm, TensorNorm, UnitwiseNorm, check_measure
+from .. import _norms as measures
 from .._optimizers import check_transformation
 from .._trees import clipped_leaves
-from ._tensorflow_axes import checked_axes
 
 __all__ = [
     "clip_by_average_norm",
@@ -108,17 +109,15 @@ def clip_by_value(t: Any, clip_value_min: Any, clip_value_max: Any) -> Any:
        [ 0.5  3. ]]
     """
     call = "clip_by_value"
-    bounds = {
-        "clip_value_max": clip_value_max,
-        "clip_value_min": clip_value_min,
-    }
-    for name, bound in bounds.items():
+    low = "clip_value_min", clip_value_min
+    high = "clip_value_max", clip_value_max
+    for name, bound in (high, low):
         # It may be negative, unlike the limit of a norm. It is no tree or schedule.
         check_number(f"{call}: {name}", bound, lowest=-math.inf)
     # Where traced bounds cross, the lower one wins as in TensorFlow.
-    if any(isinstance(bound, Tracer) for bound in bounds.values()):
-        bounds["clip_value_max"] = jnp.maximum(clip_value_max, clip_value_min)
-    clipper = value_clipper(call, *bounds.items())
+    if isinstance(low[1], Tracer) or isinstance(high[1], Tracer):
+        high = "clip_value_max", jnp.maximum(clip_value_max, clip_value_min)
+    clipper = value_clipper(call, high, low)
     return clipper.update(t, clipper.init(t))[0]
 
 
@@ -151,12 +150,33 @@ def clip_by_norm(t: Any, clip_norm: Any, axes: Any = None) -> Any:
     # TensorFlow takes negative limits. Here known ones raise, and traced ones are 0.
     check_number(f"{call}: clip_norm", clip_norm)
     if axes is None:
-        measure = TensorNorm(**check_measure(call, None))
+        measure = measures.TensorNorm(call)
     else:
         # axes are summed over, like `axis` of clip_by_unitwise_norm.
-        axis = checked_axes(f"{call}: axes", axes, clipped_leaves(t, call))
-        measure = UnitwiseNorm(**check_measure(call, None, axis=axis))
+        axis = _checked_axes(f"{call}: axes", axes, clipped_leaves(t, call))
+        measure = measures.UnitwiseNorm(
+            **measures.check_measure(call, None, axis=axis)
+        )
     return clip_once(t, clip_norm, measure, call=call, name="clip_norm")[0]
+
+
+def _checked_axes(argument: str, axes: Any, tree: Any) -> tuple[int, ...]:
+    """The axes, which all leaves have, as a tuple."""
+    several = axes if isinstance(axes, (list, tuple)) else (axes,)
+    for axis in several:
+        if isinstance(axis, bool) or not isinstance(axis, (int, np.integer)):
+            text = "must be an int, or a list or tuple of ints"
+            raise TypeError(f"{argument} {text}, got {axes!r}.")
+    for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
+        rank = jnp.ndim(leaf)
+        fits = all(-rank <= axis < rank for axis in several)
+        if not fits or len({axis % rank for axis in several}) < len(several):
+            raise ValueError(
+                f"{argument} must be different axes of the leaf {prefix.name(path)!r}, "
+                f"a tensor of rank {rank}, got {axes!r}."
+            )
+    # A static argument of the jitted update, so a list must become a tuple.
+    return tuple(int(axis) for axis in several)
 
 
 def clip_by_average_norm(t: Any, clip_norm: Any) -> Any:
@@ -184,7 +204,7 @@ def clip_by_average_norm(t: Any, clip_norm: Any) -> Any:
     call = "clip_by_average_norm"
     check_number(f"{call}: clip_norm", clip_norm)
     # "average" is |t| / size, and "rms" would be |t| / sqrt(size).
-    measure = TensorNorm(**check_measure(call, "average"))
+    measure = measures.TensorNorm(call, "average")
     return clip_once(t, clip_norm, measure, call=call, name="clip_norm")[0]
 
 
@@ -217,7 +237,7 @@ def clip_by_global_norm(
     check_number(f"{call}: clip_norm", clip_norm)
     if use_norm is not None:
         check_scalar(f"{call}: use_norm", use_norm)
-    measure = GlobalNorm(**check_measure(call, None))
+    measure = measures.GlobalNorm(call)
     # A norm that is given replaces the measured one, also in what is returned.
     options = {"call": call, "name": "clip_norm", "grad_norm": use_norm}
     return clip_once(t_list, clip_norm, measure, **options)
@@ -272,7 +292,7 @@ def clip_gradients_by_norm(
     """
     call = "clip_gradients_by_norm"
     check_transformation(f"{call}: optimizer", optimizer)
-    measure = GlobalNorm(**check_measure(call, None))
+    measure = measures.GlobalNorm(call)
     clipper = make_clipper(measure, clip_norm, call=call, name="clip_norm")
     return optax.chain(clipper, optimizer)
 

@@ -17,11 +17,11 @@ start, not as a forecast of the loss.
 """
 
 from .._names import with_our_names
-from ._candidates import Suggestion, suggest
-from ._history import read_history
 from ._plot import plot_history
-from ._replay import Replay, run
-from ._spikes import spike_score
+from ._read import read_history
+from ._run import Replay, run
+from ._score import spike_score
+from ._suggest import Suggestion, suggest
 
 __all__ = [
     "Replay",
@@ -32,6 +32,7 @@ __all__ = [
     "spike_score",
     "suggest",
 ]
+
 
 # A misspelt name, as in `replay.sugest`, raises an error with the right one.
 with_our_names(__name__)

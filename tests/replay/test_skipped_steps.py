@@ -75,10 +75,3 @@ def test_larger_norms_are_told_from_rounded_ones(tmp_path, skipped, read):
     path.write_text(f"{head}\n1,1,0\n2,{skipped},1\n")
     last = skipped if read == "skip/norm" else 2.0
     np.testing.assert_array_equal(optaxclip.replay.read_history(path), [1.0, last])
-
-
-def test_steps_without_both_norms_decide_nothing(tmp_path):
-    path = tmp_path / "log.csv"
-    head = "clip/norm_before,skip/norm,skip/skipped"
-    path.write_text(f"{head}\n1,,1\n,9,1\n3,3,0\n")
-    np.testing.assert_array_equal(optaxclip.replay.read_history(path), [1.0, 3.0])

@@ -6,12 +6,9 @@ import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
-from .._limits import limit_of
-from ..rules._rule import Number, Rule
+from ..rules._rule import Number
 from ..rules._windowed_mean import spike_rule
-from ._replay import array_of_norms, first_memory
-
-CALL = "spike_score"
+from ._run import history_of, limits_over
 
 
 def spike_score(
@@ -45,32 +42,17 @@ def spike_score(
     deviations of 128 values. OLMo 2, 2025 (arXiv 2501.00656) and AdaGC, 2025 (arXiv
     2502.11034) count with 7 of 1000.
     """
-    # float32, or float64 where jax_enable_x64 is set, also for integers.
-    arrays = [array_of_norms(CALL, history) for history in histories]
-    series = [jnp.asarray(array, jnp.result_type(float)) for array in arrays]
+    call = "spike_score"
+    series = [history_of(call, each, signed=True) for each in histories]
     shapes = sorted({each.shape for each in series})
     if len(shapes) != 1 or len(shapes[0]) != 1 or 0 in shapes[0]:
-        raise ValueError(
-            f"{CALL}: histories must be [steps] of one length, got shapes "
-            f"{', '.join(map(str, shapes)) or 'of nothing'}."
-        )
-    rule = spike_rule(CALL, sigmas, window)
-    spiked = [_spikes(rule, first_memory(rule, each), each) for each in series]
+        must = "histories must be [steps] of one length"
+        raise ValueError(f"{call}: {must}, got shapes {shapes}.")
+    values = jnp.stack(series, axis=1)
+    # Signed: a loss of 0 or below is remembered like any other.
+    rule = spike_rule(call, sigmas, window)
+    limits = limits_over(rule, values, call, signed=True)
+    # Not `values > limits`, which is False for NaN.
+    spiked = ~(values <= limits) | ~jnp.isfinite(values)
     # A step at which norm and loss both stand out counts once.
-    return jnp.mean(jnp.stack(spiked).any(axis=0))
-
-
-@jax.jit
-def _spikes(rule: Rule, memory: Any, values: jax.Array) -> jax.Array:
-    """bool[steps]: which values stand out."""
-
-    def step(carry: Any, value: jax.Array) -> tuple[Any, jax.Array]:
-        count, memory = carry
-        asked = rule, value, memory, count
-        # Signed: a loss of 0 or below is remembered like any other.
-        limit, memory = limit_of(*asked, argument=CALL, signed=True)
-        # Not `value > limit`, which is False for NaN.
-        return (count + 1, memory), ~(value <= limit) | ~jnp.isfinite(value)
-
-    first = jnp.zeros((), jnp.int32), memory
-    return jax.lax.scan(step, first, values)[1]
+    return jnp.mean(spiked.any(axis=1))

@@ -8,12 +8,12 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 from jax.typing import ArrayLike
 
 from .._arguments import check_shrunk
 from .._factors import factor_between
-from .._limits import can_clip, limit_of
-from .._mesh import varying_as
+from .._limits import limit_of
 from ..rules._rule import Rule
 from ..rules._without_params import rule_without_params
 from ..shrinks import Shrink, shrink_of
@@ -58,84 +58,83 @@ def run(
       multiplied by, and which steps would have been clipped.
 
     Raises:
-      ValueError: a single number in the place of a history, no norm at all, a limit
-        that is negative or NaN, or a rule that compares norms with weights.
+      ValueError: a single number in the place of a history, no norm at all, a negative
+        norm, a limit that is negative or NaN, or a rule that compares norms with
+        weights.
       TypeError: a limit or a history that is not made of numbers.
 
     Example:
       >>> print(optaxclip.replay.run(2.0, [1.0, 4.0, 2.0]).factors)
       [1.  0.5 1. ]
     """
-    if not isinstance(norms, jax.Array):
-        norms = array_of_norms("replay.run", norms)
-        # Without jax_enable_x64 an int64 of 2^40 would become the int32 0.
-        is_whole = np.issubdtype(norms.dtype, np.integer)
-        norms = norms.astype(np.float64) if is_whole else norms
-    norms = jnp.asarray(norms)
-    norms = norms.astype(jnp.promote_types(norms.dtype, jnp.float32))
+    norms = history_of("replay.run", norms)
     if norms.ndim == 0 or not norms.size:
-        raise ValueError(
-            "replay.run: norms must be a history, one norm for each step, got an array "
-            f"of shape {norms.shape}."
-        )
+        must = "norms must be a history, one norm for each step"
+        got = f"got an array of shape {norms.shape}"
+        raise ValueError(f"replay.run: {must}, {got}.")
     rule = rule_without_params(rule, "replay.run: rule")
     shrink = shrink_of(shrink, "replay.run")
-    return replayed(shrink, rule, first_memory(rule, norms), norms)
+    limits = limits_over(rule, norms, "replay.run: rule")
+    return _replayed(shrink, norms, limits)
 
 
-def array_of_norms(call: str, norms: Any) -> np.ndarray:
-    """A history as an array of NumPy, inf where JAX would make inf of a number: beyond
-    the range of float32, or of float64 where jax_enable_x64 is set.
+def history_of(call: str, norms: Any, *, signed: bool = False) -> jax.Array:
+    """A history in float32, or in float64 where jax_enable_x64 is set.
+
+    `signed`: losses, which may be negative.
 
     Raises:
       TypeError: something that has no numbers, such as the name of a file.
+      ValueError: a negative norm.
     """
-    try:
-        found = np.asarray(norms)
-    except ValueError:  # lists of different lengths
-        found = np.asarray(None)
-    # NumPy's issubdtype does not know bfloat16 as a float.
-    kinds = jnp.floating, jnp.integer
-    if not any(jnp.issubdtype(found.dtype, kind) for kind in kinds):
-        raise TypeError(
-            f"{call}: norms must be an array of numbers, got {norms!r}. A file is read "
-            "by optaxclip.replay.read_history."
-        )
-    if found.dtype == np.float64:
-        most = float(jnp.finfo(jnp.result_type(float)).max)
-        found = np.where(
-            np.abs(found) > most, np.copysign(np.inf, found), found
-        )
-    return found
+    if isinstance(norms, Tracer):
+        return norms.astype(jnp.promote_types(norms.dtype, jnp.float32))
+    found = np.asarray(norms)
+    if not jnp.isdtype(found.dtype, ("real floating", "integral")):
+        must = f"{call}: norms must be an array of numbers"
+        hint = "A file is read by optaxclip.replay.read_history."
+        raise TypeError(f"{must}, got {norms!r}. {hint}")
+    if not signed and (found < 0).any():
+        must = f"{call}: norms must be at least 0"
+        raise ValueError(f"{must}, got {found[found < 0][0]}.")
+    # NumPy makes float64 of int32. In JAX an int64 of 2^40 would be 0.
+    dtype = np.promote_types(found.dtype, np.float32)
+    # Numbers beyond the range of float32 become inf.
+    with np.errstate(over="ignore"):
+        return jnp.asarray(found.astype(dtype))
 
 
-def first_memory(rule: Rule, norms: jax.Array) -> Any:
-    """What the rule remembers before the first norm."""
-    start = jnp.zeros(norms.shape[1:], norms.dtype)
-    return rule.init(varying_as(start, jax.typeof(norms)))
+def limits_over(
+    rule: Rule, values: jax.Array, argument: str, signed: bool = False
+) -> jax.Array:
+    """The limit that each value is held against, [steps, ...].
+
+    `argument` is how errors call the rule. `signed`: the values are losses.
+    """
+    # Outside of jit, where the length of a window would be a traced number.
+    memory = rule.init(jnp.zeros_like(values[0]))
+    return _scan(rule, memory, values, argument=argument, signed=signed)
+
+
+@partial(jax.jit, static_argnames=("argument", "signed"))
+def _scan(
+    rule: Rule, memory: Any, values: jax.Array, **options: Any
+) -> jax.Array:
+    def one_step(memory: Any, numbered: Any) -> tuple[Any, jax.Array]:
+        number, value = numbered
+        return limit_of(rule, value, memory, number, **options)[::-1]
+
+    numbers = jnp.arange(len(values), dtype=jnp.int32)
+    return jax.lax.scan(one_step, memory, (numbers, values))[1]
 
 
 @partial(jax.jit, static_argnums=0)
-def replayed(
-    shrink: Shrink, rule: Rule, memory: Any, norms: jax.Array
-) -> Replay:
-    """What a rule that remembers this makes of the norms."""
-    limits = _limits(rule, memory, norms)
+def _replayed(shrink: Shrink, norms: jax.Array, limits: jax.Array) -> Replay:
     # As in a clipper, which counts no step as clipped whose limit is NaN.
-    known, off = can_clip(norms, limits), jnp.isinf(limits)
+    known = jnp.isfinite(norms) & ~jnp.isnan(limits)
+    off = jnp.isinf(limits)
     short = shrink(norms, jnp.where(off, 1.0, limits))
     check_shrunk("replay.run", short, norms)
     after = jnp.where(off, norms, short)
     factors = jnp.where(known, factor_between(norms, after).reported, jnp.nan)
     return Replay(norms, limits, factors, known & (after != norms))
-
-
-def _limits(rule: Rule, memory: Any, norms: jax.Array) -> jax.Array:
-    def step(carry: Any, norm: jax.Array) -> tuple[Any, jax.Array]:
-        count, memory = carry
-        asked = rule, norm, memory, count
-        limit, memory = limit_of(*asked, argument="replay.run: rule")
-        return (count + 1, memory), limit
-
-    first = jnp.zeros((), jnp.int32), memory
-    return jax.lax.scan(step, first, norms)[1]
