@@ -96,7 +96,7 @@ def _flags(skip: jax.Array, count: int) -> list[jax.Array]:
     def same(skip: jax.Array) -> list[jax.Array]:
         return [skip] * count
 
-    return per_platform(skip, cpu=same, gpu=entries, tpu=same)
+    return per_platform(skip, cpu=same, gpu=entries, plain=same)
 
 
 def _computed_state(
