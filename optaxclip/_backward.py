@@ -26,7 +26,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from . import _trees as prefix
-from ._arguments import (
+from ._checks import (
     check_limit,
     check_order,
     check_scalar,

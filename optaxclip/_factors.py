@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from ._arguments import check_shape
+from ._checks import check_shape
 from ._modulus import as_float
 from ._norms import Norms, norms_of_tree
 from ._sums import per_platform

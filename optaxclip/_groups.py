@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from . import _trees as trees
-from ._arguments import check_shape, held_in
+from ._checks import check_shape, held_in
 from ._limits import BEGIN_ANEW, check_first_memory
 from ._mesh import resharded, typed_as, varying, varying_over
 from ._norms import Norms

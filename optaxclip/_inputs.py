@@ -10,9 +10,14 @@ import jax.numpy as jnp
 from jax.core import Tracer
 
 from . import _trees as prefix
-from ._arguments import check_limit, is_function, number_for_jit
+from ._checks import (
+    check_limit,
+    check_state,
+    is_function,
+    is_without_state,
+    number_for_jit,
+)
 from ._limits import BEGIN_ANEW
-from ._optimizers import check_state, is_without_state
 from ._state import ClipState
 from ._trees import clipped_leaves, unboxed
 from .rules._constant import Constant

@@ -24,10 +24,11 @@ from jax.core import Tracer
 from jax.typing import ArrayLike
 
 from . import _trees as trees
-from ._arguments import (
+from ._checks import (
     NONFINITE,
     check_choice,
     check_number,
+    check_params,
     check_scalar,
     number_for_jit,
 )
@@ -63,7 +64,6 @@ from ._norms import (
     norm_of_norms,
     without_devices,
 )
-from ._optimizers import check_params
 from ._state import (
     PLACEHOLDER,
     ClipState,

@@ -8,8 +8,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.core import Tracer
 
-from ._arguments import (
-    call_of,
+from ._checks import (
     check_returned,
     check_shape,
     check_shrunk,
@@ -92,7 +91,7 @@ def checked_memory(
     if jax.tree.structure(wanted) != jax.tree.structure(memory):
         wanted, found = (_form(tree) for tree in (wanted, memory))
         raise ValueError(
-            f"{call_of(argument)}: state was made with another rule. "
+            f"{argument.partition(':')[0]}: state was made with another rule. "
             f"{call_name(type(rule))} remembers {wanted}, and the state has {found}. "
             f"{BEGIN_ANEW}"
         )

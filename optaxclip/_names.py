@@ -8,105 +8,81 @@ Each public module calls `with_our_names(__name__)` at its end.
 
 import functools
 import inspect
-import re
 import sys
 from collections.abc import Callable, Iterable
 from types import ModuleType
 from typing import Any, NoReturn
 
 # Each function has its own name for a limit. People try those of others too.
-OUR_LIMITS = (
-    "max_norm",
-    "max_rms",
-    "max_value",
-    "max_delta",
-    "max_logit",
-    "clipping",
-    "limit",
-    "threshold",
-    "cap",
-    "rule",
-)
-# Names that people try for an argument, and ours, the first that the function has.
-ARGUMENTS = {
-    **dict.fromkeys(
-        (
-            *OUR_LIMITS,
-            # Keras: clipnorm, clipvalue, global_clipnorm. Lightning: gradient_clip_val.
-            # Hugging Face: max_grad_norm. TensorFlow Privacy: l2_norm_clip.
-            "clip",
-            "clip_norm",
-            "clip_value",
-            "clipnorm",
-            "clipvalue",
-            "delta",
-            "global_clipnorm",
-            "grad_clip",
-            "gradient_clip_val",
-            "l2_clip_norm",
-            "l2_norm_clip",
-            "max_grad_norm",
-            "max_l2_norm",
-            "norm",
-            "value",
-        ),
-        OUR_LIMITS,
-    ),
+_LIMITS = "max_norm max_rms max_value max_delta max_logit clipping limit threshold cap rule"
+# Our names for an argument, and what people try for it. The first that a function has
+# is named.
+_OURS = {
+    # Keras: clipnorm, clipvalue, global_clipnorm. Lightning: gradient_clip_val.
+    # Hugging Face: max_grad_norm. TensorFlow Privacy: l2_norm_clip.
+    _LIMITS: f"""{_LIMITS} clip clip_norm clip_value clipnorm clipvalue delta
+        global_clipnorm grad_clip gradient_clip_val l2_clip_norm l2_norm_clip
+        max_grad_norm max_l2_norm norm value""",
     # axis_name is that of `jax.pmap` and `lax.psum`.
-    **dict.fromkeys(
-        ("axes", "axis_name", "axis_names", "mesh_axis"), ("mesh_axes",)
-    ),
+    "mesh_axes": "axes axis_name axis_names mesh_axis",
     # torch's `clip_grad_norm_` has norm_type, its `norm` p.
-    **dict.fromkeys(("norm_type", "order", "p"), ("ord",)),
-    **dict.fromkeys(("epsilon", "stability_eps"), ("eps",)),
+    "ord": "norm_type order p",
+    "eps": "epsilon stability_eps",
     # NumPy has a_max, torch max, and TensorFlow clip_value_max.
-    **dict.fromkeys(
-        ("a_max", "clip_value_max", "max", "upper"), ("max_value",)
-    ),
-    **dict.fromkeys(
-        ("a_min", "clip_value_min", "min", "lower"), ("min_value",)
-    ),
-    **dict.fromkeys(("groups", "param_labels"), ("labels", "scope")),
-    # An average may be weighted from either end, so the hint says from which.
-    **dict.fromkeys(
-        ("alpha", "beta", "momentum", "smoothing"),
-        ("decay, the weight of the past: near 1",),
-    ),
+    "max_value": "a_max clip_value_max max upper",
+    "min_value": "a_min clip_value_min min lower",
+    "labels scope": "groups param_labels",
+    "decay": "alpha beta momentum smoothing",
     # NumPy's `percentile` and `quantile` both call it q.
-    "percentile": ("quantile, a share in [0, 1]",),
-    "q": ("quantile, a share in [0, 1]", "percentile"),
+    "quantile": "percentile",
+    "quantile percentile": "q",
     # jax_privacy has batch_argnums, microbatch_size and normalize_by, torch
     # error_if_nonfinite, and optax's `apply_if_finite` max_consecutive_errors.
-    "batch_argnums": ("shared_argnums, the arguments that are no batches",),
-    "error_if_nonfinite": ('nonfinite="raise"',),
-    "max_consecutive_errors": ("max_consecutive",),
-    "microbatch_size": ("microbatch",),
-    "normalize_by": ("mean",),
-    "per": ("scope",),
-    "rescale_to_unit_norm": ("shrink=optaxclip.shrinks.normalize",),
+    "shared_argnums": "batch_argnums",
+    "nonfinite": "error_if_nonfinite",
+    "max_consecutive": "max_consecutive_errors",
+    "microbatch": "microbatch_size",
+    "mean": "normalize_by",
+    "scope": "per",
+    "shrink": "rescale_to_unit_norm",
     # The limit in the paper of QK-Clip.
-    "tau": ("max_logit",),
+    "max_logit": "tau",
+}
+ARGUMENTS = {
+    other: ours.split()
+    for ours, others in _OURS.items()
+    for other in others.split()
+}
+# What is said beside one of ours.
+_MORE = {
+    # An average may be weighted from either end.
+    "decay": ", the weight of the past: near 1",
+    "quantile": ", a share in [0, 1]",
+    "shared_argnums": ", the arguments that are no batches",
+    "nonfinite": '="raise"',
+    "shrink": "=optaxclip.shrinks.normalize",
 }
 # Names that people try for a function, and the call to use.
 FUNCTIONS = {
     "adaptive_gradient_clip": "adaptive_grad_clip",
     "agc": "adaptive_grad_clip",
     "apply_if_finite": "skip_nonfinite",
-    "clip_by_unit_norm": "clip_by_unitwise_norm",
+    "at_least": "rules.maximum",
+    "chain": "clip_by_global_norm(1.0) in optax.chain",
     "clip_by_norm": "clip_by_tensor_norm, or dropin.tensorflow_style.clip_by_norm",
+    "clip_by_unit_norm": "clip_by_unitwise_norm",
     "clip_grad_norm": "clip_grads(grads, max_norm), or dropin.torch_style",
-    "clip_grad_norm_": "clip_grads(grads, max_norm), or dropin.torch_style",
     "clip_grad_value": "clip_by_value, or dropin.torch_style.clip_grad_value",
-    "clip_grad_value_": "clip_by_value, or dropin.torch_style.clip_grad_value",
-    "clip_grads_with_norm_": "dropin.torch_style.clip_grads_with_norm",
+    "clip_grads_with_norm": "dropin.torch_style.clip_grads_with_norm",
     "clip_gradient": "clip_cotangent",
     "clip_gradients": "clip_grads",
     "clip_gradients_by_norm": "clip_by_tensor_norm",
     "clip_norm": "clip_by_global_norm",
+    "gradient_clipping": "clip_by_global_norm",
     "least": "rules.minimum",
-    "at_least": "rules.maximum",
     "measure": "record_norm",
     "muon_clip": "qk_clip",
+    "skip_nan": "skip_nonfinite",
     "unit_norm": "unitwise_norm",
     "unitwise_clip": "clip_by_unitwise_norm",
     "zero_nans": 'clip_by_global_norm(..., nonfinite="zero")',
@@ -201,12 +177,12 @@ def _misfit(
 
 
 def _instead(call: str, name: str, known: list[str]) -> str:
-    candidates = ARGUMENTS.get(name, ())
-    # "quantile, a share in [0, 1]" -> "quantile"
-    wanted = [x for x in candidates if re.split(r"\W", x)[0] in known]
-    wanted = wanted or _similar(name, known)
+    wanted = [ours for ours in ARGUMENTS.get(name, ()) if ours in known]
     if wanted:
-        return f"Here it is {wanted[0]}."
+        return f"Here it is {wanted[0]}{_MORE.get(wanted[0], '')}."
+    similar = _similar(name, known)
+    if similar:
+        return f"Here it is {similar[0]}."
     # No clipper here has a mask, since optax masks any transformation.
     if name in ("mask", "trainable"):
         return f"Wrap the clipper: optax.masked({call}(...), mask)."
@@ -239,7 +215,9 @@ def _hint(name: str, module: ModuleType) -> str:
     # optaxclip.growth -> optaxclip.rules.growth
     if module is package:
         wanted = (
-            FUNCTIONS.get(name.lower()) or _place_of(name, package) or similar
+            FUNCTIONS.get(name.lower().rstrip("_"))
+            or _place_of(name, package)
+            or similar
         )
         return f"Use {package.__name__}.{wanted}." if wanted else ""
     if similar:

@@ -26,7 +26,7 @@ from jax import lax
 
 from . import _mesh as mesh
 from . import _trees as trees
-from ._arguments import check_known
+from ._checks import check_known
 from ._mesh import MeshAxes, Split
 from ._modulus import as_float, divided, tangent_of_modulus
 from ._sums import (

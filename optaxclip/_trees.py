@@ -23,7 +23,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ._arguments import check_takes, is_function
+from ._checks import check_takes, is_function
 
 ByPath = Callable[[str, Any], Any]  # of a leaf's path ("blocks/w") and it
 # A whole number or a tuple of them, a tree prefix of these, or a function likewise.

@@ -24,7 +24,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
-from ._arguments import check_known, check_number, with_hash
+from ._checks import check_known, check_number, with_hash
 from ._names import with_our_names
 
 Shrink = Callable[[jax.Array, jax.Array], jax.Array]

@@ -7,7 +7,7 @@ import math
 import optax
 from jax.typing import ArrayLike
 
-from .._arguments import check_limit
+from .._checks import check_limit
 from .._kernel import make_clipper
 from .._mesh import MeshAxes
 from .._norms import Ord, TensorNorm, UnitwiseNorm, check_measure

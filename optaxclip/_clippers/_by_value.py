@@ -10,17 +10,17 @@ import numpy as np
 import optax
 
 from .. import _trees as trees
-from .._arguments import (
+from .._checks import (
     broadcasts_to,
     check_flag,
     check_limit,
     check_order,
+    check_state,
     is_function,
 )
 from .._exported import exported
 from .._inputs import begins_anew
 from .._modulus import with_modulus
-from .._optimizers import check_state
 from .._shares import ClippedElements, count_clipped, no_elements_clipped
 from ..rules._rule import Number, call_name, is_rule
 

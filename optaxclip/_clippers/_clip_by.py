@@ -8,7 +8,7 @@ from typing import Any
 import optax
 from jax.typing import ArrayLike
 
-from .._arguments import check_norm, with_hash
+from .._checks import check_norm, with_hash
 from .._kernel import make_clipper
 from .._norms import OwnNorm
 from ..rules._constant import LimitTree

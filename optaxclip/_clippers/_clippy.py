@@ -12,12 +12,11 @@ import numpy as np
 import optax
 from jax.typing import ArrayLike
 
-from .._arguments import check_limit, number_for_jit
+from .._checks import check_limit, check_params, number_for_jit
 from .._inputs import params_of
 from .._kernel import make_clipper
 from .._mesh import MeshAxes
 from .._norms import TensorNorm, check_measure
-from .._optimizers import check_params
 from .._trees import Stacked, clipped_leaves
 
 TINY = 2.0**-126  # the smallest normal float32: bounds below it count as 0

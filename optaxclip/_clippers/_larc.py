@@ -11,13 +11,12 @@ import optax
 from jax.core import Tracer
 from jax.typing import ArrayLike
 
-from .._arguments import check_limit, number_for_jit
+from .._checks import check_limit, check_params, number_for_jit
 from .._factors import cast_like
 from .._inputs import params_of
 from .._kernel import make_clipper
 from .._mesh import MeshAxes
 from .._norms import TensorNorm, check_measure
-from .._optimizers import check_params
 from .._trees import Stacked, clipped_leaves, put_back
 from ..rules._rule import Number, Rule, at_step, number
 

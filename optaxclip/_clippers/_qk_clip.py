@@ -14,13 +14,12 @@ import optax
 from jax.core import Tracer
 from jax.typing import ArrayLike
 
-from .._arguments import check_number
+from .._checks import check_number, check_params, check_state
 from .._factors import cast_like
 from .._inputs import params_of
 from .._kernel import make_clipper
 from .._mesh import gathered, typed_as, types_of, varying_as
 from .._norms import OwnNorm
-from .._optimizers import check_params, check_state
 from .._state import PLACEHOLDER, ClipState
 from .._trees import clipped_leaves, put_back
 from ..rules._constant import Limit

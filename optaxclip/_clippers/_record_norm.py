@@ -7,7 +7,7 @@ from typing import Any
 
 import optax
 
-from .._arguments import check_norm, with_hash
+from .._checks import check_norm, with_hash
 from .._kernel import make_clipper
 from .._norms import OwnNorm, global_norm
 

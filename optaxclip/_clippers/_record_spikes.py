@@ -8,9 +8,9 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from .._checks import check_state
 from .._exported import exported
 from .._mesh import MeshAxes
-from .._optimizers import check_state
 from .._state import moving_average
 from .._wrappers._judged import (
     first_fields,

@@ -26,13 +26,18 @@ import jax.numpy as jnp
 import optax
 from jax.typing import ArrayLike
 
-from .._arguments import check_flag, check_length, check_number, number_for_jit
+from .._checks import (
+    check_flag,
+    check_length,
+    check_number,
+    check_state,
+    number_for_jit,
+)
 from .._exported import exported
 from .._factors import cast_like
 from .._inputs import check_kept, values_of
 from .._mesh import typed_as, types_of
 from .._modulus import modulus_dtype, wide_dtype, with_modulus
-from .._optimizers import check_state
 from .._shares import ClippedElements, count_clipped, no_elements_clipped
 from .._sums import norm_dtype
 from .._trees import clipped_leaves, is_none, put_back

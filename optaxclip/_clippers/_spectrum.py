@@ -11,7 +11,7 @@ import numpy as np
 from jax import lax
 
 from .. import _trees as prefix
-from .._arguments import check_choice, check_known, check_length, held_in
+from .._checks import check_choice, check_known, check_length, held_in
 from .._mesh import gathered, split_as
 from .._modulus import wide_dtype
 from .._norms import Norms, norms_of_tree, tensor_norm

@@ -21,12 +21,12 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from .._checks import check_state, check_transformation
 from .._exported import exported
 from .._factors import cast_like
 from .._inputs import check_imaginary, check_kept
 from .._mesh import typed_as, types_of
 from .._modulus import wide_dtype
-from .._optimizers import check_state, check_transformation
 from .._trees import clipped_leaves, is_none, put_back
 
 

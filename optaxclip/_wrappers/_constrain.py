@@ -16,11 +16,11 @@ import jax.numpy as jnp
 import optax
 from jax import lax
 
+from .._checks import check_params, check_transformation
 from .._factors import cast_like
 from .._inputs import check_imaginary, params_of
 from .._mesh import varying
 from .._modulus import wide_dtype
-from .._optimizers import check_params, check_transformation
 from .._state import ClipState
 from .._trees import clipped_leaves, put_back
 

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import jax
 import jax.numpy as jnp
 
-from .._arguments import check_scalar, number_for_jit
+from .._checks import check_scalar, number_for_jit
 from .._limits import limit_of
 from .._mesh import MeshAxes
 from .._norms import GlobalNorm, global_norm

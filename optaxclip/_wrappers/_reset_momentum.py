@@ -9,11 +9,16 @@ import jax.numpy as jnp
 import optax
 from jax.core import Tracer
 
-from .._arguments import LAST_STEP, check_number, number_for_jit
+from .._checks import (
+    LAST_STEP,
+    check_number,
+    check_state,
+    check_transformation,
+    number_for_jit,
+)
 from .._exported import exported
 from .._factors import cast_like
 from .._modulus import wide_dtype
-from .._optimizers import check_state, check_transformation
 from .._trees import clipped_leaves, put_back
 from ..rules._memory import keep_where
 from ..rules._rule import check_length

@@ -35,7 +35,7 @@ from typing import Any
 import optax
 from jax.typing import ArrayLike
 
-from .._arguments import check_flag
+from .._checks import check_flag
 from .._mesh import MeshAxes
 from ..rules._constant import rule_of
 from ..rules._rule import Number

@@ -8,10 +8,14 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from .._arguments import check_number, number_for_jit
+from .._checks import (
+    check_number,
+    check_state,
+    check_transformation,
+    number_for_jit,
+)
 from .._exported import exported
 from .._mesh import MeshAxes
-from .._optimizers import check_state, check_transformation
 from .._state import ClipState, moving_average
 from ..rules._rule import Rule
 from ._judged import first_fields, given, judge_loss, judge_norm, norm_of

@@ -46,7 +46,7 @@ import numpy as np
 import optax
 from jax.core import Tracer
 
-from .._arguments import check_number, check_scalar
+from .._checks import check_number, check_scalar
 from .._clippers._by_value import value_clipper
 from .._kernel import make_clipper
 from .._names import with_our_names

@@ -62,14 +62,13 @@ import numpy as np
 import optax
 from jax.core import Tracer
 
+from .. import _norms as measures
 from .. import _norms as norms
 from .. import _trees as prefix
-from .._arguments import check_number, check_scalar
+from .._checks import check_number, check_scalar, check_transformation
 from .._clippers._by_value import value_clipper
 from .._kernel import clip_once, make_clipper
 from .._names import with_our_names
-from .. import _norms as measures
-from .._optimizers import check_transformation
 from .._trees import clipped_leaves
 
 __all__ = [

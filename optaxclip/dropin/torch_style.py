@@ -67,7 +67,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from .._arguments import check_number, check_scalar
+from .._checks import check_number, check_scalar
 from .._clippers._by_value import value_clipper
 from .._kernel import clip_once
 from .._names import with_our_names

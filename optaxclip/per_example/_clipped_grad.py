@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from .._arguments import check_choice, check_flag
+from .._checks import check_choice, check_flag
 from ..shrinks import Shrink, shrink_of
 from ._choose import METHODS, choose
 from ._problem import Question, check_microbatch, check_unnamed

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import jax
 
 from .. import _trees as prefix
-from .._arguments import check_choice
+from .._checks import check_choice
 from ._book import kept_numbers
 from ._choose import METHODS, Choice, choose
 from ._ghost import Ghost

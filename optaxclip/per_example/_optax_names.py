@@ -13,7 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from .._arguments import check_limit
+from .._checks import check_limit
 from ..shrinks import hard
 from ._weights import (
     Limits,

@@ -8,7 +8,7 @@ import numpy as np
 from jax import lax
 
 from .. import _trees as prefix
-from .._arguments import check_limit, held_in
+from .._checks import check_limit, held_in
 from .._factors import factor_between, stretch
 from .._limits import shrunk_by
 from .._mesh import split_as

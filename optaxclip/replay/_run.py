@@ -11,7 +11,7 @@ import numpy as np
 from jax.core import Tracer
 from jax.typing import ArrayLike
 
-from .._arguments import check_shrunk
+from .._checks import check_shrunk
 from .._factors import factor_between
 from .._limits import limit_of
 from ..rules._rule import Rule

@@ -12,7 +12,7 @@ import numpy as np
 import optax
 from jax.typing import ArrayLike
 
-from .._arguments import (
+from .._checks import (
     as_partial,
     check_limit,
     check_schedule,

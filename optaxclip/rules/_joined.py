@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from .._arguments import check_number, held_in, number_for_jit
+from .._checks import check_number, held_in, number_for_jit
 from ._constant import rule_of
 from ._memory import one_more
 from ._rule import Number, Rule, further_norms

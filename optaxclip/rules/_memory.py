@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.core import Tracer
 
-from .._arguments import LAST_STEP
+from .._checks import LAST_STEP
 from .._exported import exported
 from .._mesh import split_as
 

@@ -22,14 +22,14 @@ import numpy as np
 from jax.tree_util import Partial
 from jax.typing import ArrayLike
 
-from .._arguments import (
+from .._checks import (
     LAST_STEP,
     as_partial,
     check_choice,
     check_flag,
-    check_highest,
     check_length,
     check_limit,
+    check_number,
     check_returned,
     check_schedule,
     held_in,
@@ -64,15 +64,14 @@ def number(
         if whole:
             # XLA ends the process where the size of an array leaves its range.
             check_length(argument, value)
-            check_highest(argument, value, LAST_STEP)
+            check_number(argument, value, highest=LAST_STEP)
             return value
         # What a schedule returns is known in each step only.
         if schedule and callable(value):
             check_schedule(argument, value)
             within = _Within(argument, lowest, highest)
             return Partial(within, as_partial(value))
-        check_limit(argument, value, lowest=lowest)
-        check_highest(argument, value, highest)
+        check_limit(argument, value, lowest=lowest, highest=highest)
         return number_for_jit(value)
 
     return field(default=default, metadata={"check": check})
