@@ -16,7 +16,7 @@ import numpy as np
 from . import _trees as trees
 from ._checks import check_shape, held_in
 from ._limits import BEGIN_ANEW, check_first_memory
-from ._mesh import resharded, typed_as, varying, varying_over
+from ._mesh import resharded, split_as, typed_as, varying, varying_over
 from ._norms import Norms
 from ._state import ClipState, Names, is_vector, one_memory
 from .rules._constant import Constant
@@ -32,7 +32,12 @@ class Group(NamedTuple):
     own_rows: np.ndarray | None  # in its part. None: all of them
     numbers: list[int]  # of the norms of this step
     is_unit: bool
-    is_one: bool  # one number, or the units of one leaf, and no vector
+    is_all: bool  # the only group of a state of numbers
+
+    @property
+    def is_one(self) -> bool:
+        """Whether it is one number, or the units of one leaf, and no vector."""
+        return self.is_unit or self.is_all
 
     def vector(self, each: list[Any]) -> Any:
         """The norms as one array, or other numbers like them."""
@@ -47,13 +52,13 @@ class Group(NamedTuple):
         for number in self.numbers:
             norm = each[number]
             some = vector[start : start + norm.size]
-            found.append(some.reshape(norm.shape))
+            found.append(split_as(some.reshape(norm.shape), jax.typeof(norm)))
             start += norm.size
         return found
 
     def taken(self, memory: Any) -> Any:
         """The memory of these norms, out of that of the part."""
-        if self.is_unit:
+        if self.is_unit and not self.is_all:
             return jax.tree.map(lambda x: x[0], memory)
         if self.own_rows is None:
             return memory
@@ -61,7 +66,7 @@ class Group(NamedTuple):
 
     def put(self, memory: Any, new: Any) -> Any:
         """The memory of the part, with a new one of these norms."""
-        if self.is_unit:
+        if self.is_unit and not self.is_all:
             return jax.tree.map(lambda x: x[None], new)
         if self.own_rows is None:
             return new
@@ -109,10 +114,10 @@ def groups_of(norms: Norms, state: ClipState, call: str) -> list[Group]:
             start += count
         if numbers:
             is_unit = norms.is_unit(numbers[0])
-            is_one = is_unit or not is_vector(state.names)
+            is_all = not is_vector(state.names)
             where = np.array(rows)
             inside = None if len(rows) == start - first else where - first
-            group = Group(part, where, inside, numbers, is_unit, is_one)
+            group = Group(part, where, inside, numbers, is_unit, is_all)
             found.append(group)
     return found
 
@@ -220,7 +225,8 @@ def first_state(norms: Norms, rules: list[Rule]) -> ClipState:
         memory.append(group.put((), first))
         if group.is_unit:
             over = varying(norm) - set(kept_names(norms, group))
-            norm = varying_over(jnp.zeros(1, norm.dtype), over)
+            shape = () if group.is_all else (1,)
+            norm = varying_over(jnp.zeros(shape, norm.dtype), over)
         entries.append(norm)
     is_number = not is_vector(bare.names)
     norm = entries[0] if is_number else concatenated(entries)

@@ -349,8 +349,8 @@ def _roots(
         found = [root]
         if not own.group.is_one:
             alone = partial(_roots_alone, settings, eps, norms, own)
-            shapes = [norms.each[i].shape for i in own.group.numbers]
-            found = roots_of_numbers(root, shapes, alone)
+            kinds = [jax.typeof(norms.each[i]) for i in own.group.numbers]
+            found = roots_of_numbers(root, kinds, alone)
         for number, x in zip(own.group.numbers, found):
             roots[number] = x
     return roots
@@ -461,8 +461,8 @@ def _summary(norms: Norms, group: Group, units: Column) -> Column:
         every = lax.psum(at_own_place(numbers[None], own), kept)
         share = jnp.mean(every[:, -1])
         numbers = every[jnp.argmax(every[:, 0])]
-    _, norm, limit, factor, _ = numbers[:, None]
-    share = share.astype(jnp.float32)[None]
+    _, norm, limit, factor, _ = numbers if group.is_all else numbers[:, None]
+    share = jnp.broadcast_to(share.astype(jnp.float32), norm.shape)
     broken = ~can_clip(norm, limit)
     clipped = (share > 0) & ~broken
     return Column(norm, limit, factor, clipped, broken, share)

@@ -398,7 +398,9 @@ def axes_size(names: Iterable[str]) -> int:
     return math.prod(int(lax.axis_size(name)) for name in names)
 
 
-def counted_once(part: jax.Array, own: Names, names: Names) -> jax.Array:
+def counted_once(
+    part: jax.Array, own: Iterable[str], names: Names
+) -> jax.Array:
     """A leaf's part of a sum over devices along `names`, of which it differs along
     its `own`.
 
@@ -440,7 +442,7 @@ def at_own_place(part: jax.Array, split: Split) -> jax.Array:
     for dim, names in enumerate(split.kept):
         shape[lead + dim] *= axes_size(names)
     starts = [0] * lead + _starts(part.shape[lead:], split)
-    zeros = varying_as(jnp.zeros(shape, part.dtype), jax.typeof(part))
+    zeros = typed_as(jnp.zeros(shape, part.dtype), jax.typeof(part))
     return lax.dynamic_update_slice(zeros, part, starts)
 
 

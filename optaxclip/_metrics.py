@@ -307,14 +307,16 @@ def _clip_rows(state: ClipState, options: Options) -> Iterator[Row]:
             yield Row("norm_quantile", f"{share:g}", value)
     if options.summary:
         numbers = _summary_numbers(counts, bare)
-        for name, value in numbers.items():
-            if name in options.only:
-                yield Row(name, "", value)
+        for name in (*CLIP, *SUMMARY):
+            if name in options.only and name in numbers:
+                yield Row(name, "", numbers[name])
         if options.concrete and "worst_name" in options.only:
             # A name is a string, which a jitted function cannot return.
             yield Row("worst_name", "", every[int(numbers["worst_index"])])
         return
-    wanted = tuple(name for name in (*CLIP, *UNITS) if name in options.only)
+    has_units = bool(jax.tree.leaves(state.units_clipped))
+    known = (*CLIP, *UNITS) if has_units else CLIP
+    wanted = tuple(name for name in known if name in options.only)
     numbers, ratios = _numbers_of_norms(counts, wanted, bare)
     places = list(range(len(every)))
     if options.top is not None:
@@ -322,7 +324,7 @@ def _clip_rows(state: ClipState, options: Options) -> Iterator[Row]:
         furthest = np.argsort(np.asarray(ratios))[::-1][: options.top]
         places = furthest.tolist()
     for place in places:
-        for name, value in numbers[place].items():
+        for name, value in zip(wanted, numbers[place]):
             yield Row(name, every[place], value)
 
 
@@ -339,7 +341,7 @@ def _counts(names: Sequence[Part], is_vector: bool) -> tuple[int, ...]:
 @partial(jax.jit, static_argnums=(0, 1))
 def _numbers_of_norms(
     counts: tuple[int, ...], wanted: tuple[str, ...], state: ClipState
-) -> tuple[list[dict[str, jax.Array]], jax.Array]:
+) -> tuple[list[list[jax.Array]], jax.Array]:
     """The numbers of each name, and its norm over its limit."""
     found, ratios, start = [], [], 0
     ratio = _ratio(state.norm, state.limit)
@@ -354,7 +356,7 @@ def _numbers_of_norms(
             numbers = _of_several(own, state.step, worst)
             ratios.append(ratio[rows][worst])
             start += count
-        found.append({x: numbers[x] for x in wanted if x in numbers})
+        found.append([numbers[name] for name in wanted])
     return found, jnp.stack(ratios)
 
 

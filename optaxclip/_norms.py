@@ -127,11 +127,15 @@ class Plan(NamedTuple):
     def is_unit(self, leaf: Leaf) -> bool:
         return self.units and leaf.dims is not None
 
+    def is_kept(self, leaf: Leaf) -> bool:
+        """Whether each device has the norms of its own units."""
+        return self.is_unit(leaf) and bool(leaf.split.kept_names())
+
     def names(self) -> tuple[str, ...]:
-        """The mesh axes over which all norms but those of units are joined, at once."""
+        """The mesh axes over which all other norms are joined, at once."""
         names: set[str] = set()
         for leaf in self.leaves:
-            if not self.is_unit(leaf):
+            if not self.is_kept(leaf):
                 names |= {*leaf.split.summed, *leaf.split.kept_names()}
         return tuple(sorted(names))
 
@@ -154,7 +158,7 @@ def norms_of(plan: Plan, leaves: list[jax.Array]) -> list[jax.Array]:
     norms = [root_of(x / n) for x, n in zip(sums, counts)]
     if plan.ord == "average":
         # sqrt(sum / N) / sqrt(N) = sqrt(sum) / N
-        norms = [x / np.sqrt(n) for x, n in zip(norms, counts)]
+        norms = [x / n**0.5 for x, n in zip(norms, counts)]
     return norms
 
 
@@ -189,19 +193,17 @@ def _joined(
     largest. `lead` is the shape of the term of one number.
     """
     names = plan.names()
-    collective = lax.pmax if largest else lax.psum
     own: list[list[jax.Array]] = [[] for _ in range(plan.count)]
     over: list[tuple[str, ...]] = [names] * plan.count
     for term, leaf in zip(terms, plan.leaves):
         split = leaf.split
-        if plan.is_unit(leaf):
+        differs = {*split.summed, *split.kept_names()}
+        if plan.is_kept(leaf):
             over[leaf.norm] = tuple(sorted(split.summed))
-        else:
-            if split.kept:
-                term = mesh.at_own_place(term, split)
-            if not largest:
-                differs = (*split.summed, *split.kept_names())
-                term = mesh.counted_once(term, differs, names)
+        elif split.kept:
+            term = mesh.at_own_place(term, split)
+        if not largest and not plan.is_kept(leaf):
+            term = mesh.counted_once(term, differs, names)
         own[leaf.norm].append(mesh.varying_over(term, over[leaf.norm]))
     zero = jnp.zeros(lead, dtype)
     norms = [_one(group, largest) if group else zero for group in own]
@@ -209,18 +211,22 @@ def _joined(
     if not any(over):
         return norms
     # All numbers and layers travel as one vector.
-    whole = [i for i, x in enumerate(over) if x == names]
-    flat = [norms[i].reshape(*lead, -1) for i in whole]
-    others = [i for i, x in enumerate(over) if x != names]
-    parts = [jnp.concatenate(flat, -1)] if flat else []
-    parts += [norms[i] for i in others]
-    of_parts = [names] * len(parts[: bool(flat)]) + [over[i] for i in others]
-    parts = mesh.joined(collective, parts, of_parts)
-    if flat:
+    collective = lax.pmax if largest else lax.psum
+    units = {leaf.norm for leaf in plan.leaves if plan.is_unit(leaf)}
+    numbers = [i for i in range(plan.count) if i not in units]
+    if numbers:
+        flat = [norms[i].reshape(*lead, -1) for i in numbers]
         ends = np.cumsum([x.shape[-1] for x in flat])[:-1].tolist()
-        for i, x in zip(whole, jnp.split(parts.pop(0), ends, -1)):
+        vector = jnp.concatenate(flat, -1)
+    arrays = [norms[i] for i in units]
+    names_of = [over[i] for i in units]
+    if not numbers:
+        found = mesh.joined(collective, arrays, names_of)
+    else:
+        found = mesh.joined(collective, [vector, *arrays], [names, *names_of])
+        for i, x in zip(numbers, jnp.split(found.pop(0), ends, -1)):
             norms[i] = x.reshape(norms[i].shape)
-    for i, x in zip(others, parts):
+    for i, x in zip(units, found):
         norms[i] = x
     return norms
 
@@ -277,8 +283,8 @@ def _derivative(plan: Plan, primals: Any, tangents: Any) -> Any:
     counts = _counts(plan, leaves, dtype)
     whole = norms
     if plan.ord == "average":
-        whole = [x * np.sqrt(n) for x, n in zip(norms, counts)]
-        counts = [n * np.sqrt(n) for n in counts]
+        whole = [x * n**0.5 for x, n in zip(norms, counts)]
+        counts = [n * n**0.5 for n in counts]
     of_leaf = []
     for leaf in plan.leaves:
         of_leaf.append(_beside(whole[leaf.norm], leaf, plan.is_unit(leaf)))

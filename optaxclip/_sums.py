@@ -193,13 +193,18 @@ def _after(axes: tuple[int, ...]) -> tuple[int, ...]:
 @partial(jax.jit, static_argnums=(1, 2), inline=True)
 def largest_bits(leaf: jax.Array, dims: Dims, dtype: Any) -> jax.Array:
     """max |x|, as the bits of the number: integers in the same order, with NaN last. A
-    maximum of floats drops NaN on a CPU and over devices.
+    maximum of floats drops NaN on a CPU, and over devices.
     """
+    x, keep = jnp.abs(leaf).astype(dtype), dims is not None
+    most = jnp.max(x, dims, keepdims=keep)
+    # NaN is found by a sum of zeros: 0 / (1 + inf) is 0, and 0 / (1 + NaN) is not. XLA
+    # on a CPU writes the operand of a reduction to memory if it contains a comparison.
+    zeros = jnp.sum(0 / (1 + x * x), dims, keepdims=keep)
     whole = np.int64 if dtype == np.float64 else np.int32
-    bits = lax.bitcast_convert_type(jnp.abs(leaf).astype(dtype), whole)
+    most = jnp.where(jnp.isnan(zeros), jnp.nan, most)
     # Without the sign, which NaN may have too.
-    bits = bits & whole(np.iinfo(whole).max)
-    return jnp.max(bits, dims, keepdims=dims is not None)
+    bits = lax.bitcast_convert_type(most, whole)
+    return bits & whole(np.iinfo(whole).max)
 
 
 def from_bits(bits: jax.Array, dtype: Any) -> jax.Array:

@@ -11,8 +11,8 @@ import optax
 import pytest
 
 import optaxclip
-from optaxclip import clip_by, rules
 from optaxclip import _trees as prefix
+from optaxclip import clip_by, rules
 from optaxclip.dropin import torch_style
 from optaxclip.rules import constant
 from tests.arguments.refusals import TREE, refused

@@ -12,6 +12,7 @@ import pytest
 
 import optaxclip
 from benchmarks.compiled import program, step, targets
+
 LARGEST = 2.0**127
 
 pytest.importorskip("libtpu")
