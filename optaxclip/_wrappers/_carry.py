@@ -28,7 +28,7 @@ from .._norms._leaves import clipped_leaves, put_back
 from .._norms._modulus import wide_dtype
 from .._norms._prefix import is_none
 from .._norms._types import typed_as, types_of
-from .._optimizers import check_state, check_transformation
+from .._optimizers import check_state, with_extra_args
 from .._other_names import with_our_names
 
 
@@ -80,8 +80,7 @@ def carry_clipped(
     Reference: Elesedy, Hutter, U-Clip: on-average unbiased stochastic gradient
     clipping, 2023 (arXiv 2302.02971).
     """
-    check_transformation("carry_clipped: clipper", clipper, "a clipper")
-    clipper = optax.with_extra_args_support(clipper)
+    clipper = with_extra_args("carry_clipped: clipper", clipper, "a clipper")
 
     def init(params: Any) -> CarryState:
         # From types alone: params may be jax.ShapeDtypeStruct.

@@ -22,7 +22,7 @@ from .._core._state import ClipState
 from .._norms._leaves import clipped_leaves, put_back
 from .._norms._modulus import wide_dtype
 from .._norms._types import varying
-from .._optimizers import check_params, check_transformation
+from .._optimizers import check_params, with_extra_args
 from .._other_names import with_our_names
 
 # They speak of the gradient, and what is clipped are weights.
@@ -83,8 +83,7 @@ def constrain(
     2017 (arXiv 1701.07875), for values. `keras.constraints`.
     """
     call = "constrain"
-    check_transformation(f"{call}: clipper", clipper, "a clipper")
-    clipper = optax.with_extra_args_support(clipper)
+    clipper = with_extra_args(f"{call}: clipper", clipper, "a clipper")
 
     def update(
         updates: Any, state: Any, params: Any = None, **extra_args: Any

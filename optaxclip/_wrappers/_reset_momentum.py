@@ -14,7 +14,7 @@ from .._core._factors import cast_like
 from .._exported import exported
 from .._norms._leaves import clipped_leaves, put_back
 from .._norms._modulus import wide_dtype
-from .._optimizers import check_state, check_transformation
+from .._optimizers import check_state, with_extra_args
 from .._other_names import with_our_names
 from ..rules._memory import keep_where
 from ..rules._rule import check_length
@@ -76,8 +76,7 @@ def reset_momentum(
     check_length(f"{call}: every", every)
     check_number(f"{call}: warmup", warmup)
     every, warmup = number_for_jit(every), number_for_jit(warmup)
-    check_transformation(f"{call}: inner", inner)
-    optimizer = optax.with_extra_args_support(inner)
+    optimizer = with_extra_args(f"{call}: inner", inner)
 
     def init(params: Any) -> ResetState:
         return ResetState(jnp.zeros((), jnp.int32), optimizer.init(params))
