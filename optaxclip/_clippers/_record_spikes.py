@@ -13,7 +13,7 @@ from .._exported import exported
 from .._norms._mesh_axes import MeshAxes
 from .._optimizers import check_state
 from .._other_names import with_our_names
-from .._wrappers._skipping import Judge, counted, judged
+from .._wrappers._skipping import Judge, counted
 from ..rules._rule import Number, Rule
 from ..rules._windowed_mean import spike_rule
 
@@ -113,10 +113,12 @@ def record_spikes(
 def _after_step(
     rule: Rule, state: SpikeState, norm: Any, loss: Any
 ) -> SpikeState:
-    state, spiked, _ = judged(CALL, (rule, rule), state, norm, loss)
+    # Without mesh axes, since the norm is measured.
+    judge = Judge(CALL, rule, rule, None)
+    state, spiked, _ = judge.judged(state, norm, loss)
     share = moving_average(state.spiked_recently, spiked, state.step, RECENT)
     return state._replace(
-        step=optax.safe_increment(state.step),
+        step=counted(state.step),
         spiked=spiked.astype(jnp.int32),
         spikes=counted(state.spikes, spiked),
         spiked_recently=share,

@@ -32,19 +32,14 @@ from __future__ import annotations
 
 import warnings
 from functools import partial
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
 from jax.typing import ArrayLike
 
-from .._arguments import (
-    check_flag,
-    check_number,
-    check_scalar,
-    number_for_jit,
-)
+from .._arguments import check_flag, check_number, check_scalar, number_for_jit
 from .._core._limits import limit_of
 from .._core._shares import moving_average
 from .._core._state import ClipState
@@ -60,9 +55,8 @@ from ..rules._windowed_mean import step_rule
 from ..rules._without_params import rule_without_params
 from ._select_early import update_unless
 
-State = TypeVar("State", bound=Any)
 # Names that people try for `value`, which the loss is called in all of optax.
-LOSS_NAMES = ("loss", "loss_value", "losses", "train_loss")
+LOSS_NAMES = {"loss", "loss_value", "losses", "train_loss"}
 
 
 @exported
@@ -217,8 +211,10 @@ def skip_step(
     rule = step_rule(sigmas, window, call=call)
     # With None a step without a loss is judged by its norm alone.
     loss_rule = rule if on_loss is None or on_loss else None
-    judge = Judge(call, rule, loss_rule, mesh_axes)
-    return _skipping(inner, judge, demanded_by="on_loss=True" * bool(on_loss))
+    demanded_by = "on_loss=True" if on_loss else ""
+    return _skipping(
+        inner, Judge(call, rule, loss_rule, mesh_axes, demanded_by)
+    )
 
 
 @with_our_names
@@ -277,31 +273,24 @@ def skip_spikes(
     """
     call = "skip_spikes"
     # The norm of the weights is not measured here, so `share_of_params` is refused.
-    judge = Judge(
-        call, rule_without_params(rule, f"{call}: rule"), None, mesh_axes
-    )
+    rule = rule_without_params(rule, f"{call}: rule")
+    judge = Judge(call, rule, None, mesh_axes)
     # loss_rule=None looks at no loss. rule=None still looks for NaN and inf.
-    if loss_rule is None:
-        return _skipping(inner, judge, max_consecutive)
-    loss_rule = rule_without_params(loss_rule, f"{call}: loss_rule")
-    judge = judge._replace(loss_rule=loss_rule)
-    return _skipping(inner, judge, max_consecutive, demanded_by="loss_rule")
+    if loss_rule is not None:
+        loss_rule = rule_without_params(loss_rule, f"{call}: loss_rule")
+        judge = judge._replace(loss_rule=loss_rule, demanded_by="loss_rule")
+    return _skipping(inner, judge, max_consecutive)
 
 
 def _skipping(
-    inner: optax.GradientTransformation,
-    judge: Judge,
-    max_consecutive: Any = None,
-    demanded_by: str = "",
+    inner: optax.GradientTransformation, judge: Judge, most: Any = None
 ) -> optax.GradientTransformationExtraArgs:
-    """An optimizer whose steps are judged. `demanded_by` is the argument that makes it
-    need a loss.
-    """
+    """An optimizer whose steps are judged, and at most so many skipped in a row."""
     call = judge.call
     optimizer = with_extra_args(f"{call}: inner", inner)
-    if max_consecutive is not None:
-        check_number(f"{call}: max_consecutive", max_consecutive)
-        max_consecutive = number_for_jit(max_consecutive)
+    if most is not None:
+        check_number(f"{call}: max_consecutive", most)
+        most = number_for_jit(most)
 
     def init(params: Any) -> SkipState:
         inner_state = optimizer.init(params)
@@ -321,46 +310,23 @@ def _skipping(
     ) -> tuple[Any, SkipState]:
         check_state(call, state, SkipState)
         norm, loss = judge.numbers_of(updates, extra_args)
-        if demanded_by and loss is None:
-            raise ValueError(
-                f"{call}: {demanded_by} looks at the loss: call update(grads, state, "
-                "params, value=loss), or leave that argument out."
-            )
-        # Not the optimizer's state, which without jit a compiled call would copy.
-        bare = state._replace(inner_state=())
-        rules = judge.rule, judge.loss_rule
-        skip, new = _after_step(call, rules, bare, norm, loss, max_consecutive)
+        new, skip, broken = judge.judged(state, norm, loss)
+        if most is not None:
+            skip = skip & (state.consecutive < most)
+        given = updates, state.inner_state, params
         run = partial(optimizer.update, **extra_args)
-        updates, inner_state = update_unless(
-            skip, run, updates, state.inner_state, params
+        updates, inner_state = update_unless(skip, run, *given)
+        recently = moving_average(state.skipped_recently, skip, state.step)
+        return updates, new._replace(
+            step=counted(state.step),
+            skipped=counted(state.skipped, skip),
+            skipped_recently=recently,
+            nonfinite=counted(state.nonfinite, broken),
+            consecutive=jnp.where(skip, counted(state.consecutive), 0),
+            inner_state=inner_state,
         )
-        return updates, new._replace(inner_state=inner_state)
 
     return optax.GradientTransformationExtraArgs(init, update)
-
-
-@partial(jax.jit, static_argnames="call")
-def _after_step(
-    call: str,
-    rules: tuple[Rule, Rule | None],
-    state: SkipState,
-    norm: Any,
-    loss: Any,
-    max_consecutive: Any,
-) -> tuple[jax.Array, SkipState]:
-    """Whether to skip the step, and the state after it."""
-    state, skip, broken = judged(call, rules, state, norm, loss)
-    if max_consecutive is not None:
-        skip = skip & (state.consecutive < max_consecutive)
-    recently = moving_average(state.skipped_recently, skip, state.step)
-    in_a_row = optax.safe_increment(state.consecutive)
-    return skip, state._replace(
-        step=optax.safe_increment(state.step),
-        skipped=counted(state.skipped, skip),
-        skipped_recently=recently,
-        nonfinite=counted(state.nonfinite, broken),
-        consecutive=jnp.where(skip, in_a_row, 0),
-    )
 
 
 def _warn_of_clippers(call: str, inner_state: Any) -> None:
@@ -388,6 +354,7 @@ class Judge(NamedTuple):
     rule: Rule  # of the norm
     loss_rule: Rule | None
     mesh_axes: MeshAxes
+    demanded_by: str = ""  # the argument that makes every step need a loss
 
     def first_fields(self, params: Any) -> dict[str, Any]:
         """Step, norm, loss, their limits and memories before the first step."""
@@ -396,7 +363,6 @@ class Judge(NamedTuple):
         norm, loss = jnp.zeros((), kind.dtype), jnp.zeros(())
         # Each number is its own array, so that the state can be donated. A rule may
         # return the very array that it is given, so it gets another one.
-        rule = self.loss_rule
         return {
             "step": jnp.zeros((), jnp.int32),
             "norm": norm,
@@ -404,7 +370,7 @@ class Judge(NamedTuple):
             "loss": jnp.full_like(loss, jnp.nan),
             "loss_limit": jnp.full_like(loss, jnp.inf),
             "memory": self.rule.init(jnp.zeros_like(norm)),
-            "loss_memory": () if rule is None else rule.init(loss),
+            "loss_memory": self.loss_rule.init(loss) if self.loss_rule else (),
         }
 
     def norm_of(self, updates: Any) -> jax.Array:
@@ -420,68 +386,67 @@ class Judge(NamedTuple):
         if norm is None:
             norm = self.norm_of(updates)
         else:
-            norm = self.checked("grad_norm", norm)
+            norm = self._checked("grad_norm", norm)
         if self.loss_rule is None:
             return norm, None
         if loss is not None:
-            return norm, self.checked("value", loss)
-        for name in LOSS_NAMES:
-            if name in extra_args:
-                raise TypeError(
-                    f"{self.call}: update has no argument {name!r}: the loss is value, "
-                    "as in optax. Call update(grads, state, params, value=loss)."
-                )
+            return norm, self._checked("value", loss)
+        for name in LOSS_NAMES & extra_args.keys():
+            raise TypeError(
+                f"{self.call}: update has no argument {name!r}: the loss is value, as "
+                "in optax. Call update(grads, state, params, value=loss)."
+            )
+        if self.demanded_by:
+            raise ValueError(
+                f"{self.call}: {self.demanded_by} looks at the loss: call "
+                "update(grads, state, params, value=loss), or leave that argument out."
+            )
         return norm, None
 
-    def checked(self, name: str, number: Any) -> Any:
+    def _checked(self, name: str, number: Any) -> Any:
         """A norm or a loss that an update is given, as JAX can carry it."""
         argument = f"{self.call}: {name}"
         # A loss for each example or device would make arrays of limit and decision.
         check_scalar(argument, number)
-        axes = sorted(varying(number))
+        axes = tuple(sorted(varying(number)))
         # With None each device trains alone, so it may decide alone.
         if axes and self.mesh_axes is not None:
-            plural = "es" if len(axes) > 1 else "is"
-            shown = ", ".join(map(repr, axes))
-            over = axes[0] if len(axes) == 1 else tuple(axes)
+            over = axes[0] if len(axes) == 1 else axes
             raise ValueError(
-                f"{argument} differs along the mesh ax{plural} {shown}, so each device "
+                f"{argument} differs along the mesh axis {over!r}, so each device "
                 f"would decide for itself: hand over lax.pmean({name}, {over!r}), or "
                 "say with mesh_axes=None that each device trains alone."
             )
         return number_for_jit(number)
 
+    def judged(self, state: Any, norm: Any, loss: Any) -> tuple[Any, Any, Any]:
+        """Holds norm and loss against their rules, in a state with `first_fields`.
 
-def judged(
-    call: str,
-    rules: tuple[Rule, Rule | None],
-    state: State,
-    norm: Any,
-    loss: Any,
-) -> tuple[State, jax.Array, jax.Array]:
-    """Holds norm and loss against their rules, in a state with the `first_fields`.
-
-    Returns the state with both and their limits, whether one is over its limit, and
-    whether one is NaN or inf, which is over every limit.
-    """
-    rule, loss_rule = rules
-    # A norm that was measured elsewhere may have another dtype than the state.
-    norm = jnp.asarray(norm).astype(state.norm.dtype)
-    asked = rule, norm, state.memory, state.step
-    limit, memory = limit_of(*asked, argument=f"{call}: rule")
-    state = state._replace(norm=norm, limit=limit, memory=memory)
-    # Not `norm > limit`, which is False for NaN. inf would pass a limit of inf.
-    over, broken = ~(norm <= limit), ~jnp.isfinite(norm)
-    if loss_rule is not None and loss is not None:
-        loss = jnp.asarray(loss).astype(state.loss.dtype)
-        asked = loss_rule, loss, state.loss_memory, state.step
-        argument = f"{call}: loss_rule"
-        limit, memory = limit_of(*asked, argument=argument, signed=True)
-        state = state._replace(loss=loss, loss_limit=limit, loss_memory=memory)
-        over, broken = over | ~(loss <= limit), broken | ~jnp.isfinite(loss)
-    return state, over | broken, broken
+        Returns the state with both and their limits, whether one is over its limit,
+        and whether one is NaN or inf, which is over every limit.
+        """
+        # A norm that was measured elsewhere may have another dtype than the state.
+        norm = jnp.asarray(norm).astype(state.norm.dtype)
+        asked = self.rule, norm, state.memory, state.step
+        limit, memory = limit_of(*asked, argument=f"{self.call}: rule")
+        state = state._replace(norm=norm, limit=limit, memory=memory)
+        # Not `norm > limit`, which is False for NaN. inf would pass a limit of inf.
+        over, broken = ~(norm <= limit), ~jnp.isfinite(norm)
+        if self.loss_rule is not None and loss is not None:
+            loss = jnp.asarray(loss).astype(state.loss.dtype)
+            asked = self.loss_rule, loss, state.loss_memory, state.step
+            argument = f"{self.call}: loss_rule"
+            limit, memory = limit_of(*asked, argument=argument, signed=True)
+            state = state._replace(
+                loss=loss, loss_limit=limit, loss_memory=memory
+            )
+            over, broken = (
+                over | ~(loss <= limit),
+                broken | ~jnp.isfinite(loss),
+            )
+        return state, over | broken, broken
 
 
-def counted(count: jax.Array, flag: jax.Array) -> jax.Array:
+def counted(count: jax.Array, flag: Any = True) -> jax.Array:
     """The count with one more where the flag is set. It stays at the largest int32."""
     return jnp.where(flag, optax.safe_increment(count), count)

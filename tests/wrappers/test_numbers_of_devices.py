@@ -62,7 +62,7 @@ def test_all_axes_along_which_a_loss_differs_are_named():
         return optimizer.update(jnp.ones(3), state, value=loss[0, 0])[1]
 
     program = on_four_devices(step, (P(), P("x", "y")), P())
-    match = r"mesh axes 'x', 'y', so .* lax.pmean\(value, \('x', 'y'\)\)"
+    match = r"mesh axis \('x', 'y'\), so .* lax.pmean\(value, \('x', 'y'\)\)"
     with pytest.raises(ValueError, match=match):
         program(state, jnp.ones((2, 2)))
 
