@@ -440,13 +440,12 @@ class Judge(NamedTuple):
             state = state._replace(
                 loss=loss, loss_limit=limit, loss_memory=memory
             )
-            over, broken = (
-                over | ~(loss <= limit),
-                broken | ~jnp.isfinite(loss),
-            )
+            over = over | ~(loss <= limit)
+            broken = broken | ~jnp.isfinite(loss)
         return state, over | broken, broken
 
 
 def counted(count: jax.Array, flag: Any = True) -> jax.Array:
     """The count with one more where the flag is set. It stays at the largest int32."""
-    return jnp.where(flag, optax.safe_increment(count), count)
+    # One more than the largest is the smallest.
+    return jnp.maximum(count, count + jnp.asarray(flag, count.dtype))
