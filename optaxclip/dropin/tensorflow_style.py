@@ -73,7 +73,7 @@ from .._norms._measures import (
     UnitwiseNorm,
     check_measure,
 )
-from .._optimizers import check_transformation
+from .._optimizers import with_extra_args
 from .._other_names import show_public_names, with_our_names
 from ._tensorflow_axes import checked_axes
 
@@ -285,7 +285,7 @@ def clip_gradients_by_norm(
       -0.6000 -0.8000
     """
     call = "clip_gradients_by_norm"
-    check_transformation(f"{call}: optimizer", optimizer)
+    optimizer = with_extra_args(f"{call}: optimizer", optimizer)
     measure = GlobalNorm(**check_measure(call, None))
     clipper = make_clipper(measure, clip_norm, call=call, name="clip_norm")
     return optax.chain(clipper, optimizer)

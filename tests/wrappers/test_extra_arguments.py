@@ -64,6 +64,9 @@ OURS = {
     "reset_momentum": optaxclip.reset_momentum,
     "carry_clipped": optaxclip.carry_clipped,
     "constrain": optaxclip.constrain,
+    "clip_gradients_by_norm": lambda inner: (
+        optaxclip.dropin.tensorflow_style.clip_gradients_by_norm(inner, 100.0)
+    ),
 }
 WRAPPERS = OURS | OF_OPTAX | SPELLINGS
 # They say of these that they are about something else than what they clip.
@@ -116,7 +119,7 @@ CLIPPERS = [
     if method.leaves != ALONE and method.wraps is None and name != "clip_grads"
 ]
 # Around these a first step is that of what they hold.
-TRANSPARENT = [name for name in OURS if name not in KEPT_BACK]
+TRANSPARENT = ("skip_nonfinite", "skip_step", "skip_spikes", "reset_momentum")
 
 
 def outcome(optimizer, extra):
