@@ -70,8 +70,12 @@ from ._state import ClipState
 from ._wrappers._carry import carry_clipped
 from ._wrappers._constrain import constrain
 from ._wrappers._reset_momentum import reset_momentum
-from ._wrappers._skip import skip_nonfinite, skip_spikes, skip_step
-from ._wrappers._skipping import SkipState
+from ._wrappers._skipping import (
+    SkipState,
+    skip_nonfinite,
+    skip_spikes,
+    skip_step,
+)
 from .per_example import clipped_grad
 
 __version__ = "0.2.0"

@@ -335,6 +335,22 @@ def check_transformation(
     raise TypeError(f"{text}, got {shown(value)}.")
 
 
+def with_extra_args(
+    argument: str, value: Any, noun: str = "an optimizer"
+) -> optax.GradientTransformationExtraArgs:
+    """The transformation, checked, with an `update` that may be given extra arguments.
+
+    It gets all of them if it takes them, and none otherwise.
+    """
+    check_transformation(argument, value, noun)
+    parameters = inspect.signature(value.update).parameters.values()
+    # optax.MultiSteps takes them and is not marked as one that does, whether it is
+    # converted by gradient_transformation() or not: optax would drop them.
+    if any(each.kind is each.VAR_KEYWORD for each in parameters):
+        return optax.GradientTransformationExtraArgs(value.init, value.update)
+    return optax.with_extra_args_support(value)
+
+
 def is_without_state(state: Any) -> bool:
     """Whether this is what a clipper of optax has in the place of a state."""
     # A checkpoint of a chain of optax has EmptyState where a clipper was.
@@ -363,7 +379,8 @@ def check_params(call: str, params: Any, updates: str = "gradients") -> None:
     """Raises ValueError where there are no weights to compare with."""
     # `clippy` and `qk_clip` come after the optimizer, and compare its updates.
     if params is None:
+        given = "grads" if updates == "gradients" else updates
         raise ValueError(
             f"{call} compares {updates} with weights: call "
-            f"update({'grads' if updates == 'gradients' else updates}, state, params)."
+            f"update({given}, state, params)."
         )

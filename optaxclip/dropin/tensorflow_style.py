@@ -65,7 +65,7 @@ from jax.core import Tracer
 from .. import _norms as measures
 from .. import _norms as norms
 from .. import _trees as prefix
-from .._checks import check_number, check_scalar, check_transformation
+from .._checks import check_number, check_scalar, with_extra_args
 from .._clippers._by_value import value_clipper
 from .._kernel import clip_once, make_clipper
 from .._names import with_our_names
@@ -290,7 +290,7 @@ def clip_gradients_by_norm(
       -0.6000 -0.8000
     """
     call = "clip_gradients_by_norm"
-    check_transformation(f"{call}: optimizer", optimizer)
+    optimizer = with_extra_args(f"{call}: optimizer", optimizer)
     measure = measures.GlobalNorm(call)
     clipper = make_clipper(measure, clip_norm, call=call, name="clip_norm")
     return optax.chain(clipper, optimizer)
