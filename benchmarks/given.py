@@ -35,14 +35,15 @@ SHOWN = [
 def table(quick: bool) -> Table:
     """GPT-2 small. The quick one has two matrices and a few clips."""
     shapes = [(128, 32)] * 2 if quick else networks.gpt2_small()
-    live = {"params": _filled(shapes, 0.02), "grads": _filled(shapes, 1.0)}
+    live: dict[str, Any] = {"params": _filled(shapes, 0.02)}
+    live["grads"] = _filled(shapes, 1.0)
     live["adam"] = optax.adam(1e-3).init(live["params"])
     programs, contestants = {}, {}
     for name in SHOWN[:3] if quick else SHOWN:
         optimizer = steps.STEPS[name]()
         if name == "none":  # with a state in two parts, like the others
             optimizer = optax.chain(optax.identity(), optimizer)
-        state = optimizer.init(live["params"])
+        state: Any = optimizer.init(live["params"])
         arguments = live["params"], state, live["grads"]
         if not programs:  # the first one of a process also pays for what it loads
             timing.compiled(_step(optimizer), *arguments)
