@@ -1,7 +1,7 @@
 """What clipping costs: `python -m benchmarks` prints tables and writes the same
 numbers, with all raw times, as JSON.
 
-    python -m benchmarks                          everything: 7 GiB of memory, hours
+    python -m benchmarks                          everything: 5 GiB of memory, hours
     python -m benchmarks --quick                  the same tables at toy sizes, to see
                                                   that they work. Their numbers mean
                                                   nothing

@@ -31,7 +31,7 @@ MODELS: dict[str, Network] = {
 def row(name: str, model: str, target: str) -> dict[str, Any]:
     """What one step becomes on one target."""
     network, optimizer = MODELS[model], STEPS[name]()
-    place = targets.placement(target)
+    place = targets.placement(target, is_stacked=True)
     params = jax.tree.map(
         lambda shape: jax.ShapeDtypeStruct(shape, np.float32),
         network.shapes,

@@ -122,17 +122,18 @@ def devices_of(target: str) -> list[Any]:
     return topologies.get_topology_desc(**options).devices
 
 
-def placement(target: str) -> Place:
+def placement(target: str, *, is_stacked: bool = False) -> Place:
     """Where an array of a shape is: on the first device, or split over a mesh.
 
-    On a mesh matrices are split over both mesh axes, also those that are stacked on
-    leading axes, and every device holds the rest.
+    On a mesh matrices are split over both mesh axes, if told so also those that are
+    stacked on one more axis, and every device holds the rest.
     """
 
     def spec(shape: tuple[int, ...]) -> P:
-        if len(shape) < 2 or min(shape[-2:]) <= 64:
+        stacked = [None] * (len(shape) - 2)
+        if len(shape) < 2 or min(shape[-2:]) <= 64 or len(stacked) > is_stacked:
             return P()
-        return P(*[None] * (len(shape) - 2), "data", "model")
+        return P(*stacked, "data", "model")
 
     return _placed(target, spec)
 
