@@ -66,7 +66,7 @@ def on_page_markdown(markdown: str, page: Page, **_: Any) -> str:
     here = page.file.src_uri
     folder = ROOT if here in PAGES.values() else ROOT / "docs" / posixpath.dirname(here)
 
-    def led(link: re.Match[str]) -> str:
+    def lead(link: re.Match[str]) -> str:
         text, target, anchor = link[1], link[2], link[3] or ""
         path = (folder / target).resolve()
         if not path.exists() or not path.is_relative_to(ROOT):
@@ -78,7 +78,7 @@ def on_page_markdown(markdown: str, page: Page, **_: Any) -> str:
             place = posixpath.relpath(place, posixpath.dirname(here) or ".")
         return f"[{text}]({place})"
 
-    return LINK.sub(led, PICTURE.sub(r"\n" + _picture(r"\2", r"\1"), markdown))
+    return LINK.sub(lead, PICTURE.sub(r"\n" + _picture(r"\2", r"\1"), markdown))
 
 
 def _place(path: str, anchor: str) -> str | None:
