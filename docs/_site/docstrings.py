@@ -2,6 +2,7 @@
 
 Example:    is code, for which griffe's name is `Examples:`
 Returns:    is prose, where griffe takes what is before a colon for a type
+rules       get the signature that their fields make
 """
 
 import logging
@@ -28,8 +29,13 @@ class OurDocstrings(griffe.Extension):
     def on_package(self, *, pkg: griffe.Module, **_: Any) -> None:
         for module in _public_modules(pkg):
             for name in module.exports or ():
-                if not module[str(name)].has_docstring:
+                thing = module[str(name)]
+                thing = thing.final_target if thing.is_alias else thing
+                if not thing.has_docstring:
                     LOG.warning("%s.%s has no docstring", module.path, name)
+                if thing.is_class and "Rule" in map(str, thing.bases):
+                    init = griffe.Function("__init__", parameters=_parameters(thing))
+                    thing.set_member("__init__", init)
 
 
 def _public_modules(module: griffe.Module) -> Iterator[griffe.Module]:
@@ -37,6 +43,32 @@ def _public_modules(module: griffe.Module) -> Iterator[griffe.Module]:
     for name, child in module.modules.items():
         if not name.startswith("_"):
             yield from _public_modules(child)
+
+
+def _parameters(rule: Any) -> griffe.Parameters:
+    """The fields of a rule. Those after `_: KW_ONLY` are keywords."""
+    kind = griffe.ParameterKind.positional_or_keyword
+    parameters = [griffe.Parameter("self", kind=kind)]
+    for name, field in rule.members.items():
+        if name == "_":
+            kind = griffe.ParameterKind.keyword_only
+        elif field.is_attribute and "property" not in field.labels:
+            default = _default(field.value)
+            parameter = griffe.Parameter(name, default=default, kind=kind)
+            parameters.append(parameter)
+    return griffe.Parameters(*parameters)
+
+
+def _default(value: Any) -> Any:
+    """The 1.01 of `number(default=1.01)` and of `number(1.01)`, or a plain default."""
+    if not isinstance(value, griffe.ExprCall):
+        return value
+    for argument in value.arguments:
+        if not isinstance(argument, griffe.ExprKeyword):
+            return argument
+        if argument.name == "default":
+            return argument.value
+    return None
 
 
 def _as_prose(section: re.Match[str]) -> str:

@@ -85,9 +85,12 @@ SMALL = {
     "data/x.json": "{}",
     "docs/page.md": "# Page\n\n## Part\n\n[A file](../data/x.json), "
     "[program](../examples/first.py), [reference](api/names.md)\n",
-    "docs/api/names.md": "# Names\n\n::: small.double\n",
+    "docs/api/names.md": "# Names\n\n::: small.double\n\n::: small.grow\n",
     "examples/first.py": '"""A program.\n\nWhat it shows. Code.\n"""\n',
-    "small/__init__.py": "from ._double import double\n\n__all__ = ['double']\n",
+    "small/__init__.py": "from ._double import double\nfrom ._grow import Grow as grow"
+    "\n\n__all__ = ['double', 'grow']\n",
+    "small/_grow.py": 'class Grow(Rule):\n    """Grows."""\n\n'
+    "    rate: float = number(default=1.25)\n",
     "small/_double.py": 'def double(x):\n    """Returns 2 * x."""\n    return 2 * x\n',
 }
 NAVIGATION = (
@@ -144,6 +147,9 @@ def test_a_site_without_a_fault_is_built(small_site):
     assert "Edit this page" not in page
     names = (small_site / "build/site/api/names.html").read_text()
     assert "Source code in" in names
+    signature = names[names.index("doc-signature", names.index('id="small.grow"')) :]
+    words = re.sub("<.*?>", "", signature.partition("</code>")[0])
+    assert "grow(rate=1.25)" in words
 
 
 @pytest.mark.slow
