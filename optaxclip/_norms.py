@@ -31,6 +31,7 @@ from ._mesh import MeshAxes, Split
 from ._modulus import as_float, divided, tangent_of_modulus
 from ._sums import (
     Dims,
+    Sums,
     count_of,
     from_bits,
     largest_bits,
@@ -152,10 +153,12 @@ def norms_of(plan: Plan, leaves: list[jax.Array]) -> list[jax.Array]:
         return _by_shares(order, plan, leaves, dtype)
     pairs = zip(leaves, plan.leaves)
     terms = [three_sums(x, leaf.dims, dtype) for x, leaf in pairs]
-    sums = _joined(plan, terms, (3,), dtype)
+    sums = _joined(plan, terms, Sums(*[jnp.zeros((), dtype)] * 3))
     # Divided before the root: a mean is finite even where the norm is not.
     counts = _counts(plan, leaves, dtype)
-    norms = [root_of(x / n) for x, n in zip(sums, counts)]
+    norms = []
+    for three, count in zip(sums, counts):
+        norms.append(root_of(Sums(*(x / count for x in three))))
     if plan.ord == "average":
         # sqrt(sum / N) / sqrt(N) = sqrt(sum) / N
         norms = [x / n**0.5 for x, n in zip(norms, counts)]
@@ -182,70 +185,77 @@ def _counts(plan: Plan, leaves: list[jax.Array], dtype: Any) -> list[Any]:
 
 
 def _joined(
-    plan: Plan,
-    terms: list[jax.Array],
-    lead: tuple[int, ...],
-    dtype: Any,
-    *,
-    largest: bool = False,
-) -> list[jax.Array]:
+    plan: Plan, terms: list[Any], zeros: Any, *, largest: bool = False
+) -> list[Any]:
     """The terms of the leaves of each norm, added up over leaves and devices, or the
-    largest. `lead` is the shape of the term of one number.
+    largest. A term is a tuple of arrays, and `zeros` that of no leaf.
     """
     names = plan.names()
-    own: list[list[jax.Array]] = [[] for _ in range(plan.count)]
+    own: list[list[Any]] = [[] for _ in range(plan.count)]
     over: list[tuple[str, ...]] = [names] * plan.count
     for term, leaf in zip(terms, plan.leaves):
         split = leaf.split
-        differs = {*split.summed, *split.kept_names()}
-        if plan.is_kept(leaf):
+        is_kept = plan.is_kept(leaf)
+        if is_kept:
             over[leaf.norm] = tuple(sorted(split.summed))
         elif split.kept:
-            term = mesh.at_own_place(term, split)
-        if not largest and not plan.is_kept(leaf):
-            term = mesh.counted_once(term, differs, names)
-        own[leaf.norm].append(mesh.varying_over(term, over[leaf.norm]))
-    zero = jnp.zeros(lead, dtype)
-    norms = [_one(group, largest) if group else zero for group in own]
+            term = [mesh.at_own_place(x, split) for x in term]
+        if not largest and not is_kept:
+            differs = {*split.summed, *split.kept_names()}
+            term = [mesh.counted_once(x, differs, names) for x in term]
+        term = [mesh.varying_over(x, over[leaf.norm]) for x in term]
+        own[leaf.norm].append(term)
+    norms = [_one(group, largest) if group else zeros for group in own]
     # Nothing to ask other devices for. The parts of a global array are added by XLA.
     if not any(over):
         return norms
-    # All numbers and layers travel as one vector.
-    collective = lax.pmax if largest else lax.psum
+    # All numbers and layers travel as one vector, and units as they are.
     units = {leaf.norm for leaf in plan.leaves if plan.is_unit(leaf)}
     numbers = [i for i in range(plan.count) if i not in units]
-    if numbers:
-        flat = [norms[i].reshape(*lead, -1) for i in numbers]
-        ends = np.cumsum([x.shape[-1] for x in flat])[:-1].tolist()
-        vector = jnp.concatenate(flat, -1)
-    arrays = [norms[i] for i in units]
-    names_of = [over[i] for i in units]
-    if not numbers:
-        found = mesh.joined(collective, arrays, names_of)
-    else:
-        found = mesh.joined(collective, [vector, *arrays], [names, *names_of])
-        for i, x in zip(numbers, jnp.split(found.pop(0), ends, -1)):
-            norms[i] = x.reshape(norms[i].shape)
-    for i, x in zip(units, found):
-        norms[i] = x
+    flat, treedef = jax.tree.flatten([norms[i] for i in numbers])
+    arrays = [(x, over[i]) for i in units for x in norms[i]]
+    if flat:
+        parts = [mesh.varying_over(x, names).reshape(-1) for x in flat]
+        arrays.append((jnp.concatenate(parts), names))
+    collective = lax.pmax if largest else lax.psum
+    found = mesh.joined(collective, *map(list, zip(*arrays)))
+    if flat:
+        vector, start = found.pop(), 0
+        for place, x in enumerate(flat):
+            flat[place] = vector[start : start + x.size].reshape(x.shape)
+            start += x.size
+        for i, x in zip(numbers, treedef.unflatten(flat)):
+            norms[i] = x
+    rest = iter(found)
+    for i in units:
+        norms[i] = [next(rest) for _ in norms[i]]
     return norms
 
 
-def _one(terms: list[jax.Array], largest: bool) -> jax.Array:
+def _one(terms: list[Any], largest: bool) -> Any:
+    """The terms of several leaves together."""
     if len(terms) == 1:
         return terms[0]
     # A TPU runs each add of a chain by itself. Without the barrier XLA makes a chain of
     # the sum of a stack.
-    stack = lax.optimization_barrier(jnp.stack(terms))
-    return jnp.max(stack, 0) if largest else jnp.sum(stack, 0)
+    every = [x for kind in zip(*terms) for x in kind]
+    stack = lax.optimization_barrier(jnp.stack(every))
+    rows = stack.reshape(-1, len(terms))
+    return list(jnp.max(rows, 1) if largest else jnp.sum(rows, 1))
 
 
 def _largest(plan: Plan, leaves: list[jax.Array], dtype: Any) -> list[Any]:
     pairs = zip(leaves, plan.leaves)
-    bits = [largest_bits(x, leaf.dims, dtype) for x, leaf in pairs]
+    bits = [(largest_bits(x, leaf.dims, dtype),) for x, leaf in pairs]
     whole = np.int64 if dtype == np.float64 else np.int32
-    found = _joined(plan, bits, (), whole, largest=True)
-    return [from_bits(x, dtype) for x in found]
+    found = _joined(plan, bits, (jnp.zeros((), whole),), largest=True)
+    return [from_bits(x, dtype) for (x,) in found]
+
+
+def _added(plan: Plan, terms: list[jax.Array], dtype: Any) -> list[jax.Array]:
+    """Sums of one number for each norm."""
+    pairs = [(term,) for term in terms]
+    return [x for (x,) in _joined(plan, pairs, (jnp.zeros((), dtype),))]
 
 
 def _by_shares(
@@ -266,7 +276,7 @@ def _by_shares(
         # In [0, 1], and one of them is 1. A power that vanishes is too small to count.
         power = lax.integer_pow(share, int(p)) if p.is_integer() else share**p
         terms.append(plain_sum(power, leaf.dims))
-    sums = _joined(plan, terms, (), dtype)
+    sums = _added(plan, terms, dtype)
     return [x * total ** (1 / p) for x, total in zip(safe, sums)]
 
 
@@ -300,7 +310,7 @@ def _derivative(plan: Plan, primals: Any, tangents: Any) -> Any:
             term = weight * tangent_of_modulus(x, change).astype(dtype)
         keep = leaf.dims is not None
         terms.append(jnp.sum(term, leaf.dims, keepdims=keep))
-    moved = _joined(plan, terms, (), dtype)
+    moved = _added(plan, terms, dtype)
     return norms, [x / n for x, n in zip(moved, counts)]
 
 
@@ -336,7 +346,7 @@ def _weights(
     for x, norm in zip(sizes, norms):
         hits.append(((x == norm) & (norm > 0)).astype(dtype))
     terms = [plain_sum(x, leaf.dims) for x, leaf in zip(hits, plan.leaves)]
-    counts = _joined(plan, terms, (), dtype)
+    counts = _added(plan, terms, dtype)
     found = []
     for hit, leaf in zip(hits, plan.leaves):
         count = _beside(counts[leaf.norm], leaf, plan.is_unit(leaf))

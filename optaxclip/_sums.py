@@ -1,6 +1,6 @@
 """Sums of one leaf, and the one place that knows platforms.
 
-A sum of squares is three numbers on every platform, float[3, ...]:
+A sum of squares is three numbers on every platform:
 
     up       sum (x * s)^2    right if it is finite           s = 2^83 in float32
     plain    sum x^2          else right if it is finite
@@ -24,7 +24,7 @@ import math
 import os
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -40,9 +40,16 @@ SCALES = {np.dtype(np.float32): 2.0**83, np.dtype(np.float64): 2.0**600}
 # are less than 2^-50 of a sum that is not finite.
 LARGE = 2.0**20
 
-Dims = (
-    tuple[int, ...] | None
-)  # what is summed, and stays with size 1. None: all
+# What is summed, and stays with size 1. None: all.
+Dims = tuple[int, ...] | None
+
+
+class Sums(NamedTuple):
+    """Sums of squares of numbers scaled up, as they are, and scaled down."""
+
+    up: jax.Array
+    plain: jax.Array
+    down: jax.Array
 
 
 def per_platform(
@@ -72,13 +79,13 @@ def norm_dtype(leaves: Any) -> Any:
 # Jitted, so that it is traced once for all leaves of one shape. Inlined, since a call
 # in its place is another program to XLA.
 @partial(jax.jit, static_argnums=(1, 2), inline=True)
-def three_sums(leaf: jax.Array, dims: Dims, dtype: Any) -> jax.Array:
-    """The sums of squares of a leaf, float[3, ...]."""
+def three_sums(leaf: jax.Array, dims: Dims, dtype: Any) -> Sums:
+    """The sums of squares of a leaf."""
     if jnp.iscomplexobj(leaf):
         # |a + bi|^2 = a^2 + b^2, so both parts are summed like real leaves.
         parts = jnp.real(leaf), jnp.imag(leaf)
         real, imag = (three_sums(part, dims, dtype) for part in parts)
-        return real + imag
+        return Sums(*(a + b for a, b in zip(real, imag)))
     forms = {"cpu": _in_float64, "gpu": _in_pairs, "plain": _three_reductions}
     options = {"dims": dims, "dtype": dtype}
     # Programs for GPU and TPU have float64 only where a leaf has 64 bits.
@@ -88,22 +95,23 @@ def three_sums(leaf: jax.Array, dims: Dims, dtype: Any) -> jax.Array:
     return per_platform(leaf, **bound)
 
 
-def root_of(sums: jax.Array) -> jax.Array:
+def root_of(sums: Sums) -> jax.Array:
     """The norm, from the first sum that is finite."""
-    scale = sums.dtype.type(SCALES[sums.dtype])
-    up, plain, down = jnp.sqrt(sums)
-    # Not compared with inf: as the root of a single square XLA takes the number itself.
-    most = sums.dtype.type(jnp.finfo(sums.dtype).max / 2)
-    # NaN is found in `plain`, and is not below.
-    norm = jnp.where(plain >= most, down * scale, plain)
-    return jnp.where(up < most, up * (1 / scale), norm)
+    dtype = sums.plain.dtype
+    scale = dtype.type(SCALES[dtype])
+    # NaN is in all sums, and finite in none.
+    is_small, is_plain = sums.up < jnp.inf, sums.plain < jnp.inf
+    first = jnp.where(is_plain, sums.plain, sums.down)
+    unit = jnp.where(is_plain, dtype.type(1), scale)
+    root = jnp.sqrt(jnp.where(is_small, sums.up, first))
+    return root * jnp.where(is_small, 1 / scale, unit)
 
 
 def _axes(leaf: jax.Array, dims: Dims) -> tuple[int, ...]:
     return tuple(range(leaf.ndim)) if dims is None else tuple(dims)
 
 
-def _in_float64(leaf: jax.Array, dims: Dims, dtype: Any) -> jax.Array:
+def _in_float64(leaf: jax.Array, dims: Dims, dtype: Any) -> Sums:
     """One read, right to the last bit. For these operations only, whatever the program
     around them uses.
     """
@@ -111,16 +119,16 @@ def _in_float64(leaf: jax.Array, dims: Dims, dtype: Any) -> jax.Array:
     with jax.enable_x64(True):
         x = lax.convert_element_type(leaf, np.float64)
         total = jnp.sum(x * x, dims, keepdims=dims is not None)
-        three = jnp.stack([total * scale**2, total, total * scale**-2])
-        return lax.convert_element_type(three, dtype)
+        three = total * scale**2, total, total * scale**-2
+        return Sums(*(lax.convert_element_type(x, dtype) for x in three))
 
 
-def _three_reductions(leaf: jax.Array, dims: Dims, dtype: Any) -> jax.Array:
+def _three_reductions(leaf: jax.Array, dims: Dims, dtype: Any) -> Sums:
     """Three sums of all elements, which a TPU computes in one read."""
     x, scale = leaf.astype(dtype), SCALES[dtype]
     squares = [_square(x, s) for s in (scale, 1.0, 1 / scale)]
     keep = dims is not None
-    return jnp.stack([jnp.sum(y, dims, keepdims=keep) for y in squares])
+    return Sums(*(jnp.sum(y, dims, keepdims=keep) for y in squares))
 
 
 def _square(x: jax.Array, scale: Any) -> jax.Array:
@@ -130,7 +138,7 @@ def _square(x: jax.Array, scale: Any) -> jax.Array:
     return lax.square(lax.clamp(-most, x * jnp.asarray(scale, x.dtype), most))
 
 
-def _in_pairs(leaf: jax.Array, dims: Dims, dtype: Any) -> jax.Array:
+def _in_pairs(leaf: jax.Array, dims: Dims, dtype: Any) -> Sums:
     """One reduction of pairs of numbers, each pair as one complex number:
 
         real    x^2
@@ -158,8 +166,10 @@ def _in_pairs(leaf: jax.Array, dims: Dims, dtype: Any) -> jax.Array:
     plain, scaled = jnp.real(total) + rest, jnp.imag(total)
     # abs, since -scaled of 0 is -0.
     up = jnp.where(scaled > 0, jnp.inf, jnp.abs(scaled))
-    three = jnp.stack([up, plain, jnp.maximum(scaled, 0)])
-    return three if dims is None else jnp.expand_dims(three, _after(axes))
+    three = up, plain, jnp.maximum(scaled, 0)
+    if dims is not None:
+        three = (jnp.expand_dims(x, axes) for x in three)
+    return Sums(*three)
 
 
 def _add_pairs(one: Any, other: Any) -> Any:
@@ -169,7 +179,7 @@ def _add_pairs(one: Any, other: Any) -> Any:
     return lax.complex(plain, scaled), one[1] + other[1]
 
 
-def _side_by_side(leaf: jax.Array, dims: Dims, dtype: Any) -> jax.Array:
+def _side_by_side(leaf: jax.Array, dims: Dims, dtype: Any) -> Sums:
     """One sum of the three squares along a new last axis: one kernel on a GPU, and one
     collective on a mesh.
     """
@@ -178,13 +188,8 @@ def _side_by_side(leaf: jax.Array, dims: Dims, dtype: Any) -> jax.Array:
     x = lax.broadcast_in_dim(leaf.astype(dtype), shape, range(leaf.ndim))
     scales = np.array([scale, 1, 1 / scale], dtype)
     squares = _square(x, jnp.broadcast_to(scales, shape))
-    axes, keep = _axes(leaf, dims), dims is not None
-    return jnp.moveaxis(jnp.sum(squares, axes, keepdims=keep), -1, 0)
-
-
-def _after(axes: tuple[int, ...]) -> tuple[int, ...]:
-    """The axes behind a first one."""
-    return tuple(axis + 1 for axis in axes)
+    sums = jnp.sum(squares, _axes(leaf, dims), keepdims=dims is not None)
+    return Sums(*(sums[..., kind] for kind in range(3)))
 
 
 # ------------------------------------------------------------------------ other orders
