@@ -149,20 +149,29 @@ def _entry_by_reduction(roots: jax.Array, row: int) -> jax.Array:
 def multiply(tree: Any, norms: Norms, roots: list[Any]) -> Any:
     """Multiplies each clipped leaf twice by the root of its norm."""
     leaves, treedef = jax.tree.flatten(tree)
-    roots = [root if root is None else _computed_once(root) for root in roots]
-    changed = []
-    for place, leaf in enumerate(leaves):
-        root = norms.of_leaf(roots, place)
-        changed.append(leaf if root is None else stretch(leaf, root))
+    norms = norms._replace(each=[jax.typeof(x) for x in norms.each])
+    plain = partial(_multiplied, norms, stretch)
+
+    def on_cpu(leaves: list[jax.Array], roots: list[Any]) -> list[jax.Array]:
+        # XLA on a CPU would compute them again for every element.
+        return plain(leaves, lax.optimization_barrier(roots))
+
+    gpu = partial(_multiplied, norms, times_twice)
+    changed = per_platform(leaves, roots, cpu=on_cpu, gpu=gpu, plain=plain)
     return treedef.unflatten(changed)
 
 
-def _computed_once(root: jax.Array) -> jax.Array:
-    """The same numbers, which XLA then does not compute again for every element."""
-    ones = [axis for axis, size in enumerate(root.shape) if size == 1]
-    # Without axes of size 1, which XLA on a TPU drops in two kernels of their own.
-    barred = lax.optimization_barrier(lax.squeeze(root, ones))
-    return lax.expand_dims(barred, ones)
+def _multiplied(
+    norms: Norms,
+    times: Callable[[jax.Array, jax.Array], jax.Array],
+    leaves: list[jax.Array],
+    roots: list[Any],
+) -> list[jax.Array]:
+    found = []
+    for place, leaf in enumerate(leaves):
+        root = norms.of_leaf(roots, place)
+        found.append(leaf if root is None else times(leaf, root))
+    return found
 
 
 def zero_where_zero(tree: Any, norms: Norms, roots: list[Any]) -> Any:
@@ -181,13 +190,18 @@ def zero_where_zero(tree: Any, norms: Norms, roots: list[Any]) -> Any:
 @jax.jit
 def stretch(x: jax.Array, root: jax.Array) -> jax.Array:
     """x * root * root, rounded once to the dtype of x, and x where the root is 1."""
+    # Selected, since on a CPU and a TPU a product of 1 flushes subnormal numbers.
+    return jnp.where(root == 1, x, times_twice(x, root))
+
+
+@jax.jit
+def times_twice(x: jax.Array, root: jax.Array) -> jax.Array:
+    """x * root * root. A GPU keeps the bits of a finite x where the root is 1."""
     # bfloat16 * float32 is float32, and is rounded once at the end.
     wide = np.promote_types(x.dtype, root.dtype)
     # Spread once, as each product would do it.
     spread = jnp.broadcast_to(root.astype(wide), x.shape)
-    product = cast_like(x.astype(wide) * spread * spread, x)
-    # Selected, since a product of 1 flushes subnormal numbers.
-    return jnp.where(root == 1, x, product)
+    return cast_like(x.astype(wide) * spread * spread, x)
 
 
 def cast_like(x: jax.Array, leaf: Any) -> jax.Array:

@@ -184,8 +184,8 @@ def _update(
     # 3. Shrink.
     decided = []
     for own in asked:
-        learns = bool(jax.tree.leaves(own.memory))
-        decided.append(_decide(settings, learns, eps, own.norm, own.limit))
+        made = _decide(settings, own.learns, eps, own.norm, own.limit)
+        decided.append(made)
     updates = tree
     # Multiplied by 1, they would be other values to XLA, and read again by the next
     # clipper of a chain.
@@ -194,7 +194,8 @@ def _update(
         updates = multiply(tree, norms, roots)
         if settings.nonfinite == "zero":
             updates = zero_where_zero(updates, norms, roots)
-    return updates, _next_state(state, norms, asked, decided)
+    new = _next_state(settings, eps, state, norms, asked, decided)
+    return updates, new
 
 
 def _first_state(
@@ -224,6 +225,11 @@ class Asked(NamedTuple):
     limit: jax.Array
     limits: list[jax.Array]  # of each norm by itself
     memory: Any
+    is_relative: bool  # whether the rule compares norms with those of weights
+
+    @property
+    def learns(self) -> bool:
+        return bool(jax.tree.leaves(self.memory))
 
 
 def _ask(
@@ -271,7 +277,8 @@ def _ask(
         if given is not None:
             limits = [given[i] for i in group.numbers]
             limit = group.vector(given)
-        found.append(Asked(group, norm, limit, limits, memory))
+        asked = group, norm, limit, limits, memory, rule.needs_params
+        found.append(Asked(*asked))
     return found
 
 
@@ -359,9 +366,11 @@ def _roots(
 def _roots_alone(
     settings: Settings, eps: Any, norms: Norms, own: Asked
 ) -> list[jax.Array]:
-    learns = bool(jax.tree.leaves(own.memory))
-    pairs = [(norms.each[i], x) for i, x in zip(own.group.numbers, own.limits)]
-    return [_decide(settings, learns, eps, *pair).root for pair in pairs]
+    roots = []
+    for number, limit in zip(own.group.numbers, own.limits):
+        pair = norms.each[number], limit
+        roots.append(_decide(settings, own.learns, eps, *pair).root)
+    return roots
 
 
 # ------------------------------------------------------------------------ the state
@@ -379,16 +388,27 @@ class Column(NamedTuple):
 
 
 def _next_state(
-    state: ClipState, norms: Norms, asked: list[Asked], decided: list[Decided]
+    settings: Settings,
+    eps: Any,
+    state: ClipState,
+    norms: Norms,
+    asked: list[Asked],
+    decided: list[Decided],
 ) -> ClipState:
     columns, memory = [], list(memories(state))
     for own, made in zip(asked, decided):
-        share = made.clipped.astype(jnp.float32)
-        column = Column(
-            own.norm, own.limit, made.factor, made.clipped, ~made.known, share
-        )
         if own.group.is_unit:
-            column = _summary(norms, own.group, column)
+            column = _summary(settings, eps, norms, own, made)
+        else:
+            share = made.clipped.astype(jnp.float32)
+            column = Column(
+                own.norm,
+                own.limit,
+                made.factor,
+                made.clipped,
+                ~made.known,
+                share,
+            )
         columns.append(column)
         part = own.group.part
         memory[part] = own.group.put(memory[part], own.memory)
@@ -431,41 +451,43 @@ def _next_state(
     )
 
 
-def _summary(norms: Norms, group: Group, units: Column) -> Column:
-    """Of the units of a leaf: the one that is furthest above its limit, and the share
-    that was clipped.
+def _summary(
+    settings: Settings, eps: Any, norms: Norms, own: Asked, made: Decided
+) -> Column:
+    """Of the units of a leaf, in one pass: how far the furthest is above its limit, and
+    the share that was clipped.
     """
-    norm, limit = units.norm, units.limit
+    norm, limit = own.norm, own.limit
+    info = jnp.finfo(norm.dtype)
     # A limit of 0 would hide all differences, so it counts as tiny.
-    ratio = norm / jnp.maximum(limit, 2.0**-60)
-    # Norms without a limit are compared where none has one.
-    free = limit == jnp.inf
-    ratio = jnp.where(free, jnp.where(jnp.all(free), norm, 0 * norm), ratio)
-    # A broken norm is the furthest.
-    ratio = jnp.where(units.broken, jnp.inf, ratio)
-    most = jnp.max(ratio)
-    worst = ratio == most
-    count = jnp.sum(worst.astype(norm.dtype))
-
-    def of_worst(x: jax.Array) -> jax.Array:
-        # A sum of one, or the mean of equal ones. NaN stays.
-        return jnp.sum(jnp.where(worst, x, 0)) / count
-
-    furthest = [of_worst(x) for x in (norm, limit, units.factor)]
-    share = jnp.mean(units.share)
-    numbers = jnp.stack([most, *furthest, share.astype(norm.dtype)])
-    kept = kept_names(norms, group)
+    least = 2.0**-60
+    ratio = jnp.minimum(norm / jnp.maximum(limit, least), info.max)
+    # Where nothing has a limit, the largest of these is that of the longest norm.
+    ratio = jnp.where(limit == jnp.inf, -1 / norm, ratio)
+    # A broken unit is the furthest.
+    ratio = jnp.where(made.known, ratio, jnp.inf)
+    # Limits that follow weights differ, and count as 1.
+    if own.is_relative:
+        limit = jnp.ones_like(limit)
+    clipped = made.clipped.astype(norm.dtype)
+    numbers = jnp.stack([jnp.max(ratio), jnp.min(limit), jnp.mean(clipped)])
+    kept = kept_names(norms, own.group)
     if kept:
         # Each device knows its own units.
-        own = Split(kept=((kept), ()))
-        every = lax.psum(at_own_place(numbers[None], own), kept)
-        share = jnp.mean(every[:, -1])
-        numbers = every[jnp.argmax(every[:, 0])]
-    _, norm, limit, factor, _ = numbers if group.is_all else numbers[:, None]
-    share = jnp.broadcast_to(share.astype(jnp.float32), norm.shape)
-    broken = ~can_clip(norm, limit)
-    clipped = (share > 0) & ~broken
-    return Column(norm, limit, factor, clipped, broken, share)
+        place = Split(kept=(kept, ()))
+        every = lax.psum(at_own_place(numbers[None], place), kept)
+        ratios, limits, shares = every.T
+        numbers = jnp.max(ratios), jnp.min(limits), jnp.mean(shares)
+    ratio, limit, share = numbers
+    norm = jnp.where(ratio < 0, -1 / ratio, ratio * jnp.maximum(limit, least))
+    broken = ratio == jnp.inf
+    norm = jnp.where(broken, jnp.nan, norm)
+    one = _decide(settings, own.learns, eps, norm, limit)
+    share = share.astype(jnp.float32)
+    column = Column(norm, limit, one.factor, one.clipped, broken, share)
+    if own.group.is_all:
+        return column
+    return Column(*(x[None] for x in column))
 
 
 # ----------------------------------------------------------------------------- once

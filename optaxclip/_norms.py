@@ -34,6 +34,7 @@ from ._sums import (
     Sums,
     count_of,
     from_bits,
+    in_one_kernel,
     largest_bits,
     norm_dtype,
     plain_sum,
@@ -159,6 +160,8 @@ def norms_of(plan: Plan, leaves: list[jax.Array]) -> list[jax.Array]:
     norms = []
     for three, count in zip(sums, counts):
         norms.append(root_of(Sums(*(x / count for x in three))))
+    if plan.count == 1 and not norms[0].ndim:
+        norms = [in_one_kernel(norms[0])]
     if plan.ord == "average":
         # sqrt(sum / N) / sqrt(N) = sqrt(sum) / N
         norms = [x / n**0.5 for x, n in zip(norms, counts)]

@@ -22,7 +22,7 @@ by size into three sums. Without sorting, there is less to compute for each.
 
 import math
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -39,6 +39,7 @@ SCALES = {np.dtype(np.float32): 2.0**83, np.dtype(np.float64): 2.0**600}
 # On a GPU: elements above 2^20 are scaled down, others up. 2^37 squares of smaller ones
 # are less than 2^-50 of a sum that is not finite.
 LARGE = 2.0**20
+FEW_ROWS = 32
 
 # What is summed, and stays with size 1. None: all.
 Dims = tuple[int, ...] | None
@@ -107,6 +108,23 @@ def root_of(sums: Sums) -> jax.Array:
     return root * jnp.where(is_small, 1 / scale, unit)
 
 
+def in_one_kernel(number: jax.Array) -> jax.Array:
+    """The same number. Of all that is computed from it XLA on a GPU makes one kernel,
+    as it does with numbers that come from one array, unless that has a single one.
+    """
+
+    def out_of_a_pair(number: jax.Array) -> jax.Array:
+        pair = lax.optimization_barrier(jnp.broadcast_to(number, (2,)))
+        # No slice, which would be a kernel of its own.
+        return jnp.maximum(pair[0], pair[1])
+
+    def as_it_is(number: jax.Array) -> jax.Array:
+        return number
+
+    forms = {"cpu": as_it_is, "gpu": out_of_a_pair, "plain": as_it_is}
+    return per_platform(number, **forms)
+
+
 def _axes(leaf: jax.Array, dims: Dims) -> tuple[int, ...]:
     return tuple(range(leaf.ndim)) if dims is None else tuple(dims)
 
@@ -149,9 +167,10 @@ def _in_pairs(leaf: jax.Array, dims: Dims, dtype: Any) -> Sums:
     computed, such as the step of Adam, first writes them to memory.
     """
     axes = _axes(leaf, dims)
-    is_column = leaf.ndim - 1 not in axes
-    if is_column or not is_on_one_device(leaf):
-        return _side_by_side(leaf, dims, dtype)
+    if not is_on_one_device(leaf):
+        return _by_kind(_side_by_side(leaf, axes, dims is not None, dtype))
+    if leaf.ndim and leaf.ndim - 1 not in axes:
+        return _over_columns(leaf, axes, dtype)
     x, scale = leaf.astype(dtype), dtype.type(SCALES[dtype])
     is_large = jnp.abs(x) > LARGE
     scaled = lax.square(x * jnp.where(is_large, 1 / scale, scale))
@@ -179,16 +198,43 @@ def _add_pairs(one: Any, other: Any) -> Any:
     return lax.complex(plain, scaled), one[1] + other[1]
 
 
-def _side_by_side(leaf: jax.Array, dims: Dims, dtype: Any) -> Sums:
-    """One sum of the three squares along a new last axis: one kernel on a GPU, and one
-    collective on a mesh.
+def _over_columns(leaf: jax.Array, axes: tuple[int, ...], dtype: Any) -> Sums:
+    """Sums over other axes than the last, which XLA on a GPU computes in few threads. To
+    have more it would write the squares to memory first. So parts of the longest axis
+    are summed first.
+    """
+    rows = [leaf.shape[axis] for axis in axes]
+    most = max(rows, default=1)
+    # Few rows are summed in the kernel that needs their sum.
+    if not isinstance(most, int) or math.prod(rows) < FEW_ROWS:
+        return _three_reductions(leaf, axes, dtype)
+    longest = axes[rows.index(most)]
+    parts = math.gcd(most, max(8, 2 ** (most // 2048).bit_length()))
+    shape = list(leaf.shape)
+    shape[longest : longest + 1] = parts, most // parts
+    # The longest axis is two axes now. The first of them stays for the second sum.
+    inner = [axis + (axis >= longest) for axis in axes]
+    sums = _side_by_side(leaf.reshape(shape), inner, True, dtype)
+    # Without the barrier XLA makes one sum of both.
+    sums = lax.optimization_barrier(sums)
+    return _by_kind(jnp.sum(sums, longest))
+
+
+def _side_by_side(
+    leaf: jax.Array, axes: Sequence[int], keep: bool, dtype: Any
+) -> jax.Array:
+    """One sum of the three squares along a new last axis, [..., 3]: one kernel on a GPU,
+    and one collective on a mesh.
     """
     scale = SCALES[dtype]
     shape = (*leaf.shape, 3)
     x = lax.broadcast_in_dim(leaf.astype(dtype), shape, range(leaf.ndim))
     scales = np.array([scale, 1, 1 / scale], dtype)
     squares = _square(x, jnp.broadcast_to(scales, shape))
-    sums = jnp.sum(squares, _axes(leaf, dims), keepdims=dims is not None)
+    return jnp.sum(squares, tuple(axes), keepdims=keep)
+
+
+def _by_kind(sums: jax.Array) -> Sums:
     return Sums(*(sums[..., kind] for kind in range(3)))
 
 
