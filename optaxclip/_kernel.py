@@ -470,6 +470,8 @@ def _summary(
     if own.is_relative:
         limit = jnp.ones_like(limit)
     clipped = made.clipped.astype(norm.dtype)
+    # Without the barrier a GPU writes norms and limits to memory.
+    ratio, clipped = lax.optimization_barrier((ratio, clipped))
     numbers = jnp.stack([jnp.max(ratio), jnp.min(limit), jnp.mean(clipped)])
     kept = kept_names(norms, own.group)
     if kept:
