@@ -82,16 +82,20 @@ def factor_between(norm: jax.Array, new_norm: jax.Array) -> Factor:
     """
     same, gone = new_norm == norm, new_norm == 0
     info = jnp.finfo(norm.dtype)
-    # Two wheres: what is not taken must be finite, with a finite derivative.
+    # What is not taken must be finite, with a finite derivative.
     fixed = same | gone | (norm == 0)
     long, short = (jnp.where(fixed, 1.0, x) for x in (norm, new_norm))
-    root = jnp.sqrt(short) / jnp.sqrt(long) * (1 - 2 * info.eps)
     # Beyond the range it would round to 0, which means that updates were made 0.
-    reported = jnp.clip(short / long, info.tiny, info.max)
-    pair = (
-        jnp.where(same, 1.0, jnp.where(gone, 0.0, x)) for x in (root, reported)
+    quotient = jnp.clip(short / long, info.tiny, info.max)
+    # Division comes last. XLA on a CPU computes what comes after one again for every
+    # element of the updates, also behind a barrier.
+    below = jnp.where(same | gone, 1.0, jnp.sqrt(long))
+    above = jnp.sqrt(short) * (1 - 2 * info.eps)
+    above, factor = (
+        jnp.where(same, 1.0, jnp.where(gone, 0.0, x))
+        for x in (above, quotient)
     )
-    return Factor(*pair)
+    return Factor(above / below, factor)
 
 
 def roots_of_numbers(
@@ -152,12 +156,8 @@ def multiply(tree: Any, norms: Norms, roots: list[Any]) -> Any:
     norms = norms._replace(each=[jax.typeof(x) for x in norms.each])
     plain = partial(_multiplied, norms, stretch)
 
-    def on_cpu(leaves: list[jax.Array], roots: list[Any]) -> list[jax.Array]:
-        # XLA on a CPU would compute them again for every element.
-        return plain(leaves, lax.optimization_barrier(roots))
-
     gpu = partial(_multiplied, norms, times_twice)
-    changed = per_platform(leaves, roots, cpu=on_cpu, gpu=gpu, plain=plain)
+    changed = per_platform(leaves, roots, cpu=plain, gpu=gpu, plain=plain)
     return treedef.unflatten(changed)
 
 

@@ -416,19 +416,31 @@ def joined(
     parts: list[jax.Array],
     names: list[Names],
 ) -> list[jax.Array]:
-    """psum or pmax of each array over its own mesh axes, in one call for all arrays
-    with the same axes, of which XLA makes one collective.
+    """psum or pmax of each array over its own mesh axes. All that share them travel as
+    one vector, in one collective.
     """
     found = list(parts)
-    # Not a set: its order may differ between processes, which would then wait for
-    # different collectives.
-    for over in dict.fromkeys(names):
-        if not over:
+    kinds: dict[Any, list[int]] = {}
+    for place, (part, over) in enumerate(zip(parts, names)):
+        if over:
+            # A vector has one type. What an Explicit mesh splits cannot be reshaped.
+            part = found[place] = varying_over(part, over)
+            is_split = any(jax.typeof(part).sharding.spec)
+            kind = over, varying(part), place if is_split else None
+            kinds.setdefault(kind, []).append(place)
+    # A dict keeps its order, where that of a set may differ between processes, which
+    # would then wait for different collectives.
+    for (over, _, _), places in kinds.items():
+        if len(places) == 1:
+            found[places[0]] = collective(found[places[0]], over)
             continue
-        places = [place for place, own in enumerate(names) if own == over]
-        typed = [varying_over(parts[place], over) for place in places]
-        for place, total in zip(places, collective(typed, over)):
-            found[place] = total
+        flat = [found[place].reshape(-1) for place in places]
+        vector, start = collective(jnp.concatenate(flat), over), 0
+        for place in places:
+            part = parts[place]
+            some = vector[start : start + part.size]
+            found[place] = some.reshape(part.shape)
+            start += part.size
     return found
 
 

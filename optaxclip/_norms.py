@@ -44,6 +44,8 @@ from ._sums import (
 from ._trees import Axis, Stacked, clipped_leaves
 
 Ord = float | str | None
+# Terms that are added up at once. Of more a GPU would copy each in a kernel.
+TOGETHER = 16
 ORDERS = "a number above 0, math.inf, 'rms' or 'average'"
 
 
@@ -212,35 +214,24 @@ def _joined(
     # Nothing to ask other devices for. The parts of a global array are added by XLA.
     if not any(over):
         return norms
-    # All numbers and layers travel as one vector, and units as they are.
-    units = {leaf.norm for leaf in plan.leaves if plan.is_unit(leaf)}
-    numbers = [i for i in range(plan.count) if i not in units]
-    flat, treedef = jax.tree.flatten([norms[i] for i in numbers])
-    arrays = [(x, over[i]) for i in units for x in norms[i]]
-    if flat:
-        parts = [mesh.varying_over(x, names).reshape(-1) for x in flat]
-        arrays.append((jnp.concatenate(parts), names))
+    flat, treedef = jax.tree.flatten(norms)
+    names_of = [names for names, term in zip(over, norms) for _ in term]
     collective = lax.pmax if largest else lax.psum
-    found = mesh.joined(collective, *map(list, zip(*arrays)))
-    if flat:
-        vector, start = found.pop(), 0
-        for place, x in enumerate(flat):
-            flat[place] = vector[start : start + x.size].reshape(x.shape)
-            start += x.size
-        for i, x in zip(numbers, treedef.unflatten(flat)):
-            norms[i] = x
-    rest = iter(found)
-    for i in units:
-        norms[i] = [next(rest) for _ in norms[i]]
-    return norms
+    return treedef.unflatten(mesh.joined(collective, flat, names_of))
 
 
 def _one(terms: list[Any], largest: bool) -> Any:
-    """The terms of several leaves together."""
-    if len(terms) == 1:
-        return terms[0]
-    # A TPU runs each add of a chain by itself. Without the barrier XLA makes a chain of
-    # the sum of a stack.
+    """The terms of several leaves together, as a tree of sums."""
+    while len(terms) > 1:
+        starts = range(0, len(terms), TOGETHER)
+        some = (terms[start : start + TOGETHER] for start in starts)
+        terms = [_few(group, largest) for group in some]
+    return terms[0]
+
+
+def _few(terms: list[Any], largest: bool) -> list[jax.Array]:
+    # A TPU runs each add of a chain by itself, so numbers are stacked. The barrier keeps
+    # XLA from making a chain of the sum of a stack.
     every = [x for kind in zip(*terms) for x in kind]
     stack = lax.optimization_barrier(jnp.stack(every))
     rows = stack.reshape(-1, len(terms))
