@@ -8,9 +8,10 @@
 
 Each leaf of the new state is selected as soon as it is computed, and the equations that
 follow read the selected one. Selected at the end, both old and new moments would be
-alive at once, and XLA would copy them: an Adam step of GPT-2 small on a TPU v5e then
-moves 5.74 GB instead of 4.37. Where the step is skipped, the updates are computed from
-the old moments and thrown away.
+alive at once, and XLA would copy them. A training step of a decoder of 4 layers,
+compiled for a TPU v5e, moves 7.35 GB, and 8.69 with optax.apply_if_finite, which
+selects at the end. Where the step is skipped, the updates are computed from the old
+moments and thrown away.
 """
 
 from collections.abc import Callable, Sequence
