@@ -101,6 +101,14 @@ def find_attentions(roles: dict[str, Any], tree: Any) -> list[Attention]:
         by_path.setdefault(path, []).append(use)
     attentions = []
     for path, own in by_path.items():
+        # A leaf without the other shares only the way to another attention.
+        below = [other for other in by_path if other[: len(path)] == path]
+        if len(below) > 1 or not {"query", "key"} <= {use.role for use in own}:
+            missing = "query" if own[0].role == "key" else "key"
+            raise ValueError(
+                f"qk_clip: {ARGUMENTS[missing]} finds no leaf beside the "
+                f"{ARGUMENTS[own[0].role]} {'/'.join(own[0].path)!r}."
+            )
         name, shape = "/".join(path), _shape(path, own)
         dtype = norm_dtype(entries[own[0].leaf][1])
         attentions.append(Attention(name, path, shape, dtype, tuple(own)))
@@ -198,15 +206,7 @@ def _common(one: Path, other: Path) -> Path:
 
 def _shape(path: Path, uses: list[Use]) -> Shape:
     """The layers and heads of the keys of an attention, which all leaves must fit."""
-    shapes = {use.role: use.shape for use in uses}
-    for role in ("query", "key"):
-        # One without the other shares only the way to another attention.
-        if role not in shapes:
-            raise ValueError(
-                f"qk_clip: {ARGUMENTS[role]} finds no leaf beside the "
-                f"{ARGUMENTS[uses[0].role]} {'/'.join(uses[0].path)!r}."
-            )
-    shape = shapes["key"]
+    shape = next(use.shape for use in uses if use.role == "key")
     for use in uses:
         # Grouped queries: 8 heads of queries may share 2 heads of keys.
         fits = use.shape[:-1] == shape[:-1] and use.shape[-1] % shape[-1] == 0

@@ -63,6 +63,12 @@ def test_every_query_has_a_key_beside_it():
     refused("keys finds no leaf beside the queries 'b/q'", params, **where)
 
 
+def test_a_query_and_a_key_of_different_blocks_are_no_attention():
+    params = {"a": {"q": ONES, "k": ONES}, "b": {"q": ONES}, "c": {"k": ONES}}
+    where = {"queries": {"*/q": 1}, "keys": {"*/k": 1}}
+    refused("keys finds no leaf beside the queries 'b/q'", params, **where)
+
+
 def test_every_key_has_a_query_beside_it():
     params = {"a": {"q": ONES, "k": ONES}, "b": {"k": ONES}}
     where = {"queries": {"*/q": 1}, "keys": {"*/k": 1}}
