@@ -83,13 +83,14 @@ def factor_between(norm: jax.Array, new_norm: jax.Array) -> Factor:
     same, gone = new_norm == norm, new_norm == 0
     info = jnp.finfo(norm.dtype)
     # What is not taken must be finite, with a finite derivative.
-    fixed = same | gone | (norm == 0)
-    long, short = (jnp.where(fixed, 1.0, x) for x in (norm, new_norm))
+    fixed = same | gone
+    long = jnp.where(fixed | (norm == 0), 1.0, norm)
+    short = jnp.where(fixed, 1.0, new_norm)
     # Beyond the range it would round to 0, which means that updates were made 0.
     quotient = jnp.clip(short / long, info.tiny, info.max)
     # Division comes last. XLA on a CPU computes what comes after one again for every
     # element of the updates, also behind a barrier.
-    below = jnp.where(same | gone, 1.0, jnp.sqrt(long))
+    below = jnp.where(fixed, 1.0, jnp.sqrt(long))
     above = jnp.sqrt(short) * (1 - 2 * info.eps)
     above, factor = (
         jnp.where(same, 1.0, jnp.where(gone, 0.0, x))

@@ -18,7 +18,7 @@ from ._checks import check_shape, held_in
 from ._limits import BEGIN_ANEW, check_first_memory
 from ._mesh import resharded, split_as, typed_as, varying, varying_over
 from ._norms import Norms
-from ._state import ClipState, Names, is_vector, one_memory
+from ._state import ClipState, Names, counts_of, is_vector, one_memory
 from .rules._constant import Constant
 from .rules._joined import Joined
 from .rules._rule import Rule, is_rule
@@ -101,14 +101,14 @@ def groups_of(norms: Norms, state: ClipState, call: str) -> list[Group]:
             f"{call}: state was made for norms of {_shown(known)}, but the updates "
             f"have norms of {_shown(number_of)}. {BEGIN_ANEW}"
         )
-    found, start = [], 0
+    found, start, counts = [], 0, counts_of(state)
     for part, names in enumerate(state.names):
         numbers, rows, first = [], [], start
         for name, layers in names.items():
-            count = 1 if layers is None else len(layers)
+            count = counts[part][name] or 1
             if name in number_of:
                 number = number_of[name]
-                _check_layers(norms, number, name, layers, call)
+                _check_size(norms, number, name, count, call)
                 numbers.append(number)
                 rows += range(start, start + count)
             start += count
@@ -122,18 +122,14 @@ def groups_of(norms: Norms, state: ClipState, call: str) -> list[Group]:
     return found
 
 
-def _check_layers(
-    norms: Norms, number: int, name: str, layers: Any, call: str
+def _check_size(
+    norms: Norms, number: int, name: str, count: int, call: str
 ) -> None:
-    held, wanted = layers and tuple(layers), layer_names(norms, number)
-    if held != wanted:
-        have, need = (
-            "one norm" if x is None else f"{len(x)} layers"
-            for x in (held, wanted)
-        )
+    size = norms.each[number].size
+    if not norms.is_unit(number) and size != count:
         raise ValueError(
-            f"{call}: state was made for {have} in {name!r}, but the updates have "
-            f"{need}. {BEGIN_ANEW}"
+            f"{call}: state was made for {count} norms in {name!r}, but the updates "
+            f"have {size}. {BEGIN_ANEW}"
         )
 
 
@@ -213,8 +209,11 @@ def first_state(norms: Norms, rules: list[Rule]) -> ClipState:
     """The state before the first step, from the types of norms."""
     each = [typed_as(jnp.zeros(x.shape, x.dtype), x) for x in norms.each]
     norms = norms._replace(each=each)
+    numbers = range(len(each))
+    size = sum(1 if norms.is_unit(i) else each[i].size for i in numbers)
     zero = jnp.zeros((), jnp.int32)
     bare = ClipState(_first_names(norms, rules), zero, *[()] * 7)
+    bare = bare._replace(norm=np.zeros(size))
     entries, memory = [], []
     for group in groups_of(norms, bare, ""):
         norm = group.vector(each)

@@ -16,7 +16,7 @@ from jax.core import Tracer
 
 from ._clippers._record_spikes import SpikeState
 from ._reported import reported_states
-from ._state import ClipState, Part, is_vector, with_layers
+from ._state import ClipState, counts_of, is_vector, with_layers
 from ._wrappers._skipping import SkipState
 
 # The names of the numbers, in the order of a report.
@@ -293,14 +293,16 @@ def _rows(state: Any, options: Options) -> Iterator[Row]:
 
 
 def _clip_rows(state: ClipState, options: Options) -> Iterator[Row]:
-    names = state.names
+    parts = counts_of(state)
     if options.layers and not options.summary:
-        names = with_layers(names, "metrics")
-    counts = _counts(names, is_vector(names))
-    if not counts:
+        parts = with_layers(state, "metrics")
+    if not parts or not any(parts):
         return
+    every = [name for part in parts for name in part]
+    numbers_of = [count or 1 for part in parts for count in part.values()]
+    # 0 for a state of one number.
+    counts = tuple(numbers_of) if is_vector(state.names) else (0,)
     bare = state._replace(names=(), memory=())
-    every = [name for part in names for name in part]
     if options.quantiles:
         found = _quantiles(options.quantiles, state.norm)
         for share, value in zip(options.quantiles, found):
@@ -326,14 +328,6 @@ def _clip_rows(state: ClipState, options: Options) -> Iterator[Row]:
     for place in places:
         for name, value in zip(wanted, numbers[place]):
             yield Row(name, every[place], value)
-
-
-def _counts(names: Sequence[Part], is_vector: bool) -> tuple[int, ...]:
-    """How many entries each name has. 0 for a state of one number."""
-    if not is_vector:
-        return (0,)
-    inner = [layers for part in names for layers in part.values()]
-    return tuple(1 if x is None else len(x) for x in inner)
 
 
 # Jitted, since without jit each operation would be a call. One call serves all norms of

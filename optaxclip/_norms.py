@@ -488,7 +488,8 @@ def norms_of_tree(norms: Any, tree: Any, argument: str = "norms") -> Norms:
         number += norm is not None
     entries, treedef = jax.tree_util.tree_flatten_with_path(norms)
     paths = tuple(path for path, _ in entries)
-    return Norms([x for _, x in entries], tuple(leaves), paths, treedef)
+    each = [norm for _, norm in entries]
+    return Norms(each, tuple(leaves), paths, treedef)
 
 
 def norm_of_norms(norms: Norms) -> jax.Array:

@@ -98,27 +98,67 @@ class ClipState(NamedTuple):
         fields = [getattr(self, name) for name in Entry._fields[:-1]]
         if not is_vector(self.names):
             return {"": Entry(*fields, self.memory)}
-        names = with_layers(self.names, "by_name") if layers else self.names
+        parts = counts_of(self)
+        if layers:
+            parts = with_layers(self, "by_name")
         found, start = {}, 0
-        for part, memory in zip(names, memories(self)):
+        for part, memory in zip(parts, memories(self)):
             first = start
-            for name, inner in part.items():
-                count = 1 if inner is None else len(inner)
-                own, there = (
-                    _rows(tree, begin, count, inner is None)
-                    for tree, begin in (
-                        (fields, start),
-                        (memory, start - first),
-                    )
+            for name, count in part.items():
+                rows, inside = start, start - first
+                if count is not None:
+                    rows = slice(start, start + count)
+                    inside = slice(start - first, start - first + count)
+                own = jax.tree.map(lambda x, rows=rows: x[rows], fields)
+                memory_of = jax.tree.map(
+                    lambda x, rows=inside: x[rows], memory
                 )
-                found[name] = Entry(*own, there)
-                start += count
+                found[name] = Entry(*own, memory_of)
+                start += 1 if count is None else count
         return found
 
 
-def _rows(tree: Any, start: int, count: int, is_one: bool) -> Any:
-    rows = start if is_one else slice(start, start + count)
-    return jax.tree.map(lambda x: x[rows], tree)
+def counts_of(state: ClipState) -> list[dict[str, int | None]]:
+    """How many entries each name of a state has. None for a number."""
+    named = [layers for part in state.names for layers in part.values()]
+    known = sum(1 if layers is None else len(layers) for layers in named)
+    found = []
+    for part in state.names:
+        counts: dict[str, int | None] = {}
+        for name, layers in part.items():
+            # Of arrays that a norm function of the user's returned each device may
+            # have a part.
+            count = len(layers or ()) * state.norm.size // known
+            counts[name] = None if layers is None else count
+        found.append(counts)
+    return found
+
+
+def with_layers(state: ClipState, call: str) -> list[dict[str, int | None]]:
+    """The names of all entries, such as "w/0/3" for layer 0 and expert 3 of "w".
+
+    Raises:
+      ValueError: a leaf is called "w/0", and a stack "w" has a layer 0.
+    """
+    found, seen = [], collections.Counter[str]()
+    for part, counts in zip(state.names, counts_of(state)):
+        every = []
+        for name, layers in part.items():
+            count = counts[name]
+            if count is None:
+                every.append(name)
+                continue
+            every += [f"{name}/{number}" for number in list(layers)[:count]]
+        seen.update(every)
+        found.append(dict.fromkeys(every))
+    for name, count in seen.items():
+        if count > 1:
+            raise ValueError(
+                f"{call}: layers=True: two norms have the name {name!r}, that of a "
+                "leaf and that of a layer of another leaf. Rename the leaf, or use "
+                "layers=False."
+            )
+    return found
 
 
 def is_vector(names: Names) -> bool:
@@ -175,31 +215,6 @@ def check_one_model(argument: str, function: str, state: Any) -> None:
         )
 
 
-def with_layers(names: Names, call: str) -> Names:
-    """The names of all entries, such as "w/0/3" for layer 0 and expert 3 of "w".
-
-    Raises:
-      ValueError: a leaf is called "w/0", and a stack "w" has a layer 0.
-    """
-    found, counts = [], collections.Counter[str]()
-    for part in names:
-        every = []
-        for name, inner in part.items():
-            every += (
-                [name] if inner is None else [f"{name}/{x}" for x in inner]
-            )
-        counts.update(every)
-        found.append(dict.fromkeys(every))
-    for name, count in counts.items():
-        if count > 1:
-            raise ValueError(
-                f"{call}: layers=True: two norms have the name {name!r}, that of a "
-                "leaf and that of a layer of another leaf. Rename the leaf, or use "
-                "layers=False."
-            )
-    return tuple(found)
-
-
 def limits_of(state: ClipState, norms: Any) -> Any:
     """The limits that a state has for some norms, as a tree."""
     known = state.by_name()
@@ -222,8 +237,9 @@ def limits_of(state: ClipState, norms: Any) -> Any:
 
 @dataclass(eq=False, repr=False)
 class Form:
-    """What a state is apart from its arrays. Only the names are compared: a tree of
-    shardings may have one entry for all of the memory.
+    """What a state is apart from its arrays. Only the names of norms are compared: a
+    tree of shardings may have one entry for all of the memory, and devices may hold
+    different layers.
     """
 
     names: tuple[Any, ...] | None  # None: open
@@ -237,7 +253,11 @@ class Form:
         for one, two in ((self, other), (other, self)):
             if one.names is None and two.names is not None:
                 one.noted = two
-        return None in (self.names, other.names) or self.names == other.names
+        return None in (self.names, other.names) or self.heads == other.heads
+
+    @property
+    def heads(self) -> list[list[str]]:
+        return [[name for name, _ in part] for part in self.names or ()]
 
     # An open form equals any other.
     def __hash__(self) -> int:

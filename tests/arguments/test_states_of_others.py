@@ -85,8 +85,8 @@ OTHERS_STATES = {
     "layers": (
         optaxclip.clip_by_tensor_norm(1.0, stacked={"w": 1, "b": None}),
         optaxclip.clip_by_tensor_norm(1.0).init(TREE),
-        "clip_by_tensor_norm: state was made for one norm in 'w', but the updates have "
-        "2 layers.",
+        "clip_by_tensor_norm: state was made for 1 norms in 'w', but the updates have "
+        "2.",
     ),
     "leaves of spam": (
         optaxclip.spam(),

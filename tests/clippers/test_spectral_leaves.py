@@ -87,7 +87,7 @@ def test_stacked_layers_are_matrices_of_their_own(method):
     assert (error(updates["blocks"], expected(x, 1.0)) <= 4e-6).all()
     assert oracles.same_bits(updates["blocks"][1], x[1])
     blocks = state.by_name()["blocks"]
-    assert blocks.norm.shape == (3, 1, 1)
+    assert blocks.norm.shape == (3,)
     np.testing.assert_array_equal(blocks.clipped.reshape(-1), [1, 0, 1])
 
 
