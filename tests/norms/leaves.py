@@ -34,22 +34,6 @@ not_in_turn = pytest.mark.skipif(
 )
 
 
-def of_long_sums(rows, columns):
-    """What the norm of a large matrix may be wrong by: 1e-6 on a CPU. Accelerators make
-    two sums of known lengths, in which an addition rounds by EPS / 2 at most.
-    """
-    lengths = {"gpu": lengths_on_gpu(rows * columns), "tpu": rows + columns}
-    return lengths[FORCED] * EPS / 4 if FORCED in lengths else 1e-6
-
-
-def lengths_on_gpu(count):
-    """How many numbers both sums of a GPU have together, at most, of so many numbers:
-    a row, which is longer than half of what it may be, and the sums of the rows.
-    """
-    most = min(3 * math.isqrt(count), 8192)
-    return max(most + count / most, most / 2 + 2 * count / most) + 1
-
-
 def tolerance(ord):
     """1e-6. Below order 1 the root magnifies the power's error, 2 eps, by 1/p;
     quotient, product and rounding take half an eps each.

@@ -22,7 +22,6 @@ from tests.norms.leaves import (
     at_every_order,
     every_dtype,
     every_order,
-    lengths_on_gpu,
     module_for,
     random_leaves,
     tolerance,
@@ -228,29 +227,13 @@ LONG = {
 }
 
 
-# way, shape, and what the error of the norm may be: half that of two sums of known
-# lengths, in which an addition rounds by EPS / 2 at most. XLA on a CPU adds the numbers
-# of a GPU in turn: one sum of 20 million would be 4e-2 wrong.
-SUMS = [
-    ("cpu", (20_000_000,), 1e-6),
-    ("tpu", (20_000_000,), 1e-6),
-    ("tpu", (5000, 4000), (5000 + 4000) * EPS / 4),
-    ("gpu", (20_000_000,), lengths_on_gpu(20_000_000) * EPS / 4),
-    ("gpu", (5000, 4000), lengths_on_gpu(20_000_000) * EPS / 4),
-    ("gpu", (1_000_003,), lengths_on_gpu(1_000_003) * EPS / 4),  # a prime number
-]
-
-
 @only_by_a_cpu
-@pytest.mark.parametrize(("way", "shape", "bound"), SUMS)
 @pytest.mark.parametrize("values", LONG)
 @pytest.mark.slow
-def test_errors_of_long_sums_are_bounded(values, way, shape, bound):
-    leaf = np.resize(LONG[values], shape)
-    with by_the_way_of(way):
-        norm = optaxclip.global_norm(leaf)
+def test_errors_of_long_sums_are_bounded_on_a_cpu(values):
+    leaf = np.resize(LONG[values], 20_000_000)
     expected = math.sqrt(np.sum(np.square(leaf, dtype=np.float64)))
-    np.testing.assert_allclose(norm, expected, bound)
+    np.testing.assert_allclose(optaxclip.global_norm(leaf), expected, 1e-6)
 
 
 @pytest.mark.slow

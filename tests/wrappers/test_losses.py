@@ -56,7 +56,7 @@ def test_another_loss_goes_on_beside_value(name):
     assert state.loss == 1.0
 
 
-@pytest.mark.parametrize("name", EVERY.keys() - LOOK.keys())
+@pytest.mark.parametrize("name", [name for name in EVERY if name not in LOOK])
 def test_what_looks_at_no_loss_hands_any_name_on(name):
     optimizer = EVERY[name]
     jax.eval_shape(
