@@ -37,7 +37,7 @@ def check_real(argument: str, value: Any) -> None:
     if known and not isinstance(value, bool):
         dtype = getattr(value, "dtype", np.dtype(np.float64))
         real = jnp.floating, jnp.integer
-        if dtype == object or any(jnp.issubdtype(dtype, x) for x in real):
+        if dtype.kind == "O" or any(jnp.issubdtype(dtype, x) for x in real):
             return
     kind = f"an array of {value.dtype}" if isinstance(value, Tracer) else ""
     raise TypeError(

@@ -1,8 +1,8 @@
 """How the norms of a step fit into a state, and which rule each has.
 
-Norms that share a rule are a group: numbers are joined to one vector, and the units of a
-leaf are a group of their own. A group is a part of the state. A leaf that is None in one
-step has no norm there, and the state keeps what it knew.
+Norms that share a rule are a group: numbers are joined to one vector, and the units of
+a leaf are a group of their own. A group is a part of the state. A leaf that is None in
+one step has no norm there, and the state keeps what it knew.
 """
 
 from collections.abc import Iterable
@@ -104,7 +104,7 @@ def groups_of(norms: Norms, state: ClipState, call: str) -> list[Group]:
     found, start, counts = [], 0, counts_of(state)
     for part, names in enumerate(state.names):
         numbers, rows, first = [], [], start
-        for name, layers in names.items():
+        for name in names:
             count = counts[part][name] or 1
             if name in number_of:
                 number = number_of[name]

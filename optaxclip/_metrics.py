@@ -345,13 +345,17 @@ def _numbers_of_norms(
             ratios.append(ratio)
         else:
             rows = slice(start, start + count)
-            own = jax.tree.map(lambda x: x[rows], state._replace(step=()))
+            own = _rows_of(state, rows)
             worst = jnp.argmax(ratio[rows]) if count > 1 else 0
             numbers = _of_several(own, state.step, worst)
             ratios.append(ratio[rows][worst])
             start += count
         found.append([numbers[name] for name in wanted])
     return found, jnp.stack(ratios)
+
+
+def _rows_of(state: ClipState, rows: slice) -> ClipState:
+    return jax.tree.map(lambda x: x[rows], state._replace(step=()))
 
 
 @partial(jax.jit, static_argnums=0)

@@ -14,7 +14,10 @@ from types import ModuleType
 from typing import Any, NoReturn
 
 # Each function has its own name for a limit. People try those of others too.
-_LIMITS = "max_norm max_rms max_value max_delta max_logit clipping limit threshold cap rule"
+_LIMITS = (
+    "max_norm max_rms max_value max_delta max_logit "
+    "clipping limit threshold cap rule"
+)
 # Our names for an argument, and what people try for it. The first that a function has
 # is named.
 _OURS = {
@@ -167,7 +170,7 @@ def _misfit(
     needed = [x for x in own if x.default is x.empty and x.kind is not endless]
     for each in needed:
         if each.name not in (*kwargs, *places[: len(args)]):
-            # Without a default: clip_by_group_norm(max_norm, labels), or aggc(scope=...).
+            # For clip_by_group_norm(max_norm, labels), or aggc(scope=...).
             shown = [
                 x.name if x.kind is plain else f"{x.name}=..." for x in needed
             ]

@@ -230,8 +230,8 @@ def _one(terms: list[Any], largest: bool) -> Any:
 
 
 def _few(terms: list[Any], largest: bool) -> list[jax.Array]:
-    # A TPU runs each add of a chain by itself, so numbers are stacked. The barrier keeps
-    # XLA from making a chain of the sum of a stack.
+    # A TPU runs each add of a chain by itself, so numbers are stacked. The barrier
+    # keeps XLA from making a chain of the sum of a stack.
     every = [x for kind in zip(*terms) for x in kind]
     stack = lax.optimization_barrier(jnp.stack(every))
     rows = stack.reshape(-1, len(terms))
@@ -255,8 +255,8 @@ def _added(plan: Plan, terms: list[jax.Array], dtype: Any) -> list[jax.Array]:
 def _by_shares(
     p: float, plan: Plan, leaves: list[jax.Array], dtype: Any
 ) -> list[jax.Array]:
-    """Divides by the largest of each norm first, so that no power leaves the range. That
-    is a second read.
+    """Divides by the largest of each norm first, so that no power leaves the range.
+    That is a second read.
     """
     safe = []
     for largest in _largest(plan, leaves, dtype):

@@ -183,7 +183,7 @@ def one_memory(memories: list[Any]) -> Any:
 
 
 def count_up(counter: jax.Array, happened: jax.Array) -> jax.Array:
-    """The counter after a step. It stays at the largest int32, and is never negative."""
+    """The counter after a step. It stays at the largest int32."""
     more = counter < jnp.iinfo(counter.dtype).max
     return counter + (happened & more).astype(counter.dtype)
 

@@ -211,9 +211,9 @@ def _add_pairs(one: Any, other: Any) -> Any:
 
 
 def _over_columns(leaf: jax.Array, axes: tuple[int, ...], dtype: Any) -> Sums:
-    """Sums over other axes than the last, which XLA on a GPU computes in few threads. To
-    have more it would write the squares to memory first. So parts of the longest axis
-    are summed first.
+    """Sums over other axes than the last, which XLA on a GPU computes in few threads.
+    To have more it would write the squares to memory first. So parts of the longest
+    axis are summed first.
     """
     rows = [leaf.shape[axis] for axis in axes]
     most = max(rows, default=1)
@@ -235,8 +235,8 @@ def _over_columns(leaf: jax.Array, axes: tuple[int, ...], dtype: Any) -> Sums:
 def _side_by_side(
     leaf: jax.Array, axes: Sequence[int], keep: bool, dtype: Any
 ) -> jax.Array:
-    """One sum of the three squares along a new last axis, [..., 3]: one kernel on a GPU,
-    and one collective on a mesh.
+    """One sum of the three squares along a new last axis, [..., 3]: one kernel on a
+    GPU, and one collective on a mesh.
     """
     scale = SCALES[dtype]
     shape = (*leaf.shape, 3)

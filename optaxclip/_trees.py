@@ -1,10 +1,10 @@
-"""Trees of updates: which leaves count, what they are called, and options that are given
-for parts of a tree.
+"""Trees of updates: which leaves count, what they are called, and options that are
+given for parts of a tree.
 
 Limits, axes, stacked layers, labels and bounds may be given once for everything, or for
 each part of the tree, as deep as is wanted (a tree prefix). A prefix is matched by key
-path, so a dict matches any mapping with the same keys, and `None` or `MaskedNode` in the
-updates needs no value.
+path, so a dict matches any mapping with the same keys, and `None` or `MaskedNode` in
+the updates needs no value.
 """
 
 import inspect
