@@ -8,31 +8,14 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from . import (
-    against_torch,
-    compiled,
-    compiling,
-    eager,
-    growth,
-    learning,
-    per_example,
-    report,
-    sharded,
-    steps,
-)
+from . import compiled, given, per_example, report, whole_step
 
 TABLES: dict[str, Callable[[bool], report.Table]] = {
-    "step": steps.step,
-    "bfloat16": steps.bfloat16,
-    "learning": learning.table,
-    "compile": compiling.table,
+    "whole_step": whole_step.table,
+    "whole_step_compiled": compiled.table,
+    "step": given.table,
     "per_example": per_example.rows.table,
     "per_example_compiled": per_example.devices.table,
-    "eager": eager.table,
-    "growth": growth.table,
-    "sharded": sharded.table,
-    "torch": against_torch.table,
-    "compiled": compiled.table,
 }
 
 
@@ -46,26 +29,22 @@ def main(argv: Sequence[str] | None = None) -> None:
     chosen = [name for name in TABLES if not options.only or name in options.only]
     setting = report.setting(options.quick)
     print(report.header(setting), flush=True)
-    tables = {}
     for place, name in enumerate(chosen, 1):
         # To stderr, so that the tables alone can be sent to a file.
         print(f"{name} ({place} of {len(chosen)}) ...", file=sys.stderr, flush=True)
         start = time.perf_counter()
-        tables[name] = TABLES[name](options.quick)
-        print(
-            report.markdown(name, tables[name], time.perf_counter() - start), flush=True
-        )
+        table = TABLES[name](options.quick)
+        seconds = time.perf_counter() - start
+        print(report.markdown(name, table, seconds), flush=True)
         # After each table, so that a run that is stopped leaves those it finished.
-        report.write(options.json, setting, tables)
+        report.write(options.json, setting, {name: table})
     print(f"Written to {options.json}")
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks",
-        description=(
-            "What clipping costs: times as ratios side by side, memory, compilation."
-        ),
+        description="What clipping costs: ratios of times, memory, compilation.",
     )
     parser.add_argument(
         "--quick",

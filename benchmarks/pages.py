@@ -4,10 +4,11 @@
 
 A table stands between `<!-- table: NAME -->` and `<!-- end -->`, a number in a sentence
 between `<!-- number: FILE/ROW/COLUMN -->` and `<!-- end -->`. A test fails when a page
-does not have what this would write. Where the JSON is from:
+does not have what this would write. A table that was not measured yet stays as it is.
+Where the JSON is from:
 
-    results/compiled.json        python -m benchmarks --only compiled --json PATH
-    results/cpu.json             python -m benchmarks --only step --json PATH
+    results/costs.json           python -m benchmarks --only whole_step
+                                     --only whole_step_compiled --only step --json PATH
     results/per_example.json     python -m benchmarks --only per_example
                                      --only per_example_compiled --json PATH
     results/broken_batches.json  python examples/broken_batches.py --table PATH
@@ -21,21 +22,27 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from .report import shown
+
 ROOT = Path(__file__).parents[1]
 RESULTS = Path(__file__).with_name("results")
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 BLOCK = re.compile(r"<!-- (table|number): (.*?) -->(.*?)<!-- end -->", re.DOTALL)
-DEVICES = {"h100": "H100", "v5e": "TPU v5e"}
-# How the two programs call the same clipper, and how the pages do.
-CLIPPERS = [
-    ("none", "none", "nothing, Adam alone"),
-    ("global norm", "optaxclip.clip_by_global_norm", "`clip_by_global_norm`"),
-    ("optax, global norm", "optax.clip_by_global_norm", "the same of optax"),
-    ("tensor RMS", "optaxclip.clip_by_tensor_rms", "`clip_by_tensor_rms`"),
-    ("optax, tensor RMS", "optax.clip_by_block_rms", "`clip_by_block_rms` of optax"),
-    ("AGC", "optaxclip.adaptive_grad_clip", "`adaptive_grad_clip`"),
-    ("optax, AGC", "optax.adaptive_grad_clip", "the same of optax"),
-]
+# The steps of the digest, and how the README calls them.
+DIGEST = {
+    "none": "nothing, Adam alone",
+    "global norm": "`clip_by_global_norm`",
+    "optax, global norm": "the same of optax",
+    "tensor RMS": "`clip_by_tensor_rms`",
+    "optax, tensor RMS": "`clip_by_block_rms` of optax",
+    "AGC": "`adaptive_grad_clip`",
+    "optax, AGC": "the same of optax",
+    "by value": "`clip_by_value`",
+    "optax, by value": "`clip` of optax",
+    "skip": "`skip_nonfinite`",
+    "optax, skip": "`apply_if_finite` of optax",
+    "zclip": "`zclip`",
+}
 # Ways to clip each example, and how the pages call them. "auto" names what it chose.
 EACH = [
     ("optaxclip, auto", "`clipped_grad`"),
@@ -73,7 +80,8 @@ def _rendered(block: re.Match[str]) -> str:
     kind, name, _ = block.groups()
     if kind == "number":
         return f"<!-- {kind}: {name} -->{number(name)}<!-- end -->"
-    return f"<!-- {kind}: {name} -->\n{TABLES[name]()}\n<!-- end -->"
+    table = TABLES[name]()
+    return f"<!-- {kind}: {name} -->\n{table}\n<!-- end -->" if table else block[0]
 
 
 def results(name: str) -> Any:
@@ -96,81 +104,44 @@ def number(path: str) -> str:
 
 
 def costs() -> str:
-    """Clippers in an Adam step of GPT-2 small, on three kinds of device."""
-    header = ["clipped by", "H100: GB", "H100: kernels", "TPU v5e: GB", "CPU: time"]
+    """What a clip adds to a whole step: the digest of two tables."""
+    timed = rows_of("costs", "whole_step")
+    if not timed:
+        return ""
+    networks = list(dict.fromkeys(row["network"] for row in timed))
+    times = {(row["network"], row["clipped by"]): row["time"] for row in timed}
+    header = ["clipped by", *(f"{network}, CPU: time" for network in networks)]
+    header += ["decoder, H100: GB", "TPU v5e: GB"]
     lines = []
-    for compiled, timed, shown in CLIPPERS:
-        h100, v5e = (_compiled(device, compiled) for device in ("h100", "v5e"))
-        numbers = [_shown(h100, "GB"), _shown(h100, "kernels"), _shown(v5e, "GB")]
-        lines.append([shown, *numbers, _cpu_time(timed)])
+    for name, title in DIGEST.items():
+        line = [shown(times[network, name]) for network in networks]
+        lines.append([title, *line, _added("h100", name), _added("v5e", name)])
     return markdown(header, lines)
 
 
-def _compiled(
-    device: str, name: str, model: str = "GPT-2 small", dtype: str = "float32"
-) -> dict[str, Any]:
-    wanted = {"device": device, "model": model, "gradients": dtype, "clipped by": name}
-    for row in rows_of("compiled", "compiled"):
-        if wanted.items() <= row.items():
-            return row
-    return {}
+def _added(device: str, name: str) -> str:
+    """GB that a scanned decoder's step moves, and of a clip what it adds to them."""
+    gigabytes = {}
+    for row in rows_of("costs", "whole_step_compiled"):
+        if (row["device"], row["model"]) == (device, "8 layers, scanned"):
+            gigabytes[row["clipped by"]] = row["GB"]
+    if name not in gigabytes:
+        return "-"
+    if name == "none":
+        return f"{gigabytes[name]:.2f}"
+    return f"{gigabytes[name] / gigabytes['none'] - 1:+.1%}".replace("%", " %")
 
 
-def _cpu_time(clipper: str) -> str:
-    """A time while clipping and one while not, over that of Adam alone."""
-    if clipper == "none":
-        return "1"
-    for row in rows_of("cpu", "step"):
-        if (row["optimizer"], row["clipper"]) == ("Adam", clipper):
-            both = sorted((row["time, clipping"], row["time, not clipping"]))
-            return " to ".join(dict.fromkeys(f"{time:.2f}" for time in both))
-    return "-"
-
-
-def compiled() -> str:
-    """Every step that was compiled for a GPU or a TPU."""
-    rows = rows_of("compiled", "compiled")
+def _measured(table: str) -> str:
+    """All rows of a table of the costs, as the benchmark shows them."""
+    rows = rows_of("costs", table)
     if not rows:
-        return "Not measured yet."
-    known = results("compiled")["tables"]["compiled"]["columns"]
-    columns = [column for column in known if column != "compile"]
-    return markdown(columns, [[_shown(row, name) for name in columns] for row in rows])
-
-
-def compile_times() -> str:
-    """The time to compile a step with a clip, over that of the same step with optax's,
-    on each device: the smallest and the largest of all dtypes.
-    """
-    rows = rows_of("compiled", "compiled")
-    kinds = {(row["device"], row["model"]): None for row in rows}
+        return ""
+    columns = results("costs")["tables"][table]["columns"]
     lines = []
-    for device, model in kinds:
-        times = {}
-        for row in rows:
-            if (row["device"], row["model"]) == (device, model):
-                times[row["gradients"], row["clipped by"]] = row["compile"]
-        norms = _over_optax(times, ("global norm", "tensor RMS"))
-        agc = _over_optax(times, ("AGC",))
-        if norms != "-":
-            lines.append([device, model, norms, agc])
-    return markdown(["compiled for", "model", "global norm, tensor RMS", "AGC"], lines)
-
-
-def _over_optax(times: dict[tuple[str, str], float], clippers: tuple[str, ...]) -> str:
-    found = []
-    for (dtype, name), time in times.items():
-        other = times.get((dtype, f"optax, {name}"))
-        if name in clippers and other:
-            found.append(f"{time / other:.1f}")
-    return " to ".join(dict.fromkeys((min(found), max(found)))) if found else "-"
-
-
-def cpu() -> str:
-    """Every optimizer and clipper that was timed on a CPU."""
-    rows = rows_of("cpu", "step")
-    columns = ["optimizer", "clipper", "time, clipping", "time, not clipping"]
-    columns += ["temporary memory"]
-    return markdown(columns, [[_shown(row, name) for name in columns] for row in rows])
+    for row in rows:
+        lines.append([shown(row.get(name)) for name in columns])
+    return markdown(columns, lines)
 
 
 def each_time() -> str:
@@ -197,7 +168,7 @@ def each_package() -> str:
             times = [x["time"] for x in own if x["gradient"].startswith(name)]
             line.append(f"{min(times):.1f}")
         lines.append(line)
-    return markdown(["model", *(shown for _, shown in PACKAGES)], lines)
+    return markdown(["model", *(title for _, title in PACKAGES)], lines)
 
 
 def _of_each(ways: list[tuple[str, str]], column: str) -> str:
@@ -205,15 +176,15 @@ def _of_each(ways: list[tuple[str, str]], column: str) -> str:
     rows = rows_of("per_example", "per_example")
     models = list(dict.fromkeys(row["model"] for row in rows))
     lines = []
-    for name, shown in ways:
+    for name, title in ways:
         own = [row for row in rows if row["gradient"].startswith(name)]
-        lines.append([shown, *(_smallest(own, model, column) for model in models)])
+        lines.append([title, *(_smallest(own, model, column) for model in models)])
     return markdown(["clipped by", *models], lines)
 
 
 def _smallest(rows: list[dict[str, Any]], model: str, column: str) -> str:
     own = [row for row in rows if row["model"] == model]
-    return min((_shown(row, column) for row in own), key=float, default="-")
+    return min((shown(row.get(column)) for row in own), key=float, default="-")
 
 
 def each_compiled() -> str:
@@ -229,16 +200,11 @@ def markdown(header: list[str], rows: list[list[str]]) -> str:
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
-def _shown(row: dict[str, Any], column: str) -> str:
-    value = row.get(column, "-")
-    return f"{value:.2f}" if isinstance(value, float) else str(value)
-
-
 TABLES: dict[str, Callable[[], str]] = {
     "costs": costs,
-    "compiled": compiled,
-    "compile_times": compile_times,
-    "cpu": cpu,
+    "whole_step": lambda: _measured("whole_step"),
+    "whole_step_compiled": lambda: _measured("whole_step_compiled"),
+    "step": lambda: _measured("step"),
     "each_time": each_time,
     "each_memory": each_memory,
     "each_package": each_package,

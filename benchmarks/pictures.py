@@ -13,7 +13,7 @@ from . import pages
 
 NUMBERS = pages.RESULTS / "broken_batches.json"
 PICTURES = {
-    "adaptive": ["--only", "autoclip", "zclip", "skip_step"],
+    "adaptive": [],
     "broken_batches": ["--table", str(NUMBERS)],
     "digits": [],
 }

@@ -27,55 +27,39 @@ class Table(NamedTuple):
 
 def setting(quick: bool) -> dict[str, Any]:
     """Where and with what the numbers were taken."""
+    versions = {"python": platform.python_version()}
+    versions["optaxclip"] = optaxclip.__version__
     return {
         "quick": quick,
         "platform": f"{platform.system()} {platform.machine()}",
         "cpu_count": os.cpu_count(),
         "device": f"{jax.default_backend()}: {jax.devices()[0].device_kind}",
-        "versions": {
-            "python": platform.python_version(),
-            "optaxclip": optaxclip.__version__,
-        }
-        | {name: _version(name) for name in PACKAGES},
+        "versions": versions | {name: _version(name) for name in PACKAGES},
     }
 
 
 def header(where: dict[str, Any]) -> str:
     """The lines above the first table."""
-    versions = ", ".join(
-        f"{name} {number or 'not installed'}"
-        for name, number in where["versions"].items()
-    )
+    versions = ", ".join(f"{name} {at}" for name, at in where["versions"].items())
     machine = f"{where['platform']}, {where['cpu_count']} CPUs, {where['device']}"
-    quick = (
-        "\n\nQUICK RUN: toy sizes, the numbers mean nothing." if where["quick"] else ""
-    )
-    return (
-        f"# Benchmarks\n\n{versions}, {machine}. Times are ratios, medians over "
-        f"interleaved rounds.{quick}\n"
-    )
+    text = f"# Benchmarks\n\n{versions}, {machine}.\n"
+    if where["quick"]:
+        text += "\nQUICK RUN: toy sizes, the numbers mean nothing.\n"
+    return text
 
 
 def markdown(name: str, table: Table, seconds: float) -> str:
     """A table to print, with the time it took to measure."""
-    lines = [
-        f"## `{name}`: {table.title}",
-        "",
-        _line(table.columns),
-        _line(["---"] * len(table.columns)),
-        *(
-            _line([_shown(row.get(column)) for column in table.columns])
-            for row in table.rows
-        ),
-        "",
-        f"{table.note} Measured in {seconds:.0f} s.".strip(),
-        "",
-    ]
+    lines = [f"## `{name}`: {table.title}", "", _line(table.columns)]
+    lines.append(_line(["---"] * len(table.columns)))
+    for row in table.rows:
+        lines.append(_line([shown(row.get(column)) for column in table.columns]))
+    lines += ["", f"{table.note} Measured in {seconds:.0f} s.".strip(), ""]
     return "\n".join(lines)
 
 
 def write(path: Path, where: dict[str, Any], tables: dict[str, Table]) -> None:
-    """Writes the setting and all tables.
+    """Writes the tables, each with its setting. The file keeps its other tables.
 
     Raises:
       SystemExit: a table has no rows, and the file has some of it.
@@ -84,24 +68,23 @@ def write(path: Path, where: dict[str, Any], tables: dict[str, Table]) -> None:
     for name, table in tables.items():
         if not table.rows and known.get(name, {}).get("rows"):
             raise SystemExit(f"{path} keeps its rows of {name}: there are no new ones.")
-    content = where | {
-        "tables": {name: table._asdict() for name, table in tables.items()}
-    }
-    path.write_text(json.dumps(content, indent=1) + "\n")
+        known[name] = where | table._asdict()
+    path.write_text(json.dumps({"tables": known}, indent=1) + "\n")
 
 
-def _version(name: str) -> str | None:
+def _version(name: str) -> str:
     try:
         return version(name)
     except PackageNotFoundError:
-        return None
+        return "not installed"
 
 
 def _line(cells: Any) -> str:
     return f"| {' | '.join(cells)} |"
 
 
-def _shown(value: Any) -> str:
+def shown(value: Any) -> str:
+    """A number or a word in a table."""
     if value is None:
         return "-"
     return f"{value:.2f}" if isinstance(value, float) else str(value)

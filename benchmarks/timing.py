@@ -11,7 +11,7 @@ import math
 import sys
 import time
 from collections.abc import Callable
-from statistics import median
+from statistics import median, quantiles
 from typing import Any, NamedTuple, TypeVar
 
 import jax
@@ -23,7 +23,6 @@ class Contestant(NamedTuple):
     """What is timed, in a race against others."""
 
     run: Callable[[], Any]  # returns what must be waited for
-    prepare: Callable[[], Any] = lambda: None  # puts back what `run` changed, not timed
     calls: int = 1  # how often `run` does the work: the time is divided by it
 
 
@@ -31,7 +30,7 @@ class Program(NamedTuple):
     """A function compiled ahead of time."""
 
     call: Callable[..., Any]
-    seconds: float  # to trace, lower and compile it
+    seconds: float  # of processor time to trace, lower and compile it
     # bytes that it needs beside its arguments and results. NaN where the backend does
     # not tell
     temporary: float
@@ -68,6 +67,12 @@ def ratio(seconds: list[float], base: list[float]) -> float:
     return median(one / other for one, other in zip(seconds, base, strict=True))
 
 
+def quartiles(seconds: list[float], base: list[float]) -> list[float]:
+    """Of the same ratios: the borders of their middle half, and the median between."""
+    ratios = [one / other for one, other in zip(seconds, base, strict=True)]
+    return quantiles(ratios, n=4, method="inclusive")
+
+
 def compiled(
     function: Callable[..., Any], *shapes: Any, donate: tuple[int, ...] = ()
 ) -> Program:
@@ -75,16 +80,15 @@ def compiled(
     from earlier compilations.
     """
     jax.clear_caches()
-    start = time.perf_counter()
+    start = time.process_time()
     call = jax.jit(function, donate_argnums=donate).lower(*shapes).compile()
-    seconds = time.perf_counter() - start
+    seconds = time.process_time() - start
     return Program(
         call, seconds, getattr(call.memory_analysis(), "temp_size_in_bytes", math.nan)
     )
 
 
 def _seconds(contestant: Contestant) -> float:
-    jax.block_until_ready(contestant.prepare())
     start = time.perf_counter()
     jax.block_until_ready(contestant.run())
     return (time.perf_counter() - start) / contestant.calls

@@ -7,123 +7,124 @@ for everything else. Without protection training fails. With one line of protect
 run ends where the same run ends on clean batches. Four runs have the same seed and
 learning rate: three meet the broken batches and one, drawn in grey, does not.
 
-What it does not show. Which protection is best: `adaptive.py` compares six. Nor that
-every run needs one: at half the learning rate (--lr 0.1) broken batches do little harm.
+What it does not show. Which protection is best: `adaptive.py` has more. Nor that every
+run needs one: at half the learning rate (--lr 0.1) broken batches do little harm.
 
-How long it takes. Half a minute on two CPU cores, compilation included.
-
-What it prints. A line for each run as it ends, then the table of `adaptive.py`. --save
-PATH draws a picture, and one for dark pages with "_dark" in its name. --table PATH
-writes the table as JSON.
+What it prints. A line for each run as it ends. --save PATH draws a picture, and one for
+dark pages with "_dark" in its name. --table PATH writes the losses as JSON.
 
     python examples/broken_batches.py --save broken_batches.png
 """
 
-import argparse
-import functools
 import json
-from pathlib import Path
 from typing import Any
 
+import char_rnn
+import jax
+import jax.numpy as jnp
 import numpy as np
+import optax
+from _shared import File, Look, draw_both, read_text, run, write
 
-if __package__:  # imported from the root of the repository, as the tests do
-    from . import adaptive
-    from ._pictures import Look, draw_both, note, prepare
-else:
-    import adaptive
-    from _pictures import Look, draw_both, note, prepare
+import optaxclip
 
+SEED, BATCH, LENGTH, FIRST, EVERY = 0, 16, 32, 200, 80
+CLEAN = "(clean batches)"
 TITLES = {
     "none": "no protection",
     "global norm": "clip_by_global_norm(1.0)",
     "skip_step": "skip_step(optimizer)",
 }
 
+Seen = dict[str, Any]  # "loss" and all metrics, each with a number for each step
+
 
 def main(
-    steps: int = 1000,
-    *,
-    lr: float = adaptive.LEARNING_RATE,
-    seed: int = adaptive.SEED,
-    save: str | Path | None = None,
-    table: str | Path | None = None,
-) -> list[adaptive.Row]:
-    """Trains the four networks, prints the table, draws the pictures and writes the
-    table if they are wanted, and returns the table.
-    """
-    rows, runs, broken = adaptive.compare(
-        steps, lr=lr, seed=seed, only=(adaptive.CLEAN, *TITLES)
-    )
+    steps: int = 1000, lr: float = 0.2, save: File = None, table: File = None
+) -> dict[str, Seen]:
+    """Trains the four networks. Returns what was seen of each."""
+    sgd = optax.sgd(lr, momentum=0.9)
+    clipped = optax.chain(optaxclip.clip_by_global_norm(1.0), sgd)
+    protections = {CLEAN: sgd, "none": sgd, "global norm": clipped}
+    protections["skip_step"] = optaxclip.skip_step(sgd)
+    runs = train_all(protections, steps)
     if save is not None:
-        draw_both(save, (13, 4), functools.partial(draw, runs, broken))
-        print(f"\nThe picture is in {save}")
+        draw_both(save, 3, lambda panels, look: draw(panels, look, runs))
     if table is not None:
-        lines = [row._asdict() for row in rows]
-        Path(table).write_text(json.dumps(lines, indent=1) + "\n")
-    return rows
+        rows = [{"run": name, "final_loss": final(seen)} for name, seen in runs.items()]
+        table.write_text(json.dumps(rows, indent=1) + "\n")
+    return runs
 
 
-def draw(
-    runs: dict[str, adaptive.Curves], broken: np.ndarray, figure: Any, look: Look
-) -> None:
+def train_all(protections: dict[str, Any], steps: int) -> dict[str, Seen]:
+    """Runs that meet the same batches, but for the one named CLEAN."""
+    runs = {}
+    print("protection       final loss  steps clipped  skipped")
+    for name, optimizer in protections.items():
+        seen = train(optimizer, is_broken(steps) & (name != CLEAN))
+        flags = [seen[key] for key in seen if key.startswith("clip/step/clipped/")]
+        clipped = np.mean(seen.get("clip/step/clipped", np.any(flags, axis=0)))
+        skipped = np.mean(seen.get("skip/step/skipped", 0.0))
+        shares = f"{clipped:13.1%}  {skipped:7.1%}"
+        print(f"{name:15}  {final(seen):10.4g}  {shares}", flush=True)
+        runs[name] = seen
+    return runs
+
+
+def is_broken(steps: int) -> np.ndarray:
+    """bool[steps]"""
+    return np.isin(np.arange(steps), np.arange(FIRST, steps, EVERY))
+
+
+def final(seen: Seen) -> float:
+    """The mean loss of the last 50 clean batches."""
+    return float(seen["loss"][~is_broken(len(seen["loss"]))][-50:].mean())
+
+
+def train(optimizer: Any, broken: np.ndarray) -> Seen:
+    """One run, as one compiled scan, which brings what was seen out of it at once."""
+    # The first part clips nothing. It records the norm, also where a step is skipped.
+    optimizer = optax.named_chain(("all", optaxclip.record_norm()), ("step", optimizer))
+    text, random = read_text(), np.random.default_rng(SEED + 1)
+    size = len(broken), BATCH, 1
+    starts = random.integers(len(text.training) - LENGTH, size=size)
+    stuck = random.integers(len(text.alphabet), size=size)
+
+    def step(trained: Any, batch: Any) -> tuple[Any, dict[str, jax.Array]]:
+        (network, state), (start, character, is_stuck) = trained, batch
+        windows = text.training[start + jnp.arange(LENGTH + 1)]
+        windows = jnp.where(is_stuck, character, windows)
+        loss, grads = jax.value_and_grad(char_rnn.mean_loss)(network, windows)
+        updates, state = optimizer.update(grads, state, network, value=loss)
+        seen = {"loss": loss, **optaxclip.metrics(state)}
+        return (optax.apply_updates(network, updates), state), seen
+
+    network = char_rnn.new_network(len(text.alphabet))
+    batches = starts, stuck, broken
+    scan = jax.jit(lambda trained: jax.lax.scan(step, trained, batches))
+    return jax.device_get(scan((network, optimizer.init(network)))[1])
+
+
+def draw(panels: Any, look: Look, runs: dict[str, Seen]) -> None:
     """One panel for each run that met the broken batches."""
-    clean = ~broken
-    steps = np.flatnonzero(clean)
-    losses = {name: adaptive.average(run.loss[clean]) for name, run in runs.items()}
-    panels = figure.subplots(1, 3, sharex=True, sharey=True)
+    broken = is_broken(len(runs[CLEAN]["loss"]))
+    (steps,), (marks,) = np.nonzero(~broken), np.nonzero(broken)
+    # Means of 20 steps.
+    means = {
+        name: np.convolve(seen["loss"][steps], np.full(20, 0.05), "valid")
+        for name, seen in runs.items()
+    }
     for axis, name, colour in zip(panels, TITLES, (look.orange, look.blue, look.green)):
-        final = runs[name].loss[clean][-50:].mean()
-        axis.plot(steps, losses[adaptive.CLEAN], color=look.grey, linewidth=4)
-        axis.plot(steps, losses[name], color=colour, linewidth=2)
-        axis.plot(np.flatnonzero(broken), np.full(broken.sum(), 1.1), "^", c=colour)
+        axis.plot(steps[19:], means[CLEAN], color=look.grey, linewidth=4)
+        axis.plot(steps[19:], means[name], color=colour, linewidth=2)
+        axis.plot(marks, np.full(len(marks), 1.1), "^", c=colour)
         axis.set_title(TITLES[name], color=colour, weight="bold")
-        prepare(axis, look, xlabel="step", ylim=(1.0, 4.2))
-        note(axis, f"final loss {final:.2f}", (0.97, 0.93), colour)
+        axis.set(xlabel="step", ylim=(1.0, 4.2))
+        write(axis, f"final loss {final(runs[name]):.2f}", (0.97, 0.93), colour)
     panels[0].set_ylabel("loss on clean batches")
-    note(panels[0], "grey: no broken batches", (0.97, 0.83), look.grey)
-    note(panels[0], "▲ broken batch", (0.97, 0.14), look.orange)
-
-
-def command_line() -> argparse.ArgumentParser:
-    """The options of the program."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    add = parser.add_argument
-    shown = "(default: %(default)s)"
-    add(
-        "--steps",
-        type=adaptive.char_rnn.count,
-        default=1000,
-        help=f"how many steps to train {shown}",
-    )
-    add(
-        "--lr",
-        type=float,
-        default=adaptive.LEARNING_RATE,
-        help=f"the learning rate {shown}",
-    )
-    add(
-        "--seed",
-        type=int,
-        default=adaptive.SEED,
-        help=f"the seed of the batches {shown}",
-    )
-    add(
-        "--save",
-        type=Path,
-        metavar="PATH",
-        help="draw the pictures to this path (default: no picture)",
-    )
-    add(
-        "--table",
-        type=Path,
-        metavar="PATH",
-        help="write the table as JSON (default: no file)",
-    )
-    return parser
+    write(panels[1], "grey: no broken batches", (0.97, 0.83), look.grey)
+    write(panels[0], "▲ broken batch", (0.97, 0.14), look.orange)
 
 
 if __name__ == "__main__":
-    main(**vars(command_line().parse_args()))
+    run(main, table="write the final losses as JSON")

@@ -10,46 +10,34 @@ written is equinox's usual filter where the optimizer starts,
     optimizer.init(eqx.filter(model, eqx.is_inexact_array))
 
 without which the activation function raises a TypeError there, as it does in optax's
-own transformations. `eqx.apply_updates` passes over None as well.
+own transformations.
 
 The clipper is `adagc`. For the first hundred steps the limit is one for all weights
-together. Then each tensor gets its own: a multiple of the running average of its
-clipped norm. The paper's multiple is 1.05. Norms of batches as small as these differ
-more from step to step, and under 1.05 nearly every step is clipped, so here it is 1.5.
-The table at the end has one line for each weight, named as in the model.
+together. Then each tensor gets its own: 1.5 times the running average of its clipped
+norm. The paper has 1.05. Norms of batches as small as these differ more.
 
-How long it takes. About twenty seconds on two CPU cores.
-
-What it prints. The network reads the English prose of Python's own help pages and
-predicts each character from the twelve before it. For each tenth of the run the mean
-loss and the mean share of tensors that were clipped. Then for each weight its norm and
-limit at the last step, and the share of steps in which it was clipped.
+What it prints. For each tenth of the run the mean loss. Then for each weight, named as
+in the model, norm and limit at the last step, and the share of steps that were clipped.
 
     python examples/equinox_filtered.py --steps 400
 
-Reference: Bengio, Ducharme, Vincent, Jauvin, A neural probabilistic language model,
-2003 (the network). Wang et al., AdaGC, 2025 (arXiv 2502.11034).
+Reference: Wang et al., AdaGC, 2025 (arXiv 2502.11034).
 """
 
-import argparse
 from collections.abc import Callable
-from pydoc_data.topics import topics
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 import optax
+from _shared import cross_entropy, packages, read_text, run
 
 import optaxclip
 
-try:
+with packages():
     import equinox as eqx
-except ModuleNotFoundError as error:
-    error.add_note('Install what this program needs: pip install -e ".[examples]"')
-    raise
 
-SEED, BATCH, CONTEXT, FEATURES, WIDTH = 0, 128, 12, 16, 128
-RATIO, WARMUP, LEARNING_RATE = 1.5, 100, 3e-3
+BATCH, CONTEXT, FEATURES, WIDTH = 128, 12, 16, 128
 
 
 class Network(eqx.Module):
@@ -82,125 +70,53 @@ class Network(eqx.Module):
 
 
 class Result(NamedTuple):
-    """What a test may ask of the run."""
+    """What happened."""
 
-    losses: (
-        np.ndarray
-    )  # float32[steps]: cross entropy in nats per character, before the step
-    reports: list[dict[str, float]]  # the metrics of every step
+    losses: np.ndarray  # float32[steps]: in nats per character, before the step
+    report: dict[str, jax.Array]  # the metrics of the last step
     network: Network  # trained
 
 
 def main(steps: int = 400) -> Result:
-    """Trains, prints the tables, and returns what happened."""
-    text, alphabet = read_text()
-    network = Network(len(alphabet), jax.random.key(SEED))
-    optimizer = optax.chain(
-        optaxclip.adagc(RATIO, warmup=WARMUP), optax.adam(LEARNING_RATE)
-    )
-    weights = eqx.filter(network, eqx.is_inexact_array)
-    state = optimizer.init(weights)
-    print(
-        f"{len(text)} characters, "
-        f"{sum(leaf.size for leaf in jax.tree.leaves(weights))} weights in "
-        f"{len(jax.tree.leaves(weights))} tensors"
-    )
-    print(
-        f"{len(jax.tree.leaves(network)) - len(jax.tree.leaves(weights))} leaves are "
-        f"none: {network.activation.__name__}, {network.times}, {network.factor}\n"
-    )
-    print("  step  mean loss  tensors clipped")
-    losses, reports, every = [], [], max(1, steps // 10)
-    for windows in batches(text, steps):
+    """Trains and prints what it finds."""
+    text, random, losses, report = read_text(), np.random.default_rng(0), [], {}
+    characters = np.asarray(text.training)
+    network = Network(len(text.alphabet), jax.random.key(0))
+    optimizer = optax.chain(optaxclip.adagc(1.5, warmup=100), optax.adam(3e-3))
+    state = optimizer.init(eqx.filter(network, eqx.is_inexact_array))
+    for _ in range(steps):
+        starts = random.integers(len(characters) - CONTEXT, size=(BATCH, 1))
+        windows = characters[starts + np.arange(CONTEXT + 1)]
         network, state, loss, report = train_step(network, state, windows, optimizer)
         losses.append(float(loss))
-        reports.append({name: float(value) for name, value in report.items()})
-        if len(losses) % every == 0:
-            share = np.mean([clipped_share(report) for report in reports[-every:]])
-            loss = np.mean(losses[-every:])
-            print(f"{len(losses):6}  {loss:9.4f}  {share:15.1%}")
-    print_tensors(reports[-1])
-    return Result(np.array(losses, np.float32), reports, network)
-
-
-def read_text() -> tuple[np.ndarray, str]:
-    """The help pages as prose, without what is no word: the numbers of its characters,
-    and the alphabet.
-    """
-    words = " ".join(dict.fromkeys("\n\n".join(topics.values()).split("\n\n"))).split()
-    prose = " ".join(
-        word for word in words if word.isascii() and word.strip("().,:;").isalpha()
-    )
-    alphabet, numbers = np.unique(np.array(list(prose)), return_inverse=True)
-    return numbers.astype(np.int32), "".join(alphabet)
-
-
-def batches(text: np.ndarray, steps: int) -> Any:
-    """int32[BATCH, CONTEXT + 1] for each step: windows of the text, of which the last
-    character is to be predicted.
-    """
-    random = np.random.default_rng(SEED)
-    for _ in range(steps):
-        yield text[
-            random.integers(len(text) - CONTEXT, size=(BATCH, 1))
-            + np.arange(CONTEXT + 1)
-        ]
-
-
-def mean_loss(network: Network, windows: jax.Array) -> jax.Array:
-    """Cross entropy, in nats, of the last character of each window."""
-    return optax.softmax_cross_entropy_with_integer_labels(
-        jax.vmap(network)(windows[:, :-1]), windows[:, -1]
-    ).mean()
-
-
-@eqx.filter_jit
-def train_step(
-    network: Network, state: Any, windows: jax.Array, optimizer: Any
-) -> tuple[Network, Any, jax.Array, dict[str, jax.Array]]:
-    """One step. What is not an array is a constant of the compiled program."""
-    loss, gradient = eqx.filter_value_and_grad(mean_loss)(network, windows)
-    updates, state = optimizer.update(
-        gradient, state, eqx.filter(network, eqx.is_inexact_array)
-    )
-    return eqx.apply_updates(network, updates), state, loss, optaxclip.metrics(state)
-
-
-def clipped_share(report: dict[str, float]) -> float:
-    return float(
-        np.mean(
-            [
-                value
-                for name, value in report.items()
-                if name.startswith("clip/clipped/")
-            ]
-        )
-    )
-
-
-def print_tensors(report: dict[str, float]) -> None:
+        if len(losses) % max(1, steps // 10) == 0:
+            print(f"step {len(losses):4}  mean loss {np.mean(losses[-40:]):.4f}")
     print("\nweight               norm   limit  steps clipped")
     start = "clip/norm_before/"
-    for name in (name.removeprefix(start) for name in report if name.startswith(start)):
+    for name in (key.removeprefix(start) for key in report if key.startswith(start)):
         norm, limit, share = (
             report[f"clip/{number}/{name}"]
             for number in ("norm_before", "limit", "clipped_share")
         )
         print(f"{name:16}  {norm:7.4f} {limit:7.4f}  {share:13.1%}")
+    return Result(np.array(losses), report, network)
 
 
-def command_line() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument(
-        "--steps",
-        type=int,
-        default=400,
-        help="how many steps to train (default: %(default)s)",
-    )
-    return parser
+def mean_loss(network: Network, windows: jax.Array) -> jax.Array:
+    """Of the last character of each window."""
+    return cross_entropy(jax.vmap(network)(windows[:, :-1]), windows[:, -1])
+
+
+@eqx.filter_jit
+def train_step(
+    network: Network, state: Any, windows: Any, optimizer: Any
+) -> tuple[Network, Any, jax.Array, dict[str, jax.Array]]:
+    """One step. What is not an array is a constant of the compiled program."""
+    loss, gradient = eqx.filter_value_and_grad(mean_loss)(network, windows)
+    weights = eqx.filter(network, eqx.is_inexact_array)
+    updates, state = optimizer.update(gradient, state, weights)
+    return eqx.apply_updates(network, updates), state, loss, optaxclip.metrics(state)
 
 
 if __name__ == "__main__":
-    main(**vars(command_line().parse_args()))
+    run(main)

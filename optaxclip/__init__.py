@@ -61,17 +61,21 @@ from ._clippers._record_spikes import record_spikes
 from ._clippers._spam import spam
 from ._clippers._spectral import clip_by_spectral_norm, spectral_norm
 from ._clippers._zclip import zclip
-from ._core._factors import rescale
-from ._core._state import ClipState
-from ._metrics._metrics import metrics
-from ._norms._mesh_axes import check_replicated
-from ._norms._norms import global_norm, group_norm, tensor_norm, unitwise_norm
-from ._other_names import show_public_names
+from ._factors import rescale
+from ._mesh import check_replicated
+from ._metrics import metrics
+from ._names import with_our_names
+from ._norms import global_norm, group_norm, tensor_norm, unitwise_norm
+from ._state import ClipState
 from ._wrappers._carry import carry_clipped
 from ._wrappers._constrain import constrain
 from ._wrappers._reset_momentum import reset_momentum
-from ._wrappers._skip import skip_nonfinite, skip_spikes, skip_step
-from ._wrappers._skipping import SkipState
+from ._wrappers._skipping import (
+    SkipState,
+    skip_nonfinite,
+    skip_spikes,
+    skip_step,
+)
 from .per_example import clipped_grad
 
 __version__ = "0.2.0"
@@ -131,4 +135,4 @@ __all__ = [
 
 
 # optaxclip.clip_grad_norm_ -> an AttributeError that names clip_grads.
-show_public_names(__name__)
+with_our_names(__name__)

@@ -25,29 +25,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ._arguments import (
-    check_limit,
-    check_order,
-    check_scalar,
-)
+from . import _trees as prefix
+from ._checks import check_limit, check_order, check_scalar
 from ._clippers._by_value import clip_by_value
-from ._core._once import clip_once
-from ._norms import _prefix as prefix
-from ._norms._leaves import axes_within, clipped_leaves, put_back
-from ._norms._measures import (
-    Measure,
-    Ord,
-    TensorNorm,
-    UnitwiseNorm,
-    check_measure,
-    check_ord,
-)
-from ._norms._mesh_axes import MeshAxes
-from ._other_names import with_our_names
+from ._kernel import clip_once
+from ._mesh import MeshAxes
+from ._norms import Measure, Ord, TensorNorm, UnitwiseNorm, check_measure
+from ._trees import axes_within, clipped_leaves, put_back
 from ._weighted_loss import check_not_weighted
 
 
-@with_our_names
 def clip_cotangent(
     x: Any,
     *,
@@ -131,23 +118,29 @@ def clip_cotangent(
             f"{call}: axis={axis!r} and ord={ord!r} belong to max_norm; max_value "
             "limits each element by itself."
         )
+    # Integers stay outside, since JAX gives them cotangents of dtype float0.
+    arrays = jax.tree.map(jnp.asarray, clipped_leaves(x))
     if max_norm is None:
-        bounds = _bounds(call, x, max_value, min_value)
-        # Integers stay outside, since JAX gives them cotangents of dtype float0.
-        return put_back(_clipped(None, _arrays(x), bounds), x)
+        bounds = _bounds(call, arrays, max_value, min_value)
+        return put_back(_clipped(None, arrays, bounds), x)
     if min_value is not None:
         raise ValueError(
             f"{call}: min_value={min_value!r} belongs to max_value."
         )
-    check_ord(call, ord)
-    _check_axis(call, axis, x)
-    check_limit(f"{call}: max_norm", max_norm)
-    measure = _measure(call, ord, axis, mesh_axes)
     limit = _scalar(f"{call}: max_norm", max_norm)
-    return put_back(_clipped(measure, _arrays(x), limit), x)
+    measure: Measure
+    # A cotangent has the shape of x, so its axes are those of x.
+    if axis is None:
+        measure = TensorNorm(**check_measure(call, ord, mesh_axes=mesh_axes))
+    else:
+        options = check_measure(call, ord, axis=axis, mesh_axes=mesh_axes)
+        measure = UnitwiseNorm(**options)
+        # Refused in the forward pass. The backward pass takes the norm.
+        for path, leaf in jax.tree_util.tree_flatten_with_path(arrays)[0]:
+            axes_within(axis, f"{call}: axis", prefix.name(path), leaf.ndim)
+    return put_back(_clipped(measure, arrays, limit), x)
 
 
-@with_our_names
 def scale_cotangent(x: Any, scale: Any) -> Any:
     """Returns `x`, and multiplies its derivative.
 
@@ -181,38 +174,25 @@ def scale_cotangent(x: Any, scale: Any) -> Any:
     2210.02414).
     """
     scale = _scalar("scale_cotangent: scale", scale, lowest=-math.inf)
-    return put_back(_scaled(_arrays(x), scale), x)
+    arrays = jax.tree.map(jnp.asarray, clipped_leaves(x))
+    return put_back(_scaled(arrays, scale), x)
 
 
-def _measure(call: str, ord: Ord, axis: Any, mesh_axes: MeshAxes) -> Measure:
-    """The norm of each array, or its norms along some axes."""
-    # A cotangent has the shape of x, so its axes are those of x.
-    if axis is None:
-        return TensorNorm(**check_measure(call, ord, mesh_axes=mesh_axes))
-    return UnitwiseNorm(
-        **check_measure(call, ord, axis=axis, mesh_axes=mesh_axes)
-    )
-
-
-def _bounds(call: str, x: Any, high: Any, low: Any) -> tuple[jax.Array, Any]:
+def _bounds(call: str, arrays: Any, high: Any, low: Any) -> tuple[Any, Any]:
     """The upper bound of each element, and the lower one if there is one."""
     if low is None:
         return _scalar(f"{call}: max_value", high), None
-    leaves = clipped_leaves(x)
-    entries, _ = jax.tree_util.tree_flatten_with_path(leaves)
-    for path, leaf in entries:
+    for path, leaf in jax.tree_util.tree_flatten_with_path(arrays)[0]:
         if jnp.iscomplexobj(leaf):
             raise TypeError(
                 f"{call}: the leaf {prefix.name(path)!r} is complex and has no "
                 "smallest value. Give max_value alone, which limits its modulus."
             )
     # Two bounds may both be positive, such as 0.5 and 1. One alone is a modulus.
-    bounds = (
-        _scalar(f"{call}: max_value", high, lowest=-math.inf),
-        _scalar(f"{call}: min_value", low, lowest=-math.inf),
-    )
+    upper = _scalar(f"{call}: max_value", high, lowest=-math.inf)
+    lower = _scalar(f"{call}: min_value", low, lowest=-math.inf)
     check_order(call, ("min_value", low), ("max_value", high))
-    return bounds
+    return upper, lower
 
 
 # The measure is hashable and part of the program. The limit is an operand, so
@@ -228,9 +208,7 @@ def _forward(measure: Measure | None, x: Any, limit: Any) -> tuple[Any, Any]:
     return x, limit
 
 
-def _backward(
-    measure: Measure | None, limit: Any, cotangent: Any
-) -> tuple[Any, Any]:
+def _backward(measure: Measure | None, limit: Any, cotangent: Any) -> Any:
     check_not_weighted("clip_cotangent")
     # A backward pass has nowhere to keep a state: counts and shares are dropped.
     if measure is None:
@@ -268,11 +246,6 @@ def _scaled_jvp(primals: Any, tangents: Any) -> tuple[Any, Any]:
     return x, jax.tree.map(multiplied, tangent)
 
 
-def _arrays(x: Any) -> Any:
-    """The leaves that have a derivative, as JAX arrays."""
-    return jax.tree.map(jnp.asarray, clipped_leaves(x))
-
-
 def _scalar(argument: str, value: Any, lowest: float = 0.0) -> jax.Array:
     """A number as a float scalar, which a cotangent can belong to.
 
@@ -282,14 +255,3 @@ def _scalar(argument: str, value: Any, lowest: float = 0.0) -> jax.Array:
     check_scalar(argument, value)
     # An int would have a cotangent of float0, which zeros_like does not make.
     return jnp.maximum(jnp.asarray(value, float), lowest)
-
-
-def _check_axis(call: str, axis: Any, x: Any) -> None:
-    """Raises ValueError for an axis that an array does not have."""
-    if axis is None:
-        return
-    # Refused in the forward pass. The norm itself is only taken in the backward pass.
-    leaves = clipped_leaves(x)
-    for path, leaf in jax.tree_util.tree_flatten_with_path(leaves)[0]:
-        name, rank = prefix.name(path), jnp.ndim(leaf)
-        axes_within(axis, f"{call}: axis", name, rank)

@@ -24,18 +24,14 @@ import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
-from ._arguments import check_known, check_number, with_hash
-from ._other_names import show_public_names, with_our_names
+from ._checks import check_known, check_number, with_hash
+from ._names import with_our_names
 
 Shrink = Callable[[jax.Array, jax.Array], jax.Array]
 
 __all__ = ["auto_s", "drop", "hard", "normalize", "psac", "smooth"]
 
-# shrinks.norm -> an AttributeError that lists what there is.
-show_public_names(__name__)
 
-
-@with_our_names
 def hard(norm: Any = None, limit: Any = None) -> Any:
     """Returns min(norm, limit). Norms within the limit keep their bits.
 
@@ -47,7 +43,6 @@ def hard(norm: Any = None, limit: Any = None) -> Any:
     return hard if norm is None else jnp.minimum(norm, limit)
 
 
-@with_our_names
 def drop(norm: Any = None, limit: Any = None) -> Any:
     """Returns the norm within the limit, and 0 beyond it.
 
@@ -63,7 +58,6 @@ def drop(norm: Any = None, limit: Any = None) -> Any:
     return jnp.where(norm > limit, jnp.zeros_like(norm), norm)
 
 
-@with_our_names
 def normalize(norm: Any = None, limit: Any = None) -> Any:
     """Returns the limit, but 0 for a norm of 0, which has no direction.
 
@@ -77,7 +71,6 @@ def normalize(norm: Any = None, limit: Any = None) -> Any:
     return normalize if norm is None else jnp.where(norm == 0, norm, limit)
 
 
-@with_our_names
 def smooth(power: float = 1.0) -> Shrink:
     """Returns the shrink norm / (1 + (norm / limit)^power)^(1 / power).
 
@@ -104,7 +97,6 @@ def smooth(power: float = 1.0) -> Shrink:
     return hard if float(power) == math.inf else _smooth(float(power))
 
 
-@with_our_names
 def auto_s(gamma: float = 0.01) -> Shrink:
     """Returns the shrink limit * norm / (norm + gamma).
 
@@ -131,7 +123,6 @@ def auto_s(gamma: float = 0.01) -> Shrink:
     return _auto_s(float(gamma))
 
 
-@with_our_names
 def psac(r: float = 0.1) -> Shrink:
     """Returns the shrink limit * norm / (norm + r / (norm + r)).
 
@@ -237,3 +228,7 @@ def _psac(r: float) -> Shrink:
 def _share(norm: ArrayLike, whole: ArrayLike) -> Any:
     """norm / whole, and 0 / 0 = 0."""
     return norm / jnp.where(whole == 0, 1.0, whole)
+
+
+# shrinks.norm -> an AttributeError that lists what there is.
+with_our_names(__name__)

@@ -36,7 +36,8 @@ class Loop(NamedTuple):
     """What a while instruction runs."""
 
     body: str  # the name of a computation
-    times: int  # 1 where XLA does not say
+    condition: str
+    times: int | None  # None where XLA does not say, as for a TPU
 
 
 class Instruction(NamedTuple):
@@ -105,7 +106,8 @@ def _counts(body: str, bodies: dict[str, str]) -> Counts:
             continue
         elif one.loop:
             inside: Any = _counts(bodies[one.loop.body], bodies)
-            loops.append(Counts(*(one.loop.times * count for count in inside)))
+            times = one.loop.times or _times(bodies.get(one.loop.condition, ""))
+            loops.append(Counts(*(times * count for count in inside)))
         elif one.is_scalar:
             scalars += 1
         else:
@@ -114,6 +116,14 @@ def _counts(body: str, bodies: dict[str, str]) -> Counts:
             moved += one.bytes() + _read(one, written, bodies)
     own = Counts(kernels, scalars, moved, collectives, 0, copies)
     return Counts(*map(sum, zip(own, *loops)))
+
+
+def _times(condition: str) -> int:
+    """How often a loop runs whose condition compares a counter from 0 with a number, as
+    that of a scan. 1 for any other.
+    """
+    found = re.findall(r" s32\[\]\S* constant\((\d+)\)", condition)
+    return int(found[0]) if len(found) == 1 and "direction=LT" in condition else 1
 
 
 def _read(one: Instruction, written: dict[str, int], bodies: dict[str, str]) -> int:
@@ -173,7 +183,8 @@ def _loop(operation: str, text: str) -> Loop | None:
         return None
     times = re.search(r'"known_trip_count":\{"n":"(\d+)"', text)
     (body,) = re.findall(r"body=(%?[\w.\-]+)", text)
-    return Loop(body, int(times.group(1)) if times else 1)
+    (condition,) = re.findall(r"condition=(%?[\w.\-]+)", text)
+    return Loop(body, condition, int(times.group(1)) if times else None)
 
 
 def _split_type(text: str) -> tuple[str, str]:

@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Callable
+from functools import cache
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
@@ -104,8 +105,11 @@ def platform_of(target: str) -> str:
     return "tpu" if target.startswith("v5e") else "cuda"
 
 
+@cache
 def devices_of(target: str) -> list[Any]:
-    """The devices of a target, as a compiler sees them."""
+    """The devices of a target, as a compiler sees them. Cached, since two descriptions
+    of one device are not equal.
+    """
     _, _, form = target.partition(":")
     if platform_of(target) == "tpu":
         options: dict[str, Any] = {
@@ -118,19 +122,31 @@ def devices_of(target: str) -> list[Any]:
     return topologies.get_topology_desc(**options).devices
 
 
-def placement(target: str) -> Place:
+def placement(target: str, *, is_stacked: bool = False) -> Place:
     """Where an array of a shape is: on the first device, or split over a mesh.
 
-    On a mesh matrices are split over both mesh axes, and every device holds the rest.
+    On a mesh matrices are split over both mesh axes, if told so also those that are
+    stacked on one more axis, and every device holds the rest.
     """
+
+    def spec(shape: tuple[int, ...]) -> P:
+        stacked = [None] * (len(shape) - 2)
+        if len(shape) < 2 or min(shape[-2:]) <= 64 or len(stacked) > is_stacked:
+            return P()
+        return P(*stacked, "data", "model")
+
+    return _placed(target, spec)
+
+
+def placement_of_batch(target: str) -> Place:
+    """The same for a batch, which is split over the first mesh axis."""
+    return _placed(target, lambda shape: P("data"))
+
+
+def _placed(target: str, spec: Callable[[tuple[int, ...]], P]) -> Place:
     devices = devices_of(target)
     if ":" not in target:
         return lambda shape: SingleDeviceSharding(devices[0])
     grid = np.array(devices).reshape(-1, 4)
     mesh = Mesh(grid, ("data", "model"), axis_types=(AxisType.Auto,) * 2)
-
-    def place(shape: tuple[int, ...]) -> NamedSharding:
-        is_split = len(shape) == 2 and min(shape) > 64
-        return NamedSharding(mesh, P("data", "model") if is_split else P())
-
-    return place
+    return lambda shape: NamedSharding(mesh, spec(shape))

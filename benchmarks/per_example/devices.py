@@ -3,9 +3,7 @@
 import sys
 from typing import Any
 
-import jax
-
-from ..compiled import processes, program, targets
+from ..compiled import processes, program, step, targets
 from ..report import Table
 from . import methods
 from .losses import Case, cases, in_bfloat16
@@ -56,18 +54,8 @@ def rows_of(target: str, number: int, quick: bool) -> list[dict[str, Any]]:
 
 def _compiled(case: Case, gradient: methods.Gradient, target: str) -> dict[str, Any]:
     place = targets.placement(target)
-
-    def described(x: jax.Array) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place(x.shape))
-
-    shapes = jax.tree.map(described, (case.params, case.batch))
-    jax.clear_caches()
-    lowered = (
-        jax.jit(gradient)
-        .trace(*shapes)
-        .lower(lowering_platforms=(targets.platform_of(target),))
-    )
-    found: Any = lowered.compile()
+    params, batch = step.described((case.params, case.batch), place)
+    found, _ = step.compiled_for(target, gradient, params, batch)
     counts = program.counts_of(found.as_text())
     temporary = found.memory_analysis().temp_size_in_bytes
     return {

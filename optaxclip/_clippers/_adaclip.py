@@ -9,19 +9,15 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from .._core._kernel import make_clipper
-from .._core._state import ClipState, limits_of
-from .._norms._leaves import clipped_leaves, put_back
-from .._norms._measures import TensorNorm, check_measure
-from .._norms._mesh_axes import MeshAxes
-from .._norms._prefix import is_none
-from .._norms._stacked import Stacked
-from .._other_names import with_our_names
+from .._kernel import make_clipper
+from .._mesh import MeshAxes
+from .._norms import TensorNorm, check_measure
+from .._state import ClipState, limits_of
+from .._trees import Stacked, clipped_leaves, is_none, put_back
 from ..rules._ema import Ema
 from ..rules._rule import Number, rule_in
 
 
-@with_our_names
 def adaclip(
     decay: Number = 0.999,
     *,
@@ -87,15 +83,16 @@ def adaclip(
     ) -> tuple[Any, Any]:
         tree = clipped_leaves(updates)
         # Needed below as well, to know which tensors are broken.
+        norms = measure(tree)
         if grad_norm is None:
-            grad_norm = measure(tree).tree()
+            grad_norm = norms.tree()
         # extra_args may hold `limit=`, which the kernel takes for this step.
         given = {"grad_norm": grad_norm, **extra_args}
         scaled, new_state = largest.update(tree, state, params, **given)
         new = cast(ClipState, new_state)
         # `scaled` is the whole tensor times T / max|g|. Coordinates up to T get back
         # their own bits.
-        each = tree, scaled, grad_norm, limits_of(new, tree)
+        each = tree, scaled, grad_norm, limits_of(new, norms)
         shaped = jax.tree.map(_scaled_over_limit, *each, is_leaf=is_none)
         return put_back(shaped, updates), new
 

@@ -10,15 +10,13 @@ import optax
 from jax.typing import ArrayLike
 
 from .._exported import exported
-from .._norms._mesh_axes import MeshAxes
-from .._norms._stacked import Stacked
-from .._other_names import with_our_names
-from ..rules._memory import between
-from ..rules._rule import Number, Rule, at_step, fixed, number
+from .._mesh import MeshAxes
+from .._trees import Stacked
+from ..rules._memory import between, one_more
+from ..rules._rule import Number, Rule, at_step, number
 from ._scope import Scope, clip_at
 
 
-@with_our_names
 def adagc(
     ratio: Number = 1.05,
     decay: Number = 0.98,
@@ -106,7 +104,7 @@ class Adagc(Rule):
     ratio: Number = number()
     decay: Number = number(highest=1.0)
     max_norm: Number = number()
-    warmup: Any = fixed(default=100, lowest=1)
+    warmup: Any = number(100, lowest=1, schedule=False)
 
     @property
     def needs_total(self) -> bool:
@@ -147,4 +145,4 @@ class Adagc(Rule):
         # From an average of 0 no tensor would come back.
         learns = value > 0
         average = jnp.where(learns, new, average)
-        return limit, AdaGCMemory(seen + learns.astype(seen.dtype), average)
+        return limit, AdaGCMemory(one_more(seen, learns), average)

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import optax
 
-from .._norms._mesh_axes import MeshAxes
-from .._norms._stacked import Stacked
-from .._other_names import with_our_names
+from .._mesh import MeshAxes
+from .._trees import Stacked
 from ..rules._moments_ratio import MomentsRatio
 from ..rules._rule import Number, rule_in
 from ..shrinks import normalize
 from ._scope import Scope, clip_at
 
 
-@with_our_names
 def adagn(
     decay1: Number = 0.7,
     decay2: Number = 0.9,

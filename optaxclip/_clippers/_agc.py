@@ -7,19 +7,16 @@ import math
 import optax
 from jax.typing import ArrayLike
 
-from .._arguments import check_limit
-from .._core._kernel import make_clipper
-from .._norms._leaves import Axis
-from .._norms._measures import Ord, TensorNorm, UnitwiseNorm, check_measure
-from .._norms._mesh_axes import MeshAxes
-from .._norms._stacked import Stacked
-from .._other_names import with_our_names
+from .._checks import check_limit
+from .._kernel import make_clipper
+from .._mesh import MeshAxes
+from .._norms import Ord, TensorNorm, UnitwiseNorm, check_measure
+from .._trees import Axis, Stacked
 from ..rules._rule import Number
 from ..rules._share_of_params import ShareOfParams
 from ..shrinks import Shrink
 
 
-@with_our_names
 def adaptive_grad_clip(
     clipping: Number | None = 0.01,
     eps: ArrayLike = 1e-3,

@@ -5,16 +5,14 @@ from __future__ import annotations
 import optax
 from jax.typing import ArrayLike
 
-from .._norms._mesh_axes import MeshAxes
-from .._norms._stacked import Stacked
-from .._other_names import with_our_names
+from .._mesh import MeshAxes
+from .._trees import Stacked
 from ..rules._ema_band import EmaBand
 from ..rules._rule import Number, rule_in
 from ..shrinks import normalize
 from ._scope import Scope, clip_at
 
 
-@with_our_names
 def aggc(
     low: Number = 0.95,
     high: Number = 0.6,

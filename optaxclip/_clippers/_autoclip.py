@@ -9,15 +9,13 @@ import optax
 from jax.tree_util import Partial
 from jax.typing import ArrayLike
 
-from .._norms._mesh_axes import MeshAxes
-from .._norms._stacked import Stacked
-from .._other_names import with_our_names
+from .._mesh import MeshAxes
+from .._trees import Stacked
 from ..rules._rule import Number, check_field, number, rule_in
 from ..rules._windowed_quantile import WindowedQuantile
 from ._scope import Scope, clip_at
 
 
-@with_our_names
 def autoclip(
     percentile: Number = 10.0,
     window: ArrayLike = 10_000,

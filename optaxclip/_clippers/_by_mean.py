@@ -10,19 +10,14 @@ from typing import Any
 import optax
 from jax.typing import ArrayLike
 
-from .._core._kernel import make_clipper
-from .._norms._measures import (
-    TensorNorm,
-    check_measure,
-)
-from .._norms._mesh_axes import MeshAxes
-from .._norms._stacked import Stacked
-from .._other_names import with_our_names
+from .._kernel import make_clipper
+from .._mesh import MeshAxes
+from .._norms import TensorNorm, check_measure
+from .._trees import Stacked
 from ..rules._constant import LimitTree
 from ..shrinks import Shrink
 
 
-@with_our_names
 def clip_by_tensor_rms(
     max_rms: LimitTree,
     *,
@@ -83,7 +78,6 @@ def clip_by_tensor_rms(
     return make_clipper(measure, max_rms, call=call, name="max_rms", **options)
 
 
-@with_our_names
 def clip_by_average_norm(
     max_norm: LimitTree,
     *,
@@ -141,7 +135,6 @@ def clip_by_average_norm(
     )
 
 
-@with_our_names
 def clip_by_block_rms(threshold: Any) -> optax.GradientTransformationExtraArgs:
     """Clips the root mean square of each leaf, as `optax.clip_by_block_rms`.
 

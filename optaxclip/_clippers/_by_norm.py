@@ -16,9 +16,9 @@ from typing import Any
 import optax
 from jax.typing import ArrayLike
 
-from .._core._kernel import make_clipper
-from .._norms._leaves import Axis, check_labels
-from .._norms._measures import (
+from .._kernel import make_clipper
+from .._mesh import MeshAxes
+from .._norms import (
     GlobalNorm,
     GroupNorm,
     Ord,
@@ -26,14 +26,11 @@ from .._norms._measures import (
     UnitwiseNorm,
     check_measure,
 )
-from .._norms._mesh_axes import MeshAxes
-from .._norms._stacked import Stacked
-from .._other_names import with_our_names
+from .._trees import Axis, Stacked, check_labels
 from ..rules._constant import Limit, LimitTree
 from ..shrinks import Shrink
 
 
-@with_our_names
 def clip_by_global_norm(
     max_norm: Limit,
     *,
@@ -92,7 +89,6 @@ def clip_by_global_norm(
     )
 
 
-@with_our_names
 def clip_by_tensor_norm(
     max_norm: LimitTree,
     *,
@@ -155,7 +151,6 @@ def clip_by_tensor_norm(
     )
 
 
-@with_our_names
 def clip_by_unitwise_norm(
     max_norm: LimitTree,
     *,
@@ -225,7 +220,6 @@ def clip_by_unitwise_norm(
     )
 
 
-@with_our_names
 def clip_by_group_norm(
     max_norm: LimitTree,
     labels: Mapping[Any, Any] | Sequence[Any] | Callable[..., Any],

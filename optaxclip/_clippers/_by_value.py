@@ -9,23 +9,20 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from .._arguments import broadcasts_to, check_limit, check_order, is_function
-from .._core._inputs import begins_anew
-from .._core._shares import ClippedElements, count_clipped, no_elements_clipped
-from .._exported import exported
-from .._norms import _prefix as prefix
-from .._norms._leaves import check_leaves
-from .._norms._modulus import with_modulus
-from .._optimizers import check_state
-from .._other_names import with_our_names
-from ..rules._rule import Number, call_name, is_rule
-from ._bounds_in_dtype import (
-    held_exactly,
-    is_known_whole,
-    python_ints,
-    whole_bounds,
-    within_range,
+from .. import _trees as trees
+from .._checks import (
+    broadcasts_to,
+    check_flag,
+    check_limit,
+    check_order,
+    check_state,
+    is_function,
 )
+from .._exported import exported
+from .._inputs import begins_anew
+from .._modulus import with_modulus
+from .._shares import ClippedElements, count_clipped, no_elements_clipped
+from ..rules._rule import Number, call_name, is_rule
 
 # A bound, or a tree prefix of bounds. None is no bound.
 Bounds: TypeAlias = "Number | Mapping[Any, Bounds] | Sequence[Bounds] | None"
@@ -36,12 +33,12 @@ class ClipByValueState(NamedTuple):
     """The state of `clip_by_value`."""
 
     step: jax.Array  # int32[]: updates seen, for bounds that follow a schedule
-    elements: ClippedElements  # which share of them was clipped
+    # Which share of them was clipped, where that is counted, else ().
+    elements: ClippedElements | tuple[()]
 
 
-@with_our_names
 def clip_by_value(
-    max_value: Bounds, min_value: Bounds = None
+    max_value: Bounds, min_value: Bounds = None, *, count: bool = False
 ) -> optax.GradientTransformation:
     """Clips every element to [min_value, max_value], or to [-max_value, max_value].
 
@@ -56,6 +53,8 @@ def clip_by_value(
         0 when it stands alone. A schedule that falls below counts as 0 then.
       min_value: the lower bound, likewise. None for -max_value. Where schedules cross,
         the upper bound wins.
+      count: whether to count which share of the elements is clipped, for `metrics`.
+        On a CPU that takes a copy of the gradients, and as long as Adam.
 
     Returns:
       A transformation with a `ClipByValueState`.
@@ -78,11 +77,16 @@ def clip_by_value(
     _check_one_bound(call, max_value, min_value)
     low = None if min_value is None else ("min_value", min_value)
     high = "max_value", _inf_for_none(max_value)
-    return value_clipper(call, high, low)
+    check_flag(f"{call}: count", count)
+    return value_clipper(call, high, low, count=count)
 
 
 def value_clipper(
-    call: str, high: tuple[str, Any], low: tuple[str, Any] | None = None
+    call: str,
+    high: tuple[str, Any],
+    low: tuple[str, Any] | None = None,
+    *,
+    count: bool = False,
 ) -> optax.GradientTransformation:
     """The clipper of two bounds. `call` and their names are what errors call them."""
     # Alone the upper bound limits the modulus. Beside a lower one any sign is right.
@@ -91,45 +95,43 @@ def value_clipper(
     lower = None
     if low is not None:
         lower = _bounds(call, *low, lowest)
-        # Prefixes may be of different depths. Only bounds of one leaf are compared.
-        for below, above in prefix.overlaps(lower, upper):
-            check_order(call, (low[0], below), (high[0], above))
+        _check_room(call, (low[0], lower), (high[0], upper))
 
     def init(params: Any) -> ClipByValueState:
-        step = jnp.zeros((), jnp.int32)
-        return ClipByValueState(step, no_elements_clipped())
+        elements = no_elements_clipped() if count else ()
+        return ClipByValueState(jnp.zeros((), jnp.int32), elements)
 
     def update(updates: Any, state: Any, params: Any = None) -> Any:
         # A checkpoint of `optax.clip` has EmptyState here. Fixed bounds need no more.
         if begins_anew(call, state, (upper, lower)):
             state = init(params)
         check_state(call, state, ClipByValueState)
-        check_leaves(updates, f"{call}: ")
-        uppers = prefix.lookup(upper, updates, f"{call}: {high[0]}")
-        if low is None or lower is None:
-            lowers = [None] * len(uppers)
-        else:
-            lowers = prefix.lookup(lower, updates, f"{call}: {low[0]}")
+        trees.check_leaves(updates, f"{call}: ")
+        uppers = trees.lookup(upper, updates, f"{call}: {high[0]}")
+        lowers: list[Any] = [None] * len(uppers)
+        if low is not None and lower is not None:
+            lowers = trees.lookup(lower, updates, f"{call}: {low[0]}")
         paths, treedef = jax.tree_util.tree_flatten_with_path(updates)
 
         def now(bound: Any) -> Any:
             return bound(state.step) if callable(bound) else bound
 
-        clipped = [
-            _limit(call, path, leaf, now(above), now(below))
-            for (path, leaf), above, below in zip(paths, uppers, lowers)
-        ]
-        # Leaves without numbers are the same objects as before.
-        pairs = [(x, y) for (_, x), y in zip(paths, clipped) if x is not y]
-        elements = count_clipped(state.elements, state.step, pairs)
+        clipped = []
+        for (path, leaf), above, below in zip(paths, uppers, lowers):
+            own = call, trees.name(path)
+            clipped.append(_clipped(own, leaf, now(above), now(below)))
+        elements = state.elements
+        if count:
+            # Leaves without numbers are the same objects as before.
+            pairs = [(x, y) for (_, x), y in zip(paths, clipped) if x is not y]
+            elements = count_clipped(elements, state.step, pairs)
         step = jnp.asarray(optax.safe_increment(state.step))
-        clipped = jax.tree.unflatten(treedef, clipped)
-        return clipped, ClipByValueState(step, elements)
+        new = ClipByValueState(step, elements)
+        return jax.tree.unflatten(treedef, clipped), new
 
     return optax.GradientTransformation(init, update)
 
 
-@with_our_names
 def clip(max_delta: Bounds) -> optax.GradientTransformation:
     """Clips every element to [-max_delta, max_delta], as `optax.clip`.
 
@@ -153,13 +155,13 @@ def clip(max_delta: Bounds) -> optax.GradientTransformation:
     return value_clipper("clip", ("max_delta", _inf_for_none(max_delta)))
 
 
-def _bounds(call: str, name: str, bound: Any, lowest: float) -> prefix.Prefix:
+def _bounds(call: str, name: str, bound: Any, lowest: float) -> trees.Prefix:
     for rule in filter(is_rule, jax.tree.leaves(bound, is_leaf=is_rule)):
         raise TypeError(
             f"{call}: {name} must be a number or a schedule, got the rule "
             f"{call_name(type(rule))}: rules limit norms, and no norm is measured here."
         )
-    table = prefix.freeze(bound, is_function)
+    table = trees.freeze(bound, is_function)
     for _, value in table.entries:
         if not callable(value):
             check_limit(f"{call}: {name}", value, lowest=lowest)
@@ -194,55 +196,117 @@ def _check_one_bound(call: str, bound: Any, other: Any) -> None:
         )
 
 
-def _limit(call: str, path: Any, leaf: Any, high: Any, low: Any) -> Any:
-    """One leaf between its bounds."""
+def _check_room(
+    call: str, low: tuple[str, trees.Prefix], high: tuple[str, trees.Prefix]
+) -> None:
+    """Raises for two bounds of one leaf that are known to cross."""
+    for path, below in low[1].entries:
+        for other, above in high[1].entries:
+            depth = min(len(path), len(other))
+            # One of both is at the other's place, or above it.
+            if path[:depth] == other[:depth]:
+                check_order(call, (low[0], below), (high[0], above))
+
+
+def _clipped(own: tuple[str, str], leaf: Any, high: Any, low: Any) -> Any:
+    """One leaf between its bounds. `own` is the call, and the name of the leaf."""
     # A Python number is a leaf too, and has no dtype of its own.
     dtype = leaf.dtype if hasattr(leaf, "dtype") else jnp.result_type(leaf)
     if not jnp.issubdtype(dtype, jnp.number):  # bool, float0 or a key
         return leaf
     x = jnp.asarray(leaf)
     for bound in (high, low):
-        if bound is not None and not broadcasts_to(jnp.shape(bound), x.shape):
+        shape = () if bound is None else jnp.shape(bound)
+        if not broadcasts_to(shape, x.shape):
             raise ValueError(
-                f"{call}: a bound of shape {jnp.shape(bound)} does not fit the leaf "
-                f"{prefix.name(path)!r} of shape {x.shape}."
+                f"{own[0]}: a bound of shape {shape} does not fit the leaf {own[1]!r} "
+                f"of shape {x.shape}."
             )
     if low is not None and jnp.iscomplexobj(x):
         raise TypeError(
-            f"{call}: the leaf {prefix.name(path)!r} is complex and has no order: give "
-            "one bound, for its modulus."
+            f"{own[0]}: the leaf {own[1]!r} is complex and has no order: give one "
+            "bound, for its modulus."
         )
-    if low is None and is_known_whole(high):
-        # A schedule may fall below 0, which counts as 0.
-        high = np.maximum(python_ints(high), 0)
-        # -np.uint8(5) is 251, so the bound is negated as a Python int.
-        low = None if jnp.iscomplexobj(x) else -high
-    return _between(x, held_exactly(high, x.dtype), held_exactly(low, x.dtype))
+    if jnp.iscomplexobj(x):
+        return _within_modulus(x, _held(high, jnp.finfo(dtype).dtype, sign=1))
+    if low is None:
+        bounds = _held(high, dtype, sign=1), _held(high, dtype, sign=-1)
+    else:
+        bounds = _held(high, dtype), _held(low, dtype, up=True)
+    return _between(x, *bounds)
+
+
+# Jitted, so that it is one call without jit.
+@jax.jit
+def _between(x: jax.Array, high: Any, low: Any) -> jax.Array:
+    # As `optax.clip`. The upper bound wins where schedules cross.
+    return jnp.clip(x, low, high).astype(x.dtype)
 
 
 @jax.jit
-def _between(x: jax.Array, high: jax.Array, low: Any) -> jax.Array:
-    """Selected, so that what lies inside stays bit for bit, in one jitted pass."""
-    if low is None:
-        high = jnp.maximum(high, 0)
-    if jnp.iscomplexobj(x):
-        # The modulus of the largest complex numbers is inf, and so above the limit.
-        size = jnp.abs(x)
-        high = within_range(size.dtype, high).astype(size.dtype)
-        return jnp.where(size > high, with_modulus(high, x), x)
-    if jnp.issubdtype(x.dtype, jnp.integer):
-        high, low = whole_bounds(x.dtype, high, low)
-    high = _filled_like(x, high)
-    # Negated in the leaf's dtype: in that of an unsigned bound it would wrap.
-    low = -high if low is None else _filled_like(x, low)
-    # One after the other, so that the upper bound wins where schedules cross.
-    raised = jnp.where(x < low, low, x)
-    return jnp.where(raised > high, high, raised)
+def _within_modulus(x: jax.Array, high: Any) -> jax.Array:
+    # The modulus of the largest complex numbers is inf, and so above the limit.
+    return jnp.where(jnp.abs(x) > high, with_modulus(high, x), x)
 
 
-def _filled_like(x: jax.Array, bound: jax.Array) -> jax.Array:
-    if jnp.issubdtype(x.dtype, jnp.floating):
-        bound = within_range(x.dtype, bound)
-    if jnp.ndim(bound) == 0:
-        return jax.lax.full_like(x, bound)
-    return jnp.broadcast_to(bound, x.shape).astype(x.dtype)
+# ------------------------------------------------------- bounds in the dtype of a leaf
+#
+# Beyond the range of a dtype a bound is the end of it, and inf stays inf. For integers
+# bounds are rounded inwards. With a `sign` the bound stands alone, on the other side as
+# well: below 0 it counts as 0. No number may wrap, so what is known is computed in
+# NumPy, with Python's ints. JAX would cut numbers of 64 bits to 32.
+
+
+def _held(bound: Any, dtype: Any, *, sign: int = 0, up: bool = False) -> Any:
+    if isinstance(bound, jax.Array):
+        return _held_late(bound, dtype, sign, up)
+    numbers = np.asarray(bound)
+    is_whole = numbers.dtype.kind in "iuO"
+    numbers = numbers.astype(object if is_whole else np.float64)
+    if sign:
+        numbers = sign * np.maximum(numbers, 0)
+    if jnp.issubdtype(dtype, jnp.integer):
+        if not is_whole:
+            numbers = _rounded(np, numbers, sign, up)
+        info = jnp.iinfo(dtype)
+        exact = np.asarray(numbers).astype(object)
+        held = np.clip(exact, int(info.min), int(info.max))
+        return np.asarray(held).astype(dtype)
+    wide = np.asarray(numbers).astype(np.float64)
+    return _within_range(np, wide, dtype)
+
+
+def _held_late(bound: jax.Array, dtype: Any, sign: int, up: bool) -> jax.Array:
+    """The same for what only a run knows."""
+    if sign:
+        bound = jnp.maximum(bound, 0)
+    is_float = jnp.issubdtype(bound.dtype, jnp.floating)
+    if jnp.issubdtype(dtype, jnp.floating):
+        wide = np.float64 if bound.dtype == np.float64 else np.float32
+        return _within_range(jnp, bound.astype(wide) * (sign or 1), dtype)
+    info = jnp.iinfo(dtype)
+    if is_float:
+        numbers = _rounded(jnp, bound * (sign or 1), sign, up)
+        return jnp.clip(numbers, float(info.min), float(info.max)).astype(
+            dtype
+        )
+    own = jnp.iinfo(bound.dtype)
+    if sign < 0:
+        # 2^31 is no int32, but it wraps to -2^31, which is its own negative.
+        end = np.array(min(own.max, -int(info.min)), own.dtype)
+        return -jnp.minimum(bound, end).astype(dtype)
+    # The ends of an int32 leaf would wrap in the dtype of an int8 bound.
+    ends = max(own.min, info.min), min(own.max, info.max)
+    return jnp.clip(bound, *np.array(ends, own.dtype)).astype(dtype)
+
+
+def _rounded(numpy: Any, numbers: Any, sign: int, up: bool) -> Any:
+    return numpy.ceil(numbers) if up or sign < 0 else numpy.floor(numbers)
+
+
+def _within_range(numpy: Any, wide: Any, dtype: Any) -> Any:
+    most = float(jnp.finfo(dtype).max)
+    if most > float(jnp.finfo(wide.dtype).max):
+        return wide.astype(dtype)
+    held = numpy.clip(wide, -most, most)
+    return numpy.where(numpy.isinf(wide), wide, held).astype(dtype)

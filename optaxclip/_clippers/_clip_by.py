@@ -8,15 +8,13 @@ from typing import Any
 import optax
 from jax.typing import ArrayLike
 
-from .._arguments import check_norm, with_hash
-from .._core._kernel import make_clipper
-from .._norms._measures import OwnNorm
-from .._other_names import with_our_names
+from .._checks import check_norm, with_hash
+from .._kernel import make_clipper
+from .._norms import OwnNorm
 from ..rules._constant import LimitTree
 from ..shrinks import Shrink
 
 
-@with_our_names
 def clip_by(
     norm: Callable[[Any], Any],
     limit: LimitTree,

@@ -7,13 +7,11 @@ from typing import Any
 import jax
 from jax.typing import ArrayLike
 
-from .._core._once import clip_once
-from .._norms._measures import GlobalNorm, Ord, check_measure
-from .._norms._mesh_axes import MeshAxes
-from .._other_names import with_our_names
+from .._kernel import clip_once
+from .._mesh import MeshAxes
+from .._norms import GlobalNorm, Ord, check_measure
 
 
-@with_our_names
 def clip_grads(
     grads: Any,
     max_norm: ArrayLike | None,

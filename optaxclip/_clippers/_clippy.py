@@ -12,20 +12,16 @@ import numpy as np
 import optax
 from jax.typing import ArrayLike
 
-from .._arguments import check_limit, number_for_jit
-from .._core._inputs import params_of
-from .._core._kernel import make_clipper
-from .._norms._leaves import clipped_leaves
-from .._norms._measures import TensorNorm, check_measure
-from .._norms._mesh_axes import MeshAxes
-from .._norms._stacked import Stacked
-from .._optimizers import check_params
-from .._other_names import with_our_names
+from .._checks import check_limit, check_params, number_for_jit
+from .._inputs import params_of
+from .._kernel import make_clipper
+from .._mesh import MeshAxes
+from .._norms import TensorNorm, check_measure
+from .._trees import Stacked, clipped_leaves
 
 TINY = 2.0**-126  # the smallest normal float32: bounds below it count as 0
 
 
-@with_our_names
 def clippy(
     relative: ArrayLike = 0.1,
     absolute: ArrayLike = 1e-7,

@@ -11,20 +11,16 @@ import optax
 from jax.core import Tracer
 from jax.typing import ArrayLike
 
-from .._arguments import check_limit, number_for_jit
-from .._core._factors import cast_like
-from .._core._inputs import params_of
-from .._core._kernel import make_clipper
-from .._norms._leaves import clipped_leaves, put_back
-from .._norms._measures import TensorNorm, check_measure
-from .._norms._mesh_axes import MeshAxes
-from .._norms._stacked import Stacked
-from .._optimizers import check_params
-from .._other_names import with_our_names
+from .._checks import check_limit, check_params, number_for_jit
+from .._factors import cast_like
+from .._inputs import params_of
+from .._kernel import make_clipper
+from .._mesh import MeshAxes
+from .._norms import TensorNorm, check_measure
+from .._trees import Stacked, clipped_leaves, put_back
 from ..rules._rule import Number, Rule, at_step, number
 
 
-@with_our_names
 def larc(
     learning_rate: Number,
     trust: ArrayLike = 0.02,

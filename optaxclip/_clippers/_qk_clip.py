@@ -14,27 +14,22 @@ import optax
 from jax.core import Tracer
 from jax.typing import ArrayLike
 
-from .._arguments import check_number
-from .._core._factors import cast_like
-from .._core._inputs import params_of
-from .._core._kernel import make_clipper
-from .._core._placeholder import PLACEHOLDER
-from .._core._state import ClipState
-from .._norms._leaves import clipped_leaves, put_back
-from .._norms._measures import OwnNorm
-from .._norms._types import gathered, typed_as, types_of, varying_as
-from .._optimizers import check_params, check_state
-from .._other_names import with_our_names
+from .._checks import check_number, check_params, check_state
+from .._factors import cast_like
+from .._inputs import params_of
+from .._kernel import make_clipper
+from .._mesh import typed_as, types_of, varying_as
+from .._norms import OwnNorm
+from .._state import PLACEHOLDER, ClipState
+from .._trees import clipped_leaves, put_back
 from ..rules._constant import Limit
 from ..rules._rule import is_rule
 from ..rules._without_params import rule_without_params
-from ._heads import Attention, Where, find_attentions, scale_of
-from ._logits import logits_of
+from ._heads import Attention, Where, find_attentions, logits_of, scale_of
 
 CALL = "qk_clip"
 
 
-@with_our_names
 def qk_clip(
     max_logit: Limit = 100.0,
     *,
@@ -116,23 +111,28 @@ def qk_clip(
     """
     check_number(f"{CALL}: alpha", alpha)
     # The keys take factor^(1 - alpha): with alpha above 1 they would grow.
-    known = not isinstance(alpha, Tracer)
-    if known and np.any(np.asarray(alpha, np.float64) > 1):
+    if not isinstance(alpha, Tracer) and np.any(np.asarray(alpha) > 1):
         raise ValueError(f"{CALL}: alpha must be at most 1, got {alpha!r}.")
     # Its norms are logits, which have no weights to be compared with.
     if is_rule(max_logit):
         rule_without_params(max_logit, f"{CALL}: max_logit")
     roles = {"query": queries, "key": keys, "rotary": rotary}
     # The attention has measured its logits already.
-    measure = OwnNorm(_as_measured)
-    kernel = make_clipper(measure, max_logit, call=CALL, name="max_logit")
+    own = OwnNorm(_as_measured)
+    kernel = make_clipper(own, max_logit, call=CALL, name="max_logit")
 
     def init(params: Any) -> Any:
         # `optax.tree_map_params` has no weights in which heads could be found.
         if isinstance(params, PLACEHOLDER):
             return kernel.init(params)
         tree = types_of(clipped_leaves, params)
-        return kernel.init(_no_logits(find_attentions(roles, tree), tree))
+        types, zeros = jax.tree.leaves(tree), {}
+        for name, _, shape, dtype, uses in find_attentions(roles, tree):
+            # Typed as the logits will be, which come of the weights.
+            zeros[name] = varying_as(
+                jnp.zeros(shape, dtype), types[uses[0].leaf]
+            )
+        return kernel.init(zeros)
 
     def update(
         updates: Any,
@@ -144,32 +144,24 @@ def qk_clip(
     ) -> tuple[Any, Any]:
         check_state(CALL, state, ClipState)
         check_params(CALL, params, "updates")
-        _check_given(max_logits)
+        if max_logits is None:
+            raise ValueError(
+                f"{CALL}: max_logits is missing: call update(updates, state, params, "
+                "max_logits=...) with the largest attention logit of each head."
+            )
         tree = clipped_leaves(updates, CALL)
         attentions = find_attentions(roles, tree)
-        given = logits_of(attentions, max_logits)
-        logits: Any = _by_key_head(attentions, given, tree)
+        logits: Any = logits_of(attentions, max_logits)
+        # Its updates would be clipped logits. Its state is that of these.
         new: Any = kernel.update(logits, state)[1]
         # Inside shard_map a state keeps its types from step to step, which `lax.scan`
         # compares.
-        new = jax.tree.map(
-            lambda x, old: typed_as(x, jax.typeof(old)), new, state
-        )
+        new = jax.tree.map(lambda x, y: typed_as(x, jax.typeof(y)), new, state)
         # Bit for bit, also where a logit is NaN.
         if max_logit is None:
             return updates, new
-        # Of each attention [heads] or [layers, heads], also where there is one head.
-        factors = {
-            name: entry.factor.reshape(logits[name].shape)
-            for name, entry in new.by_name().items()
-        }
-        clipped = _clip(
-            tuple(attentions),
-            alpha,
-            tree,
-            params_of(CALL, tree, params),
-            factors,
-        )
+        weights = jax.tree.leaves(params_of(CALL, tree, params))
+        clipped = _clip(tuple(attentions), alpha, tree, weights, new)
         return put_back(clipped, updates), new
 
     return optax.GradientTransformationExtraArgs(init, update)
@@ -180,60 +172,21 @@ def _as_measured(logits: Any) -> Any:
     return logits
 
 
-def _check_given(max_logits: Any) -> None:
-    if max_logits is None:
-        raise ValueError(
-            f"{CALL}: max_logits is missing: call update(updates, state, params, "
-            "max_logits=...) with the largest attention logit of each head."
-        )
-
-
-def _no_logits(attentions: list[Attention], tree: Any) -> dict[str, jax.Array]:
-    """Logits of 0, typed as those of the attentions' weights will be."""
-    kinds = jax.tree.leaves(tree)
-    found = {}
-    for attention in attentions:
-        kind = kinds[attention.uses[0].leaf]
-        zeros = jnp.zeros(attention.shape, _wide(kind))
-        found[attention.name] = varying_as(zeros, kind)
-    return found
-
-
-def _by_key_head(
-    attentions: list[Attention], logits: dict[str, Any], tree: Any
-) -> dict[str, jax.Array]:
-    """The largest logit of the queries that share a key, at least 0."""
-    leaves = jax.tree.leaves(tree)
-    found = {}
-    for attention in attentions:
-        dtype = _wide(leaves[attention.uses[0].leaf])
-        own = gathered(jnp.asarray(logits[attention.name]), 0).astype(dtype)
-        # [..., heads of queries] -> [..., heads of keys, queries that share it]
-        most = jnp.max(own.reshape((*attention.shape, -1)), axis=-1)
-        # A negative logit is within every limit. Norms are at least 0. NaN stays NaN.
-        found[attention.name] = jnp.maximum(most, 0)
-    return found
-
-
-def _wide(leaf: Any) -> Any:
-    # Near the usual limit of 100 bfloat16 has steps of 0.5.
-    return np.promote_types(jnp.finfo(leaf.dtype).dtype, np.float32)
-
-
 # Jitted at module level, so that clippers with equal settings share a program.
 @partial(jax.jit, static_argnums=0)
 def _clip(
     attentions: tuple[Attention, ...],
     alpha: Any,
     tree: Any,
-    weights: Any,
-    factors: dict[str, jax.Array],
+    weights: list[Any],
+    state: ClipState,
 ) -> Any:
     """The updates that lead to the weights times their scales."""
     leaves, treedef = jax.tree.flatten(tree)
-    scales: dict[int, jax.Array] = {}
+    known, scales = state.by_name(), {}
     for attention in attentions:
-        factor = factors[attention.name]
+        # Of [heads] or [layers, heads], also where there is one head.
+        factor = known[attention.name].factor.reshape(attention.shape)
         power = jnp.asarray(alpha).astype(factor.dtype)
         query = factor**power
         # The quotient, so that the product is the factor to one rounding.
@@ -244,13 +197,11 @@ def _clip(
         # take the whole factor.
         powers = {"query": query, "key": key, "rotary": factor}
         for use in attention.uses:
-            shape = leaves[use.leaf].shape
-            scale = scale_of(use, shape, powers[use.role])
+            scale = scale_of(use, leaves[use.leaf].ndim, powers[use.role])
             # Queries and keys may share a leaf. Each scale is 1 outside its own heads.
             scales[use.leaf] = scale * scales.get(use.leaf, 1)
-    flat = jax.tree.leaves(weights)
     for number, scale in scales.items():
-        leaves[number] = _scaled(leaves[number], flat[number], scale)
+        leaves[number] = _scaled(leaves[number], weights[number], scale)
     return treedef.unflatten(leaves)
 
 
@@ -260,7 +211,6 @@ def _scaled(update: jax.Array, weight: Any, scale: jax.Array) -> jax.Array:
     scale = scale.astype(wide)
     # Exact where the scale is 1. The update itself is read once: an operand of two
     # operations XLA on a CPU writes to memory instead of computing it in the same loop.
-    taken = jnp.where(
-        scale == 1, 0, (1 - scale) * jnp.asarray(weight).astype(wide)
-    )
+    weight = jnp.asarray(weight).astype(wide)
+    taken = jnp.where(scale == 1, 0, (1 - scale) * weight)
     return cast_like(scale * jnp.asarray(update).astype(wide) - taken, update)

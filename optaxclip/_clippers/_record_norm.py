@@ -7,14 +7,11 @@ from typing import Any
 
 import optax
 
-from .._arguments import check_norm, with_hash
-from .._core._kernel import make_clipper
-from .._norms._measures import OwnNorm
-from .._norms._norms import global_norm
-from .._other_names import with_our_names
+from .._checks import check_norm, with_hash
+from .._kernel import make_clipper
+from .._norms import OwnNorm, global_norm
 
 
-@with_our_names
 def record_norm(
     norm: Callable[[Any], Any] = global_norm,
 ) -> optax.GradientTransformationExtraArgs:

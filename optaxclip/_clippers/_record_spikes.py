@@ -8,18 +8,11 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from .._core._shares import moving_average
+from .._checks import check_state
 from .._exported import exported
-from .._norms._mesh_axes import MeshAxes
-from .._optimizers import check_state
-from .._other_names import with_our_names
-from .._wrappers._judged import (
-    first_fields,
-    given,
-    judge_loss,
-    judge_norm,
-    norm_of,
-)
+from .._mesh import MeshAxes
+from .._state import moving_average
+from .._wrappers._skipping import Judge, counted
 from ..rules._rule import Number, Rule
 from ..rules._windowed_mean import spike_rule
 
@@ -34,7 +27,7 @@ class SpikeState(NamedTuple):
     step: jax.Array  # int32[]: updates seen
     norm: jax.Array  # float32[]: the global norm of the last gradient
     limit: jax.Array  # float32[]: what it was held against
-    loss: jax.Array  # float32[]: the last loss, 0 if none was given
+    loss: jax.Array  # float32[]: the last loss, NaN until one is given
     loss_limit: jax.Array  # float32[]: what it was held against
     spiked: jax.Array  # int32[]: 1 if the last step was a spike, else 0
     spikes: jax.Array  # int32[]: steps that were
@@ -44,11 +37,13 @@ class SpikeState(NamedTuple):
     loss_memory: Any  # the last losses
 
 
-@with_our_names
 def record_spikes(
     sigmas: Number = 6.0, window: Any = 128, *, mesh_axes: MeshAxes = "auto"
 ) -> optax.GradientTransformationExtraArgs:
     """Counts the steps whose norm or loss stands out, for `metrics`. Changes nothing.
+    The loss must be the same on all devices, so average it with `lax.pmean`. In pmap
+    and in shard_map(check_vma=False) nothing shows that it differs, and each replica
+    counts its own: `check_replicated` shows it, as in `skip_step`.
 
         spike    if x > mean + sigmas * deviation, both of the `window` values before x,
                  for x the global norm, or the loss where update(..., value=loss) has it
@@ -70,7 +65,10 @@ def record_spikes(
       remembered.
 
     Raises:
-      ValueError: a number out of its range. TypeError: something that is not a number.
+      ValueError: a number out of its range, or a `value` that differs between devices
+        where types show it.
+      TypeError: something that is not a number, or a loss under another name than
+        `value`.
 
     Example:
       >>> recorder = optaxclip.record_spikes(2.0, window=4)
@@ -87,50 +85,39 @@ def record_spikes(
     deviations and 1000 values.
     """
     rule = spike_rule(CALL, sigmas, window)
+    # Norm and loss share the rule, and each has a memory in the state.
+    judge = Judge(CALL, rule, rule, mesh_axes)
 
     def init(params: Any) -> SpikeState:
-        return _first_state(rule, params)
+        # Each counter is its own array, so that the state can be donated.
+        return SpikeState(
+            **judge.first_fields(params),
+            spiked=jnp.zeros((), jnp.int32),
+            spikes=jnp.zeros((), jnp.int32),
+            spiked_recently=jnp.zeros((), jnp.float32),
+        )
 
     def update(
-        updates: Any,
-        state: Any,
-        params: Any = None,
-        *,
-        value: Any = None,
-        grad_norm: Any = None,
-        **_: Any,
+        updates: Any, state: Any, params: Any = None, **extra_args: Any
     ) -> tuple[Any, SpikeState]:
         check_state(CALL, state, SpikeState)
-        norm = norm_of(CALL, updates, grad_norm, mesh_axes)
-        if value is not None:
-            value = given(f"{CALL}: value", value)
-        return updates, _after_step(rule, state, norm, value)
+        norm, loss = judge.numbers_of(updates, extra_args)
+        return updates, _after_step(rule, state, norm, loss)
 
     return optax.GradientTransformationExtraArgs(init, update)
 
 
-def _first_state(rule: Rule, params: Any) -> SpikeState:
-    # Each counter is its own array, so that the state can be donated.
-    return SpikeState(
-        **first_fields(rule, rule, params),
-        spiked=jnp.zeros((), jnp.int32),
-        spikes=jnp.zeros((), jnp.int32),
-        spiked_recently=jnp.zeros((), jnp.float32),
-    )
-
-
 @jax.jit
 def _after_step(
-    rule: Rule, state: SpikeState, norm: Any, value: Any
+    rule: Rule, state: SpikeState, norm: Any, loss: Any
 ) -> SpikeState:
-    state, spiked = judge_norm(CALL, rule, state, norm)
-    if value is not None:
-        state, is_over = judge_loss(CALL, rule, state, value)
-        spiked = spiked | is_over
+    # Without mesh axes, since the norm is measured.
+    judge = Judge(CALL, rule, rule, None)
+    state, spiked, _ = judge.judged(state, norm, loss)
     share = moving_average(state.spiked_recently, spiked, state.step, RECENT)
     return state._replace(
-        step=jnp.asarray(optax.safe_increment(state.step)),
+        step=counted(state.step),
         spiked=spiked.astype(jnp.int32),
-        spikes=state.spikes + spiked.astype(jnp.int32),
+        spikes=counted(state.spikes, spiked),
         spiked_recently=share,
     )

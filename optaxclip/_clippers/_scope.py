@@ -10,16 +10,10 @@ from typing import Any
 
 import optax
 
-from .._core._kernel import make_clipper
-from .._norms._measures import (
-    GlobalNorm,
-    GroupNorm,
-    Measure,
-    TensorNorm,
-    check_measure,
-)
-from .._norms._mesh_axes import MeshAxes
-from .._norms._stacked import Stacked
+from .._kernel import make_clipper
+from .._mesh import MeshAxes
+from .._norms import GlobalNorm, GroupNorm, Measure, TensorNorm, check_measure
+from .._trees import Stacked
 from ..rules._rule import Rule
 from ..shrinks import Shrink
 

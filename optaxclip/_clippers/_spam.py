@@ -26,26 +26,24 @@ import jax.numpy as jnp
 import optax
 from jax.typing import ArrayLike
 
-from .._arguments import check_length, check_number, number_for_jit
-from .._core._factors import cast_like
-from .._core._inputs import check_kept, values_of
-from .._core._shares import ClippedElements, count_clipped, no_elements_clipped
-from .._exported import exported
-from .._norms._leaves import clipped_leaves, put_back
-from .._norms._modulus import (
-    modulus_dtype,
-    norm_dtype,
-    wide_dtype,
-    with_modulus,
+from .._checks import (
+    check_flag,
+    check_length,
+    check_number,
+    check_state,
+    number_for_jit,
 )
-from .._norms._prefix import is_none
-from .._norms._types import typed_as, types_of
-from .._optimizers import check_state
-from .._other_names import with_our_names
+from .._exported import exported
+from .._factors import cast_like
+from .._inputs import check_kept, values_of
+from .._mesh import typed_as, types_of
+from .._modulus import modulus_dtype, wide_dtype, with_modulus
+from .._shares import ClippedElements, count_clipped, no_elements_clipped
+from .._sums import norm_dtype
+from .._trees import clipped_leaves, is_none, put_back
 from .._wrappers._reset_momentum import steps_since_reset
 from ..rules._memory import root
 from ..rules._rule import Number, at_step, check_field, number
-from ._bounds_in_dtype import within_range
 
 
 @exported
@@ -56,16 +54,17 @@ class SpamState(NamedTuple):
     # float32[...] for each clipped leaf (float64 if it has 64 bits): the average of
     # squares, not corrected for its start
     second_moment: Any
-    elements: ClippedElements  # which share of them was clipped
+    # Which share of them was clipped, where that is counted, else ().
+    elements: ClippedElements | tuple[()]
 
 
-@with_our_names
 def spam(
     threshold: Number = 5000.0,
     *,
     decay: Number = 0.999,
     warmup: ArrayLike = 20,
     every: int | None = 500,
+    count: bool = False,
 ) -> optax.GradientTransformationExtraArgs:
     """Cuts coordinates down to sqrt(threshold * v), v the average of their squares.
 
@@ -86,6 +85,7 @@ def spam(
         either. At least 0.
       every: the average starts anew before each update whose number is a multiple of
         this, as in `reset_momentum`. None for never. A whole number, at least 1.
+      count: whether to count which share of the elements is clipped, for `metrics`.
 
     Returns:
       A transformation with a `SpamState`. `update(..., second_moment=v)` uses another
@@ -118,12 +118,14 @@ def spam(
     warmup = number_for_jit(warmup)
     if every is not None:
         check_length(f"{call}: every", every)
+    check_flag(f"{call}: count", count)
 
     def init(params: Any) -> SpamState:
         # Only shapes and dtypes are read, so `init` takes jax.ShapeDtypeStruct.
         moment = jax.tree.map(_no_squares, types_of(clipped_leaves, params))
         step = jnp.zeros((), jnp.int32)
-        return SpamState(step, moment, no_elements_clipped())
+        elements = no_elements_clipped() if count else ()
+        return SpamState(step, moment, elements)
 
     def update(
         updates: Any,
@@ -167,8 +169,10 @@ def spam(
         moment = state.second_moment
         if second_moment is None:
             moment = jax.tree.map(learn, tree, clipped, own, is_leaf=is_none)
-        pairs = list(zip(jax.tree.leaves(tree), jax.tree.leaves(clipped)))
-        elements = count_clipped(state.elements, step, pairs)
+        elements = state.elements
+        if count:
+            pairs = list(zip(jax.tree.leaves(tree), jax.tree.leaves(clipped)))
+            elements = count_clipped(elements, step, pairs)
         step = jnp.asarray(optax.safe_increment(step))
         return put_back(clipped, updates), SpamState(step, moment, elements)
 
@@ -189,7 +193,8 @@ def _cut_spikes(
     # Where v is 0 nothing is usual yet. The public code makes such a coordinate 0.
     spike = (_size(x, v) > limit) & (v > 0) & warm
     # An infinite limit cuts nothing, and times the sign of 0 it would be NaN.
-    held = within_range(jnp.result_type(x), jnp.where(spike, limit, 1.0))
+    most = float(jnp.finfo(jnp.result_type(x)).max)
+    held = jnp.where(spike, jnp.minimum(limit, most), 1.0)
     short = with_modulus(held.astype(modulus_dtype(wide)), wide)
     return jnp.where(spike, cast_like(short, x), x)
 

@@ -5,9 +5,8 @@ from __future__ import annotations
 import optax
 from jax.typing import ArrayLike
 
-from .._norms._mesh_axes import MeshAxes
-from .._norms._stacked import Stacked
-from .._other_names import with_our_names
+from .._mesh import MeshAxes
+from .._trees import Stacked
 from ..rules._constant import rule_of
 from ..rules._joined import minimum
 from ..rules._rule import Number, rule_in
@@ -15,7 +14,6 @@ from ..rules._z_score import ZScore
 from ._scope import Scope, clip_at
 
 
-@with_our_names
 def zclip(
     z: Number = 2.5,
     decay: Number = 0.97,

@@ -21,15 +21,13 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from .._core._factors import cast_like
-from .._core._inputs import check_imaginary, check_kept
+from .._checks import check_state, with_extra_args
 from .._exported import exported
-from .._norms._leaves import clipped_leaves, put_back
-from .._norms._modulus import wide_dtype
-from .._norms._prefix import is_none
-from .._norms._types import typed_as, types_of
-from .._optimizers import check_state, check_transformation
-from .._other_names import with_our_names
+from .._factors import cast_like
+from .._inputs import check_imaginary, check_kept
+from .._mesh import typed_as, types_of
+from .._modulus import wide_dtype
+from .._trees import clipped_leaves, is_none, put_back
 
 
 @exported
@@ -42,7 +40,6 @@ class CarryState(NamedTuple):
     clip_state: Any  # the clipper's
 
 
-@with_our_names
 def carry_clipped(
     clipper: optax.GradientTransformation,
 ) -> optax.GradientTransformationExtraArgs:
@@ -80,8 +77,8 @@ def carry_clipped(
     Reference: Elesedy, Hutter, U-Clip: on-average unbiased stochastic gradient
     clipping, 2023 (arXiv 2302.02971).
     """
-    check_transformation("carry_clipped: clipper", clipper, "a clipper")
-    clipper = optax.with_extra_args_support(clipper)
+    call = "carry_clipped"
+    clipper = with_extra_args(f"{call}: clipper", clipper, "a clipper")
 
     def init(params: Any) -> CarryState:
         # From types alone: params may be jax.ShapeDtypeStruct.
@@ -91,26 +88,23 @@ def carry_clipped(
     def update(
         updates: Any, state: Any, params: Any = None, **extra_args: Any
     ) -> tuple[Any, CarryState]:
-        check_state("carry_clipped", state, CarryState)
-        if "grad_norm" in extra_args:
+        check_state(call, state, CarryState)
+        if extra_args.get("grad_norm") is not None:
             raise ValueError(
-                "carry_clipped: grad_norm cannot be given: what is clipped is the sum "
-                "of gradient and carry, whose norm is another."
+                f"{call}: grad_norm cannot be given: what is clipped is the sum of "
+                "gradient and carry, whose norm is another."
             )
-        tree, inner = clipped_leaves(updates), state.clip_state
-        check_kept("carry_clipped", tree, state.carry)
+        tree, old = clipped_leaves(updates), state.carry
+        check_kept(call, tree, old)
         # It is as real as the params that init was given.
-        check_imaginary(
-            "carry_clipped", ("updates", tree), ("carry", state.carry)
-        )
-        total = jax.tree.map(_add_carry, tree, state.carry, is_leaf=is_none)
-        clipped, inner = clipper.update(total, inner, params, **extra_args)
+        check_imaginary(call, ("updates", tree), ("carry", old))
+        total = jax.tree.map(_add_carry, tree, old, is_leaf=is_none)
+        given = total, state.clip_state, params
+        clipped, clip_state = clipper.update(*given, **extra_args)
         # Rounded before the carry is computed, so that it takes the rounding as well.
         clipped = jax.tree.map(_held_in_type, clipped, tree)
-        carry = jax.tree.map(
-            _cut_off, total, clipped, state.carry, is_leaf=is_none
-        )
-        return put_back(clipped, updates), CarryState(carry, inner)
+        carry = jax.tree.map(_cut_off, total, clipped, old, is_leaf=is_none)
+        return put_back(clipped, updates), CarryState(carry, clip_state)
 
     return optax.GradientTransformationExtraArgs(init, update)
 
@@ -129,17 +123,14 @@ def _add_carry(grad: Any, carry: jax.Array) -> jax.Array | None:
 
 def _held_in_type(clipped: jax.Array, grad: Any) -> jax.Array:
     """What was clipped, in the dtype of the gradient. No finite number becomes inf."""
-    dtype = jnp.result_type(grad)
     if not jnp.iscomplexobj(clipped):
-        most = float(jnp.finfo(dtype).max)
+        most = float(jnp.finfo(jnp.result_type(grad)).max)
         held = jnp.clip(clipped, -most, most)
         clipped = jnp.where(jnp.isfinite(clipped), held, clipped)
     return cast_like(clipped, grad)
 
 
-def _cut_off(
-    total: jax.Array | None, clipped: Any, carry: jax.Array
-) -> jax.Array:
+def _cut_off(total: Any, clipped: Any, carry: jax.Array) -> jax.Array:
     # A leaf without a gradient in this step keeps its carry.
     if total is None:
         return carry

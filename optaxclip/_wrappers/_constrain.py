@@ -9,6 +9,7 @@ carry it beyond the limit. The update is then made one unit of rounding shorter.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import jax
@@ -16,20 +17,18 @@ import jax.numpy as jnp
 import optax
 from jax import lax
 
-from .._core._factors import cast_like
-from .._core._inputs import check_imaginary, params_of
-from .._core._state import ClipState
-from .._norms._leaves import clipped_leaves, put_back
-from .._norms._modulus import wide_dtype
-from .._norms._types import varying
-from .._optimizers import check_params, check_transformation
-from .._other_names import with_our_names
+from .._checks import check_params, with_extra_args
+from .._factors import cast_like
+from .._inputs import check_imaginary, params_of
+from .._mesh import varying
+from .._modulus import wide_dtype
+from .._state import ClipState
+from .._trees import clipped_leaves, put_back
 
 # They speak of the gradient, and what is clipped are weights.
 OF_GRADIENTS = ("grad_norm", "limit")
 
 
-@with_our_names
 def constrain(
     clipper: optax.GradientTransformation,
 ) -> optax.GradientTransformationExtraArgs:
@@ -83,8 +82,7 @@ def constrain(
     2017 (arXiv 1701.07875), for values. `keras.constraints`.
     """
     call = "constrain"
-    check_transformation(f"{call}: clipper", clipper, "a clipper")
-    clipper = optax.with_extra_args_support(clipper)
+    clipper = with_extra_args(f"{call}: clipper", clipper, "a clipper")
 
     def update(
         updates: Any, state: Any, params: Any = None, **extra_args: Any
@@ -96,17 +94,8 @@ def constrain(
         given = {k: v for k, v in extra_args.items() if k not in OF_GRADIENTS}
         moved = jax.tree.map(_moved, weights, tree)
         held, new = clipper.update(moved, state, params, **given)
-        counters = _counters(state, new)
-
-        def step(leaf: Any, weight: Any, moved: Any, held: Any) -> jax.Array:
-            # In shard_map a counter that differs over more mesh axes than the leaf
-            # would make the update differ over them too.
-            own = [
-                pair for pair in counters if varying(pair[1]) <= varying(leaf)
-            ]
-            return _step_to(held, moved, weight, leaf, own)
-
-        steps = jax.tree.map(step, tree, weights, moved, held)
+        to_held = partial(_step_to, _broken_norms(new))
+        steps = jax.tree.map(to_held, tree, weights, moved, held)
         return put_back(steps, updates), new
 
     return optax.GradientTransformationExtraArgs(clipper.init, update)
@@ -119,48 +108,36 @@ def _moved(weight: Any, update: Any) -> jax.Array:
     return weight.astype(wide) + update.astype(wide)
 
 
-def _counters(old: Any, new: Any) -> list[tuple[jax.Array, jax.Array]]:
-    """The numbers of broken steps before and after, of all clippers in a state."""
-    known, pairs = _clip_states(old), []
-    for path, state in _clip_states(new).items():
-        after = jax.tree.leaves(state.nonfinite)
-        # A clipper may be given no state, as one of optax.
-        if path in known:
-            before = jax.tree.leaves(known[path].nonfinite)
-        else:
-            before = map(jnp.zeros_like, after)
-        pairs.extend(zip(before, after))
-    return pairs
-
-
-def _clip_states(state: Any) -> dict[Any, ClipState]:
-    """The clippers' states in a state, by their paths."""
-    entries, _ = jax.tree_util.tree_flatten_with_path(
-        state, is_leaf=lambda x: isinstance(x, ClipState)
-    )
-    return {
-        path: part for path, part in entries if isinstance(part, ClipState)
-    }
+def _broken_norms(state: Any) -> list[jax.Array]:
+    """Which norms of all clippers in a state break the step."""
+    states = jax.tree.leaves(state, is_leaf=lambda x: isinstance(x, ClipState))
+    found = []
+    for each in states:
+        if isinstance(each, ClipState):
+            pairs = zip(*map(jax.tree.leaves, (each.norm, each.limit)))
+            found += [~jnp.isfinite(norm) | jnp.isnan(x) for norm, x in pairs]
+    return found
 
 
 @jax.jit
 def _step_to(
-    held: jax.Array, moved: jax.Array, weight: Any, update: Any, counters: Any
+    broken: Any, update: Any, weight: Any, moved: jax.Array, held: jax.Array
 ) -> jax.Array:
     """The update that takes a weight to where it is held."""
     leaves = held, moved, jnp.asarray(weight), jnp.asarray(update)
     if jnp.iscomplexobj(moved):
         # Each part is rounded by itself. reduce_precision takes no complex numbers.
-        real, imag = (
-            _real_step(*map(part, leaves)) for part in (jnp.real, jnp.imag)
-        )
-        step = lax.complex(real, imag)
+        parts = [map(part, leaves) for part in (jnp.real, jnp.imag)]
+        step = lax.complex(*(_real_step(*part) for part in parts))
     else:
         step = _real_step(*leaves)
     # Zeros of a broken step are no weights.
-    broken = [jnp.any(new > old) for old, new in counters]
-    cleared = (held == 0) & jnp.any(jnp.stack(broken)) if broken else False
-    step = jnp.where(cleared, jnp.zeros_like(step), step)
+    for flags in broken:
+        # In shard_map a flag that differs over more mesh axes than the update would
+        # make it differ over them too.
+        if varying(flags) <= varying(update):
+            cleared = (held == 0) & jnp.any(flags)
+            step = jnp.where(cleared, jnp.zeros_like(step), step)
     # Where the clipper changed nothing, the update keeps its bits.
     return jnp.where(held == moved, update, cast_like(step, update))
 

@@ -9,15 +9,19 @@ import jax.numpy as jnp
 import optax
 from jax.core import Tracer
 
-from .._arguments import LAST_STEP, check_number, number_for_jit
-from .._core._factors import cast_like
+from .._checks import (
+    LAST_STEP,
+    check_length,
+    check_number,
+    check_state,
+    number_for_jit,
+    with_extra_args,
+)
 from .._exported import exported
-from .._norms._leaves import clipped_leaves, put_back
-from .._norms._modulus import wide_dtype
-from .._optimizers import check_state, check_transformation
-from .._other_names import with_our_names
+from .._factors import cast_like
+from .._modulus import wide_dtype
+from .._trees import clipped_leaves, put_back
 from ..rules._memory import keep_where
-from ..rules._rule import check_length
 
 
 @exported
@@ -28,7 +32,6 @@ class ResetState(NamedTuple):
     inner_state: Any  # the inner transformation's
 
 
-@with_our_names
 def reset_momentum(
     inner: optax.GradientTransformation, every: Any = 500, warmup: Any = 150
 ) -> optax.GradientTransformationExtraArgs:
@@ -76,8 +79,7 @@ def reset_momentum(
     check_length(f"{call}: every", every)
     check_number(f"{call}: warmup", warmup)
     every, warmup = number_for_jit(every), number_for_jit(warmup)
-    check_transformation(f"{call}: inner", inner)
-    optimizer = optax.with_extra_args_support(inner)
+    optimizer = with_extra_args(f"{call}: inner", inner)
 
     def init(params: Any) -> ResetState:
         return ResetState(jnp.zeros((), jnp.int32), optimizer.init(params))
@@ -92,20 +94,17 @@ def reset_momentum(
         inner_state = keep_where(since == 0, fresh, state.inner_state)
         given = updates, inner_state, params
         updates, inner_state = optimizer.update(*given, **extra_args)
-
+        step = jnp.asarray(optax.safe_increment(state.step))
         # At the start of training there was no reset, so nothing rises.
-        rising = (_number(state.step) >= every) & (since < warmup)
+        rising = (step >= every) & (since < warmup)
         factor = jnp.where(rising, _rise(since, warmup), 1.0)
 
         def scaled(x: Any) -> jax.Array:
             wide = jnp.asarray(x).astype(wide_dtype(x))
             return cast_like(wide * factor.astype(wide.dtype), x)
 
-        updates = put_back(
-            jax.tree.map(scaled, clipped_leaves(updates)), updates
-        )
-        step = jnp.asarray(optax.safe_increment(state.step))
-        return updates, ResetState(step, inner_state)
+        tree = jax.tree.map(scaled, clipped_leaves(updates))
+        return put_back(tree, updates), ResetState(step, inner_state)
 
     return optax.GradientTransformationExtraArgs(init, update)
 
@@ -114,19 +113,14 @@ def steps_since_reset(step: jax.Array, every: Any) -> jax.Array:
     """Steps since the last reset, which is before the updates number `every`,
     2 `every` and so on. Without resets, the number of the update.
     """
+    # After the largest int32 the number stays, as the step does.
+    number = jnp.asarray(optax.safe_increment(step))
     if every is None:
-        return _number(step)
+        return number
     if not isinstance(every, Tracer):
         every = min(int(every), LAST_STEP)
     # every=3: the steps 0, 1, 2, 3, 4, 5 give 1, 2, 0, 1, 2, 0.
-    return _number(step) % jnp.asarray(every, jnp.int32)
-
-
-def _number(step: jax.Array) -> jax.Array:
-    """The number of the update after so many. The last one stays, where the sum would
-    wrap.
-    """
-    return jnp.minimum(step, LAST_STEP - 1) + 1
+    return number % jnp.asarray(every, jnp.int32)
 
 
 def _rise(since: jax.Array, warmup: Any) -> jax.Array:

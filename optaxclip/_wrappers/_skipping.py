@@ -1,4 +1,34 @@
-"""One step of an optimizer that skips: the judgement, and the state."""
+"""Skipping whole steps: where a gradient or a loss is out of the ordinary, nothing
+moves.
+
+    skip    if norm is NaN or inf, or norm > limit, or loss > limit of the loss
+            limits from any rule
+    then    updates = 0, and the inner optimizer's state stays bit for bit: moments,
+            counters, weight decay
+
+Clipping makes a bad gradient shorter but keeps its direction. Skipping lets the run go
+on as if the batch had not come. The inner optimizer is computed in every step, and its
+result is selected or not. There is no branch, so collectives inside run on all devices,
+and under jit nothing is copied.
+
+    skip_nonfinite(optimizer)                    a gradient with NaN or inf
+    skip_spikes(optimizer, 20.0)                 a norm above a fixed limit, as
+                                                 Megatron's grad_norm_skip_threshold
+    skip_step(optimizer)                         OLMo-core: six deviations above the
+                                                 mean of the last 128
+    skip_spikes(optimizer, rules.log_z_score())  RNMT+: four deviations of the logarithm
+
+Which rule? One that remembers raw norms (a window, as in `skip_step`) accepts a lasting
+change within its length, but frequent spikes raise its limit. One that remembers what
+it would have let through (`z_score`, `log_z_score`, `ema_ratio`) does not learn from
+spikes. But while it skips nothing moves, so where norms rise for good it can stand
+still for long: give it room (`z_score(4.0)`) or `max_consecutive`.
+
+Clippers inside the optimizer report the last step that was not skipped. `metrics` shows
+what was skipped as `skip/...`. `record_spikes` uses the same judge, and skips nothing.
+"""
+
+from __future__ import annotations
 
 import warnings
 from functools import partial
@@ -7,16 +37,29 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
+from jax.typing import ArrayLike
 
-from .._arguments import check_number, number_for_jit
-from .._core._shares import moving_average
-from .._core._state import ClipState
+from .._checks import (
+    check_flag,
+    check_number,
+    check_scalar,
+    check_state,
+    number_for_jit,
+    with_extra_args,
+)
 from .._exported import exported
-from .._norms._mesh_axes import MeshAxes
-from .._optimizers import check_state, check_transformation
-from ..rules._rule import Rule
-from ._judged import first_fields, given, judge_loss, judge_norm, norm_of
+from .._limits import limit_of
+from .._mesh import MeshAxes, varying
+from .._norms import GlobalNorm
+from .._state import ClipState, moving_average
+from .._trees import clipped_leaves
+from ..rules._rule import Number, Rule
+from ..rules._windowed_mean import step_rule
+from ..rules._without_params import rule_without_params
 from ._select_early import update_unless
+
+# Names that people try for `value`, which the loss is called in all of optax.
+LOSS_NAMES = {"loss", "loss_value", "losses", "train_loss"}
 
 
 @exported
@@ -27,7 +70,7 @@ class SkipState(NamedTuple):
       step: updates seen, skipped ones counted.
       norm: the global norm of the last gradient.
       limit: what the norm was held against.
-      loss: the last loss, 0 without a rule for it.
+      loss: the last loss, NaN until one arrives, and without a rule for it.
       loss_limit: what the loss was held against.
       skipped: steps skipped.
       skipped_recently: their share of about the last 100 steps.
@@ -51,53 +94,237 @@ class SkipState(NamedTuple):
     inner_state: Any
 
 
-class Skipper(NamedTuple):
-    """What skips a step. `call` is the function that errors name."""
-
-    call: str
-    rule: Rule  # of the norm
-    loss_rule: Rule | None
-    needs_loss: bool
-    max_consecutive: Any
-    mesh_axes: MeshAxes
-
-
-def skipping(
-    inner: optax.GradientTransformation, skipper: Skipper
+def skip_nonfinite(
+    inner: optax.GradientTransformation,
+    max_consecutive: ArrayLike | None = 100,
+    *,
+    mesh_axes: MeshAxes = "auto",
 ) -> optax.GradientTransformationExtraArgs:
-    """An optimizer whose steps are judged."""
-    call = skipper.call
-    check_transformation(f"{call}: inner", inner)
-    optimizer = optax.with_extra_args_support(inner)
-    if skipper.max_consecutive is not None:
-        check_number(f"{call}: max_consecutive", skipper.max_consecutive)
+    """Skips steps whose gradient has a NaN or inf, or a norm beyond its dtype.
+
+    The updates of a skipped step are 0, and the optimizer keeps its state.
+
+    Args:
+      inner: the whole optimizer. Around a clipper alone, the optimizer after it would
+        still move in a skipped step, by its momentum and weight decay.
+      max_consecutive: after this many skipped steps in a row the next is not skipped,
+        whatever it is. At least 0. None for never.
+      mesh_axes: over which mesh axes leaves are split, inside shard_map and pmap:
+        "auto" (right in shard_map with check_vma=True, and for gradients after
+        `lax.pmean`), names that split every leaf, None for the own part of each device,
+        or a tree prefix of PartitionSpec.
+
+    Returns:
+      A transformation with a `SkipState`. All extra arguments of its `update` go on to
+      the optimizer, and `grad_norm=`, a norm measured elsewhere, is used here too. A
+      derivative through a step that it skips, such as that by a learning rate, is NaN:
+      `optax.apply_if_finite` has one.
+
+    Raises:
+      ValueError: a `max_consecutive` that is negative or NaN. TypeError: one that is
+        not a number.
+
+    Example:
+      >>> optimizer = optaxclip.skip_nonfinite(optax.sgd(0.5))
+      >>> state = optimizer.init(jnp.zeros(2))
+      >>> for grads in jnp.array([[1.0, 2.0], [jnp.nan, 2.0]]):
+      ...     updates, state = optimizer.update(grads, state)
+      ...     print(updates, state.skipped)
+      [-0.5 -1. ] 0
+      [0. 0.] 1
+    """
+    call = "skip_nonfinite"
+    # No limit: only NaN and inf are over it. `value` only goes on to the optimizer.
+    rule = rule_without_params(None, f"{call}: rule")
+    return _skipping(
+        inner, Judge(call, rule, None, mesh_axes), max_consecutive
+    )
+
+
+def skip_step(
+    inner: optax.GradientTransformation,
+    sigmas: Number = 6.0,
+    window: Any = 128,
+    *,
+    on_loss: bool | None = None,
+    mesh_axes: MeshAxes = "auto",
+) -> optax.GradientTransformationExtraArgs:
+    """Skips steps whose norm or loss is more than six deviations above the mean of the
+    last 128, as OLMo-core does. The loss must be the same on all devices, so average it
+    with `lax.pmean`. In pmap and in shard_map(check_vma=False) nothing shows that it
+    differs, and the replicas part silently: see the second example.
+
+    The deviation is that of a sample (ddof 1). Skipped norms and losses enter the
+    window too. So a lasting change is accepted within 128 steps, and after many spikes
+    a later one may get through. NaN does not enter the window: in the public code one
+    NaN loss rejects every step until it has left the window. Here a run that only has
+    NaN is skipped without end, and `skip/consecutive_count` in `metrics` says how long.
+
+    Args:
+      inner: the whole optimizer. Around a clipper alone, the optimizer after it would
+        still move in a skipped step, by its momentum and weight decay.
+      sigmas: how many standard deviations above the mean are allowed. At least 0. A
+        number or a schedule.
+      window: how many norms and losses are remembered. A whole number, at least 2. The
+        first step that can be skipped is number max(3, window // 2), 64 by default,
+        counted from 1. The length is part of the state: a restored state goes on with
+        its own.
+      on_loss: whether to look at the loss too. None looks at it in the steps in which
+        `update(..., value=loss)` is given it, True demands it, False ignores it.
+      mesh_axes: over which mesh axes leaves are split, inside shard_map and pmap:
+        "auto" (right in shard_map with check_vma=True, and for gradients after
+        `lax.pmean`), names that split every leaf, None for the own part of each device,
+        or a tree prefix of PartitionSpec.
+
+    Returns:
+      A transformation with a `SkipState`. All extra arguments of its `update` go on to
+      the optimizer, and `grad_norm=`, a norm measured elsewhere, is used here too.
+
+    Raises:
+      ValueError: a number out of its range, `update` without `value` with
+        `on_loss=True`, or with a `value` that is no scalar, or that differs between
+        devices where types show it.
+      TypeError: something that is no number, an `on_loss` that is not one of these, or
+        a loss under another name than `value`.
+
+    Example:
+      >>> optimizer = optaxclip.skip_step(optax.sgd(0.5), window=4)
+      >>> state = optimizer.init(jnp.zeros(1))
+      >>> for grads in jnp.array([[1.0], [2.0], [9.0]]):
+      ...     updates, state = optimizer.update(grads, state)
+      >>> print(updates, f"{state.limit:.4f}", state.skipped)
+      [0.] 5.7426 1
+
+      Do two devices have the same loss? Here vmap stands for pmap:
+
+      >>> def same(loss):
+      ...     return optaxclip.check_replicated(loss, "devices")
+      >>> print(jax.vmap(same, axis_name="devices")(jnp.array([0.5, 0.7])))
+      [False False]
+
+    Reference: OLMo-core, `optim/skip_step_optimizer.py`. OLMo 2, 2025 (arXiv
+    2501.00656).
+    """
+    call = "skip_step"
+    if on_loss is not None:
+        check_flag(f"{call}: on_loss", on_loss, "None, True or False")
+    # Norm and loss share the rule, and each has a memory in the state.
+    rule = step_rule(sigmas, window, call=call)
+    # With None a step without a loss is judged by its norm alone.
+    loss_rule = rule if on_loss is None or on_loss else None
+    demanded_by = "on_loss=True" if on_loss else ""
+    return _skipping(
+        inner, Judge(call, rule, loss_rule, mesh_axes, demanded_by)
+    )
+
+
+def skip_spikes(
+    inner: optax.GradientTransformation,
+    rule: Any,
+    loss_rule: Any = None,
+    *,
+    max_consecutive: ArrayLike | None = None,
+    mesh_axes: MeshAxes = "auto",
+) -> optax.GradientTransformationExtraArgs:
+    """Skips steps whose gradient norm, or loss, is over the limit of a rule, or is NaN
+    or inf. The loss must be the same on all devices, so average it with `lax.pmean`. In
+    pmap and in shard_map(check_vma=False) nothing shows that it differs, and the
+    replicas part silently: `check_replicated` shows it, as in `skip_step`.
+
+    The updates of a skipped step are 0, and the optimizer keeps its state bit for bit.
+
+    Args:
+      inner: the whole optimizer, since what comes after it would still move in a
+        skipped step. It is always traced, so `nonfinite="raise"` inside needs
+        `checkify`.
+      rule: the limit of the global norm: a rule of `optaxclip.rules`, a number at least
+        0, a schedule, or None for no limit.
+      loss_rule: likewise for the loss, which `update(..., value=loss)` must be given
+        then, a scalar. For a loss that may be 0 or negative take `windowed_mean`,
+        `z_score` or a number. The limit of most other rules is a multiple of earlier
+        values, and twice -1 is below -1.
+      max_consecutive: after this many skipped steps in a row the next is not skipped,
+        whatever it is, because a run that only skips should fail visibly. At least 0.
+        None for never.
+      mesh_axes: over which mesh axes leaves are split, inside shard_map and pmap:
+        "auto" (right in shard_map with check_vma=True, and for gradients after
+        `lax.pmean`), names that split every leaf, None for the own part of each device,
+        or a tree prefix of PartitionSpec.
+
+    Returns:
+      A transformation with a `SkipState`. All extra arguments of its `update` go on to
+      the optimizer, and `grad_norm=`, a norm measured elsewhere, is used here too.
+
+    Raises:
+      ValueError: a limit or `max_consecutive` that is negative or NaN, a rule that
+        compares norms with weights, `update` without `value` where there is a rule for
+        the loss, or with a `value` that differs between devices where types show it.
+      TypeError: a limit that is not a number, the state of another transformation, or
+        a loss under another name than `value`.
+
+    Example:
+      >>> optimizer = optaxclip.skip_spikes(optax.adam(0.1), 10.0)
+      >>> params = jnp.zeros(2)
+      >>> state = optimizer.init(params)
+      >>> for grads in jnp.array([[3.0, 4.0], [3e5, 4e5], [jnp.nan, 1.0]]):
+      ...     updates, state = optimizer.update(grads, state, params)
+      >>> print(updates, state.skipped, state.inner_state[0].count)
+      [0. 0.] 2 1
+    """
+    call = "skip_spikes"
+    # The norm of the weights is not measured here, so `share_of_params` is refused.
+    rule = rule_without_params(rule, f"{call}: rule")
+    judge = Judge(call, rule, None, mesh_axes)
+    # loss_rule=None looks at no loss. rule=None still looks for NaN and inf.
+    if loss_rule is not None:
+        loss_rule = rule_without_params(loss_rule, f"{call}: loss_rule")
+        judge = judge._replace(loss_rule=loss_rule, demanded_by="loss_rule")
+    return _skipping(inner, judge, max_consecutive)
+
+
+def _skipping(
+    inner: optax.GradientTransformation, judge: Judge, most: Any = None
+) -> optax.GradientTransformationExtraArgs:
+    """An optimizer whose steps are judged, and at most so many skipped in a row."""
+    call = judge.call
+    optimizer = with_extra_args(f"{call}: inner", inner)
+    if most is not None:
+        check_number(f"{call}: max_consecutive", most)
+        most = number_for_jit(most)
 
     def init(params: Any) -> SkipState:
         inner_state = optimizer.init(params)
         _warn_of_clippers(call, inner_state)
-        return _first_state(skipper, params, inner_state)
+        # Each counter is its own array, so that the state can be donated.
+        return SkipState(
+            **judge.first_fields(params),
+            skipped=jnp.zeros((), jnp.int32),
+            skipped_recently=jnp.zeros((), jnp.float32),
+            nonfinite=jnp.zeros((), jnp.int32),
+            consecutive=jnp.zeros((), jnp.int32),
+            inner_state=inner_state,
+        )
 
     def update(
-        updates: Any,
-        state: Any,
-        params: Any = None,
-        *,
-        value: Any = None,
-        grad_norm: Any = None,
-        **extra_args: Any,
+        updates: Any, state: Any, params: Any = None, **extra_args: Any
     ) -> tuple[Any, SkipState]:
         check_state(call, state, SkipState)
-        norm = norm_of(call, updates, grad_norm, skipper.mesh_axes)
-        if skipper.needs_loss and value is None:
-            raise ValueError(_no_loss(skipper))
-        skip, new = _judge(skipper, state, norm, value)
-        if value is not None:
-            extra_args["value"] = value
+        norm, loss = judge.numbers_of(updates, extra_args)
+        new, skip, broken = judge.judged(state, norm, loss)
+        if most is not None:
+            skip = skip & (state.consecutive < most)
+        given = updates, state.inner_state, params
         run = partial(optimizer.update, **extra_args)
-        updates, inner = update_unless(
-            skip, run, updates, state.inner_state, params
+        updates, inner_state = update_unless(skip, run, *given)
+        recently = moving_average(state.skipped_recently, skip, state.step)
+        return updates, new._replace(
+            step=counted(state.step),
+            skipped=counted(state.skipped, skip),
+            skipped_recently=recently,
+            nonfinite=counted(state.nonfinite, broken),
+            consecutive=jnp.where(skip, counted(state.consecutive), 0),
+            inner_state=inner_state,
         )
-        return updates, new._replace(inner_state=inner)
 
     return optax.GradientTransformationExtraArgs(init, update)
 
@@ -120,47 +347,105 @@ def _warn_of_clippers(call: str, inner_state: Any) -> None:
         )
 
 
-def _no_loss(skipper: Skipper) -> str:
-    argument = "on_loss=True" if skipper.call == "skip_step" else "loss_rule"
-    return (
-        f"{skipper.call}: {argument} looks at the loss: call update(grads, state, "
-        "params, value=loss), or leave that argument out."
-    )
+class Judge(NamedTuple):
+    """What norm and loss of a step are held against."""
+
+    call: str  # the function that errors name
+    rule: Rule  # of the norm
+    loss_rule: Rule | None
+    mesh_axes: MeshAxes
+    demanded_by: str = ""  # the argument that makes every step need a loss
+
+    def first_fields(self, params: Any) -> dict[str, Any]:
+        """Step, norm, loss, their limits and memories before the first step."""
+        # Only its dtype is needed: float64 if a leaf has 64 bits.
+        kind = jax.eval_shape(self._replace(mesh_axes=None).norm_of, params)
+        norm, loss = jnp.zeros((), kind.dtype), jnp.zeros(())
+        # Each number is its own array, so that the state can be donated. A rule may
+        # return the very array that it is given, so it gets another one.
+        return {
+            "step": jnp.zeros((), jnp.int32),
+            "norm": norm,
+            "limit": jnp.full_like(norm, jnp.inf),
+            "loss": jnp.full_like(loss, jnp.nan),
+            "loss_limit": jnp.full_like(loss, jnp.inf),
+            "memory": self.rule.init(jnp.zeros_like(norm)),
+            "loss_memory": self.loss_rule.init(loss) if self.loss_rule else (),
+        }
+
+    def norm_of(self, updates: Any) -> jax.Array:
+        """The global norm of the updates."""
+        measure = GlobalNorm(self.call, mesh_axes=self.mesh_axes)
+        return measure(clipped_leaves(updates, self.call)).each[0]
+
+    def numbers_of(
+        self, updates: Any, extra_args: dict[str, Any]
+    ) -> tuple[Any, Any]:
+        """Norm and loss of a step. None for a loss that is not looked at."""
+        norm, loss = extra_args.get("grad_norm"), extra_args.get("value")
+        if norm is None:
+            norm = self.norm_of(updates)
+        else:
+            norm = self._checked("grad_norm", norm)
+        if self.loss_rule is None:
+            return norm, None
+        if loss is not None:
+            return norm, self._checked("value", loss)
+        for name in LOSS_NAMES & extra_args.keys():
+            raise TypeError(
+                f"{self.call}: update has no argument {name!r}: the loss is value, as "
+                "in optax. Call update(grads, state, params, value=loss)."
+            )
+        if self.demanded_by:
+            raise ValueError(
+                f"{self.call}: {self.demanded_by} looks at the loss: call "
+                "update(grads, state, params, value=loss), or leave that argument out."
+            )
+        return norm, None
+
+    def _checked(self, name: str, number: Any) -> Any:
+        """A norm or a loss that an update is given, as JAX can carry it."""
+        argument = f"{self.call}: {name}"
+        # A loss for each example or device would make arrays of limit and decision.
+        check_scalar(argument, number)
+        axes = tuple(sorted(varying(number)))
+        # With None each device trains alone, so it may decide alone.
+        if axes and self.mesh_axes is not None:
+            over = axes[0] if len(axes) == 1 else axes
+            raise ValueError(
+                f"{argument} differs along the mesh axis {over!r}, so each device "
+                f"would decide for itself: hand over lax.pmean({name}, {over!r}), or "
+                "say with mesh_axes=None that each device trains alone."
+            )
+        return number_for_jit(number)
+
+    def judged(self, state: Any, norm: Any, loss: Any) -> tuple[Any, Any, Any]:
+        """Holds norm and loss against their rules, in a state with `first_fields`.
+
+        Returns the state with both and their limits, whether one is over its limit,
+        and whether one is NaN or inf, which is over every limit.
+        """
+        # A norm that was measured elsewhere may have another dtype than the state.
+        norm = jnp.asarray(norm).astype(state.norm.dtype)
+        asked = self.rule, norm, state.memory, state.step
+        limit, memory = limit_of(*asked, argument=f"{self.call}: rule")
+        state = state._replace(norm=norm, limit=limit, memory=memory)
+        # Not `norm > limit`, which is False for NaN. inf would pass a limit of inf.
+        over, broken = ~(norm <= limit), ~jnp.isfinite(norm)
+        if self.loss_rule is not None and loss is not None:
+            loss = jnp.asarray(loss).astype(state.loss.dtype)
+            asked = self.loss_rule, loss, state.loss_memory, state.step
+            argument = f"{self.call}: loss_rule"
+            limit, memory = limit_of(*asked, argument=argument, signed=True)
+            state = state._replace(
+                loss=loss, loss_limit=limit, loss_memory=memory
+            )
+            over = over | ~(loss <= limit)
+            broken = broken | ~jnp.isfinite(loss)
+        return state, over | broken, broken
 
 
-def _first_state(skipper: Skipper, params: Any, inner_state: Any) -> SkipState:
-    # Each counter is its own array, so that the state can be donated.
-    return SkipState(
-        **first_fields(skipper.rule, skipper.loss_rule, params),
-        skipped=jnp.zeros((), jnp.int32),
-        skipped_recently=jnp.zeros((), jnp.float32),
-        nonfinite=jnp.zeros((), jnp.int32),
-        consecutive=jnp.zeros((), jnp.int32),
-        inner_state=inner_state,
-    )
-
-
-def _judge(
-    skipper: Skipper, state: SkipState, norm: Any, value: Any
-) -> tuple[jax.Array, SkipState]:
-    """Whether to skip the step, and the new state but for the optimizer's."""
-    argument = f"{skipper.call}: rule"
-    state, skip = judge_norm(argument, skipper.rule, state, norm)
-    broken = ~jnp.isfinite(state.norm)
-    if skipper.loss_rule is not None and value is not None:
-        argument = f"{skipper.call}: loss_rule"
-        loss = given(f"{skipper.call}: value", value)
-        state, is_over = judge_loss(argument, skipper.loss_rule, state, loss)
-        skip, broken = skip | is_over, broken | ~jnp.isfinite(state.loss)
-    if skipper.max_consecutive is not None:
-        most = number_for_jit(skipper.max_consecutive)
-        skip = skip & (state.consecutive < most)
-    return skip, state._replace(
-        step=jnp.asarray(optax.safe_increment(state.step)),
-        skipped=state.skipped + skip.astype(jnp.int32),
-        skipped_recently=moving_average(
-            state.skipped_recently, skip, state.step
-        ),
-        nonfinite=state.nonfinite + broken.astype(jnp.int32),
-        consecutive=jnp.where(skip, state.consecutive + 1, 0),
-    )
+def counted(count: jax.Array, flag: Any = True) -> jax.Array:
+    """The count with one more where the flag is set. It stays at the largest int32."""
+    # One more than the largest is the smallest.
+    return jnp.maximum(count, count + jnp.asarray(flag, count.dtype))

@@ -18,9 +18,10 @@ transformations, which need no second pass over the gradients and keep the norm 
 `metrics`. `optaxclip.clip_grads` clips one tree of gradients once.
 """
 
-from .._other_names import show_public_names
+from .._names import with_our_names
 from . import keras, tensorflow_style, torch_style
 
 __all__ = ["keras", "tensorflow_style", "torch_style"]
 
-show_public_names(__name__)
+
+with_our_names(__name__)

@@ -46,18 +46,15 @@ import numpy as np
 import optax
 from jax.core import Tracer
 
-from .._arguments import check_number, check_scalar
+from .._checks import check_number, check_scalar
 from .._clippers._by_value import value_clipper
-from .._core._kernel import make_clipper
-from .._norms._measures import GlobalNorm, TensorNorm, check_measure
-from .._other_names import show_public_names, with_our_names
+from .._kernel import make_clipper
+from .._names import with_our_names
+from .._norms import GlobalNorm, TensorNorm
 
 __all__ = ["clip_gradients"]
 
-show_public_names(__name__)
 
-
-@with_our_names
 def clip_gradients(
     clipnorm: Any = None, clipvalue: Any = None, global_clipnorm: Any = None
 ) -> optax.GradientTransformation:
@@ -112,7 +109,7 @@ def clip_gradients(
         return value_clipper(call, (name, value))
     # Keras applies clipnorm to each gradient, not to all of them together.
     kind = TensorNorm if name == "clipnorm" else GlobalNorm
-    measure = kind(**check_measure(call, None))
+    measure = kind(call)
     return make_clipper(measure, value, call=call, name=name)
 
 
@@ -128,3 +125,6 @@ def _check_above_zero(argument: str, value: Any) -> None:
             f"{argument} must be above 0, got {value!r}: Keras does not clip then; "
             "leave it out for that."
         )
+
+
+with_our_names(__name__)

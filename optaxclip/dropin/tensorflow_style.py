@@ -58,24 +58,18 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax.core import Tracer
 
-from .._arguments import check_number, check_scalar
+from .. import _norms as measures
+from .. import _norms as norms
+from .. import _trees as prefix
+from .._checks import check_number, check_scalar, with_extra_args
 from .._clippers._by_value import value_clipper
-from .._core._kernel import make_clipper
-from .._core._once import clip_once
-from .._norms import _norms as norms
-from .._norms._leaves import clipped_leaves
-from .._norms._measures import (
-    GlobalNorm,
-    TensorNorm,
-    UnitwiseNorm,
-    check_measure,
-)
-from .._optimizers import check_transformation
-from .._other_names import show_public_names, with_our_names
-from ._tensorflow_axes import checked_axes
+from .._kernel import clip_once, make_clipper
+from .._names import with_our_names
+from .._trees import clipped_leaves
 
 __all__ = [
     "clip_by_average_norm",
@@ -86,10 +80,7 @@ __all__ = [
     "global_norm",
 ]
 
-show_public_names(__name__)
 
-
-@with_our_names
 def clip_by_value(t: Any, clip_value_min: Any, clip_value_max: Any) -> Any:
     """Clips every element to [clip_value_min, clip_value_max].
 
@@ -117,21 +108,18 @@ def clip_by_value(t: Any, clip_value_min: Any, clip_value_max: Any) -> Any:
        [ 0.5  3. ]]
     """
     call = "clip_by_value"
-    bounds = {
-        "clip_value_max": clip_value_max,
-        "clip_value_min": clip_value_min,
-    }
-    for name, bound in bounds.items():
+    low = "clip_value_min", clip_value_min
+    high = "clip_value_max", clip_value_max
+    for name, bound in (high, low):
         # It may be negative, unlike the limit of a norm. It is no tree or schedule.
         check_number(f"{call}: {name}", bound, lowest=-math.inf)
     # Where traced bounds cross, the lower one wins as in TensorFlow.
-    if any(isinstance(bound, Tracer) for bound in bounds.values()):
-        bounds["clip_value_max"] = jnp.maximum(clip_value_max, clip_value_min)
-    clipper = value_clipper(call, *bounds.items())
+    if isinstance(low[1], Tracer) or isinstance(high[1], Tracer):
+        high = "clip_value_max", jnp.maximum(clip_value_max, clip_value_min)
+    clipper = value_clipper(call, high, low)
     return clipper.update(t, clipper.init(t))[0]
 
 
-@with_our_names
 def clip_by_norm(t: Any, clip_norm: Any, axes: Any = None) -> Any:
     """Clips the norm of each tensor, whole or along axes: t * min(1, clip_norm / |t|).
 
@@ -161,15 +149,35 @@ def clip_by_norm(t: Any, clip_norm: Any, axes: Any = None) -> Any:
     # TensorFlow takes negative limits. Here known ones raise, and traced ones are 0.
     check_number(f"{call}: clip_norm", clip_norm)
     if axes is None:
-        measure = TensorNorm(**check_measure(call, None))
+        measure = measures.TensorNorm(call)
     else:
         # axes are summed over, like `axis` of clip_by_unitwise_norm.
-        axis = checked_axes(f"{call}: axes", axes, clipped_leaves(t, call))
-        measure = UnitwiseNorm(**check_measure(call, None, axis=axis))
+        axis = _checked_axes(f"{call}: axes", axes, clipped_leaves(t, call))
+        measure = measures.UnitwiseNorm(
+            **measures.check_measure(call, None, axis=axis)
+        )
     return clip_once(t, clip_norm, measure, call=call, name="clip_norm")[0]
 
 
-@with_our_names
+def _checked_axes(argument: str, axes: Any, tree: Any) -> tuple[int, ...]:
+    """The axes, which all leaves have, as a tuple."""
+    several = axes if isinstance(axes, (list, tuple)) else (axes,)
+    for axis in several:
+        if isinstance(axis, bool) or not isinstance(axis, (int, np.integer)):
+            text = "must be an int, or a list or tuple of ints"
+            raise TypeError(f"{argument} {text}, got {axes!r}.")
+    for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
+        rank = jnp.ndim(leaf)
+        fits = all(-rank <= axis < rank for axis in several)
+        if not fits or len({axis % rank for axis in several}) < len(several):
+            raise ValueError(
+                f"{argument} must be different axes of the leaf {prefix.name(path)!r}, "
+                f"a tensor of rank {rank}, got {axes!r}."
+            )
+    # A static argument of the jitted update, so a list must become a tuple.
+    return tuple(int(axis) for axis in several)
+
+
 def clip_by_average_norm(t: Any, clip_norm: Any) -> Any:
     """Clips the average norm of each tensor: t * min(1, clip_norm / (|t| / size)).
 
@@ -195,11 +203,10 @@ def clip_by_average_norm(t: Any, clip_norm: Any) -> Any:
     call = "clip_by_average_norm"
     check_number(f"{call}: clip_norm", clip_norm)
     # "average" is |t| / size, and "rms" would be |t| / sqrt(size).
-    measure = TensorNorm(**check_measure(call, "average"))
+    measure = measures.TensorNorm(call, "average")
     return clip_once(t, clip_norm, measure, call=call, name="clip_norm")[0]
 
 
-@with_our_names
 def clip_by_global_norm(
     t_list: Any, clip_norm: Any, use_norm: Any = None
 ) -> tuple[Any, jax.Array]:
@@ -229,13 +236,12 @@ def clip_by_global_norm(
     check_number(f"{call}: clip_norm", clip_norm)
     if use_norm is not None:
         check_scalar(f"{call}: use_norm", use_norm)
-    measure = GlobalNorm(**check_measure(call, None))
+    measure = measures.GlobalNorm(call)
     # A norm that is given replaces the measured one, also in what is returned.
     options = {"call": call, "name": "clip_norm", "grad_norm": use_norm}
     return clip_once(t_list, clip_norm, measure, **options)
 
 
-@with_our_names
 def global_norm(t_list: Any) -> jax.Array:
     """Returns the norm of all tensors together: sqrt(sum |t|^2).
 
@@ -255,7 +261,6 @@ def global_norm(t_list: Any) -> jax.Array:
     return norms.global_norm(t_list)
 
 
-@with_our_names
 def clip_gradients_by_norm(
     optimizer: optax.GradientTransformation, clip_norm: Any
 ) -> optax.GradientTransformationExtraArgs:
@@ -285,7 +290,10 @@ def clip_gradients_by_norm(
       -0.6000 -0.8000
     """
     call = "clip_gradients_by_norm"
-    check_transformation(f"{call}: optimizer", optimizer)
-    measure = GlobalNorm(**check_measure(call, None))
+    optimizer = with_extra_args(f"{call}: optimizer", optimizer)
+    measure = measures.GlobalNorm(call)
     clipper = make_clipper(measure, clip_norm, call=call, name="clip_norm")
     return optax.chain(clipper, optimizer)
+
+
+with_our_names(__name__)

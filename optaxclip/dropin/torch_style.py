@@ -62,16 +62,17 @@ difficulty of training recurrent neural networks, 2013 (arXiv 1211.5063).
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 
-from .._arguments import check_number, check_scalar
+from .._checks import check_number, check_scalar
 from .._clippers._by_value import value_clipper
-from .._core._once import clip_once
-from .._norms._measures import GlobalNorm, Measure, check_measure
-from .._other_names import show_public_names, with_our_names
-from ._torch_orders import TorchNorm
+from .._kernel import clip_once
+from .._names import with_our_names
+from .._norms import GlobalNorm, Norms, global_norm, norms_of_tree, tensor_norm
+from .._sums import norm_dtype
 
 __all__ = [
     "clip_grad_norm",
@@ -80,12 +81,10 @@ __all__ = [
     "get_total_norm",
 ]
 
-show_public_names(__name__)
 
 EPS = 1e-6  # torch adds it to the norm that it divides by
 
 
-@with_our_names
 def clip_grad_norm(
     grads: Any,
     max_norm: Any,
@@ -122,13 +121,12 @@ def clip_grad_norm(
 
     Reference: torch.nn.utils.clip_grad_norm_.
     """
-    # Checked here, since None is no limit further down.
-    check_number("clip_grad_norm: max_norm", max_norm)
     call = "clip_grad_norm"
+    # Checked here, since None is no limit further down.
+    check_number(f"{call}: max_norm", max_norm)
     return _clipped(call, grads, max_norm, norm_type, error_if_nonfinite)
 
 
-@with_our_names
 def clip_grad_value(grads: Any, clip_value: Any) -> Any:
     """Clips every element to [-clip_value, clip_value].
 
@@ -159,7 +157,6 @@ def clip_grad_value(grads: Any, clip_value: Any) -> Any:
     return clipper.update(grads, clipper.init(grads))[0]
 
 
-@with_our_names
 def get_total_norm(
     grads: Any, norm_type: Any = 2.0, error_if_nonfinite: bool = False
 ) -> jax.Array:
@@ -192,7 +189,6 @@ def get_total_norm(
     return _clipped(call, grads, None, norm_type, error_if_nonfinite)[1]
 
 
-@with_our_names
 def clip_grads_with_norm(grads: Any, max_norm: Any, total_norm: Any) -> Any:
     """Clips gradients whose norm is known.
 
@@ -225,14 +221,11 @@ def clip_grads_with_norm(grads: Any, max_norm: Any, total_norm: Any) -> Any:
     check_scalar(f"{call}: total_norm", total_norm)
     # It says that one norm belongs to all leaves. Its order does not matter, since the
     # norm that is given replaces the measured one.
-    measure = GlobalNorm(**check_measure(call, None))
-    options = {
-        "call": call,
-        "name": "max_norm",
-        "eps": EPS,
-        "grad_norm": total_norm,
-    }
-    return clip_once(grads, max_norm, measure, **options)[0]
+    measure = GlobalNorm(call)
+    options = {"call": call, "name": "max_norm", "eps": EPS}
+    return clip_once(
+        grads, max_norm, measure, grad_norm=total_norm, **options
+    )[0]
 
 
 def _clipped(
@@ -243,17 +236,16 @@ def _clipped(
     error_if_nonfinite: bool,
 ) -> tuple[Any, jax.Array]:
     """The clipped gradients and their norm. `call` is the name that errors quote."""
-    measure = _measure(call, _order(call, norm_type))
+    order = _order(call, norm_type)
+    # What torch calls the norm is one for orders above 0.
+    measure = GlobalNorm(call, order) if order > 0 else TorchNorm(order)
     nonfinite = "raise" if error_if_nonfinite else "propagate"
     # eps is only in the divisor: the norm comes back without it, as from torch.
-    options = {
-        "call": call,
-        "name": "max_norm",
-        "eps": EPS,
-        "nonfinite": nonfinite,
-    }
+    options = {"call": call, "name": "max_norm", "eps": EPS}
     try:
-        return clip_once(grads, max_norm, measure, **options)
+        return clip_once(
+            grads, max_norm, measure, nonfinite=nonfinite, **options
+        )
     except FloatingPointError as error:
         # Code that is ported catches a RuntimeError, as torch raises it.
         text = str(error).rstrip(".")
@@ -264,24 +256,58 @@ def _clipped(
 
 def _order(call: str, norm_type: Any) -> float:
     """The order as a number. torch reads strings too."""
-    # float(True) is 1, which torch takes. Here a bool counts as a mistake.
-    is_number = not isinstance(norm_type, bool)
     try:
         # "inf" becomes inf, and "-2" becomes -2.0.
-        order = float(norm_type) if is_number else math.nan
+        order = float(norm_type)
     except (TypeError, ValueError, OverflowError):
         order = math.nan
-    # NaN is not above 0, so it would pass for an order below.
-    if math.isnan(order):
-        raise ValueError(
-            f"{call}: norm_type must be a number, or a text of one such as "
-            f'"inf", got {norm_type!r}.'
-        )
+    # float(True) is 1, which torch takes. Here a bool counts as a mistake.
+    if math.isnan(order) or isinstance(norm_type, bool):
+        must = 'must be a number, or a text of one such as "inf"'
+        raise ValueError(f"{call}: norm_type {must}, got {norm_type!r}.")
     return order
 
 
-def _measure(call: str, ord: float) -> Measure:
-    """What torch calls the norm. It is `global_norm` for orders above 0."""
-    if ord > 0:
-        return GlobalNorm(**check_measure(call, ord))
-    return TorchNorm(ord)
+class TorchNorm(NamedTuple):
+    """What torch calls the norm of an order of 0 or less. It has no derivative.
+
+    order 0    how many leaves have an element other than 0
+    order p    (sum |x|^p)^(1/p), which is min |x| for -inf
+    """
+
+    ord: float
+
+    def __call__(self, tree: Any) -> Norms:
+        # A count does not change with x, and |x|^p has no slope at 0 for p < 0.
+        fixed = jax.tree.map(jax.lax.stop_gradient, tree)
+        if self.ord == 0:
+            return norms_of_tree(_leaves_not_zero(fixed), tree)
+        return norms_of_tree(_norm_below_order_zero(fixed, self.ord), tree)
+
+
+def _leaves_not_zero(tree: Any) -> jax.Array:
+    # max |x| is 0 only where all are. The squares of tiny numbers would be 0 too.
+    largest = tensor_norm(tree, ord=math.inf)
+    counts = jax.tree.map(lambda norm: (norm != 0).astype(norm.dtype), largest)
+    # No mesh axes: the norms that are counted are the same on all devices.
+    return global_norm(counts, ord=1, mesh_axes=None)
+
+
+def _norm_below_order_zero(tree: Any, ord: float) -> jax.Array:
+    """(sum |x|^ord)^(1/ord) = 1 / (sum (1/|x|)^-ord)^(-1/ord)."""
+    leaves = jax.tree.leaves(tree)
+    if not leaves:
+        # torch raises. Here a tree without leaves has norm 0 in every order.
+        return jnp.zeros(())
+    info = jnp.finfo(norm_dtype(leaves))
+    # With this instead of 1 the reciprocals of all normal numbers are normal: that of
+    # the largest is the smallest, and that of the smallest the largest.
+    one = info.max * info.tiny
+    # inf for 0, so that one element of 0 makes the result 0.
+    reciprocals = jax.tree.map(
+        lambda x: one / jnp.abs(x).astype(info.dtype), tree
+    )
+    return one / global_norm(reciprocals, ord=-ord)
+
+
+with_our_names(__name__)

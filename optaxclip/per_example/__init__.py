@@ -23,7 +23,7 @@ Reference: Abadi et al., Deep learning with differential privacy, 2016 (arXiv
 1607.00133).
 """
 
-from .._other_names import show_public_names
+from .._names import with_our_names
 from ._clipped_grad import (
     ClippedGrad,
     ExplainedLeaf,
@@ -49,4 +49,4 @@ __all__ = [
     "per_example_layer_norm_clip",
 ]
 
-show_public_names(__name__)
+with_our_names(__name__)

@@ -16,11 +16,10 @@ import numpy as np
 from jax import lax
 from jax.core import Tracer
 
-from .._arguments import check_choice, check_flag
+from .. import _trees as prefix
+from .._checks import check_choice, check_flag
 from .._jaxpr import has_bits_that_vmap_changes, has_convolution
-from .._norms import _prefix as prefix
-from .._norms._types import is_on_one_device
-from .._other_names import with_our_names
+from .._mesh import is_on_one_device
 from ..shrinks import Shrink, shrink_of
 from ._ghost import Ghost, ghost_of
 from ._ghost._norms import Way
@@ -61,7 +60,6 @@ class ClippedGrad(NamedTuple):
     aux: Any  # [batch, ...]
 
 
-@with_our_names
 def clipped_grad(
     loss: Callable[..., Any],
     max_norm: Any,
@@ -354,7 +352,6 @@ class Explanation(NamedTuple):
         return "\n".join(lines)
 
 
-@with_our_names
 def explain_clipped_grad(
     loss: Callable[..., Any],
     *,

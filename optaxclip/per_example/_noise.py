@@ -6,8 +6,7 @@ import jax
 import jax.numpy as jnp
 from jax.core import Tracer
 
-from .._norms._norms import global_norm
-from .._other_names import with_our_names
+from .._norms import global_norm
 from ._clipped_grad import ClippedGrad
 
 
@@ -26,7 +25,6 @@ class NoiseScale(NamedTuple):
     signal: jax.Array  # float[]
 
 
-@with_our_names
 def noise_scale(result: ClippedGrad) -> NoiseScale:
     """Estimates the simple gradient noise scale tr(Sigma) / |G|^2 from one batch:
 

@@ -13,14 +13,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from .._arguments import check_limit
-from .._norms import _prefix as prefix
-from .._other_names import with_our_names
+from .. import _trees as prefix
+from .._checks import check_limit
 from ..shrinks import hard
 from ._passes import Limits, limits_of
 
 
-@with_our_names
 def per_example_global_norm_clip(
     grads: Any, l2_norm_clip: Any
 ) -> tuple[Any, jax.Array]:
@@ -63,7 +61,6 @@ def per_example_global_norm_clip(
     return total, clipped[0]
 
 
-@with_our_names
 def per_example_layer_norm_clip(
     grads: Any, global_l2_norm_clip: Any, uniform: bool = True
 ) -> tuple[Any, Any]:

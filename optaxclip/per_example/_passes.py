@@ -21,12 +21,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-from .._arguments import check_limit, held_in
-from .._core._factors import factor_between, stretch
-from .._core._shrunk import shrunk_by
-from .._norms import _prefix as prefix
-from .._norms._norms import global_norm
-from .._norms._types import split_as
+from .. import _trees as prefix
+from .._checks import check_limit, held_in
+from .._factors import factor_between, stretch
+from .._limits import shrunk_by
+from .._mesh import split_as
+from .._norms import global_norm
 from .._weighted_loss import is_weighted
 from ..rules._rule import is_rule
 from ..shrinks import Shrink

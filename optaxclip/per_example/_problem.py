@@ -10,9 +10,9 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from .._norms import _prefix as prefix
-from .._norms._leaves import check_leaves
-from .._norms._types import varying_over
+from .. import _trees as prefix
+from .._mesh import varying_over
+from .._trees import check_leaves
 
 # As in jax.grad: for an int the gradient is a tree, for (0,) a tuple of one.
 Places = int | Sequence[int]

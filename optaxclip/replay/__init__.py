@@ -16,12 +16,12 @@ Norms recorded under clipping are those of the clipped run. Take the table as a 
 start, not as a forecast of the loss.
 """
 
-from .._other_names import show_public_names
-from ._candidates import Suggestion, suggest
-from ._history import read_history
+from .._names import with_our_names
 from ._plot import plot_history
-from ._replay import Replay, run
-from ._spikes import spike_score
+from ._read import read_history
+from ._run import Replay, run
+from ._score import spike_score
+from ._suggest import Suggestion, suggest
 
 __all__ = [
     "Replay",
@@ -33,5 +33,6 @@ __all__ = [
     "suggest",
 ]
 
+
 # A misspelt name, as in `replay.sugest`, raises an error with the right one.
-show_public_names(__name__)
+with_our_names(__name__)

@@ -1,19 +1,17 @@
 """A picture of norms, limits and clipped steps, drawn with matplotlib."""
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 from jax.typing import ArrayLike
 
-from .._other_names import with_our_names
-from ._replay import Replay
+from ._run import Replay
 
 # matplotlib is the extra `plot`, so only type checkers import it here.
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 
-@with_our_names
 def plot_history(
     history: Replay | ArrayLike,
     limits: ArrayLike | None = None,
@@ -52,43 +50,6 @@ def plot_history(
         from matplotlib.figure import Figure
 
         axis = Figure(figsize=(9, 4), layout="constrained").add_subplot()
-    norms, limits, clipped = _checked(history, limits, clipped)
-    steps, finite = np.arange(norms.size), np.isfinite(norms)
-    # Lines have gaps where they are NaN.
-    shown = (
-        np.where(finite, norms, np.nan),
-        np.where(np.isfinite(limits), limits, np.nan),
-    )
-    # "0.55" is a gray of matplotlib: 0 is black, 1 is white.
-    norm_line = {
-        "color": "0.55",
-        "linewidth": 0.8,
-        "label": "norm before clipping",
-    }
-    limit_line = {"color": "tab:blue", "linewidth": 1.2, "label": "limit"}
-    axis.semilogy(steps, shown[0], **norm_line)
-    axis.semilogy(steps, shown[1], **limit_line)
-    # The mean of no steps would be NaN, with a warning.
-    share = clipped.mean() if clipped.size else 0
-    dots = {
-        "color": "tab:red",
-        "markersize": 4,
-        "label": f"{word} ({share:.1%})",
-    }
-    # `plot` keeps the logarithmic scale that `semilogy` has set.
-    axis.plot(steps[clipped], norms[clipped], ".", **dots)
-    if not finite.all():
-        _mark_at_the_top(axis, steps[~finite])
-    axis.set_xlabel("step")
-    axis.set_ylabel("gradient norm")
-    axis.legend(loc="upper right", framealpha=0.8, edgecolor="none")
-    return axis
-
-
-def _checked(
-    history: Any, limits: Any, clipped: Any
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Norms, limits and marks, [steps] each."""
     norms = history
     if isinstance(history, Replay):
         norms = history.norms
@@ -98,32 +59,31 @@ def _checked(
     # Without limits no norm is above its own.
     limits = np.full_like(norms, np.inf) if limits is None else limits
     limits = np.asarray(limits, np.float64)
-    if clipped is None:
-        # Resized, so that lengths that differ reach the error below, and not NumPy's.
-        clipped = norms > np.resize(limits, norms.shape)
-    clipped = np.asarray(clipped, bool)
-    if (
-        norms.ndim != 1
-        or limits.shape != norms.shape
-        or clipped.shape != norms.shape
-    ):
+    # Resized, so that lengths that differ reach the error below, and not NumPy's.
+    above = norms > np.resize(limits, norms.shape)
+    clipped = np.asarray(above if clipped is None else clipped, bool)
+    shapes = [norms.shape, limits.shape, clipped.shape]
+    if norms.ndim != 1 or len(set(shapes)) > 1:
         raise ValueError(
             "plot_history: norms, limits and clipped must be [steps] of one length, "
-            f"got shapes {norms.shape}, {limits.shape} and {clipped.shape}."
+            f"got the shapes {shapes}."
         )
-    return norms, limits, clipped
-
-
-def _mark_at_the_top(axis: Any, steps: np.ndarray) -> None:
-    """Crosses at the steps whose norm was NaN or inf."""
-    # The x of data, and the y of the axis, whose top is 1 at any range of norms.
-    # Without clip_on=False half of each cross would be cut off.
-    place = {"transform": axis.get_xaxis_transform(), "clip_on": False}
-    axis.plot(
-        steps,
-        np.ones(steps.size),
-        "x",
-        color="black",
-        label="NaN or inf",
-        **place,
-    )
+    steps, finite = np.arange(norms.size), np.isfinite(norms)
+    # Lines have gaps where they are NaN. "0.55" is a gray of matplotlib.
+    drawn = np.where(finite, norms, np.nan)
+    style = {"color": "0.55", "linewidth": 0.8}
+    axis.semilogy(steps, drawn, label="norm before clipping", **style)
+    drawn = np.where(np.isfinite(limits), limits, np.nan)
+    axis.semilogy(steps, drawn, color="tab:blue", label="limit")
+    # The mean of no steps would be NaN, with a warning.
+    label = f"{word} ({clipped.mean() if clipped.size else 0:.1%})"
+    axis.plot(steps[clipped], norms[clipped], "r.", markersize=4, label=label)
+    if not finite.all():
+        # Crosses at the top of the axis, which is 1 in this transform. Without
+        # clip_on=False half of each would be cut off.
+        place = {"transform": axis.get_xaxis_transform(), "clip_on": False}
+        ones = np.ones(np.sum(~finite))
+        axis.plot(steps[~finite], ones, "kx", label="NaN or inf", **place)
+    axis.set(xlabel="step", ylabel="gradient norm")
+    axis.legend(loc="upper right", framealpha=0.8, edgecolor="none")
+    return axis

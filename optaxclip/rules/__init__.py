@@ -24,7 +24,7 @@ No rule remembers a norm that is NaN, inf or 0. What a schedule returns beyond t
 of its parameter counts as the nearest number in it.
 """
 
-from .._other_names import show_public_names
+from .._names import with_our_names
 from ._constant import Constant as constant
 from ._ema import Ema as ema
 from ._ema_band import EmaBand as ema_band
@@ -62,4 +62,4 @@ __all__ = [
 ]
 
 # `rules.ZScore` raises an error that names `rules.z_score`.
-show_public_names(__name__)
+with_our_names(__name__)

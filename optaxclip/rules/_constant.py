@@ -12,7 +12,7 @@ import numpy as np
 import optax
 from jax.typing import ArrayLike
 
-from .._arguments import (
+from .._checks import (
     as_partial,
     check_limit,
     check_schedule,
@@ -113,7 +113,7 @@ def _check_no_other(argument: str, function: Any) -> None:
             "limit."
         )
     # minimum, maximum and warm_up.
-    if str(getattr(function, "__module__", "")).startswith(f"{__package__}."):
+    if str(getattr(function, "__module__", "")).startswith(f"{__package__}"):
         name = function.__name__
         raise TypeError(
             f"{argument} must be a rule, got the function {name}: call it, as in "

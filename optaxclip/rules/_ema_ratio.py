@@ -8,16 +8,21 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ._memory import Average, blend, empty_average, remembered, unless_gone
+from ._memory import (
+    Average,
+    blend,
+    empty_average,
+    one_more,
+    remembered,
+    unless_gone,
+)
 from ._rule import (
     Number,
     Rule,
     at_step,
     choice,
-    fixed,
     flag,
     number,
-    optional_number,
 )
 
 # int32[norm]: norms seen. Then the averages of `ratio` and of `target`.
@@ -66,14 +71,14 @@ class EmaRatio(Rule):
     2.0 and 1.1, decays 0.99 and 0.9).
     """
 
-    ratio: Number = number(default=2.0)
-    decay: Number = number(default=0.99, highest=1.0)
+    ratio: Number = number(2.0)
+    decay: Number = number(0.99, highest=1.0)
     _: KW_ONLY
-    target: Number | None = optional_number(default=None)
-    target_decay: Number | None = optional_number(default=None, highest=1.0)
-    corrected: Any = flag(default=False)
-    remember: str = choice(default="clipped", others=("raw",))
-    warmup: Any = fixed(default=1)
+    target: Number | None = number(None, optional=True)
+    target_decay: Number | None = number(None, highest=1.0, optional=True)
+    corrected: Any = flag(False)
+    remember: str = choice("clipped", "raw")
+    warmup: Any = number(1, schedule=False)
 
     def init(self, norm: jax.Array) -> Memory:
         seen = jnp.zeros(norm.shape, jnp.int32)
@@ -98,5 +103,5 @@ class EmaRatio(Rule):
         value = remembered(self.remember, norm, limit)
         average = blend(average, value, decay, self.corrected)
         second = blend(second, value, target_decay, self.corrected)
-        new = seen + 1, average, second
+        new = one_more(seen), average, second
         return limit, unless_gone(self.remember, value, new, memory)

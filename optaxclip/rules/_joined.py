@@ -8,9 +8,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from .._arguments import check_number, held_in, number_for_jit
-from .._other_names import with_our_names
+from .._checks import check_number, held_in, number_for_jit
 from ._constant import rule_of
+from ._memory import one_more
 from ._rule import Number, Rule, further_norms
 
 
@@ -102,12 +102,11 @@ class WarmUp(Joined):
         limits, memories = self.ask_all(norm, memories, step, others)
         before, after = limits
         return jnp.where(seen < self.steps, before, after), (
-            seen + 1,
+            one_more(seen),
             memories,
         )
 
 
-@with_our_names
 def minimum(*rules: Any) -> Rule:
     """The smallest limit of several rules: a rule that learns, under a fixed cap.
 
@@ -130,7 +129,6 @@ def minimum(*rules: Any) -> Rule:
     return Minimum(_rules("minimum", rules))
 
 
-@with_our_names
 def maximum(*rules: Any) -> Rule:
     """The largest limit of several rules: a rule that learns, above a fixed floor.
 
@@ -152,7 +150,6 @@ def maximum(*rules: Any) -> Rule:
     return Maximum(_rules("maximum", rules))
 
 
-@with_our_names
 def warm_up(steps: Number, before: Any, after: Any) -> Rule:
     """One rule for the first norms, and another from then on.
 

@@ -10,8 +10,16 @@ import jax.numpy as jnp
 import numpy as np
 
 from .._exported import exported
-from ._memory import Average, blend, empty_average, hypot, root, weigh
-from ._rule import Number, Rule, at_step, fixed, multiple, number
+from ._memory import (
+    Average,
+    blend,
+    empty_average,
+    hypot,
+    one_more,
+    root,
+    weigh,
+)
+from ._rule import Number, Rule, at_step, multiple, number
 
 MOST = float(np.finfo(np.float32).max)
 
@@ -59,13 +67,13 @@ class LogZScore(Rule):
     lower for some hundred steps after it.
     """
 
-    z: Number = number(default=4.0)
-    decay: Number = number(default=0.995, highest=1.0)
+    z: Number = number(4.0)
+    decay: Number = number(0.995, highest=1.0)
     _: KW_ONLY
     # With an infinite one the logarithms would differ by inf - inf.
-    floor: Number = number(default=0.01, highest=MOST)
-    spread: Number = number(default=1e-3)
-    warmup: Any = fixed(default=277, lowest=1)
+    floor: Number = number(0.01, highest=MOST)
+    spread: Number = number(1e-3)
+    warmup: Any = number(277, lowest=1, schedule=False)
 
     def init(self, norm: jax.Array) -> LogNormMemory:
         seen = jnp.zeros(norm.shape, jnp.int32)
@@ -88,4 +96,4 @@ class LogZScore(Rule):
         # The variance of a mixture of old values and the new one, never negative.
         apart = root(share) * jnp.abs(value - mean.estimate)
         deviation = root(1 - share) * hypot(deviation, apart)
-        return limit, LogNormMemory(seen + 1, moved, deviation)
+        return limit, LogNormMemory(one_more(seen), moved, deviation)

@@ -12,8 +12,9 @@ import jax.numpy as jnp
 from jax import lax
 from jax.core import Tracer
 
+from .._checks import LAST_STEP
 from .._exported import exported
-from .._norms._types import split_as
+from .._mesh import split_as
 
 
 @exported
@@ -68,9 +69,18 @@ def oldest(window: Window) -> jax.Array:
 def push(window: Window, norm: jax.Array) -> Window:
     """Adds a norm. A full window loses its oldest."""
     here = places(window) == next_place(window)
-    return Window(
-        jnp.where(here, norm[..., None], window.past), window.seen + 1
-    )
+    past = jnp.where(here, norm[..., None], window.past)
+    # At its largest number the counter goes back by whole rounds of the ring, to one
+    # that is still beyond every warm-up that a run can have.
+    length = past.shape[-1]
+    rounds = (LAST_STEP // 2 // length) * length
+    seen = jnp.where(window.seen == LAST_STEP, LAST_STEP - rounds, window.seen)
+    return Window(past, seen + 1)
+
+
+def one_more(seen: jax.Array, learns: Any = True) -> jax.Array:
+    """A counter of norms after one more. It stays at its largest number."""
+    return seen + (learns & (seen < LAST_STEP)).astype(seen.dtype)
 
 
 def filled(window: Window) -> jax.Array:

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
 
-from ._rule import Number, Rule, at_step, fixed, number
+from ._rule import Number, Rule, at_step, number
 
 
 class QuantileTracker(Rule):
@@ -40,10 +40,10 @@ class QuantileTracker(Rule):
     adaptive clipping, 2021 (arXiv 1905.03871).
     """
 
-    quantile: Number = number(default=0.5, highest=1.0)
-    rate: Number = number(default=0.2, highest=float(np.finfo(np.float32).max))
+    quantile: Number = number(0.5, highest=1.0)
+    rate: Number = number(0.2, highest=float(np.finfo(np.float32).max))
     _: KW_ONLY
-    start: ArrayLike = fixed(default=0.1)
+    start: ArrayLike = number(0.1, schedule=False)
 
     def init(self, norm: jax.Array) -> jax.Array:
         return jnp.full_like(norm, self.start)

@@ -19,22 +19,23 @@ from typing import Any, NamedTuple, TypeGuard, TypeVar, dataclass_transform
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.core import Tracer
 from jax.tree_util import Partial
 from jax.typing import ArrayLike
 
-from .._arguments import (
+from .._checks import (
     LAST_STEP,
     as_partial,
+    check_choice,
     check_flag,
     check_length,
     check_limit,
+    check_number,
     check_returned,
     check_schedule,
     held_in,
     number_for_jit,
 )
-from .._other_names import with_our_names
+from .._names import checked
 
 R = TypeVar("R", bound="Rule")
 Schedule = Callable[[ArrayLike], ArrayLike]
@@ -45,23 +46,32 @@ def number(
     default: Any = dataclasses.MISSING,
     lowest: float = 0.0,
     highest: float = np.inf,
+    *,
+    schedule: bool = True,
+    whole: bool = False,
+    optional: bool = False,
 ) -> Any:
-    """A field that is a number in a range, or a schedule from step to number."""
+    """A field that is a number in a range.
+
+    It may be a schedule from step to number, unless `schedule` is False. `whole`: it is
+    a whole number of at least 1, such as the length of a window. `optional`: it may be
+    None.
+    """
 
     def check(argument: str, value: Any) -> Any:
+        if optional and value is None:
+            return None
+        if whole:
+            # XLA ends the process where the size of an array leaves its range.
+            check_length(argument, value)
+            check_number(argument, value, highest=LAST_STEP)
+            return value
         # What a schedule returns is known in each step only.
-        if callable(value):
+        if schedule and callable(value):
             check_schedule(argument, value)
-            return Partial(
-                _Within(argument, lowest, highest), as_partial(value)
-            )
-        check_limit(argument, value, lowest=lowest)
-        # Under jit and inject_hyperparams the number may be traced.
-        known = not isinstance(value, Tracer)
-        if known and (np.asarray(value, np.float64) > highest).any():
-            raise ValueError(
-                f"{argument} must be at most {highest:g}, got {value!r}."
-            )
+            within = _Within(argument, lowest, highest)
+            return Partial(within, as_partial(value))
+        check_limit(argument, value, lowest=lowest, highest=highest)
         return number_for_jit(value)
 
     return field(default=default, metadata={"check": check})
@@ -84,27 +94,6 @@ class _Within(NamedTuple):
         return numpy.clip(value, self.lowest, self.highest)
 
 
-def optional_number(default: None = None, highest: float = np.inf) -> Any:
-    """A field that is a number, a schedule, or None."""
-    # Only the check of this field is used.
-    check = number(default=0.0, highest=highest).metadata["check"]
-
-    def check_given(argument: str, value: Any) -> Any:
-        return None if value is None else check(argument, value)
-
-    return field(default=default, metadata={"check": check_given})
-
-
-def fixed(default: float, lowest: float = 0.0) -> Any:
-    """A field that is a number, and not a schedule."""
-
-    def check(argument: str, value: Any) -> Any:
-        check_limit(argument, value, lowest=lowest)
-        return number_for_jit(value)
-
-    return field(default=default, metadata={"check": check})
-
-
 def flag(default: bool) -> Any:
     """A field that is True or False, and may be traced."""
 
@@ -115,47 +104,24 @@ def flag(default: bool) -> Any:
     return field(default=default, metadata={"check": check})
 
 
-def length(default: int) -> Any:
-    """A field that is the length of a window: a whole number, at least 1."""
+def choice(*allowed: str) -> Any:
+    """A field that is one of some strings, by default the first. A changed string
+    compiles anew.
+    """
 
     def check(argument: str, value: Any) -> Any:
-        check_length(argument, value)
-        # XLA ends the process where the size of an array leaves its range.
-        if not isinstance(value, Tracer) and float(value) > LAST_STEP:
-            raise ValueError(
-                f"{argument} must be at most {LAST_STEP}, got {value!r}."
-            )
-        return value
-
-    return field(default=default, metadata={"check": check})
-
-
-def choice(default: str, others: tuple[str, ...]) -> Any:
-    """A field that is one of some strings. A changed string compiles anew."""
-    *first, last = map(repr, (default, *others))
-
-    def check(argument: str, value: Any) -> Any:
-        if value not in (default, *others):
-            allowed = f"{', '.join(first)} or {last}"
-            raise ValueError(f"{argument} must be {allowed}, got {value!r}.")
+        check_choice(argument, value, allowed)
         return value
 
     # jit takes no strings as leaves, so they belong to the structure of the tree.
-    return field(default=default, metadata={"check": check, "static": True})
+    metadata = {"check": check, "static": True}
+    return field(default=allowed[0], metadata=metadata)
 
 
 # Tells type checkers that every subclass is a dataclass of its annotated fields.
 @dataclass_transform(
     frozen_default=True,
-    field_specifiers=(
-        field,
-        number,
-        optional_number,
-        fixed,
-        flag,
-        length,
-        choice,
-    ),
+    field_specifiers=(field, number, flag, choice),
 )
 @dataclasses.dataclass(frozen=True, eq=False)
 class Rule:
@@ -199,7 +165,7 @@ class Rule:
         # eq=False: == of arrays is no bool, and rules are hashed by identity.
         dataclasses.dataclass(frozen=True, eq=False)(cls)
         # A wrong keyword would otherwise be an error about `ZScore.__init__`.
-        cls.__init__ = with_our_names(cls.__init__, call_name(cls))
+        cls.__init__ = checked(cls.__init__, call_name(cls))
         meta = [f.name for f in fields(cls) if f.metadata.get("static")]
         data = [f.name for f in fields(cls) if f.name not in meta]
         keys = [jax.tree_util.GetAttrKey(name) for name in data]

@@ -16,9 +16,7 @@ from ._rule import (
     at_step,
     check_length,
     choice,
-    fixed,
     flag,
-    length,
     multiple,
     number,
     rule_in,
@@ -60,14 +58,14 @@ class WindowedMean(Rule):
     which is `optaxclip.skip_step`).
     """
 
-    sigmas: Number = number(default=3.0)
-    window: Any = length(default=128)
+    sigmas: Number = number(3.0)
+    window: Any = number(128, whole=True)
     _: KW_ONLY
-    ddof: Any = fixed(default=0)
-    floor: Number = number(default=0.0)
-    current: Any = flag(default=False)
-    remember: str = choice(default="raw", others=("clipped",))
-    warmup: Any = fixed(default=2)
+    ddof: Any = number(0, schedule=False)
+    floor: Number = number(0.0)
+    current: Any = flag(False)
+    remember: str = choice("raw", "clipped")
+    warmup: Any = number(2, schedule=False)
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -25,9 +25,7 @@ from ._rule import (
     Rule,
     at_step,
     choice,
-    fixed,
     flag,
-    length,
     multiple,
     number,
 )
@@ -74,13 +72,13 @@ class WindowedQuantile(Rule):
     clipping for source separation networks, 2020 (arXiv 2007.14469).
     """
 
-    quantile: Number = number(default=0.5, highest=1.0)
-    window: Any = length(default=100)
+    quantile: Number = number(0.5, highest=1.0)
+    window: Any = number(100, whole=True)
     _: KW_ONLY
-    factor: Number = number(default=1.0)
-    current: Any = flag(default=False)
-    remember: str = choice(default="raw", others=("clipped",))
-    warmup: Any = fixed(default=1)
+    factor: Number = number(1.0)
+    current: Any = flag(False)
+    remember: str = choice("raw", "clipped")
+    warmup: Any = number(1, schedule=False)
 
     def init(self, norm: jax.Array) -> QuantileMemory:
         recent = empty_window("windowed_quantile: window", self.window, norm)

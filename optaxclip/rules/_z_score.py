@@ -9,8 +9,8 @@ import jax
 import jax.numpy as jnp
 
 from .._exported import exported
-from ._memory import between, hypot, root
-from ._rule import Number, Rule, at_step, choice, fixed, multiple, number
+from ._memory import between, hypot, one_more, root
+from ._rule import Number, Rule, at_step, choice, multiple, number
 
 
 @exported
@@ -57,18 +57,12 @@ class ZScore(Rule):
     pre-training, 2025 (arXiv 2504.02507).
     """
 
-    z: Number = number(default=2.5)
-    decay: Number = number(default=0.97, highest=1.0)
+    z: Number = number(2.5)
+    decay: Number = number(0.97, highest=1.0)
     _: KW_ONLY
-    target: str = choice(
-        default="adaptive",
-        others=(
-            "mean",
-            "max",
-        ),
-    )
-    warmup: Any = fixed(default=25, lowest=1)
-    eps: Number = number(default=1e-6)
+    target: str = choice("adaptive", "mean", "max")
+    warmup: Any = number(25, lowest=1, schedule=False)
+    eps: Number = number(1e-6)
 
     def init(self, norm: jax.Array) -> ZScoreMemory:
         seen = jnp.zeros(norm.shape, jnp.int32)
@@ -96,7 +90,7 @@ class ZScore(Rule):
         # of the distances to the old and the new one gives the exact variance.
         distance = jnp.where(warm, keep, root(keep)) * apart
         old, new = root(keep) * deviation, root(1 - keep) * distance
-        return limit, ZScoreMemory(seen + 1, mean, hypot(old, new))
+        return limit, ZScoreMemory(one_more(seen), mean, hypot(old, new))
 
     def _target(self, score: jax.Array, z: jax.Array) -> jax.Array:
         """How many deviations above the mean a clipped norm is brought to."""

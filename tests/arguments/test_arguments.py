@@ -11,8 +11,8 @@ import optax
 import pytest
 
 import optaxclip
+from optaxclip import _trees as prefix
 from optaxclip import clip_by, rules
-from optaxclip._norms import _prefix as prefix
 from optaxclip.dropin import torch_style
 from optaxclip.rules import constant
 from tests.arguments.refusals import TREE, refused
@@ -450,12 +450,11 @@ def test_large_ints_are_limits_and_those_beyond_floats_are_named():
         "clip_by_tensor_norm: max_norm": optaxclip.clip_by_tensor_norm,
         "clip_by_value: max_value": optaxclip.clip_by_value,
     }.items():
-        for value in (2**400, 10**400):
-            with pytest.raises(
-                ValueError,
-                match=f"^{name} must be a number that float32 can hold, got {value}",
-            ):
-                build(value)
+        with pytest.raises(ValueError, match=rf"^{name} must be at most 3.40282e\+38"):
+            build(2**400)
+        text = f"^{name} must be a number that float32 can hold, got 100000"
+        with pytest.raises(ValueError, match=text):
+            build(10**400)
     with pytest.raises(ValueError, match=r"^clip_by_value: min_value must .* got -258"):
         optaxclip.clip_by_value(1.0, -(2**400))
     with jax.enable_x64(True):

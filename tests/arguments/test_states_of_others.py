@@ -82,11 +82,11 @@ OTHERS_STATES = {
         "clip_by_group_norm: state was made for norms of everything, but the updates "
         "have norms of 'x', 'y'.",
     ),
-    "shape": (
-        optaxclip.clip_by_unitwise_norm(1.0),
-        optaxclip.clip_by_unitwise_norm(1.0).init({**TREE, "w": jnp.ones((2, 4))}),
-        "clip_by_unitwise_norm: state was made for norms of shape (1, 4) where the "
-        "updates have norms of shape (1, 3).",
+    "layers": (
+        optaxclip.clip_by_tensor_norm(1.0, stacked={"w": 1, "b": None}),
+        optaxclip.clip_by_tensor_norm(1.0).init(TREE),
+        "clip_by_tensor_norm: state was made for 1 norms in 'w', but the updates have "
+        "2.",
     ),
     "leaves of spam": (
         optaxclip.spam(),

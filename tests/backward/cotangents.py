@@ -5,6 +5,8 @@ import math
 import jax
 import numpy as np
 
+from optaxclip import clip_cotangent
+
 EPS = float(np.finfo(np.float32).eps)
 NAN, INF = math.nan, math.inf
 
@@ -20,14 +22,19 @@ def pulled_back(function, x, cotangent):
     return pull(cotangent)[0]
 
 
+def clipped(cotangent, **limits):
+    """What `clip_cotangent` makes of a cotangent."""
+    x = jax.numpy.zeros_like(cotangent)
+    return pulled_back(lambda x: clip_cotangent(x, **limits), x, cotangent)
+
+
 def shortened(cotangent, limit, axis=None, ord=2):
     """The equation in float64."""
     x = np.asarray(cotangent, np.float64)
-    norm = (
-        np.sum(np.abs(x) ** ord, axis=axis, keepdims=True) ** (1 / ord)
-        if ord != INF
-        else np.max(np.abs(x), axis=axis, keepdims=True)
-    )
+    if ord == INF:
+        norm = np.max(np.abs(x), axis=axis, keepdims=True)
+    else:
+        norm = np.sum(np.abs(x) ** ord, axis=axis, keepdims=True) ** (1 / ord)
     return x * np.minimum(1, limit / norm)
 
 

@@ -1,4 +1,4 @@
-"""Scaled cotangents, and arguments that are refused."""
+"""Scaled cotangents: the identity forward, and a product backward."""
 
 import jax
 import jax.numpy as jnp
@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from optaxclip import scale_cotangent
-from tests.backward.cotangents import close, normal, pulled_back
+from tests.backward.cotangents import NAN, close, normal, pulled_back
 
 
 @pytest.mark.parametrize("scale", [0.0, 0.1, 0.5, 1.0, -1.0])
@@ -17,13 +17,21 @@ def test_scale_scales_derivatives_in_both_modes(scale, dtype):
     value, tangent = jax.jvp(lambda x: scale_cotangent(x, scale), (x,), (other,))
     assert scaled.dtype == value.dtype == tangent.dtype == dtype
     np.testing.assert_array_equal(value, x)
-    wide = np.asarray(other).astype(np.complex128)
+    wanted = np.float32(scale) * np.asarray(other).astype(np.complex128)
+    # Rounded once: the scale itself is not rounded to the dtype.
+    rtol = 0.5 * (1 + 1e-3) * float(jnp.finfo(dtype).eps)
     for ours in (scaled, tangent):
-        np.testing.assert_allclose(
-            np.asarray(ours).astype(np.complex128),
-            scale * wide,
-            2 * float(jnp.finfo(dtype).eps),
-        )
+        np.testing.assert_allclose(np.asarray(ours).astype(wanted.dtype), wanted, rtol)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["float8_e4m3fn", "float8_e5m2"])
+def test_a_cotangent_in_8_bits_is_scaled(dtype):
+    x = jnp.ones(3, dtype)
+    cotangent = jnp.array([1.0, -3.0, 0.25], dtype)
+    found = pulled_back(lambda x: scale_cotangent(x, 0.5), x, cotangent)
+    assert found.dtype == x.dtype
+    assert found.astype(np.float32).tolist() == [0.5, -1.5, 0.125]
 
 
 def test_scale_may_be_traced_and_trees_keep_their_structure():
@@ -38,3 +46,16 @@ def test_scale_may_be_traced_and_trees_keep_their_structure():
     )
     close(by_x, np.array([[0.2, 0.2], [1, 1], [2, 2]]))
     assert not by_scale.any()
+
+
+@pytest.mark.parametrize(
+    ("scale", "error", "text"),
+    [
+        (NAN, ValueError, "must not be NaN"),
+        ("x", TypeError, "must be a real number, got 'x'"),
+        (np.ones(3), ValueError, "must be a scalar"),
+    ],
+)
+def test_bad_scales_are_named(scale, error, text):
+    with pytest.raises(error, match=f"scale_cotangent: scale {text}"):
+        scale_cotangent(jnp.ones(2), scale)

@@ -35,6 +35,23 @@ def test_a_loop_of_unknown_length_counts_once():
     assert counts.gigabytes == 2 * 4000 / 1e9
 
 
+CONDITION = """
+%cond (p.2: (s32[], f32[1000])) -> pred[] {
+  %end = s32[]{:T(128)} constant(7)
+  %p.2 = (s32[], f32[1000]{0}) parameter(0)
+  %i = s32[]{:T(128)} get-tuple-element(%p.2), index=0
+  ROOT %lt = pred[]{:T(512)} compare(%i, %end), direction=LT
+}
+"""
+
+
+def test_the_length_of_a_scan_is_read_from_its_condition():
+    counts = program.counts_of(CONDITION + LOOP + "backend_config={}" + END)
+    assert counts.kernels == 7
+    other = CONDITION.replace("direction=LT", "direction=NE")
+    assert program.counts_of(other + LOOP + "backend_config={}" + END).kernels == 1
+
+
 SLICE = """
 %part (q.0: f32[4,1000], q.1: s32[]) -> f32[1,1000] {
   %q.1 = s32[] parameter(1)

@@ -177,7 +177,7 @@ def test_stacked_layers_are_tensors_of_their_own():
     np.testing.assert_allclose(
         clipped["blocks"], [[0.42, 0.021], [0.01, 0.01]], rtol=1e-6
     )
-    assert state.norm.shape == (2, 1)
+    assert state.norm.shape == (2,)
 
 
 def test_none_and_integer_leaves_pass():

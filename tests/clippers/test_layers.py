@@ -155,7 +155,7 @@ def test_by_name_tells_each_layer_on_request():
     assert sorted(found) == ["b", "w/0", "w/1", "w/2"]
     np.testing.assert_allclose(found["w/1"].norm, 10, 1e-6)
     assert found["w/2"].memory.past.shape == (4,)
-    assert state.by_name()["w"].norm.shape == (1, 3)
+    assert state.by_name()["w"].norm.shape == (3,)
 
 
 def test_by_name_numbers_layers_and_experts():

@@ -94,6 +94,14 @@ def test_alpha_divides_the_factor_between_query_and_key():
         np.testing.assert_allclose(new[name]["kernel"], wanted, rtol=2e-6, atol=1e-6)
 
 
+def test_with_alpha_one_keys_stay_at_a_limit_of_zero():
+    # factor^(1 - alpha) = 0^0 = 1
+    weights = {"q": jnp.ones((1, 2)), "k": jnp.ones((1, 2))}
+    clipper = qk_clip(0.0, queries={"q": 1}, keys={"k": 1}, alpha=1.0)
+    new, _ = after(clipper, weights, weights, jnp.ones(2))
+    assert new["q"].tolist() == [[0.0, 0.0]] and new["k"].tolist() == [[2.0, 2.0]]
+
+
 def test_a_head_within_its_limit_keeps_its_bits():
     updates = step_like(HEADS)
     clipper = qk_clip(LIMIT, **attention.PATTERNS)

@@ -4,7 +4,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from optaxclip import Heads, qk_clip
+from optaxclip import Heads, qk_clip, rules
 from tests import attention
 
 ONES = jnp.ones((4, 2, 3))
@@ -63,10 +63,16 @@ def test_every_query_has_a_key_beside_it():
     refused("keys finds no leaf beside the queries 'b/q'", params, **where)
 
 
+def test_a_query_and_a_key_of_different_blocks_are_no_attention():
+    params = {"a": {"q": ONES, "k": ONES}, "b": {"q": ONES}, "c": {"k": ONES}}
+    where = {"queries": {"*/q": 1}, "keys": {"*/k": 1}}
+    refused("keys finds no leaf beside the queries 'b/q'", params, **where)
+
+
 def test_every_key_has_a_query_beside_it():
     params = {"a": {"q": ONES, "k": ONES}, "b": {"k": ONES}}
     where = {"queries": {"*/q": 1}, "keys": {"*/k": 1}}
-    refused("keys finds 'b/k', and queries finds no leaf beside it", params, **where)
+    refused("queries finds no leaf beside the keys 'b/k'", params, **where)
 
 
 def test_heads_of_queries_are_a_multiple_of_those_of_keys():
@@ -74,13 +80,16 @@ def test_heads_of_queries_are_a_multiple_of_those_of_keys():
 
 
 def test_numbers_are_in_their_ranges():
-    for alpha in (-0.1, 1.5, np.nan):
+    wrong = -0.1, np.nan, 1.5, np.float32(1.5), np.array(1.5), jnp.float32(1.5)
+    for alpha in wrong:
         with pytest.raises(ValueError, match="qk_clip: alpha"):
             qk_clip(20.0, alpha=alpha, **PLAIN)
     with pytest.raises(ValueError, match="qk_clip: max_logit"):
         qk_clip(-1.0, **PLAIN)
     with pytest.raises(TypeError, match="qk_clip: max_logit"):
         qk_clip("100", **PLAIN)
+    with pytest.raises(ValueError, match=r"qk_clip: max_logit must not compare"):
+        qk_clip(rules.share_of_params(0.1), **PLAIN)
 
 
 def test_names_of_elsewhere_lead_here():
@@ -124,6 +133,8 @@ def test_logits_belong_to_one_attention_each():
     two_for_one = {"one": {"a": four, "b": four}}
     with pytest.raises(ValueError, match="one array for each"):
         update(params, max_logits=two_for_one)
+    with pytest.raises(ValueError, match="one array for each"):
+        update({"layer": params}, max_logits={"layer": four})
 
 
 def test_a_leaf_that_is_no_array_is_named():

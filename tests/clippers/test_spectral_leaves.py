@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax.sharding import PartitionSpec as P
 
 import optaxclip
 from optaxclip import clip_by_spectral_norm, spectral_norm
@@ -22,6 +23,7 @@ from tests.clippers.matrices import (
     clip,
     error,
     expected,
+    longest,
     matrix,
 )
 
@@ -40,6 +42,7 @@ def test_zero_stays_zero_and_limit_0_gives_zeros(method):
         assert not np.any(clip(zero, limit, method=method, shrink=shrink)[0])
     updates, state = clip(x, 0.0, method=method)
     assert not np.any(updates) and state.factor == 0 and state.clipped == 1
+    assert not np.any(clip(x, 0.0, method=method, shrink=SMOOTH)[0])
 
 
 @pytest.mark.slow
@@ -84,8 +87,68 @@ def test_stacked_layers_are_matrices_of_their_own(method):
     assert (error(updates["blocks"], expected(x, 1.0)) <= 4e-6).all()
     assert oracles.same_bits(updates["blocks"][1], x[1])
     blocks = state.by_name()["blocks"]
-    assert blocks.norm.shape == (3, 1, 1)
+    assert blocks.norm.shape == (3,)
     np.testing.assert_array_equal(blocks.clipped.reshape(-1), [1, 0, 1])
+
+
+# Several leaves of one shape, wide ones, tall ones, and layers.
+SHAPES = {
+    **{f"layer_{number}": (6, 10) for number in range(3)},
+    "wide": (6, 40),
+    "tall": (40, 6),
+    "layers": (3, 6, 10),
+    "vector": (1, 9),
+}
+
+
+@both
+@both_forms
+@pytest.mark.slow
+def test_leaves_of_one_shape_and_of_others_are_clipped_each(method, form):
+    tree = {
+        name: np.random.default_rng(seed).standard_normal(shape).astype("float32")
+        for seed, (name, shape) in enumerate(SHAPES.items())
+    }
+    tree["half"] = jnp.asarray(2 * tree["layer_0"], jnp.bfloat16)
+    stacked = {name: int(name == "layers") for name in tree}
+    options = {"method": method, "shrink": FORMS[form][0], "stacked": stacked}
+    clipper = clip_by_spectral_norm(1.5, **options)
+    updates, state = jax.jit(clipper.update)(tree, clipper.init(tree))
+    for name, x in tree.items():
+        exact = expected(x, 1.5, form)
+        rounding = 2.0**-9 * np.linalg.norm(exact) if name == "half" else 0
+        assert updates[name].dtype == x.dtype
+        assert np.all(error(updates[name], exact) <= 4e-6 * 1.5 + rounding)
+        norm = state.by_name()[name].norm
+        np.testing.assert_allclose(norm.ravel(), np.ravel(longest(x)), rtol=4e-6)
+
+
+@both
+def test_a_program_grows_with_shapes_and_not_with_leaves(method):
+    clipper = clip_by_spectral_norm(1.0, method=method)
+
+    def products(count):
+        tree = [np.ones((8 + number % 3, 4), np.float32) for number in range(count)]
+        text = jax.jit(clipper.update).lower(tree, clipper.init(tree)).as_text()
+        return text.count("gesdd") + text.count("dot_general")
+
+    assert products(12) == products(3)
+
+
+@both
+def test_limits_may_differ_between_devices_that_share_a_matrix(method):
+    x = matrix((30, 24), 5.0)
+    clipper = clip_by_spectral_norm(None, method=method)
+
+    def on_each(x, limit):
+        return clipper.update(x, clipper.init(x), limit=limit[0])[0]
+
+    mesh = jax.make_mesh((2,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
+    specs = {"in_specs": (P(), P("x")), "out_specs": P("x")}
+    split = jax.shard_map(on_each, mesh=mesh, **specs)
+    have = np.split(jax.jit(split)(x, jnp.array([1.0, 2.0])), 2)
+    for own, limit in zip(have, (1.0, 2.0)):
+        assert error(own, expected(x, limit)) <= 4e-6 * limit
 
 
 @pytest.mark.parametrize(
@@ -222,11 +285,3 @@ def test_without_a_limit_no_shrink_touches_anything(shrink):
     x = matrix(SQUARE, 4.0)
     for method in METHODS if shrink in (optaxclip.shrinks.hard, SMOOTH) else ("svd",):
         assert oracles.same_bits(clip(x, math.inf, method=method, shrink=shrink)[0], x)
-
-
-@pytest.mark.slow
-def test_a_limit_of_0_leaves_nothing_of_any_form():
-    x = matrix(SQUARE, 4.0, rank=2)
-    for method in METHODS:
-        for shrink in (optaxclip.shrinks.hard, SMOOTH):
-            assert not np.any(clip(x, 0.0, method=method, shrink=shrink)[0])

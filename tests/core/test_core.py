@@ -150,7 +150,7 @@ def test_a_broken_unit_leaves_its_own_memory_alone_and_no_other():
         clip_by(optaxclip.unitwise_norm, last_two),
         jnp.array([[3.0, jnp.nan, 6.0], [4.0, 1.0, 8.0]]),
     )
-    np.testing.assert_array_equal(state.memory, [[[0.0, 5.0], [0.0, 0.0], [0.0, 10.0]]])
+    np.testing.assert_array_equal(state.memory, [[0.0, 5.0], [0.0, 0.0], [0.0, 10.0]])
 
 
 def test_sixteen_bit_updates_are_rounded_once():

@@ -16,12 +16,12 @@ OTHERS = {
 
 
 @pytest.mark.parametrize("name", OTHERS)
-def test_one_block_for_rules_of_their_own_raises(name):
+def test_one_part_for_rules_of_their_own_raises(name):
     # The limits of rules that are no numbers were taken for NaN.
     state = optaxclip.clip_by_tensor_norm(1.0).init(GRADS)
     clipper = optaxclip.clip_by_tensor_norm(OTHERS[name])
     with pytest.raises(
         ValueError,
-        match="clip_by_tensor_norm: state has one block for 'a', 'b', whose limits",
+        match="clip_by_tensor_norm: state has one part for norms whose limits",
     ):
         clipper.update(GRADS, state, GRADS)

@@ -1,114 +1,234 @@
-"""The state by itself: its blocks, its names, and its form for JAX."""
+"""What a clipper keeps: vectors of norms, summaries of units, counters, and names."""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
 
 import optaxclip
-from optaxclip._core._state import (
-    ClipState,
-    Entry,
-    limits_of,
-    names_of_layers,
-    pack,
-    state_of_placeholder,
-    unpack,
-)
+from optaxclip import rules
+from tests import sharded
+from tests.methods import METHODS
+from tests.sharded import mesh_of
 
-pytestmark = pytest.mark.slow
-
-EVERYTHING = (("",),), [()]
-TENSORS = (("a", "b"),), [(2,)]
-ONE_TENSOR = (("a",),), [(1,)]
-ONE_ARRAY = (("a",),), [(1, 3)]
-SEVERAL = (("a", "b"), ("c",), ("d",)), [(2, 1, 3), (2, 4), (1,)]
-BLOCKS = [EVERYTHING, TENSORS, ONE_TENSOR, ONE_ARRAY, SEVERAL]
-every_state = pytest.mark.parametrize(
-    "blocks", BLOCKS, ids=["everything", "tensors", "tensor", "array", "several"]
-)
+LAST = 2**31 - 1
+SHAPES = {"a": (2, 3), "b": (2, 4), "c": (5, 3), "d": (6,), "e": ()}
 
 
-def filled(shape, first, memory=True):
-    """A block whose arrays have different numbers."""
-    each = [first + i + jnp.zeros(shape) for i in range(6)]
-    # Each row of its own, to be told from the others.
-    rows = 10.0 * jnp.arange(int(np.prod(shape))).reshape(shape)
-    return Entry(*[x + rows for x in each], {"m": first + rows} if memory else ())
+def tree(seed):
+    random = np.random.default_rng(seed)
+    return {
+        name: jnp.asarray(random.standard_normal(shape), jnp.float32)
+        for name, shape in SHAPES.items()
+    }
 
 
-def state_of(blocks, memory=True):
-    names, shapes = blocks
-    entries = [filled(shape, 100.0 * i, memory) for i, shape in enumerate(shapes)]
-    return pack(names, jnp.int32(7), entries), entries
+def units(x):
+    """The norm of each unit in float64 NumPy."""
+    x = np.asarray(x, np.float64)
+    axes = tuple(range(max(x.ndim - 1, 1))) if x.ndim else ()
+    return np.sqrt(np.sum(x**2, axes))
 
 
-def assert_same(have, want):
-    assert jax.tree.structure(have) == jax.tree.structure(want)
-    jax.tree.map(np.testing.assert_array_equal, have, want)
+def after(clipper, *grads):
+    state = clipper.init(grads[0])
+    for each in grads:
+        _, state = clipper.update(each, state)
+    return state
 
 
-@pytest.mark.parametrize("memory", [True, False])
-@every_state
-def test_a_state_comes_back_in_its_blocks(blocks, memory):
-    state, entries = state_of(blocks, memory)
-    names, found = state.names, unpack(state)
-    assert names == blocks[0] and state.step == 7
-    assert_same(found, entries)
-    # One block is no tuple of one, and no arrays are no memory.
-    assert type(state.norm) is (tuple if len(names) > 1 else type(jnp.ones(1)))
-    assert memory or state.memory == ()
+@pytest.mark.parametrize("name", METHODS)
+def test_a_state_has_at_most_8_arrays_and_a_memory(name):
+    grads = tree(0)
+    state = METHODS[name].make().init(grads)
+    if isinstance(state, optaxclip.ClipState):
+        assert len(jax.tree.leaves(state._replace(memory=()))) <= 8
 
 
-def test_a_state_without_norms_has_no_blocks():
-    state = pack((), jnp.int32(0), [])
-    assert state == ((), 0, *[()] * 7) and unpack(state) == []
+def test_units_have_a_summary_for_each_leaf():
+    grads = tree(1)
+    limits = {"a": 0.5, "b": 1.0, "c": jnp.array([[0.1, 1.0, 9.0]]), "d": 1.0, "e": 2.0}
+    clipper = optaxclip.clip_by_unitwise_norm(limits)
+    updates, state = clipper.update(grads, clipper.init(grads))
+    assert set(state.by_name()) == set(SHAPES) and state.norm.shape == (5,)
+    for name, entry in state.by_name().items():
+        norm = units(grads[name])
+        limit = np.broadcast_to(np.squeeze(limits[name]), norm.shape)
+        expected = np.asarray(grads[name]) * np.minimum(1, limit / norm)
+        np.testing.assert_allclose(updates[name], expected, rtol=1e-6)
+        # The least limit, and as many times that as the furthest is above its own.
+        ratio = np.max(norm / limit)
+        np.testing.assert_allclose(entry.limit, np.min(limit), rtol=1e-6)
+        np.testing.assert_allclose(entry.norm, ratio * np.min(limit), rtol=1e-6)
+        np.testing.assert_allclose(entry.factor, min(1, 1 / ratio), rtol=1e-6)
+        share = np.mean(norm > limit)
+        np.testing.assert_allclose(entry.units_clipped, share, rtol=1e-6)
+        assert entry.clipped == (share > 0)
 
 
-@every_state
-def test_every_norm_of_a_state_is_found_by_its_name(blocks):
-    state, entries = state_of(blocks)
-    found = state.by_name()
-    assert list(found) == [name for block in blocks[0] for name in block]
-    for names, entry, shape in zip(blocks[0], entries, blocks[1]):
-        for row, name in enumerate(names):
-            rows = len(names) > 1 or (shape == (1,) and name)
-            own = jax.tree.map(lambda x, row=row: x[row], entry) if rows else entry
-            assert_same(found[name], own)
+@pytest.mark.parametrize("broken", [np.nan, np.inf])
+def test_a_broken_unit_makes_the_summary_nan(broken):
+    grads = jnp.array([[3.0, 1.0, broken]])
+    state = after(optaxclip.clip_by_unitwise_norm(1.0, axis=0), grads)
+    assert np.isnan(state.norm)
+    assert (state.nonfinite, state.clipped) == (1, 0)
 
 
-def test_layers_of_a_state_have_names_of_their_own():
-    state, entries = state_of(SEVERAL)
+def test_units_without_limits_show_the_longest():
+    grads = jnp.array([[3.0, 5.0, 4.0]])
+    state = after(optaxclip.clip_by_unitwise_norm(None, axis=0), grads)
+    assert (state.norm, state.limit, state.clipped) == (5, np.inf, 0)
+
+
+@pytest.mark.parametrize("typed", [True, False], ids=["typed", "untyped"])
+@pytest.mark.slow
+def test_units_on_several_devices_have_one_summary(typed):
+    specs = {"a": P(None, "x"), "b": P("x", None), "c": P(None, "x")}
+    grads = sharded.random_tree(4, dict.fromkeys(specs, (8, 8)))
+    clipper = optaxclip.clip_by_unitwise_norm(0.5, mesh_axes=specs)
+    step = sharded.on_each_part(
+        clipper.update,
+        mesh_of((4,), ("x",)),
+        (specs, P()),
+        (specs, P()),
+        check_vma=typed,
+    )
+    have, state = step(grads, clipper.init(grads))
+    alone = optaxclip.clip_by_unitwise_norm(0.5)
+    want, expected = alone.update(grads, alone.init(grads))
+    for name in specs:
+        np.testing.assert_allclose(have[name], want[name], rtol=1e-6)
+    for one, other in zip(jax.tree.leaves(state), jax.tree.leaves(expected)):
+        np.testing.assert_allclose(one, other, rtol=1e-6)
+
+
+@pytest.mark.parametrize("own_rules", [False, True])
+@pytest.mark.slow
+def test_a_state_on_an_explicit_mesh_keeps_its_types(own_rules):
+    limits = 1.0
+    if own_rules:
+        limits = {name: rules.growth(2.0) for name in "ab"}
+    clipper = optaxclip.clip_by_unitwise_norm(limits)
+    mesh = mesh_of((2,), ("x",), kind=AxisType.Explicit)
+    with jax.set_mesh(mesh):
+        grads = dict.fromkeys("ab", jnp.ones((3, 4)))
+        grads = sharded.place(grads, mesh, dict.fromkeys("ab", P(None, "x")))
+        begin = clipper.init(grads)
+        _, state = clipper.update(grads, begin)
+    assert jax.tree.map(jax.typeof, begin) == jax.tree.map(jax.typeof, state)
+
+
+def test_each_norm_keeps_its_own_rule_and_memory():
+    grads = {name: tree(6)["a"] * (number + 1) for number, name in enumerate("abcd")}
+    schedule, growth = optax.constant_schedule(0.5), rules.growth(2.0)
+    clipper = optaxclip.clip_by_tensor_norm(
+        {"a": schedule, "b": 1.0, "c": growth, "d": 2.0}
+    )
+    state = after(clipper, grads, jax.tree.map(lambda x: 10 * x, grads))
+    norms = {name: 10 * np.linalg.norm(np.float64(x)) for name, x in grads.items()}
+    limits = {"a": 0.5, "b": 1.0, "c": 2 * norms["c"] / 10, "d": 2.0}
+    for name, entry in state.by_name().items():
+        np.testing.assert_allclose(entry.norm, norms[name], rtol=1e-6)
+        np.testing.assert_allclose(entry.limit, limits[name], rtol=1e-6)
+    np.testing.assert_allclose(state.by_name()["c"].memory, limits["c"], rtol=1e-6)
+
+
+@pytest.mark.parametrize("units_of", [True, False], ids=["units", "tensors"])
+def test_a_missing_leaf_keeps_what_was_known_of_it(units_of):
+    grads, growth = tree(2), rules.growth(2.0)
+    make = optaxclip.clip_by_tensor_norm
+    if units_of:
+        make = optaxclip.clip_by_unitwise_norm
+    clipper = make(growth)
+    first = after(clipper, grads)
+    updates, state = clipper.update({**grads, "a": None}, first)
+    assert updates["a"] is None
+    before, found = first.by_name(), state.by_name()
+    for one, other in zip(jax.tree.leaves(before["a"]), jax.tree.leaves(found["a"])):
+        np.testing.assert_array_equal(one, other)
+    length = units(grads["c"]).max()
+    if not units_of:
+        length = np.linalg.norm(np.float64(grads["c"]))
+    np.testing.assert_allclose(np.max(found["c"].memory), length, rtol=1e-6)
+    # The rule had no limit at first, and then twice the norm.
+    assert np.isinf(found["a"].limit) and np.isfinite(found["c"].limit)
+
+
+def test_limits_stay_with_their_leaves_where_one_is_missing():
+    clipper = optaxclip.clip_by_tensor_norm({"a": 0.5, "b": 1.0, "c": 2.0})
+    grads = {name: tree(7)[name] for name in "abc"}
+    updates, state = clipper.update({**grads, "b": None}, clipper.init(grads))
+    for name, limit in {"a": 0.5, "c": 2.0}.items():
+        np.testing.assert_allclose(np.linalg.norm(updates[name]), limit, rtol=1e-6)
+    np.testing.assert_array_equal(state.limit, [0.5, np.inf, 2.0])
+
+
+def test_leaves_are_found_by_name_in_another_kind_of_mapping():
+    frozen = pytest.importorskip("flax.core").freeze
+    clipper = optaxclip.clip_by_tensor_norm(rules.growth(2.0))
+    grads = {"b": jnp.ones(3), "a": jnp.full(2, 4.0)}
+    state = after(clipper, grads)
+    _, found = clipper.update(frozen(grads), state)
+    np.testing.assert_allclose(
+        found.by_name()["a"].limit, 2 * found.by_name()["a"].norm
+    )
+
+
+def test_limits_may_have_any_dtype():
+    limits = {"a": 10**12, "b": jnp.bfloat16(2), "c": np.float64(0.5)}
+    clipper = optaxclip.clip_by_tensor_norm(limits)
+    grads = {name: tree(5)[name] for name in limits}
+    with jax.numpy_dtype_promotion("strict"):
+        state = after(clipper, grads)
+    np.testing.assert_array_equal(state.limit, np.float32([1e12, 2, 0.5]))
+
+
+def test_an_array_in_joined_rules_is_checked_by_init():
+    rule = rules.minimum(jnp.ones(7), 2.0)
+    for limit in (rule, rules.minimum(1.0, rule)):
+        with pytest.raises(ValueError, match=r"max_norm must be .* shape \(7,\)"):
+            optaxclip.clip_by_unitwise_norm(limit).init({"a": jnp.ones((2, 3))})
+
+
+def test_a_first_state_has_the_dtype_of_its_norms():
+    clipper = optaxclip.clip_by_tensor_norm(rules.growth(2.0))
+    with jax.enable_x64(True):
+        for dtype in ("float32", "float64"):
+            state = clipper.init({"a": jnp.ones(3, dtype), "b": jnp.ones((), dtype)})
+            for x in (state.norm, state.limit, state.factor, state.memory):
+                assert x.dtype == dtype
+            counted = state.clipped, state.nonfinite, state.clipped_recently
+            assert [x.dtype for x in counted] == ["int32", "int32", "float32"]
+
+
+def test_layers_of_a_leaf_have_entries_of_their_own():
+    # Layers on axis 0, and experts on axis 1.
+    grads = {"w": jnp.arange(1.0, 25.0).reshape(2, 3, 4), "b": jnp.ones(2)}
+    clipper = optaxclip.clip_by_tensor_norm(1.0, stacked={"w": 2, "b": None})
+    state = after(clipper, grads)
+    norms = np.linalg.norm(np.float64(grads["w"]), axis=-1)
+    np.testing.assert_allclose(state.by_name()["w"].norm, norms.ravel(), rtol=1e-6)
     found = state.by_name(layers=True)
-    layers = [f"{x}/{i}" for x in "ab" for i in range(3)]
-    experts = [f"c/{i}/{j}" for i in range(2) for j in range(4)]
-    assert list(found) == [*layers, *experts, "d"]
-    assert_same(found["b/2"], jax.tree.map(lambda x: x[1, 0, 2], entries[0]))
-    assert_same(found["c/1/3"], jax.tree.map(lambda x: x[1, 3], entries[1]))
+    assert set(found) == {"b", *(f"w/{i}/{j}" for i in range(2) for j in range(3))}
+    np.testing.assert_allclose(found["w/1/2"].norm, norms[1, 2], rtol=1e-6)
 
 
-def test_axes_of_size_1_have_no_number_in_names_of_layers():
-    assert names_of_layers("w", (2, 1, 2)) == ["w/0/0", "w/0/1", "w/1/0", "w/1/1"]
-    assert names_of_layers("w", (1, 1)) == ["w/0"]
-
-
-@every_state
-def test_a_state_is_a_tree_with_keys_of_its_fields(blocks):
-    state, _ = state_of(blocks)
-    assert_same(jax.tree.map(lambda x: x, state), state)
-    leaves, _ = jax.tree_util.tree_flatten_with_path(state)
-    for path, leaf in leaves:
-        assert path[0].name in ClipState._fields
-        assert any(leaf is x for x in jax.tree.leaves(getattr(state, path[0].name)))
-
-
-@every_state
-def test_a_placeholder_takes_the_form_of_a_state(blocks):
-    # Mapped once before, as wrappers of optax do with a new state.
-    open_state = jax.tree.map(lambda x: x, state_of_placeholder())
-    state, _ = state_of(blocks)
-    mapped = jax.tree.map(lambda _, field: field, open_state, state)
-    assert_same(mapped, state)
+@pytest.mark.parametrize(
+    ("clipper", "grads", "shape"),
+    [
+        (optaxclip.clip_by_tensor_norm(1.0), [3.0], ()),
+        (optaxclip.clip_by_tensor_norm(1.0, stacked=1), [[3.0]], (1,)),
+        (optaxclip.clip_by_unitwise_norm(1.0), [[3.0], [4.0]], ()),
+    ],
+)
+def test_a_single_norm_keeps_its_shape(clipper, grads, shape):
+    grads = {"w": jnp.array(grads)}
+    first, state = clipper.init(grads), after(clipper, grads)
+    assert state.by_name()["w"].norm.shape == shape
+    assert jax.tree.map(jnp.shape, first) == jax.tree.map(jnp.shape, state)
 
 
 def test_a_step_counts_what_it_changed_and_what_was_broken():
@@ -128,19 +248,52 @@ def test_a_step_counts_what_it_changed_and_what_was_broken():
     np.testing.assert_array_equal(state.nonfinite, [2, 2, 3, 3])
 
 
-def test_limits_of_leaves_are_found_by_path():
-    state, _ = state_of(((("b", "a"),), [(2,)]))
-    found = limits_of(state, {"a": jnp.ones(3), "b": jnp.ones(3)})
-    assert found == {"a": state.limit[1], "b": state.limit[0]}
+@pytest.mark.parametrize("name", METHODS)
+def test_no_counter_wraps_or_returns_to_its_warm_up(name):
+    grads = jax.tree.map(lambda x: 10 * x, tree(8))
+    clipper = METHODS[name].make()
+    state = clipper.init(grads)
+    _, state = clipper.update(grads, state, grads)
+
+    def at_its_end(x):
+        return jnp.full_like(x, LAST) if x.dtype == jnp.int32 else x
+
+    last = jax.tree.map(at_its_end, state)
+    for _ in range(2):
+        _, last = clipper.update(grads, last, grads)
+    for path, x in jax.tree_util.tree_leaves_with_path(last):
+        if x.dtype == jnp.int32 and path:
+            named = jax.tree_util.keystr(path)
+            is_flag = "consecutive" in named or "since" in named
+            assert is_flag or np.all(x > 2**29), named
+    if jax.tree.leaves(last):
+        for key, value in optaxclip.metrics(last, floats=True).items():
+            assert "share" not in key or 0 <= value <= 1, key
 
 
-@every_state
-def test_a_program_of_a_state_can_be_stored(blocks):
-    pytest.importorskip("flatbuffers")
-    state, _ = state_of(blocks)
-    program = jax.export.export(jax.jit(lambda state: state))(state)
-    assert b"optaxclip.ClipState" in program.serialize()
-    assert_same(jax.export.deserialize(program.serialize()).call(state), state)
+@pytest.mark.parametrize(
+    "rule",
+    [
+        rules.z_score(warmup=3),
+        rules.log_z_score(warmup=3),
+        rules.ema_ratio(warmup=3),
+        rules.windowed_mean(window=3),
+        rules.windowed_quantile(window=3),
+        rules.warm_up(2, None, 1.0),
+    ],
+    ids=lambda rule: type(rule).__name__,
+)
+def test_a_rule_keeps_its_limit_after_2_to_the_31_steps(rule):
+    clipper = optaxclip.clip_by_global_norm(rule)
+    state = after(clipper, *[jnp.array([1.0 + i / 10]) for i in range(5)])
+
+    def at_its_end(x):
+        return jnp.full_like(x, LAST) if x.dtype == jnp.int32 else x
+
+    state = state._replace(memory=jax.tree.map(at_its_end, state.memory))
+    for norm in (1.0, 1.1, 1.2, 1.3):
+        _, state = clipper.update(jnp.array([norm]), state)
+        assert np.isfinite(state.limit)
 
 
 def test_a_gradient_of_0_is_not_counted_as_clipped():
@@ -154,82 +307,6 @@ def test_a_gradient_of_0_is_not_counted_as_clipped():
     ):
         _, state = clipper.update(grads, clipper.init(grads), jnp.ones(2))
         assert (state.factor, state.clipped) == (1, 0)
-
-
-@pytest.mark.parametrize(
-    ("clipper", "grads", "shape", "layers"),
-    [
-        (optaxclip.clip_by_tensor_norm(1.0), [3.0], (), ["w"]),
-        (optaxclip.clip_by_tensor_norm(1.0, stacked=1), [[3.0]], (1, 1), ["w/0"]),
-        (optaxclip.clip_by_unitwise_norm(1.0), [[3.0], [4.0]], (1, 1), ["w/0"]),
-        (
-            optaxclip.clip_by_unitwise_norm(1.0),
-            [[3.0, 4.0], [1.0, 1.0]],
-            (1, 2),
-            ["w/0", "w/1"],
-        ),
-    ],
-)
-def test_a_single_norm_keeps_its_shape(clipper, grads, shape, layers):
-    tree = {"w": jnp.array(grads)}
-    _, state = clipper.update(tree, clipper.init(tree))
-    assert state.by_name()["w"].norm.shape == shape
-    assert list(state.by_name(layers=True)) == (["w"] if shape == () else layers)
-    first = clipper.init(tree)
-    assert jax.tree.map(jnp.shape, first) == jax.tree.map(jnp.shape, state)
-
-
-@pytest.mark.parametrize(
-    "shrink",
-    [
-        lambda norm, limit: norm * (limit / norm),
-        lambda norm, limit: limit + 1 / norm,
-    ],
-)
-def test_zeros_stay_where_a_shrink_has_no_number_for_them(shrink):
-    tree = {"a": jnp.zeros(2), "b": jnp.array([3.0, 4.0])}
-    clipper = optaxclip.clip_by_tensor_norm(1.0, shrink=shrink)
-    updates, state = clipper.update(tree, clipper.init(tree))
-    np.testing.assert_array_equal(updates["a"], [0.0, 0.0])
-    assert (state.factor[0], state.clipped[0], state.nonfinite[0]) == (1, 0, 0)
-    grad = optaxclip.clipped_grad(lambda w, x: jnp.sum(w * x), 1.0, shrink=shrink)
-    result = grad(jnp.ones(2), jnp.array([[0.0, 0.0], [3.0, 4.0]]))
-    assert jnp.isfinite(result.grads).all() and result.nonfinite == 0
-
-
-@pytest.mark.parametrize(
-    ("shrink", "limit"),
-    [
-        (lambda norm, limit: jnp.minimum(norm * (limit / norm), norm), 1.0),
-        (lambda norm, limit: jnp.sqrt(norm * limit), 1.0),
-        (lambda norm, limit: limit * jnp.tanh(norm / limit), 0.0),
-    ],
-)
-def test_derivatives_at_0_by_any_shrink_are_finite(shrink, limit):
-    tree = {"a": jnp.zeros(2), "b": jnp.array([3.0, 4.0])}
-    clipper = optaxclip.clip_by_tensor_norm(limit, shrink=shrink)
-    state, ones = clipper.init(tree), jax.tree.map(jnp.ones_like, tree)
-    _, back = jax.vjp(lambda x: clipper.update(x, state)[0], tree)
-    _, moved = jax.jvp(lambda x: clipper.update(x, state)[0], (tree,), (ones,))
-    # A product of 1 and the derivative, from both sides.
-    for name, leaf in back(ones)[0].items():
-        assert jnp.isfinite(leaf).all()
-        np.testing.assert_allclose(leaf.sum(), moved[name].sum(), rtol=1e-5, atol=1e-6)
-
-
-def test_a_shrink_that_is_broken_above_0_breaks_the_updates():
-    grads = jnp.array([3.0, 4.0])
-    clipper = optaxclip.clip_by_global_norm(1.0, shrink=lambda n, c: jnp.sqrt(c - n))
-    updates, state = clipper.update(grads, clipper.init(grads))
-    assert jnp.isnan(updates).all() and jnp.isnan(state.factor)
-
-
-def test_a_shrink_that_takes_no_limit_has_its_derivative_at_limit_0():
-    grads = jnp.array([3.0, 4.0])
-    clipper = optaxclip.clip_by_global_norm(0.0, shrink=lambda n, c: n / 2)
-    state = clipper.init(grads)
-    slope = jax.jacobian(lambda x: clipper.update(x, state)[0])(grads)
-    np.testing.assert_allclose(slope, np.eye(2) / 2, atol=1e-6)
 
 
 def test_by_name_refuses_the_state_of_several_models():

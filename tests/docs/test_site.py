@@ -1,16 +1,24 @@
-"""The pages of the site: every method has a section, every public name a reference."""
+"""The site: every method has a section, every public name a reference, and a fault in a
+page, a link or a docstring stops the build.
+"""
 
+import os
 import re
+import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 import optaxclip
+from optaxclip import dropin, per_example, replay, rules, shrinks
 from tests.methods import METHODS
 
 ROOT = Path(__file__).parents[2]
+DOCS = ROOT / "docs"
 CONFIG = (ROOT / "mkdocs.yml").read_text()
-PAGE = (ROOT / "docs" / "each_method.md").read_text()
+PAGE = (DOCS / "each_method.md").read_text()
 SECTIONS = re.split(r"^### ", PAGE, flags=re.MULTILINE)[1:]
 NAMES = [section.split("\n")[0] for section in SECTIONS]
 # Other names of methods that have a section, and functions of their own page.
@@ -33,33 +41,30 @@ def test_a_section_has_equation_defaults_reasons_and_two_lines(section):
 
 
 def test_every_page_is_in_the_navigation():
-    pages = {path.name for path in (ROOT / "docs").glob("*.md")}
-    assert pages <= set(re.findall(r": (\w+\.md)$", CONFIG, re.MULTILINE))
+    pages = {path.relative_to(DOCS).as_posix() for path in DOCS.rglob("*.md")}
+    assert pages <= set(re.findall(r": ([\w/]+\.md)$", CONFIG, re.MULTILINE))
 
 
-def test_every_public_name_is_in_the_reference():
-    pytest.importorskip("mkdocs")
-    pytest.importorskip("latex2mathml")
-    from website import hooks
-
-    described = {name for page in hooks.REFERENCE for name in hooks.public_names(page)}
-    modules = {"dropin", "per_example", "replay", "rules", "shrinks"}
-    wanted = {f"optaxclip.{name}" for name in set(optaxclip.__all__) - modules}
-    # It is described on the page of its module.
-    described |= {"optaxclip.clipped_grad"}
-    assert wanted <= described
-    assert "optaxclip.per_example.clipped_grad" in described
+def test_every_public_name_is_in_the_reference_once():
+    pages = "".join(page.read_text() for page in DOCS.glob("api/*.md"))
+    described = re.findall(r"^::: optaxclip\.(\S+)$", pages, re.MULTILINE)
+    modules = {"per_example": per_example, "replay": replay, "rules": rules}
+    modules |= {"shrinks": shrinks, "dropin": dropin}
+    public = set(optaxclip.__all__) - set(modules) - {"clipped_grad"}
+    for module in modules:
+        public |= {f"{module}.{name}" for name in modules[module].__all__}
+    assert sorted(described) == sorted(public)
 
 
 def test_no_page_asks_another_server_for_anything():
     assert "font: false" in CONFIG
-    assert "http" not in (ROOT / "docs/assets/site.css").read_text()
+    assert "http" not in (DOCS / "assets/site.css").read_text()
     assert "extra_javascript" not in CONFIG
 
 
 def test_the_front_page_leads_to_what_users_ask():
     assert "](docs/faq.md)" in (ROOT / "README.md").read_text()
-    answers = (ROOT / "docs" / "faq.md").read_text()
+    answers = (DOCS / "faq.md").read_text()
     for question in (
         "How do I log the norm?",
         "Which limit?",
@@ -68,3 +73,123 @@ def test_the_front_page_leads_to_what_users_ask():
         "Does it cost anything on my GPU?",
     ):
         assert f"\n## {question}\n" in answers
+
+
+# A site as small as can be, built with the settings, the hooks and the command of ours.
+
+SMALL = {
+    "pyproject.toml": "[tool.hatch.metadata.hooks.custom]\nrepository = ''\n",
+    "README.md": "# Small\n\n[Page](docs/page.md), [gallery](examples), "
+    "[a file](data/x.json)\n",
+    "CHANGELOG.md": "# Changelog\n\n[Page](docs/page.md#part)\n",
+    "data/x.json": "{}",
+    "docs/page.md": "# Page\n\n## Part\n\n[A file](../data/x.json), "
+    "[program](../examples/first.py), [reference](api/names.md)\n",
+    "docs/api/names.md": "# Names\n\n::: small.double\n\n::: small.grow\n",
+    "examples/first.py": '"""A program.\n\nWhat it shows. Code.\n"""\n',
+    "small/__init__.py": "from ._double import double\nfrom ._grow import Grow as grow"
+    "\n\n__all__ = ['double', 'grow']\n",
+    "small/_grow.py": 'class Grow(Rule):\n    """Grows."""\n\n'
+    "    rate: float = number(default=1.25)\n",
+    "small/_double.py": 'def double(x):\n    """Returns 2 * x."""\n    return 2 * x\n',
+}
+NAVIGATION = (
+    "nav: [index.md, page.md, api/names.md, gallery.md, changelog.md]\n"
+    "site_name: small\n"
+)
+
+
+@pytest.fixture
+def small_site(tmp_path):
+    pytest.importorskip("mkdocs")
+    pytest.importorskip("latex2mathml")
+    files = SMALL | {"mkdocs.yml": our_settings() + NAVIGATION}
+    shutil.copytree(DOCS / "_site", tmp_path / "docs/_site")
+    (tmp_path / "docs/assets").mkdir()
+    (tmp_path / "docs/assets/site.css").touch()
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    return tmp_path
+
+
+def our_settings():
+    settings = CONFIG.partition("\nnav:\n")[0].replace("site_name: optaxclip", "")
+    return settings.replace("watch: [optaxclip, ", "watch: [small, ") + "\n"
+
+
+def change(site, name, before, after):
+    text = (site / name).read_text()
+    assert before in text
+    (site / name).write_text(text.replace(before, after))
+
+
+def build(site):
+    """Builds it as `.ci/run` does. Returns the exit status and what is printed."""
+    command = re.search(r'mkdocs" (build.*)', (ROOT / ".ci/run").read_text())
+    assert command
+    done = subprocess.run(
+        [sys.executable, "-m", "mkdocs", *command[1].split()],
+        cwd=site,
+        env=os.environ | {"NO_MKDOCS_2_WARNING": "1"},
+        capture_output=True,
+        text=True,
+    )
+    return done.returncode, done.stdout + done.stderr
+
+
+@pytest.mark.slow
+def test_a_site_without_a_fault_is_built(small_site):
+    status, printed = build(small_site)
+    assert status == 0, printed
+    page = (small_site / "build/site/page.html").read_text()
+    assert 'href="gallery.html#first"' in page and "[A file]" not in page
+    assert "Edit this page" not in page
+    names = (small_site / "build/site/api/names.html").read_text()
+    assert "Source code in" in names
+    signature = names[names.index("doc-signature", names.index('id="small.grow"')) :]
+    words = re.sub("<.*?>", "", signature.partition("</code>")[0])
+    assert "grow(rate=1.25)" in words
+
+
+@pytest.mark.slow
+def test_with_an_address_pages_lead_to_the_repository(small_site):
+    address = "https://example.org/me/small"
+    change(small_site, "pyproject.toml", "''", f"'{address}'")
+    status, printed = build(small_site)
+    assert status == 0, printed
+    page = (small_site / "build/site/page.html").read_text()
+    for path in ("", "/edit/main/docs/page.md", "/blob/main/data/x.json"):
+        assert f'href="{address}{path}"' in page
+    index = (small_site / "build/site/index.html").read_text()
+    assert f'href="{address}/edit/main/README.md"' in index
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "before", "after", "complaint"),
+    [
+        ("docs/page.md", "(api/names.md)", "(api/gone.md)", "api/gone.md"),
+        ("docs/page.md", "../data/x.json", "../data/gone.json", "../data/gone.json"),
+        ("README.md", "docs/page.md", "docs/gone.md", "docs/gone.md"),
+        ("CHANGELOG.md", "#part", "#gone", "#gone"),
+        ("mkdocs.yml", "page.md", "gone.md", "gone.md"),
+        ("mkdocs.yml", "page.md, ", "", "page.md"),
+        ("docs/api/names.md", "small.double", "small.gone", "small.gone"),
+        ("small/_double.py", '"""Returns 2 * x."""', "", "small.double"),
+    ],
+    ids=[
+        "broken link",
+        "link to a file that is gone",
+        "broken link of the README",
+        "link to no section",
+        "missing page",
+        "page that no menu names",
+        "name that is gone",
+        "name without docstring",
+    ],
+)
+def test_a_fault_stops_the_build(small_site, name, before, after, complaint):
+    change(small_site, name, before, after)
+    status, printed = build(small_site)
+    assert status != 0 and complaint in printed, printed

@@ -32,15 +32,11 @@ def close(ours, theirs, dtype=np.float32):
 
 def in_torch(torch, grads):
     """Parameters with these gradients; None makes one without."""
-    params = [
-        torch.zeros(
-            np.shape(grad) if grad is not None else 1,
-            dtype=torch.tensor(grad).dtype if grad is not None else None,
-        )
-        for grad in grads
-    ]
-    for param, grad in zip(params, grads):
-        param.grad = None if grad is None else torch.tensor(grad)
+    params = []
+    for grad in grads:
+        like = torch.zeros(1) if grad is None else torch.tensor(grad)
+        params.append(torch.zeros_like(like))
+        params[-1].grad = None if grad is None else like
     return params
 
 

@@ -10,7 +10,7 @@ import optax
 import pytest
 
 import optaxclip
-from optaxclip.dropin import keras, tensorflow_style, torch_style
+from optaxclip.dropin import tensorflow_style, torch_style
 from tests.dropin.recorded import (
     INF,
     REFERENCES,
@@ -227,28 +227,18 @@ def test_clip_gradients_by_norm_clips_before_the_optimizer():
         tensorflow_style.clip_gradients_by_norm(optax.sgd(0.5), -1.0)
 
 
-def test_keras_takes_one_of_the_three():
-    with pytest.raises(
-        ValueError,
-        match=(
-            r"only one of clipnorm, clipvalue and global_clipnorm can be set, got "
-            r"clipnorm=1.0, global_clipnorm=2.0"
-        ),
-    ):
-        keras.clip_gradients(clipnorm=1.0, global_clipnorm=2.0)
-    with pytest.raises(
-        ValueError,
-        match=(
-            r"clip_gradients: clipvalue must be above 0, got 0: Keras does not clip "
-            r"then; leave it out for that"
-        ),
-    ):
-        keras.clip_gradients(clipvalue=0)
-    with pytest.raises(
-        TypeError, match=r"clip_gradients: clipnorm must be a real number, got '1'"
-    ):
-        keras.clip_gradients(clipnorm="1")
-    assert keras.clip_gradients().init(tree()) == optax.identity().init(tree())
+@pytest.mark.parametrize("axes", [[np.int64(1)], (np.int32(-1),), np.int64(1)])
+def test_axes_may_be_numpy_ints(axes):
+    t = jnp.array([[3.0, 4.0], [0.3, 0.4]])
+    found = tensorflow_style.clip_by_norm(t, 1.0, axes)
+    np.testing.assert_allclose(found, [[0.6, 0.8], [0.3, 0.4]], rtol=1e-6)
+
+
+def test_bounds_may_be_equal_or_below_zero():
+    t = jnp.array([-5.0, -2.0, 5.0])
+    for low, high, wanted in ((-3, -1, [-3, -2, -1]), (1, 1, [1, 1, 1])):
+        found = tensorflow_style.clip_by_value(t, low, high)
+        np.testing.assert_array_equal(found, wanted)
 
 
 def test_the_lower_bound_wins_where_traced_bounds_cross():

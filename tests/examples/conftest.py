@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-PLACES = (ROOT, ROOT / "docs", ROOT / "examples", ROOT / "benchmarks")
+PLACES = (ROOT, ROOT / "docs", ROOT / "examples")
 
 
 def files():

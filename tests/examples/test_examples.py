@@ -1,69 +1,282 @@
-"""The main job, the examples on several devices and the benchmarks run, for a few
-steps.
-"""
+"""Each program keeps, in a few steps, the promise of its docstring."""
 
+import importlib
 import json
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
-import benchmarks
-from examples import char_rnn, multi_process, sharded
+import optaxclip
 
-pytestmark = pytest.mark.usefixtures("as_programs_run")
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("as_programs_run")]
+EPS = float(np.finfo(np.float32).eps)
 
 
-@pytest.mark.slow
-def test_char_rnn_trains_all_four_and_draws(tmp_path, monkeypatch):
-    monkeypatch.setattr(char_rnn, "LENGTH", 16)
-    rows = char_rnn.main(steps=4, save=tmp_path / "picture.png")
-    assert len(rows) == 4
+def example(name, *needs):
+    """The module of a program, under its bare name as for its neighbours."""
+    for package in needs:
+        pytest.importorskip(package)
+    importlib.import_module("examples")  # which puts its folder on the path
+    return importlib.import_module(name)
+
+
+# Recurrent networks.
+
+
+def test_without_a_clip_the_recurrent_network_blows_up(monkeypatch):
+    char_rnn = example("char_rnn")
+    monkeypatch.setattr(char_rnn, "HIDDEN", 64)
+    runs = char_rnn.main(steps=12, lr=2.0)
+    first = runs["none"]["loss"][0]
+    assert not runs["none"]["loss"][-1] <= first
+    for name in ("value", "tensor norm", "global norm"):
+        assert runs[name]["loss"][-1] < first, name
+        assert (runs[name]["after"] < runs[name]["before"]).any(), name
+    assert (runs["global norm"]["after"] <= 0.3 * (1 + 4 * EPS)).all()
+
+
+@pytest.fixture(scope="module")
+def broken():
+    """Runs of a hundred steps with two broken batches, of a small network."""
+    module, steps = example("broken_batches"), [70, 85]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module.char_rnn, "HIDDEN", 48)
+        patch.setattr(module, "FIRST", steps[0])
+        patch.setattr(module, "EVERY", steps[1] - steps[0])
+        yield module, steps
+
+
+def test_broken_batches_do_harm_that_protection_prevents(broken, tmp_path):
+    pytest.importorskip("matplotlib")
+    module, steps = broken
+    picture, table = tmp_path / "picture.png", tmp_path / "table.json"
+    runs = module.main(steps=100, save=picture, table=table)
+    (skipped,) = np.nonzero(runs["skip_step"]["skip/step/skipped"])
+    assert skipped.tolist() == steps
+    assert runs["global norm"]["clip/step/clipped"][steps].all()
+    losses = {name: module.final(seen) for name, seen in runs.items()}
+    assert max(losses, key=losses.get) == "none"
+    written = json.loads(table.read_text())
+    assert {row["run"]: row["final_loss"] for row in written} == losses
+    for name in ("picture.png", "picture_dark.png"):
+        assert (tmp_path / name).stat().st_size > 10_000
+
+
+def test_limits_that_learn_meet_the_broken_batches(broken, tmp_path):
+    pytest.importorskip("matplotlib")
+    adaptive, steps = example("adaptive"), broken[1]
+    runs = adaptive.main(steps=100, save=tmp_path / "picture.png")
+    for name in ("autoclip", "zclip"):
+        assert runs[name]["clip/step/clipped"][steps].all(), name
+    for name in ("skip_spikes", "skip_step"):
+        assert runs[name]["skip/step/skipped"][steps].all(), name
+    limits = [key for key in runs["adagc"] if key.startswith("clip/step/limit/")]
+    assert len(limits) == 5  # one for each tensor
     assert (tmp_path / "picture.png").stat().st_size > 10_000
 
 
-@pytest.mark.slow
-def test_the_ways_to_train_on_eight_devices_are_the_same_run(monkeypatch):
-    monkeypatch.setattr(sharded, "BLOCKS", 1)  # compiling is what takes time
-    alone, *spread = sharded.main(steps=10)
-    assert [row.mode for row in spread] == ["jit", "shard_map", "pmap", "pmap, ZeRO"]
-    assert alone.losses[-1] < alone.losses[0] and (alone.norms > sharded.MAX_NORM).all()
-    for row in spread:
+# Digits.
+
+
+def test_clipping_lets_large_rates_learn(monkeypatch, tmp_path):
+    digits = example("digits", "sklearn", "matplotlib")
+    monkeypatch.setattr(digits, "RATES", (0.01, 0.16))
+    monkeypatch.setattr(digits, "SEEDS", 1)
+    found = digits.main(steps=60, save=tmp_path / "picture.png")
+    none, agc, global_norm = (found[name][:, 0] for name in digits.METHODS)
+    assert none[0] > 0.8 and none[1] < 0.2
+    assert agc[1] > 0.8 and global_norm[1] > 0.8
+    assert (tmp_path / "picture.png").stat().st_size > 10_000
+
+
+@pytest.fixture(scope="module")
+def scaled():
+    return example("loss_scaling", "sklearn").main(steps=120)
+
+
+def test_unscaling_before_the_clip_is_the_float32_run(scaled):
+    wide, right = scaled["float32: clip, unscale"], scaled["float16: unscale, clip"]
+    assert right["skipped"].sum() > 0 == wide["skipped"].sum()
+    ends = [run["loss"][-20:].mean() for run in (wide, right)]
+    assert ends[0] < 0.2 and ends[1] == pytest.approx(ends[0], rel=0.1)
+
+
+def test_clipping_before_unscaling_leaves_next_to_nothing(scaled):
+    wrong = scaled["float16: clip, unscale"]
+    good = wrong["skipped"] == 0
+    assert wrong["clipped"][good].all()
+    arrived = (wrong["arrived"] * wrong["scale"])[good]
+    np.testing.assert_allclose(arrived, 1.0, rtol=1e-5)
+
+
+@pytest.mark.parametrize("order", ["unscale, clip", "clip, unscale"])
+def test_overflow_moves_no_bit_and_halves_the_scale(scaled, order):
+    seen = scaled[f"float16: {order}"]
+    skipped = seen["skipped"] == 1
+    np.testing.assert_array_equal(seen["unmoved"], skipped)
+    factors = seen["scale"][1:] / seen["scale"][:-1]
+    np.testing.assert_array_equal(factors == 0.5, skipped[:-1])
+    assert set(factors) == {0.5, 1.0, 2.0}
+
+
+@pytest.fixture(scope="module")
+def private():
+    module = example("private_digits", "sklearn")
+    return module, module.main(steps=60)
+
+
+def test_it_learns_with_noise_and_finds_wrong_labels(private):
+    module, result = private
+    assert result.accuracy > 0.6
+    assert result.clipped[0] > result.clipped[-1] > 0
+    assert result.wrong.sum() == module.WRONG
+    norms, wrong = result.norms, result.wrong
+    assert np.median(norms[wrong]) > 2 * np.median(norms[~wrong])
+    before, after = result.noise_scales
+    assert after > before > 0
+
+
+def test_noise_has_the_deviation_that_is_asked_for(private):
+    tree = {"a": jnp.full((100, 100), 3.0), "b": jnp.zeros((100, 100))}
+    noisy = private[0].with_noise(tree, jax.random.key(0), 2.0)
+    found = {name: np.asarray(leaf, np.float64) for name, leaf in noisy.items()}
+    # Four standard errors of 10,000 draws.
+    for name, mean in (("a", 3), ("b", 0)):
+        assert found[name].mean() == pytest.approx(mean, abs=4 * 2 / 100)
+        assert found[name].std() == pytest.approx(2, rel=4 / np.sqrt(20_000))
+    assert abs(np.corrcoef(found["a"].ravel(), found["b"].ravel())[0, 1]) < 0.04
+
+
+def test_every_image_joins_by_chance_and_once(private):
+    chosen, is_real = private[0].draw_batches(1300, 400, 0)
+    sizes = is_real.sum(1)
+    mean, deviation = private[0].BATCH, np.sqrt(130 * 0.9)
+    assert sizes.mean() == pytest.approx(mean, abs=4 * deviation / 20)
+    assert sizes.std() == pytest.approx(deviation, rel=4 / np.sqrt(800))
+    for indices, real in zip(chosen[:9], is_real):
+        assert len(np.unique(indices[real])) == real.sum()
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    module = example(
+        "checkpoint_and_metrics", "sklearn", "orbax.checkpoint", "tensorboardX"
+    )
+    folder = tmp_path_factory.mktemp("logs")
+    return module, module.main(steps=120, folder=folder), folder
+
+
+def test_a_resumed_run_ends_bit_for_bit_alike(saved):
+    module, ends, _ = saved
+    assert module.differing(ends["resumed"], ends["straight"]) == 0
+    assert module.differing(ends["memory lost"], ends["straight"]) > 0
+
+
+def test_every_step_is_a_line_with_all_metrics(saved):
+    _, ends, folder = saved
+    lines = (folder / "log.jsonl").read_text().splitlines()
+    rows = [json.loads(line) for line in lines]
+    assert [row["step"] for row in rows] == list(range(120))
+    names = set(optaxclip.metrics(ends["straight"].opt_state))
+    assert all(set(row) == {"step", "loss", *names} for row in rows)
+    norms = [row["clip/norm_before"] for row in rows]
+    found = optaxclip.replay.read_history(folder / "log.jsonl")
+    np.testing.assert_array_equal(found, norms)
+    assert list(folder.glob("events.out.tfevents*"))
+
+
+# Frameworks.
+
+
+def test_nnx_optimizer_clips_weights_and_reports_them():
+    flax_nnx = example("flax_nnx", "flax", "sklearn")
+    reports, _, optimizer = flax_nnx.main(steps=30)
+    assert reports[-1]["loss"] < reports[0]["loss"]
+    assert max(report["clip/all/norm_after"] for report in reports) <= 1 + 4 * EPS
+    start = "clip/tensors/norm_before/"
+    weights = {name.removeprefix(start) for name in reports[0] if start in name}
+    layers = ("first", "second", "readout")
+    kinds = {f"{layer}/{kind}" for layer in layers for kind in ("kernel", "bias")}
+    assert weights == {*kinds, "average/scale", "average/bias"}
+    state = flax_nnx.nnx.state(optimizer)
+    assert float(optaxclip.metrics(state)["clip/all/norm_before"]) == pytest.approx(
+        reports[-1]["clip/all/norm_before"]
+    )
+
+
+def test_only_weights_of_an_equinox_model_are_clipped():
+    losses, report, network = example("equinox_filtered", "equinox").main(steps=120)
+    assert losses[-10:].mean() < losses[:10].mean()
+    start = "clip/limit/"
+    limits = {
+        name.removeprefix(start): report[name] for name in report if start in name
+    }
+    layers = ("widen", "repeated", "readout")
+    kinds = {f"{layer}/{kind}" for layer in layers for kind in ("weight", "bias")}
+    assert set(limits) == {"embedding", *kinds}
+    assert all(0 < float(limit) < np.inf for limit in limits.values())
+    assert (network.times, network.factor) == (2, 0.5)
+
+
+@pytest.fixture(scope="module")
+def ppo():
+    return example("ppo", "gymnasium")
+
+
+def test_one_limit_measures_the_critic_and_two_leave_the_actor_alone(ppo):
+    runs = ppo.main(steps=8)
+    for run in runs.values():
+        returns, actor, critic, _ = run.T
+        assert returns[-1] > 2 * returns[0]
+        assert (critic > 5 * actor).all()
+    _, _, critic, factor = runs["one limit"].T
+    # Medians of a quotient and of its divisor.
+    np.testing.assert_allclose(factor, 0.5 / critic, rtol=0.3)
+    assert (runs["two limits"][:, 3] == 1).all()
+
+
+def test_advantages_are_those_of_the_definition(ppo):
+    random, shape = np.random.default_rng(1), (ppo.LENGTH, ppo.GAMES)
+    observations = random.normal(size=(*shape, 4)).astype(np.float32)
+    ends, rewards = random.random(shape) < 0.05, random.random(shape)
+    critic = ppo.new_perceptron(4, 64, 64, 1)
+    found, goals = ppo.judge(critic, (observations, None, np.float32(rewards), ends))
+    values = np.float64(ppo.perceptron(critic, observations)[..., 0])
+    later = np.concatenate([values[1:], values[-1:]])
+    surprise = rewards + 0.99 * later * ~ends - values
+    expected = np.zeros(shape)
+    for start in range(ppo.LENGTH):
+        factor = np.ones(ppo.GAMES)
+        for now in range(start, ppo.LENGTH):
+            expected[start] += factor * surprise[now]
+            factor *= 0.99 * 0.95 * ~ends[now]
+    np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-4)
+    np.testing.assert_allclose(goals, expected + values, rtol=1e-4, atol=1e-4)
+
+
+# Several devices.
+
+
+def test_the_ways_to_train_on_eight_devices_are_the_same_run():
+    runs = example("sharded", "sklearn").main(steps=10)
+    alone = runs.pop("one_device")
+    assert (alone[:, 0] > 0.25).all() and alone[-1, 1] < alone[0, 1]
+    assert list(runs) == ["jit", "shard_map", "zero"]
+    for name, seen in runs.items():
         # Sums over devices are added in another order, and each step starts from the
         # roundings of those before: in ten steps, some eps.
-        np.testing.assert_allclose(
-            row.losses,
-            alone.losses,
-            rtol=32 * np.finfo(np.float32).eps,
-            err_msg=row.mode,
-        )
-        np.testing.assert_allclose(
-            row.norms, alone.norms, rtol=32 * np.finfo(np.float32).eps, err_msg=row.mode
-        )
-        assert row.clipped_norm == pytest.approx(sharded.MAX_NORM, rel=1e-6)
+        np.testing.assert_allclose(seen, alone, rtol=32 * EPS, err_msg=name)
 
 
-@pytest.mark.slow
 def test_two_processes_clip_alike():
+    multi_process = example("multi_process")
     first, second = multi_process.main()
-    assert set(first) == {"jit", "shard_map", "pmap"}
+    assert set(first) == {"clip_in_jit", "clip_in_shard_map", "clip_in_pmap"}
     assert first == second  # digests of the clipped gradients, so bit for bit
-    gradients, _ = multi_process.new_gradients()
-    norm = np.sqrt(
-        sum(np.square(leaf, dtype=np.float64).sum() for leaf in gradients.values())
-    )
-    for seen in first.values():
-        assert seen["norm_before"] == pytest.approx(norm, rel=1e-6)
-        assert seen["norm_after"] == pytest.approx(multi_process.MAX_NORM, rel=1e-6)
-
-
-@pytest.mark.slow
-def test_benchmarks_print_tables_progress_and_json(tmp_path, capsys):
-    benchmarks.main(
-        ["--quick", "--only", "eager", "--json", str(tmp_path / "results.json")]
-    )  # CI runs the other tables
-    printed = capsys.readouterr()
-    assert "| " in printed.out
-    assert "eager (1 of 1) ..." in printed.err and "  round 2 of 2" in printed.err
-    assert set(json.loads((tmp_path / "results.json").read_text())["tables"]) == {
-        "eager"
-    }
+    leaves = multi_process.new_gradients().values()
+    norm = np.sqrt(sum(np.square(leaf, dtype=np.float64).sum() for leaf in leaves))
+    for before, after, _ in first.values():
+        assert before == pytest.approx(norm, rel=1e-6)
+        assert after == pytest.approx(1.0, rel=1e-6)

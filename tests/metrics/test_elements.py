@@ -11,7 +11,6 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import optaxclip
-from optaxclip._core._shares import _count_in_floats
 
 KEYS = "clip/elements_clipped", "clip/elements_clipped_mean"
 RECENT = "clip/elements_clipped_recent"
@@ -27,12 +26,16 @@ def shares(clipper, *grads):
     return [float(found[key]) for key in (*KEYS, RECENT)]
 
 
-@pytest.mark.parametrize(
-    "clipper",
-    [optaxclip.clip_by_value(1.0), optaxclip.clip(1.0)],
-    ids=["value", "clip"],
-)
-def test_values_beyond_their_bounds_are_counted(clipper):
+def test_nothing_is_counted_unless_asked():
+    for clipper in (optaxclip.clip_by_value(1.0), optaxclip.clip(1.0)):
+        _, state = clipper.update(jnp.ones(2), clipper.init(jnp.ones(2)))
+        assert state.elements == () and optaxclip.metrics(state) == {}
+        with pytest.raises(ValueError, match="count=True"):
+            optaxclip.metrics(state, only="elements_clipped")
+
+
+def test_values_beyond_their_bounds_are_counted():
+    clipper = optaxclip.clip_by_value(1.0, count=True)
     first = {"a": jnp.array([2.0, 0.5, -3.0]), "b": jnp.array([[0.1], [1.0]])}
     second = jax.tree.map(lambda x: x / 10, first)
     assert shares(clipper, first, second) == pytest.approx([0.0, 0.2, 0.2])
@@ -49,21 +52,24 @@ def test_values_beyond_their_bounds_are_counted(clipper):
     ids=["nan", "inf", "complex", "ints"],
 )
 def test_what_keeps_its_value_is_not_counted(values, clipped):
-    assert shares(optaxclip.clip_by_value(1.0), jnp.array(values))[0] == clipped
+    assert (
+        shares(optaxclip.clip_by_value(1.0, count=True), jnp.array(values))[0]
+        == clipped
+    )
 
 
 @pytest.mark.parametrize("tree", [{}, {"a": None}, {"a": jnp.zeros((0, 3))}])
 def test_no_elements_have_a_share_of_0(tree):
-    assert shares(optaxclip.clip_by_value(1.0), tree) == [0, 0, 0]
+    assert shares(optaxclip.clip_by_value(1.0, count=True), tree) == [0, 0, 0]
 
 
 def test_leaves_without_numbers_are_no_elements():
     tree = {"a": jnp.array([3.0, 0.0]), "b": jnp.array([True, True])}
-    assert shares(optaxclip.clip_by_value(1.0), tree)[0] == 0.5
+    assert shares(optaxclip.clip_by_value(1.0, count=True), tree)[0] == 0.5
 
 
 def test_spikes_of_spam_are_counted():
-    clipper = optaxclip.spam(16.0, decay=0.75, warmup=0)
+    clipper = optaxclip.spam(16.0, decay=0.75, warmup=0, count=True)
     calm, spike = jnp.ones(4), jnp.array([9.0, 1.0, 1.0, 1.0])
     assert shares(clipper, calm, calm, spike) == pytest.approx([0.25, 1 / 12, 1 / 12])
 
@@ -71,22 +77,11 @@ def test_spikes_of_spam_are_counted():
 def test_more_elements_than_float32_can_count_are_counted():
     # A float32 sum of ones stops at 2^24, and here 2^24 + 2 are clipped.
     grads = jnp.full(2**24 + 2, 2.0, jnp.bfloat16)
-    assert shares(optaxclip.clip_by_value(1.0), grads)[0] == 1.0
-
-
-@pytest.mark.parametrize("shape", [(2**24 + 3,), (3, 2**23 + 1), (2**23 + 1, 3), ()])
-def test_a_tpu_counts_in_floats_as_far_as_they_are_exact(shape):
-    flags = jax.ShapeDtypeStruct(shape, bool)
-    for sums in jax.make_jaxpr(_count_in_floats)(flags).eqns:
-        (before,), (after,) = ([x.aval for x in y] for y in (sums.invars, sums.outvars))
-        if sums.primitive.name == "reduce_sum" and before.dtype == jnp.float32:
-            assert before.size <= 2**24 * after.size
-    found = jax.jit(_count_in_floats)(jnp.ones(shape, bool))
-    assert float(found) == np.float32(flags.size)
+    assert shares(optaxclip.clip_by_value(1.0, count=True), grads)[0] == 1.0
 
 
 def test_the_moving_average_forgets_what_is_long_ago():
-    clipper = optaxclip.clip_by_value(1.0)
+    clipper = optaxclip.clip_by_value(1.0, count=True)
     grads = jnp.where(jnp.arange(400) < 200, 2.0, 0.0)[:, None]
 
     def step(state, grad):
@@ -102,8 +97,8 @@ def test_the_moving_average_forgets_what_is_long_ago():
 @pytest.mark.slow
 def test_the_share_is_that_of_all_devices_in_shard_map(kind):
     clipper = {
-        "value": optaxclip.clip_by_value(0.9),
-        "spam": optaxclip.spam(16.0, decay=0.75, warmup=0),
+        "value": optaxclip.clip_by_value(0.9, count=True),
+        "spam": optaxclip.spam(16.0, decay=0.75, warmup=0, count=True),
     }[kind]
     mesh = jax.make_mesh((4,), ("x",), axis_types=(AxisType.Auto,))
     specs = {"split": P("x"), "whole": P()}

@@ -98,7 +98,8 @@ def test_64_bit_norms_are_right_after_clipping_as_well():
         clipper = optaxclip.clip_by_global_norm(3.0)
         found = optaxclip.metrics(clipper.update(grads, clipper.init(grads))[1])
     np.testing.assert_allclose(found["clip/norm_after"], 3.0, rtol=1e-6)
-    assert found["clip/factor"] > 0
+    np.testing.assert_allclose(found["clip/norm_before"], 1e300, rtol=1e-6)
+    assert float(found["clip/factor"]) > 0
 
 
 def test_tensor_clippers_are_told_by_leaf_path():
@@ -119,7 +120,8 @@ def test_of_units_the_one_furthest_over_its_limit_is_shown():
     clipper = optaxclip.clip_by_unitwise_norm(jnp.array([[1.0, 1.0, 100.0]]))
     numbers = optaxclip.metrics(clipper.update(kernel, clipper.init(kernel))[1])
     assert float(numbers["clip/norm_before"]) == pytest.approx(5.0)
-    assert float(numbers["clip/clipped_share"]) == pytest.approx(1 / 3)
+    assert float(numbers["clip/units_clipped"]) == pytest.approx(1 / 3)
+    assert numbers["clip/clipped_share"] == 1
 
 
 def test_several_clippers_are_told_apart():
@@ -193,48 +195,6 @@ def test_metrics_name_the_whole_way_through_a_skipping_optimizer():
     )
 
 
-def clip_state(**fields):
-    units = {
-        "norm": [1.0, 8.0, 4.0],
-        "limit": [np.inf] * 3,
-        "factor": [1.0] * 3,
-        "clipped": [0] * 3,
-        "clipped_recently": [0.0] * 3,
-        "nonfinite": [0] * 3,
-    } | fields
-    fields = {name: jnp.asarray([values]) for name, values in units.items()}
-    return optaxclip.ClipState(({"w": None},), jnp.int32(8), memory=(), **fields)
-
-
-@pytest.mark.parametrize(
-    ("fields", "shown"),
-    [
-        ({}, {"norm_before": 8, "limit": np.inf, "clipped": 0}),
-        ({"norm": [0.0, 1.0, 8.0], "limit": [0.0] * 3}, {"norm_before": 8, "limit": 0}),
-        (
-            {"limit": [0.1, 4.0, np.inf], "factor": [0.25, 0.5, 1.0]},
-            {"norm_before": 1, "factor": 0.25, "norm_after": 0.25, "clipped": 1},
-        ),
-        ({"factor": [1.0, 1.5, 1.0]}, {"factor": 1.5, "norm_after": 12, "clipped": 1}),
-        ({"clipped": [2, 3, 7]}, {"clipped_share": 0.5, "clipped_count": 7}),
-        ({"clipped_recently": [0.0, 0.25, 0.5]}, {"clipped_share_recent": 0.25}),
-        ({"nonfinite": [1, 5, 2]}, {"nonfinite_count": 5}),
-    ],
-    ids=[
-        "no limits",
-        "limits of 0",
-        "over its limit",
-        "lifted",
-        "clipped",
-        "clipped recently",
-        "not finite",
-    ],
-)
-def test_metrics_of_units_show_the_worst_and_count_all(fields, shown):
-    numbers = optaxclip.metrics(clip_state(**fields))
-    assert {name: float(numbers[f"clip/{name}/w"]) for name in shown} == shown
-
-
 @pytest.mark.parametrize("consecutive", [0, 7])
 def test_metrics_show_each_number_of_a_skipping_optimizer(consecutive):
     state = optaxclip.SkipState(
@@ -300,7 +260,8 @@ def test_metrics_are_the_same_under_strict_promotion(optimizer):
     wanted = optaxclip.metrics(state)
     with jax.numpy_dtype_promotion("strict"):
         found = optaxclip.metrics(state)
-    assert found == wanted and len(found) > 4
+    np.testing.assert_equal(found, wanted)
+    assert len(found) > 4
 
 
 def test_metrics_of_many_tensors_are_the_same_under_jit():

@@ -23,7 +23,7 @@ def test_the_first_keeps_its_keys_when_a_second_is_added():
 
 
 def test_a_clipper_of_elements_counts_as_one_more():
-    chain = optax.chain(optaxclip.clip(1.0), CLIPPER)
+    chain = optax.chain(optaxclip.clip_by_value(1.0, count=True), CLIPPER)
     assert keys(chain) == ["clip_2/limit"]
     assert keys(chain, "elements_clipped") == ["clip/elements_clipped"]
 

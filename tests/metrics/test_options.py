@@ -1,6 +1,7 @@
 """`only=` and `floats=` of `metrics`."""
 
 import json
+import math
 
 import jax
 import jax.numpy as jnp
@@ -52,15 +53,52 @@ def test_only_of_what_this_state_lacks_raises(state):
         optaxclip.metrics(state, only="worst_ratio")
 
 
-def test_floats_are_what_strict_json_takes(state):
+def test_floats_are_floats_of_python_with_nan_and_inf(state):
     found = optaxclip.metrics(state, floats=True)
-    assert json.loads(json.dumps(found, allow_nan=False)) == found
+    assert found.keys() == optaxclip.metrics(state).keys()
     assert {type(value) for value in found.values()} == {float}
+    assert math.isnan(found["clip/norm_before/b"])
+    assert found["clip/limit/b"] == math.inf
 
 
-def test_floats_leave_out_what_is_not_finite(state):
-    left = optaxclip.metrics(state).keys() - optaxclip.metrics(state, floats=True)
-    assert left == {"clip/limit/b", "clip/norm_before/b", "clip/norm_after/b"}
+def test_json_has_none_for_what_is_not_finite(state):
+    found = optaxclip.metrics(state, json=True)
+    assert json.loads(json.dumps(found, allow_nan=False)) == found
+    nothing = {name for name, value in found.items() if value is None}
+    assert nothing == {"clip/limit/b", "clip/norm_before/b", "clip/norm_after/b"}
+
+
+def test_top_names_the_tensors_that_are_furthest_above_their_limits():
+    norms = {"a": 5.0, "b": 50.0, "c": 0.5, "d": 500.0}
+    limits = {"a": 1.0, "b": 1.0, "c": 1.0, "d": 1000.0}
+    clipper = optaxclip.clip_by_tensor_norm(limits)
+    grads = {name: jnp.array([norm]) for name, norm in norms.items()}
+    _, state = clipper.update(grads, clipper.init(grads))
+    found = optaxclip.metrics(state, only="norm_before", top=2, floats=True)
+    assert found == {"clip/norm_before/b": 50.0, "clip/norm_before/a": 5.0}
+    with pytest.raises(ValueError, match=r"^metrics: top must be at least 1, got 0"):
+        optaxclip.metrics(state, top=0)
+    with pytest.raises(TypeError, match=r"^metrics: top must be None under jit"):
+        jax.jit(lambda s: optaxclip.metrics(s, top=1))(state)
+
+
+def test_quantiles_are_those_of_numpy():
+    norms = np.random.default_rng(0).exponential(size=37)
+    grads = {str(i): jnp.array([norm]) for i, norm in enumerate(norms)}
+    clipper = optaxclip.clip_by_tensor_norm(1.0)
+    _, state = clipper.update(grads, clipper.init(grads))
+    for read in (
+        optaxclip.metrics,
+        jax.jit(optaxclip.metrics, static_argnames="quantiles"),
+    ):
+        found = read(state, quantiles=(0.5, 0.9))
+        for share in (0.5, 0.9):
+            wanted = np.quantile(np.float32(norms), share)
+            np.testing.assert_allclose(
+                found[f"clip/norm_quantile/{share}"], wanted, rtol=1e-6
+            )
+    with pytest.raises(ValueError, match=r"^metrics: quantiles must be in \[0, 1\]"):
+        optaxclip.metrics(state, quantiles=(50,))
 
 
 def test_floats_keep_the_order_of_the_numbers(state):

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 import optaxclip
-from optaxclip._norms import _platform
 from tests import oracles
+from tests.helpers import FORCED
 
 EPS = oracles.eps_of("float32")
 ORDERS = (0.3, 1, 2, 3, 10, math.inf, "rms", "average")
@@ -27,28 +27,11 @@ EVERY_RANK = [*SHAPES, (2, 1, 3, 2), (2, 3, 1, 2, 2)]
 SUMMED = ORDERS[:5]  # where powers are summed
 every_order = pytest.mark.parametrize("ord", ORDERS)
 every_dtype = pytest.mark.parametrize("dtype", DTYPES)
-FORCED = _platform.FORCED
 # XLA on a CPU adds up the three operands of a GPU's reduction one element after
 # another, where a GPU adds up many at a time.
 not_in_turn = pytest.mark.skipif(
     FORCED == "gpu", reason="a CPU adds up one element after another"
 )
-
-
-def of_long_sums(rows, columns):
-    """What the norm of a large matrix may be wrong by: 1e-6 on a CPU. Accelerators make
-    two sums of known lengths, in which an addition rounds by EPS / 2 at most.
-    """
-    lengths = {"gpu": lengths_on_gpu(rows * columns), "tpu": rows + columns}
-    return lengths[FORCED] * EPS / 4 if FORCED in lengths else 1e-6
-
-
-def lengths_on_gpu(count):
-    """How many numbers both sums of a GPU have together, at most, of so many numbers:
-    a row, which is longer than half of what it may be, and the sums of the rows.
-    """
-    most = min(3 * math.isqrt(count), 8192)
-    return max(most + count / most, most / 2 + 2 * count / most) + 1
 
 
 def tolerance(ord):

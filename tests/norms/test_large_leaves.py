@@ -2,17 +2,15 @@
 
 import math
 import re
-from functools import partial
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import optaxclip
 from tests import oracles
 from tests.helpers import only_by_a_cpu
-from tests.norms.leaves import FORCED, module_for, of_long_sums
+from tests.norms.leaves import module_for
 
 
 def large(*shape):
@@ -62,7 +60,7 @@ def test_what_is_too_small_to_be_squared_in_float32_still_counts(most, largest):
     leaf = np.full((260, 257), most, np.float32)
     leaf[3, 5] = largest
     np.testing.assert_allclose(
-        optaxclip.global_norm([leaf]), oracles.norm([leaf]), of_long_sums(260, 257)
+        optaxclip.global_norm([leaf]), oracles.norm([leaf]), 1e-6
     )
 
 
@@ -88,34 +86,6 @@ def test_large_leaves_of_zeros_have_norm_0_and_no_derivative():
 
 def sums_in(function, *arguments):
     return module_for("cpu", function, *arguments).count("applies stablehlo.add")
-
-
-@pytest.mark.slow
-@only_by_a_cpu
-def test_a_cpu_has_two_sums_to_choose_from_where_it_pays():
-    leaf, wide = large(), large(2, 33000)
-    rows = partial(optaxclip.unitwise_norm, axis=1)
-    assert sums_in(optaxclip.global_norm, leaf) == 2
-    assert sums_in(optaxclip.unitwise_norm, leaf) == 2
-    assert sums_in(optaxclip.global_norm, wide) == sums_in(rows, wide) == 2
-    for other in (leaf[:10], jnp.asarray(leaf, "bfloat16"), large(10, 10, 10, 10, 10)):
-        assert sums_in(optaxclip.global_norm, other) == 1
-    assert sums_in(partial(optaxclip.global_norm, ord=3), leaf) == 1
-    assert sums_in(optaxclip.unitwise_norm, wide) == 1
-
-
-@pytest.mark.skipif(bool(FORCED), reason="exports for each platform its own way")
-@pytest.mark.parametrize(
-    ("platform", "of_all", "of_columns"), [("cuda", 2, 2), ("tpu", 4, 3)]
-)
-def test_accelerators_make_three_sums_in_one_read(platform, of_all, of_columns):
-    """A GPU sums parts of rows or columns first. A TPU sums columns first, each bin by
-    itself, and then what they add up to at once.
-    """
-    text = module_for(platform, optaxclip.global_norm, large())
-    assert text.count("stablehlo.reduce(") == of_all
-    text = module_for(platform, optaxclip.unitwise_norm, large())
-    assert text.count("stablehlo.reduce(") == of_columns
 
 
 @only_by_a_cpu
@@ -172,15 +142,3 @@ def test_examples_may_have_leaves_that_they_share():
     for name, leaf in leaves.items():
         each = leaf if axes[name] == 0 else [leaf, leaf]
         np.testing.assert_allclose(found[name], [oracles.norm([x]) for x in each], 1e-6)
-
-
-@only_by_a_cpu
-def test_leaves_of_one_type_share_a_branch_and_small_ones_a_sum():
-    layers = [large() for _ in range(17)] + [large(300, 260)]
-    text = module_for("cpu", optaxclip.tensor_norm, layers)
-    # 16 leaves, another of their type, and one of its own.
-    assert text.count("stablehlo.case") == 3
-    biases = [np.ones(9, np.float32)] * 17 + [np.ones(5, np.float32)]
-    text = module_for("cpu", optaxclip.tensor_norm, biases)
-    # And one that takes the norms out of their vector.
-    assert text.count("stablehlo.reduce(") == 3 + 1

@@ -20,7 +20,6 @@ from tests.norms.leaves import (
     every_dtype,
     every_order,
     not_in_turn,
-    of_long_sums,
     random_leaf,
     random_leaves,
     tolerance,
@@ -133,7 +132,7 @@ def test_a_leaf_far_below_the_others_still_counts():
         jnp.full((1000, 2000), 1e27, jnp.bfloat16),
     ]
     np.testing.assert_allclose(
-        optaxclip.global_norm(leaves), oracles.norm(leaves), of_long_sums(1000, 2000)
+        optaxclip.global_norm(leaves), oracles.norm(leaves), 1e-6
     )
 
 

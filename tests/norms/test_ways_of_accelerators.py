@@ -11,7 +11,6 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import optaxclip
-from optaxclip._norms import _platform
 from tests import oracles
 from tests.helpers import apply, only_by_a_cpu
 from tests.norms.leaves import (
@@ -23,14 +22,13 @@ from tests.norms.leaves import (
     at_every_order,
     every_dtype,
     every_order,
-    lengths_on_gpu,
     module_for,
     random_leaves,
     tolerance,
 )
 from tests.sharded import on_two_devices
 
-accelerator = pytest.mark.parametrize("way", ["gpu", "tpu"])
+accelerator = pytest.mark.parametrize("way", ["gpu", "plain"])
 on_accelerator = pytest.mark.parametrize("platform", ["cuda", "tpu"])
 
 
@@ -73,7 +71,7 @@ def test_a_program_for_cpu_sums_in_float64():
 def by_the_way_of(platform):
     """Takes the way of another platform on this CPU."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(_platform, "FORCED", platform)
+        patch.setenv("OPTAXCLIP_PLATFORM", platform)
         jax.clear_caches()
         yield
     jax.clear_caches()
@@ -229,29 +227,13 @@ LONG = {
 }
 
 
-# way, shape, and what the error of the norm may be: half that of two sums of known
-# lengths, in which an addition rounds by EPS / 2 at most. XLA on a CPU adds the numbers
-# of a GPU in turn: one sum of 20 million would be 4e-2 wrong.
-SUMS = [
-    ("cpu", (20_000_000,), 1e-6),
-    ("tpu", (20_000_000,), 1e-6),
-    ("tpu", (5000, 4000), (5000 + 4000) * EPS / 4),
-    ("gpu", (20_000_000,), lengths_on_gpu(20_000_000) * EPS / 4),
-    ("gpu", (5000, 4000), lengths_on_gpu(20_000_000) * EPS / 4),
-    ("gpu", (1_000_003,), lengths_on_gpu(1_000_003) * EPS / 4),  # a prime number
-]
-
-
 @only_by_a_cpu
-@pytest.mark.parametrize(("way", "shape", "bound"), SUMS)
 @pytest.mark.parametrize("values", LONG)
 @pytest.mark.slow
-def test_errors_of_long_sums_are_bounded(values, way, shape, bound):
-    leaf = np.resize(LONG[values], shape)
-    with by_the_way_of(way):
-        norm = optaxclip.global_norm(leaf)
+def test_errors_of_long_sums_are_bounded_on_a_cpu(values):
+    leaf = np.resize(LONG[values], 20_000_000)
     expected = math.sqrt(np.sum(np.square(leaf, dtype=np.float64)))
-    np.testing.assert_allclose(norm, expected, bound)
+    np.testing.assert_allclose(optaxclip.global_norm(leaf), expected, 1e-6)
 
 
 @pytest.mark.slow

@@ -151,8 +151,3 @@ def test_the_recorder_stands_in_a_chain_that_gets_the_loss():
     state = optimizer.init(params)
     _, state = optimizer.update(params, state, params, value=jnp.float32(3.0))
     assert optaxclip.metrics(state)["spike/loss"] == 3
-
-
-def test_a_history_without_numbers_is_named():
-    with pytest.raises(TypeError, match=r"spike_score: norms must be an array of num"):
-        optaxclip.replay.spike_score(["a"])

@@ -122,7 +122,7 @@ def test_adagc_takes_norms_from_elsewhere_and_limits_from_step_0():
 def test_adaclip_takes_stacked_grad_norm_and_nonfinite():
     grads = jnp.array([[1.0, 2.0], [3.0, 4.0]])
     _, state = apply(optaxclip.adaclip(stacked=1), grads)
-    np.testing.assert_array_equal(state.norm, [[2.0], [4.0]])
+    np.testing.assert_array_equal(state.norm, [2.0, 4.0])
     _, state = apply(optaxclip.adaclip(), grads, grad_norm=jnp.float32(8.0))
     assert state.norm == 8.0
     updates, _ = apply(optaxclip.adaclip(nonfinite="zero"), grads.at[0, 0].set(jnp.nan))

@@ -33,14 +33,14 @@ BAD = {
     "windowed_mean: window must be a whole number, got 2.5.": lambda: (
         optaxclip.rules.windowed_mean(3, 2.5)
     ),
-    "windowed_mean: remember must be 'raw' or 'clipped', got 'both'.": lambda: (
+    "windowed_mean: remember must be one of 'raw', 'clipped', got 'both'.": lambda: (
         optaxclip.rules.windowed_mean(remember="both")
     ),
     "autoclip: percentile must be at most 100, got 101.": lambda: optaxclip.autoclip(
         101
     ),
     f"autoclip: {BAD_SCOPE}, got 'unit'.": lambda: optaxclip.autoclip(scope="unit"),
-    "zclip: target must be 'adaptive', 'mean' or 'max', got 'median'.": lambda: (
+    "zclip: target must be one of 'adaptive', 'mean', 'max', got 'median'.": lambda: (
         optaxclip.zclip(target="median")
     ),
     "z_score: z must not be NaN, got nan.": lambda: optaxclip.rules.z_score(math.nan),

@@ -65,3 +65,35 @@ def test_momentum_is_not_reset_at_the_largest_step():
     for _ in range(3):
         updates, state = optimizer.update(GRADS, state._replace(step=jnp.int32(MOST)))
     np.testing.assert_array_equal(updates, 1.75 * GRADS)
+
+
+def counters(state):
+    """The integers of a state but for those of an inner one and of memories."""
+    rest = {"inner_state", "memory", "loss_memory"}
+    fields = state._asdict().items()
+    return {
+        name: x
+        for name, x in fields
+        if name not in rest and jnp.issubdtype(x.dtype, jnp.integer)
+    }
+
+
+@pytest.mark.parametrize("name", ["skip_spikes", "record_spikes"])
+def test_counters_of_steps_stay_at_their_largest_number(name):
+    optimizer = {
+        "skip_spikes": optaxclip.skip_spikes(optax.sgd(0.1), 1.0),
+        "record_spikes": optaxclip.record_spikes(window=1),
+    }[name]
+    state = optimizer.init(GRADS)
+    most = {key: jnp.int32(MOST) for key in counters(state) if key != "spiked"}
+    assert len(most) >= 2
+    # NaN is skipped, a spike and not finite, so that each of them counts.
+    _, after = optimizer.update(GRADS * jnp.nan, state._replace(**most))
+    for key in most:
+        assert int(counters(after)[key]) == MOST, key
+    found = optaxclip.metrics(after)
+    shares = [x for key, x in found.items() if "share" in key or "score" in key]
+    assert shares and all(0 <= float(x) <= 1 for x in shares)
+    _, good = optimizer.update(GRADS / 10, after)
+    for key in most.keys() - {"consecutive"}:
+        assert int(counters(good)[key]) == MOST, key

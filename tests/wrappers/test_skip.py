@@ -1,5 +1,6 @@
 """Skipped steps: what is decided, what stays, and what metrics tell."""
 
+import re
 from functools import cache
 
 import chex
@@ -12,8 +13,10 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 import optaxclip
+from optaxclip.rules import Rule
 from tests import oracle_rules as oracle
 from tests.core.steps import same_bits
+from tests.sharded import on_two_devices
 
 PARAMS = {
     "w": jnp.array([[1.0, -2.0, 0.5], [0.3, 0.1, -1.0]]),
@@ -34,11 +37,7 @@ def grads_of_norm(norm, seed=0):
 @cache
 def jitted(optimizer):
     """Its update, compiled once for all runs."""
-    return jax.jit(
-        lambda grads, state, params, **extra: optimizer.update(
-            grads, state, params, **extra
-        )
-    )
+    return jax.jit(optimizer.update)
 
 
 def train(optimizer, grads, values=None):
@@ -119,20 +118,16 @@ def history(steps=200):
 def run(optimizer, norms, values=None):
     """Which steps were skipped; one scan."""
 
+    seen = {"grad_norm": jnp.asarray(norms, jnp.float32)}
+    if values is not None:
+        seen["value"] = jnp.asarray(values)
+    grads = {"w": jnp.ones(1)}
+
     def step(state, seen):
-        norm, value = seen
-        _, state = optimizer.update(
-            {"w": norm[None]}, state, **({} if values is None else {"value": value})
-        )
+        _, state = optimizer.update(grads, state, **seen)
         return state, state.skipped
 
-    seen = (
-        jnp.asarray(norms, jnp.float32),
-        jnp.zeros(len(norms)) if values is None else jnp.asarray(values),
-    )
-    counts = jax.jit(
-        lambda seen: jax.lax.scan(step, optimizer.init({"w": jnp.zeros(1)}), seen)[1]
-    )(seen)
+    counts = jax.lax.scan(step, optimizer.init(grads), seen)[1]
     return np.diff(np.asarray(counts), prepend=0).astype(bool)
 
 
@@ -191,48 +186,27 @@ def test_any_rule_decides(name):
     assert np.sum(~np.isfinite(norms)) + 5 < wanted.sum() < 150
 
 
-def test_after_so_many_skipped_in_a_row_the_next_is_let_through():
-    norms = [1.0, np.nan, np.nan, np.nan, np.nan, np.nan, 1.0, np.nan, 1.0]
-    np.testing.assert_array_equal(
-        run(optaxclip.skip_nonfinite(optax.sgd(0.1), 2), norms),
-        [0, 1, 1, 0, 1, 1, 0, 1, 0],
-    )
-    np.testing.assert_array_equal(
-        run(optaxclip.skip_nonfinite(optax.sgd(0.1), 0), norms), np.zeros(9)
-    )
-    np.testing.assert_array_equal(
-        run(optaxclip.skip_nonfinite(optax.sgd(0.1), None), norms), ~np.isfinite(norms)
-    )
-
-
 def test_metrics_tell_skips_and_reach_inner_clippers():
-    optimizer = optaxclip.skip_spikes(
-        optax.chain(optaxclip.clip_by_global_norm(1.0), optax.adam(0.1)), 10.0, 3.0
-    )
-    state = train(
-        optimizer,
-        [grads_of_norm(2.0), grads_of_norm(20.0), grads_of_norm(np.nan)],
-        [1.0, 2.0, 2.5],
-    )[-1][0]
-    report = {name: float(value) for name, value in optaxclip.metrics(state).items()}
-    assert (
-        report["skip/skipped"] == 1
-        and report["skip/skipped_count"] == 2
-        and report["skip/nonfinite_count"] == 1
-        and report["skip/consecutive_count"] == 2
-    )
-    assert report["skip/skipped_share"] == pytest.approx(2 / 3) and np.isnan(
-        report["skip/norm"]
-    )
-    assert (report["skip/limit"], report["skip/loss"], report["skip/loss_limit"]) == (
-        10.0,
-        2.5,
-        3.0,
-    )
-    assert (
-        report["clip/norm_before"] == pytest.approx(2.0)
-        and report["clip/clipped_count"] == 1
-    )
+    inner = optax.chain(optaxclip.clip_by_global_norm(1.0), optax.adam(0.1))
+    optimizer = optaxclip.skip_spikes(inner, 10.0, 3.0)
+    grads = [grads_of_norm(norm) for norm in (2.0, 20.0, np.nan)]
+    state = train(optimizer, grads, [1.0, 2.0, 2.5])[-1][0]
+    found = {name: float(value) for name, value in optaxclip.metrics(state).items()}
+    wanted = {
+        "skip/norm": np.nan,
+        "skip/limit": 10.0,
+        "skip/loss": 2.5,
+        "skip/loss_limit": 3.0,
+        "skip/skipped": 1.0,
+        "skip/skipped_count": 2.0,
+        "skip/skipped_share": 2 / 3,
+        "skip/nonfinite_count": 1.0,
+        "skip/consecutive_count": 2.0,
+        "clip/norm_before": 2.0,
+        "clip/clipped_count": 1.0,
+    }
+    found = {name: found[name] for name in wanted}
+    assert found == pytest.approx(wanted, nan_ok=True)
 
 
 @pytest.mark.slow
@@ -261,84 +235,150 @@ def test_no_branch_surrounds_the_collectives():
         assert bool(jnp.any(updates["w"] != 0)) == (norm == 1.0)
 
 
-def test_unusual_new_states_are_kept_on_a_skip():
-    def init(params):
-        return {
-            "last": params,
-            "constant": jnp.float32(7),
-            "twice": [jnp.float32(1), jnp.float32(2)],
-        }
-
-    def update(updates, state, params=None):
-        total = state["twice"][0] + jnp.sum(updates)
-        return updates, {
-            "last": updates,
-            "constant": jnp.float32(0),
-            "twice": [total, total],
-        }
-
-    optimizer = optaxclip.skip_spikes(optax.GradientTransformation(init, update), 5.0)
-    start = optimizer.init(jnp.array([5.0, 6.0]))
-    _, skipped = optimizer.update(jnp.array([30.0, 40.0]), start)
-    same_bits(skipped.inner_state, start.inner_state)
-    _, taken = optimizer.update(jnp.array([3.0, 4.0]), start)
-    same_bits(
-        taken.inner_state,
-        {
-            "last": jnp.array([3.0, 4.0]),
-            "constant": jnp.float32(0),
-            "twice": [jnp.float32(8), jnp.float32(8)],
-        },
-    )
-
-
-def test_a_loss_rule_wants_the_loss():
-    optimizer = optaxclip.skip_step(optax.sgd(0.1), on_loss=True)
-    with pytest.raises(
-        ValueError,
-        match=(
-            r"skip_step: on_loss=True looks at the loss: call update\(grads, state, "
-            r"params, value=loss\)"
-        ),
-    ):
-        optimizer.update(PARAMS, optimizer.init(PARAMS))
-    with pytest.raises(
-        ValueError, match="skip_spikes: rule must be at least 0, got -1"
-    ):
-        optaxclip.skip_spikes(optax.sgd(0.1), -1)
-    with pytest.raises(
-        ValueError, match="skip_nonfinite: max_consecutive must be at least 0, got -1"
-    ):
-        optaxclip.skip_nonfinite(optax.sgd(0.1), -1)
-
-
-def test_grad_norm_is_used_and_value_reaches_the_optimizer():
-    def update(updates, state, params=None, *, value, **_):
-        return jax.tree.map(lambda u: u * value, updates), state
-
-    optimizer = optaxclip.skip_spikes(
-        optax.GradientTransformationExtraArgs(optax.init_empty_state, update), 5.0
-    )
-    grads = {"w": jnp.ones(2)}
-    updates, state = optimizer.update(
-        grads, optimizer.init(grads), value=3.0, grad_norm=jnp.float32(4.0)
-    )
-    np.testing.assert_array_equal(updates["w"], [3.0, 3.0])
-    updates, state = optimizer.update(
-        grads, state, value=3.0, grad_norm=jnp.float32(6.0)
-    )
-    np.testing.assert_array_equal(updates["w"], [0.0, 0.0])
+@pytest.mark.parametrize(
+    ("most", "skipped"),
+    [
+        (2, [0, 1, 1, 0, 1, 1, 0, 1, 0]),
+        (0, [0, 0, 0, 0, 0, 0, 0, 0, 0]),
+        (None, [0, 1, 1, 1, 1, 1, 0, 1, 0]),
+    ],
+)
+def test_after_so_many_in_a_row_the_next_is_let_through(most, skipped):
+    norms = [1.0, np.nan, 50.0, np.nan, 50.0, np.nan, 1.0, np.nan, 1.0]
+    optimizer = optaxclip.skip_spikes(optax.sgd(0.1), 2.0, max_consecutive=most)
+    np.testing.assert_array_equal(run(optimizer, norms), skipped)
 
 
 def test_under_vmap_and_scan_each_run_skips_for_itself():
     optimizer = optaxclip.skip_spikes(optax.adam(0.1), 10.0)
     grads = jnp.asarray([[[1.0, 2.0], [100.0, 0.0]], [[100.0, 0.0], [1.0, 2.0]]])
-    state = jax.vmap(lambda _: optimizer.init(jnp.zeros(2)))(jnp.arange(2))
-    last = jax.vmap(
-        lambda state, grads: jax.lax.scan(
-            lambda s, g: optimizer.update(g, s)[::-1], state, grads
-        )[0]
-    )(state, grads)
+
+    def last_state(grads):
+        def step(state, grad):
+            return optimizer.update(grad, state)[::-1]
+
+        return jax.lax.scan(step, optimizer.init(jnp.zeros(2)), grads)[0]
+
+    last = jax.vmap(last_state)(grads)
     np.testing.assert_array_equal(last.skipped, [1, 1])
     np.testing.assert_array_equal(last.consecutive, [1, 0])
     np.testing.assert_array_equal(last.inner_state[0].count, [1, 1])
+
+
+def last(optimizer, norms, **extra):
+    """The state after a run over gradients of these norms."""
+    state = optimizer.init(jnp.zeros(1))
+    for norm in norms:
+        _, state = optimizer.update(jnp.array([norm]), state, jnp.zeros(1), **extra)
+    return state
+
+
+def test_skip_step_starts_at_half_a_window():
+    norms = [1.0, 1.5, 0.5, 2.0]
+    optimizer = optaxclip.skip_step(optax.sgd(0.1), window=8, on_loss=False)
+    # Number 4 is the first that can be skipped.
+    skipped = [int(last(optimizer, [*norms[:n], 1e6]).skipped) for n in (2, 3, 4)]
+    assert skipped == [0, 1, 1]
+    limit = np.mean(norms) + 6 * np.std(norms, ddof=1)
+    np.testing.assert_allclose(last(optimizer, [*norms, 1e6]).limit, limit, rtol=1e-6)
+
+
+REFUSED = {
+    "skip_spikes: rule must be at least 0": lambda f: optaxclip.skip_spikes(f, -1.0),
+    "skip_spikes: loss_rule must be at least 0": lambda f: optaxclip.skip_spikes(
+        f, 1.0, -1.0
+    ),
+    "skip_spikes: max_consecutive must be at least 0": lambda f: optaxclip.skip_spikes(
+        f, 1.0, max_consecutive=-1
+    ),
+    "skip_nonfinite: max_consecutive must be at least 0, got -1": lambda f: (
+        optaxclip.skip_nonfinite(f, -1)
+    ),
+}
+
+
+@pytest.mark.parametrize("text", REFUSED)
+def test_a_number_that_is_refused_is_named(text):
+    with pytest.raises(ValueError, match=f"^{text}"):
+        REFUSED[text](optax.sgd(0.1))
+
+
+@pytest.mark.parametrize(
+    ("argument", "optimizer"),
+    [
+        ("on_loss=True", optaxclip.skip_step(optax.sgd(0.1), on_loss=True)),
+        ("loss_rule", optaxclip.skip_spikes(optax.sgd(0.1), None, 1.0)),
+    ],
+)
+def test_a_rule_of_the_loss_wants_the_loss(argument, optimizer):
+    text = (
+        f"{argument} looks at the loss: call update(grads, state, params, value=loss)"
+    )
+    with pytest.raises(ValueError, match=re.escape(text)):
+        last(optimizer, [1.0])
+
+
+@pytest.mark.slow
+def test_skipping_measures_64_bits_in_64_bits():
+    optimizer = optaxclip.skip_spikes(optax.sgd(0.1), 1.0)
+    with jax.enable_x64(True):
+        for dtype in (jnp.float64, jnp.float32):
+            params = jnp.ones(2, dtype)
+            state = optimizer.init(params)
+            given = {"grad_norm": np.float32(3.0)} if dtype == jnp.float64 else {}
+            _, after = optimizer.update(params, state, params, **given)
+            assert state.norm.dtype == after.norm.dtype == after.limit.dtype == dtype
+
+
+def test_skipping_measures_over_the_axes_that_it_is_given():
+    optimizer = optaxclip.skip_spikes(optax.sgd(1.0), 3.0, mesh_axes="x")
+    grads = np.float32([2.5, 2.5])  # one on each device: too long together only
+    specs = (P("x"), P()), (P("x"), P())
+    given = grads, optimizer.init(grads)
+    updates, state = on_two_devices(optimizer.update, *specs, *given, check_vma=False)
+    assert state.skipped == 1 and not updates.any()
+
+
+@pytest.mark.parametrize(
+    ("norm", "loss", "skipped"), [(2.0, 3.0, 0), (2.1, 3.0, 1), (2.0, 3.1, 1)]
+)
+def test_what_is_exactly_at_its_limit_is_let_through(norm, loss, skipped):
+    optimizer = optaxclip.skip_spikes(optax.sgd(0.1), 2.0, 3.0)
+    state = last(optimizer, [norm], value=loss)
+    assert state.skipped == skipped and (state.limit, state.loss_limit) == (2.0, 3.0)
+
+
+@pytest.mark.parametrize(
+    ("loss", "remembered"), [(-2.0, -2.0), (0.0, 0.0), (np.nan, 9.0), (np.inf, 9.0)]
+)
+def test_skipping_learns_from_finite_losses_of_any_sign(loss, remembered):
+    class Last(Rule):
+        def init(self, norm):
+            return jnp.full_like(norm, 9.0)
+
+        def update(self, norm, memory, step):
+            return jnp.full_like(norm, np.inf), norm
+
+    optimizer = optaxclip.skip_spikes(optax.sgd(0.1), None, Last())
+    state = last(optimizer, [1.0], value=loss)
+    assert state.loss_memory == remembered
+    assert state.skipped == (not np.isfinite(loss))
+
+
+def test_a_rule_of_the_loss_is_one_number_and_has_no_weights():
+    for rule, text in (
+        (jnp.ones(2), r"^skip_spikes: loss_rule must be a number for each norm"),
+        (optaxclip.rules.share_of_params(0.1), "no weights here"),
+    ):
+        with pytest.raises(ValueError, match=text):
+            last(optaxclip.skip_spikes(optax.sgd(0.1), None, rule), [1.0], value=2.0)
+
+
+def test_a_limit_of_the_loss_may_be_below_zero():
+    class BelowZero(Rule):
+        def update(self, norm, memory, step):
+            return -3.0, memory
+
+    optimizer = optaxclip.skip_spikes(optax.sgd(0.1), None, BelowZero())
+    skipped = [last(optimizer, [1.0], value=loss).skipped for loss in (-4, -3, -2)]
+    assert skipped == [0, 0, 1]

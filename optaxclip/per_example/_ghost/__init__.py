@@ -24,7 +24,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-from ..._core._factors import stretch
+from ..._factors import stretch
 from ..._jaxpr import has_backward_rule
 from .._passes import (
     Arrays,

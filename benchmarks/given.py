@@ -1,0 +1,99 @@
+"""Adam on given gradients, with and without a clip: what is left of a training step
+when its network is taken away, and most of it is memory traffic.
+
+All steps work on the same weights, moments and gradients: each donates these arrays and
+hands them on to the next. So all of them together fit in 2.5 GB. Only the state of its
+clip belongs to a step.
+"""
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from . import networks, steps, timing
+from .report import Table
+
+COLUMNS = ("clipped by", "time", "middle half", "temporary", "compile")
+SHOWN = [
+    "none",
+    "global norm",
+    steps.GLOBAL,
+    "tensor norm",
+    "optax, tensor RMS",
+    "AGC",
+    "optax, AGC",
+    "by value",
+    "optax, by value",
+]
+
+
+def table(quick: bool) -> Table:
+    """GPT-2 small. The quick one has two matrices and a few clips."""
+    shapes = [(128, 32)] * 2 if quick else networks.gpt2_small()
+    live: dict[str, Any] = {"params": _filled(shapes, 0.02)}
+    live["grads"] = _filled(shapes, 1.0)
+    live["adam"] = optax.adam(1e-3).init(live["params"])
+    programs, contestants = {}, {}
+    for name in SHOWN[:3] if quick else SHOWN:
+        optimizer = steps.STEPS[name]()
+        if name == "none":  # with a state in two parts, like the others
+            optimizer = optax.chain(optax.identity(), optimizer)
+        state: Any = optimizer.init(live["params"])
+        arguments = live["params"], state, live["grads"]
+        if not programs:  # the first one of a process also pays for what it loads
+            timing.compiled(_step(optimizer), *arguments)
+        program = timing.compiled(_step(optimizer), *arguments, donate=(0, 1, 2))
+        programs[name] = program
+        contestants[name] = timing.Contestant(_runner(program.call, state[0], live))
+        print(f"{name}: compiled", file=sys.stderr, flush=True)
+    rows = steps.raced(programs, contestants, 2 if quick else 15)
+    size = sum(leaf.nbytes for leaf in live["grads"])
+    for row in rows:
+        row["temporary"] = 1e6 * row["temporary MB"] / size
+    title = f"Adam on given gradients, {len(shapes)} tensors, {size / 4e6:.3g} M"
+    note = (
+        "Time: against Adam alone, of gradients above every limit. Temporary memory: "
+        "share of the gradients' bytes. Compile: processor time, over that of optax's "
+        "clip of the same kind, for the tensor norm of its RMS."
+    )
+    return Table(title, COLUMNS, rows, note)
+
+
+def _filled(shapes: list[tuple[int, ...]], scale: float) -> list[jax.Array]:
+    """Random normal numbers. A large array repeats a million of them, since drawing
+    takes long.
+    """
+    block = scale * np.random.default_rng(0).standard_normal(10**6, np.float32)
+    # A copy: JAX may share memory with NumPy, and what is shared cannot be donated.
+    return [jnp.array(np.resize(block, shape), copy=True) for shape in shapes]
+
+
+def _step(optimizer: optax.GradientTransformation) -> Callable[..., Any]:
+    def step(params: Any, state: Any, grads: Any) -> tuple[Any, Any, Any]:
+        updates, state = optimizer.update(grads, state, params)
+        return optax.apply_updates(params, updates), state, grads
+
+    return step
+
+
+def _runner(
+    call: Callable[..., Any], clip_state: Any, live: dict[str, Any]
+) -> Callable[[], Any]:
+    """A step on the arrays that all share, with a state (clip, Adam)."""
+    # Arrays of its own: a state may hold one twice, which cannot be donated.
+    own = {"clip": jax.tree.map(jnp.copy, clip_state)}
+
+    def run() -> Any:
+        state = own["clip"], live["adam"]
+        live["params"], state, live["grads"] = call(
+            live["params"], state, live["grads"]
+        )
+        own["clip"], live["adam"] = state
+        return live
+
+    return run

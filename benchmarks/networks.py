@@ -1,0 +1,212 @@
+"""The networks whose training steps are measured: perceptrons of an agent, a decoder,
+convolutions.
+"""
+
+import math
+from collections.abc import Callable
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax import lax
+
+Params = dict[str, Any]
+
+
+class Network(NamedTuple):
+    """A loss, and what it takes."""
+
+    shapes: Params  # of the weights
+    loss: Callable[..., jax.Array]  # of weights and the arrays of a batch
+    draw: Callable[[np.random.Generator], tuple[np.ndarray, ...]]  # one batch
+
+
+class Sizes(NamedTuple):
+    """Of a decoder."""
+
+    layers: int
+    width: int
+    heads: int
+    length: int  # tokens of an example that are predicted
+    words: int  # in the vocabulary
+    batch: int
+
+
+def on_cpu(quick: bool) -> dict[str, Network]:
+    """Those that train on a CPU, by name."""
+    if quick:
+        return {"actor and critic": actor_critic(width=8)}
+    small = Sizes(layers=4, width=256, heads=4, length=64, words=1024, batch=8)
+    return {
+        "actor and critic": actor_critic(width=256),
+        "transformer": decoder(small),
+        "convolutions": convolutions(),
+    }
+
+
+def started(shapes: Params) -> Params:
+    """Random weights, scales of 1 and biases of 0."""
+    generator = np.random.default_rng(0)
+
+    def start(path: Any, shape: tuple[int, ...]) -> jax.Array:
+        if len(shape) == 1:
+            is_scale = jax.tree_util.keystr(path[-1:], simple=True).startswith("scale")
+            return jnp.full(shape, 1.0 if is_scale else 0.0)
+        weights = generator.standard_normal(shape) / math.prod(shape[:-1]) ** 0.5
+        return jnp.asarray(weights, jnp.float32)
+
+    return jax.tree.map_with_path(start, shapes, is_leaf=is_shape)
+
+
+def is_shape(node: Any) -> bool:
+    """Whether a node of a tree is the shape of a leaf."""
+    return isinstance(node, tuple)
+
+
+def actor_critic(width: int) -> Network:
+    """An actor and a critic as in RL, 12 tensors: the actor learns given actions, the
+    critic given returns.
+    """
+    shapes = {
+        "actor": _perceptron_shapes(64, width, width, 6),
+        "critic": _perceptron_shapes(64, width, width, 1),
+    }
+
+    def loss(params: Params, seen: Any, actions: Any, returns: Any) -> jax.Array:
+        values = _perceptron(params["critic"], seen)[:, 0]
+        costs = _cross_entropy(_perceptron(params["actor"], seen), actions)
+        return costs + jnp.mean((values - returns) ** 2)
+
+    def draw(generator: np.random.Generator) -> tuple[np.ndarray, ...]:
+        seen = generator.standard_normal((64, 64), np.float32)
+        return seen, generator.integers(6, size=64), seen[:, 0]
+
+    return Network(shapes, loss, draw)
+
+
+def convolutions() -> Network:
+    """Three convolutions of 3 x 3, two of which halve the image, and 10 classes."""
+    channels = (3, 32, 64, 128)
+    shapes: Params = {
+        f"layer{number}": {"weight": (3, 3, *pair), "bias": pair[1:]}
+        for number, pair in enumerate(pairwise(channels))
+    }
+    shapes["head"] = {"weight": (channels[-1], 10), "bias": (10,)}
+
+    def loss(params: Params, images: Any, labels: Any) -> jax.Array:
+        x = images
+        for number, stride in enumerate((1, 2, 2)):
+            layer, strides = params[f"layer{number}"], (stride, stride)
+            kinds = ("NHWC", "HWIO", "NHWC")
+            x = lax.conv_general_dilated(
+                x, layer["weight"], strides, "SAME", dimension_numbers=kinds
+            )
+            x = jax.nn.relu(x + layer["bias"])
+        logits = jnp.mean(x, (1, 2)) @ params["head"]["weight"]
+        return _cross_entropy(logits + params["head"]["bias"], labels)
+
+    def draw(generator: np.random.Generator) -> tuple[np.ndarray, ...]:
+        images = generator.standard_normal((32, 32, 32, 3), np.float32)
+        return images, generator.integers(10, size=32)
+
+    return Network(shapes, loss, draw)
+
+
+def decoder(
+    sizes: Sizes, *, is_scanned: bool = False, dtype: str = "float32"
+) -> Network:
+    """A language model like GPT-2, with weights of float32 that are cast to `dtype`.
+
+    Scanned, its layers are stacked on leading axes and computed anew on the way back,
+    as in most large trainers.
+    """
+    layer, width = _layer_shapes(sizes.width), sizes.width
+    layers: Any = [layer] * sizes.layers
+    if is_scanned:
+        layers = {key: (sizes.layers, *shape) for key, shape in layer.items()}
+    shapes = {
+        "words": (sizes.words, width),
+        "places": (sizes.length, width),
+        "layers": layers,
+        "scale": (width,),
+        "bias": (width,),
+    }
+
+    def apply(x: jax.Array, weights: Params) -> tuple[jax.Array, None]:
+        return _layer(weights, x, sizes.heads), None
+
+    def loss(params: Params, ids: jax.Array) -> jax.Array:
+        params = jax.tree.map(lambda leaf: leaf.astype(dtype), params)
+        x = params["words"][ids[:, :-1]] + params["places"]
+        if is_scanned:
+            x, _ = lax.scan(jax.checkpoint(apply), x, params["layers"])
+        else:
+            for weights in params["layers"]:
+                x, _ = apply(x, weights)
+        x = _layer_norm(x, params["scale"], params["bias"])
+        return _cross_entropy(x @ params["words"].T, ids[:, 1:])
+
+    def draw(generator: np.random.Generator) -> tuple[np.ndarray, ...]:
+        shape = (sizes.batch, sizes.length + 1)
+        return (generator.integers(sizes.words, size=shape, dtype=np.int32),)
+
+    return Network(shapes, loss, draw)
+
+
+def gpt2_small() -> list[tuple[int, ...]]:
+    """The shapes of its 148 tensors, 124 million numbers."""
+    width = 768
+    layers = [*_layer_shapes(width).values()] * 12
+    return [(50257, width), (1024, width), *layers, (width,), (width,)]
+
+
+def _layer_shapes(width: int) -> dict[str, tuple[int, ...]]:
+    return {
+        "scale1": (width,),
+        "bias1": (width,),
+        "attend": (width, 3 * width),
+        "attend_bias": (3 * width,),
+        "out": (width, width),
+        "out_bias": (width,),
+        "scale2": (width,),
+        "bias2": (width,),
+        "up": (width, 4 * width),
+        "up_bias": (4 * width,),
+        "down": (4 * width, width),
+        "down_bias": (width,),
+    }
+
+
+def _layer(weights: Params, x: jax.Array, heads: int) -> jax.Array:
+    y = _layer_norm(x, weights["scale1"], weights["bias1"])
+    y = y @ weights["attend"] + weights["attend_bias"]
+    query, key, value = jnp.split(y.reshape(*x.shape[:2], 3 * heads, -1), 3, axis=2)
+    y = jax.nn.dot_product_attention(query, key, value, is_causal=True)
+    x = x + y.reshape(x.shape) @ weights["out"] + weights["out_bias"]
+    y = _layer_norm(x, weights["scale2"], weights["bias2"])
+    y = jax.nn.gelu(y @ weights["up"] + weights["up_bias"])
+    return x + y @ weights["down"] + weights["down_bias"]
+
+
+def _layer_norm(x: jax.Array, scale: jax.Array, bias: jax.Array) -> jax.Array:
+    x = x - x.mean(-1, keepdims=True)
+    return x * lax.rsqrt((x * x).mean(-1, keepdims=True) + 1e-5) * scale + bias
+
+
+def _cross_entropy(logits: jax.Array, labels: jax.Array) -> jax.Array:
+    logits = logits.astype(jnp.float32)
+    return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
+
+
+def _perceptron_shapes(*sizes: int) -> list[Params]:
+    return [{"weight": pair, "bias": pair[1:]} for pair in pairwise(sizes)]
+
+
+def _perceptron(layers: list[Params], x: jax.Array) -> jax.Array:
+    *hidden, last = layers
+    for layer in hidden:
+        x = jnp.tanh(x @ layer["weight"] + layer["bias"])
+    return x @ last["weight"] + last["bias"]

@@ -1,0 +1,189 @@
+"""What the programs share: command lines, data that is always at hand, a perceptron,
+and pictures for light and for dark pages.
+"""
+
+import argparse
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from itertools import pairwise
+from pathlib import Path
+from pydoc_data.topics import topics
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+WINDOW = 65  # characters of a text that is held out, of which all but one are predicted
+
+# What the help says of arguments that many programs have.
+ABOUT = {
+    "steps": "how many steps to train",
+    "lr": "the learning rate",
+    "seed": "the seed of all that is drawn",
+    "save": "draw a picture to this path",
+}
+
+File = Path | None  # of what is written only if it is asked for
+Layers = list[dict[str, jax.Array]]
+
+
+def run(main: Callable[..., Any], **about: str) -> None:
+    """Calls `main` with what the command line says of its arguments.
+
+    Args:
+      main: a function whose arguments all have defaults. None stands for a path.
+      **about: what the help says of those that are not in ABOUT.
+    """
+    about = ABOUT | about
+    parser = argparse.ArgumentParser(
+        description=main.__globals__["__doc__"],
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    for name, argument in inspect.signature(main).parameters.items():
+        kind = Path if argument.default is None else type(argument.default)
+        shown = "nothing is written" if kind is Path else argument.default
+        parser.add_argument(
+            f"--{name.replace('_', '-')}",
+            type=_count if name == "steps" else kind,
+            default=argument.default,
+            metavar="PATH" if kind is Path else name.upper(),
+            help=f"{about[name]} (default: {shown})",
+        )
+    main(**vars(parser.parse_args()))
+
+
+def _count(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"must be at least 1, got {number}")
+    return number
+
+
+@contextmanager
+def packages() -> Iterator[None]:
+    """Says how to install what is imported inside, where it is missing."""
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        error.add_note('Install what this program needs: pip install -e ".[examples]"')
+        raise
+
+
+class Text(NamedTuple):
+    """The English prose of Python's own help pages, as numbers."""
+
+    alphabet: str  # the character of each number
+    training: jax.Array  # int32[characters]: the first 95 %
+    validation: jax.Array  # int32[windows, WINDOW]: the rest, never trained on
+
+
+def read_text() -> Text:
+    """The help pages as one line of prose, without repeated paragraphs and without what
+    is no word: code, grammar, the rulers of tables.
+    """
+    paragraphs = dict.fromkeys("\n\n".join(topics.values()).split("\n\n"))
+    words = " ".join(paragraphs).split()
+    words = [word for word in words if word.isascii() and _is_word(word)]
+    alphabet, numbers = np.unique(list(" ".join(words)), return_inverse=True)
+    numbers = numbers.astype(np.int32)
+    training, rest = np.split(numbers, [len(numbers) * 95 // 100])
+    windows = rest[: len(rest) // WINDOW * WINDOW].reshape(-1, WINDOW)
+    return Text("".join(alphabet), jnp.asarray(training), jnp.asarray(windows))
+
+
+def _is_word(word: str) -> bool:
+    return word.strip("().,:;").isalpha()
+
+
+class Digits(NamedTuple):
+    """Handwritten digits of 8 by 8 pixels."""
+
+    images: np.ndarray  # float32[digits, 64] in [0, 1]
+    labels: np.ndarray  # int32[digits]
+
+
+def read_digits(held_out: int, seed: int = 0) -> tuple[Digits, Digits]:
+    """The digits to train on, and those that are held out, in a random order."""
+    with packages():
+        from sklearn.datasets import load_digits
+    images, labels = load_digits(return_X_y=True)
+    order = np.random.default_rng(seed).permutation(len(labels))
+    images = (images[order] / 16).astype(np.float32)
+    labels = labels[order].astype(np.int32)
+    training = Digits(images[held_out:], labels[held_out:])
+    return training, Digits(images[:held_out], labels[:held_out])
+
+
+def new_perceptron(*sizes: int, seed: int = 0) -> Layers:
+    """Random weights for layers of these sizes, and biases of 0."""
+    random = np.random.default_rng(seed)
+    layers = []
+    for inputs, outputs in pairwise(sizes):
+        weights = random.normal(size=(inputs, outputs)) / inputs**0.5
+        layer = {"w": jnp.asarray(weights, jnp.float32), "b": jnp.zeros(outputs)}
+        layers.append(layer)
+    return layers
+
+
+def perceptron(layers: Layers, x: Any) -> jax.Array:
+    """The last layer's outputs. Those before it end in tanh."""
+    *hidden, last = layers
+    for layer in hidden:
+        x = jnp.tanh(x @ layer["w"] + layer["b"])
+    return x @ last["w"] + last["b"]
+
+
+def cross_entropy(logits: jax.Array, labels: Any) -> jax.Array:
+    """The mean over all labels, in nats."""
+    losses = optax.softmax_cross_entropy_with_integer_labels(logits, labels)
+    return losses.mean()
+
+
+class Look(NamedTuple):
+    """Colours that people with any kind of colour vision can tell apart."""
+
+    suffix: str  # of the file's name
+    style: str  # of matplotlib
+    background: str
+    grey: str
+    orange: str
+    blue: str
+    green: str
+
+
+# Okabe and Ito's colours. On dark pages they are lighter.
+LIGHT = Look("", "default", "#ffffff", "#8f8f8f", "#d55e00", "#0072b2", "#007a5a")
+DARK = Look(
+    "_dark", "dark_background", "#1e2129", "#9a9a9a", "#ff8c42", "#56b4e9", "#2fc79a"
+)
+
+
+def draw_both(path: Path, panels: int, draw: Callable[[Any, Look], None]) -> None:
+    """Saves what `draw(axes, look)` draws into panels that share their axes to `path`,
+    and for dark pages with "_dark" in its name.
+    """
+    with packages():
+        from matplotlib import rc_context, style
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+    path.parent.mkdir(parents=True, exist_ok=True)
+    for look in (LIGHT, DARK):
+        with style.context(look.style), rc_context({"font.size": 14}):
+            figure = Figure((13, 4), layout="constrained", facecolor=look.background)
+            FigureCanvasAgg(figure)
+            axes = figure.subplots(1, panels, sharex=True, sharey=True)
+            for axis in axes:
+                axis.set_facecolor(look.background)
+                axis.spines[["top", "right"]].set_visible(False)
+            draw(axes, look)
+            figure.savefig(path.with_stem(path.stem + look.suffix), dpi=100)
+    print(f"\nThe picture is in {path}")
+
+
+def write(axis: Any, text: str, place: tuple[float, float], colour: str) -> None:
+    """Writes into a panel, right-aligned, beside what the text is about."""
+    corner = {"transform": axis.transAxes, "ha": "right", "va": "top"}
+    axis.text(*place, text, color=colour, **corner)

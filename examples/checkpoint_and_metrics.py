@@ -1,0 +1,129 @@
+"""Logs what a clipper did, to TensorBoard and as JSON lines, saves the run with Orbax,
+continues it bit for bit, and finds a limit in the log.
+
+What it shows. `optaxclip.metrics(state)` is a flat dict of numbers, which any logger
+takes. They stay on the device until half of the run is done: to fetch them after every
+step would make it wait each time.
+
+A limit that learns, as that of `zclip`, has its memory in the optimizer state. Saved
+halfway and restored into shapes alone, as in a new process, the run ends bit for bit
+like one without a break. Restored without the clip's memory it goes another way.
+
+What it prints. How the runs end, and which share of steps some limits would have
+clipped. --folder PATH keeps log and checkpoint for `tensorboard --logdir PATH`.
+
+    python examples/checkpoint_and_metrics.py --folder logs
+"""
+
+import json
+import tempfile
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import _shared
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+import optaxclip
+
+with _shared.packages():
+    import orbax.checkpoint as ocp
+    from tensorboardX import SummaryWriter
+
+DIGITS, _ = _shared.read_digits(held_out=0)
+OPTIMIZER = optax.chain(optaxclip.zclip(), optax.adam(3e-3))
+
+
+class Training(NamedTuple):
+    """All that has to be saved."""
+
+    step: Any  # int32[]: batches seen. The next one follows from it
+    params: Any
+    opt_state: Any  # in it the clip's memory
+
+
+def main(steps: int = 300, folder: _shared.File = None) -> dict[str, Training]:
+    """Trains, logs, saves and continues. Returns how each run ended."""
+    with tempfile.TemporaryDirectory() as temporary:
+        place = (folder or Path(temporary)).resolve()
+        halfway, first = train(new_training(), steps // 2)
+        save(place / "checkpoint", halfway)
+        straight, second = train(halfway, steps)
+        write_log(place, first + second)
+        restored = restore(place / "checkpoint")
+        fresh: Any = OPTIMIZER.init(restored.params)
+        mixed = restored._replace(opt_state=(fresh[0], restored.opt_state[1]))
+        ends = {"straight": straight, "resumed": train(restored, steps)[0]}
+        ends["memory lost"] = train(mixed, steps)[0]
+        norms = optaxclip.replay.read_history(place / "log.jsonl")
+    for name, end in ends.items():
+        print(f"{name}: {differing(end, straight)} arrays differ from straight")
+    for found in optaxclip.replay.suggest(norms)[:5]:
+        print(f"{found.rule} would have clipped {found.clip_rate:.1%} of the steps")
+    return ends
+
+
+def new_training() -> Training:
+    params = _shared.new_perceptron(64, 64, 64, 10)
+    return Training(jnp.int32(0), params, OPTIMIZER.init(params))
+
+
+def train(training: Training, until: int) -> tuple[Training, list[Any]]:
+    """On to step `until`."""
+    reports = []
+    for number in range(int(training.step), until):
+        # A batch follows from its number alone, so nothing else has to be saved.
+        chosen = np.random.default_rng(number).integers(len(DIGITS.labels), size=16)
+        batch = DIGITS.images[chosen], DIGITS.labels[chosen]
+        training, report = take_step(training, *batch)
+        reports.append(report)
+    return training, jax.device_get(reports)
+
+
+def mean_loss(params: Any, images: Any, labels: Any) -> jax.Array:
+    return _shared.cross_entropy(_shared.perceptron(params, images), labels)
+
+
+@jax.jit
+def take_step(training: Training, images: Any, labels: Any) -> Any:
+    step, params, state = training
+    loss, grads = jax.value_and_grad(mean_loss)(params, images, labels)
+    updates, state = OPTIMIZER.update(grads, state, params)
+    training = Training(step + 1, optax.apply_updates(params, updates), state)
+    return training, {"loss": loss, **optaxclip.metrics(state)}
+
+
+def write_log(folder: Path, reports: list[Any]) -> None:
+    """A line of JSON for each step, and the same for TensorBoard."""
+    with SummaryWriter(str(folder)) as board, (folder / "log.jsonl").open("w") as lines:
+        for step, report in enumerate(reports):
+            numbers = {name: float(value) for name, value in report.items()}
+            lines.write(json.dumps({"step": step, **numbers}) + "\n")
+            for name, number in numbers.items():
+                if np.isfinite(number):  # a limit that there is none of yet is inf
+                    board.add_scalar(name, number, step)
+
+
+def save(path: Path, training: Training) -> None:
+    with ocp.StandardCheckpointer() as checkpointer:  # waits until all is written
+        checkpointer.save(path, training, force=True)
+
+
+def restore(path: Path) -> Training:
+    """What a new process does: it needs shapes, dtypes and devices, and no values."""
+    device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    shapes = jax.eval_shape(new_training)
+    shapes = jax.tree.map(lambda x: x.update(sharding=device), shapes)
+    with ocp.StandardCheckpointer() as checkpointer:
+        return checkpointer.restore(path, shapes)
+
+
+def differing(one: Training, other: Training) -> int:
+    pairs = zip(jax.tree.leaves(one), jax.tree.leaves(other))
+    return sum(np.asarray(a).tobytes() != np.asarray(b).tobytes() for a, b in pairs)
+
+
+if __name__ == "__main__":
+    _shared.run(main, folder="where log and checkpoint go")

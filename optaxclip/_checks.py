@@ -1,0 +1,386 @@
+"""Argument checks. Every error names the function, the argument, the value it got, and
+what is allowed.
+"""
+
+import inspect
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, TypeGuard
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.core import Tracer
+from jax.tree_util import Partial
+
+# What becomes of updates whose norm is NaN or inf.
+NONFINITE = ("propagate", "zero", "raise")
+NUMBERS = (int, float, np.generic, np.ndarray, jax.Array)
+LAST_STEP = 2**31 - 1  # where the step of a state stays
+
+
+def shown(value: Any) -> str:
+    """A value as errors show it: shortened, as a tree of gradients must be."""
+    text = repr(value)
+    return text if len(text) <= 200 else f"{text[:200]} ..."
+
+
+# -------------------------------------------------------------------------- numbers
+
+
+def check_real(argument: str, value: Any) -> None:
+    """Refuses what is no real number, or array of them."""
+    known = isinstance(value, NUMBERS)
+    # True is an int in Python. As a limit it is a slip. NumPy's issubdtype does not
+    # know bfloat16 and floats of 8 bits as floats.
+    if known and not isinstance(value, bool):
+        dtype = getattr(value, "dtype", np.dtype(np.float64))
+        real = jnp.floating, jnp.integer
+        if dtype.kind == "O" or any(jnp.issubdtype(dtype, x) for x in real):
+            return
+    kind = f"an array of {value.dtype}" if isinstance(value, Tracer) else ""
+    raise TypeError(
+        f"{argument} must be a real number, got {kind or shown(value)}."
+    )
+
+
+def check_number(
+    argument: str,
+    value: Any,
+    *,
+    lowest: float = 0.0,
+    highest: float = np.inf,
+    is_limit: bool = False,
+) -> None:
+    """Refuses what is known to be no number, NaN, or beyond a range. What only a traced
+    program knows passes.
+
+    `is_limit`: it is a limit, or a number that limits are computed from.
+
+    Raises:
+      TypeError: a bool, a string, or another thing that is no real number.
+      ValueError: NaN, beyond the range, or an int that is too large for a float. A
+        finite limit that no norm's dtype holds, since as inf it would be none.
+    """
+    check_real(argument, value)
+    # Of a number that jit traces only the dtype is known.
+    if isinstance(value, Tracer):
+        return
+    # float32, or float64 where jax_enable_x64 is set.
+    widest = jnp.finfo(jnp.result_type(float))
+    try:
+        known = np.asarray(value).astype(np.float64)
+    except OverflowError:  # 10**400
+        raise ValueError(
+            f"{argument} must be a number that {widest.dtype} can hold, got "
+            f"{shown(value)}."
+        ) from None
+    if np.isnan(known).any():
+        raise ValueError(f"{argument} must not be NaN, got {shown(value)}.")
+    if (known < lowest).any():
+        raise ValueError(
+            f"{argument} must be at least {lowest:g}, got {shown(value)}."
+        )
+    # 1e39 would be inf in float32, and so no limit at all.
+    if is_limit and (np.isfinite(known) & (abs(known) > widest.max)).any():
+        raise ValueError(
+            f"{argument} must be at most {float(widest.max):g} in size, the largest "
+            f"number of {widest.dtype}, or inf for no limit, got {shown(value)}."
+        )
+    if (known > highest).any():
+        most = highest if isinstance(highest, int) else f"{highest:g}"
+        raise ValueError(
+            f"{argument} must be at most {most}, got {shown(value)}."
+        )
+
+
+# A limit, or a number that limits are computed from.
+check_limit = partial(check_number, is_limit=True)
+
+
+def check_scalar(argument: str, value: Any) -> None:
+    """Refuses what is no single real number. NaN passes, since a norm may be NaN."""
+    check_real(argument, value)
+    if jnp.ndim(value):
+        raise ValueError(
+            f"{argument} must be a scalar, got an array of shape {jnp.shape(value)}."
+        )
+
+
+def check_length(argument: str, value: Any, least: int = 1) -> None:
+    """Refuses what is not a whole number, at least `least`."""
+    check_number(argument, value, lowest=least)
+    # A traced length passes here. Windows, whose shape it is, refuse it in `init`.
+    if isinstance(value, Tracer):
+        return
+    if np.ndim(value) or not float(value).is_integer():
+        raise ValueError(f"{argument} must be a whole number, got {value!r}.")
+
+
+def check_known(argument: str, value: Any) -> None:
+    """Refuses what only a traced program knows."""
+    if isinstance(value, Tracer):
+        raise TypeError(
+            f"{argument} must be known when the clipper is built; under "
+            "inject_hyperparams name it in static_args."
+        )
+
+
+def check_flag(
+    argument: str, value: Any, allowed: str = "True or False"
+) -> None:
+    """Refuses what is neither True nor False. A traced value passes."""
+    if isinstance(value, Tracer):
+        return
+    kinds = (bool, int, np.generic, np.ndarray, jax.Array)
+    is_number = isinstance(value, kinds) and not np.ndim(value)
+    # Of NumPy, since jit traces what is done with a known array of JAX.
+    if not is_number or np.asarray(value) not in (0, 1):
+        raise TypeError(f"{argument} must be {allowed}, got {shown(value)}.")
+
+
+def check_choice(argument: str, value: Any, allowed: Sequence[str]) -> None:
+    """Refuses what is none of some strings."""
+    if value not in allowed:
+        raise ValueError(
+            f"{argument} must be one of {', '.join(map(repr, allowed))}, got "
+            f"{shown(value)}."
+        )
+
+
+def check_order(
+    call: str, lower: tuple[str, Any], upper: tuple[str, Any]
+) -> None:
+    """Raises ValueError for two bounds, (name, value), that are known to leave no room
+    between them: the lower one is above the upper one.
+    """
+    low, high = lower[1], upper[1]
+    # A schedule or a traced bound is not compared.
+    if any(callable(x) or isinstance(x, Tracer) for x in (low, high)):
+        return
+    low, high = np.asarray(low), np.asarray(high)
+    # Arrays of two shapes may be for different leaves, so they are not compared.
+    alike = low.shape == high.shape or 0 in (low.ndim, high.ndim)
+    if alike and np.any(low > high):
+        raise ValueError(
+            f"{call}: {lower[0]} must be at most {upper[0]}, got "
+            f"{lower[0]}={lower[1]!r} and {upper[0]}={upper[1]!r}."
+        )
+
+
+def number_for_jit(number: Any) -> Any:
+    """A number as jit takes it: ints beyond int32 become floats.
+
+    Without x64 jit refuses such an int of Python, and one of NumPy would wrap.
+    """
+    if not isinstance(number, (int, np.integer, np.ndarray)):
+        return number
+    known = np.asarray(number)
+    # NumPy has no dtype for ints of more than 64 bits, and keeps them as objects.
+    if known.dtype.kind not in "iuO":
+        return number
+    wide = known.astype(np.float64)
+    if (np.abs(wide) <= LAST_STEP).all():
+        return number
+    # A float of Python, since one of NumPy would widen what it meets.
+    return wide if wide.ndim else float(wide)
+
+
+def held_in(dtype: Any, number: Any) -> Any:
+    """Returns a number in this float dtype. A finite one stays finite: beyond the range
+    it becomes the largest number of the dtype, since a limit of inf is no limit.
+    """
+    array = number if isinstance(number, jax.Array) else np.asarray(number)
+    # Clipped in float64, since a conversion to float32 makes inf of 1e39.
+    if isinstance(array, np.ndarray):
+        array = array.astype(np.float64)
+    # Only float64 has finite numbers beyond the range of float32.
+    if array.dtype == np.float64 and dtype == np.float32:
+        numpy = jnp if isinstance(array, jax.Array) else np
+        most = float(np.finfo(np.float32).max)
+        held = numpy.clip(array, -most, most)
+        array = numpy.where(numpy.isinf(array), array, held)
+    return jnp.asarray(array.astype(dtype))
+
+
+def broadcasts_to(shape: tuple[int, ...], target: tuple[int, ...]) -> bool:
+    """Can an array of this shape stand beside one of the target's without enlarging
+    it?
+    """
+    # (3,) and (1, 3) broadcast to (4, 3). (4,) does not: the last axes meet.
+    pairs = zip(shape[::-1], target[::-1])
+    return len(shape) <= len(target) and all(a in (1, b) for a, b in pairs)
+
+
+def check_shape(shape: Any, own: tuple[int, ...], argument: str) -> None:
+    """Raises where a limit does not broadcast to a norm."""
+    if not broadcasts_to(shape, own):
+        raise ValueError(
+            f"{argument} must be a number for each norm: its shape {shape} does not "
+            f"fit norms of shape {own}."
+        )
+
+
+# ------------------------------------------------------------------------ functions
+
+
+def check_returned(argument: str, value: Any) -> None:
+    """Raises for what a schedule, or a rule of the user's, must not return."""
+    if not isinstance(value, NUMBERS):
+        raise TypeError(
+            f"{argument}: a schedule, or a rule, must return a number for each step, "
+            f"got {shown(value)}."
+        )
+
+
+def check_shrunk(call: str, value: Any, norm: jax.Array) -> None:
+    """Raises TypeError for what a shrink of the user's must not return."""
+    known = isinstance(value, NUMBERS)
+    if not known or not broadcasts_to(jnp.shape(value), norm.shape):
+        raise TypeError(
+            f"{call}: shrink must return the new norm of each norm, in the shape "
+            f"{norm.shape}, got {shown(value)}."
+        )
+
+
+def check_schedule(
+    argument: str, function: Callable[..., Any], hint: str = ""
+) -> None:
+    """Refuses a function that cannot be called with a step alone."""
+    must = f"{argument}: a schedule must take the step alone"
+    check_takes(must, function, 1, hint)
+
+
+def check_takes(
+    must: str, function: Callable[..., Any], count: int, hint: str = ""
+) -> None:
+    """Refuses a function that cannot be called with so many arguments."""
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):  # one of C has none
+        return
+    try:
+        signature.bind(*range(count))
+    except TypeError:
+        name = getattr(function, "__name__", repr(function))
+        text = f"{must}, got {name}{signature}."
+        raise TypeError(f"{text} {hint}".strip()) from None
+
+
+def check_norm(call: str, norm: Any) -> None:
+    """Raises TypeError for what is not a function."""
+    if not callable(norm):
+        raise TypeError(
+            f"{call}: norm must be a function from a tree to its norms, such as "
+            f"optaxclip.global_norm, got {shown(norm)}."
+        )
+
+
+def as_partial(function: Callable[..., Any]) -> Partial:
+    """The function as a node of a pytree, so that JAX can carry it into a compiled
+    call. What already is one stays: wrapped again, its arrays would count as code, and
+    compile anew at every call.
+    """
+    if isinstance(function, Partial):
+        return function
+    return Partial(with_hash(function))
+
+
+def with_hash(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function, or one that does the same and can be a static argument."""
+    try:
+        hash(function)
+    except TypeError:
+        # Such as a dataclass that can be called. JAX would compare what it holds now.
+        # Its bound method has a hash, and equals that of the same object only.
+        return function.__call__
+    return function
+
+
+def is_function(x: Any) -> TypeGuard[Callable[..., Any]]:
+    """Whether it is a function, and no tree of options that can be called, such as an
+    equinox module with a limit in the place of each array.
+    """
+    if not callable(x) or isinstance(x, Partial):
+        return callable(x)
+    # A function is a leaf. What equinox wraps around one has it as its only leaf.
+    return all(map(callable, jax.tree.leaves(x, is_leaf=lambda y: y is None)))
+
+
+# ------------------------------------------------- optimizers, their states and params
+
+
+def check_transformation(
+    argument: str, value: Any, noun: str = "an optimizer"
+) -> None:
+    """Raises TypeError for what has no `init` and `update`."""
+    has_both = hasattr(value, "init") and hasattr(value, "update")
+    # A rule has both as well, for norms, and so has a class in the place of an object.
+    is_rule = has_both and hasattr(value, "needs_params")
+    if has_both and not is_rule and not isinstance(value, type):
+        return
+    text = f"{argument} must be {noun} with init and update"
+    if is_rule:
+        raise TypeError(
+            f"{text}, got a rule: optaxclip.clip_by_global_norm(rule) is a clipper "
+            "whose limit it is."
+        )
+    # `skip_nonfinite(optax.sgd)` for `skip_nonfinite(optax.sgd(0.1))`.
+    if callable(value):
+        name = getattr(value, "__name__", repr(value))
+        raise TypeError(
+            f"{text}, got the function {name}: call it, as in {name}(...)."
+        )
+    raise TypeError(f"{text}, got {shown(value)}.")
+
+
+def with_extra_args(
+    argument: str, value: Any, noun: str = "an optimizer"
+) -> optax.GradientTransformationExtraArgs:
+    """The transformation, checked, with an `update` that may be given extra arguments.
+
+    It gets all of them if it takes them, and none otherwise.
+    """
+    check_transformation(argument, value, noun)
+    parameters = inspect.signature(value.update).parameters.values()
+    # optax.MultiSteps takes them and is not marked as one that does, whether it is
+    # converted by gradient_transformation() or not: optax would drop them.
+    if any(each.kind is each.VAR_KEYWORD for each in parameters):
+        return optax.GradientTransformationExtraArgs(value.init, value.update)
+    return optax.with_extra_args_support(value)
+
+
+def is_without_state(state: Any) -> bool:
+    """Whether this is what a clipper of optax has in the place of a state."""
+    # A checkpoint of a chain of optax has EmptyState where a clipper was.
+    return state is None or isinstance(state, optax.EmptyState)
+
+
+def check_state(call: str, state: Any, kind: type) -> None:
+    """Raises TypeError for a state that another transformation made."""
+    if is_without_state(state):
+        raise TypeError(
+            f"{call}: state must be the {kind.__name__} of the step before, got "
+            f"{state}. Begin with state = optimizer.init(params), and hand on the "
+            "state that update returns."
+        )
+    # A chain hands on states by position, so with one more link in front each gets
+    # its neighbour's.
+    if not isinstance(state, kind):
+        raise TypeError(
+            f"{call}: state must be the {kind.__name__} that its init returned, got "
+            f"{type(state).__name__}: the state of another transformation, or at "
+            "another place of the chain."
+        )
+
+
+def check_params(call: str, params: Any, updates: str = "gradients") -> None:
+    """Raises ValueError where there are no weights to compare with."""
+    # `clippy` and `qk_clip` come after the optimizer, and compare its updates.
+    if params is None:
+        given = "grads" if updates == "gradients" else updates
+        raise ValueError(
+            f"{call} compares {updates} with weights: call "
+            f"update({given}, state, params)."
+        )

@@ -1,0 +1,520 @@
+"""Devices: over which mesh axes a leaf is split, and the collective of a clipper.
+
+Under jit (Auto or Explicit meshes, any sharding) arrays are global, sums are right as
+they stand, and XLA adds the collectives. Inside `shard_map` and `pmap` a program sees
+only its device's part. Sums must then be added over just the mesh axes that a leaf is
+split over, and leaves that every device holds must count once. `mesh_axes` says which:
+
+    "auto"               nothing outside shard_map and pmap. Inside a typed shard_map
+                         (check_vma=True), what the type of each leaf says. Where there
+                         are no types (pmap, check_vma=False) each leaf counts as
+                         complete, which is right for gradients after `lax.pmean`
+    "x", ("x", "y")      every leaf is split over these axes, as ZeRO's shards in pmap
+    tree of              for each leaf or part of the tree, as the in_specs of
+    PartitionSpec        shard_map. P() where every device holds the whole leaf
+    None                 each device separately, without any collective
+
+A mesh axis that contradicts the type of a leaf raises. Norms that keep dimensions of a
+leaf (units, stacked layers) need a PartitionSpec where that leaf is split, because a
+name alone does not tell which of its dimensions is.
+"""
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import chain
+from typing import Any, NamedTuple, TypeAlias
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import PartitionSpec
+
+from . import _trees as trees
+
+# "auto", None, a name, a tuple of names, or a tree prefix of PartitionSpec
+MeshAxes: TypeAlias = (
+    "str | PartitionSpec | Mapping[Any, MeshAxes] | Sequence[MeshAxes] | None"
+)
+FORMS = "'auto', None, names of mesh axes, or a tree of PartitionSpecs"
+Names = tuple[str, ...]
+
+
+# ---------------------------------------------------------------------------- types
+
+
+def manual_axes() -> Names:
+    """The mesh axes along which this program sees its own part only."""
+    return jax.sharding.get_abstract_mesh().manual_axes
+
+
+def has_types(manual: Names) -> bool:
+    """Whether JAX tracks here which values differ between devices.
+
+    It does not in pmap and with check_vma=False. There even axis_index has the type of
+    a value that is the same everywhere.
+    """
+    typed = [name in varying(lax.axis_index(name)) for name in manual]
+    return bool(manual) and all(typed)
+
+
+def varying(x: Any) -> frozenset[str]:
+    """The manual mesh axes over which a value may differ."""
+    return frozenset(jax.typeof(x).manual_axis_type.varying)
+
+
+def varying_over(x: jax.Array, names: Iterable[str]) -> jax.Array:
+    """The value, typed as one that differs along these mesh axes."""
+    manual = manual_axes()
+    # pcast refuses an axis along which the value varies already.
+    missing = tuple(n for n in names if n in manual and n not in varying(x))
+    is_typed = missing and has_types(missing)
+    return lax.pcast(x, missing, to="varying") if is_typed else x
+
+
+def varying_as(value: jax.Array, kind: Any) -> jax.Array:
+    """The value, typed as differing between devices where a type says so."""
+    return varying_over(value, sorted(kind.manual_axis_type.varying))
+
+
+def split_as(value: jax.Array, kind: Any) -> jax.Array:
+    """The value, split over the Explicit axes of the mesh as a type says. Dimensions
+    beyond those of the type are not split.
+    """
+    return resharded(value, kind.sharding.spec)
+
+
+def typed_as(tree: Any, kind: Any) -> Any:
+    """The arrays of a tree with a type that `jax.typeof` or `types_of` gave.
+
+    `lax.scan` and shard_map compare the types of a state before and after a step.
+    """
+    # Without a mesh, as under plain jit, no type says anything of devices.
+    if jax.sharding.get_abstract_mesh().empty:
+        return tree
+    return jax.tree.map(lambda x: varying_as(split_as(x, kind), kind), tree)
+
+
+def resharded(value: jax.Array, spec: Sequence[Any] = ()) -> jax.Array:
+    """The value, split over Explicit axes along its first dimensions as `spec` says,
+    and whole along the others.
+    """
+    # In Auto meshes the sharding is no part of a type, and XLA chooses it.
+    if not jax.sharding.get_abstract_mesh().explicit_axes:
+        return value
+    rest = [None] * (value.ndim - len(spec))
+    return jax.reshard(value, PartitionSpec(*spec, *rest))
+
+
+def gathered(value: jax.Array, kept: int) -> jax.Array:
+    """The value, split over Explicit axes along its first `kept` dimensions only."""
+    return resharded(value, jax.typeof(value).sharding.spec[:kept])
+
+
+def types_of(function: Callable[..., Any], *args: Any) -> Any:
+    """The types of what a function returns.
+
+    `jax.eval_shape` drops the shardings of a mesh that has both Explicit and Auto axes,
+    as seen in JAX 0.10.2.
+    """
+    program, shapes = jax.make_jaxpr(function, return_shape=True)(*args)
+    return jax.tree.unflatten(jax.tree.structure(shapes), program.out_avals)
+
+
+def is_on_one_device(x: Any) -> bool:
+    """Whether no part of the value can be on another device.
+
+    Under jit the type of a value names the mesh that it lives on, though not how an
+    Auto mesh splits it.
+    """
+    # Manual axes do not count: inside shard_map each device has an array of its own.
+    mesh = jax.typeof(x).sharding.mesh
+    others = set(mesh.axis_names) - set(mesh.manual_axes)
+    return all(mesh.shape[name] == 1 for name in others)
+
+
+# ----------------------------------------------------------------- the option mesh_axes
+
+
+class Split(NamedTuple):
+    """How one leaf is split over devices, seen from its norm."""
+
+    summed: Names = ()  # mesh axes that split what is summed
+    # For each dimension of the leaf, the mesh axes that split units or layers along it.
+    kept: tuple[Names, ...] = ()
+
+    def kept_names(self) -> Names:
+        return tuple(chain.from_iterable(self.kept))
+
+
+def static_axes(mesh_axes: Any, call: str) -> Any:
+    """`mesh_axes` as a hashable value.
+
+    Raises:
+      TypeError: a list of names, which would be a tree with one name for each leaf, or
+        an array.
+    """
+    plain = mesh_axes is None or isinstance(mesh_axes, (str, trees.Prefix))
+    if plain or _are_names(mesh_axes):
+        return mesh_axes
+    for value in jax.tree.leaves(mesh_axes, is_leaf=_is_spec):
+        # Static arguments must be hashable, which arrays are not.
+        if isinstance(value, (np.ndarray, jax.Array)):
+            raise TypeError(
+                f"{call}: mesh_axes must be {FORMS}, got {value!r}."
+            )
+    is_list = isinstance(mesh_axes, list)
+    if is_list and all(isinstance(x, str) for x in mesh_axes):
+        raise TypeError(
+            f"{call}: mesh_axes must be a name or a tuple of names, got {mesh_axes!r}: "
+            f"write mesh_axes={tuple(mesh_axes)!r}."
+        )
+    return trees.freeze(mesh_axes, _is_spec)
+
+
+def without_names(mesh_axes: Any) -> Any:
+    """`mesh_axes` outside shard_map, where no mesh axis has a name."""
+    if isinstance(mesh_axes, trees.Prefix) or mesh_axes == "auto":
+        return mesh_axes
+    return None
+
+
+def specs_of(mesh_axes: Any, tree: Any, call: str) -> list[Any]:
+    """The entry of `mesh_axes` for each leaf."""
+    mesh_axes = static_axes(mesh_axes, call)
+    if isinstance(mesh_axes, trees.Prefix):
+        return trees.lookup(mesh_axes, tree, f"{call}: mesh_axes")
+    # One name or "auto" is for every leaf.
+    return [mesh_axes] * len(jax.tree.leaves(tree))
+
+
+def whole_shapes(mesh_axes: Any, tree: Any, call: str) -> list[Any]:
+    """For each leaf its shape over all devices, None where it is not known which
+    dimension is split.
+    """
+    pairs = zip(jax.tree.leaves(tree), specs_of(mesh_axes, tree, call))
+    return [_whole_shape(leaf, spec) for leaf, spec in pairs]
+
+
+def _whole_shape(leaf: Any, spec: Any) -> tuple[int, ...] | None:
+    manual = manual_axes()
+    shape = jnp.shape(leaf)
+    if isinstance(spec, PartitionSpec):
+        whole = list(shape)
+        for dim, entry in enumerate(spec[: len(shape)]):
+            # Only manual axes make a shape smaller. Else arrays are global.
+            whole[dim] *= axes_size(set(names_in(entry)) & set(manual))
+        return tuple(whole)
+    # A type names the mesh axes of a leaf, but not the dimension that each splits.
+    is_auto = isinstance(spec, str) and spec == "auto"
+    is_split = has_types(manual) and bool(varying(leaf))
+    return shape if spec is None or (is_auto and not is_split) else None
+
+
+def splits(mesh_axes: Any, tree: Any, dims: list[Any], call: str) -> list:
+    """For each leaf, how its norm over the dimensions `dims` (None: all) is split.
+
+    Raises:
+      ValueError: a mesh axis that is not bound, or that contradicts the type of a leaf;
+        a name where a PartitionSpec is needed; a leaf with unreduced mesh axes.
+    """
+    is_plain = mesh_axes is None or mesh_axes == "auto"
+    # No mesh is set, as under plain jit: the common case, which looks at no leaf.
+    if is_plain and jax.sharding.get_abstract_mesh().empty:
+        return [Split()] * len(dims)
+    entries = jax.tree_util.tree_flatten_with_path(tree)[0]
+    specs = specs_of(mesh_axes, tree, call)
+    argument = f"{call}: mesh_axes"
+    found = []
+    for (path, value), spec, over in zip(entries, specs, dims):
+        leaf = _SplitLeaf(value, argument, trees.name(path), spec)
+        found.append(leaf.split(over))
+    return found
+
+
+class _SplitLeaf(NamedTuple):
+    """A leaf and its entry of `mesh_axes`. Every error names both."""
+
+    value: Any
+    argument: str  # "global_norm: mesh_axes"
+    path: str
+    spec: Any
+
+    def refused(self, text: str) -> ValueError:
+        return ValueError(f"{self.argument}={self.spec!r}{text}")
+
+    def split(self, over: tuple[int, ...] | None) -> Split:
+        self.check_reduced()
+        if self.spec is None:
+            return Split()
+        by_dim = self.names_by_dim()
+        every = tuple(chain.from_iterable(by_dim))
+        self.check_types(set(every))
+        # Which dimension is split does not matter where all are summed.
+        if over is None or len(over) == jnp.ndim(self.value):
+            return Split(every)
+        if not every:
+            return Split()
+        if not isinstance(self.spec, PartitionSpec):
+            example = ", ".join(map(repr, every))
+            raise self.refused(
+                f" tells that the leaf {self.path!r} of shape "
+                f"{jnp.shape(self.value)} is split over {listed(every)}, but not "
+                "which of its dimensions is, and its norms are taken over some of them "
+                "only: give a tree of PartitionSpecs, such as "
+                f"mesh_axes=jax.sharding.PartitionSpec({example})."
+            )
+        # Units of [in, out] with P("x", "y") are summed over x. Each device along y has
+        # those of its own outputs.
+        summed = [names for dim, names in enumerate(by_dim) if dim in over]
+        kept = [
+            () if dim in over else names for dim, names in enumerate(by_dim)
+        ]
+        return Split(tuple(chain.from_iterable(summed)), tuple(kept))
+
+    def names_by_dim(self) -> list[Names]:
+        """The manual mesh axes of each dimension. One entry where that is not known."""
+        manual = manual_axes()
+        if isinstance(self.spec, PartitionSpec):
+            self.check_spec(manual)
+            # Axes that jit looks after need nothing here.
+            found = []
+            for entry in self.spec:
+                names = names_in(entry)
+                found.append(tuple(name for name in names if name in manual))
+            return found + [()] * (jnp.ndim(self.value) - len(found))
+        if isinstance(self.spec, str) and self.spec == "auto":
+            # Without types each leaf counts as complete: nothing is known.
+            is_typed = has_types(manual)
+            return [tuple(sorted(varying(self.value)))] if is_typed else [()]
+        # Names alone, as "x": every leaf is split, along whichever dimension.
+        names = names_in(self.spec)
+        check_bound(names, self.argument)
+        self.check_once(names)
+        return [names]
+
+    def check_reduced(self) -> None:
+        kind = jax.typeof(self.value)
+        # Terms of a sum that is still to be taken. Types of shard_map say so, and specs
+        # of Explicit meshes.
+        waiting = set(kind.manual_axis_type.unreduced)
+        waiting |= set(getattr(kind.sharding.spec, "unreduced", ()))
+        if waiting:
+            raise ValueError(
+                f"{self.argument}: the leaf {self.path!r} is not yet summed over "
+                f"{listed(waiting)}: reshard it, or use lax.psum, before clipping."
+            )
+
+    def check_spec(self, manual: Names) -> None:
+        if len(self.spec) > jnp.ndim(self.value):
+            raise self.refused(
+                f" has more entries than the leaf {self.path!r} of shape "
+                f"{jnp.shape(self.value)} has dimensions."
+            )
+        named = tuple(chain.from_iterable(map(names_in, self.spec)))
+        self.check_once(named)
+        # Outside shard_map specs change nothing, so they may name any axis.
+        known = jax.sharding.get_abstract_mesh().axis_names
+        unknown = set(named) - set(known)
+        if manual and unknown:
+            raise self.refused(
+                f" names {listed(unknown)}, but there is no such axis in the mesh, "
+                f"which has {listed(known)}."
+            )
+
+    def check_once(self, names: Names) -> None:
+        if len(set(names)) < len(names):
+            raise self.refused(" names a mesh axis twice.")
+
+    def check_types(self, names: set[str]) -> None:
+        """Raises where the type of the leaf contradicts its entry."""
+        manual = manual_axes()
+        # pmap and check_vma=False have no types that could contradict.
+        if not has_types(manual):
+            return
+        # psum would count this leaf once for each device.
+        same = names & set(manual) - varying(self.value)
+        if same:
+            raise self.refused(
+                f": the leaf {self.path!r} is the same on all devices along "
+                f"{listed(same)}, so its sum must not be added up there: leave the "
+                "axis out, or use mesh_axes='auto'."
+            )
+        # Each device would have another norm, and clip by another factor.
+        forgotten = varying(self.value) - names
+        if forgotten:
+            raise self.refused(
+                f": the leaf {self.path!r} also differs along {listed(forgotten)}: "
+                "name that axis, or use mesh_axes='auto', or lax.pmean it first if it "
+                "should be the same."
+            )
+
+
+def names_in(axes: Any) -> Names:
+    # An entry of a PartitionSpec: None, "x" or ("x", "y").
+    if axes is None:
+        return ()
+    return axes if isinstance(axes, tuple) else (axes,)
+
+
+def check_bound(names: Names, argument: str) -> None:
+    """Raises ValueError for what is not the name of a mesh axis here."""
+    for name in names:
+        if not isinstance(name, str):
+            raise ValueError(f"{argument} must be {FORMS}, got {name!r}.")
+        # The mesh does not list axis names of vmap, which lax.axis_size finds.
+        try:
+            lax.axis_size(name)
+        except NameError:
+            here = "Outside shard_map and pmap no mesh axes are needed: "
+            here += "mesh_axes='auto' is right."
+            if manual_axes():
+                here = f"There is {listed(manual_axes())}."
+            raise ValueError(
+                f"{argument}={name!r}: there is no such axis here. {here}"
+            ) from None
+
+
+def listed(names: Any) -> str:
+    return ", ".join(repr(name) for name in sorted(names))
+
+
+def _are_names(axes: Any) -> bool:
+    # A NamedTuple of strings is a tree of names, so the type is tuple itself.
+    names = type(axes) is tuple and bool(axes)
+    return names and all(isinstance(name, str) for name in axes)
+
+
+def _is_spec(x: Any) -> bool:
+    return x is None or isinstance(x, (PartitionSpec, str)) or _are_names(x)
+
+
+# ---------------------------------------------------------------------- collectives
+
+
+def axes_size(names: Iterable[str]) -> int:
+    """The number of devices along some mesh axes together."""
+    # 1 for no names, as outside shard_map and pmap.
+    return math.prod(int(lax.axis_size(name)) for name in names)
+
+
+def counted_once(
+    part: jax.Array, own: Iterable[str], names: Names
+) -> jax.Array:
+    """A leaf's part of a sum over devices along `names`, of which it differs along
+    its `own`.
+
+    psum adds a replicated value once for each device. Dividing it by the number of
+    copies first makes it count once.
+    """
+    copies = axes_size(set(names) - set(own))
+    return part / copies if copies > 1 else part
+
+
+def joined(
+    collective: Callable[..., Any],
+    parts: list[jax.Array],
+    names: list[Names],
+) -> list[jax.Array]:
+    """psum or pmax of each array over its own mesh axes. All that share them travel as
+    one vector, in one collective.
+    """
+    found = list(parts)
+    kinds: dict[Any, list[int]] = {}
+    for place, (part, over) in enumerate(zip(parts, names)):
+        if over:
+            # A vector has one type. What an Explicit mesh splits cannot be reshaped.
+            part = found[place] = varying_over(part, over)
+            is_split = any(jax.typeof(part).sharding.spec)
+            kind = over, varying(part), place if is_split else None
+            kinds.setdefault(kind, []).append(place)
+    # A dict keeps its order, where that of a set may differ between processes, which
+    # would then wait for different collectives.
+    for (over, _, _), places in kinds.items():
+        if len(places) == 1:
+            found[places[0]] = collective(found[places[0]], over)
+            continue
+        flat = [found[place].reshape(-1) for place in places]
+        vector, start = collective(jnp.concatenate(flat), over), 0
+        for place in places:
+            part = parts[place]
+            some = vector[start : start + part.size]
+            found[place] = some.reshape(part.shape)
+            start += part.size
+    return found
+
+
+def at_own_place(part: jax.Array, split: Split) -> jax.Array:
+    """What this device knows of layers, among zeros for those of other devices.
+
+    The last dimensions of `part` are those of the leaf.
+    """
+    lead = part.ndim - len(split.kept)
+    shape = list(part.shape)
+    for dim, names in enumerate(split.kept):
+        shape[lead + dim] *= axes_size(names)
+    starts = [0] * lead + _starts(part.shape[lead:], split)
+    zeros = typed_as(jnp.zeros(shape, part.dtype), jax.typeof(part))
+    return lax.dynamic_update_slice(zeros, part, starts)
+
+
+def own_part(whole: jax.Array, split: Split) -> jax.Array:
+    """The part of a device, of an array of layers of all devices."""
+    sizes = list(whole.shape)
+    for dim, names in enumerate(split.kept):
+        sizes[dim] //= axes_size(names)
+    return lax.dynamic_slice(whole, _starts(sizes, split), sizes)
+
+
+def _starts(sizes: Sequence[int], split: Split) -> list[Any]:
+    starts: list[Any] = []
+    for size, names in zip(sizes, split.kept):
+        # The number of this device along these axes, the first of which is slowest.
+        starts.append(lax.axis_index(names) * size if names else 0)
+    return starts
+
+
+def check_replicated(tree: Any, mesh_axes: str | tuple[str, ...]) -> jax.Array:
+    """Returns whether all devices along some mesh axes hold the same values.
+
+    For debugging inside pmap and shard_map, where JAX cannot tell.
+
+    Args:
+      tree: a pytree of arrays.
+      mesh_axes: the name of a mesh axis, or several.
+
+    Returns:
+      A bool scalar, the same on all devices. NaN equals NaN. An empty tree is
+      replicated.
+
+    Raises:
+      ValueError: a mesh axis that is not bound here.
+
+    Example:
+      >>> def differs(x):
+      ...     return optaxclip.check_replicated(x, "devices")
+      >>> x = jnp.ones((jax.local_device_count(), 2))
+      >>> print(jax.pmap(differs, axis_name="devices")(x)[0])
+      True
+    """
+    names = names_in(mesh_axes)
+    check_bound(names, "check_replicated: mesh_axes")
+    different = jnp.zeros((), jnp.int32)
+    for leaf in jax.tree.leaves(tree):
+        # Bits are compared, so NaN equals itself and 0 differs from -0.
+        bits = varying_over(_bits(jnp.asarray(leaf)), names)
+        # ~max(~bits) is the minimum of unsigned integers. Devices agree where it is the
+        # maximum.
+        unequal = lax.pmax(bits, names) != ~lax.pmax(~bits, names)
+        different = different | jnp.any(unequal).astype(jnp.int32)
+    return different == 0
+
+
+def _bits(leaf: jax.Array) -> jax.Array:
+    # bitcast_convert_type takes neither bool nor complex numbers.
+    if leaf.dtype == bool:
+        return leaf.astype(jnp.uint8)
+    if jnp.iscomplexobj(leaf):
+        leaf = jnp.stack([leaf.real, leaf.imag])
+    unsigned = jnp.dtype(f"uint{8 * leaf.dtype.itemsize}")
+    return lax.bitcast_convert_type(leaf, unsigned)

@@ -1,0 +1,254 @@
+"""Names from other libraries: an error says what the thing is called here.
+
+clip_by_global_norm(1.0, axis_name="x")   TypeError that names mesh_axes
+optaxclip.clip_grad_norm_                 AttributeError that names clip_grads
+
+Each public module calls `with_our_names(__name__)` at its end.
+"""
+
+import functools
+import inspect
+import sys
+from collections.abc import Callable, Iterable
+from types import ModuleType
+from typing import Any, NoReturn
+
+# Each function has its own name for a limit. People try those of others too.
+_LIMITS = (
+    "max_norm max_rms max_value max_delta max_logit "
+    "clipping limit threshold cap rule"
+)
+# Our names for an argument, and what people try for it. The first that a function has
+# is named.
+_OURS = {
+    # Keras: clipnorm, clipvalue, global_clipnorm. Lightning: gradient_clip_val.
+    # Hugging Face: max_grad_norm. TensorFlow Privacy: l2_norm_clip.
+    _LIMITS: f"""{_LIMITS} clip clip_norm clip_value clipnorm clipvalue delta
+        global_clipnorm grad_clip gradient_clip_val l2_clip_norm l2_norm_clip
+        max_grad_norm max_l2_norm norm value""",
+    # axis_name is that of `jax.pmap` and `lax.psum`.
+    "mesh_axes": "axes axis_name axis_names mesh_axis",
+    # torch's `clip_grad_norm_` has norm_type, its `norm` p.
+    "ord": "norm_type order p",
+    "eps": "epsilon stability_eps",
+    # NumPy has a_max, torch max, and TensorFlow clip_value_max.
+    "max_value": "a_max clip_value_max max upper",
+    "min_value": "a_min clip_value_min min lower",
+    "labels scope": "groups param_labels",
+    "decay": "alpha beta momentum smoothing",
+    # NumPy's `percentile` and `quantile` both call it q.
+    "quantile": "percentile",
+    "quantile percentile": "q",
+    # jax_privacy has batch_argnums, microbatch_size and normalize_by, torch
+    # error_if_nonfinite, and optax's `apply_if_finite` max_consecutive_errors.
+    "shared_argnums": "batch_argnums",
+    "nonfinite": "error_if_nonfinite",
+    "max_consecutive": "max_consecutive_errors",
+    "microbatch": "microbatch_size",
+    "mean": "normalize_by",
+    "scope": "per",
+    "shrink": "rescale_to_unit_norm",
+    # The limit in the paper of QK-Clip.
+    "max_logit": "tau",
+}
+ARGUMENTS = {
+    other: ours.split()
+    for ours, others in _OURS.items()
+    for other in others.split()
+}
+# What is said beside one of ours.
+_MORE = {
+    # An average may be weighted from either end.
+    "decay": ", the weight of the past: near 1",
+    "quantile": ", a share in [0, 1]",
+    "shared_argnums": ", the arguments that are no batches",
+    "nonfinite": '="raise"',
+    "shrink": "=optaxclip.shrinks.normalize",
+}
+# Names that people try for a function, and the call to use.
+FUNCTIONS = {
+    "adaptive_gradient_clip": "adaptive_grad_clip",
+    "agc": "adaptive_grad_clip",
+    "apply_if_finite": "skip_nonfinite",
+    "at_least": "rules.maximum",
+    "chain": "clip_by_global_norm(1.0) in optax.chain",
+    "clip_by_norm": "clip_by_tensor_norm, or dropin.tensorflow_style.clip_by_norm",
+    "clip_by_unit_norm": "clip_by_unitwise_norm",
+    "clip_grad_norm": "clip_grads(grads, max_norm), or dropin.torch_style",
+    "clip_grad_value": "clip_by_value, or dropin.torch_style.clip_grad_value",
+    "clip_grads_with_norm": "dropin.torch_style.clip_grads_with_norm",
+    "clip_gradient": "clip_cotangent",
+    "clip_gradients": "clip_grads",
+    "clip_gradients_by_norm": "clip_by_tensor_norm",
+    "clip_norm": "clip_by_global_norm",
+    "gradient_clipping": "clip_by_global_norm",
+    "least": "rules.minimum",
+    "measure": "record_norm",
+    "muon_clip": "qk_clip",
+    "skip_nan": "skip_nonfinite",
+    "unit_norm": "unitwise_norm",
+    "unitwise_clip": "clip_by_unitwise_norm",
+    "zero_nans": 'clip_by_global_norm(..., nonfinite="zero")',
+}
+
+
+def with_our_names(module: str) -> None:
+    """Gives a public module its answers: a TypeError in our words for arguments that do
+    not fit its functions, an AttributeError that names what is meant, and a `__dir__`
+    of its public names, which editors offer.
+    """
+    there = sys.modules[module]
+    for name in there.__all__:
+        value = getattr(there, name)
+        if inspect.isfunction(value):
+            answering = checked(value)
+            # Where pickle finds it.
+            answering.__module__ = module
+            setattr(there, name, answering)
+
+    def __getattr__(name: str) -> NoReturn:
+        text = f"module {module!r} has no attribute {name!r}."
+        # JAX, pickle and others ask for attributes such as __path__.
+        if not name.startswith("__"):
+            text = f"{text} {_hint(name, there)}".strip()
+        raise AttributeError(text, name=name, obj=there)
+
+    def __dir__() -> list[str]:
+        return sorted(there.__all__)
+
+    # A module that defined one itself would have every name for type checkers.
+    vars(there).update(__getattr__=__getattr__, __dir__=__dir__)
+
+
+# Cached, so that a function which two modules show is one object.
+@functools.cache
+def checked(
+    function: Callable[..., Any], call: str = ""
+) -> Callable[..., Any]:
+    """The function, with a TypeError in our words for arguments that do not fit.
+
+    `call` is what users call it, where that is not the function's own name.
+    """
+    signature = inspect.signature(function)
+    call = call or function.__name__
+
+    # So `help` and `inspect.signature` show the function's own arguments.
+    @functools.wraps(function)
+    def answering(*args: Any, **kwargs: Any) -> Any:
+        try:
+            signature.bind(*args, **kwargs)
+        except TypeError:
+            own = list(signature.parameters.values())
+            # The first argument of a method is its object.
+            hidden = int(own[0].name == "self")
+            raise TypeError(
+                f"{call}: {_misfit(call, own[hidden:], args[hidden:], kwargs)}"
+            ) from None
+        return function(*args, **kwargs)
+
+    return answering
+
+
+def _misfit(
+    call: str, own: list[inspect.Parameter], args: Any, kwargs: Any
+) -> str:
+    """Which argument of a call is wrong, and what would be right."""
+    plain = inspect.Parameter.POSITIONAL_OR_KEYWORD
+    endless = inspect.Parameter.VAR_POSITIONAL
+    known = [each.name for each in own if each.kind is not endless]
+    places = [each.name for each in own if each.kind is plain]
+    # Unknown names first: `clip_by_global_norm(clip_norm=1.0)` has no max_norm only
+    # because it goes by another name there.
+    for name in kwargs:
+        if name not in known:
+            shown = ["*" * (each.kind is endless) + each.name for each in own]
+            here = _instead(call, name, known)
+            here = here or f"It takes {', '.join(shown) or 'none'}."
+            return f"there is no argument {name!r}. {here}"
+    if len(args) > len(places):
+        return _too_many(call, len(args), places, known)
+    needed = [x for x in own if x.default is x.empty and x.kind is not endless]
+    for each in needed:
+        if each.name not in (*kwargs, *places[: len(args)]):
+            # For clip_by_group_norm(max_norm, labels), or aggc(scope=...).
+            shown = [
+                x.name if x.kind is plain else f"{x.name}=..." for x in needed
+            ]
+            return f"{each.name} is missing: call {call}({', '.join(shown)})."
+    twice = next(name for name in kwargs if name in places[: len(args)])
+    return f"{twice} was given twice."
+
+
+def _instead(call: str, name: str, known: list[str]) -> str:
+    wanted = [ours for ours in ARGUMENTS.get(name, ()) if ours in known]
+    if wanted:
+        return f"Here it is {wanted[0]}{_MORE.get(wanted[0], '')}."
+    similar = _similar(name, known)
+    if similar:
+        return f"Here it is {similar[0]}."
+    # No clipper here has a mask, since optax masks any transformation.
+    if name in ("mask", "trainable"):
+        return f"Wrap the clipper: optax.masked({call}(...), mask)."
+    return ""
+
+
+def _too_many(
+    call: str, count: int, places: list[str], known: list[str]
+) -> str:
+    by_name = [name for name in known if name not in places]
+    text = f"{count} positional arguments were given, but it takes "
+    text += ", ".join(places) or "none"
+    if by_name:
+        text += f", and by name {', '.join(by_name)}"
+    # `clip_by_global_norm(grads, 1.0)`, as torch and TensorFlow clip.
+    if call.startswith("clip_by"):
+        once = "clip_grads(grads, max_norm)"
+        if call == "clip_by_value":
+            once = "dropin.torch_style.clip_grad_value(grads, max_value)"
+        text += (
+            ". It makes a transformation with init and update. To clip one tree of "
+            f"gradients call optaxclip.{once}"
+        )
+    return f"{text}."
+
+
+def _hint(name: str, module: ModuleType) -> str:
+    package = sys.modules[__package__ or ""]
+    similar = "".join(_similar(name, module.__all__))
+    # optaxclip.growth -> optaxclip.rules.growth
+    if module is package:
+        wanted = (
+            FUNCTIONS.get(name.lower().rstrip("_"))
+            or _place_of(name, package)
+            or similar
+        )
+        return f"Use {package.__name__}.{wanted}." if wanted else ""
+    if similar:
+        return f"Use {module.__name__}.{similar}."
+    # optaxclip.rules.clip_grads -> optaxclip.clip_grads
+    wanted = name if name in package.__all__ else _place_of(name, package)
+    if wanted:
+        return f"Use {package.__name__}.{wanted}."
+    return f"It has {', '.join(module.__all__)}."
+
+
+def _place_of(name: str, package: ModuleType) -> str | None:
+    """Where a name is in the public modules of a package: "rules.growth"."""
+    for own in package.__all__:
+        inner = getattr(package, own)
+        if isinstance(inner, ModuleType) and name in getattr(
+            inner, "__all__", ()
+        ):
+            return f"{own}.{name}"
+    return None
+
+
+def _similar(name: str, known: Iterable[str]) -> list[str]:
+    # Imported here, since only errors need it.
+    import difflib
+
+    # ZScore and zscore are z_score.
+    spelled = {each.lower().replace("_", ""): each for each in known}
+    plain = name.lower().replace("_", "")
+    close = difflib.get_close_matches(plain, list(spelled), n=1, cutoff=0.75)
+    return [spelled[each] for each in close]

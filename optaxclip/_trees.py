@@ -1,0 +1,499 @@
+"""Trees of updates: which leaves count, what they are called, and options that are
+given for parts of a tree.
+
+Limits, axes, stacked layers, labels and bounds may be given once for everything, or for
+each part of the tree, as deep as is wanted (a tree prefix). A prefix is matched by key
+path, so a dict matches any mapping with the same keys, and `None` or `MaskedNode` in
+the updates needs no value.
+"""
+
+import inspect
+from collections import Counter
+from collections.abc import (
+    Callable,
+    Container,
+    Iterable,
+    Iterator,
+    Mapping,
+    Sequence,
+)
+from typing import Any, NamedTuple, TypeAlias
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ._checks import check_takes, is_function
+
+ByPath = Callable[[str, Any], Any]  # of a leaf's path ("blocks/w") and it
+# A whole number or a tuple of them, a tree prefix of these, or a function likewise.
+Axis: TypeAlias = "int | Mapping[Any, Axis] | Sequence[Axis] | ByPath | None"
+Stacked: TypeAlias = (
+    "int | Mapping[Any, Stacked] | Sequence[Stacked] | ByPath | None"
+)
+
+
+# ---------------------------------------------------------------- leaves that count
+
+
+def clipped_leaves(tree: Any, call: str = "") -> Any:
+    """The tree of the leaves that count, with None in the place of all others.
+
+    A leaf counts if it has a float or complex dtype and at least one element. `call`
+    is what errors name.
+    """
+    try:
+        return jax.tree.map(_clipped, tree, is_leaf=_is_box)
+    except TypeError:
+        # Paths take time, so they are made only for the error.
+        check_leaves(unboxed(tree), f"{call}: " if call else "")
+        raise
+
+
+def _clipped(leaf: Any) -> Any:
+    """The leaf, or None for one that does not count."""
+    if _is_box(leaf):
+        leaf = leaf.__jax_array__()
+    # What `optax.masked` leaves in the variables of flax NNX.
+    if is_hole(leaf):
+        return leaf
+    # A Python number has no dtype. Those of random keys and float0 are not inexact.
+    dtype = leaf.dtype if hasattr(leaf, "dtype") else jnp.result_type(leaf)
+    counts = jnp.issubdtype(dtype, jnp.inexact) and 0 not in jnp.shape(leaf)
+    return leaf if counts else None
+
+
+def check_leaves(tree: Any, begin: str) -> None:
+    """Raises for a leaf that is not an array, such as a function in a model."""
+    for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
+        try:
+            _clipped(leaf)
+        except TypeError:
+            raise TypeError(
+                f"{begin}the leaf {name(path)!r} must be an array or a number, got "
+                f"{leaf!r}: hand over arrays only, with None for everything else. In "
+                "equinox that is eqx.filter(model, eqx.is_inexact_array)."
+            ) from None
+
+
+def put_back(changed: Any, tree: Any) -> Any:
+    """Puts clipped leaves back into the tree that they came from."""
+    # Nothing to put back, as of a tree of floats.
+    if jax.tree.structure(changed) == jax.tree.structure(tree):
+        return changed
+    old, treedef = jax.tree.flatten(tree, is_leaf=is_none)
+    new = jax.tree.leaves(changed, is_leaf=is_none)
+    # None is a leaf that did not count. It comes back as it was.
+    pairs = zip(old, new, strict=True)
+    return treedef.unflatten([a if b is None else b for a, b in pairs])
+
+
+def _is_box(x: Any) -> bool:
+    # The protocol by which JAX itself makes an array of an object.
+    return callable(getattr(x, "__jax_array__", None))
+
+
+def unboxed(tree: Any) -> Any:
+    """The tree with arrays in the place of objects that hold one, such as the variables
+    of flax NNX, whose optimizer hands them to `init` and arrays to `update`.
+    """
+    return jax.tree.map(
+        lambda leaf: leaf.__jax_array__() if _is_box(leaf) else leaf,
+        tree,
+        is_leaf=_is_box,
+    )
+
+
+def is_none(x: Any) -> bool:
+    """Is it None? For `jax.tree.map`, which otherwise passes None over."""
+    return x is None
+
+
+def is_hole(x: Any) -> bool:
+    """Is there nothing here: None, or a node such as `optax.MaskedNode`?"""
+    return not jax.tree.leaves(x)
+
+
+# ---------------------------------------------------------------------------- names
+
+
+def name(path: Any) -> str:
+    """A key path as a user reads it: `blocks/0/w`."""
+    return jax.tree_util.keystr(path, simple=True, separator="/")
+
+
+def names(paths: list[Any], known: Container[str] = ()) -> list[str]:
+    """The names of all key paths of a tree, no two alike: where `a/b` could be two
+    places, they are written as in Python. No name has line breaks.
+
+    `known` are names of which some may be missing here. Two places that read `a/b` are
+    known as in Python, also where one is missing.
+    """
+    # {"a/b": x} and {"a": {"b": x}} both read a/b.
+    short = [name(path).replace("\n", "\\n") for path in paths]
+    counts = Counter(short)
+    found = []
+    for path, own in zip(paths, short):
+        long = jax.tree_util.keystr(path)
+        is_long = own not in known and long in known
+        found.append(long if is_long or counts[own] > 1 else own)
+    return found
+
+
+def shown(paths: Iterable[Any]) -> str:
+    """Key paths as errors list them."""
+    return listed(map(name, paths)) or "none at all"
+
+
+def listed(names: Iterable[Any]) -> str:
+    """Names in order, and of many the first eight: "'b', 'w'"."""
+    # A model may have thousands of leaves.
+    known = sorted(map(str, names))
+    text = ", ".join(map(repr, known[:8]))
+    return text if len(known) <= 8 else f"{text} and {len(known) - 8} more"
+
+
+# --------------------------------------------------------------------- tree prefixes
+
+
+class Prefix(NamedTuple):
+    """A tree prefix as a flat table. It is hashable when its values are, so it can be a
+    static argument of a jitted function.
+    """
+
+    entries: tuple[tuple[Any, Any], ...]  # (key path, value)
+
+
+def freeze(prefix: Any, is_leaf: Callable[[Any], bool]) -> Prefix:
+    """The table of a prefix. `is_leaf` says what counts as one value (None always
+    does).
+    """
+    if isinstance(prefix, Prefix):
+        return prefix
+    # None is a value: no limit, or the default of an option.
+    entries = jax.tree_util.tree_flatten_with_path(
+        prefix, is_leaf=lambda x: is_none(x) or is_leaf(x)
+    )[0]
+    return Prefix(tuple(entries))
+
+
+def heads(path: Any) -> Iterator[Any]:
+    """A key path and all that it begins with: (), (a,), (a, b)."""
+    return (path[:depth] for depth in range(len(path) + 1))
+
+
+def lookup(
+    prefix: Prefix, tree: Any, argument: str, part: str = "leaf"
+) -> list[Any]:
+    """The value for each leaf of `tree`, in order. `part` is what errors call a leaf.
+
+    Raises:
+      ValueError: a leaf has no value, or a value stands where the tree has no such
+        part. The text names the argument and the path.
+    """
+    table = dict(prefix.entries)
+    entries = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_hole)[0]
+    holes = {path for path, leaf in entries if is_hole(leaf)}
+    paths = [path for path, leaf in entries if not is_hole(leaf)]
+    # A value at a hole, or above it, need not reach a leaf.
+    used = {head for path in holes for head in heads(path)}
+    values = []
+    for path in paths:
+        # At most one entry of a tree prefix begins a path. () is a value for all.
+        found = next((head for head in heads(path) if head in table), None)
+        if found is None:
+            raise ValueError(
+                f"{argument} has no value for the {part} {name(path)!r}: it has "
+                f"{shown(table)}. Give one for each {part}, or one for all."
+            )
+        values.append(table[found])
+        used.add(found)
+    for key in table:
+        # Nor need a value below a hole, as in a full tree of limits.
+        if key not in used and holes.isdisjoint(heads(key)):
+            kind = "label" if part == "label" else "part"
+            raise ValueError(
+                f"{argument} has a value for {name(key)!r}, but the updates have no "
+                f"such {kind}: they have {shown(paths)}."
+            )
+    return values
+
+
+def for_each_leaf(
+    value: Any,
+    tree: Any,
+    argument: str,
+    is_value: Callable[[Any], bool] = lambda x: False,
+) -> list[Any]:
+    """One value for each leaf, from a function of path and leaf or a tree prefix."""
+    if is_function(value):
+        entries = jax.tree_util.tree_flatten_with_path(tree)[0]
+        return [value(name(path), leaf) for path, leaf in entries]
+    return lookup(freeze(value, is_value), tree, argument)
+
+
+# --------------------------------------------------------------- axes of units, layers
+
+
+def is_axes(x: Any) -> bool:
+    """Whether it is a tuple of axes, and not a part of a tree."""
+    # A NamedTuple of ints is a part of a tree, so the type is tuple itself.
+    whole = int, np.integer
+    return type(x) is tuple and all(isinstance(i, whole) for i in x)
+
+
+def static_numbers(option: str, numbers: Any, call: str) -> Any:
+    """`axis`, `stacked` or `columns`, as a static argument of a jitted function can be.
+
+    Raises:
+      TypeError: a number is an array, as `optax.inject_hyperparams` makes one of every
+        number, or a function takes other arguments than path and leaf.
+    """
+    if is_function(numbers):
+        check_takes(f"{call}: {option} must take path and leaf", numbers, 2)
+    if numbers is None or is_function(numbers):
+        return numbers
+    # A tuple of axes is one value. In `columns` it is a part of the tree.
+    is_value = is_axes if option != "columns" else is_none
+    table = freeze(numbers, is_value)
+    for _, number in table.entries:
+        # To Python True is 1, so stacked=True would count one axis.
+        if isinstance(number, bool):
+            raise TypeError(
+                f"{call}: {option} must be a whole number, got {number!r}: for one "
+                f"write {option}=1."
+            )
+        if isinstance(number, jax.Array):
+            raise TypeError(
+                f"{call}: {option} must be known when the clipper is built, got "
+                f"{number!r}: under inject_hyperparams name it in static_args."
+            )
+    return table
+
+
+def axes_within(
+    value: Any, argument: str, leaf: str, rank: int
+) -> tuple[int, ...]:
+    """The axes of a leaf, counted from the front.
+
+    Raises:
+      ValueError: an axis that it does not have, or has named twice.
+    """
+    wanted = value if isinstance(value, tuple) else (value,)
+    for axis in wanted:
+        is_whole = isinstance(axis, (int, np.integer))
+        if not is_whole or not -rank <= axis < rank:
+            raise ValueError(
+                f"{argument}={value!r} does not fit the leaf {leaf!r}, a tensor of "
+                f"rank {rank}: give an axis for each leaf."
+            )
+    # Counted from the front: (-1, 0) of rank 3 is (0, 2).
+    axes = {int(axis) % rank for axis in wanted}
+    if len(axes) < len(wanted):
+        raise ValueError(
+            f"{argument}={value!r} names an axis twice for the leaf {leaf!r}, a tensor "
+            f"of rank {rank}."
+        )
+    return tuple(sorted(axes))
+
+
+def other_axes(axes: Iterable[int], rank: int) -> tuple[int, ...]:
+    """The axes of a leaf that are not among these."""
+    return tuple(axis for axis in range(rank) if axis not in axes)
+
+
+def stacked_axes(
+    stacked: Any, tree: Any, call: str, shapes: list[Any]
+) -> list[tuple[int, ...]]:
+    """For each leaf, the axes that count layers, in ascending order.
+
+        1                        the leading axis, as `jax.vmap` and `lax.scan` stack
+        2                        the two leading axes, such as layers and experts
+        (1,)                     axis 1, as MaxText and T5X stack
+        a tree prefix of these   another answer for each part of the model
+        function(path, leaf)     the answer for each leaf: one of these, or None for 0
+
+    `shapes` are those of whole leaves, None where a device knows its part only. Leaves
+    that share one answer are layers of one stack, so they must agree on the number of
+    layers. An axis that counts something else is found by that.
+
+    Raises:
+      ValueError: an axis that a leaf does not have, or leaves that share one answer but
+        not the number of layers.
+    """
+    entries = jax.tree_util.tree_flatten_with_path(tree)[0]
+    # Nothing is stacked: the common case, which looks at no leaf.
+    if stacked is None:
+        return [()] * len(entries)
+    if is_function(stacked):
+        # A function has no places, so leaves with equal answers are one stack.
+        answers = for_each_leaf(stacked, tree, "")
+        sourced = [(repr(answer), answer) for answer in answers]
+    else:
+        # Each value with its place in the table, which tells equal values apart.
+        table = freeze(stacked, is_axes).entries
+        placed = Prefix(tuple((key, (key, value)) for key, value in table))
+        sourced = lookup(placed, tree, f"{call}: stacked")
+    found = []
+    first: dict[Any, tuple[str, tuple[int, ...]]] = {}
+    for (path, leaf), (source, answer), shape in zip(entries, sourced, shapes):
+        axes = _layer_axes(answer, name(path), jnp.shape(leaf), call)
+        found.append(axes)
+        if axes and shape is not None:
+            own = name(path), tuple(shape[axis] for axis in axes)
+            known = first.setdefault(source, own)
+            if own[1] != known[1]:
+                _raise_disagreement(call, answer, known, own)
+    return found
+
+
+def _layer_axes(
+    answer: Any, leaf: str, shape: tuple[int, ...], call: str
+) -> tuple[int, ...]:
+    rank = len(shape)
+    if answer is None:
+        return ()
+    if isinstance(answer, (int, np.integer)) and 0 <= answer <= rank:
+        return tuple(range(int(answer)))
+    if is_axes(answer):
+        # Of rank 3, (-2,) is (1,). An axis twice, as in (0, -3), makes the set smaller.
+        axes = {axis % rank for axis in answer if -rank <= axis < rank}
+        if len(axes) == len(answer):
+            return tuple(sorted(axes))
+    raise ValueError(
+        f"{call}: stacked must be a number of leading axes, from 0 to {rank} for the "
+        f"leaf {leaf!r} of shape {shape}, or a tuple of its axes, got {answer!r}."
+    )
+
+
+def _raise_disagreement(call: str, answer: Any, *leaves: Any) -> None:
+    counts = []
+    for leaf, sizes in leaves:
+        counts.append(f"{' x '.join(map(str, sizes))} in {leaf!r}")
+    raise ValueError(
+        f"{call}: stacked={answer!r} would count {' and '.join(counts)}, but leaves of "
+        "one stack have the same number of layers. Axes other than the leading ones "
+        "are a tuple, such as (1,) for axis 1. A leaf that is not stacked takes None. "
+        "Several stacks take a value each, as in {'encoder': 1, 'decoder': 1}."
+    )
+
+
+def unit_axes(
+    axis: Any,
+    layers: list[tuple[int, ...]],
+    tree: Any,
+    call: str,
+    shapes: list[Any],
+) -> list[tuple[int, ...] | None]:
+    """For each leaf, the dimensions that a unit norm sums. None for all of them without
+    keeping any.
+    """
+    entries = jax.tree_util.tree_flatten_with_path(tree)[0]
+    given = for_each_leaf(axis, tree, f"{call}: axis", is_axes)
+    found: list[tuple[int, ...] | None] = []
+    for (path, leaf), value, own, shape in zip(entries, given, layers, shapes):
+        # Axes count within one layer: of [layers, in, out], axis 0 is dimension 1.
+        inside = other_axes(own, jnp.ndim(leaf))
+        rank = len(inside)
+        if value is not None:
+            summed = axes_within(value, f"{call}: axis", name(path), rank)
+        elif rank <= 1 and not own:
+            # A vector is one unit. Its norm is a number, as that of a tensor.
+            found.append(None)
+            continue
+        else:
+            layer = shape and tuple(shape[i] for i in inside)
+            summed = _axes_by_shape(layer, f"{call}: axis", name(path), rank)
+        found.append(tuple(inside[i] for i in summed))
+    return found
+
+
+def _axes_by_shape(
+    shape: tuple[Any, ...] | None, argument: str, leaf: str, rank: int
+) -> tuple[int, ...]:
+    """All dimensions of what squeezes to a vector, else those that feed one output."""
+    # Axes of size 1 do not count: [1, 1, n] is a vector, as in optax. A size that only
+    # a run of an exported program knows counts as one of many.
+    known = (
+        [] if shape is None else [size for size in shape if not _is_one(size)]
+    )
+    if shape is not None and len(known) <= 1:
+        return tuple(range(rank))
+    if rank > 5:
+        raise ValueError(
+            f"{argument} must be given for the leaf {leaf!r} of rank {rank}: there is "
+            "no rule above rank 5."
+        )
+    # Kernels as [in, out], [in, heads, size], [height, width, in, out], and with depth.
+    # Those of rank 3 are taken for attention, as in optax.
+    return tuple(range({2: 1, 3: 1, 4: 3, 5: 4}.get(rank, rank)))
+
+
+def _is_one(size: Any) -> bool:
+    # Symbolic sizes are not compared.
+    return isinstance(size, int) and size <= 1
+
+
+# --------------------------------------------------------------------------- labels
+
+
+def static_labels(labels: Any) -> Any:
+    """Labels as a static argument: a function, or a frozen tree prefix."""
+    # A function is static as it is: equal functions share a compilation.
+    if is_function(labels):
+        return labels
+    return freeze(labels, lambda x: isinstance(x, str))
+
+
+def by_label(tree: Any, labels: Any, call: str) -> list[Any]:
+    """The label of each leaf."""
+    # A function is called in each trace, so its labels may follow the tree.
+    table = static_labels(labels_of(labels, tree))
+    found = lookup(table, tree, f"{call}: labels")
+    check_labels(f"{call}: labels must be", set(found))
+    return found
+
+
+def labels_of(labels: Any, tree: Any) -> Any:
+    """The tree prefix of labels: what a function of the tree makes, or one of path and
+    leaf.
+    """
+    if not is_function(labels):
+        return labels
+    # Two arguments are path and leaf. One is the tree, as optax.partition calls it.
+    if _takes_path(labels):
+        return jax.tree_util.tree_map_with_path(
+            lambda path, leaf: labels(name(path), leaf), tree
+        )
+    return labels(tree)
+
+
+def _takes_path(function: Callable[..., Any]) -> bool:
+    """Whether a function needs two arguments, path and leaf."""
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except ValueError:  # a builtin without a signature
+        return False
+    kinds = (
+        inspect.Parameter.POSITIONAL_ONLY,
+        inspect.Parameter.POSITIONAL_OR_KEYWORD,
+    )
+    # An argument with a default does not count: labels(tree, sep="/") takes a tree.
+    needed = [
+        x for x in parameters if x.kind in kinds and x.default is x.empty
+    ]
+    return len(needed) == 2
+
+
+def check_labels(must: str, labels: Iterable[Any]) -> None:
+    """Raises TypeError for labels that cannot be the keys of one dict in a pytree,
+    which JAX sorts. `must` begins the text.
+    """
+    try:
+        sorted(labels)
+    except TypeError:
+        each = " and ".join(sorted(map(repr, labels)))
+        raise TypeError(
+            f"{must} of one kind, which sorts, got {each}: make all of them strings, "
+            "or all of them ints."
+        ) from None

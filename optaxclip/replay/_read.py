@@ -1,0 +1,256 @@
+"""Recorded norms, from the files of loggers."""
+
+import csv
+import gzip
+import io
+import json
+import re
+from itertools import zip_longest
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+# Names of norms, the surest first.
+NAMES = (
+    "(clip/)?norm_before",
+    "grad_norm",
+    "skip/norm",
+    "norm",
+    "gnorm",
+    # MaxText: before clipping. Its learning/grad_norm is after.
+    r"(.+/)?raw_grad_norm",
+    # `metrics`, for clippers with names, numbers or a norm for each tensor.
+    r"clip(_\d+)?/(.+/)?norm_before(/.+)?|skip(_\d+)?/(.+/)?norm"
+    r"|(norm_before|grad_norm|norm)/.+"
+    # Others with a group in front, Megatron, Lightning, Composer, Levanter.
+    r"|.+/(grad_norm|gnorm|norm_before)"
+    r"|(.+/)?(grad-norm|gradient_norm|grad_[\w.]+_norm_total)"
+    r"|l2_norm/grad/global|grad/norm/total",
+    # A file of one series: TensorBoard and Aim.
+    "[Vv]alue",
+)
+# Tables with a line for each metric and step: the columns of its name and its run.
+# MLflow's page of a metric and its REST interface, MLflow's charts, Aim's data frames.
+LONG = (("key", "run_id"), ("metric", "Run ID"), ("metric.name", "run.hash"))
+# One dict for each line of a file. Entries of a CSV are text.
+Rows = list[dict[str, Any]]
+# The entries of each column that are not empty, in their order.
+Table = dict[str, list[Any]]
+
+
+class Log(NamedTuple):
+    """The norms of a file, and where in it they were."""
+
+    norms: np.ndarray  # float64[steps]
+    column: str
+    others: list[str]  # the other columns that hold numbers
+
+
+def read_history(path: str | Path, column: str | None = None) -> np.ndarray:
+    """Reads the norms of a log file.
+
+    It reads what transformers, Lightning, W&B, TensorBoard, MLflow and Aim write or
+    export. "Choosing a limit" in the documentation lists their files.
+
+    Args:
+      path: a CSV with a header, JSON (an object for each step, on lines of their own or
+        in an array), .npy, .npz, or one of these in gzip. {"train": {"norm": 1.5}} has
+        the column train/norm. A table with a line for each metric and step has the
+        metrics as columns.
+      column: the name to read. None takes what `metrics` and loggers call the norm:
+        clip/norm_before, grad_norm, train/grad_norm, norm and the like. Where steps
+        were skipped with the clipper, it takes skip/norm, which has the norms of
+        those too. Steps without an entry are left out.
+
+    Returns:
+      The norms, float64[steps].
+
+    Raises:
+      ValueError: no such column in the file, or several that it could be, an entry that
+        is not a number, a negative norm, no entry at all, a file without names of
+        columns, an empty one, or one in another format. The text has the names and says
+        how to choose. Only a column with "loss" in its name may be negative: losses are
+        read for `spike_score`.
+
+    Example:
+      >>> import pathlib, tempfile
+      >>> path = pathlib.Path(tempfile.mkdtemp(), "run.csv")
+      >>> size = path.write_text("step,train/grad_norm\\n0,1.5\\n1,0.5\\n")
+      >>> print(optaxclip.replay.read_history(path))
+      [1.5 0.5]
+    """
+    return read_log(path, column).norms
+
+
+def read_log(path: str | Path, column: str | None = None) -> Log:
+    """Reads what `read_history` returns, with the name of its column."""
+    data = Path(path).read_bytes()
+    # The functions below say what is wrong, and this one in which file.
+    try:
+        return _log(_wide(_rows(data)), column)
+    except UnicodeDecodeError:
+        wrong = "must be a text file in UTF-8, .npy or .npz, also in gzip."
+    except (EOFError, OSError, ValueError, csv.Error) as error:
+        wrong = str(error)
+    raise ValueError(f"read_history: {path}: {wrong}")
+
+
+def _rows(data: bytes) -> Rows:
+    """What a file is shows in its first bytes, whatever it is called."""
+    if data.startswith(b"\x1f\x8b"):
+        return _rows(gzip.decompress(data))
+    if data.startswith(b"\x93NUMPY"):
+        norms = np.atleast_1d(np.load(io.BytesIO(data)))
+        return [{"norm": norm} for norm in norms]
+    # An Excel file is a zip file too.
+    if data.startswith(b"PK") and b".npy" in data:
+        arrays = np.load(io.BytesIO(data))
+        columns = map(np.atleast_1d, arrays.values())
+        return [dict(zip(arrays, line)) for line in zip_longest(*columns)]
+    # Excel begins a CSV with a byte order mark, which "utf-8-sig" leaves out.
+    text = data.decode("utf-8-sig").strip()
+    is_json = text.startswith(("{", "["))
+    return _rows_of_json(text) if is_json else _rows_of_csv(text)
+
+
+def _rows_of_csv(text: str) -> Rows:
+    first = text.partition("\n")[0]
+    mark = next((mark for mark in ",;\t" if mark in first), ",")
+    file = io.StringIO(text, newline="")
+    lines = csv.reader(file, delimiter=mark, skipinitialspace=True)
+    header = [name.strip() for name in next(lines, [])]
+    # Without a header csv would take the first norms for the names of columns.
+    if header and all(map(_is_number, header)):
+        must = "must begin with names of columns, such as step,grad_norm"
+        raise ValueError(f"{must}, got the numbers {listed(header)}.")
+    # W&B runs may share a name, and then their columns do: name.1 and name.2.
+    names = list(header)
+    for place, name in enumerate(header):
+        if header.count(name) > 1:
+            names[place] += f".{header[: place + 1].count(name)}"
+    # Entries beyond the header have no name.
+    return [dict(zip(names, line)) for line in lines]
+
+
+def _rows_of_json(text: str) -> Rows:
+    try:
+        found = json.loads(text)
+    except json.JSONDecodeError:
+        # An object on each line. Errors name the line.
+        lines = filter(str.strip, text.split("\n"))
+        found = json.loads("[" + ",\n".join(lines) + "]")
+    if isinstance(found, dict):
+        # trainer_state.json of transformers, and MLflow's metrics/get-history.
+        held = found.get("log_history", found.get("metrics"))
+        found = held if isinstance(held, list) else [found]
+    # TensorBoard's JSON has no names: [[wall time, step, value], ...].
+    if all(isinstance(row, list) for row in found):
+        return [dict(zip(("Wall time", "Step", "Value"), x)) for x in found]
+    wrong = [row for row in found if not isinstance(row, dict)]
+    if wrong:
+        must = "must hold JSON lines, or one array of objects"
+        raise ValueError(f"{must}, got {str(wrong[0])[:60]!r} in it.")
+    return found
+
+
+def _wide(rows: Rows) -> Rows:
+    """The metrics as columns, of a table with a line for each metric and step."""
+    for name, run in LONG:
+        # Lines whose metric has a name. 0 stands for none.
+        lines = [row for row in rows if not _is_number(row.get(name, 0))]
+        lines = [row for row in lines if "value" in row]
+        # With the run in front, as W&B does.
+        if len({row.get(run) for row in lines}) > 1:
+            return [{f"{x.get(run)} - {x[name]}": x["value"]} for x in lines]
+        if lines:
+            return [{row[name]: row["value"]} for row in lines]
+    return rows
+
+
+def _add_entries(table: Table, row: dict[str, Any], begin: str = "") -> None:
+    """Adds what is not empty. {"train": {"loss": 1}} is {"train/loss": 1}."""
+    for name, entry in row.items():
+        if isinstance(entry, dict):
+            _add_entries(table, entry, f"{begin}{name}/")
+        # The index of pandas has no name.
+        elif name and str(entry).strip() not in ("", "None"):
+            table.setdefault(f"{begin}{name}", []).append(entry)
+
+
+def _log(rows: Rows, column: str | None) -> Log:
+    table: Table = {}
+    for row in rows:
+        _add_entries(table, row)
+    numeric = [name for name, found in table.items() if _is_number(found[0])]
+    if not numeric:
+        raise ValueError(f"must hold numbers, got {len(rows)} rows without.")
+    if column is None:
+        column = _of_every_step(table, _column_of_norms(numeric))
+    if column not in table:
+        has = f"which has {listed(numeric)}"
+        raise ValueError(f"column={column!r} is not in this file, {has}.")
+    norms = _floats(table, column)
+    # A loss may be negative.
+    if "loss" not in column.lower() and (norms < 0).any():
+        must = f"the column {column!r} must hold norms, which are at least 0"
+        raise ValueError(f"{must}, got {norms[norms < 0][0]}.")
+    return Log(norms, column, [name for name in numeric if name != column])
+
+
+def _column_of_norms(names: list[str]) -> str:
+    """The one column that can be the norm."""
+    found: list[str] = []
+    for pattern in NAMES:
+        # W&B writes the name of the run first: "lively-sun-7 - train/grad_norm".
+        named = re.compile(rf"(.+ - )?({pattern})")
+        found = found or list(filter(named.fullmatch, names))
+    if len(found) == 1:
+        return found[0]
+    likely = found or [name for name in names if "norm" in name] or names[-1:]
+    problem = "several columns have" if found else "no column of numbers has"
+    raise ValueError(
+        f"{problem} the name of a gradient norm, such as 'train/grad_norm'. There are "
+        f"{listed(found or names)}. Choose one with column={likely[0]!r}, on the "
+        f"command line --column {likely[0]!r}."
+    )
+
+
+def listed(names: list[str]) -> str:
+    """Names in quotes, at most twelve."""
+    left_out = f" and {len(names) - 12} more" if len(names) > 12 else ""
+    return f"{', '.join(map(repr, names[:12]))}{left_out}"
+
+
+def _of_every_step(table: Table, column: str) -> str:
+    """The column of a wrapper that skips steps, where it has norms that a clipper
+    inside it has not: in a skipped step the clipper keeps the norm of an earlier one.
+    """
+    # With the same name in front, if the clipper has one.
+    own = re.sub("clip/norm_before$", "skip/norm", column)
+    if own not in table:
+        return column
+    both = [_floats(table, name) for name in (column, own)]
+    clipper, wrapper = [norms[np.isfinite(norms)] for norms in both]
+    # A clipper in front of a wrapper has the larger norms. One inside it has not seen
+    # those that were skipped: NaN, inf, or the largest.
+    largest = 1.001 * max(clipper, default=0.0)
+    is_larger = max(wrapper, default=0.0) > largest
+    return own if is_larger or len(wrapper) < len(clipper) else column
+
+
+def _floats(table: Table, column: str) -> np.ndarray:
+    try:
+        # float() also reads "NaN" and "Infinity", which some loggers write as text.
+        return np.array([float(entry) for entry in table[column]])
+    except (TypeError, ValueError, OverflowError) as error:
+        must = f"the column {column!r} must hold numbers"
+        raise ValueError(f"{must}: {error}.") from None
+
+
+def _is_number(entry: Any) -> bool:
+    try:
+        float(entry)
+    except (TypeError, ValueError, OverflowError):
+        return False
+    return True

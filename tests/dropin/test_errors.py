@@ -1,0 +1,164 @@
+"""Errors of functions of other frameworks name what the user wrote."""
+
+import math
+
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import optaxclip
+from optaxclip.dropin import keras, tensorflow_style, torch_style
+from tests.dropin.recorded import NAN, tree
+
+GRADS = {"w": jnp.array([3.0, 4.0]), "b": jnp.array([12.0])}
+MATRIX = jnp.ones((2, 3))
+
+
+def clip_with_norm(limit):
+    return torch_style.clip_grads_with_norm(tree(), limit, 1.0)
+
+
+CLIPS = {
+    "clip_grad_norm: max_norm": torch_style.clip_grad_norm,
+    "clip_grad_value: clip_value": torch_style.clip_grad_value,
+    "clip_by_norm: clip_norm": tensorflow_style.clip_by_norm,
+    "clip_by_average_norm: clip_norm": tensorflow_style.clip_by_average_norm,
+    "clip_by_global_norm: clip_norm": tensorflow_style.clip_by_global_norm,
+    "clip_grads_with_norm: max_norm": lambda tree, limit: clip_with_norm(limit),
+}
+BAD = [
+    (-1.0, ValueError, "must be at least 0, got -1.0"),
+    (NAN, ValueError, "must not be NaN"),
+    ("1", TypeError, "must be a real number, got '1'"),
+    (None, TypeError, "must be a real number, got None"),
+]
+
+
+@pytest.mark.parametrize(("limit", "error", "text"), BAD, ids=repr)
+@pytest.mark.parametrize("argument", CLIPS)
+def test_bad_limits_are_named(argument, limit, error, text):
+    with pytest.raises(error, match=f"^{argument} {text}"):
+        CLIPS[argument](tree(), limit)
+
+
+KNOWN = {
+    "clip_grads_with_norm: total_norm": torch_style.clip_grads_with_norm,
+    "clip_by_global_norm: use_norm": tensorflow_style.clip_by_global_norm,
+}
+
+
+@pytest.mark.parametrize("argument", KNOWN)
+def test_a_known_norm_is_one_real_number(argument):
+    clip = KNOWN[argument]
+    for wrong in ("13", True, 1j, object(), [13.0], {"w": 13.0}):
+        with pytest.raises(TypeError, match=f"^{argument} must be a real number"):
+            clip(GRADS, 1.0, wrong)
+    for wrong in (jnp.ones(2), np.ones((1, 1))):
+        with pytest.raises(ValueError, match=f"^{argument} must be a scalar, got an"):
+            clip(GRADS, 1.0, wrong)
+
+
+def test_clip_grads_with_norm_needs_its_norm_which_may_be_nan():
+    with pytest.raises(TypeError, match="total_norm must be a real number, got None"):
+        torch_style.clip_grads_with_norm(GRADS, 1.0, None)
+    clipped = torch_style.clip_grads_with_norm(GRADS, 1.0, math.nan)
+    assert np.isnan(clipped["w"]).all()
+
+
+def test_the_bound_of_torch_is_one_number():
+    text = r"clip_grad_value: clip_value must be a scalar, got an array of shape \(3,\)"
+    with pytest.raises(ValueError, match=text):
+        torch_style.clip_grad_value(jnp.ones(3), jnp.ones(3))
+
+
+def test_bounds_without_room_name_the_arguments_of_tensorflow():
+    text = (
+        "clip_by_value: clip_value_min must be at most clip_value_max, got "
+        "clip_value_min=2.0 and clip_value_max=1.0"
+    )
+    with pytest.raises(ValueError, match=text):
+        tensorflow_style.clip_by_value(jnp.ones(2), 2.0, 1.0)
+
+
+@pytest.mark.parametrize("axes", ["0", True, 0.5, [0.0], {"w": 0}, lambda x: 0])
+def test_axes_that_are_no_ints_are_named_axes(axes):
+    text = "^clip_by_norm: axes must be an int, or a list or tuple of ints, got "
+    with pytest.raises(TypeError, match=text):
+        tensorflow_style.clip_by_norm(MATRIX, 1.0, axes)
+
+
+@pytest.mark.parametrize("axes", [2, -3, [0, 2], (0, 0), [0, -2]])
+def test_axes_that_a_leaf_lacks_are_named_axes(axes):
+    text = (
+        "^clip_by_norm: axes must be different axes of the leaf 'w', a tensor of rank 2"
+    )
+    with pytest.raises(ValueError, match=text):
+        tensorflow_style.clip_by_norm({"w": MATRIX}, 1.0, axes)
+
+
+@pytest.mark.parametrize("name", ["clipnorm", "clipvalue", "global_clipnorm"])
+def test_errors_of_keras_name_its_arguments(name):
+    begin = f"^clip_gradients: {name} must be"
+    for value in (-1.0, 0, np.float32(0)):
+        text = f"{begin} above 0, got .*: Keras does not clip then; leave it out"
+        with pytest.raises(ValueError, match=text):
+            keras.clip_gradients(**{name: value})
+    with pytest.raises(TypeError, match=f"{begin} a real number, got '1'"):
+        keras.clip_gradients(**{name: "1"})
+    with pytest.raises(ValueError, match=f"{begin} a scalar, got an array of shape"):
+        keras.clip_gradients(**{name: np.ones(2)})
+    clipper = keras.clip_gradients(**{name: lambda step: jnp.ones(5)})
+    with pytest.raises(ValueError, match=r"^clip_gradients: "):
+        clipper.update(GRADS, clipper.init(GRADS))
+
+
+def test_keras_takes_one_of_the_three():
+    text = (
+        "only one of clipnorm, clipvalue and global_clipnorm can be set, got "
+        "clipnorm=1.0, global_clipnorm=2.0"
+    )
+    with pytest.raises(ValueError, match=text):
+        keras.clip_gradients(clipnorm=1.0, global_clipnorm=2.0)
+    assert keras.clip_gradients().init(tree()) == optax.identity().init(tree())
+
+
+@pytest.mark.parametrize(
+    ("call", "clip"),
+    [
+        ("clip_by_value", lambda tree: tensorflow_style.clip_by_value(tree, 0.0, 1.0)),
+        ("clip_grad_value", lambda tree: torch_style.clip_grad_value(tree, 1.0)),
+    ],
+)
+def test_a_leaf_that_is_no_array_is_named(call, clip):
+    with pytest.raises(TypeError, match=f"^{call}: the leaf 'w' must be an array"):
+        clip({"w": "text"})
+
+
+@pytest.mark.parametrize("norm_type", [NAN, "abc", "rms", None, True, 10**400])
+def test_orders_that_are_no_number_are_refused(norm_type):
+    text = r"norm_type must be a number, or a text of one such as \"inf\", got"
+    with pytest.raises(ValueError, match=f"^get_total_norm: {text}"):
+        torch_style.get_total_norm(GRADS, norm_type)
+    with pytest.raises(ValueError, match=f"^clip_grad_norm: {text}"):
+        torch_style.clip_grad_norm(GRADS, 1.0, norm_type)
+
+
+@pytest.mark.parametrize("optimizer", [optax.sgd, None, 1.0])
+def test_what_is_no_optimizer_is_refused_at_once(optimizer):
+    text = (
+        "^clip_gradients_by_norm: optimizer must be an optimizer with init and update"
+    )
+    with pytest.raises(TypeError, match=text):
+        tensorflow_style.clip_gradients_by_norm(optimizer, 1.0)
+
+
+def test_clip_and_zclip_name_their_own_arguments():
+    for wrong in (-1.0, math.nan):
+        with pytest.raises(ValueError, match=r"^clip: max_delta must"):
+            optaxclip.clip(wrong)
+    clipper = optaxclip.clip({"w": 1.0})
+    with pytest.raises(ValueError, match=r"^clip: max_delta has no value"):
+        clipper.update(GRADS, clipper.init(GRADS))
+    with pytest.raises(ValueError, match=r"^zclip: cap must be at least 0, got -1.0"):
+        optaxclip.zclip(cap=-1.0)

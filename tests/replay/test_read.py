@@ -1,0 +1,147 @@
+"""Files in the forms that people write by hand, and what is wrong with the others."""
+
+import gzip
+import io
+import json
+import zipfile
+
+import numpy as np
+import pytest
+
+from optaxclip.replay import read_history
+
+
+def read(tmp_path, text, column=None, name="run.csv"):
+    path = tmp_path / name
+    path.write_bytes(text.encode() if isinstance(text, str) else text)
+    return read_history(path, column)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "step,grad_norm\r\n0,1.5\r\n1,2.5\r\n",
+        "step,grad_norm\r0,1.5\r1,2.5\r",
+        "\ufeffstep,grad_norm\n0,1.5\n1,2.5\n",
+        "step, grad_norm\n0, 1.5\n1, 2.5\n",
+        "step;grad_norm\n0;1.5\n1;2.5\n",
+        "step\tgrad_norm\n0\t1.5\n1\t2.5\n",
+        "step,grad_norm \n0,1.5 \n\n1,2.5\n",
+        "step,grad_norm\n0,1.5\n1, \n2,\n3\n4,2.5,9\n",
+        "step,step,grad_norm\n0,0,1.5\n1,1,2.5\n",
+        "\nstep,grad_norm\n0,1.5\n1,2.5\n",
+        '{"grad_norm": 1.5}\n{"grad_norm": 2.5}\n',
+        '\ufeff{"grad_norm": 1.5}\n\n{"loss": 1}\n{"grad_norm": null}\n'
+        '{"grad_norm": 2.5}',
+        '\n[{"grad_norm": 1.5},\n {"grad_norm": 2.5}]',
+    ],
+)
+@pytest.mark.parametrize("name", ["run.csv", "run.log", "run.JSON"])
+def test_files_may_be_written_in_many_ways(tmp_path, text, name):
+    np.testing.assert_array_equal(read(tmp_path, text, name=name), [1.5, 2.5])
+
+
+def excel():
+    file = io.BytesIO()
+    with zipfile.ZipFile(file, "w") as archive:
+        archive.writestr("xl/workbook.xml", b"\xff")
+    return file.getvalue()
+
+
+def array(*entries, dtype):
+    file = io.BytesIO()
+    np.save(file, np.array(entries, dtype=dtype))
+    return file.getvalue()
+
+
+TEXT = "must be a text file in UTF-8, .npy or .npz, also in gzip"
+
+
+@pytest.mark.parametrize(
+    ("text", "error"),
+    [
+        ("", "must hold numbers, got 0 rows without"),
+        ("step,grad_norm\n", "must hold numbers, got 0 rows without"),
+        ("[]", "must hold numbers, got 0 rows without"),
+        ("a,grad_norm\n,\n,\n", "must hold numbers, got 2 rows without"),
+        ("step,grad_norm\n0,N/A\n", "no column of numbers has .* There are 'step'"),
+        ("step,grad_norm\n0,\n1, \n", "no column of numbers has .* There are 'step'"),
+        ("norm\n1.0\nhigh\n", "the column 'norm' must hold numbers: .*: 'high'"),
+        ("step;norm\n0;1\n1;1,5\n", "the column 'norm' must hold numbers: .*'1,5'"),
+        ("1.5\n2.5\n", "must begin with names of columns, .* the numbers '1.5'"),
+        (b"\xff\xfes\0", TEXT),
+        ("norm\n1\n".encode("utf-16"), TEXT),
+        (b"\x89PNG\r\n\x1a\n\x00\xff", TEXT),
+        (excel(), TEXT),
+        (gzip.compress(b"norm\n1\n2\n")[:-9], "Compressed file ended before"),
+        (array([1], [1, 2], dtype=object), "Object arrays cannot be loaded"),
+        (array([1.0, 2.0], dtype=float), "must hold numbers, got 1 rows without"),
+        (f'{{"norm": 1}}\n{{"norm": {"9" * 400}}}', "hold numbers: int too large"),
+        ('{"norm": 1}\n{"norm": [1.5]}\n', "the column 'norm' must hold numbers"),
+        ('{"norm": 1.0}\nnorm 2\n', "Expecting value: line 2 column 1"),
+        ('{"norm": 1.5}\n[2.5]\n', r"JSON lines, or one array .* got '\[2\.5\]'"),
+        ("[{", "Expecting property name"),
+        ("[1, 2]", "must hold JSON lines, or one array of objects, got '1'"),
+        ('[{"norm": 1}, 2]', "must hold JSON lines, or one array of objects, got '2'"),
+    ],
+)
+def test_a_wrong_file_is_named_with_what_is_wrong(tmp_path, text, error):
+    path = tmp_path / "run.csv"
+    with pytest.raises(ValueError, match=rf"^read_history: {path}: .*{error}"):
+        read(tmp_path, text)
+
+
+def test_a_directory_or_no_file_is_named(tmp_path):
+    for path in (tmp_path, tmp_path / "none.csv"):
+        with pytest.raises(OSError, match=path.name):
+            read_history(path)
+
+
+@pytest.mark.parametrize(
+    ("names", "found"),
+    [
+        ("loss,gnorm", "gnorm"),
+        ("norm,gnorm", "norm"),
+        ("norm,grad_norm,clip/norm_before", "clip/norm_before"),
+        ("normal,norm/w", "norm/w"),
+        ("loss,clip/all/norm_before", "clip/all/norm_before"),
+        ("clip_1/norm_before,clip_0/limit", "clip_1/norm_before"),
+        ("clip/norm_before/w,clip/limit/w,skip/norm", "skip/norm"),
+        ("clip/limit,skip/outer/norm,norm_after", "skip/outer/norm"),
+        ("learning/grad_norm,learning/raw_grad_norm", "learning/raw_grad_norm"),
+    ],
+)
+def test_the_surest_name_is_taken(tmp_path, names, found):
+    numbers = ",".join(map(str, range(len(names.split(",")))))
+    wanted = [names.split(",").index(found)]
+    assert read(tmp_path, f"{names}\n{numbers}\n") == wanted
+
+
+@pytest.mark.parametrize("first", ["clip/norm_before/w", "clip_0/norm_before"])
+def test_one_of_several_norms_must_be_named(tmp_path, first):
+    second = first.replace("/w", "/v").replace("_0", "_1")
+    text = f"{first},{second}\n1,2\n"
+    with pytest.raises(
+        ValueError, match=f"several columns have .* There are '{first}', '{second}'. Ch"
+    ):
+        read(tmp_path, text)
+    assert read(tmp_path, text, second) == [2.0]
+
+
+def test_a_column_that_is_not_there_is_named(tmp_path):
+    text = "column='norms' is not in this file, which has 'step', 'norm'"
+    with pytest.raises(ValueError, match=text):
+        read(tmp_path, "step,norm,note\n0,1.5,a\n", "norms")
+
+
+def test_a_hundred_columns_are_not_all_listed(tmp_path):
+    names = ",".join(f"clip/norm_before/{i}" for i in range(100))
+    with pytest.raises(ValueError, match="'clip/norm_before/11' and 88 more"):
+        read(tmp_path, f"{names}\n{'1,' * 99}1\n")
+
+
+def test_nested_objects_are_columns(tmp_path):
+    rows = [{"train": {"clip": {"norm_before": x}, "loss": 9.0}} for x in (1.5, 0.5)]
+    text = "\n".join(map(json.dumps, rows))
+    np.testing.assert_array_equal(read(tmp_path, text), [1.5, 0.5])
+    np.testing.assert_array_equal(read(tmp_path, text, "train/loss"), [9.0, 9.0])

@@ -1,0 +1,181 @@
+"""A replay is what the clipper does in a run."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import optaxclip
+from tests import oracle_rules as oracle
+from tests.helpers import apply
+
+NORMS = np.asarray(oracle.histories()["broken"][:150], np.float32)
+
+
+@pytest.mark.parametrize(
+    "shrink",
+    [
+        None,
+        optaxclip.shrinks.smooth(2.0),
+        optaxclip.shrinks.drop,
+        optaxclip.shrinks.normalize,
+    ],
+)
+@pytest.mark.parametrize(
+    "rule", [optaxclip.rules.z_score(1.0), 0.9, None], ids=["z-score", "fixed", "none"]
+)
+def test_a_replay_is_what_the_clipper_does_in_a_run(rule, shrink):
+    clipper = optaxclip.clip_by_global_norm(rule, shrink=shrink)
+
+    @jax.jit
+    def both(norms):
+        _, states = jax.lax.scan(
+            lambda state, grad: (clipper.update(grad, state)[1],) * 2,
+            clipper.init(norms[:1]),
+            norms[:, None],
+        )
+        return states, optaxclip.replay.run(rule, norms, shrink=shrink)
+
+    states, result = both(NORMS)
+    finite = np.isfinite(NORMS)
+    # Two programs, which XLA may round differently: within four spacings of float32,
+    # where one rule takes about as many roundings in a step.
+    np.testing.assert_allclose(
+        result.limits, states.limit, rtol=4 * np.finfo(np.float32).eps
+    )
+    np.testing.assert_allclose(
+        np.asarray(result.factors)[finite], states.factor[finite], rtol=1e-6
+    )
+    np.testing.assert_array_equal(np.cumsum(result.clipped), states.clipped)
+    assert np.isnan(np.asarray(result.factors)[~finite]).all()
+
+
+@pytest.mark.parametrize(
+    ("norm", "limit", "shrink"),
+    [(3e38, 1.0, None), (1.2e-38, 10.0, optaxclip.shrinks.normalize)],
+)
+def test_no_factor_of_a_replay_is_0_or_inf_beside_a_limit(norm, limit, shrink):
+    (factor,) = optaxclip.replay.run(limit, [norm], shrink=shrink).factors
+    _, state = apply(
+        optaxclip.clip_by_global_norm(limit, shrink=shrink), jnp.array([norm])
+    )
+    assert 0 < factor < np.inf and factor == state.factor
+
+
+@pytest.mark.slow
+def test_a_thousand_rules_at_once():
+    quantiles = np.linspace(0, 1, 1000, dtype=np.float32)
+
+    def rate(quantile):
+        return optaxclip.replay.run(
+            optaxclip.rules.windowed_quantile(quantile, 50), NORMS
+        ).clipped.mean()
+
+    rates = np.asarray(jax.jit(jax.vmap(rate))(quantiles))
+    alone = [float(jax.jit(rate)(quantile)) for quantile in quantiles[[0, 500, 999]]]
+    np.testing.assert_allclose(rates[np.array([0, 500, 999])], alone, rtol=1e-6)
+    assert np.all(np.diff(rates) <= 0) and rates[0] > 0.5
+
+
+@pytest.mark.slow
+def test_the_norms_of_a_real_run_can_be_replayed():
+    """metrics() of every step, written as JSON lines: what a fixed limit would have
+    done to a run that was not clipped is what it did where nothing depends on it.
+    """
+    optimizer = optax.chain(optaxclip.clip_by_global_norm(1.0), optax.sgd(0.0))
+    grads = jnp.asarray(NORMS[np.isfinite(NORMS)])[:, None]
+    _, history = jax.lax.scan(
+        lambda state, grad: (lambda s: (s, optaxclip.metrics(s)))(
+            optimizer.update(grad, state)[1]
+        ),
+        optimizer.init(grads[0]),
+        grads,
+    )
+    np.testing.assert_array_equal(
+        optaxclip.replay.run(1.0, history["clip/norm_before"]).clipped,
+        np.diff(history["clip/clipped_count"], prepend=0) > 0,
+    )
+
+
+def test_replay_keeps_64_bits_and_names_its_rule():
+    with jax.enable_x64(True):
+        assert (
+            optaxclip.replay.run(1.0, np.array([1.0, 2.0])).limits.dtype == jnp.float64
+        )
+        assert (
+            optaxclip.replay.run(1.0, np.array([1.0, 2.0], np.float16)).limits.dtype
+            == jnp.float32
+        )
+    with pytest.raises(
+        ValueError, match=r"^replay.run: rule must be at least 0, got -1.0"
+    ):
+        optaxclip.replay.run(-1.0, [1.0])
+
+
+def test_a_history_has_a_norm_for_each_step():
+    for norms, shape in ((1.0, r"\(\)"), ([], r"\(0,\)")):
+        must = "norms must be a history, one norm for each step, got an array of shape"
+        with pytest.raises(ValueError, match=f"^replay.run: {must} {shape}"):
+            optaxclip.replay.run(1.0, norms)
+
+
+def test_wide_integers_are_norms():
+    # Without jax_enable_x64 an int64 of 2^40 would become the int32 0.
+    found = optaxclip.replay.run(2.0, np.array([2**40, 1]))
+    np.testing.assert_array_equal(found.norms, np.float32([2.0**40, 1.0]))
+    np.testing.assert_array_equal(found.factors, np.float32([2.0**-39, 1.0]))
+
+
+def test_many_norms_have_memories_of_their_own():
+    norms = np.stack([NORMS, NORMS[::-1]], axis=1)
+    rule = optaxclip.rules.z_score(1.0)
+    together = optaxclip.replay.run(rule, norms)
+    for column, own in enumerate(norms.T):
+        alone = optaxclip.replay.run(rule, own)
+        np.testing.assert_allclose(together.limits[:, column], alone.limits, 1e-6)
+        np.testing.assert_array_equal(together.clipped[:, column], alone.clipped)
+
+
+@pytest.mark.parametrize("norms", ["run.csv", {"norm": [1.0]}, [1j], [True]])
+def test_what_has_no_numbers_is_no_history(norms):
+    for call in (
+        lambda: optaxclip.replay.run(2.0, norms),
+        lambda: optaxclip.replay.suggest(norms),
+        lambda: optaxclip.replay.spike_score(norms),
+    ):
+        with pytest.raises(TypeError, match="norms must be an array of numbers, got"):
+            call()
+
+
+@pytest.mark.parametrize("norms", [[1.0, -2.5, np.nan], jnp.array([3, -1])])
+def test_negative_norms_are_refused(norms):
+    least = np.nanmin(norms)
+    for name, call in (
+        ("replay.run", lambda: optaxclip.replay.run(2.0, norms)),
+        ("suggest", lambda: optaxclip.replay.suggest(norms)),
+    ):
+        text = f"^{name}: norms must be at least 0, got {least}"
+        with pytest.raises(ValueError, match=text):
+            call()
+
+
+def test_a_shrink_returns_a_new_norm():
+    with pytest.raises(TypeError, match=r"replay.run: shrink must return .* got None"):
+        optaxclip.replay.run(2.0, [1.0, 4.0], shrink=lambda norm, limit: None)
+
+
+def test_a_step_with_the_limit_nan_is_not_clipped():
+    def limit(step):
+        return jnp.where(step == 1, jnp.nan, 2.0)
+
+    norms = [1.0, 4.0, 4.0]
+    found = optaxclip.replay.run(limit, norms)
+    assert found.clipped.tolist() == [False, False, True]
+    np.testing.assert_array_equal(found.factors, [1.0, np.nan, 0.5])
+    # As the clipper counts.
+    clipper = optaxclip.clip_by_global_norm(limit)
+    state = clipper.init(jnp.float32(0.0))
+    for norm in norms:
+        _, state = clipper.update(jnp.float32(norm), state)
+    assert state.clipped == 1

@@ -1,0 +1,75 @@
+"""Logs of a clipper and a wrapper that skips steps, one inside or behind the other."""
+
+import json
+
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import optaxclip
+
+NORMS = [1.0, 2.0, 100.0, 1.5, float("nan"), 0.5]
+
+
+def logged(path, optimizer):
+    """Writes what `metrics` finds in each step."""
+    state = optimizer.init(jnp.zeros(1))
+    lines = []
+    for norm in NORMS:
+        _, state = optimizer.update(jnp.array([norm]), state, jnp.zeros(1))
+        found = optaxclip.metrics(state)
+        lines.append(json.dumps({name: float(x) for name, x in found.items()}))
+    path.write_text("\n".join(lines))
+    return path
+
+
+@pytest.mark.parametrize("limit", [1.8, 50.0])
+def test_norms_of_skipped_steps_are_read(tmp_path, limit):
+    inside = optax.chain(optaxclip.clip_by_global_norm(limit), optax.sgd(0.1))
+    path = logged(tmp_path / "log.jsonl", optaxclip.skip_spikes(inside, 10.0))
+    np.testing.assert_array_equal(optaxclip.replay.read_history(path), NORMS)
+
+
+def test_norms_of_skipped_steps_are_read_from_floats(tmp_path):
+    inside = optax.chain(optaxclip.clip_by_global_norm(1.8), optax.sgd(0.1))
+    optimizer = optaxclip.skip_nonfinite(inside)
+    state, lines = optimizer.init(jnp.zeros(1)), []
+    for norm in NORMS:
+        _, state = optimizer.update(jnp.array([norm]), state, jnp.zeros(1))
+        lines.append(json.dumps(optaxclip.metrics(state, floats=True)))
+    path = tmp_path / "log.jsonl"
+    path.write_text("\n".join(lines))
+    np.testing.assert_array_equal(optaxclip.replay.read_history(path), NORMS)
+
+
+@pytest.mark.parametrize("limit", [1.8, 50.0])
+def test_norms_before_a_clip_in_front_are_read(tmp_path, limit):
+    behind = optaxclip.skip_spikes(optax.sgd(0.1), 10.0)
+    chain = optax.chain(optaxclip.clip_by_global_norm(limit), behind)
+    path = logged(tmp_path / "log.jsonl", chain)
+    np.testing.assert_array_equal(optaxclip.replay.read_history(path), NORMS)
+
+
+def test_a_clipper_in_front_that_lengthens_is_read(tmp_path):
+    """All norms are 10 behind it: larger than before, and too large for the wrapper."""
+    normalize = optaxclip.clip_by_global_norm(10.0, shrink=optaxclip.shrinks.normalize)
+    behind = optaxclip.skip_spikes(optax.sgd(0.1), optaxclip.rules.ema_ratio(0.9))
+    path = logged(tmp_path / "log.jsonl", optax.chain(normalize, behind))
+    np.testing.assert_array_equal(optaxclip.replay.read_history(path), NORMS)
+
+
+def test_a_column_that_is_named_is_read(tmp_path):
+    inside = optax.chain(optaxclip.clip_by_global_norm(1.8), optax.sgd(0.1))
+    path = logged(tmp_path / "log.jsonl", optaxclip.skip_spikes(inside, 10.0))
+    found = optaxclip.replay.read_history(path, "clip/norm_before")
+    np.testing.assert_array_equal(found, [1.0, 2.0, 2.0, 1.5, 1.5, 0.5])
+
+
+@pytest.mark.parametrize(("skipped", "read"), [(2.5, "skip/norm"), (2.001, "clip")])
+def test_larger_norms_are_told_from_rounded_ones(tmp_path, skipped, read):
+    path = tmp_path / "log.csv"
+    head = "clip/norm_before,skip/norm,skip/skipped"
+    path.write_text(f"{head}\n1,1,0\n2,{skipped},1\n")
+    last = skipped if read == "skip/norm" else 2.0
+    np.testing.assert_array_equal(optaxclip.replay.read_history(path), [1.0, last])

@@ -1,0 +1,103 @@
+"""Suggestions are fixed limits and rules, with what each does to recorded norms."""
+
+import numpy as np
+import optax
+import pytest
+
+import optaxclip
+from optaxclip.replay import suggest
+from tests import oracle_rules as oracle
+
+NORMS = np.asarray(oracle.histories()["broken"][:150], np.float32)
+SKIP_STEP = "optaxclip.skip_step(optimizer, on_loss=False)"
+
+
+@pytest.mark.slow
+def test_suggestions_count_the_steps_over_each_limit():
+    rows = {row.rule: row for row in suggest(NORMS)}
+    good = NORMS[np.isfinite(NORMS) & (NORMS > 0)].astype(np.float64)
+    fixed = [
+        row
+        for name, row in rows.items()
+        if name.startswith("optaxclip.clip_by_global_norm(") and "window" not in name
+    ]
+    assert len(fixed) >= 4
+    for row in fixed:
+        assert f"{row.limit:g}" in row.rule
+        assert row.clip_rate == pytest.approx(np.mean(good > np.float32(row.limit)))
+    assert [row.clip_rate for row in fixed] == sorted(
+        (row.clip_rate for row in fixed), reverse=True
+    )
+    limits = np.asarray(
+        oracle.limits(
+            oracle.windowed_quantile(float(np.float32(0.1)), 10_000, current=True), good
+        )
+    )
+    assert rows["optaxclip.autoclip(10)"].clip_rate == pytest.approx(
+        np.mean(good > limits * (1 + 1e-6)), abs=0.01
+    )
+    for row in rows.values():
+        eval(row.rule, {"optaxclip": optaxclip, "optimizer": optax.sgd(0.1)})
+
+
+def test_skipped_steps_are_multiplied_by_0():
+    norms = [1.0 + i % 7 / 10 for i in range(300)]
+    norms[200] = 50.0
+    *_, skip = suggest(norms)
+    assert "skip_step" in skip.rule
+    assert skip.clip_rate > 0 and skip.mean_factor == 0
+
+
+@pytest.mark.slow
+def test_suggestions_are_quantiles_five_medians_and_rules():
+    good = np.concatenate([np.arange(1.0, 64.0), [300.0]])
+    rows = {
+        row.rule: row
+        for row in suggest(np.concatenate([good[:-1], [np.nan, 0.0, 300.0]]))
+    }
+    fixed = sorted(
+        {
+            float(f"{limit:.3g}")
+            for limit in (
+                *np.quantile(good, (0.5, 0.9, 0.95, 0.99)),
+                5 * np.median(good),
+            )
+        }
+    )
+    assert fixed == [32.5, 57.7, 60.8, 151, 162]
+    assert [row.limit for row in list(rows.values())[: len(fixed)]] == np.float32(
+        fixed
+    ).tolist()
+    assert rows["optaxclip.clip_by_global_norm(162)"].clip_rate == pytest.approx(1 / 64)
+    assert rows["optaxclip.clip_by_global_norm(162)"].mean_factor == pytest.approx(
+        162 / 300
+    )
+    assert rows["optaxclip.autoclip(10)"].limit == pytest.approx(np.quantile(good, 0.1))
+    assert rows[
+        "optaxclip.clip_by_global_norm(optaxclip.rules.windowed_quantile(0.9, 1000))"
+    ].limit == pytest.approx(np.quantile(good[:-1], 0.9))
+    assert rows[SKIP_STEP].limit == pytest.approx(
+        np.mean(good[:-1]) + 6 * np.std(good[:-1], ddof=1)
+    )
+    alone = suggest(np.ones(64))  # the 64th norm is the first that skip_step can judge
+    by_name = {row.rule: row for row in alone}
+    assert by_name[SKIP_STEP].limit == 1.0 and by_name[SKIP_STEP].mean_factor == 1.0
+
+
+def test_a_limit_among_the_norms_of_broken_steps_is_not_recommended():
+    # 1 % of the steps are above 2000, and 4 % are broken.
+    norms = [*np.linspace(0.5, 1.5, 96), 1000.0, 2000.0, 3000.0, 4000.0]
+    (best,) = [row for row in suggest(norms) if row.recommended]
+    assert best.limit == pytest.approx(5 * np.median(norms), 1e-3)
+    assert best.clip_rate == pytest.approx(0.04)
+
+
+def test_norms_that_never_change_have_a_recommendation_too():
+    (best,) = [row for row in suggest(np.ones(50)) if row.recommended]
+    assert best.limit == 1.0
+
+
+def test_two_finite_norms_are_needed():
+    text = "^suggest: norms must hold at least two finite norms above 0, got 1"
+    with pytest.raises(ValueError, match=text):
+        suggest([1.0, 0.0, np.nan, np.inf])

@@ -1,0 +1,64 @@
+"""What is not known of a loss is NaN, and a loss under another name is refused."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import optaxclip
+
+GRADS = jnp.array([3.0, 4.0])
+LOOK = {
+    "skip_step": optaxclip.skip_step(optax.sgd(0.1)),
+    "skip_spikes": optaxclip.skip_spikes(optax.sgd(0.1), None, 9.0),
+    "record_spikes": optaxclip.record_spikes(),
+}
+EVERY = LOOK | {
+    "skip_nonfinite": optaxclip.skip_nonfinite(optax.sgd(0.1)),
+    "skip_step, on_loss=False": optaxclip.skip_step(optax.sgd(0.1), on_loss=False),
+}
+
+
+@pytest.mark.parametrize("name", EVERY)
+def test_a_loss_is_nan_until_one_arrives(name):
+    optimizer = EVERY[name]
+    state = optimizer.init(GRADS)
+    assert np.isnan(state.loss) and state.loss_limit == np.inf
+    if name == "skip_spikes":
+        return
+    _, state = optimizer.update(GRADS, state)
+    assert np.isnan(state.loss)
+    (key,) = (key for key in optaxclip.metrics(state) if key.endswith("/loss"))
+    assert np.isnan(optaxclip.metrics(state)[key])
+    _, state = optimizer.update(GRADS, state, value=2.0)
+    _, after = optimizer.update(GRADS, state)
+    if name in LOOK:
+        assert state.loss == after.loss == 2.0
+        # A step without a loss is not broken by that of another.
+        assert getattr(after, "skipped", 0) == getattr(after, "spikes", 0) == 0
+
+
+@pytest.mark.parametrize("wrong", ["loss", "loss_value", "train_loss"])
+@pytest.mark.parametrize("name", LOOK)
+def test_a_loss_under_another_name_is_refused(name, wrong):
+    optimizer = LOOK[name]
+    with pytest.raises(TypeError) as error:
+        optimizer.update(GRADS, optimizer.init(GRADS), **{wrong: 1e6})
+    start = f"{name}: update has no argument {wrong!r}: the loss is value, as in optax"
+    assert str(error.value).startswith(start)
+
+
+@pytest.mark.parametrize("name", LOOK)
+def test_another_loss_goes_on_beside_value(name):
+    optimizer = LOOK[name]
+    _, state = optimizer.update(GRADS, optimizer.init(GRADS), value=1.0, loss=1e6)
+    assert state.loss == 1.0
+
+
+@pytest.mark.parametrize("name", [name for name in EVERY if name not in LOOK])
+def test_what_looks_at_no_loss_hands_any_name_on(name):
+    optimizer = EVERY[name]
+    jax.eval_shape(
+        lambda grads: optimizer.update(grads, optimizer.init(grads), loss=1e6), GRADS
+    )
