@@ -230,7 +230,10 @@ class Run(NamedTuple):
         of_one = jax.value_and_grad(self.problem.of_one, has_aux=True)
         run = jax.vmap(of_one, (None, 0))
         (values, aux), grads = run(self.problem.params, example)
-        leaves = rounded(jax.tree.leaves(grads))
+        # Written once, in the dtype of the parameters: XLA leaves out a rounding to 16
+        # bits before what computes in float32, and on a CPU would write the float64
+        # squares of gradients that only a norm reads.
+        leaves = list(map(lax.optimization_barrier, jax.tree.leaves(grads)))
         weights = self.limits.weigh(leaves, self.groups, present)
         return leaves, (weights, values, aux)
 
