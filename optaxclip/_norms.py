@@ -55,7 +55,7 @@ ORDERS = "a number above 0, math.inf, 'rms' or 'average'"
 class Leaf(NamedTuple):
     """What is static of a clipped leaf."""
 
-    norm: int | None  # the number of its norm
+    norm: Any  # the number of its norm, or None
     dims: Dims = None  # what that sums
     split: Split = Split()
 
@@ -124,7 +124,7 @@ class Plan(NamedTuple):
     """What is static of some norms."""
 
     leaves: tuple[Leaf, ...]
-    count: int  # of norms
+    size: int  # how many norms
     ord: Ord = None
     units: bool = False
 
@@ -162,7 +162,7 @@ def norms_of(plan: Plan, leaves: list[jax.Array]) -> list[jax.Array]:
     norms = []
     for three, count in zip(sums, counts):
         norms.append(root_of(Sums(*(x / count for x in three))))
-    if plan.count == 1 and not norms[0].ndim:
+    if plan.size == 1 and not norms[0].ndim:
         norms = [in_one_kernel(norms[0])]
     if plan.ord == "average":
         # sqrt(sum / N) / sqrt(N) = sqrt(sum) / N
@@ -171,15 +171,16 @@ def norms_of(plan: Plan, leaves: list[jax.Array]) -> list[jax.Array]:
 
 
 def _order(plan: Plan) -> float:
-    is_mean = plan.ord is None or isinstance(plan.ord, str)
-    return 2.0 if is_mean else float(plan.ord)
+    if plan.ord is None or isinstance(plan.ord, str):
+        return 2.0
+    return float(plan.ord)
 
 
 def _counts(plan: Plan, leaves: list[jax.Array], dtype: Any) -> list[Any]:
     """How many numbers each norm sums on all devices, at least 1, for a mean."""
     if not isinstance(plan.ord, str):
-        return [dtype.type(1)] * plan.count
-    counts = [0] * plan.count
+        return [dtype.type(1)] * plan.size
+    counts = [0] * plan.size
     for x, leaf in zip(leaves, plan.leaves):
         devices = mesh.axes_size(leaf.split.summed)
         counts[leaf.norm] += count_of(x, leaf.dims, devices)
@@ -196,8 +197,8 @@ def _joined(
     largest. A term is a tuple of arrays, and `zeros` that of no leaf.
     """
     names = plan.names()
-    own: list[list[Any]] = [[] for _ in range(plan.count)]
-    over: list[tuple[str, ...]] = [names] * plan.count
+    own: list[list[Any]] = [[] for _ in range(plan.size)]
+    over: list[tuple[str, ...]] = [names] * plan.size
     for term, leaf in zip(terms, plan.leaves):
         split = leaf.split
         is_kept = plan.is_kept(leaf)

@@ -97,7 +97,7 @@ class ClipState(NamedTuple):
         check_one_model("by_name: the state", "ClipState.by_name", self)
         fields = [getattr(self, name) for name in Entry._fields[:-1]]
         if not is_vector(self.names):
-            return {"": Entry(*fields, self.memory)}
+            return {"": Entry._make([*fields, self.memory])}
         parts = counts_of(self)
         if layers:
             parts = with_layers(self, "by_name")
@@ -113,7 +113,7 @@ class ClipState(NamedTuple):
                 memory_of = jax.tree.map(
                     lambda x, rows=inside: x[rows], memory
                 )
-                found[name] = Entry(*own, memory_of)
+                found[name] = Entry._make([*own, memory_of])
                 start += 1 if count is None else count
         return found
 
@@ -245,6 +245,7 @@ class Form:
     names: tuple[Any, ...] | None  # None: open
     memory: Any = None  # its structure
     units: bool = False
+    noted: "Form | None" = None  # that of the state beside an open one
 
     # JAX compares the forms of two trees before it maps over them together.
     def __eq__(self, other: object) -> bool:
@@ -285,7 +286,7 @@ def _flatten(state: ClipState) -> tuple[list[Any], Form]:
 
 
 def _unflatten(form: Form, fields: Any) -> ClipState:
-    noted = getattr(form, "noted", form)
+    noted = form.noted or form
     if noted.names is None:
         return ClipState(form, *fields)
     names = []

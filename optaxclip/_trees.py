@@ -17,7 +17,7 @@ from collections.abc import (
     Mapping,
     Sequence,
 )
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias, TypeGuard
 
 import jax
 import jax.numpy as jnp
@@ -122,7 +122,7 @@ def name(path: Any) -> str:
     return jax.tree_util.keystr(path, simple=True, separator="/")
 
 
-def names(paths: list[Any], known: Container[str] = ()) -> list[str]:
+def names(paths: Sequence[Any], known: Container[str] = ()) -> list[str]:
     """The names of all key paths of a tree, no two alike: where `a/b` could be two
     places, they are written as in Python. No name has line breaks.
 
@@ -235,7 +235,7 @@ def for_each_leaf(
 # --------------------------------------------------------------- axes of units, layers
 
 
-def is_axes(x: Any) -> bool:
+def is_axes(x: Any) -> TypeGuard[tuple[int, ...]]:
     """Whether it is a tuple of axes, and not a part of a tree."""
     # A NamedTuple of ints is a part of a tree, so the type is tuple itself.
     whole = int, np.integer

@@ -29,7 +29,7 @@ class Ema(Rule):
     Adam, 2025 (arXiv 2502.17055).
     """
 
-    decay: Number = number(0.999, highest=1.0)
+    decay: Number = number(default=0.999, highest=1.0)
 
     def init(self, norm: jax.Array) -> Average:
         return empty_average(norm)

@@ -49,14 +49,14 @@ class EmaBand(Rule):
     large language model training, 2026 (arXiv 2601.11864).
     """
 
-    low: Number = number(0.95)
-    high: Number = number(0.6)
-    decay: Number = number(0.95, highest=1.0)
+    low: Number = number(default=0.95)
+    high: Number = number(default=0.6)
+    decay: Number = number(default=0.95, highest=1.0)
     _: KW_ONLY
-    floor: Number = number(0.01)
-    up: Number = number(1.1, lowest=1.0)
-    down: Number = number(0.9, highest=1.0)
-    raise_small: Any = flag(False)
+    floor: Number = number(default=0.01)
+    up: Number = number(default=1.1, lowest=1.0)
+    down: Number = number(default=0.9, highest=1.0)
+    raise_small: Any = flag(default=False)
 
     def init(self, norm: jax.Array) -> Average:
         return empty_average(norm)

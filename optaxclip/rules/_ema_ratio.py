@@ -71,14 +71,16 @@ class EmaRatio(Rule):
     2.0 and 1.1, decays 0.99 and 0.9).
     """
 
-    ratio: Number = number(2.0)
-    decay: Number = number(0.99, highest=1.0)
+    ratio: Number = number(default=2.0)
+    decay: Number = number(default=0.99, highest=1.0)
     _: KW_ONLY
-    target: Number | None = number(None, optional=True)
-    target_decay: Number | None = number(None, highest=1.0, optional=True)
-    corrected: Any = flag(False)
-    remember: str = choice("clipped", "raw")
-    warmup: Any = number(1, schedule=False)
+    target: Number | None = number(default=None, optional=True)
+    target_decay: Number | None = number(
+        default=None, highest=1.0, optional=True
+    )
+    corrected: Any = flag(default=False)
+    remember: str = choice("clipped", "raw", default="clipped")
+    warmup: Any = number(default=1, schedule=False)
 
     def init(self, norm: jax.Array) -> Memory:
         seen = jnp.zeros(norm.shape, jnp.int32)

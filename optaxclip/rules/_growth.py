@@ -37,9 +37,9 @@ class Growth(Rule):
     low-rank constraint?, 2024 (arXiv 2410.01623).
     """
 
-    rate: Number = number(1.01)
+    rate: Number = number(default=1.01)
     _: KW_ONLY
-    floor: Number = number(0.0)
+    floor: Number = number(default=0.0)
 
     def init(self, norm: jax.Array) -> jax.Array:
         # The first norm has no limit: inf times a rate above 0 is inf.

@@ -67,13 +67,13 @@ class LogZScore(Rule):
     lower for some hundred steps after it.
     """
 
-    z: Number = number(4.0)
-    decay: Number = number(0.995, highest=1.0)
+    z: Number = number(default=4.0)
+    decay: Number = number(default=0.995, highest=1.0)
     _: KW_ONLY
     # With an infinite one the logarithms would differ by inf - inf.
-    floor: Number = number(0.01, highest=MOST)
-    spread: Number = number(1e-3)
-    warmup: Any = number(277, lowest=1, schedule=False)
+    floor: Number = number(default=0.01, highest=MOST)
+    spread: Number = number(default=1e-3)
+    warmup: Any = number(default=277, lowest=1, schedule=False)
 
     def init(self, norm: jax.Array) -> LogNormMemory:
         seen = jnp.zeros(norm.shape, jnp.int32)

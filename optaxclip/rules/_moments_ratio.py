@@ -50,10 +50,10 @@ class MomentsRatio(Rule):
     Adam, 2025 (arXiv 2502.17055), AdaGN.
     """
 
-    decay1: Number = number(0.7, highest=1.0)
-    decay2: Number = number(0.9, highest=1.0)
+    decay1: Number = number(default=0.7, highest=1.0)
+    decay2: Number = number(default=0.9, highest=1.0)
     _: KW_ONLY
-    eps: Number = number(1e-8)
+    eps: Number = number(default=1e-8)
 
     def init(self, norm: jax.Array) -> Moments:
         return Moments(

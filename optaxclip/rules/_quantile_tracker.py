@@ -40,10 +40,10 @@ class QuantileTracker(Rule):
     adaptive clipping, 2021 (arXiv 1905.03871).
     """
 
-    quantile: Number = number(0.5, highest=1.0)
-    rate: Number = number(0.2, highest=float(np.finfo(np.float32).max))
+    quantile: Number = number(default=0.5, highest=1.0)
+    rate: Number = number(default=0.2, highest=float(np.finfo(np.float32).max))
     _: KW_ONLY
-    start: ArrayLike = number(0.1, schedule=False)
+    start: ArrayLike = number(default=0.1, schedule=False)
 
     def init(self, norm: jax.Array) -> jax.Array:
         return jnp.full_like(norm, self.start)

@@ -104,10 +104,8 @@ def flag(default: bool) -> Any:
     return field(default=default, metadata={"check": check})
 
 
-def choice(*allowed: str) -> Any:
-    """A field that is one of some strings, by default the first. A changed string
-    compiles anew.
-    """
+def choice(*allowed: str, default: str) -> Any:
+    """A field that is one of some strings. A changed string compiles anew."""
 
     def check(argument: str, value: Any) -> Any:
         check_choice(argument, value, allowed)
@@ -115,7 +113,7 @@ def choice(*allowed: str) -> Any:
 
     # jit takes no strings as leaves, so they belong to the structure of the tree.
     metadata = {"check": check, "static": True}
-    return field(default=allowed[0], metadata=metadata)
+    return field(default=default, metadata=metadata)
 
 
 # Tells type checkers that every subclass is a dataclass of its annotated fields.

@@ -36,7 +36,7 @@ class ShareOfParams(Rule):
     """
 
     share: Number = number()
-    floor: Number = number(0.0)
+    floor: Number = number(default=0.0)
 
     @property
     def needs_params(self) -> bool:

@@ -58,14 +58,14 @@ class WindowedMean(Rule):
     which is `optaxclip.skip_step`).
     """
 
-    sigmas: Number = number(3.0)
-    window: Any = number(128, whole=True)
+    sigmas: Number = number(default=3.0)
+    window: Any = number(default=128, whole=True)
     _: KW_ONLY
-    ddof: Any = number(0, schedule=False)
-    floor: Number = number(0.0)
-    current: Any = flag(False)
-    remember: str = choice("raw", "clipped")
-    warmup: Any = number(2, schedule=False)
+    ddof: Any = number(default=0, schedule=False)
+    floor: Number = number(default=0.0)
+    current: Any = flag(default=False)
+    remember: str = choice("raw", "clipped", default="raw")
+    warmup: Any = number(default=2, schedule=False)
 
     def __post_init__(self) -> None:
         super().__post_init__()

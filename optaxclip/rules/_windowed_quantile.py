@@ -72,13 +72,13 @@ class WindowedQuantile(Rule):
     clipping for source separation networks, 2020 (arXiv 2007.14469).
     """
 
-    quantile: Number = number(0.5, highest=1.0)
-    window: Any = number(100, whole=True)
+    quantile: Number = number(default=0.5, highest=1.0)
+    window: Any = number(default=100, whole=True)
     _: KW_ONLY
-    factor: Number = number(1.0)
-    current: Any = flag(False)
-    remember: str = choice("raw", "clipped")
-    warmup: Any = number(1, schedule=False)
+    factor: Number = number(default=1.0)
+    current: Any = flag(default=False)
+    remember: str = choice("raw", "clipped", default="raw")
+    warmup: Any = number(default=1, schedule=False)
 
     def init(self, norm: jax.Array) -> QuantileMemory:
         recent = empty_window("windowed_quantile: window", self.window, norm)

@@ -57,12 +57,12 @@ class ZScore(Rule):
     pre-training, 2025 (arXiv 2504.02507).
     """
 
-    z: Number = number(2.5)
-    decay: Number = number(0.97, highest=1.0)
+    z: Number = number(default=2.5)
+    decay: Number = number(default=0.97, highest=1.0)
     _: KW_ONLY
-    target: str = choice("adaptive", "mean", "max")
-    warmup: Any = number(25, lowest=1, schedule=False)
-    eps: Number = number(1e-6)
+    target: str = choice("adaptive", "mean", "max", default="adaptive")
+    warmup: Any = number(default=25, lowest=1, schedule=False)
+    eps: Number = number(default=1e-6)
 
     def init(self, norm: jax.Array) -> ZScoreMemory:
         seen = jnp.zeros(norm.shape, jnp.int32)
