@@ -41,12 +41,12 @@ def test_without_a_limit_the_loss_ends_where_it_says():
     assert final and claim and final[1] == claim[1]
 
 
-def test_the_words_outside_code_and_tables_are_at_most_800():
+def test_the_words_outside_code_and_tables_are_at_most_650():
     text = re.sub(
         r"```.*?```|<picture>.*?</picture>|<!--.*?-->", "", README, flags=re.S
     )
     lines = [line for line in text.splitlines() if not line.startswith("|")]
-    assert len(" ".join(lines).split()) <= 800
+    assert len(" ".join(lines).split()) <= 650
 
 
 def test_the_table_of_choices_has_at_most_8_rows():
