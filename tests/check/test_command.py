@@ -1,0 +1,67 @@
+"""`python -m optaxclip.check` ends with 0 where all is right, 1 for a finding, and 2 for
+what it cannot check.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.slow
+
+STEPS = "tests.check.wrong_steps"
+
+
+def run(*arguments):
+    # As a user has it: one CPU device, until the command asks for eight.
+    environment = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"}
+    return subprocess.run(
+        [sys.executable, "-m", "optaxclip.check", *arguments],
+        cwd=Path(__file__).parents[2],
+        env=environment,
+        capture_output=True,
+        text=True,
+    )
+
+
+def test_a_finding_ends_with_1_and_says_what_to_do():
+    found = run(f"{STEPS}:own_factor", "--settings", "replicated", "experts")
+    assert (found.returncode, found.stderr) == (1, "")
+    lines = found.stdout.splitlines()
+    assert any(line.split()[:2] == ["replicated", "right"] for line in lines)
+    (row,) = [line for line in lines if line.split()[:3] == ["experts", "above", "update"]]
+    assert row.endswith("own_factor")
+    assert any(line.startswith("own_factor: ") for line in lines)
+
+
+def test_a_right_step_ends_with_0():
+    found = run("tests.check.right_steps:ours_jit", "--settings", "replicated")
+    assert (found.returncode, found.stderr) == (0, "")
+
+
+def test_json_holds_every_finding():
+    found = run(f"{STEPS}:own_nan", "--settings", "fsdp", "--json")
+    assert found.returncode == 1
+    report = json.loads(found.stdout)
+    assert report["step"] == f"{STEPS}:own_nan"
+    assert report["settings"] == ["fsdp"]
+    assert {row["kind"] for row in report["findings"]} == {"nan_on_one_device"}
+    keys = ["setting", "gradients", "what", "wanted", "found", "kind", "meaning"]
+    assert all(list(row) == keys for row in report["findings"])
+
+
+@pytest.mark.parametrize(
+    "name, text",
+    [
+        ("trainer", "must be module:function, got 'trainer'"),
+        ("no_such_module:make_step", "no module named 'no_such_module'"),
+        (f"{STEPS}:gone", f"module '{STEPS}' has no 'gone'"),
+    ],
+)
+def test_a_name_that_leads_nowhere_ends_with_2(name, text):
+    found = run(name)
+    assert found.returncode == 2
+    assert text.lower() in found.stderr.lower()
