@@ -1,10 +1,10 @@
 """Is the norm of a training step right, and does it clip as it should?
 
-    settings    who holds which part of weights and batch, and the limit
-    gradients   their mean is known in float64, so norm and factor are known
-    step        the user's own. It is run on eight CPU devices
-    kinds       what the known bugs would have given instead, as numbers. The first that
-                agrees with what the step gave is named
+settings    who holds which part of weights and batch, and the limit
+gradients   their mean is known in float64, so norm and factor are known
+step        the user's own. It is run on eight CPU devices
+kinds       what the known bugs would have given instead, as numbers. The first that
+            agrees with what the step gave is named
 """
 
 import math
@@ -15,55 +15,59 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from ._checks import check_choice, check_scalar, shown
 
 Tree = dict[str, Any]
-Specs = dict[str, PartitionSpec]
+Specs = dict[str, P]
+# What, wanted, found, kind: the last fields of a Finding.
+Rows = Iterator[tuple[str, float, Any, str]]
 
 DEVICES = 8
+# How each setting differs from "replicated".
+SETTINGS: dict[str, dict[str, Any]] = {
+    "replicated": {},
+    # So small that 1e-8 beside the norm shows.
+    "small_limit": {"max_norm": 1e-5},
+    "accumulated": {"microbatches": 3},
+    "fsdp": {"specs": {"experts": P(None, None, "data"), "matrix": P("data")}},
+    "experts": {
+        "specs": {"experts": P("expert")},
+        "batch_specs": {"experts": P("data", "expert")},
+    },
+    "bfloat16": {"dtype": jnp.bfloat16},
+    "float16": {"dtype": jnp.float16},
+}
+SHAPES = {"bias": (8,), "experts": (4, 8, 8), "matrix": (16, 8)}
+# Many leaves, whose squares are added one after the other.
+SHAPES_16_BIT = {"large": (16,)} | {f"small_{n:02}": (3,) for n in range(64)}
+# What each kind of bug means, and what to do.
 KINDS = {
-    "local_norm": "Each device has the norm of its own batch. Average the gradients over "
-    "the data axis (lax.pmean) before the norm is taken.",
-    "clip_before_average": "Each device clips its own gradient, then they are averaged. "
-    "Average first.",
-    "gradients_summed": "Gradients are added over the data axis, not averaged. Use "
-    "lax.pmean, or divide by the number of devices.",
-    "once_per_replica": "Squares are added over devices that hold the same gradients, so "
-    "each replica counts once more. Take the norm without this sum.",
-    "whole_leaves_repeated": "Leaves that every device holds count once for each device. "
-    "Add squares only over the mesh axes that a leaf is split over.",
-    "split_leaves_repeated": "Split leaves, such as experts, count once for each device "
-    "that holds the same part. Add their squares only over their own mesh axes.",
-    "all_leaves_repeated": "All leaves count more than once, each as often as devices "
-    "hold the same part. Add squares only over the mesh axes of each leaf.",
-    "own_shard": "Split leaves are not summed: each device has the norm of its own shard. "
-    "Add their squares over their mesh axes (lax.psum).",
-    "leaves_left_out": "The norm leaves out the leaves that are split, or those that are "
-    "not.",
-    "averaged_norms": "Norms, or sums of squares, of shards are averaged over devices. "
-    "Add the squares of the shards.",
-    "accumulation_summed": "Gradients of micro-batches are added, not averaged. Divide by "
-    "their number.",
-    "after_clip": "The norm that is returned is that of the clipped gradients.",
-    "scaled": "Gradients carry a power of two, as of loss scaling. Divide by it before "
-    "the norm is taken.",
-    "low_precision_sum": "Squares are added in bfloat16, where small ones no longer "
-    "change the sum. Add them in float32.",
-    "squares_overflow": "Squares of float16 numbers above 256 are inf. Convert to float32 "
-    "before squaring.",
-    "nan_on_one_device": "A NaN that one device holds is not seen by others. Take the "
-    "decision from the norm over all devices.",
-    "own_factor": "Each device clips by its own factor, so that replicas part and shards "
-    "no longer fit together. Clip by the norm over all devices.",
-    "groups_apart": "Leaves are clipped by different factors. For a global norm, clip "
-    "around optax.multi_transform, not inside it.",
-    "eps": "A small number is added to the norm before the limit is divided by it, so "
-    "gradients are clipped below the limit. Divide by the norm alone.",
-    "clipped_below_limit": "Gradients that are below the limit are changed.",
-    "not_clipped": "Gradients above the limit are not clipped.",
-    "unknown": "No known bug gives this number.",
+    "local_norm": "each device uses the gradient of its own batch: average first",
+    "gradients_summed": "gradients of devices are added: average them (lax.pmean)",
+    "once_per_replica": "squares are added over devices with equal gradients",
+    "whole_leaves_repeated": "leaves that all devices hold count once for each",
+    "split_leaves_repeated": "split leaves (experts) count once for each copy",
+    "all_leaves_repeated": "leaves count once for each device with the same part",
+    "own_shard": "squares of split leaves are not added (lax.psum)",
+    "leaves_left_out": "only split leaves count, or only those that are whole",
+    "averaged_norms": "norms or squares of shards are averaged: add squares",
+    "accumulation_summed": "gradients of micro-batches are added: average them",
+    "after_clip": "the norm that is returned is that of clipped gradients",
+    "scaled": "gradients carry a power of two, as of a scaled loss",
+    "low_precision_sum": "squares are added in bfloat16: add them in float32",
+    "squares_overflow": "squares in float16 are inf: convert to float32 first",
+    "nan_on_one_device": "a NaN is seen by some devices only: replicas part",
+    "own_factor": "each device clips by a factor of its own: replicas part",
+    "groups_apart": "leaves have different factors: clip all of them together",
+    "eps": "the limit is divided by norm + eps: updates are below the limit",
+    "clipped_below_limit": "gradients below the limit are changed",
+    "not_clipped": "gradients above the limit are not clipped",
+    "other_direction": "not along the gradient: clipped before the average, or by "
+    "another method than the global norm",
+    "unknown": "no known bug gives this number",
 }
 
 
@@ -71,18 +75,24 @@ class Setting(NamedTuple):
     """What `make_step` is told."""
 
     name: str
-    mesh: Mesh  # with an axis "data", and "experts" has an axis "expert" too
+    mesh: Mesh  # axes "data" and "expert"
     specs: Specs  # of params, gradients and updates
-    batch_specs: Specs  # of the gradients of examples: the first dimension is theirs
-    max_norm: float
-    microbatches: int  # into so many a step that accumulates splits its examples
+    batch_specs: (
+        Specs  # of gradients of examples: the first dimension is theirs
+    )
+    max_norm: float = 1.0
+    microbatches: int = (
+        1  # into so many a step that accumulates splits its batch
+    )
+    dtype: Any = jnp.float32
 
     @staticmethod
     def loss(params: Tree, batch: Tree) -> jax.Array:
         """A loss whose gradient is the mean over the examples of `batch`."""
-        total: Any = 0.0
+        total = jnp.zeros(())
         for name, leaf in batch.items():
-            total += jnp.sum(params[name][None] * leaf) / leaf.shape[0]
+            products = params[name][None] * leaf
+            total += jnp.sum(products) / len(leaf)
         return total
 
 
@@ -102,119 +112,10 @@ class Finding(NamedTuple):
         return KINDS[self.kind]
 
 
-# ------------------------------------------------------------------------- settings
-
-
-class Case(NamedTuple):
-    """A setting and its gradients."""
-
-    specs: Specs
-    experts: int = 1  # devices along the axis of experts
-    max_norm: float = 1.0
-    microbatches: int = 1
-    gradients: tuple[str, ...] = ("above", "below", "nan")
-    dtype: Any = jnp.float32
-    # Rounding of float32 sums of at most 400 numbers.
-    tolerance: float = 3e-5
-
-
-SHAPES = {"bias": (8,), "experts": (4, 8, 8), "matrix": (16, 8)}
-WHOLE = dict.fromkeys(SHAPES, PartitionSpec())
-FSDP = {
-    "bias": PartitionSpec(),
-    "experts": PartitionSpec(None, None, "data"),
-    "matrix": PartitionSpec("data"),
-}
-SMALL = [f"small_{number:02}" for number in range(64)]
-CASES = {
-    "replicated": Case(WHOLE),
-    # A limit so small that 1e-8 beside the norm shows.
-    "small_limit": Case(WHOLE, max_norm=1e-5, gradients=("above",)),
-    "accumulated": Case(WHOLE, microbatches=3, gradients=("above", "below")),
-    "fsdp": Case(FSDP),
-    "experts": Case(WHOLE | {"experts": PartitionSpec("expert")}, experts=2),
-    # Tolerances: an update, its factor and the norm are rounded once or twice each.
-    "bfloat16": Case(
-        dict.fromkeys(["large", *SMALL], PartitionSpec()),
-        gradients=("above",),
-        dtype=jnp.bfloat16,
-        tolerance=2.0**-6,
-    ),
-    "float16": Case(
-        {"bias": PartitionSpec()},
-        gradients=("above",),
-        dtype=jnp.float16,
-        tolerance=2.0**-8,
-    ),
-}
-SETTINGS = tuple(CASES)
-
-
-def _setting(name: str) -> Setting:
-    case = CASES[name]
-    devices = np.array(jax.devices("cpu")[:DEVICES])
-    mesh = Mesh(devices.reshape(-1, case.experts), ("data", "expert"))
-    batch_specs = {}
-    for leaf, spec in case.specs.items():
-        # A leaf that data parallel devices split is whole in their gradients.
-        own = () if "data" in spec else spec
-        batch_specs[leaf] = PartitionSpec("data", *own)
-    return Setting(
-        name, mesh, case.specs, batch_specs, case.max_norm, case.microbatches
-    )
-
-
-def _batch(case: Case, kind: str) -> Tree:
-    """Gradients of examples. The norm of their mean is four limits where it is above,
-    and a twelfth of the limit where it is below.
-    """
-    examples = DEVICES * case.microbatches
-    # Numbers that 16 bits hold, also the mean of equal examples. The sum of squares of
-    # the large leaf is 256: bfloat16 has no number between it and 258.
-    if case.dtype == jnp.float16:
-        return {"bias": np.full((examples, 4), 300.0)}
-    if case.dtype == jnp.bfloat16:
-        small = {leaf: np.full((examples, 3), 0.5) for leaf in SMALL}
-        return {"large": np.full((examples, 16), 4.0)} | small
-    random = np.random.default_rng(0)
-    batch = {}
-    for name, shape in SHAPES.items():
-        batch[name] = random.normal(0.5, 1.0, (examples, *shape))
-    wanted = 4.0 * case.max_norm if kind != "below" else case.max_norm / 12
-    scale = wanted / _norm(_mean(batch))
-    for name, leaf in batch.items():
-        batch[name] = np.float32(leaf * scale)
-    if kind == "nan":
-        batch["experts"][-1, -1, -1, -1] = np.nan
-    return batch
-
-
-def _mean(batch: Tree) -> Tree:
-    return {name: leaf.mean(0, np.float64) for name, leaf in batch.items()}
-
-
-def _norm(tree: Tree) -> float:
-    return math.sqrt(sum(np.sum(leaf**2) for leaf in tree.values()))
-
-
-def _parts(setting: Setting, specs: Specs, tree: Tree) -> list[Tree]:
-    """The index of each device's part of each leaf."""
-    parts = [{} for _ in range(DEVICES)]
-    for name, leaf in tree.items():
-        sharding = NamedSharding(setting.mesh, specs[name])
-        indices = sharding.devices_indices_map(leaf.shape)
-        for part, device in zip(parts, setting.mesh.devices.flat):
-            part[name] = indices[device]
-    return parts
-
-
-# ------------------------------------------------------------------------- the step
-
-
 def check_step(
     make_step: Callable[[Any], Callable[..., Any]],
     *,
-    settings: str | Sequence[str] = SETTINGS,
+    settings: str | Sequence[str] = tuple(SETTINGS),
 ) -> list[Finding]:
     """Runs a training step on eight CPU devices with gradients that are known.
 
@@ -282,19 +183,12 @@ def check_step(
       ...     print(row.gradients, row.what, round(row.wanted, 3), row.kind)
       above norm 4.0 after_clip
     """
-    if not callable(make_step):
-        raise TypeError(
-            "check_step: make_step must be a function of a setting that returns a "
-            f"step, got {shown(make_step)}."
-        )
-    names = (settings,) if isinstance(settings, str) else settings
-    if not names:
-        raise ValueError(
-            f"check_step: settings must name at least one of {', '.join(SETTINGS)}, "
-            f"got {shown(settings)}."
-        )
-    for name in names:
-        check_choice("check_step: settings", name, SETTINGS)
+    _check_callable(
+        "make_step must be a function that returns a step", make_step
+    )
+    names = (settings,) if isinstance(settings, str) else tuple(settings)
+    for name in names or [settings]:
+        check_choice("check_step: settings", name, tuple(SETTINGS))
     count = len(jax.devices("cpu"))
     if count < DEVICES:
         raise RuntimeError(
@@ -307,43 +201,112 @@ def check_step(
         try:
             findings += _check_setting(make_step, _setting(name))
         except Exception as error:
-            error.add_note(
-                f"check_step ran the step in the setting {name!r}. A step that is not "
-                "made for it is checked without it: settings=(...)."
-            )
+            note = f"This was in the setting {name!r}. settings=... leaves it out."
+            error.add_note(f"check_step: {note}")
             raise
     return findings
 
 
+def _check_callable(must: str, value: Any) -> None:
+    if not callable(value):
+        raise TypeError(f"check_step: {must}, got {shown(value)}.")
+
+
 def _check_setting(make_step: Any, setting: Setting) -> list[Finding]:
     step = make_step(setting)
-    if not callable(step):
-        raise TypeError(
-            "check_step: make_step must return a step, a function of params and "
-            f"batch, got {shown(step)}."
-        )
+    _check_callable("make_step must return a step(params, batch)", step)
     findings = []
-    case = CASES[setting.name]
-    for kind in case.gradients:
-        batch = _batch(case, kind)
-        norms, updates = _run(step, setting, batch)
-        judged = _Judged(setting, kind, batch, _mean(batch), norms, updates)
-        findings += judged.nan() if kind == "nan" else judged.findings()
+    is_16_bit = setting.dtype != jnp.float32
+    for gradients in ("above",) if is_16_bit else ("above", "below", "nan"):
+        batch = _batch(setting, gradients)
+        mean = _mean(batch)
+        known = _Known(setting, batch, mean, _norm(mean))
+        norms, updates = _run(step, known)
+        look = _look_at_nan if gradients == "nan" else _look
+        for what, wanted, found, kind in look(known, norms, updates):
+            row = setting.name, gradients, what, wanted, float(found), kind
+            findings.append(Finding(*row))
     return findings
 
 
-def _run(step: Any, setting: Setting, batch: Tree) -> tuple[np.ndarray, Any]:
-    """Returns the norm of each device, and the update as arrays on devices."""
-    dtype = CASES[setting.name].dtype
-    params, placed = {}, {}
+# ------------------------------------------------------------ settings and gradients
+
+
+class _Known(NamedTuple):
+    """Gradients of examples, their mean and its norm, in float64."""
+
+    setting: Setting
+    batch: Tree
+    mean: Tree
+    norm: float
+
+    def close(self, found: Any, wanted: Any) -> np.ndarray:
+        # Rounding of float32 sums of at most 400 numbers. In 16 bits update, factor and
+        # norm are rounded once or twice each.
+        tolerance = 3e-5 if self.setting.dtype == jnp.float32 else 2.0**-6
+        return np.isclose(found, wanted, rtol=tolerance, atol=0)
+
+
+def _setting(name: str) -> Setting:
+    changes = dict(SETTINGS[name])
+    devices = np.array(jax.devices("cpu")[:DEVICES])
+    experts = 2 if name == "experts" else 1
+    mesh = Mesh(devices.reshape(-1, experts), ("data", "expert"))
+    shapes = SHAPES_16_BIT if "dtype" in changes else SHAPES
+    specs = dict.fromkeys(shapes, P()) | changes.pop("specs", {})
+    batch_specs = dict.fromkeys(shapes, P("data"))
+    batch_specs |= changes.pop("batch_specs", {})
+    return Setting(name, mesh, specs, batch_specs, **changes)
+
+
+def _batch(setting: Setting, gradients: str) -> Tree:
+    """Gradients of examples. The norm of their mean is four limits where it is above,
+    and a twelfth of the limit where it is below.
+    """
+    examples = DEVICES * setting.microbatches
+    batch = {}
+    if setting.dtype != jnp.float32:
+        # 16 bits hold these numbers and their mean. The squares of 4 add to 256, and
+        # bfloat16 has no number between it and 258. 300 * 300 is beyond float16.
+        large = 4.0 if setting.dtype == jnp.bfloat16 else 300.0
+        for name, shape in SHAPES_16_BIT.items():
+            value = large if name == "large" else 0.5
+            batch[name] = np.full((examples, *shape), value)
+        return batch
+    random = np.random.default_rng(0)
+    for name, shape in SHAPES.items():
+        batch[name] = random.normal(0.5, 1.0, (examples, *shape))
+    limits = 1 / 12 if gradients == "below" else 4.0
+    scale = limits * setting.max_norm / _norm(_mean(batch))
     for name, leaf in batch.items():
-        sharding = NamedSharding(setting.mesh, setting.specs[name])
+        batch[name] = np.float32(leaf * scale)
+    if gradients == "nan":
+        batch["experts"][-1, -1, -1, -1] = np.nan
+    return batch
+
+
+def _mean(batch: Tree) -> Tree:
+    return {name: leaf.mean(0, np.float64) for name, leaf in batch.items()}
+
+
+def _norm(tree: Tree) -> float:
+    squares = [np.sum(np.float64(leaf) ** 2) for leaf in tree.values()]
+    return math.sqrt(sum(squares))
+
+
+def _run(step: Any, known: _Known) -> tuple[np.ndarray, Tree]:
+    """Returns the norm of each device, and the update."""
+    setting = known.setting
+    params, batch = {}, {}
+    for name, leaf in known.batch.items():
         # Weights of zero, so that new weights are the update.
-        params[name] = jax.device_put(jnp.zeros(leaf.shape[1:], dtype), sharding)
+        weights = jnp.zeros(leaf.shape[1:], setting.dtype)
+        sharding = NamedSharding(setting.mesh, setting.specs[name])
+        params[name] = jax.device_put(weights, sharding)
         sharding = NamedSharding(setting.mesh, setting.batch_specs[name])
-        placed[name] = jax.device_put(jnp.asarray(leaf, dtype), sharding)
-    shapes = {name: leaf.shape for name, leaf in params.items()}
-    answer = step(params, placed)
+        batch[name] = jax.device_put(leaf.astype(setting.dtype), sharding)
+    shapes = jax.tree.map(jnp.shape, params)
+    answer = step(params, batch)
     if not isinstance(answer, tuple) or len(answer) != 2:
         raise TypeError(
             "check_step: the step must return (new params or updates, norm), got "
@@ -351,17 +314,12 @@ def _run(step: Any, setting: Setting, batch: Tree) -> tuple[np.ndarray, Any]:
         )
     updates, norm = answer
     check_scalar("check_step: the norm", norm)
-    if not isinstance(updates, dict) or set(updates) != set(shapes):
+    found = jax.tree.map(jnp.shape, updates)
+    if found != shapes:
         raise ValueError(
-            "check_step: new params or updates must have the structure of params, "
-            f"got {shown(updates)}."
+            "check_step: new params or updates must have the shapes of params, "
+            f"{shapes}, got {shown(found)}."
         )
-    for name, leaf in updates.items():
-        if jnp.shape(leaf) != shapes[name]:
-            raise ValueError(
-                f"check_step: new params or updates: {name!r} must have the shape "
-                f"{shapes[name]}, got {jnp.shape(leaf)}."
-            )
     norms = [shard.data for shard in _shards(jnp.asarray(norm))]
     return np.array(norms, np.float64), jax.tree.map(jnp.asarray, updates)
 
@@ -370,189 +328,144 @@ def _shards(array: jax.Array) -> list[Any]:
     return sorted(array.addressable_shards, key=lambda shard: shard.device.id)
 
 
-# ------------------------------------------------------------------------ judgement
+# ------------------------------------------------------------------- what is wrong
 
 
-class _Judged(NamedTuple):
-    """What a step made of gradients that are known."""
-
-    setting: Setting
-    gradients: str
-    batch: Tree
-    mean: Tree
-    norms: np.ndarray  # float64[devices], or [1] for an array of one device
-    updates: dict[str, jax.Array]
-
-    @property
-    def norm(self) -> float:
-        return _norm(self.mean)
-
-    def finding(self, what: str, wanted: float, found: Any, kind: str) -> Finding:
-        return Finding(
-            self.setting.name, self.gradients, what, wanted, float(found), kind
-        )
-
-    def close(self, found: Any, wanted: Any) -> np.ndarray:
-        tolerance = CASES[self.setting.name].tolerance
-        return np.isclose(found, wanted, rtol=tolerance, atol=0)
-
-    def findings(self) -> list[Finding]:
-        rows = []
-        if not self.close(self.norms, self.norm).all():
-            worst = self.norms[np.argmax(abs(self.norms - self.norm))]
-            kind = self.kind_of_norm(self.norms)
-            rows.append(self.finding("norm", self.norm, worst, kind))
-        kind = self.kind_of_update()
-        if kind:
-            found = _norm({n: np.float64(x) for n, x in self.updates.items()})
-            length = min(self.norm, self.setting.max_norm)
-            rows.append(self.finding("update", length, found, kind))
-        return rows
-
-    def kind_of_norm(self, found: np.ndarray) -> str:
-        """The bug that gives the norms of devices, or a norm."""
-        if not np.isfinite(found).all():
-            return "squares_overflow"
-        is_one = len(set(found)) == 1
-        for kind, norms in self.wrong_norms():
-            close = self.close(found, norms)
-            # A norm that is everywhere the same may be that of any device.
-            if close.any() if is_one else close.all():
-                return kind
-        power = math.log2(found[0] / self.norm) if found[0] > 0 else 0.0
-        if abs(power) > 3.5 and abs(power - round(power)) < 1e-4:
-            return "scaled"
-        case = CASES[self.setting.name]
-        if case.dtype != jnp.float32 and (found < self.norm).all():
-            return "low_precision_sum"
-        is_small = self.setting.name == "small_limit"
-        return "eps" if is_small and (found > self.norm).all() else "unknown"
-
-    def wrong_norms(self) -> Iterator[tuple[str, Any]]:
-        """The norms that known bugs give: one, or one for each device."""
-        setting, norm = self.setting, self.norm
-        whole = {n: x for n, x in self.mean.items() if not any(setting.specs[n])}
-        split = {n: x for n, x in self.mean.items() if n not in whole}
-        local, shard = [], []
-        for part in _parts(setting, setting.batch_specs, self.batch):
-            own = {n: x[part[n]] for n, x in self.batch.items()}
-            local.append(_norm(_mean(own)))
-        for part in _parts(setting, setting.specs, self.mean):
-            shard.append(_norm({n: x[part[n]] for n, x in self.mean.items()}))
-        yield "after_clip", min(norm, setting.max_norm)
-        yield "local_norm", local
-        yield "local_norm", np.mean(local)
-        yield "own_shard", shard
-        yield "averaged_norms", np.mean(shard)
-        yield "averaged_norms", np.sqrt(np.mean(np.square(shard)))
-        yield "leaves_left_out", _norm(whole)
-        yield "leaves_left_out", _norm(split)
-        data, experts = setting.mesh.devices.shape
-        copies = sorted({1, data, experts, DEVICES})
-        for times in copies[1:]:
-            yield "once_per_replica", norm * math.sqrt(times)
-        squares = _norm(whole) ** 2, _norm(split) ** 2
-        for pair in product(copies, copies):
-            kind = "all_leaves_repeated"
-            if 1 in pair:
-                kind = "whole_leaves_repeated"
-                if pair[0] == 1:
-                    kind = "split_leaves_repeated"
-            yield kind, math.sqrt(np.dot(pair, squares))
-        yield "gradients_summed", norm * data
-        yield "accumulation_summed", norm * setting.microbatches
-
-    def kind_of_update(self) -> str:
-        """The bug that gives the update. Empty if it is right."""
-        setting, limit = self.setting, self.setting.max_norm
-        pairs = [self.ratios(name, [self.mean] * DEVICES) for name in self.mean]
-        factors = [factors for factors, _ in pairs]
-        if not all(self.is_small(rest) for _, rest in pairs):
-            return self.kind_of_direction()
-        by_leaf = np.array([factors[0] for factors in factors])
-        factor = by_leaf[0]
-        if not all(self.close(each, each[0]).all() for each in factors):
-            return "own_factor"
-        data = setting.mesh.shape["data"]
-        if not self.close(by_leaf, factor).all():
-            is_summed = self.close(by_leaf.max(), data * by_leaf.min())
-            return "gradients_summed" if is_summed else "groups_apart"
-        if self.close(factor, min(1.0, limit / self.norm)):
-            return ""
-        if self.close(factor, 1.0):
-            return "not_clipped"
-        if factor < 1.0:
-            # The norm by which it was clipped.
-            norm = limit / factor if factor else math.inf
-            kind = self.kind_of_norm(np.array([norm]))
-        else:
-            kind = self.kind_of_norm(np.array([factor * self.norm]))
-        is_below = kind == "unknown" and self.norm < limit
-        return "clipped_below_limit" if is_below else kind
-
-    def kind_of_direction(self) -> str:
-        """The bug that gives an update along another direction than the gradient."""
-        own, average = [], dict.fromkeys(self.mean, 0.0)
-        for part in _parts(self.setting, self.setting.batch_specs, self.batch):
-            # The examples of a device, with the whole of their gradients.
-            examples = {n: x[part[n][0]] for n, x in self.batch.items()}
-            own.append(_mean(examples))
-            norm = _norm({n: x[part[n][1:]] for n, x in own[-1].items()})
-            for name, leaf in own[-1].items():
-                average[name] += leaf * min(1.0, self.setting.max_norm / norm) / DEVICES
-        names = list(self.mean)
-        if all(self.is_small(self.ratios(name, own)[1]) for name in names):
-            return "local_norm"
-        pairs = [self.ratios(name, [average] * DEVICES) for name in names]
-        is_average = all(self.is_small(rest) for _, rest in pairs)
-        return "clip_before_average" if is_average else "unknown"
-
-    def ratios(self, name: str, gradients: list[Tree]) -> tuple[np.ndarray, np.ndarray]:
-        """By what each device has multiplied its part of a leaf of its gradient, and how
-        far its update is from that, relative to it.
-        """
-        factors, rests = [], []
-        devices = list(self.setting.mesh.devices.flat)
-        for shard in _shards(self.updates[name]):
-            place = devices.index(shard.device)
-            wanted = gradients[place][name][shard.index]
-            found = np.asarray(shard.data, np.float64)
-            factor = np.vdot(wanted, found) / np.vdot(wanted, wanted)
-            rest = np.linalg.norm(found - factor * wanted)
-            length = np.linalg.norm(found)
-            # Of new weights the factor is negative.
-            factors.append(abs(factor))
-            rests.append(rest / length if length else 0.0)
-        return np.array(factors), np.array(rests)
-
-    def is_small(self, rest: np.ndarray) -> bool:
-        # NaN is not.
-        return bool((rest <= CASES[self.setting.name].tolerance).all())
-
-    def nan(self) -> list[Finding]:
-        """What devices make of a NaN that one of them holds."""
-        rows, kind = [], "nan_on_one_device"
-        same = np.full_like(self.norms, self.norms[0])
-        if not np.array_equal(self.norms, same, equal_nan=True):
-            found = np.nanmin(self.norms)
-            rows.append(self.finding("norm", math.nan, found, kind))
-        leaves = {n: np.float64(leaf) for n, leaf in self.updates.items()}
-        flat = np.concatenate([leaf.ravel() for leaf in leaves.values()])
-        is_mixed = np.isnan(flat).any() and np.nansum(abs(flat)) > 0
-        # A step may clip nothing where the norm is NaN: that is seen everywhere.
-        is_hidden = is_mixed and np.isfinite(self.norms).all()
-        if is_hidden or any(map(_has_parted, self.updates.values())):
-            found = _norm(leaves)
-            rows.append(self.finding("update", math.nan, found, kind))
-        return rows
+def _look(known: _Known, norms: np.ndarray, updates: Tree) -> Rows:
+    """What is wrong with the norms of devices, and with the update."""
+    if not known.close(norms, known.norm).all():
+        worst = norms[np.argmax(abs(norms - known.norm))]
+        yield "norm", known.norm, worst, _kind_of_norm(known, norms)
+    kind = _kind_of_update(known, updates)
+    if kind:
+        length = min(known.norm, known.setting.max_norm)
+        yield "update", length, _norm(updates), kind
 
 
-def _has_parted(array: jax.Array) -> bool:
+def _look_at_nan(known: _Known, norms: np.ndarray, updates: Tree) -> Rows:
+    """Whether devices part after a NaN that one of them has, or the norm hides it."""
+    same = np.full_like(norms, norms[0])
+    if not np.array_equal(norms, same, equal_nan=True):
+        yield "norm", math.nan, np.nanmin(norms), "nan_on_one_device"
+    values = np.concatenate([np.ravel(leaf) for leaf in updates.values()])
+    # All are NaN where the step goes on, and none where it is left out.
+    is_mixed = np.isnan(values).any() and np.nansum(abs(values)) > 0
+    is_hidden = is_mixed and np.isfinite(norms).all()
+    if is_hidden or _have_parted(updates):
+        yield "update", math.nan, _norm(updates), "nan_on_one_device"
+
+
+def _have_parted(updates: Tree) -> bool:
     """Whether devices that should hold the same part of an array do not."""
     copies: dict[str, np.ndarray] = {}
-    for shard in _shards(array):
-        own = np.asarray(shard.data)
-        first = copies.setdefault(str(shard.index), own)
-        if not np.array_equal(own, first, equal_nan=True):
-            return True
+    for name, leaf in updates.items():
+        for shard in _shards(leaf):
+            own = np.asarray(shard.data)
+            first = copies.setdefault(f"{name} {shard.index}", own)
+            if not np.array_equal(own, first, equal_nan=True):
+                return True
     return False
+
+
+def _kind_of_norm(known: _Known, found: np.ndarray) -> str:
+    """The bug that gives the norms of devices, or a norm that all of them have."""
+    dtype = known.setting.dtype
+    if not np.isfinite(found).all():
+        return "squares_overflow" if dtype == jnp.float16 else "unknown"
+    is_one = len(set(found)) == 1
+    for kind, norms in _wrong_norms(known):
+        close = known.close(found, norms)
+        # A norm that all devices have may be that of any.
+        if close.any() if is_one else close.all():
+            return kind
+    power = np.log2(found[0] / known.norm) if found[0] > 0 else 0.0
+    # Losses are scaled by more than 8.
+    if abs(power) > 3.5 and abs(power - round(power)) < 1e-4:
+        return "scaled"
+    if dtype != jnp.float32 and found[0] < known.norm:
+        return "low_precision_sum"
+    is_small = known.setting.name == "small_limit"
+    return "eps" if is_small and found[0] > known.norm else "unknown"
+
+
+def _wrong_norms(known: _Known) -> Iterator[tuple[str, Any]]:
+    """The norms that known bugs give: one, or one for each device."""
+    setting, norm, mean = known.setting, known.norm, known.mean
+    whole = {n: x for n, x in mean.items() if not any(setting.specs[n])}
+    split = {n: x for n, x in mean.items() if n not in whole}
+    batches = _parts(setting, setting.batch_specs, known.batch)
+    local = [_norm(_mean(part)) for part in batches]
+    own = [_norm(part) for part in _parts(setting, setting.specs, mean)]
+    yield "after_clip", min(norm, setting.max_norm)
+    yield "local_norm", local
+    yield "local_norm", np.mean(local)
+    yield "own_shard", own
+    yield "averaged_norms", np.mean(own)
+    yield "averaged_norms", np.sqrt(np.mean(np.square(own)))
+    yield "leaves_left_out", _norm(whole)
+    yield "leaves_left_out", _norm(split)
+    data, experts = setting.mesh.devices.shape
+    copies = sorted({1, data, experts, DEVICES})
+    for times in copies[1:]:
+        yield "once_per_replica", norm * math.sqrt(times)
+    for whole_times, split_times in product(copies, copies):
+        kind = "all_leaves_repeated"
+        if split_times == 1:
+            kind = "whole_leaves_repeated"
+        elif whole_times == 1:
+            kind = "split_leaves_repeated"
+        squares = whole_times * _norm(whole) ** 2
+        yield kind, math.sqrt(squares + split_times * _norm(split) ** 2)
+    yield "gradients_summed", norm * data
+    yield "accumulation_summed", norm * setting.microbatches
+
+
+def _parts(setting: Setting, specs: Specs, tree: Tree) -> Iterator[Tree]:
+    """What each device holds of a tree."""
+    for device in setting.mesh.devices.flat:
+        part = {}
+        for name, leaf in tree.items():
+            sharding = NamedSharding(setting.mesh, specs[name])
+            indices = sharding.devices_indices_map(leaf.shape)
+            part[name] = leaf[indices[device]]
+        yield part
+
+
+def _kind_of_update(known: _Known, updates: Tree) -> str:
+    """The bug that gives the update. Empty where it is right."""
+    factors, is_along = [], True
+    for name, leaf in updates.items():
+        # By what each device has multiplied its part.
+        of_leaf = []
+        for shard in _shards(leaf):
+            gradient = known.mean[name][shard.index]
+            found = np.float64(shard.data)
+            factor = np.vdot(found, gradient) / np.vdot(gradient, gradient)
+            rest = np.linalg.norm(found - factor * gradient)
+            # NaN is along nothing.
+            is_along &= bool(rest <= 1e-2 * np.linalg.norm(found))
+            # That of new weights is negative.
+            of_leaf.append(abs(factor))
+        factors.append(np.array(of_leaf))
+    if not is_along:
+        return "local_norm" if _have_parted(updates) else "other_direction"
+    if not all(known.close(each, each[0]).all() for each in factors):
+        return "own_factor"
+    by_leaf = np.array([each[0] for each in factors])
+    least, most = by_leaf.min(), by_leaf.max()
+    if not known.close(least, most):
+        data = known.setting.mesh.shape["data"]
+        is_summed = known.close(most, least * data)
+        return "gradients_summed" if is_summed else "groups_apart"
+    limit = known.setting.max_norm
+    if known.close(most, min(1.0, limit / known.norm)):
+        return ""
+    if known.close(most, 1.0):
+        return "not_clipped"
+    # The norm by which it was clipped, or that of gradients that were not.
+    norm = known.norm * most
+    if most < 1.0:
+        norm = limit / most if most else math.inf
+    kind = _kind_of_norm(known, np.array([norm]))
+    is_below = known.norm < limit and kind == "unknown"
+    return "clipped_below_limit" if is_below else kind

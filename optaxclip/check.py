@@ -22,7 +22,7 @@ def main(arguments: list[str] | None = None) -> None:
     )
     add = parser.add_argument
     add("step", metavar="module:make_step", help="see help(check_step)")
-    add("--settings", nargs="+", choices=SETTINGS, default=SETTINGS)
+    add("--settings", nargs="+", choices=SETTINGS, default=[*SETTINGS])
     add("--json", action="store_true", help="print JSON")
     options = parser.parse_args(arguments)
     # Before the module of the step computes anything.
@@ -30,7 +30,9 @@ def main(arguments: list[str] | None = None) -> None:
     jax.config.update("jax_num_cpu_devices", DEVICES)
     module, _, name = options.step.partition(":")
     if not module or not name:
-        parser.error(f"the step must be module:function, got {options.step!r}.")
+        parser.error(
+            f"the step must be module:function, got {options.step!r}."
+        )
     try:
         make_step = getattr(importlib.import_module(module), name)
     except ModuleNotFoundError as error:
@@ -64,10 +66,10 @@ def table(settings: Any, findings: list[Finding]) -> str:
 
 
 def _line(row: Finding) -> str:
-    numbers = f"{row.wanted:9.4g} {row.found:9.4g} {row.found / row.wanted:6.3g}"
-    return (
-        f"{row.setting:12} {row.gradients:10} {row.what:6} {numbers}  {row.kind}"
+    numbers = (
+        f"{row.wanted:9.4g} {row.found:9.4g} {row.found / row.wanted:6.3g}"
     )
+    return f"{row.setting:12} {row.gradients:10} {row.what:6} {numbers}  {row.kind}"
 
 
 def _as_json(row: Finding) -> dict[str, Any]:

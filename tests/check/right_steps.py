@@ -44,9 +44,7 @@ def ours_shard_map(setting):
 
 def optax_jit(setting):
     """optax's clip of float32 gradients under jit."""
-    optimizer = optax.chain(
-        optax.clip_by_global_norm(setting.max_norm), optax.sgd(1.0)
-    )
+    optimizer = optax.chain(optax.clip_by_global_norm(setting.max_norm), optax.sgd(1.0))
 
     @jax.jit
     def step(params, batch):
@@ -168,10 +166,14 @@ def factor(setting, norm):
 
 
 def scaled(grads, number):
-    return jax.tree.map(lambda x: (x.astype(jnp.float32) * number).astype(x.dtype), grads)
+    return jax.tree.map(
+        lambda x: (x.astype(jnp.float32) * number).astype(x.dtype), grads
+    )
 
 
 def microbatches(setting, batch):
     """The parts of a batch whose gradients are accumulated."""
     count = setting.microbatches
-    return [jax.tree.map(itemgetter(slice(n, None, count)), batch) for n in range(count)]
+    return [
+        jax.tree.map(itemgetter(slice(n, None, count)), batch) for n in range(count)
+    ]

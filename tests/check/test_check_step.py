@@ -19,7 +19,7 @@ WRONG = [
     ("local_norm", "replicated", "local_norm", {"norm", "update"}),
     ("local_norm", "experts", "local_norm", {"norm", "update"}),
     ("clip_before_average", "replicated", "local_norm", {"norm"}),
-    ("clip_before_average", "replicated", "clip_before_average", {"update"}),
+    ("clip_before_average", "replicated", "other_direction", {"update"}),
     ("gradients_summed", "replicated", "gradients_summed", {"norm", "update"}),
     ("gradients_summed", "experts", "gradients_summed", {"norm", "update"}),
     ("every_square_summed", "replicated", "once_per_replica", {"norm", "update"}),
@@ -146,13 +146,13 @@ BAD = [
         answers(lambda p: ({"w": jnp.ones(2)}, 1.0)),
         {},
         ValueError,
-        "new params or updates must have the structure of params, got .*'w'",
+        "must have the shapes of params, .* got {'w'",
     ),
     (
         answers(lambda p: (p | {"bias": jnp.ones(3)}, 1.0)),
         {},
         ValueError,
-        r"'bias' must have the shape \(8,\), got \(3,\)",
+        r"must have the shapes of params, .* got {'bias': \(3,\)",
     ),
 ]
 

@@ -32,7 +32,9 @@ def test_a_finding_ends_with_1_and_says_what_to_do():
     assert (found.returncode, found.stderr) == (1, "")
     lines = found.stdout.splitlines()
     assert any(line.split()[:2] == ["replicated", "right"] for line in lines)
-    (row,) = [line for line in lines if line.split()[:3] == ["experts", "above", "update"]]
+    (row,) = [
+        line for line in lines if line.split()[:3] == ["experts", "above", "update"]
+    ]
     assert row.endswith("own_factor")
     assert any(line.startswith("own_factor: ") for line in lines)
 
