@@ -9,7 +9,7 @@ kinds       what the known bugs would have given instead, as numbers. The first 
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from itertools import product
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -41,13 +41,13 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "float16": {"dtype": jnp.float16},
 }
 SHAPES = {"bias": (8,), "experts": (4, 8, 8), "matrix": (16, 8)}
-# Many leaves, whose squares are added one after the other.
-SHAPES_16_BIT = {"large": (16,)} | {f"small_{n:02}": (3,) for n in range(64)}
+# Of 16 bits. Squares of many leaves are added one after the other.
+MANY = ["large", *(f"small_{number}" for number in range(64))]
 # What each kind of bug means, and what to do.
 KINDS = {
     "local_norm": "each device uses the gradient of its own batch: average first",
     "gradients_summed": "gradients of devices are added: average them (lax.pmean)",
-    "once_per_replica": "squares are added over devices with equal gradients",
+    "once_per_replica": "each replica counts: do not add squares of equal gradients",
     "whole_leaves_repeated": "leaves that all devices hold count once for each",
     "split_leaves_repeated": "split leaves (experts) count once for each copy",
     "all_leaves_repeated": "leaves count once for each device with the same part",
@@ -105,11 +105,7 @@ class Finding(NamedTuple):
     wanted: float
     found: float
     kind: str
-
-    @property
-    def meaning(self) -> str:
-        """What the kind means, and what to do."""
-        return KINDS[self.kind]
+    meaning: str  # of the kind, and what to do
 
 
 def check_step(
@@ -212,21 +208,19 @@ def _check_callable(must: str, value: Any) -> None:
         raise TypeError(f"check_step: {must}, got {shown(value)}.")
 
 
-def _check_setting(make_step: Any, setting: Setting) -> list[Finding]:
+def _check_setting(make_step: Any, setting: Setting) -> Iterator[Finding]:
     step = make_step(setting)
     _check_callable("make_step must return a step(params, batch)", step)
-    findings = []
-    is_16_bit = setting.dtype != jnp.float32
-    for gradients in ("above",) if is_16_bit else ("above", "below", "nan"):
+    is_float32 = setting.dtype == jnp.float32
+    for gradients in ("above", "below", "nan") if is_float32 else ("above",):
         batch = _batch(setting, gradients)
         mean = _mean(batch)
         known = _Known(setting, batch, mean, _norm(mean))
         norms, updates = _run(step, known)
         look = _look_at_nan if gradients == "nan" else _look
         for what, wanted, found, kind in look(known, norms, updates):
-            row = setting.name, gradients, what, wanted, float(found), kind
-            findings.append(Finding(*row))
-    return findings
+            row = what, wanted, float(found), kind, KINDS[kind]
+            yield Finding(setting.name, gradients, *row)
 
 
 # ------------------------------------------------------------ settings and gradients
@@ -252,9 +246,9 @@ def _setting(name: str) -> Setting:
     devices = np.array(jax.devices("cpu")[:DEVICES])
     experts = 2 if name == "experts" else 1
     mesh = Mesh(devices.reshape(-1, experts), ("data", "expert"))
-    shapes = SHAPES_16_BIT if "dtype" in changes else SHAPES
-    specs = dict.fromkeys(shapes, P()) | changes.pop("specs", {})
-    batch_specs = dict.fromkeys(shapes, P("data"))
+    leaves = MANY if "dtype" in changes else SHAPES
+    specs = dict.fromkeys(leaves, P()) | changes.pop("specs", {})
+    batch_specs = dict.fromkeys(leaves, P("data"))
     batch_specs |= changes.pop("batch_specs", {})
     return Setting(name, mesh, specs, batch_specs, **changes)
 
@@ -264,22 +258,19 @@ def _batch(setting: Setting, gradients: str) -> Tree:
     and a twelfth of the limit where it is below.
     """
     examples = DEVICES * setting.microbatches
-    batch = {}
     if setting.dtype != jnp.float32:
         # 16 bits hold these numbers and their mean. The squares of 4 add to 256, and
         # bfloat16 has no number between it and 258. 300 * 300 is beyond float16.
         large = 4.0 if setting.dtype == jnp.bfloat16 else 300.0
-        for name, shape in SHAPES_16_BIT.items():
-            value = large if name == "large" else 0.5
-            batch[name] = np.full((examples, *shape), value)
-        return batch
+        batch = dict.fromkeys(MANY, np.full((examples, 3), 0.5))
+        return batch | {"large": np.full((examples, 16), large)}
     random = np.random.default_rng(0)
+    batch = {}
     for name, shape in SHAPES.items():
         batch[name] = random.normal(0.5, 1.0, (examples, *shape))
     limits = 1 / 12 if gradients == "below" else 4.0
     scale = limits * setting.max_norm / _norm(_mean(batch))
-    for name, leaf in batch.items():
-        batch[name] = np.float32(leaf * scale)
+    batch = {name: np.float32(leaf * scale) for name, leaf in batch.items()}
     if gradients == "nan":
         batch["experts"][-1, -1, -1, -1] = np.nan
     return batch
@@ -299,14 +290,14 @@ def _run(step: Any, known: _Known) -> tuple[np.ndarray, Tree]:
     setting = known.setting
     params, batch = {}, {}
     for name, leaf in known.batch.items():
+        batch[name] = jnp.asarray(leaf, setting.dtype)
         # Weights of zero, so that new weights are the update.
-        weights = jnp.zeros(leaf.shape[1:], setting.dtype)
-        sharding = NamedSharding(setting.mesh, setting.specs[name])
-        params[name] = jax.device_put(weights, sharding)
-        sharding = NamedSharding(setting.mesh, setting.batch_specs[name])
-        batch[name] = jax.device_put(leaf.astype(setting.dtype), sharding)
+        params[name] = jnp.zeros(leaf.shape[1:], setting.dtype)
     shapes = jax.tree.map(jnp.shape, params)
-    answer = step(params, batch)
+    answer = step(
+        _placed(setting, setting.specs, params),
+        _placed(setting, setting.batch_specs, batch),
+    )
     if not isinstance(answer, tuple) or len(answer) != 2:
         raise TypeError(
             "check_step: the step must return (new params or updates, norm), got "
@@ -320,12 +311,26 @@ def _run(step: Any, known: _Known) -> tuple[np.ndarray, Tree]:
             "check_step: new params or updates must have the shapes of params, "
             f"{shapes}, got {shown(found)}."
         )
-    norms = [shard.data for shard in _shards(jnp.asarray(norm))]
-    return np.array(norms, np.float64), jax.tree.map(jnp.asarray, updates)
+    parts = _parts(setting, {"norm": P()}, {"norm": norm})
+    return np.array([part["norm"] for part in parts]), updates
 
 
-def _shards(array: jax.Array) -> list[Any]:
-    return sorted(array.addressable_shards, key=lambda shard: shard.device.id)
+def _placed(setting: Setting, specs: Specs, tree: Tree) -> Tree:
+    shardings = jax.tree.map(partial(NamedSharding, setting.mesh), specs)
+    # Leaves what is there already, so that differing copies stay as they are.
+    return jax.device_put(tree, shardings)
+
+
+def _parts(setting: Setting, specs: Specs, tree: Tree) -> list[Tree]:
+    """What each device holds of a tree, in float64."""
+    parts = [{} for _ in range(DEVICES)]
+    for name, leaf in _placed(setting, specs, tree).items():
+        places = {
+            shard.device: shard.data for shard in leaf.addressable_shards
+        }
+        for part, device in zip(parts, setting.mesh.devices.flat):
+            part[name] = np.float64(places[device])
+    return parts
 
 
 # ------------------------------------------------------------------- what is wrong
@@ -344,27 +349,25 @@ def _look(known: _Known, norms: np.ndarray, updates: Tree) -> Rows:
 
 def _look_at_nan(known: _Known, norms: np.ndarray, updates: Tree) -> Rows:
     """Whether devices part after a NaN that one of them has, or the norm hides it."""
-    same = np.full_like(norms, norms[0])
-    if not np.array_equal(norms, same, equal_nan=True):
-        yield "norm", math.nan, np.nanmin(norms), "nan_on_one_device"
-    values = np.concatenate([np.ravel(leaf) for leaf in updates.values()])
-    # All are NaN where the step goes on, and none where it is left out.
-    is_mixed = np.isnan(values).any() and np.nansum(abs(values)) > 0
-    is_hidden = is_mixed and np.isfinite(norms).all()
-    if is_hidden or _have_parted(updates):
-        yield "update", math.nan, _norm(updates), "nan_on_one_device"
+    kind = "nan_on_one_device"
+    if not np.array_equal(norms, norms[::-1], equal_nan=True):
+        yield "norm", math.nan, np.nanmin(norms), kind
+    found = _norm(updates)
+    is_hidden = np.isnan(found) and np.isfinite(norms).all()
+    if is_hidden or _have_parted(known.setting, updates):
+        yield "update", math.nan, found, kind
 
 
-def _have_parted(updates: Tree) -> bool:
+def _have_parted(setting: Setting, updates: Tree) -> bool:
     """Whether devices that should hold the same part of an array do not."""
-    copies: dict[str, np.ndarray] = {}
-    for name, leaf in updates.items():
-        for shard in _shards(leaf):
-            own = np.asarray(shard.data)
-            first = copies.setdefault(f"{name} {shard.index}", own)
-            if not np.array_equal(own, first, equal_nan=True):
-                return True
-    return False
+    # Made of one copy of each part.
+    whole = jax.tree.map(np.asarray, updates)
+    wanted = _parts(setting, setting.specs, whole)
+    found = _parts(setting, setting.specs, updates)
+    equal = jax.tree.map(
+        partial(np.array_equal, equal_nan=True), found, wanted
+    )
+    return not jax.tree.all(equal)
 
 
 def _kind_of_norm(known: _Known, found: np.ndarray) -> str:
@@ -391,78 +394,62 @@ def _kind_of_norm(known: _Known, found: np.ndarray) -> str:
 def _wrong_norms(known: _Known) -> Iterator[tuple[str, Any]]:
     """The norms that known bugs give: one, or one for each device."""
     setting, norm, mean = known.setting, known.norm, known.mean
-    whole = {n: x for n, x in mean.items() if not any(setting.specs[n])}
-    split = {n: x for n, x in mean.items() if n not in whole}
     batches = _parts(setting, setting.batch_specs, known.batch)
     local = [_norm(_mean(part)) for part in batches]
     own = [_norm(part) for part in _parts(setting, setting.specs, mean)]
+    split = _norm({n: x for n, x in mean.items() if any(setting.specs[n])})
+    whole = math.sqrt(norm**2 - split**2)
+    data, experts = setting.mesh.devices.shape
     yield "after_clip", min(norm, setting.max_norm)
     yield "local_norm", local
     yield "local_norm", np.mean(local)
     yield "own_shard", own
     yield "averaged_norms", np.mean(own)
-    yield "averaged_norms", np.sqrt(np.mean(np.square(own)))
-    yield "leaves_left_out", _norm(whole)
-    yield "leaves_left_out", _norm(split)
-    data, experts = setting.mesh.devices.shape
-    copies = sorted({1, data, experts, DEVICES})
-    for times in copies[1:]:
-        yield "once_per_replica", norm * math.sqrt(times)
-    for whole_times, split_times in product(copies, copies):
-        kind = "all_leaves_repeated"
-        if split_times == 1:
-            kind = "whole_leaves_repeated"
-        elif whole_times == 1:
-            kind = "split_leaves_repeated"
-        squares = whole_times * _norm(whole) ** 2
-        yield kind, math.sqrt(squares + split_times * _norm(split) ** 2)
+    yield "averaged_norms", np.linalg.norm(own) / math.sqrt(DEVICES)
+    yield "leaves_left_out", whole
+    yield "leaves_left_out", split
+    for times in (data, experts, DEVICES):
+        root = math.sqrt(times)
+        yield "once_per_replica", norm * root
+        yield "whole_leaves_repeated", math.hypot(whole * root, split)
+        yield "split_leaves_repeated", math.hypot(whole, split * root)
+    yield "all_leaves_repeated", np.linalg.norm(own)
     yield "gradients_summed", norm * data
     yield "accumulation_summed", norm * setting.microbatches
 
 
-def _parts(setting: Setting, specs: Specs, tree: Tree) -> Iterator[Tree]:
-    """What each device holds of a tree."""
-    for device in setting.mesh.devices.flat:
-        part = {}
-        for name, leaf in tree.items():
-            sharding = NamedSharding(setting.mesh, specs[name])
-            indices = sharding.devices_indices_map(leaf.shape)
-            part[name] = leaf[indices[device]]
-        yield part
-
-
 def _kind_of_update(known: _Known, updates: Tree) -> str:
     """The bug that gives the update. Empty where it is right."""
-    factors, is_along = [], True
-    for name, leaf in updates.items():
-        # By what each device has multiplied its part.
-        of_leaf = []
-        for shard in _shards(leaf):
-            gradient = known.mean[name][shard.index]
-            found = np.float64(shard.data)
+    setting = known.setting
+    gradients = _parts(setting, setting.specs, known.mean)
+    # By what each device has multiplied its part of each leaf.
+    factors = np.zeros((DEVICES, len(updates)))
+    is_along = True
+    for device, part in enumerate(_parts(setting, setting.specs, updates)):
+        for place, (name, found) in enumerate(part.items()):
+            gradient = gradients[device][name]
             factor = np.vdot(found, gradient) / np.vdot(gradient, gradient)
             rest = np.linalg.norm(found - factor * gradient)
-            # NaN is along nothing.
-            is_along &= bool(rest <= 1e-2 * np.linalg.norm(found))
+            # Rounding is below a hundredth. NaN is along nothing.
+            is_along &= bool(rest <= 0.01 * np.linalg.norm(found))
             # That of new weights is negative.
-            of_leaf.append(abs(factor))
-        factors.append(np.array(of_leaf))
+            factors[device, place] = abs(factor)
     if not is_along:
-        return "local_norm" if _have_parted(updates) else "other_direction"
-    if not all(known.close(each, each[0]).all() for each in factors):
+        has_parted = _have_parted(setting, updates)
+        return "local_norm" if has_parted else "other_direction"
+    by_leaf = factors[0]
+    if not known.close(factors, by_leaf).all():
         return "own_factor"
-    by_leaf = np.array([each[0] for each in factors])
-    least, most = by_leaf.min(), by_leaf.max()
+    least, most = min(by_leaf), max(by_leaf)
     if not known.close(least, most):
-        data = known.setting.mesh.shape["data"]
-        is_summed = known.close(most, least * data)
+        is_summed = known.close(most, least * setting.mesh.shape["data"])
         return "gradients_summed" if is_summed else "groups_apart"
-    limit = known.setting.max_norm
+    limit = setting.max_norm
     if known.close(most, min(1.0, limit / known.norm)):
         return ""
     if known.close(most, 1.0):
         return "not_clipped"
-    # The norm by which it was clipped, or that of gradients that were not.
+    # The norm that clipped it, or what it was without a clip.
     norm = known.norm * most
     if most < 1.0:
         norm = limit / most if most else math.inf

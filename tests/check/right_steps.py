@@ -1,4 +1,4 @@
-"""Steps that clip as they should: `python -m optaxclip.check tests.check.right_steps:NAME`.
+"""Right steps: `python -m optaxclip.check tests.check.right_steps:NAME`.
 
 Each function makes the step of one setting. The settings hand out float32, bfloat16 and
 float16 gradients, replicated and split, so a step is written once for all of them.
@@ -58,7 +58,7 @@ def optax_jit(setting):
 
 
 def by_hand(setting):
-    """A shard_map without types, whose squares are summed over the axes of each leaf."""
+    """A shard_map without types, with squares summed over the axes of each leaf."""
 
     def step(params, batch):
         grads = averaged(setting, batch)

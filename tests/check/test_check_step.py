@@ -1,4 +1,4 @@
-"""`check_step` names the bug of each wrong step, and has nothing to say about right ones.
+"""`check_step` names the bug of each wrong step, and finds nothing in right ones.
 
 Numbers are NumPy's: what is wrong with a step is known before it is run.
 """
@@ -131,7 +131,7 @@ def answers(answer):
 # Each error names the argument and its value.
 BAD = [
     (3, {}, TypeError, "check_step: make_step must be .* got 3"),
-    (lambda setting: None, {}, TypeError, "make_step must return a step, .* got None"),
+    (lambda setting: None, {}, TypeError, r"make_step must return a step\(.* got None"),
     (answers(dict), {"settings": ["ddp"]}, ValueError, "settings .* got 'ddp'"),
     (answers(dict), {"settings": []}, ValueError, r"settings .* got \[\]"),
     (answers(lambda p: p), {}, TypeError, r"the step must return .* got \{'bias'"),

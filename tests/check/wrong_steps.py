@@ -152,7 +152,7 @@ def after_clip(setting):
 
 
 def scaled_loss(setting):
-    """The norm of a scaled loss is logged, and clips gradients that are still scaled."""
+    """Norm and clip are of gradients that still carry the scale of the loss."""
 
     @jax.jit
     def step(params, batch):
