@@ -21,7 +21,6 @@ from jax.sharding import PartitionSpec as P
 from ._checks import check_choice, check_scalar, shown
 
 Tree = dict[str, Any]
-Specs = dict[str, P]
 # What, wanted, found, kind: the last fields of a Finding.
 Rows = Iterator[tuple[str, float, Any, str]]
 
@@ -76,14 +75,10 @@ class Setting(NamedTuple):
 
     name: str
     mesh: Mesh  # axes "data" and "expert"
-    specs: Specs  # of params, gradients and updates
-    batch_specs: (
-        Specs  # of gradients of examples: the first dimension is theirs
-    )
+    specs: Tree  # of params, gradients and updates
+    batch_specs: Tree  # of gradients of examples, their first dimension
     max_norm: float = 1.0
-    microbatches: int = (
-        1  # into so many a step that accumulates splits its batch
-    )
+    microbatches: int = 1  # parts of a batch that are accumulated
     dtype: Any = jnp.float32
 
     @staticmethod
@@ -103,6 +98,7 @@ class Finding(NamedTuple):
     gradients: str  # "above" or "below" the limit, or with a "nan"
     what: str  # "norm": what is returned. "update": the length of the update
     wanted: float
+    # With a "nan": the number of devices that have one.
     found: float
     kind: str
     meaning: str  # of the kind, and what to do
@@ -156,8 +152,9 @@ def check_step(
     Returns:
       A list of findings, empty where all is right. Each has the fields `setting`,
       `gradients` ("above" or "below" the limit, or with a "nan"), `what` ("norm", or
-      "update" for its length), `wanted`, `found`, `kind` and `meaning`. The page
-      "Wrong norms of 2026" lists the kinds.
+      "update" for its length), `wanted` and `found` (with a "nan" the numbers of
+      devices that have one), `kind` and `meaning`. The page "Wrong norms of 2026" lists
+      the kinds.
 
     Raises:
       TypeError: what cannot be called, or a step that does not return such a tuple.
@@ -179,9 +176,7 @@ def check_step(
       ...     print(row.gradients, row.what, round(row.wanted, 3), row.kind)
       above norm 4.0 after_clip
     """
-    _check_callable(
-        "make_step must be a function that returns a step", make_step
-    )
+    _check_callable("make_step must be a function of a setting", make_step)
     names = (settings,) if isinstance(settings, str) else tuple(settings)
     for name in names or [settings]:
         check_choice("check_step: settings", name, tuple(SETTINGS))
@@ -219,8 +214,9 @@ def _check_setting(make_step: Any, setting: Setting) -> Iterator[Finding]:
         norms, updates = _run(step, known)
         look = _look_at_nan if gradients == "nan" else _look
         for what, wanted, found, kind in look(known, norms, updates):
-            row = what, wanted, float(found), kind, KINDS[kind]
-            yield Finding(setting.name, gradients, *row)
+            numbers = float(wanted), float(found)
+            row = setting.name, gradients, what, *numbers, kind, KINDS[kind]
+            yield Finding(*row)
 
 
 # ------------------------------------------------------------ settings and gradients
@@ -265,7 +261,7 @@ def _batch(setting: Setting, gradients: str) -> Tree:
         batch = dict.fromkeys(MANY, np.full((examples, 3), 0.5))
         return batch | {"large": np.full((examples, 16), large)}
     random = np.random.default_rng(0)
-    batch = {}
+    batch: Tree = {}
     for name, shape in SHAPES.items():
         batch[name] = random.normal(0.5, 1.0, (examples, *shape))
     limits = 1 / 12 if gradients == "below" else 4.0
@@ -315,19 +311,18 @@ def _run(step: Any, known: _Known) -> tuple[np.ndarray, Tree]:
     return np.array([part["norm"] for part in parts]), updates
 
 
-def _placed(setting: Setting, specs: Specs, tree: Tree) -> Tree:
+def _placed(setting: Setting, specs: Tree, tree: Tree) -> Tree:
     shardings = jax.tree.map(partial(NamedSharding, setting.mesh), specs)
     # Leaves what is there already, so that differing copies stay as they are.
     return jax.device_put(tree, shardings)
 
 
-def _parts(setting: Setting, specs: Specs, tree: Tree) -> list[Tree]:
+def _parts(setting: Setting, specs: Tree, tree: Tree) -> list[Tree]:
     """What each device holds of a tree, in float64."""
     parts = [{} for _ in range(DEVICES)]
     for name, leaf in _placed(setting, specs, tree).items():
-        places = {
-            shard.device: shard.data for shard in leaf.addressable_shards
-        }
+        shards = leaf.addressable_shards
+        places = {shard.device: shard.data for shard in shards}
         for part, device in zip(parts, setting.mesh.devices.flat):
             part[name] = np.float64(places[device])
     return parts
@@ -350,12 +345,15 @@ def _look(known: _Known, norms: np.ndarray, updates: Tree) -> Rows:
 def _look_at_nan(known: _Known, norms: np.ndarray, updates: Tree) -> Rows:
     """Whether devices part after a NaN that one of them has, or the norm hides it."""
     kind = "nan_on_one_device"
-    if not np.array_equal(norms, norms[::-1], equal_nan=True):
-        yield "norm", math.nan, np.nanmin(norms), kind
-    found = _norm(updates)
-    is_hidden = np.isnan(found) and np.isfinite(norms).all()
-    if is_hidden or _have_parted(known.setting, updates):
-        yield "update", math.nan, found, kind
+    setting = known.setting
+    # Numbers are those of devices that have a NaN.
+    if np.unique(norms).size > 1:
+        yield "norm", DEVICES, sum(np.isnan(norms)), kind
+    parts = _parts(setting, setting.specs, updates)
+    count = sum(np.isnan(_norm(part)) for part in parts)
+    is_hidden = count and np.isfinite(norms).all()
+    if is_hidden or _have_parted(setting, updates):
+        yield "update", DEVICES, count, kind
 
 
 def _have_parted(setting: Setting, updates: Tree) -> bool:
@@ -364,31 +362,28 @@ def _have_parted(setting: Setting, updates: Tree) -> bool:
     whole = jax.tree.map(np.asarray, updates)
     wanted = _parts(setting, setting.specs, whole)
     found = _parts(setting, setting.specs, updates)
-    equal = jax.tree.map(
-        partial(np.array_equal, equal_nan=True), found, wanted
-    )
-    return not jax.tree.all(equal)
+    is_equal = partial(np.array_equal, equal_nan=True)
+    return not jax.tree.all(jax.tree.map(is_equal, found, wanted))
 
 
 def _kind_of_norm(known: _Known, found: np.ndarray) -> str:
     """The bug that gives the norms of devices, or a norm that all of them have."""
-    dtype = known.setting.dtype
-    if not np.isfinite(found).all():
-        return "squares_overflow" if dtype == jnp.float16 else "unknown"
     is_one = len(set(found)) == 1
     for kind, norms in _wrong_norms(known):
         close = known.close(found, norms)
         # A norm that all devices have may be that of any.
         if close.any() if is_one else close.all():
             return kind
-    power = np.log2(found[0] / known.norm) if found[0] > 0 else 0.0
-    # Losses are scaled by more than 8.
-    if abs(power) > 3.5 and abs(power - round(power)) < 1e-4:
+    ratio = found[0] / known.norm
+    fraction, exponent = np.frexp(ratio)
+    # Losses are scaled by 16 at least.
+    if abs(exponent) > 4 and known.close(fraction, (0.5, 1.0)).any():
         return "scaled"
-    if dtype != jnp.float32 and found[0] < known.norm:
+    name = known.setting.name
+    kinds = {"float16": "squares_overflow", "small_limit": "eps"}
+    if name == "bfloat16" and ratio < 1:
         return "low_precision_sum"
-    is_small = known.setting.name == "small_limit"
-    return "eps" if is_small and found[0] > known.norm else "unknown"
+    return kinds.get(name, "unknown") if ratio > 1 else "unknown"
 
 
 def _wrong_norms(known: _Known) -> Iterator[tuple[str, Any]]:
@@ -440,19 +435,17 @@ def _kind_of_update(known: _Known, updates: Tree) -> str:
     by_leaf = factors[0]
     if not known.close(factors, by_leaf).all():
         return "own_factor"
-    least, most = min(by_leaf), max(by_leaf)
-    if not known.close(least, most):
-        is_summed = known.close(most, least * setting.mesh.shape["data"])
-        return "gradients_summed" if is_summed else "groups_apart"
-    limit = setting.max_norm
-    if known.close(most, min(1.0, limit / known.norm)):
+    if not known.close(by_leaf, by_leaf[0]).all():
+        return "groups_apart"
+    factor, limit = by_leaf[0], setting.max_norm
+    if known.close(factor, min(1.0, limit / known.norm)):
         return ""
-    if known.close(most, 1.0):
+    if known.close(factor, 1.0):
         return "not_clipped"
     # The norm that clipped it, or what it was without a clip.
-    norm = known.norm * most
-    if most < 1.0:
-        norm = limit / most if most else math.inf
+    norm = known.norm * factor
+    if factor < 1.0:
+        norm = limit / factor if factor else math.inf
     kind = _kind_of_norm(known, np.array([norm]))
     is_below = known.norm < limit and kind == "unknown"
     return "clipped_below_limit" if is_below else kind

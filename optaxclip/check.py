@@ -37,35 +37,28 @@ def main(arguments: list[str] | None = None) -> None:
         parser.error(f"there is no step {options.step!r}: {error}.")
     findings = check_step(make_step, settings=options.settings)
     if options.json:
-        print(json.dumps([_as_json(row) for row in findings], indent=2))
+        rows = [row._asdict() for row in findings]
+        for row in rows:
+            # JSON has no inf.
+            if math.isinf(row["found"]):
+                row["found"] = "inf"
+        print(json.dumps(rows, indent=2))
     else:
         _print(options.settings, findings)
     sys.exit(1 if findings else 0)
 
 
 def _print(settings: list[str], findings: list[Finding]) -> None:
-    print("setting      gradients  what      wanted     found   ratio  kind")
-    right = set(settings) - {row.setting for row in findings}
-    for row in findings:
-        numbers = (
-            f"{row.wanted:9.4g} {row.found:9.4g} {row.found / row.wanted:7.4g}"
-        )
-        place = f"{row.setting:12} {row.gradients:10} {row.what:6}"
-        print(f"{place} {numbers}  {row.kind}")
+    print("setting      gradients  what      wanted     found  kind")
     for name in settings:
-        if name in right:
+        rows = [row for row in findings if row.setting == name]
+        if not rows:
             print(f"{name:12} right")
+        for row in rows:
+            place = f"{name:12} {row.gradients:10} {row.what:6}"
+            print(f"{place} {row.wanted:9.4g} {row.found:9.4g}  {row.kind}")
     for kind in dict.fromkeys(row.kind for row in findings):
         print(f"\n{kind}: {KINDS[kind]}")
-
-
-def _as_json(row: Finding) -> dict[str, object]:
-    found: dict[str, object] = row._asdict()
-    for name in ("wanted", "found"):
-        # JSON has no NaN and no inf.
-        number = getattr(row, name)
-        found[name] = number if math.isfinite(number) else str(number)
-    return found
 
 
 if __name__ == "__main__":

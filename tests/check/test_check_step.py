@@ -28,6 +28,8 @@ WRONG = [
     ("experts_repeated", "experts", "split_leaves_repeated", {"norm", "update"}),
     ("own_shard", "fsdp", "own_shard", {"norm"}),
     ("own_shard", "fsdp", "own_factor", {"update"}),
+    ("own_shard", "experts", "own_shard", {"norm"}),
+    ("own_shard", "experts", "own_factor", {"update"}),
     ("own_factor", "experts", "own_factor", {"update"}),
     ("split_leaves_left_out", "experts", "leaves_left_out", {"norm", "update"}),
     ("averaged_norms", "experts", "averaged_norms", {"norm", "update"}),
@@ -42,6 +44,7 @@ WRONG = [
     ("local_norm", "replicated", "nan_on_one_device", {"norm", "update"}),
     ("local_norm", "experts", "nan_on_one_device", {"norm", "update"}),
     ("own_shard", "fsdp", "nan_on_one_device", {"norm", "update"}),
+    ("own_shard", "experts", "nan_on_one_device", {"norm", "update"}),
     ("own_factor", "experts", "nan_on_one_device", {"update"}),
     ("split_leaves_left_out", "experts", "nan_on_one_device", {"update"}),
     ("eps_in_denominator", "small_limit", "eps", {"update"}),
@@ -76,6 +79,13 @@ def test_a_finding_says_by_how_much():
     assert update.wanted == pytest.approx(1.0, rel=1e-6)
     assert update.found == pytest.approx(1 / math.sqrt(8), rel=1e-5)
     assert "replica" in norm.meaning
+
+
+def test_a_nan_is_counted_in_devices():
+    rows = optaxclip.check_step(wrong_steps.own_shard, settings="fsdp")
+    seen = [row[2:5] for row in rows if row.gradients == "nan"]
+    # The shard of one device has it, and no other device clips by it.
+    assert seen == [("norm", 8, 1), ("update", 8, 1)]
 
 
 def test_the_gradient_of_the_loss_is_the_mean_of_the_batch():

@@ -53,6 +53,12 @@ def test_json_holds_every_finding():
     assert all(list(row) == keys for row in rows)
 
 
+def test_json_has_no_number_that_json_does_not_know():
+    found = run(f"{STEPS}:own_dtype", "--settings", "float16", "--json")
+    norm, _ = json.loads(found.stdout, parse_constant=pytest.fail)
+    assert norm["found"] == "inf"
+
+
 @pytest.mark.parametrize(
     "name, text",
     [
