@@ -6,10 +6,14 @@ pytest FILE, -k NAME  every case of these tests
 pytest --one-case     one case of each test, also of slow ones and those of a FILE
 """
 
+import os
 import zlib
 
 import numpy as np
 import pytest
+
+# The example of `check_step` needs eight devices, also where only docstrings are run.
+os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=8")
 
 
 def pytest_addoption(parser):

@@ -13,6 +13,7 @@ A clipper answers three questions. How long is the gradient? (norm) How long may
                  reset_momentum
     once         clip_grads(grads, max_norm) -> (grads, norm)
     reading      metrics, record_norm, record_spikes
+    trainers     check_step, also as `python -m optaxclip.check`
     weights      qk_clip, Heads
     backward     clip_cotangent, scale_cotangent
     your own     clip_by, rescale
@@ -32,6 +33,7 @@ Example:
 # Imported, so that `optaxclip.rules` works without an import of its own.
 from . import dropin, per_example, replay, rules, shrinks
 from ._backward import clip_cotangent, scale_cotangent
+from ._check_step import check_step
 from ._clippers._adaclip import adaclip
 from ._clippers._adagc import adagc
 from ._clippers._adagn import adagn
@@ -92,6 +94,7 @@ __all__ = [
     "autoclip",
     "carry_clipped",
     "check_replicated",
+    "check_step",
     "clip",
     "clip_by",
     "clip_by_average_norm",

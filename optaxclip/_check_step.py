@@ -1,0 +1,451 @@
+"""Is the norm of a training step right, and does it clip as it should?
+
+settings    who holds which part of weights and batch, and the limit
+gradients   their mean is known in float64, so norm and factor are known
+step        the user's own. It is run on eight CPU devices
+kinds       what the known bugs would have given instead, as numbers. The first that
+            agrees with what the step gave is named
+"""
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from ._checks import check_choice, check_scalar, shown
+
+Tree = dict[str, Any]
+# What, wanted, found, kind: the last fields of a Finding.
+Rows = Iterator[tuple[str, float, Any, str]]
+
+DEVICES = 8
+# How each setting differs from "replicated".
+SETTINGS: dict[str, dict[str, Any]] = {
+    "replicated": {},
+    # So small that 1e-8 beside the norm shows.
+    "small_limit": {"max_norm": 1e-5},
+    "accumulated": {"microbatches": 3},
+    "fsdp": {"specs": {"experts": P(None, None, "data"), "matrix": P("data")}},
+    "experts": {
+        "specs": {"experts": P("expert")},
+        "batch_specs": {"experts": P("data", "expert")},
+    },
+    "bfloat16": {"dtype": jnp.bfloat16},
+    "float16": {"dtype": jnp.float16},
+}
+SHAPES = {"bias": (8,), "experts": (4, 8, 8), "matrix": (16, 8)}
+# Of 16 bits. Squares of many leaves are added one after the other.
+MANY = ["large", *(f"small_{number}" for number in range(64))]
+# What each kind of bug means, and what to do.
+KINDS = {
+    "local_norm": "each device uses the gradient of its own batch: average first",
+    "gradients_summed": "gradients of devices are added: average them (lax.pmean)",
+    "once_per_replica": "each replica counts: do not add squares of equal gradients",
+    "whole_leaves_repeated": "leaves that all devices hold count once for each",
+    "split_leaves_repeated": "split leaves (experts) count once for each copy",
+    "all_leaves_repeated": "leaves count once for each device with the same part",
+    "own_shard": "squares of split leaves are not added (lax.psum)",
+    "leaves_left_out": "only split leaves count, or only those that are whole",
+    "averaged_norms": "norms or squares of shards are averaged: add squares",
+    "accumulation_summed": "gradients of micro-batches are added: average them",
+    "after_clip": "the norm that is returned is that of clipped gradients",
+    "scaled": "gradients carry a power of two, as of a scaled loss",
+    "low_precision_sum": "squares are added in bfloat16: add them in float32",
+    "squares_overflow": "squares in float16 are inf: convert to float32 first",
+    "nan_on_one_device": "a NaN is seen by some devices only: replicas part",
+    "own_factor": "each device clips by a factor of its own: replicas part",
+    "groups_apart": "leaves have different factors: clip all of them together",
+    "eps": "the limit is divided by norm + eps: updates are below the limit",
+    "clipped_below_limit": "gradients below the limit are changed",
+    "not_clipped": "gradients above the limit are not clipped",
+    "other_direction": "not along the gradient: clipped before the average, or by "
+    "another method than the global norm",
+    "unknown": "no known bug gives this number",
+}
+
+
+class Setting(NamedTuple):
+    """What `make_step` is told."""
+
+    name: str
+    mesh: Mesh  # axes "data" and "expert"
+    specs: Tree  # of params, gradients and updates
+    batch_specs: Tree  # of gradients of examples, their first dimension
+    max_norm: float = 1.0
+    microbatches: int = 1  # parts of a batch that are accumulated
+    dtype: Any = jnp.float32
+
+    @staticmethod
+    def loss(params: Tree, batch: Tree) -> jax.Array:
+        """A loss whose gradient is the mean over the examples of `batch`."""
+        total = jnp.zeros(())
+        for name, leaf in batch.items():
+            products = params[name][None] * leaf
+            total += jnp.sum(products) / len(leaf)
+        return total
+
+
+class Finding(NamedTuple):
+    """One number that is wrong."""
+
+    setting: str
+    gradients: str  # "above" or "below" the limit, or with a "nan"
+    what: str  # "norm": what is returned. "update": the length of the update
+    wanted: float
+    # With a "nan": the number of devices that have one.
+    found: float
+    kind: str
+    meaning: str  # of the kind, and what to do
+
+
+def check_step(
+    make_step: Callable[[Any], Callable[..., Any]],
+    *,
+    settings: str | Sequence[str] = tuple(SETTINGS),
+) -> list[Finding]:
+    """Runs a training step on eight CPU devices with gradients that are known.
+
+    Returns what is wrong with its norm and its clip by a global norm, by how much, and
+    which known bug gives this number. It knows no clipper: a step with optax's, with
+    ours, or one that is written by hand is checked alike. Run it in a test of a
+    trainer, or as a command that ends with 1 if there is a finding:
+
+        python -m optaxclip.check module:make_step
+
+    Args:
+      make_step: a function of a setting that returns the step of a trainer. A setting
+        has
+
+        - `mesh`: eight devices along the axes "data" and "expert",
+        - `specs`: a PartitionSpec for each leaf of params, gradients and updates,
+        - `batch_specs`: the same for a batch, whose first dimension is split along
+          "data",
+        - `max_norm`: the limit of the global norm,
+        - `microbatches`: into how many a step that accumulates gradients splits its
+          batch: 3 in the setting "accumulated", else 1,
+        - `loss`: a function of params and batch. Its gradient is the mean of the batch
+          over the first dimension,
+        - `name`: one of the names below.
+
+        The step is called as `step(params, batch)` with dicts of arrays, placed by
+        these specs. A leaf of the batch holds the gradient of each example, and so has
+        one dimension more than that of params. The step returns a tuple: new params,
+        updates or clipped gradients, with SGD of learning rate 1 as the optimizer, and
+        the global norm before clipping, a scalar.
+      settings: what to run, a name or several.
+
+        - "replicated": data parallel, gradients above the limit, below it, and with a
+          NaN on one device.
+        - "small_limit": as before, with a limit of 1e-5.
+        - "accumulated": as before, in three micro-batches.
+        - "fsdp": two leaves are split along "data", one is not.
+        - "experts": one leaf is split along "expert", gradients are averaged along
+          "data".
+        - "bfloat16", "float16": replicated, of these dtypes.
+
+    Returns:
+      A list of findings, empty where all is right. Each has the fields `setting`,
+      `gradients` ("above" or "below" the limit, or with a "nan"), `what` ("norm", or
+      "update" for its length), `wanted` and `found` (with a "nan" the numbers of
+      devices that have one), `kind` and `meaning`. The page "Wrong norms of 2026" lists
+      the kinds.
+
+    Raises:
+      TypeError: what cannot be called, or a step that does not return such a tuple.
+      ValueError: an unknown setting, or arrays of other shapes than those of params.
+      RuntimeError: fewer than eight CPU devices.
+
+    Example:
+      >>> def make_step(setting):
+      ...     clipper = optax.clip_by_global_norm(setting.max_norm)
+      ...     optimizer = optax.chain(clipper, optax.sgd(1.0))
+      ...     @jax.jit
+      ...     def step(params, batch):
+      ...         grads = jax.grad(setting.loss)(params, batch)
+      ...         updates, _ = optimizer.update(grads, optimizer.init(params))
+      ...         norm = optax.tree.norm(updates)  # too late: it is clipped
+      ...         return optax.apply_updates(params, updates), norm
+      ...     return step
+      >>> for row in optaxclip.check_step(make_step, settings="fsdp"):
+      ...     print(row.gradients, row.what, round(row.wanted, 3), row.kind)
+      above norm 4.0 after_clip
+    """
+    _check_callable("make_step must be a function of a setting", make_step)
+    names = (settings,) if isinstance(settings, str) else tuple(settings)
+    for name in names or [settings]:
+        check_choice("check_step: settings", name, tuple(SETTINGS))
+    count = len(jax.devices("cpu"))
+    if count < DEVICES:
+        raise RuntimeError(
+            f"check_step: {DEVICES} CPU devices are needed, got {count}: call "
+            f'jax.config.update("jax_num_cpu_devices", {DEVICES}) before anything is '
+            "computed, or run python -m optaxclip.check."
+        )
+    findings = []
+    for name in names:
+        try:
+            findings += _check_setting(make_step, _setting(name))
+        except Exception as error:
+            note = f"This was in the setting {name!r}. settings=... leaves it out."
+            error.add_note(f"check_step: {note}")
+            raise
+    return findings
+
+
+def _check_callable(must: str, value: Any) -> None:
+    if not callable(value):
+        raise TypeError(f"check_step: {must}, got {shown(value)}.")
+
+
+def _check_setting(make_step: Any, setting: Setting) -> Iterator[Finding]:
+    step = make_step(setting)
+    _check_callable("make_step must return a step(params, batch)", step)
+    is_float32 = setting.dtype == jnp.float32
+    for gradients in ("above", "below", "nan") if is_float32 else ("above",):
+        batch = _batch(setting, gradients)
+        mean = _mean(batch)
+        known = _Known(setting, batch, mean, _norm(mean))
+        norms, updates = _run(step, known)
+        look = _look_at_nan if gradients == "nan" else _look
+        for what, wanted, found, kind in look(known, norms, updates):
+            numbers = float(wanted), float(found)
+            row = setting.name, gradients, what, *numbers, kind, KINDS[kind]
+            yield Finding(*row)
+
+
+# ------------------------------------------------------------ settings and gradients
+
+
+class _Known(NamedTuple):
+    """Gradients of examples, their mean and its norm, in float64."""
+
+    setting: Setting
+    batch: Tree
+    mean: Tree
+    norm: float
+
+    def close(self, found: Any, wanted: Any) -> np.ndarray:
+        # Rounding of float32 sums of at most 400 numbers. In 16 bits update, factor and
+        # norm are rounded once or twice each.
+        tolerance = 3e-5 if self.setting.dtype == jnp.float32 else 2.0**-6
+        return np.isclose(found, wanted, rtol=tolerance, atol=0)
+
+
+def _setting(name: str) -> Setting:
+    changes = dict(SETTINGS[name])
+    devices = np.array(jax.devices("cpu")[:DEVICES])
+    experts = 2 if name == "experts" else 1
+    mesh = Mesh(devices.reshape(-1, experts), ("data", "expert"))
+    leaves = MANY if "dtype" in changes else SHAPES
+    specs = dict.fromkeys(leaves, P()) | changes.pop("specs", {})
+    batch_specs = dict.fromkeys(leaves, P("data"))
+    batch_specs |= changes.pop("batch_specs", {})
+    return Setting(name, mesh, specs, batch_specs, **changes)
+
+
+def _batch(setting: Setting, gradients: str) -> Tree:
+    """Gradients of examples. The norm of their mean is four limits where it is above,
+    and a twelfth of the limit where it is below.
+    """
+    examples = DEVICES * setting.microbatches
+    if setting.dtype != jnp.float32:
+        # 16 bits hold these numbers and their mean. The squares of 4 add to 256, and
+        # bfloat16 has no number between it and 258. 300 * 300 is beyond float16.
+        large = 4.0 if setting.dtype == jnp.bfloat16 else 300.0
+        batch = dict.fromkeys(MANY, np.full((examples, 3), 0.5))
+        return batch | {"large": np.full((examples, 16), large)}
+    random = np.random.default_rng(0)
+    batch: Tree = {}
+    for name, shape in SHAPES.items():
+        batch[name] = random.normal(0.5, 1.0, (examples, *shape))
+    limits = 1 / 12 if gradients == "below" else 4.0
+    scale = limits * setting.max_norm / _norm(_mean(batch))
+    batch = {name: np.float32(leaf * scale) for name, leaf in batch.items()}
+    if gradients == "nan":
+        batch["experts"][-1, -1, -1, -1] = np.nan
+    return batch
+
+
+def _mean(batch: Tree) -> Tree:
+    return {name: leaf.mean(0, np.float64) for name, leaf in batch.items()}
+
+
+def _norm(tree: Tree) -> float:
+    squares = [np.sum(np.float64(leaf) ** 2) for leaf in tree.values()]
+    return math.sqrt(sum(squares))
+
+
+def _run(step: Any, known: _Known) -> tuple[np.ndarray, Tree]:
+    """Returns the norm of each device, and the update."""
+    setting = known.setting
+    params, batch = {}, {}
+    for name, leaf in known.batch.items():
+        batch[name] = jnp.asarray(leaf, setting.dtype)
+        # Weights of zero, so that new weights are the update.
+        params[name] = jnp.zeros(leaf.shape[1:], setting.dtype)
+    shapes = jax.tree.map(jnp.shape, params)
+    answer = step(
+        _placed(setting, setting.specs, params),
+        _placed(setting, setting.batch_specs, batch),
+    )
+    if not isinstance(answer, tuple) or len(answer) != 2:
+        raise TypeError(
+            "check_step: the step must return (new params or updates, norm), got "
+            f"{shown(answer)}."
+        )
+    updates, norm = answer
+    check_scalar("check_step: the norm", norm)
+    found = jax.tree.map(jnp.shape, updates)
+    if found != shapes:
+        raise ValueError(
+            "check_step: new params or updates must have the shapes of params, "
+            f"{shapes}, got {shown(found)}."
+        )
+    parts = _parts(setting, {"norm": P()}, {"norm": norm})
+    return np.array([part["norm"] for part in parts]), updates
+
+
+def _placed(setting: Setting, specs: Tree, tree: Tree) -> Tree:
+    shardings = jax.tree.map(partial(NamedSharding, setting.mesh), specs)
+    # Leaves what is there already, so that differing copies stay as they are.
+    return jax.device_put(tree, shardings)
+
+
+def _parts(setting: Setting, specs: Tree, tree: Tree) -> list[Tree]:
+    """What each device holds of a tree, in float64."""
+    parts = [{} for _ in range(DEVICES)]
+    for name, leaf in _placed(setting, specs, tree).items():
+        shards = leaf.addressable_shards
+        places = {shard.device: shard.data for shard in shards}
+        for part, device in zip(parts, setting.mesh.devices.flat):
+            part[name] = np.float64(places[device])
+    return parts
+
+
+# ------------------------------------------------------------------- what is wrong
+
+
+def _look(known: _Known, norms: np.ndarray, updates: Tree) -> Rows:
+    """What is wrong with the norms of devices, and with the update."""
+    if not known.close(norms, known.norm).all():
+        worst = norms[np.argmax(abs(norms - known.norm))]
+        yield "norm", known.norm, worst, _kind_of_norm(known, norms)
+    kind = _kind_of_update(known, updates)
+    if kind:
+        length = min(known.norm, known.setting.max_norm)
+        yield "update", length, _norm(updates), kind
+
+
+def _look_at_nan(known: _Known, norms: np.ndarray, updates: Tree) -> Rows:
+    """Whether devices part after a NaN that one of them has, or the norm hides it."""
+    kind = "nan_on_one_device"
+    setting = known.setting
+    # Numbers are those of devices that have a NaN.
+    if np.unique(norms).size > 1:
+        yield "norm", DEVICES, sum(np.isnan(norms)), kind
+    parts = _parts(setting, setting.specs, updates)
+    count = sum(np.isnan(_norm(part)) for part in parts)
+    is_hidden = count and np.isfinite(norms).all()
+    if is_hidden or _have_parted(setting, updates):
+        yield "update", DEVICES, count, kind
+
+
+def _have_parted(setting: Setting, updates: Tree) -> bool:
+    """Whether devices that should hold the same part of an array do not."""
+    # Made of one copy of each part.
+    whole = jax.tree.map(np.asarray, updates)
+    wanted = _parts(setting, setting.specs, whole)
+    found = _parts(setting, setting.specs, updates)
+    is_equal = partial(np.array_equal, equal_nan=True)
+    return not jax.tree.all(jax.tree.map(is_equal, found, wanted))
+
+
+def _kind_of_norm(known: _Known, found: np.ndarray) -> str:
+    """The bug that gives the norms of devices, or a norm that all of them have."""
+    is_one = len(set(found)) == 1
+    for kind, norms in _wrong_norms(known):
+        close = known.close(found, norms)
+        # A norm that all devices have may be that of any.
+        if close.any() if is_one else close.all():
+            return kind
+    ratio = found[0] / known.norm
+    fraction, exponent = np.frexp(ratio)
+    # Losses are scaled by 16 at least.
+    if abs(exponent) > 4 and known.close(fraction, (0.5, 1.0)).any():
+        return "scaled"
+    name = known.setting.name
+    kinds = {"float16": "squares_overflow", "small_limit": "eps"}
+    if name == "bfloat16" and ratio < 1:
+        return "low_precision_sum"
+    return kinds.get(name, "unknown") if ratio > 1 else "unknown"
+
+
+def _wrong_norms(known: _Known) -> Iterator[tuple[str, Any]]:
+    """The norms that known bugs give: one, or one for each device."""
+    setting, norm, mean = known.setting, known.norm, known.mean
+    batches = _parts(setting, setting.batch_specs, known.batch)
+    local = [_norm(_mean(part)) for part in batches]
+    own = [_norm(part) for part in _parts(setting, setting.specs, mean)]
+    split = _norm({n: x for n, x in mean.items() if any(setting.specs[n])})
+    whole = math.sqrt(norm**2 - split**2)
+    data, experts = setting.mesh.devices.shape
+    yield "after_clip", min(norm, setting.max_norm)
+    yield "local_norm", local
+    yield "local_norm", np.mean(local)
+    yield "own_shard", own
+    yield "averaged_norms", np.mean(own)
+    yield "averaged_norms", np.linalg.norm(own) / math.sqrt(DEVICES)
+    yield "leaves_left_out", whole
+    yield "leaves_left_out", split
+    for times in (data, experts, DEVICES):
+        root = math.sqrt(times)
+        yield "once_per_replica", norm * root
+        yield "whole_leaves_repeated", math.hypot(whole * root, split)
+        yield "split_leaves_repeated", math.hypot(whole, split * root)
+    yield "all_leaves_repeated", np.linalg.norm(own)
+    yield "gradients_summed", norm * data
+    yield "accumulation_summed", norm * setting.microbatches
+
+
+def _kind_of_update(known: _Known, updates: Tree) -> str:
+    """The bug that gives the update. Empty where it is right."""
+    setting = known.setting
+    gradients = _parts(setting, setting.specs, known.mean)
+    # By what each device has multiplied its part of each leaf.
+    factors = np.zeros((DEVICES, len(updates)))
+    is_along = True
+    for device, part in enumerate(_parts(setting, setting.specs, updates)):
+        for place, (name, found) in enumerate(part.items()):
+            gradient = gradients[device][name]
+            factor = np.vdot(found, gradient) / np.vdot(gradient, gradient)
+            rest = np.linalg.norm(found - factor * gradient)
+            # Rounding is below a hundredth. NaN is along nothing.
+            is_along &= bool(rest <= 0.01 * np.linalg.norm(found))
+            # That of new weights is negative.
+            factors[device, place] = abs(factor)
+    if not is_along:
+        has_parted = _have_parted(setting, updates)
+        return "local_norm" if has_parted else "other_direction"
+    by_leaf = factors[0]
+    if not known.close(factors, by_leaf).all():
+        return "own_factor"
+    if not known.close(by_leaf, by_leaf[0]).all():
+        return "groups_apart"
+    factor, limit = by_leaf[0], setting.max_norm
+    if known.close(factor, min(1.0, limit / known.norm)):
+        return ""
+    if known.close(factor, 1.0):
+        return "not_clipped"
+    # The norm that clipped it, or what it was without a clip.
+    norm = known.norm * factor
+    if factor < 1.0:
+        norm = limit / factor if factor else math.inf
+    kind = _kind_of_norm(known, np.array([norm]))
+    is_below = known.norm < limit and kind == "unknown"
+    return "clipped_below_limit" if is_below else kind

@@ -1,0 +1,186 @@
+"""`check_step` names the bug of each wrong step, and finds nothing in right ones.
+
+Numbers are NumPy's: what is wrong with a step is known before it is run.
+"""
+
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import optaxclip
+
+from . import right_steps, wrong_steps
+
+# Step, setting in which its bug shows, kind, what is wrong.
+WRONG = [
+    ("local_norm", "replicated", "local_norm", {"norm", "update"}),
+    ("local_norm", "experts", "local_norm", {"norm", "update"}),
+    ("clip_before_average", "replicated", "local_norm", {"norm"}),
+    ("clip_before_average", "replicated", "other_direction", {"update"}),
+    ("gradients_summed", "replicated", "gradients_summed", {"norm", "update"}),
+    ("gradients_summed", "experts", "gradients_summed", {"norm", "update"}),
+    ("every_square_summed", "replicated", "once_per_replica", {"norm", "update"}),
+    ("every_square_summed", "fsdp", "whole_leaves_repeated", {"norm", "update"}),
+    ("every_square_summed", "experts", "all_leaves_repeated", {"norm", "update"}),
+    ("experts_repeated", "experts", "split_leaves_repeated", {"norm", "update"}),
+    ("own_shard", "fsdp", "own_shard", {"norm"}),
+    ("own_shard", "fsdp", "own_factor", {"update"}),
+    ("own_shard", "experts", "own_shard", {"norm"}),
+    ("own_shard", "experts", "own_factor", {"update"}),
+    ("own_factor", "experts", "own_factor", {"update"}),
+    ("split_leaves_left_out", "experts", "leaves_left_out", {"norm", "update"}),
+    ("averaged_norms", "experts", "averaged_norms", {"norm", "update"}),
+    ("accumulation_summed", "accumulated", "accumulation_summed", {"norm", "update"}),
+    ("after_clip", "replicated", "after_clip", {"norm"}),
+    ("scaled_loss", "replicated", "scaled", {"norm", "update"}),
+    ("own_dtype", "bfloat16", "low_precision_sum", {"norm", "update"}),
+    ("own_dtype", "float16", "squares_overflow", {"norm", "update"}),
+    ("reported_in_float32", "bfloat16", "low_precision_sum", {"update"}),
+    ("own_nan", "fsdp", "nan_on_one_device", {"norm", "update"}),
+    # A NaN is seen by the devices whose batch, shard or expert has it.
+    ("local_norm", "replicated", "nan_on_one_device", {"norm", "update"}),
+    ("local_norm", "experts", "nan_on_one_device", {"norm", "update"}),
+    ("own_shard", "fsdp", "nan_on_one_device", {"norm", "update"}),
+    ("own_shard", "experts", "nan_on_one_device", {"norm", "update"}),
+    ("own_factor", "experts", "nan_on_one_device", {"update"}),
+    ("split_leaves_left_out", "experts", "nan_on_one_device", {"update"}),
+    ("eps_in_denominator", "small_limit", "eps", {"update"}),
+    ("always_scaled", "replicated", "clipped_below_limit", {"update"}),
+    ("groups_apart", "replicated", "groups_apart", {"update"}),
+    ("not_clipped", "replicated", "not_clipped", {"update"}),
+]
+
+
+@pytest.mark.parametrize("name, setting, kind, what", WRONG)
+def test_the_kind_of_a_bug_is_named(name, setting, kind, what):
+    step = getattr(wrong_steps, name)
+    found = optaxclip.check_step(step, settings=[setting])
+    assert {row.what for row in found if row.kind == kind} == what
+    expected = {other[2] for other in WRONG if other[:2] == (name, setting)}
+    assert {row.kind for row in found} == expected
+
+
+@pytest.mark.parametrize("name", right_steps.RIGHT)
+def test_a_right_step_is_right_in_every_setting(name):
+    assert optaxclip.check_step(right_steps.RIGHT[name]) == []
+
+
+def test_a_finding_says_by_how_much():
+    step = wrong_steps.every_square_summed
+    rows = optaxclip.check_step(step, settings=["replicated"])
+    (norm,) = [row for row in rows if row[:3] == ("replicated", "above", "norm")]
+    assert norm.wanted == pytest.approx(4.0, rel=1e-6)
+    # Eight devices, each with all squares.
+    assert norm.found == pytest.approx(4.0 * math.sqrt(8), rel=1e-5)
+    (update,) = [row for row in rows if row.what == "update"]
+    assert update.wanted == pytest.approx(1.0, rel=1e-6)
+    assert update.found == pytest.approx(1 / math.sqrt(8), rel=1e-5)
+    assert "replica" in norm.meaning
+
+
+def test_a_nan_is_counted_in_devices():
+    rows = optaxclip.check_step(wrong_steps.own_shard, settings="fsdp")
+    seen = [row[2:5] for row in rows if row.gradients == "nan"]
+    # The shard of one device has it, and no other device clips by it.
+    assert seen == [("norm", 8, 1), ("update", 8, 1)]
+
+
+def test_the_gradient_of_the_loss_is_the_mean_of_the_batch():
+    def make_step(setting):
+        right = right_steps.ours_jit(setting)
+
+        def step(params, batch):
+            grads = jax.grad(setting.loss)(params, batch)
+            for name, leaf in batch.items():
+                wanted = np.asarray(leaf, np.float64).mean(0)
+                # Rounding of sums of 8 or 24 numbers. NaN equals NaN.
+                bound = 24 * 2.0**-24 * np.nanmax(abs(wanted))
+                np.testing.assert_allclose(grads[name], wanted, rtol=0, atol=bound)
+            seen.append(setting.name)
+            return right(params, batch)
+
+        return step
+
+    seen = []
+    settings = ["replicated", "fsdp", "experts", "accumulated"]
+    assert optaxclip.check_step(make_step, settings=settings) == []
+    assert set(seen) == set(settings)
+
+
+def test_a_bug_of_another_setting_is_not_looked_for():
+    step = wrong_steps.accumulation_summed
+    assert optaxclip.check_step(step, settings="replicated") == []
+
+
+def test_new_params_updates_and_clipped_gradients_are_all_taken():
+    def returning(sign):
+        def make_step(setting):
+            step = right_steps.by_hand(setting)
+
+            def signed(params, batch):
+                updates, norm = step(params, batch)
+                return jax.tree.map(lambda leaf: sign * leaf, updates), float(norm)
+
+            return signed
+
+        return make_step
+
+    for sign in (1, -1):
+        found = optaxclip.check_step(returning(sign), settings=["replicated", "fsdp"])
+        assert found == []
+
+
+def answers(answer):
+    """A step that returns what it is told to."""
+    return lambda setting: lambda params, batch: answer(params)
+
+
+# Each error names the argument and its value.
+BAD = [
+    (3, {}, TypeError, "check_step: make_step must be .* got 3"),
+    (lambda setting: None, {}, TypeError, r"make_step must return a step\(.* got None"),
+    (answers(dict), {"settings": ["ddp"]}, ValueError, "settings .* got 'ddp'"),
+    (answers(dict), {"settings": []}, ValueError, r"settings .* got \[\]"),
+    (answers(lambda p: p), {}, TypeError, r"the step must return .* got \{'bias'"),
+    (answers(lambda p: (p, None)), {}, TypeError, "the norm must be .* got None"),
+    (
+        answers(lambda p: (p, jnp.ones(2))),
+        {},
+        ValueError,
+        r"the norm must be a scalar, got an array of shape \(2,\)",
+    ),
+    (
+        answers(lambda p: ({"w": jnp.ones(2)}, 1.0)),
+        {},
+        ValueError,
+        "must have the shapes of params, .* got {'w'",
+    ),
+    (
+        answers(lambda p: (p | {"bias": jnp.ones(3)}, 1.0)),
+        {},
+        ValueError,
+        r"must have the shapes of params, .* got {'bias': \(3,\)",
+    ),
+]
+
+
+@pytest.mark.parametrize("make_step, options, error, text", BAD)
+def test_bad_input_is_named(make_step, options, error, text):
+    with pytest.raises(error, match=text):
+        optaxclip.check_step(make_step, **options)
+
+
+def test_an_error_of_the_step_says_in_which_setting():
+    def make_step(setting):
+        if "experts" not in setting.name:
+            return right_steps.ours_jit(setting)
+        raise NotImplementedError("no experts here")
+
+    with pytest.raises(NotImplementedError) as caught:
+        optaxclip.check_step(make_step, settings=["replicated", "experts"])
+    (note,) = caught.value.__notes__
+    assert "'experts'" in note
+    assert "settings=" in note

@@ -1,0 +1,73 @@
+"""`python -m optaxclip.check` ends with 0 where all is right, with 1 for a finding, and
+with 2 where it finds no step.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.slow
+
+STEPS = "tests.check.wrong_steps"
+
+
+def run(*arguments):
+    # As a user has it: one CPU device, until the command asks for eight.
+    environment = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"}
+    return subprocess.run(
+        [sys.executable, "-m", "optaxclip.check", *arguments],
+        cwd=Path(__file__).parents[2],
+        env=environment,
+        capture_output=True,
+        text=True,
+    )
+
+
+def test_a_finding_ends_with_1_and_says_what_to_do():
+    found = run(f"{STEPS}:own_factor", "--settings", "replicated", "experts")
+    assert (found.returncode, found.stderr) == (1, "")
+    lines = found.stdout.splitlines()
+    assert any(line.split()[:2] == ["replicated", "right"] for line in lines)
+    (row,) = [
+        line for line in lines if line.split()[:3] == ["experts", "above", "update"]
+    ]
+    assert row.endswith("own_factor")
+    assert any(line.startswith("own_factor: ") for line in lines)
+
+
+def test_a_right_step_ends_with_0():
+    found = run("tests.check.right_steps:ours_jit", "--settings", "replicated")
+    assert (found.returncode, found.stderr) == (0, "")
+
+
+def test_json_holds_every_finding():
+    found = run(f"{STEPS}:own_nan", "--settings", "fsdp", "--json")
+    assert found.returncode == 1
+    rows = json.loads(found.stdout)
+    assert {row["kind"] for row in rows} == {"nan_on_one_device"}
+    keys = ["setting", "gradients", "what", "wanted", "found", "kind", "meaning"]
+    assert all(list(row) == keys for row in rows)
+
+
+def test_json_has_no_number_that_json_does_not_know():
+    found = run(f"{STEPS}:own_dtype", "--settings", "float16", "--json")
+    norm, _ = json.loads(found.stdout, parse_constant=pytest.fail)
+    assert norm["found"] == "inf"
+
+
+@pytest.mark.parametrize(
+    "name, text",
+    [
+        ("no trainer", "there is no step 'no trainer'"),
+        ("no_such_module:make_step", "no module named 'no_such_module'"),
+        (f"{STEPS}:gone", f"module '{STEPS}' has no attribute 'gone'"),
+    ],
+)
+def test_a_name_that_leads_nowhere_ends_with_2(name, text):
+    found = run(name)
+    assert found.returncode == 2
+    assert text.lower() in found.stderr.lower()
