@@ -98,6 +98,8 @@ def with_our_names(module: str) -> None:
     of its public names, which editors offer.
     """
     there = sys.modules[module]
+    public = [name for name in vars(there) if not name.startswith("_")]
+    vars(there).setdefault("__all__", sorted(public))
     for name in there.__all__:
         value = getattr(there, name)
         if inspect.isfunction(value):
@@ -216,31 +218,28 @@ def _hint(name: str, module: ModuleType) -> str:
     package = sys.modules[__package__ or ""]
     similar = "".join(_similar(name, module.__all__))
     # optaxclip.growth -> optaxclip.rules.growth
+    wanted = _place_of(name, package)
     if module is package:
-        wanted = (
-            FUNCTIONS.get(name.lower().rstrip("_"))
-            or _place_of(name, package)
-            or similar
-        )
+        plain = name.lower().rstrip("_")
+        wanted = FUNCTIONS.get(plain) or wanted or similar
         return f"Use {package.__name__}.{wanted}." if wanted else ""
     if similar:
         return f"Use {module.__name__}.{similar}."
     # optaxclip.rules.clip_grads -> optaxclip.clip_grads
-    wanted = name if name in package.__all__ else _place_of(name, package)
     if wanted:
         return f"Use {package.__name__}.{wanted}."
     return f"It has {', '.join(module.__all__)}."
 
 
-def _place_of(name: str, package: ModuleType) -> str | None:
-    """Where a name is in the public modules of a package: "rules.growth"."""
+def _place_of(name: str, package: ModuleType) -> str:
+    """Where a name is in a package and its public modules: "rules.growth"."""
+    if name in package.__all__:
+        return name
     for own in package.__all__:
         inner = getattr(package, own)
-        if isinstance(inner, ModuleType) and name in getattr(
-            inner, "__all__", ()
-        ):
+        if isinstance(inner, ModuleType) and name in inner.__all__:
             return f"{own}.{name}"
-    return None
+    return ""
 
 
 def _similar(name: str, known: Iterable[str]) -> list[str]:

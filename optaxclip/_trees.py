@@ -8,6 +8,7 @@ the updates needs no value.
 """
 
 import inspect
+import warnings
 from collections import Counter
 from collections.abc import (
     Callable,
@@ -23,7 +24,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ._checks import check_takes, is_function
+from ._checks import BEGIN_ANEW, check_takes, is_function
 
 ByPath = Callable[[str, Any], Any]  # of a leaf's path ("blocks/w") and it
 # A whole number or a tuple of them, a tree prefix of these, or a function likewise.
@@ -55,7 +56,7 @@ def _clipped(leaf: Any) -> Any:
     if _is_box(leaf):
         leaf = leaf.__jax_array__()
     # What `optax.masked` leaves in the variables of flax NNX.
-    if is_hole(leaf):
+    if not jax.tree.leaves(leaf):
         return leaf
     # A Python number has no dtype. Those of random keys and float0 are not inexact.
     dtype = leaf.dtype if hasattr(leaf, "dtype") else jnp.result_type(leaf)
@@ -112,6 +113,138 @@ def is_none(x: Any) -> bool:
 def is_hole(x: Any) -> bool:
     """Is there nothing here: None, or a node such as `optax.MaskedNode`?"""
     return not jax.tree.leaves(x)
+
+
+# ------------------------------------------------------------------ updates, weights
+
+
+def gradients_of(call: str, updates: Any, params: Any) -> Any:
+    """The clipped leaves of what must be gradients alone.
+
+    Raises:
+      TypeError: a leaf that is not an array, or a tuple of gradients and something
+        else, as `jax.value_and_grad`, `has_aux` and `clipped_grad` return them.
+    """
+    # Norms and losses beside gradients would be taken for more of them.
+    if {"grads", "factors"} <= set(getattr(updates, "_fields", ())):
+        raise TypeError(
+            f"{call}: updates must be the gradients alone, got a "
+            f"{type(updates).__name__}: hand over its grads."
+        )
+    tree = clipped_leaves(updates, call)
+    # A NamedTuple is a tree. A plain pair may be (value, grads).
+    if type(updates) is tuple and len(updates) == 2 and params is not None:
+        _check_alone(call, updates, jax.tree.structure(params))
+    return tree
+
+
+def _check_alone(call: str, updates: tuple[Any, Any], wanted: Any) -> None:
+    # params may be a pair as well, of two arrays for example.
+    if jax.tree.structure(updates) == wanted:
+        return
+    for place, each in enumerate(updates):
+        # The gradients are the one of the two that looks like params.
+        if jax.tree.structure(each) == wanted:
+            raise TypeError(
+                f"{call}: updates must be the gradients alone, got a tuple of two in "
+                f"which updates[{place}] has the structure of params. "
+                "jax.value_and_grad returns (value, grads), and has_aux (grads, aux)."
+            )
+
+
+def warn_of_integers(call: str, updates: Any) -> None:
+    """Warns where nothing is clipped because all numbers are integers."""
+    # Updates without any leaf, as of a model without weights, are no mistake.
+    for path, leaf in jax.tree_util.tree_flatten_with_path(updates)[0]:
+        # An int of Python has no dtype. A bool is one too, but no number to clip.
+        dtype = (
+            type(leaf) if type(leaf) is int else getattr(leaf, "dtype", bool)
+        )
+        if jnp.issubdtype(dtype, jnp.integer) and jnp.size(leaf):
+            warnings.warn(
+                f"{call}: nothing is clipped, since no leaf of the updates has a float "
+                f"or complex dtype. The leaf {name(path)!r} is {_shown(dtype)}: "
+                "make it float32.",
+                # The line that called update.
+                stacklevel=3,
+            )
+            return
+
+
+def check_kept(call: str, tree: Any, kept: Any) -> None:
+    """Raises ValueError for a clipped leaf of which the state keeps nothing, or an
+    array of another shape.
+    """
+    updates, form = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_none)
+    try:
+        # None may stand for a part of the tree, all of which is missing then.
+        known = form.flatten_up_to(kept)
+    except (TypeError, ValueError):
+        raise ValueError(
+            f"{call}: state was made for the leaves {_listed_leaves(kept)}, but the "
+            f"updates have {_listed_leaves(tree)}. {BEGIN_ANEW}"
+        ) from None
+    for (path, leaf), own in zip(updates, known):
+        if leaf is None:
+            continue
+        if own is None:
+            kind = _shown(getattr(leaf, "dtype", type(leaf)))
+            raise ValueError(
+                f"{call}: the update of the leaf {name(path)!r} is {kind}, but "
+                "what init was given for it has no float or complex dtype. Make that "
+                "float32, or give None for the update."
+            )
+        if jnp.shape(leaf) != jnp.shape(own):
+            raise ValueError(
+                f"{call}: state was made for the leaf {name(path)!r} of shape "
+                f"{jnp.shape(own)}, but its update has {jnp.shape(leaf)}. {BEGIN_ANEW}"
+            )
+
+
+def _listed_leaves(tree: Any) -> str:
+    return shown(path for path, _ in jax.tree_util.tree_leaves_with_path(tree))
+
+
+def _shown(kind: Any) -> str:
+    """A dtype, or the type of a Python number."""
+    return kind.__name__ if isinstance(kind, type) else str(kind)
+
+
+def values_of(call: str, argument: str, tree: Any, values: Any) -> Any:
+    """The values of the clipped leaves, such as weights, found by their paths.
+
+    So they may be in another kind of mapping than the updates, and have more entries.
+
+    Raises:
+      ValueError: a leaf without a value, or with one of another shape.
+      TypeError: values that are integers.
+    """
+    # A FrozenDict of params and a dict of updates have the same paths.
+    table = dict(jax.tree_util.tree_flatten_with_path(unboxed(values))[0])
+    found = []
+    for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
+        # Entries without updates, such as frozen weights, are not used.
+        if path not in table:
+            raise ValueError(
+                f"{call}: {argument} has no value for the leaf {name(path)!r} "
+                f"of the updates: it has {shown(table)}."
+            )
+        value = table[path]
+        if jnp.shape(value) != jnp.shape(leaf):
+            raise ValueError(
+                f"{call}: {argument} has the shape {jnp.shape(value)} for the leaf "
+                f"{name(path)!r}, and the updates have {jnp.shape(leaf)}."
+            )
+        kind, own = (getattr(x, "dtype", type(x)) for x in (value, leaf))
+        # Weights that are integers would have no norm, while their updates have one.
+        if not jnp.issubdtype(kind, jnp.inexact):
+            raise TypeError(
+                f"{call}: {argument} must have a float or complex dtype for the leaf "
+                f"{name(path)!r}, whose update is {_shown(own)}, got "
+                f"{_shown(kind)}. Make it float32, or give None for that update."
+            )
+        found.append(value)
+    return jax.tree.structure(tree).unflatten(found)
 
 
 # ---------------------------------------------------------------------------- names

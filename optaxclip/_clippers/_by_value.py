@@ -11,6 +11,7 @@ import optax
 
 from .. import _trees as trees
 from .._checks import (
+    begins_anew,
     broadcasts_to,
     check_flag,
     check_limit,
@@ -19,9 +20,8 @@ from .._checks import (
     is_function,
 )
 from .._exported import exported
-from .._inputs import begins_anew
-from .._modulus import with_modulus
-from .._shares import ClippedElements, count_clipped, no_elements_clipped
+from .._state import ClippedElements, count_clipped, no_elements_clipped
+from .._sums import with_modulus
 from ..rules._rule import Number, call_name, is_rule
 
 # A bound, or a tree prefix of bounds. None is no bound.

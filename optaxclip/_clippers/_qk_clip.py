@@ -16,12 +16,11 @@ from jax.typing import ArrayLike
 
 from .._checks import check_number, check_params, check_state
 from .._factors import cast_like
-from .._inputs import params_of
 from .._kernel import make_clipper
 from .._mesh import typed_as, types_of, varying_as
 from .._norms import OwnNorm
 from .._state import PLACEHOLDER, ClipState
-from .._trees import clipped_leaves, put_back
+from .._trees import clipped_leaves, put_back, values_of
 from ..rules._constant import Limit
 from ..rules._rule import is_rule
 from ..rules._without_params import rule_without_params
@@ -160,7 +159,7 @@ def qk_clip(
         # Bit for bit, also where a logit is NaN.
         if max_logit is None:
             return updates, new
-        weights = jax.tree.leaves(params_of(CALL, tree, params))
+        weights = jax.tree.leaves(values_of(CALL, "params", tree, params))
         clipped = _clip(tuple(attentions), alpha, tree, weights, new)
         return put_back(clipped, updates), new
 

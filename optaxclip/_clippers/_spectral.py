@@ -36,9 +36,9 @@ from .. import _trees as prefix
 from .._checks import check_choice, check_known, check_length
 from .._kernel import make_clipper
 from .._mesh import gathered, split_as
-from .._modulus import wide_dtype
 from .._norms import OwnNorm, tensor_norm
 from .._state import ClipState
+from .._sums import wide_dtype
 from .._trees import (
     Stacked,
     clipped_leaves,

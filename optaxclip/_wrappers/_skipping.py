@@ -48,7 +48,7 @@ from .._checks import (
     with_extra_args,
 )
 from .._exported import exported
-from .._limits import limit_of
+from .._kernel import limit_of
 from .._mesh import MeshAxes, varying
 from .._norms import GlobalNorm
 from .._state import ClipState, moving_average

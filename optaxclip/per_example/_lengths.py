@@ -30,7 +30,7 @@ def length_of_each(x: jax.Array) -> jax.Array:
     """The norm of each entry along the first axis, float32 or wider."""
     # On each device alone, since others hold other examples.
     leaf = Leaf(0, tuple(range(1, x.ndim)))
-    (norms,) = norms_of(Plan((leaf,), 1, units=True), [x])
+    (norms,) = norms_of(Plan((leaf,), 1), [x])
     return norms.reshape(x.shape[:1])
 
 

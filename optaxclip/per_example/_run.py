@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 
 from .._factors import stretch
-from .._modulus import wide_dtype
+from .._sums import wide_dtype
 from .._weighted_loss import is_weighted
 from ._ghost import Ghost
 from ._microbatches import in_microbatches, replace_uncounted

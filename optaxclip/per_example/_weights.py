@@ -10,7 +10,7 @@ from jax import lax
 from .. import _trees as prefix
 from .._checks import check_limit, held_in
 from .._factors import factor_between, stretch
-from .._limits import shrunk_by
+from .._kernel import shrunk_by
 from .._mesh import split_as
 from .._norms import Leaf, Plan, norms_of
 from .._trees import clipped_leaves
