@@ -32,7 +32,12 @@ from ._kernel import clip_once
 from ._mesh import MeshAxes
 from ._norms import Measure, Ord, TensorNorm, UnitwiseNorm, check_measure
 from ._trees import axes_within, clipped_leaves, put_back
-from ._weighted_loss import check_not_weighted
+
+# Whether a loss is being differentiated whose examples have weights. A backward pass
+# that is linear carries a weight through to the gradient. That of `clip_cotangent` is
+# not: it would hold the weighted cotangent to its limit.
+# JAX traces anew where it changes, also what it has differentiated before.
+is_weighted = jax.make_user_context(False)
 
 
 def clip_cotangent(
@@ -209,7 +214,12 @@ def _forward(measure: Measure | None, x: Any, limit: Any) -> tuple[Any, Any]:
 
 
 def _backward(measure: Measure | None, limit: Any, cotangent: Any) -> Any:
-    check_not_weighted("clip_cotangent")
+    if is_weighted.value:
+        raise ValueError(
+            'clipped_grad: method must be "one_pass", "ghost" or "auto" for a loss '
+            'with clip_cotangent, got "two_pass": its second pass weighs the loss, and '
+            "clip_cotangent would clip what is weighted."
+        )
     # A backward pass has nowhere to keep a state: counts and shares are dropped.
     if measure is None:
         clipper = clip_by_value(*limit)

@@ -108,7 +108,7 @@ def make_clipper(
     # One norm takes one limit. Others take a tree prefix of limits.
     is_one = isinstance(measure, GlobalNorm) or isinstance(limit, Rule)
     rules = (rule_of if is_one else rules_of)(limit, argument)
-    each_rule = jax.tree.leaves(rules, is_leaf=is_rule)
+    each_rule = [rules] if is_one else jax.tree.leaves(rules, is_leaf=is_rule)
     numbers, structure = jax.tree.flatten(rules)
     no_limit = limit is None
     settings = Settings(
@@ -273,8 +273,10 @@ def _ask(
     found, memory_of = [], memories(state)
     for group in groups_of(norms, state, settings.call):
         rule = shared_rule(of_norm, group, norms, settings.call)
-        memory, norm = group.taken(memory_of[group.part]), group.vector(each)
+        memory, norm = memory_of[group.part], group.vector(each)
         learns = bool(jax.tree.leaves(memory))
+        if learns:
+            memory = group.taken(memory)
         if rule.needs_params and not learns:
             # Each by itself, so that no leaf waits until all weights are measured.
             limits = []
@@ -287,7 +289,7 @@ def _ask(
             weight = group.vector(weights) if rule.needs_params else None
             further = further_norms(rule, weight, total)
             limit, memory = ask(rule, norm, memory, state.step, *further)
-            limits = group.apart(limit, each)
+            limits = [limit] if group.is_one else group.apart(limit, each)
         if given is not None:
             limits = [given[i] for i in group.numbers]
             limit = group.vector(given)
@@ -546,7 +548,8 @@ def _next_state(
             column = _summary(settings, eps, norms, own, made)
         columns.append(column)
         part = own.group.part
-        memory[part] = own.group.put(memory[part], own.memory)
+        if own.learns:
+            memory[part] = own.group.put(memory[part], own.memory)
     # Stays at the largest int32 instead of becoming negative.
     step = jnp.asarray(optax.safe_increment(state.step))
     if not columns:

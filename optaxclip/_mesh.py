@@ -31,6 +31,7 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 from . import _trees as trees
+from ._trees import listed
 
 # "auto", None, a name, a tuple of names, or a tree prefix of PartitionSpec
 MeshAxes: TypeAlias = (
@@ -170,13 +171,6 @@ def static_axes(mesh_axes: Any, call: str) -> Any:
             f"write mesh_axes={tuple(mesh_axes)!r}."
         )
     return trees.freeze(mesh_axes, _is_spec)
-
-
-def without_names(mesh_axes: Any) -> Any:
-    """`mesh_axes` outside shard_map, where no mesh axis has a name."""
-    if isinstance(mesh_axes, trees.Prefix) or mesh_axes == "auto":
-        return mesh_axes
-    return None
 
 
 def specs_of(mesh_axes: Any, tree: Any, call: str) -> list[Any]:
@@ -373,10 +367,6 @@ def check_bound(names: Names, argument: str) -> None:
             raise ValueError(
                 f"{argument}={name!r}: there is no such axis here. {here}"
             ) from None
-
-
-def listed(names: Any) -> str:
-    return ", ".join(repr(name) for name in sorted(names))
 
 
 def _are_names(axes: Any) -> bool:

@@ -232,7 +232,7 @@ def limits_of(state: ClipState, norms: Any) -> Any:
     limits = []
     for name, norm in zip(trees.names(list(norms.paths), known), norms.each):
         limits.append(known[name].limit.reshape(norm.shape))
-    return norms.tree(limits)
+    return norms._replace(each=limits).tree()
 
 
 # ----------------------------------------------------------- the norms of a step
@@ -256,8 +256,6 @@ class Group(NamedTuple):
 
     def apart(self, vector: jax.Array, each: list[Any]) -> list[jax.Array]:
         """The entries of such an array, one for each norm."""
-        if self.is_one:
-            return [vector]
         found, start = [], 0
         for number in self.numbers:
             norm = each[number]
@@ -667,11 +665,13 @@ def _share_clipped(pairs: list[tuple[Any, jax.Array]]) -> jax.Array:
         names.append(over)
         size = math.prod(after.shape)
         is_known = isinstance(size, int)
-        # As integers, because float32 cannot count beyond 2^24, as far as these reach.
-        kind = jnp.float32 if is_known and size >= 2**32 else jnp.uint32
+        # float32 counts to 2^24, and uint32 to 2^32.
+        kind = np.int64 if is_known and size >= 2**32 else np.uint32
         # NaN stays NaN.
         differs = (before != after) & (before == before)
-        counts.append(jnp.sum(differs, dtype=kind).astype(jnp.float32))
+        with jax.enable_x64(True):
+            count = jnp.sum(differs, dtype=kind)
+            counts.append(lax.convert_element_type(count, np.float32))
         # Floats, since int32 ends at 2^31. A size of jax.export may be a symbol.
         whole = (
             float(size) if is_known else jnp.asarray(size).astype(jnp.float32)

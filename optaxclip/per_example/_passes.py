@@ -22,12 +22,12 @@ import numpy as np
 from jax import Array, lax
 
 from .. import _trees as prefix
+from .._backward import is_weighted
 from .._checks import check_limit, held_in
 from .._factors import factor_between, stretch
 from .._kernel import shrunk_by
 from .._mesh import split_as
 from .._norms import global_norm
-from .._weighted_loss import is_weighted
 from ..rules._rule import is_rule
 from ..shrinks import Shrink
 from ._problem import Problem, typed_as_varying
