@@ -44,6 +44,7 @@ from ._checks import (
 )
 from ._factors import factor_between, multiply, roots_of_numbers
 from ._mesh import Split, at_own_place, split_as, typed_as
+from ._names import OF_UPDATE
 from ._norms import (
     GlobalNorm,
     Measure,
@@ -132,8 +133,13 @@ def make_clipper(
         *,
         grad_norm: Any = None,
         limit: Any = None,
-        **_: Any,
+        **others: Any,
     ) -> tuple[Any, Any]:
+        for wrong in OF_UPDATE["limit"].intersection(others):
+            raise TypeError(
+                f"{call}: update has no argument {wrong!r}: the limit of one step is "
+                "limit. Call update(grads, state, params, limit=...)."
+            )
         if not isinstance(state, ClipState):
             begin = partial(init, updates)
             state = _first_instead(call, state, rules, begin)

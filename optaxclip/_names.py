@@ -56,6 +56,16 @@ ARGUMENTS = {
     for ours, others in _OURS.items()
     for other in others.split()
 }
+# What people give `update` for `limit` and `value`. A chain hands every argument to all
+# of its links, so only names that mean nothing else are here.
+_OF_UPDATE = {
+    "limit": """clip_norm clipnorm global_clipnorm gradient_clip_val l2_clip_norm
+        l2_norm_clip max_grad_norm max_l2_norm max_norm max_rms""",
+    "value": "loss loss_value losses train_loss",
+}
+OF_UPDATE = {
+    ours: frozenset(others.split()) for ours, others in _OF_UPDATE.items()
+}
 # What is said beside one of ours.
 _MORE = {
     # An average may be weighted from either end.
