@@ -74,6 +74,7 @@ class Norms(NamedTuple):
     treedef: Any  # of the tree of norms, as norm functions return it
     units: tuple[int, ...] = ()  # the numbers of those that are of units
     noun: str = "leaf"  # what errors call that which has a norm
+    allow_missing: bool = False  # whether limits may be for others
 
     def tree(self) -> Any:
         """The norms as a tree."""
@@ -409,10 +410,14 @@ class GroupNorm(NamedTuple):
     call: str = "group_norm"
     ord: Ord = None
     mesh_axes: Any = "auto"
+    allow_missing: bool = False  # whether a label may have no leaf
 
     def __call__(self, tree: Any) -> Norms:
         leaves = list(map(jnp.asarray, jax.tree.leaves(tree)))
-        labels = trees.by_label(tree, self.labels, self.call)
+        missing = self.allow_missing
+        labels = trees.by_label(
+            tree, self.labels, self.call, allow_missing=missing
+        )
         dims: list[Dims] = [None] * len(leaves)
         splits = mesh.splits(self.mesh_axes, tree, dims, self.call)
         # A label whose leaves are None or integers has a norm as well, which is 0.
@@ -427,7 +432,8 @@ class GroupNorm(NamedTuple):
         # The name of a norm is its label.
         paths = tuple((jax.tree_util.DictKey(label),) for label in order)
         treedef = jax.tree.structure(dict.fromkeys(order, 0))
-        return Norms(each, found, paths, treedef, noun="label")
+        norms = Norms(each, found, paths, treedef, noun="label")
+        return norms._replace(allow_missing=missing)
 
 
 class OwnNorm(NamedTuple):

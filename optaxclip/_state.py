@@ -366,7 +366,8 @@ def rules_of_norms(
             table = trees.Prefix(tuple(kept))
         # Rules are placed on the tree of norms, whose leaves are their numbers here.
         tree = norms.treedef.unflatten(numbers)
-        found = trees.lookup(table, tree, argument, norms.noun)
+        options = {"part": norms.noun, "allow_missing": norms.allow_missing}
+        found = trees.lookup(table, tree, argument, **options)
     return found
 
 

@@ -316,13 +316,18 @@ def heads(path: Any) -> Iterator[Any]:
 
 
 def lookup(
-    prefix: Prefix, tree: Any, argument: str, part: str = "leaf"
+    prefix: Prefix,
+    tree: Any,
+    argument: str,
+    part: str = "leaf",
+    *,
+    allow_missing: bool = False,
 ) -> list[Any]:
     """The value for each leaf of `tree`, in order. `part` is what errors call a leaf.
 
     Raises:
       ValueError: a leaf has no value, or a value stands where the tree has no such
-        part. The text names the argument and the path.
+        part, unless `allow_missing`. The text names the argument and the path.
     """
     table = dict(prefix.entries)
     entries = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_hole)[0]
@@ -341,7 +346,7 @@ def lookup(
             )
         values.append(table[found])
         used.add(found)
-    for key in table:
+    for key in () if allow_missing else table:
         # Nor need a value below a hole, as in a full tree of limits.
         if key not in used and holes.isdisjoint(heads(key)):
             kind = "label" if part == "label" else "part"
@@ -578,11 +583,14 @@ def static_labels(labels: Any) -> Any:
     return freeze(labels, lambda x: isinstance(x, str))
 
 
-def by_label(tree: Any, labels: Any, call: str) -> list[Any]:
-    """The label of each leaf."""
+def by_label(
+    tree: Any, labels: Any, call: str, *, allow_missing: bool
+) -> list[Any]:
+    """The label of each leaf. `allow_missing`: of some labels there may be none."""
     # A function is called in each trace, so its labels may follow the tree.
     table = static_labels(labels_of(labels, tree))
-    found = lookup(table, tree, f"{call}: labels")
+    argument = f"{call}: labels"
+    found = lookup(table, tree, argument, allow_missing=allow_missing)
     check_labels(f"{call}: labels must be", set(found))
     return found
 
