@@ -26,7 +26,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from . import _trees as prefix
-from ._checks import check_limit, check_order, check_scalar
+from ._checks import check_limit, check_order, check_scalar, shown
 from ._clippers._by_value import clip_by_value
 from ._kernel import clip_once
 from ._mesh import MeshAxes
@@ -115,13 +115,13 @@ def clip_cotangent(
     call = "clip_cotangent"
     if (max_value is None) == (max_norm is None):
         raise ValueError(
-            f"{call}: give one of max_value and max_norm, got max_value={max_value!r} "
-            f"and max_norm={max_norm!r}."
+            f"{call}: give one of max_value and max_norm, got "
+            f"max_value={shown(max_value)} and max_norm={shown(max_norm)}."
         )
     if max_norm is None and (axis is not None or ord is not None):
         raise ValueError(
-            f"{call}: axis={axis!r} and ord={ord!r} belong to max_norm; max_value "
-            "limits each element by itself."
+            f"{call}: axis={shown(axis)} and ord={shown(ord)} belong to max_norm; "
+            "max_value limits each element by itself."
         )
     # Integers stay outside, since JAX gives them cotangents of dtype float0.
     arrays = jax.tree.map(jnp.asarray, clipped_leaves(x))
@@ -130,7 +130,7 @@ def clip_cotangent(
         return put_back(_clipped(None, arrays, bounds), x)
     if min_value is not None:
         raise ValueError(
-            f"{call}: min_value={min_value!r} belongs to max_value."
+            f"{call}: min_value={shown(min_value)} belongs to max_value."
         )
     limit = _scalar(f"{call}: max_norm", max_norm)
     measure: Measure

@@ -122,7 +122,9 @@ def check_length(argument: str, value: Any, least: int = 1) -> None:
     if isinstance(value, Tracer):
         return
     if np.ndim(value) or not float(value).is_integer():
-        raise ValueError(f"{argument} must be a whole number, got {value!r}.")
+        raise ValueError(
+            f"{argument} must be a whole number, got {shown(value)}."
+        )
 
 
 def check_known(argument: str, value: Any) -> None:
@@ -172,7 +174,7 @@ def check_order(
     if alike and np.any(low > high):
         raise ValueError(
             f"{call}: {lower[0]} must be at most {upper[0]}, got "
-            f"{lower[0]}={lower[1]!r} and {upper[0]}={upper[1]!r}."
+            f"{lower[0]}={shown(lower[1])} and {upper[0]}={shown(upper[1])}."
         )
 
 

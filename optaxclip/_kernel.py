@@ -653,8 +653,8 @@ def clip_once(
     """
     if callable(limit) or is_rule(limit):
         raise TypeError(
-            f"{call}: {name} must be a number, got {limit!r}. A schedule or a rule "
-            "needs a state, which optaxclip.clip_by_global_norm(limit) has."
+            f"{call}: {name} must be a number, got {shown(limit)}. A schedule or a "
+            "rule needs a state, which optaxclip.clip_by_global_norm(limit) has."
         )
     options = {"eps": eps, "nonfinite": nonfinite}
     # Built in each call. Settings are compared by value, so nothing compiles anew.

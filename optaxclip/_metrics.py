@@ -17,6 +17,7 @@ import optax
 from jax.core import Tracer
 from jax.tree_util import DictKey
 
+from ._checks import shown
 from ._clippers._by_value import ClipByValueState
 from ._clippers._record_spikes import SpikeState
 from ._clippers._spam import SpamState
@@ -234,11 +235,11 @@ def metrics(
         # The error of JAX would not say what to do.
         _check_concrete(opt_state, option)
     if top is not None and top < 1:
-        raise ValueError(f"metrics: top must be at least 1, got {top!r}.")
+        raise ValueError(f"metrics: top must be at least 1, got {shown(top)}.")
     for share in quantiles:
         if not 0 <= share <= 1:
             raise ValueError(
-                f"metrics: quantiles must be in [0, 1], got {share!r}."
+                f"metrics: quantiles must be in [0, 1], got {shown(share)}."
             )
     options = Options(
         _wanted_names(only),
@@ -261,9 +262,9 @@ def metrics(
         for _, _, state in reported_states(opt_state):
             known |= dict.fromkeys(row.name for row in _rows(state, every))
         raise ValueError(
-            f"metrics: only={only!r} must name a number that this state has, which are "
-            f"{', '.join(known) or 'none'}. Those of all norms together come with "
-            "summary=True, and those of elements with count=True in the clipper."
+            f"metrics: only={shown(only)} must name a number that this state has, "
+            f"which are {', '.join(known) or 'none'}. Those of all norms together come "
+            "with summary=True, and those of elements with count=True in the clipper."
         )
     return _as_floats(report, json) if floats or json else report
 
@@ -277,7 +278,8 @@ def _wanted_names(only: str | Collection[str] | None) -> frozenset[str]:
     # `in` finds 3 and a list nowhere, where a set would not take a list.
     if not all(name in list(NAMES) for name in listed):
         raise ValueError(
-            f"metrics: only must be among {', '.join(map(repr, NAMES))}, got {only!r}."
+            f"metrics: only must be among {', '.join(map(repr, NAMES))}, got "
+            f"{shown(only)}."
         )
     return frozenset(listed)
 

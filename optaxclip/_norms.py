@@ -27,7 +27,7 @@ from jax import lax
 
 from . import _mesh as mesh
 from . import _trees as trees
-from ._checks import check_known
+from ._checks import check_known, shown
 from ._mesh import MeshAxes, Split
 from ._sums import (
     Dims,
@@ -547,7 +547,7 @@ def check_measure(call: str, ord: Any, **numbers: Any) -> dict[str, Any]:
         if option == "mesh_axes":
             value = mesh.static_axes(value, call)
         elif option == "labels":
-            value = trees.static_labels(value)
+            value = trees.static_labels(value, call)
         elif value is not None:
             value = trees.static_numbers(option, value, call)
         options[option] = value
@@ -567,7 +567,7 @@ def check_ord(call: str, ord: Any) -> None:
     except (TypeError, OverflowError):  # an array, or 10**400
         known = math.nan
     if math.isnan(known) or known <= 0:
-        raise ValueError(f"{call}: ord must be {ORDERS}, got {ord!r}.")
+        raise ValueError(f"{call}: ord must be {ORDERS}, got {shown(ord)}.")
 
 
 # ------------------------------------------------------------------- public functions
@@ -726,7 +726,8 @@ def group_norm(
     """
     check_ord("group_norm", ord)
     # Leaves that do not count have labels too, whose norm may then be 0.
-    table = trees.static_labels(trees.labels_of(labels, trees.unboxed(tree)))
+    found = trees.labels_of(labels, trees.unboxed(tree))
+    table = trees.static_labels(found, "group_norm")
     return GroupNorm(table, "group_norm", ord, mesh_axes)(
         clipped_leaves(tree)
     ).tree()

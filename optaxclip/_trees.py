@@ -24,7 +24,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ._checks import BEGIN_ANEW, check_takes, is_function
+from ._checks import BEGIN_ANEW, check_takes, is_function, shown
 
 ByPath = Callable[[str, Any], Any]  # of a leaf's path ("blocks/w") and it
 # A whole number or a tuple of them, a tree prefix of these, or a function likewise.
@@ -72,8 +72,8 @@ def check_leaves(tree: Any, begin: str) -> None:
         except TypeError:
             raise TypeError(
                 f"{begin}the leaf {name(path)!r} must be an array or a number, got "
-                f"{leaf!r}: hand over arrays only, with None for everything else. In "
-                "equinox that is eqx.filter(model, eqx.is_inexact_array)."
+                f"{shown(leaf)}: hand over arrays only, with None for everything else. "
+                "In equinox that is eqx.filter(model, eqx.is_inexact_array)."
             ) from None
 
 
@@ -202,7 +202,9 @@ def check_kept(call: str, tree: Any, kept: Any) -> None:
 
 
 def _listed_leaves(tree: Any) -> str:
-    return shown(path for path, _ in jax.tree_util.tree_leaves_with_path(tree))
+    return listed_paths(
+        path for path, _ in jax.tree_util.tree_leaves_with_path(tree)
+    )
 
 
 def _shown(kind: Any) -> str:
@@ -227,7 +229,7 @@ def values_of(call: str, argument: str, tree: Any, values: Any) -> Any:
         if path not in table:
             raise ValueError(
                 f"{call}: {argument} has no value for the leaf {name(path)!r} "
-                f"of the updates: it has {shown(table)}."
+                f"of the updates: it has {listed_paths(table)}."
             )
         value = table[path]
         if jnp.shape(value) != jnp.shape(leaf):
@@ -273,7 +275,7 @@ def names(paths: Sequence[Any], known: Container[str] = ()) -> list[str]:
     return found
 
 
-def shown(paths: Iterable[Any]) -> str:
+def listed_paths(paths: Iterable[Any]) -> str:
     """Key paths as errors list them."""
     return listed(map(name, paths)) or "none at all"
 
@@ -342,7 +344,7 @@ def lookup(
         if found is None:
             raise ValueError(
                 f"{argument} has no value for the {part} {name(path)!r}: it has "
-                f"{shown(table)}. Give one for each {part}, or one for all."
+                f"{listed_paths(table)}. Give one for each {part}, or one for all."
             )
         values.append(table[found])
         used.add(found)
@@ -352,7 +354,7 @@ def lookup(
             kind = "label" if part == "label" else "part"
             raise ValueError(
                 f"{argument} has a value for {name(key)!r}, but the updates have no "
-                f"such {kind}: they have {shown(paths)}."
+                f"such {kind}: they have {listed_paths(paths)}."
             )
     return values
 
@@ -398,13 +400,13 @@ def static_numbers(option: str, numbers: Any, call: str) -> Any:
         # To Python True is 1, so stacked=True would count one axis.
         if isinstance(number, bool):
             raise TypeError(
-                f"{call}: {option} must be a whole number, got {number!r}: for one "
-                f"write {option}=1."
+                f"{call}: {option} must be a whole number, got {shown(number)}: for "
+                f"one write {option}=1."
             )
-        if isinstance(number, jax.Array):
+        if isinstance(number, (np.ndarray, jax.Array)):
             raise TypeError(
                 f"{call}: {option} must be known when the clipper is built, got "
-                f"{number!r}: under inject_hyperparams name it in static_args."
+                f"{shown(number)}: under inject_hyperparams name it in static_args."
             )
     return table
 
@@ -422,15 +424,15 @@ def axes_within(
         is_whole = isinstance(axis, (int, np.integer))
         if not is_whole or not -rank <= axis < rank:
             raise ValueError(
-                f"{argument}={value!r} does not fit the leaf {leaf!r}, a tensor of "
-                f"rank {rank}: give an axis for each leaf."
+                f"{argument}={shown(value)} does not fit the leaf {leaf!r}, a tensor "
+                f"of rank {rank}: give an axis for each leaf."
             )
     # Counted from the front: (-1, 0) of rank 3 is (0, 2).
     axes = {int(axis) % rank for axis in wanted}
     if len(axes) < len(wanted):
         raise ValueError(
-            f"{argument}={value!r} names an axis twice for the leaf {leaf!r}, a tensor "
-            f"of rank {rank}."
+            f"{argument}={shown(value)} names an axis twice for the leaf {leaf!r}, a "
+            f"tensor of rank {rank}."
         )
     return tuple(sorted(axes))
 
@@ -500,7 +502,7 @@ def _layer_axes(
             return tuple(sorted(axes))
     raise ValueError(
         f"{call}: stacked must be a number of leading axes, from 0 to {rank} for the "
-        f"leaf {leaf!r} of shape {shape}, or a tuple of its axes, got {answer!r}."
+        f"leaf {leaf!r} of shape {shape}, or a tuple of its axes, got {shown(answer)}."
     )
 
 
@@ -509,10 +511,11 @@ def _raise_disagreement(call: str, answer: Any, *leaves: Any) -> None:
     for leaf, sizes in leaves:
         counts.append(f"{' x '.join(map(str, sizes))} in {leaf!r}")
     raise ValueError(
-        f"{call}: stacked={answer!r} would count {' and '.join(counts)}, but leaves of "
-        "one stack have the same number of layers. Axes other than the leading ones "
-        "are a tuple, such as (1,) for axis 1. A leaf that is not stacked takes None. "
-        "Several stacks take a value each, as in {'encoder': 1, 'decoder': 1}."
+        f"{call}: stacked={shown(answer)} would count {' and '.join(counts)}, but "
+        "leaves of one stack have the same number of layers. Axes other than the "
+        "leading ones are a tuple, such as (1,) for axis 1. A leaf that is not "
+        "stacked takes None. Several stacks take a value each, as in "
+        f"{'encoder': 1, 'decoder': 1}."
     )
 
 
@@ -575,12 +578,22 @@ def _is_one(size: Any) -> bool:
 # --------------------------------------------------------------------------- labels
 
 
-def static_labels(labels: Any) -> Any:
-    """Labels as a static argument: a function, or a frozen tree prefix."""
+def static_labels(labels: Any, call: str) -> Any:
+    """Labels as a static argument: a function, or a frozen tree prefix.
+
+    Raises:
+      TypeError: a label is an array.
+    """
     # A function is static as it is: equal functions share a compilation.
     if is_function(labels):
         return labels
-    return freeze(labels, lambda x: isinstance(x, str))
+    table = freeze(labels, lambda x: isinstance(x, str))
+    for _, label in table.entries:
+        if isinstance(label, (np.ndarray, jax.Array)):
+            raise TypeError(
+                f"{call}: labels must be strings or ints, got {shown(label)}."
+            )
+    return table
 
 
 def by_label(
@@ -588,7 +601,7 @@ def by_label(
 ) -> list[Any]:
     """The label of each leaf. `allow_missing`: of some labels there may be none."""
     # A function is called in each trace, so its labels may follow the tree.
-    table = static_labels(labels_of(labels, tree))
+    table = static_labels(labels_of(labels, tree), call)
     argument = f"{call}: labels"
     found = lookup(table, tree, argument, allow_missing=allow_missing)
     check_labels(f"{call}: labels must be", set(found))

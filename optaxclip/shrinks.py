@@ -24,7 +24,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
-from ._checks import check_known, check_number, with_hash
+from ._checks import check_known, check_number, shown, with_hash
 from ._names import with_our_names
 
 Shrink = Callable[[jax.Array, jax.Array], jax.Array]
@@ -148,7 +148,8 @@ def psac(r: float = 0.1) -> Shrink:
     check_known("psac: r", r)
     if float(r) == 0:
         raise ValueError(
-            f"psac: r must be above 0, got {r!r}: normalize is the limit for r = 0."
+            f"psac: r must be above 0, got {shown(r)}: normalize is the limit for r = "
+            "0."
         )
     return _psac(float(r))
 
@@ -177,13 +178,13 @@ def shrink_of(shrink: Any, call: str) -> Shrink:
         return psac()
     if isinstance(shrink, str) and shrink in __all__:
         raise TypeError(
-            f"{call}: shrink must be a function of norm and limit, got {shrink!r}: "
-            f"write shrink=optaxclip.shrinks.{shrink}."
+            f"{call}: shrink must be a function of norm and limit, got "
+            f"{shown(shrink)}: write shrink=optaxclip.shrinks.{shrink}."
         )
     if not callable(shrink):
         raise TypeError(
             f"{call}: shrink must be a function of norm and limit, such as "
-            f"optaxclip.shrinks.{', '.join(__all__)}, got {shrink!r}."
+            f"optaxclip.shrinks.{', '.join(__all__)}, got {shown(shrink)}."
         )
     return with_hash(shrink)
 

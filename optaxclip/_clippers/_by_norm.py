@@ -16,7 +16,7 @@ from typing import Any
 import optax
 from jax.typing import ArrayLike
 
-from .._checks import check_flag
+from .._checks import check_flag, shown
 from .._kernel import make_clipper
 from .._mesh import MeshAxes
 from .._norms import (
@@ -285,7 +285,7 @@ def clip_by_group_norm(
     if isinstance(max_norm, (list, tuple)):
         raise TypeError(
             f"{call}: max_norm must be one limit, or a dict from label to limit, got "
-            f"{max_norm!r}."
+            f"{shown(max_norm)}."
         )
     # float32[labels]: the norms in the order of the sorted labels.
     numbers = {"labels": labels, "mesh_axes": mesh_axes}

@@ -18,6 +18,7 @@ from .._checks import (
     check_order,
     check_state,
     is_function,
+    shown,
 )
 from .._exported import exported
 from .._state import ClippedElements, count_clipped, no_elements_clipped
@@ -191,8 +192,8 @@ def _check_one_bound(call: str, bound: Any, other: Any) -> None:
     # refused as well, but without a hint.
     if numbers and low < 0 <= high:
         raise ValueError(
-            f"{call}: max_value must be the upper bound alone, got {bound!r}: write "
-            f"{call}({high!r}, {low!r})."
+            f"{call}: max_value must be the upper bound alone, got {shown(bound)}: "
+            f"write {call}({shown(high)}, {shown(low)})."
         )
 
 

@@ -14,7 +14,7 @@ import optax
 from jax.core import Tracer
 from jax.typing import ArrayLike
 
-from .._checks import check_number, check_params, check_state
+from .._checks import check_number, check_params, check_state, shown
 from .._factors import cast_like
 from .._kernel import make_clipper
 from .._mesh import typed_as, types_of, varying_as
@@ -111,7 +111,9 @@ def qk_clip(
     check_number(f"{CALL}: alpha", alpha)
     # The keys take factor^(1 - alpha): with alpha above 1 they would grow.
     if not isinstance(alpha, Tracer) and np.any(np.asarray(alpha) > 1):
-        raise ValueError(f"{CALL}: alpha must be at most 1, got {alpha!r}.")
+        raise ValueError(
+            f"{CALL}: alpha must be at most 1, got {shown(alpha)}."
+        )
     # Its norms are logits, which have no weights to be compared with.
     if is_rule(max_logit):
         rule_without_params(max_logit, f"{CALL}: max_logit")

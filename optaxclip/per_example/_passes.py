@@ -23,7 +23,7 @@ from jax import Array, lax
 
 from .. import _trees as prefix
 from .._backward import is_weighted
-from .._checks import check_limit, held_in
+from .._checks import check_limit, held_in, shown
 from .._factors import factor_between, stretch
 from .._kernel import shrunk_by
 from .._mesh import split_as
@@ -129,7 +129,9 @@ def limits_of(max_norm: Any, argument: str, shrink: Shrink) -> Limits:
         max_norm, is_leaf=lambda limit: limit is None or is_rule(limit)
     )
     if not found:
-        raise ValueError(f"{argument} has no limit in it, got {max_norm!r}.")
+        raise ValueError(
+            f"{argument} has no limit in it, got {shown(max_norm)}."
+        )
     for path, value in found:
         where = f"{argument} for {prefix.name(path)!r}" if path else argument
         if value is None:
