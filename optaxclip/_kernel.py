@@ -35,7 +35,6 @@ from ._checks import (
     check_params,
     check_returned,
     check_shape,
-    check_shrunk,
     check_state,
     held_in,
     no_state,
@@ -73,7 +72,7 @@ from ._sums import written_by_a_gpu
 from .rules._constant import rule_of, rules_of
 from .rules._memory import keep_where
 from .rules._rule import Rule, call_name, further_norms, is_rule
-from .shrinks import Shrink, hard, is_ours, shrink_of
+from .shrinks import Shrink, hard, shrink_of, shrunk_by
 
 
 class Settings(NamedTuple):
@@ -105,6 +104,8 @@ def make_clipper(
     if eps is not None:
         check_number(f"{call}: eps", eps, is_scalar=True)
         eps = number_for_jit(eps)
+    # None is `hard`. A factory such as `smooth` is the shrink with its defaults.
+    shrink = shrink_of(shrink, call)
     argument = f"{call}: {name}"
     # One norm takes one limit. Others take a tree prefix of limits.
     is_one = isinstance(measure, GlobalNorm) or isinstance(limit, Rule)
@@ -116,8 +117,7 @@ def make_clipper(
         call,
         argument,
         measure,
-        # None is `hard`. A factory such as `smooth` is the shrink with its defaults.
-        shrink_of(shrink, call),
+        shrink,
         nonfinite,
         no_limit,
         structure,
@@ -283,7 +283,8 @@ def _ask(
         learns = bool(jax.tree.leaves(memory))
         if learns:
             memory = group.taken(memory)
-        if rule.needs_params and not learns:
+        is_relative = rule.needs_params
+        if is_relative and not learns:
             # Each by itself, so that no leaf waits until all weights are measured.
             limits = []
             for i in group.numbers:
@@ -292,14 +293,14 @@ def _ask(
                 limits.append(asked[0])
             limit = limits[0] if group.is_one else concatenated(limits)
         else:
-            weight = group.vector(weights) if rule.needs_params else None
+            weight = group.vector(weights) if is_relative else None
             further = further_norms(rule, weight, total)
             limit, memory = ask(rule, norm, memory, state.step, *further)
             limits = [limit] if group.is_one else group.apart(limit, each)
         if given is not None:
             limits = [given[i] for i in group.numbers]
             limit = group.vector(given)
-        kind = learns, rule.needs_params
+        kind = learns, is_relative
         found.append(Asked(group, norm, limit, limits, memory, *kind))
     return found
 
@@ -428,35 +429,6 @@ class Decided(NamedTuple):
     factor: jax.Array
     clipped: jax.Array  # bool
     known: jax.Array  # bool: neither norm nor limit is broken
-
-
-def shrunk_by(
-    shrink: Shrink,
-    norm: jax.Array,
-    long: jax.Array,
-    limit: jax.Array,
-    call: str,
-) -> jax.Array:
-    """What norms become under their limits, where those are finite.
-
-    `long` is the norm with the eps of a clipper.
-
-    Raises:
-      TypeError: a shrink that returns no number for each norm.
-    """
-    # A limit of inf clips nothing, and the derivative of a shrink there may be NaN.
-    finite = jnp.where(limit == jnp.inf, 1.0, limit)
-    new = shrink(long, finite)
-    if is_ours(shrink):
-        return new
-    # One of the user's.
-    check_shrunk(call, new, norm)
-    # At 0, and where all becomes 0, its derivative may be NaN, and is not asked for.
-    fixed = (norm == 0) | ((limit == 0) & (new == 0))
-    moved = shrink(*(jnp.where(fixed, 1.0, x) for x in (long, finite)))
-    # At 0 it may be NaN or inf itself, such as norm * (limit / norm).
-    value = lax.stop_gradient(jnp.where(jnp.isfinite(new), new, long))
-    return jnp.where(fixed, value, moved)
 
 
 # Jitted, so that it is traced once for all norms of one shape. Inlined, since a call in
@@ -685,7 +657,8 @@ def _raise_nonfinite(
         parts = []
         for path, leaf in jax.tree_util.tree_flatten_with_path(updates)[0]:
             # int waits for each leaf, which only a step that failed has to do.
-            count = int(jnp.sum(~jnp.isfinite(leaf)))
+            with jax.enable_x64(True):
+                count = int(jnp.sum(~jnp.isfinite(leaf), dtype=np.int64))
             if count:
                 name = trees.name(path)
                 parts.append(

@@ -25,11 +25,10 @@ from .. import _trees as prefix
 from .._backward import is_weighted
 from .._checks import check_limit, held_in, shown
 from .._factors import factor_between, stretch
-from .._kernel import shrunk_by
 from .._mesh import split_as
 from .._norms import global_norm
 from ..rules._rule import is_rule
-from ..shrinks import Shrink
+from ..shrinks import Shrink, shrunk_by
 from ._problem import Problem, typed_as_varying
 
 Arrays = list[Array]
