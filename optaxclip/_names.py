@@ -51,11 +51,9 @@ _OURS = {
     # The limit in the paper of QK-Clip.
     "max_logit": "tau",
 }
-ARGUMENTS = {
-    other: ours.split()
-    for ours, others in _OURS.items()
-    for other in others.split()
-}
+ARGUMENTS: dict[str, list[str]] = {}
+for _ours, _others in _OURS.items():
+    ARGUMENTS |= dict.fromkeys(_others.split(), _ours.split())
 # What people give `update` for `limit` and `value`. A chain hands every argument to all
 # of its links, so only names that mean nothing else are here.
 _OF_UPDATE = {

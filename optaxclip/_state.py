@@ -13,6 +13,7 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
+from itertools import chain
 from operator import itemgetter
 from typing import Any, NamedTuple, TypeGuard
 
@@ -491,7 +492,7 @@ def _is_constant(rule: Rule) -> TypeGuard[Constant]:
 def _shapes(rule: Rule) -> list[Any]:
     """The shapes of the arrays of a rule. A number fits every norm."""
     if isinstance(rule, Joined):
-        return [shape for each in rule.rules for shape in _shapes(each)]
+        return list(chain.from_iterable(map(_shapes, rule.rules)))
     # A plain field, of a rule of the user's, may be an array of any shape.
     checked = [field for field in fields(rule) if "check" in field.metadata]
     values = [getattr(rule, field.name) for field in checked]
@@ -538,7 +539,7 @@ class Form:
 
     @property
     def heads(self) -> list[list[str]]:
-        return [[name for name, _ in part] for part in self.names or ()]
+        return [list(dict(part)) for part in self.names or ()]
 
     # An open form equals any other.
     def __hash__(self) -> int:

@@ -18,6 +18,7 @@ from collections.abc import (
     Mapping,
     Sequence,
 )
+from itertools import chain
 from typing import Any, NamedTuple, TypeAlias, TypeGuard
 
 import jax
@@ -336,7 +337,7 @@ def lookup(
     holes = {path for path, leaf in entries if is_hole(leaf)}
     paths = [path for path, leaf in entries if not is_hole(leaf)]
     # A value at a hole, or above it, need not reach a leaf.
-    used = {head for path in holes for head in heads(path)}
+    used = set(chain.from_iterable(map(heads, holes)))
     values = []
     for path in paths:
         # At most one entry of a tree prefix begins a path. () is a value for all.
