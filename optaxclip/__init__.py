@@ -13,7 +13,6 @@ A clipper answers three questions. How long is the gradient? (norm) How long may
                  reset_momentum
     once         clip_grads(grads, max_norm) -> (grads, norm)
     reading      metrics, record_norm, record_spikes
-    trainers     check_step, also as `python -m optaxclip.check`
     weights      qk_clip, Heads
     backward     clip_cotangent, scale_cotangent
     your own     clip_by, rescale
@@ -30,112 +29,61 @@ Example:
   >>> optimizer = optax.chain(optaxclip.clip_by_global_norm(1.0), optax.adamw(3e-4))
 """
 
-# Imported, so that `optaxclip.rules` works without an import of its own.
-from . import dropin, per_example, replay, rules, shrinks
-from ._backward import clip_cotangent, scale_cotangent
-from ._check_step import check_step
-from ._clippers._adaclip import adaclip
-from ._clippers._adagc import adagc
-from ._clippers._adagn import adagn
-from ._clippers._agc import adaptive_grad_clip
-from ._clippers._aggc import aggc
-from ._clippers._autoclip import autoclip
-from ._clippers._by_mean import (
-    clip_by_average_norm,
-    clip_by_block_rms,
-    clip_by_tensor_rms,
-)
-from ._clippers._by_norm import (
-    clip_by_global_norm,
-    clip_by_group_norm,
-    clip_by_tensor_norm,
-    clip_by_unitwise_norm,
-)
-from ._clippers._by_value import clip, clip_by_value
-from ._clippers._clip_by import clip_by
-from ._clippers._clip_grads import clip_grads
-from ._clippers._clippy import clippy
-from ._clippers._heads import Heads
-from ._clippers._larc import larc
-from ._clippers._qk_clip import qk_clip
-from ._clippers._record_norm import record_norm
-from ._clippers._record_spikes import record_spikes
-from ._clippers._spam import spam
-from ._clippers._spectral import clip_by_spectral_norm, spectral_norm
-from ._clippers._zclip import zclip
-from ._factors import rescale
-from ._mesh import check_replicated
-from ._metrics import metrics
-from ._names import with_our_names
-from ._norms import global_norm, group_norm, tensor_norm, unitwise_norm
-from ._state import ClipState
-from ._wrappers._carry import carry_clipped
-from ._wrappers._constrain import constrain
-from ._wrappers._reset_momentum import reset_momentum
-from ._wrappers._skipping import (
-    SkipState,
-    skip_nonfinite,
-    skip_spikes,
-    skip_step,
-)
-from .per_example import clipped_grad
+# `as` tells type checkers that a name is public.
+from . import dropin as dropin
+from . import per_example as per_example
+from . import replay as replay
+from . import rules as rules
+from . import shrinks as shrinks
+from ._backward import clip_cotangent as clip_cotangent
+from ._backward import scale_cotangent as scale_cotangent
+from ._check_step import check_step as check_step
+from ._clippers._adaclip import adaclip as adaclip
+from ._clippers._adagc import adagc as adagc
+from ._clippers._adagn import adagn as adagn
+from ._clippers._agc import adaptive_grad_clip as adaptive_grad_clip
+from ._clippers._aggc import aggc as aggc
+from ._clippers._autoclip import autoclip as autoclip
+from ._clippers._by_mean import clip_by_average_norm as clip_by_average_norm
+from ._clippers._by_mean import clip_by_block_rms as clip_by_block_rms
+from ._clippers._by_mean import clip_by_tensor_rms as clip_by_tensor_rms
+from ._clippers._by_norm import clip_by_global_norm as clip_by_global_norm
+from ._clippers._by_norm import clip_by_group_norm as clip_by_group_norm
+from ._clippers._by_norm import clip_by_tensor_norm as clip_by_tensor_norm
+from ._clippers._by_norm import clip_by_unitwise_norm as clip_by_unitwise_norm
+from ._clippers._by_value import clip as clip
+from ._clippers._by_value import clip_by_value as clip_by_value
+from ._clippers._clip_by import clip_by as clip_by
+from ._clippers._clip_grads import clip_grads as clip_grads
+from ._clippers._clippy import clippy as clippy
+from ._clippers._heads import Heads as Heads
+from ._clippers._larc import larc as larc
+from ._clippers._qk_clip import qk_clip as qk_clip
+from ._clippers._record_norm import record_norm as record_norm
+from ._clippers._record_spikes import record_spikes as record_spikes
+from ._clippers._spam import spam as spam
+from ._clippers._spectral import clip_by_spectral_norm as clip_by_spectral_norm
+from ._clippers._spectral import spectral_norm as spectral_norm
+from ._clippers._zclip import zclip as zclip
+from ._factors import rescale as rescale
+from ._mesh import check_replicated as check_replicated
+from ._metrics import metrics as metrics
+from ._names import with_our_names as _with_our_names
+from ._norms import global_norm as global_norm
+from ._norms import group_norm as group_norm
+from ._norms import tensor_norm as tensor_norm
+from ._norms import unitwise_norm as unitwise_norm
+from ._state import ClipState as ClipState
+from ._wrappers._carry import carry_clipped as carry_clipped
+from ._wrappers._constrain import constrain as constrain
+from ._wrappers._reset_momentum import reset_momentum as reset_momentum
+from ._wrappers._skipping import SkipState as SkipState
+from ._wrappers._skipping import skip_nonfinite as skip_nonfinite
+from ._wrappers._skipping import skip_spikes as skip_spikes
+from ._wrappers._skipping import skip_step as skip_step
+from .per_example import clipped_grad as clipped_grad
 
 __version__ = "0.2.0"
 
-__all__ = [
-    "ClipState",
-    "Heads",
-    "SkipState",
-    "adaclip",
-    "adagc",
-    "adagn",
-    "adaptive_grad_clip",
-    "aggc",
-    "autoclip",
-    "carry_clipped",
-    "check_replicated",
-    "check_step",
-    "clip",
-    "clip_by",
-    "clip_by_average_norm",
-    "clip_by_block_rms",
-    "clip_by_global_norm",
-    "clip_by_group_norm",
-    "clip_by_spectral_norm",
-    "clip_by_tensor_norm",
-    "clip_by_tensor_rms",
-    "clip_by_unitwise_norm",
-    "clip_by_value",
-    "clip_cotangent",
-    "clip_grads",
-    "clipped_grad",
-    "clippy",
-    "constrain",
-    "dropin",
-    "global_norm",
-    "group_norm",
-    "larc",
-    "metrics",
-    "per_example",
-    "qk_clip",
-    "record_norm",
-    "record_spikes",
-    "replay",
-    "rescale",
-    "reset_momentum",
-    "rules",
-    "scale_cotangent",
-    "shrinks",
-    "skip_nonfinite",
-    "skip_spikes",
-    "skip_step",
-    "spam",
-    "spectral_norm",
-    "tensor_norm",
-    "unitwise_norm",
-    "zclip",
-]
-
-
 # optaxclip.clip_grad_norm_ -> an AttributeError that names clip_grads.
-with_our_names(__name__)
+_with_our_names(__name__)

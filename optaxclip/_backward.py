@@ -26,13 +26,18 @@ import jax.numpy as jnp
 import numpy as np
 
 from . import _trees as prefix
-from ._checks import check_limit, check_order, check_scalar
+from ._checks import check_limit, check_order, check_scalar, shown
 from ._clippers._by_value import clip_by_value
 from ._kernel import clip_once
 from ._mesh import MeshAxes
 from ._norms import Measure, Ord, TensorNorm, UnitwiseNorm, check_measure
 from ._trees import axes_within, clipped_leaves, put_back
-from ._weighted_loss import check_not_weighted
+
+# Whether a loss is being differentiated whose examples have weights. A backward pass
+# that is linear carries a weight through to the gradient. That of `clip_cotangent` is
+# not: it would hold the weighted cotangent to its limit.
+# JAX traces anew where it changes, also what it has differentiated before.
+is_weighted = jax.make_user_context(False)
 
 
 def clip_cotangent(
@@ -110,13 +115,13 @@ def clip_cotangent(
     call = "clip_cotangent"
     if (max_value is None) == (max_norm is None):
         raise ValueError(
-            f"{call}: give one of max_value and max_norm, got max_value={max_value!r} "
-            f"and max_norm={max_norm!r}."
+            f"{call}: give one of max_value and max_norm, got "
+            f"max_value={shown(max_value)} and max_norm={shown(max_norm)}."
         )
     if max_norm is None and (axis is not None or ord is not None):
         raise ValueError(
-            f"{call}: axis={axis!r} and ord={ord!r} belong to max_norm; max_value "
-            "limits each element by itself."
+            f"{call}: axis={shown(axis)} and ord={shown(ord)} belong to max_norm; "
+            "max_value limits each element by itself."
         )
     # Integers stay outside, since JAX gives them cotangents of dtype float0.
     arrays = jax.tree.map(jnp.asarray, clipped_leaves(x))
@@ -125,7 +130,7 @@ def clip_cotangent(
         return put_back(_clipped(None, arrays, bounds), x)
     if min_value is not None:
         raise ValueError(
-            f"{call}: min_value={min_value!r} belongs to max_value."
+            f"{call}: min_value={shown(min_value)} belongs to max_value."
         )
     limit = _scalar(f"{call}: max_norm", max_norm)
     measure: Measure
@@ -209,7 +214,12 @@ def _forward(measure: Measure | None, x: Any, limit: Any) -> tuple[Any, Any]:
 
 
 def _backward(measure: Measure | None, limit: Any, cotangent: Any) -> Any:
-    check_not_weighted("clip_cotangent")
+    if is_weighted.value:
+        raise ValueError(
+            'clipped_grad: method must be "one_pass", "ghost" or "auto" for a loss '
+            'with clip_cotangent, got "two_pass": its second pass weighs the loss, and '
+            "clip_cotangent would clip what is weighted."
+        )
     # A backward pass has nowhere to keep a state: counts and shares are dropped.
     if measure is None:
         clipper = clip_by_value(*limit)

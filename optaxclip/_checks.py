@@ -18,6 +18,10 @@ from jax.tree_util import Partial
 NONFINITE = ("propagate", "zero", "raise")
 NUMBERS = (int, float, np.generic, np.ndarray, jax.Array)
 LAST_STEP = 2**31 - 1  # where the step of a state stays
+BEGIN_ANEW = (
+    "Begin with a new one: state = optimizer.init(params). To keep the rest of the old "
+    "state, such as moments of Adam, replace only this part of it."
+)
 
 
 def shown(value: Any) -> str:
@@ -52,6 +56,7 @@ def check_number(
     lowest: float = 0.0,
     highest: float = np.inf,
     is_limit: bool = False,
+    is_scalar: bool = False,
 ) -> None:
     """Refuses what is known to be no number, NaN, or beyond a range. What only a traced
     program knows passes.
@@ -64,6 +69,8 @@ def check_number(
         finite limit that no norm's dtype holds, since as inf it would be none.
     """
     check_real(argument, value)
+    if is_scalar and jnp.ndim(value):
+        check_scalar(argument, value)
     # Of a number that jit traces only the dtype is known.
     if isinstance(value, Tracer):
         return
@@ -115,7 +122,9 @@ def check_length(argument: str, value: Any, least: int = 1) -> None:
     if isinstance(value, Tracer):
         return
     if np.ndim(value) or not float(value).is_integer():
-        raise ValueError(f"{argument} must be a whole number, got {value!r}.")
+        raise ValueError(
+            f"{argument} must be a whole number, got {shown(value)}."
+        )
 
 
 def check_known(argument: str, value: Any) -> None:
@@ -165,7 +174,7 @@ def check_order(
     if alike and np.any(low > high):
         raise ValueError(
             f"{call}: {lower[0]} must be at most {upper[0]}, got "
-            f"{lower[0]}={lower[1]!r} and {upper[0]}={upper[1]!r}."
+            f"{lower[0]}={shown(lower[1])} and {upper[0]}={shown(upper[1])}."
         )
 
 
@@ -355,6 +364,29 @@ def is_without_state(state: Any) -> bool:
     """Whether this is what a clipper of optax has in the place of a state."""
     # A checkpoint of a chain of optax has EmptyState where a clipper was.
     return state is None or isinstance(state, optax.EmptyState)
+
+
+def begins_anew(call: str, state: Any, numbers: Any) -> bool:
+    """Whether there is no state, as in a clipper of optax, and none is needed.
+
+    Raises:
+      TypeError: a schedule is among the limits, which cannot tell its step.
+    """
+    if not is_without_state(state):
+        return False
+    # A schedule counts steps in the state, and would stay at step 0 without one.
+    if any(map(callable, jax.tree.leaves(numbers, is_leaf=is_function))):
+        raise TypeError(no_state(call, state, "follows a schedule of steps"))
+    return True
+
+
+def no_state(call: str, state: Any, why: str) -> str:
+    return (
+        f"{call}: its limit {why}, so update needs the state of the step before, got "
+        f"{state}. Begin with state = clipper.init(params), and hand on the state that "
+        "update returns. To clip once, to a fixed limit, call "
+        "optaxclip.clip_grads(grads, max_norm)."
+    )
 
 
 def check_state(call: str, state: Any, kind: type) -> None:

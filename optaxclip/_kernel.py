@@ -11,6 +11,7 @@ Under jit the updates are read once for the norms and multiplied where the optim
 reads them. Without jit the whole update is one compiled call.
 """
 
+from collections.abc import Callable
 from functools import partial
 from operator import attrgetter
 from typing import Any, NamedTuple
@@ -25,59 +26,53 @@ from jax.typing import ArrayLike
 
 from . import _trees as trees
 from ._checks import (
+    BEGIN_ANEW,
     NONFINITE,
+    begins_anew,
     check_choice,
+    check_limit,
     check_number,
     check_params,
-    check_scalar,
+    check_returned,
+    check_shape,
+    check_state,
+    held_in,
+    no_state,
     number_for_jit,
+    shown,
 )
-from ._factors import (
-    factor_between,
-    multiply,
-    roots_of_numbers,
-    zero_where_zero,
-)
-from ._groups import (
-    Group,
-    concatenated,
-    first_state,
-    groups_of,
-    kept_names,
-    rules_of_norms,
-    shared_rule,
-)
-from ._inputs import (
-    check_windows,
-    first_instead,
-    given_numbers,
-    leaves_of,
-    params_of,
-)
-from ._limits import can_clip, limit_of, shrunk_by
-from ._mesh import Split, at_own_place, manual_axes, split_as, types_of
+from ._factors import factor_between, multiply, roots_of_numbers
+from ._mesh import Split, at_own_place, split_as, typed_as
+from ._names import OF_UPDATE
 from ._norms import (
     GlobalNorm,
     Measure,
     Norms,
     measured,
     norm_of_norms,
-    without_devices,
+    types_of_norms,
 )
 from ._state import (
     PLACEHOLDER,
     ClipState,
+    Group,
+    concatenated,
     count_up,
-    is_vector,
+    first_state,
+    groups_of,
     memories,
     moving_average,
     one_memory,
+    rules_of_norms,
+    shared_rule,
     state_of_placeholder,
+    units_over,
 )
 from ._sums import written_by_a_gpu
 from .rules._constant import rule_of, rules_of
-from .rules._rule import Rule, further_norms, is_rule
-from .shrinks import Shrink, hard, shrink_of
+from .rules._memory import keep_where
+from .rules._rule import Rule, call_name, further_norms, is_rule
+from .shrinks import Shrink, hard, shrink_of, shrunk_by
 
 
 class Settings(NamedTuple):
@@ -107,29 +102,28 @@ def make_clipper(
     """Makes a clipper. `call` and `name` are what errors call it and its limit."""
     check_choice(f"{call}: nonfinite", nonfinite, NONFINITE)
     if eps is not None:
-        check_number(f"{call}: eps", eps)
-        check_scalar(f"{call}: eps", eps)
+        check_number(f"{call}: eps", eps, is_scalar=True)
         eps = number_for_jit(eps)
     # None is `hard`. A factory such as `smooth` is the shrink with its defaults.
     shrink = shrink_of(shrink, call)
     argument = f"{call}: {name}"
     # One norm takes one limit. Others take a tree prefix of limits.
-    one_norm = isinstance(measure, GlobalNorm)
-    rules = (rule_of if one_norm else rules_of)(limit, argument)
-    each_rule = jax.tree.leaves(rules, is_leaf=is_rule)
+    is_one = isinstance(measure, GlobalNorm) or isinstance(limit, Rule)
+    rules = (rule_of if is_one else rules_of)(limit, argument)
+    each_rule = [rules] if is_one else jax.tree.leaves(rules, is_leaf=is_rule)
     numbers, structure = jax.tree.flatten(rules)
+    no_limit = limit is None
     settings = Settings(
         call,
         argument,
         measure,
         shrink,
         nonfinite,
-        limit is None,
+        no_limit,
         structure,
         with_params=any(map(attrgetter("needs_params"), each_rule)),
         with_total=any(map(attrgetter("needs_total"), each_rule)),
     )
-    no_limit = settings.no_limit
     init = partial(_first_state, settings, rules, each_rule)
 
     def update(
@@ -139,17 +133,29 @@ def make_clipper(
         *,
         grad_norm: Any = None,
         limit: Any = None,
-        **_: Any,
+        **others: Any,
     ) -> tuple[Any, Any]:
+        for wrong in OF_UPDATE["limit"].intersection(others):
+            raise TypeError(
+                f"{call}: update has no argument {wrong!r}: the limit of one step is "
+                "limit. Call update(grads, state, params, limit=...)."
+            )
         if not isinstance(state, ClipState):
             begin = partial(init, updates)
-            state = first_instead(call, state, rules, begin)
-        given = given_numbers(call, grad_norm, limit)
-        tree = leaves_of(call, updates, params, warn=not no_limit)
+            state = _first_instead(call, state, rules, begin)
+        for number in jax.tree.leaves(limit):
+            # What is in an array is not asked, since that would wait for its device.
+            if not isinstance(number, jax.Array):
+                check_limit(f"{call}: limit", number)
+        given = jax.tree.map(number_for_jit, (grad_norm, limit))
+        tree = trees.gradients_of(call, updates, params)
+        if not no_limit and not jax.tree.leaves(tree):
+            trees.warn_of_integers(call, updates)
         # Weights that no rule looks at would only be another argument of the program.
         weights = None
         if settings.with_params:
-            weights = params_of(call, tree, params)
+            check_params(call, params)
+            weights = trees.values_of(call, "params", tree, params)
         clipped, new = _update(
             settings, numbers, eps, tree, state, weights, given
         )
@@ -192,11 +198,9 @@ def _update(
     # clipper of a chain.
     if given[1] is not None or not settings.no_limit:
         roots = _roots(settings, eps, norms, asked, decided)
-        updates = multiply(tree, norms, roots)
-        if settings.nonfinite == "zero":
-            updates = zero_where_zero(updates, norms, roots)
-    new = _next_state(settings, eps, state, norms, asked, decided)
-    return updates, new
+        is_zero = settings.nonfinite == "zero"
+        updates = multiply(tree, norms, roots, zero=is_zero)
+    return updates, _next_state(settings, eps, state, norms, asked, decided)
 
 
 def _first_state(
@@ -205,14 +209,35 @@ def _first_state(
     # optax.tree_map_params calls init without parameters.
     if isinstance(params, PLACEHOLDER):
         return state_of_placeholder()
-    check_windows(settings.call, each_rule)
-    measure = settings.measure
-    if not manual_axes():
-        # A state is often made outside the shard_map that it goes into.
-        measure = without_devices(measure)
+    for rule in each_rule:
+        # A window's length is the shape of its memory, so it cannot be traced.
+        if isinstance(getattr(rule, "window", None), Tracer):
+            raise TypeError(
+                f"{settings.call}: window must be known when the state is made: under "
+                "jit and inject_hyperparams name it in static_args."
+            )
     tree = trees.clipped_leaves(params, settings.call)
-    norms = types_of(partial(measured, measure), tree)
-    return first_state(norms, rules_of_norms(rules, norms, settings.argument))
+    norms = types_of_norms(settings.measure, tree)
+    of_norm = rules_of_norms(rules, norms, settings.argument)
+    return first_state(norms, of_norm, settings.argument)
+
+
+def _first_instead(
+    call: str, state: Any, rules: Any, begin: Callable[[], ClipState]
+) -> ClipState:
+    """The first state in the place of what is none, as a clipper of optax has it.
+
+    Raises:
+      TypeError: the state of another transformation, or no state for a limit that
+        depends on earlier steps.
+    """
+    if not begins_anew(call, state, rules):
+        check_state(call, state, ClipState)
+    first = begin()
+    # The memory of a rule that learns must not begin anew in every step.
+    if jax.tree.leaves(first.memory):
+        raise TypeError(no_state(call, state, "learns from earlier norms"))
+    return first
 
 
 # ----------------------------------------------------------------------- 2. limits
@@ -226,11 +251,8 @@ class Asked(NamedTuple):
     limit: jax.Array
     limits: list[jax.Array]  # of each norm by itself
     memory: Any
+    learns: bool
     is_relative: bool  # whether the rule compares norms with those of weights
-
-    @property
-    def learns(self) -> bool:
-        return bool(jax.tree.leaves(self.memory))
 
 
 def _ask(
@@ -244,42 +266,42 @@ def _ask(
     each = norms.each
     of_norm = rules_of_norms(rules, norms, settings.argument, state.names)
     weights: Any = None
+    total: Any = None
     if settings.with_params:
-        check_params(settings.call, params)
         weights = measured(settings.measure, params).each
-    total = norm_of_norms(norms) if settings.with_total else None
+    if settings.with_total:
+        total = norm_of_norms(norms)
     if given is not None:
         # Below 0 it counts as 0, as a limit of the clipper's own.
         given = _given("limit", given, norms, settings)
         given = [jnp.maximum(limit, 0) for limit in given]
-
-    def ask(rule: Rule, norm: Any, memory: Any, weight: Any) -> Any:
-        further = further_norms(rule, weight, total)
-        asked = rule, norm, memory, state.step, *further
-        return limit_of(*asked, argument=settings.argument)
-
-    found = []
-    memory_of = memories(state)
+    ask = partial(limit_of, argument=settings.argument)
+    found, memory_of = [], memories(state)
     for group in groups_of(norms, state, settings.call):
         rule = shared_rule(of_norm, group, norms, settings.call)
-        memory = group.taken(memory_of[group.part])
-        norm = group.vector(each)
-        if rule.needs_params and not jax.tree.leaves(memory):
+        memory, norm = memory_of[group.part], group.vector(each)
+        learns = bool(jax.tree.leaves(memory))
+        if learns:
+            memory = group.taken(memory)
+        is_relative = rule.needs_params
+        if is_relative and not learns:
             # Each by itself, so that no leaf waits until all weights are measured.
-            limits = [
-                ask(rule, each[i], memory, weights[i])[0]
-                for i in group.numbers
-            ]
+            limits = []
+            for i in group.numbers:
+                further = further_norms(rule, weights[i], total)
+                asked = ask(rule, each[i], memory, state.step, *further)
+                limits.append(asked[0])
             limit = limits[0] if group.is_one else concatenated(limits)
         else:
-            weight = group.vector(weights) if rule.needs_params else None
-            limit, memory = ask(rule, norm, memory, weight)
-            limits = group.apart(limit, each)
+            weight = group.vector(weights) if is_relative else None
+            further = further_norms(rule, weight, total)
+            limit, memory = ask(rule, norm, memory, state.step, *further)
+            limits = [limit] if group.is_one else group.apart(limit, each)
         if given is not None:
             limits = [given[i] for i in group.numbers]
             limit = group.vector(given)
-        asked = group, norm, limit, limits, memory, rule.needs_params
-        found.append(Asked(*asked))
+        kind = learns, is_relative
+        found.append(Asked(group, norm, limit, limits, memory, *kind))
     return found
 
 
@@ -297,6 +319,104 @@ def _given(
     pairs = zip(norms.from_tree(tree), norms.each)
     # In the dtype and sharding of what was measured, so that the state keeps its types.
     return [split_as(x.astype(y.dtype), jax.typeof(y)) for x, y in pairs]
+
+
+@partial(jax.jit, static_argnames=("argument", "signed"))
+def limit_of(
+    rule: Rule,
+    norm: jax.Array,
+    memory: Any,
+    step: jax.Array,
+    *further: Any,
+    argument: str,
+    signed: bool = False,
+) -> tuple[jax.Array, Any]:
+    """Asks a rule: (limit, memory).
+
+    `further` is what `further_norms` gives. The limit has the norm's dtype and shape,
+    and is at least 0. NaN, inf and 0 leave the memory unchanged. `signed`: the value is
+    a loss rather than a norm, so it and its limit may be 0 or negative.
+
+    Raises:
+      ValueError: the memory of another rule, or a limit that does not fit the norm.
+    """
+    asked = _checked_memory(rule, norm, memory, argument)
+    # stop_gradient: limits have no derivative by the updates.
+    answer = rule.update(lax.stop_gradient(norm), asked, step, *further)
+    limit, new = _checked_answer(rule, answer, asked)
+    check_returned(argument, limit)
+    if jnp.shape(limit) != norm.shape:
+        check_shape(jnp.shape(limit), norm.shape, argument)
+    # A limit beyond the norm's dtype is its largest number: inf would not clip.
+    limit = held_in(norm.dtype, limit)
+    # A schedule may fall below 0, which counts as 0.
+    if not signed:
+        limit = jnp.maximum(limit, 0)
+    limit = typed_as(jnp.broadcast_to(limit, norm.shape), jax.typeof(norm))
+    if not jax.tree.leaves(memory):
+        return limit, memory
+    learns = can_clip(norm, limit)
+    if not signed:
+        learns = learns & (norm > 0)
+    return limit, keep_where(learns, new, memory)
+
+
+def can_clip(norm: jax.Array, limit: jax.Array) -> jax.Array:
+    """Whether the norm is finite, and its limit a number."""
+    # Only NaN differs from itself. `~isnan` is two operations on a TPU.
+    return jnp.isfinite(norm) & (limit == limit)
+
+
+def _checked_memory(
+    rule: Rule, norm: jax.Array, memory: Any, argument: str
+) -> Any:
+    """The memory in the form of the rule's own.
+
+    Raises for the memory of another rule. The length of a window is not compared: under
+    jit it is a traced number.
+    """
+    # A rule without an `init` of its own, such as a constant limit, remembers nothing.
+    if type(rule).init is Rule.init and not jax.tree.leaves(memory):
+        return ()
+    known = jax.tree.map(
+        lambda x: 1 if isinstance(x, Tracer) and not x.ndim else x, rule
+    )
+    wanted = jax.eval_shape(known.init, norm)
+    # A state keeps () in place of any memory without arrays.
+    if not jax.tree.leaves((wanted, memory)):
+        return wanted
+    if jax.tree.structure(wanted) != jax.tree.structure(memory):
+        raise ValueError(
+            f"{argument.partition(':')[0]}: state was made with another rule. "
+            f"{call_name(type(rule))} remembers {_form(wanted)}, and the state has "
+            f"{_form(memory)}. {BEGIN_ANEW}"
+        )
+    return memory
+
+
+def _checked_answer(rule: Rule, answer: Any, memory: Any) -> tuple[Any, Any]:
+    """(limit, memory), as a rule of the user's may not return them."""
+    if not isinstance(answer, (tuple, list)) or len(answer) != 2:
+        raise TypeError(
+            f"{call_name(type(rule))}: update must return (limit, memory), got "
+            f"{shown(answer)}."
+        )
+    # What a rule without arrays returns as its memory is not kept.
+    if not jax.tree.leaves(memory):
+        return answer[0], memory
+    wanted, found = map(jax.tree.structure, (memory, answer[1]))
+    if wanted != found:
+        raise ValueError(
+            f"{call_name(type(rule))}: update must return a memory in the structure of "
+            f"the one it got, {wanted}, got {found}."
+        )
+    return answer[0], answer[1]
+
+
+def _form(tree: Any) -> Any:
+    if not jax.tree.leaves(tree):
+        return "nothing"
+    return jax.tree.map(lambda x: f"{x.dtype}{list(x.shape)}", tree)
 
 
 # ----------------------------------------------------------------------- 3. shrink
@@ -398,58 +518,45 @@ def _next_state(
 ) -> ClipState:
     columns, memory = [], list(memories(state))
     for own, made in zip(asked, decided):
+        clipped, share = made.clipped, made.clipped.astype(jnp.float32)
+        column = Column(
+            own.norm, own.limit, made.factor, clipped, ~made.known, share
+        )
         if own.group.is_unit:
             column = _summary(settings, eps, norms, own, made)
-        else:
-            share = made.clipped.astype(jnp.float32)
-            column = Column(
-                own.norm,
-                own.limit,
-                made.factor,
-                made.clipped,
-                ~made.known,
-                share,
-            )
         columns.append(column)
         part = own.group.part
-        memory[part] = own.group.put(memory[part], own.memory)
+        if own.learns:
+            memory[part] = own.group.put(memory[part], own.memory)
     # Stays at the largest int32 instead of becoming negative.
     step = jnp.asarray(optax.safe_increment(state.step))
     if not columns:
         return state._replace(step=step)
     new = columns[0]
-    if is_vector(state.names):
+    if len(columns) > 1:
         new = Column(*(concatenated(list(x)) for x in zip(*columns)))
     rows = np.concatenate([own.group.rows for own in asked])
     # Norms that are missing in this step keep what was known of them.
     is_whole = rows.size == state.norm.size
-
-    def old(x: jax.Array) -> jax.Array:
-        return x if is_whole else x[rows]
-
-    def put(x: jax.Array, new: jax.Array) -> jax.Array:
-        new = new.astype(x.dtype)
-        return new if is_whole else x.at[rows].set(new)
-
-    recently = moving_average(
-        old(state.clipped_recently), new.share, state.step
-    )
-    clipped = count_up(old(state.clipped), new.clipped)
-    nonfinite = count_up(old(state.nonfinite), new.broken)
-    return ClipState(
-        names=state.names,
-        step=step,
-        clipped=put(state.clipped, clipped),
-        clipped_recently=put(state.clipped_recently, recently),
-        nonfinite=put(state.nonfinite, nonfinite),
-        memory=one_memory(memory),
-        norm=put(state.norm, new.norm),
-        limit=put(state.limit, new.limit),
-        factor=put(state.factor, new.factor),
-        units_clipped=put(state.units_clipped, new.share)
-        if norms.units
-        else (),
-    )
+    old = state.clipped, state.clipped_recently, state.nonfinite
+    if not is_whole:
+        old = [x[rows] for x in old]
+    clipped, recently, nonfinite = old
+    fields = {
+        "clipped_recently": moving_average(recently, new.share, state.step),
+        "clipped": count_up(clipped, new.clipped),
+        "nonfinite": count_up(nonfinite, new.broken),
+        "norm": new.norm,
+        "limit": new.limit,
+        "factor": new.factor,
+    }
+    if norms.units:
+        fields["units_clipped"] = new.share
+    for name, value in fields.items():
+        known = getattr(state, name)
+        value = value.astype(known.dtype)
+        fields[name] = value if is_whole else known.at[rows].set(value)
+    return state._replace(step=step, memory=one_memory(memory), **fields)
 
 
 def _summary(
@@ -473,7 +580,7 @@ def _summary(
     clipped = made.clipped.astype(norm.dtype)
     ratio, clipped = written_by_a_gpu((ratio, clipped))
     numbers = jnp.stack([jnp.max(ratio), jnp.min(limit), jnp.mean(clipped)])
-    kept = kept_names(norms, own.group)
+    kept = units_over(norms, own.group)
     if kept:
         # Each device knows its own units.
         place = Split(kept=(kept, ()))
@@ -487,7 +594,7 @@ def _summary(
     one = _decide(settings, own.learns, eps, norm, limit)
     share = share.astype(jnp.float32)
     column = Column(norm, limit, one.factor, one.clipped, broken, share)
-    if own.group.is_all:
+    if own.group.own_rows is None:
         return column
     return Column(*(x[None] for x in column))
 
@@ -518,8 +625,8 @@ def clip_once(
     """
     if callable(limit) or is_rule(limit):
         raise TypeError(
-            f"{call}: {name} must be a number, got {limit!r}. A schedule or a rule "
-            "needs a state, which optaxclip.clip_by_global_norm(limit) has."
+            f"{call}: {name} must be a number, got {shown(limit)}. A schedule or a "
+            "rule needs a state, which optaxclip.clip_by_global_norm(limit) has."
         )
     options = {"eps": eps, "nonfinite": nonfinite}
     # Built in each call. Settings are compared by value, so nothing compiles anew.
@@ -550,7 +657,8 @@ def _raise_nonfinite(
         parts = []
         for path, leaf in jax.tree_util.tree_flatten_with_path(updates)[0]:
             # int waits for each leaf, which only a step that failed has to do.
-            count = int(jnp.sum(~jnp.isfinite(leaf)))
+            with jax.enable_x64(True):
+                count = int(jnp.sum(~jnp.isfinite(leaf), dtype=np.int64))
             if count:
                 name = trees.name(path)
                 parts.append(

@@ -31,6 +31,8 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 from . import _trees as trees
+from ._checks import shown
+from ._trees import listed
 
 # "auto", None, a name, a tuple of names, or a tree prefix of PartitionSpec
 MeshAxes: TypeAlias = (
@@ -161,22 +163,15 @@ def static_axes(mesh_axes: Any, call: str) -> Any:
         # Static arguments must be hashable, which arrays are not.
         if isinstance(value, (np.ndarray, jax.Array)):
             raise TypeError(
-                f"{call}: mesh_axes must be {FORMS}, got {value!r}."
+                f"{call}: mesh_axes must be {FORMS}, got {shown(value)}."
             )
     is_list = isinstance(mesh_axes, list)
     if is_list and all(isinstance(x, str) for x in mesh_axes):
         raise TypeError(
-            f"{call}: mesh_axes must be a name or a tuple of names, got {mesh_axes!r}: "
-            f"write mesh_axes={tuple(mesh_axes)!r}."
+            f"{call}: mesh_axes must be a name or a tuple of names, got "
+            f"{shown(mesh_axes)}: write mesh_axes={tuple(mesh_axes)!r}."
         )
     return trees.freeze(mesh_axes, _is_spec)
-
-
-def without_names(mesh_axes: Any) -> Any:
-    """`mesh_axes` outside shard_map, where no mesh axis has a name."""
-    if isinstance(mesh_axes, trees.Prefix) or mesh_axes == "auto":
-        return mesh_axes
-    return None
 
 
 def specs_of(mesh_axes: Any, tree: Any, call: str) -> list[Any]:
@@ -241,7 +236,7 @@ class _SplitLeaf(NamedTuple):
     spec: Any
 
     def refused(self, text: str) -> ValueError:
-        return ValueError(f"{self.argument}={self.spec!r}{text}")
+        return ValueError(f"{self.argument}={shown(self.spec)}{text}")
 
     def split(self, over: tuple[int, ...] | None) -> Split:
         self.check_reduced()
@@ -361,7 +356,7 @@ def check_bound(names: Names, argument: str) -> None:
     """Raises ValueError for what is not the name of a mesh axis here."""
     for name in names:
         if not isinstance(name, str):
-            raise ValueError(f"{argument} must be {FORMS}, got {name!r}.")
+            raise ValueError(f"{argument} must be {FORMS}, got {shown(name)}.")
         # The mesh does not list axis names of vmap, which lax.axis_size finds.
         try:
             lax.axis_size(name)
@@ -371,12 +366,8 @@ def check_bound(names: Names, argument: str) -> None:
             if manual_axes():
                 here = f"There is {listed(manual_axes())}."
             raise ValueError(
-                f"{argument}={name!r}: there is no such axis here. {here}"
+                f"{argument}={shown(name)}: there is no such axis here. {here}"
             ) from None
-
-
-def listed(names: Any) -> str:
-    return ", ".join(repr(name) for name in sorted(names))
 
 
 def _are_names(axes: Any) -> bool:

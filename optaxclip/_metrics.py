@@ -5,18 +5,24 @@ no second pass over the gradients, inside jit or outside.
 """
 
 import math
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from functools import partial
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 from jax.core import Tracer
+from jax.tree_util import DictKey
 
+from ._checks import shown
+from ._clippers._by_value import ClipByValueState
 from ._clippers._record_spikes import SpikeState
-from ._reported import reported_states
-from ._state import ClipState, counts_of, is_vector, with_layers
+from ._clippers._spam import SpamState
+from ._state import ALL, ClipState, check_one_model, counts_of, with_layers
+from ._trees import unboxed
 from ._wrappers._skipping import SkipState
 
 # The names of the numbers, in the order of a report.
@@ -62,6 +68,34 @@ SPIKE = (
 )
 # A dict keeps their order for the error of `only`. Some kinds share names.
 NAMES = dict.fromkeys((*CLIP, *UNITS, *SUMMARY, *ELEMENTS, *SKIP, *SPIKE))
+
+
+PREFIXES = {
+    ClipState: "clip",
+    ClipByValueState: "clip",
+    SpamState: "clip",
+    SkipState: "skip",
+    SpikeState: "spike",
+}
+# What holds no arrays, or is not read. `nnx.state` makes a mapping of each state, which
+# may lack these.
+OPTIONAL = {
+    "names",
+    "memory",
+    "loss_memory",
+    "second_moment",
+    "inner_state",
+    "units_clipped",
+    "elements",
+}
+# Names of fields in which flax NNX and optax keep a state within a state.
+FIELDS = {
+    "opt_state",
+    "inner_state",
+    "inner_states",
+    "inner_opt_state",
+    "clip_state",
+}
 
 
 class Row(NamedTuple):
@@ -201,11 +235,11 @@ def metrics(
         # The error of JAX would not say what to do.
         _check_concrete(opt_state, option)
     if top is not None and top < 1:
-        raise ValueError(f"metrics: top must be at least 1, got {top!r}.")
+        raise ValueError(f"metrics: top must be at least 1, got {shown(top)}.")
     for share in quantiles:
         if not 0 <= share <= 1:
             raise ValueError(
-                f"metrics: quantiles must be in [0, 1], got {share!r}."
+                f"metrics: quantiles must be in [0, 1], got {shown(share)}."
             )
     options = Options(
         _wanted_names(only),
@@ -228,9 +262,9 @@ def metrics(
         for _, _, state in reported_states(opt_state):
             known |= dict.fromkeys(row.name for row in _rows(state, every))
         raise ValueError(
-            f"metrics: only={only!r} must name a number that this state has, which are "
-            f"{', '.join(known) or 'none'}. Those of all norms together come with "
-            "summary=True, and those of elements with count=True in the clipper."
+            f"metrics: only={shown(only)} must name a number that this state has, "
+            f"which are {', '.join(known) or 'none'}. Those of all norms together come "
+            "with summary=True, and those of elements with count=True in the clipper."
         )
     return _as_floats(report, json) if floats or json else report
 
@@ -244,7 +278,8 @@ def _wanted_names(only: str | Collection[str] | None) -> frozenset[str]:
     # `in` finds 3 and a list nowhere, where a set would not take a list.
     if not all(name in list(NAMES) for name in listed):
         raise ValueError(
-            f"metrics: only must be among {', '.join(map(repr, NAMES))}, got {only!r}."
+            f"metrics: only must be among {', '.join(map(repr, NAMES))}, got "
+            f"{shown(only)}."
         )
     return frozenset(listed)
 
@@ -275,19 +310,19 @@ def _as_floats(report: dict[str, Any], json: bool) -> dict[str, Any]:
 
 
 def _rows(state: Any, options: Options) -> Iterator[Row]:
-    if isinstance(state, SkipState):
-        numbers = _skip_numbers(
-            # Without memories and moments one compiled call serves all optimizers.
-            state._replace(memory=(), loss_memory=(), inner_state=())
-        )
-    elif isinstance(state, SpikeState):
-        numbers = _spike_numbers(state._replace(memory=(), loss_memory=()))
-    elif isinstance(state, ClipState):
+    if isinstance(state, ClipState):
         yield from _clip_rows(state, options)
         return
+    # Without memories and moments one compiled call serves all optimizers.
+    if isinstance(state, SkipState):
+        bare = state._replace(memory=(), loss_memory=(), inner_state=())
+        numbers = zip(SKIP, _skip_numbers(bare))
+    elif isinstance(state, SpikeState):
+        bare = state._replace(memory=(), loss_memory=())
+        numbers = zip(SPIKE, _spike_numbers(bare))
     else:  # ClipByValueState and SpamState.
-        numbers = dict(zip(ELEMENTS, state.elements))
-    for name, value in numbers.items():
+        numbers = zip(ELEMENTS, state.elements)
+    for name, value in numbers:
         if name in options.only:
             yield Row(name, "", value)
 
@@ -296,17 +331,18 @@ def _clip_rows(state: ClipState, options: Options) -> Iterator[Row]:
     parts = counts_of(state)
     if options.layers and not options.summary:
         parts = with_layers(state, "metrics")
-    if not parts or not any(parts):
+    named: list[tuple[str, int | None]] = []
+    for part in parts:
+        named += part.items()
+    if not named:
         return
-    every = [name for part in parts for name in part]
-    numbers_of = [count or 1 for part in parts for count in part.values()]
-    # 0 for a state of one number.
-    counts = tuple(numbers_of) if is_vector(state.names) else (0,)
-    bare = state._replace(names=(), memory=())
+    every = [name for name, _ in named]
+    counts = tuple(count or 1 for _, count in named)
     if options.quantiles:
-        found = _quantiles(options.quantiles, state.norm)
+        found = jnp.nanquantile(state.norm, np.array(options.quantiles))
         for share, value in zip(options.quantiles, found):
             yield Row("norm_quantile", f"{share:g}", value)
+    bare = state._replace(names=(), memory=())
     if options.summary:
         numbers = _summary_numbers(counts, bare)
         for name in (*CLIP, *SUMMARY):
@@ -319,12 +355,11 @@ def _clip_rows(state: ClipState, options: Options) -> Iterator[Row]:
     has_units = bool(jax.tree.leaves(state.units_clipped))
     known = (*CLIP, *UNITS) if has_units else CLIP
     wanted = tuple(name for name in known if name in options.only)
-    numbers, ratios = _numbers_of_norms(counts, wanted, bare)
+    numbers, ratios = _numbers_of_names(counts, wanted, bare)
     places = list(range(len(every)))
     if options.top is not None:
         # NaN is the largest to NumPy, and so the furthest above its limit.
-        furthest = np.argsort(np.asarray(ratios))[::-1][: options.top]
-        places = furthest.tolist()
+        places = np.argsort(np.asarray(ratios))[::-1][: options.top].tolist()
     for place in places:
         for name, value in zip(wanted, numbers[place]):
             yield Row(name, every[place], value)
@@ -333,29 +368,22 @@ def _clip_rows(state: ClipState, options: Options) -> Iterator[Row]:
 # Jitted, since without jit each operation would be a call. One call serves all norms of
 # a clipper. Counts and names are static, because shapes depend on them.
 @partial(jax.jit, static_argnums=(0, 1))
-def _numbers_of_norms(
+def _numbers_of_names(
     counts: tuple[int, ...], wanted: tuple[str, ...], state: ClipState
 ) -> tuple[list[list[jax.Array]], jax.Array]:
     """The numbers of each name, and its norm over its limit."""
     found, ratios, start = [], [], 0
-    ratio = _ratio(state.norm, state.limit)
+    several = jax.tree.map(jnp.atleast_1d, state._replace(step=()))
+    ratio = _ratio(several.norm, several.limit)
     for count in counts:
-        if count == 0:
-            numbers = _numbers(state, state.step)
-            ratios.append(ratio)
-        else:
-            rows = slice(start, start + count)
-            own = _rows_of(state, rows)
-            worst = jnp.argmax(ratio[rows]) if count > 1 else 0
-            numbers = _of_several(own, state.step, worst)
-            ratios.append(ratio[rows][worst])
-            start += count
+        rows = slice(start, start + count)
+        own = jax.tree.map(itemgetter(rows), several)
+        worst = jnp.argmax(ratio[rows])
+        numbers = _numbers(own, state.step, worst)
         found.append([numbers[name] for name in wanted])
+        ratios.append(ratio[rows][worst])
+        start += count
     return found, jnp.stack(ratios)
-
-
-def _rows_of(state: ClipState, rows: slice) -> ClipState:
-    return jax.tree.map(lambda x: x[rows], state._replace(step=()))
 
 
 @partial(jax.jit, static_argnums=0)
@@ -363,17 +391,15 @@ def _summary_numbers(
     counts: tuple[int, ...], state: ClipState
 ) -> dict[str, jax.Array]:
     """The numbers of all norms together."""
-    own = jax.tree.map(jnp.atleast_1d, state._replace(step=()))
-    ratio = _ratio(own.norm, own.limit)
-    worst = jnp.argmax(ratio)
-    numbers = _of_several(own, state.step, worst)
-    norm, limit = own.norm[worst], own.limit[worst]
+    several = jax.tree.map(jnp.atleast_1d, state._replace(step=()))
+    worst = jnp.argmax(_ratio(several.norm, several.limit))
+    norm, limit = several.norm[worst], several.limit[worst]
     # The number of the name of each entry: counts of 2 and 1 are [0, 0, 1].
-    of_name = np.repeat(np.arange(len(counts)), [max(n, 1) for n in counts])
-    clipped = _is_clipped(own.norm, own.factor).astype(jnp.float32)
-    if jax.tree.leaves(own.units_clipped):
-        clipped = own.units_clipped
-    return numbers | {
+    of_name = np.repeat(np.arange(len(counts)), counts)
+    clipped = _is_clipped(several.norm, several.factor).astype(jnp.float32)
+    if jax.tree.leaves(several.units_clipped):
+        clipped = several.units_clipped
+    return _numbers(several, state.step, worst) | {
         "norms_clipped": jnp.mean(clipped),
         # 0 over a limit of 0 is 0, and not NaN.
         "worst_ratio": jnp.where(norm == 0, 0.0, norm / limit),
@@ -390,24 +416,12 @@ def _ratio(norm: jax.Array, limit: jax.Array) -> jax.Array:
     return jnp.where(free, jnp.where(jnp.all(free), norm, 0 * norm), ratio)
 
 
-def _of_several(
-    state: ClipState, step: jax.Array, worst: Any
+def _numbers(
+    state: ClipState, step: jax.Array, worst: jax.Array
 ) -> dict[str, jax.Array]:
     """The numbers of the worst of some norms, counted over all of them."""
-    one = jax.tree.map(lambda x: x[worst], state)
-    clipped = state.clipped.astype(jnp.float32)
-    numbers = _numbers(one, step)
-    return numbers | {
-        "clipped_share": jnp.mean(clipped / _steps(step)),
-        "clipped_share_recent": jnp.mean(state.clipped_recently),
-        "clipped_count": jnp.max(clipped),
-        "nonfinite_count": jnp.max(state.nonfinite).astype(jnp.float32),
-    }
-
-
-def _numbers(state: ClipState, step: jax.Array) -> dict[str, jax.Array]:
-    """The numbers of one norm."""
-    norm, factor = state.norm, state.factor
+    norm, limit = state.norm[worst], state.limit[worst]
+    factor = state.factor[worst]
     # At the ends of its range the factor is not the whole quotient. So far from its
     # limit, what a shrink leaves is the limit.
     info = jnp.finfo(factor.dtype)
@@ -416,17 +430,17 @@ def _numbers(state: ClipState, step: jax.Array) -> dict[str, jax.Array]:
     clipped = state.clipped.astype(jnp.float32)
     numbers = {
         "norm_before": norm,
-        "limit": state.limit,
+        "limit": limit,
         "factor": factor,
-        "norm_after": jnp.where(at_end, state.limit, product),
+        "norm_after": jnp.where(at_end, limit, product),
         "clipped": _is_clipped(norm, factor).astype(jnp.float32),
-        "clipped_share": clipped / _steps(step),
-        "clipped_share_recent": state.clipped_recently,
-        "clipped_count": clipped,
-        "nonfinite_count": state.nonfinite.astype(jnp.float32),
+        "clipped_share": jnp.mean(clipped / _steps(step)),
+        "clipped_share_recent": jnp.mean(state.clipped_recently),
+        "clipped_count": jnp.max(clipped),
+        "nonfinite_count": jnp.max(state.nonfinite).astype(jnp.float32),
     }
     if jax.tree.leaves(state.units_clipped):
-        numbers["units_clipped"] = state.units_clipped
+        numbers["units_clipped"] = state.units_clipped[worst]
     return numbers
 
 
@@ -439,13 +453,8 @@ def _steps(step: jax.Array) -> jax.Array:
     return jnp.maximum(step, 1).astype(jnp.float32)
 
 
-@partial(jax.jit, static_argnums=0)
-def _quantiles(shares: tuple[float, ...], norm: jax.Array) -> list[jax.Array]:
-    return [jnp.nanquantile(norm, share) for share in shares]
-
-
 @jax.jit
-def _skip_numbers(state: SkipState) -> dict[str, jax.Array]:
+def _skip_numbers(state: SkipState) -> list[jax.Array]:
     numbers = (
         state.norm,
         state.limit,
@@ -459,11 +468,11 @@ def _skip_numbers(state: SkipState) -> dict[str, jax.Array]:
         state.consecutive,
         state.nonfinite,
     )
-    return dict(zip(SKIP, map(_as_numbers, numbers)))
+    return list(map(_as_number, numbers))
 
 
 @jax.jit
-def _spike_numbers(state: SpikeState) -> dict[str, jax.Array]:
+def _spike_numbers(state: SpikeState) -> list[jax.Array]:
     numbers = (
         state.norm,
         state.limit,
@@ -474,9 +483,151 @@ def _spike_numbers(state: SpikeState) -> dict[str, jax.Array]:
         state.spikes.astype(jnp.float32) / _steps(state.step),
         state.spiked_recently,
     )
-    return dict(zip(SPIKE, map(_as_numbers, numbers)))
+    return list(map(_as_number, numbers))
 
 
-def _as_numbers(x: jax.Array) -> jax.Array:
+def _as_number(x: jax.Array) -> jax.Array:
     """Norms in their dtype, and counts in float32."""
     return x if x.dtype == jnp.float64 else x.astype(jnp.float32)
+
+
+# ------------------------------------------------------- the states of an optimizer
+
+
+class Found(NamedTuple):
+    """A state that is reported."""
+
+    prefix: str  # with which its keys begin: clip, clip_2, skip, spike
+    title: str  # the names on the way to it: "outer/inner"
+    state: Any
+
+
+def reported_states(opt_state: Any) -> list[Found]:
+    """Every clipper and skipping optimizer in a state.
+
+    Raises:
+      TypeError: an optimizer in the place of its state.
+      ValueError: there is none, or one has an axis for the members of an ensemble.
+    """
+    tree, pure = _as_states(unboxed(opt_state))
+    seen: dict[tuple[str, str], int] = {}
+    reported = []
+    for path, state in _walk(tree, ()):
+        check_one_model("metrics: opt_state", "metrics", state)
+        prefix = PREFIXES[type(state)]
+        title = _title(path, prefix, pure)
+        # "clip/a" and "clip/b" are counted separately: neither becomes "clip_2".
+        number = seen[prefix, title] = seen.get((prefix, title), 0) + 1
+        # The first keeps its name when a second one is added.
+        numbered = prefix if number == 1 else f"{prefix}_{number}"
+        reported.append(Found(numbered, title, state))
+    if not reported:
+        _raise_none_found(opt_state)
+    return reported
+
+
+def _walk(
+    tree: Any, path: tuple[Any, ...]
+) -> Iterator[tuple[tuple[Any, ...], Any]]:
+    flatten = jax.tree_util.tree_flatten_with_path
+    for own, state in flatten(tree, is_leaf=_is_reported)[0]:
+        whole = (*path, *own)
+        if _is_reported(state):
+            yield whole, state
+        # The walk ends at a reported state, and only this one holds others.
+        if isinstance(state, SkipState):
+            yield from _walk(state.inner_state, whole)
+
+
+def _is_reported(x: Any) -> bool:
+    return type(x) in PREFIXES
+
+
+def _title(path: tuple[Any, ...], prefix: str, pure: bool) -> str:
+    """The names on the way to a state: of `named_chain`, `partition`, a dict."""
+    # Places and fields have keys of other types: inner_states, "a", 0, clip -> "a".
+    keys = [key.key for key in path if isinstance(key, DictKey)]
+    # nnx.state makes those DictKeys too, with numbers for places.
+    if pure:
+        keys = [
+            key for key in keys if isinstance(key, str) and key not in FIELDS
+        ]
+    return "/".join(str(key) for key in keys if key != prefix)
+
+
+def _as_states(tree: Any) -> tuple[Any, bool]:
+    """The tree with states in the place of mappings of their fields, and whether there
+    was one.
+    """
+    kinds = []
+
+    def restored(x: Any) -> Any:
+        kind = _kind_of(x)
+        if kind is None:
+            return x
+        kinds.append(kind)
+        return _from_mapping(kind, x)
+
+    found = jax.tree.map(
+        restored, tree, is_leaf=lambda x: _kind_of(x) is not None
+    )
+    return found, bool(kinds)
+
+
+def _kind_of(x: Any) -> Any:
+    """The state whose fields these are the names of."""
+    if not isinstance(x, Mapping):
+        return None
+    names = set(x)
+    for kind in PREFIXES:
+        fields = set(kind._fields)
+        if fields - OPTIONAL <= names <= fields:
+            return kind
+    return None
+
+
+def _from_mapping(kind: Any, fields: Mapping[str, Any]) -> Any:
+    # A field without arrays is missing in a mapping. It was ().
+    values = {name: fields.get(name, ()) for name in kind._fields}
+    if kind is ClipState:
+        norm = values["norm"]
+        numbered = dict.fromkeys(map(str, range(jnp.size(norm))))
+        values["names"] = (numbered,) if jnp.ndim(norm) else ALL
+    if kind is SkipState:
+        # What it wraps has clippers of its own.
+        values["inner_state"] = _as_states(values["inner_state"])[0]
+    if isinstance(values.get("elements"), Mapping):
+        values["elements"] = tuple(values["elements"].values())
+    return kind(**values)
+
+
+def _raise_none_found(opt_state: Any) -> None:
+    must = (
+        "metrics: opt_state must be the state of an optimizer with a clipper of "
+        "optaxclip in it, got"
+    )
+    # An optimizer is a tuple of functions to JAX, in which there is no state.
+    if isinstance(opt_state, (optax.GradientTransformation, optax.MultiSteps)):
+        raise TypeError(
+            f"{must} the optimizer: hand over what its init and update return."
+        )
+    raise ValueError(f"{must} {_described(opt_state)}.")
+
+
+def _described(opt_state: Any) -> str:
+    """What was handed over instead of a state with a clipper."""
+    states: dict[str, None] = {}
+
+    def is_state(x: Any) -> bool:
+        # JAX asks about each node on its way down. False lets it go on into the node.
+        if hasattr(x, "_fields"):
+            states[type(x).__name__] = None
+        return False
+
+    count = len(jax.tree.leaves(opt_state, is_leaf=is_state))
+    if states:
+        shown = ", ".join(states)
+        return f"{shown}: the clippers of optax keep no state, those of optaxclip do"
+    if not count:
+        return repr(opt_state)
+    return f"a tree of {count} leaves that holds no state, as gradients are"

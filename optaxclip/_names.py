@@ -51,10 +51,18 @@ _OURS = {
     # The limit in the paper of QK-Clip.
     "max_logit": "tau",
 }
-ARGUMENTS = {
-    other: ours.split()
-    for ours, others in _OURS.items()
-    for other in others.split()
+ARGUMENTS: dict[str, list[str]] = {}
+for _ours, _others in _OURS.items():
+    ARGUMENTS |= dict.fromkeys(_others.split(), _ours.split())
+# What people give `update` for `limit` and `value`. A chain hands every argument to all
+# of its links, so only names that mean nothing else are here.
+_OF_UPDATE = {
+    "limit": """clip_norm clipnorm global_clipnorm gradient_clip_val l2_clip_norm
+        l2_norm_clip max_grad_norm max_l2_norm max_norm max_rms""",
+    "value": "loss loss_value losses train_loss",
+}
+OF_UPDATE = {
+    ours: frozenset(others.split()) for ours, others in _OF_UPDATE.items()
 }
 # What is said beside one of ours.
 _MORE = {
@@ -98,6 +106,8 @@ def with_our_names(module: str) -> None:
     of its public names, which editors offer.
     """
     there = sys.modules[module]
+    public = [name for name in vars(there) if not name.startswith("_")]
+    vars(there).setdefault("__all__", sorted(public))
     for name in there.__all__:
         value = getattr(there, name)
         if inspect.isfunction(value):
@@ -216,31 +226,28 @@ def _hint(name: str, module: ModuleType) -> str:
     package = sys.modules[__package__ or ""]
     similar = "".join(_similar(name, module.__all__))
     # optaxclip.growth -> optaxclip.rules.growth
+    wanted = _place_of(name, package)
     if module is package:
-        wanted = (
-            FUNCTIONS.get(name.lower().rstrip("_"))
-            or _place_of(name, package)
-            or similar
-        )
+        plain = name.lower().rstrip("_")
+        wanted = FUNCTIONS.get(plain) or wanted or similar
         return f"Use {package.__name__}.{wanted}." if wanted else ""
     if similar:
         return f"Use {module.__name__}.{similar}."
     # optaxclip.rules.clip_grads -> optaxclip.clip_grads
-    wanted = name if name in package.__all__ else _place_of(name, package)
     if wanted:
         return f"Use {package.__name__}.{wanted}."
     return f"It has {', '.join(module.__all__)}."
 
 
-def _place_of(name: str, package: ModuleType) -> str | None:
-    """Where a name is in the public modules of a package: "rules.growth"."""
+def _place_of(name: str, package: ModuleType) -> str:
+    """Where a name is in a package and its public modules: "rules.growth"."""
+    if name in package.__all__:
+        return name
     for own in package.__all__:
         inner = getattr(package, own)
-        if isinstance(inner, ModuleType) and name in getattr(
-            inner, "__all__", ()
-        ):
+        if isinstance(inner, ModuleType) and name in inner.__all__:
             return f"{own}.{name}"
-    return None
+    return ""
 
 
 def _similar(name: str, known: Iterable[str]) -> list[str]:

@@ -17,6 +17,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import chain
 from typing import Any, NamedTuple, Protocol
 
 import jax
@@ -26,19 +27,19 @@ from jax import lax
 
 from . import _mesh as mesh
 from . import _trees as trees
-from ._checks import check_known
+from ._checks import check_known, shown
 from ._mesh import MeshAxes, Split
-from ._modulus import as_float, divided, tangent_of_modulus
 from ._sums import (
     Dims,
     Sums,
-    count_of,
-    from_bits,
+    as_float,
+    divided,
     in_one_kernel,
     largest_bits,
     norm_dtype,
     plain_sum,
     root_of,
+    tangent_of_modulus,
     three_sums,
 )
 from ._trees import Axis, Stacked, clipped_leaves
@@ -58,6 +59,8 @@ class Leaf(NamedTuple):
     norm: Any  # the number of its norm, or None
     dims: Dims = None  # what that sums
     split: Split = Split()
+    # The mesh axes that split its units: each device has the norms of its own.
+    units_over: tuple[str, ...] = ()
 
 
 class Norms(NamedTuple):
@@ -69,37 +72,26 @@ class Norms(NamedTuple):
     leaves: tuple[Leaf, ...]
     paths: tuple[Any, ...]  # of each norm: its key path in the tree of norms
     treedef: Any  # of the tree of norms, as norm functions return it
-    units: bool = False  # whether norms that are arrays are those of units
+    units: tuple[int, ...] = ()  # the numbers of those that are of units
     noun: str = "leaf"  # what errors call that which has a norm
+    allow_missing: bool = False  # whether limits may be for others
 
-    def is_unit(self, number: int) -> bool:
-        return self.units and self.each[number].ndim > 0
-
-    def of_leaf(self, numbers: Sequence[Any], place: int) -> Any:
-        """The entry of a leaf in numbers like `each`, as it stands beside the leaf."""
-        leaf = self.leaves[place]
-        if leaf.norm is None:
-            return None
-        return _beside(numbers[leaf.norm], leaf, self.is_unit(leaf.norm))
-
-    def tree(self, numbers: Sequence[Any] | None = None) -> Any:
-        """The norms as a tree, or numbers like them."""
-        found = list(self.each if numbers is None else numbers)
+    def tree(self) -> Any:
+        """The norms as a tree."""
+        found = list(self.each)
         # A device gets back the norms of its own layers.
         for leaf in self.leaves:
-            if leaf.norm is not None and leaf.split.kept:
-                is_unit = self.is_unit(leaf.norm)
-                found[leaf.norm] = _beside(found[leaf.norm], leaf, is_unit)
+            if leaf.norm is not None:
+                found[leaf.norm] = beside(leaf, found)
         return self.treedef.unflatten(found)
 
     def from_tree(self, tree: Any) -> list[Any]:
         """Numbers like `each`, from a tree of them in the structure of `tree()`."""
         found = jax.tree.leaves(tree)
         for leaf in self.leaves:
-            kept = leaf.split.kept_names()
-            if leaf.norm is not None and kept and not self.is_unit(leaf.norm):
+            if leaf.norm is not None and leaf.split.kept:
                 own = mesh.at_own_place(found[leaf.norm], leaf.split)
-                found[leaf.norm] = lax.psum(own, kept)
+                found[leaf.norm] = lax.psum(own, leaf.split.kept_names())
         return found
 
     def shapes(self) -> Any:
@@ -107,9 +99,12 @@ class Norms(NamedTuple):
         return jax.tree.map(jnp.shape, jax.eval_shape(self.tree))
 
 
-def _beside(number: Any, leaf: Leaf, is_unit: bool) -> Any:
-    is_apart = leaf.split.kept and not is_unit
-    return mesh.own_part(number, leaf.split) if is_apart else number
+def beside(leaf: Leaf, numbers: Sequence[Any]) -> Any:
+    """The entry of a leaf in numbers like those of `Norms.each`, as it stands beside
+    the leaf on this device.
+    """
+    own = numbers[leaf.norm]
+    return mesh.own_part(own, leaf.split) if leaf.split.kept else own
 
 
 # To JAX only norms are arrays. The rest belongs to their structure.
@@ -126,64 +121,54 @@ class Plan(NamedTuple):
     leaves: tuple[Leaf, ...]
     size: int  # how many norms
     ord: Ord = None
-    units: bool = False
 
-    def is_unit(self, leaf: Leaf) -> bool:
-        return self.units and leaf.dims is not None
-
-    def is_kept(self, leaf: Leaf) -> bool:
-        """Whether each device has the norms of its own units."""
-        return self.is_unit(leaf) and bool(leaf.split.kept_names())
-
-    def names(self) -> tuple[str, ...]:
-        """The mesh axes over which all other norms are joined, at once."""
-        names: set[str] = set()
-        for leaf in self.leaves:
-            if not self.is_kept(leaf):
-                names |= {*leaf.split.summed, *leaf.split.kept_names()}
-        return tuple(sorted(names))
+    @property
+    def order(self) -> float:
+        if self.ord is None or isinstance(self.ord, str):
+            return 2.0
+        return float(self.ord)
 
 
 # The plan is static: only leaves are traced.
 @partial(jax.custom_jvp, nondiff_argnums=(0,))
 def norms_of(plan: Plan, leaves: list[jax.Array]) -> list[jax.Array]:
     """The norms of a plan. One without leaves is 0."""
-    dtype = norm_dtype(leaves)
-    order = _order(plan)
+    order, dtype = plan.order, norm_dtype(leaves)
     if order == math.inf:
         return _largest(plan, leaves, dtype)
     if order != 2:
-        return _by_shares(order, plan, leaves, dtype)
+        return _by_shares(plan, leaves, dtype)
     pairs = zip(leaves, plan.leaves)
     terms = [three_sums(x, leaf.dims, dtype) for x, leaf in pairs]
     sums = _joined(plan, terms, Sums(*[jnp.zeros((), dtype)] * 3))
-    # Divided before the root: a mean is finite even where the norm is not.
-    counts = _counts(plan, leaves, dtype)
-    norms = []
-    for three, count in zip(sums, counts):
-        norms.append(root_of(Sums(*(x / count for x in three))))
+    if isinstance(plan.ord, str):
+        return _means(plan, leaves, sums)
+    norms = [root_of(*three) for three in sums]
     if plan.size == 1 and not norms[0].ndim:
         norms = [in_one_kernel(norms[0])]
-    if plan.ord == "average":
-        # sqrt(sum / N) / sqrt(N) = sqrt(sum) / N
-        norms = [x / n**0.5 for x, n in zip(norms, counts)]
     return norms
 
 
-def _order(plan: Plan) -> float:
-    if plan.ord is None or isinstance(plan.ord, str):
-        return 2.0
-    return float(plan.ord)
+def _means(plan: Plan, leaves: list[jax.Array], sums: list[Any]) -> list[Any]:
+    found = []
+    counts = _counts(plan, leaves, norm_dtype(leaves))
+    for three, count in zip(sums, counts):
+        # Divided before the root: a mean is finite even where the norm is not.
+        mean = root_of(*(x / count for x in three))
+        if plan.size == 1 and not mean.ndim:
+            mean = in_one_kernel(mean)
+        # sqrt(sum / N) / sqrt(N) = sqrt(sum) / N
+        found.append(mean / count**0.5 if plan.ord == "average" else mean)
+    return found
 
 
 def _counts(plan: Plan, leaves: list[jax.Array], dtype: Any) -> list[Any]:
-    """How many numbers each norm sums on all devices, at least 1, for a mean."""
-    if not isinstance(plan.ord, str):
-        return [dtype.type(1)] * plan.size
+    """How many numbers each norm sums on all devices, at least 1."""
     counts = [0] * plan.size
     for x, leaf in zip(leaves, plan.leaves):
-        devices = mesh.axes_size(leaf.split.summed)
-        counts[leaf.norm] += count_of(x, leaf.dims, devices)
+        summed = range(x.ndim) if leaf.dims is None else leaf.dims
+        size = math.prod(x.shape[axis] for axis in summed)
+        counts[leaf.norm] += size * mesh.axes_size(leaf.split.summed)
     # A size of jax.export may be a symbol.
     numbers = [np if isinstance(n, int) else jnp for n in counts]
     pairs = zip(numbers, counts)
@@ -196,47 +181,64 @@ def _joined(
     """The terms of the leaves of each norm, added up over leaves and devices, or the
     largest. A term is a tuple of arrays, and `zeros` that of no leaf.
     """
-    names = plan.names()
+    # The parts of a global array are added by XLA.
+    is_split = any(leaf.split != Split() for leaf in plan.leaves)
+    over: list[tuple[str, ...]] = []
+    if is_split:
+        terms, over = _for_devices(plan, terms, largest)
     own: list[list[Any]] = [[] for _ in range(plan.size)]
-    over: list[tuple[str, ...]] = [names] * plan.size
+    for term, leaf in zip(terms, plan.leaves):
+        own[leaf.norm].append(term)
+    norms = [_one(group, largest) if group else zeros for group in own]
+    if not is_split:
+        return norms
+    flat, treedef = jax.tree.flatten(norms)
+    names = np.repeat(np.arange(plan.size), len(zeros))
+    collective = lax.pmax if largest else lax.psum
+    found = mesh.joined(collective, flat, [over[place] for place in names])
+    return treedef.unflatten(found)
+
+
+def _for_devices(
+    plan: Plan, terms: list[Any], largest: bool
+) -> tuple[list[Any], list[tuple[str, ...]]]:
+    """The terms as a collective takes them, and the mesh axes of each norm. All norms
+    but those of units are joined over the same ones, at once.
+    """
+    every: set[str] = set()
+    for leaf in plan.leaves:
+        if not leaf.units_over:
+            every |= {*leaf.split.summed, *leaf.split.kept_names()}
+    names = tuple(sorted(every))
+    over, found = [names] * plan.size, []
     for term, leaf in zip(terms, plan.leaves):
         split = leaf.split
-        is_kept = plan.is_kept(leaf)
-        if is_kept:
+        if leaf.units_over:
             over[leaf.norm] = tuple(sorted(split.summed))
         elif split.kept:
             term = [mesh.at_own_place(x, split) for x in term]
-        if not largest and not is_kept:
+        if not largest and not leaf.units_over:
             differs = {*split.summed, *split.kept_names()}
             term = [mesh.counted_once(x, differs, names) for x in term]
-        term = [mesh.varying_over(x, over[leaf.norm]) for x in term]
-        own[leaf.norm].append(term)
-    norms = [_one(group, largest) if group else zeros for group in own]
-    # Nothing to ask other devices for. The parts of a global array are added by XLA.
-    if not any(over):
-        return norms
-    flat, treedef = jax.tree.flatten(norms)
-    names_of = [names for names, term in zip(over, norms) for _ in term]
-    collective = lax.pmax if largest else lax.psum
-    return treedef.unflatten(mesh.joined(collective, flat, names_of))
+        own = over[leaf.norm]
+        found.append([mesh.varying_over(x, own) for x in term])
+    return found, over
 
 
 def _one(terms: list[Any], largest: bool) -> Any:
-    """The terms of several leaves together, as a tree of sums."""
+    """The terms of several leaves together."""
     while len(terms) > 1:
-        starts = range(0, len(terms), TOGETHER)
-        some = (terms[start : start + TOGETHER] for start in starts)
-        terms = [_few(group, largest) for group in some]
+        fewer = []
+        for start in range(0, len(terms), TOGETHER):
+            some = terms[start : start + TOGETHER]
+            # A TPU runs each add of a chain by itself, so numbers are stacked. The
+            # barrier keeps XLA from making a chain of the sum of a stack.
+            stack = jnp.stack(list(chain.from_iterable(zip(*some))))
+            rows = lax.optimization_barrier(stack).reshape(-1, len(some))
+            both = jnp.max(rows, 1) if largest else jnp.sum(rows, 1)
+            fewer.append(list(both))
+        terms = fewer
     return terms[0]
-
-
-def _few(terms: list[Any], largest: bool) -> list[jax.Array]:
-    # A TPU runs each add of a chain by itself, so numbers are stacked. The barrier
-    # keeps XLA from making a chain of the sum of a stack.
-    every = [x for kind in zip(*terms) for x in kind]
-    stack = lax.optimization_barrier(jnp.stack(every))
-    rows = stack.reshape(-1, len(terms))
-    return list(jnp.max(rows, 1) if largest else jnp.sum(rows, 1))
 
 
 def _largest(plan: Plan, leaves: list[jax.Array], dtype: Any) -> list[Any]:
@@ -244,7 +246,7 @@ def _largest(plan: Plan, leaves: list[jax.Array], dtype: Any) -> list[Any]:
     bits = [(largest_bits(x, leaf.dims, dtype),) for x, leaf in pairs]
     whole = np.int64 if dtype == np.float64 else np.int32
     found = _joined(plan, bits, (jnp.zeros((), whole),), largest=True)
-    return [from_bits(x, dtype) for (x,) in found]
+    return [lax.bitcast_convert_type(x, dtype) for (x,) in found]
 
 
 def _added(plan: Plan, terms: list[jax.Array], dtype: Any) -> list[jax.Array]:
@@ -253,21 +255,18 @@ def _added(plan: Plan, terms: list[jax.Array], dtype: Any) -> list[jax.Array]:
     return [x for (x,) in _joined(plan, pairs, (jnp.zeros((), dtype),))]
 
 
-def _by_shares(
-    p: float, plan: Plan, leaves: list[jax.Array], dtype: Any
-) -> list[jax.Array]:
+def _by_shares(plan: Plan, leaves: list[jax.Array], dtype: Any) -> list[Any]:
     """Divides by the largest of each norm first, so that no power leaves the range.
     That is a second read.
     """
-    safe = []
+    p, safe = plan.order, []
     for largest in _largest(plan, leaves, dtype):
         # 0, NaN and inf are not divided by, and come out of the sum as they are.
         divisible = (largest > 0) & (largest < jnp.inf)
         safe.append(jnp.where(divisible, largest, jnp.ones_like(largest)))
     terms = []
     for x, leaf in zip(leaves, plan.leaves):
-        most = _beside(safe[leaf.norm], leaf, plan.is_unit(leaf))
-        share = divided(jnp.abs(x).astype(dtype), most)
+        share = divided(jnp.abs(x).astype(dtype), beside(leaf, safe))
         # In [0, 1], and one of them is 1. A power that vanishes is too small to count.
         power = lax.integer_pow(share, int(p)) if p.is_integer() else share**p
         terms.append(plain_sum(power, leaf.dims))
@@ -283,24 +282,20 @@ def _derivative(plan: Plan, primals: Any, tangents: Any) -> Any:
     (leaves,), (changes,) = primals, tangents
     norms = norms_of(plan, leaves)
     dtype = norm_dtype(leaves)
-    # norm = (sum |x|^p / n)^(1/p) has 1 / n before the sum. Of an average, which is
-    # rms / sqrt(n), it has that twice.
-    counts = _counts(plan, leaves, dtype)
-    whole = norms
+    whole, counts = norms, [1] * plan.size
+    if isinstance(plan.ord, str):
+        # norm = (sum |x|^p / n)^(1/p) has 1 / n before the sum. Of an average, which is
+        # rms / sqrt(n), it has that twice.
+        counts = _counts(plan, leaves, dtype)
     if plan.ord == "average":
         whole = [x * n**0.5 for x, n in zip(norms, counts)]
         counts = [n * n**0.5 for n in counts]
-    of_leaf = []
-    for leaf in plan.leaves:
-        of_leaf.append(_beside(whole[leaf.norm], leaf, plan.is_unit(leaf)))
-    weights = _weights(plan, leaves, of_leaf, dtype)
     terms = []
-    for x, change, norm, weight, leaf in zip(
-        leaves, changes, of_leaf, weights, plan.leaves
-    ):
+    weights = _weights(plan, leaves, whole, dtype)
+    for x, change, weight, leaf in zip(leaves, changes, weights, plan.leaves):
         if weight is None:
             # |x| d|x| = x dx, which has a second derivative at x = 0 as well.
-            term = _slope(x, change, norm)
+            term = _slope(x, change, beside(leaf, whole))
         else:
             term = weight * tangent_of_modulus(x, change).astype(dtype)
         keep = leaf.dims is not None
@@ -323,30 +318,27 @@ def _weights(
     plan: Plan, leaves: list[jax.Array], norms: list[jax.Array], dtype: Any
 ) -> list[Any]:
     """The derivative of each norm by each modulus. None for order 2."""
-    p = _order(plan)
+    p, found = plan.order, []
     if p == 2:
         return [None] * len(leaves)
-    sizes = [jnp.abs(x).astype(dtype) for x in leaves]
+    for x, leaf in zip(leaves, plan.leaves):
+        size, norm = jnp.abs(x).astype(dtype), beside(leaf, norms)
+        if p == math.inf:
+            found.append(((size == norm) & (norm > 0)).astype(dtype))
+            continue
+        share = divided(size, jnp.where(norm > 0, norm, 1.0))
+        # Two wheres: at 0 a power below 1 does not exist, and the unused branch of
+        # a where must stay finite as well.
+        power = jnp.where(share > 0, share, 1.0) ** (p - 1.0)
+        found.append(jnp.where(share > 0, power, 0.0))
     if p < math.inf:
-        found = []
-        for x, norm in zip(sizes, norms):
-            share = divided(x, jnp.where(norm > 0, norm, 1.0))
-            # Two wheres: at 0 a power below 1 does not exist, and the unused branch of
-            # a where must stay finite as well.
-            power = jnp.where(share > 0, share, 1.0) ** (p - 1.0)
-            found.append(jnp.where(share > 0, power, 0.0))
         return found
     # A maximum is shared by all elements that are the largest. Zeros hit no norm of 0.
-    hits = []
-    for x, norm in zip(sizes, norms):
-        hits.append(((x == norm) & (norm > 0)).astype(dtype))
-    terms = [plain_sum(x, leaf.dims) for x, leaf in zip(hits, plan.leaves)]
+    terms = [plain_sum(x, leaf.dims) for x, leaf in zip(found, plan.leaves)]
     counts = _added(plan, terms, dtype)
-    found = []
-    for hit, leaf in zip(hits, plan.leaves):
-        count = _beside(counts[leaf.norm], leaf, plan.is_unit(leaf))
+    for place, leaf in enumerate(plan.leaves):
         # Nothing is the largest where the norm is 0 or NaN: 0 / 1.
-        found.append(hit / jnp.maximum(count, 1))
+        found[place] /= jnp.maximum(beside(leaf, counts), 1)
     return found
 
 
@@ -418,10 +410,14 @@ class GroupNorm(NamedTuple):
     call: str = "group_norm"
     ord: Ord = None
     mesh_axes: Any = "auto"
+    allow_missing: bool = False  # whether a label may have no leaf
 
     def __call__(self, tree: Any) -> Norms:
         leaves = list(map(jnp.asarray, jax.tree.leaves(tree)))
-        labels = trees.by_label(tree, self.labels, self.call)
+        missing = self.allow_missing
+        labels = trees.by_label(
+            tree, self.labels, self.call, allow_missing=missing
+        )
         dims: list[Dims] = [None] * len(leaves)
         splits = mesh.splits(self.mesh_axes, tree, dims, self.call)
         # A label whose leaves are None or integers has a norm as well, which is 0.
@@ -436,7 +432,8 @@ class GroupNorm(NamedTuple):
         # The name of a norm is its label.
         paths = tuple((jax.tree_util.DictKey(label),) for label in order)
         treedef = jax.tree.structure(dict.fromkeys(order, 0))
-        return Norms(each, found, paths, treedef, noun="label")
+        norms = Norms(each, found, paths, treedef, noun="label")
+        return norms._replace(allow_missing=missing)
 
 
 class OwnNorm(NamedTuple):
@@ -459,12 +456,15 @@ def measured(measure: Measure, tree: Any) -> Norms:
     return measure(tree)
 
 
-def without_devices(measure: Any) -> Any:
-    """The same measure outside shard_map, where no mesh axis has a name."""
-    # Norms of the user's, and the spectral norm, take no mesh axes.
-    if not hasattr(measure, "mesh_axes"):
-        return measure
-    return measure._replace(mesh_axes=mesh.without_names(measure.mesh_axes))
+def types_of_norms(measure: Any, tree: Any) -> Norms:
+    """The types of the norms of a tree, before the first step."""
+    # A state is often made outside the shard_map that it goes into, where no mesh axis
+    # has a name. Norms of the user's, and the spectral norm, take no mesh axes.
+    names = getattr(measure, "mesh_axes", None)
+    is_free = isinstance(names, trees.Prefix) or names in ("auto", None)
+    if not is_free and not mesh.manual_axes():
+        measure = measure._replace(mesh_axes=None)
+    return mesh.types_of(partial(measured, measure), tree)
 
 
 def norms_of_tree(norms: Any, tree: Any, argument: str = "norms") -> Norms:
@@ -498,14 +498,16 @@ def norm_of_norms(norms: Norms) -> jax.Array:
     leaves = [Leaf(0)] * len(norms.each)
     # Each device has the norms of its own units. All others are those of everything.
     for leaf in norms.leaves:
-        if leaf.norm is not None and norms.is_unit(leaf.norm):
-            kept = leaf.split.kept_names()
-            leaves[leaf.norm] = Leaf(0, None, Split(kept))
+        if leaf.units_over:
+            leaves[leaf.norm] = Leaf(0, None, Split(leaf.units_over))
     (total,) = norms_of(Plan(tuple(leaves), 1), norms.each)
     return lax.stop_gradient(total)
 
 
 def _layers(measure: Any, tree: Any) -> list[tuple[int, ...]]:
+    # Nothing is stacked: the common case, which looks at no leaf.
+    if measure.stacked is None:
+        return [()] * len(jax.tree.leaves(tree))
     # Inside shard_map a program sees the shapes of its device's parts.
     shapes = mesh.whole_shapes(measure.mesh_axes, tree, measure.call)
     return trees.stacked_axes(measure.stacked, tree, measure.call, shapes)
@@ -516,12 +518,19 @@ def _norm_of_each_leaf(
 ) -> Norms:
     entries, treedef = jax.tree_util.tree_flatten_with_path(tree)
     splits = mesh.splits(measure.mesh_axes, tree, dims, measure.call)
-    pairs = enumerate(zip(dims, splits))
-    leaves = tuple(Leaf(number, *each) for number, each in pairs)
-    plan = Plan(leaves, len(leaves), measure.ord, units)
+    leaves, of_units = [], []
+    for number, (over, split) in enumerate(zip(dims, splits)):
+        leaf = Leaf(number, over, split)
+        # A vector that is taken whole has a number.
+        if units and over is not None:
+            of_units.append(number)
+            alone = split.kept_names()
+            leaf = Leaf(number, over, Split(split.summed), alone)
+        leaves.append(leaf)
+    plan = Plan(tuple(leaves), len(leaves), measure.ord)
     each = norms_of(plan, [jnp.asarray(leaf) for _, leaf in entries])
     paths = tuple(path for path, _ in entries)
-    return Norms(each, leaves, paths, treedef, units)
+    return Norms(each, plan.leaves, paths, treedef, tuple(of_units))
 
 
 def check_measure(call: str, ord: Any, **numbers: Any) -> dict[str, Any]:
@@ -538,8 +547,8 @@ def check_measure(call: str, ord: Any, **numbers: Any) -> dict[str, Any]:
         if option == "mesh_axes":
             value = mesh.static_axes(value, call)
         elif option == "labels":
-            value = trees.static_labels(value)
-        else:
+            value = trees.static_labels(value, call)
+        elif value is not None:
             value = trees.static_numbers(option, value, call)
         options[option] = value
     return options
@@ -558,7 +567,7 @@ def check_ord(call: str, ord: Any) -> None:
     except (TypeError, OverflowError):  # an array, or 10**400
         known = math.nan
     if math.isnan(known) or known <= 0:
-        raise ValueError(f"{call}: ord must be {ORDERS}, got {ord!r}.")
+        raise ValueError(f"{call}: ord must be {ORDERS}, got {shown(ord)}.")
 
 
 # ------------------------------------------------------------------- public functions
@@ -717,7 +726,8 @@ def group_norm(
     """
     check_ord("group_norm", ord)
     # Leaves that do not count have labels too, whose norm may then be 0.
-    table = trees.static_labels(trees.labels_of(labels, trees.unboxed(tree)))
+    found = trees.labels_of(labels, trees.unboxed(tree))
+    table = trees.static_labels(found, "group_norm")
     return GroupNorm(table, "group_norm", ord, mesh_axes)(
         clipped_leaves(tree)
     ).tree()

@@ -1,21 +1,44 @@
-"""What a clipper knows after a step, and the form of that for JAX.
+"""What a clipper knows after a step, how the norms of a step fit into it, and its form
+for JAX.
 
 All fields are vectors with one entry for each norm. The names of the entries are no
 arrays: they belong to the structure of the state. Norms that share a rule are a part of
-the vectors, with a dict of names and a memory of its own.
+the vectors, with a dict of names and a memory of its own. The units of a leaf are a
+part by themselves. A leaf that is None in one step has no norm there, and the state
+keeps what it knew.
 """
 
-import collections
 import json
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+import math
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, fields
+from itertools import chain
+from operator import itemgetter
+from typing import Any, NamedTuple, TypeGuard
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
+from jax import lax
 
 from . import _trees as trees
+from ._checks import BEGIN_ANEW, check_shape, held_in
+from ._exported import exported
+from ._mesh import (
+    axes_size,
+    joined,
+    resharded,
+    split_as,
+    typed_as,
+    varying,
+    varying_over,
+)
+from ._norms import Norms
+from .rules._constant import Constant
+from .rules._joined import Joined
+from .rules._rule import Rule, call_name, is_rule
 
 # The names of the norms of each part, and those of the layers of stacked leaves:
 # ({"w": {"0": None, "1": None}, "b": None},). Dicts of None have no leaves: optax.tree
@@ -95,34 +118,29 @@ class ClipState(NamedTuple):
             name of a layer of another.
         """
         check_one_model("by_name: the state", "ClipState.by_name", self)
-        fields = [getattr(self, name) for name in Entry._fields[:-1]]
-        if not is_vector(self.names):
-            return {"": Entry._make([*fields, self.memory])}
-        parts = counts_of(self)
-        if layers:
-            parts = with_layers(self, "by_name")
+        values = [getattr(self, name) for name in Entry._fields]
+        if self.names == ALL:
+            return {"": Entry(*values)}
+        parts = with_layers(self, "by_name") if layers else counts_of(self)
         found, start = {}, 0
         for part, memory in zip(parts, memories(self)):
-            first = start
+            stop = start + sum(count or 1 for count in part.values())
+            of_part = jax.tree.map(itemgetter(slice(start, stop)), values[:-1])
+            whole, row = Entry._make([*of_part, memory]), 0
             for name, count in part.items():
-                rows, inside = start, start - first
-                if count is not None:
-                    rows = slice(start, start + count)
-                    inside = slice(start - first, start - first + count)
-                own = jax.tree.map(lambda x, rows=rows: x[rows], fields)
-                memory_of = jax.tree.map(
-                    lambda x, rows=inside: x[rows], memory
-                )
-                found[name] = Entry._make([*own, memory_of])
-                start += 1 if count is None else count
+                rows = row if count is None else slice(row, row + count)
+                found[name] = jax.tree.map(itemgetter(rows), whole)
+                row += count or 1
+            start = stop
         return found
 
 
 def counts_of(state: ClipState) -> list[dict[str, int | None]]:
     """How many entries each name of a state has. None for a number."""
-    named = [layers for part in state.names for layers in part.values()]
-    known = sum(1 if layers is None else len(layers) for layers in named)
-    found = []
+    known, found = 0, []
+    for part in state.names:
+        for layers in part.values():
+            known += 1 if layers is None else len(layers)
     for part in state.names:
         counts: dict[str, int | None] = {}
         for name, layers in part.items():
@@ -140,15 +158,14 @@ def with_layers(state: ClipState, call: str) -> list[dict[str, int | None]]:
     Raises:
       ValueError: a leaf is called "w/0", and a stack "w" has a layer 0.
     """
-    found, seen = [], collections.Counter[str]()
+    found, seen = [], Counter[str]()
     for part, counts in zip(state.names, counts_of(state)):
         every = []
         for name, layers in part.items():
-            count = counts[name]
-            if count is None:
-                every.append(name)
-                continue
-            every += [f"{name}/{number}" for number in list(layers)[:count]]
+            own = [name]
+            if layers is not None:
+                own = [f"{name}/{layer}" for layer in layers][: counts[name]]
+            every += own
         seen.update(every)
         found.append(dict.fromkeys(every))
     for name, count in seen.items():
@@ -159,11 +176,6 @@ def with_layers(state: ClipState, call: str) -> list[dict[str, int | None]]:
                 "layers=False."
             )
     return found
-
-
-def is_vector(names: Names) -> bool:
-    """Whether the fields are vectors, and not numbers."""
-    return tuple(map(dict, names)) != ALL
 
 
 def memories(state: ClipState) -> tuple[Any, ...]:
@@ -221,7 +233,276 @@ def limits_of(state: ClipState, norms: Any) -> Any:
     limits = []
     for name, norm in zip(trees.names(list(norms.paths), known), norms.each):
         limits.append(known[name].limit.reshape(norm.shape))
-    return norms.tree(limits)
+    return norms._replace(each=limits).tree()
+
+
+# ----------------------------------------------------------- the norms of a step
+
+
+class Group(NamedTuple):
+    """Norms that share a rule."""
+
+    part: int  # of the state
+    numbers: list[int]  # of the norms of this step
+    is_unit: bool
+    is_one: bool  # one number, or the units of one leaf, and no vector
+    # In its part. None: all of them. 0: the units of a leaf, which are a part.
+    own_rows: Any
+    rows: Any = None  # int[]: of its entries, among all of the state
+
+    def vector(self, each: list[Any]) -> Any:
+        """The norms as one array, or other numbers like them."""
+        own = [each[i] for i in self.numbers]
+        return own[0] if self.is_one else concatenated(own)
+
+    def apart(self, vector: jax.Array, each: list[Any]) -> list[jax.Array]:
+        """The entries of such an array, one for each norm."""
+        found, start = [], 0
+        for number in self.numbers:
+            norm = each[number]
+            some = vector[start : start + norm.size]
+            found.append(split_as(some.reshape(norm.shape), jax.typeof(norm)))
+            start += norm.size
+        return found
+
+    def taken(self, memory: Any) -> Any:
+        """The memory of these norms, out of that of the part."""
+        if self.own_rows is None:
+            return memory
+        return jax.tree.map(itemgetter(self.own_rows), memory)
+
+    def put(self, memory: Any, new: Any) -> Any:
+        """The memory of the part, with a new one of these norms."""
+        rows = self.own_rows
+        if rows is None:
+            return new
+        if isinstance(rows, int):
+            return jax.tree.map(itemgetter(None), new)
+        return jax.tree.map(lambda x, y: x.at[rows].set(y), memory, new)
+
+
+def concatenated(arrays: list[jax.Array]) -> jax.Array:
+    """All numbers of some arrays as one vector, whole on each device of an Explicit
+    mesh.
+    """
+    if not arrays:
+        return jnp.zeros(0, jnp.float32)
+    # Without a mesh, as under plain jit, no type says anything of devices.
+    if not jax.sharding.get_abstract_mesh().empty:
+        # A vector has one type.
+        names = set().union(*map(varying, arrays))
+        arrays = [varying_over(resharded(x), names) for x in arrays]
+    flat = [x.reshape(-1) for x in arrays]
+    return flat[0] if len(flat) == 1 else jnp.concatenate(flat)
+
+
+def groups_of(norms: Norms, state: ClipState, call: str) -> list[Group]:
+    """The groups of the norms of a step, matched by name with a state.
+
+    Raises:
+      ValueError: a norm that the state does not have, or with other layers.
+    """
+    known = set().union(*state.names)
+    own = trees.names(norms.paths, known)
+    number_of = {name: number for number, name in enumerate(own)}
+    # A state of more names is right, as some may be missing. One of fewer is not.
+    if not set(number_of) <= known:
+        raise ValueError(
+            f"{call}: state was made for norms of {_shown(known)}, but the updates "
+            f"have norms of {_shown(number_of)}. {BEGIN_ANEW}"
+        )
+    found, start = [], 0
+    for part, counts in enumerate(counts_of(state)):
+        numbers, rows, first = [], [], start
+        for name, count in counts.items():
+            stop = start + (count or 1)
+            if name in number_of:
+                number = number_of[name]
+                size = norms.each[number].size
+                if number not in norms.units and size != stop - start:
+                    raise ValueError(
+                        f"{call}: state was made for {stop - start} norms in {name!r}, "
+                        f"but the updates have {size}. {BEGIN_ANEW}"
+                    )
+                numbers.append(number)
+                rows += range(start, stop)
+            start = stop
+        if numbers:
+            group = group_of(norms, state.names, part, numbers)
+            where = np.array(rows)
+            if len(rows) < start - first:
+                group = group._replace(own_rows=where - first)
+            found.append(group._replace(rows=where))
+    return found
+
+
+def group_of(
+    norms: Norms, names: Names, part: int, numbers: list[int]
+) -> Group:
+    """All norms of a part."""
+    is_unit, is_all = numbers[0] in norms.units, names == ALL
+    own_rows = 0 if is_unit and not is_all else None
+    return Group(part, numbers, is_unit, is_unit or is_all, own_rows)
+
+
+def rules_of_norms(
+    rules: Any, norms: Norms, argument: str, names: Names = ()
+) -> list[Rule]:
+    """The rule of each norm, from one rule or a tree prefix of rules.
+
+    `names` are those of the state, some of which may have no norm in this step.
+
+    Raises:
+      ValueError: a norm without a rule, or a rule without a norm.
+    """
+    numbers = list(range(len(norms.each)))
+    found = [rules] * len(numbers)
+    if not isinstance(rules, Rule):
+        table = trees.freeze(rules, is_rule)
+        # A missing leaf is a hole in the tree of norms. A missing label leaves none.
+        if norms.noun == "label" and names:
+            missing = set().union(*names) - set(trees.names(norms.paths))
+            entries = table.entries
+            kept = [x for x in entries if trees.name(x[0]) not in missing]
+            table = trees.Prefix(tuple(kept))
+        # Rules are placed on the tree of norms, whose leaves are their numbers here.
+        tree = norms.treedef.unflatten(numbers)
+        options = {"part": norms.noun, "allow_missing": norms.allow_missing}
+        found = trees.lookup(table, tree, argument, **options)
+    return found
+
+
+def shared_rule(
+    rules: list[Rule], group: Group, norms: Norms, call: str
+) -> Rule:
+    """The rule of a group. Different constant limits become a vector.
+
+    Raises:
+      ValueError: different rules for norms that shared one before.
+    """
+    own = [rules[number] for number in group.numbers]
+    shape_of = [norms.each[number].shape for number in group.numbers]
+    is_same = len({id(rule) for rule in own}) == 1
+    # An array of a rule is one number for each layer of each leaf.
+    if is_same and (group.is_one or not _shapes(own[0])):
+        return own[0]
+    limits = [rule.limit for rule in own if _is_constant(rule)]
+    if len(limits) < len(own):
+        raise ValueError(
+            f"{call}: state has one part for norms whose limits are now different "
+            f"schedules or rules, with a part each. {BEGIN_ANEW}"
+        )
+    dtype = norms.each[group.numbers[0]].dtype
+    each = []
+    for limit, shape in zip(limits, shape_of):
+        each.append(jnp.broadcast_to(held_in(dtype, limit), shape))
+    return Constant(concatenated(each))
+
+
+# What the fields are before the first step. None: the dtype of the norms.
+FIRST = {
+    "clipped": (0, np.int32),
+    "clipped_recently": (0, np.float32),
+    "nonfinite": (0, np.int32),
+    "norm": (0, None),
+    "limit": (np.inf, None),
+    "factor": (1, None),
+    "units_clipped": (0, np.float32),
+}
+
+
+def first_state(norms: Norms, rules: list[Rule], argument: str) -> ClipState:
+    """The state before the first step, from the types of norms.
+
+    Raises:
+      ValueError: an array in a rule that is not one number for each entry of a norm.
+    """
+    names: dict[Any, dict[str, Any]] = {}
+    numbers: dict[Any, list[int]] = {}
+    for number, name in enumerate(trees.names(norms.paths)):
+        norm, rule = norms.each[number], rules[number]
+        for shape in _shapes(rule):
+            check_shape(shape, norm.shape, argument)
+        # One rule for everything is one object, and one part. All constant limits are
+        # one rule. A schedule is no number, so it is none of them.
+        kind: Any = "constant" if _is_constant(rule) else id(rule)
+        layers = None
+        if number in norms.units:
+            kind = "units", number
+        elif norm.shape:
+            layers = dict.fromkeys(_layer_names(norm.shape))
+        names.setdefault(kind, {})[name] = layers
+        numbers.setdefault(kind, []).append(number)
+    parts = tuple(names.values())
+    each = [typed_as(jnp.zeros(x.shape, x.dtype), x) for x in norms.each]
+    entries, memory = [], []
+    for part, own in enumerate(numbers.values()):
+        group = group_of(norms, parts, part, own)
+        norm, rule = group.vector(each), rules[own[0]]
+        # A rule may return the very array that it is given.
+        first = jax.tree.map(jnp.asarray, rule.init(norm))
+        for leaf in jax.tree.leaves(first):
+            _check_first_memory(rule, leaf.shape, norm.shape)
+        memory.append(group.put((), first))
+        if group.is_unit:
+            over = varying(norm) - set(units_over(norms, group))
+            shape = () if parts == ALL else (1,)
+            norm = varying_over(jnp.zeros(shape, norm.dtype), over)
+        entries.append(norm)
+    norm = entries[0] if parts == ALL else concatenated(entries)
+    filled = {}
+    for name, (value, dtype) in FIRST.items():
+        array = jnp.full(norm.shape, value, dtype or norm.dtype)
+        filled[name] = typed_as(array, jax.typeof(norm))
+    if not norms.units:
+        filled["units_clipped"] = ()
+    step = jnp.zeros((), jnp.int32)
+    return ClipState(parts, step, memory=one_memory(memory), **filled)
+
+
+def _check_first_memory(rule: Rule, shape: Any, norm: Any) -> None:
+    if shape[: len(norm)] != norm:
+        raise ValueError(
+            f"{call_name(type(rule))}: init must return arrays whose first axes "
+            f"are those of the norm, {norm}, got the shape {shape}."
+        )
+
+
+def _layer_names(shape: tuple[int, ...]) -> list[str]:
+    """The names of the layers of a norm, such as "0/3" for layer 0 and expert 3."""
+    found = []
+    for index in np.ndindex(shape):
+        # Axes of size 1 are those that a norm sums, and have no number.
+        numbers = [str(i) for i, size in zip(index, shape) if size > 1]
+        found.append("/".join(numbers) or "0")
+    return found
+
+
+def units_over(norms: Norms, group: Group) -> tuple[str, ...]:
+    """The mesh axes that split the units of a leaf."""
+    (number,) = group.numbers
+    leaf = next(x for x in norms.leaves if x.norm == number)
+    return leaf.units_over
+
+
+def _is_constant(rule: Rule) -> TypeGuard[Constant]:
+    return isinstance(rule, Constant) and not callable(rule.limit)
+
+
+def _shapes(rule: Rule) -> list[Any]:
+    """The shapes of the arrays of a rule. A number fits every norm."""
+    if isinstance(rule, Joined):
+        return list(chain.from_iterable(map(_shapes, rule.rules)))
+    # A plain field, of a rule of the user's, may be an array of any shape.
+    checked = [field for field in fields(rule) if "check" in field.metadata]
+    values = [getattr(rule, field.name) for field in checked]
+    return [value.shape for value in values if getattr(value, "shape", ())]
+
+
+def _shown(names: Iterable[str]) -> str:
+    if set(names) == {""}:
+        return "everything"
+    return trees.listed(names) or "nothing"
 
 
 # ------------------------------------------------------------------- the form for JAX
@@ -258,7 +539,7 @@ class Form:
 
     @property
     def heads(self) -> list[list[str]]:
-        return [[name for name, _ in part] for part in self.names or ()]
+        return [list(dict(part)) for part in self.names or ()]
 
     # An open form equals any other.
     def __hash__(self) -> int:
@@ -343,3 +624,60 @@ def state_of_placeholder() -> ClipState:
     """A state with one leaf for each field, for `optax.tree_map_params`."""
     count = len(ClipState._fields) - 1
     return ClipState(Form(None), *[jnp.zeros(())] * count)
+
+
+# --------------------------------------------- shares of clipped elements, if counted
+
+
+@exported
+class ClippedElements(NamedTuple):
+    """Which share of all elements was clipped, in [0, 1]."""
+
+    last: jax.Array  # float32[]: in the last step
+    mean: jax.Array  # float32[]: over all steps
+    # float32[]: moving average of `last`, of about 100 steps
+    recent: jax.Array
+
+
+def no_elements_clipped() -> ClippedElements:
+    """The shares before the first step."""
+    # Each number is its own array, so that the state can be donated.
+    return ClippedElements(*(jnp.zeros((), jnp.float32) for _ in range(3)))
+
+
+# Jitted, since without jit each leaf would take several calls.
+@jax.jit
+def count_clipped(
+    old: ClippedElements, step: jax.Array, pairs: list[tuple[Any, jax.Array]]
+) -> ClippedElements:
+    """The shares after a step, from each leaf (before, after) that step."""
+    share = _share_clipped(pairs)
+    mean = old.mean + (share - old.mean) / (step.astype(jnp.float32) + 1)
+    return ClippedElements(
+        share, mean, moving_average(old.recent, share, step)
+    )
+
+
+def _share_clipped(pairs: list[tuple[Any, jax.Array]]) -> jax.Array:
+    # Mesh axes are known where JAX tracks types. Elsewhere inside shard_map and pmap
+    # the share is that of the leaves on one device.
+    counts, names, total = [], [], 0.0
+    for before, after in pairs:
+        over = tuple(sorted(varying(after)))
+        names.append(over)
+        size = math.prod(after.shape)
+        is_known = isinstance(size, int)
+        # float32 counts to 2^24, and uint32 to 2^32.
+        kind = np.int64 if is_known and size >= 2**32 else np.uint32
+        # NaN stays NaN.
+        differs = (before != after) & (before == before)
+        with jax.enable_x64(True):
+            count = jnp.sum(differs, dtype=kind)
+            counts.append(lax.convert_element_type(count, np.float32))
+        # Floats, since int32 ends at 2^31. A size of jax.export may be a symbol.
+        whole = (
+            float(size) if is_known else jnp.asarray(size).astype(jnp.float32)
+        )
+        total += whole * axes_size(over)
+    clipped = sum(joined(lax.psum, counts, names), jnp.zeros((), jnp.float32))
+    return clipped / jnp.maximum(total, 1.0)

@@ -87,24 +87,23 @@ def three_sums(leaf: jax.Array, dims: Dims, dtype: Any) -> Sums:
         parts = jnp.real(leaf), jnp.imag(leaf)
         real, imag = (three_sums(part, dims, dtype) for part in parts)
         return Sums(*(a + b for a, b in zip(real, imag)))
-    forms = {"cpu": _in_float64, "gpu": _in_pairs, "plain": _three_reductions}
-    options = {"dims": dims, "dtype": dtype}
     # Programs for GPU and TPU have float64 only where a leaf has 64 bits.
     if dtype == np.float64:
-        return _three_reductions(leaf, **options)
-    bound = {name: partial(form, **options) for name, form in forms.items()}
-    return per_platform(leaf, **bound)
+        return _three_reductions(leaf, dims, dtype)
+    forms = _in_float64, _in_pairs, _three_reductions
+    cpu, gpu, plain = (partial(form, dims=dims, dtype=dtype) for form in forms)
+    return per_platform(leaf, cpu=cpu, gpu=gpu, plain=plain)
 
 
-def root_of(sums: Sums) -> jax.Array:
-    """The norm, from the first sum that is finite."""
-    dtype = sums.plain.dtype
+def root_of(up: jax.Array, plain: jax.Array, down: jax.Array) -> jax.Array:
+    """The norm, from the first of its three sums that is finite."""
+    dtype = plain.dtype
     scale = dtype.type(SCALES[dtype])
     # NaN is in all sums, and finite in none.
-    is_small, is_plain = sums.up < jnp.inf, sums.plain < jnp.inf
-    first = jnp.where(is_plain, sums.plain, sums.down)
+    is_small, is_plain = up < jnp.inf, plain < jnp.inf
+    first = jnp.where(is_plain, plain, down)
     unit = jnp.where(is_plain, dtype.type(1), scale)
-    root = jnp.sqrt(jnp.where(is_small, sums.up, first))
+    root = jnp.sqrt(jnp.where(is_small, up, first))
     return root * jnp.where(is_small, 1 / scale, unit)
 
 
@@ -112,33 +111,25 @@ def written_by_a_gpu(arrays: Any) -> Any:
     """The same arrays, which a GPU writes to memory, instead of what they are computed
     from. A step of AGC moves 12.27 GB on an H100 and not 12.58.
     """
-
-    def as_they_are(arrays: Any) -> Any:
-        return arrays
-
-    forms = {"cpu": as_they_are, "plain": as_they_are}
-    return per_platform(arrays, gpu=lax.optimization_barrier, **forms)
+    barrier = lax.optimization_barrier
+    return per_platform(arrays, cpu=_same, gpu=barrier, plain=_same)
 
 
 def in_one_kernel(number: jax.Array) -> jax.Array:
     """The same number. Of all that is computed from it XLA on a GPU makes one kernel,
     as it does with numbers that come from one array, unless that has a single one.
     """
-
-    def out_of_a_pair(number: jax.Array) -> jax.Array:
-        pair = lax.optimization_barrier(jnp.broadcast_to(number, (2,)))
-        # No slice, which would be a kernel of its own.
-        return jnp.maximum(pair[0], pair[1])
-
-    def as_it_is(number: jax.Array) -> jax.Array:
-        return number
-
-    forms = {"cpu": as_it_is, "gpu": out_of_a_pair, "plain": as_it_is}
-    return per_platform(number, **forms)
+    return per_platform(number, cpu=_same, gpu=_out_of_a_pair, plain=_same)
 
 
-def _axes(leaf: jax.Array, dims: Dims) -> tuple[int, ...]:
-    return tuple(range(leaf.ndim)) if dims is None else tuple(dims)
+def _same(x: Any) -> Any:
+    return x
+
+
+def _out_of_a_pair(number: jax.Array) -> jax.Array:
+    pair = lax.optimization_barrier(jnp.broadcast_to(number, (2,)))
+    # No slice, which would be a kernel of its own.
+    return jnp.maximum(pair[0], pair[1])
 
 
 def _in_float64(leaf: jax.Array, dims: Dims, dtype: Any) -> Sums:
@@ -178,7 +169,7 @@ def _in_pairs(leaf: jax.Array, dims: Dims, dtype: Any) -> Sums:
     count for nothing beside large ones. A GPU that sums several arrays that are
     computed, such as the step of Adam, first writes them to memory.
     """
-    axes = _axes(leaf, dims)
+    axes = tuple(range(leaf.ndim)) if dims is None else dims
     if not is_on_one_device(leaf):
         return _by_kind(_side_by_side(leaf, axes, dims is not None, dtype))
     if leaf.ndim and leaf.ndim - 1 not in axes:
@@ -270,28 +261,105 @@ def largest_bits(leaf: jax.Array, dims: Dims, dtype: Any) -> jax.Array:
     return bits & whole(np.iinfo(whole).max)
 
 
-def from_bits(bits: jax.Array, dtype: Any) -> jax.Array:
-    return lax.bitcast_convert_type(bits, dtype)
-
-
 @partial(jax.jit, static_argnums=(1,), inline=True)
 def plain_sum(x: jax.Array, dims: Dims) -> jax.Array:
     """The sum of numbers, none of which leaves the range, in float64 on a CPU."""
-    keep = dims is not None
+    total = partial(jnp.sum, axis=dims, keepdims=dims is not None)
 
     def in_float64(x: jax.Array) -> jax.Array:
         with jax.enable_x64(True):
             wide = lax.convert_element_type(x, np.float64)
-            total = jnp.sum(wide, dims, keepdims=keep)
-            return lax.convert_element_type(total, x.dtype)
+            return lax.convert_element_type(total(wide), x.dtype)
 
-    def as_it_is(x: jax.Array) -> jax.Array:
-        return jnp.sum(x, dims, keepdims=keep)
-
-    return per_platform(x, cpu=in_float64, gpu=as_it_is, plain=as_it_is)
+    return per_platform(x, cpu=in_float64, gpu=total, plain=total)
 
 
-def count_of(leaf: jax.Array, dims: Dims, devices: int) -> Any:
-    """How many numbers a norm of the leaf sums, on so many devices."""
-    sizes = [leaf.shape[axis] for axis in _axes(leaf, dims)]
-    return math.prod(sizes) * devices
+# ------------------------------------------------- moduli of elements, and their dtypes
+
+
+def direction(x: jax.Array) -> jax.Array:
+    """x / |x|, and 0 at 0.
+
+    Of an infinite complex number, that of its infinite part. The modulus itself may be
+    beyond the range of the dtype.
+    """
+    if not jnp.iscomplexobj(x):
+        return jnp.sign(x)
+    parts = jnp.real(x), jnp.imag(x)
+    infinite = jnp.isinf(parts[0]) | jnp.isinf(parts[1])
+    parts = [_sign_where_infinite(part, infinite) for part in parts]
+    longer = jnp.maximum(jnp.abs(parts[0]), jnp.abs(parts[1]))
+    real, imag = (part / jnp.where(longer == 0, 1.0, longer) for part in parts)
+    # The root has no derivative at 0, so it is not taken of 0.
+    square = jnp.where(longer == 0, 1.0, real * real + imag * imag)
+    # Not divided by the root: XLA joins two divisions in a row to one, by a product
+    # that may leave the range.
+    inverse = jax.lax.rsqrt(square)
+    return jax.lax.complex(real * inverse, imag * inverse)
+
+
+def with_modulus(size: jax.Array, x: jax.Array) -> jax.Array:
+    """size * x / |x|."""
+    unit = direction(x)
+    if not jnp.iscomplexobj(x):
+        return size * unit
+    # In parts: strict promotion has no product of a real and a complex number.
+    return jax.lax.complex(size * jnp.real(unit), size * jnp.imag(unit))
+
+
+def _sign_where_infinite(part: jax.Array, infinite: jax.Array) -> jax.Array:
+    # inf / inf is NaN. An infinite part counts as 1, and a finite one beside it as 0.
+    finite = jnp.where(infinite, 0 * part, part)
+    return jnp.where(jnp.isinf(part), jnp.sign(part), finite)
+
+
+def tangent_of_modulus(x: jax.Array, change: jax.Array) -> jax.Array:
+    """The tangent of |x| for a tangent of x."""
+    if not jnp.iscomplexobj(x):
+        return (jnp.sign(x) * change).astype(modulus_dtype(x))
+    unit = direction(x)
+    # d|z| = Re(conj(z) / |z| * dz)
+    along = (
+        jnp.real(unit) * jnp.real(change),
+        jnp.imag(unit) * jnp.imag(change),
+    )
+    return along[0] + along[1]
+
+
+def modulus_dtype(x: jax.Array) -> Any:
+    """The real dtype of a leaf's elements."""
+    return jnp.finfo(x.dtype).dtype
+
+
+def as_float(norm: Any) -> jax.Array:
+    """A norm in a float dtype of at least 32 bits."""
+    # Strict promotion has no common dtype of an integer and a float.
+    with jax.numpy_dtype_promotion("standard"):
+        return jnp.asarray(norm, jnp.result_type(norm, np.float32))
+
+
+def wide_dtype(leaf: Any) -> Any:
+    """The dtype that arithmetic on a leaf takes place in: at least 32 bits."""
+    return np.promote_types(jnp.result_type(leaf), np.float32)
+
+
+@jax.custom_jvp
+def divided(size: jax.Array, whole: jax.Array) -> jax.Array:
+    """size / whole, for any normal numbers with size <= whole.
+
+    XLA multiplies an array by the reciprocal of a scalar, which is flushed to 0 above
+    2^126. So large numbers are scaled down first.
+    """
+    # 2^128 / 8 = 2^125, whose reciprocal is a normal number.
+    down = jnp.where(whole > 1, 0.125, 1.0).astype(whole.dtype)
+    return size * down / (whole * down)
+
+
+@divided.defjvp
+def _divided_jvp(primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
+    """d(s/w) = (ds - (s/w) dw) / w. The rule of division squares w, which is 0 below
+    1e-19.
+    """
+    size, whole = primals
+    share = divided(size, whole)
+    return share, divided(tangents[0] - share * tangents[1], whole)

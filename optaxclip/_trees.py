@@ -8,6 +8,7 @@ the updates needs no value.
 """
 
 import inspect
+import warnings
 from collections import Counter
 from collections.abc import (
     Callable,
@@ -17,13 +18,14 @@ from collections.abc import (
     Mapping,
     Sequence,
 )
+from itertools import chain
 from typing import Any, NamedTuple, TypeAlias, TypeGuard
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ._checks import check_takes, is_function
+from ._checks import BEGIN_ANEW, check_takes, is_function, shown
 
 ByPath = Callable[[str, Any], Any]  # of a leaf's path ("blocks/w") and it
 # A whole number or a tuple of them, a tree prefix of these, or a function likewise.
@@ -55,7 +57,7 @@ def _clipped(leaf: Any) -> Any:
     if _is_box(leaf):
         leaf = leaf.__jax_array__()
     # What `optax.masked` leaves in the variables of flax NNX.
-    if is_hole(leaf):
+    if not jax.tree.leaves(leaf):
         return leaf
     # A Python number has no dtype. Those of random keys and float0 are not inexact.
     dtype = leaf.dtype if hasattr(leaf, "dtype") else jnp.result_type(leaf)
@@ -71,8 +73,8 @@ def check_leaves(tree: Any, begin: str) -> None:
         except TypeError:
             raise TypeError(
                 f"{begin}the leaf {name(path)!r} must be an array or a number, got "
-                f"{leaf!r}: hand over arrays only, with None for everything else. In "
-                "equinox that is eqx.filter(model, eqx.is_inexact_array)."
+                f"{shown(leaf)}: hand over arrays only, with None for everything else. "
+                "In equinox that is eqx.filter(model, eqx.is_inexact_array)."
             ) from None
 
 
@@ -114,6 +116,140 @@ def is_hole(x: Any) -> bool:
     return not jax.tree.leaves(x)
 
 
+# ------------------------------------------------------------------ updates, weights
+
+
+def gradients_of(call: str, updates: Any, params: Any) -> Any:
+    """The clipped leaves of what must be gradients alone.
+
+    Raises:
+      TypeError: a leaf that is not an array, or a tuple of gradients and something
+        else, as `jax.value_and_grad`, `has_aux` and `clipped_grad` return them.
+    """
+    # Norms and losses beside gradients would be taken for more of them.
+    if {"grads", "factors"} <= set(getattr(updates, "_fields", ())):
+        raise TypeError(
+            f"{call}: updates must be the gradients alone, got a "
+            f"{type(updates).__name__}: hand over its grads."
+        )
+    tree = clipped_leaves(updates, call)
+    # A NamedTuple is a tree. A plain pair may be (value, grads).
+    if type(updates) is tuple and len(updates) == 2 and params is not None:
+        _check_alone(call, updates, jax.tree.structure(params))
+    return tree
+
+
+def _check_alone(call: str, updates: tuple[Any, Any], wanted: Any) -> None:
+    # params may be a pair as well, of two arrays for example.
+    if jax.tree.structure(updates) == wanted:
+        return
+    for place, each in enumerate(updates):
+        # The gradients are the one of the two that looks like params.
+        if jax.tree.structure(each) == wanted:
+            raise TypeError(
+                f"{call}: updates must be the gradients alone, got a tuple of two in "
+                f"which updates[{place}] has the structure of params. "
+                "jax.value_and_grad returns (value, grads), and has_aux (grads, aux)."
+            )
+
+
+def warn_of_integers(call: str, updates: Any) -> None:
+    """Warns where nothing is clipped because all numbers are integers."""
+    # Updates without any leaf, as of a model without weights, are no mistake.
+    for path, leaf in jax.tree_util.tree_flatten_with_path(updates)[0]:
+        # An int of Python has no dtype. A bool is one too, but no number to clip.
+        dtype = (
+            type(leaf) if type(leaf) is int else getattr(leaf, "dtype", bool)
+        )
+        if jnp.issubdtype(dtype, jnp.integer) and jnp.size(leaf):
+            warnings.warn(
+                f"{call}: nothing is clipped, since no leaf of the updates has a float "
+                f"or complex dtype. The leaf {name(path)!r} is {_shown(dtype)}: "
+                "make it float32.",
+                # The line that called update.
+                stacklevel=3,
+            )
+            return
+
+
+def check_kept(call: str, tree: Any, kept: Any) -> None:
+    """Raises ValueError for a clipped leaf of which the state keeps nothing, or an
+    array of another shape.
+    """
+    updates, form = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_none)
+    try:
+        # None may stand for a part of the tree, all of which is missing then.
+        known = form.flatten_up_to(kept)
+    except (TypeError, ValueError):
+        raise ValueError(
+            f"{call}: state was made for the leaves {_listed_leaves(kept)}, but the "
+            f"updates have {_listed_leaves(tree)}. {BEGIN_ANEW}"
+        ) from None
+    for (path, leaf), own in zip(updates, known):
+        if leaf is None:
+            continue
+        if own is None:
+            kind = _shown(getattr(leaf, "dtype", type(leaf)))
+            raise ValueError(
+                f"{call}: the update of the leaf {name(path)!r} is {kind}, but "
+                "what init was given for it has no float or complex dtype. Make that "
+                "float32, or give None for the update."
+            )
+        if jnp.shape(leaf) != jnp.shape(own):
+            raise ValueError(
+                f"{call}: state was made for the leaf {name(path)!r} of shape "
+                f"{jnp.shape(own)}, but its update has {jnp.shape(leaf)}. {BEGIN_ANEW}"
+            )
+
+
+def _listed_leaves(tree: Any) -> str:
+    return listed_paths(
+        path for path, _ in jax.tree_util.tree_leaves_with_path(tree)
+    )
+
+
+def _shown(kind: Any) -> str:
+    """A dtype, or the type of a Python number."""
+    return kind.__name__ if isinstance(kind, type) else str(kind)
+
+
+def values_of(call: str, argument: str, tree: Any, values: Any) -> Any:
+    """The values of the clipped leaves, such as weights, found by their paths.
+
+    So they may be in another kind of mapping than the updates, and have more entries.
+
+    Raises:
+      ValueError: a leaf without a value, or with one of another shape.
+      TypeError: values that are integers.
+    """
+    # A FrozenDict of params and a dict of updates have the same paths.
+    table = dict(jax.tree_util.tree_flatten_with_path(unboxed(values))[0])
+    found = []
+    for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
+        # Entries without updates, such as frozen weights, are not used.
+        if path not in table:
+            raise ValueError(
+                f"{call}: {argument} has no value for the leaf {name(path)!r} "
+                f"of the updates: it has {listed_paths(table)}."
+            )
+        value = table[path]
+        if jnp.shape(value) != jnp.shape(leaf):
+            raise ValueError(
+                f"{call}: {argument} has the shape {jnp.shape(value)} for the leaf "
+                f"{name(path)!r}, and the updates have {jnp.shape(leaf)}."
+            )
+        kind, own = (getattr(x, "dtype", type(x)) for x in (value, leaf))
+        # Weights that are integers would have no norm, while their updates have one.
+        if not jnp.issubdtype(kind, jnp.inexact):
+            raise TypeError(
+                f"{call}: {argument} must have a float or complex dtype for the leaf "
+                f"{name(path)!r}, whose update is {_shown(own)}, got "
+                f"{_shown(kind)}. Make it float32, or give None for that update."
+            )
+        found.append(value)
+    return jax.tree.structure(tree).unflatten(found)
+
+
 # ---------------------------------------------------------------------------- names
 
 
@@ -140,7 +276,7 @@ def names(paths: Sequence[Any], known: Container[str] = ()) -> list[str]:
     return found
 
 
-def shown(paths: Iterable[Any]) -> str:
+def listed_paths(paths: Iterable[Any]) -> str:
     """Key paths as errors list them."""
     return listed(map(name, paths)) or "none at all"
 
@@ -183,20 +319,25 @@ def heads(path: Any) -> Iterator[Any]:
 
 
 def lookup(
-    prefix: Prefix, tree: Any, argument: str, part: str = "leaf"
+    prefix: Prefix,
+    tree: Any,
+    argument: str,
+    part: str = "leaf",
+    *,
+    allow_missing: bool = False,
 ) -> list[Any]:
     """The value for each leaf of `tree`, in order. `part` is what errors call a leaf.
 
     Raises:
       ValueError: a leaf has no value, or a value stands where the tree has no such
-        part. The text names the argument and the path.
+        part, unless `allow_missing`. The text names the argument and the path.
     """
     table = dict(prefix.entries)
     entries = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_hole)[0]
     holes = {path for path, leaf in entries if is_hole(leaf)}
     paths = [path for path, leaf in entries if not is_hole(leaf)]
     # A value at a hole, or above it, need not reach a leaf.
-    used = {head for path in holes for head in heads(path)}
+    used = set(chain.from_iterable(map(heads, holes)))
     values = []
     for path in paths:
         # At most one entry of a tree prefix begins a path. () is a value for all.
@@ -204,17 +345,17 @@ def lookup(
         if found is None:
             raise ValueError(
                 f"{argument} has no value for the {part} {name(path)!r}: it has "
-                f"{shown(table)}. Give one for each {part}, or one for all."
+                f"{listed_paths(table)}. Give one for each {part}, or one for all."
             )
         values.append(table[found])
         used.add(found)
-    for key in table:
+    for key in () if allow_missing else table:
         # Nor need a value below a hole, as in a full tree of limits.
         if key not in used and holes.isdisjoint(heads(key)):
             kind = "label" if part == "label" else "part"
             raise ValueError(
                 f"{argument} has a value for {name(key)!r}, but the updates have no "
-                f"such {kind}: they have {shown(paths)}."
+                f"such {kind}: they have {listed_paths(paths)}."
             )
     return values
 
@@ -260,13 +401,13 @@ def static_numbers(option: str, numbers: Any, call: str) -> Any:
         # To Python True is 1, so stacked=True would count one axis.
         if isinstance(number, bool):
             raise TypeError(
-                f"{call}: {option} must be a whole number, got {number!r}: for one "
-                f"write {option}=1."
+                f"{call}: {option} must be a whole number, got {shown(number)}: for "
+                f"one write {option}=1."
             )
-        if isinstance(number, jax.Array):
+        if isinstance(number, (np.ndarray, jax.Array)):
             raise TypeError(
                 f"{call}: {option} must be known when the clipper is built, got "
-                f"{number!r}: under inject_hyperparams name it in static_args."
+                f"{shown(number)}: under inject_hyperparams name it in static_args."
             )
     return table
 
@@ -284,15 +425,15 @@ def axes_within(
         is_whole = isinstance(axis, (int, np.integer))
         if not is_whole or not -rank <= axis < rank:
             raise ValueError(
-                f"{argument}={value!r} does not fit the leaf {leaf!r}, a tensor of "
-                f"rank {rank}: give an axis for each leaf."
+                f"{argument}={shown(value)} does not fit the leaf {leaf!r}, a tensor "
+                f"of rank {rank}: give an axis for each leaf."
             )
     # Counted from the front: (-1, 0) of rank 3 is (0, 2).
     axes = {int(axis) % rank for axis in wanted}
     if len(axes) < len(wanted):
         raise ValueError(
-            f"{argument}={value!r} names an axis twice for the leaf {leaf!r}, a tensor "
-            f"of rank {rank}."
+            f"{argument}={shown(value)} names an axis twice for the leaf {leaf!r}, a "
+            f"tensor of rank {rank}."
         )
     return tuple(sorted(axes))
 
@@ -362,7 +503,7 @@ def _layer_axes(
             return tuple(sorted(axes))
     raise ValueError(
         f"{call}: stacked must be a number of leading axes, from 0 to {rank} for the "
-        f"leaf {leaf!r} of shape {shape}, or a tuple of its axes, got {answer!r}."
+        f"leaf {leaf!r} of shape {shape}, or a tuple of its axes, got {shown(answer)}."
     )
 
 
@@ -371,10 +512,11 @@ def _raise_disagreement(call: str, answer: Any, *leaves: Any) -> None:
     for leaf, sizes in leaves:
         counts.append(f"{' x '.join(map(str, sizes))} in {leaf!r}")
     raise ValueError(
-        f"{call}: stacked={answer!r} would count {' and '.join(counts)}, but leaves of "
-        "one stack have the same number of layers. Axes other than the leading ones "
-        "are a tuple, such as (1,) for axis 1. A leaf that is not stacked takes None. "
-        "Several stacks take a value each, as in {'encoder': 1, 'decoder': 1}."
+        f"{call}: stacked={shown(answer)} would count {' and '.join(counts)}, but "
+        "leaves of one stack have the same number of layers. Axes other than the "
+        "leading ones are a tuple, such as (1,) for axis 1. A leaf that is not "
+        "stacked takes None. Several stacks take a value each, as in "
+        f"{'encoder': 1, 'decoder': 1}."
     )
 
 
@@ -437,19 +579,32 @@ def _is_one(size: Any) -> bool:
 # --------------------------------------------------------------------------- labels
 
 
-def static_labels(labels: Any) -> Any:
-    """Labels as a static argument: a function, or a frozen tree prefix."""
+def static_labels(labels: Any, call: str) -> Any:
+    """Labels as a static argument: a function, or a frozen tree prefix.
+
+    Raises:
+      TypeError: a label is an array.
+    """
     # A function is static as it is: equal functions share a compilation.
     if is_function(labels):
         return labels
-    return freeze(labels, lambda x: isinstance(x, str))
+    table = freeze(labels, lambda x: isinstance(x, str))
+    for _, label in table.entries:
+        if isinstance(label, (np.ndarray, jax.Array)):
+            raise TypeError(
+                f"{call}: labels must be strings or ints, got {shown(label)}."
+            )
+    return table
 
 
-def by_label(tree: Any, labels: Any, call: str) -> list[Any]:
-    """The label of each leaf."""
+def by_label(
+    tree: Any, labels: Any, call: str, *, allow_missing: bool
+) -> list[Any]:
+    """The label of each leaf. `allow_missing`: of some labels there may be none."""
     # A function is called in each trace, so its labels may follow the tree.
-    table = static_labels(labels_of(labels, tree))
-    found = lookup(table, tree, f"{call}: labels")
+    table = static_labels(labels_of(labels, tree), call)
+    argument = f"{call}: labels"
+    found = lookup(table, tree, argument, allow_missing=allow_missing)
     check_labels(f"{call}: labels must be", set(found))
     return found
 

@@ -22,9 +22,16 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.typing import ArrayLike
 
-from ._checks import check_known, check_number, with_hash
+from ._checks import (
+    check_known,
+    check_number,
+    check_shrunk,
+    shown,
+    with_hash,
+)
 from ._names import with_our_names
 
 Shrink = Callable[[jax.Array, jax.Array], jax.Array]
@@ -148,7 +155,8 @@ def psac(r: float = 0.1) -> Shrink:
     check_known("psac: r", r)
     if float(r) == 0:
         raise ValueError(
-            f"psac: r must be above 0, got {r!r}: normalize is the limit for r = 0."
+            f"psac: r must be above 0, got {shown(r)}: normalize is the limit for r = "
+            "0."
         )
     return _psac(float(r))
 
@@ -177,15 +185,44 @@ def shrink_of(shrink: Any, call: str) -> Shrink:
         return psac()
     if isinstance(shrink, str) and shrink in __all__:
         raise TypeError(
-            f"{call}: shrink must be a function of norm and limit, got {shrink!r}: "
-            f"write shrink=optaxclip.shrinks.{shrink}."
+            f"{call}: shrink must be a function of norm and limit, got "
+            f"{shown(shrink)}: write shrink=optaxclip.shrinks.{shrink}."
         )
     if not callable(shrink):
         raise TypeError(
             f"{call}: shrink must be a function of norm and limit, such as "
-            f"optaxclip.shrinks.{', '.join(__all__)}, got {shrink!r}."
+            f"optaxclip.shrinks.{', '.join(__all__)}, got {shown(shrink)}."
         )
     return with_hash(shrink)
+
+
+def shrunk_by(
+    shrink: Shrink,
+    norm: jax.Array,
+    long: jax.Array,
+    limit: jax.Array,
+    call: str,
+) -> jax.Array:
+    """What norms become under their limits, where those are finite.
+
+    `long` is the norm with the eps of a clipper.
+
+    Raises:
+      TypeError: a shrink that returns no number for each norm.
+    """
+    # A limit of inf clips nothing, and the derivative of a shrink there may be NaN.
+    finite = jnp.where(limit == jnp.inf, 1.0, limit)
+    new = shrink(long, finite)
+    if is_ours(shrink):
+        return new
+    # One of the user's.
+    check_shrunk(call, new, norm)
+    # At 0, and where all becomes 0, its derivative may be NaN, and is not asked for.
+    fixed = (norm == 0) | ((limit == 0) & (new == 0))
+    moved = shrink(*(jnp.where(fixed, 1.0, x) for x in (long, finite)))
+    # At 0 it may be NaN or inf itself, such as norm * (limit / norm).
+    value = lax.stop_gradient(jnp.where(jnp.isfinite(new), new, long))
+    return jnp.where(fixed, value, moved)
 
 
 # Equal numbers give one function, so that a clipper that is built again compiles

@@ -7,7 +7,7 @@ import math
 import optax
 from jax.typing import ArrayLike
 
-from .._checks import check_limit
+from .._checks import check_limit, shown
 from .._kernel import make_clipper
 from .._mesh import MeshAxes
 from .._norms import Ord, TensorNorm, UnitwiseNorm, check_measure
@@ -89,8 +89,8 @@ def adaptive_grad_clip(
     # A leaf as a whole has no axes to choose, so one of the two is a mistake.
     if per_tensor and axis is not None:
         raise ValueError(
-            f"{call}: axis={axis!r} says how units are summed; with per_tensor=True "
-            "there are none."
+            f"{call}: axis={shown(axis)} says how units are summed; with "
+            "per_tensor=True there are none."
         )
     clipping = math.inf if clipping is None else clipping
     # Checked here as well, since errors of the rule name share_of_params: share.

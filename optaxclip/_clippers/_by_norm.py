@@ -16,6 +16,7 @@ from typing import Any
 import optax
 from jax.typing import ArrayLike
 
+from .._checks import check_flag, shown
 from .._kernel import make_clipper
 from .._mesh import MeshAxes
 from .._norms import (
@@ -229,6 +230,7 @@ def clip_by_group_norm(
     eps: ArrayLike = 0.0,
     nonfinite: str = "propagate",
     mesh_axes: MeshAxes = "auto",
+    allow_missing: bool = False,
 ) -> optax.GradientTransformationExtraArgs:
     """Clips the norm of each group of leaves: one norm and one limit for each label.
 
@@ -251,6 +253,10 @@ def clip_by_group_norm(
         "auto" (right in shard_map with check_vma=True, and for gradients after
         `lax.pmean`), names that split every leaf, None for the own part of each device,
         or a tree prefix of PartitionSpec.
+      allow_missing: whether labels may have no leaf in this model. Limits of such
+        labels, and parts of `labels` that the tree does not have, are then left out, so
+        that one configuration serves dense models and mixtures of experts. Otherwise
+        they are errors, as a misspelt label is. True or False.
 
     Returns:
       A transformation whose state is a `ClipState`, read by `metrics`. Its `update`
@@ -259,7 +265,8 @@ def clip_by_group_norm(
     Raises:
       ValueError: a negative or NaN limit or eps, an order that is not above 0, an
         unknown `nonfinite`. From init or update: a leaf without a label, a label
-        without a limit, or a mesh axis that is not bound.
+        without a limit, a limit or a part of `labels` without a leaf, or a mesh axis
+        that is not bound.
       TypeError: a limit that is not a number, or a shrink that is not a function.
 
     Example:
@@ -278,11 +285,13 @@ def clip_by_group_norm(
     if isinstance(max_norm, (list, tuple)):
         raise TypeError(
             f"{call}: max_norm must be one limit, or a dict from label to limit, got "
-            f"{max_norm!r}."
+            f"{shown(max_norm)}."
         )
     # float32[labels]: the norms in the order of the sorted labels.
     numbers = {"labels": labels, "mesh_axes": mesh_axes}
+    check_flag(f"{call}: allow_missing", allow_missing)
     measure = GroupNorm(**check_measure(call, ord, **numbers))
+    measure = measure._replace(allow_missing=bool(allow_missing))
     options = {"shrink": shrink, "eps": eps, "nonfinite": nonfinite}
     return make_clipper(
         measure, max_norm, call=call, name="max_norm", **options

@@ -11,17 +11,18 @@ import optax
 
 from .. import _trees as trees
 from .._checks import (
+    begins_anew,
     broadcasts_to,
     check_flag,
     check_limit,
     check_order,
     check_state,
     is_function,
+    shown,
 )
 from .._exported import exported
-from .._inputs import begins_anew
-from .._modulus import with_modulus
-from .._shares import ClippedElements, count_clipped, no_elements_clipped
+from .._state import ClippedElements, count_clipped, no_elements_clipped
+from .._sums import with_modulus
 from ..rules._rule import Number, call_name, is_rule
 
 # A bound, or a tree prefix of bounds. None is no bound.
@@ -191,8 +192,8 @@ def _check_one_bound(call: str, bound: Any, other: Any) -> None:
     # refused as well, but without a hint.
     if numbers and low < 0 <= high:
         raise ValueError(
-            f"{call}: max_value must be the upper bound alone, got {bound!r}: write "
-            f"{call}({high!r}, {low!r})."
+            f"{call}: max_value must be the upper bound alone, got {shown(bound)}: "
+            f"write {call}({shown(high)}, {shown(low)})."
         )
 
 

@@ -13,11 +13,10 @@ import optax
 from jax.typing import ArrayLike
 
 from .._checks import check_limit, check_params, number_for_jit
-from .._inputs import params_of
 from .._kernel import make_clipper
 from .._mesh import MeshAxes
 from .._norms import TensorNorm, check_measure
-from .._trees import Stacked, clipped_leaves
+from .._trees import Stacked, clipped_leaves, values_of
 
 TINY = 2.0**-126  # the smallest normal float32: bounds below it count as 0
 
@@ -101,7 +100,7 @@ def clippy(
     ) -> tuple[Any, Any]:
         check_params(call, params, "updates")
         tree = clipped_leaves(updates)
-        weights = params_of(call, tree, params)
+        weights = values_of(call, "params", tree, params)
         free = jnp.isinf(relative) | jnp.isinf(absolute)
         strain = partial(_strain, relative, absolute, free)
         strains = measure(jax.tree.map(strain, tree, weights)).tree()

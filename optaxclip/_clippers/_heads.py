@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from .. import _trees as prefix
+from .._checks import shown
 from .._mesh import gathered
 from .._sums import norm_dtype
 
@@ -120,7 +121,7 @@ def _uses(role: str, where: Where, entries: list[Any]) -> list[Use]:
     if not isinstance(where, Mapping) and not callable(where):
         raise TypeError(
             f"qk_clip: {ARGUMENTS[role]} must be a dict from patterns of paths to axes "
-            f"of heads, or a function of path and leaf, got {where!r}."
+            f"of heads, or a function of path and leaf, got {shown(where)}."
         )
     found = []
     for number, (path, leaf) in enumerate(entries):
@@ -130,8 +131,8 @@ def _uses(role: str, where: Where, entries: list[Any]) -> list[Use]:
     # A typo in a pattern would otherwise leave weights unclipped without a word.
     if not found:
         raise ValueError(
-            f"qk_clip: {ARGUMENTS[role]}={where!r} finds no leaf: the updates have "
-            f"{prefix.shown(path for path, _ in entries)}."
+            f"qk_clip: {ARGUMENTS[role]}={shown(where)} finds no leaf: the updates "
+            f"have {prefix.listed_paths(path for path, _ in entries)}."
         )
     return found
 

@@ -13,11 +13,10 @@ from jax.typing import ArrayLike
 
 from .._checks import check_limit, check_params, number_for_jit
 from .._factors import cast_like
-from .._inputs import params_of
 from .._kernel import make_clipper
 from .._mesh import MeshAxes
 from .._norms import TensorNorm, check_measure
-from .._trees import Stacked, clipped_leaves, put_back
+from .._trees import Stacked, clipped_leaves, put_back, values_of
 from ..rules._rule import Number, Rule, at_step, number
 
 
@@ -103,7 +102,7 @@ def larc(
     ) -> tuple[Any, Any]:
         check_params(call, params)
         tree = clipped_leaves(updates)
-        weights = params_of(call, tree, params)
+        weights = values_of(call, "params", tree, params)
         # |g| and |p| of each tensor, as trees.
         norms, lengths = measure(tree).tree(), measure(weights).tree()
 

@@ -14,14 +14,13 @@ import optax
 from jax.core import Tracer
 from jax.typing import ArrayLike
 
-from .._checks import check_number, check_params, check_state
+from .._checks import check_number, check_params, check_state, shown
 from .._factors import cast_like
-from .._inputs import params_of
 from .._kernel import make_clipper
 from .._mesh import typed_as, types_of, varying_as
 from .._norms import OwnNorm
 from .._state import PLACEHOLDER, ClipState
-from .._trees import clipped_leaves, put_back
+from .._trees import clipped_leaves, put_back, values_of
 from ..rules._constant import Limit
 from ..rules._rule import is_rule
 from ..rules._without_params import rule_without_params
@@ -112,7 +111,9 @@ def qk_clip(
     check_number(f"{CALL}: alpha", alpha)
     # The keys take factor^(1 - alpha): with alpha above 1 they would grow.
     if not isinstance(alpha, Tracer) and np.any(np.asarray(alpha) > 1):
-        raise ValueError(f"{CALL}: alpha must be at most 1, got {alpha!r}.")
+        raise ValueError(
+            f"{CALL}: alpha must be at most 1, got {shown(alpha)}."
+        )
     # Its norms are logits, which have no weights to be compared with.
     if is_rule(max_logit):
         rule_without_params(max_logit, f"{CALL}: max_logit")
@@ -160,7 +161,7 @@ def qk_clip(
         # Bit for bit, also where a logit is NaN.
         if max_logit is None:
             return updates, new
-        weights = jax.tree.leaves(params_of(CALL, tree, params))
+        weights = jax.tree.leaves(values_of(CALL, "params", tree, params))
         clipped = _clip(tuple(attentions), alpha, tree, weights, new)
         return put_back(clipped, updates), new
 

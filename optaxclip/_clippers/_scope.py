@@ -10,6 +10,7 @@ from typing import Any
 
 import optax
 
+from .._checks import shown
 from .._kernel import make_clipper
 from .._mesh import MeshAxes
 from .._norms import GlobalNorm, GroupNorm, Measure, TensorNorm, check_measure
@@ -52,7 +53,7 @@ def _measure(
     ):
         raise ValueError(
             f"{call}: scope must be 'global', 'tensor', or labels as in "
-            f"clip_by_group_norm, got {scope!r}."
+            f"clip_by_group_norm, got {shown(scope)}."
         )
     # The norm is of order 2, as in the papers of all these rules.
     if isinstance(scope, str) and scope == "tensor":
@@ -61,8 +62,8 @@ def _measure(
     # Layers have norms of their own only where tensors have.
     if stacked is not None:
         raise ValueError(
-            f"{call}: stacked={stacked!r} makes each layer a tensor of its own, but "
-            f"scope={scope!r} measures tensors together: take scope='tensor'."
+            f"{call}: stacked={shown(stacked)} makes each layer a tensor of its own, "
+            f"but scope={shown(scope)} measures tensors together: take scope='tensor'."
         )
     if isinstance(scope, str):
         return GlobalNorm(**check_measure(call, None, mesh_axes=mesh_axes))

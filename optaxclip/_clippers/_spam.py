@@ -35,12 +35,10 @@ from .._checks import (
 )
 from .._exported import exported
 from .._factors import cast_like
-from .._inputs import check_kept, values_of
 from .._mesh import typed_as, types_of
-from .._modulus import modulus_dtype, wide_dtype, with_modulus
-from .._shares import ClippedElements, count_clipped, no_elements_clipped
-from .._sums import norm_dtype
-from .._trees import clipped_leaves, is_none, put_back
+from .._state import ClippedElements, count_clipped, no_elements_clipped
+from .._sums import modulus_dtype, norm_dtype, wide_dtype, with_modulus
+from .._trees import check_kept, clipped_leaves, is_none, put_back, values_of
 from .._wrappers._reset_momentum import steps_since_reset
 from ..rules._memory import root
 from ..rules._rule import Number, at_step, check_field, number

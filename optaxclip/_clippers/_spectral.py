@@ -33,12 +33,12 @@ import optax
 from jax import lax
 
 from .. import _trees as prefix
-from .._checks import check_choice, check_known, check_length
+from .._checks import check_choice, check_known, check_length, shown
 from .._kernel import make_clipper
 from .._mesh import gathered, split_as
-from .._modulus import wide_dtype
 from .._norms import OwnNorm, tensor_norm
 from .._state import ClipState
+from .._sums import wide_dtype
 from .._trees import (
     Stacked,
     clipped_leaves,
@@ -150,7 +150,7 @@ def clip_by_spectral_norm(
     if method == "newton_schulz" and shrink not in (hard, smooth(2)):
         raise ValueError(
             f"{call}: method='newton_schulz' knows the shrinks hard and smooth(2), got "
-            f"{shrink!r}: take method='svd'."
+            f"{shown(shrink)}: take method='svd'."
         )
     options: dict[str, Any] = {"shrink": shrink, "nonfinite": nonfinite}
     names = {"call": call, "name": "max_norm"}
@@ -264,7 +264,7 @@ class SpectralNorm(NamedTuple):
                 raise ValueError(
                     f"{self.call}: columns must be a number of trailing axes, from 1 "
                     f"to {rank - 1} for the leaf {prefix.name(path)!r} of shape "
-                    f"{shape}, got {count!r}."
+                    f"{shape}, got {shown(count)}."
                 )
             rows = math.prod(shape[axis] for axis in inside[:-count])
             columns = math.prod(shape[axis] for axis in inside[-count:])

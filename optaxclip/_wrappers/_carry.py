@@ -24,10 +24,9 @@ import optax
 from .._checks import check_state, with_extra_args
 from .._exported import exported
 from .._factors import cast_like
-from .._inputs import check_imaginary, check_kept
 from .._mesh import typed_as, types_of
-from .._modulus import wide_dtype
-from .._trees import clipped_leaves, is_none, put_back
+from .._sums import wide_dtype
+from .._trees import check_kept, clipped_leaves, is_none, put_back
 
 
 @exported
@@ -96,8 +95,6 @@ def carry_clipped(
             )
         tree, old = clipped_leaves(updates), state.carry
         check_kept(call, tree, old)
-        # It is as real as the params that init was given.
-        check_imaginary(call, ("updates", tree), ("carry", old))
         total = jax.tree.map(_add_carry, tree, old, is_leaf=is_none)
         given = total, state.clip_state, params
         clipped, clip_state = clipper.update(*given, **extra_args)

@@ -19,11 +19,10 @@ from jax import lax
 
 from .._checks import check_params, with_extra_args
 from .._factors import cast_like
-from .._inputs import check_imaginary, params_of
 from .._mesh import varying
-from .._modulus import wide_dtype
 from .._state import ClipState
-from .._trees import clipped_leaves, put_back
+from .._sums import wide_dtype
+from .._trees import clipped_leaves, put_back, values_of
 
 # They speak of the gradient, and what is clipped are weights.
 OF_GRADIENTS = ("grad_norm", "limit")
@@ -89,8 +88,7 @@ def constrain(
     ) -> tuple[Any, Any]:
         check_params(call, params, "updates")
         tree = clipped_leaves(updates)
-        weights = params_of(call, tree, params)
-        check_imaginary(call, ("weights", weights), ("updates", tree))
+        weights = values_of(call, "params", tree, params)
         given = {k: v for k, v in extra_args.items() if k not in OF_GRADIENTS}
         moved = jax.tree.map(_moved, weights, tree)
         held, new = clipper.update(moved, state, params, **given)

@@ -19,7 +19,7 @@ from .._checks import (
 )
 from .._exported import exported
 from .._factors import cast_like
-from .._modulus import wide_dtype
+from .._sums import wide_dtype
 from .._trees import clipped_leaves, put_back
 from ..rules._memory import keep_where
 

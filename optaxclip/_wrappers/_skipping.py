@@ -48,8 +48,9 @@ from .._checks import (
     with_extra_args,
 )
 from .._exported import exported
-from .._limits import limit_of
+from .._kernel import limit_of
 from .._mesh import MeshAxes, varying
+from .._names import OF_UPDATE
 from .._norms import GlobalNorm
 from .._state import ClipState, moving_average
 from .._trees import clipped_leaves
@@ -57,9 +58,6 @@ from ..rules._rule import Number, Rule
 from ..rules._windowed_mean import step_rule
 from ..rules._without_params import rule_without_params
 from ._select_early import update_unless
-
-# Names that people try for `value`, which the loss is called in all of optax.
-LOSS_NAMES = {"loss", "loss_value", "losses", "train_loss"}
 
 
 @exported
@@ -391,7 +389,7 @@ class Judge(NamedTuple):
             return norm, None
         if loss is not None:
             return norm, self._checked("value", loss)
-        for name in LOSS_NAMES & extra_args.keys():
+        for name in OF_UPDATE["value"].intersection(extra_args):
             raise TypeError(
                 f"{self.call}: update has no argument {name!r}: the loss is value, as "
                 "in optax. Call update(grads, state, params, value=loss)."

@@ -46,7 +46,7 @@ import numpy as np
 import optax
 from jax.core import Tracer
 
-from .._checks import check_number, check_scalar
+from .._checks import check_number, check_scalar, shown
 from .._clippers._by_value import value_clipper
 from .._kernel import make_clipper
 from .._names import with_our_names
@@ -95,10 +95,12 @@ def clip_gradients(
         return optax.identity()
     # As in Keras, whose optimizers apply at most one of them.
     if len(given) > 1:
-        shown = ", ".join(f"{name}={value!r}" for name, value in given.items())
+        all_given = ", ".join(
+            f"{name}={shown(value)}" for name, value in given.items()
+        )
         raise ValueError(
             "clip_gradients: only one of clipnorm, clipvalue and global_clipnorm can "
-            f"be set, got {shown}."
+            f"be set, got {all_given}."
         )
     ((name, value),) = given.items()
     # The numbers of a schedule are not known before its steps.
@@ -122,8 +124,8 @@ def _check_above_zero(argument: str, value: Any) -> None:
     check_scalar(argument, value)
     if not isinstance(value, Tracer) and np.any(np.asarray(value) <= 0):
         raise ValueError(
-            f"{argument} must be above 0, got {value!r}: Keras does not clip then; "
-            "leave it out for that."
+            f"{argument} must be above 0, got {shown(value)}: Keras does not clip "
+            "then; leave it out for that."
         )
 
 

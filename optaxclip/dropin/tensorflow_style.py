@@ -65,7 +65,7 @@ from jax.core import Tracer
 from .. import _norms as measures
 from .. import _norms as norms
 from .. import _trees as prefix
-from .._checks import check_number, check_scalar, with_extra_args
+from .._checks import check_number, check_scalar, shown, with_extra_args
 from .._clippers._by_value import value_clipper
 from .._kernel import clip_once, make_clipper
 from .._names import with_our_names
@@ -165,14 +165,14 @@ def _checked_axes(argument: str, axes: Any, tree: Any) -> tuple[int, ...]:
     for axis in several:
         if isinstance(axis, bool) or not isinstance(axis, (int, np.integer)):
             text = "must be an int, or a list or tuple of ints"
-            raise TypeError(f"{argument} {text}, got {axes!r}.")
+            raise TypeError(f"{argument} {text}, got {shown(axes)}.")
     for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
         rank = jnp.ndim(leaf)
         fits = all(-rank <= axis < rank for axis in several)
         if not fits or len({axis % rank for axis in several}) < len(several):
             raise ValueError(
                 f"{argument} must be different axes of the leaf {prefix.name(path)!r}, "
-                f"a tensor of rank {rank}, got {axes!r}."
+                f"a tensor of rank {rank}, got {shown(axes)}."
             )
     # A static argument of the jitted update, so a list must become a tuple.
     return tuple(int(axis) for axis in several)

@@ -67,7 +67,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from .._checks import check_number, check_scalar
+from .._checks import check_number, check_scalar, shown
 from .._clippers._by_value import value_clipper
 from .._kernel import clip_once
 from .._names import with_our_names
@@ -264,7 +264,7 @@ def _order(call: str, norm_type: Any) -> float:
     # float(True) is 1, which torch takes. Here a bool counts as a mistake.
     if math.isnan(order) or isinstance(norm_type, bool):
         must = 'must be a number, or a text of one such as "inf"'
-        raise ValueError(f"{call}: norm_type {must}, got {norm_type!r}.")
+        raise ValueError(f"{call}: norm_type {must}, got {shown(norm_type)}.")
     return order
 
 

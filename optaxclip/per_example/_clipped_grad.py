@@ -17,7 +17,7 @@ from jax import lax
 from jax.core import Tracer
 
 from .. import _trees as prefix
-from .._checks import check_choice, check_flag
+from .._checks import check_choice, check_flag, shown
 from .._jaxpr import has_bits_that_vmap_changes, has_convolution
 from .._mesh import is_on_one_device
 from ..shrinks import Shrink, shrink_of
@@ -212,7 +212,7 @@ def _check_options(call: str, method: str, microbatch: Any) -> None:
     if microbatch is not None and not (is_number and microbatch >= 1):
         raise ValueError(
             f"{call}: microbatch must be a number of examples, at least 1, or None, "
-            f"got {microbatch!r}."
+            f"got {shown(microbatch)}."
         )
 
 

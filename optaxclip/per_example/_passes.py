@@ -22,14 +22,13 @@ import numpy as np
 from jax import Array, lax
 
 from .. import _trees as prefix
-from .._checks import check_limit, held_in
+from .._backward import is_weighted
+from .._checks import check_limit, held_in, shown
 from .._factors import factor_between, stretch
-from .._limits import shrunk_by
 from .._mesh import split_as
 from .._norms import global_norm
-from .._weighted_loss import is_weighted
 from ..rules._rule import is_rule
-from ..shrinks import Shrink
+from ..shrinks import Shrink, shrunk_by
 from ._problem import Problem, typed_as_varying
 
 Arrays = list[Array]
@@ -129,7 +128,9 @@ def limits_of(max_norm: Any, argument: str, shrink: Shrink) -> Limits:
         max_norm, is_leaf=lambda limit: limit is None or is_rule(limit)
     )
     if not found:
-        raise ValueError(f"{argument} has no limit in it, got {max_norm!r}.")
+        raise ValueError(
+            f"{argument} has no limit in it, got {shown(max_norm)}."
+        )
     for path, value in found:
         where = f"{argument} for {prefix.name(path)!r}" if path else argument
         if value is None:

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from .. import _trees as prefix
+from .._checks import shown
 from .._mesh import varying_over
 from .._trees import check_leaves
 
@@ -71,8 +72,8 @@ class Question(NamedTuple):
         taken = {*learned, *shared}
         if len(taken) < len(learned) + len(shared):
             raise ValueError(
-                f"{self.call}: argnums={self.argnums!r} and shared_argnums="
-                f"{self.shared_argnums!r} must be different arguments."
+                f"{self.call}: argnums={shown(self.argnums)} and shared_argnums="
+                f"{shown(self.shared_argnums)} must be different arguments."
             )
         places = [k for k in range(len(args)) if k not in taken]
         size = self._size({place: args[place] for place in places})
@@ -110,12 +111,12 @@ class Question(NamedTuple):
         except TypeError:
             raise TypeError(
                 f"{self.call}: {role} must be an int or a tuple of ints, got "
-                f"{places!r}."
+                f"{shown(places)}."
             ) from None
         if not all(-count <= place < count for place in found):
             raise ValueError(
-                f"{self.call}: {role}={places!r}, but the function was called with "
-                f"{count} positional arguments."
+                f"{self.call}: {role}={shown(places)}, but the function was called "
+                f"with {count} positional arguments."
             )
         # Of three arguments -1 and 2 are the same.
         return [place % count for place in found]

@@ -18,6 +18,7 @@ from .._checks import (
     check_schedule,
     is_function,
     number_for_jit,
+    shown,
 )
 from ..shrinks import is_ours
 from ._rule import Number, Rule, Schedule, call_name, is_rule, unchecked
@@ -46,7 +47,7 @@ def checked_limit(argument: str, limit: Any) -> ArrayLike | Schedule:
         # "z_score" may be meant as a rule, and "1.0" is not.
         rule = rule if limit.isidentifier() else ""
         raise TypeError(
-            f"{argument} must be a real number, got {limit!r}.{rule}"
+            f"{argument} must be a real number, got {shown(limit)}.{rule}"
         )
     # JAX takes no bare function as an argument of a compiled call.
     if callable(limit):

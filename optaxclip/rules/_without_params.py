@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from .._checks import shown
 from ._constant import rule_of
 from ._rule import Rule
 
@@ -17,11 +18,11 @@ def rule_without_params(limit: Any, argument: str) -> Rule:
     if rule.needs_params:
         raise ValueError(
             f"{argument} must not compare norms with those of weights, since there "
-            f"are no weights here, got {rule!r}."
+            f"are no weights here, got {shown(rule)}."
         )
     if rule.needs_total:
         raise ValueError(
             f"{argument} must not compare norms with that of all norms, since each "
-            f"norm is judged alone here, got {rule!r}."
+            f"norm is judged alone here, got {shown(rule)}."
         )
     return rule

@@ -125,18 +125,6 @@ def test_a_small_gradient_is_added_to_a_large_carry_in_float32():
     assert state.carry == float(jnp.bfloat16(257.0)) + 0.25 - 2
 
 
-def test_a_complex_update_of_real_weights_raises():
-    carried = optaxclip.carry_clipped(optaxclip.clip_by_value(1.0))
-    state = carried.init({"w": jnp.zeros(2), "b": jnp.zeros(2)})
-    updates = {"w": jnp.array([3 + 4j, 1j]), "b": None}
-    with pytest.raises(ValueError) as error:
-        carried.update(updates, state)
-    assert str(error.value) == (
-        "carry_clipped: the leaf 'w' is complex in the updates, so it must be in the "
-        "carry too, got float32."
-    )
-
-
 def test_the_norm_is_of_the_gradient_and_not_of_the_sum():
     clipper = optaxclip.carry_clipped(optaxclip.clip_by_global_norm(1.0))
     with pytest.raises(

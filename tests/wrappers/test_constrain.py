@@ -217,19 +217,6 @@ def test_complex_weights_are_held_by_modulus():
     np.testing.assert_allclose(have, moved * np.minimum(1, 1 / norms), 1e-6, 1e-7)
 
 
-def test_a_real_update_of_complex_weights_raises():
-    held = optaxclip.constrain(optaxclip.clip_by_tensor_norm(1.0))
-    params = {"w": jnp.array([3 + 4j]), "b": jnp.ones(2)}
-    with pytest.raises(ValueError) as error:
-        held.update(jax.tree.map(jnp.real, params), held.init(params), params)
-    assert str(error.value) == (
-        "constrain: the leaf 'w' is complex in the weights, so it must be in the "
-        "updates too, got float32."
-    )
-    # The other way round JAX says what to do when the update is applied.
-    held.update(params, held.init(params), jax.tree.map(jnp.real, params))
-
-
 def test_integer_and_none_leaves_pass():
     params = {"w": jnp.array([3.0]), "i": jnp.arange(2), "frozen": jnp.ones(3)}
     updates = {"w": jnp.array([3.0]), "i": jnp.arange(2), "frozen": None}

@@ -1,0 +1,77 @@
+"""Arguments of `update` that a chain would hand on without a word."""
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+
+import optaxclip
+from tests.methods import METHODS
+
+GRADS = jnp.array([3.0, 4.0])
+WRONG = ["max_norm", "clip_norm", "clipnorm", "max_grad_norm", "gradient_clip_val"]
+BY_NORM = [name for name in METHODS if name.startswith("clip_by_")]
+BY_NORM.remove("clip_by_value")  # has no limit for one step
+
+
+def updated(optimizer, **given):
+    return optimizer.update(GRADS, optimizer.init(GRADS), GRADS, **given)
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_a_limit_by_another_name_is_an_error(name):
+    clipper = optaxclip.clip_by_global_norm(1.0)
+    with pytest.raises(TypeError) as error:
+        updated(clipper, **{name: 0.3})
+    assert str(error.value) == (
+        f"clip_by_global_norm: update has no argument {name!r}: the limit of one step "
+        "is limit. Call update(grads, state, params, limit=...)."
+    )
+
+
+@pytest.mark.parametrize("method", BY_NORM)
+def test_every_clipper_by_norm_knows_the_wrong_names(method):
+    with pytest.raises(TypeError, match=f"{method}: update has no argument 'max_norm'"):
+        updated(METHODS[method].make(), max_norm=0.3)
+
+
+@pytest.mark.parametrize(
+    "around",
+    [
+        lambda clipper: optax.chain(clipper, optax.sgd(0.1)),
+        lambda clipper: optax.masked(clipper, True),
+        lambda clipper: optaxclip.skip_nonfinite(optax.chain(clipper, optax.sgd(0.1))),
+        optaxclip.carry_clipped,
+        optaxclip.constrain,
+    ],
+    ids=["chain", "masked", "skip_nonfinite", "carry_clipped", "constrain"],
+)
+def test_the_error_comes_through_what_is_around_the_clipper(around):
+    optimizer = around(optaxclip.clip_by_global_norm(1.0))
+    with pytest.raises(TypeError, match="update has no argument 'clip_norm'"):
+        updated(optimizer, clip_norm=0.3)
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_arguments_of_other_transformations_pass(name):
+    # Such as those of a line search, and of a transformation of one's own.
+    given = {"value": 0.5, "grad": GRADS, "value_fn": jnp.sum, "step_size": 0.1}
+    tree = {"w": jnp.ones((3, 2)), "b": jnp.ones(2)}
+    # `clip` takes none, as optax's.
+    optimizer = optax.with_extra_args_support(METHODS[name].make())
+    plain = optimizer.update(tree, optimizer.init(tree), tree)
+    updates, _ = optimizer.update(tree, optimizer.init(tree), tree, **given)
+    assert jax.tree.structure(updates) == jax.tree.structure(plain[0])
+
+
+def test_a_line_search_behind_a_clipper_gets_its_arguments():
+    optimizer = optax.chain(
+        optaxclip.clip_by_global_norm(1.0),
+        optax.scale_by_backtracking_linesearch(max_backtracking_steps=3),
+    )
+
+    def loss(x):
+        return jnp.sum(x * x)
+
+    updates, _ = updated(optimizer, value=loss(GRADS), grad=2 * GRADS, value_fn=loss)
+    assert jnp.all(jnp.isfinite(updates))

@@ -1,0 +1,111 @@
+"""Models of more elements than int32 counts: no size of theirs becomes an int32."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.extend.core import jaxprs_in_params
+
+import optaxclip
+from optaxclip.dropin import keras, tensorflow_style, torch_style
+from tests.methods import METHODS
+
+BFLOAT16 = partial(jax.ShapeDtypeStruct, dtype=jnp.bfloat16)
+SIZES = {
+    "3 leaves of 2^30": {name: BFLOAT16((2**15, 2**15)) for name in "abc"},
+    "a leaf of 2^33": {"a": BFLOAT16((2**16, 2**17))},
+    "a vector of 2^33": {"a": BFLOAT16((2**33,))},
+}
+every_size = pytest.mark.parametrize("tree", SIZES.values(), ids=SIZES)
+COUNTING = {
+    "clip_by_value that counts": optaxclip.clip_by_value(1.0, count=True),
+    "clip_by_global_norm of order 3": optaxclip.clip_by_global_norm(1.0, ord=3),
+    "clip_by_global_norm of order inf": optaxclip.clip_by_global_norm(1.0, ord=jnp.inf),
+    "mean of squares": optaxclip.clip_by_global_norm(1.0, ord="rms"),
+    "keras, norm": keras.clip_gradients(global_clipnorm=1.0),
+    "keras, value": keras.clip_gradients(clipvalue=1.0),
+    "average norm": optaxclip.clip_by_global_norm(1.0, ord="average"),
+}
+CLIPPERS = {name: method.make for name, method in METHODS.items()}
+CLIPPERS |= {name: lambda made=made: made for name, made in COUNTING.items()}
+FUNCTIONS = {
+    "global_norm": optaxclip.global_norm,
+    "tensor_norm": optaxclip.tensor_norm,
+    "tensor_norm by mean": partial(optaxclip.tensor_norm, ord="rms"),
+    "unitwise_norm": optaxclip.unitwise_norm,
+    "group_norm": partial(optaxclip.group_norm, labels="all"),
+    "rescale": lambda tree: optaxclip.rescale(tree, 2.0, 1.0),
+    "clip_cotangent by value": partial(optaxclip.clip_cotangent, max_value=1.0),
+    "scale_cotangent": partial(optaxclip.scale_cotangent, scale=0.5),
+    "torch, norm": lambda tree: torch_style.clip_grad_norm(tree, 1.0),
+    "torch, value": lambda tree: torch_style.clip_grad_value(tree, 1.0),
+    "tensorflow, norm": lambda tree: tensorflow_style.clip_by_global_norm(
+        jax.tree.leaves(tree), 1.0
+    ),
+}
+
+
+@every_size
+@pytest.mark.parametrize("name", CLIPPERS)
+def test_clippers_take_more_elements_than_int32_counts(name, tree):
+    clipper = CLIPPERS[name]()
+    state = jax.eval_shape(clipper.init, tree)
+    updates, new = jax.eval_shape(clipper.update, tree, state, tree)
+    assert updates == tree
+    assert jax.tree.structure(new) == jax.tree.structure(state)
+
+
+@every_size
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_functions_take_more_elements_than_int32_counts(name, tree):
+    jax.eval_shape(FUNCTIONS[name], tree)
+
+
+@every_size
+def test_backward_passes_take_more_elements_than_int32_counts(tree):
+    def loss(tree):
+        held = optaxclip.clip_cotangent(tree, max_value=1.0)
+        return sum(jnp.sum(x * x) for x in jax.tree.leaves(held))
+
+    assert jax.eval_shape(jax.grad(loss), tree) == tree
+
+
+@every_size
+def test_metrics_are_read_from_states_of_large_models(tree):
+    clipper = optaxclip.clip_by_value(1.0, count=True)
+    assert jax.eval_shape(optaxclip.metrics, jax.eval_shape(clipper.init, tree))
+
+
+def sums_of_flags(jaxpr):
+    """The dtypes in which what was True or False is added up."""
+    found = set()
+    for eqn in jaxpr.eqns:
+        if eqn.primitive.name == "reduce_sum":
+            found.add(str(eqn.outvars[0].aval.dtype))
+        for inner in jaxprs_in_params(eqn.params):
+            found |= sums_of_flags(inner)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("rows", "dtype"), [(2**16 - 1, "uint32"), (2**16, "int64"), (2**17, "int64")]
+)
+def test_elements_are_counted_in_integers_that_hold_their_number(rows, dtype):
+    # float32 counts to 2^24. An array of this size is too large for a test to count.
+    grads = BFLOAT16((rows, 2**16))
+    clipper = optaxclip.clip_by_value(1.0, count=True)
+    state = jax.eval_shape(clipper.init, grads)
+    program = jax.make_jaxpr(clipper.update)(grads, state)
+    assert sums_of_flags(program.jaxpr) == {dtype}
+
+
+@pytest.mark.parametrize("ord", ["rms", "average"])
+def test_means_are_over_all_elements_of_a_large_leaf(ord):
+    def mean():
+        leaf = jnp.full((2**16, 2**17), 2.0, jnp.bfloat16)
+        return optaxclip.tensor_norm(leaf, ord=ord)
+
+    wanted = {"rms": 2.0, "average": 2.0 / 2**16.5}
+    np.testing.assert_allclose(jax.jit(mean)(), wanted[ord], 1e-6)
