@@ -49,25 +49,6 @@ def test_clip_by_value_rounds_integer_bounds_inwards():
         np.testing.assert_array_equal(updates, wanted)
 
 
-def test_clip_by_value_takes_ints_of_any_size():
-    updates = {"w": jnp.array([3e12, -4e12]), "i": jnp.array([3, -4])}
-    clipped, _ = optaxclip.clip_by_value(10**12).update(
-        updates, optaxclip.clip_by_value(1).init(updates)
-    )
-    np.testing.assert_array_equal(clipped["w"], np.float32([1e12, -1e12]))
-    np.testing.assert_array_equal(clipped["i"], updates["i"])
-    high, leaves = (
-        2**24 + 1,
-        {"i": jnp.array([2**25, 0])},
-    )  # the first int that float32 has not
-    assert (
-        optaxclip.clip_by_value(high).update(
-            leaves, optaxclip.clip_by_value(1).init(leaves)
-        )[0]["i"][0]
-        == high
-    )
-
-
 INTEGERS = ["int8", "uint8", "int16", "uint16", "int32", "uint32"]
 GIVEN = {
     "NumPy": lambda bound: bound,
@@ -99,28 +80,6 @@ def test_bounds_of_any_integer_dtype_clip_any_leaf(bound_dtype, dtype, given):
             )
             assert updates.dtype == dtype
             np.testing.assert_array_equal(updates, wanted.astype(x.dtype))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("bound_dtype", INTEGERS)
-def test_a_traced_bound_of_any_integer_dtype_clips(bound_dtype):
-    def clipped(bound, leaf):
-        return apply(optaxclip.clip_by_value(bound), leaf)[0]
-
-    bound = jnp.asarray(5, bound_dtype)
-    for dtype in ("float32", "int8", "int32"):
-        np.testing.assert_array_equal(
-            jax.jit(clipped)(bound, jnp.array([-9, 3, 7], dtype)), [-5, 3, 5]
-        )
-    grid = jax.vmap(clipped, (0, None))(jnp.arange(3).astype(bound_dtype), 2.0)
-    np.testing.assert_array_equal(grid, [0.0, 1.0, 2.0])
-
-
-def test_a_low_integer_bound_is_not_doubled_by_its_dtype():
-    for dtype in ("float32", "int32"):
-        x = jnp.array([200, -200, 5], dtype)
-        updates, _ = apply(optaxclip.clip_by_value(np.int8(127), np.int8(-128)), x)
-        np.testing.assert_array_equal(updates, [127, -128, 5])
 
 
 @pytest.mark.parametrize(
@@ -242,3 +201,18 @@ def test_clip_by_value_of_a_complex_zero_has_a_derivative():
     assert (
         np.isfinite(slope).all() and slope[0] == 2 - 1j
     )  # untouched: the derivative of the sum itself
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("bound_dtype", INTEGERS)
+def test_a_traced_bound_of_any_integer_dtype_clips(bound_dtype):
+    def clipped(bound, leaf):
+        return apply(optaxclip.clip_by_value(bound), leaf)[0]
+
+    bound = jnp.asarray(5, bound_dtype)
+    for dtype in ("float32", "int8", "int32"):
+        np.testing.assert_array_equal(
+            jax.jit(clipped)(bound, jnp.array([-9, 3, 7], dtype)), [-5, 3, 5]
+        )
+    grid = jax.vmap(clipped, (0, None))(jnp.arange(3).astype(bound_dtype), 2.0)
+    np.testing.assert_array_equal(grid, [0.0, 1.0, 2.0])

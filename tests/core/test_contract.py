@@ -77,16 +77,6 @@ def test_a_norm_equal_to_the_limit_is_left_alone():
         same_bits(clipped, updates)
 
 
-def test_clipping_twice_changes_nothing_more():
-    clipper = optaxclip.clip_by_global_norm(0.3)
-    start = clipper.init(random_tree("float32"))
-    for seed in range(40):
-        updates = random_tree("float32", seed)
-        once, _ = clipper.update(updates, start, updates)
-        twice, _ = clipper.update(once, start, once)
-        same_bits(once, twice)
-
-
 EXTREMES = [
     *(
         (dtype, size, name)

@@ -33,36 +33,6 @@ def test_a_fresh_state_has_seen_nothing_and_has_no_limit():
     np.testing.assert_array_equal(state.clipped_recently, 0)
 
 
-def test_an_own_norm_gets_clipped_leaves_only():
-    tree = {"n": jnp.arange(3), "w": jnp.array([3.0, -4.0]), "z": jnp.zeros((0, 2))}
-    clipper = clip_by(
-        lambda tree: jax.tree.map(lambda x: jnp.max(jnp.abs(x)), tree), constant(2.0)
-    )
-    start = clipper.init(tree)
-    updates, state = clipper.update(tree, start)
-    assert jax.tree.structure(start) == jax.tree.structure(state)
-    assert list(state.by_name()) == ["w"] and state.norm == 4.0
-    np.testing.assert_allclose(updates["w"], [1.5, -2.0], rtol=1e-6)
-    assert (updates["n"] == tree["n"]).all()
-
-
-@pytest.mark.parametrize(
-    "clipper",
-    [
-        optaxclip.adaptive_grad_clip(0.5),
-        optaxclip.clip_by_global_norm(optaxclip.rules.share_of_params(0.5)),
-        optaxclip.clip_by_group_norm(optaxclip.rules.share_of_params(0.5), "all"),
-    ],
-    ids=["unit", "global", "group"],
-)
-def test_weights_whose_updates_are_missing_are_not_compared(clipper):
-    updates = {"a": None, "w": jnp.array([3.0, 4.0])}
-    params = {"a": jnp.array([1000.0]), "w": jnp.array([0.0, 2.0])}
-    clipped, state = apply(clipper, updates, params)
-    assert jax.tree.leaves(state.limit) == [1.0]
-    np.testing.assert_allclose(clipped["w"], [0.6, 0.8], rtol=1e-6)
-
-
 def test_the_zero_policy_leaves_parts_without_a_norm_alone():
     def measure(updates):
         return {"a": optaxclip.global_norm(updates["a"]), "b": None}
@@ -80,19 +50,6 @@ def test_a_limit_has_no_derivative_by_the_updates():
     np.testing.assert_allclose(
         along, [0.0, 0.0], atol=1e-5
     )  # a longer gradient comes out as long as before
-
-
-@pytest.mark.slow
-def test_a_leaf_missing_in_a_step_keeps_its_entry():
-    clipper = optaxclip.clip_by_tensor_norm(optaxclip.rules.growth(1.5))
-    first, second = (
-        {"a": jnp.array([3.0, 4.0]), "b": jnp.ones(2)},
-        {"a": None, "b": jnp.ones(2)},
-    )
-    _, before = clipper.update(first, clipper.init(first))
-    _, after = clipper.update(second, before)
-    assert after.by_name()["a"] == before.by_name()["a"]
-    assert after.memory[0] == 5.0 and after.step == 2
 
 
 @pytest.mark.parametrize("nonfinite", ["propagate", "zero"])
@@ -153,18 +110,6 @@ def test_a_broken_unit_leaves_its_own_memory_alone_and_no_other():
     np.testing.assert_array_equal(state.memory, [[0.0, 5.0], [0.0, 0.0], [0.0, 10.0]])
 
 
-def test_sixteen_bit_updates_are_rounded_once():
-    grads = jnp.asarray(np.random.default_rng(0).standard_normal(1000), jnp.bfloat16)
-    exact = np.asarray(grads).astype(np.float64)
-    updates, _ = apply(optaxclip.clip_by_global_norm(1.0), grads)
-    error = np.abs(
-        np.asarray(updates).astype(np.float64) - exact / np.linalg.norm(exact)
-    ) / np.abs(exact / np.linalg.norm(exact))
-    assert error.max() <= 2.0**-8 * (
-        1 + 1e-3
-    )  # half the spacing of bfloat16, and a little for float32
-
-
 @pytest.mark.parametrize(
     "given", [[5.0], {"all": 5.0}, jnp.array([5.0]), (5.0, 5.0)], ids=str
 )
@@ -179,16 +124,6 @@ def test_a_given_norm_of_another_structure_is_refused(given):
         apply(
             optaxclip.clip_by_global_norm(1.0), jnp.array([3.0, 4.0]), grad_norm=given
         )
-
-
-@pytest.mark.slow
-def test_a_given_norm_of_any_dtype_leaves_the_state_in_its_own():
-    for given in (5, np.float16(5), jnp.bfloat16(5)):
-        updates, state = apply(
-            optaxclip.clip_by_global_norm(1.0), jnp.array([3.0, 4.0]), grad_norm=given
-        )
-        assert state.norm.dtype == jnp.float32 and updates.dtype == jnp.float32
-        np.testing.assert_allclose(updates, [0.6, 0.8], rtol=1e-6)
 
 
 def test_a_step_whose_limit_is_nan_is_not_remembered():
@@ -211,15 +146,6 @@ def test_a_norm_that_is_no_length_is_not_remembered(norm):
     )
     _, state = apply(clip_by(optaxclip.global_norm, last), jnp.array([norm, 0.0]))
     assert state.memory == 1.0
-
-
-def test_normalize_leaves_zero_alone_and_does_not_count_it():
-    assert optaxclip.shrinks.normalize(jnp.zeros(()), jnp.ones(())) == 0
-    updates, state = apply(
-        optaxclip.clip_by_global_norm(1.0, shrink=optaxclip.shrinks.normalize),
-        jnp.zeros(3),
-    )
-    assert not updates.any() and state.factor == 1 and state.clipped == 0
 
 
 @pytest.mark.parametrize("new", [None, jnp.ones(3)], ids=["None", "array"])
@@ -255,22 +181,6 @@ def test_without_a_limit_the_derivative_is_1(shrink):
     np.testing.assert_array_equal(backwards[0], jnp.arange(4.0))
 
 
-def test_the_state_tells_what_was_done_in_each_step():
-    clipper = optaxclip.clip_by_global_norm(1.0)
-    state = clipper.init(jnp.zeros(2))
-    for grads, norm, scale, clipped, nonfinite in (
-        ([3.0, 4.0], 5, 0.2, 1, 0),
-        ([0.3, 0.4], 0.5, 1, 1, 0),
-        ([jnp.nan, 0.0], np.nan, np.nan, 1, 1),
-        ([0.0, 2.0], 2, 0.5, 2, 1),
-    ):
-        _, state = clipper.update(jnp.array(grads), state)
-        np.testing.assert_allclose(
-            [state.norm, state.limit, state.factor], [norm, 1, scale], rtol=1e-6
-        )
-        assert (state.clipped, state.nonfinite) == (clipped, nonfinite)
-
-
 @pytest.mark.parametrize(("ord", "order"), [(None, "2"), (3, "3"), ("rms", "rms")])
 def test_a_norm_that_is_not_finite_says_its_order(ord, order):
     with pytest.raises(
@@ -284,30 +194,6 @@ def test_a_norm_that_is_not_finite_says_its_order(ord, order):
             optaxclip.clip_by_global_norm(1.0, ord=ord, nonfinite="raise"),
             jnp.array([1.0, jnp.inf]),
         )
-
-
-def test_weakly_typed_extremes_come_to_their_limit_too():
-    grads = jnp.asarray(1e38)
-    assert grads.weak_type
-    updates, _ = apply(optaxclip.clip_by_global_norm(1.0), grads)
-    assert updates.weak_type
-    np.testing.assert_allclose(updates, 1.0, rtol=1e-6)
-
-
-SCHEDULE_OF_A_NUMBER = jax.tree_util.Partial(lambda first, step: first + step, 1.0)
-
-
-@pytest.mark.parametrize(
-    "threshold",
-    [1.0, jnp.float32(1.0), lambda step: 1.0 + step, SCHEDULE_OF_A_NUMBER],
-    ids=["number", "array", "schedule", "schedule that is a pytree"],
-)
-def test_a_number_or_a_schedule_is_a_rule(threshold):
-    updates, state = apply(
-        clip_by(optaxclip.global_norm, threshold), jnp.array([3.0, 4.0])
-    )
-    np.testing.assert_allclose(updates, [0.6, 0.8], rtol=1e-6)
-    assert state.limit == 1.0
 
 
 def test_no_limit_and_limits_for_parts_are_rules_too():
@@ -384,8 +270,31 @@ def test_strict_promotion_takes_complex_leaves(name):
     np.testing.assert_array_equal(slope, jax.grad(optaxclip.global_norm)(x))
 
 
-@pytest.mark.slow
-def test_init_leaves_no_tracer_behind():
-    with jax.checking_leaks():
-        clipper = optaxclip.clip_by_tensor_norm(1.0)
-        assert clipper.init({"a": jnp.ones(3), "b": jnp.ones(2)}).norm.shape == (2,)
+def test_an_own_norm_gets_clipped_leaves_only():
+    tree = {"n": jnp.arange(3), "w": jnp.array([3.0, -4.0]), "z": jnp.zeros((0, 2))}
+    clipper = clip_by(
+        lambda tree: jax.tree.map(lambda x: jnp.max(jnp.abs(x)), tree), constant(2.0)
+    )
+    start = clipper.init(tree)
+    updates, state = clipper.update(tree, start)
+    assert jax.tree.structure(start) == jax.tree.structure(state)
+    assert list(state.by_name()) == ["w"] and state.norm == 4.0
+    np.testing.assert_allclose(updates["w"], [1.5, -2.0], rtol=1e-6)
+    assert (updates["n"] == tree["n"]).all()
+
+
+@pytest.mark.parametrize(
+    "clipper",
+    [
+        optaxclip.adaptive_grad_clip(0.5),
+        optaxclip.clip_by_global_norm(optaxclip.rules.share_of_params(0.5)),
+        optaxclip.clip_by_group_norm(optaxclip.rules.share_of_params(0.5), "all"),
+    ],
+    ids=["unit", "global", "group"],
+)
+def test_weights_whose_updates_are_missing_are_not_compared(clipper):
+    updates = {"a": None, "w": jnp.array([3.0, 4.0])}
+    params = {"a": jnp.array([1000.0]), "w": jnp.array([0.0, 2.0])}
+    clipped, state = apply(clipper, updates, params)
+    assert jax.tree.leaves(state.limit) == [1.0]
+    np.testing.assert_allclose(clipped["w"], [0.6, 0.8], rtol=1e-6)

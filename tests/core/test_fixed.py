@@ -122,22 +122,6 @@ def test_arguments_reach_what_they_are_for(name):
     )
 
 
-def test_the_zero_policy_leaves_other_tensors():
-    updates, _ = apply(
-        optaxclip.clip_by_tensor_norm(1.0, nonfinite="zero"),
-        {"a": jnp.array([jnp.inf, 1.0]), "b": jnp.array([0.3, 0.4])},
-    )
-    np.testing.assert_array_equal(updates["a"], [0.0, 0.0])
-    np.testing.assert_array_equal(updates["b"], jnp.array([0.3, 0.4]))
-
-
-def test_measure_keeps_the_norms_that_it_is_given():
-    grads = {"a": jnp.array([3.0, 4.0]), "b": jnp.ones(4)}
-    updates, state = apply(optaxclip.record_norm(optaxclip.tensor_norm), grads)
-    found = {name: entry.norm for name, entry in state.by_name().items()}
-    assert found == {"a": 5.0, "b": 2.0} and updates["a"][0] == 3.0
-
-
 @pytest.mark.parametrize(
     ("labels", "text"),
     [
@@ -169,14 +153,6 @@ def test_limits_for_labels_of_mixed_kinds_are_named():
         ),
     ):
         optaxclip.clip_by_group_norm({1: 1.0, "a": 2.0}, {"a": 1, "b": "a"})
-
-
-def test_two_leaves_whose_paths_read_alike_are_two_leaves():
-    grads = {"a/b": jnp.array([3.0, 4.0]), "a": {"b": jnp.array([0.0, 0.0, 12.0])}}
-    updates, state = apply(optaxclip.clip_by_group_norm(1.3, "all"), grads)
-    assert state.by_name()["all"].norm == 13.0
-    np.testing.assert_allclose(updates["a/b"], [0.3, 0.4], rtol=1e-6)
-    np.testing.assert_allclose(updates["a"]["b"], [0.0, 0.0, 1.2], rtol=1e-6)
 
 
 def test_each_of_many_leaves_has_its_own_bound():

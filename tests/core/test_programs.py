@@ -1,6 +1,5 @@
 """Norms from elsewhere, and what compiled steps hold: no copy, no second read."""
 
-import math
 import re
 
 import chex
@@ -79,15 +78,6 @@ def test_a_train_step_holds_no_copy_of_the_gradients(name):
 
 
 @only_by_a_cpu
-def test_an_inf_norm_makes_no_copy_either():
-    assert compiled_step(optaxclip.clip_by_global_norm(0.5, ord=math.inf)) <= 0.01
-
-
-def test_the_measure_of_copies_sees_the_copy_that_optax_makes():
-    assert compiled_step(optax.clip_by_global_norm(0.5)) > 0.9
-
-
-@only_by_a_cpu
 def test_bfloat16_gradients_are_copied_at_most_once():
     assert compiled_step(optaxclip.clip_by_global_norm(0.5), jnp.bfloat16) <= 1.01
 
@@ -95,12 +85,6 @@ def test_bfloat16_gradients_are_copied_at_most_once():
 @only_by_a_cpu
 def test_float16_gradients_take_at_most_four_times_their_size():
     assert compiled_step(optaxclip.clip_by_global_norm(0.5), jnp.float16) <= 4.01
-
-
-@only_by_a_cpu
-@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
-def test_optax_takes_twice_the_size_of_sixteen_bit_gradients(dtype):
-    assert 1.9 < compiled_step(optax.clip_by_global_norm(0.5), dtype) <= 2.01
 
 
 @only_by_a_cpu
@@ -166,3 +150,7 @@ def test_parts_of_an_update_are_inlined():
     text = update.lower(params, clipper.init(params), params).as_text()
     called = set(re.findall(r"call @(\w+)", text))
     assert called and not called & {"measured", "_decide"}
+
+
+def test_the_measure_of_copies_sees_the_copy_that_optax_makes():
+    assert compiled_step(optax.clip_by_global_norm(0.5)) > 0.9

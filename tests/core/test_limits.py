@@ -1,5 +1,5 @@
-"""Limits: numbers and arrays of every kind, trees of them, shares of the weights, and
-rules that are joined.
+"""Limits: numbers and arrays of every kind, also large integers, trees of them, shares
+of the weights, rules that are joined, and numbers that one update is given.
 """
 
 import jax
@@ -9,8 +9,9 @@ import optax
 import pytest
 
 import optaxclip
-from optaxclip import clip_by
-from tests.helpers import apply, limits_of
+from optaxclip import clip_by, rules
+from tests.core.steps import same_bits
+from tests.helpers import apply, limits_of, smallest
 
 
 @pytest.mark.parametrize(
@@ -80,13 +81,6 @@ def test_a_share_of_the_weights_follows_schedule_and_floor():
             assert state.limit == limit
             _, state = clipper.update(grads, state, jnp.array([weight, 0.0]))
             assert state.limit == (3 * limit if callable(share) else limit)
-
-
-def test_a_share_of_the_weights_has_no_floor_by_default():
-    clipper = clip_by(optaxclip.global_norm, optaxclip.rules.share_of_params(0.5))
-    grads, weights = jnp.ones(2), jnp.array([0.25, 0.0])
-    _, state = clipper.update(grads, clipper.init(grads), weights)
-    assert state.limit == 0.125
 
 
 def test_a_share_may_have_another_dtype_under_strict_promotion():
@@ -166,14 +160,6 @@ def test_a_64_bit_norm_has_limits_beyond_float32():
         updates, state = apply(optaxclip.clip_by_global_norm(1e39), grads)
     assert np.float64(state.limit) == 1e39
     np.testing.assert_allclose(updates, [6e38, 8e38], rtol=1e-14)
-
-
-def test_a_limit_may_be_an_int_of_any_size():
-    updates = {"w": jnp.array([3e12, 4e12]), "b": jnp.array([3.0, 4.0])}
-    clipped, state = apply(optaxclip.clip_by_tensor_norm(10**12), updates)
-    np.testing.assert_allclose(clipped["w"], [6e11, 8e11], rtol=1e-6)
-    np.testing.assert_array_equal(clipped["b"], updates["b"])
-    assert state.by_name()["w"].limit == np.float32(10**12)
 
 
 @pytest.mark.parametrize(
@@ -267,3 +253,138 @@ def test_limits_of_groups_follow_their_weights():
     updates, _ = apply(clipper, grads, params)
     np.testing.assert_allclose(updates["a"], [0.6, 0.8], rtol=1e-6)
     np.testing.assert_allclose(updates["b"], [2.0], rtol=1e-6)
+
+
+def test_a_share_of_the_weights_has_no_floor_by_default():
+    clipper = clip_by(optaxclip.global_norm, optaxclip.rules.share_of_params(0.5))
+    grads, weights = jnp.ones(2), jnp.array([0.25, 0.0])
+    _, state = clipper.update(grads, clipper.init(grads), weights)
+    assert state.limit == 0.125
+
+
+FIVE = jnp.array([3.0, 4.0])  # norm 5
+LARGE = [2**33, np.int64(2**33), np.array(2**33), np.uint32(2**32 - 1)]
+
+
+def last_limit(limit, **options):
+    clipper = optaxclip.clip_by_global_norm(limit, **options)
+    _, state = clipper.update(FIVE, clipper.init(FIVE), FIVE)
+    updates, state = clipper.update(FIVE, state, FIVE)
+    return updates, state.limit
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("large", LARGE, ids=lambda x: type(x).__name__)
+def test_a_large_integer_limit_keeps_its_value(large):
+    # JAX keeps the lowest 32 bits of a NumPy integer: of 2^33 that is 0.
+    updates, limit = last_limit(large)
+    np.testing.assert_array_equal(limit, np.float32(large))
+    np.testing.assert_array_equal(updates, FIVE)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("large", LARGE, ids=lambda x: type(x).__name__)
+def test_a_large_integer_in_a_rule_keeps_its_value(large):
+    expected = {
+        rules.growth(1.0, floor=large): np.float32(large),
+        rules.share_of_params(large): 5 * np.float32(large),
+        rules.ema_ratio(warmup=large): np.inf,
+        rules.warm_up(large, 1.0, 2.0): 1.0,
+        rules.minimum(large, np.inf): np.float32(large),
+    }
+    for rule, wanted in expected.items():
+        np.testing.assert_array_equal(last_limit(rule)[1], np.float32(wanted))
+
+
+@pytest.mark.slow
+def test_a_large_integer_eps_keeps_its_value():
+    # g * min(1, 1 / (5 + eps))
+    for large in LARGE[:3]:
+        updates, _ = last_limit(1.0, eps=large)
+        expected = np.float64([3.0, 4.0]) / (5 + 2.0**33)
+        np.testing.assert_allclose(updates, expected, rtol=1e-6)
+
+
+@pytest.mark.slow
+def test_a_finite_bound_beyond_float32_is_refused_everywhere():
+    x = jnp.ones(2)
+    for build in (
+        lambda: optaxclip.clip_by_value(1e39),
+        lambda: optaxclip.clip_by_value(1.0, -1e39),
+        lambda: optaxclip.clip(1e39),
+        lambda: optaxclip.clip_cotangent(x, max_value=1e39),
+        lambda: optaxclip.clip_cotangent(x, max_norm=1e39),
+        lambda: optaxclip.scale_cotangent(x, 1e39),
+        lambda: optaxclip.scale_cotangent(x, -1e39),
+        lambda: rules.quantile_tracker(start=1e39),
+        lambda: rules.log_z_score(floor=np.inf),
+    ):
+        with pytest.raises(ValueError, match=r"must be at most 3\.40282e\+38"):
+            build()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", LARGE)
+def test_norms_and_losses_that_are_given_may_be_large(number):
+    skipping = optaxclip.skip_spikes(optax.sgd(1.0), rules.windowed_mean())
+    _, state = skipping.update(FIVE, skipping.init(FIVE), grad_norm=number)
+    assert state.norm == np.float32(number)
+    recorder = optaxclip.record_spikes()
+    _, state = recorder.update(
+        FIVE, recorder.init(FIVE), grad_norm=number, value=number
+    )
+    assert (state.norm, state.loss) == (np.float32(number), np.float32(number))
+
+
+NORM_5 = jnp.array([3.0, 4.0])  # norm 5
+
+
+def updated(**given):
+    clipper = optaxclip.clip_by_global_norm(1.0)
+    return clipper.update(NORM_5, clipper.init(NORM_5), **given)
+
+
+@pytest.mark.parametrize(
+    ("limit", "error"),
+    [
+        (-1.0, ValueError),
+        (np.float32(-1), ValueError),
+        (1e39, ValueError),
+        (float("nan"), ValueError),
+        (True, TypeError),
+        ("1", TypeError),
+    ],
+)
+def test_a_given_limit_is_checked_like_any_other(limit, error):
+    with pytest.raises(error, match="clip_by_global_norm: limit must"):
+        updated(limit=limit)
+
+
+def test_a_given_negative_limit_on_a_device_counts_as_0():
+    for update in (updated, jax.jit(updated)):
+        updates, state = update(limit=jnp.float32(-1.0))
+        np.testing.assert_array_equal(updates, [0.0, 0.0])
+        np.testing.assert_array_equal(state.limit, 0.0)
+
+
+def test_a_large_given_integer_keeps_its_value():
+    for large in (2**33, np.int64(2**33), np.array(2**33)):
+        updates, state = updated(limit=large)
+        np.testing.assert_array_equal(updates, NORM_5)
+        np.testing.assert_array_equal(state.limit, 2.0**33)
+        updates, state = updated(grad_norm=large)
+        np.testing.assert_array_equal(state.norm, 2.0**33)
+        expected = np.float64([3.0, 4.0]) / 2.0**33
+        np.testing.assert_allclose(updates, expected, rtol=1e-6)
+
+
+def test_a_limit_is_given_to_a_clipper_without_one():
+    clipper = optaxclip.clip_by_global_norm(None)
+    grads = jnp.array([3.0, 4.0])
+    state = clipper.init(grads)
+    updates, _ = clipper.update(grads, state, limit=1.0)
+    np.testing.assert_allclose(updates, [0.6, 0.8], 1e-6)
+    # A given norm alone changes nothing, not even what is subnormal.
+    least = jnp.float32(smallest("float32"))
+    updates, _ = clipper.update(least, state, grad_norm=jnp.float32(5.0))
+    same_bits(updates, least)
