@@ -13,74 +13,38 @@ from optaxclip import clip_by, rules
 from tests.core.steps import same_bits
 from tests.helpers import apply, limits_of, smallest
 
+growth, minimum, warm_up = rules.growth, rules.minimum, rules.warm_up
+INF = np.inf
+JOINED = {
+    "none": (None, [INF, INF, INF, INF]),
+    "schedule": (lambda step: 1.0 + step, [1, 2, 3, 4]),
+    "least": (minimum(None, 3.0, lambda step: 4.0 - step), [3, 3, 2, 1]),
+    "least of two that learn": (minimum(growth(2.0), growth(3.0)), [INF, 2, 4, 8]),
+    "least of two kinds": (minimum(growth(2.0), rules.ema_ratio(99.0)), [INF, 2, 4, 8]),
+    "floored": (rules.maximum(lambda step: 1.0 * step, 1.5), [1.5, 1.5, 2, 3]),
+    "floor that rises": (rules.maximum(1.0, lambda step: 1.0 * step), [1, 1, 2, 3]),
+    "then growth": (warm_up(2, 5.0, growth(2.0)), [5, 5, 4, 8]),
+    "growth first": (warm_up(2, growth(2.0), 9.0), [INF, 2, 9, 9]),
+    "longer": (warm_up(3, growth(2.0), 9.0), [INF, 2, 4, 9]),
+    "at once": (warm_up(0, 5.0, 9.0), [9, 9, 9, 9]),
+}
 
-@pytest.mark.parametrize(
-    ("rule", "limits"),
-    [
-        (None, [np.inf, np.inf, np.inf, np.inf]),
-        (lambda step: 1.0 + step, [1, 2, 3, 4]),
-        (optaxclip.rules.minimum(None, 3.0, lambda step: 4.0 - step), [3, 3, 2, 1]),
-        (
-            optaxclip.rules.minimum(
-                optaxclip.rules.growth(2.0), optaxclip.rules.growth(3.0)
-            ),
-            [np.inf, 2, 4, 8],
-        ),
-        (
-            optaxclip.rules.minimum(
-                optaxclip.rules.growth(2.0), optaxclip.rules.ema_ratio(100.0)
-            ),
-            [np.inf, 2, 4, 8],
-        ),
-        (optaxclip.rules.maximum(lambda step: 1.0 * step, 1.5), [1.5, 1.5, 2, 3]),
-        (optaxclip.rules.maximum(1.0, lambda step: 1.0 * step), [1, 1, 2, 3]),
-        (optaxclip.rules.warm_up(2, 5.0, optaxclip.rules.growth(2.0)), [5, 5, 4, 8]),
-        (
-            optaxclip.rules.warm_up(2, optaxclip.rules.growth(2.0), 9.0),
-            [np.inf, 2, 9, 9],
-        ),
-        (
-            optaxclip.rules.warm_up(3, optaxclip.rules.growth(2.0), 9.0),
-            [np.inf, 2, 4, 9],
-        ),
-        (optaxclip.rules.warm_up(0, 5.0, 9.0), [9, 9, 9, 9]),
-    ],
-    ids=[
-        "none",
-        "schedule",
-        "least",
-        "least of two that learn",
-        "least of two kinds",
-        "floored",
-        "floor that rises",
-        "then growth",
-        "growth first",
-        "longer",
-        "at once",
-    ],
-)
+
+@pytest.mark.parametrize(("rule", "limits"), JOINED.values(), ids=JOINED)
 def test_rules_are_joined_as_they_say_whatever_norm_comes(rule, limits):
-    np.testing.assert_array_equal(
-        limits_of(rule, [1.0, 3.0, 10.0, 10.0]), np.float32(limits)
-    )
+    found = limits_of(rule, [1.0, 3.0, 10.0, 10.0])
+    np.testing.assert_array_equal(found, np.float32(limits))
 
 
-def test_a_share_of_the_weights_follows_schedule_and_floor():
-    grads = jnp.array([30.0, 40.0])
-    for share, limits in (
-        (0.5, {1.0: 1.0, 5.0: 2.5}),
-        (lambda step: 0.5 + step, {1.0: 1.0, 5.0: 2.5}),
-    ):
-        clipper = clip_by(
-            optaxclip.global_norm, optaxclip.rules.share_of_params(share, 2.0)
-        )
-        for weight, limit in limits.items():
-            _, state = clipper.update(
-                grads, clipper.init(grads), jnp.array([weight, 0.0])
-            )
-            assert state.limit == limit
-            _, state = clipper.update(grads, state, jnp.array([weight, 0.0]))
-            assert state.limit == (3 * limit if callable(share) else limit)
+@pytest.mark.parametrize("share", [0.5, lambda step: 0.5 + step])
+def test_a_share_of_the_weights_follows_schedule_and_floor(share):
+    grads, rule = jnp.array([30.0, 40.0]), rules.share_of_params(share, 2.0)
+    clipper = clip_by(optaxclip.global_norm, rule)
+    for weight, limit in {1.0: 1.0, 5.0: 2.5}.items():
+        state, params = clipper.init(grads), jnp.array([weight, 0.0])
+        for factor in (1, 3 if callable(share) else 1):
+            _, state = clipper.update(grads, state, params)
+            assert state.limit == factor * limit
 
 
 def test_a_share_may_have_another_dtype_under_strict_promotion():
@@ -94,49 +58,34 @@ def test_a_share_may_have_another_dtype_under_strict_promotion():
 
 @pytest.mark.slow
 def test_a_real_number_of_any_kind_is_a_limit():
-    grads = jnp.array([3.0, 4.0])
-    limits = (
-        2,
-        2.0,
-        np.int8(2),
-        np.float16(2),
-        np.array(2),
-        np.array(2.0),
-        jnp.array(2),
-        jnp.bfloat16(2),
-    )
+    grads, two = jnp.array([3.0, 4.0]), (np.array(2), np.array(2.0), jnp.array(2))
+    limits = (2, 2.0, np.int8(2), np.float16(2), jnp.bfloat16(2), *two)
 
-    def clipped(
-        given,
-    ):  # by limits that are constants of the program, and by its arguments
-        return [
-            apply(optaxclip.clip_by_global_norm(limit), grads)[0]
-            for limit in (*limits, *given)
-        ]
+    def clipped(given):
+        # By limits that are constants of the program, and by its arguments.
+        clippers = map(optaxclip.clip_by_global_norm, (*limits, *given))
+        return [apply(clipper, grads)[0] for clipper in clippers]
 
     for updates in jax.jit(clipped)(limits):
         np.testing.assert_allclose(updates, [1.2, 1.6], rtol=1e-6)
 
 
 LARGEST = np.finfo(np.float32).max
+FAR = {
+    "float": lambda step: 1e39,
+    "float64": lambda step: jnp.asarray(1e39),
+    "NumPy": lambda step: np.float64(1e39),
+    "int": lambda step: 10**39,
+    "least": minimum(None, lambda step: 1e39),
+    "at_least": rules.maximum(1.0, lambda step: 1e39),
+    "warm_up": warm_up(3, lambda step: 1e39, 1.0),
+}
 
 
-@pytest.mark.parametrize(
-    "limit",
-    [
-        lambda step: 1e39,
-        lambda step: jnp.asarray(1e39),
-        lambda step: np.float64(1e39),
-        lambda step: 10**39,
-        optaxclip.rules.minimum(None, lambda step: 1e39),
-        optaxclip.rules.maximum(1.0, lambda step: 1e39),
-        optaxclip.rules.warm_up(3, lambda step: 1e39, 1.0),
-    ],
-    ids=["float", "float64", "NumPy", "int", "least", "at_least", "warm_up"],
-)
-def test_a_limit_beyond_the_norms_dtype_is_not_without_limit(limit):
+@pytest.mark.parametrize("name", FAR)
+def test_a_limit_beyond_the_norms_dtype_is_not_without_limit(name):
     with jax.enable_x64(True):
-        clipper = optaxclip.clip_by_global_norm(limit)
+        clipper = optaxclip.clip_by_global_norm(FAR[name])
         grads = jnp.array([3.0, np.inf], jnp.float32)
         updates, state = jax.jit(clipper.update)(grads, clipper.init(grads))
     assert state.limit == LARGEST and state.limit.dtype == np.float32
@@ -162,94 +111,60 @@ def test_a_64_bit_norm_has_limits_beyond_float32():
     np.testing.assert_allclose(updates, [6e38, 8e38], rtol=1e-14)
 
 
-@pytest.mark.parametrize(
-    "limit",
-    [
-        True,
-        np.array(True),
-        np.array([1.0, np.nan]),
-        np.array([1.0, -1.0]),
-        1j,
-        np.array(1j),
-        np.array("1"),
-        "1",
-    ],
-    ids=str,
-)
+NO_LIMITS = [True, np.array(True), np.array([1.0, np.nan]), np.array([1.0, -1.0])]
+
+
+NO_LIMITS += [1j, np.array(1j), np.array("1"), "1"]
+
+
+@pytest.mark.parametrize("limit", NO_LIMITS, ids=str)
 def test_arrays_of_no_real_numbers_are_no_limits(limit):
-    with pytest.raises(
-        (TypeError, ValueError), match=r"^clip_by_unitwise_norm: max_norm must "
-    ):
+    text = r"^clip_by_unitwise_norm: max_norm must "
+    with pytest.raises((TypeError, ValueError), match=text):
         optaxclip.clip_by_unitwise_norm(limit)
+
+    def traced(limit):
+        return apply(optaxclip.clip_by_unitwise_norm(limit), jnp.ones(2))[0]
+
     if not isinstance(limit, str) and np.asarray(limit).dtype.kind in "bc":
-        with pytest.raises(
-            TypeError,
-            match=(
-                r"^clip_by_unitwise_norm: max_norm must be a real number, got an "
-                r"array of "
-            ),
-        ):
-            jax.jit(
-                lambda limit: apply(
-                    optaxclip.clip_by_unitwise_norm(limit), jnp.ones(2)
-                )[0]
-            )(limit)
+        with pytest.raises(TypeError, match=f"{text}be a real number, got an array of"):
+            jax.jit(traced)(limit)
 
 
 def test_limits_are_matched_to_a_leaf_from_its_last_axis():
-    grads = jnp.ones((2, 3))
-    units = optaxclip.clip_by_unitwise_norm(np.float32([0.1, 0.2, 0.3]))
-    np.testing.assert_allclose(
-        apply(units, grads)[0],
-        np.broadcast_to([0.1, 0.2, 0.3], (2, 3)) / np.sqrt(2),
-        rtol=1e-6,
-    )
-    np.testing.assert_allclose(
-        apply(optaxclip.clip_by_unitwise_norm(np.float32([[0.1]])), grads)[0],
-        np.full((2, 3), 0.1) / np.sqrt(2),
-        rtol=1e-6,
-    )
-    for wrong in (np.ones(2), np.ones((1, 1, 3)), np.ones((2, 3))):
-        with pytest.raises(
-            ValueError, match=r"max_norm must be a number for each norm"
-        ):
-            apply(optaxclip.clip_by_unitwise_norm(np.float32(wrong)), grads)
+    grads, by_unit = jnp.ones((2, 3)), optaxclip.clip_by_unitwise_norm
+    for limit in ([0.1, 0.2, 0.3], [[0.1]]):
+        updates, _ = apply(by_unit(np.float32(limit)), grads)
+        wanted = np.broadcast_to(limit, (2, 3)) / np.sqrt(2)
+        np.testing.assert_allclose(updates, wanted, rtol=1e-6)
+    for shape in (2, (1, 1, 3), (2, 3)):
+        with pytest.raises(ValueError, match=r"max_norm must be a number for each nor"):
+            apply(by_unit(np.ones(shape, np.float32)), grads)
 
 
-@pytest.mark.parametrize(
-    "limits",
-    [{"a": 1.0, "b": 2.0}, {"a": 1.0, "b": {"c": 2.0}}],
-    ids=["as deep", "deeper"],
-)
-def test_limits_may_have_a_value_for_what_is_masked(limits):
+@pytest.mark.parametrize("of_b", [2.0, {"c": 2.0}], ids=["as deep", "deeper"])
+def test_limits_may_have_a_value_for_what_is_masked(of_b):
     grads = {"a": jnp.array([3.0, 4.0]), "b": {"c": jnp.array([3.0, 4.0])}}
-    clipper = optax.masked(
-        optaxclip.clip_by_tensor_norm(limits), {"a": True, "b": False}
-    )
-    updates, _ = apply(clipper, grads)
+    clipper = optaxclip.clip_by_tensor_norm({"a": 1.0, "b": of_b})
+    updates, _ = apply(optax.masked(clipper, {"a": True, "b": False}), grads)
     np.testing.assert_allclose(updates["a"], [0.6, 0.8], rtol=1e-6)
     np.testing.assert_array_equal(updates["b"]["c"], [3.0, 4.0])
 
 
 def test_limits_without_any_value_say_so():
-    with pytest.raises(
-        ValueError,
-        match=(
-            r"^clip_by_tensor_norm: max_norm has no value for the leaf 'w': it has "
-            r"none at all\. Give one for each leaf, or one for all\.$"
-        ),
-    ):
+    text = (
+        r"^clip_by_tensor_norm: max_norm has no value for the leaf 'w': it has none at "
+        r"all\. Give one for each leaf, or one for all\.$"
+    )
+    with pytest.raises(ValueError, match=text):
         optaxclip.clip_by_tensor_norm({}).init({"w": jnp.ones(2)})
 
 
 def test_limits_of_groups_follow_their_weights():
-    clipper = optaxclip.clip_by_group_norm(
-        optaxclip.rules.share_of_params(0.5), {"a": "z", "b": "y"}
-    )
-    grads, params = (
-        {"a": jnp.array([3.0, 4.0]), "b": jnp.array([8.0])},
-        {"a": jnp.array([0.0, 2.0]), "b": jnp.array([4.0])},
-    )
+    share = rules.share_of_params(0.5)
+    clipper = optaxclip.clip_by_group_norm(share, {"a": "z", "b": "y"})
+    grads = {"a": jnp.array([3.0, 4.0]), "b": jnp.array([8.0])}
+    params = {"a": jnp.array([0.0, 2.0]), "b": jnp.array([4.0])}
     updates, _ = apply(clipper, grads, params)
     np.testing.assert_allclose(updates["a"], [0.6, 0.8], rtol=1e-6)
     np.testing.assert_allclose(updates["b"], [2.0], rtol=1e-6)

@@ -38,17 +38,9 @@ def tried(build, specs=SPECS, **options):
 
 
 by_norm = optaxclip.clip_by_global_norm
-
-
 by_tensor = optaxclip.clip_by_tensor_norm
-
-
 by_unit = optaxclip.clip_by_unitwise_norm
-
-
 by_group = partial(optaxclip.clip_by_group_norm, labels=LABELS)
-
-
 REFUSED = {
     "a name where a leaf is replicated": (
         partial(by_norm, mesh_axes=("x", "y")),

@@ -22,14 +22,8 @@ def problems(theirs, ours, explained):
 
 
 TEST = f"{FILE}::test_x"
-
-
 PASSED = report({TEST: "passed"})
-
-
 FAILED = report({TEST: "failed"}, **{TEST: "no"})
-
-
 PROBLEMS = {
     "unexplained": (PASSED, FAILED, {}, f"{TEST} differs with ours: no"),
     "explained": (PASSED, FAILED, {TEST: "rounding"}, None),
