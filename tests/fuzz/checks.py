@@ -10,7 +10,6 @@ import optaxclip
 from tests import oracles
 from tests.fuzz import expected
 from tests.fuzz.cases import Case
-from tests.fuzz.trees import evaluate
 from tests.methods import BOUND, LENGTH, METHODS, ORDERED
 
 EQUATIONS = [
@@ -165,44 +164,3 @@ def assert_no_longer(case: Case, before: Any, after: Any) -> None:
 def is_float(leaf: Any) -> bool:
     """Does the leaf count in a norm?"""
     return leaf is not None and expected.is_clipped(leaf)
-
-
-OPTIMIZERS = {
-    "adam": "optax.adam(0.1)",
-    "noisy_sgd": "optax.noisy_sgd(0.1)",
-    "optimistic": "optax.optimistic_gradient_descent(0.1)",
-    "dog": "optax.contrib.dog()",
-    "add_noise": "optax.add_noise(0.1, 0.5, jax.random.key(0))",
-    "schedule_free": "optax.contrib.schedule_free_adamw(0.1)",
-    "lamb": "optax.lamb(0.1)",
-}
-
-
-def skipping(case: Case, optimizer: str) -> None:
-    """A step is skipped bit for bit, or is that of the bare optimizer to 8 eps."""
-    bare, params = evaluate(OPTIMIZERS[optimizer]), case.weights()
-    wrapped = optaxclip.skip_nonfinite(bare)
-    state = wrapped.init(params)
-    for tree in case.updates():
-        updates, new = wrapped.update(tree, state, params)
-        if int(new.skipped) > int(state.skipped):
-            assert not any(np.any(np.asarray(u)) for u in jax.tree.leaves(updates))
-            wanted = state.inner_state
-        else:
-            bare_updates, wanted = bare.update(tree, state.inner_state, params)
-            assert_close(updates, bare_updates)
-        assert_close(new.inner_state, wanted)
-        state = new
-
-
-def assert_close(found: Any, wanted: Any) -> None:
-    """Equal to 8 eps of float32, keys and broken numbers exactly.
-
-    Inlined programs of the optimizer round differently: 1 eps was seen.
-    """
-    for x, y in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
-        if expected.is_key(x):
-            x, y = jax.random.key_data(x), jax.random.key_data(y)
-        x, y = oracles.wide(x), oracles.wide(y)
-        tiny = expected.SMALLEST
-        np.testing.assert_allclose(x, y, rtol=8 * expected.EPS, atol=tiny)

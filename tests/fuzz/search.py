@@ -84,14 +84,6 @@ def forms(dice: random.Random) -> Iterator[Cell]:
             yield Cell(f"form, {kind}", name, checks.invariants, drawn, 8)
 
 
-def skips(dice: random.Random) -> Iterator[Cell]:
-    """Optimizers whose steps are skipped."""
-    for name in checks.OPTIMIZERS:
-        check = partial(checks.skipping, optimizer=name)
-        drawn = history("skip_nonfinite", "float32", LIMITS)
-        yield Cell(f"skip {name}", "skip_nonfinite", check, drawn, 8)
-
-
 def ways_of(method: Method, dice: random.Random) -> Iterator[tuple[Any, str]]:
     """The transformations that a method is documented to work in, with a structure."""
     for way in ways.ANY_METHOD:
@@ -111,10 +103,6 @@ def transformed(dice: random.Random) -> Iterator[Cell]:
             drawn = history(name, kind, LIMITS[:2], powers=FINITE)
             check = partial(ways.same_in_another_way, way=way)
             yield Cell(f"{way.__name__}, {kind}", name, check, drawn, 10)
-        by_function = method.build is method.function and not method.quick
-        if method.limit is not None and by_function:
-            drawn = history(name, "float32", ("0.5",), 2, powers=FINITE)
-            yield Cell("inject_hyperparams", name, ways.injected, drawn, 6)
 
 
 def switched(dice: random.Random) -> Iterator[Cell]:
@@ -129,7 +117,7 @@ def switched(dice: random.Random) -> Iterator[Cell]:
 def all_cells(seed: int) -> list[Cell]:
     """All cells in a random order, in which each kind has its turns."""
     dice = random.Random(seed)
-    kinds = [equations, forms, skips, transformed, switched]
+    kinds = [equations, forms, transformed, switched]
     shuffled = [list(kind(dice)) for kind in kinds]
     for cells in shuffled:
         dice.shuffle(cells)

@@ -170,13 +170,6 @@ def same_in_another_way(case: Case, way: Any) -> None:
     same(found, wanted, case.kind.ord == "spectral")
 
 
-def injected(case: Case) -> None:
-    """`optax.inject_hyperparams` changes nothing."""
-    steps, params = case.updates(), case.weights()
-    other = optax.inject_hyperparams(case.kind.function)(case.limits()[0])
-    same(plain(other, steps, params), plain(case.clipper(), steps, params))
-
-
 def under(case: Case, switch: str) -> None:
     """Eager, under jit and differentiated, and `metrics` of the state."""
     steps, params = case.updates(), case.weights()
