@@ -52,31 +52,31 @@ def blocks_of(page):
     text = (DOCS / page).read_text()
     fences = list(FENCE.finditer(text))
     for fence, after in zip(fences, [*fences[1:], None]):
-        follows = (
-            after is not None
-            and after[1] == "text"
-            and not text[fence.end() : after.start()].strip()
-        )
-        if fence[1] != "text":
-            yield Block(
-                fence[1],
-                text.count("\n", 0, fence.start()) + 2,
-                fence[2],
-                after[2] if after and follows else None,
-            )
+        if fence[1] == "text":
+            continue
+        line, printed = text.count("\n", 0, fence.start()) + 2, None
+        if after and after[1] == "text":
+            between = text[fence.end() : after.start()]
+            printed = None if between.strip() else after[2]
+        yield Block(fence[1], line, fence[2], printed)
 
 
 def names():
-    return vars(optaxclip) | {
-        "jax": jax,
-        "jnp": jnp,
-        "lax": lax,
-        "np": np,
-        "optax": optax,
-        "P": PartitionSpec,
-        "optaxclip": optaxclip,
-        "__name__": "docs",
-    }
+    given = {"jax": jax, "jnp": jnp, "lax": lax, "np": np, "optax": optax}
+    given |= {"P": PartitionSpec, "optaxclip": optaxclip, "__name__": "docs"}
+    return vars(optaxclip) | given
+
+
+def run_block(block, page, namespace):
+    if block.kind == "python":
+        source = "\n" * (block.line - 1) + block.source
+        exec(compile(source, f"docs/{page}", "exec"), namespace)
+        return
+    for command in block.source.splitlines():
+        words = shlex.split(command)
+        known = words[:3] == ["python", "-m", "optaxclip.replay"]
+        assert known, f"no test knows how to run {command!r}"
+        replay_main(words[3:])
 
 
 def run(block, page, namespace):
@@ -86,30 +86,14 @@ def run(block, page, namespace):
     out = StringIO()
     try:
         with redirect_stdout(out):
-            if block.kind == "python":
-                exec(
-                    compile(
-                        "\n" * (block.line - 1) + block.source, f"docs/{page}", "exec"
-                    ),
-                    namespace,
-                )
-            else:
-                for command in block.source.splitlines():
-                    words = shlex.split(command)
-                    assert words[:3] == ["python", "-m", "optaxclip.replay"], (
-                        f"no test knows how to run {command!r}"
-                    )
-                    replay_main(words[3:])
+            run_block(block, page, namespace)
     except ModuleNotFoundError as error:
         if error.name not in OPTIONAL:
             raise
         pytest.skip(f"{error.name} is not installed")
     except Exception as error:
-        kind = (
-            type(error).__name__
-            if type(error).__module__ == "builtins"
-            else f"{type(error).__module__}.{type(error).__name__}"
-        )
+        kind, module = type(error).__name__, type(error).__module__
+        kind = kind if module == "builtins" else f"{module}.{kind}"
         if f"{kind}:" not in (block.printed or ""):
             raise
         out.write(f"{kind}: {error}")
@@ -135,11 +119,9 @@ def last_digit(number):
     """
     digits, _, exponent = number.partition("e")
     places = len(digits.partition(".")[2])
-    return (
-        0.0
-        if not places and not exponent
-        else 1.001 * 10.0 ** (int(exponent or 0) - places)
-    )
+    if not places and not exponent:
+        return 0.0
+    return 1.001 * 10.0 ** (int(exponent or 0) - places)
 
 
 def assert_as_shown(shown, printed, where):
@@ -168,43 +150,37 @@ def test_every_block_of_a_page_does_what_it_shows(page, tmp_path):
                 )
 
 
-def test_the_comparison_sees_another_digit_word_or_line():
-    def same(shown, printed):
-        try:
-            assert_as_shown(shown, printed, "here")
-        except AssertionError:
-            return False
-        return True
+SAME = [
+    ("a 0.707  [1. 2.]\n", "a 0.708 [1. 2.]\n"),
+    ("1e-7", "2e-7"),
+    ("nan inf", "nan inf"),
+    ("a\n...", "a\nb\nc"),
+    ("TypeError: no 3 ...", "TypeError: no 3 at all"),
+]
 
-    assert (
-        same("a 0.707  [1. 2.]\n", "a 0.708 [1. 2.]\n")
-        and same("1e-7", "2e-7")
-        and same("nan inf", "nan inf")
-        and same("a\n...", "a\nb\nc")
-    )
-    assert same("TypeError: no 3 ...", "TypeError: no 3 at all")
-    for shown, printed in (
-        ("0.707", "0.709"),
-        ("3 steps", "4 steps"),
-        ("a", "b"),
-        ("a", "a\nb"),
-        ("a\nb", "a"),
-        ("-1.0", "1.0"),
-        ("nan", "1.0"),
-        ("f32 1.0", "f16 1.0"),
-    ):
-        assert not same(shown, printed), (shown, printed)
+
+OTHER = [("0.707", "0.709"), ("3 steps", "4 steps"), ("a", "b"), ("a", "a\nb")]
+
+
+OTHER += [("a\nb", "a"), ("-1.0", "1.0"), ("nan", "1.0"), ("f32 1.0", "f16 1.0")]
+
+
+def test_the_comparison_sees_another_digit_word_or_line():
+    for pair in SAME:
+        assert_as_shown(*pair, "here")
+    for pair in OTHER:
+        with pytest.raises(AssertionError):
+            assert_as_shown(*pair, "here")
 
 
 def test_every_test_that_the_numerics_page_names_exists():
     page = (DOCS / "numerics.md").read_text()
-    defined = {
-        path.stem: set(re.findall(r"^def (test_\w+)", path.read_text(), re.MULTILINE))
-        for path in Path(__file__).parents[1].rglob("test_*.py")
-    }
-    every = set().union(*defined.values()) | set(defined)
+    known = set()
+    for path in Path(__file__).parents[1].rglob("test_*.py"):
+        defined = re.findall(r"^def (test_\w+)", path.read_text(), re.MULTILINE)
+        known |= {path.stem, *defined}
     mentioned = set(re.findall(r"\btest_\w+", page))
-    assert mentioned and mentioned <= every, mentioned - every
+    assert mentioned and mentioned <= known, mentioned - known
 
 
 def anchors_of(page):
