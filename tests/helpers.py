@@ -15,6 +15,7 @@ import pytest
 from jax.tree_util import Partial
 
 import optaxclip
+from tests import oracles
 from tests.methods import ALONE, METHODS, Method
 
 LABELS = {"kernel": "matrix", "bias": "vector", "block": "matrix"}
@@ -153,12 +154,8 @@ IN_64_BITS = (
 PAIRS = [
     (name, dtype)
     for name in CLIPPERS
-    for dtype in (
-        "float32",
-        PURE[name],
-        "mixed",
-        *(("float64",) if name in IN_64_BITS else ()),
-    )
+    for dtype in ("float32", PURE[name], "mixed", "float64")
+    if dtype != "float64" or name in IN_64_BITS
 ]
 
 
@@ -169,16 +166,12 @@ def random_tree(dtype: str, seed: int = 0, scale: float = 1.0) -> Any:
 
     def leaf(shape):
         kind = next(mixed) if dtype == "mixed" else dtype
-        values = (
-            random.standard_normal(shape)
-            * np.exp(random.standard_normal(shape))
-            * scale
-        )
+        values = random.standard_normal(shape) * np.exp(random.standard_normal(shape))
+        values = values * scale
         if kind == "complex64":
             values = values + 1j * random.standard_normal(shape) * scale
-        return jax.device_put(
-            values.astype(jnp.dtype(kind))
-        )  # jnp.asarray compiles a program for each shape
+        # jnp.asarray compiles a program for each shape.
+        return jax.device_put(values.astype(jnp.dtype(kind)))
 
     return jax.tree.map(leaf, SHAPES, is_leaf=lambda x: isinstance(x, tuple))
 
@@ -192,12 +185,7 @@ def with_value(leaf: Any, index: Any, value: Any) -> Any:
 
 def exact(tree: Any) -> Any:
     """The same tree in 64-bit NumPy."""
-    return jax.tree.map(
-        lambda x: np.asarray(x).astype(
-            np.complex128 if jnp.iscomplexobj(x) else np.float64
-        ),
-        tree,
-    )
+    return jax.tree.map(oracles.wide, tree)
 
 
 def scaled(case: Case, part: list[Any], limit: float) -> list[Any]:
@@ -212,9 +200,8 @@ def limits(case: Case, limit: float, tree: Any, params: Any) -> list[float]:
     """The limit of each part, in float64."""
     if not case.relative:
         return [limit] * len(case.parts(exact(tree)))
-    return [
-        limit * max(case.norm(part), case.floor) for part in case.parts(exact(params))
-    ]
+    lengths = map(case.norm, case.parts(exact(params)))
+    return [limit * max(length, case.floor) for length in lengths]
 
 
 def assert_scaled(
@@ -227,36 +214,27 @@ def assert_scaled(
     bias of a few float32 eps. A decomposition may be wrong by 16 eps of the longest in
     every element, as LAPACK's.
     """
-    precision = jax.tree.map(
-        lambda x: np.full(np.shape(x), float(jnp.finfo(x.dtype).eps)), updates
-    )
-    spacing = jax.tree.map(
-        lambda x: np.full(np.shape(x), 6e-8 if x.dtype == jnp.float16 else 0.0), updates
-    )  # of float16 near 0
-    parts = (
-        case.parts(tree)
-        for tree in (exact(updates), exact(clipped), precision, spacing)
-    )
-    for before, after, epses, tinies, most in zip(
-        *parts, limits(case, limit, updates, params), strict=True
-    ):
-        for x, y, eps, tiny in zip(
-            scaled(case, before, most),
-            after,
-            map(np.max, epses),
-            map(np.max, tinies),
-            strict=True,
-        ):
-            rounding = 16 * eps * case.norm(before) if case.clip else 0.0
-            np.testing.assert_allclose(
-                y, x, rtol=8 * eps if eps < 1e-3 else eps, atol=tiny + rounding
-            )
-        eps = max(map(np.max, epses)) * (
-            25 if case.clip else 1
-        )  # a decomposition's as documented
-        assert case.norm(after) <= most * (1 + eps) + max(
-            map(np.max, tinies)
-        ) * np.sqrt(sum(x.size for x in after))
+
+    def filled(number):
+        return jax.tree.map(lambda x: np.full(np.shape(x), number(x.dtype)), updates)
+
+    # Of float16 also the spacing near 0.
+    precision = filled(lambda dtype: float(jnp.finfo(dtype).eps))
+    spacing = filled(lambda dtype: 6e-8 if dtype == jnp.float16 else 0.0)
+    trees = exact(updates), exact(clipped), precision, spacing
+    most_of = limits(case, limit, updates, params)
+    for *part, most in zip(*map(case.parts, trees), most_of, strict=True):
+        before, after, epses, tinies = part
+        wanted = scaled(case, before, most)
+        for x, y, eps, tiny in zip(wanted, after, epses, tinies, strict=True):
+            eps, atol = np.max(eps), np.max(tiny)
+            atol = atol + (16 * eps * case.norm(before) if case.clip else 0.0)
+            rtol = 8 * eps if eps < 1e-3 else eps
+            np.testing.assert_allclose(y, x, rtol=rtol, atol=atol)
+        eps, tiny = (max(map(np.max, numbers)) for numbers in (epses, tinies))
+        eps = eps * (25 if case.clip else 1)  # a decomposition's as documented
+        lost = tiny * np.sqrt(sum(x.size for x in after))
+        assert case.norm(after) <= most * (1 + eps) + lost
 
 
 def scanned(transformation: Any, grads: Any) -> tuple[Any, Any]:

@@ -94,6 +94,16 @@ LARC_NUMBERS = {"learning_rate": POSITIVE, "trust": POSITIVE, "weight_decay": PO
 SPAM_NUMBERS = {"threshold": POSITIVE, "decay": SHARE, "warmup": POSITIVE}
 ADAGC_NUMBERS = {"ratio": POSITIVE, "decay": SHARE, "max_norm": POSITIVE}
 
+Fields = dict[str, Any]
+OF_ELEMENTS: Fields = {"limit": 1.0, "leaves": ORDERED, "mesh_axes": False}
+OF_ELEMENTS |= {"keeps": SHORTENS | {BOUND}}
+OF_RULES: Fields = {"keeps": SHORTENS | {DIRECTION}, "learns": True}
+OF_WEIGHTS: Fields = {"floor": 1e-3, "needs": WEIGHTS}
+AROUND_CLIPPERS: Fields = {"keeps": frozenset(), "limit": 1.0, "wraps": "clipper"}
+AROUND_OPTIMIZERS: Fields = {"keeps": frozenset({LENGTH}), "wraps": "optimizer"}
+OF_DERIVATIVES: Fields = {"limit": 1.0, "leaves": ALONE, "mesh_axes": False}
+OF_DERIVATIVES |= {"schedules": False}
+
 METHODS: dict[str, Method] = {
     "clip_by_global_norm": by_norm(clip_by_global_norm, "all", defaults=KERNEL),
     "clip_by_tensor_norm": by_norm(clip_by_tensor_norm, "tensor"),
@@ -109,14 +119,10 @@ METHODS: dict[str, Method] = {
         optaxclip.clip_by_average_norm, "tensor", ord="average"
     ),
     "adaptive_grad_clip": by_norm(
-        optaxclip.adaptive_grad_clip, "unit", floor=1e-3, needs=WEIGHTS, defaults=AGC
+        optaxclip.adaptive_grad_clip, "unit", defaults=AGC, **OF_WEIGHTS
     ),
     "adaptive_grad_clip per tensor": by_norm(
-        optaxclip.adaptive_grad_clip,
-        "tensor",
-        quick={"per_tensor": True},
-        floor=1e-3,
-        needs=WEIGHTS,
+        optaxclip.adaptive_grad_clip, "tensor", quick={"per_tensor": True}, **OF_WEIGHTS
     ),
     "clip_by_spectral_norm": of(
         optaxclip.clip_by_spectral_norm,
@@ -128,23 +134,8 @@ METHODS: dict[str, Method] = {
         mesh_axes=False,
         shrinks=True,
     ),
-    "clip_by_value": Method(
-        bounds,
-        optaxclip.clip_by_value,
-        "element",
-        keeps=SHORTENS | {BOUND},
-        limit=1.0,
-        leaves=ORDERED,
-        mesh_axes=False,
-    ),
-    "clip": of(
-        optaxclip.clip,
-        "element",
-        keeps=SHORTENS | {BOUND},
-        limit=1.0,
-        leaves=ORDERED,
-        mesh_axes=False,
-    ),
+    "clip_by_value": Method(bounds, optaxclip.clip_by_value, "element", **OF_ELEMENTS),
+    "clip": of(optaxclip.clip, "element", **OF_ELEMENTS),
     "clippy": of(
         optaxclip.clippy,
         "tensor",
@@ -172,8 +163,7 @@ METHODS: dict[str, Method] = {
     "autoclip": of(
         optaxclip.autoclip,
         "all",
-        keeps=SHORTENS | {DIRECTION},
-        learns=True,
+        **OF_RULES,
         quick={"percentile": 50.0, "window": 8},
         numbers={"percentile": (0, 100)},
         defaults={"percentile": 10.0, "window": 10_000, "scope": "global"},
@@ -181,16 +171,14 @@ METHODS: dict[str, Method] = {
     "zclip": of(
         optaxclip.zclip,
         "all",
-        keeps=SHORTENS | {DIRECTION},
-        learns=True,
+        **OF_RULES,
         quick={"z": 1.0, "decay": 0.9, "warmup": 2},
         defaults={**Z_SCORE, "cap": None, "scope": "global"},
     ),
     "adagc": of(
         optaxclip.adagc,
         "tensor",
-        keeps=SHORTENS | {DIRECTION},
-        learns=True,
+        **OF_RULES,
         quick={"warmup": 1},
         numbers={**ADAGC_NUMBERS, "warmup": COUNT},
         defaults={**ADAGC, "scope": "tensor"},
@@ -229,56 +217,40 @@ METHODS: dict[str, Method] = {
         mesh_axes=False,
     ),
     "carry_clipped": Method(
-        carried,
-        optaxclip.carry_clipped,
-        "all",
-        keeps=frozenset(),
-        limit=1.0,
-        learns=True,
-        wraps="clipper",
+        carried, optaxclip.carry_clipped, "all", learns=True, **AROUND_CLIPPERS
     ),
     "constrain": Method(
-        constrained,
-        optaxclip.constrain,
-        "all",
-        keeps=frozenset(),
-        limit=1.0,
-        needs=WEIGHTS,
-        wraps="clipper",
+        constrained, optaxclip.constrain, "all", needs=WEIGHTS, **AROUND_CLIPPERS
     ),
     "skip_nonfinite": Method(
         around(optaxclip.skip_nonfinite),
         optaxclip.skip_nonfinite,
         "all",
-        keeps=frozenset({LENGTH}),
         defaults={"max_consecutive": 100},
-        wraps="optimizer",
+        **AROUND_OPTIMIZERS,
     ),
     "skip_spikes": Method(
         around(optaxclip.skip_spikes, rule=10.0),
         optaxclip.skip_spikes,
         "all",
-        keeps=frozenset({LENGTH}),
-        wraps="optimizer",
+        **AROUND_OPTIMIZERS,
     ),
     "skip_step": Method(
         around(optaxclip.skip_step, window=4, on_loss=False),
         optaxclip.skip_step,
         "all",
-        keeps=frozenset({LENGTH}),
         learns=True,
         defaults={"sigmas": 6.0, "window": 128, "on_loss": None},
-        wraps="optimizer",
+        **AROUND_OPTIMIZERS,
     ),
     "reset_momentum": Method(
         around(optaxclip.reset_momentum, every=2, warmup=4),
         optaxclip.reset_momentum,
         "element",
-        keeps=frozenset({LENGTH}),
         learns=True,
         defaults={"every": 500, "warmup": 150},
         mesh_axes=False,
-        wraps="optimizer",
+        **AROUND_OPTIMIZERS,
     ),
     "clip_grads": Method(
         once,
@@ -292,20 +264,14 @@ METHODS: dict[str, Method] = {
         cotangent,
         optaxclip.clip_cotangent,
         "tensor",
-        limit=1.0,
-        leaves=ALONE,
-        mesh_axes=False,
-        schedules=False,
+        **OF_DERIVATIVES,
     ),
     "clipped_grad": Method(
         example,
         optaxclip.clipped_grad,
         "all",
         keeps=NORM - {BITS},
-        limit=1.0,
-        leaves=ALONE,
-        mesh_axes=False,
-        schedules=False,
+        **OF_DERIVATIVES,
         shrinks=True,
         defaults={"argnums": 0, "shared_argnums": (), "method": "auto", "mean": True},
     ),
@@ -314,9 +280,6 @@ METHODS: dict[str, Method] = {
         optaxclip.per_example.per_example_global_norm_clip,
         "all",
         keeps=NORM - {BITS},
-        limit=1.0,
-        leaves=ALONE,
-        mesh_axes=False,
-        schedules=False,
+        **OF_DERIVATIVES,
     ),
 }

@@ -78,13 +78,11 @@ def windowed_quantile(
     """AutoClip (arXiv 2007.14469) with current=True; PyPI autoclip's QuantileClip
     without; icefall's ScaledAdam at factor 2 and the median.
     """
-    return windowed(
-        lambda sample: factor * np.quantile(sample, quantile),
-        window,
-        warmup,
-        current,
-        remember,
-    )
+
+    def statistic(sample):
+        return factor * np.quantile(sample, quantile)
+
+    return windowed(statistic, window, warmup, current, remember)
 
 
 def windowed_mean(
@@ -93,13 +91,11 @@ def windowed_mean(
     """mean + sigmas * max(std, floor), as in Levanter (ddof 0) and OLMo-core (ddof
     1).
     """
-    return windowed(
-        lambda sample: np.mean(sample) + sigmas * max(np.std(sample, ddof=ddof), floor),
-        window,
-        max(warmup, 1 + ddof),
-        current,
-        remember,
-    )
+
+    def statistic(sample):
+        return np.mean(sample) + sigmas * max(np.std(sample, ddof=ddof), floor)
+
+    return windowed(statistic, window, max(warmup, 1 + ddof), current, remember)
 
 
 def z_score(z=2.5, decay=0.97, warmup=25, target="adaptive", eps=1e-6):
@@ -135,9 +131,8 @@ def average(decay, corrected):
 
     def add(memory, x):
         total, count = memory
-        return (
-            x if count == 0 and not corrected else decay * total + (1 - decay) * x
-        ), count + 1
+        later = decay * total + (1 - decay) * x
+        return later if count or corrected else x, count + 1
 
     def read(memory):
         total, count = memory
@@ -209,13 +204,12 @@ def quantile_tracker(quantile=0.5, rate=0.2, start=0.1):
     """The geometric update of Andrew et al. (arXiv 1905.03871) with one norm a step and
     no noise.
     """
-    return Rule(
-        start,
-        lambda norm, limit, index: (
-            limit,
-            limit * math.exp(-rate * ((1.0 if norm <= limit else 0.0) - quantile)),
-        ),
-    )
+
+    def step(norm, limit, index):
+        below = 1.0 if norm <= limit else 0.0
+        return limit, limit * math.exp(-rate * (below - quantile))
+
+    return Rule(start, step)
 
 
 def adagc_rule(ratio=1.05, decay=0.98, warmup=100, shares=None):
@@ -243,13 +237,8 @@ def adagc(tensor_histories, max_norm=1.0, ratio=1.05, decay=0.98, warmup=100):
     shares = []
     for norms in zip(*tensor_histories.values(), strict=True):
         joint = math.hypot(*norms)
-        shares.append(
-            min(1.0, max_norm / joint)
-            if 0 < joint < math.inf
-            else 1.0
-            if joint == 0
-            else math.nan
-        )
+        share = min(1.0, max_norm / joint) if joint else 1.0
+        shares.append(share if math.isfinite(joint) else math.nan)
     return {
         name: limits(adagc_rule(ratio, decay, warmup, shares), norms)
         for name, norms in tensor_histories.items()
@@ -284,10 +273,8 @@ def adagn(decay1=0.7, decay2=0.9, eps=1e-8):
 
     def step(norm, memory, index):
         first, second = first_add(memory[0], norm), second_add(memory[1], norm**2)
-        return first_read(first) / (math.sqrt(second_read(second)) + eps), (
-            first,
-            second,
-        )
+        root = math.sqrt(second_read(second))
+        return first_read(first) / (root + eps), (first, second)
 
     return Rule((start, start), step)
 
@@ -366,9 +353,8 @@ def adaclip_values(grads, decay=0.999):
     largest = [np.max(np.abs(g), initial=0.0) for g in grads]
     out = []
     for g, top, limit in zip(grads, largest, limits(adaclip(decay), largest)):
-        out.append(
-            np.where(np.abs(g) > limit, g / (top if top > 0 else 1.0) * limit, g)
-        )
+        unit = g / (top if top > 0 else 1.0)
+        out.append(np.where(np.abs(g) > limit, unit * limit, g))
     return out
 
 

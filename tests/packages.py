@@ -4,13 +4,39 @@ numbers as JSON.
 
 import argparse
 import json
+import os
+import platform
+import subprocess
 import sys
+import tempfile
+import textwrap
 from collections.abc import Callable, Collection, Sequence
+from contextlib import suppress
 from datetime import date
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
+import optaxclip
+
+ROOT = Path(__file__).parents[1]
 T = TypeVar("T")
+
+
+def run_worker(module: str, *arguments: str, **settings: str) -> Any:
+    """What `python -m module ARGUMENTS RESULT.json` writes, in a process of its own."""
+    with tempfile.TemporaryDirectory() as folder:
+        result = Path(folder) / "result.json"
+        done = subprocess.run(
+            [sys.executable, "-m", module, str(result), *arguments],
+            cwd=ROOT,
+            env=os.environ | {"JAX_PLATFORMS": "cpu"} | settings,
+            capture_output=True,
+            text=True,
+        )
+        if not result.exists():
+            raise RuntimeError(f"{' '.join(arguments)} did not run.\n{done.stderr}")
+        return json.loads(result.read_text())
 
 
 class Options(NamedTuple):
@@ -66,7 +92,19 @@ def options_of(
     return Options(options.packages or list(known), options.markdown, options.json)
 
 
-def record(rows: Sequence[Any], environment: str) -> dict[str, Any]:
+def record(rows: Sequence[Any], packages: Sequence[str]) -> dict[str, Any]:
     """What a page is made of: named tuples, and where and when they were taken."""
+    named = [f"optaxclip {optaxclip.__version__}"]
+    for name in packages:
+        with suppress(PackageNotFoundError):
+            named.append(f"{name} {version(name)}")
+    where = f"on a CPU with Python {platform.python_version()}, {', '.join(named)}"
     plain = [row._asdict() for row in rows]
-    return {"where": f"{date.today()}, {environment}", "rows": plain}
+    return {"where": f"{date.today()}, {where}", "rows": plain}
+
+
+def wrapped(text: str, hanging: str = "") -> str:
+    """The text in lines of a page."""
+    options = {"break_long_words": False, "break_on_hyphens": False}
+    words = " ".join(text.split())
+    return textwrap.fill(words, 88, subsequent_indent=hanging, **options)

@@ -21,71 +21,44 @@ class Part(NamedTuple):
 
 WINDOW = {"current": False, "remember": "raw"}
 
+
+def each(names: str, numbers: Range) -> dict[str, Range]:
+    return dict.fromkeys(names.split(), numbers)
+
+
 RULES: dict[Callable[..., Any], Part] = {
     rules.windowed_quantile: Part(
-        {"quantile": SHARE, "factor": POSITIVE, "window": COUNT, "warmup": POSITIVE},
+        {"quantile": SHARE, "window": COUNT, **each("factor warmup", POSITIVE)},
         {"quantile": 0.5, "window": 100, "factor": 1.0, "warmup": 1, **WINDOW},
     ),
     rules.windowed_mean: Part(
-        {
-            "sigmas": POSITIVE,
-            "window": COUNT,
-            "ddof": POSITIVE,
-            "floor": POSITIVE,
-            "warmup": POSITIVE,
-        },
+        {"window": COUNT, **each("sigmas ddof floor warmup", POSITIVE)},
         {"sigmas": 3.0, "window": 128, "ddof": 0, "floor": 0.0, "warmup": 2, **WINDOW},
     ),
     rules.z_score: Part(
-        {"z": POSITIVE, "decay": SHARE, "warmup": COUNT, "eps": POSITIVE}, Z_SCORE
+        {"decay": SHARE, "warmup": COUNT, **each("z eps", POSITIVE)}, Z_SCORE
     ),
     rules.log_z_score: Part(
-        {
-            "z": POSITIVE,
-            "decay": SHARE,
-            "floor": POSITIVE,
-            "spread": POSITIVE,
-            "warmup": COUNT,
-        },
+        {"decay": SHARE, "warmup": COUNT, **each("z floor spread", POSITIVE)},
         {"z": 4.0, "decay": 0.995, "floor": 0.01, "spread": 1e-3, "warmup": 277},
     ),
     rules.ema_ratio: Part(
-        {
-            "ratio": POSITIVE,
-            "decay": SHARE,
-            "target": POSITIVE,
-            "target_decay": SHARE,
-            "warmup": POSITIVE,
-        },
-        {
-            "ratio": 2.0,
-            "decay": 0.99,
-            "corrected": False,
-            "remember": "clipped",
-            "warmup": 1,
-        },
+        each("ratio target warmup", POSITIVE) | each("decay target_decay", SHARE),
+        {"ratio": 2.0, "decay": 0.99, "corrected": False, "warmup": 1}
+        | {"remember": "clipped"},
     ),
-    rules.growth: Part(
-        {"rate": POSITIVE, "floor": POSITIVE}, {"rate": 1.01, "floor": 0.0}
-    ),
+    rules.growth: Part(each("rate floor", POSITIVE), {"rate": 1.01, "floor": 0.0}),
     rules.quantile_tracker: Part(
-        {"quantile": SHARE, "rate": POSITIVE, "start": POSITIVE},
+        {"quantile": SHARE, **each("rate start", POSITIVE)},
         {"quantile": 0.5, "rate": 0.2, "start": 0.1},
     ),
     rules.ema: Part({"decay": SHARE}, {"decay": 0.999}),
     rules.moments_ratio: Part(
-        {"decay1": SHARE, "decay2": SHARE, "eps": POSITIVE},
+        {"eps": POSITIVE, **each("decay1 decay2", SHARE)},
         {"decay1": 0.7, "decay2": 0.9, "eps": 1e-8},
     ),
     rules.ema_band: Part(
-        {
-            "low": POSITIVE,
-            "high": POSITIVE,
-            "decay": SHARE,
-            "floor": POSITIVE,
-            "up": COUNT,
-            "down": SHARE,
-        },
+        {"up": COUNT, **each("low high floor", POSITIVE), **each("decay down", SHARE)},
         {**BAND, "raise_small": False},
     ),
 }

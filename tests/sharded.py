@@ -60,13 +60,11 @@ class Case(NamedTuple):
 
 def root(arrays: list[Any], over: Any, ord: Any) -> Any:
     """The norm of several arrays over the dimensions `over` (None: all)."""
-    sizes = [np.abs(x) for x in arrays]
+    sizes, keep = [np.abs(x) for x in arrays], over is not None
     if ord == math.inf:
-        return np.max(
-            [np.max(x, over, keepdims=over is not None) for x in sizes], axis=0
-        )
+        return np.max([np.max(x, over, keepdims=keep) for x in sizes], axis=0)
     p = 2 if isinstance(ord, str) else ord
-    norm = sum(np.sum(x**p, over, keepdims=over is not None) for x in sizes) ** (1 / p)
+    norm = sum(np.sum(x**p, over, keepdims=keep) for x in sizes) ** (1 / p)
     count = sum(x.size for x in sizes) / np.size(norm)
     return norm / {"rms": math.sqrt(count), "average": count}.get(ord, 1)
 
@@ -77,15 +75,12 @@ def together(
     """One norm for all leaves of a label; a leaf with the label None has none."""
 
     def norms(tree):
-        groups = {
-            label(name): [x for other, x in tree.items() if label(other) == label(name)]
-            for name in tree
-        }
-        return {
-            name: root(groups[label(name)], None, ord)
-            for name in tree
-            if label(name) is not None
-        }
+        groups = {}
+        for name, x in tree.items():
+            groups.setdefault(label(name), []).append(x)
+        groups.pop(None, None)
+        known = {key: root(leaves, None, ord) for key, leaves in groups.items()}
+        return {name: known[label(name)] for name in tree if label(name) in known}
 
     return norms
 
@@ -117,75 +112,60 @@ def masked(clip: Callable[..., Any]) -> Callable[..., Any]:
     return lambda *args, **options: optax.masked(clip(*args, **options), MASK)
 
 
+by_norm, by_tensor = optaxclip.clip_by_global_norm, optaxclip.clip_by_tensor_norm
+by_rms, by_unit = optaxclip.clip_by_tensor_rms, optaxclip.clip_by_unitwise_norm
+agc, by_group = optaxclip.adaptive_grad_clip, optaxclip.clip_by_group_norm
+stacked = {"stacked": STACKED}
+KEPT, SHARE = {"keeps": True}, {"keeps": True, "relative": True}
+
+
+def clipped_alone(tree: Any) -> Any:
+    """The norms of units of the leaves that the mask has."""
+    return each(unit)({name: x for name, x in tree.items() if MASK[name]})
+
+
 CASES = {
-    "clip_by_global_norm": Case(optaxclip.clip_by_global_norm, together()),
-    "clip_by_global_norm ord=1": Case(
-        partial(optaxclip.clip_by_global_norm, ord=1), together(1)
-    ),
-    "clip_by_global_norm ord=3": Case(
-        partial(optaxclip.clip_by_global_norm, ord=3), together(3)
-    ),
+    "clip_by_global_norm": Case(by_norm, together()),
+    "clip_by_global_norm ord=1": Case(partial(by_norm, ord=1), together(1)),
+    "clip_by_global_norm ord=3": Case(partial(by_norm, ord=3), together(3)),
     "clip_by_global_norm ord=inf": Case(
-        partial(optaxclip.clip_by_global_norm, ord=math.inf), together(math.inf)
+        partial(by_norm, ord=math.inf), together(math.inf)
     ),
-    "clip_by_global_norm ord=rms": Case(
-        partial(optaxclip.clip_by_global_norm, ord="rms"), together("rms")
-    ),
+    "clip_by_global_norm ord=rms": Case(partial(by_norm, ord="rms"), together("rms")),
     "clip_by_global_norm masked": Case(
-        masked(optaxclip.clip_by_global_norm),
-        together(label=lambda name: MASK[name] or None),
+        masked(by_norm), together(label=lambda name: MASK[name] or None)
     ),
     "clip_by_group_norm": Case(
-        partial(optaxclip.clip_by_group_norm, labels=LABELS), together(label=LABELS.get)
+        partial(by_group, labels=LABELS), together(label=LABELS.get)
     ),
-    "clip_by_tensor_norm": Case(optaxclip.clip_by_tensor_norm, each(whole)),
+    "clip_by_tensor_norm": Case(by_tensor, each(whole)),
     "clip_by_tensor_norm ord=inf": Case(
-        partial(optaxclip.clip_by_tensor_norm, ord=math.inf), each(whole, math.inf)
+        partial(by_tensor, ord=math.inf), each(whole, math.inf)
     ),
     "clip_by_tensor_norm stacked": Case(
-        partial(optaxclip.clip_by_tensor_norm, stacked=STACKED), each(layer), keeps=True
+        partial(by_tensor, **stacked), each(layer), **KEPT
     ),
-    "clip_by_tensor_rms": Case(optaxclip.clip_by_tensor_rms, each(whole, "rms")),
+    "clip_by_tensor_rms": Case(by_rms, each(whole, "rms")),
     "clip_by_tensor_rms stacked": Case(
-        partial(optaxclip.clip_by_tensor_rms, stacked=STACKED),
-        each(layer, "rms"),
-        keeps=True,
+        partial(by_rms, **stacked), each(layer, "rms"), **KEPT
     ),
     "clip_by_average_norm": Case(
         optaxclip.clip_by_average_norm, each(whole, "average")
     ),
-    "clip_by_unitwise_norm": Case(
-        optaxclip.clip_by_unitwise_norm, each(unit), keeps=True
-    ),
+    "clip_by_unitwise_norm": Case(by_unit, each(unit), **KEPT),
     "clip_by_unitwise_norm ord=inf": Case(
-        partial(optaxclip.clip_by_unitwise_norm, ord=math.inf),
-        each(unit, math.inf),
-        keeps=True,
+        partial(by_unit, ord=math.inf), each(unit, math.inf), **KEPT
     ),
     "clip_by_unitwise_norm stacked": Case(
-        partial(optaxclip.clip_by_unitwise_norm, stacked=STACKED),
-        each(unit_of_layer),
-        keeps=True,
+        partial(by_unit, **stacked), each(unit_of_layer), **KEPT
     ),
-    "adaptive_grad_clip": Case(
-        optaxclip.adaptive_grad_clip, each(unit), keeps=True, relative=True
-    ),
+    "adaptive_grad_clip": Case(agc, each(unit), **SHARE),
     "adaptive_grad_clip stacked": Case(
-        partial(optaxclip.adaptive_grad_clip, stacked=STACKED),
-        each(unit_of_layer),
-        keeps=True,
-        relative=True,
+        partial(agc, **stacked), each(unit_of_layer), **SHARE
     ),
-    "adaptive_grad_clip masked": Case(
-        masked(optaxclip.adaptive_grad_clip),
-        lambda tree: each(unit)({name: x for name, x in tree.items() if MASK[name]}),
-        keeps=True,
-        relative=True,
-    ),
+    "adaptive_grad_clip masked": Case(masked(agc), clipped_alone, **SHARE),
     "adaptive_grad_clip per tensor": Case(
-        partial(optaxclip.adaptive_grad_clip, per_tensor=True),
-        each(whole),
-        relative=True,
+        partial(agc, per_tensor=True), each(whole), relative=True
     ),
 }
 
@@ -228,15 +208,11 @@ def exact(tree: Any) -> Any:
 def limit(name: str) -> float:
     """So small that more than half of the norms are clipped."""
     case = CASES[name]
-    norms = case.norms(exact(UPDATES))
+    norms, weights = case.norms(exact(UPDATES)), case.norms(exact(PARAMS))
     if case.relative:
-        weights = case.norms(exact(PARAMS))
-        norms = {
-            leaf: norm / np.maximum(weights[leaf], 1e-3) for leaf, norm in norms.items()
-        }
-    return float(
-        0.7 * np.median(np.concatenate([np.ravel(norm) for norm in norms.values()]))
-    )
+        norms = {leaf: x / np.maximum(weights[leaf], 1e-3) for leaf, x in norms.items()}
+    every = np.concatenate([np.ravel(norm) for norm in norms.values()])
+    return float(0.7 * np.median(every))
 
 
 def wanted(name: str, updates: Any = UPDATES, params: Any = PARAMS) -> dict[str, Any]:
@@ -264,28 +240,19 @@ def mesh_of(
     names: tuple[str, ...] = ("x", "y"),
     kind: AxisType = AxisType.Auto,
 ) -> Mesh:
-    return jax.make_mesh(
-        sizes,
-        names,
-        axis_types=(kind,) * len(sizes),
-        devices=jax.devices()[: math.prod(sizes)],
-    )
+    kinds, devices = (kind,) * len(sizes), jax.devices()[: math.prod(sizes)]
+    return jax.make_mesh(sizes, names, axis_types=kinds, devices=devices)
 
 
 def only(names: tuple[str, ...], specs: Any) -> Any:
     """The specs without the axes that are not named."""
 
     def entry(group):
-        kept = tuple(
-            name
-            for name in (group if isinstance(group, tuple) else (group,))
-            if name in names
-        )
+        group = group if isinstance(group, tuple) else (group,)
+        kept = tuple(name for name in group if name in names)
         return kept[0] if len(kept) == 1 else kept or None
 
-    return jax.tree.map(
-        lambda spec: P(*map(entry, spec)), specs, is_leaf=lambda x: isinstance(x, P)
-    )
+    return {name: P(*map(entry, spec)) for name, spec in specs.items()}
 
 
 def place(tree: Any, mesh: Mesh, specs: Any) -> Any:
@@ -312,9 +279,7 @@ def joined(tree: Any, specs: Any) -> Any:
 
     def of(x, spec):
         dims = [dim for dim, entry in enumerate(spec) if entry is not None]
-        return (
-            np.concatenate(list(np.asarray(x)), dims[0]) if dims else np.asarray(x)[0]
-        )
+        return np.concatenate(list(np.asarray(x)), dims[0]) if dims else x[0]
 
     return {name: of(x, specs[name]) for name, x in tree.items()}
 
@@ -331,47 +296,24 @@ def assert_close(have: Any, want: Any, rtol: float = 1e-6) -> None:
     """Relative error of each element; `want` is float64."""
     assert have.keys() == want.keys()
     for name in want:
-        np.testing.assert_allclose(
-            np.asarray(have[name], np.float64),
-            want[name],
-            rtol=rtol,
-            atol=0,
-            err_msg=name,
-        )
+        wide = np.asarray(have[name], np.float64)
+        np.testing.assert_allclose(wide, want[name], rtol, atol=0, err_msg=name)
 
 
 def on_each_part(
     body: Callable[..., Any], mesh: Mesh, in_specs: Any, out_specs: Any, **options: Any
 ) -> jax.stages.Wrapped:
     """A jitted shard_map."""
-    return jax.jit(
-        jax.shard_map(
-            body, mesh=mesh, in_specs=in_specs, out_specs=out_specs, **options
-        )
-    )
+    specs = {"mesh": mesh, "in_specs": in_specs, "out_specs": out_specs}
+    return jax.jit(jax.shard_map(body, **specs, **options))
 
 
 def on_two_devices(function, in_specs, out_specs, *args, **options):
     """What the function gives in `shard_map` over an axis x of two devices."""
-    mesh = jax.make_mesh(
-        (2,),
-        ("x",),
-        axis_types=(jax.sharding.AxisType.Auto,),
-        devices=jax.devices()[:2],
-    )
-    return jax.jit(
-        jax.shard_map(
-            function, mesh=mesh, in_specs=in_specs, out_specs=out_specs, **options
-        )
-    )(*args)
+    mesh = mesh_of((2,), ("x",))
+    return on_each_part(function, mesh, in_specs, out_specs, **options)(*args)
 
 
 def on_four_devices(function, in_specs, out_specs):
     """The function in `shard_map` over axes x and y of two devices each."""
-    mesh = jax.make_mesh(
-        (2, 2),
-        ("x", "y"),
-        axis_types=(jax.sharding.AxisType.Auto,) * 2,
-        devices=jax.devices()[:4],
-    )
-    return jax.shard_map(function, mesh=mesh, in_specs=in_specs, out_specs=out_specs)
+    return on_each_part(function, mesh_of((2, 2)), in_specs, out_specs)

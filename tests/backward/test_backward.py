@@ -158,21 +158,6 @@ def test_a_traced_limit_has_any_dtype_and_counts_as_zero_below(name, limit):
 
 
 @pytest.mark.slow
-def test_gradients_of_gradients_are_those_of_the_clipped_one():
-    """d/dx of clip(x^2) at one element: 2x within the limit, 0 beyond it."""
-    grad = jax.grad(lambda x: clip_cotangent(x, max_value=2.0) ** 3 / 3)
-    assert jax.grad(grad)(1.0) == 2.0
-    assert jax.grad(grad)(3.0) == 0.0
-    assert jax.jacfwd(grad)(1.0) == 2.0
-
-
-def test_forward_mode_is_refused_by_jax():
-    x = (jnp.ones(2),)
-    with pytest.raises(TypeError, match="forward-mode"):
-        jax.jvp(lambda x: clip_cotangent(x, max_norm=1.0), x, x)
-
-
-@pytest.mark.slow
 def test_rows_of_a_split_batch_take_no_collective():
     mesh = jax.make_mesh((4,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
     weights = normal(0, 8, 3)
@@ -192,59 +177,34 @@ def test_rows_of_a_split_batch_take_no_collective():
     close(grads(None, "auto"), shortened(weights, 1.0))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("axis", [np.int64(-1), (np.int32(1),)])
-def test_an_axis_may_be_an_int_of_numpy(axis):
-    cotangent = normal(0, 2, 3)
-    close(clipped(cotangent, max_norm=1.0, axis=axis), shortened(cotangent, 1.0, -1))
-
-
-@pytest.mark.slow
-def test_integer_limits_under_strict_promotion():
-    with jax.numpy_dtype_promotion("strict"):
-        found = clipped(jnp.ones(4), max_norm=np.int32(1))
-    np.testing.assert_allclose(found, np.full(4, 0.5), rtol=1e-6)
-
-
 REFUSED = [
-    ({}, "give one of max_value and max_norm, got max_value=None and max_norm=None"),
-    ({"max_value": 1.0, "max_norm": 2.0}, "give .* got max_value=1.0 and max_norm=2.0"),
-    ({"min_value": -1.0}, "give one of max_value and max_norm"),
-    ({"min_value": -1.0, "max_norm": 1.0}, "min_value=-1.0 belongs to max_value"),
     (
+        ValueError,
+        {},
+        "give one of max_value and max_norm, got max_value=None and max_n",
+    ),
+    (ValueError, {"max_value": 1.0, "max_norm": 2.0}, "give .* and max_norm=2.0"),
+    (ValueError, {"min_value": -1.0}, "give one of max_value and max_norm"),
+    (ValueError, {"min_value": -1.0, "max_norm": 1.0}, "min_value=-1.0 belongs to max"),
+    (
+        ValueError,
         {"min_value": 2.0, "max_value": 1.0},
-        "min_value must be at most max_value, got min_value=2.0 and max_value=1.0",
+        "min_value must be at most max_",
     ),
-    ({"max_norm": -1.0}, "max_norm must be at least 0, got -1.0"),
-    ({"max_value": NAN}, "max_value must not be NaN, got nan"),
-    (
-        {"max_norm": np.ones(2)},
-        r"max_norm must be a scalar, got an array of shape \(2,\)",
-    ),
-    ({"max_norm": 1.0, "ord": 0}, "ord must be a number above 0"),
-    (
-        {"max_norm": 1.0, "axis": 2},
-        "axis=2 does not fit the leaf 'h', a tensor of rank 2",
-    ),
-    ({"max_norm": 1.0, "axis": 1.5}, "axis=1.5 does not fit"),
-    ({"max_value": 1.0, "axis": 1}, "axis=1 and ord=None belong to max_norm"),
-    ({"max_value": 1.0, "ord": 2}, "axis=None and ord=2 belong to max_norm"),
-]
-NO_NUMBERS = [
-    ({"max_norm": "1"}, "max_norm must be a real number, got '1'"),
-    ({"max_norm": True}, "max_norm must be a real number, got True"),
-    (
-        {"min_value": "low", "max_value": 1.0},
-        "min_value must be a real number, got 'low'",
-    ),
+    (ValueError, {"max_norm": -1.0}, "max_norm must be at least 0, got -1.0"),
+    (ValueError, {"max_value": NAN}, "max_value must not be NaN, got nan"),
+    (ValueError, {"max_norm": np.ones(2)}, r"max_norm must be a scalar, got an array"),
+    (ValueError, {"max_norm": 1.0, "ord": 0}, "ord must be a number above 0"),
+    (ValueError, {"max_norm": 1.0, "axis": 2}, "axis=2 does not fit the leaf 'h', a"),
+    (ValueError, {"max_norm": 1.0, "axis": 1.5}, "axis=1.5 does not fit"),
+    (ValueError, {"max_value": 1.0, "axis": 1}, "axis=1 and ord=None belong to max_no"),
+    (TypeError, {"max_norm": "1"}, "max_norm must be a real number, got '1'"),
+    (TypeError, {"max_norm": True}, "max_norm must be a real number, got True"),
+    (TypeError, {"min_value": "low", "max_value": 1.0}, "min_value must be a real num"),
 ]
 
 
-@pytest.mark.parametrize(
-    ("kind", "arguments", "text"),
-    [(ValueError, *case) for case in REFUSED]
-    + [(TypeError, *case) for case in NO_NUMBERS],
-)
+@pytest.mark.parametrize(("kind", "arguments", "text"), REFUSED)
 def test_bad_arguments_are_named(kind, arguments, text):
     with pytest.raises(kind, match=f"^clip_cotangent: {text}"):
         clip_cotangent({"h": jnp.ones((2, 3))}, **arguments)
@@ -253,3 +213,12 @@ def test_bad_arguments_are_named(kind, arguments, text):
 def test_complex_elements_have_no_order_between_bounds():
     with pytest.raises(TypeError, match=r"^clip_cotangent: the leaf 'z' is complex"):
         clip_cotangent({"z": jnp.ones(2) * 1j}, min_value=-1.0, max_value=1.0)
+
+
+@pytest.mark.slow
+def test_gradients_of_gradients_are_those_of_the_clipped_one():
+    """d/dx of clip(x^2) at one element: 2x within the limit, 0 beyond it."""
+    grad = jax.grad(lambda x: clip_cotangent(x, max_value=2.0) ** 3 / 3)
+    assert jax.grad(grad)(1.0) == 2.0
+    assert jax.grad(grad)(3.0) == 0.0
+    assert jax.jacfwd(grad)(1.0) == 2.0

@@ -4,7 +4,7 @@ import sys
 
 from ..packages import options_of, record
 from .compare import row_of
-from .page import environment, page, table
+from .page import page, table
 from .trained import CLIENTS
 
 
@@ -19,7 +19,7 @@ def main(arguments: list[str] | None = None) -> int:
     rows = options.run(row_of)
     print(table(rows))
     problems = [problem for row in rows for problem in row.problems]
-    return options.finish(page, record(rows, environment()), problems)
+    return options.finish(page, record(rows, ("jax", "optax", "flax")), problems)
 
 
 if __name__ == "__main__":

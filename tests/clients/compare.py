@@ -1,20 +1,13 @@
 """The runs of a package, and what is wrong between them."""
 
-import json
-import os
-import subprocess
-import sys
-import tempfile
 from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from ..packages import run_worker
 from .trained import CLIENTS
 
-ROOT = Path(__file__).parents[2]
-SETTINGS = {"JAX_PLATFORMS": "cpu", "TF_CPP_MIN_LOG_LEVEL": "3"}
 # The factor ends up to 3 eps of float32 below the quotient, and training carries that
 # on. Runs of a few dozen steps that differ by more do something else.
 TOLERANCE = 1e-5
@@ -34,23 +27,6 @@ class Row(NamedTuple):
     problems: tuple[str, ...] = ()
 
 
-def run(client: str, whose: str) -> dict[str, Any]:
-    """What `worker.py` writes about one run."""
-    with tempfile.TemporaryDirectory() as folder:
-        result = Path(folder) / "result.json"
-        command = [sys.executable, "-m", "tests.clients.worker", client, whose]
-        done = subprocess.run(
-            [*command, str(result)],
-            cwd=ROOT,
-            env=os.environ | SETTINGS,
-            capture_output=True,
-            text=True,
-        )
-        if not result.exists():
-            raise RuntimeError(f"{client} did not run ({whose}).\n{done.stderr}")
-        return json.loads(result.read_text())
-
-
 def row_of(client: str) -> Row:
     """Runs a package three times and compares."""
     try:
@@ -58,7 +34,12 @@ def row_of(client: str) -> Row:
     except PackageNotFoundError:
         return Row(client, f"not installed: `pip install {CLIENTS[client].install}`")
     try:
-        runs = {whose: run(client, whose) for whose in RUNS}
+        runs = {
+            whose: run_worker(
+                "tests.clients.worker", client, whose, TF_CPP_MIN_LOG_LEVEL="3"
+            )
+            for whose in RUNS
+        }
     except RuntimeError as error:
         return Row(client, installed, problems=(str(error),))
     return compare(client, installed, runs)

@@ -1,15 +1,10 @@
 """The table of what ran, and the page `docs/clients.md`."""
 
-import platform
-from contextlib import suppress
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import numpy as np
 
-import optaxclip
-
-from ..suites.page import wrapped
+from ..packages import wrapped
 from .compare import Row
 from .trained import CLIENTS
 
@@ -70,11 +65,3 @@ def page(recorded: dict[str, Any]) -> str:
         wrapped(STATE),
     ]
     return "\n\n".join(parts) + "\n"
-
-
-def environment() -> str:
-    named = [f"optaxclip {optaxclip.__version__}"]
-    for name in ("jax", "optax", "flax"):
-        with suppress(PackageNotFoundError):
-            named.append(f"{name} {version(name)}")
-    return f"on a CPU with Python {platform.python_version()}, {', '.join(named)}"

@@ -1,6 +1,6 @@
 """One run of one package, whose losses, metrics and checkpoint are written as JSON.
 
-    python -m tests.clients.worker CLIENT theirs|ours|none RESULT.json
+    python -m tests.clients.worker RESULT.json CLIENT theirs|ours|none
 
 A process of its own, since what is replaced cannot be put back.
 """
@@ -27,7 +27,7 @@ CLIPS = {
 }
 
 
-def main(name: str, whose: str, result: str) -> None:
+def main(result: str, name: str, whose: str) -> None:
     optax.clip_by_global_norm = CLIPS[whose]
     with tempfile.TemporaryDirectory() as folder:
         trained = CLIENTS[name].train(Path(folder))

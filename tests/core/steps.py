@@ -24,23 +24,18 @@ def stepped(name, limit, updates, params):
     """The first step: without jit, which compiles the kernel as one call; but under jit
     what is made of several calls, except in float32.
     """
-    numbers_only = CLIPPERS[name].numbers_only and any(
-        x.dtype != jnp.float32 for x in jax.tree.leaves(updates)
-    )
-    return (
-        compiled(name)(limit, updates, params)
-        if numbers_only
-        else apply(CLIPPERS[name].build(limit), updates, params)
-    )
+    dtypes = {x.dtype for x in jax.tree.leaves(updates)}
+    if CLIPPERS[name].numbers_only and dtypes != {np.dtype(np.float32)}:
+        return compiled(name)(limit, updates, params)
+    return apply(CLIPPERS[name].build(limit), updates, params)
 
 
 @cache
 def compiled(name):
-    return jax.jit(
-        lambda limit, updates, params: apply(
-            CLIPPERS[name].build(limit), updates, params
-        )
-    )
+    def step(limit, updates, params):
+        return apply(CLIPPERS[name].build(limit), updates, params)
+
+    return jax.jit(step)
 
 
 def few(name, tree):
@@ -62,11 +57,12 @@ def programs(name):
     one go: {wrapper: what it gave}.
     """
     case = CLIPPERS[name]
-    mean, one, two = (
-        partial(optax.MultiSteps, every_k_schedule=2),
-        case.build(0.5),
-        case.build(0.25),
-    )
+    one, two = case.build(0.5), case.build(0.25)
+    injected = optax.inject_hyperparams(case.build)(optax.constant_schedule(0.125))
+    mean = optax.MultiSteps(one, every_k_schedule=2)
+    masked = optax.masked(one, {"kernel": True, "bias": False})
+    labels = {"kernel": "one", "bias": "two"}
+    partition = optax.partition({"one": one, "two": two}, labels)
 
     def plain(optimizer, updates, params):
         state = optimizer.init(params)
@@ -75,23 +71,15 @@ def programs(name):
 
     @jax.jit
     def run(mixed, half, first, second, params):
-        found = {"plain": apply(case.build(0.125), mixed, mixed)}
-        injected = optax.inject_hyperparams(case.build)(optax.constant_schedule(0.125))
-        found["inject_hyperparams"] = plain(injected, half, half)
-        optimizer = mean(one)
-        _, state = optimizer.update(first, optimizer.init(params), params)
-        found["multi_steps"] = optimizer.update(second, state, params)
+        _, state = mean.update(first, mean.init(params), params)
+        found = {
+            "plain": apply(case.build(0.125), mixed, mixed),
+            "inject_hyperparams": plain(injected, half, half),
+            "multi_steps": mean.update(second, state, params),
+        }
         if "group" not in name:
-            found["masked"] = plain(
-                optax.masked(one, {"kernel": True, "bias": False}), first, params
-            )
-            found["partition"] = plain(
-                optax.partition(
-                    {"one": one, "two": two}, {"kernel": "one", "bias": "two"}
-                ),
-                first,
-                params,
-            )
+            found["masked"] = plain(masked, first, params)
+            found["partition"] = plain(partition, first, params)
         return found
 
     half = random_tree("float32" if PURE[name] == "complex64" else PURE[name], 3, 40.0)
@@ -107,26 +95,24 @@ def zeros(tree):
     return jax.tree.map(lambda x: jax.device_put(np.zeros_like(x)), tree)
 
 
-def compiled_step(clipper, dtype=jnp.float32, leaves=3, then=None):
+def compiled_step(clipper, dtype=jnp.float32, then=None):
     """Temporary bytes of a donated Adam step, as a share of the gradients' bytes."""
-    optimizer = optax.chain(clipper, optax.adam(1e-3) if then is None else then)
-    params = {
-        f"w{i:02}": jax.ShapeDtypeStruct((2048, 96 + i), jnp.float32)
-        for i in range(leaves)
-    }
-    grads = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, dtype), params)
+    optimizer = optax.chain(clipper, then or optax.adam(1e-3))
+    shapes = {f"w{i:02}": (2048, 96 + i) for i in range(3)}
+    params, grads = (
+        {name: jax.ShapeDtypeStruct(shape, kind) for name, shape in shapes.items()}
+        for kind in (jnp.float32, dtype)
+    )
 
     @partial(jax.jit, donate_argnums=(0, 1, 2))
     def step(params, state, grads):
         updates, state = optimizer.update(grads, state, params)
         return optax.apply_updates(params, updates), state, grads
 
-    compiled = step.lower(
-        params, jax.eval_shape(optimizer.init, params), grads
-    ).compile()
-    return compiled.memory_analysis().temp_size_in_bytes / sum(
-        x.size * x.dtype.itemsize for x in jax.tree.leaves(grads)
-    )
+    state = jax.eval_shape(optimizer.init, params)
+    memory = step.lower(params, state, grads).compile().memory_analysis()
+    size = sum(x.size * x.dtype.itemsize for x in grads.values())
+    return memory.temp_size_in_bytes / size
 
 
 class count_compilations:

@@ -49,25 +49,6 @@ def test_clip_by_value_rounds_integer_bounds_inwards():
         np.testing.assert_array_equal(updates, wanted)
 
 
-def test_clip_by_value_takes_ints_of_any_size():
-    updates = {"w": jnp.array([3e12, -4e12]), "i": jnp.array([3, -4])}
-    clipped, _ = optaxclip.clip_by_value(10**12).update(
-        updates, optaxclip.clip_by_value(1).init(updates)
-    )
-    np.testing.assert_array_equal(clipped["w"], np.float32([1e12, -1e12]))
-    np.testing.assert_array_equal(clipped["i"], updates["i"])
-    high, leaves = (
-        2**24 + 1,
-        {"i": jnp.array([2**25, 0])},
-    )  # the first int that float32 has not
-    assert (
-        optaxclip.clip_by_value(high).update(
-            leaves, optaxclip.clip_by_value(1).init(leaves)
-        )[0]["i"][0]
-        == high
-    )
-
-
 INTEGERS = ["int8", "uint8", "int16", "uint16", "int32", "uint32"]
 GIVEN = {
     "NumPy": lambda bound: bound,
@@ -99,28 +80,6 @@ def test_bounds_of_any_integer_dtype_clip_any_leaf(bound_dtype, dtype, given):
             )
             assert updates.dtype == dtype
             np.testing.assert_array_equal(updates, wanted.astype(x.dtype))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("bound_dtype", INTEGERS)
-def test_a_traced_bound_of_any_integer_dtype_clips(bound_dtype):
-    def clipped(bound, leaf):
-        return apply(optaxclip.clip_by_value(bound), leaf)[0]
-
-    bound = jnp.asarray(5, bound_dtype)
-    for dtype in ("float32", "int8", "int32"):
-        np.testing.assert_array_equal(
-            jax.jit(clipped)(bound, jnp.array([-9, 3, 7], dtype)), [-5, 3, 5]
-        )
-    grid = jax.vmap(clipped, (0, None))(jnp.arange(3).astype(bound_dtype), 2.0)
-    np.testing.assert_array_equal(grid, [0.0, 1.0, 2.0])
-
-
-def test_a_low_integer_bound_is_not_doubled_by_its_dtype():
-    for dtype in ("float32", "int32"):
-        x = jnp.array([200, -200, 5], dtype)
-        updates, _ = apply(optaxclip.clip_by_value(np.int8(127), np.int8(-128)), x)
-        np.testing.assert_array_equal(updates, [127, -128, 5])
 
 
 @pytest.mark.parametrize(
@@ -174,57 +133,32 @@ def test_clip_by_value_limits_the_modulus_of_complex_numbers():
 def test_clip_by_value_keeps_directions_of_largest_complex(dtype):
     with jax.enable_x64(True):
         most = 0.9 * float(jnp.finfo(dtype).max)
-        x = np.array(
-            [
-                most + most * 1j,
-                -most,
-                np.inf + 1j,
-                complex(0, -np.inf),
-                complex(np.inf, -np.inf),
-                complex(np.nan, np.inf),
-                complex(np.inf, np.nan),
-                0.1j,
-            ]
-        )
+        infinite = [np.inf + 1j, complex(0, -np.inf), complex(np.inf, -np.inf)]
+        broken = [complex(np.nan, np.inf), complex(np.inf, np.nan)]
+        x = np.array([most + most * 1j, -most, *infinite, *broken, 0.1j])
         updates, _ = apply(optaxclip.clip_by_value(2.0), jnp.asarray(x, dtype))
         half = 2**0.5
-        np.testing.assert_allclose(
-            updates[:5], [half + half * 1j, -2, 2, -2j, half - half * 1j], rtol=1e-6
-        )
+        wanted = [half + half * 1j, -2, 2, -2j, half - half * 1j]
+        np.testing.assert_allclose(updates[:5], wanted, rtol=1e-6)
         assert np.isnan(updates[5:7]).all() and updates[7] == jnp.asarray(0.1j, dtype)
 
 
-@pytest.mark.parametrize(
-    ("most", "least"),
-    [
-        (1.0, 2.0),
-        (np.float32(1), np.float32(2)),
-        (jnp.ones(2), 2.0),
-        ({"w": 1.0, "v": 3.0}, {"w": 2.0, "v": 1.0}),
-        ({"w": 1.0, "v": 3.0}, 2.0),
-        (1.0, {"v": {"w": 2.0}}),
-        (1.0, jnp.full(2, 2.0)),
-        (jnp.array([3.0, 1.0]), 2.0),
-    ],
-    ids=[
-        "numbers",
-        "numpy",
-        "array",
-        "trees",
-        "tree and number",
-        "number and tree",
-        "number and array",
-        "one of two",
-    ],
-)
+NO_ROOM = {
+    "numbers": (1.0, 2.0),
+    "numpy": (np.float32(1), np.float32(2)),
+    "array": (jnp.ones(2), 2.0),
+    "trees": ({"w": 1.0, "v": 3.0}, {"w": 2.0, "v": 1.0}),
+    "tree and number": ({"w": 1.0, "v": 3.0}, 2.0),
+    "number and tree": (1.0, {"v": {"w": 2.0}}),
+    "number and array": (1.0, jnp.full(2, 2.0)),
+    "one of two": (jnp.array([3.0, 1.0]), 2.0),
+}
+
+
+@pytest.mark.parametrize(("most", "least"), NO_ROOM.values(), ids=NO_ROOM)
 def test_bounds_that_leave_no_room_are_refused_of_whatever_kind(most, least):
-    with pytest.raises(
-        ValueError,
-        match=(
-            r"^clip_by_value: min_value must be at most max_value, got min_value=.*2.* "
-            r"and max_value=.*1"
-        ),
-    ):
+    text = r"must be at most max_value, got min_value=.*2.* and max_value=.*1"
+    with pytest.raises(ValueError, match=f"^clip_by_value: min_value {text}"):
         optaxclip.clip_by_value(most, least)
 
 
@@ -239,6 +173,20 @@ def test_clip_by_value_of_a_complex_zero_has_a_derivative():
     clipper = optaxclip.clip_by_value(1.0)
     z = jnp.array([0j, 3 + 4j, complex(jnp.finfo("float32").max, 1e38)])
     slope = jax.grad(lambda z: jnp.sum(jnp.real(apply(clipper, z)[0] * (2 - 1j))))(z)
-    assert (
-        np.isfinite(slope).all() and slope[0] == 2 - 1j
-    )  # untouched: the derivative of the sum itself
+    # The first is untouched: the derivative of the sum itself.
+    assert np.isfinite(slope).all() and slope[0] == 2 - 1j
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("bound_dtype", INTEGERS)
+def test_a_traced_bound_of_any_integer_dtype_clips(bound_dtype):
+    def clipped(bound, leaf):
+        return apply(optaxclip.clip_by_value(bound), leaf)[0]
+
+    bound = jnp.asarray(5, bound_dtype)
+    for dtype in ("float32", "int8", "int32"):
+        np.testing.assert_array_equal(
+            jax.jit(clipped)(bound, jnp.array([-9, 3, 7], dtype)), [-5, 3, 5]
+        )
+    grid = jax.vmap(clipped, (0, None))(jnp.arange(3).astype(bound_dtype), 2.0)
+    np.testing.assert_array_equal(grid, [0.0, 1.0, 2.0])

@@ -43,14 +43,6 @@ def test_integer_weights_of_a_float_update_are_named(name, weights):
             update(grads, clipper.init(params), params)
 
 
-@pytest.mark.parametrize("name", WITH_PARAMS)
-def test_a_python_int_as_a_weight_is_named(name):
-    clipper = WITH_PARAMS[name]()
-    params, grads = {"w": FLOATS, "n": 3}, {"w": FLOATS, "n": 2.0}
-    with pytest.raises(TypeError, match=r"whose update is float, got int\. Make"):
-        clipper.update(grads, clipper.init(params), params)
-
-
 @pytest.mark.parametrize("name", WITH_MEMORY)
 def test_a_float_update_without_a_memory_is_named(name):
     clipper = WITH_MEMORY[name]()

@@ -1,6 +1,5 @@
 """Norms from elsewhere, and what compiled steps hold: no copy, no second read."""
 
-import math
 import re
 
 import chex
@@ -35,30 +34,19 @@ def norms_of(state):
     [name for name, case in CLIPPERS.items() if not (case.numbers_only or case.clip)],
 )
 def test_a_norm_measured_elsewhere_is_used(name):
-    case, updates, params = (
-        CLIPPERS[name],
-        random_tree("float32", scale=10.0),
-        random_tree("float32", 3),
-    )
-    clipper = case.build(0.5)
+    updates, params = random_tree("float32", scale=10.0), random_tree("float32", 3)
+    clipper = CLIPPERS[name].build(0.5)
     wanted, state = apply(clipper, updates, params)
     norms = norms_of(state)
     if jax.tree.leaves(state.units_clipped):
         norms = optaxclip.unitwise_norm(updates)
     clipped, _ = apply(clipper, updates, params, grad_norm=norms)
     chex.assert_trees_all_close(clipped, wanted, rtol=1e-6)
-    halved, _ = apply(
-        clipper,
-        updates,
-        params,
-        grad_norm=jax.tree.map(lambda norm: np.asarray(norm) * 2, norms),
-    )
-    chex.assert_trees_all_close(
-        halved["bias"], np.asarray(wanted["bias"]) / 2, rtol=1e-5
-    )
-    with pytest.raises(
-        ValueError, match="grad_norm must have the structure and shapes"
-    ):
+    twice = jax.tree.map(lambda norm: np.asarray(norm) * 2, norms)
+    halved, _ = apply(clipper, updates, params, grad_norm=twice)
+    half = np.asarray(wanted["bias"]) / 2
+    np.testing.assert_allclose(halved["bias"], half, rtol=1e-5)
+    with pytest.raises(ValueError, match="grad_norm must have the structure and shape"):
         apply(clipper, updates, params, grad_norm={"nowhere": 1.0})
 
 
@@ -79,15 +67,6 @@ def test_a_train_step_holds_no_copy_of_the_gradients(name):
 
 
 @only_by_a_cpu
-def test_an_inf_norm_makes_no_copy_either():
-    assert compiled_step(optaxclip.clip_by_global_norm(0.5, ord=math.inf)) <= 0.01
-
-
-def test_the_measure_of_copies_sees_the_copy_that_optax_makes():
-    assert compiled_step(optax.clip_by_global_norm(0.5)) > 0.9
-
-
-@only_by_a_cpu
 def test_bfloat16_gradients_are_copied_at_most_once():
     assert compiled_step(optaxclip.clip_by_global_norm(0.5), jnp.bfloat16) <= 1.01
 
@@ -98,34 +77,17 @@ def test_float16_gradients_take_at_most_four_times_their_size():
 
 
 @only_by_a_cpu
-@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
-def test_optax_takes_twice_the_size_of_sixteen_bit_gradients(dtype):
-    assert 1.9 < compiled_step(optax.clip_by_global_norm(0.5), dtype) <= 2.01
-
-
-@only_by_a_cpu
 def test_measuring_beside_a_global_clip_costs_no_second_read():
     grads = {f"w{i}": np.ones((64, 32 + i), np.float32) for i in range(3)}
 
     def reductions(*clippers):
         chain = optax.chain(*clippers)
-        text = (
-            jax.jit(chain.update)
-            .lower(grads, chain.init(grads), grads)
-            .compile()
-            .as_text()
-        )
-        return text.count(" reduce(")
+        program = jax.jit(chain.update).lower(grads, chain.init(grads), grads)
+        return program.compile().as_text().count(" reduce(")
 
-    alone = reductions(optaxclip.clip_by_global_norm(1.0))
-    assert (
-        reductions(
-            optaxclip.record_norm(optaxclip.tensor_norm),
-            optaxclip.clip_by_global_norm(1.0),
-        )
-        == alone
-        > 0
-    )
+    clip = optaxclip.clip_by_global_norm(1.0)
+    record = optaxclip.record_norm(optaxclip.tensor_norm)
+    assert reductions(record, clip) == reductions(clip) > 0
 
 
 @every_clipper
@@ -166,3 +128,7 @@ def test_parts_of_an_update_are_inlined():
     text = update.lower(params, clipper.init(params), params).as_text()
     called = set(re.findall(r"call @(\w+)", text))
     assert called and not called & {"measured", "_decide"}
+
+
+def test_the_measure_of_copies_sees_the_copy_that_optax_makes():
+    assert compiled_step(optax.clip_by_global_norm(0.5)) > 0.9

@@ -96,13 +96,6 @@ def test_the_derivative_of_a_factor_is_that_of_the_quotient(norm, limit):
         np.testing.assert_allclose(slope, 1.0, rtol=2e-6)
 
 
-@pytest.mark.parametrize(("norm", "new_norm"), [(1e38, 1e-17), (2e-8, 1.3e-38)])
-def test_rescale_goes_further_than_one_factor_can(norm, new_norm):
-    """The quotient is 1e-55, which float32 does not have, or too near its end."""
-    update = optaxclip.rescale(jnp.array([norm]), *map(jnp.float32, (norm, new_norm)))
-    np.testing.assert_allclose(update, [new_norm], rtol=1e-6)
-
-
 def test_rescale_takes_numpy_arrays_while_jit_is_off():
     """As in a debugger, where no tracer stands for the array."""
     updates = np.array([3.0, 4.0], np.float32)
@@ -117,21 +110,16 @@ def test_rescale_computes_with_norms_of_any_kind_in_float32(kind):
     np.testing.assert_allclose(found, [0.6, 0.8], rtol=8 * 2.0**-23)
 
 
+def test_rescale_leaves_parts_without_a_norm_alone():
+    updates = {"a": jnp.array([3.0, 4.0]), "b": {"c": jnp.ones(2), "d": jnp.ones(3)}}
+    rescaled = optaxclip.rescale(updates, {"a": 5.0, "b": None}, {"a": 1.0, "b": None})
+    np.testing.assert_allclose(rescaled["a"], [0.6, 0.8], rtol=1e-6)
+    assert all(rescaled["b"][name] is updates["b"][name] for name in "cd")
+
+
 def test_one_new_norm_for_all_units_of_a_leaf_is_enough():
     updates = {"w": jnp.ones((2, 3)), "b": jnp.ones(4)}
     norms = optaxclip.unitwise_norm(updates)
     rescaled = optaxclip.rescale(updates, norms, {"w": 1.0, "b": 1.0})
     np.testing.assert_allclose(rescaled["w"], np.full((2, 3), 2**-0.5), rtol=1e-6)
     np.testing.assert_allclose(rescaled["b"], np.full(4, 0.5), rtol=1e-6)
-
-
-def test_rescale_leaves_parts_without_a_norm_alone():
-    updates = {"a": jnp.array([3.0, 4.0]), "b": {"c": jnp.ones(2), "d": jnp.ones(3)}}
-    rescaled = optaxclip.rescale(
-        updates, {"a": jnp.float32(5.0), "b": None}, {"a": jnp.float32(1.0), "b": None}
-    )
-    np.testing.assert_allclose(rescaled["a"], [0.6, 0.8], rtol=1e-6)
-    assert (
-        rescaled["b"]["c"] is updates["b"]["c"]
-        and rescaled["b"]["d"] is updates["b"]["d"]
-    )

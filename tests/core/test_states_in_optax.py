@@ -85,15 +85,6 @@ def test_a_traced_number_of_a_shrink_is_named(shrink):
         jax.jit(lambda x: make(x)(x, x))(1.5)
 
 
-def test_the_limit_of_a_chain_clips_nothing_in_a_recorder():
-    clip = optaxclip.clip_by_global_norm(1.0)
-    record = optaxclip.record_norm(optaxclip.tensor_norm)
-    optimizer = optax.chain(clip, optax.sgd(1e3), record)
-    state = optimizer.init(PARAMS)
-    updates, _ = optimizer.update(PARAMS, state, PARAMS, limit=0.3)
-    np.testing.assert_allclose(optaxclip.global_norm(updates), 300, rtol=1e-5)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("method", ["svd", "newton_schulz"])
 def test_a_spectral_clip_takes_the_limit_of_a_step(method):
@@ -101,15 +92,6 @@ def test_a_spectral_clip_takes_the_limit_of_a_step(method):
     grads = {"w": jnp.diag(jnp.array([3.0, 0.5]))}
     updates, _ = clipper.update(grads, clipper.init(grads), limit={"w": 2.0})
     np.testing.assert_allclose(updates["w"], np.diag([2.0, 0.5]), atol=1e-5)
-
-
-def test_a_donating_optimizer_is_skipped_without_jit():
-    adam = optax.adam(0.1)
-    donating = jax.jit(adam.update, donate_argnums=1)
-    inner = optax.GradientTransformation(adam.init, donating)
-    optimizer = optaxclip.skip_nonfinite(inner)
-    updates, _ = optimizer.update(PARAMS, optimizer.init(PARAMS), PARAMS)
-    np.testing.assert_allclose(updates["w"], [-0.1, -0.1], rtol=1e-5)
 
 
 def test_two_bounds_are_numbers_without_jit_too():
@@ -126,3 +108,21 @@ def test_metrics_of_float64_under_strict_promotion():
         clipper = optaxclip.clip_by_global_norm(1.0)
         _, state = clipper.update(grads, clipper.init(grads))
         assert optaxclip.metrics(state)["clip/norm_before"] == 5
+
+
+def test_the_limit_of_a_chain_clips_nothing_in_a_recorder():
+    clip = optaxclip.clip_by_global_norm(1.0)
+    record = optaxclip.record_norm(optaxclip.tensor_norm)
+    optimizer = optax.chain(clip, optax.sgd(1e3), record)
+    state = optimizer.init(PARAMS)
+    updates, _ = optimizer.update(PARAMS, state, PARAMS, limit=0.3)
+    np.testing.assert_allclose(optaxclip.global_norm(updates), 300, rtol=1e-5)
+
+
+def test_a_donating_optimizer_is_skipped_without_jit():
+    adam = optax.adam(0.1)
+    donating = jax.jit(adam.update, donate_argnums=1)
+    inner = optax.GradientTransformation(adam.init, donating)
+    optimizer = optaxclip.skip_nonfinite(inner)
+    updates, _ = optimizer.update(PARAMS, optimizer.init(PARAMS), PARAMS)
+    np.testing.assert_allclose(updates["w"], [-0.1, -0.1], rtol=1e-5)

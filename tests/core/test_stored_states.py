@@ -1,9 +1,10 @@
-"""States come back as they were from every way to store or copy one."""
+"""States come back as they were from every way to store, copy or export one."""
 
 import copy
 import pickle
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
@@ -11,8 +12,7 @@ import pytest
 import optaxclip
 from optaxclip import rules
 from tests.helpers import random_tree
-
-pytestmark = pytest.mark.slow
+from tests.methods import METHODS
 
 PARAMS, GRADS = random_tree("float32", 0), random_tree("float32", 1)
 LIMITS = {"kernel": 1.0, "bias": rules.z_score(), "block": rules.growth()}
@@ -52,6 +52,7 @@ WAYS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("name", CLIPPERS)
 def test_a_stored_state_comes_back(name, way, tmp_path):
@@ -63,3 +64,26 @@ def test_a_stored_state_comes_back(name, way, tmp_path):
     jax.tree.map(np.testing.assert_array_equal, found, state)
     assert optaxclip.metrics(found) == optaxclip.metrics(state)
     optimizer.update(GRADS, found, PARAMS)
+
+
+pytest.importorskip("flatbuffers")
+
+# optax leaves it to users to name its states.
+for state in (optax.EmptyState, optax.ScaleByAdamState):
+    jax.export.register_namedtuple_serialization(
+        state, serialized_name=f"optax.{state.__name__}"
+    )
+TREE = {"w": jnp.full((2, 3), 2.0), "b": jnp.full(3, 2.0)}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", METHODS)
+def test_an_exported_update_does_the_same(name):
+    clipper = METHODS[name].make()
+    start = clipper.init(TREE)
+    wanted = clipper.update(TREE, start, TREE)
+    program = jax.export.export(jax.jit(clipper.update))(TREE, start, TREE)
+    found = jax.export.deserialize(program.serialize()).call(TREE, start, TREE)
+    assert jax.tree.structure(found) == jax.tree.structure(wanted)
+    for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(wanted)):
+        np.testing.assert_allclose(one, other, 4 * 2.0**-23)

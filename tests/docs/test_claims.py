@@ -23,26 +23,24 @@ def clipped(rule, norms):
 # Bugs of public code.
 
 
-@pytest.mark.parametrize(
-    "rule",
-    [
-        optaxclip.rules.z_score(),
-        optaxclip.rules.ema_ratio(),
-        optaxclip.rules.growth(),
-        optaxclip.rules.windowed_mean(6, 128, ddof=1),
-        optaxclip.rules.log_z_score(warmup=5),
-        optaxclip.rules.windowed_quantile(),
-    ],
-    ids=["ZClip", "ratio", "growth", "SkipStep", "Lingvo", "percentile"],
-)
+LEARNING = {
+    "ZClip": optaxclip.rules.z_score(),
+    "ratio": optaxclip.rules.ema_ratio(),
+    "growth": optaxclip.rules.growth(),
+    "SkipStep": optaxclip.rules.windowed_mean(6, 128, ddof=1),
+    "Lingvo": optaxclip.rules.log_z_score(warmup=5),
+    "percentile": optaxclip.rules.windowed_quantile(),
+}
+
+
+@pytest.mark.parametrize("rule", LEARNING.values(), ids=LEARNING)
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
 def test_one_bad_norm_neither_poisons_nor_blocks_what_follows(rule, bad):
     """ZClip's mean is NaN for ever after; a window with a NaN rejects 128 steps; growth
     from NaN is NaN.
     """
-    limits = np.asarray(
-        optaxclip.replay.run(rule, np.insert(NORMS[:60], 20, bad)).limits
-    )
+    norms = np.insert(NORMS[:60], 20, bad)
+    limits = np.asarray(optaxclip.replay.run(rule, norms).limits)
     assert not np.isnan(limits[21:]).any() and np.isfinite(limits[30:]).all()
 
 
@@ -51,12 +49,9 @@ def test_a_deviation_never_becomes_the_root_of_a_negative_number():
     """E[x^2] - E[x]^2 of nearly equal large numbers rounds below 0 (axlearn), and every
     later comparison with NaN is False.
     """
-    norms = np.asarray(
-        1e6 + np.random.default_rng(0).standard_normal(400) * 0.1, np.float32
-    )
-    assert (
-        np.mean(norms[:128] ** 2) - np.mean(norms[:128]) ** 2
-    ) < 0  # float32, as there
+    norms = np.float32(1e6 + np.random.default_rng(0).standard_normal(400) * 0.1)
+    some = norms[:128]
+    assert np.mean(some**2) - np.mean(some) ** 2 < 0  # float32, as there
     for rule in (
         optaxclip.rules.windowed_mean(3, 128),
         optaxclip.rules.z_score(eps=0.0),
@@ -65,59 +60,28 @@ def test_a_deviation_never_becomes_the_root_of_a_negative_number():
         assert np.isfinite(optaxclip.replay.run(rule, norms).limits[50:]).all()
 
 
-@pytest.mark.parametrize(
-    "rule",
-    [
-        optaxclip.rules.z_score(2.5, warmup=3),
-        optaxclip.rules.ema_ratio(1.05),
-        optaxclip.rules.growth(),
-        optaxclip.rules.windowed_quantile(0.1, 5, current=True),
-        optaxclip.rules.ema_band(),
-    ],
-    ids=["ZClip", "ratio", "growth", "AutoClip", "AGGC"],
-)
+FROM_ZERO = {
+    "ZClip": optaxclip.rules.z_score(2.5, warmup=3),
+    "ratio": optaxclip.rules.ema_ratio(1.05),
+    "growth": optaxclip.rules.growth(),
+    "AutoClip": optaxclip.rules.windowed_quantile(0.1, 5, current=True),
+    "AGGC": optaxclip.rules.ema_band(),
+}
+
+
+@pytest.mark.parametrize("rule", FROM_ZERO.values(), ids=FROM_ZERO)
 def test_zero_gradients_do_not_hold_the_limit_at_zero(rule):
-    norms = np.concatenate(
-        [np.zeros(10), NORMS[:20], np.zeros(500), NORMS[:20]]
-    ).astype(np.float32)
-    assert np.all(clipped(rule, norms)[-20:] > 0.01)
-
-
-@pytest.mark.slow
-def test_norms_that_never_change_are_not_outliers():
-    """A mean of equal numbers that rounds a hair below them makes every step an outlier
-    of no deviation.
-    """
-    for level in (0.1, 1 / 3, 7.3e-5, 1.1e7):
-        for rule in (
-            optaxclip.rules.windowed_mean(6, 128),
-            optaxclip.rules.windowed_mean(3, 100, ddof=1, current=True),
-            optaxclip.rules.log_z_score(warmup=5),
-            optaxclip.rules.ema_ratio(1.0),
-            optaxclip.rules.ema(),
-        ):
-            result = optaxclip.replay.run(rule, np.full(300, level, np.float32))
-            assert not np.asarray(result.clipped).any()
-
-
-def test_an_rms_clip_shortens_what_is_too_long_and_only_that():
-    """Two public Adafactors have it the other way round: 10 stays 10 and 0.1
-    becomes 1.
-    """
-    clipper = optaxclip.clip_by_tensor_rms(1.0)
-    for rms in (10.0, 0.1):
-        updates, _ = clipper.update(jnp.full(4, rms), clipper.init(jnp.zeros(4)))
-        np.testing.assert_allclose(updates, min(rms, 1.0), rtol=8 * EPS)
+    some = NORMS[:20]
+    norms = np.concatenate([np.zeros(10), some, np.zeros(500), some])
+    assert np.all(clipped(rule, np.float32(norms))[-20:] > 0.01)
 
 
 def test_a_band_about_a_young_average_is_not_next_to_nothing():
     """An average from 0 without correction is 1/20 of the norm in the first steps."""
-    result = optaxclip.replay.run(
-        optaxclip.rules.ema_band(0.5, 1.5),
-        np.full(50, 2.0, np.float32),
-        shrink=optaxclip.shrinks.normalize,
-    )
-    np.testing.assert_array_equal(result.factors, 1.0)
+    rule, norms = optaxclip.rules.ema_band(0.5, 1.5), np.full(50, 2.0, np.float32)
+    shrink = optaxclip.shrinks.normalize
+    factors = optaxclip.replay.run(rule, norms, shrink=shrink).factors
+    np.testing.assert_array_equal(factors, 1.0)
 
 
 # What papers prove.
@@ -149,25 +113,15 @@ def test_adagc_bounds_growth_and_touches_only_what_spikes():
     assert np.linalg.norm(updates["wild"][50]) <= 0.2 * ratio * (1 + 4 * EPS)
 
 
-def test_the_growth_limiter_lets_the_norm_grow_by_a_hundredth():
-    sizes = clipped(optaxclip.rules.growth(1.01), NORMS)
-    assert np.all(sizes[1:] / sizes[:-1] <= 1.01 * (1 + 4 * EPS))
-    assert np.any(sizes[1:] / sizes[:-1] > 1.009)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("factor", [2.0**-20, 2.0**12])
 def test_autoclip_decides_alike_whatever_scales_the_loss(factor):
     """By a power of 2, so that nothing is rounded: limits scale exactly, decisions are
     the same.
     """
-    plain, scaled = (
-        optaxclip.replay.run(
-            optaxclip.rules.windowed_quantile(0.1, 1000, current=True),
-            NORMS * np.float32(c),
-        )
-        for c in (1.0, factor)
-    )
+    rule = optaxclip.rules.windowed_quantile(0.1, 1000, current=True)
+    scaled = optaxclip.replay.run(rule, NORMS * np.float32(factor))
+    plain = optaxclip.replay.run(rule, NORMS)
     np.testing.assert_array_equal(plain.clipped, scaled.clipped)
     np.testing.assert_array_equal(plain.limits * np.float32(factor), scaled.limits)
 
@@ -196,47 +150,65 @@ def test_adagn_gives_the_same_updates_whatever_scales_the_loss():
 
 @pytest.mark.parametrize("start", [1e-6, 1e6])
 def test_the_tracker_finds_the_quantile_from_a_wrong_start(start):
-    norms = np.exp(np.random.default_rng(0).standard_normal(3000) * 0.3).astype(
-        np.float32
-    )
-    result = optaxclip.replay.run(
-        optaxclip.rules.quantile_tracker(0.8, 0.1, start=start), norms
-    )
+    norms = np.float32(np.exp(np.random.default_rng(0).standard_normal(3000) * 0.3))
+    rule = optaxclip.rules.quantile_tracker(0.8, 0.1, start=start)
+    result = optaxclip.replay.run(rule, norms)
     steps = int(np.log(1e6) / (0.1 * min(0.8, 0.2))) + 200
-    assert np.mean(np.asarray(result.norms <= result.limits)[steps:]) == pytest.approx(
-        0.8, abs=0.02
-    )
-    assert np.median(result.limits[steps:]) == pytest.approx(
-        np.quantile(norms, 0.8), rel=0.1
-    )
+    below = np.asarray(result.norms <= result.limits)[steps:]
+    assert np.mean(below) == pytest.approx(0.8, abs=0.02)
+    found = np.median(result.limits[steps:])
+    assert found == pytest.approx(np.quantile(norms, 0.8), rel=0.1)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("power", [1.0, 1.5, 2.0, 8.0])
-def test_smooth_is_monotone_and_within_its_factor_of_hard(
-    power,
-):
+def test_smooth_is_monotone_and_within_its_factor_of_hard(power):
     """min(n, c) / 2^(1/p) <= n / (1 + (n/c)^p)^(1/p) <= min(n, c)."""
-    norm = np.concatenate([[0.0], np.geomspace(1e-30, 1e30, 4001)]).astype(np.float32)
-    shrink = optaxclip.shrinks.smooth(power)
+    norm = np.float32(np.concatenate([[0.0], np.geomspace(1e-30, 1e30, 4001)]))
+    shrink, small = optaxclip.shrinks.smooth(power), norm < 1e25
     for limit in (1e-3, 1.0, 37.0):
-        soft, hard = (
-            np.asarray(f(jnp.asarray(norm), jnp.full_like(norm, limit)), np.float64)
-            for f in (shrink, optaxclip.shrinks.hard)
-        )
-        exact = norm / (1 + (norm.astype(np.float64) / np.float32(limit)) ** power) ** (
-            1 / power
-        )
-        small = norm < 1e25  # beyond, the power leaves float64
-        np.testing.assert_allclose(soft[small], exact[small], rtol=16 * EPS)
-        assert np.all(soft <= hard * (1 + EPS)) and np.all(
-            soft >= hard / 2 ** (1 / power) * (1 - 8 * EPS)
-        )
+        limits = jnp.full_like(norm, limit)
+        soft = np.asarray(shrink(jnp.asarray(norm), limits), np.float64)
+        hard = np.minimum(np.float64(norm), np.float32(limit))
+        # Beyond, the power leaves float64.
+        ratio = norm[small].astype(np.float64) / np.float32(limit)
+        exact = norm[small] / (1 + ratio**power) ** (1 / power)
+        np.testing.assert_allclose(soft[small], exact, rtol=16 * EPS)
+        assert np.all(soft <= hard * (1 + EPS))
+        assert np.all(soft >= hard / 2 ** (1 / power) * (1 - 8 * EPS))
         assert np.all(np.diff(soft) >= -4 * EPS * soft[1:])
-    assert (
-        float(shrink(jnp.float32(3.0), jnp.float32(np.inf))) == 3.0
-        and float(shrink(jnp.float32(0.0), jnp.float32(0.0))) == 0.0
+    assert shrink(jnp.float32(3.0), jnp.float32(np.inf)) == 3.0
+    assert shrink(jnp.float32(0.0), jnp.float32(0.0)) == 0.0
+
+
+def test_spam_recovers_where_adam_is_slowed_for_long():
+    """One spike of a thousand times the size: Adam's second moment shrinks the steps
+    after it, SPAM's does not.
+    """
+    grads = jnp.ones((400, 3)).at[100].mul(1000.0)
+    adam, protected = (
+        optax.scale_by_adam(),
+        optax.chain(optaxclip.spam(50.0, every=None), optax.scale_by_adam()),
     )
+    slow, quick = (scanned(optimizer, grads)[1] for optimizer in (adam, protected))
+    assert float(slow[150, 0]) < 0.2 < 0.8 < float(quick[150, 0])
+
+
+@pytest.mark.slow
+def test_norms_that_never_change_are_not_outliers():
+    """A mean of equal numbers that rounds a hair below them makes every step an outlier
+    of no deviation.
+    """
+    for level in (0.1, 1 / 3, 7.3e-5, 1.1e7):
+        for rule in (
+            optaxclip.rules.windowed_mean(6, 128),
+            optaxclip.rules.windowed_mean(3, 100, ddof=1, current=True),
+            optaxclip.rules.log_z_score(warmup=5),
+            optaxclip.rules.ema_ratio(1.0),
+            optaxclip.rules.ema(),
+        ):
+            result = optaxclip.replay.run(rule, np.full(300, level, np.float32))
+            assert not np.asarray(result.clipped).any()
 
 
 def test_drop_and_normalize():
@@ -252,16 +224,3 @@ def test_drop_and_normalize():
         np.testing.assert_allclose(updates, wanted, rtol=8 * EPS)
     clipper = optaxclip.clip_by_global_norm(1.0, shrink=optaxclip.shrinks.normalize)
     same_bits(clipper.update(jnp.zeros(2), clipper.init(grads))[0], jnp.zeros(2))
-
-
-def test_spam_recovers_where_adam_is_slowed_for_long():
-    """One spike of a thousand times the size: Adam's second moment shrinks the steps
-    after it, SPAM's does not.
-    """
-    grads = jnp.ones((400, 3)).at[100].mul(1000.0)
-    adam, protected = (
-        optax.scale_by_adam(),
-        optax.chain(optaxclip.spam(50.0, every=None), optax.scale_by_adam()),
-    )
-    slow, quick = (scanned(optimizer, grads)[1] for optimizer in (adam, protected))
-    assert float(slow[150, 0]) < 0.2 < 0.8 < float(quick[150, 0])

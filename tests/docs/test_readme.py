@@ -10,7 +10,6 @@ from pathlib import Path
 
 import jax
 import optax
-import pytest
 
 import optaxclip
 from tests.docs.test_docs import assert_as_shown
@@ -39,27 +38,6 @@ def test_without_a_limit_the_loss_ends_where_it_says():
     final = re.search(r"step 299: loss (\S+)", printed)
     claim = re.search(r"and the\s+final\s+loss\s+is\s+([\d.]+\d)", README)
     assert final and claim and final[1] == claim[1]
-
-
-def test_the_words_outside_code_and_tables_are_at_most_650():
-    text = re.sub(
-        r"```.*?```|<picture>.*?</picture>|<!--.*?-->", "", README, flags=re.S
-    )
-    lines = [line for line in text.splitlines() if not line.startswith("|")]
-    assert len(" ".join(lines).split()) <= 650
-
-
-def test_the_table_of_choices_has_at_most_8_rows():
-    table = README.partition("## Which one")[2].partition("\n\n[")[0]
-    assert 2 < table.count("\n|") - 2 <= 8
-
-
-@pytest.mark.parametrize(
-    ("mark", "does"), [("main", "examples/broken_batches.py"), ("test", "-m pytest")]
-)
-def test_a_command_is_marked(mark, does):
-    command = re.search(rf"<!-- {mark} command -->\n```sh\n(.*)\n```", README)
-    assert command and "venv" in command[1] and does in command[1]
 
 
 def test_what_it_calls_exists():

@@ -56,8 +56,3 @@ def test_a_recipe_without_its_essential_line_fails(number, tmp_path):
         does_what_it_shows(shorter, tmp_path)
     if raised.type is TypeError:
         assert "skip_step: update has no argument 'loss'" in str(raised.value)
-
-
-def test_the_statement_that_is_taken_out_is_the_marked_one():
-    source = "def f(x):\n    y = g(\n        x,  # essential\n    )\n    return x\n"
-    assert without_the_line(source) == "def f(x):\n    pass\n    return x\n"

@@ -25,27 +25,6 @@ def test_the_citation_has_the_version():
         assert f"\nversion: {optaxclip.__version__}\n" in citation.read_text()
 
 
-def test_the_conda_recipe_has_the_version_and_the_packages():
-    recipe = ROOT / ".github/conda/recipe.yaml"
-    if recipe.exists():
-        text, project = recipe.read_text(), (ROOT / "pyproject.toml").read_text()
-        assert f'version: "{optaxclip.__version__}"' in text
-        needed = re.search(r"^dependencies = \[(.*)\]$", project, re.MULTILINE)
-        assert needed
-        for package in re.findall(r'"(.*?)"', needed[1]):
-            assert f"    - {package.replace('>=', ' >=')}\n" in text
-
-
-def test_types_are_marked():
-    assert Path(optaxclip.__file__).with_name("py.typed").exists()
-
-
-def test_minimum_versions_are_given():
-    project = (ROOT / "pyproject.toml").read_text()
-    needed = re.search(r"^dependencies = \[(.*)\]$", project, re.MULTILINE)
-    assert needed and all(">=" in one for one in needed[1].split(","))
-
-
 def metadata(address):
     """What the package says of itself, with this address of the repository."""
     pytest.importorskip("hatchling")
@@ -67,3 +46,14 @@ def test_with_an_address_every_link_on_pypi_is_whole():
     assert f"{ADDRESS}/raw/main/docs/broken_batches.png" in targets
     assert [each for each in targets if not each.startswith(("https://", "#"))] == []
     assert urls["Source"] == ADDRESS and f"{ADDRESS}/actions/" in text
+
+
+def test_the_conda_recipe_has_the_version_and_the_packages():
+    recipe = ROOT / ".github/conda/recipe.yaml"
+    if recipe.exists():
+        text, project = recipe.read_text(), (ROOT / "pyproject.toml").read_text()
+        assert f'version: "{optaxclip.__version__}"' in text
+        needed = re.search(r"^dependencies = \[(.*)\]$", project, re.MULTILINE)
+        assert needed
+        for package in re.findall(r'"(.*?)"', needed[1]):
+            assert f"    - {package.replace('>=', ' >=')}\n" in text

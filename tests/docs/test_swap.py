@@ -55,12 +55,6 @@ def masked(clippers):
     return trained(optax.chain(clip, optax.masked(optax.set_to_zero(), FROZEN)))
 
 
-def with_ema(clippers):
-    return trained(
-        optax.chain(clippers.clip_by_global_norm(1.0), optax.adam(0.1), optax.ema(0.9))
-    )
-
-
 def multi_steps(clippers):
     optimizer = optax.chain(clippers.clip_by_global_norm(1.0), optax.adamw(0.1))
     optimizer = optax.MultiSteps(optimizer, 2).gradient_transformation()
@@ -74,10 +68,6 @@ def injected_by_keyword(clippers):
     return trained(
         optax.inject_hyperparams(clippers.clip_by_global_norm)(max_norm=schedule)
     )
-
-
-def injected_by_position(clippers):
-    return trained(optax.inject_hyperparams(clippers.clip_by_global_norm)(0.5))
 
 
 def injected_without_params(clippers):
@@ -97,40 +87,6 @@ def injected_around_a_chain(clippers):
         return optax.chain(clip, optax.adamw(learning_rate))
 
     return trained(optimizer(learning_rate=0.1))
-
-
-def without_a_state(clippers):
-    return clippers.clip_by_global_norm(1.0).update(GRADS[0], None)[0]
-
-
-def with_the_state_of_something_empty(clippers):
-    clip = clippers.clip_by_global_norm(1.0)
-    return clip.update(GRADS[0], optax.EmptyState(), PARAMS)[0]
-
-
-def functional(clippers):
-    @jax.jit
-    def clip(grads):
-        return clippers.clip_by_global_norm(1.0).update(grads, None)[0]
-
-    return clip(GRADS[0])
-
-
-def by_value_without_a_state(clippers):
-    return clippers.clip(0.5).update(GRADS[0], optax.EmptyState())[0]
-
-
-def block_rms_without_a_state(clippers):
-    return clippers.clip_by_block_rms(0.5).update(GRADS[0], None)[0]
-
-
-def agc_without_a_state(clippers):
-    return clippers.adaptive_grad_clip(0.01).update(GRADS[0], None, PARAMS)[0]
-
-
-def without_params(clippers):
-    optimizer = optax.chain(clippers.clip_by_global_norm(1.0), optax.sgd(0.1))
-    return optimizer.update(GRADS[0], optimizer.init(PARAMS))[0]
 
 
 def by_name(clippers):
@@ -158,10 +114,6 @@ def snapshot(clippers):
     return optax.tree.get(state, "length")
 
 
-def finite_only(clippers):
-    return trained(optax.apply_if_finite(clippers.clip_by_global_norm(1.0), 3))
-
-
 def skipping_by_our_name(clippers):
     """optax's `apply_if_finite(optimizer, n)` is our `skip_nonfinite(optimizer, n)`."""
     ours = clippers is OURS
@@ -174,18 +126,6 @@ def skipping_by_our_name(clippers):
         updates, state = optimizer.update(grads, state, PARAMS)
         moved.append(updates)
     return moved
-
-
-def scanned(clippers):
-    optimizer = optax.chain(clippers.clip_by_global_norm(1.0), optax.adam(0.1))
-
-    def step(carry, grads):
-        params, state = carry
-        updates, state = optimizer.update(grads, state, params)
-        return (optax.apply_updates(params, updates), state), None
-
-    steps = jax.tree.map(lambda *each: jnp.stack(each), *GRADS)
-    return jax.lax.scan(step, (PARAMS, optimizer.init(PARAMS)), steps)[0][0]
 
 
 def linen_train_state(clippers):
@@ -245,25 +185,14 @@ def per_example(clippers):
 PROGRAMS = (
     ppo,
     masked,
-    with_ema,
     multi_steps,
     injected_by_keyword,
-    injected_by_position,
     injected_without_params,
     injected_around_a_chain,
-    without_a_state,
-    with_the_state_of_something_empty,
-    functional,
-    by_value_without_a_state,
-    block_rms_without_a_state,
-    agc_without_a_state,
-    without_params,
     by_name,
     reduce_on_plateau,
     snapshot,
-    finite_only,
     skipping_by_our_name,
-    scanned,
     linen_train_state,
     nnx_optimizer,
     equinox_step,

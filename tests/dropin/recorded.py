@@ -57,34 +57,23 @@ def optaxclip_of_keras(grads, **settings):
 
 
 def decode(x):
-    if isinstance(x, dict) and "dtype" in x:
-        return (
-            np.asarray(x["values"], float).astype(x["dtype"])
-            if "values" in x
-            else np.asarray(x["real"], x["dtype"])
-            + 1j * np.asarray(x["imag"], x["dtype"])
-        )
+    if isinstance(x, dict) and "values" in x:
+        return np.asarray(x["values"], float).astype(x["dtype"])
+    if isinstance(x, dict) and "real" in x:
+        return np.asarray(np.array(x["real"]) + 1j * np.array(x["imag"]), x["dtype"])
     if isinstance(x, dict):
         return {key: decode(value) for key, value in x.items()}
-    return (
-        [decode(value) for value in x]
-        if isinstance(x, list)
-        else float(x)
-        if x in ("nan", "inf")
-        else x
-    )
+    if isinstance(x, list):
+        return [decode(value) for value in x]
+    return float(x) if x in ("nan", "inf") else x
 
 
 def limit_of(case):
     """The limit of a norm or of Keras; None where there are two bounds or none."""
     limit = decode(case["args"])[1] if len(case["args"]) == 2 else None
-    return (
-        next(iter(limit.values()), None)
-        if isinstance(limit, dict)
-        else limit
-        if isinstance(limit, float)
-        else None
-    )
+    if isinstance(limit, dict):
+        return next(iter(limit.values()), None)
+    return limit if isinstance(limit, float) else None
 
 
 def run(case):

@@ -5,6 +5,7 @@ off on purpose).
 """
 
 import itertools
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +15,6 @@ import pytest
 
 import optaxclip
 from tests import oracles
-from tests.dropin.recorded import in_torch
 
 SHAPES = {
     "scalar": (),
@@ -25,7 +25,6 @@ SHAPES = {
     "volume": (2, 3, 2, 2, 4),
 }
 FEW_SHAPES = {name: SHAPES[name] for name in ("scalar", "matrix", "stack")}
-EPS = float(np.finfo(np.float32).eps)
 
 # Limits that leave nothing, something and everything as it is.
 NORMS = [0.01, 3.0, 1e4]
@@ -33,13 +32,11 @@ NORMS = [0.01, 3.0, 1e4]
 
 def tree(seed, shapes=SHAPES):
     random = np.random.default_rng(seed)
-    return {
-        name: jnp.asarray(
-            random.standard_normal(shape) * np.exp(random.standard_normal(shape)),
-            jnp.float32,
-        )
-        for name, shape in shapes.items()
-    }
+    found = {}
+    for name, shape in shapes.items():
+        size = np.exp(random.standard_normal(shape))
+        found[name] = jnp.asarray(random.standard_normal(shape) * size, jnp.float32)
+    return found
 
 
 def one_step(transformation, grads, params=None):
@@ -73,14 +70,15 @@ def test_updates_equal_those_of_optax(ours, theirs, limit):
     assert_equal(one_step(ours(limit), grads), one_step(theirs(limit), grads))
 
 
-@pytest.mark.parametrize("clipping", [1e-3, 0.3, 1e4])
+@pytest.mark.parametrize("clipping", [(1e-3,), (0.3,), (1e4,), (0.1, 5.0)])
 @pytest.mark.parametrize("name", AGC_SHAPES)
 def test_adaptive_grad_clip_equals_that_of_optax(name, clipping):
     grads, params = tree(2, {name: SHAPES[name]}), tree(3, {name: SHAPES[name]})
-    assert_equal(
-        one_step(optaxclip.adaptive_grad_clip(clipping), grads, params),
-        one_step(optax.adaptive_grad_clip(clipping), grads, params),
+    ours, theirs = (
+        one_step(make(*clipping), grads, params)
+        for make in (optaxclip.adaptive_grad_clip, optax.adaptive_grad_clip)
     )
+    assert_equal(ours, theirs)
 
 
 WITH_ONES = [
@@ -94,90 +92,11 @@ def test_axes_of_size_1_make_the_units_of_optax():
     shapes = {str(shape): shape for shape in WITH_ONES}
     grads, params = tree(5, shapes), tree(6, shapes)
     ours, theirs = (
-        jax.jit(lambda g, p, clipper=clipper: one_step(clipper, g, p))(grads, params)
-        for clipper in (
-            optaxclip.adaptive_grad_clip(0.3),
-            optax.adaptive_grad_clip(0.3),
-        )
+        jax.jit(partial(one_step, make(0.3)))(grads, params)
+        for make in (optaxclip.adaptive_grad_clip, optax.adaptive_grad_clip)
     )
     assert_equal(ours, theirs)
-    clipper = optaxclip.clip_by_unitwise_norm(1.0)
-    clipped = jax.jit(lambda g: one_step(clipper, g))(grads)
+    clipped = jax.jit(partial(one_step, optaxclip.clip_by_unitwise_norm(1.0)))(grads)
     for name, leaf in grads.items():
         wanted = oracles.clip_units([leaf], 1.0)[0]
         np.testing.assert_allclose(clipped[name], wanted, 1e-6)
-
-
-@pytest.mark.slow
-def test_weights_of_outputs_by_inputs_take_an_axis():
-    """Rows of (out, in) are the units then, as columns of (in, out) are."""
-    shapes = {"linear": (5, 3), "filters": (4, 2, 3, 3), "bias": (5,), "gain": ()}
-    grads, params = tree(7, shapes), tree(8, shapes)
-
-    def transposed(tree):
-        return {
-            name: jnp.moveaxis(x, 0, -1) if x.ndim else x for name, x in tree.items()
-        }
-
-    rows = optaxclip.adaptive_grad_clip(
-        0.3, axis=lambda path, x: tuple(range(1, x.ndim)) or None
-    )
-    columns = optax.adaptive_grad_clip(0.3)
-    assert_equal(
-        transposed(one_step(rows, grads, params)),
-        one_step(columns, transposed(grads), transposed(params)),
-    )
-
-
-@pytest.mark.slow
-def test_adaptive_grad_clip_takes_the_same_eps_as_optax():
-    grads, params = (
-        tree(2, AGC_SHAPES),
-        jax.tree.map(lambda w: w * 1e-3, tree(3, AGC_SHAPES)),
-    )
-    assert_equal(
-        one_step(optaxclip.adaptive_grad_clip(0.1, 0.5), grads, params),
-        one_step(optax.adaptive_grad_clip(0.1, 0.5), grads, params),
-    )
-
-
-ADAM_SHAPES = {name: SHAPES[name] for name in ("vector", "matrix")}
-ADAM_PAIRS = {
-    **PAIRS,
-    "adaptive_grad_clip": (optaxclip.adaptive_grad_clip, optax.adaptive_grad_clip),
-}
-
-
-@pytest.mark.parametrize("ours, theirs", ADAM_PAIRS.values(), ids=ADAM_PAIRS)
-def test_five_steps_of_adam_equal_those_of_optax(ours, theirs):
-    learning_rate, limit = 0.1, 0.3
-    updates = {}
-    for name, clipper in (("ours", ours(limit)), ("theirs", theirs(limit))):
-        optimizer = optax.chain(clipper, optax.adam(learning_rate))
-        step = jax.jit(optimizer.update)
-        params = tree(4, ADAM_SHAPES)
-        state = optimizer.init(params)
-        for seed in range(5):
-            updates[name], state = step(tree(10 + seed, ADAM_SHAPES), state, params)
-    # Adam divides a mean by a root mean square: gradients that are off by 1e-6 move it
-    # by at most twice that, of a step of at most the learning rate.
-    for a, b in zip(
-        jax.tree.leaves(updates["ours"]), jax.tree.leaves(updates["theirs"])
-    ):
-        np.testing.assert_allclose(a, b, 0, atol=(2e-6 + 4 * EPS) * learning_rate)
-
-
-def test_the_walkthrough_prints_the_digits_of_torch(torch):
-    grads = [jnp.array([3.0, 4.0]), jnp.array([1.0, 2.0])]
-    leaves = in_torch(torch, [np.asarray(grad) for grad in grads])
-    theirs = torch.nn.utils.clip_grad_norm_(leaves, 5.0)
-    clipper = optaxclip.clip_by_global_norm(5.0, eps=1e-6)
-    updates, state = clipper.update(grads, clipper.init(grads))
-    printed = [
-        [f"{value:.4f}" for value in np.ravel(x)] for x in (state.norm, *updates)
-    ]
-    assert printed == [["5.4772"], ["2.7386", "3.6515"], ["0.9129", "1.8257"]]
-    assert printed == [
-        [f"{value:.4f}" for value in np.ravel(x)]
-        for x in (theirs.numpy(), *(leaf.grad.numpy() for leaf in leaves))
-    ]

@@ -13,12 +13,12 @@ import optaxclip
 from optaxclip.dropin import tensorflow_style, torch_style
 from tests.dropin.recorded import (
     INF,
+    NAN,
     REFERENCES,
     close,
     decode,
     limit_of,
     name,
-    optaxclip_of_keras,
     run,
     tree,
 )
@@ -32,41 +32,29 @@ def arrays(x):
 
 def difference(case):
     """Which row of the tables says that we differ; None where we do not."""
-    function, limit, inputs = (
-        case["function"],
-        limit_of(case),
-        arrays(decode(case["args"][0])),
-    )
+    function, limit = case["function"], limit_of(case)
+    inputs = arrays(decode(case["args"][0]))
     if "error" in case and function.endswith("norm") and "axes" not in case["options"]:
         return "refused there"
     if function == "clip_by_value":
         lower, upper = decode(case["args"])[1:]
-        return (
-            "no room between the bounds"
-            if np.ndim(lower) == 0 and lower > upper
-            else None
-        )
-    if limit is not None and (
-        math.isnan(limit) or limit < 0 or (limit == 0 and function == "keras")
-    ):
+        crossed = np.ndim(lower) == 0 and lower > upper
+        return "no room between the bounds" if crossed else None
+    if limit is not None and not (limit > 0 or (limit == 0 and function != "keras")):
         return "limit refused here"
     if limit == INF:
         return None if "clipvalue" in str(case["args"][1]) else "limit inf"
-    if function in ("clip_by_norm", "clip_by_average_norm") or "'clipnorm'" in str(
-        case["args"][1:]
-    ):
+    alone = function in ("clip_by_norm", "clip_by_average_norm")
+    if alone or "'clipnorm'" in str(case["args"][1:]):
         if any(np.isinf(x).any() for x in inputs):
             return "inf in one tensor"
         if limit == 0 and not np.any(inputs[0]):
             return "0 / 0 there"
-    if any(
-        np.isfinite(x).all()
-        and float(np.max(np.abs(x), initial=0))
-        > math.sqrt(float(np.finfo(x.dtype).max))
-        for x in inputs
-        if x.dtype.kind == "f"
-    ):
-        return "overflow there"
+    for x in inputs:
+        if x.dtype.kind == "f" and np.isfinite(x).all():
+            root = math.sqrt(float(np.finfo(x.dtype).max))
+            if float(np.max(np.abs(x), initial=0)) > root:
+                return "overflow there"
     return None
 
 
@@ -90,11 +78,7 @@ def test_numbers_are_those_of_tensorflow(case):
 
 
 def test_all_rows_of_the_tables_were_recorded():
-    counts = {
-        row: sum(difference(case) == row for case in DIFFERENT)
-        for row in map(difference, DIFFERENT)
-    }
-    assert set(counts) == {
+    assert set(map(difference, DIFFERENT)) == {
         "refused there",
         "no room between the bounds",
         "limit refused here",
@@ -106,76 +90,45 @@ def test_all_rows_of_the_tables_were_recorded():
     assert len(SAME) > 50
 
 
+def expected_here(case, row, x, inputs):
+    """What we make of one of the inputs."""
+    function = case["function"]
+    if row == "limit inf" or x.dtype.kind == "i":
+        return x
+    if row == "inf in one tensor":
+        return np.full_like(x, NAN) if np.isinf(x).any() else x
+    if row == "0 / 0 there":
+        return np.zeros_like(x)
+    if row == "overflow there":
+        return np.full(x.shape, 1 / math.sqrt(x.size))
+    together = inputs if function == "clip_by_global_norm" else [x]
+    wide = [np.asarray(y, np.complex128) for y in together]
+    norm = math.sqrt(sum(float(np.sum(np.abs(y) ** 2)) for y in wide))
+    norm = norm / (x.size if function == "clip_by_average_norm" else 1)
+    return x * min(1.0, limit_of(case) / norm)
+
+
 @pytest.mark.filterwarnings("ignore:.*no leaf of the updates has a float")
 @pytest.mark.parametrize("case", DIFFERENT, ids=name)
 def test_differences_from_tensorflow_are_those_in_the_table(case):
     row = difference(case)
     if row in ("limit refused here", "no room between the bounds"):
-        with pytest.raises(
-            ValueError,
-            match=(
-                r"must be (at least 0|above 0|at most clip_value_max)|must not be NaN"
-            ),
-        ):
+        text = r"must be (at least 0|above 0|at most clip_value_max)|must not be NaN"
+        with pytest.raises(ValueError, match=text):
             run(case)
         return
-    inputs = jax.tree.leaves(decode(case["args"][0]))
-    ours = run(case)
+    inputs, ours = jax.tree.leaves(decode(case["args"][0])), run(case)
     leaves = jax.tree.leaves(ours[0] if isinstance(ours, tuple) else ours)
-    assert [leaf.dtype for leaf in leaves] == [x.dtype for x in inputs]
     if "output" in case:
         theirs = decode(case["output"])
-        there = jax.tree.leaves(
-            theirs[0] if case["function"] == "clip_by_global_norm" else theirs
-        )
-        assert not all(
-            np.allclose(
-                np.asarray(a, float), np.asarray(b, float), 1e-2, equal_nan=True
-            )
-            for a, b in zip(leaves, there)
-        )
-    for x, leaf in zip(inputs, leaves):
-        if row == "limit inf" or x.dtype.kind == "i":
-            np.testing.assert_array_equal(leaf, x)
-        elif row == "inf in one tensor":
-            assert np.isnan(leaf).all() if np.isinf(x).any() else (leaf == x).all()
-        elif row == "0 / 0 there":
-            assert not np.any(leaf)
-        elif row == "overflow there":
-            close(leaf, np.full(x.shape, 1 / math.sqrt(x.size)), x.dtype)
-        else:
-            wide = [
-                np.asarray(y, np.complex128)
-                for y in (inputs if case["function"] == "clip_by_global_norm" else [x])
-            ]
-            norm = math.sqrt(sum(float(np.sum(np.abs(y) ** 2)) for y in wide)) / (
-                x.size if case["function"] == "clip_by_average_norm" else 1
-            )
-            np.testing.assert_allclose(
-                leaf,
-                x * min(1.0, limit_of(case) / norm),
-                8 * float(np.finfo(x.dtype).eps),
-            )
-
-
-def test_mixed_precisions_keep_theirs():
-    grads = [
-        jnp.full(3, 3, jnp.bfloat16),
-        None,
-        jnp.full(2, 4, jnp.float16),
-        np.int32(7),
-        jnp.ones((1, 2)),
-    ]
-    clipped, norm = tensorflow_style.clip_by_global_norm(grads, 1.0)
-    assert [leaf.dtype for leaf in jax.tree.leaves(clipped)] == [
-        "bfloat16",
-        "float16",
-        "int32",
-        "float32",
-    ]
-    assert clipped[1] is None and clipped[3] == 7
-    close(norm, math.sqrt(27 + 32 + 2))
-    close(clipped[4], np.full((1, 2), 1 / math.sqrt(61)))
+        if case["function"] == "clip_by_global_norm":
+            theirs = theirs[0]
+        pairs = zip(leaves, jax.tree.leaves(theirs))
+        assert not all(np.allclose(a, b, 1e-2, equal_nan=True) for a, b in pairs)
+    for x, leaf in zip(inputs, leaves, strict=True):
+        assert leaf.dtype == x.dtype
+        rtol = 8 * float(np.finfo(x.dtype).eps) if x.dtype.kind != "i" else 0
+        np.testing.assert_allclose(leaf, expected_here(case, row, x, inputs), rtol)
 
 
 @pytest.mark.parametrize(
@@ -199,19 +152,6 @@ def test_under_jit_with_a_traced_limit_the_numbers_are_the_same(function):
         close(a, b)
 
 
-@pytest.mark.slow
-def test_what_is_within_the_limit_stays_bit_for_bit():
-    grads = tree()
-    norm = optaxclip.global_norm(grads)
-    for same in (
-        torch_style.clip_grad_norm(grads, norm + 2e-6)[0],
-        tensorflow_style.clip_by_global_norm(grads, norm)[0],
-        tensorflow_style.clip_by_norm(grads, norm),
-        optaxclip_of_keras(grads, global_clipnorm=norm),
-    ):
-        jax.tree.map(np.testing.assert_array_equal, same, grads)
-
-
 def test_clip_gradients_by_norm_clips_before_the_optimizer():
     grads, params = tree(), jax.tree.map(jnp.zeros_like, tree())
     optimizer = tensorflow_style.clip_gradients_by_norm(optax.sgd(0.5), 1.0)
@@ -225,13 +165,6 @@ def test_clip_gradients_by_norm_clips_before_the_optimizer():
         match=r"clip_gradients_by_norm: clip_norm must be at least 0, got -1.0",
     ):
         tensorflow_style.clip_gradients_by_norm(optax.sgd(0.5), -1.0)
-
-
-@pytest.mark.parametrize("axes", [[np.int64(1)], (np.int32(-1),), np.int64(1)])
-def test_axes_may_be_numpy_ints(axes):
-    t = jnp.array([[3.0, 4.0], [0.3, 0.4]])
-    found = tensorflow_style.clip_by_norm(t, 1.0, axes)
-    np.testing.assert_allclose(found, [[0.6, 0.8], [0.3, 0.4]], rtol=1e-6)
 
 
 def test_bounds_may_be_equal_or_below_zero():

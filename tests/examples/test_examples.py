@@ -149,16 +149,6 @@ def test_noise_has_the_deviation_that_is_asked_for(private):
     assert abs(np.corrcoef(found["a"].ravel(), found["b"].ravel())[0, 1]) < 0.04
 
 
-def test_every_image_joins_by_chance_and_once(private):
-    chosen, is_real = private[0].draw_batches(1300, 400, 0)
-    sizes = is_real.sum(1)
-    mean, deviation = private[0].BATCH, np.sqrt(130 * 0.9)
-    assert sizes.mean() == pytest.approx(mean, abs=4 * deviation / 20)
-    assert sizes.std() == pytest.approx(deviation, rel=4 / np.sqrt(800))
-    for indices, real in zip(chosen[:9], is_real):
-        assert len(np.unique(indices[real])) == real.sum()
-
-
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
     module = example(
@@ -235,25 +225,6 @@ def test_one_limit_measures_the_critic_and_two_leave_the_actor_alone(ppo):
     # Medians of a quotient and of its divisor.
     np.testing.assert_allclose(factor, 0.5 / critic, rtol=0.3)
     assert (runs["two limits"][:, 3] == 1).all()
-
-
-def test_advantages_are_those_of_the_definition(ppo):
-    random, shape = np.random.default_rng(1), (ppo.LENGTH, ppo.GAMES)
-    observations = random.normal(size=(*shape, 4)).astype(np.float32)
-    ends, rewards = random.random(shape) < 0.05, random.random(shape)
-    critic = ppo.new_perceptron(4, 64, 64, 1)
-    found, goals = ppo.judge(critic, (observations, None, np.float32(rewards), ends))
-    values = np.float64(ppo.perceptron(critic, observations)[..., 0])
-    later = np.concatenate([values[1:], values[-1:]])
-    surprise = rewards + 0.99 * later * ~ends - values
-    expected = np.zeros(shape)
-    for start in range(ppo.LENGTH):
-        factor = np.ones(ppo.GAMES)
-        for now in range(start, ppo.LENGTH):
-            expected[start] += factor * surprise[now]
-            factor *= 0.99 * 0.95 * ~ends[now]
-    np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-4)
-    np.testing.assert_allclose(goals, expected + values, rtol=1e-4, atol=1e-4)
 
 
 # Several devices.

@@ -48,13 +48,6 @@ def run(name, *arguments, monkeypatch):
     runpy.run_path(str(FOLDER / f"{name}.py"), run_name="__main__")
 
 
-def test_there_are_twelve_programs_to_read():
-    assert len(PROGRAMS) == 12
-    assert [name for name in PROGRAMS if text_of(name).count("\n") > 130] == []
-    pages = [*FOLDER.glob("*.py"), FOLDER / "README.md"]
-    assert sum(page.read_text().count("\n") for page in pages) <= 2000
-
-
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_the_list_of_programs_says_what_each_says_of_itself(name):
     docstring = ast.get_docstring(ast.parse(text_of(name)))
@@ -85,11 +78,6 @@ def test_a_run_without_steps_is_refused(monkeypatch, capsys):
     assert capsys.readouterr().err.endswith(wanted)
 
 
-def test_all_packages_that_programs_import_are_known():
-    for name in PROGRAMS:
-        assert imported(name) <= set(NEEDS.get(name, ())), name
-
-
 NEEDED = [(name, package) for name, packages in NEEDS.items() for package in packages]
 
 
@@ -106,14 +94,6 @@ def test_a_missing_package_is_named_with_its_extra(monkeypatch, name, package):
     hide(package, monkeypatch)
     with pytest.raises(ModuleNotFoundError) as raised:
         run(name, monkeypatch=monkeypatch)
-    assert 'pip install -e ".[examples]"' in "".join(raised.value.__notes__)
-
-
-def test_without_matplotlib_a_picture_names_the_extra(monkeypatch):
-    draw_both = runpy.run_path(str(FOLDER / "_shared.py"))["draw_both"]
-    hide("matplotlib", monkeypatch)
-    with pytest.raises(ModuleNotFoundError) as raised:
-        draw_both(Path("picture.png"), 1, None)
     assert 'pip install -e ".[examples]"' in "".join(raised.value.__notes__)
 
 

@@ -2,6 +2,13 @@
 
     python -m tests.fuzz --minutes 30 --seed 1
 
-A case is text: the trees and the limit are Python source, so that what a finding prints
-is what ran. `search` draws cases with hypothesis and has them shrunk.
+trees.py     random trees, as Python source
+cases.py     a case: a method, its limit, the trees of some steps
+expected.py  what a clipper must make of a tree, in float64 NumPy
+checks.py    what is checked of a case
+ways.py      what users do with a clipper, and JAX's switches
+search.py    draws cases with hypothesis, and has those that fail shrunk
+
+A case is text: trees and limits are Python source, so that what a finding prints is
+what ran. `tests/core/test_properties.py` draws from the same cases.
 """

@@ -54,7 +54,8 @@ def places_of(method: Method, tree: dict[str, Any]) -> list[list[Place]]:
     if method.norm == "tensor":
         return [[(name, ...)] for name in names]
     if method.norm == "group":
-        ranks = [[n for n in names if (np.ndim(tree[n]) > 1) is big] for big in (0, 1)]
+        matrices = [name for name in names if np.ndim(tree[name]) > 1]
+        ranks = matrices, [name for name in names if name not in matrices]
         return [[(name, ...) for name in group] for group in ranks if group]
     return [[place] for name in names for place in units(name, np.shape(tree[name]))]
 

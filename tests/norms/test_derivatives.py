@@ -1,5 +1,8 @@
-"""First derivatives of norms: the equation, at zero, and by finite differences."""
+"""First and second derivatives of norms and of clipped updates: the equation, at zero,
+and by finite differences.
+"""
 
+import itertools
 import math
 from functools import cache, partial
 
@@ -10,6 +13,7 @@ import pytest
 
 import optaxclip
 from tests import oracles
+from tests.helpers import apply
 from tests.norms.leaves import (
     EPS,
     ORDERS,
@@ -23,30 +27,21 @@ from tests.norms.leaves import (
 def gradient(leaf, ord):
     """d norm / d|x_i| * sign x_i, with 0 at zero."""
     x = oracles.wide(leaf)
-    size, whole = (
-        np.abs(x),
-        oracles.norm([leaf], {"rms": 2, "average": 2}.get(ord, ord)),
-    )
-    p = {"rms": 2, "average": 2}.get(ord, ord)
-    share = (
-        (size == whole)
-        if p == math.inf
-        else np.where(size > 0, np.where(size > 0, size / whole, 1) ** (p - 1), 0)
-    )
-    return (
-        np.sign(x) * share / {"rms": math.sqrt(x.size), "average": x.size}.get(ord, 1)
-    )
+    p = 2 if ord in ("rms", "average") else ord
+    whole, size = oracles.norm([leaf], p), np.abs(x)
+    divisor = {"rms": math.sqrt(x.size), "average": x.size}.get(ord, 1)
+    if p == math.inf:
+        return np.sign(x) * (size == whole)
+    share = np.where(size > 0, size / whole, 1) ** (p - 1)
+    return np.sign(x) * share / divisor
 
 
 def gradient_tolerance(ord):
     """The p-1st power magnifies the error of a quotient of two float32 (2 eps), and is
     itself within 4 eps.
     """
-    return (
-        (2 * abs(ord - 1) + 8) * EPS
-        if isinstance(ord, int | float) and ord < math.inf
-        else 8 * EPS
-    )
+    power = abs(ord - 1) if isinstance(ord, int | float) and ord < math.inf else 0
+    return (2 * power + 8) * EPS
 
 
 @cache
@@ -77,57 +72,32 @@ def slopes(scale):
 def test_derivative_is_the_equation_forward_and_reverse(scale, ord):
     leaf, direction, found = slopes(scale)
     tangent, pulled_back = found[ord]
-    expected = gradient(leaf, ord)
-    np.testing.assert_allclose(
-        pulled_back, expected, gradient_tolerance(ord), atol=1e-37
-    )
+    expected, rtol = gradient(leaf, ord), gradient_tolerance(ord)
+    np.testing.assert_allclose(pulled_back, expected, rtol, atol=1e-37)
     terms = expected * oracles.wide(direction)
-    np.testing.assert_allclose(
-        tangent,
-        terms.sum(),
-        0,
-        atol=(gradient_tolerance(ord) + 12 * EPS) * np.abs(terms).sum(),
-    )
+    atol = (rtol + 12 * EPS) * np.abs(terms).sum()
+    np.testing.assert_allclose(tangent, terms.sum(), 0, atol=atol)
 
 
 def leaf_nearly_too_large(ord):
     start = random_leaf(np.random.default_rng(14), (3, 4), "float32")
-    return jnp.asarray(
-        oracles.wide(start)
-        * 3e38
-        / max(oracles.norm([start], ord), oracles.norm([start])),
-        jnp.float32,
-    )
+    longest = max(oracles.norm([start], ord), oracles.norm([start]))
+    return jnp.asarray(oracles.wide(start) * 3e38 / longest, jnp.float32)
 
 
 @cache
 def slopes_nearly_too_large():
-    return at_every_order(
-        lambda leaf, ord: jax.grad(partial(optaxclip.global_norm, ord=ord))(leaf),
-        *map(leaf_nearly_too_large, ORDERS),
-    )
+    def slope(leaf, ord):
+        return jax.grad(partial(optaxclip.global_norm, ord=ord))(leaf)
 
-
-def assert_slope_nearly_too_large(found, ord):
-    np.testing.assert_allclose(
-        found,
-        gradient(leaf_nearly_too_large(ord), ord),
-        gradient_tolerance(ord),
-        atol=1e-37,
-    )
+    return at_every_order(slope, *map(leaf_nearly_too_large, ORDERS))
 
 
 @every_order
 def test_derivative_near_the_largest_float32_is_the_equation(ord):
-    assert_slope_nearly_too_large(slopes_nearly_too_large()[ord], ord)
-
-
-@pytest.mark.parametrize("ord", [0.5, 2, 3, math.inf])
-def test_eager_derivative_near_the_largest_is_the_equation(ord):
-    assert_slope_nearly_too_large(
-        jax.grad(partial(optaxclip.global_norm, ord=ord))(leaf_nearly_too_large(ord)),
-        ord,
-    )
+    found = slopes_nearly_too_large()[ord]
+    expected = gradient(leaf_nearly_too_large(ord), ord)
+    np.testing.assert_allclose(found, expected, gradient_tolerance(ord), atol=1e-37)
 
 
 STEP = 1e-5
@@ -143,13 +113,8 @@ def slope_and_difference(point, ord):
         optaxclip.global_norm([x + h * v for x, v in zip(leaves, direction)], ord=ord)
         for h in (STEP, -STEP)
     )
-    return jnp.stack(
-        [
-            forward,
-            sum(jnp.vdot(g, v) for g, v in zip(gradients, direction)),
-            (there - back) / (2 * STEP),
-        ]
-    )
+    along = sum(jnp.vdot(g, v) for g, v in zip(gradients, direction))
+    return jnp.stack([forward, along, (there - back) / (2 * STEP)])
 
 
 @cache
@@ -157,18 +122,12 @@ def slopes_and_differences():
     with jax.enable_x64(True):
         random = np.random.default_rng(15)
         # Away from 0 and from two equal largest values, where there is no derivative.
-        leaves = [
-            random.permuted(np.arange(1.0, 7.0)).reshape(2, 3)
-            * random.choice([-1, 1], (2, 3)),
-            random.uniform(0.5, 0.9, 4),
-        ]
+        signs = random.choice([-1, 1], (2, 3))
+        matrix = random.permuted(np.arange(1.0, 7.0)).reshape(2, 3) * signs
+        leaves = [matrix, random.uniform(0.5, 0.9, 4)]
         direction = [random.standard_normal(x.shape) for x in leaves]
-        return {
-            ord: np.asarray(found)
-            for ord, found in at_every_order(
-                slope_and_difference, (leaves, direction)
-            ).items()
-        }
+        found = at_every_order(slope_and_difference, (leaves, direction))
+        return {ord: np.asarray(three) for ord, three in found.items()}
 
 
 @pytest.mark.slow
@@ -183,26 +142,21 @@ def test_derivative_of_a_complex_leaf_is_its_direction():
     x = jnp.asarray([3 + 4j, 0, -1j], jnp.complex64)
     v = jnp.asarray([1 - 2j, 1, 3 + 1j], jnp.complex64)
     tangent, pulled_back = jax.jit(partial(slope, ord=2))((x, v))
-    np.testing.assert_allclose(
-        tangent,
-        np.real(np.conj(oracles.wide(x)) * oracles.wide(v)).sum() / math.sqrt(26),
-        8 * EPS,
-    )
     # JAX's convention for a real function of a complex variable is the conjugate.
-    np.testing.assert_allclose(
-        pulled_back, np.conj(oracles.wide(x)) / math.sqrt(26), 8 * EPS
-    )
+    wanted = np.conj(oracles.wide(x)) / math.sqrt(26)
+    np.testing.assert_allclose(pulled_back, wanted, 8 * EPS)
+    along = np.real(wanted * oracles.wide(v)).sum()
+    np.testing.assert_allclose(tangent, along, 8 * EPS)
 
 
 @cache
 def slopes_of_units():
     leaf = random_leaf(np.random.default_rng(18), (4, 3), "float32")
-    return leaf, at_every_order(
-        lambda leaf, ord: jax.grad(
-            lambda x: jnp.sum(optaxclip.unitwise_norm(x, ord=ord))
-        )(leaf),
-        leaf,
-    )
+
+    def slope(leaf, ord):
+        return jax.grad(lambda x: jnp.sum(optaxclip.unitwise_norm(x, ord=ord)))(leaf)
+
+    return leaf, at_every_order(slope, leaf)
 
 
 @every_order
@@ -216,7 +170,95 @@ def test_derivative_of_each_unit_is_its_own(ord):
 @pytest.mark.slow
 def test_the_largest_share_their_derivative():
     x = jnp.array([2.0, 1.0, -2.0, 0.0])
-    np.testing.assert_allclose(
-        jax.grad(lambda x: optaxclip.global_norm(x, ord=np.inf))(x),
-        [0.5, 0.0, -0.5, 0.0],
-    )
+    slope = jax.grad(lambda x: optaxclip.global_norm(x, ord=np.inf))(x)
+    np.testing.assert_allclose(slope, [0.5, 0.0, -0.5, 0.0])
+
+
+@pytest.mark.parametrize("size", [1e-37, 1e-30, 1e-20, 1e-19, 1.0, 1e19, 1e30])
+@pytest.mark.parametrize("ord", [2, 3])
+def test_second_derivatives_hold_at_norms_of_any_size(ord, size):
+    x = np.float32([2.0, -1.0, 0.5]) * np.float32(size)
+    norm = partial(optaxclip.global_norm, ord=ord)
+    found = jax.jit(lambda x: (jax.hessian(norm)(x), reverse_twice(norm)(x)))(x)
+    length = np.sum(np.abs(oracles.wide(x)) ** ord) ** (1 / ord)
+    unit = np.abs(oracles.wide(x)) / length
+    slope = unit ** (ord - 1) * np.sign(x)
+    curve = (ord - 1) * (np.diag(unit ** (ord - 2)) - np.outer(slope, slope))
+    for each in found:
+        np.testing.assert_allclose(oracles.wide(each) * length, curve, 0, 16 * EPS)
+
+
+@pytest.mark.parametrize("size", [0.0, 1e-37, 1e-30, 1e-20, 1e-19, 1e-3])
+@pytest.mark.slow
+def test_what_is_not_clipped_has_the_second_derivative_of_itself(size):
+    clippers = [
+        optaxclip.clip_by_global_norm(1.0),
+        optaxclip.clip_by_unitwise_norm(1.0),
+        optaxclip.clip_by_global_norm(1.0, ord=3),
+    ]
+    if size < 1e-4:  # where smooth(2) changes nothing either
+        smooth = optaxclip.shrinks.smooth(2)
+        clippers.append(optaxclip.clip_by_global_norm(1.0, shrink=smooth))
+
+    def all_of(x):
+        def total(x):
+            return jnp.stack([jnp.sum(jnp.sin(apply(c, x)[0])) for c in clippers])
+
+        return *jax.hessian(total)(x), *reverse_twice(total)(x)
+
+    x = np.full(2, size, np.float32)
+    wanted = np.diag(-np.sin(np.float64(x)))
+    for found in jax.jit(all_of)(x):
+        np.testing.assert_allclose(found, wanted, rtol=4 * EPS)
+
+
+@pytest.mark.slow
+def test_second_derivative_is_the_equation_forward_and_reverse():
+    x = np.asarray(np.random.default_rng(17).standard_normal(5) * 3, np.float32)
+    length = oracles.norm([x])
+    unit = oracles.wide(x) / length
+    wanted = (np.eye(5) - np.outer(unit, unit)) / length
+
+    def norm(x):
+        return optaxclip.global_norm([x[:4].reshape(2, 2), x[4]])
+
+    for first, second in itertools.product((jax.jacfwd, jax.jacrev), repeat=2):
+        found = jax.jit(first(second(norm)))(x)
+        np.testing.assert_allclose(found, wanted, 0, atol=8 * EPS / length)
+
+
+TWICE = (0.5, 1, 2, 3, np.inf)
+
+
+@cache
+def second_derivatives(twice):
+    """{order: second derivatives at zero, and where one coordinate is not}."""
+    points = np.float32([[0, 0, 0], [0, 2, 0]])
+    norms = [partial(optaxclip.global_norm, ord=ord) for ord in TWICE]
+    found = jax.jit(lambda x: [twice(norm)(x) for norm in norms])
+    return dict(zip(TWICE, zip(*map(found, points)), strict=True))
+
+
+def reverse_twice(function):
+    return jax.jacrev(jax.jacrev(function))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("twice", [jax.hessian, reverse_twice])
+@pytest.mark.parametrize("ord", TWICE)
+def test_second_derivatives_are_finite_at_zero(ord, twice):
+    assert all(np.isfinite(x).all() for x in second_derivatives(twice)[ord])
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.complex64])
+@pytest.mark.slow
+def test_second_derivatives_hold_where_an_element_is_0(dtype):
+    """Of |x|: (1 - x x^T / |x|^2) / |x|, also in rows whose element is 0."""
+    x = np.array([0.0, 3.0, -4.0])
+    wanted = (np.eye(3) - np.outer(x, x) / 25) / 5
+
+    def norm(real):
+        return optaxclip.global_norm(real.astype(dtype))
+
+    found = jax.hessian(norm)(jnp.float32(x))
+    np.testing.assert_allclose(found, wanted, atol=1e-6)

@@ -8,12 +8,15 @@ import jax
 import numpy as np
 import optax
 import pytest
-from jax.sharding import AxisType, NamedSharding
+from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import optaxclip
+from optaxclip import rules, shrinks
 from tests import sharded
 from tests.rules import test_adaptive_contract
+
+pytestmark = pytest.mark.slow
 
 SHAPES = {"bias": (4,), "gain": (), "layers": (2, 4, 6), "matrix": (4, 6)}
 SPECS = {
@@ -27,7 +30,6 @@ STACKED = {"bias": 0, "gain": 0, "layers": 1, "matrix": 0}
 MASK = {"bias": False, "gain": True, "layers": True, "matrix": True}
 TABLES = {"labels": LABELS, "scope": LABELS, "stacked": STACKED}
 STEPS = 3
-adam = partial(optax.adam, 0.1)
 
 
 def for_these_leaves(build, *args, **options):
@@ -52,36 +54,24 @@ def adaptive(name):
     return build()
 
 
-def spectral(method, **options):
-    return optaxclip.clip_by_spectral_norm(0.5, method=method, **options)
-
-
+by_unit = optaxclip.clip_by_unitwise_norm
+spectral = partial(optaxclip.clip_by_spectral_norm, 0.5)
+adam = optax.adam(0.1)
 BUILDS = {name: partial(fixed, name) for name in sharded.CASES}
 BUILDS |= {name: partial(adaptive, name) for name in test_adaptive_contract.CLIPPERS}
+RULES = {
+    "windows": rules.windowed_quantile(0.5, 4),
+    "ema": rules.ema(0.9),
+    "band": rules.ema_band(),
+    "moments": rules.moments_ratio(),
+    "scores": rules.warm_up(1, None, rules.z_score(1.0, warmup=1)),
+    "trackers": rules.minimum(rules.quantile_tracker(), rules.ema_ratio()),
+    "logarithms": rules.log_z_score(),
+}
+BUILDS |= {f"{name} of units": partial(by_unit, rule) for name, rule in RULES.items()}
 BUILDS |= {
-    "windows of units": lambda: optaxclip.clip_by_unitwise_norm(
-        optaxclip.rules.windowed_quantile(0.5, 4)
-    ),
     "windows of layers": lambda: optaxclip.clip_by_tensor_norm(
-        optaxclip.rules.windowed_mean(1.0, 4), stacked=STACKED
-    ),
-    "ema of units": lambda: optaxclip.clip_by_unitwise_norm(optaxclip.rules.ema(0.9)),
-    "band of units": lambda: optaxclip.clip_by_unitwise_norm(
-        optaxclip.rules.ema_band(), shrink=optaxclip.shrinks.normalize
-    ),
-    "moments of units": lambda: optaxclip.clip_by_unitwise_norm(
-        optaxclip.rules.moments_ratio(), nonfinite="zero"
-    ),
-    "scores of units": lambda: optaxclip.clip_by_unitwise_norm(
-        optaxclip.rules.warm_up(1, None, optaxclip.rules.z_score(1.0, warmup=1))
-    ),
-    "trackers of units": lambda: optaxclip.clip_by_unitwise_norm(
-        optaxclip.rules.minimum(
-            optaxclip.rules.quantile_tracker(), optaxclip.rules.ema_ratio()
-        )
-    ),
-    "logarithms of units": lambda: optaxclip.clip_by_unitwise_norm(
-        optaxclip.rules.log_z_score()
+        rules.windowed_mean(1.0, 4), stacked=STACKED
     ),
     "clip_by_value": lambda: optaxclip.clip_by_value(0.5),
     "clip_by_block_rms": lambda: optaxclip.clip_by_block_rms(0.5),
@@ -90,35 +80,34 @@ BUILDS |= {
     "record_norm": lambda: optaxclip.record_norm(optaxclip.unitwise_norm),
     "spam": lambda: optaxclip.spam(0.5, warmup=1, every=2),
     "reset_momentum": lambda: optaxclip.reset_momentum(optax.scale_by_adam(), 2, 1),
-    "carry_clipped": lambda: optaxclip.carry_clipped(
-        optaxclip.clip_by_unitwise_norm(0.5)
-    ),
-    "skip_nonfinite": lambda: optaxclip.skip_nonfinite(adam()),
-    "skip_spikes": lambda: optaxclip.skip_spikes(
-        optax.chain(optaxclip.clip_by_unitwise_norm(0.5), adam()), 15.0
-    ),
-    "skip_step": lambda: optaxclip.skip_step(adam(), 1.0, 2, on_loss=False),
-    "spectral": lambda: spectral("svd", stacked=STACKED),
-    "spectral, all to the limit": lambda: spectral(
-        "svd", shrink=optaxclip.shrinks.normalize
-    ),
-    "spectral, newton_schulz": lambda: spectral("newton_schulz"),
+    "carry_clipped": lambda: optaxclip.carry_clipped(by_unit(0.5)),
+    "skip_nonfinite": lambda: optaxclip.skip_nonfinite(adam),
+    "skip_spikes": lambda: optaxclip.skip_spikes(optax.chain(by_unit(0.5), adam), 15.0),
+    "skip_step": lambda: optaxclip.skip_step(adam, 1.0, 2, on_loss=False),
+    "spectral": lambda: spectral(method="svd", stacked=STACKED),
+    "spectral, all to the limit": lambda: spectral(shrink=shrinks.normalize),
+    "spectral, newton_schulz": lambda: spectral(method="newton_schulz"),
     "spectral, smooth layers": lambda: spectral(
-        "newton_schulz", shrink=optaxclip.shrinks.smooth(2), stacked=STACKED
+        method="newton_schulz", shrink=shrinks.smooth(2), stacked=STACKED
     ),
     "spectral, adaptive": lambda: optaxclip.clip_by_spectral_norm(
-        optaxclip.rules.ema(0.9), stacked=STACKED
+        rules.ema(0.9), stacked=STACKED
     ),
 }
-every_clipper = pytest.mark.parametrize("name", BUILDS)
+# On a mesh with an axis of each kind.
+MIXED = [
+    *("adaptive_grad_clip stacked", "windows of units", "clippy", "larc", "spam"),
+    *("carry_clipped", "skip_spikes", "spectral", "spectral, smooth layers"),
+]
+EXPLICIT = AxisType.Explicit
+CASES = [(name, (EXPLICIT, EXPLICIT)) for name in BUILDS]
+CASES += [(name, (AxisType.Auto, EXPLICIT)) for name in MIXED]
 
 
 def random_tree(seed, *steps):
     random = np.random.default_rng(seed)
-    return {
-        name: np.float32(random.standard_normal((*steps, *shape)))
-        for name, shape in SHAPES.items()
-    }
+    drawn = {name: random.normal(size=(*steps, *SHAPES[name])) for name in SHAPES}
+    return {name: np.float32(x) for name, x in drawn.items()}
 
 
 PARAMS, GRADS = random_tree(1), random_tree(2, STEPS)
@@ -140,11 +129,8 @@ def on_one_device(name):
     return scanned(clipper, PARAMS, clipper.init(PARAMS), GRADS)
 
 
-def placed(mesh, tree, *steps):
-    return {
-        name: jax.device_put(x, NamedSharding(mesh, P(*steps, *SPECS[name])))
-        for name, x in tree.items()
-    }
+def of_steps(specs):
+    return {name: P(None, *spec) for name, spec in specs.items()}
 
 
 def types(tree):
@@ -155,13 +141,13 @@ def assert_same_values(have, want):
     jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6), have, want)
 
 
-@every_clipper
-@pytest.mark.slow
-def test_explicit_mesh_keeps_shardings_and_values(name):
-    mesh = sharded.mesh_of((2, 2), kind=AxisType.Explicit)
+@pytest.mark.parametrize(("name", "kinds"), CASES)
+def test_explicit_mesh_keeps_shardings_and_values(name, kinds):
+    mesh = jax.make_mesh((2, 2), ("x", "y"), kinds, devices=jax.devices()[:4])
     clipper = BUILDS[name]()
     with jax.set_mesh(mesh):
-        params, grads = placed(mesh, PARAMS), placed(mesh, GRADS, None)
+        params = sharded.place(PARAMS, mesh, SPECS)
+        grads = sharded.place(GRADS, mesh, of_steps(SPECS))
         state = clipper.init(params)
         assert types(state) == types(jax.jit(clipper.init)(params))
         have = jax.jit(partial(scanned, clipper))(params, state, grads)
@@ -172,65 +158,30 @@ def test_explicit_mesh_keeps_shardings_and_values(name):
 ROWS = {"bias": P("x"), "gain": P(), "layers": P("x"), "matrix": P("x")}
 PARTLY = {
     "adaptive_grad_clip": lambda **axes: optaxclip.adaptive_grad_clip(0.5, **axes),
-    "ema of units": lambda **axes: optaxclip.clip_by_unitwise_norm(
-        optaxclip.rules.ema(0.9), **axes
-    ),
     "windows of layers": lambda **axes: optaxclip.clip_by_tensor_norm(
-        optaxclip.rules.windowed_mean(1.0, 4), stacked=STACKED, **axes
+        rules.windowed_mean(1.0, 4), stacked=STACKED, **axes
     ),
     "larc": lambda **axes: optaxclip.larc(0.1, stacked=STACKED, **axes),
-    "spam": lambda **_: BUILDS["spam"](),
-    "carry_clipped": lambda **axes: optaxclip.carry_clipped(
-        optaxclip.clip_by_unitwise_norm(0.5, **axes)
-    ),
     "skip_spikes": lambda **axes: optaxclip.skip_spikes(
-        optax.chain(optaxclip.clip_by_unitwise_norm(0.5, **axes), adam()), 15.0, **axes
+        optax.chain(by_unit(0.5, **axes), adam), 15.0, **axes
     ),
 }
-MIXED = [
-    "adaptive_grad_clip stacked",
-    "windows of units",
-    "clippy",
-    "larc",
-    "spam",
-    "carry_clipped",
-    "skip_spikes",
-    "spectral",
-    "spectral, smooth layers",
-]
-
-
-@pytest.mark.parametrize("name", MIXED)
-@pytest.mark.slow
-def test_mesh_of_auto_and_explicit_axes(name):
-    kinds = AxisType.Auto, AxisType.Explicit
-    mesh = jax.make_mesh((2, 2), ("x", "y"), kinds, devices=jax.devices()[:4])
-    clipper = BUILDS[name]()
-    with jax.set_mesh(mesh):
-        params, grads = placed(mesh, PARAMS), placed(mesh, GRADS, None)
-        state = clipper.init(params)
-        have = jax.jit(partial(scanned, clipper))(params, state, grads)
-        assert types(have) == (types(grads), types(state))
-    assert_same_values(have, on_one_device(name))
 
 
 @pytest.mark.parametrize("name", PARTLY)
-@pytest.mark.slow
 def test_partly_manual_shard_map_of_an_explicit_mesh(name):
-    mesh = sharded.mesh_of((2, 2), kind=AxisType.Explicit)
-    specs = jax.tree.map(lambda spec: P(None, *spec), ROWS)
+    mesh = sharded.mesh_of((2, 2), kind=EXPLICIT)
+    specs = of_steps(ROWS)
 
-    def run(params, grads):
-        clipper = PARTLY[name](mesh_axes=ROWS)
+    def run(params, grads, **axes):
+        clipper = PARTLY[name](**axes)
         return scanned(clipper, params, clipper.init(params), grads)[0]
 
     with jax.set_mesh(mesh):
-        params, grads = placed(mesh, PARAMS), placed(mesh, GRADS, None)
-        program = jax.shard_map(
-            run, in_specs=(ROWS, specs), out_specs=specs, axis_names={"x"}
-        )
-        have = jax.jit(program)(params, grads)
+        params = sharded.place(PARAMS, mesh, SPECS)
+        grads = sharded.place(GRADS, mesh, of_steps(SPECS))
+        body = partial(run, mesh_axes=ROWS)
+        specs = {"in_specs": (ROWS, specs), "out_specs": specs}
+        have = jax.jit(jax.shard_map(body, **specs, axis_names={"x"}))(params, grads)
         assert types(have) == types(grads)
-    clipper = PARTLY[name]()
-    want = scanned(clipper, PARAMS, clipper.init(PARAMS), GRADS)[0]
-    assert_same_values(have, want)
+    assert_same_values(have, run(PARAMS, GRADS))

@@ -1,6 +1,7 @@
-"""Every norm of every order against long double, for many leaves and large ones.
+"""Every norm of every order against long double: for many leaves and large ones, over
+the whole range of each dtype, and with NaN, inf, zeros and nothing to measure.
 
-OPTAXCLIP_PLATFORM=gpu and OPTAXCLIP_PLATFORM=tpu run all of it by those ways, and the
+OPTAXCLIP_PLATFORM=gpu and OPTAXCLIP_PLATFORM=plain run all of it by those ways, and the
 files beside it.
 """
 
@@ -10,12 +11,15 @@ from functools import cache, partial
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 import optaxclip
 from tests import oracles
+from tests.helpers import SMALL_FLOATS
 from tests.norms.leaves import (
-    SHAPES,
+    ORDERS,
+    SUMMED,
     at_every_order,
     every_dtype,
     every_order,
@@ -66,28 +70,19 @@ def test_stacked_tensor_norm_measures_each_layer_by_itself(ord):
     leaf, norms = stacked_norms()
     ours = norms[ord]["w"]
     assert ours.shape == (4, 1, 1)
-    np.testing.assert_allclose(
-        ours.reshape(-1), [oracles.norm([layer], ord) for layer in leaf], tolerance(ord)
-    )
+    wanted = [oracles.norm([layer], ord) for layer in leaf]
+    np.testing.assert_allclose(ours.reshape(-1), wanted, tolerance(ord))
 
 
 @every_order
 def test_group_norm_measures_each_label_by_itself(ord):
-    names = [f"leaf{i}" for i in range(len(SHAPES))]
-    leaves = random_leaves("mixed", 6)
-    labels = [("matrix", "vector")[leaf.ndim < 2] for leaf in leaves]
-    ours = optaxclip.group_norm(
-        dict(zip(names, leaves)), dict(zip(names, labels)), ord=ord
-    )
+    leaves = dict(enumerate(random_leaves("mixed", 6)))
+    labels = {i: ("matrix", "vector")[x.ndim < 2] for i, x in leaves.items()}
+    ours = optaxclip.group_norm(leaves, labels, ord=ord)
     assert set(ours) == {"matrix", "vector"}
-    for label in ours:
-        np.testing.assert_allclose(
-            ours[label],
-            oracles.norm(
-                [leaf for leaf, other in zip(leaves, labels) if other == label], ord
-            ),
-            tolerance(ord),
-        )
+    for label, found in ours.items():
+        group = [x for i, x in leaves.items() if labels[i] == label]
+        np.testing.assert_allclose(found, oracles.norm(group, ord), tolerance(ord))
 
 
 @not_in_turn
@@ -95,45 +90,23 @@ def test_group_norm_measures_each_label_by_itself(ord):
 def test_ten_thousand_leaves_are_within_1e_6():
     random = np.random.default_rng(7)
     kinds = ("float32", "bfloat16", "float16")
-    leaves = [
-        jnp.asarray(random.standard_normal(3 + i % 2), kinds[i % 3]) for i in range(12)
-    ]
-    leaves = [leaves[i] for i in random.integers(0, len(leaves), 10_000)]
-    np.testing.assert_allclose(
-        optaxclip.global_norm(leaves), oracles.norm(leaves), 1e-6
-    )
+    few = [jnp.asarray(random.normal(size=3 + i % 2), kinds[i % 3]) for i in range(12)]
+    leaves = [few[i] for i in random.integers(0, len(few), 10_000)]
+    found = optaxclip.global_norm(leaves)
+    np.testing.assert_allclose(found, oracles.norm(leaves), 1e-6)
 
 
 @pytest.mark.parametrize("ord", [0.5, 2])
 @pytest.mark.slow
 def test_one_large_leaf_is_within_1e_6(ord):
-    leaf = jnp.asarray(
-        np.random.default_rng(8).standard_normal((1250, 4001)), jnp.float32
-    )
-    np.testing.assert_allclose(
-        optaxclip.global_norm([leaf], ord=ord),
-        oracles.norm([leaf], ord),
-        tolerance(ord),
-    )
+    leaf = np.random.default_rng(8).standard_normal((1250, 4001)).astype(np.float32)
+    found = optaxclip.global_norm([leaf], ord=ord)
+    np.testing.assert_allclose(found, oracles.norm([leaf], ord), tolerance(ord))
 
 
 def test_one_large_leaf_of_ones_in_bfloat16_does_not_stagnate():
-    np.testing.assert_allclose(
-        optaxclip.global_norm(jnp.ones((5_000_000,), jnp.bfloat16)),
-        math.sqrt(5e6),
-        1e-6,
-    )
-
-
-@pytest.mark.slow
-def test_a_leaf_far_below_the_others_still_counts():
-    leaves = [
-        jnp.full((3,), 1e30, jnp.float32),
-        jnp.full((1000, 2000), 1e27, jnp.bfloat16),
-    ]
-    np.testing.assert_allclose(
-        optaxclip.global_norm(leaves), oracles.norm(leaves), 1e-6
-    )
+    found = optaxclip.global_norm(jnp.ones(5_000_000, jnp.bfloat16))
+    np.testing.assert_allclose(found, math.sqrt(5e6), 1e-6)
 
 
 @cache
@@ -143,19 +116,18 @@ def norms_of_examples():
         "w": np.asarray(random_leaf(random, (6, 3, 4), "float32")),
         "b": np.asarray(random_leaf(random, (6, 5), "bfloat16")),
     }
-    return tree, at_every_order(
-        lambda tree, ord: jax.vmap(partial(optaxclip.global_norm, ord=ord))(tree), tree
-    )
+
+    def each(tree, ord):
+        return jax.vmap(partial(optaxclip.global_norm, ord=ord))(tree)
+
+    return tree, at_every_order(each, tree)
 
 
 @every_order
 def test_vmap_measures_each_example(ord):
     tree, norms = norms_of_examples()
-    np.testing.assert_allclose(
-        norms[ord],
-        [oracles.norm([tree["w"][i], tree["b"][i]], ord) for i in range(6)],
-        tolerance(ord),
-    )
+    wanted = [oracles.norm([w, b], ord) for w, b in zip(tree["w"], tree["b"])]
+    np.testing.assert_allclose(norms[ord], wanted, tolerance(ord))
 
 
 @every_order
@@ -165,15 +137,13 @@ def test_jit_and_eager_agree_with_the_equation(ord):
         np.testing.assert_allclose(norm, oracles.norm(leaves, ord), tolerance(ord))
 
 
-@pytest.mark.parametrize(
-    "norm",
-    [optaxclip.global_norm, optaxclip.tensor_norm, optaxclip.unitwise_norm],
-    ids=lambda norm: norm.__name__,
-)
+NORMS = [optaxclip.global_norm, optaxclip.tensor_norm, optaxclip.unitwise_norm]
+
+
+@pytest.mark.parametrize("norm", NORMS, ids=lambda norm: norm.__name__)
 def test_an_order_that_is_none_is_named_by_the_norm(norm):
-    with pytest.raises(
-        ValueError, match=rf"^{norm.__name__}: ord must be a number above 0"
-    ):
+    text = rf"^{norm.__name__}: ord must be a number above 0"
+    with pytest.raises(ValueError, match=text):
         norm(jnp.ones(2), ord="l2")
 
 
@@ -182,3 +152,281 @@ def test_an_order_that_is_none_is_named_by_the_norm(norm):
 )
 def test_an_order_may_be_a_number_of_any_kind(ord):
     assert optaxclip.global_norm(jnp.array([3.0, -4.0]), ord=ord) == 7.0
+
+
+def nearly_too_large(dtype, ord):
+    start = random_leaves(dtype, 9, shapes=[(3,), (2, 2)])
+    factor = 3e38 / max(oracles.norm(start, ord), oracles.norm(start, math.inf))
+    return [jnp.asarray(oracles.wide(leaf) * factor, leaf.dtype) for leaf in start]
+
+
+@cache
+def norms_nearly_too_large(dtype):
+    return at_every_order(
+        optaxclip.global_norm, *(nearly_too_large(dtype, ord) for ord in ORDERS)
+    )
+
+
+@every_order
+@pytest.mark.parametrize(
+    ("compiled", "dtype"),
+    [(False, "float32"), (True, "float32"), (True, "bfloat16"), (True, "complex64")],
+    ids=["eager-float32", "jit-float32", "jit-bfloat16", "jit-complex64"],
+)
+def test_norms_just_below_the_largest_float32_are_right(compiled, dtype, ord):
+    leaves = nearly_too_large(dtype, ord)
+    result = (
+        norms_nearly_too_large(dtype)[ord]
+        if compiled
+        else optaxclip.global_norm(leaves, ord=ord)
+    )
+    np.testing.assert_allclose(result, oracles.norm(leaves, ord), tolerance(ord))
+
+
+def nearly_too_small(dtype, ord):
+    random = np.random.default_rng(10)
+    # The average of seven is below what float32 holds normally, so it starts higher.
+    smallest = 1.2e-38 * (8 if ord in ("rms", "average") else 1)
+    return [
+        jnp.asarray(smallest * (1 + random.random(shape)), dtype)
+        for shape in [(3,), (2, 2)]
+    ]
+
+
+@cache
+def norms_nearly_too_small(dtype):
+    return at_every_order(
+        optaxclip.global_norm, *(nearly_too_small(dtype, ord) for ord in ORDERS)
+    )
+
+
+@pytest.mark.parametrize("dtype", SMALL_FLOATS)
+def test_the_largest_of_small_floats_may_have_no_square(dtype):
+    most = jnp.finfo(dtype).max
+    leaf = jnp.full(3, most, dtype)
+    assert optaxclip.global_norm(leaf, ord=math.inf) == np.float32(most)
+
+
+@pytest.mark.parametrize("ord", ["rms", "average"])
+@pytest.mark.parametrize("tree", [0, [0], [0, 0], {"a": [0, 0]}])
+def test_a_mean_is_finite_where_the_norm_is_not(tree, ord):
+    tree = jax.tree.map(lambda _: jnp.full((2, 8), 3e38, jnp.float32), tree)
+    mean = 3e38 if ord == "rms" else 3e38 / 4
+    for norm in jax.tree.leaves(optaxclip.tensor_norm(tree, ord=ord)):
+        np.testing.assert_allclose(norm, mean, rtol=1e-6)
+    columns = optaxclip.unitwise_norm(tree, ord=ord)
+    mean = 3e38 if ord == "rms" else 3e38 / math.sqrt(2)
+    for norms in jax.tree.leaves(columns):
+        np.testing.assert_allclose(norms, np.full((1, 8), mean), rtol=1e-6)
+
+
+@every_order
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_values_just_above_the_smallest_normal_are_not_lost(dtype, ord):
+    np.testing.assert_allclose(
+        norms_nearly_too_small(dtype)[ord],
+        oracles.norm(nearly_too_small(dtype, ord), ord),
+        tolerance(ord),
+    )
+
+
+PARTS = 1.2e-38 * 8 * (1 + np.random.default_rng(10).random((2, 7)))
+AT_THE_ENDS = {
+    "small complex": [np.asarray(PARTS[0] - 1j * PARTS[1], np.complex64)],
+    "large float16": [
+        np.full((3, 2), 65504, np.float16),
+        np.asarray([-65504, 60000, 1], np.float16),
+    ],
+    "small float16": [
+        np.asarray([2.0**-24, -(2.0**-23), 3 * 2.0**-24], np.float16),
+        np.asarray([[2.0**-20, -(2.0**-24)]], np.float16),
+    ],
+    # Three orders of magnitude short of the largest, for the orders below 1.
+    "both": [
+        np.asarray([1e34, -3e33], np.float32),
+        np.asarray([[1e-30], [2e-38]], jnp.bfloat16),
+        np.asarray([2.0**-24], np.float16),
+    ],
+}
+
+
+@cache
+def norms_at_the_ends():
+    def norms(trees, ord):
+        return {
+            name: optaxclip.global_norm(leaves, ord=ord)
+            for name, leaves in trees.items()
+        }
+
+    return at_every_order(norms, AT_THE_ENDS)
+
+
+def test_a_norm_too_large_for_float32_is_inf():
+    leaves = [np.full((50,), 3.3e38, np.float32), np.ones((2, 3), jnp.bfloat16)]
+    norms = at_every_order(optaxclip.global_norm, leaves, orders=SUMMED)
+    assert norms == dict.fromkeys(SUMMED, math.inf)
+
+
+@every_order
+@pytest.mark.parametrize("name", AT_THE_ENDS)
+def test_norms_at_the_ends_of_a_dtype_are_right(name, ord):
+    found, wanted = norms_at_the_ends()[ord][name], oracles.norm(AT_THE_ENDS[name], ord)
+    np.testing.assert_allclose(found, wanted, tolerance(ord))
+
+
+@cache
+def norms_of_64_bits():
+    random = np.random.default_rng(11)
+    leaves = [
+        random.standard_normal((3, 5)) * 1e200,
+        random.standard_normal(4) * 1e199 * (1 - 2j),
+        np.ones(3, jnp.bfloat16),
+    ]
+    return leaves, at_every_order(optaxclip.global_norm, leaves)
+
+
+@every_order
+def test_64_bit_leaves_give_64_bit_norms(ord):
+    with jax.enable_x64(True):
+        leaves, results = norms_of_64_bits()
+        result = results[ord]
+        assert result.dtype == jnp.float64
+        # A quotient, a product, a root and its magnified power of 2 eps, and a sum of
+        # 22 terms.
+        np.testing.assert_allclose(
+            result,
+            oracles.norm(leaves, ord),
+            (24 / min(1, ord if isinstance(ord, float) else 1)) * 2.0**-52,
+        )
+
+
+@every_order
+def test_complex_values_count_by_modulus(ord):
+    leaf = jnp.asarray([[3 + 4j, -5j], [12 - 5j, 0]], jnp.complex64)
+    wanted = oracles.norm([np.array([5.0, 5.0, 13.0, 0.0])], ord)
+    found = optaxclip.global_norm(leaf, ord=ord)
+    np.testing.assert_allclose(found, wanted, tolerance(ord))
+
+
+@every_order
+@pytest.mark.parametrize("position", range(9))
+def test_nan_survives_in_any_position(position, ord):
+    values = np.random.default_rng(12).standard_normal(9)
+    values[position] = math.nan
+    leaves = [
+        jnp.asarray(values[:4].reshape(2, 2), jnp.float32),
+        jnp.asarray(values[4], jnp.bfloat16),
+        jnp.asarray(values[5:8], jnp.float16),
+        jnp.asarray(values[8:], jnp.complex64),
+    ]
+    assert math.isnan(optaxclip.global_norm(leaves, ord=ord))
+    assert [math.isnan(norm) for norm in optaxclip.tensor_norm(leaves, ord=ord)] == [
+        any(map(np.isnan, np.ravel(leaf))) for leaf in leaves
+    ]
+
+
+@every_order
+@pytest.mark.parametrize("inf", [math.inf, -math.inf])
+def test_nan_wins_over_inf(inf, ord):
+    for tree in ([inf, 1.0], [2.0, math.nan]), ([math.nan, 1.0], [2.0, inf]):
+        leaves = [jnp.array(leaf) for leaf in tree]
+        assert math.isnan(optaxclip.global_norm(leaves, ord=ord))
+
+
+@every_order
+@pytest.mark.parametrize("value", [math.inf, -math.inf])
+def test_an_infinite_leaf_gives_inf(value, ord):
+    leaves = [jnp.array([[1.0, 2.0, 3.0]]), jnp.asarray([4.0, value], jnp.bfloat16)]
+    assert optaxclip.global_norm(leaves, ord=ord) == math.inf
+    assert [math.isinf(norm) for norm in optaxclip.tensor_norm(leaves, ord=ord)] == [
+        False,
+        True,
+    ]
+
+
+def test_a_broken_unit_does_not_touch_its_neighbours():
+    leaf = jnp.asarray([[3.0, math.nan, 1.0], [4.0, 1.0, math.inf]], jnp.float32)
+    for ord, length in ((2, 5.0), (math.inf, 4.0)):
+        found = optaxclip.unitwise_norm(leaf, ord=ord)
+        np.testing.assert_array_equal(found, [[length, math.nan, math.inf]])
+
+
+NOTHING = {
+    "dict": {},
+    "None": None,
+    "list of None": [None],
+    "dict of None": {"a": None, "b": ()},
+    "zero-size": np.zeros((0, 3)),
+    "int": [np.arange(5)],
+    "bool": np.array([True, False]),
+    "MaskedNode": optax.MaskedNode(),
+    "float0": np.zeros(3, jax.dtypes.float0),
+}
+
+
+@every_order
+@pytest.mark.parametrize("name", NOTHING)
+def test_nothing_to_measure_has_norm_0(name, ord):
+    result = optaxclip.global_norm(NOTHING[name], ord=ord)
+    assert result == 0 and result.dtype == jnp.float32 and result.shape == ()
+    assert jax.tree.leaves(optaxclip.tensor_norm(NOTHING[name], ord=ord)) == []
+
+
+@every_order
+def test_what_is_not_measured_does_not_count(ord):
+    leaves = random_leaves("mixed", 13)
+    others = [None, jnp.arange(7), jnp.zeros((3, 0)), optax.MaskedNode()]
+    found = optaxclip.global_norm([*others, *leaves, np.bool_(True)], ord=ord)
+    np.testing.assert_allclose(found, oracles.norm(leaves, ord), tolerance(ord))
+
+
+def large(*shape):
+    values = np.random.default_rng(26).uniform(0.5, 1, shape)
+    return values.astype(np.float32)
+
+
+WIDE = [(768, 2304), (50257, 16), (3, 3, 64, 128), (24, 33000), (70000, 1)]
+
+
+@pytest.mark.parametrize("shape", WIDE, ids=str)
+def test_units_of_large_leaves_are_within_1e_6(shape):
+    leaf = large(*shape)
+    found = jax.jit(optaxclip.unitwise_norm)(leaf)
+    np.testing.assert_allclose(found, oracles.unitwise_norm(leaf), 1e-6)
+
+
+def test_units_of_all_sizes_in_one_large_leaf_are_right():
+    leaf = large(260, 257) * np.geomspace(2e-37, 1e36, 257).astype(np.float32)
+    found = optaxclip.unitwise_norm(leaf)
+    np.testing.assert_allclose(found, oracles.unitwise_norm(leaf), 1e-6)
+
+
+GRADS = {"a": jnp.array([3.0, 4.0]), "b": jnp.array([6.0, 8.0])}
+TWO = [2, 2.0, np.float64(2), np.int32(2), jnp.int32(2), jnp.bfloat16(2), np.array(2)]
+
+
+@pytest.mark.parametrize("norm", TWO, ids=lambda x: f"{type(x).__name__}-{x!r}")
+def test_a_norm_may_be_any_real_number(norm):
+    # g * 1.5 / 2. In the dtype of an integer norm the limit was 1.
+    for own in (norm, {"a": norm, "b": norm}):
+        clipper = optaxclip.clip_by(lambda tree, own=own: own, 1.5)
+        updates, state = clipper.update(GRADS, clipper.init(GRADS))
+        for name in GRADS:
+            expected = np.float64(GRADS[name]) * 0.75
+            np.testing.assert_allclose(updates[name], expected, rtol=1e-6)
+        np.testing.assert_array_equal(state.limit, np.full_like(state.norm, 1.5))
+        recorder = optaxclip.record_norm(lambda tree, own=own: own)
+        _, state = recorder.update(GRADS, recorder.init(GRADS))
+        np.testing.assert_array_equal(state.norm, np.full_like(state.norm, 2.0))
+
+
+def test_integer_norms_are_taken_under_strict_promotion():
+    with jax.numpy_dtype_promotion("strict"):
+        clipper = optaxclip.clip_by(lambda tree: jnp.int32(2), 1.5)
+        _, state = clipper.update(GRADS, clipper.init(GRADS))
+    np.testing.assert_array_equal(state.norm, np.float32(2))
+
+
+def test_one_norm_for_everything_is_a_number_in_the_state():
+    for norm, shape in ((lambda tree: 2.0, ()), (lambda tree: [2.0, 3.0], (2,))):
+        assert optaxclip.record_norm(norm).init([1.0, 2.0]).norm.shape == shape

@@ -2,4 +2,4 @@
 do not.
 """
 
-collect_ignore = ["record.py", "record_torch.py", "trees.py"]
+collect_ignore = ["record.py", "record_torch.py"]

@@ -67,12 +67,6 @@ def test_a_picture_is_replaced_only_with_force(log, command):
         assert picture.read_bytes().startswith(b"\x89PNG")
 
 
-def test_nothing_but_the_picture_is_written(log, command):
-    before = set(log.parent.iterdir())
-    command(log)
-    assert set(log.parent.iterdir()) - before == {log.with_suffix(".png")}
-
-
 def test_the_recommended_limit_is_drawn(log, command, monkeypatch):
     drawn = []
     plot = replay.plot_history

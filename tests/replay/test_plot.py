@@ -52,18 +52,3 @@ def test_a_replay_picture_takes_other_limits_and_marks():
     np.testing.assert_array_equal(drawn["limit"][1], [4, 5])
     np.testing.assert_array_equal(drawn["clipped (50.0%)"], [[0], [1]])
     assert (axis.get_xlabel(), axis.get_ylabel()) == ("step", "gradient norm")
-
-
-@pytest.mark.parametrize(
-    "wrong",
-    [(np.ones((2, 2)),), (np.ones(2), np.ones(3)), (np.ones(2), np.ones(2), [True])],
-    ids=["norms", "limits", "marks"],
-)
-def test_a_picture_wants_norms_limits_and_marks_of_one_length(wrong):
-    with pytest.raises(
-        ValueError,
-        match=(
-            r"plot_history: norms, limits and clipped must be \[steps\] of one length"
-        ),
-    ):
-        plot_history(*wrong)

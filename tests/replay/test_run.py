@@ -3,7 +3,6 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 
 import optaxclip
@@ -63,56 +62,6 @@ def test_no_factor_of_a_replay_is_0_or_inf_beside_a_limit(norm, limit, shrink):
     assert 0 < factor < np.inf and factor == state.factor
 
 
-@pytest.mark.slow
-def test_a_thousand_rules_at_once():
-    quantiles = np.linspace(0, 1, 1000, dtype=np.float32)
-
-    def rate(quantile):
-        return optaxclip.replay.run(
-            optaxclip.rules.windowed_quantile(quantile, 50), NORMS
-        ).clipped.mean()
-
-    rates = np.asarray(jax.jit(jax.vmap(rate))(quantiles))
-    alone = [float(jax.jit(rate)(quantile)) for quantile in quantiles[[0, 500, 999]]]
-    np.testing.assert_allclose(rates[np.array([0, 500, 999])], alone, rtol=1e-6)
-    assert np.all(np.diff(rates) <= 0) and rates[0] > 0.5
-
-
-@pytest.mark.slow
-def test_the_norms_of_a_real_run_can_be_replayed():
-    """metrics() of every step, written as JSON lines: what a fixed limit would have
-    done to a run that was not clipped is what it did where nothing depends on it.
-    """
-    optimizer = optax.chain(optaxclip.clip_by_global_norm(1.0), optax.sgd(0.0))
-    grads = jnp.asarray(NORMS[np.isfinite(NORMS)])[:, None]
-    _, history = jax.lax.scan(
-        lambda state, grad: (lambda s: (s, optaxclip.metrics(s)))(
-            optimizer.update(grad, state)[1]
-        ),
-        optimizer.init(grads[0]),
-        grads,
-    )
-    np.testing.assert_array_equal(
-        optaxclip.replay.run(1.0, history["clip/norm_before"]).clipped,
-        np.diff(history["clip/clipped_count"], prepend=0) > 0,
-    )
-
-
-def test_replay_keeps_64_bits_and_names_its_rule():
-    with jax.enable_x64(True):
-        assert (
-            optaxclip.replay.run(1.0, np.array([1.0, 2.0])).limits.dtype == jnp.float64
-        )
-        assert (
-            optaxclip.replay.run(1.0, np.array([1.0, 2.0], np.float16)).limits.dtype
-            == jnp.float32
-        )
-    with pytest.raises(
-        ValueError, match=r"^replay.run: rule must be at least 0, got -1.0"
-    ):
-        optaxclip.replay.run(-1.0, [1.0])
-
-
 def test_a_history_has_a_norm_for_each_step():
     for norms, shape in ((1.0, r"\(\)"), ([], r"\(0,\)")):
         must = "norms must be a history, one norm for each step, got an array of shape"
@@ -160,11 +109,6 @@ def test_negative_norms_are_refused(norms):
             call()
 
 
-def test_a_shrink_returns_a_new_norm():
-    with pytest.raises(TypeError, match=r"replay.run: shrink must return .* got None"):
-        optaxclip.replay.run(2.0, [1.0, 4.0], shrink=lambda norm, limit: None)
-
-
 def test_a_step_with_the_limit_nan_is_not_clipped():
     def limit(step):
         return jnp.where(step == 1, jnp.nan, 2.0)
@@ -179,3 +123,18 @@ def test_a_step_with_the_limit_nan_is_not_clipped():
     for norm in norms:
         _, state = clipper.update(jnp.float32(norm), state)
     assert state.clipped == 1
+
+
+def test_replay_keeps_64_bits_and_names_its_rule():
+    with jax.enable_x64(True):
+        assert (
+            optaxclip.replay.run(1.0, np.array([1.0, 2.0])).limits.dtype == jnp.float64
+        )
+        assert (
+            optaxclip.replay.run(1.0, np.array([1.0, 2.0], np.float16)).limits.dtype
+            == jnp.float32
+        )
+    with pytest.raises(
+        ValueError, match=r"^replay.run: rule must be at least 0, got -1.0"
+    ):
+        optaxclip.replay.run(-1.0, [1.0])

@@ -31,18 +31,6 @@ def test_norms_of_skipped_steps_are_read(tmp_path, limit):
     np.testing.assert_array_equal(optaxclip.replay.read_history(path), NORMS)
 
 
-def test_norms_of_skipped_steps_are_read_from_floats(tmp_path):
-    inside = optax.chain(optaxclip.clip_by_global_norm(1.8), optax.sgd(0.1))
-    optimizer = optaxclip.skip_nonfinite(inside)
-    state, lines = optimizer.init(jnp.zeros(1)), []
-    for norm in NORMS:
-        _, state = optimizer.update(jnp.array([norm]), state, jnp.zeros(1))
-        lines.append(json.dumps(optaxclip.metrics(state, floats=True)))
-    path = tmp_path / "log.jsonl"
-    path.write_text("\n".join(lines))
-    np.testing.assert_array_equal(optaxclip.replay.read_history(path), NORMS)
-
-
 @pytest.mark.parametrize("limit", [1.8, 50.0])
 def test_norms_before_a_clip_in_front_are_read(tmp_path, limit):
     behind = optaxclip.skip_spikes(optax.sgd(0.1), 10.0)

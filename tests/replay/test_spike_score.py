@@ -3,7 +3,6 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 
 import optaxclip
@@ -47,20 +46,8 @@ def test_a_step_counts_once_if_norm_and_loss_stand_out():
     np.testing.assert_allclose(spike_score(norms, losses), wanted.mean(), rtol=1e-6)
 
 
-def test_nan_and_inf_are_spikes_and_are_not_remembered():
-    values = history(3)
-    values[[150, 160]] = np.nan, np.inf
-    wanted = spikes(values, 6, 128)
-    assert wanted[150] and wanted[160]
-    np.testing.assert_allclose(spike_score(values), wanted.mean(), rtol=1e-6)
-
-
 def test_nothing_is_a_spike_before_the_window_is_full():
     assert spike_score([1.0, 2.0, 1.0, 900.0], window=4) == 0
-
-
-def test_equal_values_are_no_spikes():
-    assert spike_score(np.full(300, 0.1)) == 0
 
 
 @pytest.mark.parametrize(
@@ -136,18 +123,9 @@ def test_the_recent_score_forgets_after_10_000_steps():
     np.testing.assert_allclose(found["spike/score_recent"], wanted, rtol=1e-3)
 
 
-def test_a_norm_measured_elsewhere_is_taken():
-    recorder = optaxclip.record_spikes()
-    _, state = recorder.update(
-        jnp.ones(2), recorder.init(jnp.ones(2)), grad_norm=jnp.float32(7.0)
-    )
-    assert state.norm == 7
-
-
-@pytest.mark.slow
-def test_the_recorder_stands_in_a_chain_that_gets_the_loss():
-    optimizer = optax.chain(optaxclip.record_spikes(), optax.adam(0.1))
-    params = jnp.ones(2)
-    state = optimizer.init(params)
-    _, state = optimizer.update(params, state, params, value=jnp.float32(3.0))
-    assert optaxclip.metrics(state)["spike/loss"] == 3
+def test_nan_and_inf_are_spikes_and_are_not_remembered():
+    values = history(3)
+    values[[150, 160]] = np.nan, np.inf
+    wanted = spikes(values, 6, 128)
+    assert wanted[150] and wanted[160]
+    np.testing.assert_allclose(spike_score(values), wanted.mean(), rtol=1e-6)

@@ -16,26 +16,17 @@ SKIP_STEP = "optaxclip.skip_step(optimizer, on_loss=False)"
 def test_suggestions_count_the_steps_over_each_limit():
     rows = {row.rule: row for row in suggest(NORMS)}
     good = NORMS[np.isfinite(NORMS) & (NORMS > 0)].astype(np.float64)
-    fixed = [
-        row
-        for name, row in rows.items()
-        if name.startswith("optaxclip.clip_by_global_norm(") and "window" not in name
-    ]
+    fixed = [row for name, row in rows.items() if name.endswith(f"({row.limit:g})")]
     assert len(fixed) >= 4
     for row in fixed:
-        assert f"{row.limit:g}" in row.rule
         assert row.clip_rate == pytest.approx(np.mean(good > np.float32(row.limit)))
-    assert [row.clip_rate for row in fixed] == sorted(
-        (row.clip_rate for row in fixed), reverse=True
-    )
-    limits = np.asarray(
-        oracle.limits(
-            oracle.windowed_quantile(float(np.float32(0.1)), 10_000, current=True), good
-        )
-    )
-    assert rows["optaxclip.autoclip(10)"].clip_rate == pytest.approx(
-        np.mean(good > limits * (1 + 1e-6)), abs=0.01
-    )
+    rates = [row.clip_rate for row in fixed]
+    assert rates == sorted(rates, reverse=True)
+    share = float(np.float32(0.1))
+    rule = oracle.windowed_quantile(share, 10_000, current=True)
+    over = good > np.asarray(oracle.limits(rule, good)) * (1 + 1e-6)
+    found = rows["optaxclip.autoclip(10)"].clip_rate
+    assert found == pytest.approx(np.mean(over), abs=0.01)
     for row in rows.values():
         eval(row.rule, {"optaxclip": optaxclip, "optimizer": optax.sgd(0.1)})
 
@@ -51,37 +42,26 @@ def test_skipped_steps_are_multiplied_by_0():
 @pytest.mark.slow
 def test_suggestions_are_quantiles_five_medians_and_rules():
     good = np.concatenate([np.arange(1.0, 64.0), [300.0]])
-    rows = {
-        row.rule: row
-        for row in suggest(np.concatenate([good[:-1], [np.nan, 0.0, 300.0]]))
-    }
-    fixed = sorted(
-        {
-            float(f"{limit:.3g}")
-            for limit in (
-                *np.quantile(good, (0.5, 0.9, 0.95, 0.99)),
-                5 * np.median(good),
-            )
-        }
-    )
+    norms = np.concatenate([good[:-1], [np.nan, 0.0, 300.0]])
+    rows = {row.rule: row for row in suggest(norms)}
+    fixed = [*np.quantile(good, (0.5, 0.9, 0.95, 0.99)), 5 * np.median(good)]
+    fixed = sorted(float(f"{limit:.3g}") for limit in fixed)
     assert fixed == [32.5, 57.7, 60.8, 151, 162]
-    assert [row.limit for row in list(rows.values())[: len(fixed)]] == np.float32(
-        fixed
-    ).tolist()
-    assert rows["optaxclip.clip_by_global_norm(162)"].clip_rate == pytest.approx(1 / 64)
-    assert rows["optaxclip.clip_by_global_norm(162)"].mean_factor == pytest.approx(
-        162 / 300
-    )
-    assert rows["optaxclip.autoclip(10)"].limit == pytest.approx(np.quantile(good, 0.1))
-    assert rows[
-        "optaxclip.clip_by_global_norm(optaxclip.rules.windowed_quantile(0.9, 1000))"
-    ].limit == pytest.approx(np.quantile(good[:-1], 0.9))
-    assert rows[SKIP_STEP].limit == pytest.approx(
-        np.mean(good[:-1]) + 6 * np.std(good[:-1], ddof=1)
-    )
-    alone = suggest(np.ones(64))  # the 64th norm is the first that skip_step can judge
-    by_name = {row.rule: row for row in alone}
-    assert by_name[SKIP_STEP].limit == 1.0 and by_name[SKIP_STEP].mean_factor == 1.0
+    found = [row.limit for row in list(rows.values())[:5]]
+    assert found == np.float32(fixed).tolist()
+    row = rows["optaxclip.clip_by_global_norm(162)"]
+    assert (row.clip_rate, row.mean_factor) == pytest.approx((1 / 64, 162 / 300))
+    rule = "optaxclip.rules.windowed_quantile(0.9, 1000)"
+    last = good[:-1]
+    for name, limit in {
+        "optaxclip.autoclip(10)": np.quantile(good, 0.1),
+        f"optaxclip.clip_by_global_norm({rule})": np.quantile(last, 0.9),
+        SKIP_STEP: np.mean(last) + 6 * np.std(last, ddof=1),
+    }.items():
+        assert rows[name].limit == pytest.approx(limit), name
+    # The 64th norm is the first that skip_step can judge.
+    alone = {row.rule: row for row in suggest(np.ones(64))}[SKIP_STEP]
+    assert (alone.limit, alone.mean_factor) == (1.0, 1.0)
 
 
 def test_a_limit_among_the_norms_of_broken_steps_is_not_recommended():

@@ -7,7 +7,7 @@ python -m tests.suites --markdown PATH --json PATH  also writes docs/suites.md a
 
 patches.py     which functions ours stand in for, and which tests are run
 worker.py      runs them in a process of its own
-explained.py   why a test ends differently
+explained.json why a test ends differently
 compare.py     counts, and finds what differs without an explanation
 page.py        the table and the page
 """

@@ -4,7 +4,7 @@ import sys
 
 from ..packages import options_of, record
 from .compare import Findings, findings, tables_of_cases
-from .page import differences, environment, page, table
+from .page import differences, page, table
 from .patches import SUITES
 
 
@@ -20,7 +20,9 @@ def main(arguments: list[str] | None = None) -> int:
     rows = [row for each in found for row in each.rows]
     print(table(rows), differences(rows), sep="\n\n")
     problems = [problem for each in found for problem in each.problems]
-    return options.finish(page, record(rows, environment()), problems)
+    return options.finish(
+        page, record(rows, ("jax", "optax", "numpy", "pytest")), problems
+    )
 
 
 def _findings_of(name: str) -> Findings:

@@ -1,11 +1,7 @@
 """Counts what became of tests, and finds what differs without an explanation."""
 
 import json
-import os
 import re
-import subprocess
-import sys
-import tempfile
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from importlib.metadata import PackageNotFoundError, distribution
@@ -13,13 +9,17 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from .explained import EXPLAINED
+from ..packages import run_worker
 from .patches import SUITES
 
-ROOT = Path(__file__).parents[2]
+EXPLANATIONS = json.loads(Path(__file__).with_name("explained.json").read_text())
+# From a package to its tests that end differently with ours, and why.
+EXPLAINED = {
+    package: {test: each["why"] for each in known for test in each["tests"]}
+    for package, known in EXPLANATIONS.items()
+}
 # What each package would choose by what else is installed, or by settings of our tests.
 SETTINGS = {
-    "JAX_PLATFORMS": "cpu",
     "KERAS_BACKEND": "jax",
     "JAX_NUMPY_RANK_PROMOTION": "allow",
 }
@@ -43,19 +43,7 @@ class Findings(NamedTuple):
 
 def run(package: str, whose: str, *paths: str) -> dict[str, Any]:
     """What `worker.py` writes about the tests of a package."""
-    with tempfile.TemporaryDirectory() as folder:
-        result = Path(folder) / "result.json"
-        command = [sys.executable, "-m", "tests.suites.worker", package, whose]
-        done = subprocess.run(
-            [*command, str(result), *paths],
-            cwd=ROOT,
-            env=os.environ | SETTINGS,
-            capture_output=True,
-            text=True,
-        )
-        if not result.exists():
-            raise RuntimeError(f"{package}: the tests did not run.\n{done.stderr}")
-        return json.loads(result.read_text())
+    return run_worker("tests.suites.worker", package, whose, *paths, **SETTINGS)
 
 
 def findings(package: str, *only: str) -> Findings:
@@ -137,7 +125,7 @@ def tables_of_cases() -> Findings:
     from tests.core import cases
 
     decided = cases.REFUSED | cases.DIFFERENT
-    reasons = {number: why for number, (why, _) in decided.items()}
+    reasons = {number: found["why"] for number, found in decided.items()}
     problems = []
     broken = set()
     for report in run("cases", "ours").values():

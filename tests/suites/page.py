@@ -1,12 +1,8 @@
 """The table of what ran, and the page `docs/suites.md`."""
 
-import platform
-import textwrap
-from importlib.metadata import version
 from typing import Any
 
-import optaxclip
-
+from ..packages import wrapped
 from .compare import Row
 from .patches import SUITES
 
@@ -88,20 +84,3 @@ def page(recorded: dict[str, Any]) -> str:
         failures_of_their_own(rows),
     ]
     return "\n\n".join(parts) + "\n"
-
-
-def environment() -> str:
-    packages = ("jax", "optax", "numpy", "pytest")
-    named = [f"optaxclip {optaxclip.__version__}"]
-    named += [f"{name} {version(name)}" for name in packages]
-    return f"on a CPU with Python {platform.python_version()}, {', '.join(named)}"
-
-
-def wrapped(text: str, hanging: str = "") -> str:
-    return textwrap.fill(
-        " ".join(text.split()),
-        88,
-        subsequent_indent=hanging,
-        break_long_words=False,
-        break_on_hyphens=False,
-    )

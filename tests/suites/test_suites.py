@@ -1,18 +1,14 @@
 """The command that runs the tests of other packages: `python -m tests.suites`."""
 
 from importlib.metadata import distribution
-from pathlib import Path
 
 import pytest
 
 from tests.suites.__main__ import main
-from tests.suites.compare import compare, findings, problems_of
-from tests.suites.explained import EXPLAINED
+from tests.suites.compare import EXPLAINED, compare, findings, problems_of
 from tests.suites.patches import SUITES
 from tests.suites.worker import run
 
-PAGE = (Path(__file__).parents[2] / "docs" / "suites.md").read_text()
-ONE_LINE = " ".join(PAGE.split())
 FILE = "a_test.py"
 
 
@@ -25,46 +21,30 @@ def problems(theirs, ours, explained):
     return problems_of(row, ours, explained)
 
 
-@pytest.mark.parametrize("package", SUITES)
-def test_the_page_names_all_tests_of_a_package(package):
-    for path in SUITES[package].tests:
-        assert f" | {path} | " in PAGE
-    assert SUITES[package].beside in ONE_LINE
+TEST = f"{FILE}::test_x"
+PASSED = report({TEST: "passed"})
+FAILED = report({TEST: "failed"}, **{TEST: "no"})
+PROBLEMS = {
+    "unexplained": (PASSED, FAILED, {}, f"{TEST} differs with ours: no"),
+    "explained": (PASSED, FAILED, {TEST: "rounding"}, None),
+    "better": (FAILED, PASSED, {}, f"{TEST} differs with ours: passed"),
+    "both fail": (FAILED, FAILED, {}, None),
+    "not run": (PASSED, report({}), {}, f"{TEST} differs with ours: not run"),
+    "stale": (
+        PASSED,
+        PASSED,
+        {TEST: "x"},
+        f"{TEST} is explained, but does not differ.",
+    ),
+    "of another file": (PASSED, PASSED, {"other_test.py::test_x": "rounding"}, None),
+    "idle": (report({}), report({}, 0), {}, f"{FILE} calls none of our functions."),
+}
 
 
-@pytest.mark.parametrize("package", EXPLAINED)
-def test_the_page_has_every_explanation(package):
-    for test, why in EXPLAINED[package].items():
-        assert f"- {package}: {why}" in ONE_LINE
-        assert f"`{test.rpartition('::')[2]}`" in ONE_LINE
-
-
-def test_an_unexplained_difference_is_a_problem():
-    test = f"{FILE}::test_x"
-    theirs, ours = report({test: "passed"}), report({test: "failed"}, **{test: "no"})
-    assert problems(theirs, ours, {}) == [f"a: {test} differs with ours: no"]
-    assert problems(theirs, ours, {test: "rounding"}) == []
-    assert problems(ours, theirs, {}) == [f"a: {test} differs with ours: passed"]
-    assert problems(ours, ours, {}) == []
-
-
-def test_a_test_that_does_not_run_is_a_problem():
-    test = f"{FILE}::test_x"
-    (problem,) = problems(report({test: "passed"}), report({}), {})
-    assert problem == f"a: {test} differs with ours: not run"
-
-
-def test_a_stale_explanation_is_a_problem():
-    test = f"{FILE}::test_x"
-    both = report({test: "passed"})
-    (problem,) = problems(both, both, {test: "rounding"})
-    assert problem == f"a: {test} is explained, but does not differ."
-    assert problems(both, both, {"other_test.py::test_x": "rounding"}) == []
-
-
-def test_tests_that_never_call_ours_are_a_problem():
-    (problem,) = problems(report({}), report({}, calls=0), {})
-    assert problem == f"a: {FILE} calls none of our functions."
+@pytest.mark.parametrize("name", PROBLEMS)
+def test_what_differs_without_an_explanation_is_a_problem(name):
+    *runs, wanted = PROBLEMS[name]
+    assert problems(*runs) == ([] if wanted is None else [f"a: {wanted}"])
 
 
 def test_failures_of_their_own_are_listed_separately():

@@ -1,6 +1,6 @@
 """Runs a package's own tests in this process, and writes what became of them as JSON.
 
-    python -m tests.suites.worker PACKAGE theirs|ours RESULT.json PATH ...
+    python -m tests.suites.worker RESULT.json PACKAGE theirs|ours PATH ...
 
 A process of its own, since what is replaced cannot be put back.
 """
@@ -57,13 +57,12 @@ def run(path: str, root: Path) -> Recorder:
     return recorder
 
 
-def main(package: str, whose: str, result: str, *paths: str) -> None:
+def main(result: str, package: str, whose: str, *paths: str) -> None:
     """Writes {path: {"outcomes": ..., "errors": ..., "calls": of our functions}}."""
     calls: Counter[str] = Counter()
     if package == "cases":
         root = Path(__file__).parents[2]
-        names = ("test_conformance", "test_conformance_of_examples")
-        paths = tuple(f"tests/core/{name}.py" for name in names)
+        paths = ("tests/core/test_conformance.py",)
     else:
         root = Path(str(distribution(SUITES[package].install).locate_file("")))
         import_module(package)  # in both runs, since the order of imports may matter

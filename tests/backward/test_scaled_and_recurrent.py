@@ -1,12 +1,57 @@
-"""Scaled cotangents: the identity forward, and a product backward."""
+"""Scaled cotangents, and clipped ones in recurrences, whose gradients are bounded."""
+
+import functools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from optaxclip import scale_cotangent
-from tests.backward.cotangents import NAN, close, normal, pulled_back
+from optaxclip import clip_cotangent, scale_cotangent
+from tests.backward.cotangents import EPS, NAN, close, normal, pulled_back
+
+
+def unrolled(factor, bias, steps, clip):
+    return jax.lax.scan(
+        lambda h, _: (factor * clip(h) + bias, None), jnp.float32(1.0), length=steps
+    )[0]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("limit", ["max_value", "max_norm"])
+@pytest.mark.parametrize("steps", [1, 10, 100])
+def test_gradients_of_a_growing_recurrence_are_bounded(steps, limit):
+    """h <- 1.2 h + b: dh_T/db is the sum of 1.2^k over T steps; with what goes back
+    limited to 0.5 it is 1 + 0.5 (T - 1).
+    """
+
+    def grad(clip):
+        return float(jax.grad(lambda bias: unrolled(1.2, bias, steps, clip))(0.0))
+
+    free, limited = sum(1.2**k for k in range(steps)), 1 + 0.5 * (steps - 1)
+    np.testing.assert_allclose(grad(lambda h: h), free, 1e-4)
+    clip = functools.partial(clip_cotangent, **{limit: 0.5})
+    np.testing.assert_allclose(grad(clip), limited, 4 * steps * EPS)
+
+
+@pytest.mark.parametrize("remat", [False, True], ids=["plain", "remat"])
+def test_gradients_through_a_spectral_radius_of_2_are_bounded(remat):
+    matrix = normal(0, 16, 16)
+    matrix *= 2 / np.max(np.abs(np.linalg.eigvals(matrix)))  # spectral radius 2
+
+    def length(clip):
+        def cell(h, _):
+            return matrix @ clip(h), None
+
+        def total(h):
+            step = jax.checkpoint(cell) if remat else cell
+            return jnp.sum(jax.lax.scan(step, h, length=50)[0])
+
+        return float(jnp.linalg.norm(jax.jit(jax.grad(total))(normal(1, 16))))
+
+    assert length(lambda h: h) > 1e12
+    clipped = length(functools.partial(clip_cotangent, max_norm=1.0))
+    assert 1 - 8 * EPS <= clipped <= 1.0
 
 
 @pytest.mark.parametrize("scale", [0.0, 0.1, 0.5, 1.0, -1.0])

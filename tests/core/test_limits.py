@@ -1,0 +1,305 @@
+"""Limits: numbers and arrays of every kind, also large integers, trees of them, shares
+of the weights, rules that are joined, and numbers that one update is given.
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import optaxclip
+from optaxclip import clip_by, rules
+from tests.core.steps import same_bits
+from tests.helpers import apply, limits_of, smallest
+
+growth, minimum, warm_up = rules.growth, rules.minimum, rules.warm_up
+INF = np.inf
+JOINED = {
+    "none": (None, [INF, INF, INF, INF]),
+    "schedule": (lambda step: 1.0 + step, [1, 2, 3, 4]),
+    "least": (minimum(None, 3.0, lambda step: 4.0 - step), [3, 3, 2, 1]),
+    "least of two that learn": (minimum(growth(2.0), growth(3.0)), [INF, 2, 4, 8]),
+    "least of two kinds": (minimum(growth(2.0), rules.ema_ratio(99.0)), [INF, 2, 4, 8]),
+    "floored": (rules.maximum(lambda step: 1.0 * step, 1.5), [1.5, 1.5, 2, 3]),
+    "floor that rises": (rules.maximum(1.0, lambda step: 1.0 * step), [1, 1, 2, 3]),
+    "then growth": (warm_up(2, 5.0, growth(2.0)), [5, 5, 4, 8]),
+    "growth first": (warm_up(2, growth(2.0), 9.0), [INF, 2, 9, 9]),
+    "longer": (warm_up(3, growth(2.0), 9.0), [INF, 2, 4, 9]),
+    "at once": (warm_up(0, 5.0, 9.0), [9, 9, 9, 9]),
+}
+
+
+@pytest.mark.parametrize(("rule", "limits"), JOINED.values(), ids=JOINED)
+def test_rules_are_joined_as_they_say_whatever_norm_comes(rule, limits):
+    found = limits_of(rule, [1.0, 3.0, 10.0, 10.0])
+    np.testing.assert_array_equal(found, np.float32(limits))
+
+
+@pytest.mark.parametrize("share", [0.5, lambda step: 0.5 + step])
+def test_a_share_of_the_weights_follows_schedule_and_floor(share):
+    grads, rule = jnp.array([30.0, 40.0]), rules.share_of_params(share, 2.0)
+    clipper = clip_by(optaxclip.global_norm, rule)
+    for weight, limit in {1.0: 1.0, 5.0: 2.5}.items():
+        state, params = clipper.init(grads), jnp.array([weight, 0.0])
+        for factor in (1, 3 if callable(share) else 1):
+            _, state = clipper.update(grads, state, params)
+            assert state.limit == factor * limit
+
+
+def test_a_share_may_have_another_dtype_under_strict_promotion():
+    rule = optaxclip.rules.share_of_params(jnp.float16(0.5), jnp.float16(0.25))
+    clipper = clip_by(optaxclip.global_norm, rule)
+    grads, weights = jnp.ones(2), jnp.array([3.0, 4.0])
+    with jax.numpy_dtype_promotion("strict"):
+        _, state = clipper.update(grads, clipper.init(grads), weights)
+    assert state.limit == 2.5
+
+
+@pytest.mark.slow
+def test_a_real_number_of_any_kind_is_a_limit():
+    grads, two = jnp.array([3.0, 4.0]), (np.array(2), np.array(2.0), jnp.array(2))
+    limits = (2, 2.0, np.int8(2), np.float16(2), jnp.bfloat16(2), *two)
+
+    def clipped(given):
+        # By limits that are constants of the program, and by its arguments.
+        clippers = map(optaxclip.clip_by_global_norm, (*limits, *given))
+        return [apply(clipper, grads)[0] for clipper in clippers]
+
+    for updates in jax.jit(clipped)(limits):
+        np.testing.assert_allclose(updates, [1.2, 1.6], rtol=1e-6)
+
+
+LARGEST = np.finfo(np.float32).max
+FAR = {
+    "float": lambda step: 1e39,
+    "float64": lambda step: jnp.asarray(1e39),
+    "NumPy": lambda step: np.float64(1e39),
+    "int": lambda step: 10**39,
+    "least": minimum(None, lambda step: 1e39),
+    "at_least": rules.maximum(1.0, lambda step: 1e39),
+    "warm_up": warm_up(3, lambda step: 1e39, 1.0),
+}
+
+
+@pytest.mark.parametrize("name", FAR)
+def test_a_limit_beyond_the_norms_dtype_is_not_without_limit(name):
+    with jax.enable_x64(True):
+        clipper = optaxclip.clip_by_global_norm(FAR[name])
+        grads = jnp.array([3.0, np.inf], jnp.float32)
+        updates, state = jax.jit(clipper.update)(grads, clipper.init(grads))
+    assert state.limit == LARGEST and state.limit.dtype == np.float32
+    assert np.isnan(updates).all() and state.nonfinite == 1
+
+
+def test_a_traced_limit_beyond_the_norms_dtype_is_its_largest():
+    def limits(limit):
+        clippers = map(optaxclip.clip_by_global_norm, (limit, limit * np.inf))
+        return [
+            apply(clipper, jnp.ones(2, jnp.float32))[1].limit for clipper in clippers
+        ]
+
+    with jax.enable_x64(True):
+        assert jax.jit(limits)(np.float64(1e39)) == [LARGEST, np.inf]
+
+
+def test_a_64_bit_norm_has_limits_beyond_float32():
+    with jax.enable_x64(True):
+        grads = np.array([3e39, 4e39])
+        updates, state = apply(optaxclip.clip_by_global_norm(1e39), grads)
+    assert np.float64(state.limit) == 1e39
+    np.testing.assert_allclose(updates, [6e38, 8e38], rtol=1e-14)
+
+
+NO_LIMITS = [True, np.array(True), np.array([1.0, np.nan]), np.array([1.0, -1.0])]
+
+
+NO_LIMITS += [1j, np.array(1j), np.array("1"), "1"]
+
+
+@pytest.mark.parametrize("limit", NO_LIMITS, ids=str)
+def test_arrays_of_no_real_numbers_are_no_limits(limit):
+    text = r"^clip_by_unitwise_norm: max_norm must "
+    with pytest.raises((TypeError, ValueError), match=text):
+        optaxclip.clip_by_unitwise_norm(limit)
+
+    def traced(limit):
+        return apply(optaxclip.clip_by_unitwise_norm(limit), jnp.ones(2))[0]
+
+    if not isinstance(limit, str) and np.asarray(limit).dtype.kind in "bc":
+        with pytest.raises(TypeError, match=f"{text}be a real number, got an array of"):
+            jax.jit(traced)(limit)
+
+
+def test_limits_are_matched_to_a_leaf_from_its_last_axis():
+    grads, by_unit = jnp.ones((2, 3)), optaxclip.clip_by_unitwise_norm
+    for limit in ([0.1, 0.2, 0.3], [[0.1]]):
+        updates, _ = apply(by_unit(np.float32(limit)), grads)
+        wanted = np.broadcast_to(limit, (2, 3)) / np.sqrt(2)
+        np.testing.assert_allclose(updates, wanted, rtol=1e-6)
+    for shape in (2, (1, 1, 3), (2, 3)):
+        with pytest.raises(ValueError, match=r"max_norm must be a number for each nor"):
+            apply(by_unit(np.ones(shape, np.float32)), grads)
+
+
+@pytest.mark.parametrize("of_b", [2.0, {"c": 2.0}], ids=["as deep", "deeper"])
+def test_limits_may_have_a_value_for_what_is_masked(of_b):
+    grads = {"a": jnp.array([3.0, 4.0]), "b": {"c": jnp.array([3.0, 4.0])}}
+    clipper = optaxclip.clip_by_tensor_norm({"a": 1.0, "b": of_b})
+    updates, _ = apply(optax.masked(clipper, {"a": True, "b": False}), grads)
+    np.testing.assert_allclose(updates["a"], [0.6, 0.8], rtol=1e-6)
+    np.testing.assert_array_equal(updates["b"]["c"], [3.0, 4.0])
+
+
+def test_limits_without_any_value_say_so():
+    text = (
+        r"^clip_by_tensor_norm: max_norm has no value for the leaf 'w': it has none at "
+        r"all\. Give one for each leaf, or one for all\.$"
+    )
+    with pytest.raises(ValueError, match=text):
+        optaxclip.clip_by_tensor_norm({}).init({"w": jnp.ones(2)})
+
+
+def test_limits_of_groups_follow_their_weights():
+    share = rules.share_of_params(0.5)
+    clipper = optaxclip.clip_by_group_norm(share, {"a": "z", "b": "y"})
+    grads = {"a": jnp.array([3.0, 4.0]), "b": jnp.array([8.0])}
+    params = {"a": jnp.array([0.0, 2.0]), "b": jnp.array([4.0])}
+    updates, _ = apply(clipper, grads, params)
+    np.testing.assert_allclose(updates["a"], [0.6, 0.8], rtol=1e-6)
+    np.testing.assert_allclose(updates["b"], [2.0], rtol=1e-6)
+
+
+def test_a_share_of_the_weights_has_no_floor_by_default():
+    clipper = clip_by(optaxclip.global_norm, optaxclip.rules.share_of_params(0.5))
+    grads, weights = jnp.ones(2), jnp.array([0.25, 0.0])
+    _, state = clipper.update(grads, clipper.init(grads), weights)
+    assert state.limit == 0.125
+
+
+FIVE = jnp.array([3.0, 4.0])  # norm 5
+LARGE = [2**33, np.int64(2**33), np.array(2**33), np.uint32(2**32 - 1)]
+
+
+def last_limit(limit, **options):
+    clipper = optaxclip.clip_by_global_norm(limit, **options)
+    _, state = clipper.update(FIVE, clipper.init(FIVE), FIVE)
+    updates, state = clipper.update(FIVE, state, FIVE)
+    return updates, state.limit
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("large", LARGE, ids=lambda x: type(x).__name__)
+def test_a_large_integer_limit_keeps_its_value(large):
+    # JAX keeps the lowest 32 bits of a NumPy integer: of 2^33 that is 0.
+    updates, limit = last_limit(large)
+    np.testing.assert_array_equal(limit, np.float32(large))
+    np.testing.assert_array_equal(updates, FIVE)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("large", LARGE, ids=lambda x: type(x).__name__)
+def test_a_large_integer_in_a_rule_keeps_its_value(large):
+    expected = {
+        rules.growth(1.0, floor=large): np.float32(large),
+        rules.share_of_params(large): 5 * np.float32(large),
+        rules.ema_ratio(warmup=large): np.inf,
+        rules.warm_up(large, 1.0, 2.0): 1.0,
+        rules.minimum(large, np.inf): np.float32(large),
+    }
+    for rule, wanted in expected.items():
+        np.testing.assert_array_equal(last_limit(rule)[1], np.float32(wanted))
+
+
+@pytest.mark.slow
+def test_a_large_integer_eps_keeps_its_value():
+    # g * min(1, 1 / (5 + eps))
+    for large in LARGE[:3]:
+        updates, _ = last_limit(1.0, eps=large)
+        expected = np.float64([3.0, 4.0]) / (5 + 2.0**33)
+        np.testing.assert_allclose(updates, expected, rtol=1e-6)
+
+
+@pytest.mark.slow
+def test_a_finite_bound_beyond_float32_is_refused_everywhere():
+    x = jnp.ones(2)
+    for build in (
+        lambda: optaxclip.clip_by_value(1e39),
+        lambda: optaxclip.clip_by_value(1.0, -1e39),
+        lambda: optaxclip.clip(1e39),
+        lambda: optaxclip.clip_cotangent(x, max_value=1e39),
+        lambda: optaxclip.clip_cotangent(x, max_norm=1e39),
+        lambda: optaxclip.scale_cotangent(x, 1e39),
+        lambda: optaxclip.scale_cotangent(x, -1e39),
+        lambda: rules.quantile_tracker(start=1e39),
+        lambda: rules.log_z_score(floor=np.inf),
+    ):
+        with pytest.raises(ValueError, match=r"must be at most 3\.40282e\+38"):
+            build()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", LARGE)
+def test_norms_and_losses_that_are_given_may_be_large(number):
+    skipping = optaxclip.skip_spikes(optax.sgd(1.0), rules.windowed_mean())
+    _, state = skipping.update(FIVE, skipping.init(FIVE), grad_norm=number)
+    assert state.norm == np.float32(number)
+    recorder = optaxclip.record_spikes()
+    _, state = recorder.update(
+        FIVE, recorder.init(FIVE), grad_norm=number, value=number
+    )
+    assert (state.norm, state.loss) == (np.float32(number), np.float32(number))
+
+
+NORM_5 = jnp.array([3.0, 4.0])  # norm 5
+
+
+def updated(**given):
+    clipper = optaxclip.clip_by_global_norm(1.0)
+    return clipper.update(NORM_5, clipper.init(NORM_5), **given)
+
+
+@pytest.mark.parametrize(
+    ("limit", "error"),
+    [
+        (-1.0, ValueError),
+        (np.float32(-1), ValueError),
+        (1e39, ValueError),
+        (float("nan"), ValueError),
+        (True, TypeError),
+        ("1", TypeError),
+    ],
+)
+def test_a_given_limit_is_checked_like_any_other(limit, error):
+    with pytest.raises(error, match="clip_by_global_norm: limit must"):
+        updated(limit=limit)
+
+
+def test_a_given_negative_limit_on_a_device_counts_as_0():
+    for update in (updated, jax.jit(updated)):
+        updates, state = update(limit=jnp.float32(-1.0))
+        np.testing.assert_array_equal(updates, [0.0, 0.0])
+        np.testing.assert_array_equal(state.limit, 0.0)
+
+
+def test_a_large_given_integer_keeps_its_value():
+    for large in (2**33, np.int64(2**33), np.array(2**33)):
+        updates, state = updated(limit=large)
+        np.testing.assert_array_equal(updates, NORM_5)
+        np.testing.assert_array_equal(state.limit, 2.0**33)
+        updates, state = updated(grad_norm=large)
+        np.testing.assert_array_equal(state.norm, 2.0**33)
+        expected = np.float64([3.0, 4.0]) / 2.0**33
+        np.testing.assert_allclose(updates, expected, rtol=1e-6)
+
+
+def test_a_limit_is_given_to_a_clipper_without_one():
+    clipper = optaxclip.clip_by_global_norm(None)
+    grads = jnp.array([3.0, 4.0])
+    state = clipper.init(grads)
+    updates, _ = clipper.update(grads, state, limit=1.0)
+    np.testing.assert_allclose(updates, [0.6, 0.8], 1e-6)
+    # A given norm alone changes nothing, not even what is subnormal.
+    least = jnp.float32(smallest("float32"))
+    updates, _ = clipper.update(least, state, grad_norm=jnp.float32(5.0))
+    same_bits(updates, least)

@@ -1,0 +1,320 @@
+"""The option `mesh_axes`: names and specs, for norms, clippers, derivatives and broken
+values; states inside and outside shard_map; and the check of replicas.
+"""
+
+import math
+from functools import partial
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+
+import optaxclip
+from tests import sharded
+from tests.norms.modes import FULL, NO_TYPES, kind, mapped, norm_of, typed_or_not
+from tests.sharded import (
+    CASES,
+    LABELS,
+    PARAMS,
+    SHAPES,
+    SPECS,
+    STACKED,
+    UPDATES,
+    assert_close,
+    exact,
+    mesh_of,
+    on_each_part,
+    on_two_devices,
+    replicas_agree,
+)
+
+FOUR = ((4,), ("x",))
+
+
+@pytest.mark.slow
+@typed_or_not
+@pytest.mark.parametrize(
+    "axes", ["x", ("x",), P("x"), {"columns": "x", "folded": P("x")}], ids=str
+)
+def test_names_of_axes_say_that_every_leaf_is_split_over_them(axes, options):
+    updates = {name: UPDATES[name] for name in FULL}
+
+    def body(updates):
+        clipper = optaxclip.clip_by_global_norm(0.5, mesh_axes=axes)
+        return clipper.update(updates, clipper.init(updates))[0]
+
+    have = on_each_part(body, mesh_of(*FOUR), (FULL,), FULL, **options)(updates)
+    norm = norm_of(exact(updates))
+    assert_close(have, {name: x * (0.5 / norm) for name, x in exact(updates).items()})
+
+
+def places(spec, leaf):
+    """The spec of a leaf's norms over the dimensions that `unit_of_layer` sums."""
+    over = sharded.unit_of_layer(leaf, len(SHAPES[leaf]))
+    if over is None:
+        return P()
+    return P(*(None if dim in over else entry for dim, entry in enumerate(spec)))
+
+
+@pytest.mark.slow
+@typed_or_not
+def test_norms_and_record_norm_take_mesh_axes(options):
+    of_tensors = partial(optaxclip.tensor_norm, mesh_axes=SPECS)
+
+    def body(tree):
+        recorder = optaxclip.record_norm(of_tensors)
+        updates, state = recorder.update(tree, recorder.init(tree))
+        return (
+            optaxclip.global_norm(tree, mesh_axes=SPECS),
+            updates,
+            {name: entry.norm for name, entry in state.by_name().items()},
+            optaxclip.unitwise_norm(tree, stacked=STACKED, mesh_axes=SPECS),
+            optaxclip.group_norm(tree, LABELS, mesh_axes=SPECS),
+        )
+
+    units = {leaf: places(spec, leaf) for leaf, spec in SPECS.items()}
+    specs = (SPECS,), (P(), SPECS, P(), units, P())
+    program = on_each_part(body, mesh_of((3, 2)), *specs, **options)
+    everything, updates, tensors, unit, groups = program(UPDATES)
+    tree = exact(UPDATES)
+    whole = CASES["clip_by_global_norm"].norms(tree)["bias"]
+    np.testing.assert_allclose(everything, whole, rtol=2e-7)
+    assert all(np.array_equal(updates[leaf], UPDATES[leaf]) for leaf in UPDATES)
+    assert_close(tensors, CASES["clip_by_tensor_norm"].norms(tree), 2e-7)
+    assert_close(unit, CASES["clip_by_unitwise_norm stacked"].norms(tree), 2e-7)
+    of_group = CASES["clip_by_group_norm"].norms(tree)
+    assert_close(groups, {"body": of_group["grid"], "head": of_group["bias"]}, 2e-7)
+
+
+@pytest.mark.slow
+def test_the_derivative_of_a_sharded_norm_is_the_direction():
+    slope = jax.grad(optaxclip.global_norm)
+    found = on_each_part(slope, mesh_of((3, 2)), (SPECS,), SPECS)(UPDATES)
+    norm = norm_of(exact(UPDATES))
+    assert_close(found, {name: x / norm for name, x in exact(UPDATES).items()})
+
+
+@pytest.mark.slow
+@typed_or_not
+def test_sixteen_bit_shards_are_summed_without_overflow(options):
+    specs = {"brain": P(None, "x"), "half": P("x")}
+    updates = {
+        "brain": jnp.asarray(UPDATES["layers"], jnp.bfloat16),
+        "half": jnp.asarray(500 * np.clip(UPDATES["folded"], -9, 9), jnp.float16),
+    }
+    wide = {name: np.asarray(x).astype(np.float64) for name, x in updates.items()}
+    measure = partial(optaxclip.global_norm, mesh_axes=specs)
+    norm = on_each_part(measure, mesh_of(*FOUR), (specs,), P(), **options)(updates)
+    np.testing.assert_allclose(norm, norm_of(wide), rtol=2e-7)
+
+
+@pytest.mark.slow
+@typed_or_not
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_one_bad_value_on_any_device_is_seen_by_all(bad, options):
+    specs = {"bias": P(), "folded": P(("x", "y"))}
+
+    def body(updates):
+        clippers = [
+            optaxclip.clip_by_global_norm(0.5, ord=math.inf, mesh_axes=specs),
+            optaxclip.clip_by_global_norm(0.5, nonfinite="zero", mesh_axes=specs),
+            optaxclip.clip_by_unitwise_norm(0.5, mesh_axes=specs),
+        ]
+        return [c.update(updates, c.init(updates))[0] for c in clippers]
+
+    program = on_each_part(body, mesh_of((2, 4)), (specs,), [specs] * 3, **options)
+    for row in range(1, 24, 3):  # each device has three rows
+        updates = {name: UPDATES[name].copy() for name in specs}
+        updates["folded"][row, 1] = bad
+        largest, zeroed, units = program(updates)
+        assert all(np.isnan(x).all() for x in largest.values())
+        assert not any(np.any(x) for x in zeroed.values())
+        assert np.isfinite(units["bias"]).all()
+        broken = np.isnan(units["folded"])
+        assert broken[:, 1].all() and not broken[:, [0, 2]].any()
+        assert all(map(replicas_agree, jax.tree.leaves((largest, zeroed, units))))
+
+
+def test_without_axes_each_device_measures_what_it_has():
+    def measure(x):
+        return optaxclip.global_norm(x, mesh_axes=None)[None]
+
+    norms = on_two_devices(measure, P("x"), P("x"), np.float32([3.0, 4.0]))
+    np.testing.assert_array_equal(norms, [3.0, 4.0])
+
+
+@pytest.mark.parametrize(
+    "name", ["clip_by_global_norm", "clip_by_unitwise_norm stacked"]
+)
+@pytest.mark.slow
+def test_specs_change_nothing_outside_shard_map(name):
+    programs = [
+        jax.jit(partial(sharded.clip, name, axes)).lower(UPDATES, PARAMS).as_text()
+        for axes in (SPECS, "auto", None)
+    ]
+    assert programs[0] == programs[1] == programs[2]
+
+
+# Clippers that are in no table of `sharded`.
+
+
+@pytest.mark.slow
+@typed_or_not
+def test_clip_by_value_needs_no_axes(options):
+    clipper = optaxclip.clip_by_value(0.25)
+    specs = (SPECS, P()), (SPECS, P())
+    step = on_each_part(clipper.update, mesh_of((3, 2)), *specs, **options)
+    clipped, state = step(UPDATES, clipper.init(UPDATES))
+    for name, x in UPDATES.items():
+        np.testing.assert_array_equal(clipped[name], np.clip(x, -0.25, 0.25))
+    assert int(state.step) == 1
+
+
+# A tensor of two elements, one on each device: the clipper, and what becomes of its
+# updates 1 and 4 beside weights of 2.
+OVER_TWO_DEVICES = {
+    "clippy": (partial(optaxclip.clippy, 0.5, 0.0), [0.25, 1.0]),
+    "larc": (
+        partial(optaxclip.larc, 1.0, 0.25, eps=0.0),
+        [0.5**0.5 / 17**0.5, 4 * 0.5**0.5 / 17**0.5],
+    ),
+}
+
+
+@typed_or_not
+@pytest.mark.parametrize("name", OVER_TWO_DEVICES)
+def test_clippers_by_weights_scale_all_of_a_split_tensor_alike(name, options):
+    build, clipped = OVER_TWO_DEVICES[name]
+    clipper = build(mesh_axes=P("x") if options else "auto")
+
+    def step(grads, params):
+        return clipper.update(grads, clipper.init(grads), params)[0]
+
+    trees = np.float32([1.0, 4.0]), np.float32([2.0, 2.0])
+    updates = on_two_devices(step, (P("x"), P("x")), P("x"), *trees, **options)
+    np.testing.assert_allclose(updates, clipped, rtol=1e-6)
+
+
+# States.
+
+
+@typed_or_not
+@pytest.mark.slow
+def test_the_state_has_the_same_type_after_update_as_after_init(options):
+    seen = []
+
+    def body(updates, params):
+        for name, case in CASES.items():
+            axes = SPECS if case.keeps or options else "auto"
+            clipper = case.build(sharded.limit(name), mesh_axes=axes)
+            first = clipper.init(params)
+            second = clipper.update(updates, first, params)[1]
+            assert jax.tree.map(kind, first) == jax.tree.map(kind, second), name
+            seen.append(name)
+        return updates
+
+    specs = (SPECS, SPECS), SPECS
+    step = on_each_part(body, mesh_of((3, 2)), *specs, **options)
+    jax.eval_shape(step, UPDATES, PARAMS)
+    assert seen == list(CASES)
+
+
+@typed_or_not
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "name", ["clip_by_global_norm ord=inf", "clip_by_group_norm", "clip_by_tensor_norm"]
+)
+def test_the_state_of_norms_of_whole_leaves_is_replicated(name, options):
+    def body(updates, params):
+        return sharded.clip(name, SPECS if options else "auto", updates, params)[1]
+
+    program = on_each_part(body, mesh_of((3, 2)), (SPECS, SPECS), P(), **options)
+    state = program(UPDATES, PARAMS)
+    assert all(map(replicas_agree, jax.tree.leaves(state)))
+    norms = sorted({float(x) for x in CASES[name].norms(exact(UPDATES)).values()})
+    entries = state.by_name().values()
+    found = sorted(float(entry.norm) for entry in entries)
+    np.testing.assert_allclose(found, norms, rtol=2e-7)
+    above = sum(norm > sharded.limit(name) for norm in norms)
+    assert sum(int(entry.clipped) for entry in entries) == above > 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("axes", ["auto", SPECS], ids=["auto", "specs"])
+def test_a_state_made_outside_shard_map_goes_in_and_comes_out(axes):
+    clipper = optaxclip.clip_by_global_norm(0.5, mesh_axes=axes)
+    state = clipper.init(PARAMS)
+    step = on_each_part(clipper.update, mesh_of((3, 2)), (SPECS, P()), (SPECS, P()))
+    norm = norm_of(exact(UPDATES))
+    wanted = {name: x * 0.5 / norm for name, x in exact(UPDATES).items()}
+    for count in (1, 2):
+        clipped, state = step(UPDATES, state)
+        assert_close(clipped, wanted)
+        assert int(state.step) == int(state.clipped) == count
+
+
+@pytest.mark.parametrize("layers", [8, 16])
+@pytest.mark.parametrize("leaves", [("kernel", "bias"), ("kernel",)])
+def test_a_device_may_hold_a_single_layer_of_a_stack(leaves, layers):
+    shapes = {"kernel": (layers, 3, 2), "bias": (layers, 3)}
+    grads = sharded.random_tree(0, {name: shapes[name] for name in leaves})
+    clip = partial(optaxclip.clip_by_tensor_norm, 0.5, stacked=1)
+    spec = P("pipe")
+    split, whole = clip(mesh_axes=spec), clip()
+    step = on_each_part(
+        split.update, mesh_of((8,), ("pipe",)), (spec, P()), (spec, P())
+    )
+    # Each device knows the norms of all layers.
+    found, wanted = (
+        update(grads, whole.init(grads)) for update in (step, whole.update)
+    )
+    chex.assert_trees_all_close(found, wanted, rtol=1e-6)
+
+
+# The check of replicas.
+
+# A value, and one that differs from it by as little as can be.
+SAME = {
+    "brain": (jnp.bfloat16(1.5), jnp.bfloat16(1.5078125)),
+    "complex": (jnp.complex64(1 - 2j), jnp.complex64(1 + 2j)),
+    "flag": (jnp.array(True), jnp.array(False)),
+    "float": (jnp.float32(0.1), np.nextafter(np.float32(0.1), np.float32(1))),
+    "int": (jnp.int32(-3), jnp.int32(-4)),
+    "nan": (jnp.float32(jnp.nan), jnp.float32(1)),
+}
+
+
+@pytest.mark.parametrize("mode", ["pmap", "typed", "untyped"])
+def test_check_replicated_sees_one_bit_on_one_device(mode):
+    same = {name: value for name, (value, _) in SAME.items()}
+
+    def body(index):
+        alone = jnp.reshape(index, ()) == 2
+        trees = [same, {}]
+        for name, (value, other) in SAME.items():
+            trees.append({**same, name: jnp.where(alone, other, value)})
+        return jnp.stack([optaxclip.check_replicated(tree, "i") for tree in trees])
+
+    index = np.arange(4, dtype=np.int32)
+    if mode == "pmap":
+        every = mapped(body)(index)
+    else:
+        mesh, options = mesh_of((4,), ("i",)), NO_TYPES if mode == "untyped" else {}
+        every = on_each_part(body, mesh, (P("i"),), P(), **options)(index)
+        assert replicas_agree(every)
+        every = every[None]
+    for answers in every:
+        assert answers.tolist() == [True, True] + [False] * len(SAME)
+
+
+def test_check_replicated_looks_along_the_axes_that_are_named():
+    def body(x):
+        along = "x", "y", ("x", "y")
+        return jnp.stack([optaxclip.check_replicated(x, axes) for axes in along])
+
+    check = on_each_part(body, mesh_of((2, 3)), (P("y"),), P(), check_vma=False)
+    assert check(np.arange(3.0, dtype=np.float32)).tolist() == [True, False, False]
+    assert check(np.ones(3, np.float32)).tolist() == [True, True, True]

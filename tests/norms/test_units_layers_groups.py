@@ -1,0 +1,315 @@
+"""The options that say what is measured together: axes of units, stacks of layers,
+labels of groups. Each may be one value, a tree of them, or a function.
+"""
+
+import dataclasses
+from functools import cache, partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import optaxclip
+from optaxclip import rules
+from tests import oracles
+from tests.norms.leaves import (
+    EVERY_RANK,
+    at_every_order,
+    every_order,
+    random_leaves,
+    tolerance,
+)
+
+
+@cache
+def unit_norms():
+    leaves = random_leaves("mixed", 3, shapes=EVERY_RANK)
+    return leaves, at_every_order(optaxclip.unitwise_norm, leaves)
+
+
+@every_order
+def test_unit_norm_measures_what_feeds_one_output(ord):
+    leaves, norms = unit_norms()
+    for ours, leaf in zip(norms[ord], leaves, strict=True):
+        expected = oracles.unitwise_norm(leaf, ord)
+        assert ours.shape == (expected.shape if leaf.ndim > 1 else ())
+        np.testing.assert_allclose(ours, expected.reshape(ours.shape), tolerance(ord))
+
+
+@pytest.mark.parametrize("stacked", [0, 1])
+@pytest.mark.parametrize("axis", [0, 1, -1, (0, 2), (-1, 1)])
+def test_unit_norm_sums_over_the_axes_that_are_named(axis, stacked):
+    """Those of a stacked leaf count within one layer."""
+    shape = (4, 3, 2, 5)[1 - stacked :]
+    leaf = random_leaves("float32", 4, shapes=[shape])[0]
+    named = axis if isinstance(axis, tuple) else (axis,)
+    over = tuple(each % 3 + stacked for each in named)
+    found = optaxclip.unitwise_norm(leaf, axis=axis, stacked=stacked)
+    np.testing.assert_allclose(found, oracles.unitwise_norm(leaf, 2, over), 1e-6)
+
+
+@pytest.mark.parametrize("axis", [2, -3, 0.0, (0, -2), (1, 1)])
+def test_axes_that_do_not_fit_a_leaf_are_refused(axis):
+    text = r"^unitwise_norm: axis=.* the leaf 'w'"
+    with pytest.raises(ValueError, match=text):
+        optaxclip.unitwise_norm({"w": jnp.ones((2, 3))}, axis=axis)
+
+
+def test_a_rank_without_a_rule_wants_an_axis():
+    text = r"^unitwise_norm: axis must be given for the leaf 'w' of rank 6: there is no"
+    with pytest.raises(ValueError, match=text):
+        optaxclip.unitwise_norm({"w": jnp.ones((2, 2, 1, 1, 1, 1))})
+    assert optaxclip.unitwise_norm({"w": jnp.ones((1,) * 6)}, axis=-1)["w"] == 1.0
+
+
+def test_a_layer_that_squeezes_to_a_vector_is_one_unit():
+    for shape in ((4, 1, 5), (4, 5)):
+        rows = np.arange(1.0, 21.0, dtype=np.float32).reshape(shape)
+        norms = optaxclip.unitwise_norm(rows, stacked=1)
+        every = tuple(range(1, rows.ndim))
+        np.testing.assert_allclose(norms, oracles.norm_over(rows, every), 1e-6)
+
+
+def test_integers_in_a_group_do_not_count():
+    tree = {"w": jnp.array([3.0, 4.0]), "n": jnp.arange(9), "m": jnp.arange(2)}
+    norms = optaxclip.group_norm(tree, {"w": "first", "n": "first", "m": "second"})
+    assert norms == {"first": 5.0, "second": 0.0}
+
+
+def test_axes_may_differ_from_leaf_to_leaf_of_a_tuple():
+    x = jnp.array([[3.0, 4.0], [6.0, 8.0]])
+    whole, rows = optaxclip.unitwise_norm((x, x), axis=((0, 1), 1))
+    np.testing.assert_allclose(whole, [[125**0.5]], rtol=1e-6)
+    np.testing.assert_allclose(rows, [[5.0], [10.0]], rtol=1e-6)
+
+
+L, E, F = 3, 4, 5
+# As MaxText and T5X stack: inputs, layers, outputs.
+MAXTEXT = {"wi": (E, L, F), "wo": (F, L, E), "scale": (E, L)}
+TREE = {
+    name: np.random.default_rng(place).standard_normal(shape).astype(np.float32)
+    for place, (name, shape) in enumerate(MAXTEXT.items())
+}
+
+
+def root_of_squares(x, axes):
+    return np.sqrt(np.sum(np.float64(x) ** 2, axes, keepdims=True))
+
+
+def assert_norms_of_axis_1(norms):
+    for name, x in TREE.items():
+        axes = tuple(axis for axis in range(x.ndim) if axis != 1)
+        np.testing.assert_allclose(norms[name], root_of_squares(x, axes), 1e-6)
+
+
+STACKS = {
+    "tuple": (1,),
+    "by path, from the end": {"wi": (-2,), "wo": (1,), "scale": (-1,)},
+    "function": lambda path, leaf: (1,),
+}
+
+
+@pytest.mark.parametrize("stacked", STACKS.values(), ids=STACKS)
+def test_layers_are_on_the_axes_that_a_tuple_names(stacked):
+    assert_norms_of_axis_1(optaxclip.tensor_norm(TREE, stacked=stacked))
+
+
+def test_an_int_counts_leading_axes():
+    x = TREE["wi"]
+    for count, axes in ((1, (1, 2)), (2, (2,)), (True, (1, 2))):
+        norms = optaxclip.tensor_norm(x, stacked=count)
+        np.testing.assert_allclose(norms, root_of_squares(x, axes), 1e-6)
+
+
+def test_experts_lie_on_two_axes_in_any_order():
+    x = np.arange(120, dtype=np.float32).reshape(2, 3, 4, 5)
+    for axes in ((0, 2), (2, 0), (-2, 0)):
+        norms = optaxclip.tensor_norm(x, stacked=axes)
+        np.testing.assert_allclose(norms, root_of_squares(x, (1, 3)), 1e-6)
+
+
+@pytest.mark.parametrize("ord", [1, 3, np.inf, "rms", "average"])
+def test_every_order_measures_layers_on_axis_1(ord):
+    norms = optaxclip.tensor_norm(TREE["wi"], ord=ord, stacked=(1,))
+    wanted = [oracles.norm([TREE["wi"][:, i]], ord) for i in range(L)]
+    np.testing.assert_allclose(norms[0, :, 0], wanted, 1e-6)
+
+
+def test_units_lie_within_the_layers_of_axis_1():
+    norms = optaxclip.unitwise_norm(TREE, stacked=(1,))
+    np.testing.assert_allclose(norms["wi"], root_of_squares(TREE["wi"], 0), 1e-6)
+    np.testing.assert_allclose(norms["scale"], root_of_squares(TREE["scale"], 0), 1e-6)
+    norms = optaxclip.unitwise_norm(TREE["wi"], axis=-1, stacked=(1,))
+    np.testing.assert_allclose(norms, root_of_squares(TREE["wi"], 2), 1e-6)
+
+
+@pytest.mark.parametrize("stacked", [-1, 3, 1.0, "1", (2,), (-3,), (1, 1), (1, -1)])
+def test_stacks_that_a_leaf_does_not_have_are_refused(stacked):
+    text = r"^tensor_norm: stacked must be a number of leading axes, from 0 to 2 for"
+    text = rf"{text} the leaf 'w' of shape \(2, 3\), or a tuple of its axes, got "
+    with pytest.raises(ValueError, match=text):
+        optaxclip.tensor_norm({"w": jnp.ones((2, 3))}, stacked=stacked)
+
+
+def test_a_count_for_layers_on_axis_1_raises_and_names_leaves():
+    text = (
+        r"^clip_by_tensor_norm: stacked=1 would count 4 in 'scale' and 5 in 'wo', but "
+        r"leaves of one stack have the same number of layers\. Axes other than the "
+        r"leading ones are a tuple, .* A leaf that is not stacked takes None\. "
+    )
+    with pytest.raises(ValueError, match=text):
+        optaxclip.clip_by_tensor_norm(1.0, stacked=1).init(TREE)
+
+
+def test_a_leaf_that_is_not_stacked_raises_by_name():
+    tree = {"blocks": TREE, "table": jnp.ones((7, E))}
+    with pytest.raises(ValueError, match=r"count 3 in 'blocks/scale' and 4 in 'table'"):
+        optaxclip.tensor_norm(tree, stacked=(1,))
+    norms = optaxclip.tensor_norm(tree, stacked={"blocks": (1,), "table": None})
+    assert_norms_of_axis_1(norms["blocks"])
+    assert norms["table"].shape == ()
+
+
+def test_a_size_that_only_a_run_knows_is_compared_as_a_symbol():
+    (n,) = jax.export.symbolic_shape("n")
+    args = {"a": jax.ShapeDtypeStruct((2, n), np.float32)}
+    args["b"] = jax.ShapeDtypeStruct((3, n), np.float32)
+    measure = jax.jit(lambda tree: optaxclip.tensor_norm(tree, stacked=(1,)))
+    norms = jax.export.export(measure)(args).call(
+        {"a": jnp.ones((2, 5)), "b": jnp.ones((3, 5))}
+    )
+    np.testing.assert_allclose(norms["b"], np.full((1, 5), np.sqrt(3)), 1e-6)
+
+
+@partial(jax.tree_util.register_dataclass, data_fields=["w", "b"], meta_fields=[])
+@dataclasses.dataclass
+class Model:
+    w: Any
+    b: Any
+
+    def __call__(self, x: Any) -> Any:
+        return self.w * x + self.b
+
+
+GRADS = Model(3 * jnp.ones((2, 2)), jnp.array([3.0, 4.0]))  # norms 6 and 5
+
+
+def clipped(clipper, grads=GRADS):
+    return clipper.update(grads, clipper.init(grads))[0]
+
+
+LIMITS = {
+    "numbers": Model(3.0, 0.5),
+    "schedule": Model(lambda step: 3.0, 0.5),
+    "rule": Model(rules.minimum(3.0, 9.0), np.float32(0.5)),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", LIMITS)
+def test_limits_in_a_callable_tree_are_its_leaves(name):
+    found = clipped(optaxclip.clip_by_tensor_norm(LIMITS[name]))
+    np.testing.assert_allclose(found.w, np.full((2, 2), 1.5), rtol=1e-6)
+    np.testing.assert_allclose(found.b, [0.3, 0.4], rtol=1e-6)
+
+
+@pytest.mark.slow
+def test_labels_in_a_callable_tree_are_its_leaves():
+    labels = Model("matrix", "vector")
+    norms = optaxclip.group_norm(GRADS, labels)
+    assert {key: float(x) for key, x in norms.items()} == {"matrix": 6, "vector": 5}
+    clipper = optaxclip.clip_by_group_norm({"matrix": 3.0, "vector": 0.5}, labels)
+    np.testing.assert_allclose(clipped(clipper).b, [0.3, 0.4], rtol=1e-6)
+
+
+@pytest.mark.slow
+def test_axes_and_layers_in_callable_trees_are_their_leaves():
+    norms = optaxclip.unitwise_norm(GRADS, axis=Model(1, None))
+    np.testing.assert_allclose(norms.w, np.full((2, 1), np.sqrt(18)), rtol=1e-6)
+    norms = optaxclip.tensor_norm(GRADS, stacked=Model(1, None))
+    np.testing.assert_allclose(norms.w, np.full((2, 1), np.sqrt(18)), rtol=1e-6)
+    clipper = optaxclip.clip_by_tensor_norm(1.0, stacked=Model(1, None))
+    np.testing.assert_allclose(clipped(clipper).w, np.full((2, 2), 0.5**0.5), rtol=1e-6)
+
+
+@pytest.mark.slow
+def test_functions_that_are_nodes_to_jax_stay_functions():
+    schedule = jax.tree_util.Partial(lambda share, step: share * 6.0, 0.5)
+    found = clipped(optaxclip.clip_by_tensor_norm(schedule))
+    np.testing.assert_allclose(found.w, np.full((2, 2), 1.5), rtol=1e-6)
+
+
+@pytest.mark.slow
+def test_bounds_in_a_callable_tree_are_its_leaves():
+    found = clipped(optaxclip.clip_by_value(Model(2.0, lambda step: 3.5)))
+    np.testing.assert_array_equal(found.w, np.full((2, 2), 2.0))
+    np.testing.assert_array_equal(found.b, [3.0, 3.5])
+
+
+NUMBERED = {"a": jnp.array([3.0, 4.0]), "b": jnp.array([30.0, 40.0])}
+NUMBERS = {"a": 2, "b": 10}
+
+
+@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit])
+def test_norms_of_numbered_groups_are_their_own(wrap):
+    found = wrap(lambda grads: optaxclip.group_norm(grads, NUMBERS))(NUMBERED)
+    assert {label: float(norm) for label, norm in found.items()} == {2: 5.0, 10: 50.0}
+
+
+def test_limits_of_numbered_groups_are_their_own():
+    clipper = optaxclip.clip_by_group_norm({2: 1.0, 10: 100.0}, NUMBERS)
+    clipped, state = clipper.update(NUMBERED, clipper.init(NUMBERED))
+    np.testing.assert_allclose(clipped["a"], [0.6, 0.8], rtol=1e-6)
+    np.testing.assert_array_equal(clipped["b"], NUMBERED["b"])
+    found = {name: float(entry.norm) for name, entry in state.by_name().items()}
+    assert found == {"2": 5.0, "10": 50.0}
+
+
+def test_norms_and_limits_given_to_numbered_groups_are_their_own():
+    clipper = optaxclip.clip_by_group_norm(None, NUMBERS)
+    given = {"grad_norm": {2: 10.0, 10: 50.0}, "limit": {2: 5.0, 10: 100.0}}
+    clipped, _ = clipper.update(NUMBERED, clipper.init(NUMBERED), **given)
+    np.testing.assert_allclose(clipped["a"], [1.5, 2.0], rtol=1e-6)
+    np.testing.assert_array_equal(clipped["b"], NUMBERED["b"])
+
+
+def by_rank(path, leaf, /):
+    return "matrix" if leaf.ndim == 2 else "vector"
+
+
+def whole_tree(tree, /):
+    return {"w": "matrix", "b": "vector"}
+
+
+def test_label_functions_may_take_arguments_by_position_only():
+    tree = {"w": 3 * jnp.ones((2, 2)), "b": jnp.array([3.0, 4.0])}
+    for labels in (by_rank, whole_tree):
+        norms = optaxclip.group_norm(tree, labels)
+        assert {key: float(x) for key, x in norms.items()} == {"matrix": 6, "vector": 5}
+
+
+WHOLE = {"w": 3 * jnp.ones((2, 2)), "b": jnp.array([3.0, 4.0])}  # norms 6 and 5
+
+
+@pytest.mark.parametrize("limit", [0.5, rules.growth(2.0)], ids=["number", "rule"])
+def test_a_group_may_be_missing_in_a_step(limit):
+    limits = {"matrix": 3.0, "vector": limit}
+    clipper = optaxclip.clip_by_group_norm(limits, by_rank)
+    state = clipper.init(WHOLE)
+    updates, after = clipper.update({"w": WHOLE["w"], "b": None}, state)
+    np.testing.assert_allclose(updates["w"], np.full((2, 2), 1.5), rtol=1e-6)
+    assert updates["b"] is None
+    assert float(after.by_name()["vector"].norm) == 0
+    updates, _ = clipper.update(WHOLE, after)
+    np.testing.assert_allclose(updates["w"], np.full((2, 2), 1.5), rtol=1e-6)
+
+
+def test_a_limit_for_a_label_that_no_step_had_raises():
+    clipper = optaxclip.clip_by_group_norm({"matrix": 3.0, "vectro": 0.5}, by_rank)
+    with pytest.raises(ValueError, match="max_norm has a value for 'vectro'"):
+        clipper.init({"w": WHOLE["w"]})
+    state = optaxclip.clip_by_group_norm(1.0, by_rank).init(WHOLE)
+    with pytest.raises(ValueError, match="max_norm has a value for 'vectro'"):
+        clipper.update({"w": WHOLE["w"], "b": None}, state)
