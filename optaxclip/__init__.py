@@ -14,7 +14,7 @@ A clipper answers three questions. How long is the gradient? (norm) How long may
     once         clip_grads(grads, max_norm) -> (grads, norm)
     reading      metrics, record_norm, record_spikes
     weights      qk_clip, Heads
-    backward     clip_cotangent, scale_cotangent
+    backward     clip_cotangent, scale_cotangent, release
     your own     clip_by, rescale
     of optax     clip, clip_by_block_rms
     states       ClipState, SkipState
@@ -66,6 +66,7 @@ from ._mesh import check_replicated
 from ._metrics import metrics
 from ._names import with_our_names
 from ._norms import global_norm, group_norm, tensor_norm, unitwise_norm
+from ._release import release
 from ._state import ClipState
 from ._wrappers._carry import carry_clipped
 from ._wrappers._constrain import constrain
@@ -117,6 +118,7 @@ __all__ = [
     "qk_clip",
     "record_norm",
     "record_spikes",
+    "release",
     "replay",
     "rescale",
     "reset_momentum",
