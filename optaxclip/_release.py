@@ -146,11 +146,11 @@ def release(
     Example:
       >>> def layer(weights, x, target):
       ...     return x + jnp.tanh(x @ weights)
+      >>> def embed(rest, target):
+      ...     return jnp.ones(2)
       >>> def loss(rest, x, target):
       ...     return jnp.sum((x * rest - target) ** 2)
-      >>> trainer = optaxclip.release(
-      ...     lambda rest, target: jnp.ones(2), layer, loss, optax.sgd(0.1), max_norm=1.0
-      ... )
+      >>> trainer = optaxclip.release(embed, layer, loss, optax.sgd(0.1), max_norm=1.0)
       >>> params = jnp.ones((3, 2, 2)), jnp.ones(2)  # three layers, and the rest
       >>> state = trainer.init(params)
       >>> step = jax.jit(trainer.step, donate_argnums=(0, 1))
@@ -185,8 +185,13 @@ def release(
     clip = None
     if max_norm is not None:
         measure = GlobalNorm(**check_measure("release", None))
-        names = {"call": "release", "name": "max_norm"}
-        clip = make_clipper(measure, max_norm, nonfinite=nonfinite, **names)
+        clip = make_clipper(
+            measure,
+            max_norm,
+            call="release",
+            name="max_norm",
+            nonfinite=nonfinite,
+        )
     if layer_clip is None:
         layer_clip = optax.identity()
     parts = Parts(
@@ -234,17 +239,17 @@ def _step(
     forward = _forward(parts, layers, rest, batch)
     backward = partial(_backward, parts, layers, forward, batch, count)
     update = partial(_update, parts, state.clip)
-    one = jax.eval_shape(partial(_take, number=0), weights)
+    one = _one(weights)
     clips = jax.tree.structure(jax.eval_shape(parts.layer_clip.init, one))
     clips = clips.unflatten(state.layer_clip)
 
     def measure(
         number: jax.Array, grads: Any, own: Any, norms: jax.Array
-    ) -> tuple[Any, jax.Array]:
-        """The norm of a layer within layer_clip. Its weights stay."""
+    ) -> tuple[None, jax.Array]:
+        """The norm of a layer within layer_clip."""
         clip = _take(clips, number)
         grads, _ = parts.layer_clip.update(grads, clip, own)
-        return own, norms.at[number].set(global_norm(grads))
+        return None, norms.at[number].set(global_norm(grads))
 
     def train(
         number: jax.Array, grads: Any, own: Any, kept: Any
@@ -349,8 +354,8 @@ def _backward(
 ) -> tuple[Any, Any, Any]:
     """Goes through the layers, the last one first.
 
-    `visit(number, grads, weights, kept)` returns new weights of a layer, and what is
-    kept.
+    `visit(number, grads, weights, kept)` returns new weights of a layer, or None, and
+    what is kept.
 
     Returns:
       The cotangent of the first layer's input, the weights, and what is kept.
@@ -369,7 +374,10 @@ def _backward(
         _, pull = jax.vjp(run, slices, clipped_leaves(x))
         grads, cotangent = pull(cotangent)
         slices, kept = visit(number, grads, slices, kept)
-        return cotangent, _put(weights, number, slices), kept
+        # Weights that were put back as they are would be copied.
+        if slices is not None:
+            weights = _put(weights, number, slices)
+        return cotangent, weights, kept
 
     return lax.fori_loop(0, count, body, (forward.cotangent, weights, kept))
 
@@ -411,6 +419,11 @@ def _take(tree: Any, number: Any) -> Any:
         return lax.dynamic_index_in_dim(x, number, keepdims=False)
 
     return jax.tree.map(take, tree)
+
+
+def _one(tree: Any) -> Any:
+    """The types of the slices of a layer."""
+    return jax.eval_shape(partial(_take, number=0), tree)
 
 
 def _put(tree: Any, number: jax.Array, new: Any) -> Any:
@@ -490,7 +503,7 @@ def _check_optimizer(
     optimizer: optax.GradientTransformation, weights: Any
 ) -> None:
     """Refuses an optimizer that does something else to a layer than to its stack."""
-    one = jax.eval_shape(partial(_take, number=0), weights)
+    count, one = _count(weights), _one(weights)
     stacked = jax.eval_shape(optimizer.init, weights)
     state = jax.eval_shape(optimizer.init, one)
     must = "release: the state of optimizer must follow the weights"
@@ -500,35 +513,42 @@ def _check_optimizer(
             "as where the number of axes decides what is done to an array."
         )
     entries = jax.tree_util.tree_flatten_with_path(state)[0]
-    names = [
-        name(path) for path, _ in jax.tree_util.tree_leaves_with_path(one)
-    ]
     is_number = []
     for (path, own), whole in zip(entries, jax.tree.leaves(stacked)):
-        is_number.append(whole.shape == ())
-        if whole.shape not in ((), (_count(weights), *own.shape)):
+        # A random key is none: all layers would draw the same.
+        known = jnp.issubdtype(whole.dtype, np.number) or whole.dtype == bool
+        is_number.append(known and whole.shape == ())
+        if not is_number[-1] and whole.shape != (count, *own.shape):
             raise ValueError(
-                f"{must}, but {name(path)!r} has the shape {whole.shape} for the "
-                f"stack, and {own.shape} for one layer. {HINT}"
+                f"{must}, but {name(path)!r} is {_types(whole)} for the stack, and "
+                f"{_types(own)} for one layer. {HINT}"
             )
     # A program of [gradients, state, weights] -> [updates, state].
     program = jax.make_jaxpr(optimizer.update)(one, state, one).jaxpr
-    count, size = len(names), len(entries)
-    for place in range(count + size):
-        wanted = [other == place for other in range(count + size)]
-        used = dce_jaxpr(program, wanted)[1]
-        of_leaf = np.array(used[:count]) | used[count + size :]
-        if place >= count:
-            number = place - count
-            of_state = ~np.array(is_number) & used[count : count + size]
-            if is_number[number] and (of_leaf.any() or of_state.any()):
-                raise ValueError(
-                    f"{must}, but {name(entries[number][0])!r} is one number, which "
-                    f"the gradients or weights change. {HINT}"
-                )
-        elif of_leaf.sum() > of_leaf[place]:
-            both = [own for own, is_used in zip(names, of_leaf) if is_used]
+    paths = jax.tree_util.tree_leaves_with_path(one)
+    names = [name(path) for path, _ in paths]
+    size, numbers = len(names), np.array(is_number, bool)
+
+    def used_by(place: int) -> tuple[np.ndarray, np.ndarray]:
+        """Which leaves and which part of the state an output depends on."""
+        wanted = [x == place for x in range(len(program.outvars))]
+        used = np.array(dce_jaxpr(program, wanted)[1], bool)
+        grads, of_state, own = np.split(used, [size, used.size - size])
+        return grads | own, of_state
+
+    for place, (path, _) in enumerate(entries):
+        of_leaves, of_state = used_by(size + place)
+        changes = of_leaves.any() or of_state[~numbers].any()
+        if numbers[place] and changes:
             raise ValueError(
-                f"release: optimizer must treat each array by itself, but the update of "
-                f"{names[place]!r} depends on {both}. {HINT}"
+                f"{must}, but {name(path)!r} is one number, which gradients or "
+                f"weights change. {HINT}"
+            )
+    for place, leaf in enumerate(names):
+        of_leaves, _ = used_by(place)
+        if of_leaves.sum() > of_leaves[place]:
+            both = [x for x, is_used in zip(names, of_leaves) if is_used]
+            raise ValueError(
+                "release: optimizer must treat each array by itself, but the update "
+                f"of {leaf!r} depends on {both}. {HINT}"
             )
