@@ -13,6 +13,7 @@ runs again, as under `jax.checkpoint`.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -57,23 +58,152 @@ class ReleaseState(NamedTuple):
     clips: Any
 
 
-class Released(NamedTuple):
+@dataclass(frozen=True, eq=False)
+class Released:
     """What `release` returns: `init(params)` and `step(params, state, *batch)`."""
-
-    init: Callable[[Any], ReleaseState]
-    step: Callable[..., tuple[Any, ReleaseState, jax.Array]]
-
-
-class Parts(NamedTuple):
-    """What a model and its training are made of."""
 
     embed: Callable[..., Any]
     layer: Callable[..., Any]
     head: Callable[..., Any]
     optimizer: optax.GradientTransformationExtraArgs
     layer_clip: optax.GradientTransformationExtraArgs
-    clip: optax.GradientTransformationExtraArgs | None
+    clip: optax.GradientTransformationExtraArgs | None  # of everything
     delayed: bool
+
+    def init(self, params: Any) -> ReleaseState:
+        """Returns the state before the first step."""
+        layers, rest = _pair(params)
+        count = _count(layers)
+        weights, others = clipped_leaves((layers, rest))
+        _check_optimizer(self.optimizer, weights)
+        clips = self.layer_clip.init(_take(weights, 0))
+        clips = jax.tree.map(lambda x: jnp.stack([x] * count), clips)
+        return ReleaseState(
+            self.optimizer.init(weights),
+            self.optimizer.init(others),
+            self.clip.init((weights, others)) if self.clip else (),
+            tuple(jax.tree.leaves(clips)),
+            _shown_clips(clips, self.layer_clip.init(others)),
+        )
+
+    def step(self, params: Any, state: ReleaseState, *batch: Any) -> Any:
+        """Returns new params, the new state, and the loss before the step."""
+        manual = manual_axes()
+        if manual and not has_types(manual):
+            raise ValueError(
+                f"release: along the mesh axes {manual} JAX does not know which values "
+                "differ between devices, so gradients would not be added up: use jit, "
+                "or shard_map with check_vma=True."
+            )
+        layers, rest = _pair(params)
+        weights, others = clipped_leaves((layers, rest))
+        one = jax.eval_shape(partial(_take, number=0), weights)
+        clips = jax.tree.structure(jax.eval_shape(self.layer_clip.init, one))
+        clips = clips.unflatten(state.layer_clip)
+        loss, inputs, last, rest_grads = self._forward(layers, rest, batch)
+        clip_rest = partial(
+            self.layer_clip.update, state=state.clips["rest"], params=others
+        )
+        backward = partial(self._backward, layers, inputs, batch)
+        dtype = jax.eval_shape(global_norm, one).dtype
+        norms = jnp.zeros(_count(layers), dtype)
+        stack = weights, clips, state.layers
+        clip, norm = state.clip, None
+        if self.delayed:
+            norm = clip.norm
+        elif self.clip:
+            first, norms, _ = backward((last, norms, stack))
+            grads, _ = clip_rest(rest_grads(first))
+            norm = global_norm((norms, grads))
+        by = clip, norm
+        first, norms, stack = backward((last, norms, stack), by)
+        grads, rest_clip = clip_rest(rest_grads(first))
+        if self.clip:
+            total = global_norm((norms, grads))
+            _, clip = self.clip.update(grads, clip, grad_norm=total)
+        others, of_others = self._update(by, grads, state.rest, others)
+        new, clips, moments = stack
+        # The numbers that all layers share, one step on, from any layer.
+        own, old = _take((weights, state.layers), 0)
+        _, once = self.optimizer.update(own, old, own)
+        state = ReleaseState(
+            jax.tree.map(lambda x, y: x if x.ndim else y, moments, once),
+            of_others,
+            clip,
+            tuple(jax.tree.leaves(clips)),
+            _shown_clips(clips, rest_clip),
+        )
+        return (put_back(new, layers), put_back(others, rest)), state, loss
+
+    def _forward(self, layers: Any, rest: Any, batch: Any) -> Any:
+        """The loss, the inputs of all layers, the cotangent of the last output, and the
+        gradient of the rest as a function of the cotangent of the first input.
+        """
+
+        def first(others: Any) -> Any:
+            x = self.embed(put_back(others, rest), *batch)
+            return clipped_leaves(x), x
+
+        def through(x: Any, own: Any) -> Any:
+            return self.layer(own, x, *batch), x
+
+        def last(others: Any, moved: Any) -> Any:
+            given = put_back(others, rest), put_back(moved, x)
+            return self.head(*given, *batch)
+
+        others = clipped_leaves(rest)
+        _, from_embed, x = jax.vjp(first, others, has_aux=True)
+        x, inputs = lax.scan(through, x, layers)
+        pair = others, clipped_leaves(x)
+        loss, grads = jax.value_and_grad(last, (0, 1))(*pair)
+
+        def rest_grads(cotangent: Any) -> Any:
+            (from_first,) = from_embed(cotangent)
+            return jax.tree.map(jnp.add, from_first, grads[0])
+
+        return loss, inputs, grads[1], rest_grads
+
+    def _backward(
+        self, layers: Any, inputs: Any, batch: Any, loop: Any, by: Any = None
+    ) -> Any:
+        """Goes through the layers, the last one first.
+
+        `by` is the state of the clip of everything, and the norm that it takes. None
+        only measures.
+        """
+        count = _count(layers)
+
+        def body(turn: jax.Array, loop: Any) -> Any:
+            cotangent, norms, stack = loop
+            number = count - 1 - turn
+            own, own_clip, moments = _take(stack, number)
+            whole, x = _take((layers, inputs), number)
+
+            def run(own: Any, moved: Any) -> Any:
+                given = put_back(own, whole), put_back(moved, x)
+                return clipped_leaves(self.layer(*given, *batch))
+
+            _, pull = jax.vjp(run, own, clipped_leaves(x))
+            grads, cotangent = pull(cotangent)
+            grads, own_clip = self.layer_clip.update(grads, own_clip, own)
+            if self.delayed or by is None:
+                norms = norms.at[number].set(global_norm(grads))
+            # Put back as they are, weights would be copied.
+            if by is not None:
+                own, moments = self._update(by, grads, moments, own)
+                stack = _put(stack, number, (own, own_clip, moments))
+            return cotangent, norms, stack
+
+        return lax.fori_loop(0, count, body, loop)
+
+    def _update(self, by: Any, grads: Any, moments: Any, own: Any) -> Any:
+        """New weights, of a layer or of the rest, and the optimizer's state."""
+        if self.clip:
+            clip, norm = by
+            # The norm of everything, in the place of that of these gradients.
+            grads, _ = self.clip.update(grads, clip, grad_norm=norm)
+        updates, moments = self.optimizer.update(grads, moments, own)
+        return optax.apply_updates(own, updates), moments
 
 
 def release(
@@ -161,14 +291,11 @@ def release(
     Reference: Lv et al., Full parameter fine-tuning for large language models with
     limited resources, 2023 (arXiv 2306.09782).
     """
-    for argument, function in (
-        ("embed", embed),
-        ("layer", layer),
-        ("head", head),
-    ):
+    for function in (embed, layer, head):
         if not callable(function):
             raise TypeError(
-                f"release: {argument} must be a function, got {function!r}."
+                "release: embed, layer and head must be functions, got "
+                f"{function!r}."
             )
     check_flag("release: delayed", delayed)
     if delayed and (max_norm is None or layer_clip is None):
@@ -185,16 +312,11 @@ def release(
     clip = None
     if max_norm is not None:
         measure = GlobalNorm(**check_measure("release", None))
-        clip = make_clipper(
-            measure,
-            max_norm,
-            call="release",
-            name="max_norm",
-            nonfinite=nonfinite,
-        )
+        options: dict[str, Any] = {"call": "release", "name": "max_norm"}
+        clip = make_clipper(measure, max_norm, nonfinite=nonfinite, **options)
     if layer_clip is None:
         layer_clip = optax.identity()
-    parts = Parts(
+    return Released(
         embed,
         layer,
         head,
@@ -203,208 +325,6 @@ def release(
         clip,
         bool(delayed),
     )
-    return Released(partial(_first_state, parts), partial(_step, parts))
-
-
-def _first_state(parts: Parts, params: Any) -> ReleaseState:
-    layers, rest = _pair(params)
-    count = _count(layers)
-    weights, others = clipped_leaves((layers, rest))
-    _check_optimizer(parts.optimizer, weights)
-    clip = () if parts.clip is None else parts.clip.init((weights, others))
-    own = parts.layer_clip.init(_take(weights, 0))
-    own = jax.tree.map(lambda x: jnp.stack([x] * count), own)
-    return ReleaseState(
-        parts.optimizer.init(weights),
-        parts.optimizer.init(others),
-        clip,
-        tuple(jax.tree.leaves(own)),
-        _clips(own, parts.layer_clip.init(others)),
-    )
-
-
-def _step(
-    parts: Parts, params: Any, state: ReleaseState, *batch: Any
-) -> tuple[Any, ReleaseState, jax.Array]:
-    manual = manual_axes()
-    if manual and not has_types(manual):
-        raise ValueError(
-            f"release: along the mesh axes {manual} JAX does not know which values "
-            "differ between devices, so gradients would not be added up: use jit, or "
-            "shard_map with check_vma=True."
-        )
-    layers, rest = _pair(params)
-    weights, others = clipped_leaves((layers, rest))
-    count = _count(layers)
-    forward = _forward(parts, layers, rest, batch)
-    backward = partial(_backward, parts, layers, forward, batch, count)
-    update = partial(_update, parts, state.clip)
-    one = _one(weights)
-    clips = jax.tree.structure(jax.eval_shape(parts.layer_clip.init, one))
-    clips = clips.unflatten(state.layer_clip)
-
-    def measure(
-        number: jax.Array, grads: Any, own: Any, norms: jax.Array
-    ) -> tuple[None, jax.Array]:
-        """The norm of a layer within layer_clip."""
-        clip = _take(clips, number)
-        grads, _ = parts.layer_clip.update(grads, clip, own)
-        return None, norms.at[number].set(global_norm(grads))
-
-    def train(
-        number: jax.Array, grads: Any, own: Any, kept: Any
-    ) -> tuple[Any, Any]:
-        """The new weights of a layer, and its states."""
-        norms, states = kept
-        clip, moments = _take(states, number)
-        grads, clip = parts.layer_clip.update(grads, clip, own)
-        if parts.delayed:
-            norms = norms.at[number].set(global_norm(grads))
-        own, moments = update(norm, grads, moments, own)
-        return own, (norms, _put(states, number, (clip, moments)))
-
-    def rest_of(cotangent: Any) -> tuple[Any, Any]:
-        """The gradient of the rest within layer_clip, and the state of that."""
-        grads = forward.rest_grads(cotangent)
-        clip = state.clips["rest"]
-        return parts.layer_clip.update(grads, clip, others)
-
-    norms = jnp.zeros(count, jax.eval_shape(global_norm, one).dtype)
-    clip, norm = state.clip, None
-    if parts.delayed:
-        norm = clip.norm
-    elif parts.clip is not None:
-        cotangent, _, norms = backward(measure, weights, norms)
-        norm = _norm_of_all(norms, rest_of(cotangent)[0])
-    kept = norms, (clips, state.layers)
-    cotangent, new, (norms, states) = backward(train, weights, kept)
-    grads, rest_clip = rest_of(cotangent)
-    new_rest, rest = update(norm, grads, state.rest, others)
-    if parts.clip is not None:
-        norm = _norm_of_all(norms, grads)
-        _, clip = parts.clip.update(grads, clip, grad_norm=norm)
-    clips, moments = states
-    params = put_back(new, layers), put_back(new_rest, params[1])
-    state = ReleaseState(
-        _counted(parts.optimizer, moments, state.layers, weights),
-        rest,
-        clip,
-        tuple(jax.tree.leaves(clips)),
-        _clips(clips, rest_clip),
-    )
-    return params, state, forward.loss
-
-
-class Forward(NamedTuple):
-    """What the backward pass begins with."""
-
-    loss: jax.Array
-    inputs: Any  # of all layers: arrays [layers, ...]
-    cotangent: Any  # of the output of the last layer
-    rest_grads: Callable[[Any], Any]  # from the cotangent of the first input
-
-
-def _forward(parts: Parts, layers: Any, rest: Any, batch: Any) -> Forward:
-    def first(others: Any) -> tuple[Any, Any]:
-        x = parts.embed(put_back(others, rest), *batch)
-        x = jax.tree.map(jnp.asarray, x)
-        return clipped_leaves(x), x
-
-    def through(x: Any, own: Any) -> tuple[Any, Any]:
-        new = parts.layer(own, x, *batch)
-        wanted, found = _types(x), _types(new)
-        if wanted != found:
-            raise TypeError(
-                f"release: layer must return what it gets as x, {wanted}, got {found}."
-            )
-        return new, x
-
-    def last(others: Any, moved: Any) -> jax.Array:
-        whole = put_back(others, rest), put_back(moved, x)
-        loss = jnp.asarray(parts.head(*whole, *batch))
-        if loss.shape or not jnp.issubdtype(loss.dtype, jnp.floating):
-            raise TypeError(
-                "release: head must return the loss, a real scalar, got "
-                f"{loss.dtype}{list(loss.shape)}."
-            )
-        return loss
-
-    others = clipped_leaves(rest)
-    _, from_embed, x = jax.vjp(first, others, has_aux=True)
-    x, inputs = lax.scan(through, x, layers)
-    loss, from_head = jax.vjp(last, others, clipped_leaves(x))
-    head_grads, cotangent = from_head(jnp.ones_like(loss))
-
-    def rest_grads(cotangent: Any) -> Any:
-        (embed_grads,) = from_embed(cotangent)
-        return jax.tree.map(jnp.add, embed_grads, head_grads)
-
-    return Forward(loss, inputs, cotangent, rest_grads)
-
-
-def _backward(
-    parts: Parts,
-    layers: Any,
-    forward: Forward,
-    batch: Any,
-    count: int,
-    visit: Callable[..., tuple[Any, Any]],
-    weights: Any,
-    kept: Any,
-) -> tuple[Any, Any, Any]:
-    """Goes through the layers, the last one first.
-
-    `visit(number, grads, weights, kept)` returns new weights of a layer, or None, and
-    what is kept.
-
-    Returns:
-      The cotangent of the first layer's input, the weights, and what is kept.
-    """
-
-    def body(turn: jax.Array, loop: Any) -> Any:
-        cotangent, weights, kept = loop
-        number = count - 1 - turn
-        own, x = _take((layers, forward.inputs), number)
-
-        def run(slices: Any, moved: Any) -> Any:
-            given = put_back(slices, own), put_back(moved, x)
-            return clipped_leaves(parts.layer(*given, *batch))
-
-        slices = _take(weights, number)
-        _, pull = jax.vjp(run, slices, clipped_leaves(x))
-        grads, cotangent = pull(cotangent)
-        slices, kept = visit(number, grads, slices, kept)
-        # Weights that were put back as they are would be copied.
-        if slices is not None:
-            weights = _put(weights, number, slices)
-        return cotangent, weights, kept
-
-    return lax.fori_loop(0, count, body, (forward.cotangent, weights, kept))
-
-
-def _update(
-    parts: Parts, clip: Any, norm: Any, grads: Any, moments: Any, own: Any
-) -> tuple[Any, Any]:
-    """The new weights of a layer or of the rest, and the optimizer's state."""
-    if parts.clip is not None:
-        # The norm of everything, in the place of that of these gradients.
-        grads, _ = parts.clip.update(grads, clip, grad_norm=norm)
-    updates, moments = parts.optimizer.update(grads, moments, own)
-    return optax.apply_updates(own, updates), moments
-
-
-def _counted(
-    optimizer: optax.GradientTransformation, new: Any, old: Any, weights: Any
-) -> Any:
-    """The state of the stack with the numbers that all layers share, one step on."""
-    # Of any layer and any gradients. Jitted, nothing but the numbers is computed.
-    own = _take(weights, 0)
-    _, once = optimizer.update(own, _take(old, 0), own)
-    return jax.tree.map(lambda x, y: x if x.ndim else y, new, once)
-
-
-def _norm_of_all(norms: jax.Array, rest: Any) -> jax.Array:
-    return global_norm((norms, global_norm(rest)))
 
 
 # -------------------------------------------------------------------- stacks of layers
@@ -412,37 +332,20 @@ def _norm_of_all(norms: jax.Array, rest: Any) -> jax.Array:
 
 def _take(tree: Any, number: Any) -> Any:
     """The slices of a layer. Numbers are shared by all layers."""
-
-    def take(x: jax.Array) -> jax.Array:
-        if not x.ndim:
-            return x
-        return lax.dynamic_index_in_dim(x, number, keepdims=False)
-
-    return jax.tree.map(take, tree)
+    index = partial(lax.dynamic_index_in_dim, index=number, keepdims=False)
+    return jax.tree.map(lambda x: index(x) if x.ndim else x, tree)
 
 
-def _one(tree: Any) -> Any:
-    """The types of the slices of a layer."""
-    return jax.eval_shape(partial(_take, number=0), tree)
+def _put(tree: Any, number: Any, new: Any) -> Any:
+    """The stack with the new slices of a layer. Numbers stay as they were."""
+    put = partial(lax.dynamic_update_index_in_dim, index=number, axis=0)
+    return jax.tree.map(lambda x, y: put(x, y) if x.ndim else x, tree, new)
 
 
-def _put(tree: Any, number: jax.Array, new: Any) -> Any:
-    """The stack with new slices of a layer. Numbers stay as they were."""
-
-    def put(x: jax.Array, y: jax.Array) -> jax.Array:
-        if not x.ndim:
-            return x
-        return lax.dynamic_update_index_in_dim(x, y, number, 0)
-
-    return jax.tree.map(put, tree, new)
-
-
-def _clips(clips: Any, rest: Any) -> dict[str, Any]:
+def _shown_clips(clips: Any, rest: Any) -> dict[str, Any]:
     """What `metrics` shows: the clippers of all layers, and of the rest."""
-    found = []
-    for state in jax.tree.leaves(clips, is_leaf=_is_clip_state):
-        if _is_clip_state(state):
-            found.append(_of_all_layers(state))
+    states = jax.tree.leaves(clips, is_leaf=_is_clip_state)
+    found = [_of_all_layers(x) for x in states if _is_clip_state(x)]
     return {"layers": found, "rest": rest}
 
 
@@ -451,22 +354,16 @@ def _is_clip_state(x: Any) -> bool:
 
 
 def _of_all_layers(state: ClipState) -> ClipState:
-    """A state that has each layer's norms, as of a stacked leaf, from arrays [layers,
-    norms].
-    """
-    count = state.step.size
-    names = []
+    """The states of all layers, arrays [layers, norms], as that of a stacked leaf."""
+    layers, names = range(state.step.size), {}
     for part in state.names:
-        named: dict[str, Any] = {}
         for leaf, inside in part.items():
-            ends = [""] if inside is None else [f"/{x}" for x in inside]
-            keys = [f"{i}{end}" for end in ends for i in range(count)]
+            ends = [f"/{x}" for x in inside] if inside else [""]
+            keys = [f"{layer}{end}" for end in ends for layer in layers]
             # The norm of everything in a layer has no name of its own.
-            named[leaf or "layer"] = dict.fromkeys(keys)
-        names.append(named)
-    fields = state._replace(step=(), memory=())
-    fields = jax.tree.map(lambda x: x.T.reshape(-1), fields)
-    return fields._replace(names=tuple(names), step=state.step[0])
+            names[leaf or "layer"] = dict.fromkeys(keys)
+    fields = jax.tree.map(lambda x: x.T.reshape(-1), state._replace(memory=()))
+    return fields._replace(names=(names,), step=state.step[0])
 
 
 # ----------------------------------------------------------------------------- checks
@@ -483,9 +380,8 @@ def _pair(params: Any) -> tuple[Any, Any]:
 
 def _count(layers: Any) -> int:
     """How many layers a stack has."""
-    shapes = {}
-    for path, leaf in jax.tree_util.tree_flatten_with_path(layers)[0]:
-        shapes[name(path)] = jnp.shape(leaf)
+    paths = jax.tree_util.tree_leaves_with_path(layers)
+    shapes = {name(path): jnp.shape(leaf) for path, leaf in paths}
     counts = {shape[:1] for shape in shapes.values()}
     if len(counts) == 1 and counts.isdisjoint({(), (0,)}):
         return counts.pop()[0]
@@ -495,60 +391,37 @@ def _count(layers: Any) -> int:
     )
 
 
-def _types(tree: Any) -> Any:
-    return jax.tree.map(lambda x: f"{x.dtype}{list(x.shape)}", tree)
-
-
-def _check_optimizer(
-    optimizer: optax.GradientTransformation, weights: Any
-) -> None:
+def _check_optimizer(optimizer: Any, weights: Any) -> None:
     """Refuses an optimizer that does something else to a layer than to its stack."""
-    count, one = _count(weights), _one(weights)
-    stacked = jax.eval_shape(optimizer.init, weights)
+    one = jax.eval_shape(partial(_take, number=0), weights)
     state = jax.eval_shape(optimizer.init, one)
-    must = "release: the state of optimizer must follow the weights"
-    if jax.tree.structure(stacked) != jax.tree.structure(state):
-        raise ValueError(
-            f"{must}, but it has another structure for the stack than for one layer, "
-            "as where the number of axes decides what is done to an array."
-        )
-    entries = jax.tree_util.tree_flatten_with_path(state)[0]
-    is_number = []
+    stacked = jax.eval_shape(optimizer.init, weights)
+    names = [name(x) for x, _ in jax.tree_util.tree_leaves_with_path(one)]
+    inputs, numbers = list(names), {}
+    entries = jax.tree_util.tree_leaves_with_path(state)
     for (path, own), whole in zip(entries, jax.tree.leaves(stacked)):
-        # A random key is none: all layers would draw the same.
-        known = jnp.issubdtype(whole.dtype, np.number) or whole.dtype == bool
-        is_number.append(known and whole.shape == ())
-        if not is_number[-1] and whole.shape != (count, *own.shape):
+        # A random key is no number: all layers would draw the same.
+        is_number = jnp.issubdtype(whole.dtype, np.number)
+        if is_number and whole.shape == ():
+            numbers[len(inputs)] = name(path)
+        elif whole.shape != (_count(weights), *own.shape):
             raise ValueError(
-                f"{must}, but {name(path)!r} is {_types(whole)} for the stack, and "
-                f"{_types(own)} for one layer. {HINT}"
+                "release: the state of optimizer must follow the weights, but "
+                f"{name(path)!r} is {whole} for the stack, and {own} for one layer. "
+                f"{HINT}"
             )
-    # A program of [gradients, state, weights] -> [updates, state].
+        inputs.append(name(path))
+    # From gradients, state and weights to updates and state.
     program = jax.make_jaxpr(optimizer.update)(one, state, one).jaxpr
-    paths = jax.tree_util.tree_leaves_with_path(one)
-    names = [name(path) for path, _ in paths]
-    size, numbers = len(names), np.array(is_number, bool)
-
-    def used_by(place: int) -> tuple[np.ndarray, np.ndarray]:
-        """Which leaves and which part of the state an output depends on."""
+    for place, output in [*enumerate(names), *numbers.items()]:
         wanted = [x == place for x in range(len(program.outvars))]
-        used = np.array(dce_jaxpr(program, wanted)[1], bool)
-        grads, of_state, own = np.split(used, [size, used.size - size])
-        return grads | own, of_state
-
-    for place, (path, _) in enumerate(entries):
-        of_leaves, of_state = used_by(size + place)
-        changes = of_leaves.any() or of_state[~numbers].any()
-        if numbers[place] and changes:
+        used = np.flatnonzero(dce_jaxpr(program, wanted)[1])
+        reads = {[*inputs, *names][x] for x in used if x not in numbers}
+        if place < len(names):
+            reads = reads.intersection(names) - {output}
+        if reads:
+            kind = "number" if place in numbers else "update of"
             raise ValueError(
-                f"{must}, but {name(path)!r} is one number, which gradients or "
-                f"weights change. {HINT}"
-            )
-    for place, leaf in enumerate(names):
-        of_leaves, _ = used_by(place)
-        if of_leaves.sum() > of_leaves[place]:
-            both = [x for x, is_used in zip(names, of_leaves) if is_used]
-            raise ValueError(
-                "release: optimizer must treat each array by itself, but the update "
-                f"of {leaf!r} depends on {both}. {HINT}"
+                "release: optimizer must treat each array by itself, but its "
+                f"{kind} {output!r} depends on {sorted(reads)}. {HINT}"
             )

@@ -174,8 +174,8 @@ def released_run(optimizer, **limits):
 
 
 def assert_close(found, wanted, rtol=1e-9):
-    """Six steps multiply the roundings of float64 (2e-16) by less than 1e6: Adam divides
-    each gradient by its own size, so that one of 1e-6 counts as one of 1.
+    """Six steps multiply the roundings of float64 (2e-16) by less than 1e6: Adam makes
+    a gradient of 1e-6 as large as one of 1.
     """
     assert jax.tree.structure(found) == jax.tree.structure(wanted)
     for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(wanted)):
@@ -485,22 +485,25 @@ def test_where_gradients_would_not_be_added_up_it_raises():
     [
         (
             optax.chain(optax.clip_by_global_norm(1.0), optax.adam(0.1)),
-            r"the update of 'bias' depends on \['bias', 'down', 'up'\].*max_norm",
+            r"its update of 'bias' depends on \['bias', 'down', 'up'\].*max_norm",
         ),
         (
             optax.chain(optaxclip.clip_by_global_norm(1.0), optax.adam(0.1)),
-            "'0/clipped' is one number, which gradients or weights change",
+            "number '0/clipped' depends on",
         ),
         (
             optax.chain(optaxclip.clip_by_tensor_norm(1.0), optax.adam(0.1)),
-            r"'0/clipped' is int32\[3\] for the stack, and int32\[3\] for one layer",
+            r"'0/clipped' is Shape.*\(3,\).* for the stack, and .*\(3,\).* for one layer",
         ),
-        (optax.apply_if_finite(optax.sgd(0.1), 3), "'notfinite_count' is one number"),
-        (optaxclip.skip_nonfinite(optax.sgd(0.1)), "'.*' is one number"),
-        (optax.add_noise(0.1, 0.5, jax.random.key(0)), r"'rng_key' is key<fry>\[\]"),
-        (optax.contrib.muon(0.1), "another structure for the stack"),
-        (optax.contrib.prodigy(0.1), "'estim_lr' is one number"),
-        (optax.lbfgs(0.1), "another structure|is one number|for the stack"),
+        (
+            optax.apply_if_finite(optax.sgd(0.1), 3),
+            "'last_finite' is .*bool.* for the stack",
+        ),
+        (optaxclip.skip_nonfinite(optax.sgd(0.1)), "number 'step' depends on"),
+        (optax.add_noise(0.1, 0.5, jax.random.key(0)), "'rng_key' is .*key<fry>"),
+        (optax.contrib.muon(0.1), "for the stack"),
+        (optax.contrib.prodigy(0.1), "number 'estim_lr' depends on"),
+        (optax.lbfgs(0.1), "depends on|for the stack"),
     ],
 )
 def test_an_optimizer_that_does_not_follow_is_named(optimizer, text):
@@ -512,7 +515,7 @@ def test_an_optimizer_that_does_not_follow_is_named(optimizer, text):
 @pytest.mark.parametrize(
     ("options", "error", "text"),
     [
-        ({"embed": 3}, TypeError, "embed must be a function, got 3"),
+        ({"embed": 3}, TypeError, "embed, layer and head must be functions, got 3"),
         ({"optimizer": optax.adam}, TypeError, "optimizer must be .*got the function"),
         ({"layer_clip": 1.0}, TypeError, "layer_clip must be a clipper.*got 1.0"),
         ({"max_norm": -1.0}, ValueError, "max_norm must be at least 0, got -1.0"),
@@ -560,17 +563,12 @@ def test_weights_that_are_no_stack_are_shown(params, error, text):
 @pytest.mark.parametrize(
     ("parts", "text"),
     [
-        (
-            (embed, lambda own, x, *_: x[:, :2], head),
-            r"layer must return what it gets as x, float32\[8, 5, 6\], got "
-            r"float32\[8, 2, 6\]",
-        ),
-        ((embed, layer, lambda rest, x, *_: x), r"head must .*float32\[8, 5, 6\]"),
-        ((embed, layer, lambda rest, x, *_: 3), r"head must .*got int32\[\]"),
+        ((embed, lambda own, x, *_: x[:, :2], head), "carry input and carry output"),
+        ((embed, layer, lambda rest, x, *_: x), "scalar-output functions"),
     ],
 )
-def test_functions_that_do_not_fit_are_named(parts, text):
+def test_functions_that_do_not_fit_raise_as_in_jax(parts, text):
     trainer = release(*parts, optax.sgd(0.1))
     params = new_params(np.float32)
-    with pytest.raises(TypeError, match=f"^release: {text}"):
+    with pytest.raises(TypeError, match=text):
         trainer.step(params, trainer.init(params), *next(batches(np.float32)))
