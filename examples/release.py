@@ -1,21 +1,20 @@
-"""Trains a transformer by gradient release, without ever holding all gradients, and by
-the usual step, and shows that both are the same run.
+"""Trains a transformer by gradient release, which never holds all gradients, and by the
+usual step, and shows that both are the same run.
 
 What it shows. The network reads the English prose of Python's own help pages. The usual
-step makes all gradients, clips their global norm and hands them to Adam. A released step
-does that for one layer at a time. It takes longer on a CPU, and needs less memory on an
-accelerator.
+step makes all gradients, clips their global norm and hands them to Adam. A released
+step does that for one layer at a time.
 
-What it prints. The last loss and the time of a step, or, with --device h100 or v5e, the
-memory and the arithmetic of a larger network compiled for that device, which need not be
-here. `python -m benchmarks --only whole_step_compiled` says how to make an environment
-for that.
+What it prints. The last loss and the time of a step. With --device h100 or v5e: the
+temporary memory, and the arithmetic of one layer, of a larger network that is compiled
+for a device that need not be here, in an environment as benchmarks/compiled makes it.
 
     python examples/release.py --steps 100
     PYTHONPATH=. .venv-tpu/bin/python examples/release.py --device v5e
 """
 
 import time
+from functools import partial
 from typing import Any
 
 import jax
@@ -26,37 +25,34 @@ from _shared import cross_entropy, read_text, run
 
 import optaxclip
 
-HEADS, LENGTH = 4, 64
+LIMIT, HEADS, LENGTH = 0.5, 4, 64
 ADAM = optax.adam(2e-3)
-GLOBAL = optax.chain(optaxclip.clip_by_global_norm(0.5), ADAM)
-TENSOR = optaxclip.clip_by_tensor_norm(0.1)
-RELEASED = {
-    "released, tensors": {"layer_clip": TENSOR},
-    "released, global": {"max_norm": 0.5},
-    "released, delayed": {"layer_clip": TENSOR, "max_norm": 0.5, "delayed": True},
-}
+USUAL = optax.chain(optaxclip.clip_by_global_norm(LIMIT), ADAM)
+TENSORS = {"layer_clip": optaxclip.clip_by_tensor_norm(LIMIT / 5)}
+GLOBAL = {"max_norm": LIMIT}
+OPTIONS = {"tensors": TENSORS, "global": GLOBAL}
+OPTIONS["delayed"] = TENSORS | GLOBAL | {"delayed": True}
 
 
 def main(steps: int = 100, device: str = "") -> dict[str, Any]:
-    """Returns the losses of every way to train, or its memory in bytes."""
-    text = read_text()
+    """Returns the losses of each way to train, or its temporary bytes."""
     if device:
-        return {name: compiled(device, name) for name in ("remat", "usual", *RELEASED)}
-    starts = np.random.default_rng(0).integers(len(text.training) - 65, size=(steps, 16))
-    losses = {}
-    print("step               last loss  ms a step")
-    for name in ("usual", *RELEASED):
+        return {name: compiled(name, device) for name in ("usual", "remat", *OPTIONS)}
+    text, losses = read_text(), {}
+    random = np.random.default_rng(0)
+    starts = random.integers(len(text.training) - LENGTH - 1, size=(steps, 16, 1))
+    for name in ("usual", *OPTIONS):
         params, seen = new_params(len(text.alphabet), 4, 64), []
         init, step = training(name)
         state, step = init(params), jax.jit(step, donate_argnums=(0, 1))
-        for places in starts:
+        for start in starts:
             begin = time.perf_counter()
-            windows = text.training[places[:, None] + np.arange(LENGTH + 1)]
+            windows = text.training[start + np.arange(LENGTH + 1)]
             params, state, loss = step(params, state, windows)
             seen.append((float(loss), time.perf_counter() - begin))
         losses[name], seconds = np.transpose(seen)
         milliseconds = 1000 * np.median(seconds)
-        print(f"{name:17}  {losses[name][-1]:9.4f}  {milliseconds:9.1f}", flush=True)
+        print(f"{name:8} loss {seen[-1][0]:.4f}  {milliseconds:.1f} ms", flush=True)
     return losses
 
 
@@ -67,9 +63,8 @@ def new_params(words: int, layers: int, width: int) -> Any:
     def normal(*shape: int) -> jax.Array:
         return jnp.asarray(random.normal(size=shape) / width**0.5, jnp.float32)
 
-    qkv, up = normal(layers, width, 3 * width), normal(layers, width, 4 * width)
-    out, down = normal(layers, width, width), normal(layers, 4 * width, width)
-    stack = {"qkv": qkv, "out": out, "up": up, "down": down / 2}
+    shapes = {"qkv": (1, 3), "out": (1, 1), "up": (1, 4), "down": (4, 1)}
+    stack = {k: normal(layers, a * width, b * width) for k, (a, b) in shapes.items()}
     return stack, {"words": normal(words, width), "places": normal(LENGTH, width)}
 
 
@@ -79,8 +74,8 @@ def embed(rest: Any, windows: jax.Array) -> jax.Array:
 
 def layer(weights: Any, x: jax.Array, windows: jax.Array) -> jax.Array:
     qkv = jax.nn.standardize(x) @ weights["qkv"]
-    q, k, v = jnp.split(qkv.reshape(*x.shape[:2], 3 * HEADS, -1), 3, axis=2)
-    mixed = jax.nn.dot_product_attention(q, k, v, is_causal=True)
+    qkv = jnp.split(qkv.reshape(*x.shape[:2], 3 * HEADS, -1), 3, axis=2)
+    mixed = jax.nn.dot_product_attention(*qkv, is_causal=True)
     x = x + mixed.reshape(x.shape) @ weights["out"]
     return x + jax.nn.gelu(jax.nn.standardize(x) @ weights["up"]) @ weights["down"]
 
@@ -89,39 +84,42 @@ def head(rest: Any, x: jax.Array, windows: jax.Array) -> jax.Array:
     return cross_entropy(jax.nn.standardize(x) @ rest["words"].T, windows[:, 1:])
 
 
-def training(name: str) -> tuple[Any, Any]:
-    """The init and the step of one way to train."""
-    if name in RELEASED:
-        return optaxclip.release(embed, layer, head, ADAM, **RELEASED[name])
-    body = jax.checkpoint(layer) if name == "remat" else layer
+def loss_of(params: Any, windows: jax.Array, layer: Any) -> jax.Array:
+    x = embed(params[1], windows)
+    x, _ = jax.lax.scan(lambda x, own: (layer(own, x, windows), None), x, params[0])
+    return head(params[1], x, windows)
 
-    def loss(params: Any, windows: jax.Array) -> jax.Array:
-        stack, rest = params
-        x = embed(rest, windows)
-        x, _ = jax.lax.scan(lambda x, own: (body(own, x, windows), None), x, stack)
-        return head(rest, x, windows)
+
+def training(name: str) -> tuple[Any, Any]:
+    """The init and the step of a way to train."""
+    if name in OPTIONS:
+        trainer = optaxclip.release(embed, layer, head, ADAM, **OPTIONS[name])
+        return trainer.init, trainer.step
+    own = jax.checkpoint(layer) if name == "remat" else layer
+    grad = jax.value_and_grad(partial(loss_of, layer=own))
 
     def step(params: Any, state: Any, windows: jax.Array) -> Any:
-        value, grads = jax.value_and_grad(loss)(params, windows)
-        updates, state = GLOBAL.update(grads, state, params)
-        return optax.apply_updates(params, updates), state, value
+        loss, grads = grad(params, windows)
+        updates, state = USUAL.update(grads, state, params)
+        return optax.apply_updates(params, updates), state, loss
 
-    return GLOBAL.init, step
+    return USUAL.init, step
 
 
-def compiled(device: str, name: str) -> int:
-    """Prints what a step needs beside params and state. Returns its temporary bytes."""
+def compiled(name: str, device: str) -> int:
     from benchmarks.compiled.step import compiled_for, described
     from benchmarks.compiled.targets import placement
 
     init, step = training(name)
     params = jax.eval_shape(lambda: new_params(512, 16, 1024))
-    windows = jax.ShapeDtypeStruct((16, LENGTH + 1), np.int32)
-    given = described((params, jax.eval_shape(init, params), windows), placement(device))
+    batch = jax.ShapeDtypeStruct((16, LENGTH + 1), np.int32)
+    given = params, jax.eval_shape(init, params), batch
+    given = described(given, placement(device))
     program, _ = compiled_for(device, step, *given, donate=(0, 1))
-    bytes = program.memory_analysis().temp_size_in_bytes
-    print(f"{name:17} {bytes / 1e6:7.0f} MB", (program.cost_analysis() or {}).get("flops"))
-    return bytes
+    temporary = program.memory_analysis().temp_size_in_bytes
+    flops = (program.cost_analysis() or {}).get("flops", np.nan)
+    print(f"{name:8} {temporary / 1e6:5.0f} MB  {flops / 1e9:.1f} GFLOP", flush=True)
+    return temporary
 
 
 if __name__ == "__main__":

@@ -101,9 +101,10 @@ class Released:
         clips = jax.tree.structure(jax.eval_shape(self.layer_clip.init, one))
         clips = clips.unflatten(state.layer_clip)
         loss, inputs, last, rest_grads = self._forward(layers, rest, batch)
-        clip_rest = partial(
-            self.layer_clip.update, state=state.clips["rest"], params=others
-        )
+
+        def clip_rest(grads: Any) -> Any:
+            return self.layer_clip.update(grads, state.clips["rest"], others)
+
         backward = partial(self._backward, layers, inputs, batch)
         dtype = jax.eval_shape(global_norm, one).dtype
         norms = jnp.zeros(_count(layers), dtype)
@@ -241,7 +242,7 @@ def release(
         structure, shapes and dtypes. `weights` is a slice of the stack.
       head: the loss, a real scalar: `head(rest, x, *batch)`.
       optimizer: any optimizer of optax whose state follows its weights (SGD, Adam,
-        AdamW, Lion, Muon ...), without a clipper. It sees one layer at a time, and the
+        AdamW, Lion ...), without a clipper. It sees one layer at a time, and the
         rest of the weights as one tree. Counters are shared by all layers.
       max_norm: the limit of the norm of all gradients: a number at least 0, a schedule,
         or a rule of `optaxclip.rules`. None: no limit.
@@ -264,10 +265,10 @@ def release(
       norms, limits and factors.
 
     Raises:
-      TypeError: an optimizer or a clipper without init and update, a function that does
-        not take these arguments, a limit that is not a number, or `params` that are no
-        pair. From step: a layer that changes the type of `x`, or a loss that is not a
-        real scalar.
+      TypeError: an optimizer or a clipper without init and update, an `embed`, `layer`
+        or `head` that is not a function, a limit that is not a number, or `params` that
+        are no pair. From step: a layer that changes the type of `x`, or a loss that is
+        not a real scalar.
       ValueError: a negative or NaN limit, `delayed` without both limits, a rule that
         needs weights, an unknown `nonfinite`. From init: leaves of the stack with
         different numbers of layers, an optimizer that mixes leaves, or whose state does
@@ -286,7 +287,10 @@ def release(
       >>> step = jax.jit(trainer.step, donate_argnums=(0, 1))
       >>> for _ in range(3):
       ...     params, state, value = step(params, state, jnp.zeros(2))
-      ...     print(value)
+      ...     print(f"{value:.2f}")
+      31.41
+      27.13
+      23.16
 
     Reference: Lv et al., Full parameter fine-tuning for large language models with
     limited resources, 2023 (arXiv 2306.09782).
@@ -413,7 +417,7 @@ def _check_optimizer(optimizer: Any, weights: Any) -> None:
         inputs.append(name(path))
     # From gradients, state and weights to updates and state.
     program = jax.make_jaxpr(optimizer.update)(one, state, one).jaxpr
-    for place, output in [*enumerate(names), *numbers.items()]:
+    for place, output in [*numbers.items(), *enumerate(names)]:
         wanted = [x == place for x in range(len(program.outvars))]
         used = np.flatnonzero(dce_jaxpr(program, wanted)[1])
         reads = {[*inputs, *names][x] for x in used if x not in numbers}

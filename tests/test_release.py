@@ -485,7 +485,7 @@ def test_where_gradients_would_not_be_added_up_it_raises():
     [
         (
             optax.chain(optax.clip_by_global_norm(1.0), optax.adam(0.1)),
-            r"its update of 'bias' depends on \['bias', 'down', 'up'\].*max_norm",
+            r"its update of 'bias' depends on \['down', 'up'\].*max_norm",
         ),
         (
             optax.chain(optaxclip.clip_by_global_norm(1.0), optax.adam(0.1)),
@@ -493,13 +493,13 @@ def test_where_gradients_would_not_be_added_up_it_raises():
         ),
         (
             optax.chain(optaxclip.clip_by_tensor_norm(1.0), optax.adam(0.1)),
-            r"'0/clipped' is Shape.*\(3,\).* for the stack, and .*\(3,\).* for one layer",
+            r"'0/clipped' is .*\(3,\).* for the stack, and .*\(3,\).* for one layer",
         ),
         (
             optax.apply_if_finite(optax.sgd(0.1), 3),
             "'last_finite' is .*bool.* for the stack",
         ),
-        (optaxclip.skip_nonfinite(optax.sgd(0.1)), "number 'step' depends on"),
+        (optaxclip.skip_nonfinite(optax.sgd(0.1)), "number 'norm' depends on"),
         (optax.add_noise(0.1, 0.5, jax.random.key(0)), "'rng_key' is .*key<fry>"),
         (optax.contrib.muon(0.1), "for the stack"),
         (optax.contrib.prodigy(0.1), "number 'estim_lr' depends on"),

@@ -16,8 +16,8 @@ ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "examples"
 PROGRAMS = sorted(path.stem for path in FOLDER.glob("[a-z]*.py"))
 NEIGHBOURS = {path.stem for path in FOLDER.glob("*.py")}
-# What every environment of the library has.
-ALWAYS = {"jax", "numpy", "optax", "optaxclip"}
+# What every environment of the library has, and the repository.
+ALWAYS = {"benchmarks", "jax", "numpy", "optax", "optaxclip"}
 NEEDS = {
     "checkpoint_and_metrics": ("orbax", "tensorboardX", "sklearn"),
     "equinox_filtered": ("equinox",),
@@ -48,8 +48,8 @@ def run(name, *arguments, monkeypatch):
     runpy.run_path(str(FOLDER / f"{name}.py"), run_name="__main__")
 
 
-def test_there_are_twelve_programs_to_read():
-    assert len(PROGRAMS) == 12
+def test_there_are_thirteen_programs_to_read():
+    assert len(PROGRAMS) == 13
     assert [name for name in PROGRAMS if text_of(name).count("\n") > 130] == []
     pages = [*FOLDER.glob("*.py"), FOLDER / "README.md"]
     assert sum(page.read_text().count("\n") for page in pages) <= 2000
