@@ -91,18 +91,19 @@ class Released:
         manual = manual_axes()
         if manual and not has_types(manual):
             raise ValueError(
-                f"release: along the mesh axes {manual} JAX does not know which values "
-                "differ between devices, so gradients would not be added up: use jit, "
-                "or shard_map with check_vma=True."
+                f"release: along the mesh axes {manual} nothing would add up gradients "
+                "of devices: use jit, or shard_map with check_vma=True."
             )
         layers, rest = _pair(params)
         weights, others = clipped_leaves((layers, rest))
         one = jax.eval_shape(partial(_take, number=0), weights)
         clips = jax.tree.structure(jax.eval_shape(self.layer_clip.init, one))
         clips = clips.unflatten(state.layer_clip)
-        loss, inputs, last, rest_grads = self._forward(layers, rest, batch)
+        loss, inputs, of_head, last, back = self._forward(layers, rest, batch)
 
-        def clip_rest(grads: Any) -> Any:
+        def clip_rest(cotangent: Any) -> Any:
+            (of_embed,) = back(cotangent)
+            grads = jax.tree.map(jnp.add, of_embed, of_head)
             return self.layer_clip.update(grads, state.clips["rest"], others)
 
         backward = partial(self._backward, layers, inputs, batch)
@@ -114,11 +115,11 @@ class Released:
             norm = clip.norm
         elif self.clip:
             first, norms, _ = backward((last, norms, stack))
-            grads, _ = clip_rest(rest_grads(first))
+            grads, _ = clip_rest(first)
             norm = global_norm((norms, grads))
         by = clip, norm
         first, norms, stack = backward((last, norms, stack), by)
-        grads, rest_clip = clip_rest(rest_grads(first))
+        grads, rest_clip = clip_rest(first)
         if self.clip:
             total = global_norm((norms, grads))
             _, clip = self.clip.update(grads, clip, grad_norm=total)
@@ -137,8 +138,8 @@ class Released:
         return (put_back(new, layers), put_back(others, rest)), state, loss
 
     def _forward(self, layers: Any, rest: Any, batch: Any) -> Any:
-        """The loss, the inputs of all layers, the cotangent of the last output, and the
-        gradient of the rest as a function of the cotangent of the first input.
+        """The loss, the input of every layer, the gradients of the rest in the head and
+        of the last output, and how to go back from the first input to the rest.
         """
 
         def first(others: Any) -> Any:
@@ -153,16 +154,11 @@ class Released:
             return self.head(*given, *batch)
 
         others = clipped_leaves(rest)
-        _, from_embed, x = jax.vjp(first, others, has_aux=True)
+        _, back, x = jax.vjp(first, others, has_aux=True)
         x, inputs = lax.scan(through, x, layers)
         pair = others, clipped_leaves(x)
         loss, grads = jax.value_and_grad(last, (0, 1))(*pair)
-
-        def rest_grads(cotangent: Any) -> Any:
-            (from_first,) = from_embed(cotangent)
-            return jax.tree.map(jnp.add, from_first, grads[0])
-
-        return loss, inputs, grads[1], rest_grads
+        return loss, inputs, *grads, back
 
     def _backward(
         self, layers: Any, inputs: Any, batch: Any, loop: Any, by: Any = None
@@ -298,20 +294,17 @@ def release(
     for function in (embed, layer, head):
         if not callable(function):
             raise TypeError(
-                "release: embed, layer and head must be functions, got "
-                f"{function!r}."
+                f"release: embed, layer and head must be functions, got {function!r}."
             )
     check_flag("release: delayed", delayed)
     if delayed and (max_norm is None or layer_clip is None):
         raise ValueError(
-            f"release: delayed={delayed!r} needs max_norm and layer_clip, got "
-            f"max_norm={max_norm!r} and layer_clip={layer_clip!r}: the factor of the "
-            "step before lets a spike through, which layer_clip has to hold."
+            f"release: delayed={delayed!r} needs max_norm, got {max_norm!r}, and "
+            f"layer_clip, got {layer_clip!r}, which holds the spike that it lets pass."
         )
     if is_rule(max_norm) and max_norm.needs_params:
         raise ValueError(
-            f"release: max_norm={max_norm!r} follows the norm of all weights, which "
-            "is not at hand where one layer is clipped."
+            f"release: max_norm must not need the norm of weights, got {max_norm!r}."
         )
     clip = None
     if max_norm is not None:
@@ -405,8 +398,7 @@ def _check_optimizer(optimizer: Any, weights: Any) -> None:
     entries = jax.tree_util.tree_leaves_with_path(state)
     for (path, own), whole in zip(entries, jax.tree.leaves(stacked)):
         # A random key is no number: all layers would draw the same.
-        is_number = jnp.issubdtype(whole.dtype, np.number)
-        if is_number and whole.shape == ():
+        if whole.shape == () and jnp.issubdtype(whole.dtype, np.number):
             numbers[len(inputs)] = name(path)
         elif whole.shape != (_count(weights), *own.shape):
             raise ValueError(
