@@ -240,6 +240,7 @@ def _clipped(own: tuple[str, str], leaf: Any, high: Any, low: Any) -> Any:
 @jax.jit
 def _between(x: jax.Array, high: Any, low: Any) -> jax.Array:
     # As `optax.clip`. The upper bound wins where schedules cross.
+    high, low = (jnp.broadcast_to(bound, x.shape) for bound in (high, low))
     return jnp.clip(x, low, high).astype(x.dtype)
 
 
