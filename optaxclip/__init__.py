@@ -13,8 +13,9 @@ A clipper answers three questions. How long is the gradient? (norm) How long may
                  reset_momentum
     once         clip_grads(grads, max_norm) -> (grads, norm)
     reading      metrics, record_norm, record_spikes
+    trainers     check_step, also as `python -m optaxclip.check`
     weights      qk_clip, Heads
-    backward     clip_cotangent, scale_cotangent
+    backward     clip_cotangent, scale_cotangent, release
     your own     clip_by, rescale
     of optax     clip, clip_by_block_rms
     states       ClipState, SkipState
@@ -73,6 +74,7 @@ from ._norms import global_norm as global_norm
 from ._norms import group_norm as group_norm
 from ._norms import tensor_norm as tensor_norm
 from ._norms import unitwise_norm as unitwise_norm
+from ._release import release as release
 from ._state import ClipState as ClipState
 from ._wrappers._carry import carry_clipped as carry_clipped
 from ._wrappers._constrain import constrain as constrain

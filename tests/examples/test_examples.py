@@ -227,6 +227,18 @@ def test_one_limit_measures_the_critic_and_two_leave_the_actor_alone(ppo):
     assert (runs["two limits"][:, 3] == 1).all()
 
 
+# One layer at a time.
+
+
+def test_a_released_step_is_the_run_of_the_usual_step():
+    losses = example("release").main(steps=4)
+    assert list(losses) == ["usual", "tensors", "global", "delayed"]
+    # Adam makes a step of the sign of a gradient, also where that is a rounding.
+    np.testing.assert_allclose(losses["global"], losses["usual"], rtol=1e-4)
+    for seen in losses.values():
+        assert seen[-1] < seen[0]
+
+
 # Several devices.
 
 
