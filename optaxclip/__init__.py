@@ -32,35 +32,27 @@ Example:
 # Imported, so that `optaxclip.rules` works without an import of its own.
 from . import dropin, per_example, replay, rules, shrinks
 from ._backward import clip_cotangent, scale_cotangent
-from ._clippers._adaclip import adaclip
-from ._clippers._adagc import adagc
-from ._clippers._adagn import adagn
-from ._clippers._agc import adaptive_grad_clip
-from ._clippers._aggc import aggc
-from ._clippers._autoclip import autoclip
-from ._clippers._by_mean import (
+from ._clippers._by_norm import (
     clip_by_average_norm,
     clip_by_block_rms,
-    clip_by_tensor_rms,
-)
-from ._clippers._by_norm import (
     clip_by_global_norm,
     clip_by_group_norm,
     clip_by_tensor_norm,
+    clip_by_tensor_rms,
     clip_by_unitwise_norm,
 )
 from ._clippers._by_value import clip, clip_by_value
-from ._clippers._clip_by import clip_by
-from ._clippers._clip_grads import clip_grads
-from ._clippers._clippy import clippy
-from ._clippers._heads import Heads
-from ._clippers._larc import larc
-from ._clippers._qk_clip import qk_clip
-from ._clippers._record_norm import record_norm
-from ._clippers._record_spikes import record_spikes
-from ._clippers._spam import spam
+from ._clippers._by_weights import adaptive_grad_clip, clippy, larc
+from ._clippers._clip_by import (
+    clip_by,
+    clip_grads,
+    record_norm,
+    record_spikes,
+)
+from ._clippers._learned import adagc, adagn, aggc, autoclip, zclip
+from ._clippers._qk_clip import Heads, qk_clip
+from ._clippers._spam import adaclip, reset_momentum, spam
 from ._clippers._spectral import clip_by_spectral_norm, spectral_norm
-from ._clippers._zclip import zclip
 from ._factors import rescale
 from ._mesh import check_replicated
 from ._metrics import metrics
@@ -69,7 +61,6 @@ from ._norms import global_norm, group_norm, tensor_norm, unitwise_norm
 from ._state import ClipState
 from ._wrappers._carry import carry_clipped
 from ._wrappers._constrain import constrain
-from ._wrappers._reset_momentum import reset_momentum
 from ._wrappers._skipping import (
     SkipState,
     skip_nonfinite,

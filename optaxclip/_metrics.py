@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
-from ._clippers._record_spikes import SpikeState
+from ._clippers._clip_by import SpikeState
 from ._reported import reported_states
 from ._state import ClipState, counts_of, is_vector, with_layers
 from ._wrappers._skipping import SkipState

@@ -9,7 +9,7 @@ import optax
 from jax.tree_util import DictKey
 
 from ._clippers._by_value import ClipByValueState
-from ._clippers._record_spikes import SpikeState
+from ._clippers._clip_by import SpikeState
 from ._clippers._spam import SpamState
 from ._state import ALL, ClipState, check_one_model
 from ._trees import unboxed

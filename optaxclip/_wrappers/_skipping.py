@@ -53,9 +53,9 @@ from .._mesh import MeshAxes, varying
 from .._norms import GlobalNorm
 from .._state import ClipState, moving_average
 from .._trees import clipped_leaves
+from ..rules._constant import rule_without_params
 from ..rules._rule import Number, Rule
-from ..rules._windowed_mean import step_rule
-from ..rules._without_params import rule_without_params
+from ..rules._windows import step_rule
 from ._select_early import update_unless
 
 # Names that people try for `value`, which the loss is called in all of optax.
@@ -408,6 +408,7 @@ class Judge(NamedTuple):
         argument = f"{self.call}: {name}"
         # A loss for each example or device would make arrays of limit and decision.
         check_scalar(argument, number)
+        number = number_for_jit(number)
         axes = tuple(sorted(varying(number)))
         # With None each device trains alone, so it may decide alone.
         if axes and self.mesh_axes is not None:
@@ -417,7 +418,7 @@ class Judge(NamedTuple):
                 f"would decide for itself: hand over lax.pmean({name}, {over!r}), or "
                 "say with mesh_axes=None that each device trains alone."
             )
-        return number_for_jit(number)
+        return number
 
     def judged(self, state: Any, norm: Any, loss: Any) -> tuple[Any, Any, Any]:
         """Holds norm and loss against their rules, in a state with `first_fields`.

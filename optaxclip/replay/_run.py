@@ -14,8 +14,8 @@ from jax.typing import ArrayLike
 from .._checks import check_shrunk
 from .._factors import factor_between
 from .._limits import limit_of
+from ..rules._constant import rule_without_params
 from ..rules._rule import Rule
-from ..rules._without_params import rule_without_params
 from ..shrinks import Shrink, shrink_of
 
 

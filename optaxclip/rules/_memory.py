@@ -1,7 +1,7 @@
 """What rules remember: a window of past norms, and running averages.
 
 All arrays of a memory have the norm's shape, followed by axes of their own. Deviations
-are kept and joined as roots of squares (`hypot`), which can neither become negative
+are kept and joined as roots of squares (`jnp.hypot`), which can neither become negative
 by rounding nor leave the range of the norm's dtype.
 """
 
@@ -131,29 +131,10 @@ def weigh(weight: jax.Array, decay: jax.Array) -> tuple[jax.Array, jax.Array]:
     return weight, (own / weight).astype(weight.dtype)
 
 
-@jax.custom_jvp
 def root(x: jax.Array) -> jax.Array:
     """sqrt(x), with the derivative 0 at 0, where that of `jnp.sqrt` is infinite."""
-    return jnp.sqrt(x)
-
-
-@root.defjvp
-def _root_jvp(primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
-    found = root(*primals)
-    change = tangents[0] / (2 * jnp.where(found == 0, 1.0, found))
-    return found, jnp.where(found == 0, 0.0, change)
-
-
-def hypot(one: jax.Array, other: jax.Array) -> jax.Array:
-    """The root of the sum of two squares of finite numbers.
-
-    `jnp.hypot` also decides about infinite ones, which a TPU computes by itself, number
-    by number.
-    """
-    one, other = jnp.abs(one), jnp.abs(other)
-    long, short = jnp.maximum(one, other), jnp.minimum(one, other)
-    share = short / jnp.where(long == 0, 1.0, long)
-    return long * jnp.sqrt(1 + share * share)
+    positive = jnp.where(x == 0, 1.0, x)
+    return jnp.where(x == 0, 0.0, jnp.sqrt(positive))
 
 
 def remembered(remember: str, norm: jax.Array, limit: jax.Array) -> jax.Array:

@@ -40,6 +40,9 @@ from .._names import checked
 R = TypeVar("R", bound="Rule")
 Schedule = Callable[[ArrayLike], ArrayLike]
 Number = ArrayLike | Schedule
+Answer = tuple[
+    ArrayLike, Any
+]  # of a rule: the limit of a norm, and the new memory
 
 
 def number(
@@ -201,7 +204,7 @@ class Rule:
         """Returns the memory before the first norm."""
         return ()
 
-    def update(self, *args: Any, **kwargs: Any) -> tuple[ArrayLike, Any]:
+    def update(self, *args: Any, **kwargs: Any) -> Answer:
         """Returns the limit of this step, and the new memory."""
         call = call_name(type(self))
         raise NotImplementedError(f"{call}: a rule must have a method update.")
