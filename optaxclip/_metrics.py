@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
-from ._clippers._clip_by import SpikeState
+from ._clippers._clip_by import RecordState, SpikeState
 from ._reported import reported_states
 from ._state import ClipState, counts_of, is_vector, with_layers
 from ._wrappers._skipping import SkipState
@@ -38,6 +38,7 @@ ELEMENTS = (
     "elements_clipped_mean",
     "elements_clipped_recent",
 )
+COUNTS = ("zeros", "subnormals")
 SKIP = (
     "norm",
     "limit",
@@ -61,7 +62,9 @@ SPIKE = (
     "score_recent",
 )
 # A dict keeps their order for the error of `only`. Some kinds share names.
-NAMES = dict.fromkeys((*CLIP, *UNITS, *SUMMARY, *ELEMENTS, *SKIP, *SPIKE))
+NAMES = dict.fromkeys(
+    (*CLIP, *UNITS, *SUMMARY, *ELEMENTS, *COUNTS, *SKIP, *SPIKE)
+)
 
 
 class Row(NamedTuple):
@@ -154,6 +157,12 @@ def metrics(
         clip/elements_clipped         the share of elements clipped in the last step
         clip/elements_clipped_mean    its mean over all steps
         clip/elements_clipped_recent  its moving average, of about 100 steps
+
+      Of `record_norm` with count=True also, for each tensor:
+
+        clip/zeros/w                  the share of its elements that are 0
+        clip/subnormals/w             the share that is subnormal, not 0 and below the
+                                      smallest normal number of its dtype
 
       Of optimizers that skip steps (`skip_spikes`):
 
@@ -284,6 +293,16 @@ def _rows(state: Any, options: Options) -> Iterator[Row]:
         numbers = _spike_numbers(state._replace(memory=(), loss_memory=()))
     elif isinstance(state, ClipState):
         yield from _clip_rows(state, options)
+        return
+    elif isinstance(state, RecordState):
+        yield from _clip_rows(state.clip_state, options)
+        # In the states of shares these are in the place of norms.
+        only = frozenset({"norm_before"})
+        own = options._replace(only=only, quantiles=())
+        for name in COUNTS:
+            if name in options.only:
+                for row in _clip_rows(getattr(state, name), own):
+                    yield row._replace(name=name)
         return
     else:  # ClipByValueState and SpamState.
         numbers = dict(zip(ELEMENTS, state.elements))

@@ -9,7 +9,7 @@ import optax
 from jax.tree_util import DictKey
 
 from ._clippers._by_value import ClipByValueState
-from ._clippers._clip_by import SpikeState
+from ._clippers._clip_by import RecordState, SpikeState
 from ._clippers._spam import SpamState
 from ._state import ALL, ClipState, check_one_model
 from ._trees import unboxed
@@ -17,6 +17,7 @@ from ._wrappers._skipping import SkipState
 
 PREFIXES = {
     ClipState: "clip",
+    RecordState: "clip",
     ClipByValueState: "clip",
     SpamState: "clip",
     SkipState: "skip",
@@ -142,6 +143,8 @@ def _from_mapping(kind: Any, fields: Mapping[str, Any]) -> Any:
         norm = values["norm"]
         numbered = dict.fromkeys(map(str, range(jnp.size(norm))))
         values["names"] = (numbered,) if jnp.ndim(norm) else ALL
+    if kind is RecordState:
+        values = {name: _as_states(x)[0] for name, x in values.items()}
     if kind is SkipState:
         # What it wraps has clippers of its own.
         values["inner_state"] = _as_states(values["inner_state"])[0]

@@ -66,7 +66,8 @@ RULES: dict[Callable[..., Any], Part] = {
         },
     ),
     rules.growth: Part(
-        {"rate": POSITIVE, "floor": POSITIVE}, {"rate": 1.01, "floor": 0.0}
+        {"rate": POSITIVE, "floor": POSITIVE, "cap": POSITIVE},
+        {"rate": 1.01, "floor": 0.0, "cap": None},
     ),
     rules.quantile_tracker: Part(
         {"quantile": SHARE, "rate": POSITIVE, "start": POSITIVE},

@@ -203,14 +203,12 @@ def larc(
         weights = params_of(call, tree, params)
         # |g| and |p| of each tensor, as trees.
         norms, lengths = measure(tree).tree(), measure(weights).tree()
-
-        def decay(*each: Any) -> Array:
-            return _decayed(weight_decay, *each)
+        decay = partial(_decayed, weight_decay)
 
         def lengthen(norm: Array, length: Array) -> Array:
-            decay = jnp.asarray(weight_decay).astype(norm.dtype)
+            share = jnp.asarray(weight_decay).astype(norm.dtype)
             # A gradient of 0 gets no weight decay.
-            return jnp.where(norm == 0, norm, norm + decay * length)
+            return jnp.where(norm == 0, norm, norm + share * length)
 
         # apex divides by |g| + weight_decay * |p|, which is at least the norm of the
         # decayed gradient. So that is what the kernel takes for its norm.

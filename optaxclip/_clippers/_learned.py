@@ -15,11 +15,12 @@ from jax.typing import ArrayLike
 from .._exported import exported
 from .._mesh import MeshAxes
 from .._norms import GlobalNorm, GroupNorm, TensorNorm
+from .._state import count_up
 from .._trees import Stacked
 from ..rules._averages import EmaBand, MomentsRatio, ZScore
-from ..rules._constant import rule_of
+from ..rules._constant import Limit, rule_of
 from ..rules._joined import minimum
-from ..rules._memory import between, one_more
+from ..rules._memory import between
 from ..rules._rule import (
     Answer,
     Number,
@@ -28,6 +29,7 @@ from ..rules._rule import (
     check_field,
     number,
     rule_in,
+    warn_of_falling,
 )
 from ..rules._windows import WindowedQuantile
 from ..shrinks import Shrink, normalize
@@ -41,6 +43,7 @@ def autoclip(
     percentile: Number = 10.0,
     window: ArrayLike = 10_000,
     *,
+    cap: Limit = None,
     scope: Scope = "global",
     stacked: Stacked = None,
     nonfinite: str = "propagate",
@@ -61,6 +64,9 @@ def autoclip(
       window: how many norms are kept, at least 1. The paper keeps all: give the number
         of steps of the run to have that. The length is part of the state: a restored
         state goes on with its own.
+      cap: a fixed limit besides. Without one the first gradient passes, whatever its
+        norm, and so do later ones of its size while the window has few others. At least
+        0, None for none. A number or a schedule. The percentile does not depend on it.
       scope: "global", "tensor", or labels: a tree prefix of them, or a function of path
         and leaf.
       stacked: with scope="tensor", which axes of a leaf count layers, each of which has
@@ -119,7 +125,7 @@ def autoclip(
         share = percentile / 100
     # AutoClip's percentile is of the norms up to and including the current one.
     numbers = {"quantile": share, "window": window, "current": True}
-    rule = rule_in(call, WindowedQuantile, **numbers)
+    rule = _capped(call, rule_in(call, WindowedQuantile, **numbers), cap)
     return clip_at(scope, rule, call, nonfinite, mesh_axes, stacked=stacked)
 
 
@@ -131,7 +137,7 @@ def zclip(
     z: Number = 2.5,
     decay: Number = 0.97,
     *,
-    cap: ArrayLike | None = None,
+    cap: Limit = None,
     target: str = "adaptive",
     warmup: ArrayLike = 25,
     eps: ArrayLike = 1e-6,
@@ -150,8 +156,9 @@ def zclip(
     Args:
       z: a norm with a score above it is clipped. At least 0. A number or a schedule.
       decay: of the averages for mean and variance, in [0, 1]. A number or a schedule.
-      cap: a fixed limit besides, as the public code has with 1.0. None for the paper's
-        rule. The averages do not depend on it.
+      cap: a fixed limit besides, as the public code has with 1.0, so that no step of
+        the warm-up passes whatever its norm. None for the paper's rule. At least 0. A
+        number or a schedule. The averages do not depend on it.
       target: what a clipped norm is brought to: "adaptive" is the equation above,
         "mean" the mean, "max" z deviations above it.
       warmup: how many norms are seen before the first is clipped. At least 1.
@@ -192,11 +199,8 @@ def zclip(
     # Errors then name zclip, the call that the user knows, instead of z_score.
     options = {"target": target, "warmup": warmup}
     rule = rule_in("zclip", ZScore, **numbers, **options)
-    # The cap is a rule beside this one, so mean and deviation do not depend on it.
-    limit = rule if cap is None else minimum(rule, rule_of(cap, "zclip: cap"))
-    return clip_at(
-        scope, limit, "zclip", nonfinite, mesh_axes, stacked=stacked
-    )
+    rule = _capped("zclip", rule, cap)
+    return clip_at(scope, rule, "zclip", nonfinite, mesh_axes, stacked=stacked)
 
 
 def adagc(
@@ -227,8 +231,9 @@ def adagc(
     so that the warm-up clips little.
 
     Args:
-      ratio: at least 0. The paper's code has 1.05 with a decay of 0.98, later runs 1.04
-        with 0.99. A number or a schedule.
+      ratio: at least 0, and above 1: with 1 or less what is let through can only fall,
+        since the average is of that. The paper's code has 1.05 with a decay of 0.98,
+        later runs 1.04 with 0.99. A number or a schedule.
       decay: of the average, in [0, 1]. A number or a schedule.
       max_norm: the global limit of the warm-up, at least 0. A number or a schedule.
       warmup: how many norms are seen under the global limit. At least 1.
@@ -253,6 +258,9 @@ def adagc(
         scope than "tensor".
       TypeError: something that is not a number.
 
+    Warns:
+      UserWarning: a ratio of at most 1, which may be meant for a limit.
+
     Example:
       >>> clipper = optaxclip.adagc(1.5, 0.5, warmup=1)
       >>> state = clipper.init({"w": jnp.zeros(1), "b": jnp.zeros(1)})
@@ -269,6 +277,7 @@ def adagc(
     at 0 for good in both, and is not remembered here.
     """
     rule = Adagc(ratio, decay, max_norm, warmup)
+    warn_of_falling("adagc: ratio", ratio, stacklevel=3)
     return clip_at(scope, rule, "adagc", nonfinite, mesh_axes, stacked=stacked)
 
 
@@ -323,7 +332,7 @@ class Adagc(Rule):
         # From an average of 0 no tensor would come back.
         learns = value > 0
         average = jnp.where(learns, new, average)
-        return limit, AdaGCMemory(one_more(seen, learns), average)
+        return limit, AdaGCMemory(count_up(seen, learns), average)
 
 
 def aggc(
@@ -468,6 +477,13 @@ def adagn(
     # With `normalize` every norm becomes its limit, whether it was longer or shorter.
     options = {"stacked": stacked, "shrink": normalize}
     return clip_at(scope, rule, "adagn", nonfinite, mesh_axes, **options)
+
+
+def _capped(call: str, rule: Rule, cap: Limit) -> Rule:
+    """The rule under a fixed limit. It is a rule beside this one, so what this one
+    learns does not depend on it.
+    """
+    return rule if cap is None else minimum(rule, rule_of(cap, f"{call}: cap"))
 
 
 def clip_at(

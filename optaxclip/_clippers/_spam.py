@@ -124,9 +124,12 @@ def spam(
         check_length(f"{call}: every", every)
     check_flag(f"{call}: count", count)
 
+    def no_squares(kind: Any) -> jax.Array:
+        return typed_as(jnp.zeros(kind.shape, norm_dtype([kind])), kind)
+
     def init(params: Any) -> SpamState:
         # Only shapes and dtypes are read, so `init` takes jax.ShapeDtypeStruct.
-        moment = jax.tree.map(_no_squares, types_of(clipped_leaves, params))
+        moment = jax.tree.map(no_squares, types_of(clipped_leaves, params))
         step = jnp.zeros((), jnp.int32)
         elements = no_elements_clipped() if count else ()
         return SpamState(step, moment, elements)
@@ -181,11 +184,6 @@ def spam(
         return put_back(clipped, updates), SpamState(step, moment, elements)
 
     return optax.GradientTransformationExtraArgs(init, update)
-
-
-def _no_squares(kind: Any) -> jax.Array:
-    """The average of a leaf of this type before the first step."""
-    return typed_as(jnp.zeros(kind.shape, norm_dtype([kind])), kind)
 
 
 def _cut_spikes(

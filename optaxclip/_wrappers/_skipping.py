@@ -51,7 +51,7 @@ from .._exported import exported
 from .._limits import limit_of
 from .._mesh import MeshAxes, varying
 from .._norms import GlobalNorm
-from .._state import ClipState, moving_average
+from .._state import ClipState, count_up, moving_average
 from .._trees import clipped_leaves
 from ..rules._constant import rule_without_params
 from ..rules._rule import Number, Rule
@@ -318,11 +318,11 @@ def _skipping(
         updates, inner_state = update_unless(skip, run, *given)
         recently = moving_average(state.skipped_recently, skip, state.step)
         return updates, new._replace(
-            step=counted(state.step),
-            skipped=counted(state.skipped, skip),
+            step=count_up(state.step),
+            skipped=count_up(state.skipped, skip),
             skipped_recently=recently,
-            nonfinite=counted(state.nonfinite, broken),
-            consecutive=jnp.where(skip, counted(state.consecutive), 0),
+            nonfinite=count_up(state.nonfinite, broken),
+            consecutive=jnp.where(skip, count_up(state.consecutive), 0),
             inner_state=inner_state,
         )
 
@@ -444,9 +444,3 @@ class Judge(NamedTuple):
             over = over | ~(loss <= limit)
             broken = broken | ~jnp.isfinite(loss)
         return state, over | broken, broken
-
-
-def counted(count: jax.Array, flag: Any = True) -> jax.Array:
-    """The count with one more where the flag is set. It stays at the largest int32."""
-    # One more than the largest is the smallest.
-    return jnp.maximum(count, count + jnp.asarray(flag, count.dtype))

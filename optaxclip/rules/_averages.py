@@ -10,12 +10,12 @@ import numpy as np
 from jax import Array
 
 from .._exported import exported
+from .._state import count_up
 from ._memory import (
     Average,
     between,
     blend,
     empty_average,
-    one_more,
     remembered,
     root,
     unless_gone,
@@ -30,6 +30,7 @@ from ._rule import (
     flag,
     multiple,
     number,
+    warn_of_falling,
 )
 
 # int32[norm]: norms seen. Then the averages of `ratio` and of `target`.
@@ -84,8 +85,9 @@ class EmaRatio(Rule):
     1 + (1 - decay) * (ratio - 1) a step.
 
     Args:
-      ratio: a norm above this multiple of the average is clipped. At least 0. A number
-        or a schedule.
+      ratio: a norm above this multiple of the average is clipped. At least 0, and above
+        1 unless norms are remembered as they came: otherwise limits can only fall. A
+        number or a schedule.
       decay: of the average, in [0, 1]. With 1 it stays at the first norm, or corrected
         is the mean of all. A number or a schedule.
       target: the multiple that clipped norms are brought to. None for `ratio`.
@@ -100,6 +102,9 @@ class EmaRatio(Rule):
     Raises:
       ValueError: a number out of its range, or an unknown `remember`. TypeError:
         something that is no number.
+
+    Warns:
+      UserWarning: a ratio of at most 1 with `remember="clipped"`.
 
     Example:
       >>> rule = optaxclip.rules.ema_ratio(2.0, 0.5)
@@ -123,6 +128,11 @@ class EmaRatio(Rule):
     remember: str = choice("clipped", "raw", default="clipped")
     warmup: Any = number(default=1, schedule=False)
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.remember == "clipped":
+            warn_of_falling("ema_ratio: ratio", self.ratio, stacklevel=4)
+
     def init(self, norm: Array) -> RatioMemory:
         seen = jnp.zeros(norm.shape, jnp.int32)
         return seen, empty_average(norm), empty_average(norm)
@@ -142,7 +152,7 @@ class EmaRatio(Rule):
         value = remembered(self.remember, norm, limit)
         average = blend(average, value, decay, self.corrected)
         second = blend(second, value, slow, self.corrected)
-        new = one_more(seen), average, second
+        new = count_up(seen), average, second
         return limit, unless_gone(self.remember, value, new, memory)
 
 
@@ -343,7 +353,7 @@ class ZScore(Rule):
         # of the distances to the old and the new one gives the exact variance.
         distance = jnp.where(warm, keep, root(keep)) * apart
         old, new = root(keep) * deviation, root(1 - keep) * distance
-        return limit, ZScoreMemory(one_more(seen), mean, jnp.hypot(old, new))
+        return limit, ZScoreMemory(count_up(seen), mean, jnp.hypot(old, new))
 
     def _target(self, score: Array, z: Array) -> Array:
         """How many deviations above the mean a clipped norm is brought to."""
@@ -422,4 +432,4 @@ class LogZScore(Rule):
         # The variance of a mixture of old values and the new one, never negative.
         apart = root(share) * jnp.abs(value - mean.estimate)
         deviation = root(1 - share) * jnp.hypot(deviation, apart)
-        return limit, LogNormMemory(one_more(seen), moved, deviation)
+        return limit, LogNormMemory(count_up(seen), moved, deviation)

@@ -9,8 +9,8 @@ import jax
 import jax.numpy as jnp
 
 from .._checks import check_number, held_in, number_for_jit
+from .._state import count_up
 from ._constant import rule_of
-from ._memory import one_more
 from ._rule import Number, Rule, further_norms
 
 
@@ -88,7 +88,7 @@ class WarmUp(Joined):
         # Both are asked in every step, so `after` has learnt when its limit counts.
         limits, memory = self.asked(norm, memory, step, others)
         limit = jnp.where(seen < self.steps, *limits)
-        return limit, (one_more(seen), memory)
+        return limit, (count_up(seen), memory)
 
 
 def minimum(*rules: Any) -> Rule:

@@ -59,13 +59,6 @@ def next_place(window: Window) -> jax.Array:
     return (window.seen % window.past.shape[-1])[..., None]
 
 
-def oldest(window: Window) -> jax.Array:
-    """The norm that the next push overwrites once the window is full."""
-    return jnp.take_along_axis(window.past, next_place(window), axis=-1)[
-        ..., 0
-    ]
-
-
 def push(window: Window, norm: jax.Array) -> Window:
     """Adds a norm. A full window loses its oldest."""
     here = places(window) == next_place(window)
@@ -76,16 +69,6 @@ def push(window: Window, norm: jax.Array) -> Window:
     rounds = (LAST_STEP // 2 // length) * length
     seen = jnp.where(window.seen == LAST_STEP, LAST_STEP - rounds, window.seen)
     return Window(past, seen + 1)
-
-
-def one_more(seen: jax.Array, learns: Any = True) -> jax.Array:
-    """A counter of norms after one more. It stays at its largest number."""
-    return seen + (learns & (seen < LAST_STEP)).astype(seen.dtype)
-
-
-def filled(window: Window) -> jax.Array:
-    """Which places hold a norm, bool[norm, length]."""
-    return places(window) < window.seen[..., None]
 
 
 def empty_average(norm: jax.Array) -> Average:

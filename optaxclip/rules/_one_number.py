@@ -9,11 +9,19 @@ import numpy as np
 from jax import Array
 from jax.typing import ArrayLike
 
-from ._rule import Answer, Number, Rule, at_step, multiple, number
+from ._rule import (
+    Answer,
+    Number,
+    Rule,
+    at_step,
+    multiple,
+    number,
+    warn_of_falling,
+)
 
 
 class Growth(Rule):
-    """limit = rate * max(last norm, floor), without a limit in the first step.
+    """limit = min(cap, rate * max(last norm, floor)), in the first step the cap alone.
 
     The last norm is what a hard clip let through, the smaller of norm and limit, unless
     that is 0. From one step to the next the norm grows by at most 1 %, however large
@@ -26,9 +34,14 @@ class Growth(Rule):
       rate: growth allowed in a step, at least 0. 1.01 is 1 %. A number or a schedule.
       floor: a shorter last norm counts as this long, so that one tiny gradient does not
         hold back hundreds of steps. At least 0. A number or a schedule.
+      cap: a fixed limit besides. Without one the first norm passes, whatever it is, and
+        all later limits begin at it. At least 0, None for none. A number or a schedule.
 
     Raises:
       ValueError: a number out of its range. TypeError: something that is no number.
+
+    Warns:
+      UserWarning: a rate of at most 1 without a floor, with which norms can only fall.
 
     Example:
       >>> rule = optaxclip.rules.growth(1.5)
@@ -42,18 +55,26 @@ class Growth(Rule):
     rate: Number = number(default=1.01)
     _: KW_ONLY
     floor: Number = number(default=0.0)
+    cap: Number | None = number(default=None, optional=True)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        # A floor above 0 holds limits up.
+        if isinstance(self.floor, (int, float)) and self.floor == 0:
+            warn_of_falling("growth: rate", self.rate, stacklevel=4)
 
     def init(self, norm: Array) -> Array:
         # The first norm has no limit: inf times a rate above 0 is inf.
         return jnp.full_like(norm, jnp.inf)
 
     def update(self, norm: Array, memory: Array, step: Array) -> Answer:
-        rate, floor = at_step(step, norm, self.rate, self.floor)
+        cap = jnp.inf if self.cap is None else self.cap
+        rate, floor, cap = at_step(step, norm, self.rate, self.floor, cap)
         # Without a last norm there is no limit, also at a rate of 0: 0 * inf is NaN.
         known = memory < jnp.inf
         last = jnp.maximum(jnp.where(known, memory, 0.0), floor)
         longest = multiple(rate, last)
-        limit = jnp.where(known, longest, jnp.inf)
+        limit = jnp.minimum(jnp.where(known, longest, jnp.inf), cap)
         # What a hard clip lets through. A rule does not know the clipper's shrink.
         passed = jnp.minimum(norm, limit)
         # From a last norm of 0 there would be no growth.

@@ -14,8 +14,7 @@ from .._exported import exported
 from ._memory import (
     Window,
     empty_window,
-    filled,
-    oldest,
+    next_place,
     places,
     push,
     remembered,
@@ -32,6 +31,7 @@ from ._rule import (
     multiple,
     number,
     rule_in,
+    warn_of_falling,
 )
 
 
@@ -57,7 +57,8 @@ class WindowedQuantile(Rule):
       factor: what the quantile is multiplied by. At least 0. A number or a schedule.
       current: whether the norm of this step is in the window that it is held against.
         With True a first spike raises its own limit.
-      remember: "raw" for the norm as it came, "clipped" for what was let through.
+      remember: "raw" for the norm as it came, "clipped" for what was let through. With
+        "clipped" and a factor of at most 1 limits can only fall.
       warmup: how many norms are seen before there is a limit, the current one counted
         if it is in the window. It may be longer than the window. At least 0, and there
         is no limit before the first norm.
@@ -65,6 +66,9 @@ class WindowedQuantile(Rule):
     Raises:
       ValueError: a number out of its range, or an unknown `remember`. TypeError:
         something that is no number.
+
+    Warns:
+      UserWarning: a factor of at most 1 with `remember="clipped"`.
 
     Example:
       >>> rule = optaxclip.rules.windowed_quantile(0.5, 3)
@@ -82,6 +86,12 @@ class WindowedQuantile(Rule):
     current: Any = flag(default=False)
     remember: str = choice("raw", "clipped", default="raw")
     warmup: Any = number(default=1, schedule=False)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.remember == "clipped":
+            name = "windowed_quantile: factor"
+            warn_of_falling(name, self.factor, stacklevel=4)
 
     def init(self, norm: Array) -> QuantileMemory:
         recent = empty_window("windowed_quantile: window", self.window, norm)
@@ -106,10 +116,11 @@ def push_ordered(memory: QuantileMemory, norm: Array) -> QuantileMemory:
     That is one pass over the window, where sorting it would be many.
     """
     recent, ordered = memory
-    place, is_full = places(recent), recent.seen >= ordered.shape[-1]
-    new = norm[..., None]
+    place, new = places(recent), norm[..., None]
+    is_full = recent.seen[..., None] >= ordered.shape[-1]
+    oldest = jnp.take_along_axis(recent.past, next_place(recent), axis=-1)
     # Until the window is full nothing leaves but an inf at the end.
-    old = jnp.where(is_full, oldest(recent), jnp.inf)[..., None]
+    old = jnp.where(is_full, oldest, jnp.inf)
     # [1, 3, 5] without 1, with 4: gap 0, own 1, source [1, 2, 2], result [3, 4, 5].
     gap = jnp.sum(ordered < old, axis=-1, keepdims=True, dtype=jnp.int32)
     own = jnp.sum(ordered < new, axis=-1, keepdims=True, dtype=jnp.int32)
@@ -251,7 +262,7 @@ def moments(ddof: Any, window: Window) -> tuple[Array, Array]:
     difference. So equal norms have exactly their mean and no deviation, and no square
     leaves the range.
     """
-    held = filled(window)
+    held = places(window) < window.seen[..., None]
     count = jnp.clip(window.seen, 1, window.past.shape[-1])
     count = count.astype(window.past.dtype)
     # A float32 sum of norms such as 8192 + 2^-9 would lose what they differ by.
