@@ -24,8 +24,13 @@ Reference: Abadi et al., Deep learning with differential privacy, 2016 (arXiv
 """
 
 from .._names import with_our_names
-from ._clipped_grad import ClippedGrad, clipped_grad
-from ._explain import ExplainedLeaf, Explanation, explain_clipped_grad
+from ._clipped_grad import (
+    ClippedGrad,
+    ExplainedLeaf,
+    Explanation,
+    clipped_grad,
+    explain_clipped_grad,
+)
 from ._noise import NoiseScale, noise_scale
 from ._optax_names import (
     per_example_global_norm_clip,

@@ -1,25 +1,37 @@
 """A function transformation like `jax.grad`, whose gradient is a mean of gradients that
-were clipped one by one.
+were clipped one by one, and how it is computed.
+
+Ghost clipping pays for each norm, one pass for each number of a gradient that it writes
+and reads again. Both counts are known from shapes.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.core import Tracer
 
+from .. import _trees as prefix
 from .._checks import check_choice, check_flag
+from .._jaxpr import has_bits_that_vmap_changes, has_convolution
+from .._mesh import is_on_one_device
 from ..shrinks import Shrink, shrink_of
-from ._choose import METHODS, choose
-from ._problem import Question, check_microbatch, check_unnamed
-from ._roles import Places
-from ._run import Run
-from ._weights import limits_of, weigh
+from ._ghost import Ghost, ghost_of
+from ._ghost._norms import Way
+from ._passes import Run, evened, limits_of
+from ._problem import Places, Problem, Question
+
+METHODS = ("auto", "ghost", "one_pass", "two_pass")
+# To write and read one number of a gradient takes as long as about this many
+# multiplications in a matrix product: on two CPU cores a perceptron took 17 times as
+# long in one pass as without clipping, and transformers were as fast either way where
+# sequences had about this length.
+MULTIPLICATIONS_PER_NUMBER = 32
 
 
 class ClippedGrad(NamedTuple):
@@ -111,12 +123,12 @@ def clipped_grad(
       ValueError: a limit that is negative, NaN or an array, several limits or
         `clip_cotangent` with two passes, an unknown method, a microbatch below 1. From
         the function: limits that do not fit the parameters, batches whose first axes
-        are missing or differ, a mask of the wrong shape, "ghost" on a mesh with
-        Explicit axes, for symbolic sizes, or a loss that cannot be split, such as one
-        with refs (`jax.new_ref`). "two_pass" with random keys other than threefry's.
-        Convolutions of a batch that jit splits over devices, but for "ghost" where
-        every kernel is used by itself. A split is not seen if only `in_shardings` of
-        jit tells it.
+        are missing or differ, or a mask of the wrong shape. "ghost" raises on a mesh
+        with Explicit axes, for symbolic sizes, and for a loss that cannot be split,
+        such as one with refs (`jax.new_ref`). "two_pass" raises for random keys other
+        than threefry's. For a convolution of a batch that jit splits over devices all
+        methods raise, but for "ghost" if each kernel is used once. A split that only
+        `in_shardings` of jit tells is not seen.
       TypeError: a limit that is not a number, or a shrink that is not a function. From
         the function: parameters that are no floats or complex numbers, places that are
         no ints, arguments by name, and a loss that is not one real number, or lacks the
@@ -147,82 +159,278 @@ def clipped_grad(
     """
     call = "clipped_grad"
     check_flag(f"{call}: mean", mean)
-    limits = limits_of(max_norm, f"{call}: max_norm")
-    _check_options(call, microbatch, method, len(limits.values))
-    shrink = shrink_of(shrink, call)
-    weights_of = partial(weigh, limits=limits, shrink=shrink, call=call)
-
+    limits = limits_of(max_norm, f"{call}: max_norm", shrink_of(shrink, call))
+    _check_options(call, method, microbatch)
+    count = len(limits.values)
+    if method == "two_pass" and count > 1:
+        raise ValueError(
+            f"{call}: method='two_pass' weighs the loss of an example, which has one "
+            f"factor, but max_norm has {count} limits: use another method, or one "
+            "limit."
+        )
     question = Question(call, loss, argnums, shared_argnums, has_aux)
 
     def of_batch(*args: Any, mask: Any = None, **named: Any) -> ClippedGrad:
-        check_unnamed(call, named)
-        of_one, params, batch, size = problem = question.about(args)
-        present = _present(mask, size, call)
-        groups = limits.group_of_each(params, call)
-        kind, width, ghost = choose(problem, method, microbatch)
-        run = Run(of_one, weights_of, params, batch, present, width)
-        if kind == "ghost" and ghost:
-            total, seen = run.in_ghost(ghost, groups)
-        elif kind == "two_pass":
-            total, seen = run.in_two_passes()
+        problem = question.about(args, named, mask)
+        chosen, width, ghost = _choose(problem, method, microbatch)
+        run = Run(problem, limits, limits.groups(problem.params), width)
+        if ghost:
+            sums, found = ghost.in_steps(run)
+        elif chosen == "two_pass":
+            sums, found = run.in_two_passes()
         else:
-            total, seen = run.in_one_pass(groups)
+            sums, found = run.in_one_pass()
+        weights, values, aux = found
+        leaves, treedef = jax.tree.flatten(problem.params)
         divisor = None
         if mean:
             # Broken examples too. A batch that is all masked gives 0 / 1.
-            divisor = jnp.maximum(jnp.sum(present, dtype=jnp.int32), 1)
-            total = jax.tree.map(partial(_divided_as, divisor), params, total)
-        weights = seen.weights
+            divisor = jnp.sum(problem.present, dtype=jnp.int32)
+            divisor = jnp.maximum(divisor, 1)
+            pairs = zip(sums, leaves)
+            sums = [_divided(x, divisor, leaf.dtype) for x, leaf in pairs]
+        broken = problem.present & ~weights.counts
         return ClippedGrad(
-            grads=total,
+            grads=treedef.unflatten(sums),
             # [batch, groups] -> for each limit [batch].
             norms=limits.treedef.unflatten(weights.norms.T),
             factors=limits.treedef.unflatten(weights.factors.T),
-            nonfinite=jnp.sum(present & ~weights.counts, dtype=jnp.int32),
+            nonfinite=jnp.sum(broken, dtype=jnp.int32),
             divisor=divisor,
-            values=seen.values,
-            aux=seen.aux,
+            values=values,
+            aux=aux,
         )
 
     return of_batch
 
 
-def _divided_as(
-    divisor: jax.Array, leaf: jax.Array, total: jax.Array
-) -> jax.Array:
-    """The total by the divisor, in the dtype of a leaf."""
-    if jnp.iscomplexobj(total):
-        parts = jnp.real(total), jnp.imag(total)
-        real, imag = (
-            _divided_as(divisor, jnp.real(leaf), part) for part in parts
+def _check_options(call: str, method: str, microbatch: Any) -> None:
+    check_choice(f"{call}: method", method, METHODS)
+    # A bool is an int in Python: True would be microbatches of 1.
+    is_int = isinstance(microbatch, (int, np.integer))
+    is_number = is_int and not isinstance(microbatch, bool)
+    if microbatch is not None and not (is_number and microbatch >= 1):
+        raise ValueError(
+            f"{call}: microbatch must be a number of examples, at least 1, or None, "
+            f"got {microbatch!r}."
         )
-        return lax.complex(real, imag)
+
+
+def _divided(total: jax.Array, divisor: jax.Array, dtype: Any) -> jax.Array:
+    """The total by the divisor, in a dtype."""
+    if jnp.iscomplexobj(total):
+        real = np.finfo(dtype).dtype
+        parts = jnp.real(total), jnp.imag(total)
+        return lax.complex(*(_divided(part, divisor, real) for part in parts))
     wide = np.promote_types(total.dtype, np.float32)
     # Strict dtype promotion does not divide a float by an integer.
-    mean = total.astype(wide) / divisor.astype(wide)
-    return mean.astype(leaf.dtype)
+    return (total.astype(wide) / divisor.astype(wide)).astype(dtype)
 
 
-def _present(mask: Any, size: int, call: str) -> jax.Array:
-    if mask is None:
-        return jnp.ones(size, bool)
-    mask = jnp.asarray(mask)
-    if mask.dtype != bool or mask.shape != (size,):
-        raise ValueError(
-            f"{call}: mask must be bool[{size}], one for each example, got "
-            f"{mask.dtype}{list(mask.shape)}."
+# A method, how many examples at once, and, if that is the method, ghost clipping.
+Choice = tuple[str, int | None, Ghost | None]
+
+
+def _choose(problem: Problem, method: str, microbatch: int | None) -> Choice:
+    """The method that was asked for, or the one that takes the least time."""
+    hindrance, ghost, others = "", None, '"one_pass", "two_pass"'
+    if method == "two_pass" and _runs(problem, has_bits_that_vmap_changes):
+        # The second pass puts a good example in the place of a masked or broken one.
+        # Where that is the first, vmap draws other bits than in the first pass for all.
+        hindrance = "random numbers of keys that are not of threefry"
+        others = '"one_pass", "ghost"'
+    if method in ("ghost", "auto"):
+        hindrance = _hindrance(problem)
+        ghost = None if hindrance else ghost_of(problem)
+        hindrance = hindrance or (
+            "a loss with refs (jax.new_ref), with random numbers beside parameters "
+            "that are not of threefry keys, or with a rule for parameters that asks "
+            "which inputs have a derivative (symbolic_zeros)"
         )
-    return mask
-
-
-def _check_options(
-    call: str, microbatch: Any, method: str, limits: int
-) -> None:
-    check_microbatch(call, microbatch)
-    check_choice(f"{call}: method", method, METHODS)
-    if method == "two_pass" and limits > 1:
+    if hindrance and not ghost and method != "auto":
         raise ValueError(
-            f"{call}: method='two_pass' weighs the loss of an example, which has one "
-            f"factor, but max_norm has {limits} limits: use another method, or one "
-            "limit."
+            f'clipped_grad: method must be {others} or "auto" for {hindrance}, got '
+            f'"{method}".'
         )
+    if _is_split(problem.batch) and _runs(problem, has_convolution):
+        # XLA makes gradients of examples by a kernel wrong, as it does those of
+        # jax.vmap(jax.grad(loss)).
+        uses = ghost.uses.values() if ghost else ()
+        eqns = [use.eqn for use in uses if use.eqn]
+        if not ghost or any(map(has_convolution, eqns)):
+            raise ValueError(
+                'clipped_grad: method must be "ghost", and each kernel used once, for '
+                "convolutions of a batch that jit splits over devices, where XLA "
+                "computes wrong gradients of single examples by a kernel. Put "
+                "clipped_grad into jax.shard_map, with mean=False, and add up its "
+                f'gradients with lax.psum. Got method="{method}".'
+            )
+        method = "ghost"
+    if not ghost:
+        method = "one_pass" if method == "auto" else method
+        return method, microbatch, None
+    # Gradients of examples that ghost clipping makes too cost both the same.
+    numbers = sum(leaf.size for leaf in ghost.params)
+    made = sum(ghost.params[leaf].size for leaf in ghost.made)
+    kept = sum(use.kept for use in ghost.program.uses())
+    cost = sum(way.cost for way in ghost.ways)
+    if method == "auto":
+        pays = cost <= MULTIPLICATIONS_PER_NUMBER * (numbers - made)
+        method = "ghost" if pays else "one_pass"
+    if method == "ghost":
+        numbers = made
+        if made <= kept:
+            return method, microbatch, ghost
+    # Gradients of examples take a quarter of the memory of what is kept of the
+    # activations of the whole batch, and at least one is made. A CPU is the faster the
+    # more of them stay in its cache: a transformer of 432,000 parameters took half as
+    # long with 8 at once as with 16.
+    most = problem.present.size * kept // (4 * max(numbers, 1))
+    width = evened(problem.present.size, max(most, 1))
+    ghost = ghost if method == "ghost" else None
+    return method, microbatch or width, ghost
+
+
+def _runs(problem: Problem, kind: Callable[[Any], bool]) -> bool:
+    """Whether the loss has an equation of a kind."""
+    return any(map(kind, problem.program()[0].jaxpr.eqns))
+
+
+def _is_split(batch: Any) -> bool:
+    """Whether jit may split the batch over devices."""
+    for leaf in jax.tree.leaves(batch):
+        # The type of a traced array has the mesh, but not how it is split.
+        is_known = not isinstance(leaf, Tracer)
+        is_whole = not is_known or leaf.sharding.is_fully_replicated
+        if not (is_on_one_device(leaf) and is_whole):
+            return True
+    return False
+
+
+def _hindrance(problem: Problem) -> str:
+    """What ghost clipping cannot do with these arrays. "" for nothing."""
+    for leaf in jax.tree.leaves((problem.params, problem.batch)):
+        # The cotangents that it asks for would need their shardings as types.
+        axes = sorted(jax.typeof(leaf).sharding.mesh.explicit_axes)
+        if axes:
+            return f"arrays on a mesh with Explicit axes, here {axes}"
+        # It is chosen by sizes, and those of jax.export may be symbols.
+        if not all(isinstance(size, int) for size in leaf.shape):
+            return f"sizes that are not known, here {leaf.shape}"
+    return ""
+
+
+class ExplainedLeaf(NamedTuple):
+    """How the norms of the gradients by one parameter are found."""
+
+    name: str  # its path in the parameters
+    shape: tuple[int, ...]
+    way: str  # a word of the table in `explain_clipped_grad`
+    # the operations that it goes into, such as "gather, dot_general"
+    uses: str
+    # bytes kept of the microbatch from forward and backward pass, for this parameter
+    kept: int
+    made: int  # bytes made of each example to find its norm
+
+
+class Explanation(NamedTuple):
+    """What `clipped_grad` does. Its text is a table with a line for each parameter."""
+
+    method: str
+    microbatch: int | None
+    leaves: list[ExplainedLeaf]
+
+    def __str__(self) -> str:
+        width = self.microbatch or "the whole batch"
+        head = ("parameter", "shape", "norm by", "uses", "kept", "made")
+        rows = [tuple(map(str, leaf)) for leaf in self.leaves]
+        widths = [max(map(len, column)) for column in zip(head, *rows)]
+        lines = [f"method {self.method}, microbatch: {width}"]
+        for row in (head, *rows):
+            cells = [cell.ljust(size) for cell, size in zip(row, widths)]
+            lines.append("  ".join(cells).rstrip())
+        return "\n".join(lines)
+
+
+def explain_clipped_grad(
+    loss: Callable[..., Any],
+    *,
+    argnums: Places = 0,
+    shared_argnums: Places = (),
+    has_aux: bool = False,
+    microbatch: int | None = None,
+    method: str = "auto",
+) -> Callable[..., Explanation]:
+    """Makes a function that says how `clipped_grad` computes its gradient: by which
+    method, and from what the norms of each parameter's gradients are found.
+
+    Nothing is computed. The loss is traced, and shapes are looked at.
+
+    Args:
+      loss: the loss of one example, as in `clipped_grad`.
+      argnums: which arguments to differentiate.
+      shared_argnums: which arguments are the same for all examples.
+      has_aux: whether the loss returns something beside its value.
+      microbatch: how many examples are differentiated at once, or None.
+      method: "auto", "ghost", "one_pass" or "two_pass".
+
+    Returns:
+      A function of the arguments of `loss`, with batches for examples. It returns an
+      `Explanation`, whose text is a table. `kept` is the bytes of the inputs and
+      cotangents of a parameter's uses, for one microbatch. `made` is the bytes that one
+      example adds while its norm is computed.
+
+    | norm by | is | for |
+    |---|---|---|
+    | product | abs(a) abs(c), of input a and cotangent c | one position |
+    | gram | sqrt(sum_ts (a_t . a_s)(c_t . c_s)) | few positions, large matrices |
+    | matrix | abs(sum_t a_t c_t') | many positions, convolutions |
+    | gradient | abs(g), g by JAX's own derivative | biases, scales, all else |
+    | unused | 0 | parameters that the loss does not depend on |
+
+    In one pass and two passes it is "gradient" for all.
+
+    Raises:
+      ValueError: an unknown method, a microbatch below 1. From the function: batches
+        whose first axes are missing or differ.
+      TypeError: from the function: a loss that is not one real number.
+
+    Example:
+      >>> def loss(params, x):
+      ...     return jnp.sum((x @ params["w"] + params["b"]) ** 2)
+      >>> params = {"w": jnp.ones((3, 2)), "b": jnp.ones(2)}
+      >>> explain = optaxclip.per_example.explain_clipped_grad(loss)
+      >>> print(explain(params, jnp.ones((4, 3))))
+      method ghost, microbatch: the whole batch
+      parameter  shape   norm by   uses         kept  made
+      b          (2,)    gradient  add          32    8
+      w          (3, 2)  product   dot_general  80    4
+    """
+    call = "explain_clipped_grad"
+    _check_options(call, method, microbatch)
+    question = Question(call, loss, argnums, shared_argnums, has_aux)
+
+    def of_batch(*args: Any, **named: Any) -> Explanation:
+        problem = question.about(args, named)
+        chosen, width, ghost = _choose(problem, method, microbatch)
+        count = min(width or problem.present.size, problem.present.size)
+        entries = jax.tree_util.tree_flatten_with_path(problem.params)[0]
+        rows = []
+        for number, (path, leaf) in enumerate(entries):
+            # One pass and two passes make whole gradients, and keep nothing of uses.
+            way = Way("gradient", {}, leaf.size)
+            if ghost:
+                way = ghost.ways[number]
+            uses, kept = [], 0
+            for use in way.uses.values():
+                uses.append(use.name + " in scan" * bool(use.loops))
+                kept += count * use.kept
+            # DictKey("blocks"), SequenceKey(0) -> "blocks/0".
+            name, shown = prefix.name(path), ", ".join(dict.fromkeys(uses))
+            # As if all that is kept and made had the dtype of the parameter.
+            sizes = [leaf.dtype.itemsize * n for n in (kept, way.size)]
+            row = name, leaf.shape, way.name, shown
+            rows.append(ExplainedLeaf(*row, *sizes))
+        return Explanation(chosen, width, rows)
+
+    return of_batch

@@ -1,6 +1,6 @@
 """The gradient noise scale, from one gradient and the norms of the examples in it."""
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -73,53 +73,34 @@ def noise_scale(result: ClippedGrad) -> NoiseScale:
             "noise_scale: result must be the ClippedGrad that a function by "
             f"clipped_grad(loss, max_norm=None) returns, got a {type(result).__name__}."
         )
-    norms, factors = _stacked(result.norms), _stacked(result.factors)
-    counts = jnp.all(jnp.isfinite(norms), 0) & ~_is_masked(norms, factors)
+    # [limits, batch]
+    norms = jnp.stack(jax.tree.leaves(result.norms))
+    factors = jnp.stack(jax.tree.leaves(result.factors))
+    # Only where masked both are 0 for all limits, or in a gradient of zero, which a
+    # shrink made 0.
+    is_masked = jnp.all((norms == 0) & (factors == 0), 0)
+    counts = jnp.all(jnp.isfinite(norms), 0) & ~is_masked
     clipped = counts & jnp.any(factors != 1, 0)
-    _raise_if_any(clipped)
+    if not isinstance(clipped, Tracer) and jnp.any(clipped):
+        raise ValueError(
+            f"noise_scale: {int(jnp.sum(clipped))} of {clipped.size} examples were "
+            "clipped in result, so that its grads is not their mean gradient. Get "
+            "result from clipped_grad(loss, max_norm=None)."
+        )
     size = jnp.sum(counts, dtype=norms.dtype)
     # The mean of clipped_grad is divided by the number of broken examples as well.
     total = global_norm(result.grads)
     if result.divisor is not None:
         total *= result.divisor.astype(total.dtype)
-    known = (size > 1) & ~jnp.any(clipped)
-    lengths = jnp.where(counts, norms, 0)
-    return _estimated(lengths, total / size, size, known)
-
-
-def _stacked(tree: Any) -> jax.Array:
-    """The arrays of all limits, float[limits, batch]."""
-    return jnp.stack(jax.tree.leaves(tree))
-
-
-def _is_masked(norms: jax.Array, factors: jax.Array) -> jax.Array:
-    """Only there both are 0 for all limits, or in a gradient of zero, which a shrink
-    made 0.
-    """
-    return jnp.all((norms == 0) & (factors == 0), 0)
-
-
-def _raise_if_any(clipped: jax.Array) -> None:
-    if isinstance(clipped, Tracer) or not jnp.any(clipped):
-        return
-    raise ValueError(
-        f"noise_scale: {int(jnp.sum(clipped))} of {clipped.size} examples were clipped "
-        "in result, so that its grads is not their mean gradient. Get result from "
-        "clipped_grad(loss, max_norm=None)."
-    )
-
-
-def _estimated(
-    norms: jax.Array, norm: jax.Array, size: jax.Array, known: jax.Array
-) -> NoiseScale:
-    """From the norms of examples, 0 where they do not count, and of their mean."""
+    norms = jnp.where(counts, norms, 0)
     # Squares of norms beyond 1e19 or below 1e-19 leave the range of float32.
     longest = jnp.maximum(jnp.max(norms), jnp.finfo(norms.dtype).tiny)
     square = jnp.sum((norms / longest) ** 2) / size
-    of_mean = (norm / longest) ** 2
+    of_mean = (total / size / longest) ** 2
     # By rounding alone it would be below 0.
     noise = jnp.maximum(square - of_mean, 0) * size / (size - 1)
     signal = of_mean - noise / size
     scale = noise / jnp.maximum(signal, 0)
     found = scale, noise * longest * longest, signal * longest * longest
+    known = (size > 1) & ~jnp.any(clipped)
     return NoiseScale(*(jnp.where(known, each, jnp.nan) for each in found))

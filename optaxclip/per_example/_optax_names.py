@@ -13,16 +13,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from .. import _trees as prefix
 from .._checks import check_limit
 from ..shrinks import hard
-from ._weights import (
-    Limits,
-    batch_size,
-    limits_of,
-    numbered,
-    weigh,
-    weighted_sum,
-)
+from ._passes import Limits, limits_of
 
 
 def per_example_global_norm_clip(
@@ -62,9 +56,8 @@ def per_example_global_norm_clip(
     1607.00133).
     """
     call = "per_example_global_norm_clip"
-    argument = f"{call}: l2_norm_clip"
-    limit = _number(argument, l2_norm_clip)
-    total, clipped = _clip(grads, limits_of(limit, argument), call)
+    limit = _limit(f"{call}: l2_norm_clip", l2_norm_clip)
+    total, clipped = _clip(call, grads, [limit])
     return total, clipped[0]
 
 
@@ -104,52 +97,54 @@ def per_example_layer_norm_clip(
     language models, 2018 (arXiv 1710.06963).
     """
     call = "per_example_layer_norm_clip"
-    limit = _number(f"{call}: global_l2_norm_clip", global_l2_norm_clip)
-    entries, treedef = jax.tree_util.tree_flatten_with_path(grads)
+    limit = _limit(f"{call}: global_l2_norm_clip", global_l2_norm_clip)
+    leaves, treedef = jax.tree.flatten(grads)
     # D_i, of one example: the first axis counts examples.
-    sizes = [math.prod(jnp.shape(leaf)[1:]) for _, leaf in entries]
+    sizes = [math.prod(jnp.shape(leaf)[1:]) for leaf in leaves]
     if uniform:
         sizes = [1] * len(sizes)
     # At least 1, since leaves may all be empty.
     total = max(sum(sizes), 1)
     # Their squares sum to C^2, so that all leaves together stay within C.
-    values = [limit * math.sqrt(size / total) for size in sizes]
-    limits = Limits(values, numbered([path for path, _ in entries]), treedef)
-    sums, clipped = _clip(grads, limits, call)
+    limits = [limit * math.sqrt(size / total) for size in sizes]
+    sums, clipped = _clip(call, grads, limits)
     return sums, treedef.unflatten(clipped)
 
 
-def _number(argument: str, limit: Any) -> Any:
+def _limit(argument: str, limit: Any) -> Any:
     """The limit, in enough bits for its product with a share of it."""
-    # Refuses None too, which limits_of would take for no limit.
+    # Refuses None too, which elsewhere is no limit.
     check_limit(argument, limit)
-    limits_of(limit, argument)
+    limits_of(limit, argument, hard)
     if not isinstance(limit, jax.Array):
         return float(limit)
     return limit.astype(jnp.result_type(float))
 
 
-def _clip(
-    grads: Any, limits: Limits, call: str
-) -> tuple[Any, list[jax.Array]]:
+def _clip(call: str, grads: Any, limits: list[Any]) -> tuple[Any, Any]:
     """The weighted sum, and for each limit how many examples were shortened by it."""
-    grads = jax.tree.map(_floating, grads)
+    entries, treedef = jax.tree_util.tree_flatten_with_path(grads)
+    shapes = {prefix.name(path) or "it": jnp.shape(x) for path, x in entries}
     # Without arrays the number of examples is not known.
-    if not jax.tree.leaves(grads):
-        return grads, [jnp.zeros((), jnp.int32) for _ in limits.values]
-    present = jnp.ones(batch_size(grads, f"{call}: grads"), bool)
-    weights = weigh(grads, present, limits=limits, shrink=hard, call=call)
+    if not shapes:
+        return grads, [jnp.zeros((), jnp.int32) for _ in limits]
+    size, *others = {shape[:1] for shape in shapes.values()}
+    if others or not size:
+        raise ValueError(
+            f"{call}: grads must be arrays whose first axis counts examples, of one "
+            f"size, got the shapes {shapes}."
+        )
+    leaves = []
+    for _, leaf in entries:
+        leaf = jnp.asarray(leaf)
+        # Integers as float32, as in optax. Norms leave out integers.
+        is_float = jnp.issubdtype(leaf.dtype, jnp.inexact)
+        leaves.append(leaf if is_float else leaf.astype(jnp.float32))
+    # One for all, or one for each.
+    groups = [number % len(limits) for number in range(len(leaves))]
+    present = jnp.ones(size, bool)
+    weights = Limits(call, limits, hard).weigh(leaves, groups, present)
     # The factor of a broken example is 0, so that it counts as clipped.
     clipped = jnp.sum(weights.factors < 1, axis=0, dtype=jnp.int32)
-    total = weighted_sum(grads, weights, limits.group_of_each(grads, call))
-    return total, list(clipped)
-
-
-def _floating(leaf: Any) -> jax.Array:
-    """Integers as float32, as in optax. Norms leave out integer leaves, which elsewhere
-    are not gradients.
-    """
-    leaf = jnp.asarray(leaf)
-    if jnp.issubdtype(leaf.dtype, jnp.inexact):
-        return leaf
-    return leaf.astype(jnp.float32)
+    sums = list(map(weights.total, leaves, groups))
+    return treedef.unflatten(sums), list(clipped)

@@ -1,18 +1,21 @@
-"""What one call of a function by `clipped_grad` or `explain_clipped_grad` is about."""
+"""What one call of a function by `clipped_grad` or `explain_clipped_grad` is about:
+which arguments of a loss are differentiated, shared by all examples, or a batch.
+"""
 
-from collections.abc import Callable
+import operator
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from .. import _trees as prefix
-from .._mesh import varying_as
+from .._mesh import varying_over
 from .._trees import check_leaves
-from ._roles import Places, roles_of
 
+# As in jax.grad: for an int the gradient is a tree, for (0,) a tuple of one.
+Places = int | Sequence[int]
 # (params, example) -> (value, aux)
 Loss = Callable[[Any, Any], tuple[jax.Array, Any]]
 
@@ -22,8 +25,8 @@ class Problem(NamedTuple):
 
     of_one: Loss
     params: Any
-    batch: Any
-    size: int  # the number of examples
+    batch: tuple[Any, ...]
+    present: jax.Array  # bool[batch]: not masked
 
     def program(self) -> tuple[Any, Any]:
         """The program of the loss of one example, and the types of what it returns."""
@@ -48,22 +51,125 @@ class Question(NamedTuple):
     shared_argnums: Places
     has_aux: bool
 
-    def about(self, args: tuple[Any, ...]) -> Problem:
-        """The problem that the arguments of a call pose."""
-        roles = roles_of(self.call, self.argnums, self.shared_argnums, args)
-        batch, size = roles.examples(self.call)
-        params = _arrays(self.call, roles.taken(roles.params))
-        params = jax.tree.map(partial(typed_as_varying, batch), params)
+    def about(
+        self, args: tuple[Any, ...], named: dict[str, Any], mask: Any = None
+    ) -> Problem:
+        """The problem that the arguments of a call pose.
+
+        Raises:
+          TypeError, ValueError: arguments that do not fit the roles.
+        """
+        # Whether they are a batch or the same for all examples, nobody has said.
+        for name in named:
+            raise TypeError(
+                f"{self.call}: the arguments of the loss must be given by position, as "
+                f"argnums and shared_argnums count them, got {name}=. An option of the "
+                f"loss is set before: functools.partial(loss, {name}=...)."
+            )
+        learned = self._listed("argnums", len(args))
+        shared = self._listed("shared_argnums", len(args))
+        taken = {*learned, *shared}
+        if len(taken) < len(learned) + len(shared):
+            raise ValueError(
+                f"{self.call}: argnums={self.argnums!r} and shared_argnums="
+                f"{self.shared_argnums!r} must be different arguments."
+            )
+        places = [k for k in range(len(args)) if k not in taken]
+        size = self._size({place: args[place] for place in places})
+        batch = jax.tree.map(jnp.asarray, tuple(args[k] for k in places))
+        params = self._arrays([args[place] for place in learned])
+        params = [typed_as_varying(batch, each) for each in params]
+        is_tree = not isinstance(self.argnums, (tuple, list))
 
         def of_one(params: Any, example: Any) -> tuple[jax.Array, Any]:
+            # What is shared may be a function, which jax.vmap could not take.
+            each = list(args)
+            several = [params] if is_tree else params
+            for place, value in zip([*learned, *places], [*several, *example]):
+                each[place] = value
+            found = self.loss(*each)
+            self._check_returned(found)
             # Always with aux, so that all methods handle one form.
-            found = roles.call(self.loss, params, example)
-            self.check_returned(found)
             return found if self.has_aux else (found, None)
 
-        return Problem(of_one, params, batch, size)
+        present = jnp.ones(size, bool) if mask is None else jnp.asarray(mask)
+        if present.dtype != bool or present.shape != (size,):
+            raise ValueError(
+                f"{self.call}: mask must be bool[{size}], one for each example, got "
+                f"{present.dtype}{list(present.shape)}."
+            )
+        params = params[0] if is_tree else tuple(params)
+        return Problem(of_one, params, batch, present)
 
-    def check_returned(self, found: Any) -> None:
+    def _listed(self, role: str, count: int) -> list[int]:
+        """The places of the arguments with a role."""
+        places = getattr(self, role)
+        listed = places if isinstance(places, (tuple, list)) else [places]
+        try:
+            found = list(map(operator.index, listed))
+        except TypeError:
+            raise TypeError(
+                f"{self.call}: {role} must be an int or a tuple of ints, got "
+                f"{places!r}."
+            ) from None
+        if not all(-count <= place < count for place in found):
+            raise ValueError(
+                f"{self.call}: {role}={places!r}, but the function was called with "
+                f"{count} positional arguments."
+            )
+        # Of three arguments -1 and 2 are the same.
+        return [place % count for place in found]
+
+    def _size(self, batch: dict[int, Any]) -> int:
+        """The number of examples: the size that the first axes of the batch share."""
+        sizes = {}
+        for place, tree in batch.items():
+            for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
+                # "argument 1 at 'x'", or "argument 2" for one that is an array itself.
+                at = f" at {prefix.name(path)!r}" if path else ""
+                name, shape = f"argument {place}{at}", jnp.shape(leaf)
+                # An array without axes is mostly a number for all, or one random key.
+                if not shape:
+                    is_array = hasattr(leaf, "dtype")
+                    shown = f"{leaf.dtype}[]" if is_array else repr(leaf)
+                    raise ValueError(
+                        f"{self.call}: {name} is a batch, whose first axis counts "
+                        f"examples, but has no axis: {shown}. Name an argument that is "
+                        "the same for all examples in shared_argnums. Give a random "
+                        "key for each example: jax.random.split(key, batch)."
+                    )
+                sizes[name] = shape[0]
+        shown = ", ".join(f"{name} has {n}" for name, n in sizes.items())
+        if not sizes:
+            wrong = "there is no batch: every argument is in argnums or "
+            wrong += "shared_argnums, or has no arrays."
+        elif len(set(sizes.values())) > 1:
+            wrong = "the first axes of the batch count examples and must have "
+            wrong += f"one size, but {shown}. Name an argument that is the same for "
+            wrong += "all examples in shared_argnums."
+        elif 0 in sizes.values():
+            # For a step without examples there is the mask: all False gives zeros.
+            wrong = "the batch is empty: give at least one example, masked if need be."
+        else:
+            return next(iter(sizes.values()))
+        raise ValueError(f"{self.call}: {wrong}")
+
+    def _arrays(self, params: list[Any]) -> list[Any]:
+        """The parameters as arrays."""
+        for tree in params:
+            check_leaves(tree, f"{self.call}: ")
+            for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
+                dtype = jnp.asarray(leaf).dtype
+                if not jnp.issubdtype(dtype, jnp.inexact):
+                    raise TypeError(
+                        f"{self.call}: the parameters must have a float or complex "
+                        f"dtype, but the leaf {prefix.name(path)!r} is {dtype}. Give "
+                        "what is not learned in an argument of its own, named in "
+                        "shared_argnums."
+                    )
+        return jax.tree.map(jnp.asarray, params)
+
+    def _check_returned(self, found: Any) -> None:
         """Raises TypeError for what is no loss. Ghost clipping would take several
         numbers for their sum.
         """
@@ -72,77 +178,27 @@ class Question(NamedTuple):
             wanted = "(real scalar, aux), as has_aux=True says,"
             is_pair = isinstance(found, (tuple, list)) and len(found) == 2
             value = found[0] if is_pair else None
-        if not _is_real_scalar(value):
+        kind = getattr(value, "shape", None), getattr(value, "dtype", bool)
+        is_real = kind[0] == () and jnp.issubdtype(kind[1], jnp.floating)
+        if not (is_real or isinstance(value, float)):
+            # Arrays are traced, so that their types say more than their values.
+            arrays = jax.Array
+            shown = jax.tree.map(
+                lambda x: jax.typeof(x) if isinstance(x, arrays) else x, found
+            )
             raise TypeError(
-                f"{self.call}: loss must return {wanted} for each example, got "
-                f"{_shown(found)}."
+                f"{self.call}: loss must return {wanted} for each example, got {shown}."
             )
 
 
-def _arrays(call: str, params: Any) -> Any:
-    """The parameters as arrays.
-
-    Raises:
-      TypeError: one that has no derivative.
-    """
-    check_leaves(params, f"{call}: ")
-    for path, leaf in jax.tree_util.tree_flatten_with_path(params)[0]:
-        dtype = leaf.dtype if hasattr(leaf, "dtype") else jnp.result_type(leaf)
-        if not jnp.issubdtype(dtype, jnp.inexact):
-            raise TypeError(
-                f"{call}: the parameters must have a float or complex dtype, but the "
-                f"leaf {prefix.name(path)!r} is {dtype}. Give what is not learned in "
-                "an argument of its own, named in shared_argnums."
-            )
-    return jax.tree.map(jnp.asarray, params)
-
-
-def _is_real_scalar(value: Any) -> bool:
-    if isinstance(value, float):
-        return True
-    dtype, shape = getattr(value, "dtype", bool), getattr(value, "shape", None)
-    return shape == () and jnp.issubdtype(dtype, jnp.floating)
-
-
-def _shown(found: Any) -> str:
-    """Arrays by their types, since they are traced and have no values."""
-
-    def type_of(x: Any) -> Any:
-        return jax.typeof(x) if isinstance(x, jax.Array) else x
-
-    return str(jax.tree.map(type_of, found))
-
-
-def typed_as_varying(tree: Any, value: jax.Array) -> jax.Array:
-    """The value, typed as differing between devices wherever the tree does.
+def typed_as_varying(kinds: Any, values: Any) -> Any:
+    """The arrays of a tree, typed as differing between devices wherever another does.
 
     In shard_map the gradient by parameters of any other type comes summed over devices,
     and the examples in it cannot be told apart.
     """
-    # Each leaf may differ along other mesh axes.
-    for leaf in jax.tree.leaves(tree):
-        value = varying_as(value, jax.typeof(leaf))
-    return value
-
-
-def check_unnamed(call: str, named: dict[str, Any]) -> None:
-    """Raises TypeError for arguments of a loss that are given by name."""
-    # Whether they are a batch or the same for all examples, nobody has said.
-    for name in named:
-        raise TypeError(
-            f"{call}: the arguments of the loss must be given by position, as argnums "
-            f"and shared_argnums count them, got {name}=. An option of the loss is set "
-            f"before: functools.partial(loss, {name}=...)."
-        )
-
-
-def check_microbatch(call: str, microbatch: Any) -> None:
-    """Raises ValueError for what is neither None nor a number of examples."""
-    # A bool is an int in Python: True would be microbatches of 1.
-    is_int = isinstance(microbatch, (int, np.integer))
-    is_number = is_int and not isinstance(microbatch, bool)
-    if microbatch is not None and not (is_number and microbatch >= 1):
-        raise ValueError(
-            f"{call}: microbatch must be a number of examples, at least 1, or None, "
-            f"got {microbatch!r}."
-        )
+    names = set[str]()
+    for kind in map(jax.typeof, jax.tree.leaves(kinds)):
+        names |= kind.manual_axis_type.varying
+    typed = partial(varying_over, names=sorted(names))
+    return jax.tree.map(typed, values) if names else values

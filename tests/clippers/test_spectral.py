@@ -188,8 +188,10 @@ def test_the_ends_of_the_range_of_float32(method):
 def test_the_squares_of_large_matrices_do_not_overflow():
     x = np.full((300, 200), 3e33, np.float32)
     updates, state = clip(x, longest(x) / 2, "newton_schulz")
-    np.testing.assert_allclose(updates, x / 2, 4e-6)
-    np.testing.assert_allclose(state.norm, longest(x), 4e-6)
+    # One product sums 300 equal terms, each of which may round the same way.
+    rounding = 300 * 2.0**-24
+    np.testing.assert_allclose(updates, x / 2, rounding)
+    np.testing.assert_allclose(state.norm, longest(x), rounding)
 
 
 @pytest.mark.slow

@@ -100,34 +100,8 @@ def settled(p, x):
     return jax.jit(loss)(p, x)[0]
 
 
-def looked_up_outside(p, x):
-    """A branch gives a value of data alone, which goes to Python."""
-    a, b = lax.cond(
-        x[0] > 0,
-        lambda p, x: (layer(p, x), 2 * x),
-        lambda p, x: (layer(p, -x), x),
-        *(p, x),
-    )
-    kind = jax.ShapeDtypeStruct(b.shape, b.dtype)
-    table = jax.pure_callback(np.tanh, kind, b, vmap_method="expand_dims")
-    return jnp.sum(a * table)
-
-
 def sorted_beside(p, x):
     keys, values = lax.sort((x, layer(p, x)), num_keys=1)
-    kind = jax.ShapeDtypeStruct(x.shape, x.dtype)
-    table = jax.pure_callback(np.tanh, kind, keys, vmap_method="expand_dims")
-    return jnp.sum(values * table)
-
-
-def sorted_in_a_branch(p, x):
-    def branch(p, x):
-        return tuple(lax.sort((x, layer(p, x)), num_keys=1))
-
-    def other(p, x):
-        return x, layer(p, x)
-
-    keys, values = lax.cond(x[0] > 0, branch, other, p, x)
     kind = jax.ShapeDtypeStruct(x.shape, x.dtype)
     table = jax.pure_callback(np.tanh, kind, keys, vmap_method="expand_dims")
     return jnp.sum(values * table)
@@ -142,9 +116,7 @@ LOSSES = {
     "cond": (in_a_branch, PARAMS),
     "checkpoint of a branch": (made_again_in_a_branch, PARAMS),
     "while": (settled, PARAMS),
-    "data of a branch": (looked_up_outside, PARAMS),
     "keys of a sort": (sorted_beside, PARAMS),
-    "keys of a sort in a branch": (sorted_in_a_branch, PARAMS),
 }
 
 

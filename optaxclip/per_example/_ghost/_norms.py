@@ -1,0 +1,422 @@
+"""The norms of the gradients of examples, from what was captured.
+
+The gradient by a matrix has factors:
+
+    G = sum_t a_t c_t'
+
+a_t is what comes into the matrix at position t, and c_t the cotangent of what comes
+out. A matrix product has this form whatever its axes are. So has a convolution, whose
+a_t are the patches of the image, and a lookup in a table, whose a_t is 1 in one row.
+Turns of a scan that share a matrix are positions too. Several matrices are a stack.
+
+    product    |a| |c|: one position
+    gram       sqrt(sum_ts (a_t . a_s)(c_t . c_s)): few positions, a large matrix
+    matrix     |sum_t a_t c_t'|: many positions. The gradient of an example is made
+    gradient   the same by JAX's own derivative, where there are no factors
+    unused     0
+
+The positions of several uses of a parameter are those of one.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from operator import attrgetter
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+
+from .._passes import own_norm
+from ._capture import Captured, Origin, Use
+
+# What rounding may take from a sum of products, over that of their sizes, in eps. 2.2
+# was the most that was seen on a CPU, of 2 to 128 positions of 16 to 16384 numbers.
+MARGIN = 4
+HIGHEST = lax.Precision.HIGHEST
+
+# The factors of one use: `a` [stack, position, rows], or the numbers of rows that are
+# looked up, int32[stack, position], and `c` [stack, position, columns]. In a batch an
+# axis for examples is in front.
+Pair = tuple[Array, Array]
+
+
+class Form(NamedTuple):
+    """How the gradient by the operand of a use is made of factors."""
+
+    # The axes of the operand along which there is a matrix each, and those that are
+    # rows and columns of the matrix
+    stack: Sequence[int]
+    rows: Sequence[int]
+    columns: Sequence[int]
+    sizes: tuple[int, int, int]  # of positions, rows and columns
+    # From inputs and cotangent of one example, outside any scan.
+    split: Callable[[list[Array], Array], Pair]
+    groups: int = 1  # of a convolution, which are columns of the operand too
+
+
+class Part(NamedTuple):
+    """One use of one parameter, whose gradient has factors."""
+
+    number: int  # of the use
+    use: Use
+    origin: Origin  # of the operand that is the parameter
+    form: Form
+    swaps: bool = False  # whether its rows are the columns of others
+
+    def matrices(self, made: dict[Any, Any]) -> Array:
+        """The operand as [stack, rows, columns]. Turns of scans that slice it belong to
+        the stack.
+        """
+        operand, form = self.origin.make(made), self.form
+        axes = np.array([*form.stack, *form.rows, *form.columns], int)
+        turns = operand.ndim - len(axes)
+        x = jnp.transpose(operand, (*range(turns), *(turns + axes)))
+        _, rows, columns = form.sizes
+        x = jnp.swapaxes(x.reshape(-1, rows, form.groups, columns), 1, 2)
+        return x.reshape(-1, rows, columns)
+
+
+class Way(NamedTuple):
+    """How the norm of the gradient by one parameter is found."""
+
+    name: str
+    uses: dict[int, Use]  # by their numbers
+    size: int = 0  # how many numbers are made of one example
+    # about how many multiplications it takes that one pass does not
+    cost: int = 0
+    parts: tuple[Part, ...] = ()  # where there are factors
+    matrices: tuple[int, ...] = ()  # stack, rows and columns
+
+    def own(self, book: list[Captured]) -> list[Captured]:
+        """What was captured at its uses."""
+        return [book[part.number] for part in self.parts]
+
+
+def ways_of(uses: list[Use], params: list[Array]) -> list[Way]:
+    """The way of each parameter."""
+    places: list[list[Place]] = [[] for _ in params]
+    for number, use in enumerate(uses):
+        # What is empty, such as the positions before the last of a sequence of one, has
+        # no part in a gradient.
+        size = sum(use.outs[k].size for k in use.tapped)
+        for origin in use.origins:
+            for leaf in origin.by if math.prod(use.loops) * size else ():
+                places[leaf].append((number, use, origin))
+    ways = []
+    for own, leaf in zip(places, params):
+        uses_of_leaf = {number: use for number, use, _ in own}
+        name = "gradient" if own and leaf.size else "unused"
+        made = Way(name, uses_of_leaf, leaf.size)
+        parts = _fitted(own)
+        ways.append(_cheapest(parts, made) if parts and leaf.size else made)
+    return ways
+
+
+# Where a parameter is used: the number of the use, the use, and the operand.
+Place = tuple[int, Use, Origin]
+
+
+def _fitted(places: list[Place]) -> list[Part]:
+    """The uses of a parameter, with their forms. None where these do not fit together,
+    or one has no factors.
+    """
+    found, keys, lookups = [], [], []
+    for number, use, origin in places:
+        form, view = form_of(use), origin.view
+        if form is None or view is None:
+            return []
+        # The axes of the parameter that are the stack, rows and columns.
+        named = [tuple(view.axes[k] for k in axes) for axes in form[:3]]
+        keys.append((view.path, form.groups, *named))
+        lookups += keys[-1:] if use.name == "gather" else []
+        found.append(Part(number, use, origin, form))
+    if not found:
+        return []
+    # Rows of all lookups are rows of the table.
+    first = [*lookups, *keys][0]
+    # A tied table: rows of the lookup are columns of the product with the transpose.
+    *begin, rows, columns = first
+    turned = (*begin, columns, rows)
+    if {*lookups} - {first} or {*keys} - {first, turned}:
+        return []
+    pairs = zip(found, keys)
+    found = [part._replace(swaps=key != first) for part, key in pairs]
+    # The first has the rows and columns of all.
+    return sorted(found, key=attrgetter("swaps"))
+
+
+def _cheapest(parts: list[Part], made: Way) -> Way:
+    """The way that takes the fewest multiplications."""
+    positions, lookups = 0, 0
+    for part in parts:
+        own = part.form.sizes[0]
+        for depth, length in enumerate(part.use.loops):
+            own *= 1 if depth in part.origin.loops else length
+        positions += own
+        lookups += own if part.use.name == "gather" else 0
+    _, rows, columns = parts[0].form.sizes
+    stack = made.size // (rows * columns)
+    way = made._replace(parts=tuple(parts), matrices=(stack, rows, columns))
+    if positions == 1 and not lookups:
+        cost = stack * (rows + columns)
+        return way._replace(name="product", size=1, cost=cost)
+    pairs = stack * positions**2  # of positions t and s
+    is_convolution = parts[0].use.name == "conv_general_dilated"
+    patches = 2 * stack * positions * rows * is_convolution
+    if lookups == positions:
+        # A scatter into a table is slow: as slow as writing four times as much.
+        is_cheap, cost = positions**2 <= 4 * rows, pairs * columns
+    else:
+        # positions^2 (rows + columns) against positions rows columns of matrix.
+        is_cheap = positions * (rows + columns) <= rows * columns
+        cost = pairs * (rows + columns)
+    if is_cheap:
+        size = 2 * pairs + patches
+        return way._replace(name="gram", size=size, cost=cost)
+    # A scatter for each lookup, or a product for each position.
+    each = columns if lookups else made.size
+    cost = positions * each + made.size * bool(lookups)
+    # JAX's own gradients of examples by a convolution take more than their factors.
+    cost *= not is_convolution
+    return way._replace(name="matrix", size=made.size + patches, cost=cost)
+
+
+def form_of(use: Use) -> Form | None:
+    """The form of a use, or None if its gradient is not known to have one."""
+    # Complex products would need conjugates. Integers have no derivative. Of a lookup
+    # the data are the numbers of the rows.
+    data = [] if use.name == "gather" else use.data
+    dtypes = [x.dtype for x in (*data, *use.outs)]
+    is_real = all(jnp.issubdtype(dtype, jnp.floating) for dtype in dtypes)
+    rule = FORMS.get(use.name)
+    return rule(use) if rule and is_real else None
+
+
+def _dot_general(use: Use) -> Form:
+    contracted, stacked = use.eqn.params["dimension_numbers"]
+    own = use.places[0]
+    operand, data = use.eqn.invars[own].aval.shape, use.data[0].shape
+    stack, rows = stacked[own], contracted[own]
+    columns = [k for k in range(len(operand)) if k not in (*stack, *rows)]
+    # Positions: axes of the data that are neither stacked nor summed over.
+    begin, end = stacked[1 - own], contracted[1 - own]
+    free = [k for k in range(len(data)) if k not in (*begin, *end)]
+    sizes = _size(data, free), _size(operand, rows), _size(operand, columns)
+    count = _size(operand, stack)
+
+    def split(inputs: list[Array], cotangent: Array) -> Pair:
+        a = jnp.transpose(inputs[0], (*begin, *free, *end))
+        # The output has the stack first, then the rest of the left, then of the right.
+        if own == 0:
+            c = cotangent.reshape(count, sizes[2], sizes[0])
+            c = jnp.swapaxes(c, 1, 2)
+        else:
+            c = cotangent.reshape(count, sizes[0], sizes[2])
+        return a.reshape(count, *sizes[:2]), c
+
+    return Form(stack, rows, columns, sizes, split)
+
+
+def _gather(use: Use) -> Form | None:
+    """A lookup of whole rows. Everything else that gathers has no form here."""
+    numbers = use.eqn.params["dimension_numbers"]
+    shape = use.eqn.invars[0].aval.shape
+    # table[index], where each slice is one row and all of its columns.
+    found = use.places, numbers.collapsed_slice_dims, numbers.start_index_map
+    is_row = tuple(use.eqn.params["slice_sizes"]) == (1, *shape[1:])
+    is_batched = bool(numbers.operand_batching_dims)
+    if {*found} != {(0,)} or is_batched or not is_row:
+        return None
+    out, offsets = use.outs[0], numbers.offset_dims
+    free = [k for k in range(out.ndim) if k not in offsets]
+    sizes = _size(out.shape, free), shape[0], math.prod(shape[1:])
+    # table[index] reads the nearest row for an index beyond the table. Its derivative,
+    # a scatter, still drops what does not belong to a row. Only mode="clip" keeps it.
+    drops = use.eqn.params["mode"] != lax.GatherScatterMode.CLIP
+
+    def split(inputs: list[Array], cotangent: Array) -> Pair:
+        # A uint8 of 256, the number of rows, would be 0.
+        index = inputs[0].reshape(1, sizes[0]).astype(jnp.int32)
+        c = jnp.transpose(cotangent, (*free, *offsets))
+        c = c.reshape(1, sizes[0], sizes[2])
+        within = (index >= 0) & (index < shape[0])
+        if drops:
+            c = jnp.where(within[:, :, None], c, 0)
+        return jnp.clip(index, 0, shape[0] - 1), c
+
+    return Form((), (0,), range(1, len(shape)), sizes, split)
+
+
+def _convolution(use: Use) -> Form | None:
+    params = use.eqn.params
+    # Only the kernel: an image that is made of parameters is no such matrix.
+    if use.places != (1,) or params["batch_group_count"] != 1:
+        return None
+    kernel = use.eqn.invars[1].aval.shape
+    groups = params["feature_group_count"]
+    image, own, out = params["dimension_numbers"]
+    # Positions are the pixels of the output, rows the numbers of a patch, columns the
+    # output channels of a group.
+    count = use.outs[0].size // kernel[own[0]]
+    rows = (*own[2:], own[1])
+    sizes = count, _size(kernel, rows), kernel[own[0]] // groups
+
+    def split(inputs: list[Array], cotangent: Array) -> Pair:
+        # Channels stay last, where convolutions mostly have them. In another order a
+        # GPU wrote a copy of all cotangents, and needed 1.9 times the memory of a plain
+        # gradient.
+        pixels = jnp.transpose(inputs[0], (image[0], *image[2:], image[1]))
+        a = _patches(pixels, [kernel[k] for k in own[2:]], params)
+        a = jnp.moveaxis(a.reshape(count, -1, groups, kernel[own[1]]), 2, 0)
+        c = jnp.transpose(cotangent, (out[0], *out[2:], out[1]))
+        c = jnp.swapaxes(c.reshape(count, groups, -1), 0, 1)
+        return a.reshape(groups, *sizes[:2]), c
+
+    return Form((), rows, own[:1], sizes, split, groups)
+
+
+def _patches(image: Array, window: list[int], params: Any) -> Array:
+    """[images, *places, offsets in the window, channels] of [images, ..., channels]."""
+    edges = []
+    for (low, high), step in zip(params["padding"], params["lhs_dilation"]):
+        # lhs_dilation d puts d - 1 zeros between pixels.
+        edges.append((low, high, step - 1))
+    zero, unpadded = jnp.zeros((), image.dtype), (0, 0, 0)
+    image = lax.pad(image, zero, [unpadded, *edges, unpadded])
+    strides, found = (1, *params["window_strides"], 1), []
+    dilation, size = np.array(params["rhs_dilation"]), image.shape[1:-1]
+    last = np.array(size) - (np.array(window) - 1) * dilation
+    for offset in np.ndindex(*window):
+        # The pixel at this offset of the window, in all places at once.
+        start = np.array(offset) * dilation
+        stop = len(image), *(start + last), image.shape[-1]
+        found.append(lax.slice(image, (0, *start, 0), stop, strides))
+    return jnp.stack(found, -2)
+
+
+def _size(shape: Sequence[int], axes: Sequence[int]) -> int:
+    return math.prod(shape[k] for k in axes)
+
+
+FORMS: dict[str, Callable[[Use], Form | None]] = {
+    "dot_general": _dot_general,
+    "gather": _gather,
+    "conv_general_dilated": _convolution,
+}
+
+
+def factors_of(part: Part, captured: Captured) -> Pair:
+    """The factors of one use for a batch. Turns of a scan that slices the operand
+    belong to the stack, and turns that share it are positions.
+    """
+    split = part.form.split
+    # Under vmap over example and turns, what is split is one use outside any scan.
+    for _ in range(1 + len(part.use.loops)):
+        split = jax.vmap(split)
+    last = 1 + len(part.use.loops)
+    sliced = sorted(1 + depth for depth in part.origin.loops)
+    shared = [k for k in range(1, last) if k not in sliced]
+    order = 0, *sliced, last, *shared, last + 1
+    middle = 2 + len(sliced)  # where positions begin
+
+    def merged(x: Array) -> Array:
+        x = jnp.transpose(x, (*order, *range(last + 2, x.ndim)))
+        stack = math.prod(x.shape[1:middle])
+        positions = math.prod(x.shape[middle : last + 2])
+        return x.reshape(len(x), stack, positions, *x.shape[last + 2 :])
+
+    inputs, (cotangent,) = captured
+    a, c = map(merged, split(inputs, cotangent))
+    return (c, a) if part.swaps else (a, c)
+
+
+def norm_by(way: Way, pairs: list[Pair]) -> Array:
+    """The norm of the gradient of each example, from the factors of all uses."""
+    if way.name == "gram":
+        return _by_gram(pairs)
+    norm_of_each = jax.vmap(own_norm)
+    if way.name == "matrix":
+        made = [_made(*pair, way.matrices) for pair in pairs]
+        return norm_of_each(sum(made[1:], made[0]))
+    # For a stack of products |G|^2 = sum_s |a_s|^2 |c_s|^2.
+    a, c = (jax.vmap(norm_of_each)(x) for x in pairs[0])
+    norms = a * c
+    return norm_of_each(norms) if norms.shape[1] > 1 else norms[:, 0]
+
+
+def _made(a: Array, c: Array, shape: tuple[int, ...]) -> Array:
+    """The gradients of examples, [example, stack, rows, columns]."""
+    if a.ndim == 4:
+        return _dot("bstr,bstk->bsrk", a, c)
+    stack = jnp.arange(shape[0])[:, None]
+    zeros = jnp.zeros((len(a), *shape), np.promote_types(c.dtype, np.float32))
+    return jax.vmap(lambda x, a, c: x.at[stack, a].add(c))(zeros, a, c)
+
+
+def _by_gram(pairs: list[Pair]) -> Array:
+    """The norm in Gram form, and no less.
+
+    Where positions cancel the sum is smaller than its terms by a factor q, and the
+    relative error is that of float32 times q. The norm is too long rather than too
+    short: a limit must hold.
+
+    Squares of tiny and huge numbers leave the range of float32. So in each position `a`
+    is divided by its largest number, and `c` by that of the example.
+    """
+    rows, columns, levels, lengths = [], [], [], []
+    for a, c in pairs:
+        level, c = _scaled(c, along=3)
+        length = jnp.zeros_like(level)
+        if a.ndim == 4:
+            size, a = _scaled(a, along=3)
+            level, length = level * size, jnp.sqrt(jnp.sum(a * a, -1))
+        rows.append(a)
+        columns.append(c)
+        levels.append(level)
+        lengths.append(length)
+    size, level = _scaled(jnp.concatenate(levels, 2), along=1)
+    c = jnp.concatenate(columns, 2) * level[..., None]
+    blocks = []
+    for a in rows:
+        blocks.append(jnp.concatenate([_products(a, b) for b in rows], 3))
+    inner, other = jnp.concatenate(blocks, 2), _products(c, c)
+    # Products with lookups are exact.
+    length, size_c = jnp.concatenate(lengths, 2), jnp.sqrt(jnp.sum(c * c, -1))
+    lost = jnp.einsum("bst,bsu->bstu", length, length) * jnp.abs(other)
+    lost += jnp.einsum("bst,bsu->bstu", size_c, size_c) * jnp.abs(inner)
+    margin = MARGIN * jnp.finfo(lost.dtype).eps * lax.stop_gradient(lost)
+    total = jnp.sum(inner * other + margin, (1, 2, 3))
+    return size * jnp.sqrt(jnp.maximum(total, 0))
+
+
+def _products(a: Array, b: Array) -> Array:
+    """The products a_t . b_s of rows, some of which may be those of lookups."""
+    if a.ndim == b.ndim == 3:
+        # 1 where both look up the same row, and else 0.
+        same = a[..., :, None] == b[..., None, :]
+        return same.astype(jnp.float32)
+    if a.ndim == 3:
+        return jnp.swapaxes(_products(b, a), 2, 3)
+    if b.ndim == 3:
+        # For a lookup of row r the product with a_t is the entry a_t[r].
+        index = jnp.broadcast_to(b[:, :, None], (*a.shape[:3], b.shape[-1]))
+        return jnp.take_along_axis(a, index, axis=-1)
+    return _dot("bstn,bsun->bstu", a, b)
+
+
+def _scaled(x: Array, along: int) -> tuple[Array, Array]:
+    """The largest number along all later axes, and what they hold divided by it."""
+    x = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+    axes = tuple(range(along, x.ndim))
+    largest = jnp.max(jnp.abs(x), axis=axes)
+    # Divided by 1, inf and NaN stay, and the example counts as broken.
+    safe = jnp.where((largest > 0) & (largest < jnp.inf), largest, 1)
+    return largest, x / jnp.expand_dims(safe, axes)
+
+
+def _dot(axes: str, x: Array, y: Array) -> Array:
+    """A product in float32. GPU and TPU would else round its factors to fewer bits."""
+    wide = jnp.promote_types(x.dtype, jnp.float32)
+    return jnp.einsum(axes, x.astype(wide), y.astype(wide), precision=HIGHEST)

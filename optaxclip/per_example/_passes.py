@@ -1,0 +1,363 @@
+"""A batch, a few examples at a time: all gradients of a microbatch at once, in one pass
+or in two.
+
+    one pass      for each microbatch: the gradients of its examples, their norms, their
+                  weighted sum
+    two passes    norms first, microbatch by microbatch. Then the gradient of
+                  sum_i f_i loss_i with the factors f_i held fixed, which is the same
+                  sum
+
+None needs memory that grows with the batch beyond a few numbers for each example, apart
+from the activations of a microbatch.
+"""
+
+import math
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+
+from .. import _trees as prefix
+from .._checks import check_limit, held_in
+from .._factors import factor_between, stretch
+from .._limits import shrunk_by
+from .._mesh import split_as
+from .._norms import global_norm
+from .._weighted_loss import is_weighted
+from ..rules._rule import is_rule
+from ..shrinks import Shrink
+from ._problem import Problem, typed_as_varying
+
+Arrays = list[Array]
+# (counts, *examples) -> (terms of a sum, what was found for each example)
+Step = Callable[..., tuple[Any, Any]]
+# On each device separately: devices that share a batch hold different examples.
+own_norm = partial(global_norm, mesh_axes=None)
+
+
+class Limits(NamedTuple):
+    """A tree prefix of limits. Each part of the gradient that has one is a group: it is
+    measured and clipped separately.
+    """
+
+    call: str  # of the user
+    values: list[Any]  # a number for each group, None for no limit
+    shrink: Shrink
+    entries: tuple[Any, ...] = ()  # (path in the tree, number of the group)
+    treedef: Any = None
+
+    def groups(self, tree: Any) -> list[int]:
+        """For each leaf, the number of its group."""
+        argument = f"{self.call}: max_norm"
+        return prefix.lookup(prefix.Prefix(self.entries), tree, argument)
+
+    def weigh(
+        self, leaves: Arrays, groups: list[int], present: Array
+    ) -> "Weights":
+        """Norms and factors of gradients with a leading batch axis."""
+
+        def of_one(leaves: Arrays) -> Array:
+            parts: list[Arrays] = [[] for _ in self.values]
+            for leaf, group in zip(leaves, groups):
+                parts[group].append(leaf)
+            norms = list(map(own_norm, parts))
+            dtype = np.result_type(*norms)
+            return jnp.stack([norm.astype(dtype) for norm in norms])
+
+        norms = jax.vmap(of_one, axis_size=present.size)(leaves)
+        counts = present & jnp.all(jnp.isfinite(norms), axis=1)
+        known = jnp.where(counts[:, None], norms, 0.0)
+        # A traced limit may be negative, and then counts as 0.
+        limits = [jnp.inf if limit is None else limit for limit in self.values]
+        limit = jnp.stack([held_in(norms.dtype, each) for each in limits])
+        limit = jnp.broadcast_to(jnp.maximum(limit, 0), norms.shape)
+        limit = split_as(limit, jax.typeof(norms))
+        new = shrunk_by(self.shrink, known, known, limit, self.call)
+        # Without a limit the shrink is not used: normalize would make the norm inf.
+        new = jnp.where(limit == jnp.inf, known, new)
+        factor = factor_between(known, new)
+        return Weights(
+            norms=jnp.where(present[:, None], norms, 0.0),
+            roots=factor.root,
+            factors=jnp.where(counts[:, None], factor.reported, 0.0),
+            counts=counts,
+        )
+
+
+class Weights(NamedTuple):
+    """What was found out about the examples of a batch."""
+
+    # float32[batch, groups]: 0 for an example that is not present
+    norms: Array
+    # float32[batch, groups]: what each gradient is multiplied by twice. Without meaning
+    # for an example that does not count.
+    roots: Array
+    # float32[batch, groups]: what it is multiplied by altogether, for reports. 0 for an
+    # example that does not count.
+    factors: Array
+    counts: Array  # bool[batch]: is present and has finite norms
+
+    def total(self, leaf: Array, group: int) -> Array:
+        """The sum over the batch of the gradients that count, times the factors of a
+        group, in float32 or wider.
+        """
+        root = self.roots[:, group]
+        wide = np.promote_types(leaf.dtype, root.dtype)
+        stretched = stretch(leaf.astype(wide), along_batch(root, leaf))
+        # Selected, since 0 times NaN is NaN.
+        kept = jnp.where(along_batch(self.counts, leaf), stretched, 0)
+        # A dot, which on a CPU is four times as fast as a sum over the first axis. At
+        # the highest precision, because GPU and TPU would round to fewer bits.
+        ones = jnp.ones(self.counts.shape, wide)
+        highest = lax.Precision.HIGHEST
+        return jnp.tensordot(ones, kept, axes=1, precision=highest)
+
+
+def limits_of(max_norm: Any, argument: str, shrink: Shrink) -> Limits:
+    """The limits of a number or of a tree of them.
+
+    Raises:
+      TypeError, ValueError: something that is not a limit, an array of several, or no
+        limit at all.
+    """
+    # A rule is a tree to JAX. Examples have no steps that it could learn from.
+    found, treedef = jax.tree_util.tree_flatten_with_path(
+        max_norm, is_leaf=lambda limit: limit is None or is_rule(limit)
+    )
+    if not found:
+        raise ValueError(f"{argument} has no limit in it, got {max_norm!r}.")
+    for path, value in found:
+        where = f"{argument} for {prefix.name(path)!r}" if path else argument
+        if value is None:
+            continue
+        check_limit(where, value)
+        if jnp.ndim(value):
+            raise ValueError(
+                f"{where} must be one number, got an array of shape {jnp.shape(value)}."
+            )
+    values = [value for _, value in found]
+    entries = tuple((path, number) for number, (path, _) in enumerate(found))
+    call = argument.partition(":")[0]
+    return Limits(call, values, shrink, entries, treedef)
+
+
+def along_batch(per_example: Array, leaf: Array) -> Array:
+    """One number for each example, in a shape that broadcasts against a leaf with a
+    leading batch axis.
+    """
+    return per_example.reshape(-1, *(1,) * (leaf.ndim - 1))
+
+
+def is_narrow(x: Any) -> bool:
+    """Whether an array, a type, or a dtype has floats of 16 bits or fewer."""
+    dtype = getattr(x, "dtype", x)
+    is_float = jnp.issubdtype(dtype, jnp.inexact)
+    return is_float and jnp.finfo(dtype).bits < 32
+
+
+def widened(tree: Any) -> Any:
+    """The arrays of a tree, with float32 in the place of 16 bits."""
+    return _changed(lambda x: x.astype(np.float32), tree)
+
+
+def rounded(tree: Any) -> Any:
+    """The arrays of a tree, where all readers of 16 bits get the same numbers.
+
+    XLA leaves out a rounding to 16 bits before what computes in float32. It would
+    measure other numbers than it adds up.
+    """
+    return _changed(lax.optimization_barrier, tree)
+
+
+def _changed(change: Callable[[Any], Any], tree: Any) -> Any:
+    return jax.tree.map(lambda x: change(x) if is_narrow(x) else x, tree)
+
+
+class Run(NamedTuple):
+    """One call of the function that `clipped_grad` made.
+
+    Each method returns the weighted sums of the gradients, and what was found out about
+    the examples: their weights, values and aux.
+    """
+
+    problem: Problem
+    limits: Limits
+    groups: list[int]  # of the parameters: the number of their limit
+    microbatch: int | None
+
+    def in_one_pass(self) -> tuple[Arrays, Any]:
+        def step(present: Array, example: Any) -> tuple[Arrays, Any]:
+            grads, found = self._look(present, example)
+            return list(map(found[0].total, grads, self.groups)), found
+
+        return self.in_steps(step)
+
+    def in_two_passes(self) -> tuple[Arrays, Any]:
+        def look(present: Array, example: Any) -> tuple[None, Any]:
+            # Gradients end here: no more than those of a microbatch are in memory.
+            return None, self._look(present, example)[1]
+
+        batch, width = self.problem.batch, self.microbatch
+        inputs = self.problem.present, (batch,), width
+        found = in_microbatches(look, None, *inputs)[1]
+        # There is one group: two passes refuse several limits.
+        inputs = found[0].counts, (batch, found[0].roots[:, 0]), width
+        sums, _ = in_microbatches(self._pulled, self._zeros(), *inputs)
+        return sums, found
+
+    def in_steps(self, step: Any) -> tuple[Arrays, Any]:
+        inputs = self.problem.present, (self.problem.batch,)
+        return in_microbatches(step, self._zeros(), *inputs, self.microbatch)
+
+    def _zeros(self) -> Arrays:
+        """Where gradients are summed: float32 or wider, so that many small 16-bit
+        gradients are not lost beside their sum.
+        """
+        batch, zeros = self.problem.batch, []
+        for leaf in jax.tree.leaves(self.problem.params):
+            dtype = np.promote_types(leaf.dtype, np.float32)
+            zero = jnp.zeros(leaf.shape, dtype)
+            # As lax.scan asks for: of the type of the sums that follow.
+            zeros.append(typed_as_varying((batch, leaf), zero))
+        return zeros
+
+    def _look(self, present: Array, example: Any) -> tuple[Arrays, Any]:
+        """The gradients of a microbatch, and what was found out."""
+        of_one = jax.value_and_grad(self.problem.of_one, has_aux=True)
+        run = jax.vmap(of_one, (None, 0))
+        (values, aux), grads = run(self.problem.params, example)
+        # Written once, in the dtype of the parameters: XLA leaves out a rounding to 16
+        # bits before what computes in float32, and on a CPU would write the float64
+        # squares of gradients that only a norm reads.
+        leaves = list(map(lax.optimization_barrier, jax.tree.leaves(grads)))
+        weights = self.limits.weigh(leaves, self.groups, present)
+        return leaves, (weights, values, aux)
+
+    def _pulled(self, counts: Array, example: Any, root: Array) -> Any:
+        """The weighted sums of the gradients of a microbatch, by one backward pass."""
+        example = _without_uncounted(example, counts)
+
+        def values_of(params: Any) -> Array:
+            run = jax.vmap(self.problem.of_one, (None, 0))
+            return run(params, example)[0]
+
+        # Here a factor must be one number, so it ends at the range of its dtype.
+        factor = stretch(jnp.ones_like(root), root)
+        factor = jnp.minimum(factor, jnp.finfo(factor.dtype).max)
+        # sum_i f_i g_i is the derivative of sum_i f_i loss_i.
+        with is_weighted(True):
+            values, pull = jax.vjp(values_of, self.problem.params)
+            (grads,) = pull(jnp.where(counts, factor, 0).astype(values.dtype))
+        # Where no example counts, broken ones remain: 0 times NaN is NaN.
+        any_counts = jnp.any(counts)
+        leaves = jax.tree.leaves(grads)
+        return [jnp.where(any_counts, x, 0) for x in leaves], None
+
+
+def in_microbatches(
+    step: Step, total: Any, counts: Array, batch: Any, most: int | None
+) -> tuple[Any, Any]:
+    """Runs `step(counts, *examples) -> (terms, found)` on each microbatch, of at most
+    `most` examples.
+
+    `counts` is False for examples that only fill up the last microbatch.
+
+    Returns:
+      The total plus all terms, and what was found for each example.
+
+    Raises:
+      ValueError: fewer examples at once than devices that share the batch.
+    """
+    size = counts.size
+    shards = max(map(_shards, jax.tree.leaves((counts, batch))))
+    if most is not None and most < shards:
+        raise ValueError(
+            f"clipped_grad: microbatch must be at least {shards} on a mesh with "
+            f"Explicit axes, where {shards} devices share the batch, got {most}."
+        )
+    # On such a mesh each device has as many examples of a microbatch.
+    width = shards * evened(size // shards, (most or size) // shards)
+    count = -(-size // width)
+    if count == 1:
+        terms, found = step(counts, *batch)
+        return jax.tree.map(_plus, total, terms), found
+
+    def split(x: Array) -> Array:
+        """[batch, ...] as [width, count, ...].
+
+        Each microbatch gets every count-th example instead of neighbours. Devices that
+        share a batch then have a part of every microbatch, and need not send any.
+        """
+        missing = width * count - size
+        if missing:
+            # Fewer than width, so the batch has as many to fill up with.
+            x = jnp.concatenate([x, x[:missing]])
+        return x.reshape(width, count, *x.shape[1:])
+
+    def joined(x: Array) -> Array:
+        """[count, width, ...] in the order of the batch."""
+        return jnp.swapaxes(x, 0, 1).reshape(-1, *x.shape[2:])[:size]
+
+    # Entry k of turn n is example k * count + n of the batch.
+    is_real = np.arange(width * count).reshape(width, count) < size
+    counts, batch = jax.tree.map(split, (counts, batch))
+
+    def body(total: Any, turn: Array) -> tuple[Any, Any]:
+        # lax.scan slices first axes, and would need a transposed copy of the batch.
+        def take(x: Array) -> Array:
+            return lax.dynamic_index_in_dim(x, turn, 1, keepdims=False)
+
+        terms, found = step(*jax.tree.map(take, (counts & is_real, *batch)))
+        return jax.tree.map(_plus, total, terms), found
+
+    total, found = lax.scan(body, total, jnp.arange(count))
+    return total, jax.tree.map(joined, found)
+
+
+def _plus(total: Array, term: Array) -> Array:
+    return total + term.astype(total.dtype)
+
+
+def _shards(x: Array) -> int:
+    """Over how many devices Explicit axes of the mesh split the batch."""
+    # Other axes are not in the type.
+    sharding = jax.typeof(x).sharding
+    names = sharding.spec[0] or ()
+    names = names if isinstance(names, tuple) else (names,)
+    return math.prod(sharding.mesh.shape[name] for name in names)
+
+
+def evened(size: int, most: int) -> int:
+    """How many examples are in each of the fewest microbatches of at most some.
+
+    32 examples, 9 at once, would be 4 microbatches with 4 examples to spare. 8 at once
+    they are 4 microbatches as well, with none.
+    """
+    count = -(-size // min(most, size))
+    return -(-size // count)
+
+
+def _without_uncounted(batch: Any, counts: Array) -> Any:
+    """The microbatch, with the first example that counts in the place of those that do
+    not. Times 0 a healthy gradient is 0, but a broken one is NaN.
+    """
+    # 0 if none counts. Callers then make the whole sum 0.
+    first = jnp.argmax(counts)
+    chosen = jnp.arange(counts.size) == first
+
+    def replace(x: Array) -> Array:
+        if jnp.issubdtype(x.dtype, jnp.number):
+            # A sum, since devices that share a batch would send each other all of it to
+            # take one example out.
+            own = jnp.where(along_batch(chosen, x), x, 0)
+            own = jnp.sum(own, 0, x.dtype, keepdims=True)
+        else:
+            # Booleans and random keys are not summed.
+            own = lax.dynamic_index_in_dim(x, first, 0)
+        return jnp.where(along_batch(counts, x), x, own)
+
+    return jax.tree.map(replace, batch)
