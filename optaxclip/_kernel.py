@@ -57,7 +57,6 @@ from ._state import (
     ClipState,
     Group,
     concatenated,
-    count_up,
     first_state,
     groups_of,
     memories,
@@ -70,7 +69,7 @@ from ._state import (
 )
 from ._sums import written_by_a_gpu
 from .rules._constant import rule_of, rules_of
-from .rules._memory import keep_where
+from .rules._memory import count_up, keep_where
 from .rules._rule import Rule, call_name, further_norms, is_rule
 from .shrinks import Shrink, hard, shrink_of, shrunk_by
 

@@ -19,7 +19,7 @@ from jax.tree_util import DictKey
 
 from ._checks import shown
 from ._clippers._by_value import ClipByValueState
-from ._clippers._record_spikes import SpikeState
+from ._clippers._clip_by import RecordState, SpikeState
 from ._clippers._spam import SpamState
 from ._state import ALL, ClipState, check_one_model, counts_of, with_layers
 from ._trees import unboxed
@@ -44,6 +44,7 @@ ELEMENTS = (
     "elements_clipped_mean",
     "elements_clipped_recent",
 )
+COUNTS = ("zeros", "subnormals")
 SKIP = (
     "norm",
     "limit",
@@ -67,11 +68,14 @@ SPIKE = (
     "score_recent",
 )
 # A dict keeps their order for the error of `only`. Some kinds share names.
-NAMES = dict.fromkeys((*CLIP, *UNITS, *SUMMARY, *ELEMENTS, *SKIP, *SPIKE))
+NAMES = dict.fromkeys(
+    (*CLIP, *UNITS, *SUMMARY, *ELEMENTS, *COUNTS, *SKIP, *SPIKE)
+)
 
 
 PREFIXES = {
     ClipState: "clip",
+    RecordState: "clip",
     ClipByValueState: "clip",
     SpamState: "clip",
     SkipState: "skip",
@@ -188,6 +192,12 @@ def metrics(
         clip/elements_clipped         the share of elements clipped in the last step
         clip/elements_clipped_mean    its mean over all steps
         clip/elements_clipped_recent  its moving average, of about 100 steps
+
+      Of `record_norm` with count=True also, for each tensor:
+
+        clip/zeros/w                  the share of its elements that are 0
+        clip/subnormals/w             the share that is subnormal, not 0 and below the
+                                      smallest normal number of its dtype
 
       Of optimizers that skip steps (`skip_spikes`):
 
@@ -312,6 +322,14 @@ def _as_floats(report: dict[str, Any], json: bool) -> dict[str, Any]:
 def _rows(state: Any, options: Options) -> Iterator[Row]:
     if isinstance(state, ClipState):
         yield from _clip_rows(state, options)
+        return
+    if isinstance(state, RecordState):
+        yield from _clip_rows(state.clip_state, options)
+        # In the states of shares these are in the place of norms.
+        own = options._replace(only=frozenset({"norm_before"}), quantiles=())
+        for name in options.only & set(COUNTS):
+            for row in _clip_rows(getattr(state, name), own):
+                yield row._replace(name=name)
         return
     # Without memories and moments one compiled call serves all optimizers.
     if isinstance(state, SkipState):
@@ -593,6 +611,8 @@ def _from_mapping(kind: Any, fields: Mapping[str, Any]) -> Any:
         norm = values["norm"]
         numbered = dict.fromkeys(map(str, range(jnp.size(norm))))
         values["names"] = (numbered,) if jnp.ndim(norm) else ALL
+    if kind is RecordState:
+        values = {name: _as_states(x)[0] for name, x in values.items()}
     if kind is SkipState:
         # What it wraps has clippers of its own.
         values["inner_state"] = _as_states(values["inner_state"])[0]

@@ -194,12 +194,6 @@ def one_memory(memories: list[Any]) -> Any:
     return memories[0] if len(memories) == 1 else tuple(memories)
 
 
-def count_up(counter: jax.Array, happened: jax.Array) -> jax.Array:
-    """The counter after a step. It stays at the largest int32."""
-    more = counter < jnp.iinfo(counter.dtype).max
-    return counter + (happened & more).astype(counter.dtype)
-
-
 def moving_average(
     old: jax.Array, new: jax.Array, step: jax.Array, reach: int = 100
 ) -> jax.Array:

@@ -166,7 +166,7 @@ METHODS: dict[str, Method] = {
         **OF_RULES,
         quick={"percentile": 50.0, "window": 8},
         numbers={"percentile": (0, 100)},
-        defaults={"percentile": 10.0, "window": 10_000, "scope": "global"},
+        defaults={"percentile": 10.0, "window": 10_000, "cap": None},
     ),
     "zclip": of(
         optaxclip.zclip,

@@ -47,7 +47,9 @@ RULES: dict[Callable[..., Any], Part] = {
         {"ratio": 2.0, "decay": 0.99, "corrected": False, "warmup": 1}
         | {"remember": "clipped"},
     ),
-    rules.growth: Part(each("rate floor", POSITIVE), {"rate": 1.01, "floor": 0.0}),
+    rules.growth: Part(
+        each("rate floor cap", POSITIVE), {"rate": 1.01, "floor": 0.0, "cap": None}
+    ),
     rules.quantile_tracker: Part(
         {"quantile": SHARE, **each("rate start", POSITIVE)},
         {"quantile": 0.5, "rate": 0.2, "start": 0.1},

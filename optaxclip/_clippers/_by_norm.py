@@ -1,4 +1,5 @@
-"""Clippers by norm: of everything, of each tensor, of each unit, of groups.
+"""Clippers by norm: of everything, of each tensor, of each unit, of groups, and by
+the mean of tensors.
 
 limit 0          zeros, for zero updates as well
 limit None, inf  only measures: bit for bit the input, even where it is NaN
@@ -11,6 +12,7 @@ nothing to clip  the norm of an empty tree is 0. None, integer, bool and empty
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import optax
@@ -22,6 +24,7 @@ from .._mesh import MeshAxes
 from .._norms import (
     GlobalNorm,
     GroupNorm,
+    Measure,
     Ord,
     TensorNorm,
     UnitwiseNorm,
@@ -80,14 +83,11 @@ def clip_by_global_norm(
     networks, 2013 (arXiv 1211.5063).
     """
     call = "clip_by_global_norm"
-    # Checked now: an order of 0 raises here instead of in the first update.
-    measure = GlobalNorm(**check_measure(call, ord, mesh_axes=mesh_axes))
+    numbers = {"ord": ord, "mesh_axes": mesh_axes}
     # torch divides by norm + 1e-6. With eps = 0 a norm exactly at its limit keeps
     # its bits.
     options = {"shrink": shrink, "eps": eps, "nonfinite": nonfinite}
-    return make_clipper(
-        measure, max_norm, call=call, name="max_norm", **options
-    )
+    return norm_clipper(call, GlobalNorm, max_norm, numbers, **options)
 
 
 def clip_by_tensor_norm(
@@ -144,12 +144,9 @@ def clip_by_tensor_norm(
     call = "clip_by_tensor_norm"
     # float32[N] for N leaves, so limits and counters are computed once for all.
     # A stacked leaf [layers, in, out] has norms [layers, 1, 1], a block of its own.
-    numbers = {"stacked": stacked, "mesh_axes": mesh_axes}
-    measure = TensorNorm(**check_measure(call, ord, **numbers))
+    numbers = {"ord": ord, "stacked": stacked, "mesh_axes": mesh_axes}
     options = {"shrink": shrink, "eps": eps, "nonfinite": nonfinite}
-    return make_clipper(
-        measure, max_norm, call=call, name="max_norm", **options
-    )
+    return norm_clipper(call, TensorNorm, max_norm, numbers, **options)
 
 
 def clip_by_unitwise_norm(
@@ -213,12 +210,10 @@ def clip_by_unitwise_norm(
     """
     call = "clip_by_unitwise_norm"
     # A kernel [in, out] has norms [1, out]: its last axis is the output in JAX.
-    numbers = {"axis": axis, "stacked": stacked, "mesh_axes": mesh_axes}
-    measure = UnitwiseNorm(**check_measure(call, ord, **numbers))
+    numbers = {"ord": ord, "axis": axis, "stacked": stacked}
+    numbers["mesh_axes"] = mesh_axes
     options = {"shrink": shrink, "eps": eps, "nonfinite": nonfinite}
-    return make_clipper(
-        measure, max_norm, call=call, name="max_norm", **options
-    )
+    return norm_clipper(call, UnitwiseNorm, max_norm, numbers, **options)
 
 
 def clip_by_group_norm(
@@ -288,11 +283,166 @@ def clip_by_group_norm(
             f"{shown(max_norm)}."
         )
     # float32[labels]: the norms in the order of the sorted labels.
-    numbers = {"labels": labels, "mesh_axes": mesh_axes}
-    check_flag(f"{call}: allow_missing", allow_missing)
-    measure = GroupNorm(**check_measure(call, ord, **numbers))
-    measure = measure._replace(allow_missing=bool(allow_missing))
+    numbers = {"ord": ord, "labels": labels, "mesh_axes": mesh_axes}
     options = {"shrink": shrink, "eps": eps, "nonfinite": nonfinite}
-    return make_clipper(
-        measure, max_norm, call=call, name="max_norm", **options
+    check_flag(f"{call}: allow_missing", allow_missing)
+    measure = partial(GroupNorm, allow_missing=bool(allow_missing))
+    return norm_clipper(call, measure, max_norm, numbers, **options)
+
+
+def clip_by_tensor_rms(
+    max_rms: LimitTree,
+    *,
+    stacked: Stacked = None,
+    shrink: Shrink | None = None,
+    eps: ArrayLike = 0.0,
+    nonfinite: str = "propagate",
+    mesh_axes: MeshAxes = "auto",
+) -> optax.GradientTransformationExtraArgs:
+    """Clips the root mean square of each leaf: g * min(1, max_rms / rms(g)).
+
+    Adafactor's clip is `clip_by_tensor_rms(1.0)` after the preconditioner.
+
+    Args:
+      max_rms: a number at least 0, an array, a schedule, None, a rule of
+        `optaxclip.rules`, or a tree prefix of these.
+      stacked: which axes of a leaf count layers, each of which is clipped separately: 1
+        for the leading axis, 2 for the two leading ones, (1,) for axis 1, a tree prefix
+        of these, or a function of path and leaf.
+      shrink: what a norm over its limit becomes, of `optaxclip.shrinks`. None is
+        `hard`.
+      eps: added to the norm before it is compared and divided by. 1e-6 gives torch's
+        numbers. At least 0.
+      nonfinite: what a norm that is NaN or inf makes of its tensor: "propagate" NaN,
+        "zero" zeros. "raise" raises FloatingPointError (in jit a `checkify.check`).
+      mesh_axes: over which mesh axes leaves are split, inside shard_map and pmap:
+        "auto" (right in shard_map with check_vma=True, and for gradients after
+        `lax.pmean`), names that split every leaf, None for the own part of each device,
+        or a tree prefix of PartitionSpec, which stacked leaves that are split need.
+
+    Returns:
+      A transformation whose state is a `ClipState`, read by `metrics`.
+
+    Raises:
+      ValueError: a negative or NaN limit or eps, an unknown `nonfinite`. From init or
+        update: a leaf without a limit, an axis in `stacked` that a leaf does not have,
+        leaves of one stack with different numbers of layers, or a mesh axis that is not
+        bound.
+      TypeError: a limit that is not a number, or a shrink that is not a function.
+
+    Example:
+      >>> grads = jnp.array([3.0, 4.0, 0.0, 0.0])
+      >>> clipper = optaxclip.clip_by_tensor_rms(1.0)
+      >>> updates, state = clipper.update(grads, clipper.init(grads))
+      >>> print(state.norm, updates)
+      2.5 [1.2 1.6 0.  0. ]
+
+    Reference: Shazeer, Stern, Adafactor: adaptive learning rates with sublinear memory
+    cost, 2018 (arXiv 1804.04235).
+    """
+    # [3, 4, 0, 0] has the norm 5, the RMS 5 / sqrt(4) and the average norm 5 / 4.
+    call = "clip_by_tensor_rms"
+    # N counts the elements on all devices, also inside shard_map.
+    numbers = {"ord": "rms", "stacked": stacked, "mesh_axes": mesh_axes}
+    options = {"shrink": shrink, "eps": eps, "nonfinite": nonfinite}
+    # An RMS does not grow with its leaf, so one limit suits leaves of all sizes.
+    return norm_clipper(
+        call, TensorNorm, max_rms, numbers, "max_rms", **options
     )
+
+
+def clip_by_average_norm(
+    max_norm: LimitTree,
+    *,
+    stacked: Stacked = None,
+    shrink: Shrink | None = None,
+    eps: ArrayLike = 0.0,
+    nonfinite: str = "propagate",
+    mesh_axes: MeshAxes = "auto",
+) -> optax.GradientTransformationExtraArgs:
+    """Clips the average norm of each leaf, |g| / N for N elements, as TensorFlow does.
+
+    Args:
+      max_norm: a number at least 0, an array, a schedule, None, a rule of
+        `optaxclip.rules`, or a tree prefix of these.
+      stacked: which axes of a leaf count layers, each of which is clipped separately: 1
+        for the leading axis, 2 for the two leading ones, (1,) for axis 1, a tree prefix
+        of these, or a function of path and leaf.
+      shrink: what a norm over its limit becomes, of `optaxclip.shrinks`. None is
+        `hard`.
+      eps: added to the norm before it is compared and divided by. 1e-6 gives torch's
+        numbers. At least 0.
+      nonfinite: what a norm that is NaN or inf makes of its tensor: "propagate" NaN,
+        "zero" zeros. "raise" raises FloatingPointError (in jit a `checkify.check`).
+      mesh_axes: over which mesh axes leaves are split, inside shard_map and pmap:
+        "auto" (right in shard_map with check_vma=True, and for gradients after
+        `lax.pmean`), names that split every leaf, None for the own part of each device,
+        or a tree prefix of PartitionSpec, which stacked leaves that are split need.
+
+    Returns:
+      A transformation whose state is a `ClipState`, read by `metrics`.
+
+    Raises:
+      ValueError: a negative or NaN limit or eps, an unknown `nonfinite`. From init or
+        update: a leaf without a limit, an axis in `stacked` that a leaf does not have,
+        leaves of one stack with different numbers of layers, or a mesh axis that is not
+        bound.
+      TypeError: a limit that is not a number, or a shrink that is not a function.
+
+    Example:
+      >>> grads = jnp.array([3.0, 4.0, 0.0, 0.0])
+      >>> clipper = optaxclip.clip_by_average_norm(1.0)
+      >>> updates, state = clipper.update(grads, clipper.init(grads))
+      >>> print(state.norm, updates)
+      1.25 [2.4 3.2 0.  0. ]
+
+    Reference: `tf.compat.v1.clip_by_average_norm`.
+    """
+    call = "clip_by_average_norm"
+    # Smaller than the RMS by another sqrt(N), so limits of one do not suit the other.
+    numbers = {"ord": "average", "stacked": stacked, "mesh_axes": mesh_axes}
+    options = {"shrink": shrink, "eps": eps, "nonfinite": nonfinite}
+    return norm_clipper(call, TensorNorm, max_norm, numbers, **options)
+
+
+def clip_by_block_rms(threshold: Any) -> optax.GradientTransformationExtraArgs:
+    """Clips the root mean square of each leaf, as `optax.clip_by_block_rms`.
+
+    Args:
+      threshold: the limit of the root mean square: a number at least 0, an array, a
+        schedule, None, a rule of `optaxclip.rules`, or a tree prefix of these.
+
+    Returns:
+      A transformation whose state is a `ClipState`.
+
+    Raises:
+      ValueError: a negative or NaN threshold. TypeError: one that is not a number.
+
+    Example:
+      >>> grads = jnp.array([3.0, 4.0, 0.0, 0.0])
+      >>> clipper = optaxclip.clip_by_block_rms(1.0)
+      >>> print(clipper.update(grads, clipper.init(grads))[0])
+      [1.2 1.6 0.  0. ]
+    """
+    # One argument, with optax's name for it. `clip_by_tensor_rms` has the options.
+    numbers, name = {"ord": "rms"}, "threshold"
+    return norm_clipper(
+        "clip_by_block_rms", TensorNorm, threshold, numbers, name
+    )
+
+
+def norm_clipper(
+    call: str,
+    kind: Callable[..., Measure],
+    limit: Any,
+    numbers: dict[str, Any],
+    name: str = "max_norm",
+    **options: Any,
+) -> optax.GradientTransformationExtraArgs:
+    """The clipper of a norm of this kind and its numbers, such as `ord`.
+
+    Errors quote `call`, and `name` for the limit.
+    """
+    # Checked now: an order of 0 raises here instead of in the first update.
+    measure = kind(**check_measure(call, **numbers))
+    return make_clipper(measure, limit, call=call, name=name, **options)

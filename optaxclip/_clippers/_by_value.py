@@ -75,7 +75,8 @@ def clip_by_value(
     Reference: Mikolov, Statistical language models based on neural networks, 2012.
     """
     call = "clip_by_value"
-    _check_one_bound(call, max_value, min_value)
+    if min_value is None:
+        _check_one_bound(call, max_value)
     low = None if min_value is None else ("min_value", min_value)
     high = "max_value", _inf_for_none(max_value)
     check_flag(f"{call}: count", count)
@@ -178,23 +179,18 @@ def _inf_for_none(bound: Any) -> Any:
     )
 
 
-def _check_one_bound(call: str, bound: Any, other: Any) -> None:
+def _check_one_bound(call: str, bound: Any) -> None:
     """Raises for both bounds in a tuple, which would be bounds for two leaves."""
-    if (
-        other is not None
-        or not isinstance(bound, (tuple, list))
-        or len(bound) != 2
-    ):
-        return
-    low, high = bound
-    numbers = isinstance(low, (int, float)) and isinstance(high, (int, float))
+    is_pair = isinstance(bound, (tuple, list)) and len(bound) == 2
     # (-1, 1) is meant as both bounds of each leaf. As a prefix for two leaves it is
     # refused as well, but without a hint.
-    if numbers and low < 0 <= high:
-        raise ValueError(
-            f"{call}: max_value must be the upper bound alone, got {shown(bound)}: "
-            f"write {call}({shown(high)}, {shown(low)})."
-        )
+    if is_pair and all(isinstance(x, (int, float)) for x in bound):
+        low, high = bound
+        if low < 0 <= high:
+            raise ValueError(
+                f"{call}: max_value must be the upper bound alone, got {shown(bound)}: "
+                f"write {call}({shown(high)}, {shown(low)})."
+            )
 
 
 def _check_room(
@@ -229,26 +225,22 @@ def _clipped(own: tuple[str, str], leaf: Any, high: Any, low: Any) -> Any:
             "bound, for its modulus."
         )
     if jnp.iscomplexobj(x):
-        return _within_modulus(x, _held(high, jnp.finfo(dtype).dtype, sign=1))
+        most = _held(high, jnp.finfo(dtype).dtype, sign=1)
+        # The modulus of the largest complex numbers is inf, and so above the limit.
+        return jnp.where(jnp.abs(x) > most, with_modulus(most, x), x)
     if low is None:
-        bounds = _held(high, dtype, sign=1), _held(high, dtype, sign=-1)
+        bounds = _held(high, dtype, sign=-1), _held(high, dtype, sign=1)
     else:
-        bounds = _held(high, dtype), _held(low, dtype, up=True)
+        bounds = _held(low, dtype, up=True), _held(high, dtype)
     return _between(x, *bounds)
 
 
-# Jitted, so that it is one call without jit.
+# Jitted, so that it is one call without jit, which writes no broadcast bounds.
 @jax.jit
-def _between(x: jax.Array, high: Any, low: Any) -> jax.Array:
+def _between(x: jax.Array, low: Any, high: Any) -> jax.Array:
+    low, high = (jnp.broadcast_to(bound, x.shape) for bound in (low, high))
     # As `optax.clip`. The upper bound wins where schedules cross.
-    high, low = (jnp.broadcast_to(bound, x.shape) for bound in (high, low))
     return jnp.clip(x, low, high).astype(x.dtype)
-
-
-@jax.jit
-def _within_modulus(x: jax.Array, high: Any) -> jax.Array:
-    # The modulus of the largest complex numbers is inf, and so above the limit.
-    return jnp.where(jnp.abs(x) > high, with_modulus(high, x), x)
 
 
 # ------------------------------------------------------- bounds in the dtype of a leaf
@@ -260,39 +252,36 @@ def _within_modulus(x: jax.Array, high: Any) -> jax.Array:
 
 
 def _held(bound: Any, dtype: Any, *, sign: int = 0, up: bool = False) -> Any:
-    if isinstance(bound, jax.Array):
-        return _held_late(bound, dtype, sign, up)
-    numbers = np.asarray(bound)
-    is_whole = numbers.dtype.kind in "iuO"
-    numbers = numbers.astype(object if is_whole else np.float64)
+    is_late = isinstance(bound, jax.Array)
+    kinds = [jnp.result_type(bound), dtype]
+    if is_late and all(jnp.issubdtype(x, jnp.integer) for x in kinds):
+        return _held_integer(bound, dtype, sign)
+    numpy = jnp if is_late else np
+    numbers = numpy.asarray(bound)
+    is_whole = numbers.dtype.kind in "iuO" and not is_late
+    wide = (
+        jnp.promote_types(bound.dtype, np.float32) if is_late else np.float64
+    )
+    numbers = numbers.astype(object if is_whole else wide)
     if sign:
-        numbers = sign * np.maximum(numbers, 0)
-    if jnp.issubdtype(dtype, jnp.integer):
-        if not is_whole:
-            numbers = _rounded(np, numbers, sign, up)
-        info = jnp.iinfo(dtype)
-        exact = np.asarray(numbers).astype(object)
-        held = np.clip(exact, int(info.min), int(info.max))
-        return np.asarray(held).astype(dtype)
-    wide = np.asarray(numbers).astype(np.float64)
-    return _within_range(np, wide, dtype)
+        # NumPy makes ints of Python of arrays without dimensions.
+        numbers = numpy.asarray(sign * numpy.maximum(numbers, 0))
+    if not jnp.issubdtype(dtype, jnp.integer):
+        return _within_range(numpy, numbers.astype(wide), dtype)
+    if not is_whole:
+        is_lower = up or sign < 0
+        numbers = numpy.ceil(numbers) if is_lower else numpy.floor(numbers)
+    ends = int(jnp.iinfo(dtype).min), int(jnp.iinfo(dtype).max)
+    if is_late:
+        return jnp.clip(numbers, *map(float, ends)).astype(dtype)
+    held = np.clip(numbers.astype(object), *ends)
+    return np.asarray(held).astype(dtype)
 
 
-def _held_late(bound: jax.Array, dtype: Any, sign: int, up: bool) -> jax.Array:
-    """The same for what only a run knows."""
-    if sign:
-        bound = jnp.maximum(bound, 0)
-    is_float = jnp.issubdtype(bound.dtype, jnp.floating)
-    if jnp.issubdtype(dtype, jnp.floating):
-        wide = np.float64 if bound.dtype == np.float64 else np.float32
-        return _within_range(jnp, bound.astype(wide) * (sign or 1), dtype)
-    info = jnp.iinfo(dtype)
-    if is_float:
-        numbers = _rounded(jnp, bound * (sign or 1), sign, up)
-        return jnp.clip(numbers, float(info.min), float(info.max)).astype(
-            dtype
-        )
-    own = jnp.iinfo(bound.dtype)
+def _held_integer(bound: jax.Array, dtype: Any, sign: int) -> jax.Array:
+    """The same for integers that only a run knows."""
+    own, info = jnp.iinfo(bound.dtype), jnp.iinfo(dtype)
+    bound = jnp.maximum(bound, 0) if sign else bound
     if sign < 0:
         # 2^31 is no int32, but it wraps to -2^31, which is its own negative.
         end = np.array(min(own.max, -int(info.min)), own.dtype)
@@ -300,10 +289,6 @@ def _held_late(bound: jax.Array, dtype: Any, sign: int, up: bool) -> jax.Array:
     # The ends of an int32 leaf would wrap in the dtype of an int8 bound.
     ends = max(own.min, info.min), min(own.max, info.max)
     return jnp.clip(bound, *np.array(ends, own.dtype)).astype(dtype)
-
-
-def _rounded(numpy: Any, numbers: Any, sign: int, up: bool) -> Any:
-    return numpy.ceil(numbers) if up or sign < 0 else numpy.floor(numbers)
 
 
 def _within_range(numpy: Any, wide: Any, dtype: Any) -> Any:

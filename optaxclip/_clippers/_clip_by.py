@@ -1,17 +1,28 @@
-"""A clipper of your own norm, limit and shrink."""
+"""A clipper of your own, clipping once, and recording without clipping."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
+import jax
+import jax.numpy as jnp
+import numpy as np
 import optax
+from jax import lax
 from jax.typing import ArrayLike
 
-from .._checks import check_norm, with_hash
-from .._kernel import make_clipper
-from .._norms import OwnNorm
+from .._checks import check_flag, check_norm, check_state, with_hash
+from .._exported import exported
+from .._kernel import clip_once, make_clipper
+from .._mesh import MeshAxes, varying
+from .._norms import GlobalNorm, Ord, OwnNorm, check_measure, global_norm
+from .._state import ClipState, moving_average
+from .._wrappers._skipping import Judge
 from ..rules._constant import LimitTree
+from ..rules._memory import count_up
+from ..rules._rule import Number
+from ..rules._windows import spike_rule
 from ..shrinks import Shrink
 
 
@@ -69,3 +80,270 @@ def clip_by(
     # The norm and shrink functions are static keys of the program: a lambda that
     # is made anew in every step compiles in every step.
     return make_clipper(OwnNorm(with_hash(norm)), limit, **names, **options)
+
+
+def clip_grads(
+    grads: Any,
+    max_norm: ArrayLike | None,
+    *,
+    ord: Ord = None,
+    eps: ArrayLike = 0.0,
+    nonfinite: str = "propagate",
+    mesh_axes: MeshAxes = "auto",
+) -> tuple[Any, jax.Array]:
+    """Clips one tree of gradients and returns it with its norm:
+    g * min(1, max_norm / |g|).
+
+    It is for training loops without an optimizer of optax. In one, put
+    `clip_by_global_norm` into the chain, whose norms `metrics` reads.
+
+    Args:
+      grads: a pytree of arrays, at most as long as `max_norm` afterwards.
+      max_norm: the limit: a number at least 0, a scalar array, or None to only measure.
+        It may be traced.
+      ord: the order of the norm: a number above 0, `math.inf`, "rms" or "average".
+        None means 2.
+      eps: added to the norm before it is compared and divided by. 1e-6 gives torch's
+        numbers. At least 0.
+      nonfinite: what becomes of gradients whose norm is NaN or inf: "propagate" makes
+        all NaN, "zero" makes all zero, "raise" raises FloatingPointError outside jit
+        and is a `checkify.check` inside.
+      mesh_axes: over which mesh axes leaves are split, inside shard_map and pmap:
+        "auto" (right in shard_map with check_vma=True, and for gradients after
+        `lax.pmean`), names that split every leaf, None for the own part of each device,
+        or a tree prefix of PartitionSpec.
+
+    Returns:
+      (grads, norm): the gradients in their dtypes, and their norm before clipping, a
+      scalar, float32 (float64 if a leaf has 64 bits).
+
+    Raises:
+      ValueError: a negative or NaN limit or eps, an order that is not above 0, an
+        unknown `nonfinite`.
+      TypeError: a limit that is not a number.
+
+    Example:
+      >>> grads = {"w": jnp.array([3.0, 4.0])}
+      >>> grads, norm = optaxclip.clip_grads(grads, 1.0)
+      >>> print(grads["w"], norm)
+      [0.6 0.8] 5.0
+
+    Reference: Pascanu, Mikolov, Bengio, On the difficulty of training recurrent neural
+    networks, 2013 (arXiv 1211.5063).
+    """
+    call = "clip_grads"
+    # The clipper is built in every call. Its program is found again, since equal
+    # measures are equal keys.
+    measure = GlobalNorm(**check_measure(call, ord, mesh_axes=mesh_axes))
+    options = {"eps": eps, "nonfinite": nonfinite}
+    # Its norm is without eps: the number to log.
+    return clip_once(
+        grads, max_norm, measure, call=call, name="max_norm", **options
+    )
+
+
+@exported
+class RecordState(NamedTuple):
+    """The state of `record_norm(count=True)`."""
+
+    clip_state: ClipState  # the norms
+    # With a share of the elements of each tensor in the place of its norm:
+    zeros: ClipState
+    subnormals: ClipState
+
+    @property
+    def step(self) -> jax.Array:
+        """Updates seen."""
+        return self.clip_state.step
+
+
+def record_norm(
+    norm: Callable[[Any], Any] = global_norm, *, count: bool = False
+) -> optax.GradientTransformationExtraArgs:
+    """Clips nothing, and keeps the norms for `metrics`.
+
+    A `limit=` that a chain is given for one step is not for it. In the same jitted step
+    as a clipper with the same sums it reads nothing more on a CPU, since XLA computes
+    equal sums once.
+
+    Args:
+      norm: from a tree to its norms: `global_norm`, `tensor_norm`, or a function of
+        your own.
+      count: whether to count, for each tensor, which share of its elements is 0 and
+        which is subnormal, that is below the smallest normal number of its dtype. Where
+        gradients of 16 bits underflow both rise. `metrics` reports them as `zeros` and
+        `subnormals`. In pmap and shard_map(check_vma=False) they are of the own part of
+        each device.
+
+    Returns:
+      A transformation whose state is a `ClipState`, or with `count` a `RecordState` of
+      three of them.
+
+    Raises:
+      TypeError: a norm that is not a function, or a count that is not a bool.
+
+    Example:
+      >>> recorder = optaxclip.record_norm()
+      >>> grads = jnp.array([3.0, 4.0])
+      >>> _, state = recorder.update(grads, recorder.init(grads))
+      >>> print(state.norm)
+      5.0
+    """
+    call = "record_norm"
+    check_norm(call, norm)
+    check_flag(f"{call}: count", count)
+    measures = [with_hash(norm)]
+    if count:
+        measures += [_share_of_zeros, _share_of_subnormals]
+    recorders = []
+    for measure in measures:
+        # With None nothing is multiplied, not even by 1. To XLA that would be another
+        # array, which the next clipper of the chain would read again.
+        own = OwnNorm(measure, call)
+        recorders.append(make_clipper(own, None, call=call, name="norm"))
+
+    def init(params: Any) -> Any:
+        states = [recorder.init(params) for recorder in recorders]
+        return RecordState(*states) if count else states[0]
+
+    def update(
+        updates: Any,
+        state: Any,
+        params: Any = None,
+        *,
+        grad_norm: Any = None,
+        limit: Any = None,  # of the clippers in its chain
+        **_: Any,
+    ) -> tuple[Any, Any]:
+        if count:
+            check_state(call, state, RecordState)
+        states = state if count else (state,)
+        given = [{"grad_norm": grad_norm}, {}, {}]
+        new = []
+        for recorder, own, more in zip(recorders, states, given):
+            new.append(recorder.update(updates, own, params, **more)[1])
+        return updates, RecordState(*new) if count else new[0]
+
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+def _share_of_zeros(tree: Any) -> Any:
+    return jax.tree.map(lambda leaf: _share_below(leaf, zeros=True), tree)
+
+
+def _share_of_subnormals(tree: Any) -> Any:
+    return jax.tree.map(lambda leaf: _share_below(leaf, zeros=False), tree)
+
+
+def _share_below(leaf: jax.Array, *, zeros: bool) -> jax.Array:
+    """The share of zeros, or of subnormal numbers. Parts of complex numbers count."""
+    x = leaf
+    if jnp.iscomplexobj(leaf):
+        x = jnp.stack([jnp.real(leaf), jnp.imag(leaf)])
+    info = jnp.finfo(x.dtype)
+    # By their bits without the sign: to XLA on a CPU subnormal numbers equal 0.
+    bits = lax.bitcast_convert_type(x, np.dtype(f"uint{info.bits}"))
+    size = bits & (2 ** (info.bits - 1) - 1)
+    chosen = size == 0 if zeros else (size > 0) & (size < 2**info.nmant)
+    share = jnp.mean(chosen, dtype=jnp.float32)
+    # Parts of one size on all devices that split the leaf.
+    axes = tuple(sorted(varying(leaf)))
+    return lax.pmean(share, axes) if axes else share
+
+
+RECENT = 10_000  # steps, as in OLMo-core
+
+
+@exported
+class SpikeState(NamedTuple):
+    """The state of `record_spikes`."""
+
+    step: jax.Array  # int32[]: updates seen
+    norm: jax.Array  # float32[]: the global norm of the last gradient
+    limit: jax.Array  # float32[]: what it was held against
+    loss: jax.Array  # float32[]: the last loss, NaN until one is given
+    loss_limit: jax.Array  # float32[]: what it was held against
+    spiked: jax.Array  # int32[]: 1 if the last step was a spike, else 0
+    spikes: jax.Array  # int32[]: steps that were
+    # float32[]: their share of about the last 10,000 steps
+    spiked_recently: jax.Array
+    memory: Any  # the last norms
+    loss_memory: Any  # the last losses
+
+
+def record_spikes(
+    sigmas: Number = 6.0, window: Any = 128, *, mesh_axes: MeshAxes = "auto"
+) -> optax.GradientTransformationExtraArgs:
+    """Counts the steps whose norm or loss stands out, for `metrics`. Changes nothing.
+    The loss must be the same on all devices, so average it with `lax.pmean`. In pmap
+    and in shard_map(check_vma=False) nothing shows that it differs, and each replica
+    counts its own: `check_replicated` shows it, as in `skip_step`.
+
+        spike    if x > mean + sigmas * deviation, both of the `window` values before x,
+                 for x the global norm, or the loss where update(..., value=loss) has it
+        score    spikes / steps
+
+    Args:
+      sigmas: how many standard deviations above the mean are no spike. At least 0. A
+        number or a schedule.
+      window: how many norms and losses are remembered. A whole number, at least 1.
+        Nothing is a spike before there are as many.
+      mesh_axes: over which mesh axes leaves are split, inside shard_map and pmap:
+        "auto" (right in shard_map with check_vma=True, and for gradients after
+        `lax.pmean`), names that split every leaf, None for the own part of each device,
+        or a tree prefix of PartitionSpec.
+
+    Returns:
+      A transformation with a `SpikeState`. Its `update` also takes `grad_norm=`, a norm
+      measured elsewhere. A norm or loss that is NaN or inf is a spike, and is not
+      remembered.
+
+    Raises:
+      ValueError: a number out of its range, or a `value` that differs between devices
+        where types show it.
+      TypeError: something that is not a number, or a loss under another name than
+        `value`.
+
+    Example:
+      >>> recorder = optaxclip.record_spikes(2.0, window=4)
+      >>> state = recorder.init(jnp.zeros(1))
+      >>> for grads in jnp.array([[1.0], [2.0], [1.0], [2.0], [9.0], [2.0]]):
+      ...     _, state = recorder.update(grads, state)
+      >>> print(f"{optaxclip.metrics(state)['spike/score']:.3f}")
+      0.167
+
+    Reference: OLMo-core, `train/callbacks/stability_monitor.py`. There NaN is no spike,
+    and none is seen until it has left the window. Nor is there a spike while the
+    deviation is below 1e-10. Here any value above a window of equal ones is a spike.
+    OLMo 2, 2025 (arXiv 2501.00656) and AdaGC, 2025 (arXiv 2502.11034) count with 7
+    deviations and 1000 values.
+    """
+    call = "record_spikes"
+    rule = spike_rule(call, sigmas, window)
+    # Norm and loss share the rule, and each has a memory in the state.
+    judge = Judge(call, rule, rule, mesh_axes)
+
+    def init(params: Any) -> SpikeState:
+        # Each counter is its own array, so that the state can be donated.
+        return SpikeState(
+            **judge.first_fields(params),
+            spiked=jnp.zeros((), jnp.int32),
+            spikes=jnp.zeros((), jnp.int32),
+            spiked_recently=jnp.zeros((), jnp.float32),
+        )
+
+    def update(
+        updates: Any, state: Any, params: Any = None, **extra_args: Any
+    ) -> tuple[Any, SpikeState]:
+        check_state(call, state, SpikeState)
+        norm, loss = judge.numbers_of(updates, extra_args)
+        new, spiked, _ = judge.judged(state, norm, loss)
+        old = state.spiked_recently
+        return updates, new._replace(
+            step=count_up(state.step),
+            spiked=spiked.astype(jnp.int32),
+            spikes=count_up(state.spikes, spiked),
+            spiked_recently=moving_average(old, spiked, state.step, RECENT),
+        )
+
+    return optax.GradientTransformationExtraArgs(init, update)

@@ -1,47 +1,63 @@
-"""SPAM: a coordinate whose square is thousands of times its usual square is a spike,
-and is cut down.
+"""SPAM and Stable-SPAM: spikes of single coordinates are cut down, and the optimizer's
+state starts anew from time to time.
 
-    g_i <- sign(g_i) sqrt(threshold * v_i)      where g_i^2 > threshold * v_i
-    v_i <- decay * v_i + (1 - decay) * g_i^2    with the clipped g_i
+    spam            holds a coordinate against its own usual square
+    adaclip         holds it against the usual largest one of its tensor
+    reset_momentum  resets the moments, after which the updates rise again
 
-The paper pairs it with a reset of Adam's moments every `every` steps, after which the
-learning rate rises again along a cosine:
+The papers pair them:
 
     optax.chain(
         spam(),
         reset_momentum(optax.scale_by_adam(), every=500, warmup=150),
         optax.scale_by_learning_rate(1e-3),
     )
-
-Reference: Huang et al., SPAM: spike-aware Adam with momentum reset for stable LLM
-training, 2025 (arXiv 2501.06842).
 """
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+import math
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
 import optax
+from jax.core import Tracer
 from jax.typing import ArrayLike
 
 from .._checks import (
+    LAST_STEP,
     check_flag,
     check_length,
     check_number,
     check_state,
     number_for_jit,
+    with_extra_args,
 )
 from .._exported import exported
 from .._factors import cast_like
-from .._mesh import typed_as, types_of
-from .._state import ClippedElements, count_clipped, no_elements_clipped
+from .._kernel import make_clipper
+from .._mesh import MeshAxes, typed_as, types_of
+from .._norms import TensorNorm, check_measure
+from .._state import (
+    ClippedElements,
+    ClipState,
+    count_clipped,
+    limits_of,
+    no_elements_clipped,
+)
 from .._sums import modulus_dtype, norm_dtype, wide_dtype, with_modulus
-from .._trees import check_kept, clipped_leaves, is_none, put_back, values_of
-from .._wrappers._reset_momentum import steps_since_reset
-from ..rules._memory import root
-from ..rules._rule import Number, at_step, check_field, number
+from .._trees import (
+    Stacked,
+    check_kept,
+    clipped_leaves,
+    is_none,
+    put_back,
+    values_of,
+)
+from ..rules._averages import Ema
+from ..rules._memory import keep_where, root
+from ..rules._rule import Number, at_step, check_field, number, rule_in
 
 
 @exported
@@ -118,9 +134,12 @@ def spam(
         check_length(f"{call}: every", every)
     check_flag(f"{call}: count", count)
 
+    def no_squares(kind: Any) -> jax.Array:
+        return typed_as(jnp.zeros(kind.shape, norm_dtype([kind])), kind)
+
     def init(params: Any) -> SpamState:
         # Only shapes and dtypes are read, so `init` takes jax.ShapeDtypeStruct.
-        moment = jax.tree.map(_no_squares, types_of(clipped_leaves, params))
+        moment = jax.tree.map(no_squares, types_of(clipped_leaves, params))
         step = jnp.zeros((), jnp.int32)
         elements = no_elements_clipped() if count else ()
         return SpamState(step, moment, elements)
@@ -177,11 +196,6 @@ def spam(
     return optax.GradientTransformationExtraArgs(init, update)
 
 
-def _no_squares(kind: Any) -> jax.Array:
-    """The average of a leaf of this type before the first step."""
-    return typed_as(jnp.zeros(kind.shape, norm_dtype([kind])), kind)
-
-
 def _cut_spikes(
     x: Any, v: jax.Array, threshold: jax.Array, warm: jax.Array
 ) -> jax.Array:
@@ -216,3 +230,200 @@ def _widened(x: Any) -> jax.Array:
 
 def _size(x: Any, like: jax.Array) -> jax.Array:
     return jnp.abs(_widened(x)).astype(like.dtype)
+
+
+def adaclip(
+    decay: Number = 0.999,
+    *,
+    stacked: Stacked = None,
+    nonfinite: str = "propagate",
+    mesh_axes: MeshAxes = "auto",
+) -> optax.GradientTransformationExtraArgs:
+    """Shortens the coordinates of each tensor that are over the average of its largest.
+
+        T <- decay * T + (1 - decay) * max|g|      corrected for its start
+        g_i <- g_i * T / max|g|                    where |g_i| > T
+
+    Args:
+      decay: of the average, in [0, 1]. 1 is the mean of all steps. A number or a
+        schedule.
+      stacked: which axes of a leaf count layers: 1 for the leading axis, 2 for the two
+        leading ones, (1,) for axis 1, a tree prefix of these, or a function of path and
+        leaf.
+      nonfinite: what a norm that is NaN or inf makes of its tensor: "propagate" NaN,
+        "zero" zeros. "raise" raises FloatingPointError (in jit a `checkify.check`).
+      mesh_axes: over which mesh axes leaves are split, inside shard_map and pmap:
+        "auto" (right in shard_map with check_vma=True, and for gradients after
+        `lax.pmean`), names that split every leaf, None for the own part of each device,
+        or a tree prefix of PartitionSpec, which stacked leaves that are split need.
+
+    Returns:
+      A transformation with a `ClipState`: `norm` is the largest coordinate, `factor`
+      what those over the limit were multiplied by. For each tensor it remembers two
+      numbers.
+
+    Raises:
+      ValueError: a decay out of its range, an unknown `nonfinite`, or an axis in
+        `stacked` that a leaf does not have. TypeError: a decay that is no number.
+
+    Example:
+      >>> clipper = optaxclip.adaclip(0.5)
+      >>> state = clipper.init(jnp.zeros(2))
+      >>> for largest in (1.0, 4.0):
+      ...     updates, state = clipper.update(jnp.array([largest, 2.0]), state)
+      >>> print(updates)
+      [3.3333 2.    ]
+
+    Reference: Huang et al., Stable-SPAM: how to train in 4-bit more stably than 16-bit
+    Adam, 2025 (arXiv 2502.17055). The public code resets Adam's step count but not the
+    average's. Here the average keeps its own count.
+    """
+    call = "adaclip"
+    numbers = {"stacked": stacked, "mesh_axes": mesh_axes}
+    # Order inf: the norm of a tensor is its largest coordinate, max|g|.
+    measure = TensorNorm(**check_measure(call, math.inf, **numbers))
+    rule = rule_in(call, Ema, decay=decay)
+    options: dict[str, Any] = {"name": "limit", "nonfinite": nonfinite}
+    largest = make_clipper(measure, rule, call=call, **options)
+
+    def update(
+        updates: Any,
+        state: Any,
+        params: Any = None,
+        *,
+        grad_norm: Any = None,
+        **extra_args: Any,
+    ) -> tuple[Any, Any]:
+        tree = clipped_leaves(updates)
+        # Needed below as well, to know which tensors are broken.
+        norms = measure(tree)
+        if grad_norm is None:
+            grad_norm = norms.tree()
+        # extra_args may hold `limit=`, which the kernel takes for this step.
+        given = {"grad_norm": grad_norm, **extra_args}
+        scaled, new_state = largest.update(tree, state, params, **given)
+        new = cast(ClipState, new_state)
+        # `scaled` is the whole tensor times T / max|g|. Coordinates up to T get back
+        # their own bits.
+        each = tree, scaled, grad_norm, limits_of(new, norms)
+        shaped = jax.tree.map(_scaled_over_limit, *each, is_leaf=is_none)
+        return put_back(shaped, updates), new
+
+    return optax.GradientTransformationExtraArgs(largest.init, update)
+
+
+def _scaled_over_limit(update: Any, scaled: Any, norm: Any, limit: Any) -> Any:
+    # A leaf that is missing in this step, or does not count.
+    if update is None:
+        return None
+    # Compared in the dtype of the limit, since bfloat16 would round the limit. A
+    # broken tensor is what the kernel made of it: all NaN, or all 0.
+    within = jnp.abs(update).astype(limit.dtype) <= limit
+    return jnp.where(within & jnp.isfinite(norm), update, scaled)
+
+
+@exported
+class ResetState(NamedTuple):
+    """The state of `reset_momentum`."""
+
+    step: jax.Array  # int32[]: updates seen
+    inner_state: Any  # the inner transformation's
+
+
+def reset_momentum(
+    inner: optax.GradientTransformation, every: Any = 500, warmup: Any = 150
+) -> optax.GradientTransformationExtraArgs:
+    """Gives an optimizer a fresh state every `every` steps.
+
+    After a reset its updates rise again from a hundredth to their full size:
+
+        1 - 0.99 (1 + cos(pi k / warmup)) / 2    k steps after a reset
+
+    All of the inner state starts anew, step counts and schedules too. So wrap
+    `optax.scale_by_adam()`, not the whole optimizer. Leaves that are not floats or
+    complex numbers come out as the inner transformation returns them.
+
+    Args:
+      inner: the transformation whose state is reset.
+      every: the state starts anew before each update whose number is a multiple of
+        this. A whole number, at least 1.
+      warmup: over how many steps after a reset the updates rise to their full size. At
+        the start of training they do not. At least 0.
+
+    Returns:
+      A transformation with a `ResetState`.
+
+    Raises:
+      ValueError: an `every` that is not whole or below 1, or a negative warmup.
+      TypeError: something else that is not a number.
+
+    Example:
+      >>> optimizer = optaxclip.reset_momentum(optax.trace(0.9), every=3, warmup=0)
+      >>> state = optimizer.init(jnp.zeros(()))
+      >>> for _ in range(4):
+      ...     update, state = optimizer.update(jnp.ones(()), state)
+      ...     print(update)
+      1.0
+      1.9
+      1.0
+      1.9
+
+    Reference: Huang et al., SPAM: spike-aware Adam with momentum reset for stable LLM
+    training, 2025 (arXiv 2501.06842). The public code has k / (warmup + 1) in the
+    cosine. It resets the moments but not Adam's step count, so they are not corrected
+    for their new start. Here the count starts anew as well.
+    """
+    call = "reset_momentum"
+    check_length(f"{call}: every", every)
+    check_number(f"{call}: warmup", warmup)
+    every, warmup = number_for_jit(every), number_for_jit(warmup)
+    optimizer = with_extra_args(f"{call}: inner", inner)
+
+    def init(params: Any) -> ResetState:
+        return ResetState(jnp.zeros((), jnp.int32), optimizer.init(params))
+
+    def update(
+        updates: Any, state: Any, params: Any = None, **extra_args: Any
+    ) -> tuple[Any, ResetState]:
+        check_state(call, state, ResetState)
+        since = steps_since_reset(state.step, every)
+        # From the weights, which some optimizers keep a copy of in their state.
+        fresh = optimizer.init(updates if params is None else params)
+        inner_state = keep_where(since == 0, fresh, state.inner_state)
+        given = updates, inner_state, params
+        updates, inner_state = optimizer.update(*given, **extra_args)
+        step = jnp.asarray(optax.safe_increment(state.step))
+        # At the start of training there was no reset, so nothing rises.
+        rising = (step >= every) & (since < warmup)
+        factor = jnp.where(rising, _rise(since, warmup), 1.0)
+
+        def scaled(x: Any) -> jax.Array:
+            wide = jnp.asarray(x).astype(wide_dtype(x))
+            return cast_like(wide * factor.astype(wide.dtype), x)
+
+        tree = jax.tree.map(scaled, clipped_leaves(updates))
+        return put_back(tree, updates), ResetState(step, inner_state)
+
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+def steps_since_reset(step: jax.Array, every: Any) -> jax.Array:
+    """Steps since the last reset, which is before the updates number `every`,
+    2 `every` and so on. Without resets, the number of the update.
+    """
+    # After the largest int32 the number stays, as the step does.
+    number = jnp.asarray(optax.safe_increment(step))
+    if every is None:
+        return number
+    if not isinstance(every, Tracer):
+        every = min(int(every), LAST_STEP)
+    # every=3: the steps 0, 1, 2, 3, 4, 5 give 1, 2, 0, 1, 2, 0.
+    return number % jnp.asarray(every, jnp.int32)
+
+
+def _rise(since: jax.Array, warmup: Any) -> jax.Array:
+    """The factor so many steps after a reset."""
+    # A warmup of 0 has no rise. It must only not divide by 0.
+    done = since.astype(float) / jnp.maximum(jnp.asarray(warmup, float), 1)
+    # 0.01 right after a reset, 0.505 half way.
+    return 1 - 0.99 * (1 + jnp.cos(jnp.pi * done)) / 2

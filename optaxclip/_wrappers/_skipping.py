@@ -54,9 +54,10 @@ from .._names import OF_UPDATE
 from .._norms import GlobalNorm
 from .._state import ClipState, moving_average
 from .._trees import clipped_leaves
+from ..rules._constant import rule_without_params
+from ..rules._memory import count_up
 from ..rules._rule import Number, Rule
-from ..rules._windowed_mean import step_rule
-from ..rules._without_params import rule_without_params
+from ..rules._windows import step_rule
 from ._select_early import update_unless
 
 
@@ -316,11 +317,11 @@ def _skipping(
         updates, inner_state = update_unless(skip, run, *given)
         recently = moving_average(state.skipped_recently, skip, state.step)
         return updates, new._replace(
-            step=counted(state.step),
-            skipped=counted(state.skipped, skip),
+            step=count_up(state.step),
+            skipped=count_up(state.skipped, skip),
             skipped_recently=recently,
-            nonfinite=counted(state.nonfinite, broken),
-            consecutive=jnp.where(skip, counted(state.consecutive), 0),
+            nonfinite=count_up(state.nonfinite, broken),
+            consecutive=jnp.where(skip, count_up(state.consecutive), 0),
             inner_state=inner_state,
         )
 
@@ -406,6 +407,7 @@ class Judge(NamedTuple):
         argument = f"{self.call}: {name}"
         # A loss for each example or device would make arrays of limit and decision.
         check_scalar(argument, number)
+        number = number_for_jit(number)
         axes = tuple(sorted(varying(number)))
         # With None each device trains alone, so it may decide alone.
         if axes and self.mesh_axes is not None:
@@ -415,7 +417,7 @@ class Judge(NamedTuple):
                 f"would decide for itself: hand over lax.pmean({name}, {over!r}), or "
                 "say with mesh_axes=None that each device trains alone."
             )
-        return number_for_jit(number)
+        return number
 
     def judged(self, state: Any, norm: Any, loss: Any) -> tuple[Any, Any, Any]:
         """Holds norm and loss against their rules, in a state with `first_fields`.
@@ -441,9 +443,3 @@ class Judge(NamedTuple):
             over = over | ~(loss <= limit)
             broken = broken | ~jnp.isfinite(loss)
         return state, over | broken, broken
-
-
-def counted(count: jax.Array, flag: Any = True) -> jax.Array:
-    """The count with one more where the flag is set. It stays at the largest int32."""
-    # One more than the largest is the smallest.
-    return jnp.maximum(count, count + jnp.asarray(flag, count.dtype))

@@ -11,11 +11,11 @@ import numpy as np
 from jax.core import Tracer
 from jax.typing import ArrayLike
 
-from .._checks import check_shrunk, shown
+from .._checks import check_shrunk
 from .._factors import factor_between
 from .._kernel import limit_of
+from ..rules._constant import rule_without_params
 from ..rules._rule import Rule
-from ..rules._without_params import rule_without_params
 from ..shrinks import Shrink, shrink_of
 
 
@@ -93,7 +93,7 @@ def history_of(call: str, norms: Any, *, signed: bool = False) -> jax.Array:
     if not jnp.isdtype(found.dtype, ("real floating", "integral")):
         must = f"{call}: norms must be an array of numbers"
         hint = "A file is read by optaxclip.replay.read_history."
-        raise TypeError(f"{must}, got {shown(norms)}. {hint}")
+        raise TypeError(f"{must}, got {norms!r}. {hint}")
     if not signed and (found < 0).any():
         must = f"{call}: norms must be at least 0"
         raise ValueError(f"{must}, got {found[found < 0][0]}.")

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike
 
 from ..rules._rule import Number
-from ..rules._windowed_mean import spike_rule
+from ..rules._windows import spike_rule
 from ._run import history_of, limits_over
 
 

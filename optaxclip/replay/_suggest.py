@@ -10,7 +10,7 @@ import numpy as np
 from jax.typing import ArrayLike
 
 from ..rules import windowed_quantile, z_score
-from ..rules._windowed_mean import step_rule
+from ..rules._windows import step_rule
 from ..shrinks import drop
 from ._run import history_of, run
 

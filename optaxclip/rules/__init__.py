@@ -25,20 +25,20 @@ of its parameter counts as the nearest number in it.
 """
 
 from .._names import with_our_names
+from ._averages import Ema as ema
+from ._averages import EmaBand as ema_band
+from ._averages import EmaRatio as ema_ratio
+from ._averages import LogZScore as log_z_score
+from ._averages import MomentsRatio as moments_ratio
+from ._averages import ZScore as z_score
 from ._constant import Constant as constant
-from ._ema import Ema as ema
-from ._ema_band import EmaBand as ema_band
-from ._ema_ratio import EmaRatio as ema_ratio
-from ._growth import Growth as growth
+from ._constant import ShareOfParams as share_of_params
 from ._joined import maximum, minimum, warm_up
-from ._log_z_score import LogZScore as log_z_score
-from ._moments_ratio import MomentsRatio as moments_ratio
-from ._quantile_tracker import QuantileTracker as quantile_tracker
+from ._one_number import Growth as growth
+from ._one_number import QuantileTracker as quantile_tracker
 from ._rule import Rule
-from ._share_of_params import ShareOfParams as share_of_params
-from ._windowed_mean import WindowedMean as windowed_mean
-from ._windowed_quantile import WindowedQuantile as windowed_quantile
-from ._z_score import ZScore as z_score
+from ._windows import WindowedMean as windowed_mean
+from ._windows import WindowedQuantile as windowed_quantile
 
 # Rules are classes that are called like functions, so they are named like functions.
 __all__ = [

@@ -1,15 +1,16 @@
-"""Limits that do not learn: a number, an array or a schedule."""
+"""Limits that do not learn: a number, an array, a schedule, a share of the weights."""
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Mapping, Sequence
-from dataclasses import field
+from dataclasses import MISSING, field, fields
 from typing import Any, TypeAlias
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
+from jax import Array
 from jax.typing import ArrayLike
 
 from .._checks import (
@@ -21,7 +22,18 @@ from .._checks import (
     shown,
 )
 from ..shrinks import is_ours
-from ._rule import Number, Rule, Schedule, call_name, is_rule, unchecked
+from ._rule import (
+    Answer,
+    Number,
+    Rule,
+    Schedule,
+    at_step,
+    call_name,
+    is_rule,
+    multiple,
+    number,
+    unchecked,
+)
 
 # What a norm can be held against. None is no limit.
 Limit = Number | Rule | None
@@ -85,7 +97,7 @@ class Constant(Rule):
 
     limit: Number | None = field(metadata={"check": checked_limit})
 
-    def update(self, norm: jax.Array, memory: Any, step: jax.Array) -> Any:
+    def update(self, norm: Array, memory: Any, step: Array) -> Any:
         # `limit_of` brings what a schedule returns to the norm's dtype and shape.
         return self.limit(step) if callable(self.limit) else self.limit, memory
 
@@ -99,40 +111,28 @@ def rule_of(limit: Any, argument: str) -> Rule:
         return limit
     # `clip_by_global_norm(rules.growth)`, without parentheses.
     if isinstance(limit, type) and issubclass(limit, Rule):
-        return _with_defaults(limit, argument)
-    if callable(limit):
-        _check_no_other(argument, limit)
-    # Its own check would be the same one again, under another name.
-    return unchecked(Constant, [("limit", checked_limit(argument, limit))])
-
-
-def _check_no_other(argument: str, function: Any) -> None:
-    """Raises for functions of ours that would pass for schedules."""
-    if is_ours(function):
+        call = f"optaxclip.rules.{call_name(limit)}"
+        needed = [x.name for x in fields(limit) if x.default is MISSING]
+        if needed:
+            raise TypeError(
+                f"{argument} must be a rule, got {call_name(limit)} without its "
+                f"numbers: call it, as in {call}({', '.join(needed)})."
+            )
+        return limit()
+    if is_ours(limit):
         raise TypeError(
             f"{argument} must be a limit, got a shrink: give it as shrink=, beside a "
             "limit."
         )
     # minimum, maximum and warm_up.
-    if str(getattr(function, "__module__", "")).startswith(f"{__package__}"):
-        name = function.__name__
+    if str(getattr(limit, "__module__", "")).startswith(f"{__package__}"):
+        name = limit.__name__
         raise TypeError(
             f"{argument} must be a rule, got the function {name}: call it, as in "
             f"optaxclip.rules.{name}(...)."
         )
-
-
-def _with_defaults(kind: type[Rule], argument: str) -> Rule:
-    empty = inspect.Parameter.empty
-    parameters = inspect.signature(kind).parameters.values()
-    needed = ", ".join(x.name for x in parameters if x.default is empty)
-    if needed:
-        name = call_name(kind)
-        raise TypeError(
-            f"{argument} must be a rule, got {name} without its numbers: call it, as "
-            f"in optaxclip.rules.{name}({needed})."
-        )
-    return kind()
+    # Its own check would be the same one again, under another name.
+    return unchecked(Constant, [("limit", checked_limit(argument, limit))])
 
 
 def rules_of(limits: Any, argument: str) -> Any:
@@ -150,3 +150,66 @@ def rules_of(limits: Any, argument: str) -> Any:
     # One rule at two places becomes two, as it does in a compiled call. Rules are told
     # apart by identity, so `init` and `update` would disagree otherwise.
     return jax.tree.map(lambda number: number, rules)
+
+
+class ShareOfParams(Rule):
+    """limit = share * max(norm of the weights, floor).
+
+    Updates stay short against the weights that they change. `adaptive_grad_clip` is
+    this rule on unit norms. The clipper's `update` needs params.
+
+    Args:
+      share: how long an update may be, relative to the weights. At least 0. A number,
+        an array or a schedule.
+      floor: weights shorter than this count as this long, so that weights that start
+        at 0 can leave it. At least 0.
+
+    Raises:
+      ValueError: a negative or NaN number, or `update` without params.
+      TypeError: something that is not a number.
+
+    Example:
+      >>> grads, params = jnp.array([3.0, 4.0]), jnp.array([0.0, 2.0])
+      >>> rule = optaxclip.rules.share_of_params(0.5)
+      >>> clipper = optaxclip.clip_by_global_norm(rule)
+      >>> updates, state = clipper.update(grads, clipper.init(params), params)
+      >>> print(updates, state.limit)
+      [0.6 0.8] 1.0
+    """
+
+    share: Number = number()
+    floor: Number = number(default=0.0)
+
+    @property
+    def needs_params(self) -> bool:
+        # `limit_of` then hands over the norm of the weights.
+        return True
+
+    def update(
+        self, norm: Array, memory: Any, step: Array, params_norm: Array
+    ) -> Answer:
+        share, floor = at_step(step, norm, self.share, self.floor)
+        # Weights may have 64 bits where updates have 32.
+        weights = jnp.maximum(params_norm.astype(norm.dtype), floor)
+        return multiple(share, weights), memory
+
+
+def rule_without_params(limit: Any, argument: str) -> Rule:
+    """The rule of a limit, asked without the norm of the weights or of all norms.
+
+    Raises:
+      ValueError: a rule that needs one of these.
+    """
+    rule = rule_of(limit, argument)
+    # Refused when it is built. In the first step its fourth argument would be missing.
+    if rule.needs_params:
+        raise ValueError(
+            f"{argument} must not compare norms with those of weights, since there "
+            f"are no weights here, got {shown(rule)}."
+        )
+    if rule.needs_total:
+        raise ValueError(
+            f"{argument} must not compare norms with that of all norms, since each "
+            f"norm is judged alone here, got {shown(rule)}."
+        )
+    return rule

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from .._checks import check_number, held_in, number_for_jit
 from ._constant import rule_of
-from ._memory import one_more
+from ._memory import count_up
 from ._rule import Number, Rule, further_norms
 
 
@@ -31,22 +31,27 @@ class Joined(Rule):
     def init(self, norm: jax.Array) -> Any:
         return tuple(rule.init(norm) for rule in self.rules)
 
-    def ask_all(
-        self,
-        norm: jax.Array,
-        memory: Any,
-        step: jax.Array,
-        others: tuple[Any, ...],
-    ) -> tuple[list[jax.Array], tuple[Any, ...]]:
+    def update(
+        self, norm: jax.Array, memory: Any, step: jax.Array, *others: Any
+    ) -> Any:
+        limits, memory = self.asked(norm, memory, step, others)
+        return self.joined(limits), memory
+
+    def joined(self, limits: list[jax.Array]) -> jax.Array:
+        """One limit of those of the rules."""
+        raise NotImplementedError
+
+    def asked(
+        self, norm: jax.Array, memory: Any, step: jax.Array, others: Any
+    ) -> tuple[list[jax.Array], Any]:
         """The limits and the memories of all rules."""
         # In the order of `further_norms`, each where one of the rules needs it.
         params = others[0] if self.needs_params else None
         total = others[-1] if self.needs_total else None
         limits, memories = [], []
         for rule, own in zip(self.rules, memory):
-            limit, own = rule.update(
-                norm, own, step, *further_norms(rule, params, total)
-            )
+            further = further_norms(rule, params, total)
+            limit, own = rule.update(norm, own, step, *further)
             # Limits may be Python numbers or of any dtype, and jnp.minimum wants one.
             limits.append(held_in(norm.dtype, limit))
             memories.append(own)
@@ -56,29 +61,15 @@ class Joined(Rule):
 class Minimum(Joined):
     """The smallest limit of several rules."""
 
-    def update(
-        self,
-        norm: jax.Array,
-        memory: Any,
-        step: jax.Array,
-        *others: Any,
-    ) -> Any:
-        limits, memories = self.ask_all(norm, memory, step, others)
-        return reduce(jnp.minimum, limits), memories
+    def joined(self, limits: list[jax.Array]) -> jax.Array:
+        return reduce(jnp.minimum, limits)
 
 
 class Maximum(Joined):
     """The largest limit of several rules."""
 
-    def update(
-        self,
-        norm: jax.Array,
-        memory: Any,
-        step: jax.Array,
-        *others: Any,
-    ) -> Any:
-        limits, memories = self.ask_all(norm, memory, step, others)
-        return reduce(jnp.maximum, limits), memories
+    def joined(self, limits: list[jax.Array]) -> jax.Array:
+        return reduce(jnp.maximum, limits)
 
 
 class WarmUp(Joined):
@@ -91,20 +82,13 @@ class WarmUp(Joined):
         return jnp.zeros(norm.shape, jnp.int32), super().init(norm)
 
     def update(
-        self,
-        norm: jax.Array,
-        memory: Any,
-        step: jax.Array,
-        *others: Any,
+        self, norm: jax.Array, memory: Any, step: jax.Array, *others: Any
     ) -> Any:
-        seen, memories = memory
+        seen, memory = memory
         # Both are asked in every step, so `after` has learnt when its limit counts.
-        limits, memories = self.ask_all(norm, memories, step, others)
-        before, after = limits
-        return jnp.where(seen < self.steps, before, after), (
-            one_more(seen),
-            memories,
-        )
+        limits, memory = self.asked(norm, memory, step, others)
+        limit = jnp.where(seen < self.steps, *limits)
+        return limit, (count_up(seen), memory)
 
 
 def minimum(*rules: Any) -> Rule:
@@ -172,9 +156,8 @@ def warm_up(steps: Number, before: Any, after: Any) -> Rule:
     """
     check_number("warm_up: steps", steps)
     first = rule_of(before, "warm_up: before")
-    return WarmUp(
-        (first, rule_of(after, "warm_up: after")), number_for_jit(steps)
-    )
+    second = rule_of(after, "warm_up: after")
+    return WarmUp((first, second), number_for_jit(steps))
 
 
 def _rules(call: str, rules: tuple[Any, ...]) -> tuple[Rule, ...]:
@@ -182,7 +165,7 @@ def _rules(call: str, rules: tuple[Any, ...]) -> tuple[Rule, ...]:
     if not rules:
         raise ValueError(f"{call}: rules must be at least one, got none.")
     # Errors read "minimum: rules[1] must be at least 0, got -1.".
-    named = enumerate(rules)
-    return tuple(
-        rule_of(rule, f"{call}: rules[{place}]") for place, rule in named
-    )
+    found = []
+    for place, rule in enumerate(rules):
+        found.append(rule_of(rule, f"{call}: rules[{place}]"))
+    return tuple(found)

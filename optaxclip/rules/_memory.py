@@ -1,7 +1,7 @@
 """What rules remember: a window of past norms, and running averages.
 
 All arrays of a memory have the norm's shape, followed by axes of their own. Deviations
-are kept and joined as roots of squares (`hypot`), which can neither become negative
+are kept and joined as roots of squares (`jnp.hypot`), which can neither become negative
 by rounding nor leave the range of the norm's dtype.
 """
 
@@ -15,6 +15,12 @@ from jax.core import Tracer
 from .._checks import LAST_STEP
 from .._exported import exported
 from .._mesh import split_as
+
+
+def count_up(counter: jax.Array, happened: Any = True) -> jax.Array:
+    """The counter after a step. It stays at the largest int32."""
+    more = counter < jnp.iinfo(counter.dtype).max
+    return counter + (happened & more).astype(counter.dtype)
 
 
 @exported
@@ -59,13 +65,6 @@ def next_place(window: Window) -> jax.Array:
     return (window.seen % window.past.shape[-1])[..., None]
 
 
-def oldest(window: Window) -> jax.Array:
-    """The norm that the next push overwrites once the window is full."""
-    return jnp.take_along_axis(window.past, next_place(window), axis=-1)[
-        ..., 0
-    ]
-
-
 def push(window: Window, norm: jax.Array) -> Window:
     """Adds a norm. A full window loses its oldest."""
     here = places(window) == next_place(window)
@@ -76,16 +75,6 @@ def push(window: Window, norm: jax.Array) -> Window:
     rounds = (LAST_STEP // 2 // length) * length
     seen = jnp.where(window.seen == LAST_STEP, LAST_STEP - rounds, window.seen)
     return Window(past, seen + 1)
-
-
-def one_more(seen: jax.Array, learns: Any = True) -> jax.Array:
-    """A counter of norms after one more. It stays at its largest number."""
-    return seen + (learns & (seen < LAST_STEP)).astype(seen.dtype)
-
-
-def filled(window: Window) -> jax.Array:
-    """Which places hold a norm, bool[norm, length]."""
-    return places(window) < window.seen[..., None]
 
 
 def empty_average(norm: jax.Array) -> Average:
@@ -131,29 +120,10 @@ def weigh(weight: jax.Array, decay: jax.Array) -> tuple[jax.Array, jax.Array]:
     return weight, (own / weight).astype(weight.dtype)
 
 
-@jax.custom_jvp
 def root(x: jax.Array) -> jax.Array:
     """sqrt(x), with the derivative 0 at 0, where that of `jnp.sqrt` is infinite."""
-    return jnp.sqrt(x)
-
-
-@root.defjvp
-def _root_jvp(primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
-    found = root(*primals)
-    change = tangents[0] / (2 * jnp.where(found == 0, 1.0, found))
-    return found, jnp.where(found == 0, 0.0, change)
-
-
-def hypot(one: jax.Array, other: jax.Array) -> jax.Array:
-    """The root of the sum of two squares of finite numbers.
-
-    `jnp.hypot` also decides about infinite ones, which a TPU computes by itself, number
-    by number.
-    """
-    one, other = jnp.abs(one), jnp.abs(other)
-    long, short = jnp.maximum(one, other), jnp.minimum(one, other)
-    share = short / jnp.where(long == 0, 1.0, long)
-    return long * jnp.sqrt(1 + share * share)
+    positive = jnp.where(x == 0, 1.0, x)
+    return jnp.where(x == 0, 0.0, jnp.sqrt(positive))
 
 
 def remembered(remember: str, norm: jax.Array, limit: jax.Array) -> jax.Array:

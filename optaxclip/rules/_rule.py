@@ -12,6 +12,7 @@ Numbers are leaves of the pytree, so a changed number compiles nothing anew.
 
 import dataclasses
 import re
+import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import field, fields
 from typing import Any, NamedTuple, TypeGuard, TypeVar, dataclass_transform
@@ -40,6 +41,9 @@ from .._names import checked
 R = TypeVar("R", bound="Rule")
 Schedule = Callable[[ArrayLike], ArrayLike]
 Number = ArrayLike | Schedule
+Answer = tuple[
+    ArrayLike, Any
+]  # of a rule: the limit of a norm, and the new memory
 
 
 def number(
@@ -201,7 +205,7 @@ class Rule:
         """Returns the memory before the first norm."""
         return ()
 
-    def update(self, *args: Any, **kwargs: Any) -> tuple[ArrayLike, Any]:
+    def update(self, *args: Any, **kwargs: Any) -> Answer:
         """Returns the limit of this step, and the new memory."""
         call = call_name(type(self))
         raise NotImplementedError(f"{call}: a rule must have a method update.")
@@ -254,6 +258,20 @@ def at_step(
     values = [value(step) if callable(value) else value for value in numbers]
     # A number of a wider dtype would widen the limit, and the memory with it.
     return [held_in(norm.dtype, value) for value in values]
+
+
+def warn_of_falling(argument: str, ratio: Any, stacklevel: int) -> None:
+    """Warns of a limit that is at most as long as what it let through before.
+
+    `stacklevel` is that of `warnings.warn`, seen from the caller.
+    """
+    if isinstance(ratio, (int, float)) and ratio <= 1:
+        warnings.warn(
+            f"{argument} should be above 1, got {ratio}: the limit is this multiple of "
+            "norms that it has limited itself, so it can only fall. A fixed limit is "
+            "clip_by_global_norm(1.0) or clip_by_tensor_norm(1.0).",
+            stacklevel=stacklevel + 1,
+        )
 
 
 def multiple(factor: jax.Array, norm: jax.Array) -> jax.Array:

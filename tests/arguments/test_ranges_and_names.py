@@ -27,6 +27,7 @@ NUMBERS = {m.function: m.numbers for m in METHODS.values() if m.numbers}
 NUMBERS |= {rule: part.numbers for rule, part in RULES.items() if part.numbers}
 
 
+@pytest.mark.filterwarnings("ignore:.*should be above 1:UserWarning")
 @pytest.mark.parametrize(
     ("build", "name"),
     [(build, name) for build, names in NUMBERS.items() for name in names],

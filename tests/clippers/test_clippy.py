@@ -11,7 +11,7 @@ import pytest
 
 import optaxclip
 from optaxclip import clippy
-from optaxclip._clippers._clippy import _strain
+from optaxclip._clippers._by_weights import _strain
 from tests import oracles
 from tests.helpers import apply
 

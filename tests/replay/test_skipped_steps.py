@@ -42,7 +42,9 @@ def test_norms_before_a_clip_in_front_are_read(tmp_path, limit):
 def test_a_clipper_in_front_that_lengthens_is_read(tmp_path):
     """All norms are 10 behind it: larger than before, and too large for the wrapper."""
     normalize = optaxclip.clip_by_global_norm(10.0, shrink=optaxclip.shrinks.normalize)
-    behind = optaxclip.skip_spikes(optax.sgd(0.1), optaxclip.rules.ema_ratio(0.9))
+    behind = optaxclip.skip_spikes(
+        optax.sgd(0.1), optaxclip.rules.ema_ratio(0.9, remember="raw")
+    )
     path = logged(tmp_path / "log.jsonl", optax.chain(normalize, behind))
     np.testing.assert_array_equal(optaxclip.replay.read_history(path), NORMS)
 

@@ -18,7 +18,7 @@ CLIPPERS = {
         partial(optaxclip.zclip, 1.0, 0.9, warmup=3, scope=LABELS),
         True,
     ),
-    "adagc": (partial(optaxclip.adagc, 0.9, max_norm=3.0, warmup=2), True),
+    "adagc": (partial(optaxclip.adagc, 1.05, max_norm=3.0, warmup=2), True),
     "aggc": (partial(optaxclip.aggc, 0.9, 1.1, scope=LABELS, raise_small=True), False),
     "adaclip": (partial(optaxclip.adaclip, 0.9), True),
     "adagn": (optaxclip.adagn, False),

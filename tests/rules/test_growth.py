@@ -7,6 +7,8 @@ import pytest
 import optaxclip
 from optaxclip import rules
 
+pytestmark = pytest.mark.filterwarnings("ignore:growth. rate should be above 1")
+
 
 def test_a_rate_of_0_has_no_limit_before_the_second_step():
     found = optaxclip.replay.run(rules.growth(0.0), [2.0, 3.0, 4.0])

@@ -1,0 +1,393 @@
+"""Clippers that hold a gradient or an update against the weights it changes."""
+
+from __future__ import annotations
+
+import math
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax import Array
+from jax.core import Tracer
+from jax.typing import ArrayLike
+
+from .._checks import check_limit, check_params, number_for_jit, shown
+from .._factors import cast_like
+from .._kernel import make_clipper
+from .._mesh import MeshAxes
+from .._norms import Ord, TensorNorm, UnitwiseNorm, check_measure
+from .._trees import Axis, Stacked, clipped_leaves, put_back, values_of
+from ..rules._constant import ShareOfParams
+from ..rules._rule import Answer, Number, Rule, at_step, number
+from ..shrinks import Shrink
+from ._by_norm import norm_clipper
+
+
+def adaptive_grad_clip(
+    clipping: Number | None = 0.01,
+    eps: ArrayLike = 1e-3,
+    axis: Axis = None,
+    *,
+    per_tensor: bool = False,
+    ord: Ord = None,
+    stacked: Stacked = None,
+    shrink: Shrink | None = None,
+    nonfinite: str = "propagate",
+    mesh_axes: MeshAxes = "auto",
+) -> optax.GradientTransformationExtraArgs:
+    """Clips each unit's gradient against its weights: |G_i| <= clipping * max(|W_i|,
+    eps).
+
+    Its `update` needs params. The paper leaves out the final linear layer: wrap the
+    clipper in `optax.masked`.
+
+    Args:
+      clipping: a number at least 0, an array or a schedule. None and inf are no limit.
+        0.01 is the paper's for batches of 1024 to 4096. Smaller batches take larger
+        ones.
+      eps: weights shorter than this count as this long. At least 0.
+      axis: the axes that are summed over: an int, a tuple, a tree prefix of these, or a
+        function of path and leaf. None chooses by shape,
+        as the paper's code and optax do: all axes where at most one is longer than 1,
+        so that a bias or a kernel of shape (n, 1) or (1, n) is one unit. Otherwise
+        those before the last, the output of a JAX kernel (axis 0 alone at rank 3).
+        Weights of shape (out, in), as equinox and torch have them, need to be told, or
+        a unit is what one input feeds:
+        `axis=lambda path, x: tuple(range(1, x.ndim)) or None`.
+      per_tensor: whether whole leaves are compared instead of units, as DreamerV3 does
+        with clipping=0.3.
+      ord: the order of the norms: a number above 0, `math.inf`, "rms" or "average".
+        None means 2.
+      stacked: which axes of a leaf count layers: 1 for the leading axis, 2 for the two
+        leading ones, (1,) for axis 1, a tree prefix of these, or a function of path and
+        leaf.
+      shrink: what a norm over its limit becomes, of `optaxclip.shrinks`. None is
+        `hard`.
+      nonfinite: what a norm that is NaN or inf makes of its unit: "propagate" NaN,
+        "zero" zeros. "raise" raises FloatingPointError (in jit a `checkify.check`).
+      mesh_axes: over which mesh axes leaves are split, inside shard_map and pmap:
+        "auto" (right in shard_map with check_vma=True, and for gradients after
+        `lax.pmean`), names that split every leaf, None for the own part of each device,
+        or a tree prefix of PartitionSpec, which all leaves that are split need but
+        vectors.
+
+    Returns:
+      A transformation whose state is a `ClipState`, read by `metrics`.
+
+    Raises:
+      ValueError: a negative or NaN number, an order that is not above 0, an unknown
+        `nonfinite`, or `axis` beside `per_tensor`. From init or update: an axis that a
+        leaf does not have, a rank above 5 without `axis`, or no params.
+      TypeError: something that is not a number, or a shrink that is not a function.
+
+    Example:
+      >>> params, grads = jnp.array([[3.0], [4.0]]), jnp.array([[0.6], [0.8]])
+      >>> clipper = optaxclip.adaptive_grad_clip(0.1)
+      >>> updates, state = clipper.update(grads, clipper.init(params), params)
+      >>> print(updates.ravel())
+      [0.3 0.4]
+
+    Reference: Brock et al., High-performance large-scale image recognition without
+    normalization, 2021 (arXiv 2102.06171). Hafner et al., Mastering diverse domains
+    through world models, 2023 (arXiv 2301.04104).
+    """
+    call = "adaptive_grad_clip"
+    # A leaf as a whole has no axes to choose, so one of the two is a mistake.
+    if per_tensor and axis is not None:
+        raise ValueError(
+            f"{call}: axis={shown(axis)} says how units are summed; with "
+            "per_tensor=True there are none."
+        )
+    clipping = math.inf if clipping is None else clipping
+    # Checked here as well, since errors of the rule name share_of_params: share.
+    for name, value in (("clipping", clipping), ("eps", eps)):
+        if not callable(value):
+            check_limit(f"{call}: {name}", value)
+    numbers = {"ord": ord, "stacked": stacked, "mesh_axes": mesh_axes}
+    # |G| and |W| of whole leaves as in DreamerV3, or of units as in NFNets.
+    if not per_tensor:
+        numbers["axis"] = axis
+    kind = TensorNorm if per_tensor else UnitwiseNorm
+    options = {"name": "clipping", "shrink": shrink, "nonfinite": nonfinite}
+    # limit = clipping * max(|W|, eps), with |W| measured as |G| is.
+    rule = ShareOfParams(clipping, eps)
+    return norm_clipper(call, kind, rule, numbers, **options)
+
+
+def larc(
+    learning_rate: Number,
+    trust: ArrayLike = 0.02,
+    *,
+    weight_decay: ArrayLike = 0.0,
+    eps: ArrayLike = 1e-8,
+    stacked: Stacked = None,
+    nonfinite: str = "propagate",
+    mesh_axes: MeshAxes = "auto",
+) -> optax.GradientTransformationExtraArgs:
+    """Clips each tensor so that its step is at most `trust` times as long as the
+    weights.
+
+        v = g + weight_decay * p
+        g <- v * min(1, trust * |p| / (|g| + weight_decay * |p| + eps) / learning_rate)
+
+    It stands before SGD with the same learning rate: `optax.chain(optaxclip.larc(0.1),
+    optax.sgd(0.1, momentum=0.9))`. Its `update` needs params. Without weight decay it
+    is `clip_by_tensor_norm` with the limit trust * |p| / learning_rate.
+
+        weights 0, or gradient 0   untouched: neither clipped nor decayed
+        at or below the limit      without weight decay bit for bit the input
+        gradient NaN or inf        the whole tensor becomes NaN (nonfinite="propagate")
+
+    Args:
+      learning_rate: that of the optimizer after it: a number at least 0 or a schedule.
+      trust: how long a step may be against the weights. At least 0. apex has 0.02, the
+        paper 0.001.
+      weight_decay: added as weight_decay * p before clipping, so leave it out of the
+        optimizer. At least 0.
+      eps: added to the norm of the gradient before dividing. At least 0.
+      stacked: which axes of a leaf count layers, each of which is clipped separately: 1
+        for the leading axis, 2 for the two leading ones, (1,) for axis 1, a tree prefix
+        of these, or a function of path and leaf.
+      nonfinite: what a norm that is NaN or inf makes of its tensor: "propagate" NaN,
+        "zero" zeros. "raise" raises FloatingPointError (in jit a `checkify.check`).
+      mesh_axes: over which mesh axes leaves are split, inside shard_map and pmap:
+        "auto" (right in shard_map with check_vma=True, and for gradients after
+        `lax.pmean`), names that split every leaf, None for the own part of each device,
+        or a tree prefix of PartitionSpec, which stacked leaves that are split need.
+
+    Returns:
+      A transformation with a `ClipState`, read by `metrics`: the norm is |g| +
+      weight_decay * |p|, or 0 for a gradient of 0. The limit is
+      trust * |p| / learning_rate.
+
+    Raises:
+      ValueError: a negative or NaN number, an infinite `weight_decay`, or `update`
+        without params.
+      TypeError: something that is not a number.
+
+    Example:
+      >>> params, grads = jnp.array([3.0, 4.0]), jnp.array([0.0, 2.0])
+      >>> clipper = optaxclip.larc(0.1)
+      >>> updates, state = clipper.update(grads, clipper.init(params), params)
+      >>> print(updates, f"{state.limit:.4f}")
+      [0. 1.] 1.0000
+
+    Reference: You, Gitman, Ginsburg, Large batch training of convolutional networks,
+    2017 (arXiv 1708.03888). The minimum with the learning rate is NVIDIA's apex.
+    """
+    call = "larc"
+    # Numbers only: the learning rate alone may be a schedule.
+    check_limit(f"{call}: trust", trust)
+    check_limit(f"{call}: weight_decay", weight_decay)
+    # An infinite one makes 0 * inf of weights that are 0.
+    known = not isinstance(weight_decay, Tracer)
+    if known and np.any(np.isinf(weight_decay)):
+        raise ValueError(f"{call}: weight_decay must be finite, got inf.")
+    weight_decay = number_for_jit(weight_decay)
+    rule = Larc(learning_rate, trust)
+    numbers = {"stacked": stacked, "mesh_axes": mesh_axes}
+    # eps joins both norms in the divisor: |g| + weight_decay * |p| + eps.
+    measure = TensorNorm(**check_measure(call, None, **numbers))
+    options: dict[str, Any] = {"eps": eps, "nonfinite": nonfinite}
+    kernel = make_clipper(measure, rule, call=call, name="limit", **options)
+
+    def update(
+        updates: Any, state: Any, params: Any = None, **_: Any
+    ) -> tuple[Any, Any]:
+        check_params(call, params)
+        tree = clipped_leaves(updates)
+        weights = values_of(call, "params", tree, params)
+        # |g| and |p| of each tensor, as trees.
+        norms, lengths = measure(tree).tree(), measure(weights).tree()
+        decay = partial(_decayed, weight_decay)
+
+        def lengthen(norm: Array, length: Array) -> Array:
+            share = jnp.asarray(weight_decay).astype(norm.dtype)
+            # A gradient of 0 gets no weight decay.
+            return jnp.where(norm == 0, norm, norm + share * length)
+
+        # apex divides by |g| + weight_decay * |p|, which is at least the norm of the
+        # decayed gradient. So that is what the kernel takes for its norm.
+        decayed = jax.tree.map(decay, tree, weights, norms, lengths)
+        longer = jax.tree.map(lengthen, norms, lengths)
+        changed = put_back(decayed, updates)
+        clipped, state = kernel.update(
+            changed, state, params, grad_norm=longer
+        )
+        rounded = jax.tree.map(cast_like, clipped_leaves(clipped), tree)
+        return put_back(rounded, updates), state
+
+    return optax.GradientTransformationExtraArgs(kernel.init, update)
+
+
+class Larc(Rule):
+    """limit = trust * |p| / learning_rate, and none for weights or a rate of 0."""
+
+    learning_rate: Number = number()
+    trust: Number = number()
+
+    @property
+    def needs_params(self) -> bool:
+        return True
+
+    def update(
+        self, norm: Array, memory: Any, step: Array, params_norm: Array
+    ) -> Answer:
+        # Weights of 0 would get a limit of 0 and never move. A rate of 0 moves nothing.
+        rate, trust = at_step(step, norm, self.learning_rate, self.trust)
+        length = params_norm.astype(norm.dtype)
+        free = (length == 0) | (rate == 0)
+        limit = trust * length / jnp.where(free, 1.0, rate)
+        return jnp.where(free, jnp.inf, limit), memory
+
+
+@jax.jit
+def _decayed(
+    weight_decay: Any,
+    grad: Any,
+    weight: Any,
+    norm: Array,
+    length: Array,
+) -> Array:
+    """The gradient with weight decay, in float32 at least: it is rounded once it is
+    clipped. As it is where either is 0.
+    """
+    decay = jnp.asarray(weight_decay).astype(norm.dtype)
+    wide = np.promote_types(jnp.result_type(grad), norm.dtype)
+    grad = jnp.asarray(grad).astype(wide)
+    decayed = grad + decay.astype(wide) * jnp.asarray(weight).astype(wide)
+    # As in apex, where weights or gradients are all 0 nothing decays. Without decay
+    # -0.0 stays -0.0, where -0.0 + 0.0 would be 0.0.
+    return jnp.where((norm == 0) | (length == 0) | (decay == 0), grad, decayed)
+
+
+TINY = 2.0**-126  # the smallest normal float32: bounds below it count as 0
+
+
+def clippy(
+    relative: ArrayLike = 0.1,
+    absolute: ArrayLike = 1e-7,
+    *,
+    stacked: Stacked = None,
+    nonfinite: str = "propagate",
+    mesh_axes: MeshAxes = "auto",
+) -> optax.GradientTransformationExtraArgs:
+    """Scales each tensor so that |u_i| <= relative * |p_i| + absolute for each element.
+
+        s = min(1, min_i (relative * |p_i| + absolute) / |u_i|)        u <- s u
+
+    A norm does not see one coordinate that blows up in a large tensor. The largest
+    ratio of change to weight does. Clippy compares what is added to the weights, so it
+    comes last, after the learning rate: `optax.chain(optax.adagrad(0.001),
+    optaxclip.clippy())`. Its `update` needs params.
+
+        update 0            stays 0, whatever the weights
+        weight 0            moves by at most `absolute`. With absolute=0 its tensor
+                            stays, as it does where |u_i| / bound leaves the dtype
+        within the bounds   bit for bit the input
+        update NaN or inf   the whole tensor becomes NaN (nonfinite="propagate"), and so
+                            it does where a weight is NaN
+
+    One weight near 0 holds its whole tensor to `absolute`, which therefore decides how
+    fast weights leave 0. In a jitted step on a CPU it needs memory for one to two
+    copies of the updates, and for up to two of the largest leaf.
+
+    Args:
+      relative: the share of itself that a weight may move by. At least 0. The code has
+        0.1, the paper also 0.5 with absolute=1e-2.
+      absolute: how far every weight may move. At least 0.
+      stacked: which axes of a leaf count layers: 1 for the leading axis, 2 for the two
+        leading ones, (1,) for axis 1, a tree prefix of these, or a function of path and
+        leaf. Each layer is scaled separately.
+      nonfinite: what a norm that is NaN or inf makes of its tensor: "propagate" NaN,
+        "zero" zeros. "raise" raises FloatingPointError (in jit a `checkify.check`).
+      mesh_axes: over which mesh axes leaves are split, inside shard_map and pmap:
+        "auto" (right in shard_map with check_vma=True, and for gradients after
+        `lax.pmean`), names that split every leaf, None for the own part of each device,
+        or a tree prefix of PartitionSpec, which stacked leaves that are split need.
+
+    Returns:
+      A transformation with a `ClipState`, read by `metrics`: the norm is the largest
+      |u_i| / (relative * |p_i| + absolute) of a tensor, and the limit is 1.
+
+    Raises:
+      ValueError: a negative or NaN bound, an unknown `nonfinite`, or `update` without
+        params.
+      TypeError: a bound that is not a number.
+
+    Example:
+      >>> params, updates = jnp.array([4.0, 1.0]), jnp.array([2.0, 0.1])
+      >>> clipper = optaxclip.clippy(0.1, 0.02)
+      >>> updates, state = clipper.update(updates, clipper.init(params), params)
+      >>> print(updates, f"{state.factor:.4f}")
+      [0.42  0.021] 0.2100
+
+    Reference: Tang et al., Improving training stability for multitask ranking models in
+    recommender systems, 2023 (arXiv 2302.09178). Defaults of TensorFlow Recommenders'
+    ClippyAdagrad.
+    """
+    call = "clippy"
+    check_limit(f"{call}: relative", relative)
+    check_limit(f"{call}: absolute", absolute)
+    relative, absolute = number_for_jit(relative), number_for_jit(absolute)
+    numbers = {"stacked": stacked, "mesh_axes": mesh_axes}
+    # Order inf: the largest of what each element strains its bound.
+    measure = TensorNorm(**check_measure(call, math.inf, **numbers))
+    # The limit depends on single weights, so each update hands it to the kernel.
+    options: dict[str, Any] = {"name": "limit", "nonfinite": nonfinite}
+    kernel = make_clipper(measure, None, call=call, **options)
+
+    def update(
+        updates: Any, state: Any, params: Any = None, **_: Any
+    ) -> tuple[Any, Any]:
+        check_params(call, params, "updates")
+        tree = clipped_leaves(updates)
+        weights = values_of(call, "params", tree, params)
+        free = jnp.isinf(relative) | jnp.isinf(absolute)
+        strain = partial(_strain, relative, absolute, free)
+        strains = measure(jax.tree.map(strain, tree, weights)).tree()
+        given = {
+            "grad_norm": jax.tree.map(_finite, strains),
+            "limit": jax.tree.map(partial(_limit, free), strains),
+        }
+        return kernel.update(updates, state, **given)
+
+    return optax.GradientTransformationExtraArgs(kernel.init, update)
+
+
+@jax.jit
+def _strain(
+    relative: Any, absolute: Any, free: Array, update: Any, weight: Any
+) -> Array:
+    """How many times its bound each element is: inf if the bound is 0, and NaN if the
+    update is inf or NaN.
+    """
+    # The default bound of 1e-7 is next to the smallest float16 above 0, 6e-8.
+    own = jnp.finfo(jnp.result_type(update)).dtype
+    wide = np.promote_types(own, np.float32)
+    relative = jnp.asarray(relative).astype(wide)
+    absolute = jnp.asarray(absolute).astype(wide)
+    bound = relative * jnp.abs(weight).astype(wide) + absolute
+    # Without a bound, inf * |0| would be NaN.
+    bound = jnp.where(free, jnp.inf, bound)
+    size = jnp.abs(update).astype(wide)
+    # Two wheres: a quotient that is not taken must be finite for the derivative.
+    is_zero = bound < TINY
+    strain = size / jnp.where(is_zero, 1.0, bound)
+    strain = jnp.where(is_zero & (size > 0), jnp.inf, strain)
+    zeros = size * 0  # NaN where size is inf
+    return strain + zeros
+
+
+def _finite(strain: Array) -> Array:
+    """The strain of a tensor as its norm. NaN stays."""
+    return jnp.minimum(strain, jnp.finfo(strain.dtype).max)
+
+
+def _limit(free: Array, strain: Array) -> Array:
+    limit = jnp.where(free, jnp.inf, 1.0)
+    # A bound of 0 lets nothing move.
+    return jnp.where(strain == jnp.inf, 0.0, limit).astype(strain.dtype)

@@ -1,0 +1,530 @@
+"""Clippers whose limit follows the norms of the run."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+import optax
+from jax import Array
+from jax.tree_util import Partial
+from jax.typing import ArrayLike
+
+from .._checks import shown
+from .._exported import exported
+from .._mesh import MeshAxes
+from .._norms import GlobalNorm, GroupNorm, TensorNorm
+from .._trees import Stacked
+from ..rules._averages import EmaBand, MomentsRatio, ZScore
+from ..rules._constant import Limit, rule_of
+from ..rules._joined import minimum
+from ..rules._memory import between, count_up
+from ..rules._rule import (
+    Answer,
+    Number,
+    Rule,
+    at_step,
+    check_field,
+    number,
+    rule_in,
+    warn_of_falling,
+)
+from ..rules._windows import WindowedQuantile
+from ..shrinks import Shrink, normalize
+from ._by_norm import norm_clipper
+
+# "global", "tensor", a tree prefix of labels, or a function that makes one.
+Scope = str | Mapping[Any, Any] | Sequence[Any] | Callable[..., Any]
+
+
+def autoclip(
+    percentile: Number = 10.0,
+    window: ArrayLike = 10_000,
+    *,
+    cap: Limit = None,
+    scope: Scope = "global",
+    stacked: Stacked = None,
+    nonfinite: str = "propagate",
+    mesh_axes: MeshAxes = "auto",
+) -> optax.GradientTransformationExtraArgs:
+    """Clips to a percentile of the norms so far, the current one included.
+
+        limit_t = quantile(norm_1 ... norm_t)
+
+    No norm has to be known beforehand, and the loss may be scaled at will: multiply it
+    by a constant, and limits and norms follow together. A low percentile (the paper's
+    10) makes nearly every step as long as a short one. Norms that grow stay clipped to
+    old values for long.
+
+    Args:
+      percentile: in [0, 100]: 0 clips to the shortest gradient, 100 never clips. A
+        number or a schedule.
+      window: how many norms are kept, at least 1. The paper keeps all: give the number
+        of steps of the run to have that. The length is part of the state: a restored
+        state goes on with its own.
+      cap: a fixed limit besides. Without one the first gradient passes, whatever its
+        norm, and so do later ones of its size while the window has few others. At least
+        0, None for none. A number or a schedule. The percentile does not depend on it.
+      scope: "global", "tensor", or labels: a tree prefix of them, or a function of path
+        and leaf.
+      stacked: with scope="tensor", which axes of a leaf count layers, each of which has
+        a norm of its own: 1 for the leading axis, 2 for the two leading ones, (1,) for
+        axis 1, a tree prefix of these, or a function of path and leaf.
+      nonfinite: what a norm that is NaN or inf makes of all that it measured:
+        "propagate" NaN, "zero" zeros. "raise" raises FloatingPointError (in jit a
+        `checkify.check`).
+      mesh_axes: over which mesh axes leaves are split, inside shard_map and pmap:
+        "auto" (right in shard_map with check_vma=True, and for gradients after
+        `lax.pmean`), names that split every leaf, None for the own part of each device,
+        or a tree prefix of PartitionSpec, which stacked leaves that are split need.
+
+    Returns:
+      A transformation with a `ClipState`. For each norm it remembers `window` numbers
+      twice, by age and by size.
+
+    Raises:
+      ValueError: a percentile or window out of its range, an unknown scope, or
+        `stacked` at another scope than "tensor".
+      TypeError: something that is not a number.
+
+    Example:
+      >>> clipper = optaxclip.autoclip(50)
+      >>> state = clipper.init(jnp.zeros(2))
+      >>> for norm in (1.0, 3.0, 9.0):
+      ...     updates, state = clipper.update(jnp.array([norm, 0.0]), state)
+      ...     print(f"{state.limit:.4f} {updates[0]:.4f}")
+      1.0000 1.0000
+      2.0000 2.0000
+      3.0000 3.0000
+
+    Reference: Seetharaman, Wichern, Pardo, Le Roux, AutoClip: adaptive gradient
+    clipping for source separation networks, 2020 (arXiv 2007.14469).
+    """
+    # Checked as a percentile, because the rule would check a share in [0, 1].
+    call = "autoclip"
+    percentile = check_field(
+        call, "percentile", number(highest=100.0), percentile
+    )
+    # `windowed_quantile` takes shares, so 0.1 for ten percent is an easy slip.
+    # 0 is no slip: it clips to the shortest gradient.
+    if isinstance(percentile, (int, float)) and 0 < percentile < 1:
+        warnings.warn(
+            f"{call}: percentile={percentile} is less than one percent. Percentiles "
+            f"go from 0 to 100: for the share {percentile} of the norms write "
+            f"percentile={100 * percentile:g}.",
+            # This function, the check of argument names around it, then the user.
+            stacklevel=3,
+        )
+    # A Partial of a function at module level, so that clippers built alike share
+    # a program. A lambda would compile anew for each.
+    if callable(percentile):
+        share = Partial(_hundredth, percentile)
+    else:
+        share = percentile / 100
+    # AutoClip's percentile is of the norms up to and including the current one.
+    numbers = {"quantile": share, "window": window, "current": True}
+    rule = _capped(call, rule_in(call, WindowedQuantile, **numbers), cap)
+    return clip_at(scope, rule, call, nonfinite, mesh_axes, stacked=stacked)
+
+
+def _hundredth(percentile: Any, step: Any) -> Any:
+    return percentile(step) / 100
+
+
+def zclip(
+    z: Number = 2.5,
+    decay: Number = 0.97,
+    *,
+    cap: Limit = None,
+    target: str = "adaptive",
+    warmup: ArrayLike = 25,
+    eps: ArrayLike = 1e-6,
+    scope: Scope = "global",
+    stacked: Stacked = None,
+    nonfinite: str = "propagate",
+    mesh_axes: MeshAxes = "auto",
+) -> optax.GradientTransformationExtraArgs:
+    """Clips norms with a z-score above `z`, the further off the more.
+
+        score = (norm - mean) / (deviation + eps)
+        limit = mean + (z^2 / score) * deviation    where score > z
+
+    Mean and deviation are those of the clipped norms, as moving averages.
+
+    Args:
+      z: a norm with a score above it is clipped. At least 0. A number or a schedule.
+      decay: of the averages for mean and variance, in [0, 1]. A number or a schedule.
+      cap: a fixed limit besides, as the public code has with 1.0, so that no step of
+        the warm-up passes whatever its norm. None for the paper's rule. At least 0. A
+        number or a schedule. The averages do not depend on it.
+      target: what a clipped norm is brought to: "adaptive" is the equation above,
+        "mean" the mean, "max" z deviations above it.
+      warmup: how many norms are seen before the first is clipped. At least 1.
+      eps: added to the deviation when the score is computed, in units of the norm.
+      scope: "global", "tensor", or labels: a tree prefix of them, or a function of path
+        and leaf.
+      stacked: with scope="tensor", which axes of a leaf count layers, each of which has
+        a norm of its own: 1 for the leading axis, 2 for the two leading ones, (1,) for
+        axis 1, a tree prefix of these, or a function of path and leaf.
+      nonfinite: what a norm that is NaN or inf makes of all that it measured:
+        "propagate" NaN, "zero" zeros. "raise" raises FloatingPointError (in jit a
+        `checkify.check`).
+      mesh_axes: over which mesh axes leaves are split, inside shard_map and pmap:
+        "auto" (right in shard_map with check_vma=True, and for gradients after
+        `lax.pmean`), names that split every leaf, None for the own part of each device,
+        or a tree prefix of PartitionSpec, which stacked leaves that are split need.
+
+    Returns:
+      A transformation with a `ClipState`. For each norm it remembers three numbers.
+
+    Raises:
+      ValueError: a number out of its range, an unknown target or scope, or `stacked` at
+        another scope than "tensor".
+      TypeError: something that is not a number.
+
+    Example:
+      >>> clipper = optaxclip.zclip(2.0, 0.5, warmup=3)
+      >>> state = clipper.init(jnp.zeros(1))
+      >>> for norm in (1.0, 3.0, 2.0, 9.0):
+      ...     updates, state = clipper.update(jnp.array([norm]), state)
+      >>> print(f"{state.limit:.3f} {updates[0]:.3f}")
+      2.381 2.381
+
+    Reference: Kumar, Owen, Chowdhury, Gura, ZClip: adaptive spike mitigation for LLM
+    pre-training, 2025 (arXiv 2504.02507).
+    """
+    numbers = {"z": z, "decay": decay, "eps": eps}
+    # Errors then name zclip, the call that the user knows, instead of z_score.
+    options = {"target": target, "warmup": warmup}
+    rule = rule_in("zclip", ZScore, **numbers, **options)
+    rule = _capped("zclip", rule, cap)
+    return clip_at(scope, rule, "zclip", nonfinite, mesh_axes, stacked=stacked)
+
+
+def adagc(
+    ratio: Number = 1.05,
+    decay: Number = 0.98,
+    *,
+    max_norm: Number = 1.0,
+    warmup: ArrayLike = 100,
+    scope: Scope = "tensor",
+    stacked: Stacked = None,
+    nonfinite: str = "propagate",
+    mesh_axes: MeshAxes = "auto",
+) -> optax.GradientTransformationExtraArgs:
+    """Clips each tensor to `ratio` times the running average of its norm.
+
+        warm-up     h = min(1, max_norm / |all|)       average <- min(average, h |g|)
+        afterwards  h = min(1, ratio * average / |g|)  average <- decay * average +
+                                                         (1 - decay) * h |g|
+
+    After the warm-up one tensor that spikes is clipped alone. All others pass bit for
+    bit, where a global clip would shorten them too. What is let through grows by at
+    most 1 + (1 - decay) * (ratio - 1) a step. Both norms come from one reading of the
+    gradients: the global norm is the norm of the tensors' norms.
+
+    In the warm-up one factor shortens all tensors, and the averages become the
+    shortened norms. So a spike of 10,000 times the limit there holds every tensor back
+    for thousands of steps. Put `skip_step` around the optimizer, or choose `max_norm`
+    so that the warm-up clips little.
+
+    Args:
+      ratio: at least 0, and above 1: with 1 or less what is let through can only fall,
+        since the average is of that. The paper's code has 1.05 with a decay of 0.98,
+        later runs 1.04 with 0.99. A number or a schedule.
+      decay: of the average, in [0, 1]. A number or a schedule.
+      max_norm: the global limit of the warm-up, at least 0. A number or a schedule.
+      warmup: how many norms are seen under the global limit. At least 1.
+      scope: "tensor", "global", or labels: a tree prefix of them, or a function of path
+        and leaf.
+      stacked: with scope="tensor", which axes of a leaf count layers, each of which has
+        a norm of its own: 1 for the leading axis, 2 for the two leading ones, (1,) for
+        axis 1, a tree prefix of these, or a function of path and leaf.
+      nonfinite: what a norm that is NaN or inf makes of all that it measured:
+        "propagate" NaN, "zero" zeros. "raise" raises FloatingPointError (in jit a
+        `checkify.check`). In the warm-up one broken tensor breaks all.
+      mesh_axes: over which mesh axes leaves are split, inside shard_map and pmap:
+        "auto" (right in shard_map with check_vma=True, and for gradients after
+        `lax.pmean`), names that split every leaf, None for the own part of each device,
+        or a tree prefix of PartitionSpec, which stacked leaves that are split need.
+
+    Returns:
+      A transformation with a `ClipState`. For each norm it remembers two numbers.
+
+    Raises:
+      ValueError: a number out of its range, an unknown scope, or `stacked` at another
+        scope than "tensor".
+      TypeError: something that is not a number.
+
+    Warns:
+      UserWarning: a ratio of at most 1, which may be meant for a limit.
+
+    Example:
+      >>> clipper = optaxclip.adagc(1.5, 0.5, warmup=1)
+      >>> state = clipper.init({"w": jnp.zeros(1), "b": jnp.zeros(1)})
+      >>> for spike in (0.4, 8.0):
+      ...     grads = {"w": jnp.array([spike]), "b": jnp.array([0.3])}
+      ...     updates, state = clipper.update(grads, state)
+      >>> print(updates["w"], updates["b"])
+      [0.6] [0.3]
+
+    Reference: Wang et al., AdaGC: improving training stability for large language model
+    pretraining, 2025 (arXiv 2502.11034). The authors' code for Megatron adds 1e-6 to
+    norms. Paddle's code seeds the averages with norms before the global clip and warms
+    up one step longer. A norm of 0, or one that is shortened to 0, would hold a tensor
+    at 0 for good in both, and is not remembered here.
+    """
+    rule = Adagc(ratio, decay, max_norm, warmup)
+    warn_of_falling("adagc: ratio", ratio, stacklevel=3)
+    return clip_at(scope, rule, "adagc", nonfinite, mesh_axes, stacked=stacked)
+
+
+@exported
+class AdaGCMemory(NamedTuple):
+    """The average of what was let through."""
+
+    seen: Array  # int32[norm]: norms remembered
+    average: Array  # float32[norm]: inf before the first
+
+
+class Adagc(Rule):
+    """The rule of AdaGC."""
+
+    ratio: Number = number()
+    decay: Number = number(highest=1.0)
+    max_norm: Number = number()
+    warmup: Any = number(100, lowest=1, schedule=False)
+
+    @property
+    def needs_total(self) -> bool:
+        # The warm-up clips all tensors by their norm together.
+        return True
+
+    def init(self, norm: Array) -> AdaGCMemory:
+        seen = jnp.zeros(norm.shape, jnp.int32)
+        # With inf the first minimum of the warm-up is the first norm itself.
+        return AdaGCMemory(seen, jnp.full_like(norm, jnp.inf))
+
+    def update(
+        self, norm: Array, memory: AdaGCMemory, step: Array, total: Array
+    ) -> Answer:
+        numbers = self.ratio, self.decay, self.max_norm
+        ratio, decay, max_norm = at_step(step, norm, *numbers)
+        seen, average = memory
+        warming = seen < self.warmup
+        over = total > max_norm
+        # h = min(1, max_norm / |all|). The inner where keeps 0 out of the division.
+        share = jnp.where(over, max_norm / jnp.where(over, total, 1.0), 1.0)
+        # As the limit of a tensor, h |g| multiplies it by h.
+        early = jnp.where(over, norm * share, jnp.inf)
+        # NaN breaks every tensor that is clipped together.
+        early = jnp.where(jnp.isfinite(total), early, jnp.nan)
+        # Before the first norm the average is inf, times which a derivative is NaN.
+        past = jnp.where(warming, 0.0, average)
+        limit = jnp.where(warming, early, ratio * past)
+        # h |g|, what was let through: the spike itself never enters the average.
+        value = jnp.minimum(norm, limit)
+        later = between(past, value, decay)
+        # During the warm-up the average is the smallest h |g| so far.
+        new = jnp.where(warming, jnp.minimum(average, value), later)
+        # From an average of 0 no tensor would come back.
+        learns = value > 0
+        average = jnp.where(learns, new, average)
+        return limit, AdaGCMemory(count_up(seen, learns), average)
+
+
+def aggc(
+    low: Number = 0.95,
+    high: Number = 0.6,
+    *,
+    scope: Scope,
+    decay: Number = 0.95,
+    floor: Number = 0.01,
+    up: Number = 1.1,
+    down: Number = 0.9,
+    raise_small: ArrayLike = False,
+    stacked: Stacked = None,
+    nonfinite: str = "propagate",
+    mesh_axes: MeshAxes = "auto",
+) -> optax.GradientTransformationExtraArgs:
+    """Holds the norm of each group in a band about its own running average.
+
+        new norm = the norm, within [max(floor, low * average), high * average]
+                   and within [down * norm, up * norm]
+        average <- decay * average + (1 - decay) * new norm
+
+    A group that explodes does not shorten the others, and one that dies away can be
+    lifted.
+
+    Args:
+      low, high: the edges, as multiples of the average. At least 0. Numbers or
+        schedules.
+      scope: labels, such as the kind of the layer, as a tree prefix or a function of
+        path and leaf, or "tensor" or "global".
+      decay: of the average, in [0, 1]. A number or a schedule.
+      floor: the lower edge is at least this, in units of the norm. At least 0.
+      up: how far one step is lengthened at most, at least 1.
+      down: how far one step is shortened at most, in [0, 1].
+      raise_small: whether norms below the band are lifted. Otherwise they pass.
+      stacked: with scope="tensor", which axes of a leaf count layers, each of which has
+        a norm of its own: 1 for the leading axis, 2 for the two leading ones, (1,) for
+        axis 1, a tree prefix of these, or a function of path and leaf.
+      nonfinite: what a norm that is NaN or inf makes of all that it measured:
+        "propagate" NaN, "zero" zeros. "raise" raises FloatingPointError (in jit a
+        `checkify.check`).
+      mesh_axes: over which mesh axes leaves are split, inside shard_map and pmap:
+        "auto" (right in shard_map with check_vma=True, and for gradients after
+        `lax.pmean`), names that split every leaf, None for the own part of each device,
+        or a tree prefix of PartitionSpec, which stacked leaves that are split need.
+
+    Returns:
+      A transformation with a `ClipState`, whose `limit` is the norm that was aimed at.
+      For each norm it remembers two numbers.
+
+    Raises:
+      ValueError: a number out of its range, an unknown scope, or `stacked` at another
+        scope than "tensor".
+      TypeError: something that is not a number.
+
+    Example:
+      >>> clipper = optaxclip.aggc(0.5, 1.0, scope="tensor", decay=0.5, down=0.5)
+      >>> state = clipper.init(jnp.zeros(1))
+      >>> for norm in (2.0, 3.0, 9.0):
+      ...     updates, state = clipper.update(jnp.array([norm]), state)
+      ...     print(f"{updates[0]:.4f}")
+      2.0000
+      2.0000
+      4.5000
+
+    Reference: Li, Wu, Chang, AGGC: adaptive group gradient clipping for stabilizing
+    large language model training, 2026 (arXiv 2601.11864).
+    """
+    # The published low, 0.95, is above the published high, 0.6. There the upper edge
+    # wins, and `down` decides how far a step is shortened.
+    edges = {"low": low, "high": high, "floor": floor, "up": up, "down": down}
+    numbers = {**edges, "decay": decay, "raise_small": raise_small}
+    rule = rule_in("aggc", EmaBand, **numbers)
+    # The limit is the norm aimed at, and `hard` would lift no norm to it.
+    options = {"stacked": stacked, "shrink": normalize}
+    return clip_at(scope, rule, "aggc", nonfinite, mesh_axes, **options)
+
+
+def adagn(
+    decay1: Number = 0.7,
+    decay2: Number = 0.9,
+    *,
+    eps: Number = 1e-8,
+    scope: Scope = "tensor",
+    stacked: Stacked = None,
+    nonfinite: str = "propagate",
+    mesh_axes: MeshAxes = "auto",
+) -> optax.GradientTransformationExtraArgs:
+    """Makes each tensor as long as the quotient of its norm's moments, about 1.
+
+        mean   <- decay1 * mean + (1 - decay1) * |g|       both corrected for their
+        square <- decay2 * square + (1 - decay2) * |g|^2   start, as in Adam
+        new norm = mean / (sqrt(square) + eps)
+
+    Every gradient becomes about as long as 1, and less where norms vary, whatever the
+    scale of the loss. Stable-SPAM puts `adaclip` first, then this, then Adam with
+    `reset_momentum`. GradientStabilizer is this alone, before any optimizer, with
+    `adagn(0.6, 0.999, eps=1e-12)`.
+
+    Args:
+      decay1, decay2: of the two moments, in [0, 1]. 1 is the mean of all steps. Numbers
+        or schedules.
+      eps: at least 0, in units of the norm. A number or a schedule.
+      scope: "tensor", "global", or labels: a tree prefix of them, or a function of path
+        and leaf.
+      stacked: with scope="tensor", which axes of a leaf count layers, each of which has
+        a norm of its own: 1 for the leading axis, 2 for the two leading ones, (1,) for
+        axis 1, a tree prefix of these, or a function of path and leaf.
+      nonfinite: what a norm that is NaN or inf makes of all that it measured:
+        "propagate" NaN, "zero" zeros. "raise" raises FloatingPointError (in jit a
+        `checkify.check`).
+      mesh_axes: over which mesh axes leaves are split, inside shard_map and pmap:
+        "auto" (right in shard_map with check_vma=True, and for gradients after
+        `lax.pmean`), names that split every leaf, None for the own part of each device,
+        or a tree prefix of PartitionSpec, which stacked leaves that are split need.
+
+    Returns:
+      A transformation with a `ClipState`, whose `limit` is the norm that was aimed at.
+      For each norm it remembers four numbers.
+
+    Raises:
+      ValueError: a number out of its range, an unknown scope, or `stacked` at another
+        scope than "tensor".
+      TypeError: something that is not a number.
+
+    Example:
+      >>> clipper = optaxclip.adagn(0.5, 0.5)
+      >>> state = clipper.init(jnp.zeros(1))
+      >>> for norm in (1.0, 1.0, 3.0):
+      ...     updates, state = clipper.update(jnp.array([norm]), state)
+      >>> print(f"{updates[0]:.3f}")
+      0.908
+
+    Reference: Huang et al., Stable-SPAM: how to train in 4-bit more stably than 16-bit
+    Adam, 2025 (arXiv 2502.17055). The public code corrects the two moments for their
+    start with Adam's step count, which it resets, but does not reset the moments. Here
+    they keep their own count. GradientStabilizer is the third version of that paper,
+    ICML 2026.
+    """
+    numbers = {"decay1": decay1, "decay2": decay2, "eps": eps}
+    rule = rule_in("adagn", MomentsRatio, **numbers)
+    # With `normalize` every norm becomes its limit, whether it was longer or shorter.
+    options = {"stacked": stacked, "shrink": normalize}
+    return clip_at(scope, rule, "adagn", nonfinite, mesh_axes, **options)
+
+
+def _capped(call: str, rule: Rule, cap: Limit) -> Rule:
+    """The rule under a fixed limit. It is a rule beside this one, so what this one
+    learns does not depend on it.
+    """
+    return rule if cap is None else minimum(rule, rule_of(cap, f"{call}: cap"))
+
+
+def clip_at(
+    scope: Scope,
+    rule: Rule,
+    call: str,
+    nonfinite: str,
+    mesh_axes: MeshAxes,
+    *,
+    stacked: Stacked = None,
+    shrink: Shrink | None = None,
+) -> optax.GradientTransformationExtraArgs:
+    """The clipper of a rule at a scope. `call` is the name that its errors quote.
+
+    A scope is "global", "tensor", or labels as `clip_by_group_norm` takes them: a tree
+    prefix of labels, or a function that makes one. With "tensor", each layer of a
+    stacked leaf is a tensor.
+    """
+    named = isinstance(scope, str)
+    # As labels, None or another string would make one group of all leaves.
+    if scope is None or (named and scope not in ("global", "tensor")):
+        raise ValueError(
+            f"{call}: scope must be 'global', 'tensor', or labels as in "
+            f"clip_by_group_norm, got {shown(scope)}."
+        )
+    is_tensor = named and scope == "tensor"
+    # Layers have norms of their own only where tensors have.
+    if stacked is not None and not is_tensor:
+        raise ValueError(
+            f"{call}: stacked={shown(stacked)} makes each layer a tensor of its own, "
+            f"but scope={shown(scope)} measures tensors together: take "
+            "scope='tensor'."
+        )
+    # Of order 2, as in the papers of all these rules.
+    numbers: dict[str, Any] = {"ord": None, "mesh_axes": mesh_axes}
+    if is_tensor:
+        kind, numbers["stacked"] = TensorNorm, stacked
+    elif named:
+        kind = GlobalNorm
+    else:
+        kind, numbers["labels"] = GroupNorm, scope
+    # These clippers have no argument for a limit, so errors name it plainly `limit`.
+    options = {"name": "limit", "shrink": shrink, "nonfinite": nonfinite}
+    return norm_clipper(call, kind, rule, numbers, **options)

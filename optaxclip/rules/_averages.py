@@ -1,0 +1,435 @@
+"""Rules of running averages: of the norm, its deviation, its square."""
+
+from __future__ import annotations
+
+from dataclasses import KW_ONLY
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from .._exported import exported
+from ._memory import (
+    Average,
+    between,
+    blend,
+    count_up,
+    empty_average,
+    remembered,
+    root,
+    unless_gone,
+    weigh,
+)
+from ._rule import (
+    Answer,
+    Number,
+    Rule,
+    at_step,
+    choice,
+    flag,
+    multiple,
+    number,
+    warn_of_falling,
+)
+
+# int32[norm]: norms seen. Then the averages of `ratio` and of `target`.
+RatioMemory = tuple[Array, Average, Average]
+MOST = float(np.finfo(np.float32).max)
+
+
+class Ema(Rule):
+    """limit = exponential average of the norms, the current one included.
+
+    The average is corrected for its start, so the first norm passes as it is.
+    `adaclip` is this rule on the largest coordinate of each tensor.
+
+    Args:
+      decay: in [0, 1]. 1 is the mean of all norms. A number or a schedule.
+
+    Raises:
+      ValueError: a decay out of its range. TypeError: something that is no number.
+
+    Example:
+      >>> rule = optaxclip.rules.ema(0.5)
+      >>> print(optaxclip.replay.run(rule, [1.0, 4.0, 4.0]).limits)
+      [1.     3.     3.5714]
+
+    Reference: Huang et al., Stable-SPAM: how to train in 4-bit more stably than 16-bit
+    Adam, 2025 (arXiv 2502.17055).
+    """
+
+    decay: Number = number(default=0.999, highest=1.0)
+
+    def init(self, norm: Array) -> Average:
+        return empty_average(norm)
+
+    def update(self, norm: Array, average: Average, step: Array) -> Answer:
+        (decay,) = at_step(step, norm, self.decay)
+        # Blended first: the norm counts in the limit that it is held against.
+        average = blend(average, norm, decay)
+        return average.estimate, average
+
+
+class EmaRatio(Rule):
+    """limit = ratio * average of the norms.
+
+    With a target there are two rates: a norm above ratio * average is brought to
+    target * a second average.
+
+        limit = ratio * average                                   one rate
+        limit = target * second    where norm > ratio * average   two rates
+
+    The defaults remember the smaller of norm and limit, so that a spike does not raise
+    the limit for the next one. With a ratio near 1 the norm then grows by at most
+    1 + (1 - decay) * (ratio - 1) a step.
+
+    Args:
+      ratio: a norm above this multiple of the average is clipped. At least 0, and above
+        1 unless norms are remembered as they came: otherwise limits can only fall. A
+        number or a schedule.
+      decay: of the average, in [0, 1]. With 1 it stays at the first norm, or corrected
+        is the mean of all. A number or a schedule.
+      target: the multiple that clipped norms are brought to. None for `ratio`.
+      target_decay: of the average that `target` multiplies. None for `decay`.
+      corrected: whether the averages start at 0 and are corrected for it, as Adam's.
+        Otherwise they start at the first norm.
+      remember: "clipped" for the smaller of the norm and this rule's limit, whatever
+        the clipper's shrink makes of them. "raw" for the norm as it came.
+      warmup: how many norms are seen before there is a limit. At least 0. There is no
+        limit before the first norm.
+
+    Raises:
+      ValueError: a number out of its range, or an unknown `remember`. TypeError:
+        something that is no number.
+
+    Warns:
+      UserWarning: a ratio of at most 1 with `remember="clipped"`.
+
+    Example:
+      >>> rule = optaxclip.rules.ema_ratio(2.0, 0.5)
+      >>> print(optaxclip.replay.run(rule, [1.0, 1.0, 9.0, 9.0]).limits)
+      [inf  2.  2.  3.]
+
+    Reference: OLMo 1, `olmo/optim.py` (max_grad_norm_ratio, one rate). Its average
+    starts with the second norm, which is not clipped, and the first is thrown away.
+    Here it starts with the first. PDE-Transformer, `callback/ema_clip.py` (two rates,
+    2.0 and 1.1, decays 0.99 and 0.9).
+    """
+
+    ratio: Number = number(default=2.0)
+    decay: Number = number(default=0.99, highest=1.0)
+    _: KW_ONLY
+    target: Number | None = number(default=None, optional=True)
+    target_decay: Number | None = number(
+        default=None, highest=1.0, optional=True
+    )
+    corrected: Any = flag(default=False)
+    remember: str = choice("clipped", "raw", default="clipped")
+    warmup: Any = number(default=1, schedule=False)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.remember == "clipped":
+            warn_of_falling("ema_ratio: ratio", self.ratio, stacklevel=4)
+
+    def init(self, norm: Array) -> RatioMemory:
+        seen = jnp.zeros(norm.shape, jnp.int32)
+        return seen, empty_average(norm), empty_average(norm)
+
+    def update(self, norm: Array, memory: RatioMemory, step: Array) -> Answer:
+        ratio, decay = at_step(step, norm, self.ratio, self.decay)
+        target = self.ratio if self.target is None else self.target
+        slow = self.decay if self.target_decay is None else self.target_decay
+        target, slow = at_step(step, norm, target, slow)
+        seen, average, second = memory
+        edge = ratio * average.estimate
+        # With one rate both averages are the same, and so are both limits.
+        limit = jnp.where(norm > edge, target * second.estimate, edge)
+        # Without a norm there is no average, also with a warmup of 0.
+        limit = jnp.where(seen >= jnp.maximum(self.warmup, 1), limit, jnp.inf)
+        # Clipped by default, so that one spike does not raise the limit of the next.
+        value = remembered(self.remember, norm, limit)
+        average = blend(average, value, decay, self.corrected)
+        second = blend(second, value, slow, self.corrected)
+        new = count_up(seen), average, second
+        return limit, unless_gone(self.remember, value, new, memory)
+
+
+class EmaBand(Rule):
+    """limit = the norm, within [max(floor, low * average), high * average].
+
+        limit within [down * norm, up * norm]
+        average <- decay * average + (1 - decay) * limit
+
+    The limit may be above the norm, so use it with `shrink=shrinks.normalize`, as
+    `aggc` does. In the published runs `high` is below 1: every step is shortened, and
+    the bound on a single step, `down`, decides by how much. The public code starts the
+    average at 0, so that the band is next to nothing in the first steps. Here it starts
+    at the first norm, which passes as it is.
+
+    Args:
+      low, high: the edges, as multiples of the average. At least 0. Numbers or
+        schedules. A norm above `high` is brought down to it, even where `low` is
+        higher. In the public scripts for LoRA both move linearly to later values,
+        `low` to 0.98 and `high` to 0.7, over 0.3 of the steps after the first 0.4:
+        `high=optax.linear_schedule(0.6, 0.7, int(0.3 * steps), int(0.4 * steps))`.
+      decay: of the average, in [0, 1]. With 1 it stays at the first norm. A number or a
+        schedule.
+      floor: the lower edge is at least this, in units of the norm.
+      up: how far one step is lengthened at most, at least 1.
+      down: how far one step is shortened at most, in [0, 1].
+      raise_small: whether norms below the band are lifted. Otherwise they pass.
+
+    Raises:
+      ValueError: a number out of its range. TypeError: something that is no number.
+
+    Example:
+      >>> rule = optaxclip.rules.ema_band(0.5, 1.0, 0.5, down=0.5)
+      >>> print(optaxclip.replay.run(rule, [2.0, 3.0, 9.0]).limits)
+      [2.  2.  4.5]
+
+    Reference: Li, Wu, Chang, AGGC: adaptive group gradient clipping for stabilizing
+    large language model training, 2026 (arXiv 2601.11864).
+    """
+
+    low: Number = number(default=0.95)
+    high: Number = number(default=0.6)
+    decay: Number = number(default=0.95, highest=1.0)
+    _: KW_ONLY
+    floor: Number = number(default=0.01)
+    up: Number = number(default=1.1, lowest=1.0)
+    down: Number = number(default=0.9, highest=1.0)
+    raise_small: Any = flag(default=False)
+
+    def init(self, norm: Array) -> Average:
+        return empty_average(norm)
+
+    def update(self, norm: Array, average: Average, step: Array) -> Answer:
+        low, high, decay = at_step(step, norm, self.low, self.high, self.decay)
+        floor, up, down = at_step(step, norm, self.floor, self.up, self.down)
+        lower = jnp.maximum(floor, low * average.estimate)
+        upper = high * average.estimate
+        short = jnp.asarray(self.raise_small) & (norm < lower)
+        # The upper edge is asked first, since by default it is below the lower one.
+        target = jnp.where(norm > upper, upper, jnp.where(short, lower, norm))
+        # However far the band is, a norm is multiplied by 0.9 to 1.1 by default.
+        target = jnp.clip(target, down * norm, multiple(up, norm))
+        # The first norm has no band yet.
+        target = jnp.where(average.weight > 0, target, norm)
+        return target, blend(average, target, decay, corrected=False)
+
+
+@exported
+class Moments(NamedTuple):
+    """First and second moment of the norm."""
+
+    mean: Average
+    # float32[norm]: the root of the average square, corrected for its start
+    root: Array
+    # float32[norm]: the share of an endless average that was seen
+    weight: Array
+
+
+class MomentsRatio(Rule):
+    """limit = mean / (sqrt(mean of squares) + eps), the current norm included.
+
+        mean <- decay1 * mean + (1 - decay1) * norm          corrected for their starts
+        square <- decay2 * square + (1 - decay2) * norm^2
+
+    The limit is about 1, and less where norms vary. Use it with
+    `shrink=shrinks.normalize`, as `adagn` does.
+
+    Args:
+      decay1, decay2: of the two moments, in [0, 1]. 1 is the mean of all norms. Numbers
+        or schedules.
+      eps: at least 0, in units of the norm. A number or a schedule.
+
+    Raises:
+      ValueError: a number out of its range. TypeError: something that is no number.
+
+    Example:
+      >>> rule = optaxclip.rules.moments_ratio(0.5, 0.5)
+      >>> print(optaxclip.replay.run(rule, [1.0, 1.0, 3.0]).limits)
+      [1.     1.     0.9078]
+
+    Reference: Huang et al., Stable-SPAM: how to train in 4-bit more stably than 16-bit
+    Adam, 2025 (arXiv 2502.17055), AdaGN.
+    """
+
+    decay1: Number = number(default=0.7, highest=1.0)
+    decay2: Number = number(default=0.9, highest=1.0)
+    _: KW_ONLY
+    eps: Number = number(default=1e-8)
+
+    def init(self, norm: Array) -> Moments:
+        zero = jnp.zeros_like(norm)
+        return Moments(empty_average(norm), zero, jnp.zeros_like(norm))
+
+    def update(self, norm: Array, memory: Moments, step: Array) -> Answer:
+        numbers = self.decay1, self.decay2, self.eps
+        decay1, decay2, eps = at_step(step, norm, *numbers)
+        mean = blend(memory.mean, norm, decay1)
+        weight, share = weigh(memory.weight, decay2)
+        # Roots of squares: the square of a norm may leave the range of float32.
+        size = jnp.hypot(root(1 - share) * memory.root, root(share) * norm)
+        # That of a first norm of 0 is 0, and eps may be 0 too.
+        limit = mean.estimate / jnp.where(size > 0, size + eps, 1.0)
+        return limit, Moments(mean, size, weight)
+
+
+@exported
+class ZScoreMemory(NamedTuple):
+    """Mean and deviation of the clipped norms."""
+
+    seen: Array  # int32[norm]: norms remembered
+    mean: Array  # float32[norm]
+    deviation: Array  # float32[norm]
+
+
+class ZScore(Rule):
+    """limit = mean + (z^2 / score) * deviation for a norm with a score above z.
+
+        score = (norm - mean) / (deviation + eps)
+        mean, deviation     exponential averages of the clipped norms, the deviation
+                            about the new mean
+
+    The first `warmup` norms are not clipped. They give the mean and the population
+    deviation to start from. Until a norm is over it, the limit in the state is the one
+    at which clipping begins, mean + z * (deviation + eps). The public code adds a fixed
+    cap of 1.0 in every step: `rules.minimum(rules.z_score(), 1.0)`. Its averages stay
+    NaN after the first NaN norm. Here such a norm is not remembered.
+
+    Args:
+      z: a norm with a score above it is clipped. At least 0. A number or a schedule.
+      decay: of mean and variance, in [0, 1]. A number or a schedule.
+      target: what a clipped norm is brought to: "adaptive" is the equation above,
+        "mean" the mean, "max" z deviations above it.
+      warmup: how many norms are seen before the first is clipped. At least 1.
+      eps: added to the deviation when the score is computed, in units of the norm. It
+        must be above 0 for the first norms after a constant warm-up.
+
+    Raises:
+      ValueError: a number out of its range, or an unknown target. TypeError: something
+        that is no number.
+
+    Example:
+      >>> rule = optaxclip.rules.z_score(2.0, 0.5, warmup=3)
+      >>> print(optaxclip.replay.run(rule, [1.0, 3.0, 2.0, 9.0]).limits)
+      [  inf   inf   inf 2.381]
+
+    Reference: Kumar, Owen, Chowdhury, Gura, ZClip: adaptive spike mitigation for LLM
+    pre-training, 2025 (arXiv 2504.02507).
+    """
+
+    z: Number = number(default=2.5)
+    decay: Number = number(default=0.97, highest=1.0)
+    _: KW_ONLY
+    target: str = choice("adaptive", "mean", "max", default="adaptive")
+    warmup: Any = number(default=25, lowest=1, schedule=False)
+    eps: Number = number(default=1e-6)
+
+    def init(self, norm: Array) -> ZScoreMemory:
+        seen = jnp.zeros(norm.shape, jnp.int32)
+        return ZScoreMemory(seen, jnp.zeros_like(norm), jnp.zeros_like(norm))
+
+    def update(self, norm: Array, memory: ZScoreMemory, step: Array) -> Answer:
+        z, decay, eps = at_step(step, norm, self.z, self.decay, self.eps)
+        seen, mean, deviation = memory
+        warm = seen >= self.warmup
+        spread = deviation + eps
+        edge = mean + multiple(z, spread)
+        # Without any spread it is inf above the edge, and target is the mean.
+        score = (norm - mean) / spread
+        target = mean + self._target(score, z) * deviation
+        limit = jnp.where(warm, jnp.where(norm > edge, target, edge), jnp.inf)
+        # In the warm-up every norm counts alike: mean and variance of them all.
+        alike = seen.astype(norm.dtype) / (seen + 1).astype(norm.dtype)
+        keep = jnp.where(warm, decay, alike)
+        value = jnp.minimum(norm, limit)
+        apart = value - mean
+        mean = between(mean, value, keep)
+        # The paper's deviation is about the new mean. In the warm-up the geometric mean
+        # of the distances to the old and the new one gives the exact variance.
+        distance = jnp.where(warm, keep, root(keep)) * apart
+        old, new = root(keep) * deviation, root(1 - keep) * distance
+        return limit, ZScoreMemory(count_up(seen), mean, jnp.hypot(old, new))
+
+    def _target(self, score: Array, z: Array) -> Array:
+        """How many deviations above the mean a clipped norm is brought to."""
+        if self.target == "adaptive":
+            return z * z / jnp.maximum(score, z)
+        return jnp.zeros_like(score) if self.target == "mean" else z
+
+
+@exported
+class LogNormMemory(NamedTuple):
+    """Mean and deviation of the logarithm."""
+
+    seen: Array  # int32[norm]: norms remembered
+    mean: Average
+    deviation: Array  # float32[norm]
+
+
+class LogZScore(Rule):
+    """limit = exp(mean + z * max(deviation, spread)) - 1, of log(1 + norm).
+
+    Mean and deviation are exponential averages, corrected for their start. The clipped
+    norm is remembered, and in the warm-up, where nothing is clipped, the norm as it
+    came. RNMT+ drops the whole step beyond four deviations:
+    `skip_spikes(optimizer, rules.log_z_score())`.
+
+    Args:
+      z: how many deviations are allowed, at least 0. A number or a schedule.
+      decay: of mean and variance, in [0, 1]. 1 counts all norms alike. A number or a
+        schedule.
+      floor: shorter norms count as this long. At least 0, and finite. A number or a
+        schedule.
+      spread: the deviation counts as at least this much, so that norms that hardly
+        differ are not outliers of one another. At least 0. A number or a schedule.
+      warmup: how many norms are seen before there is a limit. At least 1. With the
+        default decay, 277 is where 0.75 of the weight of an endless average is reached.
+
+    Raises:
+      ValueError: a number out of its range. TypeError: something that is no number.
+
+    Example:
+      >>> rule = optaxclip.rules.log_z_score(2.0, 0.5, warmup=2)
+      >>> print(optaxclip.replay.run(rule, [1.0, 2.0, 9.0]).limits)
+      [  inf   inf 2.841]
+
+    Reference: Chen et al., The best of both worlds: combining recent advances in neural
+    machine translation, 2018 (arXiv 1804.09849). Lingvo, `core/layers.py`,
+    GradNormTracker, holds the norms of the warm-up to the limit as well, which begins
+    near 0 there. So it learns less from a spike in the warm-up, and its limits are
+    lower for some hundred steps after it.
+    """
+
+    z: Number = number(default=4.0)
+    decay: Number = number(default=0.995, highest=1.0)
+    _: KW_ONLY
+    # With an infinite one the logarithms would differ by inf - inf.
+    floor: Number = number(default=0.01, highest=MOST)
+    spread: Number = number(default=1e-3)
+    warmup: Any = number(default=277, lowest=1, schedule=False)
+
+    def init(self, norm: Array) -> LogNormMemory:
+        seen = jnp.zeros(norm.shape, jnp.int32)
+        return LogNormMemory(seen, empty_average(norm), jnp.zeros_like(norm))
+
+    def update(
+        self, norm: Array, memory: LogNormMemory, step: Array
+    ) -> Answer:
+        z, decay = at_step(step, norm, self.z, self.decay)
+        floor, spread = at_step(step, norm, self.floor, self.spread)
+        seen, mean, deviation = memory
+        # expm1 and log1p keep the digits of norms far below 1.
+        highest = mean.estimate + multiple(z, jnp.maximum(deviation, spread))
+        limit = jnp.where(seen >= self.warmup, jnp.expm1(highest), jnp.inf)
+        value = jnp.log1p(jnp.maximum(jnp.minimum(norm, limit), floor))
+        moved = blend(mean, value, decay)
+        _, share = weigh(mean.weight, decay)
+        # The variance of a mixture of old values and the new one, never negative.
+        apart = root(share) * jnp.abs(value - mean.estimate)
+        deviation = root(1 - share) * jnp.hypot(deviation, apart)
+        return limit, LogNormMemory(count_up(seen), moved, deviation)
