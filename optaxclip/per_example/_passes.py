@@ -35,6 +35,10 @@ from ._problem import Problem, typed_as_varying
 Arrays = list[Array]
 # (counts, *examples) -> (terms of a sum, what was found for each example)
 Step = Callable[..., tuple[Any, Any]]
+# How many times longer the terms of a gradient may be than their sum. Where they cancel
+# more, rounding is too large a part of it, and the example counts as longer than it is.
+# Of random signs 2^14 terms cancel as much as that, such as the pixels of an image.
+CANCELS = 128
 # On each device separately: devices that share a batch hold different examples.
 own_norm = partial(global_norm, mesh_axes=None)
 
@@ -56,9 +60,18 @@ class Limits(NamedTuple):
         return prefix.lookup(prefix.Prefix(self.entries), tree, argument)
 
     def weigh(
-        self, leaves: Arrays, groups: list[int], present: Array
+        self,
+        leaves: Arrays,
+        groups: list[int],
+        present: Array,
+        terms: Arrays | None = None,
     ) -> "Weights":
-        """Norms and factors of gradients with a leading batch axis."""
+        """Norms and factors of gradients with a leading batch axis.
+
+        `terms` has for each leaf a bound of sum |term| over the terms of an example's
+        gradient that are added up together with those of the others, 0 where it is made
+        before. None if all are made before.
+        """
 
         def of_one(leaves: Arrays) -> Array:
             parts: list[Arrays] = [[] for _ in self.values]
@@ -68,7 +81,11 @@ class Limits(NamedTuple):
             dtype = np.result_type(*norms)
             return jnp.stack([norm.astype(dtype) for norm in norms])
 
-        norms = jax.vmap(of_one, axis_size=present.size)(leaves)
+        measure = jax.vmap(of_one, axis_size=present.size)
+        norms = measure(leaves)
+        if terms:
+            least = measure(lax.stop_gradient(terms)) / CANCELS
+            norms = jnp.maximum(norms, least)
         counts = present & jnp.all(jnp.isfinite(norms), axis=1)
         known = jnp.where(counts[:, None], norms, 0.0)
         # A traced limit may be negative, and then counts as 0.
@@ -161,20 +178,21 @@ def is_narrow(x: Any) -> bool:
 
 def widened(tree: Any) -> Any:
     """The arrays of a tree, with float32 in the place of 16 bits."""
-    return _changed(lambda x: x.astype(np.float32), tree)
+
+    def wide(x: Any) -> Any:
+        return x.astype(np.float32) if is_narrow(x) else x
+
+    return jax.tree.map(wide, tree)
 
 
-def rounded(tree: Any) -> Any:
-    """The arrays of a tree, where all readers of 16 bits get the same numbers.
+def written(tree: Any) -> Any:
+    """The arrays of a tree, written to memory, where all readers get the same numbers.
 
-    XLA leaves out a rounding to 16 bits before what computes in float32. It would
+    XLA computes what has several readers several times, each time rounded differently,
+    and leaves out a rounding to 16 bits before what computes in float32. It would
     measure other numbers than it adds up.
     """
-    return _changed(lax.optimization_barrier, tree)
-
-
-def _changed(change: Callable[[Any], Any], tree: Any) -> Any:
-    return jax.tree.map(lambda x: change(x) if is_narrow(x) else x, tree)
+    return jax.tree.map(lax.optimization_barrier, tree)
 
 
 class Run(NamedTuple):
@@ -230,10 +248,9 @@ class Run(NamedTuple):
         of_one = jax.value_and_grad(self.problem.of_one, has_aux=True)
         run = jax.vmap(of_one, (None, 0))
         (values, aux), grads = run(self.problem.params, example)
-        # Written once, in the dtype of the parameters: XLA leaves out a rounding to 16
-        # bits before what computes in float32, and on a CPU would write the float64
-        # squares of gradients that only a norm reads.
-        leaves = list(map(lax.optimization_barrier, jax.tree.leaves(grads)))
+        # XLA on a CPU would else write the float64 squares of gradients that only a
+        # norm reads.
+        leaves = written(jax.tree.leaves(grads))
         weights = self.limits.weigh(leaves, self.groups, present)
         return leaves, (weights, values, aux)
 

@@ -40,7 +40,7 @@ from ..._jaxpr import (
     has_refs,
     is_stop,
 )
-from .._passes import is_narrow, rounded, widened
+from .._passes import is_narrow, widened, written
 from .._problem import typed_as_varying
 
 # Uses that are sums: their gradient does not need what comes in beside the operand.
@@ -355,7 +355,7 @@ def capture(
     values, pull, (aux, inputs) = jax.vjp(of_all, taps, has_aux=True)
     # Each tap belongs to one example, so that one pass gives all cotangents.
     (cotangents,) = pull(jnp.ones_like(values))
-    return [values, *aux], list(zip(*rounded((inputs, cotangents))))
+    return [values, *aux], list(zip(*written((inputs, cotangents))))
 
 
 def _run(
