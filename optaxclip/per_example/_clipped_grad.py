@@ -19,7 +19,7 @@ from jax.core import Tracer
 from .. import _trees as prefix
 from .._checks import check_choice, check_flag
 from .._jaxpr import has_bits_that_vmap_changes, has_convolution
-from .._mesh import is_on_one_device
+from .._mesh import MeshAxes, is_on_one_device
 from ..shrinks import Shrink, shrink_of
 from ._ghost import Ghost, ghost_of
 from ._ghost._norms import Way
@@ -71,6 +71,7 @@ def clipped_grad(
     microbatch: int | None = None,
     method: str = "auto",
     mean: bool = True,
+    mesh_axes: MeshAxes = "auto",
 ) -> Callable[..., ClippedGrad]:
     """Makes a function that clips the gradient of each example and averages:
     (1 / B) sum_i f_i g_i with f_i = shrink(|g_i|, C) / |g_i|.
@@ -115,6 +116,11 @@ def clipped_grad(
       mean: whether to divide by the number of examples that are not masked. False gives
         the sum, in float32 or wider: rounded to bfloat16, one example could change it
         by more than the limit.
+      mesh_axes: over which mesh axes parameters are split, inside shard_map and pmap,
+        so that the norm of an example is that of its whole gradient: "auto" (right in
+        shard_map with check_vma=True, and where the loss joins no devices), names that
+        split every parameter, None for parameters that are whole on each device, or a
+        tree prefix of PartitionSpec. Axes that split the batch are not among them.
 
     Returns:
       A function of the arguments of `loss`, by position, with batches for examples,
@@ -126,13 +132,15 @@ def clipped_grad(
     Raises:
       ValueError: a limit that is negative, NaN or an array, several limits or
         `clip_cotangent` with two passes, an unknown method, a microbatch below 1. From
-        the function: limits that do not fit the parameters, batches whose first axes
-        are missing or differ, or a mask of the wrong shape. "ghost" raises on a mesh
-        with Explicit axes, for symbolic sizes, and for a loss that cannot be split,
-        such as one with refs (`jax.new_ref`). "two_pass" raises for random keys other
-        than threefry's. For a convolution of a batch that jit splits over devices all
-        methods raise, but for "ghost" if each kernel is used once. A split that only
-        `in_shardings` of jit tells is not seen.
+        the function: mesh axes that contradict the types, "auto" for a loss that joins
+        devices (`lax.psum`) in pmap or with check_vma=False, a loss that joins devices
+        with different examples, limits that do not fit the parameters, batches whose
+        first axes are missing or differ, or a mask of the wrong shape. "ghost" raises
+        on a mesh with Explicit axes, for symbolic sizes, and for a loss that cannot be
+        split, such as one with refs (`jax.new_ref`). "two_pass" raises for random keys
+        other than threefry's. For a convolution of a batch that jit splits over devices
+        all methods raise, but for "ghost" if each kernel is used once. A split that
+        only `in_shardings` of jit tells is not seen.
       TypeError: a limit that is not a number, or a shrink that is not a function. From
         the function: parameters that are no floats or complex numbers, places that are
         no ints, arguments by name, and a loss that is not one real number, or lacks the
@@ -172,12 +180,15 @@ def clipped_grad(
             f"factor, but max_norm has {count} limits: use another method, or one "
             "limit."
         )
-    question = Question(call, loss, argnums, shared_argnums, has_aux)
+    roles = argnums, shared_argnums, has_aux, mesh_axes
+    question = Question(call, loss, *roles)
 
     def of_batch(*args: Any, mask: Any = None, **named: Any) -> ClippedGrad:
         problem = question.about(args, named, mask)
         chosen, width, ghost = _choose(problem, method, microbatch)
-        run = Run(problem, limits, limits.groups(problem.params), width)
+        groups = limits.groups(problem.params)
+        own = limits._replace(splits=problem.splits)
+        run = Run(problem, own, groups, width)
         if ghost:
             sums, found = ghost.in_steps(run)
         elif chosen == "two_pass":

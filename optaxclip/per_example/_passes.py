@@ -12,7 +12,7 @@ from the activations of a microbatch.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -25,7 +25,7 @@ from .. import _trees as prefix
 from .._checks import check_limit, held_in
 from .._factors import factor_between, stretch
 from .._limits import shrunk_by
-from .._mesh import split_as
+from .._mesh import Names, split_as
 from .._norms import global_norm
 from .._weighted_loss import is_weighted
 from ..rules._rule import is_rule
@@ -53,6 +53,8 @@ class Limits(NamedTuple):
     shrink: Shrink
     entries: tuple[Any, ...] = ()  # (path in the tree, number of the group)
     treedef: Any = None
+    # for each leaf, the mesh axes over which it is split. () if none is
+    splits: Sequence[Names] = ()
 
     def groups(self, tree: Any) -> list[int]:
         """For each leaf, the number of its group."""
@@ -73,15 +75,27 @@ class Limits(NamedTuple):
         before. None if all are made before.
         """
 
-        def of_one(leaves: Arrays) -> Array:
+        splits = self.splits or [()] * len(leaves)
+
+        def of_one(leaves: Arrays, names: Names) -> Array:
             parts: list[Arrays] = [[] for _ in self.values]
-            for leaf, group in zip(leaves, groups):
-                parts[group].append(leaf)
+            for leaf, group, own in zip(leaves, groups, splits):
+                if own == names:
+                    parts[group].append(leaf)
             norms = list(map(own_norm, parts))
             dtype = np.result_type(*norms)
             return jnp.stack([norm.astype(dtype) for norm in norms])
 
-        measure = jax.vmap(of_one, axis_size=present.size)
+        def measure(leaves: Arrays) -> Array:
+            each = []
+            # The same order on all devices, which wait for each other.
+            for names in sorted(set(splits)) or [()]:
+                of_all = jax.vmap(of_one, (0, None), axis_size=present.size)
+                each.append(_over_devices(of_all(leaves, names), names))
+            if len(each) == 1:
+                return each[0]
+            return jax.vmap(jax.vmap(own_norm))(each)
+
         norms = measure(leaves)
         if terms:
             least = measure(lax.stop_gradient(terms)) / CANCELS
@@ -103,6 +117,20 @@ class Limits(NamedTuple):
             factors=jnp.where(counts[:, None], factor.reported, 0.0),
             counts=counts,
         )
+
+
+def _over_devices(norms: Array, names: Names) -> Array:
+    """The norms of what devices along some mesh axes hold together."""
+    if not names:
+        return norms
+    largest = lax.pmax(lax.stop_gradient(norms), names)
+    # Squares of norms leave the range of float32. NaN and inf stay.
+    is_safe = (largest > 0) & (largest < jnp.inf)
+    largest = jnp.where(is_safe, largest, 1)
+    square = lax.psum((norms / largest) ** 2, names)
+    # The root of 0 has no derivative.
+    root = jnp.sqrt(jnp.where(square == 0, 1, square))
+    return largest * jnp.where(square == 0, 0, root)
 
 
 class Weights(NamedTuple):

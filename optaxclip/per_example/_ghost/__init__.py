@@ -26,6 +26,7 @@ from jax import Array, lax
 
 from ..._factors import stretch
 from ..._jaxpr import has_backward_rule
+from ..._mesh import varying
 from .._passes import (
     Arrays,
     Run,
@@ -252,6 +253,9 @@ def _after(before: Array, counts: Array) -> Array:
     XLA on a CPU computes as soon as it can. It would copy what was captured at all uses
     before it sums the first, which took a third more memory.
     """
+    if not varying(before) <= varying(counts):
+        # It would give the type of a split parameter to all sums that follow.
+        return counts
     first = jnp.real(before.reshape(-1)[0])
     # True for every number, NaN included.
     return counts & ((first >= 0) | (first < 0) | jnp.isnan(first))

@@ -40,6 +40,7 @@ from ..._jaxpr import (
     has_refs,
     is_stop,
 )
+from ..._mesh import varying_as
 from .._passes import is_narrow, widened, written
 from .._problem import typed_as_varying
 
@@ -338,11 +339,13 @@ def capture(
         # In shard_map the cotangent of another type would be summed over devices.
         return typed_as_varying(batch, zero)
 
+    def tap(use: Use, out: Any) -> Array:
+        return varying_as(zeros((*use.loops, *out.shape), out.dtype), out)
+
     # [example, *turns, ...]: stands for an output, to get its cotangent.
     taps = []
     for use in uses:
-        outs = [use.outs[k] for k in use.tapped]
-        taps.append([zeros((*use.loops, *x.shape), x.dtype) for x in outs])
+        taps.append([tap(use, use.outs[k]) for k in use.tapped])
 
     def of_one(example: Any, taps: Any, zero: Array) -> Any:
         args = [*params, *example]

@@ -28,6 +28,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
+from ..._mesh import varying
 from .._passes import own_norm
 from ._capture import Captured, Origin, Use
 
@@ -111,6 +112,12 @@ def ways_of(uses: list[Use], params: list[Array]) -> list[Way]:
         name = "gradient" if own and leaf.size else "unused"
         made = Way(name, uses_of_leaf, leaf.size)
         parts = _fitted(own)
+        # Where what comes out differs along more mesh axes than the parameter, its
+        # gradient is a sum over devices.
+        outs = [x for _, use, _ in own for x in use.outs]
+        kinds = [x.manual_axis_type.varying for x in outs]
+        if not varying(leaf) >= frozenset().union(*kinds):
+            parts = []
         ways.append(_cheapest(parts, made) if parts and leaf.size else made)
     return ways
 
