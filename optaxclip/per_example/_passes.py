@@ -290,9 +290,11 @@ class Run(NamedTuple):
             run = jax.vmap(self.problem.of_one, (None, 0))
             return run(params, example)[0]
 
-        # Here a factor must be one number, so it ends at the range of its dtype.
+        # Here a factor must be one number. What was flushed to 0 when norms were taken
+        # is not flushed in what is weighted, and must stay short: 2^100 in float32.
         factor = stretch(jnp.ones_like(root), root)
-        factor = jnp.minimum(factor, jnp.finfo(factor.dtype).max)
+        most = float(jnp.finfo(factor.dtype).max) ** (100 / 128)
+        factor = jnp.minimum(factor, most)
         # sum_i f_i g_i is the derivative of sum_i f_i loss_i.
         with is_weighted(True):
             values, pull = jax.vjp(values_of, self.problem.params)

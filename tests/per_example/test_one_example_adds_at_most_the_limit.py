@@ -9,6 +9,7 @@ import pytest
 from jax import lax
 
 from optaxclip.per_example import clipped_grad, explain_clipped_grad
+from optaxclip.shrinks import normalize
 
 SIZE, TIMES = 64, 16
 
@@ -146,6 +147,19 @@ def test_norms_of_what_hardly_cancels_are_right(name, share):
         exact = [length([leaf[k] for leaf in leaves]) for k in range(4)]
     bound = 1e-5 if share == 10 else 1e-3
     np.testing.assert_allclose(found, exact, rtol=bound)
+
+
+@pytest.mark.parametrize("method", ["one_pass", "two_pass", "ghost"])
+def test_what_is_flushed_to_zero_is_not_made_long(method):
+    # All numbers but one of the gradient, x y, are below the smallest normal number.
+    def loss(w, x, y):
+        return jnp.sum((w * x) * y)
+
+    x = np.full((1, 100), 1e-19, np.float32)
+    y = np.where(np.arange(100), 0.9e-19, 2e-19)[None].astype(np.float32)
+    options = {"mean": False, "method": method, "shrink": normalize}
+    grad = jax.jit(clipped_grad(loss, 1.0, **options))
+    assert length(grad(np.ones(100, np.float32), x, y).grads) <= MOST
 
 
 def test_what_is_proved_is_known_before_the_run():

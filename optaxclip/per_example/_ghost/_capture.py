@@ -312,6 +312,8 @@ def bind(eqn: Any, ins: list[Any], is_wide: bool = False) -> list[Any]:
     that can be.
     """
     params = eqn.params
+    if is_wide and eqn.primitive.name == "pad":
+        return [_padded(*widened(ins), params["padding_config"])]
     if is_wide and eqn.primitive.name in WIDENED:
         ins = widened(ins)
         for key in ("new_dtype", "preferred_element_type"):
@@ -326,6 +328,13 @@ def bind(eqn: Any, ins: list[Any], is_wide: bool = False) -> list[Any]:
     with eqn.ctx.manager:  # such as the device that compute_on asks for
         outs = eqn.primitive.bind(*ins, **params)
     return list(outs) if eqn.primitive.multiple_results else [outs]
+
+
+def _padded(x: Array, value: Array, edges: Any) -> Array:
+    """lax.pad, which JAX 0.10.2 cannot differentiate by the value alone."""
+    is_inside = lax.pad(jnp.ones(x.shape, bool), False, edges)
+    zero = jnp.zeros((), x.dtype)
+    return jnp.where(is_inside, lax.pad(x, zero, edges), value)
 
 
 def capture(
