@@ -107,9 +107,9 @@ def clipped_grad(
         long sequences. "two_pass": norms first, and then the gradient of the weighted
         loss. Where terms cancel its sum may exceed the limit without bound. Its factors
         are rounded to the dtype of the loss, which should be float32. Below 1.2e-38
-        they count as 0, and above 1.3e30 as that. It adds up a microbatch in the dtype that parameters are cast to.
-        The backward pass of the loss must be linear, so that it has no
-        `clip_cotangent`. "auto": "ghost" or "one_pass", by the shapes of the loss. One
+        they count as 0, and above 1.3e30 as that. It adds up a microbatch in the dtype
+        that parameters are cast to. The backward pass of the loss must be linear, so
+        that it has no `clip_cotangent`. "auto": "ghost" or "one_pass", by the shapes of the loss. One
         pass then takes no more memory for gradients of examples than a quarter of the
         activations of the batch, or one gradient. `explain_clipped_grad` shows the
         choice.

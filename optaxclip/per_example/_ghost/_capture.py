@@ -313,7 +313,8 @@ def bind(eqn: Any, ins: list[Any], is_wide: bool = False) -> list[Any]:
     """
     params = eqn.params
     if is_wide and eqn.primitive.name == "pad":
-        return [_padded(*widened(ins), params["padding_config"])]
+        x, value = widened(ins)
+        return [_padded(x, value, params["padding_config"])]
     if is_wide and eqn.primitive.name in WIDENED:
         ins = widened(ins)
         for key in ("new_dtype", "preferred_element_type"):
