@@ -19,11 +19,11 @@ from jax.core import Tracer
 from .. import _trees as prefix
 from .._checks import check_choice, check_flag, shown
 from .._jaxpr import has_bits_that_vmap_changes, has_convolution
-from .._mesh import is_on_one_device
+from .._mesh import MeshAxes, is_on_one_device
 from ..shrinks import Shrink, shrink_of
 from ._ghost import Ghost, ghost_of
 from ._ghost._norms import Way
-from ._passes import Run, evened, limits_of
+from ._passes import CANCELS, Run, evened, limits_of
 from ._problem import Places, Problem, Question
 
 METHODS = ("auto", "ghost", "one_pass", "two_pass")
@@ -71,6 +71,7 @@ def clipped_grad(
     microbatch: int | None = None,
     method: str = "auto",
     mean: bool = True,
+    mesh_axes: MeshAxes = "auto",
 ) -> Callable[..., ClippedGrad]:
     """Makes a function that clips the gradient of each example and averages:
     (1 / B) sum_i f_i g_i with f_i = shrink(|g_i|, C) / |g_i|.
@@ -97,20 +98,29 @@ def clipped_grad(
         mesh with Explicit axes, one for each device that shares the batch. It need not
         divide the batch: 32 examples, 9 at once, are 4 times 8. None for the whole
         batch, or for what "auto" chooses.
-      method: how it is computed. All give the same numbers but for rounding. "ghost":
-        from one backward pass, without gradients of examples. "one_pass": the gradients
-        of a microbatch at a time. Often the fastest for narrow networks and long
-        sequences. "two_pass": norms first, and then the gradient of the weighted loss.
-        Its factors are rounded to the dtype of the loss, which should be float32, and
-        below 1.2e-38 count as 0. It adds up a microbatch in the dtype that parameters
-        are cast to. The backward pass of the loss must be linear, so that it has no
-        `clip_cotangent`. "auto": "ghost" or "one_pass", by the shapes of the loss. One
+      method: how it is computed. All give the same numbers but for rounding, and but
+        for what cancels in "ghost". "ghost": from one backward pass, without gradients
+        of examples. An example whose terms cancel to less than 1/128 of their size
+        counts as that long, since it is summed with their rounding. One with inputs of
+        a layer above 2e31 counts as inf where its terms could cancel. "one_pass": the
+        gradients of a microbatch at a time. Often the fastest for narrow networks and
+        long sequences. "two_pass": norms first, and then the gradient of the weighted
+        loss. Where terms cancel its sum may exceed the limit without bound. Its factors
+        are rounded to the dtype of the loss, which should be float32. Below 1.2e-38
+        they count as 0, and above 1.3e30 as that. It adds up a microbatch in the dtype
+        that parameters are cast to. The backward pass of the loss must be linear, so
+        that it has no `clip_cotangent`. "auto": "ghost" or "one_pass", by the shapes of the loss. One
         pass then takes no more memory for gradients of examples than a quarter of the
         activations of the batch, or one gradient. `explain_clipped_grad` shows the
         choice.
       mean: whether to divide by the number of examples that are not masked. False gives
         the sum, in float32 or wider: rounded to bfloat16, one example could change it
         by more than the limit.
+      mesh_axes: over which mesh axes parameters are split, inside shard_map and pmap,
+        so that the norm of an example is that of its whole gradient: "auto" (right in
+        shard_map with check_vma=True, and where the loss joins no devices), names that
+        split every parameter, None for parameters that are whole on each device, or a
+        tree prefix of PartitionSpec. Axes that split the batch are not among them.
 
     Returns:
       A function of the arguments of `loss`, by position, with batches for examples,
@@ -122,13 +132,15 @@ def clipped_grad(
     Raises:
       ValueError: a limit that is negative, NaN or an array, several limits or
         `clip_cotangent` with two passes, an unknown method, a microbatch below 1. From
-        the function: limits that do not fit the parameters, batches whose first axes
-        are missing or differ, or a mask of the wrong shape. "ghost" raises on a mesh
-        with Explicit axes, for symbolic sizes, and for a loss that cannot be split,
-        such as one with refs (`jax.new_ref`). "two_pass" raises for random keys other
-        than threefry's. For a convolution of a batch that jit splits over devices all
-        methods raise, but for "ghost" if each kernel is used once. A split that only
-        `in_shardings` of jit tells is not seen.
+        the function: mesh axes that contradict the types, "auto" for a loss that joins
+        devices (`lax.psum`) in pmap or with check_vma=False, a loss that joins devices
+        with different examples, limits that do not fit the parameters, batches whose
+        first axes are missing or differ, or a mask of the wrong shape. "ghost" raises
+        on a mesh with Explicit axes, for symbolic sizes, and for a loss that cannot be
+        split, such as one with refs (`jax.new_ref`). "two_pass" raises for random keys
+        other than threefry's. For a convolution of a batch that jit splits over devices
+        all methods raise, but for "ghost" if each kernel is used once. A split that
+        only `in_shardings` of jit tells is not seen.
       TypeError: a limit that is not a number, or a shrink that is not a function. From
         the function: parameters that are no floats or complex numbers, places that are
         no ints, arguments by name, and a loss that is not one real number, or lacks the
@@ -168,12 +180,15 @@ def clipped_grad(
             f"factor, but max_norm has {count} limits: use another method, or one "
             "limit."
         )
-    question = Question(call, loss, argnums, shared_argnums, has_aux)
+    roles = argnums, shared_argnums, has_aux, mesh_axes
+    question = Question(call, loss, *roles)
 
     def of_batch(*args: Any, mask: Any = None, **named: Any) -> ClippedGrad:
         problem = question.about(args, named, mask)
         chosen, width, ghost = _choose(problem, method, microbatch)
-        run = Run(problem, limits, limits.groups(problem.params), width)
+        groups = limits.groups(problem.params)
+        own = limits._replace(splits=problem.splits)
+        run = Run(problem, own, groups, width)
         if ghost:
             sums, found = ghost.in_steps(run)
         elif chosen == "two_pass":
@@ -320,6 +335,47 @@ def _hindrance(problem: Problem) -> str:
     return ""
 
 
+class Bounds(NamedTuple):
+    """What is proved, over the limit: see docs/numerics.md."""
+
+    excess: float
+    change: float
+
+
+def _bounds(problem: Problem, method: str, ways: list[Way]) -> Bounds:
+    if method == "two_pass":
+        # Its sum adds up other terms than were measured, and these are not known.
+        return Bounds(np.inf, np.inf)
+    lost, missed = 0.0, 0.0
+    size = problem.present.size
+    for way, leaf in zip(ways, jax.tree.leaves(problem.params)):
+        count = way.positions
+        dtype = np.promote_types(leaf.dtype, np.float32)
+        # The additions of the batch and its microbatches, and the products.
+        sums = _rounding(size * count + size + 4, dtype)
+        for use in way.uses.values():
+            if any(x.dtype == jnp.bfloat16 for x in use.outs):
+                # What two bfloat16 numbers tell of a cotangent times a factor.
+                sums += 2.0**-17
+        if count > 1:
+            sums *= CANCELS + 1
+            _, rows, columns = way.matrices
+            norm = CANCELS * _rounding(count, dtype)
+            if way.name == "gram":
+                square = _rounding(rows + columns + count**2, dtype)
+                norm = np.sqrt(1 + CANCELS**2 * square) - 1
+            missed = max(missed, norm)
+        lost = max(lost, sums)
+    excess = missed + lost
+    return Bounds(excess, excess + 2 * (size - 1) * lost)
+
+
+def _rounding(count: int, dtype: Any) -> float:
+    """What `count` roundings may take from a sum, over the sum of its terms' sizes."""
+    share = count * float(jnp.finfo(dtype).eps) / 2
+    return share / (1 - share) if share < 1 else np.inf
+
+
 class ExplainedLeaf(NamedTuple):
     """How the norms of the gradients by one parameter are found."""
 
@@ -334,11 +390,24 @@ class ExplainedLeaf(NamedTuple):
 
 
 class Explanation(NamedTuple):
-    """What `clipped_grad` does. Its text is a table with a line for each parameter."""
+    """What `clipped_grad` does. Its text is a table with a line for each parameter.
+
+    Attributes:
+      method: the method that was given or chosen.
+      microbatch: how many examples at once, None for the whole batch.
+      leaves: one `ExplainedLeaf` for each parameter.
+      excess: what one example adds to the sum, with the rounding of its terms, is at
+        most C (1 + excess), for the limit C and whatever the example holds.
+      change: with or without one example the sums differ by at most C (1 + change),
+        even if all others were made to cancel. inf where nothing is proved. The bounds
+        hold on a CPU: docs/numerics.md has the proof, and what was measured.
+    """
 
     method: str
     microbatch: int | None
     leaves: list[ExplainedLeaf]
+    excess: float
+    change: float
 
     def __str__(self) -> str:
         width = self.microbatch or "the whole batch"
@@ -346,6 +415,13 @@ class Explanation(NamedTuple):
         rows = [tuple(map(str, leaf)) for leaf in self.leaves]
         widths = [max(map(len, column)) for column in zip(head, *rows)]
         lines = [f"method {self.method}, microbatch: {width}"]
+        if self.excess < np.inf:
+            lines.append(
+                f"an example adds at most 1 + {self.excess:.2g} limits and changes the "
+                f"sum by 1 + {self.change:.2g}"
+            )
+        else:
+            lines.append("what an example adds is not bounded")
         for row in (head, *rows):
             cells = [cell.ljust(size) for cell, size in zip(row, widths)]
             lines.append("  ".join(cells).rstrip())
@@ -376,7 +452,8 @@ def explain_clipped_grad(
 
     Returns:
       A function of the arguments of `loss`, with batches for examples. It returns an
-      `Explanation`, whose text is a table. `kept` is the bytes of the inputs and
+      `Explanation`, whose text is a table. Its `excess` and `change` are what is proved
+      about the share of one example in the sum. `kept` is the bytes of the inputs and
       cotangents of a parameter's uses, for one microbatch. `made` is the bytes that one
       example adds while its norm is computed.
 
@@ -402,6 +479,7 @@ def explain_clipped_grad(
       >>> explain = optaxclip.per_example.explain_clipped_grad(loss)
       >>> print(explain(params, jnp.ones((4, 3))))
       method ghost, microbatch: the whole batch
+      an example adds at most 1 + 7.2e-07 limits and changes the sum by 1 + 5e-06
       parameter  shape   norm by   uses         kept  made
       b          (2,)    gradient  add          32    8
       w          (3, 2)  product   dot_general  80    4
@@ -415,12 +493,12 @@ def explain_clipped_grad(
         chosen, width, ghost = _choose(problem, method, microbatch)
         count = min(width or problem.present.size, problem.present.size)
         entries = jax.tree_util.tree_flatten_with_path(problem.params)[0]
-        rows = []
-        for number, (path, leaf) in enumerate(entries):
+        rows, ways = [], ghost.ways if ghost else []
+        if not ghost:
             # One pass and two passes make whole gradients, and keep nothing of uses.
-            way = Way("gradient", {}, leaf.size)
-            if ghost:
-                way = ghost.ways[number]
+            leaves = jax.tree.leaves(problem.params)
+            ways = [Way("gradient", {}, leaf.size) for leaf in leaves]
+        for (path, leaf), way in zip(entries, ways):
             uses, kept = [], 0
             for use in way.uses.values():
                 uses.append(use.name + " in scan" * bool(use.loops))
@@ -431,6 +509,8 @@ def explain_clipped_grad(
             sizes = [leaf.dtype.itemsize * n for n in (kept, way.size)]
             row = name, leaf.shape, way.name, shown
             rows.append(ExplainedLeaf(*row, *sizes))
-        return Explanation(chosen, width, rows)
+        return Explanation(
+            chosen, width, rows, *_bounds(problem, chosen, ways)
+        )
 
     return of_batch

@@ -12,7 +12,7 @@ from the activations of a microbatch.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -25,7 +25,7 @@ from .. import _trees as prefix
 from .._backward import is_weighted
 from .._checks import check_limit, held_in, shown
 from .._factors import factor_between, stretch
-from .._mesh import split_as
+from .._mesh import Names, split_as
 from .._norms import global_norm
 from ..rules._rule import is_rule
 from ..shrinks import Shrink, shrunk_by
@@ -34,6 +34,10 @@ from ._problem import Problem, typed_as_varying
 Arrays = list[Array]
 # (counts, *examples) -> (terms of a sum, what was found for each example)
 Step = Callable[..., tuple[Any, Any]]
+# How many times longer the terms of a gradient may be than their sum. Where they cancel
+# more, rounding is too large a part of it, and the example counts as longer than it is.
+# Of random signs 2^14 terms cancel as much as that, such as the pixels of an image.
+CANCELS = 128
 # On each device separately: devices that share a batch hold different examples.
 own_norm = partial(global_norm, mesh_axes=None)
 
@@ -48,6 +52,8 @@ class Limits(NamedTuple):
     shrink: Shrink
     entries: tuple[Any, ...] = ()  # (path in the tree, number of the group)
     treedef: Any = None
+    # for each leaf, the mesh axes over which it is split. () if none is
+    splits: Sequence[Names] = ()
 
     def groups(self, tree: Any) -> list[int]:
         """For each leaf, the number of its group."""
@@ -55,19 +61,44 @@ class Limits(NamedTuple):
         return prefix.lookup(prefix.Prefix(self.entries), tree, argument)
 
     def weigh(
-        self, leaves: Arrays, groups: list[int], present: Array
+        self,
+        leaves: Arrays,
+        groups: list[int],
+        present: Array,
+        terms: Arrays | None = None,
     ) -> "Weights":
-        """Norms and factors of gradients with a leading batch axis."""
+        """Norms and factors of gradients with a leading batch axis.
 
-        def of_one(leaves: Arrays) -> Array:
+        `terms` has for each leaf a bound of sum |term| over the terms of an example's
+        gradient that are added up together with those of the others, 0 where it is made
+        before. None if all are made before.
+        """
+
+        splits = self.splits or [()] * len(leaves)
+
+        def of_one(leaves: Arrays, names: Names) -> Array:
             parts: list[Arrays] = [[] for _ in self.values]
-            for leaf, group in zip(leaves, groups):
-                parts[group].append(leaf)
+            for leaf, group, own in zip(leaves, groups, splits):
+                if own == names:
+                    parts[group].append(leaf)
             norms = list(map(own_norm, parts))
             dtype = np.result_type(*norms)
             return jnp.stack([norm.astype(dtype) for norm in norms])
 
-        norms = jax.vmap(of_one, axis_size=present.size)(leaves)
+        def measure(leaves: Arrays) -> Array:
+            each = []
+            # The same order on all devices, which wait for each other.
+            for names in sorted(set(splits)) or [()]:
+                of_all = jax.vmap(of_one, (0, None), axis_size=present.size)
+                each.append(_over_devices(of_all(leaves, names), names))
+            if len(each) == 1:
+                return each[0]
+            return jax.vmap(jax.vmap(own_norm))(each)
+
+        norms = measure(leaves)
+        if terms:
+            least = measure(lax.stop_gradient(terms)) / CANCELS
+            norms = jnp.maximum(norms, least)
         counts = present & jnp.all(jnp.isfinite(norms), axis=1)
         known = jnp.where(counts[:, None], norms, 0.0)
         # A traced limit may be negative, and then counts as 0.
@@ -85,6 +116,20 @@ class Limits(NamedTuple):
             factors=jnp.where(counts[:, None], factor.reported, 0.0),
             counts=counts,
         )
+
+
+def _over_devices(norms: Array, names: Names) -> Array:
+    """The norms of what devices along some mesh axes hold together."""
+    if not names:
+        return norms
+    largest = lax.pmax(lax.stop_gradient(norms), names)
+    # Squares of norms leave the range of float32. NaN and inf stay.
+    is_safe = (largest > 0) & (largest < jnp.inf)
+    largest = jnp.where(is_safe, largest, 1)
+    square = lax.psum((norms / largest) ** 2, names)
+    # The root of 0 has no derivative.
+    root = jnp.sqrt(jnp.where(square == 0, 1, square))
+    return largest * jnp.where(square == 0, 0, root)
 
 
 class Weights(NamedTuple):
@@ -162,20 +207,21 @@ def is_narrow(x: Any) -> bool:
 
 def widened(tree: Any) -> Any:
     """The arrays of a tree, with float32 in the place of 16 bits."""
-    return _changed(lambda x: x.astype(np.float32), tree)
+
+    def wide(x: Any) -> Any:
+        return x.astype(np.float32) if is_narrow(x) else x
+
+    return jax.tree.map(wide, tree)
 
 
-def rounded(tree: Any) -> Any:
-    """The arrays of a tree, where all readers of 16 bits get the same numbers.
+def written(tree: Any) -> Any:
+    """The arrays of a tree, written to memory, where all readers get the same numbers.
 
-    XLA leaves out a rounding to 16 bits before what computes in float32. It would
+    XLA computes what has several readers several times, each time rounded differently,
+    and leaves out a rounding to 16 bits before what computes in float32. It would
     measure other numbers than it adds up.
     """
-    return _changed(lax.optimization_barrier, tree)
-
-
-def _changed(change: Callable[[Any], Any], tree: Any) -> Any:
-    return jax.tree.map(lambda x: change(x) if is_narrow(x) else x, tree)
+    return jax.tree.map(lax.optimization_barrier, tree)
 
 
 class Run(NamedTuple):
@@ -231,10 +277,9 @@ class Run(NamedTuple):
         of_one = jax.value_and_grad(self.problem.of_one, has_aux=True)
         run = jax.vmap(of_one, (None, 0))
         (values, aux), grads = run(self.problem.params, example)
-        # Written once, in the dtype of the parameters: XLA leaves out a rounding to 16
-        # bits before what computes in float32, and on a CPU would write the float64
-        # squares of gradients that only a norm reads.
-        leaves = list(map(lax.optimization_barrier, jax.tree.leaves(grads)))
+        # XLA on a CPU would else write the float64 squares of gradients that only a
+        # norm reads.
+        leaves = written(jax.tree.leaves(grads))
         weights = self.limits.weigh(leaves, self.groups, present)
         return leaves, (weights, values, aux)
 
@@ -246,9 +291,11 @@ class Run(NamedTuple):
             run = jax.vmap(self.problem.of_one, (None, 0))
             return run(params, example)[0]
 
-        # Here a factor must be one number, so it ends at the range of its dtype.
+        # Here a factor must be one number. What was flushed to 0 when norms were taken
+        # is not flushed in what is weighted, and must stay short: 2^100 in float32.
         factor = stretch(jnp.ones_like(root), root)
-        factor = jnp.minimum(factor, jnp.finfo(factor.dtype).max)
+        most = float(jnp.finfo(factor.dtype).max) ** (100 / 128)
+        factor = jnp.minimum(factor, most)
         # sum_i f_i g_i is the derivative of sum_i f_i loss_i.
         with is_weighted(True):
             values, pull = jax.vjp(values_of, self.problem.params)

@@ -12,7 +12,17 @@ import jax.numpy as jnp
 
 from .. import _trees as prefix
 from .._checks import shown
-from .._mesh import varying_over
+from .._jaxpr import every_equation
+from .._mesh import (
+    MeshAxes,
+    Names,
+    has_types,
+    listed,
+    manual_axes,
+    splits,
+    varying,
+    varying_over,
+)
 from .._trees import check_leaves
 
 # As in jax.grad: for an int the gradient is a tree, for (0,) a tuple of one.
@@ -28,6 +38,8 @@ class Problem(NamedTuple):
     params: Any
     batch: tuple[Any, ...]
     present: jax.Array  # bool[batch]: not masked
+    # For each parameter, the mesh axes over which its gradient is split
+    splits: list[Names]
 
     def program(self) -> tuple[Any, Any]:
         """The program of the loss of one example, and the types of what it returns."""
@@ -51,6 +63,7 @@ class Question(NamedTuple):
     argnums: Places
     shared_argnums: Places
     has_aux: bool
+    mesh_axes: MeshAxes = "auto"
 
     def about(
         self, args: tuple[Any, ...], named: dict[str, Any], mask: Any = None
@@ -79,7 +92,6 @@ class Question(NamedTuple):
         size = self._size({place: args[place] for place in places})
         batch = jax.tree.map(jnp.asarray, tuple(args[k] for k in places))
         params = self._arrays([args[place] for place in learned])
-        params = [typed_as_varying(batch, each) for each in params]
         is_tree = not isinstance(self.argnums, (tuple, list))
 
         def of_one(params: Any, example: Any) -> tuple[jax.Array, Any]:
@@ -100,7 +112,59 @@ class Question(NamedTuple):
                 f"{present.dtype}{list(present.shape)}."
             )
         params = params[0] if is_tree else tuple(params)
-        return Problem(of_one, params, batch, present)
+        over = self._splits(params, batch)
+        params = typed_as_varying(batch, params)
+        problem = Problem(of_one, params, batch, present, over)
+        self._check_joins(problem)
+        return problem
+
+    def _splits(self, params: Any, batch: Any) -> list[Names]:
+        """For each parameter, the mesh axes over which its gradient is split."""
+        shared = _varying(batch)
+        leaves = jax.tree.leaves(params)
+        if isinstance(self.mesh_axes, str) and self.mesh_axes == "auto":
+            # Along axes of the batch devices hold gradients of different examples.
+            found = [varying(leaf) - shared for leaf in leaves]
+        else:
+            every = [None] * len(leaves)
+            each = splits(self.mesh_axes, params, every, self.call)
+            found = [frozenset(split.summed) for split in each]
+        for names in found:
+            if names & shared:
+                raise ValueError(
+                    f"{self.call}: mesh_axes={self.mesh_axes!r} names "
+                    f"{listed(names & shared)}, which splits the batch, so that a "
+                    "device has examples of its own. Gather the parameters first."
+                )
+        return [tuple(sorted(names)) for names in found]
+
+    def _check_joins(self, problem: Problem) -> None:
+        """Raises ValueError for a loss that joins devices in a way that norms of
+        examples are not known.
+        """
+        manual = manual_axes()
+        if not manual:
+            return
+        shared = _varying(problem.batch)
+        is_auto = isinstance(self.mesh_axes, str) and self.mesh_axes == "auto"
+        for eqn in problem.program()[0].jaxpr.eqns:
+            for each in every_equation(eqn):
+                joined = _joined_axes(each) & set(manual)
+                name = each.primitive.name
+                if joined & shared:
+                    raise ValueError(
+                        f"{self.call}: the loss of one example has a {name} over "
+                        f"{listed(joined & shared)}, which splits the batch, and so "
+                        "joins different examples. Gather parameters before the call, "
+                        "and add up the gradients after it."
+                    )
+                if joined and is_auto and not has_types(manual):
+                    raise ValueError(
+                        f"{self.call}: mesh_axes='auto' cannot tell how parameters are "
+                        f"split without types (pmap, check_vma=False), and the loss "
+                        f"has a {name} over {listed(joined)}: name mesh axes, or give "
+                        "None if each device has all parameters."
+                    )
 
     def _listed(self, role: str, count: int) -> list[int]:
         """The places of the arguments with a role."""
@@ -198,8 +262,21 @@ def typed_as_varying(kinds: Any, values: Any) -> Any:
     In shard_map the gradient by parameters of any other type comes summed over devices,
     and the examples in it cannot be told apart.
     """
-    names = set[str]()
-    for kind in map(jax.typeof, jax.tree.leaves(kinds)):
-        names |= kind.manual_axis_type.varying
+    names = _varying(kinds)
     typed = partial(varying_over, names=sorted(names))
     return jax.tree.map(typed, values) if names else values
+
+
+def _varying(tree: Any) -> frozenset[str]:
+    """The mesh axes along which some array of a tree differs."""
+    return frozenset[str]().union(*map(varying, jax.tree.leaves(tree)))
+
+
+def _joined_axes(eqn: Any) -> set[str]:
+    """The mesh axes along which an equation joins values of several devices."""
+    if eqn.primitive.name in ("axis_index", "pvary", "pcast"):
+        return set()
+    found = eqn.params.get("axes", eqn.params.get("axis_name", ()))
+    found = (found,) if isinstance(found, str) else found
+    # Of a sum on one device the axes are numbers.
+    return {name for name in found or () if isinstance(name, str)}

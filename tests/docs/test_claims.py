@@ -204,7 +204,7 @@ def test_norms_that_never_change_are_not_outliers():
             optaxclip.rules.windowed_mean(6, 128),
             optaxclip.rules.windowed_mean(3, 100, ddof=1, current=True),
             optaxclip.rules.log_z_score(warmup=5),
-            optaxclip.rules.ema_ratio(1.0),
+            optaxclip.rules.ema_ratio(1.0, remember="raw"),
             optaxclip.rules.ema(),
         ):
             result = optaxclip.replay.run(rule, np.full(300, level, np.float32))

@@ -76,6 +76,39 @@ def test_a_model_of_flax_nnx():
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("method", ["ghost", "one_pass", "two_pass"])
+def test_batch_norm_and_dropout_of_flax_nnx(method):
+    nnx = pytest.importorskip("flax.nnx")
+
+    class Model(nnx.Module):
+        def __init__(self, rngs):
+            self.inner = nnx.Linear(3, 4, rngs=rngs)
+            self.norm = nnx.BatchNorm(4, rngs=rngs)
+            self.drop = nnx.Dropout(0.5, rngs=rngs)
+
+        def __call__(self, x):
+            return self.drop(self.norm(self.inner(x)))
+
+    with jax.numpy_rank_promotion("allow"):
+        graph, params, rest = nnx.split(Model(nnx.Rngs(0)), nnx.Param, ...)
+
+        def loss(params, rest, x, key):
+            model = nnx.merge(graph, params, rest, copy=True)
+            model.norm.use_running_average = True
+            nnx.reseed(model, default=key)
+            return jnp.sum(model(x) ** 2)
+
+        x = np.random.default_rng(0).standard_normal((4, 3)).astype(np.float32)
+        keys = jax.random.split(jax.random.key(1), 4)
+        grad = clipped_grad(loss, 1.0, shared_argnums=1, method=method)
+        found = jax.jit(grad)(params, rest, x, keys)
+        every = jax.vmap(jax.grad(loss), (None, None, 0, 0))(params, rest, x, keys)
+    leaves = [np.asarray(g).reshape(4, -1) for g in jax.tree.leaves(every)]
+    norms = np.linalg.norm(np.concatenate(leaves, 1).astype(np.float64), axis=1)
+    np.testing.assert_allclose(found.norms, norms, rtol=1e-5)
+
+
+@pytest.mark.slow
 def test_a_model_of_flax_linen():
     nn = pytest.importorskip("flax.linen")
 

@@ -26,14 +26,15 @@ from jax import Array, lax
 
 from ..._factors import stretch
 from ..._jaxpr import has_backward_rule
+from ..._mesh import varying
 from .._passes import (
     Arrays,
     Run,
     Weights,
     along_batch,
     in_microbatches,
-    rounded,
     widened,
+    written,
 )
 from .._problem import Problem, typed_as_varying
 from ._capture import (
@@ -45,7 +46,7 @@ from ._capture import (
     capture,
     split_loss,
 )
-from ._norms import Part, Way, factors_of, norm_by, ways_of
+from ._norms import Part, Way, factors_of, norm_by, terms_of, ways_of
 
 Book = list[Captured]  # of each use
 LITTLE = 2**20  # bytes that are not worth a loop
@@ -72,11 +73,13 @@ class Ghost(NamedTuple):
             # Gradients by some parameters, norms of gradients by others: their norm is
             # that of the gradient.
             found = [jnp.zeros(present.size) for _ in self.ways]
+            terms = list(found)
             for leaf, grads in zip(self.made, self._gradients(book)):
                 found[leaf] = grads
             for leaf in self.factored:
-                found[leaf] = _norms(self.ways[leaf], book, present)
-            weights = run.limits.weigh(found, run.groups, present)
+                norms = _norms(self.ways[leaf], book, present)
+                found[leaf], terms[leaf] = norms
+            weights = run.limits.weigh(found, run.groups, present, terms)
             sums = self._sums(book, found, weights, run.groups)
             values, aux = jax.tree.unflatten(self.out_tree, outs)
             return sums, (weights, values, aux)
@@ -98,7 +101,7 @@ class Ghost(NamedTuple):
             return pull(typed)[0]
 
         own = [book[number] for number in self.uses]
-        return rounded(jax.vmap(of_one)(own)) if own else []
+        return written(jax.vmap(of_one)(own)) if own else []
 
     def _vjp(self, outputs: Callable[[Any], Any], leaves: list[int]) -> Any:
         """The derivative by some parameters, in float32 or wider."""
@@ -186,11 +189,18 @@ def _as(x: Array, y: Array) -> Array:
     return x.astype(y.dtype)
 
 
-def _norms(way: Way, book: Book, counts: Array) -> Array:
-    """The norms of the examples' gradients by a parameter that has factors."""
+def _norms(way: Way, book: Book, counts: Array) -> tuple[Array, Array]:
+    """The norms of the examples' gradients by a parameter that has factors, and bounds
+    of their terms.
+    """
 
-    def step(_: Array, own: Book) -> tuple[None, Array]:
-        return None, norm_by(way, list(map(factors_of, way.parts, own)))
+    def step(_: Array, own: Book) -> tuple[None, tuple[Array, Array]]:
+        pairs = list(map(factors_of, way.parts, own))
+        norm = norm_by(way, pairs)
+        # A gradient of one term has nothing that cancels.
+        is_sum = way.name != "product"
+        terms = terms_of(pairs) if is_sum else jnp.zeros_like(norm)
+        return None, (norm, terms)
 
     width = _width(way, book, counts.size)
     return in_microbatches(step, None, counts, (way.own(book),), width)[1]
@@ -243,6 +253,9 @@ def _after(before: Array, counts: Array) -> Array:
     XLA on a CPU computes as soon as it can. It would copy what was captured at all uses
     before it sums the first, which took a third more memory.
     """
+    if not varying(before) <= varying(counts):
+        # It would give the type of a split parameter to all sums that follow.
+        return counts
     first = jnp.real(before.reshape(-1)[0])
     # True for every number, NaN included.
     return counts & ((first >= 0) | (first < 0) | jnp.isnan(first))

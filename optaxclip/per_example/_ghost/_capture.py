@@ -40,7 +40,8 @@ from ..._jaxpr import (
     has_refs,
     is_stop,
 )
-from .._passes import is_narrow, rounded, widened
+from ..._mesh import varying_as
+from .._passes import is_narrow, widened, written
 from .._problem import typed_as_varying
 
 # Uses that are sums: their gradient does not need what comes in beside the operand.
@@ -311,6 +312,9 @@ def bind(eqn: Any, ins: list[Any], is_wide: bool = False) -> list[Any]:
     that can be.
     """
     params = eqn.params
+    if is_wide and eqn.primitive.name == "pad":
+        x, value = widened(ins)
+        return [_padded(x, value, params["padding_config"])]
     if is_wide and eqn.primitive.name in WIDENED:
         ins = widened(ins)
         for key in ("new_dtype", "preferred_element_type"):
@@ -327,6 +331,13 @@ def bind(eqn: Any, ins: list[Any], is_wide: bool = False) -> list[Any]:
     return list(outs) if eqn.primitive.multiple_results else [outs]
 
 
+def _padded(x: Array, value: Array, edges: Any) -> Array:
+    """lax.pad, which JAX 0.10.2 cannot differentiate by the value alone."""
+    is_inside = lax.pad(jnp.ones(x.shape, bool), False, edges)
+    zero = jnp.zeros((), x.dtype)
+    return jnp.where(is_inside, lax.pad(x, zero, edges), value)
+
+
 def capture(
     program: Program, params: list[Array], batch: list[Array]
 ) -> tuple[list[Array], list[Captured]]:
@@ -338,11 +349,13 @@ def capture(
         # In shard_map the cotangent of another type would be summed over devices.
         return typed_as_varying(batch, zero)
 
+    def tap(use: Use, out: Any) -> Array:
+        return varying_as(zeros((*use.loops, *out.shape), out.dtype), out)
+
     # [example, *turns, ...]: stands for an output, to get its cotangent.
     taps = []
     for use in uses:
-        outs = [use.outs[k] for k in use.tapped]
-        taps.append([zeros((*use.loops, *x.shape), x.dtype) for x in outs])
+        taps.append([tap(use, use.outs[k]) for k in use.tapped])
 
     def of_one(example: Any, taps: Any, zero: Array) -> Any:
         args = [*params, *example]
@@ -355,7 +368,7 @@ def capture(
     values, pull, (aux, inputs) = jax.vjp(of_all, taps, has_aux=True)
     # Each tap belongs to one example, so that one pass gives all cotangents.
     (cotangents,) = pull(jnp.ones_like(values))
-    return [values, *aux], list(zip(*rounded((inputs, cotangents))))
+    return [values, *aux], list(zip(*written((inputs, cotangents))))
 
 
 def _run(
