@@ -12,7 +12,7 @@ A clipper answers three questions. How long is the gradient? (norm) How long may
     wrappers     skip_nonfinite, skip_spikes, skip_step, carry_clipped, constrain,
                  reset_momentum
     once         clip_grads(grads, max_norm) -> (grads, norm)
-    reading      metrics, record_norm, record_spikes
+    reading      metrics, record_norm, record_spikes, record_health
     weights      qk_clip, Heads
     backward     clip_cotangent, scale_cotangent
     your own     clip_by, rescale
@@ -22,6 +22,7 @@ A clipper answers three questions. How long is the gradient? (norm) How long may
     rules        limits that follow the run: rules.growth(), rules.z_score() ...
     shrinks      shrinks.hard, shrinks.smooth ...
     per_example  clipped_grad and functions named as in optax
+    doctor       `python -m optaxclip.doctor log.jsonl` says why a run breaks
     replay       rules over recorded norms, also as `python -m optaxclip.replay`
     dropin       functions named as in torch, TensorFlow and Keras
 
@@ -62,6 +63,7 @@ from ._clippers._spam import spam
 from ._clippers._spectral import clip_by_spectral_norm, spectral_norm
 from ._clippers._zclip import zclip
 from ._factors import rescale
+from ._health import record_health
 from ._mesh import check_replicated
 from ._metrics import metrics
 from ._names import with_our_names
@@ -115,6 +117,7 @@ __all__ = [
     "metrics",
     "per_example",
     "qk_clip",
+    "record_health",
     "record_norm",
     "record_spikes",
     "replay",

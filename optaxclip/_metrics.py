@@ -15,6 +15,7 @@ import numpy as np
 from jax.core import Tracer
 
 from ._clippers._record_spikes import SpikeState
+from ._health import HEALTH, HealthState, health_rows
 from ._reported import reported_states
 from ._state import ClipState, counts_of, is_vector, with_layers
 from ._wrappers._skipping import SkipState
@@ -61,7 +62,9 @@ SPIKE = (
     "score_recent",
 )
 # A dict keeps their order for the error of `only`. Some kinds share names.
-NAMES = dict.fromkeys((*CLIP, *UNITS, *SUMMARY, *ELEMENTS, *SKIP, *SPIKE))
+NAMES = dict.fromkeys(
+    (*CLIP, *UNITS, *SUMMARY, *ELEMENTS, *SKIP, *SPIKE, *HEALTH)
+)
 
 
 class Row(NamedTuple):
@@ -171,6 +174,12 @@ def metrics(
         spike/spiked_count            steps that were
         spike/score                   their share of all steps, in [0, 1]
         spike/score_recent            the same of about the last 10,000 steps
+
+      Of `record_health`, of each tensor (with `summary` the largest of all, of the
+      entropy the least):
+
+        health/norm, health/weight_norm, health/ratio, health/cosine, health/zeros,
+        health/subnormals, health/nonfinite, health/entropy, health/dead_rows
 
       A clipper with one norm for each tensor or group adds the path:
       `clip/norm_before/blocks/w`. Of stacked layers the one furthest over its limit is
@@ -284,6 +293,12 @@ def _rows(state: Any, options: Options) -> Iterator[Row]:
         numbers = _spike_numbers(state._replace(memory=(), loss_memory=()))
     elif isinstance(state, ClipState):
         yield from _clip_rows(state, options)
+        return
+    elif isinstance(state, HealthState):
+        asked = {"summary": options.summary, "layers": options.layers}
+        for row in health_rows(state, **asked):
+            if row[0] in options.only:
+                yield Row(*row)
         return
     else:  # ClipByValueState and SpamState.
         numbers = dict(zip(ELEMENTS, state.elements))

@@ -11,6 +11,7 @@ from jax.tree_util import DictKey
 from ._clippers._by_value import ClipByValueState
 from ._clippers._record_spikes import SpikeState
 from ._clippers._spam import SpamState
+from ._health import HealthState
 from ._state import ALL, ClipState, check_one_model
 from ._trees import unboxed
 from ._wrappers._skipping import SkipState
@@ -21,6 +22,7 @@ PREFIXES = {
     SpamState: "clip",
     SkipState: "skip",
     SpikeState: "spike",
+    HealthState: "health",
 }
 # What holds no arrays, or is not read. `nnx.state` makes a mapping of each state, which
 # may lack these.
@@ -32,6 +34,9 @@ OPTIONAL = {
     "inner_state",
     "units_clipped",
     "elements",
+    "signs",
+    "idle",
+    "dead",
 }
 # Names of fields in which flax NNX and optax keep a state within a state.
 FIELDS = {
@@ -145,6 +150,12 @@ def _from_mapping(kind: Any, fields: Mapping[str, Any]) -> Any:
     if kind is SkipState:
         # What it wraps has clippers of its own.
         values["inner_state"] = _as_states(values["inner_state"])[0]
+    if kind is HealthState:
+        values["norms"] = _from_mapping(ClipState, values["norms"])
+        empty = {
+            name: values[name] or {} for name in ("signs", "idle", "dead")
+        }
+        values |= empty
     if isinstance(values.get("elements"), Mapping):
         values["elements"] = tuple(values["elements"].values())
     return kind(**values)
