@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Collection, Iterator
 from functools import partial
 from typing import Any, NamedTuple
@@ -22,7 +21,7 @@ from ._kernel import make_clipper
 from ._mesh import MeshAxes
 from ._norms import Norms, TensorNorm, check_measure
 from ._state import PLACEHOLDER, ClipState, counts_of, with_layers
-from ._sums import plain_sum
+from ._sums import count_of, plain_sum
 from ._trees import Stacked, clipped_leaves
 
 CALL = "record_health"
@@ -56,9 +55,9 @@ class Asked(NamedTuple):
     """What is recorded. Static, so that equal recorders share a program."""
 
     measure: TensorNorm
-    signs: tuple[str, ...]
+    values: bool
     patience: int
-    every: int | None
+    entropy_every: int | None
 
 
 def record_health(
@@ -107,9 +106,9 @@ def record_health(
       embeddings: the path of a leaf, such as "embed/table", or several, whose rows are
         counted. A row is an entry along axis 0. Each keeps an integer.
       patience: steps without a gradient after which a row is dead. At least 1.
-      entropy_every: every how many steps the entropy is computed, of 64 rows and
-        columns in equal distances. In other steps the last one stays. None for never.
-        A leaf with fewer than two dimensions has the entropy 1.
+      entropy_every: every how many steps the entropy is computed, of at most 64 rows
+        and columns in equal distances of the last two axes. In other steps the last one
+        stays. None for never. A leaf without a second axis has the entropy 1.
       stacked: which axes of a leaf count layers, each of which has its own numbers: 1
         for the leading axis, 2 for the two leading ones, (1,) for axis 1, a tree prefix
         of these, or a function of path and leaf. `metrics` shows the largest, and with
@@ -149,30 +148,28 @@ def record_health(
     check_length(f"{CALL}: patience", patience)
     if entropy_every is not None:
         check_length(f"{CALL}: entropy_every", entropy_every)
-    one_name = isinstance(embeddings, str)
-    tables = [embeddings] if one_name else list(embeddings)
+    tables = [embeddings] if isinstance(embeddings, str) else list(embeddings)
     options = {"stacked": stacked, "mesh_axes": mesh_axes}
     measure = TensorNorm(**check_measure(CALL, None, **options))
+    asked = Asked(measure, values, patience, entropy_every)
     signs = OF_WEIGHTS if weights else ()
     signs += OF_VALUES if values else ()
     signs += ("entropy",) if entropy_every else ()
-    asked = Asked(measure, signs, patience, entropy_every)
 
     def init(params: Any) -> HealthState:
-        norms = _recorder(measure).init(params)
-        idle = dict.fromkeys(tables, jnp.zeros((), jnp.int32))
+        norms: Any = _recorder(measure).init(params)
+        sizes: dict[str, Any] = dict.fromkeys(tables, ())
         # optax.tree_map_params calls init without parameters.
         if not isinstance(params, PLACEHOLDER):
-            leaves = _by_path(clipped_leaves(params, CALL))
-            for name in tables:
-                size = len(_table(leaves, name))
-                idle[name] = jnp.zeros(size, jnp.int32)
+            tree = clipped_leaves(params, CALL)
+            sizes = {name: len(_table(tree, name)) for name in tables}
         # Each is its own array, so that the state can be donated.
-        first = {}
-        for sign in signs:
-            first[sign] = jnp.zeros_like(norms.norm, jnp.float32)
-        dead = {name: jnp.zeros((), jnp.float32) for name in tables}
-        return HealthState(norms, first, idle, dead)
+        return HealthState(
+            norms,
+            {x: jnp.zeros_like(norms.norm, jnp.float32) for x in signs},
+            {x: jnp.zeros(size, jnp.int32) for x, size in sizes.items()},
+            {x: jnp.zeros((), jnp.float32) for x in tables},
+        )
 
     def update(
         updates: Any, state: Any, params: Any = None, **_: Any
@@ -200,142 +197,130 @@ def _after_step(
     norms = asked.measure(tree)
     update = _recorder(asked.measure).update
 
-    def vector(numbers: list[Any]) -> jax.Array:
+    def recorded(numbers: list[Any]) -> Any:
         # The kernel puts numbers of leaves where their norms are.
         own = norms.treedef.unflatten(numbers)
-        return update(tree, state.norms, grad_norm=own)[1].norm
+        return update(tree, state.norms, grad_norm=own)[1]
 
+    def vector(numbers: list[Any]) -> jax.Array:
+        return recorded(numbers).norm.astype(jnp.float32)
+
+    lengths = jax.tree.leaves(norms.tree())
     found = {}
     if weights is not None:
-        found |= _of_weights(asked.measure, norms, tree, weights)
-    if "zeros" in asked.signs:
+        of_weights = jax.tree.leaves(asked.measure(weights).tree())
+        found["weight_norm"] = of_weights
+        dots = _dots(norms, tree, weights)
+        found["cosine"] = list(map(_cosine, dots, lengths, of_weights))
+    if asked.values:
         found |= _of_values(norms, tree)
-    signs = {name: vector(each) for name, each in found.items()}
-    if asked.every:
+    signs = {name: vector(numbers) for name, numbers in found.items()}
+    if asked.entropy_every:
         _check_whole(norms, "entropy_every")
         signs["entropy"] = lax.cond(
-            state.step % asked.every == 0,
-            lambda: vector(_entropies(norms, tree)).astype(jnp.float32),
+            state.step % asked.entropy_every == 0,
+            lambda: vector(_entropies(norms, tree)),
             lambda: state.signs["entropy"],
         )
-    signs = {name: signs[name].astype(jnp.float32) for name in signs}
-    idle, dead = {}, {}
     if state.idle:
         _check_whole(norms, "embeddings")
+    idle, dead = {}, {}
     for name, steps in state.idle.items():
-        table = _table(_by_path(tree), name)
+        table = _table(tree, name)
         alive = jnp.any(table != 0, tuple(range(1, table.ndim)))
         # An Explicit mesh would split it like the rows of the table.
         alive = mesh.resharded(alive)
         idle[name] = jnp.where(alive, 0, jnp.minimum(steps, 2**30) + 1)
         is_dead = idle[name] >= asked.patience
         dead[name] = jnp.mean(is_dead, dtype=jnp.float32)
-    own = update(tree, state.norms, grad_norm=norms.tree())[1]
-    return HealthState(own, signs, idle, dead)
+    return HealthState(recorded(lengths), signs, idle, dead)
 
 
 # ------------------------------------------------------------------- numbers of leaves
 
 
-def _of_weights(
-    measure: TensorNorm, norms: Norms, tree: Any, weights: Any
-) -> dict[str, list[Any]]:
-    lengths = jax.tree.leaves(norms.tree())
-    of_weights = jax.tree.leaves(measure(weights).tree())
+def _sums(norms: Norms, arrays: list[Any]) -> list[jax.Array]:
+    """The sum of each array on all devices, over what the norm of its leaf sums."""
+    terms, names = [], []
+    for x, leaf in zip(arrays, norms.leaves):
+        terms.append(plain_sum(x, leaf.dims))
+        names.append(tuple(sorted(leaf.split.summed)))
+    return mesh.joined(lax.psum, terms, names)
+
+
+def _dots(norms: Norms, tree: Any, weights: Any) -> list[jax.Array]:
     products = []
     for x, w in zip(jax.tree.leaves(tree), jax.tree.leaves(weights)):
         wide = np.promote_types(jnp.result_type(x, w), np.float32)
-        products.append(jnp.real(jnp.conj(x.astype(wide)) * w.astype(wide)))
-    cosines = []
-    dots = _sums(norms, products, plain_sum)
-    for dot, one, two in zip(dots, lengths, of_weights):
-        is_zero = (one == 0) | (two == 0)
-        cosine = dot / jnp.where(is_zero, 1, one) / jnp.where(is_zero, 1, two)
-        cosines.append(jnp.where(is_zero, 0, cosine))
-    return {"weight_norm": of_weights, "cosine": cosines}
+        product = jnp.conj(x.astype(wide)) * w.astype(wide)
+        products.append(jnp.real(product))
+    return _sums(norms, products)
+
+
+def _cosine(dot: Any, one: Any, two: Any) -> jax.Array:
+    is_zero = (one == 0) | (two == 0)
+    one, two = jnp.where(is_zero, 1, one), jnp.where(is_zero, 1, two)
+    # Divided one by one: the product of two norms may leave the range.
+    return jnp.where(is_zero, 0, dot / one / two)
 
 
 def _of_values(norms: Norms, tree: Any) -> dict[str, list[Any]]:
-    zeros, small, broken, sizes = [], [], [], []
-    for x in jax.tree.leaves(tree):
+    zeros, small, broken, counts = [], [], [], []
+    for x, leaf in zip(jax.tree.leaves(tree), norms.leaves):
         x = jnp.abs(x)
         info = jnp.finfo(x.dtype)
         unsigned = np.dtype(f"uint{info.bits}")
         # As integers: a CPU takes subnormal numbers for 0.
         bits = lax.bitcast_convert_type(x, unsigned)
         normal = np.asarray(info.tiny, x.dtype).view(unsigned)
-        zeros.append(bits == 0)
-        small.append((bits > 0) & (bits < normal))
-        broken.append(~jnp.isfinite(x))
-        sizes.append(jnp.ones_like(bits))
-    counts = []
-    for each in (zeros, small, broken, sizes):
-        counts.append(_sums(norms, each, _count))
+        zeros.append((bits == 0).astype(jnp.float32))
+        is_small = (bits > 0) & (bits < normal)
+        small.append(is_small.astype(jnp.float32))
+        broken.append((~jnp.isfinite(x)).astype(jnp.float32))
+        devices = mesh.axes_size(leaf.split.summed)
+        counts.append(count_of(x, leaf.dims, devices))
     shares = []
-    for each in counts[:2]:
-        shares.append([x / size for x, size in zip(each, counts[3])])
-    return {
-        "zeros": shares[0],
-        "subnormals": shares[1],
-        "nonfinite": counts[2],
-    }
-
-
-def _count(x: jax.Array, dims: Any) -> jax.Array:
-    # float32 would stop counting at 2^24.
-    keep = dims is not None
-    count = jnp.sum(x, dims, dtype=jnp.int32, keepdims=keep)
-    return count.astype(jnp.float32)
-
-
-def _sums(norms: Norms, arrays: list[Any], sum_of: Any) -> list[jax.Array]:
-    """The sum of each array on all devices, over what the norm of its leaf sums."""
-    pairs = zip(arrays, norms.leaves)
-    terms = [sum_of(x, leaf.dims) for x, leaf in pairs]
-    names = [tuple(sorted(leaf.split.summed)) for leaf in norms.leaves]
-    return mesh.joined(lax.psum, terms, names)
+    for each in (zeros, small):
+        pairs = zip(_sums(norms, each), counts)
+        shares.append([x / count for x, count in pairs])
+    return dict(zip(OF_VALUES, [*shares, _sums(norms, broken)]))
 
 
 def _entropies(norms: Norms, tree: Any) -> list[jax.Array]:
     found = []
-    for x, leaf, norm in zip(jax.tree.leaves(tree), norms.leaves, norms.each):
-        rest = range(x.ndim) if leaf.dims is None else leaf.dims
-        layers = [axis for axis in range(x.ndim) if axis not in rest]
+    leaves = jax.tree.leaves(tree)
+    for x, leaf, norm in zip(leaves, norms.leaves, norms.each):
+        layers = ()
+        if leaf.dims is not None:
+            layers = trees.other_axes(leaf.dims, x.ndim)
         own = jnp.moveaxis(x, layers, range(len(layers)))
-        if len(rest) < 2:
+        if own.ndim - len(layers) < 2:
             found.append(jnp.ones_like(norm))
             continue
-        rows, columns = own.shape[-2:]
-        own = own[..., :: _stride(rows), :: _stride(columns)]
-        size = math.prod(own.shape[len(layers) : -1])
-        own = own.reshape(-1, size, own.shape[-1]).astype(norm.dtype)
-        found.append(_entropy(own).reshape(norm.shape))
+        rows, columns = (-(-size // SAMPLE) for size in own.shape[-2:])
+        wide = np.promote_types(own.dtype, norm.dtype)
+        each = _entropy(own[..., ::rows, ::columns].astype(wide))
+        rest = tuple(range(len(layers), each.ndim))
+        found.append(jnp.mean(each, rest).reshape(norm.shape))
     return found
-
-
-def _stride(size: int) -> int:
-    return -(-size // SAMPLE)
 
 
 def _entropy(matrices: jax.Array) -> jax.Array:
     """[..., m, n] -> [...]"""
-    # Divided by the largest first, so that no square leaves the range.
     values = jnp.linalg.svd(matrices, compute_uv=False)
+    # Divided by the largest first, so that no square leaves the range.
     largest = values[..., :1]
-    shares = (values / jnp.where(largest == 0, 1, largest)) ** 2
-    total = jnp.sum(shares, -1, keepdims=True)
-    shares = shares / jnp.where(total == 0, 1, total)
+    squares = (values / jnp.where(largest == 0, 1, largest)) ** 2
+    total = jnp.sum(squares, -1, keepdims=True)
+    shares = squares / jnp.where(total == 0, 1, total)
     logs = jnp.log(jnp.where(shares == 0, 1, shares))
-    most = math.log(max(values.shape[-1], 2))
-    return -jnp.sum(shares * logs, -1) / most
+    return -jnp.sum(shares * logs, -1) / np.log(max(values.shape[-1], 2))
 
 
-def _by_path(tree: Any) -> dict[str, Any]:
-    entries = jax.tree_util.tree_flatten_with_path(tree)[0]
-    return {trees.name(path): leaf for path, leaf in entries}
-
-
-def _table(leaves: dict[str, Any], name: str) -> Any:
+def _table(tree: Any, name: str) -> Any:
+    leaves = {}
+    for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
+        leaves[trees.name(path)] = leaf
     if name not in leaves or not jnp.ndim(leaves[name]):
         raise ValueError(
             f"{CALL}: embeddings must name leaves with rows, got {name!r}. There are "
@@ -365,33 +350,33 @@ def health_rows(
     parts = counts_of(state.norms)
     if layers and not summary:
         parts = with_layers(state.norms, "metrics")
-    names = [name for part in parts for name in part]
-    counts = [count or 1 for part in parts for count in part.values()]
-    if summary:
-        names, counts = [""], [sum(counts)]
-    found = _numbers(tuple(counts), state) if sum(counts) else {}
-    for sign in HEALTH:
-        yield from ((sign, *pair) for pair in zip(names, found.get(sign, ())))
+    counts = {name: count for part in parts for name, count in part.items()}
+    sizes = [count or 1 for count in counts.values()]
+    if summary and sizes:
+        counts, sizes = {"": None}, [sum(sizes)]
+    found = _largest(tuple(sizes), state)
+    for sign in found:
+        for name, value in zip(counts, found[sign]):
+            yield sign, name, value
     for name, share in state.dead.items():
         yield "dead_rows", name, share
 
 
 @partial(jax.jit, static_argnums=0)
-def _numbers(
-    counts: tuple[int, ...], state: HealthState
+def _largest(
+    sizes: tuple[int, ...], state: HealthState
 ) -> dict[str, list[jax.Array]]:
-    """Of each sign its largest value in so many entries, and of entropies the least."""
-    norm, signs = state.norms.norm, dict(state.signs)
-    signs["norm"] = norm
+    """Of each sign the largest of so many entries, and of entropies the least."""
+    norm = state.norms.norm
+    signs = {"norm": norm, **state.signs}
     if "weight_norm" in signs:
-        ratio = norm / signs["weight_norm"]
-        signs["ratio"] = jnp.where(norm == 0, 0, ratio).astype(jnp.float32)
+        ratio = jnp.where(norm == 0, 0, norm / signs["weight_norm"])
+        signs["ratio"] = ratio.astype(jnp.float32)
     found = {}
     for sign, numbers in signs.items():
-        flat = jnp.ravel(numbers)
         found[sign] = []
-        for start, count in zip(np.cumsum((0, *counts)), counts):
-            own = flat[start : start + count]
+        parts = jnp.split(jnp.ravel(numbers), np.cumsum(sizes)[:-1])
+        for own in parts[: len(sizes)]:
             size = -own if sign == "entropy" else jnp.abs(own)
             found[sign].append(own[jnp.argmax(size)])
     return found

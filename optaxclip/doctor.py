@@ -7,11 +7,11 @@
 
     cause             is named from the first step at which
     not finite        a tensor has an element that is NaN or inf
-    bad batch         the norm is 5 times the largest of the 20 before
-    learning rate     updates are a tenth of the weights, in the median of 5 steps
-    underflow         a quarter of the elements of a tensor that are not 0 are
+    bad batch         the norm is above 5 times the largest of the 20 before
+    learning rate     updates are above a tenth of the weights, in the median of 5 steps
+    underflow         above a quarter of the elements of a tensor that are not 0 are
                       subnormal, in the median of 5 steps
-    dead embedding    a tenth of the rows of an embedding are dead
+    dead embedding    above a tenth of the rows of an embedding are dead
     attention logits  a column with "logit" in its name is above 100
 
 What it knows is a log. A cause that leaves no mark in these numbers is not found, and
@@ -28,48 +28,65 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ._health import HEALTH
+from ._health import OF_VALUES, OF_WEIGHTS
 from ._names import with_our_names
 from .replay._read import Rows, Table, add_entries, read_with
 
 __all__ = ["Finding", "diagnose"]
 
-# What a number is held against. Of six small runs that break and six that do not
-# (tests/doctor), the healthy ones stay below half of each.
-SPIKE = 5.0  # times the largest of the last norms
-BEFORE = 20  # how many
-UPDATE = 0.1  # of the norm of the weights
-SUBNORMAL = 0.25  # of the elements that are not 0
-DEAD = 0.1  # of the rows of an embedding
-LOGIT = 100.0  # as in Kimi K2
+BEFORE = 20  # steps whose largest norm a step is compared with
 MEDIAN = 5  # steps
-STEPS = ["step", "_step", "global_step", "Step", "iteration"]
+STEPS = ("step", "_step", "global_step", "Step", "iteration")
 # "health_2/updates/norm/blocks/w": the recorder, the sign and the tensor.
-COLUMN = re.compile(rf"(health.*?)/({'|'.join(HEALTH)})(?:/(.*))?")
-ADVICE = {
-    "not finite": (
+SIGNS = "|".join(("norm", "dead_rows", *OF_WEIGHTS, *OF_VALUES))
+COLUMN = re.compile(rf"(health.*?)/({SIGNS})(?:/(.*))?")
+
+
+class Cause(NamedTuple):
+    """What a number is held against, and what helps."""
+
+    limit: float
+    evidence: str
+    page: str
+    advice: str
+
+
+# Of the runs in tests/doctor, the healthy ones stay below about half of each limit.
+CAUSES = {
+    "not finite": Cause(
+        0,
+        "up to {value:.0f} elements of {names}; finite beside them: {beside}",
         "run_health.md",
-        "leave such steps out with skip_nonfinite, and look at the backward pass "
-        "between the tensors that are finite and those that are not",
+        "skip_nonfinite, and look at the backward pass between the two",
     ),
-    "bad batch": (
+    "bad batch": Cause(
+        5,
+        f"norm {{value:.3g}} times the largest of the {BEFORE} before",
         "run_health.md#rollback",
-        "leave such steps out with skip_step, and look at the batch",
+        "skip_step, and look at the batch",
     ),
-    "learning rate": (
+    "learning rate": Cause(
+        0.1,
+        f"updates {{value:.2g}} of the weights, median of {MEDIAN} steps",
         "run_health.md",
         "a lower learning rate, or a longer warm-up",
     ),
-    "underflow": (
+    "underflow": Cause(
+        0.25,
+        "{value:.0%} of the elements that are not 0 are subnormal in {names}",
         "sharp_edges.md#loss-scaling",
         "a larger loss scale, or bfloat16",
     ),
-    "dead embedding": (
+    "dead embedding": Cause(
+        0.1,
+        "{value:.0%} of the rows are without a gradient in {names}",
         "doctor.md#dead-rows",
-        "look at the tokens of the batches, and at weight decay on rows that "
-        "are not read",
+        "look at the tokens, and at weight decay of rows that are not read",
     ),
-    "attention logits": (
+    # The limit of Kimi K2.
+    "attention logits": Cause(
+        100,
+        "{names} {value:.4g}",
         "large_models.md#attention-logits-qk-clip",
         "qk_clip after the optimizer, or a norm of queries and keys",
     ),
@@ -85,7 +102,7 @@ class Finding(NamedTuple):
       step: the first one that shows it.
       value: the number that was seen there.
       limit: what it was held against.
-      evidence: both in words, with the tensors.
+      evidence: the number in words, with the tensors.
       page: of the documentation, with the section.
       advice: what to do, in a line.
     """
@@ -99,19 +116,20 @@ class Finding(NamedTuple):
     advice: str
 
 
-class Recorder(NamedTuple):
-    """What one `record_health` wrote. Each sign has a column for each tensor."""
+class Series(NamedTuple):
+    """Numbers over the steps."""
 
-    name: str
-    steps: np.ndarray
-    signs: dict[
-        str, tuple[list[str], np.ndarray]
-    ]  # tensors, float64[steps, N]
+    steps: list[int]
+    names: list[str]  # of tensors, or of one column
+    numbers: np.ndarray  # float64[steps, names]
 
-    def total(self, sign: str) -> np.ndarray:
+    def total(self) -> np.ndarray:
         """The norm of all tensors together."""
-        squares = self.signs[sign][1] ** 2
-        return np.sqrt(squares.sum(axis=1))
+        return np.sqrt(np.sum(self.numbers**2, axis=1, keepdims=True))
+
+
+# From a recorder and a sign, such as ("health/updates", "norm"), or a column and "".
+Log = dict[tuple[str, str], Series]
 
 
 def diagnose(log: str | Path | Rows) -> list[Finding]:
@@ -124,193 +142,144 @@ def diagnose(log: str | Path | Rows) -> list[Finding]:
 
     Returns:
       A `Finding` for each cause. The first one is what to look at, since later ones may
-      follow from it. None of them says that a run is healthy.
+      follow from it. An empty list does not say that a run is healthy.
 
     Raises:
       ValueError: a log without the numbers of `record_health`, or a file that cannot be
         read. The text names it.
 
     Example:
+      >>> from optaxclip.doctor import diagnose
       >>> rows = [{"health/norm/w": 1.0 + step % 2} for step in range(40)]
       >>> rows[30]["health/norm/w"] = 50.0
-      >>> (found,) = optaxclip.doctor.diagnose(rows)
+      >>> (found,) = diagnose(rows)
       >>> print(found.step, found.cause, found.evidence)
-      30 bad batch norm 50, 25 times the largest of the 20 before
+      30 bad batch norm 25 times the largest of the 20 before
     """
     if isinstance(log, (str, Path)):
         return read_with(diagnose, log, "diagnose")
-    return _findings(*_read(log))
+    return _findings(_read(log))
 
 
-# -------------------------------------------------------------------------- the columns
-
-
-def _read(rows: Rows) -> tuple[list[Recorder], Table]:
-    """The recorders of a log, and its other columns: {name: [(step, number), ...]}."""
-    columns: Table = {}
-    lines: dict[str, dict[Any, dict[Any, float]]] = {}
+def _read(rows: Rows) -> Log:
+    lines: dict[tuple[str, str], dict[int, dict[str, float]]] = {}
+    logged: dict[str, dict[int, None]] = {}  # the steps of each recorder
     for number, row in enumerate(rows):
         entries: Table = {}
         add_entries(entries, row)
         known = [entries[name][0] for name in STEPS if name in entries]
         step = int(float(known[0])) if known else number
         for column, (entry,) in entries.items():
+            found = COLUMN.fullmatch(column)
+            who, sign, name = found.groups() if found else (column, "", column)
             try:
                 value = float(entry)
             except (TypeError, ValueError):  # a text
                 continue
-            found = COLUMN.fullmatch(column)
-            if found:
-                recorder, *key = found.groups()
-                own = lines.setdefault(recorder, {}).setdefault(step, {})
-                own[tuple(key)] = value
-            else:
-                columns.setdefault(column, []).append((step, value))
-    if not lines:
+            own = lines.setdefault((who, sign), {})
+            own.setdefault(step, {})[name or "the tensor"] = value
+            logged.setdefault(who, {})[step] = None
+    if not any(sign for _, sign in lines):
+        columns = [name for name, _ in lines][:8]
         raise ValueError(
-            "diagnose: there must be numbers of record_health in the log, such as "
-            f"'health/norm/w', got the columns {list(columns)[:8]}. Put "
-            "optaxclip.record_health() into the optimizer, and log metrics(state)."
+            "there must be numbers of record_health, such as 'health/norm/w', got the "
+            f"columns {columns}. Put optaxclip.record_health() into the optimizer, and "
+            "log metrics(state)."
         )
-    return [_recorder(*pair) for pair in lines.items()], columns
-
-
-def _recorder(name: str, lines: dict[Any, dict[Any, float]]) -> Recorder:
-    keys = dict.fromkeys(key for line in lines.values() for key in line)
-    signs = {}
-    for sign in dict.fromkeys(sign for sign, _ in keys):
-        tensors = [tensor for own, tensor in keys if own == sign]
-        # Layers by number: "blocks/2" before "blocks/10".
-        tensors.sort(key=_by_number)
+    log = {}
+    for (who, sign), own in lines.items():
+        steps = sorted(logged[who])
+        names = {name for line in own.values() for name in line}
+        ordered = sorted(names, key=_by_number)
         # JSON has no NaN: what is missing in a line of others was not finite.
         table = []
-        for line in lines.values():
-            table.append([line.get((sign, x), np.nan) for x in tensors])
-        signs[sign] = [x or "" for x in tensors], np.array(table)
-    return Recorder(name, np.array(list(lines)), signs)
+        for step in steps:
+            line = own.get(step, {})
+            table.append([line.get(name, np.nan) for name in ordered])
+        log[who, sign] = Series(steps, ordered, np.array(table))
+    return log
 
 
-def _by_number(tensor: str | None) -> list[Any]:
-    parts = re.split(r"(\d+)", tensor or "")
+def _by_number(name: str) -> list[Any]:
+    """Layers by number: "blocks/2" before "blocks/10"."""
+    parts = re.split(r"(\d+)", name)
     return [int(x) if x.isdigit() else x for x in parts]
 
 
 # --------------------------------------------------------------------------- the causes
 
 
-def _findings(recorders: list[Recorder], columns: Table) -> list[Finding]:
-    found = list(_of_logits(columns))
-    for own in recorders:
-        found += _of_finite(own)
-        if "update" in own.name:
-            found += _of_updates(own)
-        else:
-            found += _of_batches(own)
-            found += _of_shares(own)
-    first: dict[str, Finding] = {}
-    for finding in sorted(found, key=lambda each: each.step):
-        # Two recorders may see one cause.
-        first.setdefault(finding.cause, finding)
-    return list(first.values())
+def _findings(log: Log) -> list[Finding]:
+    found: dict[str, Finding] = {}
+    # A log may divide by 0, and have NaN, which is above no limit.
+    with np.errstate(all="ignore"):
+        for cause, series in _series(log):
+            limit, evidence, page, advice = CAUSES[cause]
+            above = series.numbers > limit
+            if not above.any():
+                continue
+            row = int(above.any(axis=1).argmax())
+            step, which = series.steps[row], above[row]
+            if cause in found and found[cause].step <= step:
+                continue
+            padded = np.pad(which, 1)
+            beside = (padded[:-2] | padded[2:]) & ~which
+            value = float(series.numbers[row][which].max())
+            text = evidence.format(
+                value=value,
+                names=_listed(series.names, which),
+                beside=_listed(series.names, beside),
+            )
+            found[cause] = Finding(
+                cause, step, value, limit, text, page, advice
+            )
+    return sorted(found.values(), key=lambda each: each.step)
 
 
-def _first(
-    cause: str, own: Recorder, numbers: np.ndarray, limit: float, text: str
-) -> Iterator[Finding]:
-    """The first step at which a number is above its limit."""
-    above = np.flatnonzero(numbers > limit)
-    if above.size:
-        step, value = own.steps[above[0]], float(numbers[above[0]])
-        evidence = text.format(value, row=above[0])
-        yield Finding(cause, int(step), value, limit, evidence, *ADVICE[cause])
+def _series(log: Log) -> Iterator[tuple[str, Series]]:
+    """The numbers that each cause is seen by."""
+    for (who, sign), own in log.items():
+        is_update = "update" in who
+        if sign == "norm":
+            broken = (~np.isfinite(own.numbers)).astype(float)
+            counts = log.get((who, "nonfinite"), own._replace(numbers=broken))
+            yield "not finite", counts
+            weights = log.get((who, "weight_norm"))
+            if not is_update:
+                ratios = _over_those_before(own.total())
+                yield "bad batch", own._replace(names=[who], numbers=ratios)
+            elif weights:
+                ratios = _medians(own.total() / weights.total())
+                one = own._replace(names=[who], numbers=ratios)
+                yield "learning rate", one
+        elif sign == "subnormals" and not is_update:
+            shares = own.numbers / (1 - log[who, "zeros"].numbers)
+            yield "underflow", own._replace(numbers=_medians(shares))
+        elif sign == "dead_rows":
+            yield "dead embedding", own
+        elif "logit" in who.lower() and not re.search("limit|factor", who):
+            yield "attention logits", own
 
 
-def _of_finite(own: Recorder) -> Iterator[Finding]:
-    tensors, norms = own.signs["norm"]
-    counts = (~np.isfinite(norms)).astype(float)
-    if "nonfinite" in own.signs:
-        tensors, counts = own.signs["nonfinite"]
-    rows = np.flatnonzero((counts > 0).any(axis=1))
-    if not rows.size:
-        return
-    broken = counts[rows[0]] > 0
-    # Those beside a broken one, in the order of their names.
-    padded = np.pad(broken, 1)
-    beside = (padded[:-2] | padded[2:]) & ~broken
-    lists = []
-    for which in (broken, beside):
-        lists.append(", ".join(np.array(tensors)[which][:8]) or "none")
-    text = (
-        f"{broken.sum()} of {broken.size} tensors are not finite: {lists[0]}. "
-        f"Finite beside them: {lists[1]}"
-    )
-    yield from _first("not finite", own, counts.max(axis=1), 0.0, text)
-
-
-def _of_batches(own: Recorder) -> Iterator[Finding]:
-    total = own.total("norm")
-    ratios = np.zeros(len(total))
+def _over_those_before(total: np.ndarray) -> np.ndarray:
+    ratios = np.zeros_like(total)
     for row in range(BEFORE // 2, len(total)):
         ratios[row] = total[row] / total[max(0, row - BEFORE) : row].max()
-    text = f"{{:.3g}} times the largest of the {BEFORE} before"
-    for finding in _first("bad batch", own, ratios, SPIKE, text):
-        norm = total[list(own.steps).index(finding.step)]
-        evidence = f"norm {norm:.3g}, {finding.evidence}"
-        yield finding._replace(evidence=evidence)
-
-
-def _of_updates(own: Recorder) -> Iterator[Finding]:
-    if "weight_norm" in own.signs:
-        ratios = own.total("norm") / own.total("weight_norm")
-        text = "updates {:.2g} times as long as the weights, median of 5 steps"
-        yield from _first("learning rate", own, _medians(ratios), UPDATE, text)
-
-
-def _of_shares(own: Recorder) -> Iterator[Finding]:
-    if "subnormals" in own.signs:
-        tensors, small = own.signs["subnormals"]
-        alive = 1 - own.signs["zeros"][1]
-        shares = np.where(alive > 0, small / np.where(alive > 0, alive, 1), 0)
-        medians = np.stack([_medians(x) for x in shares.T], axis=1)
-        text = "{:.0%} of the elements that are not 0 are subnormal, in "
-        yield from _worst("underflow", own, tensors, medians, SUBNORMAL, text)
-    if "dead_rows" in own.signs:
-        text = "{:.0%} of the rows had no gradient for long, in "
-        tables = own.signs["dead_rows"]
-        yield from _worst("dead embedding", own, *tables, DEAD, text)
-
-
-def _worst(
-    cause: str,
-    own: Recorder,
-    tensors: list[str],
-    numbers: np.ndarray,
-    limit: float,
-    text: str,
-) -> Iterator[Finding]:
-    """The first step at which the largest number of all tensors is above its limit."""
-    for finding in _first(cause, own, numbers.max(axis=1), limit, text):
-        row = list(own.steps).index(finding.step)
-        tensor = tensors[int(numbers[row].argmax())]
-        yield finding._replace(evidence=finding.evidence + tensor)
-
-
-def _of_logits(columns: Table) -> Iterator[Finding]:
-    for name, pairs in columns.items():
-        # The limit of a clipper is not its logit.
-        if "logit" in name.lower() and not re.search("/(limit|factor)", name):
-            steps, numbers = np.array(pairs).T
-            own = Recorder(name, steps, {})
-            text = f"{name} is {{:.4g}}"
-            yield from _first("attention logits", own, numbers, LOGIT, text)
+    return ratios
 
 
 def _medians(numbers: np.ndarray) -> np.ndarray:
     """The median of the last steps, 0 before there are as many."""
-    found = np.zeros(len(numbers))
+    found = np.zeros_like(numbers)
     for row in range(MEDIAN, len(numbers) + 1):
-        found[row - 1] = np.median(numbers[row - MEDIAN : row])
+        found[row - 1] = np.median(numbers[row - MEDIAN : row], axis=0)
     return found
+
+
+def _listed(names: list[str], which: np.ndarray) -> str:
+    few = np.array(names)[which].tolist()
+    more = f" and {len(few) - 8} more" if len(few) > 8 else ""
+    return ", ".join(few[:8]) + more or "none"
 
 
 # -------------------------------------------------------------------------- the command
@@ -328,87 +297,52 @@ def main(arguments: list[str] | None = None) -> None:
     add("--force", action="store_true", help="replace a picture that exists")
     options = parser.parse_args(arguments)
     try:
-        recorders, columns = read_with(_read, options.log, "doctor")
+        log = read_with(_read, options.log, "doctor")
     # A file that is of no use ends in one line on stderr, without a traceback.
     except (OSError, ValueError) as error:
         sys.exit(str(error))
-    findings = _findings(recorders, columns)
-    extremes = _extremes(recorders)
+    findings = _findings(log)
     if options.json:
-        causes = [each._asdict() for each in findings]
-        report = {"findings": causes, "largest": extremes}
-        print(json.dumps(report, indent=2))
+        print(json.dumps([each._asdict() for each in findings], indent=2))
         return
-    print(_table(recorders, findings, extremes))
-    log = options.log
-    picture = options.picture or log.with_name(f"{log.stem}_doctor.png")
+    print(_table(log, findings))
+    path = options.log
+    picture = options.picture or path.with_name(f"{path.stem}_doctor.png")
     if picture.exists() and not options.force:
         print(f"No picture: {picture} exists. --force replaces it.")
         return
     try:
-        _draw(recorders, columns, findings, picture)
+        _draw(log, findings, picture)
+        print(f"Picture: {picture}")
     except ImportError:
         print("No picture: matplotlib is not installed.")
 
 
-def _extremes(recorders: list[Recorder]) -> list[dict[str, Any]]:
-    """The largest size of each sign, with its tensor and step."""
-    found = []
-    for own in recorders:
-        for sign, (tensors, numbers) in own.signs.items():
-            sizes = np.where(np.isfinite(numbers), np.abs(numbers), -1)
-            row, column = np.unravel_index(sizes.argmax(), sizes.shape)
-            entry = {
-                "sign": f"{own.name}/{sign}",
-                "value": float(numbers[row, column]),
-                "step": int(own.steps[row]),
-                "tensor": tensors[column],
-            }
-            if sizes[row, column] >= 0:
-                found.append(entry)
-    return found
-
-
-def _table(
-    recorders: list[Recorder],
-    findings: list[Finding],
-    extremes: list[dict[str, Any]],
-) -> str:
-    steps = np.concatenate([own.steps for own in recorders])
-    lines = [f"Steps {steps.min()} to {steps.max()}.", ""]
+def _table(log: Log, findings: list[Finding]) -> str:
+    every = [step for series in log.values() for step in series.steps]
+    lines = [f"Steps {min(every)} to {max(every)}.", ""]
     if not findings:
-        lines.append("No cause is above its limit in these steps.")
+        lines.append("No number is above its limit.")
     for number, each in enumerate(findings):
         mark = "  " if number else "->"
         head = f"{mark} step {each.step:6}  {each.cause:16}"
         lines.append(f"{head}  {each.evidence} (limit {each.limit:g})")
-        lines.append(f"{'':32}{each.advice}: {each.page}")
+        lines.append(f"{'':16}{each.advice}: {each.page}")
     if len(findings) > 1:
-        lines += ["", "Later causes may follow from the first."]
-    lines += ["", f"{'largest':32}   value    step  tensor"]
-    for each in extremes:
-        number = f"{each['value']:8.3g}{each['step']:8}"
-        lines.append(f"{each['sign']:32}{number}  {each['tensor']}")
+        lines.append("Later causes may follow from the first.")
     return "\n".join(lines)
 
 
-def _draw(
-    recorders: list[Recorder],
-    columns: Table,
-    findings: list[Finding],
-    path: Path,
-) -> None:
+def _draw(log: Log, findings: list[Finding], path: Path) -> None:
     """Draws norms and loss over the steps, with a line where each cause begins."""
     from matplotlib.figure import Figure
 
     figure: Any = Figure(figsize=(9, 4), layout="constrained")
     axis = figure.add_subplot()
-    for own in recorders:
-        label = f"{own.name}: norm of all tensors"
-        axis.semilogy(own.steps, own.total("norm"), linewidth=0.8, label=label)
-    losses = [name for name in columns if "loss" in name.lower()]
-    for name in losses[:1]:
-        axis.semilogy(*zip(*columns[name]), color="0.55", label=name)
+    for (who, sign), own in log.items():
+        if sign == "norm" or "loss" in who.lower():
+            label = f"{who}/norm" if sign else who
+            axis.semilogy(own.steps, own.total(), linewidth=0.8, label=label)
     for number, each in enumerate(findings):
         axis.axvline(each.step, color="red", linestyle=":")
         # Each a little lower, so that no two names lie upon one another.
@@ -417,7 +351,6 @@ def _draw(
     axis.set(xlabel="step")
     axis.legend(loc="lower left", framealpha=0.8, edgecolor="none")
     figure.savefig(path, dpi=120)
-    print(f"Picture: {path}")
 
 
 # A misspelt name raises an error with the right one.
