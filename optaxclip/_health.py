@@ -267,11 +267,12 @@ def _cosine(dot: Any, one: Any, two: Any) -> jax.Array:
 def _of_values(norms: Norms, tree: Any) -> dict[str, list[Any]]:
     zeros, small, broken, counts = [], [], [], []
     for x, leaf in zip(jax.tree.leaves(tree), norms.leaves):
-        x = jnp.abs(x)
+        x = jnp.abs(x) if jnp.iscomplexobj(x) else x
         info = jnp.finfo(x.dtype)
         unsigned = np.dtype(f"uint{info.bits}")
-        # As integers: a CPU takes subnormal numbers for 0.
+        # As integers, without the sign: a CPU takes subnormal numbers for 0.
         bits = lax.bitcast_convert_type(x, unsigned)
+        bits = bits & unsigned.type(2 ** (info.bits - 1) - 1)
         normal = np.asarray(info.tiny, x.dtype).view(unsigned)
         zeros.append((bits == 0).astype(jnp.float32))
         is_small = (bits > 0) & (bits < normal)
