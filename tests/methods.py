@@ -163,7 +163,8 @@ METHODS: dict[str, Method] = {
     "record_norm": of(optaxclip.record_norm, "all", mesh_axes=False),
     "record_health": of(
         optaxclip.record_health,
-        "tensor",
+        "all",
+        learns=True,
         needs=WEIGHTS,
         defaults={"weights": True, "values": True, "patience": 100},
     ),
