@@ -12,7 +12,7 @@ A clipper answers three questions. How long is the gradient? (norm) How long may
     wrappers     skip_nonfinite, skip_spikes, skip_step, carry_clipped, constrain,
                  reset_momentum
     once         clip_grads(grads, max_norm) -> (grads, norm)
-    reading      metrics, record_norm, record_spikes
+    reading      metrics, record_norm, record_spikes, record_health
     trainers     check_step, also as `python -m optaxclip.check`
     weights      qk_clip, Heads
     backward     clip_cotangent, scale_cotangent, release
@@ -23,6 +23,7 @@ A clipper answers three questions. How long is the gradient? (norm) How long may
     rules        limits that follow the run: rules.growth(), rules.z_score() ...
     shrinks      shrinks.hard, shrinks.smooth ...
     per_example  clipped_grad and functions named as in optax
+    doctor       `python -m optaxclip.doctor log.jsonl` says why a run breaks
     replay       rules over recorded norms, also as `python -m optaxclip.replay`
     dropin       functions named as in torch, TensorFlow and Keras
 
@@ -68,6 +69,7 @@ from ._clippers._spam import spam as spam
 from ._clippers._spectral import clip_by_spectral_norm as clip_by_spectral_norm
 from ._clippers._spectral import spectral_norm as spectral_norm
 from ._factors import rescale as rescale
+from ._health import record_health as record_health
 from ._mesh import check_replicated as check_replicated
 from ._metrics import metrics as metrics
 from ._names import with_our_names as _with_our_names

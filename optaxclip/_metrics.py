@@ -19,8 +19,9 @@ from jax.tree_util import DictKey
 
 from ._checks import shown
 from ._clippers._by_value import ClipByValueState
-from ._clippers._clip_by import RecordState, SpikeState
+from ._clippers._clip_by import SpikeState
 from ._clippers._spam import SpamState
+from ._health import HEALTH, HealthState, health_rows
 from ._state import ALL, ClipState, check_one_model, counts_of, with_layers
 from ._trees import unboxed
 from ._wrappers._skipping import SkipState
@@ -44,7 +45,6 @@ ELEMENTS = (
     "elements_clipped_mean",
     "elements_clipped_recent",
 )
-COUNTS = ("zeros", "subnormals")
 SKIP = (
     "norm",
     "limit",
@@ -69,17 +69,17 @@ SPIKE = (
 )
 # A dict keeps their order for the error of `only`. Some kinds share names.
 NAMES = dict.fromkeys(
-    (*CLIP, *UNITS, *SUMMARY, *ELEMENTS, *COUNTS, *SKIP, *SPIKE)
+    (*CLIP, *UNITS, *SUMMARY, *ELEMENTS, *SKIP, *SPIKE, *HEALTH)
 )
 
 
 PREFIXES = {
     ClipState: "clip",
-    RecordState: "clip",
     ClipByValueState: "clip",
     SpamState: "clip",
     SkipState: "skip",
     SpikeState: "spike",
+    HealthState: "health",
 }
 # What holds no arrays, or is not read. `nnx.state` makes a mapping of each state, which
 # may lack these.
@@ -91,6 +91,9 @@ OPTIONAL = {
     "inner_state",
     "units_clipped",
     "elements",
+    "signs",
+    "idle",
+    "dead",
 }
 # Names of fields in which flax NNX and optax keep a state within a state.
 FIELDS = {
@@ -193,12 +196,6 @@ def metrics(
         clip/elements_clipped_mean    its mean over all steps
         clip/elements_clipped_recent  its moving average, of about 100 steps
 
-      Of `record_norm` with count=True also, for each tensor:
-
-        clip/zeros/w                  the share of its elements that are 0
-        clip/subnormals/w             the share that is subnormal, not 0 and below the
-                                      smallest normal number of its dtype
-
       Of optimizers that skip steps (`skip_spikes`):
 
         skip/norm, skip/limit               of the last gradient, whether skipped or not
@@ -215,6 +212,12 @@ def metrics(
         spike/spiked_count            steps that were
         spike/score                   their share of all steps, in [0, 1]
         spike/score_recent            the same of about the last 10,000 steps
+
+      Of `record_health`, of each tensor (with `summary` the largest of all, of the
+      entropy the least):
+
+        health/norm, health/weight_norm, health/ratio, health/cosine, health/zeros,
+        health/subnormals, health/nonfinite, health/entropy, health/dead_rows
 
       A clipper with one norm for each tensor or group adds the path:
       `clip/norm_before/blocks/w`. Of stacked layers the one furthest over its limit is
@@ -323,13 +326,11 @@ def _rows(state: Any, options: Options) -> Iterator[Row]:
     if isinstance(state, ClipState):
         yield from _clip_rows(state, options)
         return
-    if isinstance(state, RecordState):
-        yield from _clip_rows(state.clip_state, options)
-        # In the states of shares these are in the place of norms.
-        own = options._replace(only=frozenset({"norm_before"}), quantiles=())
-        for name in options.only & set(COUNTS):
-            for row in _clip_rows(getattr(state, name), own):
-                yield row._replace(name=name)
+    if isinstance(state, HealthState):
+        asked = {"summary": options.summary, "layers": options.layers}
+        for row in health_rows(state, **asked):
+            if row[0] in options.only:
+                yield Row(*row)
         return
     # Without memories and moments one compiled call serves all optimizers.
     if isinstance(state, SkipState):
@@ -611,11 +612,13 @@ def _from_mapping(kind: Any, fields: Mapping[str, Any]) -> Any:
         norm = values["norm"]
         numbered = dict.fromkeys(map(str, range(jnp.size(norm))))
         values["names"] = (numbered,) if jnp.ndim(norm) else ALL
-    if kind is RecordState:
-        values = {name: _as_states(x)[0] for name, x in values.items()}
     if kind is SkipState:
         # What it wraps has clippers of its own.
         values["inner_state"] = _as_states(values["inner_state"])[0]
+    if kind is HealthState:
+        values["norms"] = _from_mapping(ClipState, values["norms"])
+        for name in ("signs", "idle", "dead"):
+            values[name] = values[name] or {}
     if isinstance(values.get("elements"), Mapping):
         values["elements"] = tuple(values["elements"].values())
     return kind(**values)

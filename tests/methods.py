@@ -152,6 +152,13 @@ METHODS: dict[str, Method] = {
         defaults={"trust": 0.02, "weight_decay": 0.0, "eps": 1e-8},
     ),
     "record_norm": of(optaxclip.record_norm, "all", mesh_axes=False),
+    "record_health": of(
+        optaxclip.record_health,
+        "all",
+        learns=True,
+        needs=WEIGHTS,
+        defaults={"weights": True, "values": True, "patience": 100},
+    ),
     "record_spikes": of(
         optaxclip.record_spikes,
         "all",

@@ -7,17 +7,15 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
-from jax import lax
 from jax.typing import ArrayLike
 
-from .._checks import check_flag, check_norm, check_state, with_hash
+from .._checks import check_norm, check_state, with_hash
 from .._exported import exported
 from .._kernel import clip_once, make_clipper
-from .._mesh import MeshAxes, varying
+from .._mesh import MeshAxes
 from .._norms import GlobalNorm, Ord, OwnNorm, check_measure, global_norm
-from .._state import ClipState, moving_average
+from .._state import moving_average
 from .._wrappers._skipping import Judge
 from ..rules._constant import LimitTree
 from ..rules._memory import count_up
@@ -142,23 +140,8 @@ def clip_grads(
     )
 
 
-@exported
-class RecordState(NamedTuple):
-    """The state of `record_norm(count=True)`."""
-
-    clip_state: ClipState  # the norms
-    # With a share of the elements of each tensor in the place of its norm:
-    zeros: ClipState
-    subnormals: ClipState
-
-    @property
-    def step(self) -> jax.Array:
-        """Updates seen."""
-        return self.clip_state.step
-
-
 def record_norm(
-    norm: Callable[[Any], Any] = global_norm, *, count: bool = False
+    norm: Callable[[Any], Any] = global_norm,
 ) -> optax.GradientTransformationExtraArgs:
     """Clips nothing, and keeps the norms for `metrics`.
 
@@ -169,18 +152,12 @@ def record_norm(
     Args:
       norm: from a tree to its norms: `global_norm`, `tensor_norm`, or a function of
         your own.
-      count: whether to count, for each tensor, which share of its elements is 0 and
-        which is subnormal, that is below the smallest normal number of its dtype. Where
-        gradients of 16 bits underflow both rise. `metrics` reports them as `zeros` and
-        `subnormals`. In pmap and shard_map(check_vma=False) they are of the own part of
-        each device.
 
     Returns:
-      A transformation whose state is a `ClipState`, or with `count` a `RecordState` of
-      three of them.
+      A transformation whose state is a `ClipState`.
 
     Raises:
-      TypeError: a norm that is not a function, or a count that is not a bool.
+      TypeError: a norm that is not a function.
 
     Example:
       >>> recorder = optaxclip.record_norm()
@@ -191,64 +168,22 @@ def record_norm(
     """
     call = "record_norm"
     check_norm(call, norm)
-    check_flag(f"{call}: count", count)
-    measures = [with_hash(norm)]
-    if count:
-        measures += [_share_of_zeros, _share_of_subnormals]
-    recorders = []
-    for measure in measures:
-        # With None nothing is multiplied, not even by 1. To XLA that would be another
-        # array, which the next clipper of the chain would read again.
-        own = OwnNorm(measure, call)
-        recorders.append(make_clipper(own, None, call=call, name="norm"))
-
-    def init(params: Any) -> Any:
-        states = [recorder.init(params) for recorder in recorders]
-        return RecordState(*states) if count else states[0]
+    # With None nothing is multiplied, not even by 1. To XLA that would be another
+    # array, which the next clipper of the chain would read again.
+    measure = OwnNorm(with_hash(norm), call)
+    recorder = make_clipper(measure, None, call=call, name="norm")
 
     def update(
         updates: Any,
         state: Any,
         params: Any = None,
         *,
-        grad_norm: Any = None,
         limit: Any = None,  # of the clippers in its chain
-        **_: Any,
+        **extra_args: Any,
     ) -> tuple[Any, Any]:
-        if count:
-            check_state(call, state, RecordState)
-        states = state if count else (state,)
-        given = [{"grad_norm": grad_norm}, {}, {}]
-        new = []
-        for recorder, own, more in zip(recorders, states, given):
-            new.append(recorder.update(updates, own, params, **more)[1])
-        return updates, RecordState(*new) if count else new[0]
+        return recorder.update(updates, state, params, **extra_args)
 
-    return optax.GradientTransformationExtraArgs(init, update)
-
-
-def _share_of_zeros(tree: Any) -> Any:
-    return jax.tree.map(lambda leaf: _share_below(leaf, zeros=True), tree)
-
-
-def _share_of_subnormals(tree: Any) -> Any:
-    return jax.tree.map(lambda leaf: _share_below(leaf, zeros=False), tree)
-
-
-def _share_below(leaf: jax.Array, *, zeros: bool) -> jax.Array:
-    """The share of zeros, or of subnormal numbers. Parts of complex numbers count."""
-    x = leaf
-    if jnp.iscomplexobj(leaf):
-        x = jnp.stack([jnp.real(leaf), jnp.imag(leaf)])
-    info = jnp.finfo(x.dtype)
-    # By their bits without the sign: to XLA on a CPU subnormal numbers equal 0.
-    bits = lax.bitcast_convert_type(x, np.dtype(f"uint{info.bits}"))
-    size = bits & (2 ** (info.bits - 1) - 1)
-    chosen = size == 0 if zeros else (size > 0) & (size < 2**info.nmant)
-    share = jnp.mean(chosen, dtype=jnp.float32)
-    # Parts of one size on all devices that split the leaf.
-    axes = tuple(sorted(varying(leaf)))
-    return lax.pmean(share, axes) if axes else share
+    return optax.GradientTransformationExtraArgs(recorder.init, update)
 
 
 RECENT = 10_000  # steps, as in OLMo-core

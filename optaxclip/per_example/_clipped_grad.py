@@ -109,10 +109,10 @@ def clipped_grad(
         are rounded to the dtype of the loss, which should be float32. Below 1.2e-38
         they count as 0, and above 1.3e30 as that. It adds up a microbatch in the dtype
         that parameters are cast to. The backward pass of the loss must be linear, so
-        that it has no `clip_cotangent`. "auto": "ghost" or "one_pass", by the shapes of the loss. One
-        pass then takes no more memory for gradients of examples than a quarter of the
-        activations of the batch, or one gradient. `explain_clipped_grad` shows the
-        choice.
+        that it has no `clip_cotangent`. "auto": "ghost" or "one_pass", by the shapes of
+        the loss. One pass then takes no more memory for gradients of examples than a
+        quarter of the activations of the batch, or one gradient.
+        `explain_clipped_grad` shows the choice.
       mean: whether to divide by the number of examples that are not masked. False gives
         the sum, in float32 or wider: rounded to bfloat16, one example could change it
         by more than the limit.

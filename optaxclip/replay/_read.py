@@ -5,9 +5,10 @@ import gzip
 import io
 import json
 import re
+from collections.abc import Callable
 from itertools import zip_longest
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -33,6 +34,7 @@ NAMES = (
 # Tables with a line for each metric and step: the columns of its name and its run.
 # MLflow's page of a metric and its REST interface, MLflow's charts, Aim's data frames.
 LONG = (("key", "run_id"), ("metric", "Run ID"), ("metric.name", "run.hash"))
+T = TypeVar("T")
 # One dict for each line of a file. Entries of a CSV are text.
 Rows = list[dict[str, Any]]
 # The entries of each column that are not empty, in their order.
@@ -85,15 +87,20 @@ def read_history(path: str | Path, column: str | None = None) -> np.ndarray:
 
 def read_log(path: str | Path, column: str | None = None) -> Log:
     """Reads what `read_history` returns, with the name of its column."""
+    return read_with(lambda rows: _log(rows, column), path, "read_history")
+
+
+def read_with(made_of: Callable[[Rows], T], path: str | Path, call: str) -> T:
+    """What a function makes of the rows of a log file: one dict for each line."""
     data = Path(path).read_bytes()
     # The functions below say what is wrong, and this one in which file.
     try:
-        return _log(_wide(_rows(data)), column)
+        return made_of(_wide(_rows(data)))
     except UnicodeDecodeError:
         wrong = "must be a text file in UTF-8, .npy or .npz, also in gzip."
     except (EOFError, OSError, ValueError, csv.Error) as error:
         wrong = str(error)
-    raise ValueError(f"read_history: {path}: {wrong}")
+    raise ValueError(f"{call}: {path}: {wrong}")
 
 
 def _rows(data: bytes) -> Rows:
@@ -168,11 +175,11 @@ def _wide(rows: Rows) -> Rows:
     return rows
 
 
-def _add_entries(table: Table, row: dict[str, Any], begin: str = "") -> None:
+def add_entries(table: Table, row: dict[str, Any], begin: str = "") -> None:
     """Adds what is not empty. {"train": {"loss": 1}} is {"train/loss": 1}."""
     for name, entry in row.items():
         if isinstance(entry, dict):
-            _add_entries(table, entry, f"{begin}{name}/")
+            add_entries(table, entry, f"{begin}{name}/")
         # The index of pandas has no name.
         elif name and str(entry).strip() not in ("", "None"):
             table.setdefault(f"{begin}{name}", []).append(entry)
@@ -181,7 +188,7 @@ def _add_entries(table: Table, row: dict[str, Any], begin: str = "") -> None:
 def _log(rows: Rows, column: str | None) -> Log:
     table: Table = {}
     for row in rows:
-        _add_entries(table, row)
+        add_entries(table, row)
     numeric = [name for name, found in table.items() if _is_number(found[0])]
     if not numeric:
         raise ValueError(f"must hold numbers, got {len(rows)} rows without.")

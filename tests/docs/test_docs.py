@@ -29,6 +29,7 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 import optaxclip
+from optaxclip.doctor import main as doctor_main
 from optaxclip.replay.__main__ import main as replay_main
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -39,6 +40,7 @@ NUMBER = re.compile(r"(?<![\w.])-?\d+(?:\.\d*)?(?:e[+-]?\d+)?")
 
 # Packages that a page may show and that the library does not need.
 OPTIONAL = ("dp_accounting", "flax")
+COMMANDS = {"optaxclip.replay": replay_main, "optaxclip.doctor": doctor_main}
 
 
 class Block(NamedTuple):
@@ -74,9 +76,9 @@ def run_block(block, page, namespace):
         return
     for command in block.source.splitlines():
         words = shlex.split(command)
-        known = words[:3] == ["python", "-m", "optaxclip.replay"]
+        known = words[:2] == ["python", "-m"] and words[2] in COMMANDS
         assert known, f"no test knows how to run {command!r}"
-        replay_main(words[3:])
+        COMMANDS[words[2]](words[3:])
 
 
 def run(block, page, namespace):

@@ -1,0 +1,211 @@
+"""What the doctor says of logs: causes, steps, numbers, and its command."""
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import optaxclip
+from optaxclip.doctor import diagnose, main
+
+DOCS = Path(__file__).parents[2] / "docs"
+
+
+def rows_of(**columns):
+    """Rows of columns whose names have two underscores for a slash."""
+    named = {name.replace("__", "/"): x for name, x in columns.items()}
+    return [dict(zip(named, line)) for line in zip(*named.values())]
+
+
+def calm(size=60):
+    return 1.0 + 0.1 * np.arange(size) % 0.3
+
+
+def test_a_leap_of_the_norm_is_a_bad_batch():
+    norms, others = calm(), calm()
+    norms[40] = 9.0
+    rows = rows_of(health__norm__a=norms, health__norm__b=others)
+    (found,) = diagnose(rows)
+    total = np.hypot(norms, others)
+    assert (found.cause, found.step, found.limit) == ("bad batch", 40, 5)
+    assert found.value == pytest.approx(total[40] / total[20:40].max())
+    # At the limit itself there is none.
+    norms = np.ones(60)
+    norms[40] = 5.0
+    assert diagnose(rows_of(health__norm=norms)) == []
+
+
+def test_a_norm_that_stays_in_the_new_place_is_one_finding():
+    norms = np.ones(60)
+    norms[30:] = 6.0
+    (found,) = diagnose(rows_of(health__norm__a=norms))
+    assert (found.step, found.value) == (30, 6)
+
+
+def test_updates_of_a_tenth_of_the_weights_are_a_high_rate():
+    lengths = np.full(30, 0.3)
+    lengths[10:] = 0.6
+    columns = {
+        "health__updates__norm__a": lengths,
+        "health__updates__norm__b": 0 * lengths,
+        "health__updates__weight_norm__a": np.full(30, 3.0),
+        "health__updates__weight_norm__b": np.full(30, 4.0),
+    }
+    (found,) = diagnose(rows_of(**columns))
+    # The median of 5 is above in the third step.
+    assert (found.cause, found.step) == ("learning rate", 12)
+    assert found.value == pytest.approx(0.6 / 5)
+
+
+def test_subnormals_count_among_what_is_not_0():
+    columns = {
+        "health__norm__a": np.ones(10),
+        "health__zeros__a": np.full(10, 0.5),
+        "health__subnormals__a": np.full(10, 0.13),
+        "health__zeros__b": np.zeros(10),
+        "health__subnormals__b": np.full(10, 0.2),
+        "health__zeros__c": np.ones(10),
+        "health__subnormals__c": np.zeros(10),
+    }
+    (found,) = diagnose(rows_of(**columns))
+    assert (found.cause, found.step) == ("underflow", 4)
+    assert found.value == pytest.approx(0.26) and found.evidence.endswith(" a")
+
+
+def test_rows_and_logits_have_their_own_limits():
+    dead = [0.1] * 5 + [0.2] * 5
+    logits = [100.0] * 8 + [101.0] * 2
+    rows = rows_of(
+        health__norm__a=np.ones(10), health__dead_rows__e=dead, max_logit=logits
+    )
+    found = [(each.cause, each.step, each.value) for each in diagnose(rows)]
+    assert found == [("dead embedding", 5, 0.2), ("attention logits", 8, 101)]
+    limits = rows_of(health__norm__a=np.ones(3), clip__logits__limit=[1e3] * 3)
+    assert diagnose(limits) == []
+
+
+def test_a_nan_is_bracketed_by_what_is_finite():
+    layers = [f"blocks/{number}/w" for number in range(12)]
+    rows = []
+    for step in range(20):
+        broken = step >= 15
+        counts = {
+            f"health/nonfinite/{name}": 3.0 * (broken and 2 <= number <= 10)
+            for number, name in enumerate(layers)
+        }
+        norms = {f"health/norm/{name}": 1.0 for name in layers}
+        rows.append({"step": 10 * step, **norms, **counts})
+    (found,) = diagnose(rows)
+    assert (found.cause, found.step, found.value) == ("not finite", 150, 3)
+    # By number, not by letter: 1 and 11 are beside 2 and 10.
+    assert found.evidence.endswith("beside them: blocks/1/w, blocks/11/w")
+    assert "blocks/9/w and 1 more" in found.evidence
+
+
+@pytest.mark.parametrize("broken", [float("nan"), float("inf"), None])
+def test_a_norm_that_json_cannot_hold_is_not_finite(broken, tmp_path):
+    rows = [{"health/norm/a": 1.0, "health/norm/b": 1.0} for _ in range(9)]
+    rows[7]["health/norm/b"] = broken
+    path = tmp_path / "run.jsonl"
+    path.write_text("\n".join(map(json.dumps, rows)))
+    (found,) = diagnose(path)
+    assert (found.step, found.cause) == (7, "not finite")
+    assert "elements of b; finite beside them: a" in found.evidence
+
+
+def test_steps_without_a_record_are_not_broken():
+    rows = rows_of(step=range(40), loss=calm(40))
+    for row in rows[::10]:
+        row["health/norm/a"] = 1.0
+    # As pandas writes what is missing.
+    for row in rows[1::10]:
+        row["health/norm/a"] = None
+    assert diagnose(rows) == []
+
+
+def test_what_metrics_write_is_read(tmp_path):
+    recorder = optaxclip.record_health()
+    grads = {"w": jnp.array([1.0, jnp.inf]), "b": jnp.ones(1)}
+    state, lines = recorder.init(grads), []
+    for own in (jnp.ones(2), grads["w"]):
+        _, state = recorder.update(
+            grads | {"w": own}, state, grads | {"w": jnp.ones(2)}
+        )
+        lines.append(json.dumps(optaxclip.metrics(state, json=True)))
+    path = tmp_path / "run.jsonl"
+    path.write_text("\n".join(lines))
+    (found,) = diagnose(path)
+    assert (found.step, found.value) == (1, 1)
+
+
+def test_a_log_without_health_is_refused(tmp_path):
+    path = tmp_path / "run.csv"
+    path.write_text("step,loss\n1,2.0\n")
+    with pytest.raises(ValueError, match=r"diagnose: .*run.csv: .*'loss'.*log metrics"):
+        diagnose(path)
+    with pytest.raises(SystemExit, match=r"doctor: .*run.csv"):
+        main([str(path)])
+
+
+@pytest.fixture
+def log(tmp_path):
+    norms = calm()
+    norms[40] = 50.0
+    lines = [f"{10 * n},{norm},{1 / (n + 1)}" for n, norm in enumerate(norms)]
+    path = tmp_path / "run.csv"
+    path.write_text("\n".join(["Step,health/norm/w,train/loss", *lines]))
+    return path
+
+
+def test_the_command_prints_a_table_and_draws(log, capsys):
+    main([str(log)])
+    text = capsys.readouterr().out
+    ratio = 50 / calm().max()
+    assert text.startswith("Steps 0 to 590.")
+    line = f"-> step    400  bad batch         norm {ratio:.3g} times the largest"
+    assert line in text and "run_health.md#rollback" in text
+    assert log.with_name("run_doctor.png").read_bytes().startswith(b"\x89PNG")
+    main([str(log)])
+    assert "--force replaces it" in capsys.readouterr().out
+    main([str(log), "--force", "--picture", str(log.with_name("own.png"))])
+    assert log.with_name("own.png").exists()
+
+
+def test_json_is_what_diagnose_returns(log, capsys):
+    main([str(log), "--json"])
+    found = json.loads(capsys.readouterr().out)
+    assert found == [each._asdict() for each in diagnose(log)]
+    assert not log.with_name("run_doctor.png").exists()
+
+
+@pytest.mark.slow
+def test_python_runs_it_as_a_module(log):
+    command = [sys.executable, "-W", "error", "-m", "optaxclip.doctor", str(log)]
+    run = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert "bad batch" in run.stdout and not run.stderr
+
+
+def test_the_pages_that_it_recommends_exist():
+    columns = {
+        "health__norm__a": [*np.ones(20), 9.0, np.nan, *np.ones(8)],
+        "health__zeros__a": np.zeros(30),
+        "health__subnormals__a": np.ones(30),
+        "health__dead_rows__a": np.ones(30),
+        "health__updates__norm__a": np.ones(30),
+        "health__updates__weight_norm__a": np.ones(30),
+        "logit": np.full(30, 200.0),
+    }
+    found = diagnose(rows_of(**columns))
+    assert len(found) == 6
+    for each in found:
+        page, _, anchor = each.page.partition("#")
+        titles = re.findall("^#+ (.*)$", (DOCS / page).read_text(), re.MULTILINE)
+        anchors = [re.sub(r"[^\w -]", "", x).lower().replace(" ", "-") for x in titles]
+        assert not anchor or anchor in anchors
+        # The page of the doctor has a row with each cause and its limit.
+        assert f"| {each.cause} |" in (DOCS / "doctor.md").read_text()

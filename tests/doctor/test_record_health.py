@@ -1,0 +1,350 @@
+"""`record_health` against float64 NumPy, in every dtype and sharding, and its state."""
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import optax
+import pytest
+from jax import lax
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import optaxclip
+
+RANDOM = np.random.default_rng(0)
+SIGNS = ("norm", "weight_norm", "ratio", "cosine", "zeros", "subnormals", "nonfinite")
+
+
+def array(shape, dtype=np.float32, size=1.0):
+    return (size * RANDOM.normal(size=shape)).astype(dtype)
+
+
+def wide(x):
+    return np.asarray(x, np.complex128 if np.iscomplexobj(x) else np.float64)
+
+
+def signs_of(x, w):
+    """The equations, of one tensor."""
+    tiny = float(ml_dtypes.finfo(x.dtype).tiny) if not np.iscomplexobj(x) else 1e-37
+    x, w = wide(x), wide(w)
+    size = np.abs(x)
+    norm, weight_norm = np.sqrt(np.sum(size**2)), np.sqrt(np.sum(np.abs(w) ** 2))
+    return {
+        "norm": norm,
+        "weight_norm": weight_norm,
+        "ratio": norm / weight_norm,
+        "cosine": np.sum(x.conj() * w).real / norm / weight_norm,
+        "zeros": np.mean(size == 0),
+        "subnormals": np.mean((size > 0) & (size < tiny)),
+        "nonfinite": np.sum(~np.isfinite(size)),
+    }
+
+
+def entropy_of(matrix):
+    values = np.linalg.svd(wide(matrix), compute_uv=False) ** 2
+    shares = values / values.sum()
+    shares = shares[shares > 0]
+    return -np.sum(shares * np.log(shares)) / np.log(min(matrix.shape))
+
+
+def recorded(recorder, grads, params, steps=1):
+    state = recorder.init(params)
+    for _ in range(steps):
+        _, state = recorder.update(grads, state, params)
+    return state
+
+
+def found_in(state, **options):
+    return optaxclip.metrics(state, floats=True, **options)
+
+
+def assert_signs(found, wanted, tensor, rel=1e-5):
+    for sign, value in wanted.items():
+        name = f"health/{sign}/{tensor}".rstrip("/")
+        assert found[name] == pytest.approx(value, rel=rel, abs=1e-6), name
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16", "complex64"])
+def test_each_sign_is_that_of_numpy(dtype):
+    kind = np.dtype(dtype)
+    grads = {"w": array((9, 7), kind), "b": array((5,), kind)}
+    grads["w"][2:4] = 0
+    if dtype == "float16":
+        grads["w"][5] = 3e-6
+    params = {"w": array((9, 7), kind), "b": array((5,), kind)}
+    found = found_in(recorded(optaxclip.record_health(), grads, params))
+    for name in grads:
+        assert_signs(found, signs_of(grads[name], params[name]), name)
+
+
+def test_subnormals_are_counted_where_a_cpu_takes_them_for_0():
+    for kind in (np.float32, ml_dtypes.bfloat16, np.float16):
+        tiny = float(ml_dtypes.finfo(kind).tiny)
+        x = np.array([tiny, tiny / 2, -tiny / 4, 0.0, -0.0, 1.0, np.inf, np.nan], kind)
+        found = found_in(recorded(optaxclip.record_health(weights=False), x, x))
+        shares = [found[f"health/{x}"] for x in ("subnormals", "zeros", "nonfinite")]
+        assert shares == [0.25, 0.25, 2]
+
+
+@pytest.mark.slow
+def test_more_elements_than_float32_counts_are_counted():
+    x = jnp.zeros(2**24 + 2**20).at[: 2**20].set(1.0)
+    found = found_in(recorded(optaxclip.record_health(weights=False), x, x))
+    assert found["health/zeros"] == np.float32(2**24 / x.size)
+
+
+def test_norms_of_0_have_no_cosine_and_no_ratio():
+    zero, one = jnp.zeros(3), jnp.ones(3)
+    recorder = optaxclip.record_health()
+    for grads, params, ratio in ((zero, zero, 0), (zero, one, 0), (one, zero, np.inf)):
+        found = found_in(recorded(recorder, grads, params))
+        assert (found["health/cosine"], found["health/ratio"]) == (0, ratio)
+
+
+def test_norms_far_apart_have_the_cosine_of_numpy():
+    # The product of both norms is beyond float32, that of elements is not.
+    grads, params = array((300, 1), size=1e18), array((300, 1), size=1e18)
+    found = found_in(recorded(optaxclip.record_health(), grads, params))
+    assert found["health/cosine"] == pytest.approx(signs_of(grads, params)["cosine"])
+
+
+@pytest.mark.parametrize("stacked", [1, (1,)], ids=["leading", "second"])
+def test_each_layer_has_its_own_signs(stacked):
+    grads, params = array((3, 6, 5)), array((3, 6, 5))
+    grads[1, 2] = 0
+    axis = 0 if stacked == 1 else 1
+    options = {"stacked": stacked, "entropy_every": 1}
+    state = recorded(optaxclip.record_health(**options), {"w": grads}, {"w": params})
+    found, whole = found_in(state, layers=True), found_in(state)
+    every = []
+    for layer in range(grads.shape[axis]):
+        own = np.take(grads, layer, axis)
+        wanted = signs_of(own, np.take(params, layer, axis))
+        wanted["entropy"] = entropy_of(own)
+        every.append(wanted)
+        assert_signs(found, wanted, f"w/{layer}")
+    # Without `layers` the largest, with its sign, and of entropies the least.
+    for sign in every[0]:
+        values = [wanted[sign] for wanted in every]
+        worst = min(values) if sign == "entropy" else max(values, key=abs)
+        assert whole[f"health/{sign}/w"] == pytest.approx(worst, rel=1e-5, abs=1e-6)
+
+
+def test_the_summary_is_the_largest_of_all_tensors():
+    grads = {"a": jnp.array([3.0, 4.0]), "b": jnp.array([0.0, 1.0])}
+    state = recorded(optaxclip.record_health(), grads, grads)
+    found = found_in(state, summary=True)
+    assert (found["health/norm"], found["health/zeros"]) == (5.0, 0.5)
+
+
+def test_the_entropy_is_that_of_a_sample():
+    grads = {"w": array((200, 130)), "conv": array((2, 3, 8, 5)), "b": array((4,))}
+    recorder = optaxclip.record_health(weights=False, entropy_every=1)
+    found = found_in(recorded(recorder, grads, grads))
+    sample = grads["w"][::4, ::3]
+    assert max(sample.shape) <= 64
+    assert found["health/entropy/w"] == pytest.approx(entropy_of(sample), rel=1e-5)
+    conv = [entropy_of(x) for x in grads["conv"].reshape(6, 8, 5)]
+    assert found["health/entropy/conv"] == pytest.approx(np.mean(conv), rel=1e-5)
+    assert found["health/entropy/b"] == 1
+    one_direction = np.outer(np.ones(6), np.arange(4.0)).astype(np.float32)
+    found = found_in(recorded(recorder, one_direction, one_direction))
+    assert found["health/entropy"] == pytest.approx(0, abs=1e-5)
+
+
+def test_the_entropy_stays_between_its_steps():
+    recorder = optaxclip.record_health(weights=False, values=False, entropy_every=3)
+    grads = [array((4, 4)) for _ in range(7)]
+    state, seen = recorder.init(grads[0]), []
+    for own in grads:
+        _, state = recorder.update(own, state)
+        seen.append(found_in(state)["health/entropy"])
+    wanted = [entropy_of(grads[3 * (step // 3)]) for step in range(7)]
+    np.testing.assert_allclose(seen, wanted, rtol=1e-5)
+
+
+def test_a_row_is_dead_after_steps_without_a_gradient():
+    recorder = optaxclip.record_health(
+        weights=False, values=False, embeddings="table", patience=3
+    )
+    rows = [[0, 1], [0], [0], [2], [1, 2], [2]]
+    state, seen, last = recorder.init({"table": jnp.zeros((4, 2))}), [], [-1] * 4
+    wanted = []
+    for step, alive in enumerate(rows):
+        grads = np.zeros((4, 2), np.float32)
+        grads[alive, 1] = -1e-30
+        _, state = recorder.update({"table": grads}, state)
+        seen.append(found_in(state)["health/dead_rows/table"])
+        for row in alive:
+            last[row] = step
+        wanted.append(np.mean([step - x >= 3 for x in last]))
+    assert seen == wanted and max(wanted) == 0.5
+
+
+# --------------------------------------------------------------------------- devices
+
+GRADS = {"split": array((8, 6)), "layers": array((2, 8, 4)), "whole": array((3,))}
+GRADS["split"][3] = 0
+PARAMS = {name: array(x.shape) for name, x in GRADS.items()}
+SPECS = {"split": P("x", "y"), "layers": P(None, ("x", "y")), "whole": P()}
+STACKED = {"split": None, "layers": 1, "whole": None}
+MESH = {"shape": (4, 2), "names": ("x", "y")}
+
+
+def mesh_of(kind=AxisType.Auto):
+    devices = np.array(jax.devices()[:8]).reshape(MESH["shape"])
+    return Mesh(devices, MESH["names"], axis_types=(kind,) * 2)
+
+
+def assert_as_numpy(state):
+    found = found_in(state, layers=True)
+    for name in ("split", "whole"):
+        assert_signs(found, signs_of(GRADS[name], PARAMS[name]), name)
+    for layer in range(2):
+        wanted = signs_of(GRADS["layers"][layer], PARAMS["layers"][layer])
+        assert_signs(found, wanted, f"layers/{layer}")
+
+
+@pytest.mark.parametrize("typed", [True, False])
+def test_signs_are_those_of_all_devices_in_shard_map(typed):
+    recorder = optaxclip.record_health(stacked=STACKED, mesh_axes=SPECS)
+
+    def step(grads, params):
+        return recorder.update(grads, recorder.init(params), params)[1]
+
+    mapped = jax.shard_map(
+        step,
+        mesh=mesh_of(),
+        in_specs=(SPECS, SPECS),
+        out_specs=P(),
+        check_vma=typed,
+    )
+    assert_as_numpy(jax.jit(mapped)(GRADS, PARAMS))
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+def test_signs_are_those_of_all_devices_under_jit(kind):
+    mesh = mesh_of(kind)
+    place = {name: NamedSharding(mesh, spec) for name, spec in SPECS.items()}
+    recorder = optaxclip.record_health(stacked=STACKED, embeddings="split", patience=1)
+    with jax.set_mesh(mesh):
+        grads, params = jax.device_put((GRADS, PARAMS), (place, place))
+
+        def step(state, _):
+            return recorder.update(grads, state, params)[1], None
+
+        scan = jax.jit(lambda state: lax.scan(step, state, None, 2)[0])
+        state = scan(recorder.init(params))
+    assert_as_numpy(state)
+    assert found_in(state)["health/dead_rows/split"] == 1 / 8
+
+
+@pytest.mark.parametrize("option", ["entropy_every", "embeddings"])
+def test_what_needs_whole_leaves_refuses_parts(option):
+    options = {option: 1 if option == "entropy_every" else "split"}
+    recorder = optaxclip.record_health(
+        weights=False, stacked=STACKED, mesh_axes=SPECS, **options
+    )
+
+    def step(grads):
+        return recorder.update(grads, recorder.init(grads))[1]
+
+    mapped = jax.shard_map(step, mesh=mesh_of(), in_specs=(SPECS,), out_specs=P())
+    with pytest.raises(ValueError, match=f"record_health: {option} needs whole leaves"):
+        mapped(GRADS)
+
+
+# ------------------------------------------------------------------------- the state
+
+
+def test_updates_pass_through_bit_for_bit():
+    grads = {"w": jnp.array([jnp.nan, -0.0, 1e-40]), "n": jnp.array([3])}
+    params = {"w": jnp.ones(3), "n": jnp.array([1])}
+    recorder = optaxclip.record_health(entropy_every=1, embeddings="w")
+    updates, _ = recorder.update(grads, recorder.init(params), params)
+    assert updates is grads
+
+
+def test_states_of_named_recorders_are_told_apart():
+    record = optaxclip.record_health
+    optimizer = optax.named_chain(
+        ("gradients", record()), ("sgd", optax.sgd(0.5)), ("updates", record())
+    )
+    x = jnp.array([3.0, 4.0])
+    _, state = optimizer.update(x, optimizer.init(x), x)
+    found = found_in(state, only="norm")
+    assert found == {"health/gradients/norm": 5.0, "health/updates/norm": 2.5}
+
+
+def test_the_state_is_one_of_optax_and_of_jax():
+    recorder = optaxclip.record_health(
+        stacked={"a": 1, "b": None}, embeddings="b", entropy_every=2
+    )
+    params = {"a": jnp.ones((2, 3, 3)), "b": jnp.ones((4, 2))}
+    state = recorder.init(params)
+    mapped = optax.tree_map_params(recorder.init, lambda x: x, state)
+    assert jax.tree.structure(mapped) == jax.tree.structure(state)
+
+    @jax.jit
+    def step(state):
+        return recorder.update(params, state, params)[1]
+
+    text = jax.export.export(step)(state).serialize()
+    other = jax.export.deserialize(text).call(state)
+    jax.tree.map(np.testing.assert_array_equal, other, step(state))
+    donated = jax.jit(step, donate_argnums=0)(state)
+    jax.tree.map(np.testing.assert_array_equal, donated, other)
+
+
+def test_equal_recorders_share_a_program():
+    x = jnp.ones(3)
+    with jax.log_compiles(False):
+        first = recorded(optaxclip.record_health(), x, x)
+        with jax.no_tracing():
+            second = optaxclip.record_health().update(x, first, x)[1]
+    assert second.step == 2
+
+
+def test_several_models_have_their_own_signs():
+    grads, params = array((3, 4)), array((3, 4))
+    recorder = optaxclip.record_health()
+
+    def signs(x, w):
+        return optaxclip.metrics(recorder.update(x, recorder.init(w), w)[1])
+
+    found = jax.vmap(signs)(grads, params)
+    for member in range(3):
+        own = {name: value[member] for name, value in found.items()}
+        assert_signs(own, signs_of(grads[member], params[member]), "")
+
+
+@pytest.mark.parametrize(
+    ("build", "error"),
+    [
+        (lambda: optaxclip.record_health(patience=0), "patience"),
+        (lambda: optaxclip.record_health(entropy_every=0.5), "entropy_every"),
+        (lambda: optaxclip.record_health(weights=2), "weights must be True or False"),
+        (
+            lambda: optaxclip.record_health(embeddings="t").init({"w": jnp.ones(2)}),
+            "embeddings must name leaves with rows, got 't'. There are 'w'",
+        ),
+        (
+            lambda: optaxclip.record_health().update(jnp.ones(1), None),
+            "HealthState of the step before",
+        ),
+        (
+            lambda: recorded(optaxclip.record_health(), jnp.ones(1), None),
+            "must be|params",
+        ),
+    ],
+)
+def test_arguments_that_are_wrong_raise(build, error):
+    with pytest.raises((TypeError, ValueError), match=f"record_health.*({error})"):
+        build()
+
+
+def test_without_weights_no_params_are_needed():
+    recorder = optaxclip.record_health(weights=False)
+    _, state = recorder.update(jnp.ones(2), recorder.init(jnp.ones(2)))
+    assert "health/cosine" not in found_in(state)
