@@ -96,8 +96,9 @@ def both(name, layout):
 
 def test_every_clipper_that_learns_takes_layers():
     assert set(LEARN) < set(METHODS_OF_LAYERS)
-    learning = [name for name in METHODS_OF_LAYERS if METHODS[name].learns]
-    assert sorted(learning) == LEARN
+    learning = {name for name in METHODS_OF_LAYERS if METHODS[name].learns}
+    # It remembers dead rows, and clips nothing.
+    assert sorted(learning - {"record_health"}) == LEARN
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
