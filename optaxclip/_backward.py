@@ -129,9 +129,7 @@ def clip_cotangent(
         bounds = _bounds(call, arrays, max_value, min_value)
         return put_back(_clipped(None, arrays, bounds), x)
     if min_value is not None:
-        raise ValueError(
-            f"{call}: min_value={shown(min_value)} belongs to max_value."
-        )
+        raise ValueError(f"{call}: min_value={shown(min_value)} belongs to max_value.")
     limit = _scalar(f"{call}: max_norm", max_norm)
     measure: Measure
     # A cotangent has the shape of x, so its axes are those of x.

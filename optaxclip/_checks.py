@@ -44,9 +44,7 @@ def check_real(argument: str, value: Any) -> None:
         if dtype.kind == "O" or any(jnp.issubdtype(dtype, x) for x in real):
             return
     kind = f"an array of {value.dtype}" if isinstance(value, Tracer) else ""
-    raise TypeError(
-        f"{argument} must be a real number, got {kind or shown(value)}."
-    )
+    raise TypeError(f"{argument} must be a real number, got {kind or shown(value)}.")
 
 
 def check_number(
@@ -86,9 +84,7 @@ def check_number(
     if np.isnan(known).any():
         raise ValueError(f"{argument} must not be NaN, got {shown(value)}.")
     if (known < lowest).any():
-        raise ValueError(
-            f"{argument} must be at least {lowest:g}, got {shown(value)}."
-        )
+        raise ValueError(f"{argument} must be at least {lowest:g}, got {shown(value)}.")
     # 1e39 would be inf in float32, and so no limit at all.
     if is_limit and (np.isfinite(known) & (abs(known) > widest.max)).any():
         raise ValueError(
@@ -97,9 +93,7 @@ def check_number(
         )
     if (known > highest).any():
         most = highest if isinstance(highest, int) else f"{highest:g}"
-        raise ValueError(
-            f"{argument} must be at most {most}, got {shown(value)}."
-        )
+        raise ValueError(f"{argument} must be at most {most}, got {shown(value)}.")
 
 
 # A limit, or a number that limits are computed from.
@@ -122,9 +116,7 @@ def check_length(argument: str, value: Any, least: int = 1) -> None:
     if isinstance(value, Tracer):
         return
     if np.ndim(value) or not float(value).is_integer():
-        raise ValueError(
-            f"{argument} must be a whole number, got {shown(value)}."
-        )
+        raise ValueError(f"{argument} must be a whole number, got {shown(value)}.")
 
 
 def check_known(argument: str, value: Any) -> None:
@@ -136,9 +128,7 @@ def check_known(argument: str, value: Any) -> None:
         )
 
 
-def check_flag(
-    argument: str, value: Any, allowed: str = "True or False"
-) -> None:
+def check_flag(argument: str, value: Any, allowed: str = "True or False") -> None:
     """Refuses what is neither True nor False. A traced value passes."""
     if isinstance(value, Tracer):
         return
@@ -158,9 +148,7 @@ def check_choice(argument: str, value: Any, allowed: Sequence[str]) -> None:
         )
 
 
-def check_order(
-    call: str, lower: tuple[str, Any], upper: tuple[str, Any]
-) -> None:
+def check_order(call: str, lower: tuple[str, Any], upper: tuple[str, Any]) -> None:
     """Raises ValueError for two bounds, (name, value), that are known to leave no room
     between them: the lower one is above the upper one.
     """
@@ -253,9 +241,7 @@ def check_shrunk(call: str, value: Any, norm: jax.Array) -> None:
         )
 
 
-def check_schedule(
-    argument: str, function: Callable[..., Any], hint: str = ""
-) -> None:
+def check_schedule(argument: str, function: Callable[..., Any], hint: str = "") -> None:
     """Refuses a function that cannot be called with a step alone."""
     must = f"{argument}: a schedule must take the step alone"
     check_takes(must, function, 1, hint)
@@ -320,9 +306,7 @@ def is_function(x: Any) -> TypeGuard[Callable[..., Any]]:
 # ------------------------------------------------- optimizers, their states and params
 
 
-def check_transformation(
-    argument: str, value: Any, noun: str = "an optimizer"
-) -> None:
+def check_transformation(argument: str, value: Any, noun: str = "an optimizer") -> None:
     """Raises TypeError for what has no `init` and `update`."""
     has_both = hasattr(value, "init") and hasattr(value, "update")
     # A rule has both as well, for norms, and so has a class in the place of an object.
@@ -338,9 +322,7 @@ def check_transformation(
     # `skip_nonfinite(optax.sgd)` for `skip_nonfinite(optax.sgd(0.1))`.
     if callable(value):
         name = getattr(value, "__name__", repr(value))
-        raise TypeError(
-            f"{text}, got the function {name}: call it, as in {name}(...)."
-        )
+        raise TypeError(f"{text}, got the function {name}: call it, as in {name}(...).")
     raise TypeError(f"{text}, got {shown(value)}.")
 
 

@@ -93,8 +93,7 @@ def factor_between(norm: jax.Array, new_norm: jax.Array) -> Factor:
     below = jnp.where(fixed, 1.0, jnp.sqrt(long))
     above = jnp.sqrt(short) * (1 - 2 * info.eps)
     above, factor = (
-        jnp.where(same, 1.0, jnp.where(gone, 0.0, x))
-        for x in (above, quotient)
+        jnp.where(same, 1.0, jnp.where(gone, 0.0, x)) for x in (above, quotient)
     )
     return Factor(above / below, factor)
 
@@ -112,9 +111,7 @@ def roots_of_numbers(
     """
     slices = partial(_entries, kinds, operator.getitem)
     reductions = partial(_entries, kinds, _entry_by_reduction)
-    return per_platform(
-        roots, cpu=reductions, gpu=slices, plain=lambda _: alone()
-    )
+    return per_platform(roots, cpu=reductions, gpu=slices, plain=lambda _: alone())
 
 
 def _entries(
@@ -147,17 +144,13 @@ def _entry_by_reduction(roots: jax.Array, row: int) -> jax.Array:
     return jnp.sum(jnp.where(own, some, 0))
 
 
-def multiply(
-    tree: Any, norms: Norms, roots: list[Any], *, zero: bool = False
-) -> Any:
+def multiply(tree: Any, norms: Norms, roots: list[Any], *, zero: bool = False) -> Any:
     """Multiplies each clipped leaf twice by the root of its norm.
 
     `zero`: where the root is 0 leaves become zeros, since 0 times inf is NaN.
     """
     leaves, treedef = jax.tree.flatten(tree)
-    places = [
-        i for i, leaf in enumerate(norms.leaves) if leaf.norm is not None
-    ]
+    places = [i for i, leaf in enumerate(norms.leaves) if leaf.norm is not None]
     some = [leaves[place] for place in places]
     own = [beside(norms.leaves[place], roots) for place in places]
     plain, gpu = (
@@ -166,9 +159,7 @@ def multiply(
     )
     changed = per_platform(some, own, cpu=plain, gpu=gpu, plain=plain)
     for place, root, x in zip(places, own, changed):
-        leaves[place] = (
-            jnp.where(root == 0, jnp.zeros_like(x), x) if zero else x
-        )
+        leaves[place] = jnp.where(root == 0, jnp.zeros_like(x), x) if zero else x
     return treedef.unflatten(leaves)
 
 

@@ -41,9 +41,7 @@ class HealthState(NamedTuple):
     signs: dict[str, Any]  # float32[N] each: a number for each of these norms
     # int32[rows] of each embedding: steps since the row had a gradient
     idle: dict[str, Any]
-    dead: dict[
-        str, Any
-    ]  # float32[] of each: the share of its rows that is dead
+    dead: dict[str, Any]  # float32[] of each: the share of its rows that is dead
 
     @property
     def step(self) -> Any:
@@ -365,9 +363,7 @@ def health_rows(
 
 
 @partial(jax.jit, static_argnums=0)
-def _largest(
-    sizes: tuple[int, ...], state: HealthState
-) -> dict[str, list[jax.Array]]:
+def _largest(sizes: tuple[int, ...], state: HealthState) -> dict[str, list[jax.Array]]:
     """Of each sign the largest of so many entries, and of entropies the least."""
     norm = state.norms.norm
     signs = {"norm": norm, **state.signs}

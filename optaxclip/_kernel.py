@@ -155,9 +155,7 @@ def make_clipper(
         if settings.with_params:
             check_params(call, params)
             weights = trees.values_of(call, "params", tree, params)
-        clipped, new = _update(
-            settings, numbers, eps, tree, state, weights, given
-        )
+        clipped, new = _update(settings, numbers, eps, tree, state, weights, given)
         # Outside the jitted update: a compiled program cannot raise.
         if nonfinite == "raise":
             _raise_nonfinite(call, measure, new, tree)
@@ -366,9 +364,7 @@ def can_clip(norm: jax.Array, limit: jax.Array) -> jax.Array:
     return jnp.isfinite(norm) & (limit == limit)
 
 
-def _checked_memory(
-    rule: Rule, norm: jax.Array, memory: Any, argument: str
-) -> Any:
+def _checked_memory(rule: Rule, norm: jax.Array, memory: Any, argument: str) -> Any:
     """The memory in the form of the rule's own.
 
     Raises for the memory of another rule. The length of a window is not compared: under
@@ -518,9 +514,7 @@ def _next_state(
     columns, memory = [], list(memories(state))
     for own, made in zip(asked, decided):
         clipped, share = made.clipped, made.clipped.astype(jnp.float32)
-        column = Column(
-            own.norm, own.limit, made.factor, clipped, ~made.known, share
-        )
+        column = Column(own.norm, own.limit, made.factor, clipped, ~made.known, share)
         if own.group.is_unit:
             column = _summary(settings, eps, norms, own, made)
         columns.append(column)
@@ -636,9 +630,7 @@ def clip_once(
     return clipped, state.norm
 
 
-def _raise_nonfinite(
-    call: str, measure: Any, state: ClipState, updates: Any
-) -> None:
+def _raise_nonfinite(call: str, measure: Any, state: ClipState, updates: Any) -> None:
     """Raises FloatingPointError for a norm that is NaN or inf, and names the leaves.
 
     Under jit it is a `checkify.check`.
@@ -660,10 +652,6 @@ def _raise_nonfinite(
                 count = int(jnp.sum(~jnp.isfinite(leaf), dtype=np.int64))
             if count:
                 name = trees.name(path)
-                parts.append(
-                    f"{name!r}: {count} of {leaf.size} values are NaN or inf"
-                )
-        all_finite = (
-            "All values are finite: the norm is too large for its dtype."
-        )
+                parts.append(f"{name!r}: {count} of {leaf.size} values are NaN or inf")
+        all_finite = "All values are finite: the norm is too large for its dtype."
         raise FloatingPointError(f"{text}. {'; '.join(parts) or all_finite}")

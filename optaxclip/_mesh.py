@@ -162,9 +162,7 @@ def static_axes(mesh_axes: Any, call: str) -> Any:
     for value in jax.tree.leaves(mesh_axes, is_leaf=_is_spec):
         # Static arguments must be hashable, which arrays are not.
         if isinstance(value, (np.ndarray, jax.Array)):
-            raise TypeError(
-                f"{call}: mesh_axes must be {FORMS}, got {shown(value)}."
-            )
+            raise TypeError(f"{call}: mesh_axes must be {FORMS}, got {shown(value)}.")
     is_list = isinstance(mesh_axes, list)
     if is_list and all(isinstance(x, str) for x in mesh_axes):
         raise TypeError(
@@ -262,9 +260,7 @@ class _SplitLeaf(NamedTuple):
         # Units of [in, out] with P("x", "y") are summed over x. Each device along y has
         # those of its own outputs.
         summed = [names for dim, names in enumerate(by_dim) if dim in over]
-        kept = [
-            () if dim in over else names for dim, names in enumerate(by_dim)
-        ]
+        kept = [() if dim in over else names for dim, names in enumerate(by_dim)]
         return Split(tuple(chain.from_iterable(summed)), tuple(kept))
 
     def names_by_dim(self) -> list[Names]:
@@ -389,9 +385,7 @@ def axes_size(names: Iterable[str]) -> int:
     return math.prod(int(lax.axis_size(name)) for name in names)
 
 
-def counted_once(
-    part: jax.Array, own: Iterable[str], names: Names
-) -> jax.Array:
+def counted_once(part: jax.Array, own: Iterable[str], names: Names) -> jax.Array:
     """A leaf's part of a sum over devices along `names`, of which it differs along
     its `own`.
 

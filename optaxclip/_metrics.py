@@ -68,9 +68,7 @@ SPIKE = (
     "score_recent",
 )
 # A dict keeps their order for the error of `only`. Some kinds share names.
-NAMES = dict.fromkeys(
-    (*CLIP, *UNITS, *SUMMARY, *ELEMENTS, *SKIP, *SPIKE, *HEALTH)
-)
+NAMES = dict.fromkeys((*CLIP, *UNITS, *SUMMARY, *ELEMENTS, *SKIP, *SPIKE, *HEALTH))
 
 
 PREFIXES = {
@@ -406,9 +404,7 @@ def _numbers_of_names(
 
 
 @partial(jax.jit, static_argnums=0)
-def _summary_numbers(
-    counts: tuple[int, ...], state: ClipState
-) -> dict[str, jax.Array]:
+def _summary_numbers(counts: tuple[int, ...], state: ClipState) -> dict[str, jax.Array]:
     """The numbers of all norms together."""
     several = jax.tree.map(jnp.atleast_1d, state._replace(step=()))
     worst = jnp.argmax(_ratio(several.norm, several.limit))
@@ -545,9 +541,7 @@ def reported_states(opt_state: Any) -> list[Found]:
     return reported
 
 
-def _walk(
-    tree: Any, path: tuple[Any, ...]
-) -> Iterator[tuple[tuple[Any, ...], Any]]:
+def _walk(tree: Any, path: tuple[Any, ...]) -> Iterator[tuple[tuple[Any, ...], Any]]:
     flatten = jax.tree_util.tree_flatten_with_path
     for own, state in flatten(tree, is_leaf=_is_reported)[0]:
         whole = (*path, *own)
@@ -568,9 +562,7 @@ def _title(path: tuple[Any, ...], prefix: str, pure: bool) -> str:
     keys = [key.key for key in path if isinstance(key, DictKey)]
     # nnx.state makes those DictKeys too, with numbers for places.
     if pure:
-        keys = [
-            key for key in keys if isinstance(key, str) and key not in FIELDS
-        ]
+        keys = [key for key in keys if isinstance(key, str) and key not in FIELDS]
     return "/".join(str(key) for key in keys if key != prefix)
 
 
@@ -587,9 +579,7 @@ def _as_states(tree: Any) -> tuple[Any, bool]:
         kinds.append(kind)
         return _from_mapping(kind, x)
 
-    found = jax.tree.map(
-        restored, tree, is_leaf=lambda x: _kind_of(x) is not None
-    )
+    found = jax.tree.map(restored, tree, is_leaf=lambda x: _kind_of(x) is not None)
     return found, bool(kinds)
 
 

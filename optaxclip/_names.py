@@ -15,8 +15,7 @@ from typing import Any, NoReturn
 
 # Each function has its own name for a limit. People try those of others too.
 _LIMITS = (
-    "max_norm max_rms max_value max_delta max_logit "
-    "clipping limit threshold cap rule"
+    "max_norm max_rms max_value max_delta max_logit clipping limit threshold cap rule"
 )
 # Our names for an argument, and what people try for it. The first that a function has
 # is named.
@@ -61,9 +60,7 @@ _OF_UPDATE = {
         l2_norm_clip max_grad_norm max_l2_norm max_norm max_rms""",
     "value": "loss loss_value losses train_loss",
 }
-OF_UPDATE = {
-    ours: frozenset(others.split()) for ours, others in _OF_UPDATE.items()
-}
+OF_UPDATE = {ours: frozenset(others.split()) for ours, others in _OF_UPDATE.items()}
 # What is said beside one of ours.
 _MORE = {
     # An average may be weighted from either end.
@@ -132,9 +129,7 @@ def with_our_names(module: str) -> None:
 
 # Cached, so that a function which two modules show is one object.
 @functools.cache
-def checked(
-    function: Callable[..., Any], call: str = ""
-) -> Callable[..., Any]:
+def checked(function: Callable[..., Any], call: str = "") -> Callable[..., Any]:
     """The function, with a TypeError in our words for arguments that do not fit.
 
     `call` is what users call it, where that is not the function's own name.
@@ -159,9 +154,7 @@ def checked(
     return answering
 
 
-def _misfit(
-    call: str, own: list[inspect.Parameter], args: Any, kwargs: Any
-) -> str:
+def _misfit(call: str, own: list[inspect.Parameter], args: Any, kwargs: Any) -> str:
     """Which argument of a call is wrong, and what would be right."""
     plain = inspect.Parameter.POSITIONAL_OR_KEYWORD
     endless = inspect.Parameter.VAR_POSITIONAL
@@ -181,9 +174,7 @@ def _misfit(
     for each in needed:
         if each.name not in (*kwargs, *places[: len(args)]):
             # For clip_by_group_norm(max_norm, labels), or aggc(scope=...).
-            shown = [
-                x.name if x.kind is plain else f"{x.name}=..." for x in needed
-            ]
+            shown = [x.name if x.kind is plain else f"{x.name}=..." for x in needed]
             return f"{each.name} is missing: call {call}({', '.join(shown)})."
     twice = next(name for name in kwargs if name in places[: len(args)])
     return f"{twice} was given twice."
@@ -202,9 +193,7 @@ def _instead(call: str, name: str, known: list[str]) -> str:
     return ""
 
 
-def _too_many(
-    call: str, count: int, places: list[str], known: list[str]
-) -> str:
+def _too_many(call: str, count: int, places: list[str], known: list[str]) -> str:
     by_name = [name for name in known if name not in places]
     text = f"{count} positional arguments were given, but it takes "
     text += ", ".join(places) or "none"

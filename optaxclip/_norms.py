@@ -380,9 +380,7 @@ class TensorNorm(NamedTuple):
         dims: list[Dims] = []
         # Layers keep their axes, and all others are summed: one norm for each layer.
         for axes, leaf in zip(_layers(self, tree), jax.tree.leaves(tree)):
-            dims.append(
-                trees.other_axes(axes, jnp.ndim(leaf)) if axes else None
-            )
+            dims.append(trees.other_axes(axes, jnp.ndim(leaf)) if axes else None)
         return _norm_of_each_leaf(tree, dims, self, units=False)
 
 
@@ -397,9 +395,7 @@ class UnitwiseNorm(NamedTuple):
 
     def __call__(self, tree: Any) -> Norms:
         shapes = mesh.whole_shapes(self.mesh_axes, tree, self.call)
-        dims = trees.unit_axes(
-            self.axis, _layers(self, tree), tree, self.call, shapes
-        )
+        dims = trees.unit_axes(self.axis, _layers(self, tree), tree, self.call, shapes)
         return _norm_of_each_leaf(tree, dims, self, units=True)
 
 
@@ -415,9 +411,7 @@ class GroupNorm(NamedTuple):
     def __call__(self, tree: Any) -> Norms:
         leaves = list(map(jnp.asarray, jax.tree.leaves(tree)))
         missing = self.allow_missing
-        labels = trees.by_label(
-            tree, self.labels, self.call, allow_missing=missing
-        )
+        labels = trees.by_label(tree, self.labels, self.call, allow_missing=missing)
         dims: list[Dims] = [None] * len(leaves)
         splits = mesh.splits(self.mesh_axes, tree, dims, self.call)
         # A label whose leaves are None or integers has a norm as well, which is 0.
@@ -573,9 +567,7 @@ def check_ord(call: str, ord: Any) -> None:
 # ------------------------------------------------------------------- public functions
 
 
-def global_norm(
-    tree: Any, *, ord: Ord = None, mesh_axes: MeshAxes = "auto"
-) -> Any:
+def global_norm(tree: Any, *, ord: Ord = None, mesh_axes: MeshAxes = "auto") -> Any:
     """Returns the norm of all leaves together: (sum |x|^p)^(1/p).
 
     Complex values count by modulus. Integer, bool and float0 leaves, leaves without
@@ -728,6 +720,4 @@ def group_norm(
     # Leaves that do not count have labels too, whose norm may then be 0.
     found = trees.labels_of(labels, trees.unboxed(tree))
     table = trees.static_labels(found, "group_norm")
-    return GroupNorm(table, "group_norm", ord, mesh_axes)(
-        clipped_leaves(tree)
-    ).tree()
+    return GroupNorm(table, "group_norm", ord, mesh_axes)(clipped_leaves(tree)).tree()

@@ -330,9 +330,7 @@ def groups_of(norms: Norms, state: ClipState, call: str) -> list[Group]:
     return found
 
 
-def group_of(
-    norms: Norms, names: Names, part: int, numbers: list[int]
-) -> Group:
+def group_of(norms: Norms, names: Names, part: int, numbers: list[int]) -> Group:
     """All norms of a part."""
     is_unit, is_all = numbers[0] in norms.units, names == ALL
     own_rows = 0 if is_unit and not is_all else None
@@ -366,9 +364,7 @@ def rules_of_norms(
     return found
 
 
-def shared_rule(
-    rules: list[Rule], group: Group, norms: Norms, call: str
-) -> Rule:
+def shared_rule(rules: list[Rule], group: Group, norms: Norms, call: str) -> Rule:
     """The rule of a group. Different constant limits become a vector.
 
     Raises:
@@ -647,9 +643,7 @@ def count_clipped(
     """The shares after a step, from each leaf (before, after) that step."""
     share = _share_clipped(pairs)
     mean = old.mean + (share - old.mean) / (step.astype(jnp.float32) + 1)
-    return ClippedElements(
-        share, mean, moving_average(old.recent, share, step)
-    )
+    return ClippedElements(share, mean, moving_average(old.recent, share, step))
 
 
 def _share_clipped(pairs: list[tuple[Any, jax.Array]]) -> jax.Array:
@@ -669,9 +663,7 @@ def _share_clipped(pairs: list[tuple[Any, jax.Array]]) -> jax.Array:
             count = jnp.sum(differs, dtype=kind)
             counts.append(lax.convert_element_type(count, np.float32))
         # Floats, since int32 ends at 2^31. A size of jax.export may be a symbol.
-        whole = (
-            float(size) if is_known else jnp.asarray(size).astype(jnp.float32)
-        )
+        whole = float(size) if is_known else jnp.asarray(size).astype(jnp.float32)
         total += whole * axes_size(over)
     clipped = sum(joined(lax.psum, counts, names), jnp.zeros((), jnp.float32))
     return clipped / jnp.maximum(total, 1.0)

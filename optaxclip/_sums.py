@@ -65,9 +65,7 @@ def per_platform(
     if forced:
         return {"cpu": cpu, "gpu": gpu, "plain": plain}[forced](*operands)
     # JAX knows GPUs as cuda and rocm.
-    return lax.platform_dependent(
-        *operands, cpu=cpu, cuda=gpu, rocm=gpu, default=plain
-    )
+    return lax.platform_dependent(*operands, cpu=cpu, cuda=gpu, rocm=gpu, default=plain)
 
 
 def norm_dtype(leaves: Any) -> Any:

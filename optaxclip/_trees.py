@@ -30,9 +30,7 @@ from ._checks import BEGIN_ANEW, check_takes, is_function, shown
 ByPath = Callable[[str, Any], Any]  # of a leaf's path ("blocks/w") and it
 # A whole number or a tuple of them, a tree prefix of these, or a function likewise.
 Axis: TypeAlias = "int | Mapping[Any, Axis] | Sequence[Axis] | ByPath | None"
-Stacked: TypeAlias = (
-    "int | Mapping[Any, Stacked] | Sequence[Stacked] | ByPath | None"
-)
+Stacked: TypeAlias = "int | Mapping[Any, Stacked] | Sequence[Stacked] | ByPath | None"
 
 
 # ---------------------------------------------------------------- leaves that count
@@ -158,9 +156,7 @@ def warn_of_integers(call: str, updates: Any) -> None:
     # Updates without any leaf, as of a model without weights, are no mistake.
     for path, leaf in jax.tree_util.tree_flatten_with_path(updates)[0]:
         # An int of Python has no dtype. A bool is one too, but no number to clip.
-        dtype = (
-            type(leaf) if type(leaf) is int else getattr(leaf, "dtype", bool)
-        )
+        dtype = type(leaf) if type(leaf) is int else getattr(leaf, "dtype", bool)
         if jnp.issubdtype(dtype, jnp.integer) and jnp.size(leaf):
             warnings.warn(
                 f"{call}: nothing is clipped, since no leaf of the updates has a float "
@@ -203,9 +199,7 @@ def check_kept(call: str, tree: Any, kept: Any) -> None:
 
 
 def _listed_leaves(tree: Any) -> str:
-    return listed_paths(
-        path for path, _ in jax.tree_util.tree_leaves_with_path(tree)
-    )
+    return listed_paths(path for path, _ in jax.tree_util.tree_leaves_with_path(tree))
 
 
 def _shown(kind: Any) -> str:
@@ -412,9 +406,7 @@ def static_numbers(option: str, numbers: Any, call: str) -> Any:
     return table
 
 
-def axes_within(
-    value: Any, argument: str, leaf: str, rank: int
-) -> tuple[int, ...]:
+def axes_within(value: Any, argument: str, leaf: str, rank: int) -> tuple[int, ...]:
     """The axes of a leaf, counted from the front.
 
     Raises:
@@ -556,9 +548,7 @@ def _axes_by_shape(
     """All dimensions of what squeezes to a vector, else those that feed one output."""
     # Axes of size 1 do not count: [1, 1, n] is a vector, as in optax. A size that only
     # a run of an exported program knows counts as one of many.
-    known = (
-        [] if shape is None else [size for size in shape if not _is_one(size)]
-    )
+    known = [] if shape is None else [size for size in shape if not _is_one(size)]
     if shape is not None and len(known) <= 1:
         return tuple(range(rank))
     if rank > 5:
@@ -597,9 +587,7 @@ def static_labels(labels: Any, call: str) -> Any:
     return table
 
 
-def by_label(
-    tree: Any, labels: Any, call: str, *, allow_missing: bool
-) -> list[Any]:
+def by_label(tree: Any, labels: Any, call: str, *, allow_missing: bool) -> list[Any]:
     """The label of each leaf. `allow_missing`: of some labels there may be none."""
     # A function is called in each trace, so its labels may follow the tree.
     table = static_labels(labels_of(labels, tree), call)
@@ -634,9 +622,7 @@ def _takes_path(function: Callable[..., Any]) -> bool:
         inspect.Parameter.POSITIONAL_OR_KEYWORD,
     )
     # An argument with a default does not count: labels(tree, sep="/") takes a tree.
-    needed = [
-        x for x in parameters if x.kind in kinds and x.default is x.empty
-    ]
+    needed = [x for x in parameters if x.kind in kinds and x.default is x.empty]
     return len(needed) == 2
 
 

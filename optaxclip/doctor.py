@@ -230,9 +230,7 @@ def _findings(log: Log) -> list[Finding]:
                 names=_listed(series.names, which),
                 beside=_listed(series.names, beside),
             )
-            found[cause] = Finding(
-                cause, step, value, limit, text, page, advice
-            )
+            found[cause] = Finding(cause, step, value, limit, text, page, advice)
     return sorted(found.values(), key=lambda each: each.step)
 
 

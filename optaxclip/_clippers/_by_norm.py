@@ -346,9 +346,7 @@ def clip_by_tensor_rms(
     numbers = {"ord": "rms", "stacked": stacked, "mesh_axes": mesh_axes}
     options = {"shrink": shrink, "eps": eps, "nonfinite": nonfinite}
     # An RMS does not grow with its leaf, so one limit suits leaves of all sizes.
-    return norm_clipper(
-        call, TensorNorm, max_rms, numbers, "max_rms", **options
-    )
+    return norm_clipper(call, TensorNorm, max_rms, numbers, "max_rms", **options)
 
 
 def clip_by_average_norm(
@@ -426,9 +424,7 @@ def clip_by_block_rms(threshold: Any) -> optax.GradientTransformationExtraArgs:
     """
     # One argument, with optax's name for it. `clip_by_tensor_rms` has the options.
     numbers, name = {"ord": "rms"}, "threshold"
-    return norm_clipper(
-        "clip_by_block_rms", TensorNorm, threshold, numbers, name
-    )
+    return norm_clipper("clip_by_block_rms", TensorNorm, threshold, numbers, name)
 
 
 def norm_clipper(

@@ -259,9 +259,7 @@ def _held(bound: Any, dtype: Any, *, sign: int = 0, up: bool = False) -> Any:
     numpy = jnp if is_late else np
     numbers = numpy.asarray(bound)
     is_whole = numbers.dtype.kind in "iuO" and not is_late
-    wide = (
-        jnp.promote_types(bound.dtype, np.float32) if is_late else np.float64
-    )
+    wide = jnp.promote_types(bound.dtype, np.float32) if is_late else np.float64
     numbers = numbers.astype(object if is_whole else wide)
     if sign:
         # NumPy makes ints of Python of arrays without dimensions.

@@ -214,9 +214,7 @@ def larc(
         decayed = jax.tree.map(decay, tree, weights, norms, lengths)
         longer = jax.tree.map(lengthen, norms, lengths)
         changed = put_back(decayed, updates)
-        clipped, state = kernel.update(
-            changed, state, params, grad_norm=longer
-        )
+        clipped, state = kernel.update(changed, state, params, grad_norm=longer)
         rounded = jax.tree.map(cast_like, clipped_leaves(clipped), tree)
         return put_back(rounded, updates), state
 

@@ -135,9 +135,7 @@ def clip_grads(
     measure = GlobalNorm(**check_measure(call, ord, mesh_axes=mesh_axes))
     options = {"eps": eps, "nonfinite": nonfinite}
     # Its norm is without eps: the number to log.
-    return clip_once(
-        grads, max_norm, measure, call=call, name="max_norm", **options
-    )
+    return clip_once(grads, max_norm, measure, call=call, name="max_norm", **options)
 
 
 def record_norm(

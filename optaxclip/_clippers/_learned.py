@@ -104,9 +104,7 @@ def autoclip(
     """
     # Checked as a percentile, because the rule would check a share in [0, 1].
     call = "autoclip"
-    percentile = check_field(
-        call, "percentile", number(highest=100.0), percentile
-    )
+    percentile = check_field(call, "percentile", number(highest=100.0), percentile)
     # `windowed_quantile` takes shares, so 0.1 for ten percent is an easy slip.
     # 0 is no slip: it clips to the shortest gradient.
     if isinstance(percentile, (int, float)) and 0 < percentile < 1:

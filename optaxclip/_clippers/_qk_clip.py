@@ -152,9 +152,7 @@ def qk_clip(
     check_number(f"{CALL}: alpha", alpha)
     # The keys take factor^(1 - alpha): with alpha above 1 they would grow.
     if not isinstance(alpha, Tracer) and np.any(np.asarray(alpha) > 1):
-        raise ValueError(
-            f"{CALL}: alpha must be at most 1, got {shown(alpha)}."
-        )
+        raise ValueError(f"{CALL}: alpha must be at most 1, got {shown(alpha)}.")
     # Its norms are logits, which have no weights to be compared with.
     if is_rule(max_logit):
         rule_without_params(max_logit, f"{CALL}: max_logit")
@@ -171,9 +169,7 @@ def qk_clip(
         types, zeros = jax.tree.leaves(tree), {}
         for name, _, shape, dtype, uses in find_attentions(roles, tree):
             # Typed as the logits will be, which come of the weights.
-            zeros[name] = varying_as(
-                jnp.zeros(shape, dtype), types[uses[0].leaf]
-            )
+            zeros[name] = varying_as(jnp.zeros(shape, dtype), types[uses[0].leaf])
         return kernel.init(zeros)
 
     def update(
@@ -434,9 +430,7 @@ def scale_of(use: Use, rank: int, factor: jax.Array) -> jax.Array:
     """
     repeats = use.shape[-1] // factor.shape[-1]
     factor = jnp.repeat(factor, repeats, axis=-1)[..., None]
-    ones = jnp.ones(
-        (*use.shape[:-1], use.heads_of_leaf, use.entries), factor.dtype
-    )
+    ones = jnp.ones((*use.shape[:-1], use.heads_of_leaf, use.entries), factor.dtype)
     own = slice(*use.heads.heads), slice(*use.heads.entries)
     scale = ones.at[..., *own].multiply(factor)
     if scale.ndim > len(use.axes):
@@ -446,9 +440,7 @@ def scale_of(use: Use, rank: int, factor: jax.Array) -> jax.Array:
     return jnp.expand_dims(scale, others)
 
 
-def logits_of(
-    attentions: list[Attention], max_logits: Any
-) -> dict[str, jax.Array]:
+def logits_of(attentions: list[Attention], max_logits: Any) -> dict[str, jax.Array]:
     """The largest logit of each attention's heads of keys, at least 0: of the one array
     whose path begins like its own, or the other way round.
 
@@ -461,9 +453,7 @@ def logits_of(
     found = {}
     for name, path, shape, dtype, _ in attentions:
         # flax's `sow` adds a name after the path, and users may leave out its end.
-        own = [
-            x for names, x in entries if _common(names, path) in (names, path)
-        ]
+        own = [x for names, x in entries if _common(names, path) in (names, path)]
         if len(own) != 1 or len(entries) != len(attentions):
             shown = ", ".join(repr("/".join(names)) for names, _ in entries)
             raise ValueError(

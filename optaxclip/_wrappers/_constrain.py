@@ -176,6 +176,4 @@ def _rounded(x: jax.Array, dtype: Any) -> jax.Array:
         return rounded
     # It makes subnormal numbers 0, which float16 needs for small steps.
     unit = float(info.smallest_subnormal)
-    return jnp.where(
-        jnp.abs(x) < float(info.tiny), jnp.round(x / unit) * unit, rounded
-    )
+    return jnp.where(jnp.abs(x) < float(info.tiny), jnp.round(x / unit) * unit, rounded)

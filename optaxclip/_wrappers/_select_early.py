@@ -50,11 +50,7 @@ def update_unless(
     early = {}
     for output, leaf in zip(jaxpr.outvars, old):
         # Neither numbers nor arguments, which no equation computes.
-        if (
-            leaf is not None
-            and not is_literal(output)
-            and output not in values
-        ):
+        if leaf is not None and not is_literal(output) and output not in values:
             early[output] = leaf
     for equation in jaxpr.eqns:
         results = _run(jaxpr, equation, values)

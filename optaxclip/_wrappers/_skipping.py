@@ -135,9 +135,7 @@ def skip_nonfinite(
     call = "skip_nonfinite"
     # No limit: only NaN and inf are over it. `value` only goes on to the optimizer.
     rule = rule_without_params(None, f"{call}: rule")
-    return _skipping(
-        inner, Judge(call, rule, None, mesh_axes), max_consecutive
-    )
+    return _skipping(inner, Judge(call, rule, None, mesh_axes), max_consecutive)
 
 
 def skip_step(
@@ -212,9 +210,7 @@ def skip_step(
     # With None a step without a loss is judged by its norm alone.
     loss_rule = rule if on_loss is None or on_loss else None
     demanded_by = "on_loss=True" if on_loss else ""
-    return _skipping(
-        inner, Judge(call, rule, loss_rule, mesh_axes, demanded_by)
-    )
+    return _skipping(inner, Judge(call, rule, loss_rule, mesh_axes, demanded_by))
 
 
 def skip_spikes(
@@ -377,9 +373,7 @@ class Judge(NamedTuple):
         measure = GlobalNorm(self.call, mesh_axes=self.mesh_axes)
         return measure(clipped_leaves(updates, self.call)).each[0]
 
-    def numbers_of(
-        self, updates: Any, extra_args: dict[str, Any]
-    ) -> tuple[Any, Any]:
+    def numbers_of(self, updates: Any, extra_args: dict[str, Any]) -> tuple[Any, Any]:
         """Norm and loss of a step. None for a loss that is not looked at."""
         norm, loss = extra_args.get("grad_norm"), extra_args.get("value")
         if norm is None:
@@ -437,9 +431,7 @@ class Judge(NamedTuple):
             asked = self.loss_rule, loss, state.loss_memory, state.step
             argument = f"{self.call}: loss_rule"
             limit, memory = limit_of(*asked, argument=argument, signed=True)
-            state = state._replace(
-                loss=loss, loss_limit=limit, loss_memory=memory
-            )
+            state = state._replace(loss=loss, loss_limit=limit, loss_memory=memory)
             over = over | ~(loss <= limit)
             broken = broken | ~jnp.isfinite(loss)
         return state, over | broken, broken

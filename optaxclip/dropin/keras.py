@@ -95,9 +95,7 @@ def clip_gradients(
         return optax.identity()
     # As in Keras, whose optimizers apply at most one of them.
     if len(given) > 1:
-        all_given = ", ".join(
-            f"{name}={shown(value)}" for name, value in given.items()
-        )
+        all_given = ", ".join(f"{name}={shown(value)}" for name, value in given.items())
         raise ValueError(
             "clip_gradients: only one of clipnorm, clipvalue and global_clipnorm can "
             f"be set, got {all_given}."

@@ -153,9 +153,7 @@ def clip_by_norm(t: Any, clip_norm: Any, axes: Any = None) -> Any:
     else:
         # axes are summed over, like `axis` of clip_by_unitwise_norm.
         axis = _checked_axes(f"{call}: axes", axes, clipped_leaves(t, call))
-        measure = measures.UnitwiseNorm(
-            **measures.check_measure(call, None, axis=axis)
-        )
+        measure = measures.UnitwiseNorm(**measures.check_measure(call, None, axis=axis))
     return clip_once(t, clip_norm, measure, call=call, name="clip_norm")[0]
 
 

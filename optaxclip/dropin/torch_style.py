@@ -223,9 +223,7 @@ def clip_grads_with_norm(grads: Any, max_norm: Any, total_norm: Any) -> Any:
     # norm that is given replaces the measured one.
     measure = GlobalNorm(call)
     options = {"call": call, "name": "max_norm", "eps": EPS}
-    return clip_once(
-        grads, max_norm, measure, grad_norm=total_norm, **options
-    )[0]
+    return clip_once(grads, max_norm, measure, grad_norm=total_norm, **options)[0]
 
 
 def _clipped(
@@ -243,9 +241,7 @@ def _clipped(
     # eps is only in the divisor: the norm comes back without it, as from torch.
     options = {"call": call, "name": "max_norm", "eps": EPS}
     try:
-        return clip_once(
-            grads, max_norm, measure, nonfinite=nonfinite, **options
-        )
+        return clip_once(grads, max_norm, measure, nonfinite=nonfinite, **options)
     except FloatingPointError as error:
         # Code that is ported catches a RuntimeError, as torch raises it.
         text = str(error).rstrip(".")
@@ -304,9 +300,7 @@ def _norm_below_order_zero(tree: Any, ord: float) -> jax.Array:
     # the largest is the smallest, and that of the smallest the largest.
     one = info.max * info.tiny
     # inf for 0, so that one element of 0 makes the result 0.
-    reciprocals = jax.tree.map(
-        lambda x: one / jnp.abs(x).astype(info.dtype), tree
-    )
+    reciprocals = jax.tree.map(lambda x: one / jnp.abs(x).astype(info.dtype), tree)
     return one / global_norm(reciprocals, ord=-ord)
 
 

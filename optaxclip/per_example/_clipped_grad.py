@@ -509,8 +509,6 @@ def explain_clipped_grad(
             sizes = [leaf.dtype.itemsize * n for n in (kept, way.size)]
             row = name, leaf.shape, way.name, shown
             rows.append(ExplainedLeaf(*row, *sizes))
-        return Explanation(
-            chosen, width, rows, *_bounds(problem, chosen, ways)
-        )
+        return Explanation(chosen, width, rows, *_bounds(problem, chosen, ways))
 
     return of_batch

@@ -173,9 +173,7 @@ def limits_of(max_norm: Any, argument: str, shrink: Shrink) -> Limits:
         max_norm, is_leaf=lambda limit: limit is None or is_rule(limit)
     )
     if not found:
-        raise ValueError(
-            f"{argument} has no limit in it, got {shown(max_norm)}."
-        )
+        raise ValueError(f"{argument} has no limit in it, got {shown(max_norm)}.")
     for path, value in found:
         where = f"{argument} for {prefix.name(path)!r}" if path else argument
         if value is None:

@@ -37,9 +37,7 @@ class Replay(NamedTuple):
     clipped: jax.Array  # bool[steps, ...]
 
 
-def run(
-    rule: Any, norms: ArrayLike, *, shrink: Shrink | None = None
-) -> Replay:
+def run(rule: Any, norms: ArrayLike, *, shrink: Shrink | None = None) -> Replay:
     """Runs a rule over a history of norms, as one `lax.scan`.
 
     Many rules run at once under `jax.vmap`:
@@ -117,9 +115,7 @@ def limits_over(
 
 
 @partial(jax.jit, static_argnames=("argument", "signed"))
-def _scan(
-    rule: Rule, memory: Any, values: jax.Array, **options: Any
-) -> jax.Array:
+def _scan(rule: Rule, memory: Any, values: jax.Array, **options: Any) -> jax.Array:
     def one_step(memory: Any, numbered: Any) -> tuple[Any, jax.Array]:
         number, value = numbered
         return limit_of(rule, value, memory, number, **options)[::-1]

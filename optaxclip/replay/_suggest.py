@@ -97,9 +97,7 @@ def suggest(norms: ArrayLike) -> list[Suggestion]:
     fixed = {clip.format(x): x for x in rounded if x <= largest}
     rules = (fixed | LEARNING).items()
     rows = [_suggestion(text, rule, finite) for text, rule in rules]
-    guards = [
-        row for row in rows[: len(fixed)] if row.limit <= HIGHEST * median
-    ]
+    guards = [row for row in rows[: len(fixed)] if row.limit <= HIGHEST * median]
     best = min(guards, key=lambda row: abs(row.clip_rate - RECOMMENDED_RATE))
     return [row._replace(recommended=row is best) for row in rows]
 

@@ -121,9 +121,7 @@ class EmaRatio(Rule):
     decay: Number = number(default=0.99, highest=1.0)
     _: KW_ONLY
     target: Number | None = number(default=None, optional=True)
-    target_decay: Number | None = number(
-        default=None, highest=1.0, optional=True
-    )
+    target_decay: Number | None = number(default=None, highest=1.0, optional=True)
     corrected: Any = flag(default=False)
     remember: str = choice("clipped", "raw", default="clipped")
     warmup: Any = number(default=1, schedule=False)
@@ -417,9 +415,7 @@ class LogZScore(Rule):
         seen = jnp.zeros(norm.shape, jnp.int32)
         return LogNormMemory(seen, empty_average(norm), jnp.zeros_like(norm))
 
-    def update(
-        self, norm: Array, memory: LogNormMemory, step: Array
-    ) -> Answer:
+    def update(self, norm: Array, memory: LogNormMemory, step: Array) -> Answer:
         z, decay = at_step(step, norm, self.z, self.decay)
         floor, spread = at_step(step, norm, self.floor, self.spread)
         seen, mean, deviation = memory

@@ -58,9 +58,7 @@ def checked_limit(argument: str, limit: Any) -> ArrayLike | Schedule:
         rule = " A rule is given as optaxclip.rules.z_score(), without quotes."
         # "z_score" may be meant as a rule, and "1.0" is not.
         rule = rule if limit.isidentifier() else ""
-        raise TypeError(
-            f"{argument} must be a real number, got {shown(limit)}.{rule}"
-        )
+        raise TypeError(f"{argument} must be a real number, got {shown(limit)}.{rule}")
     # JAX takes no bare function as an argument of a compiled call.
     if callable(limit):
         # A function of a leaf's path, as it goes for labels and axes.

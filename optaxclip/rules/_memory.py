@@ -54,9 +54,7 @@ def empty_window(argument: str, length: Any, norm: jax.Array) -> Window:
 
 def places(window: Window) -> jax.Array:
     """The number of each place in the window, int32[norm, length]."""
-    return lax.broadcasted_iota(
-        jnp.int32, window.past.shape, window.past.ndim - 1
-    )
+    return lax.broadcasted_iota(jnp.int32, window.past.shape, window.past.ndim - 1)
 
 
 def next_place(window: Window) -> jax.Array:
@@ -101,9 +99,7 @@ def between(old: jax.Array, new: jax.Array, keep: jax.Array) -> jax.Array:
     # As a difference from the nearer of both, and not as a sum of products: exact while
     # the norm does not change, and right where one of both is nothing beside the other.
     change = new - old
-    return jnp.where(
-        keep < 0.5, new - keep * change, old + (1 - keep) * change
-    )
+    return jnp.where(keep < 0.5, new - keep * change, old + (1 - keep) * change)
 
 
 def weigh(weight: jax.Array, decay: jax.Array) -> tuple[jax.Array, jax.Array]:

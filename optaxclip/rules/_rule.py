@@ -41,9 +41,7 @@ from .._names import checked
 R = TypeVar("R", bound="Rule")
 Schedule = Callable[[ArrayLike], ArrayLike]
 Number = ArrayLike | Schedule
-Answer = tuple[
-    ArrayLike, Any
-]  # of a rule: the limit of a norm, and the new memory
+Answer = tuple[ArrayLike, Any]  # of a rule: the limit of a norm, and the new memory
 
 
 def number(
@@ -251,9 +249,7 @@ def is_rule(x: Any) -> TypeGuard[Rule]:
     return isinstance(x, Rule)
 
 
-def at_step(
-    step: jax.Array, norm: jax.Array, *numbers: Number
-) -> list[jax.Array]:
+def at_step(step: jax.Array, norm: jax.Array, *numbers: Number) -> list[jax.Array]:
     """The numbers at this step, in the norm's dtype."""
     values = [value(step) if callable(value) else value for value in numbers]
     # A number of a wider dtype would widen the limit, and the memory with it.

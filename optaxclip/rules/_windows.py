@@ -97,9 +97,7 @@ class WindowedQuantile(Rule):
         recent = empty_window("windowed_quantile: window", self.window, norm)
         return QuantileMemory(recent, jnp.full_like(recent.past, jnp.inf))
 
-    def update(
-        self, norm: Array, memory: QuantileMemory, step: Array
-    ) -> Answer:
+    def update(self, norm: Array, memory: QuantileMemory, step: Array) -> Answer:
         quantile, factor = at_step(step, norm, self.quantile, self.factor)
         held = choose(self.current, push_ordered(memory, norm), memory)
         known = held.recent.seen >= jnp.maximum(self.warmup, 1)
@@ -201,9 +199,7 @@ class WindowedMean(Rule):
     def __post_init__(self) -> None:
         super().__post_init__()
         # A window of ddof norms has no deviation, however many norms were seen.
-        traced = isinstance(self.window, Tracer) or isinstance(
-            self.ddof, Tracer
-        )
+        traced = isinstance(self.window, Tracer) or isinstance(self.ddof, Tracer)
         if not traced and self.window <= self.ddof:
             raise ValueError(
                 f"windowed_mean: window must be above ddof={self.ddof!r}, got "

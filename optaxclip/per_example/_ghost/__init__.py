@@ -137,9 +137,7 @@ class Ghost(NamedTuple):
             sums[leaf] = total
         return sums
 
-    def _sum(
-        self, leaf: int, book: Book, weights: Weights, group: int
-    ) -> Array:
+    def _sum(self, leaf: int, book: Book, weights: Weights, group: int) -> Array:
         """The weighted sum of the gradients by a parameter that has factors, as
         matrices [stack, rows, columns].
         """

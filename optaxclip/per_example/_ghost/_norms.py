@@ -167,9 +167,7 @@ def _cheapest(parts: list[Part], made: Way) -> Way:
     _, rows, columns = parts[0].form.sizes
     stack = made.size // (rows * columns)
     matrices = stack, rows, columns
-    way = made._replace(
-        parts=tuple(parts), matrices=matrices, positions=positions
-    )
+    way = made._replace(parts=tuple(parts), matrices=matrices, positions=positions)
     if positions == 1 and not lookups:
         cost = stack * (rows + columns)
         return way._replace(name="product", size=1, cost=cost)
