@@ -140,14 +140,14 @@ def test_layers_of_a_leaf_have_entries_of_their_own():
     np.testing.assert_allclose(found["w/1/2"].norm, norms[1, 2], rtol=1e-6)
 
 
-@pytest.mark.parametrize(
-    ("clipper", "grads", "shape"),
-    [
-        (optaxclip.clip_by_tensor_norm(1.0), [3.0], ()),
-        (optaxclip.clip_by_tensor_norm(1.0, stacked=1), [[3.0]], (1,)),
-        (optaxclip.clip_by_unitwise_norm(1.0), [[3.0], [4.0]], ()),
-    ],
-)
+SINGLE = [
+    (optaxclip.clip_by_tensor_norm(1.0), [3.0], ()),
+    (optaxclip.clip_by_tensor_norm(1.0, stacked=1), [[3.0]], (1,)),
+    (optaxclip.clip_by_unitwise_norm(1.0), [[3.0], [4.0]], ()),
+]
+
+
+@pytest.mark.parametrize(("clipper", "grads", "shape"), SINGLE)
 def test_a_single_norm_keeps_its_shape(clipper, grads, shape):
     grads = {"w": jnp.array(grads)}
     first, state = clipper.init(grads), after(clipper, grads)
@@ -172,17 +172,29 @@ def test_a_step_counts_what_it_changed_and_what_was_broken():
     np.testing.assert_array_equal(state.nonfinite, [2, 2, 3, 3])
 
 
+WARMED_UP = [
+    rules.z_score(warmup=3),
+    rules.log_z_score(warmup=3),
+    rules.ema_ratio(warmup=3),
+    rules.windowed_mean(window=3),
+    rules.windowed_quantile(window=3),
+    rules.warm_up(2, None, 1.0),
+]
+
+
+def at_its_end(tree):
+    """The tree with its counters at their last number."""
+    return jax.tree.map(
+        lambda x: jnp.full_like(x, LAST) if x.dtype == jnp.int32 else x, tree
+    )
+
+
 @pytest.mark.parametrize("name", METHODS)
 def test_no_counter_wraps_or_returns_to_its_warm_up(name):
     grads = jax.tree.map(lambda x: 10 * x, tree(8))
     clipper = METHODS[name].make()
-    state = clipper.init(grads)
-    _, state = clipper.update(grads, state, grads)
-
-    def at_its_end(x):
-        return jnp.full_like(x, LAST) if x.dtype == jnp.int32 else x
-
-    last = jax.tree.map(at_its_end, state)
+    _, state = clipper.update(grads, clipper.init(grads), grads)
+    last = at_its_end(state)
     for _ in range(2):
         _, last = clipper.update(grads, last, grads)
     for path, x in jax.tree_util.tree_leaves_with_path(last):
@@ -195,26 +207,11 @@ def test_no_counter_wraps_or_returns_to_its_warm_up(name):
             assert "share" not in key or 0 <= value <= 1, key
 
 
-@pytest.mark.parametrize(
-    "rule",
-    [
-        rules.z_score(warmup=3),
-        rules.log_z_score(warmup=3),
-        rules.ema_ratio(warmup=3),
-        rules.windowed_mean(window=3),
-        rules.windowed_quantile(window=3),
-        rules.warm_up(2, None, 1.0),
-    ],
-    ids=lambda rule: type(rule).__name__,
-)
+@pytest.mark.parametrize("rule", WARMED_UP, ids=lambda rule: type(rule).__name__)
 def test_a_rule_keeps_its_limit_after_2_to_the_31_steps(rule):
     clipper = optaxclip.clip_by_global_norm(rule)
     state = after(clipper, *[jnp.array([1.0 + i / 10]) for i in range(5)])
-
-    def at_its_end(x):
-        return jnp.full_like(x, LAST) if x.dtype == jnp.int32 else x
-
-    state = state._replace(memory=jax.tree.map(at_its_end, state.memory))
+    state = state._replace(memory=at_its_end(state.memory))
     for norm in (1.0, 1.1, 1.2, 1.3):
         _, state = clipper.update(jnp.array([norm]), state)
         assert np.isfinite(state.limit)
@@ -249,20 +246,12 @@ def test_by_name_refuses_the_state_of_several_models():
 def test_units_on_several_devices_have_one_summary(typed):
     specs = {"a": P(None, "x"), "b": P("x", None), "c": P(None, "x")}
     grads = sharded.random_tree(4, dict.fromkeys(specs, (8, 8)))
-    clipper = optaxclip.clip_by_unitwise_norm(0.5, mesh_axes=specs)
-    step = sharded.on_each_part(
-        clipper.update,
-        mesh_of((4,), ("x",)),
-        (specs, P()),
-        (specs, P()),
-        check_vma=typed,
-    )
-    have, state = step(grads, clipper.init(grads))
+    split = optaxclip.clip_by_unitwise_norm(0.5, mesh_axes=specs)
+    both, mesh = (specs, P()), mesh_of((4,), ("x",))
+    step = sharded.on_each_part(split.update, mesh, both, both, check_vma=typed)
     alone = optaxclip.clip_by_unitwise_norm(0.5)
-    want, expected = alone.update(grads, alone.init(grads))
-    for name in specs:
-        np.testing.assert_allclose(have[name], want[name], rtol=1e-6)
-    for one, other in zip(jax.tree.leaves(state), jax.tree.leaves(expected)):
+    found, wanted = (run(grads, alone.init(grads)) for run in (step, alone.update))
+    for one, other in zip(*map(jax.tree.leaves, (found, wanted)), strict=True):
         np.testing.assert_allclose(one, other, rtol=1e-6)
 
 

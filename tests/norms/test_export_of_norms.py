@@ -31,18 +31,6 @@ def test_norms_can_be_exported_for_batches_of_any_size(ord):
 
 
 @pytest.mark.slow
-def test_clippers_can_be_exported_for_batches_of_any_size():
-    clippers = [
-        optaxclip.clip_by_global_norm(1.0),
-        optaxclip.clip_by_unitwise_norm(0.1, axis=0),
-        optaxclip.clip_by_tensor_rms(0.1),
-        optaxclip.clip_by_average_norm(0.1),
-        optaxclip.zclip(),
-    ]
-    check_exported(lambda x: [apply(clipper, x)[0] for clipper in clippers])
-
-
-@pytest.mark.slow
 def test_units_by_rank_can_be_exported_for_batches_above_1():
     """Of a batch of 1 the leaf is a vector, which no program for any size can know."""
     clipper = optaxclip.clip_by_unitwise_norm(0.1)
