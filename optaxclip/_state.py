@@ -433,7 +433,8 @@ def first_state(norms: Norms, rules: list[Rule], argument: str) -> ClipState:
         first = jax.tree.map(jnp.asarray, rule.init(norm))
         for leaf in jax.tree.leaves(first):
             _check_first_memory(rule, leaf.shape, norm.shape)
-        memory.append(group.put((), first))
+        # Zeros that a rule made of a shape have no type of a mesh.
+        memory.append(group.put((), typed_as(first, jax.typeof(norm))))
         if group.is_unit:
             over = varying(norm) - set(units_over(norms, group))
             shape = () if parts == ALL else (1,)

@@ -436,7 +436,9 @@ def shrunk_by_products(
     # From 2^13 bound on nothing is shortened in float32, and [cI; X] would lose X.
     limit = jnp.minimum(limit, 2.0**13 * bound)
     highest = jnp.sqrt(bound**2 + limit**2)
-    zx = jnp.concatenate([limit * _eye(x), x], -2) / highest
+    # Split as x is, on an Explicit mesh that splits layers.
+    above = split_as(limit * _eye(x), jax.typeof(x))
+    zx = jnp.concatenate([above, x], -2) / highest
     polar = _polar(zx, limit / highest, steps)
     columns = x.shape[-1]
     z, b = polar[..., :columns, :], polar[..., columns:, :]
