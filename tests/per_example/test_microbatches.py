@@ -53,3 +53,18 @@ def test_auto_chooses_microbatches_that_fill_the_batch():
     choice = explain_clipped_grad(long_sequence)(*args)
     # A quarter of 32 inputs and outputs of 36 x 32 has room for 18 gradients.
     assert (choice.method, choice.microbatch) == ("one_pass", 16)
+
+
+@pytest.mark.parametrize("method", ["auto", "one_pass"])
+def test_costs_of_all_methods_are_shown(method):
+    def loss(w, x):
+        return jnp.sum((x @ w) ** 2)
+
+    # Ghost clipping: |x| |c|, of 30 and 20 numbers. 32 multiplications for each of 600.
+    # A gradient: three products.
+    found = explain_clipped_grad(loss, method=method)(
+        jnp.ones((30, 20)), jnp.ones((4, 30))
+    )
+    expected = {"ghost": 50, "one_pass": 19200, "two_pass": 19200 + 1800}
+    assert found.costs == expected
+    assert "ghost 50, " in str(found) or ", ghost 50" in str(found)
