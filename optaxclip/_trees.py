@@ -516,7 +516,7 @@ def _raise_disagreement(call: str, answer: Any, *leaves: Any) -> None:
         "leaves of one stack have the same number of layers. Axes other than the "
         "leading ones are a tuple, such as (1,) for axis 1. A leaf that is not "
         "stacked takes None. Several stacks take a value each, as in "
-        f"{'encoder': 1, 'decoder': 1}."
+        "{'encoder': 1, 'decoder': 1}."
     )
 
 
