@@ -32,6 +32,7 @@ Example:
 """
 
 # `as` tells type checkers that a name is public.
+from . import _names
 from . import dropin as dropin
 from . import per_example as per_example
 from . import replay as replay
@@ -72,7 +73,6 @@ from ._factors import rescale as rescale
 from ._health import record_health as record_health
 from ._mesh import check_replicated as check_replicated
 from ._metrics import metrics as metrics
-from ._names import with_our_names as _with_our_names
 from ._norms import global_norm as global_norm
 from ._norms import group_norm as group_norm
 from ._norms import tensor_norm as tensor_norm
@@ -90,4 +90,4 @@ from .per_example import clipped_grad as clipped_grad
 __version__ = "0.2.0"
 
 # optaxclip.clip_grad_norm_ -> an AttributeError that names clip_grads.
-_with_our_names(__name__)
+_names.with_our_names(__name__)
