@@ -5,14 +5,13 @@ What it shows. The network reads the English prose of Python's own help pages. T
 step makes all gradients, clips their global norm and hands them to Adam. A released
 step does that for one layer at a time.
 
-What it prints. The last loss and the time of a step. With --device h100 or v5e: the
-temporary memory, and the arithmetic of one layer, of a larger network that is compiled
-for a device that need not be here, in an environment as benchmarks/compiled makes it.
+What it prints. The last loss and the time of a step. With --device, temporary memory
+and arithmetic of a larger network, compiled for a device that need not be here:
 
-    python examples/release.py --steps 100
     PYTHONPATH=. .venv-tpu/bin/python examples/release.py --device v5e
 """
 
+import os
 import time
 from functools import partial
 from typing import Any
@@ -37,6 +36,11 @@ OPTIONS["delayed"] = TENSORS | GLOBAL | {"delayed": True}
 def main(steps: int = 100, device: str = "") -> dict[str, Any]:
     """Returns the losses of each way to train, or its temporary bytes."""
     if device:
+        from benchmarks.compiled.targets import environment_of
+
+        # Read when JAX looks for devices, which it has not done yet.
+        os.environ |= environment_of(device).variables
+        jax.config.update("jax_platforms", "cpu")
         return {name: compiled(name, device) for name in ("usual", "remat", *OPTIONS)}
     text, losses = read_text(), {}
     random = np.random.default_rng(0)
@@ -114,8 +118,8 @@ def compiled(name: str, device: str) -> int:
     params = jax.eval_shape(lambda: new_params(512, 16, 1024))
     batch = jax.ShapeDtypeStruct((16, LENGTH + 1), np.int32)
     given = params, jax.eval_shape(init, params), batch
-    given = described(given, placement(device))
-    program, _ = compiled_for(device, step, *given, donate=(0, 1))
+    own = described(given, placement(device))
+    program, _ = compiled_for(device, step, *own, donate=(0, 1))
     temporary = program.memory_analysis().temp_size_in_bytes
     flops = (program.cost_analysis() or {}).get("flops", np.nan)
     print(f"{name:8} {temporary / 1e6:5.0f} MB  {flops / 1e9:.1f} GFLOP", flush=True)
