@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 import optaxclip
-from optaxclip import dropin, per_example, replay, rules, shrinks
+from optaxclip import doctor, dropin, per_example, replay, rules, shrinks
 from tests.methods import METHODS
 
 ROOT = Path(__file__).parents[2]
@@ -49,7 +49,7 @@ def test_every_public_name_is_in_the_reference_once():
     pages = "".join(page.read_text() for page in DOCS.glob("api/*.md"))
     described = re.findall(r"^::: optaxclip\.(\S+)$", pages, re.MULTILINE)
     modules = {"per_example": per_example, "replay": replay, "rules": rules}
-    modules |= {"shrinks": shrinks, "dropin": dropin}
+    modules |= {"shrinks": shrinks, "dropin": dropin, "doctor": doctor}
     public = set(optaxclip.__all__) - set(modules) - {"clipped_grad"}
     for module in modules:
         public |= {f"{module}.{name}" for name in modules[module].__all__}
