@@ -17,7 +17,9 @@ SIGNS = ("norm", "weight_norm", "ratio", "cosine", "zeros", "subnormals", "nonfi
 
 
 def array(shape, dtype=np.float32, size=1.0):
-    return (size * RANDOM.normal(size=shape)).astype(dtype)
+    real, imag = RANDOM.normal(size=(2, *shape))
+    is_complex = np.issubdtype(dtype, np.complexfloating)
+    return (size * (real + 1j * imag if is_complex else real)).astype(dtype)
 
 
 def wide(x):
