@@ -21,7 +21,7 @@ from ._kernel import make_clipper
 from ._mesh import MeshAxes
 from ._norms import Norms, TensorNorm, check_measure
 from ._state import PLACEHOLDER, ClipState, counts_of, with_layers
-from ._sums import count_of, plain_sum
+from ._sums import plain_sum
 from ._trees import Stacked, clipped_leaves
 
 CALL = "record_health"
@@ -265,7 +265,7 @@ def _cosine(dot: Any, one: Any, two: Any) -> jax.Array:
 
 
 def _of_values(norms: Norms, tree: Any) -> dict[str, list[Any]]:
-    zeros, small, broken, counts = [], [], [], []
+    zeros, small, broken, sizes = [], [], [], []
     for x, leaf in zip(jax.tree.leaves(tree), norms.leaves):
         x = jnp.abs(x) if jnp.iscomplexobj(x) else x
         info = jnp.finfo(x.dtype)
@@ -278,12 +278,12 @@ def _of_values(norms: Norms, tree: Any) -> dict[str, list[Any]]:
         is_small = (bits > 0) & (bits < normal)
         small.append(is_small.astype(jnp.float32))
         broken.append((~jnp.isfinite(x)).astype(jnp.float32))
-        devices = mesh.axes_size(leaf.split.summed)
-        counts.append(count_of(x, leaf.dims, devices))
+        sizes.append(x.size * mesh.axes_size(leaf.split.summed))
     shares = []
     for each in (zeros, small):
-        pairs = zip(_sums(norms, each), counts)
-        shares.append([x / count for x, count in pairs])
+        pairs = zip(_sums(norms, each), sizes)
+        # Of the layers of a stacked leaf each has its part of the elements.
+        shares.append([x * (x.size / size) for x, size in pairs])
     return dict(zip(OF_VALUES, [*shares, _sums(norms, broken)]))
 
 
