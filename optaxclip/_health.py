@@ -260,8 +260,9 @@ def _dots(norms: Norms, tree: Any, weights: Any) -> list[jax.Array]:
 def _cosine(dot: Any, one: Any, two: Any) -> jax.Array:
     is_zero = (one == 0) | (two == 0)
     one, two = jnp.where(is_zero, 1, one), jnp.where(is_zero, 1, two)
-    # Divided one by one: the product of two norms may leave the range.
-    return jnp.where(is_zero, 0, dot / one / two)
+    # |<x, w>| / |x| is at most |w|. Without the bounds XLA would divide by the product
+    # of both norms, which may leave the range.
+    return jnp.where(is_zero, 0, jnp.clip(dot / one, -two, two) / two)
 
 
 def _of_values(norms: Norms, tree: Any) -> dict[str, list[Any]]:
