@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Collection, Iterator
 from functools import partial
 from typing import Any, NamedTuple
@@ -258,12 +257,13 @@ def _dots(norms: Norms, tree: Any, weights: Any) -> list[jax.Array]:
 def _cosine(dot: Any, one: Any, two: Any) -> jax.Array:
     is_zero = (one == 0) | (two == 0)
     one, two = jnp.where(is_zero, 1, one), jnp.where(is_zero, 1, two)
-    # Divided one by one: the product of two norms may leave the range.
-    return jnp.where(is_zero, 0, dot / one / two)
+    # |<x, w>| / |x| is at most |w|. Without the bounds XLA would divide by the product
+    # of both norms, which may leave the range.
+    return jnp.where(is_zero, 0, jnp.clip(dot / one, -two, two) / two)
 
 
 def _of_values(norms: Norms, tree: Any) -> dict[str, list[Any]]:
-    zeros, small, broken, counts = [], [], [], []
+    zeros, small, broken, sizes = [], [], [], []
     for x, leaf in zip(jax.tree.leaves(tree), norms.leaves):
         x = jnp.abs(x) if jnp.iscomplexobj(x) else x
         info = jnp.finfo(x.dtype)
@@ -276,13 +276,12 @@ def _of_values(norms: Norms, tree: Any) -> dict[str, list[Any]]:
         is_small = (bits > 0) & (bits < normal)
         small.append(is_small.astype(jnp.float32))
         broken.append((~jnp.isfinite(x)).astype(jnp.float32))
-        summed = range(x.ndim) if leaf.dims is None else leaf.dims
-        size = math.prod(x.shape[axis] for axis in summed)
-        counts.append(size * mesh.axes_size(leaf.split.summed))
+        sizes.append(x.size * mesh.axes_size(leaf.split.summed))
     shares = []
     for each in (zeros, small):
-        pairs = zip(_sums(norms, each), counts)
-        shares.append([x / count for x, count in pairs])
+        pairs = zip(_sums(norms, each), sizes)
+        # Of the layers of a stacked leaf each has its part of the elements.
+        shares.append([x * (x.size / size) for x, size in pairs])
     return dict(zip(OF_VALUES, [*shares, _sums(norms, broken)]))
 
 

@@ -323,9 +323,10 @@ def _table(log: Log, findings: list[Finding]) -> str:
         lines.append("No number is above its limit.")
     for number, each in enumerate(findings):
         mark = "  " if number else "->"
-        head = f"{mark} step {each.step:6}  {each.cause:16}"
-        lines.append(f"{head}  {each.evidence} (limit {each.limit:g})")
-        lines.append(f"{'':16}{each.advice}: {each.page}")
+        evidence = f"{each.evidence} (limit {each.limit:g})"
+        lines.append(f"{mark} step {each.step}, {each.cause}: {evidence}")
+        lines.append(f"   {each.advice}")
+        lines.append(f"   {each.page}")
     if len(findings) > 1:
         lines.append("Later causes may follow from the first.")
     return "\n".join(lines)

@@ -27,7 +27,8 @@ LAYOUTS = {
 METHODS_OF_LAYERS = {}
 for name, method in METHODS.items():
     options = inspect.signature(method.function).parameters
-    if "stacked" in options:
+    # Recorders clip nothing.
+    if "stacked" in options and not name.startswith("record"):
         METHODS_OF_LAYERS[name] = {"scope": "tensor"} if "scope" in options else {}
 LEARN = ["adaclip", "adagc", "adagn", "aggc", "autoclip", "zclip"]
 

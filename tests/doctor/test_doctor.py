@@ -167,7 +167,7 @@ def test_the_command_prints_a_table_and_draws(log, capsys):
     text = capsys.readouterr().out
     ratio = 50 / calm().max()
     assert text.startswith("Steps 0 to 590.")
-    line = f"-> step    400  bad batch         norm {ratio:.3g} times the largest"
+    line = f"-> step 400, bad batch: norm {ratio:.3g} times the largest"
     assert line in text and "run_health.md#rollback" in text
     assert log.with_name("run_doctor.png").read_bytes().startswith(b"\x89PNG")
     main([str(log)])

@@ -60,6 +60,15 @@ def test_nnx_state_has_tensors_with_and_without_memory():
     assert list(found.values()) == list(wanted.values())
 
 
+@pytest.mark.parametrize("options", [{"embeddings": "kernel"}, {"weights": False}])
+def test_nnx_state_has_signs_of_health(options):
+    optimizer = optimizer_after_a_step(optaxclip.record_health(**options))
+    wanted = optaxclip.metrics(optimizer.opt_state)
+    found = optaxclip.metrics(nnx.state(optimizer))
+    assert any("zeros" in name for name in wanted)
+    assert list(found.values()) == list(wanted.values())
+
+
 def kernels(yes, no):
     return lambda params: jax.tree.map(lambda x: yes if x.ndim > 1 else no, params)
 

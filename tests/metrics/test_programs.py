@@ -55,6 +55,18 @@ def test_spikes_beside_a_global_clip_are_no_second_read(clipped):
     assert bytes_of_a_step(optimizer, report=True) < clipped + 0.01
 
 
+@only_by_a_cpu
+@pytest.mark.slow
+def test_health_reads_more_only_when_asked(clipped):
+    for asked, most in (("", 0.01), ("weights", 5.01), ("values", 9.01)):
+        options = {name: name == asked for name in ("weights", "values")}
+        recorder = optaxclip.record_health(**options)
+        clipper = optaxclip.clip_by_global_norm(1.0)
+        optimizer = optax.chain(recorder, clipper, optax.adam(0.1))
+        # docs/doctor.md has these numbers.
+        assert bytes_of_a_step(optimizer, report=True) < clipped + most
+
+
 @pytest.mark.slow
 def test_a_second_read_would_be_seen(clipped):
     """The median of absolute values shares no sum with the clipper."""
