@@ -96,12 +96,11 @@ def carry_clipped(
         tree, old = clipped_leaves(updates), state.carry
         check_kept(call, tree, old)
         total = jax.tree.map(_add_carry, tree, old, is_leaf=is_none)
-        given = total, state.clip_state, params
-        clipped, clip_state = clipper.update(*given, **extra_args)
+        clipped, clip = clipper.update(total, state.clip_state, params, **extra_args)
         # Rounded before the carry is computed, so that it takes the rounding as well.
         clipped = jax.tree.map(_held_in_type, clipped, tree)
         carry = jax.tree.map(_cut_off, total, clipped, old, is_leaf=is_none)
-        return put_back(clipped, updates), CarryState(carry, clip_state)
+        return put_back(clipped, updates), CarryState(carry, clip)
 
     return optax.GradientTransformationExtraArgs(init, update)
 
