@@ -84,9 +84,7 @@ def carry_clipped(
         carry = jax.tree.map(_no_carry, types_of(clipped_leaves, params))
         return CarryState(carry, clipper.init(params))
 
-    def update(
-        updates: Any, state: Any, params: Any = None, **extra_args: Any
-    ) -> tuple[Any, CarryState]:
+    def update(updates: Any, state: Any, params: Any = None, **extra_args: Any) -> Any:
         check_state(call, state, CarryState)
         if extra_args.get("grad_norm") is not None:
             raise ValueError(

@@ -83,9 +83,7 @@ def constrain(
     call = "constrain"
     clipper = with_extra_args(f"{call}: clipper", clipper, "a clipper")
 
-    def update(
-        updates: Any, state: Any, params: Any = None, **extra_args: Any
-    ) -> tuple[Any, Any]:
+    def update(updates: Any, state: Any, params: Any = None, **extra_args: Any) -> Any:
         check_params(call, params, "updates")
         tree = clipped_leaves(updates)
         weights = values_of(call, "params", tree, params)

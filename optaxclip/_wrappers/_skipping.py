@@ -299,9 +299,7 @@ def _skipping(
             inner_state=inner_state,
         )
 
-    def update(
-        updates: Any, state: Any, params: Any = None, **extra_args: Any
-    ) -> tuple[Any, SkipState]:
+    def update(updates: Any, state: Any, params: Any = None, **extra_args: Any) -> Any:
         check_state(call, state, SkipState)
         norm, loss = judge.numbers_of(updates, extra_args)
         new, skip, broken = judge.judged(state, norm, loss)

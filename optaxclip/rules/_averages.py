@@ -10,18 +10,8 @@ import numpy as np
 from jax import Array
 
 from .._exported import exported
-from ._memory import between, count_up, remembered, root, unless_gone
-from ._rule import (
-    Answer,
-    Number,
-    Rule,
-    at_step,
-    choice,
-    flag,
-    multiple,
-    number,
-    warn_of_falling,
-)
+from ._memory import between, count_up, multiple, remembered, root, unless_gone
+from ._rule import Answer, Number, Rule, at_step, choice, flag, number
 
 
 @exported
@@ -157,7 +147,7 @@ class EmaRatio(Rule):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.remember == "clipped":
-            warn_of_falling("ema_ratio: ratio", self.ratio, stacklevel=4)
+            self._warn_of_falling("ratio")
 
     def init(self, norm: Array) -> tuple[Array, Average, Average]:
         seen = jnp.zeros(norm.shape, jnp.int32)

@@ -21,7 +21,8 @@ from .._checks import (
     number_for_jit,
     shown,
 )
-from ._rule import Answer, Number, Rule, Schedule, at_step, is_rule, multiple, number
+from ._memory import multiple
+from ._rule import Answer, Number, Rule, Schedule, at_step, is_rule, number
 
 # What a norm can be held against. None is no limit.
 Limit = Number | Rule | None

@@ -39,8 +39,8 @@ class Joined(Rule):
         total = others[-1] if self.needs_total else None
         limits, memories = [], []
         for rule, own in zip(self.rules, memory):
-            further = further_norms(rule, params, total)
-            limit, own = rule.update(norm, own, step, *further)
+            asked = norm, own, step, *further_norms(rule, params, total)
+            limit, own = rule.update(*asked)
             # Limits may be Python numbers or of any dtype, and jnp.minimum wants one.
             limits.append(held_in(norm.dtype, limit))
             memories.append(own)

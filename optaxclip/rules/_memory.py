@@ -33,6 +33,13 @@ def root(x: jax.Array) -> jax.Array:
     return jnp.where(x == 0, 0.0, jnp.sqrt(positive))
 
 
+def multiple(factor: jax.Array, norm: jax.Array) -> jax.Array:
+    """factor * norm, and inf where either is infinite, which means no limit."""
+    # inf * 0 is NaN, and updates under a limit of NaN become NaN.
+    is_free = jnp.maximum(factor, norm) == jnp.inf
+    return jnp.where(is_free, jnp.inf, factor * norm)
+
+
 def remembered(remember: str, norm: jax.Array, limit: jax.Array) -> jax.Array:
     """The norm as it came ("raw"), or as it was let through ("clipped")."""
     return jnp.minimum(norm, limit) if remember == "clipped" else norm

@@ -183,6 +183,11 @@ class Rule:
             if "check" in spec.metadata:
                 values[name] = check_field(call, name, spec, values[name])
 
+    def _warn_of_falling(self, name: str) -> None:
+        """Warns of a field at most 1, in the place where the user builds the rule."""
+        argument = f"{call_name(type(self))}: {name}"
+        warn_of_falling(argument, getattr(self, name), stacklevel=5)
+
     @property
     def needs_params(self) -> bool:
         """Whether `update` takes the norm of the weights as a fourth argument."""
@@ -255,10 +260,3 @@ def warn_of_falling(argument: str, ratio: Any, stacklevel: int) -> None:
             "clip_by_global_norm(1.0) or clip_by_tensor_norm(1.0).",
             stacklevel=stacklevel + 1,
         )
-
-
-def multiple(factor: jax.Array, norm: jax.Array) -> jax.Array:
-    """factor * norm, and inf where either is infinite, which means no limit."""
-    # inf * 0 is NaN, and updates under a limit of NaN become NaN.
-    is_free = jnp.maximum(factor, norm) == jnp.inf
-    return jnp.where(is_free, jnp.inf, factor * norm)

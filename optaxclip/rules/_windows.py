@@ -11,21 +11,10 @@ from jax import Array, lax
 from jax.core import Tracer
 from jax.typing import ArrayLike
 
-from .._checks import LAST_STEP, check_length, check_number
+from .._checks import check_length, check_number
 from .._exported import exported
-from ._memory import keep_where, remembered, unless_gone
-from ._rule import (
-    Answer,
-    Number,
-    Rule,
-    at_step,
-    choice,
-    flag,
-    multiple,
-    number,
-    rule_in,
-    warn_of_falling,
-)
+from ._memory import count_up, keep_where, multiple, remembered, unless_gone
+from ._rule import Answer, Number, Rule, at_step, choice, flag, number, rule_in
 
 
 @exported
@@ -58,12 +47,7 @@ def push(window: Window, norm: Array) -> Window:
     """Adds a norm. A full window loses its oldest."""
     here = places(window) == next_place(window)
     past = jnp.where(here, norm[..., None], window.past)
-    # At its largest number the counter goes back by whole rounds of the ring, to one
-    # that is still beyond every warm-up that a run can have.
-    length = past.shape[-1]
-    rounds = (LAST_STEP // 2 // length) * length
-    seen = jnp.where(window.seen == LAST_STEP, LAST_STEP - rounds, window.seen)
-    return Window(past, seen + 1)
+    return Window(past, count_up(window.seen))
 
 
 # The last norms, by age and by size: float32[norm, length], inf where there is none.
@@ -117,8 +101,7 @@ class WindowedQuantile(Rule):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.remember == "clipped":
-            name = "windowed_quantile: factor"
-            warn_of_falling(name, self.factor, stacklevel=4)
+            self._warn_of_falling("factor")
 
     def init(self, norm: Array) -> QuantileMemory:
         recent = empty_window(self.window, norm)
@@ -281,7 +264,7 @@ class Growth(Rule):
         super().__post_init__()
         # A floor above 0 holds limits up.
         if isinstance(self.floor, (int, float)) and self.floor == 0:
-            warn_of_falling("growth: rate", self.rate, stacklevel=4)
+            self._warn_of_falling("rate")
 
     def init(self, norm: Array) -> Array:
         # The first norm has no limit: inf times a rate above 0 is inf.
@@ -363,8 +346,7 @@ def step_rule(
 def spike_rule(call: str, sigmas: Number, window: Any) -> Rule:
     """The rule of OLMo-core's spike score: what is over its limit is a spike."""
     # A warmup of the whole window: before that nothing is a spike.
-    numbers = {"sigmas": sigmas, "window": window, "warmup": window}
-    return rule_in(call, WindowedMean, **numbers)
+    return rule_in(call, WindowedMean, sigmas=sigmas, window=window, warmup=window)
 
 
 def moments(ddof: Any, window: Window) -> tuple[Array, Array]:
