@@ -109,10 +109,8 @@ def _no_carry(kind: Any) -> jax.Array:
 
 
 def _add_carry(grad: Any, carry: jax.Array) -> jax.Array | None:
-    if grad is None:
-        return None
     # In float32: 255 + 0.25 is 255 in bfloat16.
-    return jnp.asarray(grad).astype(carry.dtype) + carry
+    return None if grad is None else jnp.asarray(grad).astype(carry.dtype) + carry
 
 
 def _held_in_type(clipped: jax.Array, grad: Any) -> jax.Array:

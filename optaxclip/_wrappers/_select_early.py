@@ -40,8 +40,7 @@ def update_unless(
     # The old leaf of each output. The updates have none, which stands for zeros, and
     # neither has a state that a clipper makes in the place of optax's EmptyState.
     known = dict(jax.tree_util.tree_leaves_with_path((None, state)))
-    paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(shapes)]
-    old = [known.get(path) for path in paths]
+    old = [known.get(path) for path, _ in jax.tree_util.tree_leaves_with_path(shapes)]
     values = dict(zip(jaxpr.constvars, program.consts))
     values.update(zip(jaxpr.invars, jax.tree.leaves(given)))
     early = {}
@@ -50,8 +49,7 @@ def update_unless(
         if leaf is not None and not is_literal(output) and output not in values:
             early[output] = leaf
     for equation in jaxpr.eqns:
-        results = _run(jaxpr, equation, values)
-        for variable, value in zip(equation.outvars, results):
+        for variable, value in zip(equation.outvars, _run(jaxpr, equation, values)):
             if variable in early:
                 value = _select(skip, early[variable], value)
             values[variable] = value

@@ -326,10 +326,9 @@ def _warn_of_clippers(call: str, inner_state: Any) -> None:
     states = jax.tree.leaves(inner_state, is_leaf=lambda x: isinstance(x, kinds))
     if states and all(isinstance(state, ClipState) for state in states):
         warnings.warn(
-            f"{call}: inner has only a ClipState, so it is a clipper and not an "
-            "optimizer. In a skipped step the optimizer behind it still moves, by its "
-            "momentum and weight decay. Put it around the whole: "
-            f"{call}(optax.chain(clipper, optimizer)).",
+            f"{call}: inner has only a ClipState. In a skipped step the optimizer "
+            "behind it still moves, by its momentum and weight decay. Put it around "
+            f"the whole: {call}(optax.chain(clipper, optimizer)).",
             stacklevel=3,
         )
 

@@ -21,6 +21,7 @@ from .._checks import (
     number_for_jit,
     shown,
 )
+from ..shrinks import is_ours
 from ._memory import multiple
 from ._rule import Answer, Number, Rule, Schedule, at_step, is_rule, number
 
@@ -88,6 +89,8 @@ def rule_of(limit: Any, argument: str) -> Rule:
     # `clip_by_global_norm(rules.growth)`, without parentheses.
     if isinstance(limit, type) and issubclass(limit, Rule):
         return limit()
+    if is_ours(limit):
+        raise TypeError(f"{argument} must be a limit, got a shrink: set shrink=.")
     # Checked first under the clipper's name, which begins the error then.
     return Constant(checked_limit(argument, limit))
 
@@ -99,8 +102,7 @@ def rules_of(limits: Any, argument: str) -> Any:
         # None and rules are nodes to JAX, and would be taken apart.
         return x is None or is_function(x) or is_rule(x)
 
-    make = partial(rule_of, argument=argument)
-    rules = jax.tree.map(make, limits, is_leaf=is_limit)
+    rules = jax.tree.map(partial(rule_of, argument=argument), limits, is_leaf=is_limit)
     # One rule at two places becomes two, as it does in a compiled call. Rules are told
     # apart by identity, so `init` and `update` would disagree otherwise.
     return jax.tree.map(lambda number: number, rules)

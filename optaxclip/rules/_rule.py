@@ -98,17 +98,14 @@ class _Within(NamedTuple):
 
 def flag(default: bool) -> Any:
     """A field that is True or False, and may be traced."""
-
     return field(default=default, metadata={"check": check_flag})
 
 
 def choice(*allowed: str, default: str) -> Any:
     """A field that is one of some strings. A changed string compiles anew."""
-
     check = partial(check_choice, allowed=allowed)
     # jit takes no strings as leaves, so they belong to the structure of the tree.
-    metadata = {"check": check, "static": True}
-    return field(default=default, metadata=metadata)
+    return field(default=default, metadata={"check": check, "static": True})
 
 
 # Tells type checkers that every subclass is a dataclass of its annotated fields.

@@ -276,8 +276,7 @@ class Growth(Rule):
         # Without a last norm there is no limit, also at a rate of 0: 0 * inf is NaN.
         known = memory < jnp.inf
         last = jnp.maximum(jnp.where(known, memory, 0.0), floor)
-        longest = multiple(rate, last)
-        limit = jnp.minimum(jnp.where(known, longest, jnp.inf), cap)
+        limit = jnp.minimum(jnp.where(known, multiple(rate, last), jnp.inf), cap)
         # What a hard clip lets through. A rule does not know the clipper's shrink.
         passed = jnp.minimum(norm, limit)
         # From a last norm of 0 there would be no growth.
@@ -357,8 +356,7 @@ def moments(ddof: Any, window: Window) -> tuple[Array, Array]:
     leaves the range.
     """
     held = places(window) < window.seen[..., None]
-    count = jnp.clip(window.seen, 1, window.past.shape[-1])
-    count = count.astype(window.past.dtype)
+    count = jnp.clip(window.seen, 1, window.past.shape[-1]).astype(window.past.dtype)
     # A float32 sum of norms such as 8192 + 2^-9 would lose what they differ by.
     anchor = window.past[..., :1]
     # Empty places hold 0, which is no norm.
