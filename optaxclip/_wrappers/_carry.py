@@ -84,9 +84,7 @@ def carry_clipped(
         carry = jax.tree.map(_no_carry, types_of(clipped_leaves, params))
         return CarryState(carry, clipper.init(params))
 
-    def update(
-        updates: Any, state: Any, params: Any = None, **extra_args: Any
-    ) -> tuple[Any, CarryState]:
+    def update(updates: Any, state: Any, params: Any = None, **extra_args: Any) -> Any:
         check_state(call, state, CarryState)
         if extra_args.get("grad_norm") is not None:
             raise ValueError(
@@ -96,12 +94,11 @@ def carry_clipped(
         tree, old = clipped_leaves(updates), state.carry
         check_kept(call, tree, old)
         total = jax.tree.map(_add_carry, tree, old, is_leaf=is_none)
-        given = total, state.clip_state, params
-        clipped, clip_state = clipper.update(*given, **extra_args)
+        clipped, clip = clipper.update(total, state.clip_state, params, **extra_args)
         # Rounded before the carry is computed, so that it takes the rounding as well.
         clipped = jax.tree.map(_held_in_type, clipped, tree)
         carry = jax.tree.map(_cut_off, total, clipped, old, is_leaf=is_none)
-        return put_back(clipped, updates), CarryState(carry, clip_state)
+        return put_back(clipped, updates), CarryState(carry, clip)
 
     return optax.GradientTransformationExtraArgs(init, update)
 
@@ -112,10 +109,8 @@ def _no_carry(kind: Any) -> jax.Array:
 
 
 def _add_carry(grad: Any, carry: jax.Array) -> jax.Array | None:
-    if grad is None:
-        return None
     # In float32: 255 + 0.25 is 255 in bfloat16.
-    return jnp.asarray(grad).astype(carry.dtype) + carry
+    return None if grad is None else jnp.asarray(grad).astype(carry.dtype) + carry
 
 
 def _held_in_type(clipped: jax.Array, grad: Any) -> jax.Array:

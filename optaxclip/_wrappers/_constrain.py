@@ -83,17 +83,15 @@ def constrain(
     call = "constrain"
     clipper = with_extra_args(f"{call}: clipper", clipper, "a clipper")
 
-    def update(
-        updates: Any, state: Any, params: Any = None, **extra_args: Any
-    ) -> tuple[Any, Any]:
+    def update(updates: Any, state: Any, params: Any = None, **extra_args: Any) -> Any:
         check_params(call, params, "updates")
         tree = clipped_leaves(updates)
         weights = values_of(call, "params", tree, params)
         given = {k: v for k, v in extra_args.items() if k not in OF_GRADIENTS}
         moved = jax.tree.map(_moved, weights, tree)
         held, new = clipper.update(moved, state, params, **given)
-        to_held = partial(_step_to, _broken_norms(new))
-        steps = jax.tree.map(to_held, tree, weights, moved, held)
+        step_to = partial(_step_to, _broken_norms(new))
+        steps = jax.tree.map(step_to, tree, weights, moved, held)
         return put_back(steps, updates), new
 
     return optax.GradientTransformationExtraArgs(clipper.init, update)
@@ -108,9 +106,8 @@ def _moved(weight: Any, update: Any) -> jax.Array:
 
 def _broken_norms(state: Any) -> list[jax.Array]:
     """Which norms of all clippers in a state break the step."""
-    states = jax.tree.leaves(state, is_leaf=lambda x: isinstance(x, ClipState))
     found = []
-    for each in states:
+    for each in jax.tree.leaves(state, is_leaf=lambda x: isinstance(x, ClipState)):
         if isinstance(each, ClipState):
             pairs = zip(*map(jax.tree.leaves, (each.norm, each.limit)))
             found += [~jnp.isfinite(norm) | jnp.isnan(x) for norm, x in pairs]

@@ -25,11 +25,7 @@ from .._jaxpr import is_literal
 
 
 def update_unless(
-    skip: jax.Array,
-    update: Callable[..., Any],
-    updates: Any,
-    state: Any,
-    params: Any,
+    skip: jax.Array, update: Callable[..., Any], updates: Any, state: Any, params: Any
 ) -> tuple[Any, Any]:
     """Returns the optimizer's updates and state, or zeros and the old state.
 
@@ -41,10 +37,10 @@ def update_unless(
     given = updates, state, params
     program, shapes = jax.make_jaxpr(update, return_shape=True)(*given)
     jaxpr = program.jaxpr
-    # The program returns the updates, which are zeros in a skipped step, and then the
-    # leaves of the state.
-    old = _old_leaves(state, shapes[1])
-    old = [None] * (len(jaxpr.outvars) - len(old)) + old
+    # The old leaf of each output. The updates have none, which stands for zeros, and
+    # neither has a state that a clipper makes in the place of optax's EmptyState.
+    known = dict(jax.tree_util.tree_leaves_with_path((None, state)))
+    old = [known.get(path) for path, _ in jax.tree_util.tree_leaves_with_path(shapes)]
     values = dict(zip(jaxpr.constvars, program.consts))
     values.update(zip(jaxpr.invars, jax.tree.leaves(given)))
     early = {}
@@ -53,35 +49,22 @@ def update_unless(
         if leaf is not None and not is_literal(output) and output not in values:
             early[output] = leaf
     for equation in jaxpr.eqns:
-        results = _run(jaxpr, equation, values)
-        for variable, value in zip(equation.outvars, results):
+        for variable, value in zip(equation.outvars, _run(jaxpr, equation, values)):
             if variable in early:
                 value = _select(skip, early[variable], value)
             values[variable] = value
     new = []
     for output, leaf in zip(jaxpr.outvars, old):
-        if is_literal(output):
-            # It may be a Python number.
-            value = jnp.asarray(output.val, output.aval.dtype)
-            new.append(_select(skip, leaf, value))
+        # A literal may be a Python number.
+        literal = is_literal(output)
+        value = (
+            jnp.asarray(output.val, output.aval.dtype) if literal else values[output]
+        )
         # A variable that the state holds several times got the last of their leaves.
-        elif leaf is None or early.get(output) is not leaf:
-            new.append(_select(skip, leaf, values[output]))
-        else:
-            new.append(values[output])
+        if literal or leaf is None or early.get(output) is not leaf:
+            value = _select(skip, leaf, value)
+        new.append(value)
     return jax.tree.unflatten(jax.tree.structure(shapes), new)
-
-
-def _old_leaves(old: Any, new: Any) -> list[Any]:
-    """The old leaf for each leaf of the new state."""
-    leaves = jax.tree.leaves(old)
-    entries = jax.tree_util.tree_flatten_with_path(new)[0]
-    if len(leaves) == len(entries):
-        return leaves
-    # The first update of a clipper makes a state in the place of optax's EmptyState.
-    # There was none before, so where that step is skipped the new one is zeros.
-    known = dict(jax.tree_util.tree_flatten_with_path(old)[0])
-    return [known.get(path) for path, _ in entries]
 
 
 def _run(jaxpr: Any, equation: Any, values: dict[Any, Any]) -> Sequence[Any]:

@@ -54,7 +54,7 @@ from .._names import OF_UPDATE
 from .._norms import GlobalNorm
 from .._state import ClipState, moving_average
 from .._trees import clipped_leaves
-from ..rules._constant import rule_without_params
+from ..rules._constant import Constant, rule_without_params
 from ..rules._memory import count_up
 from ..rules._rule import Number, Rule
 from ..rules._windows import step_rule
@@ -132,10 +132,9 @@ def skip_nonfinite(
       [-0.5 -1. ] 0
       [0. 0.] 1
     """
-    call = "skip_nonfinite"
     # No limit: only NaN and inf are over it. `value` only goes on to the optimizer.
-    rule = rule_without_params(None, f"{call}: rule")
-    return _skipping(inner, Judge(call, rule, None, mesh_axes), max_consecutive)
+    judge = Judge("skip_nonfinite", Constant(None), None, mesh_axes)
+    return _skipping(inner, judge, max_consecutive)
 
 
 def skip_step(
@@ -300,25 +299,21 @@ def _skipping(
             inner_state=inner_state,
         )
 
-    def update(
-        updates: Any, state: Any, params: Any = None, **extra_args: Any
-    ) -> tuple[Any, SkipState]:
+    def update(updates: Any, state: Any, params: Any = None, **extra_args: Any) -> Any:
         check_state(call, state, SkipState)
         norm, loss = judge.numbers_of(updates, extra_args)
         new, skip, broken = judge.judged(state, norm, loss)
         if most is not None:
             skip = skip & (state.consecutive < most)
-        given = updates, state.inner_state, params
         run = partial(optimizer.update, **extra_args)
-        updates, inner_state = update_unless(skip, run, *given)
-        recently = moving_average(state.skipped_recently, skip, state.step)
+        updates, inner = update_unless(skip, run, updates, state.inner_state, params)
         return updates, new._replace(
             step=count_up(state.step),
             skipped=count_up(state.skipped, skip),
-            skipped_recently=recently,
+            skipped_recently=moving_average(state.skipped_recently, skip, state.step),
             nonfinite=count_up(state.nonfinite, broken),
             consecutive=jnp.where(skip, count_up(state.consecutive), 0),
-            inner_state=inner_state,
+            inner_state=inner,
         )
 
     return optax.GradientTransformationExtraArgs(init, update)
@@ -326,18 +321,14 @@ def _skipping(
 
 def _warn_of_clippers(call: str, inner_state: Any) -> None:
     """Warns where only clippers are skipped, and not the optimizer behind them."""
-
-    def is_state(x: Any) -> bool:
-        # That of optax.sgd is empty.
-        return isinstance(x, (ClipState, optax.EmptyState))
-
-    states = jax.tree.leaves(inner_state, is_leaf=is_state)
+    # The state of optax.sgd is empty.
+    kinds = ClipState, optax.EmptyState
+    states = jax.tree.leaves(inner_state, is_leaf=lambda x: isinstance(x, kinds))
     if states and all(isinstance(state, ClipState) for state in states):
         warnings.warn(
-            f"{call}: inner has only a ClipState, so it is a clipper and not an "
-            "optimizer. In a skipped step the optimizer behind it still moves, by its "
-            "momentum and weight decay. Put it around the whole: "
-            f"{call}(optax.chain(clipper, optimizer)).",
+            f"{call}: inner has only a ClipState. In a skipped step the optimizer "
+            "behind it still moves, by its momentum and weight decay. Put it around "
+            f"the whole: {call}(optax.chain(clipper, optimizer)).",
             stacklevel=3,
         )
 
@@ -376,10 +367,8 @@ class Judge(NamedTuple):
     def numbers_of(self, updates: Any, extra_args: dict[str, Any]) -> tuple[Any, Any]:
         """Norm and loss of a step. None for a loss that is not looked at."""
         norm, loss = extra_args.get("grad_norm"), extra_args.get("value")
-        if norm is None:
-            norm = self.norm_of(updates)
-        else:
-            norm = self._checked("grad_norm", norm)
+        given = norm is not None
+        norm = self._checked("grad_norm", norm) if given else self.norm_of(updates)
         if self.loss_rule is None:
             return norm, None
         if loss is not None:
@@ -429,8 +418,8 @@ class Judge(NamedTuple):
         if self.loss_rule is not None and loss is not None:
             loss = jnp.asarray(loss).astype(state.loss.dtype)
             asked = self.loss_rule, loss, state.loss_memory, state.step
-            argument = f"{self.call}: loss_rule"
-            limit, memory = limit_of(*asked, argument=argument, signed=True)
+            own = {"argument": f"{self.call}: loss_rule", "signed": True}
+            limit, memory = limit_of(*asked, **own)
             state = state._replace(loss=loss, loss_limit=limit, loss_memory=memory)
             over = over | ~(loss <= limit)
             broken = broken | ~jnp.isfinite(loss)

@@ -34,32 +34,16 @@ from ._averages import ZScore as z_score
 from ._constant import Constant as constant
 from ._constant import ShareOfParams as share_of_params
 from ._joined import maximum, minimum, warm_up
-from ._one_number import Growth as growth
-from ._one_number import QuantileTracker as quantile_tracker
 from ._rule import Rule
+from ._windows import Growth as growth
+from ._windows import QuantileTracker as quantile_tracker
 from ._windows import WindowedMean as windowed_mean
 from ._windows import WindowedQuantile as windowed_quantile
 
 # Rules are classes that are called like functions, so they are named like functions.
-__all__ = [
-    # The base of rules of your own.
-    "Rule",
-    "constant",
-    "ema",
-    "ema_band",
-    "ema_ratio",
-    "growth",
-    "log_z_score",
-    "maximum",
-    "minimum",
-    "moments_ratio",
-    "quantile_tracker",
-    "share_of_params",
-    "warm_up",
-    "windowed_mean",
-    "windowed_quantile",
-    "z_score",
-]
+__all__ = ["Rule", "constant", "maximum", "minimum", "share_of_params", "warm_up"]
+__all__ += ["ema", "ema_band", "ema_ratio", "log_z_score", "moments_ratio", "z_score"]
+__all__ += ["growth", "quantile_tracker", "windowed_mean", "windowed_quantile"]
 
 # `rules.ZScore` raises an error that names `rules.z_score`.
 with_our_names(__name__)

@@ -10,32 +10,50 @@ import numpy as np
 from jax import Array
 
 from .._exported import exported
-from ._memory import (
-    Average,
-    between,
-    blend,
-    count_up,
-    empty_average,
-    remembered,
-    root,
-    unless_gone,
-    weigh,
-)
-from ._rule import (
-    Answer,
-    Number,
-    Rule,
-    at_step,
-    choice,
-    flag,
-    multiple,
-    number,
-    warn_of_falling,
-)
+from ._memory import between, count_up, multiple, remembered, root, unless_gone
+from ._rule import Answer, Number, Rule, at_step, choice, flag, number
 
-# int32[norm]: norms seen. Then the averages of `ratio` and of `target`.
-RatioMemory = tuple[Array, Average, Average]
-MOST = float(np.finfo(np.float32).max)
+
+@exported
+class Average(NamedTuple):
+    """An exponential average of the norms seen so far."""
+
+    estimate: Array  # float32[norm]: corrected for its start
+    # float32[norm]: the share of an endless average that was seen, in [0, 1]
+    weight: Array
+
+
+def empty_average(norm: Array) -> Average:
+    """An average before the first value."""
+    return Average(jnp.zeros_like(norm), jnp.zeros_like(norm))
+
+
+def blend(
+    average: Average, value: Array, decay: Array, corrected: Any = True
+) -> Average:
+    """Adds a value to an average.
+
+    Corrected, it is Adam's: all values since the first, with weights that fall by
+    `decay`. Otherwise the first value counts as if it had always been there.
+    """
+    started = (average.weight > 0) | jnp.asarray(corrected)
+    decay = jnp.where(started, decay, jnp.zeros_like(decay))
+    weight, share = weigh(average.weight, decay)
+    return Average(between(average.estimate, value, 1 - share), weight)
+
+
+def weigh(weight: Array, decay: Array) -> tuple[Array, Array]:
+    """The weight of an average after one more value, and the share of that value.
+
+    The first value becomes the average, whatever the decay.
+    """
+    # With a decay of 1 the first weight would be 0, and that of all values after it.
+    # As small numbers they make the mean, and are nothing beside 2^-24, the least
+    # weight that a decay below 1 gives in float32.
+    is_first = weight < 2.0**-30
+    own = jnp.where(is_first, jnp.maximum(1 - decay, 2.0**-60), 1 - decay)
+    weight = decay * weight + own
+    return weight, (own / weight).astype(weight.dtype)
 
 
 class Ema(Rule):
@@ -129,17 +147,18 @@ class EmaRatio(Rule):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.remember == "clipped":
-            warn_of_falling("ema_ratio: ratio", self.ratio, stacklevel=4)
+            self._warn_of_falling("ratio")
 
-    def init(self, norm: Array) -> RatioMemory:
+    def init(self, norm: Array) -> tuple[Array, Average, Average]:
         seen = jnp.zeros(norm.shape, jnp.int32)
         return seen, empty_average(norm), empty_average(norm)
 
-    def update(self, norm: Array, memory: RatioMemory, step: Array) -> Answer:
+    def update(self, norm: Array, memory: Any, step: Array) -> Answer:
         ratio, decay = at_step(step, norm, self.ratio, self.decay)
         target = self.ratio if self.target is None else self.target
         slow = self.decay if self.target_decay is None else self.target_decay
         target, slow = at_step(step, norm, target, slow)
+        # Norms seen, and the averages of `ratio` and of `target`.
         seen, average, second = memory
         edge = ratio * average.estimate
         # With one rate both averages are the same, and so are both limits.
@@ -218,17 +237,6 @@ class EmaBand(Rule):
         return target, blend(average, target, decay, corrected=False)
 
 
-@exported
-class Moments(NamedTuple):
-    """First and second moment of the norm."""
-
-    mean: Average
-    # float32[norm]: the root of the average square, corrected for its start
-    root: Array
-    # float32[norm]: the share of an endless average that was seen
-    weight: Array
-
-
 class MomentsRatio(Rule):
     """limit = mean / (sqrt(mean of squares) + eps), the current norm included.
 
@@ -260,20 +268,19 @@ class MomentsRatio(Rule):
     _: KW_ONLY
     eps: Number = number(default=1e-8)
 
-    def init(self, norm: Array) -> Moments:
-        zero = jnp.zeros_like(norm)
-        return Moments(empty_average(norm), zero, jnp.zeros_like(norm))
+    def init(self, norm: Array) -> tuple[Average, Average]:
+        return empty_average(norm), empty_average(norm)
 
-    def update(self, norm: Array, memory: Moments, step: Array) -> Answer:
-        numbers = self.decay1, self.decay2, self.eps
-        decay1, decay2, eps = at_step(step, norm, *numbers)
-        mean = blend(memory.mean, norm, decay1)
-        weight, share = weigh(memory.weight, decay2)
+    def update(self, norm: Array, memory: Any, step: Array) -> Answer:
+        decay1, decay2, eps = at_step(step, norm, self.decay1, self.decay2, self.eps)
+        mean, square = memory
+        mean = blend(mean, norm, decay1)
+        weight, share = weigh(square.weight, decay2)
         # Roots of squares: the square of a norm may leave the range of float32.
-        size = jnp.hypot(root(1 - share) * memory.root, root(share) * norm)
+        size = jnp.hypot(root(1 - share) * square.estimate, root(share) * norm)
         # That of a first norm of 0 is 0, and eps may be 0 too.
         limit = mean.estimate / jnp.where(size > 0, size + eps, 1.0)
-        return limit, Moments(mean, size, weight)
+        return limit, (mean, Average(size, weight))
 
 
 @exported
@@ -339,7 +346,8 @@ class ZScore(Rule):
         edge = mean + multiple(z, spread)
         # Without any spread it is inf above the edge, and target is the mean.
         score = (norm - mean) / spread
-        target = mean + self._target(score, z) * deviation
+        brought_to = {"adaptive": z * z / jnp.maximum(score, z), "mean": 0.0, "max": z}
+        target = mean + brought_to[self.target] * deviation
         limit = jnp.where(warm, jnp.where(norm > edge, target, edge), jnp.inf)
         # In the warm-up every norm counts alike: mean and variance of them all.
         alike = seen.astype(norm.dtype) / (seen + 1).astype(norm.dtype)
@@ -352,21 +360,6 @@ class ZScore(Rule):
         distance = jnp.where(warm, keep, root(keep)) * apart
         old, new = root(keep) * deviation, root(1 - keep) * distance
         return limit, ZScoreMemory(count_up(seen), mean, jnp.hypot(old, new))
-
-    def _target(self, score: Array, z: Array) -> Array:
-        """How many deviations above the mean a clipped norm is brought to."""
-        if self.target == "adaptive":
-            return z * z / jnp.maximum(score, z)
-        return jnp.zeros_like(score) if self.target == "mean" else z
-
-
-@exported
-class LogNormMemory(NamedTuple):
-    """Mean and deviation of the logarithm."""
-
-    seen: Array  # int32[norm]: norms remembered
-    mean: Average
-    deviation: Array  # float32[norm]
 
 
 class LogZScore(Rule):
@@ -407,15 +400,15 @@ class LogZScore(Rule):
     decay: Number = number(default=0.995, highest=1.0)
     _: KW_ONLY
     # With an infinite one the logarithms would differ by inf - inf.
-    floor: Number = number(default=0.01, highest=MOST)
+    floor: Number = number(default=0.01, highest=float(np.finfo(np.float32).max))
     spread: Number = number(default=1e-3)
     warmup: Any = number(default=277, lowest=1, schedule=False)
 
-    def init(self, norm: Array) -> LogNormMemory:
+    def init(self, norm: Array) -> tuple[Array, Average, Array]:
         seen = jnp.zeros(norm.shape, jnp.int32)
-        return LogNormMemory(seen, empty_average(norm), jnp.zeros_like(norm))
+        return seen, empty_average(norm), jnp.zeros_like(norm)
 
-    def update(self, norm: Array, memory: LogNormMemory, step: Array) -> Answer:
+    def update(self, norm: Array, memory: Any, step: Array) -> Answer:
         z, decay = at_step(step, norm, self.z, self.decay)
         floor, spread = at_step(step, norm, self.floor, self.spread)
         seen, mean, deviation = memory
@@ -428,4 +421,4 @@ class LogZScore(Rule):
         # The variance of a mixture of old values and the new one, never negative.
         apart = root(share) * jnp.abs(value - mean.estimate)
         deviation = root(1 - share) * jnp.hypot(deviation, apart)
-        return limit, LogNormMemory(count_up(seen), moved, deviation)
+        return limit, (count_up(seen), moved, deviation)

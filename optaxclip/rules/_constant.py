@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import MISSING, field, fields
+from dataclasses import field
+from functools import partial
 from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 from jax import Array
 from jax.typing import ArrayLike
 
@@ -22,18 +22,8 @@ from .._checks import (
     shown,
 )
 from ..shrinks import is_ours
-from ._rule import (
-    Answer,
-    Number,
-    Rule,
-    Schedule,
-    at_step,
-    call_name,
-    is_rule,
-    multiple,
-    number,
-    unchecked,
-)
+from ._memory import multiple
+from ._rule import Answer, Number, Rule, Schedule, at_step, is_rule, number
 
 # What a norm can be held against. None is no limit.
 Limit = Number | Rule | None
@@ -44,21 +34,10 @@ def checked_limit(argument: str, limit: Any) -> ArrayLike | Schedule:
     """A limit that JAX can carry into a compiled call, inf for None.
 
     Raises:
-      TypeError: what cannot be a limit, with the rule that may be meant.
+      TypeError: what cannot be a limit.
     """
     if limit is None:
         return np.inf
-    # The mistake `clip_by_global_norm(zclip())`.
-    if isinstance(limit, optax.GradientTransformation):
-        raise TypeError(
-            f"{argument} must be a number, a schedule or a rule, got a transformation. "
-            "The limit of zclip, for example, is optaxclip.rules.z_score()."
-        )
-    if isinstance(limit, str):
-        rule = " A rule is given as optaxclip.rules.z_score(), without quotes."
-        # "z_score" may be meant as a rule, and "1.0" is not.
-        rule = rule if limit.isidentifier() else ""
-        raise TypeError(f"{argument} must be a real number, got {shown(limit)}.{rule}")
     # JAX takes no bare function as an argument of a compiled call.
     if callable(limit):
         # A function of a leaf's path, as it goes for labels and axes.
@@ -109,42 +88,21 @@ def rule_of(limit: Any, argument: str) -> Rule:
         return limit
     # `clip_by_global_norm(rules.growth)`, without parentheses.
     if isinstance(limit, type) and issubclass(limit, Rule):
-        call = f"optaxclip.rules.{call_name(limit)}"
-        needed = [x.name for x in fields(limit) if x.default is MISSING]
-        if needed:
-            raise TypeError(
-                f"{argument} must be a rule, got {call_name(limit)} without its "
-                f"numbers: call it, as in {call}({', '.join(needed)})."
-            )
         return limit()
     if is_ours(limit):
-        raise TypeError(
-            f"{argument} must be a limit, got a shrink: give it as shrink=, beside a "
-            "limit."
-        )
-    # minimum, maximum and warm_up.
-    if str(getattr(limit, "__module__", "")).startswith(f"{__package__}"):
-        name = limit.__name__
-        raise TypeError(
-            f"{argument} must be a rule, got the function {name}: call it, as in "
-            f"optaxclip.rules.{name}(...)."
-        )
-    # Its own check would be the same one again, under another name.
-    return unchecked(Constant, [("limit", checked_limit(argument, limit))])
+        raise TypeError(f"{argument} must be a limit, got a shrink: set shrink=.")
+    # Checked first under the clipper's name, which begins the error then.
+    return Constant(checked_limit(argument, limit))
 
 
 def rules_of(limits: Any, argument: str) -> Any:
     """The rules of a tree of limits."""
 
     def is_limit(x: Any) -> bool:
-        # All of these but functions are nodes to JAX, and would be taken apart.
-        is_clipper = isinstance(x, optax.GradientTransformation)
-        return x is None or is_function(x) or is_rule(x) or is_clipper
+        # None and rules are nodes to JAX, and would be taken apart.
+        return x is None or is_function(x) or is_rule(x)
 
-    def named(limit: Any) -> Rule:
-        return rule_of(limit, argument)
-
-    rules = jax.tree.map(named, limits, is_leaf=is_limit)
+    rules = jax.tree.map(partial(rule_of, argument=argument), limits, is_leaf=is_limit)
     # One rule at two places becomes two, as it does in a compiled call. Rules are told
     # apart by identity, so `init` and `update` would disagree otherwise.
     return jax.tree.map(lambda number: number, rules)
@@ -200,14 +158,9 @@ def rule_without_params(limit: Any, argument: str) -> Rule:
     """
     rule = rule_of(limit, argument)
     # Refused when it is built. In the first step its fourth argument would be missing.
-    if rule.needs_params:
+    if rule.needs_params or rule.needs_total:
         raise ValueError(
-            f"{argument} must not compare norms with those of weights, since there "
-            f"are no weights here, got {shown(rule)}."
-        )
-    if rule.needs_total:
-        raise ValueError(
-            f"{argument} must not compare norms with that of all norms, since each "
-            f"norm is judged alone here, got {shown(rule)}."
+            f"{argument} must not compare norms with that of all norms or with those "
+            f"of weights, which are not measured here, got {shown(rule)}."
         )
     return rule

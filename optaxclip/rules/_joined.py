@@ -8,10 +8,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from .._checks import check_number, held_in, number_for_jit
+from .._checks import held_in
 from ._constant import rule_of
 from ._memory import count_up
-from ._rule import Number, Rule, further_norms
+from ._rule import Number, Rule, further_norms, number
 
 
 class Joined(Rule):
@@ -34,41 +34,34 @@ class Joined(Rule):
     def update(
         self, norm: jax.Array, memory: Any, step: jax.Array, *others: Any
     ) -> Any:
-        limits, memory = self.asked(norm, memory, step, others)
-        return self.joined(limits), memory
-
-    def joined(self, limits: list[jax.Array]) -> jax.Array:
-        """One limit of those of the rules."""
-        raise NotImplementedError
-
-    def asked(
-        self, norm: jax.Array, memory: Any, step: jax.Array, others: Any
-    ) -> tuple[list[jax.Array], Any]:
-        """The limits and the memories of all rules."""
         # In the order of `further_norms`, each where one of the rules needs it.
         params = others[0] if self.needs_params else None
         total = others[-1] if self.needs_total else None
         limits, memories = [], []
         for rule, own in zip(self.rules, memory):
-            further = further_norms(rule, params, total)
-            limit, own = rule.update(norm, own, step, *further)
+            asked = norm, own, step, *further_norms(rule, params, total)
+            limit, own = rule.update(*asked)
             # Limits may be Python numbers or of any dtype, and jnp.minimum wants one.
             limits.append(held_in(norm.dtype, limit))
             memories.append(own)
-        return limits, tuple(memories)
+        return self.joined(limits), tuple(memories)
+
+    def joined(self, limits: list[jax.Array]) -> Any:
+        """One limit of those of the rules."""
+        return limits
 
 
 class Minimum(Joined):
     """The smallest limit of several rules."""
 
-    def joined(self, limits: list[jax.Array]) -> jax.Array:
+    def joined(self, limits: list[jax.Array]) -> Any:
         return reduce(jnp.minimum, limits)
 
 
 class Maximum(Joined):
     """The largest limit of several rules."""
 
-    def joined(self, limits: list[jax.Array]) -> jax.Array:
+    def joined(self, limits: list[jax.Array]) -> Any:
         return reduce(jnp.maximum, limits)
 
 
@@ -76,7 +69,7 @@ class WarmUp(Joined):
     """The first rule for some norms, the second from then on."""
 
     # Counts norms that were remembered. The step counts broken ones as well.
-    steps: Number
+    steps: Number = number(schedule=False)
 
     def init(self, norm: jax.Array) -> Any:
         return jnp.zeros(norm.shape, jnp.int32), super().init(norm)
@@ -86,7 +79,7 @@ class WarmUp(Joined):
     ) -> Any:
         seen, memory = memory
         # Both are asked in every step, so `after` has learnt when its limit counts.
-        limits, memory = self.asked(norm, memory, step, others)
+        limits, memory = super().update(norm, memory, step, *others)
         limit = jnp.where(seen < self.steps, *limits)
         return limit, (count_up(seen), memory)
 
@@ -154,10 +147,9 @@ def warm_up(steps: Number, before: Any, after: Any) -> Rule:
       >>> print(optaxclip.replay.run(rule, [1.0, 9.0, 9.0, 9.0]).limits)
       [5. 5. 4. 8.]
     """
-    check_number("warm_up: steps", steps)
     first = rule_of(before, "warm_up: before")
     second = rule_of(after, "warm_up: after")
-    return WarmUp((first, second), number_for_jit(steps))
+    return WarmUp((first, second), steps)
 
 
 def _rules(call: str, rules: tuple[Any, ...]) -> tuple[Rule, ...]:
@@ -165,7 +157,4 @@ def _rules(call: str, rules: tuple[Any, ...]) -> tuple[Rule, ...]:
     if not rules:
         raise ValueError(f"{call}: rules must be at least one, got none.")
     # Errors read "minimum: rules[1] must be at least 0, got -1.".
-    found = []
-    for place, rule in enumerate(rules):
-        found.append(rule_of(rule, f"{call}: rules[{place}]"))
-    return tuple(found)
+    return tuple(rule_of(x, f"{call}: rules[{i}]") for i, x in enumerate(rules))

@@ -1,19 +1,15 @@
-"""What rules remember: a window of past norms, and running averages.
+"""What rules share: counters, memories that are kept, and arithmetic.
 
 All arrays of a memory have the norm's shape, followed by axes of their own. Deviations
 are kept and joined as roots of squares (`jnp.hypot`), which can neither become negative
 by rounding nor leave the range of the norm's dtype.
 """
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
-from jax.core import Tracer
 
-from .._checks import LAST_STEP
-from .._exported import exported
 from .._mesh import split_as
 
 
@@ -21,77 +17,6 @@ def count_up(counter: jax.Array, happened: Any = True) -> jax.Array:
     """The counter after a step. It stays at the largest int32."""
     more = counter < jnp.iinfo(counter.dtype).max
     return counter + (happened & more).astype(counter.dtype)
-
-
-@exported
-class Window(NamedTuple):
-    """The last norms, in a ring."""
-
-    # float32[norm, length]: filled from the left, then the oldest is overwritten
-    past: jax.Array
-    seen: jax.Array  # int32[norm]: norms remembered so far
-
-
-@exported
-class Average(NamedTuple):
-    """An exponential average of the norms seen so far."""
-
-    estimate: jax.Array  # float32[norm]: corrected for its start
-    # float32[norm]: the share of an endless average that was seen, in [0, 1]
-    weight: jax.Array
-
-
-def empty_window(argument: str, length: Any, norm: jax.Array) -> Window:
-    """A window without norms."""
-    if isinstance(length, Tracer):
-        raise TypeError(
-            f"{argument} must be known when the state is made: under jit and "
-            "inject_hyperparams name it in static_args."
-        )
-    past = jnp.zeros((*norm.shape, int(length)), norm.dtype)
-    return Window(past, jnp.zeros(norm.shape, jnp.int32))
-
-
-def places(window: Window) -> jax.Array:
-    """The number of each place in the window, int32[norm, length]."""
-    return lax.broadcasted_iota(jnp.int32, window.past.shape, window.past.ndim - 1)
-
-
-def next_place(window: Window) -> jax.Array:
-    """The place that the next norm takes, int32[norm, 1]."""
-    # In a ring of 3 the norms 0, 1, 2, 3 take the places 0, 1, 2, 0.
-    return (window.seen % window.past.shape[-1])[..., None]
-
-
-def push(window: Window, norm: jax.Array) -> Window:
-    """Adds a norm. A full window loses its oldest."""
-    here = places(window) == next_place(window)
-    past = jnp.where(here, norm[..., None], window.past)
-    # At its largest number the counter goes back by whole rounds of the ring, to one
-    # that is still beyond every warm-up that a run can have.
-    length = past.shape[-1]
-    rounds = (LAST_STEP // 2 // length) * length
-    seen = jnp.where(window.seen == LAST_STEP, LAST_STEP - rounds, window.seen)
-    return Window(past, seen + 1)
-
-
-def empty_average(norm: jax.Array) -> Average:
-    """An average before the first value."""
-    return Average(jnp.zeros_like(norm), jnp.zeros_like(norm))
-
-
-def blend(
-    average: Average, value: jax.Array, decay: jax.Array, corrected: Any = True
-) -> Average:
-    """Adds a value to an average.
-
-    Corrected, it is Adam's: all values since the first, with weights that fall by
-    `decay`. Otherwise the first value counts as if it had always been there.
-    """
-    started = (average.weight > 0) | jnp.asarray(corrected)
-    decay = jnp.where(started, decay, jnp.zeros_like(decay))
-    weight, share = weigh(average.weight, decay)
-    return Average(between(average.estimate, value, 1 - share), weight)
 
 
 def between(old: jax.Array, new: jax.Array, keep: jax.Array) -> jax.Array:
@@ -102,24 +27,17 @@ def between(old: jax.Array, new: jax.Array, keep: jax.Array) -> jax.Array:
     return jnp.where(keep < 0.5, new - keep * change, old + (1 - keep) * change)
 
 
-def weigh(weight: jax.Array, decay: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """The weight of an average after one more value, and the share of that value.
-
-    The first value becomes the average, whatever the decay.
-    """
-    # With a decay of 1 the first weight would be 0, and that of all values after it.
-    # As small numbers they make the mean, and are nothing beside 2^-24, the least
-    # weight that a decay below 1 gives in float32.
-    is_first = weight < 2.0**-30
-    own = jnp.where(is_first, jnp.maximum(1 - decay, 2.0**-60), 1 - decay)
-    weight = decay * weight + own
-    return weight, (own / weight).astype(weight.dtype)
-
-
 def root(x: jax.Array) -> jax.Array:
     """sqrt(x), with the derivative 0 at 0, where that of `jnp.sqrt` is infinite."""
     positive = jnp.where(x == 0, 1.0, x)
     return jnp.where(x == 0, 0.0, jnp.sqrt(positive))
+
+
+def multiple(factor: jax.Array, norm: jax.Array) -> jax.Array:
+    """factor * norm, and inf where either is infinite, which means no limit."""
+    # inf * 0 is NaN, and updates under a limit of NaN become NaN.
+    is_free = jnp.maximum(factor, norm) == jnp.inf
+    return jnp.where(is_free, jnp.inf, factor * norm)
 
 
 def remembered(remember: str, norm: jax.Array, limit: jax.Array) -> jax.Array:

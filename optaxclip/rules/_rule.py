@@ -13,8 +13,9 @@ Numbers are leaves of the pytree, so a changed number compiles nothing anew.
 import dataclasses
 import re
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import field, fields
+from functools import partial
 from typing import Any, NamedTuple, TypeGuard, TypeVar, dataclass_transform
 
 import jax
@@ -64,10 +65,9 @@ def number(
         if optional and value is None:
             return None
         if whole:
-            # XLA ends the process where the size of an array leaves its range.
             check_length(argument, value)
-            check_number(argument, value, highest=LAST_STEP)
-            return value
+            # XLA ends the process where the size of an array leaves its range.
+            return check_number(argument, value, highest=LAST_STEP)
         # What a schedule returns is known in each step only.
         if schedule and callable(value):
             check_schedule(argument, value)
@@ -98,30 +98,19 @@ class _Within(NamedTuple):
 
 def flag(default: bool) -> Any:
     """A field that is True or False, and may be traced."""
-
-    def check(argument: str, value: Any) -> Any:
-        check_flag(argument, value)
-        return value
-
-    return field(default=default, metadata={"check": check})
+    return field(default=default, metadata={"check": check_flag})
 
 
 def choice(*allowed: str, default: str) -> Any:
     """A field that is one of some strings. A changed string compiles anew."""
-
-    def check(argument: str, value: Any) -> Any:
-        check_choice(argument, value, allowed)
-        return value
-
+    check = partial(check_choice, allowed=allowed)
     # jit takes no strings as leaves, so they belong to the structure of the tree.
-    metadata = {"check": check, "static": True}
-    return field(default=default, metadata=metadata)
+    return field(default=default, metadata={"check": check, "static": True})
 
 
 # Tells type checkers that every subclass is a dataclass of its annotated fields.
 @dataclass_transform(
-    frozen_default=True,
-    field_specifiers=(field, number, flag, choice),
+    frozen_default=True, field_specifiers=(field, number, flag, choice)
 )
 @dataclasses.dataclass(frozen=True, eq=False)
 class Rule:
@@ -175,8 +164,10 @@ class Rule:
             return list(zip(keys, map(values, data))), tuple(map(values, meta))
 
         def unflatten(static: Any, leaves: Any) -> Any:
-            # JAX also builds trees of things that are no numbers.
-            return unchecked(cls, zip((*data, *meta), (*leaves, *static)))
+            # Unchecked: JAX also builds trees of things that are no numbers.
+            rule = object.__new__(cls)
+            vars(rule).update(zip((*data, *meta), (*leaves, *static)))
+            return rule
 
         jax.tree_util.register_pytree_with_keys(cls, flatten, unflatten)
 
@@ -188,6 +179,11 @@ class Rule:
             # A plain field of a user's rule has no check.
             if "check" in spec.metadata:
                 values[name] = check_field(call, name, spec, values[name])
+
+    def _warn_of_falling(self, name: str) -> None:
+        """Warns of a field at most 1, in the place where the user builds the rule."""
+        argument = f"{call_name(type(self))}: {name}"
+        warn_of_falling(argument, getattr(self, name), stacklevel=5)
 
     @property
     def needs_params(self) -> bool:
@@ -205,15 +201,7 @@ class Rule:
 
     def update(self, *args: Any, **kwargs: Any) -> Answer:
         """Returns the limit of this step, and the new memory."""
-        call = call_name(type(self))
-        raise NotImplementedError(f"{call}: a rule must have a method update.")
-
-
-def unchecked(kind: type[R], values: Iterable[tuple[str, Any]]) -> R:
-    """A rule of values that `__init__` would refuse, or that were checked."""
-    rule = object.__new__(kind)
-    vars(rule).update(values)
-    return rule
+        raise NotImplementedError(f"{type(self).__name__}: a rule must have an update.")
 
 
 def further_norms(rule: Rule, params: Any, total: Any) -> list[Any]:
@@ -232,8 +220,9 @@ def rule_in(call: str, kind: type[R], **numbers: Any) -> R:
 
 
 def check_field(call: str, name: str, spec: Any, value: Any) -> Any:
-    """A value that passed the check of a field."""
-    return spec.metadata["check"](f"{call}: {name}", value)
+    """A value that passed the check of a field, which may return another for it."""
+    checked = spec.metadata["check"](f"{call}: {name}", value)
+    return value if checked is None else checked
 
 
 def call_name(cls: type) -> str:
@@ -268,10 +257,3 @@ def warn_of_falling(argument: str, ratio: Any, stacklevel: int) -> None:
             "clip_by_global_norm(1.0) or clip_by_tensor_norm(1.0).",
             stacklevel=stacklevel + 1,
         )
-
-
-def multiple(factor: jax.Array, norm: jax.Array) -> jax.Array:
-    """factor * norm, and inf where either is infinite, which means no limit."""
-    # inf * 0 is NaN, and updates under a limit of NaN become NaN.
-    is_free = jnp.maximum(factor, norm) == jnp.inf
-    return jnp.where(is_free, jnp.inf, factor * norm)

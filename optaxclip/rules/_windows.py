@@ -1,46 +1,57 @@
-"""Rules of the last norms: their quantile, or their mean and deviation."""
+"""Rules of the last norms, of the last norm alone, and of their own last limit."""
 
 from __future__ import annotations
 
 from dataclasses import KW_ONLY
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
-from jax import Array
+import numpy as np
+from jax import Array, lax
 from jax.core import Tracer
+from jax.typing import ArrayLike
 
+from .._checks import check_length, check_number
 from .._exported import exported
-from ._memory import (
-    Window,
-    empty_window,
-    next_place,
-    places,
-    push,
-    remembered,
-    unless_gone,
-)
-from ._rule import (
-    Answer,
-    Number,
-    Rule,
-    at_step,
-    check_length,
-    choice,
-    flag,
-    multiple,
-    number,
-    rule_in,
-    warn_of_falling,
-)
+from ._memory import count_up, keep_where, multiple, remembered, unless_gone
+from ._rule import Answer, Number, Rule, at_step, choice, flag, number, rule_in
 
 
 @exported
-class QuantileMemory(NamedTuple):
-    """The last norms, by age and by size."""
+class Window(NamedTuple):
+    """The last norms, in a ring."""
 
-    recent: Window
-    ordered: Array  # float32[norm, length]: inf where there is none yet
+    # float32[norm, length]: filled from the left, then the oldest is overwritten
+    past: Array
+    seen: Array  # int32[norm]: norms remembered so far
+
+
+def empty_window(length: Any, norm: Array) -> Window:
+    """A window without norms."""
+    past = jnp.zeros((*norm.shape, int(length)), norm.dtype)
+    return Window(past, jnp.zeros(norm.shape, jnp.int32))
+
+
+def places(window: Window) -> Array:
+    """The number of each place in the window, int32[norm, length]."""
+    return lax.broadcasted_iota(jnp.int32, window.past.shape, window.past.ndim - 1)
+
+
+def next_place(window: Window) -> Array:
+    """The place that the next norm takes, int32[norm, 1]."""
+    # In a ring of 3 the norms 0, 1, 2, 3 take the places 0, 1, 2, 0.
+    return (window.seen % window.past.shape[-1])[..., None]
+
+
+def push(window: Window, norm: Array) -> Window:
+    """Adds a norm. A full window loses its oldest."""
+    here = places(window) == next_place(window)
+    past = jnp.where(here, norm[..., None], window.past)
+    return Window(past, count_up(window.seen))
+
+
+# The last norms, by age and by size: float32[norm, length], inf where there is none.
+QuantileMemory = tuple[Window, Array]
 
 
 class WindowedQuantile(Rule):
@@ -90,18 +101,18 @@ class WindowedQuantile(Rule):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.remember == "clipped":
-            name = "windowed_quantile: factor"
-            warn_of_falling(name, self.factor, stacklevel=4)
+            self._warn_of_falling("factor")
 
     def init(self, norm: Array) -> QuantileMemory:
-        recent = empty_window("windowed_quantile: window", self.window, norm)
-        return QuantileMemory(recent, jnp.full_like(recent.past, jnp.inf))
+        recent = empty_window(self.window, norm)
+        return recent, jnp.full_like(recent.past, jnp.inf)
 
     def update(self, norm: Array, memory: QuantileMemory, step: Array) -> Answer:
         quantile, factor = at_step(step, norm, self.quantile, self.factor)
-        held = choose(self.current, push_ordered(memory, norm), memory)
-        known = held.recent.seen >= jnp.maximum(self.warmup, 1)
-        edge = multiple(factor, interpolated(quantile, held))
+        current = jnp.asarray(self.current)
+        recent, ordered = keep_where(current, push_ordered(memory, norm), memory)
+        known = recent.seen >= jnp.maximum(self.warmup, 1)
+        edge = multiple(factor, interpolated(quantile, recent.seen, ordered))
         limit = jnp.where(known, edge, jnp.inf)
         value = remembered(self.remember, norm, limit)
         new = push_ordered(memory, value)
@@ -114,36 +125,30 @@ def push_ordered(memory: QuantileMemory, norm: Array) -> QuantileMemory:
     That is one pass over the window, where sorting it would be many.
     """
     recent, ordered = memory
-    place, new = places(recent), norm[..., None]
+    new = norm[..., None]
     is_full = recent.seen[..., None] >= ordered.shape[-1]
     oldest = jnp.take_along_axis(recent.past, next_place(recent), axis=-1)
     # Until the window is full nothing leaves but an inf at the end.
     old = jnp.where(is_full, oldest, jnp.inf)
-    # [1, 3, 5] without 1, with 4: gap 0, own 1, source [1, 2, 2], result [3, 4, 5].
-    gap = jnp.sum(ordered < old, axis=-1, keepdims=True, dtype=jnp.int32)
-    own = jnp.sum(ordered < new, axis=-1, keepdims=True, dtype=jnp.int32)
-    # The rank of the new norm once the old one has left.
-    own = own - (old < new).astype(jnp.int32)
-    # Where each place takes its norm from: those after the gap move down by one, those
-    # after the new norm up by one.
-    source = place - (place > own).astype(jnp.int32)
-    source = source + (source >= gap).astype(jnp.int32)
-    # Beyond the last place there is no norm yet.
-    beyond = {"mode": "fill", "fill_value": jnp.inf}
-    moved = jnp.take_along_axis(ordered, source, axis=-1, **beyond)
-    moved = jnp.where(place == own, new, moved)
-    return QuantileMemory(push(recent, norm), moved)
+    end = jnp.full_like(new, jnp.inf)
+    padded = jnp.concatenate([-end, ordered, end], axis=-1)
+    before, after = padded[..., :-2], padded[..., 2:]
+    # [1, 3, 5] without 1, with 4: what is between both moves down, [3, 4, 5].
+    down = jnp.where(ordered < old, ordered, jnp.clip(new, ordered, after))
+    # [1, 3, 5] without 5, with 2: what is between both moves up, [1, 2, 3].
+    up = jnp.where(ordered > old, ordered, jnp.clip(new, before, ordered))
+    return push(recent, norm), jnp.where(new < old, up, down)
 
 
-def interpolated(quantile: Array, memory: QuantileMemory) -> Array:
+def interpolated(quantile: Array, seen: Array, ordered: Array) -> Array:
     """The quantile, between the two nearest norms."""
-    last = jnp.clip(memory.recent.seen, 1, memory.ordered.shape[-1]) - 1
+    last = jnp.clip(seen, 1, ordered.shape[-1]) - 1
     # As numpy.percentile: quantile 0 is the first of the norms, 1 the last.
     place = quantile * last.astype(quantile.dtype)
 
     def norm_at(place: Array) -> Array:
         index = place.astype(jnp.int32)[..., None]
-        return jnp.take_along_axis(memory.ordered, index, axis=-1)[..., 0]
+        return jnp.take_along_axis(ordered, index, axis=-1)[..., 0]
 
     low, high = norm_at(jnp.floor(place)), norm_at(jnp.ceil(place))
     # Without any norm both are inf, whose difference is NaN. `update` then takes inf.
@@ -199,20 +204,16 @@ class WindowedMean(Rule):
     def __post_init__(self) -> None:
         super().__post_init__()
         # A window of ddof norms has no deviation, however many norms were seen.
-        traced = isinstance(self.window, Tracer) or isinstance(self.ddof, Tracer)
-        if not traced and self.window <= self.ddof:
-            raise ValueError(
-                f"windowed_mean: window must be above ddof={self.ddof!r}, got "
-                f"{self.window!r}."
-            )
+        if not isinstance(self.window, Tracer):
+            check_number("windowed_mean: ddof", self.ddof, highest=self.window - 1)
 
     def init(self, norm: Array) -> Window:
-        return empty_window("windowed_mean: window", self.window, norm)
+        return empty_window(self.window, norm)
 
     def update(self, norm: Array, past: Window, step: Array) -> Answer:
         sigmas, floor = at_step(step, norm, self.sigmas, self.floor)
         # Both are made, since `current` is a leaf of the rule and may be traced.
-        held = choose(self.current, push(past, norm), past)
+        held = keep_where(jnp.asarray(self.current), push(past, norm), past)
         mean, deviation = moments(self.ddof, held)
         edge = mean + multiple(sigmas, jnp.maximum(deviation, floor))
         # With ddof 1 a deviation takes two norms, whatever the warmup is.
@@ -220,6 +221,113 @@ class WindowedMean(Rule):
         limit = jnp.where(known, edge, jnp.inf)
         # Onto `past`: `held` may have the norm already, as it came.
         return limit, push(past, remembered(self.remember, norm, limit))
+
+
+class Growth(Rule):
+    """limit = min(cap, rate * max(last norm, floor)), in the first step the cap alone.
+
+    The last norm is what a hard clip let through, the smaller of norm and limit, unless
+    that is 0. From one step to the next the norm grows by at most 1 %, however large
+    the spike. A lasting rise by a factor f takes
+    log(f) / log(rate) steps to pass. Fira, APOLLO, RACS and Alice apply this to each
+    tensor of the update: `clip_by_tensor_norm(rules.growth())` after the
+    preconditioner.
+
+    Args:
+      rate: growth allowed in a step, at least 0. 1.01 is 1 %. A number or a schedule.
+      floor: a shorter last norm counts as this long, so that one tiny gradient does not
+        hold back hundreds of steps. At least 0. A number or a schedule.
+      cap: a fixed limit besides. Without one the first norm passes, whatever it is, and
+        all later limits begin at it. At least 0, None for none. A number or a schedule.
+
+    Raises:
+      ValueError: a number out of its range. TypeError: something that is no number.
+
+    Warns:
+      UserWarning: a rate of at most 1 without a floor, with which norms can only fall.
+
+    Example:
+      >>> rule = optaxclip.rules.growth(1.5)
+      >>> print(optaxclip.replay.run(rule, [2.0, 9.0, 9.0, 3.0]).limits)
+      [ inf 3.   4.5  6.75]
+
+    Reference: Chen et al., Fira: can we achieve full-rank training of LLMs under
+    low-rank constraint?, 2024 (arXiv 2410.01623).
+    """
+
+    rate: Number = number(default=1.01)
+    _: KW_ONLY
+    floor: Number = number(default=0.0)
+    cap: Number | None = number(default=None, optional=True)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        # A floor above 0 holds limits up.
+        if isinstance(self.floor, (int, float)) and self.floor == 0:
+            self._warn_of_falling("rate")
+
+    def init(self, norm: Array) -> Array:
+        # The first norm has no limit: inf times a rate above 0 is inf.
+        return jnp.full_like(norm, jnp.inf)
+
+    def update(self, norm: Array, memory: Array, step: Array) -> Answer:
+        cap = jnp.inf if self.cap is None else self.cap
+        rate, floor, cap = at_step(step, norm, self.rate, self.floor, cap)
+        # Without a last norm there is no limit, also at a rate of 0: 0 * inf is NaN.
+        known = memory < jnp.inf
+        last = jnp.maximum(jnp.where(known, memory, 0.0), floor)
+        limit = jnp.minimum(jnp.where(known, multiple(rate, last), jnp.inf), cap)
+        # What a hard clip lets through. A rule does not know the clipper's shrink.
+        passed = jnp.minimum(norm, limit)
+        # From a last norm of 0 there would be no growth.
+        return limit, jnp.where(passed > 0, passed, memory)
+
+
+class QuantileTracker(Rule):
+    """limit <- limit * exp(-rate * ([norm <= limit] - quantile)).
+
+    A norm within the limit lowers it by rate * (1 - quantile), and one beyond it raises
+    it by rate * quantile. In balance a share `quantile` of the norms is within. A start
+    that is too low by a factor f takes about log(f) / (rate * quantile) steps, one that
+    is too high log(f) / (rate * (1 - quantile)). The paper adds noise for privacy and
+    counts the share of a batch. Without noise and norm by norm it is a percentile clip
+    that remembers one number.
+
+    Args:
+      quantile: in [0, 1], 0.5 is the median. A number or a schedule.
+      rate: how fast the limit moves, relative to itself. At least 0, and finite. A
+        number or a schedule.
+      start: the first limit. It must be above 0 to be able to move.
+
+    Raises:
+      ValueError: a number out of its range. TypeError: something that is no number.
+
+    Example:
+      >>> rule = optaxclip.rules.quantile_tracker(0.5, 0.2, start=1.0)
+      >>> print(optaxclip.replay.run(rule, [2.0, 2.0, 1.0]).limits)
+      [1.     1.1052 1.2214]
+
+    Reference: Andrew, Thakkar, McMahan, Ramaswamy, Differentially private learning with
+    adaptive clipping, 2021 (arXiv 1905.03871).
+    """
+
+    quantile: Number = number(default=0.5, highest=1.0)
+    rate: Number = number(default=0.2, highest=float(np.finfo(np.float32).max))
+    _: KW_ONLY
+    start: ArrayLike = number(default=0.1, schedule=False)
+
+    def init(self, norm: Array) -> Array:
+        return jnp.full_like(norm, self.start)
+
+    def update(self, norm: Array, limit: Array, step: Array) -> Answer:
+        quantile, rate = at_step(step, norm, self.quantile, self.rate)
+        within = (norm <= limit).astype(norm.dtype)
+        # At 0 or inf it would stay for good, or become NaN.
+        info = jnp.finfo(norm.dtype)
+        held = jnp.clip(limit, info.tiny, info.max)
+        # within - quantile is 1 - quantile or -quantile: a step down or up.
+        moved = held * jnp.exp(-rate * (within - quantile))
+        return limit, jnp.clip(moved, info.tiny, info.max)
 
 
 def step_rule(
@@ -236,19 +344,8 @@ def step_rule(
 
 def spike_rule(call: str, sigmas: Number, window: Any) -> Rule:
     """The rule of OLMo-core's spike score: what is over its limit is a spike."""
-    check_length(f"{call}: window", window)
     # A warmup of the whole window: before that nothing is a spike.
-    numbers = {"sigmas": sigmas, "window": window, "warmup": window}
-    return rule_in(call, WindowedMean, **numbers)
-
-
-def choose(wanted: Any, new: Any, old: Any) -> Any:
-    """The new memory if it is wanted, else the old one."""
-
-    def chosen(one: Array, other: Array) -> Array:
-        return jnp.where(wanted, one, other)
-
-    return jax.tree.map(chosen, new, old)
+    return rule_in(call, WindowedMean, sigmas=sigmas, window=window, warmup=window)
 
 
 def moments(ddof: Any, window: Window) -> tuple[Array, Array]:
@@ -259,8 +356,7 @@ def moments(ddof: Any, window: Window) -> tuple[Array, Array]:
     leaves the range.
     """
     held = places(window) < window.seen[..., None]
-    count = jnp.clip(window.seen, 1, window.past.shape[-1])
-    count = count.astype(window.past.dtype)
+    count = jnp.clip(window.seen, 1, window.past.shape[-1]).astype(window.past.dtype)
     # A float32 sum of norms such as 8192 + 2^-9 would lose what they differ by.
     anchor = window.past[..., :1]
     # Empty places hold 0, which is no norm.

@@ -21,7 +21,7 @@ BAD = {
     "windowed_quantile: window must be at least 1, got 0.": lambda: (
         optaxclip.rules.windowed_quantile(0.5, 0)
     ),
-    "windowed_mean: window must be above ddof=4, got 4.": lambda: (
+    "windowed_mean: ddof must be at most 3, got 4.": lambda: (
         optaxclip.rules.windowed_mean(2.0, 4, ddof=4)
     ),
     "skip_step: window must be at least 2, got 1.": lambda: optaxclip.skip_step(
