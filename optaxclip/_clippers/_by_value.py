@@ -9,16 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from .. import _checks as checks
 from .. import _trees as trees
-from .._checks import (
-    begins_anew,
-    broadcasts_to,
-    check_flag,
-    check_limit,
-    check_order,
-    check_state,
-    is_function,
-)
+from .._checks import begins_anew, broadcasts_to, is_function
 from .._exported import exported
 from .._state import ClippedElements, count_clipped, no_elements_clipped
 from .._sums import with_modulus
@@ -76,7 +69,7 @@ def clip_by_value(
     """
     call = "clip_by_value"
     low = None if min_value is None else ("min_value", min_value)
-    check_flag(f"{call}: count", count)
+    checks.check_flag(f"{call}: count", count)
     return value_clipper(call, ("max_value", max_value), low, count=count)
 
 
@@ -93,7 +86,9 @@ def value_clipper(
     lower = trees.Prefix((((), None),))
     if low is not None:
         lower = _bounds(call, *low, -math.inf, -math.inf)
-        _check_room(call, (low[0], lower), (high[0], upper))
+        for path, below in lower.entries:
+            above = dict(upper.entries).get(path, math.inf)
+            checks.check_order(call, (low[0], below), (high[0], above))
 
     def init(params: Any) -> ClipByValueState:
         elements = no_elements_clipped() if count else ()
@@ -103,7 +98,7 @@ def value_clipper(
         # A checkpoint of `optax.clip` has EmptyState here. Fixed bounds need no more.
         if begins_anew(call, state, (upper, lower)):
             state = init(params)
-        check_state(call, state, ClipByValueState)
+        checks.check_state(call, state, ClipByValueState)
         trees.check_leaves(updates, f"{call}: ")
         uppers = trees.lookup(upper, updates, f"{call}: {high[0]}")
         lowers = trees.lookup(lower, updates, f"{call}: {low and low[0]}")
@@ -156,21 +151,9 @@ def _bounds(
         if value is None:
             value = no_bound
         if not callable(value):
-            check_limit(f"{call}: {name}", value, lowest=lowest)
+            checks.check_limit(f"{call}: {name}", value, lowest=lowest)
         entries.append((path, value))
     return trees.Prefix(tuple(entries))
-
-
-def _check_room(
-    call: str, low: tuple[str, trees.Prefix], high: tuple[str, trees.Prefix]
-) -> None:
-    """Raises for two bounds of one leaf that are known to cross."""
-    for path, below in low[1].entries:
-        for other, above in high[1].entries:
-            depth = min(len(path), len(other))
-            # One of both is at the other's place, or above it.
-            if path[:depth] == other[:depth]:
-                check_order(call, (low[0], below), (high[0], above))
 
 
 def _clipped(own: tuple[str, str], leaf: Any, high: Any, low: Any) -> Any:
