@@ -18,19 +18,12 @@ from typing import Any
 import optax
 from jax.typing import ArrayLike
 
-from .._checks import check_flag, shown
+from .. import _norms as norms
+from .._checks import check_flag
 from .._kernel import make_clipper
 from .._mesh import MeshAxes
-from .._norms import (
-    GlobalNorm,
-    GroupNorm,
-    Measure,
-    Ord,
-    TensorNorm,
-    UnitwiseNorm,
-    check_measure,
-)
-from .._trees import Axis, Stacked, check_labels
+from .._norms import Measure, Ord, check_measure
+from .._trees import Axis, Stacked
 from ..rules._constant import Limit, LimitTree
 from ..shrinks import Shrink
 
@@ -87,7 +80,7 @@ def clip_by_global_norm(
     # torch divides by norm + 1e-6. With eps = 0 a norm exactly at its limit keeps
     # its bits.
     options = {"shrink": shrink, "eps": eps, "nonfinite": nonfinite}
-    return norm_clipper(call, GlobalNorm, max_norm, numbers, **options)
+    return norm_clipper(call, norms.GlobalNorm, max_norm, numbers, **options)
 
 
 def clip_by_tensor_norm(
@@ -146,7 +139,7 @@ def clip_by_tensor_norm(
     # A stacked leaf [layers, in, out] has norms [layers, 1, 1], a block of its own.
     numbers = {"ord": ord, "stacked": stacked, "mesh_axes": mesh_axes}
     options = {"shrink": shrink, "eps": eps, "nonfinite": nonfinite}
-    return norm_clipper(call, TensorNorm, max_norm, numbers, **options)
+    return norm_clipper(call, norms.TensorNorm, max_norm, numbers, **options)
 
 
 def clip_by_unitwise_norm(
@@ -210,10 +203,9 @@ def clip_by_unitwise_norm(
     """
     call = "clip_by_unitwise_norm"
     # A kernel [in, out] has norms [1, out]: its last axis is the output in JAX.
-    numbers = {"ord": ord, "axis": axis, "stacked": stacked}
-    numbers["mesh_axes"] = mesh_axes
+    numbers = {"ord": ord, "axis": axis, "stacked": stacked, "mesh_axes": mesh_axes}
     options = {"shrink": shrink, "eps": eps, "nonfinite": nonfinite}
-    return norm_clipper(call, UnitwiseNorm, max_norm, numbers, **options)
+    return norm_clipper(call, norms.UnitwiseNorm, max_norm, numbers, **options)
 
 
 def clip_by_group_norm(
@@ -273,20 +265,11 @@ def clip_by_group_norm(
       [0.6 0.8] [0.1]
     """
     call = "clip_by_group_norm"
-    # JAX sorts the keys of a dict, and 1 and "a" do not sort. Checked here, so that
-    # the error names max_norm.
-    if isinstance(max_norm, dict):
-        check_labels(f"{call}: max_norm must have labels", max_norm)
-    if isinstance(max_norm, (list, tuple)):
-        raise TypeError(
-            f"{call}: max_norm must be one limit, or a dict from label to limit, got "
-            f"{shown(max_norm)}."
-        )
     # float32[labels]: the norms in the order of the sorted labels.
     numbers = {"ord": ord, "labels": labels, "mesh_axes": mesh_axes}
     options = {"shrink": shrink, "eps": eps, "nonfinite": nonfinite}
     check_flag(f"{call}: allow_missing", allow_missing)
-    measure = partial(GroupNorm, allow_missing=bool(allow_missing))
+    measure = partial(norms.GroupNorm, allow_missing=bool(allow_missing))
     return norm_clipper(call, measure, max_norm, numbers, **options)
 
 
@@ -346,7 +329,7 @@ def clip_by_tensor_rms(
     numbers = {"ord": "rms", "stacked": stacked, "mesh_axes": mesh_axes}
     options = {"shrink": shrink, "eps": eps, "nonfinite": nonfinite}
     # An RMS does not grow with its leaf, so one limit suits leaves of all sizes.
-    return norm_clipper(call, TensorNorm, max_rms, numbers, "max_rms", **options)
+    return norm_clipper(call, norms.TensorNorm, max_rms, numbers, "max_rms", **options)
 
 
 def clip_by_average_norm(
@@ -400,7 +383,7 @@ def clip_by_average_norm(
     # Smaller than the RMS by another sqrt(N), so limits of one do not suit the other.
     numbers = {"ord": "average", "stacked": stacked, "mesh_axes": mesh_axes}
     options = {"shrink": shrink, "eps": eps, "nonfinite": nonfinite}
-    return norm_clipper(call, TensorNorm, max_norm, numbers, **options)
+    return norm_clipper(call, norms.TensorNorm, max_norm, numbers, **options)
 
 
 def clip_by_block_rms(threshold: Any) -> optax.GradientTransformationExtraArgs:
@@ -424,7 +407,7 @@ def clip_by_block_rms(threshold: Any) -> optax.GradientTransformationExtraArgs:
     """
     # One argument, with optax's name for it. `clip_by_tensor_rms` has the options.
     numbers, name = {"ord": "rms"}, "threshold"
-    return norm_clipper("clip_by_block_rms", TensorNorm, threshold, numbers, name)
+    return norm_clipper("clip_by_block_rms", norms.TensorNorm, threshold, numbers, name)
 
 
 def norm_clipper(

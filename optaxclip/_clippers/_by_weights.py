@@ -11,17 +11,16 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from jax import Array
-from jax.core import Tracer
 from jax.typing import ArrayLike
 
-from .._checks import check_limit, check_params, number_for_jit, shown
+from .._checks import check_params, shown
 from .._factors import cast_like
 from .._kernel import make_clipper
 from .._mesh import MeshAxes
 from .._norms import Ord, TensorNorm, UnitwiseNorm, check_measure
 from .._trees import Axis, Stacked, clipped_leaves, put_back, values_of
 from ..rules._constant import ShareOfParams
-from ..rules._rule import Answer, Number, Rule, at_step, number
+from ..rules._rule import Answer, Number, Rule, at_step, check_field, number
 from ..shrinks import Shrink
 from ._by_norm import norm_clipper
 
@@ -98,14 +97,12 @@ def adaptive_grad_clip(
     # A leaf as a whole has no axes to choose, so one of the two is a mistake.
     if per_tensor and axis is not None:
         raise ValueError(
-            f"{call}: axis={shown(axis)} says how units are summed; with "
-            "per_tensor=True there are none."
+            f"{call}: axis={shown(axis)} is for units, and per_tensor=True has none."
         )
-    clipping = math.inf if clipping is None else clipping
+    share: Any = math.inf if clipping is None else clipping
     # Checked here as well, since errors of the rule name share_of_params: share.
-    for name, value in (("clipping", clipping), ("eps", eps)):
-        if not callable(value):
-            check_limit(f"{call}: {name}", value)
+    share = check_field(call, "clipping", number(), share)
+    eps = check_field(call, "eps", number(), eps)
     numbers = {"ord": ord, "stacked": stacked, "mesh_axes": mesh_axes}
     # |G| and |W| of whole leaves as in DreamerV3, or of units as in NFNets.
     if not per_tensor:
@@ -113,7 +110,7 @@ def adaptive_grad_clip(
     kind = TensorNorm if per_tensor else UnitwiseNorm
     options = {"name": "clipping", "shrink": shrink, "nonfinite": nonfinite}
     # limit = clipping * max(|W|, eps), with |W| measured as |G| is.
-    rule = ShareOfParams(clipping, eps)
+    rule = ShareOfParams(share, eps)
     return norm_clipper(call, kind, rule, numbers, **options)
 
 
@@ -179,14 +176,9 @@ def larc(
     2017 (arXiv 1708.03888). The minimum with the learning rate is NVIDIA's apex.
     """
     call = "larc"
-    # Numbers only: the learning rate alone may be a schedule.
-    check_limit(f"{call}: trust", trust)
-    check_limit(f"{call}: weight_decay", weight_decay)
     # An infinite one makes 0 * inf of weights that are 0.
-    known = not isinstance(weight_decay, Tracer)
-    if known and np.any(np.isinf(weight_decay)):
-        raise ValueError(f"{call}: weight_decay must be finite, got inf.")
-    weight_decay = number_for_jit(weight_decay)
+    finite = number(highest=float(np.finfo(np.float64).max), schedule=False)
+    weight_decay = check_field(call, "weight_decay", finite, weight_decay)
     rule = Larc(learning_rate, trust)
     numbers = {"stacked": stacked, "mesh_axes": mesh_axes}
     # eps joins both norms in the divisor: |g| + weight_decay * |p| + eps.
@@ -194,9 +186,7 @@ def larc(
     options: dict[str, Any] = {"eps": eps, "nonfinite": nonfinite}
     kernel = make_clipper(measure, rule, call=call, name="limit", **options)
 
-    def update(
-        updates: Any, state: Any, params: Any = None, **_: Any
-    ) -> tuple[Any, Any]:
+    def update(updates: Any, state: Any, params: Any = None, **_: Any) -> Any:
         check_params(call, params)
         tree = clipped_leaves(updates)
         weights = values_of(call, "params", tree, params)
@@ -225,7 +215,7 @@ class Larc(Rule):
     """limit = trust * |p| / learning_rate, and none for weights or a rate of 0."""
 
     learning_rate: Number = number()
-    trust: Number = number()
+    trust: ArrayLike = number(schedule=False)
 
     @property
     def needs_params(self) -> bool:
@@ -244,11 +234,7 @@ class Larc(Rule):
 
 @jax.jit
 def _decayed(
-    weight_decay: Any,
-    grad: Any,
-    weight: Any,
-    norm: Array,
-    length: Array,
+    weight_decay: Any, grad: Any, weight: Any, norm: Array, length: Array
 ) -> Array:
     """The gradient with weight decay, in float32 at least: it is rounded once it is
     clipped. As it is where either is 0.
@@ -328,30 +314,27 @@ def clippy(
     ClippyAdagrad.
     """
     call = "clippy"
-    check_limit(f"{call}: relative", relative)
-    check_limit(f"{call}: absolute", absolute)
-    relative, absolute = number_for_jit(relative), number_for_jit(absolute)
+    relative = check_field(call, "relative", number(schedule=False), relative)
+    absolute = check_field(call, "absolute", number(schedule=False), absolute)
     numbers = {"stacked": stacked, "mesh_axes": mesh_axes}
     # Order inf: the largest of what each element strains its bound.
     measure = TensorNorm(**check_measure(call, math.inf, **numbers))
     # The limit depends on single weights, so each update hands it to the kernel.
-    options: dict[str, Any] = {"name": "limit", "nonfinite": nonfinite}
-    kernel = make_clipper(measure, None, call=call, **options)
+    kernel = make_clipper(measure, None, call=call, name="limit", nonfinite=nonfinite)
 
-    def update(
-        updates: Any, state: Any, params: Any = None, **_: Any
-    ) -> tuple[Any, Any]:
+    def update(updates: Any, state: Any, params: Any = None, **_: Any) -> Any:
         check_params(call, params, "updates")
         tree = clipped_leaves(updates)
         weights = values_of(call, "params", tree, params)
         free = jnp.isinf(relative) | jnp.isinf(absolute)
+        most = jnp.where(free, jnp.inf, 1.0)
         strain = partial(_strain, relative, absolute, free)
         strains = measure(jax.tree.map(strain, tree, weights)).tree()
-        given = {
-            "grad_norm": jax.tree.map(_finite, strains),
-            "limit": jax.tree.map(partial(_limit, free), strains),
-        }
-        return kernel.update(updates, state, **given)
+        # As norms. NaN stays.
+        norms = jax.tree.map(lambda x: jnp.minimum(x, jnp.finfo(x.dtype).max), strains)
+        # A bound of 0 lets nothing move.
+        limits = jax.tree.map(lambda x: jnp.where(x == jnp.inf, 0.0, most), strains)
+        return kernel.update(updates, state, grad_norm=norms, limit=limits)
 
     return optax.GradientTransformationExtraArgs(kernel.init, update)
 
@@ -364,11 +347,10 @@ def _strain(
     update is inf or NaN.
     """
     # The default bound of 1e-7 is next to the smallest float16 above 0, 6e-8.
-    own = jnp.finfo(jnp.result_type(update)).dtype
-    wide = np.promote_types(own, np.float32)
-    relative = jnp.asarray(relative).astype(wide)
-    absolute = jnp.asarray(absolute).astype(wide)
-    bound = relative * jnp.abs(weight).astype(wide) + absolute
+    wide = np.promote_types(jnp.finfo(jnp.result_type(update)).dtype, np.float32)
+    numbers = relative, jnp.abs(weight), absolute
+    relative, weight, absolute = (jnp.asarray(x).astype(wide) for x in numbers)
+    bound = relative * weight + absolute
     # Without a bound, inf * |0| would be NaN.
     bound = jnp.where(free, jnp.inf, bound)
     size = jnp.abs(update).astype(wide)
@@ -376,16 +358,5 @@ def _strain(
     is_zero = bound < TINY
     strain = size / jnp.where(is_zero, 1.0, bound)
     strain = jnp.where(is_zero & (size > 0), jnp.inf, strain)
-    zeros = size * 0  # NaN where size is inf
-    return strain + zeros
-
-
-def _finite(strain: Array) -> Array:
-    """The strain of a tensor as its norm. NaN stays."""
-    return jnp.minimum(strain, jnp.finfo(strain.dtype).max)
-
-
-def _limit(free: Array, strain: Array) -> Array:
-    limit = jnp.where(free, jnp.inf, 1.0)
-    # A bound of 0 lets nothing move.
-    return jnp.where(strain == jnp.inf, 0.0, limit).astype(strain.dtype)
+    # 0, and NaN where size is inf.
+    return strain + size * 0

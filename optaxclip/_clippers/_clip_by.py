@@ -171,14 +171,9 @@ def record_norm(
     measure = OwnNorm(with_hash(norm), call)
     recorder = make_clipper(measure, None, call=call, name="norm")
 
-    def update(
-        updates: Any,
-        state: Any,
-        params: Any = None,
-        *,
-        limit: Any = None,  # of the clippers in its chain
-        **extra_args: Any,
-    ) -> tuple[Any, Any]:
+    def update(updates: Any, state: Any, params: Any = None, **extra_args: Any) -> Any:
+        # It is for the clippers of the chain.
+        extra_args.pop("limit", None)
         return recorder.update(updates, state, params, **extra_args)
 
     return optax.GradientTransformationExtraArgs(recorder.init, update)
@@ -265,9 +260,7 @@ def record_spikes(
             spiked_recently=jnp.zeros((), jnp.float32),
         )
 
-    def update(
-        updates: Any, state: Any, params: Any = None, **extra_args: Any
-    ) -> tuple[Any, SpikeState]:
+    def update(updates: Any, state: Any, params: Any = None, **extra_args: Any) -> Any:
         check_state(call, state, SpikeState)
         norm, loss = judge.numbers_of(updates, extra_args)
         new, spiked, _ = judge.judged(state, norm, loss)

@@ -17,22 +17,14 @@ from .._exported import exported
 from .._mesh import MeshAxes
 from .._norms import GlobalNorm, GroupNorm, TensorNorm
 from .._trees import Stacked
+from ..rules import _rule as rules
 from ..rules._averages import EmaBand, MomentsRatio, ZScore
 from ..rules._constant import Limit, rule_of
 from ..rules._joined import minimum
 from ..rules._memory import between, count_up
-from ..rules._rule import (
-    Answer,
-    Number,
-    Rule,
-    at_step,
-    check_field,
-    number,
-    rule_in,
-    warn_of_falling,
-)
+from ..rules._rule import Answer, Number, Rule, at_step
 from ..rules._windows import WindowedQuantile
-from ..shrinks import Shrink, normalize
+from ..shrinks import normalize
 from ._by_norm import norm_clipper
 
 # "global", "tensor", a tree prefix of labels, or a function that makes one.
@@ -104,7 +96,8 @@ def autoclip(
     """
     # Checked as a percentile, because the rule would check a share in [0, 1].
     call = "autoclip"
-    percentile = check_field(call, "percentile", number(highest=100.0), percentile)
+    spec = rules.number(highest=100.0)
+    percentile = rules.check_field(call, "percentile", spec, percentile)
     # `windowed_quantile` takes shares, so 0.1 for ten percent is an easy slip.
     # 0 is no slip: it clips to the shortest gradient.
     if isinstance(percentile, (int, float)) and 0 < percentile < 1:
@@ -117,17 +110,14 @@ def autoclip(
         )
     # A Partial of a function at module level, so that clippers built alike share
     # a program. A lambda would compile anew for each.
-    if callable(percentile):
-        share = Partial(_hundredth, percentile)
-    else:
-        share = percentile / 100
+    share = Partial(_percent, percentile) if callable(percentile) else percentile / 100
     # AutoClip's percentile is of the norms up to and including the current one.
     numbers = {"quantile": share, "window": window, "current": True}
-    rule = _capped(call, rule_in(call, WindowedQuantile, **numbers), cap)
-    return clip_at(scope, rule, call, nonfinite, mesh_axes, stacked=stacked)
+    rule = _capped(call, rules.rule_in(call, WindowedQuantile, **numbers), cap)
+    return clip_at(scope, rule, call, mesh_axes, stacked, nonfinite=nonfinite)
 
 
-def _hundredth(percentile: Any, step: Any) -> Any:
+def _percent(percentile: Any, step: Any) -> Any:
     return percentile(step) / 100
 
 
@@ -193,12 +183,10 @@ def zclip(
     Reference: Kumar, Owen, Chowdhury, Gura, ZClip: adaptive spike mitigation for LLM
     pre-training, 2025 (arXiv 2504.02507).
     """
-    numbers = {"z": z, "decay": decay, "eps": eps}
+    numbers = {"z": z, "decay": decay, "eps": eps, "target": target, "warmup": warmup}
     # Errors then name zclip, the call that the user knows, instead of z_score.
-    options = {"target": target, "warmup": warmup}
-    rule = rule_in("zclip", ZScore, **numbers, **options)
-    rule = _capped("zclip", rule, cap)
-    return clip_at(scope, rule, "zclip", nonfinite, mesh_axes, stacked=stacked)
+    rule = _capped("zclip", rules.rule_in("zclip", ZScore, **numbers), cap)
+    return clip_at(scope, rule, "zclip", mesh_axes, stacked, nonfinite=nonfinite)
 
 
 def adagc(
@@ -275,8 +263,8 @@ def adagc(
     at 0 for good in both, and is not remembered here.
     """
     rule = Adagc(ratio, decay, max_norm, warmup)
-    warn_of_falling("adagc: ratio", ratio, stacklevel=3)
-    return clip_at(scope, rule, "adagc", nonfinite, mesh_axes, stacked=stacked)
+    rules.warn_of_falling("adagc: ratio", ratio, stacklevel=3)
+    return clip_at(scope, rule, "adagc", mesh_axes, stacked, nonfinite=nonfinite)
 
 
 @exported
@@ -290,10 +278,10 @@ class AdaGCMemory(NamedTuple):
 class Adagc(Rule):
     """The rule of AdaGC."""
 
-    ratio: Number = number()
-    decay: Number = number(highest=1.0)
-    max_norm: Number = number()
-    warmup: Any = number(100, lowest=1, schedule=False)
+    ratio: Number = rules.number()
+    decay: Number = rules.number(highest=1.0)
+    max_norm: Number = rules.number()
+    warmup: Any = rules.number(100, lowest=1, schedule=False)
 
     @property
     def needs_total(self) -> bool:
@@ -301,9 +289,9 @@ class Adagc(Rule):
         return True
 
     def init(self, norm: Array) -> AdaGCMemory:
-        seen = jnp.zeros(norm.shape, jnp.int32)
         # With inf the first minimum of the warm-up is the first norm itself.
-        return AdaGCMemory(seen, jnp.full_like(norm, jnp.inf))
+        average = jnp.full_like(norm, jnp.inf)
+        return AdaGCMemory(jnp.zeros(norm.shape, jnp.int32), average)
 
     def update(
         self, norm: Array, memory: AdaGCMemory, step: Array, total: Array
@@ -403,10 +391,10 @@ def aggc(
     # wins, and `down` decides how far a step is shortened.
     edges = {"low": low, "high": high, "floor": floor, "up": up, "down": down}
     numbers = {**edges, "decay": decay, "raise_small": raise_small}
-    rule = rule_in("aggc", EmaBand, **numbers)
+    rule = rules.rule_in("aggc", EmaBand, **numbers)
     # The limit is the norm aimed at, and `hard` would lift no norm to it.
-    options = {"stacked": stacked, "shrink": normalize}
-    return clip_at(scope, rule, "aggc", nonfinite, mesh_axes, **options)
+    options: Any = {"shrink": normalize, "nonfinite": nonfinite}
+    return clip_at(scope, rule, "aggc", mesh_axes, stacked, **options)
 
 
 def adagn(
@@ -471,10 +459,10 @@ def adagn(
     ICML 2026.
     """
     numbers = {"decay1": decay1, "decay2": decay2, "eps": eps}
-    rule = rule_in("adagn", MomentsRatio, **numbers)
+    rule = rules.rule_in("adagn", MomentsRatio, **numbers)
     # With `normalize` every norm becomes its limit, whether it was longer or shorter.
-    options = {"stacked": stacked, "shrink": normalize}
-    return clip_at(scope, rule, "adagn", nonfinite, mesh_axes, **options)
+    options: Any = {"shrink": normalize, "nonfinite": nonfinite}
+    return clip_at(scope, rule, "adagn", mesh_axes, stacked, **options)
 
 
 def _capped(call: str, rule: Rule, cap: Limit) -> Rule:
@@ -485,14 +473,7 @@ def _capped(call: str, rule: Rule, cap: Limit) -> Rule:
 
 
 def clip_at(
-    scope: Scope,
-    rule: Rule,
-    call: str,
-    nonfinite: str,
-    mesh_axes: MeshAxes,
-    *,
-    stacked: Stacked = None,
-    shrink: Shrink | None = None,
+    scope: Scope, rule: Rule, call: str, mesh_axes: Any, stacked: Any, **options: Any
 ) -> optax.GradientTransformationExtraArgs:
     """The clipper of a rule at a scope. `call` is the name that its errors quote.
 
@@ -500,29 +481,25 @@ def clip_at(
     prefix of labels, or a function that makes one. With "tensor", each layer of a
     stacked leaf is a tensor.
     """
-    named = isinstance(scope, str)
     # As labels, None or another string would make one group of all leaves.
-    if scope is None or (named and scope not in ("global", "tensor")):
+    if scope is None or (isinstance(scope, str) and scope not in ("global", "tensor")):
         raise ValueError(
             f"{call}: scope must be 'global', 'tensor', or labels as in "
             f"clip_by_group_norm, got {shown(scope)}."
         )
-    is_tensor = named and scope == "tensor"
     # Layers have norms of their own only where tensors have.
-    if stacked is not None and not is_tensor:
+    if stacked is not None and scope != "tensor":
         raise ValueError(
-            f"{call}: stacked={shown(stacked)} makes each layer a tensor of its own, "
-            f"but scope={shown(scope)} measures tensors together: take "
-            "scope='tensor'."
+            f"{call}: stacked={shown(stacked)} makes each layer a tensor of its own: "
+            f"take scope='tensor', not scope={shown(scope)}."
         )
     # Of order 2, as in the papers of all these rules.
     numbers: dict[str, Any] = {"ord": None, "mesh_axes": mesh_axes}
-    if is_tensor:
+    if scope == "tensor":
         kind, numbers["stacked"] = TensorNorm, stacked
-    elif named:
+    elif scope == "global":
         kind = GlobalNorm
     else:
         kind, numbers["labels"] = GroupNorm, scope
     # These clippers have no argument for a limit, so errors name it plainly `limit`.
-    options = {"name": "limit", "shrink": shrink, "nonfinite": nonfinite}
-    return norm_clipper(call, kind, rule, numbers, **options)
+    return norm_clipper(call, kind, rule, numbers, "limit", **options)

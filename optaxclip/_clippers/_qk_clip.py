@@ -16,10 +16,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.core import Tracer
 from jax.typing import ArrayLike
 
-from .. import _trees as prefix
+from .. import _trees as trees
 from .._checks import check_number, check_params, check_state, shown
 from .._factors import cast_like
 from .._kernel import make_clipper
@@ -149,10 +148,8 @@ def qk_clip(
     Reference: Kimi Team, Kimi K2: open agentic intelligence, 2025 (arXiv 2507.20534).
     The rule for grouped queries is that of Megatron-LM.
     """
-    check_number(f"{CALL}: alpha", alpha)
     # The keys take factor^(1 - alpha): with alpha above 1 they would grow.
-    if not isinstance(alpha, Tracer) and np.any(np.asarray(alpha) > 1):
-        raise ValueError(f"{CALL}: alpha must be at most 1, got {shown(alpha)}.")
+    check_number(f"{CALL}: alpha", alpha, highest=1)
     # Its norms are logits, which have no weights to be compared with.
     if is_rule(max_logit):
         rule_without_params(max_logit, f"{CALL}: max_logit")
@@ -172,24 +169,12 @@ def qk_clip(
             zeros[name] = varying_as(jnp.zeros(shape, dtype), types[uses[0].leaf])
         return kernel.init(zeros)
 
-    def update(
-        updates: Any,
-        state: Any,
-        params: Any = None,
-        *,
-        max_logits: Any = None,
-        **_: Any,
-    ) -> tuple[Any, Any]:
+    def update(updates: Any, state: Any, params: Any = None, **given: Any) -> Any:
         check_state(CALL, state, ClipState)
         check_params(CALL, params, "updates")
-        if max_logits is None:
-            raise ValueError(
-                f"{CALL}: max_logits is missing: call update(updates, state, params, "
-                "max_logits=...) with the largest attention logit of each head."
-            )
         tree = clipped_leaves(updates, CALL)
         attentions = find_attentions(roles, tree)
-        logits: Any = logits_of(attentions, max_logits)
+        logits: Any = logits_of(attentions, given.get("max_logits"))
         # Its updates would be clipped logits. Its state is that of these.
         new: Any = kernel.update(logits, state)[1]
         # Inside shard_map a state keeps its types from step to step, which `lax.scan`
@@ -213,11 +198,7 @@ def _as_measured(logits: Any) -> Any:
 # Jitted at module level, so that clippers with equal settings share a program.
 @partial(jax.jit, static_argnums=0)
 def _clip(
-    attentions: tuple[Attention, ...],
-    alpha: Any,
-    tree: Any,
-    weights: list[Any],
-    state: ClipState,
+    attentions: tuple[Attention, ...], alpha: Any, tree: Any, weights: Any, state: Any
 ) -> Any:
     """The updates that lead to the weights times their scales."""
     leaves, treedef = jax.tree.flatten(tree)
@@ -304,8 +285,7 @@ def find_attentions(roles: dict[str, Any], tree: Any) -> list[Attention]:
     for path, own in by_path.items():
         # A leaf without the other shares only the way to another attention.
         below = [other for other in by_path if other[: len(path)] == path]
-        found = {use.role for use in own}
-        if len(below) > 1 or not {"queries", "keys"} <= found:
+        if len(below) > 1 or not {"queries", "keys"} <= {use.role for use in own}:
             role = own[0].role
             missing = "queries" if role == "keys" else "keys"
             raise ValueError(
@@ -327,64 +307,46 @@ def _uses(role: str, where: Where, entries: list[Any]) -> list[Use]:
         )
     found = []
     for number, (path, leaf) in enumerate(entries):
-        heads = _heads_at(where, prefix.name(path), leaf)
+        name = trees.name(path)
+        if callable(where):
+            heads = where(name, leaf)
+        else:
+            fitting = (where[x] for x in where if fnmatchcase(name, x))
+            heads = next(fitting, None)
         if heads is not None:
             found.append(_use(number, path, role, heads, jnp.shape(leaf)))
     # A typo in a pattern would otherwise leave weights unclipped without a word.
     if not found:
         raise ValueError(
             f"qk_clip: {role}={shown(where)} finds no leaf: the updates have "
-            f"{prefix.listed_paths(path for path, _ in entries)}."
+            f"{trees.listed_paths(path for path, _ in entries)}."
         )
     return found
-
-
-def _heads_at(where: Where, name: str, leaf: Any) -> Any:
-    if callable(where):
-        return where(name, leaf)
-    for pattern, heads in where.items():
-        if fnmatchcase(name, pattern):
-            return heads
-    return None
 
 
 def _use(leaf: int, path: Any, role: str, heads: Any, shape: Shape) -> Use:
     """Where a leaf has its heads. Raises for those that it does not have."""
     heads = heads if isinstance(heads, Heads) else Heads(heads)
     axes = heads.axis if isinstance(heads.axis, tuple) else (heads.axis,)
-    whole = int, np.integer
-    if not axes or not all(isinstance(n, whole) for n in (*axes, heads.width)):
-        raise TypeError(
-            f"qk_clip: {role}: axis and width must be whole numbers, or "
-            f"axis a tuple of them, got {heads}."
-        )
-
-    def check(fits: bool, must: str) -> None:
-        if not fits:
-            raise ValueError(
-                f"qk_clip: {role}: {heads} does not fit the leaf "
-                f"{prefix.name(path)!r} of shape {shape}: {must}."
-            )
-
     rank, width = len(shape), heads.width
-    inside = all(-rank <= axis < rank for axis in axes)
-    check(inside, "axis must be a dimension of it")
+    trees.axes_within(heads.axis, f"qk_clip: {role}", trees.name(path), rank)
     axes = tuple(axis % rank for axis in axes)
-    check(len(set(axes)) == len(axes), "axis must name each dimension once")
     # The axis of heads is the last: -2 and (0, -2) both end with it.
     *layers, axis = axes
-    divides = width > 0 and shape[axis] % width == 0
-    check(divides, f"width must divide its axis {axis}")
-    count = shape[axis] // width
+    count = shape[axis] // max(width, 1)
     used = _selected(heads.heads, count)
-    check(used > 0, f"heads must be among its {count}")
+    fits = used > 0 and count * width == shape[axis]
     if width == 1 and heads.entries != (None, None):
-        behind = axis + 1
-        is_free = behind < rank and behind not in axes
-        check(is_free, "entries need a width, or an axis behind that of heads")
-        axes, width = (*axes, behind), shape[behind]
-    has_some = _selected(heads.entries, width) > 0
-    check(has_some, f"entries must be among the {width} of a head")
+        # Those of an axis of their own, behind that of the heads.
+        axes += (axis + 1,)
+        fits = fits and axis + 1 < rank and axis + 1 not in layers
+        width = shape[axis + 1] if fits else 0
+    if not fits or _selected(heads.entries, width) == 0:
+        raise ValueError(
+            f"qk_clip: {role}: {heads} does not fit the leaf {trees.name(path)!r} of "
+            f"shape {shape}: width must divide its axis {axis}, heads must be among "
+            "those of the leaf, and entries among those of a head."
+        )
     sizes = *(shape[layer] for layer in layers), used
     return Use(leaf, _names(path), role, heads, axes, sizes, count, width)
 
@@ -398,7 +360,7 @@ def _selected(ends: Range, count: int) -> int:
 
 
 def _names(path: Any) -> Path:
-    return tuple(prefix.name((key,)) for key in path)
+    return tuple(trees.name((key,)) for key in path)
 
 
 def _common(one: Path, other: Path) -> Path:
@@ -416,9 +378,8 @@ def _shape(path: Path, uses: list[Use]) -> Shape:
         if not fits or (use.role == "keys" and use.shape != shape):
             raise ValueError(
                 f"qk_clip: in the attention {'/'.join(path)!r} the heads of "
-                f"{'/'.join(use.path)!r} have the shape {use.shape}, which does not "
-                f"fit those of the keys, {shape}: queries have a multiple of their "
-                "heads."
+                f"{'/'.join(use.path)!r} have the shape {use.shape}, and those of the "
+                f"keys {shape}: queries must have a multiple of their heads."
             )
     return shape
 
@@ -436,8 +397,7 @@ def scale_of(use: Use, rank: int, factor: jax.Array) -> jax.Array:
     if scale.ndim > len(use.axes):
         scale = scale.reshape((*scale.shape[:-2], -1))
     scale = scale.transpose(np.argsort(use.axes))
-    others = [axis for axis in range(rank) if axis not in use.axes]
-    return jnp.expand_dims(scale, others)
+    return jnp.expand_dims(scale, trees.other_axes(use.axes, rank))
 
 
 def logits_of(attentions: list[Attention], max_logits: Any) -> dict[str, jax.Array]:
@@ -466,9 +426,8 @@ def logits_of(attentions: list[Attention], max_logits: Any) -> dict[str, jax.Arr
             raise ValueError(
                 f"qk_clip: max_logits of the attention {name!r} must have the shape "
                 f"{shape}, or a multiple of its last number where several queries "
-                f"share a key, got {given}: take the maximum over batch and positions. "
-                "Where an axis of the weights counts layers, name it too: "
-                "Heads((layer axis, head axis))."
+                f"share a key, got {given}: take the maximum over batch and positions, "
+                "and name an axis of layers too: Heads((layer axis, head axis))."
             )
         # [..., heads of queries] -> [..., heads of keys, queries that share it]
         logits = gathered(logits, 0).astype(dtype).reshape((*shape, -1))

@@ -17,7 +17,8 @@ The papers pair them:
 from __future__ import annotations
 
 import math
-from typing import Any, NamedTuple, cast
+from functools import partial
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -25,38 +26,19 @@ import optax
 from jax.core import Tracer
 from jax.typing import ArrayLike
 
-from .._checks import (
-    LAST_STEP,
-    check_flag,
-    check_length,
-    check_number,
-    check_state,
-    number_for_jit,
-    with_extra_args,
-)
+from .. import _checks as checks
+from .. import _trees as trees
+from .._checks import LAST_STEP, check_state, number_for_jit
 from .._exported import exported
 from .._factors import cast_like
 from .._kernel import make_clipper
 from .._mesh import MeshAxes, typed_as, types_of
 from .._norms import TensorNorm, check_measure
-from .._state import (
-    ClippedElements,
-    ClipState,
-    count_clipped,
-    limits_of,
-    no_elements_clipped,
-)
+from .._state import ClippedElements, count_clipped, limits_of, no_elements_clipped
 from .._sums import modulus_dtype, norm_dtype, wide_dtype, with_modulus
-from .._trees import (
-    Stacked,
-    check_kept,
-    clipped_leaves,
-    is_none,
-    put_back,
-    values_of,
-)
+from .._trees import Stacked, clipped_leaves, put_back
 from ..rules._averages import Ema
-from ..rules._memory import keep_where, root
+from ..rules._memory import count_up, keep_where, root
 from ..rules._rule import Number, at_step, check_field, number, rule_in
 
 
@@ -128,11 +110,10 @@ def spam(
     # rules get norms.
     threshold = check_field(call, "threshold", number(), threshold)
     decay = check_field(call, "decay", number(highest=1.0), decay)
-    check_number(f"{call}: warmup", warmup)
-    warmup = number_for_jit(warmup)
+    warmup = check_field(call, "warmup", number(schedule=False), warmup)
     if every is not None:
-        check_length(f"{call}: every", every)
-    check_flag(f"{call}: count", count)
+        checks.check_length(f"{call}: every", every)
+    checks.check_flag(f"{call}: count", count)
 
     def no_squares(kind: Any) -> jax.Array:
         return typed_as(jnp.zeros(kind.shape, norm_dtype([kind])), kind)
@@ -144,66 +125,48 @@ def spam(
         elements = no_elements_clipped() if count else ()
         return SpamState(step, moment, elements)
 
-    def update(
-        updates: Any,
-        state: Any,
-        params: Any = None,
-        *,
-        second_moment: Any = None,
-        **_: Any,
-    ) -> tuple[Any, SpamState]:
+    def update(updates: Any, state: Any, params: Any = None, **given: Any) -> Any:
         check_state(call, state, SpamState)
+        second_moment = given.get("second_moment")
         step, tree = state.step, clipped_leaves(updates)
-        check_kept(call, tree, state.second_moment)
+        trees.check_kept(call, tree, state.second_moment)
         since = steps_since_reset(step, every)
-
         # The step is traced, so a reset is a selection in every step.
-        def started_anew(v: jax.Array) -> jax.Array:
-            return jnp.where(since == 0, jnp.zeros_like(v), v)
-
-        def cut(x: Any, v: jax.Array) -> Any:
-            if x is None:
-                return None
-            # One from elsewhere, such as Adam's, may have 16 bits.
-            v = _widened(v)
-            # A schedule is read in the dtype of v, float32 or wider.
-            (limit,) = at_step(step, v, threshold)
-            return _cut_spikes(x, v, limit, since >= warmup)
-
-        def learn(x: Any, clipped: Any, v: jax.Array) -> jax.Array:
-            if x is None:
-                # A leaf that is missing in this step keeps its average.
-                return v
-            (keep,) = at_step(step, v, decay)
-            return _blend(x, clipped, v, keep)
-
-        own = jax.tree.map(started_anew, state.second_moment)
+        fresh = jax.tree.map(jnp.zeros_like, state.second_moment)
+        own = keep_where(since == 0, fresh, state.second_moment)
         usual = own
         if second_moment is not None:
-            usual = values_of(call, "second_moment", tree, second_moment)
-        clipped = jax.tree.map(cut, tree, usual, is_leaf=is_none)
+            usual = trees.values_of(call, "second_moment", tree, second_moment)
+        cut = partial(_cut_spikes, step, threshold, since >= warmup)
+        clipped = jax.tree.map(cut, tree, usual, is_leaf=trees.is_none)
         # With a second moment from elsewhere the own one is neither updated nor reset.
         moment = state.second_moment
         if second_moment is None:
-            moment = jax.tree.map(learn, tree, clipped, own, is_leaf=is_none)
+            learn = partial(_blend, step, decay)
+            moment = jax.tree.map(learn, tree, clipped, own, is_leaf=trees.is_none)
         elements = state.elements
         if count:
             pairs = list(zip(jax.tree.leaves(tree), jax.tree.leaves(clipped)))
             elements = count_clipped(elements, step, pairs)
-        step = jnp.asarray(optax.safe_increment(step))
-        return put_back(clipped, updates), SpamState(step, moment, elements)
+        return put_back(clipped, updates), SpamState(count_up(step), moment, elements)
 
     return optax.GradientTransformationExtraArgs(init, update)
 
 
 def _cut_spikes(
-    x: Any, v: jax.Array, threshold: jax.Array, warm: jax.Array
-) -> jax.Array:
-    """A leaf with its spikes cut down."""
+    step: jax.Array, threshold: Any, warm: jax.Array, x: Any, v: Any
+) -> Any:
+    """A leaf with its spikes cut down. None is a leaf that is missing in this step."""
+    if x is None:
+        return None
+    # One from elsewhere, such as Adam's, may have 16 bits. A schedule is read in the
+    # dtype of v, float32 or wider.
+    v, wide = _widened(v), _widened(x)
+    (threshold,) = at_step(step, v, threshold)
     # Roots first: threshold * v overflows for gradients of 1e18, v being their square.
-    limit, wide = root(threshold) * root(v), _widened(x)
+    limit = root(threshold) * root(v)
     # Where v is 0 nothing is usual yet. The public code makes such a coordinate 0.
-    spike = (_size(x, v) > limit) & (v > 0) & warm
+    spike = (jnp.abs(wide).astype(v.dtype) > limit) & (v > 0) & warm
     # An infinite limit cuts nothing, and times the sign of 0 it would be NaN.
     most = float(jnp.finfo(jnp.result_type(x)).max)
     held = jnp.where(spike, jnp.minimum(limit, most), 1.0)
@@ -211,13 +174,15 @@ def _cut_spikes(
     return jnp.where(spike, cast_like(short, x), x)
 
 
-def _blend(x: Any, clipped: Any, v: jax.Array, decay: jax.Array) -> jax.Array:
-    """The average of squares after a step."""
+def _blend(step: jax.Array, decay: Any, x: Any, clipped: Any, v: Any) -> Any:
+    """The average of squares after a step. That of a missing leaf stays."""
+    if x is None:
+        return v
+    (keep,) = at_step(step, v, decay)
     # From 1.8e19 on the square of a float32 number is inf, and 0 * inf is NaN.
-    square = jnp.where(decay == 1, 0.0, _size(clipped, v) ** 2)
-    new = decay * v + (1 - decay) * square
-    # The average would stay inf.
-    new = jnp.minimum(new, jnp.finfo(v.dtype).max)
+    square = jnp.where(keep == 1, 0.0, jnp.abs(_widened(clipped)).astype(v.dtype) ** 2)
+    # As inf the average would stay inf.
+    new = jnp.minimum(keep * v + (1 - keep) * square, jnp.finfo(v.dtype).max)
     # An infinite coordinate is clipped to the limit, which is not learned from.
     return jnp.where(jnp.isfinite(_widened(x)), new, v)
 
@@ -226,10 +191,6 @@ def _widened(x: Any) -> jax.Array:
     """In at least 32 bits. NumPy promotes floats of 8 bits too, which JAX refuses."""
     x = jnp.asarray(x)
     return x.astype(wide_dtype(x))
-
-
-def _size(x: Any, like: jax.Array) -> jax.Array:
-    return jnp.abs(_widened(x)).astype(like.dtype)
 
 
 def adaclip(
@@ -282,40 +243,28 @@ def adaclip(
     numbers = {"stacked": stacked, "mesh_axes": mesh_axes}
     # Order inf: the norm of a tensor is its largest coordinate, max|g|.
     measure = TensorNorm(**check_measure(call, math.inf, **numbers))
-    rule = rule_in(call, Ema, decay=decay)
-    options: dict[str, Any] = {"name": "limit", "nonfinite": nonfinite}
-    largest = make_clipper(measure, rule, call=call, **options)
+    options: Any = {"call": call, "name": "limit", "nonfinite": nonfinite}
+    largest: Any = make_clipper(measure, rule_in(call, Ema, decay=decay), **options)
 
-    def update(
-        updates: Any,
-        state: Any,
-        params: Any = None,
-        *,
-        grad_norm: Any = None,
-        **extra_args: Any,
-    ) -> tuple[Any, Any]:
+    def update(updates: Any, state: Any, params: Any = None, **given: Any) -> Any:
         tree = clipped_leaves(updates)
         # Needed below as well, to know which tensors are broken.
         norms = measure(tree)
+        grad_norm = given.pop("grad_norm", None)
         if grad_norm is None:
             grad_norm = norms.tree()
-        # extra_args may hold `limit=`, which the kernel takes for this step.
-        given = {"grad_norm": grad_norm, **extra_args}
-        scaled, new_state = largest.update(tree, state, params, **given)
-        new = cast(ClipState, new_state)
+        # The others may be `limit=`, which the kernel takes for this step.
+        scaled, new = largest.update(tree, state, params, grad_norm=grad_norm, **given)
         # `scaled` is the whole tensor times T / max|g|. Coordinates up to T get back
         # their own bits.
         each = tree, scaled, grad_norm, limits_of(new, norms)
-        shaped = jax.tree.map(_scaled_over_limit, *each, is_leaf=is_none)
+        shaped = jax.tree.map(_scaled_over_limit, *each)
         return put_back(shaped, updates), new
 
     return optax.GradientTransformationExtraArgs(largest.init, update)
 
 
 def _scaled_over_limit(update: Any, scaled: Any, norm: Any, limit: Any) -> Any:
-    # A leaf that is missing in this step, or does not count.
-    if update is None:
-        return None
     # Compared in the dtype of the limit, since bfloat16 would round the limit. A
     # broken tensor is what the kernel made of it: all NaN, or all 0.
     within = jnp.abs(update).astype(limit.dtype) <= limit
@@ -374,32 +323,32 @@ def reset_momentum(
     for their new start. Here the count starts anew as well.
     """
     call = "reset_momentum"
-    check_length(f"{call}: every", every)
-    check_number(f"{call}: warmup", warmup)
-    every, warmup = number_for_jit(every), number_for_jit(warmup)
-    optimizer = with_extra_args(f"{call}: inner", inner)
+    checks.check_length(f"{call}: every", every)
+    every = number_for_jit(every)
+    warmup = check_field(call, "warmup", number(schedule=False), warmup)
+    optimizer = checks.with_extra_args(f"{call}: inner", inner)
 
     def init(params: Any) -> ResetState:
         return ResetState(jnp.zeros((), jnp.int32), optimizer.init(params))
 
-    def update(
-        updates: Any, state: Any, params: Any = None, **extra_args: Any
-    ) -> tuple[Any, ResetState]:
+    def update(updates: Any, state: Any, params: Any = None, **given: Any) -> Any:
         check_state(call, state, ResetState)
         since = steps_since_reset(state.step, every)
         # From the weights, which some optimizers keep a copy of in their state.
         fresh = optimizer.init(updates if params is None else params)
         inner_state = keep_where(since == 0, fresh, state.inner_state)
-        given = updates, inner_state, params
-        updates, inner_state = optimizer.update(*given, **extra_args)
-        step = jnp.asarray(optax.safe_increment(state.step))
+        updates, inner_state = optimizer.update(updates, inner_state, params, **given)
+        step = count_up(state.step)
         # At the start of training there was no reset, so nothing rises.
         rising = (step >= every) & (since < warmup)
-        factor = jnp.where(rising, _rise(since, warmup), 1.0)
+        # A warmup of 0 has no rise. It must only not divide by 0.
+        done = since.astype(float) / jnp.maximum(jnp.asarray(warmup, float), 1)
+        # 0.01 right after a reset, 0.505 half way.
+        rise = 1 - 0.99 * (1 + jnp.cos(jnp.pi * done)) / 2
+        factor = jnp.where(rising, rise, 1.0)
 
         def scaled(x: Any) -> jax.Array:
-            wide = jnp.asarray(x).astype(wide_dtype(x))
-            return cast_like(wide * factor.astype(wide.dtype), x)
+            return cast_like(_widened(x) * factor.astype(wide_dtype(x)), x)
 
         tree = jax.tree.map(scaled, clipped_leaves(updates))
         return put_back(tree, updates), ResetState(step, inner_state)
@@ -412,18 +361,10 @@ def steps_since_reset(step: jax.Array, every: Any) -> jax.Array:
     2 `every` and so on. Without resets, the number of the update.
     """
     # After the largest int32 the number stays, as the step does.
-    number = jnp.asarray(optax.safe_increment(step))
+    number = count_up(step)
     if every is None:
         return number
     if not isinstance(every, Tracer):
         every = min(int(every), LAST_STEP)
     # every=3: the steps 0, 1, 2, 3, 4, 5 give 1, 2, 0, 1, 2, 0.
     return number % jnp.asarray(every, jnp.int32)
-
-
-def _rise(since: jax.Array, warmup: Any) -> jax.Array:
-    """The factor so many steps after a reset."""
-    # A warmup of 0 has no rise. It must only not divide by 0.
-    done = since.astype(float) / jnp.maximum(jnp.asarray(warmup, float), 1)
-    # 0.01 right after a reset, 0.505 half way.
-    return 1 - 0.99 * (1 + jnp.cos(jnp.pi * done)) / 2

@@ -28,26 +28,17 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 from jax import lax
 
-from .. import _trees as prefix
-from .._checks import check_choice, check_known, check_length, shown
+from .. import _trees as trees
+from .._checks import check_choice, check_length, shown
 from .._kernel import make_clipper
 from .._mesh import gathered, split_as
 from .._norms import OwnNorm, tensor_norm
 from .._state import ClipState
 from .._sums import wide_dtype
-from .._trees import (
-    Stacked,
-    clipped_leaves,
-    for_each_leaf,
-    other_axes,
-    put_back,
-    stacked_axes,
-    static_numbers,
-)
+from .._trees import Stacked, clipped_leaves, other_axes, put_back
 from ..rules._constant import LimitTree
 from ..shrinks import Shrink, hard, shrink_of, smooth
 
@@ -142,7 +133,6 @@ def clip_by_spectral_norm(
     measure = _norm(call, method, columns, stacked)
     if steps is not None:
         check_length(f"{call}: steps", steps)
-        check_known(f"{call}: steps", steps)
         steps = int(steps)
     # `smooth(2)` is cached, so it is the same function each time.
     if method == "newton_schulz" and shrink not in (hard, smooth(2)):
@@ -150,13 +140,10 @@ def clip_by_spectral_norm(
             f"{call}: method='newton_schulz' knows the shrinks hard and smooth(2), got "
             f"{shown(shrink)}: take method='svd'."
         )
-    options: dict[str, Any] = {"shrink": shrink, "nonfinite": nonfinite}
-    names = {"call": call, "name": "max_norm"}
-    kernel = make_clipper(OwnNorm(measure), max_norm, **names, **options)
+    options: Any = {"call": call, "name": "max_norm", "nonfinite": nonfinite}
+    kernel = make_clipper(OwnNorm(measure), max_norm, shrink=shrink, **options)
 
-    def update(
-        updates: Any, state: Any, params: Any = None, **given: Any
-    ) -> tuple[Any, Any]:
+    def update(updates: Any, state: Any, params: Any = None, **given: Any) -> Any:
         tree = clipped_leaves(updates, call)
         # A norm from elsewhere may be below the singular values.
         given.pop("grad_norm", None)
@@ -170,11 +157,7 @@ def clip_by_spectral_norm(
 
 
 def spectral_norm(
-    tree: Any,
-    *,
-    columns: Any = None,
-    stacked: Stacked = None,
-    method: str = "svd",
+    tree: Any, *, columns: Any = None, stacked: Stacked = None, method: str = "svd"
 ) -> Any:
     """Returns the largest singular value of each leaf.
 
@@ -207,8 +190,8 @@ def spectral_norm(
 
 def _norm(call: str, method: str, columns: Any, stacked: Any) -> SpectralNorm:
     check_choice(f"{call}: method", method, ("svd", "newton_schulz"))
-    columns = static_numbers("columns", columns, call)
-    stacked = static_numbers("stacked", stacked, call)
+    columns = trees.static_numbers("columns", columns, call)
+    stacked = trees.static_numbers("stacked", stacked, call)
     return SpectralNorm(call, method, columns, stacked)
 
 
@@ -247,22 +230,20 @@ class SpectralNorm(NamedTuple):
         """The numbers of the leaves that are matrices, by how they are."""
         entries, _ = jax.tree_util.tree_flatten_with_path(tree)
         shapes = [jnp.shape(leaf) for _, leaf in entries]
-        layers = stacked_axes(self.stacked, tree, self.call, shapes)
-        counts = for_each_leaf(self.columns, tree, f"{self.call}: columns")
+        layers = trees.stacked_axes(self.stacked, tree, self.call, shapes)
+        counts = trees.for_each_leaf(self.columns, tree, f"{self.call}: columns")
         groups: dict[Group, list[int]] = {}
         for number, (path, leaf) in enumerate(entries):
-            shape, count = jnp.shape(leaf), counts[number]
+            shape, count = shapes[number], counts[number]
             inside = other_axes(layers[number], len(shape))
             rank = len(inside)
             if rank < 2:
                 continue
             count = 1 if count is None else count
-            is_whole = isinstance(count, (int, np.integer))
-            if not (is_whole and 1 <= count < rank):
+            if count not in range(1, rank):
                 raise ValueError(
-                    f"{self.call}: columns must be a number of trailing axes, from 1 "
-                    f"to {rank - 1} for the leaf {prefix.name(path)!r} of shape "
-                    f"{shape}, got {shown(count)}."
+                    f"{self.call}: columns must be from 1 to {rank - 1} for the leaf "
+                    f"{trees.name(path)!r} of shape {shape}, got {shown(count)}."
                 )
             rows = math.prod(shape[axis] for axis in inside[:-count])
             columns = math.prod(shape[axis] for axis in inside[-count:])
@@ -299,8 +280,7 @@ class Group(NamedTuple):
         x = adjoint(x) if self.rows < self.columns else x
         inside = other_axes(self.layers, like.ndim)
         sizes = [like.shape[axis] for axis in (*self.layers, *inside)]
-        first = range(len(self.layers))
-        x = jnp.moveaxis(x.reshape(sizes), first, self.layers)
+        x = jnp.moveaxis(x.reshape(sizes), range(len(self.layers)), self.layers)
         return split_as(x.astype(like.dtype), jax.typeof(like))
 
 
@@ -311,7 +291,7 @@ def _clipped(settings: Any, tree: Any, scaled: Any, state: ClipState) -> Any:
     measure, shrink, steps = settings
     entries, _ = jax.tree_util.tree_flatten_with_path(tree)
     by_name = state.by_name()
-    names = prefix.names([path for path, _ in entries], by_name)
+    names = trees.names([path for path, _ in entries], by_name)
     leaves, treedef = jax.tree.flatten(scaled)
     for group, numbers in measure.groups(tree).items():
         x = group.matrices([entries[number][1] for number in numbers])
@@ -330,9 +310,8 @@ def _clipped(settings: Any, tree: Any, scaled: Any, state: ClipState) -> Any:
             short = shrink(long, jnp.broadcast_to(limit, long.shape))
             new = product(u * short, v)
         else:
-            options = {"steps": steps, "is_hard": shrink is hard}
             shares = limit / unit, norm / unit
-            new = unit * shrunk_by_products(x, *shares, **options)
+            new = unit * shrunk_by_products(x, *shares, steps, is_hard=shrink is hard)
         # With `hard` a matrix within its limit keeps its bits.
         changed = usual & (norm > limit) if shrink is hard else usual
         known = group.matrices([leaves[number] for number in numbers])
@@ -419,12 +398,7 @@ def largest_of(x: jax.Array) -> jax.Array:
 
 
 def shrunk_by_products(
-    x: jax.Array,
-    limit: jax.Array,
-    norm: jax.Array,
-    *,
-    steps: int | None,
-    is_hard: bool,
+    x: jax.Array, limit: Any, norm: Any, steps: int | None, *, is_hard: bool
 ) -> jax.Array:
     """Matrices with their singular values shrunk, by `hard` or by `smooth(2)`.
 

@@ -28,33 +28,21 @@ def test_patterns_are_a_dict():
 
 
 def test_axes_are_those_of_the_leaf():
-    refused("queries: .* does not fit the leaf 'q' of shape", queries={"q": 3})
-    refused("keys: .* width must divide its axis", keys={"k": Heads(2, width=2)})
-    refused(
-        "entries need a width, or an axis behind", keys={"k": Heads(2, entries=(0, 1))}
-    )
+    for axis in (3, 1.5, "1", [0, 1]):
+        refused("qk_clip: queries=.* does not fit the leaf 'q'", queries={"q": axis})
+    refused("keys=.* names an axis twice for the leaf 'k'", keys={"k": (1, 1)})
 
 
-def test_heads_are_those_of_the_leaf():
-    for heads in ((0, 9), (-3, None)):
-        refused("heads must be among its 2", queries={"q": Heads(1, heads=heads)})
-
-
-def test_heads_that_select_nothing_are_refused():
-    for heads in ((1, 1), (1, 0)):
-        refused("heads must be among its 2", keys={"k": Heads(1, heads=heads)})
+def test_heads_and_entries_are_those_of_the_leaf():
+    wrong = [Heads(2, width=2), Heads(2, entries=(0, 1)), Heads(1, width=0)]
+    for heads in ((0, 9), (-3, None), (1, 1), (1, 0)):
+        wrong.append(Heads(1, heads=heads))
     for entries in ((3, None), (2, 1), (0, 9)):
-        where = {"q": Heads(1, entries=entries)}
-        refused("entries must be among the 3 of a head", queries=where)
-        where = {"q": Heads(2, width=3, entries=entries)}
-        refused("entries must be among the 3 of a head", queries=where)
-
-
-def test_axes_and_widths_are_whole_numbers():
-    for heads in (1.5, "1", [0, 1], Heads(1, width=1.0), ()):
-        text = "qk_clip: keys: axis and width must be whole numbers"
-        refused(text, kind=TypeError, keys={"k": heads})
-    refused("axis must name each dimension once", keys={"k": (1, 1)})
+        wrong.append(Heads(1, entries=entries))
+        wrong.append(Heads(2, width=3, entries=entries))
+    text = "qk_clip: keys: Heads.* does not fit the leaf 'k' of shape .4, 2, 3.: width"
+    for heads in wrong:
+        refused(text, keys={"k": heads})
 
 
 def test_every_query_has_a_key_beside_it():
@@ -111,7 +99,7 @@ def test_update_needs_weights_and_logits():
     state = clipper.init(params)
     with pytest.raises(ValueError, match="qk_clip compares updates with weights"):
         clipper.update(params, state, max_logits=jnp.ones(4))
-    with pytest.raises(ValueError, match="max_logits is missing"):
+    with pytest.raises(ValueError, match=r"one array for each of .*, got none\."):
         clipper.update(params, state, params)
     with pytest.raises(TypeError, match="qk_clip: state must be the ClipState"):
         clipper.update(params, (), params, max_logits=jnp.ones(4))

@@ -148,8 +148,6 @@ NO_ROOM = {
     "numpy": (np.float32(1), np.float32(2)),
     "array": (jnp.ones(2), 2.0),
     "trees": ({"w": 1.0, "v": 3.0}, {"w": 2.0, "v": 1.0}),
-    "tree and number": ({"w": 1.0, "v": 3.0}, 2.0),
-    "number and tree": (1.0, {"v": {"w": 2.0}}),
     "number and array": (1.0, jnp.full(2, 2.0)),
     "one of two": (jnp.array([3.0, 1.0]), 2.0),
 }
