@@ -27,7 +27,7 @@ import numpy as np
 
 from . import _trees as prefix
 from ._checks import check_limit, check_order, check_scalar, shown
-from ._clippers._by_value import clip_by_value
+from ._clippers._by_value import value_clipper
 from ._kernel import clip_once
 from ._mesh import MeshAxes
 from ._norms import Measure, Ord, TensorNorm, UnitwiseNorm, check_measure
@@ -86,9 +86,9 @@ def clip_cotangent(
       `x`: values, dtypes and structure are kept, and so are the cotangent's.
 
     Raises:
-      TypeError: a limit that is not a real number, or two bounds for a complex array.
-        Also, from JAX, in forward mode (`jax.jvp`, `jax.jacfwd`), because no tangent
-        belongs to a clipped cotangent.
+      TypeError: a limit that is not a real number, or, in the backward pass, two bounds
+        for a complex array. Also, from JAX, in forward mode (`jax.jvp`, `jax.jacfwd`),
+        because no tangent belongs to a clipped cotangent.
       ValueError: none or both of the limits, a limit that is negative, NaN or not a
         scalar, a lower bound above the upper, an unknown order, or an axis that an
         array does not have.
@@ -118,24 +118,27 @@ def clip_cotangent(
             f"{call}: give one of max_value and max_norm, got "
             f"max_value={shown(max_value)} and max_norm={shown(max_norm)}."
         )
-    if max_norm is None and (axis is not None or ord is not None):
-        raise ValueError(
-            f"{call}: axis={shown(axis)} and ord={shown(ord)} belong to max_norm; "
-            "max_value limits each element by itself."
-        )
+    limit_of, others = "max_value", {"min_value": min_value}
+    if max_norm is None:
+        limit_of, others = "max_norm", {"axis": axis, "ord": ord}
+    for name, value in others.items():
+        if value is not None:
+            raise ValueError(f"{call}: {name}={shown(value)} belongs to {limit_of}.")
     # Integers stay outside, since JAX gives them cotangents of dtype float0.
     arrays = jax.tree.map(jnp.asarray, clipped_leaves(x))
     if max_norm is None:
-        bounds = _bounds(call, arrays, max_value, min_value)
-        return put_back(_clipped(None, arrays, bounds), x)
-    if min_value is not None:
-        raise ValueError(f"{call}: min_value={shown(min_value)} belongs to max_value.")
+        # Two bounds may both be positive, such as 0.5 and 1. One alone is a modulus.
+        lowest = 0.0 if min_value is None else -math.inf
+        high = _scalar(f"{call}: max_value", max_value, lowest)
+        low = None
+        if min_value is not None:
+            low = _scalar(f"{call}: min_value", min_value, lowest)
+            check_order(call, ("min_value", min_value), ("max_value", max_value))
+        return put_back(_clipped(None, arrays, (high, low)), x)
     limit = _scalar(f"{call}: max_norm", max_norm)
-    measure: Measure
+    measure: Measure = TensorNorm(**check_measure(call, ord, mesh_axes=mesh_axes))
     # A cotangent has the shape of x, so its axes are those of x.
-    if axis is None:
-        measure = TensorNorm(**check_measure(call, ord, mesh_axes=mesh_axes))
-    else:
+    if axis is not None:
         options = check_measure(call, ord, axis=axis, mesh_axes=mesh_axes)
         measure = UnitwiseNorm(**options)
         # Refused in the forward pass. The backward pass takes the norm.
@@ -181,23 +184,6 @@ def scale_cotangent(x: Any, scale: Any) -> Any:
     return put_back(_scaled(arrays, scale), x)
 
 
-def _bounds(call: str, arrays: Any, high: Any, low: Any) -> tuple[Any, Any]:
-    """The upper bound of each element, and the lower one if there is one."""
-    if low is None:
-        return _scalar(f"{call}: max_value", high), None
-    for path, leaf in jax.tree_util.tree_flatten_with_path(arrays)[0]:
-        if jnp.iscomplexobj(leaf):
-            raise TypeError(
-                f"{call}: the leaf {prefix.name(path)!r} is complex and has no "
-                "smallest value. Give max_value alone, which limits its modulus."
-            )
-    # Two bounds may both be positive, such as 0.5 and 1. One alone is a modulus.
-    upper = _scalar(f"{call}: max_value", high, lowest=-math.inf)
-    lower = _scalar(f"{call}: min_value", low, lowest=-math.inf)
-    check_order(call, ("min_value", low), ("max_value", high))
-    return upper, lower
-
-
 # The measure is hashable and part of the program. The limit is an operand, so
 # that it may be traced, and differ between the examples of a vmap.
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -220,7 +206,9 @@ def _backward(measure: Measure | None, limit: Any, cotangent: Any) -> Any:
         )
     # A backward pass has nowhere to keep a state: counts and shares are dropped.
     if measure is None:
-        clipper = clip_by_value(*limit)
+        high, low = limit
+        below = None if low is None else ("min_value", low)
+        clipper = value_clipper("clip_cotangent", ("max_value", high), below)
         clipped, _ = clipper.update(cotangent, clipper.init(cotangent))
     else:
         clipped, _ = clip_once(

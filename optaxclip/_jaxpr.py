@@ -119,9 +119,7 @@ def _backward(eqn: Any, wanted: Flags) -> Flow:
     if is_stop(eqn) or not any(wanted):
         return wanted, [False] * count
     if name == "cond":
-        each = []
-        for branch in eqn.params["branches"]:
-            each.append(backward_through(branch, wanted)[1])
+        each = [backward_through(x, wanted)[1] for x in eqn.params["branches"]]
         # Before the operands of its branches, a cond has their number.
         return wanted, [False, *map(any, zip(*each))]
     if name in CALLS:
@@ -132,8 +130,7 @@ def _backward(eqn: Any, wanted: Flags) -> Flow:
     while True:
         ins = backward_through(body_of(eqn), wanted)[1]
         # What one turn needs, the one before carries to it.
-        needed = ins[first : first + carried]
-        needed = [a or b for a, b in zip(wanted, needed)]
+        needed = [a or b for a, b in zip(wanted, ins[first : first + carried])]
         if needed == wanted[:carried]:
             return wanted, ins
         wanted = [*needed, *wanted[carried:]]

@@ -9,7 +9,7 @@ Each public module calls `with_our_names(__name__)` at its end.
 import functools
 import inspect
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from types import ModuleType
 from typing import Any, NoReturn
 
@@ -72,18 +72,15 @@ _MORE = {
 }
 # Names that people try for a function, and the call to use.
 FUNCTIONS = {
-    "adaptive_gradient_clip": "adaptive_grad_clip",
     "agc": "adaptive_grad_clip",
     "apply_if_finite": "skip_nonfinite",
     "at_least": "rules.maximum",
     "chain": "clip_by_global_norm(1.0) in optax.chain",
     "clip_by_norm": "clip_by_tensor_norm, or dropin.tensorflow_style.clip_by_norm",
-    "clip_by_unit_norm": "clip_by_unitwise_norm",
     "clip_grad_norm": "clip_grads(grads, max_norm), or dropin.torch_style",
     "clip_grad_value": "clip_by_value, or dropin.torch_style.clip_grad_value",
     "clip_grads_with_norm": "dropin.torch_style.clip_grads_with_norm",
     "clip_gradient": "clip_cotangent",
-    "clip_gradients": "clip_grads",
     "clip_gradients_by_norm": "clip_by_tensor_norm",
     "clip_norm": "clip_by_global_norm",
     "gradient_clipping": "clip_by_global_norm",
@@ -91,7 +88,6 @@ FUNCTIONS = {
     "measure": "record_norm",
     "muon_clip": "qk_clip",
     "skip_nan": "skip_nonfinite",
-    "unit_norm": "unitwise_norm",
     "unitwise_clip": "clip_by_unitwise_norm",
     "zero_nans": 'clip_by_global_norm(..., nonfinite="zero")',
 }
@@ -142,109 +138,70 @@ def checked(function: Callable[..., Any], call: str = "") -> Callable[..., Any]:
     def answering(*args: Any, **kwargs: Any) -> Any:
         try:
             signature.bind(*args, **kwargs)
-        except TypeError:
-            own = list(signature.parameters.values())
+        except TypeError as error:
             # The first argument of a method is its object.
-            hidden = int(own[0].name == "self")
-            raise TypeError(
-                f"{call}: {_misfit(call, own[hidden:], args[hidden:], kwargs)}"
-            ) from None
+            known = [name for name in signature.parameters if name != "self"]
+            text = _misfit(call, error, known, kwargs)
+            raise TypeError(f"{call}: {text}") from None
         return function(*args, **kwargs)
 
     return answering
 
 
-def _misfit(call: str, own: list[inspect.Parameter], args: Any, kwargs: Any) -> str:
+def _misfit(call: str, error: TypeError, known: list[str], kwargs: Any) -> str:
     """Which argument of a call is wrong, and what would be right."""
-    plain = inspect.Parameter.POSITIONAL_OR_KEYWORD
-    endless = inspect.Parameter.VAR_POSITIONAL
-    known = [each.name for each in own if each.kind is not endless]
-    places = [each.name for each in own if each.kind is plain]
+    takes = f"It takes {', '.join(known) or 'none'}."
     # Unknown names first: `clip_by_global_norm(clip_norm=1.0)` has no max_norm only
     # because it goes by another name there.
     for name in kwargs:
         if name not in known:
-            shown = ["*" * (each.kind is endless) + each.name for each in own]
-            here = _instead(call, name, known)
-            here = here or f"It takes {', '.join(shown) or 'none'}."
+            here = _instead(call, name, known) or takes
             return f"there is no argument {name!r}. {here}"
-    if len(args) > len(places):
-        return _too_many(call, len(args), places, known)
-    needed = [x for x in own if x.default is x.empty and x.kind is not endless]
-    for each in needed:
-        if each.name not in (*kwargs, *places[: len(args)]):
-            # For clip_by_group_norm(max_norm, labels), or aggc(scope=...).
-            shown = [x.name if x.kind is plain else f"{x.name}=..." for x in needed]
-            return f"{each.name} is missing: call {call}({', '.join(shown)})."
-    twice = next(name for name in kwargs if name in places[: len(args)])
-    return f"{twice} was given twice."
+    # `clip_by_global_norm(grads, 1.0)`, as torch and TensorFlow clip.
+    if call.startswith("clip_by"):
+        takes += (
+            " It makes a transformation with init and update. To clip one tree of "
+            "gradients call optaxclip.clip_grads(grads, max_norm), or "
+            "optaxclip.dropin.torch_style.clip_grad_value(grads, max_value)."
+        )
+    return f"{error}. {takes}"
 
 
 def _instead(call: str, name: str, known: list[str]) -> str:
     wanted = [ours for ours in ARGUMENTS.get(name, ()) if ours in known]
+    wanted += _similar(name, {each: each for each in known})
     if wanted:
         return f"Here it is {wanted[0]}{_MORE.get(wanted[0], '')}."
-    similar = _similar(name, known)
-    if similar:
-        return f"Here it is {similar[0]}."
     # No clipper here has a mask, since optax masks any transformation.
     if name in ("mask", "trainable"):
         return f"Wrap the clipper: optax.masked({call}(...), mask)."
     return ""
 
 
-def _too_many(call: str, count: int, places: list[str], known: list[str]) -> str:
-    by_name = [name for name in known if name not in places]
-    text = f"{count} positional arguments were given, but it takes "
-    text += ", ".join(places) or "none"
-    if by_name:
-        text += f", and by name {', '.join(by_name)}"
-    # `clip_by_global_norm(grads, 1.0)`, as torch and TensorFlow clip.
-    if call.startswith("clip_by"):
-        once = "clip_grads(grads, max_norm)"
-        if call == "clip_by_value":
-            once = "dropin.torch_style.clip_grad_value(grads, max_value)"
-        text += (
-            ". It makes a transformation with init and update. To clip one tree of "
-            f"gradients call optaxclip.{once}"
-        )
-    return f"{text}."
-
-
 def _hint(name: str, module: ModuleType) -> str:
     package = sys.modules[__package__ or ""]
-    similar = "".join(_similar(name, module.__all__))
-    # optaxclip.growth -> optaxclip.rules.growth
-    wanted = _place_of(name, package)
-    if module is package:
-        plain = name.lower().rstrip("_")
-        wanted = FUNCTIONS.get(plain) or wanted or similar
-        return f"Use {package.__name__}.{wanted}." if wanted else ""
-    if similar:
-        return f"Use {module.__name__}.{similar}."
-    # optaxclip.rules.clip_grads -> optaxclip.clip_grads
-    if wanted:
-        return f"Use {package.__name__}.{wanted}."
-    return f"It has {', '.join(module.__all__)}."
+    is_package = module is package
+    meant = FUNCTIONS.get(name.lower().rstrip("_"))
+    if is_package and meant:
+        return f"Use {package.__name__}.{meant}."
+    modules = [getattr(package, own) for own in package.__all__]
+    modules = [each for each in modules if isinstance(each, ModuleType)]
+    # Of names that are equally similar, the module's own.
+    places = {}
+    for each in (*modules, package, module):
+        places |= {own: f"{each.__name__}.{own}" for own in each.__all__}
+    for place in _similar(name, places):
+        return f"Use {place}."
+    return "" if is_package else f"It has {', '.join(module.__all__)}."
 
 
-def _place_of(name: str, package: ModuleType) -> str:
-    """Where a name is in a package and its public modules: "rules.growth"."""
-    if name in package.__all__:
-        return name
-    for own in package.__all__:
-        inner = getattr(package, own)
-        if isinstance(inner, ModuleType) and name in inner.__all__:
-            return f"{own}.{name}"
-    return ""
-
-
-def _similar(name: str, known: Iterable[str]) -> list[str]:
+def _similar(name: str, known: dict[str, str]) -> list[str]:
+    """What the name stands for that is spelled most alike."""
     # Imported here, since only errors need it.
     import difflib
 
     # ZScore and zscore are z_score.
-    spelled = {each.lower().replace("_", ""): each for each in known}
+    spelled = {each.lower().replace("_", ""): known[each] for each in known}
     plain = name.lower().replace("_", "")
-    close = difflib.get_close_matches(plain, list(spelled), n=1, cutoff=0.75)
+    close = difflib.get_close_matches(plain, spelled, n=1, cutoff=0.75)
     return [spelled[each] for each in close]

@@ -25,13 +25,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.typing import ArrayLike
 
-from ._checks import (
-    check_known,
-    check_number,
-    check_shrunk,
-    shown,
-    with_hash,
-)
+from ._checks import check_number, check_shrunk, shown, with_hash
 from ._names import with_our_names
 
 Shrink = Callable[[jax.Array, jax.Array], jax.Array]
@@ -59,10 +53,8 @@ def drop(norm: Any = None, limit: Any = None) -> Any:
 
     Reference: DI-engine and PPOxFamily (grad_ignore_norm), axlearn (drop_norm).
     """
-    if norm is None:
-        return drop
     # NaN is not above the limit. The kernel decides what becomes of it.
-    return jnp.where(norm > limit, jnp.zeros_like(norm), norm)
+    return drop if norm is None else jnp.where(norm > limit, jnp.zeros_like(norm), norm)
 
 
 def normalize(norm: Any = None, limit: Any = None) -> Any:
@@ -99,7 +91,6 @@ def smooth(power: float = 1.0) -> Shrink:
     2020 (arXiv 1905.11881). SPECTRA, 2026 (arXiv 2603.14315).
     """
     check_number("smooth: power", power, lowest=1.0)
-    check_known("smooth: power", power)
     # n / (1 + (n/c)^p)^(1/p) has no derivative at p = inf as it is written.
     return hard if float(power) == math.inf else _smooth(float(power))
 
@@ -126,7 +117,6 @@ def auto_s(gamma: float = 0.01) -> Shrink:
     learning made easier and stronger, 2023 (arXiv 2206.07136).
     """
     check_number("auto_s: gamma", gamma)
-    check_known("auto_s: gamma", gamma)
     return _auto_s(float(gamma))
 
 
@@ -137,12 +127,12 @@ def psac(r: float = 0.1) -> Shrink:
     an infinite one. The weight is largest at norm = sqrt(r) - r.
 
     Args:
-      r: how soon the weight falls with the norm. Above 0, known when the shrink is
+      r: how soon the weight falls with the norm. At least 0, known when the shrink is
         built. The paper tunes it. inf gives `auto_s(1)`, and an r below the smallest
         normal number of the norm's dtype (1.2e-38 in float32) gives `normalize`.
 
     Raises:
-      ValueError: an r that is 0, negative or NaN. TypeError: one that is no number.
+      ValueError: an r that is negative or NaN. TypeError: one that is no number.
 
     Example:
       >>> print(optaxclip.shrinks.psac(0.5)(jnp.array([0.0, 0.5]), jnp.array(1.0)))
@@ -152,12 +142,6 @@ def psac(r: float = 0.1) -> Shrink:
     clipping, 2023 (arXiv 2212.00328).
     """
     check_number("psac: r", r)
-    check_known("psac: r", r)
-    if float(r) == 0:
-        raise ValueError(
-            f"psac: r must be above 0, got {shown(r)}: normalize is the limit for r = "
-            "0."
-        )
     return _psac(float(r))
 
 
@@ -177,17 +161,8 @@ def shrink_of(shrink: Any, call: str) -> Shrink:
     if shrink is None:
         return hard
     # Called as a shrink, a factory would take the norm for its power.
-    if shrink is smooth:
-        return smooth()
-    if shrink is auto_s:
-        return auto_s()
-    if shrink is psac:
-        return psac()
-    if isinstance(shrink, str) and shrink in __all__:
-        raise TypeError(
-            f"{call}: shrink must be a function of norm and limit, got "
-            f"{shown(shrink)}: write shrink=optaxclip.shrinks.{shrink}."
-        )
+    if any(shrink is factory for factory in (smooth, auto_s, psac)):
+        return shrink()
     if not callable(shrink):
         raise TypeError(
             f"{call}: shrink must be a function of norm and limit, such as "

@@ -431,7 +431,7 @@ def test_one_norm_takes_one_limit(build):
         build({"w": 1.0})
 
 
-def test_large_ints_are_limits_and_those_beyond_floats_are_named():
+def test_large_ints_are_limits_and_those_beyond_float32_are_named():
     x = jnp.array([3e20, 4e20])
     clipper = optaxclip.clip_by_global_norm(10**20)
     updates, state = clipper.update(x, clipper.init(x))
@@ -447,9 +447,6 @@ def test_large_ints_are_limits_and_those_beyond_floats_are_named():
     }.items():
         with pytest.raises(ValueError, match=rf"^{name} must be at most 3.40282e\+38"):
             build(2**400)
-        text = f"^{name} must be a number that float32 can hold, got 100000"
-        with pytest.raises(ValueError, match=text):
-            build(10**400)
     with pytest.raises(ValueError, match=r"^clip_by_value: min_value must .* got -258"):
         optaxclip.clip_by_value(1.0, -(2**400))
     with jax.enable_x64(True):

@@ -37,8 +37,8 @@ OTHERS_STATES = {
     "spam": (
         optaxclip.spam(),
         optax.EmptyState(),
-        "spam: state must be the SpamState of the step before, got EmptyState(). Begin "
-        "with state = optimizer.init(params)",
+        "spam: state must be the SpamState that its init returned, got EmptyState(): "
+        "begin with state = optimizer.init(params)",
     ),
     "reset": (
         optaxclip.reset_momentum(optax.sgd(1.0)),

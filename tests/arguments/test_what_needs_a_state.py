@@ -111,7 +111,7 @@ def test_flags_are_true_or_false():
 def test_a_clip_of_values_names_the_one_of_values():
     refused(
         TypeError,
-        "call optaxclip.dropin.torch_style.clip_grad_value(grads, max_value).",
+        "or optaxclip.dropin.torch_style.clip_grad_value(grads, max_value).",
         lambda: optaxclip.clip_by_value(TREE, -1.0, 1.0),
     )
 

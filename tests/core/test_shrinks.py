@@ -76,13 +76,13 @@ def test_with_a_large_r_it_is_auto_s_of_1(r):
     np.testing.assert_allclose(found, 2 * NORMS / (NORMS + 1), rtol=1e-6)
 
 
-@pytest.mark.parametrize("r", [1e-300, 1e-40])
+@pytest.mark.parametrize("r", [0, 1e-300, 1e-40])
 def test_with_a_tiny_r_it_normalizes(r):
     found = shrinks.psac(r)(jnp.float32(NORMS), jnp.float32(2.0))
     np.testing.assert_allclose(found, [0, 2, 2, 2, 2], rtol=1e-6)
 
 
-@pytest.mark.parametrize("r", [math.inf, 1e38, 0.1, 1e-30, 1e-300])
+@pytest.mark.parametrize("r", [math.inf, 1e38, 0.1, 1e-30, 1e-300, 0])
 def test_its_derivative_is_finite_at_zero(r):
     clipper = clip_by_global_norm(1.0, shrink=shrinks.psac(r))
 

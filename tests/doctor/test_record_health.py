@@ -333,7 +333,7 @@ def test_several_models_have_their_own_signs():
         ),
         (
             lambda: optaxclip.record_health().update(jnp.ones(1), None),
-            "HealthState of the step before",
+            "HealthState that its init returned, got None",
         ),
         (
             lambda: recorded(optaxclip.record_health(), jnp.ones(1), None),

@@ -12,7 +12,7 @@ from optaxclip.per_example import (
     per_example_global_norm_clip,
     per_example_layer_norm_clip,
 )
-from optaxclip.shrinks import auto_s, psac
+from optaxclip.shrinks import auto_s
 
 
 def add(p, x):
@@ -111,11 +111,6 @@ WRONG = {
         lambda: auto_s(-1),
         ValueError,
         r"auto_s: gamma must be at least 0, got -1\.",
-    ),
-    "r": (
-        lambda: psac(0),
-        ValueError,
-        r"psac: r must be above 0, got 0: normalize is the limit for r = 0\.",
     ),
     "optax limit": (
         lambda: per_example_global_norm_clip([jnp.ones((2, 3))], -1.0),

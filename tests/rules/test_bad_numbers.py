@@ -27,7 +27,7 @@ BAD = {
     "skip_step: window must be at least 2, got 1.": lambda: optaxclip.skip_step(
         optax.sgd(0.1), window=1
     ),
-    "quantile_tracker: rate must be at most 3.40282e+38, got inf.": lambda: (
+    "quantile_tracker: rate must be at most 3.402823466e+38, got inf.": lambda: (
         optaxclip.rules.quantile_tracker(0.5, math.inf)
     ),
     "windowed_mean: window must be a whole number, got 2.5.": lambda: (
