@@ -7,8 +7,6 @@ The quotient of the norms may leave the range of the dtype, and its root does no
 updates are multiplied twice, always, which takes no decision for each leaf.
 """
 
-import math
-import operator
 from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
@@ -19,7 +17,7 @@ import numpy as np
 from jax import lax
 
 from ._checks import check_shape
-from ._mesh import split_as
+from ._mesh import entries_of
 from ._norms import Norms, beside, norms_of_tree
 from ._sums import as_float, per_platform
 from ._trees import clipped_leaves, put_back
@@ -99,9 +97,7 @@ def factor_between(norm: jax.Array, new_norm: jax.Array) -> Factor:
 
 
 def roots_of_numbers(
-    roots: jax.Array,
-    kinds: list[Any],
-    alone: Callable[[], list[jax.Array]],
+    roots: jax.Array, kinds: list[Any], alone: Callable[[], list[jax.Array]]
 ) -> list[jax.Array]:
     """The roots of some norms of these types one by one, from a vector of them.
 
@@ -109,28 +105,15 @@ def roots_of_numbers(
     are measured: it is still on the chip when it is multiplied. A scanned decoder of
     width 1024 then moves 5.28 GB on a v5e, instead of 5.61.
     """
-    slices = partial(_entries, kinds, operator.getitem)
-    reductions = partial(_entries, kinds, _entry_by_reduction)
-    return per_platform(roots, cpu=reductions, gpu=slices, plain=lambda _: alone())
 
-
-def _entries(
-    kinds: list[Any],
-    entry: Callable[[jax.Array, int], jax.Array],
-    roots: jax.Array,
-) -> list[jax.Array]:
     # Without the barrier XLA computes the vector again for each leaf.
-    roots = lax.optimization_barrier(roots)
-    found, start = [], 0
-    for kind in kinds:
-        count = math.prod(kind.shape)
-        if kind.shape:
-            some = roots[start : start + count].reshape(kind.shape)
-            found.append(split_as(some, kind))
-        else:
-            found.append(entry(roots, start))
-        start += count
-    return found
+    def slices(roots: jax.Array) -> list[jax.Array]:
+        return entries_of(lax.optimization_barrier(roots), kinds)
+
+    def reductions(roots: jax.Array) -> list[jax.Array]:
+        return entries_of(lax.optimization_barrier(roots), kinds, _entry_by_reduction)
+
+    return per_platform(roots, cpu=reductions, gpu=slices, plain=lambda _: alone())
 
 
 def _entry_by_reduction(roots: jax.Array, row: int) -> jax.Array:
@@ -150,16 +133,17 @@ def multiply(tree: Any, norms: Norms, roots: list[Any], *, zero: bool = False) -
     `zero`: where the root is 0 leaves become zeros, since 0 times inf is NaN.
     """
     leaves, treedef = jax.tree.flatten(tree)
-    places = [i for i, leaf in enumerate(norms.leaves) if leaf.norm is not None]
-    some = [leaves[place] for place in places]
-    own = [beside(norms.leaves[place], roots) for place in places]
-    plain, gpu = (
-        partial(jax.tree.map, stretch),
-        partial(jax.tree.map, times_twice),
-    )
-    changed = per_platform(some, own, cpu=plain, gpu=gpu, plain=plain)
-    for place, root, x in zip(places, own, changed):
-        leaves[place] = jnp.where(root == 0, jnp.zeros_like(x), x) if zero else x
+    some, own = {}, {}
+    for place, leaf in enumerate(norms.leaves):
+        if leaf.norm is not None:
+            some[place] = leaves[place]
+            own[place] = beside(leaf, roots) if leaf.split.kept else roots[leaf.norm]
+    plain = partial(jax.tree.map, stretch)
+    gpu = partial(jax.tree.map, times_twice)
+    for place, x in per_platform(some, own, cpu=plain, gpu=gpu, plain=plain).items():
+        if zero:
+            x = jnp.where(own[place] == 0, jnp.zeros_like(x), x)
+        leaves[place] = x
     return treedef.unflatten(leaves)
 
 

@@ -11,9 +11,8 @@ Under jit the updates are read once for the norms and multiplied where the optim
 reads them. Without jit the whole update is one compiled call.
 """
 
-from collections.abc import Callable
 from functools import partial
-from operator import attrgetter
+from operator import attrgetter, itemgetter
 from typing import Any, NamedTuple
 
 import jax
@@ -24,49 +23,15 @@ from jax import lax
 from jax.core import Tracer
 from jax.typing import ArrayLike
 
+from . import _checks as checks
+from . import _state as states
 from . import _trees as trees
-from ._checks import (
-    BEGIN_ANEW,
-    NONFINITE,
-    begins_anew,
-    check_choice,
-    check_limit,
-    check_number,
-    check_params,
-    check_returned,
-    check_shape,
-    check_state,
-    held_in,
-    no_state,
-    number_for_jit,
-    shown,
-)
+from ._checks import shown
 from ._factors import factor_between, multiply, roots_of_numbers
-from ._mesh import Split, at_own_place, split_as, typed_as
+from ._mesh import Split, at_own_place, entries_of, split_as, typed_as
 from ._names import OF_UPDATE
-from ._norms import (
-    GlobalNorm,
-    Measure,
-    Norms,
-    measured,
-    norm_of_norms,
-    types_of_norms,
-)
-from ._state import (
-    PLACEHOLDER,
-    ClipState,
-    Group,
-    concatenated,
-    first_state,
-    groups_of,
-    memories,
-    moving_average,
-    one_memory,
-    rules_of_norms,
-    shared_rule,
-    state_of_placeholder,
-    units_over,
-)
+from ._norms import GlobalNorm, Measure, Norms, measured, norm_of_norms, types_of_norms
+from ._state import ClipState, Group
 from ._sums import written_by_a_gpu
 from .rules._constant import rule_of, rules_of
 from .rules._memory import count_up, keep_where
@@ -99,10 +64,10 @@ def make_clipper(
     nonfinite: str = "propagate",
 ) -> optax.GradientTransformationExtraArgs:
     """Makes a clipper. `call` and `name` are what errors call it and its limit."""
-    check_choice(f"{call}: nonfinite", nonfinite, NONFINITE)
+    checks.check_choice(f"{call}: nonfinite", nonfinite, checks.NONFINITE)
     if eps is not None:
-        check_number(f"{call}: eps", eps, is_scalar=True)
-        eps = number_for_jit(eps)
+        checks.check_number(f"{call}: eps", eps, is_scalar=True)
+        eps = checks.number_for_jit(eps)
     # None is `hard`. A factory such as `smooth` is the shrink with its defaults.
     shrink = shrink_of(shrink, call)
     argument = f"{call}: {name}"
@@ -123,7 +88,21 @@ def make_clipper(
         with_params=any(map(attrgetter("needs_params"), each_rule)),
         with_total=any(map(attrgetter("needs_total"), each_rule)),
     )
-    init = partial(_first_state, settings, rules, each_rule)
+
+    def init(params: Any) -> ClipState:
+        # optax.tree_map_params calls init without parameters.
+        if isinstance(params, states.PLACEHOLDER):
+            return states.state_of_placeholder()
+        for rule in each_rule:
+            # A window's length is the shape of its memory, so it cannot be traced.
+            if isinstance(getattr(rule, "window", None), Tracer):
+                raise TypeError(
+                    f"{call}: window must be known when the state is made: under "
+                    "jit and inject_hyperparams name it in static_args."
+                )
+        norms = types_of_norms(measure, trees.clipped_leaves(params, call))
+        of_norm = states.rules_of_norms(rules, norms, argument)
+        return states.first_state(norms, of_norm, argument)
 
     def update(
         updates: Any,
@@ -140,20 +119,26 @@ def make_clipper(
                 "limit. Call update(grads, state, params, limit=...)."
             )
         if not isinstance(state, ClipState):
-            begin = partial(init, updates)
-            state = _first_instead(call, state, rules, begin)
+            # None, as for a clipper of optax, begins anew.
+            if not checks.begins_anew(call, state, rules):
+                checks.check_state(call, state, ClipState)
+            given, state = state, init(updates)
+            # The memory of a rule that learns must not begin anew in every step.
+            if jax.tree.leaves(state.memory):
+                why = "learns from earlier norms"
+                raise TypeError(checks.no_state(call, given, why))
         for number in jax.tree.leaves(limit):
             # What is in an array is not asked, since that would wait for its device.
             if not isinstance(number, jax.Array):
-                check_limit(f"{call}: limit", number)
-        given = jax.tree.map(number_for_jit, (grad_norm, limit))
+                checks.check_limit(f"{call}: limit", number)
+        given = jax.tree.map(checks.number_for_jit, (grad_norm, limit))
         tree = trees.gradients_of(call, updates, params)
         if not no_limit and not jax.tree.leaves(tree):
             trees.warn_of_integers(call, updates)
         # Weights that no rule looks at would only be another argument of the program.
         weights = None
         if settings.with_params:
-            check_params(call, params)
+            checks.check_params(call, params)
             weights = trees.values_of(call, "params", tree, params)
         clipped, new = _update(settings, numbers, eps, tree, state, weights, given)
         # Outside the jitted update: a compiled program cannot raise.
@@ -187,6 +172,7 @@ def _update(
     asked = _ask(settings, rules, norms, state, params, given[1])
     # 3. Shrink.
     decided = []
+    roots: list[Any] = [None] * len(norms.each)
     for own in asked:
         made = _decide(settings, own.learns, eps, own.norm, own.limit)
         decided.append(made)
@@ -194,47 +180,17 @@ def _update(
     # Multiplied by 1, they would be other values to XLA, and read again by the next
     # clipper of a chain.
     if given[1] is not None or not settings.no_limit:
-        roots = _roots(settings, eps, norms, asked, decided)
+        for own, made in zip(asked, decided):
+            found = [made.root]
+            if not own.group.is_one:
+                alone = partial(_roots_alone, settings, eps, norms, own)
+                kinds = [jax.typeof(norms.each[i]) for i in own.group.numbers]
+                found = roots_of_numbers(made.root, kinds, alone)
+            for number, root in zip(own.group.numbers, found):
+                roots[number] = root
         is_zero = settings.nonfinite == "zero"
         updates = multiply(tree, norms, roots, zero=is_zero)
     return updates, _next_state(settings, eps, state, norms, asked, decided)
-
-
-def _first_state(
-    settings: Settings, rules: Any, each_rule: list[Rule], params: Any
-) -> ClipState:
-    # optax.tree_map_params calls init without parameters.
-    if isinstance(params, PLACEHOLDER):
-        return state_of_placeholder()
-    for rule in each_rule:
-        # A window's length is the shape of its memory, so it cannot be traced.
-        if isinstance(getattr(rule, "window", None), Tracer):
-            raise TypeError(
-                f"{settings.call}: window must be known when the state is made: under "
-                "jit and inject_hyperparams name it in static_args."
-            )
-    tree = trees.clipped_leaves(params, settings.call)
-    norms = types_of_norms(settings.measure, tree)
-    of_norm = rules_of_norms(rules, norms, settings.argument)
-    return first_state(norms, of_norm, settings.argument)
-
-
-def _first_instead(
-    call: str, state: Any, rules: Any, begin: Callable[[], ClipState]
-) -> ClipState:
-    """The first state in the place of what is none, as a clipper of optax has it.
-
-    Raises:
-      TypeError: the state of another transformation, or no state for a limit that
-        depends on earlier steps.
-    """
-    if not begins_anew(call, state, rules):
-        check_state(call, state, ClipState)
-    first = begin()
-    # The memory of a rule that learns must not begin anew in every step.
-    if jax.tree.leaves(first.memory):
-        raise TypeError(no_state(call, state, "learns from earlier norms"))
-    return first
 
 
 # ----------------------------------------------------------------------- 2. limits
@@ -261,7 +217,7 @@ def _ask(
     given: Any,
 ) -> list[Asked]:
     each = norms.each
-    of_norm = rules_of_norms(rules, norms, settings.argument, state.names)
+    of_norm = states.rules_of_norms(rules, norms, settings.argument, state.names)
     weights: Any = None
     total: Any = None
     if settings.with_params:
@@ -273,13 +229,13 @@ def _ask(
         given = _given("limit", given, norms, settings)
         given = [jnp.maximum(limit, 0) for limit in given]
     ask = partial(limit_of, argument=settings.argument)
-    found, memory_of = [], memories(state)
-    for group in groups_of(norms, state, settings.call):
-        rule = shared_rule(of_norm, group, norms, settings.call)
+    found, memory_of = [], states.memories(state)
+    for group in states.groups_of(norms, state, settings.call):
+        rule = states.shared_rule(of_norm, group, norms, settings.call)
         memory, norm = memory_of[group.part], group.vector(each)
         learns = bool(jax.tree.leaves(memory))
-        if learns:
-            memory = group.taken(memory)
+        if learns and group.own_rows is not None:
+            memory = jax.tree.map(itemgetter(group.own_rows), memory)
         is_relative = rule.needs_params
         if is_relative and not learns:
             # Each by itself, so that no leaf waits until all weights are measured.
@@ -288,12 +244,13 @@ def _ask(
                 further = further_norms(rule, weights[i], total)
                 asked = ask(rule, each[i], memory, state.step, *further)
                 limits.append(asked[0])
-            limit = limits[0] if group.is_one else concatenated(limits)
+            limit = limits[0] if group.is_one else states.concatenated(limits)
         else:
             weight = group.vector(weights) if is_relative else None
             further = further_norms(rule, weight, total)
             limit, memory = ask(rule, norm, memory, state.step, *further)
-            limits = [limit] if group.is_one else group.apart(limit, each)
+            kinds = [jax.typeof(each[i]) for i in group.numbers]
+            limits = [limit] if group.is_one else entries_of(limit, kinds)
         if given is not None:
             limits = [given[i] for i in group.numbers]
             limit = group.vector(given)
@@ -307,7 +264,8 @@ def _given(
 ) -> list[jax.Array]:
     """Norms or limits of the user's, once they are seen to fit."""
     # In the structure in which the norm functions return norms.
-    wanted, found = norms.shapes(), jax.tree.map(jnp.shape, tree)
+    wanted = jax.tree.map(jnp.shape, jax.eval_shape(norms.tree))
+    found = jax.tree.map(jnp.shape, tree)
     if jax.tree.structure(tree) != norms.treedef or found != wanted:
         raise ValueError(
             f"{settings.call}: {argument} must have the structure and shapes of the "
@@ -337,31 +295,34 @@ def limit_of(
     Raises:
       ValueError: the memory of another rule, or a limit that does not fit the norm.
     """
-    asked = _checked_memory(rule, norm, memory, argument)
+    asked, remembers = memory, bool(jax.tree.leaves(memory))
+    # A rule without an `init` of its own, such as a constant limit, has no memory.
+    if remembers or type(rule).init is not Rule.init:
+        asked = _checked_memory(rule, norm, memory, argument)
     # stop_gradient: limits have no derivative by the updates.
     answer = rule.update(lax.stop_gradient(norm), asked, step, *further)
-    limit, new = _checked_answer(rule, answer, asked)
-    check_returned(argument, limit)
+    if not isinstance(answer, (tuple, list)) or len(answer) != 2:
+        raise TypeError(
+            f"{call_name(type(rule))}: update must return (limit, memory), got "
+            f"{shown(answer)}."
+        )
+    limit, new = answer
+    checks.check_returned(argument, limit)
     if jnp.shape(limit) != norm.shape:
-        check_shape(jnp.shape(limit), norm.shape, argument)
+        checks.check_shape(jnp.shape(limit), norm.shape, argument)
     # A limit beyond the norm's dtype is its largest number: inf would not clip.
-    limit = held_in(norm.dtype, limit)
+    limit = checks.held_in(norm.dtype, limit)
     # A schedule may fall below 0, which counts as 0.
     if not signed:
         limit = jnp.maximum(limit, 0)
     limit = typed_as(jnp.broadcast_to(limit, norm.shape), jax.typeof(norm))
-    if not jax.tree.leaves(memory):
+    if not remembers:
         return limit, memory
-    learns = can_clip(norm, limit)
+    # Only NaN differs from itself. `~isnan` is two operations on a TPU.
+    learns = jnp.isfinite(norm) & (limit == limit)
     if not signed:
         learns = learns & (norm > 0)
     return limit, keep_where(learns, new, memory)
-
-
-def can_clip(norm: jax.Array, limit: jax.Array) -> jax.Array:
-    """Whether the norm is finite, and its limit a number."""
-    # Only NaN differs from itself. `~isnan` is two operations on a TPU.
-    return jnp.isfinite(norm) & (limit == limit)
 
 
 def _checked_memory(rule: Rule, norm: jax.Array, memory: Any, argument: str) -> Any:
@@ -370,9 +331,6 @@ def _checked_memory(rule: Rule, norm: jax.Array, memory: Any, argument: str) -> 
     Raises for the memory of another rule. The length of a window is not compared: under
     jit it is a traced number.
     """
-    # A rule without an `init` of its own, such as a constant limit, remembers nothing.
-    if type(rule).init is Rule.init and not jax.tree.leaves(memory):
-        return ()
     known = jax.tree.map(
         lambda x: 1 if isinstance(x, Tracer) and not x.ndim else x, rule
     )
@@ -384,28 +342,9 @@ def _checked_memory(rule: Rule, norm: jax.Array, memory: Any, argument: str) -> 
         raise ValueError(
             f"{argument.partition(':')[0]}: state was made with another rule. "
             f"{call_name(type(rule))} remembers {_form(wanted)}, and the state has "
-            f"{_form(memory)}. {BEGIN_ANEW}"
+            f"{_form(memory)}. {checks.BEGIN_ANEW}"
         )
     return memory
-
-
-def _checked_answer(rule: Rule, answer: Any, memory: Any) -> tuple[Any, Any]:
-    """(limit, memory), as a rule of the user's may not return them."""
-    if not isinstance(answer, (tuple, list)) or len(answer) != 2:
-        raise TypeError(
-            f"{call_name(type(rule))}: update must return (limit, memory), got "
-            f"{shown(answer)}."
-        )
-    # What a rule without arrays returns as its memory is not kept.
-    if not jax.tree.leaves(memory):
-        return answer[0], memory
-    wanted, found = map(jax.tree.structure, (memory, answer[1]))
-    if wanted != found:
-        raise ValueError(
-            f"{call_name(type(rule))}: update must return a memory in the structure of "
-            f"the one it got, {wanted}, got {found}."
-        )
-    return answer[0], answer[1]
 
 
 def _form(tree: Any) -> Any:
@@ -430,13 +369,9 @@ class Decided(NamedTuple):
 # its place is another program to XLA.
 @partial(jax.jit, static_argnums=(0, 1), inline=True)
 def _decide(
-    settings: Settings,
-    learns: bool,
-    eps: Any,
-    norm: jax.Array,
-    limit: jax.Array,
+    settings: Settings, learns: bool, eps: Any, norm: jax.Array, limit: jax.Array
 ) -> Decided:
-    known = can_clip(norm, limit)
+    known = jnp.isfinite(norm) & (limit == limit)
     long = norm if eps is None else norm + jnp.asarray(eps).astype(norm.dtype)
     # A limit of inf clips nothing, and a rule without a limit yet gives inf.
     off = limit == jnp.inf
@@ -459,26 +394,6 @@ def _decide(
     return Decided(root, factor, clipped, known)
 
 
-def _roots(
-    settings: Settings,
-    eps: Any,
-    norms: Norms,
-    asked: list[Asked],
-    decided: list[Decided],
-) -> list[Any]:
-    """The root of each norm, in the shape of the norm."""
-    roots: list[Any] = [None] * len(norms.each)
-    for own, (root, *_) in zip(asked, decided):
-        found = [root]
-        if not own.group.is_one:
-            alone = partial(_roots_alone, settings, eps, norms, own)
-            kinds = [jax.typeof(norms.each[i]) for i in own.group.numbers]
-            found = roots_of_numbers(root, kinds, alone)
-        for number, x in zip(own.group.numbers, found):
-            roots[number] = x
-    return roots
-
-
 def _roots_alone(
     settings: Settings, eps: Any, norms: Norms, own: Asked
 ) -> list[jax.Array]:
@@ -492,17 +407,6 @@ def _roots_alone(
 # ------------------------------------------------------------------------ the state
 
 
-class Column(NamedTuple):
-    """What the state learns of some norms."""
-
-    norm: jax.Array
-    limit: jax.Array
-    factor: jax.Array
-    clipped: jax.Array  # bool
-    broken: jax.Array  # bool
-    share: jax.Array  # of the units that were clipped
-
-
 def _next_state(
     settings: Settings,
     eps: Any,
@@ -511,12 +415,24 @@ def _next_state(
     asked: list[Asked],
     decided: list[Decided],
 ) -> ClipState:
-    columns, memory = [], list(memories(state))
+    columns, memory = [], list(states.memories(state))
     for own, made in zip(asked, decided):
-        clipped, share = made.clipped, made.clipped.astype(jnp.float32)
-        column = Column(own.norm, own.limit, made.factor, clipped, ~made.known, share)
+        share, broken = made.clipped.astype(jnp.float32), ~made.known
+        norm, limit = own.norm, own.limit
         if own.group.is_unit:
-            column = _summary(settings, eps, norms, own, made)
+            summary = _summary(settings, eps, norms, own, made)
+            norm, limit, share, broken, made = summary
+        column = {
+            "norm": norm,
+            "limit": limit,
+            "factor": made.factor,
+            "clipped": made.clipped,
+            "nonfinite": broken,
+            "units_clipped": share,
+        }
+        # In a vector with others.
+        if own.group.is_unit and own.group.own_rows is not None:
+            column = {name: x[None] for name, x in column.items()}
         columns.append(column)
         part = own.group.part
         if own.learns:
@@ -527,7 +443,8 @@ def _next_state(
         return state._replace(step=step)
     new = columns[0]
     if len(columns) > 1:
-        new = Column(*(concatenated(list(x)) for x in zip(*columns)))
+        for name in new:
+            new[name] = states.concatenated([column[name] for column in columns])
     rows = np.concatenate([own.group.rows for own in asked])
     # Norms that are missing in this step keep what was known of them.
     is_whole = rows.size == state.norm.size
@@ -535,28 +452,23 @@ def _next_state(
     if not is_whole:
         old = [x[rows] for x in old]
     clipped, recently, nonfinite = old
-    fields = {
-        "clipped_recently": moving_average(recently, new.share, state.step),
-        "clipped": count_up(clipped, new.clipped),
-        "nonfinite": count_up(nonfinite, new.broken),
-        "norm": new.norm,
-        "limit": new.limit,
-        "factor": new.factor,
-    }
-    if norms.units:
-        fields["units_clipped"] = new.share
-    for name, value in fields.items():
+    share = new["units_clipped"] if norms.units else new.pop("units_clipped")
+    new["clipped_recently"] = states.moving_average(recently, share, state.step)
+    new["clipped"] = count_up(clipped, new["clipped"])
+    new["nonfinite"] = count_up(nonfinite, new["nonfinite"])
+    for name, value in new.items():
         known = getattr(state, name)
         value = value.astype(known.dtype)
-        fields[name] = value if is_whole else known.at[rows].set(value)
-    return state._replace(step=step, memory=one_memory(memory), **fields)
+        new[name] = value if is_whole else known.at[rows].set(value)
+    return state._replace(step=step, memory=states.one_memory(memory), **new)
 
 
 def _summary(
     settings: Settings, eps: Any, norms: Norms, own: Asked, made: Decided
-) -> Column:
-    """Of the units of a leaf, in one pass: how far the furthest is above its limit, and
-    the share that was clipped.
+) -> tuple[Any, ...]:
+    """Of the units of a leaf, in one pass: norm and limit of the furthest above its
+    limit, the share that was clipped, whether one is broken, and what becomes of
+    the furthest.
     """
     norm, limit = own.norm, own.limit
     info = jnp.finfo(norm.dtype)
@@ -573,7 +485,7 @@ def _summary(
     clipped = made.clipped.astype(norm.dtype)
     ratio, clipped = written_by_a_gpu((ratio, clipped))
     numbers = jnp.stack([jnp.max(ratio), jnp.min(limit), jnp.mean(clipped)])
-    kept = units_over(norms, own.group)
+    kept = states.units_over(norms, own.group)
     if kept:
         # Each device knows its own units.
         place = Split(kept=(kept, ()))
@@ -585,11 +497,7 @@ def _summary(
     broken = ratio == jnp.inf
     norm = jnp.where(broken, jnp.nan, norm)
     one = _decide(settings, own.learns, eps, norm, limit)
-    share = share.astype(jnp.float32)
-    column = Column(norm, limit, one.factor, one.clipped, broken, share)
-    if own.group.own_rows is None:
-        return column
-    return Column(*(x[None] for x in column))
+    return norm, limit, share.astype(jnp.float32), broken, one
 
 
 # ----------------------------------------------------------------------------- once

@@ -20,6 +20,7 @@ name alone does not tell which of its dimensions is.
 """
 
 import math
+import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import chain
 from typing import Any, NamedTuple, TypeAlias
@@ -113,6 +114,26 @@ def gathered(value: jax.Array, kept: int) -> jax.Array:
     return resharded(value, jax.typeof(value).sharding.spec[:kept])
 
 
+def entries_of(
+    vector: jax.Array,
+    kinds: list[Any],
+    entry: Callable[[jax.Array, int], jax.Array] = operator.getitem,
+) -> list[jax.Array]:
+    """Arrays of some types, one after the other out of a vector. `entry` takes out a
+    single number.
+    """
+    found, start = [], 0
+    for kind in kinds:
+        count = math.prod(kind.shape)
+        if kind.shape:
+            some = vector[start : start + count].reshape(kind.shape)
+            found.append(split_as(some, kind))
+        else:
+            found.append(entry(vector, start))
+        start += count
+    return found
+
+
 def types_of(function: Callable[..., Any], *args: Any) -> Any:
     """The types of what a function returns.
 
@@ -185,23 +206,21 @@ def whole_shapes(mesh_axes: Any, tree: Any, call: str) -> list[Any]:
     """For each leaf its shape over all devices, None where it is not known which
     dimension is split.
     """
-    pairs = zip(jax.tree.leaves(tree), specs_of(mesh_axes, tree, call))
-    return [_whole_shape(leaf, spec) for leaf, spec in pairs]
-
-
-def _whole_shape(leaf: Any, spec: Any) -> tuple[int, ...] | None:
-    manual = manual_axes()
-    shape = jnp.shape(leaf)
-    if isinstance(spec, PartitionSpec):
-        whole = list(shape)
-        for dim, entry in enumerate(spec[: len(shape)]):
-            # Only manual axes make a shape smaller. Else arrays are global.
-            whole[dim] *= axes_size(set(names_in(entry)) & set(manual))
-        return tuple(whole)
-    # A type names the mesh axes of a leaf, but not the dimension that each splits.
-    is_auto = isinstance(spec, str) and spec == "auto"
-    is_split = has_types(manual) and bool(varying(leaf))
-    return shape if spec is None or (is_auto and not is_split) else None
+    manual, found = manual_axes(), []
+    is_typed = has_types(manual)
+    for leaf, spec in zip(jax.tree.leaves(tree), specs_of(mesh_axes, tree, call)):
+        shape: Any = jnp.shape(leaf)
+        if isinstance(spec, PartitionSpec):
+            whole = list(shape)
+            for dim, entry in enumerate(spec[: len(shape)]):
+                # Only manual axes make a shape smaller. Else arrays are global.
+                whole[dim] *= axes_size(set(names_in(entry)) & set(manual))
+            shape = tuple(whole)
+        # A type names the mesh axes of a leaf, but not the dimension that each splits.
+        elif spec is not None and (spec != "auto" or (is_typed and varying(leaf))):
+            shape = None
+        found.append(shape)
+    return found
 
 
 def splits(mesh_axes: Any, tree: Any, dims: list[Any], call: str) -> list:
@@ -220,125 +239,90 @@ def splits(mesh_axes: Any, tree: Any, dims: list[Any], call: str) -> list:
     argument = f"{call}: mesh_axes"
     found = []
     for (path, value), spec, over in zip(entries, specs, dims):
-        leaf = _SplitLeaf(value, argument, trees.name(path), spec)
-        found.append(leaf.split(over))
+        found.append(_split(value, spec, over, argument, trees.name(path)))
     return found
 
 
-class _SplitLeaf(NamedTuple):
-    """A leaf and its entry of `mesh_axes`. Every error names both."""
+def _split(value: Any, spec: Any, over: Any, argument: str, path: str) -> Split:
+    """How one leaf is split. Errors name the argument and the path."""
+    kind, manual = jax.typeof(value), manual_axes()
+    # Terms of a sum that is still to be taken. Types of shard_map say so, and specs of
+    # Explicit meshes.
+    waiting = set(kind.manual_axis_type.unreduced)
+    waiting |= set(getattr(kind.sharding.spec, "unreduced", ()))
+    if waiting:
+        raise ValueError(
+            f"{argument}: the leaf {path!r} is not yet summed over "
+            f"{listed(waiting)}: reshard it, or use lax.psum, before clipping."
+        )
+    if spec is None:
+        return Split()
+    refused = f"{argument}={shown(spec)}"
+    by_dim = _names_by_dim(value, spec, argument)
+    every = tuple(chain.from_iterable(by_dim))
+    if len(set(every)) < len(every):
+        raise ValueError(f"{refused} names a mesh axis twice.")
+    # pmap and check_vma=False have no types that could contradict.
+    varies = varying(value) if has_types(manual) else set(every)
+    # psum would count this leaf once for each device.
+    same = set(every) & set(manual) - varies
+    if same:
+        raise ValueError(
+            f"{refused}: the leaf {path!r} is the same on all devices along "
+            f"{listed(same)}, so its sum must not be added up there: leave the axis "
+            "out, or use mesh_axes='auto'."
+        )
+    # Each device would have another norm, and clip by another factor.
+    forgotten = varies - set(every)
+    if forgotten:
+        raise ValueError(
+            f"{refused}: the leaf {path!r} also differs along {listed(forgotten)}: "
+            "name that axis, or use mesh_axes='auto', or lax.pmean it first if it "
+            "should be the same."
+        )
+    # Which dimension is split does not matter where all are summed.
+    if over is None or len(over) == jnp.ndim(value):
+        return Split(every)
+    if every and not isinstance(spec, PartitionSpec):
+        example = ", ".join(map(repr, every))
+        raise ValueError(
+            f"{refused} tells that the leaf {path!r} of shape {jnp.shape(value)} is "
+            f"split over {listed(every)}, but not which of its dimensions is, and its "
+            "norms are taken over some of them only: give a tree of PartitionSpecs, "
+            f"such as mesh_axes=jax.sharding.PartitionSpec({example})."
+        )
+    # Units of [in, out] with P("x", "y") are summed over x. Each device along y has
+    # those of its own outputs.
+    summed = [names for dim, names in enumerate(by_dim) if dim in over]
+    kept = [() if dim in over else names for dim, names in enumerate(by_dim)]
+    return Split(tuple(chain.from_iterable(summed)), tuple(kept) if every else ())
 
-    value: Any
-    argument: str  # "global_norm: mesh_axes"
-    path: str
-    spec: Any
 
-    def refused(self, text: str) -> ValueError:
-        return ValueError(f"{self.argument}={shown(self.spec)}{text}")
-
-    def split(self, over: tuple[int, ...] | None) -> Split:
-        self.check_reduced()
-        if self.spec is None:
-            return Split()
-        by_dim = self.names_by_dim()
-        every = tuple(chain.from_iterable(by_dim))
-        self.check_types(set(every))
-        # Which dimension is split does not matter where all are summed.
-        if over is None or len(over) == jnp.ndim(self.value):
-            return Split(every)
-        if not every:
-            return Split()
-        if not isinstance(self.spec, PartitionSpec):
-            example = ", ".join(map(repr, every))
-            raise self.refused(
-                f" tells that the leaf {self.path!r} of shape "
-                f"{jnp.shape(self.value)} is split over {listed(every)}, but not "
-                "which of its dimensions is, and its norms are taken over some of them "
-                "only: give a tree of PartitionSpecs, such as "
-                f"mesh_axes=jax.sharding.PartitionSpec({example})."
-            )
-        # Units of [in, out] with P("x", "y") are summed over x. Each device along y has
-        # those of its own outputs.
-        summed = [names for dim, names in enumerate(by_dim) if dim in over]
-        kept = [() if dim in over else names for dim, names in enumerate(by_dim)]
-        return Split(tuple(chain.from_iterable(summed)), tuple(kept))
-
-    def names_by_dim(self) -> list[Names]:
-        """The manual mesh axes of each dimension. One entry where that is not known."""
-        manual = manual_axes()
-        if isinstance(self.spec, PartitionSpec):
-            self.check_spec(manual)
-            # Axes that jit looks after need nothing here.
-            found = []
-            for entry in self.spec:
-                names = names_in(entry)
-                found.append(tuple(name for name in names if name in manual))
-            return found + [()] * (jnp.ndim(self.value) - len(found))
-        if isinstance(self.spec, str) and self.spec == "auto":
-            # Without types each leaf counts as complete: nothing is known.
-            is_typed = has_types(manual)
-            return [tuple(sorted(varying(self.value)))] if is_typed else [()]
-        # Names alone, as "x": every leaf is split, along whichever dimension.
-        names = names_in(self.spec)
-        check_bound(names, self.argument)
-        self.check_once(names)
-        return [names]
-
-    def check_reduced(self) -> None:
-        kind = jax.typeof(self.value)
-        # Terms of a sum that is still to be taken. Types of shard_map say so, and specs
-        # of Explicit meshes.
-        waiting = set(kind.manual_axis_type.unreduced)
-        waiting |= set(getattr(kind.sharding.spec, "unreduced", ()))
-        if waiting:
-            raise ValueError(
-                f"{self.argument}: the leaf {self.path!r} is not yet summed over "
-                f"{listed(waiting)}: reshard it, or use lax.psum, before clipping."
-            )
-
-    def check_spec(self, manual: Names) -> None:
-        if len(self.spec) > jnp.ndim(self.value):
-            raise self.refused(
-                f" has more entries than the leaf {self.path!r} of shape "
-                f"{jnp.shape(self.value)} has dimensions."
-            )
-        named = tuple(chain.from_iterable(map(names_in, self.spec)))
-        self.check_once(named)
+def _names_by_dim(value: Any, spec: Any, argument: str) -> list[Names]:
+    """The manual mesh axes of each dimension. One entry where that is not known."""
+    manual = manual_axes()
+    if isinstance(spec, PartitionSpec):
         # Outside shard_map specs change nothing, so they may name any axis.
         known = jax.sharding.get_abstract_mesh().axis_names
-        unknown = set(named) - set(known)
+        unknown = set(chain.from_iterable(map(names_in, spec))) - set(known)
         if manual and unknown:
-            raise self.refused(
-                f" names {listed(unknown)}, but there is no such axis in the mesh, "
-                f"which has {listed(known)}."
+            raise ValueError(
+                f"{argument}={shown(spec)} names {listed(unknown)}, but there is no "
+                f"such axis in the mesh, which has {listed(known)}."
             )
-
-    def check_once(self, names: Names) -> None:
-        if len(set(names)) < len(names):
-            raise self.refused(" names a mesh axis twice.")
-
-    def check_types(self, names: set[str]) -> None:
-        """Raises where the type of the leaf contradicts its entry."""
-        manual = manual_axes()
-        # pmap and check_vma=False have no types that could contradict.
-        if not has_types(manual):
-            return
-        # psum would count this leaf once for each device.
-        same = names & set(manual) - varying(self.value)
-        if same:
-            raise self.refused(
-                f": the leaf {self.path!r} is the same on all devices along "
-                f"{listed(same)}, so its sum must not be added up there: leave the "
-                "axis out, or use mesh_axes='auto'."
-            )
-        # Each device would have another norm, and clip by another factor.
-        forgotten = varying(self.value) - names
-        if forgotten:
-            raise self.refused(
-                f": the leaf {self.path!r} also differs along {listed(forgotten)}: "
-                "name that axis, or use mesh_axes='auto', or lax.pmean it first if it "
-                "should be the same."
-            )
+        # Axes that jit looks after need nothing here.
+        found = []
+        for entry in spec:
+            names = names_in(entry)
+            found.append(tuple(name for name in names if name in manual))
+        return found + [()] * (jnp.ndim(value) - len(found))
+    if isinstance(spec, str) and spec == "auto":
+        # Without types each leaf counts as complete: nothing is known.
+        return [tuple(sorted(varying(value)))] if has_types(manual) else [()]
+    # Names alone, as "x": every leaf is split, along whichever dimension.
+    names = names_in(spec)
+    check_bound(names, argument)
+    return [names]
 
 
 def names_in(axes: Any) -> Names:
@@ -385,47 +369,32 @@ def axes_size(names: Iterable[str]) -> int:
     return math.prod(int(lax.axis_size(name)) for name in names)
 
 
-def counted_once(part: jax.Array, own: Iterable[str], names: Names) -> jax.Array:
-    """A leaf's part of a sum over devices along `names`, of which it differs along
-    its `own`.
-
-    psum adds a replicated value once for each device. Dividing it by the number of
-    copies first makes it count once.
-    """
-    copies = axes_size(set(names) - set(own))
-    return part / copies if copies > 1 else part
-
-
 def joined(
-    collective: Callable[..., Any],
-    parts: list[jax.Array],
-    names: list[Names],
+    collective: Callable[..., Any], parts: list[jax.Array], names: list[Names]
 ) -> list[jax.Array]:
     """psum or pmax of each array over its own mesh axes. All that share them travel as
     one vector, in one collective.
     """
     found = list(parts)
-    kinds: dict[Any, list[int]] = {}
+    together: dict[Any, list[int]] = {}
     for place, (part, over) in enumerate(zip(parts, names)):
         if over:
             # A vector has one type. What an Explicit mesh splits cannot be reshaped.
             part = found[place] = varying_over(part, over)
             is_split = any(jax.typeof(part).sharding.spec)
             kind = over, varying(part), place if is_split else None
-            kinds.setdefault(kind, []).append(place)
+            together.setdefault(kind, []).append(place)
     # A dict keeps its order, where that of a set may differ between processes, which
     # would then wait for different collectives.
-    for (over, _, _), places in kinds.items():
+    for (over, _, _), places in together.items():
         if len(places) == 1:
             found[places[0]] = collective(found[places[0]], over)
             continue
         flat = [found[place].reshape(-1) for place in places]
-        vector, start = collective(jnp.concatenate(flat), over), 0
-        for place in places:
-            part = parts[place]
-            some = vector[start : start + part.size]
-            found[place] = some.reshape(part.shape)
-            start += part.size
+        kinds = [jax.typeof(parts[place]) for place in places]
+        vector = collective(jnp.concatenate(flat), over)
+        for place, part in zip(places, entries_of(vector, kinds)):
+            found[place] = part
     return found
 
 

@@ -26,27 +26,17 @@ import numpy as np
 from jax import lax
 
 from . import _mesh as mesh
+from . import _sums as squares
 from . import _trees as trees
 from ._checks import check_known, shown
 from ._mesh import MeshAxes, Split
-from ._sums import (
-    Dims,
-    Sums,
-    as_float,
-    divided,
-    in_one_kernel,
-    largest_bits,
-    norm_dtype,
-    plain_sum,
-    root_of,
-    tangent_of_modulus,
-    three_sums,
-)
+from ._sums import Dims, Sums, as_float, divided, norm_dtype, plain_sum
 from ._trees import Axis, Stacked, clipped_leaves
 
 Ord = float | str | None
 # Terms that are added up at once. Of more a GPU would copy each in a kernel.
 TOGETHER = 16
+OF_SQUARES = (None, 2, "rms", "average")  # orders whose norm is a root of squares
 ORDERS = "a number above 0, math.inf, 'rms' or 'average'"
 
 
@@ -94,10 +84,6 @@ class Norms(NamedTuple):
                 found[leaf.norm] = lax.psum(own, leaf.split.kept_names())
         return found
 
-    def shapes(self) -> Any:
-        """The shapes of the norms in their tree."""
-        return jax.tree.map(jnp.shape, jax.eval_shape(self.tree))
-
 
 def beside(leaf: Leaf, numbers: Sequence[Any]) -> Any:
     """The entry of a leaf in numbers like those of `Norms.each`, as it stands beside
@@ -120,46 +106,34 @@ class Plan(NamedTuple):
 
     leaves: tuple[Leaf, ...]
     size: int  # how many norms
-    ord: Ord = None
-
-    @property
-    def order(self) -> float:
-        if self.ord is None or isinstance(self.ord, str):
-            return 2.0
-        return float(self.ord)
+    ord: Any = None  # the order: a number, "rms", "average" or None
 
 
 # The plan is static: only leaves are traced.
 @partial(jax.custom_jvp, nondiff_argnums=(0,))
 def norms_of(plan: Plan, leaves: list[jax.Array]) -> list[jax.Array]:
     """The norms of a plan. One without leaves is 0."""
-    order, dtype = plan.order, norm_dtype(leaves)
-    if order == math.inf:
+    dtype = norm_dtype(leaves)
+    if plan.ord == math.inf:
         return _largest(plan, leaves, dtype)
-    if order != 2:
+    if plan.ord not in OF_SQUARES:
         return _by_shares(plan, leaves, dtype)
     pairs = zip(leaves, plan.leaves)
-    terms = [three_sums(x, leaf.dims, dtype) for x, leaf in pairs]
+    terms = [squares.three_sums(x, leaf.dims, dtype) for x, leaf in pairs]
     sums = _joined(plan, terms, Sums(*[jnp.zeros((), dtype)] * 3))
-    if isinstance(plan.ord, str):
-        return _means(plan, leaves, sums)
-    norms = [root_of(*three) for three in sums]
-    if plan.size == 1 and not norms[0].ndim:
-        norms = [in_one_kernel(norms[0])]
-    return norms
-
-
-def _means(plan: Plan, leaves: list[jax.Array], sums: list[Any]) -> list[Any]:
-    found = []
-    counts = _counts(plan, leaves, norm_dtype(leaves))
+    is_mean = isinstance(plan.ord, str)
+    counts = _counts(plan, leaves, dtype) if is_mean else [1] * plan.size
+    norms = []
     for three, count in zip(sums, counts):
-        # Divided before the root: a mean is finite even where the norm is not.
-        mean = root_of(*(x / count for x in three))
-        if plan.size == 1 and not mean.ndim:
-            mean = in_one_kernel(mean)
+        if is_mean:
+            # Divided before the root: a mean is finite even where the norm is not.
+            three = [x / count for x in three]
+        norm = squares.root_of(*three)
+        if plan.size == 1 and not norm.ndim:
+            norm = squares.in_one_kernel(norm)
         # sqrt(sum / N) / sqrt(N) = sqrt(sum) / N
-        found.append(mean / count**0.5 if plan.ord == "average" else mean)
-    return found
+        norms.append(norm / count**0.5 if plan.ord == "average" else norm)
+    return norms
 
 
 def _counts(plan: Plan, leaves: list[jax.Array], dtype: Any) -> list[Any]:
@@ -219,7 +193,10 @@ def _for_devices(
             term = [mesh.at_own_place(x, split) for x in term]
         if not largest and not leaf.units_over:
             differs = {*split.summed, *split.kept_names()}
-            term = [mesh.counted_once(x, differs, names) for x in term]
+            # psum adds a replicated value once for each device. Divided by their number
+            # it counts once.
+            copies = mesh.axes_size(set(names) - differs)
+            term = [x / copies if copies > 1 else x for x in term]
         own = over[leaf.norm]
         found.append([mesh.varying_over(x, own) for x in term])
     return found, over
@@ -243,7 +220,7 @@ def _one(terms: list[Any], largest: bool) -> Any:
 
 def _largest(plan: Plan, leaves: list[jax.Array], dtype: Any) -> list[Any]:
     pairs = zip(leaves, plan.leaves)
-    bits = [(largest_bits(x, leaf.dims, dtype),) for x, leaf in pairs]
+    bits = [(squares.largest_bits(x, leaf.dims, dtype),) for x, leaf in pairs]
     whole = np.int64 if dtype == np.float64 else np.int32
     found = _joined(plan, bits, (jnp.zeros((), whole),), largest=True)
     return [lax.bitcast_convert_type(x, dtype) for (x,) in found]
@@ -259,7 +236,7 @@ def _by_shares(plan: Plan, leaves: list[jax.Array], dtype: Any) -> list[Any]:
     """Divides by the largest of each norm first, so that no power leaves the range.
     That is a second read.
     """
-    p, safe = plan.order, []
+    p, safe = float(plan.ord), []
     for largest in _largest(plan, leaves, dtype):
         # 0, NaN and inf are not divided by, and come out of the sum as they are.
         divisible = (largest > 0) & (largest < jnp.inf)
@@ -282,7 +259,7 @@ def _derivative(plan: Plan, primals: Any, tangents: Any) -> Any:
     (leaves,), (changes,) = primals, tangents
     norms = norms_of(plan, leaves)
     dtype = norm_dtype(leaves)
-    whole, counts = norms, [1] * plan.size
+    whole, counts = norms, list[Any]([1] * plan.size)
     if isinstance(plan.ord, str):
         # norm = (sum |x|^p / n)^(1/p) has 1 / n before the sum. Of an average, which is
         # rms / sqrt(n), it has that twice.
@@ -290,16 +267,24 @@ def _derivative(plan: Plan, primals: Any, tangents: Any) -> Any:
     if plan.ord == "average":
         whole = [x * n**0.5 for x, n in zip(norms, counts)]
         counts = [n * n**0.5 for n in counts]
-    terms = []
-    weights = _weights(plan, leaves, whole, dtype)
-    for x, change, weight, leaf in zip(leaves, changes, weights, plan.leaves):
-        if weight is None:
+    terms, largest = [], []
+    for x, change, leaf in zip(leaves, changes, plan.leaves):
+        norm = beside(leaf, whole)
+        if plan.ord in OF_SQUARES:
             # |x| d|x| = x dx, which has a second derivative at x = 0 as well.
-            term = _slope(x, change, beside(leaf, whole))
+            term = _slope(x, change, norm)
         else:
-            term = weight * tangent_of_modulus(x, change).astype(dtype)
+            weight = _weight(plan.ord, jnp.abs(x).astype(dtype), norm)
+            term = weight * squares.tangent_of_modulus(x, change).astype(dtype)
+            largest.append(weight)
         keep = leaf.dims is not None
         terms.append(jnp.sum(term, leaf.dims, keepdims=keep))
+    if plan.ord == math.inf:
+        # A maximum is shared by all elements that are the largest.
+        pairs = zip(largest, plan.leaves)
+        numbers = _added(plan, [plain_sum(x, leaf.dims) for x, leaf in pairs], dtype)
+        # Nothing is the largest where the norm is 0 or NaN: 0 / 1.
+        counts = [jnp.maximum(number, 1) for number in numbers]
     moved = _added(plan, terms, dtype)
     return norms, [x / n for x, n in zip(moved, counts)]
 
@@ -314,32 +299,18 @@ def _slope(leaf: jax.Array, change: jax.Array, norm: jax.Array) -> jax.Array:
     return unit * change.astype(norm.dtype)
 
 
-def _weights(
-    plan: Plan, leaves: list[jax.Array], norms: list[jax.Array], dtype: Any
-) -> list[Any]:
-    """The derivative of each norm by each modulus. None for order 2."""
-    p, found = plan.order, []
-    if p == 2:
-        return [None] * len(leaves)
-    for x, leaf in zip(leaves, plan.leaves):
-        size, norm = jnp.abs(x).astype(dtype), beside(leaf, norms)
-        if p == math.inf:
-            found.append(((size == norm) & (norm > 0)).astype(dtype))
-            continue
-        share = divided(size, jnp.where(norm > 0, norm, 1.0))
-        # Two wheres: at 0 a power below 1 does not exist, and the unused branch of
-        # a where must stay finite as well.
-        power = jnp.where(share > 0, share, 1.0) ** (p - 1.0)
-        found.append(jnp.where(share > 0, power, 0.0))
-    if p < math.inf:
-        return found
-    # A maximum is shared by all elements that are the largest. Zeros hit no norm of 0.
-    terms = [plain_sum(x, leaf.dims) for x, leaf in zip(found, plan.leaves)]
-    counts = _added(plan, terms, dtype)
-    for place, leaf in enumerate(plan.leaves):
-        # Nothing is the largest where the norm is 0 or NaN: 0 / 1.
-        found[place] /= jnp.maximum(beside(leaf, counts), 1)
-    return found
+def _weight(ord: Any, size: jax.Array, norm: jax.Array) -> jax.Array:
+    """The derivative of a norm by the moduli of a leaf. Of order inf 1 for each of the
+    largest.
+    """
+    if ord == math.inf:
+        # Zeros hit no norm of 0.
+        return ((size == norm) & (norm > 0)).astype(size.dtype)
+    share = divided(size, jnp.where(norm > 0, norm, 1.0))
+    # Two wheres: at 0 a power below 1 does not exist, and the unused branch of a where
+    # must stay finite as well.
+    power = jnp.where(share > 0, share, 1.0) ** (float(ord) - 1.0)
+    return jnp.where(share > 0, power, 0.0)
 
 
 # -------------------------------------------------------------------------- measures
@@ -518,8 +489,7 @@ def _norm_of_each_leaf(
         # A vector that is taken whole has a number.
         if units and over is not None:
             of_units.append(number)
-            alone = split.kept_names()
-            leaf = Leaf(number, over, Split(split.summed), alone)
+            leaf = Leaf(number, over, Split(split.summed), split.kept_names())
         leaves.append(leaf)
     plan = Plan(tuple(leaves), len(leaves), measure.ord)
     each = norms_of(plan, [jnp.asarray(leaf) for _, leaf in entries])
@@ -532,26 +502,18 @@ def check_measure(call: str, ord: Any, **numbers: Any) -> dict[str, Any]:
 
     `numbers` are `mesh_axes`, and `axis`, `stacked` or `labels` where it has them.
     """
-    check_ord(call, ord)
-    # Static arguments must be hashable.
-    known = float(ord) if isinstance(ord, (np.number, jax.Array)) else ord
-    options: dict[str, Any] = {"call": call, "ord": known}
+    options: dict[str, Any] = {"call": call, "ord": ord}
     for option, value in numbers.items():
         # Lists and dicts become tables of key paths, which have a hash.
         if option == "mesh_axes":
-            value = mesh.static_axes(value, call)
+            value = value if value == "auto" else mesh.static_axes(value, call)
         elif option == "labels":
             value = trees.static_labels(value, call)
         elif value is not None:
             value = trees.static_numbers(option, value, call)
         options[option] = value
-    return options
-
-
-def check_ord(call: str, ord: Any) -> None:
-    """Refuses what is no order of a norm."""
     if ord in (None, "rms", "average"):
-        return
+        return options
     # The order decides which program is compiled, so a traced one comes too late.
     check_known(f"{call}: ord", ord)
     is_number = isinstance(ord, (int, float, np.number, jax.Array))
@@ -562,6 +524,10 @@ def check_ord(call: str, ord: Any) -> None:
         known = math.nan
     if math.isnan(known) or known <= 0:
         raise ValueError(f"{call}: ord must be {ORDERS}, got {shown(ord)}.")
+    # Static arguments must be hashable.
+    if isinstance(ord, (np.number, jax.Array)):
+        options["ord"] = known
+    return options
 
 
 # ------------------------------------------------------------------- public functions
@@ -592,8 +558,7 @@ def global_norm(tree: Any, *, ord: Ord = None, mesh_axes: MeshAxes = "auto") -> 
       >>> print(optaxclip.global_norm(grads))
       5.477226
     """
-    check_ord("global_norm", ord)
-    measure = GlobalNorm("global_norm", ord, mesh_axes)
+    measure = GlobalNorm(**check_measure("global_norm", ord, mesh_axes=mesh_axes))
     return measure(clipped_leaves(tree)).each[0]
 
 
@@ -635,9 +600,9 @@ def tensor_norm(
       >>> print(optaxclip.tensor_norm(grads)["w"])
       5.0
     """
-    check_ord("tensor_norm", ord)
+    numbers = {"stacked": stacked, "mesh_axes": mesh_axes}
+    measure = TensorNorm(**check_measure("tensor_norm", ord, **numbers))
     # Leaves that do not count are None here, and so in the tree of norms.
-    measure = TensorNorm("tensor_norm", ord, stacked, mesh_axes)
     return measure(clipped_leaves(tree)).tree()
 
 
@@ -683,8 +648,8 @@ def unitwise_norm(
     Reference: Brock et al., High-performance large-scale image recognition without
     normalization, 2021 (arXiv 2102.06171).
     """
-    check_ord("unitwise_norm", ord)
-    measure = UnitwiseNorm("unitwise_norm", ord, axis, stacked, mesh_axes)
+    numbers = {"axis": axis, "stacked": stacked, "mesh_axes": mesh_axes}
+    measure = UnitwiseNorm(**check_measure("unitwise_norm", ord, **numbers))
     return measure(clipped_leaves(tree)).tree()
 
 
@@ -716,8 +681,8 @@ def group_norm(
       >>> print(norms["matrix"], norms["vector"])
       5.0 1.0
     """
-    check_ord("group_norm", ord)
     # Leaves that do not count have labels too, whose norm may then be 0.
     found = trees.labels_of(labels, trees.unboxed(tree))
-    table = trees.static_labels(found, "group_norm")
-    return GroupNorm(table, "group_norm", ord, mesh_axes)(clipped_leaves(tree)).tree()
+    numbers = {"labels": found, "mesh_axes": mesh_axes}
+    measure = GroupNorm(**check_measure("group_norm", ord, **numbers))
+    return measure(clipped_leaves(tree)).tree()

@@ -10,7 +10,6 @@ keeps what it knew.
 
 import json
 import math
-from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
 from itertools import chain
@@ -23,18 +22,10 @@ import numpy as np
 import optax
 from jax import lax
 
+from . import _mesh as mesh
 from . import _trees as trees
 from ._checks import BEGIN_ANEW, check_shape, held_in
 from ._exported import exported
-from ._mesh import (
-    axes_size,
-    joined,
-    resharded,
-    split_as,
-    typed_as,
-    varying,
-    varying_over,
-)
 from ._norms import Norms
 from .rules._constant import Constant
 from .rules._joined import Joined
@@ -158,33 +149,30 @@ def with_layers(state: ClipState, call: str) -> list[dict[str, int | None]]:
     Raises:
       ValueError: a leaf is called "w/0", and a stack "w" has a layer 0.
     """
-    found, seen = [], Counter[str]()
+    found, seen = [], set[str]()
     for part, counts in zip(state.names, counts_of(state)):
         every = []
         for name, layers in part.items():
-            own = [name]
-            if layers is not None:
-                own = [f"{name}/{layer}" for layer in layers][: counts[name]]
-            every += own
+            if layers is None:
+                every.append(name)
+            else:
+                every += [f"{name}/{layer}" for layer in layers][: counts[name]]
+        if len({*every, *seen}) < len(every) + len(seen):
+            raise ValueError(
+                f"{call}: layers=True: a leaf of {trees.listed(part)} has the name of "
+                "a layer of another leaf. Rename it, or use layers=False."
+            )
         seen.update(every)
         found.append(dict.fromkeys(every))
-    for name, count in seen.items():
-        if count > 1:
-            raise ValueError(
-                f"{call}: layers=True: two norms have the name {name!r}, that of a "
-                "leaf and that of a layer of another leaf. Rename the leaf, or use "
-                "layers=False."
-            )
     return found
 
 
 def memories(state: ClipState) -> tuple[Any, ...]:
     """The memory of each part."""
-    count = len(state.names)
     # Rules without a memory share one ().
-    if not jax.tree.leaves(state.memory):
-        return ((),) * count
-    return (state.memory,) if count == 1 else tuple(state.memory)
+    if len(state.names) == 1 or not jax.tree.leaves(state.memory):
+        return (state.memory,) * len(state.names)
+    return tuple(state.memory)
 
 
 def one_memory(memories: list[Any]) -> Any:
@@ -225,7 +213,7 @@ def limits_of(state: ClipState, norms: Any) -> Any:
     """The limits that a state has for some norms, as a tree."""
     known = state.by_name()
     limits = []
-    for name, norm in zip(trees.names(list(norms.paths), known), norms.each):
+    for name, norm in zip(trees.names(norms.paths), norms.each):
         limits.append(known[name].limit.reshape(norm.shape))
     return norms._replace(each=limits).tree()
 
@@ -249,22 +237,6 @@ class Group(NamedTuple):
         own = [each[i] for i in self.numbers]
         return own[0] if self.is_one else concatenated(own)
 
-    def apart(self, vector: jax.Array, each: list[Any]) -> list[jax.Array]:
-        """The entries of such an array, one for each norm."""
-        found, start = [], 0
-        for number in self.numbers:
-            norm = each[number]
-            some = vector[start : start + norm.size]
-            found.append(split_as(some.reshape(norm.shape), jax.typeof(norm)))
-            start += norm.size
-        return found
-
-    def taken(self, memory: Any) -> Any:
-        """The memory of these norms, out of that of the part."""
-        if self.own_rows is None:
-            return memory
-        return jax.tree.map(itemgetter(self.own_rows), memory)
-
     def put(self, memory: Any, new: Any) -> Any:
         """The memory of the part, with a new one of these norms."""
         rows = self.own_rows
@@ -284,8 +256,8 @@ def concatenated(arrays: list[jax.Array]) -> jax.Array:
     # Without a mesh, as under plain jit, no type says anything of devices.
     if not jax.sharding.get_abstract_mesh().empty:
         # A vector has one type.
-        names = set().union(*map(varying, arrays))
-        arrays = [varying_over(resharded(x), names) for x in arrays]
+        names = set().union(*map(mesh.varying, arrays))
+        arrays = [mesh.varying_over(mesh.resharded(x), names) for x in arrays]
     flat = [x.reshape(-1) for x in arrays]
     return flat[0] if len(flat) == 1 else jnp.concatenate(flat)
 
@@ -297,8 +269,7 @@ def groups_of(norms: Norms, state: ClipState, call: str) -> list[Group]:
       ValueError: a norm that the state does not have, or with other layers.
     """
     known = set().union(*state.names)
-    own = trees.names(norms.paths, known)
-    number_of = {name: number for number, name in enumerate(own)}
+    number_of = {name: i for i, name in enumerate(trees.names(norms.paths))}
     # A state of more names is right, as some may be missing. One of fewer is not.
     if not set(number_of) <= known:
         raise ValueError(
@@ -323,10 +294,10 @@ def groups_of(norms: Norms, state: ClipState, call: str) -> list[Group]:
             start = stop
         if numbers:
             group = group_of(norms, state.names, part, numbers)
-            where = np.array(rows)
+            group = group._replace(rows=np.array(rows))
             if len(rows) < start - first:
-                group = group._replace(own_rows=where - first)
-            found.append(group._replace(rows=where))
+                group = group._replace(own_rows=group.rows - first)
+            found.append(group)
     return found
 
 
@@ -347,21 +318,18 @@ def rules_of_norms(
     Raises:
       ValueError: a norm without a rule, or a rule without a norm.
     """
-    numbers = list(range(len(norms.each)))
-    found = [rules] * len(numbers)
-    if not isinstance(rules, Rule):
-        table = trees.freeze(rules, is_rule)
-        # A missing leaf is a hole in the tree of norms. A missing label leaves none.
-        if norms.noun == "label" and names:
-            missing = set().union(*names) - set(trees.names(norms.paths))
-            entries = table.entries
-            kept = [x for x in entries if trees.name(x[0]) not in missing]
-            table = trees.Prefix(tuple(kept))
-        # Rules are placed on the tree of norms, whose leaves are their numbers here.
-        tree = norms.treedef.unflatten(numbers)
-        options = {"part": norms.noun, "allow_missing": norms.allow_missing}
-        found = trees.lookup(table, tree, argument, **options)
-    return found
+    if isinstance(rules, Rule):
+        return [rules] * len(norms.each)
+    table = trees.freeze(rules, is_rule)
+    # A missing leaf is a hole in the tree of norms. A missing label leaves none.
+    if norms.noun == "label" and names:
+        missing = set().union(*names) - set(trees.names(norms.paths))
+        kept = [x for x in table.entries if trees.name(x[0]) not in missing]
+        table = trees.Prefix(tuple(kept))
+    # Rules are placed on the tree of norms, whose leaves are their numbers here.
+    tree = norms.treedef.unflatten(range(len(norms.each)))
+    options = {"part": norms.noun, "allow_missing": norms.allow_missing}
+    return trees.lookup(table, tree, argument, **options)
 
 
 def shared_rule(rules: list[Rule], group: Group, norms: Norms, call: str) -> Rule:
@@ -424,7 +392,7 @@ def first_state(norms: Norms, rules: list[Rule], argument: str) -> ClipState:
         names.setdefault(kind, {})[name] = layers
         numbers.setdefault(kind, []).append(number)
     parts = tuple(names.values())
-    each = [typed_as(jnp.zeros(x.shape, x.dtype), x) for x in norms.each]
+    each = [mesh.typed_as(jnp.zeros(x.shape, x.dtype), x) for x in norms.each]
     entries, memory = [], []
     for part, own in enumerate(numbers.values()):
         group = group_of(norms, parts, part, own)
@@ -432,31 +400,29 @@ def first_state(norms: Norms, rules: list[Rule], argument: str) -> ClipState:
         # A rule may return the very array that it is given.
         first = jax.tree.map(jnp.asarray, rule.init(norm))
         for leaf in jax.tree.leaves(first):
-            _check_first_memory(rule, leaf.shape, norm.shape)
+            if leaf.shape[: norm.ndim] != norm.shape:
+                raise ValueError(
+                    f"{call_name(type(rule))}: init must return arrays whose first "
+                    f"axes are those of the norm, {norm.shape}, got the shape "
+                    f"{leaf.shape}."
+                )
         # Zeros that a rule made of a shape have no type of a mesh.
-        memory.append(group.put((), typed_as(first, jax.typeof(norm))))
+        typed = mesh.typed_as(first, jax.typeof(norm))
+        memory.append(group.put((), typed))
         if group.is_unit:
-            over = varying(norm) - set(units_over(norms, group))
+            over = mesh.varying(norm) - set(units_over(norms, group))
             shape = () if parts == ALL else (1,)
-            norm = varying_over(jnp.zeros(shape, norm.dtype), over)
+            norm = mesh.varying_over(jnp.zeros(shape, norm.dtype), over)
         entries.append(norm)
     norm = entries[0] if parts == ALL else concatenated(entries)
     filled = {}
     for name, (value, dtype) in FIRST.items():
         array = jnp.full(norm.shape, value, dtype or norm.dtype)
-        filled[name] = typed_as(array, jax.typeof(norm))
+        filled[name] = mesh.typed_as(array, jax.typeof(norm))
     if not norms.units:
         filled["units_clipped"] = ()
     step = jnp.zeros((), jnp.int32)
     return ClipState(parts, step, memory=one_memory(memory), **filled)
-
-
-def _check_first_memory(rule: Rule, shape: Any, norm: Any) -> None:
-    if shape[: len(norm)] != norm:
-        raise ValueError(
-            f"{call_name(type(rule))}: init must return arrays whose first axes "
-            f"are those of the norm, {norm}, got the shape {shape}."
-        )
 
 
 def _layer_names(shape: tuple[int, ...]) -> list[str]:
@@ -471,9 +437,7 @@ def _layer_names(shape: tuple[int, ...]) -> list[str]:
 
 def units_over(norms: Norms, group: Group) -> tuple[str, ...]:
     """The mesh axes that split the units of a leaf."""
-    (number,) = group.numbers
-    leaf = next(x for x in norms.leaves if x.norm == number)
-    return leaf.units_over
+    return next(x for x in norms.leaves if x.norm == group.numbers[0]).units_over
 
 
 def _is_constant(rule: Rule) -> TypeGuard[Constant]:
@@ -530,7 +494,7 @@ class Form:
 
     @property
     def heads(self) -> list[list[str]]:
-        return [list(dict(part)) for part in self.names or ()]
+        return list(map(list, self.names or ()))
 
     # An open form equals any other.
     def __hash__(self) -> int:
@@ -545,27 +509,18 @@ _KEYS = [jax.tree_util.GetAttrKey(name) for name in ClipState._fields[1:]]
 
 def _flatten(state: ClipState) -> tuple[list[Any], Form]:
     """The fields with their keys, and what is apart from them, for JAX."""
+    fields = list(zip(_KEYS, state[1:]))
     if isinstance(state.names, Form):
-        return list(zip(_KEYS, state[1:])), state.names
-    names = []
-    for part in state.names:
-        inner = (x if x is None else tuple(x) for x in part.values())
-        names.append(tuple(zip(part, inner)))
-    memory = jax.tree.structure(state.memory)
+        return fields, state.names
     units = bool(jax.tree.leaves(state.units_clipped))
-    form = Form(tuple(names), memory, units)
-    return list(zip(_KEYS, state[1:])), form
+    return fields, Form(state.names, jax.tree.structure(state.memory), units)
 
 
 def _unflatten(form: Form, fields: Any) -> ClipState:
     noted = form.noted or form
     if noted.names is None:
         return ClipState(form, *fields)
-    names = []
-    for part in noted.names:
-        inner = {name: x and dict.fromkeys(x) for name, x in part}
-        names.append(inner)
-    state = ClipState(tuple(names), *fields)
+    state = ClipState(noted.names, *fields)
     if noted is form:
         return state
     # One sharding for all of the memory becomes one for each of its arrays.
@@ -580,18 +535,11 @@ def _unflatten(form: Form, fields: Any) -> ClipState:
 jax.tree_util.register_pytree_with_keys(ClipState, _flatten, _unflatten)
 
 
-def _form_of(names: bytes) -> Form:
-    parts = []
-    for part in json.loads(names):
-        parts.append(tuple((name, x and tuple(x)) for name, x in part))
-    return Form(tuple(parts))
-
-
 jax.export.register_pytree_node_serialization(
     ClipState,
     serialized_name="optaxclip.ClipState",
     serialize_auxdata=lambda form: json.dumps(form.names).encode(),
-    deserialize_auxdata=_form_of,
+    deserialize_auxdata=lambda names: Form(tuple(json.loads(names))),
 )
 
 
@@ -642,17 +590,11 @@ def count_clipped(
     old: ClippedElements, step: jax.Array, pairs: list[tuple[Any, jax.Array]]
 ) -> ClippedElements:
     """The shares after a step, from each leaf (before, after) that step."""
-    share = _share_clipped(pairs)
-    mean = old.mean + (share - old.mean) / (step.astype(jnp.float32) + 1)
-    return ClippedElements(share, mean, moving_average(old.recent, share, step))
-
-
-def _share_clipped(pairs: list[tuple[Any, jax.Array]]) -> jax.Array:
     # Mesh axes are known where JAX tracks types. Elsewhere inside shard_map and pmap
     # the share is that of the leaves on one device.
     counts, names, total = [], [], 0.0
     for before, after in pairs:
-        over = tuple(sorted(varying(after)))
+        over = tuple(sorted(mesh.varying(after)))
         names.append(over)
         size = math.prod(after.shape)
         is_known = isinstance(size, int)
@@ -665,6 +607,8 @@ def _share_clipped(pairs: list[tuple[Any, jax.Array]]) -> jax.Array:
             counts.append(lax.convert_element_type(count, np.float32))
         # Floats, since int32 ends at 2^31. A size of jax.export may be a symbol.
         whole = float(size) if is_known else jnp.asarray(size).astype(jnp.float32)
-        total += whole * axes_size(over)
-    clipped = sum(joined(lax.psum, counts, names), jnp.zeros((), jnp.float32))
-    return clipped / jnp.maximum(total, 1.0)
+        total += whole * mesh.axes_size(over)
+    clipped = sum(mesh.joined(lax.psum, counts, names), jnp.zeros((), jnp.float32))
+    share = clipped / jnp.maximum(total, 1.0)
+    mean = old.mean + (share - old.mean) / (step.astype(jnp.float32) + 1)
+    return ClippedElements(share, mean, moving_average(old.recent, share, step))

@@ -31,7 +31,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from ._mesh import is_on_one_device, typed_as
+from ._mesh import is_on_one_device
 
 # 2^37 of the largest numbers, which are 2^128, have a finite `down`: (2^128 / s)^2 is
 # 2^90. The smallest normal one, which is 2^-126, has a normal `up`: 2^(-43 * 2).
@@ -55,9 +55,9 @@ class Sums(NamedTuple):
 
 def per_platform(
     *operands: Any,
-    cpu: Callable[..., Any],
     gpu: Callable[..., Any],
-    plain: Callable[..., Any],
+    cpu: Callable[..., Any] = lambda x: x,
+    plain: Callable[..., Any] = lambda x: x,
 ) -> Any:
     """Calls the function of the platform that the program is compiled for."""
     # OPTAXCLIP_PLATFORM=plain takes the form of plain `jnp` everywhere.
@@ -110,18 +110,14 @@ def written_by_a_gpu(arrays: Any) -> Any:
     from. A step of AGC moves 12.27 GB on an H100 and not 12.58.
     """
     barrier = lax.optimization_barrier
-    return per_platform(arrays, cpu=_same, gpu=barrier, plain=_same)
+    return per_platform(arrays, gpu=barrier)
 
 
 def in_one_kernel(number: jax.Array) -> jax.Array:
     """The same number. Of all that is computed from it XLA on a GPU makes one kernel,
     as it does with numbers that come from one array, unless that has a single one.
     """
-    return per_platform(number, cpu=_same, gpu=_out_of_a_pair, plain=_same)
-
-
-def _same(x: Any) -> Any:
-    return x
+    return per_platform(number, gpu=_out_of_a_pair)
 
 
 def _out_of_a_pair(number: jax.Array) -> jax.Array:
@@ -180,7 +176,7 @@ def _in_pairs(leaf: jax.Array, dims: Dims, dtype: Any) -> Sums:
     # reduction of one operand by a collective that GPUs do not have. The barrier keeps
     # XLA from dropping it.
     zero = lax.optimization_barrier(dtype.type(0))
-    zeros = typed_as(jnp.full(x.shape, zero), jax.typeof(x))
+    zeros = jnp.full_like(x, zero)
     start = np.complex64(0), dtype.type(0)
     total, rest = lax.reduce((pairs, zeros), start, _add_pairs, axes)
     plain, scaled = jnp.real(total) + rest, jnp.imag(total)

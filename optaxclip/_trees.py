@@ -10,14 +10,7 @@ the updates needs no value.
 import inspect
 import warnings
 from collections import Counter
-from collections.abc import (
-    Callable,
-    Container,
-    Iterable,
-    Iterator,
-    Mapping,
-    Sequence,
-)
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from typing import Any, NamedTuple, TypeAlias, TypeGuard
 
@@ -132,23 +125,20 @@ def gradients_of(call: str, updates: Any, params: Any) -> Any:
         )
     tree = clipped_leaves(updates, call)
     # A NamedTuple is a tree. A plain pair may be (value, grads).
-    if type(updates) is tuple and len(updates) == 2 and params is not None:
-        _check_alone(call, updates, jax.tree.structure(params))
-    return tree
-
-
-def _check_alone(call: str, updates: tuple[Any, Any], wanted: Any) -> None:
-    # params may be a pair as well, of two arrays for example.
-    if jax.tree.structure(updates) == wanted:
-        return
+    if type(updates) is not tuple or len(updates) != 2 or params is None:
+        return tree
+    wanted = jax.tree.structure(params)
     for place, each in enumerate(updates):
-        # The gradients are the one of the two that looks like params.
-        if jax.tree.structure(each) == wanted:
+        # The gradients are the one of the two that looks like params, unless these are
+        # a pair as well, of two arrays for example.
+        is_alike = jax.tree.structure(each) == wanted
+        if is_alike and jax.tree.structure(updates) != wanted:
             raise TypeError(
                 f"{call}: updates must be the gradients alone, got a tuple of two in "
                 f"which updates[{place}] has the structure of params. "
                 "jax.value_and_grad returns (value, grads), and has_aux (grads, aux)."
             )
+    return tree
 
 
 def warn_of_integers(call: str, updates: Any) -> None:
@@ -160,8 +150,8 @@ def warn_of_integers(call: str, updates: Any) -> None:
         if jnp.issubdtype(dtype, jnp.integer) and jnp.size(leaf):
             warnings.warn(
                 f"{call}: nothing is clipped, since no leaf of the updates has a float "
-                f"or complex dtype. The leaf {name(path)!r} is {_shown(dtype)}: "
-                "make it float32.",
+                f"or complex dtype. The leaf {name(path)!r} is "
+                f"{jnp.result_type(leaf)}: make it float32.",
                 # The line that called update.
                 stacklevel=3,
             )
@@ -177,34 +167,26 @@ def check_kept(call: str, tree: Any, kept: Any) -> None:
         # None may stand for a part of the tree, all of which is missing then.
         known = form.flatten_up_to(kept)
     except (TypeError, ValueError):
+        trees = kept, tree
+        paths = [dict(jax.tree_util.tree_leaves_with_path(x)) for x in trees]
         raise ValueError(
-            f"{call}: state was made for the leaves {_listed_leaves(kept)}, but the "
-            f"updates have {_listed_leaves(tree)}. {BEGIN_ANEW}"
+            f"{call}: state was made for the leaves {listed_paths(paths[0])}, but the "
+            f"updates have {listed_paths(paths[1])}. {BEGIN_ANEW}"
         ) from None
     for (path, leaf), own in zip(updates, known):
         if leaf is None:
             continue
         if own is None:
-            kind = _shown(getattr(leaf, "dtype", type(leaf)))
             raise ValueError(
-                f"{call}: the update of the leaf {name(path)!r} is {kind}, but "
-                "what init was given for it has no float or complex dtype. Make that "
-                "float32, or give None for the update."
+                f"{call}: the update of the leaf {name(path)!r} is "
+                f"{jnp.result_type(leaf)}, but what init was given for it has no float "
+                "or complex dtype. Make that float32, or give None for the update."
             )
         if jnp.shape(leaf) != jnp.shape(own):
             raise ValueError(
                 f"{call}: state was made for the leaf {name(path)!r} of shape "
                 f"{jnp.shape(own)}, but its update has {jnp.shape(leaf)}. {BEGIN_ANEW}"
             )
-
-
-def _listed_leaves(tree: Any) -> str:
-    return listed_paths(path for path, _ in jax.tree_util.tree_leaves_with_path(tree))
-
-
-def _shown(kind: Any) -> str:
-    """A dtype, or the type of a Python number."""
-    return kind.__name__ if isinstance(kind, type) else str(kind)
 
 
 def values_of(call: str, argument: str, tree: Any, values: Any) -> Any:
@@ -232,13 +214,14 @@ def values_of(call: str, argument: str, tree: Any, values: Any) -> Any:
                 f"{call}: {argument} has the shape {jnp.shape(value)} for the leaf "
                 f"{name(path)!r}, and the updates have {jnp.shape(leaf)}."
             )
-        kind, own = (getattr(x, "dtype", type(x)) for x in (value, leaf))
+        kind = getattr(value, "dtype", type(value))
         # Weights that are integers would have no norm, while their updates have one.
         if not jnp.issubdtype(kind, jnp.inexact):
             raise TypeError(
                 f"{call}: {argument} must have a float or complex dtype for the leaf "
-                f"{name(path)!r}, whose update is {_shown(own)}, got "
-                f"{_shown(kind)}. Make it float32, or give None for that update."
+                f"{name(path)!r}, whose update is {jnp.result_type(leaf)}, got "
+                f"{jnp.result_type(value)}. Make it float32, or give None for that "
+                "update."
             )
         found.append(value)
     return jax.tree.structure(tree).unflatten(found)
@@ -252,21 +235,16 @@ def name(path: Any) -> str:
     return jax.tree_util.keystr(path, simple=True, separator="/")
 
 
-def names(paths: Sequence[Any], known: Container[str] = ()) -> list[str]:
+def names(paths: Sequence[Any]) -> list[str]:
     """The names of all key paths of a tree, no two alike: where `a/b` could be two
     places, they are written as in Python. No name has line breaks.
-
-    `known` are names of which some may be missing here. Two places that read `a/b` are
-    known as in Python, also where one is missing.
     """
     # {"a/b": x} and {"a": {"b": x}} both read a/b.
-    short = [name(path).replace("\n", "\\n") for path in paths]
-    counts = Counter(short)
-    found = []
-    for path, own in zip(paths, short):
-        long = jax.tree_util.keystr(path)
-        is_long = own not in known and long in known
-        found.append(long if is_long or counts[own] > 1 else own)
+    found = [name(path).replace("\n", "\\n") for path in paths]
+    counts = Counter(found)
+    for place, path in enumerate(paths):
+        if counts[found[place]] > 1:
+            found[place] = jax.tree_util.keystr(path)
     return found
 
 
@@ -329,7 +307,7 @@ def lookup(
     table = dict(prefix.entries)
     entries = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_hole)[0]
     holes = {path for path, leaf in entries if is_hole(leaf)}
-    paths = [path for path, leaf in entries if not is_hole(leaf)]
+    paths = [path for path, _ in entries if path not in holes]
     # A value at a hole, or above it, need not reach a leaf.
     used = set(chain.from_iterable(map(heads, holes)))
     values = []
@@ -355,10 +333,7 @@ def lookup(
 
 
 def for_each_leaf(
-    value: Any,
-    tree: Any,
-    argument: str,
-    is_value: Callable[[Any], bool] = lambda x: False,
+    value: Any, tree: Any, argument: str, is_value: Callable[[Any], bool] = is_none
 ) -> list[Any]:
     """One value for each leaf, from a function of path and leaf or a tree prefix."""
     if is_function(value):
@@ -373,8 +348,7 @@ def for_each_leaf(
 def is_axes(x: Any) -> TypeGuard[tuple[int, ...]]:
     """Whether it is a tuple of axes, and not a part of a tree."""
     # A NamedTuple of ints is a part of a tree, so the type is tuple itself.
-    whole = int, np.integer
-    return type(x) is tuple and all(isinstance(i, whole) for i in x)
+    return type(x) is tuple and all(isinstance(i, (int, np.integer)) for i in x)
 
 
 def static_numbers(option: str, numbers: Any, call: str) -> Any:
@@ -413,19 +387,14 @@ def axes_within(value: Any, argument: str, leaf: str, rank: int) -> tuple[int, .
       ValueError: an axis that it does not have, or has named twice.
     """
     wanted = value if isinstance(value, tuple) else (value,)
-    for axis in wanted:
-        is_whole = isinstance(axis, (int, np.integer))
-        if not is_whole or not -rank <= axis < rank:
-            raise ValueError(
-                f"{argument}={shown(value)} does not fit the leaf {leaf!r}, a tensor "
-                f"of rank {rank}: give an axis for each leaf."
-            )
-    # Counted from the front: (-1, 0) of rank 3 is (0, 2).
-    axes = {int(axis) % rank for axis in wanted}
+    # Counted from the front: (-1, 0) of rank 3 is (0, 2). An axis twice, as in (0, -3),
+    # makes the set smaller.
+    whole = [axis for axis in wanted if isinstance(axis, (int, np.integer))]
+    axes = {int(axis) % rank for axis in whole if -rank <= axis < rank}
     if len(axes) < len(wanted):
         raise ValueError(
-            f"{argument}={shown(value)} names an axis twice for the leaf {leaf!r}, a "
-            f"tensor of rank {rank}."
+            f"{argument}={shown(value)} does not fit the leaf {leaf!r}, a tensor of "
+            f"rank {rank}: give axes for each leaf, none of them twice."
         )
     return tuple(sorted(axes))
 
@@ -468,15 +437,22 @@ def stacked_axes(
         placed = Prefix(tuple((key, (key, value)) for key, value in table))
         sourced = lookup(placed, tree, f"{call}: stacked")
     found = []
-    first: dict[Any, tuple[str, tuple[int, ...]]] = {}
+    first: dict[Any, tuple[str, str]] = {}
     for (path, leaf), (source, answer), shape in zip(entries, sourced, shapes):
         axes = _layer_axes(answer, name(path), jnp.shape(leaf), call)
         found.append(axes)
-        if axes and shape is not None:
-            own = name(path), tuple(shape[axis] for axis in axes)
-            known = first.setdefault(source, own)
-            if own[1] != known[1]:
-                _raise_disagreement(call, answer, known, own)
+        if not axes or shape is None:
+            continue
+        sizes = " x ".join(str(shape[axis]) for axis in axes)
+        other, known = first.setdefault(source, (name(path), sizes))
+        if sizes != known:
+            raise ValueError(
+                f"{call}: stacked={shown(answer)} would count {known} in {other!r} and "
+                f"{sizes} in {name(path)!r}, but leaves of one stack have the same "
+                "number of layers. Axes other than the leading ones are a tuple, such "
+                "as (1,) for axis 1. A leaf that is not stacked takes None. Several "
+                "stacks take a value each, as in {'encoder': 1, 'decoder': 1}."
+            )
     return found
 
 
@@ -499,25 +475,8 @@ def _layer_axes(
     )
 
 
-def _raise_disagreement(call: str, answer: Any, *leaves: Any) -> None:
-    counts = []
-    for leaf, sizes in leaves:
-        counts.append(f"{' x '.join(map(str, sizes))} in {leaf!r}")
-    raise ValueError(
-        f"{call}: stacked={shown(answer)} would count {' and '.join(counts)}, but "
-        "leaves of one stack have the same number of layers. Axes other than the "
-        "leading ones are a tuple, such as (1,) for axis 1. A leaf that is not "
-        "stacked takes None. Several stacks take a value each, as in "
-        "{'encoder': 1, 'decoder': 1}."
-    )
-
-
 def unit_axes(
-    axis: Any,
-    layers: list[tuple[int, ...]],
-    tree: Any,
-    call: str,
-    shapes: list[Any],
+    axis: Any, layers: list[tuple[int, ...]], tree: Any, call: str, shapes: list[Any]
 ) -> list[tuple[int, ...] | None]:
     """For each leaf, the dimensions that a unit norm sums. None for all of them without
     keeping any.
@@ -548,9 +507,10 @@ def _axes_by_shape(
     """All dimensions of what squeezes to a vector, else those that feed one output."""
     # Axes of size 1 do not count: [1, 1, n] is a vector, as in optax. A size that only
     # a run of an exported program knows counts as one of many.
-    known = [] if shape is None else [size for size in shape if not _is_one(size)]
-    if shape is not None and len(known) <= 1:
-        return tuple(range(rank))
+    if shape is not None:
+        ones = [size for size in shape if isinstance(size, int) and size <= 1]
+        if rank - len(ones) <= 1:
+            return tuple(range(rank))
     if rank > 5:
         raise ValueError(
             f"{argument} must be given for the leaf {leaf!r} of rank {rank}: there is "
@@ -559,11 +519,6 @@ def _axes_by_shape(
     # Kernels as [in, out], [in, heads, size], [height, width, in, out], and with depth.
     # Those of rank 3 are taken for attention, as in optax.
     return tuple(range({2: 1, 3: 1, 4: 3, 5: 4}.get(rank, rank)))
-
-
-def _is_one(size: Any) -> bool:
-    # Symbolic sizes are not compared.
-    return isinstance(size, int) and size <= 1
 
 
 # --------------------------------------------------------------------------- labels
@@ -591,8 +546,7 @@ def by_label(tree: Any, labels: Any, call: str, *, allow_missing: bool) -> list[
     """The label of each leaf. `allow_missing`: of some labels there may be none."""
     # A function is called in each trace, so its labels may follow the tree.
     table = static_labels(labels_of(labels, tree), call)
-    argument = f"{call}: labels"
-    found = lookup(table, tree, argument, allow_missing=allow_missing)
+    found = lookup(table, tree, f"{call}: labels", allow_missing=allow_missing)
     check_labels(f"{call}: labels must be", set(found))
     return found
 
@@ -604,26 +558,15 @@ def labels_of(labels: Any, tree: Any) -> Any:
     if not is_function(labels):
         return labels
     # Two arguments are path and leaf. One is the tree, as optax.partition calls it.
-    if _takes_path(labels):
+    try:
+        inspect.signature(labels).bind(tree)
+    except TypeError:
         return jax.tree_util.tree_map_with_path(
             lambda path, leaf: labels(name(path), leaf), tree
         )
-    return labels(tree)
-
-
-def _takes_path(function: Callable[..., Any]) -> bool:
-    """Whether a function needs two arguments, path and leaf."""
-    try:
-        parameters = inspect.signature(function).parameters.values()
     except ValueError:  # a builtin without a signature
-        return False
-    kinds = (
-        inspect.Parameter.POSITIONAL_ONLY,
-        inspect.Parameter.POSITIONAL_OR_KEYWORD,
-    )
-    # An argument with a default does not count: labels(tree, sep="/") takes a tree.
-    needed = [x for x in parameters if x.kind in kinds and x.default is x.empty]
-    return len(needed) == 2
+        pass
+    return labels(tree)
 
 
 def check_labels(must: str, labels: Iterable[Any]) -> None:
