@@ -291,7 +291,7 @@ def _clipped(settings: Any, tree: Any, scaled: Any, state: ClipState) -> Any:
     measure, shrink, steps = settings
     entries, _ = jax.tree_util.tree_flatten_with_path(tree)
     by_name = state.by_name()
-    names = trees.names([path for path, _ in entries], by_name)
+    names = trees.names([path for path, _ in entries])
     leaves, treedef = jax.tree.flatten(scaled)
     for group, numbers in measure.groups(tree).items():
         x = group.matrices([entries[number][1] for number in numbers])
