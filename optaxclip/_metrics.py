@@ -54,6 +54,7 @@ _OPTIONAL = """
 """
 # Names of fields in which flax NNX and optax keep a state within a state.
 _FIELDS = "opt_state inner_state inner_states inner_opt_state clip_state"
+Numbers = dict[str, jax.Array]  # by name
 
 
 def metrics(
@@ -309,7 +310,7 @@ def _clip_rows(
 @partial(jax.jit, static_argnums=(0, 1))
 def _numbers_of_names(
     counts: tuple[int, ...], summary: bool, state: ClipState
-) -> list[dict[str, jax.Array]]:
+) -> list[Numbers]:
     """The numbers of each name, or those of all norms together."""
     several = jax.tree.map(jnp.atleast_1d, state._replace(step=()))
     ratio = _ratio(several.norm, several.limit)
@@ -344,9 +345,7 @@ def _ratio(norm: jax.Array, limit: jax.Array) -> jax.Array:
     return jnp.where(free, jnp.where(jnp.all(free), norm, 0 * norm), ratio)
 
 
-def _numbers(
-    state: ClipState, step: jax.Array, worst: jax.Array
-) -> dict[str, jax.Array]:
+def _numbers(state: ClipState, step: jax.Array, worst: jax.Array) -> Numbers:
     """The numbers of the worst of some norms, counted over all of them."""
     norm, limit = state.norm[worst], state.limit[worst]
     factor = state.factor[worst]

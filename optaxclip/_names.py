@@ -180,9 +180,8 @@ def _instead(call: str, name: str, known: list[str]) -> str:
 
 def _hint(name: str, module: ModuleType) -> str:
     package = sys.modules[__package__ or ""]
-    is_package = module is package
     meant = FUNCTIONS.get(name.lower().rstrip("_"))
-    if is_package and meant:
+    if module is package and meant:
         return f"Use {package.__name__}.{meant}."
     modules = [getattr(package, own) for own in package.__all__]
     modules = [each for each in modules if isinstance(each, ModuleType)]
@@ -192,7 +191,7 @@ def _hint(name: str, module: ModuleType) -> str:
         places |= {own: f"{each.__name__}.{own}" for own in each.__all__}
     for place in _similar(name, places):
         return f"Use {place}."
-    return "" if is_package else f"It has {', '.join(module.__all__)}."
+    return "" if module is package else f"It has {', '.join(module.__all__)}."
 
 
 def _similar(name: str, known: dict[str, str]) -> list[str]:

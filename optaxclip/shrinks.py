@@ -25,7 +25,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.typing import ArrayLike
 
-from ._checks import check_number, check_shrunk, shown, with_hash
+from ._checks import check_known, check_number, check_shrunk, shown, with_hash
 from ._names import with_our_names
 
 Shrink = Callable[[jax.Array, jax.Array], jax.Array]
@@ -90,9 +90,9 @@ def smooth(power: float = 1.0) -> Shrink:
     Reference: Zhang, He, Sra, Jadbabaie, Why gradient clipping accelerates training,
     2020 (arXiv 1905.11881). SPECTRA, 2026 (arXiv 2603.14315).
     """
-    check_number("smooth: power", power, lowest=1.0)
+    power = _known("smooth: power", power, lowest=1.0)
     # n / (1 + (n/c)^p)^(1/p) has no derivative at p = inf as it is written.
-    return hard if float(power) == math.inf else _smooth(float(power))
+    return hard if power == math.inf else _smooth(power)
 
 
 def auto_s(gamma: float = 0.01) -> Shrink:
@@ -116,8 +116,7 @@ def auto_s(gamma: float = 0.01) -> Shrink:
     Reference: Bu, Wang, Zha, Karypis, Automatic clipping: differentially private deep
     learning made easier and stronger, 2023 (arXiv 2206.07136).
     """
-    check_number("auto_s: gamma", gamma)
-    return _auto_s(float(gamma))
+    return _auto_s(_known("auto_s: gamma", gamma))
 
 
 def psac(r: float = 0.1) -> Shrink:
@@ -141,8 +140,13 @@ def psac(r: float = 0.1) -> Shrink:
     Reference: Xia et al., Differentially private learning with per-sample adaptive
     clipping, 2023 (arXiv 2212.00328).
     """
-    check_number("psac: r", r)
-    return _psac(float(r))
+    return _psac(_known("psac: r", r))
+
+
+def _known(argument: str, number: Any, lowest: float = 0.0) -> float:
+    check_number(argument, number, lowest=lowest)
+    check_known(argument, number)
+    return float(number)
 
 
 def is_ours(x: Any) -> bool:
