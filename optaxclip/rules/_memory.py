@@ -60,7 +60,9 @@ def keep_where(wanted: jax.Array, new: Any, old: Any) -> Any:
     def choose(new: Any, old: jax.Array) -> jax.Array:
         new = split_as(jnp.asarray(new).astype(old.dtype), jax.typeof(old))
         # A memory has further dimensions, such as [N, window] for N norms.
-        mask = wanted.reshape(wanted.shape + (1,) * (new.ndim - wanted.ndim))
+        # A scalar stays one: on an explicit mesh it goes with any sharding.
+        further = new.ndim - wanted.ndim if wanted.ndim else 0
+        mask = wanted.reshape(wanted.shape + (1,) * further)
         return jnp.where(mask, new, old)
 
     return jax.tree.map(choose, new, old)

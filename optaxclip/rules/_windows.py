@@ -130,7 +130,7 @@ def push_ordered(memory: QuantileMemory, norm: Array) -> QuantileMemory:
     oldest = jnp.take_along_axis(recent.past, next_place(recent), axis=-1)
     # Until the window is full nothing leaves but an inf at the end.
     old = jnp.where(is_full, oldest, jnp.inf)
-    end = jnp.full_like(new, jnp.inf)
+    end = jnp.full_like(ordered[..., :1], jnp.inf)
     padded = jnp.concatenate([-end, ordered, end], axis=-1)
     before, after = padded[..., :-2], padded[..., 2:]
     # [1, 3, 5] without 1, with 4: what is between both moves down, [3, 4, 5].
