@@ -173,7 +173,7 @@ def test_columns_that_do_not_fit_raise():
     with pytest.raises(
         ValueError,
         match=(
-            r"spectral_norm: columns must be a number of trailing axes, from 1 to 1 "
+            r"spectral_norm: columns must be from 1 to 1 "
             r"for the leaf 'w' of shape \(2, 3\), got 2"
         ),
     ):
