@@ -502,7 +502,7 @@ def check_measure(call: str, ord: Any, **numbers: Any) -> dict[str, Any]:
     for option, value in numbers.items():
         # Lists and dicts become tables of key paths, which have a hash.
         if option == "mesh_axes":
-            value = value if value == "auto" else mesh.static_axes(value, call)
+            value = value if isinstance(value, str) else mesh.static_axes(value, call)
         elif option == "labels":
             value = trees.static_labels(value, call)
         elif value is not None:

@@ -150,7 +150,7 @@ def warn_of_integers(call: str, updates: Any) -> None:
             warnings.warn(
                 f"{call}: nothing is clipped, since no leaf of the updates has a float "
                 f"or complex dtype. The leaf {name(path)!r} is "
-                f"{jnp.result_type(leaf)}: make it float32.",
+                f"{getattr(dtype, '__name__', dtype)}: make it float32.",
                 # The line that called update.
                 stacklevel=3,
             )
