@@ -57,8 +57,7 @@ def rescale(updates: Any, norms: Any, new_norms: Any) -> Any:
     roots = []
     for norm, new in zip(before.each, jax.tree.leaves(new_norms)):
         check_shape(new.shape, norm.shape, "rescale: new_norms")
-        new = jnp.broadcast_to(new, norm.shape)
-        roots.append(factor_between(norm, new).root)
+        roots.append(factor_between(norm, jnp.broadcast_to(new, norm.shape)).root)
     return put_back(multiply(tree, before, roots), updates)
 
 
@@ -171,11 +170,8 @@ def cast_like(x: jax.Array, leaf: Any) -> jax.Array:
     x = x.astype(leaf.dtype)
     if not leaf.weak_type:
         return x
-
     # The only public way to a weakly typed array is to fill one with a scalar.
-    def fill(number: jax.Array) -> jax.Array:
-        return lax.full_like(leaf, number, shape=())
-
+    fill: Callable[[jax.Array], jax.Array] = partial(lax.full_like, leaf, shape=())
     for _ in range(x.ndim):
         fill = jax.vmap(fill)
     return fill(x)

@@ -171,15 +171,12 @@ def _update(
     rules = settings.rules.unflatten(numbers)
     asked = _ask(settings, rules, norms, state, params, given[1])
     # 3. Shrink.
-    decided = []
-    roots: list[Any] = [None] * len(norms.each)
-    for own in asked:
-        made = _decide(settings, own.learns, eps, own.norm, own.limit)
-        decided.append(made)
+    decided = [_decide(settings, x.learns, eps, x.norm, x.limit) for x in asked]
     updates = tree
     # Multiplied by 1, they would be other values to XLA, and read again by the next
     # clipper of a chain.
     if given[1] is not None or not settings.no_limit:
+        roots: list[Any] = [None] * len(norms.each)
         for own, made in zip(asked, decided):
             found = [made.root]
             if not own.group.is_one:
@@ -188,8 +185,7 @@ def _update(
                 found = roots_of_numbers(made.root, kinds, alone)
             for number, root in zip(own.group.numbers, found):
                 roots[number] = root
-        is_zero = settings.nonfinite == "zero"
-        updates = multiply(tree, norms, roots, zero=is_zero)
+        updates = multiply(tree, norms, roots, zero=settings.nonfinite == "zero")
     return updates, _next_state(settings, eps, state, norms, asked, decided)
 
 
@@ -219,15 +215,12 @@ def _ask(
     each = norms.each
     of_norm = states.rules_of_norms(rules, norms, settings.argument, state.names)
     weights: Any = None
-    total: Any = None
     if settings.with_params:
         weights = measured(settings.measure, params).each
-    if settings.with_total:
-        total = norm_of_norms(norms)
+    total = norm_of_norms(norms) if settings.with_total else None
     if given is not None:
         # Below 0 it counts as 0, as a limit of the clipper's own.
-        given = _given("limit", given, norms, settings)
-        given = [jnp.maximum(limit, 0) for limit in given]
+        given = [jnp.maximum(x, 0) for x in _given("limit", given, norms, settings)]
     ask = partial(limit_of, argument=settings.argument)
     found, memory_of = [], states.memories(state)
     for group in states.groups_of(norms, state, settings.call):
@@ -254,8 +247,7 @@ def _ask(
         if given is not None:
             limits = [given[i] for i in group.numbers]
             limit = group.vector(given)
-        kind = learns, is_relative
-        found.append(Asked(group, norm, limit, limits, memory, *kind))
+        found.append(Asked(group, norm, limit, limits, memory, learns, is_relative))
     return found
 
 
@@ -399,8 +391,8 @@ def _roots_alone(
 ) -> list[jax.Array]:
     roots = []
     for number, limit in zip(own.group.numbers, own.limits):
-        pair = norms.each[number], limit
-        roots.append(_decide(settings, own.learns, eps, *pair).root)
+        made = _decide(settings, own.learns, eps, norms.each[number], limit)
+        roots.append(made.root)
     return roots
 
 
@@ -529,9 +521,9 @@ def clip_once(
             f"{call}: {name} must be a number, got {shown(limit)}. A schedule or a "
             "rule needs a state, which optaxclip.clip_by_global_norm(limit) has."
         )
-    options = {"eps": eps, "nonfinite": nonfinite}
     # Built in each call. Settings are compared by value, so nothing compiles anew.
-    clipper = make_clipper(measure, limit, call=call, name=name, **options)
+    options = {"call": call, "name": name, "eps": eps, "nonfinite": nonfinite}
+    clipper = make_clipper(measure, limit, **options)
     # A fixed limit remembers nothing, so each call begins with a new state.
     state: Any = clipper.init(tree)
     clipped, state = clipper.update(tree, state, grad_norm=grad_norm)

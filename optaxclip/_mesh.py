@@ -184,8 +184,7 @@ def static_axes(mesh_axes: Any, call: str) -> Any:
         # Static arguments must be hashable, which arrays are not.
         if isinstance(value, (np.ndarray, jax.Array)):
             raise TypeError(f"{call}: mesh_axes must be {FORMS}, got {shown(value)}.")
-    is_list = isinstance(mesh_axes, list)
-    if is_list and all(isinstance(x, str) for x in mesh_axes):
+    if isinstance(mesh_axes, list) and all(isinstance(x, str) for x in mesh_axes):
         raise TypeError(
             f"{call}: mesh_axes must be a name or a tuple of names, got "
             f"{shown(mesh_axes)}: write mesh_axes={tuple(mesh_axes)!r}."

@@ -277,8 +277,7 @@ def _derivative(plan: Plan, primals: Any, tangents: Any) -> Any:
             weight = _weight(plan.ord, jnp.abs(x).astype(dtype), norm)
             term = weight * squares.tangent_of_modulus(x, change).astype(dtype)
             largest.append(weight)
-        keep = leaf.dims is not None
-        terms.append(jnp.sum(term, leaf.dims, keepdims=keep))
+        terms.append(jnp.sum(term, leaf.dims, keepdims=leaf.dims is not None))
     if plan.ord == math.inf:
         # A maximum is shared by all elements that are the largest.
         pairs = zip(largest, plan.leaves)
@@ -331,8 +330,7 @@ class GlobalNorm(NamedTuple):
 
     def __call__(self, tree: Any) -> Norms:
         leaves = list(map(jnp.asarray, jax.tree.leaves(tree)))
-        dims: list[Dims] = [None] * len(leaves)
-        splits = mesh.splits(self.mesh_axes, tree, dims, self.call)
+        splits = mesh.splits(self.mesh_axes, tree, [None] * len(leaves), self.call)
         found = tuple(Leaf(0, None, split) for split in splits)
         each = norms_of(Plan(found, 1, self.ord), leaves)
         # The empty path: its name is "".
@@ -383,8 +381,7 @@ class GroupNorm(NamedTuple):
         leaves = list(map(jnp.asarray, jax.tree.leaves(tree)))
         missing = self.allow_missing
         labels = trees.by_label(tree, self.labels, self.call, allow_missing=missing)
-        dims: list[Dims] = [None] * len(leaves)
-        splits = mesh.splits(self.mesh_axes, tree, dims, self.call)
+        splits = mesh.splits(self.mesh_axes, tree, [None] * len(leaves), self.call)
         # A label whose leaves are None or integers has a norm as well, which is 0.
         known = set(labels)
         if isinstance(self.labels, trees.Prefix):
@@ -397,8 +394,7 @@ class GroupNorm(NamedTuple):
         # The name of a norm is its label.
         paths = tuple((jax.tree_util.DictKey(label),) for label in order)
         treedef = jax.tree.structure(dict.fromkeys(order, 0))
-        norms = Norms(each, found, paths, treedef, noun="label")
-        return norms._replace(allow_missing=missing)
+        return Norms(each, found, paths, treedef, (), "label", missing)
 
 
 class OwnNorm(NamedTuple):
@@ -506,7 +502,7 @@ def check_measure(call: str, ord: Any, **numbers: Any) -> dict[str, Any]:
     for option, value in numbers.items():
         # Lists and dicts become tables of key paths, which have a hash.
         if option == "mesh_axes":
-            value = value if value == "auto" else mesh.static_axes(value, call)
+            value = value if isinstance(value, str) else mesh.static_axes(value, call)
         elif option == "labels":
             value = trees.static_labels(value, call)
         elif value is not None:

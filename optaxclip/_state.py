@@ -10,6 +10,7 @@ keeps what it knew.
 
 import json
 import math
+from collections import namedtuple
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
 from itertools import chain
@@ -39,17 +40,9 @@ Names = tuple[Part, ...]
 ALL: Names = ({"": None},)  # one norm of everything
 
 
-class Entry(NamedTuple):
-    """What a state knows of one norm."""
-
-    norm: Any
-    limit: Any
-    factor: Any
-    clipped: Any
-    clipped_recently: Any
-    nonfinite: Any
-    units_clipped: Any
-    memory: Any
+# What a state knows of one norm.
+OF_NORM = "norm limit factor clipped clipped_recently nonfinite units_clipped memory"
+Entry = namedtuple("Entry", OF_NORM)
 
 
 class ClipState(NamedTuple):
@@ -213,7 +206,7 @@ def limits_of(state: ClipState, norms: Any) -> Any:
     """The limits that a state has for some norms, as a tree."""
     known = state.by_name()
     limits = []
-    for name, norm in zip(trees.names(norms.paths), norms.each):
+    for name, norm in zip(trees.names(norms.paths, known), norms.each):
         limits.append(known[name].limit.reshape(norm.shape))
     return norms._replace(each=limits).tree()
 
@@ -269,7 +262,8 @@ def groups_of(norms: Norms, state: ClipState, call: str) -> list[Group]:
       ValueError: a norm that the state does not have, or with other layers.
     """
     known = set().union(*state.names)
-    number_of = {name: i for i, name in enumerate(trees.names(norms.paths))}
+    own = trees.names(norms.paths, known)
+    number_of = {name: number for number, name in enumerate(own)}
     # A state of more names is right, as some may be missing. One of fewer is not.
     if not set(number_of) <= known:
         raise ValueError(
@@ -417,8 +411,7 @@ def first_state(norms: Norms, rules: list[Rule], argument: str) -> ClipState:
     norm = entries[0] if parts == ALL else concatenated(entries)
     filled = {}
     for name, (value, dtype) in FIRST.items():
-        array = jnp.full(norm.shape, value, dtype or norm.dtype)
-        filled[name] = mesh.typed_as(array, jax.typeof(norm))
+        filled[name] = jnp.full_like(norm, value, dtype)
     if not norms.units:
         filled["units_clipped"] = ()
     step = jnp.zeros((), jnp.int32)
@@ -471,7 +464,7 @@ def _shown(names: Iterable[str]) -> str:
 #     rebuild             with the names that were noted
 
 
-@dataclass(eq=False, repr=False)
+@dataclass(eq=False)
 class Form:
     """What a state is apart from its arrays. Only the names of norms are compared: a
     tree of shardings may have one entry for all of the memory, and devices may hold
@@ -490,18 +483,14 @@ class Form:
         for one, two in ((self, other), (other, self)):
             if one.names is None and two.names is not None:
                 one.noted = two
-        return None in (self.names, other.names) or self.heads == other.heads
-
-    @property
-    def heads(self) -> list[list[str]]:
-        return list(map(list, self.names or ()))
+        if self.names is None or other.names is None:
+            return True
+        # In order.
+        return list(map(list, self.names)) == list(map(list, other.names))
 
     # An open form equals any other.
     def __hash__(self) -> int:
         return 0
-
-    def __repr__(self) -> str:
-        return repr(self.names)
 
 
 _KEYS = [jax.tree_util.GetAttrKey(name) for name in ClipState._fields[1:]]
@@ -561,8 +550,7 @@ PLACEHOLDER = _placeholder_type()
 
 def state_of_placeholder() -> ClipState:
     """A state with one leaf for each field, for `optax.tree_map_params`."""
-    count = len(ClipState._fields) - 1
-    return ClipState(Form(None), *[jnp.zeros(())] * count)
+    return ClipState(Form(None), *(jnp.zeros(()) for _ in _KEYS))
 
 
 # --------------------------------------------- shares of clipped elements, if counted

@@ -10,7 +10,7 @@ the updates needs no value.
 import inspect
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from typing import Any, NamedTuple, TypeAlias, TypeGuard
 
@@ -77,8 +77,7 @@ def put_back(changed: Any, tree: Any) -> Any:
     old, treedef = jax.tree.flatten(tree, is_leaf=is_none)
     new = jax.tree.leaves(changed, is_leaf=is_none)
     # None is a leaf that did not count. It comes back as it was.
-    pairs = zip(old, new, strict=True)
-    return treedef.unflatten([a if b is None else b for a, b in pairs])
+    return treedef.unflatten([a if b is None else b for a, b in zip(old, new)])
 
 
 def _is_box(x: Any) -> bool:
@@ -151,7 +150,7 @@ def warn_of_integers(call: str, updates: Any) -> None:
             warnings.warn(
                 f"{call}: nothing is clipped, since no leaf of the updates has a float "
                 f"or complex dtype. The leaf {name(path)!r} is "
-                f"{jnp.result_type(leaf)}: make it float32.",
+                f"{getattr(dtype, '__name__', dtype)}: make it float32.",
                 # The line that called update.
                 stacklevel=3,
             )
@@ -235,16 +234,20 @@ def name(path: Any) -> str:
     return jax.tree_util.keystr(path, simple=True, separator="/")
 
 
-def names(paths: Sequence[Any]) -> list[str]:
+def names(paths: Sequence[Any], known: Container[str] = ()) -> list[str]:
     """The names of all key paths of a tree, no two alike: where `a/b` could be two
     places, they are written as in Python. No name has line breaks.
+
+    `known` are names of which some may be missing here. Two places that read `a/b` are
+    known as in Python, also where one is missing.
     """
     # {"a/b": x} and {"a": {"b": x}} both read a/b.
     found = [name(path).replace("\n", "\\n") for path in paths]
     counts = Counter(found)
-    for place, path in enumerate(paths):
-        if counts[found[place]] > 1:
-            found[place] = jax.tree_util.keystr(path)
+    for place, own in enumerate(found):
+        long = jax.tree_util.keystr(paths[place])
+        if counts[own] > 1 or (own not in known and long in known):
+            found[place] = long
     return found
 
 
@@ -465,10 +468,7 @@ def _layer_axes(
     if isinstance(answer, (int, np.integer)) and 0 <= answer <= rank:
         return tuple(range(int(answer)))
     if is_axes(answer):
-        # Of rank 3, (-2,) is (1,). An axis twice, as in (0, -3), makes the set smaller.
-        axes = {axis % rank for axis in answer if -rank <= axis < rank}
-        if len(axes) == len(answer):
-            return tuple(sorted(axes))
+        return axes_within(answer, f"{call}: stacked", leaf, rank)
     raise ValueError(
         f"{call}: stacked must be a number of leading axes, from 0 to {rank} for the "
         f"leaf {leaf!r} of shape {shape}, or a tuple of its axes, got {shown(answer)}."

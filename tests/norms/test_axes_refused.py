@@ -72,7 +72,7 @@ REFUSED = {
     ),
     "a spec with too many dimensions": (
         partial(by_norm, mesh_axes=SPECS | {"gain": P("x")}),
-        r"more entries than the leaf 'gain' of shape \(\) has dimensions",
+        r"gain' is the same on all devices along 'x'",
     ),
     "a leaf without a spec": (
         partial(by_norm, mesh_axes={"bias": P()}),
