@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Collection, Iterator
 from functools import partial
 from typing import Any, NamedTuple
@@ -28,9 +29,7 @@ CALL = "record_health"
 OF_WEIGHTS = ("weight_norm", "cosine")
 OF_VALUES = ("zeros", "subnormals", "nonfinite")
 # The numbers of a report, in their order.
-HEALTH = ("norm", "ratio", *OF_WEIGHTS, *OF_VALUES, "entropy", "dead_rows")
-# Rows and columns of a matrix whose singular values are looked at.
-SAMPLE = 64
+HEALTH = ("norm", "ratio", *OF_WEIGHTS, *OF_VALUES, "dead_rows")
 
 
 @exported
@@ -39,23 +38,13 @@ class HealthState(NamedTuple):
 
     norms: ClipState  # the norm of each tensor, and their names
     signs: dict[str, Any]  # float32[N] each: a number for each of these norms
-    # int32[rows] of each embedding: steps since the row had a gradient
-    idle: dict[str, Any]
-    dead: dict[str, Any]  # float32[] of each: the share of its rows that is dead
+    # int32[rows] of each embedding: steps without a gradient until the row is dead
+    left: dict[str, Any]
 
     @property
     def step(self) -> Any:
         """int32[]: updates seen."""
         return self.norms.step
-
-
-class Asked(NamedTuple):
-    """What is recorded. Static, so that equal recorders share a program."""
-
-    measure: TensorNorm
-    values: bool
-    patience: int
-    entropy_every: int | None
 
 
 def record_health(
@@ -64,7 +53,6 @@ def record_health(
     values: bool = True,
     embeddings: str | Collection[str] = (),
     patience: int = 100,
-    entropy_every: int | None = None,
     stacked: Stacked = None,
     mesh_axes: MeshAxes = "auto",
 ) -> optax.GradientTransformationExtraArgs:
@@ -91,9 +79,6 @@ def record_health(
         health/subnormals    the share of elements too small for all digits of their
                              dtype, as before underflow: below 6.1e-5 in float16
         health/nonfinite     how many elements are NaN or inf
-        health/entropy       of the squares of the singular values of x, over its
-                             largest possible value: 1 if all directions are alike,
-                             0 if there is one
         health/dead_rows     the share of the rows of an embedding without a gradient
                              in the last `patience` steps
 
@@ -102,11 +87,9 @@ def record_health(
         `update` needs params then.
       values: whether to look at elements, for `zeros`, `subnormals` and `nonfinite`.
       embeddings: the path of a leaf, such as "embed/table", or several, whose rows are
-        counted. A row is an entry along axis 0. Each keeps an integer.
+        counted. A row is an entry along axis 0. Each keeps an integer. Inside shard_map
+        a device counts the rows of its part, so split the rows, and not the columns.
       patience: steps without a gradient after which a row is dead. At least 1.
-      entropy_every: every how many steps the entropy is computed, of at most 64 rows
-        and columns in equal distances of the last two axes. In other steps the last one
-        stays. None for never. A leaf without a second axis has the entropy 1.
       stacked: which axes of a leaf count layers, each of which has its own numbers: 1
         for the leading axis, 2 for the two leading ones, (1,) for axis 1, a tree prefix
         of these, or a function of path and leaf. `metrics` shows the largest, and with
@@ -121,9 +104,8 @@ def record_health(
       a CPU) of products in float32, so it is 0 or NaN if these leave the range.
 
     Raises:
-      ValueError: a `patience` or `entropy_every` below 1, `weights` without params in
-        update, a path in `embeddings` that is none, or, with `embeddings` or
-        `entropy_every`, a leaf that is split inside shard_map.
+      ValueError: a `patience` below 1, `weights` without params in update, or a path in
+        `embeddings` that is none.
       TypeError: a number that is not whole, or an option that is not True or False.
 
     Example:
@@ -139,20 +121,15 @@ def record_health(
       zeros 0.5
 
     Reference: the cosine is that of marin's log of a run of 535B, 2026 (issue 9148).
-    Entropies of updates: 2026 (arXiv 2606.28116).
     """
     check_flag(f"{CALL}: weights", weights)
     check_flag(f"{CALL}: values", values)
     check_length(f"{CALL}: patience", patience)
-    if entropy_every is not None:
-        check_length(f"{CALL}: entropy_every", entropy_every)
     tables = [embeddings] if isinstance(embeddings, str) else list(embeddings)
     options = {"stacked": stacked, "mesh_axes": mesh_axes}
     measure = TensorNorm(**check_measure(CALL, None, **options))
-    asked = Asked(measure, values, patience, entropy_every)
     signs = OF_WEIGHTS if weights else ()
     signs += OF_VALUES if values else ()
-    signs += ("entropy",) if entropy_every else ()
 
     def init(params: Any) -> HealthState:
         norms: Any = _recorder(measure).init(params)
@@ -165,20 +142,18 @@ def record_health(
         return HealthState(
             norms,
             {x: jnp.zeros_like(norms.norm, jnp.float32) for x in signs},
-            {x: jnp.zeros(size, jnp.int32) for x, size in sizes.items()},
-            {x: jnp.zeros((), jnp.float32) for x in tables},
+            {x: jnp.full(size, patience, jnp.int32) for x, size in sizes.items()},
         )
 
-    def update(
-        updates: Any, state: Any, params: Any = None, **_: Any
-    ) -> tuple[Any, HealthState]:
+    def update(updates: Any, state: Any, params: Any = None, **_: Any) -> Any:
         check_state(CALL, state, HealthState)
         tree = clipped_leaves(updates, CALL)
         beside = None
         if weights:
             check_params(CALL, params)
             beside = values_of(CALL, "params", tree, params)
-        return updates, _after_step(asked, tree, state, beside)
+        static = measure, bool(values), int(patience)
+        return updates, _after_step(static, tree, state, beside)
 
     return optax.GradientTransformationExtraArgs(init, update)
 
@@ -187,72 +162,56 @@ def _recorder(measure: TensorNorm) -> optax.GradientTransformationExtraArgs:
     return make_clipper(measure, None, call=CALL, name="norm")
 
 
-# Jitted at module level, as the update of a clipper.
+# Jitted at module level, as the update of a clipper, so that equal recorders share a
+# program.
 @partial(jax.jit, static_argnums=0)
-def _after_step(
-    asked: Asked, tree: Any, state: HealthState, weights: Any
-) -> HealthState:
-    norms = asked.measure(tree)
-    update = _recorder(asked.measure).update
+def _after_step(static: Any, tree: Any, state: HealthState, weights: Any) -> Any:
+    measure, values, patience = static
+    norms = measure(tree)
+    update = _recorder(measure).update
 
     def recorded(numbers: list[Any]) -> Any:
         # The kernel puts numbers of leaves where their norms are.
         own = norms.treedef.unflatten(numbers)
         return update(tree, state.norms, grad_norm=own)[1]
 
-    def vector(numbers: list[Any]) -> jax.Array:
-        return recorded(numbers).norm.astype(jnp.float32)
-
     lengths = jax.tree.leaves(norms.tree())
     found = {}
     if weights is not None:
-        of_weights = jax.tree.leaves(asked.measure(weights).tree())
+        of_weights = jax.tree.leaves(measure(weights).tree())
         found["weight_norm"] = of_weights
-        dots = _dots(norms, tree, weights)
+        dots = _sums(norms, jax.tree.map(_product, tree, weights))
         found["cosine"] = list(map(_cosine, dots, lengths, of_weights))
-    if asked.values:
+    if values:
         found |= _of_values(norms, tree)
-    signs = {name: vector(numbers) for name, numbers in found.items()}
-    if asked.entropy_every:
-        _check_whole(norms, "entropy_every")
-        signs["entropy"] = lax.cond(
-            state.step % asked.entropy_every == 0,
-            lambda: vector(_entropies(norms, tree)),
-            lambda: state.signs["entropy"],
-        )
-    if state.idle:
-        _check_whole(norms, "embeddings")
-    idle, dead = {}, {}
-    for name, steps in state.idle.items():
+    signs = {}
+    for name, numbers in found.items():
+        signs[name] = recorded(numbers).norm.astype(jnp.float32)
+    left = {}
+    for name, steps in state.left.items():
         table = _table(tree, name)
         alive = jnp.any(table != 0, tuple(range(1, table.ndim)))
         # An Explicit mesh would split it like the rows of the table.
         alive = mesh.resharded(alive)
-        idle[name] = jnp.where(alive, 0, jnp.minimum(steps, 2**30) + 1)
-        is_dead = idle[name] >= asked.patience
-        dead[name] = jnp.mean(is_dead, dtype=jnp.float32)
-    return HealthState(recorded(lengths), signs, idle, dead)
+        left[name] = jnp.where(alive, patience, jnp.maximum(steps - 1, 0))
+    return HealthState(recorded(lengths), signs, left)
 
 
 # ------------------------------------------------------------------- numbers of leaves
 
 
-def _sums(norms: Norms, arrays: list[Any]) -> list[jax.Array]:
+def _sums(norms: Norms, tree: Any) -> list[jax.Array]:
     """The sum of each array on all devices, over what the norm of its leaf sums."""
     terms, names = [], []
-    for x, leaf in zip(arrays, norms.leaves):
+    for x, leaf in zip(jax.tree.leaves(tree), norms.leaves):
         terms.append(plain_sum(x, leaf.dims))
         names.append(tuple(sorted(leaf.split.summed)))
     return mesh.joined(lax.psum, terms, names)
 
 
-def _dots(norms: Norms, tree: Any, weights: Any) -> list[jax.Array]:
-    products = []
-    for x, w in zip(jax.tree.leaves(tree), jax.tree.leaves(weights)):
-        wide = np.promote_types(jnp.result_type(x, w), np.float32)
-        product = jnp.conj(x.astype(wide)) * w.astype(wide)
-        products.append(jnp.real(product))
-    return _sums(norms, products)
+def _product(x: jax.Array, w: jax.Array) -> jax.Array:
+    wide = np.promote_types(jnp.result_type(x, w), np.float32)
+    return jnp.real(jnp.conj(x.astype(wide)) * w.astype(wide))
 
 
 def _cosine(dot: Any, one: Any, two: Any) -> jax.Array:
@@ -263,81 +222,41 @@ def _cosine(dot: Any, one: Any, two: Any) -> jax.Array:
 
 
 def _of_values(norms: Norms, tree: Any) -> dict[str, list[Any]]:
-    zeros, small, broken, counts = [], [], [], []
+    found: list[Any] = []
+    counts = []
     for x, leaf in zip(jax.tree.leaves(tree), norms.leaves):
-        x = jnp.abs(x) if jnp.iscomplexobj(x) else x
-        info = jnp.finfo(x.dtype)
-        unsigned = np.dtype(f"uint{info.bits}")
-        # As integers, without the sign: a CPU takes subnormal numbers for 0.
-        bits = lax.bitcast_convert_type(x, unsigned)
-        bits = bits & unsigned.type(2 ** (info.bits - 1) - 1)
-        normal = np.asarray(info.tiny, x.dtype).view(unsigned)
-        zeros.append((bits == 0).astype(jnp.float32))
-        is_small = (bits > 0) & (bits < normal)
-        small.append(is_small.astype(jnp.float32))
-        broken.append((~jnp.isfinite(x)).astype(jnp.float32))
+        found.append(_kinds(x))
         summed = range(x.ndim) if leaf.dims is None else leaf.dims
         size = math.prod(x.shape[axis] for axis in summed)
         counts.append(size * mesh.axes_size(leaf.split.summed))
-    shares = []
-    for each in (zeros, small):
-        pairs = zip(_sums(norms, each), counts)
-        shares.append([x / count for x, count in pairs])
-    return dict(zip(OF_VALUES, [*shares, _sums(norms, broken)]))
+    kinds = zip(*found) if found else ([], [], [])
+    zeros, small, broken = (_sums(norms, kind) for kind in kinds)
+    shares = [list(map(operator.truediv, x, counts)) for x in (zeros, small)]
+    return dict(zip(OF_VALUES, [*shares, broken]))
 
 
-def _entropies(norms: Norms, tree: Any) -> list[jax.Array]:
-    found = []
-    leaves = jax.tree.leaves(tree)
-    for x, leaf, norm in zip(leaves, norms.leaves, norms.each):
-        layers = ()
-        if leaf.dims is not None:
-            layers = trees.other_axes(leaf.dims, x.ndim)
-        own = jnp.moveaxis(x, layers, range(len(layers)))
-        if own.ndim - len(layers) < 2:
-            found.append(jnp.ones_like(norm))
-            continue
-        rows, columns = (-(-size // SAMPLE) for size in own.shape[-2:])
-        wide = np.promote_types(own.dtype, norm.dtype)
-        each = _entropy(own[..., ::rows, ::columns].astype(wide))
-        rest = tuple(range(len(layers), each.ndim))
-        found.append(jnp.mean(each, rest).reshape(norm.shape))
-    return found
-
-
-def _entropy(matrices: jax.Array) -> jax.Array:
-    """[..., m, n] -> [...]"""
-    values = jnp.linalg.svd(matrices, compute_uv=False)
-    # Divided by the largest first, so that no square leaves the range.
-    largest = values[..., :1]
-    squares = (values / jnp.where(largest == 0, 1, largest)) ** 2
-    total = jnp.sum(squares, -1, keepdims=True)
-    shares = squares / jnp.where(total == 0, 1, total)
-    logs = jnp.log(jnp.where(shares == 0, 1, shares))
-    return -jnp.sum(shares * logs, -1) / np.log(max(values.shape[-1], 2))
+def _kinds(x: jax.Array) -> list[jax.Array]:
+    """Where elements are 0, subnormal, and not finite: 1 there, and else 0."""
+    x = jnp.abs(x) if jnp.iscomplexobj(x) else x
+    info = jnp.finfo(x.dtype)
+    unsigned = np.dtype(f"uint{info.bits}")
+    # As integers, without the sign: a CPU takes subnormal numbers for 0.
+    bits = lax.bitcast_convert_type(x, unsigned)
+    bits = bits & unsigned.type(2 ** (info.bits - 1) - 1)
+    normal = np.asarray(info.tiny, x.dtype).view(unsigned)
+    kinds = bits == 0, (bits > 0) & (bits < normal), ~jnp.isfinite(x)
+    return [kind.astype(jnp.float32) for kind in kinds]
 
 
 def _table(tree: Any, name: str) -> Any:
-    leaves = {}
-    for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
-        leaves[trees.name(path)] = leaf
-    if name not in leaves or not jnp.ndim(leaves[name]):
+    entries = jax.tree_util.tree_leaves_with_path(tree)
+    leaves = {trees.name(path): leaf for path, leaf in entries}
+    if not jnp.ndim(leaves.get(name, 0)):
         raise ValueError(
             f"{CALL}: embeddings must name leaves with rows, got {name!r}. There are "
             f"{trees.listed(leaves)}."
         )
     return leaves[name]
-
-
-def _check_whole(norms: Norms, option: str) -> None:
-    for leaf, path in zip(norms.leaves, norms.paths):
-        over = {*leaf.split.summed, *leaf.split.kept_names()}
-        if over:
-            raise ValueError(
-                f"{CALL}: {option} needs whole leaves, and {trees.name(path)!r} is "
-                f"split over {mesh.listed(over)} inside shard_map: record outside it, "
-                f"or without {option}."
-            )
 
 
 # ------------------------------------------------------------------------- the report
@@ -354,17 +273,16 @@ def health_rows(
     sizes = [count or 1 for count in counts.values()]
     if summary and sizes:
         counts, sizes = {"": None}, [sum(sizes)]
-    found = _largest(tuple(sizes), state)
-    for sign in found:
-        for name, value in zip(counts, found[sign]):
+    for sign, numbers in _largest(tuple(sizes), state).items():
+        for name, value in zip(counts, numbers):
             yield sign, name, value
-    for name, share in state.dead.items():
-        yield "dead_rows", name, share
+    for name, left in state.left.items():
+        yield "dead_rows", name, jnp.mean(left == 0, dtype=jnp.float32)
 
 
 @partial(jax.jit, static_argnums=0)
 def _largest(sizes: tuple[int, ...], state: HealthState) -> dict[str, list[jax.Array]]:
-    """Of each sign the largest of so many entries, and of entropies the least."""
+    """Of each sign the largest of so many entries."""
     norm = state.norms.norm
     signs = {"norm": norm, **state.signs}
     if "weight_norm" in signs:
@@ -372,9 +290,6 @@ def _largest(sizes: tuple[int, ...], state: HealthState) -> dict[str, list[jax.A
         signs["ratio"] = ratio.astype(jnp.float32)
     found = {}
     for sign, numbers in signs.items():
-        found[sign] = []
         parts = jnp.split(jnp.ravel(numbers), np.cumsum(sizes)[:-1])
-        for own in parts[: len(sizes)]:
-            size = -own if sign == "entropy" else jnp.abs(own)
-            found[sign].append(own[jnp.argmax(size)])
+        found[sign] = [own[jnp.argmax(abs(own))] for own in parts[: len(sizes)]]
     return found

@@ -41,13 +41,6 @@ def signs_of(x, w):
     }
 
 
-def entropy_of(matrix):
-    values = np.linalg.svd(wide(matrix), compute_uv=False) ** 2
-    shares = values / values.sum()
-    shares = shares[shares > 0]
-    return -np.sum(shares * np.log(shares)) / np.log(min(matrix.shape))
-
-
 def recorded(recorder, grads, params, steps=1):
     state = recorder.init(params)
     for _ in range(steps):
@@ -114,20 +107,19 @@ def test_each_layer_has_its_own_signs(stacked):
     grads, params = array((3, 6, 5)), array((3, 6, 5))
     grads[1, 2] = 0
     axis = 0 if stacked == 1 else 1
-    options = {"stacked": stacked, "entropy_every": 1}
-    state = recorded(optaxclip.record_health(**options), {"w": grads}, {"w": params})
+    recorder = optaxclip.record_health(stacked=stacked)
+    state = recorded(recorder, {"w": grads}, {"w": params})
     found, whole = found_in(state, layers=True), found_in(state)
     every = []
     for layer in range(grads.shape[axis]):
         own = np.take(grads, layer, axis)
         wanted = signs_of(own, np.take(params, layer, axis))
-        wanted["entropy"] = entropy_of(own)
         every.append(wanted)
         assert_signs(found, wanted, f"w/{layer}")
-    # Without `layers` the largest, with its sign, and of entropies the least.
+    # Without `layers` the largest, with its sign.
     for sign in every[0]:
         values = [wanted[sign] for wanted in every]
-        worst = min(values) if sign == "entropy" else max(values, key=abs)
+        worst = max(values, key=abs)
         assert whole[f"health/{sign}/w"] == pytest.approx(worst, rel=1e-5, abs=1e-6)
 
 
@@ -136,32 +128,6 @@ def test_the_summary_is_the_largest_of_all_tensors():
     state = recorded(optaxclip.record_health(), grads, grads)
     found = found_in(state, summary=True)
     assert (found["health/norm"], found["health/zeros"]) == (5.0, 0.5)
-
-
-def test_the_entropy_is_that_of_a_sample():
-    grads = {"w": array((200, 130)), "conv": array((2, 3, 8, 5)), "b": array((4,))}
-    recorder = optaxclip.record_health(weights=False, entropy_every=1)
-    found = found_in(recorded(recorder, grads, grads))
-    sample = grads["w"][::4, ::3]
-    assert max(sample.shape) <= 64
-    assert found["health/entropy/w"] == pytest.approx(entropy_of(sample), rel=1e-5)
-    conv = [entropy_of(x) for x in grads["conv"].reshape(6, 8, 5)]
-    assert found["health/entropy/conv"] == pytest.approx(np.mean(conv), rel=1e-5)
-    assert found["health/entropy/b"] == 1
-    one_direction = np.outer(np.ones(6), np.arange(4.0)).astype(np.float32)
-    found = found_in(recorded(recorder, one_direction, one_direction))
-    assert found["health/entropy"] == pytest.approx(0, abs=1e-5)
-
-
-def test_the_entropy_stays_between_its_steps():
-    recorder = optaxclip.record_health(weights=False, values=False, entropy_every=3)
-    grads = [array((4, 4)) for _ in range(7)]
-    state, seen = recorder.init(grads[0]), []
-    for own in grads:
-        _, state = recorder.update(own, state)
-        seen.append(found_in(state)["health/entropy"])
-    wanted = [entropy_of(grads[3 * (step // 3)]) for step in range(7)]
-    np.testing.assert_allclose(seen, wanted, rtol=1e-5)
 
 
 def test_a_row_is_dead_after_steps_without_a_gradient():
@@ -240,19 +206,22 @@ def test_signs_are_those_of_all_devices_under_jit(kind):
     assert found_in(state)["health/dead_rows/split"] == 1 / 8
 
 
-@pytest.mark.parametrize("option", ["entropy_every", "embeddings"])
-def test_what_needs_whole_leaves_refuses_parts(option):
-    options = {option: 1 if option == "entropy_every" else "split"}
+def test_rows_that_are_split_are_counted_where_they_are():
     recorder = optaxclip.record_health(
-        weights=False, stacked=STACKED, mesh_axes=SPECS, **options
+        weights=False, values=False, embeddings="split", patience=1, mesh_axes=P("x")
     )
+    grads = {"split": GRADS["split"]}
+    state = recorder.init(grads)
+    specs = jax.tree.map(lambda _: P(), state)._replace(left={"split": P("x")})
 
-    def step(grads):
-        return recorder.update(grads, recorder.init(grads))[1]
+    def step(grads, state):
+        return recorder.update(grads, state)[1]
 
-    mapped = jax.shard_map(step, mesh=mesh_of(), in_specs=(SPECS,), out_specs=P())
-    with pytest.raises(ValueError, match=f"record_health: {option} needs whole leaves"):
-        mapped(GRADS)
+    mapped = jax.shard_map(
+        step, mesh=mesh_of(), in_specs=(P("x"), specs), out_specs=specs
+    )
+    state = jax.jit(mapped)(grads, state)
+    assert found_in(state)["health/dead_rows/split"] == 1 / 8
 
 
 # ------------------------------------------------------------------------- the state
@@ -261,7 +230,7 @@ def test_what_needs_whole_leaves_refuses_parts(option):
 def test_updates_pass_through_bit_for_bit():
     grads = {"w": jnp.array([jnp.nan, -0.0, 1e-40]), "n": jnp.array([3])}
     params = {"w": jnp.ones(3), "n": jnp.array([1])}
-    recorder = optaxclip.record_health(entropy_every=1, embeddings="w")
+    recorder = optaxclip.record_health(embeddings="w")
     updates, _ = recorder.update(grads, recorder.init(params), params)
     assert updates is grads
 
@@ -278,9 +247,7 @@ def test_states_of_named_recorders_are_told_apart():
 
 
 def test_the_state_is_one_of_optax_and_of_jax():
-    recorder = optaxclip.record_health(
-        stacked={"a": 1, "b": None}, embeddings="b", entropy_every=2
-    )
+    recorder = optaxclip.record_health(stacked={"a": 1, "b": None}, embeddings="b")
     params = {"a": jnp.ones((2, 3, 3)), "b": jnp.ones((4, 2))}
     state = recorder.init(params)
     mapped = optax.tree_map_params(recorder.init, lambda x: x, state)
@@ -323,7 +290,6 @@ def test_several_models_have_their_own_signs():
     ("build", "error"),
     [
         (lambda: optaxclip.record_health(patience=0), "patience"),
-        (lambda: optaxclip.record_health(entropy_every=0.5), "entropy_every"),
         (lambda: optaxclip.record_health(weights=2), "weights must be True or False"),
         (
             lambda: optaxclip.record_health(embeddings="t").init({"w": jnp.ones(2)}),
