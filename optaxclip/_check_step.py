@@ -24,6 +24,7 @@ Tree = dict[str, Any]
 # What, wanted, found, kind: the last fields of a Finding.
 Rows = Iterator[tuple[str, float, Any, str]]
 
+CALL = "check_step:"
 DEVICES = 8
 # How each setting differs from "replicated".
 SETTINGS: dict[str, dict[str, Any]] = {
@@ -64,9 +65,14 @@ KINDS = {
     "eps": "the limit is divided by norm + eps: updates are below the limit",
     "clipped_below_limit": "gradients below the limit are changed",
     "not_clipped": "gradients above the limit are not clipped",
-    "other_direction": "not along the gradient: clipped before the average, or by "
-    "another method than the global norm",
+    "other_direction": "clipped before the average, or not by the global norm",
     "unknown": "no known bug gives this number",
+}
+# What another norm is, in one setting only, and whether it is above the right one.
+GUESSES = {
+    "small_limit": ("eps", True),
+    "bfloat16": ("low_precision_sum", False),
+    "float16": ("squares_overflow", True),
 }
 
 
@@ -84,11 +90,8 @@ class Setting(NamedTuple):
     @staticmethod
     def loss(params: Tree, batch: Tree) -> jax.Array:
         """A loss whose gradient is the mean over the examples of `batch`."""
-        total = jnp.zeros(())
-        for name, leaf in batch.items():
-            products = params[name][None] * leaf
-            total += jnp.sum(products) / len(leaf)
-        return total
+        means = jax.tree.map(lambda w, x: jnp.sum(w[None] * x) / len(x), params, batch)
+        return sum(jax.tree.leaves(means), jnp.zeros(()))
 
 
 class Finding(NamedTuple):
@@ -176,14 +179,15 @@ def check_step(
       ...     print(row.gradients, row.what, round(row.wanted, 3), row.kind)
       above norm 4.0 after_clip
     """
-    _check_callable("make_step must be a function of a setting", make_step)
+    if not callable(make_step):
+        raise TypeError(f"{CALL} make_step must be a function, got {shown(make_step)}.")
     names = (settings,) if isinstance(settings, str) else tuple(settings)
     for name in names or [settings]:
-        check_choice("check_step: settings", name, tuple(SETTINGS))
+        check_choice(f"{CALL} settings", name, tuple(SETTINGS))
     count = len(jax.devices("cpu"))
     if count < DEVICES:
         raise RuntimeError(
-            f"check_step: {DEVICES} CPU devices are needed, got {count}: call "
+            f"{CALL} {DEVICES} CPU devices are needed, got {count}: call "
             f'jax.config.update("jax_num_cpu_devices", {DEVICES}) before anything is '
             "computed, or run python -m optaxclip.check."
         )
@@ -193,30 +197,22 @@ def check_step(
             findings += _check_setting(make_step, _setting(name))
         except Exception as error:
             note = f"This was in the setting {name!r}. settings=... leaves it out."
-            error.add_note(f"check_step: {note}")
+            error.add_note(f"{CALL} {note}")
             raise
     return findings
 
 
-def _check_callable(must: str, value: Any) -> None:
-    if not callable(value):
-        raise TypeError(f"check_step: {must}, got {shown(value)}.")
-
-
 def _check_setting(make_step: Any, setting: Setting) -> Iterator[Finding]:
     step = make_step(setting)
-    _check_callable("make_step must return a step(params, batch)", step)
     is_float32 = setting.dtype == jnp.float32
     for gradients in ("above", "below", "nan") if is_float32 else ("above",):
         batch = _batch(setting, gradients)
         mean = _mean(batch)
         known = _Known(setting, batch, mean, _norm(mean))
-        norms, updates = _run(step, known)
-        look = _look_at_nan if gradients == "nan" else _look
-        for what, wanted, found, kind in look(known, norms, updates):
-            numbers = float(wanted), float(found)
-            row = setting.name, gradients, what, *numbers, kind, KINDS[kind]
-            yield Finding(*row)
+        wrong = _wrong_with_nan if gradients == "nan" else _wrong
+        for what, wanted, found, kind in wrong(known, *_run(step, known)):
+            row = what, float(wanted), float(found), kind, KINDS[kind]
+            yield Finding(setting.name, gradients, *row)
 
 
 # ------------------------------------------------------------ settings and gradients
@@ -244,8 +240,7 @@ def _setting(name: str) -> Setting:
     mesh = Mesh(devices.reshape(-1, experts), ("data", "expert"))
     leaves = MANY if "dtype" in changes else SHAPES
     specs = dict.fromkeys(leaves, P()) | changes.pop("specs", {})
-    batch_specs = dict.fromkeys(leaves, P("data"))
-    batch_specs |= changes.pop("batch_specs", {})
+    batch_specs = dict.fromkeys(leaves, P("data")) | changes.pop("batch_specs", {})
     return Setting(name, mesh, specs, batch_specs, **changes)
 
 
@@ -260,10 +255,8 @@ def _batch(setting: Setting, gradients: str) -> Tree:
         large = 4.0 if setting.dtype == jnp.bfloat16 else 300.0
         batch = dict.fromkeys(MANY, np.full((examples, 3), 0.5))
         return batch | {"large": np.full((examples, 16), large)}
-    random = np.random.default_rng(0)
-    batch: Tree = {}
-    for name, shape in SHAPES.items():
-        batch[name] = random.normal(0.5, 1.0, (examples, *shape))
+    draw = partial(np.random.default_rng(0).normal, 0.5, 1.0)
+    batch: Tree = {name: draw((examples, *shape)) for name, shape in SHAPES.items()}
     limits = 1 / 12 if gradients == "below" else 4.0
     scale = limits * setting.max_norm / _norm(_mean(batch))
     batch = {name: np.float32(leaf * scale) for name, leaf in batch.items()}
@@ -284,29 +277,20 @@ def _norm(tree: Tree) -> float:
 def _run(step: Any, known: _Known) -> tuple[np.ndarray, Tree]:
     """Returns the norm of each device, and the update."""
     setting = known.setting
-    params, batch = {}, {}
-    for name, leaf in known.batch.items():
-        batch[name] = jnp.asarray(leaf, setting.dtype)
-        # Weights of zero, so that new weights are the update.
-        params[name] = jnp.zeros(leaf.shape[1:], setting.dtype)
-    shapes = jax.tree.map(jnp.shape, params)
-    answer = step(
-        _placed(setting, setting.specs, params),
-        _placed(setting, setting.batch_specs, batch),
-    )
+    batch = jax.tree.map(partial(jnp.asarray, dtype=setting.dtype), known.batch)
+    # Weights of zero, so that new weights are the update.
+    params = jax.tree.map(lambda leaf: jnp.zeros_like(leaf[0]), batch)
+    weights = _placed(setting, setting.specs, params)
+    answer = step(weights, _placed(setting, setting.batch_specs, batch))
+    must = f"{CALL} the step must return (new params or updates, norm)"
     if not isinstance(answer, tuple) or len(answer) != 2:
-        raise TypeError(
-            "check_step: the step must return (new params or updates, norm), got "
-            f"{shown(answer)}."
-        )
+        raise TypeError(f"{must}, got {shown(answer)}.")
     updates, norm = answer
-    check_scalar("check_step: the norm", norm)
-    found = jax.tree.map(jnp.shape, updates)
+    check_scalar(f"{CALL} the norm", norm)
+    shapes, found = jax.tree.map(jnp.shape, (params, updates))
     if found != shapes:
-        raise ValueError(
-            "check_step: new params or updates must have the shapes of params, "
-            f"{shapes}, got {shown(found)}."
-        )
+        text = f"the first in the shapes of params, {shapes}, got {shown(found)}."
+        raise ValueError(f"{must}, {text}")
     parts = _parts(setting, {"norm": P()}, {"norm": norm})
     return np.array([part["norm"] for part in parts]), updates
 
@@ -321,8 +305,7 @@ def _parts(setting: Setting, specs: Tree, tree: Tree) -> list[Tree]:
     """What each device holds of a tree, in float64."""
     parts = [{} for _ in range(DEVICES)]
     for name, leaf in _placed(setting, specs, tree).items():
-        shards = leaf.addressable_shards
-        places = {shard.device: shard.data for shard in shards}
+        places = {shard.device: shard.data for shard in leaf.addressable_shards}
         for part, device in zip(parts, setting.mesh.devices.flat):
             part[name] = np.float64(places[device])
     return parts
@@ -331,7 +314,7 @@ def _parts(setting: Setting, specs: Tree, tree: Tree) -> list[Tree]:
 # ------------------------------------------------------------------- what is wrong
 
 
-def _look(known: _Known, norms: np.ndarray, updates: Tree) -> Rows:
+def _wrong(known: _Known, norms: np.ndarray, updates: Tree) -> Rows:
     """What is wrong with the norms of devices, and with the update."""
     if not known.close(norms, known.norm).all():
         worst = norms[np.argmax(abs(norms - known.norm))]
@@ -342,102 +325,92 @@ def _look(known: _Known, norms: np.ndarray, updates: Tree) -> Rows:
         yield "update", length, _norm(updates), kind
 
 
-def _look_at_nan(known: _Known, norms: np.ndarray, updates: Tree) -> Rows:
-    """Whether devices part after a NaN that one of them has, or the norm hides it."""
-    kind = "nan_on_one_device"
-    setting = known.setting
-    # Numbers are those of devices that have a NaN.
+def _wrong_with_nan(known: _Known, norms: np.ndarray, updates: Tree) -> Rows:
+    """Whether devices part after a NaN that one of them has, or the norm hides it.
+    Numbers are those of devices that have a NaN.
+    """
     if np.unique(norms).size > 1:
-        yield "norm", DEVICES, sum(np.isnan(norms)), kind
-    parts = _parts(setting, setting.specs, updates)
+        yield "norm", DEVICES, sum(np.isnan(norms)), "nan_on_one_device"
+    parts = _parts(known.setting, known.setting.specs, updates)
     count = sum(np.isnan(_norm(part)) for part in parts)
     is_hidden = count and np.isfinite(norms).all()
-    if is_hidden or _have_parted(setting, updates):
-        yield "update", DEVICES, count, kind
+    if is_hidden or _have_parted(known.setting, updates):
+        yield "update", DEVICES, count, "nan_on_one_device"
 
 
 def _have_parted(setting: Setting, updates: Tree) -> bool:
     """Whether devices that should hold the same part of an array do not."""
+    found = _parts(setting, setting.specs, updates)
     # Made of one copy of each part.
     whole = jax.tree.map(np.asarray, updates)
     wanted = _parts(setting, setting.specs, whole)
-    found = _parts(setting, setting.specs, updates)
     is_equal = partial(np.array_equal, equal_nan=True)
     return not jax.tree.all(jax.tree.map(is_equal, found, wanted))
 
 
 def _kind_of_norm(known: _Known, found: np.ndarray) -> str:
     """The bug that gives the norms of devices, or a norm that all of them have."""
-    is_one = len(set(found)) == 1
-    for kind, norms in _wrong_norms(known):
-        close = known.close(found, norms)
-        # A norm that all devices have may be that of any.
-        if close.any() if is_one else close.all():
-            return kind
-    ratio = found[0] / known.norm
-    fraction, exponent = np.frexp(ratio)
-    # Losses are scaled by 16 at least.
-    if abs(exponent) > 4 and known.close(fraction, (0.5, 1.0)).any():
-        return "scaled"
-    name = known.setting.name
-    kinds = {"float16": "squares_overflow", "small_limit": "eps"}
-    if name == "bfloat16" and ratio < 1:
-        return "low_precision_sum"
-    return kinds.get(name, "unknown") if ratio > 1 else "unknown"
-
-
-def _wrong_norms(known: _Known) -> Iterator[tuple[str, Any]]:
-    """The norms that known bugs give: one, or one for each device."""
     setting, norm, mean = known.setting, known.norm, known.mean
     batches = _parts(setting, setting.batch_specs, known.batch)
     local = [_norm(_mean(part)) for part in batches]
     own = [_norm(part) for part in _parts(setting, setting.specs, mean)]
+    if len(set(found)) > 1:
+        if known.close(found, local).all():
+            return "local_norm"
+        return "own_shard" if known.close(found, own).all() else "unknown"
     split = _norm({n: x for n, x in mean.items() if any(setting.specs[n])})
     whole = math.sqrt(norm**2 - split**2)
     data, experts = setting.mesh.devices.shape
-    yield "after_clip", min(norm, setting.max_norm)
-    yield "local_norm", local
-    yield "local_norm", np.mean(local)
-    yield "own_shard", own
-    yield "averaged_norms", np.mean(own)
-    yield "averaged_norms", np.linalg.norm(own) / math.sqrt(DEVICES)
-    yield "leaves_left_out", whole
-    yield "leaves_left_out", split
-    for times in (data, experts, DEVICES):
-        root = math.sqrt(times)
-        yield "once_per_replica", norm * root
-        yield "whole_leaves_repeated", math.hypot(whole * root, split)
-        yield "split_leaves_repeated", math.hypot(whole, split * root)
-    yield "all_leaves_repeated", np.linalg.norm(own)
-    yield "gradients_summed", norm * data
-    yield "accumulation_summed", norm * setting.microbatches
+    roots = np.sqrt([data, experts, DEVICES])
+    # Losses are scaled by 16 at least.
+    scales = 2.0 ** np.array([*range(-24, -3), *range(4, 25)])
+    # The norms that each bug gives.
+    wrong = {
+        "after_clip": min(norm, setting.max_norm),
+        "local_norm": [*local, np.mean(local)],
+        "own_shard": own,
+        "averaged_norms": [np.mean(own), np.linalg.norm(own) / math.sqrt(DEVICES)],
+        "leaves_left_out": [whole, split],
+        "once_per_replica": norm * roots,
+        "whole_leaves_repeated": np.hypot(whole * roots, split),
+        "split_leaves_repeated": np.hypot(whole, split * roots),
+        "all_leaves_repeated": np.linalg.norm(own),
+        "gradients_summed": norm * data,
+        "accumulation_summed": norm * setting.microbatches,
+        "scaled": norm * scales,
+    }
+    for kind, norms in wrong.items():
+        if known.close(found[0], norms).any():
+            return kind
+    kind, is_above = GUESSES.get(setting.name, ("unknown", True))
+    return kind if (found[0] > norm) == is_above else "unknown"
+
+
+def _factor(found: np.ndarray, gradient: np.ndarray) -> float:
+    """By what a gradient was multiplied. NaN if that is no number."""
+    factor = np.vdot(found, gradient) / np.vdot(gradient, gradient)
+    rest = np.linalg.norm(found - factor * gradient)
+    # Rounding is below a hundredth. The factor of new weights is negative.
+    is_along = rest <= 0.01 * np.linalg.norm(found)
+    return abs(factor) if is_along else math.nan
 
 
 def _kind_of_update(known: _Known, updates: Tree) -> str:
     """The bug that gives the update. Empty where it is right."""
     setting = known.setting
     gradients = _parts(setting, setting.specs, known.mean)
+    found = _parts(setting, setting.specs, updates)
     # By what each device has multiplied its part of each leaf.
-    factors = np.zeros((DEVICES, len(updates)))
-    is_along = True
-    for device, part in enumerate(_parts(setting, setting.specs, updates)):
-        for place, (name, found) in enumerate(part.items()):
-            gradient = gradients[device][name]
-            factor = np.vdot(found, gradient) / np.vdot(gradient, gradient)
-            rest = np.linalg.norm(found - factor * gradient)
-            # Rounding is below a hundredth. NaN is along nothing.
-            is_along &= bool(rest <= 0.01 * np.linalg.norm(found))
-            # That of new weights is negative.
-            factors[device, place] = abs(factor)
-    if not is_along:
+    numbers = jax.tree.leaves(jax.tree.map(_factor, found, gradients))
+    factors = np.reshape(numbers, (DEVICES, -1))
+    if np.isnan(factors).any():
         has_parted = _have_parted(setting, updates)
         return "local_norm" if has_parted else "other_direction"
-    by_leaf = factors[0]
-    if not known.close(factors, by_leaf).all():
+    factor, limit = factors[0, 0], setting.max_norm
+    if not known.close(factors, factors[0]).all():
         return "own_factor"
-    if not known.close(by_leaf, by_leaf[0]).all():
+    if not known.close(factors, factor).all():
         return "groups_apart"
-    factor, limit = by_leaf[0], setting.max_norm
     if known.close(factor, min(1.0, limit / known.norm)):
         return ""
     if known.close(factor, 1.0):

@@ -28,7 +28,7 @@ from ._checks import check_flag, shown, with_extra_args
 from ._exported import exported
 from ._kernel import make_clipper
 from ._mesh import has_types, manual_axes
-from ._norms import GlobalNorm, check_measure, global_norm
+from ._norms import GlobalNorm, global_norm
 from ._state import ClipState
 from ._trees import clipped_leaves, name, put_back
 from .rules._constant import Limit
@@ -72,19 +72,15 @@ class Released:
 
     def init(self, params: Any) -> ReleaseState:
         """Returns the state before the first step."""
-        layers, rest = _pair(params)
-        count = _count(layers)
-        weights, others = clipped_leaves((layers, rest))
+        weights, others = clipped_leaves(_pair(params))
+        count = _count(params[0])
         _check_optimizer(self.optimizer, weights)
         clips = self.layer_clip.init(_take(weights, 0))
         clips = jax.tree.map(lambda x: jnp.stack([x] * count), clips)
-        return ReleaseState(
-            self.optimizer.init(weights),
-            self.optimizer.init(others),
-            self.clip.init((weights, others)) if self.clip else (),
-            tuple(jax.tree.leaves(clips)),
-            _shown_clips(clips, self.layer_clip.init(others)),
-        )
+        moments, of_others = map(self.optimizer.init, (weights, others))
+        clip = self.clip.init((weights, others)) if self.clip else ()
+        views = _views(clips, self.layer_clip.init(others))
+        return ReleaseState(moments, of_others, clip, *views)
 
     def step(self, params: Any, state: ReleaseState, *batch: Any) -> Any:
         """Returns new params, the new state, and the loss before the step."""
@@ -101,40 +97,37 @@ class Released:
         clips = clips.unflatten(state.layer_clip)
         loss, inputs, of_head, last, back = self._forward(layers, rest, batch)
 
-        def clip_rest(cotangent: Any) -> Any:
-            (of_embed,) = back(cotangent)
-            grads = jax.tree.map(jnp.add, of_embed, of_head)
-            return self.layer_clip.update(grads, state.clips["rest"], others)
-
-        backward = partial(self._backward, layers, inputs, batch)
         dtype = jax.eval_shape(global_norm, one).dtype
-        norms = jnp.zeros(_count(layers), dtype)
+        zeros = jnp.zeros(_count(layers), dtype)
+
+        def backward(stack: Any, by: Any = None) -> Any:
+            loop = last, zeros, stack
+            first, *loop = self._backward(layers, inputs, batch, loop, by)
+            (of_embed,) = back(first)
+            grads = jax.tree.map(jnp.add, of_embed, of_head)
+            clipped = self.layer_clip.update(grads, state.clips["rest"], others)
+            return *loop, *clipped
+
         stack = weights, clips, state.layers
         clip, norm = state.clip, None
         if self.delayed:
             norm = clip.norm
         elif self.clip:
-            first, norms, _ = backward((last, norms, stack))
-            grads, _ = clip_rest(first)
+            norms, _, grads, _ = backward(stack)
             norm = global_norm((norms, grads))
         by = clip, norm
-        first, norms, stack = backward((last, norms, stack), by)
-        grads, rest_clip = clip_rest(first)
+        norms, stack, grads, rest_clip = backward(stack, by)
+        if self.delayed:
+            norm = global_norm((norms, grads))
         if self.clip:
-            total = global_norm((norms, grads))
-            _, clip = self.clip.update(grads, clip, grad_norm=total)
+            _, clip = self.clip.update(grads, clip, grad_norm=norm)
         others, of_others = self._update(by, grads, state.rest, others)
         new, clips, moments = stack
         # The numbers that all layers share, one step on, from any layer.
         own, old = _take((weights, state.layers), 0)
         _, once = self.optimizer.update(own, old, own)
-        state = ReleaseState(
-            jax.tree.map(lambda x, y: x if x.ndim else y, moments, once),
-            of_others,
-            clip,
-            tuple(jax.tree.leaves(clips)),
-            _shown_clips(clips, rest_clip),
-        )
+        moments = jax.tree.map(lambda x, y: x if x.ndim else y, moments, once)
+        state = ReleaseState(moments, of_others, clip, *_views(clips, rest_clip))
         return (put_back(new, layers), put_back(others, rest)), state, loss
 
     def _forward(self, layers: Any, rest: Any, batch: Any) -> Any:
@@ -161,7 +154,7 @@ class Released:
         return loss, inputs, *grads, back
 
     def _backward(
-        self, layers: Any, inputs: Any, batch: Any, loop: Any, by: Any = None
+        self, layers: Any, inputs: Any, batch: Any, loop: Any, by: Any
     ) -> Any:
         """Goes through the layers, the last one first.
 
@@ -261,10 +254,9 @@ def release(
       norms, limits and factors.
 
     Raises:
-      TypeError: an optimizer or a clipper without init and update, an `embed`, `layer`
-        or `head` that is not a function, a limit that is not a number, or `params` that
-        are no pair. From step: a layer that changes the type of `x`, or a loss that is
-        not a real scalar.
+      TypeError: an optimizer or a clipper without init and update, a limit that is not
+        a number, or `params` that are no pair. From step: a layer that changes the type
+        of `x`, or a loss that is not a real scalar.
       ValueError: a negative or NaN limit, `delayed` without both limits, a rule that
         needs weights, an unknown `nonfinite`. From init: leaves of the stack with
         different numbers of layers, an optimizer that mixes leaves, or whose state does
@@ -291,11 +283,6 @@ def release(
     Reference: Lv et al., Full parameter fine-tuning for large language models with
     limited resources, 2023 (arXiv 2306.09782).
     """
-    for function in (embed, layer, head):
-        if not callable(function):
-            raise TypeError(
-                f"release: embed, layer and head must be functions, got {function!r}."
-            )
     check_flag("release: delayed", delayed)
     if delayed and (max_norm is None or layer_clip is None):
         raise ValueError(
@@ -303,25 +290,17 @@ def release(
             f"layer_clip, got {layer_clip!r}, which holds the spike that it lets pass."
         )
     if is_rule(max_norm) and max_norm.needs_params:
-        raise ValueError(
-            f"release: max_norm must not need the norm of weights, got {max_norm!r}."
-        )
+        must = "max_norm must not need the norm of weights"
+        raise ValueError(f"release: {must}, got {max_norm!r}.")
     clip = None
     if max_norm is not None:
-        measure = GlobalNorm(**check_measure("release", None))
         options: dict[str, Any] = {"call": "release", "name": "max_norm"}
+        measure = GlobalNorm("release")
         clip = make_clipper(measure, max_norm, nonfinite=nonfinite, **options)
-    if layer_clip is None:
-        layer_clip = optax.identity()
-    return Released(
-        embed,
-        layer,
-        head,
-        with_extra_args("release: optimizer", optimizer),
-        with_extra_args("release: layer_clip", layer_clip, "a clipper"),
-        clip,
-        bool(delayed),
-    )
+    optimizer = with_extra_args("release: optimizer", optimizer)
+    layer_clip = optax.identity() if layer_clip is None else layer_clip
+    layer_clip = with_extra_args("release: layer_clip", layer_clip, "a clipper")
+    return Released(embed, layer, head, optimizer, layer_clip, clip, bool(delayed))
 
 
 # -------------------------------------------------------------------- stacks of layers
@@ -339,15 +318,11 @@ def _put(tree: Any, number: Any, new: Any) -> Any:
     return jax.tree.map(lambda x, y: put(x, y) if x.ndim else x, tree, new)
 
 
-def _shown_clips(clips: Any, rest: Any) -> dict[str, Any]:
-    """What `metrics` shows: the clippers of all layers, and of the rest."""
-    states = jax.tree.leaves(clips, is_leaf=_is_clip_state)
-    found = [_of_all_layers(x) for x in states if _is_clip_state(x)]
-    return {"layers": found, "rest": rest}
-
-
-def _is_clip_state(x: Any) -> bool:
-    return isinstance(x, ClipState)
+def _views(clips: Any, rest: Any) -> tuple[Any, Any]:
+    """The states of `layer_clip`, as a step takes and as `metrics` shows them."""
+    states = jax.tree.leaves(clips, is_leaf=lambda x: isinstance(x, ClipState))
+    found = [_of_all_layers(x) for x in states if isinstance(x, ClipState)]
+    return tuple(jax.tree.leaves(clips)), {"layers": found, "rest": rest}
 
 
 def _of_all_layers(state: ClipState) -> ClipState:
@@ -369,37 +344,31 @@ def _of_all_layers(state: ClipState) -> ClipState:
 def _pair(params: Any) -> tuple[Any, Any]:
     if isinstance(params, tuple) and len(params) == 2:
         return params
-    raise TypeError(
-        "release: params must be a pair (layers, rest): the stacked weights, and a "
-        f"tree of all others, got {shown(params)}."
-    )
+    must = "a pair (layers, rest): the stacked weights, and a tree of all others"
+    raise TypeError(f"release: params must be {must}, got {shown(params)}.")
 
 
 def _count(layers: Any) -> int:
     """How many layers a stack has."""
-    paths = jax.tree_util.tree_leaves_with_path(layers)
-    shapes = {name(path): jnp.shape(leaf) for path, leaf in paths}
-    counts = {shape[:1] for shape in shapes.values()}
+    counts = {jnp.shape(leaf)[:1] for leaf in jax.tree.leaves(layers)}
     if len(counts) == 1 and counts.isdisjoint({(), (0,)}):
         return counts.pop()[0]
-    raise ValueError(
-        "release: params[0] must be arrays whose first axis counts the layers, got "
-        f"{shapes}."
-    )
+    must = "params[0] must be arrays whose first axis counts the layers"
+    raise ValueError(f"release: {must}, got {jax.tree.map(jnp.shape, layers)}.")
 
 
 def _check_optimizer(optimizer: Any, weights: Any) -> None:
     """Refuses an optimizer that does something else to a layer than to its stack."""
     one = jax.eval_shape(partial(_take, number=0), weights)
-    state = jax.eval_shape(optimizer.init, one)
-    stacked = jax.eval_shape(optimizer.init, weights)
-    names = [name(x) for x, _ in jax.tree_util.tree_leaves_with_path(one)]
-    inputs, numbers = list(names), {}
+    state, stacked = (jax.eval_shape(optimizer.init, x) for x in (one, weights))
+    names = [name(path) for path, _ in jax.tree_util.tree_leaves_with_path(one)]
+    # Of what update takes, gradients and state. What it returns has the same names.
+    inputs, numbers = list(names), []
     entries = jax.tree_util.tree_leaves_with_path(state)
     for (path, own), whole in zip(entries, jax.tree.leaves(stacked)):
         # A random key is no number: all layers would draw the same.
         if whole.shape == () and jnp.issubdtype(whole.dtype, np.number):
-            numbers[len(inputs)] = name(path)
+            numbers.append(len(inputs))
         elif whole.shape != (_count(weights), *own.shape):
             raise ValueError(
                 "release: the state of optimizer must follow the weights, but "
@@ -407,17 +376,16 @@ def _check_optimizer(optimizer: Any, weights: Any) -> None:
                 f"{HINT}"
             )
         inputs.append(name(path))
-    # From gradients, state and weights to updates and state.
     program = jax.make_jaxpr(optimizer.update)(one, state, one).jaxpr
-    for place, output in [*numbers.items(), *enumerate(names)]:
+    for place in (*numbers, *range(len(names))):
         wanted = [x == place for x in range(len(program.outvars))]
         used = np.flatnonzero(dce_jaxpr(program, wanted)[1])
         reads = {[*inputs, *names][x] for x in used if x not in numbers}
-        if place < len(names):
-            reads = reads.intersection(names) - {output}
+        kind = "number"
+        if place not in numbers:
+            kind, reads = "update of", reads.intersection(names) - {names[place]}
         if reads:
-            kind = "number" if place in numbers else "update of"
             raise ValueError(
                 "release: optimizer must treat each array by itself, but its "
-                f"{kind} {output!r} depends on {sorted(reads)}. {HINT}"
+                f"{kind} {inputs[place]!r} depends on {sorted(reads)}. {HINT}"
             )

@@ -2,13 +2,12 @@
 
 import argparse
 import json
-import math
 import pkgutil
 import sys
 
 import jax
 
-from ._check_step import DEVICES, KINDS, SETTINGS, Finding, check_step
+from ._check_step import DEVICES, KINDS, SETTINGS, check_step
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -16,15 +15,10 @@ def main(arguments: list[str] | None = None) -> None:
     something is wrong, and with 2 if there is no such step.
     """
     # Before Python 3.14 argparse would call the program `check.py`.
-    parser = argparse.ArgumentParser(
-        prog="python -m optaxclip.check", description=main.__doc__
-    )
+    name = "python -m optaxclip.check"
+    parser = argparse.ArgumentParser(prog=name, description=main.__doc__)
     add = parser.add_argument
-    add(
-        "step",
-        metavar="module:make_step",
-        help="see help(optaxclip.check_step)",
-    )
+    add("step", metavar="module:make_step", help="see help(optaxclip.check_step)")
     add("--settings", nargs="+", choices=SETTINGS, default=[*SETTINGS])
     add("--json", action="store_true", help="print a list of findings as JSON")
     options = parser.parse_args(arguments)
@@ -38,27 +32,19 @@ def main(arguments: list[str] | None = None) -> None:
     findings = check_step(make_step, settings=options.settings)
     if options.json:
         rows = [row._asdict() for row in findings]
-        for row in rows:
-            # JSON has no inf.
-            if math.isinf(row["found"]):
-                row["found"] = "inf"
-        print(json.dumps(rows, indent=2))
+        # JSON has no inf.
+        print(json.dumps(rows, indent=2).replace(": Infinity,", ': "inf",'))
     else:
-        _print(options.settings, findings)
-    sys.exit(1 if findings else 0)
-
-
-def _print(settings: list[str], findings: list[Finding]) -> None:
-    print("setting      gradients  what      wanted     found  kind")
-    for name in settings:
-        rows = [row for row in findings if row.setting == name]
-        if not rows:
-            print(f"{name:12} right")
-        for row in rows:
-            place = f"{name:12} {row.gradients:10} {row.what:6}"
+        print("setting      gradients  what      wanted     found  kind")
+        for row in findings:
+            place = f"{row.setting:12} {row.gradients:10} {row.what:6}"
             print(f"{place} {row.wanted:9.4g} {row.found:9.4g}  {row.kind}")
-    for kind in dict.fromkeys(row.kind for row in findings):
-        print(f"\n{kind}: {KINDS[kind]}")
+        for kind in dict.fromkeys(row.kind for row in findings):
+            print(f"{kind}: {KINDS[kind]}")
+        names = {row.setting for row in findings}
+        right = [name for name in options.settings if name not in names]
+        print(f"right: {', '.join(right) or 'none'}")
+    sys.exit(1 if findings else 0)
 
 
 if __name__ == "__main__":

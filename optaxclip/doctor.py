@@ -1,7 +1,8 @@
 """Why does a run break? Reads the log of `record_health`, and names causes.
 
-    python -m optaxclip.doctor run.jsonl           a table, and run_doctor.png
-    python -m optaxclip.doctor run.jsonl --json    the same as JSON
+    python -m optaxclip.doctor run.jsonl                      a table
+    python -m optaxclip.doctor run.jsonl --json               the same as JSON
+    python -m optaxclip.doctor run.jsonl --picture run.png    norms and causes
 
     diagnose    the findings of a log: cause, step, evidence, and the page that helps
 
@@ -30,7 +31,7 @@ import numpy as np
 
 from ._health import OF_VALUES, OF_WEIGHTS
 from ._names import with_our_names
-from .replay._read import Rows, Table, add_entries, read_with
+from .replay._read import Rows, Table, add_entries, listed, read_with
 
 __all__ = ["Finding", "diagnose"]
 
@@ -40,53 +41,43 @@ STEPS = ("step", "_step", "global_step", "Step", "iteration")
 # "health_2/updates/norm/blocks/w": the recorder, the sign and the tensor.
 SIGNS = "|".join(("norm", "dead_rows", *OF_WEIGHTS, *OF_VALUES))
 COLUMN = re.compile(rf"(health.*?)/({SIGNS})(?:/(.*))?")
-
-
-class Cause(NamedTuple):
-    """What a number is held against, and what helps."""
-
-    limit: float
-    evidence: str
-    page: str
-    advice: str
-
-
-# Of the runs in tests/doctor, the healthy ones stay below about half of each limit.
+# Of each cause the limit, the evidence, the page, and what helps. Of the runs in
+# tests/doctor, the healthy ones stay below about half of each limit.
 CAUSES = {
-    "not finite": Cause(
+    "not finite": (
         0,
-        "up to {value:.0f} elements of {names}; finite beside them: {beside}",
+        "up to {:.0f} elements of {}; finite beside them: {}",
         "run_health.md",
         "skip_nonfinite, and look at the backward pass between the two",
     ),
-    "bad batch": Cause(
+    "bad batch": (
         5,
-        f"norm {{value:.3g}} times the largest of the {BEFORE} before",
+        f"norm {{:.3g}} times the largest of the {BEFORE} before",
         "run_health.md#rollback",
         "skip_step, and look at the batch",
     ),
-    "learning rate": Cause(
+    "learning rate": (
         0.1,
-        f"updates {{value:.2g}} of the weights, median of {MEDIAN} steps",
+        f"updates {{:.2g}} of the weights, median of {MEDIAN} steps",
         "run_health.md",
         "a lower learning rate, or a longer warm-up",
     ),
-    "underflow": Cause(
+    "underflow": (
         0.25,
-        "{value:.0%} of the elements that are not 0 are subnormal in {names}",
+        "{:.0%} of the elements that are not 0 are subnormal in {}",
         "sharp_edges.md#loss-scaling",
         "a larger loss scale, or bfloat16",
     ),
-    "dead embedding": Cause(
+    "dead embedding": (
         0.1,
-        "{value:.0%} of the rows are without a gradient in {names}",
+        "{:.0%} of the rows are without a gradient in {}",
         "doctor.md#dead-rows",
         "look at the tokens, and at weight decay of rows that are not read",
     ),
     # The limit of Kimi K2.
-    "attention logits": Cause(
+    "attention logits": (
         100,
-        "{names} {value:.4g}",
+        "{1} {0:.4g}",
         "large_models.md#attention-logits-qk-clip",
         "qk_clip after the optimizer, or a norm of queries and keys",
     ),
@@ -125,7 +116,7 @@ class Series(NamedTuple):
 
     def total(self) -> np.ndarray:
         """The norm of all tensors together."""
-        return np.sqrt(np.sum(self.numbers**2, axis=1, keepdims=True))
+        return np.linalg.norm(self.numbers, axis=1, keepdims=True)
 
 
 # From a recorder and a sign, such as ("health/updates", "norm"), or a column and "".
@@ -162,7 +153,7 @@ def diagnose(log: str | Path | Rows) -> list[Finding]:
 
 
 def _read(rows: Rows) -> Log:
-    lines: dict[tuple[str, str], dict[int, dict[str, float]]] = {}
+    tables: dict[tuple[str, str], dict[str, dict[int, float]]] = {}
     logged: dict[str, dict[int, None]] = {}  # the steps of each recorder
     for number, row in enumerate(rows):
         entries: Table = {}
@@ -176,27 +167,23 @@ def _read(rows: Rows) -> Log:
                 value = float(entry)
             except (TypeError, ValueError):  # a text
                 continue
-            own = lines.setdefault((who, sign), {})
-            own.setdefault(step, {})[name or "the tensor"] = value
+            table = tables.setdefault((who, sign), {})
+            table.setdefault(name or "the tensor", {})[step] = value
             logged.setdefault(who, {})[step] = None
-    if not any(sign for _, sign in lines):
-        columns = [name for name, _ in lines][:8]
+    if not any(sign for _, sign in tables):
         raise ValueError(
             "there must be numbers of record_health, such as 'health/norm/w', got the "
-            f"columns {columns}. Put optaxclip.record_health() into the optimizer, and "
-            "log metrics(state)."
+            f"columns {listed([*logged])}. Put optaxclip.record_health() into the "
+            "optimizer, and log metrics(state)."
         )
     log = {}
-    for (who, sign), own in lines.items():
-        steps = sorted(logged[who])
-        names = {name for line in own.values() for name in line}
-        ordered = sorted(names, key=_by_number)
+    for (who, sign), table in tables.items():
+        names, steps = sorted(table, key=_by_number), sorted(logged[who])
         # JSON has no NaN: what is missing in a line of others was not finite.
-        table = []
-        for step in steps:
-            line = own.get(step, {})
-            table.append([line.get(name, np.nan) for name in ordered])
-        log[who, sign] = Series(steps, ordered, np.array(table))
+        columns = []
+        for name in names:
+            columns.append([table[name].get(step, np.nan) for step in steps])
+        log[who, sign] = Series(steps, names, np.array(columns).T)
     return log
 
 
@@ -214,24 +201,26 @@ def _findings(log: Log) -> list[Finding]:
     # A log may divide by 0, and have NaN, which is above no limit.
     with np.errstate(all="ignore"):
         for cause, series in _series(log):
-            limit, evidence, page, advice = CAUSES[cause]
-            above = series.numbers > limit
-            if not above.any():
-                continue
-            row = int(above.any(axis=1).argmax())
-            step, which = series.steps[row], above[row]
-            if cause in found and found[cause].step <= step:
-                continue
-            padded = np.pad(which, 1)
-            beside = (padded[:-2] | padded[2:]) & ~which
-            value = float(series.numbers[row][which].max())
-            text = evidence.format(
-                value=value,
-                names=_listed(series.names, which),
-                beside=_listed(series.names, beside),
-            )
-            found[cause] = Finding(cause, step, value, limit, text, page, advice)
+            each = _finding(cause, series)
+            if each and (cause not in found or each.step < found[cause].step):
+                found[cause] = each
     return sorted(found.values(), key=lambda each: each.step)
+
+
+def _finding(cause: str, series: Series) -> Finding | None:
+    limit, evidence, page, advice = CAUSES[cause]
+    above = series.numbers > limit
+    if not above.any():
+        return None
+    row = int(above.any(axis=1).argmax())
+    which = above[row]
+    padded = np.pad(which, 1)
+    beside = (padded[:-2] | padded[2:]) & ~which
+    value = float(series.numbers[row][which].max())
+    names = np.array(series.names)
+    few = [listed(names[x].tolist()) or "none" for x in (which, beside)]
+    text = evidence.format(value, *few)
+    return Finding(cause, series.steps[row], value, limit, text, page, advice)
 
 
 def _series(log: Log) -> Iterator[tuple[str, Series]]:
@@ -239,17 +228,14 @@ def _series(log: Log) -> Iterator[tuple[str, Series]]:
     for (who, sign), own in log.items():
         is_update = "update" in who
         if sign == "norm":
-            broken = (~np.isfinite(own.numbers)).astype(float)
-            counts = log.get((who, "nonfinite"), own._replace(numbers=broken))
-            yield "not finite", counts
-            weights = log.get((who, "weight_norm"))
+            broken = own._replace(numbers=1.0 * ~np.isfinite(own.numbers))
+            yield "not finite", log.get((who, "nonfinite"), broken)
+            total, weights = own.total(), log.get((who, "weight_norm"))
             if not is_update:
-                ratios = _over_those_before(own.total())
-                yield "bad batch", own._replace(names=[who], numbers=ratios)
+                yield "bad batch", Series(own.steps, [who], _over_those_before(total))
             elif weights:
-                ratios = _medians(own.total() / weights.total())
-                one = own._replace(names=[who], numbers=ratios)
-                yield "learning rate", one
+                ratios = _medians(total / weights.total())
+                yield "learning rate", Series(own.steps, [who], ratios)
         elif sign == "subnormals" and not is_update:
             shares = own.numbers / (1 - log[who, "zeros"].numbers)
             yield "underflow", own._replace(numbers=_medians(shares))
@@ -274,25 +260,17 @@ def _medians(numbers: np.ndarray) -> np.ndarray:
     return found
 
 
-def _listed(names: list[str], which: np.ndarray) -> str:
-    few = np.array(names)[which].tolist()
-    more = f" and {len(few) - 8} more" if len(few) > 8 else ""
-    return ", ".join(few[:8]) + more or "none"
-
-
 # -------------------------------------------------------------------------- the command
 
 
 def main(arguments: list[str] | None = None) -> None:
     """Says what the log of a run shows: causes, since when, and with which evidence."""
-    parser = argparse.ArgumentParser(
-        prog="python -m optaxclip.doctor", description=main.__doc__
-    )
+    name = "python -m optaxclip.doctor"
+    parser = argparse.ArgumentParser(prog=name, description=main.__doc__)
     add = parser.add_argument
     add("log", type=Path, help="CSV or JSON, also in gzip")
-    add("--json", action="store_true", help="print JSON, and draw nothing")
-    add("--picture", type=Path, help="where to draw (default: beside the log)")
-    add("--force", action="store_true", help="replace a picture that exists")
+    add("--json", action="store_true", help="print JSON")
+    add("--picture", type=Path, help="where to draw (needs matplotlib)")
     options = parser.parse_args(arguments)
     try:
         log = read_with(_read, options.log, "doctor")
@@ -303,53 +281,30 @@ def main(arguments: list[str] | None = None) -> None:
     if options.json:
         print(json.dumps([each._asdict() for each in findings], indent=2))
         return
-    print(_table(log, findings))
-    path = options.log
-    picture = options.picture or path.with_name(f"{path.stem}_doctor.png")
-    if picture.exists() and not options.force:
-        print(f"No picture: {picture} exists. --force replaces it.")
-        return
-    try:
-        _draw(log, findings, picture)
-        print(f"Picture: {picture}")
-    except ImportError:
-        print("No picture: matplotlib is not installed.")
-
-
-def _table(log: Log, findings: list[Finding]) -> str:
-    every = [step for series in log.values() for step in series.steps]
-    lines = [f"Steps {min(every)} to {max(every)}.", ""]
-    if not findings:
-        lines.append("No number is above its limit.")
-    for number, each in enumerate(findings):
-        mark = "  " if number else "->"
+    for each in findings:
         evidence = f"{each.evidence} (limit {each.limit:g})"
-        lines.append(f"{mark} step {each.step}, {each.cause}: {evidence}")
-        lines.append(f"   {each.advice}")
-        lines.append(f"   {each.page}")
-    if len(findings) > 1:
-        lines.append("Later causes may follow from the first.")
-    return "\n".join(lines)
+        print(f"step {each.step:6}  {each.cause:16}  {evidence}")
+        print(f"{'':13}{each.advice}: {each.page}")
+    if not findings:
+        print("No number is above its limit.")
+    if options.picture:
+        _draw(log, findings, options.picture)
 
 
 def _draw(log: Log, findings: list[Finding], path: Path) -> None:
-    """Draws norms and loss over the steps, with a line where each cause begins."""
+    """Draws norms over the steps, with a line where each cause begins."""
     from matplotlib.figure import Figure
 
-    figure: Any = Figure(figsize=(9, 4), layout="constrained")
-    axis = figure.add_subplot()
+    axis: Any = Figure(figsize=(9, 4), layout="constrained").add_subplot()
     for (who, sign), own in log.items():
-        if sign == "norm" or "loss" in who.lower():
-            label = f"{who}/norm" if sign else who
-            axis.semilogy(own.steps, own.total(), linewidth=0.8, label=label)
+        if sign == "norm":
+            axis.semilogy(own.steps, own.total(), linewidth=0.8, label=who)
     for number, each in enumerate(findings):
-        axis.axvline(each.step, color="red", linestyle=":")
-        # Each a little lower, so that no two names lie upon one another.
-        place = {"transform": axis.get_xaxis_transform(), "color": "red"}
-        axis.text(each.step, 0.95 - 0.07 * number, f" {each.cause}", **place)
-    axis.set(xlabel="step")
-    axis.legend(loc="lower left", framealpha=0.8, edgecolor="none")
-    figure.savefig(path, dpi=120)
+        color = f"C{number + 2}"
+        axis.axvline(each.step, color=color, linestyle=":", label=each.cause)
+    axis.set(xlabel="step", ylabel="norm")
+    axis.legend()
+    axis.figure.savefig(path, dpi=120)
 
 
 # A misspelt name raises an error with the right one.

@@ -515,7 +515,6 @@ def test_an_optimizer_that_does_not_follow_is_named(optimizer, text):
 @pytest.mark.parametrize(
     ("options", "error", "text"),
     [
-        ({"embed": 3}, TypeError, "embed, layer and head must be functions, got 3"),
         ({"optimizer": optax.adam}, TypeError, "optimizer must be .*got the function"),
         ({"layer_clip": 1.0}, TypeError, "layer_clip must be a clipper.*got 1.0"),
         ({"max_norm": -1.0}, ValueError, "max_norm must be at least 0, got -1.0"),
