@@ -30,6 +30,6 @@ def test_a_window_beyond_all_arrays_is_refused(name, window):
 def test_larc_takes_a_finite_weight_decay(decay):
     with pytest.raises(
         ValueError,
-        match=r"^larc: weight_decay must be at most 1.79769e\+308, got .*inf",
+        match=r"^larc: weight_decay must be at most .*, got .*inf",
     ):
         optaxclip.larc(0.1, weight_decay=decay)
