@@ -19,7 +19,7 @@ import optax
 from jax.typing import ArrayLike
 
 from .. import _norms as norms
-from .._checks import check_flag
+from .._checks import check_flag, shown
 from .._kernel import make_clipper
 from .._mesh import MeshAxes
 from .._norms import Measure, Ord, check_measure
@@ -265,6 +265,12 @@ def clip_by_group_norm(
       [0.6 0.8] [0.1]
     """
     call = "clip_by_group_norm"
+    # As a tree prefix its keys would be 0 and 1, and no label.
+    if isinstance(max_norm, (list, tuple)):
+        raise TypeError(
+            f"{call}: max_norm must be one limit, or a dict from label to limit, got "
+            f"{shown(max_norm)}."
+        )
     # float32[labels]: the norms in the order of the sorted labels.
     numbers = {"ord": ord, "labels": labels, "mesh_axes": mesh_axes}
     options = {"shrink": shrink, "eps": eps, "nonfinite": nonfinite}
