@@ -83,11 +83,8 @@ def clip_gradients(
       >>> print(*(f"{x:.4f}" for x in updates[0]), updates[1])
       0.6000 0.8000 [0.5]
     """
-    arguments = {
-        "clipnorm": clipnorm,
-        "clipvalue": clipvalue,
-        "global_clipnorm": global_clipnorm,
-    }
+    arguments = {"clipnorm": clipnorm, "clipvalue": clipvalue}
+    arguments["global_clipnorm"] = global_clipnorm
     # A limit of 0 is given: it is refused below instead of counting as none.
     given = {name: x for name, x in arguments.items() if x is not None}
     if not given:

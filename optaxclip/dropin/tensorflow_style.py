@@ -215,10 +215,9 @@ def clip_by_global_norm(
     check_number(f"{call}: clip_norm", clip_norm)
     if use_norm is not None:
         check_scalar(f"{call}: use_norm", use_norm)
-    measure = norms.GlobalNorm(call)
     # A norm that is given replaces the measured one, also in what is returned.
     options = {"call": call, "name": "clip_norm", "grad_norm": use_norm}
-    return clip_once(t_list, clip_norm, measure, **options)
+    return clip_once(t_list, clip_norm, norms.GlobalNorm(call), **options)
 
 
 def global_norm(t_list: Any) -> jax.Array:
@@ -270,8 +269,8 @@ def clip_gradients_by_norm(
     """
     call = "clip_gradients_by_norm"
     optimizer = with_extra_args(f"{call}: optimizer", optimizer)
-    measure = norms.GlobalNorm(call)
-    clipper = make_clipper(measure, clip_norm, call=call, name="clip_norm")
+    options: Any = {"call": call, "name": "clip_norm"}
+    clipper = make_clipper(norms.GlobalNorm(call), clip_norm, **options)
     return optax.chain(clipper, optimizer)
 
 

@@ -221,9 +221,8 @@ def clip_grads_with_norm(grads: Any, max_norm: Any, total_norm: Any) -> Any:
     check_scalar(f"{call}: total_norm", total_norm)
     # It says that one norm belongs to all leaves. Its order does not matter, since the
     # norm that is given replaces the measured one.
-    measure = GlobalNorm(call)
-    options = {"call": call, "name": "max_norm", "eps": EPS}
-    return clip_once(grads, max_norm, measure, grad_norm=total_norm, **options)[0]
+    options: Any = {"name": "max_norm", "eps": EPS, "grad_norm": total_norm}
+    return clip_once(grads, max_norm, GlobalNorm(call), call=call, **options)[0]
 
 
 def _clipped(

@@ -203,11 +203,10 @@ def clipped_grad(
             # Broken examples too. A batch that is all masked gives 0 / 1.
             divisor = jnp.maximum(jnp.sum(problem.present, dtype=jnp.int32), 1)
             sums = [_divided(x, divisor, y.dtype) for x, y in zip(sums, leaves)]
-        broken = problem.present & ~weights.counts
         # [batch, groups] -> for each limit [batch].
         norms = limits.treedef.unflatten(weights.norms.T)
         factors = limits.treedef.unflatten(weights.factors.T)
-        nonfinite = jnp.sum(broken, dtype=jnp.int32)
+        nonfinite = jnp.sum(problem.present & ~weights.counts, dtype=jnp.int32)
         grads = treedef.unflatten(sums)
         return ClippedGrad(grads, norms, factors, nonfinite, divisor, values, aux)
 
@@ -284,17 +283,15 @@ def _costs(problem: Problem, ghost: Ghost | None) -> dict[str, float]:
     """For each method, how many multiplications one example is estimated to take beside
     those of the plain gradient.
     """
-    each = MULTIPLICATIONS_PER_NUMBER
     numbers = sum(leaf.size for leaf in jax.tree.leaves(problem.params))
-    costs: dict[str, float] = {"one_pass": each * numbers}
+    costs: dict[str, float] = {"one_pass": MULTIPLICATIONS_PER_NUMBER * numbers}
     if ghost:
         made = sum(ghost.params[leaf].size for leaf in ghost.made)
-        costs["ghost"] = each * made + sum(way.cost for way in ghost.ways)
-        plain = 0
-        for leaf in ghost.factored:
-            way = ghost.ways[leaf]
-            # Forward, and backward to the inputs and to the parameter.
-            plain += 3 * way.positions * math.prod(way.matrices)
+        costs["ghost"] = MULTIPLICATIONS_PER_NUMBER * made
+        costs["ghost"] += sum(way.cost for way in ghost.ways)
+        factored = [way for way in ghost.ways if way.parts]
+        # Forward, and backward to the inputs and to the parameter.
+        plain = sum(3 * way.positions * math.prod(way.matrices) for way in factored)
         costs["two_pass"] = costs["one_pass"] + plain
     return costs
 
@@ -308,8 +305,7 @@ def _is_split(batch: Any) -> bool:
     """Whether jit may split the batch over devices."""
     for leaf in jax.tree.leaves(batch):
         # The type of a traced array has the mesh, but not how it is split.
-        is_known = not isinstance(leaf, Tracer)
-        is_whole = not is_known or leaf.sharding.is_fully_replicated
+        is_whole = isinstance(leaf, Tracer) or leaf.sharding.is_fully_replicated
         if not (is_on_one_device(leaf) and is_whole):
             return True
     return False
@@ -330,8 +326,7 @@ def _ghost_of(problem: Problem) -> tuple[Ghost | None, str]:
     except CannotSplit:
         return None, (
             "a loss with refs (jax.new_ref), with random numbers beside parameters "
-            "that are not of threefry keys, or with a rule for parameters that asks "
-            "which inputs have a derivative (symbolic_zeros)"
+            "that are not of threefry keys, or with symbolic_zeros in a rule for them"
         )
 
 
@@ -506,24 +501,15 @@ def explain_clipped_grad(
             leaves = jax.tree.leaves(problem.params)
             ways = [Way("gradient", {}, leaf.size) for leaf in leaves]
         for (path, leaf), way in zip(entries, ways):
-            uses = [
-                use.name + " in scan" * bool(use.loops) for use in way.uses.values()
-            ]
-            kept = count * sum(use.kept for use in way.uses.values())
+            of_leaf = way.uses.values()
+            uses = [use.name + " in scan" * bool(use.loops) for use in of_leaf]
             # As if all that is kept and made had the dtype of the parameter.
-            itemsize = leaf.dtype.itemsize
-            row = ExplainedLeaf(
-                # DictKey("blocks"), SequenceKey(0) -> "blocks/0".
-                name=prefix.name(path),
-                shape=leaf.shape,
-                way=way.name,
-                uses=", ".join(dict.fromkeys(uses)),
-                kept=itemsize * kept,
-                made=itemsize * way.size,
-            )
-            rows.append(row)
-        bounds = _bounds(problem, chosen, ways)
+            kept = leaf.dtype.itemsize * count * sum(use.kept for use in of_leaf)
+            made = leaf.dtype.itemsize * way.size
+            # DictKey("blocks"), SequenceKey(0) -> "blocks/0".
+            name, shown = prefix.name(path), ", ".join(dict.fromkeys(uses))
+            rows.append(ExplainedLeaf(name, leaf.shape, way.name, shown, kept, made))
         costs = _costs(problem, ghost or _ghost_of(problem)[0])
-        return Explanation(chosen, width, rows, *bounds, costs)
+        return Explanation(chosen, width, rows, *_bounds(problem, chosen, ways), costs)
 
     return of_batch

@@ -168,9 +168,8 @@ def limits_of(max_norm: Any, argument: str, shrink: Shrink) -> Limits:
         raise ValueError(f"{argument} has no limit in it, got {shown(max_norm)}.")
     for path, value in found:
         where = f"{argument} for {prefix.name(path)!r}" if path else argument
-        if value is None:
-            continue
-        check_limit(where, value, is_scalar=True)
+        if value is not None:
+            check_limit(where, value, is_scalar=True)
     values = [value for _, value in found]
     entries = tuple((path, number) for number, (path, _) in enumerate(found))
     call = argument.partition(":")[0]

@@ -136,12 +136,11 @@ class Question(NamedTuple):
                 if joined & shared or untyped:
                     raise ValueError(
                         f"{self.call}: the loss of one example has a {name} over "
-                        f"{listed(joined)}. Over axes that split the batch it joins "
-                        "different examples: gather parameters before the call, and "
-                        "add up the gradients after it. Over others mesh_axes='auto' "
-                        "cannot tell how parameters are split without types (pmap, "
-                        "check_vma=False): name mesh axes, or give None if each device "
-                        "has all parameters."
+                        f"{listed(joined)}. Over axes that split the batch gather "
+                        "parameters before the call, and add up gradients after it. "
+                        "Over others, without types (pmap, check_vma=False), "
+                        "mesh_axes='auto' cannot tell how parameters are split: name "
+                        "mesh axes, or give None if each device has all parameters."
                     )
 
     def _listed(self, role: str, count: int) -> list[int]:
@@ -232,6 +231,5 @@ def _joined_axes(eqn: Any) -> set[str]:
     if eqn.primitive.name in ("axis_index", "pvary", "pcast"):
         return set()
     found = eqn.params.get("axes", eqn.params.get("axis_name", ()))
-    found = (found,) if isinstance(found, str) else found
     # Of a sum on one device the axes are numbers.
-    return {name for name in found or () if isinstance(name, str)}
+    return {name for name in _mesh.names_in(found) if isinstance(name, str)}

@@ -45,10 +45,9 @@ def main(arguments: list[str] | None = None) -> None:
         advice = "--force replaces it, --picture PATH draws to another place"
         print(f"No picture: {picture} exists. {advice}.")
         return
-    limit = best.limit
     try:
-        axis: Any = plot_history(run(limit, log.norms))
-        axis.set_title(f"norms as recorded, and the recommended limit {limit:.4g}")
+        axis: Any = plot_history(run(best.limit, log.norms))
+        axis.set_title(f"norms as recorded, and the recommended limit {best.limit:.4g}")
         # 1080 x 480 pixels.
         axis.figure.savefig(picture, dpi=120)
         print(f"Picture: {picture}")

@@ -61,8 +61,7 @@ def plot_history(
     steps, finite = np.arange(norms.size), np.isfinite(norms)
     # Lines have gaps where they are NaN. "0.55" is a gray of matplotlib.
     drawn = np.where(finite, norms, np.nan)
-    style = {"color": "0.55", "linewidth": 0.8}
-    axis.semilogy(steps, drawn, label="norm before clipping", **style)
+    axis.semilogy(steps, drawn, color="0.55", lw=0.8, label="norm before clipping")
     drawn = np.where(np.isfinite(limits), limits, np.nan)
     axis.semilogy(steps, drawn, color="tab:blue", label="limit")
     # The mean of no steps would be NaN, with a warning.

@@ -247,8 +247,7 @@ def _floats(table: Table, column: str) -> np.ndarray:
         # float() also reads "NaN" and "Infinity", which some loggers write as text.
         return np.array([float(entry) for entry in table[column]])
     except (TypeError, ValueError, OverflowError) as error:
-        must = f"the column {column!r} must hold numbers"
-        raise ValueError(f"{must}: {error}.") from None
+        raise ValueError(f"the column {column!r} must hold numbers: {error}.") from None
 
 
 def _is_number(entry: Any) -> bool:

@@ -95,8 +95,8 @@ def history_of(call: str, norms: Any, *, signed: bool = False) -> jax.Array:
         hint = "A file is read by optaxclip.replay.read_history."
         raise TypeError(f"{must}, got {norms!r}. {hint}")
     if not signed and (found < 0).any():
-        must = f"{call}: norms must be at least 0"
-        raise ValueError(f"{must}, got {found[found < 0][0]}.")
+        wrong = found[found < 0][0]
+        raise ValueError(f"{call}: norms must be at least 0, got {wrong}.")
     # NumPy makes float64 of int32. In JAX an int64 of 2^40 would be 0.
     dtype = np.promote_types(found.dtype, np.float32)
     # Numbers beyond the range of float32 become inf.
@@ -165,13 +165,11 @@ RECOMMENDED_RATE = 0.01
 HIGHEST = 20
 SKIP_STEP = "optaxclip.skip_step(optimizer, on_loss=False)"
 # Rules that learn, by the text that makes a clipper or a wrapper of them.
-CLIP = "optaxclip.clip_by_global_norm(optaxclip.rules.{})"
-QUANTILE = CLIP.format("windowed_quantile(0.9, 1000)")
-MEDIAN = CLIP.format("windowed_quantile(0.5, 100, factor=2.0)")
+QUANTILE = "optaxclip.clip_by_global_norm(optaxclip.rules.windowed_quantile({}))"
 LEARNING = {
     "optaxclip.autoclip(10)": windowed_quantile(0.1, 10_000, current=True),
-    QUANTILE: windowed_quantile(0.9, 1000),
-    MEDIAN: windowed_quantile(0.5, 100, factor=2.0),
+    QUANTILE.format("0.9, 1000"): windowed_quantile(0.9, 1000),
+    QUANTILE.format("0.5, 100, factor=2.0"): windowed_quantile(0.5, 100, factor=2.0),
     "optaxclip.zclip()": z_score(),
     SKIP_STEP: step_rule(),
 }

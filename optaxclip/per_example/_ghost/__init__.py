@@ -16,7 +16,6 @@ Differentially private optimization on large model at small cost, 2023 (arXiv
 """
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -78,8 +77,8 @@ class Ghost(NamedTuple):
             inputs, cotangents = zip(*book)
 
             def outputs(made: dict[Any, Any]) -> list[Arrays]:
-                every = partial(_outputs, made)
-                return list(map(every, self.uses.values(), inputs))
+                pairs = zip(self.uses.values(), inputs)
+                return [_outputs(made, *pair) for pair in pairs]
 
             outs, pull = self._vjp(outputs, self.made)
             typed = jax.tree.map(lambda x, y: x.astype(y.dtype), [*cotangents], outs)

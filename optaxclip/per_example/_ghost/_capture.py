@@ -338,8 +338,7 @@ def capture(
         taps.append([tap(use, use.outs[k]) for k in use.tapped])
 
     def of_one(example: Any, taps: Any, zero: Array) -> Any:
-        args = [*params, *example]
-        (value, *aux), inputs = _run(program, args, taps, zero)
+        (value, *aux), inputs = _run(program, [*params, *example], taps, zero)
         return value, (aux, inputs)
 
     def of_all(taps: Any) -> Any:
