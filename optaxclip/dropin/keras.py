@@ -42,11 +42,10 @@ from __future__ import annotations
 import math
 from typing import Any
 
-import numpy as np
 import optax
 from jax.core import Tracer
 
-from .._checks import check_number, check_scalar, shown
+from .._checks import check_number, shown
 from .._clippers._by_value import value_clipper
 from .._kernel import make_clipper
 from .._names import with_our_names
@@ -84,11 +83,8 @@ def clip_gradients(
       >>> print(*(f"{x:.4f}" for x in updates[0]), updates[1])
       0.6000 0.8000 [0.5]
     """
-    arguments = {
-        "clipnorm": clipnorm,
-        "clipvalue": clipvalue,
-        "global_clipnorm": global_clipnorm,
-    }
+    arguments = {"clipnorm": clipnorm, "clipvalue": clipvalue}
+    arguments["global_clipnorm"] = global_clipnorm
     # A limit of 0 is given: it is refused below instead of counting as none.
     given = {name: x for name, x in arguments.items() if x is not None}
     if not given:
@@ -101,30 +97,24 @@ def clip_gradients(
             f"be set, got {all_given}."
         )
     ((name, value),) = given.items()
+    call = "clip_gradients"
+    argument = f"{call}: {name}"
     # The numbers of a schedule are not known before its steps.
     if not callable(value):
-        _check_above_zero(f"clip_gradients: {name}", value)
-    call = "clip_gradients"
+        # Negative numbers pass here. The text below says what Keras does with them.
+        check_number(argument, value, lowest=-math.inf, is_scalar=True)
+        # 0 would make zeros in the library. Code that is ported should not find out
+        # about either by accident.
+        if not isinstance(value, Tracer) and value <= 0:
+            raise ValueError(
+                f"{argument} must be above 0, got {shown(value)}: Keras does not clip "
+                "then; leave it out for that."
+            )
     if name == "clipvalue":
         return value_clipper(call, (name, value))
     # Keras applies clipnorm to each gradient, not to all of them together.
-    kind = TensorNorm if name == "clipnorm" else GlobalNorm
-    measure = kind(call)
+    measure = TensorNorm(call) if name == "clipnorm" else GlobalNorm(call)
     return make_clipper(measure, value, call=call, name=name)
-
-
-def _check_above_zero(argument: str, value: Any) -> None:
-    """Raises for 0 too. Keras would not clip then, but the library would make zeros,
-    and code that is ported should not find out about either by accident.
-    """
-    # Negative numbers pass here. The text below says what Keras does with them.
-    check_number(argument, value, lowest=-math.inf)
-    check_scalar(argument, value)
-    if not isinstance(value, Tracer) and np.any(np.asarray(value) <= 0):
-        raise ValueError(
-            f"{argument} must be above 0, got {shown(value)}: Keras does not clip "
-            "then; leave it out for that."
-        )
 
 
 with_our_names(__name__)

@@ -58,18 +58,15 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 from jax.core import Tracer
 
-from .. import _norms as measures
 from .. import _norms as norms
-from .. import _trees as prefix
-from .._checks import check_number, check_scalar, shown, with_extra_args
+from .._checks import check_number, check_scalar, with_extra_args
 from .._clippers._by_value import value_clipper
 from .._kernel import clip_once, make_clipper
 from .._names import with_our_names
-from .._trees import clipped_leaves
+from .._trees import axes_within, clipped_leaves, name
 
 __all__ = [
     "clip_by_average_norm",
@@ -108,15 +105,14 @@ def clip_by_value(t: Any, clip_value_min: Any, clip_value_max: Any) -> Any:
        [ 0.5  3. ]]
     """
     call = "clip_by_value"
-    low = "clip_value_min", clip_value_min
-    high = "clip_value_max", clip_value_max
-    for name, bound in (high, low):
-        # It may be negative, unlike the limit of a norm. It is no tree or schedule.
-        check_number(f"{call}: {name}", bound, lowest=-math.inf)
+    low, high = clip_value_min, clip_value_max
+    # It may be negative, unlike the limit of a norm. It is no tree or schedule.
+    check_number(f"{call}: clip_value_max", high, lowest=-math.inf)
+    check_number(f"{call}: clip_value_min", low, lowest=-math.inf)
     # Where traced bounds cross, the lower one wins as in TensorFlow.
-    if isinstance(low[1], Tracer) or isinstance(high[1], Tracer):
-        high = "clip_value_max", jnp.maximum(clip_value_max, clip_value_min)
-    clipper = value_clipper(call, high, low)
+    if isinstance(low, Tracer) or isinstance(high, Tracer):
+        high = jnp.maximum(high, low)
+    clipper = value_clipper(call, ("clip_value_max", high), ("clip_value_min", low))
     return clipper.update(t, clipper.init(t))[0]
 
 
@@ -134,8 +130,9 @@ def clip_by_norm(t: Any, clip_norm: Any, axes: Any = None) -> Any:
       `t` in its dtypes.
 
     Raises:
-      ValueError: a limit that is negative or NaN, or axes that a leaf does not have.
-      TypeError: a limit that is not a real number, or axes that are not ints.
+      ValueError: a limit that is negative or NaN, or axes that are not ints, or not
+        different axes of each leaf.
+      TypeError: a limit that is not a real number.
 
     Example:
       >>> t = jnp.array([[-3.0, 0.0, 0.0], [4.0, 0.0, 0.0]])
@@ -148,32 +145,16 @@ def clip_by_norm(t: Any, clip_norm: Any, axes: Any = None) -> Any:
     call = "clip_by_norm"
     # TensorFlow takes negative limits. Here known ones raise, and traced ones are 0.
     check_number(f"{call}: clip_norm", clip_norm)
-    if axes is None:
-        measure = measures.TensorNorm(call)
-    else:
+    measure: Any = norms.TensorNorm(call)
+    if axes is not None:
+        # A static argument of the jitted update, so a list becomes a tuple.
+        axis = tuple(axes) if isinstance(axes, (list, tuple)) else (axes,)
+        entries = jax.tree_util.tree_flatten_with_path(clipped_leaves(t, call))[0]
+        for path, leaf in entries:
+            axes_within(axis, f"{call}: axes", name(path), jnp.ndim(leaf))
         # axes are summed over, like `axis` of clip_by_unitwise_norm.
-        axis = _checked_axes(f"{call}: axes", axes, clipped_leaves(t, call))
-        measure = measures.UnitwiseNorm(**measures.check_measure(call, None, axis=axis))
+        measure = norms.UnitwiseNorm(**norms.check_measure(call, None, axis=axis))
     return clip_once(t, clip_norm, measure, call=call, name="clip_norm")[0]
-
-
-def _checked_axes(argument: str, axes: Any, tree: Any) -> tuple[int, ...]:
-    """The axes, which all leaves have, as a tuple."""
-    several = axes if isinstance(axes, (list, tuple)) else (axes,)
-    for axis in several:
-        if isinstance(axis, bool) or not isinstance(axis, (int, np.integer)):
-            text = "must be an int, or a list or tuple of ints"
-            raise TypeError(f"{argument} {text}, got {shown(axes)}.")
-    for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
-        rank = jnp.ndim(leaf)
-        fits = all(-rank <= axis < rank for axis in several)
-        if not fits or len({axis % rank for axis in several}) < len(several):
-            raise ValueError(
-                f"{argument} must be different axes of the leaf {prefix.name(path)!r}, "
-                f"a tensor of rank {rank}, got {shown(axes)}."
-            )
-    # A static argument of the jitted update, so a list must become a tuple.
-    return tuple(int(axis) for axis in several)
 
 
 def clip_by_average_norm(t: Any, clip_norm: Any) -> Any:
@@ -201,7 +182,7 @@ def clip_by_average_norm(t: Any, clip_norm: Any) -> Any:
     call = "clip_by_average_norm"
     check_number(f"{call}: clip_norm", clip_norm)
     # "average" is |t| / size, and "rms" would be |t| / sqrt(size).
-    measure = measures.TensorNorm(call, "average")
+    measure = norms.TensorNorm(call, "average")
     return clip_once(t, clip_norm, measure, call=call, name="clip_norm")[0]
 
 
@@ -234,10 +215,9 @@ def clip_by_global_norm(
     check_number(f"{call}: clip_norm", clip_norm)
     if use_norm is not None:
         check_scalar(f"{call}: use_norm", use_norm)
-    measure = measures.GlobalNorm(call)
     # A norm that is given replaces the measured one, also in what is returned.
     options = {"call": call, "name": "clip_norm", "grad_norm": use_norm}
-    return clip_once(t_list, clip_norm, measure, **options)
+    return clip_once(t_list, clip_norm, norms.GlobalNorm(call), **options)
 
 
 def global_norm(t_list: Any) -> jax.Array:
@@ -289,8 +269,8 @@ def clip_gradients_by_norm(
     """
     call = "clip_gradients_by_norm"
     optimizer = with_extra_args(f"{call}: optimizer", optimizer)
-    measure = measures.GlobalNorm(call)
-    clipper = make_clipper(measure, clip_norm, call=call, name="clip_norm")
+    options: Any = {"call": call, "name": "clip_norm"}
+    clipper = make_clipper(norms.GlobalNorm(call), clip_norm, **options)
     return optax.chain(clipper, optimizer)
 
 

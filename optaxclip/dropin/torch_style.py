@@ -221,20 +221,23 @@ def clip_grads_with_norm(grads: Any, max_norm: Any, total_norm: Any) -> Any:
     check_scalar(f"{call}: total_norm", total_norm)
     # It says that one norm belongs to all leaves. Its order does not matter, since the
     # norm that is given replaces the measured one.
-    measure = GlobalNorm(call)
-    options = {"call": call, "name": "max_norm", "eps": EPS}
-    return clip_once(grads, max_norm, measure, grad_norm=total_norm, **options)[0]
+    options: Any = {"name": "max_norm", "eps": EPS, "grad_norm": total_norm}
+    return clip_once(grads, max_norm, GlobalNorm(call), call=call, **options)[0]
 
 
 def _clipped(
-    call: str,
-    grads: Any,
-    max_norm: Any,
-    norm_type: Any,
-    error_if_nonfinite: bool,
+    call: str, grads: Any, max_norm: Any, norm_type: Any, error_if_nonfinite: bool
 ) -> tuple[Any, jax.Array]:
     """The clipped gradients and their norm. `call` is the name that errors quote."""
-    order = _order(call, norm_type)
+    try:
+        # torch reads texts too: "inf" becomes inf, and "-2" becomes -2.0.
+        order = float(norm_type)
+    except (TypeError, ValueError, OverflowError):
+        order = math.nan
+    # float(True) is 1, which torch takes. Here a bool counts as a mistake.
+    if math.isnan(order) or isinstance(norm_type, bool):
+        must = 'must be a number, or a text of one such as "inf"'
+        raise ValueError(f"{call}: norm_type {must}, got {shown(norm_type)}.")
     # What torch calls the norm is one for orders above 0.
     measure = GlobalNorm(call, order) if order > 0 else TorchNorm(order)
     nonfinite = "raise" if error_if_nonfinite else "propagate"
@@ -250,20 +253,6 @@ def _clipped(
         ) from error
 
 
-def _order(call: str, norm_type: Any) -> float:
-    """The order as a number. torch reads strings too."""
-    try:
-        # "inf" becomes inf, and "-2" becomes -2.0.
-        order = float(norm_type)
-    except (TypeError, ValueError, OverflowError):
-        order = math.nan
-    # float(True) is 1, which torch takes. Here a bool counts as a mistake.
-    if math.isnan(order) or isinstance(norm_type, bool):
-        must = 'must be a number, or a text of one such as "inf"'
-        raise ValueError(f"{call}: norm_type {must}, got {shown(norm_type)}.")
-    return order
-
-
 class TorchNorm(NamedTuple):
     """What torch calls the norm of an order of 0 or less. It has no derivative.
 
@@ -276,17 +265,13 @@ class TorchNorm(NamedTuple):
     def __call__(self, tree: Any) -> Norms:
         # A count does not change with x, and |x|^p has no slope at 0 for p < 0.
         fixed = jax.tree.map(jax.lax.stop_gradient, tree)
-        if self.ord == 0:
-            return norms_of_tree(_leaves_not_zero(fixed), tree)
-        return norms_of_tree(_norm_below_order_zero(fixed, self.ord), tree)
-
-
-def _leaves_not_zero(tree: Any) -> jax.Array:
-    # max |x| is 0 only where all are. The squares of tiny numbers would be 0 too.
-    largest = tensor_norm(tree, ord=math.inf)
-    counts = jax.tree.map(lambda norm: (norm != 0).astype(norm.dtype), largest)
-    # No mesh axes: the norms that are counted are the same on all devices.
-    return global_norm(counts, ord=1, mesh_axes=None)
+        if self.ord < 0:
+            return norms_of_tree(_norm_below_order_zero(fixed, self.ord), tree)
+        # max |x| is 0 only where all are. Squares of tiny numbers would be 0 too.
+        largest = tensor_norm(fixed, ord=math.inf)
+        counts = jax.tree.map(lambda norm: (norm != 0).astype(norm.dtype), largest)
+        # No mesh axes: the norms that are counted are the same on all devices.
+        return norms_of_tree(global_norm(counts, ord=1, mesh_axes=None), tree)
 
 
 def _norm_below_order_zero(tree: Any, ord: float) -> jax.Array:

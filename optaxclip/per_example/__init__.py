@@ -32,10 +32,7 @@ from ._clipped_grad import (
     explain_clipped_grad,
 )
 from ._noise import NoiseScale, noise_scale
-from ._optax_names import (
-    per_example_global_norm_clip,
-    per_example_layer_norm_clip,
-)
+from ._optax_names import per_example_global_norm_clip, per_example_layer_norm_clip
 
 __all__ = [
     "ClippedGrad",

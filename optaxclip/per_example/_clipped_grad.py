@@ -18,11 +18,12 @@ from jax import lax
 from jax.core import Tracer
 
 from .. import _trees as prefix
-from .._checks import check_choice, check_flag, shown
+from .._checks import check_choice, check_flag, check_length
 from .._jaxpr import has_bits_that_vmap_changes, has_convolution
 from .._mesh import MeshAxes, is_on_one_device
 from ..shrinks import Shrink, shrink_of
 from ._ghost import Ghost, ghost_of
+from ._ghost._capture import CannotSplit
 from ._ghost._norms import Way
 from ._passes import CANCELS, Run, evened, limits_of
 from ._problem import Places, Problem, Question
@@ -173,23 +174,22 @@ def clipped_grad(
     call = "clipped_grad"
     check_flag(f"{call}: mean", mean)
     limits = limits_of(max_norm, f"{call}: max_norm", shrink_of(shrink, call))
-    _check_options(call, method, microbatch)
+    check_choice(f"{call}: method", method, METHODS)
+    if microbatch is not None:
+        check_length(f"{call}: microbatch", microbatch)
     count = len(limits.values)
     if method == "two_pass" and count > 1:
         raise ValueError(
-            f"{call}: method='two_pass' weighs the loss of an example, which has one "
-            f"factor, but max_norm has {count} limits: use another method, or one "
-            "limit."
+            f"{call}: method='two_pass' has one factor for an example, but max_norm "
+            f"has {count} limits: use another method, or one limit."
         )
-    roles = argnums, shared_argnums, has_aux, mesh_axes
-    question = Question(call, loss, *roles)
+    question = Question(call, loss, argnums, shared_argnums, has_aux, mesh_axes)
 
-    def of_batch(*args: Any, mask: Any = None, **named: Any) -> ClippedGrad:
-        problem = question.about(args, named, mask)
+    def of_batch(*args: Any, mask: Any = None) -> ClippedGrad:
+        problem = question.about(args, mask)
         chosen, width, ghost = _choose(problem, method, microbatch)
-        groups = limits.groups(problem.params)
-        own = limits._replace(splits=problem.splits)
-        run = Run(problem, own, groups, width)
+        own = limits.of(problem.params, problem.splits)
+        run = Run(problem, own, width)
         if ghost:
             sums, found = ghost.in_steps(run)
         elif chosen == "two_pass":
@@ -201,35 +201,16 @@ def clipped_grad(
         divisor = None
         if mean:
             # Broken examples too. A batch that is all masked gives 0 / 1.
-            divisor = jnp.sum(problem.present, dtype=jnp.int32)
-            divisor = jnp.maximum(divisor, 1)
-            pairs = zip(sums, leaves)
-            sums = [_divided(x, divisor, leaf.dtype) for x, leaf in pairs]
-        broken = problem.present & ~weights.counts
-        return ClippedGrad(
-            grads=treedef.unflatten(sums),
-            # [batch, groups] -> for each limit [batch].
-            norms=limits.treedef.unflatten(weights.norms.T),
-            factors=limits.treedef.unflatten(weights.factors.T),
-            nonfinite=jnp.sum(broken, dtype=jnp.int32),
-            divisor=divisor,
-            values=values,
-            aux=aux,
-        )
+            divisor = jnp.maximum(jnp.sum(problem.present, dtype=jnp.int32), 1)
+            sums = [_divided(x, divisor, y.dtype) for x, y in zip(sums, leaves)]
+        # [batch, groups] -> for each limit [batch].
+        norms = limits.treedef.unflatten(weights.norms.T)
+        factors = limits.treedef.unflatten(weights.factors.T)
+        nonfinite = jnp.sum(problem.present & ~weights.counts, dtype=jnp.int32)
+        grads = treedef.unflatten(sums)
+        return ClippedGrad(grads, norms, factors, nonfinite, divisor, values, aux)
 
     return of_batch
-
-
-def _check_options(call: str, method: str, microbatch: Any) -> None:
-    check_choice(f"{call}: method", method, METHODS)
-    # A bool is an int in Python: True would be microbatches of 1.
-    is_int = isinstance(microbatch, (int, np.integer))
-    is_number = is_int and not isinstance(microbatch, bool)
-    if microbatch is not None and not (is_number and microbatch >= 1):
-        raise ValueError(
-            f"{call}: microbatch must be a number of examples, at least 1, or None, "
-            f"got {shown(microbatch)}."
-        )
 
 
 def _divided(total: jax.Array, divisor: jax.Array, dtype: Any) -> jax.Array:
@@ -243,12 +224,12 @@ def _divided(total: jax.Array, divisor: jax.Array, dtype: Any) -> jax.Array:
     return (total.astype(wide) / divisor.astype(wide)).astype(dtype)
 
 
-# A method, how many examples at once, and, if that is the method, ghost clipping.
-Choice = tuple[str, int | None, Ghost | None]
-
-
-def _choose(problem: Problem, method: str, microbatch: int | None) -> Choice:
-    """The method that was asked for, or the one that takes the least time."""
+def _choose(
+    problem: Problem, method: str, microbatch: int | None
+) -> tuple[str, int | None, Ghost | None]:
+    """The method that was asked for, or the one that takes the least time, how many
+    examples at once, and, if that is the method, ghost clipping.
+    """
     hindrance, ghost, others = "", None, '"one_pass", "two_pass"'
     if method == "two_pass" and _runs(problem, has_bits_that_vmap_changes):
         # The second pass puts a good example in the place of a masked or broken one.
@@ -256,14 +237,8 @@ def _choose(problem: Problem, method: str, microbatch: int | None) -> Choice:
         hindrance = "random numbers of keys that are not of threefry"
         others = '"one_pass", "ghost"'
     if method in ("ghost", "auto"):
-        hindrance = _hindrance(problem)
-        ghost = None if hindrance else ghost_of(problem)
-        hindrance = hindrance or (
-            "a loss with refs (jax.new_ref), with random numbers beside parameters "
-            "that are not of threefry keys, or with a rule for parameters that asks "
-            "which inputs have a derivative (symbolic_zeros)"
-        )
-    if hindrance and not ghost and method != "auto":
+        ghost, hindrance = _ghost_of(problem)
+    if hindrance and method != "auto":
         raise ValueError(
             f'clipped_grad: method must be {others} or "auto" for {hindrance}, got '
             f'"{method}".'
@@ -277,51 +252,46 @@ def _choose(problem: Problem, method: str, microbatch: int | None) -> Choice:
             raise ValueError(
                 'clipped_grad: method must be "ghost", and each kernel used once, for '
                 "convolutions of a batch that jit splits over devices, where XLA "
-                "computes wrong gradients of single examples by a kernel. Put "
-                "clipped_grad into jax.shard_map, with mean=False, and add up its "
-                f'gradients with lax.psum. Got method="{method}".'
+                "computes wrong gradients of examples. Or put clipped_grad into "
+                "jax.shard_map, with mean=False, and lax.psum its gradients. Got "
+                f'method="{method}".'
             )
         method = "ghost"
     if not ghost:
-        method = "one_pass" if method == "auto" else method
-        return method, microbatch, None
-    # Gradients of examples that ghost clipping makes too cost both the same.
-    numbers = sum(leaf.size for leaf in ghost.params)
-    made = sum(ghost.params[leaf].size for leaf in ghost.made)
+        return "one_pass" if method == "auto" else method, microbatch, None
     kept = sum(use.kept for use in ghost.program.uses())
+    # Gradients of examples that ghost clipping makes too cost both the same.
+    numbers = {
+        "ghost": sum(ghost.params[leaf].size for leaf in ghost.made),
+        "one_pass": sum(leaf.size for leaf in ghost.params),
+    }
     if method == "auto":
         costs = _costs(problem, ghost)
-        pays = costs["ghost"] <= costs["one_pass"]
-        method = "ghost" if pays else "one_pass"
-    if method == "ghost":
-        numbers = made
-        if made <= kept:
-            return method, microbatch, ghost
+        method = min(numbers, key=lambda name: costs[name])
+    if method == "ghost" and numbers[method] <= kept:
+        return method, microbatch, ghost
     # Gradients of examples take a quarter of the memory of what is kept of the
     # activations of the whole batch, and at least one is made. A CPU is the faster the
     # more of them stay in its cache: a transformer of 432,000 parameters took half as
     # long with 8 at once as with 16.
-    most = problem.present.size * kept // (4 * max(numbers, 1))
+    most = problem.present.size * kept // (4 * max(numbers[method], 1))
     width = evened(problem.present.size, max(most, 1))
-    ghost = ghost if method == "ghost" else None
-    return method, microbatch or width, ghost
+    return method, microbatch or width, ghost if method == "ghost" else None
 
 
 def _costs(problem: Problem, ghost: Ghost | None) -> dict[str, float]:
     """For each method, how many multiplications one example is estimated to take beside
     those of the plain gradient.
     """
-    each = MULTIPLICATIONS_PER_NUMBER
     numbers = sum(leaf.size for leaf in jax.tree.leaves(problem.params))
-    costs: dict[str, float] = {"one_pass": each * numbers}
+    costs: dict[str, float] = {"one_pass": MULTIPLICATIONS_PER_NUMBER * numbers}
     if ghost:
         made = sum(ghost.params[leaf].size for leaf in ghost.made)
-        costs["ghost"] = each * made + sum(way.cost for way in ghost.ways)
-        plain = 0
-        for leaf in ghost.factored:
-            way = ghost.ways[leaf]
-            # Forward, and backward to the inputs and to the parameter.
-            plain += 3 * way.positions * math.prod(way.matrices)
+        costs["ghost"] = MULTIPLICATIONS_PER_NUMBER * made
+        costs["ghost"] += sum(way.cost for way in ghost.ways)
+        factored = [way for way in ghost.ways if way.parts]
+        # Forward, and backward to the inputs and to the parameter.
+        plain = sum(3 * way.positions * math.prod(way.matrices) for way in factored)
         costs["two_pass"] = costs["one_pass"] + plain
     return costs
 
@@ -335,37 +305,36 @@ def _is_split(batch: Any) -> bool:
     """Whether jit may split the batch over devices."""
     for leaf in jax.tree.leaves(batch):
         # The type of a traced array has the mesh, but not how it is split.
-        is_known = not isinstance(leaf, Tracer)
-        is_whole = not is_known or leaf.sharding.is_fully_replicated
+        is_whole = isinstance(leaf, Tracer) or leaf.sharding.is_fully_replicated
         if not (is_on_one_device(leaf) and is_whole):
             return True
     return False
 
 
-def _hindrance(problem: Problem) -> str:
-    """What ghost clipping cannot do with these arrays. "" for nothing."""
+def _ghost_of(problem: Problem) -> tuple[Ghost | None, str]:
+    """Ghost clipping, or None and what it cannot do."""
     for leaf in jax.tree.leaves((problem.params, problem.batch)):
         # The cotangents that it asks for would need their shardings as types.
         axes = sorted(jax.typeof(leaf).sharding.mesh.explicit_axes)
         if axes:
-            return f"arrays on a mesh with Explicit axes, here {axes}"
+            return None, f"arrays on a mesh with Explicit axes, here {axes}"
         # It is chosen by sizes, and those of jax.export may be symbols.
         if not all(isinstance(size, int) for size in leaf.shape):
-            return f"sizes that are not known, here {leaf.shape}"
-    return ""
+            return None, f"sizes that are not known, here {leaf.shape}"
+    try:
+        return ghost_of(problem), ""
+    except CannotSplit:
+        return None, (
+            "a loss with refs (jax.new_ref), with random numbers beside parameters "
+            "that are not of threefry keys, or with symbolic_zeros in a rule for them"
+        )
 
 
-class Bounds(NamedTuple):
-    """What is proved, over the limit: see docs/numerics.md."""
-
-    excess: float
-    change: float
-
-
-def _bounds(problem: Problem, method: str, ways: list[Way]) -> Bounds:
+def _bounds(problem: Problem, method: str, ways: list[Way]) -> tuple[float, float]:
+    """What is proved of excess and change, over the limit: see docs/numerics.md."""
     if method == "two_pass":
         # Its sum adds up other terms than were measured, and these are not known.
-        return Bounds(np.inf, np.inf)
+        return np.inf, np.inf
     lost, missed = 0.0, 0.0
     size = problem.present.size
     for way, leaf in zip(ways, jax.tree.leaves(problem.params)):
@@ -390,7 +359,7 @@ def _bounds(problem: Problem, method: str, ways: list[Way]) -> Bounds:
             missed = max(missed, norm)
         lost = max(lost, sums)
     excess = missed + lost
-    return Bounds(excess, excess + 2 * (size - 1) * lost)
+    return excess, excess + 2 * (size - 1) * lost
 
 
 def _rounding(count: int, dtype: Any) -> float:
@@ -438,22 +407,23 @@ class Explanation(NamedTuple):
 
     def __str__(self) -> str:
         width = self.microbatch or "the whole batch"
-        head = ("parameter", "shape", "norm by", "uses", "kept", "made")
-        rows = [tuple(map(str, leaf)) for leaf in self.leaves]
-        widths = [max(map(len, column)) for column in zip(head, *rows)]
-        lines = [f"method {self.method}, microbatch: {width}"]
         costs = [f"{name} {cost:.2g}" for name, cost in self.costs.items()]
-        lines.append(f"multiplications beside a gradient: {', '.join(costs)}")
+        bounds = "what an example adds is not bounded"
         if self.excess < np.inf:
-            lines.append(
+            bounds = (
                 f"an example adds at most 1 + {self.excess:.2g} limits and changes the "
                 f"sum by 1 + {self.change:.2g}"
             )
-        else:
-            lines.append("what an example adds is not bounded")
-        for row in (head, *rows):
-            cells = [cell.ljust(size) for cell, size in zip(row, widths)]
-            lines.append("  ".join(cells).rstrip())
+        lines = [
+            f"method {self.method}, microbatch: {width}",
+            f"multiplications beside a gradient: {', '.join(costs)}",
+            bounds,
+        ]
+        head = ("parameter", "shape", "norm by", "uses", "kept", "made")
+        rows = [head, *(tuple(map(str, leaf)) for leaf in self.leaves)]
+        widths = [max(map(len, column)) for column in zip(*rows)]
+        for row in rows:
+            lines.append("  ".join(map(str.ljust, row, widths)).rstrip())
         return "\n".join(lines)
 
 
@@ -515,11 +485,13 @@ def explain_clipped_grad(
       w          (3, 2)  product   dot_general  80    4
     """
     call = "explain_clipped_grad"
-    _check_options(call, method, microbatch)
+    check_choice(f"{call}: method", method, METHODS)
+    if microbatch is not None:
+        check_length(f"{call}: microbatch", microbatch)
     question = Question(call, loss, argnums, shared_argnums, has_aux)
 
-    def of_batch(*args: Any, **named: Any) -> Explanation:
-        problem = question.about(args, named)
+    def of_batch(*args: Any) -> Explanation:
+        problem = question.about(args)
         chosen, width, ghost = _choose(problem, method, microbatch)
         count = min(width or problem.present.size, problem.present.size)
         entries = jax.tree_util.tree_flatten_with_path(problem.params)[0]
@@ -529,20 +501,15 @@ def explain_clipped_grad(
             leaves = jax.tree.leaves(problem.params)
             ways = [Way("gradient", {}, leaf.size) for leaf in leaves]
         for (path, leaf), way in zip(entries, ways):
-            uses, kept = [], 0
-            for use in way.uses.values():
-                uses.append(use.name + " in scan" * bool(use.loops))
-                kept += count * use.kept
+            of_leaf = way.uses.values()
+            uses = [use.name + " in scan" * bool(use.loops) for use in of_leaf]
+            # As if all that is kept and made had the dtype of the parameter.
+            kept = leaf.dtype.itemsize * count * sum(use.kept for use in of_leaf)
+            made = leaf.dtype.itemsize * way.size
             # DictKey("blocks"), SequenceKey(0) -> "blocks/0".
             name, shown = prefix.name(path), ", ".join(dict.fromkeys(uses))
-            # As if all that is kept and made had the dtype of the parameter.
-            sizes = [leaf.dtype.itemsize * n for n in (kept, way.size)]
-            row = name, leaf.shape, way.name, shown
-            rows.append(ExplainedLeaf(*row, *sizes))
-        if not ghost and not _hindrance(problem):
-            ghost = ghost_of(problem)
-        bounds = _bounds(problem, chosen, ways)
-        costs = _costs(problem, ghost)
-        return Explanation(chosen, width, rows, *bounds, costs)
+            rows.append(ExplainedLeaf(name, leaf.shape, way.name, shown, kept, made))
+        costs = _costs(problem, ghost or _ghost_of(problem)[0])
+        return Explanation(chosen, width, rows, *_bounds(problem, chosen, ways), costs)
 
     return of_batch

@@ -50,7 +50,6 @@ def noise_scale(result: ClippedGrad) -> NoiseScale:
       examples, and, under jit, where gradients were clipped.
 
     Raises:
-      TypeError: a result that is not a `ClippedGrad`.
       ValueError: gradients that were clipped, whose mean is not the gradient. Under jit
         this cannot be raised, and the numbers are NaN.
 
@@ -68,11 +67,6 @@ def noise_scale(result: ClippedGrad) -> NoiseScale:
     Tiwari, Bergsma, Hestness, Normalization layer per-example gradients are sufficient
     to predict gradient noise scale in transformers, 2024 (arXiv 2411.00999).
     """
-    if not isinstance(result, ClippedGrad):
-        raise TypeError(
-            "noise_scale: result must be the ClippedGrad that a function by "
-            f"clipped_grad(loss, max_norm=None) returns, got a {type(result).__name__}."
-        )
     # [limits, batch]
     norms = jnp.stack(jax.tree.leaves(result.norms))
     factors = jnp.stack(jax.tree.leaves(result.factors))

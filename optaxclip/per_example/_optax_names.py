@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from .. import _trees as prefix
 from .._checks import check_limit
 from ..shrinks import hard
-from ._passes import Limits, limits_of
+from ._passes import Limits
 
 
 def per_example_global_norm_clip(
@@ -114,8 +114,7 @@ def per_example_layer_norm_clip(
 def _limit(argument: str, limit: Any) -> Any:
     """The limit, in enough bits for its product with a share of it."""
     # Refuses None too, which elsewhere is no limit.
-    check_limit(argument, limit)
-    limits_of(limit, argument, hard)
+    check_limit(argument, limit, is_scalar=True)
     if not isinstance(limit, jax.Array):
         return float(limit)
     return limit.astype(jnp.result_type(float))
@@ -143,7 +142,7 @@ def _clip(call: str, grads: Any, limits: list[Any]) -> tuple[Any, Any]:
     # One for all, or one for each.
     groups = [number % len(limits) for number in range(len(leaves))]
     present = jnp.ones(size, bool)
-    weights = Limits(call, limits, hard).weigh(leaves, groups, present)
+    weights = Limits(call, limits, hard, groups=groups).weigh(leaves, present)
     # The factor of a broken example is 0, so that it counts as clipped.
     clipped = jnp.sum(weights.factors < 1, axis=0, dtype=jnp.int32)
     sums = list(map(weights.total, leaves, groups))

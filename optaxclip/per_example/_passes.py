@@ -25,7 +25,7 @@ from .. import _trees as prefix
 from .._backward import is_weighted
 from .._checks import check_limit, held_in, shown
 from .._factors import factor_between, stretch
-from .._mesh import Names, split_as
+from .._mesh import Names, names_in, split_as
 from .._norms import global_norm
 from ..rules._rule import is_rule
 from ..shrinks import Shrink, shrunk_by
@@ -50,22 +50,19 @@ class Limits(NamedTuple):
     call: str  # of the user
     values: list[Any]  # a number for each group, None for no limit
     shrink: Shrink
-    entries: tuple[Any, ...] = ()  # (path in the tree, number of the group)
+    table: prefix.Prefix = prefix.Prefix(())  # path in the tree, number of the group
     treedef: Any = None
+    groups: Sequence[int] = ()  # for each leaf, the number of its group
     # for each leaf, the mesh axes over which it is split. () if none is
     splits: Sequence[Names] = ()
 
-    def groups(self, tree: Any) -> list[int]:
-        """For each leaf, the number of its group."""
-        argument = f"{self.call}: max_norm"
-        return prefix.lookup(prefix.Prefix(self.entries), tree, argument)
+    def of(self, tree: Any, splits: Sequence[Names]) -> "Limits":
+        """The limits of the leaves of a tree."""
+        groups = prefix.lookup(self.table, tree, f"{self.call}: max_norm")
+        return self._replace(groups=groups, splits=splits)
 
     def weigh(
-        self,
-        leaves: Arrays,
-        groups: list[int],
-        present: Array,
-        terms: Arrays | None = None,
+        self, leaves: Arrays, present: Array, terms: Arrays | None = None
     ) -> "Weights":
         """Norms and factors of gradients with a leading batch axis.
 
@@ -73,28 +70,23 @@ class Limits(NamedTuple):
         gradient that are added up together with those of the others, 0 where it is made
         before. None if all are made before.
         """
-
         splits = self.splits or [()] * len(leaves)
 
-        def of_one(leaves: Arrays, names: Names) -> Array:
-            parts: list[Arrays] = [[] for _ in self.values]
-            for leaf, group, own in zip(leaves, groups, splits):
-                if own == names:
-                    parts[group].append(leaf)
-            norms = list(map(own_norm, parts))
-            dtype = np.result_type(*norms)
-            return jnp.stack([norm.astype(dtype) for norm in norms])
-
-        def measure(leaves: Arrays) -> Array:
+        def of_one(leaves: Arrays) -> Array:
             each = []
             # The same order on all devices, which wait for each other.
             for names in sorted(set(splits)) or [()]:
-                of_all = jax.vmap(of_one, (0, None), axis_size=present.size)
-                each.append(_over_devices(of_all(leaves, names), names))
-            if len(each) == 1:
-                return each[0]
-            return jax.vmap(jax.vmap(own_norm))(each)
+                parts: list[Arrays] = [[] for _ in self.values]
+                for leaf, group, own in zip(leaves, self.groups, splits):
+                    if own == names:
+                        parts[group].append(leaf)
+                norms = list(map(own_norm, parts))
+                dtype = np.result_type(*norms)
+                own_part = jnp.stack([norm.astype(dtype) for norm in norms])
+                each.append(_over_devices(own_part, names))
+            return each[0] if len(each) == 1 else jax.vmap(own_norm)(each)
 
+        measure = jax.vmap(of_one, axis_size=present.size)
         norms = measure(leaves)
         if terms:
             least = measure(lax.stop_gradient(terms)) / CANCELS
@@ -176,17 +168,12 @@ def limits_of(max_norm: Any, argument: str, shrink: Shrink) -> Limits:
         raise ValueError(f"{argument} has no limit in it, got {shown(max_norm)}.")
     for path, value in found:
         where = f"{argument} for {prefix.name(path)!r}" if path else argument
-        if value is None:
-            continue
-        check_limit(where, value)
-        if jnp.ndim(value):
-            raise ValueError(
-                f"{where} must be one number, got an array of shape {jnp.shape(value)}."
-            )
+        if value is not None:
+            check_limit(where, value, is_scalar=True)
     values = [value for _, value in found]
     entries = tuple((path, number) for number, (path, _) in enumerate(found))
     call = argument.partition(":")[0]
-    return Limits(call, values, shrink, entries, treedef)
+    return Limits(call, values, shrink, prefix.Prefix(entries), treedef)
 
 
 def along_batch(per_example: Array, leaf: Array) -> Array:
@@ -231,13 +218,12 @@ class Run(NamedTuple):
 
     problem: Problem
     limits: Limits
-    groups: list[int]  # of the parameters: the number of their limit
     microbatch: int | None
 
     def in_one_pass(self) -> tuple[Arrays, Any]:
         def step(present: Array, example: Any) -> tuple[Arrays, Any]:
             grads, found = self._look(present, example)
-            return list(map(found[0].total, grads, self.groups)), found
+            return list(map(found[0].total, grads, self.limits.groups)), found
 
         return self.in_steps(step)
 
@@ -262,13 +248,13 @@ class Run(NamedTuple):
         """Where gradients are summed: float32 or wider, so that many small 16-bit
         gradients are not lost beside their sum.
         """
-        batch, zeros = self.problem.batch, []
-        for leaf in jax.tree.leaves(self.problem.params):
-            dtype = np.promote_types(leaf.dtype, np.float32)
-            zero = jnp.zeros(leaf.shape, dtype)
+
+        def zero(leaf: Array) -> Array:
+            x = jnp.zeros(leaf.shape, np.promote_types(leaf.dtype, np.float32))
             # As lax.scan asks for: of the type of the sums that follow.
-            zeros.append(typed_as_varying((batch, leaf), zero))
-        return zeros
+            return typed_as_varying((self.problem.batch, leaf), x)
+
+        return list(map(zero, jax.tree.leaves(self.problem.params)))
 
     def _look(self, present: Array, example: Any) -> tuple[Arrays, Any]:
         """The gradients of a microbatch, and what was found out."""
@@ -278,7 +264,7 @@ class Run(NamedTuple):
         # XLA on a CPU would else write the float64 squares of gradients that only a
         # norm reads.
         leaves = written(jax.tree.leaves(grads))
-        weights = self.limits.weigh(leaves, self.groups, present)
+        weights = self.limits.weigh(leaves, present)
         return leaves, (weights, values, aux)
 
     def _pulled(self, counts: Array, example: Any, root: Array) -> Any:
@@ -314,19 +300,12 @@ def in_microbatches(
 
     Returns:
       The total plus all terms, and what was found for each example.
-
-    Raises:
-      ValueError: fewer examples at once than devices that share the batch.
     """
     size = counts.size
     shards = max(map(_shards, jax.tree.leaves((counts, batch))))
-    if most is not None and most < shards:
-        raise ValueError(
-            f"clipped_grad: microbatch must be at least {shards} on a mesh with "
-            f"Explicit axes, where {shards} devices share the batch, got {most}."
-        )
-    # On such a mesh each device has as many examples of a microbatch.
-    width = shards * evened(size // shards, (most or size) // shards)
+    # On a mesh with Explicit axes each device has as many examples of a microbatch.
+    own = max(int(most or size) // shards, 1)
+    width = shards * evened(size // shards, own)
     count = -(-size // width)
     if count == 1:
         terms, found = step(counts, *batch)
@@ -372,9 +351,7 @@ def _shards(x: Array) -> int:
     """Over how many devices Explicit axes of the mesh split the batch."""
     # Other axes are not in the type.
     sharding = jax.typeof(x).sharding
-    names = sharding.spec[0] or ()
-    names = names if isinstance(names, tuple) else (names,)
-    return math.prod(sharding.mesh.shape[name] for name in names)
+    return math.prod(sharding.mesh.shape[name] for name in names_in(sharding.spec[0]))
 
 
 def evened(size: int, most: int) -> int:

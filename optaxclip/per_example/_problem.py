@@ -10,31 +10,22 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from .. import _mesh
 from .. import _trees as prefix
 from .._checks import shown
 from .._jaxpr import every_equation
-from .._mesh import (
-    MeshAxes,
-    Names,
-    has_types,
-    listed,
-    manual_axes,
-    splits,
-    varying,
-    varying_over,
-)
+from .._mesh import MeshAxes, Names, listed, varying
 from .._trees import check_leaves
 
 # As in jax.grad: for an int the gradient is a tree, for (0,) a tuple of one.
 Places = int | Sequence[int]
-# (params, example) -> (value, aux)
-Loss = Callable[[Any, Any], tuple[jax.Array, Any]]
 
 
 class Problem(NamedTuple):
     """A loss of one example, parameters, and a batch of examples."""
 
-    of_one: Loss
+    # (params, example) -> (value, aux)
+    of_one: Callable[[Any, Any], tuple[jax.Array, Any]]
     params: Any
     batch: tuple[Any, ...]
     present: jax.Array  # bool[batch]: not masked
@@ -65,21 +56,12 @@ class Question(NamedTuple):
     has_aux: bool
     mesh_axes: MeshAxes = "auto"
 
-    def about(
-        self, args: tuple[Any, ...], named: dict[str, Any], mask: Any = None
-    ) -> Problem:
+    def about(self, args: tuple[Any, ...], mask: Any = None) -> Problem:
         """The problem that the arguments of a call pose.
 
         Raises:
           TypeError, ValueError: arguments that do not fit the roles.
         """
-        # Whether they are a batch or the same for all examples, nobody has said.
-        for name in named:
-            raise TypeError(
-                f"{self.call}: the arguments of the loss must be given by position, as "
-                f"argnums and shared_argnums count them, got {name}=. An option of the "
-                f"loss is set before: functools.partial(loss, {name}=...)."
-            )
         learned = self._listed("argnums", len(args))
         shared = self._listed("shared_argnums", len(args))
         taken = {*learned, *shared}
@@ -91,7 +73,6 @@ class Question(NamedTuple):
         places = [k for k in range(len(args)) if k not in taken]
         size = self._size({place: args[place] for place in places})
         batch = jax.tree.map(jnp.asarray, tuple(args[k] for k in places))
-        params = self._arrays([args[place] for place in learned])
         is_tree = not isinstance(self.argnums, (tuple, list))
 
         def of_one(params: Any, example: Any) -> tuple[jax.Array, Any]:
@@ -111,7 +92,7 @@ class Question(NamedTuple):
                 f"{self.call}: mask must be bool[{size}], one for each example, got "
                 f"{present.dtype}{list(present.shape)}."
             )
-        params = params[0] if is_tree else tuple(params)
+        params = self._arrays([args[place] for place in learned], is_tree)
         over = self._splits(params, batch)
         params = typed_as_varying(batch, params)
         problem = Problem(of_one, params, batch, present, over)
@@ -127,7 +108,7 @@ class Question(NamedTuple):
             found = [varying(leaf) - shared for leaf in leaves]
         else:
             every = [None] * len(leaves)
-            each = splits(self.mesh_axes, params, every, self.call)
+            each = _mesh.splits(self.mesh_axes, params, every, self.call)
             found = [frozenset(split.summed) for split in each]
         for names in found:
             if names & shared:
@@ -142,7 +123,7 @@ class Question(NamedTuple):
         """Raises ValueError for a loss that joins devices in a way that norms of
         examples are not known.
         """
-        manual = manual_axes()
+        manual = _mesh.manual_axes()
         if not manual:
             return
         shared = _varying(problem.batch)
@@ -151,32 +132,22 @@ class Question(NamedTuple):
             for each in every_equation(eqn):
                 joined = _joined_axes(each) & set(manual)
                 name = each.primitive.name
-                if joined & shared:
+                untyped = joined and is_auto and not _mesh.has_types(manual)
+                if joined & shared or untyped:
                     raise ValueError(
                         f"{self.call}: the loss of one example has a {name} over "
-                        f"{listed(joined & shared)}, which splits the batch, and so "
-                        "joins different examples. Gather parameters before the call, "
-                        "and add up the gradients after it."
-                    )
-                if joined and is_auto and not has_types(manual):
-                    raise ValueError(
-                        f"{self.call}: mesh_axes='auto' cannot tell how parameters are "
-                        f"split without types (pmap, check_vma=False), and the loss "
-                        f"has a {name} over {listed(joined)}: name mesh axes, or give "
-                        "None if each device has all parameters."
+                        f"{listed(joined)}. Over axes that split the batch gather "
+                        "parameters before the call, and add up gradients after it. "
+                        "Over others, without types (pmap, check_vma=False), "
+                        "mesh_axes='auto' cannot tell how parameters are split: name "
+                        "mesh axes, or give None if each device has all parameters."
                     )
 
     def _listed(self, role: str, count: int) -> list[int]:
         """The places of the arguments with a role."""
         places = getattr(self, role)
-        listed = places if isinstance(places, (tuple, list)) else [places]
-        try:
-            found = list(map(operator.index, listed))
-        except TypeError:
-            raise TypeError(
-                f"{self.call}: {role} must be an int or a tuple of ints, got "
-                f"{shown(places)}."
-            ) from None
+        several = places if isinstance(places, (tuple, list)) else [places]
+        found = list(map(operator.index, several))
         if not all(-count <= place < count for place in found):
             raise ValueError(
                 f"{self.call}: {role}={shown(places)}, but the function was called "
@@ -187,52 +158,39 @@ class Question(NamedTuple):
 
     def _size(self, batch: dict[int, Any]) -> int:
         """The number of examples: the size that the first axes of the batch share."""
-        sizes = {}
+        sizes: dict[str, Any] = {}
         for place, tree in batch.items():
             for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
                 # "argument 1 at 'x'", or "argument 2" for one that is an array itself.
                 at = f" at {prefix.name(path)!r}" if path else ""
-                name, shape = f"argument {place}{at}", jnp.shape(leaf)
                 # An array without axes is mostly a number for all, or one random key.
-                if not shape:
-                    is_array = hasattr(leaf, "dtype")
-                    shown = f"{leaf.dtype}[]" if is_array else repr(leaf)
-                    raise ValueError(
-                        f"{self.call}: {name} is a batch, whose first axis counts "
-                        f"examples, but has no axis: {shown}. Name an argument that is "
-                        "the same for all examples in shared_argnums. Give a random "
-                        "key for each example: jax.random.split(key, batch)."
-                    )
-                sizes[name] = shape[0]
-        shown = ", ".join(f"{name} has {n}" for name, n in sizes.items())
-        if not sizes:
-            wrong = "there is no batch: every argument is in argnums or "
-            wrong += "shared_argnums, or has no arrays."
-        elif len(set(sizes.values())) > 1:
-            wrong = "the first axes of the batch count examples and must have "
-            wrong += f"one size, but {shown}. Name an argument that is the same for "
-            wrong += "all examples in shared_argnums."
-        elif 0 in sizes.values():
-            # For a step without examples there is the mask: all False gives zeros.
-            wrong = "the batch is empty: give at least one example, masked if need be."
-        else:
-            return next(iter(sizes.values()))
-        raise ValueError(f"{self.call}: {wrong}")
+                shape = jnp.shape(leaf)
+                sizes[f"argument {place}{at}"] = shape[0] if shape else "no axis"
+        size, *others = set(sizes.values()) or {0}
+        # For a step without examples there is the mask: all False gives zeros.
+        if others or size in (0, "no axis"):
+            found = ", ".join(f"{name} has {size}" for name, size in sizes.items())
+            raise ValueError(
+                f"{self.call}: the first axes of the batch count examples and must "
+                f"have one size, at least 1, but {found or 'there is no batch'}. Name "
+                "an argument that is the same for all examples in shared_argnums. Give "
+                "a random key for each example: jax.random.split(key, batch)."
+            )
+        return size
 
-    def _arrays(self, params: list[Any]) -> list[Any]:
-        """The parameters as arrays."""
-        for tree in params:
-            check_leaves(tree, f"{self.call}: ")
-            for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
-                dtype = jnp.asarray(leaf).dtype
-                if not jnp.issubdtype(dtype, jnp.inexact):
-                    raise TypeError(
-                        f"{self.call}: the parameters must have a float or complex "
-                        f"dtype, but the leaf {prefix.name(path)!r} is {dtype}. Give "
-                        "what is not learned in an argument of its own, named in "
-                        "shared_argnums."
-                    )
-        return jax.tree.map(jnp.asarray, params)
+    def _arrays(self, params: list[Any], is_tree: bool) -> Any:
+        """The parameters as arrays: one tree, or a tuple of several."""
+        tree = params[0] if is_tree else tuple(params)
+        check_leaves(tree, f"{self.call}: ")
+        for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
+            dtype = jnp.asarray(leaf).dtype
+            if not jnp.issubdtype(dtype, jnp.inexact):
+                raise TypeError(
+                    f"{self.call}: the parameters must have a float or complex dtype, "
+                    f"but the leaf {prefix.name(path)!r} is {dtype}. Give what is not "
+                    "learned in an argument of its own, named in shared_argnums."
+                )
+        return jax.tree.map(jnp.asarray, tree)
 
     def _check_returned(self, found: Any) -> None:
         """Raises TypeError for what is no loss. Ghost clipping would take several
@@ -246,13 +204,9 @@ class Question(NamedTuple):
         kind = getattr(value, "shape", None), getattr(value, "dtype", bool)
         is_real = kind[0] == () and jnp.issubdtype(kind[1], jnp.floating)
         if not (is_real or isinstance(value, float)):
-            # Arrays are traced, so that their types say more than their values.
-            arrays = jax.Array
-            shown = jax.tree.map(
-                lambda x: jax.typeof(x) if isinstance(x, arrays) else x, found
-            )
             raise TypeError(
-                f"{self.call}: loss must return {wanted} for each example, got {shown}."
+                f"{self.call}: loss must return {wanted} for each example, got "
+                f"{shown(found)}."
             )
 
 
@@ -263,7 +217,7 @@ def typed_as_varying(kinds: Any, values: Any) -> Any:
     and the examples in it cannot be told apart.
     """
     names = _varying(kinds)
-    typed = partial(varying_over, names=sorted(names))
+    typed = partial(_mesh.varying_over, names=sorted(names))
     return jax.tree.map(typed, values) if names else values
 
 
@@ -277,6 +231,5 @@ def _joined_axes(eqn: Any) -> set[str]:
     if eqn.primitive.name in ("axis_index", "pvary", "pcast"):
         return set()
     found = eqn.params.get("axes", eqn.params.get("axis_name", ()))
-    found = (found,) if isinstance(found, str) else found
     # Of a sum on one device the axes are numbers.
-    return {name for name in found or () if isinstance(name, str)}
+    return {name for name in _mesh.names_in(found) if isinstance(name, str)}

@@ -16,8 +16,15 @@ def main(arguments: list[str] | None = None) -> None:
     """Prints candidate limits for the gradient norms of a log, with the share of steps
     that each would have clipped, and draws the recommended one.
     """
+    # Before Python 3.14 argparse would call the program `__main__.py`.
+    parser = argparse.ArgumentParser("python -m optaxclip.replay", None, main.__doc__)
+    add = parser.add_argument
+    add("log", type=Path, help="CSV, JSON, .npy or .npz, also in gzip")
+    add("--column", metavar="NAME", help="the norm (default: by its name)")
+    add("--picture", type=Path, help="where to draw (default: beside the log)")
+    add("--force", action="store_true", help="replace a picture that exists")
     # None stands for the arguments of the command line.
-    options = _parser().parse_args(arguments)
+    options = parser.parse_args(arguments)
     try:
         log = read_log(options.log, options.column)
         found = suggest(log.norms)
@@ -29,7 +36,8 @@ def main(arguments: list[str] | None = None) -> None:
     if options.column is None and log.others:
         others = f"--column NAME takes another one: {listed(log.others)}"
         source = f"{source}, taken by its name.\n{others}"
-    print(f"{source}.\n{table(log.norms, found)}")
+    best = next(row for row in found if row.recommended)
+    print(f"{source}.\n{_table(log.norms, found, best)}")
     # runs/a.csv is drawn to runs/a.png.
     picture = options.picture or options.log.with_suffix(".png")
     # A picture beside the log may be the user's own.
@@ -38,7 +46,11 @@ def main(arguments: list[str] | None = None) -> None:
         print(f"No picture: {picture} exists. {advice}.")
         return
     try:
-        _draw(_recommended(found).limit, log.norms, picture)
+        axis: Any = plot_history(run(best.limit, log.norms))
+        axis.set_title(f"norms as recorded, and the recommended limit {best.limit:.4g}")
+        # 1080 x 480 pixels.
+        axis.figure.savefig(picture, dpi=120)
+        print(f"Picture: {picture}")
     except ImportError:
         print("No picture: matplotlib is not installed.")
     # Such as a folder that is not there, or a suffix that is no kind of picture.
@@ -46,58 +58,30 @@ def main(arguments: list[str] | None = None) -> None:
         sys.exit(f"No picture: {error}")
 
 
-def _parser() -> argparse.ArgumentParser:
-    # Before Python 3.14 argparse would call the program `__main__.py`.
-    parser = argparse.ArgumentParser(
-        prog="python -m optaxclip.replay", description=main.__doc__
-    )
-    add = parser.add_argument
-    add("log", type=Path, help="CSV, JSON, .npy or .npz, also in gzip")
-    add("--column", metavar="NAME", help="the norm (default: by its name)")
-    add("--picture", type=Path, help="where to draw (default: beside the log)")
-    add("--force", action="store_true", help="replace a picture that exists")
-    return parser
-
-
-def table(norms: Any, found: list[Suggestion]) -> str:
+def _table(norms: Any, found: list[Suggestion], best: Suggestion) -> str:
     """The suggestions as text, with what they cannot tell."""
     # With inf for what is beyond float32. `suggest` has raised where all are broken.
     norms = np.asarray(history_of("suggest", norms), np.float64)
     finite = norms[np.isfinite(norms)]
     low, middle, high = np.quantile(finite, (0.0, 0.5, 1.0))
-    best = _recommended(found)
     lines = [
         f"{norms.size} steps, {norms.size - finite.size} of them NaN or inf. "
         f"Norms from {low:.4g} to {high:.4g}, median {middle:.4g}.",
         "",
         "   limit at the end  steps clipped  mean factor  clipper, as Python",
-        *map(_line, found),
+    ]
+    # Each column is as wide as its head.
+    for row in found:
+        mark = "->" if row.recommended else "  "
+        shares = f"{row.clip_rate:13.1%}  {row.mean_factor:11.3f}"
+        lines.append(f"{mark} {row.limit:16.4g}  {shares}  {row.rule}")
+    lines += [
         "",
         f"-> Start with {best.rule}: it clips {best.clip_rate:.1%} of these steps.",
         "These are estimates from the recorded norms. Clipping changes a run, so",
         "its norms will differ, and nothing here says how its loss would change.",
     ]
     return "\n".join(lines)
-
-
-def _line(row: Suggestion) -> str:
-    """A line of the table. Each column is as wide as its head."""
-    mark = "->" if row.recommended else "  "
-    shares = f"{row.clip_rate:13.1%}  {row.mean_factor:11.3f}"
-    return f"{mark} {row.limit:16.4g}  {shares}  {row.rule}"
-
-
-def _recommended(found: list[Suggestion]) -> Suggestion:
-    return next(row for row in found if row.recommended)
-
-
-def _draw(limit: float, norms: Any, path: Path) -> None:
-    """Draws norms and limit, and the steps that it would have clipped."""
-    axis: Any = plot_history(run(limit, norms))
-    axis.set_title(f"norms as recorded, and the recommended limit {limit:.4g}")
-    # 1080 x 480 pixels.
-    axis.figure.savefig(path, dpi=120)
-    print(f"Picture: {path}")
 
 
 if __name__ == "__main__":

@@ -36,7 +36,7 @@ def plot_history(
       The axis. NaN and inf among the norms are marked as crosses at the top.
 
     Raises:
-      ValueError: norms of more than one dimension, or lengths that differ.
+      ValueError: norms and limits of lengths that differ.
       ImportError: matplotlib is not installed.
 
     Example:
@@ -50,29 +50,18 @@ def plot_history(
         from matplotlib.figure import Figure
 
         axis = Figure(figsize=(9, 4), layout="constrained").add_subplot()
-    norms = history
     if isinstance(history, Replay):
-        norms = history.norms
         limits = history.limits if limits is None else limits
         clipped = history.clipped if clipped is None else clipped
-    norms = np.asarray(norms, np.float64)
+        history = history.norms
+    norms = np.asarray(history, np.float64)
     # Without limits no norm is above its own.
-    limits = np.full_like(norms, np.inf) if limits is None else limits
-    limits = np.asarray(limits, np.float64)
-    # Resized, so that lengths that differ reach the error below, and not NumPy's.
-    above = norms > np.resize(limits, norms.shape)
-    clipped = np.asarray(above if clipped is None else clipped, bool)
-    shapes = [norms.shape, limits.shape, clipped.shape]
-    if norms.ndim != 1 or len(set(shapes)) > 1:
-        raise ValueError(
-            "plot_history: norms, limits and clipped must be [steps] of one length, "
-            f"got the shapes {shapes}."
-        )
+    limits = np.full_like(norms, np.inf) if limits is None else np.asarray(limits)
+    clipped = np.asarray(norms > limits if clipped is None else clipped, bool)
     steps, finite = np.arange(norms.size), np.isfinite(norms)
     # Lines have gaps where they are NaN. "0.55" is a gray of matplotlib.
     drawn = np.where(finite, norms, np.nan)
-    style = {"color": "0.55", "linewidth": 0.8}
-    axis.semilogy(steps, drawn, label="norm before clipping", **style)
+    axis.semilogy(steps, drawn, color="0.55", lw=0.8, label="norm before clipping")
     drawn = np.where(np.isfinite(limits), limits, np.nan)
     axis.semilogy(steps, drawn, color="tab:blue", label="limit")
     # The mean of no steps would be NaN, with a warning.

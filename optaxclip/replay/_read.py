@@ -8,7 +8,7 @@ import re
 from collections.abc import Callable
 from itertools import zip_longest
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -34,7 +34,6 @@ NAMES = (
 # Tables with a line for each metric and step: the columns of its name and its run.
 # MLflow's page of a metric and its REST interface, MLflow's charts, Aim's data frames.
 LONG = (("key", "run_id"), ("metric", "Run ID"), ("metric.name", "run.hash"))
-T = TypeVar("T")
 # One dict for each line of a file. Entries of a CSV are text.
 Rows = list[dict[str, Any]]
 # The entries of each column that are not empty, in their order.
@@ -90,7 +89,7 @@ def read_log(path: str | Path, column: str | None = None) -> Log:
     return read_with(lambda rows: _log(rows, column), path, "read_history")
 
 
-def read_with(made_of: Callable[[Rows], T], path: str | Path, call: str) -> T:
+def read_with(made_of: Callable[[Rows], Any], path: str | Path, call: str) -> Any:
     """What a function makes of the rows of a log file: one dict for each line."""
     data = Path(path).read_bytes()
     # The functions below say what is wrong, and this one in which file.
@@ -108,8 +107,7 @@ def _rows(data: bytes) -> Rows:
     if data.startswith(b"\x1f\x8b"):
         return _rows(gzip.decompress(data))
     if data.startswith(b"\x93NUMPY"):
-        norms = np.atleast_1d(np.load(io.BytesIO(data)))
-        return [{"norm": norm} for norm in norms]
+        return [{"norm": norm} for norm in np.atleast_1d(np.load(io.BytesIO(data)))]
     # An Excel file is a zip file too.
     if data.startswith(b"PK") and b".npy" in data:
         arrays = np.load(io.BytesIO(data))
@@ -117,8 +115,7 @@ def _rows(data: bytes) -> Rows:
         return [dict(zip(arrays, line)) for line in zip_longest(*columns)]
     # Excel begins a CSV with a byte order mark, which "utf-8-sig" leaves out.
     text = data.decode("utf-8-sig").strip()
-    is_json = text.startswith(("{", "["))
-    return _rows_of_json(text) if is_json else _rows_of_csv(text)
+    return _rows_of_json(text) if text[:1] in ("{", "[") else _rows_of_csv(text)
 
 
 def _rows_of_csv(text: str) -> Rows:
@@ -129,15 +126,14 @@ def _rows_of_csv(text: str) -> Rows:
     header = [name.strip() for name in next(lines, [])]
     # Without a header csv would take the first norms for the names of columns.
     if header and all(map(_is_number, header)):
-        must = "must begin with names of columns, such as step,grad_norm"
-        raise ValueError(f"{must}, got the numbers {listed(header)}.")
+        must = "must begin with names of columns, such as step,grad_norm, got the"
+        raise ValueError(f"{must} numbers {listed(header)}.")
     # W&B runs may share a name, and then their columns do: name.1 and name.2.
-    names = list(header)
-    for place, name in enumerate(header):
-        if header.count(name) > 1:
-            names[place] += f".{header[: place + 1].count(name)}"
+    for name in {name for name in header if header.count(name) > 1}:
+        for number in range(1, header.count(name) + 1):
+            header[header.index(name)] += f".{number}"
     # Entries beyond the header have no name.
-    return [dict(zip(names, line)) for line in lines]
+    return [dict(zip(header, line)) for line in lines]
 
 
 def _rows_of_json(text: str) -> Rows:
@@ -154,10 +150,10 @@ def _rows_of_json(text: str) -> Rows:
     # TensorBoard's JSON has no names: [[wall time, step, value], ...].
     if all(isinstance(row, list) for row in found):
         return [dict(zip(("Wall time", "Step", "Value"), x)) for x in found]
-    wrong = [row for row in found if not isinstance(row, dict)]
-    if wrong:
-        must = "must hold JSON lines, or one array of objects"
-        raise ValueError(f"{must}, got {str(wrong[0])[:60]!r} in it.")
+    for row in found:
+        if not isinstance(row, dict):
+            must = "must hold JSON lines, or one array of objects"
+            raise ValueError(f"{must}, got {str(row)[:60]!r} in it.")
     return found
 
 
@@ -195,8 +191,8 @@ def _log(rows: Rows, column: str | None) -> Log:
     if column is None:
         column = _of_every_step(table, _column_of_norms(numeric))
     if column not in table:
-        has = f"which has {listed(numeric)}"
-        raise ValueError(f"column={column!r} is not in this file, {has}.")
+        must = f"column={column!r} is not in this file, which has"
+        raise ValueError(f"{must} {listed(numeric)}.")
     norms = _floats(table, column)
     # A loss may be negative.
     if "loss" not in column.lower() and (norms < 0).any():
@@ -251,8 +247,7 @@ def _floats(table: Table, column: str) -> np.ndarray:
         # float() also reads "NaN" and "Infinity", which some loggers write as text.
         return np.array([float(entry) for entry in table[column]])
     except (TypeError, ValueError, OverflowError) as error:
-        must = f"the column {column!r} must hold numbers"
-        raise ValueError(f"{must}: {error}.") from None
+        raise ValueError(f"the column {column!r} must hold numbers: {error}.") from None
 
 
 def _is_number(entry: Any) -> bool:

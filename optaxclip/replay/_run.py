@@ -1,4 +1,4 @@
-"""A rule over recorded norms."""
+"""Rules over recorded norms: what one would have done, which to try, spike score."""
 
 from __future__ import annotations
 
@@ -14,9 +14,11 @@ from jax.typing import ArrayLike
 from .._checks import check_shrunk
 from .._factors import factor_between
 from .._kernel import limit_of
+from ..rules import windowed_quantile, z_score
 from ..rules._constant import rule_without_params
-from ..rules._rule import Rule
-from ..shrinks import Shrink, shrink_of
+from ..rules._rule import Number, Rule
+from ..rules._windows import spike_rule, step_rule
+from ..shrinks import Shrink, drop, shrink_of
 
 
 class Replay(NamedTuple):
@@ -93,8 +95,8 @@ def history_of(call: str, norms: Any, *, signed: bool = False) -> jax.Array:
         hint = "A file is read by optaxclip.replay.read_history."
         raise TypeError(f"{must}, got {norms!r}. {hint}")
     if not signed and (found < 0).any():
-        must = f"{call}: norms must be at least 0"
-        raise ValueError(f"{must}, got {found[found < 0][0]}.")
+        wrong = found[found < 0][0]
+        raise ValueError(f"{call}: norms must be at least 0, got {wrong}.")
     # NumPy makes float64 of int32. In JAX an int64 of 2^40 would be 0.
     dtype = np.promote_types(found.dtype, np.float32)
     # Numbers beyond the range of float32 become inf.
@@ -134,3 +136,141 @@ def _replayed(shrink: Shrink, norms: jax.Array, limits: jax.Array) -> Replay:
     after = jnp.where(off, norms, short)
     factors = jnp.where(known, factor_between(norms, after).reported, jnp.nan)
     return Replay(norms, limits, factors, known & (after != norms))
+
+
+class Suggestion(NamedTuple):
+    """One candidate rule.
+
+    Attributes:
+      rule: Python that makes it after `import optaxclip`. `skip_step` is wrapped around
+        an optimizer, which is called so.
+      limit: at the last step, in units of the norm.
+      clip_rate: the share of steps clipped, in [0, 1].
+      mean_factor: what the clipped steps would have been multiplied by, on average: 0
+        where they are skipped, and 1 without any.
+      recommended: whether to start with it. One candidate is marked.
+    """
+
+    rule: str
+    limit: float
+    clip_rate: float
+    mean_factor: float
+    recommended: bool = False
+
+
+# The share of steps that the recommended limit clips: what stands out, and no other.
+RECOMMENDED_RATE = 0.01
+# Times the median. Where more steps than that are broken, a limit that clips so few of
+# them lies among their norms and holds nothing back.
+HIGHEST = 20
+SKIP_STEP = "optaxclip.skip_step(optimizer, on_loss=False)"
+# Rules that learn, by the text that makes a clipper or a wrapper of them.
+QUANTILE = "optaxclip.clip_by_global_norm(optaxclip.rules.windowed_quantile({}))"
+LEARNING = {
+    "optaxclip.autoclip(10)": windowed_quantile(0.1, 10_000, current=True),
+    QUANTILE.format("0.9, 1000"): windowed_quantile(0.9, 1000),
+    QUANTILE.format("0.5, 100, factor=2.0"): windowed_quantile(0.5, 100, factor=2.0),
+    "optaxclip.zclip()": z_score(),
+    SKIP_STEP: step_rule(),
+}
+
+
+def suggest(norms: ArrayLike) -> list[Suggestion]:
+    """Candidate rules for a history of norms, each with the share of steps that it
+    would have clipped.
+
+    It counts on the norms as they were recorded. Clipping changes a run, so this is a
+    place to start, not a forecast.
+
+    Args:
+      norms: the history, [steps]. Norms that are NaN, 0, or beyond the range of float32
+        are left out, also of the shares.
+
+    Returns:
+      Fixed limits first, from quantiles of the norms (Pascanu et al. take half to ten
+      times the usual norm), then rules that learn. Each is a `Suggestion`: the rule as
+      it is written in a program, its limit at the last step, the share of steps that it
+      clips, their mean factor, and whether it is recommended: of the fixed limits up to
+      twenty times the median, the one that clips nearest to 1 % of the steps.
+
+    Raises:
+      ValueError: a negative norm, or fewer than two finite norms above 0.
+      TypeError: a history that is not made of numbers.
+
+    Example:
+      >>> for each in optaxclip.replay.suggest([1.0, 2.0, 3.0, 4.0])[:2]:
+      ...     print(each.rule, each.clip_rate, round(each.mean_factor, 4))
+      optaxclip.clip_by_global_norm(2.5) 0.5 0.7292
+      optaxclip.clip_by_global_norm(3.7) 0.25 0.925
+    """
+    history = history_of("suggest", norms)
+    finite = np.asarray(history, np.float64).reshape(-1)
+    finite = finite[np.isfinite(finite) & (finite > 0)]
+    if finite.size < 2:
+        must = "norms must hold at least two finite norms above 0"
+        raise ValueError(f"suggest: {must}, got {finite.size}.")
+    median = float(np.median(finite))
+    limits = [*np.quantile(finite, (0.5, 0.9, 0.95, 0.99)), 5 * median]
+    rounded = sorted({float(f"{limit:.3g}") for limit in limits})
+    # Five times the median may be beyond the range of a limit.
+    largest = float(jnp.finfo(history.dtype).max)
+    clip = "optaxclip.clip_by_global_norm({:g})"
+    fixed = {clip.format(x): x for x in rounded if x <= largest}
+    rows = []
+    for text, rule in (fixed | LEARNING).items():
+        shrink = drop if text == SKIP_STEP else None
+        replay = jax.device_get(run(rule, finite, shrink=shrink))
+        factors = replay.factors[replay.clipped]
+        mean_factor = float(factors.mean()) if factors.size else 1.0
+        clip_rate = float(replay.clipped.mean())
+        rows.append(Suggestion(text, float(replay.limits[-1]), clip_rate, mean_factor))
+    guards = [row for row in rows[: len(fixed)] if row.limit <= HIGHEST * median]
+    best = min(guards, key=lambda row: abs(row.clip_rate - RECOMMENDED_RATE))
+    return [row._replace(recommended=row is best) for row in rows]
+
+
+def spike_score(
+    *histories: ArrayLike, sigmas: Number = 6.0, window: Any = 128
+) -> jax.Array:
+    """The share of steps at which a recorded number stands out.
+
+        spike    if x > mean + sigmas * deviation, both of the `window` values before x
+        score    spikes / steps
+
+    Args:
+      histories: norms, losses or both, [steps] each. A step counts as a spike if any of
+        them is one. NaN and inf are spikes, and are not remembered.
+      sigmas: how many standard deviations above the mean are no spike. At least 0.
+      window: how many values before x are looked at. A whole number, at least 1.
+        Nothing is a spike before there are as many.
+
+    Returns:
+      float32[]: the score, in [0, 1].
+
+    Raises:
+      ValueError: no history, histories that are not [steps] of one length, or a number
+        out of its range. TypeError: something that is not a number.
+
+    Example:
+      >>> norms = [1.0, 2.0, 1.0, 2.0, 9.0, 2.0, 1.0, 2.0]
+      >>> print(optaxclip.replay.spike_score(norms, sigmas=2.0, window=4))
+      0.125
+
+    Reference: OLMo-core, `train/callbacks/stability_monitor.py`, counts with 6
+    deviations of 128 values. OLMo 2, 2025 (arXiv 2501.00656) and AdaGC, 2025 (arXiv
+    2502.11034) count with 7 of 1000.
+    """
+    call = "spike_score"
+    series = [history_of(call, each, signed=True) for each in histories]
+    shapes = sorted({each.shape for each in series})
+    if len(shapes) != 1 or len(shapes[0]) != 1 or 0 in shapes[0]:
+        must = "histories must be [steps] of one length"
+        raise ValueError(f"{call}: {must}, got shapes {shapes}.")
+    values = jnp.stack(series, axis=1)
+    # Signed: a loss of 0 or below is remembered like any other.
+    rule = spike_rule(call, sigmas, window)
+    limits = limits_over(rule, values, call, signed=True)
+    # Not `values > limits`, which is False for NaN.
+    spiked = ~(values <= limits) | ~jnp.isfinite(values)
+    # A step at which norm and loss both stand out counts once.
+    return jnp.mean(spiked.any(axis=1))

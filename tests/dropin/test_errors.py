@@ -57,18 +57,9 @@ def test_a_known_norm_is_one_real_number(argument):
             clip(GRADS, 1.0, wrong)
 
 
-@pytest.mark.parametrize("axes", ["0", True, 0.5, [0.0], {"w": 0}, lambda x: 0])
-def test_axes_that_are_no_ints_are_named_axes(axes):
-    text = "^clip_by_norm: axes must be an int, or a list or tuple of ints, got "
-    with pytest.raises(TypeError, match=text):
-        tensorflow_style.clip_by_norm(MATRIX, 1.0, axes)
-
-
-@pytest.mark.parametrize("axes", [2, -3, [0, 2], (0, 0), [0, -2]])
+@pytest.mark.parametrize("axes", ["0", 0.5, [0.0], 2, -3, [0, 2], (0, 0), [0, -2]])
 def test_axes_that_a_leaf_lacks_are_named_axes(axes):
-    text = (
-        "^clip_by_norm: axes must be different axes of the leaf 'w', a tensor of rank 2"
-    )
+    text = "^clip_by_norm: axes=.* the leaf 'w', a tensor of rank 2"
     with pytest.raises(ValueError, match=text):
         tensorflow_style.clip_by_norm({"w": MATRIX}, 1.0, axes)
 

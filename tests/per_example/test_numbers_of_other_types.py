@@ -65,6 +65,6 @@ def test_an_integer_limit_takes_strict_promotion():
 @pytest.mark.parametrize("shape", [(1,), (4,)])
 def test_a_limit_of_several_numbers_raises(shape):
     # With four leaves and four examples it would be a limit for each example.
-    wanted = r"per_example_layer_norm_clip: global_l2_norm_clip must be one number"
+    wanted = r"per_example_layer_norm_clip: global_l2_norm_clip must be a scalar"
     with pytest.raises(ValueError, match=wanted):
         per_example_layer_norm_clip([jnp.ones((4, 2))] * 4, jnp.ones(shape))

@@ -85,24 +85,23 @@ WRONG = {
         {},
         (jnp.ones(3), {"x": jnp.ones((5, 3))}, jnp.ones(4)),
         r"clipped_grad: the first axes of the batch count examples and must have one "
-        r"size, but argument 1 at 'x' has 5, argument 2 has 4\. Name an argument that "
-        r"is the same for all examples in shared_argnums\.",
+        r"size, at least 1, but argument 1 at 'x' has 5, argument 2 has 4\. Name an "
+        r"argument that is the same for all examples in shared_argnums\.",
     ),
     "a number": (
         {},
         (jnp.ones(3), jnp.ones((5, 3)), 0.25),
-        r"clipped_grad: argument 2 is a batch, whose first axis counts examples, but "
-        r"has no axis: 0\.25\. Name an argument .* in shared_argnums\.",
+        r"argument 1 has 5, argument 2 has no axis\. Name an argument .* in shared_arg",
     ),
     "one key": (
         {},
         (jnp.ones(3), jnp.ones((5, 3)), jax.random.key(0)),
-        r"argument 2 .* has no axis: key<fry>\[\]\..*jax\.random\.split\(key, batch\)",
+        r"argument 2 has no axis\..*jax\.random\.split\(key, batch\)",
     ),
     "no batch": (
         {"shared_argnums": (1, 2)},
         (jnp.ones(3), jnp.ones((5, 3)), 0.25),
-        r"clipped_grad: there is no batch: every argument is in argnums or shared",
+        r"clipped_grad: the first axes .* at least 1, but there is no batch\.",
     ),
     "two roles": (
         {"argnums": -3, "shared_argnums": 0},
@@ -117,7 +116,7 @@ WRONG = {
     "an empty batch": (
         {},
         (jnp.ones(3), jnp.ones((0, 3)), jnp.ones(0)),
-        r"clipped_grad: the batch is empty: give at least one example, masked if need",
+        r"have one size, at least 1, but argument 1 has 0, argument 2 has 0\.",
     ),
 }
 
@@ -125,10 +124,8 @@ WRONG = {
 @pytest.mark.parametrize("name", ["argnums", "shared_argnums"])
 @pytest.mark.parametrize("places", [0.5, "w", (0, "w")])
 def test_places_that_are_no_ints_raise(name, places):
-    text = f"clipped_grad: {name} must be an int or a tuple of ints, got {places!r}."
-    with pytest.raises(TypeError) as error:
+    with pytest.raises(TypeError, match="cannot be interpreted as an integer"):
         clipped_grad(squared_error, 0.7, **{name: places})(jnp.ones(3), jnp.ones(3))
-    assert str(error.value) == text
 
 
 @pytest.mark.parametrize("name", WRONG)

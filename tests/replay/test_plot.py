@@ -18,7 +18,7 @@ def test_the_picture_has_norms_limits_and_clipped_steps():
     assert len(axis.lines[2].get_xdata()) == int(result.clipped.sum())
     own = Figure().add_subplot()
     assert plot_history(NORMS, axis=own) is own
-    with pytest.raises(ValueError, match=r"must be \[steps\] of one length"):
+    with pytest.raises(ValueError, match="broadcast"):
         plot_history(NORMS, NORMS[:3])
 
 

@@ -15,8 +15,7 @@ Differentially private optimization on large model at small cost, 2023 (arXiv
 2210.00038).
 """
 
-from collections.abc import Callable
-from functools import partial
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -27,25 +26,10 @@ from jax import Array, lax
 from ..._factors import stretch
 from ..._jaxpr import has_backward_rule
 from ..._mesh import varying
-from .._passes import (
-    Arrays,
-    Run,
-    Weights,
-    along_batch,
-    in_microbatches,
-    widened,
-    written,
-)
+from .. import _passes as passes
+from .._passes import Arrays, Run, Weights, along_batch
 from .._problem import Problem, typed_as_varying
-from ._capture import (
-    CannotSplit,
-    Captured,
-    Program,
-    Use,
-    bind,
-    capture,
-    split_loss,
-)
+from ._capture import Captured, Program, Use, bind, capture, split_loss
 from ._norms import Part, Way, factors_of, norm_by, terms_of, ways_of
 
 Book = list[Captured]  # of each use
@@ -79,8 +63,8 @@ class Ghost(NamedTuple):
             for leaf in self.factored:
                 norms = _norms(self.ways[leaf], book, present)
                 found[leaf], terms[leaf] = norms
-            weights = run.limits.weigh(found, run.groups, present, terms)
-            sums = self._sums(book, found, weights, run.groups)
+            weights = run.limits.weigh(found, present, terms)
+            sums = self._sums(book, found, weights, run.limits.groups)
             values, aux = jax.tree.unflatten(self.out_tree, outs)
             return sums, (weights, values, aux)
 
@@ -93,15 +77,15 @@ class Ghost(NamedTuple):
             inputs, cotangents = zip(*book)
 
             def outputs(made: dict[Any, Any]) -> list[Arrays]:
-                every = partial(_outputs, made)
-                return list(map(every, self.uses.values(), inputs))
+                pairs = zip(self.uses.values(), inputs)
+                return [_outputs(made, *pair) for pair in pairs]
 
             outs, pull = self._vjp(outputs, self.made)
-            typed = jax.tree.map(_as, list(cotangents), outs)
+            typed = jax.tree.map(lambda x, y: x.astype(y.dtype), [*cotangents], outs)
             return pull(typed)[0]
 
         own = [book[number] for number in self.uses]
-        return written(jax.vmap(of_one)(own)) if own else []
+        return passes.written(jax.vmap(of_one)(own)) if own else []
 
     def _vjp(self, outputs: Callable[[Any], Any], leaves: list[int]) -> Any:
         """The derivative by some parameters, in float32 or wider."""
@@ -110,10 +94,10 @@ class Ghost(NamedTuple):
             made: dict[Any, Any] = dict(enumerate(self.params))
             return outputs(made | dict(zip(leaves, own)))
 
-        return jax.vjp(run, widened([self.params[leaf] for leaf in leaves]))
+        return jax.vjp(run, passes.widened([self.params[leaf] for leaf in leaves]))
 
     def _sums(
-        self, book: Book, found: Arrays, weights: Weights, groups: list[int]
+        self, book: Book, found: Arrays, weights: Weights, groups: Sequence[int]
     ) -> Arrays:
         """The sum over examples of gradients times factors, in float32 or wider."""
         sums = list(map(jnp.zeros_like, self.params))
@@ -156,7 +140,7 @@ class Ghost(NamedTuple):
         # The patches of all images may be more than all that was captured.
         is_large = way.parts[0].use.name == "conv_general_dilated"
         width = _width(way, book, counts.size) if is_large else None
-        return in_microbatches(step, start, counts, (own, root), width)[0]
+        return passes.in_microbatches(step, start, counts, (own, root), width)[0]
 
 
 def _outputs(made: dict[Any, Any], use: Use, inputs: list[Any]) -> list[Any]:
@@ -183,10 +167,6 @@ def _outputs(made: dict[Any, Any], use: Use, inputs: list[Any]) -> list[Any]:
     return run(given, inputs, jnp.zeros(use.loops))
 
 
-def _as(x: Array, y: Array) -> Array:
-    return x.astype(y.dtype)
-
-
 def _norms(way: Way, book: Book, counts: Array) -> tuple[Array, Array]:
     """The norms of the examples' gradients by a parameter that has factors, and bounds
     of their terms.
@@ -201,7 +181,7 @@ def _norms(way: Way, book: Book, counts: Array) -> tuple[Array, Array]:
         return None, (norm, terms)
 
     width = _width(way, book, counts.size)
-    return in_microbatches(step, None, counts, (way.own(book),), width)[1]
+    return passes.in_microbatches(step, None, counts, (way.own(book),), width)[1]
 
 
 def _width(way: Way, book: Book, size: int) -> int:
@@ -259,14 +239,11 @@ def _after(before: Array, counts: Array) -> Array:
     return counts & ((first >= 0) | (first < 0) | jnp.isnan(first))
 
 
-def ghost_of(problem: Problem) -> Ghost | None:
-    """The loss of a problem, or None where it cannot be split."""
+def ghost_of(problem: Problem) -> Ghost:
+    """The loss of a problem. Raises CannotSplit where it cannot be split."""
     params = jax.tree.leaves(problem.params)
     loss, shapes = problem.program()
-    try:
-        program = split_loss(loss, params)
-    except CannotSplit:
-        return None
+    program = split_loss(loss, params)
     ways = ways_of(program.uses(), params)
     made = [k for k, way in enumerate(ways) if way.name == "gradient"]
     uses: dict[int, Use] = {}

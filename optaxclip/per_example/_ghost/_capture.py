@@ -29,17 +29,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-from ..._jaxpr import (
-    CALLS,
-    asks_what_moves,
-    backward_through,
-    body_of,
-    counts_of_scan,
-    has_backward_rule,
-    has_bits_that_vmap_changes,
-    has_refs,
-    is_stop,
-)
+from ... import _jaxpr
+from ..._jaxpr import CALLS
 from ..._mesh import varying_as
 from .._passes import is_narrow, widened, written
 from .._problem import typed_as_varying
@@ -50,12 +41,9 @@ SUMS = ("add", "sub", "add_any", "concatenate")
 KEEPS = ("convert_element_type", "copy", "pvary", "sharding_constraint")
 MOVES = ("broadcast_in_dim", "expand_dims", "reshape", "rev", "squeeze")
 # What they compute is right with float32 in the place of 16 bits.
-WIDENED = (
-    *("add", "add_any", "sub", "mul", "div", "neg", *KEEPS, *MOVES),
-    *("concatenate", "transpose", "dynamic_slice", "gather", "pad"),
-    *("select_n", "reduce_sum", "slice", "split"),
-    *("conv_general_dilated", "dot_general"),
-)
+WIDENED = {*KEEPS, *MOVES, "add", "add_any", "sub", "mul", "div", "neg", "concatenate"}
+WIDENED |= {"transpose", "dynamic_slice", "gather", "pad", "select_n", "reduce_sum"}
+WIDENED |= {"slice", "split", "conv_general_dilated", "dot_general"}
 Flags = list[bool]
 Loops = tuple[int, ...]  # the lengths of scans, outermost first
 
@@ -162,7 +150,7 @@ def split_loss(loss: Any, params: list[Array]) -> Program:
         parameters that asks which of its inputs have a derivative, or random bits that
         are others under vmap.
     """
-    if any(map(has_refs, loss.jaxpr.eqns)):
+    if any(map(_jaxpr.has_refs, loss.jaxpr.eqns)):
         raise CannotSplit
     origins = []
     for number, leaf in enumerate(params):
@@ -176,11 +164,7 @@ def split_loss(loss: Any, params: list[Array]) -> Program:
 
 
 def _split(
-    body: Any,
-    origins: list[Origin],
-    wanted: Flags,
-    loops: Loops,
-    is_call: bool,
+    body: Any, origins: list[Origin], wanted: Flags, loops: Loops, is_call: bool
 ) -> Program:
     """Splits a program.
 
@@ -210,34 +194,39 @@ def _split(
                 steps.append(Step(None, [atom], [atom], use))
                 table[id(atom)] = DATA
 
-    flows, _ = backward_through(jaxpr, wanted)
+    flows, _ = _jaxpr.backward_through(jaxpr, wanted)
     for eqn, (comes, goes) in zip(jaxpr.eqns, flows):
         ins = list(map(origin_of, eqn.invars, goes))
         by = NONE.union(*(origin.by for origin in ins))
         is_data = any(origin.is_data for origin in ins)
-        is_use = bool(by) and (is_data or has_backward_rule(eqn))
+        is_use = bool(by) and (is_data or _jaxpr.has_backward_rule(eqn))
         name, inner, use = eqn.primitive.name, None, None
         outs = [DATA] * len(eqn.outvars)
         if by and name in CALLS:
-            inner = _split(body_of(eqn), ins, comes, loops, is_call=True)
+            inner = _split(_jaxpr.body_of(eqn), ins, comes, loops, is_call=True)
             outs = inner.outs
         elif is_use and name == "scan":
             # What it carries is data, since it differs from turn to turn.
-            first, carried = counts_of_scan(eqn)
+            first, carried = _jaxpr.counts_of_scan(eqn)
             carry = slice(first, first + carried)
             take_for_data(eqn.invars[carry], goes[carry])
             sliced = [_slice(x, len(loops)) for x in ins[carry.stop :]]
             ins = [*ins[:first], *[DATA] * carried, *sliced]
             inside = (*loops, eqn.params["length"])
-            inner = _split(body_of(eqn), ins, comes, inside, False)
+            inner = _split(_jaxpr.body_of(eqn), ins, comes, inside, False)
         else:
             # What is made of parameters alone is made for all turns of a scan at once.
             is_mapped = is_use or (loops and not is_data)
-            changes = is_mapped and has_bits_that_vmap_changes(eqn)
-            if changes or (by and asks_what_moves(eqn)):
+            changes = is_mapped and _jaxpr.has_bits_that_vmap_changes(eqn)
+            if changes or (by and _jaxpr.asks_what_moves(eqn)):
                 raise CannotSplit
             if is_use:
-                use = _use(eqn, ins, comes, loops)
+                places = tuple(k for k, origin in enumerate(ins) if origin.by)
+                own = tuple(ins[k] for k in places)
+                types = tuple(x.aval for x in eqn.outvars)
+                floats = [jnp.issubdtype(x.dtype, jnp.inexact) for x in types]
+                tapped = [k for k, each in enumerate(zip(comes, floats)) if all(each)]
+                use = Use(eqn, places, own, types, tuple(tapped), loops)
             elif not is_data:
                 outs = _made(eqn, ins, by)
         steps.append(Step(eqn, eqn.invars, eqn.outvars, use, inner))
@@ -249,15 +238,6 @@ def _split(
 
 def _constant(value: Any) -> Origin:
     return Origin(lambda made: value)
-
-
-def _use(eqn: Any, ins: list[Origin], wanted: Flags, loops: Loops) -> Use:
-    places = tuple(k for k, origin in enumerate(ins) if origin.by)
-    outs = tuple(x.aval for x in eqn.outvars)
-    is_float = [jnp.issubdtype(out.dtype, jnp.inexact) for out in outs]
-    pairs = enumerate(zip(wanted, is_float))
-    tapped = tuple(k for k, (comes, floats) in pairs if comes and floats)
-    return Use(eqn, places, tuple(ins[k] for k in places), outs, tapped, loops)
 
 
 def _made(eqn: Any, ins: list[Origin], by: frozenset[int]) -> list[Origin]:
@@ -274,7 +254,7 @@ def _made(eqn: Any, ins: list[Origin], by: frozenset[int]) -> list[Origin]:
             made[outs] = run([x.make(made) for x in ins])
         return made[outs]
 
-    by = NONE if is_stop(eqn) else by
+    by = NONE if _jaxpr.is_stop(eqn) else by
     view = _view_after(eqn, [origin.view for origin in ins])
     makes = [lambda made, k=k: outs(made)[k] for k in range(len(eqn.outvars))]
     return [Origin(make, by, loops, view=view) for make in makes]
@@ -358,8 +338,7 @@ def capture(
         taps.append([tap(use, use.outs[k]) for k in use.tapped])
 
     def of_one(example: Any, taps: Any, zero: Array) -> Any:
-        args = [*params, *example]
-        (value, *aux), inputs = _run(program, args, taps, zero)
+        (value, *aux), inputs = _run(program, [*params, *example], taps, zero)
         return value, (aux, inputs)
 
     def of_all(taps: Any) -> Any:
@@ -427,7 +406,7 @@ def _entered(eqn: Any, inner: Program) -> Callable[..., Any]:
         return jax.checkpoint(run, **kept)
     if eqn.primitive.name != "scan":
         return run
-    first, carried = counts_of_scan(eqn)
+    first, carried = _jaxpr.counts_of_scan(eqn)
     last = first + carried
 
     def loop(ins: list[Any], taps: list[Any], zero: Array) -> Any:

@@ -111,14 +111,14 @@ def ways_of(uses: list[Use], params: list[Array]) -> list[Way]:
         uses_of_leaf = {number: use for number, use, _ in own}
         name = "gradient" if own and leaf.size else "unused"
         made = Way(name, uses_of_leaf, leaf.size)
-        parts = _fitted(own)
+        parts = _fitted(own) if own and leaf.size else []
         # Where what comes out differs along more mesh axes than the parameter, its
         # gradient is a sum over devices.
         outs = [x for _, use, _ in own for x in use.outs]
         kinds = [x.manual_axis_type.varying for x in outs]
         if not varying(leaf) >= frozenset().union(*kinds):
             parts = []
-        ways.append(_cheapest(parts, made) if parts and leaf.size else made)
+        ways.append(_cheapest(parts, made) if parts else made)
     return ways
 
 
@@ -140,8 +140,6 @@ def _fitted(places: list[Place]) -> list[Part]:
         keys.append((view.path, form.groups, *named))
         lookups += keys[-1:] if use.name == "gather" else []
         found.append(Part(number, use, origin, form))
-    if not found:
-        return []
     # Rows of all lookups are rows of the table.
     first = [*lookups, *keys][0]
     # A tied table: rows of the lookup are columns of the product with the transpose.
@@ -288,10 +286,9 @@ def _convolution(use: Use) -> Form | None:
 
 def _patches(image: Array, window: list[int], params: Any) -> Array:
     """[images, *places, offsets in the window, channels] of [images, ..., channels]."""
-    edges = []
-    for (low, high), step in zip(params["padding"], params["lhs_dilation"]):
-        # lhs_dilation d puts d - 1 zeros between pixels.
-        edges.append((low, high, step - 1))
+    pairs = zip(params["padding"], params["lhs_dilation"])
+    # lhs_dilation d puts d - 1 zeros between pixels.
+    edges = [(low, high, step - 1) for (low, high), step in pairs]
     zero, unpadded = jnp.zeros((), image.dtype), (0, 0, 0)
     image = lax.pad(image, zero, [unpadded, *edges, unpadded])
     strides, found = (1, *params["window_strides"], 1), []
