@@ -154,11 +154,6 @@ def test_equal_gradients_have_no_noise():
     assert 0 <= found.noise <= 64 * EPS * found.signal
 
 
-def test_what_is_no_result_raises():
-    with pytest.raises(TypeError, match=r"noise_scale: result must be .* got a dict"):
-        noise_scale({"w": jnp.ones(3)})
-
-
 def test_averages_over_batches_approach_the_true_values():
     """g = x (x . d - s e) with x and e normal: G = d, and the fourth moments of a
     normal give tr(Sigma) = (n + 1) |d|^2 + n s^2.

@@ -131,7 +131,7 @@ def test_parameters_gathered_within_the_loss_are_refused():
     grad = clipped_grad(loss, 1.0, mean=False)
     run = jax.shard_map(lambda w, x: grad(w, x).grads, mesh=mesh, **specs)
     with pytest.raises(
-        ValueError, match=r"clipped_grad: .*all_gather.*'data'.*examples"
+        ValueError, match=r"clipped_grad: .*all_gather.*'data'.* split the batch"
     ):
         run(jnp.ones((8, 2)), normal(0, 4, 8))
 
