@@ -20,7 +20,7 @@ WRAPPERS = {
 def test_a_rule_is_no_optimizer(argument):
     noun = "a clipper" if argument.endswith("clipper") else "an optimizer"
     for rule in (rules.growth(), rules.growth):
-        match = f"^{argument} must be {noun} with init and update, got a rule: "
+        match = f"^{argument} must be {noun} with init and update, got "
         with pytest.raises(TypeError, match=match):
             WRAPPERS[argument](rule)
 
