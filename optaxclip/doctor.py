@@ -74,7 +74,7 @@ CAUSES = {
     "underflow": Cause(
         0.25,
         "{value:.0%} of the elements that are not 0 are subnormal in {names}",
-        "sharp_edges.md#loss-scaling",
+        "sharp_edges.md#mixed-precision-and-loss-scaling",
         "a larger loss scale, or bfloat16",
     ),
     "dead embedding": Cause(
