@@ -1,10 +1,19 @@
-"""States that `jax.export` can write to a file, with the program that takes them."""
+"""States that `jax.export` can write to a file, with the program that takes them, and
+that a notebook shows in two lines.
+"""
 
-from typing import TypeVar
+from functools import partial
+from itertools import chain
+from typing import Any, TypeVar
 
 import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.core import Tracer
 
 T = TypeVar("T")
+LONGEST = 200  # characters of a state, and of its fields
+LONGEST_FIELD = 60
 
 
 def exported(state: type[T]) -> type[T]:
@@ -13,4 +22,61 @@ def exported(state: type[T]) -> type[T]:
     jax.export.register_namedtuple_serialization(
         state, serialized_name=f"optaxclip.{state.__name__}"
     )
+    state.__repr__ = state_repr
     return state
+
+
+def state_repr(self: Any) -> str:
+    """The `repr` of a state."""
+    fields = self._asdict()
+    names = fields.pop("names", None)
+    # Those of norms are the keys of dicts of None.
+    if isinstance(names, tuple):
+        fields["names"] = list(chain(*names))
+    return call_repr(type(self).__name__, fields)
+
+
+def call_repr(name: str, fields: dict[str, Any]) -> str:
+    """A call with these arguments: numbers first, and cut at the end if it is long."""
+    texts = []
+    for field, value in fields.items():
+        if isinstance(value, tuple | dict) and not value:
+            continue
+        text = repr(jax.tree.map(_Short, value, is_leaf=callable))
+        texts.append(f"{field}={_cut(text, LONGEST_FIELD)}")
+    texts.sort(key=lambda text: len(text) > LONGEST_FIELD / 2)
+    return _cut(f"{name}({', '.join(texts)})", LONGEST)
+
+
+def _cut(text: str, length: int) -> str:
+    return text if len(text) <= length else f"{text[: length - 4]}...{text[-1]}"
+
+
+class _Short:
+    """A leaf whose `repr` is short."""
+
+    def __init__(self, leaf: Any) -> None:
+        self.leaf = leaf
+
+    def __repr__(self) -> str:
+        leaf = self.leaf
+        # A schedule within a range is a partial with the schedule as its last argument.
+        while isinstance(leaf, partial):
+            last = leaf.args[-1] if leaf.args else None
+            leaf = last if callable(last) else leaf.func
+        if callable(leaf):
+            return getattr(leaf, "__name__", type(leaf).__name__)
+        if not hasattr(leaf, "dtype"):
+            return repr(leaf)
+        # Keys are no numbers, and donated, traced and remote ones are not here.
+        is_here = isinstance(leaf, np.ndarray | np.generic | jax.Array)
+        if isinstance(leaf, jax.Array):
+            is_here = not isinstance(leaf, Tracer) and not leaf.is_deleted()
+            is_here = is_here and leaf.is_fully_addressable
+        is_number = jnp.issubdtype(leaf.dtype, jnp.number)
+        if not is_here or not is_number or leaf.ndim > 1 or leaf.size > 3:
+            return f"{leaf.dtype}{list(leaf.shape)}"
+        is_float = jnp.issubdtype(leaf.dtype, jnp.floating)
+        numbers = np.atleast_1d(np.asarray(leaf)).tolist()
+        texts = [f"{x:.4g}" if is_float else str(x) for x in numbers]
+        return f"[{', '.join(texts)}]" if leaf.ndim else texts[0]

@@ -26,7 +26,7 @@ from jax import lax
 from . import _mesh as mesh
 from . import _trees as trees
 from ._checks import BEGIN_ANEW, check_shape, held_in
-from ._exported import exported
+from ._exported import exported, state_repr
 from ._norms import Norms
 from .rules._constant import Constant
 from .rules._joined import Joined
@@ -84,6 +84,9 @@ class ClipState(NamedTuple):
     limit: Any  # float32[N]
     factor: Any  # float32[N]
     units_clipped: Any = ()  # float32[N]
+
+    def __repr__(self) -> str:
+        return state_repr(self)
 
     def by_name(self, *, layers: bool = False) -> dict[str, Entry]:
         """Returns what the state knows of each norm: its own `norm`, `limit`, `factor`,

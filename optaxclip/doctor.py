@@ -65,7 +65,7 @@ CAUSES = {
     "underflow": (
         0.25,
         "{:.0%} of the elements that are not 0 are subnormal in {}",
-        "sharp_edges.md#loss-scaling",
+        "sharp_edges.md#mixed-precision-and-loss-scaling",
         "a larger loss scale, or bfloat16",
     ),
     "dead embedding": (

@@ -218,13 +218,18 @@ def _smooth(power: float) -> Shrink:
         share = jnp.where(jnp.isinf(long), 0.0, share)
         return short / (1 + share**power) ** (1 / power)
 
+    shrink.__qualname__ = f"smooth({power:g})"
     return shrink
 
 
 @cache
 def _auto_s(gamma: float) -> Shrink:
-    # 0 / 0 where gamma and the norm are 0, as in `normalize`: 0 stays 0.
-    return lambda norm, limit: limit * _share(norm, norm + gamma)
+    def shrink(norm: jax.Array, limit: jax.Array) -> jax.Array:
+        # 0 / 0 where gamma and the norm are 0, as in `normalize`: 0 stays 0.
+        return limit * _share(norm, norm + gamma)
+
+    shrink.__qualname__ = f"auto_s({gamma:g})"
+    return shrink
 
 
 @cache
@@ -238,6 +243,7 @@ def _psac(r: float) -> Shrink:
         bend = 1 / (1 + norm / min(r, float(info.max)))
         return limit * _share(norm, norm + bend)
 
+    shrink.__qualname__ = f"psac({r:g})"
     return shrink
 
 

@@ -37,6 +37,7 @@ from .._checks import (
     held_in,
     number_for_jit,
 )
+from .._exported import call_repr
 from .._names import checked
 
 R = TypeVar("R", bound="Rule")
@@ -112,7 +113,7 @@ def choice(*allowed: str, default: str) -> Any:
 @dataclass_transform(
     frozen_default=True, field_specifiers=(field, number, flag, choice)
 )
-@dataclasses.dataclass(frozen=True, eq=False)
+@dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class Rule:
     """Computes the limit of a norm, and may remember past norms.
 
@@ -152,7 +153,7 @@ class Rule:
 
     def __init_subclass__(cls) -> None:
         # eq=False: == of arrays is no bool, and rules are hashed by identity.
-        dataclasses.dataclass(frozen=True, eq=False)(cls)
+        dataclasses.dataclass(frozen=True, eq=False, repr=False)(cls)
         # A wrong keyword would otherwise be an error about `ZScore.__init__`.
         cls.__init__ = checked(cls.__init__, call_name(cls))
         meta = [f.name for f in fields(cls) if f.metadata.get("static")]
@@ -184,6 +185,11 @@ class Rule:
         """Warns of a field at most 1, in the place where the user builds the rule."""
         argument = f"{call_name(type(self))}: {name}"
         warn_of_falling(argument, getattr(self, name), stacklevel=5)
+
+    def __repr__(self) -> str:
+        names = [spec.name for spec in fields(self)]
+        values = {name: getattr(self, name, None) for name in names}
+        return call_repr(call_name(type(self)), values)
 
     @property
     def needs_params(self) -> bool:

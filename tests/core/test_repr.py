@@ -1,0 +1,95 @@
+"""What a notebook and a shell show: states, rules, shrinks, `python -m optaxclip`."""
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+
+import optaxclip
+from optaxclip import rules, shrinks
+from optaxclip.__main__ import main
+from tests.methods import METHODS
+
+WIDE = {
+    f"layer{i}": {"kernel": jnp.ones((4, 3)), "bias": jnp.ones(3)} for i in range(3)
+}
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_a_state_is_shown_in_200_characters(name):
+    method = METHODS[name].make()
+    state = method.init(WIDE)
+    _, later = method.update(WIDE, state, WIDE)
+    assert max(len(repr(state)), len(repr(later))) <= 200
+
+
+def test_a_state_shows_its_numbers_inside_a_chain():
+    grads = jnp.array([3.0, 4.0])
+    optimizer = optax.chain(optaxclip.clip_by_global_norm(1.0), optax.sgd(0.1))
+    _, state = optimizer.update(grads, optimizer.init(grads))
+    shown = (
+        "ClipState(step=1, clipped=1, clipped_recently=1, nonfinite=0, norm=5, limit=1,"
+    )
+    assert f"({shown} factor=0.2, names=['']), " in repr(state)
+
+
+def test_a_window_and_weights_are_shown_by_their_shape():
+    optimizer = optaxclip.skip_step(optax.adam(0.1), window=64)
+    shown = repr(optimizer.init(WIDE))
+    assert shown.startswith("SkipState(step=0, norm=0, limit=inf, loss=nan,")
+    assert "past=float32[64]" in shown
+    state = optaxclip.clip_by_tensor_norm(1.0).init(WIDE)
+    assert "clipped=int32[6]" in repr(state)
+
+
+def test_a_traced_and_a_donated_state_are_shown():
+    clipper = optaxclip.clip_by_global_norm(1.0)
+    grads, shown = jnp.ones(3), []
+
+    def step(state):
+        shown.append(repr(state))
+        return clipper.update(grads, state)[1]
+
+    state = clipper.init(grads)
+    jax.jit(step, donate_argnums=0)(state)
+    for text in (*shown, repr(state)):
+        assert text.startswith("ClipState(step=int32[], ")
+    shapes = jax.eval_shape(clipper.init, grads)
+    assert repr(shapes).startswith("ClipState(step=int32[], ")
+
+
+class Median(rules.Rule):
+    factor: float = 2.0
+
+
+@pytest.mark.parametrize(
+    ("rule", "shown"),
+    [
+        (rules.ema(0.9), "ema(decay=0.9)"),
+        (rules.constant(jnp.array([1.0, 2.0])), "constant(limit=[1, 2])"),
+        (rules.growth(optax.linear_schedule(1.0, 2.0, 9)), "growth(rate=schedule, "),
+        (
+            rules.maximum(rules.ema(0.9), 1.0),
+            "maximum(rules=(ema(decay=0.9), constant(",
+        ),
+        (Median(), "Median(factor=2.0)"),
+        (rules.constant(jnp.ones((40, 8))), "constant(limit=float32[40, 8])"),
+    ],
+    ids=lambda x: x if isinstance(x, str) else "",
+)
+def test_a_rule_is_shown_as_its_call(rule, shown):
+    assert repr(rule).startswith(shown)
+
+
+def test_shrinks_are_shown_with_their_number():
+    assert "smooth(2)" in repr(shrinks.smooth(2.0))
+    assert "auto_s(0.01)" in repr(shrinks.auto_s())
+    assert "psac(0.5)" in repr(shrinks.psac(0.5))
+
+
+def test_python_m_optaxclip_says_what_runs_here(capsys):
+    main()
+    printed = capsys.readouterr().out
+    for word in (optaxclip.__version__, jax.__version__, optax.__version__, "cpu"):
+        assert word in printed
+    assert "python -m optaxclip.doctor" in printed
