@@ -247,8 +247,7 @@ def _by_shares(plan: Plan, leaves: list[jax.Array], dtype: Any) -> list[Any]:
         # In [0, 1], and one of them is 1. A power that vanishes is too small to count.
         power = lax.integer_pow(share, int(p)) if p.is_integer() else share**p
         terms.append(plain_sum(power, leaf.dims))
-    sums = _added(plan, terms, dtype)
-    return [x * total ** (1 / p) for x, total in zip(safe, sums)]
+    return [x * n ** (1 / p) for x, n in zip(safe, _added(plan, terms, dtype))]
 
 
 @norms_of.defjvp
