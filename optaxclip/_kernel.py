@@ -463,10 +463,9 @@ def _summary(
     the furthest.
     """
     norm, limit = own.norm, own.limit
-    info = jnp.finfo(norm.dtype)
     # A limit of 0 would hide all differences, so it counts as tiny.
     least = 2.0**-60
-    ratio = jnp.minimum(norm / jnp.maximum(limit, least), info.max)
+    ratio = jnp.minimum(norm / jnp.maximum(limit, least), jnp.finfo(norm.dtype).max)
     # Where nothing has a limit, the largest of these is that of the longest norm.
     ratio = jnp.where(limit == jnp.inf, -1 / norm, ratio)
     # A broken unit is the furthest.

@@ -247,8 +247,7 @@ def _by_shares(plan: Plan, leaves: list[jax.Array], dtype: Any) -> list[Any]:
         # In [0, 1], and one of them is 1. A power that vanishes is too small to count.
         power = lax.integer_pow(share, int(p)) if p.is_integer() else share**p
         terms.append(plain_sum(power, leaf.dims))
-    sums = _added(plan, terms, dtype)
-    return [x * total ** (1 / p) for x, total in zip(safe, sums)]
+    return [x * n ** (1 / p) for x, n in zip(safe, _added(plan, terms, dtype))]
 
 
 @norms_of.defjvp
@@ -554,7 +553,7 @@ def global_norm(tree: Any, *, ord: Ord = None, mesh_axes: MeshAxes = "auto") -> 
       >>> print(optaxclip.global_norm(grads))
       5.477226
     """
-    measure = GlobalNorm(**check_measure("global_norm", ord, mesh_axes=mesh_axes))
+    measure = GlobalNorm(**check_measure("global_norm", ord), mesh_axes=mesh_axes)
     return measure(clipped_leaves(tree)).each[0]
 
 
@@ -597,7 +596,7 @@ def tensor_norm(
       5.0
     """
     numbers = {"stacked": stacked, "mesh_axes": mesh_axes}
-    measure = TensorNorm(**check_measure("tensor_norm", ord, **numbers))
+    measure = TensorNorm(**check_measure("tensor_norm", ord), **numbers)
     # Leaves that do not count are None here, and so in the tree of norms.
     return measure(clipped_leaves(tree)).tree()
 
@@ -645,7 +644,7 @@ def unitwise_norm(
     normalization, 2021 (arXiv 2102.06171).
     """
     numbers = {"axis": axis, "stacked": stacked, "mesh_axes": mesh_axes}
-    measure = UnitwiseNorm(**check_measure("unitwise_norm", ord, **numbers))
+    measure = UnitwiseNorm(**check_measure("unitwise_norm", ord), **numbers)
     return measure(clipped_leaves(tree)).tree()
 
 
@@ -679,6 +678,6 @@ def group_norm(
     """
     # Leaves that do not count have labels too, whose norm may then be 0.
     found = trees.labels_of(labels, trees.unboxed(tree))
-    numbers = {"labels": found, "mesh_axes": mesh_axes}
-    measure = GroupNorm(**check_measure("group_norm", ord, **numbers))
+    options = check_measure("group_norm", ord, labels=found)
+    measure = GroupNorm(**options, mesh_axes=mesh_axes)
     return measure(clipped_leaves(tree)).tree()
