@@ -107,7 +107,7 @@ def test_other_limits_are_named_as_their_call_names_them():
         "adaptive_grad_clip: clipping must be a real number, got 'x'.",
         lambda: optaxclip.adaptive_grad_clip("x"),
     )
-    text = "^clip_by_value: max_value must be a real number, got Growth"
+    text = "^clip_by_value: max_value must be a real number, got growth"
     for rule in (rules.growth(1.01), {"w": rules.growth(1.01)}):
         with pytest.raises(TypeError, match=text):
             optaxclip.clip_by_value(rule)
