@@ -191,8 +191,7 @@ class Rule:
                 values[name] = check_field(call, name, spec, values[name])
 
     def __repr__(self) -> str:
-        names = [spec.name for spec in fields(self)]
-        values = {name: getattr(self, name, None) for name in names}
+        values = {spec.name: getattr(self, spec.name) for spec in fields(self)}
         return call_repr(call_name(type(self)), values)
 
     @property
