@@ -11,14 +11,13 @@ WHERE = """
 python -m optaxclip.replay log.jsonl    what a limit does to logged norms
 python -m optaxclip.doctor log.jsonl    why a run breaks
 python -m optaxclip.check file.py       what is wrong in a training step
-help(optaxclip)                         all names, each with its own help
 OPTAXCLIP_PLATFORM=plain                plain jnp, if a new JAX breaks something"""
 
 
 def main() -> None:
     """Prints them."""
-    print(f"optaxclip {__version__}")
-    print(f"jax {jax.__version__}, optax {optax.__version__}")
+    libraries = f"jax {jax.__version__}, optax {optax.__version__}"
+    print(f"optaxclip {__version__}, {libraries}")
     print(f"Python {platform.python_version()} on {platform.platform()}")
     devices = jax.devices()
     print(f"{len(devices)} x {devices[0].device_kind}, {jax.default_backend()}")

@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 from jax.core import Tracer
 
 T = TypeVar("T")
@@ -42,10 +43,14 @@ def call_repr(name: str, fields: dict[str, Any]) -> str:
     for field, value in fields.items():
         if isinstance(value, tuple | dict) and not value:
             continue
-        text = repr(jax.tree.map(_Short, value, is_leaf=callable))
+        text = repr(jax.tree.map(_Short, value, is_leaf=_is_whole))
         texts.append(f"{field}={_cut(text, LONGEST_FIELD)}")
     texts.sort(key=lambda text: len(text) > LONGEST_FIELD / 2)
     return _cut(f"{name}({', '.join(texts)})", LONGEST)
+
+
+def _is_whole(x: Any) -> bool:
+    return callable(x) or isinstance(x, optax.GradientTransformation)
 
 
 def _cut(text: str, length: int) -> str:

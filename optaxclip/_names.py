@@ -13,6 +13,10 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import Any, NoReturn
 
+import optax
+
+from ._exported import call_repr
+
 # Each function has its own name for a limit. People try those of others too.
 _LIMITS = (
     "max_norm max_rms max_value max_delta max_logit clipping limit threshold cap rule"
@@ -143,9 +147,22 @@ def checked(function: Callable[..., Any], call: str = "") -> Callable[..., Any]:
             known = [name for name in signature.parameters if name != "self"]
             text = _misfit(call, error, known, kwargs)
             raise TypeError(f"{call}: {text}") from None
-        return function(*args, **kwargs)
+        made = function(*args, **kwargs)
+        if isinstance(made, optax.GradientTransformationExtraArgs):
+            made = Clipper(*made)
+            made.call = call, signature.bind(*args, **kwargs).arguments
+        return made
 
     return answering
+
+
+class Clipper(optax.GradientTransformationExtraArgs):
+    """A transformation that is shown as the call that made it."""
+
+    call: tuple[str, Any] | None = None
+
+    def __repr__(self) -> str:
+        return call_repr(*self.call) if self.call else super().__repr__()
 
 
 def _misfit(call: str, error: TypeError, known: list[str], kwargs: Any) -> str:

@@ -187,8 +187,7 @@ class Rule:
         warn_of_falling(argument, getattr(self, name), stacklevel=5)
 
     def __repr__(self) -> str:
-        names = [spec.name for spec in fields(self)]
-        values = {name: getattr(self, name, None) for name in names}
+        values = {spec.name: getattr(self, spec.name) for spec in fields(self)}
         return call_repr(call_name(type(self)), values)
 
     @property

@@ -81,6 +81,28 @@ def test_a_rule_is_shown_as_its_call(rule, shown):
     assert repr(rule).startswith(shown)
 
 
+CALLS = [
+    ("clip_by_global_norm", (1.0,), {}, "clip_by_global_norm(max_norm=1.0)"),
+    ("zclip", (), {"z": 3.0}, "zclip(z=3.0)"),
+    ("clip_by_tensor_norm", (WIDE,), {}, "clip_by_tensor_norm(max_norm={'layer0': "),
+    (
+        "carry_clipped",
+        (optaxclip.clip_by_global_norm(2.0, eps=0.1),),
+        {},
+        "carry_clipped(clipper=clip_by_global_norm(max_norm=2.0, eps=0.1))",
+    ),
+    ("skip_step", (optax.sgd(0.1),), {}, "skip_step(inner=GradientTransformation"),
+]
+
+
+@pytest.mark.parametrize(("name", "args", "named", "shown"), CALLS)
+def test_a_clipper_is_shown_as_its_call(name, args, named, shown):
+    clipper = getattr(optaxclip, name)(*args, **named)
+    assert repr(clipper).startswith(shown)
+    assert len(repr(clipper)) <= 200
+    assert isinstance(clipper, optax.GradientTransformationExtraArgs)
+
+
 def test_shrinks_are_shown_with_their_number():
     assert "smooth(2)" in repr(shrinks.smooth(2.0))
     assert "auto_s(0.01)" in repr(shrinks.auto_s())

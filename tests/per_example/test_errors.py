@@ -36,7 +36,7 @@ WRONG = {
     "a rule": (
         lambda: clipped_grad(add, {"w": optaxclip.rules.z_score()}),
         TypeError,
-        r"clipped_grad: max_norm for 'w' must be a real number, got ZScore\(",
+        r"clipped_grad: max_norm for 'w' must be a real number, got z_score\(",
     ),
     "two passes with keys of another kind": (
         lambda: clipped_grad(noisy, 1.0, method="two_pass")(
