@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import optaxclip
 from tests import reference
 from tests.helpers import random_tree
 from tests.methods import METHODS, NORM
