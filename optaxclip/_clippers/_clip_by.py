@@ -189,7 +189,7 @@ class SpikeState(NamedTuple):
     step: jax.Array  # int32[]: updates seen
     norm: jax.Array  # float32[]: the global norm of the last gradient
     limit: jax.Array  # float32[]: what it was held against
-    loss: jax.Array  # float32[]: the last loss, NaN until one is given
+    loss: jax.Array  # float32[]: the last loss, -inf until one is given
     loss_limit: jax.Array  # float32[]: what it was held against
     spiked: jax.Array  # int32[]: 1 if the last step was a spike, else 0
     spikes: jax.Array  # int32[]: steps that were

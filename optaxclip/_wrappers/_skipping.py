@@ -69,7 +69,7 @@ class SkipState(NamedTuple):
       step: updates seen, skipped ones counted.
       norm: the global norm of the last gradient.
       limit: what the norm was held against.
-      loss: the last loss, NaN until one arrives, and without a rule for it.
+      loss: the last loss, -inf until one arrives, and without a rule for it.
       loss_limit: what the loss was held against.
       skipped: steps skipped.
       skipped_recently: their share of about the last 100 steps.
@@ -353,7 +353,8 @@ class Judge(NamedTuple):
             "step": jnp.zeros((), jnp.int32),
             "norm": norm,
             "limit": jnp.full_like(norm, jnp.inf),
-            "loss": jnp.full_like(loss, jnp.nan),
+            # Not NaN, at which `jax_debug_nans` would raise.
+            "loss": jnp.full_like(loss, -jnp.inf),
             "loss_limit": jnp.full_like(loss, jnp.inf),
             "memory": self.rule.init(jnp.zeros_like(norm)),
             "loss_memory": self.loss_rule.init(loss) if self.loss_rule else (),
