@@ -36,7 +36,7 @@ def test_a_state_shows_its_numbers_inside_a_chain():
 def test_a_window_and_weights_are_shown_by_their_shape():
     optimizer = optaxclip.skip_step(optax.adam(0.1), window=64)
     shown = repr(optimizer.init(WIDE))
-    assert shown.startswith("SkipState(step=0, norm=0, limit=inf, loss=nan,")
+    assert shown.startswith("SkipState(step=0, norm=0, limit=inf, loss=-inf,")
     assert "past=float32[64]" in shown
     state = optaxclip.clip_by_tensor_norm(1.0).init(WIDE)
     assert "clipped=int32[6]" in repr(state)
