@@ -254,9 +254,10 @@ def release(
       norms, limits and factors.
 
     Raises:
-      TypeError: an optimizer or a clipper without init and update, a limit that is not
-        a number, or `params` that are no pair. From step: a layer that changes the type
-        of `x`, or a loss that is not a real scalar.
+      TypeError: a part of the model that is no function, an optimizer or a clipper
+        without init and update, a limit that is not a number, or `params` that are no
+        pair. From step: a layer that changes the type of `x`, or a loss that is not a
+        real scalar.
       ValueError: a negative or NaN limit, `delayed` without both limits, a rule that
         needs weights, an unknown `nonfinite`. From init: leaves of the stack with
         different numbers of layers, an optimizer that mixes leaves, or whose state does
@@ -297,6 +298,9 @@ def release(
         options: dict[str, Any] = {"call": "release", "name": "max_norm"}
         measure = GlobalNorm("release")
         clip = make_clipper(measure, max_norm, nonfinite=nonfinite, **options)
+    for own, part in {"embed": embed, "layer": layer, "head": head}.items():
+        if not callable(part):
+            raise TypeError(f"release: {own} must be a function, got {shown(part)}.")
     optimizer = with_extra_args("release: optimizer", optimizer)
     layer_clip = optax.identity() if layer_clip is None else layer_clip
     layer_clip = with_extra_args("release: layer_clip", layer_clip, "a clipper")

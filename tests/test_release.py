@@ -522,7 +522,7 @@ def test_an_optimizer_that_does_not_follow_is_named(optimizer, text):
         (
             {"max_norm": optaxclip.rules.share_of_params(0.1)},
             ValueError,
-            "max_norm must not need the norm of weights, got Share",
+            "max_norm must not need the norm of weights, got share",
         ),
         ({"max_norm": 1.0, "nonfinite": "no"}, ValueError, "nonfinite.*got 'no'"),
         ({"delayed": 2}, TypeError, "delayed must be True or False, got 2"),
@@ -571,3 +571,10 @@ def test_functions_that_do_not_fit_raise_as_in_jax(parts, text):
     params = new_params(np.float32)
     with pytest.raises(TypeError, match=text):
         trainer.step(params, trainer.init(params), *next(batches(np.float32)))
+
+
+@pytest.mark.parametrize("part", ["embed", "layer", "head"])
+def test_a_part_that_is_no_function_is_named(part):
+    parts = dict.fromkeys(("embed", "layer", "head"), print) | {part: 3}
+    with pytest.raises(TypeError, match=f"^release: {part} must be a function, got 3"):
+        optaxclip.release(**parts, optimizer=optax.sgd(0.1))

@@ -23,7 +23,7 @@ from .._checks import check_flag, shown
 from .._kernel import make_clipper
 from .._mesh import MeshAxes
 from .._norms import Measure, Ord, check_measure
-from .._trees import Axis, Stacked
+from .._trees import Axis, Stacked, check_labels
 from ..rules._constant import Limit, LimitTree
 from ..shrinks import Shrink
 
@@ -265,6 +265,9 @@ def clip_by_group_norm(
       [0.6 0.8] [0.1]
     """
     call = "clip_by_group_norm"
+    # JAX sorts the keys of a dict, and 1 and "a" do not sort.
+    if isinstance(max_norm, dict):
+        check_labels(f"{call}: max_norm must have labels", max_norm)
     # As a tree prefix its keys would be 0 and 1, and no label.
     if isinstance(max_norm, (list, tuple)):
         raise TypeError(

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 from jax.core import Tracer
 
+from .._checks import shown
 from .._norms import global_norm
 from ._clipped_grad import ClippedGrad
 
@@ -52,6 +53,7 @@ def noise_scale(result: ClippedGrad) -> NoiseScale:
     Raises:
       ValueError: gradients that were clipped, whose mean is not the gradient. Under jit
         this cannot be raised, and the numbers are NaN.
+      TypeError: something else than a result of `clipped_grad`.
 
     Example:
       >>> def loss(w, x):
@@ -67,6 +69,9 @@ def noise_scale(result: ClippedGrad) -> NoiseScale:
     Tiwari, Bergsma, Hestness, Normalization layer per-example gradients are sufficient
     to predict gradient noise scale in transformers, 2024 (arXiv 2411.00999).
     """
+    if not isinstance(result, ClippedGrad):
+        must = "noise_scale: result must be what clipped_grad's function returns"
+        raise TypeError(f"{must}, got {shown(result)}.")
     # [limits, batch]
     norms = jnp.stack(jax.tree.leaves(result.norms))
     factors = jnp.stack(jax.tree.leaves(result.factors))
