@@ -39,18 +39,14 @@ STEPS: dict[str, Make] = {
     "optax, by value": _before_adam(optax.clip(0.01)),
     "skip": lambda: optaxclip.skip_nonfinite(optax.adam(1e-3), 5),
     "optax, skip": lambda: optax.apply_if_finite(optax.adam(1e-3), 5),
-    "autoclip": _before_adam(optaxclip.autoclip(10)),
     "zclip": _before_adam(optaxclip.zclip()),
-    "adagc": _before_adam(optaxclip.adagc()),
     "tensor RMS, after Adam": _after_adam(optaxclip.clip_by_tensor_rms(1.0)),
     "optax, tensor RMS, after Adam": _after_adam(optax.clip_by_block_rms(1.0)),
 }
 # The nearest that optax has.
 NEAREST = {
-    "autoclip": GLOBAL,
     "zclip": GLOBAL,
     "tensor norm": "optax, tensor RMS",
-    "adagc": "optax, tensor RMS",
 }
 
 
