@@ -262,3 +262,31 @@ def test_limits_stay_with_their_leaves_where_one_is_missing():
     for name, limit in {"a": 0.5, "c": 2.0}.items():
         np.testing.assert_allclose(np.linalg.norm(updates[name]), limit, rtol=1e-6)
     np.testing.assert_array_equal(state.limit, [0.5, np.inf, 2.0])
+
+
+@pytest.mark.parametrize("broken", [np.nan, np.inf])
+def test_a_broken_unit_makes_the_summary_nan(broken):
+    grads = jnp.array([[3.0, 1.0, broken]])
+    state = after(optaxclip.clip_by_unitwise_norm(1.0, axis=0), grads)
+    assert np.isnan(state.norm)
+    assert (state.nonfinite, state.clipped) == (1, 0)
+
+
+def test_limits_may_have_any_dtype():
+    limits = {"a": 10**12, "b": jnp.bfloat16(2), "c": np.float64(0.5)}
+    clipper = optaxclip.clip_by_tensor_norm(limits)
+    grads = {name: tree(5)[name] for name in limits}
+    with jax.numpy_dtype_promotion("strict"):
+        state = after(clipper, grads)
+    np.testing.assert_array_equal(state.limit, np.float32([1e12, 2, 0.5]))
+
+
+def test_a_first_state_has_the_dtype_of_its_norms():
+    clipper = optaxclip.clip_by_tensor_norm(rules.growth(2.0))
+    with jax.enable_x64(True):
+        for dtype in ("float32", "float64"):
+            state = clipper.init({"a": jnp.ones(3, dtype), "b": jnp.ones((), dtype)})
+            for x in (state.norm, state.limit, state.factor, state.memory):
+                assert x.dtype == dtype
+            counted = state.clipped, state.nonfinite, state.clipped_recently
+            assert [x.dtype for x in counted] == ["int32", "int32", "float32"]
