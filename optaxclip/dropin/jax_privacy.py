@@ -255,7 +255,7 @@ def clipped_grad(
 
         def finished(x: jax.Array) -> jax.Array:
             x = x if nan_safe else jnp.where(result.nonfinite > 0, jnp.nan, x)
-            return (x / normalize_by).astype(dtype or x.dtype)
+            return (x / normalize_by).astype(x.dtype if dtype is None else dtype)
 
         sums = jax.tree.map(finished, result.grads)
         return (sums, jax.tree.map(lambda x: x[:size], seen)) if has_more else sums
