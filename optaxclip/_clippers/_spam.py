@@ -28,7 +28,7 @@ from jax.typing import ArrayLike
 
 from .. import _checks as checks
 from .. import _trees as trees
-from .._checks import LAST_STEP, check_state, number_for_jit
+from .._checks import LAST_STEP, Nonfinite, check_state, number_for_jit
 from .._exported import exported
 from .._factors import cast_like
 from .._kernel import make_clipper
@@ -197,7 +197,7 @@ def adaclip(
     decay: Number = 0.999,
     *,
     stacked: Stacked = None,
-    nonfinite: str = "propagate",
+    nonfinite: Nonfinite = "propagate",
     mesh_axes: MeshAxes = "auto",
 ) -> optax.GradientTransformationExtraArgs:
     """Shortens the coordinates of each tensor that are over the average of its largest.
