@@ -267,7 +267,11 @@ def adaclip(
 def _scaled_over_limit(update: Any, scaled: Any, norm: Any, limit: Any) -> Any:
     # Compared in the dtype of the limit, since bfloat16 would round the limit. A
     # broken tensor is what the kernel made of it: all NaN, or all 0.
-    within = jnp.abs(update).astype(limit.dtype) <= limit
+    modulus = jnp.abs(update)
+    # The norm is made of |update| too. XLA on a CPU would keep what both read.
+    if not jnp.iscomplexobj(update):
+        modulus = jnp.maximum(update, -update)
+    within = modulus.astype(limit.dtype) <= limit
     return jnp.where(within & jnp.isfinite(norm), update, scaled)
 
 
