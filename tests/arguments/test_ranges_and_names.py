@@ -7,19 +7,8 @@ import pytest
 
 import optaxclip
 from optaxclip.rules._rule import call_name
-from tests.arguments.refusals import refused
 from tests.methods import METHODS
 from tests.parts import RULES, SHRINKS
-
-
-def test_each_number_of_an_array_is_held_against_its_range():
-    for wrong in ([0.5, 1.5], [-0.5, 0.5], [0.5, np.nan]):
-        refused(
-            ValueError,
-            "windowed_quantile: quantile must",
-            lambda wrong=wrong: optaxclip.rules.windowed_quantile(np.array(wrong)),
-        )
-
 
 # of each rule and clipper: its parameters, the least and the greatest number that each
 # may be

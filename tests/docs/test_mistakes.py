@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 import pytest
 from jax.sharding import Mesh
@@ -57,7 +58,7 @@ def table() -> dict[str, str]:
 
 
 MISTAKES = table()
-NAMES = {**vars(optaxclip), **globals()}
+NAMES = {**vars(optaxclip), **globals(), "np": np}
 
 
 @pytest.mark.parametrize("code", MISTAKES)

@@ -321,31 +321,6 @@ def test_several_models_have_their_own_signs():
         assert_signs(own, signs_of(grads[member], params[member]), "")
 
 
-@pytest.mark.parametrize(
-    ("build", "error"),
-    [
-        (lambda: optaxclip.record_health(patience=0), "patience"),
-        (lambda: optaxclip.record_health(entropy_every=0.5), "entropy_every"),
-        (lambda: optaxclip.record_health(weights=2), "weights must be True or False"),
-        (
-            lambda: optaxclip.record_health(embeddings="t").init({"w": jnp.ones(2)}),
-            "embeddings must name leaves with rows, got 't'. There are 'w'",
-        ),
-        (
-            lambda: optaxclip.record_health().update(jnp.ones(1), None),
-            "HealthState that its init returned, got None",
-        ),
-        (
-            lambda: recorded(optaxclip.record_health(), jnp.ones(1), None),
-            "must be|params",
-        ),
-    ],
-)
-def test_arguments_that_are_wrong_raise(build, error):
-    with pytest.raises((TypeError, ValueError), match=f"record_health.*({error})"):
-        build()
-
-
 def test_without_weights_no_params_are_needed():
     recorder = optaxclip.record_health(weights=False)
     _, state = recorder.update(jnp.ones(2), recorder.init(jnp.ones(2)))

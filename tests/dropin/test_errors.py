@@ -2,10 +2,8 @@
 
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 
-import optaxclip
 from optaxclip.dropin import keras, tensorflow_style, torch_style
 from tests.dropin.recorded import NAN, tree
 
@@ -80,16 +78,6 @@ def test_errors_of_keras_name_its_arguments(name):
         clipper.update(GRADS, clipper.init(GRADS))
 
 
-def test_keras_takes_one_of_the_three():
-    text = (
-        "only one of clipnorm, clipvalue and global_clipnorm can be set, got "
-        "clipnorm=1.0, global_clipnorm=2.0"
-    )
-    with pytest.raises(ValueError, match=text):
-        keras.clip_gradients(clipnorm=1.0, global_clipnorm=2.0)
-    assert keras.clip_gradients().init(tree()) == optax.identity().init(tree())
-
-
 @pytest.mark.parametrize("norm_type", [NAN, "abc", "rms", None, True, 10**400])
 def test_orders_that_are_no_number_are_refused(norm_type):
     text = r"norm_type must be a number, or a text of one such as \"inf\", got"
@@ -97,41 +85,3 @@ def test_orders_that_are_no_number_are_refused(norm_type):
         torch_style.get_total_norm(GRADS, norm_type)
     with pytest.raises(ValueError, match=f"^clip_grad_norm: {text}"):
         torch_style.clip_grad_norm(GRADS, 1.0, norm_type)
-
-
-@pytest.mark.parametrize("optimizer", [optax.sgd, None, 1.0])
-def test_what_is_no_optimizer_is_refused_at_once(optimizer):
-    text = (
-        "^clip_gradients_by_norm: optimizer must be an optimizer with init and update"
-    )
-    with pytest.raises(TypeError, match=text):
-        tensorflow_style.clip_gradients_by_norm(optimizer, 1.0)
-
-
-VALUE = "clip_grad_value: clip_value must be a scalar, got an array"
-ROOM = (
-    "clip_by_value: clip_value_min must be at most clip_value_max, got clip_value_min=2"
-)
-
-
-WRONG = {
-    VALUE: lambda: torch_style.clip_grad_value(jnp.ones(3), jnp.ones(3)),
-    ROOM: lambda: tensorflow_style.clip_by_value(jnp.ones(2), 2.0, 1.0),
-    "clip_by_value: the leaf 'w' must be an array": lambda: (
-        tensorflow_style.clip_by_value({"w": "text"}, 0.0, 1.0)
-    ),
-    "clip_grad_value: the leaf 'w' must be an array": lambda: (
-        torch_style.clip_grad_value({"w": "text"}, 1.0)
-    ),
-    "clip_grads_with_norm: total_norm must be a real number, got None": lambda: (
-        torch_style.clip_grads_with_norm(GRADS, 1.0, None)
-    ),
-    "clip: max_delta must be at least 0, got -1.0": lambda: optaxclip.clip(-1.0),
-    "zclip: cap must be at least 0, got -1.0": lambda: optaxclip.zclip(cap=-1.0),
-}
-
-
-@pytest.mark.parametrize("text", WRONG)
-def test_what_is_wrong_is_named_by_the_function(text):
-    with pytest.raises((TypeError, ValueError), match=f"^{text}"):
-        WRONG[text]()

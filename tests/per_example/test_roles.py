@@ -80,56 +80,8 @@ def test_each_example_has_its_own_key():
     close(result.grads, expected)
 
 
-WRONG = {
-    "sizes that differ": (
-        {},
-        (jnp.ones(3), {"x": jnp.ones((5, 3))}, jnp.ones(4)),
-        r"clipped_grad: the first axes of the batch count examples and must have one "
-        r"size, at least 1, but argument 1 at 'x' has 5, argument 2 has 4\. Name an "
-        r"argument that is the same for all examples in shared_argnums\.",
-    ),
-    "a number": (
-        {},
-        (jnp.ones(3), jnp.ones((5, 3)), 0.25),
-        r"argument 1 has 5, argument 2 has no axis\. Name an argument .* in shared_arg",
-    ),
-    "one key": (
-        {},
-        (jnp.ones(3), jnp.ones((5, 3)), jax.random.key(0)),
-        r"argument 2 has no axis\..*jax\.random\.split\(key, batch\)",
-    ),
-    "no batch": (
-        {"shared_argnums": (1, 2)},
-        (jnp.ones(3), jnp.ones((5, 3)), 0.25),
-        r"clipped_grad: the first axes .* at least 1, but there is no batch\.",
-    ),
-    "two roles": (
-        {"argnums": -3, "shared_argnums": 0},
-        (jnp.ones(3), jnp.ones((5, 3)), jnp.ones(5)),
-        r"clipped_grad: argnums=-3 and shared_argnums=0 must be different arguments\.",
-    ),
-    "no such argument": (
-        {"shared_argnums": 3},
-        (jnp.ones(3), jnp.ones((5, 3)), jnp.ones(5)),
-        r"clipped_grad: shared_argnums=3, but the function was called with 3 pos",
-    ),
-    "an empty batch": (
-        {},
-        (jnp.ones(3), jnp.ones((0, 3)), jnp.ones(0)),
-        r"have one size, at least 1, but argument 1 has 0, argument 2 has 0\.",
-    ),
-}
-
-
 @pytest.mark.parametrize("name", ["argnums", "shared_argnums"])
 @pytest.mark.parametrize("places", [0.5, "w", (0, "w")])
 def test_places_that_are_no_ints_raise(name, places):
     with pytest.raises(TypeError, match="cannot be interpreted as an integer"):
         clipped_grad(squared_error, 0.7, **{name: places})(jnp.ones(3), jnp.ones(3))
-
-
-@pytest.mark.parametrize("name", WRONG)
-def test_a_call_that_does_not_fit_raises(name):
-    options, args, text = WRONG[name]
-    with pytest.raises(ValueError, match=text):
-        clipped_grad(squared_error, 0.7, **options)(*args)

@@ -1,6 +1,5 @@
 """Skipped steps: what is decided, what stays, and what metrics tell."""
 
-import re
 from functools import cache
 
 import chex
@@ -281,41 +280,6 @@ def test_skip_step_starts_at_half_a_window():
     assert skipped == [0, 1, 1]
     limit = np.mean(norms) + 6 * np.std(norms, ddof=1)
     np.testing.assert_allclose(last(optimizer, [*norms, 1e6]).limit, limit, rtol=1e-6)
-
-
-REFUSED = {
-    "skip_spikes: rule must be at least 0": lambda f: optaxclip.skip_spikes(f, -1.0),
-    "skip_spikes: loss_rule must be at least 0": lambda f: optaxclip.skip_spikes(
-        f, 1.0, -1.0
-    ),
-    "skip_spikes: max_consecutive must be at least 0": lambda f: optaxclip.skip_spikes(
-        f, 1.0, max_consecutive=-1
-    ),
-    "skip_nonfinite: max_consecutive must be at least 0, got -1": lambda f: (
-        optaxclip.skip_nonfinite(f, -1)
-    ),
-}
-
-
-@pytest.mark.parametrize("text", REFUSED)
-def test_a_number_that_is_refused_is_named(text):
-    with pytest.raises(ValueError, match=f"^{text}"):
-        REFUSED[text](optax.sgd(0.1))
-
-
-@pytest.mark.parametrize(
-    ("argument", "optimizer"),
-    [
-        ("on_loss=True", optaxclip.skip_step(optax.sgd(0.1), on_loss=True)),
-        ("loss_rule", optaxclip.skip_spikes(optax.sgd(0.1), None, 1.0)),
-    ],
-)
-def test_a_rule_of_the_loss_wants_the_loss(argument, optimizer):
-    text = (
-        f"{argument} looks at the loss: call update(grads, state, params, value=loss)"
-    )
-    with pytest.raises(ValueError, match=re.escape(text)):
-        last(optimizer, [1.0])
 
 
 @pytest.mark.slow
