@@ -5,7 +5,6 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
@@ -115,10 +114,22 @@ def test_the_share_is_that_of_all_devices_in_shard_map(kind):
     assert float(share(grads, spike)) == pytest.approx(0.2)
 
 
-def test_the_counters_are_in_a_chain_that_swaps_by_one_line():
-    grads = {"w": jnp.array([3.0, -0.5])}
-    ours = optax.chain(optaxclip.clip(1.0), optax.adam(0.1))
-    theirs = optax.chain(optax.clip(1.0), optax.adam(0.1))
-    mine, _ = ours.update(grads, ours.init(grads), grads)
-    other, _ = theirs.update(grads, theirs.init(grads), grads)
-    np.testing.assert_array_equal(mine["w"], other["w"])
+COUNTING = {
+    "clip_by_value": optaxclip.clip_by_value(1.0, count=True),
+    "spam": optaxclip.spam(count=True),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", COUNTING)
+def test_elements_are_counted_in_programs_for_any_size(name):
+    (size,) = jax.export.symbolic_shape("size")
+    shape = jax.ShapeDtypeStruct((3, size), jnp.float32)
+
+    def share(grads):
+        _, state = COUNTING[name].update(grads, COUNTING[name].init(grads))
+        return optaxclip.metrics(state)[KEYS[0]]
+
+    program = jax.export.export(jax.jit(share))(shape)
+    grads = jnp.array([[0.5, 2.0], [0.5, 0.5], [3.0, 0.5]])
+    assert program.call(grads) == share(grads)
