@@ -83,10 +83,6 @@ def clip_tensors(leaves, limit, ord=2, eps=0.0):
     ]
 
 
-def clip_rms(leaves, limit, eps=0.0):
-    return clip_tensors(leaves, limit, "rms", eps)
-
-
 def clip_units(leaves, limit, ord=2, eps=0.0, axes=None):
     """Each unit by itself; `axes` are those to sum over, in every leaf."""
     return [
@@ -105,39 +101,6 @@ def unit_axes(leaf):
     """What squeezes to a vector is one unit."""
     every = tuple(range(leaf.ndim))
     return every if np.squeeze(leaf).ndim <= 1 else UNIT_AXES[leaf.ndim]
-
-
-def clip_groups(leaves, labels, limit, ord=2, eps=0.0):
-    """Leaves with the same label together; `limit` is a number or a dict from label to
-    number.
-    """
-    together = {
-        label: norm(
-            [leaf for leaf, other in zip(leaves, labels) if other == label], ord
-        )
-        for label in labels
-    }
-    limits = limit if isinstance(limit, dict) else dict.fromkeys(together, limit)
-    return [
-        shrink(leaf, together[label], limits[label], eps)
-        for leaf, label in zip(leaves, labels)
-    ]
-
-
-def agc_limits(params, clipping, eps):
-    """How long each unit of the gradient may be."""
-    return [
-        clipping * np.maximum(unitwise_norm(w), eps) if w.size else np.zeros(w.shape)
-        for w in params
-    ]
-
-
-def clip_adaptively(leaves, params, clipping=0.01, eps=1e-3):
-    limits = agc_limits(params, clipping, eps)
-    return [
-        shrink(leaf, unitwise_norm(leaf), limit) if leaf.size else wide(leaf)
-        for leaf, limit in zip(leaves, limits)
-    ]
 
 
 def eps_of(dtype):

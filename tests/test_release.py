@@ -509,17 +509,3 @@ def test_an_optimizer_that_does_not_follow_is_named(optimizer, text):
     trainer = release(embed, layer, head, optimizer)
     with pytest.raises(ValueError, match=f"^release: .*{text}"):
         trainer.init(new_params(np.float32))
-
-
-@pytest.mark.parametrize(
-    ("parts", "text"),
-    [
-        ((embed, lambda own, x, *_: x[:, :2], head), "carry input and carry output"),
-        ((embed, layer, lambda rest, x, *_: x), "scalar-output functions"),
-    ],
-)
-def test_functions_that_do_not_fit_raise_as_in_jax(parts, text):
-    trainer = release(*parts, optax.sgd(0.1))
-    params = new_params(np.float32)
-    with pytest.raises(TypeError, match=text):
-        trainer.step(params, trainer.init(params), *next(batches(np.float32)))

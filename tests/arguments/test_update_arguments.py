@@ -9,24 +9,12 @@ import optaxclip
 from tests.methods import METHODS
 
 GRADS = jnp.array([3.0, 4.0])
-WRONG = ["max_norm", "clip_norm", "clipnorm", "max_grad_norm", "gradient_clip_val"]
 BY_NORM = [name for name in METHODS if name.startswith("clip_by_")]
 BY_NORM.remove("clip_by_value")  # has no limit for one step
 
 
 def updated(optimizer, **given):
     return optimizer.update(GRADS, optimizer.init(GRADS), GRADS, **given)
-
-
-@pytest.mark.parametrize("name", WRONG)
-def test_a_limit_by_another_name_is_an_error(name):
-    clipper = optaxclip.clip_by_global_norm(1.0)
-    with pytest.raises(TypeError) as error:
-        updated(clipper, **{name: 0.3})
-    assert str(error.value) == (
-        f"clip_by_global_norm: update has no argument {name!r}: the limit of one step "
-        "is limit. Call update(grads, state, params, limit=...)."
-    )
 
 
 @pytest.mark.parametrize("method", BY_NORM)

@@ -209,18 +209,3 @@ def test_norms_that_never_change_are_not_outliers():
         ):
             result = optaxclip.replay.run(rule, np.full(300, level, np.float32))
             assert not np.asarray(result.clipped).any()
-
-
-def test_drop_and_normalize():
-    grads = jnp.array([3.0, 4.0])
-    for shrink, limit, wanted in (
-        (optaxclip.shrinks.drop, 5.0, [3.0, 4.0]),
-        (optaxclip.shrinks.drop, 4.9, [0.0, 0.0]),
-        (optaxclip.shrinks.normalize, 10.0, [6.0, 8.0]),
-        (optaxclip.shrinks.normalize, 1.0, [0.6, 0.8]),
-    ):
-        clipper = optaxclip.clip_by_global_norm(limit, shrink=shrink)
-        updates, _ = clipper.update(grads, clipper.init(grads))
-        np.testing.assert_allclose(updates, wanted, rtol=8 * EPS)
-    clipper = optaxclip.clip_by_global_norm(1.0, shrink=optaxclip.shrinks.normalize)
-    same_bits(clipper.update(jnp.zeros(2), clipper.init(grads))[0], jnp.zeros(2))

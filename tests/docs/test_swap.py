@@ -19,7 +19,6 @@ from tests.helpers import random_tree
 EPS = float(np.finfo(np.float32).eps)
 PARAMS = random_tree("float32")
 GRADS = [random_tree("float32", seed) for seed in (1, 2, 3)]
-FROZEN = {"kernel": False, "bias": True, "block": {"conv": False, "gain": True}}
 
 NAMES = (
     "adaptive_grad_clip",
@@ -49,27 +48,6 @@ def ppo(clippers):
     return trained(optax.chain(clip, optax.adam(1e-2, eps=1e-5)))
 
 
-def masked(clippers):
-    trainable = jax.tree.map(lambda frozen: not frozen, FROZEN)
-    clip = optax.masked(clippers.clip_by_global_norm(0.5), trainable)
-    return trained(optax.chain(clip, optax.masked(optax.set_to_zero(), FROZEN)))
-
-
-def multi_steps(clippers):
-    optimizer = optax.chain(clippers.clip_by_global_norm(1.0), optax.adamw(0.1))
-    optimizer = optax.MultiSteps(optimizer, 2).gradient_transformation()
-    labels = jax.tree.map(lambda frozen: "frozen" if frozen else "trainable", FROZEN)
-    parts = {"trainable": optimizer, "frozen": optax.set_to_zero()}
-    return trained(optax.multi_transform(parts, labels))
-
-
-def injected_by_keyword(clippers):
-    schedule = optax.linear_schedule(0.5, 1.0, 3)
-    return trained(
-        optax.inject_hyperparams(clippers.clip_by_global_norm)(max_norm=schedule)
-    )
-
-
 def injected_without_params(clippers):
     injected = optax.inject_hyperparams(clippers.clip_by_global_norm)(
         max_norm=optax.linear_schedule(0.5, 1.0, 3)
@@ -78,15 +56,6 @@ def injected_without_params(clippers):
     for _ in range(2):
         _, state = injected.update(None, state)
     return state.hyperparams["max_norm"]
-
-
-def injected_around_a_chain(clippers):
-    @optax.inject_hyperparams
-    def optimizer(learning_rate):
-        clip = clippers.adaptive_grad_clip(0.01)
-        return optax.chain(clip, optax.adamw(learning_rate))
-
-    return trained(optimizer(learning_rate=0.1))
 
 
 def by_name(clippers):
@@ -184,11 +153,7 @@ def per_example(clippers):
 
 PROGRAMS = (
     ppo,
-    masked,
-    multi_steps,
-    injected_by_keyword,
     injected_without_params,
-    injected_around_a_chain,
     by_name,
     reduce_on_plateau,
     snapshot,

@@ -88,30 +88,6 @@ def test_an_unknown_attribute_lists_what_there_is(module):
     )
 
 
-ELSEWHERE = {
-    (rules, "ZScore"): "optaxclip.rules.z_score",
-    (rules, "EMA"): "optaxclip.rules.ema",
-    (rules, "WindowedMean"): "optaxclip.rules.windowed_mean",
-    (rules, "zclip"): "optaxclip.zclip",
-    (rules, "smooth"): "optaxclip.shrinks.smooth",
-    (shrinks, "Smooth"): "optaxclip.shrinks.smooth",
-    (replay, "sugest"): "optaxclip.replay.suggest",
-    (per_example, "metrics"): "optaxclip.metrics",
-    (torch_style, "clip_grad_norm_"): "optaxclip.dropin.torch_style.clip_grad_norm",
-    (keras, "clip_gradient"): "optaxclip.dropin.keras.clip_gradients",
-    (optaxclip, "globalNorm"): "optaxclip.global_norm",
-}
-
-
-@pytest.mark.parametrize(
-    ("module", "name"), ELSEWHERE, ids=lambda x: getattr(x, "__name__", x)
-)
-def test_an_attribute_of_another_place_or_spelling_names_it(module, name):
-    with pytest.raises(AttributeError) as caught:
-        getattr(module, name)
-    assert f"Use {ELSEWHERE[module, name]}." in str(caught.value)
-
-
 def test_the_modules_of_dropin_are_found_without_an_import():
     own = {dropin.jax_privacy, dropin.keras}
     own |= {dropin.tensorflow_style, dropin.torch_style}

@@ -1,7 +1,9 @@
-"""Norm types of torch: every order, and which differ at the ends of the range."""
+"""Norm types of torch: every order, and which differ at the ends of the range.
+
+The numbers are those of an equation, and where torch is installed torch computes it.
+"""
 
 import itertools
-import json
 import math
 
 import jax
@@ -10,16 +12,42 @@ import numpy as np
 import pytest
 
 from optaxclip.dropin import torch_style
-from tests.dropin.recorded import (
-    INF,
-    NAN,
-    REFERENCES,
-    close,
-    in_torch,
-)
+from tests.dropin.recorded import INF, NAN, close, in_torch
 
-TORCH = json.loads((REFERENCES / "torch.json").read_text())
-TORCH_ORDERS = sorted({float(case["norm_type"]) for case in TORCH["cases"]})
+TREES = {
+    "plain": [[0.5, -3.0], [4.0]],
+    "a zero": [[0.5, 0.0], [4.0]],
+    "a tensor of zeros": [[0.5, -3.0], [0.0]],
+    "zeros": [[0.0, 0.0], [0.0]],
+    "nan": [[0.5, NAN], [4.0]],
+    "nan and zero": [[0.0, NAN], [0.0]],
+    "inf": [[0.5, -INF], [4.0]],
+    "inf and zero": [[0.0, INF], [4.0]],
+    "inf and nan": [[NAN, INF], [4.0]],
+    "inf alone": [[INF, -INF], [INF]],
+    "tiny": [[1e-30, -2e-30], [4e-30]],
+    "huge": [[1e30, -2e30], [4e30]],
+    "tiny and huge": [[1e-37, 3e38], [1.0]],
+}
+
+
+def trees_in_64_bits():
+    """Those of PyTorch's test_clip_grad_norm_error_if_nonfinite."""
+    for value in (INF, -INF, NAN, 2e22, -2e22, 2e200, -2e200):
+        one = np.where(np.arange(10) == 1, value, 0.0)
+        for name, leaf in ((f"{value}, all", [value] * 10), (f"{value}, one", one)):
+            yield name, [leaf]
+            yield f"{name} beside 1", [[1.0], leaf]
+
+
+CASES = []
+for name, tree in TREES.items():
+    leaves = [np.float32(leaf) for leaf in tree]
+    CASES += [(name, leaves, max_norm) for max_norm in (0.0, 1e-7, 0.5, INF)]
+for name, tree in trees_in_64_bits():
+    CASES.append((name, [np.float64(leaf) for leaf in tree], 1.0))
+ORDERS = (-INF, -3.5, -2, -1, -0.5, 0, 0.5, 1, 2, 3.5, INF)
+every_order = pytest.mark.parametrize("order", ORDERS)
 
 
 def tolerance(order):
@@ -27,26 +55,6 @@ def tolerance(order):
     much less right.
     """
     return 8 / min(1.0, abs(order) or 1.0)
-
-
-def tolerance_of_torch(order, norm):
-    """Torch rounds p and 1/p and leaves the numbers as large as they are, so that
-    (x^p)^(1/p) is x^(1 + eps).
-    """
-    size = abs(math.log(norm)) if 0 < norm < INF else 0.0
-    return tolerance(order) + size
-
-
-def torch_cases(order):
-    """The recorded cases of an order: (case, its dtype, its gradients)."""
-    for case in TORCH["cases"]:
-        if float(case["norm_type"]) == order:
-            recorded = TORCH["trees"][case["tree"]]
-            grads = [
-                np.asarray(np.array(leaf, float), recorded["dtype"])
-                for leaf in recorded["leaves"]
-            ]
-            yield case, np.finfo(recorded["dtype"]), grads
 
 
 def torch_norm(grads, order):
@@ -75,53 +83,92 @@ def torch_clipped(grads, norm, max_norm):
         return [grad.astype(float) * factor for grad in grads]
 
 
-def norm_is_right_in_torch(case, norm):
-    """No power of an element has left the range of the dtype there."""
-    return np.isclose(float(case["norm"]), norm, 1e-4, 0, equal_nan=True)
+def in_torch_itself(torch, grads, max_norm, order):
+    """The norm and the clipped gradients of torch."""
+    params = in_torch(torch, grads)
+    norm = torch.nn.utils.clip_grad_norm_(params, max_norm, order)
+    return float(norm), [param.grad.numpy() for param in params]
 
 
-@pytest.mark.parametrize("order", TORCH_ORDERS)
+def is_in_range(norm, wanted):
+    """No power of an element has left the range of the dtype in torch."""
+    return np.isclose(norm, wanted, 1e-4, 0, equal_nan=True)
+
+
+@every_order
 @pytest.mark.slow
-def test_error_if_nonfinite_raises_where_torch_does(order):
+def test_every_norm_type_has_the_numbers_of_the_equation(order):
     with jax.enable_x64(True):
-        for case, _, grads in torch_cases(order):
+        for name, grads, max_norm in CASES:
+            info = np.finfo(grads[0].dtype)
             norm = torch_norm(grads, order)
-            if not norm_is_right_in_torch(case, norm):
-                assert math.isfinite(norm)
-                torch_style.clip_grad_norm(grads, 1.0, order, True)
-            elif case["raises"]:
+            with np.errstate(over="ignore"):
+                norm = float(info.dtype.type(norm))
+            clipped, total_norm = torch_style.clip_grad_norm(grads, max_norm, order)
+            assert total_norm.dtype == info.dtype
+            pairs = [(total_norm, norm)]
+            pairs += zip(clipped, torch_clipped(grads, norm, max_norm), strict=True)
+            near = {"atol": float(info.tiny), "err_msg": name}  # flushed below
+            for ours, promised in pairs:
+                rtol = tolerance(order) * info.eps
+                np.testing.assert_allclose(ours, promised, rtol, **near)
+
+
+@every_order
+def test_the_equation_is_what_torch_computes(torch, order):
+    for name, grads, max_norm in CASES:
+        info, norm = np.finfo(grads[0].dtype), torch_norm(grads, order)
+        found, clipped = in_torch_itself(torch, grads, max_norm, order)
+        if not is_in_range(found, norm):
+            continue
+        pairs = [(found, norm)]
+        # A factor that is subnormal there has a few bits.
+        is_short = 0 < max_norm / (norm + 1e-6) < info.tiny
+        if math.isfinite(norm) and not is_short:
+            pairs += zip(clipped, torch_clipped(grads, norm, max_norm), strict=True)
+        # Torch rounds p and 1/p and leaves the numbers as large as they are, so that
+        # (x^p)^(1/p) is x^(1 + eps).
+        size = abs(math.log(norm)) if 0 < norm < INF else 0.0
+        near = {"atol": float(info.tiny), "err_msg": name}
+        for theirs, wanted in pairs:
+            rtol = (tolerance(order) + size) * info.eps
+            np.testing.assert_allclose(theirs, wanted, rtol, **near)
+
+
+def test_only_powers_beyond_the_range_differ_from_torch(torch):
+    different = set()
+    for order, (name, grads, max_norm) in itertools.product(ORDERS, CASES):
+        found, _ = in_torch_itself(torch, grads, max_norm, order)
+        if not is_in_range(found, torch_norm(grads, order)):
+            different.add((name.removesuffix(" beside 1"), order))
+    everywhere = ("tiny", "huge", "tiny and huge", "2e+200, all", "-2e+200, all")
+    beside_zeros = ("2e+200, one", "-2e+200, one")  # where norm_type < 0 gives 0
+    assert different == {
+        *itertools.product(everywhere, (-3.5, -2, 2, 3.5)),
+        *itertools.product(beside_zeros, (2, 3.5)),
+    }
+
+
+@every_order
+@pytest.mark.slow
+def test_error_if_nonfinite_raises_where_torch_does(torch, order):
+    with jax.enable_x64(True):
+        for _, grads, _ in CASES:
+            norm = torch_norm(grads, order)
+            tensors, raises = [torch.tensor(grad) for grad in grads], False
+            try:
+                theirs = torch.nn.utils.get_total_norm(tensors, order, True)
+            except RuntimeError:
+                raises, theirs = True, INF
+            if raises and not math.isfinite(norm):
                 with pytest.raises(
-                    RuntimeError, match=f"the norm of order {order} of the updates is"
+                    RuntimeError, match=f"the norm of order {float(order)} of the upd"
                 ):
                     torch_style.get_total_norm(grads, order, True)
-            else:
-                torch_style.get_total_norm(grads, order, True)
-
-
-def test_only_powers_beyond_the_range_differ_from_torch():
-    different = {
-        (case["tree"].partition(" of")[0], order)
-        for order in TORCH_ORDERS
-        for case, _, grads in torch_cases(order)
-        if not norm_is_right_in_torch(case, torch_norm(grads, order))
-    }
-    everywhere = ("tiny", "huge", "tiny and huge", "2e+200, 10", "-2e+200, 10")
-    beside_zeros = ("2e+200, 1", "-2e+200, 1")  # where norm_type < 0 gives 0
-    assert different == {
-        *itertools.product(everywhere, (-3.5, -2.0, 2.0, 3.5)),
-        *itertools.product(beside_zeros, (2.0, 3.5)),
-    }
-
-
-@pytest.mark.parametrize("order", TORCH_ORDERS)
-def test_the_record_is_what_torch_computes(torch, order):
-    for case, info, grads in torch_cases(order):
-        params = in_torch(torch, grads)
-        norm = torch.nn.utils.clip_grad_norm_(params, float(case["max_norm"]), order)
-        rtol = tolerance_of_torch(order, float(case["norm"])) * info.eps
-        np.testing.assert_allclose(norm, float(case["norm"]), rtol)
-        for param, recorded in zip(params, case["clipped"], strict=True):
-            np.testing.assert_allclose(param.grad, np.array(recorded, float), rtol)
+                continue
+            # Of a norm in range torch raises only where its powers are not.
+            assert math.isfinite(norm) and (not raises or theirs == INF)
+            torch_style.clip_grad_norm(grads, 1.0, order, True)
 
 
 @pytest.mark.slow
@@ -151,31 +198,3 @@ def test_norm_types_up_to_0_count_as_constants_in_derivatives(grads, order):
         grads
     )
     np.testing.assert_allclose(slope, np.full(2, min(1.0, factor)), 1e-5)
-
-
-@pytest.mark.parametrize("order", TORCH_ORDERS)
-@pytest.mark.slow
-def test_every_norm_type_has_the_numbers_of_torch(order):
-    with jax.enable_x64(True):
-        for case, info, grads in torch_cases(order):
-            norm, max_norm = torch_norm(grads, order), float(case["max_norm"])
-            with np.errstate(over="ignore"):
-                norm = float(info.dtype.type(norm))
-            clipped, total_norm = torch_style.clip_grad_norm(grads, max_norm, order)
-            assert total_norm.dtype == info.dtype
-            pairs = [(total_norm, norm)]
-            pairs += zip(clipped, torch_clipped(grads, norm, max_norm), strict=True)
-            near = {"atol": float(info.tiny), "err_msg": str(case)}  # flushed below
-            for ours, promised in pairs:
-                rtol = tolerance(order) * info.eps
-                np.testing.assert_allclose(ours, promised, rtol, **near)
-            if not norm_is_right_in_torch(case, norm):
-                continue
-            pairs = [(total_norm, case["norm"])]
-            # A factor that is subnormal there has a few bits.
-            is_short = 0 < max_norm / (norm + 1e-6) < info.tiny
-            if not case["raises"] and not is_short:
-                pairs += zip(clipped, case["clipped"], strict=True)
-            for ours, theirs in pairs:
-                rtol = tolerance_of_torch(order, norm) * info.eps
-                np.testing.assert_allclose(ours, np.array(theirs, float), rtol, **near)

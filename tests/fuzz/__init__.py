@@ -1,4 +1,4 @@
-"""Random trees, limits, methods and transformations, held against NumPy.
+"""Random trees, limits and methods, held against NumPy.
 
     python -m tests.fuzz --minutes 30 --seed 1
 
@@ -6,7 +6,6 @@ trees.py     random trees, as Python source
 cases.py     a case: a method, its limit, the trees of some steps
 expected.py  what a clipper must make of a tree, in float64 NumPy
 checks.py    what is checked of a case
-ways.py      what users do with a clipper, and JAX's switches
 search.py    draws cases with hypothesis, and has those that fail shrunk
 
 A case is text: trees and limits are Python source, so that what a finding prints is

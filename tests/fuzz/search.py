@@ -17,14 +17,13 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import seed as seeded
 from hypothesis import strategies as st
 
-from tests.fuzz import checks, trees, ways
+from tests.fuzz import checks, trees
 from tests.fuzz.cases import Case, cases
-from tests.methods import ALONE, METHODS, ORDERED, Method
+from tests.methods import ALONE, METHODS, Method
 
 SHRINKING = 5.0  # seconds for each finding
 CELLS_KEPT = 60  # compiled programs are forgotten after so many
 OTHERS = ("mixed", "key", "float0", "python")
-FINITE = (-100, 100)  # powers of 2 whose norms are finite, and whose halves are normal
 LIMITS = ("1.0", "1e-20", "lambda step: 0.5 + step", "lambda step: 1.0 - step")
 
 
@@ -52,13 +51,11 @@ def limit_for(method: Method, limit: str) -> str | None:
     return limit if method.schedules or limit[0].isdigit() else "1.0"
 
 
-def history(
-    name: str, kind: str, limits: tuple[str, ...], steps: int = 3, **more: Any
-) -> Any:
-    """Cases of some steps with one of the limits and the usual shrink."""
-    limit = st.sampled_from(limits).map(partial(limit_for, METHODS[name]))
+def history(name: str, kind: str) -> Any:
+    """Cases of three steps with one of the limits and the usual shrink."""
+    limit = st.sampled_from(LIMITS).map(partial(limit_for, METHODS[name]))
     return limit.flatmap(
-        lambda limit: cases(name, kind, steps, limit=limit, options="", **more)
+        lambda limit: cases(name, kind, steps=3, limit=limit, options="")
     )
 
 
@@ -80,44 +77,14 @@ def forms(dice: random.Random) -> Iterator[Cell]:
     for name, method in METHODS.items():
         others = (*OTHERS, dice.choice(trees.NARROW), dice.choice(trees.INTEGERS))
         for kind in trees.PLAIN + (() if method.leaves == ALONE else others):
-            drawn = history(name, kind, LIMITS)
+            drawn = history(name, kind)
             yield Cell(f"form, {kind}", name, checks.invariants, drawn, 8)
-
-
-def ways_of(method: Method, dice: random.Random) -> Iterator[tuple[Any, str]]:
-    """The transformations that a method is documented to work in, with a structure."""
-    for way in ways.ANY_METHOD:
-        yield way, dice.choice(("float32", "float32", "sixteen"))
-    for way in ways.ON_DEVICES:
-        yield way, "sharded"
-    if method.norm != "unit" and (method.mesh_axes or method.norm == "element"):
-        yield ways.in_shard_map, "sharded"
-    if method.ord != "spectral":
-        yield ways.exported_for_any_size, "vectors"
-
-
-def transformed(dice: random.Random) -> Iterator[Cell]:
-    """Against the same without the transformation."""
-    for name, method in METHODS.items():
-        for way, kind in ways_of(method, dice):
-            drawn = history(name, kind, LIMITS[:2], powers=FINITE)
-            check = partial(ways.same_in_another_way, way=way)
-            yield Cell(f"{way.__name__}, {kind}", name, check, drawn, 10)
-
-
-def switched(dice: random.Random) -> Iterator[Cell]:
-    """Under JAX's switches."""
-    for name, method in METHODS.items():
-        kind = "float32" if method.leaves in (ALONE, ORDERED) else "sixteen"
-        for switch in ways.SWITCHES:
-            drawn = history(name, kind, ("0.5",), 2, powers=FINITE)
-            yield Cell(switch, name, partial(ways.under, switch=switch), drawn, 3)
 
 
 def all_cells(seed: int) -> list[Cell]:
     """All cells in a random order, in which each kind has its turns."""
     dice = random.Random(seed)
-    kinds = [equations, forms, transformed, switched]
+    kinds = [equations, forms]
     shuffled = [list(kind(dice)) for kind in kinds]
     for cells in shuffled:
         dice.shuffle(cells)
@@ -224,5 +191,4 @@ def search(seed: int, deadline: float, only: str = "") -> Iterator[Finding]:
                 seen.add(finding.signature)
                 yield finding
             if number % CELLS_KEPT == CELLS_KEPT - 1:
-                ways.pair.cache_clear()
                 jax.clear_caches()

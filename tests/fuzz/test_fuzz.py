@@ -21,11 +21,8 @@ SHORT = [
     ("form, mixed", "clip_by_group_norm"),
     ("form, python", "spam"),
     ("form, key", "clip_by_value"),
-    ("pickled_as_numpy", "skip_nonfinite"),
-    ("inside_optax", "zclip"),
-    ("on_explicit_mesh", "clip_by_tensor_norm"),
-    ("exported_for_any_size", "clip_by_global_norm"),
-    ("strict promotion", "clip_by_global_norm"),
+    ("form, float32", "skip_nonfinite"),
+    ("form, sixteen", "zclip"),
 ]
 
 

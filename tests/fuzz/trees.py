@@ -54,8 +54,6 @@ STRUCTURES: dict[str, Structure] = {
     "python": {"a": Leaf("python"), "b": Leaf("float32", (2,))},
     "key": {"a": Leaf("float32", (2,)), "b": Leaf("key")},
     "float0": {"a": Leaf("float32", (2,)), "b": Leaf("float0")},
-    "vectors": {"a": Leaf("float32", (4,)), "b": Leaf("float32", (4,))},
-    "sharded": {"a": Leaf("float32", (16, 8)), "b": Leaf("float32", (8,))},
     **{dtype: {"a": Leaf(dtype, (3,))} for dtype in NARROW},
     **{dtype: {"a": Leaf(dtype, (3,)), "b": Leaf("float32")} for dtype in INTEGERS},
     "float64": {"a": Leaf("float64", (2, 3)), "b": Leaf("complex128", (2,))},

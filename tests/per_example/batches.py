@@ -1,11 +1,10 @@
-"""Models, their examples, and the gradients of one example after another."""
+"""A model, its examples, and the gradients of one example after another."""
 
 from functools import cache
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 
 from optaxclip.per_example import clipped_grad
 
@@ -37,60 +36,13 @@ def mlp():
     )
 
 
-def convolution():
-    params = [normal(0, 3, 2, 1, 4), normal(1, 4, 3)]
-
-    def loss(p, example):
-        image, target = example
-        seen = lax.conv_general_dilated(
-            image[None],
-            p[0],
-            (1, 1),
-            "SAME",
-            dimension_numbers=("NHWC", "HWIO", "NHWC"),
-        )
-        return jnp.sum((jnp.mean(jax.nn.relu(seen), (0, 1, 2)) @ p[1] - target) ** 2)
-
-    return loss, params, (normal(2, SIZE, 6, 5, 1), normal(3, SIZE, 3))
-
-
-def embedding():
-    params = {"table": normal(0, 11, 4), "out": normal(1, 4)}
-
-    def loss(p, example):
-        return jnp.sum(
-            (p["table"][example["words"]] @ p["out"] - example["target"]) ** 2
-        )
-
-    words = np.random.default_rng(2).integers(0, 11, (SIZE, 6), dtype=np.int32)
-    return loss, params, {"words": words, "target": normal(3, SIZE, 6)}
-
-
-def rnn():
-    params = (normal(0, 4, 4) / 2, normal(1, 3, 4), normal(2, 4))
-
-    def loss(p, sequence):
-        recur, feed, out = p
-        state, _ = lax.scan(
-            lambda h, x: (jnp.tanh(h @ recur + x @ feed), None), jnp.zeros(4), sequence
-        )
-        return (state @ out - 1.0) ** 2
-
-    return loss, params, normal(3, SIZE, 5, 3)
-
-
-MODELS = {
-    "mlp": mlp(),
-    "convolution": convolution(),
-    "embedding": embedding(),
-    "rnn": rnn(),
-}
+MLP = mlp()
 
 
 @cache
-def examples(model="mlp"):
+def examples():
     """The loss of each example, and its gradient as float64 leaves."""
-    loss, params, batch = MODELS[model]
+    loss, params, batch = MLP
     values, grads = jax.jit(jax.vmap(jax.value_and_grad(loss), (None, 0)))(
         params, batch
     )
@@ -98,11 +50,11 @@ def examples(model="mlp"):
 
 
 @cache
-def program(model="mlp", microbatch=None, method="one_pass"):
+def program(microbatch=None, method="one_pass"):
     """clipped_grad of a limit that is traced, so that one program serves every
     limit.
     """
-    loss = MODELS[model][0]
+    loss = MLP[0]
     return jax.jit(
         lambda limit, params, batch, mask=None: clipped_grad(
             loss, limit, microbatch=microbatch, method=method
@@ -110,8 +62,10 @@ def program(model="mlp", microbatch=None, method="one_pass"):
     )
 
 
-def norms_of(leaves):
-    return np.sqrt(sum((leaf.reshape(len(leaf), -1) ** 2).sum(1) for leaf in leaves))
+def norms_of(grads):
+    """The norm of the gradient of each example."""
+    squares = [leaf.reshape(len(leaf), -1) ** 2 for leaf in jax.tree.leaves(grads)]
+    return np.sqrt(sum(each.sum(1) for each in squares))
 
 
 def hard_factor(norm, limit):
@@ -120,6 +74,20 @@ def hard_factor(norm, limit):
 
 def weighted(leaves, factors):
     return [np.einsum("i,i...->...", factors, leaf) for leaf in leaves]
+
+
+def mean_of_clipped(grads, limit):
+    """(1 / B) sum_i g_i min(1, C / |g_i|)."""
+    factors = hard_factor(norms_of(grads), limit) / len(jax.tree.leaves(grads)[0])
+    return jax.tree.map(lambda leaf: np.einsum("i,i...->...", factors, leaf), grads)
+
+
+def near(found, expected, tolerance=1e-6):
+    """Every leaf within a millionth of its norm."""
+    pairs = zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True)
+    for got, want in pairs:
+        error = np.linalg.norm(np.asarray(got, np.float64) - want)
+        assert error <= tolerance * np.linalg.norm(want)
 
 
 def close(found, expected, examples, eps=EPS, depth=64):

@@ -15,7 +15,7 @@ from tests.helpers import only_by_a_cpu
 from tests.per_example.batches import (
     EPS,
     METHODS,
-    MODELS,
+    MLP,
     SIZE,
     close,
     examples,
@@ -29,7 +29,7 @@ from tests.per_example.batches import (
 
 @pytest.mark.slow
 def test_a_batch_split_over_devices_under_jit():
-    _, params, batch = MODELS["mlp"]
+    _, params, batch = MLP
     mesh = jax.make_mesh((4,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
     split = jax.device_put(batch, NamedSharding(mesh, P("data")))
     leaves = examples()[1]
@@ -37,14 +37,14 @@ def test_a_batch_split_over_devices_under_jit():
         leaf / SIZE for leaf in weighted(leaves, hard_factor(norms_of(leaves), 0.5))
     ]
     for method in METHODS:
-        close(program("mlp", 4, method)(0.5, params, split).grads, expected, SIZE)
+        close(program(4, method)(0.5, params, split).grads, expected, SIZE)
 
 
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("check_vma", [False, True])
 @pytest.mark.slow
 def test_in_shard_map_each_device_clips_its_own_examples(check_vma, method):
-    loss, params, batch = MODELS["mlp"]
+    loss, params, batch = MLP
     mesh = jax.make_mesh((4,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
     grad = clipped_grad(loss, 0.5, mean=False, method=method)
 

@@ -10,7 +10,7 @@ from optaxclip.shrinks import auto_s, psac
 from tests.per_example.batches import (
     EPS,
     METHODS,
-    MODELS,
+    MLP,
     SIZE,
     all_zero,
     close,
@@ -30,13 +30,13 @@ from tests.per_example.batches import (
     [(None, "one_pass"), (5, "two_pass"), (None, "ghost"), (5, "ghost")],
 )
 def test_masked_examples_do_not_exist_whatever_they_hold(microbatch, method):
-    _, params, (x, label) = MODELS["mlp"]
+    _, params, (x, label) = MLP
     mask = np.array(
         [1, 0, 1, 1, 0, 1, 0, 0, 1, 0, 0, 0], bool
     )  # 1, 4, 7 and 10 are a microbatch: all masked
     x = x.copy()
     x[1], x[4] = np.nan, np.inf
-    result = program("mlp", microbatch, method)(0.5, params, (x, label), mask)
+    result = program(microbatch, method)(0.5, params, (x, label), mask)
     leaves = [leaf[mask] for leaf in examples()[1]]
     norms = norms_of(leaves)
     close(
@@ -55,11 +55,9 @@ def test_masked_examples_do_not_exist_whatever_they_hold(microbatch, method):
     [(None, "one_pass"), (5, "two_pass"), (None, "ghost"), (5, "ghost")],
 )
 def test_a_batch_that_is_all_masked_gives_zeros(microbatch, method):
-    _, params, batch = MODELS["mlp"]
+    _, params, batch = MLP
     assert all_zero(
-        program("mlp", microbatch, method)(
-            0.5, params, batch, np.zeros(SIZE, bool)
-        ).grads
+        program(microbatch, method)(0.5, params, batch, np.zeros(SIZE, bool)).grads
     )
 
 
@@ -78,9 +76,9 @@ def test_a_batch_that_is_all_masked_gives_zeros(microbatch, method):
     ],
 )
 def test_a_broken_example_contributes_nothing_and_is_counted(microbatch, bad, method):
-    _, params, (x, label) = MODELS["mlp"]
+    _, params, (x, label) = MLP
     broken = np.array([1, 0, 0, 0, 0, 1, 0, 0, 0, 0, 0, 0], bool)
-    result = program("mlp", microbatch, method)(
+    result = program(microbatch, method)(
         0.5, params, (np.where(broken[:, None], np.float32(bad), x), label)
     )
     leaves = [leaf[~broken] for leaf in examples()[1]]
@@ -97,8 +95,8 @@ def test_a_broken_example_contributes_nothing_and_is_counted(microbatch, bad, me
 @pytest.mark.slow
 @pytest.mark.parametrize("method", METHODS)
 def test_a_batch_of_broken_examples_gives_zeros(method):
-    _, params, (x, label) = MODELS["mlp"]
-    result = program("mlp", None, method)(0.5, params, (np.full_like(x, np.nan), label))
+    _, params, (x, label) = MLP
+    result = program(None, method)(0.5, params, (np.full_like(x, np.nan), label))
     assert all_zero(result.grads)
     assert result.nonfinite == SIZE
 

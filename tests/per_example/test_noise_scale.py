@@ -43,31 +43,17 @@ def close(found, grads):
     np.testing.assert_allclose(found, wanted, rtol=2 * eps)
 
 
+LIMITS = [None, np.inf, 1e6, {"w": None, "b": np.inf}]
+
+
+@pytest.mark.parametrize("limit", LIMITS, ids=str)
 @pytest.mark.slow
-def test_it_is_noise_over_signal_of_the_gradients():
-    result = clipped_grad(loss, None)(PARAMS, IMAGES, TARGETS)
-    close(noise_scale(result), of_each())
+def test_it_is_noise_over_signal_of_the_gradients(limit):
+    def scale(params):
+        return noise_scale(clipped_grad(loss, limit)(params, IMAGES, TARGETS))
 
-
-@pytest.mark.slow
-def test_an_infinite_limit_and_one_that_clips_nothing_will_do():
-    for limit in (np.inf, 1e6):
-        close(
-            noise_scale(clipped_grad(loss, limit)(PARAMS, IMAGES, TARGETS)), of_each()
-        )
-
-
-@pytest.mark.slow
-def test_it_is_the_same_from_the_sum():
-    result = clipped_grad(loss, None, mean=False)(PARAMS, IMAGES, TARGETS)
-    assert result.divisor is None
-    close(noise_scale(result), of_each())
-
-
-@pytest.mark.slow
-def test_limits_of_parts_are_joined():
-    limits = {"w": None, "b": np.inf}
-    close(noise_scale(clipped_grad(loss, limits)(PARAMS, IMAGES, TARGETS)), of_each())
+    close(scale(PARAMS), of_each())
+    close(jax.jit(scale)(PARAMS), of_each())
 
 
 @pytest.mark.parametrize("mean", [True, False])
@@ -91,15 +77,6 @@ def test_an_example_with_gradient_zero_counts():
     result = clipped_grad(loss, None)(PARAMS, images, targets)
     assert result.norms[0] == 0
     close(noise_scale(result), of_each(images, targets))
-
-
-@pytest.mark.slow
-def test_it_is_the_same_under_jit():
-    @jax.jit
-    def scale(params):
-        return noise_scale(clipped_grad(loss, None)(params, IMAGES, TARGETS))
-
-    close(scale(PARAMS), of_each())
 
 
 @pytest.mark.parametrize("size", [1e-25, 1e25])

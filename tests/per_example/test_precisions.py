@@ -10,14 +10,8 @@ from optaxclip.per_example import clipped_grad
 from tests.per_example.batches import (
     EPS,
     METHODS,
-    MODELS,
-    SIZE,
-    hard_factor,
     inner,
     normal,
-    norms_of,
-    program,
-    weighted,
 )
 
 
@@ -65,58 +59,6 @@ def test_16_bit_gradients_are_rounded_once(dtype):
     wanted = np.mean(wide * np.minimum(1, 0.7 / lengths), axis=0)
     half = float(jnp.finfo(dtype).eps) / 2 + 64 * 2.0**-23
     np.testing.assert_allclose(np.asarray(found.grads, np.float64), wanted, rtol=half)
-
-
-@pytest.mark.slow
-def test_bfloat16_parameters_of_a_network():
-    loss, params, batch = MODELS["mlp"]
-    params = jax.tree.map(lambda leaf: leaf.astype(ml_dtypes.bfloat16), params)
-    leaves = [
-        np.asarray(leaf, np.float64)
-        for leaf in jax.tree.leaves(
-            jax.jit(jax.vmap(jax.grad(loss), (None, 0)))(params, batch)
-        )
-    ]
-    norms = norms_of(leaves)
-    result = program(microbatch=5)(0.5, params, batch)
-    np.testing.assert_allclose(result.norms, norms, rtol=64 * EPS)
-    expected = weighted(leaves, hard_factor(norms, 0.5))
-    for got, want in zip(jax.tree.leaves(result.grads), expected):
-        assert got.dtype == jnp.bfloat16
-        np.testing.assert_allclose(
-            np.asarray(got, np.float64), want / SIZE, rtol=2**-8, atol=64 * EPS
-        )
-
-
-def by_a_bias(p, x):
-    return jnp.sum(p.astype(jnp.bfloat16) * jnp.bfloat16(1) + x * jnp.bfloat16(1))
-
-
-def by_a_table(p, x):
-    return jnp.sum(p.astype(jnp.bfloat16)[x.astype(int)].astype(jnp.float32))
-
-
-def by_a_product(p, x):
-    return jnp.sum((x @ p.astype(jnp.bfloat16)).astype(jnp.float32))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("loss", [by_a_bias, by_a_table, by_a_product])
-def test_an_example_changes_the_sum_by_its_clipped_gradient(loss):
-    """Float32 weights that a loss casts to bfloat16, whose sums stop growing at 256."""
-    count = 512
-    shape = {by_a_bias: (3,), by_a_table: (4, 3), by_a_product: (4, 3)}[loss]
-    params = np.full(shape, 0.5, np.float32)
-    xs = np.zeros(count) if loss is by_a_table else normal(5, count, shape[0])
-    xs = jnp.asarray(xs, jnp.bfloat16)
-    grad = jax.jit(clipped_grad(loss, 1.0, mean=False))
-    whole = grad(params, xs)
-    rest = grad(params, xs, mask=np.arange(count) != 7)
-    change = np.linalg.norm(whole.grads - rest.grads)
-    # Of two sums of so many numbers of at most 1, each addition rounded.
-    tolerance = 2 * count * count * EPS / 2
-    expected = whole.norms[7] * whole.factors[7]
-    np.testing.assert_allclose(change, expected, atol=tolerance)
 
 
 @pytest.mark.parametrize("method", ["ghost", "one_pass"])

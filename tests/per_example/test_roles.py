@@ -41,16 +41,10 @@ def test_every_further_argument_is_a_batch():
     close(result.grads, expected)
 
 
-def test_a_shared_argument_is_the_same_for_all_examples():
+@pytest.mark.parametrize("place", [2, (-1,)])
+def test_a_shared_argument_is_the_same_for_all_examples(place):
     w, x, _ = arrays()
-    grad = clipped_grad(squared_error, 0.7, shared_argnums=2)
-    expected = mean_of_clipped(w, x, np.full(5, 0.25), 0.7)
-    close(grad(w, x, 0.25).grads, expected)
-
-
-def test_a_shared_argument_may_be_counted_from_the_end():
-    w, x, _ = arrays()
-    grad = clipped_grad(squared_error, 0.7, shared_argnums=(-1,))
+    grad = clipped_grad(squared_error, 0.7, shared_argnums=place)
     expected = mean_of_clipped(w, x, np.full(5, 0.25), 0.7)
     close(grad(w, x, 0.25).grads, expected)
 

@@ -2,4 +2,4 @@
 do not.
 """
 
-collect_ignore = ["record.py", "record_torch.py"]
+collect_ignore = ["record.py"]

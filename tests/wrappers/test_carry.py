@@ -125,18 +125,6 @@ def test_a_small_gradient_is_added_to_a_large_carry_in_float32():
     assert state.carry == float(jnp.bfloat16(257.0)) + 0.25 - 2
 
 
-def test_the_norm_is_of_the_gradient_and_not_of_the_sum():
-    clipper = optaxclip.carry_clipped(optaxclip.clip_by_global_norm(1.0))
-    with pytest.raises(
-        ValueError,
-        match=(
-            r"^carry_clipped: grad_norm cannot be given: what is clipped is the sum "
-            r"of gradient and carry"
-        ),
-    ):
-        clipper.update(jnp.ones(1), clipper.init(jnp.ones(1)), grad_norm=1.0)
-
-
 @pytest.mark.parametrize("dtype", SMALL_FLOATS)
 def test_what_small_floats_cut_off_waits_in_float32(dtype):
     clipper = optaxclip.carry_clipped(optaxclip.clip_by_value(1.0))

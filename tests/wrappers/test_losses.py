@@ -40,16 +40,6 @@ def test_a_loss_is_minus_inf_until_one_arrives(name):
         assert getattr(after, "skipped", 0) == getattr(after, "spikes", 0) == 0
 
 
-@pytest.mark.parametrize("wrong", ["loss", "loss_value", "train_loss"])
-@pytest.mark.parametrize("name", LOOK)
-def test_a_loss_under_another_name_is_refused(name, wrong):
-    optimizer = LOOK[name]
-    with pytest.raises(TypeError) as error:
-        optimizer.update(GRADS, optimizer.init(GRADS), **{wrong: 1e6})
-    start = f"{name}: update has no argument {wrong!r}: the loss is value, as in optax"
-    assert str(error.value).startswith(start)
-
-
 @pytest.mark.parametrize("name", LOOK)
 def test_another_loss_goes_on_beside_value(name):
     optimizer = LOOK[name]

@@ -24,16 +24,6 @@ def both(update, state, grads=GRADS):
     return found
 
 
-def test_a_skipped_step_gives_zeros_and_the_old_state():
-    def momentum(grads, state, params):
-        state = 0.5 * state + grads
-        return -state, state
-
-    skipped, taken = both(momentum, jnp.array([2.0, 2.0]))
-    same_bits(skipped, (jnp.zeros(2), jnp.array([2.0, 2.0])))
-    same_bits(taken, (jnp.array([-4.0, -5.0]), jnp.array([4.0, 5.0])))
-
-
 def test_what_follows_a_new_state_reads_the_selected_one():
     seen = []
 
@@ -61,24 +51,6 @@ def test_a_new_state_that_no_equation_computes_alone_is_kept(name):
     skipped, taken = both(lambda grads, state, _: (grads, new(grads, state)), old)
     same_bits(skipped, (jnp.zeros(2), old))
     same_bits(taken, (GRADS, [jnp.asarray(leaf) for leaf in new(GRADS, old)]))
-
-
-def test_constants_inside_an_update_keep_their_values():
-    table = jnp.arange(4.0)
-
-    def update(grads, state, params):
-        index = state + 1
-        return grads * table[index] + 2.0, index
-
-    skipped, taken = both(update, jnp.int32(1))
-    same_bits(skipped, (jnp.zeros(2), jnp.int32(1)))
-    same_bits(taken, (jnp.array([8.0, 10.0]), jnp.int32(2)))
-
-
-def test_a_skipped_stateless_optimizer_gives_zeros():
-    skipped, taken = both(lambda grads, state, params: (-grads, state), ())
-    same_bits(skipped, (jnp.zeros(2), ()))
-    same_bits(taken, (-GRADS, ()))
 
 
 def test_a_new_state_that_is_a_python_number_is_kept():
