@@ -256,18 +256,6 @@ def test_metrics_show_norms_of_layers_rest_and_everything():
     assert report["clip/limit"] == TIGHT and report["clip/clipped_count"] == STEPS
 
 
-def test_norms_of_units_and_of_whole_layers_are_shown():
-    clip = optax.chain(
-        optaxclip.adaptive_grad_clip(1e-3), optaxclip.clip_by_global_norm(TIGHT)
-    )
-    with jax.enable_x64(True):
-        _, states, _ = released_run(optax.sgd(0.1), layer_clip=clip)
-        report = optaxclip.metrics(states[-1], layers=True, floats=True)
-    assert 0 < report["clip/layers/units_clipped/up/3"] <= 1
-    assert report["clip/layers/limit/bias/0"] > 0
-    assert report["clip_2/layers/limit/layer/3"] == pytest.approx(TIGHT)
-
-
 def test_each_scalar_of_the_state_advances_once():
     with jax.enable_x64(True):
         _, states, _ = released_run(optax.adam(0.1), max_norm=1.0)

@@ -2,7 +2,6 @@
 
 import inspect
 
-import numpy as np
 import pytest
 
 import optaxclip
@@ -46,17 +45,6 @@ def test_every_number_is_checked_under_its_own_name(build, name):
             build(**others | {name: edge})
 
 
-@pytest.mark.parametrize(
-    "build", [optaxclip.rules.windowed_quantile, optaxclip.rules.windowed_mean]
-)
-def test_a_window_is_one_whole_number(build):
-    for wrong in (2.5, np.array([3, 4])):
-        with pytest.raises(
-            ValueError, match=rf"{call_name(build)}: window must be a whole number"
-        ):
-            build(window=wrong)
-
-
 @pytest.mark.parametrize("function", RULES | SHRINKS, ids=lambda f: f.__name__)
 def test_defaults_of_rules_and_shrinks_are_those_of_papers(function):
     parameters = inspect.signature(function).parameters
@@ -79,15 +67,3 @@ def test_public_names_are_those_of_what_they_name(module):
     for name, value in public.items():
         is_a_rule = isinstance(value, type) and name[0].islower()
         assert (call_name(value) if is_a_rule else value.__name__) == name
-
-
-def test_modules_of_the_dropins_are_those_of_their_names():
-    modules = {
-        name: value.__name__
-        for name, value in vars(optaxclip.dropin).items()
-        if inspect.ismodule(value) and not name.startswith("_")
-    }
-    assert modules == {
-        name: f"optaxclip.dropin.{name}"
-        for name in ("jax_privacy", "keras", "tensorflow_style", "torch_style")
-    }

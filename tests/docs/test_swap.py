@@ -65,16 +65,6 @@ def by_name(clippers):
     return trained(optax.chain(*chain))
 
 
-def reduce_on_plateau(clippers):
-    clip = clippers.clip_by_global_norm(1.0)
-    plateau = optax.contrib.reduce_on_plateau(patience=0, factor=0.5)
-    optimizer = optax.chain(clip, optax.sgd(0.1), plateau)
-    state = optimizer.init(PARAMS)
-    for grads in GRADS:
-        _, state = optimizer.update(grads, state, PARAMS, value=jnp.float32(1.0))
-    return optax.tree.get(state, "scale")
-
-
 def snapshot(clippers):
     clip = clippers.clip_by_global_norm(1.0)
     optimizer = optax.chain(clip, optax.snapshot("length", clippers.global_norm))
@@ -155,7 +145,6 @@ PROGRAMS = (
     ppo,
     injected_without_params,
     by_name,
-    reduce_on_plateau,
     snapshot,
     skipping_by_our_name,
     linen_train_state,

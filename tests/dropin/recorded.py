@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from optaxclip.dropin import keras, tensorflow_style
+from tests.references.record_tensorflow import decoded
 
 NAN, INF = math.nan, math.inf
 
@@ -56,21 +57,9 @@ def optaxclip_of_keras(grads, **settings):
     return clipper.update(grads, clipper.init(grads))[0]
 
 
-def decode(x):
-    if isinstance(x, dict) and "values" in x:
-        return np.asarray(x["values"], float).astype(x["dtype"])
-    if isinstance(x, dict) and "real" in x:
-        return np.asarray(np.array(x["real"]) + 1j * np.array(x["imag"]), x["dtype"])
-    if isinstance(x, dict):
-        return {key: decode(value) for key, value in x.items()}
-    if isinstance(x, list):
-        return [decode(value) for value in x]
-    return float(x) if x in ("nan", "inf") else x
-
-
 def limit_of(case):
     """The limit of a norm or of Keras; None where there are two bounds or none."""
-    limit = decode(case["args"])[1] if len(case["args"]) == 2 else None
+    limit = decoded(case["args"])[1] if len(case["args"]) == 2 else None
     if isinstance(limit, dict):
         return next(iter(limit.values()), None)
     return limit if isinstance(limit, float) else None
@@ -79,7 +68,7 @@ def limit_of(case):
 def run(case):
     with jax.enable_x64("float64" in json.dumps(case)):
         return FUNCTIONS[case["function"]](
-            *decode(case["args"]), **decode(case["options"])
+            *decoded(case["args"]), **decoded(case["options"])
         )
 
 

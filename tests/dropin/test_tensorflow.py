@@ -16,12 +16,12 @@ from tests.dropin.recorded import (
     NAN,
     REFERENCES,
     close,
-    decode,
     limit_of,
     name,
     run,
     tree,
 )
+from tests.references.record_tensorflow import decoded
 
 RECORDED = json.loads((REFERENCES / "tensorflow.json").read_text())["cases"]
 
@@ -33,11 +33,11 @@ def arrays(x):
 def difference(case):
     """Which row of the tables says that we differ; None where we do not."""
     function, limit = case["function"], limit_of(case)
-    inputs = arrays(decode(case["args"][0]))
+    inputs = arrays(decoded(case["args"][0]))
     if "error" in case and function.endswith("norm") and "axes" not in case["options"]:
         return "refused there"
     if function == "clip_by_value":
-        lower, upper = decode(case["args"])[1:]
+        lower, upper = decoded(case["args"])[1:]
         crossed = np.ndim(lower) == 0 and lower > upper
         return "no room between the bounds" if crossed else None
     if limit is not None and not (limit > 0 or (limit == 0 and function != "keras")):
@@ -68,7 +68,7 @@ def test_numbers_are_those_of_tensorflow(case):
         with pytest.raises((TypeError, ValueError)):
             run(case)
         return
-    ours, theirs = run(case), decode(case["output"])
+    ours, theirs = run(case), decoded(case["output"])
     is_none = {"is_leaf": lambda x: x is None}
     assert jax.tree.structure(
         ours if not isinstance(ours, tuple) else list(ours), **is_none
@@ -117,10 +117,10 @@ def test_differences_from_tensorflow_are_those_in_the_table(case):
         with pytest.raises(ValueError, match=text):
             run(case)
         return
-    inputs, ours = jax.tree.leaves(decode(case["args"][0])), run(case)
+    inputs, ours = jax.tree.leaves(decoded(case["args"][0])), run(case)
     leaves = jax.tree.leaves(ours[0] if isinstance(ours, tuple) else ours)
     if "output" in case:
-        theirs = decode(case["output"])
+        theirs = decoded(case["output"])
         if case["function"] == "clip_by_global_norm":
             theirs = theirs[0]
         pairs = zip(leaves, jax.tree.leaves(theirs))

@@ -1,4 +1,6 @@
-"""`metrics` finds every clipper at any depth and says what it did."""
+"""`metrics` finds every clipper at any depth, says what it did, and keeps its keys when
+another one is added.
+"""
 
 import jax
 import jax.numpy as jnp
@@ -241,3 +243,84 @@ def test_metrics_of_many_tensors_are_the_same_under_jit(options):
     for name, value in eager.items():
         assert jitted[name].dtype == jnp.float32 and jitted[name].shape == ()
         np.testing.assert_array_equal(jitted[name], value, err_msg=name)
+
+
+CLIPPER = optaxclip.clip_by_global_norm(1.0)
+
+
+def keys(optimizer, name="limit"):
+    found = optaxclip.metrics(optimizer.init({"w": jnp.ones(2)}), only=name)
+    return list(found)
+
+
+def test_the_first_keeps_its_keys_when_a_second_is_added():
+    assert keys(optax.chain(CLIPPER)) == ["clip/limit"]
+    assert keys(optax.chain(CLIPPER, optax.sgd(0.1), CLIPPER)) == [
+        "clip/limit",
+        "clip_2/limit",
+    ]
+
+
+def test_a_clipper_of_elements_counts_as_one_more():
+    chain = optax.chain(optaxclip.clip_by_value(1.0, count=True), CLIPPER)
+    assert keys(chain) == ["clip_2/limit"]
+    assert keys(chain, "elements_clipped") == ["clip/elements_clipped"]
+
+
+def test_a_named_clipper_keeps_its_keys_wherever_another_is_added():
+    named = ("inner", CLIPPER)
+    for others in ([named], [("first", CLIPPER), named], [named, ("last", CLIPPER)]):
+        assert "clip/inner/limit" in keys(optax.named_chain(*others))
+
+
+def test_a_clipper_named_clip_has_that_name_once():
+    named = optax.named_chain(("clip", CLIPPER), ("adam", optax.adam(0.1)))
+    assert keys(named) == ["clip/limit"]
+
+
+def test_a_skipping_optimizer_has_a_name_of_its_own():
+    inner = optax.chain(CLIPPER, optax.sgd(0.1))
+    chain = optax.chain(CLIPPER, optaxclip.skip_nonfinite(inner))
+    assert keys(chain) == ["clip/limit", "skip/limit", "clip_2/limit"]
+
+
+# Layers on axis 1: norms 5, 10 and 0.5.
+STACKED = {"w": jnp.array([[3.0, 6.0, 0.3], [4.0, 8.0, 0.4]]), "b": jnp.array([0.5])}
+
+
+def state_after_a_step(stacked):
+    clipper = optaxclip.clip_by_tensor_norm(1.0, stacked=stacked)
+    return clipper.update(STACKED, clipper.init(STACKED))[1]
+
+
+def test_each_layer_has_a_row_on_request():
+    found = optaxclip.metrics(state_after_a_step({"w": (1,), "b": None}), layers=True)
+    norms = {name: x for name, x in found.items() if "norm_before" in name}
+    want = {"clip/norm_before/b": 0.5}
+    want |= {f"clip/norm_before/w/{i}": x for i, x in enumerate([5.0, 10.0, 0.5])}
+    assert norms.keys() == want.keys()
+    for name, norm in want.items():
+        np.testing.assert_allclose(norms[name], norm, 1e-6)
+    assert found["clip/clipped/w/1"] == 1 and found["clip/clipped/w/2"] == 0
+
+
+def test_without_layers_the_furthest_one_is_shown():
+    found = optaxclip.metrics(state_after_a_step({"w": (1,), "b": None}))
+    np.testing.assert_allclose(found["clip/norm_before/w"], 10.0, 1e-6)
+    assert "clip/norm_before/w/1" not in found
+
+
+def test_states_without_layers_have_the_same_rows():
+    state = state_after_a_step(None)
+    found = optaxclip.metrics(state)
+    assert optaxclip.metrics(state, layers=True).keys() == found.keys()
+
+
+def test_a_leaf_with_the_name_of_a_layer_is_refused():
+    grads = {"w": jnp.ones((3, 4)), "w/0": jnp.ones(2)}
+    clipper = optaxclip.clip_by_tensor_norm(1.0, stacked={"w": 1, "w/0": None})
+    _, state = clipper.update(grads, clipper.init(grads))
+    assert len(state.by_name()) == 2
+    for read in (state.by_name, lambda **options: optaxclip.metrics(state, **options)):
+        with pytest.raises(ValueError, match=r"layers=True: a leaf of .* 'w/0'"):
+            read(layers=True)

@@ -22,22 +22,8 @@ from tests.per_example.batches import (
     hard_factor,
     normal,
     norms_of,
-    program,
     weighted,
 )
-
-
-@pytest.mark.slow
-def test_a_batch_split_over_devices_under_jit():
-    _, params, batch = MLP
-    mesh = jax.make_mesh((4,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
-    split = jax.device_put(batch, NamedSharding(mesh, P("data")))
-    leaves = examples()[1]
-    expected = [
-        leaf / SIZE for leaf in weighted(leaves, hard_factor(norms_of(leaves), 0.5))
-    ]
-    for method in METHODS:
-        close(program(4, method)(0.5, params, split).grads, expected, SIZE)
 
 
 @pytest.mark.parametrize("method", METHODS)

@@ -108,40 +108,6 @@ def test_batch_norm_and_dropout_of_flax_nnx(method):
     np.testing.assert_allclose(found.norms, norms, rtol=1e-5)
 
 
-@pytest.mark.slow
-def test_a_model_of_flax_linen():
-    nn = pytest.importorskip("flax.linen")
-
-    class Block(nn.Module):
-        @nn.compact
-        def __call__(self, x, _):
-            return x + nn.Dense(4)(nn.gelu(nn.Dense(8)(nn.LayerNorm()(x)))), None
-
-    class Model(nn.Module):
-        @nn.compact
-        def __call__(self, x):
-            x = nn.Conv(4, (3, 3), strides=(4, 4))(x).reshape(4, 4)
-            x = nn.scan(
-                nn.remat(Block),
-                variable_axes={"params": 0},
-                split_rngs={"params": True},
-                length=3,
-            )()(x, None)[0]
-            return nn.Dense(3)(jnp.mean(x, 0))
-
-    model = Model()
-    with jax.numpy_rank_promotion("allow"):
-        params = model.init(jax.random.key(0), batch()[0][0])
-
-    def loss(params, x, label):
-        return cross_entropy(model.apply(params, x), label)
-
-    agree(loss, params, *batch())
-    found = ways(loss, params, *batch())
-    kernels = {name: way for name, way in found.items() if "kernel" in name}
-    assert kernels and "gradient" not in kernels.values()
-
-
 def test_a_model_of_equinox():
     eqx = pytest.importorskip("equinox")
     keys = jax.random.split(jax.random.key(0), 3)

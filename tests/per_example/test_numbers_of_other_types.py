@@ -1,11 +1,13 @@
-"""Arguments that are NumPy integers, and limits in 16 bits or of several numbers."""
+"""Arguments that are NumPy integers, limits in 16 bits, dtypes under strict promotion,
+and exported programs for any size.
+"""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from optaxclip import clipped_grad
+from optaxclip import clipped_grad, shrinks
 from optaxclip.per_example import noise_scale, per_example_layer_norm_clip
 
 pytestmark = pytest.mark.slow
@@ -26,17 +28,13 @@ def test_argnums_may_be_numpy_ints(places):
     jax.tree.map(np.testing.assert_allclose, found, expected)
 
 
-def test_shared_argnums_may_be_numpy_ints():
+def test_other_arguments_may_be_numpy_ints():
     def scaled(w, x, scale):
         return scale * jnp.sum(w * x)
 
-    grad = clipped_grad(scaled, None, shared_argnums=np.int64(2))
+    options = {"shared_argnums": np.int64(2), "microbatch": np.int64(2)}
+    grad = clipped_grad(scaled, None, **options)
     np.testing.assert_allclose(grad(W, X, 2.0).grads, 2 * np.mean(X, axis=0))
-
-
-def test_microbatch_may_be_a_numpy_int():
-    grad = clipped_grad(loss, None, argnums=1, microbatch=np.int64(2))
-    np.testing.assert_allclose(grad(X, W).grads, np.mean(X, axis=0))
 
 
 def test_noise_scale_takes_strict_promotion():
@@ -60,3 +58,51 @@ def test_an_integer_limit_takes_strict_promotion():
     with jax.numpy_dtype_promotion("strict"):
         total, _ = per_example_layer_norm_clip([jnp.ones((1, 4))], jnp.int32(1))
     np.testing.assert_allclose(total[0], np.full(4, 0.5), rtol=1e-6)
+
+
+ONES, Y = jnp.ones((4, 3)), jnp.arange(4.0)
+
+
+def narrow_loss(w, x, y):
+    return jnp.real(jnp.sum(w * x.astype(w.dtype))).astype(jnp.float32) * y
+
+
+@pytest.mark.parametrize("method", ["ghost", "one_pass", "two_pass", "auto"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16", "complex64"])
+def test_every_method_works_under_strict_promotion(method, dtype):
+    w = jnp.zeros(3, dtype)
+    grad = clipped_grad(narrow_loss, 1.0, method=method, microbatch=2)
+    wanted = grad(w, ONES, Y)
+    with jax.numpy_dtype_promotion("strict"):
+        found = grad(w, ONES, Y, mask=jnp.ones(4, bool))
+    assert found.grads.dtype == w.dtype
+    np.testing.assert_array_equal(found.grads, wanted.grads)
+    np.testing.assert_array_equal(found.norms, wanted.norms)
+
+
+@pytest.mark.parametrize("shrink", [shrinks.auto_s(), shrinks.psac(), shrinks.smooth()])
+def test_every_shrink_works_under_strict_promotion(shrink):
+    with jax.numpy_dtype_promotion("strict"):
+        found = clipped_grad(narrow_loss, 1.0, shrink=shrink)(jnp.zeros(3), ONES, Y)
+    assert np.isfinite(found.grads).all()
+
+
+(SIZE,) = jax.export.symbolic_shape("size")
+GRADIENTS = np.random.default_rng(0).standard_normal((4, 6)).astype(np.float32)
+
+
+def exported(grad):
+    shapes = [jax.ShapeDtypeStruct(x, jnp.float32) for x in ((SIZE,), (4, SIZE))]
+    return jax.export.export(jax.jit(lambda *args: grad(*args).grads))(*shapes)
+
+
+@pytest.mark.parametrize("method", ["one_pass", "two_pass", "auto"])
+def test_it_can_be_exported_for_any_size(method):
+    grad = clipped_grad(loss, 2.0, method=method)
+    found = exported(grad).call(jnp.zeros(6), GRADIENTS)
+    np.testing.assert_allclose(found, grad(jnp.zeros(6), GRADIENTS).grads, 1e-6, 1e-7)
+
+
+def test_ghost_clipping_says_that_it_cannot():
+    with pytest.raises(ValueError, match=r"for sizes that are not known, here \(size"):
+        exported(clipped_grad(loss, 2.0, method="ghost"))

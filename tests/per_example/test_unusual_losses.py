@@ -89,10 +89,6 @@ def call_behind_frozen_parameters(w, x):
     return jnp.sum(jnp.tanh(w @ z) ** 2)
 
 
-def operand_without_numbers(w, x):
-    return jnp.sum(jnp.tanh(w @ x)) ** 2 + jnp.sum(jnp.tanh(w[:, :0] @ x[:0] + x))
-
-
 SQUARE, BATCH = normal(0, 6, 6) * 0.4, normal(1, 5, 6)
 OF_A_MATRIX = [
     decay_by_time,
@@ -102,7 +98,6 @@ OF_A_MATRIX = [
     rule_in_inner_turns,
     loop_behind_frozen_parameters,
     call_behind_frozen_parameters,
-    operand_without_numbers,
 ]
 CASES = {loss.__name__: (loss, SQUARE, BATCH) for loss in OF_A_MATRIX}
 CASES["layer_by_number"] = layer_by_number, np.stack([SQUARE] * 6), BATCH

@@ -62,13 +62,6 @@ def test_no_factor_of_a_replay_is_0_or_inf_beside_a_limit(norm, limit, shrink):
     assert 0 < factor < np.inf and factor == state.factor
 
 
-def test_a_history_has_a_norm_for_each_step():
-    for norms, shape in ((1.0, r"\(\)"), ([], r"\(0,\)")):
-        must = "norms must be a history, one norm for each step, got an array of shape"
-        with pytest.raises(ValueError, match=f"^replay.run: {must} {shape}"):
-            optaxclip.replay.run(1.0, norms)
-
-
 def test_wide_integers_are_norms():
     # Without jax_enable_x64 an int64 of 2^40 would become the int32 0.
     found = optaxclip.replay.run(2.0, np.array([2**40, 1]))
@@ -84,29 +77,6 @@ def test_many_norms_have_memories_of_their_own():
         alone = optaxclip.replay.run(rule, own)
         np.testing.assert_allclose(together.limits[:, column], alone.limits, 1e-6)
         np.testing.assert_array_equal(together.clipped[:, column], alone.clipped)
-
-
-@pytest.mark.parametrize("norms", ["run.csv", {"norm": [1.0]}, [1j], [True]])
-def test_what_has_no_numbers_is_no_history(norms):
-    for call in (
-        lambda: optaxclip.replay.run(2.0, norms),
-        lambda: optaxclip.replay.suggest(norms),
-        lambda: optaxclip.replay.spike_score(norms),
-    ):
-        with pytest.raises(TypeError, match="norms must be an array of numbers, got"):
-            call()
-
-
-@pytest.mark.parametrize("norms", [[1.0, -2.5, np.nan], jnp.array([3, -1])])
-def test_negative_norms_are_refused(norms):
-    least = np.nanmin(norms)
-    for name, call in (
-        ("replay.run", lambda: optaxclip.replay.run(2.0, norms)),
-        ("suggest", lambda: optaxclip.replay.suggest(norms)),
-    ):
-        text = f"^{name}: norms must be at least 0, got {least}"
-        with pytest.raises(ValueError, match=text):
-            call()
 
 
 def test_a_step_with_the_limit_nan_is_not_clipped():
@@ -125,7 +95,7 @@ def test_a_step_with_the_limit_nan_is_not_clipped():
     assert state.clipped == 1
 
 
-def test_replay_keeps_64_bits_and_names_its_rule():
+def test_replay_keeps_64_bits():
     with jax.enable_x64(True):
         assert (
             optaxclip.replay.run(1.0, np.array([1.0, 2.0])).limits.dtype == jnp.float64
@@ -134,7 +104,3 @@ def test_replay_keeps_64_bits_and_names_its_rule():
             optaxclip.replay.run(1.0, np.array([1.0, 2.0], np.float16)).limits.dtype
             == jnp.float32
         )
-    with pytest.raises(
-        ValueError, match=r"^replay.run: rule must be at least 0, got -1.0"
-    ):
-        optaxclip.replay.run(-1.0, [1.0])

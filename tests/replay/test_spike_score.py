@@ -50,23 +50,6 @@ def test_nothing_is_a_spike_before_the_window_is_full():
     assert spike_score([1.0, 2.0, 1.0, 900.0], window=4) == 0
 
 
-@pytest.mark.parametrize(
-    "histories", [(), (1.0,), ([],), ([1.0], [1.0, 2.0]), ([[1.0]],)]
-)
-def test_histories_are_steps_of_one_length(histories):
-    with pytest.raises(ValueError, match=r"^spike_score: histories must be \[steps\]"):
-        spike_score(*histories)
-
-
-@pytest.mark.parametrize("numbers", [{"sigmas": -1.0}, {"window": 0}])
-def test_numbers_out_of_range_raise_and_name_the_call(numbers):
-    (name,) = numbers
-    with pytest.raises(ValueError, match=f"^spike_score: {name} must"):
-        spike_score([1.0], **numbers)
-    with pytest.raises(ValueError, match=f"^record_spikes: {name} must"):
-        optaxclip.record_spikes(**numbers)
-
-
 def recorded(norms, losses=None, **options):
     """The metrics after a run with these norms and losses."""
     recorder = optaxclip.record_spikes(**options)

@@ -42,13 +42,6 @@ def test_a_count_beyond_int32_is_never_reached(name):
     np.testing.assert_allclose(updates, expected, rtol=2e-6)
 
 
-@pytest.mark.parametrize("make", [optaxclip.spam, optaxclip.reset_momentum])
-def test_an_infinite_every_is_not_whole(make):
-    inner = () if make is optaxclip.spam else (optax.trace(0.9),)
-    with pytest.raises(ValueError, match=r"every must be a whole number, got inf"):
-        make(*inner, every=np.inf)
-
-
 @pytest.mark.parametrize("every", [512, None])
 def test_spam_clips_on_at_the_largest_step(every):
     clipper = optaxclip.spam(4.0, warmup=20, every=every)

@@ -34,24 +34,19 @@ def stepped(optimizer, name="value", join=lambda x: x, **options):
     return on_two_devices(step, *specs, optimizer.init(grads), LOSSES, **options)
 
 
-@pytest.mark.parametrize("name", WITH_LOSS)
-def test_a_loss_of_each_device_is_named_where_types_show_it(name):
+EACH = [(name, "value") for name in WITH_LOSS]
+EACH += [(name, "grad_norm") for name in (*WITH_LOSS, "skip_nonfinite")]
+
+
+@pytest.mark.parametrize(("name", "number"), EACH)
+def test_a_number_of_each_device_is_named_where_types_show_it(name, number):
+    skipping = {"skip_nonfinite": partial(optaxclip.skip_nonfinite, optax.sgd(0.1))}
     text = (
-        rf"^{name}: value differs along the mesh axis 'x', so each device would decide "
-        r"for itself: hand over lax.pmean\(value, 'x'\)"
+        rf"^{name}: {number} differs along the mesh axis 'x', so each device would "
+        rf"decide for itself: hand over lax.pmean\({number}, 'x'\)"
     )
     with pytest.raises(ValueError, match=text):
-        stepped(WITH_LOSS[name]())
-
-
-@pytest.mark.parametrize("name", [*WITH_LOSS, "skip_nonfinite"])
-def test_a_norm_of_each_device_is_named_where_types_show_it(name):
-    built = {
-        **WITH_LOSS,
-        "skip_nonfinite": partial(optaxclip.skip_nonfinite, optax.sgd(0.1)),
-    }
-    with pytest.raises(ValueError, match=rf"^{name}: grad_norm differs along the mesh"):
-        stepped(built[name](), "grad_norm")
+        stepped((WITH_LOSS | skipping)[name](), number)
 
 
 def test_all_axes_along_which_a_loss_differs_are_named():

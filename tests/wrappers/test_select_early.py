@@ -60,20 +60,3 @@ def test_a_new_state_that_is_a_python_number_is_kept():
     same_bits(skipped, (jnp.zeros(2), old))
     wanted = {name: old[name].dtype.type(new[name]) for name in old}
     same_bits(taken, (GRADS, jax.tree.map(jnp.asarray, wanted)))
-
-
-@pytest.mark.slow
-def test_typed_keys_in_state_and_updates_are_selected():
-    def update(grads, state, params):
-        return grads, jax.random.split(state)[0]
-
-    grads, old = {"w": GRADS, "key": jax.random.key(1)}, jax.random.key(2)
-    (zeros, kept), (updates, taken) = both(update, old, grads)
-    assert not np.any(zeros["w"]) and zeros["key"].dtype == old.dtype
-    same_bits(updates["w"], GRADS)
-    for found, wanted in (
-        (kept, old),
-        (taken, jax.random.split(old)[0]),
-        (updates["key"], grads["key"]),
-    ):
-        same_bits(jax.random.key_data(found), jax.random.key_data(wanted))

@@ -206,6 +206,9 @@ def test_metrics_tell_skips_and_reach_inner_clippers():
     }
     found = {name: found[name] for name in wanted}
     assert found == pytest.approx(wanted, nan_ok=True)
+    state = train(optimizer, [*grads, grads[0]], [1.0, 2.0, 2.5, 1.0])[-1][0]
+    found = optaxclip.metrics(state, only=("skipped", "consecutive_count"), floats=True)
+    assert found == {"skip/skipped": 0.0, "skip/consecutive_count": 0.0}
 
 
 @pytest.mark.slow
