@@ -82,10 +82,6 @@ def test_what_limits_are_made_of_is_refused_beyond_float32(argument):
     BEYOND[argument](np.inf)
 
 
-def update(clipper, tree=TREE, params=None):
-    return clipper.update(tree, clipper.init(tree), params)
-
-
 def test_an_order_that_is_traced_says_what_to_do():
     injected = optax.inject_hyperparams(optaxclip.clip_by_global_norm)(
         max_norm=1.0, ord=1.0

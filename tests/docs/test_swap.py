@@ -48,16 +48,6 @@ def ppo(clippers):
     return trained(optax.chain(clip, optax.adam(1e-2, eps=1e-5)))
 
 
-def injected_without_params(clippers):
-    injected = optax.inject_hyperparams(clippers.clip_by_global_norm)(
-        max_norm=optax.linear_schedule(0.5, 1.0, 3)
-    )
-    state = injected.init(None)
-    for _ in range(2):
-        _, state = injected.update(None, state)
-    return state.hyperparams["max_norm"]
-
-
 def by_name(clippers):
     """scenic's config: the name of a clipper and its limit."""
     limits = {"clip": 0.5, "clip_by_global_norm": 1.0, "adaptive_grad_clip": 0.01}
@@ -143,7 +133,6 @@ def per_example(clippers):
 
 PROGRAMS = (
     ppo,
-    injected_without_params,
     by_name,
     snapshot,
     skipping_by_our_name,

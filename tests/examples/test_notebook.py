@@ -38,10 +38,3 @@ def test_every_cell_runs_and_prints_what_it_shows(tmp_path):
                 exec("".join(cell["source"]), namespace)
             shown = "".join(line for x in cell["outputs"] for line in x["text"])
             assert_as_shown(shown, out.getvalue(), cell["id"])
-
-
-def test_the_notebook_shows_all_that_a_first_run_needs():
-    text = NOTEBOOK.read_text()
-    for word in ("record_norm", "metrics(state)", "replay.suggest", "skip_step"):
-        assert word in text
-    assert "](choosing" not in text and "../docs/choosing_a_limit.md" in text

@@ -100,14 +100,6 @@ def test_windowed_means_clip_updates_as_levanter(name):
 
 
 @every_history
-def test_a_fixed_limit_drops_as_axlearn(name):
-    norms, losses = HISTORIES[name]
-    optimizer = optaxclip.skip_spikes(optax.identity(), 10.0)
-    want = trainers.axlearn_drops(norms, 10.0)
-    np.testing.assert_array_equal(skips(optimizer, norms, losses), want)
-
-
-@every_history
 def test_a_multiple_of_the_average_drops_as_axlearn(name):
     norms, losses = HISTORIES[name]
     want = trainers.axlearn_drops_by_average(norms)

@@ -62,11 +62,6 @@ def levanter_clipped(norms, interval=128, sigmas=3.0):
     return np.array(clipped)
 
 
-def axlearn_drops(norms, drop_norm):
-    """Drops norms that are not below a fixed number."""
-    return np.array([not norm < drop_norm for norm in norms])
-
-
 def axlearn_drops_by_average(norms, multiple=20.0, decay=0.99):
     """Drops norms that are not below a multiple of the average of those that were."""
     average, count, dropped = 1.0, 0, []

@@ -14,30 +14,22 @@ MOST = np.iinfo(np.int32).max
 GRADS = jnp.array([3.0, 4.0])
 
 
-def count_of(name):
-    """A transformation with a large count, and what it returns for GRADS."""
-    large = 10**10
-    trace = optax.trace(0.9)
-    return {
-        "spam every": (optaxclip.spam(every=large), [3.0, 4.0]),
-        "spam warmup": (optaxclip.spam(warmup=large), [3.0, 4.0]),
-        "reset every": (optaxclip.reset_momentum(trace, large), [3.0, 4.0]),
-        "reset warmup": (optaxclip.reset_momentum(trace, warmup=large), [3.0, 4.0]),
-        "skip": (optaxclip.skip_nonfinite(trace, large), [3.0, 4.0]),
-        "adagc": (optaxclip.adagc(warmup=large), [0.6, 0.8]),
-        "zclip": (optaxclip.zclip(warmup=large), [3.0, 4.0]),
-    }[name]
+LARGE, TRACE = 10**10, optax.trace(0.9)
+# A transformation with a large count, and what it returns for GRADS.
+COUNTS = {
+    "spam every": (optaxclip.spam(every=LARGE), [3.0, 4.0]),
+    "spam warmup": (optaxclip.spam(warmup=LARGE), [3.0, 4.0]),
+    "reset every": (optaxclip.reset_momentum(TRACE, LARGE), [3.0, 4.0]),
+    "reset warmup": (optaxclip.reset_momentum(TRACE, warmup=LARGE), [3.0, 4.0]),
+    "skip": (optaxclip.skip_nonfinite(TRACE, LARGE), [3.0, 4.0]),
+    "adagc": (optaxclip.adagc(warmup=LARGE), [0.6, 0.8]),
+    "zclip": (optaxclip.zclip(warmup=LARGE), [3.0, 4.0]),
+}
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        *("spam every", "spam warmup", "reset every", "reset warmup"),
-        *("skip", "adagc", "zclip"),
-    ],
-)
+@pytest.mark.parametrize("name", COUNTS)
 def test_a_count_beyond_int32_is_never_reached(name):
-    optimizer, expected = count_of(name)
+    optimizer, expected = COUNTS[name]
     updates, _ = jax.jit(optimizer.update)(GRADS, optimizer.init(GRADS))
     np.testing.assert_allclose(updates, expected, rtol=2e-6)
 
