@@ -9,6 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from tests.per_example.batches import normal
+
 BATCH = 6
 
 
@@ -17,10 +19,6 @@ class Model(NamedTuple):
     params: Any
     batch: Any
     ways: dict[str, str]  # of each parameter
-
-
-def normal(seed, *shape):
-    return np.random.default_rng(seed).standard_normal(shape).astype(np.float32)
 
 
 def weights(**shapes):

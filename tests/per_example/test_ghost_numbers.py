@@ -8,12 +8,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from optaxclip.per_example import clipped_grad, explain_clipped_grad
-
-EPS = float(np.finfo(np.float32).eps)
-
-
-def normal(seed, *shape):
-    return np.random.default_rng(seed).standard_normal(shape).astype(np.float32)
+from tests.per_example.batches import EPS, normal
 
 
 def linear(w, x, c):
