@@ -18,7 +18,7 @@ from jax import lax
 from jax.core import Tracer
 
 from .. import _trees as prefix
-from .._checks import check_choice, check_flag, check_length
+from .._checks import check_choice, check_flag, check_length, shown
 from .._jaxpr import has_bits_that_vmap_changes, has_convolution
 from .._mesh import MeshAxes, is_on_one_device
 from ..shrinks import Shrink, shrink_of
@@ -74,20 +74,24 @@ def clipped_grad(
     method: str = "auto",
     mean: bool = True,
     mesh_axes: MeshAxes = "auto",
+    private: bool = True,
 ) -> Callable[..., ClippedGrad]:
     """Makes a function that clips the gradient of each example and averages:
     (1 / B) sum_i f_i g_i with f_i = shrink(|g_i|, C) / |g_i|.
 
     It bounds what one example can do. It adds no noise and is not a privacy accountant.
-    Differential privacy needs both: docs/per_example.md shows how to add them, and
-    jax_privacy (https://github.com/google-deepmind/jax_privacy) has them too.
+    Differential privacy needs both: docs/private_training.md shows how to add them.
 
     Args:
       loss: the loss of ONE example, `loss(params, example, ...) -> scalar`, or
         `(scalar, aux)` with `has_aux`.
       max_norm: the limit C: a number at least 0, or None for no limit. Or a tree prefix
         of the parameters with a limit for each part, whose norm is then taken
-        separately.
+        separately. With `private=False` a limit may be a function from all norms of the
+        batch, float32[batch] with NaN for an example that is masked or broken, to a
+        number, such as `jnp.nanmedian`. Inside shard_map it gets those of its device.
+        All norms are needed first, so the whole batch is differentiated at once, but
+        for "two_pass".
       argnums: which arguments to differentiate, as in `jax.grad`.
       shared_argnums: which arguments are the same for all examples. All others are
         batches: pytrees of arrays whose first axis counts examples. Random keys are a
@@ -123,6 +127,10 @@ def clipped_grad(
         shard_map with check_vma=True, and where the loss joins no devices), names that
         split every parameter, None for parameters that are whole on each device, or a
         tree prefix of PartitionSpec. Axes that split the batch are not among them.
+      private: False allows a `max_norm` that looks at the norms of the batch. One
+        example then moves the limit of all others, and changes the sum by more than a
+        limit: no account of privacy holds. True is no promise of privacy, which needs
+        noise.
 
     Returns:
       A function of the arguments of `loss`, by position, with batches for examples,
@@ -133,7 +141,8 @@ def clipped_grad(
 
     Raises:
       ValueError: a limit that is negative, NaN or an array, several limits or
-        `clip_cotangent` with two passes, an unknown method, a microbatch below 1. From
+        `clip_cotangent` with two passes, an unknown method, a microbatch below 1. A
+        limit that is a function without `private=False`, or with a microbatch. From
         the function: mesh axes that contradict the types, "auto" for a loss that joins
         devices (`lax.psum`) in pmap or with check_vma=False, a loss that joins devices
         with different examples, limits that do not fit the parameters, batches whose
@@ -183,11 +192,26 @@ def clipped_grad(
             f"{call}: method='two_pass' has one factor for an example, but max_norm "
             f"has {count} limits: use another method, or one limit."
         )
+    check_flag(f"{call}: private", private)
+    if limits.need_all_norms and private:
+        raise ValueError(
+            f"{call}: private must be False for max_norm={shown(max_norm)}, a function "
+            "of the norms of the batch, because each example then moves the limit of "
+            "all. For a schedule give the number of this step."
+        )
+    if limits.need_all_norms and microbatch is not None and method != "two_pass":
+        raise ValueError(
+            f'{call}: microbatch must be None, or method="two_pass", for a max_norm '
+            f"that is a function of all norms of the batch, got {microbatch}."
+        )
     question = Question(call, loss, argnums, shared_argnums, has_aux, mesh_axes)
 
     def of_batch(*args: Any, mask: Any = None) -> ClippedGrad:
         problem = question.about(args, mask)
         chosen, width, ghost = _choose(problem, method, microbatch)
+        if limits.need_all_norms and method != "two_pass":
+            # The first factor is known after the last norm.
+            width = None
         own = limits.of(problem.params, problem.splits)
         run = Run(problem, own, width)
         if ghost:

@@ -23,9 +23,9 @@ from jax import Array, lax
 
 from .. import _trees as prefix
 from .._backward import is_weighted
-from .._checks import check_limit, held_in, shown
+from .._checks import check_limit, check_scalar, held_in, shown
 from .._factors import factor_between, stretch
-from .._mesh import Names, names_in, split_as
+from .._mesh import Names, names_in, resharded, split_as
 from .._norms import global_norm
 from ..rules._rule import is_rule
 from ..shrinks import Shrink, shrunk_by
@@ -48,13 +48,19 @@ class Limits(NamedTuple):
     """
 
     call: str  # of the user
-    values: list[Any]  # a number for each group, None for no limit
+    # for each group a number, a function of its norms, or None for no limit
+    values: list[Any]
     shrink: Shrink
     table: prefix.Prefix = prefix.Prefix(())  # path in the tree, number of the group
     treedef: Any = None
     groups: Sequence[int] = ()  # for each leaf, the number of its group
     # for each leaf, the mesh axes over which it is split. () if none is
     splits: Sequence[Names] = ()
+
+    @property
+    def need_all_norms(self) -> bool:
+        """Whether a limit is a function of the norms of the batch."""
+        return any(map(callable, self.values))
 
     def of(self, tree: Any, splits: Sequence[Names]) -> "Limits":
         """The limits of the leaves of a tree."""
@@ -91,11 +97,24 @@ class Limits(NamedTuple):
         if terms:
             least = measure(lax.stop_gradient(terms)) / CANCELS
             norms = jnp.maximum(norms, least)
+        return self.weights(norms, present)
+
+    def weights(self, norms: Array, present: Array) -> "Weights":
+        """Factors of gradients with these norms, [batch, groups]."""
         counts = present & jnp.all(jnp.isfinite(norms), axis=1)
         known = jnp.where(counts[:, None], norms, 0.0)
+        seen = lax.stop_gradient(jnp.where(counts[:, None], norms, jnp.nan))
+        limits = []
+        for group, limit in enumerate(self.values):
+            if callable(limit):
+                # On a mesh with Explicit axes each device gets the norms of all.
+                limit = limit(resharded(seen)[:, group])
+                check_scalar(f"{self.call}: what max_norm returns", limit)
+                # Without an example there is no median.
+                limit = jnp.where(jnp.any(counts), limit, 0)
+            limits.append(held_in(norms.dtype, jnp.inf if limit is None else limit))
         # A traced limit may be negative, and then counts as 0.
-        limits = [jnp.inf if limit is None else limit for limit in self.values]
-        limit = jnp.stack([held_in(norms.dtype, each) for each in limits])
+        limit = jnp.stack(limits)
         limit = jnp.broadcast_to(jnp.maximum(limit, 0), norms.shape)
         limit = split_as(limit, jax.typeof(norms))
         new = shrunk_by(self.shrink, known, known, limit, self.call)
@@ -154,7 +173,7 @@ class Weights(NamedTuple):
 
 
 def limits_of(max_norm: Any, argument: str, shrink: Shrink) -> Limits:
-    """The limits of a number or of a tree of them.
+    """The limits of a number, a function, or of a tree of them.
 
     Raises:
       TypeError, ValueError: something that is not a limit, an array of several, or no
@@ -168,7 +187,7 @@ def limits_of(max_norm: Any, argument: str, shrink: Shrink) -> Limits:
         raise ValueError(f"{argument} has no limit in it, got {shown(max_norm)}.")
     for path, value in found:
         where = f"{argument} for {prefix.name(path)!r}" if path else argument
-        if value is not None:
+        if value is not None and not callable(value):
             check_limit(where, value, is_scalar=True)
     values = [value for _, value in found]
     entries = tuple((path, number) for number, (path, _) in enumerate(found))
@@ -236,9 +255,12 @@ class Run(NamedTuple):
         inputs = self.problem.present, (batch,), width
         found = in_microbatches(look, None, *inputs)[1]
         # There is one group: two passes refuse several limits.
-        inputs = found[0].counts, (batch, found[0].roots[:, 0]), width
+        weights = found[0]
+        if self.limits.need_all_norms:
+            weights = self.limits.weights(weights.norms, self.problem.present)
+        inputs = weights.counts, (batch, weights.roots[:, 0]), width
         sums, _ = in_microbatches(self._pulled, self._zeros(), *inputs)
-        return sums, found
+        return sums, (weights, *found[1:])
 
     def in_steps(self, step: Any) -> tuple[Arrays, Any]:
         inputs = self.problem.present, (self.problem.batch,)
