@@ -18,7 +18,7 @@ from jax import lax
 from jax.core import Tracer
 
 from .. import _trees as prefix
-from .._checks import check_choice, check_flag, check_length, shown
+from .._checks import check_choice, check_flag, check_length, is_function, shown
 from .._jaxpr import has_bits_that_vmap_changes, has_convolution
 from .._mesh import MeshAxes, is_on_one_device
 from ..shrinks import Shrink, shrink_of
@@ -192,24 +192,23 @@ def clipped_grad(
             f"{call}: method='two_pass' has one factor for an example, but max_norm "
             f"has {count} limits: use another method, or one limit."
         )
-    check_flag(f"{call}: private", private)
-    if limits.need_all_norms and private:
+    needs_all_norms = any(map(is_function, limits.values))
+    if needs_all_norms and private:
         raise ValueError(
             f"{call}: private must be False for max_norm={shown(max_norm)}, a function "
-            "of the norms of the batch, because each example then moves the limit of "
-            "all. For a schedule give the number of this step."
+            "of all norms. For a schedule give its number at this step."
         )
-    if limits.need_all_norms and microbatch is not None and method != "two_pass":
+    if needs_all_norms and microbatch is not None and method != "two_pass":
         raise ValueError(
-            f'{call}: microbatch must be None, or method="two_pass", for a max_norm '
-            f"that is a function of all norms of the batch, got {microbatch}."
+            f'{call}: microbatch must be None, or method="two_pass", where max_norm is '
+            f"a function of all norms, got {microbatch}."
         )
     question = Question(call, loss, argnums, shared_argnums, has_aux, mesh_axes)
 
     def of_batch(*args: Any, mask: Any = None) -> ClippedGrad:
         problem = question.about(args, mask)
         chosen, width, ghost = _choose(problem, method, microbatch)
-        if limits.need_all_norms and method != "two_pass":
+        if needs_all_norms and method != "two_pass":
             # The first factor is known after the last norm.
             width = None
         own = limits.of(problem.params, problem.splits)

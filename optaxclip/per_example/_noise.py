@@ -1,14 +1,92 @@
-"""The gradient noise scale, from one gradient and the norms of the examples in it."""
+"""Noise that is added to a sum of clipped gradients, and noise that was in them: the
+gradient noise scale, from one gradient and the norms of the examples in it.
+"""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
 from jax.core import Tracer
+from jax.typing import ArrayLike
 
-from .._checks import shown
+from .._checks import check_number, held_in, shown
+from .._mesh import has_types, manual_axes, split_as, varying
 from .._norms import global_norm
 from ._clipped_grad import ClippedGrad
+
+
+def add_noise(result: Any, sigma: ArrayLike, key: Array) -> Any:
+    """Adds Gaussian noise to a sum of clipped gradients: g + sigma N(0, I).
+
+    For DP-SGD sigma is the noise multiplier of the account times the limit. Noise is
+    added once, to the sum over all devices and microbatches, before it is divided by
+    the expected number of examples.
+
+    Args:
+      result: of `clipped_grad(..., mean=False)`, or a tree of gradients, such as the
+        sum of those of several microbatches.
+      sigma: the standard deviation, at least 0. A complex number gets noise of this
+        deviation in its real and its imaginary part.
+      key: a key of `jax.random`, another one for each step.
+
+    Returns:
+      The tree of gradients with noise, in the dtypes and the sharding that they had.
+      Noise is drawn and added in float32 or wider. It is the same however leaves are
+      split under `jit`. Inside shard_map devices that hold different parts of a leaf
+      draw different noise, so add up devices' gradients (`lax.psum`) before. Norms,
+      factors and values of a result are not private, and are not returned.
+
+    Raises:
+      ValueError: a mean, since its divisor depends on the data and it may be rounded to
+        16 bits, or a sigma that is negative or NaN. A call in pmap, or in shard_map
+        with check_vma=False, where it cannot be known which leaves are split.
+      TypeError: a sigma that is not a number, or leaves that are not floats or complex.
+
+    Example:
+      >>> grads = {"w": jnp.zeros(100_000), "b": jnp.zeros(3, jnp.bfloat16)}
+      >>> noisy = optaxclip.add_noise(grads, 2.0, jax.random.key(0))
+      >>> print(noisy["w"].std().round(1), noisy["b"].dtype)
+      2.0 bfloat16
+
+    Reference: Abadi et al., Deep learning with differential privacy, 2016 (arXiv
+    1607.00133).
+    """
+    check_number("add_noise: sigma", sigma, is_scalar=True)
+    if not has_types(manual := manual_axes()) and manual:
+        raise ValueError("add_noise: must be called outside pmap and check_vma=False.")
+    grads = sum_in(result, "add_noise")
+    leaves, treedef = jax.tree.flatten(grads)
+    keys = jax.random.split(key, len(leaves) + 1)
+    return treedef.unflatten([_noisy(x, sigma, k) for x, k in zip(leaves, keys)])
+
+
+def sum_in(result: Any, call: str) -> Any:
+    """The sum of gradients in a result of `clipped_grad`, or the tree itself."""
+    if not isinstance(result, ClippedGrad):
+        return result
+    if result.divisor is not None:
+        raise ValueError(
+            f"{call}: result must be a sum, got a mean, whose divisor changes with an "
+            "example. Use mean=False, and divide by the expected number of examples."
+        )
+    return result.grads
+
+
+@jax.jit
+def _noisy(leaf: Array, sigma: Array, key: Array) -> Array:
+    if not jnp.issubdtype(leaf.dtype, jnp.inexact):
+        raise TypeError(f"add_noise: gradients must be floats, got {leaf.dtype}.")
+    for name in sorted(varying(leaf)):
+        key = jax.random.fold_in(key, lax.axis_index(name))
+    dtype = np.promote_types(leaf.dtype, np.float32)
+    real, is_complex = jnp.finfo(dtype).dtype, jnp.iscomplexobj(leaf)
+    # JAX would share the variance of a complex number between its parts.
+    parts = jax.random.normal(key, (1 + is_complex, *leaf.shape), real)
+    parts *= held_in(real, sigma)
+    noise = split_as(lax.complex(*parts) if is_complex else parts[0], jax.typeof(leaf))
+    return (leaf.astype(dtype) + noise).astype(leaf.dtype)
 
 
 class NoiseScale(NamedTuple):

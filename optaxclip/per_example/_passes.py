@@ -23,7 +23,7 @@ from jax import Array, lax
 
 from .. import _trees as prefix
 from .._backward import is_weighted
-from .._checks import check_limit, check_scalar, held_in, shown
+from .._checks import check_limit, check_scalar, held_in, is_function, shown
 from .._factors import factor_between, stretch
 from .._mesh import Names, names_in, resharded, split_as
 from .._norms import global_norm
@@ -56,11 +56,6 @@ class Limits(NamedTuple):
     groups: Sequence[int] = ()  # for each leaf, the number of its group
     # for each leaf, the mesh axes over which it is split. () if none is
     splits: Sequence[Names] = ()
-
-    @property
-    def need_all_norms(self) -> bool:
-        """Whether a limit is a function of the norms of the batch."""
-        return any(map(callable, self.values))
 
     def of(self, tree: Any, splits: Sequence[Names]) -> "Limits":
         """The limits of the leaves of a tree."""
@@ -106,7 +101,7 @@ class Limits(NamedTuple):
         seen = lax.stop_gradient(jnp.where(counts[:, None], norms, jnp.nan))
         limits = []
         for group, limit in enumerate(self.values):
-            if callable(limit):
+            if is_function(limit):
                 # On a mesh with Explicit axes each device gets the norms of all.
                 limit = limit(resharded(seen)[:, group])
                 check_scalar(f"{self.call}: what max_norm returns", limit)
@@ -187,7 +182,7 @@ def limits_of(max_norm: Any, argument: str, shrink: Shrink) -> Limits:
         raise ValueError(f"{argument} has no limit in it, got {shown(max_norm)}.")
     for path, value in found:
         where = f"{argument} for {prefix.name(path)!r}" if path else argument
-        if value is not None and not callable(value):
+        if value is not None and not is_function(value):
             check_limit(where, value, is_scalar=True)
     values = [value for _, value in found]
     entries = tuple((path, number) for number, (path, _) in enumerate(found))
@@ -255,9 +250,8 @@ class Run(NamedTuple):
         inputs = self.problem.present, (batch,), width
         found = in_microbatches(look, None, *inputs)[1]
         # There is one group: two passes refuse several limits.
-        weights = found[0]
-        if self.limits.need_all_norms:
-            weights = self.limits.weights(weights.norms, self.problem.present)
+        # A limit may need all norms.
+        weights = self.limits.weights(found[0].norms, self.problem.present)
         inputs = weights.counts, (batch, weights.roots[:, 0]), width
         sums, _ = in_microbatches(self._pulled, self._zeros(), *inputs)
         return sums, (weights, *found[1:])

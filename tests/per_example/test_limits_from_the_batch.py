@@ -1,6 +1,7 @@
 """A limit that is a function of all norms of the batch."""
 
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -113,7 +114,7 @@ def test_in_shard_map_a_limit_of_all_devices_is_joined_by_hand():
     close(found, expected(np.min, np.ones(SIZE, bool))[1])
 
 
-WRONG = {
+WRONG: dict[str, dict[str, Any]] = {
     "private must be False for max_norm=": {},
     "what max_norm returns must be a scalar, got": {"private": False},
     "microbatch must be None, or method": {"private": False, "microbatch": 3},
