@@ -26,7 +26,6 @@ Reference: Abadi et al., Deep learning with differential privacy, 2016 (arXiv
 """
 
 from .._names import with_our_names
-from ._audit import Sensitivity, sensitivity
 from ._clipped_grad import (
     ClippedGrad,
     ExplainedLeaf,
@@ -34,7 +33,7 @@ from ._clipped_grad import (
     clipped_grad,
     explain_clipped_grad,
 )
-from ._noise import NoiseScale, add_noise, noise_scale
+from ._noise import NoiseScale, Sensitivity, add_noise, noise_scale, sensitivity
 from ._optax_names import per_example_global_norm_clip, per_example_layer_norm_clip
 
 __all__ = [

@@ -193,15 +193,12 @@ def clipped_grad(
             f"has {count} limits: use another method, or one limit."
         )
     needs_all_norms = any(map(is_function, limits.values))
-    if needs_all_norms and private:
+    in_parts = microbatch is not None and method != "two_pass"
+    if needs_all_norms and (private or in_parts):
         raise ValueError(
-            f"{call}: private must be False for max_norm={shown(max_norm)}, a function "
-            "of all norms. For a schedule give its number at this step."
-        )
-    if needs_all_norms and microbatch is not None and method != "two_pass":
-        raise ValueError(
-            f'{call}: microbatch must be None, or method="two_pass", where max_norm is '
-            f"a function of all norms, got {microbatch}."
+            f"{call}: max_norm={shown(max_norm)}, a function of all norms, needs "
+            'private=False, and microbatch=None or method="two_pass", got '
+            f"{private=} and {microbatch=}. For a schedule give its number."
         )
     question = Question(call, loss, argnums, shared_argnums, has_aux, mesh_axes)
 

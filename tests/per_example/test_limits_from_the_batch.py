@@ -115,9 +115,12 @@ def test_in_shard_map_a_limit_of_all_devices_is_joined_by_hand():
 
 
 WRONG: dict[str, dict[str, Any]] = {
-    "private must be False for max_norm=": {},
+    "max_norm=.* needs private=False, .* got private=True": {},
     "what max_norm returns must be a scalar, got": {"private": False},
-    "microbatch must be None, or method": {"private": False, "microbatch": 3},
+    "max_norm=.* microbatch=None or .* microbatch=3": {
+        "private": False,
+        "microbatch": 3,
+    },
 }
 
 
