@@ -89,9 +89,9 @@ def clipped_grad(
         of the parameters with a limit for each part, whose norm is then taken
         separately. With `private=False` a limit may be a function from all norms of the
         batch, float32[batch] with NaN for an example that is masked or broken, to a
-        number, such as `jnp.nanmedian`. Inside shard_map it gets those of its device.
-        All norms are needed first, so the whole batch is differentiated at once, but
-        for "two_pass".
+        number, such as `jnp.nanmedian`. It gets the norms of all devices, but in pmap
+        and with check_vma=False only those of its own. All norms are needed first, so
+        the whole batch is differentiated at once, but for "two_pass".
       argnums: which arguments to differentiate, as in `jax.grad`.
       shared_argnums: which arguments are the same for all examples. All others are
         batches: pytrees of arrays whose first axis counts examples. Random keys are a
@@ -193,8 +193,7 @@ def clipped_grad(
             f"has {count} limits: use another method, or one limit."
         )
     needs_all_norms = any(map(is_function, limits.values))
-    in_parts = microbatch is not None and method != "two_pass"
-    if needs_all_norms and (private or in_parts):
+    if needs_all_norms and (private or (microbatch and method != "two_pass")):
         raise ValueError(
             f"{call}: max_norm={shown(max_norm)}, a function of all norms, needs "
             'private=False, and microbatch=None or method="two_pass", got '

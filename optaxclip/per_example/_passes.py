@@ -25,7 +25,7 @@ from .. import _trees as prefix
 from .._backward import is_weighted
 from .._checks import check_limit, check_scalar, held_in, is_function, shown
 from .._factors import factor_between, stretch
-from .._mesh import Names, names_in, resharded, split_as
+from .._mesh import Names, names_in, resharded, split_as, varying
 from .._norms import global_norm
 from ..rules._rule import is_rule
 from ..shrinks import Shrink, shrunk_by
@@ -98,12 +98,14 @@ class Limits(NamedTuple):
         """Factors of gradients with these norms, [batch, groups]."""
         counts = present & jnp.all(jnp.isfinite(norms), axis=1)
         known = jnp.where(counts[:, None], norms, 0.0)
-        seen = lax.stop_gradient(jnp.where(counts[:, None], norms, jnp.nan))
-        limits = []
+        limits, seen = [], lax.stop_gradient(jnp.where(counts[:, None], norms, jnp.nan))
         for group, limit in enumerate(self.values):
             if is_function(limit):
-                # On a mesh with Explicit axes each device gets the norms of all.
-                limit = limit(resharded(seen)[:, group])
+                # Each device gets the norms of all, in shard_map and on Explicit axes.
+                every = resharded(seen[:, group])
+                for name in sorted(varying(every)):
+                    every = lax.all_gather(every, name, tiled=True)
+                limit = limit(every)
                 check_scalar(f"{self.call}: what max_norm returns", limit)
                 # Without an example there is no median.
                 limit = jnp.where(jnp.any(counts), limit, 0)

@@ -96,7 +96,11 @@ def test_change_and_pattern_are_those_of_the_worst_example():
     def held(params, x):
         return jnp.sum(jnp.clip(jnp.nan_to_num(x), -7, 7))
 
-    assert sensitivity(left_out, None, batch, limit=2) == (3.0, "its own numbers", 2)
+    assert sensitivity(left_out, None, batch, limit=2) == (
+        3.0,
+        "all positions alike",
+        2,
+    )
     assert sensitivity(held, None, batch, limit=2).change == 7.0
 
 
