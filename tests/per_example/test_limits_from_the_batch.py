@@ -20,7 +20,6 @@ INPUTS = random.standard_normal((SIZE, 3)).astype(np.float32)
 SLOPES = random.standard_normal((SIZE, 2)).astype(np.float32)
 FUNCTIONS = {
     "median": (jnp.nanmedian, np.median),
-    "quantile": (lambda x: jnp.nanquantile(x, 0.75), lambda x: np.quantile(x, 0.75)),
     "minimum": (jnp.nanmin, np.min),
 }
 

@@ -30,18 +30,12 @@ def loss(params, example):
     return jnp.sum(example["slope"][:, None] * (hidden + params["b"][None]))
 
 
-def perceptron(params, example):
-    hidden = jnp.tanh(example["x"] @ params["w"] + params["table"][example["words"]])
-    return jnp.sum((hidden @ params["b"] - example["slope"]) ** 2)
-
-
 def audit(grad, batch=BATCH, limit=LIMIT):
     return sensitivity(jax.jit(grad), PARAMS, batch, limit=limit)
 
 
-@pytest.mark.parametrize("loss", [loss, perceptron])
 @pytest.mark.parametrize("method", ["ghost", "one_pass"])
-def test_what_clips_passes(method, loss):
+def test_what_clips_passes(method):
     found = audit(clipped_grad(loss, LIMIT, mean=False, method=method))
     assert 0.9 * LIMIT < found.change <= MOST
 
