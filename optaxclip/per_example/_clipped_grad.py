@@ -22,6 +22,7 @@ from .._checks import check_choice, check_flag, check_length
 from .._jaxpr import has_bits_that_vmap_changes, has_convolution
 from .._mesh import MeshAxes, is_on_one_device
 from ..shrinks import Shrink, shrink_of
+from ._explicit import on_each_device
 from ._ghost import Ghost, ghost_of
 from ._ghost._capture import CannotSplit
 from ._ghost._norms import Way
@@ -187,8 +188,24 @@ def clipped_grad(
 
     def of_batch(*args: Any, mask: Any = None) -> ClippedGrad:
         problem = question.about(args, mask)
-        chosen, width, ghost = _choose(problem, method, microbatch)
-        own = limits.of(problem.params, problem.splits)
+        sums, nonfinite, each = on_each_device(
+            of_device, problem, limits.values, call
+        )
+        leaves, treedef = jax.tree.flatten(problem.params)
+        divisor = None
+        if mean:
+            # Broken examples too. A batch that is all masked gives 0 / 1.
+            divisor = jnp.maximum(jnp.sum(problem.present, dtype=jnp.int32), 1)
+            sums = [_divided(x, divisor, y.dtype) for x, y in zip(sums, leaves)]
+        norms, factors, values, aux = each
+        grads = treedef.unflatten(sums)
+        return ClippedGrad(grads, norms, factors, nonfinite, divisor, values, aux)
+
+    def of_device(problem: Problem, values: Any, devices: int) -> Any:
+        problem = question.on_device(problem)
+        most = max(microbatch // devices, 1) if microbatch else None
+        chosen, width, ghost = _choose(problem, method, most)
+        own = limits.of(problem.params, problem.splits)._replace(values=values)
         run = Run(problem, own, width)
         if ghost:
             sums, found = ghost.in_steps(run)
@@ -196,19 +213,12 @@ def clipped_grad(
             sums, found = run.in_two_passes()
         else:
             sums, found = run.in_one_pass()
-        weights, values, aux = found
-        leaves, treedef = jax.tree.flatten(problem.params)
-        divisor = None
-        if mean:
-            # Broken examples too. A batch that is all masked gives 0 / 1.
-            divisor = jnp.maximum(jnp.sum(problem.present, dtype=jnp.int32), 1)
-            sums = [_divided(x, divisor, y.dtype) for x, y in zip(sums, leaves)]
+        weights, losses, aux = found
         # [batch, groups] -> for each limit [batch].
         norms = limits.treedef.unflatten(weights.norms.T)
         factors = limits.treedef.unflatten(weights.factors.T)
         nonfinite = jnp.sum(problem.present & ~weights.counts, dtype=jnp.int32)
-        grads = treedef.unflatten(sums)
-        return ClippedGrad(grads, norms, factors, nonfinite, divisor, values, aux)
+        return sums, nonfinite, (norms, factors, losses, aux)
 
     return of_batch
 
