@@ -20,7 +20,7 @@ from jax.core import Tracer
 from .. import _trees as prefix
 from .._checks import check_choice, check_flag, check_length
 from .._jaxpr import has_bits_that_vmap_changes, has_convolution
-from .._mesh import MeshAxes, is_on_one_device
+from .._mesh import MeshAxes, is_on_one_device, listed
 from ..shrinks import Shrink, shrink_of
 from ._explicit import on_each_device
 from ._ghost import Ghost, ghost_of
@@ -188,9 +188,7 @@ def clipped_grad(
 
     def of_batch(*args: Any, mask: Any = None) -> ClippedGrad:
         problem = question.about(args, mask)
-        sums, nonfinite, each = on_each_device(
-            of_device, problem, limits.values, call
-        )
+        sums, nonfinite, each = on_each_device(of_device, problem, limits.values, call)
         leaves, treedef = jax.tree.flatten(problem.params)
         divisor = None
         if mean:
@@ -325,9 +323,8 @@ def _ghost_of(problem: Problem) -> tuple[Ghost | None, str]:
     """Ghost clipping, or None and what it cannot do."""
     for leaf in jax.tree.leaves((problem.params, problem.batch)):
         # The cotangents that it asks for would need their shardings as types.
-        axes = sorted(jax.typeof(leaf).sharding.mesh.explicit_axes)
-        if axes:
-            return None, f"arrays on a mesh with Explicit axes, here {axes}"
+        if jax.typeof(leaf).sharding.mesh.explicit_axes:
+            return None, _split_otherwise(problem)
         # It is chosen by sizes, and those of jax.export may be symbols.
         if not all(isinstance(size, int) for size in leaf.shape):
             return None, f"sizes that are not known, here {leaf.shape}"
@@ -340,13 +337,31 @@ def _ghost_of(problem: Problem) -> tuple[Ghost | None, str]:
         )
 
 
-def _bounds(problem: Problem, method: str, ways: list[Way]) -> tuple[float, float]:
+def _split_otherwise(problem: Problem) -> str:
+    """The Explicit axes that `on_each_device` leaves, and what they split."""
+    names, axes = [], set()
+    roles = {"parameters": problem.params, "batch": problem.batch}
+    for path, leaf in jax.tree_util.tree_flatten_with_path(roles)[0]:
+        sharding = jax.typeof(leaf).sharding
+        axes.update(sharding.mesh.explicit_axes)
+        if any(sharding.spec):
+            names.append(prefix.name(path))
+    what = listed(names) or "a shared argument"
+    return (
+        f"{what} split over the Explicit mesh axes {listed(axes)}, which do not split "
+        "the batch (jax.sharding.auto_axes makes them Auto)"
+    )
+
+
+def _bounds(
+    problem: Problem, method: str, ways: list[Way], devices: int
+) -> tuple[float, float]:
     """What is proved of excess and change, over the limit: see docs/numerics.md."""
     if method == "two_pass":
         # Its sum adds up other terms than were measured, and these are not known.
         return np.inf, np.inf
     lost, missed = 0.0, 0.0
-    size = problem.present.size
+    size = problem.present.size * devices
     for way, leaf in zip(ways, jax.tree.leaves(problem.params)):
         count = way.positions
         dtype = np.promote_types(leaf.dtype, np.float32)
@@ -501,8 +516,18 @@ def explain_clipped_grad(
     question = Question(call, loss, argnums, shared_argnums, has_aux)
 
     def of_batch(*args: Any) -> Explanation:
-        problem = question.about(args)
-        chosen, width, ghost = _choose(problem, method, microbatch)
+        problem, found = question.about(args), []
+
+        def explained(problem: Problem, _: Any, devices: int) -> Any:
+            found.append(of_device(question.on_device(problem), devices))
+            return jax.tree.leaves(problem.params), 0, ()
+
+        jax.eval_shape(lambda: on_each_device(explained, problem, (), call))
+        return found[0]
+
+    def of_device(problem: Problem, devices: int) -> Explanation:
+        most = max(microbatch // devices, 1) if microbatch else None
+        chosen, width, ghost = _choose(problem, method, most)
         count = min(width or problem.present.size, problem.present.size)
         entries = jax.tree_util.tree_flatten_with_path(problem.params)[0]
         rows, ways = [], ghost.ways if ghost else []
@@ -520,6 +545,8 @@ def explain_clipped_grad(
             name, shown = prefix.name(path), ", ".join(dict.fromkeys(uses))
             rows.append(ExplainedLeaf(name, leaf.shape, way.name, shown, kept, made))
         costs = _costs(problem, ghost or _ghost_of(problem)[0])
-        return Explanation(chosen, width, rows, *_bounds(problem, chosen, ways), costs)
+        bounds = _bounds(problem, chosen, ways, devices)
+        width = width and width * devices
+        return Explanation(chosen, width, rows, *bounds, costs)
 
     return of_batch
