@@ -278,9 +278,15 @@ METHODS: dict[str, Method] = {
         optaxclip.clipped_grad,
         "all",
         keeps=NORM - {BITS},
-        **OF_DERIVATIVES,
+        **OF_DERIVATIVES | {"mesh_axes": True},
         shrinks=True,
-        defaults={"argnums": 0, "shared_argnums": (), "method": "auto", "mean": True},
+        defaults={
+            "argnums": 0,
+            "shared_argnums": (),
+            "method": "auto",
+            "mean": True,
+            "mesh_axes": "auto",
+        },
     ),
     "per_example_global_norm_clip": Method(
         partial(batch_of_one, optaxclip.per_example.per_example_global_norm_clip),
