@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -20,7 +21,7 @@ from jax.core import Tracer
 from .. import _trees as prefix
 from .._checks import check_choice, check_flag, check_length
 from .._jaxpr import has_bits_that_vmap_changes, has_convolution
-from .._mesh import MeshAxes, is_on_one_device, listed
+from .._mesh import MeshAxes, is_on_one_device
 from ..shrinks import Shrink, shrink_of
 from ._explicit import on_each_device
 from ._ghost import Ghost, ghost_of
@@ -187,8 +188,8 @@ def clipped_grad(
     question = Question(call, loss, argnums, shared_argnums, has_aux, mesh_axes)
 
     def of_batch(*args: Any, mask: Any = None) -> ClippedGrad:
-        problem = question.about(args, mask)
-        sums, nonfinite, each = on_each_device(of_device, problem, limits.values, call)
+        problem = question.about(args, mask)._replace(limits=limits.values)
+        sums, nonfinite, each = on_each_device(of_device, problem)
         leaves, treedef = jax.tree.flatten(problem.params)
         divisor = None
         if mean:
@@ -199,12 +200,11 @@ def clipped_grad(
         grads = treedef.unflatten(sums)
         return ClippedGrad(grads, norms, factors, nonfinite, divisor, values, aux)
 
-    def of_device(problem: Problem, values: Any, devices: int) -> Any:
+    def of_device(problem: Problem) -> Any:
         problem = question.on_device(problem)
-        most = max(microbatch // devices, 1) if microbatch else None
-        chosen, width, ghost = _choose(problem, method, most)
-        own = limits.of(problem.params, problem.splits)._replace(values=values)
-        run = Run(problem, own, width)
+        chosen, width, ghost = _choose(problem, method, microbatch)
+        own = limits.of(problem.params, problem.splits)
+        run = Run(problem, own._replace(values=problem.limits), width)
         if ghost:
             sums, found = ghost.in_steps(run)
         elif chosen == "two_pass":
@@ -238,6 +238,8 @@ def _choose(
     """The method that was asked for, or the one that takes the least time, how many
     examples at once, and, if that is the method, ghost clipping.
     """
+    if microbatch:
+        microbatch = max(microbatch // problem.devices, 1)
     hindrance, ghost, others = "", None, '"one_pass", "two_pass"'
     if method == "two_pass" and _runs(problem, has_bits_that_vmap_changes):
         # The second pass puts a good example in the place of a masked or broken one.
@@ -321,10 +323,13 @@ def _is_split(batch: Any) -> bool:
 
 def _ghost_of(problem: Problem) -> tuple[Ghost | None, str]:
     """Ghost clipping, or None and what it cannot do."""
-    for leaf in jax.tree.leaves((problem.params, problem.batch)):
+    roles = {"parameters": problem.params, "batch": problem.batch}
+    for path, leaf in jax.tree_util.tree_flatten_with_path(roles)[0]:
+        kind = jax.typeof(leaf)
         # The cotangents that it asks for would need their shardings as types.
-        if jax.typeof(leaf).sharding.mesh.explicit_axes:
-            return None, _split_otherwise(problem)
+        if any(kind.sharding.spec):
+            what = f"{prefix.name(path)!r} of {kind}"
+            return None, f"{what}, which Explicit mesh axes split beside the batch's"
         # It is chosen by sizes, and those of jax.export may be symbols.
         if not all(isinstance(size, int) for size in leaf.shape):
             return None, f"sizes that are not known, here {leaf.shape}"
@@ -337,31 +342,13 @@ def _ghost_of(problem: Problem) -> tuple[Ghost | None, str]:
         )
 
 
-def _split_otherwise(problem: Problem) -> str:
-    """The Explicit axes that `on_each_device` leaves, and what they split."""
-    names, axes = [], set()
-    roles = {"parameters": problem.params, "batch": problem.batch}
-    for path, leaf in jax.tree_util.tree_flatten_with_path(roles)[0]:
-        sharding = jax.typeof(leaf).sharding
-        axes.update(sharding.mesh.explicit_axes)
-        if any(sharding.spec):
-            names.append(prefix.name(path))
-    what = listed(names) or "a shared argument"
-    return (
-        f"{what} split over the Explicit mesh axes {listed(axes)}, which do not split "
-        "the batch (jax.sharding.auto_axes makes them Auto)"
-    )
-
-
-def _bounds(
-    problem: Problem, method: str, ways: list[Way], devices: int
-) -> tuple[float, float]:
+def _bounds(problem: Problem, method: str, ways: list[Way]) -> tuple[float, float]:
     """What is proved of excess and change, over the limit: see docs/numerics.md."""
     if method == "two_pass":
         # Its sum adds up other terms than were measured, and these are not known.
         return np.inf, np.inf
     lost, missed = 0.0, 0.0
-    size = problem.present.size * devices
+    size = problem.present.size * problem.devices
     for way, leaf in zip(ways, jax.tree.leaves(problem.params)):
         count = way.positions
         dtype = np.promote_types(leaf.dtype, np.float32)
@@ -517,17 +504,12 @@ def explain_clipped_grad(
 
     def of_batch(*args: Any) -> Explanation:
         problem, found = question.about(args), []
-
-        def explained(problem: Problem, _: Any, devices: int) -> Any:
-            found.append(of_device(question.on_device(problem), devices))
-            return jax.tree.leaves(problem.params), 0, ()
-
-        jax.eval_shape(lambda: on_each_device(explained, problem, (), call))
+        jax.eval_shape(lambda: on_each_device(partial(explain, found), problem))
         return found[0]
 
-    def of_device(problem: Problem, devices: int) -> Explanation:
-        most = max(microbatch // devices, 1) if microbatch else None
-        chosen, width, ghost = _choose(problem, method, most)
+    def explain(found: list[Explanation], problem: Problem) -> Any:
+        problem = question.on_device(problem)
+        chosen, width, ghost = _choose(problem, method, microbatch)
         count = min(width or problem.present.size, problem.present.size)
         entries = jax.tree_util.tree_flatten_with_path(problem.params)[0]
         rows, ways = [], ghost.ways if ghost else []
@@ -545,8 +527,9 @@ def explain_clipped_grad(
             name, shown = prefix.name(path), ", ".join(dict.fromkeys(uses))
             rows.append(ExplainedLeaf(name, leaf.shape, way.name, shown, kept, made))
         costs = _costs(problem, ghost or _ghost_of(problem)[0])
-        bounds = _bounds(problem, chosen, ways, devices)
-        width = width and width * devices
-        return Explanation(chosen, width, rows, *bounds, costs)
+        bounds = _bounds(problem, chosen, ways)
+        width = width and width * problem.devices
+        found.append(Explanation(chosen, width, rows, *bounds, costs))
+        return jax.tree.leaves(problem.params), 0, ()
 
     return of_batch

@@ -12,6 +12,7 @@ Mesh axes that split something else, as those of tensor parallel layers, stay Ex
 
 import math
 from collections.abc import Callable
+from itertools import chain
 from typing import Any
 
 import jax
@@ -20,112 +21,81 @@ from jax import lax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from .._mesh import Names, listed, names_in
+from .._mesh import Names, names_in
+from .._trees import put_back
 from ._problem import Problem
 
 # Sums like the leaves of the parameters, a count, and arrays with a batch axis.
-Found = tuple[list[jax.Array], jax.Array, Any]
+Found = tuple[list[jax.Array], Any, Any]
 
 
-def on_each_device(
-    run: Callable[[Problem, Any, int], Found], problem: Problem, numbers: Any, call: str
-) -> Found:
-    """Calls `run(problem, numbers, devices)` with what each device has of the problem,
-    and the number of devices that share the batch. Adds up sums and counts.
-
-    Raises:
-      ValueError: a loss that closes over an array on the mesh.
-    """
-    rest = problem._replace(batch=(), present=None), numbers
-    leaves, treedef = jax.tree.flatten(rest)
-    # The others are functions and Python numbers.
-    places = [k for k, x in enumerate(leaves) if isinstance(x, (jax.Array, np.ndarray))]
-    arrays = [leaves[place] for place in places]
-    batch = problem.batch, problem.present
-    meshes = [jax.typeof(x).sharding.mesh for x in jax.tree.leaves((batch, arrays))]
+def on_each_device(run: Callable[[Problem], Found], problem: Problem) -> Found:
+    """Calls `run` with what each device has of the problem. Adds up sums and counts."""
+    # What is shared may be a function, and a limit a Python number.
+    arrays = jax.tree.map(_array_or_none, problem)
+    meshes = [jax.typeof(x).sharding.mesh for x in jax.tree.leaves(arrays)]
     mesh = next((mesh for mesh in meshes if mesh.explicit_axes), None)
     if mesh is None:
-        return run(problem, numbers, 1)
-    first = [names_in(spec_of(x)[0]) for x in jax.tree.leaves(batch)]
-    over: Names = next(filter(None, first), ())
-
-    def placed(x: jax.Array, *start: Names) -> jax.Array:
-        """The array, along the axes of the batch split at its start or whole."""
-        kept = [_without(entry, over) for entry in spec_of(x)]
-        kept[: len(start)] = start
-        spec = P(*[names or None for names in kept])
-        return jax.reshard(x, NamedSharding(mesh, spec))
-
-    def rebuilt(arrays: list[jax.Array], batch: Any) -> tuple[Problem, Any]:
-        filled = list(leaves)
-        for place, x in zip(places, arrays):
-            filled[place] = x
-        problem, numbers = treedef.unflatten(filled)
-        return problem._replace(batch=batch[0], present=batch[1]), numbers
-
-    arrays = list(map(placed, arrays))
-    batch = jax.tree.map(lambda x: placed(x, over), batch)
-    manual = set(mesh.explicit_axes)
-    for x in jax.tree.leaves((batch, arrays)):
-        for entry in spec_of(x):
-            manual.difference_update(_without(entry, over))
+        return run(problem)
+    params = [_spec_of(x) for x in jax.tree.leaves(problem.params)]
+    batch = [_spec_of(x) for x in jax.tree.leaves(problem.batch)]
+    over = next(filter(None, [names_in(spec[0]) for spec in batch]), ())
+    theirs = _names(*params, *[spec[1:] for spec in batch]).difference(over)
+    manual = set(mesh.explicit_axes) - theirs
     # An empty set would mean all axes to shard_map.
     if not manual:
-        return run(problem, numbers, 1)
-    given = set(map(id, arrays))
-    for x in rebuilt(arrays, batch)[0].program()[0].consts:
-        if id(x) not in given and jax.typeof(x).sharding.mesh.explicit_axes:
-            raise ValueError(
-                f"{call}: loss closes over an array of shape {x.shape} on a mesh with "
-                f"Explicit axes, here {listed(mesh.explicit_axes)}. Give it as an "
-                "argument, and name that in shared_argnums."
-            )
-    kinds = [jax.typeof(x).sharding for x in jax.tree.leaves(problem.params)]
-    parts = [_parts_along(over, kind.spec) for kind in kinds]
+        return run(problem)
+    split = P(over or None)
+    by_example = jax.tree.map(lambda _: split, (problem.batch, problem.present))
+    specs = jax.tree.map(lambda _: P(), arrays)
+    specs = specs._replace(batch=by_example[0], present=by_example[1])
+
+    def placed(x: jax.Array, spec: P) -> jax.Array:
+        """The array, split along manual axes as a spec says."""
+        kept = [_without(manual, names_in(entry)) or None for entry in _spec_of(x)]
+        return jax.reshard(x, NamedSharding(mesh, P(*spec, *kept[len(spec) :])))
+
+    # JAX 0.10.2 has no psum_scatter of what further Explicit axes split.
+    parts = [P() if theirs & _names(spec) else spec for spec in params]
     devices = math.prod(mesh.shape[name] for name in over)
 
-    def on_device(arrays: list[jax.Array], batch: Any) -> Found:
-        sums, count, each = run(*rebuilt(arrays, batch), devices)
+    def on_device(arrays: Problem) -> Found:
+        sums, count, each = run(put_back(arrays, problem)._replace(devices=devices))
         own = [_added(total, over, part) for total, part in zip(sums, parts)]
         return own, lax.psum(count, over), each
 
-    by_example = P(over or None)
     run_on_all = jax.shard_map(
         on_device,
         mesh=mesh,
-        in_specs=(P(), by_example),
-        out_specs=(parts, P(), by_example),
+        in_specs=(specs,),
+        out_specs=(parts, P(), split),
         axis_names=manual,
     )
-    sums, count, each = run_on_all(arrays, batch)
-    wanted = [NamedSharding(mesh, kind.spec) for kind in kinds]
-    return list(map(jax.reshard, sums, wanted)), count, each
+    sums, count, each = run_on_all(jax.tree.map(placed, arrays, specs))
+    kinds = [NamedSharding(mesh, spec) for spec in params]
+    return list(map(jax.reshard, sums, kinds)), count, each
 
 
-def spec_of(x: Any) -> P:
-    """How an array is split over Explicit axes of a mesh, by its type."""
+def _spec_of(x: Any) -> P:
     return jax.typeof(x).sharding.spec
 
 
-def _without(entry: Any, over: Names) -> Names:
-    """The mesh axes of an entry of a spec that are not some others."""
-    return tuple(name for name in names_in(entry) if name not in over)
+def _names(*specs: Any) -> set[str]:
+    """The mesh axes in some specs."""
+    return set(chain(*map(names_in, chain(*specs))))
 
 
-def _parts_along(over: Names, spec: P) -> P:
-    """The spec, or nothing where further mesh axes split an array too. JAX 0.10.2 does
-    not lower a `psum_scatter` of that.
-    """
-    is_theirs = any(_without(entry, over) for entry in spec)
-    return P() if is_theirs else spec
+def _without(others: set[str], names: Names) -> Names:
+    return tuple(name for name in names if name not in others)
+
+
+def _array_or_none(x: Any) -> Any:
+    return x if isinstance(x, (jax.Array, np.ndarray)) else None
 
 
 def _added(total: jax.Array, over: Names, parts: P) -> jax.Array:
     """The sum over devices, or the part of it that a device keeps."""
-    left = over
-    for dim, entry in enumerate(parts):
-        if entry:
-            names = names_in(entry)
+    for dim, names in enumerate(map(names_in, parts)):
+        if names:
             total = lax.psum_scatter(total, names, scatter_dimension=dim, tiled=True)
-            left = _without(left, names)
-    return lax.psum(total, left)
+    return lax.psum(total, _without(_names(parts), over))

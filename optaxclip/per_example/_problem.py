@@ -32,6 +32,8 @@ class Problem(NamedTuple):
     shared: list[Any]  # arguments that are the same for all examples
     # For each parameter, the mesh axes over which its gradient is split
     splits: Sequence[Names] = ()
+    limits: Sequence[Any] = ()  # the numbers of `max_norm`
+    devices: int = 1  # that share the batch, of which this has a part
 
     def of_one(self, params: Any, example: Any) -> tuple[jax.Array, Any]:
         """The loss of one example, and aux."""
