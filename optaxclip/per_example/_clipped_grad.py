@@ -21,7 +21,7 @@ from jax.core import Tracer
 from .. import _trees as prefix
 from .._checks import check_choice, check_flag, check_length
 from .._jaxpr import has_bits_that_vmap_changes, has_convolution
-from .._mesh import MeshAxes, is_on_one_device
+from .._mesh import MeshAxes, is_on_one_device, manual_axes
 from ..shrinks import Shrink, shrink_of
 from ._explicit import on_each_device
 from ._ghost import Ghost, ghost_of
@@ -36,6 +36,12 @@ METHODS = ("auto", "ghost", "one_pass", "two_pass")
 # long in one pass as without clipping, and transformers were as fast either way where
 # sequences had about this length.
 MULTIPLICATIONS_PER_NUMBER = 32
+SPLIT_KERNELS = (
+    'clipped_grad: method must be "ghost", and each kernel used once, for convolutions '
+    "of a batch that jit splits over devices, where XLA computes wrong gradients of "
+    "examples. Or put clipped_grad into jax.shard_map, with mean=False, and lax.psum "
+    'its gradients. Got method="{}".'
+)
 
 
 class ClippedGrad(NamedTuple):
@@ -253,20 +259,18 @@ def _choose(
             f'clipped_grad: method must be {others} or "auto" for {hindrance}, got '
             f'"{method}".'
         )
-    if _is_split(problem.batch) and _runs(problem, has_convolution):
+    is_split = _is_split(problem.batch)
+    if is_split is not False and _runs(problem, has_convolution):
         # XLA makes gradients of examples by a kernel wrong, as it does those of
         # jax.vmap(jax.grad(loss)).
         uses = ghost.uses.values() if ghost else ()
         eqns = [use.eqn for use in uses if use.eqn]
-        if not ghost or any(map(has_convolution, eqns)):
-            raise ValueError(
-                'clipped_grad: method must be "ghost", and each kernel used once, for '
-                "convolutions of a batch that jit splits over devices, where XLA "
-                "computes wrong gradients of examples. Or put clipped_grad into "
-                "jax.shard_map, with mean=False, and lax.psum its gradients. Got "
-                f'method="{method}".'
-            )
-        method = "ghost"
+        if ghost and not any(map(has_convolution, eqns)):
+            method = "ghost"
+        elif is_split:
+            raise ValueError(SPLIT_KERNELS.format(method))
+        else:
+            _refuse_a_split(problem.batch, SPLIT_KERNELS.format(method))
     if not ghost:
         return "one_pass" if method == "auto" else method, microbatch, None
     kept = sum(use.kept for use in ghost.program.uses())
@@ -311,14 +315,27 @@ def _runs(problem: Problem, kind: Callable[[Any], bool]) -> bool:
     return any(map(kind, problem.program()[0].jaxpr.eqns))
 
 
-def _is_split(batch: Any) -> bool:
-    """Whether jit may split the batch over devices."""
-    for leaf in jax.tree.leaves(batch):
+def _is_split(batch: Any) -> bool | None:
+    """Whether jit may split the batch over devices. None if only the compiler knows."""
+    traced = [isinstance(leaf, Tracer) for leaf in jax.tree.leaves(batch)]
+    for leaf, is_traced in zip(jax.tree.leaves(batch), traced):
         # The type of a traced array has the mesh, but not how it is split.
-        is_whole = isinstance(leaf, Tracer) or leaf.sharding.is_fully_replicated
+        is_whole = is_traced or leaf.sharding.is_fully_replicated
         if not (is_on_one_device(leaf) and is_whole):
             return True
-    return False
+    is_hidden = any(traced) and jax.device_count() > 1 and not manual_axes()
+    return None if is_hidden else False
+
+
+def _refuse_a_split(batch: Any, text: str) -> None:
+    """Makes the compiler raise an error if it splits the batch."""
+
+    def look(sharding: jax.sharding.Sharding) -> None:
+        if not sharding.is_fully_replicated:
+            raise ValueError(text)
+
+    for leaf in jax.tree.leaves(batch):
+        jax.debug.inspect_array_sharding(leaf, callback=look)
 
 
 def _ghost_of(problem: Problem) -> tuple[Ghost | None, str]:
