@@ -137,7 +137,8 @@ def clipped_grad(
       and of `mask=`: bool[batch], False for padding. It returns a `ClippedGrad`. Sums
       are in float32 or wider, but for those of "two_pass". The function should be
       jitted. Inside shard_map it gets the examples of its own device: take the sum
-      (`mean=False`), and `lax.psum` it.
+      (`mean=False`), and `lax.psum` it. On a mesh with Explicit axes it enters
+      shard_map itself, and the gradient is split as the parameters are.
 
     Raises:
       ValueError: a limit that is negative, NaN or an array, several limits or
@@ -146,11 +147,14 @@ def clipped_grad(
         devices (`lax.psum`) in pmap or with check_vma=False, a loss that joins devices
         with different examples, limits that do not fit the parameters, batches whose
         first axes are missing or differ, or a mask of the wrong shape. "ghost" raises
-        on a mesh with Explicit axes, for symbolic sizes, and for a loss that cannot be
-        split, such as one with refs (`jax.new_ref`). "two_pass" raises for random keys
-        other than threefry's. For a convolution of a batch that jit splits over devices
-        all methods raise, but for "ghost" if each kernel is used once. A split that
-        only `in_shardings` of jit tells is not seen.
+        where Explicit mesh axes split parameters, but not the batch, for symbolic
+        sizes, and for a loss that cannot be split, such as one with refs
+        (`jax.new_ref`). "two_pass" raises for random keys other than threefry's. For a
+        convolution of a batch that jit splits over devices all methods raise, but for
+        "ghost" if each kernel is used once: JaxRuntimeError, when it is compiled, if
+        only `in_shardings` of jit splits the batch.
+      NotImplementedError: from the function: a loss that closes over an array on a mesh
+        with Explicit axes. Make it a shared argument.
       TypeError: a limit that is not a number, or a shrink that is not a function. From
         the function: parameters that are no floats or complex numbers, places that are
         no ints, arguments by name, and a loss that is not one real number, or lacks the
