@@ -278,7 +278,7 @@ METHODS: dict[str, Method] = {
         optaxclip.clipped_grad,
         "all",
         keeps=NORM - {BITS},
-        **OF_DERIVATIVES | {"mesh_axes": True},
+        **OF_DERIVATIVES,
         shrinks=True,
         defaults={
             "argnums": 0,

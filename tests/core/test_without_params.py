@@ -73,7 +73,7 @@ def test_a_state_restored_from_optax_goes_on():
     state = theirs.update(GRADS, theirs.init(PARAMS))[1]
     wanted, _ = theirs.update(GRADS, state)
     found, state = ours.update(GRADS, state)
-    # The clipped gradients differ by 3 eps, which Adam passes on.
+    # The clipped gradients differ by 4 eps, which Adam passes on.
     for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(wanted)):
         np.testing.assert_allclose(one, other, rtol=8 * np.finfo(np.float32).eps)
     assert optaxclip.metrics(state)["clip/clipped_count"] == 1
