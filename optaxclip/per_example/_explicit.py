@@ -34,15 +34,13 @@ def on_each_device(run: Callable[[Problem], Found], problem: Problem) -> Found:
     # What is shared may be a function, and a limit a Python number.
     arrays = jax.tree.map(_array_or_none, problem)
     meshes = [jax.typeof(x).sharding.mesh for x in jax.tree.leaves(arrays)]
-    mesh = next((mesh for mesh in meshes if mesh.explicit_axes), None)
-    if mesh is None:
-        return run(problem)
+    mesh = max(meshes, key=lambda mesh: len(mesh.explicit_axes))
     params = [_spec_of(x) for x in jax.tree.leaves(problem.params)]
     batch = [_spec_of(x) for x in jax.tree.leaves(problem.batch)]
     over = next(filter(None, [names_in(spec[0]) for spec in batch]), ())
     theirs = _names(*params, *[spec[1:] for spec in batch]).difference(over)
     manual = set(mesh.explicit_axes) - theirs
-    # An empty set would mean all axes to shard_map.
+    # To shard_map an empty set means all axes.
     if not manual:
         return run(problem)
     split = P(over or None)
