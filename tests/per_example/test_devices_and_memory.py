@@ -153,6 +153,17 @@ def test_kernels_of_a_batch_in_shard_map_are_right(method):
     close([grads], weighted([each], hard_factor(norms_of([each]), 0.5)), 16)
 
 
+@pytest.mark.parametrize("method", ["auto", *METHODS])
+def test_kernels_of_a_batch_on_an_explicit_mesh_are_right(method):
+    split = NamedSharding(jax.make_mesh((8,), ("data",)), P("data"))
+    kernel, images = normal(0, 3, 3, 2, 2), normal(1, 16, 6, 6, 2)
+    each = jax.vmap(jax.grad(tied_kernels), (None, 0))(kernel, images)
+    run = jax.jit(clipped_grad(tied_kernels, 0.5, mean=False, method=method))
+    found = run(kernel, jax.device_put(images, split))
+    np.testing.assert_allclose(found.norms, norms_of([each]), rtol=64 * EPS)
+    close([found.grads], weighted([each], hard_factor(norms_of([each]), 0.5)), 16)
+
+
 @cache
 def temporary(method, batch, microbatch):
     shapes = {"in": (64, 256), "mid": (256, 256), "out": (256, 10)}
