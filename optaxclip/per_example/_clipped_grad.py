@@ -344,7 +344,7 @@ def _refuse_a_split(batch: Any, text: str) -> None:
 
 def _ghost_of(problem: Problem) -> tuple[Ghost | None, str]:
     """Ghost clipping, or None and what it cannot do."""
-    roles = {"parameters": problem.params, "batch": problem.batch}
+    roles = {"parameters": problem.params, "the batch": problem.batch}
     for path, leaf in jax.tree_util.tree_flatten_with_path(roles)[0]:
         kind = jax.typeof(leaf)
         # The cotangents that it asks for would need their shardings as types.
