@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -20,8 +21,9 @@ from jax.core import Tracer
 from .. import _trees as prefix
 from .._checks import check_choice, check_flag, check_length, is_function, shown
 from .._jaxpr import has_bits_that_vmap_changes, has_convolution
-from .._mesh import MeshAxes, is_on_one_device
+from .._mesh import MeshAxes, is_on_one_device, manual_axes
 from ..shrinks import Shrink, shrink_of
+from ._explicit import on_each_device
 from ._ghost import Ghost, ghost_of
 from ._ghost._capture import CannotSplit
 from ._ghost._norms import Way
@@ -34,6 +36,12 @@ METHODS = ("auto", "ghost", "one_pass", "two_pass")
 # long in one pass as without clipping, and transformers were as fast either way where
 # sequences had about this length.
 MULTIPLICATIONS_PER_NUMBER = 32
+SPLIT_KERNELS = (
+    'clipped_grad: method must be "ghost", and each kernel used once, for convolutions '
+    "of a batch that jit splits over devices, where XLA computes wrong gradients of "
+    "examples. Or put clipped_grad into jax.shard_map, with mean=False, and lax.psum "
+    'its gradients. Got method="{}".'
+)
 
 
 class ClippedGrad(NamedTuple):
@@ -137,7 +145,8 @@ def clipped_grad(
       and of `mask=`: bool[batch], False for padding. It returns a `ClippedGrad`. Sums
       are in float32 or wider, but for those of "two_pass". The function should be
       jitted. Inside shard_map it gets the examples of its own device: take the sum
-      (`mean=False`), and `lax.psum` it.
+      (`mean=False`), and `lax.psum` it. On a mesh with Explicit axes it enters
+      shard_map itself, and the gradient is split as the parameters are.
 
     Raises:
       ValueError: a limit that is negative, NaN or an array, several limits or
@@ -147,11 +156,14 @@ def clipped_grad(
         devices (`lax.psum`) in pmap or with check_vma=False, a loss that joins devices
         with different examples, limits that do not fit the parameters, batches whose
         first axes are missing or differ, or a mask of the wrong shape. "ghost" raises
-        on a mesh with Explicit axes, for symbolic sizes, and for a loss that cannot be
-        split, such as one with refs (`jax.new_ref`). "two_pass" raises for random keys
-        other than threefry's. For a convolution of a batch that jit splits over devices
-        all methods raise, but for "ghost" if each kernel is used once. A split that
-        only `in_shardings` of jit tells is not seen.
+        where Explicit mesh axes split parameters, but not the batch, for symbolic
+        sizes, and for a loss that cannot be split, such as one with refs
+        (`jax.new_ref`). "two_pass" raises for random keys other than threefry's. For a
+        convolution of a batch that jit splits over devices all methods raise, but for
+        "ghost" if each kernel is used once: JaxRuntimeError, when it is compiled, if
+        only `in_shardings` of jit splits the batch.
+      NotImplementedError: from the function: a loss that closes over an array on a mesh
+        with Explicit axes. Make it a shared argument.
       TypeError: a limit that is not a number, or a shrink that is not a function. From
         the function: parameters that are no floats or complex numbers, places that are
         no ints, arguments by name, and a loss that is not one real number, or lacks the
@@ -202,32 +214,38 @@ def clipped_grad(
     question = Question(call, loss, argnums, shared_argnums, has_aux, mesh_axes)
 
     def of_batch(*args: Any, mask: Any = None) -> ClippedGrad:
-        problem = question.about(args, mask)
-        chosen, width, ghost = _choose(problem, method, microbatch)
-        if needs_all_norms and method != "two_pass":
-            # The first factor is known after the last norm.
-            width = None
-        own = limits.of(problem.params, problem.splits)
-        run = Run(problem, own, width)
-        if ghost:
-            sums, found = ghost.in_steps(run)
-        elif chosen == "two_pass":
-            sums, found = run.in_two_passes()
-        else:
-            sums, found = run.in_one_pass()
-        weights, values, aux = found
+        problem = question.about(args, mask)._replace(limits=limits.values)
+        sums, nonfinite, each = on_each_device(of_device, problem)
         leaves, treedef = jax.tree.flatten(problem.params)
         divisor = None
         if mean:
             # Broken examples too. A batch that is all masked gives 0 / 1.
             divisor = jnp.maximum(jnp.sum(problem.present, dtype=jnp.int32), 1)
             sums = [_divided(x, divisor, y.dtype) for x, y in zip(sums, leaves)]
+        norms, factors, values, aux = each
+        grads = treedef.unflatten(sums)
+        return ClippedGrad(grads, norms, factors, nonfinite, divisor, values, aux)
+
+    def of_device(problem: Problem) -> Any:
+        problem = question.on_device(problem)
+        chosen, width, ghost = _choose(problem, method, microbatch)
+        if needs_all_norms and method != "two_pass":
+            # The first factor is known after the last norm.
+            width = None
+        own = limits.of(problem.params, problem.splits)
+        run = Run(problem, own._replace(values=problem.limits), width)
+        if ghost:
+            sums, found = ghost.in_steps(run)
+        elif chosen == "two_pass":
+            sums, found = run.in_two_passes()
+        else:
+            sums, found = run.in_one_pass()
+        weights, losses, aux = found
         # [batch, groups] -> for each limit [batch].
         norms = limits.treedef.unflatten(weights.norms.T)
         factors = limits.treedef.unflatten(weights.factors.T)
         nonfinite = jnp.sum(problem.present & ~weights.counts, dtype=jnp.int32)
-        grads = treedef.unflatten(sums)
-        return ClippedGrad(grads, norms, factors, nonfinite, divisor, values, aux)
+        return sums, nonfinite, (norms, factors, losses, aux)
 
     return of_batch
 
@@ -249,6 +267,8 @@ def _choose(
     """The method that was asked for, or the one that takes the least time, how many
     examples at once, and, if that is the method, ghost clipping.
     """
+    if microbatch:
+        microbatch = max(microbatch // problem.devices, 1)
     hindrance, ghost, others = "", None, '"one_pass", "two_pass"'
     if method == "two_pass" and _runs(problem, has_bits_that_vmap_changes):
         # The second pass puts a good example in the place of a masked or broken one.
@@ -262,20 +282,18 @@ def _choose(
             f'clipped_grad: method must be {others} or "auto" for {hindrance}, got '
             f'"{method}".'
         )
-    if _is_split(problem.batch) and _runs(problem, has_convolution):
+    is_split = _is_split(problem.batch)
+    if is_split is not False and _runs(problem, has_convolution):
         # XLA makes gradients of examples by a kernel wrong, as it does those of
         # jax.vmap(jax.grad(loss)).
         uses = ghost.uses.values() if ghost else ()
         eqns = [use.eqn for use in uses if use.eqn]
-        if not ghost or any(map(has_convolution, eqns)):
-            raise ValueError(
-                'clipped_grad: method must be "ghost", and each kernel used once, for '
-                "convolutions of a batch that jit splits over devices, where XLA "
-                "computes wrong gradients of examples. Or put clipped_grad into "
-                "jax.shard_map, with mean=False, and lax.psum its gradients. Got "
-                f'method="{method}".'
-            )
-        method = "ghost"
+        if ghost and not any(map(has_convolution, eqns)):
+            method = "ghost"
+        elif is_split:
+            raise ValueError(SPLIT_KERNELS.format(method))
+        else:
+            _refuse_a_split(problem.batch, SPLIT_KERNELS.format(method))
     if not ghost:
         return "one_pass" if method == "auto" else method, microbatch, None
     kept = sum(use.kept for use in ghost.program.uses())
@@ -320,23 +338,38 @@ def _runs(problem: Problem, kind: Callable[[Any], bool]) -> bool:
     return any(map(kind, problem.program()[0].jaxpr.eqns))
 
 
-def _is_split(batch: Any) -> bool:
-    """Whether jit may split the batch over devices."""
-    for leaf in jax.tree.leaves(batch):
+def _is_split(batch: Any) -> bool | None:
+    """Whether jit may split the batch over devices. None if only the compiler knows."""
+    traced = [isinstance(leaf, Tracer) for leaf in jax.tree.leaves(batch)]
+    for leaf, is_traced in zip(jax.tree.leaves(batch), traced):
         # The type of a traced array has the mesh, but not how it is split.
-        is_whole = isinstance(leaf, Tracer) or leaf.sharding.is_fully_replicated
+        is_whole = is_traced or leaf.sharding.is_fully_replicated
         if not (is_on_one_device(leaf) and is_whole):
             return True
-    return False
+    is_hidden = any(traced) and jax.device_count() > 1 and not manual_axes()
+    return None if is_hidden else False
+
+
+def _refuse_a_split(batch: Any, text: str) -> None:
+    """Makes the compiler raise an error if it splits the batch."""
+
+    def look(sharding: jax.sharding.Sharding) -> None:
+        if not sharding.is_fully_replicated:
+            raise ValueError(text)
+
+    for leaf in jax.tree.leaves(batch):
+        jax.debug.inspect_array_sharding(leaf, callback=look)
 
 
 def _ghost_of(problem: Problem) -> tuple[Ghost | None, str]:
     """Ghost clipping, or None and what it cannot do."""
-    for leaf in jax.tree.leaves((problem.params, problem.batch)):
+    roles = {"parameters": problem.params, "the batch": problem.batch}
+    for path, leaf in jax.tree_util.tree_flatten_with_path(roles)[0]:
+        kind = jax.typeof(leaf)
         # The cotangents that it asks for would need their shardings as types.
-        axes = sorted(jax.typeof(leaf).sharding.mesh.explicit_axes)
-        if axes:
-            return None, f"arrays on a mesh with Explicit axes, here {axes}"
+        if any(kind.sharding.spec):
+            what = f"{prefix.name(path)!r} of {kind}"
+            return None, f"{what}, which Explicit mesh axes split beside the batch's"
         # It is chosen by sizes, and those of jax.export may be symbols.
         if not all(isinstance(size, int) for size in leaf.shape):
             return None, f"sizes that are not known, here {leaf.shape}"
@@ -355,7 +388,7 @@ def _bounds(problem: Problem, method: str, ways: list[Way]) -> tuple[float, floa
         # Its sum adds up other terms than were measured, and these are not known.
         return np.inf, np.inf
     lost, missed = 0.0, 0.0
-    size = problem.present.size
+    size = problem.present.size * problem.devices
     for way, leaf in zip(ways, jax.tree.leaves(problem.params)):
         count = way.positions
         dtype = np.promote_types(leaf.dtype, np.float32)
@@ -510,7 +543,12 @@ def explain_clipped_grad(
     question = Question(call, loss, argnums, shared_argnums, has_aux)
 
     def of_batch(*args: Any) -> Explanation:
-        problem = question.about(args)
+        problem, found = question.about(args), []
+        jax.eval_shape(lambda: on_each_device(partial(explain, found), problem))
+        return found[0]
+
+    def explain(found: list[Explanation], problem: Problem) -> Any:
+        problem = question.on_device(problem)
         chosen, width, ghost = _choose(problem, method, microbatch)
         count = min(width or problem.present.size, problem.present.size)
         entries = jax.tree_util.tree_flatten_with_path(problem.params)[0]
@@ -529,6 +567,9 @@ def explain_clipped_grad(
             name, shown = prefix.name(path), ", ".join(dict.fromkeys(uses))
             rows.append(ExplainedLeaf(name, leaf.shape, way.name, shown, kept, made))
         costs = _costs(problem, ghost or _ghost_of(problem)[0])
-        return Explanation(chosen, width, rows, *_bounds(problem, chosen, ways), costs)
+        bounds = _bounds(problem, chosen, ways)
+        width = width and width * problem.devices
+        found.append(Explanation(chosen, width, rows, *bounds, costs))
+        return jax.tree.leaves(problem.params), 0, ()
 
     return of_batch

@@ -11,7 +11,6 @@ None needs memory that grows with the batch beyond a few numbers for each exampl
 from the activations of a microbatch.
 """
 
-import math
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -25,7 +24,7 @@ from .. import _trees as prefix
 from .._backward import is_weighted
 from .._checks import check_limit, check_scalar, held_in, is_function, shown
 from .._factors import factor_between, stretch
-from .._mesh import Names, names_in, resharded, split_as, varying
+from .._mesh import Names, varying
 from .._norms import global_norm
 from ..rules._rule import is_rule
 from ..shrinks import Shrink, shrunk_by
@@ -101,8 +100,8 @@ class Limits(NamedTuple):
         limits, seen = [], lax.stop_gradient(jnp.where(counts[:, None], norms, jnp.nan))
         for group, limit in enumerate(self.values):
             if is_function(limit):
-                # Each device gets the norms of all, in shard_map and on Explicit axes.
-                every = resharded(seen[:, group])
+                # Each device gets the norms of all, in shard_map too.
+                every = seen[:, group]
                 for name in sorted(varying(every)):
                     every = lax.all_gather(every, name, tiled=True)
                 limit = limit(every)
@@ -113,7 +112,6 @@ class Limits(NamedTuple):
         # A traced limit may be negative, and then counts as 0.
         limit = jnp.stack(limits)
         limit = jnp.broadcast_to(jnp.maximum(limit, 0), norms.shape)
-        limit = split_as(limit, jax.typeof(norms))
         new = shrunk_by(self.shrink, known, known, limit, self.call)
         # Without a limit the shrink is not used: normalize would make the norm inf.
         new = jnp.where(limit == jnp.inf, known, new)
@@ -320,10 +318,7 @@ def in_microbatches(
       The total plus all terms, and what was found for each example.
     """
     size = counts.size
-    shards = max(map(_shards, jax.tree.leaves((counts, batch))))
-    # On a mesh with Explicit axes each device has as many examples of a microbatch.
-    own = max(int(most or size) // shards, 1)
-    width = shards * evened(size // shards, own)
+    width = evened(size, int(most or size))
     count = -(-size // width)
     if count == 1:
         terms, found = step(counts, *batch)
@@ -363,13 +358,6 @@ def in_microbatches(
 
 def _plus(total: Array, term: Array) -> Array:
     return total + term.astype(total.dtype)
-
-
-def _shards(x: Array) -> int:
-    """Over how many devices Explicit axes of the mesh split the batch."""
-    # Other axes are not in the type.
-    sharding = jax.typeof(x).sharding
-    return math.prod(sharding.mesh.shape[name] for name in names_in(sharding.spec[0]))
 
 
 def evened(size: int, most: int) -> int:
