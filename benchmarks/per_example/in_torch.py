@@ -25,7 +25,7 @@ def missing() -> list[str]:
 
 def of_torch(case: Case) -> dict[str, Run]:
     """All methods for one model, the gradient of the mean first."""
-    if missing():
+    if missing() or case.kind not in KINDS:
         return {}
     import torch
 

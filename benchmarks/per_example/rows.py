@@ -21,10 +21,10 @@ LONG = 0.2  # seconds: a call that takes less is repeated, or its time is noise
 SAME = 1e-5  # rounding is below, and a factor that is missing above
 
 
-def table(quick: bool) -> Table:
+def table(quick: bool, models: Callable[[bool], list[Case]] = cases) -> Table:
     """Time, memory and compile time of each method, for each model."""
     rows = []
-    for case in cases(quick):
+    for case in models(quick):
         rows += rows_of(case, 1 if quick else 3)
     lacks = methods.missing() + in_torch.missing()
     worst = max(row.get("difference", 0) for row in rows)
@@ -56,7 +56,7 @@ def rows_of(case: Case, rounds: int) -> list[dict[str, Any]]:
     rows = []
     for name, taken in seconds.items():
         base = bases[name]
-        row = {"model": case.name, "gradient": name}
+        row = {"model": case.name, "batch": case.size, "gradient": name}
         row |= {"time": _ratio(taken, seconds[base])}
         if name in programs:
             row |= _compiled(programs[name], programs[base])
@@ -93,8 +93,15 @@ def _ratio(taken: list[float], base: list[float]) -> float:
     return timing.ratio(taken, base[: len(taken)])
 
 
+def _held(program: timing.Program) -> int:
+    used = program.call.memory_analysis()
+    sizes = used.argument_size_in_bytes, used.output_size_in_bytes
+    return sum(sizes) + used.temp_size_in_bytes
+
+
 def _compiled(program: timing.Program, plain: timing.Program) -> dict[str, Any]:
     return {
+        "memory": _held(program) / _held(plain),
         "temporary memory": program.temporary / plain.temporary,
         "compile": program.seconds / plain.seconds,
         "temporary_bytes": program.temporary,
