@@ -51,8 +51,8 @@ def long_sequence(w, x):
 def test_auto_chooses_microbatches_that_fill_the_batch():
     args = jnp.ones((128, 128)), jnp.ones((32, 144, 128))
     choice = explain_clipped_grad(long_sequence)(*args)
-    # Two thirds of 32 inputs and outputs of 144 x 128 have room for the gradients of half
-    # of the examples, but a cache of a CPU has not.
+    # Two thirds of 32 inputs and outputs of 144 x 128 have room for the gradients of
+    # half of the examples, but a cache of a CPU has not.
     width = 8 if jax.default_backend() == "cpu" else 16
     assert (choice.method, choice.microbatch) == ("one_pass", width)
 
