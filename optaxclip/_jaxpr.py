@@ -72,13 +72,13 @@ def _types(eqn: Any) -> Iterator[Any]:
             yield atom.aval
 
 
-def multiplications_of(body: Any) -> int:
-    """About how many multiplications a program takes as long as."""
+def work_of(body: Any) -> int:
+    """For about how many multiplications a program runs."""
     from jax.extend.core import jaxprs_in_params
 
     total = 0
     for eqn in getattr(body, "jaxpr", body).eqns:
-        inner = list(map(multiplications_of, jaxprs_in_params(eqn.params)))
+        inner = list(map(work_of, jaxprs_in_params(eqn.params)))
         if inner:
             total += eqn.params.get("length", 1) * sum(inner)
             continue

@@ -93,15 +93,9 @@ def _ratio(taken: list[float], base: list[float]) -> float:
     return timing.ratio(taken, base[: len(taken)])
 
 
-def _held(program: timing.Program) -> int:
-    used = program.call.memory_analysis()
-    sizes = used.argument_size_in_bytes, used.output_size_in_bytes
-    return sum(sizes) + used.temp_size_in_bytes
-
-
 def _compiled(program: timing.Program, plain: timing.Program) -> dict[str, Any]:
     return {
-        "memory": _held(program) / _held(plain),
+        "memory": program.held / plain.held,
         "temporary memory": program.temporary / plain.temporary,
         "compile": program.seconds / plain.seconds,
         "temporary_bytes": program.temporary,
@@ -126,24 +120,20 @@ def _differences(runs: dict[str, Callable[[], Tree]]) -> dict[str, float]:
     found = {}
     for name in runs:
         if name not in plain:
-            found[name] = _distance(_on_host(runs[name]()), expected)
+            found[name] = _distance(_as_torch(runs[name]()), expected)
             if found[name] > SAME:
                 raise ValueError(f"{name}: {found[name]:.1g} from optax's gradient.")
     return found
 
 
-def _on_host(grads: Tree) -> Tree:
-    """A gradient of either framework, in the layout of PyTorch."""
-    if any(isinstance(leaf, jax.Array) for leaf in grads.values()):
-        return _as_torch(grads)
-    return {name: np.asarray(leaf, np.float64) for name, leaf in grads.items()}
-
-
 def _as_torch(grads: Tree) -> Tree:
-    return {
-        name: np.asarray(in_torch.as_in_torch(name, leaf), np.float64)
-        for name, leaf in grads.items()
-    }
+    """A gradient of either framework, in the layout of PyTorch."""
+    found = {}
+    for name, leaf in grads.items():
+        is_ours = isinstance(leaf, jax.Array)
+        same = in_torch.as_in_torch(name, leaf) if is_ours else leaf
+        found[name] = np.asarray(same, np.float64)
+    return found
 
 
 def _distance(found: Tree, expected: Tree) -> float:

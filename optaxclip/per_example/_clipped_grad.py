@@ -18,11 +18,7 @@ from jax.core import Tracer
 
 from .. import _trees as prefix
 from .._checks import check_choice, check_flag, check_length
-from .._jaxpr import (
-    has_bits_that_vmap_changes,
-    has_convolution,
-    multiplications_of,
-)
+from .._jaxpr import has_bits_that_vmap_changes, has_convolution, work_of
 from .._mesh import MeshAxes, is_on_one_device
 from ..shrinks import Shrink, shrink_of
 from ._ghost import Ghost, ghost_of
@@ -275,8 +271,8 @@ def _most_at_once(problem: Problem, ghost: Ghost) -> dict[str, int]:
     kept, size = ghost.kept, problem.present.size
     made = sum(ghost.params[leaf].size for leaf in ghost.made)
     every = sum(leaf.size for leaf in ghost.params)
-    most = {}
-    for name, numbers in (("ghost", made), ("one_pass", every)):
+    most = {"ghost": made, "one_pass": every}
+    for name, numbers in most.items():
         # Gradients of examples take a third of the memory of what is kept of the
         # activations of the whole batch, or two of a part of it, of which less is kept.
         room = max(size * kept // 3, LITTLE) // max(numbers, 1)
@@ -298,7 +294,7 @@ def _costs(
     numbers = sum(leaf.size for leaf in jax.tree.leaves(problem.params))
     made = MULTIPLICATIONS_PER_NUMBER * numbers
     # Forward, and backward to the inputs and to the parameters of all examples.
-    plain = 3 * multiplications_of(problem.program()[0]) + made / size
+    plain = 3 * work_of(problem.program()[0]) + made / size
     costs = {"one_pass": 1 + made / plain, "two_pass": 2 + made / plain}
     if ghost:
         if (microbatch or _most_at_once(problem, ghost)["one_pass"]) < size:
@@ -423,10 +419,8 @@ class Explanation(NamedTuple):
 
     def __str__(self) -> str:
         width = self.microbatch or "the whole batch"
-        costs = []
-        for name, cost in self.costs.items():
-            is_much = " (more than ten)" * (cost > 10)
-            costs.append(f"{name} {cost:.2g}{is_much}")
+        costs = [f"{name} {cost:.2g}" for name, cost in self.costs.items()]
+        slow = [name for name, cost in self.costs.items() if cost > 10]
         bounds = "what an example adds is not bounded"
         if self.excess < np.inf:
             bounds = (
@@ -436,6 +430,7 @@ class Explanation(NamedTuple):
         lines = [
             f"method {self.method}, microbatch: {width}",
             f"estimated time, in plain gradients: {', '.join(costs)}",
+            *(f"more than ten plain gradients: {name}" for name in slow),
             bounds,
         ]
         head = ("parameter", "shape", "norm by", "uses", "kept", "made")
