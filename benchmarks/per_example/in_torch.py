@@ -84,7 +84,7 @@ def _with_opacus(case: Case, *, is_ghost: bool) -> Run:
             loss_of(hooked, optimizer, losses).backward()
         else:
             losses.mean().backward()
-            optimizer.pre_step()
+        optimizer.pre_step()
         return _grads(module)
 
     return run
