@@ -26,7 +26,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from . import _trees as prefix
-from ._checks import check_limit, check_order, check_scalar, shown
+from ._checks import Tree, check_limit, check_order, check_scalar, shown
 from ._clippers._by_value import value_clipper
 from ._kernel import clip_once
 from ._mesh import MeshAxes
@@ -41,7 +41,7 @@ is_weighted = jax.make_user_context(False)
 
 
 def clip_cotangent(
-    x: Any,
+    x: Tree,
     *,
     max_value: Any = None,
     min_value: Any = None,
@@ -49,7 +49,7 @@ def clip_cotangent(
     axis: int | tuple[int, ...] | None = None,
     ord: Ord = None,
     mesh_axes: MeshAxes = "auto",
-) -> Any:
+) -> Tree:
     """Returns `x`, and clips the cotangent of each of its arrays.
 
         y = x,   dL/dx = clip(dL/dy)
@@ -147,7 +147,7 @@ def clip_cotangent(
     return put_back(_clipped(measure, arrays, limit), x)
 
 
-def scale_cotangent(x: Any, scale: Any) -> Any:
+def scale_cotangent(x: Tree, scale: Any) -> Tree:
     """Returns `x`, and multiplies its derivative.
 
         y = x,   dL/dx = scale * dL/dy

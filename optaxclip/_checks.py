@@ -5,7 +5,7 @@ what is allowed.
 import inspect
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, TypeGuard
+from typing import Any, Literal, TypeGuard, TypeVar, get_args
 
 import jax
 import jax.numpy as jnp
@@ -15,8 +15,10 @@ from jax.core import Tracer
 from jax.tree_util import Partial
 
 # What becomes of updates whose norm is NaN or inf.
-NONFINITE = ("propagate", "zero", "raise")
+Nonfinite = Literal["propagate", "zero", "raise"]
+NONFINITE = get_args(Nonfinite)
 NUMBERS = (int, float, np.generic, np.ndarray, jax.Array)
+Tree = TypeVar("Tree")  # what comes back as it went in
 LAST_STEP = 2**31 - 1  # where the step of a state stays
 BEGIN_ANEW = (
     "Begin with a new one: state = optimizer.init(params). To keep the rest of the old "

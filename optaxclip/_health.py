@@ -14,7 +14,7 @@ from jax import lax
 
 from . import _mesh as mesh
 from . import _trees as trees
-from ._checks import check_flag, check_length, check_params, check_state
+from ._checks import check_flag, check_length, check_params, check_state, shown
 from ._exported import exported
 from ._kernel import make_clipper
 from ._mesh import MeshAxes
@@ -322,8 +322,8 @@ def _table(tree: Any, name: str) -> Any:
         leaves[trees.name(path)] = leaf
     if name not in leaves or not jnp.ndim(leaves[name]):
         raise ValueError(
-            f"{CALL}: embeddings must name leaves with rows, got {name!r}. There are "
-            f"{trees.listed(leaves)}."
+            f"{CALL}: embeddings must name leaves with rows, got {shown(name)}. "
+            f"There are {trees.listed(leaves)}."
         )
     return leaves[name]
 

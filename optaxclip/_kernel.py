@@ -26,7 +26,7 @@ from jax.typing import ArrayLike
 from . import _checks as checks
 from . import _state as states
 from . import _trees as trees
-from ._checks import shown
+from ._checks import Nonfinite, shown
 from ._factors import factor_between, multiply, roots_of_numbers
 from ._mesh import Split, at_own_place, entries_of, split_as, typed_as
 from ._names import OF_UPDATE
@@ -46,7 +46,7 @@ class Settings(NamedTuple):
     argument: str  # its limit: "clip_by_global_norm: max_norm"
     measure: Measure
     shrink: Shrink
-    nonfinite: str
+    nonfinite: Nonfinite
     no_limit: bool  # the limit is None, known before any program is traced
     rules: Any  # the structure of the rules, whose numbers are not static
     with_params: bool  # whether a rule needs the norms of the weights
@@ -61,7 +61,7 @@ def make_clipper(
     name: str,
     shrink: Shrink | str | None = None,
     eps: ArrayLike | None = None,
-    nonfinite: str = "propagate",
+    nonfinite: Nonfinite = "propagate",
 ) -> optax.GradientTransformationExtraArgs:
     """Makes a clipper. `call` and `name` are what errors call it and its limit."""
     checks.check_choice(f"{call}: nonfinite", nonfinite, checks.NONFINITE)
@@ -502,7 +502,7 @@ def clip_once(
     call: str,
     name: str,
     eps: ArrayLike = 0.0,
-    nonfinite: str = "propagate",
+    nonfinite: Nonfinite = "propagate",
     grad_norm: Any = None,
 ) -> tuple[Any, Any]:
     """Clips every norm of a tree to at most `limit`, with no state to carry.

@@ -18,7 +18,7 @@ import math
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import chain
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -33,7 +33,7 @@ from ._mesh import MeshAxes, Split
 from ._sums import Dims, Sums, as_float, divided, norm_dtype, plain_sum
 from ._trees import Axis, Stacked, clipped_leaves
 
-Ord = float | str | None
+Ord = float | Literal["rms", "average"] | None
 # Terms that are added up at once. Of more a GPU would copy each in a kernel.
 TOGETHER = 16
 OF_SQUARES = (None, 2, "rms", "average")  # orders whose norm is a root of squares

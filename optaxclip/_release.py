@@ -24,7 +24,7 @@ import optax
 from jax import lax
 from jax.interpreters.partial_eval import dce_jaxpr
 
-from ._checks import check_flag, shown, with_extra_args
+from ._checks import Nonfinite, check_flag, shown, with_extra_args
 from ._exported import exported
 from ._kernel import make_clipper
 from ._mesh import has_types, manual_axes
@@ -205,7 +205,7 @@ def release(
     max_norm: Limit = None,
     layer_clip: optax.GradientTransformation | None = None,
     delayed: bool = False,
-    nonfinite: str = "propagate",
+    nonfinite: Nonfinite = "propagate",
 ) -> Released:
     """Trains a stack of equal layers without ever holding the gradient of more than
     one.

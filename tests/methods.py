@@ -280,7 +280,13 @@ METHODS: dict[str, Method] = {
         keeps=NORM - {BITS},
         **OF_DERIVATIVES,
         shrinks=True,
-        defaults={"argnums": 0, "shared_argnums": (), "method": "auto", "mean": True},
+        defaults={
+            "argnums": 0,
+            "shared_argnums": (),
+            "method": "auto",
+            "mean": True,
+            "mesh_axes": "auto",
+        },
     ),
     "per_example_global_norm_clip": Method(
         partial(batch_of_one, optaxclip.per_example.per_example_global_norm_clip),

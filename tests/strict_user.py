@@ -1,4 +1,4 @@
-# pyright: strict, reportMissingTypeStubs=false
+# pyright: strict, reportMissingTypeStubs=false, reportUnnecessaryTypeIgnoreComment=true
 """A program under a strict type checker, which CI runs over it: all that a user calls
 is typed. `jax.grad` is not, and is given its type here.
 """
@@ -50,7 +50,15 @@ def step(
 
 
 def others(params: Params, x: jax.Array) -> None:
+    # What goes in comes back with its type, which a checker refuses to lose.
+    grads: Params
     grads, total = torch_style.clip_grad_norm(params, 1.0, error_if_nonfinite=True)
+    grads, total = optaxclip.clip_grads(grads, 1.0, nonfinite="zero")
+    grads = optaxclip.scale_cotangent(torch_style.clip_grad_value(grads, 1.0), 0.5)
+    # An option that is a word is one of the known ones.
+    optaxclip.zclip(nonfinite="skip")  # pyright: ignore[reportArgumentType]
+    optaxclip.zclip(target="mode")  # pyright: ignore[reportArgumentType]
+    optaxclip.clip_by_tensor_norm(1.0, ord="sum")  # pyright: ignore[reportArgumentType]
     clipper: optax.GradientTransformation = keras.clip_gradients(clipnorm=1.0)
     norm: jax.Array = optaxclip.global_norm(params, ord="rms")
     per_example = optaxclip.clipped_grad(loss, 1.0)

@@ -19,7 +19,7 @@ import optax
 from jax.typing import ArrayLike
 
 from .. import _norms as norms
-from .._checks import check_flag, shown
+from .._checks import Nonfinite, check_flag, shown
 from .._kernel import make_clipper
 from .._mesh import MeshAxes
 from .._norms import Measure, Ord, check_measure
@@ -34,7 +34,7 @@ def clip_by_global_norm(
     ord: Ord = None,
     shrink: Shrink | None = None,
     eps: ArrayLike = 0.0,
-    nonfinite: str = "propagate",
+    nonfinite: Nonfinite = "propagate",
     mesh_axes: MeshAxes = "auto",
 ) -> optax.GradientTransformationExtraArgs:
     """Clips the norm of all updates together: g * min(1, max_norm / |g|).
@@ -90,7 +90,7 @@ def clip_by_tensor_norm(
     stacked: Stacked = None,
     shrink: Shrink | None = None,
     eps: ArrayLike = 0.0,
-    nonfinite: str = "propagate",
+    nonfinite: Nonfinite = "propagate",
     mesh_axes: MeshAxes = "auto",
 ) -> optax.GradientTransformationExtraArgs:
     """Clips the norm of each leaf separately: g * min(1, max_norm / |g|).
@@ -150,7 +150,7 @@ def clip_by_unitwise_norm(
     stacked: Stacked = None,
     shrink: Shrink | None = None,
     eps: ArrayLike = 0.0,
-    nonfinite: str = "propagate",
+    nonfinite: Nonfinite = "propagate",
     mesh_axes: MeshAxes = "auto",
 ) -> optax.GradientTransformationExtraArgs:
     """Clips the norm of each unit: of the weights that feed one output.
@@ -215,7 +215,7 @@ def clip_by_group_norm(
     ord: Ord = None,
     shrink: Shrink | None = None,
     eps: ArrayLike = 0.0,
-    nonfinite: str = "propagate",
+    nonfinite: Nonfinite = "propagate",
     mesh_axes: MeshAxes = "auto",
     allow_missing: bool = False,
 ) -> optax.GradientTransformationExtraArgs:
@@ -288,7 +288,7 @@ def clip_by_tensor_rms(
     stacked: Stacked = None,
     shrink: Shrink | None = None,
     eps: ArrayLike = 0.0,
-    nonfinite: str = "propagate",
+    nonfinite: Nonfinite = "propagate",
     mesh_axes: MeshAxes = "auto",
 ) -> optax.GradientTransformationExtraArgs:
     """Clips the root mean square of each leaf: g * min(1, max_rms / rms(g)).
@@ -347,7 +347,7 @@ def clip_by_average_norm(
     stacked: Stacked = None,
     shrink: Shrink | None = None,
     eps: ArrayLike = 0.0,
-    nonfinite: str = "propagate",
+    nonfinite: Nonfinite = "propagate",
     mesh_axes: MeshAxes = "auto",
 ) -> optax.GradientTransformationExtraArgs:
     """Clips the average norm of each leaf, |g| / N for N elements, as TensorFlow does.

@@ -208,7 +208,9 @@ def _held(bound: Any, dtype: Any, *, sign: int = 0, up: bool = False) -> Any:
     is_whole = number.dtype.kind in ("iuO" if is_known else "i") and not is_float
     wide = np.dtype(np.float64)
     if not is_known:
-        wide = jnp.result_type(number, jnp.float32, *[dtype] * is_float)
+        # JAX promotes no floats of 8 bits. float32 holds them all.
+        is_wide = is_float and dtype.itemsize > 4
+        wide = jnp.result_type(number, jnp.float32, *[dtype] * is_wide)
     whole = object if is_known else number.dtype
     number = number.astype(whole if is_whole else wide)
     if sign:

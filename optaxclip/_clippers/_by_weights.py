@@ -13,7 +13,7 @@ import optax
 from jax import Array
 from jax.typing import ArrayLike
 
-from .._checks import check_params, shown
+from .._checks import Nonfinite, check_params, shown
 from .._factors import cast_like
 from .._kernel import make_clipper
 from .._mesh import MeshAxes
@@ -34,7 +34,7 @@ def adaptive_grad_clip(
     ord: Ord = None,
     stacked: Stacked = None,
     shrink: Shrink | None = None,
-    nonfinite: str = "propagate",
+    nonfinite: Nonfinite = "propagate",
     mesh_axes: MeshAxes = "auto",
 ) -> optax.GradientTransformationExtraArgs:
     """Clips each unit's gradient against its weights: |G_i| <= clipping * max(|W_i|,
@@ -121,7 +121,7 @@ def larc(
     weight_decay: ArrayLike = 0.0,
     eps: ArrayLike = 1e-8,
     stacked: Stacked = None,
-    nonfinite: str = "propagate",
+    nonfinite: Nonfinite = "propagate",
     mesh_axes: MeshAxes = "auto",
 ) -> optax.GradientTransformationExtraArgs:
     """Clips each tensor so that its step is at most `trust` times as long as the
@@ -256,7 +256,7 @@ def clippy(
     absolute: ArrayLike = 1e-7,
     *,
     stacked: Stacked = None,
-    nonfinite: str = "propagate",
+    nonfinite: Nonfinite = "propagate",
     mesh_axes: MeshAxes = "auto",
 ) -> optax.GradientTransformationExtraArgs:
     """Scales each tensor so that |u_i| <= relative * |p_i| + absolute for each element.

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import optax
 from jax.typing import ArrayLike
 
-from .._checks import check_norm, check_state, with_hash
+from .._checks import Nonfinite, Tree, check_norm, check_state, with_hash
 from .._exported import exported
 from .._kernel import clip_once, make_clipper
 from .._mesh import MeshAxes
@@ -30,7 +30,7 @@ def clip_by(
     shrink: Shrink | str | None = None,
     *,
     eps: ArrayLike = 0.0,
-    nonfinite: str = "propagate",
+    nonfinite: Nonfinite = "propagate",
 ) -> optax.GradientTransformationExtraArgs:
     """Makes a clipper of a norm, a limit and a shrink.
 
@@ -81,14 +81,14 @@ def clip_by(
 
 
 def clip_grads(
-    grads: Any,
+    grads: Tree,
     max_norm: ArrayLike | None,
     *,
     ord: Ord = None,
     eps: ArrayLike = 0.0,
-    nonfinite: str = "propagate",
+    nonfinite: Nonfinite = "propagate",
     mesh_axes: MeshAxes = "auto",
-) -> tuple[Any, jax.Array]:
+) -> tuple[Tree, jax.Array]:
     """Clips one tree of gradients and returns it with its norm:
     g * min(1, max_norm / |g|).
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax.numpy as jnp
 import optax
@@ -12,7 +12,7 @@ from jax import Array
 from jax.tree_util import Partial
 from jax.typing import ArrayLike
 
-from .._checks import shown
+from .._checks import Nonfinite, shown
 from .._exported import exported
 from .._mesh import MeshAxes
 from .._norms import GlobalNorm, GroupNorm, TensorNorm
@@ -38,7 +38,7 @@ def autoclip(
     cap: Limit = None,
     scope: Scope = "global",
     stacked: Stacked = None,
-    nonfinite: str = "propagate",
+    nonfinite: Nonfinite = "propagate",
     mesh_axes: MeshAxes = "auto",
 ) -> optax.GradientTransformationExtraArgs:
     """Clips to a percentile of the norms so far, the current one included.
@@ -126,12 +126,12 @@ def zclip(
     decay: Number = 0.97,
     *,
     cap: Limit = None,
-    target: str = "adaptive",
+    target: Literal["adaptive", "mean", "max"] = "adaptive",
     warmup: ArrayLike = 25,
     eps: ArrayLike = 1e-6,
     scope: Scope = "global",
     stacked: Stacked = None,
-    nonfinite: str = "propagate",
+    nonfinite: Nonfinite = "propagate",
     mesh_axes: MeshAxes = "auto",
 ) -> optax.GradientTransformationExtraArgs:
     """Clips norms with a z-score above `z`, the further off the more.
@@ -197,7 +197,7 @@ def adagc(
     warmup: ArrayLike = 100,
     scope: Scope = "tensor",
     stacked: Stacked = None,
-    nonfinite: str = "propagate",
+    nonfinite: Nonfinite = "propagate",
     mesh_axes: MeshAxes = "auto",
 ) -> optax.GradientTransformationExtraArgs:
     """Clips each tensor to `ratio` times the running average of its norm.
@@ -332,7 +332,7 @@ def aggc(
     down: Number = 0.9,
     raise_small: ArrayLike = False,
     stacked: Stacked = None,
-    nonfinite: str = "propagate",
+    nonfinite: Nonfinite = "propagate",
     mesh_axes: MeshAxes = "auto",
 ) -> optax.GradientTransformationExtraArgs:
     """Holds the norm of each group in a band about its own running average.
@@ -404,7 +404,7 @@ def adagn(
     eps: Number = 1e-8,
     scope: Scope = "tensor",
     stacked: Stacked = None,
-    nonfinite: str = "propagate",
+    nonfinite: Nonfinite = "propagate",
     mesh_axes: MeshAxes = "auto",
 ) -> optax.GradientTransformationExtraArgs:
     """Makes each tensor as long as the quotient of its norm's moments, about 1.

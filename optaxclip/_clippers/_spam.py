@@ -28,7 +28,7 @@ from jax.typing import ArrayLike
 
 from .. import _checks as checks
 from .. import _trees as trees
-from .._checks import LAST_STEP, check_state, number_for_jit
+from .._checks import LAST_STEP, Nonfinite, check_state, number_for_jit
 from .._exported import exported
 from .._factors import cast_like
 from .._kernel import make_clipper
@@ -197,7 +197,7 @@ def adaclip(
     decay: Number = 0.999,
     *,
     stacked: Stacked = None,
-    nonfinite: str = "propagate",
+    nonfinite: Nonfinite = "propagate",
     mesh_axes: MeshAxes = "auto",
 ) -> optax.GradientTransformationExtraArgs:
     """Shortens the coordinates of each tensor that are over the average of its largest.
@@ -267,7 +267,11 @@ def adaclip(
 def _scaled_over_limit(update: Any, scaled: Any, norm: Any, limit: Any) -> Any:
     # Compared in the dtype of the limit, since bfloat16 would round the limit. A
     # broken tensor is what the kernel made of it: all NaN, or all 0.
-    within = jnp.abs(update).astype(limit.dtype) <= limit
+    modulus = jnp.abs(update)
+    # The norm is made of |update| too. XLA on a CPU would keep what both read.
+    if not jnp.iscomplexobj(update):
+        modulus = jnp.maximum(update, -update)
+    within = modulus.astype(limit.dtype) <= limit
     return jnp.where(within & jnp.isfinite(norm), update, scaled)
 
 

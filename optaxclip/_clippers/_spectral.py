@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import math
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
@@ -32,7 +32,7 @@ import optax
 from jax import lax
 
 from .. import _trees as trees
-from .._checks import check_choice, check_length, shown
+from .._checks import Nonfinite, check_choice, check_length, shown
 from .._kernel import make_clipper
 from .._mesh import gathered, split_as
 from .._norms import OwnNorm, tensor_norm
@@ -42,16 +42,18 @@ from .._trees import Stacked, clipped_leaves, other_axes, put_back
 from ..rules._constant import LimitTree
 from ..shrinks import Shrink, hard, shrink_of, smooth
 
+Method = Literal["svd", "newton_schulz"]
+
 
 def clip_by_spectral_norm(
     max_norm: LimitTree,
     *,
     shrink: Shrink | None = None,
-    method: str = "svd",
+    method: Method = "svd",
     steps: int | None = None,
     columns: Any = None,
     stacked: Stacked = None,
-    nonfinite: str = "propagate",
+    nonfinite: Nonfinite = "propagate",
 ) -> optax.GradientTransformationExtraArgs:
     """Clips the singular values of each matrix: U S V^H -> U min(S, max_norm) V^H.
 
@@ -157,7 +159,7 @@ def clip_by_spectral_norm(
 
 
 def spectral_norm(
-    tree: Any, *, columns: Any = None, stacked: Stacked = None, method: str = "svd"
+    tree: Any, *, columns: Any = None, stacked: Stacked = None, method: Method = "svd"
 ) -> Any:
     """Returns the largest singular value of each leaf.
 
@@ -189,7 +191,7 @@ def spectral_norm(
 
 
 def _norm(call: str, method: str, columns: Any, stacked: Any) -> SpectralNorm:
-    check_choice(f"{call}: method", method, ("svd", "newton_schulz"))
+    check_choice(f"{call}: method", method, get_args(Method))
     columns = trees.static_numbers("columns", columns, call)
     stacked = trees.static_numbers("stacked", stacked, call)
     return SpectralNorm(call, method, columns, stacked)

@@ -62,7 +62,7 @@ import optax
 from jax.core import Tracer
 
 from .. import _norms as norms
-from .._checks import check_number, check_scalar, with_extra_args
+from .._checks import Tree, check_number, check_scalar, with_extra_args
 from .._clippers._by_value import value_clipper
 from .._kernel import clip_once, make_clipper
 from .._names import with_our_names
@@ -78,7 +78,7 @@ __all__ = [
 ]
 
 
-def clip_by_value(t: Any, clip_value_min: Any, clip_value_max: Any) -> Any:
+def clip_by_value(t: Tree, clip_value_min: Any, clip_value_max: Any) -> Tree:
     """Clips every element to [clip_value_min, clip_value_max].
 
     NaN stays NaN, and inf becomes the bound.
@@ -112,11 +112,13 @@ def clip_by_value(t: Any, clip_value_min: Any, clip_value_max: Any) -> Any:
     # Where traced bounds cross, the lower one wins as in TensorFlow.
     if isinstance(low, Tracer) or isinstance(high, Tracer):
         high = jnp.maximum(high, low)
-    clipper = value_clipper(call, ("clip_value_max", high), ("clip_value_min", low))
+    clipper: Any = value_clipper(
+        call, ("clip_value_max", high), ("clip_value_min", low)
+    )
     return clipper.update(t, clipper.init(t))[0]
 
 
-def clip_by_norm(t: Any, clip_norm: Any, axes: Any = None) -> Any:
+def clip_by_norm(t: Tree, clip_norm: Any, axes: Any = None) -> Tree:
     """Clips the norm of each tensor, whole or along axes: t * min(1, clip_norm / |t|).
 
     Args:
@@ -157,7 +159,7 @@ def clip_by_norm(t: Any, clip_norm: Any, axes: Any = None) -> Any:
     return clip_once(t, clip_norm, measure, call=call, name="clip_norm")[0]
 
 
-def clip_by_average_norm(t: Any, clip_norm: Any) -> Any:
+def clip_by_average_norm(t: Tree, clip_norm: Any) -> Tree:
     """Clips the average norm of each tensor: t * min(1, clip_norm / (|t| / size)).
 
     This is not a root mean square. It divides by the size, not by its root.
@@ -187,8 +189,8 @@ def clip_by_average_norm(t: Any, clip_norm: Any) -> Any:
 
 
 def clip_by_global_norm(
-    t_list: Any, clip_norm: Any, use_norm: Any = None
-) -> tuple[Any, jax.Array]:
+    t_list: Tree, clip_norm: Any, use_norm: Any = None
+) -> tuple[Tree, jax.Array]:
     """Clips the norm of all tensors together: t * min(1, clip_norm / |t_list|).
 
     Args:

@@ -67,7 +67,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from .._checks import check_number, check_scalar, shown
+from .._checks import Tree, check_number, check_scalar, shown
 from .._clippers._by_value import value_clipper
 from .._kernel import clip_once
 from .._names import with_our_names
@@ -86,11 +86,11 @@ EPS = 1e-6  # torch adds it to the norm that it divides by
 
 
 def clip_grad_norm(
-    grads: Any,
+    grads: Tree,
     max_norm: Any,
     norm_type: Any = 2.0,
     error_if_nonfinite: bool = False,
-) -> tuple[Any, jax.Array]:
+) -> tuple[Tree, jax.Array]:
     """Clips the norm of all gradients together, and returns it.
 
         grads * min(1, max_norm / (total_norm + 1e-6))
@@ -127,7 +127,7 @@ def clip_grad_norm(
     return _clipped(call, grads, max_norm, norm_type, error_if_nonfinite)
 
 
-def clip_grad_value(grads: Any, clip_value: Any) -> Any:
+def clip_grad_value(grads: Tree, clip_value: Any) -> Tree:
     """Clips every element to [-clip_value, clip_value].
 
     NaN stays NaN, and inf becomes the bound.
@@ -153,7 +153,7 @@ def clip_grad_value(grads: Any, clip_value: Any) -> Any:
     call = "clip_grad_value"
     # torch takes one number. clip_by_value would broadcast an array.
     check_scalar(f"{call}: clip_value", clip_value)
-    clipper = value_clipper(call, ("clip_value", clip_value))
+    clipper: Any = value_clipper(call, ("clip_value", clip_value))
     return clipper.update(grads, clipper.init(grads))[0]
 
 
@@ -189,7 +189,7 @@ def get_total_norm(
     return _clipped(call, grads, None, norm_type, error_if_nonfinite)[1]
 
 
-def clip_grads_with_norm(grads: Any, max_norm: Any, total_norm: Any) -> Any:
+def clip_grads_with_norm(grads: Tree, max_norm: Any, total_norm: Any) -> Tree:
     """Clips gradients whose norm is known.
 
         grads * min(1, max_norm / (total_norm + 1e-6))

@@ -11,7 +11,7 @@ import numpy as np
 from jax.core import Tracer
 from jax.typing import ArrayLike
 
-from .._checks import check_shrunk
+from .._checks import check_shrunk, shown
 from .._factors import factor_between
 from .._kernel import limit_of
 from ..rules import windowed_quantile, z_score
@@ -93,7 +93,7 @@ def history_of(call: str, norms: Any, *, signed: bool = False) -> jax.Array:
     if not jnp.isdtype(found.dtype, ("real floating", "integral")):
         must = f"{call}: norms must be an array of numbers"
         hint = "A file is read by optaxclip.replay.read_history."
-        raise TypeError(f"{must}, got {norms!r}. {hint}")
+        raise TypeError(f"{must}, got {shown(norms)}. {hint}")
     if not signed and (found < 0).any():
         wrong = found[found < 0][0]
         raise ValueError(f"{call}: norms must be at least 0, got {wrong}.")

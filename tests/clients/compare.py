@@ -8,7 +8,7 @@ import numpy as np
 from ..packages import run_worker
 from .trained import CLIENTS
 
-# The factor ends up to 3 eps of float32 below the quotient, and training carries that
+# The factor ends up to 4 eps of float32 below the quotient, and training carries that
 # on. Runs of a few dozen steps that differ by more do something else.
 TOLERANCE = 1e-5
 # Whose clip a run has: optax's, ours, or none.

@@ -31,6 +31,13 @@ def test_a_schedule_below_zero_is_zero_for_unsigned(bound):
     np.testing.assert_array_equal(found, [0, 0, 0])
 
 
+@pytest.mark.parametrize("dtype", ["float8_e4m3fn", "float8_e5m2"])
+def test_a_schedule_bounds_floats_of_few_bits(dtype):
+    found = clipped(jnp.asarray([-2.0, 1.0, 0.5], dtype), lambda step: 1.0 - step)
+    assert found.dtype == dtype
+    np.testing.assert_array_equal(found.astype("float32"), [-1.0, 1.0, 0.5])
+
+
 def test_a_traced_bound_below_zero_counts_as_zero():
     found = jax.jit(lambda bound: clipped(jnp.asarray(GRADS), bound))(-0.5)
     np.testing.assert_array_equal(found, np.zeros(3))

@@ -71,7 +71,9 @@ def test_a_traced_negative_limit_counts_as_zero(name):
         later = state._replace(step=jnp.asarray(step, jnp.int32))
         clipped, found = clipper.update(updates, later, updates)
         assert falling(step) < 0
-        assert not any(np.any(limit) for limit in jax.tree.leaves(found.limit))
+        # AGC's state has norms as multiples of their limits.
+        if name != "adaptive_grad_clip":
+            assert not any(np.any(limit) for limit in jax.tree.leaves(found.limit))
         chex.assert_trees_all_equal(clipped, zeros(updates))
 
 

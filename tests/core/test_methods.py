@@ -50,7 +50,9 @@ def test_names_and_numbers_are_those_of_the_function(name):
         "shrink": method.shrinks,
     }.items():
         assert (
-            (option in parameters) == given or method.wraps or name == "clip_cotangent"
+            (option in parameters) == given
+            or method.wraps
+            or name in ("clip_cotangent", "clipped_grad")
         )
 
 

@@ -200,9 +200,9 @@ def test_no_counter_wraps_or_returns_to_its_warm_up(name):
     for path, x in jax.tree_util.tree_leaves_with_path(last):
         if x.dtype == jnp.int32 and path:
             named = jax.tree_util.keystr(path)
-            is_flag = "consecutive" in named or "since" in named
+            is_flag = any(word in named for word in ("consecutive", "since", "spiked"))
             assert is_flag or np.all(x > 2**29), named
-    if jax.tree.leaves(last):
+    if jax.tree.leaves(last) and name != "reset_momentum":  # has no metrics
         for key, value in optaxclip.metrics(last, floats=True).items():
             assert "share" not in key or 0 <= value <= 1, key
 

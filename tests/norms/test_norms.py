@@ -430,3 +430,10 @@ def test_integer_norms_are_taken_under_strict_promotion():
 def test_one_norm_for_everything_is_a_number_in_the_state():
     for norm, shape in ((lambda tree: 2.0, ()), (lambda tree: [2.0, 3.0], (2,))):
         assert optaxclip.record_norm(norm).init([1.0, 2.0]).norm.shape == shape
+
+
+def test_a_nan_among_thousands_makes_the_norm_nan():
+    # Vectorised, a maximum of floats on a CPU drops NaN.
+    leaves = [jnp.ones(5000).at[place].set(jnp.nan) for place in (0, 2500, 4999)]
+    for ord in (0.5, 1, 2, 3, math.inf, "rms", "average"):
+        assert np.isnan(optaxclip.tensor_norm(leaves, ord=ord)).all(), ord
