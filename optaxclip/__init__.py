@@ -25,7 +25,7 @@ A clipper answers three questions. How long is the gradient? (norm) How long may
     per_example  clipped_grad and functions named as in optax
     doctor       `python -m optaxclip.doctor log.jsonl` says why a run breaks
     replay       rules over recorded norms, also as `python -m optaxclip.replay`
-    dropin       functions named as in torch, TensorFlow and Keras
+    dropin       functions named as in torch, TensorFlow, Keras and jax_privacy
 
 Example:
   >>> optimizer = optax.chain(optaxclip.clip_by_global_norm(1.0), optax.adamw(3e-4))

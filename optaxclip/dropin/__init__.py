@@ -9,6 +9,7 @@ result, and are pure, so that they run under jit.
                        clip_by_global_norm, global_norm, clip_gradients_by_norm
     keras              clip_gradients: clipnorm, clipvalue, global_clipnorm of the
                        optimizers, as an optax transformation
+    jax_privacy        clipped_grad: the sum of gradients clipped one by one
 
     from optaxclip.dropin.torch_style import clip_grad_norm
 
@@ -19,9 +20,9 @@ transformations, which need no second pass over the gradients and keep the norm 
 """
 
 from .._names import with_our_names
-from . import keras, tensorflow_style, torch_style
+from . import jax_privacy, keras, tensorflow_style, torch_style
 
-__all__ = ["keras", "tensorflow_style", "torch_style"]
+__all__ = ["jax_privacy", "keras", "tensorflow_style", "torch_style"]
 
 
 with_our_names(__name__)

@@ -100,5 +100,5 @@ def test_modules_of_the_dropins_are_those_of_their_names():
     }
     assert modules == {
         name: f"optaxclip.dropin.{name}"
-        for name in ("keras", "tensorflow_style", "torch_style")
+        for name in ("jax_privacy", "keras", "tensorflow_style", "torch_style")
     }

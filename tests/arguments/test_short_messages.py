@@ -18,6 +18,7 @@ LARGE = {
 }
 MODULES = [optaxclip, rules, shrinks, per_example, replay]
 MODULES += [dropin.keras, dropin.torch_style, dropin.tensorflow_style]
+MODULES += [dropin.jax_privacy]
 # What a parameter without a default is given, where it is not the one in question.
 USUAL = {
     "inner": optax.sgd(0.1),

@@ -8,11 +8,11 @@ import pytest
 
 import optaxclip
 from optaxclip import dropin, per_example, replay, rules, shrinks
-from optaxclip.dropin import keras, tensorflow_style, torch_style
+from optaxclip.dropin import jax_privacy, keras, tensorflow_style, torch_style
 
 MODULES = (
     *(optaxclip, rules, shrinks, replay, per_example, dropin),
-    *(torch_style, tensorflow_style, keras),
+    *(torch_style, tensorflow_style, keras, jax_privacy),
 )
 EVERYTHING = {module.__name__: module for module in MODULES}
 for module in MODULES:

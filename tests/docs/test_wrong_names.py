@@ -9,7 +9,7 @@ import pytest
 
 import optaxclip
 from optaxclip import dropin, per_example, replay, rules, shrinks
-from optaxclip.dropin import keras, tensorflow_style, torch_style
+from optaxclip.dropin import jax_privacy, keras, tensorflow_style, torch_style
 
 MODULES = (
     optaxclip,
@@ -20,6 +20,7 @@ MODULES = (
     torch_style,
     tensorflow_style,
     keras,
+    jax_privacy,
 )
 UNKNOWN = "nothing_like_it"
 
@@ -112,4 +113,6 @@ def test_an_attribute_of_another_place_or_spelling_names_it(module, name):
 
 
 def test_the_modules_of_dropin_are_found_without_an_import():
-    assert {dropin.keras, dropin.tensorflow_style, dropin.torch_style} < {*MODULES}
+    own = {dropin.jax_privacy, dropin.keras}
+    own |= {dropin.tensorflow_style, dropin.torch_style}
+    assert own < {*MODULES}

@@ -1,9 +1,10 @@
 """The command: see `tests/suites/__init__.py`."""
 
+import json
 import sys
 
 from ..packages import options_of, record
-from .compare import Findings, findings, tables_of_cases
+from .compare import Findings, findings, tables_of_cases, with_others
 from .page import differences, page, table
 from .patches import SUITES
 
@@ -20,9 +21,11 @@ def main(arguments: list[str] | None = None) -> int:
     rows = [row for each in found for row in each.rows]
     print(table(rows), differences(rows), sep="\n\n")
     problems = [problem for each in found for problem in each.problems]
-    return options.finish(
-        page, record(rows, ("jax", "optax", "numpy", "pytest")), problems
-    )
+    recorded = record(rows, ("jax", "optax", "numpy", "pytest"))
+    recorded["where"] = dict.fromkeys(options.chosen, recorded["where"])
+    if options.json and options.json.exists():
+        recorded = with_others(recorded, json.loads(options.json.read_text()))
+    return options.finish(page, recorded, problems)
 
 
 def _findings_of(name: str) -> Findings:

@@ -36,6 +36,19 @@ class Row(NamedTuple):
     own: tuple[str, ...] = ()  # tests that fail without ours too
 
 
+def suite_of(row: Mapping[str, Any]) -> str:
+    """Which suite, or table of cases, has a row."""
+    return "cases" if row["version"] == "cases" else row["package"]
+
+
+def with_others(new: dict[str, Any], old: dict[str, Any]) -> dict[str, Any]:
+    """What was recorded, with the rows of suites that did not run as they were."""
+    kept = [row for row in old["rows"] if suite_of(row) not in new["where"]]
+    order = [*SUITES, "cases"]
+    rows = sorted([*kept, *new["rows"]], key=lambda row: order.index(suite_of(row)))
+    return {"where": old["where"] | new["where"], "rows": rows}
+
+
 class Findings(NamedTuple):
     rows: list[Row]
     problems: list[str]  # each of them makes the exit status 1
@@ -51,6 +64,8 @@ def findings(package: str, *only: str) -> Findings:
     suite = SUITES[package]
     try:
         installed = distribution(suite.install)
+        if suite.version not in installed.version:
+            raise PackageNotFoundError(f"{suite.install} {suite.version}")
     except PackageNotFoundError:
         command = f"not installed: `pip install {suite.install}`"
         return Findings([Row(package, "", path, command) for path in suite.tests], [])

@@ -53,6 +53,15 @@ def differences(rows: list[Row]) -> str:
     return "\n".join(parts)
 
 
+def environments(where: dict[str, str]) -> str:
+    """Each environment with the suites that ran in it."""
+    parts = []
+    for environment in dict.fromkeys(where.values()):
+        ran = [name for name, each in where.items() if each == environment]
+        parts.append(wrapped(f"- {', '.join(ran)}: {environment}.", hanging="  "))
+    return "\n".join(parts)
+
+
 def failures_of_their_own(rows: list[Row]) -> str:
     """Tests that fail without ours as well."""
     parts = []
@@ -72,7 +81,7 @@ def page(recorded: dict[str, Any]) -> str:
     parts = [
         "# Tests of other packages",
         wrapped(INTRO),
-        wrapped(f"{recorded['where']}."),
+        environments(recorded["where"]),
         wrapped(COLUMNS),
         table(rows),
         wrapped(CASES),

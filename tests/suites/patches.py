@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 
 import optaxclip
+from optaxclip.dropin import jax_privacy as jax_privacy_style
 from optaxclip.dropin import keras as keras_style
 from optaxclip.dropin.tensorflow_style import clip_by_norm
 
@@ -22,6 +23,7 @@ class Suite(NamedTuple):
     tests: tuple[str, ...]  # files and folders, as installed
     replaced: dict[str, Function]  # module:name of theirs -> ours
     beside: str  # what stands in for what, in words
+    version: str = ""  # what is part of the version that is meant
 
 
 def clip_pytree(
@@ -77,6 +79,9 @@ _OPTAX = (
     optaxclip.per_example.per_example_global_norm_clip,
     optaxclip.per_example.per_example_layer_norm_clip,
 )
+_CLIPPED_GRAD: dict[str, Function] = {
+    "jax_privacy.clipping:clipped_grad": jax_privacy_style.clipped_grad
+}
 
 SUITES = {
     "optax": Suite(
@@ -93,12 +98,34 @@ SUITES = {
     ),
     "jax_privacy": Suite(
         install="jax_privacy",
-        beside="`clip_pytree`: `clip_by_global_norm` and `rescale`",
+        beside=(
+            "`clip_pytree`: `clip_by_global_norm` and `rescale`; `clipped_grad`: "
+            "`dropin.jax_privacy.clipped_grad`, also in its Keras models"
+        ),
         tests=(
             "tests/clipping_test.py",
             "tests/gradient_clipping_test.py",
+            "tests/experimental/execution_plan_test.py",
+            "tests/keras_api_test.py",
         ),
-        replaced={"jax_privacy.clipping:clip_pytree": clip_pytree},
+        replaced={"jax_privacy.clipping:clip_pytree": clip_pytree, **_CLIPPED_GRAD},
+    ),
+    "jax_privacy_main": Suite(
+        install="jax_privacy",
+        beside=(
+            "`clipped_grad`: `dropin.jax_privacy.clipped_grad`, also in its trainer "
+            "and Keras models. Installed from its repository at 8967688, with optax's "
+            "at 2edbcbe2"
+        ),
+        tests=(
+            "tests/clipping_test.py",
+            "tests/gradient_clipping_test.py",
+            "tests/execution_plan_test.py",
+            "tests/training_test.py",
+            "tests/keras_api_test.py",
+        ),
+        replaced=_CLIPPED_GRAD,
+        version="dev",
     ),
     "keras": Suite(
         install="keras",

@@ -5,7 +5,13 @@ from importlib.metadata import distribution
 import pytest
 
 from tests.suites.__main__ import main
-from tests.suites.compare import EXPLAINED, compare, findings, problems_of
+from tests.suites.compare import (
+    EXPLAINED,
+    compare,
+    findings,
+    problems_of,
+    with_others,
+)
 from tests.suites.patches import SUITES
 from tests.suites.worker import run
 
@@ -51,6 +57,18 @@ def test_failures_of_their_own_are_listed_separately():
     both = report({"x": "failed", "y": "passed"})
     row = compare("a", "1.0", FILE, both, both, {})
     assert (row.own, row.differ, row.ours) == (("x",), {}, "1 / 1 / 0")
+
+
+def test_numbers_of_suites_that_did_not_run_stay():
+    def row(package, version):
+        return {"package": package, "version": version}
+
+    old = {"where": {"optax": "a", "rlax": "a", "cases": "a"}}
+    old["rows"] = [row("optax", "1"), row("rlax", "1"), row("rlax", "cases")]
+    new = {"where": {"rlax": "b"}, "rows": [row("rlax", "2")]}
+    found = with_others(new, old)
+    assert found["where"] == {"optax": "a", "rlax": "b", "cases": "a"}
+    assert found["rows"] == [row("optax", "1"), row("rlax", "2"), row("rlax", "cases")]
 
 
 @pytest.mark.slow

@@ -64,10 +64,12 @@ def main(result: str, package: str, whose: str, *paths: str) -> None:
         root = Path(__file__).parents[2]
         paths = ("tests/core/test_conformance.py",)
     else:
-        root = Path(str(distribution(SUITES[package].install).locate_file("")))
-        import_module(package)  # in both runs, since the order of imports may matter
+        suite = SUITES[package]
+        root = Path(str(distribution(suite.install).locate_file("")))
+        # In both runs, since the order of imports may matter.
+        import_module(suite.install)
         if whose == "ours":
-            replace(SUITES[package], calls)
+            replace(suite, calls)
     report = {}
     for path in paths:
         before = calls.total()

@@ -1,0 +1,272 @@
+"""The gradient of jax_privacy: a sum of gradients that were clipped one by one, with
+the name and the arguments it has there.
+
+    from jax_privacy import clipped_grad                     # before
+    from optaxclip.dropin.jax_privacy import clipped_grad    # after
+
+    grad = clipped_grad(loss, l2_clip_norm=1.0, normalize_by=256)
+    grads = grad(params, batch)
+    sigma = noise_multiplier * grad.sensitivity()
+
+It is computed by `optaxclip.per_example.clipped_grad`: from one backward pass where
+that is fastest. Noise, sampling and accounting remain those of jax_privacy, whose
+training loop and Keras models run on it.
+
+    case                          jax_privacy 2.0         here
+    sums of 16-bit gradients      in 16 bits, unless      float32, unless `dtype` says
+                                  `dtype` says more       otherwise
+    float16, squares below 6e-8   norm 0: not clipped     the true norm, clipped
+    NaN or inf in a gradient      0 in their places, the  the example is left out (as
+                                  rest is clipped         in jax_privacy 2.3)
+    the same, nan_safe=False      NaN in their places     all NaN
+    padding                       values, aux, norms      norms are 0
+    empty batch                   ValueError              zeros
+    l2_clip_norm                  a number                or a tree of them (as in 2.3)
+    microbatch_size               must divide the batch   need not
+    spmd_axis_name                where jit splits vmap   no effect: the batch stays
+                                                          split as it came
+    grid_scale (2.3)              rounds to a grid        absent
+
+Reference: jax_privacy/clipping.py, jax_privacy 2.0.0 and main at 8967688.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from .. import per_example
+from .._checks import check_choice, check_number
+from .._names import with_our_names
+from .._norms import global_norm
+from ..shrinks import hard, normalize
+
+__all__ = ["AuxiliaryOutput", "BoundedSensitivityCallable", "clipped_grad"]
+
+# How many times its bound the sum changes, by the names of dp_accounting's relations.
+CHANGES = {"ADD_OR_REMOVE_ONE": 1, "REPLACE_ONE": 2, "REPLACE_SPECIAL": 1}
+
+
+class AuxiliaryOutput(NamedTuple):
+    """What was seen of each example. What was not asked for is None.
+
+    Attributes:
+      values: the loss of each example, with `return_values`.
+      grad_norms: norms before clipping, a tree like `l2_clip_norm`, with
+        `return_grad_norms`. 0 for padding.
+      aux: what the loss returned beside its value, with `has_aux`.
+    """
+
+    values: Any  # float[batch]
+    grad_norms: Any  # float32[batch]
+    aux: Any  # [batch, ...]
+
+
+@dataclass(frozen=True)
+class BoundedSensitivityCallable:
+    """A function, and how much one example can change its result.
+
+    Attributes:
+      fun: the function.
+      l2_norm_bound: the longest that the contribution of one example can be.
+      has_aux: whether an `AuxiliaryOutput` is returned beside the sum.
+    """
+
+    fun: Callable[..., Any]
+    l2_norm_bound: Any
+    has_aux: bool
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Returns the sum, or (sum, `AuxiliaryOutput`).
+
+        Args:
+          *args: the arguments of the loss, with batches for examples.
+          **kwargs: `is_padding_example=`, bool[batch], True for examples that
+            contribute 0. All others are keywords of the loss. As in jax_privacy these
+            are batches too, whose axis is never kept.
+        """
+        return self.fun(*args, **kwargs)
+
+    def sensitivity(self, neighboring_relation: Any = "REPLACE_SPECIAL") -> Any:
+        """Returns by how much the sum can change between neighbouring batches.
+
+        Args:
+          neighboring_relation: of `dp_accounting.NeighboringRelation`, or its name:
+            ADD_OR_REMOVE_ONE and REPLACE_SPECIAL (by nothing) give the bound,
+            REPLACE_ONE twice the bound.
+        """
+        # No import of dp_accounting, which takes seconds and is not always there.
+        name = getattr(neighboring_relation, "name", neighboring_relation)
+        check_choice("sensitivity: neighboring_relation", name, tuple(CHANGES))
+        return CHANGES[name] * self.l2_norm_bound
+
+
+def clipped_grad(
+    fun: Callable[..., Any],
+    argnums: int | Sequence[int] = 0,
+    has_aux: bool = False,
+    *,
+    l2_clip_norm: Any,
+    rescale_to_unit_norm: bool = False,
+    normalize_by: float = 1.0,
+    batch_argnums: int | Sequence[int] = 1,
+    keep_batch_dim: bool = True,
+    return_values: bool = False,
+    return_grad_norms: bool = False,
+    pre_clipping_transform: Callable[[Any], Any] = lambda grads: grads,
+    microbatch_size: int | None = None,
+    nan_safe: bool = True,
+    dtype: Any = None,
+    prng_argnum: int | None = None,
+    spmd_axis_name: str | None = None,
+) -> BoundedSensitivityCallable:
+    """Makes a function that clips the gradient of each example and adds them up:
+    (1 / normalize_by) sum_i g_i min(1, C / |g_i|).
+
+    Args:
+      fun: the loss, `fun(params, batch, ...) -> scalar`, or `(scalar, aux)` with
+        `has_aux`. It gets one example at a time.
+      argnums: which arguments to differentiate, as in `jax.grad`.
+      has_aux: whether the loss returns something beside its value.
+      l2_clip_norm: the limit C: a number at least 0, inf for none. Or a tree prefix of
+        the gradients with a limit for each part, which is then clipped separately.
+      rescale_to_unit_norm: whether to divide by C. With C = 0 each gradient is then
+        made as long as 1.
+      normalize_by: what the sum is divided by, above 0. A number that is not the size
+        of the batch at hand, since that is private too.
+      batch_argnums: which arguments are batches: trees of arrays whose first axis
+        counts examples. All others are the same for all examples.
+      keep_batch_dim: whether `fun` gets an example as a batch of size 1. Axes of size 1
+        that it puts in front of its aux are then removed. False for a loss of one
+        example, or of one user, with a further axis for what this user has.
+      return_values: whether to return the loss of each example.
+      return_grad_norms: whether to return the norms before clipping and before
+        `pre_clipping_transform`.
+      pre_clipping_transform: is applied to the gradient of each example before it is
+        clipped. It may return another tree, which the sum then looks like. Unless it
+        returns its argument, gradients of examples are made one by one.
+      microbatch_size: how many examples are differentiated at once. None for the whole
+        batch, or for what takes less memory and time.
+      nan_safe: whether an example with NaN or inf in its gradient contributes 0. If
+        not, the sum is NaN.
+      dtype: what the sum is returned in. None for that of the parameters, but for
+        float32 in the place of 16 bits, rounded to which one example could change the
+        sum by more than the limit.
+      prng_argnum: which argument is a random key. Each example gets its own, of
+        `jax.random.split(key, batch)`.
+      spmd_axis_name: has no effect. The batch stays split over devices as it came.
+
+    Returns:
+      A `BoundedSensitivityCallable`: a function of the arguments of `fun`, and of
+      `is_padding_example=`. It returns the sum, or (sum, `AuxiliaryOutput`) with
+      `has_aux`, `return_values` or `return_grad_norms`. Without examples the sum is 0.
+      It should be jitted.
+
+    Raises:
+      ValueError: a limit that is negative or NaN, `normalize_by` that is not above 0,
+        or arguments that are negative, in both roles, or no batch. From the function:
+        batches of different sizes, or limits that do not fit.
+      TypeError: a limit that is not a number. From the function: parameters that are
+        no floats, or a loss that is not one real number.
+
+    Example:
+      >>> def loss(w, batch):
+      ...     return 0.5 * jnp.mean((w - batch) ** 2)
+      >>> clipped_grad = optaxclip.dropin.jax_privacy.clipped_grad
+      >>> grad = clipped_grad(loss, l2_clip_norm=1.0, return_grad_norms=True)
+      >>> total, seen = grad(jnp.array(3.0), jnp.array([2.5, 1.0, 4.0]))
+      >>> print(f"{total:.3f}", seen.grad_norms, grad.sensitivity("REPLACE_ONE"))
+      0.500 [0.5 2.  1. ] 2.0
+
+    Reference: De, Berrada, Hayes, Smith, Balle, Unlocking high-accuracy differentially
+    private image classification through scale, 2022 (arXiv 2204.13650), for
+    `rescale_to_unit_norm`.
+    """
+    learned, batches = jax.tree.leaves(argnums), jax.tree.leaves(batch_argnums)
+    if not batches or min(learned + batches) < 0 or {*learned} & {*batches}:
+        must = f"{argnums=} and {batch_argnums=} must be at least 0, and not overlap"
+        raise ValueError(f"clipped_grad: {must}. batch_argnums must not be empty.")
+    limits = jax.tree.leaves(l2_clip_norm, is_leaf=lambda limit: limit is None)
+    for limit in limits:
+        check_number("clipped_grad: l2_clip_norm", limit, is_scalar=True)
+    if not normalize_by > 0:
+        raise ValueError(f"clipped_grad: {normalize_by=} must be above 0.")
+    bound = sum(limit**2 for limit in limits) ** 0.5
+    max_norm, shrink = l2_clip_norm, None
+    if rescale_to_unit_norm:
+        bound, shrink = len(limits) ** 0.5, _over_limit
+        # inf would be no limit. With the largest number gradients become 0.
+        max_norm = jax.tree.map(lambda limit: jnp.minimum(limit, 3.4e38), max_norm)
+
+    def total(*args: Any, is_padding_example: Any = None, **keywords: Any) -> Any:
+        batch = [[args[place] for place in batches], keywords]
+        leaves = jax.tree.leaves((batch, is_padding_example))
+        sizes = {jnp.shape(leaf)[:1] for leaf in leaves}
+        if len(sizes) != 1 or () in sizes:
+            must = f"{batch_argnums=}, keywords and is_padding_example must have"
+            same = f"the same size along axis 0, got shapes that begin with {sizes}"
+            raise ValueError(f"clipped_grad: {must} {same}.")
+        ((size,),) = sizes
+        mask = None if is_padding_example is None else ~jnp.asarray(is_padding_example)
+        if not size:
+            # One example of zeros that does not count.
+            mask = jnp.zeros(1, bool)
+            batch = jax.tree.map(lambda x: jnp.zeros((1, *x.shape[1:]), x.dtype), batch)
+        if prng_argnum is not None:
+            keys = args[prng_argnum]
+            batch += [jax.tree.map(lambda key: jax.random.split(key, size or 1), keys)]
+
+        def loss(params: Any, example: Any) -> tuple[Any, Any]:
+            examples, keywords, *keys = example
+            if keep_batch_dim:
+                examples = jax.tree.map(lambda x: x[None], examples)
+            trees = [params] if isinstance(argnums, int) else params
+            roles = zip([*learned, *batches, prng_argnum], [*trees, *examples, *keys])
+            each = dict(enumerate(args)) | dict(roles)
+            found = fun(*each.values(), **keywords)
+            return found if has_aux else (found, None)
+
+        def linear(direction: Any, example: Any) -> tuple[Any, Any]:
+            """Its gradient is the transformed gradient of the loss."""
+            found, grads = jax.value_and_grad(loss, has_aux=True)(params, example)
+            norms = jax.tree.map(lambda _, part: global_norm(part), l2_clip_norm, grads)
+            grads = jax.lax.stop_gradient(pre_clipping_transform(grads))
+            products = jax.tree.map(lambda x, y: jnp.sum(x * y), direction, grads)
+            return sum(jax.tree.leaves(products)), (norms, *found)
+
+        params = jax.tree.map(lambda place: args[place], argnums)
+        changed = pre_clipping_transform(params)
+        way = (loss, "auto") if changed is params else (linear, "one_pass")
+        options = {"method": way[1], "microbatch": microbatch_size, "shrink": shrink}
+        grad = per_example.clipped_grad(
+            way[0], max_norm, has_aux=True, mean=False, **options
+        )
+        # The gradient of what is linear is the same everywhere, also here.
+        result = grad(changed, batch, mask=mask)
+        seen = result.norms, result.values, result.aux
+        norms, values, aux = seen if changed is params else result.aux
+        if keep_batch_dim:
+            aux = jax.tree.map(lambda x: x[:, 0] if x.shape[1:2] == (1,) else x, aux)
+        seen = AuxiliaryOutput(
+            values if return_values else None, norms if return_grad_norms else None, aux
+        )
+
+        def finished(x: jax.Array) -> jax.Array:
+            x = x if nan_safe else jnp.where(result.nonfinite > 0, jnp.nan, x)
+            return (x / normalize_by).astype(x.dtype if dtype is None else dtype)
+
+        sums = jax.tree.map(finished, result.grads)
+        return (sums, jax.tree.map(lambda x: x[:size], seen)) if has_more else sums
+
+    has_more = has_aux or return_values or return_grad_norms
+    return BoundedSensitivityCallable(total, bound / normalize_by, has_more)
+
+
+def _over_limit(norm: jax.Array, limit: jax.Array) -> jax.Array:
+    """The clipped norm over the limit, 1 for a limit of 0."""
+    return jnp.where(limit > 0, hard(norm, limit) / limit, normalize(norm, 1.0))
+
+
+with_our_names(__name__)

@@ -1,0 +1,288 @@
+"""`dropin.jax_privacy.clipped_grad` gives the sums of a float64 oracle, in the form of
+jax_privacy. `python -m tests.suites` runs their tests on it.
+"""
+
+import enum
+import inspect
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from optaxclip.dropin.jax_privacy import clipped_grad
+
+SIZE = 7
+EPS = float(jnp.finfo(jnp.float32).eps)
+# A residual has 4 rounded products, a norm 4 squares, and the sum SIZE terms. The
+# factor is up to 5 eps below limit / norm.
+RTOL = 20 * EPS
+RNG = np.random.default_rng(0)
+X = RNG.normal(size=(SIZE, 3)).astype(np.float32)
+Y = RNG.normal(size=SIZE).astype(np.float32)
+PARAMS = {"w": jnp.array([0.5, -1.0, 2.0]), "b": jnp.array(0.25)}
+
+
+def loss(params, x, y):
+    residual = x @ params["w"] + params["b"] - y
+    return 0.5 * jnp.mean(residual**2)
+
+
+def gradients():
+    """The gradient of each example in float64: [batch, 3] and [batch]."""
+    w, b = (np.asarray(PARAMS[name], np.float64) for name in "wb")
+    residual = X.astype(np.float64) @ w + b - Y
+    return {"w": residual[:, None] * X, "b": residual}
+
+
+def norms_of(grads):
+    return np.sqrt(np.sum(grads["w"] ** 2, 1) + grads["b"] ** 2)
+
+
+def summed(grads, factors):
+    return {name: np.tensordot(factors, x, axes=1) for name, x in grads.items()}
+
+
+def assert_near(found, wanted):
+    size = sum(np.abs(x).max() for x in wanted.values())
+    for name, x in wanted.items():
+        np.testing.assert_allclose(found[name], x, rtol=0, atol=RTOL * SIZE * size)
+
+
+def make(**options):
+    given = {"l2_clip_norm": 1.5, "batch_argnums": (1, 2)} | options
+    return clipped_grad(loss, **given)
+
+
+@pytest.mark.parametrize("limit", [0, 1e-3, 1.5, math.inf])
+@pytest.mark.parametrize("microbatch_size", [None, 1, 3])
+@pytest.mark.parametrize("rescale", [False, True])
+def test_the_sum_is_that_of_the_oracle(limit, microbatch_size, rescale):
+    grads = gradients()
+    norms = norms_of(grads)
+    factors = np.minimum(1, limit / norms)
+    if rescale:
+        factors = factors / limit if limit else 1 / norms
+    options = {"rescale_to_unit_norm": rescale, "microbatch_size": microbatch_size}
+    grad = make(l2_clip_norm=limit, normalize_by=4.0, return_grad_norms=True, **options)
+    found, seen = jax.jit(grad)(PARAMS, X, Y)
+    assert_near(found, summed(grads, factors / 4))
+    np.testing.assert_allclose(seen.grad_norms, norms, rtol=RTOL)
+    assert grad.l2_norm_bound == (1.0 if rescale else limit) / 4
+
+
+def test_padding_contributes_nothing():
+    padding = np.arange(SIZE) % 3 == 1
+    grads = gradients()
+    factors = np.minimum(1, 1.5 / norms_of(grads)) * ~padding
+    found = make()(PARAMS, X, Y, is_padding_example=padding)
+    assert_near(found, summed(grads, factors))
+
+
+def test_parts_with_limits_of_their_own_are_clipped_separately():
+    grads = gradients()
+    norms = {"w": np.linalg.norm(grads["w"], axis=1), "b": np.abs(grads["b"])}
+    limits = {"w": 0.75, "b": 0.5}
+    factors = {name: np.minimum(1, limits[name] / x) for name, x in norms.items()}
+    grad = make(l2_clip_norm=limits, return_grad_norms=True)
+    found, seen = grad(PARAMS, X, Y)
+    assert_near(found, {k: np.tensordot(factors[k], grads[k], 1) for k in grads})
+    for name, x in norms.items():
+        np.testing.assert_allclose(seen.grad_norms[name], x, rtol=RTOL)
+    assert grad.l2_norm_bound == math.hypot(0.75, 0.5)
+    rescaled = make(l2_clip_norm=limits, rescale_to_unit_norm=True, normalize_by=2.0)
+    assert rescaled.l2_norm_bound == math.sqrt(2) / 2
+
+
+def test_a_transform_changes_what_is_clipped():
+    grads = gradients()
+    changed = {"u": 0.1 * grads["w"], "v": grads["b"]}
+    norms = np.sqrt(np.sum(changed["u"] ** 2, 1) + changed["v"] ** 2)
+
+    def transform(grads):
+        return {"u": 0.1 * grads["w"], "v": grads["b"]}
+
+    grad = make(pre_clipping_transform=transform, return_grad_norms=True)
+    found, seen = jax.jit(grad)(PARAMS, X, Y)
+    assert_near(found, summed(changed, np.minimum(1, 1.5 / norms)))
+    # As in jax_privacy the norms are those before the transform.
+    np.testing.assert_allclose(seen.grad_norms, norms_of(grads), rtol=RTOL)
+
+
+def test_several_arguments_are_differentiated():
+    def of_two(w, x, b, y):
+        return loss({"w": w, "b": b}, x, y)
+
+    options = {"l2_clip_norm": 1.5, "batch_argnums": (1, 3)}
+    w, b = PARAMS["w"], PARAMS["b"]
+    both = clipped_grad(of_two, (0, 2), **options)(w, X, b, Y)
+    wanted = make()(PARAMS, X, Y)
+    assert_near(dict(zip("wb", both)), wanted)
+    (one,) = clipped_grad(of_two, [2], **options)(w, X, b, Y)
+    factors = np.minimum(1, 1.5 / np.abs(gradients()["b"]))
+    assert_near({"b": one}, summed({"b": gradients()["b"]}, factors))
+
+
+def test_keywords_have_an_entry_for_each_example():
+    shapes = []
+
+    def weighted(params, x, *, y, weight):
+        shapes.append((x.shape, y.shape, weight.shape))
+        return jnp.sum(weight * loss(params, x, y))
+
+    weights = np.arange(SIZE, dtype=np.float32)
+    grad = clipped_grad(weighted, l2_clip_norm=1.5)
+    found = grad(PARAMS, X, y=Y, weight=weights)
+    assert {*shapes} == {((1, 3), (), ())}
+    grads = {k: (weights * x.T).T for k, x in gradients().items()}
+    norms = np.maximum(norms_of(grads), 1e-30)
+    assert_near(found, summed(grads, np.minimum(1, 1.5 / norms)))
+
+
+@pytest.mark.parametrize(("keep", "shape"), [(True, (1, 3)), (False, (3,))])
+def test_the_axis_of_the_batch_is_kept_if_wanted(keep, shape):
+    def with_aux(params, x, scale):
+        assert x.shape == shape
+        assert scale is None
+        return jnp.sum((x @ params["w"]) ** 2), {"x": x, "first": x.ravel()[0]}
+
+    options = {"l2_clip_norm": 1.0, "keep_batch_dim": keep, "return_values": True}
+    grad = clipped_grad(with_aux, has_aux=True, **options)
+    _, seen = grad(PARAMS, X, None)
+    np.testing.assert_array_equal(seen.aux["x"], X)
+    np.testing.assert_array_equal(seen.aux["first"], X[:, 0])
+    values = (X.astype(np.float64) @ np.asarray(PARAMS["w"], np.float64)) ** 2
+    np.testing.assert_allclose(seen.values, values, rtol=RTOL, atol=RTOL)
+    assert seen.grad_norms is None
+
+
+def test_only_the_sum_comes_back_where_nothing_more_is_wanted():
+    assert set(make()(PARAMS, X, Y)) == {"w", "b"}
+    assert not make().has_aux
+    grad = make(return_values=True)
+    assert grad.has_aux
+    _, (values, norms, aux) = grad(PARAMS, X, Y)
+    assert values.shape == (SIZE,)
+    assert norms is None
+    assert aux is None
+
+
+@pytest.mark.parametrize("padding", [None, np.zeros(0, bool)])
+def test_an_empty_batch_gives_zeros(padding):
+    def noisy(params, x, y, key):
+        return loss(params, x, y) + jax.random.normal(key), {"x": x}
+
+    options = {"return_values": True, "return_grad_norms": True, "prng_argnum": 3}
+    grad = clipped_grad(
+        noisy, has_aux=True, l2_clip_norm=1.0, batch_argnums=(1, 2), **options
+    )
+    key = jax.random.key(0)
+    empty = X[:0], Y[:0]
+    found, seen = jax.jit(grad)(PARAMS, *empty, key, is_padding_example=padding)
+    assert_near(found, {"w": np.zeros(3), "b": np.zeros(())})
+    assert seen.values.shape == seen.grad_norms.shape == (0,)
+    assert seen.aux["x"].shape == (0, 3)
+
+
+def test_a_broken_example_is_left_out_unless_it_should_show():
+    broken = X.copy()
+    broken[2] = np.nan
+    grads = gradients()
+    factors = np.minimum(1, 1.5 / norms_of(grads)) * (np.arange(SIZE) != 2)
+    assert_near(make()(PARAMS, broken, Y), summed(grads, factors))
+    shown = make(nan_safe=False)(PARAMS, broken, Y)
+    assert np.isnan(shown["w"]).all()
+    assert np.isnan(shown["b"])
+    assert_near(make(nan_safe=False)(PARAMS, X, Y), make()(PARAMS, X, Y))
+
+
+def test_each_example_has_its_own_key():
+    def noise(w, x, key):
+        return w * jax.random.normal(key)
+
+    grad = clipped_grad(noise, l2_clip_norm=math.inf, prng_argnum=2)
+    key = jax.random.key(3)
+    found = grad(jnp.ones(()), X, key)
+    each = jax.vmap(jax.random.normal)(jax.random.split(key, SIZE))
+    wanted = np.sum(np.asarray(each, np.float64))
+    np.testing.assert_allclose(found, wanted, atol=RTOL * SIZE)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16])
+def test_16_bits_hold_the_bound(dtype):
+    """jax_privacy takes this norm for 0 in float16, and adds the gradient unclipped."""
+
+    def of_one(w, x):
+        return jnp.sum(w * x)
+
+    x = np.full((1, 4000), 1e-4, dtype)
+    options = {"l2_clip_norm": 2e-3, "keep_batch_dim": False}
+    grad = clipped_grad(of_one, return_grad_norms=True, **options)
+    found, seen = jax.jit(grad)(jnp.zeros(4000, dtype), x)
+    exact = np.linalg.norm(x.astype(np.float64))
+    np.testing.assert_allclose(seen.grad_norms, [exact], rtol=RTOL)
+    total = np.linalg.norm(np.asarray(found, np.float64))
+    assert 2e-3 * (1 - 10 * EPS) <= total <= 2e-3
+    assert found.dtype == jnp.float32
+    narrow = clipped_grad(of_one, dtype=dtype, **options)
+    assert narrow(jnp.zeros(4000, dtype), x).dtype == dtype
+
+
+class Relation(enum.Enum):
+    """As `dp_accounting.NeighboringRelation`."""
+
+    ADD_OR_REMOVE_ONE = 1
+    REPLACE_ONE = 2
+    REPLACE_SPECIAL = 3
+    OTHER = 4
+
+
+def test_sensitivity_follows_the_relation():
+    grad = make(normalize_by=2.0)
+    assert grad.sensitivity() == grad.l2_norm_bound == 0.75
+    assert grad.sensitivity(Relation.ADD_OR_REMOVE_ONE) == 0.75
+    assert grad.sensitivity(Relation.REPLACE_SPECIAL) == 0.75
+    assert grad.sensitivity(Relation.REPLACE_ONE) == 1.5
+    assert grad.sensitivity("REPLACE_ONE") == 1.5
+    with pytest.raises(ValueError, match=r"^sensitivity: neighboring_relation .*OTHER"):
+        grad.sensitivity(Relation.OTHER)
+
+
+WRONG = {
+    "argnums=0 and batch_argnums=0 must be": {"batch_argnums": 0},
+    "argnums=0 and batch_argnums=-1 must be": {"batch_argnums": -1},
+    r".*batch_argnums must not be empty": {"batch_argnums": ()},
+    "l2_clip_norm must be at least 0, got -1": {"l2_clip_norm": -1.0},
+    "l2_clip_norm must be a real number, got None": {"l2_clip_norm": {"w": None}},
+    "normalize_by=0 must be above 0": {"normalize_by": 0},
+}
+
+
+@pytest.mark.parametrize("text", WRONG)
+def test_what_is_wrong_is_named(text):
+    with pytest.raises((TypeError, ValueError), match=f"^clipped_grad: {text}"):
+        make(**WRONG[text])
+
+
+def test_batches_of_different_sizes_are_refused():
+    text = r"^clipped_grad: batch_argnums=\(1, 2\), .* the same size along axis 0"
+    with pytest.raises(ValueError, match=text):
+        make()(PARAMS, X, Y[:3])
+    with pytest.raises(ValueError, match=text):
+        make()(PARAMS, X, Y, is_padding_example=np.zeros(3, bool))
+
+
+def test_their_function_gives_the_same():
+    theirs = pytest.importorskip("jax_privacy").clipped_grad
+    ours = inspect.signature(clipped_grad).parameters
+    assert {*inspect.signature(theirs).parameters} - {*ours} <= {"grid_scale"}
+    options = {"l2_clip_norm": 1.5, "batch_argnums": (1, 2), "normalize_by": 3.0}
+    options |= {"return_values": True, "return_grad_norms": True}
+    for more in ({}, {"rescale_to_unit_norm": True}, {"microbatch_size": 1}):
+        found, seen = clipped_grad(loss, **options, **more)(PARAMS, X, Y)
+        wanted, wanted_seen = theirs(loss, **options, **more)(PARAMS, X, Y)
+        assert_near(found, wanted)
+        np.testing.assert_allclose(seen.values, wanted_seen.values, rtol=RTOL)
+        norms = wanted_seen.grad_norms
+        np.testing.assert_allclose(seen.grad_norms, norms, rtol=RTOL)
