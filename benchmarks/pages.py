@@ -9,8 +9,9 @@ Where the JSON is from:
 
     results/costs.json           python -m benchmarks --only whole_step
                                      --only whole_step_compiled --only step --json PATH
-    results/per_example.json     python -m benchmarks --only per_example
-                                     --only per_example_compiled --json PATH
+    results/per_example.json     python -m benchmarks --only per_example --only
+                                     per_example_auto --only per_example_compiled
+                                     --json PATH
     results/broken_batches.json  python examples/broken_batches.py --table PATH
     results/suites.json          python -m tests.suites --json PATH, which also writes
     results/clients.json         python -m tests.clients --json PATH    their pages

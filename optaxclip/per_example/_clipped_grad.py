@@ -1,8 +1,8 @@
 """A function transformation like `jax.grad`, whose gradient is a mean of gradients that
 were clipped one by one, and how it is computed.
 
-Ghost clipping pays for each norm, one pass for each number of a gradient that it writes
-and reads again. Both counts are known from shapes.
+Ghost clipping pays for each norm and for what it keeps of each layer, one pass for each
+number of a gradient that it writes and reads again. All counts are known from shapes.
 """
 
 from __future__ import annotations
