@@ -1,13 +1,12 @@
 """A function transformation like `jax.grad`, whose gradient is a mean of gradients that
 were clipped one by one, and how it is computed.
 
-Ghost clipping pays for each norm, one pass for each number of a gradient that it writes
-and reads again. Both counts are known from shapes.
+Ghost clipping pays for each norm and for what it keeps of each layer, one pass for each
+number of a gradient that it writes and reads again. All counts are known from shapes.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
@@ -20,22 +19,22 @@ from jax.core import Tracer
 
 from .. import _trees as prefix
 from .._checks import check_choice, check_flag, check_length, is_function, shown
-from .._jaxpr import has_bits_that_vmap_changes, has_convolution
+from .._jaxpr import has_bits_that_vmap_changes, has_convolution, work_of
 from .._mesh import MeshAxes, is_on_one_device, manual_axes
 from ..shrinks import Shrink, shrink_of
 from ._explicit import on_each_device
 from ._ghost import Ghost, ghost_of
 from ._ghost._capture import CannotSplit
-from ._ghost._norms import Way
+from ._ghost._norms import LOOKUPS, Way
 from ._passes import CANCELS, Run, evened, limits_of
 from ._problem import Places, Problem, Question
 
 METHODS = ("auto", "ghost", "one_pass", "two_pass")
-# To write and read one number of a gradient takes as long as about this many
-# multiplications in a matrix product: on two CPU cores a perceptron took 17 times as
-# long in one pass as without clipping, and transformers were as fast either way where
-# sequences had about this length.
-MULTIPLICATIONS_PER_NUMBER = 32
+# To write and read one number takes as long as about this many multiplications in a
+# matrix product: so the estimates for twelve models on two CPU cores were near what was
+# measured (`each_kind` in benchmarks/per_example/losses.py).
+MULTIPLICATIONS_PER_NUMBER = 48
+LITTLE = 2**16  # numbers that are not worth a loop
 SPLIT_KERNELS = (
     'clipped_grad: method must be "ghost", and each kernel used once, for convolutions '
     "of a batch that jit splits over devices, where XLA computes wrong gradients of "
@@ -124,9 +123,9 @@ def clipped_grad(
         they count as 0, and above 1.3e30 as that. It adds up a microbatch in the dtype
         that parameters are cast to. The backward pass of the loss must be linear, so
         that it has no `clip_cotangent`. "auto": "ghost" or "one_pass", by the shapes of
-        the loss. One pass then takes no more memory for gradients of examples than a
-        quarter of the activations of the batch, or one gradient. `explain_clipped_grad`
-        shows the choice.
+        the loss. One pass then takes no more memory for gradients of examples than two
+        thirds of what is kept of the batch, or one gradient, on a CPU 8 at once.
+        Convolutions it takes only all at once. `explain_clipped_grad` shows the choice.
       mean: whether to divide by the number of examples that are not masked. False gives
         the sum, in float32 or wider: rounded to bfloat16, one example could change it
         by more than the limit.
@@ -296,40 +295,52 @@ def _choose(
             _refuse_a_split(problem.batch, SPLIT_KERNELS.format(method))
     if not ghost:
         return "one_pass" if method == "auto" else method, microbatch, None
-    kept = sum(use.kept for use in ghost.program.uses())
-    # Gradients of examples that ghost clipping makes too cost both the same.
-    numbers = {
-        "ghost": sum(ghost.params[leaf].size for leaf in ghost.made),
-        "one_pass": sum(leaf.size for leaf in ghost.params),
-    }
+    most, size = _most_at_once(problem, ghost), problem.present.size
     if method == "auto":
-        costs = _costs(problem, ghost)
-        method = min(numbers, key=lambda name: costs[name])
-    if method == "ghost" and numbers[method] <= kept:
-        return method, microbatch, ghost
-    # Gradients of examples take a quarter of the memory of what is kept of the
-    # activations of the whole batch, and at least one is made. A CPU is the faster the
-    # more of them stay in its cache: a transformer of 432,000 parameters took half as
-    # long with 8 at once as with 16.
-    most = problem.present.size * kept // (4 * max(numbers[method], 1))
-    width = evened(problem.present.size, max(most, 1))
+        costs = _costs(problem, ghost, microbatch)
+        method = min(most, key=lambda name: costs[name])
+    width = evened(size, max(most[method], 1)) if most[method] < size else None
     return method, microbatch or width, ghost if method == "ghost" else None
 
 
-def _costs(problem: Problem, ghost: Ghost | None) -> dict[str, float]:
-    """For each method, how many multiplications one example is estimated to take beside
-    those of the plain gradient.
-    """
+def _most_at_once(problem: Problem, ghost: Ghost) -> dict[str, int]:
+    """For both methods of "auto", for how many examples at once there is memory."""
+    kept, size = ghost.kept, problem.present.size
+    made = sum(ghost.params[leaf].size for leaf in ghost.made)
+    every = sum(leaf.size for leaf in ghost.params)
+    most = {"ghost": made, "one_pass": every}
+    for name, numbers in most.items():
+        # Gradients of examples take a third of the memory of what is kept of the
+        # activations of the whole batch, or two of a part of it, of which less is kept.
+        room = max(size * kept // 3, LITTLE) // max(numbers, 1)
+        most[name] = size if room >= size else min(2 * room, size // 2)
+    if made <= kept:
+        most["ghost"] = size
+    if jax.default_backend() == "cpu" and not ghost.is_convolved:
+        # A CPU is the faster the more of them stay in its cache: a transformer of
+        # 432,000 parameters took half as long with 8 at once as with 16.
+        most["one_pass"] = min(most["one_pass"], max(8, LITTLE // max(every, 1)))
+    return most
+
+
+def _costs(
+    problem: Problem, ghost: Ghost | None, microbatch: int | None
+) -> dict[str, float]:
+    """For each method, about how many times as long as the plain gradient it takes."""
+    size = problem.present.size
     numbers = sum(leaf.size for leaf in jax.tree.leaves(problem.params))
-    costs: dict[str, float] = {"one_pass": MULTIPLICATIONS_PER_NUMBER * numbers}
+    made = MULTIPLICATIONS_PER_NUMBER * numbers
+    # Forward, and backward to the inputs and to the parameters of all examples.
+    plain = 3 * work_of(problem.program()[0]) + made / size
+    costs = {"one_pass": 1 + made / plain, "two_pass": 2 + made / plain}
     if ghost:
-        made = sum(ghost.params[leaf].size for leaf in ghost.made)
-        costs["ghost"] = MULTIPLICATIONS_PER_NUMBER * made
-        costs["ghost"] += sum(way.cost for way in ghost.ways)
-        factored = [way for way in ghost.ways if way.parts]
-        # Forward, and backward to the inputs and to the parameter.
-        plain = sum(3 * way.positions * math.prod(way.matrices) for way in factored)
-        costs["two_pass"] = costs["one_pass"] + plain
+        if (microbatch or _most_at_once(problem, ghost)["one_pass"]) < size:
+            # XLA on a CPU takes eight times as long for a convolution in a loop.
+            costs = {x: cost * 8**ghost.is_convolved for x, cost in costs.items()}
+        # What is kept of uses is written and read, too.
+        made = ghost.kept + sum(ghost.params[leaf].size for leaf in ghost.made)
+        added = MULTIPLICATIONS_PER_NUMBER * made + sum(way.cost for way in ghost.ways)
+        costs["ghost"] = 1 + added / plain
     return costs
 
 
@@ -405,7 +416,7 @@ def _bounds(problem: Problem, method: str, ways: list[Way]) -> tuple[float, floa
             if way.name == "gram":
                 # Products of lookups are exact.
                 uses = {use.name for use in way.uses.values()}
-                products = columns + rows * (uses != {"gather"})
+                products = columns + rows * (not uses <= {*LOOKUPS})
                 square = _rounding(products + count**2, dtype)
                 norm = np.sqrt(1 + CANCELS**2 * square) - 1
             missed = max(missed, norm)
@@ -445,9 +456,10 @@ class Explanation(NamedTuple):
       change: with or without one example the sums differ by at most C (1 + change),
         even if all others were made to cancel. inf where nothing is proved. The bounds
         hold on a CPU: docs/numerics.md has the proof, and what was measured.
-      costs: for each method, how many multiplications one example is estimated to take
-        beside those of the plain gradient. "auto" takes the cheaper of "ghost" and
-        "one_pass". Only "one_pass" where the loss cannot be split.
+      costs: for each method, about how many times as long as the plain gradient it
+        takes, counted from shapes: on a CPU ratios of two methods are mostly right
+        within a factor of 2. "auto" takes the cheaper of "ghost" and "one_pass". There
+        is no "ghost" where the loss cannot be split.
     """
 
     method: str
@@ -460,6 +472,7 @@ class Explanation(NamedTuple):
     def __str__(self) -> str:
         width = self.microbatch or "the whole batch"
         costs = [f"{name} {cost:.2g}" for name, cost in self.costs.items()]
+        slow = [name for name, cost in self.costs.items() if cost > 10]
         bounds = "what an example adds is not bounded"
         if self.excess < np.inf:
             bounds = (
@@ -468,7 +481,8 @@ class Explanation(NamedTuple):
             )
         lines = [
             f"method {self.method}, microbatch: {width}",
-            f"multiplications beside a gradient: {', '.join(costs)}",
+            f"estimated time, in plain gradients: {', '.join(costs)}",
+            *(f"more than ten plain gradients: {name}" for name in slow),
             bounds,
         ]
         head = ("parameter", "shape", "norm by", "uses", "kept", "made")
@@ -526,15 +540,15 @@ def explain_clipped_grad(
     Example:
       >>> def loss(params, x):
       ...     return jnp.sum((x @ params["w"] + params["b"]) ** 2)
-      >>> params = {"w": jnp.ones((3, 2)), "b": jnp.ones(2)}
+      >>> params = {"w": jnp.ones((30, 20)), "b": jnp.ones(20)}
       >>> explain = optaxclip.per_example.explain_clipped_grad(loss)
-      >>> print(explain(params, jnp.ones((4, 3))))
+      >>> print(explain(params, jnp.ones((4, 30))))
       method ghost, microbatch: the whole batch
-      multiplications beside a gradient: one_pass 2.6e+02, ghost 69, two_pass 2.7e+02
+      estimated time, in plain gradients: one_pass 3.9, two_pass 4.9, ghost 1.4
       an example adds at most 1 + 7.2e-07 limits and changes the sum by 1 + 5e-06
-      parameter  shape   norm by   uses         kept  made
-      b          (2,)    gradient  add          32    8
-      w          (3, 2)  product   dot_general  80    4
+      parameter  shape     norm by   uses         kept  made
+      b          (20,)     gradient  add          320   80
+      w          (30, 20)  product   dot_general  800   4
     """
     call = "explain_clipped_grad"
     check_choice(f"{call}: method", method, METHODS)
@@ -566,7 +580,7 @@ def explain_clipped_grad(
             # DictKey("blocks"), SequenceKey(0) -> "blocks/0".
             name, shown = prefix.name(path), ", ".join(dict.fromkeys(uses))
             rows.append(ExplainedLeaf(name, leaf.shape, way.name, shown, kept, made))
-        costs = _costs(problem, ghost or _ghost_of(problem)[0])
+        costs = _costs(problem, ghost or _ghost_of(problem)[0], microbatch)
         bounds = _bounds(problem, chosen, ways)
         width = width and width * problem.devices
         found.append(Explanation(chosen, width, rows, *bounds, costs))
