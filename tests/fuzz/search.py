@@ -17,13 +17,14 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import seed as seeded
 from hypothesis import strategies as st
 
-from tests.fuzz import checks, trees
+from tests.fuzz import checks, switches, trees
 from tests.fuzz.cases import Case, cases
-from tests.methods import ALONE, METHODS, Method
+from tests.methods import ALONE, METHODS, ORDERED, Method
 
 SHRINKING = 5.0  # seconds for each finding
 CELLS_KEPT = 60  # compiled programs are forgotten after so many
 OTHERS = ("mixed", "key", "float0", "python")
+FINITE = (-100, 100)  # powers of 2 whose norms are finite, and whose halves are normal
 LIMITS = ("1.0", "1e-20", "lambda step: 0.5 + step", "lambda step: 1.0 - step")
 
 
@@ -51,11 +52,13 @@ def limit_for(method: Method, limit: str) -> str | None:
     return limit if method.schedules or limit[0].isdigit() else "1.0"
 
 
-def history(name: str, kind: str) -> Any:
-    """Cases of three steps with one of the limits and the usual shrink."""
-    limit = st.sampled_from(LIMITS).map(partial(limit_for, METHODS[name]))
+def history(
+    name: str, kind: str, limits: tuple[str, ...] = LIMITS, steps: int = 3, **more: Any
+) -> Any:
+    """Cases of some steps with one of the limits and the usual shrink."""
+    limit = st.sampled_from(limits).map(partial(limit_for, METHODS[name]))
     return limit.flatmap(
-        lambda limit: cases(name, kind, steps=3, limit=limit, options="")
+        lambda limit: cases(name, kind, steps, limit=limit, options="", **more)
     )
 
 
@@ -81,10 +84,19 @@ def forms(dice: random.Random) -> Iterator[Cell]:
             yield Cell(f"form, {kind}", name, checks.invariants, drawn, 8)
 
 
+def switched(dice: random.Random) -> Iterator[Cell]:
+    """Under JAX's switches."""
+    for name, method in METHODS.items():
+        kind = "float32" if method.leaves in (ALONE, ORDERED) else "sixteen"
+        for switch in switches.SWITCHES:
+            drawn = history(name, kind, ("0.5",), 2, powers=FINITE)
+            yield Cell(switch, name, partial(switches.under, switch=switch), drawn, 3)
+
+
 def all_cells(seed: int) -> list[Cell]:
     """All cells in a random order, in which each kind has its turns."""
     dice = random.Random(seed)
-    kinds = [equations, forms]
+    kinds = [equations, forms, switched]
     shuffled = [list(kind(dice)) for kind in kinds]
     for cells in shuffled:
         dice.shuffle(cells)

@@ -22,6 +22,7 @@ SHORT = [
     ("form, key", "clip_by_value"),
     ("form, float32", "skip_nonfinite"),
     ("form, sixteen", "zclip"),
+    ("strict promotion", "clip_by_global_norm"),
 ]
 
 
