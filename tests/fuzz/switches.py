@@ -66,7 +66,7 @@ def off_by_a_decomposition(case: Case) -> float:
         return 0.0
     leaves = [oracles.wide(leaf) for leaf in jax.tree.leaves(case.updates())]
     sizes = [np.linalg.norm(leaf[np.isfinite(leaf)]) for leaf in leaves]
-    return 2 * 16 * 2.0**-23 * max(sizes, default=0.0)
+    return float(2 * 16 * 2.0**-23 * max(sizes, default=0.0))
 
 
 def same(found: list[Any], wanted: list[Any], off: float = 0.0) -> None:
