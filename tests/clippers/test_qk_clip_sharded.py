@@ -98,23 +98,6 @@ def test_no_collective_is_needed_where_heads_are_split():
 
 
 @pytest.mark.slow
-def test_maxima_over_the_batch_join_in_pmap():
-    params, state = PARAMS, CLIPPER.init(PARAMS)
-    parts = np.stack([LOGITS * share for share in (0.5, 1.0)])
-
-    def step(max_logits):
-        most = lax.pmax(max_logits, "batch")
-        zero = jax.tree.map(jnp.zeros_like, params)
-        return CLIPPER.update(zero, state, params, max_logits=most)[0]
-
-    found = jax.pmap(step, "batch")(parts)
-    zero = jax.tree.map(jnp.zeros_like, params)
-    wanted, _ = CLIPPER.update(zero, state, params, max_logits=LOGITS)
-    twice = jax.tree.map(lambda x: np.stack([x, x]), wanted)
-    jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-6), found, twice)
-
-
-@pytest.mark.slow
 def test_layers_in_a_scanned_model_are_split_too():
     # MaxText's layout: layers on axis 1, heads split over devices.
     params = {"q": jnp.ones((8, 3, 4, 2)), "k": jnp.ones((8, 3, 4, 2))}

@@ -5,7 +5,6 @@ import math
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 from jax.sharding import PartitionSpec as P
 
@@ -74,23 +73,6 @@ def test_vectors_and_scalars_are_clipped_by_their_length(method):
     assert oracles.same_bits(updates["i"], tree["i"]) and updates["none"] is None
 
 
-@pytest.mark.slow
-@both
-def test_stacked_layers_are_matrices_of_their_own(method):
-    x = np.stack(
-        [
-            matrix((6, 10), longest, 0.1, seed=seed)
-            for seed, longest in enumerate((5.0, 0.5, 2.0))
-        ]
-    )
-    updates, state = clip({"blocks": x}, 1.0, method=method, stacked=1)
-    assert (error(updates["blocks"], expected(x, 1.0)) <= 4e-6).all()
-    assert oracles.same_bits(updates["blocks"][1], x[1])
-    blocks = state.by_name()["blocks"]
-    assert blocks.norm.shape == (3,)
-    np.testing.assert_array_equal(blocks.clipped.reshape(-1), [1, 0, 1])
-
-
 # Several leaves of one shape, wide ones, tall ones, and layers.
 SHAPES = {
     **{f"layer_{number}": (6, 10) for number in range(3)},
@@ -155,7 +137,7 @@ def test_limits_may_differ_between_devices_that_share_a_matrix(method):
     ("method", "shape", "columns", "folded"),
     [
         ("svd", (3, 3, 4, 8), 1, (36, 8)),
-        ("newton_schulz", (3, 3, 4, 8), 1, (36, 8)),
+        ("newton_schulz", (3, 3, 4, 8), np.int64(1), (36, 8)),
         ("svd", (12, 4, 5), 2, (12, 20)),
         ("newton_schulz", (4, 5, 12), 1, (20, 12)),
     ],
@@ -180,40 +162,12 @@ def test_columns_that_do_not_fit_raise():
         clip_by_spectral_norm(1.0, columns=2).init({"w": jnp.ones((2, 3))})
     with pytest.raises(
         ValueError,
-        match=r"clip_by_spectral_norm: max_norm must be at least 0, got -1\.0",
-    ):
-        clip_by_spectral_norm(-1.0)
-    with pytest.raises(
-        ValueError,
         match=(
             "clip_by_spectral_norm: method must be one of 'svd', 'newton_schulz', got "
             "'qr'"
         ),
     ):
         clip_by_spectral_norm(1.0, method="qr")
-
-
-@pytest.mark.slow
-@both
-def test_limits_follow_schedules_and_rules_under_jit_and_scan(method):
-    x = np.stack([matrix((6, 9), 4.0, 0.1, seed=seed) for seed in range(3)])
-    clipper = clip_by_spectral_norm(lambda step: 1.0 + step, method=method)
-    state, updates = jax.jit(
-        lambda x: jax.lax.scan(
-            lambda state, each: clipper.update(each, state)[::-1], clipper.init(x[0]), x
-        )
-    )(x)
-    for step in range(3):
-        assert error(updates[step], expected(x[step], 1.0 + step)) <= 4e-6 * (1 + step)
-    assert state.clipped == 3
-    optimizer = optax.chain(
-        clip_by_spectral_norm(optaxclip.rules.ema_ratio(1.5, 0.9), method=method),
-        optax.sgd(1.0),
-    )
-    _, state = jax.jit(lambda x: optimizer.update(x, optimizer.init(x)))(x[0])
-    np.testing.assert_allclose(
-        optaxclip.metrics(state)["clip/norm_before"], 4.0, rtol=4e-6
-    )
 
 
 @pytest.mark.slow

@@ -8,7 +8,12 @@ import numpy as np
 import pytest
 
 import optaxclip
+from optaxclip import rules
+from optaxclip.shrinks import drop, smooth
 from tests.helpers import LABELS, random_tree
+
+by_norm, by_tensor = optaxclip.clip_by_global_norm, optaxclip.clip_by_tensor_norm
+by_unit = optaxclip.clip_by_unitwise_norm
 
 # name: (build(**options), does it never lengthen?)
 CLIPPERS = {
@@ -22,36 +27,15 @@ CLIPPERS = {
     "aggc": (partial(optaxclip.aggc, 0.9, 1.1, scope=LABELS, raise_small=True), False),
     "adaclip": (partial(optaxclip.adaclip, 0.9), True),
     "adagn": (optaxclip.adagn, False),
-    "log-norm": (
-        lambda **options: optaxclip.clip_by_tensor_norm(
-            optaxclip.rules.log_z_score(0.5, 0.9, warmup=2), **options
-        ),
-        True,
-    ),
-    "units that may grow": (
-        lambda **options: optaxclip.clip_by_unitwise_norm(
-            optaxclip.rules.growth(), **options
-        ),
-        True,
-    ),
-    "ratio, drop": (
-        lambda **options: optaxclip.clip_by_tensor_norm(
-            optaxclip.rules.ema_ratio(1.2), shrink=optaxclip.shrinks.drop, **options
-        ),
-        True,
-    ),
+    "log-norm": (partial(by_tensor, rules.log_z_score(0.5, 0.9, warmup=2)), True),
+    "units that may grow": (partial(by_unit, rules.growth()), True),
+    "ratio, drop": (partial(by_tensor, rules.ema_ratio(1.2), shrink=drop), True),
     "deviation, smooth": (
-        lambda **options: optaxclip.clip_by_global_norm(
-            optaxclip.rules.windowed_mean(1.0, 16),
-            shrink=optaxclip.shrinks.smooth(),
-            **options,
-        ),
+        partial(by_norm, rules.windowed_mean(1.0, 16), shrink=smooth()),
         True,
     ),
     "tracker under a cap": (
-        lambda **options: optaxclip.clip_by_global_norm(
-            optaxclip.rules.minimum(optaxclip.rules.quantile_tracker(), 1.0), **options
-        ),
+        partial(by_norm, rules.minimum(rules.quantile_tracker(), 1.0)),
         True,
     ),
 }

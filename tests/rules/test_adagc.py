@@ -9,8 +9,6 @@ from tests import oracle_rules as oracle
 from tests.helpers import apply
 from tests.rules.histories import (
     EPS,
-    HISTORIES,
-    assert_limits,
     f,
     gradients,
     run,
@@ -70,18 +68,6 @@ def test_aggc_holds_each_group_in_its_band(raise_small):
             )
 
 
-def test_the_bands_edges_follow_schedules():
-    low, high = (lambda step: 0.5 + 0.001 * step), (lambda step: 1.5 - 0.002 * step)
-    history = HISTORIES["broken"][:120]
-    limits = optaxclip.replay.run(
-        optaxclip.rules.ema_band(low, high, raise_small=True), history
-    ).limits
-    equation = oracle.ema_band(
-        low, high, f(0.95), f(0.01), f(1.1), f(0.9), raise_small=True
-    )
-    assert_limits(limits, oracle.limits(equation, history), history, 64 * EPS)
-
-
 def test_adagn_gives_each_tensor_the_quotient_of_its_moments():
     names = ["lognormal", "spikes", "zeros"]
     grads = gradients(names)
@@ -127,18 +113,6 @@ def test_adaclip_takes_stacked_grad_norm_and_nonfinite():
     assert state.norm == 8.0
     updates, _ = apply(optaxclip.adaclip(nonfinite="zero"), grads.at[0, 0].set(jnp.nan))
     assert not updates.any()
-
-
-@pytest.mark.slow
-def test_adaclip_makes_a_broken_tensor_nan_and_keeps_what_fits():
-    clipper = optaxclip.adaclip(0.5)
-    _, first = clipper.update(jnp.array([1.0, 0.5]), clipper.init(jnp.zeros(2)))
-    for bad in (jnp.nan, jnp.inf):
-        updates, _ = clipper.update(jnp.array([bad, 0.5]), first)
-        assert np.isnan(updates).all()
-    _, second = clipper.update(jnp.array([3.0, 0.5]), first)
-    updates, _ = clipper.update(jnp.array([3.0, second.limit]), first)
-    assert updates[1] == second.limit and updates[0] < 3.0
 
 
 def test_adagc_does_not_remember_a_tensor_that_its_warm_up_made_0():

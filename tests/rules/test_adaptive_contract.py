@@ -3,18 +3,16 @@ in tests/core/test_contract.py holds with a memory too.
 """
 
 import math
-import pickle
 
 import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 
 from tests.core.steps import same_bits
 from tests.helpers import exact
-from tests.rules.learning import CLIPPERS, built, history, run, some_clippers, times
+from tests.rules.learning import CLIPPERS, built, history, run, times
 
 every_clipper = pytest.mark.parametrize("name", CLIPPERS)
 KEPT_WHOLE = [
@@ -100,29 +98,6 @@ def test_a_broken_or_zero_step_keeps_the_bits_of_the_memory(name, nonfinite):
     )
 
 
-@pytest.mark.parametrize(
-    "name", [name for name in CLIPPERS if name not in ("aggc", "zclip of groups")]
-)
-def test_empty_trees_and_other_leaves_pass_through(name):
-    assert run(name, [{}, {}])[-1][0] == {}
-    others = {
-        "int": jnp.arange(3),
-        "bool": jnp.array([True, False]),
-        "none": None,
-        "masked": optax.MaskedNode(),
-        "empty": jnp.zeros((0, 3)),
-    }
-    for updates, state in run(
-        name,
-        [
-            {"w": jnp.asarray(np.full((2, 2), norm / 2), jnp.float32), **others}
-            for norm in (1.0, 3.0, 9.0)
-        ],
-    ):
-        same_bits({key: updates[key] for key in others}, others)
-        assert updates["w"].shape == (2, 2) and len(state.by_name()) == 1
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
@@ -183,14 +158,3 @@ def test_within_the_limit_bits_are_kept_and_above_it_the_bound(name, dtype):
                     rtol=8 * eps if eps < 1e-3 else eps,
                     atol=6e-8 if dtype == "float16" else 0,
                 )
-
-
-@some_clippers
-def test_a_run_that_was_saved_goes_on_bit_for_bit(name):
-    grads = history("mixed")
-    whole = run(name, grads)
-    saved = pickle.dumps(jax.tree.map(np.asarray, whole[3][1]))
-    for one, other in zip(
-        run(name, grads[4:], jax.tree.map(jnp.asarray, pickle.loads(saved))), whole[4:]
-    ):
-        same_bits(one, other)
