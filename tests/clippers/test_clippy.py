@@ -20,14 +20,6 @@ def clip(updates, params, *args, **options):
     return clipper.update(updates, clipper.init(params), params)
 
 
-def scale(update, weight, relative, absolute):
-    """min(1, min_i bound_i / |u_i|), elements that are 0 left out."""
-    update, weight = oracles.wide(update), oracles.wide(weight)
-    bound = relative * np.abs(weight) + absolute
-    moved = update != 0
-    return min(1.0, (bound[moved] / np.abs(update[moved])).min(initial=1.0))
-
-
 # (update, weight, relative, absolute, result, scale)
 PUBLIC = [
     (2.0, 4.0, 0.1, 0.02, 0.42, 0.21),
@@ -72,37 +64,6 @@ def test_the_public_figures(update, weight, relative, absolute, result, factor):
     # A tensor of zeros is multiplied by nothing that matters.
     if np.any(update):
         np.testing.assert_allclose(state.factor, factor, rtol=1e-6)
-
-
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
-def test_each_tensor_is_scaled_by_its_equation(dtype):
-    random = np.random.default_rng(0)
-    shapes = {"w": (5, 3), "b": (7,), "s": ()}
-    params = {
-        name: jnp.asarray(random.standard_normal(shape), dtype)
-        for name, shape in shapes.items()
-    }
-    updates = {
-        name: jnp.asarray(random.standard_normal(shape), dtype)
-        for name, shape in shapes.items()
-    }
-    clipped, state = jax.jit(lambda u, p: clip(u, p, 0.1, 1e-3))(updates, params)
-    for name in shapes:
-        factor = scale(
-            updates[name],
-            params[name],
-            np.float64(np.float32(0.1)),
-            np.float64(np.float32(1e-3)),
-        )
-        eps = oracles.eps_of("float32")
-        np.testing.assert_allclose(state.by_name()[name].factor, factor, rtol=8 * eps)
-        assert clipped[name].dtype == jnp.dtype(dtype)
-        np.testing.assert_allclose(
-            oracles.wide(clipped[name]),
-            factor * oracles.wide(updates[name]),
-            rtol=oracles.eps_of(dtype) / 2 + 12 * eps,
-            atol=oracles.floor_of(jnp.dtype(dtype)),
-        )
 
 
 def test_the_smallest_normal_update_within_its_bounds_does_not_change():

@@ -118,16 +118,6 @@ def test_larc_rounds_a_decayed_gradient_of_16_bits_once():
     ).all()
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("decay", [0.0, 0.5])
-def test_larc_keeps_weak_type(decay):
-    weak = jnp.full((3, 2), 2.0)
-    assert weak.weak_type
-    updates, _ = clip(weak, weak, 0.1, weight_decay=decay)
-    assert updates.weak_type and updates.dtype == weak.dtype
-    assert not clip(jnp.ones(2), weak[:, 0][:2], 0.1)[0].weak_type
-
-
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
 def test_a_decayed_gradient_may_leave_the_range(dtype):
     # 6e4 + 0.5 * 6e4 is no float16, and what it is clipped to is one.

@@ -7,11 +7,9 @@ import inspect
 from functools import cache
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
-import optaxclip
 from tests.methods import METHODS
 
 EPS = np.finfo(np.float32).eps
@@ -130,17 +128,3 @@ def test_layers_of_norms_of_several_tensors_are_refused(name, scope):
     build = METHODS[name].function
     with pytest.raises(ValueError, match=f"{name}: stacked=1 makes each layer a tens"):
         build(scope=scope, stacked=1)
-
-
-@pytest.mark.slow
-def test_by_name_tells_each_layer_on_request():
-    grads = {"w": jnp.array([[3.0, 6.0, 0.3], [4.0, 8.0, 0.4]]), "b": jnp.array([0.5])}
-    rule = optaxclip.rules.windowed_mean(1.0, 4)
-    stacked = {"w": (1,), "b": None}
-    clipper = optaxclip.clip_by_tensor_norm(rule, stacked=stacked)
-    _, state = clipper.update(grads, clipper.init(grads))
-    found = state.by_name(layers=True)
-    assert sorted(found) == ["b", "w/0", "w/1", "w/2"]
-    np.testing.assert_allclose(found["w/1"].norm, 10, 1e-6)
-    assert found["w/2"].memory.past.shape == (4,)
-    assert state.by_name()["w"].norm.shape == (3,)

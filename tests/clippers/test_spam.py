@@ -146,17 +146,6 @@ def test_spam_cuts_a_python_number():
     assert clipper.update(4.0, state)[0] == 2.0
 
 
-@pytest.mark.parametrize(
-    "clipper",
-    [optaxclip.spam(), optaxclip.reset_momentum(optax.identity())],
-    ids=["spam", "reset_momentum"],
-)
-def test_spam_and_reset_momentum_keep_weak_type(clipper):
-    for grads in (jnp.full((3, 2), 2.0), jnp.ones((3, 2))):
-        updates, _ = clipper.update(grads, clipper.init(grads))
-        assert (updates.weak_type, updates.dtype) == (grads.weak_type, grads.dtype)
-
-
 def test_reset_momentum_lets_only_floats_rise():
     grads = {
         "float": jnp.ones(2),

@@ -61,9 +61,3 @@ def test_an_integer_update_passes(name, weights):
     updates, _ = clipper.update(grads, clipper.init(params), params)
     np.testing.assert_array_equal(updates["n"], INTS)
     assert updates["n"].dtype == INTS.dtype
-
-
-def test_integers_of_python_are_not_clipped_without_a_warning():
-    text = "clip_grads: nothing is clipped, .* The leaf 'w' is int: make it float32"
-    with pytest.warns(UserWarning, match=text):
-        assert optaxclip.clip_grads({"w": 3}, 1.0)[0] == {"w": 3}

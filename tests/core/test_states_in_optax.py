@@ -8,24 +8,15 @@ import pytest
 
 import optaxclip
 from optaxclip import rules
+from tests.methods import METHODS
 
 PARAMS = {"w": jnp.array([1.0, 2.0]), "b": jnp.array(3.0)}
-CLIPPERS = {
-    "global": lambda: optaxclip.clip_by_global_norm(1.0),
-    "tensors": lambda: optaxclip.clip_by_tensor_norm(1.0),
-    "units": lambda: optaxclip.clip_by_unitwise_norm(1.0),
-    "learns": optaxclip.zclip,
-    "several rules": lambda: optaxclip.clip_by_tensor_norm(
-        {"w": rules.growth(2.0), "b": 1.0}
-    ),
-    "spikes": optaxclip.record_spikes,
-}
 
 
-@pytest.mark.parametrize("name", CLIPPERS)
+@pytest.mark.parametrize("name", METHODS)
 def test_tree_set_finds_hyperparameters_beside_a_clipper(name):
     adam = optax.inject_hyperparams(optax.adam)(learning_rate=0.1)
-    optimizer = optax.chain(CLIPPERS[name](), adam)
+    optimizer = optax.chain(METHODS[name].make(), adam)
     _, state = optimizer.update(PARAMS, optimizer.init(PARAMS), PARAMS)
     changed = optax.tree.set(state, learning_rate=jnp.float32(0.5))
     assert optax.tree.get(changed, "learning_rate") == 0.5

@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 import optaxclip
 from tests import sharded
-from tests.norms.modes import FULL, NO_TYPES, kind, mapped, norm_of, typed_or_not
+from tests.norms.modes import FULL, NO_TYPES, mapped, norm_of, typed_or_not
 from tests.sharded import (
     CASES,
     LABELS,
@@ -161,65 +161,7 @@ def test_specs_change_nothing_outside_shard_map(name):
 # Clippers that are in no table of `sharded`.
 
 
-@pytest.mark.slow
-@typed_or_not
-def test_clip_by_value_needs_no_axes(options):
-    clipper = optaxclip.clip_by_value(0.25)
-    specs = (SPECS, P()), (SPECS, P())
-    step = on_each_part(clipper.update, mesh_of((3, 2)), *specs, **options)
-    clipped, state = step(UPDATES, clipper.init(UPDATES))
-    for name, x in UPDATES.items():
-        np.testing.assert_array_equal(clipped[name], np.clip(x, -0.25, 0.25))
-    assert int(state.step) == 1
-
-
-# A tensor of two elements, one on each device: the clipper, and what becomes of its
-# updates 1 and 4 beside weights of 2.
-OVER_TWO_DEVICES = {
-    "clippy": (partial(optaxclip.clippy, 0.5, 0.0), [0.25, 1.0]),
-    "larc": (
-        partial(optaxclip.larc, 1.0, 0.25, eps=0.0),
-        [0.5**0.5 / 17**0.5, 4 * 0.5**0.5 / 17**0.5],
-    ),
-}
-
-
-@typed_or_not
-@pytest.mark.parametrize("name", OVER_TWO_DEVICES)
-def test_clippers_by_weights_scale_all_of_a_split_tensor_alike(name, options):
-    build, clipped = OVER_TWO_DEVICES[name]
-    clipper = build(mesh_axes=P("x") if options else "auto")
-
-    def step(grads, params):
-        return clipper.update(grads, clipper.init(grads), params)[0]
-
-    trees = np.float32([1.0, 4.0]), np.float32([2.0, 2.0])
-    updates = on_two_devices(step, (P("x"), P("x")), P("x"), *trees, **options)
-    np.testing.assert_allclose(updates, clipped, rtol=1e-6)
-
-
 # States.
-
-
-@typed_or_not
-@pytest.mark.slow
-def test_the_state_has_the_same_type_after_update_as_after_init(options):
-    seen = []
-
-    def body(updates, params):
-        for name, case in CASES.items():
-            axes = SPECS if case.keeps or options else "auto"
-            clipper = case.build(sharded.limit(name), mesh_axes=axes)
-            first = clipper.init(params)
-            second = clipper.update(updates, first, params)[1]
-            assert jax.tree.map(kind, first) == jax.tree.map(kind, second), name
-            seen.append(name)
-        return updates
-
-    specs = (SPECS, SPECS), SPECS
-    step = on_each_part(body, mesh_of((3, 2)), *specs, **options)
-    jax.eval_shape(step, UPDATES, PARAMS)
-    assert seen == list(CASES)
 
 
 @typed_or_not

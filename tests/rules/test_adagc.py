@@ -11,6 +11,7 @@ from tests.rules.histories import (
     EPS,
     f,
     gradients,
+    lengths,
     run,
     spiked,
 )
@@ -19,10 +20,7 @@ from tests.rules.histories import (
 def test_adagc_is_global_in_its_warm_up_and_per_tensor_after():
     names = ["lognormal", "spikes", "broken", "zeros"]
     grads = gradients(names, steps=200)
-    norms = {
-        name: np.sqrt(np.sum(np.asarray(grads[name], np.float64) ** 2, axis=(1, 2)))
-        for name in names
-    }
+    norms = {name: lengths(grads, name) for name in names}
     limits = oracle.adagc(norms, max_norm=1.0, ratio=f(1.05), decay=f(0.98), warmup=30)
     clipped, _ = run(optaxclip.adagc(warmup=30), grads)
     for name in names:
@@ -55,12 +53,7 @@ def test_aggc_holds_each_group_in_its_band(raise_small):
         optaxclip.aggc(0.5, 1.5, scope=labels, raise_small=raise_small), grads
     )
     for group in (["lognormal"], ["spikes", "growing"]):
-        norms = np.sqrt(
-            sum(
-                np.sum(np.asarray(grads[name], np.float64) ** 2, axis=(1, 2))
-                for name in group
-            )
-        )
+        norms = lengths(grads, *group)
         scale = np.asarray(oracle.limits(equation, norms)) / norms
         for name in group:
             np.testing.assert_allclose(
@@ -73,15 +66,11 @@ def test_adagn_gives_each_tensor_the_quotient_of_its_moments():
     grads = gradients(names)
     clipped, _ = run(optaxclip.adagn(), grads)
     for name in names:
-        norms = np.sqrt(np.sum(np.asarray(grads[name], np.float64) ** 2, axis=(1, 2)))
+        norms = lengths(grads, name)
         wanted = np.where(
             norms > 0, oracle.limits(oracle.adagn(f(0.7), f(0.9), 1e-8), norms), 0
         )
-        np.testing.assert_allclose(
-            np.sqrt(np.sum(np.asarray(clipped[name], np.float64) ** 2, axis=(1, 2))),
-            wanted,
-            rtol=64 * EPS,
-        )
+        np.testing.assert_allclose(lengths(clipped, name), wanted, rtol=64 * EPS)
 
 
 def test_adaclip_shortens_only_the_coordinates_over_the_limit():

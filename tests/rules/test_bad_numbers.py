@@ -25,7 +25,7 @@ BAD = {
     "quantile_tracker: rate must be at most 3.402823466e+38, got inf.": lambda: (
         rules.quantile_tracker(0.5, math.inf)
     ),
-    "larc: weight_decay must be at most 3.402823466e+38, got inf.": lambda: (
+    "larc: weight_decay must be at most 1.797693135e+308, got inf.": lambda: (
         optaxclip.larc(0.1, weight_decay=math.inf)
     ),
     f"autoclip: {BAD_SCOPE}, got 'unit'.": lambda: optaxclip.autoclip(scope="unit"),

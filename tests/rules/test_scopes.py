@@ -7,8 +7,9 @@ import numpy as np
 import pytest
 
 import optaxclip
+from optaxclip import rules
 from tests import oracle_rules as oracle
-from tests.rules.histories import EPS, f, gradients, run
+from tests.rules.histories import EPS, f, gradients, lengths, run
 
 # What is measured together of four tensors.
 SCOPES = {
@@ -20,12 +21,7 @@ SCOPES = {
 
 def assert_clipped_together(grads, clipped, parts, equation, tolerance):
     for names in parts:
-        norms = np.sqrt(
-            sum(
-                np.sum(np.asarray(grads[name], np.float64) ** 2, axis=(1, 2))
-                for name in names
-            )
-        )
+        norms = lengths(grads, *names)
         limits = np.asarray(oracle.limits(equation, norms))
         scale = np.where(
             np.isfinite(norms),
@@ -77,47 +73,38 @@ def run_of(clipper, norms, **extra):
     return float(updates[0]), state
 
 
+normalize = optaxclip.shrinks.normalize
+OF_BAND = {"decay": 0.5, "floor": 0.2, "up": 1.5, "down": 0.3, "raise_small": True}
 SAME = {
     "zclip": (
-        lambda: optaxclip.zclip(0.5, 0.8, target="max", warmup=2, eps=0.5),
-        lambda: optaxclip.rules.z_score(0.5, 0.8, target="max", warmup=2, eps=0.5),
+        optaxclip.zclip(0.5, 0.8, target="max", warmup=2, eps=0.5),
+        rules.z_score(0.5, 0.8, target="max", warmup=2, eps=0.5),
         None,
     ),
     "adagn": (
-        lambda: optaxclip.adagn(0.5, 0.6, eps=0.3),
-        lambda: optaxclip.rules.moments_ratio(0.5, 0.6, eps=0.3),
-        optaxclip.shrinks.normalize,
+        optaxclip.adagn(0.5, 0.6, eps=0.3),
+        rules.moments_ratio(0.5, 0.6, eps=0.3),
+        normalize,
     ),
     "adagn, global": (
-        lambda: optaxclip.adagn(scope="global"),
-        optaxclip.rules.moments_ratio,
-        optaxclip.shrinks.normalize,
+        optaxclip.adagn(scope="global"),
+        rules.moments_ratio(),
+        normalize,
     ),
     "adagn, groups": (
-        lambda: optaxclip.adagn(scope=lambda tree: "all"),
-        optaxclip.rules.moments_ratio,
-        optaxclip.shrinks.normalize,
+        optaxclip.adagn(scope=lambda tree: "all"),
+        rules.moments_ratio(),
+        normalize,
     ),
     "autoclip": (
-        lambda: optaxclip.autoclip(30, 3),
-        lambda: optaxclip.rules.windowed_quantile(0.3, 3, current=True),
+        optaxclip.autoclip(30, 3),
+        rules.windowed_quantile(0.3, 3, current=True),
         None,
     ),
     "aggc": (
-        lambda: optaxclip.aggc(
-            0.9,
-            0.8,
-            scope="global",
-            decay=0.5,
-            floor=0.2,
-            up=1.5,
-            down=0.3,
-            raise_small=True,
-        ),
-        lambda: optaxclip.rules.ema_band(
-            0.9, 0.8, 0.5, floor=0.2, up=1.5, down=0.3, raise_small=True
-        ),
-        optaxclip.shrinks.normalize,
+        optaxclip.aggc(0.9, 0.8, scope="global", **OF_BAND),
+        rules.ema_band(0.9, 0.8, **OF_BAND),
+        normalize,
     ),
 }
 
@@ -125,10 +112,10 @@ SAME = {
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SAME)
 def test_a_named_clipper_hands_all_its_arguments_to_its_rule(name):
-    build, rule, shrink = SAME[name]
+    clipper, rule, shrink = SAME[name]
     norms = [1.0, 1.4, 0.7, 3.0, 0.1]
-    one, state = run_of(build(), norms)
-    other, wanted = run_of(optaxclip.clip_by_global_norm(rule(), shrink=shrink), norms)
+    one, state = run_of(clipper, norms)
+    other, wanted = run_of(optaxclip.clip_by_global_norm(rule, shrink=shrink), norms)
     np.testing.assert_allclose(one, other, rtol=1e-6)
     (limit,) = (entry.limit for entry in state.by_name().values())
     np.testing.assert_allclose(limit, wanted.limit, rtol=1e-6)
