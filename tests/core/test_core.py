@@ -196,6 +196,9 @@ def test_a_leaf_may_be_missing_in_a_step_whatever_is_kept_for_it(name):
     updates, after = clipper.update({**longer, "a": None}, state, params)
     assert updates["a"] is None
     assert jax.tree.structure(after) == jax.tree.structure(state)
+    if isinstance(state, optaxclip.ClipState) and "a" in state.by_name():
+        kept, known = after.by_name()["a"], state.by_name()["a"]
+        jax.tree.map(np.testing.assert_array_equal, kept, known)
     together, _ = clipper.update(longer, state, params)
     np.testing.assert_array_equal(updates["b"], together["b"])
     again, _ = clipper.update(whole, after, params)

@@ -91,27 +91,6 @@ def test_each_norm_keeps_its_own_rule_and_memory():
     np.testing.assert_allclose(state.by_name()["c"].memory, limits["c"], rtol=1e-6)
 
 
-@pytest.mark.parametrize("units_of", [True, False], ids=["units", "tensors"])
-def test_a_missing_leaf_keeps_what_was_known_of_it(units_of):
-    grads, growth = tree(2), rules.growth(2.0)
-    make = optaxclip.clip_by_tensor_norm
-    if units_of:
-        make = optaxclip.clip_by_unitwise_norm
-    clipper = make(growth)
-    first = after(clipper, grads)
-    updates, state = clipper.update({**grads, "a": None}, first)
-    assert updates["a"] is None
-    before, found = first.by_name(), state.by_name()
-    for one, other in zip(jax.tree.leaves(before["a"]), jax.tree.leaves(found["a"])):
-        np.testing.assert_array_equal(one, other)
-    length = units(grads["c"]).max()
-    if not units_of:
-        length = np.linalg.norm(np.float64(grads["c"]))
-    np.testing.assert_allclose(np.max(found["c"].memory), length, rtol=1e-6)
-    # The rule had no limit at first, and then twice the norm.
-    assert np.isinf(found["a"].limit) and np.isfinite(found["c"].limit)
-
-
 def test_leaves_are_found_by_name_in_another_kind_of_mapping():
     frozen = pytest.importorskip("flax.core").freeze
     clipper = optaxclip.clip_by_tensor_norm(rules.growth(2.0))
