@@ -6,6 +6,7 @@ import argparse
 import sys
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 from . import compiled, given, per_example, report, whole_step
@@ -15,6 +16,9 @@ TABLES: dict[str, Callable[[bool], report.Table]] = {
     "whole_step_compiled": compiled.table,
     "step": given.table,
     "per_example": per_example.rows.table,
+    "per_example_auto": partial(
+        per_example.rows.table, models=per_example.losses.each_kind
+    ),
     "per_example_compiled": per_example.devices.table,
 }
 

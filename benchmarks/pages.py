@@ -9,8 +9,9 @@ Where the JSON is from:
 
     results/costs.json           python -m benchmarks --only whole_step
                                      --only whole_step_compiled --only step --json PATH
-    results/per_example.json     python -m benchmarks --only per_example
-                                     --only per_example_compiled --json PATH
+    results/per_example.json     python -m benchmarks --only per_example --only
+                                     per_example_auto --only per_example_compiled
+                                     --json PATH
     results/broken_batches.json  python examples/broken_batches.py --table PATH
     results/suites.json          python -m tests.suites --json PATH, which also writes
     results/clients.json         python -m tests.clients --json PATH    their pages
@@ -93,7 +94,7 @@ def results(name: str) -> Any:
 def rows_of(name: str, table: str) -> list[dict[str, Any]]:
     """The rows of one table of the benchmarks."""
     found = results(name)
-    return found["tables"][table]["rows"] if found else []
+    return found["tables"].get(table, {"rows": []})["rows"] if found else []
 
 
 def number(path: str) -> str:
@@ -132,18 +133,6 @@ def _added(device: str, name: str) -> str:
     return f"{gigabytes[name] / gigabytes['none'] - 1:+.1%}".replace("%", " %")
 
 
-def _measured(table: str) -> str:
-    """All rows of a table of the costs, as the benchmark shows them."""
-    rows = rows_of("costs", table)
-    if not rows:
-        return ""
-    columns = results("costs")["tables"][table]["columns"]
-    lines = []
-    for row in rows:
-        lines.append([shown(row.get(name)) for name in columns])
-    return markdown(columns, lines)
-
-
 def each_time() -> str:
     """The time of each way to clip each example, over the plain gradient's."""
     return _of_each(EACH, "time")
@@ -177,21 +166,45 @@ def _of_each(ways: list[tuple[str, str]], column: str) -> str:
     models = list(dict.fromkeys(row["model"] for row in rows))
     lines = []
     for name, title in ways:
-        own = [row for row in rows if row["gradient"].startswith(name)]
-        lines.append([title, *(_smallest(own, model, column) for model in models)])
+        found = (_smallest(rows, model, name, column) for model in models)
+        lines.append([title, *found])
     return markdown(["clipped by", *models], lines)
 
 
-def _smallest(rows: list[dict[str, Any]], model: str, column: str) -> str:
+def _smallest(rows: list[dict[str, Any]], model: str, name: str, column: str) -> str:
     own = [row for row in rows if row["model"] == model]
+    own = [row for row in own if row["gradient"].startswith(name)]
     return min((shown(row.get(column)) for row in own), key=float, default="-")
 
 
-def each_compiled() -> str:
-    """Plain and clipped gradients on a GPU and a TPU."""
-    rows = rows_of("per_example", "per_example_compiled")
-    columns = ["device", "model", "gradient", "kernels", "GB", "temporary MB"]
-    return markdown(columns, [[str(row[name]) for name in columns] for row in rows])
+def each_choice() -> str:
+    """For small models of many kinds what "auto" takes beside the other methods."""
+    rows, ways, lines = rows_of("per_example", "per_example_auto"), EACH[:5], []
+    for key in dict.fromkeys((row["model"], row["batch"]) for row in rows):
+        own = [row for row in rows if (row["model"], row["batch"]) == key]
+        times = [_smallest(own, key[0], name, "time") for name, _ in ways]
+        best = float(times[0]) / min(map(float, times[1:]))
+        memory = _smallest(own, key[0], ways[0][0], "memory")
+        lines.append([key[0], str(key[1]), *times, shown(best), memory])
+    header = [
+        "model",
+        "batch",
+        *(title for _, title in ways),
+        "over the best",
+        "memory",
+    ]
+    return markdown(header, lines) if rows else ""
+
+
+def _rows(table: str, file: str = "per_example", show: Any = shown) -> str:
+    """All rows of a table."""
+    found = (results(file) or {"tables": {}})["tables"].get(table)
+    if not found:
+        return ""
+    lines = []
+    for row in found["rows"]:
+        lines.append([show(row.get(name)) for name in found["columns"]])
+    return markdown(found["columns"], lines)
 
 
 def markdown(header: list[str], rows: list[list[str]]) -> str:
@@ -202,13 +215,14 @@ def markdown(header: list[str], rows: list[list[str]]) -> str:
 
 TABLES: dict[str, Callable[[], str]] = {
     "costs": costs,
-    "whole_step": lambda: _measured("whole_step"),
-    "whole_step_compiled": lambda: _measured("whole_step_compiled"),
-    "step": lambda: _measured("step"),
+    "whole_step": lambda: _rows("whole_step", "costs"),
+    "whole_step_compiled": lambda: _rows("whole_step_compiled", "costs"),
+    "step": lambda: _rows("step", "costs"),
     "each_time": each_time,
     "each_memory": each_memory,
     "each_package": each_package,
-    "each_compiled": each_compiled,
+    "each_choice": each_choice,
+    "each_compiled": lambda: _rows("per_example_compiled", show=str),
 }
 
 if __name__ == "__main__":

@@ -34,6 +34,7 @@ class Program(NamedTuple):
     # bytes that it needs beside its arguments and results. NaN where the backend does
     # not tell
     temporary: float
+    held: float  # the same, with its arguments and results
 
 
 def repeated(run: Callable[[], Any], seconds: float) -> Contestant:
@@ -83,9 +84,9 @@ def compiled(
     start = time.process_time()
     call = jax.jit(function, donate_argnums=donate).lower(*shapes).compile()
     seconds = time.process_time() - start
-    return Program(
-        call, seconds, getattr(call.memory_analysis(), "temp_size_in_bytes", math.nan)
-    )
+    used, kinds = call.memory_analysis(), ("temp", "argument", "output")
+    sizes = [getattr(used, f"{kind}_size_in_bytes", math.nan) for kind in kinds]
+    return Program(call, seconds, temporary=sizes[0], held=sum(sizes))
 
 
 def _seconds(contestant: Contestant) -> float:

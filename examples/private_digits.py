@@ -4,9 +4,9 @@ example, adds Gaussian noise to their sum, and shows what the norms of examples 
 What it shows. The three parts of DP-SGD. Each step draws its batch by chance: every
 image joins with the same probability, so the number of images differs from step to
 step. They are padded to one shape, and a mask says which are real. `clipped_grad` with
-`mean=False` gives a sum that no image changes by more than the limit. Noise with the
-standard deviation noise * limit is added, and the sum is divided by the expected number
-of images, since the real number would tell something about the data.
+`mean=False` gives a sum that no image changes by more than the limit. `add_noise` adds
+noise with the standard deviation noise * limit. The sum is divided by the expected
+number of images, since the real number would tell something about the data.
 
 26 of the 1300 images have a wrong label on purpose. At the end, when the network has
 learnt the rest, all of them are among the hundred longest gradients: norms of examples
@@ -94,7 +94,7 @@ def train(
     def step(trained: Any, batch: Any) -> Any:
         (params, state), (chosen, is_real, key) = trained, batch
         result = grad(params, images[chosen], labels[chosen], mask=is_real)
-        noisy = with_noise(result.grads, key, noise * max_norm)
+        noisy = optaxclip.add_noise(result, noise * max_norm, key)
         mean = jax.tree.map(lambda x: x / BATCH, noisy)
         updates, state = optimizer.update(mean, state)
         clipped = jnp.sum(is_real & (result.factors < 1)) / jnp.sum(is_real)
@@ -106,12 +106,6 @@ def train(
     scan = jax.jit(lambda start: jax.lax.scan(step, start, batches))
     (params, _), clipped = scan(start)
     return params, np.asarray(clipped)
-
-
-def with_noise(tree: Any, key: jax.Array, deviation: float) -> Any:
-    """Adds normal noise to every number."""
-    noise = optax.tree.random_like(key, tree)
-    return optax.tree.add_scale(tree, deviation, noise)
 
 
 def draw_batches(examples: int, steps: int, seed: int) -> tuple[np.ndarray, np.ndarray]:

@@ -22,7 +22,7 @@ A clipper answers three questions. How long is the gradient? (norm) How long may
 
     rules        limits that follow the run: rules.growth(), rules.z_score() ...
     shrinks      shrinks.hard, shrinks.smooth ...
-    per_example  clipped_grad and functions named as in optax
+    per_example  clipped_grad, add_noise, sensitivity, and functions named as in optax
     doctor       `python -m optaxclip.doctor log.jsonl` says why a run breaks
     replay       rules over recorded norms, also as `python -m optaxclip.replay`
     dropin       functions named as in torch, TensorFlow, Keras and jax_privacy
@@ -85,7 +85,9 @@ from ._wrappers._skipping import SkipState as SkipState
 from ._wrappers._skipping import skip_nonfinite as skip_nonfinite
 from ._wrappers._skipping import skip_spikes as skip_spikes
 from ._wrappers._skipping import skip_step as skip_step
+from .per_example import add_noise as add_noise
 from .per_example import clipped_grad as clipped_grad
+from .per_example import sensitivity as sensitivity
 
 __version__ = "0.2.0"
 

@@ -1,5 +1,6 @@
 """Reading traced programs."""
 
+import math
 from collections.abc import Iterator
 from functools import partial
 from typing import Any
@@ -69,6 +70,28 @@ def _types(eqn: Any) -> Iterator[Any]:
     for each in every_equation(eqn):
         for atom in (*each.invars, *each.outvars):
             yield atom.aval
+
+
+def work_of(body: Any) -> int:
+    """For about how many multiplications a program runs."""
+    from jax.extend.core import jaxprs_in_params
+
+    total = 0
+    for eqn in getattr(body, "jaxpr", body).eqns:
+        inner = list(map(work_of, jaxprs_in_params(eqn.params)))
+        if inner:
+            total += eqn.params.get("length", 1) * sum(inner)
+            continue
+        # Other functions take as long as a few, but are mostly fused.
+        each = 8
+        if eqn.primitive.name == "dot_general":
+            (axes, _), _ = eqn.params["dimension_numbers"]
+            each = math.prod(eqn.invars[0].aval.shape[k] for k in axes)
+        if eqn.primitive.name == "conv_general_dilated":
+            kernel, numbers = eqn.invars[1].aval, eqn.params["dimension_numbers"]
+            each = kernel.size // kernel.shape[numbers.rhs_spec[0]]
+        total += each * sum(x.aval.size for x in eqn.outvars)
+    return total
 
 
 def is_stop(eqn: Any) -> bool:

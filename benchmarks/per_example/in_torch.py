@@ -25,15 +25,15 @@ def missing() -> list[str]:
 
 def of_torch(case: Case) -> dict[str, Run]:
     """All methods for one model, the gradient of the mean first."""
-    if missing():
+    if missing() or case.kind not in KINDS:
         return {}
     import torch
 
     torch.set_num_threads(THREADS)
     return {
         PLAIN: _plain(case),
-        "Opacus, hooks": _with_hooks(case),
-        "Opacus, ghost": _with_ghost(case),
+        "Opacus, hooks": _with_opacus(case, is_ghost=False),
+        "Opacus, ghost": _with_opacus(case, is_ghost=True),
     }
 
 
@@ -58,36 +58,32 @@ def _plain(case: Case) -> Run:
     return run
 
 
-def _with_hooks(case: Case) -> Run:
-    module = model_of(case)
-    hooked = _opacus("grad_sample").GradSampleModule(module)
-    optimizer = _optimizer("DPOptimizer", module, case)
+def _with_opacus(case: Case, *, is_ghost: bool) -> Run:
+    import torch
+
+    module, criterion = model_of(case), _criterion()
     inputs, labels = _batch(case)
-    criterion = _criterion()
-
-    def run() -> dict[str, Any]:
-        optimizer.zero_grad()
-        criterion(hooked(inputs), labels).mean().backward()
-        optimizer.pre_step()
-        return _grads(module)
-
-    return run
-
-
-def _with_ghost(case: Case) -> Run:
-    module = model_of(case)
-    hooked = _opacus("grad_sample").GradSampleModuleFastGradientClipping(
-        module, max_grad_norm=case.limit, use_ghost_clipping=True
+    kind = "FastGradientClipping" if is_ghost else ""
+    ghost = {"max_grad_norm": case.limit, "use_ghost_clipping": True}
+    layers, optimizers = map(_opacus, ("grad_sample", "optimizers"))
+    wrapped = getattr(layers, f"GradSampleModule{kind}")
+    hooked = wrapped(module, **(ghost if is_ghost else {}))
+    # Only clips: it adds no noise, and its steps are not taken.
+    optimizer = getattr(optimizers, f"DPOptimizer{kind}")(
+        torch.optim.SGD(module.parameters(), lr=0.1),
+        noise_multiplier=0.0,
+        max_grad_norm=case.limit,
+        expected_batch_size=case.size,
     )
-    optimizer = _optimizer("DPOptimizerFastGradientClipping", module, case)
     loss_of = _opacus("utils.fast_gradient_clipping_utils").DPTensorFastGradientClipping
-    inputs, labels = _batch(case)
-    criterion = _criterion()
 
     def run() -> dict[str, Any]:
         optimizer.zero_grad()
         losses = criterion(hooked(inputs), labels)
-        loss_of(hooked, optimizer, losses).backward()
+        if is_ghost:
+            loss_of(hooked, optimizer, losses).backward()
+        else:
+            losses.mean().backward()
         optimizer.pre_step()
         return _grads(module)
 
@@ -96,18 +92,6 @@ def _with_ghost(case: Case) -> Run:
 
 def _opacus(name: str) -> Any:
     return import_module(f"opacus.{name}")
-
-
-def _optimizer(kind: str, module: Any, case: Case) -> Any:
-    """Only clips: it adds no noise, and its steps are not taken."""
-    import torch
-
-    return getattr(_opacus("optimizers"), kind)(
-        torch.optim.SGD(module.parameters(), lr=0.1),
-        noise_multiplier=0.0,
-        max_grad_norm=case.limit,
-        expected_batch_size=case.size,
-    )
 
 
 def _criterion() -> Callable[[Any, Any], Any]:

@@ -55,7 +55,7 @@ def plain(case: Case) -> Gradient:
     """The gradient of the mean loss."""
 
     def mean(params: Any, batch: Any) -> jax.Array:
-        return jnp.mean(jax.vmap(case.loss, (None, 0, 0))(params, *batch))
+        return jnp.mean(jax.vmap(partial(case.loss, params))(*batch))
 
     return jax.grad(mean)
 
@@ -88,7 +88,7 @@ def _at_once(size: int | None) -> str:
 
 
 def _with_optax(case: Case, params: Any, batch: Any) -> Any:
-    grads = jax.vmap(jax.grad(case.loss), (None, 0, 0))(params, *batch)
+    grads = jax.vmap(partial(jax.grad(case.loss), params))(*batch)
     total, _ = optax.per_example_global_norm_clip(grads, case.limit)
     return jax.tree.map(lambda leaf: leaf / case.size, total)
 

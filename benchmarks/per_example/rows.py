@@ -21,10 +21,10 @@ LONG = 0.2  # seconds: a call that takes less is repeated, or its time is noise
 SAME = 1e-5  # rounding is below, and a factor that is missing above
 
 
-def table(quick: bool) -> Table:
+def table(quick: bool, models: Callable[[bool], list[Case]] = cases) -> Table:
     """Time, memory and compile time of each method, for each model."""
     rows = []
-    for case in cases(quick):
+    for case in models(quick):
         rows += rows_of(case, 1 if quick else 3)
     lacks = methods.missing() + in_torch.missing()
     worst = max(row.get("difference", 0) for row in rows)
@@ -56,7 +56,7 @@ def rows_of(case: Case, rounds: int) -> list[dict[str, Any]]:
     rows = []
     for name, taken in seconds.items():
         base = bases[name]
-        row = {"model": case.name, "gradient": name}
+        row = {"model": case.name, "batch": case.size, "gradient": name}
         row |= {"time": _ratio(taken, seconds[base])}
         if name in programs:
             row |= _compiled(programs[name], programs[base])
@@ -95,6 +95,7 @@ def _ratio(taken: list[float], base: list[float]) -> float:
 
 def _compiled(program: timing.Program, plain: timing.Program) -> dict[str, Any]:
     return {
+        "memory": program.held / plain.held,
         "temporary memory": program.temporary / plain.temporary,
         "compile": program.seconds / plain.seconds,
         "temporary_bytes": program.temporary,
@@ -119,24 +120,20 @@ def _differences(runs: dict[str, Callable[[], Tree]]) -> dict[str, float]:
     found = {}
     for name in runs:
         if name not in plain:
-            found[name] = _distance(_on_host(runs[name]()), expected)
+            found[name] = _distance(_as_torch(runs[name]()), expected)
             if found[name] > SAME:
                 raise ValueError(f"{name}: {found[name]:.1g} from optax's gradient.")
     return found
 
 
-def _on_host(grads: Tree) -> Tree:
-    """A gradient of either framework, in the layout of PyTorch."""
-    if any(isinstance(leaf, jax.Array) for leaf in grads.values()):
-        return _as_torch(grads)
-    return {name: np.asarray(leaf, np.float64) for name, leaf in grads.items()}
-
-
 def _as_torch(grads: Tree) -> Tree:
-    return {
-        name: np.asarray(in_torch.as_in_torch(name, leaf), np.float64)
-        for name, leaf in grads.items()
-    }
+    """A gradient of either framework, in the layout of PyTorch."""
+    found = {}
+    for name, leaf in grads.items():
+        is_ours = isinstance(leaf, jax.Array)
+        same = in_torch.as_in_torch(name, leaf) if is_ours else leaf
+        found[name] = np.asarray(same, np.float64)
+    return found
 
 
 def _distance(found: Tree, expected: Tree) -> float:

@@ -6,12 +6,14 @@ example can do more than the limit allows.
 
 Everything else in this library gets the gradient of a batch, where an outlier is
 already mixed with the rest. Use this against outliers and wrong labels, against heavy
-tails, and for DP-SGD. It adds no noise and keeps no account: privacy needs both, and
-jax_privacy (https://github.com/google-deepmind/jax_privacy) has them.
+tails, and for DP-SGD, with noise of `add_noise` and an account of dp-accounting:
+docs/private_training.md.
 
     from a loss        clipped_grad: like jax.grad of a mean loss.
                        explain_clipped_grad: how it does it.
-                       noise_scale: how much the gradients of examples differ
+                       noise_scale: how much the gradients of examples differ.
+    for privacy        add_noise: Gaussian noise for a sum of clipped gradients.
+                       sensitivity: an audit of how much one example changes a sum
     from gradients     per_example_global_norm_clip, per_example_layer_norm_clip: the
                        functions of optax
     shrinks            of optaxclip.shrinks. auto_s and psac were made for this
@@ -31,7 +33,7 @@ from ._clipped_grad import (
     clipped_grad,
     explain_clipped_grad,
 )
-from ._noise import NoiseScale, noise_scale
+from ._noise import NoiseScale, Sensitivity, add_noise, noise_scale, sensitivity
 from ._optax_names import per_example_global_norm_clip, per_example_layer_norm_clip
 
 __all__ = [
@@ -39,11 +41,14 @@ __all__ = [
     "ExplainedLeaf",
     "Explanation",
     "NoiseScale",
+    "Sensitivity",
+    "add_noise",
     "clipped_grad",
     "explain_clipped_grad",
     "noise_scale",
     "per_example_global_norm_clip",
     "per_example_layer_norm_clip",
+    "sensitivity",
 ]
 
 with_our_names(__name__)

@@ -1,14 +1,14 @@
 """A function transformation like `jax.grad`, whose gradient is a mean of gradients that
 were clipped one by one, and how it is computed.
 
-Ghost clipping pays for each norm, one pass for each number of a gradient that it writes
-and reads again. Both counts are known from shapes.
+Ghost clipping pays for each norm and for what it keeps of each layer, one pass for each
+number of a gradient that it writes and reads again. All counts are known from shapes.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -18,22 +18,29 @@ from jax import lax
 from jax.core import Tracer
 
 from .. import _trees as prefix
-from .._checks import check_choice, check_flag, check_length
-from .._jaxpr import has_bits_that_vmap_changes, has_convolution
-from .._mesh import MeshAxes, is_on_one_device
+from .._checks import check_choice, check_flag, check_length, is_function, shown
+from .._jaxpr import has_bits_that_vmap_changes, has_convolution, work_of
+from .._mesh import MeshAxes, is_on_one_device, manual_axes
 from ..shrinks import Shrink, shrink_of
+from ._explicit import on_each_device
 from ._ghost import Ghost, ghost_of
 from ._ghost._capture import CannotSplit
-from ._ghost._norms import Way
+from ._ghost._norms import LOOKUPS, Way
 from ._passes import CANCELS, Run, evened, limits_of
 from ._problem import Places, Problem, Question
 
 METHODS = ("auto", "ghost", "one_pass", "two_pass")
-# To write and read one number of a gradient takes as long as about this many
-# multiplications in a matrix product: on two CPU cores a perceptron took 17 times as
-# long in one pass as without clipping, and transformers were as fast either way where
-# sequences had about this length.
-MULTIPLICATIONS_PER_NUMBER = 32
+# To write and read one number takes as long as about this many multiplications in a
+# matrix product: so the estimates for twelve models on two CPU cores were near what was
+# measured (`each_kind` in benchmarks/per_example/losses.py).
+MULTIPLICATIONS_PER_NUMBER = 48
+LITTLE = 2**16  # numbers that are not worth a loop
+SPLIT_KERNELS = (
+    'clipped_grad: method must be "ghost", and each kernel used once, for convolutions '
+    "of a batch that jit splits over devices, where XLA computes wrong gradients of "
+    "examples. Or put clipped_grad into jax.shard_map, with mean=False, and lax.psum "
+    'its gradients. Got method="{}".'
+)
 
 
 class ClippedGrad(NamedTuple):
@@ -74,20 +81,24 @@ def clipped_grad(
     method: str = "auto",
     mean: bool = True,
     mesh_axes: MeshAxes = "auto",
+    private: bool = True,
 ) -> Callable[..., ClippedGrad]:
     """Makes a function that clips the gradient of each example and averages:
     (1 / B) sum_i f_i g_i with f_i = shrink(|g_i|, C) / |g_i|.
 
     It bounds what one example can do. It adds no noise and is not a privacy accountant.
-    Differential privacy needs both: docs/per_example.md shows how to add them, and
-    jax_privacy (https://github.com/google-deepmind/jax_privacy) has them too.
+    Differential privacy needs both: docs/private_training.md shows how to add them.
 
     Args:
       loss: the loss of ONE example, `loss(params, example, ...) -> scalar`, or
         `(scalar, aux)` with `has_aux`.
       max_norm: the limit C: a number at least 0, or None for no limit. Or a tree prefix
         of the parameters with a limit for each part, whose norm is then taken
-        separately.
+        separately. With `private=False` a limit may be a function from all norms of the
+        batch, float32[batch] with NaN for an example that is masked or broken, to a
+        number, such as `jnp.nanmedian`. It gets the norms of all devices, but in pmap
+        and with check_vma=False only those of its own. All norms are needed first, so
+        the whole batch is differentiated at once, but for "two_pass".
       argnums: which arguments to differentiate, as in `jax.grad`.
       shared_argnums: which arguments are the same for all examples. All others are
         batches: pytrees of arrays whose first axis counts examples. Random keys are a
@@ -112,9 +123,9 @@ def clipped_grad(
         they count as 0, and above 1.3e30 as that. It adds up a microbatch in the dtype
         that parameters are cast to. The backward pass of the loss must be linear, so
         that it has no `clip_cotangent`. "auto": "ghost" or "one_pass", by the shapes of
-        the loss. One pass then takes no more memory for gradients of examples than a
-        quarter of the activations of the batch, or one gradient. `explain_clipped_grad`
-        shows the choice.
+        the loss. One pass then takes no more memory for gradients of examples than two
+        thirds of what is kept of the batch, or one gradient, on a CPU 8 at once.
+        Convolutions it takes only all at once. `explain_clipped_grad` shows the choice.
       mean: whether to divide by the number of examples that are not masked. False gives
         the sum, in float32 or wider: rounded to bfloat16, one example could change it
         by more than the limit.
@@ -123,26 +134,35 @@ def clipped_grad(
         shard_map with check_vma=True, and where the loss joins no devices), names that
         split every parameter, None for parameters that are whole on each device, or a
         tree prefix of PartitionSpec. Axes that split the batch are not among them.
+      private: False allows a `max_norm` that looks at the norms of the batch. One
+        example then moves the limit of all others, and changes the sum by more than a
+        limit: no account of privacy holds. True is no promise of privacy, which needs
+        noise.
 
     Returns:
       A function of the arguments of `loss`, by position, with batches for examples,
       and of `mask=`: bool[batch], False for padding. It returns a `ClippedGrad`. Sums
       are in float32 or wider, but for those of "two_pass". The function should be
       jitted. Inside shard_map it gets the examples of its own device: take the sum
-      (`mean=False`), and `lax.psum` it.
+      (`mean=False`), and `lax.psum` it. On a mesh with Explicit axes it enters
+      shard_map itself, and the gradient is split as the parameters are.
 
     Raises:
       ValueError: a limit that is negative, NaN or an array, several limits or
-        `clip_cotangent` with two passes, an unknown method, a microbatch below 1. From
+        `clip_cotangent` with two passes, an unknown method, a microbatch below 1. A
+        limit that is a function without `private=False`, or with a microbatch. From
         the function: mesh axes that contradict the types, "auto" for a loss that joins
         devices (`lax.psum`) in pmap or with check_vma=False, a loss that joins devices
         with different examples, limits that do not fit the parameters, batches whose
         first axes are missing or differ, or a mask of the wrong shape. "ghost" raises
-        on a mesh with Explicit axes, for symbolic sizes, and for a loss that cannot be
-        split, such as one with refs (`jax.new_ref`). "two_pass" raises for random keys
-        other than threefry's. For a convolution of a batch that jit splits over devices
-        all methods raise, but for "ghost" if each kernel is used once. A split that
-        only `in_shardings` of jit tells is not seen.
+        where Explicit mesh axes split parameters, but not the batch, for symbolic
+        sizes, and for a loss that cannot be split, such as one with refs
+        (`jax.new_ref`). "two_pass" raises for random keys other than threefry's. For a
+        convolution of a batch that jit splits over devices all methods raise, but for
+        "ghost" if each kernel is used once: JaxRuntimeError, when it is compiled, if
+        only `in_shardings` of jit splits the batch.
+      NotImplementedError: from the function: a loss that closes over an array on a mesh
+        with Explicit axes. Make it a shared argument.
       TypeError: a limit that is not a number, or a shrink that is not a function. From
         the function: parameters that are no floats or complex numbers, places that are
         no ints, arguments by name, and a loss that is not one real number, or lacks the
@@ -183,32 +203,48 @@ def clipped_grad(
             f"{call}: method='two_pass' has one factor for an example, but max_norm "
             f"has {count} limits: use another method, or one limit."
         )
+    needs_all_norms = any(map(is_function, limits.values))
+    if needs_all_norms and (private or (microbatch and method != "two_pass")):
+        raise ValueError(
+            f"{call}: max_norm={shown(max_norm)}, a function of all norms, needs "
+            'private=False, and microbatch=None or method="two_pass", got '
+            f"{private=} and {microbatch=}. For a schedule give its number."
+        )
     question = Question(call, loss, argnums, shared_argnums, has_aux, mesh_axes)
 
     def of_batch(*args: Any, mask: Any = None) -> ClippedGrad:
-        problem = question.about(args, mask)
-        chosen, width, ghost = _choose(problem, method, microbatch)
-        own = limits.of(problem.params, problem.splits)
-        run = Run(problem, own, width)
-        if ghost:
-            sums, found = ghost.in_steps(run)
-        elif chosen == "two_pass":
-            sums, found = run.in_two_passes()
-        else:
-            sums, found = run.in_one_pass()
-        weights, values, aux = found
+        problem = question.about(args, mask)._replace(limits=limits.values)
+        sums, nonfinite, each = on_each_device(of_device, problem)
         leaves, treedef = jax.tree.flatten(problem.params)
         divisor = None
         if mean:
             # Broken examples too. A batch that is all masked gives 0 / 1.
             divisor = jnp.maximum(jnp.sum(problem.present, dtype=jnp.int32), 1)
             sums = [_divided(x, divisor, y.dtype) for x, y in zip(sums, leaves)]
+        norms, factors, values, aux = each
+        grads = treedef.unflatten(sums)
+        return ClippedGrad(grads, norms, factors, nonfinite, divisor, values, aux)
+
+    def of_device(problem: Problem) -> Any:
+        problem = question.on_device(problem)
+        chosen, width, ghost = _choose(problem, method, microbatch)
+        if needs_all_norms and method != "two_pass":
+            # The first factor is known after the last norm.
+            width = None
+        own = limits.of(problem.params, problem.splits)
+        run = Run(problem, own._replace(values=problem.limits), width)
+        if ghost:
+            sums, found = ghost.in_steps(run)
+        elif chosen == "two_pass":
+            sums, found = run.in_two_passes()
+        else:
+            sums, found = run.in_one_pass()
+        weights, losses, aux = found
         # [batch, groups] -> for each limit [batch].
         norms = limits.treedef.unflatten(weights.norms.T)
         factors = limits.treedef.unflatten(weights.factors.T)
         nonfinite = jnp.sum(problem.present & ~weights.counts, dtype=jnp.int32)
-        grads = treedef.unflatten(sums)
-        return ClippedGrad(grads, norms, factors, nonfinite, divisor, values, aux)
+        return sums, nonfinite, (norms, factors, losses, aux)
 
     return of_batch
 
@@ -230,6 +266,8 @@ def _choose(
     """The method that was asked for, or the one that takes the least time, how many
     examples at once, and, if that is the method, ghost clipping.
     """
+    if microbatch:
+        microbatch = max(microbatch // problem.devices, 1)
     hindrance, ghost, others = "", None, '"one_pass", "two_pass"'
     if method == "two_pass" and _runs(problem, has_bits_that_vmap_changes):
         # The second pass puts a good example in the place of a masked or broken one.
@@ -243,56 +281,66 @@ def _choose(
             f'clipped_grad: method must be {others} or "auto" for {hindrance}, got '
             f'"{method}".'
         )
-    if _is_split(problem.batch) and _runs(problem, has_convolution):
+    is_split = _is_split(problem.batch)
+    if is_split is not False and _runs(problem, has_convolution):
         # XLA makes gradients of examples by a kernel wrong, as it does those of
         # jax.vmap(jax.grad(loss)).
         uses = ghost.uses.values() if ghost else ()
         eqns = [use.eqn for use in uses if use.eqn]
-        if not ghost or any(map(has_convolution, eqns)):
-            raise ValueError(
-                'clipped_grad: method must be "ghost", and each kernel used once, for '
-                "convolutions of a batch that jit splits over devices, where XLA "
-                "computes wrong gradients of examples. Or put clipped_grad into "
-                "jax.shard_map, with mean=False, and lax.psum its gradients. Got "
-                f'method="{method}".'
-            )
-        method = "ghost"
+        if ghost and not any(map(has_convolution, eqns)):
+            method = "ghost"
+        elif is_split:
+            raise ValueError(SPLIT_KERNELS.format(method))
+        else:
+            _refuse_a_split(problem.batch, SPLIT_KERNELS.format(method))
     if not ghost:
         return "one_pass" if method == "auto" else method, microbatch, None
-    kept = sum(use.kept for use in ghost.program.uses())
-    # Gradients of examples that ghost clipping makes too cost both the same.
-    numbers = {
-        "ghost": sum(ghost.params[leaf].size for leaf in ghost.made),
-        "one_pass": sum(leaf.size for leaf in ghost.params),
-    }
+    most, size = _most_at_once(problem, ghost), problem.present.size
     if method == "auto":
-        costs = _costs(problem, ghost)
-        method = min(numbers, key=lambda name: costs[name])
-    if method == "ghost" and numbers[method] <= kept:
-        return method, microbatch, ghost
-    # Gradients of examples take a quarter of the memory of what is kept of the
-    # activations of the whole batch, and at least one is made. A CPU is the faster the
-    # more of them stay in its cache: a transformer of 432,000 parameters took half as
-    # long with 8 at once as with 16.
-    most = problem.present.size * kept // (4 * max(numbers[method], 1))
-    width = evened(problem.present.size, max(most, 1))
+        costs = _costs(problem, ghost, microbatch)
+        method = min(most, key=lambda name: costs[name])
+    width = evened(size, max(most[method], 1)) if most[method] < size else None
     return method, microbatch or width, ghost if method == "ghost" else None
 
 
-def _costs(problem: Problem, ghost: Ghost | None) -> dict[str, float]:
-    """For each method, how many multiplications one example is estimated to take beside
-    those of the plain gradient.
-    """
+def _most_at_once(problem: Problem, ghost: Ghost) -> dict[str, int]:
+    """For both methods of "auto", for how many examples at once there is memory."""
+    kept, size = ghost.kept, problem.present.size
+    made = sum(ghost.params[leaf].size for leaf in ghost.made)
+    every = sum(leaf.size for leaf in ghost.params)
+    most = {"ghost": made, "one_pass": every}
+    for name, numbers in most.items():
+        # Gradients of examples take a third of the memory of what is kept of the
+        # activations of the whole batch, or two of a part of it, of which less is kept.
+        room = max(size * kept // 3, LITTLE) // max(numbers, 1)
+        most[name] = size if room >= size else min(2 * room, size // 2)
+    if made <= kept:
+        most["ghost"] = size
+    if jax.default_backend() == "cpu" and not ghost.is_convolved:
+        # A CPU is the faster the more of them stay in its cache: a transformer of
+        # 432,000 parameters took half as long with 8 at once as with 16.
+        most["one_pass"] = min(most["one_pass"], max(8, LITTLE // max(every, 1)))
+    return most
+
+
+def _costs(
+    problem: Problem, ghost: Ghost | None, microbatch: int | None
+) -> dict[str, float]:
+    """For each method, about how many times as long as the plain gradient it takes."""
+    size = problem.present.size
     numbers = sum(leaf.size for leaf in jax.tree.leaves(problem.params))
-    costs: dict[str, float] = {"one_pass": MULTIPLICATIONS_PER_NUMBER * numbers}
+    made = MULTIPLICATIONS_PER_NUMBER * numbers
+    # Forward, and backward to the inputs and to the parameters of all examples.
+    plain = 3 * work_of(problem.program()[0]) + made / size
+    costs = {"one_pass": 1 + made / plain, "two_pass": 2 + made / plain}
     if ghost:
-        made = sum(ghost.params[leaf].size for leaf in ghost.made)
-        costs["ghost"] = MULTIPLICATIONS_PER_NUMBER * made
-        costs["ghost"] += sum(way.cost for way in ghost.ways)
-        factored = [way for way in ghost.ways if way.parts]
-        # Forward, and backward to the inputs and to the parameter.
-        plain = sum(3 * way.positions * math.prod(way.matrices) for way in factored)
-        costs["two_pass"] = costs["one_pass"] + plain
+        if (microbatch or _most_at_once(problem, ghost)["one_pass"]) < size:
+            # XLA on a CPU takes eight times as long for a convolution in a loop.
+            costs = {x: cost * 8**ghost.is_convolved for x, cost in costs.items()}
+        # What is kept of uses is written and read, too.
+        made = ghost.kept + sum(ghost.params[leaf].size for leaf in ghost.made)
+        added = MULTIPLICATIONS_PER_NUMBER * made + sum(way.cost for way in ghost.ways)
+        costs["ghost"] = 1 + added / plain
     return costs
 
 
@@ -301,23 +349,38 @@ def _runs(problem: Problem, kind: Callable[[Any], bool]) -> bool:
     return any(map(kind, problem.program()[0].jaxpr.eqns))
 
 
-def _is_split(batch: Any) -> bool:
-    """Whether jit may split the batch over devices."""
-    for leaf in jax.tree.leaves(batch):
+def _is_split(batch: Any) -> bool | None:
+    """Whether jit may split the batch over devices. None if only the compiler knows."""
+    traced = [isinstance(leaf, Tracer) for leaf in jax.tree.leaves(batch)]
+    for leaf, is_traced in zip(jax.tree.leaves(batch), traced):
         # The type of a traced array has the mesh, but not how it is split.
-        is_whole = isinstance(leaf, Tracer) or leaf.sharding.is_fully_replicated
+        is_whole = is_traced or leaf.sharding.is_fully_replicated
         if not (is_on_one_device(leaf) and is_whole):
             return True
-    return False
+    is_hidden = any(traced) and jax.device_count() > 1 and not manual_axes()
+    return None if is_hidden else False
+
+
+def _refuse_a_split(batch: Any, text: str) -> None:
+    """Makes the compiler raise an error if it splits the batch."""
+
+    def look(sharding: jax.sharding.Sharding) -> None:
+        if not sharding.is_fully_replicated:
+            raise ValueError(text)
+
+    for leaf in jax.tree.leaves(batch):
+        jax.debug.inspect_array_sharding(leaf, callback=look)
 
 
 def _ghost_of(problem: Problem) -> tuple[Ghost | None, str]:
     """Ghost clipping, or None and what it cannot do."""
-    for leaf in jax.tree.leaves((problem.params, problem.batch)):
+    roles = {"parameters": problem.params, "the batch": problem.batch}
+    for path, leaf in jax.tree_util.tree_flatten_with_path(roles)[0]:
+        kind = jax.typeof(leaf)
         # The cotangents that it asks for would need their shardings as types.
-        axes = sorted(jax.typeof(leaf).sharding.mesh.explicit_axes)
-        if axes:
-            return None, f"arrays on a mesh with Explicit axes, here {axes}"
+        if any(kind.sharding.spec):
+            what = f"{prefix.name(path)!r} of {kind}"
+            return None, f"{what}, which Explicit mesh axes split beside the batch's"
         # It is chosen by sizes, and those of jax.export may be symbols.
         if not all(isinstance(size, int) for size in leaf.shape):
             return None, f"sizes that are not known, here {leaf.shape}"
@@ -336,7 +399,7 @@ def _bounds(problem: Problem, method: str, ways: list[Way]) -> tuple[float, floa
         # Its sum adds up other terms than were measured, and these are not known.
         return np.inf, np.inf
     lost, missed = 0.0, 0.0
-    size = problem.present.size
+    size = problem.present.size * problem.devices
     for way, leaf in zip(ways, jax.tree.leaves(problem.params)):
         count = way.positions
         dtype = np.promote_types(leaf.dtype, np.float32)
@@ -353,7 +416,7 @@ def _bounds(problem: Problem, method: str, ways: list[Way]) -> tuple[float, floa
             if way.name == "gram":
                 # Products of lookups are exact.
                 uses = {use.name for use in way.uses.values()}
-                products = columns + rows * (uses != {"gather"})
+                products = columns + rows * (not uses <= {*LOOKUPS})
                 square = _rounding(products + count**2, dtype)
                 norm = np.sqrt(1 + CANCELS**2 * square) - 1
             missed = max(missed, norm)
@@ -393,9 +456,10 @@ class Explanation(NamedTuple):
       change: with or without one example the sums differ by at most C (1 + change),
         even if all others were made to cancel. inf where nothing is proved. The bounds
         hold on a CPU: docs/numerics.md has the proof, and what was measured.
-      costs: for each method, how many multiplications one example is estimated to take
-        beside those of the plain gradient. "auto" takes the cheaper of "ghost" and
-        "one_pass". Only "one_pass" where the loss cannot be split.
+      costs: for each method, about how many times as long as the plain gradient it
+        takes, counted from shapes: on a CPU ratios of two methods are mostly right
+        within a factor of 2. "auto" takes the cheaper of "ghost" and "one_pass". There
+        is no "ghost" where the loss cannot be split.
     """
 
     method: str
@@ -408,6 +472,7 @@ class Explanation(NamedTuple):
     def __str__(self) -> str:
         width = self.microbatch or "the whole batch"
         costs = [f"{name} {cost:.2g}" for name, cost in self.costs.items()]
+        slow = [name for name, cost in self.costs.items() if cost > 10]
         bounds = "what an example adds is not bounded"
         if self.excess < np.inf:
             bounds = (
@@ -416,7 +481,8 @@ class Explanation(NamedTuple):
             )
         lines = [
             f"method {self.method}, microbatch: {width}",
-            f"multiplications beside a gradient: {', '.join(costs)}",
+            f"estimated time, in plain gradients: {', '.join(costs)}",
+            *(f"more than ten plain gradients: {name}" for name in slow),
             bounds,
         ]
         head = ("parameter", "shape", "norm by", "uses", "kept", "made")
@@ -474,15 +540,15 @@ def explain_clipped_grad(
     Example:
       >>> def loss(params, x):
       ...     return jnp.sum((x @ params["w"] + params["b"]) ** 2)
-      >>> params = {"w": jnp.ones((3, 2)), "b": jnp.ones(2)}
+      >>> params = {"w": jnp.ones((30, 20)), "b": jnp.ones(20)}
       >>> explain = optaxclip.per_example.explain_clipped_grad(loss)
-      >>> print(explain(params, jnp.ones((4, 3))))
+      >>> print(explain(params, jnp.ones((4, 30))))
       method ghost, microbatch: the whole batch
-      multiplications beside a gradient: one_pass 2.6e+02, ghost 69, two_pass 2.7e+02
+      estimated time, in plain gradients: one_pass 3.9, two_pass 4.9, ghost 1.4
       an example adds at most 1 + 7.2e-07 limits and changes the sum by 1 + 5e-06
-      parameter  shape   norm by   uses         kept  made
-      b          (2,)    gradient  add          32    8
-      w          (3, 2)  product   dot_general  80    4
+      parameter  shape     norm by   uses         kept  made
+      b          (20,)     gradient  add          320   80
+      w          (30, 20)  product   dot_general  800   4
     """
     call = "explain_clipped_grad"
     check_choice(f"{call}: method", method, METHODS)
@@ -491,7 +557,12 @@ def explain_clipped_grad(
     question = Question(call, loss, argnums, shared_argnums, has_aux)
 
     def of_batch(*args: Any) -> Explanation:
-        problem = question.about(args)
+        problem, found = question.about(args), []
+        jax.eval_shape(lambda: on_each_device(partial(explain, found), problem))
+        return found[0]
+
+    def explain(found: list[Explanation], problem: Problem) -> Any:
+        problem = question.on_device(problem)
         chosen, width, ghost = _choose(problem, method, microbatch)
         count = min(width or problem.present.size, problem.present.size)
         entries = jax.tree_util.tree_flatten_with_path(problem.params)[0]
@@ -509,7 +580,10 @@ def explain_clipped_grad(
             # DictKey("blocks"), SequenceKey(0) -> "blocks/0".
             name, shown = prefix.name(path), ", ".join(dict.fromkeys(uses))
             rows.append(ExplainedLeaf(name, leaf.shape, way.name, shown, kept, made))
-        costs = _costs(problem, ghost or _ghost_of(problem)[0])
-        return Explanation(chosen, width, rows, *_bounds(problem, chosen, ways), costs)
+        costs = _costs(problem, ghost or _ghost_of(problem)[0], microbatch)
+        bounds = _bounds(problem, chosen, ways)
+        width = width and width * problem.devices
+        found.append(Explanation(chosen, width, rows, *bounds, costs))
+        return jax.tree.leaves(problem.params), 0, ()
 
     return of_batch

@@ -1,14 +1,204 @@
-"""The gradient noise scale, from one gradient and the norms of the examples in it."""
+"""Noise for privacy, an audit of what it must hide, and noise that is in gradients.
 
-from typing import NamedTuple
+add_noise     adds Gaussian noise to a sum of clipped gradients
+sensitivity   tries how much one example can change a sum. Each pattern takes the place
+              of the first example. In cancelling ones the entries of one array, along
+              its first axis, are +-2^k, and all other arrays are repeated, so that what
+              positions add to a gradient cancels and leaves its rounding behind
+noise_scale   the gradient noise scale, from a gradient and the norms of examples in it
+"""
+
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
 from jax.core import Tracer
+from jax.tree_util import keystr, tree_flatten_with_path
+from jax.typing import ArrayLike
 
-from .._checks import shown
+from .._checks import check_number, shown
+from .._mesh import has_types, manual_axes, split_as, varying
 from .._norms import global_norm
 from ._clipped_grad import ClippedGrad
+
+
+def add_noise(result: Any, sigma: ArrayLike, key: Array) -> Any:
+    """Adds Gaussian noise to a sum of clipped gradients: g + sigma N(0, I).
+
+    For DP-SGD sigma is the noise multiplier of the account times the limit. Noise is
+    added once, to the sum over all devices and microbatches, before it is divided by
+    the expected number of examples.
+
+    Args:
+      result: of `clipped_grad(..., mean=False)`, or a tree of gradients, such as the
+        sum of those of several microbatches.
+      sigma: the standard deviation, at least 0. A complex number gets noise of this
+        deviation in its real and its imaginary part.
+      key: a key of `jax.random`, another one for each step.
+
+    Returns:
+      The tree of gradients with noise, in the dtypes and the sharding that they had.
+      Noise is drawn and added in float32 or wider. It is the same however leaves are
+      split under `jit`. Inside shard_map devices that hold different parts of a leaf
+      draw different noise, so add up devices' gradients (`lax.psum`) before. Norms,
+      factors and values of a result are not private, and are not returned.
+
+    Raises:
+      ValueError: a mean, since its divisor depends on the data and it may be rounded to
+        16 bits, or a sigma that is negative or NaN. A call in pmap, or in shard_map
+        with check_vma=False, where it cannot be known which leaves are split.
+      TypeError: a sigma that is not a number, or leaves that are not floats or complex.
+
+    Example:
+      >>> grads = {"w": jnp.zeros(100_000), "b": jnp.zeros(3, jnp.bfloat16)}
+      >>> noisy = optaxclip.add_noise(grads, 2.0, jax.random.key(0))
+      >>> print(noisy["w"].std().round(1), noisy["b"].dtype)
+      2.0 bfloat16
+
+    Reference: Abadi et al., Deep learning with differential privacy, 2016 (arXiv
+    1607.00133).
+    """
+    check_number("add_noise: sigma", sigma, is_scalar=True)
+    if not has_types(manual := manual_axes()) and manual:
+        raise ValueError("add_noise: must be called outside pmap and check_vma=False.")
+    leaves, treedef = jax.tree.flatten(sum_in(result, "add_noise"))
+    keys = jax.random.split(key, len(leaves) + 1)
+    return treedef.unflatten([_noisy(x, sigma, k) for x, k in zip(leaves, keys)])
+
+
+def sum_in(result: Any, call: str) -> Any:
+    """The sum of gradients in a result of `clipped_grad`, or the tree itself."""
+    is_result = isinstance(result, ClippedGrad)
+    if is_result and result.divisor is not None:
+        raise ValueError(
+            f"{call}: result must be a sum, got a mean, whose divisor changes with an "
+            "example. Use mean=False, and divide by the expected number of examples."
+        )
+    return result.grads if is_result else result
+
+
+@jax.jit
+def _noisy(leaf: Array, sigma: Array, key: Array) -> Array:
+    if not jnp.issubdtype(leaf.dtype, jnp.inexact):
+        raise TypeError(f"add_noise: gradients must be floats, got {leaf.dtype}.")
+    for name in sorted(varying(leaf)):
+        key = jax.random.fold_in(key, lax.axis_index(name))
+    dtype = np.promote_types(leaf.dtype, np.float32)
+    real, is_complex = jnp.finfo(dtype).dtype, jnp.iscomplexobj(leaf)
+    # JAX would share the variance of a complex number between its parts.
+    parts = jax.random.normal(key, (1 + is_complex, *leaf.shape), real)
+    parts *= sigma.astype(real)
+    noise = split_as(lax.complex(*parts) if is_complex else parts[0], jax.typeof(leaf))
+    return (leaf.astype(dtype) + noise).astype(leaf.dtype)
+
+
+class Sensitivity(NamedTuple):
+    """How much one example changes a sum, at the worst of what was tried.
+
+    Attributes:
+      change: the norm of the sum with the example, less the sum without it. inf where
+        this is not finite.
+      pattern: what the example was, such as "nan in batch[0]".
+      limit: what the change should not exceed but for rounding, as it was given.
+    """
+
+    change: float
+    pattern: str
+    limit: float
+
+
+def sensitivity(
+    grad_fn: Callable[..., Any], params: Any, *batch: Any, limit: float
+) -> Sensitivity:
+    """Tries examples that may change a sum of clipped gradients by more than the limit,
+    and returns the largest change.
+
+    In the place of the first example of the batch it puts others: large, small and
+    broken numbers, and numbers that cancel, all alike or of random sizes. For each it
+    computes the sum with and without that example. It finds faults, such as a
+    parameter that is not clipped, or rounding that is not measured. It proves nothing:
+    the `change` of `explain_clipped_grad` is proved.
+
+    Args:
+      grad_fn: what training uses, `grad_fn(params, *batch)`, best jitted: it is called
+        ten times for each array of an example. It returns a sum, before noise is added:
+        a result of `clipped_grad(..., mean=False)` or a tree of gradients.
+      params: the parameters. Random ones will do.
+      batch: arguments with at least two examples, pytrees whose first axes count them.
+        Floats are replaced, one array at a time. Of integers, such as tokens, only
+        values of the first example are used. Sequences should have at least 16
+        positions.
+      limit: the largest change that is allowed: `max_norm`, the root of the sum of
+        squares for several.
+
+    Returns:
+      A `Sensitivity`: the largest `change`, and the `pattern` that makes it.
+
+    Raises:
+      ValueError: a mean instead of a sum.
+
+    Example:
+      >>> def loss(w, x):
+      ...     return 0.5 * (w - x) ** 2
+      >>> grad = optaxclip.clipped_grad(loss, 1.0, mean=False)
+      >>> batch = jnp.array([2.5, 1.0, 4.0, 3.0])
+      >>> found = optaxclip.sensitivity(jax.jit(grad), 3.0, batch, limit=1.0)
+      >>> print(f"{found.change:.3f}")
+      1.000
+      >>> def no_clip(w, x):
+      ...     return jnp.sum(w - x)
+      >>> optaxclip.sensitivity(no_clip, 3.0, batch, limit=1.0)
+      Sensitivity(change=inf, pattern='nan in batch[0]', limit=1.0)
+    """
+    batch = jax.tree.map(jnp.asarray, batch)
+
+    def total(batch: Any) -> list[np.ndarray]:
+        sums = sum_in(grad_fn(params, *batch), "sensitivity")
+        return [np.asarray(x).astype(np.complex128) for x in jax.tree.leaves(sums)]
+
+    others = total(jax.tree.map(lambda x: x[1:], batch))
+    found = []
+    with np.errstate(all="ignore"):
+        for pattern, example in _patterns(batch):
+            tried = jax.tree.map(lambda x, row: x.at[0].set(row), batch, example)
+            pairs = zip(total(tried), others)
+            change = np.linalg.norm([np.linalg.norm(x - y) for x, y in pairs])
+            change = float(change) if np.isfinite(change) else np.inf
+            found.append(Sensitivity(change, pattern, limit))
+    return max(found)
+
+
+def _patterns(batch: Any) -> Iterator[tuple[str, Any]]:
+    """The examples that are tried, and what they are called."""
+    entries, treedef = tree_flatten_with_path(jax.tree.map(lambda x: x[0], batch))
+    alike = [jnp.broadcast_to(x[:1], x.shape) if x.ndim else x for _, x in entries]
+    yield "all positions alike", treedef.unflatten(alike)
+    random = np.random.default_rng(0)
+    for place, (path, row) in enumerate(entries):
+        if jnp.issubdtype(row.dtype, jnp.inexact):
+            direction = random.standard_normal(row.shape[1:])
+            for pattern, line in _lines(row, random).items():
+                own = np.multiply.outer(line, direction).reshape(row.shape)
+                tried = [*alike[:place], own.astype(row.dtype), *alike[place + 1 :]]
+                yield f"{pattern} in batch{keystr(path)}", treedef.unflatten(tried)
+
+
+def _lines(row: jax.Array, random: np.random.Generator) -> dict[str, np.ndarray]:
+    """Numbers for the positions of an array, by what they are called."""
+    count = row.shape[0] if row.ndim else 1
+    half, top = count // 2, int(jnp.finfo(row.dtype).maxexp)
+    pairs = np.exp2(random.integers(top // 12, top // 2, half))
+    lines: dict[str, Any] = {"random +-2^k": random.permutation([*pairs, *-pairs])}
+    lines["random +-1e9"] = random.permutation(np.repeat([1e9, -1e9], half))
+    for power in (top // 4, top // 2, 3 * top // 4):
+        lines[f"aligned +-2^{power}"] = [2.0**power, -(2.0**power), 12.3]
+    sizes = np.nan, np.inf, 1e-30, 1e9, 1e30
+    lines |= {f"{size:g}": np.full(count, size) for size in sizes}
+    # The rest of the positions is 0.
+    return {name: np.resize([*x, *np.zeros(count)], count) for name, x in lines.items()}
 
 
 class NoiseScale(NamedTuple):

@@ -11,7 +11,6 @@ None needs memory that grows with the batch beyond a few numbers for each exampl
 from the activations of a microbatch.
 """
 
-import math
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -23,9 +22,9 @@ from jax import Array, lax
 
 from .. import _trees as prefix
 from .._backward import is_weighted
-from .._checks import check_limit, held_in, shown
+from .._checks import check_limit, check_scalar, held_in, is_function, shown
 from .._factors import factor_between, stretch
-from .._mesh import Names, names_in, split_as
+from .._mesh import Names, varying
 from .._norms import global_norm
 from ..rules._rule import is_rule
 from ..shrinks import Shrink, shrunk_by
@@ -48,7 +47,8 @@ class Limits(NamedTuple):
     """
 
     call: str  # of the user
-    values: list[Any]  # a number for each group, None for no limit
+    # for each group a number, a function of its norms, or None for no limit
+    values: list[Any]
     shrink: Shrink
     table: prefix.Prefix = prefix.Prefix(())  # path in the tree, number of the group
     treedef: Any = None
@@ -91,13 +91,27 @@ class Limits(NamedTuple):
         if terms:
             least = measure(lax.stop_gradient(terms)) / CANCELS
             norms = jnp.maximum(norms, least)
+        return self.weights(norms, present)
+
+    def weights(self, norms: Array, present: Array) -> "Weights":
+        """Factors of gradients with these norms, [batch, groups]."""
         counts = present & jnp.all(jnp.isfinite(norms), axis=1)
         known = jnp.where(counts[:, None], norms, 0.0)
+        limits, seen = [], lax.stop_gradient(jnp.where(counts[:, None], norms, jnp.nan))
+        for group, limit in enumerate(self.values):
+            if is_function(limit):
+                # Each device gets the norms of all, in shard_map too.
+                every = seen[:, group]
+                for name in sorted(varying(every)):
+                    every = lax.all_gather(every, name, tiled=True)
+                limit = limit(every)
+                check_scalar(f"{self.call}: what max_norm returns", limit)
+                # Without an example there is no median.
+                limit = jnp.where(jnp.any(counts), limit, 0)
+            limits.append(held_in(norms.dtype, jnp.inf if limit is None else limit))
         # A traced limit may be negative, and then counts as 0.
-        limits = [jnp.inf if limit is None else limit for limit in self.values]
-        limit = jnp.stack([held_in(norms.dtype, each) for each in limits])
+        limit = jnp.stack(limits)
         limit = jnp.broadcast_to(jnp.maximum(limit, 0), norms.shape)
-        limit = split_as(limit, jax.typeof(norms))
         new = shrunk_by(self.shrink, known, known, limit, self.call)
         # Without a limit the shrink is not used: normalize would make the norm inf.
         new = jnp.where(limit == jnp.inf, known, new)
@@ -154,7 +168,7 @@ class Weights(NamedTuple):
 
 
 def limits_of(max_norm: Any, argument: str, shrink: Shrink) -> Limits:
-    """The limits of a number or of a tree of them.
+    """The limits of a number, a function, or of a tree of them.
 
     Raises:
       TypeError, ValueError: something that is not a limit, an array of several, or no
@@ -168,7 +182,7 @@ def limits_of(max_norm: Any, argument: str, shrink: Shrink) -> Limits:
         raise ValueError(f"{argument} has no limit in it, got {shown(max_norm)}.")
     for path, value in found:
         where = f"{argument} for {prefix.name(path)!r}" if path else argument
-        if value is not None:
+        if value is not None and not is_function(value):
             check_limit(where, value, is_scalar=True)
     values = [value for _, value in found]
     entries = tuple((path, number) for number, (path, _) in enumerate(found))
@@ -236,9 +250,11 @@ class Run(NamedTuple):
         inputs = self.problem.present, (batch,), width
         found = in_microbatches(look, None, *inputs)[1]
         # There is one group: two passes refuse several limits.
-        inputs = found[0].counts, (batch, found[0].roots[:, 0]), width
+        # A limit may need all norms.
+        weights = self.limits.weights(found[0].norms, self.problem.present)
+        inputs = weights.counts, (batch, weights.roots[:, 0]), width
         sums, _ = in_microbatches(self._pulled, self._zeros(), *inputs)
-        return sums, found
+        return sums, (weights, *found[1:])
 
     def in_steps(self, step: Any) -> tuple[Arrays, Any]:
         inputs = self.problem.present, (self.problem.batch,)
@@ -302,10 +318,7 @@ def in_microbatches(
       The total plus all terms, and what was found for each example.
     """
     size = counts.size
-    shards = max(map(_shards, jax.tree.leaves((counts, batch))))
-    # On a mesh with Explicit axes each device has as many examples of a microbatch.
-    own = max(int(most or size) // shards, 1)
-    width = shards * evened(size // shards, own)
+    width = evened(size, int(most or size))
     count = -(-size // width)
     if count == 1:
         terms, found = step(counts, *batch)
@@ -345,13 +358,6 @@ def in_microbatches(
 
 def _plus(total: Array, term: Array) -> Array:
     return total + term.astype(total.dtype)
-
-
-def _shards(x: Array) -> int:
-    """Over how many devices Explicit axes of the mesh split the batch."""
-    # Other axes are not in the type.
-    sharding = jax.typeof(x).sharding
-    return math.prod(sharding.mesh.shape[name] for name in names_in(sharding.spec[0]))
 
 
 def evened(size: int, most: int) -> int:

@@ -24,13 +24,20 @@ Places = int | Sequence[int]
 class Problem(NamedTuple):
     """A loss of one example, parameters, and a batch of examples."""
 
-    # (params, example) -> (value, aux)
-    of_one: Callable[[Any, Any], tuple[jax.Array, Any]]
+    # (params, example, shared) -> (value, aux)
+    loss: Callable[[Any, Any, Any], tuple[jax.Array, Any]]
     params: Any
     batch: tuple[Any, ...]
     present: jax.Array  # bool[batch]: not masked
+    shared: list[Any]  # arguments that are the same for all examples
     # For each parameter, the mesh axes over which its gradient is split
-    splits: list[Names]
+    splits: Sequence[Names] = ()
+    limits: Sequence[Any] = ()  # the numbers of `max_norm`
+    devices: int = 1  # that share the batch, of which this has a part
+
+    def of_one(self, params: Any, example: Any) -> tuple[jax.Array, Any]:
+        """The loss of one example, and aux."""
+        return self.loss(params, example, self.shared)
 
     def program(self) -> tuple[Any, Any]:
         """The program of the loss of one example, and the types of what it returns."""
@@ -57,7 +64,7 @@ class Question(NamedTuple):
     mesh_axes: MeshAxes = "auto"
 
     def about(self, args: tuple[Any, ...], mask: Any = None) -> Problem:
-        """The problem that the arguments of a call pose.
+        """The problem that the arguments of a call pose, for `on_device`.
 
         Raises:
           TypeError, ValueError: arguments that do not fit the roles.
@@ -75,13 +82,10 @@ class Question(NamedTuple):
         batch = jax.tree.map(jnp.asarray, tuple(args[k] for k in places))
         is_tree = not isinstance(self.argnums, (tuple, list))
 
-        def of_one(params: Any, example: Any) -> tuple[jax.Array, Any]:
-            # What is shared may be a function, which jax.vmap could not take.
-            each = list(args)
+        def loss(params: Any, example: Any, rest: Any) -> tuple[jax.Array, Any]:
             several = [params] if is_tree else params
-            for place, value in zip([*learned, *places], [*several, *example]):
-                each[place] = value
-            found = self.loss(*each)
+            each = dict(zip([*learned, *places, *shared], [*several, *example, *rest]))
+            found = self.loss(*[each[place] for place in range(len(each))])
             self._check_returned(found)
             # Always with aux, so that all methods handle one form.
             return found if self.has_aux else (found, None)
@@ -93,9 +97,20 @@ class Question(NamedTuple):
                 f"{present.dtype}{list(present.shape)}."
             )
         params = self._arrays([args[place] for place in learned], is_tree)
-        over = self._splits(params, batch)
+        # Not an argument of jax.vmap, since it may be a function.
+        rest = [args[place] for place in shared]
+        return Problem(loss, params, batch, present, rest)
+
+    def on_device(self, problem: Problem) -> Problem:
+        """The problem, with the mesh axes along which devices differ here.
+
+        Raises:
+          ValueError: mesh axes that contradict types, or a loss that joins devices.
+        """
+        params, batch = problem.params, problem.batch
+        splits = self._splits(params, batch)
         params = typed_as_varying(batch, params)
-        problem = Problem(of_one, params, batch, present, over)
+        problem = problem._replace(params=params, splits=splits)
         self._check_joins(problem)
         return problem
 

@@ -50,6 +50,24 @@ def test_ghost_clipping_takes_at_most_half_more_memory():
     assert ghost and all(row["temporary memory"] <= 1.5 for row in ghost)
 
 
+def by_case():
+    """The rows of each small model and batch."""
+    found = {}
+    for row in pages.rows_of("per_example", "per_example_auto"):
+        found.setdefault((row["model"], row["batch"]), []).append(row)
+    return found.items()
+
+
+def test_auto_is_near_the_best_method_of_as_little_memory():
+    assert len(by_case()) == 24
+    for case, found in by_case():
+        clipped = [row for row in found if row["gradient"] != "not clipped"]
+        auto = next(row for row in clipped if "auto" in row["gradient"])
+        assert auto["memory"] <= 1.5, case
+        best = min(row["time"] for row in clipped if row["memory"] <= 1.5)
+        assert auto["time"] <= 1.3 * best, case
+
+
 def written(path, rows):
     report.write(path, {"quick": True}, {"compiled": report.Table("", (), rows)})
     return json.loads(path.read_text())["tables"]["compiled"]["rows"]

@@ -115,6 +115,25 @@ def test_kernels_of_a_split_batch_are_right_or_refused(call):
             call(run, kernel, split)
 
 
+@pytest.mark.parametrize("loss", [one_kernel, tied_kernels])
+@pytest.mark.parametrize("method", ["auto", *METHODS])
+def test_kernels_of_a_batch_that_in_shardings_split(method, loss):
+    """That only the compiler sees, so it raises."""
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    kernel, images = normal(0, 3, 3, 2, 2), normal(1, 16, 6, 6, 2)
+    specs = NamedSharding(mesh, P()), NamedSharding(mesh, P("data"))
+    run = jax.jit(clipped_grad(loss, 0.5, method=method), in_shardings=specs)
+    if loss is one_kernel and method in ("auto", "ghost"):
+        each = jax.vmap(jax.grad(one_kernel), (None, 0))(kernel, images)
+        norms = run(kernel, images).norms
+        np.testing.assert_allclose(norms, norms_of([each]), rtol=64 * EPS)
+        return
+    with pytest.raises(RuntimeError, match=f'used once.*Got method="{method}"'):
+        run(kernel, images)
+    # Nothing is split here.
+    jax.jit(clipped_grad(loss, 0.5, method=method))(kernel, images)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("method", METHODS)
 def test_kernels_of_a_batch_in_shard_map_are_right(method):
@@ -132,6 +151,17 @@ def test_kernels_of_a_batch_in_shard_map_are_right(method):
     grads, norms = jax.jit(run)(kernel, images)
     np.testing.assert_allclose(norms, norms_of([each]), rtol=64 * EPS)
     close([grads], weighted([each], hard_factor(norms_of([each]), 0.5)), 16)
+
+
+@pytest.mark.parametrize("method", ["auto", *METHODS])
+def test_kernels_of_a_batch_on_an_explicit_mesh_are_right(method):
+    split = NamedSharding(jax.make_mesh((8,), ("data",)), P("data"))
+    kernel, images = normal(0, 3, 3, 2, 2), normal(1, 16, 6, 6, 2)
+    each = jax.vmap(jax.grad(tied_kernels), (None, 0))(kernel, images)
+    run = jax.jit(clipped_grad(tied_kernels, 0.5, mean=False, method=method))
+    found = run(kernel, jax.device_put(images, split))
+    np.testing.assert_allclose(found.norms, norms_of([each]), rtol=64 * EPS)
+    close([found.grads], weighted([each], hard_factor(norms_of([each]), 0.5)), 16)
 
 
 @cache

@@ -14,13 +14,15 @@ from optaxclip.per_example import clipped_grad, explain_clipped_grad
 from . import test_ghost as oracle
 from .test_per_example import MODELS
 
+with jax.numpy_rank_promotion("allow"):
+    CASES = cases(quick=True)
 BENCHMARKED = {
     f"benchmark, {case.kind}": (
         lambda p, example, loss=case.loss: loss(p, *example),
         case.params,
         case.batch,
     )
-    for case in cases(quick=True)
+    for case in CASES
 }
 ALL = MODELS | BENCHMARKED
 # The parameters whose gradients of examples ghost clipping makes. All others have

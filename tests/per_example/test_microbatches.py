@@ -49,10 +49,12 @@ def long_sequence(w, x):
 
 
 def test_auto_chooses_microbatches_that_fill_the_batch():
-    args = jnp.ones((32, 32)), jnp.ones((32, 36, 32))
+    args = jnp.ones((128, 128)), jnp.ones((32, 144, 128))
     choice = explain_clipped_grad(long_sequence)(*args)
-    # A quarter of 32 inputs and outputs of 36 x 32 has room for 18 gradients.
-    assert (choice.method, choice.microbatch) == ("one_pass", 16)
+    # Two thirds of 32 inputs and outputs of 144 x 128 have room for the gradients of
+    # half of the examples, but a cache of a CPU has not.
+    width = 8 if jax.default_backend() == "cpu" else 16
+    assert (choice.method, choice.microbatch) == ("one_pass", width)
 
 
 @pytest.mark.parametrize("method", ["auto", "one_pass"])
@@ -60,11 +62,14 @@ def test_costs_of_all_methods_are_shown(method):
     def loss(w, x):
         return jnp.sum((x @ w) ** 2)
 
-    # Ghost clipping: |x| |c|, of 30 and 20 numbers. 32 multiplications for each of 600.
-    # A gradient: three products.
+    # Forward: a product, and 21 other numbers for 8 each. A plain gradient: three times
+    # that, and a quarter of writing 600 numbers, for 48 each. Ghost clipping keeps and
+    # multiplies |x| |c|, of 30 and 20 numbers.
     found = explain_clipped_grad(loss, method=method)(
         jnp.ones((30, 20)), jnp.ones((4, 30))
     )
-    expected = {"ghost": 50, "one_pass": 19200, "two_pass": 19200 + 1800}
-    assert found.costs == expected
-    assert "ghost 50, " in str(found) or ", ghost 50" in str(found)
+    plain = 3 * (600 + 21 * 8) + 48 * 600 / 4
+    one, ghost = 1 + 48 * 600 / plain, 1 + (48 * 50 + 50) / plain
+    expected = {"ghost": ghost, "one_pass": one, "two_pass": 1 + one}
+    assert found.costs == pytest.approx(expected)
+    assert "ghost 1.3" in str(found)

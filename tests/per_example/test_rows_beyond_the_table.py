@@ -3,8 +3,10 @@
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax import lax
 
 from optaxclip import clipped_grad
+from optaxclip.per_example import explain_clipped_grad
 
 pytestmark = pytest.mark.slow
 
@@ -43,3 +45,29 @@ def test_a_clipped_index_has_the_gradient_of_its_row():
     found = grad(jnp.array(TABLE), jnp.array([[1, 7]]))
     # Rows (3, 4) and (5, 6).
     np.testing.assert_allclose(found.norms, [2 * np.sqrt(86.0)], rtol=1e-6)
+
+
+@pytest.mark.parametrize("rows", [1, 2])
+def test_a_slice_beyond_the_table_has_the_gradient_of_the_last_rows(rows):
+    def loss(table, index):
+        found = [lax.dynamic_slice_in_dim(table, k, rows) for k in index]
+        return jnp.sum(jnp.stack(found) ** 2)
+
+    table, index = jnp.array(TABLE), jnp.array([[0, 7], [2, 2]])
+    found = clipped_grad(loss, None, mean=False, method="ghost")(table, index)
+    # How often each row is read by each example. The gradient is 2 row for each time.
+    reads = {1: [[1, 0, 1], [0, 0, 2]], 2: [[1, 2, 1], [0, 2, 2]]}[rows]
+    grads = 2 * np.array(reads)[:, :, None] * TABLE
+    norms = np.sqrt(np.sum(grads**2, (1, 2)))
+    np.testing.assert_allclose(found.norms, norms, rtol=1e-6)
+    np.testing.assert_allclose(found.grads, grads.sum(0), rtol=1e-6)
+
+
+def test_a_row_of_a_large_table_is_not_a_gradient_of_all_rows():
+    def loss(table, row):
+        return jnp.sum(table[row] ** 2)
+
+    explain = explain_clipped_grad(loss)(jnp.ones((1000, 4)), jnp.arange(50))
+    assert (explain.method, explain.leaves[0].way) == ("ghost", "gram")
+    assert explain.costs["one_pass"] > 10 > explain.costs["ghost"]
+    assert "more than ten plain gradients: one_pass" in str(explain)

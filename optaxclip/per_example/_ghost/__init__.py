@@ -24,7 +24,7 @@ import numpy as np
 from jax import Array, lax
 
 from ..._factors import stretch
-from ..._jaxpr import has_backward_rule
+from ..._jaxpr import has_backward_rule, has_convolution
 from ..._mesh import varying
 from .. import _passes as passes
 from .._passes import Arrays, Run, Weights, along_batch
@@ -47,6 +47,15 @@ class Ghost(NamedTuple):
     uses: dict[int, Use]  # their uses
     # the parameters whose gradients have factors, the last first
     factored: list[int]
+
+    @property
+    def kept(self) -> int:
+        """How many numbers are captured in one example."""
+        return sum(use.kept for use in self.program.uses())
+
+    @property
+    def is_convolved(self) -> bool:
+        return any(map(has_convolution, self.program.jaxpr.eqns))
 
     def in_steps(self, run: Run) -> tuple[Arrays, Any]:
         """The weighted sums of the gradients, and what was found out."""

@@ -36,6 +36,7 @@ from ._capture import Captured, Origin, Use
 # would be large.
 LARGEST = 2.0**104
 HIGHEST = lax.Precision.HIGHEST
+LOOKUPS = ("gather", "dynamic_slice")  # table[row] of one row is a slice
 
 # The factors of one use: `a` [stack, position, rows], or the numbers of rows that are
 # looked up, int32[stack, position], and `c` [stack, position, columns]. In a batch an
@@ -138,7 +139,7 @@ def _fitted(places: list[Place]) -> list[Part]:
         # The axes of the parameter that are the stack, rows and columns.
         named = [tuple(view.axes[k] for k in axes) for axes in form[:3]]
         keys.append((view.path, form.groups, *named))
-        lookups += keys[-1:] if use.name == "gather" else []
+        lookups += keys[-1:] if use.name in LOOKUPS else []
         found.append(Part(number, use, origin, form))
     # Rows of all lookups are rows of the table.
     first = [*lookups, *keys][0]
@@ -161,7 +162,7 @@ def _cheapest(parts: list[Part], made: Way) -> Way:
         for depth, length in enumerate(part.use.loops):
             own *= 1 if depth in part.origin.loops else length
         positions += own
-        lookups += own if part.use.name == "gather" else 0
+        lookups += own if part.use.name in LOOKUPS else 0
     _, rows, columns = parts[0].form.sizes
     stack = made.size // (rows * columns)
     matrices = stack, rows, columns
@@ -185,8 +186,6 @@ def _cheapest(parts: list[Part], made: Way) -> Way:
     # A scatter for each lookup, or a product for each position.
     each = columns if lookups else made.size
     cost = positions * each + made.size * bool(lookups)
-    # JAX's own gradients of examples by a convolution take more than their factors.
-    cost *= not is_convolution
     return way._replace(name="matrix", size=made.size + patches, cost=cost)
 
 
@@ -194,7 +193,7 @@ def form_of(use: Use) -> Form | None:
     """The form of a use, or None if its gradient is not known to have one."""
     # Complex products would need conjugates. Integers have no derivative. Of a lookup
     # the data are the numbers of the rows.
-    data = [] if use.name == "gather" else use.data
+    data = [] if use.name in LOOKUPS else use.data
     dtypes = [x.dtype for x in (*data, *use.outs)]
     is_real = all(jnp.issubdtype(dtype, jnp.floating) for dtype in dtypes)
     rule = FORMS.get(use.name)
@@ -256,6 +255,22 @@ def _gather(use: Use) -> Form | None:
     return Form((), (0,), range(1, len(shape)), sizes, split)
 
 
+def _slice_of_rows(use: Use) -> Form | None:
+    """A lookup of neighbouring rows, mostly of one."""
+    shape, slices = use.eqn.invars[0].aval.shape, use.eqn.params["slice_sizes"]
+    if use.places != (0,) or slices[1:] != shape[1:]:
+        return None
+    sizes = slices[0], shape[0], math.prod(shape[1:])
+
+    def split(inputs: list[Array], cotangent: Array) -> Pair:
+        # A slice that would end beyond the table is moved, and so is its derivative.
+        start = jnp.clip(inputs[0].astype(jnp.int32), 0, shape[0] - slices[0])
+        index = start + jnp.arange(slices[0], dtype=jnp.int32)
+        return index[None], cotangent.reshape(1, sizes[0], sizes[2])
+
+    return Form((), (0,), range(1, len(shape)), sizes, split)
+
+
 def _convolution(use: Use) -> Form | None:
     params = use.eqn.params
     # Only the kernel: an image that is made of parameters is no such matrix.
@@ -309,6 +324,7 @@ def _size(shape: Sequence[int], axes: Sequence[int]) -> int:
 FORMS: dict[str, Callable[[Use], Form | None]] = {
     "dot_general": _dot_general,
     "gather": _gather,
+    "dynamic_slice": _slice_of_rows,
     "conv_general_dilated": _convolution,
 }
 

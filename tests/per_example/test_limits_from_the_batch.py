@@ -1,0 +1,127 @@
+"""A limit that is a function of all norms of the batch."""
+
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from optaxclip.per_example import clipped_grad
+
+EPS = float(np.finfo(np.float32).eps)
+SIZE = 12
+PARAMS = {"w": np.ones((3, 2), np.float32), "b": np.zeros(2, np.float32)}
+random = np.random.default_rng(0)
+INPUTS = random.standard_normal((SIZE, 3)).astype(np.float32)
+SLOPES = random.standard_normal((SIZE, 2)).astype(np.float32)
+FUNCTIONS = {
+    "median": (jnp.nanmedian, np.median),
+    "minimum": (jnp.nanmin, np.min),
+}
+
+
+def loss(params, x, slopes):
+    """Whose gradients are x' slopes and slopes."""
+    return jnp.sum((x @ params["w"] + params["b"]) * slopes)
+
+
+def expected(function, keeps, inputs=INPUTS, slopes=SLOPES):
+    """The limit, and the sum of the clipped gradients, in float64."""
+    x, c = inputs[keeps].astype(np.float64), slopes[keeps].astype(np.float64)
+    norms = np.sqrt(np.sum(x**2, 1) + 1) * np.sqrt(np.sum(c**2, 1))
+    limit = function(norms)
+    clipped = np.minimum(1, limit / norms)[:, None] * c
+    return limit, {"w": x.T @ clipped, "b": clipped.sum(0)}
+
+
+def close(found, wanted):
+    # A norm, its quotient and the sum of 12 products, each of a few roundings.
+    for name, own in wanted.items():
+        np.testing.assert_allclose(found[name], own, rtol=1e-5, atol=64 * EPS)
+
+
+@pytest.mark.parametrize(
+    ("method", "microbatch"),
+    [("ghost", None), ("one_pass", None), ("two_pass", None), ("two_pass", 5)],
+)
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_it_is_what_the_function_gives(name, method, microbatch):
+    ours, numpys = FUNCTIONS[name]
+    of_batch = partial(clipped_grad, loss, ours, private=False, mean=False)
+    grad = jax.jit(of_batch(method=method, microbatch=microbatch))
+    limit, wanted = expected(numpys, np.ones(SIZE, bool))
+    found = grad(PARAMS, INPUTS, SLOPES)
+    close(found.grads, wanted)
+    longest = np.max(found.norms * found.factors)
+    np.testing.assert_allclose(longest, limit, rtol=16 * EPS)
+
+
+@pytest.mark.parametrize("method", ["auto", "two_pass"])
+def test_masked_and_broken_examples_are_nan_to_it(method):
+    inputs, mask = INPUTS.copy(), np.arange(SIZE) != 3
+    inputs[3], inputs[7] = 1e6, np.nan
+    grad = clipped_grad(loss, jnp.nanmedian, private=False, mean=False, method=method)
+    _, wanted = expected(np.median, mask & (np.arange(SIZE) != 7))
+    close(grad(PARAMS, inputs, SLOPES, mask=mask).grads, wanted)
+
+
+def test_without_any_example_the_sum_is_zero():
+    grad = clipped_grad(loss, jnp.nanmedian, private=False, mean=False)
+    found = grad(PARAMS, INPUTS, SLOPES, mask=np.zeros(SIZE, bool)).grads
+    assert not any(np.any(x) for x in jax.tree.leaves(found))
+
+
+def test_parts_of_the_tree_have_functions_of_their_own():
+    limits = {"w": None, "b": jnp.nanmin}
+    grad = clipped_grad(loss, limits, private=False, mean=False)
+    c = SLOPES.astype(np.float64)
+    norms = np.sqrt(np.sum(c**2, 1))
+    wanted = {"w": INPUTS.T @ c, "b": np.sum(c * (norms.min() / norms)[:, None], 0)}
+    close(grad(PARAMS, INPUTS, SLOPES).grads, wanted)
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+def test_a_batch_over_devices_has_one_limit(kind):
+    mesh = jax.make_mesh((4,), ("data",), axis_types=(kind,))
+    grad = clipped_grad(loss, jnp.nanmedian, private=False, mean=False)
+    _, wanted = expected(np.median, np.ones(SIZE, bool))
+    with jax.set_mesh(mesh):
+        split = NamedSharding(mesh, P("data"))
+        batch = jax.device_put((INPUTS, SLOPES), split)
+        params = jax.device_put(PARAMS, NamedSharding(mesh, P()))
+        found = jax.jit(grad)(params, *batch)
+    close(found.grads, wanted)
+
+
+@pytest.mark.parametrize("method", ["ghost", "two_pass"])
+def test_in_shard_map_it_gets_the_norms_of_all_devices(method):
+    mesh = jax.make_mesh((2, 2), ("x", "y"), axis_types=(AxisType.Auto,) * 2)
+    grad = clipped_grad(loss, jnp.nanmedian, private=False, mean=False, method=method)
+
+    def total(*args):
+        return jax.lax.psum(grad(*args).grads, ("x", "y"))
+
+    split = P(("x", "y"))
+    specs = {"in_specs": (P(), split, split), "out_specs": P()}
+    found = jax.jit(jax.shard_map(total, mesh=mesh, **specs))(PARAMS, INPUTS, SLOPES)
+    close(found, expected(np.median, np.ones(SIZE, bool))[1])
+
+
+WRONG: dict[str, dict[str, Any]] = {
+    "max_norm=.* needs private=False, .* got private=True": {},
+    "what max_norm returns must be a scalar, got": {"private": False},
+    "max_norm=.* microbatch=None or .* microbatch=3": {
+        "private": False,
+        "microbatch": 3,
+    },
+}
+
+
+@pytest.mark.parametrize("text", WRONG)
+def test_an_error_names_the_argument(text):
+    with pytest.raises(ValueError, match=f"clipped_grad: {text}"):
+        clipped_grad(loss, lambda norms: norms, **WRONG[text])(PARAMS, INPUTS, SLOPES)
