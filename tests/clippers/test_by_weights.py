@@ -15,7 +15,7 @@ from tests import oracles
 from tests.helpers import apply
 
 
-def clip(updates, params, *args, **options):
+def by_clippy(updates, params, *args, **options):
     clipper = clippy(*args, **options)
     return clipper.update(updates, clipper.init(params), params)
 
@@ -58,8 +58,12 @@ PUBLIC = [
 @pytest.mark.parametrize(
     ("update", "weight", "relative", "absolute", "result", "factor"), PUBLIC
 )
-def test_the_public_figures(update, weight, relative, absolute, result, factor):
-    updates, state = clip(jnp.float32(update), jnp.float32(weight), relative, absolute)
+def test_clippy_gives_the_public_figures(
+    update, weight, relative, absolute, result, factor
+):
+    updates, state = by_clippy(
+        jnp.float32(update), jnp.float32(weight), relative, absolute
+    )
     np.testing.assert_allclose(updates, np.float64(result), rtol=1e-6)
     # A tensor of zeros is multiplied by nothing that matters.
     if np.any(update):
@@ -74,9 +78,9 @@ def test_the_smallest_normal_update_within_its_bounds_does_not_change():
     assert state.clipped == 0
 
 
-def test_one_wild_coordinate_is_seen():
+def test_clippy_sees_one_wild_coordinate():
     params, updates = jnp.ones(10_000), jnp.full(10_000, 1e-3).at[17].set(10.0)
-    clipped, state = clip(updates, params)
+    clipped, state = by_clippy(updates, params)
     np.testing.assert_allclose(clipped[17], 0.1, rtol=1e-6)
     # 10 is 100 times its bound of 0.1.
     np.testing.assert_allclose((state.norm, state.limit), (100.0, 1.0), rtol=1e-5)
@@ -87,7 +91,7 @@ def test_one_wild_coordinate_is_seen():
 )
 def test_a_tensor_stays_where_a_bound_is_0_or_far_below(update, absolute):
     updates = jnp.array([update, 0.1])
-    clipped, state = clip(updates, jnp.array([0.0, 1.0]), 0.1, absolute)
+    clipped, state = by_clippy(updates, jnp.array([0.0, 1.0]), 0.1, absolute)
     np.testing.assert_array_equal(clipped, 0)
     assert (state.factor, state.limit, state.nonfinite) == (0, 0, 0)
     assert np.isfinite(state.norm)
@@ -95,30 +99,30 @@ def test_a_tensor_stays_where_a_bound_is_0_or_far_below(update, absolute):
 
 def test_the_smallest_normal_bound_is_not_0():
     smallest = 2.0**-126
-    _, state = clip(jnp.ones(1), jnp.ones(1), smallest, 0.0)
+    _, state = by_clippy(jnp.ones(1), jnp.ones(1), smallest, 0.0)
     assert (state.norm, state.limit) == (1 / smallest, 1)
 
 
 def test_a_broken_update_is_seen_where_the_bound_is_0():
     for broken in (math.nan, math.inf):
-        clipped, state = clip(jnp.array([broken, 1.0]), jnp.zeros(2), 0.1, 0.0)
+        clipped, state = by_clippy(jnp.array([broken, 1.0]), jnp.zeros(2), 0.1, 0.0)
         assert np.isnan(clipped).all() and state.nonfinite == 1
 
 
 @pytest.mark.parametrize("broken", [math.nan, math.inf])
-def test_a_broken_update_becomes_nan_and_is_counted(broken):
+def test_what_is_broken_becomes_nan_by_clippy_and_is_counted(broken):
     updates = {"a": jnp.array([1.0, broken]), "b": jnp.array([1.0, 2.0])}
-    clipped, state = clip(updates, {"a": jnp.ones(2), "b": jnp.ones(2)})
+    clipped, state = by_clippy(updates, {"a": jnp.ones(2), "b": jnp.ones(2)})
     assert np.isnan(clipped["a"]).all() and np.isfinite(clipped["b"]).all()
     np.testing.assert_array_equal(state.nonfinite, [1, 0])
-    assert np.isnan(clip(jnp.ones(2), jnp.array([1.0, math.nan]))[0]).all()
-    assert np.isnan(clip(jnp.zeros(2), jnp.array([1.0, math.nan]))[0]).all()
+    assert np.isnan(by_clippy(jnp.ones(2), jnp.array([1.0, math.nan]))[0]).all()
+    assert np.isnan(by_clippy(jnp.zeros(2), jnp.array([1.0, math.nan]))[0]).all()
 
 
 @pytest.mark.slow
-def test_the_derivative_is_finite():
+def test_the_derivative_of_clippy_is_finite():
     def total(updates):
-        return jnp.sum(clip(updates, jnp.array([1.0, 0.0, 2.0]), 0.1, 0.0)[0])
+        return jnp.sum(by_clippy(updates, jnp.array([1.0, 0.0, 2.0]), 0.1, 0.0)[0])
 
     for updates in (
         jnp.zeros(3),
@@ -146,7 +150,7 @@ def test_the_smallest_weights_still_bound_their_updates():
     np.testing.assert_allclose(clipped, [1e-30, 2.5e-32], rtol=1e-6)
 
 
-def test_complex_updates_are_compared_by_modulus():
+def test_clippy_compares_complex_updates_by_modulus():
     clipped, _ = apply(
         clippy(0.5, 0.0), jnp.array([3 + 4j, 1j]), jnp.array([2 + 0j, 2j])
     )
@@ -156,7 +160,7 @@ def test_complex_updates_are_compared_by_modulus():
 EPS = oracles.eps_of("float32")
 
 
-def step(grads, params, *args, **options):
+def by_larc(grads, params, *args, **options):
     clipper = larc(*args, **options)
     return clipper.update(grads, clipper.init(params), params)
 
@@ -177,7 +181,7 @@ def expected(grad, weight, rate, trust=0.02, decay=0.0, eps=1e-8):
 @pytest.mark.parametrize("decay", [0.0, 0.5])
 @pytest.mark.parametrize("rate", [0.001, 0.1, 10.0])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_each_tensor_follows_the_equation(dtype, rate, decay):
+def test_larc_follows_its_equation(dtype, rate, decay):
     random = np.random.default_rng(0)
     shapes = {"w": (5, 3), "b": (7,)}
     params = {
@@ -188,7 +192,7 @@ def test_each_tensor_follows_the_equation(dtype, rate, decay):
         name: jnp.asarray(random.standard_normal(shape) * 3, dtype)
         for name, shape in shapes.items()
     }
-    clipped, _ = jax.jit(lambda g, p: step(g, p, rate, weight_decay=decay))(
+    clipped, _ = jax.jit(lambda g, p: by_larc(g, p, rate, weight_decay=decay))(
         grads, params
     )
     for name in shapes:
@@ -206,17 +210,17 @@ def test_each_tensor_follows_the_equation(dtype, rate, decay):
 
 
 @pytest.mark.slow
-def test_zero_weights_and_zero_gradients_are_untouched():
+def test_larc_touches_no_zero_weights_and_zero_gradients():
     grads = {"new": jnp.array([100.0, 1.0]), "still": jnp.zeros(2)}
     params = {"new": jnp.zeros(2), "still": jnp.array([3.0, 4.0])}
-    clipped, state = step(grads, params, 0.1, weight_decay=0.1)
+    clipped, state = by_larc(grads, params, 0.1, weight_decay=0.1)
     assert oracles.same_bits(clipped["new"], grads["new"]) and oracles.same_bits(
         clipped["still"], grads["still"]
     )
     assert state.by_name()["new"].limit == math.inf
 
 
-def test_the_limit_follows_the_schedule_of_the_learning_rate():
+def test_the_limit_of_larc_follows_the_schedule_of_the_rate():
     params, grads = jnp.array([3.0, 4.0]), jnp.array([0.0, 100.0])
     clipper = larc(lambda step: 0.1 * step)
     state, limits = clipper.init(params), []
@@ -260,10 +264,10 @@ def test_larc_rounds_a_decayed_gradient_of_16_bits_once():
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
-def test_a_decayed_gradient_may_leave_the_range(dtype):
+def test_a_gradient_that_larc_decays_may_leave_the_range(dtype):
     # 6e4 + 0.5 * 6e4 is no float16, and what it is clipped to is one.
     grads = {"w": jnp.array([6e4, 1.0], dtype)}
-    updates, _ = step(grads, grads, 1.0, 0.02, weight_decay=0.5)
+    updates, _ = by_larc(grads, grads, 1.0, 0.02, weight_decay=0.5)
     wanted = expected(grads["w"], grads["w"], 1.0, 0.02, 0.5)
     assert updates["w"].dtype == dtype
     found, eps = updates["w"].astype("float32"), float(jnp.finfo(dtype).eps)

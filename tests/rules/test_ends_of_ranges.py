@@ -135,15 +135,6 @@ def test_a_rate_of_0_has_no_limit_before_the_second_step():
     np.testing.assert_array_equal(found, [np.inf, 0.0, 0.0])
 
 
-@zero_rates
-def test_a_rate_of_0_leaves_the_first_update_as_it_is():
-    clipper = optaxclip.clip_by_global_norm(rules.growth(0.0))
-    grads = jnp.array([3.0, 4.0])
-    first, state = clipper.update(grads, clipper.init(grads))
-    np.testing.assert_array_equal(first, grads)
-    np.testing.assert_array_equal(clipper.update(grads, state)[0], [0.0, 0.0])
-
-
 def test_a_rate_of_0_in_one_step_is_over_after_it():
     rate = jnp.array([1.5, 1.5, 0.0, 1.5, 1.5])
     found = limits(rules.growth(lambda step: rate[step]), np.ones(5))
