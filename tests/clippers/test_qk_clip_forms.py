@@ -194,6 +194,18 @@ def test_the_limit_may_be_a_schedule_or_a_rule():
         np.testing.assert_allclose(limits, wanted, rtol=1e-6)
 
 
+def test_its_numbers_may_be_hyperparameters():
+    params = {"q": jnp.ones((4, 2)), "k": jnp.ones((4, 2))}
+    injected = optax.inject_hyperparams(qk_clip)
+    clipper = injected(20.0, queries={"q": 1}, keys={"k": 1}, alpha=1.0)
+    zero = jax.tree.map(jnp.zeros_like, params)
+    state = clipper.init(params)
+    state.hyperparams["max_logit"] = jnp.float32(40.0)
+    updates, _ = clipper.update(zero, state, params, max_logits=jnp.full(2, 80.0))
+    np.testing.assert_allclose(params["q"] + updates["q"], 0.5, rtol=1e-6)
+    np.testing.assert_allclose(params["k"] + updates["k"], 1.0, rtol=1e-6)
+
+
 def test_no_copy_of_the_updates_is_made():
     kernel = jax.ShapeDtypeStruct((256, 4, 64), jnp.float32)
     params = {name: {"kernel": kernel} for name in ("query", "key")}

@@ -5,6 +5,7 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
@@ -103,6 +104,12 @@ def test_units_that_are_summed_whole_need_no_specs():
     tried(lambda: optaxclip.adaptive_grad_clip(0.5), {"bias": P(), "gain": P()})
     with pytest.raises(ValueError, match="tree of PartitionSpecs"):
         tried(lambda: by_unit(0.5, axis=0, mesh_axes="x"), FULL, check_vma=False)
+
+
+def test_an_optimizer_that_skips_names_itself_for_an_absent_axis():
+    optimizer = optaxclip.skip_nonfinite(optax.sgd(1.0), mesh_axes="x")
+    with pytest.raises(ValueError, match=r"^skip_nonfinite: mesh_axes='x'"):
+        apply(optimizer, {"w": jnp.ones(2)})
 
 
 def test_replicas_are_not_compared_along_an_absent_axis():
