@@ -7,11 +7,9 @@ import inspect
 from functools import cache
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
-import optaxclip
 from tests.methods import METHODS
 
 EPS = np.finfo(np.float32).eps
@@ -124,48 +122,9 @@ def test_the_spike_of_one_layer_is_clipped(name):
     assert spike < 0.9 * np.linalg.norm(grads[2]["wi"][:, 1])
 
 
-@pytest.mark.slow
-def test_spam_needs_no_axes():
-    layout = "axis 1, as MaxText"
-    params, grads = random_trees(layout)
-    clipper = METHODS["spam"].make()
-    together = run(clipper, params, grads)
-    layers = [layer_by_layer(tree, (1,)) for tree in grads]
-    apart = run(clipper, layer_by_layer(params, (1,)), layers)
-    for have, want in zip(together, apart, strict=True):
-        blocks = {name: np.asarray(x) for name, x in have["blocks"].items()}
-        have = layer_by_layer(blocks, (1,))
-        jax.tree.map(np.testing.assert_array_equal, have, want["blocks"])
-
-
 @pytest.mark.parametrize("name", ["autoclip", "zclip", "adagc", "aggc", "adagn"])
 @pytest.mark.parametrize("scope", ["global", {"w": "kernel"}])
 def test_layers_of_norms_of_several_tensors_are_refused(name, scope):
     build = METHODS[name].function
     with pytest.raises(ValueError, match=f"{name}: stacked=1 makes each layer a tens"):
         build(scope=scope, stacked=1)
-
-
-@pytest.mark.slow
-def test_by_name_tells_each_layer_on_request():
-    grads = {"w": jnp.array([[3.0, 6.0, 0.3], [4.0, 8.0, 0.4]]), "b": jnp.array([0.5])}
-    rule = optaxclip.rules.windowed_mean(1.0, 4)
-    stacked = {"w": (1,), "b": None}
-    clipper = optaxclip.clip_by_tensor_norm(rule, stacked=stacked)
-    _, state = clipper.update(grads, clipper.init(grads))
-    found = state.by_name(layers=True)
-    assert sorted(found) == ["b", "w/0", "w/1", "w/2"]
-    np.testing.assert_allclose(found["w/1"].norm, 10, 1e-6)
-    assert found["w/2"].memory.past.shape == (4,)
-    assert state.by_name()["w"].norm.shape == (3,)
-
-
-def test_by_name_numbers_layers_and_experts():
-    grads = {"w": jnp.arange(24.0).reshape(2, 4, 3)}
-    clipper = optaxclip.clip_by_tensor_norm(1.0, stacked=(0, 2))
-    _, state = clipper.update(grads, clipper.init(grads))
-    found = state.by_name(layers=True)
-    assert list(found) == ["w/0/0", "w/0/1", "w/0/2", "w/1/0", "w/1/1", "w/1/2"]
-    np.testing.assert_allclose(
-        found["w/1/2"].norm, np.linalg.norm(np.arange(24).reshape(2, 4, 3)[1, :, 2])
-    )

@@ -1,4 +1,6 @@
-"""`qk_clip` against attention logits and weights in float64 NumPy."""
+"""`qk_clip` against attention logits and weights in float64 NumPy, on several devices,
+and in `lax.scan`.
+"""
 
 from functools import partial
 
@@ -7,8 +9,11 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax import lax
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
 
-from optaxclip import qk_clip
+from optaxclip import Heads, qk_clip
 from tests import attention
 
 LIMIT = 20.0
@@ -41,13 +46,6 @@ def clipped_layer(heads, key_heads):
     return plain, attention.logits(new, x)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_no_logit_is_above_the_limit(layout):
-    plain, clipped = clipped_layer(*LAYOUTS[layout])
-    assert (plain.max((1, 2)) > LIMIT).any()
-    assert clipped.max() <= LIMIT * (1 + 1e-5)
-
-
 def test_no_logit_of_mla_is_above_the_limit():
     params, x = attention.mla_weights(4), attention.inputs()
     updates = step_like(params)
@@ -63,35 +61,27 @@ def test_no_logit_of_mla_is_above_the_limit():
 def test_all_logits_of_a_key_head_have_one_factor(layout):
     heads, key_heads = LAYOUTS[layout]
     plain, clipped = clipped_layer(heads, key_heads)
+    assert (plain.max((1, 2)) > LIMIT).any()
     most = attention.largest(plain).reshape(key_heads, -1).max(1)
     factor = np.repeat(np.minimum(1, LIMIT / most), heads // key_heads)
     np.testing.assert_allclose(clipped, factor[:, None, None] * plain, atol=2e-5)
+    assert clipped.max() <= LIMIT * (1 + 1e-5)
 
 
-def test_weights_are_those_of_the_equation():
+@pytest.mark.parametrize("options", [{}, {"alpha": 0.2}], ids=str)
+def test_weights_are_those_of_the_equation(options):
     updates = step_like(HEADS)
     max_logits = np.float32([10.0, 25.0, 80.0, 20.0])
-    new, _ = after(qk_clip(LIMIT, **attention.PATTERNS), HEADS, updates, max_logits)
-    root = np.sqrt(np.minimum(1, LIMIT / max_logits.astype(np.float64)))[:, None]
-    for name in ("query", "key"):
-        for part in ("kernel", "bias"):
-            plain = HEADS[name][part].astype(np.float64) + updates[name][part]
-            np.testing.assert_allclose(
-                new[name][part], root * plain, rtol=1e-6, atol=1e-6
-            )
-    np.testing.assert_array_equal(new["value"], HEADS["value"] + updates["value"])
-
-
-def test_alpha_divides_the_factor_between_query_and_key():
-    updates = step_like(HEADS)
-    max_logits = np.float32([10.0, 25.0, 80.0, 20.0])
-    clipper = qk_clip(LIMIT, alpha=0.2, **attention.PATTERNS)
+    clipper = qk_clip(LIMIT, **options, **attention.PATTERNS)
     new, _ = after(clipper, HEADS, updates, max_logits)
     factor = np.minimum(1, LIMIT / max_logits.astype(np.float64))[:, None]
-    for name, power in {"query": 0.2, "key": 0.8}.items():
-        plain = HEADS[name]["kernel"].astype(np.float64) + updates[name]["kernel"]
-        wanted = factor**power * plain
-        np.testing.assert_allclose(new[name]["kernel"], wanted, rtol=2e-6, atol=1e-6)
+    alpha = options.get("alpha", 0.5)
+    for name, power in {"query": alpha, "key": 1 - alpha}.items():
+        for part in ("kernel", "bias"):
+            plain = HEADS[name][part].astype(np.float64) + updates[name][part]
+            wanted = factor**power * plain
+            np.testing.assert_allclose(new[name][part], wanted, rtol=2e-6, atol=1e-6)
+    np.testing.assert_array_equal(new["value"], HEADS["value"] + updates["value"])
 
 
 def test_with_alpha_one_keys_stay_at_a_limit_of_zero():
@@ -178,3 +168,119 @@ def test_norms_are_float32_for_float32_weights():
     with jax.enable_x64(True):
         state = qk_clip(LIMIT, **attention.PATTERNS).init(HEADS)
         assert state.norm.dtype == state.limit.dtype == jnp.float32
+
+
+PARAMS = attention.weights(8, 4)
+DENSE = {"kernel": P("data", "heads"), "bias": P("heads")}
+SPECS = {"query": DENSE, "key": DENSE, "value": P(None, "heads")}
+# Split over heads alone, as tensor parallelism does.
+WHOLE = {
+    "query": {"kernel": P(None, "heads"), "bias": P("heads")},
+    "key": {"kernel": P(None, "heads"), "bias": P("heads")},
+    "value": P(None, "heads"),
+}
+LOGITS = np.float32([5, 50, 20, 10, 90, 30, 20, 21])
+CLIPPER = qk_clip(20.0, **attention.PATTERNS)
+
+
+def mesh_of(kind):
+    return jax.make_mesh((2, 4), ("data", "heads"), axis_types=(kind,) * 2)
+
+
+def steps(params, state, max_logits, count=3):
+    """Some steps of halving the weights, in a scan."""
+
+    def step(carried, _):
+        params, state = carried
+        updates = jax.tree.map(lambda w: -0.5 * w, params)
+        given = {"max_logits": max_logits}
+        updates, state = CLIPPER.update(updates, state, params, **given)
+        return (optax.apply_updates(params, updates), state), state.factor
+
+    return lax.scan(step, (params, state), length=count)[0]
+
+
+def test_a_scan_takes_its_state():
+    params, state = jax.jit(steps)(PARAMS, CLIPPER.init(PARAMS), LOGITS)
+    np.testing.assert_array_equal(state.step, 3)
+    np.testing.assert_array_equal(state.clipped, [3, 0, 3, 3])
+    factor = np.minimum(1, 20 / LOGITS.astype(np.float64)).reshape(4, 2).min(1)
+    wanted = PARAMS["key"]["bias"] * (0.5 * np.sqrt(factor)[:, None]) ** 3
+    np.testing.assert_allclose(params["key"]["bias"], wanted, rtol=2e-6)
+
+
+@pytest.mark.parametrize("kind", (AxisType.Auto, AxisType.Explicit))
+def test_split_weights_get_the_same_steps(kind):
+    wanted = jax.jit(steps)(PARAMS, CLIPPER.init(PARAMS), LOGITS)
+    mesh = mesh_of(kind)
+    with jax.set_mesh(mesh):
+        shardings = jax.tree.map(partial(NamedSharding, mesh), SPECS)
+        params = jax.device_put(PARAMS, shardings)
+        max_logits = jax.device_put(LOGITS, NamedSharding(mesh, P("heads")))
+        found = jax.jit(steps)(params, CLIPPER.init(params), max_logits)
+    jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-6), found, wanted)
+    spec = found[0]["query"]["kernel"].sharding.spec
+    assert tuple(spec[:2]) == ("data", "heads")
+
+
+def test_each_device_clips_its_own_heads():
+    wanted = jax.jit(steps)(PARAMS, CLIPPER.init(PARAMS), LOGITS)
+
+    def on_devices(params, max_logits):
+        return steps(params, CLIPPER.init(params), max_logits)
+
+    state_specs = jax.tree.map(
+        lambda x: P("heads") if x.ndim else P(), CLIPPER.init(PARAMS)
+    )
+    split = jax.shard_map(
+        on_devices,
+        mesh=mesh_of(AxisType.Auto),
+        in_specs=(WHOLE, P("heads")),
+        out_specs=(WHOLE, state_specs),
+    )
+    found = jax.jit(split)(PARAMS, LOGITS)
+    jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-6), found, wanted)
+
+
+def test_no_collective_is_needed_where_heads_are_split():
+    split = jax.shard_map(
+        lambda params, logits: steps(params, CLIPPER.init(params), logits)[0],
+        mesh=mesh_of(AxisType.Auto),
+        in_specs=(WHOLE, P("heads")),
+        out_specs=WHOLE,
+    )
+    text = jax.jit(split).lower(PARAMS, LOGITS).compile().as_text()
+    assert "all-reduce" not in text and "all-gather" not in text
+
+
+@pytest.mark.slow
+def test_layers_in_a_scanned_model_are_split_too():
+    # MaxText's layout: layers on axis 1, heads split over devices.
+    params = {"q": jnp.ones((8, 3, 4, 2)), "k": jnp.ones((8, 3, 4, 2))}
+    where = Heads((1, 2))
+    clipper = qk_clip(20.0, queries={"q": where}, keys={"k": where})
+    max_logits = jnp.linspace(1, 90, 12).reshape(3, 4)
+    zero = jax.tree.map(jnp.zeros_like, params)
+    given = {"max_logits": max_logits}
+    wanted, _ = clipper.update(zero, clipper.init(params), params, **given)
+    mesh = mesh_of(AxisType.Explicit)
+    with jax.set_mesh(mesh):
+        sharding = NamedSharding(mesh, P("data", None, "heads"))
+        params, zero = jax.device_put((params, zero), sharding)
+        found, _ = clipper.update(zero, clipper.init(params), params, **given)
+    jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-6), found, wanted)
+    assert tuple(found["q"].sharding.spec[:3]) == ("data", None, "heads")
+
+
+@pytest.mark.slow
+def test_vmap_over_runs_gives_each_its_own():
+    runs = jnp.stack([LOGITS, LOGITS / 10])
+    state, zero = CLIPPER.init(PARAMS), jax.tree.map(jnp.zeros_like, PARAMS)
+
+    def one(max_logits):
+        return CLIPPER.update(zero, state, PARAMS, max_logits=max_logits)[0]
+
+    found = jax.vmap(one)(runs)
+    wanted = one(runs[0])["key"]["kernel"]
+    np.testing.assert_allclose(found["key"]["kernel"][0], wanted, rtol=1e-6)
+    np.testing.assert_array_equal(found["key"]["kernel"][1], zero["key"]["kernel"])

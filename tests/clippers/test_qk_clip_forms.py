@@ -1,4 +1,6 @@
-"""`qk_clip` on weights in other layouts, and what it keeps and reports."""
+"""`qk_clip` on weights in other layouts, what it keeps and reports, and what it
+refuses.
+"""
 
 import jax
 import jax.numpy as jnp
@@ -6,7 +8,7 @@ import numpy as np
 import optax
 import pytest
 
-from optaxclip import ClipState, Heads, metrics, qk_clip, rules, skip_nonfinite
+from optaxclip import ClipState, Heads, metrics, qk_clip, rules
 from tests import attention
 
 FACTORS = np.float32([1.0, 0.25])
@@ -116,6 +118,33 @@ def test_each_attention_has_its_own_logits():
     assert list(state.by_name()) == ["layer_0/attention", "layer_1/attention"]
 
 
+@pytest.mark.slow
+def test_logits_may_be_what_flax_sows():
+    nn = pytest.importorskip("flax.linen")
+
+    class Attention(nn.Module):
+        @nn.compact
+        def __call__(self, logits):
+            self.sow("intermediates", "max_logits", logits)
+
+    class Layer(nn.Module):
+        @nn.compact
+        def __call__(self, logits):
+            Attention(name="attention")(logits)
+
+    class Model(nn.Module):
+        @nn.compact
+        def __call__(self, logits):
+            Layer(name="layer_1")(logits[::-1])
+            Layer(name="layer_0")(logits)
+
+    _, sown = Model().apply({}, LOGITS, mutable=["intermediates"])
+    new, _ = shrunk(model(), sown["intermediates"], **attention.PATTERNS)
+    for name, roots in (("layer_0", [1, 0.5]), ("layer_1", [0.5, 1])):
+        kernel = new[name]["attention"]["key"]["kernel"]
+        np.testing.assert_allclose(kernel[0, :, 0], roots, rtol=1e-6)
+
+
 def test_one_key_head_in_each_of_two_attentions():
     one = {"q": jnp.ones((4, 2)), "k": jnp.ones((4, 1))}
     logits = {"a": LOGITS, "b": LOGITS / 8}
@@ -177,48 +206,6 @@ def test_its_numbers_may_be_hyperparameters():
     np.testing.assert_allclose(params["k"] + updates["k"], 1.0, rtol=1e-6)
 
 
-@pytest.mark.slow
-def test_it_stands_behind_an_optimizer_in_a_chain():
-    params = attention.weights(4, 4)
-    grads = jax.tree.map(np.ones_like, params)
-    adam = optax.adam(0.1)
-    chain = optax.chain(adam, qk_clip(20.0, **attention.PATTERNS))
-    max_logits = jnp.array([20.0, 80.0, 5.0, 20.0])
-    state = chain.init(params)
-    updates, _ = chain.update(grads, state, params, max_logits=max_logits)
-    plain, _ = adam.update(grads, adam.init(params), params)
-    new, free = (optax.apply_updates(params, each) for each in (updates, plain))
-    root = np.array([1, 0.5, 1, 1])[:, None]
-    wanted = root * np.asarray(free["query"]["kernel"])
-    np.testing.assert_allclose(new["query"]["kernel"], wanted, rtol=1e-5, atol=1e-6)
-
-
-@pytest.mark.slow
-def test_a_skip_around_it_keeps_a_broken_step_out():
-    params = attention.weights(4, 4)
-    chain = optax.chain(optax.adam(0.1), qk_clip(20.0, **attention.PATTERNS))
-    optimizer = skip_nonfinite(chain)
-    state = optimizer.init(params)
-    broken = jax.tree.map(lambda x: jnp.full_like(x, jnp.nan), params)
-    given = {"max_logits": jnp.full(4, jnp.nan)}
-    updates, state = optimizer.update(broken, state, params, **given)
-    assert not any(np.any(x) for x in jax.tree.leaves(updates))
-    assert int(state.inner_state[1].nonfinite.sum()) == 0
-
-
-@pytest.mark.slow
-def test_multi_steps_hand_on_the_logits_of_the_last():
-    params = attention.weights(4, 4)
-    chain = optax.chain(optax.sgd(0.0), qk_clip(20.0, **attention.PATTERNS))
-    optimizer = optax.MultiSteps(chain, 2)
-    state = optimizer.init(params)
-    for most in (90.0, 80.0):
-        given = {"max_logits": jnp.full(4, most)}
-        updates, state = optimizer.update(params, state, params, **given)
-    found = np.asarray(updates["key"]["bias"]) + params["key"]["bias"]
-    np.testing.assert_allclose(found, 0.5 * params["key"]["bias"], rtol=1e-5)
-
-
 def test_no_copy_of_the_updates_is_made():
     kernel = jax.ShapeDtypeStruct((256, 4, 64), jnp.float32)
     params = {name: {"kernel": kernel} for name in ("query", "key")}
@@ -254,13 +241,127 @@ def test_tree_map_params_passes_it():
     jax.tree.map(np.testing.assert_array_equal, mapped[1], state[1])
 
 
-def test_one_attention_with_one_key_head_is_clipped():
-    clipper = qk_clip(20.0, queries={"*/q": 1}, keys={"*/k": 1})
-    weights = {"attn": {"q": jnp.ones((8, 4, 2)), "k": jnp.ones((8, 1, 2))}}
-    state = clipper.init(weights)
-    # sqrt(20 / 80) of the weights after the update, 1 + 1, is the weights.
-    found, _ = clipper.update(
-        weights, state, weights, max_logits={"attn": jnp.full(4, 80.0)}
-    )
-    for leaf in jax.tree.leaves(found):
-        np.testing.assert_allclose(leaf, 0.0, atol=1e-6)
+ONES = jnp.ones((4, 2, 3))
+PARAMS = {"q": ONES, "k": ONES}
+PLAIN = {"queries": {"q": 1}, "keys": {"k": 1}}
+
+
+def refused(match, params=PARAMS, kind=ValueError, **options):
+    with pytest.raises(kind, match=match):
+        qk_clip(20.0, **{**PLAIN, **options}).init(params)
+
+
+def test_patterns_find_leaves():
+    refused("qk_clip: queries=.* finds no leaf: the updates have", queries={"x": 1})
+    refused("qk_clip: rotary=.* finds no leaf", rotary={"rope": 1})
+
+
+def test_patterns_are_a_dict():
+    text = r"^qk_clip: queries must be a dict from patterns .* got 'q'\.$"
+    refused(text, kind=TypeError, queries="q")
+
+
+def test_axes_are_those_of_the_leaf():
+    for axis in (3, 1.5, "1", [0, 1]):
+        refused("qk_clip: queries=.* does not fit the leaf 'q'", queries={"q": axis})
+    refused("keys=.* does not fit the leaf 'k', .* twice", keys={"k": (1, 1)})
+
+
+def test_heads_and_entries_are_those_of_the_leaf():
+    wrong = [Heads(2, width=2), Heads(2, entries=(0, 1)), Heads(1, width=0)]
+    for heads in ((0, 9), (-3, None), (1, 1), (1, 0)):
+        wrong.append(Heads(1, heads=heads))
+    for entries in ((3, None), (2, 1), (0, 9)):
+        wrong.append(Heads(1, entries=entries))
+        wrong.append(Heads(2, width=3, entries=entries))
+    text = "qk_clip: keys: Heads.* does not fit the leaf 'k' of shape .4, 2, 3.: width"
+    for heads in wrong:
+        refused(text, keys={"k": heads})
+
+
+def test_every_query_has_a_key_beside_it():
+    params = {"a": {"q": ONES, "k": ONES}, "b": {"q": ONES}}
+    where = {"queries": {"*/q": 1}, "keys": {"*/k": 1}}
+    refused("keys finds no leaf beside the queries 'b/q'", params, **where)
+
+
+def test_a_query_and_a_key_of_different_blocks_are_no_attention():
+    params = {"a": {"q": ONES, "k": ONES}, "b": {"q": ONES}, "c": {"k": ONES}}
+    where = {"queries": {"*/q": 1}, "keys": {"*/k": 1}}
+    refused("keys finds no leaf beside the queries 'b/q'", params, **where)
+
+
+def test_every_key_has_a_query_beside_it():
+    params = {"a": {"q": ONES, "k": ONES}, "b": {"k": ONES}}
+    where = {"queries": {"*/q": 1}, "keys": {"*/k": 1}}
+    refused("queries finds no leaf beside the keys 'b/k'", params, **where)
+
+
+def test_heads_of_queries_are_a_multiple_of_those_of_keys():
+    refused("'q' have the shape \\(2,\\)", {"q": ONES, "k": jnp.ones((4, 3, 3))})
+
+
+def test_numbers_are_in_their_ranges():
+    wrong = -0.1, np.nan, 1.5, np.float32(1.5), np.array(1.5), jnp.float32(1.5)
+    for alpha in wrong:
+        with pytest.raises(ValueError, match="qk_clip: alpha"):
+            qk_clip(20.0, alpha=alpha, **PLAIN)
+    with pytest.raises(ValueError, match="qk_clip: max_logit"):
+        qk_clip(-1.0, **PLAIN)
+    with pytest.raises(TypeError, match="qk_clip: max_logit"):
+        qk_clip("100", **PLAIN)
+    with pytest.raises(ValueError, match=r"qk_clip: max_logit must not compare"):
+        qk_clip(rules.share_of_params(0.1), **PLAIN)
+
+
+def test_names_of_elsewhere_lead_here():
+    with pytest.raises(
+        TypeError, match=r"there is no argument 'tau'. Here it is max_lo"
+    ):
+        qk_clip(tau=100.0, **PLAIN)
+
+
+def update(params, **given):
+    clipper = qk_clip(20.0, **attention.PATTERNS)
+    state = clipper.init(params)
+    return clipper.update(params, state, params, **given)
+
+
+def test_update_needs_weights_and_logits():
+    params = attention.weights(4, 4)
+    clipper = qk_clip(20.0, **attention.PATTERNS)
+    state = clipper.init(params)
+    with pytest.raises(ValueError, match="qk_clip compares updates with weights"):
+        clipper.update(params, state, max_logits=jnp.ones(4))
+    with pytest.raises(ValueError, match=r"one array for each of .*, got none\."):
+        clipper.update(params, state, params)
+    with pytest.raises(TypeError, match="qk_clip: state must be the ClipState"):
+        clipper.update(params, (), params, max_logits=jnp.ones(4))
+
+
+def test_logits_have_a_number_for_each_head():
+    params = attention.weights(4, 4)
+    for wrong in (jnp.ones(3), jnp.ones((2, 4)), jnp.ones(())):
+        with pytest.raises(ValueError, match=r"must have the shape \(4,\)"):
+            update(params, max_logits=wrong)
+
+
+def test_logits_belong_to_one_attention_each():
+    params = {name: attention.weights(4, 4) for name in ("one", "two")}
+    four = jnp.ones(4)
+    for wrong in (four, {"one": four}, {"one": four, "two": four, "three": four}):
+        with pytest.raises(ValueError, match=r"one array for each of .*'one', 'two'"):
+            update(params, max_logits=wrong)
+    two_for_one = {"one": {"a": four, "b": four}}
+    with pytest.raises(ValueError, match="one array for each"):
+        update(params, max_logits=two_for_one)
+    with pytest.raises(ValueError, match="one array for each"):
+        update({"layer": params}, max_logits={"layer": four})
+
+
+def test_a_leaf_that_is_no_array_is_named():
+    params = attention.weights(4, 4)
+    clipper = qk_clip(20.0, **attention.PATTERNS)
+    state, updates = clipper.init(params), {**params, "value": print}
+    with pytest.raises(TypeError, match="qk_clip: the leaf 'value' must be an array"):
+        clipper.update(updates, state, params, max_logits=jnp.ones(4))

@@ -6,34 +6,17 @@ from functools import cache
 
 import jax
 import numpy as np
-import optax
 import pytest
 
 import optaxclip
 from tests.helpers import random_tree
+from tests.methods import ALONE, METHODS
 
-
-def by_path(tree):
-    return jax.tree_util.tree_map_with_path(lambda path, x: str(path[-1]), tree)
-
-
-by_global = optaxclip.clip_by_global_norm(0.5)
-window = optaxclip.rules.windowed_quantile(0.5, 4)
-z_score = optaxclip.rules.z_score(warmup=1)
-CLIPPERS = {
-    "clip_by_global_norm": by_global,
-    "clip_by_tensor_norm of a rule": optaxclip.clip_by_tensor_norm(window),
-    "clip_by_group_norm": optaxclip.clip_by_group_norm(0.5, by_path),
-    "adaptive_grad_clip": optaxclip.adaptive_grad_clip(0.1),
-    "clip_by_value": optaxclip.clip_by_value(0.1),
-    "larc": optaxclip.larc(0.1),
-    "clippy": optaxclip.clippy(),
-    "adagc": optaxclip.adagc(warmup=1),
-    "adaclip": optaxclip.adaclip(),
-    "spam": optaxclip.spam(0.5, warmup=0),
-    "carry_clipped": optaxclip.carry_clipped(by_global),
-    "skip_spikes": optaxclip.skip_spikes(optax.sgd(1.0), z_score),
-}
+WITH_METRICS = [
+    name
+    for name, method in METHODS.items()
+    if method.leaves != ALONE and name not in ("clip_grads", "reset_momentum")
+]
 
 
 class Box:
@@ -67,7 +50,7 @@ def plainly(name):
     """(the clipper's jitted update, [(updates, clipped, state) of each step]) without
     any box.
     """
-    clipper, params = CLIPPERS[name], two_leaves(9)
+    clipper, params = METHODS[name].make(), two_leaves(9)
     update, state, steps = jax.jit(clipper.update), clipper.init(params), []
     for seed in (1, 2):
         updates = two_leaves(seed, 3.0)
@@ -77,7 +60,7 @@ def plainly(name):
 
 
 @pytest.mark.parametrize("boxes_in_update", [False, True])
-@pytest.mark.parametrize("name", CLIPPERS)
+@pytest.mark.parametrize("name", WITH_METRICS)
 def test_boxes_change_nothing(name, boxes_in_update):
     (clipper, update, steps), params = plainly(name), two_leaves(9)
     state, put = clipper.init(boxed(params)), boxed if boxes_in_update else lambda x: x

@@ -31,6 +31,7 @@ from tests.helpers import (
     smallest,
     with_value,
 )
+from tests.methods import FLOATS, METHODS
 
 every_dtype = pytest.mark.parametrize(
     ("dtype", "name"), [(dtype, name) for name, dtype in PAIRS]
@@ -145,9 +146,16 @@ def test_zero_updates_stay_zero_and_count_as_unclipped(name):
     )
 
 
-@pytest.mark.parametrize("name", [name for name in CLIPPERS if "group" not in name])
+@pytest.mark.parametrize(
+    "name",
+    [
+        name
+        for name, method in METHODS.items()
+        if method.leaves == FLOATS and method.wraps != "optimizer"
+    ],
+)
 def test_empty_trees_and_other_leaves_pass_through(name):
-    clipper = CLIPPERS[name].build(0.5)
+    clipper = METHODS[name].make()
     assert apply(clipper, {})[0] == {}
     others = {
         "int": jnp.arange(3),
@@ -157,10 +165,18 @@ def test_empty_trees_and_other_leaves_pass_through(name):
         "empty": jnp.zeros((0, 3)),
         "float0": np.zeros(2, jax.dtypes.float0),
     }
-    clipped, state = apply(clipper, {**others, "float": jnp.array([3.0, 4.0])})
-    assert len(state.by_name()) == 1
-    assert np.linalg.norm(clipped.pop("float")) < 5
-    same_bits(clipped, others)
+    tree = others | {"float": jnp.array([30.0, 40.0]), "key": jax.random.key(0)}
+    params = tree | {"float": jnp.array([3.0, 4.0])}
+    state = clipper.init(tree)
+    for _ in range(3):
+        updates, state = clipper.update(tree, state, params)
+        clipped = dict(updates)
+        length = np.linalg.norm(clipped.pop("float"))
+        assert length < 50 if METHODS[name].shrinks else np.isfinite(length)
+        assert clipped.pop("key") == tree["key"]
+        same_bits(clipped, others)
+    if isinstance(state, optaxclip.ClipState):
+        assert len(state.by_name()) == 1
 
 
 DERIVED = [(name, "float32") for name in CLIPPERS]

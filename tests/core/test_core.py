@@ -86,11 +86,6 @@ def test_a_memory_keeps_its_dtype_whatever_the_rule_returns():
     assert state.memory.dtype == jnp.int32 and state.memory == 1
 
 
-def test_init_names_its_call_for_what_is_no_array():
-    with pytest.raises(TypeError, match=r"^clip_by_global_norm: the leaf 'f' "):
-        optaxclip.clip_by_global_norm(1.0).init({"f": jnp.sum, "w": jnp.ones(2)})
-
-
 def test_a_rule_begins_with_norms_of_0():
     last = own_rule(lambda norm: norm, lambda norm, memory, step: (jnp.inf, norm))
     state = clip_by(optaxclip.tensor_norm, last).init({"a": 1.0, "b": jnp.ones(3)})
@@ -112,17 +107,6 @@ def test_a_broken_unit_leaves_its_own_memory_alone_and_no_other():
     np.testing.assert_array_equal(state.memory, [[0.0, 5.0], [0.0, 0.0], [0.0, 10.0]])
 
 
-@pytest.mark.parametrize(
-    "given", [[5.0], {"all": 5.0}, jnp.array([5.0]), (5.0, 5.0)], ids=str
-)
-def test_a_given_norm_of_another_structure_is_refused(given):
-    text = (
-        r"clip_by_global_norm: grad_norm must have the structure and shapes of the no"
-    )
-    with pytest.raises(ValueError, match=text):
-        apply(optaxclip.clip_by_global_norm(1.0), jnp.ones(2), grad_norm=given)
-
-
 def test_a_step_whose_limit_is_nan_is_not_remembered():
     unsure = own_rule(
         lambda norm: jnp.ones_like(norm),
@@ -133,16 +117,6 @@ def test_a_step_whose_limit_is_nan_is_not_remembered():
     )
     for grads, memory in ((jnp.array([3.0, 4.0]), 6.0), (jnp.array([30.0, 40.0]), 1.0)):
         assert apply(clip_by(optaxclip.global_norm, unsure), grads)[1].memory == memory
-
-
-@pytest.mark.parametrize("norm", [0.0, np.nan, np.inf])
-def test_a_norm_that_is_no_length_is_not_remembered(norm):
-    last = own_rule(
-        lambda norm: jnp.ones_like(norm),
-        lambda norm, memory, step: (memory, norm),
-    )
-    _, state = apply(clip_by(optaxclip.global_norm, last), jnp.array([norm, 0.0]))
-    assert state.memory == 1.0
 
 
 @pytest.mark.parametrize("new", [None, jnp.ones(3)], ids=["None", "array"])
@@ -161,9 +135,8 @@ def test_equal_shrinks_share_a_compilation():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("shrink", ["hard", "smooth"])
+@pytest.mark.parametrize("shrink", [shrinks.hard, shrinks.smooth()])
 def test_without_a_limit_the_derivative_is_1(shrink):
-    shrink = {"hard": shrinks.hard, "smooth": shrinks.smooth()}[shrink]
     clipper = optaxclip.clip_by_global_norm(np.inf, shrink=shrink)
     x, along = jnp.full(4, 3e38), jnp.arange(4.0)
 
@@ -223,30 +196,13 @@ def test_a_leaf_may_be_missing_in_a_step_whatever_is_kept_for_it(name):
     updates, after = clipper.update({**longer, "a": None}, state, params)
     assert updates["a"] is None
     assert jax.tree.structure(after) == jax.tree.structure(state)
+    if isinstance(state, optaxclip.ClipState) and "a" in state.by_name():
+        kept, known = after.by_name()["a"], state.by_name()["a"]
+        jax.tree.map(np.testing.assert_array_equal, kept, known)
     together, _ = clipper.update(longer, state, params)
     np.testing.assert_array_equal(updates["b"], together["b"])
     again, _ = clipper.update(whole, after, params)
     assert np.isfinite(again["a"]).all() and np.abs(again["a"]).max() > 0
-
-
-STRICT = {
-    "norm": lambda: optaxclip.clip_by_global_norm(1.0),
-    "value": lambda: optaxclip.clip_by_value(1.0),
-    "units": lambda: optaxclip.adaptive_grad_clip(0.1),
-    "spam": lambda: optaxclip.spam(),
-}
-
-
-@pytest.mark.parametrize("name", STRICT)
-@pytest.mark.slow
-def test_strict_promotion_takes_complex_leaves(name):
-    x = jnp.array([3 + 4j, 0.1], jnp.complex64)
-    with jax.numpy_dtype_promotion("strict"):
-        strict, _ = apply(STRICT[name](), x, x)
-        slope = jax.grad(optaxclip.global_norm)(x)
-    usual, _ = apply(STRICT[name](), x, x)
-    np.testing.assert_array_equal(strict, usual)
-    np.testing.assert_array_equal(slope, jax.grad(optaxclip.global_norm)(x))
 
 
 def test_an_own_norm_gets_clipped_leaves_only():

@@ -1,4 +1,6 @@
-"""Every argument of the clippers by norm and by value reaches what it is for."""
+"""Every argument of the clippers by norm and by value reaches what it is for. Weights
+that are integers, where their updates are floats, and the reverse.
+"""
 
 from functools import cache, partial
 
@@ -8,6 +10,7 @@ import numpy as np
 import pytest
 
 import optaxclip
+from optaxclip import rules
 from tests.helpers import apply
 
 OF_ROWS = np.array([[5], [10]])
@@ -31,10 +34,12 @@ OPTIONS = {
     "tensor, drop": (by_tensor, {"shrink": drop}, np.inf),
     "tensor, eps": (by_tensor, {"eps": 1.0}, 1 + whole),
     "tensor, stacked": (by_tensor, {"stacked": 1}, OF_ROWS),
+    "tensor, stacked, NumPy": (by_tensor, {"stacked": (np.int64(0),)}, OF_ROWS),
     "tensor, stacked by name": (by_tensor, {"stacked": by_name}, OF_ROWS),
     "rms, stacked": (optaxclip.clip_by_tensor_rms, {"stacked": 1}, OF_ROWS / 2**0.5),
     "average, stacked": (optaxclip.clip_by_average_norm, {"stacked": 1}, OF_ROWS / 2),
     "unit, axis": (by_unit, {"axis": 1}, OF_ROWS),
+    "unit, axis, NumPy": (by_unit, {"axis": (np.int64(1),)}, OF_ROWS),
     "unit, axis by name": (by_unit, {"axis": by_name}, OF_ROWS),
     "unit, order": (by_unit, {"ord": 1}, np.array([[9, 12]])),
     "unit, stacked": (by_unit, {"stacked": 1}, OF_ROWS),
@@ -94,10 +99,56 @@ def test_limits_for_labels_of_mixed_kinds_are_named():
         optaxclip.clip_by_group_norm({1: 1.0, "a": 2.0}, {"a": 1, "b": "a"})
 
 
-def test_each_of_many_leaves_has_its_own_bound():
-    most = {f"layer{place}": 1.0 for place in range(2000)}
-    least = dict.fromkeys(most, -1.0)
-    optaxclip.clip_by_value(most, least)
-    text = r"min_value must be at most max_value, got min_value=3.0 and max_value=1.0"
-    with pytest.raises(ValueError, match=text):
-        optaxclip.clip_by_value(most, least | {"layer1999": 3.0})
+FLOATS = jnp.array([[3.0, 4.0], [1.0, 2.0]])
+INTS = jnp.array([[3, 4], [1, 2]])
+WITH_PARAMS = {
+    "clip_by_tensor_norm": lambda: optaxclip.clip_by_tensor_norm(
+        rules.share_of_params(0.1)
+    ),
+    "clip_by_global_norm": lambda: optaxclip.clip_by_global_norm(
+        rules.share_of_params(0.1)
+    ),
+    "adaptive_grad_clip": lambda: optaxclip.adaptive_grad_clip(0.1),
+    "larc": lambda: optaxclip.larc(0.1, weight_decay=0.1),
+    "clippy": optaxclip.clippy,
+    "constrain": lambda: optaxclip.constrain(optaxclip.clip_by_global_norm(1.0)),
+}
+WITH_MEMORY = {
+    "carry_clipped": lambda: optaxclip.carry_clipped(
+        optaxclip.clip_by_global_norm(1.0)
+    ),
+    "spam": optaxclip.spam,
+}
+
+
+@pytest.mark.parametrize("name", WITH_PARAMS)
+@pytest.mark.parametrize("weights", [INTS, INTS > 1, np.asarray(INTS)])
+def test_integer_weights_of_a_float_update_are_named(name, weights):
+    clipper = WITH_PARAMS[name]()
+    params, grads = {"w": FLOATS, "n": weights}, {"w": FLOATS, "n": FLOATS}
+    text = (
+        rf"^{name}: params must have a float or complex dtype for the leaf 'n', whose "
+    )
+    for update in (clipper.update, jax.jit(clipper.update)):
+        with pytest.raises(TypeError, match=text):
+            update(grads, clipper.init(params), params)
+
+
+@pytest.mark.parametrize("name", WITH_MEMORY)
+def test_a_float_update_without_a_memory_is_named(name):
+    clipper = WITH_MEMORY[name]()
+    params, grads = {"w": FLOATS, "n": INTS}, {"w": FLOATS, "n": FLOATS}
+    with pytest.raises(
+        ValueError, match=f"^{name}: the update of the leaf 'n' is float32"
+    ):
+        clipper.update(grads, clipper.init(params), params)
+
+
+@pytest.mark.parametrize("name", [*WITH_PARAMS, *WITH_MEMORY])
+@pytest.mark.parametrize("weights", [FLOATS, INTS])
+def test_an_integer_update_passes(name, weights):
+    clipper = {**WITH_PARAMS, **WITH_MEMORY}[name]()
+    params, grads = {"w": FLOATS, "n": weights}, {"w": FLOATS, "n": INTS}
+    updates, _ = clipper.update(grads, clipper.init(params), params)
+    np.testing.assert_array_equal(updates["n"], INTS)
+    assert updates["n"].dtype == INTS.dtype

@@ -10,8 +10,9 @@ import optax
 import pytest
 
 import optaxclip
-from tests.core.steps import apply, compiled_step, count_compilations, every_clipper
+from tests.core.steps import apply, compiled_step, count_compilations
 from tests.helpers import CLIPPERS, only_by_a_cpu, random_tree
+from tests.methods import METHODS
 
 
 def norms_of(state):
@@ -90,13 +91,16 @@ def test_measuring_beside_a_global_clip_costs_no_second_read():
     assert reductions(record, clip) == reductions(clip) > 0
 
 
-@every_clipper
+EAGER = {name: [method.make()] for name, method in METHODS.items() if method.learns}
+for name, case in CLIPPERS.items():
+    injected = optax.inject_hyperparams(case.build)
+    EAGER[name] = [case.build(0.5), injected(lambda step: 0.5 / (1 + step))]
+
+
+@pytest.mark.parametrize("name", EAGER)
 def test_the_second_eager_step_compiles_nothing(name):
     updates, params = random_tree("float32"), random_tree("float32", 3)
-    injected = optax.inject_hyperparams(CLIPPERS[name].build)(
-        lambda step: 0.5 / (1 + step)
-    )
-    for clipper in (CLIPPERS[name].build(0.5), injected):
+    for clipper in EAGER[name]:
         state = clipper.init(params)
         for _ in range(2):
             _, state = clipper.update(updates, state, params)

@@ -1,4 +1,6 @@
-"""What a clipper keeps: vectors of norms, summaries of units, counters, and names."""
+"""What a clipper keeps: vectors of norms, summaries of units, counters, and names. A
+missing leaf does not rename the others, and another rule has another memory.
+"""
 
 import jax
 import jax.numpy as jnp
@@ -89,27 +91,6 @@ def test_each_norm_keeps_its_own_rule_and_memory():
     np.testing.assert_allclose(state.by_name()["c"].memory, limits["c"], rtol=1e-6)
 
 
-@pytest.mark.parametrize("units_of", [True, False], ids=["units", "tensors"])
-def test_a_missing_leaf_keeps_what_was_known_of_it(units_of):
-    grads, growth = tree(2), rules.growth(2.0)
-    make = optaxclip.clip_by_tensor_norm
-    if units_of:
-        make = optaxclip.clip_by_unitwise_norm
-    clipper = make(growth)
-    first = after(clipper, grads)
-    updates, state = clipper.update({**grads, "a": None}, first)
-    assert updates["a"] is None
-    before, found = first.by_name(), state.by_name()
-    for one, other in zip(jax.tree.leaves(before["a"]), jax.tree.leaves(found["a"])):
-        np.testing.assert_array_equal(one, other)
-    length = units(grads["c"]).max()
-    if not units_of:
-        length = np.linalg.norm(np.float64(grads["c"]))
-    np.testing.assert_allclose(np.max(found["c"].memory), length, rtol=1e-6)
-    # The rule had no limit at first, and then twice the norm.
-    assert np.isinf(found["a"].limit) and np.isfinite(found["c"].limit)
-
-
 def test_leaves_are_found_by_name_in_another_kind_of_mapping():
     frozen = pytest.importorskip("flax.core").freeze
     clipper = optaxclip.clip_by_tensor_norm(rules.growth(2.0))
@@ -131,13 +112,14 @@ def test_an_array_in_joined_rules_is_checked_by_init():
 def test_layers_of_a_leaf_have_entries_of_their_own():
     # Layers on axis 0, and experts on axis 1.
     grads = {"w": jnp.arange(1.0, 25.0).reshape(2, 3, 4), "b": jnp.ones(2)}
-    clipper = optaxclip.clip_by_tensor_norm(1.0, stacked={"w": 2, "b": None})
-    state = after(clipper, grads)
+    rule, stacked = rules.windowed_mean(1.0, 4), {"w": 2, "b": None}
+    state = after(optaxclip.clip_by_tensor_norm(rule, stacked=stacked), grads)
     norms = np.linalg.norm(np.float64(grads["w"]), axis=-1)
     np.testing.assert_allclose(state.by_name()["w"].norm, norms.ravel(), rtol=1e-6)
     found = state.by_name(layers=True)
     assert set(found) == {"b", *(f"w/{i}/{j}" for i in range(2) for j in range(3))}
     np.testing.assert_allclose(found["w/1/2"].norm, norms[1, 2], rtol=1e-6)
+    assert found["w/1/2"].memory.past.shape == (4,)
 
 
 SINGLE = [
@@ -225,6 +207,8 @@ def test_a_gradient_of_0_is_not_counted_as_clipped():
         optaxclip.clip_by_global_norm(0.0, eps=1e-6),
         # A shrink of the user's, which gives it a length, where no eps is added.
         optaxclip.adaptive_grad_clip(1.0, shrink=lambda norm, limit: limit),
+        # Its weights decay, and so does no gradient of 0.
+        optaxclip.larc(0.1, 0.001, weight_decay=0.05),
     ):
         _, state = clipper.update(grads, clipper.init(grads), jnp.ones(2))
         assert (state.factor, state.clipped) == (1, 0)
@@ -281,12 +265,61 @@ def test_limits_may_have_any_dtype():
     np.testing.assert_array_equal(state.limit, np.float32([1e12, 2, 0.5]))
 
 
-def test_a_first_state_has_the_dtype_of_its_norms():
+WHOLE = {"a/b": jnp.array([3.0, 4.0]), "a": {"b": jnp.array([6.0, 8.0])}}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("hole", [None, optax.MaskedNode()], ids=["None", "masked"])
+def test_a_missing_leaf_does_not_rename_the_others(hole):
+    # "a/b" is ambiguous in the state, and not in updates that have only one of them.
     clipper = optaxclip.clip_by_tensor_norm(rules.growth(2.0))
-    with jax.enable_x64(True):
-        for dtype in ("float32", "float64"):
-            state = clipper.init({"a": jnp.ones(3, dtype), "b": jnp.ones((), dtype)})
-            for x in (state.norm, state.limit, state.factor, state.memory):
-                assert x.dtype == dtype
-            counted = state.clipped, state.nonfinite, state.clipped_recently
-            assert [x.dtype for x in counted] == ["int32", "int32", "float32"]
+    _, state = clipper.update(WHOLE, clipper.init(WHOLE))
+    for part in (
+        {"a/b": 10 * WHOLE["a/b"], "a": {"b": hole}},
+        {"a/b": hole, "a": {"b": 10 * WHOLE["a"]["b"]}},
+    ):
+        updates, after = clipper.update(part, state)
+        known = after.by_name()
+        limits = [float(known[x].limit) for x in ("['a/b']", "['a']['b']")]
+        if part["a/b"] is hole:
+            np.testing.assert_allclose(updates["a"]["b"], [12.0, 16.0], rtol=1e-6)
+            assert limits == [np.inf, 20.0]
+        else:
+            np.testing.assert_allclose(updates["a/b"], [6.0, 8.0], rtol=1e-6)
+            assert limits == [10.0, np.inf]
+
+
+TWO_LEAVES = {"a": jnp.array([3.0, 4.0]), "b": jnp.array([6.0, 8.0])}
+OTHER_RULES = {
+    "schedules": {"a": lambda step: 1.0, "b": 2.0},
+    "shares": {"a": rules.share_of_params(0.1), "b": rules.share_of_params(0.2)},
+    "joined": {"a": rules.minimum(1.0, 2.0), "b": 3.0},
+    "growths": {"a": rules.growth(1.1), "b": rules.growth(1.2)},
+}
+
+
+@pytest.mark.parametrize("name", OTHER_RULES)
+def test_one_part_for_rules_of_their_own_raises(name):
+    # The limits of rules that are no numbers were taken for NaN.
+    state = optaxclip.clip_by_tensor_norm(1.0).init(TWO_LEAVES)
+    clipper = optaxclip.clip_by_tensor_norm(OTHER_RULES[name])
+    with pytest.raises(
+        ValueError,
+        match="clip_by_tensor_norm: state has one part for norms whose limits",
+    ):
+        clipper.update(TWO_LEAVES, state, TWO_LEAVES)
+
+
+GRADS = {"w": jnp.array([3.0, 4.0])}
+
+
+class Half(rules.Rule):
+    def update(self, norm, memory, step):
+        return norm / 2, memory
+
+
+def test_a_rule_of_the_users_without_a_memory_needs_none():
+    clipper = optaxclip.clip_by_global_norm(rules.minimum(Half(), 9.0))
+    for update in (clipper.update, jax.jit(clipper.update)):
+        updates, _ = update(GRADS, None)
+        np.testing.assert_allclose(updates["w"], [1.5, 2.0], rtol=1e-6)

@@ -13,6 +13,7 @@ import pytest
 import optaxclip
 from tests.core.steps import apply, every_clipper, few, programs, same_bits, stepped
 from tests.helpers import CLIPPERS, assert_scaled, random_tree
+from tests.methods import ALONE, METHODS
 
 
 @every_clipper
@@ -130,20 +131,28 @@ def step_of(place, leaf):
     return np.asarray(leaf)[divmod(place, 2)]
 
 
-@pytest.mark.parametrize("name", ["global", "tensor", "unitwise"])
+MADE = {name: m.make() for name, m in METHODS.items() if m.leaves != ALONE}
+MADE["larc that decays"] = optaxclip.larc(0.1, weight_decay=0.5)
+# Bounds and decompositions make arrays of their own.
+STRONG = ("clip", "clip_by_value", "clip_by_spectral_norm")
+# Updates meet weights of another dtype in them.
+MEETING = ("constrain", "record_health")
+
+
+@pytest.mark.parametrize("name", [name for name in MADE if name not in STRONG])
 def test_weak_type_is_kept(name):
-    clipper = getattr(optaxclip, f"clip_by_{name}_norm")(1.0)
+    clipper = MADE[name]
     for value in (3.0, jnp.full((3, 2), 2.0), jnp.asarray(0.5), jnp.float32(3.0)):
         value = jnp.asarray(value)
         clipped, _ = apply(clipper, value)
         assert clipped.weak_type == value.weak_type and clipped.dtype == value.dtype
 
 
-@every_clipper
+@pytest.mark.parametrize("name", [name for name in MADE if name not in MEETING])
 def test_works_under_strict_dtype_promotion(name):
     updates, params = random_tree("mixed"), random_tree("float32", 3)
     # It is judged while the program is traced.
     with jax.numpy_dtype_promotion("strict"):
-        step = partial(apply, CLIPPERS[name].build(0.5))
+        step = partial(apply, MADE[name])
         clipped, _ = jax.eval_shape(step, updates, params)
     chex.assert_trees_all_equal_shapes_and_dtypes(clipped, updates)

@@ -26,7 +26,3 @@ def mapped(body):
     """A pmap over four devices."""
     program = jax.pmap(body, axis_name="i", devices=jax.devices()[:4])
     return lambda x: program.lower(x).compile()(x)
-
-
-def kind(x):
-    return x.shape, x.dtype, x.weak_type, jax.typeof(x).manual_axis_type

@@ -2,7 +2,6 @@
 and by finite differences.
 """
 
-import itertools
 import math
 from functools import cache, partial
 
@@ -100,48 +99,11 @@ def test_derivative_near_the_largest_float32_is_the_equation(ord):
     np.testing.assert_allclose(found, expected, gradient_tolerance(ord), atol=1e-37)
 
 
-STEP = 1e-5
-
-
-def slope_and_difference(point, ord):
-    """Derivatives along a direction, forward and reverse, and what the norm changes by
-    along it.
-    """
-    leaves, direction = point
-    forward, gradients = slope(point, ord)
-    there, back = (
-        optaxclip.global_norm([x + h * v for x, v in zip(leaves, direction)], ord=ord)
-        for h in (STEP, -STEP)
-    )
-    along = sum(jnp.vdot(g, v) for g, v in zip(gradients, direction))
-    return jnp.stack([forward, along, (there - back) / (2 * STEP)])
-
-
-@cache
-def slopes_and_differences():
-    with jax.enable_x64(True):
-        random = np.random.default_rng(15)
-        # Away from 0 and from two equal largest values, where there is no derivative.
-        signs = random.choice([-1, 1], (2, 3))
-        matrix = random.permuted(np.arange(1.0, 7.0)).reshape(2, 3) * signs
-        leaves = [matrix, random.uniform(0.5, 0.9, 4)]
-        direction = [random.standard_normal(x.shape) for x in leaves]
-        found = at_every_order(slope_and_difference, (leaves, direction))
-        return {ord: np.asarray(three) for ord, three in found.items()}
-
-
-@pytest.mark.slow
-@every_order
-def test_derivative_equals_finite_differences(ord):
-    *slopes, difference = slopes_and_differences()[ord]
-    assert difference.dtype == np.float64
-    np.testing.assert_allclose(slopes, difference, 1e-6)
-
-
 def test_derivative_of_a_complex_leaf_is_its_direction():
     x = jnp.asarray([3 + 4j, 0, -1j], jnp.complex64)
     v = jnp.asarray([1 - 2j, 1, 3 + 1j], jnp.complex64)
-    tangent, pulled_back = jax.jit(partial(slope, ord=2))((x, v))
+    with jax.numpy_dtype_promotion("strict"):
+        tangent, pulled_back = jax.jit(partial(slope, ord=2))((x, v))
     # JAX's convention for a real function of a complex variable is the conjugate.
     wanted = np.conj(oracles.wide(x)) / math.sqrt(26)
     np.testing.assert_allclose(pulled_back, wanted, 8 * EPS)
@@ -210,21 +172,6 @@ def test_what_is_not_clipped_has_the_second_derivative_of_itself(size):
     wanted = np.diag(-np.sin(np.float64(x)))
     for found in jax.jit(all_of)(x):
         np.testing.assert_allclose(found, wanted, rtol=4 * EPS)
-
-
-@pytest.mark.slow
-def test_second_derivative_is_the_equation_forward_and_reverse():
-    x = np.asarray(np.random.default_rng(17).standard_normal(5) * 3, np.float32)
-    length = oracles.norm([x])
-    unit = oracles.wide(x) / length
-    wanted = (np.eye(5) - np.outer(unit, unit)) / length
-
-    def norm(x):
-        return optaxclip.global_norm([x[:4].reshape(2, 2), x[4]])
-
-    for first, second in itertools.product((jax.jacfwd, jax.jacrev), repeat=2):
-        found = jax.jit(first(second(norm)))(x)
-        np.testing.assert_allclose(found, wanted, 0, atol=8 * EPS / length)
 
 
 TWICE = (0.5, 1, 2, 3, np.inf)

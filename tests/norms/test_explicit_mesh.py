@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 import optaxclip
 from optaxclip import rules, shrinks
 from tests import sharded
-from tests.rules import test_adaptive_contract
+from tests.methods import ALONE, METHODS
 
 pytestmark = pytest.mark.slow
 
@@ -28,7 +28,7 @@ SPECS = {
 LABELS = {"bias": "bias", "gain": "bias", "layers": "kernel", "matrix": "kernel"}
 STACKED = {"bias": 0, "gain": 0, "layers": 1, "matrix": 0}
 MASK = {"bias": False, "gain": True, "layers": True, "matrix": True}
-TABLES = {"labels": LABELS, "scope": LABELS, "stacked": STACKED}
+TABLES = {"labels": LABELS, "stacked": STACKED}
 STEPS = 3
 
 
@@ -47,18 +47,13 @@ def fixed(name):
     return build(0.5)
 
 
-def adaptive(name):
-    build = test_adaptive_contract.CLIPPERS[name][0]
-    if isinstance(build, partial):
-        return for_these_leaves(build.func, *build.args, **build.keywords)
-    return build()
-
-
 by_unit = optaxclip.clip_by_unitwise_norm
 spectral = partial(optaxclip.clip_by_spectral_norm, 0.5)
 adam = optax.adam(0.1)
-BUILDS = {name: partial(fixed, name) for name in sharded.CASES}
-BUILDS |= {name: partial(adaptive, name) for name in test_adaptive_contract.CLIPPERS}
+BUILDS = {
+    name: method.make for name, method in METHODS.items() if method.leaves != ALONE
+}
+BUILDS |= {name: partial(fixed, name) for name in sharded.CASES}
 RULES = {
     "windows": rules.windowed_quantile(0.5, 4),
     "ema": rules.ema(0.9),
@@ -73,17 +68,10 @@ BUILDS |= {
     "windows of layers": lambda: optaxclip.clip_by_tensor_norm(
         rules.windowed_mean(1.0, 4), stacked=STACKED
     ),
-    "clip_by_value": lambda: optaxclip.clip_by_value(0.5),
-    "clip_by_block_rms": lambda: optaxclip.clip_by_block_rms(0.5),
     "clippy": lambda: optaxclip.clippy(0.1, 0.1, stacked=STACKED),
     "larc": lambda: optaxclip.larc(0.1, weight_decay=0.1, stacked=STACKED),
-    "record_norm": lambda: optaxclip.record_norm(optaxclip.unitwise_norm),
-    "spam": lambda: optaxclip.spam(0.5, warmup=1, every=2),
     "reset_momentum": lambda: optaxclip.reset_momentum(optax.scale_by_adam(), 2, 1),
-    "carry_clipped": lambda: optaxclip.carry_clipped(by_unit(0.5)),
-    "skip_nonfinite": lambda: optaxclip.skip_nonfinite(adam),
     "skip_spikes": lambda: optaxclip.skip_spikes(optax.chain(by_unit(0.5), adam), 15.0),
-    "skip_step": lambda: optaxclip.skip_step(adam, 1.0, 2, on_loss=False),
     "spectral": lambda: spectral(method="svd", stacked=STACKED),
     "spectral, all to the limit": lambda: spectral(shrink=shrinks.normalize),
     "spectral, newton_schulz": lambda: spectral(method="newton_schulz"),

@@ -14,14 +14,12 @@ from jax.sharding import PartitionSpec as P
 
 import optaxclip
 from tests import sharded
-from tests.norms.modes import FULL, NO_TYPES, kind, mapped, norm_of, typed_or_not
+from tests.norms.modes import FULL, NO_TYPES, mapped, norm_of, typed_or_not
 from tests.sharded import (
     CASES,
     LABELS,
     PARAMS,
-    SHAPES,
     SPECS,
-    STACKED,
     UPDATES,
     assert_close,
     exact,
@@ -51,14 +49,6 @@ def test_names_of_axes_say_that_every_leaf_is_split_over_them(axes, options):
     assert_close(have, {name: x * (0.5 / norm) for name, x in exact(updates).items()})
 
 
-def places(spec, leaf):
-    """The spec of a leaf's norms over the dimensions that `unit_of_layer` sums."""
-    over = sharded.unit_of_layer(leaf, len(SHAPES[leaf]))
-    if over is None:
-        return P()
-    return P(*(None if dim in over else entry for dim, entry in enumerate(spec)))
-
-
 @pytest.mark.slow
 @typed_or_not
 def test_norms_and_record_norm_take_mesh_axes(options):
@@ -71,20 +61,17 @@ def test_norms_and_record_norm_take_mesh_axes(options):
             optaxclip.global_norm(tree, mesh_axes=SPECS),
             updates,
             {name: entry.norm for name, entry in state.by_name().items()},
-            optaxclip.unitwise_norm(tree, stacked=STACKED, mesh_axes=SPECS),
             optaxclip.group_norm(tree, LABELS, mesh_axes=SPECS),
         )
 
-    units = {leaf: places(spec, leaf) for leaf, spec in SPECS.items()}
-    specs = (SPECS,), (P(), SPECS, P(), units, P())
+    specs = (SPECS,), (P(), SPECS, P(), P())
     program = on_each_part(body, mesh_of((3, 2)), *specs, **options)
-    everything, updates, tensors, unit, groups = program(UPDATES)
+    everything, updates, tensors, groups = program(UPDATES)
     tree = exact(UPDATES)
     whole = CASES["clip_by_global_norm"].norms(tree)["bias"]
     np.testing.assert_allclose(everything, whole, rtol=2e-7)
     assert all(np.array_equal(updates[leaf], UPDATES[leaf]) for leaf in UPDATES)
     assert_close(tensors, CASES["clip_by_tensor_norm"].norms(tree), 2e-7)
-    assert_close(unit, CASES["clip_by_unitwise_norm stacked"].norms(tree), 2e-7)
     of_group = CASES["clip_by_group_norm"].norms(tree)
     assert_close(groups, {"body": of_group["grid"], "head": of_group["bias"]}, 2e-7)
 
@@ -161,65 +148,7 @@ def test_specs_change_nothing_outside_shard_map(name):
 # Clippers that are in no table of `sharded`.
 
 
-@pytest.mark.slow
-@typed_or_not
-def test_clip_by_value_needs_no_axes(options):
-    clipper = optaxclip.clip_by_value(0.25)
-    specs = (SPECS, P()), (SPECS, P())
-    step = on_each_part(clipper.update, mesh_of((3, 2)), *specs, **options)
-    clipped, state = step(UPDATES, clipper.init(UPDATES))
-    for name, x in UPDATES.items():
-        np.testing.assert_array_equal(clipped[name], np.clip(x, -0.25, 0.25))
-    assert int(state.step) == 1
-
-
-# A tensor of two elements, one on each device: the clipper, and what becomes of its
-# updates 1 and 4 beside weights of 2.
-OVER_TWO_DEVICES = {
-    "clippy": (partial(optaxclip.clippy, 0.5, 0.0), [0.25, 1.0]),
-    "larc": (
-        partial(optaxclip.larc, 1.0, 0.25, eps=0.0),
-        [0.5**0.5 / 17**0.5, 4 * 0.5**0.5 / 17**0.5],
-    ),
-}
-
-
-@typed_or_not
-@pytest.mark.parametrize("name", OVER_TWO_DEVICES)
-def test_clippers_by_weights_scale_all_of_a_split_tensor_alike(name, options):
-    build, clipped = OVER_TWO_DEVICES[name]
-    clipper = build(mesh_axes=P("x") if options else "auto")
-
-    def step(grads, params):
-        return clipper.update(grads, clipper.init(grads), params)[0]
-
-    trees = np.float32([1.0, 4.0]), np.float32([2.0, 2.0])
-    updates = on_two_devices(step, (P("x"), P("x")), P("x"), *trees, **options)
-    np.testing.assert_allclose(updates, clipped, rtol=1e-6)
-
-
 # States.
-
-
-@typed_or_not
-@pytest.mark.slow
-def test_the_state_has_the_same_type_after_update_as_after_init(options):
-    seen = []
-
-    def body(updates, params):
-        for name, case in CASES.items():
-            axes = SPECS if case.keeps or options else "auto"
-            clipper = case.build(sharded.limit(name), mesh_axes=axes)
-            first = clipper.init(params)
-            second = clipper.update(updates, first, params)[1]
-            assert jax.tree.map(kind, first) == jax.tree.map(kind, second), name
-            seen.append(name)
-        return updates
-
-    specs = (SPECS, SPECS), SPECS
-    step = on_each_part(body, mesh_of((3, 2)), *specs, **options)
-    jax.eval_shape(step, UPDATES, PARAMS)
-    assert seen == list(CASES)
 
 
 @typed_or_not
@@ -240,20 +169,6 @@ def test_the_state_of_norms_of_whole_leaves_is_replicated(name, options):
     np.testing.assert_allclose(found, norms, rtol=2e-7)
     above = sum(norm > sharded.limit(name) for norm in norms)
     assert sum(int(entry.clipped) for entry in entries) == above > 0
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("axes", ["auto", SPECS], ids=["auto", "specs"])
-def test_a_state_made_outside_shard_map_goes_in_and_comes_out(axes):
-    clipper = optaxclip.clip_by_global_norm(0.5, mesh_axes=axes)
-    state = clipper.init(PARAMS)
-    step = on_each_part(clipper.update, mesh_of((3, 2)), (SPECS, P()), (SPECS, P()))
-    norm = norm_of(exact(UPDATES))
-    wanted = {name: x * 0.5 / norm for name, x in exact(UPDATES).items()}
-    for count in (1, 2):
-        clipped, state = step(UPDATES, state)
-        assert_close(clipped, wanted)
-        assert int(state.step) == int(state.clipped) == count
 
 
 @pytest.mark.parametrize("layers", [8, 16])

@@ -39,10 +39,14 @@ CLIPPERS = {
     "units": partial(optaxclip.clip_by_unitwise_norm, 0.5, stacked=STACKED),
     "agc": partial(optaxclip.adaptive_grad_clip, 0.5, per_tensor=True, stacked=STACKED),
     "larc": partial(optaxclip.larc, 0.1, stacked=STACKED),
+    "clippy": partial(optaxclip.clippy, 0.1, 0.1, stacked=STACKED),
     # Two steps under the global limit, whose norm is that of all layers everywhere.
     "adagc": partial(optaxclip.adagc, warmup=2, **OPTIONS),
     "zclip": partial(optaxclip.zclip, 0.5, warmup=2, **OPTIONS),
     "autoclip": partial(optaxclip.autoclip, 50.0, 4, **OPTIONS),
+    "autoclip of all": partial(optaxclip.autoclip, 50.0, 4),
+    "adaclip": partial(optaxclip.adaclip, 0.9, stacked=STACKED),
+    "adagn": partial(optaxclip.adagn, **OPTIONS),
 }
 
 

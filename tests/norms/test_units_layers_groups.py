@@ -57,13 +57,6 @@ def test_axes_that_do_not_fit_a_leaf_are_refused(axis):
         optaxclip.unitwise_norm({"w": jnp.ones((2, 3))}, axis=axis)
 
 
-def test_a_rank_without_a_rule_wants_an_axis():
-    text = r"^unitwise_norm: axis must be given for the leaf 'w' of rank 6: there is no"
-    with pytest.raises(ValueError, match=text):
-        optaxclip.unitwise_norm({"w": jnp.ones((2, 2, 1, 1, 1, 1))})
-    assert optaxclip.unitwise_norm({"w": jnp.ones((1,) * 6)}, axis=-1)["w"] == 1.0
-
-
 def test_a_layer_that_squeezes_to_a_vector_is_one_unit():
     for shape in ((4, 1, 5), (4, 5)):
         rows = np.arange(1.0, 21.0, dtype=np.float32).reshape(shape)
@@ -293,19 +286,6 @@ def test_label_functions_may_take_arguments_by_position_only():
 WHOLE = {"w": 3 * jnp.ones((2, 2)), "b": jnp.array([3.0, 4.0])}  # norms 6 and 5
 
 
-@pytest.mark.parametrize("limit", [0.5, rules.growth(2.0)], ids=["number", "rule"])
-def test_a_group_may_be_missing_in_a_step(limit):
-    limits = {"matrix": 3.0, "vector": limit}
-    clipper = optaxclip.clip_by_group_norm(limits, by_rank)
-    state = clipper.init(WHOLE)
-    updates, after = clipper.update({"w": WHOLE["w"], "b": None}, state)
-    np.testing.assert_allclose(updates["w"], np.full((2, 2), 1.5), rtol=1e-6)
-    assert updates["b"] is None
-    assert float(after.by_name()["vector"].norm) == 0
-    updates, _ = clipper.update(WHOLE, after)
-    np.testing.assert_allclose(updates["w"], np.full((2, 2), 1.5), rtol=1e-6)
-
-
 def test_a_limit_for_a_label_that_no_step_had_raises():
     clipper = optaxclip.clip_by_group_norm({"matrix": 3.0, "vectro": 0.5}, by_rank)
     with pytest.raises(ValueError, match="max_norm has a value for 'vectro'"):
@@ -313,3 +293,50 @@ def test_a_limit_for_a_label_that_no_step_had_raises():
     state = optaxclip.clip_by_group_norm(1.0, by_rank).init(WHOLE)
     with pytest.raises(ValueError, match="max_norm has a value for 'vectro'"):
         clipper.update({"w": WHOLE["w"], "b": None}, state)
+
+
+# Groups that have no leaf in this model.
+
+# One configuration of a dense model and of one with a mixture of experts.
+OF_KINDS = {"dense": 3.0, "experts": 0.5}
+KINDS = {"mlp": "dense", "router": "experts", "experts": "experts"}
+DENSE = {"mlp": {"w": 3 * jnp.ones((2, 2))}}  # norm 6
+MIXTURE = DENSE | {"router": jnp.array([3.0]), "experts": jnp.array([[0.0, 4.0]])}
+
+
+def by_path(path, leaf):
+    return KINDS[path.partition("/")[0]]
+
+
+@pytest.mark.parametrize("labels", [KINDS, by_path], ids=["tree", "function"])
+@pytest.mark.parametrize("call", [lambda f: f, jax.jit], ids=["eager", "jit"])
+def test_one_configuration_serves_a_dense_model_and_a_mixture(labels, call):
+    clipper = optaxclip.clip_by_group_norm(OF_KINDS, labels, allow_missing=True)
+    for model in (DENSE, MIXTURE):
+        updates, _ = call(clipper.update)(model, clipper.init(model))
+        np.testing.assert_allclose(updates["mlp"]["w"], np.full((2, 2), 1.5), 1e-6)
+    # 3 and 4 together have the norm 5, ten times their limit.
+    np.testing.assert_allclose(updates["router"], [0.3], 1e-6)
+    np.testing.assert_allclose(updates["experts"], [[0.0, 0.4]], 1e-6)
+
+
+def test_missing_labels_are_errors_unless_they_are_allowed():
+    for labels, text in ((KINDS, "labels has a value for"), (by_path, "max_norm has")):
+        with pytest.raises(ValueError, match=f"clip_by_group_norm: {text}"):
+            optaxclip.clip_by_group_norm(OF_KINDS, labels).init(DENSE)
+
+
+def test_a_leaf_needs_a_label_and_a_limit_also_where_labels_may_be_missing():
+    labels = {"mlp": "dense"}
+    clipper = optaxclip.clip_by_group_norm(OF_KINDS, labels, allow_missing=True)
+    with pytest.raises(ValueError, match="labels has no value for the leaf 'experts'"):
+        clipper.init(MIXTURE)
+    limits = {"dense": 3.0}
+    clipper = optaxclip.clip_by_group_norm(limits, by_path, allow_missing=True)
+    with pytest.raises(ValueError, match="max_norm has no value for the label 'exp"):
+        clipper.init(MIXTURE)
+
+
+def test_whether_labels_may_be_missing_is_true_or_false():
+    with pytest.raises(TypeError, match="allow_missing must be True or False"):
+        optaxclip.clip_by_group_norm(1.0, KINDS, allow_missing="experts")

@@ -1,7 +1,13 @@
-"""Averages whose decay is 1, which forget no norm, or 0, which remember the last."""
+"""Numbers of rules at the ends of their ranges: decays of 1, which forget no norm, and
+of 0, which remember the last; rates of 0; infinite numbers; windows that no array can
+hold, or that are shorter than their warm-up.
+"""
+
+import math
 
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 import optaxclip
@@ -118,3 +124,107 @@ def test_clippers_with_a_decay_of_0_zero_no_update():
         for norm in FALLING:
             update, state = clipper.update(jnp.array([norm], jnp.float32), state)
             assert update[0] > 0
+
+
+zero_rates = pytest.mark.filterwarnings("ignore:growth. rate should be above 1")
+
+
+@zero_rates
+def test_a_rate_of_0_has_no_limit_before_the_second_step():
+    found = limits(rules.growth(0.0), [2.0, 3.0, 4.0])
+    np.testing.assert_array_equal(found, [np.inf, 0.0, 0.0])
+
+
+def test_a_rate_of_0_in_one_step_is_over_after_it():
+    rate = jnp.array([1.5, 1.5, 0.0, 1.5, 1.5])
+    found = limits(rules.growth(lambda step: rate[step]), np.ones(5))
+    np.testing.assert_array_equal(found, [np.inf, 1.5, 0.0, 1.5, 1.5])
+
+
+@pytest.mark.parametrize(
+    "rule",
+    [
+        lambda factor: rules.growth(factor),
+        lambda factor: rules.windowed_quantile(
+            0.5, 3, factor=factor, remember="clipped"
+        ),
+        lambda factor: rules.ema_ratio(factor, 0.0),
+    ],
+)
+def test_a_limit_of_0_is_left_where_its_factor_rises(rule):
+    def off_at_first(step):
+        return jnp.where(step < 4, 0.0, 2.0)
+
+    found = limits(rule(off_at_first), np.ones(6))
+    np.testing.assert_array_equal(found, [np.inf, 0.0, 0.0, 0.0, 2.0, 2.0])
+
+
+EQUAL = [5.0, 5.0, 5.0, 9.0]
+
+
+@pytest.mark.slow
+def test_infinite_sigmas_are_no_limit_for_equal_norms():
+    # Equal norms have a deviation of 0, and inf * 0 is NaN.
+    for rule in (
+        rules.windowed_mean(math.inf),
+        rules.windowed_mean(lambda step: math.inf),
+        rules.log_z_score(math.inf, warmup=1, spread=0),
+        rules.z_score(math.inf, warmup=1, eps=0),
+    ):
+        np.testing.assert_array_equal(limits(rule, EQUAL), np.inf)
+
+
+@pytest.mark.slow
+def test_a_share_of_0_of_an_infinite_floor_is_no_limit():
+    for rule in (
+        rules.growth(0.0, floor=math.inf),
+        rules.windowed_mean(0.0, 4, floor=math.inf),
+        rules.log_z_score(0.0, spread=math.inf, warmup=1),
+    ):
+        np.testing.assert_array_equal(limits(rule, EQUAL)[1:], np.inf)
+
+
+@pytest.mark.slow
+def test_an_infinite_share_is_no_limit_for_weights_of_zero():
+    grads = {"a": jnp.array([3.0, 4.0]), "b": jnp.array([6.0, 8.0])}
+    params = {"a": jnp.zeros(2), "b": jnp.ones(2)}
+    for rule in (
+        rules.share_of_params(math.inf),
+        rules.minimum(rules.share_of_params(math.inf), 100.0),
+    ):
+        clipper = optaxclip.clip_by_tensor_norm(rule)
+        updates, _ = clipper.update(grads, clipper.init(params), params)
+        for name in grads:
+            np.testing.assert_array_equal(updates[name], grads[name])
+
+
+def test_a_warmup_counts_norms_that_left_the_window_too():
+    for rule in (
+        rules.windowed_quantile(0.5, 2, warmup=4),
+        rules.windowed_mean(0.0, 2, warmup=4),
+    ):
+        np.testing.assert_array_equal(limits(rule), [np.inf] * 4 + [5.5, 6.0])
+
+
+def test_with_the_current_norm_the_warmup_ends_one_step_earlier():
+    for rule in (
+        rules.windowed_quantile(0.5, 2, warmup=4, current=True),
+        rules.windowed_mean(0.0, 2, warmup=4, current=True),
+    ):
+        np.testing.assert_array_equal(limits(rule), [np.inf] * 3 + [5.5, 6.0, 1.75])
+
+
+BUILDERS = {
+    "windowed_mean": lambda window: rules.windowed_mean(window=window),
+    "windowed_quantile": lambda window: rules.windowed_quantile(window=window),
+    "autoclip": lambda window: optaxclip.autoclip(window=window),
+    "record_spikes": lambda window: optaxclip.record_spikes(window=window),
+    "skip_step": lambda window: optaxclip.skip_step(optax.sgd(1.0), window=window),
+}
+
+
+@pytest.mark.parametrize("name", BUILDERS)
+@pytest.mark.parametrize("window", [2**31, 2**62, 1e30, np.int64(2**40)])
+def test_a_window_beyond_all_arrays_is_refused(name, window):
+    with pytest.raises(ValueError, match=f"^{name}: window must be at most 2147483647"):
+        BUILDERS[name](window)

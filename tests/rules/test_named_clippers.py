@@ -1,18 +1,20 @@
-"""AdaGC, AGGC, AdaGN and AdaClip, as clippers."""
+"""Clippers of papers are their rules, at every scope, beside the float64 oracle."""
+
+from functools import partial
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import optaxclip
+from optaxclip import rules
 from tests import oracle_rules as oracle
 from tests.helpers import apply
 from tests.rules.histories import (
     EPS,
-    HISTORIES,
-    assert_limits,
     f,
     gradients,
+    lengths,
     run,
     spiked,
 )
@@ -21,10 +23,7 @@ from tests.rules.histories import (
 def test_adagc_is_global_in_its_warm_up_and_per_tensor_after():
     names = ["lognormal", "spikes", "broken", "zeros"]
     grads = gradients(names, steps=200)
-    norms = {
-        name: np.sqrt(np.sum(np.asarray(grads[name], np.float64) ** 2, axis=(1, 2)))
-        for name in names
-    }
+    norms = {name: lengths(grads, name) for name in names}
     limits = oracle.adagc(norms, max_norm=1.0, ratio=f(1.05), decay=f(0.98), warmup=30)
     clipped, _ = run(optaxclip.adagc(warmup=30), grads)
     for name in names:
@@ -57,12 +56,7 @@ def test_aggc_holds_each_group_in_its_band(raise_small):
         optaxclip.aggc(0.5, 1.5, scope=labels, raise_small=raise_small), grads
     )
     for group in (["lognormal"], ["spikes", "growing"]):
-        norms = np.sqrt(
-            sum(
-                np.sum(np.asarray(grads[name], np.float64) ** 2, axis=(1, 2))
-                for name in group
-            )
-        )
+        norms = lengths(grads, *group)
         scale = np.asarray(oracle.limits(equation, norms)) / norms
         for name in group:
             np.testing.assert_allclose(
@@ -70,32 +64,16 @@ def test_aggc_holds_each_group_in_its_band(raise_small):
             )
 
 
-def test_the_bands_edges_follow_schedules():
-    low, high = (lambda step: 0.5 + 0.001 * step), (lambda step: 1.5 - 0.002 * step)
-    history = HISTORIES["broken"][:120]
-    limits = optaxclip.replay.run(
-        optaxclip.rules.ema_band(low, high, raise_small=True), history
-    ).limits
-    equation = oracle.ema_band(
-        low, high, f(0.95), f(0.01), f(1.1), f(0.9), raise_small=True
-    )
-    assert_limits(limits, oracle.limits(equation, history), history, 64 * EPS)
-
-
 def test_adagn_gives_each_tensor_the_quotient_of_its_moments():
     names = ["lognormal", "spikes", "zeros"]
     grads = gradients(names)
     clipped, _ = run(optaxclip.adagn(), grads)
     for name in names:
-        norms = np.sqrt(np.sum(np.asarray(grads[name], np.float64) ** 2, axis=(1, 2)))
+        norms = lengths(grads, name)
         wanted = np.where(
             norms > 0, oracle.limits(oracle.adagn(f(0.7), f(0.9), 1e-8), norms), 0
         )
-        np.testing.assert_allclose(
-            np.sqrt(np.sum(np.asarray(clipped[name], np.float64) ** 2, axis=(1, 2))),
-            wanted,
-            rtol=64 * EPS,
-        )
+        np.testing.assert_allclose(lengths(clipped, name), wanted, rtol=64 * EPS)
 
 
 def test_adaclip_shortens_only_the_coordinates_over_the_limit():
@@ -129,18 +107,6 @@ def test_adaclip_takes_stacked_grad_norm_and_nonfinite():
     assert not updates.any()
 
 
-@pytest.mark.slow
-def test_adaclip_makes_a_broken_tensor_nan_and_keeps_what_fits():
-    clipper = optaxclip.adaclip(0.5)
-    _, first = clipper.update(jnp.array([1.0, 0.5]), clipper.init(jnp.zeros(2)))
-    for bad in (jnp.nan, jnp.inf):
-        updates, _ = clipper.update(jnp.array([bad, 0.5]), first)
-        assert np.isnan(updates).all()
-    _, second = clipper.update(jnp.array([3.0, 0.5]), first)
-    updates, _ = clipper.update(jnp.array([3.0, second.limit]), first)
-    assert updates[1] == second.limit and updates[0] < 3.0
-
-
 def test_adagc_does_not_remember_a_tensor_that_its_warm_up_made_0():
     clipper = optaxclip.adagc(max_norm=lambda step: 1.0 * step, warmup=2)
     grads, lengths = jnp.array([3.0, 4.0]), []
@@ -160,3 +126,130 @@ def test_adagc_forgets_a_norm_that_another_tensors_spike_shortened_to_0():
     for step in (spike, grads, grads, grads):
         updates, state = clipper.update(step, state)
     np.testing.assert_allclose(updates["small"], grads["small"], rtol=1e-6)
+
+
+# What is measured together of four tensors.
+SCOPES = {
+    "global": [["lognormal", "spikes", "broken", "falling"]],
+    "tensor": [["lognormal"], ["spikes"], ["broken"], ["falling"]],
+    "group": [["lognormal", "falling"], ["spikes"], ["broken"]],
+}
+
+
+def assert_clipped_together(grads, clipped, parts, equation, tolerance):
+    for names in parts:
+        norms = lengths(grads, *names)
+        limits = np.asarray(oracle.limits(equation, norms))
+        scale = np.where(
+            np.isfinite(norms),
+            np.minimum(1, limits / np.where(norms > 0, norms, 1)),
+            np.nan,
+        )
+        for name in names:
+            np.testing.assert_allclose(
+                clipped[name],
+                grads[name].astype(np.float64) * scale[:, None, None],
+                rtol=tolerance,
+                atol=1e-30,
+            )
+
+
+NAMED = {
+    "autoclip": (
+        partial(optaxclip.autoclip, window=50),
+        oracle.windowed_quantile(f(0.1), 50, current=True),
+    ),
+    "zclip": (optaxclip.zclip, oracle.z_score(decay=f(0.97), eps=f(1e-6))),
+    "zclip capped": (
+        partial(optaxclip.zclip, cap=1.0),
+        oracle.least(oracle.z_score(decay=f(0.97), eps=f(1e-6)), oracle.constant(1.0)),
+    ),
+}
+NAMED_SCOPES = [
+    *((scope, "zclip") for scope in SCOPES),
+    ("global", "autoclip"),
+    ("group", "autoclip"),
+    ("tensor", "zclip capped"),
+]
+
+
+@pytest.mark.parametrize(("scope", "name"), NAMED_SCOPES)
+def test_a_named_clipper_is_its_rule_at_every_scope(scope, name):
+    grads = gradients(["lognormal", "spikes", "broken", "falling"])
+    build, equation = NAMED[name]
+    labels = {"lognormal": "a", "spikes": "b", "broken": "c", "falling": "a"}
+    clipped, _ = run(build(scope=labels if scope == "group" else scope), grads)
+    assert_clipped_together(grads, clipped, SCOPES[scope], equation, 256 * EPS)
+
+
+def run_of(clipper, norms, **extra):
+    updates = jnp.zeros(1)
+    state = clipper.init(updates)
+    for norm in norms:
+        updates, state = clipper.update(jnp.array([norm]), state, **extra)
+    return float(updates[0]), state
+
+
+normalize = optaxclip.shrinks.normalize
+OF_BAND = {"decay": 0.5, "floor": 0.2, "up": 1.5, "down": 0.3, "raise_small": True}
+SAME = {
+    "zclip": (
+        optaxclip.zclip(0.5, 0.8, target="max", warmup=2, eps=0.5),
+        rules.z_score(0.5, 0.8, target="max", warmup=2, eps=0.5),
+        None,
+    ),
+    "adagn": (
+        optaxclip.adagn(0.5, 0.6, eps=0.3),
+        rules.moments_ratio(0.5, 0.6, eps=0.3),
+        normalize,
+    ),
+    "adagn, global": (
+        optaxclip.adagn(scope="global"),
+        rules.moments_ratio(),
+        normalize,
+    ),
+    "adagn, groups": (
+        optaxclip.adagn(scope=lambda tree: "all"),
+        rules.moments_ratio(),
+        normalize,
+    ),
+    "autoclip": (
+        optaxclip.autoclip(30, 3),
+        rules.windowed_quantile(0.3, 3, current=True),
+        None,
+    ),
+    "aggc": (
+        optaxclip.aggc(0.9, 0.8, scope="global", **OF_BAND),
+        rules.ema_band(0.9, 0.8, **OF_BAND),
+        normalize,
+    ),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SAME)
+def test_a_named_clipper_hands_all_its_arguments_to_its_rule(name):
+    clipper, rule, shrink = SAME[name]
+    norms = [1.0, 1.4, 0.7, 3.0, 0.1]
+    one, state = run_of(clipper, norms)
+    other, wanted = run_of(optaxclip.clip_by_global_norm(rule, shrink=shrink), norms)
+    np.testing.assert_allclose(one, other, rtol=1e-6)
+    (limit,) = (entry.limit for entry in state.by_name().values())
+    np.testing.assert_allclose(limit, wanted.limit, rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "scope",
+    ["global", "tensor", lambda tree: "all"],
+    ids=["global", "tensor", "groups"],
+)
+def test_a_scope_hands_on_nonfinite_and_mesh_axes(scope):
+    assert (
+        run_of(optaxclip.zclip(scope=scope, nonfinite="zero"), [1.0, np.nan])[0] == 0.0
+    )
+    clipper = optaxclip.zclip(scope=scope, mesh_axes="nowhere")
+    state = clipper.init(jnp.zeros(1))
+    with pytest.raises(
+        ValueError, match=r"mesh_axes='nowhere': there is no such axis here"
+    ):
+        clipper.update(jnp.ones(1), state)

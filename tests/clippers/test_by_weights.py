@@ -1,0 +1,275 @@
+"""Clippy and LARC beside their equations in float64 NumPy, and the figures of
+TensorFlow Recommenders' tests.
+"""
+
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import optaxclip
+from optaxclip import clippy, larc
+from tests import oracles
+from tests.helpers import apply
+
+
+def by_clippy(updates, params, *args, **options):
+    clipper = clippy(*args, **options)
+    return clipper.update(updates, clipper.init(params), params)
+
+
+# (update, weight, relative, absolute, result, scale)
+PUBLIC = [
+    (2.0, 4.0, 0.1, 0.02, 0.42, 0.21),
+    (2.0, -4.0, 0.1, 0.02, 0.42, 0.21),
+    (-2.0, 4.0, 0.1, 0.02, -0.42, 0.21),
+    (-2.0, 4.0, 0.1, 0.0, -0.4, 0.2),
+    (-2.0, 0.0, 0.1, 0.0, 0.0, 0.0),
+    (2.0, 20.0, 0.1, 0.1, 2.0, 1.0),
+    (-2.0, 20.0, 0.1, 0.1, -2.0, 1.0),
+    (0.0, 1.0, 0.1, 0.1, 0.0, 1.0),
+    (0.0, 1.0, 0.1, 0.0, 0.0, 1.0),
+    (0.0, 0.0, 0.0, 0.0, 0.0, 1.0),
+    (2.0, 0.0, 0.1, 0.02, 0.02, 0.01),
+    ([1.0, 1.0], [1.0, 0.1], 0.1, 0.01, [0.02, 0.02], 0.02),
+    (
+        [1.0, 1.0, 0.0, 0.0],
+        [1.0, 0.1, 1.0, 0.0],
+        0.1,
+        0.0,
+        [0.01, 0.01, 0.0, 0.0],
+        0.01,
+    ),
+    ([1.0, 1.0, 0.0, 0.0], [1.0, 0.0, 1.0, 0.0], 0.1, 0.0, [0.0, 0.0, 0.0, 0.0], 0.0),
+    (
+        [[1.0, 2.0], [1.0, 2.0]],
+        [[1.0, 1.0], [1.0, 1.0]],
+        0.1,
+        0.1,
+        [[0.1, 0.2], [0.1, 0.2]],
+        0.1,
+    ),
+    ([10.0, 10.0], [1.0, 2.0], 0.4, 0.2, [0.6, 0.6], 0.06),
+]
+
+
+@pytest.mark.parametrize(
+    ("update", "weight", "relative", "absolute", "result", "factor"), PUBLIC
+)
+def test_clippy_gives_the_public_figures(
+    update, weight, relative, absolute, result, factor
+):
+    updates, state = by_clippy(
+        jnp.float32(update), jnp.float32(weight), relative, absolute
+    )
+    np.testing.assert_allclose(updates, np.float64(result), rtol=1e-6)
+    # A tensor of zeros is multiplied by nothing that matters.
+    if np.any(update):
+        np.testing.assert_allclose(state.factor, factor, rtol=1e-6)
+
+
+def test_the_smallest_normal_update_within_its_bounds_does_not_change():
+    updates, weights = jnp.array([2.0**-126]), jnp.ones(1)
+    clipper = optaxclip.clippy()
+    found, state = clipper.update(updates, clipper.init(weights), weights)
+    np.testing.assert_array_equal(found, updates)
+    assert state.clipped == 0
+
+
+def test_clippy_sees_one_wild_coordinate():
+    params, updates = jnp.ones(10_000), jnp.full(10_000, 1e-3).at[17].set(10.0)
+    clipped, state = by_clippy(updates, params)
+    np.testing.assert_allclose(clipped[17], 0.1, rtol=1e-6)
+    # 10 is 100 times its bound of 0.1.
+    np.testing.assert_allclose((state.norm, state.limit), (100.0, 1.0), rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("update", "absolute"), [(1e-30, 0.0), (1.0, 1e-39), (1e30, 1e-30)]
+)
+def test_a_tensor_stays_where_a_bound_is_0_or_far_below(update, absolute):
+    updates = jnp.array([update, 0.1])
+    clipped, state = by_clippy(updates, jnp.array([0.0, 1.0]), 0.1, absolute)
+    np.testing.assert_array_equal(clipped, 0)
+    assert (state.factor, state.limit, state.nonfinite) == (0, 0, 0)
+    assert np.isfinite(state.norm)
+
+
+def test_the_smallest_normal_bound_is_not_0():
+    smallest = 2.0**-126
+    _, state = by_clippy(jnp.ones(1), jnp.ones(1), smallest, 0.0)
+    assert (state.norm, state.limit) == (1 / smallest, 1)
+
+
+def test_a_broken_update_is_seen_where_the_bound_is_0():
+    for broken in (math.nan, math.inf):
+        clipped, state = by_clippy(jnp.array([broken, 1.0]), jnp.zeros(2), 0.1, 0.0)
+        assert np.isnan(clipped).all() and state.nonfinite == 1
+
+
+@pytest.mark.parametrize("broken", [math.nan, math.inf])
+def test_what_is_broken_becomes_nan_by_clippy_and_is_counted(broken):
+    updates = {"a": jnp.array([1.0, broken]), "b": jnp.array([1.0, 2.0])}
+    clipped, state = by_clippy(updates, {"a": jnp.ones(2), "b": jnp.ones(2)})
+    assert np.isnan(clipped["a"]).all() and np.isfinite(clipped["b"]).all()
+    np.testing.assert_array_equal(state.nonfinite, [1, 0])
+    assert np.isnan(by_clippy(jnp.ones(2), jnp.array([1.0, math.nan]))[0]).all()
+    assert np.isnan(by_clippy(jnp.zeros(2), jnp.array([1.0, math.nan]))[0]).all()
+
+
+@pytest.mark.slow
+def test_the_derivative_of_clippy_is_finite():
+    def total(updates):
+        return jnp.sum(by_clippy(updates, jnp.array([1.0, 0.0, 2.0]), 0.1, 0.0)[0])
+
+    for updates in (
+        jnp.zeros(3),
+        jnp.array([1.0, 0.0, 3.0]),
+        jnp.array([1.0, 1.0, 3.0]),
+        jnp.array([1e-3, 0.0, 1e-3]),
+    ):
+        assert np.isfinite(jax.grad(total)(updates)).all()
+
+
+@pytest.mark.parametrize(
+    "bounds", [(np.inf, 0.0), (0.0, np.inf)], ids=["relative", "absolute"]
+)
+def test_an_infinite_bound_of_either_kind_touches_nothing(bounds):
+    updates = jnp.array([1e30, -2.0, 0.0])
+    clipped, state = apply(clippy(*bounds), updates, jnp.array([1e-3, 0.0, 2.0]))
+    assert oracles.same_bits(clipped, updates)
+    assert state.limit == np.inf and state.nonfinite == 0
+
+
+def test_the_smallest_weights_still_bound_their_updates():
+    clipped, _ = apply(
+        clippy(0.5, 0.0), jnp.array([4e-30, 1e-31]), jnp.array([2e-30, 2e-30])
+    )
+    np.testing.assert_allclose(clipped, [1e-30, 2.5e-32], rtol=1e-6)
+
+
+def test_clippy_compares_complex_updates_by_modulus():
+    clipped, _ = apply(
+        clippy(0.5, 0.0), jnp.array([3 + 4j, 1j]), jnp.array([2 + 0j, 2j])
+    )
+    np.testing.assert_allclose(clipped, [0.6 + 0.8j, 0.2j], rtol=1e-6)
+
+
+EPS = oracles.eps_of("float32")
+
+
+def by_larc(grads, params, *args, **options):
+    clipper = larc(*args, **options)
+    return clipper.update(grads, clipper.init(params), params)
+
+
+def expected(grad, weight, rate, trust=0.02, decay=0.0, eps=1e-8):
+    """(g + wd p) * min(1, trust |p| / (|g| + wd |p| + eps) / lr), or g where either is
+    0.
+    """
+    grad, weight = oracles.wide(grad), oracles.wide(weight)
+    length, size = np.linalg.norm(weight), np.linalg.norm(grad)
+    if length == 0 or size == 0:
+        return grad
+    return (grad + decay * weight) * min(
+        1.0, trust * length / (size + decay * length + eps) / rate
+    )
+
+
+@pytest.mark.parametrize("decay", [0.0, 0.5])
+@pytest.mark.parametrize("rate", [0.001, 0.1, 10.0])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_larc_follows_its_equation(dtype, rate, decay):
+    random = np.random.default_rng(0)
+    shapes = {"w": (5, 3), "b": (7,)}
+    params = {
+        name: jnp.asarray(random.standard_normal(shape), dtype)
+        for name, shape in shapes.items()
+    }
+    grads = {
+        name: jnp.asarray(random.standard_normal(shape) * 3, dtype)
+        for name, shape in shapes.items()
+    }
+    clipped, _ = jax.jit(lambda g, p: by_larc(g, p, rate, weight_decay=decay))(
+        grads, params
+    )
+    for name in shapes:
+        exact = expected(grads[name], params[name], rate, decay=decay)
+        # The sum with weight decay is rounded once, the product once; the sum may
+        # cancel, hence the absolute part.
+        most = oracles.eps_of(dtype) + 16 * EPS
+        np.testing.assert_allclose(
+            oracles.wide(clipped[name]),
+            exact,
+            rtol=most,
+            atol=most * np.abs(exact).max(),
+        )
+        assert clipped[name].dtype == jnp.dtype(dtype)
+
+
+@pytest.mark.slow
+def test_larc_touches_no_zero_weights_and_zero_gradients():
+    grads = {"new": jnp.array([100.0, 1.0]), "still": jnp.zeros(2)}
+    params = {"new": jnp.zeros(2), "still": jnp.array([3.0, 4.0])}
+    clipped, state = by_larc(grads, params, 0.1, weight_decay=0.1)
+    assert oracles.same_bits(clipped["new"], grads["new"]) and oracles.same_bits(
+        clipped["still"], grads["still"]
+    )
+    assert state.by_name()["new"].limit == math.inf
+
+
+def test_the_limit_of_larc_follows_the_schedule_of_the_rate():
+    params, grads = jnp.array([3.0, 4.0]), jnp.array([0.0, 100.0])
+    clipper = larc(lambda step: 0.1 * step)
+    state, limits = clipper.init(params), []
+    for _ in range(3):
+        _, state = clipper.update(grads, state, params)
+        limits.append(float(state.limit))
+    np.testing.assert_allclose(limits, [math.inf, 1.0, 0.5], rtol=4 * EPS)
+
+
+def test_larc_adds_eps_to_the_norm_that_it_divides_by():
+    grads, params = jnp.array([3.0, 4.0]), jnp.array([1.0, 0.0])
+    updates, state = apply(optaxclip.larc(0.1, 0.1, eps=5.0), grads, params)
+    assert state.limit == 1.0
+    np.testing.assert_allclose(updates, [0.3, 0.4], rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("weight", "decay"), [(0.0, 0.5), (1.0, 0.0)], ids=["no weights", "no decay"]
+)
+def test_larc_keeps_the_sign_of_zero_where_nothing_decays(weight, decay):
+    grads = jnp.array([-0.0, 1e-3])
+    updates, _ = apply(
+        optaxclip.larc(0.1, weight_decay=decay), grads, jnp.array([0.0, weight])
+    )
+    assert np.asarray(updates).tobytes() == np.asarray(grads).tobytes()
+
+
+def test_larc_rounds_a_decayed_gradient_of_16_bits_once():
+    random = np.random.default_rng(0)
+    grads, params = (
+        jnp.asarray(random.standard_normal(1000), jnp.bfloat16) for _ in range(2)
+    )
+    exact = np.asarray(grads).astype(np.float64) + float(np.float32(0.3)) * np.asarray(
+        params
+    ).astype(np.float64)
+    updates, _ = apply(optaxclip.larc(1e-6, weight_decay=0.3), grads, params)
+    assert (
+        np.abs(np.asarray(updates).astype(np.float64) - exact)
+        <= 2.0**-8 * np.abs(exact) * (1 + 1e-3) + 1e-6
+    ).all()
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
+def test_a_gradient_that_larc_decays_may_leave_the_range(dtype):
+    # 6e4 + 0.5 * 6e4 is no float16, and what it is clipped to is one.
+    grads = {"w": jnp.array([6e4, 1.0], dtype)}
+    updates, _ = by_larc(grads, grads, 1.0, 0.02, weight_decay=0.5)
+    wanted = expected(grads["w"], grads["w"], 1.0, 0.02, 0.5)
+    assert updates["w"].dtype == dtype
+    found, eps = updates["w"].astype("float32"), float(jnp.finfo(dtype).eps)
+    # The factor ends a few eps of float32 below the quotient.
+    np.testing.assert_allclose(found, wanted, rtol=eps / 2 + 8 * EPS)

@@ -1,0 +1,253 @@
+"""What is no number of a rule is refused, and named. A cap above a learned limit,
+ratios with which such a limit can only fall, and derivatives by the numbers, forward
+and reverse.
+"""
+
+import math
+import warnings
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import optaxclip
+from optaxclip import clip_by_global_norm, rules, shrinks
+
+BAD_SCOPE = "scope must be 'global', 'tensor', or labels as in clip_by_group_norm"
+BAD = {
+    "windowed_mean: ddof must be at most 3, got 4.": lambda: rules.windowed_mean(
+        2.0, 4, ddof=4
+    ),
+    "windowed_mean: remember must be one of 'raw', 'clipped', got 'both'.": lambda: (
+        rules.windowed_mean(remember="both")
+    ),
+    "skip_step: window must be at least 2, got 1.": lambda: optaxclip.skip_step(
+        optax.sgd(0.1), window=1
+    ),
+    "quantile_tracker: rate must be at most 3.402823466e+38, got inf.": lambda: (
+        rules.quantile_tracker(0.5, math.inf)
+    ),
+    "larc: weight_decay must be at most 1.797693135e+308, got inf.": lambda: (
+        optaxclip.larc(0.1, weight_decay=math.inf)
+    ),
+    f"autoclip: {BAD_SCOPE}, got 'unit'.": lambda: optaxclip.autoclip(scope="unit"),
+    f"aggc: {BAD_SCOPE}, got None.": lambda: optaxclip.aggc(scope=None),
+    "zclip: target must be one of 'adaptive', 'mean', 'max', got 'median'.": lambda: (
+        optaxclip.zclip(target="median")
+    ),
+    "z_score: z must not be NaN, got nan.": lambda: rules.z_score(math.nan),
+    "zclip: warmup must be at least 1, got 0.": lambda: optaxclip.zclip(warmup=0),
+    "reset_momentum: every must be at least 1, got 0.": lambda: (
+        optaxclip.reset_momentum(optax.identity(), every=0)
+    ),
+    "reset_momentum: every must be a whole number, got 1.5.": lambda: (
+        optaxclip.reset_momentum(optax.identity(), every=1.5)
+    ),
+    "reset_momentum: warmup must be at least 0, got -1.": lambda: (
+        optaxclip.reset_momentum(None, warmup=-1)
+    ),
+    "minimum: rules must be at least one, got none.": lambda: rules.minimum(),
+    "minimum: rules[1] must be at least 0, got -1.": lambda: rules.minimum(1.0, -1),
+    "warm_up: steps must be at least 0, got -5.": lambda: rules.warm_up(-5, 1.0, 2.0),
+    "smooth: power must be at least 1, got 0.5.": lambda: shrinks.smooth(0.5),
+}
+
+
+@pytest.mark.parametrize("text", BAD)
+def test_bad_input_is_named(text):
+    with pytest.raises(ValueError) as error:
+        BAD[text]()
+    assert str(error.value) == text
+
+
+@pytest.mark.parametrize("bad", [True, "3", 1j])
+def test_what_is_no_number_is_refused(bad):
+    for build in (
+        rules.z_score,
+        rules.growth,
+        rules.windowed_mean,
+        optaxclip.autoclip,
+    ):
+        with pytest.raises(TypeError, match="must be a real number"):
+            build(bad)
+
+
+@pytest.mark.parametrize(
+    ("rule", "name"),
+    [
+        ("windowed_mean", "current"),
+        ("windowed_quantile", "current"),
+        ("ema_ratio", "corrected"),
+        ("ema_band", "raise_small"),
+    ],
+)
+def test_what_is_neither_true_nor_false_is_refused(rule, name):
+    build = getattr(optaxclip.rules, rule)
+    with pytest.raises(TypeError) as error:
+        build(**{name: "yes"})
+    assert str(error.value) == f"{rule}: {name} must be True or False, got 'yes'."
+    for flag in (np.bool_(True), jnp.array(True), 1):
+        build(**{name: flag})
+
+
+@pytest.mark.parametrize("rule", [rules.windowed_mean, rules.windowed_quantile])
+def test_a_restored_window_goes_on_with_its_own_length(rule):
+    def clipper(window):
+        return optaxclip.clip_by_global_norm(rule(window=window, current=True))
+
+    old = clipper(3).init(jnp.zeros(1))
+    kept = other = old
+    for norm in (1.0, 5.0, 2.0, 7.0, 3.0):
+        _, kept = clipper(3).update(jnp.array([norm]), kept)
+        _, other = clipper(5).update(jnp.array([norm]), other)
+    jax.tree.map(np.testing.assert_array_equal, other, kept)
+
+
+HUGE = jnp.array([1e14])
+CAPPED = {
+    "zclip": optaxclip.zclip,
+    "autoclip": optaxclip.autoclip,
+    "growth": lambda cap: optaxclip.clip_by_global_norm(rules.growth(cap=cap)),
+}
+
+
+@pytest.mark.parametrize("name", CAPPED)
+def test_a_cap_holds_in_the_first_step(name):
+    for cap in (10.0, np.float32(10), lambda step: 10.0 + step):
+        clipper = CAPPED[name](cap=cap)
+        updates, state = clipper.update(HUGE, clipper.init(HUGE))
+        np.testing.assert_allclose(updates, [10.0], rtol=2e-6)
+        assert float(state.limit) == 10
+
+
+@pytest.mark.parametrize("name", CAPPED)
+def test_without_a_cap_the_first_step_passes(name):
+    clipper = CAPPED[name](cap=None)
+    updates, _ = clipper.update(HUGE, clipper.init(HUGE))
+    np.testing.assert_array_equal(updates, HUGE)
+
+
+@pytest.mark.parametrize("name", CAPPED)
+def test_a_cap_below_zero_is_refused_by_its_name(name):
+    with pytest.raises(ValueError, match=f"^{name}: cap must be at least 0, got -1"):
+        CAPPED[name](cap=-1.0)
+
+
+@pytest.mark.parametrize("name", CAPPED)
+def test_a_cap_may_be_a_hyperparameter(name):
+    made = optax.inject_hyperparams(CAPPED[name])(cap=10.0)
+    state = made.init(HUGE)
+    updates, _ = jax.jit(made.update)(HUGE, state)
+    np.testing.assert_allclose(updates, [10.0], rtol=2e-6)
+    state.hyperparams["cap"] = jnp.float32(20.0)
+    updates, _ = jax.jit(made.update)(HUGE, state)
+    np.testing.assert_allclose(updates, [20.0], rtol=2e-6)
+
+
+def test_the_percentile_is_that_of_norms_as_they_came():
+    clipper = optaxclip.autoclip(50.0, 8, cap=3.0)
+    state, norms = clipper.init(HUGE), [5.0, 1.0, 4.0, 2.0, 7.0]
+    for seen in range(1, 6):
+        _, state = clipper.update(jnp.array([norms[seen - 1]]), state)
+        expected = min(3.0, np.percentile(norms[:seen], 50))
+        np.testing.assert_allclose(state.limit, expected, rtol=1e-6)
+
+
+def test_growth_is_from_what_the_cap_let_through():
+    found = optaxclip.replay.run(rules.growth(1.5, cap=10.0), [1e14, 9.0, 2.0, 9.0])
+    # min(10, inf), min(10, 1.5 * 10), min(10, 1.5 * 9), min(10, 1.5 * 2)
+    np.testing.assert_allclose(found.limits, [10.0, 10.0, 10.0, 3.0])
+    grown = optaxclip.replay.run(rules.growth(2.0, cap=5.0), [2.0, 9.0, 9.0])
+    np.testing.assert_allclose(grown.limits, [5.0, 4.0, 5.0])
+
+
+FALLING = {
+    "adagc: ratio": lambda ratio: optaxclip.adagc(ratio),
+    "growth: rate": lambda ratio: rules.growth(ratio),
+    "ema_ratio: ratio": lambda ratio: rules.ema_ratio(ratio),
+    "windowed_quantile: factor": lambda ratio: rules.windowed_quantile(
+        factor=ratio, remember="clipped"
+    ),
+}
+
+
+@pytest.mark.parametrize("ratio", [1.0, 1, 0.5])
+@pytest.mark.parametrize("name", FALLING)
+def test_a_ratio_with_which_norms_only_fall_is_warned_of(name, ratio):
+    text = f"^{name} should be above 1, got {ratio}: "
+    with pytest.warns(UserWarning, match=text) as caught:
+        FALLING[name](ratio)
+    # The line that a user wrote.
+    assert caught[0].filename == __file__
+    assert len(caught) == 1
+
+
+@pytest.mark.parametrize("name", FALLING)
+def test_ratios_above_1_and_schedules_are_not_warned_of(name):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        FALLING[name](1.01)
+        FALLING[name](lambda step: 0.5)
+        jax.eval_shape(lambda ratio: jnp.zeros(()) * bool(FALLING[name](ratio)), 0.5)
+        rules.growth(1.0, floor=0.1)
+        rules.ema_ratio(0.9, remember="raw")
+        rules.windowed_quantile(factor=1.0)
+
+
+NORMS = (1.0, 2.0, 1.5, 4.0, 3.0, 9.0, 1.0, 2.0)
+MAKERS = {
+    "adagc ratio": (lambda x: optaxclip.adagc(x, 0.9, warmup=2), 1.05),
+    "adagc decay": (lambda x: optaxclip.adagc(1.05, x, warmup=2), 0.9),
+    "zclip z": (lambda x: optaxclip.zclip(x, 0.9, warmup=3), 1.0),
+    "zclip decay": (lambda x: optaxclip.zclip(1.0, x, warmup=3), 0.9),
+    "adagn decay": (lambda x: optaxclip.adagn(0.7, x), 0.9),
+    "spam decay": (lambda x: optaxclip.spam(2.0, decay=x, warmup=1), 0.9),
+    "log_z_score decay": (
+        lambda x: clip_by_global_norm(rules.log_z_score(1.0, x, warmup=2)),
+        0.9,
+    ),
+    "quantile": (lambda x: clip_by_global_norm(rules.windowed_quantile(x, 4)), 0.4),
+    "factor": (
+        lambda x: clip_by_global_norm(rules.windowed_quantile(0.5, 4, factor=x)),
+        1.1,
+    ),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MAKERS)
+def test_derivatives_are_those_of_differences(name):
+    make, number = MAKERS[name]
+
+    def moved(x):
+        """The first coordinate after some steps. The gradient of the other is 0."""
+        clipper, grads = make(x), jnp.array([1.0, 0.0])
+        state, total = clipper.init(grads), 0.0
+        for norm in NORMS:
+            updates, state = clipper.update(norm * grads, state)
+            total += updates[0]
+        return total
+
+    with jax.enable_x64(True):
+        x, step = jnp.float64(number), 1e-4
+        wanted = (moved(x + step) - moved(x - step)) / (2 * step)
+        found = jax.grad(moved)(x), jax.jacfwd(moved)(x)
+    np.testing.assert_allclose(found, (wanted, wanted), rtol=2e-3)
+
+
+@pytest.mark.slow
+def test_spam_has_derivatives_where_a_coordinate_is_0():
+    def total(w):
+        clipper = optaxclip.spam(100.0, warmup=0)
+        state, total = clipper.init(w), 0.0
+        for _ in range(2):
+            updates, state = clipper.update(w * jnp.array([1.0, 0.0]), state)
+            total += jnp.sum(updates)
+        return total
+
+    w = jnp.array([1.0, 2.0])
+    found = jax.grad(total)(w)
+    np.testing.assert_allclose(found, jax.jacfwd(total)(w), rtol=1e-5)
+    assert found[1] == 0
