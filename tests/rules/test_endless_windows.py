@@ -2,7 +2,6 @@
 
 import math
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
@@ -34,20 +33,3 @@ def test_larc_takes_a_finite_weight_decay(decay):
         match=r"^larc: weight_decay must be at most .*, got .*inf",
     ):
         optaxclip.larc(0.1, weight_decay=decay)
-
-
-@pytest.mark.parametrize(
-    "rule", [rules.windowed_quantile(1.0, 3), rules.windowed_mean(3.0, 3)]
-)
-def test_a_window_goes_on_beyond_the_largest_count(rule):
-    clipper = optaxclip.clip_by_global_norm(rule)
-    state = clipper.init(jnp.ones(1))
-    counts = {np.dtype(np.int32): 2**31 - 2}
-    memory = jax.tree.map(
-        lambda x: jnp.full_like(x, counts.get(x.dtype, 9.0)), state.memory
-    )
-    state = state._replace(memory=memory)
-    for _ in range(4):
-        _, state = clipper.update(jnp.ones(1), state)
-    # Three norms of 1 fill the window, so nothing is left of the others.
-    assert float(state.limit) == 1.0
