@@ -73,6 +73,7 @@ class Released:
     def init(self, params: Any) -> ReleaseState:
         """Returns the state before the first step."""
         weights, others = clipped_leaves(_pair(params))
+        # Raises for leaves with different numbers of layers.
         _count(params[0])
         _check_optimizer(self.optimizer, weights)
         clips = jax.vmap(self.layer_clip.init)(weights)

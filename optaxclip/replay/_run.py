@@ -209,7 +209,8 @@ def suggest(norms: ArrayLike) -> list[Suggestion]:
       optaxclip.clip_by_global_norm(2.5) 0.5 0.7292
       optaxclip.clip_by_global_norm(3.7) 0.25 0.925
     """
-    finite = np.asarray(history_of("suggest", norms), np.float64).reshape(-1)
+    history = history_of("suggest", norms)
+    finite = np.asarray(history, np.float64).reshape(-1)
     finite = finite[np.isfinite(finite) & (finite > 0)]
     if finite.size < 2:
         must = "norms must hold at least two finite norms above 0"
@@ -217,8 +218,10 @@ def suggest(norms: ArrayLike) -> list[Suggestion]:
     median = float(np.median(finite))
     limits = [*np.quantile(finite, (0.5, 0.9, 0.95, 0.99)), 5 * median]
     rounded = sorted({float(f"{limit:.3g}") for limit in limits})
+    # Five times the median may be beyond the range of a limit.
+    largest = float(jnp.finfo(history.dtype).max)
     clip = "optaxclip.clip_by_global_norm({:g})"
-    fixed = {clip.format(x): x for x in rounded}
+    fixed = {clip.format(x): x for x in rounded if x <= largest}
     rows = []
     for text, rule in (fixed | LEARNING).items():
         shrink = drop if text == SKIP_STEP else None
