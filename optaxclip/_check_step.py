@@ -270,8 +270,7 @@ def _mean(batch: Tree) -> Tree:
 
 
 def _norm(tree: Tree) -> float:
-    squares = [np.sum(np.float64(leaf) ** 2) for leaf in tree.values()]
-    return math.sqrt(sum(squares))
+    return math.sqrt(sum(np.sum(np.float64(leaf) ** 2) for leaf in tree.values()))
 
 
 def _run(step: Any, known: _Known) -> tuple[np.ndarray, Tree]:

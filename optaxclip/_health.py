@@ -19,7 +19,7 @@ from ._exported import exported
 from ._kernel import make_clipper
 from ._mesh import MeshAxes
 from ._norms import Norms, TensorNorm, check_measure
-from ._state import PLACEHOLDER, ClipState, counts_of, with_layers
+from ._state import PLACEHOLDER, ClipState, sizes_of
 from ._sums import plain_sum
 from ._trees import Stacked, clipped_leaves, values_of
 
@@ -46,15 +46,6 @@ class HealthState(NamedTuple):
     def step(self) -> Any:
         """int32[]: updates seen."""
         return self.norms.step
-
-
-class Asked(NamedTuple):
-    """What is recorded. Static, so that equal recorders share a program."""
-
-    measure: TensorNorm
-    values: bool
-    patience: int
-    entropy_every: int | None
 
 
 def record_health(
@@ -146,9 +137,10 @@ def record_health(
     if entropy_every is not None:
         check_length(f"{CALL}: entropy_every", entropy_every)
     tables = [embeddings] if isinstance(embeddings, str) else list(embeddings)
-    options = {"stacked": stacked, "mesh_axes": mesh_axes}
-    measure = TensorNorm(**check_measure(CALL, None, **options))
-    asked = Asked(measure, values, patience, entropy_every)
+    numbers = {"stacked": stacked, "mesh_axes": mesh_axes}
+    measure = TensorNorm(**check_measure(CALL, None, **numbers))
+    # Static, so that equal recorders share a program.
+    options = measure, values, patience, entropy_every
     signs = OF_WEIGHTS if weights else ()
     signs += OF_VALUES if values else ()
     signs += ("entropy",) if entropy_every else ()
@@ -177,7 +169,7 @@ def record_health(
         if weights:
             check_params(CALL, params)
             beside = values_of(CALL, "params", tree, params)
-        return updates, _after_step(asked, tree, state, beside)
+        return updates, _after_step(options, tree, state, beside)
 
     return optax.GradientTransformationExtraArgs(init, update)
 
@@ -189,10 +181,11 @@ def _recorder(measure: TensorNorm) -> optax.GradientTransformationExtraArgs:
 # Jitted at module level, as the update of a clipper.
 @partial(jax.jit, static_argnums=0)
 def _after_step(
-    asked: Asked, tree: Any, state: HealthState, weights: Any
+    options: Any, tree: Any, state: HealthState, weights: Any
 ) -> HealthState:
-    norms = asked.measure(tree)
-    update = _recorder(asked.measure).update
+    measure, values, patience, entropy_every = options
+    norms = measure(tree)
+    update = _recorder(measure).update
 
     def recorded(numbers: list[Any]) -> Any:
         # The kernel puts numbers of leaves where their norms are.
@@ -205,17 +198,17 @@ def _after_step(
     lengths = jax.tree.leaves(norms.tree())
     found = {}
     if weights is not None:
-        of_weights = jax.tree.leaves(asked.measure(weights).tree())
+        of_weights = jax.tree.leaves(measure(weights).tree())
         found["weight_norm"] = of_weights
         dots = _dots(norms, tree, weights)
         found["cosine"] = list(map(_cosine, dots, lengths, of_weights))
-    if asked.values:
+    if values:
         found |= _of_values(norms, tree)
     signs = {name: vector(numbers) for name, numbers in found.items()}
-    if asked.entropy_every:
+    if entropy_every:
         _check_whole(norms, "entropy_every")
         signs["entropy"] = lax.cond(
-            state.step % asked.entropy_every == 0,
+            state.step % entropy_every == 0,
             lambda: vector(_entropies(norms, tree)),
             lambda: state.signs["entropy"],
         )
@@ -228,8 +221,7 @@ def _after_step(
         # An Explicit mesh would split it like the rows of the table.
         alive = mesh.resharded(alive)
         idle[name] = jnp.where(alive, 0, jnp.minimum(steps, 2**30) + 1)
-        is_dead = idle[name] >= asked.patience
-        dead[name] = jnp.mean(is_dead, dtype=jnp.float32)
+        dead[name] = jnp.mean(idle[name] >= patience, dtype=jnp.float32)
     return HealthState(recorded(lengths), signs, idle, dead)
 
 
@@ -346,16 +338,11 @@ def health_rows(
     state: HealthState, *, summary: bool, layers: bool
 ) -> Iterator[tuple[str, str, Any]]:
     """Name, path and value of each number, for `metrics`."""
-    parts = counts_of(state.norms)
-    if layers and not summary:
-        parts = with_layers(state.norms, "metrics")
-    counts = {name: count for part in parts for name, count in part.items()}
-    sizes = [count or 1 for count in counts.values()]
+    sizes = sizes_of(state.norms, layers and not summary)
     if summary and sizes:
-        counts, sizes = {"": None}, [sum(sizes)]
-    found = _largest(tuple(sizes), state)
-    for sign in found:
-        for name, value in zip(counts, found[sign]):
+        sizes = {"": sum(sizes.values())}
+    for sign, numbers in _largest(tuple(sizes.values()), state).items():
+        for name, value in zip(sizes, numbers):
             yield sign, name, value
     for name, share in state.dead.items():
         yield "dead_rows", name, share

@@ -35,8 +35,7 @@ def runs(primitive: str, eqn: Any) -> bool:
     """Whether an equation, or one that it runs, is of a primitive whose name begins
     so.
     """
-    names = (x.primitive.name for x in every_equation(eqn))
-    return any(name.startswith(primitive) for name in names)
+    return any(x.primitive.name.startswith(primitive) for x in every_equation(eqn))
 
 
 # A convolution, and a backward pass of somebody's own (custom_vjp).
@@ -46,8 +45,7 @@ has_backward_rule = partial(runs, "custom_vjp_call")
 
 def asks_what_moves(eqn: Any) -> bool:
     """Whether a rule in an equation looks at which of its inputs have a derivative."""
-    params = (x.params for x in every_equation(eqn))
-    return any(each.get("symbolic_zeros") is True for each in params)
+    return any(x.params.get("symbolic_zeros") is True for x in every_equation(eqn))
 
 
 def has_refs(eqn: Any) -> bool:
@@ -96,8 +94,7 @@ def work_of(body: Any) -> int:
 
 def is_stop(eqn: Any) -> bool:
     """Whether an equation has no derivative, as integers have none."""
-    types = [x.aval.dtype for x in eqn.outvars]
-    is_float = any(jnp.issubdtype(dtype, jnp.inexact) for dtype in types)
+    is_float = any(jnp.issubdtype(x.aval.dtype, jnp.inexact) for x in eqn.outvars)
     return eqn.primitive.name in STOPS or not is_float
 
 
@@ -127,8 +124,7 @@ def backward_through(body: Any, wanted: Flags) -> tuple[list[Flow], Flags]:
     """
     jaxpr = getattr(body, "jaxpr", body)
     # By identity, since literals cannot be hashed.
-    pairs = zip(jaxpr.outvars, wanted)
-    reached = {id(x) for x, is_wanted in pairs if is_wanted}
+    reached = {id(x) for x, is_wanted in zip(jaxpr.outvars, wanted) if is_wanted}
     flows = []
     for eqn in reversed(jaxpr.eqns):
         flow = _backward(eqn, [id(x) in reached for x in eqn.outvars])

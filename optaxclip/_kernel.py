@@ -33,7 +33,7 @@ from ._names import OF_UPDATE
 from ._norms import GlobalNorm, Measure, Norms, measured, norm_of_norms, types_of_norms
 from ._state import ClipState, Group
 from ._sums import written_by_a_gpu
-from .rules._constant import rule_of, rules_of
+from .rules._limits import rule_of, rules_of
 from .rules._memory import count_up, keep_where
 from .rules._rule import Rule, call_name, further_norms, is_rule
 from .shrinks import Shrink, hard, shrink_of, shrunk_by
@@ -74,16 +74,15 @@ def make_clipper(
     # One norm takes one limit. Others take a tree prefix of limits.
     is_one = isinstance(measure, GlobalNorm) or isinstance(limit, Rule)
     rules = (rule_of if is_one else rules_of)(limit, argument)
-    each_rule = [rules] if is_one else jax.tree.leaves(rules, is_leaf=is_rule)
+    each_rule = jax.tree.leaves(rules, is_leaf=is_rule)
     numbers, structure = jax.tree.flatten(rules)
-    no_limit = limit is None
     settings = Settings(
         call,
         argument,
         measure,
         shrink,
         nonfinite,
-        no_limit,
+        limit is None,
         structure,
         with_params=any(map(attrgetter("needs_params"), each_rule)),
         with_total=any(map(attrgetter("needs_total"), each_rule)),
@@ -133,7 +132,7 @@ def make_clipper(
                 checks.check_limit(f"{call}: limit", number)
         given = jax.tree.map(checks.number_for_jit, (grad_norm, limit))
         tree = trees.gradients_of(call, updates, params)
-        if not no_limit and not jax.tree.leaves(tree):
+        if not settings.no_limit and not jax.tree.leaves(tree):
             trees.warn_of_integers(call, updates)
         # Weights that no rule looks at would only be another argument of the program.
         weights = None

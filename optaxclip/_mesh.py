@@ -92,9 +92,6 @@ def typed_as(tree: Any, kind: Any) -> Any:
 
     `lax.scan` and shard_map compare the types of a state before and after a step.
     """
-    # Without a mesh, as under plain jit, no type says anything of devices.
-    if jax.sharding.get_abstract_mesh().empty:
-        return tree
     return jax.tree.map(lambda x: varying_as(split_as(x, kind), kind), tree)
 
 
@@ -205,18 +202,15 @@ def whole_shapes(mesh_axes: Any, tree: Any, call: str) -> list[Any]:
     """For each leaf its shape over all devices, None where it is not known which
     dimension is split.
     """
-    manual, found = manual_axes(), []
-    is_typed = has_types(manual)
+    found = []
     for leaf, spec in zip(jax.tree.leaves(tree), specs_of(mesh_axes, tree, call)):
         shape: Any = jnp.shape(leaf)
+        # Only manual axes make a shape smaller. Else arrays are global.
+        names = _names_by_dim(leaf, spec, f"{call}: mesh_axes")
         if isinstance(spec, PartitionSpec):
-            whole = list(shape)
-            for dim, entry in enumerate(spec[: len(shape)]):
-                # Only manual axes make a shape smaller. Else arrays are global.
-                whole[dim] *= axes_size(set(names_in(entry)) & set(manual))
-            shape = tuple(whole)
+            shape = tuple(map(operator.mul, shape, map(axes_size, names)))
         # A type names the mesh axes of a leaf, but not the dimension that each splits.
-        elif spec is not None and (spec != "auto" or (is_typed and varying(leaf))):
+        elif any(names):
             shape = None
         found.append(shape)
     return found
@@ -229,10 +223,6 @@ def splits(mesh_axes: Any, tree: Any, dims: list[Any], call: str) -> list:
       ValueError: a mesh axis that is not bound, or that contradicts the type of a leaf;
         a name where a PartitionSpec is needed; a leaf with unreduced mesh axes.
     """
-    is_plain = mesh_axes is None or mesh_axes == "auto"
-    # No mesh is set, as under plain jit: the common case, which looks at no leaf.
-    if is_plain and jax.sharding.get_abstract_mesh().empty:
-        return [Split()] * len(dims)
     entries = jax.tree_util.tree_flatten_with_path(tree)[0]
     specs = specs_of(mesh_axes, tree, call)
     argument = f"{call}: mesh_axes"

@@ -23,7 +23,7 @@ from ._clippers._by_value import ClipByValueState
 from ._clippers._clip_by import SpikeState
 from ._clippers._spam import SpamState
 from ._health import HEALTH, HealthState, health_rows
-from ._state import ALL, ClipState, check_one_model, counts_of, with_layers
+from ._state import ALL, ClipState, check_one_model, sizes_of
 from ._trees import unboxed
 from ._wrappers._skipping import SkipState
 
@@ -198,10 +198,8 @@ def metrics(
     known: dict[str, None] = {}
     for prefix, title, state in _reported_states(opt_state):
         if isinstance(state, ClipState):
-            parts = counts_of(state)
-            if layers and not summary:
-                parts = with_layers(state, "metrics")
-            rows = _clip_rows(state, parts, summary, top, quantiles, floats or json)
+            sizes = sizes_of(state, layers and not summary)
+            rows = _clip_rows(state, sizes, summary, top, quantiles, floats or json)
         elif isinstance(state, HealthState):
             rows = health_rows(state, summary=summary, layers=layers)
         else:
@@ -267,28 +265,23 @@ def _rows_of_one(state: Any) -> Iterator[tuple[str, str, Any]]:
 
 def _clip_rows(
     state: ClipState,
-    parts: list[dict[str, int | None]],
+    sizes: dict[str, int],
     summary: bool,
     top: int | None,
     quantiles: Sequence[float],
     concrete: bool,
 ) -> Iterator[tuple[str, str, Any]]:
-    """Name, path and value of each number. `parts` are the names of the norms, and how
+    """Name, path and value of each number. `sizes` are the names of the norms, and how
     many entries each has.
     """
-    names: list[str] = []
-    counts: list[int] = []
-    for part in parts:
-        names += part
-        counts += [count or 1 for count in part.values()]
+    names, counts = list(sizes), tuple(sizes.values())
     if not names:
         return
     if quantiles:
         found = jnp.nanquantile(state.norm, np.array(quantiles))
         for share, value in zip(quantiles, found):
             yield "norm_quantile", f"{share:g}", value
-    bare = state._replace(names=(), memory=())
-    rows = _numbers_of_names(tuple(counts), summary, bare)
+    rows = _numbers_of_names(counts, summary, state._replace(names=(), memory=()))
     places = range(len(rows))
     if top is not None and not summary:
         starts = np.cumsum([0, *counts])[:-1]

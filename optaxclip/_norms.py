@@ -449,8 +449,7 @@ def norms_of_tree(norms: Any, tree: Any, argument: str = "norms") -> Norms:
         number += norm is not None
     entries, treedef = jax.tree_util.tree_flatten_with_path(norms)
     paths = tuple(path for path, _ in entries)
-    each = [norm for _, norm in entries]
-    return Norms(each, tuple(leaves), paths, treedef)
+    return Norms([norm for _, norm in entries], tuple(leaves), paths, treedef)
 
 
 def norm_of_norms(norms: Norms) -> jax.Array:
@@ -465,9 +464,6 @@ def norm_of_norms(norms: Norms) -> jax.Array:
 
 
 def _layers(measure: Any, tree: Any) -> list[tuple[int, ...]]:
-    # Nothing is stacked: the common case, which looks at no leaf.
-    if measure.stacked is None:
-        return [()] * len(jax.tree.leaves(tree))
     # Inside shard_map a program sees the shapes of its device's parts.
     shapes = mesh.whole_shapes(measure.mesh_axes, tree, measure.call)
     return trees.stacked_axes(measure.stacked, tree, measure.call, shapes)
@@ -503,7 +499,7 @@ def check_measure(call: str, ord: Any, **numbers: Any) -> dict[str, Any]:
         if option == "mesh_axes":
             value = value if isinstance(value, str) else mesh.static_axes(value, call)
         elif option == "labels":
-            value = trees.static_labels(value, call)
+            value = trees.static_labels(value)
         elif value is not None:
             value = trees.static_numbers(option, value, call)
         options[option] = value

@@ -31,7 +31,7 @@ from ._mesh import has_types, manual_axes
 from ._norms import GlobalNorm, global_norm
 from ._state import ClipState
 from ._trees import clipped_leaves, name, put_back
-from .rules._constant import Limit
+from .rules._limits import Limit
 from .rules._rule import is_rule
 
 # What to do about an optimizer that is refused.
@@ -73,10 +73,10 @@ class Released:
     def init(self, params: Any) -> ReleaseState:
         """Returns the state before the first step."""
         weights, others = clipped_leaves(_pair(params))
-        count = _count(params[0])
+        # Raises for leaves with different numbers of layers.
+        _count(params[0])
         _check_optimizer(self.optimizer, weights)
-        clips = self.layer_clip.init(_take(weights, 0))
-        clips = jax.tree.map(lambda x: jnp.stack([x] * count), clips)
+        clips = jax.vmap(self.layer_clip.init)(weights)
         moments, of_others = map(self.optimizer.init, (weights, others))
         clip = self.clip.init((weights, others)) if self.clip else ()
         views = _views(clips, self.layer_clip.init(others))
@@ -92,12 +92,11 @@ class Released:
             )
         layers, rest = _pair(params)
         weights, others = clipped_leaves((layers, rest))
-        one = jax.eval_shape(partial(_take, number=0), weights)
-        clips = jax.tree.structure(jax.eval_shape(self.layer_clip.init, one))
-        clips = clips.unflatten(state.layer_clip)
+        clips = jax.eval_shape(jax.vmap(self.layer_clip.init), weights)
+        clips = jax.tree.structure(clips).unflatten(state.layer_clip)
         loss, inputs, of_head, last, back = self._forward(layers, rest, batch)
 
-        dtype = jax.eval_shape(global_norm, one).dtype
+        dtype = jax.eval_shape(global_norm, weights).dtype
         zeros = jnp.zeros(_count(layers), dtype)
 
         def backward(stack: Any, by: Any = None) -> Any:
@@ -105,8 +104,7 @@ class Released:
             first, *loop = self._backward(layers, inputs, batch, loop, by)
             (of_embed,) = back(first)
             grads = jax.tree.map(jnp.add, of_embed, of_head)
-            clipped = self.layer_clip.update(grads, state.clips["rest"], others)
-            return *loop, *clipped
+            return *loop, *self.layer_clip.update(grads, state.clips["rest"], others)
 
         stack = weights, clips, state.layers
         clip, norm = state.clip, None
@@ -149,8 +147,7 @@ class Released:
         others = clipped_leaves(rest)
         _, back, x = jax.vjp(first, others, has_aux=True)
         x, inputs = lax.scan(through, x, layers)
-        pair = others, clipped_leaves(x)
-        loss, grads = jax.value_and_grad(last, (0, 1))(*pair)
+        loss, grads = jax.value_and_grad(last, (0, 1))(others, clipped_leaves(x))
         return loss, inputs, *grads, back
 
     def _backward(

@@ -28,8 +28,7 @@ from . import _trees as trees
 from ._checks import BEGIN_ANEW, check_shape, held_in
 from ._exported import exported, state_repr
 from ._norms import Norms
-from .rules._constant import Constant
-from .rules._joined import Joined
+from .rules._limits import Constant, Joined
 from .rules._rule import Rule, call_name, is_rule
 
 # The names of the norms of each part, and those of the layers of stacked leaves:
@@ -124,19 +123,24 @@ class ClipState(NamedTuple):
 
 def counts_of(state: ClipState) -> list[dict[str, int | None]]:
     """How many entries each name of a state has. None for a number."""
-    known, found = 0, []
-    for part in state.names:
-        for layers in part.values():
-            known += 1 if layers is None else len(layers)
+    found = []
     for part in state.names:
         counts: dict[str, int | None] = {}
         for name, layers in part.items():
-            # Of arrays that a norm function of the user's returned each device may
-            # have a part.
-            count = len(layers or ()) * state.norm.size // known
-            counts[name] = None if layers is None else count
+            counts[name] = None if layers is None else len(layers)
         found.append(counts)
     return found
+
+
+def sizes_of(state: ClipState, layers: bool) -> dict[str, int]:
+    """How many entries each name of a state has, for `metrics`. With `layers` each
+    layer has a name of its own.
+    """
+    parts = with_layers(state, "metrics") if layers else counts_of(state)
+    sizes = {}
+    for part in parts:
+        sizes |= {name: count or 1 for name, count in part.items()}
+    return sizes
 
 
 def with_layers(state: ClipState, call: str) -> list[dict[str, int | None]]:
@@ -146,13 +150,13 @@ def with_layers(state: ClipState, call: str) -> list[dict[str, int | None]]:
       ValueError: a leaf is called "w/0", and a stack "w" has a layer 0.
     """
     found, seen = [], set[str]()
-    for part, counts in zip(state.names, counts_of(state)):
+    for part in state.names:
         every = []
         for name, layers in part.items():
             if layers is None:
                 every.append(name)
             else:
-                every += [f"{name}/{layer}" for layer in layers][: counts[name]]
+                every += [f"{name}/{layer}" for layer in layers]
         if len({*every, *seen}) < len(every) + len(seen):
             raise ValueError(
                 f"{call}: layers=True: a leaf of {trees.listed(part)} has the name of "
@@ -249,11 +253,9 @@ def concatenated(arrays: list[jax.Array]) -> jax.Array:
     """
     if not arrays:
         return jnp.zeros(0, jnp.float32)
-    # Without a mesh, as under plain jit, no type says anything of devices.
-    if not jax.sharding.get_abstract_mesh().empty:
-        # A vector has one type.
-        names = set().union(*map(mesh.varying, arrays))
-        arrays = [mesh.varying_over(mesh.resharded(x), names) for x in arrays]
+    # A vector has one type.
+    names = set().union(*map(mesh.varying, arrays))
+    arrays = [mesh.varying_over(mesh.resharded(x), names) for x in arrays]
     flat = [x.reshape(-1) for x in arrays]
     return flat[0] if len(flat) == 1 else jnp.concatenate(flat)
 

@@ -71,9 +71,6 @@ def check_leaves(tree: Any, begin: str) -> None:
 
 def put_back(changed: Any, tree: Any) -> Any:
     """Puts clipped leaves back into the tree that they came from."""
-    # Nothing to put back, as of a tree of floats.
-    if jax.tree.structure(changed) == jax.tree.structure(tree):
-        return changed
     old, treedef = jax.tree.flatten(tree, is_leaf=is_none)
     new = jax.tree.leaves(changed, is_leaf=is_none)
     # None is a leaf that did not count. It comes back as it was.
@@ -166,8 +163,7 @@ def check_kept(call: str, tree: Any, kept: Any) -> None:
         # None may stand for a part of the tree, all of which is missing then.
         known = form.flatten_up_to(kept)
     except (TypeError, ValueError):
-        trees = kept, tree
-        paths = [dict(jax.tree_util.tree_leaves_with_path(x)) for x in trees]
+        paths = [dict(jax.tree_util.tree_leaves_with_path(x)) for x in (kept, tree)]
         raise ValueError(
             f"{call}: state was made for the leaves {listed_paths(paths[0])}, but the "
             f"updates have {listed_paths(paths[1])}. {BEGIN_ANEW}"
@@ -427,9 +423,6 @@ def stacked_axes(
         not the number of layers.
     """
     entries = jax.tree_util.tree_flatten_with_path(tree)[0]
-    # Nothing is stacked: the common case, which looks at no leaf.
-    if stacked is None:
-        return [()] * len(entries)
     if is_function(stacked):
         # A function has no places, so leaves with equal answers are one stack.
         answers = for_each_leaf(stacked, tree, "")
@@ -527,28 +520,18 @@ def _axes_by_shape(
 # --------------------------------------------------------------------------- labels
 
 
-def static_labels(labels: Any, call: str) -> Any:
-    """Labels as a static argument: a function, or a frozen tree prefix.
-
-    Raises:
-      TypeError: a label is an array.
-    """
+def static_labels(labels: Any) -> Any:
+    """Labels as a static argument: a function, or a frozen tree prefix."""
     # A function is static as it is: equal functions share a compilation.
     if is_function(labels):
         return labels
-    table = freeze(labels, lambda x: isinstance(x, str))
-    for _, label in table.entries:
-        if isinstance(label, (np.ndarray, jax.Array)):
-            raise TypeError(
-                f"{call}: labels must be strings or ints, got {shown(label)}."
-            )
-    return table
+    return freeze(labels, lambda x: isinstance(x, str))
 
 
 def by_label(tree: Any, labels: Any, call: str, *, allow_missing: bool) -> list[Any]:
     """The label of each leaf. `allow_missing`: of some labels there may be none."""
     # A function is called in each trace, so its labels may follow the tree.
-    table = static_labels(labels_of(labels, tree), call)
+    table = static_labels(labels_of(labels, tree))
     found = lookup(table, tree, f"{call}: labels", allow_missing=allow_missing)
     check_labels(f"{call}: labels must be", set(found))
     return found
@@ -567,8 +550,6 @@ def labels_of(labels: Any, tree: Any) -> Any:
         return jax.tree_util.tree_map_with_path(
             lambda path, leaf: labels(name(path), leaf), tree
         )
-    except ValueError:  # a builtin without a signature
-        pass
     return labels(tree)
 
 

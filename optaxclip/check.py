@@ -15,8 +15,7 @@ def main(arguments: list[str] | None = None) -> None:
     something is wrong, and with 2 if there is no such step.
     """
     # Before Python 3.14 argparse would call the program `check.py`.
-    name = "python -m optaxclip.check"
-    parser = argparse.ArgumentParser(prog=name, description=main.__doc__)
+    parser = argparse.ArgumentParser("python -m optaxclip.check", None, main.__doc__)
     add = parser.add_argument
     add("step", metavar="module:make_step", help="see help(optaxclip.check_step)")
     add("--settings", nargs="+", choices=SETTINGS, default=[*SETTINGS])

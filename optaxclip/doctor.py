@@ -24,6 +24,7 @@ import json
 import re
 import sys
 from collections.abc import Iterator
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -31,7 +32,7 @@ import numpy as np
 
 from ._health import OF_VALUES, OF_WEIGHTS
 from ._names import with_our_names
-from .replay._read import Rows, Table, add_entries, listed, read_with
+from .replay._read import Rows, Table, add_entries, is_number, listed, read_with
 
 __all__ = ["Finding", "diagnose"]
 
@@ -163,13 +164,10 @@ def _read(rows: Rows) -> Log:
         for column, (entry,) in entries.items():
             found = COLUMN.fullmatch(column)
             who, sign, name = found.groups() if found else (column, "", column)
-            try:
-                value = float(entry)
-            except (TypeError, ValueError):  # a text
-                continue
-            table = tables.setdefault((who, sign), {})
-            table.setdefault(name or "the tensor", {})[step] = value
-            logged.setdefault(who, {})[step] = None
+            if is_number(entry):
+                table = tables.setdefault((who, sign), {})
+                table.setdefault(name or "the tensor", {})[step] = float(entry)
+                logged.setdefault(who, {})[step] = None
     if not any(sign for _, sign in tables):
         raise ValueError(
             "there must be numbers of record_health, such as 'health/norm/w', got the "
@@ -197,14 +195,13 @@ def _by_number(name: str) -> list[Any]:
 
 
 def _findings(log: Log) -> list[Finding]:
-    found: dict[str, Finding] = {}
     # A log may divide by 0, and have NaN, which is above no limit.
     with np.errstate(all="ignore"):
-        for cause, series in _series(log):
-            each = _finding(cause, series)
-            if each and (cause not in found or each.step < found[cause].step):
-                found[cause] = each
-    return sorted(found.values(), key=lambda each: each.step)
+        found = [_finding(*each) for each in _series(log)]
+    first: dict[str, Finding] = {}
+    for each in sorted(filter(None, found), key=attrgetter("step")):
+        first.setdefault(each.cause, each)
+    return list(first.values())
 
 
 def _finding(cause: str, series: Series) -> Finding | None:
@@ -265,8 +262,8 @@ def _medians(numbers: np.ndarray) -> np.ndarray:
 
 def main(arguments: list[str] | None = None) -> None:
     """Says what the log of a run shows: causes, since when, and with which evidence."""
-    name = "python -m optaxclip.doctor"
-    parser = argparse.ArgumentParser(prog=name, description=main.__doc__)
+    # Before Python 3.14 argparse would call the program `doctor.py`.
+    parser = argparse.ArgumentParser("python -m optaxclip.doctor", None, main.__doc__)
     add = parser.add_argument
     add("log", type=Path, help="CSV or JSON, also in gzip")
     add("--json", action="store_true", help="print JSON")

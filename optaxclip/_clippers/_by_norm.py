@@ -24,7 +24,7 @@ from .._kernel import make_clipper
 from .._mesh import MeshAxes
 from .._norms import Measure, Ord, check_measure
 from .._trees import Axis, Stacked, check_labels
-from ..rules._constant import Limit, LimitTree
+from ..rules._limits import Limit, LimitTree
 from ..shrinks import Shrink
 
 

@@ -183,15 +183,8 @@ def _clipped(own: tuple[str, str], leaf: Any, high: Any, low: Any) -> Any:
         bounds = _held(high, dtype, sign=-1), _held(high, dtype, sign=1)
     else:
         bounds = _held(low, dtype, up=True), _held(high, dtype)
-    return _between(x, *bounds)
-
-
-# Jitted, so that it is one call without jit, which writes no broadcast bounds.
-@jax.jit
-def _between(x: jax.Array, low: Any, high: Any) -> jax.Array:
-    low, high = (jnp.broadcast_to(bound, x.shape) for bound in (low, high))
     # As `optax.clip`. The upper bound wins where schedules cross.
-    return jnp.clip(x, low, high).astype(x.dtype)
+    return jnp.clip(x, *bounds).astype(x.dtype)
 
 
 def _held(bound: Any, dtype: Any, *, sign: int = 0, up: bool = False) -> Any:

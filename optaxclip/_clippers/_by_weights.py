@@ -19,7 +19,7 @@ from .._kernel import make_clipper
 from .._mesh import MeshAxes
 from .._norms import Ord, TensorNorm, UnitwiseNorm, check_measure
 from .._trees import Axis, Stacked, clipped_leaves, put_back, values_of
-from ..rules._constant import ShareOfParams
+from ..rules._limits import ShareOfParams
 from ..rules._rule import Answer, Number, Rule, at_step, check_field, number
 from ..shrinks import Shrink
 from ._by_norm import norm_clipper

@@ -17,7 +17,7 @@ from .._mesh import MeshAxes
 from .._norms import GlobalNorm, Ord, OwnNorm, check_measure, global_norm
 from .._state import moving_average
 from .._wrappers._skipping import Judge
-from ..rules._constant import LimitTree
+from ..rules._limits import LimitTree
 from ..rules._memory import count_up
 from ..rules._rule import Number
 from ..rules._windows import spike_rule

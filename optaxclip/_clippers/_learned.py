@@ -19,8 +19,7 @@ from .._norms import GlobalNorm, GroupNorm, TensorNorm
 from .._trees import Stacked
 from ..rules import _rule as rules
 from ..rules._averages import EmaBand, MomentsRatio, ZScore
-from ..rules._constant import Limit, rule_of
-from ..rules._joined import minimum
+from ..rules._limits import Limit, minimum, rule_of
 from ..rules._memory import between, count_up
 from ..rules._rule import Answer, Number, Rule, at_step
 from ..rules._windows import WindowedQuantile

@@ -27,8 +27,7 @@ from .._norms import OwnNorm
 from .._state import PLACEHOLDER, ClipState
 from .._sums import norm_dtype
 from .._trees import clipped_leaves, put_back, values_of
-from ..rules._constant import Limit, rule_without_params
-from ..rules._rule import is_rule
+from ..rules._limits import Limit, rule_without_params
 
 CALL = "qk_clip"
 Range = tuple[int | None, int | None]
@@ -151,12 +150,10 @@ def qk_clip(
     # The keys take factor^(1 - alpha): with alpha above 1 they would grow.
     check_number(f"{CALL}: alpha", alpha, highest=1)
     # Its norms are logits, which have no weights to be compared with.
-    if is_rule(max_logit):
-        rule_without_params(max_logit, f"{CALL}: max_logit")
+    rule_without_params(max_logit, f"{CALL}: max_logit")
     roles = {"queries": queries, "keys": keys, "rotary": rotary}
-    # The attention has measured its logits already.
-    own = OwnNorm(_as_measured)
-    kernel = make_clipper(own, max_logit, call=CALL, name="max_logit")
+    # The attention has measured its logits already: the dict of them is that of norms.
+    kernel = make_clipper(OwnNorm(dict), max_logit, call=CALL, name="max_logit")
 
     def init(params: Any) -> Any:
         # `optax.tree_map_params` has no weights in which heads could be found.
@@ -190,11 +187,6 @@ def qk_clip(
     return optax.GradientTransformationExtraArgs(init, update)
 
 
-def _as_measured(logits: Any) -> Any:
-    """The norms of logits that are measured already."""
-    return logits
-
-
 # Jitted at module level, so that clippers with equal settings share a program.
 @partial(jax.jit, static_argnums=0)
 def _clip(
@@ -207,16 +199,12 @@ def _clip(
         # Of [heads] or [layers, heads], also where there is one head.
         factor = known[attention.name].factor.reshape(attention.shape)
         power = jnp.asarray(alpha).astype(factor.dtype)
-        query = factor**power
-        # The quotient, so that the product is the factor to one rounding.
-        key = factor / jnp.where(query == 0, 1, query)
-        # With alpha = 1 the keys stay, also where the factor is 0.
-        key = jnp.where((power == 1) & (factor == 0), 1, key)
         # All heads share the rotary key, which stays as it is, so the rotary queries
         # take the whole factor.
-        powers = {"queries": query, "keys": key, "rotary": factor}
+        powers = {"queries": power, "keys": 1 - power, "rotary": 1}
         for use in attention.uses:
-            scale = scale_of(use, leaves[use.leaf].ndim, powers[use.role])
+            own = factor ** powers[use.role]
+            scale = scale_of(use, leaves[use.leaf].ndim, own)
             # Queries and keys may share a leaf. Each scale is 1 outside its own heads.
             scales[use.leaf] = scale * scales.get(use.leaf, 1)
     for number, scale in scales.items():

@@ -39,7 +39,7 @@ from .._norms import OwnNorm, tensor_norm
 from .._state import ClipState
 from .._sums import wide_dtype
 from .._trees import Stacked, clipped_leaves, other_axes, put_back
-from ..rules._constant import LimitTree
+from ..rules._limits import LimitTree
 from ..shrinks import Shrink, hard, shrink_of, smooth
 
 Method = Literal["svd", "newton_schulz"]

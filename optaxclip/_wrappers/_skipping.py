@@ -39,14 +39,7 @@ import jax.numpy as jnp
 import optax
 from jax.typing import ArrayLike
 
-from .._checks import (
-    check_flag,
-    check_number,
-    check_scalar,
-    check_state,
-    number_for_jit,
-    with_extra_args,
-)
+from .. import _checks as checks
 from .._exported import exported
 from .._kernel import limit_of
 from .._mesh import MeshAxes, varying
@@ -54,7 +47,7 @@ from .._names import OF_UPDATE
 from .._norms import GlobalNorm
 from .._state import ClipState, moving_average
 from .._trees import clipped_leaves
-from ..rules._constant import Constant, rule_without_params
+from ..rules._limits import Constant, rule_without_params
 from ..rules._memory import count_up
 from ..rules._rule import Number, Rule
 from ..rules._windows import step_rule
@@ -203,7 +196,7 @@ def skip_step(
     """
     call = "skip_step"
     if on_loss is not None:
-        check_flag(f"{call}: on_loss", on_loss, "None, True or False")
+        checks.check_flag(f"{call}: on_loss", on_loss, "None, True or False")
     # Norm and loss share the rule, and each has a memory in the state.
     rule = step_rule(sigmas, window, call=call)
     # With None a step without a loss is judged by its norm alone.
@@ -268,11 +261,10 @@ def skip_spikes(
     call = "skip_spikes"
     # The norm of the weights is not measured here, so `share_of_params` is refused.
     rule = rule_without_params(rule, f"{call}: rule")
-    judge = Judge(call, rule, None, mesh_axes)
     # loss_rule=None looks at no loss. rule=None still looks for NaN and inf.
     if loss_rule is not None:
         loss_rule = rule_without_params(loss_rule, f"{call}: loss_rule")
-        judge = judge._replace(loss_rule=loss_rule, demanded_by="loss_rule")
+    judge = Judge(call, rule, loss_rule, mesh_axes, "loss_rule")
     return _skipping(inner, judge, max_consecutive)
 
 
@@ -281,10 +273,10 @@ def _skipping(
 ) -> optax.GradientTransformationExtraArgs:
     """An optimizer whose steps are judged, and at most so many skipped in a row."""
     call = judge.call
-    optimizer = with_extra_args(f"{call}: inner", inner)
+    optimizer = checks.with_extra_args(f"{call}: inner", inner)
     if most is not None:
-        check_number(f"{call}: max_consecutive", most)
-        most = number_for_jit(most)
+        checks.check_number(f"{call}: max_consecutive", most)
+        most = checks.number_for_jit(most)
 
     def init(params: Any) -> SkipState:
         inner_state = optimizer.init(params)
@@ -300,7 +292,7 @@ def _skipping(
         )
 
     def update(updates: Any, state: Any, params: Any = None, **extra_args: Any) -> Any:
-        check_state(call, state, SkipState)
+        checks.check_state(call, state, SkipState)
         norm, loss = judge.numbers_of(updates, extra_args)
         new, skip, broken = judge.judged(state, norm, loss)
         if most is not None:
@@ -390,8 +382,8 @@ class Judge(NamedTuple):
         """A norm or a loss that an update is given, as JAX can carry it."""
         argument = f"{self.call}: {name}"
         # A loss for each example or device would make arrays of limit and decision.
-        check_scalar(argument, number)
-        number = number_for_jit(number)
+        checks.check_scalar(argument, number)
+        number = checks.number_for_jit(number)
         axes = tuple(sorted(varying(number)))
         # With None each device trains alone, so it may decide alone.
         if axes and self.mesh_axes is not None:

@@ -17,9 +17,8 @@ start, not as a forecast of the loss.
 """
 
 from .._names import with_our_names
-from ._plot import plot_history
 from ._read import read_history
-from ._run import Replay, Suggestion, run, spike_score, suggest
+from ._run import Replay, Suggestion, plot_history, run, spike_score, suggest
 
 __all__ = [
     "Replay",

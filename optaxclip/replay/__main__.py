@@ -26,18 +26,18 @@ def main(arguments: list[str] | None = None) -> None:
     # None stands for the arguments of the command line.
     options = parser.parse_args(arguments)
     try:
-        log = read_log(options.log, options.column)
-        found = suggest(log.norms)
+        norms, column, others = read_log(options.log, options.column)
+        found = suggest(norms)
     # A file that is of no use ends in one line on stderr, without a traceback.
     except (OSError, ValueError) as error:
         sys.exit(str(error))
-    source = f"Norms: column {log.column!r} of {options.log.name}"
+    source = f"Norms: column {column!r} of {options.log.name}"
     # The surest name was taken, so the file may have other norms too.
-    if options.column is None and log.others:
-        others = f"--column NAME takes another one: {listed(log.others)}"
-        source = f"{source}, taken by its name.\n{others}"
+    if options.column is None and others:
+        source += ", taken by its name.\n--column NAME takes another one: "
+        source += listed(others)
     best = next(row for row in found if row.recommended)
-    print(f"{source}.\n{_table(log.norms, found, best)}")
+    print(f"{source}.\n{_table(norms, found, best)}")
     # runs/a.csv is drawn to runs/a.png.
     picture = options.picture or options.log.with_suffix(".png")
     # A picture beside the log may be the user's own.
@@ -46,7 +46,7 @@ def main(arguments: list[str] | None = None) -> None:
         print(f"No picture: {picture} exists. {advice}.")
         return
     try:
-        axis: Any = plot_history(run(best.limit, log.norms))
+        axis: Any = plot_history(run(best.limit, norms))
         axis.set_title(f"norms as recorded, and the recommended limit {best.limit:.4g}")
         # 1080 x 480 pixels.
         axis.figure.savefig(picture, dpi=120)

@@ -8,7 +8,7 @@ import re
 from collections.abc import Callable
 from itertools import zip_longest
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -38,14 +38,8 @@ LONG = (("key", "run_id"), ("metric", "Run ID"), ("metric.name", "run.hash"))
 Rows = list[dict[str, Any]]
 # The entries of each column that are not empty, in their order.
 Table = dict[str, list[Any]]
-
-
-class Log(NamedTuple):
-    """The norms of a file, and where in it they were."""
-
-    norms: np.ndarray  # float64[steps]
-    column: str
-    others: list[str]  # the other columns that hold numbers
+# The norms of a file, their column, and the others that hold numbers.
+Log = tuple[np.ndarray, str, list[str]]
 
 
 def read_history(path: str | Path, column: str | None = None) -> np.ndarray:
@@ -81,11 +75,11 @@ def read_history(path: str | Path, column: str | None = None) -> np.ndarray:
       >>> print(optaxclip.replay.read_history(path))
       [1.5 0.5]
     """
-    return read_log(path, column).norms
+    return read_log(path, column)[0]
 
 
 def read_log(path: str | Path, column: str | None = None) -> Log:
-    """Reads what `read_history` returns, with the name of its column."""
+    """Reads what `read_history` returns, with the names of columns."""
     return read_with(lambda rows: _log(rows, column), path, "read_history")
 
 
@@ -125,7 +119,7 @@ def _rows_of_csv(text: str) -> Rows:
     lines = csv.reader(file, delimiter=mark, skipinitialspace=True)
     header = [name.strip() for name in next(lines, [])]
     # Without a header csv would take the first norms for the names of columns.
-    if header and all(map(_is_number, header)):
+    if header and all(map(is_number, header)):
         must = "must begin with names of columns, such as step,grad_norm, got the"
         raise ValueError(f"{must} numbers {listed(header)}.")
     # W&B runs may share a name, and then their columns do: name.1 and name.2.
@@ -161,7 +155,7 @@ def _wide(rows: Rows) -> Rows:
     """The metrics as columns, of a table with a line for each metric and step."""
     for name, run in LONG:
         # Lines whose metric has a name. 0 stands for none.
-        lines = [row for row in rows if not _is_number(row.get(name, 0))]
+        lines = [row for row in rows if not is_number(row.get(name, 0))]
         lines = [row for row in lines if "value" in row]
         # With the run in front, as W&B does.
         if len({row.get(run) for row in lines}) > 1:
@@ -185,7 +179,7 @@ def _log(rows: Rows, column: str | None) -> Log:
     table: Table = {}
     for row in rows:
         add_entries(table, row)
-    numeric = [name for name, found in table.items() if _is_number(found[0])]
+    numeric = [name for name, found in table.items() if is_number(found[0])]
     if not numeric:
         raise ValueError(f"must hold numbers, got {len(rows)} rows without.")
     if column is None:
@@ -198,7 +192,7 @@ def _log(rows: Rows, column: str | None) -> Log:
     if "loss" not in column.lower() and (norms < 0).any():
         must = f"the column {column!r} must hold norms, which are at least 0"
         raise ValueError(f"{must}, got {norms[norms < 0][0]}.")
-    return Log(norms, column, [name for name in numeric if name != column])
+    return norms, column, [name for name in numeric if name != column]
 
 
 def _column_of_norms(names: list[str]) -> str:
@@ -250,7 +244,7 @@ def _floats(table: Table, column: str) -> np.ndarray:
         raise ValueError(f"the column {column!r} must hold numbers: {error}.") from None
 
 
-def _is_number(entry: Any) -> bool:
+def is_number(entry: Any) -> bool:
     try:
         float(entry)
     except (TypeError, ValueError, OverflowError):

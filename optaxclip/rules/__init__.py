@@ -31,9 +31,9 @@ from ._averages import EmaRatio as ema_ratio
 from ._averages import LogZScore as log_z_score
 from ._averages import MomentsRatio as moments_ratio
 from ._averages import ZScore as z_score
-from ._constant import Constant as constant
-from ._constant import ShareOfParams as share_of_params
-from ._joined import maximum, minimum, warm_up
+from ._limits import Constant as constant
+from ._limits import ShareOfParams as share_of_params
+from ._limits import maximum, minimum, warm_up
 from ._rule import Rule
 from ._windows import Growth as growth
 from ._windows import QuantileTracker as quantile_tracker

@@ -24,19 +24,7 @@ import numpy as np
 from jax.tree_util import Partial
 from jax.typing import ArrayLike
 
-from .._checks import (
-    LAST_STEP,
-    as_partial,
-    check_choice,
-    check_flag,
-    check_length,
-    check_limit,
-    check_number,
-    check_returned,
-    check_schedule,
-    held_in,
-    number_for_jit,
-)
+from .. import _checks as checks
 from .._exported import call_repr
 from .._names import checked
 
@@ -66,16 +54,16 @@ def number(
         if optional and value is None:
             return None
         if whole:
-            check_length(argument, value)
+            checks.check_length(argument, value)
             # XLA ends the process where the size of an array leaves its range.
-            return check_number(argument, value, highest=LAST_STEP)
+            return checks.check_number(argument, value, highest=checks.LAST_STEP)
         # What a schedule returns is known in each step only.
         if schedule and callable(value):
-            check_schedule(argument, value)
+            checks.check_schedule(argument, value)
             within = _Within(argument, lowest, highest)
-            return Partial(within, as_partial(value))
-        check_limit(argument, value, lowest=lowest, highest=highest)
-        return number_for_jit(value)
+            return Partial(within, checks.as_partial(value))
+        checks.check_limit(argument, value, lowest=lowest, highest=highest)
+        return checks.number_for_jit(value)
 
     return field(default=default, metadata={"check": check})
 
@@ -91,7 +79,7 @@ class _Within(NamedTuple):
 
     def __call__(self, schedule: Schedule, step: ArrayLike) -> ArrayLike:
         value = schedule(step)
-        check_returned(self.argument, value)
+        checks.check_returned(self.argument, value)
         # Numbers of Python and NumPy stay what they are: JAX would make inf of 1e39.
         numpy = jnp if isinstance(value, jax.Array) else np
         return numpy.clip(value, self.lowest, self.highest)
@@ -99,12 +87,12 @@ class _Within(NamedTuple):
 
 def flag(default: bool) -> Any:
     """A field that is True or False, and may be traced."""
-    return field(default=default, metadata={"check": check_flag})
+    return field(default=default, metadata={"check": checks.check_flag})
 
 
 def choice(*allowed: str, default: str) -> Any:
     """A field that is one of some strings. A changed string compiles anew."""
-    check = partial(check_choice, allowed=allowed)
+    check = partial(checks.check_choice, allowed=allowed)
     # jit takes no strings as leaves, so they belong to the structure of the tree.
     return field(default=default, metadata={"check": check, "static": True})
 
@@ -247,7 +235,7 @@ def at_step(step: jax.Array, norm: jax.Array, *numbers: Number) -> list[jax.Arra
     """The numbers at this step, in the norm's dtype."""
     values = [value(step) if callable(value) else value for value in numbers]
     # A number of a wider dtype would widen the limit, and the memory with it.
-    return [held_in(norm.dtype, value) for value in values]
+    return [checks.held_in(norm.dtype, value) for value in values]
 
 
 def warn_of_falling(argument: str, ratio: Any, stacklevel: int) -> None:

@@ -32,7 +32,6 @@ MAX_NORM = {
         (np.float32(-2), ValueError, "must be at least 0, got "),
         (jnp.float32(-2), ValueError, "must be at least 0, got "),
         (math.nan, ValueError, "must not be NaN, got nan."),
-        (10**400, ValueError, "must be a number that float32 can hold, got 1000"),
         (True, TypeError, "must be a real number, got True."),
         ("1.0", TypeError, "must be a real number, got '1.0'."),
         (1j, TypeError, "must be a real number, got 1j."),

@@ -1,0 +1,309 @@
+"""What may stand for a limit besides a rule that learns.
+
+limits that do not learn   a number, an array, a schedule, a share of the weights
+rules made of rules        the smallest limit, the largest, one after the other
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import field
+from functools import partial, reduce
+from typing import Any, TypeAlias
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+from jax.typing import ArrayLike
+
+from .. import _checks as checks
+from ..shrinks import is_ours
+from ._memory import count_up, multiple
+from ._rule import Number, Rule, Schedule, at_step, further_norms, is_rule, number
+
+# What a norm can be held against. None is no limit.
+Limit = Number | Rule | None
+LimitTree: TypeAlias = "Limit | Mapping[Any, LimitTree] | Sequence[LimitTree]"
+
+
+def checked_limit(argument: str, limit: Any) -> ArrayLike | Schedule:
+    """A limit that JAX can carry into a compiled call, inf for None.
+
+    Raises:
+      TypeError: what cannot be a limit.
+    """
+    if limit is None:
+        return np.inf
+    # JAX takes no bare function as an argument of a compiled call.
+    if callable(limit):
+        # A function of a leaf's path, as it goes for labels and axes.
+        hint = "Limits of parts are a tree, and optax.masked leaves parts out."
+        checks.check_schedule(argument, limit, hint)
+        return checks.as_partial(limit)
+    checks.check_limit(argument, limit)
+    # All ints become floats, so that 1 and 1.0 share a program.
+    return float(limit) if isinstance(limit, int) else checks.number_for_jit(limit)
+
+
+class Constant(Rule):
+    """The same limit in every step, or a schedule of limits.
+
+    Wherever a rule is wanted, a number, an array, a schedule or None stands for the
+    constant rule of it.
+
+    Args:
+      limit: a number at least 0, an array whose shape broadcasts to the norm's, a
+        schedule from step to number, or None. 0 turns updates into zeros. None and inf
+        are no limit.
+
+    Raises:
+      TypeError: a bool, a string, or something else that is not a real number.
+      ValueError: a number that is negative, NaN, or finite and above the largest of
+        float32 (of float64 where `jax_enable_x64` is set). A schedule or a traced limit
+        above the largest of the norm's dtype counts as the largest.
+
+    Example:
+      >>> rule = optaxclip.rules.constant(lambda step: 1.0 + step)
+      >>> print(optaxclip.replay.run(rule, [5.0, 5.0, 5.0]).limits)
+      [1. 2. 3.]
+    """
+
+    limit: Number | None = field(metadata={"check": checked_limit})
+
+    def update(self, norm: Array, memory: Any, step: Array) -> Any:
+        # `limit_of` brings what a schedule returns to the norm's dtype and shape.
+        return self.limit(step) if callable(self.limit) else self.limit, memory
+
+
+def rule_of(limit: Any, argument: str) -> Rule:
+    """The rule itself, or the constant rule of a number, an array, a schedule, None.
+
+    A rule without parentheses is the rule with its defaults.
+    """
+    if isinstance(limit, Rule):
+        return limit
+    # `clip_by_global_norm(rules.growth)`, without parentheses.
+    if isinstance(limit, type) and issubclass(limit, Rule):
+        return limit()
+    if is_ours(limit):
+        raise TypeError(f"{argument} must be a limit, got a shrink: set shrink=.")
+    # Checked first under the clipper's name, which begins the error then.
+    return Constant(checked_limit(argument, limit))
+
+
+def rules_of(limits: Any, argument: str) -> Any:
+    """The rules of a tree of limits."""
+
+    def is_limit(x: Any) -> bool:
+        # None and rules are nodes to JAX, and would be taken apart.
+        return x is None or checks.is_function(x) or is_rule(x)
+
+    rules = jax.tree.map(partial(rule_of, argument=argument), limits, is_leaf=is_limit)
+    # One rule at two places becomes two, as it does in a compiled call. Rules are told
+    # apart by identity, so `init` and `update` would disagree otherwise.
+    return jax.tree.map(lambda number: number, rules)
+
+
+class ShareOfParams(Rule):
+    """limit = share * max(norm of the weights, floor).
+
+    Updates stay short against the weights that they change. `adaptive_grad_clip` is
+    this rule on unit norms. The clipper's `update` needs params.
+
+    Args:
+      share: how long an update may be, relative to the weights. At least 0. A number,
+        an array or a schedule.
+      floor: weights shorter than this count as this long, so that weights that start
+        at 0 can leave it. At least 0.
+
+    Raises:
+      ValueError: a negative or NaN number, or `update` without params.
+      TypeError: something that is not a number.
+
+    Example:
+      >>> grads, params = jnp.array([3.0, 4.0]), jnp.array([0.0, 2.0])
+      >>> rule = optaxclip.rules.share_of_params(0.5)
+      >>> clipper = optaxclip.clip_by_global_norm(rule)
+      >>> updates, state = clipper.update(grads, clipper.init(params), params)
+      >>> print(updates, state.limit)
+      [0.6 0.8] 1.0
+    """
+
+    share: Number = number()
+    floor: Number = number(default=0.0)
+
+    @property
+    def needs_params(self) -> bool:
+        # `limit_of` then hands over the norm of the weights.
+        return True
+
+    def update(self, norm: Array, memory: Any, step: Array, params_norm: Array) -> Any:
+        share, floor = at_step(step, norm, self.share, self.floor)
+        # Weights may have 64 bits where updates have 32.
+        weights = jnp.maximum(params_norm.astype(norm.dtype), floor)
+        return multiple(share, weights), memory
+
+
+def rule_without_params(limit: Any, argument: str) -> Rule:
+    """The rule of a limit, asked without the norm of the weights or of all norms.
+
+    Raises:
+      ValueError: a rule that needs one of these.
+    """
+    rule = rule_of(limit, argument)
+    # Refused when it is built. In the first step its fourth argument would be missing.
+    if rule.needs_params or rule.needs_total:
+        raise ValueError(
+            f"{argument} must not compare norms with that of all norms or with those "
+            f"of weights, which are not measured here, got {checks.shown(rule)}."
+        )
+    return rule
+
+
+# ---------------------------------------------------------------- rules made of rules
+
+
+class Joined(Rule):
+    """Rules that are asked together. Each updates its memory by its own limit."""
+
+    # Each may keep a memory, and the joined memory is the tuple of them.
+    rules: tuple[Rule, ...]
+
+    @property
+    def needs_params(self) -> bool:
+        return any(rule.needs_params for rule in self.rules)
+
+    @property
+    def needs_total(self) -> bool:
+        return any(rule.needs_total for rule in self.rules)
+
+    def init(self, norm: jax.Array) -> Any:
+        return tuple(rule.init(norm) for rule in self.rules)
+
+    def update(
+        self, norm: jax.Array, memory: Any, step: jax.Array, *others: Any
+    ) -> Any:
+        # In the order of `further_norms`, each where one of the rules needs it.
+        params = others[0] if self.needs_params else None
+        total = others[-1] if self.needs_total else None
+        limits, memories = [], []
+        for rule, own in zip(self.rules, memory):
+            asked = norm, own, step, *further_norms(rule, params, total)
+            limit, own = rule.update(*asked)
+            # Limits may be Python numbers or of any dtype, and jnp.minimum wants one.
+            limits.append(checks.held_in(norm.dtype, limit))
+            memories.append(own)
+        return self.joined(limits), tuple(memories)
+
+    def joined(self, limits: list[jax.Array]) -> Any:
+        """One limit of those of the rules."""
+        return limits
+
+
+class Minimum(Joined):
+    """The smallest limit of several rules."""
+
+    def joined(self, limits: list[jax.Array]) -> Any:
+        return reduce(jnp.minimum, limits)
+
+
+class Maximum(Joined):
+    """The largest limit of several rules."""
+
+    def joined(self, limits: list[jax.Array]) -> Any:
+        return reduce(jnp.maximum, limits)
+
+
+class WarmUp(Joined):
+    """The first rule for some norms, the second from then on."""
+
+    # Counts norms that were remembered. The step counts broken ones as well.
+    steps: Number = number(schedule=False)
+
+    def init(self, norm: jax.Array) -> Any:
+        return jnp.zeros(norm.shape, jnp.int32), super().init(norm)
+
+    def update(
+        self, norm: jax.Array, memory: Any, step: jax.Array, *others: Any
+    ) -> Any:
+        seen, memory = memory
+        # Both are asked in every step, so `after` has learnt when its limit counts.
+        limits, memory = super().update(norm, memory, step, *others)
+        return jnp.where(seen < self.steps, *limits), (count_up(seen), memory)
+
+
+def minimum(*rules: Any) -> Rule:
+    """The smallest limit of several rules: a rule that learns, under a fixed cap.
+
+    Each rule updates its memory from the norm and its own limit, whatever the limits
+    of the others are.
+
+    Args:
+      rules: at least one rule, number, array, schedule, or None for no limit.
+
+    Raises:
+      ValueError: no rule at all, or a number that is negative or NaN.
+      TypeError: something that is no number, schedule or rule.
+
+    Example:
+      >>> rule = optaxclip.rules.minimum(optaxclip.rules.growth(2.0), 5.0)
+      >>> print(optaxclip.replay.run(rule, [1.0, 9.0, 9.0, 9.0]).limits)
+      [5. 2. 4. 5.]
+    """
+    # A function, since the fields of a dataclass cannot be *rules.
+    return Minimum(_rules("minimum", rules))
+
+
+def maximum(*rules: Any) -> Rule:
+    """The largest limit of several rules: a rule that learns, above a fixed floor.
+
+    Each rule updates its memory from the norm and its own limit, whatever the limits
+    of the others are.
+
+    Args:
+      rules: at least one rule, number, array, schedule, or None for no limit.
+
+    Raises:
+      ValueError: no rule at all, or a number that is negative or NaN.
+      TypeError: something that is no number, schedule or rule.
+
+    Example:
+      >>> rule = optaxclip.rules.maximum(optaxclip.rules.growth(2.0), 5.0)
+      >>> print(optaxclip.replay.run(rule, [1.0, 9.0, 9.0, 9.0]).limits)
+      [inf  5.  5.  8.]
+    """
+    return Maximum(_rules("maximum", rules))
+
+
+def warm_up(steps: Number, before: Any, after: Any) -> Rule:
+    """One rule for the first norms, and another from then on.
+
+    Both learn from the first norm on.
+
+    Args:
+      steps: how many norms are held against `before`. At least 0. Norms that are NaN,
+        inf or 0 do not count.
+      before: a rule, number, array, schedule, or None for no limit.
+      after: likewise.
+
+    Raises:
+      ValueError: a number that is negative or NaN.
+      TypeError: something that is no number, schedule or rule.
+
+    Example:
+      >>> rule = optaxclip.rules.warm_up(2, 5.0, optaxclip.rules.growth(2.0))
+      >>> print(optaxclip.replay.run(rule, [1.0, 9.0, 9.0, 9.0]).limits)
+      [5. 5. 4. 8.]
+    """
+    first = rule_of(before, "warm_up: before")
+    second = rule_of(after, "warm_up: after")
+    return WarmUp((first, second), steps)
+
+
+def _rules(call: str, rules: tuple[Any, ...]) -> tuple[Rule, ...]:
+    # The smallest of no limits would be an error of `reduce` in the first step.
+    if not rules:
+        raise ValueError(f"{call}: rules must be at least one, got none.")
+    # Errors read "minimum: rules[1] must be at least 0, got -1.".
+    return tuple(rule_of(x, f"{call}: rules[{i}]") for i, x in enumerate(rules))
