@@ -12,11 +12,7 @@ import sys
 from . import pages
 
 NUMBERS = pages.RESULTS / "broken_batches.json"
-PICTURES = {
-    "adaptive": [],
-    "broken_batches": ["--table", str(NUMBERS)],
-    "digits": [],
-}
+PICTURES = {"adaptive": [], "broken_batches": ["--table", str(NUMBERS)], "digits": []}
 
 
 def main() -> None:

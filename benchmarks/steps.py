@@ -44,10 +44,7 @@ STEPS: dict[str, Make] = {
     "optax, tensor RMS, after Adam": _after_adam(optax.clip_by_block_rms(1.0)),
 }
 # The nearest that optax has.
-NEAREST = {
-    "zclip": GLOBAL,
-    "tensor norm": "optax, tensor RMS",
-}
+NEAREST = {"zclip": GLOBAL, "tensor norm": "optax, tensor RMS"}
 
 
 def counterpart(name: str) -> str | None:

@@ -75,6 +75,9 @@ def check_number(
         return
     # float32, or float64 where jax_enable_x64 is set.
     widest = jnp.finfo(jnp.result_type(float))
+    if isinstance(value, int) and value.bit_length() > 1024:
+        must = f"{argument} must be a number that {widest.dtype} can hold"
+        raise ValueError(f"{must}, got {shown(value)}.")
     known, must = np.asarray(value).astype(np.float64), ""
     if np.isnan(known).any():
         must = "not be NaN"

@@ -189,8 +189,7 @@ def _after_step(
 
     def recorded(numbers: list[Any]) -> Any:
         # The kernel puts numbers of leaves where their norms are.
-        own = norms.treedef.unflatten(numbers)
-        return update(tree, state.norms, grad_norm=own)[1]
+        return update(tree, state.norms, grad_norm=norms.treedef.unflatten(numbers))[1]
 
     def vector(numbers: list[Any]) -> jax.Array:
         return recorded(numbers).norm.astype(jnp.float32)

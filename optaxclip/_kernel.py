@@ -234,8 +234,7 @@ def _ask(
             limits = []
             for i in group.numbers:
                 further = further_norms(rule, weights[i], total)
-                asked = ask(rule, each[i], memory, state.step, *further)
-                limits.append(asked[0])
+                limits.append(ask(rule, each[i], memory, state.step, *further)[0])
             limit = limits[0] if group.is_one else states.concatenated(limits)
         else:
             weight = group.vector(weights) if is_relative else None
@@ -390,8 +389,7 @@ def _roots_alone(
 ) -> list[jax.Array]:
     roots = []
     for number, limit in zip(own.group.numbers, own.limits):
-        made = _decide(settings, own.learns, eps, norms.each[number], limit)
-        roots.append(made.root)
+        roots.append(_decide(settings, own.learns, eps, norms.each[number], limit).root)
     return roots
 
 
@@ -411,8 +409,7 @@ def _next_state(
         share, broken = made.clipped.astype(jnp.float32), ~made.known
         norm, limit = own.norm, own.limit
         if own.group.is_unit:
-            summary = _summary(settings, eps, norms, own, made)
-            norm, limit, share, broken, made = summary
+            norm, limit, share, broken, made = _summary(settings, eps, norms, own, made)
         column = {
             "norm": norm,
             "limit": limit,

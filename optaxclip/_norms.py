@@ -499,7 +499,7 @@ def check_measure(call: str, ord: Any, **numbers: Any) -> dict[str, Any]:
         if option == "mesh_axes":
             value = value if isinstance(value, str) else mesh.static_axes(value, call)
         elif option == "labels":
-            value = trees.static_labels(value)
+            value = trees.static_labels(value, call)
         elif value is not None:
             value = trees.static_numbers(option, value, call)
         options[option] = value
@@ -554,11 +554,7 @@ def global_norm(tree: Any, *, ord: Ord = None, mesh_axes: MeshAxes = "auto") -> 
 
 
 def tensor_norm(
-    tree: Any,
-    *,
-    ord: Ord = None,
-    stacked: Stacked = None,
-    mesh_axes: MeshAxes = "auto",
+    tree: Any, *, ord: Ord = None, stacked: Stacked = None, mesh_axes: MeshAxes = "auto"
 ) -> Any:
     """Returns the norm of each leaf: (sum |x|^p)^(1/p).
 
@@ -675,5 +671,4 @@ def group_norm(
     # Leaves that do not count have labels too, whose norm may then be 0.
     found = trees.labels_of(labels, trees.unboxed(tree))
     options = check_measure("group_norm", ord, labels=found)
-    measure = GroupNorm(**options, mesh_axes=mesh_axes)
-    return measure(clipped_leaves(tree)).tree()
+    return GroupNorm(**options, mesh_axes=mesh_axes)(clipped_leaves(tree)).tree()

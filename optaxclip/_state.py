@@ -123,11 +123,17 @@ class ClipState(NamedTuple):
 
 def counts_of(state: ClipState) -> list[dict[str, int | None]]:
     """How many entries each name of a state has. None for a number."""
-    found = []
+    known, found = 0, []
+    for part in state.names:
+        for layers in part.values():
+            known += 1 if layers is None else len(layers)
     for part in state.names:
         counts: dict[str, int | None] = {}
         for name, layers in part.items():
-            counts[name] = None if layers is None else len(layers)
+            # Of arrays that a norm function of the user's returned each device may
+            # have a part.
+            count = len(layers or ()) * state.norm.size // known
+            counts[name] = None if layers is None else count
         found.append(counts)
     return found
 
@@ -150,13 +156,13 @@ def with_layers(state: ClipState, call: str) -> list[dict[str, int | None]]:
       ValueError: a leaf is called "w/0", and a stack "w" has a layer 0.
     """
     found, seen = [], set[str]()
-    for part in state.names:
+    for part, counts in zip(state.names, counts_of(state)):
         every = []
         for name, layers in part.items():
             if layers is None:
                 every.append(name)
             else:
-                every += [f"{name}/{layer}" for layer in layers]
+                every += [f"{name}/{layer}" for layer in layers][: counts[name]]
         if len({*every, *seen}) < len(every) + len(seen):
             raise ValueError(
                 f"{call}: layers=True: a leaf of {trees.listed(part)} has the name of "
@@ -406,8 +412,7 @@ def first_state(norms: Norms, rules: list[Rule], argument: str) -> ClipState:
                     f"{leaf.shape}."
                 )
         # Zeros that a rule made of a shape have no type of a mesh.
-        typed = mesh.typed_as(first, jax.typeof(norm))
-        memory.append(group.put((), typed))
+        memory.append(group.put((), mesh.typed_as(first, jax.typeof(norm))))
         if group.is_unit:
             over = mesh.varying(norm) - set(units_over(norms, group))
             shape = () if parts == ALL else (1,)

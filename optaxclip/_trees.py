@@ -520,18 +520,22 @@ def _axes_by_shape(
 # --------------------------------------------------------------------------- labels
 
 
-def static_labels(labels: Any) -> Any:
+def static_labels(labels: Any, call: str) -> Any:
     """Labels as a static argument: a function, or a frozen tree prefix."""
     # A function is static as it is: equal functions share a compilation.
     if is_function(labels):
         return labels
-    return freeze(labels, lambda x: isinstance(x, str))
+    table = freeze(labels, lambda x: isinstance(x, str))
+    if any(hasattr(label, "dtype") for _, label in table.entries):
+        must = f"{call}: labels must be strings or ints"
+        raise TypeError(f"{must}, got {shown(labels)}.")
+    return table
 
 
 def by_label(tree: Any, labels: Any, call: str, *, allow_missing: bool) -> list[Any]:
     """The label of each leaf. `allow_missing`: of some labels there may be none."""
     # A function is called in each trace, so its labels may follow the tree.
-    table = static_labels(labels_of(labels, tree))
+    table = static_labels(labels_of(labels, tree), call)
     found = lookup(table, tree, f"{call}: labels", allow_missing=allow_missing)
     check_labels(f"{call}: labels must be", set(found))
     return found

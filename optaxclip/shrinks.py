@@ -176,11 +176,7 @@ def shrink_of(shrink: Any, call: str) -> Shrink:
 
 
 def shrunk_by(
-    shrink: Shrink,
-    norm: jax.Array,
-    long: jax.Array,
-    limit: jax.Array,
-    call: str,
+    shrink: Shrink, norm: jax.Array, long: jax.Array, limit: jax.Array, call: str
 ) -> jax.Array:
     """What norms become under their limits, where those are finite.
 

@@ -260,18 +260,10 @@ METHODS: dict[str, Method] = {
         **AROUND_OPTIMIZERS,
     ),
     "clip_grads": Method(
-        once,
-        optaxclip.clip_grads,
-        "all",
-        limit=1.0,
-        schedules=False,
-        defaults=KERNEL,
+        once, optaxclip.clip_grads, "all", limit=1.0, schedules=False, defaults=KERNEL
     ),
     "clip_cotangent": Method(
-        cotangent,
-        optaxclip.clip_cotangent,
-        "tensor",
-        **OF_DERIVATIVES,
+        cotangent, optaxclip.clip_cotangent, "tensor", **OF_DERIVATIVES
     ),
     "clipped_grad": Method(
         example,

@@ -258,8 +258,7 @@ def adaclip(
         # `scaled` is the whole tensor times T / max|g|. Coordinates up to T get back
         # their own bits.
         each = tree, scaled, grad_norm, limits_of(new, norms)
-        shaped = jax.tree.map(_scaled_over_limit, *each)
-        return put_back(shaped, updates), new
+        return put_back(jax.tree.map(_scaled_over_limit, *each), updates), new
 
     return optax.GradientTransformationExtraArgs(largest.init, update)
 

@@ -212,8 +212,7 @@ def constrain(
         moved = jax.tree.map(_moved, weights, tree)
         held, new = clipper.update(moved, state, params, **given)
         step_to = partial(_step_to, _broken_norms(new))
-        steps = jax.tree.map(step_to, tree, weights, moved, held)
-        return put_back(steps, updates), new
+        return put_back(jax.tree.map(step_to, tree, weights, moved, held), updates), new
 
     return optax.GradientTransformationExtraArgs(clipper.init, update)
 

@@ -86,10 +86,7 @@ EPS = 1e-6  # torch adds it to the norm that it divides by
 
 
 def clip_grad_norm(
-    grads: Tree,
-    max_norm: Any,
-    norm_type: Any = 2.0,
-    error_if_nonfinite: bool = False,
+    grads: Tree, max_norm: Any, norm_type: Any = 2.0, error_if_nonfinite: bool = False
 ) -> tuple[Tree, jax.Array]:
     """Clips the norm of all gradients together, and returns it.
 
@@ -184,9 +181,8 @@ def get_total_norm(
 
     Reference: torch.nn.utils.get_total_norm.
     """
-    call = "get_total_norm"
     # None is no limit: nothing is multiplied, since only the norm is wanted.
-    return _clipped(call, grads, None, norm_type, error_if_nonfinite)[1]
+    return _clipped("get_total_norm", grads, None, norm_type, error_if_nonfinite)[1]
 
 
 def clip_grads_with_norm(grads: Tree, max_norm: Any, total_norm: Any) -> Tree:

@@ -286,8 +286,7 @@ def _choose(
         # XLA makes gradients of examples by a kernel wrong, as it does those of
         # jax.vmap(jax.grad(loss)).
         uses = ghost.uses.values() if ghost else ()
-        eqns = [use.eqn for use in uses if use.eqn]
-        if ghost and not any(map(has_convolution, eqns)):
+        if ghost and not any(has_convolution(use.eqn) for use in uses if use.eqn):
             method = "ghost"
         elif is_split:
             raise ValueError(SPLIT_KERNELS.format(method))

@@ -89,8 +89,8 @@ def _noisy(leaf: Array, sigma: Array, key: Array) -> Array:
     dtype = np.promote_types(leaf.dtype, np.float32)
     real, is_complex = jnp.finfo(dtype).dtype, jnp.iscomplexobj(leaf)
     # JAX would share the variance of a complex number between its parts.
-    parts = jax.random.normal(key, (1 + is_complex, *leaf.shape), real)
-    parts *= sigma.astype(real)
+    shape = 1 + is_complex, *leaf.shape
+    parts = jax.random.normal(key, shape, real) * sigma.astype(real)
     noise = split_as(lax.complex(*parts) if is_complex else parts[0], jax.typeof(leaf))
     return (leaf.astype(dtype) + noise).astype(leaf.dtype)
 

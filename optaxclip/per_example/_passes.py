@@ -280,16 +280,14 @@ class Run(NamedTuple):
         # XLA on a CPU would else write the float64 squares of gradients that only a
         # norm reads.
         leaves = written(jax.tree.leaves(grads))
-        weights = self.limits.weigh(leaves, present)
-        return leaves, (weights, values, aux)
+        return leaves, (self.limits.weigh(leaves, present), values, aux)
 
     def _pulled(self, counts: Array, example: Any, root: Array) -> Any:
         """The weighted sums of the gradients of a microbatch, by one backward pass."""
         example = _without_uncounted(example, counts)
 
         def values_of(params: Any) -> Array:
-            run = jax.vmap(self.problem.of_one, (None, 0))
-            return run(params, example)[0]
+            return jax.vmap(self.problem.of_one, (None, 0))(params, example)[0]
 
         # Here a factor must be one number. What was flushed to 0 when norms were taken
         # is not flushed in what is weighted, and must stay short: 2^100 in float32.

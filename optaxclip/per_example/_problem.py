@@ -122,8 +122,7 @@ class Question(NamedTuple):
             # Along axes of the batch devices hold gradients of different examples.
             found = [varying(leaf) - shared for leaf in leaves]
         else:
-            every = [None] * len(leaves)
-            each = _mesh.splits(self.mesh_axes, params, every, self.call)
+            each = _mesh.splits(self.mesh_axes, params, [None] * len(leaves), self.call)
             found = [frozenset(split.summed) for split in each]
         for names in found:
             if names & shared:

@@ -340,8 +340,7 @@ def spike_score(
         raise ValueError(f"{call}: {must}, got shapes {shapes}.")
     values = jnp.stack(series, axis=1)
     # Signed: a loss of 0 or below is remembered like any other.
-    rule = spike_rule(call, sigmas, window)
-    limits = limits_over(rule, values, call, signed=True)
+    limits = limits_over(spike_rule(call, sigmas, window), values, call, signed=True)
     # Not `values > limits`, which is False for NaN.
     spiked = ~(values <= limits) | ~jnp.isfinite(values)
     # A step at which norm and loss both stand out counts once.

@@ -297,8 +297,7 @@ def warm_up(steps: Number, before: Any, after: Any) -> Rule:
       [5. 5. 4. 8.]
     """
     first = rule_of(before, "warm_up: before")
-    second = rule_of(after, "warm_up: after")
-    return WarmUp((first, second), steps)
+    return WarmUp((first, rule_of(after, "warm_up: after")), steps)
 
 
 def _rules(call: str, rules: tuple[Any, ...]) -> tuple[Rule, ...]:

@@ -60,8 +60,7 @@ def number(
         # What a schedule returns is known in each step only.
         if schedule and callable(value):
             checks.check_schedule(argument, value)
-            within = _Within(argument, lowest, highest)
-            return Partial(within, checks.as_partial(value))
+            return Partial(_Within(argument, lowest, highest), checks.as_partial(value))
         checks.check_limit(argument, value, lowest=lowest, highest=highest)
         return checks.number_for_jit(value)
 

@@ -31,6 +31,7 @@ MAX_NORM = {
         (-1.0, ValueError, "must be at least 0, got -1.0."),
         (np.float32(-2), ValueError, "must be at least 0, got "),
         (jnp.float32(-2), ValueError, "must be at least 0, got "),
+        (10**400, ValueError, "must be a number that float32 can hold, got 1000"),
         (math.nan, ValueError, "must not be NaN, got nan."),
         (True, TypeError, "must be a real number, got True."),
         ("1.0", TypeError, "must be a real number, got '1.0'."),

@@ -9,15 +9,7 @@ import jax.numpy as jnp
 import optax
 from jax import lax
 
-from .right_steps import (
-    averaged,
-    factor,
-    mapped,
-    microbatches,
-    scaled,
-    squares,
-    summed,
-)
+from .right_steps import averaged, factor, mapped, microbatches, scaled, squares, summed
 
 
 def with_norm(setting, norm_of):

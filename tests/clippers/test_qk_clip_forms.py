@@ -16,11 +16,7 @@ LOGITS = jnp.array([20.0, 80.0])  # with a limit of 20
 ROOT = np.sqrt(FACTORS)
 # For each layout of two heads of three entries: (shape, Heads, what it becomes of ones)
 LAYOUTS = {
-    "(in, heads, entries)": (
-        (4, 2, 3),
-        -2,
-        np.broadcast_to(ROOT[:, None], (4, 2, 3)),
-    ),
+    "(in, heads, entries)": ((4, 2, 3), -2, np.broadcast_to(ROOT[:, None], (4, 2, 3))),
     "(heads, entries)": ((2, 3), 0, np.broadcast_to(ROOT[:, None], (2, 3))),
     "(in, heads x entries)": (
         (4, 6),

@@ -110,10 +110,7 @@ def test_a_broken_unit_leaves_its_own_memory_alone_and_no_other():
 def test_a_step_whose_limit_is_nan_is_not_remembered():
     unsure = own_rule(
         lambda norm: jnp.ones_like(norm),
-        lambda norm, memory, step: (
-            jnp.where(norm > 10, jnp.nan, 1.0),
-            memory + norm,
-        ),
+        lambda norm, memory, step: (jnp.where(norm > 10, jnp.nan, 1.0), memory + norm),
     )
     for grads, memory in ((jnp.array([3.0, 4.0]), 6.0), (jnp.array([30.0, 40.0]), 1.0)):
         assert apply(clip_by(optaxclip.global_norm, unsure), grads)[1].memory == memory

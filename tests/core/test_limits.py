@@ -16,14 +16,7 @@ from jax.experimental import checkify
 import optaxclip
 from optaxclip import clip_by, rules
 from tests.core.steps import apply, compiled, every_clipper, same_bits, zeros
-from tests.helpers import (
-    CLIPPERS,
-    exact,
-    limits_of,
-    random_tree,
-    smallest,
-    with_value,
-)
+from tests.helpers import CLIPPERS, exact, limits_of, random_tree, smallest, with_value
 
 growth, minimum, warm_up = rules.growth, rules.minimum, rules.warm_up
 INF = np.inf

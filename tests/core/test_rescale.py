@@ -134,10 +134,7 @@ def test_one_new_norm_for_all_units_of_a_leaf_is_enough():
 
 @pytest.mark.parametrize(
     "shrink",
-    [
-        lambda norm, limit: norm * (limit / norm),
-        lambda norm, limit: limit + 1 / norm,
-    ],
+    [lambda norm, limit: norm * (limit / norm), lambda norm, limit: limit + 1 / norm],
 )
 def test_zeros_stay_where_a_shrink_has_no_number_for_them(shrink):
     tree = {"a": jnp.zeros(2), "b": jnp.array([3.0, 4.0])}

@@ -215,11 +215,7 @@ def test_signs_are_those_of_all_devices_in_shard_map(typed):
         return recorder.update(grads, recorder.init(params), params)[1]
 
     mapped = jax.shard_map(
-        step,
-        mesh=mesh_of(),
-        in_specs=(SPECS, SPECS),
-        out_specs=P(),
-        check_vma=typed,
+        step, mesh=mesh_of(), in_specs=(SPECS, SPECS), out_specs=P(), check_vma=typed
     )
     assert_as_numpy(jax.jit(mapped)(GRADS, PARAMS))
 

@@ -11,16 +11,7 @@ import pytest
 
 import optaxclip
 from optaxclip.dropin import tensorflow_style, torch_style
-from tests.dropin.recorded import (
-    INF,
-    NAN,
-    REFERENCES,
-    close,
-    limit_of,
-    name,
-    run,
-    tree,
-)
+from tests.dropin.recorded import INF, NAN, REFERENCES, close, limit_of, name, run, tree
 from tests.references.record_tensorflow import decoded
 
 RECORDED = json.loads((REFERENCES / "tensorflow.json").read_text())["cases"]

@@ -6,9 +6,7 @@ import numpy as np
 import pytest
 
 import optaxclip
-from optaxclip.per_example import (
-    clipped_grad,
-)
+from optaxclip.per_example import clipped_grad
 
 METHODS = ("one_pass", "ghost", "two_pass", "auto")
 

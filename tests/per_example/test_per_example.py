@@ -172,12 +172,7 @@ def test_several_arguments_and_several_batches(method):
     ]
     run = jax.jit(
         clipped_grad(
-            loss,
-            1.0,
-            argnums=(2, -1),
-            shared_argnums=1,
-            microbatch=2,
-            method=method,
+            loss, 1.0, argnums=(2, -1), shared_argnums=1, microbatch=2, method=method
         )
     )
     result = run(jax.random.wrap_key_data(words), np.float32(2.0), w, xs, b)

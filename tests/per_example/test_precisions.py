@@ -7,12 +7,7 @@ import numpy as np
 import pytest
 
 from optaxclip.per_example import clipped_grad
-from tests.per_example.batches import (
-    EPS,
-    METHODS,
-    inner,
-    normal,
-)
+from tests.per_example.batches import EPS, METHODS, inner, normal
 
 
 @pytest.mark.parametrize("size", [1e-30, 1e30])

@@ -5,6 +5,7 @@ hold, or that are shorter than their warm-up.
 
 import math
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
@@ -228,3 +229,20 @@ BUILDERS = {
 def test_a_window_beyond_all_arrays_is_refused(name, window):
     with pytest.raises(ValueError, match=f"^{name}: window must be at most 2147483647"):
         BUILDERS[name](window)
+
+
+@pytest.mark.parametrize(
+    "rule", [rules.windowed_quantile(1.0, 3), rules.windowed_mean(3.0, 3)]
+)
+def test_a_window_goes_on_beyond_the_largest_count(rule):
+    clipper = optaxclip.clip_by_global_norm(rule)
+    state = clipper.init(jnp.ones(1))
+    counts = {np.dtype(np.int32): 2**31 - 2}
+    memory = jax.tree.map(
+        lambda x: jnp.full_like(x, counts.get(x.dtype, 9.0)), state.memory
+    )
+    state = state._replace(memory=memory)
+    for _ in range(4):
+        _, state = clipper.update(jnp.ones(1), state)
+    # Three norms of 1 fill the window, so nothing is left of the others.
+    assert float(state.limit) == 1.0

@@ -167,8 +167,7 @@ def test_a_broken_or_zero_step_keeps_the_bits_of_the_memory(name, nonfinite):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "name",
-    [name for name in CLIPPERS if name not in (*OF_GROUPS, "ratio, drop")],
+    "name", [name for name in CLIPPERS if name not in (*OF_GROUPS, "ratio, drop")]
 )
 @pytest.mark.parametrize("size", [1e38, 1e-30])
 def test_extreme_numbers_are_learned_from_like_others(name, size):
@@ -283,9 +282,7 @@ def test_a_train_step_holds_no_copy_of_the_gradients(name):
     ],
     ids=["skip_spikes", "skip_step", "reset_momentum"],
 )
-def test_wrapped_optimizers_copy_neither_gradients_nor_moments(
-    wrapped,
-):
+def test_wrapped_optimizers_copy_neither_gradients_nor_moments(wrapped):
     assert compiled_step(wrapped, then=optax.identity()) <= 0.01
 
 

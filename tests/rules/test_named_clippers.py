@@ -10,14 +10,7 @@ import optaxclip
 from optaxclip import rules
 from tests import oracle_rules as oracle
 from tests.helpers import apply
-from tests.rules.histories import (
-    EPS,
-    f,
-    gradients,
-    lengths,
-    run,
-    spiked,
-)
+from tests.rules.histories import EPS, f, gradients, lengths, run, spiked
 
 
 def test_adagc_is_global_in_its_warm_up_and_per_tensor_after():

@@ -64,12 +64,7 @@ def test_bad_input_is_named(text):
 
 @pytest.mark.parametrize("bad", [True, "3", 1j])
 def test_what_is_no_number_is_refused(bad):
-    for build in (
-        rules.z_score,
-        rules.growth,
-        rules.windowed_mean,
-        optaxclip.autoclip,
-    ):
+    for build in (rules.z_score, rules.growth, rules.windowed_mean, optaxclip.autoclip):
         with pytest.raises(TypeError, match="must be a real number"):
             build(bad)
 

@@ -19,10 +19,7 @@ EXPLAINED = {
     for package, known in EXPLANATIONS.items()
 }
 # What each package would choose by what else is installed, or by settings of our tests.
-SETTINGS = {
-    "KERAS_BACKEND": "jax",
-    "JAX_NUMPY_RANK_PROMOTION": "allow",
-}
+SETTINGS = {"KERAS_BACKEND": "jax", "JAX_NUMPY_RANK_PROMOTION": "allow"}
 
 
 class Row(NamedTuple):

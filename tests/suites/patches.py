@@ -139,10 +139,7 @@ SUITES = {
             "`clip_gradient`: `clip_cotangent`; the clipping in `dpg_loss`: "
             "`dropin.tensorflow_style.clip_by_norm`"
         ),
-        tests=(
-            "rlax/_src/clipping_test.py",
-            "rlax/_src/policy_gradients_test.py",
-        ),
+        tests=("rlax/_src/clipping_test.py", "rlax/_src/policy_gradients_test.py"),
         replaced={
             "rlax:clip_gradient": clip_gradient,
             "rlax._src.policy_gradients:_clip_by_l2_norm": clip_by_norm,

@@ -5,13 +5,7 @@ from importlib.metadata import distribution
 import pytest
 
 from tests.suites.__main__ import main
-from tests.suites.compare import (
-    EXPLAINED,
-    compare,
-    findings,
-    problems_of,
-    with_others,
-)
+from tests.suites.compare import EXPLAINED, compare, findings, problems_of, with_others
 from tests.suites.patches import SUITES
 from tests.suites.worker import run
 

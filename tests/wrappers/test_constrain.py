@@ -63,15 +63,9 @@ CONSTRAINTS = {
         lambda: units(2.0, shrink=shrink_to_range),
         lambda x: min_max_norm(x, 0.5, 2.0, 0.7),
     ),
-    "NonNeg": (
-        lambda: optaxclip.clip_by_value(math.inf, 0.0),
-        lambda x: x * (x >= 0),
-    ),
+    "NonNeg": (lambda: optaxclip.clip_by_value(math.inf, 0.0), lambda x: x * (x >= 0)),
     "WGAN": (lambda: optaxclip.clip_by_value(0.3), lambda x: np.clip(x, -0.3, 0.3)),
-    "TF VariableClipping": (
-        lambda: units(2.0, axis=1),
-        lambda x: max_norm(x.T, 2.0).T,
-    ),
+    "TF VariableClipping": (lambda: units(2.0, axis=1), lambda x: max_norm(x.T, 2.0).T),
     "sphere": (
         lambda: optaxclip.clip_by_tensor_norm(3.0, shrink=normalize),
         lambda x: 3.0 * x / np.linalg.norm(x),

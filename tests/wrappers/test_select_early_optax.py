@@ -70,8 +70,7 @@ CASES = {
     "inject_hyperparams": Case(lambda f: f(optax.adam)(learning_rate=0.1)),
     "inject_stateful_hyperparams": Case(lambda f: f(optax.adam)(learning_rate=0.1)),
     "lookahead": Case(
-        lambda f: f(optax.adam(0.1), 2, 0.5),
-        optax.LookaheadParams.init_synced(PARAMS),
+        lambda f: f(optax.adam(0.1), 2, 0.5), optax.LookaheadParams.init_synced(PARAMS)
     ),
     "masked": Case(lambda f: f(optax.adam(0.1), MASK)),
     "measure_with_ema": Case(lambda f: f(size, 0.9)),

@@ -61,8 +61,7 @@ class Ghost(NamedTuple):
         """The weighted sums of the gradients, and what was found out."""
 
         def step(present: Array, example: Any) -> tuple[Arrays, Any]:
-            batch = jax.tree.leaves(example)
-            outs, book = capture(self.program, self.params, batch)
+            outs, book = capture(self.program, self.params, jax.tree.leaves(example))
             # Gradients by some parameters, norms of gradients by others: their norm is
             # that of the gradient.
             found = [jnp.zeros(present.size) for _ in self.ways]
