@@ -239,7 +239,7 @@ def _sums(norms: Norms, arrays: list[Any]) -> list[jax.Array]:
 def _dots(norms: Norms, tree: Any, weights: Any) -> list[jax.Array]:
     products = []
     for x, w in zip(jax.tree.leaves(tree), jax.tree.leaves(weights)):
-        wide = np.promote_types(jnp.result_type(x, w), np.float32)
+        wide = np.result_type(np.float32, x.dtype, w.dtype)
         product = jnp.conj(x.astype(wide)) * w.astype(wide)
         products.append(jnp.real(product))
     return _sums(norms, products)

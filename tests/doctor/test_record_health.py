@@ -290,3 +290,12 @@ def test_without_weights_no_params_are_needed():
     recorder = optaxclip.record_health(weights=False)
     _, state = recorder.update(jnp.ones(2), recorder.init(jnp.ones(2)))
     assert "health/cosine" not in found_in(state)
+
+
+def test_gradients_of_16_bits_meet_weights_of_32_under_strict_promotion():
+    weights = {"w": jnp.array([3.0, 4.0])}
+    grads = {"w": jnp.array([4.0, 3.0], jnp.bfloat16)}
+    recorder = optaxclip.record_health()
+    with jax.numpy_dtype_promotion("strict"):
+        _, state = recorder.update(grads, recorder.init(weights), weights)
+    np.testing.assert_allclose(state.signs["cosine"], 24 / 25, rtol=1e-6)
