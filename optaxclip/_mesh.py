@@ -92,6 +92,9 @@ def typed_as(tree: Any, kind: Any) -> Any:
 
     `lax.scan` and shard_map compare the types of a state before and after a step.
     """
+    # Without a mesh, as under plain jit, no type says anything of devices.
+    if jax.sharding.get_abstract_mesh().empty:
+        return tree
     return jax.tree.map(lambda x: varying_as(split_as(x, kind), kind), tree)
 
 
@@ -223,6 +226,9 @@ def splits(mesh_axes: Any, tree: Any, dims: list[Any], call: str) -> list:
       ValueError: a mesh axis that is not bound, or that contradicts the type of a leaf;
         a name where a PartitionSpec is needed; a leaf with unreduced mesh axes.
     """
+    # No mesh is set, as under plain jit: the common case, which looks at no leaf.
+    if mesh_axes == "auto" and jax.sharding.get_abstract_mesh().empty:
+        return [Split()] * len(dims)
     entries = jax.tree_util.tree_flatten_with_path(tree)[0]
     specs = specs_of(mesh_axes, tree, call)
     argument = f"{call}: mesh_axes"
@@ -459,5 +465,4 @@ def _bits(leaf: jax.Array) -> jax.Array:
         return leaf.astype(jnp.uint8)
     if jnp.iscomplexobj(leaf):
         leaf = jnp.stack([leaf.real, leaf.imag])
-    unsigned = jnp.dtype(f"uint{8 * leaf.dtype.itemsize}")
-    return lax.bitcast_convert_type(leaf, unsigned)
+    return lax.bitcast_convert_type(leaf, jnp.dtype(f"uint{8 * leaf.dtype.itemsize}"))

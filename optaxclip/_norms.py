@@ -464,6 +464,9 @@ def norm_of_norms(norms: Norms) -> jax.Array:
 
 
 def _layers(measure: Any, tree: Any) -> list[tuple[int, ...]]:
+    # Nothing is stacked: the common case, which looks at no leaf.
+    if measure.stacked is None:
+        return [()] * len(jax.tree.leaves(tree))
     # Inside shard_map a program sees the shapes of its device's parts.
     shapes = mesh.whole_shapes(measure.mesh_axes, tree, measure.call)
     return trees.stacked_axes(measure.stacked, tree, measure.call, shapes)

@@ -89,8 +89,7 @@ class Limits(NamedTuple):
         measure = jax.vmap(of_one, axis_size=present.size)
         norms = measure(leaves)
         if terms:
-            least = measure(lax.stop_gradient(terms)) / CANCELS
-            norms = jnp.maximum(norms, least)
+            norms = jnp.maximum(norms, measure(lax.stop_gradient(terms)) / CANCELS)
         return self.weights(norms, present)
 
     def weights(self, norms: Array, present: Array) -> "Weights":
