@@ -94,7 +94,8 @@ def value_clipper(
         elements = no_elements_clipped() if count else ()
         return ClipByValueState(jnp.zeros((), jnp.int32), elements)
 
-    def update(updates: Any, state: Any, params: Any = None) -> Any:
+    # A chain hands every argument to all of its links. Those are of other clippers.
+    def update(updates: Any, state: Any, params: Any = None, **others: Any) -> Any:
         # A checkpoint of `optax.clip` has EmptyState here. Fixed bounds need no more.
         if begins_anew(call, state, (upper, lower)):
             state = init(params)
@@ -115,7 +116,7 @@ def value_clipper(
         new = ClipByValueState(count_up(state.step), elements)
         return jax.tree.unflatten(treedef, clipped), new
 
-    return optax.GradientTransformation(init, update)
+    return optax.GradientTransformationExtraArgs(init, update)
 
 
 def clip(max_delta: Bounds) -> optax.GradientTransformation:

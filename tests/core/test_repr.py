@@ -91,6 +91,8 @@ CALLS = [
         {},
         "carry_clipped(clipper=clip_by_global_norm(max_norm=2.0, eps=0.1))",
     ),
+    ("clip_by_value", (1.0,), {}, "clip_by_value(max_value=1.0)"),
+    ("clip", (0.5,), {}, "clip(max_delta=0.5)"),
     ("skip_step", (optax.sgd(0.1),), {}, "skip_step(inner=GradientTransformation"),
 ]
 
