@@ -185,7 +185,8 @@ def _clipped(own: tuple[str, str], leaf: Any, high: Any, low: Any) -> Any:
     else:
         bounds = _held(low, dtype, up=True), _held(high, dtype)
     # As `optax.clip`. The upper bound wins where schedules cross.
-    return jnp.clip(x, *bounds).astype(x.dtype)
+    low, high = (jnp.broadcast_to(bound, x.shape) for bound in bounds)
+    return jnp.clip(x, low, high).astype(x.dtype)
 
 
 def _held(bound: Any, dtype: Any, *, sign: int = 0, up: bool = False) -> Any:

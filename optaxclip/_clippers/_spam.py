@@ -122,8 +122,7 @@ def spam(
         # Only shapes and dtypes are read, so `init` takes jax.ShapeDtypeStruct.
         moment = jax.tree.map(no_squares, types_of(clipped_leaves, params))
         step = jnp.zeros((), jnp.int32)
-        elements = no_elements_clipped() if count else ()
-        return SpamState(step, moment, elements)
+        return SpamState(step, moment, no_elements_clipped() if count else ())
 
     def update(updates: Any, state: Any, params: Any = None, **given: Any) -> Any:
         check_state(call, state, SpamState)
