@@ -123,7 +123,7 @@ def metrics(
         clip/worst_index      its number, in the order of `state.by_name()`
         clip/worst_name       with `floats` or `json`: its name, a string
 
-      Of clippers of elements (`clip_by_value`, `clip`, `spam`), if they count:
+      Of clippers of elements (`clip_by_value`, `spam`), with `count=True`:
 
         clip/elements_clipped         the share of elements clipped in the last step
         clip/elements_clipped_mean    its mean over all steps
