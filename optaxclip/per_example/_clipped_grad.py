@@ -392,7 +392,9 @@ def _ghost_of(problem: Problem) -> tuple[Ghost | None, str]:
         )
 
 
-def _bounds(problem: Problem, method: str, ways: list[Way]) -> tuple[float, float]:
+def _bounds(
+    problem: Problem, method: str, width: int, ways: list[Way]
+) -> tuple[float, float]:
     """What is proved of excess and change, over the limit: see docs/numerics.md."""
     if method == "two_pass":
         # Its sum adds up other terms than were measured, and these are not known.
@@ -402,8 +404,8 @@ def _bounds(problem: Problem, method: str, ways: list[Way]) -> tuple[float, floa
     for way, leaf in zip(ways, jax.tree.leaves(problem.params)):
         count = way.positions
         dtype = np.promote_types(leaf.dtype, np.float32)
-        # The additions of the batch and its microbatches, and the products.
-        sums = _rounding(size * count + size + 4, dtype)
+        # The additions of a microbatch, of all microbatches, and the products.
+        sums = _rounding(width * count + size + 4, dtype)
         for use in way.uses.values():
             if any(x.dtype == jnp.bfloat16 for x in use.outs):
                 # What two bfloat16 numbers tell of a cotangent times a factor.
@@ -580,7 +582,7 @@ def explain_clipped_grad(
             name, shown = prefix.name(path), ", ".join(dict.fromkeys(uses))
             rows.append(ExplainedLeaf(name, leaf.shape, way.name, shown, kept, made))
         costs = _costs(problem, ghost or _ghost_of(problem)[0], microbatch)
-        bounds = _bounds(problem, chosen, ways)
+        bounds = _bounds(problem, chosen, count * problem.devices, ways)
         width = width and width * problem.devices
         found.append(Explanation(chosen, width, rows, *bounds, costs))
         return jax.tree.leaves(problem.params), 0, ()

@@ -171,6 +171,22 @@ def test_what_is_proved_is_known_before_the_run():
     assert "1 + " in str(explain)
 
 
+@pytest.mark.parametrize(
+    ("size", "times", "options", "most"),
+    [
+        (128, 512, {"method": "ghost"}, 0.52),
+        (128, 512, {"method": "ghost", "microbatch": 1}, 0.01),
+        (64, 1024, {"method": "one_pass"}, 1e-5),
+    ],
+)
+def test_what_is_proved_for_65536_terms(size, times, options, most):
+    loss, params, width = WAYS["matrix"]
+    x = np.ones((size, times, width), np.float32)
+    explain = explain_clipped_grad(loss, **options)
+    found = explain(params, x, x[..., 0], x[..., 0].astype(int))
+    assert found.excess <= most
+
+
 def test_two_passes_say_that_nothing_is_proved():
     loss, params, width = WAYS["matrix"]
     batch = batch_with("1e9", width)
