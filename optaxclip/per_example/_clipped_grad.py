@@ -25,7 +25,7 @@ from ..shrinks import Shrink, shrink_of
 from ._explicit import on_each_device
 from ._ghost import Ghost, ghost_of
 from ._ghost._capture import CannotSplit
-from ._ghost._norms import LOOKUPS, Way
+from ._ghost._norms import Way
 from ._passes import CANCELS, Run, evened, limits_of
 from ._problem import Places, Problem, Question
 
@@ -112,10 +112,11 @@ def clipped_grad(
         divide the batch: 32 examples, 9 at once, are 4 times 8. None for the whole
         batch, or for what "auto" chooses.
       method: how it is computed. All give the same numbers but for rounding, and but
-        for what cancels in "ghost". "ghost": from one backward pass, without gradients
-        of examples. An example whose terms cancel to less than 1/128 of their size
-        counts as that long, since it is summed with their rounding. One with inputs of
-        a layer above 2e31 counts as inf where its terms could cancel. "one_pass": the
+        for what cancels in "ghost". "ghost": from one backward pass, without large
+        gradients of examples. Where norms are by gram (`explain_clipped_grad`), an
+        example whose terms cancel to less than 1/128 of their size counts as that long,
+        since it is summed with their rounding, and one with inputs of a layer above
+        2e31 counts as inf. "one_pass": the
         gradients of a microbatch at a time. Often the fastest for narrow networks and
         long sequences. "two_pass": norms first, and then the gradient of the weighted
         loss. Where terms cancel its sum may exceed the limit without bound. Its factors
@@ -197,11 +198,10 @@ def clipped_grad(
     check_choice(f"{call}: method", method, METHODS)
     if microbatch is not None:
         check_length(f"{call}: microbatch", microbatch)
-    count = len(limits.values)
-    if method == "two_pass" and count > 1:
+    if method == "two_pass" and len(limits.values) > 1:
         raise ValueError(
             f"{call}: method='two_pass' has one factor for an example, but max_norm "
-            f"has {count} limits: use another method, or one limit."
+            f"has {len(limits.values)} limits: use another method, or one limit."
         )
     needs_all_norms = any(map(is_function, limits.values))
     if needs_all_norms and (private or (microbatch and method != "two_pass")):
@@ -305,15 +305,14 @@ def _choose(
 def _most_at_once(problem: Problem, ghost: Ghost) -> dict[str, int]:
     """For both methods of "auto", for how many examples at once there is memory."""
     kept, size = ghost.kept, problem.present.size
-    made = sum(ghost.params[leaf].size for leaf in ghost.made)
     every = sum(leaf.size for leaf in ghost.params)
-    most = {"ghost": made, "one_pass": every}
+    most = {"ghost": ghost.held, "one_pass": every}
     for name, numbers in most.items():
         # Gradients of examples take a third of the memory of what is kept of the
         # activations of the whole batch, or two of a part of it, of which less is kept.
         room = max(size * kept // 3, LITTLE) // max(numbers, 1)
         most[name] = size if room >= size else min(2 * room, size // 2)
-    if made <= kept:
+    if ghost.held <= kept:
         most["ghost"] = size
     if jax.default_backend() == "cpu" and not ghost.is_convolved:
         # A CPU is the faster the more of them stay in its cache: a transformer of
@@ -333,11 +332,14 @@ def _costs(
     plain = 3 * work_of(problem.program()[0]) + made / size
     costs = {"one_pass": 1 + made / plain, "two_pass": 2 + made / plain}
     if ghost:
-        if (microbatch or _most_at_once(problem, ghost)["one_pass"]) < size:
-            # XLA on a CPU takes eight times as long for a convolution in a loop.
-            costs = {x: cost * 8**ghost.is_convolved for x, cost in costs.items()}
+        if ghost.is_convolved:
+            # XLA on a CPU takes about half as long again for the gradients of examples
+            # by a convolution, and in a loop eight times as long.
+            most = microbatch or _most_at_once(problem, ghost)["one_pass"]
+            slow = 8 if most < size else 1.5
+            costs = {name: slow * cost for name, cost in costs.items()}
         # What is kept of uses is written and read, too.
-        made = ghost.kept + sum(ghost.params[leaf].size for leaf in ghost.made)
+        made = ghost.kept + ghost.held
         added = MULTIPLICATIONS_PER_NUMBER * made + sum(way.cost for way in ghost.ways)
         costs["ghost"] = 1 + added / plain
     return costs
@@ -392,35 +394,26 @@ def _ghost_of(problem: Problem) -> tuple[Ghost | None, str]:
         )
 
 
-def _bounds(
-    problem: Problem, method: str, width: int, ways: list[Way]
-) -> tuple[float, float]:
+def _bounds(problem: Problem, width: int, ways: list[Way]) -> tuple[float, float]:
     """What is proved of excess and change, over the limit: see docs/numerics.md."""
-    if method == "two_pass":
-        # Its sum adds up other terms than were measured, and these are not known.
-        return np.inf, np.inf
     lost, missed = 0.0, 0.0
     size = problem.present.size * problem.devices
     for way, leaf in zip(ways, jax.tree.leaves(problem.params)):
-        count = way.positions
         dtype = np.promote_types(leaf.dtype, np.float32)
+        # Elsewhere what is measured is what is summed.
+        is_gram = way.name == "gram"
+        count = way.positions if is_gram else 1
         # The additions of a microbatch, of all microbatches, and the products.
         sums = _rounding(width * count + size + 4, dtype)
         for use in way.uses.values():
-            if any(x.dtype == jnp.bfloat16 for x in use.outs):
+            if not way.held and any(x.dtype == jnp.bfloat16 for x in use.outs):
                 # What two bfloat16 numbers tell of a cotangent times a factor.
                 sums += 2.0**-17
-        if count > 1:
+        if is_gram:
             sums *= CANCELS + 1
             _, rows, columns = way.matrices
-            norm = CANCELS * _rounding(count, dtype)
-            if way.name == "gram":
-                # Products of lookups are exact.
-                uses = {use.name for use in way.uses.values()}
-                products = columns + rows * (not uses <= {*LOOKUPS})
-                square = _rounding(products + count**2, dtype)
-                norm = np.sqrt(1 + CANCELS**2 * square) - 1
-            missed = max(missed, norm)
+            square = _rounding(rows + columns + count**2, dtype)
+            missed = max(missed, np.sqrt(1 + CANCELS**2 * square) - 1)
         lost = max(lost, sums)
     excess = missed + lost
     return excess, excess + 2 * (size - 1) * lost
@@ -526,6 +519,7 @@ def explain_clipped_grad(
     | norm by | is | for |
     |---|---|---|
     | product | abs(a) abs(c), of input a and cotangent c | one position |
+    | rows | abs(c), of cotangents that are added up for each row | lookups in a table |
     | gram | sqrt(sum_ts (a_t . a_s)(c_t . c_s)) | few positions, large matrices |
     | matrix | abs(sum_t a_t c_t') | many positions, convolutions |
     | gradient | abs(g), g by JAX's own derivative | biases, scales, all else |
@@ -549,7 +543,7 @@ def explain_clipped_grad(
       an example adds at most 1 + 7.2e-07 limits and changes the sum by 1 + 5e-06
       parameter  shape     norm by   uses         kept  made
       b          (20,)     gradient  add          320   80
-      w          (30, 20)  product   dot_general  800   4
+      w          (30, 20)  product   dot_general  800   0
     """
     call = "explain_clipped_grad"
     check_choice(f"{call}: method", method, METHODS)
@@ -567,22 +561,22 @@ def explain_clipped_grad(
         chosen, width, ghost = _choose(problem, method, microbatch)
         count = min(width or problem.present.size, problem.present.size)
         entries = jax.tree_util.tree_flatten_with_path(problem.params)[0]
-        rows, ways = [], ghost.ways if ghost else []
-        if not ghost:
-            # One pass and two passes make whole gradients, and keep nothing of uses.
-            leaves = jax.tree.leaves(problem.params)
-            ways = [Way("gradient", {}, leaf.size) for leaf in leaves]
+        # One pass and two passes make whole gradients, and keep nothing of uses.
+        ways = [Way("gradient", {}, held=leaf.size) for _, leaf in entries]
+        rows, ways = [], ghost.ways if ghost else ways
         for (path, leaf), way in zip(entries, ways):
             of_leaf = way.uses.values()
             uses = [use.name + " in scan" * bool(use.loops) for use in of_leaf]
             # As if all that is kept and made had the dtype of the parameter.
             kept = leaf.dtype.itemsize * count * sum(use.kept for use in of_leaf)
-            made = leaf.dtype.itemsize * way.size
+            made = leaf.dtype.itemsize * (way.size + way.held)
             # DictKey("blocks"), SequenceKey(0) -> "blocks/0".
             name, shown = prefix.name(path), ", ".join(dict.fromkeys(uses))
             rows.append(ExplainedLeaf(name, leaf.shape, way.name, shown, kept, made))
         costs = _costs(problem, ghost or _ghost_of(problem)[0], microbatch)
-        bounds = _bounds(problem, chosen, count * problem.devices, ways)
+        # The sum of two passes adds up other terms than were measured.
+        bounds = _bounds(problem, count * problem.devices, ways)
+        bounds = (np.inf, np.inf) if chosen == "two_pass" else bounds
         width = width and width * problem.devices
         found.append(Explanation(chosen, width, rows, *bounds, costs))
         return jax.tree.leaves(problem.params), 0, ()

@@ -100,9 +100,7 @@ def per_example_layer_norm_clip(
     limit = _limit(f"{call}: global_l2_norm_clip", global_l2_norm_clip)
     leaves, treedef = jax.tree.flatten(grads)
     # D_i, of one example: the first axis counts examples.
-    sizes = [math.prod(jnp.shape(leaf)[1:]) for leaf in leaves]
-    if uniform:
-        sizes = [1] * len(sizes)
+    sizes = [1 if uniform else math.prod(jnp.shape(leaf)[1:]) for leaf in leaves]
     # At least 1, since leaves may all be empty.
     total = max(sum(sizes), 1)
     # Their squares sum to C^2, so that all leaves together stay within C.

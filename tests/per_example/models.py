@@ -135,16 +135,19 @@ def small_table():
 
 
 def lookups():
-    """Words that are in an example twice, and words beyond the table."""
+    """Words that are in an example twice, also in two lookups, and words beyond the
+    table.
+    """
 
     def loss(p, words):
         x = p["table"].at[words].get(mode="drop", fill_value=0)
+        x = x + p["table"][words[::-1] % 30]
         y = jnp.take(p["other"].T, words[:3], axis=0, mode="clip")
         return jnp.sum(x**3) + jnp.sum(jnp.sin(y))
 
     params = weights(table=(30, 4), other=(3, 40))
     words = np.random.default_rng(9).integers(25, 35, (BATCH, 7), dtype=np.int32)
-    return Model(loss, params, words, {"table": "gram", "other": "gram"})
+    return Model(loss, params, words, {"table": "rows", "other": "rows"})
 
 
 def recurrent():

@@ -1,13 +1,14 @@
 """Ghost clipping with book-keeping: the clipped gradient of a batch from one backward
-pass, without the gradients of its examples.
+pass, without the large gradients of its examples.
 
     1. Run the loss of all examples. Capture what comes into each use of a parameter, x.
     2. Run backward once, to the cotangents of what comes out of the uses, g.
-    3. Norms of the gradients of examples, from x and g.
+    3. Norms of the gradients of examples, from x and g. Gradients that are smaller than
+       these are made of them, and held.
     4. The sum of the gradients with factors f, from x and f g: again no backward pass.
 
-Where a use of a parameter has no such factors, the gradients of examples by that
-parameter are made for both norm and sum.
+Where a use of a parameter has no such factors, JAX makes the gradients of examples by
+that parameter.
 
 References: Li, Tramer, Liang, Hashimoto, Large language models can be strong
 differentially private learners, 2022 (arXiv 2110.05679). Bu, Wang, Zha, Karypis,
@@ -30,7 +31,7 @@ from .. import _passes as passes
 from .._passes import Arrays, Run, Weights, along_batch
 from .._problem import Problem, typed_as_varying
 from ._capture import Captured, Program, Use, bind, capture, split_loss
-from ._norms import Part, Way, factors_of, norm_by, terms_of, ways_of
+from ._norms import Pair, Part, Way, factors_of, found_by, joined, terms_of, ways_of
 
 Book = list[Captured]  # of each use
 LITTLE = 2**20  # bytes that are not worth a loop
@@ -54,6 +55,13 @@ class Ghost(NamedTuple):
         return sum(use.kept for use in self.program.uses())
 
     @property
+    def held(self) -> int:
+        """How many numbers of the gradient of one example are held until its factor is
+        known.
+        """
+        return sum(way.held for way in self.ways)
+
+    @property
     def is_convolved(self) -> bool:
         return any(map(has_convolution, self.program.jaxpr.eqns))
 
@@ -69,8 +77,7 @@ class Ghost(NamedTuple):
             for leaf, grads in zip(self.made, self._gradients(book)):
                 found[leaf] = grads
             for leaf in self.factored:
-                norms = _norms(self.ways[leaf], book, present)
-                found[leaf], terms[leaf] = norms
+                found[leaf], terms[leaf] = _looked_at(self.ways[leaf], book, present)
             weights = run.limits.weigh(found, present, terms)
             sums = self._sums(book, found, weights, run.limits.groups)
             values, aux = jax.tree.unflatten(self.out_tree, outs)
@@ -111,10 +118,10 @@ class Ghost(NamedTuple):
         sums = list(map(jnp.zeros_like, self.params))
         # The last come first, whose arrays are freed before those of others are copied.
         for leaf in [*self.made, *self.factored]:
-            if leaf in self.made:
+            if leaf in self.made or self.ways[leaf].name == "matrix":
                 sums[leaf] = weights.total(found[leaf], groups[leaf])
             else:
-                sums[leaf] = self._sum(leaf, book, weights, groups[leaf])
+                sums[leaf] = self._sum(leaf, book, found[leaf], weights, groups[leaf])
             counts = _after(sums[leaf], weights.counts)
             weights = weights._replace(counts=counts)
 
@@ -129,7 +136,9 @@ class Ghost(NamedTuple):
             sums[leaf] = total
         return sums
 
-    def _sum(self, leaf: int, book: Book, weights: Weights, group: int) -> Array:
+    def _sum(
+        self, leaf: int, book: Book, found: Array, weights: Weights, group: int
+    ) -> Array:
         """The weighted sum of the gradients by a parameter that has factors, as
         matrices [stack, rows, columns].
         """
@@ -139,16 +148,18 @@ class Ghost(NamedTuple):
         own, start = way.own(book), jnp.zeros(way.matrices, dtype)
         start = typed_as_varying((own, param, counts), start)
 
-        def step(counts: Array, own: Book, root: Array) -> Any:
-            total = start
-            for part, captured in zip(way.parts, own):
-                total = _plus_weighted(total, part, captured, root, counts)
+        def step(counts: Array, own: Book, found: Array, root: Array) -> Any:
+            total, pairs = start, list(map(factors_of, way.parts, own))
+            if way.name == "rows":
+                pairs = [(joined(pairs)[0], found)]
+            for part, pair in zip(way.parts, pairs):
+                total = _plus_weighted(total, part, pair, root, counts)
             return total, None
 
         # The patches of all images may be more than all that was captured.
         is_large = way.parts[0].use.name == "conv_general_dilated"
         width = _width(way, book, counts.size) if is_large else None
-        return passes.in_microbatches(step, start, counts, (own, root), width)[0]
+        return passes.in_microbatches(step, start, counts, (own, found, root), width)[0]
 
 
 def _outputs(made: dict[Any, Any], use: Use, inputs: list[Any]) -> list[Any]:
@@ -175,21 +186,21 @@ def _outputs(made: dict[Any, Any], use: Use, inputs: list[Any]) -> list[Any]:
     return run(given, inputs, jnp.zeros(use.loops))
 
 
-def _norms(way: Way, book: Book, counts: Array) -> tuple[Array, Array]:
-    """The norms of the examples' gradients by a parameter that has factors, and bounds
-    of their terms.
+def _looked_at(way: Way, book: Book, counts: Array) -> tuple[Array, Array]:
+    """Of a parameter that has factors, the norms of the examples' gradients, or the
+    gradients, and bounds of their terms that are still to be added up.
     """
 
     def step(_: Array, own: Book) -> tuple[None, tuple[Array, Array]]:
         pairs = list(map(factors_of, way.parts, own))
-        norm = norm_by(way, pairs)
-        # A gradient of one term has nothing that cancels.
-        is_sum = way.name != "product"
-        terms = terms_of(pairs) if is_sum else jnp.zeros_like(norm)
-        return None, (norm, terms)
+        found = found_by(way, pairs)
+        # Of all others what is measured is what is added up.
+        is_gram = way.name == "gram"
+        return None, (found, terms_of(pairs) if is_gram else jnp.zeros(len(found)))
 
     width = _width(way, book, counts.size)
-    return passes.in_microbatches(step, None, counts, (way.own(book),), width)[1]
+    found = passes.in_microbatches(step, None, counts, (way.own(book),), width)[1]
+    return passes.written(found)
 
 
 def _width(way: Way, book: Book, size: int) -> int:
@@ -197,22 +208,20 @@ def _width(way: Way, book: Book, size: int) -> int:
     than all that was captured.
     """
     whole = sum(x.nbytes for x in jax.tree.leaves(book))
-    itemsize = jnp.dtype(jnp.float32).itemsize
     # With an eighth, a network of convolutions took 1.55 times the memory of a plain
     # gradient on a CPU, and no less time.
-    most = max(whole // 16, LITTLE) // (itemsize * way.size)
+    most = max(whole // 16, LITTLE) // max(np.float32().nbytes * way.size, 1)
     # A power of two mostly fills the batch.
     return size if most >= size else 1 << (max(most, 1).bit_length() - 1)
 
 
 def _plus_weighted(
-    total: Array, part: Part, at: Captured, root: Array, counts: Array
+    total: Array, part: Part, pair: Pair, root: Array, counts: Array
 ) -> Array:
     """The total, plus the products of factors of the examples that count, each times
     the square of its root.
     """
     # Selected, since 0 times NaN is NaN.
-    pair = factors_of(part, at)
     a, c = (jnp.where(along_batch(counts, x), x, 0) for x in pair)
     wide, is_bfloat16 = total.dtype, a.dtype == c.dtype == jnp.bfloat16
     c = stretch(c.astype(wide), along_batch(root, c))

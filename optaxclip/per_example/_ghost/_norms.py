@@ -10,6 +10,7 @@ a_t are the patches of the image, and a lookup in a table, whose a_t is 1 in one
 Turns of a scan that share a matrix are positions too. Several matrices are a stack.
 
     product    |a| |c|: one position
+    rows       |c|, after those of one row are added up: lookups
     gram       sqrt(sum_ts (a_t . a_s)(c_t . c_s)): few positions, a large matrix
     matrix     |sum_t a_t c_t'|: many positions. The gradient of an example is made
     gradient   the same by JAX's own derivative, where there are no factors
@@ -85,8 +86,9 @@ class Way(NamedTuple):
 
     name: str
     uses: dict[int, Use]  # by their numbers
-    size: int = 0  # how many numbers are made of one example
-    # about how many multiplications it takes that one pass does not
+    size: int = 0  # how many numbers are made of one example, and dropped
+    held: int = 0  # how many are held until the sum over examples
+    # about how many multiplications it takes that a plain gradient does not
     cost: int = 0
     parts: tuple[Part, ...] = ()  # where there are factors
     matrices: tuple[int, ...] = ()  # stack, rows and columns
@@ -111,7 +113,7 @@ def ways_of(uses: list[Use], params: list[Array]) -> list[Way]:
     for own, leaf in zip(places, params):
         uses_of_leaf = {number: use for number, use, _ in own}
         name = "gradient" if own and leaf.size else "unused"
-        made = Way(name, uses_of_leaf, leaf.size)
+        made = Way(name, uses_of_leaf, held=leaf.size)
         parts = _fitted(own) if own and leaf.size else []
         # Where what comes out differs along more mesh axes than the parameter, its
         # gradient is a sum over devices.
@@ -156,37 +158,28 @@ def _fitted(places: list[Place]) -> list[Part]:
 
 def _cheapest(parts: list[Part], made: Way) -> Way:
     """The way that takes the fewest multiplications."""
-    positions, lookups = 0, 0
+    positions = 0
     for part in parts:
         own = part.form.sizes[0]
         for depth, length in enumerate(part.use.loops):
             own *= 1 if depth in part.origin.loops else length
         positions += own
-        lookups += own if part.use.name in LOOKUPS else 0
     _, rows, columns = parts[0].form.sizes
-    stack = made.size // (rows * columns)
-    matrices = stack, rows, columns
-    way = made._replace(parts=tuple(parts), matrices=matrices, positions=positions)
-    if positions == 1 and not lookups:
-        cost = stack * (rows + columns)
-        return way._replace(name="product", size=1, cost=cost)
+    stack = made.held // (rows * columns)
+    way = made._replace(parts=tuple(parts), positions=positions)
+    way = way._replace(matrices=(stack, rows, columns))
+    if {part.use.name for part in parts} <= {*LOOKUPS}:
+        return way._replace(name="rows", held=stack * positions * columns)
+    if positions == 1:
+        return way._replace(name="product", held=0, cost=stack * (rows + columns))
     pairs = stack * positions**2  # of positions t and s
     is_convolution = parts[0].use.name == "conv_general_dilated"
     patches = 2 * stack * positions * rows * is_convolution
-    if lookups == positions:
-        # A scatter into a table is slow: as slow as writing four times as much.
-        is_cheap, cost = positions**2 <= 4 * rows, pairs * columns
-    else:
-        # positions^2 (rows + columns) against positions rows columns of matrix.
-        is_cheap = positions * (rows + columns) <= rows * columns
-        cost = pairs * (rows + columns)
-    if is_cheap:
-        size = 2 * pairs + patches
-        return way._replace(name="gram", size=size, cost=cost)
-    # A scatter for each lookup, or a product for each position.
-    each = columns if lookups else made.size
-    cost = positions * each + made.size * bool(lookups)
-    return way._replace(name="matrix", size=made.size + patches, cost=cost)
+    # positions^2 (rows + columns) against positions rows columns of matrix.
+    if positions * (rows + columns) <= rows * columns:
+        size, cost = 2 * pairs + patches, pairs * (rows + columns)
+        return way._replace(name="gram", size=size, held=0, cost=cost)
+    return way._replace(name="matrix", size=patches)
 
 
 def form_of(use: Use) -> Form | None:
@@ -354,18 +347,31 @@ def factors_of(part: Part, captured: Captured) -> Pair:
     return (c, a) if part.swaps else (a, c)
 
 
-def norm_by(way: Way, pairs: list[Pair]) -> Array:
-    """The norm of the gradient of each example, from the factors of all uses."""
+def found_by(way: Way, pairs: list[Pair]) -> Array:
+    """The norm of the gradient of each example, from the factors of all uses, or the
+    gradients, [example, stack, rows, columns]. Of lookups instead the sum of those
+    cotangents that belong to one row, at the first position that looks it up.
+    """
     if way.name == "gram":
         return _by_gram(pairs)
-    norm_of_each = jax.vmap(own_norm)
-    if way.name == "matrix":
-        made = [_made(*pair, way.matrices) for pair in pairs]
-        return norm_of_each(sum(made[1:], made[0]))
-    # For a stack of products |G|^2 = sum_s |a_s|^2 |c_s|^2.
-    a, c = (jax.vmap(norm_of_each)(x) for x in pairs[0])
-    norms = a * c
-    return norm_of_each(norms) if norms.shape[1] > 1 else norms[:, 0]
+    if way.name == "rows":
+        a, c = joined(pairs)
+        # The first True.
+        first = jnp.argmax(a[..., :, None] == a[..., None, :], -1)
+        return _scattered(first, c, c.shape[1:])
+    if way.name == "product":
+        norm_of_each = jax.vmap(own_norm)
+        # For a stack of products |G|^2 = sum_s |a_s|^2 |c_s|^2.
+        a, c = (jax.vmap(norm_of_each)(x) for x in pairs[0])
+        norms = a * c
+        return norm_of_each(norms) if norms.shape[1] > 1 else norms[:, 0]
+    total: Any = 0.0
+    for a, c in pairs:
+        if a.ndim == 3:
+            total += _scattered(a, c, way.matrices)
+        else:
+            total += _dot("bstr,bstk->bsrk", a, c)
+    return total
 
 
 def terms_of(pairs: list[Pair]) -> Array:
@@ -386,12 +392,15 @@ def terms_of(pairs: list[Pair]) -> Array:
     return norm_of_each(total)
 
 
-def _made(a: Array, c: Array, shape: tuple[int, ...]) -> Array:
-    """The gradients of examples, [example, stack, rows, columns]."""
-    if a.ndim == 4:
-        return _dot("bstr,bstk->bsrk", a, c)
+def joined(pairs: list[Pair]) -> Pair:
+    """The factors of several lookups in one table as those of one."""
+    a, c = zip(*pairs)
+    return jnp.concatenate(a, 2), jnp.concatenate(c, 2)
+
+
+def _scattered(a: Array, c: Array, shape: tuple[int, ...]) -> Array:
     stack = jnp.arange(shape[0])[:, None]
-    zeros = jnp.zeros((len(a), *shape), np.promote_types(c.dtype, np.float32))
+    zeros = jnp.zeros((len(a), *shape), jnp.promote_types(c.dtype, jnp.float32))
     return jax.vmap(lambda x, a, c: x.at[stack, a].add(c))(zeros, a, c)
 
 
