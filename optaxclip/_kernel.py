@@ -229,17 +229,17 @@ def _ask(
         if learns and group.own_rows is not None:
             memory = jax.tree.map(itemgetter(group.own_rows), memory)
         is_relative = rule.needs_params
-        if is_relative and not learns:
-            # Each by itself, so that no leaf waits until all weights are measured.
-            limits = []
+        weight = group.vector(weights) if is_relative else None
+        limits = []
+        if is_relative and not learns and not group.is_one:
+            # For a TPU each by itself, so that no leaf waits until all weights are
+            # measured. XLA drops them elsewhere.
             for i in group.numbers:
                 further = further_norms(rule, weights[i], total)
                 limits.append(ask(rule, each[i], memory, state.step, *further)[0])
-            limit = limits[0] if group.is_one else states.concatenated(limits)
-        else:
-            weight = group.vector(weights) if is_relative else None
-            further = further_norms(rule, weight, total)
-            limit, memory = ask(rule, norm, memory, state.step, *further)
+        further = further_norms(rule, weight, total)
+        limit, memory = ask(rule, norm, memory, state.step, *further)
+        if not limits:
             kinds = [jax.typeof(each[i]) for i in group.numbers]
             limits = [limit] if group.is_one else entries_of(limit, kinds)
         if given is not None:
