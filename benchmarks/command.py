@@ -29,7 +29,28 @@ def main(argv: Sequence[str] | None = None) -> None:
     Args:
       argv: the arguments of the command line. None takes them from the process.
     """
-    options = _parser().parse_args(argv)
+    parser = argparse.ArgumentParser(
+        "python -m benchmarks",
+        description="What clipping costs: ratios of times, memory, compilation.",
+    )
+    parser.add_argument(
+        "--quick",
+        action="store_true",
+        help="toy sizes: shows that everything runs, measures nothing (default: off)",
+    )
+    parser.add_argument(
+        "--only",
+        action="append",
+        choices=TABLES,
+        help="a table to run, may be repeated (default: all)",
+    )
+    parser.add_argument(
+        "--json",
+        type=Path,
+        default=Path(__file__).with_name("results.json"),
+        help="where the numbers go (default: results.json beside this program)",
+    )
+    options = parser.parse_args(argv)
     chosen = [name for name in TABLES if not options.only or name in options.only]
     setting = report.setting(options.quick)
     print(report.header(setting), flush=True)
@@ -43,30 +64,3 @@ def main(argv: Sequence[str] | None = None) -> None:
         # After each table, so that a run that is stopped leaves those it finished.
         report.write(options.json, setting, {name: table})
     print(f"Written to {options.json}")
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks",
-        description="What clipping costs: ratios of times, memory, compilation.",
-    )
-    parser.add_argument(
-        "--quick",
-        action="store_true",
-        help="toy sizes: shows that everything runs, measures nothing (default: off)",
-    )
-    parser.add_argument(
-        "--only",
-        action="append",
-        choices=list(TABLES),
-        metavar="NAME",
-        help=f"a table to run, may be repeated: {', '.join(TABLES)} (default: all)",
-    )
-    parser.add_argument(
-        "--json",
-        type=Path,
-        default=Path(__file__).with_name("results.json"),
-        metavar="PATH",
-        help="where the numbers go (default: results.json beside this program)",
-    )
-    return parser

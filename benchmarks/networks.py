@@ -4,6 +4,7 @@ convolutions.
 
 import math
 from collections.abc import Callable
+from functools import partial
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -19,7 +20,7 @@ Params = dict[str, Any]
 class Network(NamedTuple):
     """A loss, and what it takes."""
 
-    shapes: Params  # of the weights
+    params: Params  # the weights, described
     loss: Callable[..., jax.Array]  # of weights and the arrays of a batch
     draw: Callable[[np.random.Generator], tuple[np.ndarray, ...]]  # one batch
 
@@ -47,23 +48,23 @@ def on_cpu(quick: bool) -> dict[str, Network]:
     }
 
 
-def started(shapes: Params) -> Params:
+def started(params: Params) -> Params:
     """Random weights, scales of 1 and biases of 0."""
     generator = np.random.default_rng(0)
 
-    def start(path: Any, shape: tuple[int, ...]) -> jax.Array:
+    def start(path: Any, leaf: jax.ShapeDtypeStruct) -> jax.Array:
+        shape = leaf.shape
         if len(shape) == 1:
-            is_scale = jax.tree_util.keystr(path[-1:], simple=True).startswith("scale")
-            return jnp.full(shape, 1.0 if is_scale else 0.0)
+            return jnp.full(shape, float(path[-1].key.startswith("scale")))
         weights = generator.standard_normal(shape) / math.prod(shape[:-1]) ** 0.5
         return jnp.asarray(weights, jnp.float32)
 
-    return jax.tree.map_with_path(start, shapes, is_leaf=is_shape)
+    return jax.tree.map_with_path(start, params)
 
 
-def is_shape(node: Any) -> bool:
-    """Whether a node of a tree is the shape of a leaf."""
-    return isinstance(node, tuple)
+def _described(shapes: Params) -> Params:
+    describe = partial(jax.ShapeDtypeStruct, dtype=np.float32)
+    return jax.tree.map(describe, shapes, is_leaf=lambda x: isinstance(x, tuple))
 
 
 def actor_critic(width: int) -> Network:
@@ -84,7 +85,7 @@ def actor_critic(width: int) -> Network:
         seen = generator.standard_normal((64, 64), np.float32)
         return seen, generator.integers(6, size=64), seen[:, 0]
 
-    return Network(shapes, loss, draw)
+    return Network(_described(shapes), loss, draw)
 
 
 def convolutions() -> Network:
@@ -112,7 +113,7 @@ def convolutions() -> Network:
         images = generator.standard_normal((32, 32, 32, 3), np.float32)
         return images, generator.integers(10, size=32)
 
-    return Network(shapes, loss, draw)
+    return Network(_described(shapes), loss, draw)
 
 
 def decoder(
@@ -153,7 +154,7 @@ def decoder(
         shape = (sizes.batch, sizes.length + 1)
         return (generator.integers(sizes.words, size=shape, dtype=np.int32),)
 
-    return Network(shapes, loss, draw)
+    return Network(_described(shapes), loss, draw)
 
 
 def gpt2_small() -> list[tuple[int, ...]]:

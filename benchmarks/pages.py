@@ -4,8 +4,7 @@
 
 A table stands between `<!-- table: NAME -->` and `<!-- end -->`, a number in a sentence
 between `<!-- number: FILE/ROW/COLUMN -->` and `<!-- end -->`. A test fails when a page
-does not have what this would write. A table that was not measured yet stays as it is.
-Where the JSON is from:
+does not have what this would write. Where the JSON is from:
 
     results/costs.json           python -m benchmarks --only whole_step
                                      --only whole_step_compiled --only step --json PATH
@@ -23,7 +22,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from .report import shown
+from .report import all_rows, grid, shown
 
 ROOT = Path(__file__).parents[1]
 RESULTS = Path(__file__).with_name("results")
@@ -56,11 +55,6 @@ EACH = [
     ("Opacus, hooks", "Opacus, hooks"),
     ("Opacus, ghost", "Opacus, ghost clipping"),
 ]
-PACKAGES = [
-    ("optaxclip, auto", "`clipped_grad`"),
-    ("jax_privacy", "jax_privacy"),
-    ("Opacus", "Opacus"),
-]
 
 
 def main() -> None:
@@ -79,22 +73,18 @@ def render(text: str) -> str:
 
 def _rendered(block: re.Match[str]) -> str:
     kind, name, _ = block.groups()
-    if kind == "number":
-        return f"<!-- {kind}: {name} -->{number(name)}<!-- end -->"
-    table = TABLES[name]()
-    return f"<!-- {kind}: {name} -->\n{table}\n<!-- end -->" if table else block[0]
+    content = number(name) if kind == "number" else f"\n{TABLES[name]()}\n"
+    return f"<!-- {kind}: {name} -->{content}<!-- end -->"
 
 
 def results(name: str) -> Any:
-    """What a program wrote, None where it did not run yet."""
-    path = RESULTS / f"{name}.json"
-    return json.loads(path.read_text()) if path.exists() else None
+    """What a program wrote."""
+    return json.loads((RESULTS / f"{name}.json").read_text())
 
 
 def rows_of(name: str, table: str) -> list[dict[str, Any]]:
     """The rows of one table of the benchmarks."""
-    found = results(name)
-    return found["tables"].get(table, {"rows": []})["rows"] if found else []
+    return results(name)["tables"][table]["rows"]
 
 
 def number(path: str) -> str:
@@ -107,8 +97,6 @@ def number(path: str) -> str:
 def costs() -> str:
     """What a clip adds to a whole step: the digest of two tables."""
     timed = rows_of("costs", "whole_step")
-    if not timed:
-        return ""
     networks = list(dict.fromkeys(row["network"] for row in timed))
     times = {(row["network"], row["clipped by"]): row["time"] for row in timed}
     header = ["clipped by", *(f"{network}, CPU: time" for network in networks)]
@@ -117,7 +105,7 @@ def costs() -> str:
     for name, title in DIGEST.items():
         line = [shown(times[network, name]) for network in networks]
         lines.append([title, *line, _added("h100", name), _added("v5e", name)])
-    return markdown(header, lines)
+    return grid(header, lines)
 
 
 def _added(device: str, name: str) -> str:
@@ -148,16 +136,12 @@ def each_package() -> str:
 
     With one digit, since the times of some packages differ much between rounds.
     """
-    rows = rows_of("per_example", "per_example")
-    lines = []
+    rows, lines = rows_of("per_example", "per_example"), []
+    names = "optaxclip, auto", "jax_privacy", "Opacus"
     for model in dict.fromkeys(row["model"] for row in rows):
-        own = [row for row in rows if row["model"] == model]
-        line = [model]
-        for name, _ in PACKAGES:
-            times = [x["time"] for x in own if x["gradient"].startswith(name)]
-            line.append(f"{min(times):.1f}")
-        lines.append(line)
-    return markdown(["model", *(title for _, title in PACKAGES)], lines)
+        times = [_smallest(rows, model, name, "time") for name in names]
+        lines.append([model, *(f"{time:.1f}" for time in times)])
+    return grid(["model", "`clipped_grad`", *names[1:]], lines)
 
 
 def _of_each(ways: list[tuple[str, str]], column: str) -> str:
@@ -166,15 +150,15 @@ def _of_each(ways: list[tuple[str, str]], column: str) -> str:
     models = list(dict.fromkeys(row["model"] for row in rows))
     lines = []
     for name, title in ways:
-        found = (_smallest(rows, model, name, column) for model in models)
-        lines.append([title, *found])
-    return markdown(["clipped by", *models], lines)
+        found = [_smallest(rows, model, name, column) for model in models]
+        lines.append([title, *map(shown, found)])
+    return grid(["clipped by", *models], lines)
 
 
-def _smallest(rows: list[dict[str, Any]], model: str, name: str, column: str) -> str:
+def _smallest(rows: list[dict[str, Any]], model: str, name: str, column: str) -> Any:
     own = [row for row in rows if row["model"] == model]
-    own = [row for row in own if row["gradient"].startswith(name)]
-    return min((shown(row.get(column)) for row in own), key=float, default="-")
+    own = [row[column] for row in own if row["gradient"].startswith(name)]
+    return min(own, default=None)
 
 
 def each_choice() -> str:
@@ -182,35 +166,18 @@ def each_choice() -> str:
     rows, ways, lines = rows_of("per_example", "per_example_auto"), EACH[:5], []
     for key in dict.fromkeys((row["model"], row["batch"]) for row in rows):
         own = [row for row in rows if (row["model"], row["batch"]) == key]
-        times = [_smallest(own, key[0], name, "time") for name, _ in ways]
+        times = [shown(_smallest(own, key[0], name, "time")) for name, _ in ways]
         best = float(times[0]) / min(map(float, times[1:]))
         memory = _smallest(own, key[0], ways[0][0], "memory")
-        lines.append([key[0], str(key[1]), *times, shown(best), memory])
-    header = [
-        "model",
-        "batch",
-        *(title for _, title in ways),
-        "over the best",
-        "memory",
-    ]
-    return markdown(header, lines) if rows else ""
+        lines.append([key[0], str(key[1]), *times, shown(best), shown(memory)])
+    titles = [title for _, title in ways]
+    return grid(["model", "batch", *titles, "over the best", "memory"], lines)
 
 
 def _rows(table: str, file: str = "per_example", show: Any = shown) -> str:
     """All rows of a table."""
-    found = (results(file) or {"tables": {}})["tables"].get(table)
-    if not found:
-        return ""
-    lines = []
-    for row in found["rows"]:
-        lines.append([show(row.get(name)) for name in found["columns"]])
-    return markdown(found["columns"], lines)
-
-
-def markdown(header: list[str], rows: list[list[str]]) -> str:
-    """A table with its first column to the left and the others to the right."""
-    lines = [header, ["---", *["---:"] * (len(header) - 1)], *rows]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+    found = results(file)["tables"][table]
+    return all_rows(found["columns"], found["rows"], show)
 
 
 TABLES: dict[str, Callable[[], str]] = {

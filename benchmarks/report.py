@@ -3,6 +3,7 @@
 import json
 import os
 import platform
+from collections.abc import Callable, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -50,12 +51,34 @@ def header(where: dict[str, Any]) -> str:
 
 def markdown(name: str, table: Table, seconds: float) -> str:
     """A table to print, with the time it took to measure."""
-    lines = [f"## `{name}`: {table.title}", "", _line(table.columns)]
-    lines.append(_line(["---"] * len(table.columns)))
-    for row in table.rows:
-        lines.append(_line([shown(row.get(column)) for column in table.columns]))
-    lines += ["", f"{table.note} Measured in {seconds:.0f} s.".strip(), ""]
-    return "\n".join(lines)
+    below = f"{table.note} Measured in {seconds:.0f} s."
+    rows = all_rows(table.columns, table.rows)
+    return f"## `{name}`: {table.title}\n\n{rows}\n\n{below}\n"
+
+
+def shown(value: Any) -> str:
+    """A number or a word in a table."""
+    if value is None:
+        return "-"
+    return f"{value:.2f}" if isinstance(value, float) else str(value)
+
+
+def all_rows(
+    columns: Sequence[str],
+    rows: list[dict[str, Any]],
+    show: Callable[[Any], str] = shown,
+) -> str:
+    """Some columns of all rows, as markdown."""
+    lines = []
+    for row in rows:
+        lines.append([show(row.get(column)) for column in columns])
+    return grid(columns, lines)
+
+
+def grid(header: Sequence[str], lines: list[list[str]]) -> str:
+    """A table with its first column to the left and the others to the right."""
+    every = [header, ["---", *["---:"] * (len(header) - 1)], *lines]
+    return "\n".join(f"| {' | '.join(line)} |" for line in every)
 
 
 def write(path: Path, where: dict[str, Any], tables: dict[str, Table]) -> None:
@@ -77,14 +100,3 @@ def _version(name: str) -> str:
         return version(name)
     except PackageNotFoundError:
         return "not installed"
-
-
-def _line(cells: Any) -> str:
-    return f"| {' | '.join(cells)} |"
-
-
-def shown(value: Any) -> str:
-    """A number or a word in a table."""
-    if value is None:
-        return "-"
-    return f"{value:.2f}" if isinstance(value, float) else str(value)

@@ -3,6 +3,7 @@ libraries.
 """
 
 from collections.abc import Callable
+from statistics import median, quantiles
 from typing import Any
 
 import jax
@@ -80,12 +81,13 @@ def raced(
     seconds = timing.race(contestants, rounds)
     rows = []
     for name, program in programs.items():
-        lower, middle, upper = timing.quartiles(seconds[name], seconds["none"])
+        ratios = timing.ratios(seconds[name], seconds["none"])
+        lower, middle, upper = quantiles(ratios, n=4, method="inclusive")
         other = counterpart(name)
         compile_ratio = other and program.seconds / programs[other].seconds
         row = {"clipped by": name, "time": middle}
         row |= {"middle half": f"{lower:.2f} to {upper:.2f}"}
-        row |= {"over optax's": timing.ratio(seconds[name], seconds[GLOBAL])}
+        row |= {"over optax's": median(timing.ratios(seconds[name], seconds[GLOBAL]))}
         row |= {"temporary MB": program.temporary / 1e6, "compile": compile_ratio}
         row |= {"step_seconds": seconds[name], "compile_seconds": program.seconds}
         rows.append(row)

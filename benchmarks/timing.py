@@ -11,12 +11,9 @@ import math
 import sys
 import time
 from collections.abc import Callable
-from statistics import median, quantiles
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import jax
-
-Name = TypeVar("Name")
 
 
 class Contestant(NamedTuple):
@@ -48,10 +45,10 @@ def repeated(run: Callable[[], Any], seconds: float) -> Contestant:
     return Contestant(run_all, calls=calls)
 
 
-def race(contestants: dict[Name, Contestant], rounds: int) -> dict[Name, list[float]]:
+def race(contestants: dict[str, Contestant], rounds: int) -> dict[str, list[float]]:
     """The seconds of each contestant in each round."""
     names = list(contestants)
-    seconds: dict[Name, list[float]] = {name: [] for name in names}
+    seconds: dict[str, list[float]] = {name: [] for name in names}
     gc.collect()
     for turn in range(rounds + 1):
         print(f"  round {turn} of {rounds}", file=sys.stderr, flush=True)
@@ -63,15 +60,9 @@ def race(contestants: dict[Name, Contestant], rounds: int) -> dict[Name, list[fl
     return seconds
 
 
-def ratio(seconds: list[float], base: list[float]) -> float:
-    """The median over rounds of the ratio of two contestants."""
-    return median(one / other for one, other in zip(seconds, base, strict=True))
-
-
-def quartiles(seconds: list[float], base: list[float]) -> list[float]:
-    """Of the same ratios: the borders of their middle half, and the median between."""
-    ratios = [one / other for one, other in zip(seconds, base, strict=True)]
-    return quantiles(ratios, n=4, method="inclusive")
+def ratios(seconds: list[float], base: list[float]) -> list[float]:
+    """Of two contestants, in each round that both took part in."""
+    return [one / other for one, other in zip(seconds, base)]
 
 
 def compiled(

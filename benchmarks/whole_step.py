@@ -4,6 +4,7 @@ Every step has weights and an optimizer state of its own, and goes on training t
 round to round. Batches are random, so a loss falls as far as they can be memorised.
 """
 
+import itertools
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -54,7 +55,7 @@ def rows_of(
     batches = [jax.device_put(network.draw(generator)) for _ in range(BATCHES)]
     programs, contestants, trainings = {}, {}, {}
     for name in names:
-        optimizer, params = steps.STEPS[name](), networks.started(network.shapes)
+        optimizer, params = steps.STEPS[name](), networks.started(network.params)
         # Arrays of its own: a state may hold one twice, which cannot be donated.
         state = jax.tree.map(jnp.copy, optimizer.init(params))
         step = steps.whole_step(network.loss, optimizer)
@@ -67,7 +68,8 @@ def rows_of(
         print(f"{name}: compiled", file=sys.stderr, flush=True)
     rows = steps.raced(programs, contestants, rounds)
     for row in rows:
-        row["losses"] = trainings[row["clipped by"]].losses()
+        losses = trainings[row["clipped by"]].losses
+        row["losses"] = [float(loss) for loss in losses]
     return rows
 
 
@@ -77,18 +79,13 @@ class Training:
     def __init__(
         self, call: Callable[..., Any], params: Any, state: Any, batches: list[Any]
     ) -> None:
-        self.call, self.params, self.state, self.batches = call, params, state, batches
-        self.count = 0
-        self.first = self.last = jnp.nan
+        self.call, self.params, self.state = call, params, state
+        self.batches = itertools.cycle(batches)
+        self.losses = []  # before the first step and before the last
 
     def step(self) -> Any:
         """Takes a step. Returns what has to be waited for."""
-        batch = self.batches[self.count % len(self.batches)]
-        self.params, self.state, self.last = self.call(self.params, self.state, *batch)
-        self.first = self.first if self.count else self.last
-        self.count += 1
-        return self.params, self.last
-
-    def losses(self) -> list[float]:
-        """The loss before the first step and before the last."""
-        return [float(self.first), float(self.last)]
+        batch = next(self.batches)
+        self.params, self.state, loss = self.call(self.params, self.state, *batch)
+        self.losses = [*self.losses[:1], loss]
+        return self.params, loss

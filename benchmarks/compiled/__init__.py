@@ -18,4 +18,4 @@ environment .venv-gpu or .venv-tpu beside the folder benchmarks. The table says 
 make one that is missing.
 """
 
-from .rows import table as table
+from .step import table as table

@@ -1,12 +1,13 @@
-"""What the other process does: compiles the steps that standard input names.
-
-It prints each row as a line of JSON as soon as it is there.
+"""What the other process does: makes the rows that standard input names, by a function
+of the module that the command names, and prints them as JSON.
 """
 
 import json
 import sys
+from importlib import import_module
 
-from . import step
-
+module, rows = import_module(sys.argv[1]), []
 for wanted in json.load(sys.stdin):
-    print(json.dumps(step.row(*wanted)), flush=True)
+    rows.append(module.row(*wanted))
+    print("compiled:", *rows[-1].values(), file=sys.stderr, flush=True)
+json.dump(rows, sys.stdout)

@@ -3,42 +3,41 @@
 import json
 import os
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Iterable
 from typing import Any
 
+from ..report import Table
 from . import targets
 
 
-def missing(names: list[str]) -> str:
-    """Sentences that say how to see the devices that are left out."""
-    found = {}
-    for name in names:
-        environment = targets.environment_of(name)
-        if environment.python() is None:
-            found[environment.how_to_make()] = None
-    return "".join(f" To see more devices: `{line}`." for line in found)
-
-
-def rows_from(module: str, target: str, wanted: Any) -> Iterator[dict[str, Any]]:
-    """What `python -m module` prints as lines of JSON, given `wanted` as JSON. Nothing
-    where the environment of the target is not there.
+def table(
+    module: str,
+    cases: Iterable[tuple[str, list[Any]]],
+    title: str,
+    columns: tuple[str, ...],
+    note: str,
+) -> Table:
+    """The rows that `row` of a module gives for the arguments of each target, in a
+    process of its own. Targets without an environment are left out, and the note says
+    how to make it.
     """
-    environment = targets.environment_of(target)
-    python = environment.python()
-    if python is None:
-        return
-    known = {"JAX_PLATFORMS": "cpu", "TF_CPP_MIN_LOG_LEVEL": "3"}
-    process = subprocess.Popen(
-        [python, "-m", module],
-        cwd=targets.ROOT,
-        env=os.environ | known | environment.variables,
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    assert process.stdin and process.stdout
-    process.stdin.write(json.dumps(wanted))
-    process.stdin.close()
-    yield from map(json.loads, process.stdout)
-    if process.wait():
-        raise RuntimeError(f"compiling for {target} failed, see the text above")
+    rows, missing = [], {}
+    for target, arguments in cases:
+        environment = targets.environment_of(target)
+        python = environment.python()
+        if python is None:
+            missing[environment.how_to_make()] = None
+            continue
+        known = {"JAX_PLATFORMS": "cpu", "TF_CPP_MIN_LOG_LEVEL": "3"}
+        process = subprocess.run(
+            [python, "-m", "benchmarks.compiled", module],
+            cwd=targets.ROOT,
+            env=os.environ | known | environment.variables,
+            input=json.dumps(arguments),
+            stdout=subprocess.PIPE,
+            text=True,
+            check=True,
+        )
+        rows += json.loads(process.stdout)
+    note += "".join(f" To see more devices: `{line}`." for line in missing)
+    return Table(title, columns, rows, note)

@@ -32,14 +32,6 @@ class Array(NamedTuple):
     in_main_memory: bool
 
 
-class Loop(NamedTuple):
-    """What a while instruction runs."""
-
-    body: str  # the name of a computation
-    condition: str
-    times: int | None  # None where XLA does not say, as for a TPU
-
-
 class Instruction(NamedTuple):
     """A top-level instruction of a program."""
 
@@ -47,8 +39,7 @@ class Instruction(NamedTuple):
     operation: str
     arrays: list[Array]
     operands: tuple[str, ...]
-    loop: Loop | None
-    fused: str | None  # the name of the computation of a fusion
+    text: str  # operands and attributes
 
     @property
     def is_collective(self) -> bool:
@@ -61,6 +52,11 @@ class Instruction(NamedTuple):
         if self.operation in calls or COLLECTIVE.match(self.operation):
             return False
         return all(array.elements <= 1 for array in self.arrays)
+
+    def called(self, role: str, bodies: dict[str, str]) -> str:
+        """The computation that it calls in a role, such as the body of a loop."""
+        found = re.search(rf"{role}=(%?[\w.\-]+)", self.text)
+        return bodies.get(found.group(1), "") if found else ""
 
     def bytes(self, in_main_memory: bool = True) -> int:
         """The bytes of its arrays in main memory, or in on-chip memory."""
@@ -104,9 +100,9 @@ def _counts(body: str, bodies: dict[str, str]) -> Counts:
             moved += one.bytes(in_main_memory=False)
         elif one.operation in FREE:
             continue
-        elif one.loop:
-            inside: Any = _counts(bodies[one.loop.body], bodies)
-            times = one.loop.times or _times(bodies.get(one.loop.condition, ""))
+        elif one.operation == "while":
+            inside: Any = _counts(one.called("body", bodies), bodies)
+            times = _times(one.text, one.called("condition", bodies))
             loops.append(Counts(*(times * count for count in inside)))
         elif one.is_scalar:
             scalars += 1
@@ -118,17 +114,19 @@ def _counts(body: str, bodies: dict[str, str]) -> Counts:
     return Counts(*map(sum, zip(own, *loops)))
 
 
-def _times(condition: str) -> int:
-    """How often a loop runs whose condition compares a counter from 0 with a number, as
-    that of a scan. 1 for any other.
+def _times(loop: str, condition: str) -> int:
+    """How often a loop runs. Where XLA does not say it, as for a TPU: if the condition
+    compares a counter from 0 with a number, as that of a scan. 1 for any other.
     """
-    found = re.findall(r" s32\[\]\S* constant\((\d+)\)", condition)
-    return int(found[0]) if len(found) == 1 and "direction=LT" in condition else 1
+    found = re.findall(r'"known_trip_count":\{"n":"(\d+)"', loop)
+    if not found and "direction=LT" in condition:
+        found = re.findall(r" s32\[\]\S* constant\((\d+)\)", condition)
+    return int(found[0]) if len(found) == 1 else 1
 
 
 def _read(one: Instruction, written: dict[str, int], bodies: dict[str, str]) -> int:
     """The bytes that an instruction reads."""
-    sliced = _slices(bodies.get(one.fused or "", ""))
+    sliced = _slices(one.called("calls", bodies))
     total = 0
     for place, name in enumerate(one.operands):
         whole = written.get(name, 0)
@@ -166,25 +164,7 @@ def instructions(body: str) -> Iterator[Instruction]:
         if operation:
             arguments = rest[operation.end() :].split("), ")[0]
             operands = tuple(dict.fromkeys(re.findall(r"%[\w.\-]+", arguments)))
-            kinds, loop = _arrays(kind), _loop(operation.group(1), rest)
-            fused = re.search(r"calls=(%?[\w.\-]+)", rest)
-            yield Instruction(
-                name,
-                operation.group(1),
-                kinds,
-                operands,
-                loop,
-                fused.group(1) if fused else None,
-            )
-
-
-def _loop(operation: str, text: str) -> Loop | None:
-    if operation != "while":
-        return None
-    times = re.search(r'"known_trip_count":\{"n":"(\d+)"', text)
-    (body,) = re.findall(r"body=(%?[\w.\-]+)", text)
-    (condition,) = re.findall(r"condition=(%?[\w.\-]+)", text)
-    return Loop(body, condition, int(times.group(1)) if times else None)
+            yield Instruction(name, operation.group(1), _arrays(kind), operands, rest)
 
 
 def _split_type(text: str) -> tuple[str, str]:

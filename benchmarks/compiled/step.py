@@ -1,4 +1,6 @@
-"""A training step, compiled for a described device and counted."""
+"""The table: which training steps are compiled for which devices, and what they become
+there.
+"""
 
 import time
 from collections.abc import Callable
@@ -8,36 +10,56 @@ import jax
 import numpy as np
 import optax
 
-from ..networks import Network, Sizes, decoder, is_shape
-from ..steps import STEPS, whole_step
-from . import program, targets
+from ..networks import Network, Sizes, decoder
+from ..report import Table
+from ..steps import GLOBAL, STEPS, whole_step
+from . import processes, program, targets
 
 Shapes = list[tuple[int, ...]]
 
 # Like GPT-2 small, with a vocabulary that 16 devices can divide.
 GPT2 = Sizes(layers=4, width=768, heads=12, length=512, words=50304, batch=8)
+LARGER = GPT2._replace(layers=8)
 TOY = Sizes(layers=1, width=128, heads=4, length=16, words=256, batch=4)
 
-
+UNROLLED, SCANNED = "4 layers, unrolled", "8 layers, scanned"
 MODELS: dict[str, Network] = {
-    "4 layers, unrolled": decoder(GPT2, dtype="bfloat16"),
-    "8 layers, scanned": decoder(
-        GPT2._replace(layers=8), is_scanned=True, dtype="bfloat16"
-    ),
+    UNROLLED: decoder(GPT2, dtype="bfloat16"),
+    SCANNED: decoder(LARGER, is_scanned=True, dtype="bfloat16"),
     "toy": decoder(TOY, is_scanned=True, dtype="bfloat16"),
 }
+# A step takes XLA 10 seconds for an H100, and a minute or more for a TPU.
+CASES = [("h100", UNROLLED), ("h100", SCANNED), ("v5e", SCANNED), ("v5e:4x4", SCANNED)]
+COLUMNS = (
+    "device",
+    "model",
+    "clipped by",
+    "kernels",
+    "scalars",
+    "GB",
+    "collectives",
+    "temporary MB",
+    "compile",
+)
+
+
+def table(quick: bool) -> Table:
+    """One row for each step on each target."""
+    names = ["none", "global norm", GLOBAL] if quick else list(STEPS)
+    cases = []
+    for target, model in CASES:
+        wanted = [(name, "toy" if quick else model, target) for name in names]
+        cases.append((target, wanted))
+    title = "whole training steps of a decoder on GPUs and TPUs, compiled"
+    note = "Compiled for devices that are only described: nothing ran."
+    return processes.table(__name__, cases, title, COLUMNS, note)
 
 
 def row(name: str, model: str, target: str) -> dict[str, Any]:
     """What one step becomes on one target."""
     network, optimizer = MODELS[model], STEPS[name]()
     place = targets.placement(target, is_stacked=True)
-    params = jax.tree.map(
-        lambda shape: jax.ShapeDtypeStruct(shape, np.float32),
-        network.shapes,
-        is_leaf=is_shape,
-    )
-    params = described(params, place)
+    params = described(network.params, place)
     state = described(jax.eval_shape(optimizer.init, params), place)
     drawn = network.draw(np.random.default_rng(0))
     batch = described(drawn, targets.placement_of_batch(target))
@@ -92,7 +114,8 @@ def compiled_for(
     start = time.process_time()
     traced = jax.jit(function, donate_argnums=donate).trace(*arguments)
     # Named, since JAX looks for the platform of a GPU among devices that are there.
-    lowered = traced.lower(lowering_platforms=(targets.platform_of(target),))
+    platform = targets.environment_of(target).platform
+    lowered = traced.lower(lowering_platforms=(platform,))
     return lowered.compile(), time.process_time() - start
 
 

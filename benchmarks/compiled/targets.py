@@ -49,8 +49,9 @@ class Environment(NamedTuple):
     """What compiles for one kind of device."""
 
     name: str
+    platform: str  # as JAX calls it
     module: str  # is there where the packages are
-    packages: tuple[str, ...]
+    packages: str
     variables: dict[str, str]
 
     def python(self) -> str | None:
@@ -62,30 +63,25 @@ class Environment(NamedTuple):
 
     def how_to_make(self) -> str:
         """A line for the shell."""
-        versions = {"jax": version("jax"), "optax": version("optax")}
-        packages = [f"'{name.format(**versions)}'" for name in self.packages]
+        packages = self.packages.format(jax=version("jax"))
+        packages += f" 'optax=={version('optax')}'"
         folder = f".venv-{self.name}"
-        install = f"{folder}/bin/pip install {' '.join(packages)}"
-        return f"python -m venv {folder} && {install}"
+        return f"python -m venv {folder} && {folder}/bin/pip install {packages}"
 
 
 GPU = Environment(
     "gpu",
+    "cuda",
     "jax_cuda12_plugin",
-    (
-        "jax=={jax}",
-        "optax=={optax}",
-        "jax-cuda12-plugin=={jax}",
-        "jax-cuda12-pjrt=={jax}",
-        "nvidia-cuda-nvcc-cu12",
-    ),
+    "'jax[cuda12-local]=={jax}' nvidia-cuda-nvcc-cu12",
     # Kernels are not tried out: there is no device to try them on.
     {"XLA_FLAGS": "--xla_gpu_autotune_level=0"},
 )
 TPU = Environment(
     "tpu",
+    "tpu",
     "libtpu",
-    ("jax[tpu]=={jax}", "optax=={optax}"),
+    "'jax[tpu]=={jax}'",
     {
         "TPU_SKIP_MDS_QUERY": "1",
         "TPU_ACCELERATOR_TYPE": "v5litepod-16",
@@ -96,13 +92,8 @@ TPU = Environment(
 
 
 def environment_of(target: str) -> Environment:
-    """The environment that compiles for "h100", "h100:8", "v5e" or "v5e:4x4"."""
+    """The environment that compiles for "h100", "v5e" or "v5e:4x4"."""
     return TPU if target.startswith("v5e") else GPU
-
-
-def platform_of(target: str) -> str:
-    """The name that JAX gives the platform of a target."""
-    return "tpu" if target.startswith("v5e") else "cuda"
 
 
 @cache
@@ -111,15 +102,12 @@ def devices_of(target: str) -> list[Any]:
     of one device are not equal.
     """
     _, _, form = target.partition(":")
-    if platform_of(target) == "tpu":
-        options: dict[str, Any] = {
-            "platform": "tpu",
-            "topology_name": f"v5e:{form or '2x2'}",
-        }
+    if environment_of(target) is TPU:
+        topology = topologies.get_topology_desc(f"v5e:{form or '2x2'}", "tpu")
     else:
-        form = f"1x1x{form or 1}"
-        options = {"platform": "cuda", "target_config": H100, "topology": form}
-    return topologies.get_topology_desc(**options).devices
+        options = {"target_config": H100, "topology": f"1x1x{form or 1}"}
+        topology = topologies.get_topology_desc(platform="cuda", **options)
+    return topology.devices
 
 
 def placement(target: str, *, is_stacked: bool = False) -> Place:

@@ -2,14 +2,15 @@
 ours, optax's and, where it is installed, jax_privacy's.
 """
 
-import importlib
 from collections.abc import Callable
 from functools import partial
-from types import ModuleType
+from importlib import import_module
+from importlib.util import find_spec
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 from optaxclip.per_example import clipped_grad, explain_clipped_grad
@@ -18,9 +19,8 @@ from .losses import Case
 
 Gradient = Callable[[Any, Any], Any]  # (params, batch) -> gradient
 
-PLAIN = "not clipped"
+PLAIN, PLAIN_IN_TORCH = "not clipped", "torch, not clipped"
 OPTAX = "optax, all at once"
-AUTO = "optaxclip, auto"
 MICROBATCH = 8  # examples at once, in methods that make their gradients
 WORDS = {"ghost": "ghost", "one_pass": "one pass", "two_pass": "two passes"}
 
@@ -38,8 +38,8 @@ def of_jax(case: Case) -> dict[str, Gradient]:
         named("two_pass", width): ours(case, "two_pass", width),
         OPTAX: partial(_with_optax, case),
     }
-    clipping = _jax_privacy()
-    if clipping is not None:
+    if not missing("jax_privacy"):
+        clipping = import_module("jax_privacy.clipping")
         for size in (None, width):
             found[f"jax_privacy, {_at_once(size)}"] = clipping.clipped_grad(
                 lambda params, batch: case.loss(params, *batch),
@@ -78,9 +78,22 @@ def chosen(case: Case) -> str:
     return named(choice.method, choice.microbatch)
 
 
-def missing() -> list[str]:
-    """Packages that have a row of their own and are not installed."""
-    return [] if _jax_privacy() else ["jax_privacy"]
+def auto(case: Case) -> str:
+    """The name of "auto", with what it chooses."""
+    return f"optaxclip, auto: {chosen(case).removeprefix('optaxclip, ')}"
+
+
+def missing(*packages: str) -> list[str]:
+    """Those that are not installed."""
+    return [name for name in packages if find_spec(name) is None]
+
+
+def as_in_torch(name: str, x: Any) -> np.ndarray:
+    """A parameter, or a gradient by it, in the layout of PyTorch."""
+    x = np.array(x)
+    if name in ("words.weight", "places.weight"):
+        return x
+    return x.transpose(3, 2, 0, 1) if x.ndim == 4 else x.T
 
 
 def _at_once(size: int | None) -> str:
@@ -91,10 +104,3 @@ def _with_optax(case: Case, params: Any, batch: Any) -> Any:
     grads = jax.vmap(partial(jax.grad(case.loss), params))(*batch)
     total, _ = optax.per_example_global_norm_clip(grads, case.limit)
     return jax.tree.map(lambda leaf: leaf / case.size, total)
-
-
-def _jax_privacy() -> ModuleType | None:
-    try:
-        return importlib.import_module("jax_privacy.clipping")
-    except ImportError:
-        return None

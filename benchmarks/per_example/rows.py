@@ -3,6 +3,7 @@
 import sys
 from collections.abc import Callable
 from functools import partial
+from statistics import median
 from typing import Any
 
 import jax
@@ -10,7 +11,7 @@ import numpy as np
 
 from .. import timing
 from ..report import Table
-from . import in_torch, methods
+from . import methods
 from .losses import Case, cases
 
 Tree = dict[str, Any]
@@ -26,7 +27,7 @@ def table(quick: bool, models: Callable[[bool], list[Case]] = cases) -> Table:
     rows = []
     for case in models(quick):
         rows += rows_of(case, 1 if quick else 3)
-    lacks = methods.missing() + in_torch.missing()
+    lacks = methods.missing("jax_privacy", "torch", "opacus")
     worst = max(row.get("difference", 0) for row in rows)
     note = (
         "Against the gradient of the mean, which clips nothing, in the same framework. "
@@ -49,22 +50,27 @@ def rows_of(case: Case, rounds: int) -> list[dict[str, Any]]:
         name: partial(program.call, case.params, case.batch)
         for name, program in programs.items()
     }
-    runs |= in_torch.of_torch(case)
+    if not methods.missing("torch", "opacus"):
+        from .in_torch import of_torch
+
+        runs |= of_torch(case)
     differences = _differences(runs)
-    bases = dict.fromkeys(runs, in_torch.PLAIN) | dict.fromkeys(programs, methods.PLAIN)
+    bases = dict.fromkeys(runs, methods.PLAIN_IN_TORCH)
+    bases |= dict.fromkeys(programs, methods.PLAIN)
     seconds = _raced(runs, bases, rounds)
     rows = []
     for name, taken in seconds.items():
         base = bases[name]
         row = {"model": case.name, "batch": case.size, "gradient": name}
-        row |= {"time": _ratio(taken, seconds[base])}
+        row |= {"time": median(timing.ratios(taken, seconds[base]))}
         if name in programs:
             row |= _compiled(programs[name], programs[base])
         if name in differences:
             row |= {"difference": differences[name]}
         row |= {"step_seconds": taken}
         rows.append(row)
-    rows = _with_auto(rows, methods.chosen(case))
+    # "auto" is the same program as what it chose, which is the second.
+    rows.insert(1, rows[1] | {"gradient": methods.auto(case)})
     for row in rows:
         print(f"  {row['gradient']}: {row['time']:.2f}", file=sys.stderr, flush=True)
     return rows
@@ -81,16 +87,11 @@ def _raced(
     close = {
         name: contestant
         for name, contestant in contestants.items()
-        if _ratio(seconds[name], seconds[bases[name]]) <= 3
+        if median(timing.ratios(seconds[name], seconds[bases[name]])) <= 3
     }
     for name, more in timing.race(close, 2 * rounds).items():
         seconds[name] += more
     return seconds
-
-
-def _ratio(taken: list[float], base: list[float]) -> float:
-    """The median over the rounds that both took part in."""
-    return timing.ratio(taken, base[: len(taken)])
 
 
 def _compiled(program: timing.Program, plain: timing.Program) -> dict[str, Any]:
@@ -102,13 +103,6 @@ def _compiled(program: timing.Program, plain: timing.Program) -> dict[str, Any]:
     }
 
 
-def _with_auto(rows: list[dict[str, Any]], chosen: str) -> list[dict[str, Any]]:
-    """The rows, and one for "auto", which is the same program as what it chose."""
-    (row,) = (row for row in rows if row["gradient"] == chosen)
-    name = f"{methods.AUTO}: {chosen.removeprefix('optaxclip, ')}"
-    return [rows[0], row | {"gradient": name}, *rows[1:]]
-
-
 def _differences(runs: dict[str, Callable[[], Tree]]) -> dict[str, float]:
     """How far each clipped gradient is from optax's, relative to its norm.
 
@@ -116,7 +110,7 @@ def _differences(runs: dict[str, Callable[[], Tree]]) -> dict[str, float]:
       ValueError: one of them is another gradient, so that its time means nothing.
     """
     expected = _as_torch(runs[methods.OPTAX]())
-    plain = methods.PLAIN, in_torch.PLAIN
+    plain = methods.PLAIN, methods.PLAIN_IN_TORCH
     found = {}
     for name in runs:
         if name not in plain:
@@ -131,7 +125,7 @@ def _as_torch(grads: Tree) -> Tree:
     found = {}
     for name, leaf in grads.items():
         is_ours = isinstance(leaf, jax.Array)
-        same = in_torch.as_in_torch(name, leaf) if is_ours else leaf
+        same = methods.as_in_torch(name, leaf) if is_ours else leaf
         found[name] = np.asarray(same, np.float64)
     return found
 
