@@ -256,21 +256,6 @@ def test_metrics_show_norms_of_layers_rest_and_everything():
     assert report["clip/limit"] == TIGHT and report["clip/clipped_count"] == STEPS
 
 
-def test_each_scalar_of_the_state_advances_once():
-    with jax.enable_x64(True):
-        _, states, _ = released_run(optax.adam(0.1), max_norm=1.0)
-    for number, state in enumerate(states, 1):
-        assert state.layers[0].count == state.rest[0].count == state.clip.step == number
-
-
-def test_a_stack_goes_on_with_the_state_of_the_usual_step():
-    layers, _ = new_params(np.float32)
-    trained, _ = split(layers)
-    adam = optax.adam(0.1)
-    state = release(embed, layer, head, adam).init(new_params(np.float32))
-    assert_close(state.layers, adam.init(trained))
-
-
 def programs_of(jaxpr):
     for eqn in jaxpr.eqns:
         yield eqn
@@ -465,35 +450,3 @@ def test_where_gradients_would_not_be_added_up_it_raises():
 
 
 # Errors.
-
-
-@pytest.mark.parametrize(
-    ("optimizer", "text"),
-    [
-        (
-            optax.chain(optax.clip_by_global_norm(1.0), optax.adam(0.1)),
-            r"its update of 'bias' depends on \['down', 'up'\].*max_norm",
-        ),
-        (
-            optax.chain(optaxclip.clip_by_global_norm(1.0), optax.adam(0.1)),
-            "number '0/clipped' depends on",
-        ),
-        (
-            optax.chain(optaxclip.clip_by_tensor_norm(1.0), optax.adam(0.1)),
-            r"'0/clipped' is .*\(3,\).* for the stack, and .*\(3,\).* for one layer",
-        ),
-        (
-            optax.apply_if_finite(optax.sgd(0.1), 3),
-            "'last_finite' is .*bool.* for the stack",
-        ),
-        (optaxclip.skip_nonfinite(optax.sgd(0.1)), "number 'norm' depends on"),
-        (optax.add_noise(0.1, 0.5, jax.random.key(0)), "'rng_key' is .*key<fry>"),
-        (optax.contrib.muon(0.1), "for the stack"),
-        (optax.contrib.prodigy(0.1), "number 'estim_lr' depends on"),
-        (optax.lbfgs(0.1), "depends on|for the stack"),
-    ],
-)
-def test_an_optimizer_that_does_not_follow_is_named(optimizer, text):
-    trainer = release(embed, layer, head, optimizer)
-    with pytest.raises(ValueError, match=f"^release: .*{text}"):
-        trainer.init(new_params(np.float32))

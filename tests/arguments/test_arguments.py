@@ -1,6 +1,5 @@
 """Bad input is refused with the call, the argument and the value."""
 
-import math
 import re
 
 import jax
@@ -10,10 +9,7 @@ import optax
 import pytest
 
 import optaxclip
-from optaxclip import clip_by
 from optaxclip.dropin import torch_style
-from optaxclip.rules import constant
-from tests.arguments.refusals import TREE
 
 MAX_NORM = {
     "clip_by_global_norm": optaxclip.clip_by_global_norm,
@@ -22,25 +18,6 @@ MAX_NORM = {
     "clip_by_unitwise_norm": optaxclip.clip_by_unitwise_norm,
     "clip_by_group_norm": lambda limit: optaxclip.clip_by_group_norm(limit, "all"),
 }
-
-
-@pytest.mark.parametrize("name", MAX_NORM)
-@pytest.mark.parametrize(
-    ("value", "error", "text"),
-    [
-        (-1.0, ValueError, "must be at least 0, got -1.0."),
-        (np.float32(-2), ValueError, "must be at least 0, got "),
-        (jnp.float32(-2), ValueError, "must be at least 0, got "),
-        (10**400, ValueError, "must be a number that float32 can hold, got 1000"),
-        (math.nan, ValueError, "must not be NaN, got nan."),
-        (True, TypeError, "must be a real number, got True."),
-        ("1.0", TypeError, "must be a real number, got '1.0'."),
-        (1j, TypeError, "must be a real number, got 1j."),
-    ],
-)
-def test_a_limit_that_can_not_be(name, value, error, text):
-    with pytest.raises(error, match=re.escape(f"{name}: max_norm {text}")):
-        MAX_NORM[name](value)
 
 
 @pytest.mark.parametrize("value", [1e39, np.float64(1e39), np.array([1e39])])
@@ -83,21 +60,19 @@ def test_what_limits_are_made_of_is_refused_beyond_float32(argument):
 
 
 def test_an_order_that_is_traced_says_what_to_do():
-    injected = optax.inject_hyperparams(optaxclip.clip_by_global_norm)(
-        max_norm=1.0, ord=1.0
-    )
-    state = injected.init(TREE)
-
+    make = optax.inject_hyperparams(optaxclip.clip_by_global_norm)
+    injected, tree = make(max_norm=1.0, ord=1.0), {"w": jnp.ones((2, 3))}
+    state = injected.init(tree)
     with pytest.raises(TypeError, match="name it in static_args"):
-        jax.jit(injected.update)(TREE, state, TREE)
+        jax.jit(injected.update)(tree, state, tree)
 
 
 # Arrays made here are known inside jit too, though what is done with them is traced.
 YES, TWO, THREE = jnp.array(True), jnp.float32(2.0), jnp.int32(3)
 OF_KNOWN_ARRAYS = {
     "corrected": lambda: optaxclip.rules.ema_ratio(corrected=YES),
-    "current": lambda: optaxclip.rules.windowed_mean(2.0, 4, current=YES),
-    "raise_small": lambda: optaxclip.rules.ema_band(raise_small=YES),
+    "current": lambda: optaxclip.rules.windowed_mean(2.0, 4, current=np.bool_(1)),
+    "raise_small": lambda: optaxclip.rules.ema_band(raise_small=1),
     "window": lambda: optaxclip.rules.windowed_quantile(0.5, THREE),
     "shrink": lambda: optaxclip.clip_by_global_norm(
         1.0, shrink=optaxclip.shrinks.smooth(TWO)
@@ -116,30 +91,6 @@ def test_options_may_be_arrays_that_are_known(argument):
         return x
 
     assert number(1.0) == 1
-
-
-def test_numbers_below_0_are_named_as_the_call_names_them():
-    for text, build in {
-        "adaptive_grad_clip: clipping": lambda: optaxclip.adaptive_grad_clip(-1.0),
-        "adaptive_grad_clip: eps": lambda: optaxclip.adaptive_grad_clip(0.1, -1.0),
-        "constant: limit": lambda: constant(-1.0),
-        "share_of_params: share": lambda: optaxclip.rules.share_of_params(-1.0),
-        "share_of_params: floor": lambda: optaxclip.rules.share_of_params(
-            lambda step: 1.0, -1.0
-        ),
-        "maximum: rules[1]": lambda: optaxclip.rules.maximum(1.0, -1.0),
-        "warm_up: after": lambda: optaxclip.rules.warm_up(1, 1.0, -1.0),
-        "clip_by_tensor_rms: max_rms": lambda: optaxclip.clip_by_tensor_rms(-1.0),
-        "clip_by_block_rms: threshold": lambda: optaxclip.clip_by_block_rms(-1.0),
-        "clip_by_value: max_value": lambda: optaxclip.clip_by_value(-1.0),
-        "clip_by_global_norm: eps": lambda: optaxclip.clip_by_global_norm(
-            1.0, eps=-1.0
-        ),
-        "clip_by: eps": lambda: clip_by(optaxclip.global_norm, constant(1.0), eps=-1.0),
-    }.items():
-        text = re.escape(f"{text} must be at least 0, got -1.0")
-        with pytest.raises(ValueError, match=f"^{text}"):
-            build()
 
 
 def test_large_ints_are_limits_and_those_beyond_float32_are_named():

@@ -23,23 +23,6 @@ def test_every_clipper_by_norm_knows_the_wrong_names(method):
         updated(METHODS[method].make(), max_norm=0.3)
 
 
-@pytest.mark.parametrize(
-    "around",
-    [
-        lambda clipper: optax.chain(clipper, optax.sgd(0.1)),
-        lambda clipper: optax.masked(clipper, True),
-        lambda clipper: optaxclip.skip_nonfinite(optax.chain(clipper, optax.sgd(0.1))),
-        optaxclip.carry_clipped,
-        optaxclip.constrain,
-    ],
-    ids=["chain", "masked", "skip_nonfinite", "carry_clipped", "constrain"],
-)
-def test_the_error_comes_through_what_is_around_the_clipper(around):
-    optimizer = around(optaxclip.clip_by_global_norm(1.0))
-    with pytest.raises(TypeError, match="update has no argument 'clip_norm'"):
-        updated(optimizer, clip_norm=0.3)
-
-
 @pytest.mark.parametrize("name", METHODS)
 def test_arguments_of_other_transformations_pass(name):
     # Such as those of a line search, and of a transformation of one's own.

@@ -16,8 +16,7 @@ from tests.helpers import apply
 
 
 def by_clippy(updates, params, *args, **options):
-    clipper = clippy(*args, **options)
-    return clipper.update(updates, clipper.init(params), params)
+    return apply(clippy(*args, **options), updates, params)
 
 
 # (update, weight, relative, absolute, result, scale)
@@ -72,8 +71,7 @@ def test_clippy_gives_the_public_figures(
 
 def test_the_smallest_normal_update_within_its_bounds_does_not_change():
     updates, weights = jnp.array([2.0**-126]), jnp.ones(1)
-    clipper = optaxclip.clippy()
-    found, state = clipper.update(updates, clipper.init(weights), weights)
+    found, state = apply(optaxclip.clippy(), updates, weights)
     np.testing.assert_array_equal(found, updates)
     assert state.clipped == 0
 
@@ -161,8 +159,7 @@ EPS = oracles.eps_of("float32")
 
 
 def by_larc(grads, params, *args, **options):
-    clipper = larc(*args, **options)
-    return clipper.update(grads, clipper.init(params), params)
+    return apply(larc(*args, **options), grads, params)
 
 
 def expected(grad, weight, rate, trust=0.02, decay=0.0, eps=1e-8):

@@ -120,11 +120,3 @@ def test_the_spike_of_one_layer_is_clipped(name):
     _, grads = random_trees("axis 1, as MaxText")
     spike = np.linalg.norm(together[2]["blocks"]["wi"]["1"])
     assert spike < 0.9 * np.linalg.norm(grads[2]["wi"][:, 1])
-
-
-@pytest.mark.parametrize("name", ["autoclip", "zclip", "adagc", "aggc", "adagn"])
-@pytest.mark.parametrize("scope", ["global", {"w": "kernel"}])
-def test_layers_of_norms_of_several_tensors_are_refused(name, scope):
-    build = METHODS[name].function
-    with pytest.raises(ValueError, match=f"{name}: stacked=1 makes each layer a tens"):
-        build(scope=scope, stacked=1)

@@ -76,29 +76,6 @@ def test_arguments_reach_what_they_are_for(name):
     np.testing.assert_allclose(found, wanted, rtol=1e-6)
 
 
-MIXED = {
-    "int and text": ({"a": 1, "b": "1"}, "'1' and 1"),
-    "None and text": ({"a": None, "b": "x"}, "'x' and None"),
-    "function": (lambda tree: {"a": 1, "b": "1"}, "'1' and 1"),
-}
-
-
-@pytest.mark.parametrize(("labels", "text"), MIXED.values(), ids=MIXED)
-def test_group_labels_of_mixed_kinds_are_named(labels, text):
-    grads = {"a": jnp.ones(2), "b": jnp.ones(3)}
-    text = f"labels must be of one kind, which sorts, got {text}"
-    with pytest.raises(TypeError, match=f"^clip_by_group_norm: {text}"):
-        apply(optaxclip.clip_by_group_norm(1.0, labels), grads)
-    with pytest.raises(TypeError, match=f"^group_norm: {text}"):
-        optaxclip.group_norm(grads, labels)
-
-
-def test_limits_for_labels_of_mixed_kinds_are_named():
-    text = "^clip_by_group_norm: max_norm must have labels of one kind"
-    with pytest.raises(TypeError, match=text):
-        optaxclip.clip_by_group_norm({1: 1.0, "a": 2.0}, {"a": 1, "b": "a"})
-
-
 FLOATS = jnp.array([[3.0, 4.0], [1.0, 2.0]])
 INTS = jnp.array([[3, 4], [1, 2]])
 WITH_PARAMS = {
@@ -147,8 +124,7 @@ def test_a_float_update_without_a_memory_is_named(name):
 @pytest.mark.parametrize("name", [*WITH_PARAMS, *WITH_MEMORY])
 @pytest.mark.parametrize("weights", [FLOATS, INTS])
 def test_an_integer_update_passes(name, weights):
-    clipper = {**WITH_PARAMS, **WITH_MEMORY}[name]()
     params, grads = {"w": FLOATS, "n": weights}, {"w": FLOATS, "n": INTS}
-    updates, _ = clipper.update(grads, clipper.init(params), params)
+    updates, _ = apply({**WITH_PARAMS, **WITH_MEMORY}[name](), grads, params)
     np.testing.assert_array_equal(updates["n"], INTS)
     assert updates["n"].dtype == INTS.dtype

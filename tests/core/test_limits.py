@@ -102,22 +102,9 @@ def test_a_64_bit_norm_has_limits_beyond_float32():
     np.testing.assert_allclose(updates, [6e38, 8e38], rtol=1e-14)
 
 
-NO_LIMITS = [np.array([1.0, np.nan]), np.array([1.0, -1.0])]
-NO_LIMITS += [np.array(True), np.array(1j), np.array("1")]
-
-
-@pytest.mark.parametrize("limit", NO_LIMITS, ids=str)
-def test_arrays_of_no_real_numbers_are_no_limits(limit):
-    text = r"^clip_by_unitwise_norm: max_norm must "
-    with pytest.raises((TypeError, ValueError), match=text):
-        optaxclip.clip_by_unitwise_norm(limit)
-
-    def traced(limit):
-        return apply(optaxclip.clip_by_unitwise_norm(limit), jnp.ones(2))[0]
-
-    if limit.dtype.kind in "bc":
-        with pytest.raises(TypeError, match=f"{text}be a real number, got an array of"):
-            jax.jit(traced)(limit)
+def test_schedules_of_every_kind_are_taken():
+    for schedule in (jax.jit(lambda step: 1.0), optax.constant_schedule(1.0), abs):
+        apply(optaxclip.clip_by_global_norm(schedule), jnp.ones(3))
 
 
 def test_limits_are_matched_to_a_leaf_from_its_last_axis():
@@ -138,15 +125,6 @@ def test_limits_may_have_a_value_for_what_is_masked(of_b):
     updates, _ = apply(optax.masked(clipper, {"a": True, "b": False}), grads)
     np.testing.assert_allclose(updates["a"], [0.6, 0.8], rtol=1e-6)
     np.testing.assert_array_equal(updates["b"]["c"], [3.0, 4.0])
-
-
-def test_limits_without_any_value_say_so():
-    text = (
-        r"^clip_by_tensor_norm: max_norm has no value for the leaf 'w': it has none at "
-        r"all\. Give one for each leaf, or one for all\.$"
-    )
-    with pytest.raises(ValueError, match=text):
-        optaxclip.clip_by_tensor_norm({}).init({"w": jnp.ones(2)})
 
 
 def test_limits_of_groups_follow_their_weights():
@@ -200,22 +178,6 @@ def test_a_large_integer_eps_keeps_its_value():
         np.testing.assert_allclose(updates, expected, rtol=1e-6)
 
 
-def test_a_finite_bound_beyond_float32_is_refused_everywhere():
-    x, value = jnp.ones(2), optaxclip.clip_by_value
-    for build in (
-        lambda: value(1e39),
-        lambda: value(1.0, -1e39),
-        lambda: optaxclip.clip(1e39),
-        lambda: optaxclip.clip_cotangent(x, max_value=1e39),
-        lambda: optaxclip.clip_cotangent(x, max_norm=1e39),
-        lambda: optaxclip.scale_cotangent(x, -1e39),
-        lambda: rules.quantile_tracker(start=1e39),
-        lambda: rules.log_z_score(floor=np.inf),
-    ):
-        with pytest.raises(ValueError, match=r"must be at most 3\.4028\d+e\+38"):
-            build()
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("number", LARGE)
 def test_norms_and_losses_that_are_given_may_be_large(number):
@@ -234,18 +196,6 @@ NORM_5 = jnp.array([3.0, 4.0])  # norm 5
 def updated(**given):
     clipper = optaxclip.clip_by_global_norm(1.0)
     return clipper.update(NORM_5, clipper.init(NORM_5), **given)
-
-
-GIVEN = [(-1.0, ValueError), (np.float32(-1), ValueError), (1e39, ValueError)]
-
-
-GIVEN += [(float("nan"), ValueError), (True, TypeError), ("1", TypeError)]
-
-
-@pytest.mark.parametrize(("limit", "error"), GIVEN)
-def test_a_given_limit_is_checked_like_any_other(limit, error):
-    with pytest.raises(error, match="clip_by_global_norm: limit must"):
-        updated(limit=limit)
 
 
 def test_a_given_negative_limit_on_a_device_counts_as_0():

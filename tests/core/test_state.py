@@ -12,6 +12,7 @@ from jax.sharding import PartitionSpec as P
 import optaxclip
 from optaxclip import rules
 from tests import sharded
+from tests.helpers import apply
 from tests.methods import METHODS
 from tests.sharded import mesh_of
 
@@ -52,8 +53,7 @@ def test_a_state_has_at_most_8_arrays_and_a_memory(name):
 def test_units_have_a_summary_for_each_leaf():
     grads = tree(1)
     limits = {"a": 0.5, "b": 1.0, "c": jnp.array([[0.1, 1.0, 9.0]]), "d": 1.0, "e": 2.0}
-    clipper = optaxclip.clip_by_unitwise_norm(limits)
-    updates, state = clipper.update(grads, clipper.init(grads))
+    updates, state = apply(optaxclip.clip_by_unitwise_norm(limits), grads)
     assert set(state.by_name()) == set(SHAPES) and state.norm.shape == (5,)
     for name, entry in state.by_name().items():
         norm = units(grads[name])
@@ -100,13 +100,6 @@ def test_leaves_are_found_by_name_in_another_kind_of_mapping():
     np.testing.assert_allclose(
         found.by_name()["a"].limit, 2 * found.by_name()["a"].norm
     )
-
-
-def test_an_array_in_joined_rules_is_checked_by_init():
-    rule = rules.minimum(jnp.ones(7), 2.0)
-    for limit in (rule, rules.minimum(1.0, rule)):
-        with pytest.raises(ValueError, match=r"max_norm must be .* shape \(7,\)"):
-            optaxclip.clip_by_unitwise_norm(limit).init({"a": jnp.ones((2, 3))})
 
 
 def test_layers_of_a_leaf_have_entries_of_their_own():
@@ -287,27 +280,6 @@ def test_a_missing_leaf_does_not_rename_the_others(hole):
         else:
             np.testing.assert_allclose(updates["a/b"], [6.0, 8.0], rtol=1e-6)
             assert limits == [10.0, np.inf]
-
-
-TWO_LEAVES = {"a": jnp.array([3.0, 4.0]), "b": jnp.array([6.0, 8.0])}
-OTHER_RULES = {
-    "schedules": {"a": lambda step: 1.0, "b": 2.0},
-    "shares": {"a": rules.share_of_params(0.1), "b": rules.share_of_params(0.2)},
-    "joined": {"a": rules.minimum(1.0, 2.0), "b": 3.0},
-    "growths": {"a": rules.growth(1.1), "b": rules.growth(1.2)},
-}
-
-
-@pytest.mark.parametrize("name", OTHER_RULES)
-def test_one_part_for_rules_of_their_own_raises(name):
-    # The limits of rules that are no numbers were taken for NaN.
-    state = optaxclip.clip_by_tensor_norm(1.0).init(TWO_LEAVES)
-    clipper = optaxclip.clip_by_tensor_norm(OTHER_RULES[name])
-    with pytest.raises(
-        ValueError,
-        match="clip_by_tensor_norm: state has one part for norms whose limits",
-    ):
-        clipper.update(TWO_LEAVES, state, TWO_LEAVES)
 
 
 GRADS = {"w": jnp.array([3.0, 4.0])}

@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec as P
 
 import optaxclip
 from optaxclip import rules
-from tests.helpers import random_tree
+from tests.helpers import apply, random_tree
 from tests.methods import METHODS
 
 PARAMS = {"w": jnp.array([1.0, 2.0]), "b": jnp.array(3.0)}
@@ -20,8 +20,7 @@ PARAMS = {"w": jnp.array([1.0, 2.0]), "b": jnp.array(3.0)}
 @pytest.mark.parametrize("name", METHODS)
 def test_tree_set_finds_hyperparameters_beside_a_clipper(name):
     adam = optax.inject_hyperparams(optax.adam)(learning_rate=0.1)
-    optimizer = optax.chain(METHODS[name].make(), adam)
-    _, state = optimizer.update(PARAMS, optimizer.init(PARAMS), PARAMS)
+    _, state = apply(optax.chain(METHODS[name].make(), adam), PARAMS, PARAMS)
     changed = optax.tree.set(state, learning_rate=jnp.float32(0.5))
     assert optax.tree.get(changed, "learning_rate") == 0.5
     assert jax.tree.structure(changed) == jax.tree.structure(state)
@@ -30,8 +29,7 @@ def test_tree_set_finds_hyperparameters_beside_a_clipper(name):
 
 
 def test_tree_set_sets_a_field_of_a_clipper():
-    clipper = optaxclip.clip_by_tensor_norm(1.0)
-    _, state = clipper.update(PARAMS, clipper.init(PARAMS))
+    _, state = apply(optaxclip.clip_by_tensor_norm(1.0), PARAMS)
     changed = optax.tree.set(state, step=jnp.int32(7))
     assert changed.step == 7
     assert changed.by_name()["b"].norm == 3
@@ -73,22 +71,6 @@ def test_a_default_window_may_be_injected_under_jit():
     np.testing.assert_allclose(updates["w"], [-0.1, -0.2])
 
 
-@pytest.mark.parametrize("shrink", ["smooth", "auto_s", "psac"])
-def test_a_traced_number_of_a_shrink_is_named(shrink):
-    make = getattr(optaxclip.shrinks, shrink)
-    with pytest.raises(TypeError, match=f"^{shrink}: .* must be known when"):
-        jax.jit(lambda x: make(x)(x, x))(1.5)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("method", ["svd", "newton_schulz"])
-def test_a_spectral_clip_takes_the_limit_of_a_step(method):
-    clipper = optaxclip.clip_by_spectral_norm(1.0, method=method)
-    grads = {"w": jnp.diag(jnp.array([3.0, 0.5]))}
-    updates, _ = clipper.update(grads, clipper.init(grads), limit={"w": 2.0})
-    np.testing.assert_allclose(updates["w"], np.diag([2.0, 0.5]), atol=1e-5)
-
-
 def test_two_bounds_are_numbers_without_jit_too():
     clipper = optaxclip.clip_by_value(0.5, -0.2)
     with jax.disable_jit():
@@ -100,8 +82,7 @@ def test_two_bounds_are_numbers_without_jit_too():
 def test_metrics_of_float64_under_strict_promotion():
     with jax.enable_x64(True), jax.numpy_dtype_promotion("strict"):
         grads = jnp.array([3.0, 4.0], jnp.float64)
-        clipper = optaxclip.clip_by_global_norm(1.0)
-        _, state = clipper.update(grads, clipper.init(grads))
+        _, state = apply(optaxclip.clip_by_global_norm(1.0), grads)
         assert optaxclip.metrics(state)["clip/norm_before"] == 5
 
 
@@ -118,8 +99,7 @@ def test_a_donating_optimizer_is_skipped_without_jit():
     adam = optax.adam(0.1)
     donating = jax.jit(adam.update, donate_argnums=1)
     inner = optax.GradientTransformation(adam.init, donating)
-    optimizer = optaxclip.skip_nonfinite(inner)
-    updates, _ = optimizer.update(PARAMS, optimizer.init(PARAMS), PARAMS)
+    updates, _ = apply(optaxclip.skip_nonfinite(inner), PARAMS, PARAMS)
     np.testing.assert_allclose(updates["w"], [-0.1, -0.1], rtol=1e-5)
 
 

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from optaxclip.dropin import keras, tensorflow_style
+from tests.helpers import apply
 from tests.references.record_tensorflow import decoded
 
 NAN, INF = math.nan, math.inf
@@ -53,8 +54,7 @@ FUNCTIONS = {
 
 
 def optaxclip_of_keras(grads, **settings):
-    clipper = keras.clip_gradients(**settings)
-    return clipper.update(grads, clipper.init(grads))[0]
+    return apply(keras.clip_gradients(**settings), grads)[0]
 
 
 def limit_of(case):

@@ -249,30 +249,6 @@ def test_sensitivity_follows_the_relation():
         grad.sensitivity(Relation.OTHER)
 
 
-WRONG = {
-    "argnums=0 and batch_argnums=0 must be": {"batch_argnums": 0},
-    "argnums=0 and batch_argnums=-1 must be": {"batch_argnums": -1},
-    r".*batch_argnums must not be empty": {"batch_argnums": ()},
-    "l2_clip_norm must be at least 0, got -1": {"l2_clip_norm": -1.0},
-    "l2_clip_norm must be a real number, got None": {"l2_clip_norm": {"w": None}},
-    "normalize_by=0 must be above 0": {"normalize_by": 0},
-}
-
-
-@pytest.mark.parametrize("text", WRONG)
-def test_what_is_wrong_is_named(text):
-    with pytest.raises((TypeError, ValueError), match=f"^clipped_grad: {text}"):
-        make(**WRONG[text])
-
-
-def test_batches_of_different_sizes_are_refused():
-    text = r"^clipped_grad: the first axes of the batch .* must have one size"
-    with pytest.raises(ValueError, match=text):
-        make()(PARAMS, X, Y[:3])
-    with pytest.raises(ValueError, match=r"^clipped_grad: mask must be bool"):
-        make()(PARAMS, X, Y, is_padding_example=np.zeros(3, bool))
-
-
 def test_their_function_gives_the_same():
     theirs = pytest.importorskip("jax_privacy").clipped_grad
     ours = inspect.signature(clipped_grad).parameters

@@ -14,6 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 import optaxclip
 from tests import sharded
+from tests.helpers import apply
 from tests.norms.modes import FULL, NO_TYPES, mapped, norm_of, typed_or_not
 from tests.sharded import (
     CASES,
@@ -41,8 +42,7 @@ def test_names_of_axes_say_that_every_leaf_is_split_over_them(axes, options):
     updates = {name: UPDATES[name] for name in FULL}
 
     def body(updates):
-        clipper = optaxclip.clip_by_global_norm(0.5, mesh_axes=axes)
-        return clipper.update(updates, clipper.init(updates))[0]
+        return apply(optaxclip.clip_by_global_norm(0.5, mesh_axes=axes), updates)[0]
 
     have = on_each_part(body, mesh_of(*FOUR), (FULL,), FULL, **options)(updates)
     norm = norm_of(exact(updates))
@@ -55,8 +55,7 @@ def test_norms_and_record_norm_take_mesh_axes(options):
     of_tensors = partial(optaxclip.tensor_norm, mesh_axes=SPECS)
 
     def body(tree):
-        recorder = optaxclip.record_norm(of_tensors)
-        updates, state = recorder.update(tree, recorder.init(tree))
+        updates, state = apply(optaxclip.record_norm(of_tensors), tree)
         return (
             optaxclip.global_norm(tree, mesh_axes=SPECS),
             updates,

@@ -351,21 +351,18 @@ TWO = [2, 2.0, np.float64(2), np.int32(2), jnp.int32(2), jnp.bfloat16(2), np.arr
 def test_a_norm_may_be_any_real_number(norm):
     # g * 1.5 / 2. In the dtype of an integer norm the limit was 1.
     for own in (norm, {"a": norm, "b": norm}):
-        clipper = optaxclip.clip_by(lambda tree, own=own: own, 1.5)
-        updates, state = clipper.update(GRADS, clipper.init(GRADS))
+        updates, state = apply(optaxclip.clip_by(lambda tree, own=own: own, 1.5), GRADS)
         for name in GRADS:
             expected = np.float64(GRADS[name]) * 0.75
             np.testing.assert_allclose(updates[name], expected, rtol=1e-6)
         np.testing.assert_array_equal(state.limit, np.full_like(state.norm, 1.5))
-        recorder = optaxclip.record_norm(lambda tree, own=own: own)
-        _, state = recorder.update(GRADS, recorder.init(GRADS))
+        _, state = apply(optaxclip.record_norm(lambda tree, own=own: own), GRADS)
         np.testing.assert_array_equal(state.norm, np.full_like(state.norm, 2.0))
 
 
 def test_integer_norms_are_taken_under_strict_promotion():
     with jax.numpy_dtype_promotion("strict"):
-        clipper = optaxclip.clip_by(lambda tree: jnp.int32(2), 1.5)
-        _, state = clipper.update(GRADS, clipper.init(GRADS))
+        _, state = apply(optaxclip.clip_by(lambda tree: jnp.int32(2), 1.5), GRADS)
     np.testing.assert_array_equal(state.norm, np.float32(2))
 
 

@@ -11,6 +11,7 @@ from jax.sharding import PartitionSpec as P
 
 import optaxclip
 from tests import sharded
+from tests.helpers import apply
 from tests.sharded import mesh_of, on_each_part
 
 pytestmark = pytest.mark.slow
@@ -107,8 +108,7 @@ def test_constraints_in_shard_map_equal_those_on_one_device(typed):
         units = optaxclip.clip_by_unitwise_norm(
             0.5, stacked=STACKED, nonfinite="zero", mesh_axes=mesh_axes
         )
-        constrained = optaxclip.constrain(units)
-        return constrained.update(updates, constrained.init(params), params)[0]
+        return apply(optaxclip.constrain(units), updates, params)[0]
 
     updates = {name: x[0] for name, x in GRADS.items()}
     updates["table"] = np.full_like(updates["table"], np.nan)

@@ -10,6 +10,7 @@ import pytest
 import optaxclip
 from optaxclip import replay
 from optaxclip.replay import suggest
+from tests.helpers import apply
 
 pytestmark = pytest.mark.slow
 
@@ -47,10 +48,7 @@ def test_the_rows_of_the_table_are_python(log, command):
     assert len(rows) == 10
     names = {"optaxclip": optaxclip, "optimizer": optax.sgd(0.1)}
     for row in rows:
-        transformation = eval(row, names)
-        _, state = transformation.update(
-            {"w": np.ones(2)}, transformation.init({"w": np.ones(2)})
-        )
+        _, state = apply(eval(row, names), {"w": np.ones(2)})
         assert optaxclip.metrics(state)
 
 

@@ -75,9 +75,3 @@ def test_a_limit_among_the_norms_of_broken_steps_is_not_recommended():
 def test_norms_that_never_change_have_a_recommendation_too():
     (best,) = [row for row in suggest(np.ones(50)) if row.recommended]
     assert best.limit == 1.0
-
-
-def test_two_finite_norms_are_needed():
-    text = "^suggest: norms must hold at least two finite norms above 0, got 1"
-    with pytest.raises(ValueError, match=text):
-        suggest([1.0, 0.0, np.nan, np.inf])

@@ -332,15 +332,6 @@ def test_skipping_learns_from_finite_losses_of_any_sign(loss, remembered):
     assert state.skipped == (not np.isfinite(loss))
 
 
-def test_a_rule_of_the_loss_is_one_number_and_has_no_weights():
-    for rule, text in (
-        (jnp.ones(2), r"^skip_spikes: loss_rule must be a number for each norm"),
-        (optaxclip.rules.share_of_params(0.1), "of weights, which are not measured"),
-    ):
-        with pytest.raises(ValueError, match=text):
-            last(optaxclip.skip_spikes(optax.sgd(0.1), None, rule), [1.0], value=2.0)
-
-
 def test_a_limit_of_the_loss_may_be_below_zero():
     class BelowZero(Rule):
         def update(self, norm, memory, step):
