@@ -269,6 +269,20 @@ def apply(clipper, updates, params=None, **extra):
     return clipper.update(updates, clipper.init(updates), params, **extra)
 
 
+def run_of(clipper, *grads, params=None):
+    """[(updates, state) of each step]."""
+    state, found = clipper.init(grads[0]), []
+    for each in grads:
+        updates, state = clipper.update(each, state, params)
+        found.append((updates, state))
+    return found
+
+
+def after(clipper, *grads, params=None):
+    """The state after steps with these gradients."""
+    return run_of(clipper, *grads, params=params)[-1][1]
+
+
 FEW_STEPS = 9
 
 

@@ -11,6 +11,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import optaxclip
+from tests.helpers import apply
 
 RANDOM = np.random.default_rng(0)
 
@@ -287,8 +288,7 @@ def test_several_models_have_their_own_signs():
 
 
 def test_without_weights_no_params_are_needed():
-    recorder = optaxclip.record_health(weights=False)
-    _, state = recorder.update(jnp.ones(2), recorder.init(jnp.ones(2)))
+    _, state = apply(optaxclip.record_health(weights=False), jnp.ones(2))
     assert "health/cosine" not in found_in(state)
 
 

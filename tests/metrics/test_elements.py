@@ -10,31 +10,33 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import optaxclip
+from tests.helpers import after, scanned
 
 KEYS = "clip/elements_clipped", "clip/elements_clipped_mean"
 RECENT = "clip/elements_clipped_recent"
+COUNTING = {
+    "clip_by_value": optaxclip.clip_by_value(1.0, count=True),
+    "spam": optaxclip.spam(16.0, decay=0.75, warmup=0, count=True),
+}
 
 
 def shares(clipper, *grads):
     """The last share, the mean and the moving average."""
-    state = clipper.init(grads[0])
-    for each in grads:
-        _, state = clipper.update(each, state)
-    found = optaxclip.metrics(state)
+    found = optaxclip.metrics(after(clipper, *grads))
     assert set(found) == {*KEYS, RECENT}
     return [float(found[key]) for key in (*KEYS, RECENT)]
 
 
 def test_nothing_is_counted_unless_asked():
     for clipper in (optaxclip.clip_by_value(1.0), optaxclip.clip(1.0)):
-        _, state = clipper.update(jnp.ones(2), clipper.init(jnp.ones(2)))
+        state = after(clipper, jnp.ones(2))
         assert state.elements == () and optaxclip.metrics(state) == {}
         with pytest.raises(ValueError, match="count=True"):
             optaxclip.metrics(state, only="elements_clipped")
 
 
 def test_values_beyond_their_bounds_are_counted():
-    clipper = optaxclip.clip_by_value(1.0, count=True)
+    clipper = COUNTING["clip_by_value"]
     first = {"a": jnp.array([2.0, 0.5, -3.0]), "b": jnp.array([[0.1], [1.0]])}
     second = jax.tree.map(lambda x: x / 10, first)
     assert shares(clipper, first, second) == pytest.approx([0.0, 0.2, 0.2])
@@ -51,10 +53,8 @@ def test_values_beyond_their_bounds_are_counted():
     ids=["nan", "inf", "complex", "ints"],
 )
 def test_what_keeps_its_value_is_not_counted(values, clipped):
-    assert (
-        shares(optaxclip.clip_by_value(1.0, count=True), jnp.array(values))[0]
-        == clipped
-    )
+    share, *_ = shares(COUNTING["clip_by_value"], jnp.array(values))
+    assert share == clipped
 
 
 @pytest.mark.parametrize("tree", [{}, {"a": None}, {"a": jnp.zeros((0, 3))}])
@@ -68,7 +68,7 @@ def test_leaves_without_numbers_are_no_elements():
 
 
 def test_spikes_of_spam_are_counted():
-    clipper = optaxclip.spam(16.0, decay=0.75, warmup=0, count=True)
+    clipper = COUNTING["spam"]
     calm, spike = jnp.ones(4), jnp.array([9.0, 1.0, 1.0, 1.0])
     assert shares(clipper, calm, calm, spike) == pytest.approx([0.25, 1 / 12, 1 / 12])
 
@@ -80,25 +80,16 @@ def test_more_elements_than_float32_can_count_are_counted():
 
 
 def test_the_moving_average_forgets_what_is_long_ago():
-    clipper = optaxclip.clip_by_value(1.0, count=True)
     grads = jnp.where(jnp.arange(400) < 200, 2.0, 0.0)[:, None]
-
-    def step(state, grad):
-        return clipper.update(grad, state)[1], None
-
-    state = jax.lax.scan(step, clipper.init(grads[0]), grads)[0]
-    found = optaxclip.metrics(state)
+    found = optaxclip.metrics(scanned(COUNTING["clip_by_value"], grads)[0])
     np.testing.assert_allclose(found[KEYS[1]], 0.5, rtol=1e-5)
     np.testing.assert_allclose(found[RECENT], 0.99**200, rtol=1e-4)
 
 
-@pytest.mark.parametrize("kind", ["value", "spam"])
+@pytest.mark.parametrize("kind", COUNTING)
 @pytest.mark.slow
 def test_the_share_is_that_of_all_devices_in_shard_map(kind):
-    clipper = {
-        "value": optaxclip.clip_by_value(0.9, count=True),
-        "spam": optaxclip.spam(16.0, decay=0.75, warmup=0, count=True),
-    }[kind]
+    clipper = COUNTING[kind]
     mesh = jax.make_mesh((4,), ("x",), axis_types=(AxisType.Auto,))
     specs = {"split": P("x"), "whole": P()}
     grads = {"split": jnp.full(8, 0.5), "whole": jnp.full(2, 0.5)}
@@ -106,18 +97,9 @@ def test_the_share_is_that_of_all_devices_in_shard_map(kind):
 
     @partial(jax.shard_map, mesh=mesh, in_specs=(specs, specs), out_specs=P())
     def share(one, other):
-        state = clipper.init(one)
-        for each in (one, other):
-            _, state = clipper.update(each, state)
-        return optaxclip.metrics(state)[KEYS[0]]
+        return optaxclip.metrics(after(clipper, one, other))[KEYS[0]]
 
     assert float(share(grads, spike)) == pytest.approx(0.2)
-
-
-COUNTING = {
-    "clip_by_value": optaxclip.clip_by_value(1.0, count=True),
-    "spam": optaxclip.spam(count=True),
-}
 
 
 @pytest.mark.slow
@@ -127,8 +109,7 @@ def test_elements_are_counted_in_programs_for_any_size(name):
     shape = jax.ShapeDtypeStruct((3, size), jnp.float32)
 
     def share(grads):
-        _, state = COUNTING[name].update(grads, COUNTING[name].init(grads))
-        return optaxclip.metrics(state)[KEYS[0]]
+        return optaxclip.metrics(after(COUNTING[name], grads))[KEYS[0]]
 
     program = jax.export.export(jax.jit(share))(shape)
     grads = jnp.array([[0.5, 2.0], [0.5, 0.5], [3.0, 0.5]])

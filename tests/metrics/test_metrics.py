@@ -10,63 +10,44 @@ import pytest
 
 import optaxclip
 from tests.core.steps import count_compilations
+from tests.helpers import after, apply
 
+CLIPPER = optaxclip.clip_by_global_norm(1.0)
 GRADS = {"a": jnp.array([3.0, 4.0]), "b": {"c": jnp.array([0.3, 0.4])}}
-
-
-def after(optimizer, *grads):
-    state = optimizer.init(GRADS)
-    for each in grads:
-        _, state = optimizer.update(each, state, GRADS)
-    return state
 
 
 def test_numbers_of_a_global_clip_over_several_steps():
     small = jax.tree.map(lambda x: x / 100, GRADS)
     bad = jax.tree.map(lambda x: x * jnp.nan, GRADS)
-    state = after(
-        optax.chain(optaxclip.clip_by_global_norm(1.0), optax.scale(-1.0)),
-        GRADS,
-        bad,
-        small,
-        GRADS,
-    )
-    numbers = {key: float(value) for key, value in optaxclip.metrics(state).items()}
+    optimizer = optax.chain(optaxclip.clip_by_global_norm(1.0), optax.scale(-1.0))
+    state = after(optimizer, GRADS, bad, small, GRADS)
     norm = np.sqrt(25.25)
-    assert numbers == pytest.approx(
-        {
-            "clip/norm_before": norm,
-            "clip/limit": 1.0,
-            "clip/factor": 1 / norm,
-            "clip/norm_after": 1.0,
-            "clip/clipped": 1.0,
-            "clip/clipped_share": 0.5,
-            "clip/clipped_share_recent": 0.5,
-            "clip/clipped_count": 2.0,
-            "clip/nonfinite_count": 1.0,
-        }
-    )
-    assert all(
-        value.dtype == jnp.float32 and value.shape == ()
-        for value in optaxclip.metrics(state).values()
-    )
+    wanted = {
+        "clip/norm_before": norm,
+        "clip/limit": 1.0,
+        "clip/factor": 1 / norm,
+        "clip/norm_after": 1.0,
+        "clip/clipped": 1.0,
+        "clip/clipped_share": 0.5,
+        "clip/clipped_share_recent": 0.5,
+        "clip/clipped_count": 2.0,
+        "clip/nonfinite_count": 1.0,
+    }
+    assert optaxclip.metrics(state, floats=True) == pytest.approx(wanted)
+    for value in optaxclip.metrics(state).values():
+        assert value.dtype == jnp.float32 and value.shape == ()
 
 
 @pytest.mark.parametrize("broken", [np.nan, np.inf])
 @pytest.mark.parametrize("nonfinite", ["propagate", "zero"])
 def test_a_broken_step_is_counted_as_broken_and_not_as_clipped(nonfinite, broken):
     clipper = optaxclip.clip_by_global_norm(1.0, nonfinite=nonfinite)
-    _, state = clipper.update(jnp.array([3.0, 4.0]), clipper.init(jnp.zeros(2)))
-    _, state = clipper.update(jnp.array([3.0, broken]), state)
+    state = after(clipper, jnp.array([3.0, 4.0]), jnp.array([3.0, broken]))
     found = optaxclip.metrics(state)
-    assert (
-        found["clip/clipped"],
-        found["clip/clipped_count"],
-        found["clip/nonfinite_count"],
-    ) == (0, 1, 1)
-    np.testing.assert_array_equal(
-        found["clip/norm_after"], np.nan if nonfinite == "propagate" else 0.0
-    )
+    counts = [found[f"clip/{x}"] for x in ("clipped", "clipped_count")]
+    assert (*counts, found["clip/nonfinite_count"]) == (0, 1, 1)
+    wanted = np.nan if nonfinite == "propagate" else 0.0
+    np.testing.assert_array_equal(found["clip/norm_after"], wanted)
 
 
 @pytest.mark.parametrize(
@@ -103,16 +84,12 @@ def test_64_bit_norms_are_right_after_clipping_as_well():
 
 
 def test_tensor_clippers_are_told_by_leaf_path():
-    numbers = optaxclip.metrics(
-        after(optaxclip.clip_by_tensor_norm({"a": 1.0, "b": 2.0}), GRADS)
-    )
-    assert float(numbers["clip/norm_before/a"]) == pytest.approx(5.0) and float(
-        numbers["clip/norm_before/b/c"]
-    ) == pytest.approx(0.5)
-    assert (
-        float(numbers["clip/limit/b/c"]) == 2.0
-        and float(numbers["clip/clipped_count/b/c"]) == 0
-    )
+    clipper = optaxclip.clip_by_tensor_norm({"a": 1.0, "b": 2.0})
+    numbers = optaxclip.metrics(after(clipper, GRADS), floats=True)
+    assert numbers["clip/norm_before/a"] == pytest.approx(5.0)
+    assert numbers["clip/norm_before/b/c"] == pytest.approx(0.5)
+    assert numbers["clip/limit/b/c"] == 2.0
+    assert numbers["clip/clipped_count/b/c"] == 0
 
 
 def test_of_units_the_one_furthest_over_its_limit_is_shown():
@@ -127,92 +104,63 @@ def test_of_units_the_one_furthest_over_its_limit_is_shown():
 @pytest.mark.slow
 def test_found_at_any_depth_and_in_traced_states():
     clipper = optaxclip.clip_by_global_norm
-    inside = optax.chain(
-        optax.masked(clipper(1.0), {"a": True, "b": False}), optax.scale(1.0)
-    )
-    deep = optax.MultiSteps(
-        optax.apply_if_finite(optax.partition({"x": inside}, {"a": "x", "b": "x"}), 2),
-        1,
-    )
+    masked = optax.masked(clipper(1.0), {"a": True, "b": False})
+    inside = optax.chain(masked, optax.scale(1.0))
+    parted = optax.partition({"x": inside}, {"a": "x", "b": "x"})
+    deep = optax.MultiSteps(optax.apply_if_finite(parted, 2), 1)
     numbers = jax.jit(lambda state: optaxclip.metrics(state))(after(deep, GRADS))
     assert float(numbers["clip/x/norm_before"]) == pytest.approx(5.0)
-    injected = optax.inject_hyperparams(clipper)(
-        max_norm=optax.linear_schedule(2.0, 1.0, 10)
-    )
-    assert float(
-        optaxclip.metrics(after(injected, GRADS))["clip/limit"]
-    ) == pytest.approx(2.0)
+    schedule = optax.linear_schedule(2.0, 1.0, 10)
+    injected = optax.inject_hyperparams(clipper)(max_norm=schedule)
+    numbers = optaxclip.metrics(after(injected, GRADS))
+    assert float(numbers["clip/limit"]) == pytest.approx(2.0)
 
 
 def test_metrics_number_clippers_within_each_title():
-    twice = optax.chain(
-        optaxclip.clip_by_global_norm(1.0), optaxclip.clip_by_global_norm(2.0)
-    )
-    state = optax.partition({"a": twice, "b": twice}, {"x": "a", "y": "b"}).init(
-        {"x": jnp.ones(2), "y": jnp.ones(2)}
-    )
-    assert {name for name in optaxclip.metrics(state) if "limit" in name} == {
-        f"{prefix}/{title}/limit" for prefix in ("clip", "clip_2") for title in "ab"
+    twice = optax.chain(CLIPPER, optaxclip.clip_by_global_norm(2.0))
+    parted = optax.partition({"a": twice, "b": twice}, {"x": "a", "y": "b"})
+    state = parted.init({"x": jnp.ones(2), "y": jnp.ones(2)})
+    wanted = {
+        f"{place}/limit" for place in ("clip/a", "clip/b", "clip_2/a", "clip_2/b")
     }
+    assert set(optaxclip.metrics(state, only="limit")) == wanted
 
 
 def test_metrics_name_the_whole_way_through_a_skipping_optimizer():
-    clipper = optaxclip.clip_by_global_norm(1.0)
-    inner = optax.named_chain(("inner", clipper), ("sgd", optax.sgd(1.0)))
-    state = optax.named_chain(("outer", optaxclip.skip_nonfinite(inner))).init(
-        jnp.ones(2)
-    )
-    assert {"skip/outer/norm", "clip/outer/inner/norm_before"} <= optaxclip.metrics(
-        state
-    ).keys()
-    twice = optax.named_chain(
-        (
-            "first",
-            optaxclip.skip_nonfinite(
-                optax.named_chain(("second", optaxclip.skip_nonfinite(inner)))
-            ),
-        )
-    )
-    assert "clip/first/second/inner/norm_before" in optaxclip.metrics(
-        twice.init(jnp.ones(2))
-    )
+    inner = optax.named_chain(("inner", CLIPPER), ("sgd", optax.sgd(1.0)))
+    one = optax.named_chain(("outer", optaxclip.skip_nonfinite(inner)))
+    found = optaxclip.metrics(one.init(jnp.ones(2)))
+    assert {"skip/outer/norm", "clip/outer/inner/norm_before"} <= found.keys()
+    second = optax.named_chain(("second", optaxclip.skip_nonfinite(inner)))
+    twice = optax.named_chain(("first", optaxclip.skip_nonfinite(second)))
+    found = optaxclip.metrics(twice.init(jnp.ones(2)))
+    assert "clip/first/second/inner/norm_before" in found
 
 
 def test_two_places_that_read_alike_have_two_rows():
-    state = optaxclip.clip_by_tensor_norm(1.0).init(
-        {"a/b": jnp.ones(2), "a": {"b": jnp.ones(2)}, "c": jnp.ones(2)}
-    )
-    assert {name for name in optaxclip.metrics(state) if "limit" in name} == {
-        "clip/limit/['a/b']",
-        "clip/limit/['a']['b']",
-        "clip/limit/c",
-    }
+    tree = {"a/b": jnp.ones(2), "a": {"b": jnp.ones(2)}, "c": jnp.ones(2)}
+    state = optaxclip.clip_by_tensor_norm(1.0).init(tree)
+    wanted = {f"clip/limit/{name}" for name in ("['a/b']", "['a']['b']", "c")}
+    assert set(optaxclip.metrics(state, only="limit")) == wanted
 
 
 @pytest.mark.slow
 def test_the_numbers_of_a_norm_without_jit_are_one_program():
     grads = {"w": jnp.full((7, 13), 3.0), "v": jnp.full((5, 13), 3.0)}
-    clipper = optaxclip.clip_by_unitwise_norm(1.0)
-    _, state = clipper.update(grads, clipper.init(grads))
+    _, state = apply(optaxclip.clip_by_unitwise_norm(1.0), grads)
     with count_compilations() as compiled:
         found = optaxclip.metrics(state)
     assert len(compiled) <= 1  # none where another test had the same shapes
-    assert [name.split("/")[1] for name in found][:4] == [
-        "norm_before",
-        "limit",
-        "factor",
-        "norm_after",
-    ]
+    first = [name.split("/")[1] for name in found][:4]
+    assert first == ["norm_before", "limit", "factor", "norm_after"]
 
 
 @pytest.mark.parametrize(
     "optimizer",
     [
-        optaxclip.clip_by_global_norm(1.0),
+        CLIPPER,
         optaxclip.clip_by_unitwise_norm(optaxclip.rules.z_score()),
-        optaxclip.skip_spikes(
-            optax.chain(optaxclip.clip_by_global_norm(1.0), optax.sgd(1.0)), 10.0
-        ),
+        optaxclip.skip_spikes(optax.chain(CLIPPER, optax.sgd(1.0)), 10.0),
     ],
     ids=["one norm", "units", "skipping"],
 )
@@ -235,17 +183,13 @@ def test_metrics_of_many_tensors_are_the_same_under_jit(options):
     grads["layers"] = jnp.array([[3.0, 6.0, 0.3], [4.0, 8.0, 0.4]])
     limits = dict.fromkeys(grads, 1.0) | {"c": None}
     stacked = dict.fromkeys(grads) | {"layers": (1,)}
-    clipper = optaxclip.clip_by_tensor_norm(limits, stacked=stacked)
-    _, state = clipper.update(grads, clipper.init(grads))
+    _, state = apply(optaxclip.clip_by_tensor_norm(limits, stacked=stacked), grads)
     eager = optaxclip.metrics(state, **options)
     jitted = jax.jit(lambda state: optaxclip.metrics(state, **options))(state)
     assert eager.keys() == jitted.keys()
     for name, value in eager.items():
         assert jitted[name].dtype == jnp.float32 and jitted[name].shape == ()
         np.testing.assert_array_equal(jitted[name], value, err_msg=name)
-
-
-CLIPPER = optaxclip.clip_by_global_norm(1.0)
 
 
 def keys(optimizer, name="limit"):
@@ -255,10 +199,8 @@ def keys(optimizer, name="limit"):
 
 def test_the_first_keeps_its_keys_when_a_second_is_added():
     assert keys(optax.chain(CLIPPER)) == ["clip/limit"]
-    assert keys(optax.chain(CLIPPER, optax.sgd(0.1), CLIPPER)) == [
-        "clip/limit",
-        "clip_2/limit",
-    ]
+    twice = optax.chain(CLIPPER, optax.sgd(0.1), CLIPPER)
+    assert keys(twice) == ["clip/limit", "clip_2/limit"]
 
 
 def test_a_clipper_of_elements_counts_as_one_more():
@@ -289,8 +231,7 @@ STACKED = {"w": jnp.array([[3.0, 6.0, 0.3], [4.0, 8.0, 0.4]]), "b": jnp.array([0
 
 
 def state_after_a_step(stacked):
-    clipper = optaxclip.clip_by_tensor_norm(1.0, stacked=stacked)
-    return clipper.update(STACKED, clipper.init(STACKED))[1]
+    return apply(optaxclip.clip_by_tensor_norm(1.0, stacked=stacked), STACKED)[1]
 
 
 def test_each_layer_has_a_row_on_request():

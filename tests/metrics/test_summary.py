@@ -6,15 +6,9 @@ import numpy as np
 import pytest
 
 import optaxclip
+from tests.helpers import after
 
 GRADS = {"a": jnp.array([3.0, 4.0]), "b": jnp.array([0.3]), "c": jnp.array([8.0])}
-
-
-def after(clipper, *grads):
-    state = clipper.init(grads[0])
-    for each in grads:
-        _, state = clipper.update(each, state)
-    return state
 
 
 def summary(state, **options):
@@ -24,23 +18,22 @@ def summary(state, **options):
 def test_a_clipper_of_tensors_has_one_row():
     limits = {"a": 1.0, "b": 1.0, "c": 4.0}
     state = after(optaxclip.clip_by_tensor_norm(limits), GRADS)
-    assert summary(state) == pytest.approx(
-        {
-            "clip/norm_before": 5.0,
-            "clip/limit": 1.0,
-            "clip/factor": 0.2,
-            "clip/norm_after": 1.0,
-            "clip/clipped": 1.0,
-            "clip/clipped_share": 2 / 3,
-            "clip/clipped_share_recent": 2 / 3,
-            "clip/clipped_count": 1.0,
-            "clip/nonfinite_count": 0.0,
-            "clip/norms_clipped": 2 / 3,
-            "clip/worst_ratio": 5.0,
-            "clip/worst_index": 0.0,
-            "clip/worst_name": "a",
-        }
-    )
+    wanted = {
+        "clip/norm_before": 5.0,
+        "clip/limit": 1.0,
+        "clip/factor": 0.2,
+        "clip/norm_after": 1.0,
+        "clip/clipped": 1.0,
+        "clip/clipped_share": 2 / 3,
+        "clip/clipped_share_recent": 2 / 3,
+        "clip/clipped_count": 1.0,
+        "clip/nonfinite_count": 0.0,
+        "clip/norms_clipped": 2 / 3,
+        "clip/worst_ratio": 5.0,
+        "clip/worst_index": 0.0,
+        "clip/worst_name": "a",
+    }
+    assert summary(state) == pytest.approx(wanted)
 
 
 def test_shares_are_means_over_all_tensors():

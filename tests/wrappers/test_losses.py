@@ -7,6 +7,7 @@ import optax
 import pytest
 
 import optaxclip
+from tests.helpers import apply
 
 GRADS = jnp.array([3.0, 4.0])
 LOOK = {
@@ -42,8 +43,7 @@ def test_a_loss_is_minus_inf_until_one_arrives(name):
 
 @pytest.mark.parametrize("name", LOOK)
 def test_another_loss_goes_on_beside_value(name):
-    optimizer = LOOK[name]
-    _, state = optimizer.update(GRADS, optimizer.init(GRADS), value=1.0, loss=1e6)
+    _, state = apply(LOOK[name], GRADS, value=1.0, loss=1e6)
     assert state.loss == 1.0
 
 
