@@ -10,6 +10,7 @@ import optax
 import pytest
 
 import optaxclip
+from optaxclip import rules
 from tests.core.steps import apply, compiled_step, count_compilations
 from tests.helpers import CLIPPERS, only_by_a_cpu, random_tree
 from tests.methods import METHODS
@@ -53,18 +54,26 @@ def test_a_norm_measured_elsewhere_is_used(name):
 
 # Decompositions need room, and clippy still holds copies of what it compares (see its
 # docstring).
-WITHOUT_GROUP = [
-    name
+IN_PLACE = {
+    name: case.build(0.5)
     for name, case in CLIPPERS.items()
     if "group" not in name and not case.clip and name != "clippy"
-]
+}
+LEARN = ("autoclip", "zclip", "adagc", "adagn", "adaclip")
+IN_PLACE |= {name: METHODS[name].make() for name in LEARN}
+IN_PLACE["ratio, drop"] = optaxclip.clip_by_tensor_norm(
+    rules.ema_ratio(1.2), shrink=optaxclip.shrinks.drop
+)
+clip_and_adam = optax.chain(IN_PLACE["clip_by_global_norm"], optax.scale_by_adam())
+IN_PLACE["skip_spikes"] = optaxclip.skip_spikes(clip_and_adam, rules.z_score())
+IN_PLACE["skip_step"] = optaxclip.skip_step(optax.adamw(1e-3), on_loss=False)
+IN_PLACE["reset_momentum"] = optaxclip.reset_momentum(optax.scale_by_adam())
 
 
 @only_by_a_cpu
-@pytest.mark.parametrize("name", WITHOUT_GROUP)
-def test_a_train_step_holds_no_copy_of_the_gradients(name):
-    case = CLIPPERS[name]
-    assert compiled_step(case.build(0.5)) <= 0.01
+@pytest.mark.parametrize("name", IN_PLACE)
+def test_a_train_step_holds_no_copy_of_gradients_and_moments(name):
+    assert compiled_step(IN_PLACE[name]) <= 0.01
 
 
 @only_by_a_cpu

@@ -17,6 +17,7 @@ import optaxclip
 from tests import oracles
 from tests.fuzz import expected
 from tests.fuzz.cases import Case, cases
+from tests.helpers import apply
 from tests.norms.leaves import not_in_turn
 
 EPS = oracles.eps_of("float32")
@@ -54,8 +55,7 @@ def parts_at(case, tree, share):
 
 def clipped_at(case, limit, tree):
     """(updates, state) of the first step."""
-    clipper = case.kind.make(limit)
-    return clipper.update(tree, clipper.init(tree), case.weights())
+    return apply(case.kind.make(limit), tree, case.weights())
 
 
 def assert_right(case, tree, limit, parts):

@@ -138,8 +138,7 @@ def test_one_new_norm_for_all_units_of_a_leaf_is_enough():
 )
 def test_zeros_stay_where_a_shrink_has_no_number_for_them(shrink):
     tree = {"a": jnp.zeros(2), "b": jnp.array([3.0, 4.0])}
-    clipper = optaxclip.clip_by_tensor_norm(1.0, shrink=shrink)
-    updates, state = clipper.update(tree, clipper.init(tree))
+    updates, state = apply(optaxclip.clip_by_tensor_norm(1.0, shrink=shrink), tree)
     np.testing.assert_array_equal(updates["a"], [0.0, 0.0])
     assert (state.factor[0], state.clipped[0], state.nonfinite[0]) == (1, 0, 0)
     grad = optaxclip.clipped_grad(lambda w, x: jnp.sum(w * x), 1.0, shrink=shrink)

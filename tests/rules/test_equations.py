@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 import optaxclip
+from optaxclip import rules
 from tests import oracle_rules as oracle
 from tests.helpers import limits_of
 from tests.rules.histories import EPS, HISTORIES, RULES, STEPS, assert_limits
@@ -30,11 +31,8 @@ def replayed(name):
     float32[steps, histories + 2].
     """
     columns = [*HISTORIES.values(), np.concatenate([GOOD, np.ones(BAD_STEPS)]), MIXED]
-    return np.asarray(
-        optaxclip.replay.run(
-            RULES[name][0], np.stack(columns, axis=1).astype(np.float32)
-        ).limits
-    )
+    norms = np.stack(columns, axis=1).astype(np.float32)
+    return np.asarray(optaxclip.replay.run(RULES[name][0], norms).limits)
 
 
 @every_rule
@@ -76,65 +74,44 @@ def test_a_step_of_zero_nan_or_inf_leaves_no_trace(name):
     np.testing.assert_array_equal(mixed[kept], alone[: GOOD.size])
 
 
-def test_the_first_value_is_the_average_whatever_the_decay():
-    for rule in (optaxclip.rules.ema(1.0), optaxclip.rules.ema(0.0)):
-        assert limits_of(rule, [2.0]) == 2.0
-    np.testing.assert_array_equal(
-        limits_of(optaxclip.rules.ema_ratio(1.5, 1.0), [2.0, 3.0, 3.0]),
-        [np.inf, 3.0, 3.0],
-    )
-
-
-@pytest.mark.parametrize(
-    "build", [optaxclip.rules.windowed_quantile, optaxclip.rules.ema_ratio]
-)
+@pytest.mark.parametrize("build", [rules.windowed_quantile, rules.ema_ratio])
 def test_without_a_warmup_the_first_norm_has_no_limit_either(build):
     limits = limits_of(build(warmup=0), [2.0, 2.0])
     assert np.isinf(limits[0]) and np.isfinite(limits[1])
 
 
 def test_a_deviation_of_a_sample_wants_two_norms():
-    limits = limits_of(optaxclip.rules.windowed_mean(ddof=1, warmup=0), [2.0, 4.0, 4.0])
+    limits = limits_of(rules.windowed_mean(ddof=1, warmup=0), [2.0, 4.0, 4.0])
     assert np.isinf(limits[:2]).all()
     np.testing.assert_allclose(limits[2], 3 + 3 * 2**0.5, rtol=1e-6)
 
 
 def test_norms_that_differ_by_little_keep_their_deviation():
     norms = 8192 + np.array([0, 3, 1, 5, 2, 4, 0]) * 2.0**-9
-    limit = limits_of(optaxclip.rules.windowed_mean(1e6, 16), norms)[-1]
-    np.testing.assert_allclose(
-        limit, np.mean(norms[:-1]) + 1e6 * np.std(norms[:-1]), rtol=1e-5
-    )
+    limit = limits_of(rules.windowed_mean(1e6, 16), norms)[-1]
+    wanted = np.mean(norms[:-1]) + 1e6 * np.std(norms[:-1])
+    np.testing.assert_allclose(limit, wanted, rtol=1e-5)
 
 
 @pytest.mark.parametrize("current", [False, True])
 @pytest.mark.parametrize("quantile", [0.0, 0.3, 1.0])
 def test_norms_that_tie_keep_their_order_in_the_window(quantile, current):
     norms = np.random.default_rng(0).integers(1, 4, 60).astype(np.float32)
-    limits = optaxclip.replay.run(
-        optaxclip.rules.windowed_quantile(quantile, 5, current=current), norms
-    ).limits
-    wanted = [
-        np.quantile(held, quantile)
-        if (held := norms[max(0, i - 5 + current) : i + current]).size
-        else np.inf
-        for i in range(60)
-    ]
-    np.testing.assert_allclose(limits, wanted, rtol=1e-6)
+    rule = rules.windowed_quantile(quantile, 5, current=current)
+    limits = optaxclip.replay.run(rule, norms).limits
+    for i, limit in enumerate(limits):
+        held = norms[max(0, i - 5 + current) : i + current]
+        wanted = np.quantile(held, quantile) if held.size else np.inf
+        np.testing.assert_allclose(limit, wanted, rtol=1e-6)
 
 
 def test_tracker_counts_its_limit_as_within_and_stays_in_range():
-    limits = limits_of(
-        optaxclip.rules.quantile_tracker(0.5, 0.2, start=1.0), [1.0, 1.0]
-    )
+    tracker = rules.quantile_tracker
+    limits = limits_of(tracker(0.5, 0.2, start=1.0), [1.0, 1.0])
     np.testing.assert_allclose(limits, [1.0, np.exp(-0.1)], rtol=1e-6)
-    down = limits_of(
-        optaxclip.rules.quantile_tracker(0.0, 50.0, start=1e-20), [1e-38, 1e-38, 1e-38]
-    )
+    down = limits_of(tracker(0.0, 50.0, start=1e-20), [1e-38] * 3)
     assert down[-1] >= np.finfo(np.float32).tiny
-    up = limits_of(
-        optaxclip.rules.quantile_tracker(1.0, 1.0, start=1e38), [3e38, 3e38, 3e38]
-    )
+    up = limits_of(tracker(1.0, 1.0, start=1e38), [3e38] * 3)
     assert np.isfinite(up).all()
-    far = limits_of(optaxclip.rules.quantile_tracker(0.5, 200.0, start=1.0), [2.0, 2.0])
+    far = limits_of(tracker(0.5, 200.0, start=1.0), [2.0, 2.0])
     assert np.isfinite(far).all() and far[1] > 1e38

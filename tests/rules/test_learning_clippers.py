@@ -15,21 +15,20 @@ import pytest
 import optaxclip
 from optaxclip import rules
 from optaxclip.shrinks import drop, smooth
-from tests.core.steps import compiled_step, same_bits
-from tests.helpers import LABELS, exact, only_by_a_cpu, random_tree, scanned
+from tests.core.steps import same_bits
+from tests.helpers import LABELS, exact, random_tree, scanned
 from tests.methods import METHODS
 
 by_norm, by_tensor = optaxclip.clip_by_global_norm, optaxclip.clip_by_tensor_norm
-by_unit = optaxclip.clip_by_unitwise_norm
+by_unit, zclip = optaxclip.clip_by_unitwise_norm, optaxclip.zclip
+deviation = rules.windowed_mean(1.0, 16)
+capped_tracker = rules.minimum(rules.quantile_tracker(), 1.0)
 
 # name: (build(**options), does it never lengthen?)
 CLIPPERS = {
     "autoclip": (partial(optaxclip.autoclip, 50, 16), True),
-    "zclip": (partial(optaxclip.zclip, 1.0, 0.9, warmup=3), True),
-    "zclip of groups": (
-        partial(optaxclip.zclip, 1.0, 0.9, warmup=3, scope=LABELS),
-        True,
-    ),
+    "zclip": (partial(zclip, 1.0, 0.9, warmup=3), True),
+    "zclip of groups": (partial(zclip, 1.0, 0.9, warmup=3, scope=LABELS), True),
     "adagc": (partial(optaxclip.adagc, 1.05, max_norm=3.0, warmup=2), True),
     "aggc": (partial(optaxclip.aggc, 0.9, 1.1, scope=LABELS, raise_small=True), False),
     "adaclip": (partial(optaxclip.adaclip, 0.9), True),
@@ -37,15 +36,10 @@ CLIPPERS = {
     "log-norm": (partial(by_tensor, rules.log_z_score(0.5, 0.9, warmup=2)), True),
     "units that may grow": (partial(by_unit, rules.growth()), True),
     "ratio, drop": (partial(by_tensor, rules.ema_ratio(1.2), shrink=drop), True),
-    "deviation, smooth": (
-        partial(by_norm, rules.windowed_mean(1.0, 16), shrink=smooth()),
-        True,
-    ),
-    "tracker under a cap": (
-        partial(by_norm, rules.minimum(rules.quantile_tracker(), 1.0)),
-        True,
-    ),
+    "deviation, smooth": (partial(by_norm, deviation, shrink=smooth()), True),
+    "tracker under a cap": (partial(by_norm, capped_tracker), True),
 }
+OF_PAPERS = ["autoclip", "zclip", "adagc", "adagn", "adaclip", "spam"]
 # One of each kind: a window, running averages of groups, two measures in one, another
 # multiplication, one that lengthens.
 some_clippers = pytest.mark.parametrize(
@@ -87,9 +81,7 @@ def run(name, grads, state=None, **options):
 
 
 def times(factor, tree):
-    return jax.tree.map(
-        lambda x: jnp.asarray(np.asarray(x) * factor, jnp.float32), tree
-    )
+    return jax.tree.map(lambda x: jnp.float32(np.asarray(x) * factor), tree)
 
 
 every_clipper = pytest.mark.parametrize("name", CLIPPERS)
@@ -110,24 +102,16 @@ def test_updates_and_state_keep_kinds_and_norms_their_limit(name, dtype):
     grads = history(dtype, name=name)
     clipper, _ = built(name)
     first = clipper.init(grads[0])
-    chex.assert_trees_all_equal_structs(
-        first,
-        clipper.init(
-            jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), grads[0])
-        ),
-    )
+    shapes = jax.eval_shape(lambda: grads[0])
+    chex.assert_trees_all_equal_structs(first, clipper.init(shapes))
     touched = 0
     for before, (after, state) in zip(grads, run(name, grads)):
         chex.assert_trees_all_equal_shapes_and_dtypes(after, before)
         chex.assert_trees_all_equal_shapes_and_dtypes(state, first)
-        one, other = exact(before), exact(after)
-        for x, y in zip(jax.tree.leaves(one), jax.tree.leaves(other)):
+        for x, y in zip(*map(jax.tree.leaves, (exact(before), exact(after)))):
             assert np.isfinite(y).all()
             assert not shortens or np.linalg.norm(y) <= np.linalg.norm(x) * (1 + 1e-6)
-        touched += sum(
-            not np.array_equal(x, y)
-            for x, y in zip(jax.tree.leaves(one), jax.tree.leaves(other))
-        )
+            touched += not np.array_equal(x, y)
         norms, limits, factors = (
             np.concatenate([np.ravel(x) for x in jax.tree.leaves(field)])
             for field in (state.norm, state.limit, state.factor)
@@ -159,10 +143,7 @@ def test_a_broken_or_zero_step_keeps_the_bits_of_the_memory(name, nonfinite):
         assert all(wanted(leaf).all() for leaf in jax.tree.leaves(mixed[place][0]))
     for place in (2, 7):
         same_bits(mixed[place][0], broken[2])
-    assert all(
-        (np.asarray(count) == 4).all()
-        for count in jax.tree.leaves(mixed[-1][1].nonfinite)
-    )
+    np.testing.assert_array_equal(mixed[-1][1].nonfinite, 4)
 
 
 @pytest.mark.slow
@@ -176,13 +157,11 @@ def test_extreme_numbers_are_learned_from_like_others(name, size):
     """
     factors = [0.5, 0.7, 0.4, 1.0, 0.6, 0.8, 0.5, 0.9, 0.3, 1.0]
     shape = {"w": np.asarray([[1.0, 0.0], [0.5, 0.0]]), "b": np.asarray([0.0, 1.0])}
-    for updates, state in run(
-        name, [times(factor * size, shape) for factor in factors]
-    ):
+    grads = [times(factor * size, shape) for factor in factors]
+    for updates, state in run(name, grads):
         for leaf, pattern in zip(jax.tree.leaves(updates), jax.tree.leaves(shape)):
-            assert np.isfinite(leaf).all() and np.array_equal(
-                np.asarray(leaf) != 0, np.asarray(pattern) != 0
-            )
+            assert np.isfinite(leaf).all()
+            np.testing.assert_array_equal(np.asarray(leaf) != 0, pattern != 0)
         assert not any(np.isnan(x).any() for x in jax.tree.leaves(state))
 
 
@@ -225,18 +204,9 @@ def test_inside_the_wrappers_of_optax(name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "factory",
-    [
-        optaxclip.autoclip,
-        optaxclip.zclip,
-        optaxclip.adagc,
-        optaxclip.adagn,
-        optaxclip.adaclip,
-        optaxclip.spam,
-    ],
-)
-def test_inject_hyperparams_takes_them_with_all_defaults(factory):
+@pytest.mark.parametrize("name", OF_PAPERS)
+def test_inject_hyperparams_takes_them_with_all_defaults(name):
+    factory = METHODS[name].function
     grads = stacked(history("bfloat16", 4, "autoclip"))
     _, plain = scanned(factory(), grads)
     _, injected = scanned(optax.inject_hyperparams(factory)(), grads)
@@ -255,35 +225,8 @@ def test_derivatives_are_finite(name):
         return transpose(out)
 
     for factor in (1.0, 0.0, 100.0):
-        assert all(
-            np.isfinite(x).all()
-            for x in jax.tree.leaves(pulled_back(times(factor, grads[3])))
-        )
-
-
-@only_by_a_cpu
-@pytest.mark.parametrize(
-    "name", ["autoclip", "zclip", "adagc", "adagn", "adaclip", "ratio, drop"]
-)
-def test_a_train_step_holds_no_copy_of_the_gradients(name):
-    assert compiled_step(CLIPPERS[name][0]()) <= 0.01
-
-
-@only_by_a_cpu
-@pytest.mark.parametrize(
-    "wrapped",
-    [
-        optaxclip.skip_spikes(
-            optax.chain(optaxclip.clip_by_global_norm(1.0), optax.scale_by_adam()),
-            optaxclip.rules.z_score(),
-        ),
-        optaxclip.skip_step(optax.adamw(1e-3), on_loss=False),
-        optaxclip.reset_momentum(optax.scale_by_adam()),
-    ],
-    ids=["skip_spikes", "skip_step", "reset_momentum"],
-)
-def test_wrapped_optimizers_copy_neither_gradients_nor_moments(wrapped):
-    assert compiled_step(wrapped, then=optax.identity()) <= 0.01
+        for x in jax.tree.leaves(pulled_back(times(factor, grads[3]))):
+            assert np.isfinite(x).all()
 
 
 @pytest.mark.parametrize("name", METHODS)
@@ -296,7 +239,5 @@ def test_a_fresh_state_can_be_donated(name):
 def test_a_memory_is_a_few_numbers_for_each_norm():
     for build, _ in CLIPPERS.values():
         state = build().init(random_tree("float32"))
-        norms = sum(x.size for x in jax.tree.leaves(state.norm))
-        assert sum(x.size for x in jax.tree.leaves(state.memory)) <= norms * (
-            2 * 16 + 2
-        )
+        kept = sum(x.size for x in jax.tree.leaves(state.memory))
+        assert kept <= (2 * 16 + 2) * state.norm.size

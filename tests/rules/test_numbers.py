@@ -1,9 +1,7 @@
-"""What is no number of a rule is refused, and named. A cap above a learned limit,
-ratios with which such a limit can only fall, and derivatives by the numbers, forward
-and reverse.
+"""A cap above a learned limit, ratios with which such a limit can only fall, and
+derivatives by the numbers, forward and reverse.
 """
 
-import math
 import warnings
 
 import jax
@@ -13,78 +11,7 @@ import optax
 import pytest
 
 import optaxclip
-from optaxclip import clip_by_global_norm, rules, shrinks
-
-BAD_SCOPE = "scope must be 'global', 'tensor', or labels as in clip_by_group_norm"
-BAD = {
-    "windowed_mean: ddof must be at most 3, got 4.": lambda: rules.windowed_mean(
-        2.0, 4, ddof=4
-    ),
-    "windowed_mean: remember must be one of 'raw', 'clipped', got 'both'.": lambda: (
-        rules.windowed_mean(remember="both")
-    ),
-    "skip_step: window must be at least 2, got 1.": lambda: optaxclip.skip_step(
-        optax.sgd(0.1), window=1
-    ),
-    "quantile_tracker: rate must be at most 3.402823466e+38, got inf.": lambda: (
-        rules.quantile_tracker(0.5, math.inf)
-    ),
-    "larc: weight_decay must be at most 1.797693135e+308, got inf.": lambda: (
-        optaxclip.larc(0.1, weight_decay=math.inf)
-    ),
-    f"autoclip: {BAD_SCOPE}, got 'unit'.": lambda: optaxclip.autoclip(scope="unit"),
-    f"aggc: {BAD_SCOPE}, got None.": lambda: optaxclip.aggc(scope=None),
-    "zclip: target must be one of 'adaptive', 'mean', 'max', got 'median'.": lambda: (
-        optaxclip.zclip(target="median")
-    ),
-    "z_score: z must not be NaN, got nan.": lambda: rules.z_score(math.nan),
-    "zclip: warmup must be at least 1, got 0.": lambda: optaxclip.zclip(warmup=0),
-    "reset_momentum: every must be at least 1, got 0.": lambda: (
-        optaxclip.reset_momentum(optax.identity(), every=0)
-    ),
-    "reset_momentum: every must be a whole number, got 1.5.": lambda: (
-        optaxclip.reset_momentum(optax.identity(), every=1.5)
-    ),
-    "reset_momentum: warmup must be at least 0, got -1.": lambda: (
-        optaxclip.reset_momentum(None, warmup=-1)
-    ),
-    "minimum: rules must be at least one, got none.": lambda: rules.minimum(),
-    "minimum: rules[1] must be at least 0, got -1.": lambda: rules.minimum(1.0, -1),
-    "warm_up: steps must be at least 0, got -5.": lambda: rules.warm_up(-5, 1.0, 2.0),
-    "smooth: power must be at least 1, got 0.5.": lambda: shrinks.smooth(0.5),
-}
-
-
-@pytest.mark.parametrize("text", BAD)
-def test_bad_input_is_named(text):
-    with pytest.raises(ValueError) as error:
-        BAD[text]()
-    assert str(error.value) == text
-
-
-@pytest.mark.parametrize("bad", [True, "3", 1j])
-def test_what_is_no_number_is_refused(bad):
-    for build in (rules.z_score, rules.growth, rules.windowed_mean, optaxclip.autoclip):
-        with pytest.raises(TypeError, match="must be a real number"):
-            build(bad)
-
-
-@pytest.mark.parametrize(
-    ("rule", "name"),
-    [
-        ("windowed_mean", "current"),
-        ("windowed_quantile", "current"),
-        ("ema_ratio", "corrected"),
-        ("ema_band", "raise_small"),
-    ],
-)
-def test_what_is_neither_true_nor_false_is_refused(rule, name):
-    build = getattr(optaxclip.rules, rule)
-    with pytest.raises(TypeError) as error:
-        build(**{name: "yes"})
-    assert str(error.value) == f"{rule}: {name} must be True or False, got 'yes'."
-    for flag in (np.bool_(True), jnp.array(True), 1):
-        build(**{name: flag})
+from optaxclip import clip_by_global_norm, rules
 
 
 @pytest.mark.parametrize("rule", [rules.windowed_mean, rules.windowed_quantile])
@@ -122,12 +49,6 @@ def test_without_a_cap_the_first_step_passes(name):
     clipper = CAPPED[name](cap=None)
     updates, _ = clipper.update(HUGE, clipper.init(HUGE))
     np.testing.assert_array_equal(updates, HUGE)
-
-
-@pytest.mark.parametrize("name", CAPPED)
-def test_a_cap_below_zero_is_refused_by_its_name(name):
-    with pytest.raises(ValueError, match=f"^{name}: cap must be at least 0, got -1"):
-        CAPPED[name](cap=-1.0)
 
 
 @pytest.mark.parametrize("name", CAPPED)

@@ -12,6 +12,7 @@ import pytest
 
 import optaxclip
 from optaxclip import rules
+from tests.helpers import apply
 
 TAPS = jnp.array([0.25, 0.5, 1.0])
 NORMS = [1.0, 2.0, 3.0, 4.0]
@@ -53,9 +54,8 @@ def test_a_rule_may_have_an_array_that_is_no_limit(taps):
             )
             found.append(np.ravel(state.limit)[0])
         np.testing.assert_allclose(found, EXPECTED, rtol=1e-6)
-    skipping = optaxclip.skip_spikes(optax.sgd(1.0), rule)
     grads = jnp.ones(1)
-    _, state = skipping.update(grads, skipping.init(grads))
+    _, state = apply(optaxclip.skip_spikes(optax.sgd(1.0), rule), grads)
     assert state.limit == 0
 
 
@@ -150,8 +150,7 @@ class Both(rules.Rule):
 
 
 def limits(rule, params=None):
-    clipper = optaxclip.clip_by_tensor_norm(rule)
-    _, state = clipper.update(PARTS, clipper.init(PARTS), params)
+    _, state = apply(optaxclip.clip_by_tensor_norm(rule), PARTS, params)
     return {name: float(entry.limit) for name, entry in state.by_name().items()}
 
 
