@@ -95,9 +95,9 @@ def zeros(tree):
     return jax.tree.map(lambda x: jax.device_put(np.zeros_like(x)), tree)
 
 
-def compiled_step(clipper, dtype=jnp.float32):
+def compiled_step(clipper, dtype=jnp.float32, then=None):
     """Temporary bytes of a donated Adam step, as a share of the gradients' bytes."""
-    optimizer = optax.chain(clipper, optax.adam(1e-3))
+    optimizer = optax.chain(clipper, then or optax.adam(1e-3))
     shapes = {f"w{i:02}": (2048, 96 + i) for i in range(3)}
     params, grads = (
         {name: jax.ShapeDtypeStruct(shape, kind) for name, shape in shapes.items()}
