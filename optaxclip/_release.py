@@ -97,10 +97,10 @@ class Released:
         loss, inputs, of_head, last, back = self._forward(layers, rest, batch)
 
         dtype = jax.eval_shape(global_norm, weights).dtype
-        zeros = jnp.zeros(_count(layers), dtype)
+        norms = jnp.zeros(_count(layers), dtype)
 
-        def backward(stack: Any, by: Any = None) -> Any:
-            loop = last, zeros, stack
+        def backward(norms: Any, stack: Any, by: Any = None) -> Any:
+            loop = last, norms, stack
             first, *loop = self._backward(layers, inputs, batch, loop, by)
             (of_embed,) = back(first)
             grads = jax.tree.map(jnp.add, of_embed, of_head)
@@ -111,13 +111,12 @@ class Released:
         if self.delayed:
             norm = clip.norm
         elif self.clip:
-            norms, _, grads, _ = backward(stack)
+            norms, _, grads, _ = backward(norms, stack)
             norm = global_norm((norms, grads))
         by = clip, norm
-        norms, stack, grads, rest_clip = backward(stack, by)
-        if self.delayed:
-            norm = global_norm((norms, grads))
+        norms, stack, grads, rest_clip = backward(norms, stack, by)
         if self.clip:
+            norm = global_norm((norms, grads))
             _, clip = self.clip.update(grads, clip, grad_norm=norm)
         others, of_others = self._update(by, grads, state.rest, others)
         new, clips, moments = stack
