@@ -350,14 +350,13 @@ def factors_of(part: Part, captured: Captured) -> Pair:
 def found_by(way: Way, pairs: list[Pair]) -> Array:
     """The norm of the gradient of each example, from the factors of all uses, or the
     gradients, [example, stack, rows, columns]. Of lookups instead the sum of those
-    cotangents that belong to one row, at the first position that looks it up.
+    cotangents that belong to one row, at the first place of it in the order of rows.
     """
     if way.name == "gram":
         return _by_gram(pairs)
     if way.name == "rows":
-        a, c = joined(pairs)
-        # The first True.
-        first = jnp.argmax(a[..., :, None] == a[..., None, :], -1)
+        rows, a, c = joined(pairs)
+        first = jax.vmap(jax.vmap(jnp.searchsorted))(rows, a)
         return _scattered(first, c, c.shape[1:])
     if way.name == "product":
         norm_of_each = jax.vmap(own_norm)
@@ -392,10 +391,12 @@ def terms_of(pairs: list[Pair]) -> Array:
     return norm_of_each(total)
 
 
-def joined(pairs: list[Pair]) -> Pair:
-    """The factors of several lookups in one table as those of one."""
-    a, c = zip(*pairs)
-    return jnp.concatenate(a, 2), jnp.concatenate(c, 2)
+def joined(pairs: list[Pair]) -> tuple[Array, Array, Array]:
+    """The rows that are looked up in one table, in order, and the factors of all
+    lookups as those of one.
+    """
+    a, c = (jnp.concatenate(x, 2) for x in zip(*pairs))
+    return jnp.sort(a), a, c
 
 
 def _scattered(a: Array, c: Array, shape: tuple[int, ...]) -> Array:
