@@ -200,7 +200,7 @@ def _looked_at(way: Way, book: Book, counts: Array) -> tuple[Array, Array]:
 
     width = _width(way, book, counts.size)
     found = passes.in_microbatches(step, None, counts, (way.own(book),), width)[1]
-    return passes.written(found) if way.held else found
+    return found if way.name == "product" else passes.written(found)
 
 
 def _width(way: Way, book: Book, size: int) -> int:
