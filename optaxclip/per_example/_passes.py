@@ -35,7 +35,6 @@ Arrays = list[Array]
 Step = Callable[..., tuple[Any, Any]]
 # How many times longer the terms of a gradient may be than their sum. Where they cancel
 # more, rounding is too large a part of it, and the example counts as longer than it is.
-# Of random signs 2^14 terms cancel as much as that, such as the pixels of an image.
 CANCELS = 128
 # On each device separately: devices that share a batch hold different examples.
 own_norm = partial(global_norm, mesh_axes=None)
