@@ -11,7 +11,9 @@ Under jit the updates are read once for the norms and multiplied where the optim
 reads them. Without jit the whole update is one compiled call.
 """
 
+from collections.abc import Callable
 from functools import partial
+from itertools import chain
 from operator import attrgetter, itemgetter
 from typing import Any, NamedTuple
 
@@ -32,7 +34,7 @@ from ._mesh import Split, at_own_place, entries_of, split_as, typed_as
 from ._names import OF_UPDATE
 from ._norms import GlobalNorm, Measure, Norms, measured, norm_of_norms, types_of_norms
 from ._state import ClipState, Group
-from ._sums import written_by_a_gpu
+from ._sums import per_platform, written_by_a_gpu
 from .rules._limits import rule_of, rules_of
 from .rules._memory import count_up, keep_where
 from .rules._rule import Rule, call_name, further_norms, is_rule
@@ -170,22 +172,23 @@ def _update(
     rules = settings.rules.unflatten(numbers)
     asked = _ask(settings, rules, norms, state, params, given[1])
     # 3. Shrink.
-    decided = [_decide(settings, x.learns, eps, x.norm, x.limit) for x in asked]
+    decided = [(x, _decide(settings, x.learns, eps, x.norm, x.limit)) for x in asked]
     updates = tree
     # Multiplied by 1, they would be other values to XLA, and read again by the next
     # clipper of a chain.
     if given[1] is not None or not settings.no_limit:
         roots: list[Any] = [None] * len(norms.each)
-        for own, made in zip(asked, decided):
+        for own, made in decided:
             found = [made.root]
             if not own.group.is_one:
-                alone = partial(_roots_alone, settings, eps, norms, own)
-                kinds = [jax.typeof(norms.each[i]) for i in own.group.numbers]
-                found = roots_of_numbers(made.root, kinds, alone)
+                each = [norms.each[i] for i in own.group.numbers]
+                decide = partial(_decide, settings, own.learns, eps)
+                alone = [decide(norm, x).root for norm, x in zip(each, own.limits)]
+                found = roots_of_numbers(made.root, alone)
             for number, root in zip(own.group.numbers, found):
                 roots[number] = root
         updates = multiply(tree, norms, roots, zero=settings.nonfinite == "zero")
-    return updates, _next_state(settings, eps, state, norms, asked, decided)
+    return updates, _next_state(settings, eps, state, norms, decided)
 
 
 # ----------------------------------------------------------------------- 2. limits
@@ -355,6 +358,9 @@ class Decided(NamedTuple):
     known: jax.Array  # bool: neither norm nor limit is broken
 
 
+Pair = tuple[Asked, Decided]
+
+
 # Jitted, so that it is traced once for all norms of one shape. Inlined, since a call in
 # its place is another program to XLA.
 @partial(jax.jit, static_argnums=(0, 1), inline=True)
@@ -384,47 +390,22 @@ def _decide(
     return Decided(root, factor, clipped, known)
 
 
-def _roots_alone(
-    settings: Settings, eps: Any, norms: Norms, own: Asked
-) -> list[jax.Array]:
-    roots = []
-    for number, limit in zip(own.group.numbers, own.limits):
-        roots.append(_decide(settings, own.learns, eps, norms.each[number], limit).root)
-    return roots
-
-
 # ------------------------------------------------------------------------ the state
 
 
 def _next_state(
-    settings: Settings,
-    eps: Any,
-    state: ClipState,
-    norms: Norms,
-    asked: list[Asked],
-    decided: list[Decided],
+    settings: Settings, eps: Any, state: ClipState, norms: Norms, decided: list[Pair]
 ) -> ClipState:
-    columns, memory = [], list(states.memories(state))
-    for own, made in zip(asked, decided):
-        share, broken = made.clipped.astype(jnp.float32), ~made.known
-        norm, limit = own.norm, own.limit
-        if own.group.is_unit:
-            norm, limit, share, broken, made = _summary(settings, eps, norms, own, made)
-        column = {
-            "norm": norm,
-            "limit": limit,
-            "factor": made.factor,
-            "clipped": made.clipped,
-            "nonfinite": broken,
-            "units_clipped": share,
-        }
-        # In a vector with others.
-        if own.group.is_unit and own.group.own_rows is not None:
-            column = {name: x[None] for name, x in column.items()}
-        columns.append(column)
-        part = own.group.part
+    memory, whole = list(states.memories(state)), list[Pair]()
+    # Of leaves whose rule does not learn, and does.
+    units: tuple[list[Pair], list[Pair]] = [], []
+    for own, made in decided:
+        (units[own.learns] if own.group.is_unit else whole).append((own, made))
         if own.learns:
+            part = own.group.part
             memory[part] = own.group.put(memory[part], own.memory)
+    columns = [_column(own.norm, own.limit, made, made.clipped) for own, made in whole]
+    columns += [_summaries(settings, eps, norms, some) for some in units if some]
     # Stays at the largest int32 instead of becoming negative.
     step = jnp.asarray(optax.safe_increment(state.step))
     if not columns:
@@ -433,9 +414,9 @@ def _next_state(
     if len(columns) > 1:
         for name in new:
             new[name] = states.concatenated([column[name] for column in columns])
-    rows = np.concatenate([own.group.rows for own in asked])
+    rows = np.concatenate([own.group.rows for own, _ in chain(whole, *units)])
     # Norms that are missing in this step keep what was known of them.
-    is_whole = rows.size == state.norm.size
+    is_whole = np.array_equal(rows, range(state.norm.size))
     old = state.clipped, state.clipped_recently, state.nonfinite
     if not is_whole:
         old = [x[rows] for x in old]
@@ -445,46 +426,75 @@ def _next_state(
     new["clipped"] = count_up(clipped, new["clipped"])
     new["nonfinite"] = count_up(nonfinite, new["nonfinite"])
     for name, value in new.items():
-        known = getattr(state, name)
-        value = value.astype(known.dtype)
-        new[name] = value if is_whole else known.at[rows].set(value)
+        was = getattr(state, name)
+        value = value.astype(was.dtype)
+        new[name] = value.reshape(was.shape) if is_whole else was.at[rows].set(value)
     return state._replace(step=step, memory=states.one_memory(memory), **new)
 
 
-def _summary(
-    settings: Settings, eps: Any, norms: Norms, own: Asked, made: Decided
-) -> tuple[Any, ...]:
-    """Of the units of a leaf, in one pass: norm and limit of the furthest above its
-    limit, the share that was clipped, whether one is broken, and what becomes of
-    the furthest.
+def _column(norm: Any, limit: Any, made: Decided, share: Any) -> dict[str, Any]:
+    """What a state keeps of some norms."""
+    return {
+        "norm": norm,
+        "limit": limit,
+        "factor": made.factor,
+        "clipped": made.clipped,
+        "nonfinite": ~made.known,
+        "units_clipped": share.astype(jnp.float32),
+    }
+
+
+def _summaries(
+    settings: Settings, eps: Any, norms: Norms, leaves: list[Pair]
+) -> dict[str, Any]:
+    """What a state keeps of the units of each leaf: norm, limit and factor of the one
+    that is furthest above its limit, whether one was clipped or is broken, and the
+    share of those that were clipped.
     """
-    norm, limit = own.norm, own.limit
     # A limit of 0 would hide all differences, so it counts as tiny.
     least = 2.0**-60
-    ratio = jnp.minimum(norm / jnp.maximum(limit, least), jnp.finfo(norm.dtype).max)
-    # Where nothing has a limit, the largest of these is that of the longest norm.
-    ratio = jnp.where(limit == jnp.inf, -1 / norm, ratio)
-    # A broken unit is the furthest.
-    ratio = jnp.where(made.known, ratio, jnp.inf)
-    # Limits that follow weights differ, and count as 1.
-    if own.is_relative:
-        limit = jnp.ones_like(limit)
-    clipped = made.clipped.astype(norm.dtype)
-    ratio, clipped = written_by_a_gpu((ratio, clipped))
-    numbers = jnp.stack([jnp.max(ratio), jnp.min(limit), jnp.mean(clipped)])
-    kept = states.units_over(norms, own.group)
-    if kept:
-        # Each device knows its own units.
-        place = Split(kept=(kept, ()))
-        every = lax.psum(at_own_place(numbers[None], place), kept)
-        ratios, limits, shares = every.T
-        numbers = jnp.max(ratios), jnp.min(limits), jnp.mean(shares)
-    ratio, limit, share = numbers
+    # Leaves of as many units share their reductions.
+    alike: dict[Any, list[Any]] = {}
+    for place, (own, made) in enumerate(leaves):
+        norm, limit = own.norm, own.limit
+        ratio = jnp.minimum(norm / jnp.maximum(limit, least), jnp.finfo(norm.dtype).max)
+        # Where nothing has a limit, the largest of these is that of the longest norm.
+        ratio = jnp.where(limit == jnp.inf, -1 / norm, ratio)
+        # A broken unit is the furthest.
+        ratio = jnp.where(made.known, ratio, jnp.inf)
+        # Limits that follow weights differ, and count as 1.
+        lowest = jnp.ones((), norm.dtype) if own.is_relative else jnp.min(limit)
+        ratio, clipped = written_by_a_gpu((ratio, made.clipped.astype(norm.dtype)))
+        kind = jax.typeof(ratio), states.units_over(norms, own.group)
+        alike.setdefault(kind, []).append((place, lowest, ratio, clipped))
+    tables, places = [], list[int]()
+    for (_, kept), some in alike.items():
+        own_places, limits, ratios, clipped = map(list, zip(*some))
+        most, share = _of_each(jnp.max, ratios), _of_each(jnp.mean, clipped)
+        table = [most, jnp.stack(limits), share]
+        if kept:
+            # Each device knows its own units.
+            own_row = at_own_place(jnp.stack(table)[None], Split(kept=(kept, (), ())))
+            ratio, limit, clipped = jnp.moveaxis(lax.psum(own_row, kept), 1, 0)
+            table = [jnp.max(ratio, 0), jnp.min(limit, 0), jnp.mean(clipped, 0)]
+        tables.append(table)
+        places += own_places
+    order = np.argsort(places)
+    ratio, limit, share = (jnp.concatenate(x)[order] for x in zip(*tables))
     norm = jnp.where(ratio < 0, -1 / ratio, ratio * jnp.maximum(limit, least))
-    broken = ratio == jnp.inf
-    norm = jnp.where(broken, jnp.nan, norm)
-    one = _decide(settings, own.learns, eps, norm, limit)
-    return norm, limit, share.astype(jnp.float32), broken, one
+    norm = jnp.where(ratio == jnp.inf, jnp.nan, norm)
+    made = _decide(settings, leaves[0][0].learns, eps, norm, limit)
+    return _column(norm, limit, made, share)
+
+
+def _of_each(reduce: Callable[..., jax.Array], arrays: list[jax.Array]) -> jax.Array:
+    """A number for each of some arrays of one shape. A GPU reduces them at once."""
+    each = jnp.stack(list(map(reduce, arrays)))
+
+    def at_once(_: Any, arrays: list[jax.Array]) -> jax.Array:
+        return reduce(jnp.stack(arrays), range(1, arrays[0].ndim + 1))
+
+    return per_platform(each, arrays, gpu=at_once)
 
 
 # ----------------------------------------------------------------------------- once

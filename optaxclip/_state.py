@@ -382,7 +382,9 @@ def first_state(norms: Norms, rules: list[Rule], argument: str) -> ClipState:
     """
     names: dict[Any, dict[str, Any]] = {}
     numbers: dict[Any, list[int]] = {}
-    for number, name in enumerate(trees.names(norms.paths)):
+    found = enumerate(trees.names(norms.paths))
+    # Those of units last, as a step finds them.
+    for number, name in sorted(found, key=lambda x: x[0] in norms.units):
         norm, rule = norms.each[number], rules[number]
         for shape in _shapes(rule):
             check_shape(shape, norm.shape, argument)

@@ -56,10 +56,12 @@ class Sums(NamedTuple):
 def per_platform(
     *operands: Any,
     gpu: Callable[..., Any],
-    cpu: Callable[..., Any] = lambda x: x,
-    plain: Callable[..., Any] = lambda x: x,
+    cpu: Callable[..., Any] = lambda x, *_: x,
+    plain: Callable[..., Any] = lambda x, *_: x,
 ) -> Any:
-    """Calls the function of the platform that the program is compiled for."""
+    """Calls the function of the platform that the program is compiled for. Elsewhere it
+    is the first operand.
+    """
     # OPTAXCLIP_PLATFORM=plain takes the form of plain `jnp` everywhere.
     forced = os.environ.get("OPTAXCLIP_PLATFORM")
     if forced:
@@ -110,19 +112,6 @@ def written_by_a_gpu(arrays: Any) -> Any:
     from. A step of AGC moves 12.27 GB on an H100 and not 12.58.
     """
     return per_platform(arrays, gpu=lax.optimization_barrier)
-
-
-def in_one_kernel(number: jax.Array) -> jax.Array:
-    """The same number. Of all that is computed from it XLA on a GPU makes one kernel,
-    as it does with numbers that come from one array, unless that has a single one.
-    """
-    return per_platform(number, gpu=_out_of_a_pair)
-
-
-def _out_of_a_pair(number: jax.Array) -> jax.Array:
-    pair = lax.optimization_barrier(jnp.broadcast_to(number, (2,)))
-    # No slice, which would be a kernel of its own.
-    return jnp.maximum(pair[0], pair[1])
 
 
 def _in_float64(leaf: jax.Array, dims: Dims, dtype: Any) -> Sums:

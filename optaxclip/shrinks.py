@@ -153,7 +153,7 @@ def is_ours(x: Any) -> bool:
     """Whether it is a shrink of this module. All of them, and their derivatives, are
     finite at a norm and at a limit of 0.
     """
-    return callable(x) and getattr(x, "__module__", None) == __name__
+    return getattr(x, "__module__", None) == __name__
 
 
 def shrink_of(shrink: Any, call: str) -> Shrink:

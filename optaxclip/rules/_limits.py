@@ -86,7 +86,7 @@ def rule_of(limit: Any, argument: str) -> Rule:
     # `clip_by_global_norm(rules.growth)`, without parentheses.
     if isinstance(limit, type) and issubclass(limit, Rule):
         return limit()
-    if is_ours(limit):
+    if callable(limit) and is_ours(limit):
         raise TypeError(f"{argument} must be a limit, got a shrink: set shrink=.")
     # Checked first under the clipper's name, which begins the error then.
     return Constant(checked_limit(argument, limit))
