@@ -51,7 +51,7 @@ def table(quick: bool) -> Table:
         programs[name] = program
         contestants[name] = timing.Contestant(_runner(program.call, state[0], live))
         print(f"{name}: compiled", file=sys.stderr, flush=True)
-    rows = steps.raced(programs, contestants, 2 if quick else 15)
+    rows = steps.raced(programs, contestants, 2 if quick else 31)
     size = sum(leaf.nbytes for leaf in live["grads"])
     for row in rows:
         row["temporary"] = 1e6 * row["temporary MB"] / size

@@ -3,11 +3,13 @@ rounds, ratios within a round.
 
 A machine that slows down for a while slows all contestants of a round, so a ratio
 within one round means more than two times taken apart. The first round, which warms
-caches and memory, is dropped, and each round starts with another contestant.
+caches and memory, is dropped. Each round has another order, since what comes after a
+step that takes much memory is slower.
 """
 
 import gc
 import math
+import random
 import sys
 import time
 from collections.abc import Callable
@@ -52,8 +54,7 @@ def race(contestants: dict[str, Contestant], rounds: int) -> dict[str, list[floa
     gc.collect()
     for turn in range(rounds + 1):
         print(f"  round {turn} of {rounds}", file=sys.stderr, flush=True)
-        first = turn % len(names)
-        for name in names[first:] + names[:first]:
+        for name in random.Random(turn).sample(names, len(names)):
             taken = _seconds(contestants[name])
             if turn:
                 seconds[name].append(taken)
