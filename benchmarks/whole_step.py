@@ -61,7 +61,9 @@ def rows_of(
         step = steps.whole_step(network.loss, optimizer)
         if not programs:  # the first one of a process also pays for what it loads
             timing.compiled(step, params, state, *batches[0])
-        program = timing.compiled(step, params, state, *batches[0], donate=(0, 1))
+        program = timing.compiled(
+            step, params, state, *batches[0], donate=(0, 1), times=3
+        )
         programs[name] = program
         trainings[name] = Training(program.call, params, state, batches)
         contestants[name] = timing.repeated(trainings[name].step, LONG)

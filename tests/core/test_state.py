@@ -91,6 +91,18 @@ def test_each_norm_keeps_its_own_rule_and_memory():
     np.testing.assert_allclose(state.by_name()["c"].memory, limits["c"], rtol=1e-6)
 
 
+def test_units_keep_their_entries_beside_those_of_other_rules():
+    limits = {"a": rules.growth(2.0), "b": 1.0, "c": rules.growth(1.5), "d": 0.5}
+    steps = [{name: tree(seed)[name] for name in limits} for seed in (8, 9)]
+    together = after(optaxclip.clip_by_unitwise_norm(limits, axis=0), *steps)
+    for name, limit in limits.items():
+        alone = optaxclip.clip_by_unitwise_norm(limit, axis=0)
+        wanted = after(alone, *[{name: step[name]} for step in steps])
+        pair = together.by_name()[name], wanted.by_name()[name]
+        for one, other in zip(*map(jax.tree.leaves, pair), strict=True):
+            np.testing.assert_array_equal(one, other)
+
+
 def test_leaves_are_found_by_name_in_another_kind_of_mapping():
     frozen = pytest.importorskip("flax.core").freeze
     clipper = optaxclip.clip_by_tensor_norm(rules.growth(2.0))
