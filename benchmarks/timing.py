@@ -76,6 +76,7 @@ def compiled(
     """Compiles a function for arguments of the given shapes, with nothing remembered
     from earlier compilations. Of several `times` the median counts.
     """
+    call: Any = None
     taken = []
     for _ in range(times):
         jax.clear_caches()

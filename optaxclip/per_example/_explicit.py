@@ -32,7 +32,9 @@ Found = tuple[list[jax.Array], Any, Any]
 def on_each_device(run: Callable[[Problem], Found], problem: Problem) -> Found:
     """Calls `run` with what each device has of the problem. Adds up sums and counts."""
     # What is shared may be a function, and a limit a Python number.
-    arrays = jax.tree.map(_array_or_none, problem)
+    arrays = jax.tree.map(
+        lambda x: x if isinstance(x, (jax.Array, np.ndarray)) else None, problem
+    )
     meshes = [jax.typeof(x).sharding.mesh for x in jax.tree.leaves(arrays)]
     mesh = max(meshes, key=lambda mesh: len(mesh.explicit_axes))
     params = [_spec_of(x) for x in jax.tree.leaves(problem.params)]
@@ -85,10 +87,6 @@ def _names(*specs: Any) -> set[str]:
 
 def _without(others: set[str], names: Names) -> Names:
     return tuple(name for name in names if name not in others)
-
-
-def _array_or_none(x: Any) -> Any:
-    return x if isinstance(x, (jax.Array, np.ndarray)) else None
 
 
 def _added(total: jax.Array, over: Names, parts: P) -> jax.Array:

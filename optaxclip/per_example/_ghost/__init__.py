@@ -126,11 +126,10 @@ class Ghost(NamedTuple):
             weights = weights._replace(counts=counts)
 
         # From matrices to parameters it is linear, so it is done once for all examples.
-        def matrices(made: dict[Any, Any]) -> Arrays:
-            parts = [self.ways[leaf].parts[0] for leaf in self.factored]
-            return [part.matrices(made) for part in parts]
-
-        _, pull = self._vjp(matrices, self.factored)
+        parts = [self.ways[leaf].parts[0] for leaf in self.factored]
+        _, pull = self._vjp(
+            lambda made: [part.matrices(made) for part in parts], self.factored
+        )
         (pulled,) = pull([sums[leaf] for leaf in self.factored])
         for leaf, total in zip(self.factored, pulled):
             sums[leaf] = total

@@ -329,21 +329,18 @@ def capture(
         # In shard_map the cotangent of another type would be summed over devices.
         return typed_as_varying(batch, zero)
 
-    def tap(use: Use, out: Any) -> Array:
-        return varying_as(zeros((*use.loops, *out.shape), out.dtype), out)
-
     # [example, *turns, ...]: stands for an output, to get its cotangent.
     taps = []
     for use in uses:
-        taps.append([tap(use, use.outs[k]) for k in use.tapped])
+        outs = [use.outs[k] for k in use.tapped]
+        own = [zeros((*use.loops, *x.shape), x.dtype) for x in outs]
+        taps.append(list(map(varying_as, own, outs)))
 
-    def of_one(example: Any, taps: Any, zero: Array) -> Any:
+    def of_one(example: Any, zero: Array, taps: Any) -> Any:
         (value, *aux), inputs = _run(program, [*params, *example], taps, zero)
         return value, (aux, inputs)
 
-    def of_all(taps: Any) -> Any:
-        return jax.vmap(of_one)(batch, taps, zeros((), jnp.float32))
-
+    of_all = partial(jax.vmap(of_one), batch, zeros((), jnp.float32))
     values, pull, (aux, inputs) = jax.vjp(of_all, taps, has_aux=True)
     # Each tap belongs to one example, so that one pass gives all cotangents.
     (cotangents,) = pull(jnp.ones_like(values))
