@@ -212,3 +212,18 @@ def test_64_bit_leaves_keep_64_bits_by_accelerators(way):
     with jax.enable_x64(True), by_the_way_of(way):
         norm = float(optaxclip.global_norm(jnp.asarray(values)))
     assert abs(norm / np.linalg.norm(values) - 1) < 1e-13
+
+
+@accelerator
+def test_tensors_and_units_are_clipped_by_accelerators_as_by_a_cpu(way):
+    # "a", "b" and "d" have as many units, and "e" and "f" one norm each.
+    shapes = [(40, 3), (5, 3), (40, 2), (9, 3), (7,), ()]
+    grads = dict(zip("abcdef", random_leaves("float32", 29, shapes=shapes)))
+    limits = dict(zip("abcdef", [0.5, 1.0, 2.0, 0.25, 0.125, 0.0625]))
+    for clip in (optaxclip.clip_by_tensor_norm, optaxclip.clip_by_unitwise_norm):
+        clipper = clip(limits)
+        wanted = clipper.update(grads, clipper.init(grads))
+        with by_the_way_of(way):
+            found = clipper.update(grads, clipper.init(grads))
+        for one, other in zip(*map(jax.tree.leaves, (found, wanted)), strict=True):
+            np.testing.assert_allclose(one, other, 1e-6)
