@@ -121,9 +121,8 @@ def norms_of(plan: Plan, leaves: list[jax.Array]) -> list[jax.Array]:
     pairs = zip(leaves, plan.leaves)
     terms = [squares.three_sums(x, leaf.dims, dtype) for x, leaf in pairs]
     sums = _joined(plan, terms, Sums(*[jnp.zeros((), dtype)] * 3))
-    is_mean = isinstance(plan.ord, str)
-    counts = _counts(plan, leaves, dtype) if is_mean else [1] * plan.size
-    if is_mean:
+    counts = _counts(plan, leaves, dtype) if isinstance(plan.ord, str) else []
+    if counts:
         # Divided before the root: a mean is finite even where the norm is not.
         sums = [Sums(*(x / n for x in three)) for three, n in zip(sums, counts)]
     norms = [squares.root_of(*three) for three in sums]
@@ -137,8 +136,8 @@ def norms_of(plan: Plan, leaves: list[jax.Array]) -> list[jax.Array]:
 
 def _at_once(norms: list[Any], sums: list[Sums]) -> list[Any]:
     """The norms again, all numbers by one root of a vector. XLA on a GPU would put the
-    root of each into every kernel that takes all norms: a step with AGC takes 22 s to
-    compile for an H100, and not 14.
+    root of each into every kernel that takes all norms: a step with AGC took 1.5 times
+    as long to compile for an H100 (`python -m benchmarks --only whole_step_compiled`).
     """
     numbers = [number for number, norm in enumerate(norms) if not norm.ndim]
     # Inside shard_map they may differ over different mesh axes.
