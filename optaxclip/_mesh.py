@@ -61,9 +61,10 @@ def has_types(manual: Names) -> bool:
     return bool(manual) and all(typed)
 
 
-def varying(x: Any) -> frozenset[str]:
-    """The manual mesh axes over which a value may differ."""
-    return frozenset(jax.typeof(x).manual_axis_type.varying)
+def varying(tree: Any) -> frozenset[str]:
+    """The manual mesh axes over which some array of a tree may differ."""
+    types = map(jax.typeof, jax.tree.leaves(tree))
+    return frozenset[str]().union(*(x.manual_axis_type.varying for x in types))
 
 
 def varying_over(x: jax.Array, names: Iterable[str]) -> jax.Array:
@@ -78,6 +79,16 @@ def varying_over(x: jax.Array, names: Iterable[str]) -> jax.Array:
 def varying_as(value: jax.Array, kind: Any) -> jax.Array:
     """The value, typed as differing between devices where a type says so."""
     return varying_over(value, sorted(kind.manual_axis_type.varying))
+
+
+def typed_as_varying(kinds: Any, values: Any) -> Any:
+    """The arrays of a tree, typed as differing between devices wherever another does.
+
+    In shard_map the gradient by parameters of any other type comes summed over devices,
+    and the examples in it cannot be told apart.
+    """
+    names = sorted(varying(kinds))
+    return jax.tree.map(lambda x: varying_over(x, names), values) if names else values
 
 
 def split_as(value: jax.Array, kind: Any) -> jax.Array:
@@ -234,11 +245,11 @@ def splits(mesh_axes: Any, tree: Any, dims: list[Any], call: str) -> list:
     argument = f"{call}: mesh_axes"
     found = []
     for (path, value), spec, over in zip(entries, specs, dims):
-        found.append(_split(value, spec, over, argument, trees.name(path)))
+        found.append(_split(value, spec, over, argument, path))
     return found
 
 
-def _split(value: Any, spec: Any, over: Any, argument: str, path: str) -> Split:
+def _split(value: Any, spec: Any, over: Any, argument: str, path: Any) -> Split:
     """How one leaf is split. Errors name the argument and the path."""
     kind, manual = jax.typeof(value), manual_axes()
     # Terms of a sum that is still to be taken. Types of shard_map say so, and specs of
@@ -247,7 +258,7 @@ def _split(value: Any, spec: Any, over: Any, argument: str, path: str) -> Split:
     waiting |= set(getattr(kind.sharding.spec, "unreduced", ()))
     if waiting:
         raise ValueError(
-            f"{argument}: the leaf {path!r} is not yet summed over "
+            f"{argument}: the leaf {trees.name(path)!r} is not yet summed over "
             f"{listed(waiting)}: reshard it, or use lax.psum, before clipping."
         )
     if spec is None:
@@ -263,17 +274,17 @@ def _split(value: Any, spec: Any, over: Any, argument: str, path: str) -> Split:
     same = set(every) & set(manual) - varies
     if same:
         raise ValueError(
-            f"{refused}: the leaf {path!r} is the same on all devices along "
-            f"{listed(same)}, so its sum must not be added up there: leave the axis "
-            "out, or use mesh_axes='auto'."
+            f"{refused}: the leaf {trees.name(path)!r} is the same on all devices "
+            f"along {listed(same)}, so its sum must not be added up there: leave the "
+            "axis out, or use mesh_axes='auto'."
         )
     # Each device would have another norm, and clip by another factor.
     forgotten = varies - set(every)
     if forgotten:
         raise ValueError(
-            f"{refused}: the leaf {path!r} also differs along {listed(forgotten)}: "
-            "name that axis, or use mesh_axes='auto', or lax.pmean it first if it "
-            "should be the same."
+            f"{refused}: the leaf {trees.name(path)!r} also differs along "
+            f"{listed(forgotten)}: name that axis, or use mesh_axes='auto', or "
+            "lax.pmean it first if it should be the same."
         )
     # Which dimension is split does not matter where all are summed.
     if over is None or len(over) == jnp.ndim(value):
@@ -281,10 +292,11 @@ def _split(value: Any, spec: Any, over: Any, argument: str, path: str) -> Split:
     if every and not isinstance(spec, PartitionSpec):
         example = ", ".join(map(repr, every))
         raise ValueError(
-            f"{refused} tells that the leaf {path!r} of shape {jnp.shape(value)} is "
-            f"split over {listed(every)}, but not which of its dimensions is, and its "
-            "norms are taken over some of them only: give a tree of PartitionSpecs, "
-            f"such as mesh_axes=jax.sharding.PartitionSpec({example})."
+            f"{refused} tells that the leaf {trees.name(path)!r} of shape "
+            f"{jnp.shape(value)} is split over {listed(every)}, but not which of its "
+            "dimensions is, and its norms are taken over some of them only: give a "
+            "tree of PartitionSpecs, such as "
+            f"mesh_axes=jax.sharding.PartitionSpec({example})."
         )
     # Units of [in, out] with P("x", "y") are summed over x. Each device along y has
     # those of its own outputs.

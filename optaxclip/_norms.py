@@ -30,7 +30,7 @@ from . import _sums as squares
 from . import _trees as trees
 from ._checks import check_known, shown
 from ._mesh import MeshAxes, Split
-from ._sums import Dims, Sums, as_float, divided, norm_dtype, plain_sum
+from ._sums import Dims, Sums, as_float, divided, plain_sum
 from ._trees import Axis, Stacked, clipped_leaves
 
 Ord = float | Literal["rms", "average"] | None
@@ -109,6 +109,13 @@ class Plan(NamedTuple):
     ord: Any = None  # the order: a number, "rms", "average" or None
 
 
+def norm_dtype(leaves: Any) -> Any:
+    """The dtype of norms: float32, or float64 if a leaf has 64 bits."""
+    # Of complex numbers that of their parts.
+    bits = [jnp.finfo(leaf.dtype).bits for leaf in jax.tree.leaves(leaves)]
+    return np.dtype(np.float64 if max(bits, default=32) == 64 else np.float32)
+
+
 # The plan is static: only leaves are traced.
 @partial(jax.custom_jvp, nondiff_argnums=(0,))
 def norms_of(plan: Plan, leaves: list[jax.Array]) -> list[jax.Array]:
@@ -132,6 +139,13 @@ def norms_of(plan: Plan, leaves: list[jax.Array]) -> list[jax.Array]:
         # sqrt(sum / N) / sqrt(N) = sqrt(sum) / N
         norms = [norm / n**0.5 for norm, n in zip(norms, counts)]
     return norms
+
+
+def own_norm(tree: Any) -> jax.Array:
+    """One norm of arrays of floats. Devices that share them have one each."""
+    leaves = jax.tree.leaves(tree)
+    (norm,) = norms_of(Plan((Leaf(0),) * len(leaves), 1), leaves)
+    return norm
 
 
 def _at_once(norms: list[Any], sums: list[Sums]) -> list[Any]:

@@ -70,13 +70,6 @@ def per_platform(
     return lax.platform_dependent(*operands, cpu=cpu, cuda=gpu, rocm=gpu, default=plain)
 
 
-def norm_dtype(leaves: Any) -> Any:
-    """The dtype of norms: float32, or float64 if a leaf has 64 bits."""
-    # Of complex numbers that of their parts.
-    bits = [jnp.finfo(leaf.dtype).bits for leaf in jax.tree.leaves(leaves)]
-    return np.dtype(np.float64 if max(bits, default=32) == 64 else np.float32)
-
-
 # Jitted, so that it is traced once for all leaves of one shape. Inlined, since a call
 # in its place is another program to XLA.
 @partial(jax.jit, static_argnums=(1, 2), inline=True)

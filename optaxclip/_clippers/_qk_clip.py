@@ -23,9 +23,8 @@ from .._checks import check_number, check_params, check_state, shown
 from .._factors import cast_like
 from .._kernel import make_clipper
 from .._mesh import gathered, typed_as, types_of, varying_as
-from .._norms import OwnNorm
+from .._norms import OwnNorm, norm_dtype
 from .._state import PLACEHOLDER, ClipState
-from .._sums import norm_dtype
 from .._trees import clipped_leaves, put_back, values_of
 from ..rules._limits import Limit, rule_without_params
 

@@ -33,9 +33,9 @@ from .._exported import exported
 from .._factors import cast_like
 from .._kernel import make_clipper
 from .._mesh import MeshAxes, typed_as, types_of
-from .._norms import TensorNorm, check_measure
+from .._norms import TensorNorm, check_measure, norm_dtype
 from .._state import ClippedElements, count_clipped, limits_of, no_elements_clipped
-from .._sums import modulus_dtype, norm_dtype, wide_dtype, with_modulus
+from .._sums import modulus_dtype, wide_dtype, with_modulus
 from .._trees import Stacked, clipped_leaves, put_back
 from ..rules._averages import Ema
 from ..rules._memory import count_up, keep_where, root

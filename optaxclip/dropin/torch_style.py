@@ -71,8 +71,14 @@ from .._checks import Tree, check_number, check_scalar, shown
 from .._clippers._by_value import value_clipper
 from .._kernel import clip_once
 from .._names import with_our_names
-from .._norms import GlobalNorm, Norms, global_norm, norms_of_tree, tensor_norm
-from .._sums import norm_dtype
+from .._norms import (
+    GlobalNorm,
+    Norms,
+    global_norm,
+    norm_dtype,
+    norms_of_tree,
+    tensor_norm,
+)
 
 __all__ = [
     "clip_grad_norm",

@@ -12,7 +12,6 @@ from the activations of a microbatch.
 """
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -24,11 +23,11 @@ from .. import _trees as prefix
 from .._backward import is_weighted
 from .._checks import check_limit, check_scalar, held_in, is_function, shown
 from .._factors import factor_between, stretch
-from .._mesh import Names, varying
-from .._norms import global_norm
+from .._mesh import Names, typed_as_varying, varying
+from .._norms import own_norm
 from ..rules._rule import is_rule
 from ..shrinks import Shrink, shrunk_by
-from ._problem import Problem, typed_as_varying
+from ._problem import Problem
 
 Arrays = list[Array]
 # (counts, *examples) -> (terms of a sum, what was found for each example)
@@ -36,8 +35,6 @@ Step = Callable[..., tuple[Any, Any]]
 # How many times longer the terms of a gradient may be than their sum. Where they cancel
 # more, rounding is too large a part of it, and the example counts as longer than it is.
 CANCELS = 128
-# On each device separately: devices that share a batch hold different examples.
-own_norm = partial(global_norm, mesh_axes=None)
 
 
 class Limits(NamedTuple):
@@ -153,11 +150,11 @@ class Weights(NamedTuple):
         """The sum over the batch of the gradients that count, times the factors of a
         group, in float32 or wider.
         """
-        root = self.roots[:, group]
+        root = along_batch(self.roots[:, group], leaf)
+        counts = along_batch(self.counts, leaf)
         wide = np.promote_types(leaf.dtype, root.dtype)
-        stretched = stretch(leaf.astype(wide), along_batch(root, leaf))
         # Selected, since 0 times NaN is NaN.
-        kept = jnp.where(along_batch(self.counts, leaf), stretched, 0)
+        kept = jnp.where(counts, stretch(leaf.astype(wide), root), 0)
         # A dot, which on a CPU is four times as fast as a sum over the first axis. At
         # the highest precision, because GPU and TPU would round to fewer bits.
         ones = jnp.ones(self.counts.shape, wide)

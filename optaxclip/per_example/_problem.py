@@ -4,7 +4,6 @@ which arguments of a loss are differentiated, shared by all examples, or a batch
 
 import operator
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -109,14 +108,14 @@ class Question(NamedTuple):
         """
         params, batch = problem.params, problem.batch
         splits = self._splits(params, batch)
-        params = typed_as_varying(batch, params)
+        params = _mesh.typed_as_varying(batch, params)
         problem = problem._replace(params=params, splits=splits)
         self._check_joins(problem)
         return problem
 
     def _splits(self, params: Any, batch: Any) -> list[Names]:
         """For each parameter, the mesh axes over which its gradient is split."""
-        shared = _varying(batch)
+        shared = varying(batch)
         leaves = jax.tree.leaves(params)
         if isinstance(self.mesh_axes, str) and self.mesh_axes == "auto":
             # Along axes of the batch devices hold gradients of different examples.
@@ -140,7 +139,7 @@ class Question(NamedTuple):
         manual = _mesh.manual_axes()
         if not manual:
             return
-        shared = _varying(problem.batch)
+        shared = varying(problem.batch)
         is_auto = isinstance(self.mesh_axes, str) and self.mesh_axes == "auto"
         for eqn in problem.program()[0].jaxpr.eqns:
             for each in every_equation(eqn):
@@ -222,22 +221,6 @@ class Question(NamedTuple):
                 f"{self.call}: loss must return {wanted} for each example, got "
                 f"{shown(found)}."
             )
-
-
-def typed_as_varying(kinds: Any, values: Any) -> Any:
-    """The arrays of a tree, typed as differing between devices wherever another does.
-
-    In shard_map the gradient by parameters of any other type comes summed over devices,
-    and the examples in it cannot be told apart.
-    """
-    names = _varying(kinds)
-    typed = partial(_mesh.varying_over, names=sorted(names))
-    return jax.tree.map(typed, values) if names else values
-
-
-def _varying(tree: Any) -> frozenset[str]:
-    """The mesh axes along which some array of a tree differs."""
-    return frozenset[str]().union(*map(varying, jax.tree.leaves(tree)))
 
 
 def _joined_axes(eqn: Any) -> set[str]:

@@ -26,10 +26,10 @@ from jax import Array, lax
 
 from ..._factors import stretch
 from ..._jaxpr import has_backward_rule, has_convolution
-from ..._mesh import varying
+from ..._mesh import typed_as_varying, varying
 from .. import _passes as passes
 from .._passes import Arrays, Run, Weights, along_batch
-from .._problem import Problem, typed_as_varying
+from .._problem import Problem
 from ._capture import Captured, Program, Use, bind, capture, split_loss
 from ._norms import Pair, Part, Way, factors_of, found_by, joined, terms_of, ways_of
 
@@ -48,22 +48,9 @@ class Ghost(NamedTuple):
     uses: dict[int, Use]  # their uses
     # the parameters whose gradients have factors, the last first
     factored: list[int]
-
-    @property
-    def kept(self) -> int:
-        """How many numbers are captured in one example."""
-        return sum(use.kept for use in self.program.uses())
-
-    @property
-    def held(self) -> int:
-        """How many numbers of the gradient of one example are held until its factor is
-        known.
-        """
-        return sum(way.held for way in self.ways)
-
-    @property
-    def is_convolved(self) -> bool:
-        return any(map(has_convolution, self.program.jaxpr.eqns))
+    kept: int  # how many numbers are captured in one example
+    held: int  # how many of its gradient are held until its factor is known
+    is_convolved: bool
 
     def in_steps(self, run: Run) -> tuple[Arrays, Any]:
         """The weighted sums of the gradients, and what was found out."""
@@ -260,11 +247,14 @@ def ghost_of(problem: Problem) -> Ghost:
     params = jax.tree.leaves(problem.params)
     loss, shapes = problem.program()
     program = split_loss(loss, params)
-    ways = ways_of(program.uses(), params)
+    found = program.uses()
+    ways = ways_of(found, params)
     made = [k for k, way in enumerate(ways) if way.name == "gradient"]
     uses: dict[int, Use] = {}
     for leaf in made:
         uses |= ways[leaf].uses
     factored = [k for k, way in enumerate(ways) if way.parts][::-1]
     out_tree = jax.tree.structure(shapes)
-    return Ghost(program, params, ways, out_tree, made, uses, factored)
+    kept, held = sum(use.kept for use in found), sum(way.held for way in ways)
+    known = kept, held, any(map(has_convolution, loss.jaxpr.eqns))
+    return Ghost(program, params, ways, out_tree, made, uses, factored, *known)

@@ -31,9 +31,8 @@ from jax import Array, lax
 
 from ... import _jaxpr
 from ..._jaxpr import CALLS
-from ..._mesh import varying_as
+from ..._mesh import typed_as_varying, varying_as
 from .._passes import is_narrow, widened, written
-from .._problem import typed_as_varying
 
 # Uses that are sums: their gradient does not need what comes in beside the operand.
 SUMS = ("add", "sub", "add_any", "concatenate")
@@ -80,22 +79,14 @@ class Use(NamedTuple):
     """An equation in which operands meet data."""
 
     eqn: Any  # None where an operand is taken for data as it is
+    name: str  # of its primitive
     places: tuple[int, ...]  # which of its inputs are operands
     origins: tuple[Origin, ...]  # of those
-    outs: tuple[Any, ...]  # the types of its outputs
+    data: list[Any]  # the types of its other inputs
+    outs: list[Any]  # the types of its outputs
     # the outputs that a backward pass from the loss to the parameters comes by
     tapped: tuple[int, ...]
     loops: Loops  # of the scans around it
-
-    @property
-    def name(self) -> str:
-        return "identity" if self.eqn is None else self.eqn.primitive.name
-
-    @property
-    def data(self) -> list[Any]:
-        """The types of its other inputs."""
-        ins = [] if self.eqn is None else self.eqn.invars
-        return [x.aval for k, x in enumerate(ins) if k not in self.places]
 
     @property
     def kept(self) -> int:
@@ -190,7 +181,8 @@ def _split(
         for atom, comes in zip(atoms, wanted):
             origin = origin_of(atom, comes)
             if origin.by:
-                use = Use(None, (0,), (origin,), (atom.aval,), (0,), loops)
+                own = "identity", (0,), (origin,), [], [atom.aval]
+                use = Use(None, *own, (0,), loops)
                 steps.append(Step(None, [atom], [atom], use))
                 table[id(atom)] = DATA
 
@@ -223,10 +215,11 @@ def _split(
             if is_use:
                 places = tuple(k for k, origin in enumerate(ins) if origin.by)
                 own = tuple(ins[k] for k in places)
-                types = tuple(x.aval for x in eqn.outvars)
+                data = [x.aval for k, x in enumerate(eqn.invars) if k not in places]
+                types = [x.aval for x in eqn.outvars]
                 floats = [jnp.issubdtype(x.dtype, jnp.inexact) for x in types]
                 tapped = [k for k, each in enumerate(zip(comes, floats)) if all(each)]
-                use = Use(eqn, places, own, types, tuple(tapped), loops)
+                use = Use(eqn, name, places, own, data, types, tuple(tapped), loops)
             elif not is_data:
                 outs = _made(eqn, ins, by)
         steps.append(Step(eqn, eqn.invars, eqn.outvars, use, inner))
@@ -322,25 +315,20 @@ def capture(
     program: Program, params: list[Array], batch: list[Array]
 ) -> tuple[list[Array], list[Captured]]:
     """The outputs of the losses of a batch, and what is captured at each use."""
-    uses = program.uses()
-
-    def zeros(shape: tuple[int, ...], dtype: Any) -> Array:
-        zero = jnp.zeros((batch[0].shape[0], *shape), dtype)
-        # In shard_map the cotangent of another type would be summed over devices.
-        return typed_as_varying(batch, zero)
-
-    # [example, *turns, ...]: stands for an output, to get its cotangent.
-    taps = []
-    for use in uses:
+    size, taps = batch[0].shape[0], []
+    for use in program.uses():
         outs = [use.outs[k] for k in use.tapped]
-        own = [zeros((*use.loops, *x.shape), x.dtype) for x in outs]
+        # [example, *turns, ...]: stands for an output, to get its cotangent.
+        own = [jnp.zeros((size, *use.loops, *x.shape), x.dtype) for x in outs]
         taps.append(list(map(varying_as, own, outs)))
+    # In shard_map cotangents of another type would be summed over devices.
+    zeros, taps = typed_as_varying(batch, (jnp.zeros(size, jnp.float32), taps))
 
     def of_one(example: Any, zero: Array, taps: Any) -> Any:
         (value, *aux), inputs = _run(program, [*params, *example], taps, zero)
         return value, (aux, inputs)
 
-    of_all = partial(jax.vmap(of_one), batch, zeros((), jnp.float32))
+    of_all = partial(jax.vmap(of_one), batch, zeros)
     values, pull, (aux, inputs) = jax.vjp(of_all, taps, has_aux=True)
     # Each tap belongs to one example, so that one pass gives all cotangents.
     (cotangents,) = pull(jnp.ones_like(values))

@@ -30,7 +30,7 @@ import numpy as np
 from jax import Array, lax
 
 from ..._mesh import varying
-from .._passes import own_norm
+from ..._norms import own_norm
 from ._capture import Captured, Origin, Use
 
 # Above it a product with the cotangent times the factor, which may be flushed to 0,
@@ -109,8 +109,8 @@ def ways_of(uses: list[Use], params: list[Array]) -> list[Way]:
         for origin in use.origins:
             for leaf in origin.by if math.prod(use.loops) * size else ():
                 places[leaf].append((number, use, origin))
-    ways = []
-    for own, leaf in zip(places, params):
+    ways, axes = [], list(map(varying, params))
+    for own, leaf, over in zip(places, params, axes):
         uses_of_leaf = {number: use for number, use, _ in own}
         name = "gradient" if own and leaf.size else "unused"
         made = Way(name, uses_of_leaf, held=leaf.size)
@@ -119,7 +119,7 @@ def ways_of(uses: list[Use], params: list[Array]) -> list[Way]:
         # gradient is a sum over devices.
         outs = [x for _, use, _ in own for x in use.outs]
         kinds = [x.manual_axis_type.varying for x in outs]
-        if not varying(leaf) >= frozenset().union(*kinds):
+        if not over >= frozenset().union(*kinds):
             parts = []
         ways.append(_cheapest(parts, made) if parts else made)
     return ways
