@@ -36,7 +36,7 @@ from ._norms import GlobalNorm, Measure, Norms, measured, norm_of_norms, types_o
 from ._state import ClipState, Group
 from ._sums import per_platform, written_by_a_gpu
 from .rules._limits import rule_of, rules_of
-from .rules._memory import count_up, keep_where
+from .rules._memory import count_up, keep_where, moving_average
 from .rules._rule import Rule, call_name, further_norms, is_rule
 from .shrinks import Shrink, hard, shrink_of, shrunk_by
 
@@ -169,8 +169,7 @@ def _update(
         own = _given("grad_norm", given[0], norms, settings)
         norms = norms._replace(each=own)
     # 2. Limit. Norms that share a rule are one vector from here on.
-    rules = settings.rules.unflatten(numbers)
-    asked = _ask(settings, rules, norms, state, params, given[1])
+    asked = _ask(settings, numbers, norms, state, params, given[1])
     # 3. Shrink.
     decided = [(x, _decide(settings, x.learns, eps, x.norm, x.limit)) for x in asked]
     updates = tree
@@ -208,13 +207,13 @@ class Asked(NamedTuple):
 
 def _ask(
     settings: Settings,
-    rules: Any,
+    numbers: list[Any],
     norms: Norms,
     state: ClipState,
     params: Any,
     given: Any,
 ) -> list[Asked]:
-    each = norms.each
+    each, rules = norms.each, settings.rules.unflatten(numbers)
     of_norm = states.rules_of_norms(rules, norms, settings.argument, state.names)
     weights: Any = None
     if settings.with_params:
@@ -396,14 +395,11 @@ def _decide(
 def _next_state(
     settings: Settings, eps: Any, state: ClipState, norms: Norms, decided: list[Pair]
 ) -> ClipState:
-    memory, whole = list(states.memories(state)), list[Pair]()
+    whole = list[Pair]()
     # Of leaves whose rule does not learn, and does.
     units: tuple[list[Pair], list[Pair]] = [], []
     for own, made in decided:
         (units[own.learns] if own.group.is_unit else whole).append((own, made))
-        if own.learns:
-            part = own.group.part
-            memory[part] = own.group.put(memory[part], own.memory)
     columns = [_column(own.norm, own.limit, made, made.clipped) for own, made in whole]
     columns += [_summaries(settings, eps, norms, some) for some in units if some]
     # Stays at the largest int32 instead of becoming negative.
@@ -422,13 +418,18 @@ def _next_state(
         old = [x[rows] for x in old]
     clipped, recently, nonfinite = old
     share = new["units_clipped"] if norms.units else new.pop("units_clipped")
-    new["clipped_recently"] = states.moving_average(recently, share, state.step)
+    new["clipped_recently"] = moving_average(recently, share, state.step)
     new["clipped"] = count_up(clipped, new["clipped"])
     new["nonfinite"] = count_up(nonfinite, new["nonfinite"])
     for name, value in new.items():
         was = getattr(state, name)
         value = value.astype(was.dtype)
         new[name] = value.reshape(was.shape) if is_whole else was.at[rows].set(value)
+    memory = list(states.memories(state))
+    for own, _ in decided:
+        if own.learns:
+            part = own.group.part
+            memory[part] = own.group.put(memory[part], own.memory)
     return state._replace(step=step, memory=states.one_memory(memory), **new)
 
 

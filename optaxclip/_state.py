@@ -29,6 +29,7 @@ from ._checks import BEGIN_ANEW, check_shape, held_in
 from ._exported import exported, state_repr
 from ._norms import Norms
 from .rules._limits import Constant, Joined
+from .rules._memory import moving_average
 from .rules._rule import Rule, call_name, is_rule
 
 # The names of the norms of each part, and those of the layers of stacked leaves:
@@ -186,18 +187,6 @@ def one_memory(memories: list[Any]) -> Any:
     if not jax.tree.leaves(memories):
         return ()
     return memories[0] if len(memories) == 1 else tuple(memories)
-
-
-def moving_average(
-    old: jax.Array, new: jax.Array, step: jax.Array, reach: int = 100
-) -> jax.Array:
-    """The moving average of a number after step number `step`, counted from 0.
-
-    It is the mean of all steps while these are at most `reach`, so it needs no
-    correction for its start.
-    """
-    count = jnp.minimum(step, reach - 1).astype(jnp.float32) + 1
-    return old + (new.astype(jnp.float32) - old) / count
 
 
 def check_one_model(argument: str, function: str, state: Any) -> None:

@@ -15,10 +15,9 @@ from .._exported import exported
 from .._kernel import clip_once, make_clipper
 from .._mesh import MeshAxes
 from .._norms import GlobalNorm, Ord, OwnNorm, check_measure, global_norm
-from .._state import moving_average
 from .._wrappers._skipping import Judge
 from ..rules._limits import LimitTree
-from ..rules._memory import count_up
+from ..rules._memory import count_up, moving_average
 from ..rules._rule import Number
 from ..rules._windows import spike_rule
 from ..shrinks import Shrink

@@ -45,10 +45,10 @@ from .._kernel import limit_of
 from .._mesh import MeshAxes, varying
 from .._names import OF_UPDATE
 from .._norms import GlobalNorm
-from .._state import ClipState, moving_average
+from .._state import ClipState
 from .._trees import clipped_leaves
 from ..rules._limits import Constant, rule_without_params
-from ..rules._memory import count_up
+from ..rules._memory import count_up, moving_average
 from ..rules._rule import Number, Rule
 from ..rules._windows import step_rule
 from ._select_early import update_unless

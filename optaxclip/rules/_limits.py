@@ -76,6 +76,9 @@ class Constant(Rule):
         return self.limit(step) if callable(self.limit) else self.limit, memory
 
 
+CONSTANT = jax.tree.structure(Constant(0.0))
+
+
 def rule_of(limit: Any, argument: str) -> Rule:
     """The rule itself, or the constant rule of a number, an array, a schedule, None.
 
@@ -88,8 +91,8 @@ def rule_of(limit: Any, argument: str) -> Rule:
         return limit()
     if callable(limit) and is_ours(limit):
         raise TypeError(f"{argument} must be a limit, got a shrink: set shrink=.")
-    # Checked first under the clipper's name, which begins the error then.
-    return Constant(checked_limit(argument, limit))
+    # Checked once, under the clipper's name, which begins the error then.
+    return CONSTANT.unflatten([checked_limit(argument, limit)])
 
 
 def rules_of(limits: Any, argument: str) -> Any:

@@ -19,6 +19,18 @@ def count_up(counter: jax.Array, happened: Any = True) -> jax.Array:
     return counter + (happened & more).astype(counter.dtype)
 
 
+def moving_average(
+    old: jax.Array, new: jax.Array, step: jax.Array, reach: int = 100
+) -> jax.Array:
+    """The moving average of a number after step number `step`, counted from 0.
+
+    It is the mean of all steps while these are at most `reach`, so it needs no
+    correction for its start.
+    """
+    count = jnp.minimum(step, reach - 1).astype(jnp.float32) + 1
+    return old + (new.astype(jnp.float32) - old) / count
+
+
 def between(old: jax.Array, new: jax.Array, keep: jax.Array) -> jax.Array:
     """keep * old + (1 - keep) * new."""
     # As a difference from the nearer of both, and not as a sum of products: exact while
