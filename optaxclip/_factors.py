@@ -130,17 +130,11 @@ def multiply(tree: Any, norms: Norms, roots: list[Any], *, zero: bool = False) -
     `zero`: where the root is 0 leaves become zeros, since 0 times inf is NaN.
     """
     leaves, treedef = jax.tree.flatten(tree)
-    some, own = {}, {}
     for place, leaf in enumerate(norms.leaves):
         if leaf.norm is not None:
-            some[place] = leaves[place]
-            own[place] = beside(leaf, roots) if leaf.split.kept else roots[leaf.norm]
-    plain = partial(jax.tree.map, stretch)
-    gpu = partial(jax.tree.map, times_twice)
-    for place, x in per_platform(some, own, cpu=plain, gpu=gpu, plain=plain).items():
-        if zero:
-            x = jnp.where(own[place] == 0, jnp.zeros_like(x), x)
-        leaves[place] = x
+            root = beside(leaf, roots)
+            x = stretch(leaves[place], root)
+            leaves[place] = jnp.where(root == 0, jnp.zeros_like(x), x) if zero else x
     return treedef.unflatten(leaves)
 
 
@@ -148,18 +142,13 @@ def multiply(tree: Any, norms: Norms, roots: list[Any], *, zero: bool = False) -
 @jax.jit
 def stretch(x: jax.Array, root: jax.Array) -> jax.Array:
     """x * root * root, rounded once to the dtype of x, and x where the root is 1."""
-    # Selected, since on a CPU and a TPU a product of 1 flushes subnormal numbers.
-    return jnp.where(root == 1, x, times_twice(x, root))
-
-
-@jax.jit
-def times_twice(x: jax.Array, root: jax.Array) -> jax.Array:
-    """x * root * root. A GPU keeps the bits of a finite x where the root is 1."""
     # bfloat16 * float32 is float32, and is rounded once at the end.
     wide = np.promote_types(x.dtype, root.dtype)
     # Spread once, as each product would do it.
     spread = jnp.broadcast_to(root.astype(wide), x.shape)
-    return cast_like(x.astype(wide) * spread * spread, x)
+    product = cast_like(x.astype(wide) * spread * spread, x)
+    # Selected, since on a CPU and a TPU a product of 1 flushes subnormal numbers.
+    return jnp.where(root == 1, x, product)
 
 
 def cast_like(x: jax.Array, leaf: Any) -> jax.Array:
