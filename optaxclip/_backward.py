@@ -26,7 +26,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from . import _trees as prefix
-from ._checks import Tree, check_limit, check_order, check_scalar, shown
+from ._checks import Tree, check_limit, check_order, shown
 from ._clippers._by_value import value_clipper
 from ._kernel import clip_once
 from ._mesh import MeshAxes
@@ -142,7 +142,7 @@ def clip_cotangent(
         options = check_measure(call, ord, axis=axis, mesh_axes=mesh_axes)
         measure = UnitwiseNorm(**options)
         # Refused in the forward pass. The backward pass takes the norm.
-        for path, leaf in jax.tree_util.tree_flatten_with_path(arrays)[0]:
+        for path, leaf in jax.tree.leaves_with_path(arrays):
             axes_within(axis, f"{call}: axis", prefix.name(path), leaf.ndim)
     return put_back(_clipped(measure, arrays, limit), x)
 
@@ -247,7 +247,6 @@ def _scalar(argument: str, value: Any, lowest: float = 0.0) -> jax.Array:
 
     A negative one that is only known when the program runs counts as the lowest.
     """
-    check_limit(argument, value, lowest=lowest)
-    check_scalar(argument, value)
+    check_limit(argument, value, lowest=lowest, is_scalar=True)
     # An int would have a cotangent of float0, which zeros_like does not make.
     return jnp.maximum(jnp.asarray(value, float), lowest)

@@ -38,12 +38,10 @@ def shown(value: Any) -> str:
 def check_real(argument: str, value: Any) -> None:
     """Refuses what is no real number, or array of them."""
     known = isinstance(value, NUMBERS)
-    # True is an int in Python. As a limit it is a slip. NumPy's issubdtype does not
-    # know bfloat16 and floats of 8 bits as floats.
+    # True is an int in Python. As a limit it is a slip.
     if known and not isinstance(value, bool):
         dtype = getattr(value, "dtype", np.dtype(np.float64))
-        real = jnp.floating, jnp.integer
-        if dtype.kind == "O" or any(jnp.issubdtype(dtype, x) for x in real):
+        if dtype.kind == "O" or jnp.isdtype(dtype, ("real floating", "integral")):
             return
     kind = f"an array of {value.dtype}" if isinstance(value, Tracer) else ""
     raise TypeError(f"{argument} must be a real number, got {kind or shown(value)}.")
@@ -191,11 +189,18 @@ def held_in(dtype: Any, number: Any) -> Any:
     array = number if is_jax else np.asarray(number).astype(np.float64)
     # Only float64 has finite numbers beyond the range of float32.
     if array.dtype == np.float64 and dtype == np.float32:
-        numpy = jnp if is_jax else np
-        most = float(np.finfo(np.float32).max)
-        held = numpy.clip(array, -most, most)
-        array = numpy.where(numpy.isinf(array), array, held)
+        array = kept_finite(dtype, array)
     return jnp.asarray(array.astype(dtype))
+
+
+def kept_finite(dtype: Any, number: Any) -> Any:
+    """A number of a wider dtype, such that a finite one stays finite in this float
+    dtype. NaN and inf stay.
+    """
+    numpy = jnp if isinstance(number, jax.Array) else np
+    most = float(jnp.finfo(dtype).max)
+    held = numpy.clip(number, -most, most)
+    return numpy.where(numpy.isinf(number), number, held)
 
 
 def broadcasts_to(shape: tuple[int, ...], target: tuple[int, ...]) -> bool:
@@ -371,15 +376,4 @@ def check_state(call: str, state: Any, kind: type) -> None:
             f"{call}: state must be the {kind.__name__} that its init returned, got "
             f"{got}: begin with state = optimizer.init(params), and hand on what "
             "update returns, at its place of the chain."
-        )
-
-
-def check_params(call: str, params: Any, updates: str = "gradients") -> None:
-    """Raises ValueError where there are no weights to compare with."""
-    # `clippy` and `qk_clip` come after the optimizer, and compare its updates.
-    if params is None:
-        given = "grads" if updates == "gradients" else updates
-        raise ValueError(
-            f"{call} compares {updates} with weights: call "
-            f"update({given}, state, params)."
         )

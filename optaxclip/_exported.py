@@ -10,7 +10,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.core import Tracer
 
 T = TypeVar("T")
 LONGEST = 200  # characters of a state, and of its fields
@@ -73,15 +72,16 @@ class _Short:
             return getattr(leaf, "__name__", type(leaf).__name__)
         if not hasattr(leaf, "dtype"):
             return repr(leaf)
-        # Keys are no numbers, and donated, traced and remote ones are not here.
-        is_here = isinstance(leaf, np.ndarray | np.generic | jax.Array)
-        if isinstance(leaf, jax.Array):
-            is_here = not isinstance(leaf, Tracer) and not leaf.is_deleted()
-            is_here = is_here and leaf.is_fully_addressable
+        kind = f"{leaf.dtype}{list(leaf.shape)}"
+        # Keys are no numbers.
         is_number = jnp.issubdtype(leaf.dtype, jnp.number)
-        if not is_here or not is_number or leaf.ndim > 1 or leaf.size > 3:
-            return f"{leaf.dtype}{list(leaf.shape)}"
+        if not is_number or leaf.ndim > 1 or leaf.size > 3:
+            return kind
+        # Donated, traced and remote numbers, and types, are not here.
+        try:
+            numbers = np.atleast_1d(np.asarray(leaf, leaf.dtype)).tolist()
+        except (RuntimeError, TypeError):
+            return kind
         is_float = jnp.issubdtype(leaf.dtype, jnp.floating)
-        numbers = np.atleast_1d(np.asarray(leaf)).tolist()
         texts = [f"{x:.4g}" if is_float else str(x) for x in numbers]
         return f"[{', '.join(texts)}]" if leaf.ndim else texts[0]

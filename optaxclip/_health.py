@@ -11,17 +11,18 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from jax import lax
+from jax.scipy.special import entr
 
 from . import _mesh as mesh
 from . import _trees as trees
-from ._checks import check_flag, check_length, check_params, check_state, shown
+from ._checks import check_flag, check_length, check_state, shown
 from ._exported import exported
 from ._kernel import make_clipper
 from ._mesh import MeshAxes
 from ._norms import Norms, TensorNorm, check_measure
 from ._state import PLACEHOLDER, ClipState, sizes_of
 from ._sums import plain_sum
-from ._trees import Stacked, clipped_leaves, values_of
+from ._trees import Stacked, clipped_leaves, weights_of
 
 CALL = "record_health"
 OF_WEIGHTS = ("weight_norm", "cosine")
@@ -167,8 +168,7 @@ def record_health(
         tree = clipped_leaves(updates, CALL)
         beside = None
         if weights:
-            check_params(CALL, params)
-            beside = values_of(CALL, "params", tree, params)
+            beside = weights_of(CALL, tree, params)
         return updates, _after_step(options, tree, state, beside)
 
     return optax.GradientTransformationExtraArgs(init, update)
@@ -303,14 +303,11 @@ def _entropy(matrices: jax.Array) -> jax.Array:
     squares = (values / jnp.where(largest == 0, 1, largest)) ** 2
     total = jnp.sum(squares, -1, keepdims=True)
     shares = squares / jnp.where(total == 0, 1, total)
-    logs = jnp.log(jnp.where(shares == 0, 1, shares))
-    return -jnp.sum(shares * logs, -1) / np.log(max(values.shape[-1], 2))
+    return jnp.sum(entr(shares), -1) / np.log(max(values.shape[-1], 2))
 
 
 def _table(tree: Any, name: str) -> Any:
-    leaves = {}
-    for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
-        leaves[trees.name(path)] = leaf
+    leaves = {trees.name(path): leaf for path, leaf in jax.tree.leaves_with_path(tree)}
     if name not in leaves or not jnp.ndim(leaves[name]):
         raise ValueError(
             f"{CALL}: embeddings must name leaves with rows, got {shown(name)}. "

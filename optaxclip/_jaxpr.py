@@ -15,14 +15,12 @@ STOPS = ("ceil", "floor", "round", "sign", "stop_gradient")
 
 def is_literal(atom: Any) -> bool:
     """Whether an operand of an equation is a number that stands in the program."""
-    # Imported here, since it imports Pallas, which would slow down `import optaxclip`.
-    from jax.extend.core import Literal
-
-    return isinstance(atom, Literal)
+    return hasattr(atom, "val")
 
 
 def every_equation(eqn: Any) -> Iterator[Any]:
     """An equation, and all equations that it runs."""
+    # Imported here, since it imports Pallas, which would slow down `import optaxclip`.
     from jax.extend.core import jaxprs_in_params
 
     yield eqn

@@ -52,7 +52,6 @@ class Settings(NamedTuple):
     no_limit: bool  # the limit is None, known before any program is traced
     rules: Any  # the structure of the rules, whose numbers are not static
     with_params: bool  # whether a rule needs the norms of the weights
-    with_total: bool  # whether a rule needs the norm of everything
 
 
 def make_clipper(
@@ -87,7 +86,6 @@ def make_clipper(
         limit is None,
         structure,
         with_params=any(map(attrgetter("needs_params"), each_rule)),
-        with_total=any(map(attrgetter("needs_total"), each_rule)),
     )
 
     def init(params: Any) -> ClipState:
@@ -139,8 +137,7 @@ def make_clipper(
         # Weights that no rule looks at would only be another argument of the program.
         weights = None
         if settings.with_params:
-            checks.check_params(call, params)
-            weights = trees.values_of(call, "params", tree, params)
+            weights = trees.weights_of(call, tree, params)
         clipped, new = _update(settings, numbers, eps, tree, state, weights, given)
         # Outside the jitted update: a compiled program cannot raise.
         if nonfinite == "raise":
@@ -218,7 +215,8 @@ def _ask(
     weights: Any = None
     if settings.with_params:
         weights = measured(settings.measure, params).each
-    total = norm_of_norms(norms) if settings.with_total else None
+    needs_total = any(map(attrgetter("needs_total"), of_norm))
+    total = norm_of_norms(norms) if needs_total else None
     if given is not None:
         # Below 0 it counts as 0, as a limit of the clipper's own.
         given = [jnp.maximum(x, 0) for x in _given("limit", given, norms, settings)]
@@ -300,8 +298,7 @@ def limit_of(
         )
     limit, new = answer
     checks.check_returned(argument, limit)
-    if jnp.shape(limit) != norm.shape:
-        checks.check_shape(jnp.shape(limit), norm.shape, argument)
+    checks.check_shape(jnp.shape(limit), norm.shape, argument)
     # A limit beyond the norm's dtype is its largest number: inf would not clip.
     limit = checks.held_in(norm.dtype, limit)
     # A schedule may fall below 0, which counts as 0.
@@ -368,18 +365,15 @@ def _decide(
 ) -> Decided:
     known = jnp.isfinite(norm) & (limit == limit)
     long = norm if eps is None else norm + jnp.asarray(eps).astype(norm.dtype)
-    # A limit of inf clips nothing, and a rule without a limit yet gives inf.
-    off = limit == jnp.inf
     shrunk = shrunk_by(settings.shrink, norm, long, limit, settings.call)
     # The new norm of a broken step. NaN makes the root NaN, and the updates with it.
     instead = 0.0 if settings.nonfinite == "zero" else jnp.nan
-    if learns:
-        # A rule that has no limit yet still lets no broken step through.
-        short = jnp.where(known, jnp.where(off, long, shrunk), instead)
-    else:
+    # A rule that has no limit yet, and gives inf, still lets no broken step through.
+    short = jnp.where(known, shrunk, instead)
+    if not learns:
         # An infinite limit that was set only measures. Equal norms leave updates alone.
-        short = jnp.where(off, 1.0, jnp.where(known, shrunk, instead))
-        long = jnp.where(off, 1.0, long)
+        off = limit == jnp.inf
+        short, long = (jnp.where(off, 1.0, x) for x in (short, long))
     root, factor = factor_between(long, short)
     clipped = known & (short != long)
     if eps is not None or settings.shrink is not hard:
@@ -403,7 +397,7 @@ def _next_state(
     columns = [_column(own.norm, own.limit, made, made.clipped) for own, made in whole]
     columns += [_summaries(settings, eps, norms, some) for some in units if some]
     # Stays at the largest int32 instead of becoming negative.
-    step = jnp.asarray(optax.safe_increment(state.step))
+    step = count_up(state.step)
     if not columns:
         return state._replace(step=step)
     new = columns[0]
@@ -552,7 +546,7 @@ def _raise_nonfinite(call: str, measure: Any, state: ClipState, updates: Any) ->
         checkify.check(finite, text)
     elif not finite:
         parts = []
-        for path, leaf in jax.tree_util.tree_flatten_with_path(updates)[0]:
+        for path, leaf in jax.tree.leaves_with_path(updates):
             # int waits for each leaf, which only a step that failed has to do.
             with jax.enable_x64(True):
                 count = int(jnp.sum(~jnp.isfinite(leaf), dtype=np.int64))

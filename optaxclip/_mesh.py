@@ -120,11 +120,6 @@ def resharded(value: jax.Array, spec: Sequence[Any] = ()) -> jax.Array:
     return jax.reshard(value, PartitionSpec(*spec, *rest))
 
 
-def gathered(value: jax.Array, kept: int) -> jax.Array:
-    """The value, split over Explicit axes along its first `kept` dimensions only."""
-    return resharded(value, jax.typeof(value).sharding.spec[:kept])
-
-
 def entries_of(
     vector: jax.Array,
     kinds: list[Any],
@@ -240,7 +235,7 @@ def splits(mesh_axes: Any, tree: Any, dims: list[Any], call: str) -> list:
     # No mesh is set, as under plain jit: the common case, which looks at no leaf.
     if mesh_axes == "auto" and jax.sharding.get_abstract_mesh().empty:
         return [Split()] * len(dims)
-    entries = jax.tree_util.tree_flatten_with_path(tree)[0]
+    entries = jax.tree.leaves_with_path(tree)
     specs = specs_of(mesh_axes, tree, call)
     argument = f"{call}: mesh_axes"
     found = []
@@ -323,7 +318,7 @@ def _names_by_dim(value: Any, spec: Any, argument: str) -> list[Names]:
             names = names_in(entry)
             found.append(tuple(name for name in names if name in manual))
         return found + [()] * (jnp.ndim(value) - len(found))
-    if isinstance(spec, str) and spec == "auto":
+    if spec == "auto":
         # Without types each leaf counts as complete: nothing is known.
         return [tuple(sorted(varying(value)))] if has_types(manual) else [()]
     # Names alone, as "x": every leaf is split, along whichever dimension.
@@ -460,15 +455,13 @@ def check_replicated(tree: Any, mesh_axes: str | tuple[str, ...]) -> jax.Array:
     """
     names = names_in(mesh_axes)
     check_bound(names, "check_replicated: mesh_axes")
-    different = jnp.zeros((), jnp.int32)
+    different = jnp.zeros((), bool)
     for leaf in jax.tree.leaves(tree):
         # Bits are compared, so NaN equals itself and 0 differs from -0.
         bits = varying_over(_bits(jnp.asarray(leaf)), names)
-        # ~max(~bits) is the minimum of unsigned integers. Devices agree where it is the
-        # maximum.
-        unequal = lax.pmax(bits, names) != ~lax.pmax(~bits, names)
-        different = different | jnp.any(unequal).astype(jnp.int32)
-    return different == 0
+        unequal = lax.pmax(bits, names) != lax.pmin(bits, names)
+        different = different | jnp.any(unequal)
+    return ~different
 
 
 def _bits(leaf: jax.Array) -> jax.Array:

@@ -412,8 +412,8 @@ def _reported_states(opt_state: Any) -> Iterator[tuple[str, str, Any]]:
 
 
 def _walk(tree: Any, path: tuple[Any, ...]) -> Iterator[tuple[tuple[Any, ...], Any]]:
-    flatten = jax.tree_util.tree_flatten_with_path
-    for own, state in flatten(tree, is_leaf=lambda x: type(x) in PREFIXES)[0]:
+    flatten = jax.tree.leaves_with_path
+    for own, state in flatten(tree, is_leaf=lambda x: type(x) in PREFIXES):
         whole = (*path, *own)
         if type(state) in PREFIXES:
             yield whole, state

@@ -141,7 +141,7 @@ def checked(function: Callable[..., Any], call: str = "") -> Callable[..., Any]:
     @functools.wraps(function)
     def answering(*args: Any, **kwargs: Any) -> Any:
         try:
-            signature.bind(*args, **kwargs)
+            given = signature.bind(*args, **kwargs)
         except TypeError as error:
             # The first argument of a method is its object.
             known = [name for name in signature.parameters if name != "self"]
@@ -150,7 +150,7 @@ def checked(function: Callable[..., Any], call: str = "") -> Callable[..., Any]:
         made = function(*args, **kwargs)
         if isinstance(made, optax.GradientTransformationExtraArgs):
             made = Clipper(*made)
-            made.call = call, signature.bind(*args, **kwargs).arguments
+            made.call = call, given.arguments
         return made
 
     return answering

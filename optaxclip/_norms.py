@@ -406,7 +406,11 @@ class GroupNorm(NamedTuple):
     def __call__(self, tree: Any) -> Norms:
         leaves = list(map(jnp.asarray, jax.tree.leaves(tree)))
         missing = self.allow_missing
-        labels = trees.by_label(tree, self.labels, self.call, allow_missing=missing)
+        argument = f"{self.call}: labels"
+        # A function is called in each trace, so its labels may follow the tree.
+        table = trees.static_labels(trees.labels_of(self.labels, tree), self.call)
+        labels = trees.lookup(table, tree, argument, allow_missing=missing)
+        trees.check_labels(f"{argument} must be", set(labels))
         splits = mesh.splits(self.mesh_axes, tree, [None] * len(leaves), self.call)
         # A label whose leaves are None or integers has a norm as well, which is 0.
         known = set(labels)
@@ -474,7 +478,7 @@ def norms_of_tree(norms: Any, tree: Any, argument: str = "norms") -> Norms:
         own = None if norm is None else number
         leaves += [Leaf(own)] * len(jax.tree.leaves(part))
         number += norm is not None
-    entries, treedef = jax.tree_util.tree_flatten_with_path(norms)
+    entries, treedef = jax.tree.flatten_with_path(norms)
     paths = tuple(path for path, _ in entries)
     return Norms([norm for _, norm in entries], tuple(leaves), paths, treedef)
 
@@ -502,7 +506,7 @@ def _layers(measure: Any, tree: Any) -> list[tuple[int, ...]]:
 def _norm_of_each_leaf(
     tree: Any, dims: list[Dims], measure: Any, *, units: bool
 ) -> Norms:
-    entries, treedef = jax.tree_util.tree_flatten_with_path(tree)
+    entries, treedef = jax.tree.flatten_with_path(tree)
     splits = mesh.splits(measure.mesh_axes, tree, dims, measure.call)
     leaves, of_units = [], []
     for number, (over, split) in enumerate(zip(dims, splits)):
@@ -527,7 +531,7 @@ def check_measure(call: str, ord: Any, **numbers: Any) -> dict[str, Any]:
     for option, value in numbers.items():
         # Lists and dicts become tables of key paths, which have a hash.
         if option == "mesh_axes":
-            value = value if isinstance(value, str) else mesh.static_axes(value, call)
+            value = mesh.static_axes(value, call)
         elif option == "labels":
             value = trees.static_labels(value, call)
         elif value is not None:

@@ -361,10 +361,10 @@ def _check_optimizer(optimizer: Any, weights: Any) -> None:
     """Refuses an optimizer that does something else to a layer than to its stack."""
     one = jax.eval_shape(partial(_take, number=0), weights)
     state, stacked = (jax.eval_shape(optimizer.init, x) for x in (one, weights))
-    names = [name(path) for path, _ in jax.tree_util.tree_leaves_with_path(one)]
+    names = [name(path) for path, _ in jax.tree.leaves_with_path(one)]
     # Of what update takes, gradients and state. What it returns has the same names.
     inputs, numbers = list(names), []
-    entries = jax.tree_util.tree_leaves_with_path(state)
+    entries = jax.tree.leaves_with_path(state)
     for (path, own), whole in zip(entries, jax.tree.leaves(stacked)):
         # A random key is no number: all layers would draw the same.
         if whole.shape == () and jnp.issubdtype(whole.dtype, np.number):

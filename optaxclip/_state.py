@@ -85,8 +85,7 @@ class ClipState(NamedTuple):
     factor: Any  # float32[N]
     units_clipped: Any = ()  # float32[N]
 
-    def __repr__(self) -> str:
-        return state_repr(self)
+    __repr__ = state_repr
 
     def by_name(self, *, layers: bool = False) -> dict[str, Entry]:
         """Returns what the state knows of each norm: its own `norm`, `limit`, `factor`,

@@ -35,21 +35,17 @@ def clipped_leaves(tree: Any, call: str = "") -> Any:
     A leaf counts if it has a float or complex dtype and at least one element. `call`
     is what errors name.
     """
+    tree = unboxed(tree)
     try:
-        return jax.tree.map(_clipped, tree, is_leaf=_is_box)
+        return jax.tree.map(_clipped, tree)
     except TypeError:
         # Paths take time, so they are made only for the error.
-        check_leaves(unboxed(tree), f"{call}: " if call else "")
+        check_leaves(tree, f"{call}: " if call else "")
         raise
 
 
 def _clipped(leaf: Any) -> Any:
     """The leaf, or None for one that does not count."""
-    if _is_box(leaf):
-        leaf = leaf.__jax_array__()
-    # What `optax.masked` leaves in the variables of flax NNX.
-    if not jax.tree.leaves(leaf):
-        return leaf
     # A Python number has no dtype. Those of random keys and float0 are not inexact.
     dtype = leaf.dtype if hasattr(leaf, "dtype") else jnp.result_type(leaf)
     counts = jnp.issubdtype(dtype, jnp.inexact) and 0 not in jnp.shape(leaf)
@@ -58,7 +54,7 @@ def _clipped(leaf: Any) -> Any:
 
 def check_leaves(tree: Any, begin: str) -> None:
     """Raises for a leaf that is not an array, such as a function in a model."""
-    for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
+    for path, leaf in jax.tree.leaves_with_path(tree):
         try:
             _clipped(leaf)
         except TypeError:
@@ -140,7 +136,7 @@ def gradients_of(call: str, updates: Any, params: Any) -> Any:
 def warn_of_integers(call: str, updates: Any) -> None:
     """Warns where nothing is clipped because all numbers are integers."""
     # Updates without any leaf, as of a model without weights, are no mistake.
-    for path, leaf in jax.tree_util.tree_flatten_with_path(updates)[0]:
+    for path, leaf in jax.tree.leaves_with_path(updates):
         # An int of Python has no dtype. A bool is one too, but no number to clip.
         dtype = type(leaf) if type(leaf) is int else getattr(leaf, "dtype", bool)
         if jnp.issubdtype(dtype, jnp.integer) and jnp.size(leaf):
@@ -158,12 +154,12 @@ def check_kept(call: str, tree: Any, kept: Any) -> None:
     """Raises ValueError for a clipped leaf of which the state keeps nothing, or an
     array of another shape.
     """
-    updates, form = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_none)
+    updates, form = jax.tree.flatten_with_path(tree, is_leaf=is_none)
     try:
         # None may stand for a part of the tree, all of which is missing then.
         known = form.flatten_up_to(kept)
     except (TypeError, ValueError):
-        paths = [dict(jax.tree_util.tree_leaves_with_path(x)) for x in (kept, tree)]
+        paths = [dict(jax.tree.leaves_with_path(x)) for x in (kept, tree)]
         raise ValueError(
             f"{call}: state was made for the leaves {listed_paths(paths[0])}, but the "
             f"updates have {listed_paths(paths[1])}. {BEGIN_ANEW}"
@@ -184,6 +180,23 @@ def check_kept(call: str, tree: Any, kept: Any) -> None:
             )
 
 
+def weights_of(call: str, tree: Any, params: Any, updates: str = "gradients") -> Any:
+    """The weights of the clipped leaves.
+
+    Raises:
+      ValueError: there are none, or they do not fit the updates.
+      TypeError: weights that are integers.
+    """
+    # `clippy` and `qk_clip` come after the optimizer, and compare its updates.
+    if params is None:
+        given = "grads" if updates == "gradients" else updates
+        raise ValueError(
+            f"{call} compares {updates} with weights: call "
+            f"update({given}, state, params)."
+        )
+    return values_of(call, "params", tree, params)
+
+
 def values_of(call: str, argument: str, tree: Any, values: Any) -> Any:
     """The values of the clipped leaves, such as weights, found by their paths.
 
@@ -194,9 +207,9 @@ def values_of(call: str, argument: str, tree: Any, values: Any) -> Any:
       TypeError: values that are integers.
     """
     # A FrozenDict of params and a dict of updates have the same paths.
-    table = dict(jax.tree_util.tree_flatten_with_path(unboxed(values))[0])
+    table = dict(jax.tree.leaves_with_path(unboxed(values)))
     found = []
-    for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
+    for path, leaf in jax.tree.leaves_with_path(tree):
         # Entries without updates, such as frozen weights, are not used.
         if path not in table:
             raise ValueError(
@@ -278,9 +291,9 @@ def freeze(prefix: Any, is_leaf: Callable[[Any], bool]) -> Prefix:
     if isinstance(prefix, Prefix):
         return prefix
     # None is a value: no limit, or the default of an option.
-    entries = jax.tree_util.tree_flatten_with_path(
+    entries = jax.tree.leaves_with_path(
         prefix, is_leaf=lambda x: is_none(x) or is_leaf(x)
-    )[0]
+    )
     return Prefix(tuple(entries))
 
 
@@ -304,7 +317,7 @@ def lookup(
         part, unless `allow_missing`. The text names the argument and the path.
     """
     table = dict(prefix.entries)
-    entries = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_hole)[0]
+    entries = jax.tree.leaves_with_path(tree, is_leaf=is_hole)
     holes = {path for path, leaf in entries if is_hole(leaf)}
     paths = [path for path, _ in entries if path not in holes]
     # A value at a hole, or above it, need not reach a leaf.
@@ -336,7 +349,7 @@ def for_each_leaf(
 ) -> list[Any]:
     """One value for each leaf, from a function of path and leaf or a tree prefix."""
     if is_function(value):
-        entries = jax.tree_util.tree_flatten_with_path(tree)[0]
+        entries = jax.tree.leaves_with_path(tree)
         return [value(name(path), leaf) for path, leaf in entries]
     return lookup(freeze(value, is_value), tree, argument)
 
@@ -422,7 +435,7 @@ def stacked_axes(
       ValueError: an axis that a leaf does not have, or leaves that share one answer but
         not the number of layers.
     """
-    entries = jax.tree_util.tree_flatten_with_path(tree)[0]
+    entries = jax.tree.leaves_with_path(tree)
     if is_function(stacked):
         # A function has no places, so leaves with equal answers are one stack.
         answers = for_each_leaf(stacked, tree, "")
@@ -477,7 +490,7 @@ def unit_axes(
     """For each leaf, the dimensions that a unit norm sums. None for all of them without
     keeping any.
     """
-    entries = jax.tree_util.tree_flatten_with_path(tree)[0]
+    entries = jax.tree.leaves_with_path(tree)
     given = for_each_leaf(axis, tree, f"{call}: axis", is_axes)
     found: list[tuple[int, ...] | None] = []
     for (path, leaf), value, own, shape in zip(entries, given, layers, shapes):
@@ -532,15 +545,6 @@ def static_labels(labels: Any, call: str) -> Any:
     return table
 
 
-def by_label(tree: Any, labels: Any, call: str, *, allow_missing: bool) -> list[Any]:
-    """The label of each leaf. `allow_missing`: of some labels there may be none."""
-    # A function is called in each trace, so its labels may follow the tree.
-    table = static_labels(labels_of(labels, tree), call)
-    found = lookup(table, tree, f"{call}: labels", allow_missing=allow_missing)
-    check_labels(f"{call}: labels must be", set(found))
-    return found
-
-
 def labels_of(labels: Any, tree: Any) -> Any:
     """The tree prefix of labels: what a function of the tree makes, or one of path and
     leaf.
@@ -551,9 +555,7 @@ def labels_of(labels: Any, tree: Any) -> Any:
     try:
         inspect.signature(labels).bind(tree)
     except TypeError:
-        return jax.tree_util.tree_map_with_path(
-            lambda path, leaf: labels(name(path), leaf), tree
-        )
+        return jax.tree.map_with_path(lambda path, leaf: labels(name(path), leaf), tree)
     return labels(tree)
 
 

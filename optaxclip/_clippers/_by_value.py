@@ -103,7 +103,7 @@ def value_clipper(
         trees.check_leaves(updates, f"{call}: ")
         uppers = trees.lookup(upper, updates, f"{call}: {high[0]}")
         lowers = trees.lookup(lower, updates, f"{call}: {low and low[0]}")
-        paths, treedef = jax.tree_util.tree_flatten_with_path(updates)
+        paths, treedef = jax.tree.flatten_with_path(updates)
         clipped = []
         for (path, leaf), *bounds in zip(paths, uppers, lowers):
             now = [x(state.step) if callable(x) else x for x in bounds]
@@ -159,8 +159,7 @@ def _bounds(
 
 def _clipped(own: tuple[str, str], leaf: Any, high: Any, low: Any) -> Any:
     """One leaf between its bounds. `own` is the call, and the name of the leaf."""
-    # A Python number is a leaf too, and has no dtype of its own.
-    dtype = leaf.dtype if hasattr(leaf, "dtype") else jnp.result_type(leaf)
+    dtype = jnp.result_type(leaf)
     if not jnp.issubdtype(dtype, jnp.number):  # bool, float0 or a key
         return leaf
     x = jnp.asarray(leaf)
@@ -211,9 +210,7 @@ def _held(bound: Any, dtype: Any, *, sign: int = 0, up: bool = False) -> Any:
     if sign:
         number = numpy.asarray(sign * numpy.maximum(number, 0))
     if is_float:
-        most = float(jnp.finfo(dtype).max)
-        held = numpy.clip(number, -most, most)
-        return numpy.where(numpy.isinf(number), number, held).astype(dtype)
+        return checks.kept_finite(dtype, number).astype(dtype)
     if not is_whole:
         number = numpy.ceil(number) if up or sign < 0 else numpy.floor(number)
     ends = int(jnp.iinfo(dtype).min), int(jnp.iinfo(dtype).max)

@@ -13,12 +13,12 @@ import optax
 from jax import Array
 from jax.typing import ArrayLike
 
-from .._checks import Nonfinite, check_params, shown
+from .._checks import Nonfinite, shown
 from .._factors import cast_like
 from .._kernel import make_clipper
 from .._mesh import MeshAxes
 from .._norms import Ord, TensorNorm, UnitwiseNorm, check_measure
-from .._trees import Axis, Stacked, clipped_leaves, put_back, values_of
+from .._trees import Axis, Stacked, clipped_leaves, put_back, weights_of
 from ..rules._limits import ShareOfParams
 from ..rules._rule import Answer, Number, Rule, at_step, check_field, number
 from ..shrinks import Shrink
@@ -187,9 +187,8 @@ def larc(
     kernel = make_clipper(measure, rule, call=call, name="limit", **options)
 
     def update(updates: Any, state: Any, params: Any = None, **_: Any) -> Any:
-        check_params(call, params)
         tree = clipped_leaves(updates)
-        weights = values_of(call, "params", tree, params)
+        weights = weights_of(call, tree, params)
         # |g| and |p| of each tensor, as trees.
         norms, lengths = measure(tree).tree(), measure(weights).tree()
         decay = partial(_decayed, weight_decay)
@@ -217,9 +216,7 @@ class Larc(Rule):
     learning_rate: Number = number()
     trust: ArrayLike = number(schedule=False)
 
-    @property
-    def needs_params(self) -> bool:
-        return True
+    needs_params = True
 
     def update(
         self, norm: Array, memory: Any, step: Array, params_norm: Array
@@ -323,9 +320,8 @@ def clippy(
     kernel = make_clipper(measure, None, call=call, name="limit", nonfinite=nonfinite)
 
     def update(updates: Any, state: Any, params: Any = None, **_: Any) -> Any:
-        check_params(call, params, "updates")
         tree = clipped_leaves(updates)
-        weights = values_of(call, "params", tree, params)
+        weights = weights_of(call, tree, params, "updates")
         free = jnp.isinf(relative) | jnp.isinf(absolute)
         most = jnp.where(free, jnp.inf, 1.0)
         strain = partial(_strain, relative, absolute, free)

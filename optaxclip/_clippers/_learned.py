@@ -282,10 +282,8 @@ class Adagc(Rule):
     max_norm: Number = rules.number()
     warmup: Any = rules.number(100, lowest=1, schedule=False)
 
-    @property
-    def needs_total(self) -> bool:
-        # The warm-up clips all tensors by their norm together.
-        return True
+    # The warm-up clips all tensors by their norm together.
+    needs_total = True
 
     def init(self, norm: Array) -> AdaGCMemory:
         # With inf the first minimum of the warm-up is the first norm itself.

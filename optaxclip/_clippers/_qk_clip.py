@@ -19,13 +19,13 @@ import optax
 from jax.typing import ArrayLike
 
 from .. import _trees as trees
-from .._checks import check_number, check_params, check_state, shown
+from .._checks import check_number, check_state, shown
 from .._factors import cast_like
 from .._kernel import make_clipper
-from .._mesh import gathered, typed_as, types_of, varying_as
+from .._mesh import resharded, typed_as, types_of, varying_as
 from .._norms import OwnNorm, norm_dtype
 from .._state import PLACEHOLDER, ClipState
-from .._trees import clipped_leaves, put_back, values_of
+from .._trees import clipped_leaves, put_back, weights_of
 from ..rules._limits import Limit, rule_without_params
 
 CALL = "qk_clip"
@@ -167,8 +167,8 @@ def qk_clip(
 
     def update(updates: Any, state: Any, params: Any = None, **given: Any) -> Any:
         check_state(CALL, state, ClipState)
-        check_params(CALL, params, "updates")
         tree = clipped_leaves(updates, CALL)
+        weights = jax.tree.leaves(weights_of(CALL, tree, params, "updates"))
         attentions = find_attentions(roles, tree)
         logits: Any = logits_of(attentions, given.get("max_logits"))
         # Its updates would be clipped logits. Its state is that of these.
@@ -179,7 +179,6 @@ def qk_clip(
         # Bit for bit, also where a logit is NaN.
         if max_logit is None:
             return updates, new
-        weights = jax.tree.leaves(values_of(CALL, "params", tree, params))
         clipped = _clip(tuple(attentions), alpha, tree, weights, new)
         return put_back(clipped, updates), new
 
@@ -256,7 +255,7 @@ def find_attentions(roles: dict[str, Any], tree: Any) -> list[Attention]:
       ValueError: a pattern that finds no leaf, a query without a key or a key without a
         query, or leaves of an attention whose numbers of heads do not fit.
     """
-    entries = jax.tree_util.tree_flatten_with_path(tree)[0]
+    entries = jax.tree.leaves_with_path(tree)
     uses = []
     for role, where in roles.items():
         if where is not None:
@@ -395,7 +394,7 @@ def logits_of(attentions: list[Attention], max_logits: Any) -> dict[str, jax.Arr
       ValueError: an attention without logits, with several, or with those of another
         shape.
     """
-    flat = jax.tree_util.tree_flatten_with_path(max_logits)[0]
+    flat = jax.tree.leaves_with_path(max_logits)
     entries = [(_names(path), value) for path, value in flat]
     found = {}
     for name, path, shape, dtype, _ in attentions:
@@ -417,7 +416,7 @@ def logits_of(attentions: list[Attention], max_logits: Any) -> dict[str, jax.Arr
                 "and name an axis of layers too: Heads((layer axis, head axis))."
             )
         # [..., heads of queries] -> [..., heads of keys, queries that share it]
-        logits = gathered(logits, 0).astype(dtype).reshape((*shape, -1))
+        logits = resharded(logits).astype(dtype).reshape((*shape, -1))
         # A negative logit is within every limit. Norms are at least 0. NaN stays NaN.
         found[name] = jnp.maximum(jnp.max(logits, axis=-1), 0)
     return found

@@ -34,12 +34,13 @@ from jax import lax
 from .. import _trees as trees
 from .._checks import Nonfinite, check_choice, check_length, shown
 from .._kernel import make_clipper
-from .._mesh import gathered, split_as
+from .._mesh import resharded, split_as
 from .._norms import OwnNorm, tensor_norm
 from .._state import ClipState
 from .._sums import wide_dtype
 from .._trees import Stacked, clipped_leaves, other_axes, put_back
 from ..rules._limits import LimitTree
+from ..rules._memory import root
 from ..shrinks import Shrink, hard, shrink_of, smooth
 
 Method = Literal["svd", "newton_schulz"]
@@ -230,7 +231,7 @@ class SpectralNorm(NamedTuple):
 
     def groups(self, tree: Any) -> dict[Group, list[int]]:
         """The numbers of the leaves that are matrices, by how they are."""
-        entries, _ = jax.tree_util.tree_flatten_with_path(tree)
+        entries = jax.tree.leaves_with_path(tree)
         shapes = [jnp.shape(leaf) for _, leaf in entries]
         layers = trees.stacked_axes(self.stacked, tree, self.call, shapes)
         counts = trees.for_each_leaf(self.columns, tree, f"{self.call}: columns")
@@ -272,7 +273,8 @@ class Group(NamedTuple):
         """
         count, found = len(self.layers), []
         for leaf in leaves:
-            x = gathered(jnp.moveaxis(leaf, self.layers, range(count)), count)
+            x = jnp.moveaxis(leaf, self.layers, range(count))
+            x = resharded(x, jax.typeof(x).sharding.spec[:count])
             found.append(x.reshape(*x.shape[:count], self.rows, self.columns))
         x = jnp.stack(found).astype(wide_dtype(found[0]))
         return adjoint(x) if self.rows < self.columns else x
@@ -291,7 +293,7 @@ class Group(NamedTuple):
 def _clipped(settings: Any, tree: Any, scaled: Any, state: ClipState) -> Any:
     """The tree with shrunk singular values. `scaled` is what the kernel returned."""
     measure, shrink, steps = settings
-    entries, _ = jax.tree_util.tree_flatten_with_path(tree)
+    entries = jax.tree.leaves_with_path(tree)
     by_name = state.by_name()
     names = trees.names([path for path, _ in entries])
     leaves, treedef = jax.tree.flatten(scaled)
@@ -395,8 +397,7 @@ def largest_of(x: jax.Array) -> jax.Array:
     # It is never above the largest.
     products = jnp.real(jnp.conj(power) * gram)
     mean = jnp.sum(products, (-2, -1), keepdims=True)
-    # The root of 0 has no derivative.
-    return jnp.where(mean > 0, jnp.sqrt(jnp.where(mean > 0, mean, 1.0)), 0.0)
+    return root(mean)
 
 
 def shrunk_by_products(

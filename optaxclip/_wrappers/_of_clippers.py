@@ -33,13 +33,13 @@ import jax.numpy as jnp
 import optax
 from jax import lax
 
-from .._checks import check_params, check_state, with_extra_args
+from .._checks import check_state, kept_finite, with_extra_args
 from .._exported import exported
 from .._factors import cast_like
 from .._mesh import typed_as, types_of, varying
 from .._state import ClipState
 from .._sums import wide_dtype
-from .._trees import check_kept, clipped_leaves, is_none, put_back, values_of
+from .._trees import check_kept, clipped_leaves, is_none, put_back, weights_of
 
 
 @exported
@@ -129,9 +129,7 @@ def _add_carry(grad: Any, carry: jax.Array) -> jax.Array | None:
 def _held_in_type(clipped: jax.Array, grad: Any) -> jax.Array:
     """What was clipped, in the dtype of the gradient. No finite number becomes inf."""
     if not jnp.iscomplexobj(clipped):
-        most = float(jnp.finfo(jnp.result_type(grad)).max)
-        held = jnp.clip(clipped, -most, most)
-        clipped = jnp.where(jnp.isfinite(clipped), held, clipped)
+        clipped = kept_finite(jnp.result_type(grad), clipped)
     return cast_like(clipped, grad)
 
 
@@ -205,9 +203,8 @@ def constrain(
     clipper = with_extra_args(f"{call}: clipper", clipper, "a clipper")
 
     def update(updates: Any, state: Any, params: Any = None, **extra_args: Any) -> Any:
-        check_params(call, params, "updates")
         tree = clipped_leaves(updates)
-        weights = values_of(call, "params", tree, params)
+        weights = weights_of(call, tree, params, "updates")
         given = {k: v for k, v in extra_args.items() if k not in OF_GRADIENTS}
         moved = jax.tree.map(_moved, weights, tree)
         held, new = clipper.update(moved, state, params, **given)

@@ -39,8 +39,8 @@ def update_unless(
     jaxpr = program.jaxpr
     # The old leaf of each output. The updates have none, which stands for zeros, and
     # neither has a state that a clipper makes in the place of optax's EmptyState.
-    known = dict(jax.tree_util.tree_leaves_with_path((None, state)))
-    old = [known.get(path) for path, _ in jax.tree_util.tree_leaves_with_path(shapes)]
+    known = dict(jax.tree.leaves_with_path((None, state)))
+    old = [known.get(path) for path, _ in jax.tree.leaves_with_path(shapes)]
     values = dict(zip(jaxpr.constvars, program.consts))
     values.update(zip(jaxpr.invars, jax.tree.leaves(given)))
     early = {}

@@ -151,7 +151,7 @@ def clip_by_norm(t: Tree, clip_norm: Any, axes: Any = None) -> Tree:
     if axes is not None:
         # A static argument of the jitted update, so a list becomes a tuple.
         axis = tuple(axes) if isinstance(axes, (list, tuple)) else (axes,)
-        entries = jax.tree_util.tree_flatten_with_path(clipped_leaves(t, call))[0]
+        entries = jax.tree.leaves_with_path(clipped_leaves(t, call))
         for path, leaf in entries:
             axes_within(axis, f"{call}: axes", name(path), jnp.ndim(leaf))
         # axes are summed over, like `axis` of clip_by_unitwise_norm.

@@ -231,8 +231,9 @@ def clipped_grad(
         if needs_all_norms and method != "two_pass":
             # The first factor is known after the last norm.
             width = None
-        own = limits.of(problem.params, problem.splits)
-        run = Run(problem, own._replace(values=problem.limits), width)
+        groups = prefix.lookup(limits.table, problem.params, f"{call}: max_norm")
+        numbers = {"values": problem.limits, "splits": problem.splits}
+        run = Run(problem, limits._replace(groups=groups, **numbers), width)
         if ghost:
             sums, found = ghost.in_steps(run)
         elif chosen == "two_pass":
@@ -255,9 +256,8 @@ def _divided(total: jax.Array, divisor: jax.Array, dtype: Any) -> jax.Array:
         real = np.finfo(dtype).dtype
         parts = jnp.real(total), jnp.imag(total)
         return lax.complex(*(_divided(part, divisor, real) for part in parts))
-    wide = np.promote_types(total.dtype, np.float32)
     # Strict dtype promotion does not divide a float by an integer.
-    return (total.astype(wide) / divisor.astype(wide)).astype(dtype)
+    return (total / divisor.astype(total.dtype)).astype(dtype)
 
 
 def _choose(
@@ -377,7 +377,7 @@ def _refuse_a_split(batch: Any, text: str) -> None:
 def _ghost_of(problem: Problem) -> tuple[Ghost | None, str]:
     """Ghost clipping, or None and what it cannot do."""
     roles = {"parameters": problem.params, "the batch": problem.batch}
-    for path, leaf in jax.tree_util.tree_flatten_with_path(roles)[0]:
+    for path, leaf in jax.tree.leaves_with_path(roles):
         kind = jax.typeof(leaf)
         # The cotangents that it asks for would need their shardings as types.
         if any(kind.sharding.spec):
@@ -561,7 +561,7 @@ def explain_clipped_grad(
         problem = question.on_device(problem)
         chosen, width, ghost = _choose(problem, method, microbatch)
         count = min(width or problem.present.size, problem.present.size)
-        entries = jax.tree_util.tree_flatten_with_path(problem.params)[0]
+        entries = jax.tree.leaves_with_path(problem.params)
         # One pass and two passes make whole gradients, and keep nothing of uses.
         ways = [Way("gradient", {}, held=leaf.size) for _, leaf in entries]
         rows, ways = [], ghost.ways if ghost else ways

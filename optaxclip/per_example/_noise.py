@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 from jax.core import Tracer
-from jax.tree_util import keystr, tree_flatten_with_path
+from jax.tree_util import keystr
 from jax.typing import ArrayLike
 
 from .._checks import check_number, shown
@@ -173,7 +173,7 @@ def sensitivity(
 
 def _patterns(batch: Any) -> Iterator[tuple[str, Any]]:
     """The examples that are tried, and what they are called."""
-    entries, treedef = tree_flatten_with_path(jax.tree.map(lambda x: x[0], batch))
+    entries, treedef = jax.tree.flatten_with_path(jax.tree.map(lambda x: x[0], batch))
     alike = [jnp.broadcast_to(x[:1], x.shape) if x.ndim else x for _, x in entries]
     yield "all positions alike", treedef.unflatten(alike)
     random = np.random.default_rng(0)

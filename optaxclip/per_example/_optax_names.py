@@ -120,7 +120,7 @@ def _limit(argument: str, limit: Any) -> Any:
 
 def _clip(call: str, grads: Any, limits: list[Any]) -> tuple[Any, Any]:
     """The weighted sum, and for each limit how many examples were shortened by it."""
-    entries, treedef = jax.tree_util.tree_flatten_with_path(grads)
+    entries, treedef = jax.tree.flatten_with_path(grads)
     shapes = {prefix.name(path) or "it": jnp.shape(x) for path, x in entries}
     # Without arrays the number of examples is not known.
     if not shapes:

@@ -23,8 +23,8 @@ from .. import _trees as prefix
 from .._backward import is_weighted
 from .._checks import check_limit, check_scalar, held_in, is_function, shown
 from .._factors import factor_between, stretch
-from .._mesh import Names, typed_as_varying, varying
-from .._norms import own_norm
+from .._mesh import Names, Split, typed_as_varying, varying
+from .._norms import Leaf, Plan, norms_of
 from ..rules._rule import is_rule
 from ..shrinks import Shrink, shrunk_by
 from ._problem import Problem
@@ -52,11 +52,6 @@ class Limits(NamedTuple):
     # for each leaf, the mesh axes over which it is split. () if none is
     splits: Sequence[Names] = ()
 
-    def of(self, tree: Any, splits: Sequence[Names]) -> "Limits":
-        """The limits of the leaves of a tree."""
-        groups = prefix.lookup(self.table, tree, f"{self.call}: max_norm")
-        return self._replace(groups=groups, splits=splits)
-
     def weigh(
         self, leaves: Arrays, present: Array, terms: Arrays | None = None
     ) -> "Weights":
@@ -67,20 +62,11 @@ class Limits(NamedTuple):
         before. None if all are made before.
         """
         splits = self.splits or [()] * len(leaves)
+        own = [Leaf(x, None, Split(y)) for x, y in zip(self.groups, splits)]
+        plan = Plan(tuple(own), len(self.values))
 
         def of_one(leaves: Arrays) -> Array:
-            each = []
-            # The same order on all devices, which wait for each other.
-            for names in sorted(set(splits)) or [()]:
-                parts: list[Arrays] = [[] for _ in self.values]
-                for leaf, group, own in zip(leaves, self.groups, splits):
-                    if own == names:
-                        parts[group].append(leaf)
-                norms = list(map(own_norm, parts))
-                dtype = np.result_type(*norms)
-                own_part = jnp.stack([norm.astype(dtype) for norm in norms])
-                each.append(_over_devices(own_part, names))
-            return each[0] if len(each) == 1 else jax.vmap(own_norm)(each)
+            return jnp.stack(norms_of(plan, leaves))
 
         measure = jax.vmap(of_one, axis_size=present.size)
         norms = measure(leaves)
@@ -108,8 +94,6 @@ class Limits(NamedTuple):
         limit = jnp.stack(limits)
         limit = jnp.broadcast_to(jnp.maximum(limit, 0), norms.shape)
         new = shrunk_by(self.shrink, known, known, limit, self.call)
-        # Without a limit the shrink is not used: normalize would make the norm inf.
-        new = jnp.where(limit == jnp.inf, known, new)
         factor = factor_between(known, new)
         return Weights(
             norms=jnp.where(present[:, None], norms, 0.0),
@@ -117,20 +101,6 @@ class Limits(NamedTuple):
             factors=jnp.where(counts[:, None], factor.reported, 0.0),
             counts=counts,
         )
-
-
-def _over_devices(norms: Array, names: Names) -> Array:
-    """The norms of what devices along some mesh axes hold together."""
-    if not names:
-        return norms
-    largest = lax.pmax(lax.stop_gradient(norms), names)
-    # Squares of norms leave the range of float32. NaN and inf stay.
-    is_safe = (largest > 0) & (largest < jnp.inf)
-    largest = jnp.where(is_safe, largest, 1)
-    square = lax.psum((norms / largest) ** 2, names)
-    # The root of 0 has no derivative.
-    root = jnp.sqrt(jnp.where(square == 0, 1, square))
-    return largest * jnp.where(square == 0, 0, root)
 
 
 class Weights(NamedTuple):
@@ -170,7 +140,7 @@ def limits_of(max_norm: Any, argument: str, shrink: Shrink) -> Limits:
         limit at all.
     """
     # A rule is a tree to JAX. Examples have no steps that it could learn from.
-    found, treedef = jax.tree_util.tree_flatten_with_path(
+    found, treedef = jax.tree.flatten_with_path(
         max_norm, is_leaf=lambda limit: limit is None or is_rule(limit)
     )
     if not found:

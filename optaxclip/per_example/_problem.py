@@ -173,7 +173,7 @@ class Question(NamedTuple):
         """The number of examples: the size that the first axes of the batch share."""
         sizes: dict[str, Any] = {}
         for place, tree in batch.items():
-            for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
+            for path, leaf in jax.tree.leaves_with_path(tree):
                 # "argument 1 at 'x'", or "argument 2" for one that is an array itself.
                 at = f" at {prefix.name(path)!r}" if path else ""
                 # An array without axes is mostly a number for all, or one random key.
@@ -195,7 +195,7 @@ class Question(NamedTuple):
         """The parameters as arrays: one tree, or a tuple of several."""
         tree = params[0] if is_tree else tuple(params)
         check_leaves(tree, f"{self.call}: ")
-        for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
+        for path, leaf in jax.tree.leaves_with_path(tree):
             dtype = jnp.asarray(leaf).dtype
             if not jnp.issubdtype(dtype, jnp.inexact):
                 raise TypeError(

@@ -13,14 +13,14 @@ import numpy as np
 from jax.core import Tracer
 from jax.typing import ArrayLike
 
-from .._checks import check_shrunk, shown
+from .._checks import shown
 from .._factors import factor_between
 from .._kernel import limit_of
 from ..rules import windowed_quantile, z_score
 from ..rules._limits import rule_without_params
 from ..rules._rule import Number, Rule
 from ..rules._windows import spike_rule, step_rule
-from ..shrinks import Shrink, drop, shrink_of
+from ..shrinks import Shrink, drop, shrink_of, shrunk_by
 
 # matplotlib is the extra `plot`, so only type checkers import it here.
 if TYPE_CHECKING:
@@ -136,10 +136,7 @@ def _scan(rule: Rule, memory: Any, values: jax.Array, **options: Any) -> jax.Arr
 def _replayed(shrink: Shrink, norms: jax.Array, limits: jax.Array) -> Replay:
     # As in a clipper, which counts no step as clipped whose limit is NaN.
     known = jnp.isfinite(norms) & ~jnp.isnan(limits)
-    off = jnp.isinf(limits)
-    short = shrink(norms, jnp.where(off, 1.0, limits))
-    check_shrunk("replay.run", short, norms)
-    after = jnp.where(off, norms, short)
+    after = shrunk_by(shrink, norms, norms, limits, "replay.run")
     factors = jnp.where(known, factor_between(norms, after).reported, jnp.nan)
     return Replay(norms, limits, factors, known & (after != norms))
 

@@ -136,10 +136,8 @@ class ShareOfParams(Rule):
     share: Number = number()
     floor: Number = number(default=0.0)
 
-    @property
-    def needs_params(self) -> bool:
-        # `limit_of` then hands over the norm of the weights.
-        return True
+    # `limit_of` hands over the norm of the weights.
+    needs_params = True
 
     def update(self, norm: Array, memory: Any, step: Array, params_norm: Array) -> Any:
         share, floor = at_step(step, norm, self.share, self.floor)

@@ -113,9 +113,9 @@ class Rule:
     * `init(norm) -> memory`: what the rule remembers before the first norm, from a
       norm of zeros. `()` for nothing.
     * `update(norm, memory, step) -> (limit, memory)`: `step` is an int32 scalar that
-      counts from 0. A rule whose property `needs_params` is True gets the norm of the
-      weights as a further argument, and then one whose property `needs_total` is True
-      gets the norm of all norms of the clipper together.
+      counts from 0. A rule whose `needs_params` is True gets the norm of the weights as
+      a further argument, and then one whose `needs_total` is True gets the norm of all
+      norms of the clipper together.
 
     A norm that is NaN, inf or 0 leaves the memory as it was. A zero is not remembered
     because an absent gradient says nothing about the usual norm, and because a limit
@@ -137,6 +137,11 @@ class Rule:
       >>> print(optaxclip.replay.run(Median(), norms).limits)
       [inf inf inf  4.  6.]
     """
+
+    # Whether `update` takes the norm of the weights as a fourth argument, and the norm
+    # of all norms as its last. Without a type, which would make them fields.
+    needs_params = False
+    needs_total = False
 
     def __init_subclass__(cls) -> None:
         # eq=False: == of arrays is no bool, and rules are hashed by identity.
@@ -176,16 +181,6 @@ class Rule:
     def __repr__(self) -> str:
         values = {spec.name: getattr(self, spec.name) for spec in fields(self)}
         return call_repr(call_name(type(self)), values)
-
-    @property
-    def needs_params(self) -> bool:
-        """Whether `update` takes the norm of the weights as a fourth argument."""
-        return False
-
-    @property
-    def needs_total(self) -> bool:
-        """Whether `update` takes the norm of all norms as its last argument."""
-        return False
 
     def init(self, norm: jax.Array) -> Any:
         """Returns the memory before the first norm."""

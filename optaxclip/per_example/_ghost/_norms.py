@@ -209,8 +209,7 @@ def _dot_general(use: Use) -> Form:
         a = jnp.transpose(inputs[0], (*begin, *free, *end))
         # The output has the stack first, then the rest of the left, then of the right.
         if own == 0:
-            c = cotangent.reshape(count, sizes[2], sizes[0])
-            c = jnp.swapaxes(c, 1, 2)
+            c = cotangent.reshape(count, sizes[2], sizes[0]).mT
         else:
             c = cotangent.reshape(count, sizes[0], sizes[2])
         return a.reshape(count, *sizes[:2]), c
