@@ -11,7 +11,6 @@ Under jit the updates are read once for the norms and multiplied where the optim
 reads them. Without jit the whole update is one compiled call.
 """
 
-from collections.abc import Callable
 from functools import partial
 from itertools import chain
 from operator import attrgetter, itemgetter
@@ -34,7 +33,7 @@ from ._mesh import Split, at_own_place, entries_of, split_as, typed_as
 from ._names import OF_UPDATE
 from ._norms import GlobalNorm, Measure, Norms, measured, norm_of_norms, types_of_norms
 from ._state import ClipState, Group
-from ._sums import per_platform, written_by_a_gpu
+from ._sums import written_by_a_gpu
 from .rules._limits import rule_of, rules_of
 from .rules._memory import count_up, keep_where, moving_average
 from .rules._rule import Rule, call_name, further_norms, is_rule
@@ -199,7 +198,6 @@ class Asked(NamedTuple):
     limits: list[jax.Array]  # of each norm by itself
     memory: Any
     learns: bool
-    is_relative: bool  # whether the rule compares norms with those of weights
 
 
 def _ask(
@@ -245,7 +243,7 @@ def _ask(
         if given is not None:
             limits = [given[i] for i in group.numbers]
             limit = group.vector(given)
-        found.append(Asked(group, norm, limit, limits, memory, learns, is_relative))
+        found.append(Asked(group, norm, limit, limits, memory, learns))
     return found
 
 
@@ -446,50 +444,45 @@ def _summaries(
     that is furthest above its limit, whether one was clipped or is broken, and the
     share of those that were clipped.
     """
-    # A limit of 0 would hide all differences, so it counts as tiny.
-    least = 2.0**-60
-    # Leaves of as many units share their reductions.
+    learns, tables, places = leaves[0][0].learns, [], list[int]()
+    # Leaves of as many units are looked at together.
     alike: dict[Any, list[Any]] = {}
-    for place, (own, made) in enumerate(leaves):
-        norm, limit = own.norm, own.limit
-        ratio = jnp.minimum(norm / jnp.maximum(limit, least), jnp.finfo(norm.dtype).max)
+    for place, (own, _) in enumerate(leaves):
+        kind = jax.typeof(own.norm), states.units_over(norms, own.group)
+        alike.setdefault(kind, []).append((place, own.norm, own.limit))
+    for (_, kept), some in alike.items():
+        own_places, *pair = zip(*some)
+        norm, limit = written_by_a_gpu(list(map(jnp.stack, pair)))
+        made, units = _decide(settings, learns, eps, norm, limit), range(1, norm.ndim)
+        # A limit of 0 would hide all differences, so it counts as tiny.
+        ratio = norm / jnp.maximum(limit, 2.0**-60)
+        ratio = jnp.minimum(ratio, jnp.finfo(norm.dtype).max)
         # Where nothing has a limit, the largest of these is that of the longest norm.
         ratio = jnp.where(limit == jnp.inf, -1 / norm, ratio)
         # A broken unit is the furthest.
         ratio = jnp.where(made.known, ratio, jnp.inf)
-        # Limits that follow weights differ, and count as 1.
-        lowest = jnp.ones((), norm.dtype) if own.is_relative else jnp.min(limit)
-        ratio, clipped = written_by_a_gpu((ratio, made.clipped.astype(norm.dtype)))
-        kind = jax.typeof(ratio), states.units_over(norms, own.group)
-        alike.setdefault(kind, []).append((place, lowest, ratio, clipped))
-    tables, places = [], list[int]()
-    for (_, kept), some in alike.items():
-        own_places, limits, ratios, clipped = map(list, zip(*some))
-        most, share = _of_each(jnp.max, ratios), _of_each(jnp.mean, clipped)
-        table = [most, jnp.stack(limits), share]
+        share = jnp.mean(made.clipped.astype(norm.dtype), units)
+        table = [*_furthest(units, ratio, norm, limit), share]
         if kept:
             # Each device knows its own units.
-            own_row = at_own_place(jnp.stack(table)[None], Split(kept=(kept, (), ())))
-            ratio, limit, clipped = jnp.moveaxis(lax.psum(own_row, kept), 1, 0)
-            table = [jnp.max(ratio, 0), jnp.min(limit, 0), jnp.mean(clipped, 0)]
-        tables.append(table)
+            own = jnp.stack(table)[..., None]
+            own = at_own_place(own, Split(kept=((), (), kept)))
+            *found, share = lax.psum(own, kept)
+            table = [*_furthest((1,), *found), jnp.mean(share, 1)]
+        tables.append(table[1:])
         places += own_places
     order = np.argsort(places)
-    ratio, limit, share = (jnp.concatenate(x)[order] for x in zip(*tables))
-    norm = jnp.where(ratio < 0, -1 / ratio, ratio * jnp.maximum(limit, least))
-    norm = jnp.where(ratio == jnp.inf, jnp.nan, norm)
-    made = _decide(settings, leaves[0][0].learns, eps, norm, limit)
+    norm, limit, share = (jnp.concatenate(x)[order] for x in zip(*tables))
+    made = _decide(settings, learns, eps, norm, limit)
+    made = made._replace(clipped=made.known & (share > 0))
     return _column(norm, limit, made, share)
 
 
-def _of_each(reduce: Callable[..., jax.Array], arrays: list[jax.Array]) -> jax.Array:
-    """A number for each of some arrays of one shape. A GPU reduces them at once."""
-    each = jnp.stack(list(map(reduce, arrays)))
-
-    def at_once(_: Any, arrays: list[jax.Array]) -> jax.Array:
-        return reduce(jnp.stack(arrays), range(1, arrays[0].ndim + 1))
-
-    return per_platform(each, arrays, gpu=at_once)
+def _furthest(axes: Any, ratio: jax.Array, *others: jax.Array) -> list[jax.Array]:
+    """The largest ratios along some axes, and the numbers beside them."""
+    most = jnp.max(ratio, axes, keepdims=True)
+    beside = [jnp.where(ratio == most, x, -jnp.inf) for x in (ratio, *others)]
+    return [jnp.max(x, axes) for x in beside]
 
 
 # ----------------------------------------------------------------------------- once

@@ -60,14 +60,43 @@ def test_units_have_a_summary_for_each_leaf():
         limit = np.broadcast_to(np.squeeze(limits[name]), norm.shape)
         expected = np.asarray(grads[name]) * np.minimum(1, limit / norm)
         np.testing.assert_allclose(updates[name], expected, rtol=1e-6)
-        # The least limit, and as many times that as the furthest is above its own.
-        ratio = np.max(norm / limit)
-        np.testing.assert_allclose(entry.limit, np.min(limit), rtol=1e-6)
-        np.testing.assert_allclose(entry.norm, ratio * np.min(limit), rtol=1e-6)
-        np.testing.assert_allclose(entry.factor, min(1, 1 / ratio), rtol=1e-6)
+        furthest = np.argmax(norm / limit)
+        of_one = norm.flat[furthest], limit.flat[furthest]
+        np.testing.assert_allclose((entry.norm, entry.limit), of_one, rtol=1e-6)
+        np.testing.assert_allclose(entry.factor, min(1, 1 / np.max(norm / limit)), 1e-6)
         share = np.mean(norm > limit)
         np.testing.assert_allclose(entry.units_clipped, share, rtol=1e-6)
         assert entry.clipped == (share > 0)
+
+
+# Columns of norms 50, 1 and 0, and limits of 0.5, 0.1 and 0.2.
+UNITS = jnp.array([[30.0, 0.6, 0.0], [40.0, 0.8, 0.0]])
+WEIGHTS = jnp.array([[3.0, 1.0, 2.0], [4.0, 0.0, 0.0]])
+OF_UNITS = {
+    "share of weights": (optaxclip.adaptive_grad_clip(0.1), (50, 0.5, 0.01, 1)),
+    "no share": (optaxclip.adaptive_grad_clip(None), (50, np.inf, 1, 0)),
+    "nothing is left": (optaxclip.adaptive_grad_clip(0.0), (50, 0, 0, 1)),
+    "a shrink that is not a quotient": (
+        optaxclip.adaptive_grad_clip(0.1, shrink=optaxclip.shrinks.auto_s(1.0)),
+        (50, 0.5, 0.5 / 51, 1),
+    ),
+    "the furthest is not changed": (
+        optaxclip.clip_by_unitwise_norm(50.0, shrink=optaxclip.shrinks.normalize),
+        (50, 50, 1, 1),
+    ),
+    "a limit beyond all norms": (
+        optaxclip.clip_by_unitwise_norm(3e38),
+        (50, 3e38, 1, 0),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", OF_UNITS)
+def test_the_summary_of_units_is_that_of_the_furthest(name):
+    clipper, (norm, limit, factor, clipped) = OF_UNITS[name]
+    _, state = clipper.update(UNITS, clipper.init(UNITS), WEIGHTS)
+    found = state.norm, state.limit, state.factor, state.clipped
+    np.testing.assert_allclose(found, (norm, limit, factor, clipped), rtol=1e-6)
 
 
 def test_units_without_limits_show_the_longest():
@@ -254,10 +283,10 @@ def test_limits_stay_with_their_leaves_where_one_is_missing():
 
 
 @pytest.mark.parametrize("broken", [np.nan, np.inf])
-def test_a_broken_unit_makes_the_summary_nan(broken):
+def test_the_summary_of_units_is_that_of_a_broken_one(broken):
     grads = jnp.array([[3.0, 1.0, broken]])
     state = after(optaxclip.clip_by_unitwise_norm(1.0, axis=0), grads)
-    assert np.isnan(state.norm)
+    np.testing.assert_array_equal(state.norm, broken)
     assert (state.nonfinite, state.clipped) == (1, 0)
 
 
