@@ -41,7 +41,9 @@ def check_real(argument: str, value: Any) -> None:
     # True is an int in Python. As a limit it is a slip.
     if known and not isinstance(value, bool):
         dtype = getattr(value, "dtype", np.dtype(np.float64))
-        if dtype.kind == "O" or jnp.isdtype(dtype, ("real floating", "integral")):
+        is_real = [jnp.issubdtype(dtype, x) for x in (jnp.floating, jnp.integer)]
+        # Ints of more than 64 bits are objects to NumPy. A key has no such kind.
+        if any(is_real) or getattr(dtype, "kind", "") == "O":
             return
     kind = f"an array of {value.dtype}" if isinstance(value, Tracer) else ""
     raise TypeError(f"{argument} must be a real number, got {kind or shown(value)}.")

@@ -107,6 +107,9 @@ def value_clipper(
         clipped = []
         for (path, leaf), *bounds in zip(paths, uppers, lowers):
             now = [x(state.step) if callable(x) else x for x in bounds]
+            for bound, value in zip(bounds, now):
+                if callable(bound):
+                    checks.check_returned(call, value)
             clipped.append(_clipped((call, trees.name(path)), leaf, *now))
         elements = state.elements
         if count:
@@ -202,9 +205,9 @@ def _held(bound: Any, dtype: Any, *, sign: int = 0, up: bool = False) -> Any:
     is_whole = number.dtype.kind in ("iuO" if is_known else "i") and not is_float
     wide = np.dtype(np.float64)
     if not is_known:
-        # JAX promotes no floats of 8 bits. float32 holds them all.
-        is_wide = is_float and dtype.itemsize > 4
-        wide = jnp.result_type(number, jnp.float32, *[dtype] * is_wide)
+        # JAX promotes no numbers of 4 and 8 bits. float32 holds them all.
+        long = [x for x in (number.dtype, dtype) if x.itemsize > 4]
+        wide = jnp.result_type(jnp.float32, *long)
     whole = object if is_known else number.dtype
     number = number.astype(whole if is_whole else wide)
     if sign:

@@ -184,7 +184,7 @@ def larc(
     # eps joins both norms in the divisor: |g| + weight_decay * |p| + eps.
     measure = TensorNorm(**check_measure(call, None, **numbers))
     options: dict[str, Any] = {"eps": eps, "nonfinite": nonfinite}
-    kernel = make_clipper(measure, rule, call=call, name="limit", **options)
+    kernel = make_clipper(measure, rule, call=call, name="learning_rate", **options)
 
     def update(updates: Any, state: Any, params: Any = None, **_: Any) -> Any:
         tree = clipped_leaves(updates)

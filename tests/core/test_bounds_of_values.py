@@ -230,3 +230,16 @@ def test_inf_becomes_the_largest_float16_below_a_bound(bound):
 def test_a_bound_of_inf_leaves_inf_in_float16(bound):
     grads = jnp.array([-np.inf, 1.0, np.inf], jnp.float16)
     np.testing.assert_array_equal(clipped(grads, bound), grads)
+
+
+@pytest.mark.parametrize("dtype", ["float8_e4m3fn", "float8_e5m2", "int4", "uint4"])
+def test_a_bound_may_have_few_bits(dtype):
+    clipper = optaxclip.clip_by_value(jnp.asarray(1, dtype))
+    grads = jnp.array([-3.0, 0.5, 3.0])
+    np.testing.assert_array_equal(apply(clipper, grads)[0], [-1.0, 0.5, 1.0])
+
+
+def test_a_schedule_of_bounds_must_return_numbers():
+    clipper = optaxclip.clip_by_value(lambda step: None)
+    with pytest.raises(TypeError, match=r"clip_by_value: a schedule.*got None"):
+        apply(clipper, jnp.array([3.0]))
