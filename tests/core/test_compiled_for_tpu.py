@@ -53,10 +53,10 @@ def test_no_gradient_is_copied_on_a_tpu(name):
 
 
 @pytest.mark.parametrize(
-    "name, most", [("global norm", 1), ("tensor RMS", 1), ("AGC", 3)]
+    "name, most", [("global norm", 1), ("tensor RMS", 1), ("AGC", 4)]
 )
 def test_few_collectives_on_a_mesh_of_tpus(name, most):
-    # The summary of units takes a maximum and a minimum more.
+    # The summary of units takes three more: a maximum, what is there, and a mean.
     assert counts(name, "v5e:4x4").collectives <= most
 
 
