@@ -394,7 +394,6 @@ def _next_state(
         (units[own.learns] if own.group.is_unit else whole).append((own, made))
     columns = [_column(own.norm, own.limit, made, made.clipped) for own, made in whole]
     columns += [_summaries(settings, eps, norms, some) for some in units if some]
-    # Stays at the largest int32 instead of becoming negative.
     step = count_up(state.step)
     if not columns:
         return state._replace(step=step)

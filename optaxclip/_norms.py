@@ -142,7 +142,7 @@ def norms_of(plan: Plan, leaves: list[jax.Array]) -> list[jax.Array]:
 
 
 def own_norm(tree: Any) -> jax.Array:
-    """One norm of arrays of floats. Devices that share them have one each."""
+    """The norm of all arrays of a tree, of what a device has of them."""
     leaves = jax.tree.leaves(tree)
     (norm,) = norms_of(Plan((Leaf(0),) * len(leaves), 1), leaves)
     return norm

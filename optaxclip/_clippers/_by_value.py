@@ -107,9 +107,9 @@ def value_clipper(
         clipped = []
         for (path, leaf), *bounds in zip(paths, uppers, lowers):
             now = [x(state.step) if callable(x) else x for x in bounds]
-            for bound, value in zip(bounds, now):
-                if callable(bound):
-                    checks.check_returned(call, value)
+            for own, bound, value in zip((high, low), bounds, now):
+                if own and callable(bound):
+                    checks.check_returned(f"{call}: {own[0]}", value)
             clipped.append(_clipped((call, trees.name(path)), leaf, *now))
         elements = state.elements
         if count:
