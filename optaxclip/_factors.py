@@ -130,9 +130,9 @@ def multiply(tree: Any, norms: Norms, roots: list[Any], *, zero: bool = False) -
     `zero`: where the root is 0 leaves become zeros, since 0 times inf is NaN.
     """
     leaves, treedef = jax.tree.flatten(tree)
-    for place, leaf in enumerate(norms.leaves):
-        if leaf.norm is not None:
-            root = beside(leaf, roots)
+    own = [None if x.norm is None else beside(x, roots) for x in norms.leaves]
+    for place, root in enumerate(own):
+        if root is not None:
             x = stretch(leaves[place], root)
             leaves[place] = jnp.where(root == 0, jnp.zeros_like(x), x) if zero else x
     return treedef.unflatten(leaves)

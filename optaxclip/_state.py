@@ -248,8 +248,8 @@ def concatenated(arrays: list[jax.Array]) -> jax.Array:
     if not arrays:
         return jnp.zeros(0, jnp.float32)
     # A vector has one type.
-    names = set().union(*map(mesh.varying, arrays))
-    arrays = [mesh.varying_over(mesh.resharded(x), names) for x in arrays]
+    if not jax.sharding.get_abstract_mesh().empty:
+        arrays = mesh.typed_as_varying(arrays, list(map(mesh.resharded, arrays)))
     flat = [x.reshape(-1) for x in arrays]
     return flat[0] if len(flat) == 1 else jnp.concatenate(flat)
 

@@ -185,6 +185,8 @@ def shrunk_by(
     Raises:
       TypeError: a shrink that returns no number for each norm.
     """
+    if shrink is hard:
+        return jnp.minimum(long, limit)
     # A limit of inf clips nothing, and the derivative of a shrink there may be NaN.
     off = limit == jnp.inf
     finite = jnp.where(off, 1.0, limit)
