@@ -397,6 +397,8 @@ def _factor(found: np.ndarray, gradient: np.ndarray) -> float:
 def _kind_of_update(known: _Known, updates: Tree) -> str:
     """The bug that gives the update. Empty where it is right."""
     setting = known.setting
+    if not np.isfinite(_norm(updates)):
+        return "unknown"
     gradients = _parts(setting, setting.specs, known.mean)
     found = _parts(setting, setting.specs, updates)
     # By what each device has multiplied its part of each leaf.

@@ -26,13 +26,16 @@ def main(arguments: list[str] | None = None) -> None:
     jax.config.update("jax_num_cpu_devices", DEVICES)
     try:
         make_step = pkgutil.resolve_name(options.step)
+        if not callable(make_step):
+            raise ValueError("it must be module:make_step")
     except (AttributeError, ImportError, ValueError) as error:
         parser.error(f"there is no step {options.step!r}: {error}.")
     findings = check_step(make_step, settings=options.settings)
     if options.json:
         rows = [row._asdict() for row in findings]
-        # JSON has no inf.
-        print(json.dumps(rows, indent=2).replace(": Infinity,", ': "inf",'))
+        # JSON has no inf and no NaN.
+        text = json.dumps(rows, indent=2).replace(": Infinity,", ': "inf",')
+        print(text.replace(": NaN,", ': "nan",'))
     else:
         print("setting      gradients  what      wanted     found  kind")
         for row in findings:

@@ -1,8 +1,8 @@
 """Why does a run break? Reads the log of `record_health`, and names causes.
 
-    python -m optaxclip.doctor run.jsonl                      a table
-    python -m optaxclip.doctor run.jsonl --json               the same as JSON
-    python -m optaxclip.doctor run.jsonl --picture run.png    norms and causes
+    python -m optaxclip.doctor run.jsonl                         a table
+    python -m optaxclip.doctor run.jsonl --json                  the same as JSON
+    python -m optaxclip.doctor run.jsonl --picture doctor.png    norms and causes
 
     diagnose    the findings of a log: cause, step, evidence, and the page that helps
 
@@ -21,10 +21,12 @@ where nothing is found the run may break all the same.
 
 import argparse
 import json
+import math
 import re
 import sys
 from collections.abc import Iterator
-from operator import attrgetter
+from functools import cache
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -32,16 +34,17 @@ import numpy as np
 
 from ._health import OF_VALUES, OF_WEIGHTS
 from ._names import with_our_names
-from .replay._read import Rows, Table, add_entries, is_number, listed, read_with
+from .replay import _read as logs
+from .replay._read import Rows, is_empty, is_number, listed
 
 __all__ = ["Finding", "diagnose"]
 
 BEFORE = 20  # steps whose largest norm a step is compared with
 MEDIAN = 5  # steps
-STEPS = ("step", "_step", "global_step", "Step", "iteration")
-# "health_2/updates/norm/blocks/w": the recorder, the sign and the tensor.
+# "train/health_2/updates/norm/blocks/w": the recorder, the sign and the tensor.
 SIGNS = "|".join(("norm", "dead_rows", *OF_WEIGHTS, *OF_VALUES))
-COLUMN = re.compile(rf"(health.*?)/({SIGNS})(?:/(.*))?")
+COLUMN = rf"((?:.+ - )?(?:.+?/)??health.*?)/({SIGNS})(?:/(.*))?"
+matched = cache(re.compile(COLUMN).fullmatch)
 # Of each cause the limit, the evidence, the page, and what helps. Of the runs in
 # tests/doctor, the healthy ones stay below about half of each limit.
 CAUSES = {
@@ -109,19 +112,29 @@ class Finding(NamedTuple):
 
 
 class Series(NamedTuple):
-    """Numbers over the steps."""
+    """Numbers over the rows of a log that have them."""
 
-    steps: list[int]
-    names: list[str]  # of tensors, or of one column
-    numbers: np.ndarray  # float64[steps, names]
+    rows: np.ndarray  # int[rows]
+    steps: np.ndarray  # int[rows]
+    names: tuple[str, ...]  # of tensors, or of one column
+    numbers: np.ndarray  # float64[rows, names]
 
-    def total(self) -> np.ndarray:
+    def total(self) -> "Series":
         """The norm of all tensors together."""
-        return np.linalg.norm(self.numbers, axis=1, keepdims=True)
+        total = np.linalg.norm(self.numbers, axis=1, keepdims=True)
+        return self._replace(names=("all",), numbers=total)
 
 
-# From a recorder and a sign, such as ("health/updates", "norm"), or a column and "".
-Log = dict[tuple[str, str], Series]
+class Key(NamedTuple):
+    """What a row of a log has together."""
+
+    part: int  # of the log: a run that is resumed goes back to an earlier step
+    who: str  # the recorder, such as "health/updates", or a column
+    sign: str  # such as "norm", or ""
+    names: tuple[str, ...]
+
+
+Log = dict[Key, Series]
 
 
 def diagnose(log: str | Path | Rows) -> list[Finding]:
@@ -149,39 +162,49 @@ def diagnose(log: str | Path | Rows) -> list[Finding]:
       30 bad batch norm 25 times the largest of the 20 before
     """
     if isinstance(log, (str, Path)):
-        return read_with(diagnose, log, "diagnose")
+        return logs.read_with(diagnose, log, "diagnose")
     return _findings(_read(log))
 
 
 def _read(rows: Rows) -> Log:
-    tables: dict[tuple[str, str], dict[str, dict[int, float]]] = {}
-    logged: dict[str, dict[int, None]] = {}  # the steps of each recorder
+    found: dict[Key, list[tuple[int, int, list[float]]]] = {}
+    part, last = 0, -math.inf
     for number, row in enumerate(rows):
-        entries: Table = {}
-        add_entries(entries, row)
-        known = [entries[name][0] for name in STEPS if name in entries]
-        step = int(float(known[0])) if known else number
-        for column, (entry,) in entries.items():
-            found = COLUMN.fullmatch(column)
-            who, sign, name = found.groups() if found else (column, "", column)
+        known = logs.step_of(row)
+        step = number if known is None else known
+        part += step < last
+        last = step
+        together: dict[tuple[str, str, bool], dict[str, Any]] = {}
+        logged = set()
+        for column, entry in logs.entries_of(row):
+            match = matched(column)
+            who, sign, name = match.groups() if match else (column, "", column)
             if is_number(entry):
-                table = tables.setdefault((who, sign), {})
-                table.setdefault(name or "the tensor", {})[step] = float(entry)
-                logged.setdefault(who, {})[step] = None
-    if not any(sign for _, sign in tables):
+                logged.add(who)
+            elif not is_empty(entry):
+                continue
+            # A summary has no name.
+            own = together.setdefault((who, sign, name is None), {})
+            own[name or "the tensor"] = entry
+        for (who, sign, _), own in together.items():
+            if who in logged:
+                # JSON has no NaN: what is empty beside others was not finite.
+                numbers = [math.nan if is_empty(x) else float(x) for x in own.values()]
+                line = number, step, numbers
+                found.setdefault(Key(part, who, sign, tuple(own)), []).append(line)
+    if not any(key.sign for key in found):
+        columns = list(dict.fromkeys(key.who for key in found))
         raise ValueError(
             "there must be numbers of record_health, such as 'health/norm/w', got the "
-            f"columns {listed([*logged])}. Put optaxclip.record_health() into the "
+            f"columns {listed(columns)}. Put optaxclip.record_health() into the "
             "optimizer, and log metrics(state)."
         )
     log = {}
-    for (who, sign), table in tables.items():
-        names, steps = sorted(table, key=_by_number), sorted(logged[who])
-        # JSON has no NaN: what is missing in a line of others was not finite.
-        columns = []
-        for name in names:
-            columns.append([table[name].get(step, np.nan) for step in steps])
-        log[who, sign] = Series(steps, names, np.array(columns).T)
+    for key, lines in found.items():
+        order = sorted(range(len(key.names)), key=lambda x: _by_number(key.names[x]))
+        rows, steps, numbers = map(np.array, zip(*lines))
+        names = tuple(key.names[place] for place in order)
+        log[key] = Series(rows, steps, names, numbers[:, order])
     return log
 
 
@@ -199,12 +222,13 @@ def _findings(log: Log) -> list[Finding]:
     with np.errstate(all="ignore"):
         found = [_finding(*each) for each in _series(log)]
     first: dict[str, Finding] = {}
-    for each in sorted(filter(None, found), key=attrgetter("step")):
+    for _, each in sorted(filter(None, found), key=itemgetter(0)):
         first.setdefault(each.cause, each)
     return list(first.values())
 
 
-def _finding(cause: str, series: Series) -> Finding | None:
+def _finding(cause: str, series: Series) -> tuple[int, Finding] | None:
+    """The row, and what it shows."""
     limit, evidence, page, advice = CAUSES[cause]
     above = series.numbers > limit
     if not above.any():
@@ -217,44 +241,65 @@ def _finding(cause: str, series: Series) -> Finding | None:
     names = np.array(series.names)
     few = [listed(names[x].tolist()) or "none" for x in (which, beside)]
     text = evidence.format(value, *few)
-    return Finding(cause, series.steps[row], value, limit, text, page, advice)
+    step = int(series.steps[row])
+    finding = Finding(cause, step, value, limit, text, page, advice)
+    return int(series.rows[row]), finding
 
 
 def _series(log: Log) -> Iterator[tuple[str, Series]]:
     """The numbers that each cause is seen by."""
-    for (who, sign), own in log.items():
+    for key, own in log.items():
+        who, sign = key.who, key.sign
         is_update = "update" in who
         if sign == "norm":
             broken = own._replace(numbers=1.0 * ~np.isfinite(own.numbers))
-            yield "not finite", log.get((who, "nonfinite"), broken)
-            total, weights = own.total(), log.get((who, "weight_norm"))
+            yield "not finite", log.get(key._replace(sign="nonfinite"), broken)
+            weights = log.get(key._replace(sign="weight_norm"))
             if not is_update:
-                yield "bad batch", Series(own.steps, [who], _over_those_before(total))
+                yield "bad batch", _leaps(own.total())
             elif weights:
-                ratios = _medians(total / weights.total())
-                yield "learning rate", Series(own.steps, [who], ratios)
+                ratios = _ratios(own.total(), weights.total())
+                yield "learning rate", _medians(ratios)
         elif sign == "subnormals" and not is_update:
-            shares = own.numbers / (1 - log[who, "zeros"].numbers)
-            yield "underflow", own._replace(numbers=_medians(shares))
+            zeros = log.get(key._replace(sign="zeros"))
+            if zeros:
+                others = zeros._replace(numbers=1 - zeros.numbers)
+                yield "underflow", _medians(_ratios(own, others))
         elif sign == "dead_rows":
             yield "dead embedding", own
         elif "logit" in who.lower() and not re.search("limit|factor", who):
             yield "attention logits", own
 
 
-def _over_those_before(total: np.ndarray) -> np.ndarray:
-    ratios = np.zeros_like(total)
-    for row in range(BEFORE // 2, len(total)):
-        ratios[row] = total[row] / total[max(0, row - BEFORE) : row].max()
-    return ratios
+def _quotient(numbers: np.ndarray, others: np.ndarray) -> np.ndarray:
+    """NaN, which is above no limit, where it is no number."""
+    ratios = numbers / others
+    return np.where(np.isfinite(ratios), ratios, np.nan)
 
 
-def _medians(numbers: np.ndarray) -> np.ndarray:
+def _ratios(own: Series, other: Series) -> Series:
+    """Their quotient, in the rows of both."""
+    both, beside = np.isin(own.rows, other.rows), np.isin(other.rows, own.rows)
+    ratios = _quotient(own.numbers[both], other.numbers[beside])
+    return Series(own.rows[both], own.steps[both], own.names, ratios)
+
+
+def _leaps(norms: Series) -> Series:
+    """Norms over the largest of those before them."""
+    # What is not finite is another cause.
+    finite = np.where(np.isfinite(norms.numbers), norms.numbers, 0.0)
+    most = np.zeros_like(finite)
+    for row in range(BEFORE // 2, len(finite)):
+        most[row] = finite[max(0, row - BEFORE) : row].max()
+    return norms._replace(numbers=_quotient(finite, most))
+
+
+def _medians(own: Series) -> Series:
     """The median of the last steps, 0 before there are as many."""
-    found = np.zeros_like(numbers)
-    for row in range(MEDIAN, len(numbers) + 1):
-        found[row - 1] = np.median(numbers[row - MEDIAN : row], axis=0)
-    return found
+    found = np.zeros_like(own.numbers)
+    for row in range(MEDIAN, len(found) + 1):
+        found[row - 1] = np.median(own.numbers[row - MEDIAN : row], axis=0)
+    return own._replace(numbers=found)
 
 
 # -------------------------------------------------------------------------- the command
@@ -270,11 +315,17 @@ def main(arguments: list[str] | None = None) -> None:
     add("--picture", type=Path, help="where to draw (needs matplotlib)")
     options = parser.parse_args(arguments)
     try:
-        log = read_with(_read, options.log, "doctor")
+        log = logs.read_with(_read, options.log, "doctor")
     # A file that is of no use ends in one line on stderr, without a traceback.
     except (OSError, ValueError) as error:
         sys.exit(str(error))
     findings = _findings(log)
+    try:
+        if options.picture:
+            _draw(log, findings, options.picture)
+    # Such as a folder that is not there, or a suffix that is no kind of picture.
+    except (OSError, ValueError) as error:
+        sys.exit(f"No picture: {error}")
     if options.json:
         print(json.dumps([each._asdict() for each in findings], indent=2))
         return
@@ -284,8 +335,6 @@ def main(arguments: list[str] | None = None) -> None:
         print(f"{'':13}{each.advice}: {each.page}")
     if not findings:
         print("No number is above its limit.")
-    if options.picture:
-        _draw(log, findings, options.picture)
 
 
 def _draw(log: Log, findings: list[Finding], path: Path) -> None:
@@ -293,9 +342,9 @@ def _draw(log: Log, findings: list[Finding], path: Path) -> None:
     from matplotlib.figure import Figure
 
     axis: Any = Figure(figsize=(9, 4), layout="constrained").add_subplot()
-    for (who, sign), own in log.items():
-        if sign == "norm":
-            axis.semilogy(own.steps, own.total(), linewidth=0.8, label=who)
+    for key, own in log.items():
+        if key.sign == "norm":
+            axis.semilogy(own.steps, own.total().numbers, linewidth=0.8, label=key.who)
     for number, each in enumerate(findings):
         color = f"C{number + 2}"
         axis.axvline(each.step, color=color, linestyle=":", label=each.cause)

@@ -4,9 +4,13 @@ import csv
 import gzip
 import io
 import json
+import math
 import re
-from collections.abc import Callable
-from itertools import zip_longest
+import warnings
+import zipfile
+from collections import Counter
+from collections.abc import Callable, Iterator
+from itertools import chain, zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +38,7 @@ NAMES = (
 # Tables with a line for each metric and step: the columns of its name and its run.
 # MLflow's page of a metric and its REST interface, MLflow's charts, Aim's data frames.
 LONG = (("key", "run_id"), ("metric", "Run ID"), ("metric.name", "run.hash"))
+STEPS = ("step", "_step", "global_step", "Step", "iteration")
 # One dict for each line of a file. Entries of a CSV are text.
 Rows = list[dict[str, Any]]
 # The entries of each column that are not empty, in their order.
@@ -91,7 +96,7 @@ def read_with(made_of: Callable[[Rows], Any], path: str | Path, call: str) -> An
         return made_of(_wide(_rows(data)))
     except UnicodeDecodeError:
         wrong = "must be a text file in UTF-8, .npy or .npz, also in gzip."
-    except (EOFError, OSError, ValueError, csv.Error) as error:
+    except (EOFError, OSError, ValueError, csv.Error, zipfile.BadZipFile) as error:
         wrong = str(error)
     raise ValueError(f"{call}: {path}: {wrong}")
 
@@ -113,11 +118,12 @@ def _rows(data: bytes) -> Rows:
 
 
 def _rows_of_csv(text: str) -> Rows:
-    first = text.partition("\n")[0]
-    mark = next((mark for mark in ",;\t" if mark in first), ",")
+    begin = text.partition("\n")[0]
+    mark = next((mark for mark in ",;\t" if mark in begin), ",")
     file = io.StringIO(text, newline="")
     lines = csv.reader(file, delimiter=mark, skipinitialspace=True)
-    header = [name.strip() for name in next(lines, [])]
+    first = next(lines, [])
+    header = [name.strip() for name in first]
     # Without a header csv would take the first norms for the names of columns.
     if header and all(map(is_number, header)):
         must = "must begin with names of columns, such as step,grad_norm, got the"
@@ -126,8 +132,8 @@ def _rows_of_csv(text: str) -> Rows:
     for name in {name for name in header if header.count(name) > 1}:
         for number in range(1, header.count(name) + 1):
             header[header.index(name)] += f".{number}"
-    # Entries beyond the header have no name.
-    return [dict(zip(header, line)) for line in lines]
+    # Entries beyond the header have no name. A run that is resumed writes it again.
+    return [dict(zip(header, line)) for line in lines if line != first]
 
 
 def _rows_of_json(text: str) -> Rows:
@@ -135,7 +141,11 @@ def _rows_of_json(text: str) -> Rows:
         found = json.loads(text)
     except json.JSONDecodeError:
         # An object on each line. Errors name the line.
-        lines = filter(str.strip, text.split("\n"))
+        lines = list(filter(str.strip, text.split("\n")))
+        # As of a run that was killed.
+        if len(lines) > 1 and lines[-1][0] == "{" and lines[-1][-1] != "}":
+            left_out = f"The last line is cut off, and left out: {lines.pop()[:60]!r}."
+            warnings.warn(left_out, stacklevel=2)
         found = json.loads("[" + ",\n".join(lines) + "]")
     if isinstance(found, dict):
         # trainer_state.json of transformers, and MLflow's metrics/get-history.
@@ -157,29 +167,49 @@ def _wide(rows: Rows) -> Rows:
         # Lines whose metric has a name. 0 stands for none.
         lines = [row for row in rows if not is_number(row.get(name, 0))]
         lines = [row for row in lines if "value" in row]
-        # With the run in front, as W&B does.
-        if len({row.get(run) for row in lines}) > 1:
-            return [{f"{x.get(run)} - {x[name]}": x["value"]} for x in lines]
-        if lines:
-            return [{row[name]: row["value"]} for row in lines]
+        if not lines:
+            continue
+        is_one_run = len({row.get(run) for row in lines}) == 1
+        wide: dict[Any, dict[str, Any]] = {}
+        seen = Counter[Any]()
+        for row in lines:
+            # With the run in front, as W&B does.
+            column = row[name] if is_one_run else f"{row.get(run)} - {row[name]}"
+            step = step_of(row)
+            # A step may come twice, as where a run is resumed.
+            place = step, seen[step, column]
+            wide.setdefault(place, {"step": step})[column] = row["value"]
+            seen[step, column] += 1
+        return list(wide.values())
     return rows
 
 
-def add_entries(table: Table, row: dict[str, Any], begin: str = "") -> None:
-    """Adds what is not empty. {"train": {"loss": 1}} is {"train/loss": 1}."""
+def step_of(row: dict[str, Any]) -> int | None:
+    """The step of a row, None if it has none."""
+    known = [float(row[name]) for name in STEPS if is_number(row.get(name))]
+    return next((int(step) for step in known if math.isfinite(step)), None)
+
+
+def entries_of(row: dict[str, Any], begin: str = "") -> Iterator[tuple[str, Any]]:
+    """The columns of a row. {"train": {"loss": 1}} has train/loss."""
     for name, entry in row.items():
         if isinstance(entry, dict):
-            add_entries(table, entry, f"{begin}{name}/")
+            yield from entries_of(entry, f"{begin}{name}/")
         # The index of pandas has no name.
-        elif name and str(entry).strip() not in ("", "None"):
-            table.setdefault(f"{begin}{name}", []).append(entry)
+        elif name:
+            yield f"{begin}{name}", entry
+
+
+def is_empty(entry: Any) -> bool:
+    return str(entry).strip() in ("", "None")
 
 
 def _log(rows: Rows, column: str | None) -> Log:
     table: Table = {}
-    for row in rows:
-        add_entries(table, row)
-    numeric = [name for name, found in table.items() if is_number(found[0])]
+    for name, entry in chain.from_iterable(map(entries_of, rows)):
+        if not is_empty(entry):
+            table.setdefault(name, []).append(entry)
+    numeric = [name for name, found in table.items() if any(map(is_number, found))]
     if not numeric:
         raise ValueError(f"must hold numbers, got {len(rows)} rows without.")
     if column is None:
@@ -204,12 +234,14 @@ def _column_of_norms(names: list[str]) -> str:
         found = found or list(filter(named.fullmatch, names))
     if len(found) == 1:
         return found[0]
-    likely = found or [name for name in names if "norm" in name] or names[-1:]
+    others = [name for name in names if name not in STEPS]
+    norms = [name for name in names if "norm" in name]
+    likely = [*found, *norms, *others[-1:], "NAME"][0]
     problem = "several columns have" if found else "no column of numbers has"
     raise ValueError(
         f"{problem} the name of a gradient norm, such as 'train/grad_norm'. There are "
-        f"{listed(found or names)}. Choose one with column={likely[0]!r}, on the "
-        f"command line --column {likely[0]!r}."
+        f"{listed(found or names)}. Choose one with column={likely!r}, on the command "
+        f"line --column {likely!r}."
     )
 
 
@@ -229,6 +261,10 @@ def _of_every_step(table: Table, column: str) -> str:
         return column
     both = [_floats(table, name) for name in (column, own)]
     clipper, wrapper = [norms[np.isfinite(norms)] for norms in both]
+    # Between both, a loss may be scaled, or gradients accumulated.
+    smallest = [min(norms[norms > 0], default=0.0) for norms in (clipper, wrapper)]
+    if not np.isclose(*smallest, rtol=1e-3, atol=0):
+        return column
     # A clipper in front of a wrapper has the larger norms. One inside it has not seen
     # those that were skipped: NaN, inf, or the largest.
     largest = 1.001 * max(clipper, default=0.0)

@@ -8,7 +8,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+import jax
+import numpy as np
 import pytest
+
+from . import right_steps
 
 pytestmark = pytest.mark.slow
 
@@ -59,9 +63,28 @@ def test_json_has_no_number_that_json_does_not_know():
     assert norm["found"] == "inf"
 
 
+def broken(setting):
+    """A step whose loss divides by 0."""
+
+    def step(params, batch):
+        updates, norm = right_steps.ours_jit(setting)(params, batch)
+        return jax.tree.map(lambda x: x * np.nan, (updates, norm))
+
+    return step
+
+
+def test_a_step_that_gives_nan_has_no_known_bug():
+    found = run(f"{__name__}:broken", "--settings", "replicated", "--json")
+    rows = json.loads(found.stdout, parse_constant=pytest.fail)
+    above = [row for row in rows if row["gradients"] == "above"]
+    assert [row["found"] for row in above] == ["nan", "nan"]
+    assert {row["kind"] for row in above} == {"unknown"}
+
+
 @pytest.mark.parametrize(
     "name, text",
     [
+        ("tests", "there is no step 'tests': it must be module:make_step"),
         ("no trainer", "there is no step 'no trainer'"),
         ("no_such_module:make_step", "no module named 'no_such_module'"),
         (f"{STEPS}:gone", f"module '{STEPS}' has no attribute 'gone'"),

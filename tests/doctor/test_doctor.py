@@ -128,6 +128,100 @@ def test_steps_without_a_record_are_not_broken():
     assert diagnose(rows) == []
 
 
+def test_tensors_that_are_logged_now_and_then_hide_no_leap():
+    rows = []
+    for step, norm in enumerate(calm()):
+        rows.append({"health/norm": norm, "health/nonfinite": 0.0})
+        if step % 7 == 0:
+            rows[-1] |= {"health/norm/a": norm, "health/nonfinite/a": 0.0}
+    # A head of another name, after a while.
+    rows += [{"health/norm/b": 1.0}] * 20
+    assert diagnose(rows) == []
+    rows[42]["health/norm"] = 50.0
+    assert [(x.cause, x.step) for x in diagnose(rows)] == [("bad batch", 42)]
+
+
+def test_weights_that_are_logged_now_and_then_are_held_against_their_steps():
+    rows = [{"health/updates/norm/a": 1.0 + (n == 12)} for n in range(30)]
+    for n in range(0, 30, 2):
+        rows[n]["health/updates/weight_norm/a"] = 1.0 if n < 16 else 12.0
+    found = diagnose(rows)
+    assert [(x.cause, x.step, x.value) for x in found] == [("learning rate", 8, 1)]
+    assert diagnose(rows[18:]) == []
+
+
+def test_a_run_that_goes_on_from_a_checkpoint_does_not_hide_what_broke():
+    first = [{"step": n, "health/norm/w": 1.0} for n in range(40)]
+    first[35]["health/norm/w"] = 900.0
+    for row in first[36:]:
+        row |= {"health/norm/w": None, "health/nonfinite/w": 4}
+    again = [{"step": n, "health/norm/w": 1.0} for n in range(30, 80)]
+    wanted = [("bad batch", 35), ("not finite", 36)]
+    for rows in (first, first + again):
+        assert [(x.cause, x.step) for x in diagnose(rows)] == wanted
+
+
+@pytest.mark.parametrize("broken", [None, float("nan"), float("inf")])
+def test_a_leap_right_after_a_broken_step_is_seen(broken):
+    norms = [*calm(30), broken, 9.0, *calm(29)]
+    found = [(x.cause, x.step) for x in diagnose(rows_of(health__norm__w=norms))]
+    assert found[-1] == ("bad batch", 31)
+    # That of inf over the largest is no number.
+    assert found[:-1] in ([], [("not finite", 30)])
+
+
+def test_what_follows_norms_of_0_is_no_leap():
+    norms = [*np.zeros(30), 1.0, 2.0]
+    columns = {
+        "health__norm": norms,
+        "health__updates__norm": np.ones(32),
+        "health__updates__weight_norm": np.zeros(32),
+    }
+    assert diagnose(rows_of(**columns)) == []
+
+
+def test_groups_in_front_of_a_name_are_read():
+    rows = rows_of(health__norm__w=[*np.ones(30), 9.0], loss=np.ones(31))
+    for front in ("train/", "a/b/", "lively-sun-7 - ", "lively-sun-7 - train/"):
+        renamed = [{front + name: x for name, x in row.items()} for row in rows]
+        (found,) = diagnose(renamed)
+        assert (found.cause, found.step) == ("bad batch", 30)
+    (found,) = diagnose([{"train": row} for row in rows])
+    assert found.step == 30
+
+
+@pytest.mark.parametrize("steps", [True, False])
+@pytest.mark.parametrize("form", ["csv", "json"])
+def test_long_tables_are_read(tmp_path, form, steps):
+    """A line for each metric, in the order of steps or of metrics, as MLflow writes."""
+    lines = []
+    for step in range(60):
+        for name in "ab":
+            value = 9.0 if (step, name) == (50, "b") else 1.0
+            line = {"key": f"health/norm/{name}", "value": value, "run_id": "r"}
+            lines.append(line | ({"step": step} if steps else {}))
+    if form == "json":
+        text = json.dumps({"metrics": sorted(lines, key=lambda x: x["key"])})
+    else:
+        rows = [",".join(map(str, line.values())) for line in lines]
+        text = "\n".join([",".join(lines[0]), *rows])
+    path = tmp_path / "log"
+    path.write_text(text)
+    (found,) = diagnose(path)
+    assert (found.cause, found.step) == ("bad batch", 50)
+
+
+def test_steps_that_are_no_numbers_are_counted():
+    rows = rows_of(health__norm=[*np.ones(30), 9.0])
+    for wrong in (float("nan"), [1], "epoch 1", None):
+        (found,) = diagnose([row | {"step": wrong} for row in rows])
+        assert found.step == 30
+
+
+def test_subnormals_without_zeros_have_no_verdict():
+    assert diagnose(rows_of(health__subnormals__a=np.ones(30))) == []
+
+
 def test_what_metrics_write_is_read(tmp_path):
     recorder = optaxclip.record_health()
     grads = {"w": jnp.array([1.0, jnp.inf]), "b": jnp.ones(1)}
@@ -177,6 +271,17 @@ def test_json_is_what_diagnose_returns(log, capsys):
     main([str(log), "--json"])
     found = json.loads(capsys.readouterr().out)
     assert found == [each._asdict() for each in diagnose(log)]
+
+
+def test_json_and_a_picture_may_be_asked_for_together(log, capsys):
+    main([str(log), "--json", "--picture", str(log.with_name("own.png"))])
+    assert json.loads(capsys.readouterr().out) and log.with_name("own.png").exists()
+
+
+@pytest.mark.parametrize("name", ["missing/run.png", "run.xyz"])
+def test_a_picture_that_cannot_be_drawn_is_one_line(log, name):
+    with pytest.raises(SystemExit, match="No picture: "):
+        main([str(log), "--picture", str(log.parent / name)])
 
 
 @pytest.mark.slow

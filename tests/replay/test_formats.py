@@ -101,7 +101,8 @@ def test_proposals_exist_and_hold_numbers(tmp_path, write):
     row |= {"norm": {"_type": "histogram", "values": [3, 1]}, "tags": [1]}
     found = error(written(tmp_path, write(row)))
     names = "'epoch', 'eval_loss', 'step'"
-    assert f"There are {names}. Choose one with column='step', on" in found
+    # A step is no norm.
+    assert f"There are {names}. Choose one with column='eval_loss', on" in found
 
 
 def test_runs_of_one_file_must_be_told_apart(tmp_path):

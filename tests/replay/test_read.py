@@ -54,6 +54,12 @@ def array(*entries, dtype):
     return file.getvalue()
 
 
+def zipped():
+    file = io.BytesIO()
+    np.savez(file, norm=np.ones(3))
+    return file.getvalue()
+
+
 TEXT = "must be a text file in UTF-8, .npy or .npz, also in gzip"
 
 
@@ -64,7 +70,10 @@ TEXT = "must be a text file in UTF-8, .npy or .npz, also in gzip"
         ("step,grad_norm\n", "must hold numbers, got 0 rows without"),
         ("[]", "must hold numbers, got 0 rows without"),
         ("a,grad_norm\n,\n,\n", "must hold numbers, got 2 rows without"),
-        ("step,grad_norm\n0,N/A\n", "no column of numbers has .* There are 'step'"),
+        (
+            "step,grad_norm\n0,N/A\n",
+            "no column .* There are 'step'. Choose one with co",
+        ),
         ("step,grad_norm\n0,\n1, \n", "no column of numbers has .* There are 'step'"),
         ("norm\n1.0\nhigh\n", "the column 'norm' must hold numbers: .*: 'high'"),
         ("step;norm\n0;1\n1;1,5\n", "the column 'norm' must hold numbers: .*'1,5'"),
@@ -76,6 +85,7 @@ TEXT = "must be a text file in UTF-8, .npy or .npz, also in gzip"
         # Without the time, which would be in the name of the case, and in each of
         # several processes another.
         (gzip.compress(b"norm\n1\n2\n", mtime=0)[:-9], "Compressed file ended before"),
+        (zipped()[:-30], "File is not a zip file"),
         (array([1], [1, 2], dtype=object), "Object arrays cannot be loaded"),
         (array([1.0, 2.0], dtype=float), "must hold numbers, got 1 rows without"),
         (f'{{"norm": 1}}\n{{"norm": {"9" * 400}}}', "hold numbers: int too large"),
@@ -91,6 +101,21 @@ def test_a_wrong_file_is_named_with_what_is_wrong(tmp_path, text, error):
     path = tmp_path / "run.csv"
     with pytest.raises(ValueError, match=rf"^read_history: {path}: .*{error}"):
         read(tmp_path, text)
+
+
+def test_a_last_line_that_is_cut_off_is_left_out(tmp_path):
+    with pytest.warns(UserWarning, match="last line is cut off, .*'{\"norm\": 3'"):
+        found = read(tmp_path, '{"norm": 1}\n{"norm": 2}\n{"norm": 3')
+    assert found.tolist() == [1, 2]
+
+
+def test_a_header_that_comes_again_is_left_out(tmp_path):
+    assert read(tmp_path, "step,norm\n0,1\nstep,norm\n0,2\n").tolist() == [1, 2]
+
+
+def test_a_column_of_numbers_may_begin_with_something_else(tmp_path):
+    with pytest.raises(ValueError, match=r"'grad_norm' must hold numbers: .*'N/A'"):
+        read(tmp_path, "step,grad_norm\n0,N/A\n1,2.0\n")
 
 
 def test_a_directory_or_no_file_is_named(tmp_path):

@@ -60,3 +60,13 @@ def test_larger_norms_are_told_from_rounded_ones(tmp_path, skipped, read):
     path.write_text(f"{head}\n1,1,0\n2,{skipped},1\n")
     last = skipped if read == "skip/norm" else 2.0
     np.testing.assert_array_equal(optaxclip.replay.read_history(path), [1.0, last])
+
+
+def test_norms_of_a_scaled_loss_are_left(tmp_path):
+    """The wrapper sees scaled gradients, and the clipper those of the loss."""
+    clip = optaxclip.clip_by_global_norm(1.8)
+    inner = optax.chain(optax.scale(2**-10), clip, optax.sgd(0.1))
+    path = logged(tmp_path / "log.jsonl", optaxclip.skip_nonfinite(inner))
+    found = optaxclip.replay.read_history(path)
+    scaled = np.array([1.0, 2.0, 100.0, 1.5, 1.5, 0.5]) / 2**10
+    np.testing.assert_array_equal(found, scaled)
