@@ -287,8 +287,10 @@ def limit_of(
     # A rule without an `init` of its own, such as a constant limit, has no memory.
     if remembers or type(rule).init is not Rule.init:
         asked = _checked_memory(rule, norm, memory, argument)
-    # stop_gradient: limits have no derivative by the updates.
-    answer = rule.update(lax.stop_gradient(norm), asked, step, *further)
+    # stop_gradient: limits have no derivative by the updates. And 0 for a broken norm:
+    # what is not remembered must have a derivative too.
+    held = jnp.where(jnp.isfinite(norm), lax.stop_gradient(norm), 0.0)
+    answer = rule.update(held, asked, step, *further)
     if not isinstance(answer, (tuple, list)) or len(answer) != 2:
         raise TypeError(
             f"{call_name(type(rule))}: update must return (limit, memory), got "

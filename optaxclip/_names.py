@@ -78,7 +78,6 @@ _MORE = {
 FUNCTIONS = {
     "agc": "adaptive_grad_clip",
     "apply_if_finite": "skip_nonfinite",
-    "at_least": "rules.maximum",
     "chain": "clip_by_global_norm(1.0) in optax.chain",
     "clip_by_norm": "clip_by_tensor_norm, or dropin.tensorflow_style.clip_by_norm",
     "clip_grad_norm": "clip_grads(grads, max_norm), or dropin.torch_style",
@@ -88,8 +87,6 @@ FUNCTIONS = {
     "clip_gradients_by_norm": "clip_by_tensor_norm",
     "clip_norm": "clip_by_global_norm",
     "gradient_clipping": "clip_by_global_norm",
-    "least": "rules.minimum",
-    "measure": "record_norm",
     "muon_clip": "qk_clip",
     "skip_nan": "skip_nonfinite",
     "unitwise_clip": "clip_by_unitwise_norm",

@@ -467,8 +467,8 @@ def _shown(names: Iterable[str]) -> str:
 @dataclass(eq=False)
 class Form:
     """What a state is apart from its arrays. Only the names of norms are compared: a
-    tree of shardings may have one entry for all of the memory, and devices may hold
-    different layers.
+    tree of shardings may have one entry for all of the memory, and devices may hold a
+    share of the layers.
     """
 
     names: tuple[Any, ...] | None  # None: open
@@ -486,11 +486,23 @@ class Form:
         if self.names is None or other.names is None:
             return True
         # In order.
-        return list(map(list, self.names)) == list(map(list, other.names))
+        if list(map(list, self.names)) != list(map(list, other.names)):
+            return False
+        one, two = self.counts(), other.counts()
+        return all(map(_is_share, one, two)) or all(map(_is_share, two, one))
+
+    def counts(self) -> list[int]:
+        """The layers of each name, 0 for a number."""
+        parts = self.names or ()
+        return [len(x or ()) for part in parts for x in part.values()]
 
     # An open form equals any other.
     def __hash__(self) -> int:
         return 0
+
+
+def _is_share(count: int, whole: int) -> bool:
+    return count == whole or (0 < count < whole and whole % count == 0)
 
 
 _KEYS = [jax.tree_util.GetAttrKey(name) for name in ClipState._fields[1:]]

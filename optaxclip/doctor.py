@@ -271,16 +271,12 @@ def _series(log: Log) -> Iterator[tuple[str, Series]]:
             yield "attention logits", own
 
 
-def _quotient(numbers: np.ndarray, others: np.ndarray) -> np.ndarray:
-    """NaN, which is above no limit, where it is no number."""
-    ratios = numbers / others
-    return np.where(np.isfinite(ratios), ratios, np.nan)
-
-
 def _ratios(own: Series, other: Series) -> Series:
     """Their quotient, in the rows of both."""
     both, beside = np.isin(own.rows, other.rows), np.isin(other.rows, own.rows)
-    ratios = _quotient(own.numbers[both], other.numbers[beside])
+    ratios = own.numbers[both] / other.numbers[beside]
+    # NaN is above no limit.
+    ratios = np.where(np.isfinite(ratios), ratios, np.nan)
     return Series(own.rows[both], own.steps[both], own.names, ratios)
 
 
@@ -291,7 +287,7 @@ def _leaps(norms: Series) -> Series:
     most = np.zeros_like(finite)
     for row in range(BEFORE // 2, len(finite)):
         most[row] = finite[max(0, row - BEFORE) : row].max()
-    return norms._replace(numbers=_quotient(finite, most))
+    return _ratios(norms._replace(numbers=finite), norms._replace(numbers=most))
 
 
 def _medians(own: Series) -> Series:

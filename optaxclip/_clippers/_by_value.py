@@ -2,6 +2,8 @@
 
 import math
 from collections.abc import Mapping, Sequence
+from itertools import product
+from operator import eq
 from typing import Any, NamedTuple, TypeAlias
 
 import jax
@@ -86,9 +88,10 @@ def value_clipper(
     lower = trees.Prefix((((), None),))
     if low is not None:
         lower = _bounds(call, *low, -math.inf, -math.inf)
-        for path, below in lower.entries:
-            above = dict(upper.entries).get(path, math.inf)
-            checks.check_order(call, (low[0], below), (high[0], above))
+        for (path, below), (other, above) in product(lower.entries, upper.entries):
+            # Where one of both is for a part of the other's.
+            if all(map(eq, path, other)):
+                checks.check_order(call, (low[0], below), (high[0], above))
 
     def init(params: Any) -> ClipByValueState:
         elements = no_elements_clipped() if count else ()

@@ -178,12 +178,14 @@ def _blend(step: jax.Array, decay: Any, x: Any, clipped: Any, v: Any) -> Any:
     if x is None:
         return v
     (keep,) = at_step(step, v, decay)
+    # An infinite coordinate is clipped to the limit, which is not learned from.
+    is_finite = jnp.isfinite(_widened(x))
+    size = jnp.where(is_finite, jnp.abs(_widened(clipped)).astype(v.dtype), 0.0)
     # From 1.8e19 on the square of a float32 number is inf, and 0 * inf is NaN.
-    square = jnp.where(keep == 1, 0.0, jnp.abs(_widened(clipped)).astype(v.dtype) ** 2)
+    square = jnp.where(keep == 1, 0.0, size**2)
     # As inf the average would stay inf.
     new = jnp.minimum(keep * v + (1 - keep) * square, jnp.finfo(v.dtype).max)
-    # An infinite coordinate is clipped to the limit, which is not learned from.
-    return jnp.where(jnp.isfinite(_widened(x)), new, v)
+    return jnp.where(is_finite, new, v)
 
 
 def _widened(x: Any) -> jax.Array:

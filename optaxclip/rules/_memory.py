@@ -15,6 +15,7 @@ from .._mesh import split_as
 
 def count_up(counter: jax.Array, happened: Any = True) -> jax.Array:
     """The counter after a step. It stays at the largest int32."""
+    counter = jnp.asarray(counter)
     more = counter < jnp.iinfo(counter.dtype).max
     return counter + (happened & more).astype(counter.dtype)
 

@@ -143,6 +143,14 @@ def test_clip_by_value_keeps_directions_of_largest_complex(dtype):
         assert np.isnan(updates[5:7]).all() and updates[7] == jnp.asarray(0.1j, dtype)
 
 
+@pytest.mark.parametrize(
+    "bounds", [(1.0, 2.0), (1.0, {"a": 2.0}), ({"a": 1.0}, 2.0), ({"a": 1}, {"a": [2]})]
+)
+def test_bounds_that_leave_no_room_are_refused_at_any_depth(bounds):
+    with pytest.raises(ValueError, match="clip_by_value: min_value must be at most"):
+        optaxclip.clip_by_value(*bounds)
+
+
 def test_bounds_of_different_leaves_are_not_compared():
     optaxclip.clip_by_value({"w": 1.0, "v": 3.0}, {"w": 0.0, "v": 2.0})
     optaxclip.clip_by_value(lambda step: 1.0, 2.0)

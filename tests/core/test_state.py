@@ -248,6 +248,45 @@ def test_a_gradient_of_0_is_not_counted_as_clipped():
         assert (state.factor, state.clipped) == (1, 0)
 
 
+def test_one_jitted_function_reads_states_of_other_layers():
+    """Of as many norms, so that only the names of layers tell them apart."""
+    log = jax.jit(
+        lambda state: (optaxclip.metrics(state, layers=True), state.by_name())
+    )
+    for enc, dec, stacked in (
+        (2, 3, {"enc": 1, "dec": 1}),
+        (3, 2, {"enc": 1, "dec": 1}),
+        (4, 1, {"enc": 1, "dec": None}),
+        (1, 4, {"enc": None, "dec": 1}),
+    ):
+        grads = {"enc": jnp.arange(1.0, enc + 1)[:, None], "dec": jnp.ones((dec, 1))}
+        state = apply(optaxclip.clip_by_tensor_norm(9.0, stacked=stacked), grads)[1]
+        found, entries = log(state)
+        assert found == optaxclip.metrics(state, layers=True)
+        np.testing.assert_array_equal(
+            entries["enc"].norm.reshape(-1), np.arange(1, enc + 1)
+        )
+
+
+def test_a_state_of_other_layers_is_refused_whatever_ran_before():
+    clipper = optaxclip.clip_by_tensor_norm(
+        rules.growth(1.01), stacked={"a": 1, "b": 1}
+    )
+    one, other = ({"a": jnp.ones((n, 1)), "b": jnp.ones((5 - n, 1))} for n in (2, 3))
+    clipper.update(one, clipper.init(one))
+    with pytest.raises(ValueError, match="state was made for 3 norms in 'a', but the"):
+        clipper.update(one, clipper.init(other))
+
+
+@pytest.mark.parametrize("name", ["clip_by_value", "spam", "skip_step"])
+def test_a_step_may_be_set_to_a_number(name):
+    clipper = METHODS[name].make()
+    grads = {"w": jnp.ones(3)}
+    state = optax.tree.set(clipper.init(grads), step=5)
+    _, state = clipper.update(grads, state, grads)
+    assert optax.tree.get(state, "step") == 6
+
+
 def test_by_name_refuses_the_state_of_several_models():
     clipper = optaxclip.clip_by_tensor_norm(1.0)
     grads = {"actor": jnp.ones((3, 2)), "critic": jnp.ones((3, 4))}

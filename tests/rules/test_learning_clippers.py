@@ -229,6 +229,34 @@ def test_derivatives_are_finite(name):
             assert np.isfinite(x).all()
 
 
+DECAYS = {
+    "adaclip": optaxclip.adaclip,
+    "adagc": lambda decay: optaxclip.adagc(decay=decay, warmup=2),
+    "zclip": lambda decay: optaxclip.zclip(decay=decay, warmup=2),
+    "spam": lambda decay: optaxclip.spam(threshold=2.0, decay=decay, warmup=0),
+    **{
+        name: lambda decay, make=getattr(rules, name): optaxclip.clip_by_tensor_norm(
+            make(decay)
+        )
+        for name in ("ema", "ema_ratio", "ema_band", "log_z_score", "moments_ratio")
+    },
+}
+
+
+@pytest.mark.parametrize("broken", [math.nan, math.inf])
+@pytest.mark.parametrize("name", DECAYS)
+def test_a_broken_step_leaves_no_trace_in_the_derivative_by_a_decay(name, broken):
+    @jax.jit
+    @jax.grad
+    def slope(decay, norms):
+        clipper = DECAYS[name](decay)
+        _, updates = scanned(clipper, norms[:, None])
+        return jnp.nansum(jnp.where(jnp.isfinite(norms), updates[:, 0], 0))
+
+    found = slope(0.9, jnp.array([1.0, 2.0, broken, 30.0, 3.0]))
+    assert np.isfinite(found) and found == slope(0.9, jnp.array([1.0, 2.0, 30.0, 3.0]))
+
+
 @pytest.mark.parametrize("name", METHODS)
 def test_a_fresh_state_can_be_donated(name):
     """No two fields share a buffer, which an executed program would refuse."""
