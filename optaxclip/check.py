@@ -4,6 +4,7 @@ import argparse
 import json
 import pkgutil
 import sys
+from types import ModuleType
 
 import jax
 
@@ -26,7 +27,7 @@ def main(arguments: list[str] | None = None) -> None:
     jax.config.update("jax_num_cpu_devices", DEVICES)
     try:
         make_step = pkgutil.resolve_name(options.step)
-        if not callable(make_step):
+        if isinstance(make_step, ModuleType):
             raise ValueError("it must be module:make_step")
     except (AttributeError, ImportError, ValueError) as error:
         parser.error(f"there is no step {options.step!r}: {error}.")

@@ -116,24 +116,18 @@ class Series(NamedTuple):
 
     rows: np.ndarray  # int[rows]
     steps: np.ndarray  # int[rows]
-    names: tuple[str, ...]  # of tensors, or of one column
+    names: np.ndarray  # str[names]: of tensors, or of one column
     numbers: np.ndarray  # float64[rows, names]
 
     def total(self) -> "Series":
         """The norm of all tensors together."""
         total = np.linalg.norm(self.numbers, axis=1, keepdims=True)
-        return self._replace(names=("all",), numbers=total)
+        return self._replace(names=np.array(["all"]), numbers=total)
 
 
-class Key(NamedTuple):
-    """What a row of a log has together."""
-
-    part: int  # of the log: a run that is resumed goes back to an earlier step
-    who: str  # the recorder, such as "health/updates", or a column
-    sign: str  # such as "norm", or ""
-    names: tuple[str, ...]
-
-
+# Part of the log (a run that is resumed goes back to an earlier step), recorder, sign
+# and tensors, such as (0, "health/updates", "norm", ("w",)), or a column with "".
+Key = tuple[int, str, str, tuple[str, ...]]
 Log = dict[Key, Series]
 
 
@@ -189,11 +183,11 @@ def _read(rows: Rows) -> Log:
         for (who, sign, _), own in together.items():
             if who in logged:
                 # JSON has no NaN: what is empty beside others was not finite.
-                numbers = [math.nan if is_empty(x) else float(x) for x in own.values()]
-                line = number, step, numbers
-                found.setdefault(Key(part, who, sign, tuple(own)), []).append(line)
-    if not any(key.sign for key in found):
-        columns = list(dict.fromkeys(key.who for key in found))
+                values = [math.nan if is_empty(x) else float(x) for x in own.values()]
+                line = number, step, values
+                found.setdefault((part, who, sign, tuple(own)), []).append(line)
+    if not any(sign for _, _, sign, _ in found):
+        columns = list(dict.fromkeys(who for _, who, _, _ in found))
         raise ValueError(
             "there must be numbers of record_health, such as 'health/norm/w', got the "
             f"columns {listed(columns)}. Put optaxclip.record_health() into the "
@@ -201,10 +195,10 @@ def _read(rows: Rows) -> Log:
         )
     log = {}
     for key, lines in found.items():
-        order = sorted(range(len(key.names)), key=lambda x: _by_number(key.names[x]))
-        rows, steps, numbers = map(np.array, zip(*lines))
-        names = tuple(key.names[place] for place in order)
-        log[key] = Series(rows, steps, names, numbers[:, order])
+        numbers, steps, values = map(np.array, zip(*lines))
+        pairs = sorted((_by_number(name), place) for place, name in enumerate(key[-1]))
+        order = [place for _, place in pairs]
+        log[key] = Series(numbers, steps, np.array(key[-1])[order], values[:, order])
     return log
 
 
@@ -238,8 +232,7 @@ def _finding(cause: str, series: Series) -> tuple[int, Finding] | None:
     padded = np.pad(which, 1)
     beside = (padded[:-2] | padded[2:]) & ~which
     value = float(series.numbers[row][which].max())
-    names = np.array(series.names)
-    few = [listed(names[x].tolist()) or "none" for x in (which, beside)]
+    few = [listed(series.names[x].tolist()) or "none" for x in (which, beside)]
     text = evidence.format(value, *few)
     step = int(series.steps[row])
     finding = Finding(cause, step, value, limit, text, page, advice)
@@ -248,20 +241,19 @@ def _finding(cause: str, series: Series) -> tuple[int, Finding] | None:
 
 def _series(log: Log) -> Iterator[tuple[str, Series]]:
     """The numbers that each cause is seen by."""
-    for key, own in log.items():
-        who, sign = key.who, key.sign
+    for (part, who, sign, names), own in log.items():
         is_update = "update" in who
         if sign == "norm":
             broken = own._replace(numbers=1.0 * ~np.isfinite(own.numbers))
-            yield "not finite", log.get(key._replace(sign="nonfinite"), broken)
-            weights = log.get(key._replace(sign="weight_norm"))
+            yield "not finite", log.get((part, who, "nonfinite", names), broken)
+            weights = log.get((part, who, "weight_norm", names))
             if not is_update:
                 yield "bad batch", _leaps(own.total())
             elif weights:
                 ratios = _ratios(own.total(), weights.total())
                 yield "learning rate", _medians(ratios)
         elif sign == "subnormals" and not is_update:
-            zeros = log.get(key._replace(sign="zeros"))
+            zeros = log.get((part, who, "zeros", names))
             if zeros:
                 others = zeros._replace(numbers=1 - zeros.numbers)
                 yield "underflow", _medians(_ratios(own, others))
@@ -338,9 +330,9 @@ def _draw(log: Log, findings: list[Finding], path: Path) -> None:
     from matplotlib.figure import Figure
 
     axis: Any = Figure(figsize=(9, 4), layout="constrained").add_subplot()
-    for key, own in log.items():
-        if key.sign == "norm":
-            axis.semilogy(own.steps, own.total().numbers, linewidth=0.8, label=key.who)
+    for (_, who, sign, _), own in log.items():
+        if sign == "norm":
+            axis.semilogy(own.steps, own.total().numbers, linewidth=0.8, label=who)
     for number, each in enumerate(findings):
         color = f"C{number + 2}"
         axis.axvline(each.step, color=color, linestyle=":", label=each.cause)
