@@ -391,7 +391,9 @@ def _ghost_of(problem: Problem) -> tuple[Ghost | None, str]:
     except CannotSplit:
         return None, (
             "a loss with refs (jax.new_ref), with random numbers beside parameters "
-            "that are not of threefry keys, or with symbolic_zeros in a rule for them"
+            "that are not of threefry keys, with symbolic_zeros in a rule for them, "
+            "with a hundred operations on them in a row, or with a convolution whose "
+            "kernel depends on the example"
         )
 
 

@@ -41,11 +41,10 @@ def on_each_device(run: Callable[[Problem], Found], problem: Problem) -> Found:
     batch = [_spec_of(x) for x in jax.tree.leaves(problem.batch)]
     over = next(filter(None, [names_in(spec[0]) for spec in batch]), ())
     theirs = _names(*params, *[spec[1:] for spec in batch]).difference(over)
-    manual = set(mesh.explicit_axes) - theirs
     # To shard_map an empty set means all axes.
-    if not manual:
+    if not over:
         return run(problem)
-    split = P(over or None)
+    manual, split = set(over), P(over)
     by_example = jax.tree.map(lambda _: split, (problem.batch, problem.present))
     specs = jax.tree.map(lambda _: P(), arrays)
     specs = specs._replace(batch=by_example[0], present=by_example[1])

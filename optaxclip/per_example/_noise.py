@@ -22,6 +22,7 @@ from jax.typing import ArrayLike
 from .._checks import check_number, shown
 from .._mesh import has_types, manual_axes, split_as, varying
 from .._norms import global_norm
+from .._sums import divided
 from ._clipped_grad import ClippedGrad
 
 
@@ -278,14 +279,13 @@ def noise_scale(result: ClippedGrad) -> NoiseScale:
         )
     size = jnp.sum(counts, dtype=norms.dtype)
     # The mean of clipped_grad is divided by the number of broken examples as well.
-    total = global_norm(result.grads)
-    if result.divisor is not None:
-        total *= result.divisor.astype(total.dtype)
+    divisor = 1 if result.divisor is None else result.divisor.astype(size.dtype)
+    mean = global_norm(result.grads) * (divisor / size)
     norms = jnp.where(counts, norms, 0)
     # Squares of norms beyond 1e19 or below 1e-19 leave the range of float32.
     longest = jnp.maximum(jnp.max(norms), jnp.finfo(norms.dtype).tiny)
-    square = jnp.sum((norms / longest) ** 2) / size
-    of_mean = (total / size / longest) ** 2
+    square = jnp.sum(divided(norms, longest) ** 2) / size
+    of_mean = divided(mean, longest) ** 2
     # By rounding alone it would be below 0.
     noise = jnp.maximum(square - of_mean, 0) * size / (size - 1)
     signal = of_mean - noise / size

@@ -10,6 +10,7 @@ from jax import lax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+import optaxclip
 from optaxclip.per_example import clipped_grad
 from tests.helpers import only_by_a_cpu
 from tests.per_example.batches import (
@@ -99,6 +100,39 @@ def test_kernels_of_a_split_batch_are_right_or_refused(call):
             ValueError, match=f'each kernel used once.*Got method="{method}"'
         ):
             call(run, kernel, split)
+
+
+KERNELS_BY_EXAMPLE = {
+    "rule": lambda kernel, image: optaxclip.clip_cotangent(kernel, max_norm=1.0),
+    "data": lambda kernel, image: kernel * (1 + jnp.tanh(jnp.mean(image))),
+    "chosen": lambda kernel, image: lax.cond(
+        image[0, 0, 0] > 0, lambda: kernel, lambda: 2 * kernel
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", KERNELS_BY_EXAMPLE)
+def test_a_kernel_of_each_example_lets_no_nan_through(kind):
+    """Of jax.vjp of jax.vmap the NaN of one example comes to all, on a CPU."""
+
+    def loss(kernel, image):
+        return one_kernel(KERNELS_BY_EXAMPLE[kind](kernel, image), image)
+
+    kernel, images = normal(0, 3, 3, 2, 2), normal(1, 16, 6, 6, 2)
+    run = jax.jit(clipped_grad(loss, 0.5, mean=False))
+    wanted = run(kernel, images[:15])
+    images[15] = np.nan
+    for mask, broken in ((None, 1), (np.arange(16) < 15, 0)):
+        found = run(kernel, images, mask=mask)
+        assert found.nonfinite == broken
+        np.testing.assert_allclose(found.grads, wanted.grads, rtol=1e-5, atol=1e-6)
+    with pytest.raises(ValueError, match="whose kernel depends on the example, got"):
+        clipped_grad(loss, 0.5, method="ghost")(kernel, images)
+    # XLA makes them wrong on a batch that is split, in the forward pass already.
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    split = jax.device_put(images, NamedSharding(mesh, P("data")))
+    with pytest.raises(ValueError, match="each kernel used once"):
+        run(kernel, split)
 
 
 @pytest.mark.parametrize("loss", [one_kernel, tied_kernels])

@@ -123,6 +123,32 @@ def test_float64_norms_are_float64():
     np.testing.assert_allclose(result.norms, gradients(x, c)[1], rtol=1e-14)
 
 
+@pytest.mark.parametrize("count", [1, 3, 5])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_narrower_parameters_where_jax_has_64_bits(dtype, count):
+    def loss(p, x, index):
+        hidden = jnp.tanh(x @ p["w"] + p["table"][index] + p["wide"][None])
+        return jnp.sum((hidden @ p["wide"][:, None]) ** 2)
+
+    params = {
+        "w": jnp.asarray(normal(0, 6, 8), dtype),
+        "table": jnp.asarray(normal(1, 5, 8), dtype),
+        "wide": np.float64(normal(2, 8)),
+    }
+    batch = normal(3, 4, count, 6), np.arange(4 * count).reshape(4, count) % 5
+    with jax.enable_x64(True):
+        wanted, found = (
+            clipped_grad(loss, 0.5, method=method)(params, *batch)
+            for method in ("one_pass", "ghost")
+        )
+        kinds = [jax.tree.map(jnp.result_type, x) for x in (found.grads, params)]
+        assert kinds[0] == kinds[1]
+    np.testing.assert_allclose(found.norms, wanted.norms, rtol=1e-2)
+    for one, other in zip(*map(jax.tree.leaves, (found.grads, wanted.grads))):
+        scale = np.abs(np.float64(other)).max()
+        np.testing.assert_allclose(np.float64(one), np.float64(other), atol=scale / 64)
+
+
 @pytest.mark.slow
 def test_a_batch_split_over_devices_is_not_moved():
     mesh = jax.make_mesh((4,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))

@@ -79,7 +79,7 @@ def test_an_example_with_gradient_zero_counts():
     close(noise_scale(result), of_each(images, targets))
 
 
-@pytest.mark.parametrize("size", [1e-25, 1e25])
+@pytest.mark.parametrize("size", [1e-25, 1e25, 1e37])
 def test_squares_beyond_float32_do_no_harm(size):
     def scaled(params, x, y):
         return size * loss(params, x, y)

@@ -71,6 +71,18 @@ def crafted(pattern, width):
     return np.tile(np.float32(size) * row, (TIMES, 1)), s
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_cotangents_near_the_largest_number_keep_their_norm(dtype):
+    """Above 2^126 the reciprocal of a number is flushed to 0."""
+    x = jnp.full((1, 2, 64), 1e-3, dtype)
+    c = jnp.zeros((1, 2, 64), dtype).at[:, :, 0].set(1e38)
+    grad = clipped_grad(lambda w, x, c: jnp.sum((x @ w) * c), 1.0, mean=False)
+    found = jax.jit(grad)(jnp.zeros((64, 64), dtype), x, c)
+    exact = np.linalg.norm(2 * np.float64(x[0, 0])) * np.float64(c.max())
+    np.testing.assert_allclose(found.norms, exact, rtol=1e-3)
+    np.testing.assert_allclose(jnp.linalg.norm(found.grads), 1, rtol=0.01)
+
+
 PATTERNS = ["aligned", "random", "1e9"]
 
 

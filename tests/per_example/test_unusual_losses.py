@@ -25,6 +25,14 @@ def layer_by_number(w, x):
     return jnp.sum(lax.scan(body, x, jnp.arange(6))[0])
 
 
+def long_chain(w, x):
+    """Many operations on parameters alone."""
+    scale = w[0]
+    for _ in range(200):
+        scale = scale * w[1] + w[2]
+    return jnp.sum(jnp.tanh(w @ x) @ w * scale)
+
+
 def decay_by_time(w, x):
     def body(h, i):
         return jnp.tanh(h + w[0] * jnp.exp(-i)), w[1] * (i + 1)
@@ -101,6 +109,16 @@ OF_A_MATRIX = [
 ]
 CASES = {loss.__name__: (loss, SQUARE, BATCH) for loss in OF_A_MATRIX}
 CASES["layer_by_number"] = layer_by_number, np.stack([SQUARE] * 6), BATCH
+
+
+def test_a_long_chain_of_operations_on_parameters_takes_one_pass():
+    found = clipped_grad(long_chain, 1.0)(SQUARE, BATCH)
+    with jax.enable_x64(True):
+        exact = np.float64(SQUARE), np.float64(BATCH)
+        each = np.asarray(jax.vmap(jax.grad(long_chain), (None, 0))(*exact))
+    near(found.grads, mean_of_clipped(each, 1.0), 1e-4)
+    with pytest.raises(ValueError, match="a hundred operations on them in a row"):
+        clipped_grad(long_chain, 1.0, method="ghost")(SQUARE, BATCH)
 
 
 # Uses of a parameter with nothing in them, such as the rest of a short sequence.

@@ -234,12 +234,11 @@ DECAYS = {
     "adagc": lambda decay: optaxclip.adagc(decay=decay, warmup=2),
     "zclip": lambda decay: optaxclip.zclip(decay=decay, warmup=2),
     "spam": lambda decay: optaxclip.spam(threshold=2.0, decay=decay, warmup=0),
-    **{
-        name: lambda decay, make=getattr(rules, name): optaxclip.clip_by_tensor_norm(
-            make(decay)
-        )
-        for name in ("ema", "ema_ratio", "ema_band", "log_z_score", "moments_ratio")
-    },
+    "ema": lambda decay: by_tensor(rules.ema(decay)),
+    "ema_ratio": lambda decay: by_tensor(rules.ema_ratio(1.2, decay)),
+    "ema_band": lambda decay: by_tensor(rules.ema_band(decay)),
+    "log_z_score": lambda decay: by_tensor(rules.log_z_score(0.5, decay)),
+    "moments_ratio": lambda decay: by_tensor(rules.moments_ratio(decay)),
 }
 
 

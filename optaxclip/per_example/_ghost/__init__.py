@@ -59,7 +59,7 @@ class Ghost(NamedTuple):
             outs, book = capture(self.program, self.params, jax.tree.leaves(example))
             # Gradients by some parameters, norms of gradients by others: their norm is
             # that of the gradient.
-            found = [jnp.zeros(present.size) for _ in self.ways]
+            found = [jnp.zeros(present.size, jnp.float32) for _ in self.ways]
             terms = list(found)
             for leaf, grads in zip(self.made, self._gradients(book)):
                 found[leaf] = grads
@@ -114,10 +114,11 @@ class Ghost(NamedTuple):
 
         # From matrices to parameters it is linear, so it is done once for all examples.
         parts = [self.ways[leaf].parts[0] for leaf in self.factored]
-        _, pull = self._vjp(
+        outs, pull = self._vjp(
             lambda made: [part.matrices(made) for part in parts], self.factored
         )
-        (pulled,) = pull([sums[leaf] for leaf in self.factored])
+        pairs = zip(self.factored, outs)
+        (pulled,) = pull([sums[leaf].astype(x.dtype) for leaf, x in pairs])
         for leaf, total in zip(self.factored, pulled):
             sums[leaf] = total
         return sums
@@ -182,7 +183,8 @@ def _looked_at(way: Way, book: Book, counts: Array) -> tuple[Array, Array]:
         found = found_by(way, pairs)
         # Of all others what is measured is what is added up.
         is_gram = way.name == "gram"
-        return None, (found, terms_of(pairs) if is_gram else jnp.zeros(len(found)))
+        zeros = jnp.zeros(len(found), jnp.float32)
+        return None, (found, terms_of(pairs) if is_gram else zeros)
 
     width = _width(way, book, counts.size)
     found = passes.in_microbatches(step, None, counts, (way.own(book),), width)[1]

@@ -43,6 +43,7 @@ MOVES = ("broadcast_in_dim", "expand_dims", "reshape", "rev", "squeeze")
 WIDENED = {*KEEPS, *MOVES, "add", "add_any", "sub", "mul", "div", "neg", "concatenate"}
 WIDENED |= {"transpose", "dynamic_slice", "gather", "pad", "select_n", "reduce_sum"}
 WIDENED |= {"slice", "split", "conv_general_dilated", "dot_general"}
+MOST = 100  # operations on parameters alone, one after the other
 Flags = list[bool]
 Loops = tuple[int, ...]  # the lengths of scans, outermost first
 
@@ -69,6 +70,7 @@ class Origin(NamedTuple):
     by: frozenset[int] = NONE
     loops: frozenset[int] = NONE  # the scans that slice it, by depth
     is_data: bool = False  # whether the example is in it
+    depth: int = 0  # how many operations on parameters are before it
     view: View | None = None  # set where it is one parameter, rearranged
 
 
@@ -138,8 +140,10 @@ def split_loss(loss: Any, params: list[Array]) -> Program:
 
     Raises:
       CannotSplit: refs (jax.new_ref), which have no place in equations, a rule for
-        parameters that asks which of its inputs have a derivative, or random bits that
-        are others under vmap.
+        parameters that asks which of its inputs have a derivative, random bits that are
+        others under vmap, a kernel of a convolution that differs by example, whose
+        derivative lets NaN through to other examples on a CPU, or more operations on
+        parameters alone than Python can call in one another.
     """
     if any(map(_jaxpr.has_refs, loss.jaxpr.eqns)):
         raise CannotSplit
@@ -194,10 +198,11 @@ def _split(
         is_use = bool(by) and (is_data or _jaxpr.has_backward_rule(eqn))
         name, inner, use = eqn.primitive.name, None, None
         outs = [DATA] * len(eqn.outvars)
-        if by and name in CALLS:
+        convolves = is_data and _jaxpr.has_convolution(eqn)
+        if (by or convolves) and name in CALLS:
             inner = _split(_jaxpr.body_of(eqn), ins, comes, loops, is_call=True)
             outs = inner.outs
-        elif is_use and name == "scan":
+        elif (is_use or convolves) and name == "scan":
             # What it carries is data, since it differs from turn to turn.
             first, carried = _jaxpr.counts_of_scan(eqn)
             carry = slice(first, first + carried)
@@ -211,6 +216,9 @@ def _split(
             is_mapped = is_use or (loops and not is_data)
             changes = is_mapped and _jaxpr.has_bits_that_vmap_changes(eqn)
             if changes or (by and _jaxpr.asks_what_moves(eqn)):
+                raise CannotSplit
+            kernels = ins[1:] if name == "conv_general_dilated" else ins
+            if convolves and any(origin.is_data for origin in kernels):
                 raise CannotSplit
             if is_use:
                 places = tuple(k for k, origin in enumerate(ins) if origin.by)
@@ -236,6 +244,9 @@ def _constant(value: Any) -> Origin:
 def _made(eqn: Any, ins: list[Origin], by: frozenset[int]) -> list[Origin]:
     """The origins of the outputs of an equation without data."""
     loops = NONE.union(*(origin.loops for origin in ins))
+    depth = 1 + max((origin.depth for origin in ins), default=0)
+    if depth > MOST:
+        raise CannotSplit
 
     def outs(made: dict[Any, Any]) -> list[Any]:
         if outs not in made:
@@ -250,7 +261,7 @@ def _made(eqn: Any, ins: list[Origin], by: frozenset[int]) -> list[Origin]:
     by = NONE if _jaxpr.is_stop(eqn) else by
     view = _view_after(eqn, [origin.view for origin in ins])
     makes = [lambda made, k=k: outs(made)[k] for k in range(len(eqn.outvars))]
-    return [Origin(make, by, loops, view=view) for make in makes]
+    return [Origin(make, by, loops, depth=depth, view=view) for make in makes]
 
 
 def _slice(origin: Origin, depth: int) -> Origin:
