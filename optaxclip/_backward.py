@@ -192,11 +192,6 @@ def _clipped(measure: Measure | None, x: Any, limit: Any) -> Any:
     return x
 
 
-def _forward(measure: Measure | None, x: Any, limit: Any) -> tuple[Any, Any]:
-    # The backward pass needs no activation, so x is not kept for it.
-    return x, limit
-
-
 def _backward(measure: Measure | None, limit: Any, cotangent: Any) -> Any:
     if is_weighted.value:
         raise ValueError(
@@ -218,7 +213,8 @@ def _backward(measure: Measure | None, limit: Any, cotangent: Any) -> Any:
     return clipped, jax.tree.map(jnp.zeros_like, limit)
 
 
-_clipped.defvjp(_forward, _backward)
+# The backward pass needs no activation, so x is not kept for it.
+_clipped.defvjp(lambda _, x, limit: (x, limit), _backward)
 
 
 # A JVP that is linear in the tangent, which JAX transposes for reverse mode. For a

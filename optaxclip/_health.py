@@ -254,7 +254,7 @@ def _cosine(dot: Any, one: Any, two: Any) -> jax.Array:
 
 
 def _of_values(norms: Norms, tree: Any) -> dict[str, list[Any]]:
-    zeros, small, broken, sizes = [], [], [], []
+    counts, sizes = {name: list[Any]() for name in OF_VALUES}, []
     for x, leaf in zip(jax.tree.leaves(tree), norms.leaves):
         x = jnp.abs(x) if jnp.iscomplexobj(x) else x
         info = jnp.finfo(x.dtype)
@@ -263,17 +263,15 @@ def _of_values(norms: Norms, tree: Any) -> dict[str, list[Any]]:
         bits = lax.bitcast_convert_type(x, unsigned)
         bits = bits & unsigned.type(2 ** (info.bits - 1) - 1)
         normal = np.asarray(info.tiny, x.dtype).view(unsigned)
-        zeros.append((bits == 0).astype(jnp.float32))
-        is_small = (bits > 0) & (bits < normal)
-        small.append(is_small.astype(jnp.float32))
-        broken.append((~jnp.isfinite(x)).astype(jnp.float32))
+        each = bits == 0, (bits > 0) & (bits < normal), ~jnp.isfinite(x)
+        for own, is_one in zip(counts.values(), each):
+            own.append(is_one.astype(jnp.float32))
         sizes.append(x.size * mesh.axes_size(leaf.split.summed))
-    shares = []
-    for each in (zeros, small):
-        pairs = zip(_sums(norms, each), sizes)
+    found = {name: _sums(norms, own) for name, own in counts.items()}
+    for name in ("zeros", "subnormals"):
         # Of the layers of a stacked leaf each has its part of the elements.
-        shares.append([x * (x.size / size) for x, size in pairs])
-    return dict(zip(OF_VALUES, [*shares, _sums(norms, broken)]))
+        found[name] = [x * (x.size / n) for x, n in zip(found[name], sizes)]
+    return found
 
 
 def _entropies(norms: Norms, tree: Any) -> list[jax.Array]:

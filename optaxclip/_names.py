@@ -78,7 +78,6 @@ _MORE = {
 FUNCTIONS = {
     "agc": "adaptive_grad_clip",
     "apply_if_finite": "skip_nonfinite",
-    "chain": "clip_by_global_norm(1.0) in optax.chain",
     "clip_by_norm": "clip_by_tensor_norm, or dropin.tensorflow_style.clip_by_norm",
     "clip_grad_norm": "clip_grads(grads, max_norm), or dropin.torch_style",
     "clip_grad_value": "clip_by_value, or dropin.torch_style.clip_grad_value",

@@ -31,8 +31,7 @@ from ._mesh import has_types, manual_axes
 from ._norms import GlobalNorm, global_norm
 from ._state import ClipState
 from ._trees import clipped_leaves, name, put_back
-from .rules._limits import Limit
-from .rules._rule import is_rule
+from .rules._limits import Limit, rule_without_params
 
 # What to do about an optimizer that is refused.
 HINT = "Clippers are given as max_norm, or as layer_clip, and not within the optimizer."
@@ -286,9 +285,7 @@ def release(
             f"release: delayed={delayed!r} needs max_norm, got {max_norm!r}, and "
             f"layer_clip, got {layer_clip!r}, which holds the spike that it lets pass."
         )
-    if is_rule(max_norm) and max_norm.needs_params:
-        must = "max_norm must not need the norm of weights"
-        raise ValueError(f"release: {must}, got {max_norm!r}.")
+    rule_without_params(max_norm, "release: max_norm")
     clip = None
     if max_norm is not None:
         options: dict[str, Any] = {"call": "release", "name": "max_norm"}

@@ -493,8 +493,7 @@ class Form:
 
     def counts(self) -> list[int]:
         """The layers of each name, 0 for a number."""
-        parts = self.names or ()
-        return [len(x or ()) for part in parts for x in part.values()]
+        return [len(x or ()) for part in self.names or () for x in part.values()]
 
     # An open form equals any other.
     def __hash__(self) -> int:

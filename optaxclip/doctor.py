@@ -35,7 +35,6 @@ import numpy as np
 from ._health import OF_VALUES, OF_WEIGHTS
 from ._names import with_our_names
 from .replay import _read as logs
-from .replay._read import Rows, is_empty, is_number, listed
 
 __all__ = ["Finding", "diagnose"]
 
@@ -131,7 +130,7 @@ Key = tuple[int, str, str, tuple[str, ...]]
 Log = dict[Key, Series]
 
 
-def diagnose(log: str | Path | Rows) -> list[Finding]:
+def diagnose(log: str | Path | logs.Rows) -> list[Finding]:
     """Names the causes that a log shows, the earliest first.
 
     Args:
@@ -160,7 +159,7 @@ def diagnose(log: str | Path | Rows) -> list[Finding]:
     return _findings(_read(log))
 
 
-def _read(rows: Rows) -> Log:
+def _read(rows: logs.Rows) -> Log:
     found: dict[Key, list[tuple[int, int, list[float]]]] = {}
     part, last = 0, -math.inf
     for number, row in enumerate(rows):
@@ -168,29 +167,30 @@ def _read(rows: Rows) -> Log:
         step = number if known is None else known
         part += step < last
         last = step
-        together: dict[tuple[str, str, bool], dict[str, Any]] = {}
+        together: dict[tuple[str, str, bool], dict[str, float]] = {}
         logged = set()
         for column, entry in logs.entries_of(row):
             match = matched(column)
             who, sign, name = match.groups() if match else (column, "", column)
-            if is_number(entry):
+            # JSON has no NaN: what is empty beside others was not finite.
+            value = math.nan
+            if logs.is_number(entry):
+                value = float(entry)
                 logged.add(who)
-            elif not is_empty(entry):
+            elif not logs.is_empty(entry):
                 continue
             # A summary has no name.
             own = together.setdefault((who, sign, name is None), {})
-            own[name or "the tensor"] = entry
+            own[name or "the tensor"] = value
         for (who, sign, _), own in together.items():
             if who in logged:
-                # JSON has no NaN: what is empty beside others was not finite.
-                values = [math.nan if is_empty(x) else float(x) for x in own.values()]
-                line = number, step, values
+                line = number, step, [*own.values()]
                 found.setdefault((part, who, sign, tuple(own)), []).append(line)
     if not any(sign for _, _, sign, _ in found):
         columns = list(dict.fromkeys(who for _, who, _, _ in found))
         raise ValueError(
             "there must be numbers of record_health, such as 'health/norm/w', got the "
-            f"columns {listed(columns)}. Put optaxclip.record_health() into the "
+            f"columns {logs.listed(columns)}. Put optaxclip.record_health() into the "
             "optimizer, and log metrics(state)."
         )
     log = {}
@@ -232,11 +232,10 @@ def _finding(cause: str, series: Series) -> tuple[int, Finding] | None:
     padded = np.pad(which, 1)
     beside = (padded[:-2] | padded[2:]) & ~which
     value = float(series.numbers[row][which].max())
-    few = [listed(series.names[x].tolist()) or "none" for x in (which, beside)]
+    few = [logs.listed(series.names[x].tolist()) or "none" for x in (which, beside)]
     text = evidence.format(value, *few)
-    step = int(series.steps[row])
-    finding = Finding(cause, step, value, limit, text, page, advice)
-    return int(series.rows[row]), finding
+    own = cause, int(series.steps[row]), value, limit, text, page, advice
+    return int(series.rows[row]), Finding(*own)
 
 
 def _series(log: Log) -> Iterator[tuple[str, Series]]:
@@ -334,8 +333,7 @@ def _draw(log: Log, findings: list[Finding], path: Path) -> None:
         if sign == "norm":
             axis.semilogy(own.steps, own.total().numbers, linewidth=0.8, label=who)
     for number, each in enumerate(findings):
-        color = f"C{number + 2}"
-        axis.axvline(each.step, color=color, linestyle=":", label=each.cause)
+        axis.axvline(each.step, color=f"C{number + 2}", ls=":", label=each.cause)
     axis.set(xlabel="step", ylabel="norm")
     axis.legend()
     axis.figure.savefig(path, dpi=120)

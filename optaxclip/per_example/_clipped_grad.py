@@ -390,10 +390,9 @@ def _ghost_of(problem: Problem) -> tuple[Ghost | None, str]:
         return ghost_of(problem), ""
     except CannotSplit:
         return None, (
-            "a loss with refs (jax.new_ref), with random numbers beside parameters "
-            "that are not of threefry keys, with symbolic_zeros in a rule for them, "
-            "with a hundred operations on them in a row, or with a convolution whose "
-            "kernel depends on the example"
+            "a loss with refs (jax.new_ref), random numbers beside parameters that are "
+            "not of threefry keys, symbolic_zeros in a rule for them, a hundred "
+            "operations on them in a row, or a kernel that depends on the example"
         )
 
 

@@ -151,9 +151,8 @@ class Question(NamedTuple):
                         f"{self.call}: the loss of one example has a {name} over "
                         f"{listed(joined)}. Over axes that split the batch gather "
                         "parameters before the call, and add up gradients after it. "
-                        "Over others, without types (pmap, check_vma=False), "
-                        "mesh_axes='auto' cannot tell how parameters are split: name "
-                        "mesh axes, or give None if each device has all parameters."
+                        "In pmap and with check_vma=False mesh_axes='auto' knows no "
+                        "others: name them, or give None if nothing else is split."
                     )
 
     def _listed(self, role: str, count: int) -> list[int]:

@@ -47,20 +47,6 @@ def test_a_clipped_index_has_the_gradient_of_its_row():
     np.testing.assert_allclose(found.norms, [2 * np.sqrt(86.0)], rtol=1e-6)
 
 
-@pytest.mark.parametrize("method", ["ghost", "one_pass"])
-def test_an_index_beyond_31_bits_is_that_of_the_last_row(method):
-    index = jnp.array([[2**32 - 1], [2**31]], jnp.uint32)
-    for read in (
-        lambda table, i: jnp.take(table, i, axis=0, mode="clip"),
-        lambda table, i: lax.dynamic_slice(table, (i[0], jnp.uint32(0)), (1, 2)),
-    ):
-        grad = clipped_grad(
-            lambda table, i, read=read: jnp.sum(read(table, i)), None, method=method
-        )
-        found = grad(jnp.array(TABLE), index)
-        np.testing.assert_array_equal(found.grads, [[0, 0], [0, 0], [1, 1]])
-
-
 @pytest.mark.parametrize("rows", [1, 2])
 def test_a_slice_beyond_the_table_has_the_gradient_of_the_last_rows(rows):
     def loss(table, index):

@@ -43,7 +43,6 @@ MOVES = ("broadcast_in_dim", "expand_dims", "reshape", "rev", "squeeze")
 WIDENED = {*KEEPS, *MOVES, "add", "add_any", "sub", "mul", "div", "neg", "concatenate"}
 WIDENED |= {"transpose", "dynamic_slice", "gather", "pad", "select_n", "reduce_sum"}
 WIDENED |= {"slice", "split", "conv_general_dilated", "dot_general"}
-MOST = 100  # operations on parameters alone, one after the other
 Flags = list[bool]
 Loops = tuple[int, ...]  # the lengths of scans, outermost first
 
@@ -245,7 +244,8 @@ def _made(eqn: Any, ins: list[Origin], by: frozenset[int]) -> list[Origin]:
     """The origins of the outputs of an equation without data."""
     loops = NONE.union(*(origin.loops for origin in ins))
     depth = 1 + max((origin.depth for origin in ins), default=0)
-    if depth > MOST:
+    # Python would call all of them in one another.
+    if depth > 100:
         raise CannotSplit
 
     def outs(made: dict[Any, Any]) -> list[Any]:

@@ -236,7 +236,8 @@ def _gather(use: Use) -> Form | None:
     drops = use.eqn.params["mode"] != lax.GatherScatterMode.CLIP
 
     def split(inputs: list[Array], cotangent: Array) -> Pair:
-        index = _as_int32(inputs[0].reshape(1, sizes[0]))
+        # A uint8 of 256, the number of rows, would be 0.
+        index = inputs[0].reshape(1, sizes[0]).astype(jnp.int32)
         c = jnp.transpose(cotangent, (*free, *offsets))
         c = c.reshape(1, sizes[0], sizes[2])
         within = (index >= 0) & (index < shape[0])
@@ -256,18 +257,11 @@ def _slice_of_rows(use: Use) -> Form | None:
 
     def split(inputs: list[Array], cotangent: Array) -> Pair:
         # A slice that would end beyond the table is moved, and so is its derivative.
-        start = jnp.clip(_as_int32(inputs[0]), 0, shape[0] - slices[0])
+        start = jnp.clip(inputs[0].astype(jnp.int32), 0, shape[0] - slices[0])
         index = start + jnp.arange(slices[0], dtype=jnp.int32)
         return index[None], cotangent.reshape(1, sizes[0], sizes[2])
 
     return Form((), (0,), range(1, len(shape)), sizes, split)
-
-
-def _as_int32(index: Array) -> Array:
-    """The numbers of rows. A uint8 of 256, the number of all rows, would be 0."""
-    if index.dtype == jnp.uint32:
-        index = jnp.minimum(index, jnp.uint32(2**31 - 1))
-    return index.astype(jnp.int32)
 
 
 def _convolution(use: Use) -> Form | None:
