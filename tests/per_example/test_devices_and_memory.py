@@ -105,9 +105,6 @@ def test_kernels_of_a_split_batch_are_right_or_refused(call):
 KERNELS_BY_EXAMPLE = {
     "rule": lambda kernel, image: optaxclip.clip_cotangent(kernel, max_norm=1.0),
     "data": lambda kernel, image: kernel * (1 + jnp.tanh(jnp.mean(image))),
-    "chosen": lambda kernel, image: lax.cond(
-        image[0, 0, 0] > 0, lambda: kernel, lambda: 2 * kernel
-    ),
 }
 
 

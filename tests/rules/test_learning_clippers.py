@@ -236,8 +236,6 @@ DECAYS = {
     "spam": lambda decay: optaxclip.spam(threshold=2.0, decay=decay, warmup=0),
     "ema": lambda decay: by_tensor(rules.ema(decay)),
     "ema_ratio": lambda decay: by_tensor(rules.ema_ratio(1.2, decay)),
-    "ema_band": lambda decay: by_tensor(rules.ema_band(decay)),
-    "log_z_score": lambda decay: by_tensor(rules.log_z_score(0.5, decay)),
     "moments_ratio": lambda decay: by_tensor(rules.moments_ratio(decay)),
 }
 

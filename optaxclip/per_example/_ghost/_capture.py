@@ -190,18 +190,18 @@ def _split(
                 table[id(atom)] = DATA
 
     flows, _ = _jaxpr.backward_through(jaxpr, wanted)
-    for eqn, (comes, goes) in zip(jaxpr.eqns, flows):
+    convolved = list(map(_jaxpr.has_convolution, jaxpr.eqns))
+    for eqn, convolves, (comes, goes) in zip(jaxpr.eqns, convolved, flows):
         ins = list(map(origin_of, eqn.invars, goes))
         by = NONE.union(*(origin.by for origin in ins))
         is_data = any(origin.is_data for origin in ins)
         is_use = bool(by) and (is_data or _jaxpr.has_backward_rule(eqn))
         name, inner, use = eqn.primitive.name, None, None
         outs = [DATA] * len(eqn.outvars)
-        convolves = is_data and _jaxpr.has_convolution(eqn)
         if (by or convolves) and name in CALLS:
             inner = _split(_jaxpr.body_of(eqn), ins, comes, loops, is_call=True)
             outs = inner.outs
-        elif (is_use or convolves) and name == "scan":
+        elif (is_use or (is_data and convolves)) and name == "scan":
             # What it carries is data, since it differs from turn to turn.
             first, carried = _jaxpr.counts_of_scan(eqn)
             carry = slice(first, first + carried)
