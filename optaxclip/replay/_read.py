@@ -61,7 +61,8 @@ def read_history(path: str | Path, column: str | None = None) -> np.ndarray:
       column: the name to read. None takes what `metrics` and loggers call the norm:
         clip/norm_before, grad_norm, train/grad_norm, norm and the like. Where steps
         were skipped with the clipper, it takes skip/norm, which has the norms of
-        those too. Steps without an entry are left out.
+        those too. Steps without an entry are left out, and so is a last line of JSON
+        that is cut off, with a warning.
 
     Returns:
       The norms, float64[steps].
