@@ -337,9 +337,8 @@ def _checked_memory(rule: Rule, norm: jax.Array, memory: Any, argument: str) -> 
 
 
 def _form(tree: Any) -> Any:
-    if not jax.tree.leaves(tree):
-        return "nothing"
-    return jax.tree.map(lambda x: f"{x.dtype}{list(x.shape)}", tree)
+    forms = jax.tree.map(lambda x: f"{x.dtype}{list(x.shape)}", tree)
+    return forms if jax.tree.leaves(tree) else "nothing"
 
 
 # ----------------------------------------------------------------------- 3. shrink

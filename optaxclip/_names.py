@@ -85,7 +85,6 @@ FUNCTIONS = {
     "clip_gradient": "clip_cotangent",
     "clip_gradients_by_norm": "clip_by_tensor_norm",
     "clip_norm": "clip_by_global_norm",
-    "gradient_clipping": "clip_by_global_norm",
     "muon_clip": "qk_clip",
     "skip_nan": "skip_nonfinite",
     "unitwise_clip": "clip_by_unitwise_norm",

@@ -40,10 +40,12 @@ def on_each_device(run: Callable[[Problem], Found], problem: Problem) -> Found:
     params = [_spec_of(x) for x in jax.tree.leaves(problem.params)]
     batch = [_spec_of(x) for x in jax.tree.leaves(problem.batch)]
     over = next(filter(None, [names_in(spec[0]) for spec in batch]), ())
+    theirs = _names(*params, *[spec[1:] for spec in batch]).difference(over)
+    manual = set(mesh.explicit_axes) - theirs
     # To shard_map an empty set means all axes.
-    if not over:
+    if not manual:
         return run(problem)
-    manual, split = set(over), P(over)
+    split = P(over or None)
     by_example = jax.tree.map(lambda _: split, (problem.batch, problem.present))
     specs = jax.tree.map(lambda _: P(), arrays)
     specs = specs._replace(batch=by_example[0], present=by_example[1])
@@ -54,7 +56,7 @@ def on_each_device(run: Callable[[Problem], Found], problem: Problem) -> Found:
         return jax.reshard(x, NamedSharding(mesh, P(*spec, *kept[len(spec) :])))
 
     # JAX 0.10.2 has no psum_scatter of what further Explicit axes split.
-    parts = [P() if _names(spec).difference(over) else spec for spec in params]
+    parts = [P() if theirs & _names(spec) else spec for spec in params]
     devices = math.prod(mesh.shape[name] for name in over)
 
     def on_device(arrays: Problem) -> Found:

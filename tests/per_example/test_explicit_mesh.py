@@ -53,19 +53,6 @@ def exact():
     return np.where(IS_REAL, norms, 0), factors, means
 
 
-def test_members_of_an_ensemble_may_be_split_along_another_axis():
-    members, batch = normal(4, 2, 8), normal(5, 8, 8)
-
-    def clipped(w, x):
-        grad = clipped_grad(lambda w, x: jnp.sum(jnp.sin(w * x)), 1.0)
-        return jax.vmap(lambda w: grad(w, x).grads)(w)
-
-    with jax.set_mesh(MESH):
-        split = jax.device_put(members, P("x")), jax.device_put(batch, P("y"))
-        found = jax.jit(clipped)(*split)
-    np.testing.assert_allclose(found, clipped(members, batch), rtol=1e-5, atol=1e-6)
-
-
 def placed(tree, spec):
     return jax.device_put(tree, NamedSharding(MESH, spec))
 
