@@ -166,9 +166,7 @@ def record_health(
     ) -> tuple[Any, HealthState]:
         check_state(CALL, state, HealthState)
         tree = clipped_leaves(updates, CALL)
-        beside = None
-        if weights:
-            beside = weights_of(CALL, tree, params)
+        beside = weights_of(CALL, tree, params) if weights else None
         return updates, _after_step(options, tree, state, beside)
 
     return optax.GradientTransformationExtraArgs(init, update)
@@ -276,13 +274,13 @@ def _of_values(norms: Norms, tree: Any) -> dict[str, list[Any]]:
 
 def _entropies(norms: Norms, tree: Any) -> list[jax.Array]:
     found = []
-    leaves = jax.tree.leaves(tree)
-    for x, leaf, norm in zip(leaves, norms.leaves, norms.each):
-        layers = ()
-        if leaf.dims is not None:
-            layers = trees.other_axes(leaf.dims, x.ndim)
+    for x, leaf, norm in zip(jax.tree.leaves(tree), norms.leaves, norms.each):
+        layers = () if leaf.dims is None else trees.other_axes(leaf.dims, x.ndim)
         own = jnp.moveaxis(x, layers, range(len(layers)))
-        if own.ndim - len(layers) < 2:
+        # An Explicit mesh may split layers, but no matrix.
+        own = mesh.resharded(own, jax.typeof(own).sharding.spec[: len(layers)])
+        # Of one singular value there is no entropy, as of a vector.
+        if own.ndim - len(layers) < 2 or min(own.shape[-2:]) == 1:
             found.append(jnp.ones_like(norm))
             continue
         rows, columns = (-(-size // SAMPLE) for size in own.shape[-2:])

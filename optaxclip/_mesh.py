@@ -465,6 +465,8 @@ def check_replicated(tree: Any, mesh_axes: str | tuple[str, ...]) -> jax.Array:
 
 
 def _bits(leaf: jax.Array) -> jax.Array:
+    if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+        leaf = jax.random.key_data(leaf)
     # bitcast_convert_type takes neither bool nor complex numbers.
     if leaf.dtype == bool:
         return leaf.astype(jnp.uint8)

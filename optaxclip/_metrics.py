@@ -278,7 +278,9 @@ def _clip_rows(
     if not names:
         return
     if quantiles:
-        found = jnp.nanquantile(state.norm, np.array(quantiles))
+        # Of inf and a weight of 0 it would be NaN.
+        norms = jnp.minimum(state.norm, jnp.finfo(state.norm.dtype).max)
+        found = jnp.nanquantile(norms, np.array(quantiles))
         for share, value in zip(quantiles, found):
             yield "norm_quantile", f"{share:g}", value
     rows = _numbers_of_names(counts, summary, state._replace(names=(), memory=()))

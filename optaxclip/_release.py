@@ -106,13 +106,14 @@ class Released:
             return *loop, *self.layer_clip.update(grads, state.clips["rest"], others)
 
         stack = weights, clips, state.layers
-        clip, norm = state.clip, None
+        clip, numbers = state.clip, {}
         if self.delayed:
-            norm = clip.norm
+            # A rule has learnt from this norm already, and would give another limit.
+            numbers = {"grad_norm": clip.norm, "limit": clip.limit}
         elif self.clip:
             norms, _, grads, _ = backward(norms, stack)
-            norm = global_norm((norms, grads))
-        by = clip, norm
+            numbers = {"grad_norm": global_norm((norms, grads))}
+        by = clip, numbers
         norms, stack, grads, rest_clip = backward(norms, stack, by)
         if self.clip:
             norm = global_norm((norms, grads))
@@ -153,7 +154,7 @@ class Released:
     ) -> Any:
         """Goes through the layers, the last one first.
 
-        `by` is the state of the clip of everything, and the norm that it takes. None
+        `by` is the state of the clip of everything, and the numbers that it takes. None
         only measures.
         """
         count = _count(layers)
@@ -184,9 +185,9 @@ class Released:
     def _update(self, by: Any, grads: Any, moments: Any, own: Any) -> Any:
         """New weights, of a layer or of the rest, and the optimizer's state."""
         if self.clip:
-            clip, norm = by
+            clip, numbers = by
             # The norm of everything, in the place of that of these gradients.
-            grads, _ = self.clip.update(grads, clip, grad_norm=norm)
+            grads, _ = self.clip.update(grads, clip, **numbers)
         updates, moments = self.optimizer.update(grads, moments, own)
         return optax.apply_updates(own, updates), moments
 

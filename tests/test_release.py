@@ -218,6 +218,25 @@ def test_a_delayed_factor_is_that_of_the_step_before():
         np.testing.assert_allclose(state.clip.norm, norm(each_tensor(grads)), 1e-9)
 
 
+def test_a_delayed_factor_is_that_which_was_reported():
+    parts = (
+        lambda rest, x: rest,
+        lambda weights, h, x: h + weights,
+        lambda rest, h, x: jnp.sum(h * x),
+    )
+    rule = optaxclip.rules.windowed_mean(3.0, 4)
+    options = {"max_norm": rule, "layer_clip": optax.identity(), "delayed": True}
+    trainer = optaxclip.release(*parts, optax.sgd(1.0), **options)
+    params, reported = (jnp.zeros((1, 1)), jnp.zeros(1)), 1.0
+    state, step = trainer.init(params), jax.jit(trainer.step)
+    for x in (1.0, 1.01, 0.99, 1.0, 50.0, 1.0, 1.0):
+        new, state, _ = step(params, state, jnp.array([x]))
+        applied = float(params[0][0, 0] - new[0][0, 0]) / x
+        np.testing.assert_allclose(applied, reported, rtol=1e-4)
+        params, reported = new, float(state.clip.factor)
+        assert x != 50 or reported < 0.1
+
+
 def test_a_rule_learns_from_the_norm_of_everything():
     rule = optaxclip.rules.windowed_quantile(0.3, 3)
     history, sgd = [], optax.sgd(0.5)

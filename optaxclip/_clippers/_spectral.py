@@ -212,8 +212,9 @@ class SpectralNorm(NamedTuple):
     @partial(jax.jit, static_argnums=0)
     def __call__(self, tree: Any) -> Any:
         leaves, groups = jax.tree.leaves(tree), self.groups(tree)
-        # That of a vector is its L2 norm.
-        norms = tensor_norm(tree, stacked=self.stacked)
+        # That of a vector is its L2 norm. Devices may hold different layers.
+        axes = "auto" if self.stacked is None else None
+        norms = tensor_norm(tree, stacked=self.stacked, mesh_axes=axes)
         norms, treedef = jax.tree.flatten(norms)
         for group, numbers in groups.items():
             x = group.matrices([leaves[number] for number in numbers])

@@ -348,6 +348,19 @@ def test_limits_may_differ_between_devices_that_share_a_matrix(method):
         assert error(own, expected(x, limit)) <= 4e-6 * limit
 
 
+@both
+def test_devices_may_hold_different_layers(method):
+    x = jnp.stack([matrix((8, 6), 3.0 + number) for number in range(4)])
+    clipper = clip_by_spectral_norm(1.0, method=method, stacked=1)
+
+    def own(x):
+        return clipper.update(x, clipper.init(x))[0]
+
+    mesh = jax.make_mesh((2,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
+    split = jax.shard_map(own, mesh=mesh, in_specs=P("x"), out_specs=P("x"))
+    np.testing.assert_allclose(jax.jit(split)(x), own(x), atol=1e-6)
+
+
 @pytest.mark.parametrize(
     ("method", "shape", "columns", "folded"),
     [

@@ -142,6 +142,7 @@ def test_the_summary_is_the_largest_of_all_tensors():
 
 def test_the_entropy_is_that_of_a_sample():
     grads = {"w": array((200, 130)), "conv": array((2, 3, 8, 5)), "b": array((4,))}
+    grads["head"] = array((4, 1))
     recorder = optaxclip.record_health(weights=False, entropy_every=1)
     found = found_in(recorded(recorder, grads, grads))
     sample = grads["w"][::4, ::3]
@@ -149,7 +150,7 @@ def test_the_entropy_is_that_of_a_sample():
     assert found["health/entropy/w"] == pytest.approx(entropy_of(sample), rel=1e-5)
     conv = [entropy_of(x) for x in grads["conv"].reshape(6, 8, 5)]
     assert found["health/entropy/conv"] == pytest.approx(np.mean(conv), rel=1e-5)
-    assert found["health/entropy/b"] == 1
+    assert found["health/entropy/b"] == found["health/entropy/head"] == 1
     one_direction = np.outer(np.ones(6), np.arange(4.0)).astype(np.float32)
     found = found_in(recorded(recorder, one_direction, one_direction))
     assert found["health/entropy"] == pytest.approx(0, abs=1e-5)
@@ -225,7 +226,9 @@ def test_signs_are_those_of_all_devices_in_shard_map(typed):
 def test_signs_are_those_of_all_devices_under_jit(kind):
     mesh = mesh_of(kind)
     place = {name: NamedSharding(mesh, spec) for name, spec in SPECS.items()}
-    recorder = optaxclip.record_health(stacked=STACKED, embeddings="split", patience=1)
+    options = {"embeddings": "split", "patience": 1, "entropy_every": 1}
+    recorder = optaxclip.record_health(stacked=STACKED, **options)
+    alone = recorder.update(GRADS, recorder.init(PARAMS), PARAMS)[1].signs["entropy"]
     with jax.set_mesh(mesh):
         grads, params = jax.device_put((GRADS, PARAMS), (place, place))
 
@@ -235,6 +238,7 @@ def test_signs_are_those_of_all_devices_under_jit(kind):
         scan = jax.jit(lambda state: lax.scan(step, state, None, 2)[0])
         state = scan(recorder.init(params))
     assert_as_numpy(state)
+    np.testing.assert_allclose(state.signs["entropy"], alone, rtol=1e-5)
     assert found_in(state)["health/dead_rows/split"] == 1 / 8
 
 

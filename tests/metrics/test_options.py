@@ -74,5 +74,12 @@ def test_quantiles_are_those_of_numpy():
             np.testing.assert_allclose(
                 found[f"clip/norm_quantile/{share}"], wanted, rtol=1e-6
             )
+    # An infinite norm takes part as the largest number.
+    state = state._replace(norm=state.norm.at[3].set(jnp.inf))
+    found = optaxclip.metrics(state, quantiles=(0.5, 1.0))
+    norms[3] = np.finfo(np.float32).max
+    for share in (0.5, 1.0):
+        wanted = np.quantile(np.float32(norms), share)
+        np.testing.assert_allclose(found[f"clip/norm_quantile/{share:g}"], wanted)
     with pytest.raises(ValueError, match=r"^metrics: quantiles must be at most 1"):
         optaxclip.metrics(state, quantiles=(50,))

@@ -197,6 +197,7 @@ SAME = {
     "flag": (jnp.array(True), jnp.array(False)),
     "float": (jnp.float32(0.1), np.nextafter(np.float32(0.1), np.float32(1))),
     "int": (jnp.int32(-3), jnp.int32(-4)),
+    "key": (jax.random.key(1), jax.random.key(2)),
     "nan": (jnp.float32(jnp.nan), jnp.float32(1)),
 }
 

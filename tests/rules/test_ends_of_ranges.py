@@ -120,12 +120,6 @@ def test_clippers_with_a_decay_of_0_zero_no_update():
         assert all(scanned(clipper, jnp.float32(FALLING)[:, None])[1] > 0)
 
 
-def test_a_rate_of_0_in_one_step_is_over_after_it():
-    rate = jnp.array([1.5, 1.5, 0.0, 1.5, 1.5])
-    found = limits(rules.growth(lambda step: rate[step]), np.ones(5))
-    np.testing.assert_array_equal(found, [np.inf, 1.5, 0.0, 1.5, 1.5])
-
-
 def off_at_first(step):
     return jnp.where(step < 4, 0.0, 2.0)
 
