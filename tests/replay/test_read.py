@@ -70,10 +70,7 @@ TEXT = "must be a text file in UTF-8, .npy or .npz, also in gzip"
         ("step,grad_norm\n", "must hold numbers, got 0 rows without"),
         ("[]", "must hold numbers, got 0 rows without"),
         ("a,grad_norm\n,\n,\n", "must hold numbers, got 2 rows without"),
-        (
-            "step,grad_norm\n0,N/A\n",
-            "no column .* There are 'step'. Choose one with co",
-        ),
+        ("step,grad_norm\n0,N/A\n", "There are 'step'. Choose one with column='NAME'"),
         ("step,grad_norm\n0,\n1, \n", "no column of numbers has .* There are 'step'"),
         ("norm\n1.0\nhigh\n", "the column 'norm' must hold numbers: .*: 'high'"),
         ("step;norm\n0;1\n1;1,5\n", "the column 'norm' must hold numbers: .*'1,5'"),

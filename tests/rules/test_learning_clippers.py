@@ -251,7 +251,7 @@ def test_a_broken_step_leaves_no_trace_in_the_derivative_by_a_decay(name, broken
         return jnp.nansum(jnp.where(jnp.isfinite(norms), updates[:, 0], 0))
 
     found = slope(0.9, jnp.array([1.0, 2.0, broken, 30.0, 3.0]))
-    assert np.isfinite(found) and found == slope(0.9, jnp.array([1.0, 2.0, 30.0, 3.0]))
+    assert found == slope(0.9, jnp.array([1.0, 2.0, 30.0, 3.0])) != 0
 
 
 @pytest.mark.parametrize("name", METHODS)
