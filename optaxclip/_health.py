@@ -261,6 +261,7 @@ def _of_values(norms: Norms, tree: Any) -> dict[str, list[Any]]:
         bits = lax.bitcast_convert_type(x, unsigned)
         bits = bits & unsigned.type(2 ** (info.bits - 1) - 1)
         normal = np.asarray(info.tiny, x.dtype).view(unsigned)
+        # In the order of OF_VALUES.
         each = bits == 0, (bits > 0) & (bits < normal), ~jnp.isfinite(x)
         for own, is_one in zip(counts.values(), each):
             own.append(is_one.astype(jnp.float32))

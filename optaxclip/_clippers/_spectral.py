@@ -303,12 +303,12 @@ def _clipped(settings: Any, tree: Any, scaled: Any, state: ClipState) -> Any:
         own = [by_name[names[number]] for number in numbers]
         # The norms and limits that the kernel found, [leaves, *layers, 1, 1].
         sizes = *x.shape[:-2], 1, 1
-        pairs = zip(*[(entry.norm, entry.limit) for entry in own])
-        norm, limit = (jnp.stack(each).reshape(sizes) for each in pairs)
+        norm = jnp.stack([entry.norm for entry in own]).reshape(sizes)
+        limit = jnp.stack([entry.limit for entry in own]).reshape(sizes)
         x, unit = _divided(x, norm)
         usual = jnp.isfinite(norm) & jnp.isfinite(limit) & (norm > 0)
-        known = (jnp.where(usual, each, 1.0) for each in (norm, limit))
-        norm, limit = (each.astype(x.real.dtype) for each in known)
+        norm = jnp.where(usual, norm, 1.0).astype(x.real.dtype)
+        limit = jnp.where(usual, limit, 1.0).astype(x.real.dtype)
         if measure.method == "svd":
             u, s, v = jnp.linalg.svd(x, full_matrices=False)
             long = s[..., None, :] * unit

@@ -391,8 +391,8 @@ def _ghost_of(problem: Problem) -> tuple[Ghost | None, str]:
     except CannotSplit:
         return None, (
             "a loss with refs (jax.new_ref), random numbers beside parameters that are "
-            "not of threefry keys, symbolic_zeros in a rule for them, a hundred "
-            "operations on them in a row, or a kernel that depends on the example"
+            "not of threefry keys, symbolic_zeros in a rule for them, 100 operations "
+            "on them in a row, or a convolution whose kernel depends on the example"
         )
 
 
