@@ -246,7 +246,10 @@ def check_shrunk(call: str, value: Any, norm: jax.Array) -> None:
 
 
 def check_schedule(argument: str, function: Callable[..., Any], hint: str = "") -> None:
-    """Refuses a function that cannot be called with a step alone."""
+    """Refuses a shrink, and a function that cannot be called with a step alone."""
+    # Such as `smooth`, which can be called with one number.
+    if getattr(function, "__module__", None) == "optaxclip.shrinks":
+        raise TypeError(f"{argument} must be a limit, got a shrink: set shrink=.")
     must = f"{argument}: a schedule must take the step alone"
     check_takes(must, function, 1, hint)
 

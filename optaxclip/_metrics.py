@@ -290,7 +290,7 @@ def _clip_rows(
         ratios = np.ravel(_ratio(state.norm, state.limit))
         # NaN is the largest to NumPy, and so the furthest above its limit.
         order = np.argsort(np.maximum.reduceat(ratios, starts))
-        places = order[::-1][:top]
+        places = order[::-1][: int(top)]
     for place in places:
         numbers = rows[place]
         for name in (name for name in NAMES if name in numbers):

@@ -18,7 +18,6 @@ from jax import Array
 from jax.typing import ArrayLike
 
 from .. import _checks as checks
-from ..shrinks import is_ours
 from ._memory import count_up, multiple
 from ._rule import Number, Rule, Schedule, at_step, further_norms, is_rule, number
 
@@ -89,8 +88,6 @@ def rule_of(limit: Any, argument: str) -> Rule:
     # `clip_by_global_norm(rules.growth)`, without parentheses.
     if isinstance(limit, type) and issubclass(limit, Rule):
         return limit()
-    if callable(limit) and is_ours(limit):
-        raise TypeError(f"{argument} must be a limit, got a shrink: set shrink=.")
     # Checked once, under the clipper's name, which begins the error then.
     return CONSTANT.unflatten([checked_limit(argument, limit)])
 

@@ -52,7 +52,7 @@ def test_top_names_the_tensors_that_are_furthest_above_their_limits():
     limits = {"a": 1.0, "b": 1.0, "c": 1.0, "d": 1000.0}
     grads = {name: jnp.array([norm]) for name, norm in norms.items()}
     _, state = apply(optaxclip.clip_by_tensor_norm(limits), grads)
-    found = optaxclip.metrics(state, only="norm_before", top=2, floats=True)
+    found = optaxclip.metrics(state, only="norm_before", top=2.0, floats=True)
     assert found == {"clip/norm_before/b": 50.0, "clip/norm_before/a": 5.0}
     with pytest.raises(ValueError, match=r"^metrics: top must be at least 1, got 0"):
         optaxclip.metrics(state, top=0)
