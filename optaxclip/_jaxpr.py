@@ -41,6 +41,20 @@ has_convolution = partial(runs, "conv_general_dilated")
 has_backward_rule = partial(runs, "custom_vjp_call")
 
 
+def has_groups(eqn: Any) -> bool:
+    """Whether an equation has a convolution of several groups, with more than one
+    channel in each: not one that is depthwise.
+    """
+    for each in every_equation(eqn):
+        groups = each.params.get("feature_group_count", 1)
+        if groups > 1:
+            outputs, inputs, *_ = each.params["dimension_numbers"].rhs_spec
+            kernel = each.invars[1].aval.shape
+            if kernel[inputs] > 1 or kernel[outputs] > groups:
+                return True
+    return False
+
+
 def asks_what_moves(eqn: Any) -> bool:
     """Whether a rule in an equation looks at which of its inputs have a derivative."""
     return any(x.params.get("symbolic_zeros") is True for x in every_equation(eqn))

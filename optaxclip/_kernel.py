@@ -234,7 +234,7 @@ def _ask(
             # measured. XLA drops them elsewhere.
             for i in group.numbers:
                 further = further_norms(rule, weights[i], total)
-                limits.append(ask(rule, each[i], memory, state.step, *further)[0])
+                limits.append(ask(of_norm[i], each[i], memory, state.step, *further)[0])
         further = further_norms(rule, weight, total)
         limit, memory = ask(rule, norm, memory, state.step, *further)
         if not limits:

@@ -13,6 +13,7 @@ import math
 from collections import namedtuple
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
+from functools import partial
 from itertools import chain
 from operator import itemgetter
 from typing import Any, NamedTuple, TypeGuard
@@ -326,17 +327,18 @@ def rules_of_norms(
 
 
 def shared_rule(rules: list[Rule], group: Group, norms: Norms, call: str) -> Rule:
-    """The rule of a group. Different constant limits become a vector.
+    """The rule of a group. Different constant limits become a vector, and so does an
+    array, which is one number for each layer of each leaf.
 
     Raises:
       ValueError: different rules for norms that shared one before.
     """
     own = [rules[number] for number in group.numbers]
     shape_of = [norms.each[number].shape for number in group.numbers]
-    is_same = len({id(rule) for rule in own}) == 1
-    # An array of a rule is one number for each layer of each leaf.
-    if is_same and (group.is_one or not _shapes(own[0])):
-        return own[0]
+    if len({id(rule) for rule in own}) == 1:
+        if group.is_one or not _shapes(own[0]):
+            return own[0]
+        return jax.tree.map(partial(_spread, shape_of), own[0], is_leaf=callable)
     limits = [rule.limit for rule in own if _is_constant(rule)]
     if len(limits) < len(own):
         raise ValueError(
@@ -348,6 +350,13 @@ def shared_rule(rules: list[Rule], group: Group, norms: Norms, call: str) -> Rul
     for limit, shape in zip(limits, shape_of):
         each.append(jnp.broadcast_to(held_in(dtype, limit), shape))
     return Constant(concatenated(each))
+
+
+def _spread(shapes: list[Any], number: Any) -> Any:
+    # A schedule, and a scalar, is for all norms.
+    if callable(number) or not jnp.ndim(number):
+        return number
+    return concatenated([jnp.broadcast_to(number, shape) for shape in shapes])
 
 
 # What the fields are before the first step. None: the dtype of the norms.

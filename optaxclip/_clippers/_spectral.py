@@ -32,7 +32,7 @@ import optax
 from jax import lax
 
 from .. import _trees as trees
-from .._checks import Nonfinite, check_choice, check_length, shown
+from .._checks import Nonfinite, check_choice, check_known, check_length, shown
 from .._kernel import make_clipper
 from .._mesh import resharded, split_as
 from .._norms import OwnNorm, tensor_norm
@@ -93,7 +93,7 @@ def clip_by_spectral_norm(
       shrink: what each singular value becomes, of `optaxclip.shrinks`. None is `hard`.
         "newton_schulz" knows `hard` and `smooth(2)`.
       method: "svd" or "newton_schulz". Only the second has a derivative where singular
-        values are equal.
+        values are equal. Its second derivatives are right for `smooth(2)` only.
       steps: of Newton-Schulz, at least 1. None means 24, and 48 for 64-bit leaves. k
         steps resolve s_max / limit up to about 2.4^(k - 5). With fewer, singular values
         below the limit come out too small, never too large.
@@ -135,6 +135,7 @@ def clip_by_spectral_norm(
     shrink = shrink_of(shrink, call)
     measure = _norm(call, method, columns, stacked)
     if steps is not None:
+        check_known(f"{call}: steps", steps)
         check_length(f"{call}: steps", steps)
         steps = int(steps)
     # `smooth(2)` is cached, so it is the same function each time.
@@ -174,7 +175,7 @@ def spectral_norm(
         these, or a function of path and leaf.
       method: "svd", or "newton_schulz" for matrix products alone. That is within 4e-6
         of it, relatively, and up to m^(1 / 2^18) less where m singular values almost
-        tie.
+        tie. Its second derivatives are not those of the norm.
 
     Returns:
       A tree of the same structure: a scalar for each leaf (for stacked leaves an array
@@ -296,7 +297,7 @@ def _clipped(settings: Any, tree: Any, scaled: Any, state: ClipState) -> Any:
     measure, shrink, steps = settings
     entries = jax.tree.leaves_with_path(tree)
     by_name = state.by_name()
-    names = trees.names([path for path, _ in entries])
+    names = trees.names([path for path, _ in entries], by_name)
     leaves, treedef = jax.tree.flatten(scaled)
     for group, numbers in measure.groups(tree).items():
         x = group.matrices([entries[number][1] for number in numbers])

@@ -205,7 +205,8 @@ def clipped_grad(
         sizes = [jnp.shape(leaf)[:1] for leaf in jax.tree.leaves(batch)]
         # Those that differ, and a number, are refused further down.
         size = 0 if set(sizes) == {(0,)} else (max(sizes) or (1,))[0]
-        mask = None if is_padding_example is None else ~jnp.asarray(is_padding_example)
+        # None is the mask of no padding.
+        mask = jax.tree.map(jnp.logical_not, is_padding_example)
         if not size:
             # One example of zeros that does not count.
             mask = jnp.zeros(1, bool)

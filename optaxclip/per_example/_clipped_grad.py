@@ -19,7 +19,7 @@ from jax.core import Tracer
 
 from .. import _trees as prefix
 from .._checks import check_choice, check_flag, check_length, is_function, shown
-from .._jaxpr import has_bits_that_vmap_changes, has_convolution, work_of
+from .._jaxpr import has_bits_that_vmap_changes, has_convolution, has_groups, work_of
 from .._mesh import MeshAxes, is_on_one_device, manual_axes
 from ..shrinks import Shrink, shrink_of
 from ._explicit import on_each_device
@@ -281,10 +281,11 @@ def _choose(
             f'clipped_grad: method must be {others} or "auto" for {hindrance}, got '
             f'"{method}".'
         )
-    is_split = _is_split(problem.batch)
-    if is_split is not False and _runs(problem, has_convolution):
-        # XLA makes gradients of examples by a kernel wrong, as it does those of
-        # jax.vmap(jax.grad(loss)).
+    is_split, has_several = _is_split(problem.batch), _runs(problem, has_groups)
+    if has_several or (is_split is not False and _runs(problem, has_convolution)):
+        # XLA makes gradients of examples by a kernel wrong where the batch is split, as
+        # it does those of jax.vmap(jax.grad(loss)). With several groups it is slow on a
+        # CPU, and lets NaN through to other examples.
         uses = ghost.uses.values() if ghost else ()
         if ghost and not any(has_convolution(use.eqn) for use in uses if use.eqn):
             method = "ghost"
@@ -292,6 +293,7 @@ def _choose(
             raise ValueError(SPLIT_KERNELS.format(method))
         else:
             _refuse_a_split(problem.batch, SPLIT_KERNELS.format(method))
+            microbatch = 1 if has_several else microbatch
     if not ghost:
         return "one_pass" if method == "auto" else method, microbatch, None
     most, size = _most_at_once(problem, ghost), problem.present.size
@@ -305,7 +307,8 @@ def _choose(
 def _most_at_once(problem: Problem, ghost: Ghost) -> dict[str, int]:
     """For both methods of "auto", for how many examples at once there is memory."""
     kept, size = ghost.kept, problem.present.size
-    every = sum(leaf.size for leaf in ghost.params)
+    pairs = zip(ghost.params, ghost.ways)
+    every = sum(max(leaf.size, way.held) for leaf, way in pairs)
     most = {"ghost": ghost.held, "one_pass": every}
     for name, numbers in most.items():
         # Gradients of examples take a third of the memory of what is kept of the

@@ -4,12 +4,14 @@ Held for every method with `stacked`, over some steps, one of which spikes.
 """
 
 import inspect
-from functools import cache
+from functools import cache, partial
 
+import chex
 import jax
 import numpy as np
 import pytest
 
+from optaxclip import clip_by_tensor_norm, rules
 from tests.methods import METHODS
 
 EPS = np.finfo(np.float32).eps
@@ -120,3 +122,26 @@ def test_the_spike_of_one_layer_is_clipped(name):
     _, grads = random_trees("axis 1, as MaxText")
     spike = np.linalg.norm(together[2]["blocks"]["wi"]["1"])
     assert spike < 0.9 * np.linalg.norm(grads[2]["wi"][:, 1])
+
+
+RULES = {
+    "share": rules.share_of_params,
+    "minimum": lambda x: rules.minimum(rules.growth(1.2), x),
+    "warm-up": lambda x: rules.warm_up(2, x, rules.z_score(0.5, 0.5, warmup=1)),
+    "z-score": lambda x: rules.z_score(x, 0.5, warmup=1),
+}
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_a_number_of_a_rule_may_be_one_for_each_layer(name):
+    rule, numbers = RULES[name], np.float32([0.3, 1.7, 0.9])
+    params, grads = random_trees("layers and experts")
+    layers = partial(layer_by_layer, stacked=(1,))
+    together = clip_by_tensor_norm(rule(numbers.reshape(1, 3, 1, 1)), stacked=(1,))
+    each = {str(layer): rule(number) for layer, number in enumerate(numbers)}
+    apart = clip_by_tensor_norm(dict.fromkeys(params, each))
+    state, other = together.init(params), apart.init(layers(params))
+    for tree in grads:
+        updates, state = jax.jit(together.update)(tree, state, params)
+        wanted, other = apart.update(layers(tree), other, layers(params))
+        chex.assert_trees_all_close(layers(updates), wanted, rtol=8 * EPS)

@@ -11,7 +11,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import optaxclip
-from optaxclip.per_example import clipped_grad
+from optaxclip.per_example import clipped_grad, explain_clipped_grad
 from tests.helpers import only_by_a_cpu
 from tests.per_example.batches import (
     EPS,
@@ -55,10 +55,9 @@ def test_in_shard_map_each_device_clips_its_own_examples(check_vma, method):
 
 
 def convolved(image, kernel):
-    form = ("NHWC", "HWIO", "NHWC")
-    return lax.conv_general_dilated(
-        image, kernel, (1, 1), "SAME", dimension_numbers=form
-    )
+    form = {"dimension_numbers": ("NHWC", "HWIO", "NHWC")}
+    form["feature_group_count"] = image.shape[3] // kernel.shape[2]
+    return lax.conv_general_dilated(image, kernel, (1, 1), "SAME", **form)
 
 
 def one_kernel(kernel, image):
@@ -131,6 +130,36 @@ def test_a_kernel_of_each_example_lets_no_nan_through(kind):
     split = jax.device_put(images, NamedSharding(mesh, P("data")))
     with pytest.raises(ValueError, match="each kernel used once"):
         run(kernel, split)
+
+
+def standardized(kernel, image):
+    return one_kernel(kernel / jnp.std(kernel), image)
+
+
+# Depthwise, of several outputs a channel, and of several channels a group.
+@pytest.mark.parametrize("shape", [(1, 4), (1, 8), (2, 2), (2, 4)], ids=str)
+@pytest.mark.parametrize("loss", [one_kernel, standardized])
+@pytest.mark.parametrize("method", ["auto", *METHODS])
+def test_a_kernel_of_groups_lets_no_nan_through(method, loss, shape):
+    """Of jax.vmap of jax.grad the NaN of one example comes to all, on a CPU."""
+    kernel, images = normal(0, 3, 3, *shape), normal(1, 5, 6, 6, 4)
+    each = jax.vmap(jax.grad(loss), (None, 0))(kernel, images)
+    images[2] = np.nan
+    norms = clipped_grad(loss, 0.5, method=method)(kernel, images).norms
+    wanted = np.where(np.arange(5) == 2, np.nan, norms_of([each]))
+    np.testing.assert_allclose(norms, wanted, rtol=64 * EPS)
+
+
+def test_products_with_what_adapters_make_are_for_a_few_examples():
+    """Merged LoRA: the gradient by a @ b of an example is as large as the weights."""
+
+    def loss(adapter, x):
+        return jnp.sum(jnp.tanh(x @ (1 + adapter["a"] @ adapter["b"])))
+
+    adapter = {"a": normal(0, 512, 4), "b": normal(1, 4, 512)}
+    assert explain_clipped_grad(loss)(adapter, normal(2, 64, 512)).microbatch == 1
+    found = explain_clipped_grad(loss, method="ghost")(adapter, normal(2, 64, 512))
+    assert [leaf.made for leaf in found.leaves] == [4 * 512**2] * 2
 
 
 @pytest.mark.parametrize("loss", [one_kernel, tied_kernels])

@@ -277,7 +277,7 @@ def _view_after(eqn: Any, views: list[View | None]) -> View | None:
     """The view that the output of an equation is, or None if it is not one."""
     # What is made of two values, such as a sum of weights, is not one rearranged. Nor
     # are numbers that were copied, which would be counted more than once.
-    if len(views) != 1 or views[0] is None:
+    if len(views) != 1 or views[0] is None or not eqn.outvars:
         return None
     path, axes = views[0]
     before, after = eqn.invars[0].aval, eqn.outvars[0].aval

@@ -103,18 +103,25 @@ class Way(NamedTuple):
 def ways_of(uses: list[Use], params: list[Array]) -> list[Way]:
     """The way of each parameter."""
     places: list[list[Place]] = [[] for _ in params]
+    held = [leaf.size for leaf in params]
     for number, use in enumerate(uses):
         # What is empty, such as the positions before the last of a sequence of one, has
         # no part in a gradient.
         size = sum(use.outs[k].size for k in use.tapped)
-        for origin in use.origins:
+        for k, origin in zip(use.places, use.origins):
             for leaf in origin.by if math.prod(use.loops) * size else ():
                 places[leaf].append((number, use, origin))
+                # From the gradient by an operand, such as w + a @ b, that by what it is
+                # made of follows.
+                if use.name in FORMS:
+                    turns = [n for d, n in enumerate(use.loops) if d in origin.loops]
+                    operand = math.prod(turns) * use.eqn.invars[k].aval.size
+                    held[leaf] = max(held[leaf], operand)
     ways, axes = [], list(map(varying, params))
-    for own, leaf, over in zip(places, params, axes):
+    for own, leaf, over, most in zip(places, params, axes, held):
         uses_of_leaf = {number: use for number, use, _ in own}
         name = "gradient" if own and leaf.size else "unused"
-        made = Way(name, uses_of_leaf, held=leaf.size)
+        made = Way(name, uses_of_leaf, held=most)
         parts = _fitted(own) if own and leaf.size else []
         # Where what comes out differs along more mesh axes than the parameter, its
         # gradient is a sum over devices.
