@@ -4,7 +4,7 @@ that a notebook shows in two lines.
 
 from functools import partial
 from itertools import chain
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -56,11 +56,10 @@ def _cut(text: str, length: int) -> str:
     return text if len(text) <= length else f"{text[: length - 4]}...{text[-1]}"
 
 
-class _Short:
+class _Short(NamedTuple):
     """A leaf whose `repr` is short."""
 
-    def __init__(self, leaf: Any) -> None:
-        self.leaf = leaf
+    leaf: Any
 
     def __repr__(self) -> str:
         leaf = self.leaf

@@ -227,10 +227,8 @@ def _after_step(
 
 def _sums(norms: Norms, arrays: list[Any]) -> list[jax.Array]:
     """The sum of each array on all devices, over what the norm of its leaf sums."""
-    terms, names = [], []
-    for x, leaf in zip(arrays, norms.leaves):
-        terms.append(plain_sum(x, leaf.dims))
-        names.append(tuple(sorted(leaf.split.summed)))
+    terms = [plain_sum(x, leaf.dims) for x, leaf in zip(arrays, norms.leaves)]
+    names = [tuple(sorted(leaf.split.summed)) for leaf in norms.leaves]
     return mesh.joined(lax.psum, terms, names)
 
 

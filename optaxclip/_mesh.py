@@ -57,8 +57,7 @@ def has_types(manual: Names) -> bool:
     It does not in pmap and with check_vma=False. There even axis_index has the type of
     a value that is the same everywhere.
     """
-    typed = [name in varying(lax.axis_index(name)) for name in manual]
-    return bool(manual) and all(typed)
+    return bool(manual) and varying(lax.axis_index(manual)) >= set(manual)
 
 
 def varying(tree: Any) -> frozenset[str]:
@@ -183,8 +182,7 @@ def static_axes(mesh_axes: Any, call: str) -> Any:
       TypeError: a list of names, which would be a tree with one name for each leaf, or
         an array.
     """
-    plain = mesh_axes is None or isinstance(mesh_axes, (str, trees.Prefix))
-    if plain or _are_names(mesh_axes):
+    if _is_spec(mesh_axes) or isinstance(mesh_axes, trees.Prefix):
         return mesh_axes
     for value in jax.tree.leaves(mesh_axes, is_leaf=_is_spec):
         # Static arguments must be hashable, which arrays are not.
@@ -203,7 +201,7 @@ def specs_of(mesh_axes: Any, tree: Any, call: str) -> list[Any]:
     mesh_axes = static_axes(mesh_axes, call)
     if isinstance(mesh_axes, trees.Prefix):
         return trees.lookup(mesh_axes, tree, f"{call}: mesh_axes")
-    # One name or "auto" is for every leaf.
+    # One name, one spec or "auto" is for every leaf.
     return [mesh_axes] * len(jax.tree.leaves(tree))
 
 
@@ -235,22 +233,17 @@ def splits(mesh_axes: Any, tree: Any, dims: list[Any], call: str) -> list:
     # No mesh is set, as under plain jit: the common case, which looks at no leaf.
     if mesh_axes == "auto" and jax.sharding.get_abstract_mesh().empty:
         return [Split()] * len(dims)
-    entries = jax.tree.leaves_with_path(tree)
-    specs = specs_of(mesh_axes, tree, call)
-    argument = f"{call}: mesh_axes"
-    found = []
-    for (path, value), spec, over in zip(entries, specs, dims):
-        found.append(_split(value, spec, over, argument, path))
-    return found
+    each = zip(jax.tree.leaves_with_path(tree), specs_of(mesh_axes, tree, call), dims)
+    return [_split(*leaf, f"{call}: mesh_axes") for leaf in each]
 
 
-def _split(value: Any, spec: Any, over: Any, argument: str, path: Any) -> Split:
-    """How one leaf is split. Errors name the argument and the path."""
+def _split(leaf: tuple[Any, Any], spec: Any, over: Any, argument: str) -> Split:
+    """How one leaf, (path, value), is split. Errors name the argument and the path."""
+    path, value = leaf
     kind, manual = jax.typeof(value), manual_axes()
     # Terms of a sum that is still to be taken. Types of shard_map say so, and specs of
     # Explicit meshes.
-    waiting = set(kind.manual_axis_type.unreduced)
-    waiting |= set(getattr(kind.sharding.spec, "unreduced", ()))
+    waiting = {*kind.manual_axis_type.unreduced, *kind.sharding.spec.unreduced}
     if waiting:
         raise ValueError(
             f"{argument}: the leaf {trees.name(path)!r} is not yet summed over "
@@ -352,14 +345,11 @@ def check_bound(names: Names, argument: str) -> None:
             ) from None
 
 
-def _are_names(axes: Any) -> bool:
-    # A NamedTuple of strings is a tree of names, so the type is tuple itself.
-    names = type(axes) is tuple and bool(axes)
-    return names and all(isinstance(name, str) for name in axes)
-
-
 def _is_spec(x: Any) -> bool:
-    return x is None or isinstance(x, (PartitionSpec, str)) or _are_names(x)
+    # A NamedTuple of strings is a tree of names, so the type is tuple itself.
+    if type(x) is tuple and x:
+        return all(isinstance(name, str) for name in x)
+    return x is None or isinstance(x, (PartitionSpec, str))
 
 
 # ---------------------------------------------------------------------- collectives
@@ -457,19 +447,13 @@ def check_replicated(tree: Any, mesh_axes: str | tuple[str, ...]) -> jax.Array:
     check_bound(names, "check_replicated: mesh_axes")
     different = jnp.zeros((), bool)
     for leaf in jax.tree.leaves(tree):
-        # Bits are compared, so NaN equals itself and 0 differs from -0.
-        bits = varying_over(_bits(jnp.asarray(leaf)), names)
+        leaf = jnp.asarray(leaf)
+        if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+            leaf = jax.random.key_data(leaf)
+        # Bits are compared, so NaN equals itself and 0 differs from -0. Of complex
+        # numbers each byte, since without x64 there is no uint64.
+        size = 1 if jnp.iscomplexobj(leaf) else leaf.dtype.itemsize
+        bits = varying_over(jnp.atleast_1d(leaf).view(f"uint{8 * size}"), names)
         unequal = lax.pmax(bits, names) != lax.pmin(bits, names)
         different = different | jnp.any(unequal)
     return ~different
-
-
-def _bits(leaf: jax.Array) -> jax.Array:
-    if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
-        leaf = jax.random.key_data(leaf)
-    # bitcast_convert_type takes neither bool nor complex numbers.
-    if leaf.dtype == bool:
-        return leaf.astype(jnp.uint8)
-    if jnp.iscomplexobj(leaf):
-        leaf = jnp.stack([leaf.real, leaf.imag])
-    return lax.bitcast_convert_type(leaf, jnp.dtype(f"uint{8 * leaf.dtype.itemsize}"))

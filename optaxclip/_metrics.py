@@ -53,7 +53,7 @@ _OPTIONAL = """
     units_clipped elements signs idle dead
 """
 # Names of fields in which flax NNX and optax keep a state within a state.
-_FIELDS = "opt_state inner_state inner_states inner_opt_state clip_state"
+_FIELDS = ("opt_state", "inner_state", "inner_states", "inner_opt_state", "clip_state")
 Numbers = dict[str, jax.Array]  # by name
 
 
@@ -394,8 +394,7 @@ def _reported_states(opt_state: Any) -> Iterator[tuple[str, str, Any]]:
         # Places and fields have keys of other types: inner_states, "a", 0, clip -> "a".
         keys = [key.key for key in path if isinstance(key, DictKey)]
         if pure:
-            internal = _FIELDS.split()
-            keys = [key for key in keys if isinstance(key, str) and key not in internal]
+            keys = [key for key in keys if isinstance(key, str) and key not in _FIELDS]
         title = "/".join(str(key) for key in keys if key != prefix)
         # "clip/a" and "clip/b" are counted separately: neither becomes "clip_2".
         seen[prefix, title] += 1

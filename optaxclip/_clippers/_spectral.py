@@ -430,8 +430,7 @@ def _inverse_of_largest(z: jax.Array, steps: int) -> jax.Array:
     """max(b, z)^-1 for Hermitian Z, where b^2 = 1 - z^2."""
     eye = _eye(z)
     difference = eye - 2 * product(z, adjoint(z))
-    lowest = jnp.full_like(z[..., :1, :1].real, jnp.finfo(z.dtype).eps)
-    absolute = product(difference, _polar(difference, lowest, steps))
+    absolute = product(difference, _polar(difference, jnp.finfo(z.dtype).eps, steps))
     square = 0.5 * (eye + absolute)
 
     # The inverse root of what has eigenvalues in [1/2, 1]. Its error 1 - square y^2 is
@@ -444,7 +443,7 @@ def _inverse_of_largest(z: jax.Array, steps: int) -> jax.Array:
     return inverse / math.sqrt(1 + _in_reach(steps))
 
 
-def _polar(x: jax.Array, lowest: jax.Array, steps: int) -> jax.Array:
+def _polar(x: jax.Array, lowest: Any, steps: int) -> jax.Array:
     """Turns every singular value in [lowest, 1] into 1, by the iteration
     x <- r x (3 - r^2 x^2) / 2. For a Hermitian matrix this is the sign.
 

@@ -226,8 +226,7 @@ def _broken_norms(state: Any) -> list[jax.Array]:
     found = []
     for each in jax.tree.leaves(state, is_leaf=lambda x: isinstance(x, ClipState)):
         if isinstance(each, ClipState):
-            pairs = zip(*map(jax.tree.leaves, (each.norm, each.limit)))
-            found += [~jnp.isfinite(norm) | jnp.isnan(x) for norm, x in pairs]
+            found.append(~jnp.isfinite(each.norm) | jnp.isnan(each.limit))
     return found
 
 

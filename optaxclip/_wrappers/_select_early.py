@@ -55,11 +55,8 @@ def update_unless(
             values[variable] = value
     new = []
     for output, leaf in zip(jaxpr.outvars, old):
-        # A literal may be a Python number.
         literal = is_literal(output)
-        value = (
-            jnp.asarray(output.val, output.aval.dtype) if literal else values[output]
-        )
+        value = output.val if literal else values[output]
         # A variable that the state holds several times got the last of their leaves.
         if literal or leaf is None or early.get(output) is not leaf:
             value = _select(skip, leaf, value)

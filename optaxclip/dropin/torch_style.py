@@ -67,18 +67,11 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from .. import _norms as norms
 from .._checks import Tree, check_number, check_scalar, shown
 from .._clippers._by_value import value_clipper
 from .._kernel import clip_once
 from .._names import with_our_names
-from .._norms import (
-    GlobalNorm,
-    Norms,
-    global_norm,
-    norm_dtype,
-    norms_of_tree,
-    tensor_norm,
-)
 
 __all__ = [
     "clip_grad_norm",
@@ -224,7 +217,7 @@ def clip_grads_with_norm(grads: Tree, max_norm: Any, total_norm: Any) -> Tree:
     # It says that one norm belongs to all leaves. Its order does not matter, since the
     # norm that is given replaces the measured one.
     options: Any = {"name": "max_norm", "eps": EPS, "grad_norm": total_norm}
-    return clip_once(grads, max_norm, GlobalNorm(call), call=call, **options)[0]
+    return clip_once(grads, max_norm, norms.GlobalNorm(call), call=call, **options)[0]
 
 
 def _clipped(
@@ -241,7 +234,7 @@ def _clipped(
         must = 'must be a number, or a text of one such as "inf"'
         raise ValueError(f"{call}: norm_type {must}, got {shown(norm_type)}.")
     # What torch calls the norm is one for orders above 0.
-    measure = GlobalNorm(call, order) if order > 0 else TorchNorm(order)
+    measure = norms.GlobalNorm(call, order) if order > 0 else TorchNorm(order)
     nonfinite = "raise" if error_if_nonfinite else "propagate"
     # eps is only in the divisor: the norm comes back without it, as from torch.
     options = {"call": call, "name": "max_norm", "eps": EPS}
@@ -264,16 +257,17 @@ class TorchNorm(NamedTuple):
 
     ord: float
 
-    def __call__(self, tree: Any) -> Norms:
+    def __call__(self, tree: Any) -> norms.Norms:
         # A count does not change with x, and |x|^p has no slope at 0 for p < 0.
         fixed = jax.tree.map(jax.lax.stop_gradient, tree)
         if self.ord < 0:
-            return norms_of_tree(_norm_below_order_zero(fixed, self.ord), tree)
+            return norms.norms_of_tree(_norm_below_order_zero(fixed, self.ord), tree)
         # max |x| is 0 only where all are. Squares of tiny numbers would be 0 too.
-        largest = tensor_norm(fixed, ord=math.inf)
+        largest = norms.tensor_norm(fixed, ord=math.inf)
         counts = jax.tree.map(lambda norm: (norm != 0).astype(norm.dtype), largest)
         # No mesh axes: the norms that are counted are the same on all devices.
-        return norms_of_tree(global_norm(counts, ord=1, mesh_axes=None), tree)
+        count = norms.global_norm(counts, ord=1, mesh_axes=None)
+        return norms.norms_of_tree(count, tree)
 
 
 def _norm_below_order_zero(tree: Any, ord: float) -> jax.Array:
@@ -282,13 +276,13 @@ def _norm_below_order_zero(tree: Any, ord: float) -> jax.Array:
     if not leaves:
         # torch raises. Here a tree without leaves has norm 0 in every order.
         return jnp.zeros(())
-    info = jnp.finfo(norm_dtype(leaves))
+    info = jnp.finfo(norms.norm_dtype(leaves))
     # With this instead of 1 the reciprocals of all normal numbers are normal: that of
     # the largest is the smallest, and that of the smallest the largest.
     one = info.max * info.tiny
     # inf for 0, so that one element of 0 makes the result 0.
     reciprocals = jax.tree.map(lambda x: one / jnp.abs(x).astype(info.dtype), tree)
-    return one / global_norm(reciprocals, ord=-ord)
+    return one / norms.global_norm(reciprocals, ord=-ord)
 
 
 with_our_names(__name__)

@@ -25,30 +25,19 @@ Reference: Abadi et al., Deep learning with differential privacy, 2016 (arXiv
 1607.00133).
 """
 
-from .._names import with_our_names
-from ._clipped_grad import (
-    ClippedGrad,
-    ExplainedLeaf,
-    Explanation,
-    clipped_grad,
-    explain_clipped_grad,
-)
-from ._noise import NoiseScale, Sensitivity, add_noise, noise_scale, sensitivity
-from ._optax_names import per_example_global_norm_clip, per_example_layer_norm_clip
+# `as` tells type checkers that a name is public.
+from .. import _names
+from ._clipped_grad import ClippedGrad as ClippedGrad
+from ._clipped_grad import ExplainedLeaf as ExplainedLeaf
+from ._clipped_grad import Explanation as Explanation
+from ._clipped_grad import clipped_grad as clipped_grad
+from ._clipped_grad import explain_clipped_grad as explain_clipped_grad
+from ._noise import NoiseScale as NoiseScale
+from ._noise import Sensitivity as Sensitivity
+from ._noise import add_noise as add_noise
+from ._noise import noise_scale as noise_scale
+from ._noise import sensitivity as sensitivity
+from ._optax_names import per_example_global_norm_clip as per_example_global_norm_clip
+from ._optax_names import per_example_layer_norm_clip as per_example_layer_norm_clip
 
-__all__ = [
-    "ClippedGrad",
-    "ExplainedLeaf",
-    "Explanation",
-    "NoiseScale",
-    "Sensitivity",
-    "add_noise",
-    "clipped_grad",
-    "explain_clipped_grad",
-    "noise_scale",
-    "per_example_global_norm_clip",
-    "per_example_layer_norm_clip",
-    "sensitivity",
-]
-
-with_our_names(__name__)
+_names.with_our_names(__name__)

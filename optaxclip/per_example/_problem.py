@@ -140,16 +140,14 @@ class Question(NamedTuple):
         if not manual:
             return
         shared = varying(problem.batch)
-        is_auto = isinstance(self.mesh_axes, str) and self.mesh_axes == "auto"
+        untyped = self.mesh_axes == "auto" and not _mesh.has_types(manual)
         for eqn in problem.program()[0].jaxpr.eqns:
             for each in every_equation(eqn):
                 joined = _joined_axes(each) & set(manual)
-                name = each.primitive.name
-                untyped = joined and is_auto and not _mesh.has_types(manual)
-                if joined & shared or untyped:
+                if joined & shared or (joined and untyped):
                     raise ValueError(
-                        f"{self.call}: the loss of one example has a {name} over "
-                        f"{listed(joined)}. Over axes that split the batch gather "
+                        f"{self.call}: the loss of one example has a {each.primitive} "
+                        f"over {listed(joined)}. Over axes that split the batch gather "
                         "parameters before the call, and add up gradients after it. "
                         "In pmap and with check_vma=False mesh_axes='auto' knows no "
                         "others: name them, or give None if nothing else is split."

@@ -16,20 +16,15 @@ Norms recorded under clipping are those of the clipped run. Take the table as a 
 start, not as a forecast of the loss.
 """
 
-from .._names import with_our_names
-from ._read import read_history
-from ._run import Replay, Suggestion, plot_history, run, spike_score, suggest
-
-__all__ = [
-    "Replay",
-    "Suggestion",
-    "plot_history",
-    "read_history",
-    "run",
-    "spike_score",
-    "suggest",
-]
-
+# `as` tells type checkers that a name is public.
+from .. import _names
+from ._read import read_history as read_history
+from ._run import Replay as Replay
+from ._run import Suggestion as Suggestion
+from ._run import plot_history as plot_history
+from ._run import run as run
+from ._run import spike_score as spike_score
+from ._run import suggest as suggest
 
 # A misspelt name, as in `replay.sugest`, raises an error with the right one.
-with_our_names(__name__)
+_names.with_our_names(__name__)

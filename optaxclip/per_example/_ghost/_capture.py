@@ -41,7 +41,7 @@ KEEPS = ("convert_element_type", "copy", "pvary", "sharding_constraint")
 MOVES = ("broadcast_in_dim", "expand_dims", "reshape", "rev", "squeeze")
 # What they compute is right with float32 in the place of 16 bits.
 WIDENED = {*KEEPS, *MOVES, "add", "add_any", "sub", "mul", "div", "neg", "concatenate"}
-WIDENED |= {"transpose", "dynamic_slice", "gather", "pad", "select_n", "reduce_sum"}
+WIDENED |= {"transpose", "dynamic_slice", "gather", "select_n", "reduce_sum"}
 WIDENED |= {"slice", "split", "conv_general_dilated", "dot_general"}
 Flags = list[bool]
 Loops = tuple[int, ...]  # the lengths of scans, outermost first
@@ -297,8 +297,11 @@ def bind(eqn: Any, ins: list[Any], is_wide: bool = False) -> list[Any]:
     """
     params = eqn.params
     if is_wide and eqn.primitive.name == "pad":
-        x, value = widened(ins)
-        return [_padded(x, value, params["padding_config"])]
+        # JAX 0.10.2 cannot differentiate lax.pad by the value alone.
+        (x, value), edges = widened(ins), params["padding_config"]
+        is_inside = lax.pad(jnp.ones(x.shape, bool), False, edges)
+        padded = lax.pad(x, jnp.zeros((), x.dtype), edges)
+        return [jnp.where(is_inside, padded, value)]
     if is_wide and eqn.primitive.name in WIDENED:
         ins = widened(ins)
         for key in ("new_dtype", "preferred_element_type"):
@@ -313,13 +316,6 @@ def bind(eqn: Any, ins: list[Any], is_wide: bool = False) -> list[Any]:
     with eqn.ctx.manager:  # such as the device that compute_on asks for
         outs = eqn.primitive.bind(*ins, **params)
     return list(outs) if eqn.primitive.multiple_results else [outs]
-
-
-def _padded(x: Array, value: Array, edges: Any) -> Array:
-    """lax.pad, which JAX 0.10.2 cannot differentiate by the value alone."""
-    is_inside = lax.pad(jnp.ones(x.shape, bool), False, edges)
-    zero = jnp.zeros((), x.dtype)
-    return jnp.where(is_inside, lax.pad(x, zero, edges), value)
 
 
 def capture(

@@ -21,6 +21,7 @@ The positions of several uses of a parameter are those of one.
 
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 from operator import attrgetter
 from typing import Any, NamedTuple
 
@@ -117,18 +118,16 @@ def ways_of(uses: list[Use], params: list[Array]) -> list[Way]:
                     turns = [n for d, n in enumerate(use.loops) if d in origin.loops]
                     operand = math.prod(turns) * use.eqn.invars[k].aval.size
                     held[leaf] = max(held[leaf], operand)
-    ways, axes = [], list(map(varying, params))
-    for own, leaf, over, most in zip(places, params, axes, held):
+    ways = []
+    for own, leaf, most in zip(places, params, held):
         uses_of_leaf = {number: use for number, use, _ in own}
         name = "gradient" if own and leaf.size else "unused"
         made = Way(name, uses_of_leaf, held=most)
-        parts = _fitted(own) if own and leaf.size else []
         # Where what comes out differs along more mesh axes than the parameter, its
         # gradient is a sum over devices.
-        outs = [x for _, use, _ in own for x in use.outs]
-        kinds = [x.manual_axis_type.varying for x in outs]
-        if not over >= frozenset().union(*kinds):
-            parts = []
+        kinds = [x.manual_axis_type.varying for _, use, _ in own for x in use.outs]
+        is_own = varying(leaf) >= frozenset().union(*kinds)
+        parts = _fitted(own) if own and leaf.size and is_own else []
         ways.append(_cheapest(parts, made) if parts else made)
     return ways
 
@@ -168,10 +167,9 @@ def _cheapest(parts: list[Part], made: Way) -> Way:
     """The way that takes the fewest multiplications."""
     positions = 0
     for part in parts:
-        own = part.form.sizes[0]
-        for depth, length in enumerate(part.use.loops):
-            own *= 1 if depth in part.origin.loops else length
-        positions += own
+        turns = enumerate(part.use.loops)
+        shared = [count for depth, count in turns if depth not in part.origin.loops]
+        positions += part.form.sizes[0] * math.prod(shared)
     _, rows, columns = parts[0].form.sizes
     stack = made.held // (rows * columns)
     way = made._replace(parts=tuple(parts), positions=positions)
@@ -429,11 +427,8 @@ def _by_gram(pairs: list[Pair]) -> Array:
         levels.append(level)
     size, level = _scaled(jnp.concatenate(levels, 2), along=1)
     c = jnp.concatenate(columns, 2) * level[..., None]
-    blocks = []
-    for a in rows:
-        blocks.append(jnp.concatenate([_products(a, b) for b in rows], 3))
-    inner, other = jnp.concatenate(blocks, 2), _products(c, c)
-    total = jnp.sum(inner * other, (1, 2, 3))
+    inner = jnp.block([list(map(partial(_products, a), rows)) for a in rows])
+    total = jnp.sum(inner * _products(c, c), (1, 2, 3))
     return size * jnp.sqrt(jnp.maximum(total, 0))
 
 
