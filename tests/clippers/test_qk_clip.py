@@ -17,6 +17,7 @@ from optaxclip import Heads, qk_clip
 from tests import attention
 
 LIMIT = 20.0
+CLIPPER = qk_clip(LIMIT, **attention.PATTERNS)
 LAYOUTS = {"multi-head": (4, 4), "grouped": (6, 2), "multi-query": (4, 1)}
 HEADS = attention.weights(4, 4)
 
@@ -41,8 +42,7 @@ def clipped_layer(heads, key_heads):
     params, x = attention.weights(heads, key_heads), attention.inputs()
     updates = step_like(params)
     plain = attention.logits(optax.apply_updates(params, updates), x)
-    clipper = qk_clip(LIMIT, **attention.PATTERNS)
-    new, _ = after(clipper, params, updates, attention.largest(plain))
+    new, _ = after(CLIPPER, params, updates, attention.largest(plain))
     return plain, attention.logits(new, x)
 
 
@@ -94,10 +94,9 @@ def test_with_alpha_one_keys_stay_at_a_limit_of_zero():
 
 def test_a_head_within_its_limit_keeps_its_bits():
     updates = step_like(HEADS)
-    clipper = qk_clip(LIMIT, **attention.PATTERNS)
     max_logits = jnp.array([20.0, 50.0, -3.0, 0.0])
-    state = clipper.init(HEADS)
-    found, _ = clipper.update(updates, state, HEADS, max_logits=max_logits)
+    state = CLIPPER.init(HEADS)
+    found, _ = CLIPPER.update(updates, state, HEADS, max_logits=max_logits)
     for name in ("query", "key"):
         same = (found[name]["kernel"] == updates[name]["kernel"]).all((0, 2))
         np.testing.assert_array_equal(same, [True, False, True, True])
@@ -117,9 +116,8 @@ def test_without_a_limit_it_only_measures():
 
 @pytest.mark.parametrize("broken", (np.nan, np.inf))
 def test_a_head_whose_logits_broke_becomes_nan(broken):
-    clipper = qk_clip(LIMIT, **attention.PATTERNS)
     max_logits = jnp.array([20.0, broken, 30.0, -np.inf])
-    new, state = after(clipper, HEADS, step_like(HEADS), max_logits)
+    new, state = after(CLIPPER, HEADS, step_like(HEADS), max_logits)
     for name in ("query", "key"):
         lost = np.isnan(new[name]["kernel"])
         np.testing.assert_array_equal(lost.all((0, 2)), [False, True, False, False])
@@ -130,9 +128,8 @@ def test_a_head_whose_logits_broke_becomes_nan(broken):
 def test_narrow_weights_hold_it_to_their_rounding():
     params = jax.tree.map(lambda w: jnp.asarray(w, jnp.bfloat16), HEADS)
     plain = attention.logits(params, attention.inputs())
-    clipper = qk_clip(LIMIT, **attention.PATTERNS)
     zero = jax.tree.map(jnp.zeros_like, params)
-    new, _ = after(clipper, params, zero, attention.largest(plain))
+    new, _ = after(CLIPPER, params, zero, attention.largest(plain))
     assert all(w.dtype == jnp.bfloat16 for w in jax.tree.leaves(new))
     factor = np.minimum(1, LIMIT / attention.largest(plain))
     exact = np.sqrt(factor)[:, None] * np.float64(params["query"]["kernel"])
@@ -152,10 +149,9 @@ def test_leaves_of_two_dtypes_under_strict_promotion(dtypes):
             for name, dtype in zip(("query", "key"), dtypes)
         }
         zero = jax.tree.map(jnp.zeros_like, params)
-        clipper = qk_clip(LIMIT, **attention.PATTERNS)
         given = {"max_logits": jnp.full(4, 80.0, jnp.float32)}
-        first = clipper.init(params)
-        updates, state = clipper.update(zero, first, params, **given)
+        first = CLIPPER.init(params)
+        updates, state = CLIPPER.update(zero, first, params, **given)
         assert first.norm.dtype == state.norm.dtype
         for name, dtype in zip(("query", "key"), dtypes):
             kernel, weight = updates[name]["kernel"], params[name]["kernel"]
@@ -166,7 +162,7 @@ def test_leaves_of_two_dtypes_under_strict_promotion(dtypes):
 
 def test_norms_are_float32_for_float32_weights():
     with jax.enable_x64(True):
-        state = qk_clip(LIMIT, **attention.PATTERNS).init(HEADS)
+        state = CLIPPER.init(HEADS)
         assert state.norm.dtype == state.limit.dtype == jnp.float32
 
 
@@ -174,13 +170,9 @@ PARAMS = attention.weights(8, 4)
 DENSE = {"kernel": P("data", "heads"), "bias": P("heads")}
 SPECS = {"query": DENSE, "key": DENSE, "value": P(None, "heads")}
 # Split over heads alone, as tensor parallelism does.
-WHOLE = {
-    "query": {"kernel": P(None, "heads"), "bias": P("heads")},
-    "key": {"kernel": P(None, "heads"), "bias": P("heads")},
-    "value": P(None, "heads"),
-}
+OF_HEADS = {"kernel": P(None, "heads"), "bias": P("heads")}
+WHOLE = {"query": OF_HEADS, "key": OF_HEADS, "value": P(None, "heads")}
 LOGITS = np.float32([5, 50, 20, 10, 90, 30, 20, 21])
-CLIPPER = qk_clip(20.0, **attention.PATTERNS)
 
 
 def mesh_of(kind):
@@ -223,33 +215,27 @@ def test_split_weights_get_the_same_steps(kind):
     assert tuple(spec[:2]) == ("data", "heads")
 
 
-def test_each_device_clips_its_own_heads():
-    wanted = jax.jit(steps)(PARAMS, CLIPPER.init(PARAMS), LOGITS)
-
-    def on_devices(params, max_logits):
-        return steps(params, CLIPPER.init(params), max_logits)
-
-    state_specs = jax.tree.map(
-        lambda x: P("heads") if x.ndim else P(), CLIPPER.init(PARAMS)
-    )
+def in_shard_map():
+    """The steps, in which each device has heads of its own."""
+    start = CLIPPER.init(PARAMS)
+    of_state = jax.tree.map(lambda x: P("heads") if x.ndim else P(), start)
     split = jax.shard_map(
-        on_devices,
+        lambda params, logits: steps(params, CLIPPER.init(params), logits),
         mesh=mesh_of(AxisType.Auto),
         in_specs=(WHOLE, P("heads")),
-        out_specs=(WHOLE, state_specs),
+        out_specs=(WHOLE, of_state),
     )
-    found = jax.jit(split)(PARAMS, LOGITS)
+    return jax.jit(split)
+
+
+def test_each_device_clips_its_own_heads():
+    wanted = jax.jit(steps)(PARAMS, CLIPPER.init(PARAMS), LOGITS)
+    found = in_shard_map()(PARAMS, LOGITS)
     jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-6), found, wanted)
 
 
 def test_no_collective_is_needed_where_heads_are_split():
-    split = jax.shard_map(
-        lambda params, logits: steps(params, CLIPPER.init(params), logits)[0],
-        mesh=mesh_of(AxisType.Auto),
-        in_specs=(WHOLE, P("heads")),
-        out_specs=WHOLE,
-    )
-    text = jax.jit(split).lower(PARAMS, LOGITS).compile().as_text()
+    text = in_shard_map().lower(PARAMS, LOGITS).compile().as_text()
     assert "all-reduce" not in text and "all-gather" not in text
 
 

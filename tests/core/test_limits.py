@@ -190,12 +190,9 @@ def test_norms_and_losses_that_are_given_may_be_large(number):
     assert (state.norm, state.loss) == (wanted, wanted)
 
 
-NORM_5 = jnp.array([3.0, 4.0])  # norm 5
-
-
 def updated(**given):
     clipper = optaxclip.clip_by_global_norm(1.0)
-    return clipper.update(NORM_5, clipper.init(NORM_5), **given)
+    return clipper.update(FIVE, clipper.init(FIVE), **given)
 
 
 def test_a_given_negative_limit_on_a_device_counts_as_0():
@@ -208,7 +205,7 @@ def test_a_given_negative_limit_on_a_device_counts_as_0():
 def test_a_large_given_integer_keeps_its_value():
     for large in (2**33, np.int64(2**33), np.array(2**33)):
         updates, state = updated(limit=large)
-        np.testing.assert_array_equal(updates, NORM_5)
+        np.testing.assert_array_equal(updates, FIVE)
         np.testing.assert_array_equal(state.limit, 2.0**33)
         updates, state = updated(grad_norm=large)
         np.testing.assert_array_equal(state.norm, 2.0**33)

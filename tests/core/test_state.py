@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 import optaxclip
 from optaxclip import rules
 from tests import sharded
-from tests.helpers import apply
+from tests.helpers import after, apply
 from tests.methods import METHODS
 from tests.sharded import mesh_of
 
@@ -33,13 +33,6 @@ def units(x):
     x = np.asarray(x, np.float64)
     axes = tuple(range(max(x.ndim - 1, 1))) if x.ndim else ()
     return np.sqrt(np.sum(x**2, axes))
-
-
-def after(clipper, *grads):
-    state = clipper.init(grads[0])
-    for each in grads:
-        _, state = clipper.update(each, state)
-    return state
 
 
 @pytest.mark.parametrize("name", METHODS)

@@ -10,6 +10,7 @@ from tests.helpers import only_by_a_cpu
 
 SHAPES = [(256, 512), (512, 128), (128, 640), (300, 200)]
 SIZE = 4 * sum(rows * columns for rows, columns in SHAPES)  # bytes of the gradients
+CLIPPING = optax.chain(optaxclip.clip_by_global_norm(1.0), optax.adam(0.1))
 
 
 def bytes_of_a_step(optimizer, *, report, **options):
@@ -28,30 +29,26 @@ def bytes_of_a_step(optimizer, *, report, **options):
 
 @pytest.fixture(scope="module")
 def clipped():
-    optimizer = optax.chain(optaxclip.clip_by_global_norm(1.0), optax.adam(0.1))
-    return bytes_of_a_step(optimizer, report=False)
+    return bytes_of_a_step(CLIPPING, report=False)
 
 
 @pytest.mark.slow
 def test_reading_metrics_reads_no_gradient(clipped):
-    optimizer = optax.chain(optaxclip.clip_by_global_norm(1.0), optax.adam(0.1))
-    assert bytes_of_a_step(optimizer, report=True) < clipped + 0.01
+    assert bytes_of_a_step(CLIPPING, report=True) < clipped + 0.01
 
 
 @only_by_a_cpu
 @pytest.mark.parametrize("summary", [False, True])
 def test_norms_of_tensors_beside_a_global_clip_are_no_second_read(clipped, summary):
     recorder = optaxclip.record_norm(optaxclip.tensor_norm)
-    clipper = optaxclip.clip_by_global_norm(1.0)
-    optimizer = optax.chain(recorder, clipper, optax.adam(0.1))
+    optimizer = optax.chain(recorder, CLIPPING)
     found = bytes_of_a_step(optimizer, report=True, summary=summary)
     assert found < clipped + 0.01
 
 
 @pytest.mark.slow
 def test_spikes_beside_a_global_clip_are_no_second_read(clipped):
-    clipper = optaxclip.clip_by_global_norm(1.0)
-    optimizer = optax.chain(optaxclip.record_spikes(), clipper, optax.adam(0.1))
+    optimizer = optax.chain(optaxclip.record_spikes(), CLIPPING)
     assert bytes_of_a_step(optimizer, report=True) < clipped + 0.01
 
 
@@ -61,8 +58,7 @@ def test_health_reads_more_only_when_asked(clipped):
     for asked, most in (("", 0.01), ("weights", 5.01), ("values", 9.01)):
         options = {name: name == asked for name in ("weights", "values")}
         recorder = optaxclip.record_health(**options)
-        clipper = optaxclip.clip_by_global_norm(1.0)
-        optimizer = optax.chain(recorder, clipper, optax.adam(0.1))
+        optimizer = optax.chain(recorder, CLIPPING)
         # docs/doctor.md has these numbers.
         assert bytes_of_a_step(optimizer, report=True) < clipped + most
 
@@ -71,6 +67,5 @@ def test_health_reads_more_only_when_asked(clipped):
 def test_a_second_read_would_be_seen(clipped):
     """The median of absolute values shares no sum with the clipper."""
     recorder = optaxclip.record_norm(lambda tree: jax.tree.map(jnp.median, tree))
-    clipper = optaxclip.clip_by_global_norm(1.0)
-    optimizer = optax.chain(recorder, clipper, optax.adam(0.1))
+    optimizer = optax.chain(recorder, CLIPPING)
     assert bytes_of_a_step(optimizer, report=True) > clipped + 0.9

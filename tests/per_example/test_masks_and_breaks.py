@@ -1,5 +1,7 @@
 """Examples that are masked, broken, zero or tiny."""
 
+from itertools import product
+
 import jax
 import numpy as np
 import pytest
@@ -23,10 +25,8 @@ from tests.per_example.batches import (
     weighted,
 )
 
-every_form = pytest.mark.parametrize(
-    "microbatch, method",
-    [(None, "one_pass"), (5, "two_pass"), (None, "ghost"), (5, "ghost")],
-)
+FORMS = list(product((None, 5), METHODS))
+every_form = pytest.mark.parametrize(("microbatch", "method"), FORMS)
 
 
 @pytest.mark.slow
@@ -60,20 +60,8 @@ def test_a_batch_that_is_all_masked_gives_zeros(microbatch, method):
     )
 
 
-@pytest.mark.parametrize(
-    "microbatch, bad, method",
-    [
-        (None, np.nan, "one_pass"),
-        (None, np.inf, "one_pass"),
-        (None, np.inf, "two_pass"),
-        (None, np.inf, "ghost"),
-        (1, np.nan, "two_pass"),
-        (4, -np.inf, "one_pass"),
-        (5, -np.inf, "two_pass"),
-        (5, np.nan, "one_pass"),
-        (5, np.nan, "ghost"),
-    ],
-)
+@every_form
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
 def test_a_broken_example_contributes_nothing_and_is_counted(microbatch, bad, method):
     _, params, (x, label) = MLP
     broken = np.array([1, 0, 0, 0, 0, 1, 0, 0, 0, 0, 0, 0], bool)

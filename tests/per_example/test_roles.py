@@ -27,12 +27,6 @@ def close(found, w, x, y, limit):
     near(found, mean_of_clipped((x @ w - y)[:, None] * x, limit), 8 * EPS)
 
 
-def test_every_further_argument_is_a_batch():
-    w, x, y = arrays()
-    result = clipped_grad(squared_error, 0.7)(w, x, y)
-    close(result.grads, w, x, y, 0.7)
-
-
 @pytest.mark.parametrize("place", [2, (-1,)])
 def test_a_shared_argument_is_the_same_for_all_examples(place):
     w, x, _ = arrays()

@@ -12,16 +12,17 @@ import optaxclip
 NORMS = [1.0, 2.0, 100.0, 1.5, float("nan"), 0.5]
 
 
-def logged(path, optimizer):
-    """Writes what `metrics` finds in each step."""
+def read_again(tmp_path, optimizer, column=None):
+    """The norms that are read from what `metrics` finds in each step."""
     state = optimizer.init(jnp.zeros(1))
     lines = []
     for norm in NORMS:
         _, state = optimizer.update(jnp.array([norm]), state, jnp.zeros(1))
         found = optaxclip.metrics(state)
         lines.append(json.dumps({name: float(x) for name, x in found.items()}))
+    path = tmp_path / "log.jsonl"
     path.write_text("\n".join(lines))
-    return path
+    return optaxclip.replay.read_history(path, column)
 
 
 @pytest.mark.parametrize("limit", [1.8, 50.0])
@@ -32,8 +33,7 @@ def test_norms_of_skipped_steps_are_read(tmp_path, place, limit):
         "inside": optaxclip.skip_spikes(optax.chain(clip, sgd), 10.0),
         "in front": optax.chain(clip, optaxclip.skip_spikes(sgd, 10.0)),
     }[place]
-    path = logged(tmp_path / "log.jsonl", optimizer)
-    np.testing.assert_array_equal(optaxclip.replay.read_history(path), NORMS)
+    np.testing.assert_array_equal(read_again(tmp_path, optimizer), NORMS)
 
 
 def test_a_clipper_in_front_that_lengthens_is_read(tmp_path):
@@ -42,14 +42,14 @@ def test_a_clipper_in_front_that_lengthens_is_read(tmp_path):
     behind = optaxclip.skip_spikes(
         optax.sgd(0.1), optaxclip.rules.ema_ratio(0.9, remember="raw")
     )
-    path = logged(tmp_path / "log.jsonl", optax.chain(normalize, behind))
-    np.testing.assert_array_equal(optaxclip.replay.read_history(path), NORMS)
+    found = read_again(tmp_path, optax.chain(normalize, behind))
+    np.testing.assert_array_equal(found, NORMS)
 
 
 def test_a_column_that_is_named_is_read(tmp_path):
     inside = optax.chain(optaxclip.clip_by_global_norm(1.8), optax.sgd(0.1))
-    path = logged(tmp_path / "log.jsonl", optaxclip.skip_spikes(inside, 10.0))
-    found = optaxclip.replay.read_history(path, "clip/norm_before")
+    optimizer = optaxclip.skip_spikes(inside, 10.0)
+    found = read_again(tmp_path, optimizer, "clip/norm_before")
     np.testing.assert_array_equal(found, [1.0, 2.0, 2.0, 1.5, 1.5, 0.5])
 
 
@@ -66,7 +66,6 @@ def test_norms_of_a_scaled_loss_are_left(tmp_path):
     """The wrapper sees scaled gradients, and the clipper those of the loss."""
     clip = optaxclip.clip_by_global_norm(1.8)
     inner = optax.chain(optax.scale(2**-10), clip, optax.sgd(0.1))
-    path = logged(tmp_path / "log.jsonl", optaxclip.skip_nonfinite(inner))
-    found = optaxclip.replay.read_history(path)
+    found = read_again(tmp_path, optaxclip.skip_nonfinite(inner))
     scaled = np.array([1.0, 2.0, 100.0, 1.5, 1.5, 0.5]) / 2**10
     np.testing.assert_array_equal(found, scaled)

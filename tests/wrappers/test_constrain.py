@@ -147,11 +147,6 @@ def trained(clipper, params, steps=100):
 # name: (clipper, norms of weights [steps, 6, 5], limit)
 HELD = {
     "units": (partial(units, 2.0), lambda x: np.linalg.norm(x, axis=1), 2.0),
-    "tensors": (
-        partial(optaxclip.clip_by_tensor_norm, 3.0),
-        lambda x: np.linalg.norm(x, axis=(1, 2)),
-        3.0,
-    ),
     "values": (partial(optaxclip.clip_by_value, 0.7), np.abs, 0.7),
     "sphere": (
         partial(optaxclip.clip_by_tensor_norm, 3.0, shrink=normalize),

@@ -1,6 +1,7 @@
 """Every extra argument of `update` reaches what is inside a wrapper."""
 
 import functools
+from itertools import product
 
 import jax
 import jax.numpy as jnp
@@ -88,28 +89,19 @@ def run(optimizer, **extra):
     return optimizer.update(GRADS, state, PARAMS, **extra)
 
 
-@pytest.mark.parametrize("inner", WRAPPERS)
-@pytest.mark.parametrize("outer", OURS)
+# Two of ours, and ours around or inside one of optax.
+PAIRS = [*product(OURS, WRAPPERS), *product(OF_OPTAX | SPELLINGS, OURS)]
+
+
+@pytest.mark.parametrize(("outer", "inner"), PAIRS)
 def test_extra_arguments_reach_what_two_wrappers_hold(outer, inner):
     kept_back = KEPT_BACK.get(outer, set()) | KEPT_BACK.get(inner, set())
     given = dict(EXTRA)
     if "carry_clipped" in (outer, inner):
         given.pop("grad_norm")
     seen = []
-    run(OURS[outer](WRAPPERS[inner](probe(seen))), **given)
+    run(WRAPPERS[outer](WRAPPERS[inner](probe(seen))), **given)
     # Tracing for types may call it more than once.
-    assert seen and all(each == set(given) - kept_back for each in seen)
-
-
-@pytest.mark.parametrize("inner", OURS)
-@pytest.mark.parametrize("outer", OF_OPTAX | SPELLINGS)
-def test_extra_arguments_reach_ours_inside_wrappers_of_optax(outer, inner):
-    kept_back = KEPT_BACK.get(inner, set())
-    given = dict(EXTRA)
-    if inner == "carry_clipped":
-        given.pop("grad_norm")
-    seen = []
-    run(WRAPPERS[outer](OURS[inner](probe(seen))), **given)
     assert seen and all(each == set(given) - kept_back for each in seen)
 
 

@@ -12,9 +12,10 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 import optaxclip
-from optaxclip.rules import Rule
 from tests import oracle_rules as oracle
 from tests.core.steps import same_bits
+from tests.helpers import own_rule
+from tests.rules.histories import f
 from tests.sharded import on_two_devices
 
 PARAMS = {
@@ -159,10 +160,6 @@ def test_skip_step_decides_as_olmo_core_does():
 @pytest.mark.parametrize("name", ["z-score", "log-norm", "quantile", "fixed"])
 def test_any_rule_decides(name):
     norms = np.asarray(oracle.histories()["broken"][:200])
-
-    def f(number):
-        return float(np.float32(number))
-
     rule, equation = {
         "z-score": (
             optaxclip.rules.z_score(2.0),
@@ -319,24 +316,18 @@ def test_what_is_exactly_at_its_limit_is_let_through(norm, loss, skipped):
     ("loss", "remembered"), [(-2.0, -2.0), (0.0, 0.0), (np.nan, 9.0), (np.inf, 9.0)]
 )
 def test_skipping_learns_from_finite_losses_of_any_sign(loss, remembered):
-    class Last(Rule):
-        def init(self, norm):
-            return jnp.full_like(norm, 9.0)
-
-        def update(self, norm, memory, step):
-            return jnp.full_like(norm, np.inf), norm
-
-    optimizer = optaxclip.skip_spikes(optax.sgd(0.1), None, Last())
+    remembers = own_rule(
+        lambda norm: jnp.full_like(norm, 9.0),
+        lambda norm, memory, step: (jnp.full_like(norm, np.inf), norm),
+    )
+    optimizer = optaxclip.skip_spikes(optax.sgd(0.1), None, remembers)
     state = last(optimizer, [1.0], value=loss)
     assert state.loss_memory == remembered
     assert state.skipped == (not np.isfinite(loss))
 
 
 def test_a_limit_of_the_loss_may_be_below_zero():
-    class BelowZero(Rule):
-        def update(self, norm, memory, step):
-            return -3.0, memory
-
-    optimizer = optaxclip.skip_spikes(optax.sgd(0.1), None, BelowZero())
+    below_0 = own_rule(lambda norm: (), lambda norm, memory, step: (-3.0, memory))
+    optimizer = optaxclip.skip_spikes(optax.sgd(0.1), None, below_0)
     skipped = [last(optimizer, [1.0], value=loss).skipped for loss in (-4, -3, -2)]
     assert skipped == [0, 0, 1]
