@@ -123,10 +123,11 @@ def clip_by_norm(t: Tree, clip_norm: Any, axes: Any = None) -> Tree:
 
     Args:
       t: an array, or a pytree of arrays.
-      clip_norm: the limit, at least 0: a number, or an array that broadcasts to the
-        norms, whose summed axes have size 1. It may be traced.
+      clip_norm: the limit, at least 0: a number, or with `axes` an array that
+        broadcasts to the norms, whose summed axes have size 1. It may be traced.
       axes: the axes that are summed over: an int, or a list or tuple of ints. Negative
-        ones count from the end. None for all.
+        ones count from the end. None for all. Inside shard_map take
+        `clip_by_unitwise_norm`, which has `mesh_axes`.
 
     Returns:
       `t` in its dtypes.

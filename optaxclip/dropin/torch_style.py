@@ -275,7 +275,7 @@ def _norm_below_order_zero(tree: Any, ord: float) -> jax.Array:
     leaves = jax.tree.leaves(tree)
     if not leaves:
         # torch raises. Here a tree without leaves has norm 0 in every order.
-        return jnp.zeros(())
+        return jnp.zeros((), jnp.float32)
     info = jnp.finfo(norms.norm_dtype(leaves))
     # With this instead of 1 the reciprocals of all normal numbers are normal: that of
     # the largest is the smallest, and that of the smallest the largest.

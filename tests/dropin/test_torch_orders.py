@@ -186,7 +186,9 @@ def test_norm_types_up_to_0_run_under_jit_and_know_no_empty_tree(order):
         close(clipped["a"], np.array([3.0, -4.0]) * 0.5 / (norm + 1e-6))
         assert clipped["b"] is None and clipped["c"].dtype == "complex64"
     for nothing in ([], [None], {"i": jnp.arange(3)}, [jnp.zeros((0, 2))]):
-        assert torch_style.get_total_norm(nothing, order) == 0
+        with jax.enable_x64(True):
+            norm = torch_style.get_total_norm(nothing, order)
+        assert norm == 0 and norm.dtype == jnp.float32
 
 
 @pytest.mark.parametrize("order", [-INF, -2, -1, 0])
