@@ -421,5 +421,5 @@ def _kind_of_update(known: _Known, updates: Tree) -> str:
     if factor < 1.0:
         norm = limit / factor if factor else math.inf
     kind = _kind_of_norm(known, np.array([norm]))
-    is_below = known.norm < limit and kind == "unknown"
+    is_below = known.norm < limit and kind in ("unknown", "eps")
     return "clipped_below_limit" if is_below else kind

@@ -32,7 +32,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ._health import OF_VALUES, OF_WEIGHTS
+from ._health import HEALTH
 from ._names import with_our_names
 from .replay import _read as logs
 
@@ -41,9 +41,11 @@ __all__ = ["Finding", "diagnose"]
 BEFORE = 20  # steps whose largest norm a step is compared with
 MEDIAN = 5  # steps
 # "train/health_2/updates/norm/blocks/w": the recorder, the sign and the tensor.
-SIGNS = "|".join(("norm", "dead_rows", *OF_WEIGHTS, *OF_VALUES))
-COLUMN = rf"((?:.+ - )?(?:.+?/)??health.*?)/({SIGNS})(?:/(.*))?"
+SIGNS = "|".join(HEALTH)
+COLUMN = rf"((?:.+ - )?(?:.+?[/.])??health.*?)/({SIGNS})(?:/(.*))?"
 matched = cache(re.compile(COLUMN).fullmatch)
+# Not the limit of a clipper, its counts, or a tensor that is called so.
+LOGITS = r"(?!.*(limit|factor|count|/norm_\w+/.*logit)).*logit"
 # Of each cause the limit, the evidence, the page, and what helps. Of the runs in
 # tests/doctor, the healthy ones stay below about half of each limit.
 CAUSES = {
@@ -165,8 +167,8 @@ def _read(rows: logs.Rows) -> Log:
     for number, row in enumerate(rows):
         known = logs.step_of(row)
         step = number if known is None else known
-        part += step < last
-        last = step
+        part += known is not None and known < last
+        last = last if known is None else known
         together: dict[tuple[str, str, bool], dict[str, float]] = {}
         logged = set()
         for column, entry in logs.entries_of(row):
@@ -258,7 +260,7 @@ def _series(log: Log) -> Iterator[tuple[str, Series]]:
                 yield "underflow", _medians(_ratios(own, others))
         elif sign == "dead_rows":
             yield "dead embedding", own
-        elif "logit" in who.lower() and not re.search("limit|factor", who):
+        elif re.match(LOGITS, who.lower()):
             yield "attention logits", own
 
 
@@ -307,21 +309,22 @@ def main(arguments: list[str] | None = None) -> None:
     except (OSError, ValueError) as error:
         sys.exit(str(error))
     findings = _findings(log)
+    if options.json:
+        text = json.dumps([each._asdict() for each in findings], indent=2)
+        # JSON has no inf.
+        print(text.replace(": Infinity,", ': "inf",'))
+    else:
+        for each in findings:
+            evidence = f"{each.evidence} (limit {each.limit:g})"
+            print(f"step {each.step:6}  {each.cause:16}  {evidence}")
+            print(f"{'':13}{each.advice}: {each.page}")
+        print("" if findings else "No number is above its limit.\n", end="")
     try:
         if options.picture:
             _draw(log, findings, options.picture)
     # Such as a folder that is not there, or a suffix that is no kind of picture.
-    except (OSError, ValueError) as error:
+    except (ImportError, OSError, ValueError) as error:
         sys.exit(f"No picture: {error}")
-    if options.json:
-        print(json.dumps([each._asdict() for each in findings], indent=2))
-        return
-    for each in findings:
-        evidence = f"{each.evidence} (limit {each.limit:g})"
-        print(f"step {each.step:6}  {each.cause:16}  {evidence}")
-        print(f"{'':13}{each.advice}: {each.page}")
-    if not findings:
-        print("No number is above its limit.")
 
 
 def _draw(log: Log, findings: list[Finding], path: Path) -> None:

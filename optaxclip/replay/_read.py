@@ -172,16 +172,16 @@ def _wide(rows: Rows) -> Rows:
             continue
         is_one_run = len({row.get(run) for row in lines}) == 1
         wide: dict[Any, dict[str, Any]] = {}
-        seen = Counter[Any]()
+        part, last = Counter[Any](), dict[Any, Any]()
         for row in lines:
             # With the run in front, as W&B does.
             column = row[name] if is_one_run else f"{row.get(run)} - {row[name]}"
-            step = step_of(row)
-            # A step may come twice, as where a run is resumed.
-            place = step, seen[step, column]
-            wide.setdefault(place, {"step": step})[column] = row["value"]
-            seen[step, column] += 1
-        return list(wide.values())
+            step = step_of(row) or 0
+            # A run that is resumed goes back to an earlier step.
+            part[column] += column in last and step <= last[column]
+            last[column] = step
+            wide.setdefault((part[column], step), {"step": step})[column] = row["value"]
+        return [wide[place] for place in sorted(wide)]
     return rows
 
 
@@ -214,7 +214,10 @@ def _log(rows: Rows, column: str | None) -> Log:
     if not numeric:
         raise ValueError(f"must hold numbers, got {len(rows)} rows without.")
     if column is None:
-        column = _of_every_step(table, _column_of_norms(numeric))
+        # The norm of one tensor, with `summary=True`. Of one norm the name is empty.
+        worst = [x.replace("worst_name", "norm_before") for x in table]
+        names = [x for x in numeric if worst.count(x) < 2]
+        column = _of_every_step(table, _column_of_norms(names))
     if column not in table:
         must = f"column={column!r} is not in this file, which has"
         raise ValueError(f"{must} {listed(numeric)}.")

@@ -48,6 +48,7 @@ WRONG = [
     ("split_leaves_left_out", "experts", "nan_on_one_device", {"update"}),
     ("eps_in_denominator", "small_limit", "eps", {"update"}),
     ("always_scaled", "replicated", "clipped_below_limit", {"update"}),
+    ("always_scaled", "small_limit", "clipped_below_limit", {"update"}),
     ("groups_apart", "replicated", "groups_apart", {"update"}),
     ("not_clipped", "replicated", "not_clipped", {"update"}),
 ]

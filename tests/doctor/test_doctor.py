@@ -182,7 +182,13 @@ def test_what_follows_norms_of_0_is_no_leap():
 
 def test_groups_in_front_of_a_name_are_read():
     rows = rows_of(health__norm__w=[*np.ones(30), 9.0], loss=np.ones(31))
-    for front in ("train/", "a/b/", "lively-sun-7 - ", "lively-sun-7 - train/"):
+    for front in (
+        "train/",
+        "a/b/",
+        "train.",
+        "lively-sun-7 - ",
+        "lively-sun-7 - train/",
+    ):
         renamed = [{front + name: x for name, x in row.items()} for row in rows]
         (found,) = diagnose(renamed)
         assert (found.cause, found.step) == ("bad batch", 30)
@@ -196,10 +202,37 @@ def test_long_tables_are_read(tmp_path, order):
     names = ("health/norm/a", "health/norm/b")
     lines = [{"key": x, "value": 1.0, "step": n} for n in range(60) for x in names]
     lines[101]["value"] = 9.0
+    # Some that come first, and are logged now and then.
+    lines += [{"key": "eval", "value": 1.0, "step": n} for n in (0, 25, 50)]
     path = tmp_path / "log"
     path.write_text(json.dumps({"metrics": sorted(lines, key=lambda x: x[order])}))
     (found,) = diagnose(path)
     assert (found.cause, found.step) == ("bad batch", 50)
+
+
+def test_rows_without_a_step_hide_nothing():
+    norms = calm()
+    norms[40] = 9.0
+    rows = rows_of(step=10 * np.arange(60), health__norm__a=norms)
+    for place in range(50, 0, -4):
+        rows.insert(place, {"eval/loss": 1.0})
+    (found,) = diagnose(rows)
+    assert found.step == 400
+
+
+def test_layers_may_be_called_as_what_is_read():
+    row = {
+        "health/gradients/norm/block/norm/bias": 1.0,
+        # Of a bias that starts at 0.
+        "health/gradients/ratio/block/norm/bias": None,
+        "health/gradients/ratio/logits": 300.0,
+        "clip/clipped_count/logits": 300.0,
+        "clip/norm_before/logits": 300.0,
+        "clip/logits/limit/layer": 300.0,
+    }
+    assert diagnose([row] * 10) == []
+    (found,) = diagnose([row | {"clip/logits/norm_before/layer": 300.0}])
+    assert found.cause == "attention logits"
 
 
 def test_steps_that_are_no_numbers_are_counted():
@@ -262,6 +295,10 @@ def test_json_is_what_diagnose_returns(log, capsys):
     main([str(log), "--json"])
     found = json.loads(capsys.readouterr().out)
     assert found == [each._asdict() for each in diagnose(log)]
+    log.write_text("health/norm/w,max_logit\n1,inf\n")
+    main([str(log), "--json"])
+    (found,) = json.loads(capsys.readouterr().out)
+    assert found["value"] == "inf"
 
 
 def test_json_and_a_picture_may_be_asked_for_together(log, capsys):
@@ -269,10 +306,13 @@ def test_json_and_a_picture_may_be_asked_for_together(log, capsys):
     assert json.loads(capsys.readouterr().out) and log.with_name("own.png").exists()
 
 
-@pytest.mark.parametrize("name", ["missing/run.png", "run.xyz"])
-def test_a_picture_that_cannot_be_drawn_is_one_line(log, name):
+@pytest.mark.parametrize("name", ["missing/run.png", "run.xyz", "run.png"])
+def test_a_picture_that_cannot_be_drawn_is_one_line(log, name, monkeypatch, capsys):
+    if name == "run.png":
+        monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     with pytest.raises(SystemExit, match="No picture: "):
         main([str(log), "--picture", str(log.parent / name)])
+    assert "bad batch" in capsys.readouterr().out
 
 
 @pytest.mark.slow

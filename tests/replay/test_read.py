@@ -106,6 +106,14 @@ def test_a_last_line_that_is_cut_off_is_left_out(tmp_path):
     assert found.tolist() == [1, 2]
 
 
+def test_the_norm_of_the_worst_tensor_is_not_that_of_all(tmp_path):
+    """Of `metrics(state, summary=True)`. The name of one norm is empty."""
+    row = {"clip/norm_before": 1.0, "clip/worst_name": "w"}
+    row |= {"clip_2/norm_before": 1.5, "clip_2/worst_name": ""}
+    found = read(tmp_path, json.dumps([row, row]))
+    np.testing.assert_array_equal(found, [1.5, 1.5])
+
+
 def test_a_header_that_comes_again_is_left_out(tmp_path):
     assert read(tmp_path, "step,norm\n0,1\nstep,norm\n0,2\n").tolist() == [1, 2]
 
