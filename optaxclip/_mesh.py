@@ -86,7 +86,8 @@ def typed_as_varying(kinds: Any, values: Any) -> Any:
     In shard_map the gradient by parameters of any other type comes summed over devices,
     and the examples in it cannot be told apart.
     """
-    names = sorted(varying(kinds))
+    # Outside shard_map kinds may be no arrays.
+    names = sorted(varying(kinds)) if manual_axes() else ()
     return jax.tree.map(lambda x: varying_over(x, names), values) if names else values
 
 

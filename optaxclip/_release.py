@@ -27,7 +27,7 @@ from jax.interpreters.partial_eval import dce_jaxpr
 from ._checks import Nonfinite, check_flag, shown, with_extra_args
 from ._exported import exported
 from ._kernel import make_clipper
-from ._mesh import has_types, manual_axes
+from ._mesh import has_types, manual_axes, split_as
 from ._norms import GlobalNorm, global_norm
 from ._state import ClipState
 from ._trees import clipped_leaves, name, put_back
@@ -75,7 +75,9 @@ class Released:
         # Raises for leaves with different numbers of layers.
         _count(params[0])
         _check_optimizer(self.optimizer, weights)
+        # Zeros that vmap stacks have no type of a mesh.
         clips = jax.vmap(self.layer_clip.init)(weights)
+        clips = jax.tree.map(lambda x: split_as(x, jax.typeof(x)), clips)
         moments, of_others = map(self.optimizer.init, (weights, others))
         clip = self.clip.init((weights, others)) if self.clip else ()
         views = _views(clips, self.layer_clip.init(others))

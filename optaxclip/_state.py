@@ -386,9 +386,10 @@ def first_state(norms: Norms, rules: list[Rule], argument: str) -> ClipState:
         for shape in _shapes(rule):
             check_shape(shape, norm.shape, argument)
         # One rule for everything is one object, and one part. All constant limits are
-        # one rule. A schedule is no number, so it is none of them.
+        # one rule. A schedule is no number, so it is none of them. Norms that devices
+        # have for themselves are a part apart from those that are the same on all.
         kind: Any = "constant" if _is_constant(rule) else id(rule)
-        layers = None
+        kind, layers = (kind, norm.manual_axis_type), None
         if number in norms.units:
             kind = "units", number
         elif norm.shape:

@@ -39,20 +39,14 @@ LABELS = {
 }
 MASK = {name: name not in ("bias", "grid") for name in SHAPES}
 
-SIZES = [
-    (4, 1),
-    (3, 2),
-    (2, 4),
-]  # devices along x and y: 4 (an axis of size 1), 6 and 8 devices
+# Devices along x and y: 4 (an axis of size 1), 6 and 8 devices.
+SIZES = [(4, 1), (3, 2), (2, 4)]
 
 
 class Case(NamedTuple):
     build: Callable[..., Any]  # (limit, mesh_axes=...) -> clipper
-    norms: Callable[
-        [Any], Any
-        # float64 NumPy tree -> for each clipped leaf its norms, which broadcast to the
-        # leaf
-    ]
+    # float64 NumPy tree -> for each clipped leaf its norms, which broadcast to the leaf
+    norms: Callable[[Any], Any]
     # does a norm keep dimensions of a leaf, so that the names of axes alone do not do?
     keeps: bool = False
     relative: bool = False  # is the limit a share of the weights' norm?

@@ -426,6 +426,27 @@ def test_weights_and_batch_that_jit_splits_give_the_same_step(kind):
     assert_close(found, wanted, 1e-4)
 
 
+def test_clips_of_layers_begin_in_the_step_on_an_explicit_mesh():
+    trainer = release(
+        lambda rest, x: x @ rest,
+        lambda weights, hidden, x: hidden + jnp.tanh(hidden @ weights),
+        lambda rest, hidden, x: jnp.mean(hidden**2),
+        optax.sgd(0.1),
+        layer_clip=optaxclip.clip_by_tensor_norm(0.1),
+    )
+    params, batch = (jnp.ones((3, 4, 4)), jnp.ones((2, 4))), jnp.ones((8, 2))
+
+    @jax.jit
+    def first(params, batch):
+        return trainer.step(params, trainer.init(params), batch)[0]
+
+    wanted, mesh = first(params, batch), jax.make_mesh((8,), ("data",))
+    with jax.set_mesh(mesh):
+        params = jax.device_put(params, NamedSharding(mesh, P()))
+        batch = jax.device_put(batch, NamedSharding(mesh, P("data")))
+        assert_close(first(params, batch), wanted, 1e-6)
+
+
 def test_a_typed_shard_map_adds_up_gradients():
     mesh = jax.make_mesh((4,), ("x",), axis_types=(AxisType.Auto,))
 

@@ -252,12 +252,13 @@ def record_spikes(
 
     def init(params: Any) -> SpikeState:
         # Each counter is its own array, so that the state can be donated.
-        return SpikeState(
+        state = SpikeState(
             **judge.first_fields(params),
             spiked=jnp.zeros((), jnp.int32),
             spikes=jnp.zeros((), jnp.int32),
             spiked_recently=jnp.zeros((), jnp.float32),
         )
+        return judge.typed(state, params)
 
     def update(updates: Any, state: Any, params: Any = None, **extra_args: Any) -> Any:
         check_state(call, state, SpikeState)

@@ -32,8 +32,8 @@ from .._checks import LAST_STEP, Nonfinite, check_state, number_for_jit
 from .._exported import exported
 from .._factors import cast_like
 from .._kernel import make_clipper
-from .._mesh import MeshAxes, typed_as, types_of
-from .._norms import TensorNorm, check_measure, norm_dtype
+from .._mesh import MeshAxes
+from .._norms import TensorNorm, check_measure
 from .._state import ClippedElements, count_clipped, limits_of, no_elements_clipped
 from .._sums import modulus_dtype, wide_dtype, with_modulus
 from .._trees import Stacked, clipped_leaves, put_back
@@ -115,12 +115,12 @@ def spam(
         checks.check_length(f"{call}: every", every)
     checks.check_flag(f"{call}: count", count)
 
-    def no_squares(kind: Any) -> jax.Array:
-        return typed_as(jnp.zeros(kind.shape, norm_dtype([kind])), kind)
+    def no_squares(leaf: Any) -> jax.Array:
+        return jnp.zeros_like(leaf, jnp.finfo(wide_dtype(leaf)).dtype)
 
     def init(params: Any) -> SpamState:
-        # Only shapes and dtypes are read, so `init` takes jax.ShapeDtypeStruct.
-        moment = jax.tree.map(no_squares, types_of(clipped_leaves, params))
+        # Split over devices as the weights are, which may be jax.ShapeDtypeStruct.
+        moment = jax.tree.map(no_squares, clipped_leaves(params))
         step = jnp.zeros((), jnp.int32)
         return SpamState(step, moment, no_elements_clipped() if count else ())
 

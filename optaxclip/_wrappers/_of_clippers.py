@@ -36,7 +36,7 @@ from jax import lax
 from .._checks import check_state, kept_finite, with_extra_args
 from .._exported import exported
 from .._factors import cast_like
-from .._mesh import typed_as, types_of, varying
+from .._mesh import varying
 from .._state import ClipState
 from .._sums import wide_dtype
 from .._trees import check_kept, clipped_leaves, is_none, put_back, weights_of
@@ -93,8 +93,8 @@ def carry_clipped(
     clipper = with_extra_args(f"{call}: clipper", clipper, "a clipper")
 
     def init(params: Any) -> CarryState:
-        # From types alone: params may be jax.ShapeDtypeStruct.
-        carry = jax.tree.map(_no_carry, types_of(clipped_leaves, params))
+        # Split over devices as the weights are, which may be jax.ShapeDtypeStruct.
+        carry = jax.tree.map(_no_carry, clipped_leaves(params))
         return CarryState(carry, clipper.init(params))
 
     def update(updates: Any, state: Any, params: Any = None, **extra_args: Any) -> Any:
@@ -116,9 +116,9 @@ def carry_clipped(
     return optax.GradientTransformationExtraArgs(init, update)
 
 
-def _no_carry(kind: Any) -> jax.Array:
-    """The carry of a leaf of this type before the first step."""
-    return typed_as(jnp.zeros(kind.shape, wide_dtype(kind)), kind)
+def _no_carry(leaf: Any) -> jax.Array:
+    """The carry of a leaf before the first step."""
+    return jnp.zeros_like(leaf, wide_dtype(leaf))
 
 
 def _add_carry(grad: Any, carry: jax.Array) -> jax.Array | None:

@@ -42,7 +42,7 @@ from jax.typing import ArrayLike
 from .. import _checks as checks
 from .._exported import exported
 from .._kernel import limit_of
-from .._mesh import MeshAxes, varying
+from .._mesh import MeshAxes, typed_as_varying, varying
 from .._names import OF_UPDATE
 from .._norms import GlobalNorm
 from .._state import ClipState
@@ -282,7 +282,7 @@ def _skipping(
         inner_state = optimizer.init(params)
         _warn_of_clippers(call, inner_state)
         # Each counter is its own array, so that the state can be donated.
-        return SkipState(
+        state = SkipState(
             **judge.first_fields(params),
             skipped=jnp.zeros((), jnp.int32),
             skipped_recently=jnp.zeros((), jnp.float32),
@@ -290,6 +290,7 @@ def _skipping(
             consecutive=jnp.zeros((), jnp.int32),
             inner_state=inner_state,
         )
+        return judge.typed(state, params)
 
     def update(updates: Any, state: Any, params: Any = None, **extra_args: Any) -> Any:
         checks.check_state(call, state, SkipState)
@@ -352,6 +353,10 @@ class Judge(NamedTuple):
             "loss_memory": self.loss_rule.init(loss) if self.loss_rule else (),
         }
 
+    def typed(self, values: Any, kinds: Any) -> Any:
+        """The values, which devices that train alone have for themselves."""
+        return typed_as_varying(kinds, values) if self.mesh_axes is None else values
+
     def norm_of(self, updates: Any) -> jax.Array:
         """The global norm of the updates."""
         measure = GlobalNorm(self.call, mesh_axes=self.mesh_axes)
@@ -402,14 +407,14 @@ class Judge(NamedTuple):
         and whether one is NaN or inf, which is over every limit.
         """
         # A norm that was measured elsewhere may have another dtype than the state.
-        norm = jnp.asarray(norm).astype(state.norm.dtype)
+        norm = self.typed(jnp.asarray(norm).astype(state.norm.dtype), state.norm)
         asked = self.rule, norm, state.memory, state.step
         limit, memory = limit_of(*asked, argument=f"{self.call}: rule")
         state = state._replace(norm=norm, limit=limit, memory=memory)
         # Not `norm > limit`, which is False for NaN. inf would pass a limit of inf.
         over, broken = ~(norm <= limit), ~jnp.isfinite(norm)
         if self.loss_rule is not None and loss is not None:
-            loss = jnp.asarray(loss).astype(state.loss.dtype)
+            loss = self.typed(jnp.asarray(loss).astype(state.loss.dtype), norm)
             asked = self.loss_rule, loss, state.loss_memory, state.step
             own = {"argument": f"{self.call}: loss_rule", "signed": True}
             limit, memory = limit_of(*asked, **own)

@@ -61,9 +61,8 @@ def test_spam_keeps_squares_wide_and_schedules_from_step_0():
     grads = jnp.array([-8.0, 1.0])
     _, state = clipper.update(grads, clipper.init(grads))
     np.testing.assert_allclose(state.second_moment, [16.0, 0.25])
-    updates, state = clipper.update(
-        4 * grads, state
-    )  # the limit is 9 times the usual square
+    # The limit is 9 times the usual square.
+    updates, state = clipper.update(4 * grads, state)
     np.testing.assert_allclose(updates, [-12.0, 1.5], rtol=1e-6)
     np.testing.assert_allclose(state.second_moment, [144.0, 2.25], rtol=1e-6)
 

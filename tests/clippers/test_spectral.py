@@ -40,10 +40,8 @@ def matrix(shape, longest, shortest=1.0, rank=None, seed=0, dtype="float32"):
     return ((rows * values) @ columns.T).astype(jnp.dtype(dtype))
 
 
-WIDE, SQUARE = (
-    (32, 64),
-    (32, 32),
-)  # few shapes, so that most tests run the same few programs
+# Few shapes, so that most tests run the same few programs.
+WIDE, SQUARE = (32, 64), (32, 32)
 
 
 @cache
@@ -411,9 +409,8 @@ def test_layers_of_very_different_size_do_not_meet(method):
     updates, _ = clip({"w": x}, 2e-30, method=method, stacked=1)
     errors = error(updates["w"], expected(x, 2e-30))
     assert errors[0] <= 4e-6 * 2e-30
-    assert errors[1] <= (
-        4e-6 * 2e-30 if method == "svd" else 4e-6 * 8e30
-    )  # by products what is eps of the longest is lost
+    # By products what is eps of the longest is lost.
+    assert errors[1] <= 4e-6 * (2e-30 if method == "svd" else 8e30)
 
 
 def test_stacked_numbers_are_layers_too():

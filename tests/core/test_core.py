@@ -49,9 +49,8 @@ def test_a_limit_has_no_derivative_by_the_updates():
     grads = jnp.array([3.0, 4.0])
     clipper = clip_by(optaxclip.global_norm, half)
     along = jax.jvp(lambda g: apply(clipper, g)[0], (grads,), (grads,))[1]
-    np.testing.assert_allclose(
-        along, [0.0, 0.0], atol=1e-5
-    )  # a longer gradient comes out as long as before
+    # A longer gradient comes out as long as before.
+    np.testing.assert_allclose(along, [0.0, 0.0], atol=1e-5)
 
 
 @pytest.mark.parametrize("nonfinite", ["propagate", "zero"])

@@ -16,10 +16,8 @@ def norm_of(tree):
     return float(sharded.root(list(tree.values()), None, 2))
 
 
-FULL = {
-    "columns": P(None, "x"),
-    "folded": P("x", None),
-}  # fully sharded: no leaf is replicated
+# Fully sharded: no leaf is replicated.
+FULL = {"columns": P(None, "x"), "folded": P("x", None)}
 
 
 def mapped(body):

@@ -312,3 +312,33 @@ def test_what_every_device_holds_counts_once_in_the_one_vector():
     assert text.count("stablehlo.all_reduce") == 1 and "tensor<9xf32>" in text
     norms = {name: float(x) for name, x in program(tree).items()}
     assert norms == dict.fromkeys(specs, 2.0)
+
+
+@pytest.mark.parametrize("name", ["spam", "carry_clipped"])
+def test_buffers_are_split_as_weights_outside_jit_are(name):
+    inner = () if name == "spam" else (optaxclip.clip_by_global_norm(1.0),)
+    where = NamedSharding(mesh_of((2, 4)), P("x", "y"))
+    weights = jax.device_put(np.ones((4, 8), np.float32), where)
+    state = getattr(optaxclip, name)(*inner).init(weights)
+    (buffer,) = (x for x in jax.tree.leaves(state) if x.shape == weights.shape)
+    assert buffer.sharding == where
+
+
+# Of one norm for each leaf that each device has for itself.
+ALONE = {
+    "spectral": optaxclip.clip_by_spectral_norm(1.0, stacked={"a": 1, "b": None}),
+    "tensor": optaxclip.clip_by_tensor_norm(1.0, mesh_axes=None),
+    "AGC": optaxclip.adaptive_grad_clip(0.5, per_tensor=True, mesh_axes=None),
+}
+
+
+@pytest.mark.parametrize("name", ALONE)
+def test_leaves_that_all_devices_hold_stay_the_same_on_all(name):
+    clipper, specs = ALONE[name], {"a": P("x"), "b": P()}
+    tree = {"a": np.ones((4, 5, 3), np.float32), "b": np.ones(7, np.float32)}
+
+    def clip(tree):
+        return clipper.update(tree, clipper.init(tree), tree)[0]
+
+    found = on_each_part(clip, mesh_of((4, 2)), (specs,), specs)(tree)
+    np.testing.assert_allclose(found["b"], clip(tree)["b"], rtol=1e-6)

@@ -33,9 +33,8 @@ every_form = pytest.mark.parametrize(("microbatch", "method"), FORMS)
 @every_form
 def test_masked_examples_do_not_exist_whatever_they_hold(microbatch, method):
     _, params, (x, label) = MLP
-    mask = np.array(
-        [1, 0, 1, 1, 0, 1, 0, 0, 1, 0, 0, 0], bool
-    )  # 1, 4, 7 and 10 are a microbatch: all masked
+    # 1, 4, 7 and 10 are a microbatch: all masked.
+    mask = np.array([1, 0, 1, 1, 0, 1, 0, 0, 1, 0, 0, 0], bool)
     x = x.copy()
     x[1], x[4] = np.nan, np.inf
     result = program(microbatch, method)(0.5, params, (x, label), mask)

@@ -86,9 +86,8 @@ def times(factor, tree):
 
 every_clipper = pytest.mark.parametrize("name", CLIPPERS)
 OF_GROUPS = ["zclip of groups", "aggc"]  # of a tree that has all labels
-KEPT_WHOLE = [
-    name for name in CLIPPERS if name not in ("adaclip", "deviation, smooth")
-]  # the norm of what comes out is the limit or the norm that came
+# The norm of what comes out is the limit or the norm that came.
+KEPT_WHOLE = [x for x in CLIPPERS if x not in ("adaclip", "deviation, smooth")]
 
 
 def filled(tree, value):

@@ -34,24 +34,6 @@ def test_a_count_beyond_int32_is_never_reached(name):
     np.testing.assert_allclose(updates, expected, rtol=2e-6)
 
 
-@pytest.mark.parametrize("every", [512, None])
-def test_spam_clips_on_at_the_largest_step(every):
-    clipper = optaxclip.spam(4.0, warmup=20, every=every)
-    state = clipper.init(GRADS)
-    state = state._replace(step=jnp.int32(MOST), second_moment=jnp.ones(2))
-    updates, new = clipper.update(10 * GRADS, state)
-    assert updates.tolist() == [2.0, 2.0]
-    assert int(new.step) == MOST
-
-
-def test_momentum_is_not_reset_at_the_largest_step():
-    optimizer = optaxclip.reset_momentum(optax.trace(0.5), every=512, warmup=10)
-    updates, state = GRADS, optimizer.init(GRADS)
-    for _ in range(3):
-        updates, state = optimizer.update(GRADS, state._replace(step=jnp.int32(MOST)))
-    np.testing.assert_array_equal(updates, 1.75 * GRADS)
-
-
 def counters(state):
     """The integers of a state but for those of an inner one and of memories."""
     rest = {"inner_state", "memory", "loss_memory"}

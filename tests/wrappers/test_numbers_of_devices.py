@@ -81,6 +81,21 @@ def test_runs_of_their_own_have_losses_of_their_own():
     np.testing.assert_array_equal(losses, LOSSES)
 
 
+@pytest.mark.parametrize("name", WITH_LOSS)
+def test_devices_that_train_alone_have_states_of_their_own(name):
+    optimizer = WITH_LOSS[name](mesh_axes=None)
+
+    def run(params, grads):
+        def turn(state, grads):
+            return optimizer.update(grads, state, value=1.0)[1], None
+
+        return lax.scan(turn, optimizer.init(params), grads)[0].step[None]
+
+    arrays = jnp.ones((2, 3)), jnp.ones((4, 2, 3))
+    steps = on_two_devices(run, (P("x"), P(None, "x")), P("x"), *arrays)
+    np.testing.assert_array_equal(steps, [4, 4])
+
+
 def test_a_loss_that_nobody_looks_at_may_differ():
     optimizer = optaxclip.skip_step(optax.sgd(0.1), on_loss=False)
     _, state = stepped(optimizer)
