@@ -7,8 +7,9 @@ same learning rate.
     autoclip       the 10th percentile of the norms so far: clips nearly all steps
     zclip          clips norms more than 2.5 deviations above the running mean
     adagc          each tensor against its own average, from step 100 on
-    skip_spikes    leaves out the steps that ZClip would clip. That limit is tight for
-                   skipping: good steps are left out too. z_score(4.0) leaves out fewer
+    skip_spikes    leaves out the steps that are over the limit of ZClip, of which there
+                   are more in a run that skips: good steps are left out too.
+                   z_score(4.0) leaves out fewer
     skip_step      leaves out steps six deviations above the last 128, of norm or loss,
                    as OLMo does
 

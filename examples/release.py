@@ -1,12 +1,14 @@
 """Trains a transformer by gradient release, which never holds all gradients, and by the
-usual step, and shows that both are the same run.
+usual step, and shows that with the same global limit both are the same run.
 
 What it shows. The network reads the English prose of Python's own help pages. The usual
 step makes all gradients, clips their global norm and hands them to Adam. A released
 step does that for one layer at a time.
 
-What it prints. The last loss and the time of a step. With --device, temporary memory
-and arithmetic of a larger network, compiled for a device that need not be here:
+What it prints. The last loss and the time of a step: of the usual step, and of released
+ones that clip each tensor, the global norm, or both, the latter with the global factor
+of the step before. With --device, temporary memory and arithmetic of a larger network,
+compiled for a device that need not be here:
 
     PYTHONPATH=. .venv-tpu/bin/python examples/release.py --device v5e
 """

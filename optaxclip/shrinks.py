@@ -8,8 +8,8 @@
     psac(r)     c n / (n + r / (n + r))          likewise, another bend
 
 A shrink is a function (norm, limit) -> new norm of two arrays of one shape. It goes
-as `shrink=` into `clip_by`, the clippers by global, tensor, unit and group norm, RMS
-and spectral norm, AGC, and `clipped_grad`. A factory may be given with or without
+as `shrink=` into `clip_by`, the clippers by global, tensor, unit, group, average and
+spectral norm and RMS, AGC, and `clipped_grad`. A factory may be given with or without
 parentheses: `shrink=smooth` is `shrink=smooth()`.
 """
 

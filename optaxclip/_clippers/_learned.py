@@ -339,7 +339,8 @@ def aggc(
         average <- decay * average + (1 - decay) * new norm
 
     A group that explodes does not shorten the others, and one that dies away can be
-    lifted.
+    lifted. A norm above `high * average` is brought down to it, even where `low` is
+    higher, as by default.
 
     Args:
       low, high: the edges, as multiples of the average. At least 0. Numbers or

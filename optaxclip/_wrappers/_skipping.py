@@ -339,7 +339,7 @@ class Judge(NamedTuple):
         """Step, norm, loss, their limits and memories before the first step."""
         # Only its dtype is needed: float64 if a leaf has 64 bits.
         kind = jax.eval_shape(self._replace(mesh_axes=None).norm_of, params)
-        norm, loss = jnp.zeros((), kind.dtype), jnp.zeros(())
+        norm, loss = jnp.zeros((), kind.dtype), jnp.zeros((), kind.dtype)
         # Each number is its own array, so that the state can be donated. A rule may
         # return the very array that it is given, so it gets another one.
         return {
@@ -406,15 +406,15 @@ class Judge(NamedTuple):
         Returns the state with both and their limits, whether one is over its limit,
         and whether one is NaN or inf, which is over every limit.
         """
-        # A norm that was measured elsewhere may have another dtype than the state.
-        norm = self.typed(jnp.asarray(norm).astype(state.norm.dtype), state.norm)
+        # A number that is given may have another dtype, and stays the user's own.
+        norm = self.typed(jnp.array(norm, state.norm.dtype), state.norm)
         asked = self.rule, norm, state.memory, state.step
         limit, memory = limit_of(*asked, argument=f"{self.call}: rule")
         state = state._replace(norm=norm, limit=limit, memory=memory)
         # Not `norm > limit`, which is False for NaN. inf would pass a limit of inf.
         over, broken = ~(norm <= limit), ~jnp.isfinite(norm)
         if self.loss_rule is not None and loss is not None:
-            loss = self.typed(jnp.asarray(loss).astype(state.loss.dtype), norm)
+            loss = self.typed(jnp.array(loss, state.loss.dtype), norm)
             asked = self.loss_rule, loss, state.loss_memory, state.step
             own = {"argument": f"{self.call}: loss_rule", "signed": True}
             limit, memory = limit_of(*asked, **own)

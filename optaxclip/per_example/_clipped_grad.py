@@ -151,17 +151,17 @@ def clipped_grad(
     Raises:
       ValueError: a limit that is negative, NaN or an array, several limits or
         `clip_cotangent` with two passes, an unknown method, a microbatch below 1. A
-        limit that is a function without `private=False`, or with a microbatch. From
-        the function: mesh axes that contradict the types, "auto" for a loss that joins
-        devices (`lax.psum`) in pmap or with check_vma=False, a loss that joins devices
-        with different examples, limits that do not fit the parameters, batches whose
-        first axes are missing or differ, or a mask of the wrong shape. "ghost" raises
-        where Explicit mesh axes split parameters, but not the batch, for symbolic
-        sizes, and for a loss that cannot be split, such as one with refs
-        (`jax.new_ref`). "two_pass" raises for random keys other than threefry's. For a
-        convolution of a batch that jit splits over devices all methods raise, but for
-        "ghost" if each kernel is used once: JaxRuntimeError, when it is compiled, if
-        only `in_shardings` of jit splits the batch.
+        limit that is a function without `private=False`, or with a microbatch but for
+        "two_pass". From the function: mesh axes that contradict the types, "auto" for
+        a loss that joins devices (`lax.psum`) in pmap or with check_vma=False, a loss
+        that joins devices with different examples, limits that do not fit the
+        parameters, batches whose first axes are missing or differ, or a mask of the
+        wrong shape. "ghost" raises where Explicit mesh axes split parameters, but not
+        the batch, for symbolic sizes, and for a loss that cannot be split, such as one
+        with refs (`jax.new_ref`). "two_pass" raises for random keys other than
+        threefry's. For a convolution of a batch that jit splits over devices all
+        methods raise, but for "ghost" if each kernel is used once: JaxRuntimeError,
+        when it is compiled, if only `in_shardings` of jit splits the batch.
       NotImplementedError: from the function: a loss that closes over an array on a mesh
         with Explicit axes. Make it a shared argument.
       TypeError: a limit that is not a number, or a shrink that is not a function. From

@@ -292,6 +292,7 @@ def test_skipping_measures_64_bits_in_64_bits():
             given = {"grad_norm": np.float32(3.0)} if dtype == jnp.float64 else {}
             _, after = optimizer.update(params, state, params, **given)
             assert state.norm.dtype == after.norm.dtype == after.limit.dtype == dtype
+            assert state.loss.dtype == dtype
 
 
 def test_skipping_measures_over_the_axes_that_it_is_given():

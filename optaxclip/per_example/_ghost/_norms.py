@@ -118,15 +118,15 @@ def ways_of(uses: list[Use], params: list[Array]) -> list[Way]:
                     turns = [n for d, n in enumerate(use.loops) if d in origin.loops]
                     operand = math.prod(turns) * use.eqn.invars[k].aval.size
                     held[leaf] = max(held[leaf], operand)
-    ways = []
-    for own, leaf, most in zip(places, params, held):
+    ways, axes = [], list(map(varying, params))
+    for own, leaf, over, most in zip(places, params, axes, held):
         uses_of_leaf = {number: use for number, use, _ in own}
         name = "gradient" if own and leaf.size else "unused"
         made = Way(name, uses_of_leaf, held=most)
         # Where what comes out differs along more mesh axes than the parameter, its
         # gradient is a sum over devices.
         kinds = [x.manual_axis_type.varying for _, use, _ in own for x in use.outs]
-        is_own = varying(leaf) >= frozenset().union(*kinds)
+        is_own = over >= frozenset().union(*kinds)
         parts = _fitted(own) if own and leaf.size and is_own else []
         ways.append(_cheapest(parts, made) if parts else made)
     return ways
