@@ -12,6 +12,7 @@ reads them. Without jit the whole update is one compiled call.
 """
 
 from functools import partial
+from inspect import unwrap
 from itertools import chain
 from operator import attrgetter, itemgetter
 from typing import Any, NamedTuple
@@ -51,6 +52,9 @@ class Settings(NamedTuple):
     no_limit: bool  # the limit is None, known before any program is traced
     rules: Any  # the structure of the rules, whose numbers are not static
     with_params: bool  # whether a rule needs the norms of the weights
+    # Whether a number of a rule is one. JAX would keep what it holds, such as a model,
+    # with each jit of ours, so within one of the user's there is none.
+    has_schedule: bool
 
 
 def make_clipper(
@@ -85,6 +89,7 @@ def make_clipper(
         limit is None,
         structure,
         with_params=any(map(attrgetter("needs_params"), each_rule)),
+        has_schedule=any(map(callable, jax.tree.leaves(rules, is_leaf=callable))),
     )
 
     def init(params: Any) -> ClipState:
@@ -137,7 +142,9 @@ def make_clipper(
         weights = None
         if settings.with_params:
             weights = trees.weights_of(call, tree, params)
-        clipped, new = _update(settings, numbers, eps, tree, state, weights, given)
+        is_inside = settings.has_schedule and isinstance(state.step, Tracer)
+        run = unwrap(_update) if is_inside else _update
+        clipped, new = run(settings, numbers, eps, tree, state, weights, given)
         # Outside the jitted update: a compiled program cannot raise.
         if nonfinite == "raise":
             _raise_nonfinite(call, measure, new, tree)
@@ -166,7 +173,8 @@ def _update(
         norms = norms._replace(each=own)
     # 2. Limit. Norms that share a rule are one vector from here on.
     asked = _ask(settings, numbers, norms, state, params, given[1])
-    # 3. Shrink.
+    # 3. Shrink. Clippers with other rules share these programs.
+    settings = settings._replace(rules=None)
     decided = [(x, _decide(settings, x.learns, eps, x.norm, x.limit)) for x in asked]
     updates = tree
     # Multiplied by 1, they would be other values to XLA, and read again by the next
@@ -218,7 +226,8 @@ def _ask(
     if given is not None:
         # Below 0 it counts as 0, as a limit of the clipper's own.
         given = [jnp.maximum(x, 0) for x in _given("limit", given, norms, settings)]
-    ask = partial(limit_of, argument=settings.argument)
+    asking = unwrap(limit_of) if settings.has_schedule else limit_of
+    ask = partial(asking, argument=settings.argument)
     found, memory_of = [], states.memories(state)
     for group in states.groups_of(norms, state, settings.call):
         rule = states.shared_rule(of_norm, group, norms, settings.call)

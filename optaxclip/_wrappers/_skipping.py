@@ -32,11 +32,13 @@ from __future__ import annotations
 
 import warnings
 from functools import partial
+from inspect import unwrap
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
+from jax.core import Tracer
 from jax.typing import ArrayLike
 
 from .. import _checks as checks
@@ -409,7 +411,9 @@ class Judge(NamedTuple):
         # A number that is given may have another dtype, and stays the user's own.
         norm = self.typed(jnp.array(norm, state.norm.dtype), state.norm)
         asked = self.rule, norm, state.memory, state.step
-        limit, memory = limit_of(*asked, argument=f"{self.call}: rule")
+        # JAX would keep what a schedule holds, with a jit inside one of the user's.
+        ask = unwrap(limit_of) if isinstance(state.step, Tracer) else limit_of
+        limit, memory = ask(*asked, argument=f"{self.call}: rule")
         state = state._replace(norm=norm, limit=limit, memory=memory)
         # Not `norm > limit`, which is False for NaN. inf would pass a limit of inf.
         over, broken = ~(norm <= limit), ~jnp.isfinite(norm)
@@ -417,7 +421,7 @@ class Judge(NamedTuple):
             loss = self.typed(jnp.array(loss, state.loss.dtype), norm)
             asked = self.loss_rule, loss, state.loss_memory, state.step
             own = {"argument": f"{self.call}: loss_rule", "signed": True}
-            limit, memory = limit_of(*asked, **own)
+            limit, memory = ask(*asked, **own)
             state = state._replace(loss=loss, loss_limit=limit, loss_memory=memory)
             over = over | ~(loss <= limit)
             broken = broken | ~jnp.isfinite(loss)

@@ -327,7 +327,6 @@ def test_buffers_are_split_as_weights_outside_jit_are(name):
 # Of one norm for each leaf that each device has for itself.
 ALONE = {
     "spectral": optaxclip.clip_by_spectral_norm(1.0, stacked={"a": 1, "b": None}),
-    "tensor": optaxclip.clip_by_tensor_norm(1.0, mesh_axes=None),
     "AGC": optaxclip.adaptive_grad_clip(0.5, per_tensor=True, mesh_axes=None),
 }
 

@@ -2,7 +2,9 @@
 their number.
 """
 
+import gc
 import pickle
+import weakref
 
 import jax
 import jax.numpy as jnp
@@ -160,3 +162,13 @@ def test_rules_built_anew_share_one_program():
 def test_a_rule_with_a_schedule_can_be_pickled():
     rule = pickle.loads(pickle.dumps(rules.ema(held)))
     np.testing.assert_array_equal(history(rule), history(rules.ema(held)))
+
+
+def test_a_schedule_in_jit_is_not_kept():
+    """A method holds its object, such as a trainer with a model."""
+    owner = type("Trainer", (), {"rate": lambda self, step: 1.0})()
+    clipper, kept = optaxclip.zclip(owner.rate, scope="tensor"), weakref.ref(owner)
+    jax.jit(clipper.update)(jnp.ones(2), clipper.init(jnp.ones(2)))
+    del owner, clipper
+    gc.collect()
+    assert kept() is None
