@@ -52,8 +52,8 @@ class Settings(NamedTuple):
     no_limit: bool  # the limit is None, known before any program is traced
     rules: Any  # the structure of the rules, whose numbers are not static
     with_params: bool  # whether a rule needs the norms of the weights
-    # Whether a number of a rule is one. JAX would keep what it holds, such as a model,
-    # with each jit of ours, so within one of the user's there is none.
+    # Whether a rule has a schedule. JAX would keep what that holds, such as a model, in
+    # the caches of our jits. So within a jit of the user's we call none.
     has_schedule: bool
 
 

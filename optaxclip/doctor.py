@@ -318,7 +318,8 @@ def main(arguments: list[str] | None = None) -> None:
             evidence = f"{each.evidence} (limit {each.limit:g})"
             print(f"step {each.step:6}  {each.cause:16}  {evidence}")
             print(f"{'':13}{each.advice}: {each.page}")
-        print("" if findings else "No number is above its limit.\n", end="")
+        if not findings:
+            print("No number is above its limit.")
     try:
         if options.picture:
             _draw(log, findings, options.picture)

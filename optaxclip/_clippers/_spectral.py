@@ -92,8 +92,8 @@ def clip_by_spectral_norm(
         or a tree prefix of these.
       shrink: what each singular value becomes, of `optaxclip.shrinks`. None is `hard`.
         "newton_schulz" knows `hard` and `smooth(2)`.
-      method: "svd" or "newton_schulz". Only the second has a derivative where singular
-        values are equal. Its second derivatives are right for `smooth(2)` only.
+      method: "svd" or "newton_schulz". Only "newton_schulz" has a derivative where
+        singular values are equal. The derivative of that is right for `smooth(2)` only.
       steps: of Newton-Schulz, at least 1. None means 24, and 48 for 64-bit leaves. k
         steps resolve s_max / limit up to about 2.4^(k - 5). With fewer, singular values
         below the limit come out too small, never too large.

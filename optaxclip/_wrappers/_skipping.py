@@ -411,7 +411,7 @@ class Judge(NamedTuple):
         # A number that is given may have another dtype, and stays the user's own.
         norm = self.typed(jnp.array(norm, state.norm.dtype), state.norm)
         asked = self.rule, norm, state.memory, state.step
-        # JAX would keep what a schedule holds, with a jit inside one of the user's.
+        # Within a jit of the user's we call none, as in `Settings.has_schedule`.
         ask = unwrap(limit_of) if isinstance(state.step, Tracer) else limit_of
         limit, memory = ask(*asked, argument=f"{self.call}: rule")
         state = state._replace(norm=norm, limit=limit, memory=memory)

@@ -284,8 +284,8 @@ def _choose(
     is_split, has_several = _is_split(problem.batch), _runs(problem, has_groups)
     if has_several or (is_split is not False and _runs(problem, has_convolution)):
         # XLA makes gradients of examples by a kernel wrong where the batch is split, as
-        # it does those of jax.vmap(jax.grad(loss)). With several groups it is slow on a
-        # CPU, and lets NaN through to other examples.
+        # it does those of jax.vmap(jax.grad(loss)). With several groups NaN of one
+        # example reaches the others, on a CPU.
         uses = ghost.uses.values() if ghost else ()
         if ghost and not any(has_convolution(use.eqn) for use in uses if use.eqn):
             method = "ghost"
