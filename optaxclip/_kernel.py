@@ -38,7 +38,7 @@ from ._sums import written_by_a_gpu
 from .rules._limits import rule_of, rules_of
 from .rules._memory import count_up, keep_where, moving_average
 from .rules._rule import Rule, call_name, further_norms, is_rule
-from .shrinks import Shrink, hard, shrink_of, shrunk_by
+from .shrinks import Shrink, shrink_of, shrunk_by
 
 
 class Settings(NamedTuple):
@@ -62,16 +62,15 @@ def make_clipper(
     limit: Any,
     *,
     call: str,
-    name: str,
+    name: str = "max_norm",
     shrink: Shrink | str | None = None,
-    eps: ArrayLike | None = None,
+    eps: ArrayLike = 0.0,
     nonfinite: Nonfinite = "propagate",
 ) -> optax.GradientTransformationExtraArgs:
     """Makes a clipper. `call` and `name` are what errors call it and its limit."""
     checks.check_choice(f"{call}: nonfinite", nonfinite, checks.NONFINITE)
-    if eps is not None:
-        checks.check_number(f"{call}: eps", eps, is_scalar=True)
-        eps = checks.number_for_jit(eps)
+    checks.check_number(f"{call}: eps", eps, is_scalar=True)
+    eps = checks.number_for_jit(eps)
     # None is `hard`. A factory such as `smooth` is the shrink with its defaults.
     shrink = shrink_of(shrink, call)
     argument = f"{call}: {name}"
@@ -372,7 +371,7 @@ def _decide(
     settings: Settings, learns: bool, eps: Any, norm: jax.Array, limit: jax.Array
 ) -> Decided:
     known = jnp.isfinite(norm) & (limit == limit)
-    long = norm if eps is None else norm + jnp.asarray(eps).astype(norm.dtype)
+    long = norm + jnp.asarray(eps).astype(norm.dtype)
     shrunk = shrunk_by(settings.shrink, norm, long, limit, settings.call)
     # The new norm of a broken step. NaN makes the root NaN, and the updates with it.
     instead = 0.0 if settings.nonfinite == "zero" else jnp.nan
@@ -383,15 +382,16 @@ def _decide(
         off = limit == jnp.inf
         short, long = (jnp.where(off, 1.0, x) for x in (short, long))
     root, factor = factor_between(long, short)
-    clipped = known & (short != long)
-    if eps is not None or settings.shrink is not hard:
-        # Zeros stay zeros, whatever eps or the shrink make of their norm.
-        zero = known & (norm == 0)
-        clipped, factor = clipped & ~zero, jnp.where(zero, 1.0, factor)
-    return Decided(root, factor, clipped, known)
+    # Zeros stay zeros, whatever eps or the shrink make of their norm.
+    zero = known & (norm == 0)
+    clipped = known & (short != long) & ~zero
+    return Decided(root, jnp.where(zero, 1.0, factor), clipped, known)
 
 
 # ------------------------------------------------------------------------ the state
+
+# What it keeps of each norm of a step.
+KEPT = ("norm", "limit", "factor", "clipped", "nonfinite", "units_clipped")
 
 
 def _next_state(
@@ -402,15 +402,17 @@ def _next_state(
     units: tuple[list[Pair], list[Pair]] = [], []
     for own, made in decided:
         (units[own.learns] if own.group.is_unit else whole).append((own, made))
-    columns = [_column(own.norm, own.limit, made, made.clipped) for own, made in whole]
-    columns += [_summaries(settings, eps, norms, some) for some in units if some]
-    step = count_up(state.step)
-    if not columns:
+    parts = [(own.norm, own.limit, made, made.clipped) for own, made in whole]
+    parts += [_summaries(settings, eps, norms, some) for some in units if some]
+    step, found = count_up(state.step), []
+    if not parts:
         return state._replace(step=step)
-    new = columns[0]
-    if len(columns) > 1:
-        for name in new:
-            new[name] = states.concatenated([column[name] for column in columns])
+    for norm, limit, made, share in parts:
+        share = share.astype(jnp.float32)
+        found.append((norm, limit, made.factor, made.clipped, ~made.known, share))
+    columns = map(list, zip(*found))
+    join = states.concatenated if len(found) > 1 else itemgetter(0)
+    new: dict[str, Any] = dict(zip(KEPT, map(join, columns)))
     rows = np.concatenate([own.group.rows for own, _ in chain(whole, *units)])
     # Norms that are missing in this step keep what was known of them.
     is_whole = np.array_equal(rows, range(state.norm.size))
@@ -434,24 +436,12 @@ def _next_state(
     return state._replace(step=step, memory=states.one_memory(memory), **new)
 
 
-def _column(norm: Any, limit: Any, made: Decided, share: Any) -> dict[str, Any]:
-    """What a state keeps of some norms."""
-    return {
-        "norm": norm,
-        "limit": limit,
-        "factor": made.factor,
-        "clipped": made.clipped,
-        "nonfinite": ~made.known,
-        "units_clipped": share.astype(jnp.float32),
-    }
-
-
 def _summaries(
     settings: Settings, eps: Any, norms: Norms, leaves: list[Pair]
-) -> dict[str, Any]:
-    """What a state keeps of the units of each leaf: norm, limit and factor of the one
-    that is furthest above its limit, whether one was clipped or is broken, and the
-    share of those that were clipped.
+) -> tuple[jax.Array, jax.Array, Decided, jax.Array]:
+    """What a state keeps of the units of each leaf: norm and limit of the one that is
+    furthest above its limit, what becomes of it, and the share of those that were
+    clipped.
     """
     learns, tables, places = leaves[0][0].learns, [], list[int]()
     # Leaves of as many units are looked at together.
@@ -484,7 +474,7 @@ def _summaries(
     norm, limit, share = (jnp.concatenate(x)[order] for x in zip(*tables))
     made = _decide(settings, learns, eps, norm, limit)
     made = made._replace(clipped=made.known & (share > 0))
-    return _column(norm, limit, made, share)
+    return norm, limit, made, share
 
 
 def _furthest(axes: Any, ratio: jax.Array, *others: jax.Array) -> list[jax.Array]:
@@ -504,11 +494,11 @@ def clip_once(
     *,
     call: str,
     name: str,
-    eps: ArrayLike = 0.0,
-    nonfinite: Nonfinite = "propagate",
     grad_norm: Any = None,
+    **options: Any,
 ) -> tuple[Any, Any]:
-    """Clips every norm of a tree to at most `limit`, with no state to carry.
+    """Clips every norm of a tree to at most `limit`, with no state to carry. `options`
+    are those of `make_clipper`.
 
     Returns:
       The tree, and its norms before clipping, without eps, as `ClipState.norm` holds
@@ -524,8 +514,7 @@ def clip_once(
             "rule needs a state, which optaxclip.clip_by_global_norm(limit) has."
         )
     # Built in each call. Settings are compared by value, so nothing compiles anew.
-    options = {"call": call, "name": name, "eps": eps, "nonfinite": nonfinite}
-    clipper = make_clipper(measure, limit, **options)
+    clipper = make_clipper(measure, limit, call=call, name=name, **options)
     # A fixed limit remembers nothing, so each call begins with a new state.
     state: Any = clipper.init(tree)
     clipped, state = clipper.update(tree, state, grad_norm=grad_norm)

@@ -140,16 +140,6 @@ def entries_of(
     return found
 
 
-def types_of(function: Callable[..., Any], *args: Any) -> Any:
-    """The types of what a function returns.
-
-    `jax.eval_shape` drops the shardings of a mesh that has both Explicit and Auto axes,
-    as seen in JAX 0.10.2.
-    """
-    program, shapes = jax.make_jaxpr(function, return_shape=True)(*args)
-    return jax.tree.unflatten(jax.tree.structure(shapes), program.out_avals)
-
-
 def is_on_one_device(x: Any) -> bool:
     """Whether no part of the value can be on another device.
 

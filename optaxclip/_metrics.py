@@ -222,9 +222,9 @@ def metrics(
     # As a list, because JAX sorts the keys of a dict. One call for all: it starts every
     # copy from the device before it waits for the first.
     for key, value in zip(report, jax.device_get(list(report.values()))):
-        report[key] = value if isinstance(value, str) else float(value)
-        if json and not isinstance(value, str) and not math.isfinite(value):
-            report[key] = None
+        # A name stays as it is.
+        if not isinstance(value, str):
+            report[key] = float(value) if math.isfinite(value) or not json else None
     return report
 
 

@@ -447,6 +447,16 @@ def measured(measure: Measure, tree: Any) -> Norms:
     return measure(tree)
 
 
+def types_of(function: Callable[..., Any], *args: Any) -> Any:
+    """The types of what a function returns.
+
+    `jax.eval_shape` drops the shardings of a mesh that has both Explicit and Auto axes,
+    as seen in JAX 0.10.2.
+    """
+    program, shapes = jax.make_jaxpr(function, return_shape=True)(*args)
+    return jax.tree.unflatten(jax.tree.structure(shapes), program.out_avals)
+
+
 def types_of_norms(measure: Any, tree: Any) -> Norms:
     """The types of the norms of a tree, before the first step."""
     # A state is often made outside the shard_map that it goes into, where no mesh axis
@@ -455,7 +465,7 @@ def types_of_norms(measure: Any, tree: Any) -> Norms:
     is_free = isinstance(names, trees.Prefix) or names in ("auto", None)
     if not is_free and not mesh.manual_axes():
         measure = measure._replace(mesh_axes=None)
-    return mesh.types_of(partial(measured, measure), tree)
+    return types_of(partial(measured, measure), tree)
 
 
 def norms_of_tree(norms: Any, tree: Any, argument: str = "norms") -> Norms:

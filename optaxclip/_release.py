@@ -29,7 +29,7 @@ from ._exported import exported
 from ._kernel import make_clipper
 from ._mesh import has_types, manual_axes, split_as
 from ._norms import GlobalNorm, global_norm
-from ._state import ClipState
+from ._state import ClipState, clip_states
 from ._trees import clipped_leaves, name, put_back
 from .rules._limits import Limit, rule_without_params
 
@@ -320,8 +320,7 @@ def _put(tree: Any, number: Any, new: Any) -> Any:
 
 def _views(clips: Any, rest: Any) -> tuple[Any, Any]:
     """The states of `layer_clip`, as a step takes and as `metrics` shows them."""
-    states = jax.tree.leaves(clips, is_leaf=lambda x: isinstance(x, ClipState))
-    found = [_of_all_layers(x) for x in states if isinstance(x, ClipState)]
+    found = list(map(_of_all_layers, clip_states(clips)))
     return tuple(jax.tree.leaves(clips)), {"layers": found, "rest": rest}
 
 

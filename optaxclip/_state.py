@@ -204,6 +204,12 @@ def check_one_model(argument: str, function: str, state: Any) -> None:
         )
 
 
+def clip_states(tree: Any) -> list[ClipState]:
+    """All states of clippers in the state of an optimizer."""
+    found = jax.tree.leaves(tree, is_leaf=lambda x: isinstance(x, ClipState))
+    return [x for x in found if isinstance(x, ClipState)]
+
+
 def limits_of(state: ClipState, norms: Any) -> Any:
     """The limits that a state has for some norms, as a tree."""
     known = state.by_name()
@@ -487,9 +493,7 @@ class Form:
     noted: "Form | None" = None  # that of the state beside an open one
 
     # JAX compares the forms of two trees before it maps over them together.
-    def __eq__(self, other: object) -> bool:
-        if not isinstance(other, Form):
-            return False
+    def __eq__(self, other: Any) -> bool:
         for one, two in ((self, other), (other, self)):
             if one.names is None and two.names is not None:
                 one.noted = two

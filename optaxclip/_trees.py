@@ -474,10 +474,7 @@ def _layer_axes(
     if isinstance(answer, (int, np.integer)) and 0 <= answer <= rank:
         return tuple(range(int(answer)))
     if is_axes(answer):
-        # Of rank 3, (-2,) is (1,). An axis twice, as in (0, -3), makes the set smaller.
-        axes = {axis % rank for axis in answer if -rank <= axis < rank}
-        if len(axes) == len(answer):
-            return tuple(sorted(axes))
+        return axes_within(answer, f"{call}: stacked", leaf, rank)
     raise ValueError(
         f"{call}: stacked must be a number of leading axes, from 0 to {rank} for the "
         f"leaf {leaf!r} of shape {shape}, or a tuple of its axes, got {shown(answer)}."

@@ -12,7 +12,6 @@ nothing to clip  the norm of an empty tree is 0. None, integer, bool and empty
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from typing import Any
 
 import optax
@@ -22,7 +21,7 @@ from .. import _norms as norms
 from .._checks import Nonfinite, check_flag, shown
 from .._kernel import make_clipper
 from .._mesh import MeshAxes
-from .._norms import Measure, Ord, check_measure
+from .._norms import Ord, check_measure
 from .._trees import Axis, Stacked, check_labels
 from ..rules._limits import Limit, LimitTree
 from ..shrinks import Shrink
@@ -76,11 +75,11 @@ def clip_by_global_norm(
     networks, 2013 (arXiv 1211.5063).
     """
     call = "clip_by_global_norm"
-    numbers = {"ord": ord, "mesh_axes": mesh_axes}
+    measure = norms.GlobalNorm(**check_measure(call, ord, mesh_axes=mesh_axes))
     # torch divides by norm + 1e-6. With eps = 0 a norm exactly at its limit keeps
     # its bits.
     options = {"shrink": shrink, "eps": eps, "nonfinite": nonfinite}
-    return norm_clipper(call, norms.GlobalNorm, max_norm, numbers, **options)
+    return make_clipper(measure, max_norm, call=call, **options)
 
 
 def clip_by_tensor_norm(
@@ -137,9 +136,10 @@ def clip_by_tensor_norm(
     call = "clip_by_tensor_norm"
     # float32[N] for N leaves, so limits and counters are computed once for all.
     # A stacked leaf [layers, in, out] has norms [layers, 1, 1], a block of its own.
-    numbers = {"ord": ord, "stacked": stacked, "mesh_axes": mesh_axes}
+    numbers = {"stacked": stacked, "mesh_axes": mesh_axes}
+    measure = norms.TensorNorm(**check_measure(call, ord, **numbers))
     options = {"shrink": shrink, "eps": eps, "nonfinite": nonfinite}
-    return norm_clipper(call, norms.TensorNorm, max_norm, numbers, **options)
+    return make_clipper(measure, max_norm, call=call, **options)
 
 
 def clip_by_unitwise_norm(
@@ -203,9 +203,10 @@ def clip_by_unitwise_norm(
     """
     call = "clip_by_unitwise_norm"
     # A kernel [in, out] has norms [1, out]: its last axis is the output in JAX.
-    numbers = {"ord": ord, "axis": axis, "stacked": stacked, "mesh_axes": mesh_axes}
+    numbers = {"axis": axis, "stacked": stacked, "mesh_axes": mesh_axes}
+    measure = norms.UnitwiseNorm(**check_measure(call, ord, **numbers))
     options = {"shrink": shrink, "eps": eps, "nonfinite": nonfinite}
-    return norm_clipper(call, norms.UnitwiseNorm, max_norm, numbers, **options)
+    return make_clipper(measure, max_norm, call=call, **options)
 
 
 def clip_by_group_norm(
@@ -275,11 +276,11 @@ def clip_by_group_norm(
             f"{shown(max_norm)}."
         )
     # float32[labels]: the norms in the order of the sorted labels.
-    numbers = {"ord": ord, "labels": labels, "mesh_axes": mesh_axes}
-    options = {"shrink": shrink, "eps": eps, "nonfinite": nonfinite}
+    numbers = check_measure(call, ord, labels=labels, mesh_axes=mesh_axes)
     check_flag(f"{call}: allow_missing", allow_missing)
-    measure = partial(norms.GroupNorm, allow_missing=bool(allow_missing))
-    return norm_clipper(call, measure, max_norm, numbers, **options)
+    measure = norms.GroupNorm(**numbers, allow_missing=bool(allow_missing))
+    options = {"shrink": shrink, "eps": eps, "nonfinite": nonfinite}
+    return make_clipper(measure, max_norm, call=call, **options)
 
 
 def clip_by_tensor_rms(
@@ -335,10 +336,11 @@ def clip_by_tensor_rms(
     # [3, 4, 0, 0] has the norm 5, the RMS 5 / sqrt(4) and the average norm 5 / 4.
     call = "clip_by_tensor_rms"
     # N counts the elements on all devices, also inside shard_map.
-    numbers = {"ord": "rms", "stacked": stacked, "mesh_axes": mesh_axes}
+    numbers = {"stacked": stacked, "mesh_axes": mesh_axes}
+    measure = norms.TensorNorm(**check_measure(call, "rms", **numbers))
     options = {"shrink": shrink, "eps": eps, "nonfinite": nonfinite}
     # An RMS does not grow with its leaf, so one limit suits leaves of all sizes.
-    return norm_clipper(call, norms.TensorNorm, max_rms, numbers, "max_rms", **options)
+    return make_clipper(measure, max_rms, call=call, name="max_rms", **options)
 
 
 def clip_by_average_norm(
@@ -390,9 +392,10 @@ def clip_by_average_norm(
     """
     call = "clip_by_average_norm"
     # Smaller than the RMS by another sqrt(N), so limits of one do not suit the other.
-    numbers = {"ord": "average", "stacked": stacked, "mesh_axes": mesh_axes}
+    numbers = {"stacked": stacked, "mesh_axes": mesh_axes}
+    measure = norms.TensorNorm(**check_measure(call, "average", **numbers))
     options = {"shrink": shrink, "eps": eps, "nonfinite": nonfinite}
-    return norm_clipper(call, norms.TensorNorm, max_norm, numbers, **options)
+    return make_clipper(measure, max_norm, call=call, **options)
 
 
 def clip_by_block_rms(threshold: Any) -> optax.GradientTransformationExtraArgs:
@@ -415,22 +418,6 @@ def clip_by_block_rms(threshold: Any) -> optax.GradientTransformationExtraArgs:
       [1.2 1.6 0.  0. ]
     """
     # One argument, with optax's name for it. `clip_by_tensor_rms` has the options.
-    numbers, name = {"ord": "rms"}, "threshold"
-    return norm_clipper("clip_by_block_rms", norms.TensorNorm, threshold, numbers, name)
-
-
-def norm_clipper(
-    call: str,
-    kind: Callable[..., Measure],
-    limit: Any,
-    numbers: dict[str, Any],
-    name: str = "max_norm",
-    **options: Any,
-) -> optax.GradientTransformationExtraArgs:
-    """The clipper of a norm of this kind and its numbers, such as `ord`.
-
-    Errors quote `call`, and `name` for the limit.
-    """
-    # Checked now: an order of 0 raises here instead of in the first update.
-    measure = kind(**check_measure(call, **numbers))
-    return make_clipper(measure, limit, call=call, name=name, **options)
+    call = "clip_by_block_rms"
+    measure = norms.TensorNorm(**check_measure(call, "rms"))
+    return make_clipper(measure, threshold, call=call, name="threshold")

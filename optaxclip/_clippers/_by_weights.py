@@ -22,7 +22,6 @@ from .._trees import Axis, Stacked, clipped_leaves, put_back, weights_of
 from ..rules._limits import ShareOfParams
 from ..rules._rule import Answer, Number, Rule, at_step, check_field, number
 from ..shrinks import Shrink
-from ._by_norm import norm_clipper
 
 
 def adaptive_grad_clip(
@@ -103,7 +102,7 @@ def adaptive_grad_clip(
     # Checked here as well, since errors of the rule name share_of_params: share.
     share = check_field(call, "clipping", number(), share)
     eps = check_field(call, "eps", number(), eps)
-    numbers = {"ord": ord, "stacked": stacked, "mesh_axes": mesh_axes}
+    numbers = {"stacked": stacked, "mesh_axes": mesh_axes}
     # |G| and |W| of whole leaves as in DreamerV3, or of units as in NFNets.
     if not per_tensor:
         numbers["axis"] = axis
@@ -111,7 +110,8 @@ def adaptive_grad_clip(
     options = {"name": "clipping", "shrink": shrink, "nonfinite": nonfinite}
     # limit = clipping * max(|W|, eps), with |W| measured as |G| is.
     rule = ShareOfParams(share, eps)
-    return norm_clipper(call, kind, rule, numbers, **options)
+    measure = kind(**check_measure(call, ord, **numbers))
+    return make_clipper(measure, rule, call=call, **options)
 
 
 def larc(

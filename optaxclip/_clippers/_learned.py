@@ -14,8 +14,9 @@ from jax.typing import ArrayLike
 
 from .._checks import Nonfinite, shown
 from .._exported import exported
+from .._kernel import make_clipper
 from .._mesh import MeshAxes
-from .._norms import GlobalNorm, GroupNorm, TensorNorm
+from .._norms import GlobalNorm, GroupNorm, TensorNorm, check_measure
 from .._trees import Stacked
 from ..rules import _rule as rules
 from ..rules._averages import EmaBand, MomentsRatio, ZScore
@@ -24,7 +25,6 @@ from ..rules._memory import between, count_up
 from ..rules._rule import Answer, Number, Rule, at_step
 from ..rules._windows import WindowedQuantile
 from ..shrinks import normalize
-from ._by_norm import norm_clipper
 
 # "global", "tensor", a tree prefix of labels, or a function that makes one.
 Scope = str | Mapping[Any, Any] | Sequence[Any] | Callable[..., Any]
@@ -491,13 +491,14 @@ def clip_at(
             f"{call}: stacked={shown(stacked)} makes each layer a tensor of its own: "
             f"take scope='tensor', not scope={shown(scope)}."
         )
-    # Of order 2, as in the papers of all these rules.
-    numbers: dict[str, Any] = {"ord": None, "mesh_axes": mesh_axes}
+    numbers: dict[str, Any] = {"mesh_axes": mesh_axes}
     if scope == "tensor":
         kind, numbers["stacked"] = TensorNorm, stacked
     elif scope == "global":
         kind = GlobalNorm
     else:
         kind, numbers["labels"] = GroupNorm, scope
+    # Of order 2, as in the papers of all these rules.
+    measure = kind(**check_measure(call, None, **numbers))
     # These clippers have no argument for a limit, so errors name it plainly `limit`.
-    return norm_clipper(call, kind, rule, numbers, "limit", **options)
+    return make_clipper(measure, rule, call=call, name="limit", **options)

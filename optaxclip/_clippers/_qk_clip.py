@@ -22,8 +22,8 @@ from .. import _trees as trees
 from .._checks import check_number, check_state, shown
 from .._factors import cast_like
 from .._kernel import make_clipper
-from .._mesh import resharded, typed_as, types_of, varying_as
-from .._norms import OwnNorm, norm_dtype
+from .._mesh import resharded, typed_as, varying_as
+from .._norms import OwnNorm, norm_dtype, types_of
 from .._state import PLACEHOLDER, ClipState
 from .._trees import clipped_leaves, put_back, weights_of
 from ..rules._limits import Limit, rule_without_params

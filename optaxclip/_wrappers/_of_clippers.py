@@ -37,7 +37,7 @@ from .._checks import check_state, kept_finite, with_extra_args
 from .._exported import exported
 from .._factors import cast_like
 from .._mesh import varying
-from .._state import ClipState
+from .._state import clip_states
 from .._sums import wide_dtype
 from .._trees import check_kept, clipped_leaves, is_none, put_back, weights_of
 
@@ -208,7 +208,9 @@ def constrain(
         given = {k: v for k, v in extra_args.items() if k not in OF_GRADIENTS}
         moved = jax.tree.map(_moved, weights, tree)
         held, new = clipper.update(moved, state, params, **given)
-        step_to = partial(_step_to, _broken_norms(new))
+        clips = clip_states(new)
+        broken = [~jnp.isfinite(x.norm) | jnp.isnan(x.limit) for x in clips]
+        step_to = partial(_step_to, broken)
         return put_back(jax.tree.map(step_to, tree, weights, moved, held), updates), new
 
     return optax.GradientTransformationExtraArgs(clipper.init, update)
@@ -219,15 +221,6 @@ def _moved(weight: Any, update: Any) -> jax.Array:
     # Wide, since W + u in bfloat16 would lose a small u before it is clipped.
     wide = jnp.promote_types(wide_dtype(weight), wide_dtype(update))
     return weight.astype(wide) + update.astype(wide)
-
-
-def _broken_norms(state: Any) -> list[jax.Array]:
-    """Which norms of all clippers in a state break the step."""
-    found = []
-    for each in jax.tree.leaves(state, is_leaf=lambda x: isinstance(x, ClipState)):
-        if isinstance(each, ClipState):
-            found.append(~jnp.isfinite(each.norm) | jnp.isnan(each.limit))
-    return found
 
 
 @jax.jit

@@ -82,8 +82,5 @@ def _run(jaxpr: Any, equation: Any, values: dict[Any, Any]) -> Sequence[Any]:
 def _select(skip: jax.Array, old: Any, new: Any) -> jax.Array:
     new = jnp.asarray(new)
     old = jnp.zeros_like(new) if old is None else jnp.asarray(old)
-    # Typed PRNG keys refuse astype to their own dtype.
-    if old.dtype != new.dtype:
-        old = old.astype(new.dtype)
     # No lax.cond: collectives of the update must run on all devices.
     return jnp.where(skip, old, new)
