@@ -10,7 +10,8 @@ the same matrix. If that stretches, the earliest steps outweigh all others, and 
 the sum does not bring them back. `clip_cotangent` inside the cell limits what goes back
 in every step, so that a sum over T steps grows at most as T.
 
-Under vmap each example is clipped separately. All transformations of reverse mode work:
+Under vmap each example is clipped separately, and what is the same for all examples
+once, in the sum of what comes back from them. All transformations of reverse mode work:
 jit, vmap, scan, checkpoint, grad of grad, and `jax.hessian`.
 
 Reference: Graves, Generating sequences with recurrent neural networks, 2013 (arXiv
@@ -29,7 +30,7 @@ from . import _trees as prefix
 from ._checks import Tree, check_limit, check_order, shown
 from ._clippers._by_value import value_clipper
 from ._kernel import clip_once
-from ._mesh import MeshAxes
+from ._mesh import MeshAxes, varying
 from ._norms import Measure, Ord, TensorNorm, UnitwiseNorm, check_measure
 from ._trees import axes_within, clipped_leaves, put_back
 
@@ -77,10 +78,9 @@ def clip_cotangent(
       ord: for `max_norm`: the order of the norm: a number above 0, `math.inf`, "rms" or
         "average". None means 2.
       mesh_axes: for `max_norm`: over which mesh axes arrays are split, inside shard_map
-        and pmap: "auto" (right in shard_map with check_vma=True, and for gradients
-        after `lax.pmean`), names that split every leaf, None for the own part of each
-        device, or a tree prefix of PartitionSpec. None clips what each device holds
-        separately, which is right for the rows of a batch that is split over devices.
+        and pmap: names that split every leaf, a tree prefix of PartitionSpec, or None:
+        each device clips what it holds, which is right where devices have different
+        examples. "auto" is for arrays that are the same on all devices.
 
     Returns:
       `x`: values, dtypes and structure are kept, and so are the cotangent's.
@@ -91,7 +91,8 @@ def clip_cotangent(
         because no tangent belongs to a clipped cotangent.
       ValueError: none or both of the limits, a limit that is negative, NaN or not a
         scalar, a lower bound above the upper, an unknown order, or an axis that an
-        array does not have.
+        array does not have. In shard_map: "auto" for arrays that differ between
+        devices, which may be parts of one array, or those of different examples.
 
     Example:
       >>> def last(h):  # twenty steps of h <- 1.2 h
@@ -136,6 +137,12 @@ def clip_cotangent(
             check_order(call, ("min_value", min_value), ("max_value", max_value))
         return put_back(_clipped(None, arrays, (high, low)), x)
     limit = _scalar(f"{call}: max_norm", max_norm)
+    if mesh_axes == "auto" and (over := varying(arrays)):
+        # Under vmap nothing tells examples of several devices from one array.
+        raise ValueError(
+            f"{call}: mesh_axes must be None, where devices have different examples, "
+            f"or say what splits one array: x differs over {sorted(over)}, got 'auto'."
+        )
     measure: Measure = TensorNorm(**check_measure(call, ord, mesh_axes=mesh_axes))
     # A cotangent has the shape of x, so its axes are those of x.
     if axis is not None:

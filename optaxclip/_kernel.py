@@ -95,13 +95,6 @@ def make_clipper(
         # optax.tree_map_params calls init without parameters.
         if isinstance(params, states.PLACEHOLDER):
             return states.state_of_placeholder()
-        for rule in each_rule:
-            # A window's length is the shape of its memory, so it cannot be traced.
-            if isinstance(getattr(rule, "window", None), Tracer):
-                raise TypeError(
-                    f"{call}: window must be known when the state is made: under "
-                    "jit and inject_hyperparams name it in static_args."
-                )
         norms = types_of_norms(measure, trees.clipped_leaves(params, call))
         of_norm = states.rules_of_norms(rules, norms, argument)
         return states.first_state(norms, of_norm, argument)

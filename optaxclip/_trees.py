@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ._checks import BEGIN_ANEW, check_takes, is_function, shown
+from ._checks import BEGIN_ANEW, NUMBERS, check_takes, is_function, shown
 
 ByPath = Callable[[str, Any], Any]  # of a leaf's path ("blocks/w") and it
 # A whole number or a tuple of them, a tree prefix of these, or a function likewise.
@@ -78,15 +78,24 @@ def _is_box(x: Any) -> bool:
     return callable(getattr(x, "__jax_array__", None))
 
 
+def _unboxed(x: Any) -> Any:
+    return x.__jax_array__() if _is_box(x) else x
+
+
 def unboxed(tree: Any) -> Any:
     """The tree with arrays in the place of objects that hold one, such as the variables
     of flax NNX, whose optimizer hands them to `init` and arrays to `update`.
     """
-    return jax.tree.map(
-        lambda leaf: leaf.__jax_array__() if _is_box(leaf) else leaf,
-        tree,
-        is_leaf=_is_box,
-    )
+    return jax.tree.map(_unboxed, tree, is_leaf=_is_box)
+
+
+def arrays_of(model: Any) -> Any:
+    """The model, with None in the place of what is no array, such as a function."""
+
+    def own(leaf: Any) -> Any:
+        return leaf if hasattr(leaf, "dtype") or isinstance(leaf, NUMBERS) else None
+
+    return jax.tree.map(own, model)
 
 
 def is_none(x: Any) -> bool:
@@ -292,9 +301,9 @@ def freeze(prefix: Any, is_leaf: Callable[[Any], bool]) -> Prefix:
         return prefix
     # None is a value: no limit, or the default of an option.
     entries = jax.tree.leaves_with_path(
-        prefix, is_leaf=lambda x: is_none(x) or is_leaf(x)
+        prefix, is_leaf=lambda x: is_none(x) or _is_box(x) or is_leaf(x)
     )
-    return Prefix(tuple(entries))
+    return Prefix(tuple((path, _unboxed(x)) for path, x in entries))
 
 
 def heads(path: Any) -> Iterator[Any]:

@@ -36,7 +36,7 @@ from .._mesh import MeshAxes
 from .._norms import TensorNorm, check_measure
 from .._state import ClippedElements, count_clipped, limits_of, no_elements_clipped
 from .._sums import modulus_dtype, wide_dtype, with_modulus
-from .._trees import Stacked, clipped_leaves, put_back
+from .._trees import Stacked, arrays_of, clipped_leaves, put_back
 from ..rules._averages import Ema
 from ..rules._memory import count_up, keep_where, root
 from ..rules._rule import Number, at_step, check_field, number, rule_in
@@ -339,7 +339,7 @@ def reset_momentum(
         check_state(call, state, ResetState)
         since = steps_since_reset(state.step, every)
         # From the weights, which some optimizers keep a copy of in their state.
-        fresh = optimizer.init(updates if params is None else params)
+        fresh = optimizer.init(updates if params is None else arrays_of(params))
         inner_state = keep_where(since == 0, fresh, state.inner_state)
         updates, inner_state = optimizer.update(updates, inner_state, params, **given)
         step = count_up(state.step)

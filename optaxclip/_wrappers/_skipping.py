@@ -48,7 +48,7 @@ from .._mesh import MeshAxes, typed_as_varying, varying
 from .._names import OF_UPDATE
 from .._norms import GlobalNorm
 from .._state import ClipState
-from .._trees import clipped_leaves
+from .._trees import arrays_of, clipped_leaves
 from ..rules._limits import Constant, rule_without_params
 from ..rules._memory import count_up, moving_average
 from ..rules._rule import Number, Rule
@@ -300,7 +300,7 @@ def _skipping(
         new, skip, broken = judge.judged(state, norm, loss)
         if most is not None:
             skip = skip & (state.consecutive < most)
-        run = partial(optimizer.update, **extra_args)
+        run, params = partial(optimizer.update, **extra_args), arrays_of(params)
         updates, inner = update_unless(skip, run, updates, state.inner_state, params)
         return updates, new._replace(
             step=count_up(state.step),

@@ -234,8 +234,10 @@ def clipped_grad(
             return sum(jax.tree.leaves(products)), (norms, *found)
 
         params = jax.tree.map(lambda place: args[place], argnums)
-        changed = pre_clipping_transform(params)
-        way = (loss, "auto") if changed is params else (linear, "one_pass")
+        # A tree of its own, which the transform may write to.
+        changed = pre_clipping_transform(jax.tree.map(lambda x: x, params))
+        is_same = _leaves_of(changed) == _leaves_of(params)
+        way = (loss, "auto") if is_same else (linear, "one_pass")
         options = {"method": way[1], "microbatch": microbatch_size, "shrink": shrink}
         grad = per_example.clipped_grad(
             way[0], max_norm, has_aux=True, mean=False, **options
@@ -243,7 +245,7 @@ def clipped_grad(
         # The gradient of what is linear is the same everywhere, also here.
         result = grad(changed, batch, mask=mask)
         seen = result.norms, result.values, result.aux
-        norms, values, aux = seen if changed is params else result.aux
+        norms, values, aux = seen if is_same else result.aux
         if keep_batch_dim:
             aux = jax.tree.map(lambda x: x[:, 0] if x.shape[1:2] == (1,) else x, aux)
         seen = AuxiliaryOutput(
@@ -259,6 +261,12 @@ def clipped_grad(
 
     has_more = has_aux or return_values or return_grad_norms
     return BoundedSensitivityCallable(total, bound / normalize_by, has_more)
+
+
+def _leaves_of(tree: Any) -> tuple[Any, list[int]]:
+    """Which arrays are where."""
+    leaves, treedef = jax.tree.flatten(tree)
+    return treedef, list(map(id, leaves))
 
 
 def _over_limit(norm: jax.Array, limit: jax.Array) -> jax.Array:

@@ -10,7 +10,7 @@ import warnings
 import zipfile
 from collections import Counter
 from collections.abc import Callable, Iterator
-from itertools import chain, zip_longest
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -62,7 +62,7 @@ def read_history(path: str | Path, column: str | None = None) -> np.ndarray:
         clip/norm_before, grad_norm, train/grad_norm, norm and the like. Where steps
         were skipped with the clipper, it takes skip/norm, which has the norms of
         those too. Steps without an entry are left out, and so is a last line of JSON
-        that is cut off, with a warning.
+        that is cut off, with a warning. Where `metrics` wrote null, the norm is NaN.
 
     Returns:
       The norms, float64[steps].
@@ -207,9 +207,15 @@ def is_empty(entry: Any) -> bool:
 
 def _log(rows: Rows, column: str | None) -> Log:
     table: Table = {}
-    for name, entry in chain.from_iterable(map(entries_of, rows)):
-        if not is_empty(entry):
-            table.setdefault(name, []).append(entry)
+    for row in rows:
+        entries = dict(entries_of(row))
+        for name, entry in entries.items():
+            # `metrics(json=True)` has null for NaN and inf, beside a count of them.
+            count = re.sub("norm(_before)?", "nonfinite_count", name, count=1)
+            if entry is None and count != name and is_number(entries.get(count)):
+                entry = math.nan
+            if not is_empty(entry):
+                table.setdefault(name, []).append(entry)
     numeric = [name for name, found in table.items() if any(map(is_number, found))]
     if not numeric:
         raise ValueError(f"must hold numbers, got {len(rows)} rows without.")

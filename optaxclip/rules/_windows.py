@@ -14,7 +14,17 @@ from jax.typing import ArrayLike
 from .._checks import LAST_STEP, check_length, check_number
 from .._exported import exported
 from ._memory import keep_where, multiple, remembered, unless_gone
-from ._rule import Answer, Number, Rule, at_step, choice, flag, number, rule_in
+from ._rule import (
+    Answer,
+    Number,
+    Rule,
+    at_step,
+    call_name,
+    choice,
+    flag,
+    number,
+    rule_in,
+)
 
 
 @exported
@@ -26,9 +36,15 @@ class Window(NamedTuple):
     seen: Array  # int32[norm]: norms remembered so far
 
 
-def empty_window(length: Any, norm: Array) -> Window:
-    """A window without norms."""
-    past = jnp.zeros((*norm.shape, int(length)), norm.dtype)
+def empty_window(rule: Any, norm: Array) -> Window:
+    """The window of a rule, without norms."""
+    # Its length is the shape of an array, so it cannot be traced.
+    if isinstance(rule.window, Tracer):
+        raise TypeError(
+            f"{call_name(type(rule))}: window must be known when the state is made: "
+            "under jit and inject_hyperparams name it in static_args."
+        )
+    past = jnp.zeros((*norm.shape, int(rule.window)), norm.dtype)
     return Window(past, jnp.zeros(norm.shape, jnp.int32))
 
 
@@ -109,7 +125,7 @@ class WindowedQuantile(Rule):
             self._warn_of_falling("factor")
 
     def init(self, norm: Array) -> QuantileMemory:
-        recent = empty_window(self.window, norm)
+        recent = empty_window(self, norm)
         return recent, jnp.full_like(recent.past, jnp.inf)
 
     def update(self, norm: Array, memory: QuantileMemory, step: Array) -> Answer:
@@ -213,7 +229,7 @@ class WindowedMean(Rule):
             check_number("windowed_mean: ddof", self.ddof, highest=self.window - 1)
 
     def init(self, norm: Array) -> Window:
-        return empty_window(self.window, norm)
+        return empty_window(self, norm)
 
     def update(self, norm: Array, past: Window, step: Array) -> Answer:
         sigmas, floor = at_step(step, norm, self.sigmas, self.floor)

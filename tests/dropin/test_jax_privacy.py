@@ -101,7 +101,10 @@ def test_a_transform_changes_what_is_clipped():
     norms = np.sqrt(np.sum(changed["u"] ** 2, 1) + changed["v"] ** 2)
 
     def transform(grads):
-        return {"u": 0.1 * grads["w"], "v": grads["b"]}
+        # It may write to its argument.
+        grads["u"] = 0.1 * grads.pop("w")
+        grads["v"] = grads.pop("b")
+        return grads
 
     grad = make(pre_clipping_transform=transform, return_grad_norms=True)
     found, seen = jax.jit(grad)(PARAMS, X, Y)

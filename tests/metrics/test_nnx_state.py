@@ -7,6 +7,7 @@ import optax
 import pytest
 
 import optaxclip
+from tests.helpers import apply
 
 nnx = pytest.importorskip("flax.nnx")
 train_state = pytest.importorskip("flax.training.train_state")
@@ -93,6 +94,9 @@ def test_norms_of_nnx_variables_leave_masked_ones_out():
     clipped, norm = optaxclip.clip_grads(tree, 1.0)
     np.testing.assert_allclose(clipped["a"], 0.5, 1e-6)
     assert norm == 2
+    limits = {"a": nnx.Param(1.0), "b": None}
+    clipped, _ = apply(optaxclip.clip_by_tensor_norm(limits), tree)
+    np.testing.assert_allclose(clipped["a"], 0.5, 1e-6)
 
 
 def test_an_nnx_optimizer_is_read_as_it_is():

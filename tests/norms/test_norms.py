@@ -360,12 +360,6 @@ def test_a_norm_may_be_any_real_number(norm):
         np.testing.assert_array_equal(state.norm, np.full_like(state.norm, 2.0))
 
 
-def test_integer_norms_are_taken_under_strict_promotion():
-    with jax.numpy_dtype_promotion("strict"):
-        _, state = apply(optaxclip.clip_by(lambda tree: jnp.int32(2), 1.5), GRADS)
-    np.testing.assert_array_equal(state.norm, np.float32(2))
-
-
 def test_one_norm_for_everything_is_a_number_in_the_state():
     for norm, shape in ((lambda tree: 2.0, ()), (lambda tree: [2.0, 3.0], (2,))):
         assert optaxclip.record_norm(norm).init([1.0, 2.0]).norm.shape == shape

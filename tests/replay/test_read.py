@@ -114,6 +114,12 @@ def test_the_norm_of_the_worst_tensor_is_not_that_of_all(tmp_path):
     np.testing.assert_array_equal(found, [1.5, 1.5])
 
 
+def test_null_of_metrics_is_nan(tmp_path):
+    row = {"clip/norm_before": None, "clip/nonfinite_count": 1}
+    found = read(tmp_path, json.dumps([row, row | {"clip/norm_before": 1.5}]))
+    np.testing.assert_array_equal(found, [np.nan, 1.5])
+
+
 def test_a_header_that_comes_again_is_left_out(tmp_path):
     assert read(tmp_path, "step,norm\n0,1\nstep,norm\n0,2\n").tolist() == [1, 2]
 

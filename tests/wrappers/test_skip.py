@@ -332,3 +332,12 @@ def test_a_limit_of_the_loss_may_be_below_zero():
     optimizer = optaxclip.skip_spikes(optax.sgd(0.1), None, below_0)
     skipped = [last(optimizer, [1.0], value=loss).skipped for loss in (-4, -3, -2)]
     assert skipped == [0, 0, 1]
+
+
+@pytest.mark.parametrize("wrap", [optaxclip.skip_nonfinite, optaxclip.reset_momentum])
+def test_weights_may_be_a_model_with_functions(wrap):
+    optimizer, holes = wrap(optax.adamw(0.1)), PARAMS | {"activation": None}
+    model = PARAMS | {"activation": jax.nn.relu}
+    found, _ = optimizer.update(holes, optimizer.init(holes), model)
+    own, _ = optimizer.update(PARAMS, optimizer.init(PARAMS), PARAMS)
+    chex.assert_trees_all_equal(found, own | {"activation": None})

@@ -366,8 +366,8 @@ def found_by(way: Way, pairs: list[Pair]) -> Array:
     if way.name == "product":
         norm_of_each = jax.vmap(own_norm)
         # For a stack of products |G|^2 = sum_s |a_s|^2 |c_s|^2.
-        a, c = (jax.vmap(norm_of_each)(x) for x in pairs[0])
-        norms = a * c
+        a, c = (norm_of_each(x.reshape(-1, x.shape[-1])) for x in pairs[0])
+        norms = (a * c).reshape(pairs[0][0].shape[:2])
         return norm_of_each(norms) if norms.shape[1] > 1 else norms[:, 0]
     total: Any = 0.0
     for a, c in pairs:
