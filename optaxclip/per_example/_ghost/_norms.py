@@ -414,7 +414,7 @@ def _by_gram(pairs: list[Pair]) -> Array:
     """The norm in Gram form.
 
     Squares of tiny and huge numbers leave the range of float32. So in each position `a`
-    is divided by its largest number, and `c` by that of the example.
+    is divided by its norm, and `c` by that of the example.
     """
     rows, columns, levels = [], [], []
     for a, c in pairs:
@@ -448,13 +448,16 @@ def _products(a: Array, b: Array) -> Array:
 
 
 def _scaled(x: Array, along: int) -> tuple[Array, Array]:
-    """The largest number along all later axes, and what they hold divided by it."""
+    """The norm along all later axes, and what they hold divided by it."""
     x = x.astype(jnp.promote_types(x.dtype, jnp.float32))
-    axes = tuple(range(along, x.ndim))
-    largest = jnp.max(jnp.abs(x), axis=axes)
+    # Of a maximum XLA on a CPU would make a slower program.
+    measure = own_norm
+    for _ in range(along):
+        measure = jax.vmap(measure)
+    norm = measure(x)
     # Divided by 1, inf and NaN stay, and the example counts as broken.
-    safe = jnp.where((largest > 0) & (largest < jnp.inf), largest, 1)
-    return largest, divided(x, jnp.expand_dims(safe, axes))
+    safe = jnp.where((norm > 0) & (norm < jnp.inf), norm, 1)
+    return norm, divided(x, jnp.expand_dims(safe, range(along, x.ndim)))
 
 
 def _dot(axes: str, x: Array, y: Array) -> Array:
