@@ -417,7 +417,7 @@ def _bounds(problem: Problem, width: int, ways: list[Way]) -> tuple[float, float
         if is_gram:
             sums *= CANCELS + 1
             _, rows, columns = way.matrices
-            square = _rounding(rows + columns + count**2, dtype)
+            square = _rounding(rows + columns + count**2 + 1, dtype)
             missed = max(missed, np.sqrt(1 + CANCELS**2 * square) - 1)
         lost = max(lost, sums)
     excess = missed + lost

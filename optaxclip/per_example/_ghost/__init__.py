@@ -31,7 +31,7 @@ from .. import _passes as passes
 from .._passes import Arrays, Run, Weights, along_batch
 from .._problem import Problem
 from ._capture import Captured, Program, Use, bind, capture, split_loss
-from ._norms import Pair, Part, Way, factors_of, found_by, joined, terms_of, ways_of
+from ._norms import Pair, Part, Way, by_gram, factors_of, found_by, joined, ways_of
 
 Book = list[Captured]  # of each use
 LITTLE = 2**20  # bytes that are not worth a loop
@@ -180,11 +180,11 @@ def _looked_at(way: Way, book: Book, counts: Array) -> tuple[Array, Array]:
 
     def step(_: Array, own: Book) -> tuple[None, tuple[Array, Array]]:
         pairs = list(map(factors_of, way.parts, own))
+        if way.name == "gram":
+            return None, by_gram(pairs)
         found = found_by(way, pairs)
-        # Of all others what is measured is what is added up.
-        is_gram = way.name == "gram"
-        zeros = jnp.zeros(len(found), jnp.float32)
-        return None, (found, terms_of(pairs) if is_gram else zeros)
+        # What is measured is what is added up.
+        return None, (found, jnp.zeros(len(found), jnp.float32))
 
     width = _width(way, book, counts.size)
     found = passes.in_microbatches(step, None, counts, (way.own(book),), width)[1]

@@ -32,7 +32,6 @@ from jax import Array, lax
 
 from ..._mesh import varying
 from ..._norms import own_norm
-from ..._sums import divided
 from ._capture import Captured, Origin, Use
 
 # Above it a product with the cotangent times the factor, which may be flushed to 0,
@@ -357,8 +356,6 @@ def found_by(way: Way, pairs: list[Pair]) -> Array:
     gradients, [example, stack, rows, columns]. Of lookups instead the sum of those
     cotangents that belong to one row, at the first place of it in the order of rows.
     """
-    if way.name == "gram":
-        return _by_gram(pairs)
     if way.name == "rows":
         rows, a, c = joined(pairs)
         first = jax.vmap(jax.vmap(jnp.searchsorted))(rows, a)
@@ -378,24 +375,6 @@ def found_by(way: Way, pairs: list[Pair]) -> Array:
     return total
 
 
-def terms_of(pairs: list[Pair]) -> Array:
-    """A bound of the terms of the gradient of each example: sum_t |a_t| |c_t|. No order
-    in which they are added up loses more than its number of additions, in eps / 2 of
-    this bound.
-    """
-    norm_of_each = jax.vmap(own_norm)
-    norm_of_rows = jax.vmap(jax.vmap(norm_of_each))
-    total = 0.0
-    for a, c in pairs:
-        each = norm_of_rows(c)
-        if a.ndim == 4:
-            length = norm_of_rows(a)
-            each *= jnp.where(length < LARGEST, length, jnp.inf)
-        total += jnp.sum(each, 2)
-    # That of a stack is of all its matrices.
-    return norm_of_each(total)
-
-
 def joined(pairs: list[Pair]) -> tuple[Array, Array, Array]:
     """The rows that are looked up in one table, in order, and the factors of all
     lookups as those of one.
@@ -410,26 +389,35 @@ def _scattered(a: Array, c: Array, shape: tuple[int, ...]) -> Array:
     return jax.vmap(lambda x, a, c: x.at[stack, a].add(c))(zeros, a, c)
 
 
-def _by_gram(pairs: list[Pair]) -> Array:
-    """The norm in Gram form.
+def by_gram(pairs: list[Pair]) -> tuple[Array, Array]:
+    """The norm in Gram form, and sum_t |a_t| |c_t|, which bounds the terms added.
+    No order of additions loses more than eps / 2 of it for each.
 
-    Squares of tiny and huge numbers leave the range of float32. So in each position `a`
-    is divided by its norm, and `c` by that of the example.
+    Where squares would leave the range of the dtype, the bound is the norm.
     """
-    rows, columns, levels = [], [], []
-    for a, c in pairs:
-        level, c = _scaled(c, along=3)
-        if a.ndim == 4:
-            size, a = _scaled(a, along=3)
-            level = level * size
-        rows.append(a)
-        columns.append(c)
-        levels.append(level)
-    size, level = _scaled(jnp.concatenate(levels, 2), along=1)
-    c = jnp.concatenate(columns, 2) * level[..., None]
+    norm_of_each = jax.vmap(own_norm)
+    norm_of_rows = jax.vmap(jax.vmap(norm_of_each))
+    rows, columns = zip(*pairs)
+    c = jnp.concatenate(list(map(_widened, columns)), 2)
+    of_columns = norm_of_rows(c)
+    # A lookup is 1 in one row.
+    ones = partial(jnp.ones_like, dtype=c.dtype)
+    sizes = [norm_of_rows(a) if a.ndim == 4 else ones(a) for a in rows]
+    of_rows = jnp.concatenate(sizes, 2)
+    each = jnp.where(of_rows < LARGEST, of_rows, jnp.inf) * of_columns
+    # That of a stack is of all its matrices.
+    terms = norm_of_each(jnp.sum(each, 2))
+
     inner = jnp.block([list(map(partial(_products, a), rows)) for a in rows])
     total = jnp.sum(inner * _products(c, c), (1, 2, 3))
-    return size * jnp.sqrt(jnp.maximum(total, 0))
+    norm = jnp.sqrt(jnp.maximum(total, 0))
+    info = jnp.finfo(terms.dtype)
+    size = jnp.sum(of_rows + of_columns, (1, 2)) + 1
+    # Numbers that are flushed to 0 are less than 2^-24 of the square of the bound, for
+    # up to 2^24 rows and columns, and 2^13 positions.
+    is_enough = terms > 2.0**25 * float(info.tiny) ** 0.5 * size
+    fits = is_enough & (jnp.maximum(terms, size) < float(info.max) ** 0.5)
+    return jnp.where(fits, norm, terms), terms
 
 
 def _products(a: Array, b: Array) -> Array:
@@ -447,20 +435,10 @@ def _products(a: Array, b: Array) -> Array:
     return _dot("bstn,bsun->bstu", a, b)
 
 
-def _scaled(x: Array, along: int) -> tuple[Array, Array]:
-    """The norm along all later axes, and what they hold divided by it."""
-    x = x.astype(jnp.promote_types(x.dtype, jnp.float32))
-    # Of a maximum XLA on a CPU would make a slower program.
-    measure = own_norm
-    for _ in range(along):
-        measure = jax.vmap(measure)
-    norm = measure(x)
-    # Divided by 1, inf and NaN stay, and the example counts as broken.
-    safe = jnp.where((norm > 0) & (norm < jnp.inf), norm, 1)
-    return norm, divided(x, jnp.expand_dims(safe, range(along, x.ndim)))
+def _widened(x: Array) -> Array:
+    return x.astype(jnp.promote_types(x.dtype, jnp.float32))
 
 
 def _dot(axes: str, x: Array, y: Array) -> Array:
     """A product in float32. GPU and TPU would else round its factors to fewer bits."""
-    wide = jnp.promote_types(x.dtype, jnp.float32)
-    return jnp.einsum(axes, x.astype(wide), y.astype(wide), precision=HIGHEST)
+    return jnp.einsum(axes, _widened(x), _widened(y), precision=HIGHEST)
