@@ -8,7 +8,7 @@ number of a gradient that it writes and reads again. All counts are known from s
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
+from functools import partial, reduce
 from typing import Any, NamedTuple
 
 import jax
@@ -115,18 +115,19 @@ def clipped_grad(
         for what cancels in "ghost". "ghost": from one backward pass, without large
         gradients of examples. Where norms are by gram (`explain_clipped_grad`), an
         example whose terms cancel to less than 1/128 of their size counts as that long,
-        since it is summed with their rounding, and one with inputs of a layer above
-        2e31 counts as inf. "one_pass": the
-        gradients of a microbatch at a time. Often the fastest for narrow networks and
-        long sequences. "two_pass": norms first, and then the gradient of the weighted
-        loss. Where terms cancel its sum may exceed the limit without bound. Its factors
-        are rounded to the dtype of the loss, which should be float32. Below 1.2e-38
-        they count as 0, and above 1.3e30 as that. It adds up a microbatch in the dtype
-        that parameters are cast to. The backward pass of the loss must be linear, so
-        that it has no `clip_cotangent`. "auto": "ghost" or "one_pass", by the shapes of
-        the loss. One pass then takes no more memory for gradients of examples than two
-        thirds of what is kept of the batch, or one gradient, on a CPU 8 or a megabyte.
-        Convolutions it takes only all at once. `explain_clipped_grad` shows the choice.
+        since it is summed with their rounding. Where squares leave the range of float32
+        the size is its norm, and with inputs of a layer above 2e31 it counts as inf.
+        "one_pass": the gradients of a microbatch at a time. Often the fastest for
+        narrow networks and long sequences. "two_pass": norms first, and then the
+        gradient of the weighted loss. Where terms cancel its sum may exceed the limit
+        without bound. Its factors are rounded to the dtype of the loss, which should be
+        float32. Below 1.2e-38 they count as 0, and above 1.3e30 as that. It adds up a
+        microbatch in the dtype that parameters are cast to. The backward pass of the
+        loss must be linear, so that it has no `clip_cotangent`. "auto": "ghost" or
+        "one_pass", by the shapes of the loss. One pass then takes no more memory for
+        gradients of examples than two thirds of what is kept of the batch, or one
+        gradient, on a CPU 8 or a megabyte. Convolutions it takes only all at once.
+        `explain_clipped_grad` shows the choice.
       mean: whether to divide by the number of examples that are not masked. False gives
         the sum, in float32 or wider: rounded to bfloat16, one example could change it
         by more than the limit.
@@ -416,8 +417,11 @@ def _bounds(problem: Problem, width: int, ways: list[Way]) -> tuple[float, float
                 sums += 2.0**-17
         if is_gram:
             sums *= CANCELS + 1
-            _, rows, columns = way.matrices
-            square = _rounding(rows + columns + count**2 + 1, dtype)
+            stack, rows, columns = way.matrices
+            # A loss may compute in fewer bits than its parameters have.
+            outs = [x.dtype for use in way.uses.values() for x in use.outs]
+            own = reduce(np.promote_types, outs, np.dtype(np.float32))
+            square = _rounding(rows + columns + stack * count**2 + 1, own)
             missed = max(missed, np.sqrt(1 + CANCELS**2 * square) - 1)
         lost = max(lost, sums)
     excess = missed + lost

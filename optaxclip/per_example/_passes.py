@@ -71,7 +71,8 @@ class Limits(NamedTuple):
         measure = jax.vmap(of_one, axis_size=present.size)
         norms = measure(leaves)
         if terms:
-            norms = jnp.maximum(norms, measure(lax.stop_gradient(terms)) / CANCELS)
+            least = measure(lax.stop_gradient(terms)) / CANCELS
+            norms = jnp.maximum(norms, least.astype(norms.dtype))
         return self.weights(norms, present)
 
     def weights(self, norms: Array, present: Array) -> "Weights":

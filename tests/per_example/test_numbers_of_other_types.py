@@ -64,13 +64,14 @@ ONES, Y = jnp.ones((4, 3)), jnp.arange(4.0)
 
 
 def narrow_loss(w, x, y):
-    return jnp.real(jnp.sum(w * x.astype(w.dtype))).astype(jnp.float32) * y
+    rows = jnp.stack([x, x]).astype(w.dtype)
+    return jnp.real(jnp.sum(rows @ w)).astype(jnp.float32) * y
 
 
 @pytest.mark.parametrize("method", ["ghost", "one_pass", "two_pass", "auto"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16", "complex64"])
 def test_every_method_works_under_strict_promotion(method, dtype):
-    w = jnp.zeros(3, dtype)
+    w = jnp.zeros((3, 8), dtype)
     grad = clipped_grad(narrow_loss, 1.0, method=method, microbatch=2)
     wanted = grad(w, ONES, Y)
     with jax.numpy_dtype_promotion("strict"):
@@ -83,7 +84,7 @@ def test_every_method_works_under_strict_promotion(method, dtype):
 @pytest.mark.parametrize("shrink", [shrinks.auto_s(), shrinks.psac(), shrinks.smooth()])
 def test_every_shrink_works_under_strict_promotion(shrink):
     with jax.numpy_dtype_promotion("strict"):
-        found = clipped_grad(narrow_loss, 1.0, shrink=shrink)(jnp.zeros(3), ONES, Y)
+        found = clipped_grad(narrow_loss, 1.0, shrink=shrink)(W[:, None], ONES, Y)
     assert np.isfinite(found.grads).all()
 
 

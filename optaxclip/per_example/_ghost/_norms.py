@@ -21,7 +21,7 @@ The positions of several uses of a parameter are those of one.
 
 import math
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import partial, reduce
 from operator import attrgetter
 from typing import Any, NamedTuple
 
@@ -385,7 +385,7 @@ def joined(pairs: list[Pair]) -> tuple[Array, Array, Array]:
 
 def _scattered(a: Array, c: Array, shape: tuple[int, ...]) -> Array:
     stack = jnp.arange(shape[0])[:, None]
-    zeros = jnp.zeros((len(a), *shape), jnp.promote_types(c.dtype, jnp.float32))
+    zeros = jnp.zeros((len(a), *shape), np.promote_types(c.dtype, np.float32))
     return jax.vmap(lambda x, a, c: x.at[stack, a].add(c))(zeros, a, c)
 
 
@@ -398,36 +398,43 @@ def by_gram(pairs: list[Pair]) -> tuple[Array, Array]:
     norm_of_each = jax.vmap(own_norm)
     norm_of_rows = jax.vmap(jax.vmap(norm_of_each))
     rows, columns = zip(*pairs)
-    c = jnp.concatenate(list(map(_widened, columns)), 2)
+    dtypes = [x.dtype for x in (*rows, *columns) if x.ndim == 4]
+    wide = reduce(np.promote_types, dtypes, np.dtype(np.float32))
+    rows = [a.astype(wide) if a.ndim == 4 else a for a in rows]
+    c = jnp.concatenate([x.astype(wide) for x in columns], 2)
     of_columns = norm_of_rows(c)
     # A lookup is 1 in one row.
-    ones = partial(jnp.ones_like, dtype=c.dtype)
-    sizes = [norm_of_rows(a) if a.ndim == 4 else ones(a) for a in rows]
+    sizes = [norm_of_rows(a) if a.ndim == 4 else jnp.ones_like(a, wide) for a in rows]
     of_rows = jnp.concatenate(sizes, 2)
     each = jnp.where(of_rows < LARGEST, of_rows, jnp.inf) * of_columns
     # That of a stack is of all its matrices.
     terms = norm_of_each(jnp.sum(each, 2))
 
-    inner = jnp.block([list(map(partial(_products, a), rows)) for a in rows])
-    total = jnp.sum(inner * _products(c, c), (1, 2, 3))
-    norm = jnp.sqrt(jnp.maximum(total, 0))
-    info = jnp.finfo(terms.dtype)
-    size = jnp.sum(of_rows + of_columns, (1, 2)) + 1
-    # Numbers that are flushed to 0 are less than 2^-24 of the square of the bound, for
-    # up to 2^24 rows and columns, and 2^13 positions.
-    is_enough = terms > 2.0**25 * float(info.tiny) ** 0.5 * size
+    products = partial(_products, dtype=wide)
+    inner = jnp.block([list(map(partial(products, a), rows)) for a in rows])
+    total = jnp.sum(inner * products(c, c), (1, 2, 3))
+    # Numbers that are flushed to 0 are less than eps / 2 of the square of the bound,
+    # for up to 2^24 rows and columns, and 2^13 positions.
+    info = jnp.finfo(wide)
+    least = 2.0**13 * float(2 * info.tiny / info.eps) ** 0.5
+    is_used = (of_rows != 0) & (of_columns != 0)
+    size = jnp.sum(jnp.where(is_used, of_rows + of_columns, 0), (1, 2))
+    is_enough = terms > least * (size + 2.0**-13 * is_used[0].size)
     fits = is_enough & (jnp.maximum(terms, size) < float(info.max) ** 0.5)
-    return jnp.where(fits, norm, terms), terms
+    # The derivative of sqrt(0) would be NaN.
+    is_long = fits & (total > 0)
+    norm = jnp.sqrt(jnp.where(is_long, total, 1))
+    return jnp.where(is_long, norm, jnp.where(fits, 0, terms)), terms
 
 
-def _products(a: Array, b: Array) -> Array:
+def _products(a: Array, b: Array, dtype: Any) -> Array:
     """The products a_t . b_s of rows, some of which may be those of lookups."""
     if a.ndim == b.ndim == 3:
         # 1 where both look up the same row, and else 0.
         same = a[..., :, None] == b[..., None, :]
-        return same.astype(jnp.float32)
+        return same.astype(dtype)
     if a.ndim == 3:
-        return jnp.swapaxes(_products(b, a), 2, 3)
+        return jnp.swapaxes(_products(b, a, dtype), 2, 3)
     if b.ndim == 3:
         # For a lookup of row r the product with a_t is the entry a_t[r].
         index = jnp.broadcast_to(b[:, :, None], (*a.shape[:3], b.shape[-1]))
@@ -435,10 +442,7 @@ def _products(a: Array, b: Array) -> Array:
     return _dot("bstn,bsun->bstu", a, b)
 
 
-def _widened(x: Array) -> Array:
-    return x.astype(jnp.promote_types(x.dtype, jnp.float32))
-
-
 def _dot(axes: str, x: Array, y: Array) -> Array:
     """A product in float32. GPU and TPU would else round its factors to fewer bits."""
-    return jnp.einsum(axes, _widened(x), _widened(y), precision=HIGHEST)
+    wide = np.promote_types(x.dtype, np.float32)
+    return jnp.einsum(axes, x.astype(wide), y.astype(wide), precision=HIGHEST)
