@@ -235,16 +235,6 @@ def check_returned(argument: str, value: Any) -> None:
         )
 
 
-def check_shrunk(call: str, value: Any, norm: jax.Array) -> None:
-    """Raises TypeError for what a shrink of the user's must not return."""
-    known = isinstance(value, NUMBERS)
-    if not known or not broadcasts_to(jnp.shape(value), norm.shape):
-        raise TypeError(
-            f"{call}: shrink must return the new norm of each norm, in the shape "
-            f"{norm.shape}, got {shown(value)}."
-        )
-
-
 def check_schedule(argument: str, function: Callable[..., Any], hint: str = "") -> None:
     """Refuses a shrink, and a function that cannot be called with a step alone."""
     # Such as `smooth`, which can be called with one number.

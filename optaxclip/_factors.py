@@ -17,11 +17,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from ._checks import check_shape
+from ._checks import NUMBERS, broadcasts_to, check_shape, shown
 from ._mesh import entries_of
 from ._norms import Norms, beside, norms_of_tree
 from ._sums import as_float, per_platform
 from ._trees import clipped_leaves, put_back
+from .shrinks import Shrink, hard, is_ours
 
 
 def rescale(updates: Any, norms: Any, new_norms: Any) -> Any:
@@ -60,6 +61,40 @@ def rescale(updates: Any, norms: Any, new_norms: Any) -> Any:
         check_shape(new.shape, norm.shape, "rescale: new_norms")
         roots.append(factor_between(norm, jnp.broadcast_to(new, norm.shape)).root)
     return put_back(multiply(tree, before, roots), updates)
+
+
+def shrunk_by(
+    shrink: Shrink, norm: jax.Array, long: jax.Array, limit: jax.Array, call: str
+) -> jax.Array:
+    """What norms become under their limits.
+
+    `long` is the norm with the eps of a clipper.
+
+    Raises:
+      TypeError: a shrink that returns no number for each norm.
+    """
+    if shrink is hard:
+        return jnp.minimum(long, limit)
+    # A limit of inf clips nothing, and the derivative of a shrink there may be NaN.
+    off = limit == jnp.inf
+    finite = jnp.where(off, 1.0, limit)
+    new = shrink(long, finite)
+    # One of the user's.
+    if not is_ours(shrink):
+        is_array = isinstance(new, NUMBERS)
+        if not is_array or not broadcasts_to(jnp.shape(new), norm.shape):
+            raise TypeError(
+                f"{call}: shrink must return the new norm of each norm, in the shape "
+                f"{norm.shape}, got {shown(new)}."
+            )
+        # At 0, and where all becomes 0, its derivative may be NaN, and is not asked
+        # for.
+        fixed = (norm == 0) | ((limit == 0) & (new == 0))
+        moved = shrink(*(jnp.where(fixed, 1.0, x) for x in (long, finite)))
+        # At 0 it may be NaN or inf itself, such as norm * (limit / norm).
+        value = lax.stop_gradient(jnp.where(jnp.isfinite(new), new, long))
+        new = jnp.where(fixed, value, moved)
+    return jnp.where(off, long, new)
 
 
 class Factor(NamedTuple):

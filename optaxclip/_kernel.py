@@ -29,7 +29,7 @@ from . import _checks as checks
 from . import _state as states
 from . import _trees as trees
 from ._checks import Nonfinite, shown
-from ._factors import factor_between, multiply, roots_of_numbers
+from ._factors import factor_between, multiply, roots_of_numbers, shrunk_by
 from ._mesh import Split, at_own_place, entries_of, split_as, typed_as
 from ._names import OF_UPDATE
 from ._norms import GlobalNorm, Measure, Norms, measured, norm_of_norms, types_of_norms
@@ -38,7 +38,7 @@ from ._sums import written_by_a_gpu
 from .rules._limits import rule_of, rules_of
 from .rules._memory import count_up, keep_where, moving_average
 from .rules._rule import Rule, call_name, further_norms, is_rule
-from .shrinks import Shrink, shrink_of, shrunk_by
+from .shrinks import Shrink, shrink_of
 
 
 class Settings(NamedTuple):
@@ -225,7 +225,7 @@ def _ask(
         rule = states.shared_rule(of_norm, group, norms, settings.call)
         memory, norm = memory_of[group.part], group.vector(each)
         learns = bool(jax.tree.leaves(memory))
-        if learns and group.own_rows is not None:
+        if group.own_rows is not None:
             memory = jax.tree.map(itemgetter(group.own_rows), memory)
         is_relative = rule.needs_params
         weight = group.vector(weights) if is_relative else None

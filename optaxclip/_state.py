@@ -9,7 +9,6 @@ keeps what it knew.
 """
 
 import json
-import math
 from collections import namedtuple
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
@@ -22,15 +21,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax import lax
 
 from . import _mesh as mesh
 from . import _trees as trees
 from ._checks import BEGIN_ANEW, check_shape, held_in
-from ._exported import exported, state_repr
+from ._exported import state_repr
 from ._norms import Norms
 from .rules._limits import Constant, Joined
-from .rules._memory import moving_average
 from .rules._rule import Rule, call_name, is_rule
 
 # The names of the norms of each part, and those of the layers of stacked leaves:
@@ -576,52 +573,3 @@ PLACEHOLDER = _placeholder_type()
 def state_of_placeholder() -> ClipState:
     """A state with one leaf for each field, for `optax.tree_map_params`."""
     return ClipState(Form(None), *(jnp.zeros(()) for _ in _KEYS))
-
-
-# --------------------------------------------- shares of clipped elements, if counted
-
-
-@exported
-class ClippedElements(NamedTuple):
-    """Which share of all elements was clipped, in [0, 1]."""
-
-    last: jax.Array  # float32[]: in the last step
-    mean: jax.Array  # float32[]: over all steps
-    # float32[]: moving average of `last`, of about 100 steps
-    recent: jax.Array
-
-
-def no_elements_clipped() -> ClippedElements:
-    """The shares before the first step."""
-    # Each number is its own array, so that the state can be donated.
-    return ClippedElements(*(jnp.zeros((), jnp.float32) for _ in range(3)))
-
-
-# Jitted, since without jit each leaf would take several calls.
-@jax.jit
-def count_clipped(
-    old: ClippedElements, step: jax.Array, pairs: list[tuple[Any, jax.Array]]
-) -> ClippedElements:
-    """The shares after a step, from each leaf (before, after) that step."""
-    # Mesh axes are known where JAX tracks types. Elsewhere inside shard_map and pmap
-    # the share is that of the leaves on one device.
-    counts, names, total = [], [], 0.0
-    for before, after in pairs:
-        over = tuple(sorted(mesh.varying(after)))
-        names.append(over)
-        size = math.prod(after.shape)
-        is_known = isinstance(size, int)
-        # float32 counts to 2^24, and uint32 to 2^32.
-        kind = np.int64 if is_known and size >= 2**32 else np.uint32
-        # NaN stays NaN.
-        differs = (before != after) & (before == before)
-        with jax.enable_x64(True):
-            count = jnp.sum(differs, dtype=kind)
-            counts.append(lax.convert_element_type(count, np.float32))
-        # Floats, since int32 ends at 2^31. A size of jax.export may be a symbol.
-        whole = float(size) if is_known else jnp.asarray(size).astype(jnp.float32)
-        total += whole * mesh.axes_size(over)
-    clipped = sum(mesh.joined(lax.psum, counts, names), jnp.zeros((), jnp.float32))
-    share = clipped / jnp.maximum(total, 1.0)
-    mean = old.mean + (share - old.mean) / (step.astype(jnp.float32) + 1)
-    return ClippedElements(share, mean, moving_average(old.recent, share, step))

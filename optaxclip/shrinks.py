@@ -22,10 +22,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jax.typing import ArrayLike
 
-from ._checks import check_known, check_number, check_shrunk, shown, with_hash
+from ._checks import check_known, check_number, shown, with_hash
 from ._names import with_our_names
 
 Shrink = Callable[[jax.Array, jax.Array], jax.Array]
@@ -173,35 +172,6 @@ def shrink_of(shrink: Any, call: str) -> Shrink:
             f"optaxclip.shrinks.{', '.join(__all__)}, got {shown(shrink)}."
         )
     return with_hash(shrink)
-
-
-def shrunk_by(
-    shrink: Shrink, norm: jax.Array, long: jax.Array, limit: jax.Array, call: str
-) -> jax.Array:
-    """What norms become under their limits.
-
-    `long` is the norm with the eps of a clipper.
-
-    Raises:
-      TypeError: a shrink that returns no number for each norm.
-    """
-    if shrink is hard:
-        return jnp.minimum(long, limit)
-    # A limit of inf clips nothing, and the derivative of a shrink there may be NaN.
-    off = limit == jnp.inf
-    finite = jnp.where(off, 1.0, limit)
-    new = shrink(long, finite)
-    # One of the user's.
-    if not is_ours(shrink):
-        check_shrunk(call, new, norm)
-        # At 0, and where all becomes 0, its derivative may be NaN, and is not asked
-        # for.
-        fixed = (norm == 0) | ((limit == 0) & (new == 0))
-        moved = shrink(*(jnp.where(fixed, 1.0, x) for x in (long, finite)))
-        # At 0 it may be NaN or inf itself, such as norm * (limit / norm).
-        value = lax.stop_gradient(jnp.where(jnp.isfinite(new), new, long))
-        new = jnp.where(fixed, value, moved)
-    return jnp.where(off, long, new)
 
 
 # Equal numbers give one function, so that a clipper that is built again compiles

@@ -14,8 +14,8 @@ import optax
 from .. import _checks as checks
 from .. import _trees as trees
 from .._checks import begins_anew, broadcasts_to, is_function
+from .._elements import ClippedElements, count_clipped, no_elements_clipped
 from .._exported import exported
-from .._state import ClippedElements, count_clipped, no_elements_clipped
 from .._sums import with_modulus
 from ..rules._memory import count_up
 from ..rules._rule import Number, is_rule

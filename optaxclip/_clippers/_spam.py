@@ -29,12 +29,13 @@ from jax.typing import ArrayLike
 from .. import _checks as checks
 from .. import _trees as trees
 from .._checks import LAST_STEP, Nonfinite, check_state, number_for_jit
+from .._elements import ClippedElements, count_clipped, no_elements_clipped
 from .._exported import exported
 from .._factors import cast_like
 from .._kernel import make_clipper
 from .._mesh import MeshAxes
 from .._norms import TensorNorm, check_measure
-from .._state import ClippedElements, count_clipped, limits_of, no_elements_clipped
+from .._state import limits_of
 from .._sums import modulus_dtype, wide_dtype, with_modulus
 from .._trees import Stacked, arrays_of, clipped_leaves, put_back
 from ..rules._averages import Ema

@@ -94,7 +94,8 @@ def carry_clipped(
 
     def init(params: Any) -> CarryState:
         # Split over devices as the weights are, which may be jax.ShapeDtypeStruct.
-        carry = jax.tree.map(_no_carry, clipped_leaves(params))
+        tree = clipped_leaves(params)
+        carry = jax.tree.map(lambda x: jnp.zeros_like(x, wide_dtype(x)), tree)
         return CarryState(carry, clipper.init(params))
 
     def update(updates: Any, state: Any, params: Any = None, **extra_args: Any) -> Any:
@@ -114,11 +115,6 @@ def carry_clipped(
         return put_back(clipped, updates), CarryState(carry, clip)
 
     return optax.GradientTransformationExtraArgs(init, update)
-
-
-def _no_carry(leaf: Any) -> jax.Array:
-    """The carry of a leaf before the first step."""
-    return jnp.zeros_like(leaf, wide_dtype(leaf))
 
 
 def _add_carry(grad: Any, carry: jax.Array) -> jax.Array | None:

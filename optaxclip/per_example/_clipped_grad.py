@@ -195,7 +195,7 @@ def clipped_grad(
     """
     call = "clipped_grad"
     check_flag(f"{call}: mean", mean)
-    limits = limits_of(max_norm, f"{call}: max_norm", shrink_of(shrink, call))
+    limits = limits_of(max_norm, call, shrink_of(shrink, call))
     check_choice(f"{call}: method", method, METHODS)
     if microbatch is not None:
         check_length(f"{call}: microbatch", microbatch)

@@ -22,11 +22,11 @@ from jax import Array, lax
 from .. import _trees as prefix
 from .._backward import is_weighted
 from .._checks import check_limit, check_scalar, held_in, is_function, shown
-from .._factors import factor_between, stretch
+from .._factors import factor_between, shrunk_by, stretch
 from .._mesh import Names, Split, typed_as_varying, varying
 from .._norms import Leaf, Plan, norms_of
 from ..rules._rule import is_rule
-from ..shrinks import Shrink, shrunk_by
+from ..shrinks import Shrink
 from ._problem import Problem
 
 Arrays = list[Array]
@@ -133,13 +133,14 @@ class Weights(NamedTuple):
         return jnp.tensordot(ones, kept, axes=1, precision=highest)
 
 
-def limits_of(max_norm: Any, argument: str, shrink: Shrink) -> Limits:
+def limits_of(max_norm: Any, call: str, shrink: Shrink) -> Limits:
     """The limits of a number, a function, or of a tree of them.
 
     Raises:
       TypeError, ValueError: something that is not a limit, an array of several, or no
         limit at all.
     """
+    argument = f"{call}: max_norm"
     # A rule is a tree to JAX. Examples have no steps that it could learn from.
     found, treedef = jax.tree.flatten_with_path(
         max_norm, is_leaf=lambda limit: limit is None or is_rule(limit)
@@ -152,7 +153,6 @@ def limits_of(max_norm: Any, argument: str, shrink: Shrink) -> Limits:
             check_limit(where, value, is_scalar=True)
     values = [value for _, value in found]
     entries = tuple((path, number) for number, (path, _) in enumerate(found))
-    call = argument.partition(":")[0]
     return Limits(call, values, shrink, prefix.Prefix(entries), treedef)
 
 
