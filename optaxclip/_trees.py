@@ -35,6 +35,7 @@ def clipped_leaves(tree: Any, call: str = "") -> Any:
     A leaf counts if it has a float or complex dtype and at least one element. `call`
     is what errors name.
     """
+    # By itself, since a variable of NNX may hold a MaskedNode, which is no leaf.
     tree = unboxed(tree)
     try:
         return jax.tree.map(_clipped, tree)

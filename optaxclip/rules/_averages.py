@@ -10,7 +10,7 @@ import numpy as np
 from jax import Array
 
 from .._exported import exported
-from ._memory import between, count_up, multiple, remembered, root, unless_gone
+from ._memory import between, count_up, hypot, multiple, remembered, root, unless_gone
 from ._rule import Answer, Number, Rule, at_step, choice, flag, number
 
 
@@ -277,7 +277,7 @@ class MomentsRatio(Rule):
         mean = blend(mean, norm, decay1)
         weight, share = weigh(square.weight, decay2)
         # Roots of squares: the square of a norm may leave the range of float32.
-        size = jnp.hypot(root(1 - share) * square.estimate, root(share) * norm)
+        size = hypot(root(1 - share) * square.estimate, root(share) * norm)
         # That of a first norm of 0 is 0, and eps may be 0 too.
         limit = mean.estimate / jnp.where(size > 0, size + eps, 1.0)
         return limit, (mean, Average(size, weight))
@@ -359,7 +359,7 @@ class ZScore(Rule):
         # of the distances to the old and the new one gives the exact variance.
         distance = jnp.where(warm, keep, root(keep)) * apart
         old, new = root(keep) * deviation, root(1 - keep) * distance
-        return limit, ZScoreMemory(count_up(seen), mean, jnp.hypot(old, new))
+        return limit, ZScoreMemory(count_up(seen), mean, hypot(old, new))
 
 
 class LogZScore(Rule):
@@ -420,5 +420,5 @@ class LogZScore(Rule):
         _, share = weigh(mean.weight, decay)
         # The variance of a mixture of old values and the new one, never negative.
         apart = root(share) * jnp.abs(value - mean.estimate)
-        deviation = root(1 - share) * jnp.hypot(deviation, apart)
+        deviation = root(1 - share) * hypot(deviation, apart)
         return limit, (count_up(seen), moved, deviation)

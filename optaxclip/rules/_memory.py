@@ -1,8 +1,8 @@
 """What rules share: counters, memories that are kept, and arithmetic.
 
 All arrays of a memory have the norm's shape, followed by axes of their own. Deviations
-are kept and joined as roots of squares (`jnp.hypot`), which can neither become negative
-by rounding nor leave the range of the norm's dtype.
+are kept and joined as roots of squares (`hypot`), which can neither become negative by
+rounding nor leave the range of the norm's dtype.
 """
 
 from typing import Any
@@ -44,6 +44,12 @@ def root(x: jax.Array) -> jax.Array:
     """sqrt(x), with the derivative 0 at 0, where that of `jnp.sqrt` is infinite."""
     positive = jnp.where(x == 0, 1.0, x)
     return jnp.where(x == 0, 0.0, jnp.sqrt(positive))
+
+
+def hypot(x: jax.Array, y: jax.Array) -> jax.Array:
+    """sqrt(x^2 + y^2), with the derivative 0 at 0, where JAX 0.12 has NaN."""
+    zero = (x == 0) & (y == 0)
+    return jnp.where(zero, 0.0, jnp.hypot(jnp.where(zero, 1.0, x), y))
 
 
 def multiple(factor: jax.Array, norm: jax.Array) -> jax.Array:
