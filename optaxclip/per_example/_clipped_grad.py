@@ -116,7 +116,7 @@ def clipped_grad(
         gradients of examples. Where norms are by gram (`explain_clipped_grad`), an
         example whose terms cancel to less than 1/128 of their size counts as that long,
         since it is summed with their rounding. Where squares leave the range of float32
-        the size is its norm, and with inputs of a layer above 2e31 it counts as inf.
+        it counts as that size, and with inputs of a layer above 2e31 as inf.
         "one_pass": the gradients of a microbatch at a time. Often the fastest for
         narrow networks and long sequences. "two_pass": norms first, and then the
         gradient of the weighted loss. Where terms cancel its sum may exceed the limit

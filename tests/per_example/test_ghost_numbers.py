@@ -59,23 +59,6 @@ def test_a_zero_gradient_has_norm_0(name):
     np.testing.assert_array_equal(result.grads, np.zeros((6, 8)))
 
 
-def test_a_zero_gradient_of_a_tied_table_has_norm_0():
-    def loss(w, x, c, words):
-        return linear(w.T, x, c) + jnp.sum(w[words] * x)
-
-    w, x, c = np.ones((60, 8), np.float32), normal(0, 4, 2, 8), normal(1, 4, 2, 60)
-    x[1] = 0.0
-    words = np.array([[0, 1], [2, 3], [4, 5], [6, 7]])
-    assert way(loss, w, x, c, words) == "gram"
-    grads = np.einsum("btr,btc->bcr", np.float64(x), np.float64(c))
-    for grad, rows, own in zip(grads, words, x):
-        grad[rows] += own
-    norms = np.linalg.norm(grads.reshape(4, -1), axis=1)
-    result = by_ghost(loss, None, w, x, c, words)
-    np.testing.assert_allclose(result.norms, norms, rtol=16 * EPS)
-    assert result.norms[1] == 0
-
-
 @pytest.mark.parametrize("name", ["gram", "matrix"])
 def test_two_products_with_one_matrix_are_one_gradient(name):
     def loss(w, x, c):

@@ -390,8 +390,8 @@ def _scattered(a: Array, c: Array, shape: tuple[int, ...]) -> Array:
 
 
 def by_gram(pairs: list[Pair]) -> tuple[Array, Array]:
-    """The norm in Gram form, and sum_t |a_t| |c_t|, which bounds the terms added.
-    No order of additions loses more than eps / 2 of it for each.
+    """The norm in Gram form, and sum_t |a_t| |c_t|, which bounds the terms.
+    In whatever order they are added, each addition loses at most eps / 2 of it.
 
     Where squares would leave the range of the dtype, the bound is the norm.
     """
@@ -414,7 +414,7 @@ def by_gram(pairs: list[Pair]) -> tuple[Array, Array]:
     inner = jnp.block([list(map(partial(products, a), rows)) for a in rows])
     total = jnp.sum(inner * products(c, c), (1, 2, 3))
     # Numbers that are flushed to 0 are less than eps / 2 of the square of the bound,
-    # for up to 2^24 rows and columns, and 2^13 positions.
+    # for up to 2^24 rows and columns, and 2^13 positions of all layers.
     info = jnp.finfo(wide)
     least = 2.0**13 * float(2 * info.tiny / info.eps) ** 0.5
     is_used = (of_rows != 0) & (of_columns != 0)
