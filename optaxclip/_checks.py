@@ -35,18 +35,26 @@ def shown(value: Any) -> str:
 # -------------------------------------------------------------------------- numbers
 
 
-def check_real(argument: str, value: Any) -> None:
-    """Refuses what is no real number, or array of them."""
-    known = isinstance(value, NUMBERS)
+def check_real(argument: str, value: Any, *, is_scalar: bool = False) -> None:
+    """Refuses what is no real number, or array of them. NaN passes."""
+    dtype = getattr(value, "dtype", np.dtype(np.float64))
     # True is an int in Python. As a limit it is a slip.
-    if known and not isinstance(value, bool):
-        dtype = getattr(value, "dtype", np.dtype(np.float64))
-        is_real = [jnp.issubdtype(dtype, x) for x in (jnp.floating, jnp.integer)]
-        # Ints of more than 64 bits are objects to NumPy. A key has no such kind.
-        if any(is_real) or getattr(dtype, "kind", "") == "O":
-            return
-    kind = f"an array of {value.dtype}" if isinstance(value, Tracer) else ""
-    raise TypeError(f"{argument} must be a real number, got {kind or shown(value)}.")
+    is_real = isinstance(value, NUMBERS) and not isinstance(value, bool)
+    # Ints of more than 64 bits are objects to NumPy. A key has no such kind.
+    if is_real and getattr(dtype, "kind", "") != "O":
+        is_real = any(jnp.issubdtype(dtype, x) for x in (jnp.floating, jnp.integer))
+    if not is_real:
+        is_traced = isinstance(value, Tracer)
+        got = f"an array of {dtype}" if is_traced else shown(value)
+        raise TypeError(f"{argument} must be a real number, got {got}.")
+    if is_scalar and jnp.ndim(value):
+        raise ValueError(
+            f"{argument} must be a scalar, got an array of shape {jnp.shape(value)}."
+        )
+
+
+# A single number, which may be NaN, as a norm may be.
+check_scalar = partial(check_real, is_scalar=True)
 
 
 def check_number(
@@ -68,8 +76,7 @@ def check_number(
       ValueError: NaN, or beyond the range. A finite limit that no norm's dtype holds,
         since as inf it would be none.
     """
-    check = check_scalar if is_scalar else check_real
-    check(argument, value)
+    check_real(argument, value, is_scalar=is_scalar)
     # Of a number that jit traces only the dtype is known.
     if isinstance(value, Tracer):
         return
@@ -97,15 +104,6 @@ def check_number(
 
 # A limit, or a number that limits are computed from.
 check_limit = partial(check_number, is_limit=True)
-
-
-def check_scalar(argument: str, value: Any) -> None:
-    """Refuses what is no single real number. NaN passes, since a norm may be NaN."""
-    check_real(argument, value)
-    if jnp.ndim(value):
-        raise ValueError(
-            f"{argument} must be a scalar, got an array of shape {jnp.shape(value)}."
-        )
 
 
 def check_length(argument: str, value: Any, least: int = 1) -> None:

@@ -181,7 +181,9 @@ def stretch(x: jax.Array, root: jax.Array) -> jax.Array:
     wide = np.promote_types(x.dtype, root.dtype)
     # Spread once, as each product would do it.
     spread = jnp.broadcast_to(root.astype(wide), x.shape)
-    product = cast_like(x.astype(wide) * spread * spread, x)
+    product = x.astype(wide) * spread * spread
+    # Weakly typed is what JAX makes of Python numbers.
+    product = cast_like(product, x) if x.weak_type else product.astype(x.dtype)
     # Selected, since on a CPU and a TPU a product of 1 flushes subnormal numbers.
     return jnp.where(root == 1, x, product)
 

@@ -30,14 +30,14 @@ from . import _state as states
 from . import _trees as trees
 from ._checks import Nonfinite, shown
 from ._factors import factor_between, multiply, roots_of_numbers, shrunk_by
-from ._mesh import Split, at_own_place, entries_of, split_as, typed_as
+from ._mesh import Split, at_own_place, entries_of, split_as
 from ._names import OF_UPDATE
 from ._norms import GlobalNorm, Measure, Norms, measured, norm_of_norms, types_of_norms
 from ._state import ClipState, Group
 from ._sums import written_by_a_gpu
 from .rules._limits import rule_of, rules_of
-from .rules._memory import count_up, keep_where, moving_average
-from .rules._rule import Rule, call_name, further_norms, is_rule
+from .rules._memory import count_up, moving_average
+from .rules._rule import Rule, further_norms, is_rule, limit_of
 from .shrinks import Shrink, shrink_of
 
 
@@ -77,7 +77,7 @@ def make_clipper(
     # One norm takes one limit. Others take a tree prefix of limits.
     is_one = isinstance(measure, GlobalNorm) or isinstance(limit, Rule)
     rules = (rule_of if is_one else rules_of)(limit, argument)
-    each_rule = jax.tree.leaves(rules, is_leaf=is_rule)
+    each_rule = [rules] if is_one else jax.tree.leaves(rules, is_leaf=is_rule)
     numbers, structure = jax.tree.flatten(rules)
     settings = Settings(
         call,
@@ -263,83 +263,6 @@ def _given(
     pairs = zip(norms.from_tree(tree), norms.each)
     # In the dtype and sharding of what was measured, so that the state keeps its types.
     return [split_as(x.astype(y.dtype), jax.typeof(y)) for x, y in pairs]
-
-
-@partial(jax.jit, static_argnames=("argument", "signed"))
-def limit_of(
-    rule: Rule,
-    norm: jax.Array,
-    memory: Any,
-    step: jax.Array,
-    *further: Any,
-    argument: str,
-    signed: bool = False,
-) -> tuple[jax.Array, Any]:
-    """Asks a rule: (limit, memory).
-
-    `further` is what `further_norms` gives. The limit has the norm's dtype and shape,
-    and is at least 0. NaN, inf and 0 leave the memory unchanged. `signed`: the value is
-    a loss rather than a norm, so it and its limit may be 0 or negative.
-
-    Raises:
-      ValueError: the memory of another rule, or a limit that does not fit the norm.
-    """
-    asked, remembers = memory, bool(jax.tree.leaves(memory))
-    # A rule without an `init` of its own, such as a constant limit, has no memory.
-    if remembers or type(rule).init is not Rule.init:
-        asked = _checked_memory(rule, norm, memory, argument)
-    # stop_gradient: limits have no derivative by the updates. And 0 for a broken norm:
-    # what is not remembered must have a derivative too.
-    held = jnp.where(jnp.isfinite(norm), lax.stop_gradient(norm), 0.0)
-    answer = rule.update(held, asked, step, *further)
-    if not isinstance(answer, (tuple, list)) or len(answer) != 2:
-        raise TypeError(
-            f"{call_name(type(rule))}: update must return (limit, memory), got "
-            f"{shown(answer)}."
-        )
-    limit, new = answer
-    checks.check_returned(argument, limit)
-    checks.check_shape(jnp.shape(limit), norm.shape, argument)
-    # A limit beyond the norm's dtype is its largest number: inf would not clip.
-    limit = checks.held_in(norm.dtype, limit)
-    # A schedule may fall below 0, which counts as 0.
-    if not signed:
-        limit = jnp.maximum(limit, 0)
-    limit = typed_as(jnp.broadcast_to(limit, norm.shape), jax.typeof(norm))
-    if not remembers:
-        return limit, memory
-    # Only NaN differs from itself. `~isnan` is two operations on a TPU.
-    learns = jnp.isfinite(norm) & (limit == limit)
-    if not signed:
-        learns = learns & (norm > 0)
-    return limit, keep_where(learns, new, memory)
-
-
-def _checked_memory(rule: Rule, norm: jax.Array, memory: Any, argument: str) -> Any:
-    """The memory in the form of the rule's own.
-
-    Raises for the memory of another rule. The length of a window is not compared: under
-    jit it is a traced number.
-    """
-    known = jax.tree.map(
-        lambda x: 1 if isinstance(x, Tracer) and not x.ndim else x, rule
-    )
-    wanted = jax.eval_shape(known.init, norm)
-    # A state keeps () in place of any memory without arrays.
-    if not jax.tree.leaves((wanted, memory)):
-        return wanted
-    if jax.tree.structure(wanted) != jax.tree.structure(memory):
-        raise ValueError(
-            f"{argument.partition(':')[0]}: state was made with another rule. "
-            f"{call_name(type(rule))} remembers {_form(wanted)}, and the state has "
-            f"{_form(memory)}. {checks.BEGIN_ANEW}"
-        )
-    return memory
-
-
-def _form(tree: Any) -> Any:
-    forms = jax.tree.map(lambda x: f"{x.dtype}{list(x.shape)}", tree)
-    return forms if jax.tree.leaves(tree) else "nothing"
 
 
 # ----------------------------------------------------------------------- 3. shrink

@@ -541,7 +541,9 @@ def check_measure(call: str, ord: Any, **numbers: Any) -> dict[str, Any]:
     for option, value in numbers.items():
         # Lists and dicts become tables of key paths, which have a hash.
         if option == "mesh_axes":
-            value = mesh.static_axes(value, call)
+            # A name has a hash, and so has "auto".
+            is_name = isinstance(value, str)
+            value = value if is_name else mesh.static_axes(value, call)
         elif option == "labels":
             value = trees.static_labels(value, call)
         elif value is not None:

@@ -43,7 +43,6 @@ from jax.typing import ArrayLike
 
 from .. import _checks as checks
 from .._exported import exported
-from .._kernel import limit_of
 from .._mesh import MeshAxes, typed_as_varying, varying
 from .._names import OF_UPDATE
 from .._norms import GlobalNorm
@@ -51,7 +50,7 @@ from .._state import ClipState
 from .._trees import arrays_of, clipped_leaves
 from ..rules._limits import Constant, rule_without_params
 from ..rules._memory import count_up, moving_average
-from ..rules._rule import Number, Rule
+from ..rules._rule import Number, Rule, limit_of
 from ..rules._windows import step_rule
 from ._select_early import update_unless
 

@@ -15,10 +15,9 @@ from jax.typing import ArrayLike
 
 from .._checks import shown
 from .._factors import factor_between, shrunk_by
-from .._kernel import limit_of
 from ..rules import windowed_quantile, z_score
 from ..rules._limits import rule_without_params
-from ..rules._rule import Number, Rule
+from ..rules._rule import Number, Rule, limit_of
 from ..rules._windows import spike_rule, step_rule
 from ..shrinks import Shrink, drop, shrink_of
 

@@ -21,12 +21,16 @@ from typing import Any, NamedTuple, TypeGuard, TypeVar, dataclass_transform
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
+from jax.core import Tracer
 from jax.tree_util import Partial
 from jax.typing import ArrayLike
 
 from .. import _checks as checks
 from .._exported import call_repr
+from .._mesh import typed_as
 from .._names import checked
+from ._memory import keep_where
 
 R = TypeVar("R", bound="Rule")
 Schedule = Callable[[ArrayLike], ArrayLike]
@@ -195,6 +199,85 @@ def further_norms(rule: Rule, params: Any, total: Any) -> list[Any]:
     """What `update` takes after the step: the norms of the weights, and of all."""
     wanted = (rule.needs_params, params), (rule.needs_total, total)
     return [norm for needed, norm in wanted if needed]
+
+
+@partial(jax.jit, static_argnames=("argument", "signed"))
+def limit_of(
+    rule: Rule,
+    norm: jax.Array,
+    memory: Any,
+    step: jax.Array,
+    *further: Any,
+    argument: str,
+    signed: bool = False,
+) -> tuple[jax.Array, Any]:
+    """Asks a rule: (limit, memory).
+
+    `further` is what `further_norms` gives. The limit has the norm's dtype and shape,
+    and is at least 0. NaN, inf and 0 leave the memory unchanged. `signed`: the value is
+    a loss rather than a norm, so it and its limit may be 0 or negative.
+
+    Raises:
+      ValueError: the memory of another rule, or a limit that does not fit the norm.
+    """
+    asked, remembers = memory, bool(jax.tree.leaves(memory))
+    # A rule without an `init` of its own, such as a constant limit, has no memory.
+    if remembers or type(rule).init is not Rule.init:
+        asked = _checked_memory(rule, norm, memory, argument)
+    # stop_gradient: limits have no derivative by the updates. And 0 for a broken norm:
+    # what is not remembered must have a derivative too.
+    held = jnp.where(jnp.isfinite(norm), lax.stop_gradient(norm), 0.0)
+    answer = rule.update(held, asked, step, *further)
+    if not isinstance(answer, (tuple, list)) or len(answer) != 2:
+        raise TypeError(
+            f"{call_name(type(rule))}: update must return (limit, memory), got "
+            f"{checks.shown(answer)}."
+        )
+    limit, new = answer
+    checks.check_returned(argument, limit)
+    # A number fits every norm.
+    if jnp.ndim(limit):
+        checks.check_shape(jnp.shape(limit), norm.shape, argument)
+    # A limit beyond the norm's dtype is its largest number: inf would not clip.
+    limit = checks.held_in(norm.dtype, limit)
+    # A schedule may fall below 0, which counts as 0.
+    if not signed:
+        limit = jnp.maximum(limit, 0)
+    limit = typed_as(jnp.broadcast_to(limit, norm.shape), jax.typeof(norm))
+    if not remembers:
+        return limit, memory
+    # Only NaN differs from itself. `~isnan` is two operations on a TPU.
+    learns = jnp.isfinite(norm) & (limit == limit)
+    if not signed:
+        learns = learns & (norm > 0)
+    return limit, keep_where(learns, new, memory)
+
+
+def _checked_memory(rule: Rule, norm: jax.Array, memory: Any, argument: str) -> Any:
+    """The memory in the form of the rule's own.
+
+    Raises for the memory of another rule. The length of a window is not compared: under
+    jit it is a traced number.
+    """
+    known = jax.tree.map(
+        lambda x: 1 if isinstance(x, Tracer) and not x.ndim else x, rule
+    )
+    wanted = jax.eval_shape(known.init, norm)
+    # A state keeps () in place of any memory without arrays.
+    if not jax.tree.leaves((wanted, memory)):
+        return wanted
+    if jax.tree.structure(wanted) != jax.tree.structure(memory):
+        raise ValueError(
+            f"{argument.partition(':')[0]}: state was made with another rule. "
+            f"{call_name(type(rule))} remembers {_form(wanted)}, and the state has "
+            f"{_form(memory)}. {checks.BEGIN_ANEW}"
+        )
+    return memory
+
+
+def _form(tree: Any) -> Any:
+    forms = jax.tree.map(lambda x: f"{x.dtype}{list(x.shape)}", tree)
+    return forms if jax.tree.leaves(tree) else "nothing"
 
 
 def rule_in(call: str, kind: type[R], **numbers: Any) -> R:
