@@ -1,7 +1,16 @@
-"""States that `jax.export` can write to a file, with the program that takes them, and
-that a notebook shows in two lines.
+"""What a state is to others: to `jax.export`, to `optax.tree_map_params`, and to a
+notebook, which shows it in two lines.
+
+`optax.tree_map_params` calls `init` with a placeholder, maps over the result and a real
+state together, and rebuilds the result. Which names there are depends on the
+parameters. So:
+
+    init(placeholder)   one leaf for each field, and a form that is still open
+    map with a state    JAX compares the forms: the open one notes that of the state
+    rebuild             with the names that were noted
 """
 
+from dataclasses import dataclass
 from functools import partial
 from itertools import chain
 from typing import Any, NamedTuple, TypeVar
@@ -14,6 +23,51 @@ import optax
 T = TypeVar("T")
 LONGEST = 200  # characters of a state, and of its fields
 LONGEST_FIELD = 60
+
+
+@dataclass(eq=False)
+class Form:
+    """What a state is apart from its arrays. Only the names of norms are compared: a
+    tree of shardings may have one entry for all of the memory, and devices may hold a
+    share of the layers.
+    """
+
+    names: tuple[Any, ...] | None  # None: open
+    memory: Any = None  # its structure
+    units: bool = False
+    noted: "Form | None" = None  # that of the state beside an open one
+
+    # JAX compares the forms of two trees before it maps over them together.
+    def __eq__(self, other: Any) -> bool:
+        for one, two in ((self, other), (other, self)):
+            if one.names is None and two.names is not None:
+                one.noted = two
+        if self.names is None or other.names is None:
+            return True
+        # In order.
+        if list(map(list, self.names)) != list(map(list, other.names)):
+            return False
+        one, two = self.counts(), other.counts()
+        return all(map(_is_share, one, two)) or all(map(_is_share, two, one))
+
+    def counts(self) -> list[int]:
+        """The layers of each name, 0 for a number."""
+        return [len(x or ()) for part in self.names or () for x in part.values()]
+
+    # An open form equals any other.
+    def __hash__(self) -> int:
+        return 0
+
+
+def _is_share(count: int, whole: int) -> bool:
+    return count == whole or (0 < count < whole and whole % count == 0)
+
+
+# The type of optax's placeholder, which has no public name. `tree_map_params` hands it
+# to `init`, which notes the type.
+_found: list[type] = []
+optax.tree_map_params(lambda x: _found.append(type(x)) or (), jnp.shape, ())
+PLACEHOLDER = _found[0]
 
 
 def exported(state: type[T]) -> type[T]:

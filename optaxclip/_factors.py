@@ -19,7 +19,8 @@ from jax import lax
 
 from ._checks import NUMBERS, broadcasts_to, check_shape, shown
 from ._mesh import entries_of
-from ._norms import Norms, beside, norms_of_tree
+from ._norms import norms_of_tree
+from ._plan import Norms, beside
 from ._sums import as_float, per_platform
 from ._trees import clipped_leaves, put_back
 from .shrinks import Shrink, hard, is_ours
@@ -182,8 +183,9 @@ def stretch(x: jax.Array, root: jax.Array) -> jax.Array:
     # Spread once, as each product would do it.
     spread = jnp.broadcast_to(root.astype(wide), x.shape)
     product = x.astype(wide) * spread * spread
-    # Weakly typed is what JAX makes of Python numbers.
-    product = cast_like(product, x) if x.weak_type else product.astype(x.dtype)
+    # Weakly typed is what JAX makes of Python numbers, and nothing of NumPy.
+    is_weak = getattr(x, "weak_type", False)
+    product = cast_like(product, x) if is_weak else product.astype(x.dtype)
     # Selected, since on a CPU and a TPU a product of 1 flushes subnormal numbers.
     return jnp.where(root == 1, x, product)
 

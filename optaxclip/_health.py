@@ -16,11 +16,12 @@ from jax.scipy.special import entr
 from . import _mesh as mesh
 from . import _trees as trees
 from ._checks import check_flag, check_length, check_state, shown
-from ._exported import exported
+from ._exported import PLACEHOLDER, exported
 from ._kernel import make_clipper
 from ._mesh import MeshAxes
-from ._norms import Norms, TensorNorm, check_measure
-from ._state import PLACEHOLDER, ClipState, sizes_of
+from ._norms import TensorNorm, check_measure
+from ._plan import Norms
+from ._state import ClipState, sizes_of
 from ._sums import plain_sum
 from ._trees import Stacked, clipped_leaves, weights_of
 

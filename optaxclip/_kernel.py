@@ -29,10 +29,12 @@ from . import _checks as checks
 from . import _state as states
 from . import _trees as trees
 from ._checks import Nonfinite, shown
+from ._exported import PLACEHOLDER
 from ._factors import factor_between, multiply, roots_of_numbers, shrunk_by
 from ._mesh import Split, at_own_place, entries_of, split_as
 from ._names import OF_UPDATE
-from ._norms import GlobalNorm, Measure, Norms, measured, norm_of_norms, types_of_norms
+from ._norms import GlobalNorm, Measure, measured, norm_of_norms, types_of_norms
+from ._plan import Norms
 from ._state import ClipState, Group
 from ._sums import written_by_a_gpu
 from .rules._limits import rule_of, rules_of
@@ -93,7 +95,7 @@ def make_clipper(
 
     def init(params: Any) -> ClipState:
         # optax.tree_map_params calls init without parameters.
-        if isinstance(params, states.PLACEHOLDER):
+        if isinstance(params, PLACEHOLDER):
             return states.state_of_placeholder()
         norms = types_of_norms(measure, trees.clipped_leaves(params, call))
         of_norm = states.rules_of_norms(rules, norms, argument)

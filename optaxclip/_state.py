@@ -1,5 +1,4 @@
-"""What a clipper knows after a step, how the norms of a step fit into it, and its form
-for JAX.
+"""What a clipper knows after a step, and how the norms of a step fit into it.
 
 All fields are vectors with one entry for each norm. The names of the entries are no
 arrays: they belong to the structure of the state. Norms that share a rule are a part of
@@ -11,7 +10,7 @@ keeps what it knew.
 import json
 from collections import namedtuple
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from functools import partial
 from itertools import chain
 from operator import itemgetter
@@ -20,13 +19,12 @@ from typing import Any, NamedTuple, TypeGuard
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 
 from . import _mesh as mesh
 from . import _trees as trees
 from ._checks import BEGIN_ANEW, check_shape, held_in
-from ._exported import state_repr
-from ._norms import Norms
+from ._exported import Form, state_repr
+from ._plan import Norms
 from .rules._limits import Constant, Joined
 from .rules._rule import Rule, call_name, is_rule
 
@@ -36,8 +34,6 @@ from .rules._rule import Rule, call_name, is_rule
 Part = Mapping[str, Mapping[str, None] | None]
 Names = tuple[Part, ...]
 ALL: Names = ({"": None},)  # one norm of everything
-
-
 # What a state knows of one norm.
 OF_NORM = "norm limit factor clipped clipped_recently nonfinite units_clipped memory"
 Entry = namedtuple("Entry", OF_NORM)
@@ -141,10 +137,8 @@ def sizes_of(state: ClipState, layers: bool) -> dict[str, int]:
     layer has a name of its own.
     """
     parts = with_layers(state, "metrics") if layers else counts_of(state)
-    sizes = {}
-    for part in parts:
-        sizes |= {name: count or 1 for name, count in part.items()}
-    return sizes
+    entries = chain.from_iterable(part.items() for part in parts)
+    return {name: count or 1 for name, count in entries}
 
 
 def with_layers(state: ClipState, call: str) -> list[dict[str, int | None]]:
@@ -205,15 +199,6 @@ def clip_states(tree: Any) -> list[ClipState]:
     """All states of clippers in the state of an optimizer."""
     found = jax.tree.leaves(tree, is_leaf=lambda x: isinstance(x, ClipState))
     return [x for x in found if isinstance(x, ClipState)]
-
-
-def limits_of(state: ClipState, norms: Any) -> Any:
-    """The limits that a state has for some norms, as a tree."""
-    known = state.by_name()
-    limits = []
-    for name, norm in zip(trees.names(norms.paths, known), norms.each):
-        limits.append(known[name].limit.reshape(norm.shape))
-    return norms._replace(each=limits).tree()
 
 
 # ----------------------------------------------------------- the norms of a step
@@ -467,52 +452,6 @@ def _shown(names: Iterable[str]) -> str:
 
 
 # ------------------------------------------------------------------- the form for JAX
-#
-# `optax.tree_map_params` calls `init` with a placeholder, maps over the result and a
-# real state together, and rebuilds the result. Which names there are depends on the
-# parameters. So:
-#
-#     init(placeholder)   one leaf for each field, and a form that is still open
-#     map with a state    JAX compares the forms: the open one notes that of the state
-#     rebuild             with the names that were noted
-
-
-@dataclass(eq=False)
-class Form:
-    """What a state is apart from its arrays. Only the names of norms are compared: a
-    tree of shardings may have one entry for all of the memory, and devices may hold a
-    share of the layers.
-    """
-
-    names: tuple[Any, ...] | None  # None: open
-    memory: Any = None  # its structure
-    units: bool = False
-    noted: "Form | None" = None  # that of the state beside an open one
-
-    # JAX compares the forms of two trees before it maps over them together.
-    def __eq__(self, other: Any) -> bool:
-        for one, two in ((self, other), (other, self)):
-            if one.names is None and two.names is not None:
-                one.noted = two
-        if self.names is None or other.names is None:
-            return True
-        # In order.
-        if list(map(list, self.names)) != list(map(list, other.names)):
-            return False
-        one, two = self.counts(), other.counts()
-        return all(map(_is_share, one, two)) or all(map(_is_share, two, one))
-
-    def counts(self) -> list[int]:
-        """The layers of each name, 0 for a number."""
-        return [len(x or ()) for part in self.names or () for x in part.values()]
-
-    # An open form equals any other.
-    def __hash__(self) -> int:
-        return 0
-
-
-def _is_share(count: int, whole: int) -> bool:
-    return count == whole or (0 < count < whole and whole % count == 0)
 
 
 _KEYS = [jax.tree_util.GetAttrKey(name) for name in ClipState._fields[1:]]
@@ -552,22 +491,6 @@ jax.export.register_pytree_node_serialization(
     serialize_auxdata=lambda form: json.dumps(form.names).encode(),
     deserialize_auxdata=lambda names: Form(tuple(json.loads(names))),
 )
-
-
-def _placeholder_type() -> type:
-    """The type of optax's placeholder, which has no public name."""
-    # tree_map_params hands its placeholder to init, which notes the type.
-    found: list[type] = []
-
-    def init(params: Any) -> Any:
-        found.append(type(params))
-        return ()
-
-    optax.tree_map_params(init, jnp.shape, ())
-    return found[0]
-
-
-PLACEHOLDER = _placeholder_type()
 
 
 def state_of_placeholder() -> ClipState:

@@ -310,6 +310,13 @@ def as_float(norm: Any) -> jax.Array:
         return jnp.asarray(norm, jnp.result_type(norm, np.float32))
 
 
+def norm_dtype(leaves: Any) -> Any:
+    """The dtype of norms: float32, or float64 if a leaf has 64 bits."""
+    # Of complex numbers that of their parts.
+    bits = [jnp.finfo(leaf.dtype).bits for leaf in jax.tree.leaves(leaves)]
+    return np.dtype(np.float64 if max(bits, default=32) == 64 else np.float32)
+
+
 def wide_dtype(leaf: Any) -> Any:
     """The dtype that arithmetic on a leaf takes place in: at least 32 bits."""
     return np.promote_types(jnp.result_type(leaf), np.float32)

@@ -7,7 +7,6 @@ path, so a dict matches any mapping with the same keys, and `None` or `MaskedNod
 the updates needs no value.
 """
 
-import inspect
 import warnings
 from collections import Counter
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
@@ -18,7 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ._checks import BEGIN_ANEW, NUMBERS, check_takes, is_function, shown
+from ._checks import BEGIN_ANEW, NUMBERS, is_function, shown
 
 ByPath = Callable[[str, Any], Any]  # of a leaf's path ("blocks/w") and it
 # A whole number or a tuple of them, a tree prefix of these, or a function likewise.
@@ -92,11 +91,9 @@ def unboxed(tree: Any) -> Any:
 
 def arrays_of(model: Any) -> Any:
     """The model, with None in the place of what is no array, such as a function."""
-
-    def own(leaf: Any) -> Any:
-        return leaf if hasattr(leaf, "dtype") or isinstance(leaf, NUMBERS) else None
-
-    return jax.tree.map(own, model)
+    return jax.tree.map(
+        lambda x: x if hasattr(x, "dtype") or isinstance(x, NUMBERS) else None, model
+    )
 
 
 def is_none(x: Any) -> bool:
@@ -255,10 +252,8 @@ def name(path: Any) -> str:
 
 def names(paths: Sequence[Any], known: Container[str] = ()) -> list[str]:
     """The names of all key paths of a tree, no two alike: where `a/b` could be two
-    places, they are written as in Python. No name has line breaks.
-
-    `known` are names of which some may be missing here. Two places that read `a/b` are
-    known as in Python, also where one is missing.
+    places, they are written as in Python. No name has line breaks. `known` are names of
+    which some may be missing here.
     """
     # {"a/b": x} and {"a": {"b": x}} both read a/b.
     found = [name(path).replace("\n", "\\n") for path in paths]
@@ -277,7 +272,6 @@ def listed_paths(paths: Iterable[Any]) -> str:
 
 def listed(names: Iterable[Any]) -> str:
     """Names in order, and of many the first eight: "'b', 'w'"."""
-    # A model may have thousands of leaves.
     known = sorted(map(str, names))
     text = ", ".join(map(repr, known[:8]))
     return text if len(known) <= 8 else f"{text} and {len(known) - 8} more"
@@ -373,35 +367,6 @@ def is_axes(x: Any) -> TypeGuard[tuple[int, ...]]:
     return type(x) is tuple and all(isinstance(i, (int, np.integer)) for i in x)
 
 
-def static_numbers(option: str, numbers: Any, call: str) -> Any:
-    """`axis`, `stacked` or `columns`, as a static argument of a jitted function can be.
-
-    Raises:
-      TypeError: a number is an array, as `optax.inject_hyperparams` makes one of every
-        number, or a function takes other arguments than path and leaf.
-    """
-    if is_function(numbers):
-        check_takes(f"{call}: {option} must take path and leaf", numbers, 2)
-    if numbers is None or is_function(numbers):
-        return numbers
-    # A tuple of axes is one value. In `columns` it is a part of the tree.
-    is_value = is_axes if option != "columns" else is_none
-    table = freeze(numbers, is_value)
-    for _, number in table.entries:
-        # To Python True is 1, so stacked=True would count one axis.
-        if isinstance(number, bool):
-            raise TypeError(
-                f"{call}: {option} must be a whole number, got {shown(number)}: for "
-                f"one write {option}=1."
-            )
-        if isinstance(number, (np.ndarray, jax.Array)):
-            raise TypeError(
-                f"{call}: {option} must be known when the clipper is built, got "
-                f"{shown(number)}: under inject_hyperparams name it in static_args."
-            )
-    return table
-
-
 def axes_within(value: Any, argument: str, leaf: str, rank: int) -> tuple[int, ...]:
     """The axes of a leaf, counted from the front.
 
@@ -409,8 +374,7 @@ def axes_within(value: Any, argument: str, leaf: str, rank: int) -> tuple[int, .
       ValueError: an axis that it does not have, or has named twice.
     """
     wanted = value if isinstance(value, tuple) else (value,)
-    # Counted from the front: (-1, 0) of rank 3 is (0, 2). An axis twice, as in (0, -3),
-    # makes the set smaller.
+    # (-1, 0) of rank 3 is (0, 2). An axis twice, as in (0, -3), makes the set smaller.
     whole = [axis for axis in wanted if isinstance(axis, (int, np.integer))]
     axes = {int(axis) % rank for axis in whole if -rank <= axis < rank}
     if len(axes) < len(wanted):
@@ -438,8 +402,7 @@ def stacked_axes(
         function(path, leaf)     the answer for each leaf: one of these, or None for 0
 
     `shapes` are those of whole leaves, None where a device knows its part only. Leaves
-    that share one answer are layers of one stack, so they must agree on the number of
-    layers. An axis that counts something else is found by that.
+    that share one answer are layers of one stack.
 
     Raises:
       ValueError: an axis that a leaf does not have, or leaves that share one answer but
@@ -535,46 +498,3 @@ def _axes_by_shape(
     # Kernels as [in, out], [in, heads, size], [height, width, in, out], and with depth.
     # Those of rank 3 are taken for attention, as in optax.
     return tuple(range({2: 1, 3: 1, 4: 3, 5: 4}.get(rank, rank)))
-
-
-# --------------------------------------------------------------------------- labels
-
-
-def static_labels(labels: Any, call: str) -> Any:
-    """Labels as a static argument: a function, or a frozen tree prefix."""
-    # A function is static as it is: equal functions share a compilation.
-    if is_function(labels):
-        return labels
-    table = freeze(labels, lambda x: isinstance(x, str))
-    if any(hasattr(label, "dtype") for _, label in table.entries):
-        must = f"{call}: labels must be strings or ints"
-        raise TypeError(f"{must}, got {shown(labels)}.")
-    return table
-
-
-def labels_of(labels: Any, tree: Any) -> Any:
-    """The tree prefix of labels: what a function of the tree makes, or one of path and
-    leaf.
-    """
-    if not is_function(labels):
-        return labels
-    # Two arguments are path and leaf. One is the tree, as optax.partition calls it.
-    try:
-        inspect.signature(labels).bind(tree)
-    except TypeError:
-        return jax.tree.map_with_path(lambda path, leaf: labels(name(path), leaf), tree)
-    return labels(tree)
-
-
-def check_labels(must: str, labels: Iterable[Any]) -> None:
-    """Raises TypeError for labels that cannot be the keys of one dict in a pytree,
-    which JAX sorts. `must` begins the text.
-    """
-    try:
-        sorted(labels)
-    except TypeError:
-        each = " and ".join(sorted(map(repr, labels)))
-        raise TypeError(
-            f"{must} of one kind, which sorts, got {each}: make all of them strings, "
-            "or all of them ints."
-        ) from None

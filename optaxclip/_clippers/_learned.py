@@ -107,8 +107,7 @@ def autoclip(
             # This function, the check of argument names around it, then the user.
             stacklevel=3,
         )
-    # A Partial of a function at module level, so that clippers built alike share
-    # a program. A lambda would compile anew for each.
+    # A lambda would compile anew for each clipper that is built alike.
     share = Partial(_percent, percentile) if callable(percentile) else percentile / 100
     # AutoClip's percentile is of the norms up to and including the current one.
     numbers = {"quantile": share, "window": window, "current": True}
@@ -207,8 +206,7 @@ def adagc(
 
     After the warm-up one tensor that spikes is clipped alone. All others pass bit for
     bit, where a global clip would shorten them too. What is let through grows by at
-    most 1 + (1 - decay) * (ratio - 1) a step. Both norms come from one reading of the
-    gradients: the global norm is the norm of the tensors' norms.
+    most 1 + (1 - decay) * (ratio - 1) a step.
 
     In the warm-up one factor shortens all tensors, and the averages become the
     shortened norms. So a spike of 10,000 times the limit there holds every tensor back
@@ -385,8 +383,7 @@ def aggc(
     Reference: Li, Wu, Chang, AGGC: adaptive group gradient clipping for stabilizing
     large language model training, 2026 (arXiv 2601.11864).
     """
-    # The published low, 0.95, is above the published high, 0.6. There the upper edge
-    # wins, and `down` decides how far a step is shortened.
+    # The published low, 0.95, is above the published high, 0.6: the upper edge wins.
     edges = {"low": low, "high": high, "floor": floor, "up": up, "down": down}
     numbers = {**edges, "decay": decay, "raise_small": raise_small}
     rule = rules.rule_in("aggc", EmaBand, **numbers)
@@ -453,8 +450,7 @@ def adagn(
     Reference: Huang et al., Stable-SPAM: how to train in 4-bit more stably than 16-bit
     Adam, 2025 (arXiv 2502.17055). The public code corrects the two moments for their
     start with Adam's step count, which it resets, but does not reset the moments. Here
-    they keep their own count. GradientStabilizer is the third version of that paper,
-    ICML 2026.
+    they keep their own count. GradientStabilizer is that paper at ICML 2026.
     """
     numbers = {"decay1": decay1, "decay2": decay2, "eps": eps}
     rule = rules.rule_in("adagn", MomentsRatio, **numbers)

@@ -20,11 +20,13 @@ from jax.typing import ArrayLike
 
 from .. import _trees as trees
 from .._checks import check_number, check_state, shown
+from .._exported import PLACEHOLDER
 from .._factors import cast_like
 from .._kernel import make_clipper
 from .._mesh import resharded, typed_as, varying_as
-from .._norms import OwnNorm, norm_dtype, types_of
-from .._state import PLACEHOLDER, ClipState
+from .._norms import OwnNorm, types_of
+from .._state import ClipState
+from .._sums import norm_dtype
 from .._trees import clipped_leaves, put_back, weights_of
 from ..rules._limits import Limit, rule_without_params
 

@@ -35,9 +35,8 @@ from .._factors import cast_like
 from .._kernel import make_clipper
 from .._mesh import MeshAxes
 from .._norms import TensorNorm, check_measure
-from .._state import limits_of
 from .._sums import modulus_dtype, wide_dtype, with_modulus
-from .._trees import Stacked, arrays_of, clipped_leaves, put_back
+from .._trees import Stacked, arrays_of, clipped_leaves, names, put_back
 from ..rules._averages import Ema
 from ..rules._memory import count_up, keep_where, root
 from ..rules._rule import Number, at_step, check_field, number, rule_in
@@ -257,9 +256,12 @@ def adaclip(
             grad_norm = norms.tree()
         # The others may be `limit=`, which the kernel takes for this step.
         scaled, new = largest.update(tree, state, params, grad_norm=grad_norm, **given)
+        known = new.by_name()
+        pairs = zip(names(norms.paths, known), norms.each)
+        limits = [known[name].limit.reshape(norm.shape) for name, norm in pairs]
         # `scaled` is the whole tensor times T / max|g|. Coordinates up to T get back
         # their own bits.
-        each = tree, scaled, grad_norm, limits_of(new, norms)
+        each = tree, scaled, grad_norm, norms._replace(each=limits).tree()
         return put_back(jax.tree.map(_scaled_over_limit, *each), updates), new
 
     return optax.GradientTransformationExtraArgs(largest.init, update)

@@ -35,7 +35,7 @@ from .. import _trees as trees
 from .._checks import Nonfinite, check_choice, check_known, check_length, shown
 from .._kernel import make_clipper
 from .._mesh import resharded, split_as
-from .._norms import OwnNorm, tensor_norm
+from .._norms import OwnNorm, static_numbers, tensor_norm
 from .._state import ClipState
 from .._sums import wide_dtype
 from .._trees import Stacked, clipped_leaves, other_axes, put_back
@@ -194,8 +194,8 @@ def spectral_norm(
 
 def _norm(call: str, method: str, columns: Any, stacked: Any) -> SpectralNorm:
     check_choice(f"{call}: method", method, get_args(Method))
-    columns = trees.static_numbers("columns", columns, call)
-    stacked = trees.static_numbers("stacked", stacked, call)
+    columns = static_numbers("columns", columns, call)
+    stacked = static_numbers("stacked", stacked, call)
     return SpectralNorm(call, method, columns, stacked)
 
 

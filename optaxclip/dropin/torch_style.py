@@ -72,6 +72,7 @@ from .._checks import Tree, check_number, check_scalar, shown
 from .._clippers._by_value import value_clipper
 from .._kernel import clip_once
 from .._names import with_our_names
+from .._sums import norm_dtype
 
 __all__ = [
     "clip_grad_norm",
@@ -276,7 +277,7 @@ def _norm_below_order_zero(tree: Any, ord: float) -> jax.Array:
     if not leaves:
         # torch raises. Here a tree without leaves has norm 0 in every order.
         return jnp.zeros((), jnp.float32)
-    info = jnp.finfo(norms.norm_dtype(leaves))
+    info = jnp.finfo(norm_dtype(leaves))
     # With this instead of 1 the reciprocals of all normal numbers are normal: that of
     # the largest is the smallest, and that of the smallest the largest.
     one = info.max * info.tiny

@@ -24,7 +24,7 @@ from .._backward import is_weighted
 from .._checks import check_limit, check_scalar, held_in, is_function, shown
 from .._factors import factor_between, shrunk_by, stretch
 from .._mesh import Names, Split, typed_as_varying, varying
-from .._norms import Leaf, Plan, norms_of
+from .._plan import Leaf, Plan, norms_of
 from ..rules._rule import is_rule
 from ..shrinks import Shrink
 from ._problem import Problem

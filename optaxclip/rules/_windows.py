@@ -14,17 +14,7 @@ from jax.typing import ArrayLike
 from .._checks import LAST_STEP, check_length, check_number
 from .._exported import exported
 from ._memory import keep_where, multiple, remembered, unless_gone
-from ._rule import (
-    Answer,
-    Number,
-    Rule,
-    at_step,
-    call_name,
-    choice,
-    flag,
-    number,
-    rule_in,
-)
+from ._rule import Number, Rule, at_step, call_name, choice, flag, number, rule_in
 
 
 @exported
@@ -128,7 +118,7 @@ class WindowedQuantile(Rule):
         recent = empty_window(self, norm)
         return recent, jnp.full_like(recent.past, jnp.inf)
 
-    def update(self, norm: Array, memory: QuantileMemory, step: Array) -> Answer:
+    def update(self, norm: Array, memory: QuantileMemory, step: Array) -> Any:
         quantile, factor = at_step(step, norm, self.quantile, self.factor)
         current = jnp.asarray(self.current)
         recent, ordered = keep_where(current, push_ordered(memory, norm), memory)
@@ -231,7 +221,7 @@ class WindowedMean(Rule):
     def init(self, norm: Array) -> Window:
         return empty_window(self, norm)
 
-    def update(self, norm: Array, past: Window, step: Array) -> Answer:
+    def update(self, norm: Array, past: Window, step: Array) -> Any:
         sigmas, floor = at_step(step, norm, self.sigmas, self.floor)
         # Both are made, since `current` is a leaf of the rule and may be traced.
         held = keep_where(jnp.asarray(self.current), push(past, norm), past)
@@ -291,7 +281,7 @@ class Growth(Rule):
         # The first norm has no limit: inf times a rate above 0 is inf.
         return jnp.full_like(norm, jnp.inf)
 
-    def update(self, norm: Array, memory: Array, step: Array) -> Answer:
+    def update(self, norm: Array, memory: Array, step: Array) -> Any:
         cap = jnp.inf if self.cap is None else self.cap
         rate, floor, cap = at_step(step, norm, self.rate, self.floor, cap)
         # Without a last norm there is no limit, also at a rate of 0: 0 * inf is NaN.
@@ -340,7 +330,7 @@ class QuantileTracker(Rule):
     def init(self, norm: Array) -> Array:
         return jnp.full_like(norm, self.start)
 
-    def update(self, norm: Array, limit: Array, step: Array) -> Answer:
+    def update(self, norm: Array, limit: Array, step: Array) -> Any:
         quantile, rate = at_step(step, norm, self.quantile, self.rate)
         within = (norm <= limit).astype(norm.dtype)
         # At 0 or inf it would stay for good, or become NaN.

@@ -31,7 +31,7 @@ import numpy as np
 from jax import Array, lax
 
 from ..._mesh import varying
-from ..._norms import own_norm
+from ..._plan import own_norm
 from ._capture import Captured, Origin, Use
 
 # Above it a product with the cotangent times the factor, which may be flushed to 0,
