@@ -437,8 +437,7 @@ def check_replicated(tree: Any, mesh_axes: str | tuple[str, ...]) -> jax.Array:
     names = names_in(mesh_axes)
     check_bound(names, "check_replicated: mesh_axes")
     different = jnp.zeros((), bool)
-    for leaf in jax.tree.leaves(tree):
-        leaf = jnp.asarray(leaf)
+    for leaf in map(jnp.asarray, jax.tree.leaves(tree)):
         if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
             leaf = jax.random.key_data(leaf)
         # Bits are compared, so NaN equals itself and 0 differs from -0. Of complex

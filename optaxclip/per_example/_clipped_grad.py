@@ -253,6 +253,10 @@ def _bounds(problem: Problem, width: int, ways: list[Way]) -> tuple[float, float
     size = problem.present.size * problem.devices
     for way, leaf in zip(ways, jax.tree.leaves(problem.params)):
         dtype = np.promote_types(leaf.dtype, np.float32)
+        # A loss may compute in fewer bits than its parameters have.
+        outs = [x.dtype for use in way.uses.values() for x in use.outs] or [dtype]
+        own = reduce(np.promote_types, outs, np.dtype(np.float32))
+        dtype = max(dtype, own, key=lambda x: float(jnp.finfo(x).eps))
         # Elsewhere what is measured is what is summed.
         is_gram = way.name == "gram"
         count = way.positions if is_gram else 1
@@ -265,9 +269,6 @@ def _bounds(problem: Problem, width: int, ways: list[Way]) -> tuple[float, float
         if is_gram:
             sums *= CANCELS + 1
             stack, rows, columns = way.matrices
-            # A loss may compute in fewer bits than its parameters have.
-            outs = [x.dtype for use in way.uses.values() for x in use.outs]
-            own = reduce(np.promote_types, outs, np.dtype(np.float32))
             square = _rounding(rows + columns + stack * count**2 + 1, own)
             missed = max(missed, np.sqrt(1 + CANCELS**2 * square) - 1)
         lost = max(lost, sums)

@@ -13,12 +13,10 @@ from tests.per_example.batches import EPS, METHODS, inner, normal
 @pytest.mark.parametrize("size", [1e-30, 1e30])
 def test_norms_hold_over_the_range_of_float32(size):
     xs = normal(0, 5, 4) * np.float32(size)
-    result = jax.jit(lambda limit, *args: clipped_grad(inner, limit)(*args))(
-        1e-3 * size, np.zeros(4, np.float32), xs
-    )
-    np.testing.assert_allclose(
-        result.norms, np.linalg.norm(np.asarray(xs, np.float64), axis=1), rtol=4 * EPS
-    )
+    grad = jax.jit(lambda limit, *args: clipped_grad(inner, limit)(*args))
+    result = grad(1e-3 * size, np.zeros(4, np.float32), xs)
+    norms = np.linalg.norm(np.float64(xs), axis=1)
+    np.testing.assert_allclose(result.norms, norms, rtol=4 * EPS)
     assert np.all(np.isfinite(result.grads))
 
 
@@ -46,9 +44,7 @@ def test_bfloat16_gradients_are_measured_and_summed_in_float32(method):
 def test_16_bit_gradients_are_rounded_once(dtype):
     rows = np.random.default_rng(0).uniform(0.5, 1.0, (4, 7))
     gradients = jnp.asarray(rows, dtype)
-    found = clipped_grad(lambda w, g: jnp.sum(w * g), 0.7)(
-        jnp.zeros(7, dtype), gradients
-    )
+    found = clipped_grad(inner, 0.7)(jnp.zeros(7, dtype), gradients)
     wide = np.asarray(gradients, np.float64)
     lengths = np.linalg.norm(wide, axis=1, keepdims=True)
     wanted = np.mean(wide * np.minimum(1, 0.7 / lengths), axis=0)
@@ -56,13 +52,20 @@ def test_16_bit_gradients_are_rounded_once(dtype):
     np.testing.assert_allclose(np.asarray(found.grads, np.float64), wanted, rtol=half)
 
 
+def in_16_bits(p, x):
+    out = jnp.dot(*map(jnp.float16, (x, p)), precision="F16_F16_F16")
+    return jnp.sum(out.astype(jnp.float32))
+
+
 @pytest.mark.parametrize("method", ["ghost", "one_pass"])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_a_sum_over_16_bit_parameters_moves_within_the_limit(dtype, method):
-    params, batch = jnp.zeros(64, dtype), jnp.ones((999, 64)) / 8
-    grad = jax.jit(clipped_grad(inner, 1.0, mean=False, method=method))
-    # Each gradient has norm 1. In bfloat16 the sum has steps of 2 at 300.
-    sums = [grad(params, batch, mask=jnp.arange(999) < n).grads for n in (998, 999)]
+@pytest.mark.parametrize(("loss", "shape"), [(inner, 64), (in_16_bits, (64, 4))])
+def test_a_sum_in_16_bits_moves_within_the_limit(loss, shape, dtype, method):
+    params = jnp.zeros(shape, dtype)
+    batch = jnp.ones((4999, 64)) / np.sqrt(params.size)
+    grad = jax.jit(clipped_grad(loss, 1.0, mean=False, method=method))
+    # Each gradient has norm 1. At 600 the sum has steps of 0.5 in float16.
+    sums = [grad(params, batch, mask=jnp.arange(4999) < n).grads for n in (4998, 4999)]
     change = np.linalg.norm(np.subtract(*map(np.float64, sums)))
     np.testing.assert_allclose(change, 1.0, rtol=1e-4)
 

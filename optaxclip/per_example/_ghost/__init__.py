@@ -226,7 +226,9 @@ def _plus_weighted(
         a, *parts = (x.astype(jnp.bfloat16) for x in (a, first, c - first))
     # Over examples and positions, for each matrix of the stack.
     over = ((0, 2), (0, 2)), ((1,), (1,))
+    # An algorithm would say in what to add up, too.
     asked = part.use.eqn.params.get("precision")
+    asked = asked if isinstance(asked, (tuple, lax.Precision)) else None
     return total + sum(lax.dot_general(a, c, over, asked, wide) for c in parts)
 
 
