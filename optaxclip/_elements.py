@@ -9,6 +9,7 @@ import numpy as np
 from jax import lax
 
 from . import _mesh as mesh
+from ._checks import BEGIN_ANEW
 from ._exported import exported
 from .rules._memory import moving_average
 
@@ -35,6 +36,8 @@ def count_clipped(
     old: ClippedElements, step: jax.Array, pairs: list[tuple[Any, jax.Array]]
 ) -> ClippedElements:
     """The shares after a step, from each leaf (before, after) that step."""
+    if not old:
+        raise ValueError(f"count=True: state was made without a count. {BEGIN_ANEW}")
     # Mesh axes are known where JAX tracks types. Elsewhere inside shard_map and pmap
     # the share is that of the leaves on one device.
     counts, names, total = [], [], 0.0

@@ -182,10 +182,7 @@ def stretch(x: jax.Array, root: jax.Array) -> jax.Array:
     wide = np.promote_types(x.dtype, root.dtype)
     # Spread once, as each product would do it.
     spread = jnp.broadcast_to(root.astype(wide), x.shape)
-    product = x.astype(wide) * spread * spread
-    # Weakly typed is what JAX makes of Python numbers, and nothing of NumPy.
-    is_weak = getattr(x, "weak_type", False)
-    product = cast_like(product, x) if is_weak else product.astype(x.dtype)
+    product = cast_like(x.astype(wide) * spread * spread, x)
     # Selected, since on a CPU and a TPU a product of 1 flushes subnormal numbers.
     return jnp.where(root == 1, x, product)
 

@@ -15,7 +15,7 @@ from jax.scipy.special import entr
 
 from . import _mesh as mesh
 from . import _trees as trees
-from ._checks import check_flag, check_length, check_state, shown
+from ._checks import BEGIN_ANEW, check_flag, check_length, check_state, shown
 from ._exported import PLACEHOLDER, exported
 from ._kernel import make_clipper
 from ._mesh import MeshAxes
@@ -166,6 +166,8 @@ def record_health(
         updates: Any, state: Any, params: Any = None, **_: Any
     ) -> tuple[Any, HealthState]:
         check_state(CALL, state, HealthState)
+        if {*state.signs, *state.idle} != {*signs, *tables}:
+            raise ValueError(f"{CALL}: state was made with other options. {BEGIN_ANEW}")
         tree = clipped_leaves(updates, CALL)
         beside = weights_of(CALL, tree, params) if weights else None
         return updates, _after_step(options, tree, state, beside)

@@ -444,6 +444,5 @@ def check_replicated(tree: Any, mesh_axes: str | tuple[str, ...]) -> jax.Array:
         # numbers each byte, since without x64 there is no uint64.
         size = 1 if jnp.iscomplexobj(leaf) else leaf.dtype.itemsize
         bits = varying_over(jnp.atleast_1d(leaf).view(f"uint{8 * size}"), names)
-        unequal = lax.pmax(bits, names) != lax.pmin(bits, names)
-        different = different | jnp.any(unequal)
+        different |= jnp.any(lax.pmax(bits, names) != lax.pmin(bits, names))
     return ~different

@@ -291,9 +291,8 @@ def release(
     rule_without_params(max_norm, "release: max_norm")
     clip = None
     if max_norm is not None:
-        options: dict[str, Any] = {"call": "release", "name": "max_norm"}
         measure = GlobalNorm("release")
-        clip = make_clipper(measure, max_norm, nonfinite=nonfinite, **options)
+        clip = make_clipper(measure, max_norm, call="release", nonfinite=nonfinite)
     for own, part in {"embed": embed, "layer": layer, "head": head}.items():
         if not callable(part):
             raise TypeError(f"release: {own} must be a function, got {shown(part)}.")

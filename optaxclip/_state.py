@@ -252,11 +252,12 @@ def groups_of(norms: Norms, state: ClipState, call: str) -> list[Group]:
     known = set().union(*state.names)
     own = trees.names(norms.paths, known)
     number_of = {name: number for number, name in enumerate(own)}
+    has_units = bool(norms.units) and not jax.tree.leaves(state.units_clipped)
     # A state of more names is right, as some may be missing. One of fewer is not.
-    if not set(number_of) <= known:
+    if has_units or not set(number_of) <= known:
         raise ValueError(
             f"{call}: state was made for norms of {_shown(known)}, but the updates "
-            f"have norms of {_shown(number_of)}. {BEGIN_ANEW}"
+            f"have norms of {'units in ' * has_units}{_shown(number_of)}. {BEGIN_ANEW}"
         )
     found, start = [], 0
     for part, counts in enumerate(counts_of(state)):

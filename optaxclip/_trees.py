@@ -34,7 +34,7 @@ def clipped_leaves(tree: Any, call: str = "") -> Any:
     A leaf counts if it has a float or complex dtype and at least one element. `call`
     is what errors name.
     """
-    # By itself, since a variable of NNX may hold a MaskedNode, which is no leaf.
+    # First, since a variable of NNX may hold a MaskedNode, which is no leaf.
     tree = unboxed(tree)
     try:
         return jax.tree.map(_clipped, tree)
@@ -69,7 +69,6 @@ def put_back(changed: Any, tree: Any) -> Any:
     """Puts clipped leaves back into the tree that they came from."""
     old, treedef = jax.tree.flatten(tree, is_leaf=is_none)
     new = jax.tree.leaves(changed, is_leaf=is_none)
-    # None is a leaf that did not count. It comes back as it was.
     return treedef.unflatten([a if b is None else b for a, b in zip(old, new)])
 
 
@@ -166,10 +165,11 @@ def check_kept(call: str, tree: Any, kept: Any) -> None:
         # None may stand for a part of the tree, all of which is missing then.
         known = form.flatten_up_to(kept)
     except (TypeError, ValueError):
-        paths = [dict(jax.tree.leaves_with_path(x)) for x in (kept, tree)]
+        old, new = (dict(jax.tree.leaves_with_path(x)) for x in (kept, tree))
         raise ValueError(
-            f"{call}: state was made for the leaves {listed_paths(paths[0])}, but the "
-            f"updates have {listed_paths(paths[1])}. {BEGIN_ANEW}"
+            f"{call}: state was made for leaves {listed_paths(old)} in "
+            f"{type(kept).__name__}, but the updates have {listed_paths(new)} in "
+            f"{type(tree).__name__}. {BEGIN_ANEW}"
         ) from None
     for (path, leaf), own in zip(updates, known):
         if leaf is None:

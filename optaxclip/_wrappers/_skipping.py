@@ -315,9 +315,8 @@ def _skipping(
 
 def _warn_of_clippers(call: str, inner_state: Any) -> None:
     """Warns where only clippers are skipped, and not the optimizer behind them."""
-    # The state of optax.sgd is empty.
-    kinds = ClipState, optax.EmptyState
-    states = jax.tree.leaves(inner_state, is_leaf=lambda x: isinstance(x, kinds))
+    # That of a chain, whose other links may have empty ones.
+    states = inner_state if type(inner_state) is tuple else (inner_state,)
     if states and all(isinstance(state, ClipState) for state in states):
         warnings.warn(
             f"{call}: inner has only a ClipState. In a skipped step the optimizer "
@@ -366,12 +365,11 @@ class Judge(NamedTuple):
     def numbers_of(self, updates: Any, extra_args: dict[str, Any]) -> tuple[Any, Any]:
         """Norm and loss of a step. None for a loss that is not looked at."""
         norm, loss = extra_args.get("grad_norm"), extra_args.get("value")
-        given = norm is not None
-        norm = self._checked("grad_norm", norm) if given else self.norm_of(updates)
+        norm = self.norm_of(updates) if norm is None else self._given("grad_norm", norm)
         if self.loss_rule is None:
             return norm, None
         if loss is not None:
-            return norm, self._checked("value", loss)
+            return norm, self._given("value", loss)
         for name in OF_UPDATE["value"].intersection(extra_args):
             raise TypeError(
                 f"{self.call}: update has no argument {name!r}: the loss is value, as "
@@ -384,7 +382,7 @@ class Judge(NamedTuple):
             )
         return norm, None
 
-    def _checked(self, name: str, number: Any) -> Any:
+    def _given(self, name: str, number: Any) -> Any:
         """A norm or a loss that an update is given, as JAX can carry it."""
         argument = f"{self.call}: {name}"
         # A loss for each example or device would make arrays of limit and decision.
@@ -419,8 +417,7 @@ class Judge(NamedTuple):
         if self.loss_rule is not None and loss is not None:
             loss = self.typed(jnp.array(loss, state.loss.dtype), norm)
             asked = self.loss_rule, loss, state.loss_memory, state.step
-            own = {"argument": f"{self.call}: loss_rule", "signed": True}
-            limit, memory = ask(*asked, **own)
+            limit, memory = ask(*asked, argument=f"{self.call}: loss_rule", signed=True)
             state = state._replace(loss=loss, loss_limit=limit, loss_memory=memory)
             over = over | ~(loss <= limit)
             broken = broken | ~jnp.isfinite(loss)

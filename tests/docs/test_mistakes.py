@@ -36,9 +36,8 @@ def inside(clipper: Any, name: str = "x") -> Any:
     def first(grads: Any) -> Any:
         return apply(clipper, grads)[0]
 
-    return jax.shard_map(first, mesh=mesh, in_specs=P("x"), out_specs=P("x"))(
-        jnp.ones(4)
-    )
+    run = jax.shard_map(first, mesh=mesh, in_specs=P("x"), out_specs=P("x"))
+    return run(jnp.ones(4))
 
 
 def in_pmap(clipper: Any) -> Any:
@@ -85,10 +84,7 @@ def test_completion_offers_public_names_alone(module):
 
 SILENT = {
     "only integers": (
-        lambda: (
-            update(clip_by_global_norm(1.0))
-            and clip_by_global_norm(1.0).update({"w": jnp.array([3, 4])}, None)
-        ),
+        lambda: clip_by_global_norm(1.0).update({"w": jnp.array([3, 4])}, None),
         ("clip_by_global_norm", "'w'", "int32"),
     ),
     "a percentile that is a share": (
@@ -122,6 +118,12 @@ def test_rules_without_parentheses_are_rules():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert limits(rules.growth).limit == limits(rules.growth()).limit < jnp.inf
+
+
+def test_an_optimizer_without_a_state_is_no_mistake(recwarn):
+    sgd = optax.GradientTransformation(lambda p: (), optax.sgd(1.0).update)
+    optaxclip.skip_nonfinite(optax.chain(clip_by_global_norm(1.0), sgd)).init(GRADS)
+    assert not recwarn
 
 
 def test_skip_step_does_without_a_loss_unless_told():

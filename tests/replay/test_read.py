@@ -116,8 +116,9 @@ def test_the_norm_of_the_worst_tensor_is_not_that_of_all(tmp_path):
 
 def test_null_of_metrics_is_nan(tmp_path):
     row = {"clip/norm_before": None, "clip/nonfinite_count": 1}
-    found = read(tmp_path, json.dumps([row, row | {"clip/norm_before": 1.5}]))
-    np.testing.assert_array_equal(found, [np.nan, 1.5])
+    rows = json.dumps([row, row | {"clip/norm_before": 1.5}])
+    for text in (rows, "clip/norm_before,clip/nonfinite_count\n,1\n1.5,1"):
+        np.testing.assert_array_equal(read(tmp_path, text), [np.nan, 1.5])
 
 
 def test_a_header_that_comes_again_is_left_out(tmp_path):
