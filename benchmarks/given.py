@@ -6,7 +6,6 @@ hands them on to the next. So all of them together fit in 2.5 GB. Only the state
 clip belongs to a step.
 """
 
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -38,21 +37,17 @@ def table(quick: bool) -> Table:
     live: dict[str, Any] = {"params": _filled(shapes, 0.02)}
     live["grads"] = _filled(shapes, 1.0)
     live["adam"] = optax.adam(1e-3).init(live["params"])
-    programs, contestants = {}, {}
+    functions, contestants = {}, {}
     for name in SHOWN[:3] if quick else SHOWN:
         optimizer = steps.STEPS[name]()
         if name == "none":  # with a state in two parts, like the others
             optimizer = optax.chain(optax.identity(), optimizer)
         state: Any = optimizer.init(live["params"])
-        arguments = live["params"], state, live["grads"]
-        if not programs:  # the first one of a process also pays for what it loads
-            timing.compiled(_step(optimizer), *arguments)
-        program = timing.compiled(
-            _step(optimizer), *arguments, donate=(0, 1, 2), times=3
-        )
-        programs[name] = program
-        contestants[name] = timing.Contestant(_runner(program.call, state[0], live))
-        print(f"{name}: compiled", file=sys.stderr, flush=True)
+        functions[name] = _step(optimizer), live["params"], state, live["grads"]
+    programs = timing.compiled_in_turns(functions, donate=(0, 1, 2))
+    for name, (_, _, (clip_state, _), _) in functions.items():
+        run = _runner(programs[name].call, clip_state, live)
+        contestants[name] = timing.Contestant(run)
     rows = steps.raced(programs, contestants, 2 if quick else 31)
     size = sum(leaf.nbytes for leaf in live["grads"])
     for row in rows:

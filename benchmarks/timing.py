@@ -68,25 +68,37 @@ def ratios(seconds: list[float], base: list[float]) -> list[float]:
 
 
 def compiled(
-    function: Callable[..., Any],
-    *shapes: Any,
-    donate: tuple[int, ...] = (),
-    times: int = 1,
+    function: Callable[..., Any], *shapes: Any, donate: tuple[int, ...] = ()
 ) -> Program:
     """Compiles a function for arguments of the given shapes, with nothing remembered
-    from earlier compilations. Of several `times` the median counts.
+    from earlier compilations.
     """
-    call: Any = None
-    taken = []
-    for _ in range(times):
-        jax.clear_caches()
-        start = time.process_time()
-        call = jax.jit(function, donate_argnums=donate).lower(*shapes).compile()
-        taken.append(time.process_time() - start)
-    seconds = median(taken)
+    jax.clear_caches()
+    start = time.process_time()
+    call = jax.jit(function, donate_argnums=donate).lower(*shapes).compile()
+    seconds = time.process_time() - start
     used, kinds = call.memory_analysis(), ("temp", "argument", "output")
     sizes = [getattr(used, f"{kind}_size_in_bytes", math.nan) for kind in kinds]
     return Program(call, seconds, temporary=sizes[0], held=sum(sizes))
+
+
+def compiled_in_turns(
+    functions: dict[str, tuple[Any, ...]], donate: tuple[int, ...]
+) -> dict[str, Program]:
+    """Compiles functions with their arguments three times, in turns. The medians of the
+    seconds count.
+    """
+    programs: dict[str, Program] = {}
+    taken: dict[str, list[float]] = {name: [] for name in functions}
+    # The first one of a process also pays for what it loads.
+    compiled(*next(iter(functions.values())))
+    for turn in range(3):
+        for name, function in functions.items():
+            programs[name] = compiled(*function, donate=donate)
+            taken[name].append(programs[name].seconds)
+            print(f"  {name}: compiled, turn {turn}", file=sys.stderr, flush=True)
+    medians = {name: median(seconds) for name, seconds in taken.items()}
+    return {x: own._replace(seconds=medians[x]) for x, own in programs.items()}
 
 
 def _seconds(contestant: Contestant) -> float:

@@ -5,7 +5,6 @@ round to round. Batches are random, so a loss falls as far as they can be memori
 """
 
 import itertools
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -53,21 +52,17 @@ def rows_of(
     """The rows of one network."""
     generator = np.random.default_rng(1)
     batches = [jax.device_put(network.draw(generator)) for _ in range(BATCHES)]
-    programs, contestants, trainings = {}, {}, {}
+    functions, contestants, trainings = {}, {}, {}
     for name in names:
         optimizer, params = steps.STEPS[name](), networks.started(network.params)
         # Arrays of its own: a state may hold one twice, which cannot be donated.
         state = jax.tree.map(jnp.copy, optimizer.init(params))
         step = steps.whole_step(network.loss, optimizer)
-        if not programs:  # the first one of a process also pays for what it loads
-            timing.compiled(step, params, state, *batches[0])
-        program = timing.compiled(
-            step, params, state, *batches[0], donate=(0, 1), times=3
-        )
-        programs[name] = program
-        trainings[name] = Training(program.call, params, state, batches)
+        functions[name] = step, params, state, *batches[0]
+    programs = timing.compiled_in_turns(functions, donate=(0, 1))
+    for name, (_, params, state, *_) in functions.items():
+        trainings[name] = Training(programs[name].call, params, state, batches)
         contestants[name] = timing.repeated(trainings[name].step, LONG)
-        print(f"{name}: compiled", file=sys.stderr, flush=True)
     rows = steps.raced(programs, contestants, rounds)
     for row in rows:
         losses = trainings[row["clipped by"]].losses
