@@ -450,7 +450,7 @@ def adagn(
     Reference: Huang et al., Stable-SPAM: how to train in 4-bit more stably than 16-bit
     Adam, 2025 (arXiv 2502.17055). The public code corrects the two moments for their
     start with Adam's step count, which it resets, but does not reset the moments. Here
-    they keep their own count. GradientStabilizer is that paper at ICML 2026.
+    they keep their own count. GradientStabilizer is its third version (ICML 2026).
     """
     numbers = {"decay1": decay1, "decay2": decay2, "eps": eps}
     rule = rules.rule_in("adagn", MomentsRatio, **numbers)

@@ -315,7 +315,7 @@ def _skipping(
 
 def _warn_of_clippers(call: str, inner_state: Any) -> None:
     """Warns where only clippers are skipped, and not the optimizer behind them."""
-    # That of a chain, whose other links may have empty ones.
+    # A chain has a tuple of them. That of an optimizer may be empty.
     states = inner_state if type(inner_state) is tuple else (inner_state,)
     if states and all(isinstance(state, ClipState) for state in states):
         warnings.warn(

@@ -62,8 +62,8 @@ def read_history(path: str | Path, column: str | None = None) -> np.ndarray:
         clip/norm_before, grad_norm, train/grad_norm, norm and the like. Where steps
         were skipped with the clipper, it takes skip/norm, which has the norms of
         those too. Steps without an entry are left out, and so is a last line of JSON
-        that is cut off, with a warning. Where there is null or nothing beside a
-        `nonfinite_count`, as `metrics` and a CSV have it, the norm is NaN.
+        that is cut off, with a warning. Beside a `nonfinite_count` of `metrics` an
+        empty entry, or null, is NaN.
 
     Returns:
       The norms, float64[steps].
@@ -211,8 +211,8 @@ def _log(rows: Rows, column: str | None) -> Log:
     for row in rows:
         entries = dict(entries_of(row))
         for name, entry in entries.items():
-            # `metrics(json=True)` has null for NaN and inf, a CSV nothing, beside a
-            # count of them.
+            # `metrics(json=True)` has null for NaN and inf, and a CSV nothing. Beside
+            # it is a count of them.
             count = re.sub("norm(_before)?", "nonfinite_count", name, count=1)
             if is_empty(entry) and count != name and is_number(entries.get(count)):
                 entry = math.nan
