@@ -15,14 +15,13 @@ from .._jaxpr import has_bits_that_vmap_changes, has_convolution, has_groups, wo
 from .._mesh import is_on_one_device, manual_axes
 from ._ghost import Ghost, ghost_of
 from ._ghost._capture import CannotSplit
-from ._passes import evened
+from ._passes import evened, little
 from ._problem import Problem
 
 # To write and read one number takes as long as about this many multiplications in a
 # matrix product: so the estimates for twelve models on two CPU cores were near what was
 # measured (`each_kind` in benchmarks/per_example/losses.py).
 MULTIPLICATIONS_PER_NUMBER = 48
-LITTLE = 2**16  # numbers that are not worth a loop
 SPLIT_KERNELS = (
     'clipped_grad: method must be "ghost", and each kernel used once, for convolutions '
     "of a batch that jit splits over devices, where XLA computes wrong gradients of "
@@ -84,7 +83,7 @@ def _most_at_once(problem: Problem, ghost: Ghost) -> dict[str, int]:
     for name, numbers in most.items():
         # Gradients of examples take a third of the memory of what is kept of the
         # activations of the whole batch, or two of a part of it, of which less is kept.
-        room = max(size * kept // 3, LITTLE) // max(numbers, 1)
+        room = max(size * kept // 3, little() // 4) // max(numbers, 1)
         most[name] = size if room >= size else min(2 * room, size // 2)
     if ghost.held <= kept:
         most["ghost"] = size
@@ -92,7 +91,7 @@ def _most_at_once(problem: Problem, ghost: Ghost) -> dict[str, int]:
         # A CPU is the faster the more of them stay in its cache: a transformer of
         # 432,000 parameters took half as long with 8 at once as with 16. Of a megabyte
         # all do: LoRA took 0.6 with 16 or 32, and 0.7 to 0.8 with 8.
-        most["one_pass"] = min(most["one_pass"], max(8, 4 * LITTLE // max(every, 1)))
+        most["one_pass"] = min(most["one_pass"], max(8, little() // max(every, 1)))
     return most
 
 

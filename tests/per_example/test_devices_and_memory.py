@@ -69,15 +69,7 @@ def tied_kernels(kernel, image):
     return jnp.sum(jnp.tanh(convolved(hidden, kernel.transpose(0, 1, 3, 2))))
 
 
-def in_jit(run, kernel, images):
-    return jax.jit(run)(kernel, images)
-
-
-def in_python(run, kernel, images):
-    return run(kernel, images)
-
-
-@pytest.mark.parametrize("call", [in_jit, in_python])
+@pytest.mark.parametrize("call", [jax.jit, lambda run: run], ids=["jit", "Python"])
 def test_kernels_of_a_split_batch_are_right_or_refused(call):
     """XLA in JAX 0.10.2 and 0.12 gets gradients of examples by a kernel wrong there."""
     mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
@@ -86,19 +78,23 @@ def test_kernels_of_a_split_batch_are_right_or_refused(call):
     leaves = jax.tree.leaves(jax.vmap(jax.grad(one_kernel), (None, 0))(kernel, images))
     for method in ("auto", "ghost"):
         run = clipped_grad(one_kernel, 0.5, method=method)
-        result = call(run, kernel, split)
+        result = call(run)(kernel, split)
         np.testing.assert_allclose(result.norms, norms_of(leaves), rtol=64 * EPS)
-    for loss, method in (
-        (one_kernel, "one_pass"),
-        (one_kernel, "two_pass"),
-        (tied_kernels, "auto"),
-        (tied_kernels, "ghost"),
-    ):
+    losses = [one_kernel] * 2 + [tied_kernels] * 2
+    for loss, method in zip(losses, ("one_pass", "two_pass", "auto", "ghost")):
         run = clipped_grad(loss, 0.5, method=method)
-        with pytest.raises(
-            ValueError, match=f'each kernel used once.*Got method="{method}"'
-        ):
-            call(run, kernel, split)
+        text = f'each kernel used once.*Got method="{method}"'
+        with pytest.raises(ValueError, match=text):
+            call(run)(kernel, split)
+
+
+@pytest.mark.parametrize("backend", ["cpu", "gpu", "tpu"])
+def test_patches_are_made_a_few_at_a_time_on_a_cpu_only(monkeypatch, backend):
+    monkeypatch.setattr(jax, "default_backend", lambda: backend)
+    kernel, images = jnp.ones((3, 3, 4, 4)), jnp.ones((8, 64, 64, 4))
+    run = clipped_grad(one_kernel, 0.5, method="ghost")
+    program = str(jax.make_jaxpr(run)(kernel, images))
+    assert ("scan" in program) == (backend == "cpu")
 
 
 KERNELS_BY_EXAMPLE = {

@@ -48,13 +48,15 @@ def long_sequence(w, x):
     return jnp.sum(jnp.tanh(x @ w) ** 2)
 
 
-def test_auto_chooses_microbatches_that_fill_the_batch():
-    # Two thirds of 32 inputs and outputs have room for the gradients of half of the
-    # examples. A cache of a CPU has it for 16 of 128 x 128, but not of 256 x 256.
+@pytest.mark.parametrize("backend", ["cpu", "gpu"])
+def test_auto_chooses_microbatches_that_fill_the_batch(monkeypatch, backend):
+    # A cache of a CPU has room for the gradients of 16 examples of 128 x 128, but not
+    # of 256 x 256. A GPU has room for all.
+    monkeypatch.setattr(jax, "default_backend", lambda: backend)
     for size, on_cpu in ((128, 16), (256, 8)):
         args = jnp.ones((size, size)), jnp.ones((32, 144, size))
         choice = explain_clipped_grad(long_sequence)(*args)
-        width = on_cpu if jax.default_backend() == "cpu" else 16
+        width = {"cpu": on_cpu}.get(backend)
         assert (choice.method, choice.microbatch) == ("one_pass", width)
 
 

@@ -34,7 +34,6 @@ from ._capture import Captured, Program, Use, bind, capture, split_loss
 from ._norms import Pair, Part, Way, by_gram, factors_of, found_by, joined, ways_of
 
 Book = list[Captured]  # of each use
-LITTLE = 2**20  # bytes that are not worth a loop
 
 
 class Ghost(NamedTuple):
@@ -195,10 +194,10 @@ def _width(way: Way, book: Book, size: int) -> int:
     """How many examples are looked at at once: what is made to find norms may be larger
     than all that was captured.
     """
-    whole = sum(x.nbytes for x in jax.tree.leaves(book))
+    kept = sum(x.nbytes for x in jax.tree.leaves(book)) // np.float32().nbytes
     # With an eighth, a network of convolutions took 1.55 times the memory of a plain
     # gradient on a CPU, and no less time.
-    most = max(whole // 16, LITTLE) // max(np.float32().nbytes * way.size, 1)
+    most = max(kept // 16, passes.little()) // max(way.size, 1)
     # A power of two mostly fills the batch.
     return size if most >= size else 1 << (max(most, 1).bit_length() - 1)
 
