@@ -154,7 +154,8 @@ def sensitivity(
       >>> optaxclip.sensitivity(no_clip, 3.0, batch, limit=1.0)
       Sensitivity(change=inf, pattern='nan in batch[0]', limit=1.0)
     """
-    batch = jax.tree.map(jnp.asarray, batch)
+    # On one device, also where a mesh has split it.
+    batch = jax.tree.map(lambda x: jnp.asarray(jax.device_get(x)), batch)
 
     def total(batch: Any) -> list[np.ndarray]:
         sums = sum_in(grad_fn(params, *batch), "sensitivity")

@@ -159,9 +159,8 @@ def limits_of(max_norm: Any, call: str, shrink: Shrink) -> Limits:
 def little() -> int:
     """How many numbers of float32 are not worth a loop."""
     # A megabyte on a CPU, which is the faster the more stays in its cache. Elsewhere a
-    # loop starts its kernels in each turn: the gradient of a ResNet with a batch of 256
-    # had 570 on an H100 with a megabyte, and has 217 with 64.
-    return 2**18 if jax.default_backend() == "cpu" else 2**24
+    # loop starts its kernels in each turn.
+    return 2**18 if jax.default_backend() == "cpu" else 2**23
 
 
 def along_batch(per_example: Array, leaf: Array) -> Array:

@@ -59,7 +59,7 @@ def convolution():
             x, p["groups"], (2, 1), "VALID", feature_group_count=2, **kinds
         )
         x = lax.conv_general_dilated(
-            x, p["up"], (1, 1), [(1, 2), (2, 0)], lhs_dilation=(2, 1), **kinds
+            x, p["up"], (1, 1), [(2, 3), (2, 0)], (2, 1), (2, 1), **kinds
         )
         x = lax.conv_general_dilated(x[:, :2, :1], p["small"], (1, 1), "VALID", **kinds)
         return jnp.sum(jnp.tanh(x @ p["out"]) ** 2)

@@ -56,8 +56,11 @@ class Form(NamedTuple):
     columns: Sequence[int]
     sizes: tuple[int, int, int]  # of positions, rows and columns
     # From inputs and cotangent of one example, outside any scan.
-    split: Callable[[list[Array], Array], Pair]
+    split: Callable[..., Pair]
     groups: int = 1  # of a convolution, which are columns of the operand too
+    # By how many offsets of its window `split` can shift the cotangents, in place of
+    # the pixels: the matrix is [rows / shifts, shifts * columns] then.
+    shifts: int = 1
 
 
 class Part(NamedTuple):
@@ -179,12 +182,13 @@ def _cheapest(parts: list[Part], made: Way) -> Way:
         return way._replace(name="product", held=0, cost=stack * (rows + columns))
     pairs = stack * positions**2  # of positions t and s
     is_convolution = parts[0].use.name == "conv_general_dilated"
-    patches = 2 * stack * positions * rows * is_convolution
+    patches, shifts = 2 * stack * positions * is_convolution, parts[0].form.shifts
     # positions^2 (rows + columns) against positions rows columns of matrix.
     if positions * (rows + columns) <= rows * columns:
-        size, cost = 2 * pairs + patches, pairs * (rows + columns)
+        size, cost = 2 * pairs + patches * rows, pairs * (rows + columns)
         return way._replace(name="gram", size=size, held=0, cost=cost)
-    return way._replace(name="matrix", size=patches)
+    width = rows // shifts + (shifts > 1) * shifts * columns
+    return way._replace(name="matrix", size=patches * width)
 
 
 def form_of(use: Use) -> Form | None:
@@ -281,19 +285,36 @@ def _convolution(use: Use) -> Form | None:
     count = use.outs[0].size // kernel[own[0]]
     rows = (*own[2:], own[1])
     sizes = count, _size(kernel, rows), kernel[own[0]] // groups
+    # Shifted along the first axis of its window, where that makes fewer numbers: a
+    # kernel of 3 x 3 makes 3 of each pixel and 3 of each cotangent, in place of 9.
+    shifts = kernel[own[2]] if params["window_strides"][:1] == (1,) else 1
+    shifts = shifts if sizes[1] > shifts * sizes[2] else 1
 
-    def split(inputs: list[Array], cotangent: Array) -> Pair:
+    def split(inputs: list[Array], cotangent: Array, shifts: int = 1) -> Pair:
         # Channels stay last, where convolutions mostly have them. In another order a
         # GPU wrote a copy of all cotangents, and needed 1.9 times the memory of a plain
         # gradient.
         pixels = jnp.transpose(inputs[0], (image[0], *image[2:], image[1]))
-        a = _patches(pixels, [kernel[k] for k in own[2:]], params)
-        a = jnp.moveaxis(a.reshape(count, -1, groups, kernel[own[1]]), 2, 0)
-        c = jnp.transpose(cotangent, (out[0], *out[2:], out[1]))
-        c = jnp.swapaxes(c.reshape(count, groups, -1), 0, 1)
-        return a.reshape(groups, *sizes[:2]), c
+        c = jnp.transpose(cotangent, (out[0], *out[2:], out[1]))[..., None, :]
+        window = [kernel[k] for k in own[2:]]
+        if shifts > 1:
+            step, window[0], rest = (
+                params["rhs_dilation"][0],
+                1,
+                [(0, 0)] * (c.ndim - 2),
+            )
+            ends = [(k * step, (shifts - 1 - k) * step) for k in range(shifts)]
+            c = jnp.concatenate([jnp.pad(c, [(0, 0), x, *rest]) for x in ends], -2)
 
-    return Form((), rows, own[:1], sizes, split, groups)
+        def by_group(x: Array) -> Array:
+            """[..., offsets, channels] as [groups, positions, numbers]."""
+            offsets, channels = x.shape[-2:]
+            x = x.reshape(-1, offsets, groups, channels // groups)
+            return jnp.moveaxis(x, 2, 0).reshape(groups, len(x), -1)
+
+        return by_group(_patches(pixels, window, params)), by_group(c)
+
+    return Form((), rows, own[:1], sizes, split, groups, shifts)
 
 
 def _patches(image: Array, window: list[int], params: Any) -> Array:
@@ -326,11 +347,14 @@ FORMS: dict[str, Callable[[Use], Form | None]] = {
 }
 
 
-def factors_of(part: Part, captured: Captured) -> Pair:
+def factors_of(part: Part, captured: Captured, *, shifts: bool = False) -> Pair:
     """The factors of one use for a batch. Turns of a scan that slices the operand
-    belong to the stack, and turns that share it are positions.
+    belong to the stack, and turns that share it are positions. `shifts`: whether it may
+    shift cotangents.
     """
     split = part.form.split
+    if shifts and part.form.shifts > 1 and not part.swaps:
+        split = partial(split, shifts=part.form.shifts)
     # Under vmap over example and turns, what is split is one use outside any scan.
     for _ in range(1 + len(part.use.loops)):
         split = jax.vmap(split)
@@ -357,7 +381,8 @@ def found_by(way: Way, pairs: list[Pair]) -> Array:
     cotangents that belong to one row, at the first place of it in the order of rows.
     """
     if way.name == "rows":
-        rows, a, c = joined(pairs)
+        a, c = joined(pairs)
+        rows = jnp.sort(a)
         first = jax.vmap(jax.vmap(jnp.searchsorted))(rows, a)
         return _scattered(first, c, c.shape[1:])
     if way.name == "product":
@@ -371,16 +396,16 @@ def found_by(way: Way, pairs: list[Pair]) -> Array:
         if a.ndim == 3:
             total += _scattered(a, c, way.matrices)
         else:
-            total += _dot("bstr,bstk->bsrk", a, c)
+            x = _dot("bstr,bstk->bsrk", a, c)
+            x = x.reshape(*x.shape[:3], -1, way.matrices[2])  # shifts before columns
+            total += jnp.swapaxes(x, 2, 3).reshape(len(x), *way.matrices)
     return total
 
 
-def joined(pairs: list[Pair]) -> tuple[Array, Array, Array]:
-    """The rows that are looked up in one table, in order, and the factors of all
-    lookups as those of one.
-    """
+def joined(pairs: list[Pair]) -> Pair:
+    """The factors of several uses as those of one."""
     a, c = (jnp.concatenate(x, 2) for x in zip(*pairs))
-    return jnp.sort(a), a, c
+    return a, c
 
 
 def _scattered(a: Array, c: Array, shape: tuple[int, ...]) -> Array:
@@ -397,11 +422,13 @@ def by_gram(pairs: list[Pair]) -> tuple[Array, Array]:
     """
     norm_of_each = jax.vmap(own_norm)
     norm_of_rows = jax.vmap(jax.vmap(norm_of_each))
-    rows, columns = zip(*pairs)
-    dtypes = [x.dtype for x in (*rows, *columns) if x.ndim == 4]
-    wide = reduce(np.promote_types, dtypes, np.dtype(np.float32))
-    rows = [a.astype(wide) if a.ndim == 4 else a for a in rows]
-    c = jnp.concatenate([x.astype(wide) for x in columns], 2)
+    floats = [x.dtype for pair in pairs for x in pair if x.ndim == 4]
+    wide = reduce(np.promote_types, floats, np.dtype(np.float32))
+    cast = jax.tree.map(lambda x: x.astype(wide) if x.ndim == 4 else x, pairs)
+    # All lookups are joined, and all others: of 32 uses there were 32 x 32 products.
+    kinds = [[pair for pair in cast if pair[0].ndim == rank] for rank in (3, 4)]
+    rows, columns = zip(*[joined(own) for own in kinds if own])
+    c = jnp.concatenate(columns, 2)
     of_columns = norm_of_rows(c)
     # A lookup is 1 in one row.
     sizes = [norm_of_rows(a) if a.ndim == 4 else jnp.ones_like(a, wide) for a in rows]
@@ -412,19 +439,21 @@ def by_gram(pairs: list[Pair]) -> tuple[Array, Array]:
 
     products = partial(_products, dtype=wide)
     inner = jnp.block([list(map(partial(products, a), rows)) for a in rows])
-    total = jnp.sum(inner * products(c, c), (1, 2, 3))
+    is_used = (of_rows != 0) & (of_columns != 0)
+    both = is_used[:, :, :, None] & is_used[:, :, None]
+    # Selected, since beside a cotangent of 0 the product of inputs may be inf.
+    total = jnp.sum(jnp.where(both, inner * products(c, c), 0), (1, 2, 3))
     # Numbers that are flushed to 0 are less than eps / 2 of the square of the bound,
     # for up to 2^24 rows and columns, and 2^13 positions of all layers.
     info = jnp.finfo(wide)
     least = 2.0**13 * float(2 * info.tiny / info.eps) ** 0.5
-    is_used = (of_rows != 0) & (of_columns != 0)
     size = jnp.sum(jnp.where(is_used, of_rows + of_columns, 0), (1, 2))
     is_enough = terms > least * (size + 2.0**-13 * is_used[0].size)
     fits = is_enough & (jnp.maximum(terms, size) < float(info.max) ** 0.5)
     # The derivative of sqrt(0) would be NaN.
-    is_long = fits & (total > 0)
+    is_long, is_zero = fits & (total > 0), fits & (total <= 0)
     norm = jnp.sqrt(jnp.where(is_long, total, 1))
-    return jnp.where(is_long, norm, jnp.where(fits, 0, terms)), terms
+    return jnp.where(is_long, norm, jnp.where(is_zero, 0, terms)), terms
 
 
 def _products(a: Array, b: Array, dtype: Any) -> Array:
