@@ -178,14 +178,15 @@ def _read(rows: logs.Rows) -> Log:
             value = math.nan
             if logs.is_number(entry):
                 value = float(entry)
-                logged.add(who)
+                logged.add((who, name is None))
             elif not logs.is_empty(entry):
                 continue
             # A summary has no name.
             own = together.setdefault((who, sign, name is None), {})
             own[name or "the tensor"] = value
-        for (who, sign, _), own in together.items():
-            if who in logged:
+        for (who, sign, is_summary), own in together.items():
+            # Those of each tensor may be logged more rarely.
+            if (who, is_summary) in logged:
                 line = number, step, [*own.values()]
                 found.setdefault((part, who, sign, tuple(own)), []).append(line)
     if not any(sign for _, _, sign, _ in found):
@@ -234,7 +235,9 @@ def _finding(cause: str, series: Series) -> tuple[int, Finding] | None:
     padded = np.pad(which, 1)
     beside = (padded[:-2] | padded[2:]) & ~which
     value = float(series.numbers[row][which].max())
-    few = [logs.listed(series.names[x].tolist()) or "none" for x in (which, beside)]
+    names = series.names
+    nothing = "not known from a summary" if "the tensor" in names else "none"
+    few = [logs.listed(names[x].tolist()) or nothing for x in (which, beside)]
     text = evidence.format(value, *few)
     own = cause, int(series.steps[row]), value, limit, text, page, advice
     return int(series.rows[row]), Finding(*own)
@@ -243,7 +246,8 @@ def _finding(cause: str, series: Series) -> tuple[int, Finding] | None:
 def _series(log: Log) -> Iterator[tuple[str, Series]]:
     """The numbers that each cause is seen by."""
     for (part, who, sign, names), own in log.items():
-        is_update = "update" in who
+        # The name of the recorder, without what a logger puts in front.
+        is_update = "update" in who[who.rfind("health") :]
         if sign == "norm":
             broken = own._replace(numbers=1.0 * ~np.isfinite(own.numbers))
             yield "not finite", log.get((part, who, "nonfinite", names), broken)

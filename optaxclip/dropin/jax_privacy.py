@@ -32,6 +32,7 @@ Reference: jax_privacy/clipping.py, jax_privacy 2.0.0 and main at 8967688.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -39,6 +40,7 @@ import jax.numpy as jnp
 
 from .. import per_example
 from .._checks import check_choice, check_number
+from .._mesh import typed_as_varying
 from .._names import with_our_names
 from .._norms import global_norm
 from ..shrinks import hard, normalize
@@ -185,6 +187,7 @@ def clipped_grad(
     `rescale_to_unit_norm`.
     """
     learned, batches = jax.tree.leaves(argnums), jax.tree.leaves(batch_argnums)
+    own = (*learned, *batches, prng_argnum)
     if not batches or min(learned + batches) < 0 or {*learned} & {*batches}:
         must = f"{argnums=} and {batch_argnums=} must be at least 0, and not overlap"
         raise ValueError(f"clipped_grad: {must}. batch_argnums must not be empty.")
@@ -204,7 +207,7 @@ def clipped_grad(
         batch = [[args[place] for place in batches], keywords]
         sizes = [jnp.shape(leaf)[:1] for leaf in jax.tree.leaves(batch)]
         # Those that differ, and a number, are refused further down.
-        size = 0 if set(sizes) == {(0,)} else (max(sizes) or (1,))[0]
+        size = 0 if set(sizes) == {(0,)} else (max(sizes, default=()) or (1,))[0]
         # None is the mask of no padding.
         mask = jax.tree.map(jnp.logical_not, is_padding_example)
         if not size:
@@ -215,20 +218,25 @@ def clipped_grad(
             keys = args[prng_argnum]
             batch += [jax.tree.map(lambda key: jax.random.split(key, size or 1), keys)]
 
-        def loss(params: Any, example: Any) -> tuple[Any, Any]:
+        # Not closed over, since that may have no types of an Explicit mesh.
+        others = {k: x for k, x in enumerate(args) if k not in own and _has_arrays(x)}
+
+        def loss(params: Any, example: Any, others: Any) -> tuple[Any, Any]:
             examples, keywords, *keys = example
             if keep_batch_dim:
                 examples = jax.tree.map(lambda x: x[None], examples)
             trees = [params] if isinstance(argnums, int) else params
-            roles = zip([*learned, *batches, prng_argnum], [*trees, *examples, *keys])
-            each = dict(enumerate(args)) | dict(roles)
+            roles = zip(own, [*trees, *examples, *keys])
+            each = dict(enumerate(args)) | others | dict(roles)
             found = fun(*each.values(), **keywords)
             return found if has_aux else (found, None)
 
-        def linear(direction: Any, example: Any) -> tuple[Any, Any]:
+        def linear(direction: Any, example: Any, given: Any) -> tuple[Any, Any]:
             """Its gradient is the transformed gradient of the loss."""
-            found, grads = jax.value_and_grad(loss, has_aux=True)(params, example)
-            norms = jax.tree.map(lambda _, part: global_norm(part), l2_clip_norm, grads)
+            run, params = jax.value_and_grad(loss, has_aux=True), given[0]
+            found, grads = run(typed_as_varying(example, params), example, given[1])
+            norm = partial(global_norm, mesh_axes=None)
+            norms = jax.tree.map(lambda _, part: norm(part), l2_clip_norm, grads)
             grads = jax.lax.stop_gradient(pre_clipping_transform(grads))
             products = jax.tree.map(lambda x, y: jnp.sum(x * y), direction, grads)
             return sum(jax.tree.leaves(products)), (norms, *found)
@@ -239,11 +247,12 @@ def clipped_grad(
         is_same = _leaves_of(changed) == _leaves_of(params)
         way = (loss, "auto") if is_same else (linear, "one_pass")
         options = {"method": way[1], "microbatch": microbatch_size, "shrink": shrink}
-        grad = per_example.clipped_grad(
-            way[0], max_norm, has_aux=True, mean=False, **options
-        )
+        options |= {"has_aux": True, "mean": False, "shared_argnums": 2}
+        grad = per_example.clipped_grad(way[0], max_norm, **options)
         # The gradient of what is linear is the same everywhere, also here.
-        result = grad(changed, batch, mask=mask)
+        result = grad(
+            changed, batch, others if is_same else (params, others), mask=mask
+        )
         seen = result.norms, result.values, result.aux
         norms, values, aux = seen if is_same else result.aux
         if keep_batch_dim:
@@ -261,6 +270,10 @@ def clipped_grad(
 
     has_more = has_aux or return_values or return_grad_norms
     return BoundedSensitivityCallable(total, bound / normalize_by, has_more)
+
+
+def _has_arrays(tree: Any) -> bool:
+    return all(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(tree))
 
 
 def _leaves_of(tree: Any) -> tuple[Any, list[int]]:

@@ -197,8 +197,8 @@ def entries_of(row: dict[str, Any], begin: str = "") -> Iterator[tuple[str, Any]
     for name, entry in row.items():
         if isinstance(entry, dict):
             yield from entries_of(entry, f"{begin}{name}/")
-        # The index of pandas has no name.
-        elif name:
+        # The index of pandas has no name. W&B adds the least and most of each entry.
+        elif name and not name.endswith(("__MIN", "__MAX")):
             yield f"{begin}{name}", entry
 
 
@@ -244,11 +244,16 @@ def _column_of_norms(names: list[str]) -> str:
         # W&B writes the name of the run first: "lively-sun-7 - train/grad_norm".
         named = re.compile(rf"(.+ - )?({pattern})")
         found = found or list(filter(named.fullmatch, names))
+    # Of a wrapper that skips, and of the clipper in it, that of the clipper.
+    inside = [re.sub("skip/(.*)norm$", r"clip/\1norm_before", x) for x in found]
+    found = [x for x, own in zip(found, inside) if own == x or own not in found]
     if len(found) == 1:
         return found[0]
     others = [name for name in names if name not in STEPS]
     norms = [name for name in names if "norm" in name]
-    likely = [*found, *norms, *others[-1:], "NAME"][0]
+    # Rather than that of one tensor.
+    whole = [name for name in found if name.endswith("norm_before")]
+    likely = [*whole, *found, *norms, *others[-1:], "NAME"][0]
     problem = "several columns have" if found else "no column of numbers has"
     raise ValueError(
         f"{problem} the name of a gradient norm, such as 'train/grad_norm'. There are "
@@ -268,13 +273,16 @@ def _of_every_step(table: Table, column: str) -> str:
     inside it has not: in a skipped step the clipper keeps the norm of an earlier one.
     """
     # With the same name in front, if the clipper has one.
-    own = re.sub("clip/norm_before$", "skip/norm", column)
+    own = re.sub(r"clip/(.*)norm_before$", r"skip/\1norm", column)
     if own not in table:
         return column
     both = [_floats(table, name) for name in (column, own)]
     clipper, wrapper = [norms[np.isfinite(norms)] for norms in both]
-    # Between both, a loss may be scaled, or gradients accumulated.
-    smallest = [min(norms[norms > 0], default=0.0) for norms in (clipper, wrapper)]
+    # Between both, a loss may be scaled, or gradients accumulated. In a step that was
+    # skipped for its loss the norm may be the smallest.
+    skipped = np.array(table.get(f"{own[:-4]}skipped", [0]), float)
+    taken = both[1][skipped == 0] if skipped.size == both[1].size else wrapper
+    smallest = [min(norms[norms > 0], default=0.0) for norms in (clipper, taken)]
     if not np.isclose(*smallest, rtol=1e-3, atol=0):
         return column
     # A clipper in front of a wrapper has the larger norms. One inside it has not seen
