@@ -109,17 +109,26 @@ def test_a_nan_is_bracketed_by_what_is_finite():
 
 @pytest.mark.parametrize("broken", [float("nan"), float("inf"), None])
 def test_a_norm_that_json_cannot_hold_is_not_finite(broken, tmp_path):
-    rows = [{"health/norm/a": 1.0, "health/norm/b": 1.0} for _ in range(9)]
+    # W&B adds the extremes of each number.
+    names = "health/norm/a", "health/norm/b", "health/norm/b__MAX"
+    rows = [dict.fromkeys(names, 1.0) for _ in range(9)]
     rows[7]["health/norm/b"] = broken
     path = tmp_path / "run.jsonl"
     path.write_text("\n".join(map(json.dumps, rows)))
     (found,) = diagnose(path)
     assert (found.step, found.cause) == (7, "not finite")
-    assert "elements of 'b'; finite beside them: 'a'" in found.evidence
+    assert found.evidence.endswith("elements of 'b'; finite beside them: 'a'")
+
+
+def test_a_summary_does_not_tell_what_is_finite():
+    counts = [*np.zeros(8), 3.0]
+    (found,) = diagnose(rows_of(health__norm=np.ones(9), health__nonfinite=counts))
+    assert found.evidence.endswith("finite beside them: not known from a summary")
 
 
 def test_steps_without_a_record_are_not_broken():
-    rows = rows_of(step=range(40), loss=calm(40))
+    # A summary in each step, and tensors in some.
+    rows = rows_of(step=range(40), loss=calm(40), health__norm=np.ones(40))
     for row in rows[::10]:
         row["health/norm/a"] = 1.0
     # As pandas writes what is missing.
@@ -182,13 +191,8 @@ def test_what_follows_norms_of_0_is_no_leap():
 
 def test_groups_in_front_of_a_name_are_read():
     rows = rows_of(health__norm__w=[*np.ones(30), 9.0], loss=np.ones(31))
-    for front in (
-        "train/",
-        "a/b/",
-        "train.",
-        "lively-sun-7 - ",
-        "lively-sun-7 - train/",
-    ):
+    run = "lively-sun-7 - "
+    for front in ("train/", "a/b/", "train.", "ppo_update/", run, f"{run}train/"):
         renamed = [{front + name: x for name, x in row.items()} for row in rows]
         (found,) = diagnose(renamed)
         assert (found.cause, found.step) == ("bad batch", 30)

@@ -5,11 +5,14 @@ jax_privacy. `python -m tests.suites` runs their tests on it.
 import enum
 import inspect
 import math
+from functools import partial
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from optaxclip.dropin.jax_privacy import clipped_grad
 
@@ -111,6 +114,31 @@ def test_a_transform_changes_what_is_clipped():
     assert_near(found, summed(changed, np.minimum(1, 1.5 / norms)))
     # As in jax_privacy the norms are those before the transform.
     np.testing.assert_allclose(seen.grad_norms, norms_of(grads), rtol=RTOL)
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+@pytest.mark.parametrize("transform", [lambda grads: grads, partial(jax.tree.map, abs)])
+def test_a_batch_over_devices_is_that_of_one(kind, transform):
+    def scaled(params, scale, x, y):
+        return scale * loss(params, x, y)
+
+    options = {"batch_argnums": (2, 3), "pre_clipping_transform": transform}
+    grad = clipped_grad(scaled, l2_clip_norm=1.5, **options)
+    whole, batch = (PARAMS, jnp.float32(2.0)), (X[:4], Y[:4])
+    wanted = grad(*whole, *batch)
+    mesh = jax.make_mesh((4,), ("data",), axis_types=(kind,))
+
+    @partial(jax.shard_map, mesh=mesh, in_specs=(P(), P("data")), out_specs=P())
+    def by_hand(whole, batch):
+        return jax.lax.psum(grad(*whole, *batch), "data")
+
+    run = (
+        by_hand if kind is AxisType.Auto else lambda whole, batch: grad(*whole, *batch)
+    )
+    with jax.set_mesh(mesh):
+        args = jax.device_put(whole, NamedSharding(mesh, P()))
+        batch = jax.device_put(batch, NamedSharding(mesh, P("data")))
+        assert_near(jax.jit(run)(args, batch), wanted)
 
 
 def test_several_arguments_are_differentiated():

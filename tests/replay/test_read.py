@@ -167,6 +167,12 @@ def test_one_of_several_norms_must_be_named(tmp_path, first):
     assert read(tmp_path, text, second) == [2.0]
 
 
+def test_the_norm_of_everything_is_proposed(tmp_path):
+    text = "clip/norm_before/v,clip/norm_before/w,clip_2/norm_before\n1,2,3\n"
+    with pytest.raises(ValueError, match="one with column='clip_2/norm_before'"):
+        read(tmp_path, text)
+
+
 def test_a_column_that_is_not_there_is_named(tmp_path):
     text = "column='norms' is not in this file, which has 'step', 'norm'"
     with pytest.raises(ValueError, match=text):

@@ -62,6 +62,13 @@ def test_larger_norms_are_told_from_rounded_ones(tmp_path, skipped, read):
     np.testing.assert_array_equal(optaxclip.replay.read_history(path), [1.0, last])
 
 
+def test_a_step_that_is_skipped_for_its_loss_may_have_the_smallest_norm(tmp_path):
+    path = tmp_path / "log.csv"
+    head = "clip/a/norm_before,skip/a/norm,skip/a/skipped"
+    path.write_text(f"{head}\n1,1,0\n1,0.5,1\n1,9,1\n")
+    np.testing.assert_array_equal(optaxclip.replay.read_history(path), [1, 0.5, 9])
+
+
 def test_norms_of_a_scaled_loss_are_left(tmp_path):
     """The wrapper sees scaled gradients, and the clipper those of the loss."""
     clip = optaxclip.clip_by_global_norm(1.8)
