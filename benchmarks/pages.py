@@ -48,7 +48,6 @@ EACH = [
     ("optaxclip, auto", "`clipped_grad`"),
     ("optaxclip, ghost", '`method="ghost"`'),
     ("optaxclip, one pass, 8 at once", '`method="one_pass", microbatch=8`'),
-    ("optaxclip, two passes, 8 at once", '`method="two_pass", microbatch=8`'),
     ("optax, all at once", "optax `per_example_global_norm_clip`"),
     ("jax_privacy, all at once", "jax_privacy `clipped_grad`"),
     ("jax_privacy, 8 at once", "the same, `microbatch_size=8`"),

@@ -34,12 +34,6 @@ from ._mesh import MeshAxes, varying
 from ._norms import Measure, Ord, TensorNorm, UnitwiseNorm, check_measure
 from ._trees import axes_within, clipped_leaves, put_back
 
-# Whether a loss is being differentiated whose examples have weights. A backward pass
-# that is linear carries a weight through to the gradient. That of `clip_cotangent` is
-# not: it would hold the weighted cotangent to its limit.
-# JAX traces anew where it changes, also what it has differentiated before.
-is_weighted = jax.make_user_context(False)
-
 
 def clip_cotangent(
     x: Tree,
@@ -200,12 +194,6 @@ def _clipped(measure: Measure | None, x: Any, limit: Any) -> Any:
 
 
 def _backward(measure: Measure | None, limit: Any, cotangent: Any) -> Any:
-    if is_weighted.value:
-        raise ValueError(
-            'clipped_grad: method must be "one_pass", "ghost" or "auto" for a loss '
-            'with clip_cotangent, got "two_pass": its second pass weighs the loss, and '
-            "clip_cotangent would clip what is weighted."
-        )
     # A backward pass has nowhere to keep a state: counts and shares are dropped.
     if measure is None:
         high, low = limit

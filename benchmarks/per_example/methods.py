@@ -22,7 +22,7 @@ Gradient = Callable[[Any, Any], Any]  # (params, batch) -> gradient
 PLAIN, PLAIN_IN_TORCH = "not clipped", "torch, not clipped"
 OPTAX = "optax, all at once"
 MICROBATCH = 8  # examples at once, in methods that make their gradients
-WORDS = {"ghost": "ghost", "one_pass": "one pass", "two_pass": "two passes"}
+WORDS = {"ghost": "ghost", "one_pass": "one pass"}
 
 
 def of_jax(case: Case) -> dict[str, Gradient]:
@@ -35,7 +35,6 @@ def of_jax(case: Case) -> dict[str, Gradient]:
         chosen(case): ours(case, "auto"),
         named("ghost", None): ours(case, "ghost"),
         named("one_pass", width): ours(case, "one_pass", width),
-        named("two_pass", width): ours(case, "two_pass", width),
         OPTAX: partial(_with_optax, case),
     }
     if not missing("jax_privacy"):

@@ -11,7 +11,7 @@ import jax
 from jax.core import Tracer
 
 from .. import _trees as prefix
-from .._jaxpr import has_bits_that_vmap_changes, has_convolution, has_groups, work_of
+from .._jaxpr import has_convolution, has_groups, work_of
 from .._mesh import is_on_one_device, manual_axes
 from ._ghost import Ghost, ghost_of
 from ._ghost._capture import CannotSplit
@@ -38,18 +38,13 @@ def choose(
     """
     if microbatch:
         microbatch = max(microbatch // problem.devices, 1)
-    hindrance, ghost, others = "", None, '"one_pass", "two_pass"'
-    if method == "two_pass" and _runs(problem, has_bits_that_vmap_changes):
-        # The second pass puts a good example in the place of a masked or broken one.
-        # Where that is the first, vmap draws other bits than in the first pass for all.
-        hindrance = "random numbers of keys that are not of threefry"
-        others = '"one_pass", "ghost"'
-    if method in ("ghost", "auto"):
+    hindrance, ghost = "", None
+    if method != "one_pass":
         ghost, hindrance = possible_ghost(problem)
-    if hindrance and method != "auto":
+    if hindrance and method == "ghost":
         raise ValueError(
-            f'clipped_grad: method must be {others} or "auto" for {hindrance}, got '
-            f'"{method}".'
+            f'clipped_grad: method must be "one_pass" or "auto" for {hindrance}, got '
+            '"ghost".'
         )
     is_split, has_several = _is_split(problem.batch), _runs(problem, has_groups)
     if has_several or (is_split is not False and _runs(problem, has_convolution)):
@@ -104,14 +99,14 @@ def costs_of(
     made = MULTIPLICATIONS_PER_NUMBER * numbers
     # Forward, and backward to the inputs and to the parameters of all examples.
     plain = 3 * work_of(problem.program()[0]) + made / size
-    costs = {"one_pass": 1 + made / plain, "two_pass": 2 + made / plain}
+    costs = {"one_pass": 1 + made / plain}
     if ghost:
         if ghost.is_convolved:
             # XLA on a CPU takes about half as long again for the gradients of examples
             # by a convolution, and in a loop eight times as long.
             most = microbatch or _most_at_once(problem, ghost)["one_pass"]
             slow = 8 if most < size else 1.5
-            costs = {name: slow * cost for name, cost in costs.items()}
+            costs["one_pass"] *= slow
         # What is kept of uses is written and read, too.
         made = ghost.kept + ghost.held
         added = MULTIPLICATIONS_PER_NUMBER * made + sum(way.cost for way in ghost.ways)

@@ -26,7 +26,7 @@ from ._ghost._norms import Way
 from ._passes import CANCELS, Run, limits_of
 from ._problem import Places, Problem, Question
 
-METHODS = ("auto", "ghost", "one_pass", "two_pass")
+METHODS = ("auto", "ghost", "one_pass")
 
 
 class ClippedGrad(NamedTuple):
@@ -84,7 +84,7 @@ def clipped_grad(
         batch, float32[batch] with NaN for an example that is masked or broken, to a
         number, such as `jnp.nanmedian`. It gets the norms of all devices, but in pmap
         and with check_vma=False only those of its own. All norms are needed first, so
-        the whole batch is differentiated at once, but for "two_pass".
+        the whole batch is differentiated at once.
       argnums: which arguments to differentiate, as in `jax.grad`.
       shared_argnums: which arguments are the same for all examples. All others are
         batches: pytrees of arrays whose first axis counts examples. Random keys are a
@@ -104,16 +104,11 @@ def clipped_grad(
         since it is summed with their rounding. Where squares leave the range of float32
         it counts as that size, and with inputs of a layer above 2e31 as inf.
         "one_pass": the gradients of a microbatch at a time. Often the fastest for
-        narrow networks and long sequences. "two_pass": norms first, and then the
-        gradient of the weighted loss. Where terms cancel its sum may exceed the limit
-        without bound. Its factors are rounded to the dtype of the loss, which should be
-        float32. Below 1.2e-38 they count as 0, and above 1.3e30 as that. It adds up a
-        microbatch in the dtype that parameters are cast to. The backward pass of the
-        loss must be linear, so that it has no `clip_cotangent`. "auto": "ghost" or
-        "one_pass", by the shapes of the loss. One pass then takes no more memory for
-        gradients of examples than two thirds of what is kept of the batch, or one
-        gradient, on a CPU 8 or a megabyte. Convolutions it takes only all at once.
-        `explain_clipped_grad` shows the choice.
+        narrow networks and long sequences. "auto": "ghost" or "one_pass", by the shapes
+        of the loss. One pass then takes no more memory for gradients of examples than
+        two thirds of what is kept of the batch, or one gradient, on a CPU 8 or a
+        megabyte. Convolutions it takes only all at once. `explain_clipped_grad` shows
+        the choice.
       mean: whether to divide by the number of examples that are not masked. False gives
         the sum, in float32 or wider: rounded to bfloat16, one example could change it
         by more than the limit.
@@ -130,25 +125,24 @@ def clipped_grad(
     Returns:
       A function of the arguments of `loss`, by position, with batches for examples,
       and of `mask=`: bool[batch], False for padding. It returns a `ClippedGrad`. Sums
-      are in float32 or wider, but for those of "two_pass". The function should be
-      jitted. Inside shard_map it gets the examples of its own device: take the sum
-      (`mean=False`), and `lax.psum` it. On a mesh with Explicit axes it enters
-      shard_map itself, and the gradient is split as the parameters are.
+      are in float32 or wider. The function should be jitted. Inside shard_map it gets
+      the examples of its own device: take the sum (`mean=False`), and `lax.psum` it. On
+      a mesh with Explicit axes it enters shard_map itself, and the gradient is split as
+      the parameters are.
 
     Raises:
-      ValueError: a limit that is negative, NaN or an array, several limits or
-        `clip_cotangent` with two passes, an unknown method, a microbatch below 1. A
-        limit that is a function without `private=False`, or with a microbatch but for
-        "two_pass". From the function: mesh axes that contradict the types, "auto" for
+      ValueError: a limit that is negative, NaN or an array, an unknown method, a
+        microbatch below 1. A limit that is a function without `private=False`, or with
+        a microbatch. From the function: mesh axes that contradict the types, "auto" for
         a loss that joins devices (`lax.psum`) in pmap or with check_vma=False, a loss
         that joins devices with different examples, limits that do not fit the
         parameters, batches whose first axes are missing or differ, or a mask of the
         wrong shape. "ghost" raises where Explicit mesh axes split parameters, but not
         the batch, for symbolic sizes, and for a loss that cannot be split, such as one
-        with refs (`jax.new_ref`). "two_pass" raises for random keys other than
-        threefry's. For a convolution of a batch that jit splits over devices all
-        methods raise, but for "ghost" if each kernel is used once: JaxRuntimeError,
-        when it is compiled, if only `in_shardings` of jit splits the batch.
+        with refs (`jax.new_ref`). For a convolution of a batch that jit splits over
+        devices all methods raise, but for "ghost" if each kernel is used once:
+        JaxRuntimeError, when it is compiled, if only `in_shardings` of jit splits the
+        batch.
       NotImplementedError: from the function: a loss that closes over an array on a mesh
         with Explicit axes. Make it a shared argument.
       TypeError: a limit that is not a number, or a shrink that is not a function. From
@@ -175,9 +169,7 @@ def clipped_grad(
     1607.00133). For ghost clipping Li, Tramer, Liang, Hashimoto, Large language models
     can be strong differentially private learners, 2022 (arXiv 2110.05679), and Bu,
     Wang, Zha, Karypis, Differentially private optimization on large model at small
-    cost, 2023 (arXiv 2210.00038). For two passes Lee, Kifer, Scaling up differentially
-    private deep learning with fast per-example gradient clipping, 2021 (arXiv
-    2009.03106).
+    cost, 2023 (arXiv 2210.00038).
     """
     call = "clipped_grad"
     check_flag(f"{call}: mean", mean)
@@ -185,17 +177,12 @@ def clipped_grad(
     check_choice(f"{call}: method", method, METHODS)
     if microbatch is not None:
         check_length(f"{call}: microbatch", microbatch)
-    if method == "two_pass" and len(limits.values) > 1:
-        raise ValueError(
-            f"{call}: method='two_pass' has one factor for an example, but max_norm "
-            f"has {len(limits.values)} limits: use another method, or one limit."
-        )
     needs_all_norms = any(map(is_function, limits.values))
-    if needs_all_norms and (private or (microbatch and method != "two_pass")):
+    if needs_all_norms and (private or microbatch):
         raise ValueError(
             f"{call}: max_norm={shown(max_norm)}, a function of all norms, needs "
-            'private=False, and microbatch=None or method="two_pass", got '
-            f"{private=} and {microbatch=}. For a schedule give its number."
+            f"private=False and microbatch=None, got {private=} and {microbatch=}. For "
+            "a schedule give its number."
         )
     question = Question(call, loss, argnums, shared_argnums, has_aux, mesh_axes)
 
@@ -214,19 +201,13 @@ def clipped_grad(
 
     def of_device(problem: Problem) -> Any:
         problem = question.on_device(problem)
-        chosen, width, ghost = choose(problem, method, microbatch)
-        if needs_all_norms and method != "two_pass":
-            # The first factor is known after the last norm.
-            width = None
+        _, width, ghost = choose(problem, method, microbatch)
+        # The first factor is known after the last norm.
+        width = None if needs_all_norms else width
         groups = prefix.lookup(limits.table, problem.params, f"{call}: max_norm")
         numbers = {"values": problem.limits, "splits": problem.splits}
         run = Run(problem, limits._replace(groups=groups, **numbers), width)
-        if ghost:
-            sums, found = ghost.in_steps(run)
-        elif chosen == "two_pass":
-            sums, found = run.in_two_passes()
-        else:
-            sums, found = run.in_one_pass()
+        sums, found = ghost.in_steps(run) if ghost else run.in_one_pass()
         weights, losses, aux = found
         # [batch, groups] -> for each limit [batch].
         norms = limits.treedef.unflatten(weights.norms.T)
@@ -324,17 +305,12 @@ class Explanation(NamedTuple):
         width = self.microbatch or "the whole batch"
         costs = [f"{name} {cost:.2g}" for name, cost in self.costs.items()]
         slow = [name for name, cost in self.costs.items() if cost > 10]
-        bounds = "what an example adds is not bounded"
-        if self.excess < np.inf:
-            bounds = (
-                f"an example adds at most 1 + {self.excess:.2g} limits and changes the "
-                f"sum by 1 + {self.change:.2g}"
-            )
         lines = [
             f"method {self.method}, microbatch: {width}",
             f"estimated time, in plain gradients: {', '.join(costs)}",
             *(f"more than ten plain gradients: {name}" for name in slow),
-            bounds,
+            f"an example adds at most 1 + {self.excess:.2g} limits and changes the sum "
+            f"by 1 + {self.change:.2g}",
         ]
         head = ("parameter", "shape", "norm by", "uses", "kept", "made")
         rows = [head, *(tuple(map(str, leaf)) for leaf in self.leaves)]
@@ -364,7 +340,7 @@ def explain_clipped_grad(
       shared_argnums: which arguments are the same for all examples.
       has_aux: whether the loss returns something beside its value.
       microbatch: how many examples are differentiated at once, or None.
-      method: "auto", "ghost", "one_pass" or "two_pass".
+      method: "auto", "ghost" or "one_pass".
 
     Returns:
       A function of the arguments of `loss`, with batches for examples. It returns an
@@ -382,7 +358,7 @@ def explain_clipped_grad(
     | gradient | abs(g), g by JAX's own derivative | biases, scales, all else |
     | unused | 0 | parameters that the loss does not depend on |
 
-    In one pass and two passes it is "gradient" for all.
+    In one pass it is "gradient" for all.
 
     Raises:
       ValueError: an unknown method, a microbatch below 1. From the function: batches
@@ -396,7 +372,7 @@ def explain_clipped_grad(
       >>> explain = optaxclip.per_example.explain_clipped_grad(loss)
       >>> print(explain(params, jnp.ones((4, 30))))
       method ghost, microbatch: the whole batch
-      estimated time, in plain gradients: one_pass 3.9, two_pass 4.9, ghost 1.4
+      estimated time, in plain gradients: one_pass 3.9, ghost 1.4
       an example adds at most 1 + 7.2e-07 limits and changes the sum by 1 + 5e-06
       parameter  shape     norm by   uses         kept  made
       b          (20,)     gradient  add          320   80
@@ -418,7 +394,7 @@ def explain_clipped_grad(
         chosen, width, ghost = choose(problem, method, microbatch)
         count = min(width or problem.present.size, problem.present.size)
         entries = jax.tree.leaves_with_path(problem.params)
-        # One pass and two passes make whole gradients, and keep nothing of uses.
+        # One pass makes whole gradients, and keeps nothing of uses.
         ways = [Way("gradient", {}, held=leaf.size) for _, leaf in entries]
         rows, ways = [], ghost.ways if ghost else ways
         for (path, leaf), way in zip(entries, ways):
@@ -431,9 +407,7 @@ def explain_clipped_grad(
             name, shown = prefix.name(path), ", ".join(dict.fromkeys(uses))
             rows.append(ExplainedLeaf(name, leaf.shape, way.name, shown, kept, made))
         costs = costs_of(problem, ghost or possible_ghost(problem)[0], microbatch)
-        # The sum of two passes adds up other terms than were measured.
         bounds = _bounds(problem, count * problem.devices, ways)
-        bounds = (np.inf, np.inf) if chosen == "two_pass" else bounds
         width = width and width * problem.devices
         found.append(Explanation(chosen, width, rows, *bounds, costs))
         return jax.tree.leaves(problem.params), 0, ()

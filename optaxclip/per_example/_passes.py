@@ -1,14 +1,8 @@
-"""A batch, a few examples at a time: all gradients of a microbatch at once, in one pass
-or in two.
+"""A batch, a few examples at a time: the gradients of a microbatch, their norms, and
+their weighted sum.
 
-    one pass      for each microbatch: the gradients of its examples, their norms, their
-                  weighted sum
-    two passes    norms first, microbatch by microbatch. Then the gradient of
-                  sum_i f_i loss_i with the factors f_i held fixed, which is the same
-                  sum
-
-None needs memory that grows with the batch beyond a few numbers for each example, apart
-from the activations of a microbatch.
+It needs no memory that grows with the batch beyond a few numbers for each example,
+apart from the activations of a microbatch.
 """
 
 from collections.abc import Callable, Sequence
@@ -20,7 +14,6 @@ import numpy as np
 from jax import Array, lax
 
 from .. import _trees as prefix
-from .._backward import is_weighted
 from .._checks import check_limit, check_scalar, held_in, is_function, shown
 from .._factors import factor_between, shrunk_by, stretch
 from .._mesh import Names, Split, typed_as_varying, varying
@@ -214,21 +207,6 @@ class Run(NamedTuple):
 
         return self.in_steps(step)
 
-    def in_two_passes(self) -> tuple[Arrays, Any]:
-        def look(present: Array, example: Any) -> tuple[None, Any]:
-            # Gradients end here: no more than those of a microbatch are in memory.
-            return None, self._look(present, example)[1]
-
-        batch, width = self.problem.batch, self.microbatch
-        inputs = self.problem.present, (batch,), width
-        found = in_microbatches(look, None, *inputs)[1]
-        # There is one group: two passes refuse several limits.
-        # A limit may need all norms.
-        weights = self.limits.weights(found[0].norms, self.problem.present)
-        inputs = weights.counts, (batch, weights.roots[:, 0]), width
-        sums, _ = in_microbatches(self._pulled, self._zeros(), *inputs)
-        return sums, (weights, *found[1:])
-
     def in_steps(self, step: Any) -> tuple[Arrays, Any]:
         inputs = self.problem.present, (self.problem.batch,)
         return in_microbatches(step, self._zeros(), *inputs, self.microbatch)
@@ -254,27 +232,6 @@ class Run(NamedTuple):
         # norm reads.
         leaves = written(jax.tree.leaves(grads))
         return leaves, (self.limits.weigh(leaves, present), values, aux)
-
-    def _pulled(self, counts: Array, example: Any, root: Array) -> Any:
-        """The weighted sums of the gradients of a microbatch, by one backward pass."""
-        example = _without_uncounted(example, counts)
-
-        def values_of(params: Any) -> Array:
-            return jax.vmap(self.problem.of_one, (None, 0))(params, example)[0]
-
-        # Here a factor must be one number. What was flushed to 0 when norms were taken
-        # is not flushed in what is weighted, and must stay short: 2^100 in float32.
-        factor = stretch(jnp.ones_like(root), root)
-        most = float(jnp.finfo(factor.dtype).max) ** (100 / 128)
-        factor = jnp.minimum(factor, most)
-        # sum_i f_i g_i is the derivative of sum_i f_i loss_i.
-        with is_weighted(True):
-            values, pull = jax.vjp(values_of, self.problem.params)
-            (grads,) = pull(jnp.where(counts, factor, 0).astype(values.dtype))
-        # Where no example counts, broken ones remain: 0 times NaN is NaN.
-        any_counts = jnp.any(counts)
-        leaves = jax.tree.leaves(grads)
-        return [jnp.where(any_counts, x, 0) for x in leaves], None
 
 
 def in_microbatches(
@@ -339,25 +296,3 @@ def evened(size: int, most: int) -> int:
     """
     count = -(-size // min(most, size))
     return -(-size // count)
-
-
-def _without_uncounted(batch: Any, counts: Array) -> Any:
-    """The microbatch, with the first example that counts in the place of those that do
-    not. Times 0 a healthy gradient is 0, but a broken one is NaN.
-    """
-    # 0 if none counts. Callers then make the whole sum 0.
-    first = jnp.argmax(counts)
-    chosen = jnp.arange(counts.size) == first
-
-    def replace(x: Array) -> Array:
-        if jnp.issubdtype(x.dtype, jnp.number):
-            # A sum, since devices that share a batch would send each other all of it to
-            # take one example out.
-            own = jnp.where(along_batch(chosen, x), x, 0)
-            own = jnp.sum(own, 0, x.dtype, keepdims=True)
-        else:
-            # Booleans and random keys are not summed.
-            own = lax.dynamic_index_in_dim(x, first, 0)
-        return jnp.where(along_batch(counts, x), x, own)
-
-    return jax.tree.map(replace, batch)

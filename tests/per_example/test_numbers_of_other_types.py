@@ -68,7 +68,7 @@ def narrow_loss(w, x, y):
     return jnp.real(jnp.sum(rows @ w)).astype(jnp.float32) * y
 
 
-@pytest.mark.parametrize("method", ["ghost", "one_pass", "two_pass", "auto"])
+@pytest.mark.parametrize("method", ["ghost", "one_pass", "auto"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16", "complex64"])
 def test_every_method_works_under_strict_promotion(method, dtype):
     w = jnp.zeros((3, 8), dtype)
@@ -97,7 +97,7 @@ def exported(grad):
     return jax.export.export(jax.jit(lambda *args: grad(*args).grads))(*shapes)
 
 
-@pytest.mark.parametrize("method", ["one_pass", "two_pass", "auto"])
+@pytest.mark.parametrize("method", ["one_pass", "auto"])
 def test_it_can_be_exported_for_any_size(method):
     grad = clipped_grad(loss, 2.0, method=method)
     found = exported(grad).call(jnp.zeros(6), GRADIENTS)

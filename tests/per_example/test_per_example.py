@@ -67,7 +67,6 @@ def shrunk():
     kinds = {
         **{(name, "one_pass"): {"method": "one_pass"} for name in FACTORS},
         **{(name, "ghost"): {"method": "ghost"} for name in FACTORS},
-        ("psac", "two_pass"): {"method": "two_pass", "microbatch": 5},
     }
     return jax.jit(
         lambda *args: {
@@ -77,13 +76,8 @@ def shrunk():
     )(params, batch)
 
 
-@pytest.mark.parametrize(
-    "name, method",
-    [
-        *((name, method) for name in FACTORS for method in ("one_pass", "ghost")),
-        ("psac", "two_pass"),
-    ],
-)
+@pytest.mark.parametrize("name", FACTORS)
+@pytest.mark.parametrize("method", METHODS)
 @pytest.mark.slow
 def test_every_shrink_gives_its_factor(name, method):
     leaves = examples()[1]
