@@ -169,6 +169,13 @@ def record_health(
         if {*state.signs, *state.idle} != {*signs, *tables}:
             raise ValueError(f"{CALL}: state was made with other options. {BEGIN_ANEW}")
         tree = clipped_leaves(updates, CALL)
+        for name, steps in state.idle.items():
+            rows = len(_table(tree, name))
+            if len(steps) != rows:
+                raise ValueError(
+                    f"{CALL}: state was made for {len(steps)} rows in {name!r}, but "
+                    f"the updates have {rows}. {BEGIN_ANEW}"
+                )
         beside = weights_of(CALL, tree, params) if weights else None
         return updates, _after_step(options, tree, state, beside)
 

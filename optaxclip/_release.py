@@ -369,9 +369,9 @@ def _check_optimizer(optimizer: Any, weights: Any) -> None:
             numbers.append(len(inputs))
         elif whole.shape != (_count(weights), *own.shape):
             raise ValueError(
-                "release: the state of optimizer must follow the weights, but "
-                f"{name(path)!r} is {whole} for the stack, and {own} for one layer. "
-                f"{HINT}"
+                "release: the state of optimizer must have an entry for each layer, "
+                f"but {name(path)!r} is {whole.dtype}{list(whole.shape)} for the stack "
+                f"and {own.dtype}{list(own.shape)} for one layer. {HINT}"
             )
         inputs.append(name(path))
     program = jax.make_jaxpr(optimizer.update)(one, state, one).jaxpr
