@@ -162,7 +162,7 @@ def _smallest(rows: list[dict[str, Any]], model: str, name: str, column: str) ->
 
 def each_choice() -> str:
     """For small models of many kinds what "auto" takes beside the other methods."""
-    rows, ways, lines = rows_of("per_example", "per_example_auto"), EACH[:5], []
+    rows, ways, lines = rows_of("per_example", "per_example_auto"), EACH[:4], []
     for key in dict.fromkeys((row["model"], row["batch"]) for row in rows):
         own = [row for row in rows if (row["model"], row["batch"]) == key]
         times = [shown(_smallest(own, key[0], name, "time")) for name, _ in ways]
