@@ -280,8 +280,9 @@ def _of_every_step(table: Table, column: str) -> str:
     clipper, wrapper = [norms[np.isfinite(norms)] for norms in both]
     # Between both, a loss may be scaled, or gradients accumulated. In a step that was
     # skipped for its loss the norm may be the smallest.
-    skipped = np.array(table.get(f"{own[:-4]}skipped", [0]), float)
-    taken = both[1][skipped == 0] if skipped.size == both[1].size else wrapper
+    flags = table.get(f"{own.removesuffix('norm')}skipped", [])
+    passed = [is_number(flag) and float(flag) == 0 for flag in flags]
+    taken = both[1][passed] if len(passed) == both[1].size else wrapper
     smallest = [min(norms[norms > 0], default=0.0) for norms in (clipper, taken)]
     if not np.isclose(*smallest, rtol=1e-3, atol=0):
         return column

@@ -121,8 +121,7 @@ def test_a_norm_that_json_cannot_hold_is_not_finite(broken, tmp_path):
 
 
 def test_a_summary_does_not_tell_what_is_finite():
-    counts = [*np.zeros(8), 3.0]
-    (found,) = diagnose(rows_of(health__norm=np.ones(9), health__nonfinite=counts))
+    (found,) = diagnose(rows_of(health__norm=[1] * 9, health__nonfinite=[0] * 8 + [3]))
     assert found.evidence.endswith("finite beside them: not known from a summary")
 
 

@@ -97,7 +97,8 @@ def test_change_and_pattern_are_those_of_the_worst_example():
 def test_a_batch_may_be_split_over_devices():
     mesh = jax.make_mesh((2,), ("data",))
     batch = jax.device_put(BATCH, NamedSharding(mesh, P("data")))
-    assert audit(clipped_grad(loss, LIMIT, mean=False), batch).change <= MOST
+    found = audit(clipped_grad(loss, LIMIT, mean=False), batch)
+    assert 0.9 * LIMIT < found.change <= MOST
 
 
 def test_keys_booleans_and_words_stay_what_they_are():

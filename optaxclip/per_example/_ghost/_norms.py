@@ -298,11 +298,8 @@ def _convolution(use: Use) -> Form | None:
         c = jnp.transpose(cotangent, (out[0], *out[2:], out[1]))[..., None, :]
         window = [kernel[k] for k in own[2:]]
         if shifts > 1:
-            step, window[0], rest = (
-                params["rhs_dilation"][0],
-                1,
-                [(0, 0)] * (c.ndim - 2),
-            )
+            window[0], step = 1, params["rhs_dilation"][0]
+            rest = [(0, 0)] * (c.ndim - 2)
             ends = [(k * step, (shifts - 1 - k) * step) for k in range(shifts)]
             c = jnp.concatenate([jnp.pad(c, [(0, 0), x, *rest]) for x in ends], -2)
 
