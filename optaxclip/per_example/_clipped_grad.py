@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 
 from .. import _trees as prefix
 from .._checks import check_choice, check_flag, check_length, is_function, shown
@@ -188,13 +187,15 @@ def clipped_grad(
 
     def of_batch(*args: Any, mask: Any = None) -> ClippedGrad:
         problem = question.about(args, mask)._replace(limits=limits.values)
-        sums, nonfinite, each = on_each_device(of_device, problem)
-        leaves, treedef = jax.tree.flatten(problem.params)
         divisor = None
         if mean:
             # Broken examples too. A batch that is all masked gives 0 / 1.
             divisor = jnp.maximum(jnp.sum(problem.present, dtype=jnp.int32), 1)
-            sums = [_divided(x, divisor, y.dtype) for x, y in zip(sums, leaves)]
+            problem = problem._replace(divisor=divisor)
+        sums, nonfinite, each = on_each_device(of_device, problem)
+        leaves, treedef = jax.tree.flatten(problem.params)
+        if mean:
+            sums = [x.astype(y.dtype) for x, y in zip(sums, leaves)]
         norms, factors, values, aux = each
         grads = treedef.unflatten(sums)
         return ClippedGrad(grads, norms, factors, nonfinite, divisor, values, aux)
@@ -206,7 +207,8 @@ def clipped_grad(
         width = None if needs_all_norms else width
         groups = prefix.lookup(limits.table, problem.params, f"{call}: max_norm")
         numbers = {"values": problem.limits, "splits": problem.splits}
-        run = Run(problem, limits._replace(groups=groups, **numbers), width)
+        own = limits._replace(groups=groups, divisor=problem.divisor, **numbers)
+        run = Run(problem, own, width)
         sums, found = ghost.in_steps(run) if ghost else run.in_one_pass()
         weights, losses, aux = found
         # [batch, groups] -> for each limit [batch].
@@ -216,16 +218,6 @@ def clipped_grad(
         return sums, nonfinite, (norms, factors, losses, aux)
 
     return of_batch
-
-
-def _divided(total: jax.Array, divisor: jax.Array, dtype: Any) -> jax.Array:
-    """The total by the divisor, in a dtype."""
-    if jnp.iscomplexobj(total):
-        real = np.finfo(dtype).dtype
-        parts = jnp.real(total), jnp.imag(total)
-        return lax.complex(*(_divided(part, divisor, real) for part in parts))
-    # Strict dtype promotion does not divide a float by an integer.
-    return (total / divisor.astype(total.dtype)).astype(dtype)
 
 
 def _bounds(problem: Problem, width: int, ways: list[Way]) -> tuple[float, float]:

@@ -44,6 +44,7 @@ class Limits(NamedTuple):
     groups: Sequence[int] = ()  # for each leaf, the number of its group
     # for each leaf, the mesh axes over which it is split. () if none is
     splits: Sequence[Names] = ()
+    divisor: Any = 1  # of the sum
 
     def weigh(
         self, leaves: Arrays, present: Array, terms: Arrays | None = None
@@ -94,6 +95,7 @@ class Limits(NamedTuple):
             roots=factor.root,
             factors=jnp.where(counts[:, None], factor.reported, 0.0),
             counts=counts,
+            shares=jnp.ones_like(known[:, 0]) / held_in(norms.dtype, self.divisor),
         )
 
 
@@ -109,6 +111,7 @@ class Weights(NamedTuple):
     # example that does not count.
     factors: Array
     counts: Array  # bool[batch]: is present and has finite norms
+    shares: Array  # float32[batch]: 1 over the divisor of the sum, for all the same
 
     def total(self, leaf: Array, group: int) -> Array:
         """The sum over the batch of the gradients that count, times the factors of a
@@ -121,9 +124,9 @@ class Weights(NamedTuple):
         kept = jnp.where(counts, stretch(leaf.astype(wide), root), 0)
         # A dot, which on a CPU is four times as fast as a sum over the first axis. At
         # the highest precision, because GPU and TPU would round to fewer bits.
-        ones = jnp.ones(self.counts.shape, wide)
         highest = lax.Precision.HIGHEST
-        return jnp.tensordot(ones, kept, axes=1, precision=highest)
+        shares = self.shares.astype(wide)
+        return jnp.tensordot(shares, kept, axes=1, precision=highest)
 
 
 def limits_of(max_norm: Any, call: str, shrink: Shrink) -> Limits:

@@ -32,6 +32,7 @@ class Problem(NamedTuple):
     # For each parameter, the mesh axes over which its gradient is split
     splits: Sequence[Names] = ()
     limits: Sequence[Any] = ()  # the numbers of `max_norm`
+    divisor: Any = 1  # of the sum of the clipped gradients
     devices: int = 1  # that share the batch, of which this has a part
 
     def of_one(self, params: Any, example: Any) -> tuple[jax.Array, Any]:

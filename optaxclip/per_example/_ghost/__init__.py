@@ -130,23 +130,26 @@ class Ghost(NamedTuple):
         matrices [stack, rows, columns].
         """
         way, param = self.ways[leaf], self.params[leaf]
-        counts, root = weights.counts, weights.roots[:, group]
+        counts, root, share = weights.counts, weights.roots[:, group], weights.shares
         dtype = np.promote_types(param.dtype, root.dtype)
         own, start = way.own(book), jnp.zeros(way.matrices, dtype)
         start = typed_as_varying((own, param, counts), start)
 
-        def step(counts: Array, own: Book, found: Array, root: Array) -> Any:
+        def step(
+            counts: Array, own: Book, found: Array, root: Array, share: Array
+        ) -> Any:
             total, pairs = start, list(map(factors_of, way.parts, own))
             if way.name == "rows":
                 pairs = [(jnp.sort(joined(pairs)[0]), found)]
             for part, pair in zip(way.parts, pairs):
-                total = _plus_weighted(total, part, pair, root, counts)
+                total = _plus_weighted(total, part, pair, root, share, counts)
             return total, None
 
         # The patches of all images may be more than all that was captured.
         is_large = way.parts[0].use.name == "conv_general_dilated"
         width = _width(way, book, counts.size) if is_large else None
-        return passes.in_microbatches(step, start, counts, (own, found, root), width)[0]
+        each = own, found, root, share
+        return passes.in_microbatches(step, start, counts, each, width)[0]
 
 
 def _outputs(made: dict[Any, Any], use: Use, inputs: list[Any]) -> list[Any]:
@@ -205,15 +208,16 @@ def _width(way: Way, book: Book, size: int) -> int:
 
 
 def _plus_weighted(
-    total: Array, part: Part, pair: Pair, root: Array, counts: Array
+    total: Array, part: Part, pair: Pair, root: Array, share: Array, counts: Array
 ) -> Array:
     """The total, plus the products of factors of the examples that count, each times
-    the square of its root.
+    the square of its root and its share.
     """
     # Selected, since 0 times NaN is NaN.
     a, c = (jnp.where(along_batch(counts, x), x, 0) for x in pair)
     wide, is_bfloat16 = total.dtype, a.dtype == c.dtype == jnp.bfloat16
     c = stretch(c.astype(wide), along_batch(root, c))
+    c = c * along_batch(share, c).astype(wide)
     if a.ndim == 3:
         return total.at[jnp.arange(len(total))[:, None], a].add(c)
     a, parts = a.astype(wide), [c]
@@ -230,7 +234,14 @@ def _plus_weighted(
     # An algorithm would say in what to add up, too.
     asked = part.use.eqn.params.get("precision")
     asked = asked if isinstance(asked, (tuple, lax.Precision)) else None
-    return total + sum(lax.dot_general(a, c, over, asked, wide) for c in parts)
+    if len(total) == 1:
+        # Two matrices: up to 6 % less for small batches on a CPU.
+        a, *parts = (x.reshape(-1, x.shape[-1]) for x in (a, *parts))
+        over = ((0,), (0,)), ((), ())
+    for c in parts:
+        product = lax.dot_general(a, c, over, asked, wide)
+        total = total + product.reshape(total.shape)
+    return total
 
 
 def _after(before: Array, counts: Array) -> Array:
