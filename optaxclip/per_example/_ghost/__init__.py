@@ -234,9 +234,10 @@ def _plus_weighted(
     # An algorithm would say in what to add up, too.
     asked = part.use.eqn.params.get("precision")
     asked = asked if isinstance(asked, (tuple, lax.Precision)) else None
-    if len(total) == 1:
-        # Two matrices: up to 6 % less for small batches on a CPU.
-        a, *parts = (x.reshape(-1, x.shape[-1]) for x in (a, *parts))
+    if a.shape[1:3] == (1, 1):
+        # Of one position. A CPU takes up to 6 % less for a gradient of small batches.
+        # More positions, joined to the batch, would be gathered if devices split them.
+        a, *parts = (x[:, 0, 0] for x in (a, *parts))
         over = ((0,), (0,)), ((), ())
     for c in parts:
         product = lax.dot_general(a, c, over, asked, wide)
