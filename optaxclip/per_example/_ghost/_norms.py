@@ -418,7 +418,7 @@ def by_gram(pairs: list[Pair]) -> tuple[Array, Array]:
     Where squares would leave the range of the dtype, the bound is the norm.
     """
     norm_of_each = jax.vmap(own_norm)
-    norm_of_rows = jax.vmap(jax.vmap(norm_of_each))
+    norm_of_rows = jnp.vectorize(own_norm, signature="(n)->()")
     floats = [x.dtype for pair in pairs for x in pair if x.ndim == 4]
     wide = reduce(np.promote_types, floats, np.dtype(np.float32))
     cast = jax.tree.map(lambda x: x.astype(wide) if x.ndim == 4 else x, pairs)
@@ -426,25 +426,28 @@ def by_gram(pairs: list[Pair]) -> tuple[Array, Array]:
     kinds = [[pair for pair in cast if pair[0].ndim == rank] for rank in (3, 4)]
     rows, columns = zip(*[joined(own) for own in kinds if own])
     c = jnp.concatenate(columns, 2)
+    if c.shape[1] == 1:
+        # A stack of one: with its axis XLA on a CPU would make the factors twice.
+        rows, c = jax.tree.map(lambda x: x[:, 0], (rows, c))
     of_columns = norm_of_rows(c)
     # A lookup is 1 in one row.
-    sizes = [norm_of_rows(a) if a.ndim == 4 else jnp.ones_like(a, wide) for a in rows]
-    of_rows = jnp.concatenate(sizes, 2)
+    sizes = [jnp.ones_like(a, wide) if _is_lookup(a) else norm_of_rows(a) for a in rows]
+    of_rows = jnp.concatenate(sizes, -1)
     each = jnp.where(of_rows < LARGEST, of_rows, jnp.inf) * of_columns
     # That of a stack is of all its matrices.
-    terms = norm_of_each(jnp.sum(each, 2))
+    terms = norm_of_each(jnp.sum(each, -1))
 
     products = partial(_products, dtype=wide)
     inner = jnp.block([list(map(partial(products, a), rows)) for a in rows])
     is_used = (of_rows != 0) & (of_columns != 0)
-    both = is_used[:, :, :, None] & is_used[:, :, None]
+    both = is_used[..., :, None] & is_used[..., None, :]
     # Selected, since beside a cotangent of 0 the product of inputs may be inf.
-    total = jnp.sum(jnp.where(both, inner * products(c, c), 0), (1, 2, 3))
+    total = _sums(jnp.where(both, inner * products(c, c), 0))
     # Numbers that are flushed to 0 are less than eps / 2 of the square of the bound,
     # for up to 2^24 rows and columns, and 2^13 positions of all layers.
     info = jnp.finfo(wide)
     least = 2.0**13 * float(2 * info.tiny / info.eps) ** 0.5
-    size = jnp.sum(jnp.where(is_used, of_rows + of_columns, 0), (1, 2))
+    size = _sums(jnp.where(is_used, of_rows + of_columns, 0))
     is_enough = terms > least * (size + 2.0**-13 * is_used[0].size)
     fits = is_enough & (jnp.maximum(terms, size) < float(info.max) ** 0.5)
     # The derivative of sqrt(0) would be NaN.
@@ -453,19 +456,28 @@ def by_gram(pairs: list[Pair]) -> tuple[Array, Array]:
     return jnp.where(is_long, norm, jnp.where(is_zero, 0, terms)), terms
 
 
+def _sums(x: Array) -> Array:
+    """Of each example, over all other axes."""
+    return jnp.sum(x, range(1, x.ndim))
+
+
+def _is_lookup(a: Array) -> bool:
+    return jnp.issubdtype(a.dtype, jnp.integer)
+
+
 def _products(a: Array, b: Array, dtype: Any) -> Array:
     """The products a_t . b_s of rows, some of which may be those of lookups."""
-    if a.ndim == b.ndim == 3:
+    if _is_lookup(a) and _is_lookup(b):
         # 1 where both look up the same row, and else 0.
         same = a[..., :, None] == b[..., None, :]
         return same.astype(dtype)
-    if a.ndim == 3:
-        return jnp.swapaxes(_products(b, a, dtype), 2, 3)
-    if b.ndim == 3:
+    if _is_lookup(a):
+        return jnp.swapaxes(_products(b, a, dtype), -1, -2)
+    if _is_lookup(b):
         # For a lookup of row r the product with a_t is the entry a_t[r].
-        index = jnp.broadcast_to(b[:, :, None], (*a.shape[:3], b.shape[-1]))
+        index = jnp.broadcast_to(b[..., None, :], (*a.shape[:-1], b.shape[-1]))
         return jnp.take_along_axis(a, index, axis=-1)
-    return _dot("bstn,bsun->bstu", a, b)
+    return _dot("...tn,...un->...tu", a, b)
 
 
 def _dot(axes: str, x: Array, y: Array) -> Array:
