@@ -37,23 +37,25 @@ def test_a_row_beyond_the_table_has_no_gradient(read, method):
     np.testing.assert_allclose(found.grads[1], [0.6, 0.8], rtol=1e-5)
 
 
-def test_a_clipped_index_has_the_gradient_of_its_row():
+@pytest.mark.parametrize("beyond", [7, 2**32 - 3])
+def test_a_clipped_index_has_the_gradient_of_its_row(beyond):
     def loss(table, index):
-        return jnp.sum(table.at[index].get(mode="clip") ** 2)
+        return jnp.sum(jnp.take(table, index, 0, mode="clip") ** 2)
 
     grad = clipped_grad(loss, None, method="ghost")
-    found = grad(jnp.array(TABLE), jnp.array([[1, 7]]))
-    # Rows (3, 4) and (5, 6).
+    found = grad(jnp.array(TABLE), np.array([[1, beyond]], np.uint32))
     np.testing.assert_allclose(found.norms, [2 * np.sqrt(86.0)], rtol=1e-6)
+    np.testing.assert_array_equal(found.grads, [[0, 0], [6, 8], [10, 12]])
 
 
+@pytest.mark.parametrize("beyond", [7, 2**32 - 3])
 @pytest.mark.parametrize("rows", [1, 2])
-def test_a_slice_beyond_the_table_has_the_gradient_of_the_last_rows(rows):
+def test_a_slice_beyond_the_table_has_the_gradient_of_the_last_rows(rows, beyond):
     def loss(table, index):
         found = [lax.dynamic_slice_in_dim(table, k, rows) for k in index]
         return jnp.sum(jnp.stack(found) ** 2)
 
-    table, index = jnp.array(TABLE), jnp.array([[0, 7], [2, 2]])
+    table, index = jnp.array(TABLE), np.array([[0, beyond], [2, 2]], np.uint32)
     found = clipped_grad(loss, None, mean=False, method="ghost")(table, index)
     # How often each row is read by each example. The gradient is 2 row for each time.
     reads = {1: [[1, 0, 1], [0, 0, 2]], 2: [[1, 2, 1], [0, 2, 2]]}[rows]

@@ -244,16 +244,22 @@ def _gather(use: Use) -> Form | None:
     drops = use.eqn.params["mode"] != lax.GatherScatterMode.CLIP
 
     def split(inputs: list[Array], cotangent: Array) -> Pair:
-        # A uint8 of 256, the number of rows, would be 0.
-        index = inputs[0].reshape(1, sizes[0]).astype(jnp.int32)
+        index = inputs[0].reshape(1, sizes[0])
+        row = _row(index, shape[0] - 1)
         c = jnp.transpose(cotangent, (*free, *offsets))
         c = c.reshape(1, sizes[0], sizes[2])
-        within = (index >= 0) & (index < shape[0])
         if drops:
-            c = jnp.where(within[:, :, None], c, 0)
-        return jnp.clip(index, 0, shape[0] - 1), c
+            c = jnp.where((row == index)[:, :, None], c, 0)
+        return row.astype(jnp.int32), c
 
     return Form((), (0,), range(1, len(shape)), sizes, split)
+
+
+def _row(index: Array, last: int) -> Array:
+    """The nearest row. In the dtype of the index, which may be too narrow for the
+    number of rows, or wider than int32.
+    """
+    return jnp.clip(index, 0, min(last, jnp.iinfo(index.dtype).max))
 
 
 def _slice_of_rows(use: Use) -> Form | None:
@@ -265,7 +271,7 @@ def _slice_of_rows(use: Use) -> Form | None:
 
     def split(inputs: list[Array], cotangent: Array) -> Pair:
         # A slice that would end beyond the table is moved, and so is its derivative.
-        start = jnp.clip(inputs[0].astype(jnp.int32), 0, shape[0] - slices[0])
+        start = _row(inputs[0], shape[0] - slices[0]).astype(jnp.int32)
         index = start + jnp.arange(slices[0], dtype=jnp.int32)
         return index[None], cotangent.reshape(1, sizes[0], sizes[2])
 
