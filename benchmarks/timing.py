@@ -43,7 +43,9 @@ def repeated(run: Callable[[], Any], seconds: float) -> Contestant:
     calls = max(1, math.ceil(seconds / _seconds(Contestant(run))))
 
     def run_all() -> Any:
-        return [run() for _ in range(calls)][-1]
+        for _ in range(calls - 1):
+            run()
+        return run()
 
     return Contestant(run_all, calls=calls)
 
