@@ -63,7 +63,8 @@ def record_health(
     """Records early signs that a run will break, of each tensor. Changes nothing.
 
     In front of the optimizer it sees gradients, and behind it updates. `python -m
-    optaxclip.doctor log.jsonl` reads the log of both:
+    optaxclip.doctor log.jsonl` reads the log of both, and takes for updates what has
+    "update" in its name:
 
         optimizer = optax.named_chain(
             ("gradients", optaxclip.record_health()),
@@ -303,8 +304,9 @@ def _entropies(norms: Norms, tree: Any) -> list[jax.Array]:
 def _entropy(matrices: jax.Array) -> jax.Array:
     """[..., m, n] -> [...]"""
     values = jnp.linalg.svd(matrices, compute_uv=False)
-    # Divided by the largest first, so that no square leaves the range.
-    largest = values[..., :1]
+    # Divided by the largest first, so that no square leaves the range. XLA multiplies
+    # with the reciprocal, which above 2^126 is flushed to 0.
+    largest = jnp.minimum(values[..., :1], jnp.finfo(values.dtype).max / 8)
     squares = (values / jnp.where(largest == 0, 1, largest)) ** 2
     total = jnp.sum(squares, -1, keepdims=True)
     shares = squares / jnp.where(total == 0, 1, total)

@@ -133,9 +133,7 @@ def make_clipper(
         if not settings.no_limit and not jax.tree.leaves(tree):
             trees.warn_of_integers(call, updates)
         # Weights that no rule looks at would only be another argument of the program.
-        weights = None
-        if settings.with_params:
-            weights = trees.weights_of(call, tree, params)
+        weights = trees.weights_of(call, tree, params) if settings.with_params else None
         is_inside = settings.has_schedule and isinstance(state.step, Tracer)
         run = unwrap(_update) if is_inside else _update
         clipped, new = run(settings, numbers, eps, tree, state, weights, given)
@@ -212,9 +210,7 @@ def _ask(
 ) -> list[Asked]:
     each, rules = norms.each, settings.rules.unflatten(numbers)
     of_norm = states.rules_of_norms(rules, norms, settings.argument, state.names)
-    weights: Any = None
-    if settings.with_params:
-        weights = measured(settings.measure, params).each
+    weights = measured(settings.measure, params).each if settings.with_params else []
     needs_total = any(map(attrgetter("needs_total"), of_norm))
     total = norm_of_norms(norms) if needs_total else None
     if given is not None:
@@ -335,9 +331,7 @@ def _next_state(
     # Norms that are missing in this step keep what was known of them.
     is_whole = np.array_equal(rows, range(state.norm.size))
     old = state.clipped, state.clipped_recently, state.nonfinite
-    if not is_whole:
-        old = [x[rows] for x in old]
-    clipped, recently, nonfinite = old
+    clipped, recently, nonfinite = old if is_whole else [x[rows] for x in old]
     share = new["units_clipped"] if norms.units else new.pop("units_clipped")
     new["clipped_recently"] = moving_average(recently, share, state.step)
     new["clipped"] = count_up(clipped, new["clipped"])

@@ -29,7 +29,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.sharding import PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 
 from . import _trees as trees
 from ._checks import shown
@@ -113,11 +113,13 @@ def resharded(value: jax.Array, spec: Sequence[Any] = ()) -> jax.Array:
     """The value, split over Explicit axes along its first dimensions as `spec` says,
     and whole along the others.
     """
+    mesh = jax.typeof(value).sharding.mesh
+    # Outside jax.set_mesh only the type knows the mesh.
+    mesh = mesh if mesh.explicit_axes else jax.sharding.get_abstract_mesh()
     # In Auto meshes the sharding is no part of a type, and XLA chooses it.
-    if not jax.sharding.get_abstract_mesh().explicit_axes:
+    if not mesh.explicit_axes:
         return value
-    rest = [None] * (value.ndim - len(spec))
-    return jax.reshard(value, PartitionSpec(*spec, *rest))
+    return jax.reshard(value, NamedSharding(mesh, PartitionSpec(*spec)))
 
 
 def entries_of(

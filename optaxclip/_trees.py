@@ -340,7 +340,7 @@ def lookup(
     for key in () if allow_missing else table:
         # Nor need a value below a hole, as in a full tree of limits.
         if key not in used and holes.isdisjoint(heads(key)):
-            kind = "label" if part == "label" else "part"
+            kind = "label, see allow_missing" if part == "label" else "part"
             raise ValueError(
                 f"{argument} has a value for {name(key)!r}, but the updates have no "
                 f"such {kind}: they have {listed_paths(paths)}."

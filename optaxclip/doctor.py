@@ -324,6 +324,8 @@ def main(arguments: list[str] | None = None) -> None:
             print(f"{'':13}{each.advice}: {each.page}")
         if not findings:
             print("No number is above its limit.")
+        if not any("update" in who for _, who, _, _ in log):
+            print('Learning rate not judged: no recorder has "update" in its name.')
     try:
         if options.picture:
             _draw(log, findings, options.picture)

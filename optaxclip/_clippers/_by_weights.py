@@ -13,7 +13,7 @@ import optax
 from jax import Array
 from jax.typing import ArrayLike
 
-from .._checks import Nonfinite, shown
+from .._checks import Nonfinite, check_flag, shown
 from .._factors import cast_like
 from .._kernel import make_clipper
 from .._mesh import MeshAxes
@@ -93,6 +93,7 @@ def adaptive_grad_clip(
     through world models, 2023 (arXiv 2301.04104).
     """
     call = "adaptive_grad_clip"
+    check_flag(f"{call}: per_tensor", per_tensor)
     # A leaf as a whole has no axes to choose, so one of the two is a mistake.
     if per_tensor and axis is not None:
         raise ValueError(

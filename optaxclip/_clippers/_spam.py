@@ -79,8 +79,9 @@ def spam(
       warmup: how many updates from each reset on are not clipped, since v has seen too
         little by then. At the start it is one fewer. Where v is 0, nothing is clipped
         either. At least 0.
-      every: the average starts anew before each update whose number is a multiple of
-        this, as in `reset_momentum`. None for never. A whole number, at least 1.
+      every: the average starts anew before each update whose number, from 1, is a
+        multiple of this, as in `reset_momentum`. None for never. A whole number, at
+        least 1.
       count: whether to count which share of the elements is clipped, for `metrics`.
 
     Returns:
@@ -301,8 +302,8 @@ def reset_momentum(
 
     Args:
       inner: the transformation whose state is reset.
-      every: the state starts anew before each update whose number is a multiple of
-        this. A whole number, at least 1.
+      every: the state starts anew before each update whose number, from 1, is a
+        multiple of this. A whole number, at least 1.
       warmup: over how many steps after a reset the updates rise to their full size. At
         the start of training they do not. At least 0.
 

@@ -372,7 +372,9 @@ def moments(ddof: Any, window: Window) -> tuple[Array, Array]:
     anchor = window.past[..., :1]
     # Empty places hold 0, which is no norm.
     apart = jnp.where(held, window.past - anchor, 0.0)
-    largest = jnp.max(jnp.abs(apart), axis=-1, keepdims=True)
+    # XLA multiplies with the reciprocal, which above 2^126 is flushed to 0.
+    most = jnp.finfo(apart.dtype).max / 8
+    largest = jnp.minimum(jnp.max(jnp.abs(apart), axis=-1, keepdims=True), most)
     apart = apart / jnp.where(largest > 0, largest, 1.0)
     shift = jnp.sum(apart, axis=-1, keepdims=True) / count[..., None]
     squares = jnp.sum(jnp.where(held, apart - shift, 0.0) ** 2, axis=-1)

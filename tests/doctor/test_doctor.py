@@ -288,6 +288,7 @@ def test_the_command_prints_a_table_and_draws(log, capsys):
     ratio = 50 / calm().max()
     line = f"step    400  bad batch         norm {ratio:.3g} times the largest"
     assert text.startswith(line) and "run_health.md#rollback" in text
+    assert "Learning rate not judged" in text
     picture = log.with_name("own.png")
     main([str(log), "--picture", str(picture)])
     assert picture.read_bytes().startswith(b"\x89PNG")

@@ -142,12 +142,14 @@ def test_the_summary_is_the_largest_of_all_tensors():
 
 def test_the_entropy_is_that_of_a_sample():
     grads = {"w": array((200, 130)), "conv": array((2, 3, 8, 5)), "b": array((4,))}
-    grads["head"] = array((4, 1))
+    grads |= {"head": array((4, 1)), "large": 3e37 * array((6, 4))}
     recorder = optaxclip.record_health(weights=False, entropy_every=1)
     found = found_in(recorded(recorder, grads, grads))
     sample = grads["w"][::4, ::3]
     assert max(sample.shape) <= 64
     assert found["health/entropy/w"] == pytest.approx(entropy_of(sample), rel=1e-5)
+    large = entropy_of(grads["large"])
+    assert found["health/entropy/large"] == pytest.approx(large, rel=1e-5)
     conv = [entropy_of(x) for x in grads["conv"].reshape(6, 8, 5)]
     assert found["health/entropy/conv"] == pytest.approx(np.mean(conv), rel=1e-5)
     assert found["health/entropy/b"] == found["health/entropy/head"] == 1

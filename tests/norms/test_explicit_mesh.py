@@ -143,6 +143,16 @@ def test_explicit_mesh_keeps_shardings_and_values(name, kinds):
     assert_same_values(have, on_one_device(name))
 
 
+@pytest.mark.parametrize("method", ["svd", "newton_schulz"])
+def test_without_set_mesh_a_split_matrix_is_clipped(method):
+    mesh = sharded.mesh_of((2, 2), kind=EXPLICIT)
+    clipper = spectral(method=method)
+    grads = sharded.place(PARAMS, mesh, SPECS)
+    updates, _ = clipper.update(grads, clipper.init(grads))
+    assert types(updates) == types(grads)
+    assert_same_values(updates, clipper.update(PARAMS, clipper.init(PARAMS))[0])
+
+
 ROWS = {"bias": P("x"), "gain": P(), "layers": P("x"), "matrix": P("x")}
 PARTLY = {
     "adaptive_grad_clip": lambda **axes: optaxclip.adaptive_grad_clip(0.5, **axes),

@@ -86,10 +86,14 @@ def test_a_deviation_of_a_sample_wants_two_norms():
     np.testing.assert_allclose(limits[2], 3 + 3 * 2**0.5, rtol=1e-6)
 
 
-def test_norms_that_differ_by_little_keep_their_deviation():
-    norms = 8192 + np.array([0, 3, 1, 5, 2, 4, 0]) * 2.0**-9
-    limit = limits_of(rules.windowed_mean(1e6, 16), norms)[-1]
-    wanted = np.mean(norms[:-1]) + 1e6 * np.std(norms[:-1])
+LITTLE_APART = 8192 + np.array([0, 3, 1, 5, 2, 4, 0]) * 2.0**-9
+FAR_APART = np.array([1.0, 1.1, 1.2e38, 1.0, 1.0])
+
+
+@pytest.mark.parametrize(("norms", "sigmas"), [(LITTLE_APART, 1e6), (FAR_APART, 1.5)])
+def test_norms_little_or_far_apart_keep_their_deviation(norms, sigmas):
+    limit = limits_of(rules.windowed_mean(sigmas, 16), norms)[-1]
+    wanted = np.mean(norms[:-1]) + sigmas * np.std(norms[:-1])
     np.testing.assert_allclose(limit, wanted, rtol=1e-5)
 
 
