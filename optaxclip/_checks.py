@@ -108,7 +108,8 @@ check_limit = partial(check_number, is_limit=True)
 
 def check_length(argument: str, value: Any, least: int = 1) -> None:
     """Refuses what is not a whole number, at least `least`."""
-    check_number(argument, value, lowest=least)
+    # XLA ends the process where the size of an array leaves the range of int32.
+    check_number(argument, value, lowest=least, highest=LAST_STEP)
     # A traced length passes here. Windows, whose shape it is, refuse it in `init`.
     if isinstance(value, Tracer):
         return

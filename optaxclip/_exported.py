@@ -94,7 +94,7 @@ def call_repr(name: str, fields: dict[str, Any]) -> str:
     """A call with these arguments: numbers first, and cut at the end if it is long."""
     texts = []
     for field, value in fields.items():
-        if isinstance(value, tuple | dict) and not value:
+        if isinstance(value, tuple | dict) and not jax.tree.leaves(value):
             continue
         text = repr(jax.tree.map(_Short, value, is_leaf=_is_whole))
         texts.append(f"{field}={_cut(text, LONGEST_FIELD)}")

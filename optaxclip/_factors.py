@@ -7,7 +7,6 @@ The quotient of the norms may leave the range of the dtype, and its root does no
 updates are multiplied twice, always, which takes no decision for each leaf.
 """
 
-from collections.abc import Callable
 from functools import partial
 from operator import getitem
 from typing import Any, NamedTuple
@@ -23,7 +22,7 @@ from ._norms import norms_of_tree
 from ._plan import Norms, beside
 from ._sums import as_float, per_platform
 from ._trees import clipped_leaves, put_back
-from .shrinks import Shrink, hard, is_ours
+from .shrinks import Shrink, hard
 
 
 def rescale(updates: Any, norms: Any, new_norms: Any) -> Any:
@@ -64,38 +63,24 @@ def rescale(updates: Any, norms: Any, new_norms: Any) -> Any:
     return put_back(multiply(tree, before, roots), updates)
 
 
-def shrunk_by(
-    shrink: Shrink, norm: jax.Array, long: jax.Array, limit: jax.Array, call: str
-) -> jax.Array:
+def shrunk_by(shrink: Shrink, norm: jax.Array, limit: jax.Array, call: str) -> Any:
     """What norms become under their limits.
-
-    `long` is the norm with the eps of a clipper.
 
     Raises:
       TypeError: a shrink that returns no number for each norm.
     """
     if shrink is hard:
-        return jnp.minimum(long, limit)
-    # A limit of inf clips nothing, and the derivative of a shrink there may be NaN.
-    off = limit == jnp.inf
-    finite = jnp.where(off, 1.0, limit)
-    new = shrink(long, finite)
-    # One of the user's.
-    if not is_ours(shrink):
-        is_array = isinstance(new, NUMBERS)
-        if not is_array or not broadcasts_to(jnp.shape(new), norm.shape):
-            raise TypeError(
-                f"{call}: shrink must return the new norm of each norm, in the shape "
-                f"{norm.shape}, got {shown(new)}."
-            )
-        # At 0, and where all becomes 0, its derivative may be NaN, and is not asked
-        # for.
-        fixed = (norm == 0) | ((limit == 0) & (new == 0))
-        moved = shrink(*(jnp.where(fixed, 1.0, x) for x in (long, finite)))
-        # At 0 it may be NaN or inf itself, such as norm * (limit / norm).
-        value = lax.stop_gradient(jnp.where(jnp.isfinite(new), new, long))
-        new = jnp.where(fixed, value, moved)
-    return jnp.where(off, long, new)
+        return jnp.minimum(norm, limit)
+    # Zeros stay zeros, and a limit of inf clips nothing. A shrink, and its derivative,
+    # may be NaN there, such as norm * (limit / norm), so it is asked about 1.
+    fixed = (norm == 0) | (limit == jnp.inf)
+    new = shrink(*(jnp.where(fixed, 1.0, x) for x in (norm, limit)))
+    if not isinstance(new, NUMBERS) or not broadcasts_to(jnp.shape(new), norm.shape):
+        raise TypeError(
+            f"{call}: shrink must return the new norm of each norm, in the shape "
+            f"{norm.shape}, got {shown(new)}."
+        )
+    return jnp.where(fixed, norm, new)
 
 
 class Factor(NamedTuple):
@@ -182,19 +167,6 @@ def stretch(x: jax.Array, root: jax.Array) -> jax.Array:
     wide = np.promote_types(x.dtype, root.dtype)
     # Spread once, as each product would do it.
     spread = jnp.broadcast_to(root.astype(wide), x.shape)
-    product = cast_like(x.astype(wide) * spread * spread, x)
+    product = (x.astype(wide) * spread * spread).astype(x.dtype)
     # Selected, since on a CPU and a TPU a product of 1 flushes subnormal numbers.
     return jnp.where(root == 1, x, product)
-
-
-def cast_like(x: jax.Array, leaf: Any) -> jax.Array:
-    """An array in the dtype of a leaf, weakly typed where the leaf is."""
-    leaf = jnp.asarray(leaf)
-    x = x.astype(leaf.dtype)
-    if not leaf.weak_type:
-        return x
-    # The only public way to a weakly typed array is to fill one with a scalar.
-    fill: Callable[[jax.Array], jax.Array] = partial(lax.full_like, leaf, shape=())
-    for _ in range(x.ndim):
-        fill = jax.vmap(fill)
-    return fill(x)

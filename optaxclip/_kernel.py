@@ -218,10 +218,10 @@ def _ask(
         given = [jnp.maximum(x, 0) for x in _given("limit", given, norms, settings)]
     asking = unwrap(limit_of) if settings.has_schedule else limit_of
     ask = partial(asking, argument=settings.argument)
-    found, memory_of = [], states.memories(state)
+    found = []
     for group in states.groups_of(norms, state, settings.call):
         rule = states.shared_rule(of_norm, group, norms, settings.call)
-        memory, norm = memory_of[group.part], group.vector(each)
+        memory, norm = state.memory[group.part], group.vector(each)
         learns = bool(jax.tree.leaves(memory))
         if group.own_rows is not None:
             memory = jax.tree.map(itemgetter(group.own_rows), memory)
@@ -286,7 +286,7 @@ def _decide(
 ) -> Decided:
     known = jnp.isfinite(norm) & (limit == limit)
     long = norm + jnp.asarray(eps).astype(norm.dtype)
-    shrunk = shrunk_by(settings.shrink, norm, long, limit, settings.call)
+    shrunk = shrunk_by(settings.shrink, long, limit, settings.call)
     # The new norm of a broken step. NaN makes the root NaN, and the updates with it.
     instead = 0.0 if settings.nonfinite == "zero" else jnp.nan
     # A rule that has no limit yet, and gives inf, still lets no broken step through.
@@ -340,12 +340,12 @@ def _next_state(
         was = getattr(state, name)
         value = value.astype(was.dtype)
         new[name] = value.reshape(was.shape) if is_whole else was.at[rows].set(value)
-    memory = list(states.memories(state))
+    memory = list(state.memory)
     for own, _ in decided:
         if own.learns:
             part = own.group.part
             memory[part] = own.group.put(memory[part], own.memory)
-    return state._replace(step=step, memory=states.one_memory(memory), **new)
+    return state._replace(step=step, memory=tuple(memory), **new)
 
 
 def _summaries(

@@ -56,7 +56,7 @@ class ClipState(NamedTuple):
       clipped_recently: their share of about the last 100 steps. Of units, the mean of
         `units_clipped`.
       nonfinite: steps whose norm was NaN or inf.
-      memory: what the rule remembers. Norms of several rules have a tuple of memories.
+      memory: what the rules remember: a tuple with one memory for each rule.
       norm: before clipping, in the last step.
       limit: what the norm was held against.
       factor: what the updates were multiplied by. 1 where nothing was done, 0 only
@@ -73,7 +73,7 @@ class ClipState(NamedTuple):
     clipped: Any  # int32[N]
     clipped_recently: Any  # float32[N]
     nonfinite: Any  # int32[N]
-    memory: Any  # arrays [N, ...]
+    memory: Any  # for each rule arrays [N, ...]
     norm: Any  # float32[N]
     limit: Any  # float32[N]
     factor: Any  # float32[N]
@@ -100,10 +100,10 @@ class ClipState(NamedTuple):
         check_one_model("by_name: the state", "ClipState.by_name", self)
         values = [getattr(self, name) for name in Entry._fields]
         if self.names == ALL:
-            return {"": Entry(*values)}
+            return {"": Entry(*values[:-1], *self.memory)}
         parts = with_layers(self, "by_name") if layers else counts_of(self)
         found, start = {}, 0
-        for part, memory in zip(parts, memories(self)):
+        for part, memory in zip(parts, self.memory):
             stop = start + sum(count or 1 for count in part.values())
             of_part = jax.tree.map(itemgetter(slice(start, stop)), values[:-1])
             whole, row = Entry._make([*of_part, memory]), 0
@@ -163,21 +163,6 @@ def with_layers(state: ClipState, call: str) -> list[dict[str, int | None]]:
         seen.update(every)
         found.append(dict.fromkeys(every))
     return found
-
-
-def memories(state: ClipState) -> tuple[Any, ...]:
-    """The memory of each part."""
-    # Rules without a memory share one ().
-    if len(state.names) == 1 or not jax.tree.leaves(state.memory):
-        return (state.memory,) * len(state.names)
-    return tuple(state.memory)
-
-
-def one_memory(memories: list[Any]) -> Any:
-    """The memories of all parts, as a state keeps them."""
-    if not jax.tree.leaves(memories):
-        return ()
-    return memories[0] if len(memories) == 1 else tuple(memories)
 
 
 def check_one_model(argument: str, function: str, state: Any) -> None:
@@ -366,6 +351,7 @@ def first_state(norms: Norms, rules: list[Rule], argument: str) -> ClipState:
     Raises:
       ValueError: an array in a rule that is not one number for each entry of a norm.
     """
+    each = [mesh.typed_as(jnp.zeros(x.shape, x.dtype), x) for x in norms.each]
     names: dict[Any, dict[str, Any]] = {}
     numbers: dict[Any, list[int]] = {}
     found = enumerate(trees.names(norms.paths))
@@ -386,7 +372,6 @@ def first_state(norms: Norms, rules: list[Rule], argument: str) -> ClipState:
         names.setdefault(kind, {})[name] = layers
         numbers.setdefault(kind, []).append(number)
     parts = tuple(names.values())
-    each = [mesh.typed_as(jnp.zeros(x.shape, x.dtype), x) for x in norms.each]
     entries, memory = [], []
     for part, own in enumerate(numbers.values()):
         group = group_of(norms, parts, part, own)
@@ -414,7 +399,7 @@ def first_state(norms: Norms, rules: list[Rule], argument: str) -> ClipState:
     if not norms.units:
         filled["units_clipped"] = ()
     step = jnp.zeros((), jnp.int32)
-    return ClipState(parts, step, memory=one_memory(memory), **filled)
+    return ClipState(parts, step, memory=tuple(memory), **filled)
 
 
 def _layer_names(shape: tuple[int, ...]) -> list[str]:

@@ -254,16 +254,12 @@ def plain_sum(x: jax.Array, dims: Dims) -> jax.Array:
 
 
 def direction(x: jax.Array) -> jax.Array:
-    """x / |x|, and 0 at 0.
-
-    Of an infinite complex number, that of its infinite part. The modulus itself may be
-    beyond the range of the dtype.
+    """x / |x|, and 0 at 0. The modulus itself may be beyond the range of the dtype. Of
+    an infinite complex number it is NaN.
     """
     if not jnp.iscomplexobj(x):
         return jnp.sign(x)
     parts = jnp.real(x), jnp.imag(x)
-    infinite = jnp.isinf(parts[0]) | jnp.isinf(parts[1])
-    parts = [_sign_where_infinite(part, infinite) for part in parts]
     longer = jnp.maximum(jnp.abs(parts[0]), jnp.abs(parts[1]))
     real, imag = (part / jnp.where(longer == 0, 1.0, longer) for part in parts)
     # The root has no derivative at 0, so it is not taken of 0.
@@ -281,12 +277,6 @@ def with_modulus(size: jax.Array, x: jax.Array) -> jax.Array:
         return size * unit
     # In parts: strict promotion has no product of a real and a complex number.
     return jax.lax.complex(size * jnp.real(unit), size * jnp.imag(unit))
-
-
-def _sign_where_infinite(part: jax.Array, infinite: jax.Array) -> jax.Array:
-    # inf / inf is NaN. An infinite part counts as 1, and a finite one beside it as 0.
-    finite = jnp.where(infinite, 0 * part, part)
-    return jnp.where(jnp.isinf(part), jnp.sign(part), finite)
 
 
 def tangent_of_modulus(x: jax.Array, change: jax.Array) -> jax.Array:

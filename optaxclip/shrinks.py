@@ -148,13 +148,6 @@ def _known(argument: str, number: Any, lowest: float = 0.0) -> float:
     return float(number)
 
 
-def is_ours(x: Any) -> bool:
-    """Whether it is a shrink of this module. All of them, and their derivatives, are
-    finite at a norm and at a limit of 0.
-    """
-    return getattr(x, "__module__", None) == __name__
-
-
 def shrink_of(shrink: Any, call: str) -> Shrink:
     """The shrink that a user means: `hard` for None, a factory's default for a factory.
 

@@ -39,9 +39,9 @@ def clip_by_value(
     """Clips every element to [min_value, max_value], or to [-max_value, max_value].
 
     Complex elements are limited by modulus and take one bound. NaN stays NaN. An
-    infinite element becomes the bound (a complex one in the direction of its infinite
-    part). Integer leaves keep their dtype: the bounds are rounded inwards. Bools and
-    keys pass. The direction of the gradient changes. No collective is needed.
+    infinite element becomes the bound, and a complex one NaN. Integer leaves keep their
+    dtype: the bounds are rounded inwards. Bools and keys pass. The direction of the
+    gradient changes. No collective is needed.
 
     Args:
       max_value: the upper bound: a number, a schedule, an array that broadcasts to each

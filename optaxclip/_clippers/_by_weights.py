@@ -14,7 +14,6 @@ from jax import Array
 from jax.typing import ArrayLike
 
 from .._checks import Nonfinite, check_flag, shown
-from .._factors import cast_like
 from .._kernel import make_clipper
 from .._mesh import MeshAxes
 from .._norms import Ord, TensorNorm, UnitwiseNorm, check_measure
@@ -205,7 +204,8 @@ def larc(
         longer = jax.tree.map(lengthen, norms, lengths)
         changed = put_back(decayed, updates)
         clipped, state = kernel.update(changed, state, params, grad_norm=longer)
-        rounded = jax.tree.map(cast_like, clipped_leaves(clipped), tree)
+        kinds = jax.tree.map(jnp.result_type, tree)
+        rounded = jax.tree.map(jnp.astype, clipped_leaves(clipped), kinds)
         return put_back(rounded, updates), state
 
     return optax.GradientTransformationExtraArgs(kernel.init, update)

@@ -21,7 +21,6 @@ from jax.typing import ArrayLike
 from .. import _trees as trees
 from .._checks import check_number, check_state, shown
 from .._exported import PLACEHOLDER
-from .._factors import cast_like
 from .._kernel import make_clipper
 from .._mesh import resharded, typed_as, varying_as
 from .._norms import OwnNorm, types_of
@@ -220,7 +219,7 @@ def _scaled(update: jax.Array, weight: Any, scale: jax.Array) -> jax.Array:
     # operations XLA on a CPU writes to memory instead of computing it in the same loop.
     weight = jnp.asarray(weight).astype(wide)
     taken = jnp.where(scale == 1, 0, (1 - scale) * weight)
-    return cast_like(scale * jnp.asarray(update).astype(wide) - taken, update)
+    return (scale * update.astype(wide) - taken).astype(update.dtype)
 
 
 # ------------------------------------------------------ which leaves have which heads

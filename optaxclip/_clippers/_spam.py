@@ -23,15 +23,13 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
-from jax.core import Tracer
 from jax.typing import ArrayLike
 
 from .. import _checks as checks
 from .. import _trees as trees
-from .._checks import LAST_STEP, Nonfinite, check_state, number_for_jit
+from .._checks import Nonfinite, check_state
 from .._elements import ClippedElements, count_clipped, no_elements_clipped
 from .._exported import exported
-from .._factors import cast_like
 from .._kernel import make_clipper
 from .._mesh import MeshAxes
 from .._norms import TensorNorm, check_measure
@@ -70,7 +68,7 @@ def spam(
     In the paper v is Adam's. Here it is a buffer of its own, as large as the
     parameters, unless `update(..., second_moment=v)` passes one in. A coordinate that
     is NaN stays NaN, and an infinite one becomes the limit. Neither enters the average.
-    Complex coordinates are limited by modulus.
+    Complex coordinates are limited by modulus. An infinite one becomes NaN.
 
     Args:
       threshold: how many times its usual square a square may be. At least 0. A number
@@ -171,7 +169,7 @@ def _cut_spikes(
     most = float(jnp.finfo(jnp.result_type(x)).max)
     held = jnp.where(spike, jnp.minimum(limit, most), 1.0)
     short = with_modulus(held.astype(modulus_dtype(wide)), wide)
-    return jnp.where(spike, cast_like(short, x), x)
+    return jnp.where(spike, short.astype(jnp.result_type(x)), x)
 
 
 def _blend(step: jax.Array, decay: Any, x: Any, clipped: Any, v: Any) -> Any:
@@ -332,7 +330,6 @@ def reset_momentum(
     """
     call = "reset_momentum"
     checks.check_length(f"{call}: every", every)
-    every = number_for_jit(every)
     warmup = check_field(call, "warmup", number(schedule=False), warmup)
     optimizer = checks.with_extra_args(f"{call}: inner", inner)
 
@@ -356,7 +353,8 @@ def reset_momentum(
         factor = jnp.where(rising, rise, 1.0)
 
         def scaled(x: Any) -> jax.Array:
-            return cast_like(_widened(x) * factor.astype(wide_dtype(x)), x)
+            wide = _widened(x)
+            return (wide * factor.astype(wide.dtype)).astype(jnp.result_type(x))
 
         tree = jax.tree.map(scaled, clipped_leaves(updates))
         return put_back(tree, updates), ResetState(step, inner_state)
@@ -372,7 +370,5 @@ def steps_since_reset(step: jax.Array, every: Any) -> jax.Array:
     number = count_up(step)
     if every is None:
         return number
-    if not isinstance(every, Tracer):
-        every = min(int(every), LAST_STEP)
     # every=3: the steps 0, 1, 2, 3, 4, 5 give 1, 2, 0, 1, 2, 0.
     return number % jnp.asarray(every, jnp.int32)

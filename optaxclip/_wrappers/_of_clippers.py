@@ -35,7 +35,6 @@ from jax import lax
 
 from .._checks import check_state, kept_finite, with_extra_args
 from .._exported import exported
-from .._factors import cast_like
 from .._mesh import varying
 from .._state import clip_states
 from .._sums import wide_dtype
@@ -124,9 +123,10 @@ def _add_carry(grad: Any, carry: jax.Array) -> jax.Array | None:
 
 def _held_in_type(clipped: jax.Array, grad: Any) -> jax.Array:
     """What was clipped, in the dtype of the gradient. No finite number becomes inf."""
+    dtype = jnp.result_type(grad)
     if not jnp.iscomplexobj(clipped):
-        clipped = kept_finite(jnp.result_type(grad), clipped)
-    return cast_like(clipped, grad)
+        clipped = kept_finite(dtype, clipped)
+    return clipped.astype(dtype)
 
 
 def _cut_off(total: Any, clipped: Any, carry: jax.Array) -> jax.Array:
@@ -239,7 +239,7 @@ def _step_to(
             cleared = (held == 0) & jnp.any(flags)
             step = jnp.where(cleared, jnp.zeros_like(step), step)
     # Where the clipper changed nothing, the update keeps its bits.
-    return jnp.where(held == moved, update, cast_like(step, update))
+    return jnp.where(held == moved, update, step.astype(jnp.result_type(update)))
 
 
 def _real_step(

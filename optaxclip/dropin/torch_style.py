@@ -14,25 +14,18 @@ array is a tree.
     no leaves, only None          norm 0                 the same
     max_norm 0                    zeros                  the same
     norm_type a text              read as a number       the same
-    norm_type 0                   counts the leaves that the same
-                                  have an element not 0
-    norm_type < 0                 the same formula, 0    the same
-                                  where an element is 0
-    norm_type -inf                min |x|                the same
+    norm_type <= 0                a count, or less than  ValueError: no norm
+                                  the smallest |x|
     norm_type NaN, True, False    NaN, 1, 0              ValueError
     norm                          in the dtype of the    float32, or float64 if a leaf
                                   gradients              has 64 bits
     powers overflow, such as the  norm inf, zeros        the true norm, clipped
     square of 1e20 in float32,
     2e200 in float64
-    powers underflow              norm 0, or inf for     the true norm, clipped
-                                  norm_type < 0
+    powers underflow              norm 0                 the true norm, clipped
     a gradient is NaN             all NaN                the same
     a gradient is inf             NaN there, zeros       all NaN: a broken step is
                                   elsewhere              seen, never half applied
-    NaN and inf where the norm    stay as they are       the same
-    is finite: norm_type 0, and
-    inf also for norm_type < 0
     max_norm inf, norm not        NaN                    untouched, since there is no
     finite                                               limit
     max_norm < 0                  the sign flips         ValueError
@@ -44,16 +37,9 @@ array is a tree.
                                                          neither where only torch's
                                                          powers overflow
     get_total_norm of None        RuntimeError           ignored, as in clip_grad_norm
-    a leaf without elements,      RuntimeError           ignored
-    norm_type < 0
     integer leaves                refused                neither measured nor clipped
                                                          by norm
-    derivatives                   none: under no_grad    those of the formula; norms
-                                                         of norm_type <= 0 count as
-                                                         constants
-
-A norm of norm_type <= 0 limits nothing: a large element beside a small one leaves it
-small.
+    derivatives                   none: under no_grad    those of the formula
 
 Reference: torch.nn.utils.clip_grad, PyTorch 2.13. Pascanu, Mikolov, Bengio, On the
 difficulty of training recurrent neural networks, 2013 (arXiv 1211.5063).
@@ -62,17 +48,15 @@ difficulty of training recurrent neural networks, 2013 (arXiv 1211.5063).
 from __future__ import annotations
 
 import math
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
-import jax.numpy as jnp
 
 from .. import _norms as norms
 from .._checks import Tree, check_number, check_scalar, shown
 from .._clippers._by_value import value_clipper
 from .._kernel import clip_once
 from .._names import with_our_names
-from .._sums import norm_dtype
 
 __all__ = [
     "clip_grad_norm",
@@ -95,9 +79,8 @@ def clip_grad_norm(
     Args:
       grads: a pytree of arrays.
       max_norm: the limit, a scalar at least 0. inf only measures. It may be traced.
-      norm_type: the order of the norm: a number, `math.inf`, or a string such as "inf".
-        Orders of 0 and less are not norms, but are computed as torch does: 0 counts the
-        leaves that have an element other than 0, `-math.inf` is min |x|.
+      norm_type: the order of the norm: a number above 0, `math.inf`, or a string such
+        as "inf".
       error_if_nonfinite: raise where the norm is NaN or inf.
 
     Returns:
@@ -105,7 +88,7 @@ def clip_grad_norm(
       clipping, a scalar, float32 (float64 if a leaf has 64 bits).
 
     Raises:
-      ValueError: a limit that is negative or NaN, or an order that is not a number.
+      ValueError: a limit that is negative or NaN, or an order that is not above 0.
       TypeError: a limit that is not a real number.
       RuntimeError: a norm that is not finite, if `error_if_nonfinite`. Under jit a
         `checkify.check` that fails.
@@ -161,16 +144,15 @@ def get_total_norm(
 
     Args:
       grads: a pytree of arrays.
-      norm_type: the order of the norm: a number, `math.inf`, or a string such as "inf".
-        Orders of 0 and less are not norms, but are computed as torch does: 0 counts the
-        leaves that have an element other than 0, `-math.inf` is min |x|.
+      norm_type: the order of the norm: a number above 0, `math.inf`, or a string such
+        as "inf".
       error_if_nonfinite: raise where the norm is NaN or inf.
 
     Returns:
       A scalar, float32 (float64 if a leaf has 64 bits). 0 for an empty tree.
 
     Raises:
-      ValueError: an order that is not a number.
+      ValueError: an order that is not above 0.
       RuntimeError: a norm that is not finite, if `error_if_nonfinite`. Under jit a
         `checkify.check` that fails.
 
@@ -226,16 +208,15 @@ def _clipped(
 ) -> tuple[Any, jax.Array]:
     """The clipped gradients and their norm. `call` is the name that errors quote."""
     try:
-        # torch reads texts too: "inf" becomes inf, and "-2" becomes -2.0.
+        # torch reads texts too: "inf" becomes inf.
         order = float(norm_type)
     except (TypeError, ValueError, OverflowError):
         order = math.nan
     # float(True) is 1, which torch takes. Here a bool counts as a mistake.
-    if math.isnan(order) or isinstance(norm_type, bool):
-        must = 'must be a number, or a text of one such as "inf"'
+    if not order > 0 or isinstance(norm_type, bool):
+        must = 'must be a number above 0, or a text of one such as "inf"'
         raise ValueError(f"{call}: norm_type {must}, got {shown(norm_type)}.")
-    # What torch calls the norm is one for orders above 0.
-    measure = norms.GlobalNorm(call, order) if order > 0 else TorchNorm(order)
+    measure = norms.GlobalNorm(call, order)
     nonfinite = "raise" if error_if_nonfinite else "propagate"
     # eps is only in the divisor: the norm comes back without it, as from torch.
     options = {"call": call, "name": "max_norm", "eps": EPS}
@@ -247,43 +228,6 @@ def _clipped(
         raise RuntimeError(
             f"{text}. With error_if_nonfinite=False the norm is returned as it is."
         ) from error
-
-
-class TorchNorm(NamedTuple):
-    """What torch calls the norm of an order of 0 or less. It has no derivative.
-
-    order 0    how many leaves have an element other than 0
-    order p    (sum |x|^p)^(1/p), which is min |x| for -inf
-    """
-
-    ord: float
-
-    def __call__(self, tree: Any) -> norms.Norms:
-        # A count does not change with x, and |x|^p has no slope at 0 for p < 0.
-        fixed = jax.tree.map(jax.lax.stop_gradient, tree)
-        if self.ord < 0:
-            return norms.norms_of_tree(_norm_below_order_zero(fixed, self.ord), tree)
-        # max |x| is 0 only where all are. Squares of tiny numbers would be 0 too.
-        largest = norms.tensor_norm(fixed, ord=math.inf)
-        counts = jax.tree.map(lambda norm: (norm != 0).astype(norm.dtype), largest)
-        # No mesh axes: the norms that are counted are the same on all devices.
-        count = norms.global_norm(counts, ord=1, mesh_axes=None)
-        return norms.norms_of_tree(count, tree)
-
-
-def _norm_below_order_zero(tree: Any, ord: float) -> jax.Array:
-    """(sum |x|^ord)^(1/ord) = 1 / (sum (1/|x|)^-ord)^(-1/ord)."""
-    leaves = jax.tree.leaves(tree)
-    if not leaves:
-        # torch raises. Here a tree without leaves has norm 0 in every order.
-        return jnp.zeros((), jnp.float32)
-    info = jnp.finfo(norm_dtype(leaves))
-    # With this instead of 1 the reciprocals of all normal numbers are normal: that of
-    # the largest is the smallest, and that of the smallest the largest.
-    one = info.max * info.tiny
-    # inf for 0, so that one element of 0 makes the result 0.
-    reciprocals = jax.tree.map(lambda x: one / jnp.abs(x).astype(info.dtype), tree)
-    return one / norms.global_norm(reciprocals, ord=-ord)
 
 
 with_our_names(__name__)

@@ -88,7 +88,7 @@ class Limits(NamedTuple):
         # A traced limit may be negative, and then counts as 0.
         limit = jnp.stack(limits)
         limit = jnp.broadcast_to(jnp.maximum(limit, 0), norms.shape)
-        new = shrunk_by(self.shrink, known, known, limit, self.call)
+        new = shrunk_by(self.shrink, known, limit, self.call)
         factor = factor_between(known, new)
         return Weights(
             norms=jnp.where(present[:, None], norms, 0.0),

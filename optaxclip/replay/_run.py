@@ -135,7 +135,7 @@ def _scan(rule: Rule, memory: Any, values: jax.Array, **options: Any) -> jax.Arr
 def _replayed(shrink: Shrink, norms: jax.Array, limits: jax.Array) -> Replay:
     # As in a clipper, which counts no step as clipped whose limit is NaN.
     known = jnp.isfinite(norms) & ~jnp.isnan(limits)
-    after = shrunk_by(shrink, norms, norms, limits, "replay.run")
+    after = shrunk_by(shrink, norms, limits, "replay.run")
     factors = jnp.where(known, factor_between(norms, after).reported, jnp.nan)
     return Replay(norms, limits, factors, known & (after != norms))
 

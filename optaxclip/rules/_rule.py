@@ -58,9 +58,7 @@ def number(
         if optional and value is None:
             return None
         if whole:
-            checks.check_length(argument, value)
-            # XLA ends the process where the size of an array leaves its range.
-            return checks.check_number(argument, value, highest=checks.LAST_STEP)
+            return checks.check_length(argument, value)
         # What a schedule returns is known in each step only.
         if schedule and callable(value):
             checks.check_schedule(argument, value)
@@ -263,7 +261,7 @@ def _checked_memory(rule: Rule, norm: jax.Array, memory: Any, argument: str) -> 
         lambda x: 1 if isinstance(x, Tracer) and not x.ndim else x, rule
     )
     wanted = jax.eval_shape(known.init, norm)
-    # A state keeps () in place of any memory without arrays.
+    # Rules that remember nothing may follow one another.
     if not jax.tree.leaves((wanted, memory)):
         return wanted
     if jax.tree.structure(wanted) != jax.tree.structure(memory):

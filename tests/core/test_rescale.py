@@ -144,16 +144,15 @@ def test_zeros_stay_where_a_shrink_has_no_number_for_them(shrink):
 
 
 @pytest.mark.parametrize(
-    ("shrink", "limit"),
+    "shrink",
     [
-        (lambda norm, limit: jnp.minimum(norm * (limit / norm), norm), 1.0),
-        (lambda norm, limit: jnp.sqrt(norm * limit), 1.0),
-        (lambda norm, limit: limit * jnp.tanh(norm / limit), 0.0),
+        lambda norm, limit: jnp.minimum(norm * (limit / norm), norm),
+        lambda norm, limit: jnp.sqrt(norm * limit),
     ],
 )
-def test_derivatives_at_0_by_any_shrink_are_finite(shrink, limit):
+def test_derivatives_at_0_by_any_shrink_are_finite(shrink):
     tree = {"a": jnp.zeros(2), "b": jnp.array([3.0, 4.0])}
-    clipper = optaxclip.clip_by_tensor_norm(limit, shrink=shrink)
+    clipper = optaxclip.clip_by_tensor_norm(1.0, shrink=shrink)
     state, ones = clipper.init(tree), jax.tree.map(jnp.ones_like, tree)
     _, back = jax.vjp(lambda x: clipper.update(x, state)[0], tree)
     _, moved = jax.jvp(lambda x: clipper.update(x, state)[0], (tree,), (ones,))

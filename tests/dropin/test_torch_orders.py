@@ -7,12 +7,11 @@ import itertools
 import math
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from optaxclip.dropin import torch_style
-from tests.dropin.recorded import INF, NAN, close, in_torch
+from tests.dropin.recorded import INF, NAN, in_torch
 
 TREES = {
     "plain": [[0.5, -3.0], [4.0]],
@@ -46,7 +45,7 @@ for name, tree in TREES.items():
     CASES += [(name, leaves, max_norm) for max_norm in (0.0, 1e-7, 0.5, INF)]
 for name, tree in trees_in_64_bits():
     CASES.append((name, [np.float64(leaf) for leaf in tree], 1.0))
-ORDERS = (-INF, -3.5, -2, -1, -0.5, 0, 0.5, 1, 2, 3.5, INF)
+ORDERS = (0.5, 1, 2, 3.5, INF)
 every_order = pytest.mark.parametrize("order", ORDERS)
 
 
@@ -54,22 +53,18 @@ def tolerance(order):
     """In eps: a sum of a few powers is right to 8, its root of an order below 1 is as
     much less right.
     """
-    return 8 / min(1.0, abs(order) or 1.0)
+    return 8 / min(1.0, order)
 
 
 def torch_norm(grads, order):
-    """The norm by its equation in float64; for order 0 how many tensors are not 0."""
-    if order == 0:
-        return float(sum(np.any(grad != 0) for grad in grads))
+    """The norm by its equation in float64."""
     sizes = np.abs(np.concatenate([grad.astype(float) for grad in grads]))
     if math.isinf(order) or np.isnan(sizes).any():
-        return float(np.max(sizes) if order > 0 else np.min(sizes))
+        return float(np.max(sizes))
     # The powers of 2e200 are beyond float64, so they are those of a share.
     usual = sizes[np.isfinite(sizes) & (sizes > 0)]
-    unit = np.max(usual, initial=0) if order > 0 else np.min(usual, initial=INF)
-    unit = unit if usual.size else 1.0
-    with np.errstate(divide="ignore"):
-        return float(unit * np.sum((sizes / unit) ** order) ** (1 / order))
+    unit = np.max(usual) if usual.size else 1.0
+    return float(unit * np.sum((sizes / unit) ** order) ** (1 / order))
 
 
 def torch_clipped(grads, norm, max_norm):
@@ -142,11 +137,8 @@ def test_only_powers_beyond_the_range_differ_from_torch(torch):
         if not is_in_range(found, torch_norm(grads, order)):
             different.add((name.removesuffix(" beside 1"), order))
     everywhere = ("tiny", "huge", "tiny and huge", "2e+200, all", "-2e+200, all")
-    beside_zeros = ("2e+200, one", "-2e+200, one")  # where norm_type < 0 gives 0
-    assert different == {
-        *itertools.product(everywhere, (-3.5, -2, 2, 3.5)),
-        *itertools.product(beside_zeros, (2, 3.5)),
-    }
+    beside_zeros = ("2e+200, one", "-2e+200, one")
+    assert different == {*itertools.product(everywhere + beside_zeros, (2, 3.5))}
 
 
 @every_order
@@ -169,34 +161,3 @@ def test_error_if_nonfinite_raises_where_torch_does(torch, order):
             # Of a norm in range torch raises only where its powers are not.
             assert math.isfinite(norm) and (not raises or theirs == INF)
             torch_style.clip_grad_norm(grads, 1.0, order, True)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("order", ["-inf", "-2", "0", -1])
-def test_norm_types_up_to_0_run_under_jit_and_know_no_empty_tree(order):
-    grads = {"a": jnp.array([3.0, -4.0]), "b": None, "c": jnp.array([5.0 + 12.0j])}
-    sizes = [np.array([3.0, 4.0]), np.array([13.0])]
-    norm = torch_norm(sizes, float(order))
-    for run in (
-        torch_style.clip_grad_norm,
-        jax.jit(torch_style.clip_grad_norm, static_argnums=2),
-    ):
-        clipped, total_norm = run(grads, 0.5, order)
-        close(total_norm, norm)
-        close(clipped["a"], np.array([3.0, -4.0]) * 0.5 / (norm + 1e-6))
-        assert clipped["b"] is None and clipped["c"].dtype == "complex64"
-    for nothing in ([], [None], {"i": jnp.arange(3)}, [jnp.zeros((0, 2))]):
-        with jax.enable_x64(True):
-            norm = torch_style.get_total_norm(nothing, order)
-        assert norm == 0 and norm.dtype == jnp.float32
-
-
-@pytest.mark.parametrize("order", [-INF, -2, -1, 0])
-@pytest.mark.parametrize("grads", [[3.0, -4.0], [0.0, 1.0], [1e-30, 1e30]])
-def test_norm_types_up_to_0_count_as_constants_in_derivatives(grads, order):
-    grads = jnp.array(grads)
-    factor = 0.25 / (torch_norm([np.asarray(grads)], order) + 1e-6)
-    slope = jax.grad(lambda x: jnp.sum(torch_style.clip_grad_norm(x, 0.25, order)[0]))(
-        grads
-    )
-    np.testing.assert_allclose(slope, np.full(2, min(1.0, factor)), 1e-5)

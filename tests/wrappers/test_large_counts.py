@@ -17,7 +17,6 @@ GRADS = jnp.array([3.0, 4.0])
 LARGE, TRACE = 10**10, optax.trace(0.9)
 # A transformation with a large count, and what it returns for GRADS.
 COUNTS = {
-    "spam every": (optaxclip.spam(every=LARGE), [3.0, 4.0]),
     "skip": (optaxclip.skip_nonfinite(TRACE, LARGE), [3.0, 4.0]),
     "adagc": (optaxclip.adagc(warmup=LARGE), [0.6, 0.8]),
     "zclip": (optaxclip.zclip(warmup=LARGE), [3.0, 4.0]),
