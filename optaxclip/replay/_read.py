@@ -220,7 +220,7 @@ def _log(rows: Rows, column: str | None) -> Log:
                 table.setdefault(name, []).append(entry)
     numeric = [name for name, found in table.items() if any(map(is_number, found))]
     if not numeric:
-        raise ValueError(f"must hold numbers, got {len(rows)} rows without.")
+        raise ValueError(f"must hold numbers, got {len(rows)} rows without any.")
     if column is None:
         # The norm of one tensor, with `summary=True`. Of one norm the name is empty.
         worst = [x.replace("worst_name", "norm_before") for x in table]
