@@ -254,8 +254,8 @@ def plain_sum(x: jax.Array, dims: Dims) -> jax.Array:
 
 
 def direction(x: jax.Array) -> jax.Array:
-    """x / |x|, and 0 at 0. The modulus itself may be beyond the range of the dtype. Of
-    an infinite complex number it is NaN.
+    """x / |x|, 0 at 0, and NaN for an infinite complex number. The modulus itself may
+    be beyond the range of the dtype.
     """
     if not jnp.iscomplexobj(x):
         return jnp.sign(x)

@@ -246,8 +246,7 @@ def _finding(cause: str, series: Series) -> tuple[int, Finding] | None:
 def _series(log: Log) -> Iterator[tuple[str, Series]]:
     """The numbers that each cause is seen by."""
     for (part, who, sign, names), own in log.items():
-        # The name of the recorder, without what a logger puts in front.
-        is_update = "update" in who[who.rfind("health") :]
+        is_update = _is_of_updates(who)
         if sign == "norm":
             broken = own._replace(numbers=1.0 * ~np.isfinite(own.numbers))
             yield "not finite", log.get((part, who, "nonfinite", names), broken)
@@ -266,6 +265,11 @@ def _series(log: Log) -> Iterator[tuple[str, Series]]:
             yield "dead embedding", own
         elif re.match(LOGITS, who.lower()):
             yield "attention logits", own
+
+
+def _is_of_updates(who: str) -> bool:
+    """By the name of the recorder, without what a logger puts in front."""
+    return "update" in who[who.rfind("health") :]
 
 
 def _ratios(own: Series, other: Series) -> Series:
@@ -324,7 +328,7 @@ def main(arguments: list[str] | None = None) -> None:
             print(f"{'':13}{each.advice}: {each.page}")
         if not findings:
             print("No number is above its limit.")
-        if not any("update" in who for _, who, _, _ in log):
+        if not any(_is_of_updates(who) for _, who, _, _ in log):
             print('Learning rate not judged: no recorder has "update" in its name.')
     try:
         if options.picture:

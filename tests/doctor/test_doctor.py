@@ -288,10 +288,18 @@ def test_the_command_prints_a_table_and_draws(log, capsys):
     ratio = 50 / calm().max()
     line = f"step    400  bad batch         norm {ratio:.3g} times the largest"
     assert text.startswith(line) and "run_health.md#rollback" in text
-    assert "Learning rate not judged" in text
     picture = log.with_name("own.png")
     main([str(log), "--picture", str(picture)])
     assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize("who", ["ppo_update/health", "health/updates"])
+def test_the_command_says_whether_it_saw_updates(who, tmp_path, capsys):
+    path = tmp_path / "run.csv"
+    path.write_text(f"{who}/norm/w,{who}/weight_norm/w\n1,100\n")
+    main([str(path)])
+    is_judged = "Learning rate not judged" not in capsys.readouterr().out
+    assert is_judged == (who == "health/updates")
 
 
 def test_json_is_what_diagnose_returns(log, capsys):
