@@ -204,6 +204,8 @@ def check_step(
 
 def _check_setting(make_step: Any, setting: Setting) -> Iterator[Finding]:
     step = make_step(setting)
+    if not callable(step):
+        raise TypeError(f"{CALL} make_step must return a step, got {shown(step)}.")
     is_float32 = setting.dtype == jnp.float32
     for gradients in ("above", "below", "nan") if is_float32 else ("above",):
         batch = _batch(setting, gradients)

@@ -18,7 +18,7 @@ import optax
 from jax.core import Tracer
 from jax.tree_util import DictKey
 
-from ._checks import check_length, check_number, shown
+from ._checks import check_flag, check_length, check_number, shown
 from ._clippers._by_value import ClipByValueState
 from ._clippers._clip_by import SpikeState
 from ._clippers._spam import SpamState
@@ -183,6 +183,9 @@ def metrics(
             "metrics: floats, json and top must be left out under jit, where numbers "
             "are not known yet: return the state, and call metrics outside."
         )
+    flags = {"summary": summary, "layers": layers, "floats": floats, "json": json}
+    for name, value in flags.items():
+        check_flag(f"metrics: {name}", value)
     if top is not None:
         check_length("metrics: top", top)
     for share in quantiles:

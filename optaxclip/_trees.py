@@ -34,10 +34,8 @@ def clipped_leaves(tree: Any, call: str = "") -> Any:
     A leaf counts if it has a float or complex dtype and at least one element. `call`
     is what errors name.
     """
-    # First, since a variable of NNX may hold a MaskedNode, which is no leaf.
-    tree = unboxed(tree)
     try:
-        return jax.tree.map(_clipped, tree)
+        return jax.tree.map(_clipped, tree, is_leaf=_is_box)
     except TypeError:
         # Paths take time, so they are made only for the error.
         check_leaves(tree, f"{call}: " if call else "")
@@ -46,6 +44,11 @@ def clipped_leaves(tree: Any, call: str = "") -> Any:
 
 def _clipped(leaf: Any) -> Any:
     """The leaf, or None for one that does not count."""
+    if _is_box(leaf):
+        leaf = leaf.__jax_array__()
+        # A variable of NNX may hold a MaskedNode, which is no leaf.
+        if is_hole(leaf):
+            return leaf
     # A Python number has no dtype. Those of random keys and float0 are not inexact.
     dtype = leaf.dtype if hasattr(leaf, "dtype") else jnp.result_type(leaf)
     counts = jnp.issubdtype(dtype, jnp.inexact) and 0 not in jnp.shape(leaf)

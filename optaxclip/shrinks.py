@@ -24,7 +24,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
-from ._checks import check_known, check_number, shown, with_hash
+from ._checks import check_known, check_number, check_takes, shown, with_hash
 from ._names import with_our_names
 
 Shrink = Callable[[jax.Array, jax.Array], jax.Array]
@@ -164,6 +164,7 @@ def shrink_of(shrink: Any, call: str) -> Shrink:
             f"{call}: shrink must be a function of norm and limit, such as "
             f"optaxclip.shrinks.{', '.join(__all__)}, got {shown(shrink)}."
         )
+    check_takes(f"{call}: shrink must take norm and limit", shrink, 2)
     return with_hash(shrink)
 
 
