@@ -7,8 +7,7 @@ step does that for one layer at a time.
 
 What it prints. The last loss and the time of a step: of the usual step, and of released
 ones that clip each tensor, the global norm, or both, the latter with the global factor
-of the step before. With --device, temporary memory and arithmetic of a larger network,
-compiled for a device that need not be here:
+of the step before. With --device, memory and arithmetic of a larger network there:
 
     PYTHONPATH=. .venv-tpu/bin/python examples/release.py --device v5e
 """
@@ -119,8 +118,7 @@ def compiled(name: str, device: str) -> int:
     init, step = training(name)
     params = jax.eval_shape(lambda: new_params(512, 16, 1024))
     batch = jax.ShapeDtypeStruct((16, LENGTH + 1), np.int32)
-    given = params, jax.eval_shape(init, params), batch
-    own = described(given, placement(device))
+    own = described((params, jax.eval_shape(init, params), batch), placement(device))
     program, _ = compiled_for(device, step, *own, donate=(0, 1))
     temporary = program.memory_analysis().temp_size_in_bytes
     flops = (program.cost_analysis() or {}).get("flops", np.nan)

@@ -55,7 +55,8 @@ def clip_cotangent(
     | finite, limit 0       | zeros                                             |
     | any, limit inf        | itself, NaN too                                   |
     | with NaN              | NaN there (max_value), all NaN (max_norm)         |
-    | with inf              | the limit there (max_value), all NaN (max_norm)   |
+    | with inf              | the limit there, or NaN if complex (max_value),   |
+    |                       | all NaN (max_norm)                                |
 
     Args:
       x: an array or a pytree of arrays, of any shapes. Leaves that are neither float

@@ -114,10 +114,10 @@ def record_health(
       a CPU) of products in float32, so it is 0 or NaN if these leave the range.
 
     Raises:
-      ValueError: a `patience` or `entropy_every` below 1, `weights` without params in
-        update, a path in `embeddings` that is none, or, with `embeddings` or
-        `entropy_every`, a leaf that is split inside shard_map.
-      TypeError: a number that is not whole, or an option that is not True or False.
+      ValueError: a `patience` or `entropy_every` that is not whole or below 1,
+        `weights` without params in update, a path in `embeddings` that is none, or,
+        with `embeddings` or `entropy_every`, a leaf that is split inside shard_map.
+      TypeError: what is no number, or an option that is not True or False.
 
     Example:
       >>> recorder = optaxclip.record_health()

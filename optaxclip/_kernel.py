@@ -124,6 +124,8 @@ def make_clipper(
             if jax.tree.leaves(state.memory):
                 why = "learns from earlier norms"
                 raise TypeError(checks.no_state(call, given, why))
+        for number in jax.tree.leaves(grad_norm):
+            checks.check_real(f"{call}: grad_norm", number)
         for number in jax.tree.leaves(limit):
             # What is in an array is not asked, since that would wait for its device.
             if not isinstance(number, jax.Array):

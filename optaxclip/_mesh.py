@@ -298,6 +298,11 @@ def _names_by_dim(value: Any, spec: Any, argument: str) -> list[Names]:
                 f"{argument}={shown(spec)} names {listed(unknown)}, but there is no "
                 f"such axis in the mesh, which has {listed(known)}."
             )
+        if manual and len(spec) > jnp.ndim(value):
+            raise ValueError(
+                f"{argument}={shown(spec)} has more entries than a leaf of shape "
+                f"{jnp.shape(value)} has dimensions."
+            )
         # Axes that jit looks after need nothing here.
         found = []
         for entry in spec:

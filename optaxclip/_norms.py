@@ -470,6 +470,7 @@ def group_norm(
     Raises:
       ValueError: an order that is not above 0, a leaf without a label, or a mesh axis
         that is not bound.
+      TypeError: labels that are None, or that do not sort, such as 1 and "a".
 
     Example:
       >>> grads = {"w": jnp.array([3.0, 4.0]), "b": jnp.array([1.0, 0.0])}

@@ -55,7 +55,7 @@ class ClipState(NamedTuple):
         changed at least.
       clipped_recently: their share of about the last 100 steps. Of units, the mean of
         `units_clipped`.
-      nonfinite: steps whose norm was NaN or inf.
+      nonfinite: steps whose norm was NaN or inf, or whose limit was NaN.
       memory: what the rules remember: a tuple with one memory for each rule.
       norm: before clipping, in the last step.
       limit: what the norm was held against.

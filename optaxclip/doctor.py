@@ -145,8 +145,9 @@ def diagnose(log: str | Path | logs.Rows) -> list[Finding]:
       follow from it. An empty list does not say that a run is healthy.
 
     Raises:
-      ValueError: a log without the numbers of `record_health`, or a file that cannot be
-        read. The text names it.
+      ValueError: a log without the numbers of `record_health`, or a file in a format
+        that is not known. The text names it.
+      OSError: a file that cannot be opened.
 
     Example:
       >>> from optaxclip.doctor import diagnose
@@ -269,7 +270,7 @@ def _series(log: Log) -> Iterator[tuple[str, Series]]:
 
 def _is_of_updates(who: str) -> bool:
     """By the name of the recorder, without what a logger puts in front."""
-    return "update" in who[who.rfind("health") :]
+    return bool(re.search(r"(^|[/. ])health.*update", who.lower()))
 
 
 def _ratios(own: Series, other: Series) -> Series:

@@ -143,7 +143,7 @@ def psac(r: float = 0.1) -> Shrink:
 
 
 def _known(argument: str, number: Any, lowest: float = 0.0) -> float:
-    check_number(argument, number, lowest=lowest)
+    check_number(argument, number, lowest=lowest, is_scalar=True)
     check_known(argument, number)
     return float(number)
 

@@ -157,7 +157,9 @@ def _bounds(
     for path, value in table.entries:
         if value is None:
             value = no_bound
-        if not callable(value):
+        if callable(value):
+            checks.check_schedule(f"{call}: {name}", value)
+        else:
             checks.check_limit(f"{call}: {name}", value, lowest=lowest)
         entries.append((path, value))
     return trees.Prefix(tuple(entries))

@@ -119,7 +119,7 @@ def spam(
 
     def init(params: Any) -> SpamState:
         # Split over devices as the weights are, which may be jax.ShapeDtypeStruct.
-        moment = jax.tree.map(no_squares, clipped_leaves(params))
+        moment = jax.tree.map(no_squares, clipped_leaves(params, call))
         step = jnp.zeros((), jnp.int32)
         return SpamState(step, moment, no_elements_clipped() if count else ())
 

@@ -93,7 +93,7 @@ def carry_clipped(
 
     def init(params: Any) -> CarryState:
         # Split over devices as the weights are, which may be jax.ShapeDtypeStruct.
-        tree = clipped_leaves(params)
+        tree = clipped_leaves(params, call)
         carry = jax.tree.map(lambda x: jnp.zeros_like(x, wide_dtype(x)), tree)
         return CarryState(carry, clipper.init(params))
 

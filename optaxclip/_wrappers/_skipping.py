@@ -338,7 +338,8 @@ class Judge(NamedTuple):
     def first_fields(self, params: Any) -> dict[str, Any]:
         """Step, norm, loss, their limits and memories before the first step."""
         # Only its dtype is needed: float64 if a leaf has 64 bits.
-        kind = jax.eval_shape(self._replace(mesh_axes=None).norm_of, params)
+        tree = clipped_leaves(params, self.call)
+        kind = jax.eval_shape(self._replace(mesh_axes=None).norm_of, tree)
         norm, loss = jnp.zeros((), kind.dtype), jnp.zeros((), kind.dtype)
         # Each number is its own array, so that the state can be donated. A rule may
         # return the very array that it is given, so it gets another one.

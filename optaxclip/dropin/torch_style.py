@@ -14,7 +14,7 @@ array is a tree.
     no leaves, only None          norm 0                 the same
     max_norm 0                    zeros                  the same
     norm_type a text              read as a number       the same
-    norm_type <= 0                a count, or less than  ValueError: no norm
+    norm_type <= 0                a count, or at most    ValueError: no norm
                                   the smallest |x|
     norm_type NaN, True, False    NaN, 1, 0              ValueError
     norm                          in the dtype of the    float32, or float64 if a leaf
@@ -36,7 +36,7 @@ array is a tree.
                                                          `checkify.check` under it;
                                                          neither where only torch's
                                                          powers overflow
-    get_total_norm of None        RuntimeError           ignored, as in clip_grad_norm
+    get_total_norm of None        an error               ignored, as in clip_grad_norm
     integer leaves                refused                neither measured nor clipped
                                                          by norm
     derivatives                   none: under no_grad    those of the formula
@@ -110,7 +110,7 @@ def clip_grad_norm(
 def clip_grad_value(grads: Tree, clip_value: Any) -> Tree:
     """Clips every element to [-clip_value, clip_value].
 
-    NaN stays NaN, and inf becomes the bound.
+    NaN stays NaN, and inf becomes the bound, or NaN if it is complex.
 
     Args:
       grads: a pytree of arrays.

@@ -303,7 +303,7 @@ class QuantileTracker(Rule):
       quantile: in [0, 1], 0.5 is the median. A number or a schedule.
       rate: how fast the limit moves, relative to itself. At least 0, and finite. A
         number or a schedule.
-      start: the first limit. It must be above 0 to be able to move.
+      start: the first limit, above 0, since it moves in proportion to itself.
 
     Raises:
       ValueError: a number out of its range. TypeError: something that is no number.

@@ -293,13 +293,13 @@ def test_the_command_prints_a_table_and_draws(log, capsys):
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
-@pytest.mark.parametrize("who", ["ppo_update/health", "health/updates"])
+@pytest.mark.parametrize("who", ["ppo_update/health", "a/health/update_health"])
 def test_the_command_says_whether_it_saw_updates(who, tmp_path, capsys):
     path = tmp_path / "run.csv"
     path.write_text(f"{who}/norm/w,{who}/weight_norm/w\n1,100\n")
     main([str(path)])
     is_judged = "Learning rate not judged" not in capsys.readouterr().out
-    assert is_judged == (who == "health/updates")
+    assert is_judged == (who == "a/health/update_health")
 
 
 def test_json_is_what_diagnose_returns(log, capsys):

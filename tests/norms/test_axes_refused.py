@@ -64,6 +64,10 @@ REFUSED = {
         partial(optaxclip.clip_by_tensor_rms, stacked=STACKED),
         r"'layers'.*tree of PartitionSpecs",
     ),
+    "a spec with too many dimensions": (
+        partial(by_unit, mesh_axes=SPECS | {"gain": P(None, "x")}),
+        r"mesh_axes=P.*has more entries than a leaf of shape \(\) has dimensions",
+    ),
     "a leaf without a spec": (
         partial(by_norm, mesh_axes={"bias": P()}),
         r"axes has no value for the leaf 'columns'",
