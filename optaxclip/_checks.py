@@ -106,6 +106,15 @@ def check_number(
 check_limit = partial(check_number, is_limit=True)
 
 
+def check_given_norm(argument: str, norm: Any) -> None:
+    """Refuses what is no norm. NaN is one, and what is in an array of JAX is not asked,
+    since that would wait for its device.
+    """
+    check_real(argument, norm)
+    if not isinstance(norm, jax.Array) and np.less(norm, 0).any():
+        raise ValueError(f"{argument} must be at least 0, got {shown(norm)}.")
+
+
 def check_length(argument: str, value: Any, least: int = 1) -> None:
     """Refuses what is not a whole number, at least `least`."""
     # XLA ends the process where the size of an array leaves the range of int32.

@@ -22,7 +22,7 @@ from ._mesh import MeshAxes
 from ._norms import TensorNorm, check_measure
 from ._plan import Norms
 from ._state import ClipState, sizes_of
-from ._sums import plain_sum
+from ._sums import plain_sum, wide_dtype
 from ._trees import Stacked, clipped_leaves, weights_of
 
 CALL = "record_health"
@@ -246,7 +246,7 @@ def _sums(norms: Norms, arrays: list[Any]) -> list[jax.Array]:
 def _dots(norms: Norms, tree: Any, weights: Any) -> list[jax.Array]:
     products = []
     for x, w in zip(jax.tree.leaves(tree), jax.tree.leaves(weights)):
-        wide = np.result_type(np.float32, x.dtype, w.dtype)
+        wide = np.promote_types(wide_dtype(x), wide_dtype(w))
         product = jnp.conj(x.astype(wide)) * w.astype(wide)
         products.append(jnp.real(product))
     return _sums(norms, products)

@@ -125,9 +125,8 @@ def make_clipper(
                 why = "learns from earlier norms"
                 raise TypeError(checks.no_state(call, given, why))
         for number in jax.tree.leaves(grad_norm):
-            checks.check_real(f"{call}: grad_norm", number)
+            checks.check_given_norm(f"{call}: grad_norm", number)
         for number in jax.tree.leaves(limit):
-            # What is in an array is not asked, since that would wait for its device.
             if not isinstance(number, jax.Array):
                 checks.check_limit(f"{call}: limit", number)
         given = jax.tree.map(checks.number_for_jit, (grad_norm, limit))

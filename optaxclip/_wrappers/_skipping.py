@@ -388,6 +388,8 @@ class Judge(NamedTuple):
         argument = f"{self.call}: {name}"
         # A loss for each example or device would make arrays of limit and decision.
         checks.check_scalar(argument, number)
+        if name == "grad_norm":
+            checks.check_given_norm(argument, number)
         number = checks.number_for_jit(number)
         axes = tuple(sorted(varying(number)))
         # With None each device trains alone, so it may decide alone.

@@ -185,7 +185,12 @@ def clipped_grad(
         )
     question = Question(call, loss, argnums, shared_argnums, has_aux, mesh_axes)
 
-    def of_batch(*args: Any, mask: Any = None) -> ClippedGrad:
+    def of_batch(*args: Any, mask: Any = None, **others: Any) -> ClippedGrad:
+        for name in others:
+            raise TypeError(
+                f"{call}: there is no argument {name!r} beside mask. Hand over by "
+                "position what the loss takes."
+            )
         problem = question.about(args, mask)._replace(limits=limits.values)
         divisor = None
         if mean:

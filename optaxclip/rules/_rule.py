@@ -270,6 +270,14 @@ def _checked_memory(rule: Rule, norm: jax.Array, memory: Any, argument: str) -> 
             f"{call_name(type(rule))} remembers {_form(wanted)}, and the state has "
             f"{_form(memory)}. {checks.BEGIN_ANEW}"
         )
+    # Of units the names of a state do not say how many there are.
+    for leaf in jax.tree.leaves(memory):
+        if leaf.shape[: norm.ndim] != norm.shape:
+            raise ValueError(
+                f"{argument.partition(':')[0]}: state was made for norms of shape "
+                f"{leaf.shape[: norm.ndim]}, but the updates have norms of shape "
+                f"{norm.shape}. {checks.BEGIN_ANEW}"
+            )
     return memory
 
 

@@ -271,6 +271,15 @@ def test_a_state_of_other_layers_is_refused_whatever_ran_before():
         clipper.update(one, clipper.init(other))
 
 
+@pytest.mark.parametrize("units", [(1, 10), (10, 12), (10, 1)])
+@pytest.mark.parametrize("rule", [rules.growth(), rules.windowed_mean(window=4)])
+def test_a_state_of_other_units_is_refused(units, rule):
+    clipper = optaxclip.clip_by_unitwise_norm(rule)
+    old, new = (jnp.ones((3, n)) for n in units)
+    with pytest.raises(ValueError, match=r"^clip_by_unitwise_norm: state was made for"):
+        clipper.update(new, clipper.init(old))
+
+
 @pytest.mark.parametrize("name", ["clip_by_value", "spam", "skip_step"])
 def test_a_step_may_be_set_to_a_number(name):
     clipper = METHODS[name].make()

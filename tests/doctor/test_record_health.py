@@ -298,8 +298,9 @@ def test_without_weights_no_params_are_needed():
     assert "health/cosine" not in found_in(state)
 
 
-def test_gradients_of_16_bits_meet_weights_of_32_under_strict_promotion():
-    weights = {"w": jnp.array([3.0, 4.0])}
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+def test_gradients_of_16_bits_meet_other_weights_under_strict_promotion(dtype):
+    weights = {"w": jnp.array([3.0, 4.0], dtype)}
     grads = {"w": jnp.array([4.0, 3.0], jnp.bfloat16)}
     recorder = optaxclip.record_health()
     with jax.numpy_dtype_promotion("strict"):
