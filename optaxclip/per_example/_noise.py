@@ -51,7 +51,8 @@ def add_noise(result: Any, sigma: ArrayLike, key: Array) -> Any:
       ValueError: a mean, since its divisor depends on the data and it may be rounded to
         16 bits, or a sigma that is negative or NaN. A call in pmap, or in shard_map
         with check_vma=False, where it cannot be known which leaves are split.
-      TypeError: a sigma that is not a number, or leaves that are not floats or complex.
+      TypeError: a sigma that is not a number, a key that is none, or several, or leaves
+        that are not floats or complex.
 
     Example:
       >>> grads = {"w": jnp.zeros(100_000), "b": jnp.zeros(3, jnp.bfloat16)}
@@ -66,7 +67,11 @@ def add_noise(result: Any, sigma: ArrayLike, key: Array) -> Any:
     if not has_types(manual := manual_axes()) and manual:
         raise ValueError("add_noise: must be called outside pmap and check_vma=False.")
     leaves, treedef = jax.tree.flatten(sum_in(result, "add_noise"))
-    keys = jax.random.split(key, len(leaves) + 1)
+    try:
+        keys = jax.random.split(key, len(leaves) + 1)
+    except (TypeError, ValueError):
+        must = "add_noise: key must be one key, such as jax.random.key(0)"
+        raise TypeError(f"{must}, got {shown(key)}.") from None
     return treedef.unflatten([_noisy(x, sigma, k) for x, k in zip(leaves, keys)])
 
 
