@@ -7,7 +7,7 @@ step does that for one layer at a time.
 
 What it prints. The last loss and the time of a step: of the usual step, and of released
 ones that clip each tensor, the global norm, or both, the latter with the global factor
-of the step before. With --device, memory and arithmetic of a larger network there:
+of the step before. With --device, temporary memory and GFLOP of a larger network:
 
     PYTHONPATH=. .venv-tpu/bin/python examples/release.py --device v5e
 """

@@ -107,10 +107,9 @@ check_limit = partial(check_number, is_limit=True)
 
 
 def check_given_norm(argument: str, norm: Any) -> None:
-    """Refuses what is no norm. NaN is one, and what is in an array of JAX is not asked,
-    since that would wait for its device.
-    """
+    """Refuses what is no norm. NaN is one."""
     check_real(argument, norm)
+    # What is in an array is not asked, since that would wait for its device.
     if not isinstance(norm, jax.Array) and np.less(norm, 0).any():
         raise ValueError(f"{argument} must be at least 0, got {shown(norm)}.")
 

@@ -127,6 +127,7 @@ def make_clipper(
         for number in jax.tree.leaves(grad_norm):
             checks.check_given_norm(f"{call}: grad_norm", number)
         for number in jax.tree.leaves(limit):
+            # As of a norm, what is in an array is not asked.
             if not isinstance(number, jax.Array):
                 checks.check_limit(f"{call}: limit", number)
         given = jax.tree.map(checks.number_for_jit, (grad_norm, limit))

@@ -31,8 +31,7 @@ Stacked: TypeAlias = "int | Mapping[Any, Stacked] | Sequence[Stacked] | ByPath |
 def clipped_leaves(tree: Any, call: str = "") -> Any:
     """The tree of the leaves that count, with None in the place of all others.
 
-    A leaf counts if it has a float or complex dtype and at least one element. `call`
-    is what errors name.
+    A leaf counts if it has a float or complex dtype and at least one element.
     """
     try:
         return jax.tree.map(_clipped, tree, is_leaf=_is_box)
@@ -85,9 +84,7 @@ def _unboxed(x: Any) -> Any:
 
 
 def unboxed(tree: Any) -> Any:
-    """The tree with arrays in the place of objects that hold one, such as the variables
-    of flax NNX, whose optimizer hands them to `init` and arrays to `update`.
-    """
+    """The tree with arrays for objects that hold one, such as variables of flax NNX."""
     return jax.tree.map(_unboxed, tree, is_leaf=_is_box)
 
 

@@ -303,7 +303,8 @@ class QuantileTracker(Rule):
       quantile: in [0, 1], 0.5 is the median. A number or a schedule.
       rate: how fast the limit moves, relative to itself. At least 0, and finite. A
         number or a schedule.
-      start: the first limit, above 0, since it moves in proportion to itself.
+      start: the first limit. The limit moves in proportion to itself, so from 0 it
+        hardly moves.
 
     Raises:
       ValueError: a number out of its range. TypeError: something that is no number.
