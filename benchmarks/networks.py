@@ -36,16 +36,16 @@ class Sizes(NamedTuple):
     batch: int
 
 
-def on_cpu(quick: bool) -> dict[str, Network]:
-    """Those that train on a CPU, by name."""
+def at_hand(quick: bool) -> dict[str, Network]:
+    """Those that train on the device at hand, by name."""
     if quick:
         return {"actor and critic": actor_critic(width=8)}
+    found = {"actor and critic": actor_critic(width=256)}
+    if jax.default_backend() != "cpu":
+        decoders = {f"decoder, {name}": DECODERS[name] for name in (UNROLLED, SCANNED)}
+        return found | decoders
     small = Sizes(layers=4, width=256, heads=4, length=64, words=1024, batch=8)
-    return {
-        "actor and critic": actor_critic(width=256),
-        "transformer": decoder(small),
-        "convolutions": convolutions(),
-    }
+    return found | {"transformer": decoder(small), "convolutions": convolutions()}
 
 
 def started(params: Params) -> Params:
@@ -211,3 +211,16 @@ def _perceptron(layers: list[Params], x: jax.Array) -> jax.Array:
     for layer in hidden:
         x = jnp.tanh(x @ layer["weight"] + layer["bias"])
     return x @ last["weight"] + last["bias"]
+
+
+# Like GPT-2 small, with a vocabulary that 16 devices can divide.
+GPT2 = Sizes(layers=4, width=768, heads=12, length=512, words=50304, batch=8)
+LARGER = GPT2._replace(layers=8)
+TOY = Sizes(layers=1, width=128, heads=4, length=16, words=256, batch=4)
+
+UNROLLED, SCANNED = "4 layers, unrolled", "8 layers, scanned"
+DECODERS = {
+    UNROLLED: decoder(GPT2, dtype="bfloat16"),
+    SCANNED: decoder(LARGER, is_scanned=True, dtype="bfloat16"),
+    "toy": decoder(TOY, is_scanned=True, dtype="bfloat16"),
+}

@@ -33,7 +33,7 @@ def table(quick: bool) -> Table:
     """Each network with each clip. The quick one has a few clips of a toy."""
     rows = []
     names = list(steps.STEPS)[: 3 if quick else None]
-    for title, network in networks.on_cpu(quick).items():
+    for title, network in networks.at_hand(quick).items():
         for row in rows_of(network, names, 2 if quick else ROUNDS):
             rows.append({"network": title} | row)
     note = (

@@ -24,6 +24,7 @@ from ._plan import Norms
 from ._state import ClipState, sizes_of
 from ._sums import plain_sum, wide_dtype
 from ._trees import Stacked, clipped_leaves, weights_of
+from .rules._memory import in_place
 
 CALL = "record_health"
 OF_WEIGHTS = ("weight_norm", "cosine")
@@ -230,7 +231,7 @@ def _after_step(
         alive = mesh.resharded(alive)
         idle[name] = jnp.where(alive, 0, jnp.minimum(steps, 2**30) + 1)
         dead[name] = jnp.mean(idle[name] >= patience, dtype=jnp.float32)
-    return HealthState(recorded(lengths), signs, idle, dead)
+    return in_place(HealthState(recorded(lengths), signs, idle, dead), state)
 
 
 # ------------------------------------------------------------------- numbers of leaves

@@ -38,7 +38,7 @@ from ._plan import Norms
 from ._state import ClipState, Group
 from ._sums import written_by_a_gpu
 from .rules._limits import rule_of, rules_of
-from .rules._memory import count_up, moving_average
+from .rules._memory import count_up, in_place, moving_average
 from .rules._rule import Rule, further_norms, is_rule, limit_of
 from .shrinks import Shrink, shrink_of
 
@@ -341,7 +341,8 @@ def _next_state(
     for name, value in new.items():
         was = getattr(state, name)
         value = value.astype(was.dtype)
-        new[name] = value.reshape(was.shape) if is_whole else was.at[rows].set(value)
+        value = value.reshape(was.shape) if is_whole else was.at[rows].set(value)
+        new[name] = in_place(value, was)
     memory = list(state.memory)
     for own, _ in decided:
         if own.learns:

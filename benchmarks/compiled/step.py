@@ -11,24 +11,13 @@ import jax
 import numpy as np
 import optax
 
-from ..networks import Network, Sizes, decoder
+from ..networks import DECODERS, SCANNED, UNROLLED
 from ..report import Table
 from ..steps import GLOBAL, STEPS, whole_step
 from . import processes, program, targets
 
 Shapes = list[tuple[int, ...]]
 
-# Like GPT-2 small, with a vocabulary that 16 devices can divide.
-GPT2 = Sizes(layers=4, width=768, heads=12, length=512, words=50304, batch=8)
-LARGER = GPT2._replace(layers=8)
-TOY = Sizes(layers=1, width=128, heads=4, length=16, words=256, batch=4)
-
-UNROLLED, SCANNED = "4 layers, unrolled", "8 layers, scanned"
-MODELS: dict[str, Network] = {
-    UNROLLED: decoder(GPT2, dtype="bfloat16"),
-    SCANNED: decoder(LARGER, is_scanned=True, dtype="bfloat16"),
-    "toy": decoder(TOY, is_scanned=True, dtype="bfloat16"),
-}
 # A step takes XLA 10 seconds for an H100, and a minute or more for a TPU.
 CASES = [("h100", UNROLLED), ("h100", SCANNED), ("v5e", SCANNED), ("v5e:4x4", SCANNED)]
 COLUMNS = (
@@ -58,7 +47,7 @@ def table(quick: bool) -> Table:
 
 def row(name: str, model: str, target: str) -> dict[str, Any]:
     """What one step becomes on one target."""
-    network, optimizer = MODELS[model], STEPS[name]()
+    network, optimizer = DECODERS[model], STEPS[name]()
     place = targets.placement(target, is_stacked=True)
     params = described(network.params, place)
     state = described(jax.eval_shape(optimizer.init, params), place)

@@ -17,7 +17,7 @@ from .._mesh import MeshAxes
 from .._norms import GlobalNorm, Ord, OwnNorm, check_measure, global_norm
 from .._wrappers._skipping import Judge
 from ..rules._limits import LimitTree
-from ..rules._memory import count_up, moving_average
+from ..rules._memory import count_up, in_place, moving_average
 from ..rules._rule import Number
 from ..rules._windows import spike_rule
 from ..shrinks import Shrink
@@ -267,7 +267,7 @@ def record_spikes(
         old = state.spiked_recently
         return updates, new._replace(
             step=count_up(state.step),
-            spiked=spiked.astype(jnp.int32),
+            spiked=in_place(spiked.astype(jnp.int32), state.spiked),
             spikes=count_up(state.spikes, spiked),
             spiked_recently=moving_average(old, spiked, state.step, RECENT),
         )

@@ -49,7 +49,7 @@ from .._norms import GlobalNorm
 from .._state import ClipState
 from .._trees import arrays_of, clipped_leaves
 from ..rules._limits import Constant, rule_without_params
-from ..rules._memory import count_up, moving_average
+from ..rules._memory import count_up, in_place, moving_average
 from ..rules._rule import Number, Rule, limit_of
 from ..rules._windows import step_rule
 from ._select_early import update_unless
@@ -414,14 +414,14 @@ class Judge(NamedTuple):
         # Within a jit of the user's we call none, as in `Settings.has_schedule`.
         ask = unwrap(limit_of) if isinstance(state.step, Tracer) else limit_of
         limit, memory = ask(*asked, argument=f"{self.call}: rule")
-        state = state._replace(norm=norm, limit=limit, memory=memory)
+        new = state._replace(norm=norm, limit=limit, memory=memory)
         # Not `norm > limit`, which is False for NaN. inf would pass a limit of inf.
         over, broken = ~(norm <= limit), ~jnp.isfinite(norm)
         if self.loss_rule is not None and loss is not None:
             loss = self.typed(jnp.array(loss, state.loss.dtype), norm)
             asked = self.loss_rule, loss, state.loss_memory, state.step
             limit, memory = ask(*asked, argument=f"{self.call}: loss_rule", signed=True)
-            state = state._replace(loss=loss, loss_limit=limit, loss_memory=memory)
+            new = new._replace(loss=loss, loss_limit=limit, loss_memory=memory)
             over = over | ~(loss <= limit)
             broken = broken | ~jnp.isfinite(loss)
-        return state, over | broken, broken
+        return in_place(new, state), over | broken, broken

@@ -5,6 +5,7 @@ are kept and joined as roots of squares (`hypot`), which can neither become nega
 rounding nor leave the range of the norm's dtype.
 """
 
+from functools import partial
 from typing import Any
 
 import jax
@@ -66,10 +67,29 @@ def remembered(remember: str, norm: jax.Array, limit: jax.Array) -> jax.Array:
 
 def unless_gone(remember: str, value: jax.Array, new: Any, old: Any) -> Any:
     """The new memory, or the old one where a limit of 0 let nothing through: a norm of
-    0 is not remembered, since limits could never leave it.
+    0 is not remembered, since limits could never leave it. Nor is a subnormal one, that
+    is 0 on a CPU and not on a GPU.
     """
-    # No rule is asked about a norm of 0, so norms as they came are not 0.
-    return keep_where(value != 0, new, old) if remember == "clipped" else new
+    if remember != "clipped":
+        # No rule is asked about a norm of 0, so norms as they came are not 0.
+        return new
+    return keep_where(value >= jnp.finfo(value.dtype).tiny, new, old)
+
+
+@partial(jax.jit, inline=True)
+def in_place(new: Any, old: Any) -> Any:
+    """The new arrays, which jit may write where the old ones are (`donate_argnums`).
+
+    JAX drops arguments that nothing reads. Their successors would then be elsewhere in
+    each step, and a GPU's graph of kernels, which holds addresses, would be made anew.
+    """
+
+    def choose(new: Any, old: Any) -> Any:
+        # XLA knows the choice. In shard_map types may differ in the first step.
+        same = jax.typeof(new) == jax.typeof(old)
+        return jnp.where(True, new, old) if same else new
+
+    return jax.tree.map(choose, new, old)
 
 
 @jax.jit
