@@ -42,8 +42,7 @@ def at_hand(quick: bool) -> dict[str, Network]:
         return {"actor and critic": actor_critic(width=8)}
     found = {"actor and critic": actor_critic(width=256)}
     if jax.default_backend() != "cpu":
-        decoders = {f"decoder, {name}": DECODERS[name] for name in (UNROLLED, SCANNED)}
-        return found | decoders
+        return found | {"decoder": DECODERS[UNROLLED]}
     small = Sizes(layers=4, width=256, heads=4, length=64, words=1024, batch=8)
     return found | {"transformer": decoder(small), "convolutions": convolutions()}
 

@@ -11,6 +11,8 @@ does not have what this would write. Where the JSON is from:
     results/per_example.json     python -m benchmarks --only per_example --only
                                      per_example_auto --only per_example_compiled
                                      --json PATH
+    results/gpu.json             python -m benchmarks --only whole_step --only
+                                     per_example --json PATH, on a GPU
     results/broken_batches.json  python examples/broken_batches.py --table PATH
     results/suites.json          python -m tests.suites --json PATH, which also writes
     results/clients.json         python -m tests.clients --json PATH    their pages
@@ -54,6 +56,7 @@ EACH = [
     ("Opacus, hooks", "Opacus, hooks"),
     ("Opacus, ghost", "Opacus, ghost clipping"),
 ]
+IN_JAX = [way for way in EACH if "Opacus" not in way[0]]
 
 
 def main() -> None:
@@ -95,23 +98,24 @@ def number(path: str) -> str:
 
 def costs() -> str:
     """What a clip adds to a whole step: the digest of two tables."""
-    timed = rows_of("costs", "whole_step")
-    networks = list(dict.fromkeys(row["network"] for row in timed))
-    times = {(row["network"], row["clipped by"]): row["time"] for row in timed}
-    header = ["clipped by", *(f"{network}, CPU: time" for network in networks)]
-    header += ["decoder, H100: GB", "TPU v5e: GB"]
+    times = {}
+    for file, device in (("costs", "CPU"), ("gpu", "H100")):
+        for row in rows_of(file, "whole_step"):
+            times[f"{row['network']}, {device}", row["clipped by"]] = row["time"]
+    networks = list(dict.fromkeys(network for network, _ in times))
+    header = ["clipped by", *networks, "decoder, TPU v5e: GB"]
     lines = []
     for name, title in DIGEST.items():
         line = [shown(times[network, name]) for network in networks]
-        lines.append([title, *line, _added("h100", name), _added("v5e", name)])
+        lines.append([title, *line, _added(name)])
     return grid(header, lines)
 
 
-def _added(device: str, name: str) -> str:
-    """GB that a scanned decoder's step moves, and of a clip what it adds to them."""
+def _added(name: str) -> str:
+    """GB that a scanned decoder's step moves on a TPU, and what a clip adds to them."""
     gigabytes = {}
     for row in rows_of("costs", "whole_step_compiled"):
-        if (row["device"], row["model"]) == (device, "8 layers, scanned"):
+        if (row["device"], row["model"]) == ("v5e", "8 layers, scanned"):
             gigabytes[row["clipped by"]] = row["GB"]
     if name not in gigabytes:
         return "-"
@@ -125,9 +129,14 @@ def each_time() -> str:
     return _of_each(EACH, "time")
 
 
+def each_time_on_a_gpu() -> str:
+    """The same on a GPU."""
+    return _of_each(IN_JAX, "time", "gpu")
+
+
 def each_memory() -> str:
     """The temporary memory of each way in JAX, over the plain gradient's."""
-    return _of_each([way for way in EACH if "Opacus" not in way[0]], "temporary memory")
+    return _of_each(IN_JAX, "temporary memory")
 
 
 def each_package() -> str:
@@ -143,9 +152,11 @@ def each_package() -> str:
     return grid(["model", "`clipped_grad`", *names[1:]], lines)
 
 
-def _of_each(ways: list[tuple[str, str]], column: str) -> str:
+def _of_each(
+    ways: list[tuple[str, str]], column: str, file: str = "per_example"
+) -> str:
     """A line for each way, with the smallest number of its rows for each model."""
-    rows = rows_of("per_example", "per_example")
+    rows = rows_of(file, "per_example")
     models = list(dict.fromkeys(row["model"] for row in rows))
     lines = []
     for name, title in ways:
@@ -182,9 +193,11 @@ def _rows(table: str, file: str = "per_example", show: Any = shown) -> str:
 TABLES: dict[str, Callable[[], str]] = {
     "costs": costs,
     "whole_step": lambda: _rows("whole_step", "costs"),
+    "whole_step_gpu": lambda: _rows("whole_step", "gpu"),
     "whole_step_compiled": lambda: _rows("whole_step_compiled", "costs"),
     "step": lambda: _rows("step", "costs"),
     "each_time": each_time,
+    "each_time_on_a_gpu": each_time_on_a_gpu,
     "each_memory": each_memory,
     "each_package": each_package,
     "each_choice": each_choice,
