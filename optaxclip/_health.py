@@ -231,7 +231,8 @@ def _after_step(
         alive = mesh.resharded(alive)
         idle[name] = jnp.where(alive, 0, jnp.minimum(steps, 2**30) + 1)
         dead[name] = jnp.mean(idle[name] >= patience, dtype=jnp.float32)
-    return in_place(HealthState(recorded(lengths), signs, idle, dead), state)
+    new = HealthState(recorded(lengths), signs, idle, dead)
+    return jax.tree.map(in_place, new, state)
 
 
 # ------------------------------------------------------------------- numbers of leaves

@@ -424,4 +424,4 @@ class Judge(NamedTuple):
             new = new._replace(loss=loss, loss_limit=limit, loss_memory=memory)
             over = over | ~(loss <= limit)
             broken = broken | ~jnp.isfinite(loss)
-        return in_place(new, state), over | broken, broken
+        return jax.tree.map(in_place, new, state), over | broken, broken

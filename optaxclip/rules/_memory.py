@@ -77,19 +77,15 @@ def unless_gone(remember: str, value: jax.Array, new: Any, old: Any) -> Any:
 
 
 @partial(jax.jit, inline=True)
-def in_place(new: Any, old: Any) -> Any:
-    """The new arrays, which jit may write where the old ones are (`donate_argnums`).
+def in_place(new: jax.Array, old: jax.Array) -> jax.Array:
+    """The new array, which jit may write where the old one is (`donate_argnums`).
 
     JAX drops arguments that nothing reads. Their successors would then be elsewhere in
     each step, and a GPU's graph of kernels, which holds addresses, would be made anew.
     """
-
-    def choose(new: Any, old: Any) -> Any:
-        # XLA knows the choice. In shard_map types may differ in the first step.
-        same = jax.typeof(new) == jax.typeof(old)
-        return jnp.where(True, new, old) if same else new
-
-    return jax.tree.map(choose, new, old)
+    # XLA knows the choice. In shard_map types may differ in the first step.
+    same = jax.typeof(new) == jax.typeof(old)
+    return jnp.where(True, new, old) if same else new
 
 
 @jax.jit
