@@ -5,11 +5,11 @@ are kept and joined as roots of squares (`hypot`), which can neither become nega
 rounding nor leave the range of the norm's dtype.
 """
 
-from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from .._mesh import split_as
 
@@ -76,7 +76,6 @@ def unless_gone(remember: str, value: jax.Array, new: Any, old: Any) -> Any:
     return keep_where(value >= jnp.finfo(value.dtype).tiny, new, old)
 
 
-@partial(jax.jit, inline=True)
 def in_place(new: jax.Array, old: jax.Array) -> jax.Array:
     """The new array, which jit may write where the old one is (`donate_argnums`).
 
@@ -85,7 +84,7 @@ def in_place(new: jax.Array, old: jax.Array) -> jax.Array:
     """
     # XLA knows the choice. In shard_map types may differ in the first step.
     same = jax.typeof(new) == jax.typeof(old)
-    return jnp.where(True, new, old) if same else new
+    return jax.lax.select_n(np.True_, old, new) if same else new
 
 
 @jax.jit
