@@ -443,17 +443,13 @@ def _shown(names: Iterable[str]) -> str:
 _KEYS = [jax.tree_util.GetAttrKey(name) for name in ClipState._fields[1:]]
 
 
-def _flatten(state: ClipState) -> tuple[Any, Form]:
-    """The fields, and what is apart from them, for JAX."""
+def _flatten(state: ClipState) -> tuple[list[Any], Form]:
+    """The fields with their keys, and what is apart from them, for JAX."""
+    fields = list(zip(_KEYS, state[1:]))
     if isinstance(state.names, Form):
-        return state[1:], state.names
+        return fields, state.names
     units = bool(jax.tree.leaves(state.units_clipped))
-    return state[1:], Form(state.names, jax.tree.structure(state.memory), units)
-
-
-def _flatten_with_keys(state: ClipState) -> tuple[Any, Form]:
-    fields, form = _flatten(state)
-    return list(zip(_KEYS, fields)), form
+    return fields, Form(state.names, jax.tree.structure(state.memory), units)
 
 
 def _unflatten(form: Form, fields: Any) -> ClipState:
@@ -472,9 +468,7 @@ def _unflatten(form: Form, fields: Any) -> ClipState:
 
 
 # JAX would take each name in a NamedTuple for a leaf.
-jax.tree_util.register_pytree_with_keys(
-    ClipState, _flatten_with_keys, _unflatten, _flatten
-)
+jax.tree_util.register_pytree_with_keys(ClipState, _flatten, _unflatten)
 
 
 jax.export.register_pytree_node_serialization(

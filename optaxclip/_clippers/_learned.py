@@ -310,8 +310,7 @@ class Adagc(Rule):
         later = between(past, value, decay)
         # During the warm-up the average is the smallest h |g| so far.
         new = jnp.where(warming, jnp.minimum(average, value), later)
-        # From an average of 0 no tensor would come back. A subnormal one counts as 0,
-        # as on a CPU, which flushes it.
+        # From 0 no average comes back. A CPU flushes subnormal numbers to 0, a GPU not.
         learns = value >= jnp.finfo(value.dtype).tiny
         average = jnp.where(learns, new, average)
         return limit, AdaGCMemory(count_up(seen, learns), average)

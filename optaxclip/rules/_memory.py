@@ -67,22 +67,19 @@ def remembered(remember: str, norm: jax.Array, limit: jax.Array) -> jax.Array:
 
 def unless_gone(remember: str, value: jax.Array, new: Any, old: Any) -> Any:
     """The new memory, or the old one where a limit of 0 let nothing through: a norm of
-    0 is not remembered, since limits could never leave it. Nor is a subnormal one, that
-    is 0 on a CPU and not on a GPU.
+    0 is not remembered, since limits could never leave it.
     """
-    if remember != "clipped":
-        # No rule is asked about a norm of 0, so norms as they came are not 0.
-        return new
-    return keep_where(value >= jnp.finfo(value.dtype).tiny, new, old)
+    # No rule is asked about a norm of 0, so norms as they came are not 0.
+    return keep_where(value != 0, new, old) if remember == "clipped" else new
 
 
 def in_place(new: jax.Array, old: jax.Array) -> jax.Array:
     """The new array, which jit may write where the old one is (`donate_argnums`).
 
-    JAX drops arguments that nothing reads. Their successors would then be elsewhere in
-    each step, and a GPU's graph of kernels, which holds addresses, would be made anew.
+    JAX drops an argument that nothing reads, so here the old one is read. The new one
+    would be elsewhere in each step, and a CUDA graph, which holds addresses, made anew.
     """
-    # XLA knows the choice. In shard_map types may differ in the first step.
+    # XLA drops the choice. In shard_map types may differ in the first step.
     same = jax.typeof(new) == jax.typeof(old)
     return jax.lax.select_n(np.True_, old, new) if same else new
 
