@@ -11,8 +11,7 @@ does not have what this would write. Where the JSON is from:
     results/per_example.json     python -m benchmarks --only per_example --only
                                      per_example_auto --only per_example_compiled
                                      --json PATH
-    results/gpu.json             python -m benchmarks --only whole_step --only
-                                     per_example --json PATH, on a GPU
+    results/gpu.json             on a GPU, by the commands in costs.md, per_example.md
     results/broken_batches.json  python examples/broken_batches.py --table PATH
     results/suites.json          python -m tests.suites --json PATH, which also writes
     results/clients.json         python -m tests.clients --json PATH    their pages
