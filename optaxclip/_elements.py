@@ -33,9 +33,9 @@ def no_elements_clipped() -> ClippedElements:
 # Jitted, since without jit each leaf would take several calls.
 @jax.jit
 def count_clipped(
-    old: ClippedElements, step: jax.Array, pairs: list[tuple[Any, jax.Array]]
+    old: ClippedElements, steps: jax.Array, pairs: list[tuple[Any, jax.Array]]
 ) -> ClippedElements:
-    """The shares after a step, from each leaf (before, after) that step."""
+    """The shares after so many steps, from each leaf (before, after) the last one."""
     if not old:
         raise ValueError(f"count=True: state was made without a count. {BEGIN_ANEW}")
     # Mesh axes are known where JAX tracks types. Elsewhere inside shard_map and pmap
@@ -58,5 +58,5 @@ def count_clipped(
         total += whole * mesh.axes_size(over)
     clipped = sum(mesh.joined(lax.psum, counts, names), jnp.zeros((), jnp.float32))
     share = clipped / jnp.maximum(total, 1.0)
-    mean = old.mean + (share - old.mean) / (step.astype(jnp.float32) + 1)
-    return ClippedElements(share, mean, moving_average(old.recent, share, step))
+    mean = old.mean + (share - old.mean) / steps.astype(jnp.float32)
+    return ClippedElements(share, mean, moving_average(old.recent, share, steps))

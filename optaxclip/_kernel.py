@@ -335,7 +335,7 @@ def _next_state(
     old = state.clipped, state.clipped_recently, state.nonfinite
     clipped, recently, nonfinite = old if is_whole else [x[rows] for x in old]
     share = new["units_clipped"] if norms.units else new.pop("units_clipped")
-    new["clipped_recently"] = moving_average(recently, share, state.step)
+    new["clipped_recently"] = moving_average(recently, share, step)
     new["clipped"] = count_up(clipped, new["clipped"])
     new["nonfinite"] = count_up(nonfinite, new["nonfinite"])
     for name, value in new.items():

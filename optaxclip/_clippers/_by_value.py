@@ -114,12 +114,12 @@ def value_clipper(
                 if own and callable(bound):
                     checks.check_returned(f"{call}: {own[0]}", value)
             clipped.append(_clipped((call, trees.name(path)), leaf, *now))
-        elements = state.elements
+        step, elements = count_up(state.step), state.elements
         if count:
             # Leaves without numbers are the same objects as before.
             pairs = [(x, y) for (_, x), y in zip(paths, clipped) if x is not y]
-            elements = count_clipped(elements, state.step, pairs)
-        new = ClipByValueState(count_up(state.step), elements)
+            elements = count_clipped(elements, step, pairs)
+        new = ClipByValueState(step, elements)
         return jax.tree.unflatten(treedef, clipped), new
 
     return optax.GradientTransformationExtraArgs(init, update)

@@ -264,12 +264,12 @@ def record_spikes(
         check_state(call, state, SpikeState)
         norm, loss = judge.numbers_of(updates, extra_args)
         new, spiked, _ = judge.judged(state, norm, loss)
-        old = state.spiked_recently
+        step, old = count_up(state.step), state.spiked_recently
         return updates, new._replace(
-            step=count_up(state.step),
+            step=step,
             spiked=in_place(spiked.astype(jnp.int32), state.spiked),
             spikes=count_up(state.spikes, spiked),
-            spiked_recently=moving_average(old, spiked, state.step, RECENT),
+            spiked_recently=moving_average(old, spiked, step, RECENT),
         )
 
     return optax.GradientTransformationExtraArgs(init, update)

@@ -142,11 +142,11 @@ def spam(
         if second_moment is None:
             learn = partial(_blend, step, decay)
             moment = jax.tree.map(learn, tree, clipped, own, is_leaf=trees.is_none)
-        elements = state.elements
+        steps, elements = count_up(step), state.elements
         if count:
             pairs = list(zip(jax.tree.leaves(tree), jax.tree.leaves(clipped)))
-            elements = count_clipped(elements, step, pairs)
-        return put_back(clipped, updates), SpamState(count_up(step), moment, elements)
+            elements = count_clipped(elements, steps, pairs)
+        return put_back(clipped, updates), SpamState(steps, moment, elements)
 
     return optax.GradientTransformationExtraArgs(init, update)
 

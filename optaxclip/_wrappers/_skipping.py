@@ -299,12 +299,13 @@ def _skipping(
         new, skip, broken = judge.judged(state, norm, loss)
         if most is not None:
             skip = skip & (state.consecutive < most)
+        step, recently = count_up(state.step), state.skipped_recently
         run, params = partial(optimizer.update, **extra_args), arrays_of(params)
         updates, inner = update_unless(skip, run, updates, state.inner_state, params)
         return updates, new._replace(
-            step=count_up(state.step),
+            step=step,
             skipped=count_up(state.skipped, skip),
-            skipped_recently=moving_average(state.skipped_recently, skip, state.step),
+            skipped_recently=moving_average(recently, skip, step),
             nonfinite=count_up(state.nonfinite, broken),
             consecutive=jnp.where(skip, count_up(state.consecutive), 0),
             inner_state=inner,

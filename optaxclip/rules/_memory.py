@@ -22,14 +22,14 @@ def count_up(counter: jax.Array, happened: Any = True) -> jax.Array:
 
 
 def moving_average(
-    old: jax.Array, new: jax.Array, step: jax.Array, reach: int = 100
+    old: jax.Array, new: jax.Array, steps: jax.Array, reach: int = 100
 ) -> jax.Array:
-    """The moving average of a number after step number `step`, counted from 0.
+    """The moving average of a number over so many steps, with this one.
 
     It is the mean of all steps while these are at most `reach`, so it needs no
     correction for its start.
     """
-    count = jnp.minimum(step, reach - 1).astype(jnp.float32) + 1
+    count = jnp.minimum(steps, reach).astype(jnp.float32)
     return old + (new.astype(jnp.float32) - old) / count
 
 
