@@ -35,7 +35,7 @@ def no_elements_clipped() -> ClippedElements:
 def count_clipped(
     old: ClippedElements, steps: jax.Array, pairs: list[tuple[Any, jax.Array]]
 ) -> ClippedElements:
-    """The shares after so many steps, from each leaf (before, after) the last one."""
+    """The shares after `steps` steps, from each leaf before and after the last one."""
     if not old:
         raise ValueError(f"count=True: state was made without a count. {BEGIN_ANEW}")
     # Mesh axes are known where JAX tracks types. Elsewhere inside shard_map and pmap

@@ -39,7 +39,7 @@ class Form:
 
     # JAX compares the forms of two trees before it maps over them together.
     def __eq__(self, other: Any) -> bool:
-        # Of one run, whose every step compares them.
+        # All states of a run share the object.
         if self.names is other.names:
             return True
         for one, two in ((self, other), (other, self)):

@@ -24,7 +24,7 @@ def count_up(counter: jax.Array, happened: Any = True) -> jax.Array:
 def moving_average(
     old: jax.Array, new: jax.Array, steps: jax.Array, reach: int = 100
 ) -> jax.Array:
-    """The moving average of a number over so many steps, with this one.
+    """The moving average of a number, which is `new` in the last of `steps` steps.
 
     It is the mean of all steps while these are at most `reach`, so it needs no
     correction for its start.

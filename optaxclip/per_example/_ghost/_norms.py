@@ -308,10 +308,8 @@ def _convolution(use: Use) -> Form | None:
             most, rest = (shifts - 1) * step, [(0, 0)] * (c.ndim - 2)
             # Padded once: XLA on a CPU takes four times as long to join padded arrays.
             padded = jnp.pad(c, [(0, 0), (most, most), *rest])
-            size = c.shape[1] + most
-            starts = [most - k * step for k in range(shifts)]
-            each = [padded[:, start : start + size] for start in starts]
-            c = jnp.concatenate(each, -2)
+            size, starts = c.shape[1] + most, range(most, -1, -step)
+            c = jnp.concatenate([padded[:, k : k + size] for k in starts], -2)
 
         def by_group(x: Array) -> Array:
             """[..., offsets, channels] as [groups, positions, numbers]."""
