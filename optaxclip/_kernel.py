@@ -13,7 +13,6 @@ reads them. Without jit the whole update is one compiled call.
 
 from functools import partial
 from inspect import unwrap
-from itertools import chain
 from operator import attrgetter, itemgetter
 from typing import Any, NamedTuple
 
@@ -180,8 +179,7 @@ def _update(
             if not own.group.is_one:
                 each = [norms.each[i] for i in own.group.numbers]
                 decide = partial(_decide, settings, own.learns, eps)
-                alone = [decide(norm, x).root for norm, x in zip(each, own.limits)]
-                found = roots_of_numbers(made.root, alone)
+                found = roots_of_numbers(made.root, each, own.limits, decide)
             for number, root in zip(own.group.numbers, found):
                 roots[number] = root
         updates = multiply(tree, norms, roots, zero=settings.nonfinite == "zero")
@@ -318,18 +316,20 @@ def _next_state(
     units: tuple[list[Pair], list[Pair]] = [], []
     for own, made in decided:
         (units[own.learns] if own.group.is_unit else whole).append((own, made))
-    parts = [(own.norm, own.limit, made, made.clipped) for own, made in whole]
+    parts = [
+        (own.group.rows, own.norm, own.limit, made, made.clipped) for own, made in whole
+    ]
     parts += [_summaries(settings, eps, norms, some) for some in units if some]
     step, found = count_up(state.step), []
     if not parts:
         return state._replace(step=step)
-    for norm, limit, made, share in parts:
+    for _, norm, limit, made, share in parts:
         share = share.astype(jnp.float32)
         found.append((norm, limit, made.factor, made.clipped, ~made.known, share))
     columns = map(list, zip(*found))
     join = states.concatenated if len(found) > 1 else itemgetter(0)
     new: dict[str, Any] = dict(zip(KEPT, map(join, columns)))
-    rows = np.concatenate([own.group.rows for own, _ in chain(whole, *units)])
+    rows = np.concatenate([part[0] for part in parts])
     # Norms that are missing in this step keep what was known of them.
     is_whole = np.array_equal(rows, range(state.norm.size))
     old = state.clipped, state.clipped_recently, state.nonfinite
@@ -353,19 +353,19 @@ def _next_state(
 
 def _summaries(
     settings: Settings, eps: Any, norms: Norms, leaves: list[Pair]
-) -> tuple[jax.Array, jax.Array, Decided, jax.Array]:
-    """What a state keeps of the units of each leaf: norm and limit of the one that is
-    furthest above its limit, what becomes of it, and the share of those that were
-    clipped.
+) -> tuple[Any, jax.Array, jax.Array, Decided, jax.Array]:
+    """What a state keeps of the units of each leaf, with its rows: norm and limit of
+    the one that is furthest above its limit, what becomes of it, and the share of those
+    that were clipped.
     """
-    learns, tables, places = leaves[0][0].learns, [], list[int]()
+    learns, tables, rows = leaves[0][0].learns, [], []
     # Leaves of as many units are looked at together.
     alike: dict[Any, list[Any]] = {}
-    for place, (own, _) in enumerate(leaves):
+    for own, _ in leaves:
         kind = jax.typeof(own.norm), states.units_over(norms, own.group)
-        alike.setdefault(kind, []).append((place, own.norm, own.limit))
+        alike.setdefault(kind, []).append((own.group.rows, own.norm, own.limit))
     for (_, kept), some in alike.items():
-        own_places, *pair = zip(*some)
+        own_rows, *pair = zip(*some)
         norm, limit = written_by_a_gpu(list(map(jnp.stack, pair)))
         made, units = _decide(settings, learns, eps, norm, limit), range(1, norm.ndim)
         # A limit of 0 would hide all differences, so it counts as tiny.
@@ -384,12 +384,11 @@ def _summaries(
             *found, share = lax.psum(own, kept)
             table = [*_furthest((1,), *found), jnp.mean(share, 1)]
         tables.append(table[1:])
-        places += own_places
-    order = np.argsort(places)
-    norm, limit, share = (jnp.concatenate(x)[order] for x in zip(*tables))
+        rows += own_rows
+    norm, limit, share = map(jnp.concatenate, zip(*tables))
     made = _decide(settings, learns, eps, norm, limit)
     made = made._replace(clipped=made.known & (share > 0))
-    return norm, limit, made, share
+    return np.concatenate(rows), norm, limit, made, share
 
 
 def _furthest(axes: Any, ratio: jax.Array, *others: jax.Array) -> list[jax.Array]:

@@ -108,13 +108,12 @@ def norms_of(plan: Plan, leaves: list[jax.Array]) -> list[jax.Array]:
     pairs = zip(leaves, plan.leaves)
     terms = [squares.three_sums(x, leaf.dims, dtype) for x, leaf in pairs]
     sums = _joined(plan, terms, Sums(*[jnp.zeros((), dtype)] * 3))
-    counts = _counts(plan, leaves, dtype) if isinstance(plan.ord, str) else []
-    if counts:
-        # Divided before the root: a mean is finite even where the norm is not.
-        sums = [Sums(*(x / n for x in three)) for three, n in zip(sums, counts)]
-    norms = [squares.root_of(*three) for three in sums]
+    counts: list[Any] = list(np.ones(plan.size, dtype))
+    if isinstance(plan.ord, str):
+        counts = _counts(plan, leaves, dtype)
+    norms = [squares.root_of(*three, n) for three, n in zip(sums, counts)]
     if plan.size > 1:
-        norms = squares.per_platform(norms, sums, gpu=_at_once)
+        norms = squares.per_platform(norms, sums, gpu=partial(_at_once, counts))
     if plan.ord == "average":
         # sqrt(sum / N) / sqrt(N) = sqrt(sum) / N
         norms = [norm / n**0.5 for norm, n in zip(norms, counts)]
@@ -128,7 +127,7 @@ def own_norm(tree: Any) -> jax.Array:
     return norm
 
 
-def _at_once(norms: list[Any], sums: list[Sums]) -> list[Any]:
+def _at_once(counts: list[Any], norms: list[Any], sums: list[Sums]) -> list[Any]:
     """The norms again, all numbers by one root of a vector. XLA on a GPU would put the
     root of each into every kernel that takes all norms: a step with AGC took 1.5 times
     as long to compile for an H100 (`python -m benchmarks --only whole_step_compiled`).
@@ -137,7 +136,8 @@ def _at_once(norms: list[Any], sums: list[Sums]) -> list[Any]:
     # Inside shard_map they may differ over different mesh axes.
     if len({jax.typeof(norms[number]) for number in numbers}) == 1:
         stacks = [jnp.stack(x) for x in zip(*(sums[number] for number in numbers))]
-        found = squares.root_of(*squares.written_by_a_gpu(stacks))
+        own = jnp.stack([counts[number] for number in numbers])
+        found = squares.root_of(*squares.written_by_a_gpu(stacks), own)
         for number, norm in zip(numbers, list(found)):
             norms[number] = norm
     return norms

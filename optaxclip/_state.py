@@ -355,8 +355,12 @@ def first_state(norms: Norms, rules: list[Rule], argument: str) -> ClipState:
     names: dict[Any, dict[str, Any]] = {}
     numbers: dict[Any, list[int]] = {}
     found = enumerate(trees.names(norms.paths))
-    # Those of units last, as a step finds them.
-    for number, name in sorted(found, key=lambda x: x[0] in norms.units):
+
+    # Those of units last, by how many there are, as a step finds them.
+    def units_of(found: Any) -> int:
+        return norms.each[found[0]].size if found[0] in norms.units else 0
+
+    for number, name in sorted(found, key=units_of):
         norm, rule = norms.each[number], rules[number]
         for shape in _shapes(rule):
             check_shape(shape, norm.shape, argument)
