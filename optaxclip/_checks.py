@@ -233,15 +233,6 @@ def check_shape(shape: Any, own: tuple[int, ...], argument: str) -> None:
 # ------------------------------------------------------------------------ functions
 
 
-def check_returned(argument: str, value: Any) -> None:
-    """Raises for what a schedule, or a rule of the user's, must not return."""
-    if not isinstance(value, NUMBERS):
-        raise TypeError(
-            f"{argument}: a schedule, or a rule, must return a number for each step, "
-            f"got {shown(value)}."
-        )
-
-
 def check_schedule(argument: str, function: Callable[..., Any], hint: str = "") -> None:
     """Refuses a shrink, and a function that cannot be called with a step alone."""
     # Such as `smooth`, which can be called with one number.

@@ -30,9 +30,9 @@ from . import _trees as trees
 from ._checks import Nonfinite, shown
 from ._exported import PLACEHOLDER
 from ._factors import factor_between, multiply, roots_of_numbers, shrunk_by
-from ._mesh import Split, at_own_place, entries_of, split_as
+from ._mesh import Split, at_own_place, entries_of, manual_axes, split_as
 from ._names import OF_UPDATE
-from ._norms import GlobalNorm, Measure, measured, norm_of_norms, types_of_norms
+from ._norms import GlobalNorm, Measure, measured, norm_of_norms, types_of
 from ._plan import Norms
 from ._state import ClipState, Group
 from ._sums import written_by_a_gpu
@@ -96,7 +96,14 @@ def make_clipper(
         # optax.tree_map_params calls init without parameters.
         if isinstance(params, PLACEHOLDER):
             return states.state_of_placeholder()
-        norms = types_of_norms(measure, trees.clipped_leaves(params, call))
+        own: Any = measure
+        # A state is often made outside the shard_map that it goes into, where no mesh
+        # axis has a name. Norms of the user's, and the spectral norm, take none.
+        names = getattr(measure, "mesh_axes", None)
+        is_free = isinstance(names, trees.Prefix) or names in ("auto", None)
+        if not is_free and not manual_axes():
+            own = own._replace(mesh_axes=None)
+        norms = types_of(partial(measured, own), trees.clipped_leaves(params, call))
         of_norm = states.rules_of_norms(rules, norms, argument)
         return states.first_state(norms, of_norm, argument)
 

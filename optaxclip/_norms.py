@@ -13,8 +13,8 @@ from __future__ import annotations
 
 import inspect
 import math
+import operator
 from collections.abc import Callable, Iterable
-from functools import partial
 from typing import Any, Literal, NamedTuple, Protocol
 
 import jax
@@ -134,12 +134,9 @@ class OwnNorm(NamedTuple):
         return norms_of_tree(norms, tree, f"{self.call}: what norm returns")
 
 
-# Jitted, so that the first update finds what `init` has traced. Inlined, since a call
-# in its place is another program to XLA.
-@partial(jax.jit, static_argnums=0, inline=True)
-def measured(measure: Measure, tree: Any) -> Norms:
-    """The norms of a tree."""
-    return measure(tree)
+# measured(measure, tree) -> norms. Jitted, so that the first update finds what `init`
+# has traced. Inlined, since a call in its place is another program to XLA.
+measured = jax.jit(operator.call, static_argnums=0, inline=True)
 
 
 def types_of(function: Callable[..., Any], *args: Any) -> Any:
@@ -150,17 +147,6 @@ def types_of(function: Callable[..., Any], *args: Any) -> Any:
     """
     program, shapes = jax.make_jaxpr(function, return_shape=True)(*args)
     return jax.tree.unflatten(jax.tree.structure(shapes), program.out_avals)
-
-
-def types_of_norms(measure: Any, tree: Any) -> Norms:
-    """The types of the norms of a tree, before the first step."""
-    # A state is often made outside the shard_map that it goes into, where no mesh axis
-    # has a name. Norms of the user's, and the spectral norm, take no mesh axes.
-    names = getattr(measure, "mesh_axes", None)
-    is_free = isinstance(names, trees.Prefix) or names in ("auto", None)
-    if not is_free and not mesh.manual_axes():
-        measure = measure._replace(mesh_axes=None)
-    return types_of(partial(measured, measure), tree)
 
 
 def norms_of_tree(norms: Any, tree: Any, argument: str = "norms") -> Norms:

@@ -14,7 +14,7 @@ from dataclasses import fields
 from functools import partial
 from itertools import chain
 from operator import itemgetter
-from typing import Any, NamedTuple, TypeGuard
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -313,8 +313,8 @@ def shared_rule(rules: list[Rule], group: Group, norms: Norms, call: str) -> Rul
         if group.is_one or not _shapes(own[0]):
             return own[0]
         return jax.tree.map(partial(_spread, shape_of), own[0], is_leaf=callable)
-    limits = [rule.limit for rule in own if _is_constant(rule)]
-    if len(limits) < len(own):
+    limits = [rule.limit for rule in own if isinstance(rule, Constant)]
+    if len(limits) < len(own) or any(map(callable, limits)):
         raise ValueError(
             f"{call}: state has one part for norms whose limits are now different "
             f"schedules or rules, with a part each. {BEGIN_ANEW}"
@@ -367,7 +367,8 @@ def first_state(norms: Norms, rules: list[Rule], argument: str) -> ClipState:
         # One rule for everything is one object, and one part. All constant limits are
         # one rule. A schedule is no number, so it is none of them. Norms that devices
         # have for themselves are a part apart from those that are the same on all.
-        kind: Any = "constant" if _is_constant(rule) else id(rule)
+        is_number = isinstance(rule, Constant) and not callable(rule.limit)
+        kind: Any = "constant" if is_number else id(rule)
         kind, layers = (kind, norm.manual_axis_type), None
         if number in norms.units:
             kind = "units", number
@@ -390,12 +391,14 @@ def first_state(norms: Norms, rules: list[Rule], argument: str) -> ClipState:
                     f"{leaf.shape}."
                 )
         # Zeros that a rule made of a shape have no type of a mesh.
-        memory.append(group.put((), mesh.typed_as(first, jax.typeof(norm))))
+        first = mesh.typed_as(first, jax.typeof(norm))
         if group.is_unit:
+            first = group.put((), first)
             over = mesh.varying(norm) - set(units_over(norms, group))
             shape = () if parts == ALL else (1,)
             norm = mesh.varying_over(jnp.zeros(shape, norm.dtype), over)
         entries.append(norm)
+        memory.append(first)
     norm = entries[0] if parts == ALL else concatenated(entries)
     filled = {}
     for name, (value, dtype) in FIRST.items():
@@ -419,10 +422,6 @@ def _layer_names(shape: tuple[int, ...]) -> list[str]:
 def units_over(norms: Norms, group: Group) -> tuple[str, ...]:
     """The mesh axes that split the units of a leaf."""
     return next(x for x in norms.leaves if x.norm == group.numbers[0]).units_over
-
-
-def _is_constant(rule: Rule) -> TypeGuard[Constant]:
-    return isinstance(rule, Constant) and not callable(rule.limit)
 
 
 def _shapes(rule: Rule) -> list[Any]:

@@ -7,9 +7,11 @@ path, so a dict matches any mapping with the same keys, and `None` or `MaskedNod
 the updates needs no value.
 """
 
+import operator
 import warnings
 from collections import Counter
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from itertools import chain
 from typing import Any, NamedTuple, TypeAlias, TypeGuard
 
@@ -95,9 +97,8 @@ def arrays_of(model: Any) -> Any:
     )
 
 
-def is_none(x: Any) -> bool:
-    """Is it None? For `jax.tree.map`, which otherwise passes None over."""
-    return x is None
+# Is it None? For `jax.tree.map`, which otherwise passes None over.
+is_none = partial(operator.is_, None)
 
 
 def is_hole(x: Any) -> bool:
@@ -245,9 +246,8 @@ def values_of(call: str, argument: str, tree: Any, values: Any) -> Any:
 # ---------------------------------------------------------------------------- names
 
 
-def name(path: Any) -> str:
-    """A key path as a user reads it: `blocks/0/w`."""
-    return jax.tree_util.keystr(path, simple=True, separator="/")
+# A key path as a user reads it: `blocks/0/w`.
+name = partial(jax.tree_util.keystr, simple=True, separator="/")
 
 
 def names(paths: Sequence[Any], known: Container[str] = ()) -> list[str]:

@@ -112,7 +112,8 @@ def value_clipper(
             now = [x(state.step) if callable(x) else x for x in bounds]
             for own, bound, value in zip((high, low), bounds, now):
                 if own and callable(bound):
-                    checks.check_returned(f"{call}: {own[0]}", value)
+                    what = f"{call}: {own[0]}: what a schedule returns"
+                    checks.check_real(what, value)
             clipped.append(_clipped((call, trees.name(path)), leaf, *now))
         step, elements = count_up(state.step), state.elements
         if count:

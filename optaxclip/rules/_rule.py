@@ -80,7 +80,7 @@ class _Within(NamedTuple):
 
     def __call__(self, schedule: Schedule, step: ArrayLike) -> ArrayLike:
         value = schedule(step)
-        checks.check_returned(self.argument, value)
+        checks.check_real(f"{self.argument}: what a schedule returns", value)
         # Numbers of Python and NumPy stay what they are: JAX would make inf of 1e39.
         numpy = jnp if isinstance(value, jax.Array) else np
         return numpy.clip(value, self.lowest, self.highest)
@@ -232,7 +232,7 @@ def limit_of(
             f"{checks.shown(answer)}."
         )
     limit, new = answer
-    checks.check_returned(argument, limit)
+    checks.check_real(f"{argument}: what a schedule or a rule returns", limit)
     # A number fits every norm.
     if jnp.ndim(limit):
         checks.check_shape(jnp.shape(limit), norm.shape, argument)

@@ -248,6 +248,6 @@ def test_a_bound_may_have_few_bits(dtype):
 def test_a_schedule_of_bounds_must_return_numbers():
     clipper = optaxclip.clip_by_value(lambda step: None)
     with pytest.raises(
-        TypeError, match=r"clip_by_value: max_value: a schedule.*got None"
+        TypeError, match=r"clip_by_value: max_value: what a schedule returns.*got None"
     ):
         apply(clipper, jnp.array([3.0]))
