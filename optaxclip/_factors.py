@@ -180,4 +180,4 @@ def stretch(x: jax.Array, root: jax.Array) -> jax.Array:
     product = (long * spread * spread).astype(x.dtype)
     # Selected, since on a CPU and a TPU a product of 1 flushes subnormal numbers. Asked
     # of each element: of one root LLVM would compile the optimizer's loops twice.
-    return jnp.where(long * 0 + spread == 1, x, product)
+    return jnp.where(long * 0 == spread - 1, x, product)
