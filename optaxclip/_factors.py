@@ -178,6 +178,7 @@ def stretch(x: jax.Array, root: jax.Array) -> jax.Array:
     # Spread once, as each product would do it.
     spread, long = jnp.broadcast_to(root.astype(wide), x.shape), x.astype(wide)
     product = (long * spread * spread).astype(x.dtype)
-    # Selected, since on a CPU and a TPU a product of 1 flushes subnormal numbers. Asked
-    # of each element: of one root LLVM would compile the optimizer's loops twice.
+    # Selected, since on a CPU and a TPU a product of 1 flushes subnormal numbers. By
+    # `long * 0` each element is asked: for one question about the root alone, LLVM
+    # compiles the optimizer's loops twice.
     return jnp.where(long * 0 == spread - 1, x, product)

@@ -357,8 +357,8 @@ def first_state(norms: Norms, rules: list[Rule], argument: str) -> ClipState:
     found = enumerate(trees.names(norms.paths))
 
     # Those of units last, by how many there are, as a step finds them.
-    def units_of(found: Any) -> int:
-        return norms.each[found[0]].size if found[0] in norms.units else 0
+    def units_of(entry: tuple[int, str]) -> int:
+        return norms.each[entry[0]].size if entry[0] in norms.units else 0
 
     for number, name in sorted(found, key=units_of):
         norm, rule = norms.each[number], rules[number]

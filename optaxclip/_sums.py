@@ -88,11 +88,10 @@ def three_sums(leaf: jax.Array, dims: Dims, dtype: Any) -> Sums:
     return per_platform(leaf, cpu=cpu, gpu=gpu, plain=plain)
 
 
-@partial(jax.jit, inline=True)
 def root_of(
-    up: jax.Array, plain: jax.Array, down: jax.Array, count: jax.Array
+    count: jax.Array, up: jax.Array, plain: jax.Array, down: jax.Array
 ) -> jax.Array:
-    """The norm, from the first of its three sums that is finite, over a count."""
+    """sqrt(sum / count), of the first of the three sums that is finite."""
     dtype = plain.dtype
     scale = dtype.type(SCALES[dtype])
     # NaN is in all sums, and finite in none.
@@ -152,26 +151,23 @@ def _in_pairs(leaf: jax.Array, dims: Dims, dtype: Any) -> Sums:
         return _by_kind(_side_by_side(leaf, axes, dims is not None, dtype))
     if leaf.ndim and leaf.ndim - 1 not in axes:
         return _over_columns(leaf, axes, dtype)
-    # In `lax`, since this is traced for each shape of a leaf, whatever the platform.
-    x, scale = lax.convert_element_type(leaf, dtype), dtype.type(SCALES[dtype])
-    is_large = lax.gt(lax.abs(x), lax.full_like(x, LARGE))
-    down, up = lax.full_like(x, 1 / scale), lax.full_like(x, scale)
-    scaled = lax.square(lax.mul(x, lax.select(is_large, down, up)))
-    scaled = lax.select(is_large, scaled, lax.neg(scaled))
-    pairs = lax.complex(lax.square(x), scaled)
+    x, scale = leaf.astype(dtype), dtype.type(SCALES[dtype])
+    is_large = jnp.abs(x) > LARGE
+    scaled = lax.square(x * jnp.where(is_large, 1 / scale, scale))
+    pairs = lax.complex(x * x, jnp.where(is_large, scaled, -scaled))
     # A second operand of zeros. Where jit splits a leaf unseen, XLA would join a
     # reduction of one operand by a collective that GPUs do not have. The barrier keeps
     # XLA from dropping it.
     zero = lax.optimization_barrier(dtype.type(0))
-    zeros = lax.broadcast(zero, x.shape)
+    zeros = jnp.full_like(x, zero)
     start = np.complex64(0), dtype.type(0)
     total, rest = lax.reduce((pairs, zeros), start, _add_pairs, axes)
-    plain, scaled = lax.add(lax.real(total), rest), lax.imag(total)
+    plain, scaled = jnp.real(total) + rest, jnp.imag(total)
     # abs, since -scaled of 0 is -0.
-    up = jnp.where(scaled > 0, jnp.inf, lax.abs(scaled))
-    three = up, plain, lax.max(scaled, dtype.type(0))
+    up = jnp.where(scaled > 0, jnp.inf, jnp.abs(scaled))
+    three = up, plain, jnp.maximum(scaled, 0)
     if dims is not None:
-        three = (lax.expand_dims(x, axes) for x in three)
+        three = (jnp.expand_dims(x, axes) for x in three)
     return Sums(*three)
 
 
