@@ -228,11 +228,11 @@ def largest_bits(leaf: jax.Array, dims: Dims, dtype: Any) -> jax.Array:
     """
     x, keep = jnp.abs(leaf).astype(dtype), dims is not None
     most = jnp.max(x, dims, keepdims=keep)
-    # NaN is found by a sum of zeros: 0 / (1 + inf) is 0, and 0 / (1 + NaN) is not. XLA
-    # on a CPU writes the operand of a reduction to memory if it contains a comparison.
-    zeros = jnp.sum(0 / (1 + x * x), dims, keepdims=keep)
+    # NaN is found by a sum: 1 / (1 + inf) is 0, and 1 / (1 + NaN) is NaN. XLA on a CPU
+    # writes the operand of a reduction to memory if it contains a comparison.
+    total = jnp.sum(1 / (1 + x * x), dims, keepdims=keep)
     whole = np.int64 if dtype == np.float64 else np.int32
-    most = jnp.where(jnp.isnan(zeros), jnp.nan, most)
+    most = jnp.where(jnp.isnan(total), jnp.nan, most)
     # Without the sign, which NaN may have too.
     bits = lax.bitcast_convert_type(most, whole)
     return bits & whole(np.iinfo(whole).max)
