@@ -30,7 +30,7 @@ from . import _trees as trees
 from ._checks import Nonfinite, shown
 from ._exported import PLACEHOLDER
 from ._factors import factor_between, multiply, roots_of_numbers, shrunk_by
-from ._mesh import Split, at_own_place, entries_of, manual_axes, split_as
+from ._mesh import Split, at_own_place, axes_size, entries_of, manual_axes, split_as
 from ._names import OF_UPDATE
 from ._norms import GlobalNorm, Measure, measured, norm_of_norms, types_of
 from ._plan import Norms
@@ -365,7 +365,7 @@ def _summaries(
     the one that is furthest above its limit, what becomes of it, and the share of those
     that were clipped.
     """
-    learns, tables, rows = leaves[0][0].learns, [], []
+    tables, rows = [], []
     # Leaves of as many units are looked at together.
     alike: dict[Any, list[Any]] = {}
     for own, _ in leaves:
@@ -374,35 +374,44 @@ def _summaries(
     for (_, kept), some in alike.items():
         own_rows, *pair = zip(*some)
         norm, limit = written_by_a_gpu(list(map(jnp.stack, pair)))
-        made, units = _decide(settings, learns, eps, norm, limit), range(1, norm.ndim)
+        made = _decide(settings, leaves[0][0].learns, eps, norm, limit)
         # A limit of 0 would hide all differences, so it counts as tiny.
         ratio = norm / jnp.maximum(limit, 2.0**-60)
-        ratio = jnp.minimum(ratio, jnp.finfo(norm.dtype).max)
         # Where nothing has a limit, the largest of these is that of the longest norm.
         ratio = jnp.where(limit == jnp.inf, -1 / norm, ratio)
+        most = jnp.finfo(norm.dtype).max
         # A broken unit is the furthest.
-        ratio = jnp.where(made.known, ratio, jnp.inf)
-        share = jnp.mean(made.clipped.astype(norm.dtype), units)
-        table = [*_furthest(units, ratio, norm, limit), share]
+        ratio = jnp.where(made.known, jnp.clip(ratio, -most, most), jnp.inf)
+        columns = ratio, norm, limit, made.factor, made.clipped.astype(norm.dtype)
+        table = _furthest(range(1, norm.ndim), *columns)
+        count = norm.size // len(some) * axes_size(kept)
         if kept:
             # Each device knows its own units.
             own = jnp.stack(table)[..., None]
-            own = at_own_place(own, Split(kept=((), (), kept)))
-            *found, share = lax.psum(own, kept)
-            table = [*_furthest((1,), *found), jnp.mean(share, 1)]
-        tables.append(table[1:])
+            own = lax.psum(at_own_place(own, Split(kept=((), (), kept))), kept)
+            table = _furthest((1,), *own)
+        tables.append([*table[:-1], table[-1] / count])
         rows += own_rows
-    norm, limit, share = map(jnp.concatenate, zip(*tables))
-    made = _decide(settings, learns, eps, norm, limit)
-    made = made._replace(clipped=made.known & (share > 0))
+    ratio, norm, limit, factor, share = map(jnp.concatenate, zip(*tables))
+    known = ratio < jnp.inf
+    made = Decided(factor, factor, known & (share > 0), known)
     return np.concatenate(rows), norm, limit, made, share
 
 
-def _furthest(axes: Any, ratio: jax.Array, *others: jax.Array) -> list[jax.Array]:
-    """The largest ratios along some axes, and the numbers beside them."""
-    most = jnp.max(ratio, axes, keepdims=True)
-    beside = [jnp.where(ratio == most, x, -jnp.inf) for x in (ratio, *others)]
-    return [jnp.max(x, axes) for x in beside]
+def _furthest(axes: Any, *columns: jax.Array) -> list[jax.Array]:
+    """The rows with the largest number in the first column, along some axes, but with
+    the sum of the last column.
+    """
+    lowest, *zeros = (x.dtype.type(0) for x in columns)
+    start = lowest - np.inf, *zeros
+    # JAX has no derivative of such a reduction.
+    return list(lax.reduce(lax.stop_gradient(columns), start, _further, axes))
+
+
+def _further(one: Any, other: Any) -> Any:
+    is_first = one[0] >= other[0]
+    found = [lax.select(is_first, x, y) for x, y in zip(one, other)]
+    return *found[:-1], one[-1] + other[-1]
 
 
 # ----------------------------------------------------------------------------- once

@@ -97,10 +97,12 @@ def root_of(
     # NaN is in all sums, and finite in none.
     is_small, is_plain = up < jnp.inf, plain < jnp.inf
     first = jnp.where(is_plain, plain, down)
-    unit = jnp.where(is_plain, dtype.type(1), scale)
+    unit = jnp.where(is_plain, dtype.type(1), 1 / scale)
     # Divided before the root: a mean is finite even where the norm is not.
     root = jnp.sqrt(jnp.where(is_small, up, first) / count)
-    return root * jnp.where(is_small, 1 / scale, unit)
+    # Division comes last. XLA on a CPU computes what comes after one, or a root, again
+    # in each kernel that reads the norm.
+    return root / jnp.where(is_small, scale, unit)
 
 
 # The same arrays, which a GPU writes to memory, instead of what they are computed from.
