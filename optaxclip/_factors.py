@@ -140,7 +140,8 @@ def roots_of_numbers(
         *(roots, norms, limits),
         cpu=partial(entries, entry=_entry_by_reduction),
         gpu=entries,
-        plain=lambda _, *numbers: [decide(*own).root for own in zip(*numbers)],
+        # Jitted, so that it is traced once.
+        plain=lambda _, *numbers: [x.root for x in map(jax.jit(decide), *numbers)],
     )
 
 

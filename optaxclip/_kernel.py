@@ -25,12 +25,12 @@ from jax.core import Tracer
 from jax.typing import ArrayLike
 
 from . import _checks as checks
+from . import _mesh as mesh
 from . import _state as states
 from . import _trees as trees
 from ._checks import Nonfinite, shown
 from ._exported import PLACEHOLDER
 from ._factors import factor_between, multiply, roots_of_numbers, shrunk_by
-from ._mesh import Split, at_own_place, axes_size, entries_of, manual_axes, split_as
 from ._names import OF_UPDATE
 from ._norms import GlobalNorm, Measure, measured, norm_of_norms, types_of
 from ._plan import Norms
@@ -101,7 +101,7 @@ def make_clipper(
         # axis has a name. Norms of the user's, and the spectral norm, take none.
         names = getattr(measure, "mesh_axes", None)
         is_free = isinstance(names, trees.Prefix) or names in ("auto", None)
-        if not is_free and not manual_axes():
+        if not is_free and not mesh.manual_axes():
             own = own._replace(mesh_axes=None)
         norms = types_of(partial(measured, own), trees.clipped_leaves(params, call))
         of_norm = states.rules_of_norms(rules, norms, argument)
@@ -169,8 +169,7 @@ def _update(
     # 1. Measure. `grad_norm` replaces what was measured.
     norms = measured(settings.measure, tree)
     if given[0] is not None:
-        own = _given("grad_norm", given[0], norms, settings)
-        norms = norms._replace(each=own)
+        norms = norms._replace(each=_given("grad_norm", given[0], norms, settings))
     # 2. Limit. Norms that share a rule are one vector from here on.
     asked = _ask(settings, numbers, norms, state, params, given[1])
     # 3. Shrink. Clippers with other rules share these programs.
@@ -245,7 +244,7 @@ def _ask(
         limit, memory = ask(rule, norm, memory, state.step, *further)
         if not limits:
             kinds = [jax.typeof(each[i]) for i in group.numbers]
-            limits = [limit] if group.is_one else entries_of(limit, kinds)
+            limits = [limit] if group.is_one else mesh.entries_of(limit, kinds)
         if given is not None:
             limits = [given[i] for i in group.numbers]
             limit = group.vector(given)
@@ -267,7 +266,7 @@ def _given(
         )
     pairs = zip(norms.from_tree(tree), norms.each)
     # In the dtype and sharding of what was measured, so that the state keeps its types.
-    return [split_as(x.astype(y.dtype), jax.typeof(y)) for x, y in pairs]
+    return [mesh.split_as(x.astype(y.dtype), jax.typeof(y)) for x, y in pairs]
 
 
 # ----------------------------------------------------------------------- 3. shrink
@@ -375,21 +374,21 @@ def _summaries(
         own_rows, *pair = zip(*some)
         norm, limit = written_by_a_gpu(list(map(jnp.stack, pair)))
         made = _decide(settings, leaves[0][0].learns, eps, norm, limit)
-        # A limit of 0 would hide all differences, so it counts as tiny.
-        ratio = norm / jnp.maximum(limit, 2.0**-60)
-        # Where nothing has a limit, the largest of these is that of the longest norm.
-        ratio = jnp.where(limit == jnp.inf, -1 / norm, ratio)
         most = jnp.finfo(norm.dtype).max
+        # A limit of 0 would hide all differences, so it counts as tiny.
+        ratio = jnp.minimum(norm / jnp.maximum(limit, 2.0**-60), most)
+        # Where nothing has a limit, the largest of these is that of the longest norm.
+        ratio = jnp.where(limit == jnp.inf, jnp.maximum(-1 / norm, -most), ratio)
         # A broken unit is the furthest.
-        ratio = jnp.where(made.known, jnp.clip(ratio, -most, most), jnp.inf)
+        ratio = jnp.where(made.known, ratio, jnp.inf)
         columns = ratio, norm, limit, made.factor, made.clipped.astype(norm.dtype)
         table = _furthest(range(1, norm.ndim), *columns)
-        count = norm.size // len(some) * axes_size(kept)
+        count = norm.size // len(some) * mesh.axes_size(kept)
         if kept:
             # Each device knows its own units.
-            own = jnp.stack(table)[..., None]
-            own = lax.psum(at_own_place(own, Split(kept=((), (), kept))), kept)
-            table = _furthest((1,), *own)
+            split = mesh.Split(kept=((), (), kept))
+            own = mesh.at_own_place(jnp.stack(table)[..., None], split)
+            table = _furthest((1,), *lax.psum(own, kept))
         tables.append([*table[:-1], table[-1] / count])
         rows += own_rows
     ratio, norm, limit, factor, share = map(jnp.concatenate, zip(*tables))
@@ -402,14 +401,20 @@ def _furthest(axes: Any, *columns: jax.Array) -> list[jax.Array]:
     """The rows with the largest number in the first column, along some axes, but with
     the sum of the last column.
     """
+    # On a mesh one reduction of all columns would take a collective for each.
+    if not mesh.is_on_one_device(columns[0]):
+        most = jnp.max(columns[0], axes, keepdims=True)
+        beside = [jnp.where(columns[0] == most, x, -jnp.inf) for x in columns[:-1]]
+        return [*(jnp.max(x, axes) for x in beside), jnp.sum(columns[-1], axes)]
     lowest, *zeros = (x.dtype.type(0) for x in columns)
     start = lowest - np.inf, *zeros
-    # JAX has no derivative of such a reduction.
+    # JAX has no derivative of it.
     return list(lax.reduce(lax.stop_gradient(columns), start, _further, axes))
 
 
 def _further(one: Any, other: Any) -> Any:
-    is_first = one[0] >= other[0]
+    # Of rows that are level the one with the longer norm, as on a mesh.
+    is_first = (one[0] > other[0]) | (one[0] == other[0]) & (one[1] >= other[1])
     found = [lax.select(is_first, x, y) for x, y in zip(one, other)]
     return *found[:-1], one[-1] + other[-1]
 

@@ -151,9 +151,8 @@ def _counts(plan: Plan, leaves: list[jax.Array], dtype: Any) -> list[Any]:
         size = math.prod(x.shape[axis] for axis in summed)
         counts[leaf.norm] += size * mesh.axes_size(leaf.split.summed)
     # A size of jax.export may be a symbol.
-    numbers = [np if isinstance(n, int) else jnp for n in counts]
-    pairs = zip(numbers, counts)
-    return [kind.asarray(n).astype(dtype).clip(1) for kind, n in pairs]
+    numbers = [(np if isinstance(n, int) else jnp).asarray(n) for n in counts]
+    return [n.astype(dtype).clip(1) for n in numbers]
 
 
 def _joined(

@@ -105,8 +105,7 @@ def costs_of(
             # XLA on a CPU takes about half as long again for the gradients of examples
             # by a convolution, and in a loop eight times as long.
             most = microbatch or _most_at_once(problem, ghost)["one_pass"]
-            slow = 8 if most < size else 1.5
-            costs["one_pass"] *= slow
+            costs["one_pass"] *= 8 if most < size else 1.5
         # What is kept of uses is written and read, too.
         made = ghost.kept + ghost.held
         added = MULTIPLICATIONS_PER_NUMBER * made + sum(way.cost for way in ghost.ways)

@@ -79,8 +79,7 @@ def run(rule: Any, norms: ArrayLike, *, shrink: Shrink | None = None) -> Replay:
         raise ValueError(f"replay.run: {must}, {got}.")
     rule = rule_without_params(rule, "replay.run: rule")
     shrink = shrink_of(shrink, "replay.run")
-    limits = limits_over(rule, norms, "replay.run: rule")
-    return _replayed(shrink, norms, limits)
+    return _replayed(shrink, norms, limits_over(rule, norms, "replay.run: rule"))
 
 
 def history_of(call: str, norms: Any, *, signed: bool = False) -> jax.Array:
