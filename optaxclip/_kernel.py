@@ -382,7 +382,8 @@ def _summaries(
         # A broken unit is the furthest.
         ratio = jnp.where(made.known, ratio, jnp.inf)
         columns = ratio, norm, limit, made.factor, made.clipped.astype(norm.dtype)
-        table = _furthest(range(1, norm.ndim), *columns)
+        # JAX cannot differentiate a reduction of columns some of which are constant.
+        table = _furthest(range(1, norm.ndim), *lax.stop_gradient(columns))
         count = norm.size // len(some) * mesh.axes_size(kept)
         if kept:
             # Each device knows its own units.
@@ -408,8 +409,7 @@ def _furthest(axes: Any, *columns: jax.Array) -> list[jax.Array]:
         return [*(jnp.max(x, axes) for x in beside), jnp.sum(columns[-1], axes)]
     lowest, *zeros = (x.dtype.type(0) for x in columns)
     start = lowest - np.inf, *zeros
-    # JAX has no derivative of it.
-    return list(lax.reduce(lax.stop_gradient(columns), start, _further, axes))
+    return list(lax.reduce(columns, start, _further, axes))
 
 
 def _further(one: Any, other: Any) -> Any:

@@ -88,6 +88,11 @@ def test_wrapped_optimizers_copy_neither_gradients_nor_moments(name):
 
 
 @only_by_a_cpu
+def test_the_largest_element_is_found_without_a_copy():
+    assert compiled_step(optaxclip.clip_by_global_norm(0.5, ord=np.inf)) <= 0.01
+
+
+@only_by_a_cpu
 def test_bfloat16_gradients_are_copied_at_most_once():
     assert compiled_step(optaxclip.clip_by_global_norm(0.5), jnp.bfloat16) <= 1.01
 

@@ -96,6 +96,8 @@ def test_units_without_limits_show_the_longest():
     grads = jnp.array([[3.0, 5.0, 4.0]])
     state = after(optaxclip.clip_by_unitwise_norm(None, axis=0), grads)
     assert (state.norm, state.limit, state.clipped) == (5, np.inf, 0)
+    state = after(optaxclip.clip_by_unitwise_norm(None, axis=0), 0 * grads)
+    assert (state.norm, state.limit, state.factor) == (0, np.inf, 1)
 
 
 def test_each_norm_keeps_its_own_rule_and_memory():
