@@ -111,7 +111,7 @@ def norms_of(plan: Plan, leaves: list[jax.Array]) -> list[jax.Array]:
     counts: list[Any] = list(np.ones(plan.size, dtype))
     if isinstance(plan.ord, str):
         counts = _counts(plan, leaves, dtype)
-    norms = [squares.root_of(n, *three) for three, n in zip(sums, counts)]
+    norms = [squares.root_of(n, three) for three, n in zip(sums, counts)]
     if plan.size > 1:
         norms = squares.per_platform(norms, sums, gpu=partial(_at_once, counts))
     if plan.ord == "average":
@@ -137,7 +137,7 @@ def _at_once(counts: list[Any], norms: list[Any], sums: list[Sums]) -> list[Any]
     if len({jax.typeof(norms[number]) for number in numbers}) == 1:
         stacks = [jnp.stack(x) for x in zip(*(sums[number] for number in numbers))]
         own = jnp.stack([counts[number] for number in numbers])
-        found = squares.root_of(own, *squares.written_by_a_gpu(stacks))
+        found = squares.root_of(own, squares.written_by_a_gpu(stacks))
         for number, norm in zip(numbers, list(found)):
             norms[number] = norm
     return norms

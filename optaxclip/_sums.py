@@ -88,10 +88,9 @@ def three_sums(leaf: jax.Array, dims: Dims, dtype: Any) -> Sums:
     return per_platform(leaf, cpu=cpu, gpu=gpu, plain=plain)
 
 
-def root_of(
-    count: jax.Array, up: jax.Array, plain: jax.Array, down: jax.Array
-) -> jax.Array:
+def root_of(count: jax.Array, sums: Sums) -> jax.Array:
     """sqrt(sum / count), of the first of the three sums that is finite."""
+    up, plain, down = sums
     dtype = plain.dtype
     scale = dtype.type(SCALES[dtype])
     # NaN is in all sums, and finite in none.

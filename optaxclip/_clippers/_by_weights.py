@@ -219,25 +219,21 @@ class Larc(Rule):
 
     needs_params = True
 
-    def update(
-        self, norm: Array, memory: Any, step: Array, params_norm: Array
-    ) -> Answer:
+    def update(self, norm: Array, memory: Any, step: Array, of_params: Array) -> Answer:
         # Weights of 0 would get a limit of 0 and never move. A rate of 0 moves nothing.
         rate, trust = at_step(step, norm, self.learning_rate, self.trust)
-        length = params_norm.astype(norm.dtype)
+        length = of_params.astype(norm.dtype)
         free = (length == 0) | (rate == 0)
         limit = trust * length / jnp.where(free, 1.0, rate)
         return jnp.where(free, jnp.inf, limit), memory
 
 
 @jax.jit
-def _decayed(
-    weight_decay: Any, grad: Any, weight: Any, norm: Array, length: Array
-) -> Array:
+def _decayed(decay: Any, grad: Any, weight: Any, norm: Array, length: Array) -> Array:
     """The gradient with weight decay, in float32 at least: it is rounded once it is
     clipped. As it is where either is 0.
     """
-    decay = jnp.asarray(weight_decay).astype(norm.dtype)
+    decay = jnp.asarray(decay).astype(norm.dtype)
     wide = np.promote_types(jnp.result_type(grad), norm.dtype)
     grad = jnp.asarray(grad).astype(wide)
     decayed = grad + decay.astype(wide) * jnp.asarray(weight).astype(wide)

@@ -135,7 +135,7 @@ def spam(
         usual = own
         if second_moment is not None:
             usual = trees.values_of(call, "second_moment", tree, second_moment)
-        cut = partial(_cut_spikes, step, threshold, since >= warmup)
+        cut = partial(_cut_down, step, threshold, since >= warmup)
         clipped = jax.tree.map(cut, tree, usual, is_leaf=trees.is_none)
         # With a second moment from elsewhere the own one is neither updated nor reset.
         moment = state.second_moment
@@ -151,9 +151,7 @@ def spam(
     return optax.GradientTransformationExtraArgs(init, update)
 
 
-def _cut_spikes(
-    step: jax.Array, threshold: Any, warm: jax.Array, x: Any, v: Any
-) -> Any:
+def _cut_down(step: jax.Array, threshold: Any, warm: jax.Array, x: Any, v: Any) -> Any:
     """A leaf with its spikes cut down. None is a leaf that is missing in this step."""
     if x is None:
         return None

@@ -249,10 +249,9 @@ def clipped_grad(
         options = {"method": way[1], "microbatch": microbatch_size, "shrink": shrink}
         options |= {"has_aux": True, "mean": False, "shared_argnums": 2}
         grad = per_example.clipped_grad(way[0], max_norm, **options)
+        given = others if is_same else (params, others)
         # The gradient of what is linear is the same everywhere, also here.
-        result = grad(
-            changed, batch, others if is_same else (params, others), mask=mask
-        )
+        result = grad(changed, batch, given, mask=mask)
         seen = result.norms, result.values, result.aux
         norms, values, aux = seen if is_same else result.aux
         if keep_batch_dim:

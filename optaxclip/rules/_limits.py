@@ -176,12 +176,10 @@ class Joined(Rule):
     def needs_total(self) -> bool:
         return any(rule.needs_total for rule in self.rules)
 
-    def init(self, norm: jax.Array) -> Any:
+    def init(self, norm: Array) -> Any:
         return tuple(rule.init(norm) for rule in self.rules)
 
-    def update(
-        self, norm: jax.Array, memory: Any, step: jax.Array, *others: Any
-    ) -> Any:
+    def update(self, norm: Array, memory: Any, step: Array, *others: Any) -> Any:
         # In the order of `further_norms`, each where one of the rules needs it.
         params = others[0] if self.needs_params else None
         total = others[-1] if self.needs_total else None
@@ -194,7 +192,7 @@ class Joined(Rule):
             memories.append(own)
         return self.joined(limits), tuple(memories)
 
-    def joined(self, limits: list[jax.Array]) -> Any:
+    def joined(self, limits: list[Array]) -> Any:
         """One limit of those of the rules."""
         return limits
 
@@ -202,14 +200,14 @@ class Joined(Rule):
 class Minimum(Joined):
     """The smallest limit of several rules."""
 
-    def joined(self, limits: list[jax.Array]) -> Any:
+    def joined(self, limits: list[Array]) -> Any:
         return reduce(jnp.minimum, limits)
 
 
 class Maximum(Joined):
     """The largest limit of several rules."""
 
-    def joined(self, limits: list[jax.Array]) -> Any:
+    def joined(self, limits: list[Array]) -> Any:
         return reduce(jnp.maximum, limits)
 
 
@@ -219,12 +217,10 @@ class WarmUp(Joined):
     # Counts norms that were remembered. The step counts broken ones as well.
     steps: Number = number(schedule=False)
 
-    def init(self, norm: jax.Array) -> Any:
+    def init(self, norm: Array) -> Any:
         return jnp.zeros(norm.shape, jnp.int32), super().init(norm)
 
-    def update(
-        self, norm: jax.Array, memory: Any, step: jax.Array, *others: Any
-    ) -> Any:
+    def update(self, norm: Array, memory: Any, step: Array, *others: Any) -> Any:
         seen, memory = memory
         # Both are asked in every step, so `after` has learnt when its limit counts.
         limits, memory = super().update(norm, memory, step, *others)

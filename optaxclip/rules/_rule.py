@@ -257,10 +257,8 @@ def _checked_memory(rule: Rule, norm: jax.Array, memory: Any, argument: str) -> 
     Raises for the memory of another rule. The length of a window is not compared: under
     jit it is a traced number.
     """
-    known = jax.tree.map(
-        lambda x: 1 if isinstance(x, Tracer) and not x.ndim else x, rule
-    )
-    wanted = jax.eval_shape(known.init, norm)
+    own = jax.tree.map(lambda x: 1 if isinstance(x, Tracer) and not x.ndim else x, rule)
+    wanted = jax.eval_shape(own.init, norm)
     # Rules that remember nothing may follow one another.
     if not jax.tree.leaves((wanted, memory)):
         return wanted

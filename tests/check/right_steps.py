@@ -146,9 +146,7 @@ def averaged(setting, batch):
 
 def squares(grads):
     """The sum of squares of each leaf's own part, in float32."""
-    return {
-        name: jnp.sum(leaf.astype(jnp.float32) ** 2) for name, leaf in grads.items()
-    }
+    return {name: jnp.sum(x.astype(jnp.float32) ** 2) for name, x in grads.items()}
 
 
 def summed(grads, specs):
@@ -173,7 +171,5 @@ def scaled(grads, number):
 
 def microbatches(setting, batch):
     """The parts of a batch whose gradients are accumulated."""
-    count = setting.microbatches
-    return [
-        jax.tree.map(itemgetter(slice(n, None, count)), batch) for n in range(count)
-    ]
+    n = setting.microbatches
+    return [jax.tree.map(itemgetter(slice(i, None, n)), batch) for i in range(n)]
