@@ -64,7 +64,7 @@ def metrics(
     summary: bool = False,
     layers: bool = False,
     top: int | None = None,
-    quantiles: Sequence[float] = (),
+    quantiles: float | Sequence[float] = (),
     floats: bool = False,
     json: bool = False,
 ) -> dict[str, Any]:
@@ -86,8 +86,8 @@ def metrics(
         `clip/norm_before/blocks/w/0`. `summary` is of all norms in any case.
       top: how many tensors or groups of a clipper are reported: those that are furthest
         above their limits. None for all. Only outside jit.
-      quantiles: shares in [0, 1]. For each of them the quantile of the norms of a
-        clipper is reported, such as `clip/norm_quantile/0.5` for the median.
+      quantiles: one share in [0, 1], or several. For each of them the quantile of the
+        norms of a clipper is reported: `clip/norm_quantile/0.5` is the median.
       floats: whether to return Python floats, NaN and inf included. Only outside jit.
       json: the same with None in the place of NaN and inf, which JSON does not have.
 
@@ -188,10 +188,12 @@ def metrics(
         check_flag(f"metrics: {name}", value)
     if top is not None:
         check_length("metrics: top", top)
-    for share in quantiles:
+    shares = np.atleast_1d(quantiles).tolist()
+    for share in shares:
         check_number("metrics: quantiles", share, highest=1.0)
     # A string is a collection as well, of its letters.
-    wanted = [only] if isinstance(only, str) else only
+    is_one = isinstance(only, str) or not isinstance(only, Collection | None)
+    wanted: Any = [only] if is_one else only
     if wanted is not None and not all(name in NAMES for name in wanted):
         raise ValueError(
             f"metrics: only must be among {', '.join(map(repr, NAMES))}, got "
@@ -202,7 +204,7 @@ def metrics(
     for prefix, title, state in _reported_states(opt_state):
         if isinstance(state, ClipState):
             sizes = sizes_of(state, layers and not summary)
-            rows = _clip_rows(state, sizes, summary, top, quantiles, floats or json)
+            rows = _clip_rows(state, sizes, summary, top, shares, floats or json)
         elif isinstance(state, HealthState):
             rows = health_rows(state, summary=summary, layers=layers)
         else:

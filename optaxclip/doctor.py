@@ -24,7 +24,7 @@ import json
 import math
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from functools import cache
 from operator import itemgetter
 from pathlib import Path
@@ -32,6 +32,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from ._checks import shown
 from ._health import HEALTH
 from ._names import with_our_names
 from .replay import _read as logs
@@ -147,6 +148,7 @@ def diagnose(log: str | Path | logs.Rows) -> list[Finding]:
     Raises:
       ValueError: a log without the numbers of `record_health`, or a file in a format
         that is not known. The text names it.
+      TypeError: a log that is neither a file nor rows.
       OSError: a file that cannot be opened.
 
     Example:
@@ -159,7 +161,11 @@ def diagnose(log: str | Path | logs.Rows) -> list[Finding]:
     """
     if isinstance(log, (str, Path)):
         return logs.read_with(diagnose, log, "diagnose")
-    return _findings(_read(log))
+    rows: list[Any] = [*log] if isinstance(log, Iterable) else [log]
+    if not all(isinstance(row, Mapping) for row in rows):
+        must = "a file, or a list with a dict for each step"
+        raise TypeError(f"diagnose: log must be {must}, got {shown(log)}.")
+    return _findings(_read(rows))
 
 
 def _read(rows: logs.Rows) -> Log:

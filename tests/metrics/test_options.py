@@ -68,8 +68,8 @@ def test_quantiles_are_those_of_numpy():
         optaxclip.metrics,
         jax.jit(optaxclip.metrics, static_argnames="quantiles"),
     ):
-        found = read(state, quantiles=(0.5, 0.9))
-        for share in (0.5, 0.9):
+        found = read(state, quantiles=(0.5, 0.9)) | read(state, quantiles=0.1)
+        for share in (0.1, 0.5, 0.9):
             wanted = np.quantile(np.float32(norms), share)
             np.testing.assert_allclose(
                 found[f"clip/norm_quantile/{share}"], wanted, rtol=1e-6
