@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from .. import _trees as prefix
-from .._checks import check_limit
+from .._checks import check_flag, check_limit
 from ..shrinks import hard
 from ._passes import Limits
 
@@ -83,7 +83,7 @@ def per_example_layer_norm_clip(
     Raises:
       ValueError: a leaf without a batch axis, batch axes of different sizes, or a limit
         that is negative or NaN.
-      TypeError: a limit that is not a real number.
+      TypeError: a limit that is not a real number, or `uniform` that is not a bool.
 
     Example:
       >>> weights = jnp.array([[0.0, 3.0, 4.0], [4.0, 0.0, 3.0]])
@@ -97,6 +97,7 @@ def per_example_layer_norm_clip(
     language models, 2018 (arXiv 1710.06963).
     """
     call = "per_example_layer_norm_clip"
+    check_flag(f"{call}: uniform", uniform)
     limit = _limit(f"{call}: global_l2_norm_clip", global_l2_norm_clip)
     leaves, treedef = jax.tree.flatten(grads)
     # D_i, of one example: the first axis counts examples.
