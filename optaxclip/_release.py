@@ -102,7 +102,7 @@ class Released:
 
         def backward(norms: Any, stack: Any, by: Any = None) -> Any:
             loop = last, norms, stack
-            first, *loop = self._back(layers, inputs, batch, loop, by)
+            first, *loop = self._backward(layers, inputs, batch, loop, by)
             (of_embed,) = back(first)
             grads = jax.tree.map(jnp.add, of_embed, of_head)
             return *loop, *self.layer_clip.update(grads, state.clips["rest"], others)
@@ -151,7 +151,9 @@ class Released:
         loss, grads = jax.value_and_grad(last, (0, 1))(others, clipped_leaves(x))
         return loss, inputs, *grads, back
 
-    def _back(self, layers: Any, inputs: Any, batch: Any, loop: Any, by: Any) -> Any:
+    def _backward(
+        self, layers: Any, inputs: Any, batch: Any, loop: Any, by: Any
+    ) -> Any:
         """Goes through the layers, the last one first.
 
         `by` is the state of the clip of everything, and the numbers that it takes. None

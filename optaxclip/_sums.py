@@ -111,8 +111,7 @@ written_by_a_gpu = partial(per_platform, gpu=lax.optimization_barrier)
 
 def _in_float64(leaf: jax.Array, dims: Dims, dtype: Any) -> Sums:
     """One read, right to the last bit. For these operations only, whatever the program
-    around them uses. Float32 first makes Adam on given gradients faster, but no whole
-    step.
+    around them uses.
     """
     scale = SCALES[dtype]
     with jax.enable_x64(True):
