@@ -20,7 +20,7 @@ from jax import lax
 from ._checks import NUMBERS, broadcasts_to, check_shape, shown
 from ._mesh import entries_of
 from ._norms import norms_of_tree
-from ._plan import Norms, beside
+from ._plan import Norms, entry_of_leaf
 from ._sums import as_float, per_platform
 from ._trees import clipped_leaves, put_back
 from .shrinks import Shrink, hard
@@ -58,7 +58,7 @@ def rescale(updates: Any, norms: Any, new_norms: Any) -> Any:
             f"{found}."
         )
     roots = []
-    for norm, new in zip(before.each, jax.tree.leaves(new_norms)):
+    for norm, new in zip(before.values, jax.tree.leaves(new_norms)):
         check_shape(new.shape, norm.shape, "rescale: new_norms")
         roots.append(factor_between(norm, jnp.broadcast_to(new, norm.shape)).root)
     return put_back(multiply(tree, before, roots), updates)
@@ -162,7 +162,7 @@ def multiply(tree: Any, norms: Norms, roots: list[Any], *, zero: bool = False) -
     `zero`: where the root is 0 leaves become zeros, since 0 times inf is NaN.
     """
     leaves, treedef = jax.tree.flatten(tree)
-    own = [None if x.norm is None else beside(x, roots) for x in norms.leaves]
+    own = [None if x.norm is None else entry_of_leaf(x, roots) for x in norms.leaves]
     for place, root in enumerate(own):
         if root is not None:
             x = stretch(leaves[place], root)

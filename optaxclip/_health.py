@@ -286,7 +286,7 @@ def _of_values(norms: Norms, tree: Any) -> dict[str, list[Any]]:
 
 def _entropies(norms: Norms, tree: Any) -> list[jax.Array]:
     found = []
-    for x, leaf, norm in zip(jax.tree.leaves(tree), norms.leaves, norms.each):
+    for x, leaf, norm in zip(jax.tree.leaves(tree), norms.leaves, norms.values):
         layers = () if leaf.dims is None else trees.other_axes(leaf.dims, x.ndim)
         own = jnp.moveaxis(x, layers, range(len(layers)))
         # An Explicit mesh may split layers, but no matrix.

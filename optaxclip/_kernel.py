@@ -169,7 +169,7 @@ def _update(
     # 1. Measure. `grad_norm` replaces what was measured.
     norms = measured(settings.measure, tree)
     if given[0] is not None:
-        norms = norms._replace(each=_given("grad_norm", given[0], norms, settings))
+        norms = norms._replace(values=_given("grad_norm", given[0], norms, settings))
     # 2. Limit. Norms that share a rule are one vector from here on.
     asked = _ask(settings, numbers, norms, state, params, given[1])
     # 3. Shrink. Clippers with other rules share these programs.
@@ -179,11 +179,11 @@ def _update(
     # Multiplied by 1, they would be other values to XLA, and read again by the next
     # clipper of a chain.
     if given[1] is not None or not settings.no_limit:
-        roots: list[Any] = [None] * len(norms.each)
+        roots: list[Any] = [None] * len(norms.values)
         for own, made in decided:
             found = [made.root]
             if not own.group.is_one:
-                each = [norms.each[i] for i in own.group.numbers]
+                each = [norms.values[i] for i in own.group.numbers]
                 decide = partial(_decide, settings, own.learns, eps)
                 found = roots_of_numbers(made.root, each, own.limits, decide)
             for number, root in zip(own.group.numbers, found):
@@ -214,9 +214,9 @@ def _ask(
     params: Any,
     given: Any,
 ) -> list[Asked]:
-    each, rules = norms.each, settings.rules.unflatten(numbers)
+    each, rules = norms.values, settings.rules.unflatten(numbers)
     of_norm = states.rules_of_norms(rules, norms, settings.argument, state.names)
-    weights = measured(settings.measure, params).each if settings.with_params else []
+    weights = measured(settings.measure, params).values if settings.with_params else []
     needs_total = any(map(attrgetter("needs_total"), of_norm))
     total = norm_of_norms(norms) if needs_total else None
     if given is not None:
@@ -264,7 +264,7 @@ def _given(
             f"{settings.call}: {argument} must have the structure and shapes of the "
             f"norms that it measures, {wanted}, got {found}."
         )
-    pairs = zip(norms.from_tree(tree), norms.each)
+    pairs = zip(norms.from_tree(tree), norms.values)
     # In the dtype and sharding of what was measured, so that the state keeps its types.
     return [mesh.split_as(x.astype(y.dtype), jax.typeof(y)) for x, y in pairs]
 

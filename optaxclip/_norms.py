@@ -176,12 +176,12 @@ def norms_of_tree(norms: Any, tree: Any, argument: str = "norms") -> Norms:
 
 def norm_of_norms(norms: Norms) -> jax.Array:
     """The norm of all norms together, without a derivative."""
-    leaves = [Leaf(0)] * len(norms.each)
+    leaves = [Leaf(0)] * len(norms.values)
     # Each device has the norms of its own units. All others are those of everything.
     for leaf in norms.leaves:
         if leaf.units_over:
             leaves[leaf.norm] = Leaf(0, None, Split(leaf.units_over))
-    (total,) = norms_of(Plan(tuple(leaves), 1), norms.each)
+    (total,) = norms_of(Plan(tuple(leaves), 1), norms.values)
     return lax.stop_gradient(total)
 
 
@@ -345,7 +345,7 @@ def global_norm(tree: Any, *, ord: Ord = None, mesh_axes: MeshAxes = "auto") -> 
       5.477226
     """
     measure = GlobalNorm(**check_measure("global_norm", ord), mesh_axes=mesh_axes)
-    return measure(clipped_leaves(tree)).each[0]
+    return measure(clipped_leaves(tree)).values[0]
 
 
 def tensor_norm(

@@ -5,6 +5,9 @@
     norms_of   the norms of a plan, with their derivative
     Norms      the norms of a tree
 
+`norms_of` takes three steps: sums of each leaf, joined over the leaves of a norm and
+over devices, and the root of each sum.
+
 Norms are right for every finite input: no square overflows or is lost. The derivative
 is finite everywhere, and 0 at zero.
 """
@@ -12,17 +15,16 @@ is finite everywhere, and 0 at zero.
 import math
 from collections.abc import Sequence
 from functools import partial
-from itertools import chain
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
+from jax import Array, lax
 
 from . import _mesh as mesh
 from . import _sums as squares
-from ._mesh import Split
+from ._mesh import Names, Split
 from ._sums import Dims, Sums, divided, plain_sum
 
 # Terms that are added up at once. Of more a GPU would copy each in a kernel.
@@ -33,11 +35,11 @@ OF_SQUARES = (None, 2, "rms", "average")  # orders whose norm is a root of squar
 class Leaf(NamedTuple):
     """What is static of a clipped leaf."""
 
-    norm: Any  # the number of its norm, or None
-    dims: Dims = None  # what that sums
+    norm: Any  # the index of its norm, or None
+    dims: Dims = None  # the dimensions that are summed
     split: Split = Split()
     # The mesh axes that split its units: each device has the norms of its own.
-    units_over: tuple[str, ...] = ()
+    units_over: Names = ()
 
 
 class Norms(NamedTuple):
@@ -45,46 +47,46 @@ class Norms(NamedTuple):
 
     # float[] for each norm, float[layers, 1, 1] for those of the layers of a stacked
     # leaf, on all devices, or float[1, units] for the units of a leaf on this device.
-    each: list[Any]
+    values: list[Any]
     leaves: tuple[Leaf, ...]
     paths: tuple[Any, ...]  # of each norm: its key path in the tree of norms
     treedef: Any  # of the tree of norms, as norm functions return it
-    units: tuple[int, ...] = ()  # the numbers of those that are of units
+    units: tuple[int, ...] = ()  # the indices of those that are of units
     noun: str = "leaf"  # what errors call that which has a norm
     allow_missing: bool = False  # whether limits may be for others
 
     def tree(self) -> Any:
         """The norms as a tree."""
-        found = list(self.each)
+        values = list(self.values)
         # A device gets back the norms of its own layers.
         for leaf in self.leaves:
             if leaf.norm is not None:
-                found[leaf.norm] = beside(leaf, found)
-        return self.treedef.unflatten(found)
+                values[leaf.norm] = entry_of_leaf(leaf, values)
+        return self.treedef.unflatten(values)
 
     def from_tree(self, tree: Any) -> list[Any]:
-        """Numbers like `each`, from a tree of them in the structure of `tree()`."""
-        found = jax.tree.leaves(tree)
+        """Numbers like `values`, from a tree of them in the structure of `tree()`."""
+        values = jax.tree.leaves(tree)
         for leaf in self.leaves:
             if leaf.norm is not None and leaf.split.kept:
-                own = mesh.at_own_place(found[leaf.norm], leaf.split)
-                found[leaf.norm] = lax.psum(own, leaf.split.kept_names())
-        return found
+                among_zeros = mesh.at_own_place(values[leaf.norm], leaf.split)
+                values[leaf.norm] = lax.psum(among_zeros, leaf.split.kept_names())
+        return values
 
 
-def beside(leaf: Leaf, numbers: Sequence[Any]) -> Any:
-    """The entry of a leaf in numbers like those of `Norms.each`, as it stands beside
-    the leaf on this device.
+def entry_of_leaf(leaf: Leaf, values: Sequence[Any]) -> Any:
+    """The entry of a leaf in numbers like those of `Norms.values`, with the layers that
+    this device has of the leaf.
     """
-    own = numbers[leaf.norm]
-    return mesh.own_part(own, leaf.split) if leaf.split.kept else own
+    value = values[leaf.norm]
+    return mesh.own_part(value, leaf.split) if leaf.split.kept else value
 
 
-# To JAX only norms are arrays. The rest belongs to their structure.
+# To JAX only norms are arrays. Everything else belongs to their structure.
 jax.tree_util.register_pytree_node(
     Norms,
-    lambda norms: ((norms.each,), norms._replace(each=[])),
-    lambda rest, each: rest._replace(each=each[0]),
+    lambda norms: ((norms.values,), norms._replace(values=[])),
+    lambda norms, children: norms._replace(values=children[0]),
 )
 
 
@@ -98,162 +100,210 @@ class Plan(NamedTuple):
 
 # The plan is static: only leaves are traced.
 @partial(jax.custom_jvp, nondiff_argnums=(0,))
-def norms_of(plan: Plan, leaves: list[jax.Array]) -> list[jax.Array]:
-    """The norms of a plan. One without leaves is 0."""
-    dtype = squares.norm_dtype(leaves)
+def norms_of(plan: Plan, arrays: list[Array]) -> list[Array]:
+    """The norms of a plan, one array for each of its leaves. A norm without leaves is
+    0.
+    """
+    dtype = squares.norm_dtype(arrays)
     if plan.ord == math.inf:
-        return _largest(plan, leaves, dtype)
+        return _largest(plan, arrays, dtype)
     if plan.ord not in OF_SQUARES:
-        return _by_shares(plan, leaves, dtype)
-    pairs = zip(leaves, plan.leaves)
-    terms = [squares.three_sums(x, leaf.dims, dtype) for x, leaf in pairs]
-    sums = _joined(plan, terms, Sums(*[jnp.zeros((), dtype)] * 3))
-    counts: list[Any] = list(np.ones(plan.size, dtype))
+        return _by_shares(plan, arrays, dtype)
+    sums_of_leaves = []
+    for array, leaf in zip(arrays, plan.leaves):
+        sums_of_leaves.append(squares.three_sums(array, leaf.dims, dtype))
+    zero = jnp.zeros((), dtype)
+    totals = _joined(plan, sums_of_leaves, Sums(zero, zero, zero))
+    sums_of_norms = [Sums(*sums) for sums in totals]
     if isinstance(plan.ord, str):
-        counts = _counts(plan, leaves, dtype)
-    norms = [squares.root_of(n, three) for three, n in zip(sums, counts)]
+        counts = _counts(plan, arrays, dtype)
+    else:
+        counts = list(np.ones(plan.size, dtype))
+    norms = []
+    for sums, count in zip(sums_of_norms, counts):
+        norms.append(squares.root_of(count, sums))
     if plan.size > 1:
-        norms = squares.per_platform(norms, sums, gpu=partial(_at_once, counts))
+        by_one_root = partial(_by_one_root, counts)
+        norms = squares.per_platform(norms, sums_of_norms, gpu=by_one_root)
     if plan.ord == "average":
         # sqrt(sum / N) / sqrt(N) = sqrt(sum) / N
-        norms = [norm / n**0.5 for norm, n in zip(norms, counts)]
+        norms = [norm / count**0.5 for norm, count in zip(norms, counts)]
     return norms
 
 
-def own_norm(tree: Any) -> jax.Array:
+def own_norm(tree: Any) -> Array:
     """The norm of all arrays of a tree, of what a device has of them."""
-    leaves = jax.tree.leaves(tree)
-    (norm,) = norms_of(Plan((Leaf(0),) * len(leaves), 1), leaves)
+    arrays = jax.tree.leaves(tree)
+    leaves = (Leaf(norm=0),) * len(arrays)
+    (norm,) = norms_of(Plan(leaves, size=1), arrays)
     return norm
 
 
-def _at_once(counts: list[Any], norms: list[Any], sums: list[Sums]) -> list[Any]:
-    """The norms again, all numbers by one root of a vector. XLA on a GPU would put the
+def _by_one_root(
+    counts: list[Any], norms: list[Array], sums_of_norms: list[Sums]
+) -> list[Array]:
+    """The norms again, all scalars by one root of a vector. XLA on a GPU would put the
     root of each into every kernel that takes all norms: a step with AGC took 1.5 times
     as long to compile for an H100 (`python -m benchmarks --only whole_step_compiled`).
     """
-    numbers = [number for number, norm in enumerate(norms) if not norm.ndim]
+    scalars = [index for index, norm in enumerate(norms) if not norm.ndim]
     # Inside shard_map they may differ over different mesh axes.
-    if len({jax.typeof(norms[number]) for number in numbers}) == 1:
-        stacks = [jnp.stack(x) for x in zip(*(sums[number] for number in numbers))]
-        own = jnp.stack([counts[number] for number in numbers])
-        found = squares.root_of(own, squares.written_by_a_gpu(stacks))
-        for number, norm in zip(numbers, list(found)):
-            norms[number] = norm
+    types = {jax.typeof(norms[index]) for index in scalars}
+    if len(types) != 1:
+        return norms
+    stacks = []
+    for field in Sums._fields:
+        stacks.append(jnp.stack([getattr(sums_of_norms[i], field) for i in scalars]))
+    stacked_counts = jnp.stack([counts[index] for index in scalars])
+    roots = squares.root_of(stacked_counts, squares.written_by_a_gpu(stacks))
+    norms = list(norms)
+    for index, root in zip(scalars, list(roots)):
+        norms[index] = root
     return norms
 
 
-def _counts(plan: Plan, leaves: list[jax.Array], dtype: Any) -> list[Any]:
+def _counts(plan: Plan, arrays: list[Array], dtype: Any) -> list[Any]:
     """How many numbers each norm sums on all devices, at least 1."""
     counts = [0] * plan.size
-    for x, leaf in zip(leaves, plan.leaves):
-        summed = range(x.ndim) if leaf.dims is None else leaf.dims
-        size = math.prod(x.shape[axis] for axis in summed)
+    for array, leaf in zip(arrays, plan.leaves):
+        dims = range(array.ndim) if leaf.dims is None else leaf.dims
+        size = math.prod(array.shape[dim] for dim in dims)
         counts[leaf.norm] += size * mesh.axes_size(leaf.split.summed)
     # A size of jax.export may be a symbol.
     numbers = [(np if isinstance(n, int) else jnp).asarray(n) for n in counts]
-    return [n.astype(dtype).clip(1) for n in numbers]
+    return [number.astype(dtype).clip(1) for number in numbers]
+
+
+# What a leaf adds to its norm: a tuple of arrays, such as its three sums.
+Term = TypeVar("Term", bound=tuple[Array, ...])
 
 
 def _joined(
-    plan: Plan, terms: list[Any], zeros: Any, *, largest: bool = False
-) -> list[Any]:
-    """The terms of the leaves of each norm, added up over leaves and devices, or the
-    largest. A term is a tuple of arrays, and `zeros` that of no leaf.
+    plan: Plan, terms: list[Term], zero: Term, *, largest: bool = False
+) -> list[Term]:
+    """For each norm the terms of its leaves, added up over leaves and devices, or the
+    largest. A norm without leaves has `zero`.
     """
-    # The parts of a global array are added by XLA.
-    is_split = any(leaf.split != Split() for leaf in plan.leaves)
-    over: list[tuple[str, ...]] = []
-    if is_split:
-        terms, over = _for_devices(plan, terms, largest)
-    own: list[list[Any]] = [[] for _ in range(plan.size)]
-    for term, leaf in zip(terms, plan.leaves):
-        own[leaf.norm].append(term)
-    norms = [_one(group, largest) if group else zeros for group in own]
-    if not is_split:
-        return norms
-    flat, treedef = jax.tree.flatten(norms)
-    names = np.repeat(np.arange(plan.size), len(zeros))
+    # XLA adds up the parts of a global array.
+    if all(leaf.split == Split() for leaf in plan.leaves):
+        return _of_each_norm(plan, terms, zero, largest)
+    axes_of_norms = _axes_of_norms(plan)
+    terms = _on_each_device(plan, terms, axes_of_norms, largest)
+    totals = _of_each_norm(plan, terms, zero, largest)
+    arrays, treedef = jax.tree.flatten(totals)
+    axes_of_arrays = []
+    for mesh_axes in axes_of_norms:
+        axes_of_arrays += [mesh_axes] * len(zero)
     collective = lax.pmax if largest else lax.psum
-    found = mesh.joined(collective, flat, [over[place] for place in names])
-    return treedef.unflatten(found)
+    return treedef.unflatten(mesh.joined(collective, arrays, axes_of_arrays))
 
 
-def _for_devices(
-    plan: Plan, terms: list[Any], largest: bool
-) -> tuple[list[Any], list[tuple[str, ...]]]:
-    """The terms as a collective takes them, and the mesh axes of each norm. All norms
-    but those of units are joined over the same ones, at once.
+def _of_each_norm(
+    plan: Plan, terms: list[Term], zero: Term, largest: bool
+) -> list[Term]:
+    """The terms of the leaves of each norm together."""
+    terms_of_norms: list[list[Term]] = [[] for _ in range(plan.size)]
+    for term, leaf in zip(terms, plan.leaves):
+        terms_of_norms[leaf.norm].append(term)
+    totals = []
+    for terms_of_norm in terms_of_norms:
+        totals.append(_together(terms_of_norm, largest) if terms_of_norm else zero)
+    return totals
+
+
+def _axes_of_norms(plan: Plan) -> list[Names]:
+    """Over which mesh axes each norm is joined. All norms but those of units are joined
+    over the same ones, at once.
     """
-    every: set[str] = set()
+    shared: set[str] = set()
     for leaf in plan.leaves:
         if not leaf.units_over:
-            every |= {*leaf.split.summed, *leaf.split.kept_names()}
-    names = tuple(sorted(every))
-    over, found = [names] * plan.size, []
-    for term, leaf in zip(terms, plan.leaves):
-        split = leaf.split
+            shared |= {*leaf.split.summed, *leaf.split.kept_names()}
+    axes_of_norms = [tuple(sorted(shared))] * plan.size
+    for leaf in plan.leaves:
         if leaf.units_over:
-            over[leaf.norm] = tuple(sorted(split.summed))
-        elif split.kept:
-            term = [mesh.at_own_place(x, split) for x in term]
+            axes_of_norms[leaf.norm] = tuple(sorted(leaf.split.summed))
+    return axes_of_norms
+
+
+def _on_each_device(
+    plan: Plan, terms: list[Any], axes_of_norms: list[Names], largest: bool
+) -> list[Any]:
+    """The terms as a collective takes them: layers of this device among zeros, and what
+    all devices hold divided by their number.
+    """
+    prepared = []
+    for term, leaf in zip(terms, plan.leaves):
+        mesh_axes, split = axes_of_norms[leaf.norm], leaf.split
+        if split.kept and not leaf.units_over:
+            term = [mesh.at_own_place(array, split) for array in term]
         if not largest and not leaf.units_over:
-            differs = {*split.summed, *split.kept_names()}
             # psum adds a replicated value once for each device. Divided by their number
             # it counts once.
-            copies = mesh.axes_size(set(names) - differs)
-            term = [x / copies if copies > 1 else x for x in term]
-        own = over[leaf.norm]
-        found.append([mesh.varying_over(x, own) for x in term])
-    return found, over
+            replicated = {*mesh_axes} - {*split.summed, *split.kept_names()}
+            copies = mesh.axes_size(replicated)
+            if copies > 1:
+                term = [array / copies for array in term]
+        prepared.append([mesh.varying_over(array, mesh_axes) for array in term])
+    return prepared
 
 
-def _one(terms: list[Any], largest: bool) -> Any:
-    """The terms of several leaves together."""
+def _together(terms: list[Any], largest: bool) -> Any:
+    """The terms of several leaves as one: their sum, or the largest."""
     while len(terms) > 1:
-        fewer = []
+        totals = []
         for start in range(0, len(terms), TOGETHER):
-            some = terms[start : start + TOGETHER]
+            block = terms[start : start + TOGETHER]
+            # [parts of a term, terms], as one vector.
+            columns = []
+            for part in zip(*block):
+                columns += part
             # A TPU runs each add of a chain by itself, so numbers are stacked. The
             # barrier keeps XLA from making a chain of the sum of a stack.
-            stack = jnp.stack(list(chain.from_iterable(zip(*some))))
-            rows = lax.optimization_barrier(stack).reshape(-1, len(some))
-            both = jnp.max(rows, 1) if largest else jnp.sum(rows, 1)
-            fewer.append(list(both))
-        terms = fewer
+            stack = lax.optimization_barrier(jnp.stack(columns))
+            table = stack.reshape(-1, len(block))
+            total = jnp.max(table, 1) if largest else jnp.sum(table, 1)
+            totals.append(list(total))
+        terms = totals
     return terms[0]
 
 
-def _largest(plan: Plan, leaves: list[jax.Array], dtype: Any) -> list[Any]:
-    pairs = zip(leaves, plan.leaves)
-    bits = [(squares.largest_bits(x, leaf.dims, dtype),) for x, leaf in pairs]
-    whole = np.int64 if dtype == np.float64 else np.int32
-    found = _joined(plan, bits, (jnp.zeros((), whole),), largest=True)
-    return [lax.bitcast_convert_type(x, dtype) for (x,) in found]
+def _largest(plan: Plan, arrays: list[Array], dtype: Any) -> list[Array]:
+    """The norms of order inf. Their bits are integers of the same order."""
+    integer = np.int64 if dtype == np.float64 else np.int32
+    terms = []
+    for array, leaf in zip(arrays, plan.leaves):
+        terms.append((squares.largest_bits(array, leaf.dims, dtype),))
+    totals = _joined(plan, terms, (jnp.zeros((), integer),), largest=True)
+    return [lax.bitcast_convert_type(bits, dtype) for (bits,) in totals]
 
 
-def _added(plan: Plan, terms: list[jax.Array], dtype: Any) -> list[jax.Array]:
-    """Sums of one number for each norm."""
-    pairs = [(term,) for term in terms]
-    return [x for (x,) in _joined(plan, pairs, (jnp.zeros((), dtype),))]
+def _added(plan: Plan, numbers: list[Array], dtype: Any) -> list[Array]:
+    """For each norm the sum of one number for each of its leaves."""
+    terms = [(number,) for number in numbers]
+    return [total for (total,) in _joined(plan, terms, (jnp.zeros((), dtype),))]
 
 
-def _by_shares(plan: Plan, leaves: list[jax.Array], dtype: Any) -> list[Any]:
-    """Divides by the largest of each norm first, so that no power leaves the range.
-    That is a second read.
+def _by_shares(plan: Plan, arrays: list[Array], dtype: Any) -> list[Array]:
+    """Divides by the largest number of each norm first, so that no power leaves the
+    range. The division is a second read.
     """
-    p, safe = float(plan.ord), []
-    for largest in _largest(plan, leaves, dtype):
+    order, divisors = float(plan.ord), []
+    for largest in _largest(plan, arrays, dtype):
         # 0, NaN and inf are not divided by, and come out of the sum as they are.
         divisible = (largest > 0) & (largest < jnp.inf)
-        safe.append(jnp.where(divisible, largest, jnp.ones_like(largest)))
-    terms = []
-    for x, leaf in zip(leaves, plan.leaves):
-        share = divided(jnp.abs(x).astype(dtype), beside(leaf, safe))
+        divisors.append(jnp.where(divisible, largest, jnp.ones_like(largest)))
+    sums_of_leaves = []
+    for array, leaf in zip(arrays, plan.leaves):
+        share = divided(jnp.abs(array).astype(dtype), entry_of_leaf(leaf, divisors))
         # In [0, 1], and one of them is 1. A power that vanishes is too small to count.
-        power = lax.integer_pow(share, int(p)) if p.is_integer() else share**p
-        terms.append(plain_sum(power, leaf.dims))
-    return [x * n ** (1 / p) for x, n in zip(safe, _added(plan, terms, dtype))]
+        if order.is_integer():
+            power = lax.integer_pow(share, int(order))
+        else:
+            power = share**order
+        sums_of_leaves.append(plain_sum(power, leaf.dims))
+    sums = _added(plan, sums_of_leaves, dtype)
+    return [x * total ** (1 / order) for x, total in zip(divisors, sums)]
 
 
 @norms_of.defjvp
@@ -261,57 +311,61 @@ def _derivative(plan: Plan, primals: Any, tangents: Any) -> Any:
     """d norm = sum (|x| / norm)^(p-1) d|x|, by hand: sqrt has no finite derivative at
     0, and squares may overflow.
     """
-    (leaves,), (changes,) = primals, tangents
-    norms = norms_of(plan, leaves)
-    dtype = squares.norm_dtype(leaves)
-    whole, counts = norms, list[Any]([1] * plan.size)
+    (arrays,), (changes,) = primals, tangents
+    norms = norms_of(plan, arrays)
+    dtype = squares.norm_dtype(arrays)
+    # The root of the sum of squares, or of powers, without the divisor of a mean.
+    lengths = norms
+    divisors: list[Any] = [1] * plan.size
     if isinstance(plan.ord, str):
         # norm = (sum |x|^p / n)^(1/p) has 1 / n before the sum. Of an average, which is
         # rms / sqrt(n), it has that twice.
-        counts = _counts(plan, leaves, dtype)
+        divisors = _counts(plan, arrays, dtype)
     if plan.ord == "average":
-        whole = [x * n**0.5 for x, n in zip(norms, counts)]
-        counts = [n * n**0.5 for n in counts]
-    terms, largest = [], []
-    for x, change, leaf in zip(leaves, changes, plan.leaves):
-        norm = beside(leaf, whole)
+        lengths = [norm * count**0.5 for norm, count in zip(norms, divisors)]
+        divisors = [count * count**0.5 for count in divisors]
+    terms, weights = [], []
+    for array, change, leaf in zip(arrays, changes, plan.leaves):
+        length = entry_of_leaf(leaf, lengths)
         if plan.ord in OF_SQUARES:
             # |x| d|x| = x dx, which has a second derivative at x = 0 as well.
-            term = _slope(x, change, norm)
+            term = _slope(array, change, length)
         else:
-            weight = _weight(plan.ord, jnp.abs(x).astype(dtype), norm)
-            term = weight * squares.tangent_of_modulus(x, change).astype(dtype)
-            largest.append(weight)
+            weight = _weight(plan.ord, jnp.abs(array).astype(dtype), length)
+            term = weight * squares.tangent_of_modulus(array, change).astype(dtype)
+            weights.append(weight)
         terms.append(jnp.sum(term, leaf.dims, keepdims=leaf.dims is not None))
     if plan.ord == math.inf:
         # A maximum is shared by all elements that are the largest.
-        pairs = zip(largest, plan.leaves)
-        numbers = _added(plan, [plain_sum(x, leaf.dims) for x, leaf in pairs], dtype)
+        ties_of_leaves = []
+        for weight, leaf in zip(weights, plan.leaves):
+            ties_of_leaves.append(plain_sum(weight, leaf.dims))
         # Nothing is the largest where the norm is 0 or NaN: 0 / 1.
-        counts = [jnp.maximum(number, 1) for number in numbers]
-    moved = _added(plan, terms, dtype)
-    return norms, [x / n for x, n in zip(moved, counts)]
+        ties = _added(plan, ties_of_leaves, dtype)
+        divisors = [jnp.maximum(count, 1) for count in ties]
+    totals = _added(plan, terms, dtype)
+    return norms, [total / divisor for total, divisor in zip(totals, divisors)]
 
 
-def _slope(leaf: jax.Array, change: jax.Array, norm: jax.Array) -> jax.Array:
+def _slope(array: Array, change: Array, norm: Array) -> Array:
     """x / norm * dx. Without the modulus, whose derivative at 0 hides that of x."""
-    if jnp.iscomplexobj(leaf):
-        real = _slope(jnp.real(leaf), jnp.real(change), norm)
-        return real + _slope(jnp.imag(leaf), jnp.imag(change), norm)
+    if jnp.iscomplexobj(array):
+        real = _slope(jnp.real(array), jnp.real(change), norm)
+        return real + _slope(jnp.imag(array), jnp.imag(change), norm)
     # A norm of 0 has only zeros, whose derivative is then 0 / 1.
-    unit = divided(leaf.astype(norm.dtype), jnp.where(norm > 0, norm, 1.0))
+    unit = divided(array.astype(norm.dtype), jnp.where(norm > 0, norm, 1.0))
     return unit * change.astype(norm.dtype)
 
 
-def _weight(ord: Any, size: jax.Array, norm: jax.Array) -> jax.Array:
-    """The derivative of a norm by the moduli of a leaf. Of order inf 1 for each of the
-    largest.
+def _weight(order: Any, moduli: Array, norm: Array) -> Array:
+    """The derivative of a norm by the moduli of a leaf. For order inf it is 1 for each
+    of the largest.
     """
-    if ord == math.inf:
-        # Zeros hit no norm of 0.
-        return ((size == norm) & (norm > 0)).astype(size.dtype)
-    share = divided(size, jnp.where(norm > 0, norm, 1.0))
+    if order == math.inf:
+        # A norm of 0 has no largest element.
+        return ((moduli == norm) & (norm > 0)).astype(moduli.dtype)
+    share = divided(moduli, jnp.where(norm > 0, norm, 1.0))
     # Two wheres: at 0 a power below 1 does not exist, and the unused branch of a where
     # must stay finite as well.
-    power = jnp.where(share > 0, share, 1.0) ** (float(ord) - 1.0)
+    power = jnp.where(share > 0, share, 1.0) ** (float(order) - 1.0)
     return jnp.where(share > 0, power, 0.0)

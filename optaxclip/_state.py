@@ -251,7 +251,7 @@ def groups_of(norms: Norms, state: ClipState, call: str) -> list[Group]:
             stop = start + (count or 1)
             if name in number_of:
                 number = number_of[name]
-                size = norms.each[number].size
+                size = norms.values[number].size
                 if number not in norms.units and size != stop - start:
                     raise ValueError(
                         f"{call}: state was made for {stop - start} norms in {name!r}, "
@@ -287,7 +287,7 @@ def rules_of_norms(
       ValueError: a norm without a rule, or a rule without a norm.
     """
     if isinstance(rules, Rule):
-        return [rules] * len(norms.each)
+        return [rules] * len(norms.values)
     table = trees.freeze(rules, is_rule)
     # A missing leaf is a hole in the tree of norms. A missing label leaves none.
     if norms.noun == "label" and names:
@@ -295,7 +295,7 @@ def rules_of_norms(
         kept = [x for x in table.entries if trees.name(x[0]) not in missing]
         table = trees.Prefix(tuple(kept))
     # Rules are placed on the tree of norms, whose leaves are their numbers here.
-    tree = norms.treedef.unflatten(range(len(norms.each)))
+    tree = norms.treedef.unflatten(range(len(norms.values)))
     options = {"part": norms.noun, "allow_missing": norms.allow_missing}
     return trees.lookup(table, tree, argument, **options)
 
@@ -308,7 +308,7 @@ def shared_rule(rules: list[Rule], group: Group, norms: Norms, call: str) -> Rul
       ValueError: different rules for norms that shared one before.
     """
     own = [rules[number] for number in group.numbers]
-    shape_of = [norms.each[number].shape for number in group.numbers]
+    shape_of = [norms.values[number].shape for number in group.numbers]
     if len({id(rule) for rule in own}) == 1:
         if group.is_one or not _shapes(own[0]):
             return own[0]
@@ -319,7 +319,7 @@ def shared_rule(rules: list[Rule], group: Group, norms: Norms, call: str) -> Rul
             f"{call}: state has one part for norms whose limits are now different "
             f"schedules or rules, with a part each. {BEGIN_ANEW}"
         )
-    dtype = norms.each[group.numbers[0]].dtype
+    dtype = norms.values[group.numbers[0]].dtype
     each = []
     for limit, shape in zip(limits, shape_of):
         each.append(jnp.broadcast_to(held_in(dtype, limit), shape))
@@ -351,17 +351,17 @@ def first_state(norms: Norms, rules: list[Rule], argument: str) -> ClipState:
     Raises:
       ValueError: an array in a rule that is not one number for each entry of a norm.
     """
-    each = [mesh.typed_as(jnp.zeros(x.shape, x.dtype), x) for x in norms.each]
+    each = [mesh.typed_as(jnp.zeros(x.shape, x.dtype), x) for x in norms.values]
     names: dict[Any, dict[str, Any]] = {}
     numbers: dict[Any, list[int]] = {}
     found = enumerate(trees.names(norms.paths))
 
     # Those of units last, by how many there are, as a step finds them.
     def units_of(entry: tuple[int, str]) -> int:
-        return norms.each[entry[0]].size if entry[0] in norms.units else 0
+        return norms.values[entry[0]].size if entry[0] in norms.units else 0
 
     for number, name in sorted(found, key=units_of):
-        norm, rule = norms.each[number], rules[number]
+        norm, rule = norms.values[number], rules[number]
         for shape in _shapes(rule):
             check_shape(shape, norm.shape, argument)
         # One rule for everything is one object, and one part. All constant limits are

@@ -254,11 +254,11 @@ def adaclip(
         # The others may be `limit=`, which the kernel takes for this step.
         scaled, new = largest.update(tree, state, params, grad_norm=grad_norm, **given)
         known = new.by_name()
-        pairs = zip(names(norms.paths, known), norms.each)
+        pairs = zip(names(norms.paths, known), norms.values)
         limits = [known[name].limit.reshape(norm.shape) for name, norm in pairs]
         # `scaled` is the whole tensor times T / max|g|. Coordinates up to T get back
         # their own bits.
-        each = tree, scaled, grad_norm, norms._replace(each=limits).tree()
+        each = tree, scaled, grad_norm, norms._replace(values=limits).tree()
         return put_back(jax.tree.map(_scaled_over_limit, *each), updates), new
 
     return optax.GradientTransformationExtraArgs(largest.init, update)

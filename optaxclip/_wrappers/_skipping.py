@@ -362,7 +362,7 @@ class Judge(NamedTuple):
     def norm_of(self, updates: Any) -> jax.Array:
         """The global norm of the updates."""
         measure = GlobalNorm(self.call, mesh_axes=self.mesh_axes)
-        return measure(clipped_leaves(updates, self.call)).each[0]
+        return measure(clipped_leaves(updates, self.call)).values[0]
 
     def numbers_of(self, updates: Any, extra_args: dict[str, Any]) -> tuple[Any, Any]:
         """Norm and loss of a step. None for a loss that is not looked at."""
