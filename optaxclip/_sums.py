@@ -21,6 +21,7 @@ by size into three sums. Without sorting, there is less to compute for each.
 """
 
 import math
+import operator
 import os
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -77,15 +78,18 @@ def three_sums(leaf: jax.Array, dims: Dims, dtype: Any) -> Sums:
     """The sums of squares of a leaf."""
     if jnp.iscomplexobj(leaf):
         # |a + bi|^2 = a^2 + b^2, so both parts are summed like real leaves.
-        parts = jnp.real(leaf), jnp.imag(leaf)
-        real, imag = (three_sums(part, dims, dtype) for part in parts)
-        return Sums(*(a + b for a, b in zip(real, imag)))
+        real = three_sums(jnp.real(leaf), dims, dtype)
+        imag = three_sums(jnp.imag(leaf), dims, dtype)
+        return jax.tree.map(operator.add, real, imag)
     # Programs for GPU and TPU have float64 only where a leaf has 64 bits.
     if dtype == np.float64:
         return _three_reductions(leaf, dims, dtype)
-    forms = _in_float64, _in_pairs, _three_reductions
-    cpu, gpu, plain = (partial(form, dims=dims, dtype=dtype) for form in forms)
-    return per_platform(leaf, cpu=cpu, gpu=gpu, plain=plain)
+    return per_platform(
+        leaf,
+        cpu=partial(_in_float64, dims=dims, dtype=dtype),
+        gpu=partial(_in_pairs, dims=dims, dtype=dtype),
+        plain=partial(_three_reductions, dims=dims, dtype=dtype),
+    )
 
 
 def root_of(count: jax.Array, sums: Sums) -> jax.Array:
@@ -94,14 +98,15 @@ def root_of(count: jax.Array, sums: Sums) -> jax.Array:
     dtype = plain.dtype
     scale = dtype.type(SCALES[dtype])
     # NaN is in all sums, and finite in none.
-    is_small, is_plain = up < jnp.inf, plain < jnp.inf
-    first = jnp.where(is_plain, plain, down)
-    unit = jnp.where(is_plain, dtype.type(1), 1 / scale)
+    up_is_finite = up < jnp.inf
+    plain_is_finite = plain < jnp.inf
+    second = jnp.where(plain_is_finite, plain, down)
+    scale_of_second = jnp.where(plain_is_finite, dtype.type(1), 1 / scale)
     # Divided before the root: a mean is finite even where the norm is not.
-    root = jnp.sqrt(jnp.where(is_small, up, first) / count)
+    root = jnp.sqrt(jnp.where(up_is_finite, up, second) / count)
     # Division comes last. XLA on a CPU computes what comes after one, or a root, again
     # in each kernel that reads the norm.
-    return root / jnp.where(is_small, scale, unit)
+    return root / jnp.where(up_is_finite, scale, scale_of_second)
 
 
 # The same arrays, which a GPU writes to memory, instead of what they are computed from.
@@ -117,23 +122,23 @@ def _in_float64(leaf: jax.Array, dims: Dims, dtype: Any) -> Sums:
     with jax.enable_x64(True):
         x = lax.convert_element_type(leaf, np.float64)
         total = jnp.sum(x * x, dims, keepdims=dims is not None)
-        three = total * scale**2, total, total * scale**-2
-        return Sums(*(lax.convert_element_type(x, dtype) for x in three))
+        sums = Sums(up=total * scale**2, plain=total, down=total * scale**-2)
+        return jax.tree.map(lambda x: lax.convert_element_type(x, dtype), sums)
 
 
 def _three_reductions(leaf: jax.Array, dims: Dims, dtype: Any) -> Sums:
     """Three sums of all elements, which a TPU computes in one read."""
-    x, scale = leaf.astype(dtype), SCALES[dtype]
+    x = leaf.astype(dtype)
+    scale = SCALES[dtype]
     squares = [_square(x, s) for s in (scale, 1.0, 1 / scale)]
-    keep = dims is not None
-    return Sums(*(jnp.sum(y, dims, keepdims=keep) for y in squares))
+    return Sums(*(jnp.sum(y, dims, keepdims=dims is not None) for y in squares))
 
 
 def _square(x: jax.Array, scale: Any) -> jax.Array:
     # Without the bounds XLA makes x^2 * scale^2 of it, and scale^2 is 0 or inf. The
     # square of a bound is inf.
-    most = x.dtype.type(jnp.finfo(x.dtype).max / 2)
-    return lax.square(lax.clamp(-most, x * jnp.asarray(scale, x.dtype), most))
+    bound = x.dtype.type(jnp.finfo(x.dtype).max / 2)
+    return lax.square(lax.clamp(-bound, x * jnp.asarray(scale, x.dtype), bound))
 
 
 def _in_pairs(leaf: jax.Array, dims: Dims, dtype: Any) -> Sums:
@@ -149,10 +154,11 @@ def _in_pairs(leaf: jax.Array, dims: Dims, dtype: Any) -> Sums:
     axes = tuple(range(leaf.ndim)) if dims is None else dims
     # Without a mesh, as under plain jit, no part can be elsewhere.
     if not jax.typeof(leaf).sharding.mesh.empty and not is_on_one_device(leaf):
-        return _by_kind(_side_by_side(leaf, axes, dims is not None, dtype))
+        return _sums_of_last_axis(_side_by_side(leaf, axes, dims is not None, dtype))
     if leaf.ndim and leaf.ndim - 1 not in axes:
         return _over_columns(leaf, axes, dtype)
-    x, scale = leaf.astype(dtype), dtype.type(SCALES[dtype])
+    x = leaf.astype(dtype)
+    scale = dtype.type(SCALES[dtype])
     is_large = jnp.abs(x) > LARGE
     scaled = lax.square(x * jnp.where(is_large, 1 / scale, scale))
     pairs = lax.complex(x * x, jnp.where(is_large, scaled, -scaled))
@@ -162,21 +168,24 @@ def _in_pairs(leaf: jax.Array, dims: Dims, dtype: Any) -> Sums:
     zero = lax.optimization_barrier(dtype.type(0))
     zeros = jnp.full_like(x, zero)
     start = np.complex64(0), dtype.type(0)
-    total, rest = lax.reduce((pairs, zeros), start, _add_pairs, axes)
-    plain, scaled = jnp.real(total) + rest, jnp.imag(total)
+    total, total_of_zeros = lax.reduce((pairs, zeros), start, _add_pairs, axes)
+    plain = jnp.real(total) + total_of_zeros
+    scaled = jnp.imag(total)
     # abs, since -scaled of 0 is -0.
     up = jnp.where(scaled > 0, jnp.inf, jnp.abs(scaled))
-    three = up, plain, jnp.maximum(scaled, 0)
+    sums = Sums(up, plain, down=jnp.maximum(scaled, 0))
     if dims is not None:
-        three = (jnp.expand_dims(x, axes) for x in three)
-    return Sums(*three)
+        sums = jax.tree.map(lambda x: jnp.expand_dims(x, axes), sums)
+    return sums
 
 
-def _add_pairs(one: Any, other: Any) -> Any:
-    a, b = lax.imag(one[0]), lax.imag(other[0])
+def _add_pairs(left: tuple[Any, Any], right: tuple[Any, Any]) -> tuple[Any, Any]:
+    """Adds up two (pair, zero)."""
+    a = lax.imag(left[0])
+    b = lax.imag(right[0])
     scaled = lax.select((a > 0) != (b > 0), lax.max(a, b), a + b)
-    plain = lax.real(one[0]) + lax.real(other[0])
-    return lax.complex(plain, scaled), one[1] + other[1]
+    plain = lax.real(left[0]) + lax.real(right[0])
+    return lax.complex(plain, scaled), left[1] + right[1]
 
 
 def _over_columns(leaf: jax.Array, axes: tuple[int, ...], dtype: Any) -> Sums:
@@ -184,21 +193,22 @@ def _over_columns(leaf: jax.Array, axes: tuple[int, ...], dtype: Any) -> Sums:
     To have more it would write the squares to memory first. So parts of the longest
     axis are summed first.
     """
-    rows = [leaf.shape[axis] for axis in axes]
-    most = max(rows, default=1)
-    # Few rows are summed in the kernel that needs their sum.
-    if not isinstance(most, int) or math.prod(rows) < FEW_ROWS:
+    sizes = [leaf.shape[axis] for axis in axes]
+    size = max(sizes, default=1)
+    # Few rows are summed in the kernel that needs their sum. A size of jax.export may
+    # be a symbol.
+    if not isinstance(size, int) or math.prod(sizes) < FEW_ROWS:
         return _three_reductions(leaf, axes, dtype)
-    longest = axes[rows.index(most)]
-    parts = math.gcd(most, max(8, 2 ** (most // 2048).bit_length()))
+    longest = axes[sizes.index(size)]
+    parts = math.gcd(size, max(8, 2 ** (size // 2048).bit_length()))
     shape = list(leaf.shape)
-    shape[longest : longest + 1] = parts, most // parts
+    shape[longest : longest + 1] = parts, size // parts
     # The longest axis is two axes now. The first of them stays for the second sum.
     inner = [axis + (axis >= longest) for axis in axes]
     sums = _side_by_side(leaf.reshape(shape), inner, True, dtype)
     # Without the barrier XLA makes one sum of both.
     sums = lax.optimization_barrier(sums)
-    return _by_kind(jnp.sum(sums, longest))
+    return _sums_of_last_axis(jnp.sum(sums, longest))
 
 
 def _side_by_side(
@@ -215,8 +225,9 @@ def _side_by_side(
     return jnp.sum(squares, tuple(axes), keepdims=keep)
 
 
-def _by_kind(sums: jax.Array) -> Sums:
-    return Sums(*(sums[..., kind] for kind in range(3)))
+def _sums_of_last_axis(sums: jax.Array) -> Sums:
+    """The three sums out of one array, [..., 3]."""
+    return Sums(up=sums[..., 0], plain=sums[..., 1], down=sums[..., 2])
 
 
 # ------------------------------------------------------------------------ other orders
@@ -227,16 +238,17 @@ def largest_bits(leaf: jax.Array, dims: Dims, dtype: Any) -> jax.Array:
     """max |x|, as the bits of the number: integers in the same order, with NaN last. A
     maximum of floats drops NaN on a CPU, and over devices.
     """
-    x, keep = jnp.abs(leaf).astype(dtype), dims is not None
-    most = jnp.max(x, dims, keepdims=keep)
+    moduli = jnp.abs(leaf).astype(dtype)
+    keep = dims is not None
+    largest = jnp.max(moduli, dims, keepdims=keep)
     # NaN is found by a sum: 1 / (1 + inf) is 0, and 1 / (1 + NaN) is NaN. XLA on a CPU
     # writes the operand of a reduction to memory if it contains a comparison.
-    total = jnp.sum(1 / (1 + x * x), dims, keepdims=keep)
-    whole = np.int64 if dtype == np.float64 else np.int32
-    most = jnp.where(jnp.isnan(total), jnp.nan, most)
+    total = jnp.sum(1 / (1 + moduli * moduli), dims, keepdims=keep)
+    largest = jnp.where(jnp.isnan(total), jnp.nan, largest)
+    integer = np.int64 if dtype == np.float64 else np.int32
     # Without the sign, which NaN may have too.
-    bits = lax.bitcast_convert_type(most, whole)
-    return bits & whole(np.iinfo(whole).max)
+    bits = lax.bitcast_convert_type(largest, integer)
+    return bits & integer(np.iinfo(integer).max)
 
 
 @partial(jax.jit, static_argnums=(1,), inline=True)
@@ -261,9 +273,12 @@ def direction(x: jax.Array) -> jax.Array:
     """
     if not jnp.iscomplexobj(x):
         return jnp.sign(x)
-    parts = jnp.real(x), jnp.imag(x)
-    longer = jnp.maximum(jnp.abs(parts[0]), jnp.abs(parts[1]))
-    real, imag = (part / jnp.where(longer == 0, 1.0, longer) for part in parts)
+    real = jnp.real(x)
+    imag = jnp.imag(x)
+    longer = jnp.maximum(jnp.abs(real), jnp.abs(imag))
+    divisor = jnp.where(longer == 0, 1.0, longer)
+    real = real / divisor
+    imag = imag / divisor
     # The root has no derivative at 0, so it is not taken of 0.
     square = jnp.where(longer == 0, 1.0, real * real + imag * imag)
     # Not divided by the root: XLA joins two divisions in a row to one, by a product
@@ -315,22 +330,23 @@ def wide_dtype(leaf: Any) -> Any:
 
 
 @jax.custom_jvp
-def divided(size: jax.Array, whole: jax.Array) -> jax.Array:
-    """size / whole, for any normal numbers with size <= whole.
+def divided(numerator: jax.Array, denominator: jax.Array) -> jax.Array:
+    """numerator / denominator, for any normal numbers in this order of size.
 
     XLA multiplies an array by the reciprocal of a scalar, which is flushed to 0 above
     2^126. So large numbers are scaled down first.
     """
     # 2^128 / 8 = 2^125, whose reciprocal is a normal number.
-    down = jnp.where(whole > 1, 0.125, 1.0).astype(whole.dtype)
-    return size * down / (whole * down)
+    scale = jnp.where(denominator > 1, 0.125, 1.0).astype(denominator.dtype)
+    return numerator * scale / (denominator * scale)
 
 
 @divided.defjvp
 def _divided_jvp(primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
-    """d(s/w) = (ds - (s/w) dw) / w. The rule of division squares w, which is 0 below
+    """d(n/d) = (dn - (n/d) dd) / d. The rule of division squares d, which is 0 below
     1e-19.
     """
-    size, whole = primals
-    share = divided(size, whole)
-    return share, divided(tangents[0] - share * tangents[1], whole)
+    numerator, denominator = primals
+    quotient = divided(numerator, denominator)
+    change = tangents[0] - quotient * tangents[1]
+    return quotient, divided(change, denominator)
