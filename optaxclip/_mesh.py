@@ -29,6 +29,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.core import ShapedArray
 from jax.sharding import NamedSharding, PartitionSpec
 
 from . import _trees as trees
@@ -62,8 +63,10 @@ def has_types(manual: Names) -> bool:
 
 def varying(tree: Any) -> frozenset[str]:
     """The manual mesh axes over which some array of a tree may differ."""
-    types = map(jax.typeof, jax.tree.leaves(tree))
-    return frozenset[str]().union(*(x.manual_axis_type.varying for x in types))
+    names: frozenset[str] = frozenset()
+    for array in jax.tree.leaves(tree):
+        names |= jax.typeof(array).manual_axis_type.varying
+    return names
 
 
 def varying_over(x: jax.Array, names: Iterable[str]) -> jax.Array:
@@ -71,34 +74,38 @@ def varying_over(x: jax.Array, names: Iterable[str]) -> jax.Array:
     manual = manual_axes()
     # pcast refuses an axis along which the value varies already.
     missing = tuple(n for n in names if n in manual and n not in varying(x))
-    is_typed = missing and has_types(missing)
-    return lax.pcast(x, missing, to="varying") if is_typed else x
+    if missing and has_types(missing):
+        return lax.pcast(x, missing, to="varying")
+    return x
 
 
-def varying_as(value: jax.Array, kind: Any) -> jax.Array:
+def varying_as(value: jax.Array, array_type: ShapedArray) -> jax.Array:
     """The value, typed as differing between devices where a type says so."""
-    return varying_over(value, sorted(kind.manual_axis_type.varying))
+    return varying_over(value, sorted(array_type.manual_axis_type.varying))
 
 
-def typed_as_varying(kinds: Any, values: Any) -> Any:
-    """The arrays of a tree, typed as differing between devices wherever another does.
+def typed_as_varying(models: Any, values: Any) -> Any:
+    """The arrays of a tree, typed as differing between devices along all mesh axes over
+    which some array of another tree, `models`, does.
 
     In shard_map the gradient by parameters of any other type comes summed over devices,
     and the examples in it cannot be told apart.
     """
-    # Outside shard_map kinds may be no arrays.
-    names = sorted(varying(kinds)) if manual_axes() else ()
-    return jax.tree.map(lambda x: varying_over(x, names), values) if names else values
+    # Outside shard_map the leaves of `models` may be no arrays.
+    names = sorted(varying(models)) if manual_axes() else ()
+    if not names:
+        return values
+    return jax.tree.map(lambda x: varying_over(x, names), values)
 
 
-def split_as(value: jax.Array, kind: Any) -> jax.Array:
+def split_as(value: jax.Array, array_type: ShapedArray) -> jax.Array:
     """The value, split over the Explicit axes of the mesh as a type says. Dimensions
     beyond those of the type are not split.
     """
-    return resharded(value, kind.sharding.spec)
+    return resharded(value, array_type.sharding.spec)
 
 
-def typed_as(tree: Any, kind: Any) -> Any:
+def typed_as(tree: Any, array_type: ShapedArray) -> Any:
     """The arrays of a tree with a type that `jax.typeof` or `types_of` gave.
 
     `lax.scan` and shard_map compare the types of a state before and after a step.
@@ -106,7 +113,11 @@ def typed_as(tree: Any, kind: Any) -> Any:
     # Without a mesh, as under plain jit, no type says anything of devices.
     if jax.sharding.get_abstract_mesh().empty:
         return tree
-    return jax.tree.map(lambda x: varying_as(split_as(x, kind), kind), tree)
+
+    def typed(value: jax.Array) -> jax.Array:
+        return varying_as(split_as(value, array_type), array_type)
+
+    return jax.tree.map(typed, tree)
 
 
 def resharded(value: jax.Array, spec: Sequence[Any] = ()) -> jax.Array:
@@ -124,22 +135,23 @@ def resharded(value: jax.Array, spec: Sequence[Any] = ()) -> jax.Array:
 
 def entries_of(
     vector: jax.Array,
-    kinds: list[Any],
+    array_types: Sequence[ShapedArray],
     entry: Callable[[jax.Array, int], jax.Array] = operator.getitem,
 ) -> list[jax.Array]:
-    """Arrays of some types, one after the other out of a vector. `entry` takes out a
+    """Arrays of these types, one after the other out of a vector. `entry` takes out a
     single number.
     """
-    found, start = [], 0
-    for kind in kinds:
-        count = math.prod(kind.shape)
-        if kind.shape:
-            some = vector[start : start + count].reshape(kind.shape)
-            found.append(split_as(some, kind))
+    arrays = []
+    start = 0
+    for array_type in array_types:
+        stop = start + math.prod(array_type.shape)
+        if array_type.shape:
+            array = vector[start:stop].reshape(array_type.shape)
+            arrays.append(split_as(array, array_type))
         else:
-            found.append(entry(vector, start))
-        start += count
-    return found
+            arrays.append(entry(vector, start))
+        start = stop
+    return arrays
 
 
 def is_on_one_device(x: Any) -> bool:
@@ -150,8 +162,8 @@ def is_on_one_device(x: Any) -> bool:
     """
     # Manual axes do not count: inside shard_map each device has an array of its own.
     mesh = jax.typeof(x).sharding.mesh
-    others = set(mesh.axis_names) - set(mesh.manual_axes)
-    return all(mesh.shape[name] == 1 for name in others)
+    split_by_jit = set(mesh.axis_names) - set(mesh.manual_axes)
+    return all(mesh.shape[name] == 1 for name in split_by_jit)
 
 
 # ----------------------------------------------------------------- the option mesh_axes
@@ -202,21 +214,22 @@ def whole_shapes(mesh_axes: Any, tree: Any, call: str) -> list[Any]:
     """For each leaf its shape over all devices, None where it is not known which
     dimension is split.
     """
-    found = []
+    shapes: list[Any] = []
     for leaf, spec in zip(jax.tree.leaves(tree), specs_of(mesh_axes, tree, call)):
-        shape: Any = jnp.shape(leaf)
         # Only manual axes make a shape smaller. Else arrays are global.
-        names = _names_by_dim(leaf, spec, f"{call}: mesh_axes")
+        names_by_dim = _names_by_dim(leaf, spec, f"{call}: mesh_axes")
         if isinstance(spec, PartitionSpec):
-            shape = tuple(map(operator.mul, shape, map(axes_size, names)))
+            sizes = zip(jnp.shape(leaf), names_by_dim)
+            shapes.append(tuple(size * axes_size(names) for size, names in sizes))
         # A type names the mesh axes of a leaf, but not the dimension that each splits.
-        elif any(names):
-            shape = None
-        found.append(shape)
-    return found
+        elif any(names_by_dim):
+            shapes.append(None)
+        else:
+            shapes.append(jnp.shape(leaf))
+    return shapes
 
 
-def splits(mesh_axes: Any, tree: Any, dims: list[Any], call: str) -> list:
+def splits(mesh_axes: Any, tree: Any, dims: Sequence[Any], call: str) -> list[Split]:
     """For each leaf, how its norm over the dimensions `dims` (None: all) is split.
 
     Raises:
@@ -226,64 +239,81 @@ def splits(mesh_axes: Any, tree: Any, dims: list[Any], call: str) -> list:
     # No mesh is set, as under plain jit: the common case, which looks at no leaf.
     if mesh_axes == "auto" and jax.sharding.get_abstract_mesh().empty:
         return [Split()] * len(dims)
-    each = zip(jax.tree.leaves_with_path(tree), specs_of(mesh_axes, tree, call), dims)
-    return [_split(*leaf, f"{call}: mesh_axes") for leaf in each]
+    entries = jax.tree.leaves_with_path(tree)
+    specs = specs_of(mesh_axes, tree, call)
+    leaf_splits = []
+    for (path, value), spec, summed_dims in zip(entries, specs, dims):
+        split = _split(trees.name(path), value, spec, summed_dims, call)
+        leaf_splits.append(split)
+    return leaf_splits
 
 
-def _split(leaf: tuple[Any, Any], spec: Any, over: Any, argument: str) -> Split:
-    """How one leaf, (path, value), is split. Errors name the argument and the path."""
-    path, value = leaf
-    kind, manual = jax.typeof(value), manual_axes()
+def _split(
+    name: str, value: jax.Array, spec: Any, summed_dims: Any, call: str
+) -> Split:
+    """How one leaf is split."""
+    argument = f"{call}: mesh_axes"
+    array_type = jax.typeof(value)
+    manual = manual_axes()
     # Terms of a sum that is still to be taken. Types of shard_map say so, and specs of
     # Explicit meshes.
-    waiting = {*kind.manual_axis_type.unreduced, *kind.sharding.spec.unreduced}
-    if waiting:
+    unreduced = {
+        *array_type.manual_axis_type.unreduced,
+        *array_type.sharding.spec.unreduced,
+    }
+    if unreduced:
         raise ValueError(
-            f"{argument}: the leaf {trees.name(path)!r} is not yet summed over "
-            f"{listed(waiting)}: reshard it, or use lax.psum, before clipping."
+            f"{argument}: the leaf {name!r} is not yet summed over "
+            f"{listed(unreduced)}: reshard it, or use lax.psum, before clipping."
         )
     if spec is None:
         return Split()
     refused = f"{argument}={shown(spec)}"
-    by_dim = _names_by_dim(value, spec, argument)
-    every = tuple(chain.from_iterable(by_dim))
-    if len(set(every)) < len(every):
+    names_by_dim = _names_by_dim(value, spec, argument)
+    names = tuple(chain.from_iterable(names_by_dim))
+    if len(set(names)) < len(names):
         raise ValueError(f"{refused} names a mesh axis twice.")
     # pmap and check_vma=False have no types that could contradict.
-    varies = varying(value) if has_types(manual) else set(every)
+    varying_names = varying(value) if has_types(manual) else set(names)
     # psum would count this leaf once for each device.
-    same = set(every) & set(manual) - varies
-    if same:
+    replicated = set(names) & set(manual) - varying_names
+    if replicated:
         raise ValueError(
-            f"{refused}: the leaf {trees.name(path)!r} is the same on all devices "
-            f"along {listed(same)}, so its sum must not be added up there: leave the "
-            "axis out, or use mesh_axes='auto'."
+            f"{refused}: the leaf {name!r} is the same on all devices "
+            f"along {listed(replicated)}, so its sum must not be added up there: leave "
+            "the axis out, or use mesh_axes='auto'."
         )
     # Each device would have another norm, and clip by another factor.
-    forgotten = varies - set(every)
+    forgotten = varying_names - set(names)
     if forgotten:
         raise ValueError(
-            f"{refused}: the leaf {trees.name(path)!r} also differs along "
+            f"{refused}: the leaf {name!r} also differs along "
             f"{listed(forgotten)}: name that axis, or use mesh_axes='auto', or "
             "lax.pmean it first if it should be the same."
         )
     # Which dimension is split does not matter where all are summed.
-    if over is None or len(over) == jnp.ndim(value):
-        return Split(every)
-    if every and not isinstance(spec, PartitionSpec):
-        example = ", ".join(map(repr, every))
+    if summed_dims is None or len(summed_dims) == jnp.ndim(value):
+        return Split(names)
+    if names and not isinstance(spec, PartitionSpec):
+        example = ", ".join(map(repr, names))
         raise ValueError(
-            f"{refused} tells that the leaf {trees.name(path)!r} of shape "
-            f"{jnp.shape(value)} is split over {listed(every)}, but not which of its "
+            f"{refused} tells that the leaf {name!r} of shape "
+            f"{jnp.shape(value)} is split over {listed(names)}, but not which of its "
             "dimensions is, and its norms are taken over some of them only: give a "
             "tree of PartitionSpecs, such as "
             f"mesh_axes=jax.sharding.PartitionSpec({example})."
         )
     # Units of [in, out] with P("x", "y") are summed over x. Each device along y has
     # those of its own outputs.
-    summed = [names for dim, names in enumerate(by_dim) if dim in over]
-    kept = [() if dim in over else names for dim, names in enumerate(by_dim)]
-    return Split(tuple(chain.from_iterable(summed)), tuple(kept) if every else ())
+    summed: list[str] = []
+    kept: list[Names] = []
+    for dim, names_of_dim in enumerate(names_by_dim):
+        if dim in summed_dims:
+            summed += names_of_dim
+            kept.append(())
+        else:
+            kept.append(names_of_dim)
+    return Split(tuple(summed), tuple(kept) if names else ())
 
 
 def _names_by_dim(value: Any, spec: Any, argument: str) -> list[Names]:
@@ -291,24 +321,25 @@ def _names_by_dim(value: Any, spec: Any, argument: str) -> list[Names]:
     manual = manual_axes()
     if isinstance(spec, PartitionSpec):
         # Outside shard_map specs change nothing, so they may name any axis.
-        known = jax.sharding.get_abstract_mesh().axis_names
-        unknown = set(chain.from_iterable(map(names_in, spec))) - set(known)
-        if manual and unknown:
+        if not manual:
+            return [()] * jnp.ndim(value)
+        mesh_names = jax.sharding.get_abstract_mesh().axis_names
+        unknown = set(chain.from_iterable(map(names_in, spec))) - set(mesh_names)
+        if unknown:
             raise ValueError(
                 f"{argument}={shown(spec)} names {listed(unknown)}, but there is no "
-                f"such axis in the mesh, which has {listed(known)}."
+                f"such axis in the mesh, which has {listed(mesh_names)}."
             )
-        if manual and len(spec) > jnp.ndim(value):
+        if len(spec) > jnp.ndim(value):
             raise ValueError(
                 f"{argument}={shown(spec)} has more entries than a leaf of shape "
                 f"{jnp.shape(value)} has dimensions."
             )
-        # Axes that jit looks after need nothing here.
-        found = []
-        for entry in spec:
-            names = names_in(entry)
-            found.append(tuple(name for name in names if name in manual))
-        return found + [()] * (jnp.ndim(value) - len(found))
+        names_by_dim: list[Names] = [()] * jnp.ndim(value)
+        for dim, entry in enumerate(spec):
+            # Axes that jit looks after need nothing here.
+            names_by_dim[dim] = tuple(n for n in names_in(entry) if n in manual)
+        return names_by_dim
     if spec == "auto":
         # Without types each leaf counts as complete: nothing is known.
         return [tuple(sorted(varying(value)))] if has_types(manual) else [()]
@@ -318,11 +349,11 @@ def _names_by_dim(value: Any, spec: Any, argument: str) -> list[Names]:
     return [names]
 
 
-def names_in(axes: Any) -> Names:
-    # An entry of a PartitionSpec: None, "x" or ("x", "y").
-    if axes is None:
+def names_in(entry: Any) -> Names:
+    """The names in an entry of a PartitionSpec: None, "x" or ("x", "y")."""
+    if entry is None:
         return ()
-    return axes if isinstance(axes, tuple) else (axes,)
+    return entry if isinstance(entry, tuple) else (entry,)
 
 
 def check_bound(names: Names, argument: str) -> None:
@@ -360,57 +391,62 @@ def axes_size(names: Iterable[str]) -> int:
 
 
 def joined(
-    collective: Callable[..., Any], parts: list[jax.Array], names: list[Names]
+    collective: Callable[..., Any], arrays: Sequence[jax.Array], axes: Sequence[Names]
 ) -> list[jax.Array]:
-    """psum or pmax of each array over its own mesh axes. All that share them travel as
-    one vector, in one collective.
+    """psum or pmax of each array over its own mesh axes, `axes`. All arrays that share
+    their mesh axes travel as one vector, in one collective.
     """
-    found = list(parts)
-    together: dict[Any, list[int]] = {}
-    for place, (part, over) in enumerate(zip(parts, names)):
-        if over:
-            # A vector has one type. What an Explicit mesh splits cannot be reshaped.
-            part = found[place] = varying_over(part, over)
-            is_split = any(jax.typeof(part).sharding.spec)
-            kind = over, varying(part), place if is_split else None
-            together.setdefault(kind, []).append(place)
-    # A dict keeps its order, where that of a set may differ between processes, which
-    # would then wait for different collectives.
-    for (over, _, _), places in together.items():
-        if len(places) == 1:
-            found[places[0]] = collective(found[places[0]], over)
+    totals = list(arrays)
+    # The indices of the arrays of each vector. A dict keeps its order, where the order
+    # of a set may differ between processes, which would then wait for different
+    # collectives.
+    vectors: dict[Any, list[int]] = {}
+    for index, (array, names) in enumerate(zip(arrays, axes)):
+        if names:
+            array = varying_over(array, names)
+            totals[index] = array
+            # A vector has one type. What an Explicit mesh splits cannot be reshaped, so
+            # it is a vector of its own.
+            is_split = any(jax.typeof(array).sharding.spec)
+            key = names, varying(array), index if is_split else None
+            vectors.setdefault(key, []).append(index)
+    for (names, _, _), indices in vectors.items():
+        if len(indices) == 1:
+            totals[indices[0]] = collective(totals[indices[0]], names)
             continue
-        flat = [found[place].reshape(-1) for place in places]
-        kinds = [jax.typeof(parts[place]) for place in places]
-        vector = collective(jnp.concatenate(flat), over)
-        for place, part in zip(places, entries_of(vector, kinds)):
-            found[place] = part
-    return found
+        flat = [totals[index].reshape(-1) for index in indices]
+        vector = collective(jnp.concatenate(flat), names)
+        array_types = [jax.typeof(arrays[index]) for index in indices]
+        for index, total in zip(indices, entries_of(vector, array_types)):
+            totals[index] = total
+    return totals
 
 
-def at_own_place(part: jax.Array, split: Split) -> jax.Array:
-    """What this device knows of layers, among zeros for those of other devices.
+def at_own_place(numbers: jax.Array, split: Split) -> jax.Array:
+    """The numbers that this device has for its layers, among zeros for the layers of
+    other devices.
 
-    The last dimensions of `part` are those of the leaf.
+    The last dimensions of `numbers` are the dimensions of the leaf.
     """
-    lead = part.ndim - len(split.kept)
-    shape = list(part.shape)
+    lead = numbers.ndim - len(split.kept)
+    shape = list(numbers.shape)
     for dim, names in enumerate(split.kept):
         shape[lead + dim] *= axes_size(names)
-    starts = [0] * lead + _starts(part.shape[lead:], split)
-    zeros = typed_as(jnp.zeros(shape, part.dtype), jax.typeof(part))
-    return lax.dynamic_update_slice(zeros, part, starts)
+    starts = [0] * lead + _starts(numbers.shape[lead:], split)
+    zeros = typed_as(jnp.zeros(shape, numbers.dtype), jax.typeof(numbers))
+    return lax.dynamic_update_slice(zeros, numbers, starts)
 
 
-def own_part(whole: jax.Array, split: Split) -> jax.Array:
-    """The part of a device, of an array of layers of all devices."""
-    sizes = list(whole.shape)
+def own_part(layers: jax.Array, split: Split) -> jax.Array:
+    """The layers of this device, out of an array for the layers of all devices."""
+    sizes = list(layers.shape)
     for dim, names in enumerate(split.kept):
         sizes[dim] //= axes_size(names)
-    return lax.dynamic_slice(whole, _starts(sizes, split), sizes)
+    return lax.dynamic_slice(layers, _starts(sizes, split), sizes)
 
 
 def _starts(sizes: Sequence[int], split: Split) -> list[Any]:
+    """Where the part of this device begins, of these sizes, along each dimension."""
     starts: list[Any] = []
     for size, names in zip(sizes, split.kept):
         # The number of this device along these axes, the first of which is slowest.

@@ -31,6 +31,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.typing import ArrayLike
 
 from ._mesh import is_on_one_device
 
@@ -92,7 +93,7 @@ def three_sums(leaf: jax.Array, dims: Dims, dtype: Any) -> Sums:
     )
 
 
-def root_of(count: jax.Array, sums: Sums) -> jax.Array:
+def root_of(count: ArrayLike, sums: Sums) -> jax.Array:
     """sqrt(sum / count), of the first of the three sums that is finite."""
     up, plain, down = sums
     dtype = plain.dtype
