@@ -50,18 +50,20 @@ def rescale(updates: Any, norms: Any, new_norms: Any) -> Any:
     # Integers and empty leaves are not measured, and come back as they were.
     tree = clipped_leaves(updates)
     norms, new_norms = jax.tree.map(as_float, (norms, new_norms))
-    before = norms_of_tree(norms, tree, "rescale: norms")
-    wanted, found = map(jax.tree.structure, (norms, new_norms))
-    if wanted != found:
+    norms_before = norms_of_tree(norms, tree, "rescale: norms")
+    structure = jax.tree.structure(norms)
+    new_structure = jax.tree.structure(new_norms)
+    if structure != new_structure:
         raise ValueError(
-            f"rescale: new_norms must have the structure of norms, {wanted}, got "
-            f"{found}."
+            f"rescale: new_norms must have the structure of norms, {structure}, got "
+            f"{new_structure}."
         )
     roots = []
-    for norm, new in zip(before.values, jax.tree.leaves(new_norms)):
-        check_shape(new.shape, norm.shape, "rescale: new_norms")
-        roots.append(factor_between(norm, jnp.broadcast_to(new, norm.shape)).root)
-    return put_back(multiply(tree, before, roots), updates)
+    for norm, new_norm in zip(norms_before.values, jax.tree.leaves(new_norms)):
+        check_shape(new_norm.shape, norm.shape, "rescale: new_norms")
+        new_norm = jnp.broadcast_to(new_norm, norm.shape)
+        roots.append(factor_between(norm, new_norm).root)
+    return put_back(multiply(tree, norms_before, roots), updates)
 
 
 def shrunk_by(shrink: Shrink, norm: jax.Array, limit: jax.Array, call: str) -> Any:
@@ -75,13 +77,14 @@ def shrunk_by(shrink: Shrink, norm: jax.Array, limit: jax.Array, call: str) -> A
     # Zeros stay zeros, and a limit of inf clips nothing. A shrink, and its derivative,
     # may be NaN there, such as norm * (limit / norm), so it is asked about 1.
     fixed = (norm == 0) | (limit == jnp.inf)
-    new = shrink(*(jnp.where(fixed, 1.0, x) for x in (norm, limit)))
-    if not isinstance(new, NUMBERS) or not broadcasts_to(jnp.shape(new), norm.shape):
+    new_norm = shrink(jnp.where(fixed, 1.0, norm), jnp.where(fixed, 1.0, limit))
+    is_number = isinstance(new_norm, NUMBERS)
+    if not is_number or not broadcasts_to(jnp.shape(new_norm), norm.shape):
         raise TypeError(
             f"{call}: shrink must return the new norm of each norm, in the shape "
-            f"{norm.shape}, got {shown(new)}."
+            f"{norm.shape}, got {shown(new_norm)}."
         )
-    return jnp.where(fixed, norm, new)
+    return jnp.where(fixed, norm, new_norm)
 
 
 class Factor(NamedTuple):
@@ -100,22 +103,25 @@ def factor_between(norm: jax.Array, new_norm: jax.Array) -> Factor:
     is 0, and NaN for a broken norm. The 4 eps cover the rounding of limit, norm, roots
     and products, so that the result never exceeds the limit.
     """
-    same, gone = new_norm == norm, new_norm == 0
+    is_same = new_norm == norm
+    is_zero = new_norm == 0
     info = jnp.finfo(norm.dtype)
-    # What is not taken must be finite, with a finite derivative.
-    fixed = same | gone
-    long = jnp.where(fixed | (norm == 0), 1.0, norm)
-    short = jnp.where(fixed, 1.0, new_norm)
+    # Where a quotient is not taken, it must be finite, with a finite derivative.
+    fixed = is_same | is_zero
+    norm = jnp.where(fixed | (norm == 0), 1.0, norm)
+    new_norm = jnp.where(fixed, 1.0, new_norm)
     # Beyond the range it would round to 0, which means that updates were made 0.
-    quotient = jnp.clip(short / long, info.tiny, info.max)
+    quotient = jnp.clip(new_norm / norm, info.tiny, info.max)
     # Division comes last. XLA on a CPU computes what comes after one again for every
     # element of the updates, also behind a barrier.
-    below = jnp.where(fixed, 1.0, jnp.sqrt(long))
-    above = jnp.sqrt(short) * (1 - 2 * info.eps)
-    above, factor = (
-        jnp.where(same, 1.0, jnp.where(gone, 0.0, x)) for x in (above, quotient)
-    )
-    return Factor(above / below, factor)
+    denominator = jnp.where(fixed, 1.0, jnp.sqrt(norm))
+    numerator = jnp.sqrt(new_norm) * (1 - 2 * info.eps)
+
+    def one_or_zero_where_fixed(x: jax.Array) -> jax.Array:
+        return jnp.where(is_same, 1.0, jnp.where(is_zero, 0.0, x))
+
+    root = one_or_zero_where_fixed(numerator) / denominator
+    return Factor(root, reported=one_or_zero_where_fixed(quotient))
 
 
 def roots_of_numbers(
@@ -133,27 +139,32 @@ def roots_of_numbers(
 
     def entries(roots: Any, norms: Any, _: Any, entry: Any = getitem) -> Any:
         # Without the barrier XLA computes the vector again for each leaf.
-        kinds = list(map(jax.typeof, norms))
-        return entries_of(lax.optimization_barrier(roots), kinds, entry)
+        array_types = [jax.typeof(norm) for norm in norms]
+        return entries_of(lax.optimization_barrier(roots), array_types, entry)
+
+    def one_by_one(_: Any, norms: Any, limits: Any) -> Any:
+        # Jitted, so that it is traced once.
+        decide_one = jax.jit(decide)
+        return [decide_one(*numbers).root for numbers in zip(norms, limits)]
 
     return per_platform(
         *(roots, norms, limits),
         cpu=partial(entries, entry=_entry_by_reduction),
         gpu=entries,
-        # Jitted, so that it is traced once.
-        plain=lambda _, *numbers: [x.root for x in map(jax.jit(decide), *numbers)],
+        plain=one_by_one,
     )
 
 
-def _entry_by_reduction(roots: jax.Array, row: int) -> jax.Array:
-    """XLA on a CPU fuses a slice into the kernels of the optimizer, which then no
-    longer share their code: 148 tensors took 14 s to compile instead of 4.
+def _entry_by_reduction(roots: jax.Array, index: int) -> jax.Array:
+    """roots[index], as a sum of which all other numbers are 0. XLA on a CPU fuses a
+    slice into the kernels of the optimizer, which then no longer share their code: 148
+    tensors took 14 s to compile instead of 4.
     """
     # XLA makes three kernels of a reduction of more than 32 numbers.
-    first = row // 32 * 32
-    some = roots[first : first + 32]
-    own = np.arange(some.size) == row - first
-    return jnp.sum(jnp.where(own, some, 0))
+    start = index // 32 * 32
+    block = roots[start : start + 32]
+    is_entry = np.arange(block.size) == index - start
+    return jnp.sum(jnp.where(is_entry, block, 0))
 
 
 def multiply(tree: Any, norms: Norms, roots: list[Any], *, zero: bool = False) -> Any:
@@ -161,13 +172,18 @@ def multiply(tree: Any, norms: Norms, roots: list[Any], *, zero: bool = False) -
 
     `zero`: where the root is 0 leaves become zeros, since 0 times inf is NaN.
     """
-    leaves, treedef = jax.tree.flatten(tree)
-    own = [None if x.norm is None else entry_of_leaf(x, roots) for x in norms.leaves]
-    for place, root in enumerate(own):
+    arrays, treedef = jax.tree.flatten(tree)
+    roots_of_leaves = []
+    for leaf in norms.leaves:
+        root = None if leaf.norm is None else entry_of_leaf(leaf, roots)
+        roots_of_leaves.append(root)
+    for index, root in enumerate(roots_of_leaves):
         if root is not None:
-            x = stretch(leaves[place], root)
-            leaves[place] = jnp.where(root == 0, jnp.zeros_like(x), x) if zero else x
-    return treedef.unflatten(leaves)
+            product = stretch(arrays[index], root)
+            if zero:
+                product = jnp.where(root == 0, jnp.zeros_like(product), product)
+            arrays[index] = product
+    return treedef.unflatten(arrays)
 
 
 # Jitted, so that it is traced once for all leaves of one shape.
@@ -177,9 +193,10 @@ def stretch(x: jax.Array, root: jax.Array) -> jax.Array:
     # bfloat16 * float32 is float32, and is rounded once at the end.
     wide = np.promote_types(x.dtype, root.dtype)
     # Spread once, as each product would do it.
-    spread, long = jnp.broadcast_to(root.astype(wide), x.shape), x.astype(wide)
-    product = (long * spread * spread).astype(x.dtype)
+    roots = jnp.broadcast_to(root.astype(wide), x.shape)
+    wide_x = x.astype(wide)
+    product = (wide_x * roots * roots).astype(x.dtype)
     # Selected, since on a CPU and a TPU a product of 1 flushes subnormal numbers. By
-    # `long * 0` each element is asked: for one question about the root alone, LLVM
+    # `wide_x * 0` each element is asked: for one question about the root alone, LLVM
     # compiles the optimizer's loops twice.
-    return jnp.where(long * 0 == spread - 1, x, product)
+    return jnp.where(wide_x * 0 == roots - 1, x, product)

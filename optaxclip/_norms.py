@@ -13,8 +13,8 @@ from __future__ import annotations
 
 import inspect
 import math
-import operator
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any, Literal, NamedTuple, Protocol
 
 import jax
@@ -51,12 +51,12 @@ class GlobalNorm(NamedTuple):
     mesh_axes: Any = "auto"
 
     def __call__(self, tree: Any) -> Norms:
-        leaves = list(map(jnp.asarray, jax.tree.leaves(tree)))
-        splits = mesh.splits(self.mesh_axes, tree, [None] * len(leaves), self.call)
-        found = tuple(Leaf(0, None, split) for split in splits)
-        each = norms_of(Plan(found, 1, self.ord), leaves)
+        arrays = [jnp.asarray(leaf) for leaf in jax.tree.leaves(tree)]
+        splits = mesh.splits(self.mesh_axes, tree, [None] * len(arrays), self.call)
+        leaves = tuple(Leaf(norm=0, split=split) for split in splits)
+        values = norms_of(Plan(leaves, 1, self.ord), arrays)
         # The empty path: its name is "".
-        return Norms(each, found, ((),), jax.tree.structure(0))
+        return Norms(values, leaves, paths=((),), treedef=jax.tree.structure(0))
 
 
 class TensorNorm(NamedTuple):
@@ -100,26 +100,34 @@ class GroupNorm(NamedTuple):
     allow_missing: bool = False  # whether a label may have no leaf
 
     def __call__(self, tree: Any) -> Norms:
-        leaves = list(map(jnp.asarray, jax.tree.leaves(tree)))
+        arrays = [jnp.asarray(leaf) for leaf in jax.tree.leaves(tree)]
         argument = f"{self.call}: labels"
         # A function is called in each trace, so its labels may follow the tree.
         table = static_labels(labels_of(self.labels, tree), self.call)
-        labels = trees.lookup(table, tree, argument, allow_missing=self.allow_missing)
-        check_labels(f"{argument} must be", set(labels))
-        splits = mesh.splits(self.mesh_axes, tree, [None] * len(leaves), self.call)
+        label_of_leaf = trees.lookup(
+            table, tree, argument, allow_missing=self.allow_missing
+        )
+        check_labels(f"{argument} must be", set(label_of_leaf))
+        splits = mesh.splits(self.mesh_axes, tree, [None] * len(arrays), self.call)
         # A label whose leaves are None or integers has a norm as well, which is 0.
-        known = set(labels)
+        labels = set(label_of_leaf)
         if isinstance(self.labels, trees.Prefix):
-            known |= {label for _, label in self.labels.entries}
+            labels |= {label for _, label in self.labels.entries}
         # The order in which JAX flattens a dict: 2 before 10.
-        order = sorted(known)
-        pairs = zip(labels, splits)
-        found = tuple(Leaf(order.index(x), None, split) for x, split in pairs)
-        each = norms_of(Plan(found, len(order), self.ord), leaves)
-        # The name of a norm is its label.
-        paths = tuple((jax.tree_util.DictKey(label),) for label in order)
-        treedef = jax.tree.structure(dict.fromkeys(order, 0))
-        return Norms(each, found, paths, treedef, (), "label", self.allow_missing)
+        ordered = sorted(labels)
+        leaves = []
+        for label, split in zip(label_of_leaf, splits):
+            leaves.append(Leaf(norm=ordered.index(label), split=split))
+        plan = Plan(tuple(leaves), len(ordered), self.ord)
+        return Norms(
+            norms_of(plan, arrays),
+            plan.leaves,
+            # The name of a norm is its label.
+            paths=tuple((jax.tree_util.DictKey(label),) for label in ordered),
+            treedef=jax.tree.structure(dict.fromkeys(ordered, 0)),
+            noun="label",
+            allow_missing=self.allow_missing,
+        )
 
 
 class OwnNorm(NamedTuple):
@@ -134,9 +142,12 @@ class OwnNorm(NamedTuple):
         return norms_of_tree(norms, tree, f"{self.call}: what norm returns")
 
 
-# measured(measure, tree) -> norms. Jitted, so that the first update finds what `init`
-# has traced. Inlined, since a call in its place is another program to XLA.
-measured = jax.jit(operator.call, static_argnums=0, inline=True)
+# Jitted, so that the first update finds what `init` has traced. Inlined, since a call
+# in its place is another program to XLA.
+@partial(jax.jit, static_argnums=0, inline=True)
+def measured(measure: Measure, tree: Any) -> Norms:
+    """The norms of a tree of clipped leaves."""
+    return measure(tree)
 
 
 def types_of(function: Callable[..., Any], *args: Any) -> Any:
@@ -156,7 +167,7 @@ def norms_of_tree(norms: Any, tree: Any, argument: str = "norms") -> Norms:
       ValueError: norms that are no tree prefix of the updates.
     """
     # None as a norm leaves its part of the tree alone.
-    flat, treedef = jax.tree.flatten(norms, is_leaf=trees.is_none)
+    norms_and_holes, treedef = jax.tree.flatten(norms, is_leaf=trees.is_none)
     try:
         parts = treedef.flatten_up_to(tree)
     except (TypeError, ValueError):
@@ -164,11 +175,12 @@ def norms_of_tree(norms: Any, tree: Any, argument: str = "norms") -> Norms:
             f"{argument} must be a tree prefix of the updates, "
             f"{jax.tree.structure(tree)}, got {treedef}."
         ) from None
-    leaves, number = [], 0
-    for norm, part in zip(flat, parts):
-        own = None if norm is None else number
-        leaves += [Leaf(own)] * len(jax.tree.leaves(part))
-        number += norm is not None
+    leaves: list[Leaf] = []
+    count = 0
+    for norm, part in zip(norms_and_holes, parts):
+        leaf = Leaf(norm=None if norm is None else count)
+        leaves += [leaf] * len(jax.tree.leaves(part))
+        count += norm is not None
     entries, treedef = jax.tree.flatten_with_path(norms)
     paths = tuple(path for path, _ in entries)
     return Norms([norm for _, norm in entries], tuple(leaves), paths, treedef)
@@ -176,12 +188,13 @@ def norms_of_tree(norms: Any, tree: Any, argument: str = "norms") -> Norms:
 
 def norm_of_norms(norms: Norms) -> jax.Array:
     """The norm of all norms together, without a derivative."""
-    leaves = [Leaf(0)] * len(norms.values)
-    # Each device has the norms of its own units. All others are those of everything.
+    # The norms are the leaves of the total. Each device has the norms of its own units.
+    # All other norms are the same on all devices.
+    leaves = [Leaf(norm=0)] * len(norms.values)
     for leaf in norms.leaves:
         if leaf.units_over:
-            leaves[leaf.norm] = Leaf(0, None, Split(leaf.units_over))
-    (total,) = norms_of(Plan(tuple(leaves), 1), norms.values)
+            leaves[leaf.norm] = Leaf(norm=0, split=Split(leaf.units_over))
+    (total,) = norms_of(Plan(tuple(leaves), size=1), norms.values)
     return lax.stop_gradient(total)
 
 
@@ -199,18 +212,18 @@ def _norm_of_each_leaf(
 ) -> Norms:
     entries, treedef = jax.tree.flatten_with_path(tree)
     splits = mesh.splits(measure.mesh_axes, tree, dims, measure.call)
-    leaves, of_units = [], []
-    for number, (over, split) in enumerate(zip(dims, splits)):
-        leaf = Leaf(number, over, split)
-        # A vector that is taken whole has a number.
-        if units and over is not None:
-            of_units.append(number)
-            leaf = Leaf(number, over, Split(split.summed), split.kept_names())
+    leaves, norms_of_units = [], []
+    for index, (summed_dims, split) in enumerate(zip(dims, splits)):
+        leaf = Leaf(index, summed_dims, split)
+        # A vector that is summed whole has one norm, and no units.
+        if units and summed_dims is not None:
+            norms_of_units.append(index)
+            leaf = Leaf(index, summed_dims, Split(split.summed), split.kept_names())
         leaves.append(leaf)
     plan = Plan(tuple(leaves), len(leaves), measure.ord)
-    each = norms_of(plan, [jnp.asarray(leaf) for _, leaf in entries])
+    values = norms_of(plan, [jnp.asarray(leaf) for _, leaf in entries])
     paths = tuple(path for path, _ in entries)
-    return Norms(each, plan.leaves, paths, treedef, tuple(of_units))
+    return Norms(values, plan.leaves, paths, treedef, units=tuple(norms_of_units))
 
 
 def check_measure(call: str, ord: Any, **numbers: Any) -> dict[str, Any]:
@@ -236,14 +249,14 @@ def check_measure(call: str, ord: Any, **numbers: Any) -> dict[str, Any]:
     is_number = isinstance(ord, (int, float, np.number, jax.Array))
     try:
         # True is an int in Python. As an order it is a slip.
-        known = float(ord) if is_number and ord is not True else math.nan
+        order = float(ord) if is_number and ord is not True else math.nan
     except (TypeError, OverflowError):  # an array, or 10**400
-        known = math.nan
-    if math.isnan(known) or known <= 0:
+        order = math.nan
+    if math.isnan(order) or order <= 0:
         raise ValueError(f"{call}: ord must be {ORDERS}, got {shown(ord)}.")
     # Static arguments must be hashable.
     if isinstance(ord, (np.number, jax.Array)):
-        options["ord"] = known
+        options["ord"] = order
     return options
 
 
@@ -309,10 +322,10 @@ def check_labels(must: str, labels: Iterable[Any]) -> None:
     try:
         sorted(labels)
     except TypeError:
-        each = " and ".join(sorted(map(repr, labels)))
+        listed_labels = " and ".join(sorted(map(repr, labels)))
         raise TypeError(
-            f"{must} of one kind, which sorts, got {each}: make all of them strings, "
-            "or all of them ints."
+            f"{must} of one kind, which sorts, got {listed_labels}: make all of them "
+            "strings, or all of them ints."
         ) from None
 
 
@@ -465,6 +478,6 @@ def group_norm(
       5.0 1.0
     """
     # Leaves that do not count have labels too, whose norm may then be 0.
-    found = labels_of(labels, trees.unboxed(tree))
-    options = check_measure("group_norm", ord, labels=found)
+    labels = labels_of(labels, trees.unboxed(tree))
+    options = check_measure("group_norm", ord, labels=labels)
     return GroupNorm(**options, mesh_axes=mesh_axes)(clipped_leaves(tree)).tree()
