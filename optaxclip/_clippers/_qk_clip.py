@@ -160,28 +160,33 @@ def qk_clip(
         if isinstance(params, PLACEHOLDER):
             return kernel.init(params)
         tree = types_of(clipped_leaves, params)
-        types, zeros = jax.tree.leaves(tree), {}
-        for name, _, shape, dtype, uses in find_attentions(roles, tree):
-            # Typed as the logits will be, which come of the weights.
-            zeros[name] = varying_as(jnp.zeros(shape, dtype), types[uses[0].leaf])
+        types = jax.tree.leaves(tree)
+        zeros = {}
+        for attention in find_attentions(roles, tree):
+            # Typed as the logits will be, which are computed from the weights.
+            weights_type = types[attention.leaves[0].index]
+            logits = jnp.zeros(attention.shape, attention.dtype)
+            zeros[attention.name] = varying_as(logits, weights_type)
         return kernel.init(zeros)
 
-    def update(updates: Any, state: Any, params: Any = None, **given: Any) -> Any:
+    def update(updates: Any, state: Any, params: Any = None, **extra: Any) -> Any:
         check_state(CALL, state, ClipState)
         tree = clipped_leaves(updates, CALL)
         weights = jax.tree.leaves(weights_of(CALL, tree, params, "updates"))
         attentions = find_attentions(roles, tree)
-        logits: Any = logits_of(attentions, given.get("max_logits"))
-        # Its updates would be clipped logits. Its state is that of these.
-        new: Any = kernel.update(logits, state)[1]
+        logits: Any = logits_of(attentions, extra.get("max_logits"))
+        # The kernel would clip the logits themselves. Only its state is used.
+        new_state: Any = kernel.update(logits, state)[1]
         # Inside shard_map a state keeps its types from step to step, which `lax.scan`
         # compares.
-        new = jax.tree.map(lambda x, y: typed_as(x, jax.typeof(y)), new, state)
+        new_state = jax.tree.map(
+            lambda new, old: typed_as(new, jax.typeof(old)), new_state, state
+        )
         # Bit for bit, also where a logit is NaN.
         if max_logit is None:
-            return updates, new
-        clipped = _clip(tuple(attentions), alpha, tree, weights, new)
-        return put_back(clipped, updates), new
+            return updates, new_state
+        clipped = _clip(tuple(attentions), alpha, tree, weights, new_state)
+        return put_back(clipped, updates), new_state
 
     return optax.GradientTransformationExtraArgs(init, update)
 
@@ -192,23 +197,24 @@ def _clip(
     attentions: tuple[Attention, ...], alpha: Any, tree: Any, weights: Any, state: Any
 ) -> Any:
     """The updates that lead to the weights times their scales."""
-    leaves, treedef = jax.tree.flatten(tree)
-    known, scales = state.by_name(), {}
+    updates, treedef = jax.tree.flatten(tree)
+    entries = state.by_name()
+    scales: dict[int, jax.Array] = {}
     for attention in attentions:
-        # Of [heads] or [layers, heads], also where there is one head.
-        factor = known[attention.name].factor.reshape(attention.shape)
+        # [heads] or [layers, heads], also where there is one head.
+        factor = entries[attention.name].factor.reshape(attention.shape)
         power = jnp.asarray(alpha).astype(factor.dtype)
         # All heads share the rotary key, which stays as it is, so the rotary queries
         # take the whole factor.
         powers = {"queries": power, "keys": 1 - power, "rotary": 1}
-        for use in attention.uses:
-            own = factor ** powers[use.role]
-            scale = scale_of(use, leaves[use.leaf].ndim, own)
-            # Queries and keys may share a leaf. Each scale is 1 outside its own heads.
-            scales[use.leaf] = scale * scales.get(use.leaf, 1)
-    for number, scale in scales.items():
-        leaves[number] = _scaled(leaves[number], weights[number], scale)
-    return treedef.unflatten(leaves)
+        for leaf in attention.leaves:
+            factor_of_role = factor ** powers[leaf.role]
+            scale = scale_of(leaf, updates[leaf.index].ndim, factor_of_role)
+            # Queries and keys may share a leaf. Each scale is 1 outside its heads.
+            scales[leaf.index] = scale * scales.get(leaf.index, 1)
+    for index, scale in scales.items():
+        updates[index] = _scaled(updates[index], weights[index], scale)
+    return treedef.unflatten(updates)
 
 
 def _scaled(update: jax.Array, weight: Any, scale: jax.Array) -> jax.Array:
@@ -218,25 +224,25 @@ def _scaled(update: jax.Array, weight: Any, scale: jax.Array) -> jax.Array:
     # Exact where the scale is 1. The update itself is read once: an operand of two
     # operations XLA on a CPU writes to memory instead of computing it in the same loop.
     weight = jnp.asarray(weight).astype(wide)
-    taken = jnp.where(scale == 1, 0, (1 - scale) * weight)
-    return (scale * update.astype(wide) - taken).astype(update.dtype)
+    decrease = jnp.where(scale == 1, 0, (1 - scale) * weight)
+    return (scale * update.astype(wide) - decrease).astype(update.dtype)
 
 
 # ------------------------------------------------------ which leaves have which heads
 
 
-class Use(NamedTuple):
-    """What a leaf is in an attention."""
+class AttentionLeaf(NamedTuple):
+    """A leaf of queries or keys in an attention."""
 
-    leaf: int
+    index: int  # of the leaf in the tree
     path: Path
     role: str  # "queries", "keys" or "rotary"
     heads: Heads
-    # Of layers, heads, and the entries of a head where they have an axis of their own.
+    # The axes of layers, of heads, and of the entries of a head where these have one.
     axes: tuple[int, ...]
-    shape: Shape  # layers, and the heads that are used
-    heads_of_leaf: int  # all of them
-    entries: int  # those of one head, of which `Heads.entries` takes some
+    shape: Shape  # layers, and the heads that `Heads.heads` selects
+    head_count: int  # all heads of the leaf
+    entry_count: int  # all entries of a head, of which `Heads.entries` selects some
 
 
 class Attention(NamedTuple):
@@ -246,7 +252,7 @@ class Attention(NamedTuple):
     path: Path
     shape: Shape  # of its norms: layers, and heads of keys
     dtype: Any  # of its norms
-    uses: tuple[Use, ...]
+    leaves: tuple[AttentionLeaf, ...]
 
 
 def find_attentions(roles: dict[str, Any], tree: Any) -> list[Attention]:
@@ -257,74 +263,85 @@ def find_attentions(roles: dict[str, Any], tree: Any) -> list[Attention]:
         query, or leaves of an attention whose numbers of heads do not fit.
     """
     entries = jax.tree.leaves_with_path(tree)
-    uses = []
+    leaves: list[AttentionLeaf] = []
     for role, where in roles.items():
         if where is not None:
-            uses += _uses(role, where, entries)
-    by_path: dict[Path, list[Use]] = {}
-    for use in uses:
-        # What each query has in common with the key next to it, and the reverse.
-        beside = "queries" if use.role == "keys" else "keys"
-        others = [other.path for other in uses if other.role == beside]
-        path = max((_common(use.path, other) for other in others), key=len)
-        by_path.setdefault(path, []).append(use)
+            leaves += _leaves_of_role(role, where, entries)
+    by_path: dict[Path, list[AttentionLeaf]] = {}
+    for leaf in leaves:
+        # The longest path that a query shares with a key, and a key with a query.
+        partner_role = "queries" if leaf.role == "keys" else "keys"
+        partners = [partner for partner in leaves if partner.role == partner_role]
+        paths = [_common_start(leaf.path, partner.path) for partner in partners]
+        by_path.setdefault(max(paths, key=len), []).append(leaf)
     attentions = []
-    for path, own in by_path.items():
-        # A leaf without the other shares only the way to another attention.
-        below = [other for other in by_path if other[: len(path)] == path]
-        if len(below) > 1 or not {"queries", "keys"} <= {use.role for use in own}:
-            role = own[0].role
-            missing = "queries" if role == "keys" else "keys"
+    for path, leaves_of_path in by_path.items():
+        # A query without a key shares only the way to another attention.
+        paths_below = [below for below in by_path if below[: len(path)] == path]
+        roles_of_path = {leaf.role for leaf in leaves_of_path}
+        if len(paths_below) > 1 or not {"queries", "keys"} <= roles_of_path:
+            first = leaves_of_path[0]
+            missing = "queries" if first.role == "keys" else "keys"
             raise ValueError(
-                f"qk_clip: {missing} finds no leaf beside the {role} "
-                f"{'/'.join(own[0].path)!r}."
+                f"qk_clip: {missing} finds no leaf beside the {first.role} "
+                f"{'/'.join(first.path)!r}."
             )
-        name, shape = "/".join(path), _shape(path, own)
-        dtype = norm_dtype(entries[own[0].leaf][1])
-        attentions.append(Attention(name, path, shape, dtype, tuple(own)))
+        attention = Attention(
+            "/".join(path),
+            path,
+            _norm_shape(path, leaves_of_path),
+            norm_dtype(entries[leaves_of_path[0].index][1]),
+            tuple(leaves_of_path),
+        )
+        attentions.append(attention)
     return attentions
 
 
-def _uses(role: str, where: Where, entries: list[Any]) -> list[Use]:
+def _leaves_of_role(role: str, where: Where, entries: list[Any]) -> list[AttentionLeaf]:
     """The leaves that `queries`, `keys` or `rotary` names."""
     if not isinstance(where, Mapping) and not callable(where):
         raise TypeError(
             f"qk_clip: {role} must be a dict from patterns of paths to axes "
             f"of heads, or a function of path and leaf, got {shown(where)}."
         )
-    found = []
-    for number, (path, leaf) in enumerate(entries):
+    leaves = []
+    for index, (path, array) in enumerate(entries):
         name = trees.name(path)
         if callable(where):
-            heads = where(name, leaf)
+            heads = where(name, array)
         else:
-            fitting = (where[x] for x in where if fnmatchcase(name, x))
-            heads = next(fitting, None)
+            patterns = [pattern for pattern in where if fnmatchcase(name, pattern)]
+            heads = where[patterns[0]] if patterns else None
         if heads is not None:
-            found.append(_use(number, path, role, heads, jnp.shape(leaf)))
+            leaf = _attention_leaf(index, path, role, heads, jnp.shape(array))
+            leaves.append(leaf)
     # A typo in a pattern would otherwise leave weights unclipped without a word.
-    if not found:
+    if not leaves:
         raise ValueError(
             f"qk_clip: {role}={shown(where)} finds no leaf: the updates have "
             f"{trees.listed_paths(path for path, _ in entries)}."
         )
-    return found
+    return leaves
 
 
-def _use(leaf: int, path: Any, role: str, heads: Any, shape: Shape) -> Use:
-    """Where a leaf has its heads. Raises for those that it does not have."""
-    heads = heads if isinstance(heads, Heads) else Heads(heads)
+def _attention_leaf(
+    index: int, path: Any, role: str, heads: Any, shape: Shape
+) -> AttentionLeaf:
+    """Where a leaf has its heads. Raises for heads that it does not have."""
+    if not isinstance(heads, Heads):
+        heads = Heads(heads)
     axes = heads.axis if isinstance(heads.axis, tuple) else (heads.axis,)
-    rank, width = len(shape), heads.width
+    rank = len(shape)
     trees.axes_within(heads.axis, f"qk_clip: {role}", trees.name(path), rank)
     axes = tuple(axis % rank for axis in axes)
     # The axis of heads is the last: -2 and (0, -2) both end with it.
     *layers, axis = axes
-    count = shape[axis] // max(width, 1)
-    used = _selected(heads.heads, count)
-    fits = used > 0 and count * width == shape[axis]
+    width = heads.width
+    head_count = shape[axis] // max(width, 1)
+    selected_heads = _selected(heads.heads, head_count)
+    fits = selected_heads > 0 and head_count * width == shape[axis]
     if width == 1 and heads.entries != (None, None):
-        # Those of an axis of their own, behind that of the heads.
+        # The entries have an axis, behind the axis of the heads.
         axes += (axis + 1,)
         fits = fits and axis + 1 < rank and axis + 1 not in layers
         width = shape[axis + 1] if fits else 0
@@ -334,90 +351,109 @@ def _use(leaf: int, path: Any, role: str, heads: Any, shape: Shape) -> Use:
             f"shape {shape}: width must divide its axis {axis}, heads must be among "
             "those of the leaf, and entries among those of a head."
         )
-    sizes = *(shape[layer] for layer in layers), used
-    return Use(leaf, _names(path), role, heads, axes, sizes, count, width)
+    return AttentionLeaf(
+        index,
+        _names(path),
+        role,
+        heads,
+        axes,
+        shape=(*(shape[layer] for layer in layers), selected_heads),
+        head_count=head_count,
+        entry_count=width,
+    )
 
 
 def _selected(ends: Range, count: int) -> int:
-    """How many of so many a range selects. 0 where an end is not among them, where a
-    slice would leave out the rest without a word.
+    """How many of `count` heads or entries a range selects. 0 where an end is beyond
+    them: a slice would select fewer without a word.
     """
-    is_there = all(abs(end or 0) <= count for end in ends)
-    return len(range(count)[slice(*ends)]) if is_there else 0
+    is_within = all(abs(end or 0) <= count for end in ends)
+    return len(range(count)[slice(*ends)]) if is_within else 0
 
 
 def _names(path: Any) -> Path:
     return tuple(trees.name((key,)) for key in path)
 
 
-def _common(one: Path, other: Path) -> Path:
+def _common_start(left: Path, right: Path) -> Path:
     """The names with which both paths begin."""
-    alike = [a == b for a, b in zip(one, other)] + [False]
-    return one[: alike.index(False)]
+    length = 0
+    while left[: length + 1] == right[: length + 1] and length < len(left):
+        length += 1
+    return left[:length]
 
 
-def _shape(path: Path, uses: list[Use]) -> Shape:
+def _norm_shape(path: Path, leaves: list[AttentionLeaf]) -> Shape:
     """The layers and heads of the keys of an attention, which all leaves must fit."""
-    shape = next(use.shape for use in uses if use.role == "keys")
-    for use in uses:
+    shape = next(leaf.shape for leaf in leaves if leaf.role == "keys")
+    for leaf in leaves:
         # Grouped queries: 8 heads of queries may share 2 heads of keys.
-        fits = use.shape[:-1] == shape[:-1] and use.shape[-1] % shape[-1] == 0
-        if not fits or (use.role == "keys" and use.shape != shape):
+        fits = leaf.shape[:-1] == shape[:-1] and leaf.shape[-1] % shape[-1] == 0
+        if not fits or (leaf.role == "keys" and leaf.shape != shape):
             raise ValueError(
                 f"qk_clip: in the attention {'/'.join(path)!r} the heads of "
-                f"{'/'.join(use.path)!r} have the shape {use.shape}, and those of the "
-                f"keys {shape}: queries must have a multiple of their heads."
+                f"{'/'.join(leaf.path)!r} have the shape {leaf.shape}, and those of "
+                f"the keys {shape}: queries must have a multiple of their heads."
             )
     return shape
 
 
-def scale_of(use: Use, rank: int, factor: jax.Array) -> jax.Array:
-    """What a leaf of this rank is multiplied by: 1 where it is no query or key.
+def scale_of(leaf: AttentionLeaf, rank: int, factor: jax.Array) -> jax.Array:
+    """The numbers that a leaf of this rank is multiplied by, 1 where it has no query
+    and no key. They broadcast to the leaf.
 
-    `factor` is that of each layer and head of the keys. Broadcasts to the leaf.
+    `factor` has a number for each layer and head of the keys.
     """
-    repeats = use.shape[-1] // factor.shape[-1]
+    repeats = leaf.shape[-1] // factor.shape[-1]
     factor = jnp.repeat(factor, repeats, axis=-1)[..., None]
-    ones = jnp.ones((*use.shape[:-1], use.heads_of_leaf, use.entries), factor.dtype)
-    own = slice(*use.heads.heads), slice(*use.heads.entries)
-    scale = ones.at[..., *own].multiply(factor)
-    if scale.ndim > len(use.axes):
+    layers = leaf.shape[:-1]
+    ones = jnp.ones((*layers, leaf.head_count, leaf.entry_count), factor.dtype)
+    heads = slice(*leaf.heads.heads)
+    entries = slice(*leaf.heads.entries)
+    scale = ones.at[..., heads, entries].multiply(factor)
+    if scale.ndim > len(leaf.axes):
         scale = scale.reshape((*scale.shape[:-2], -1))
-    scale = scale.transpose(np.argsort(use.axes))
-    return jnp.expand_dims(scale, trees.other_axes(use.axes, rank))
+    scale = scale.transpose(np.argsort(leaf.axes))
+    return jnp.expand_dims(scale, trees.other_axes(leaf.axes, rank))
 
 
 def logits_of(attentions: list[Attention], max_logits: Any) -> dict[str, jax.Array]:
-    """The largest logit of each attention's heads of keys, at least 0: of the one array
-    whose path begins like its own, or the other way round.
+    """The largest logit of each attention's heads of keys, at least 0. An attention has
+    the one array whose path begins with its path, or with which its path begins.
 
     Raises:
-      ValueError: an attention without logits, with several, or with those of another
+      ValueError: an attention without logits, with several, or with logits of another
         shape.
     """
-    flat = jax.tree.leaves_with_path(max_logits)
-    entries = [(_names(path), value) for path, value in flat]
-    found = {}
-    for name, path, shape, dtype, _ in attentions:
+    entries = []
+    for path, array in jax.tree.leaves_with_path(max_logits):
+        entries.append((_names(path), array))
+    logits_by_name = {}
+    for attention in attentions:
+        path, shape = attention.path, attention.shape
         # flax's `sow` adds a name after the path, and users may leave out its end.
-        own = [x for names, x in entries if _common(names, path) in (names, path)]
-        if len(own) != 1 or len(entries) != len(attentions):
-            shown = ", ".join(repr("/".join(names)) for names, _ in entries)
+        matching = []
+        for names, array in entries:
+            if _common_start(names, path) in (names, path):
+                matching.append(array)
+        if len(matching) != 1 or len(entries) != len(attentions):
+            paths = ", ".join(repr("/".join(names)) for names, _ in entries)
             raise ValueError(
                 f"qk_clip: max_logits must have one array for each of "
-                f"{[each.name for each in attentions]}, got {shown or 'none'}."
+                f"{[attention.name for attention in attentions]}, got "
+                f"{paths or 'none'}."
             )
-        logits = jnp.atleast_1d(own[0])
-        given = logits.shape
-        if given[:-1] != shape[:-1] or given[-1] % shape[-1]:
+        logits = jnp.atleast_1d(matching[0])
+        if logits.shape[:-1] != shape[:-1] or logits.shape[-1] % shape[-1]:
             raise ValueError(
-                f"qk_clip: max_logits of the attention {name!r} must have the shape "
-                f"{shape}, or a multiple of its last number where several queries "
-                f"share a key, got {given}: take the maximum over batch and positions, "
-                "and name an axis of layers too: Heads((layer axis, head axis))."
+                f"qk_clip: max_logits of the attention {attention.name!r} must have "
+                f"the shape {shape}, or a multiple of its last number where several "
+                f"queries share a key, got {logits.shape}: take the maximum over batch "
+                "and positions, and name an axis of layers too: Heads((layer axis, "
+                "head axis))."
             )
         # [..., heads of queries] -> [..., heads of keys, queries that share it]
-        logits = resharded(logits).astype(dtype).reshape((*shape, -1))
+        logits = resharded(logits).astype(attention.dtype).reshape((*shape, -1))
         # A negative logit is within every limit. Norms are at least 0. NaN stays NaN.
-        found[name] = jnp.maximum(jnp.max(logits, axis=-1), 0)
-    return found
+        logits_by_name[attention.name] = jnp.maximum(jnp.max(logits, axis=-1), 0)
+    return logits_by_name
