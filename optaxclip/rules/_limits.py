@@ -179,17 +179,17 @@ class Joined(Rule):
     def init(self, norm: Array) -> Any:
         return tuple(rule.init(norm) for rule in self.rules)
 
-    def update(self, norm: Array, memory: Any, step: Array, *others: Any) -> Any:
+    def update(self, norm: Array, memory: Any, step: Array, *more_norms: Any) -> Any:
         # In the order of `further_norms`, each where one of the rules needs it.
-        params = others[0] if self.needs_params else None
-        total = others[-1] if self.needs_total else None
+        params_norm = more_norms[0] if self.needs_params else None
+        total_norm = more_norms[-1] if self.needs_total else None
         limits, memories = [], []
-        for rule, own in zip(self.rules, memory):
-            asked = norm, own, step, *further_norms(rule, params, total)
-            limit, own = rule.update(*asked)
+        for rule, old_memory in zip(self.rules, memory):
+            norms_of_rule = further_norms(rule, params_norm, total_norm)
+            limit, new_memory = rule.update(norm, old_memory, step, *norms_of_rule)
             # Limits may be Python numbers or of any dtype, and jnp.minimum wants one.
             limits.append(checks.held_in(norm.dtype, limit))
-            memories.append(own)
+            memories.append(new_memory)
         return self.joined(limits), tuple(memories)
 
     def joined(self, limits: list[Array]) -> Any:
@@ -220,10 +220,10 @@ class WarmUp(Joined):
     def init(self, norm: Array) -> Any:
         return jnp.zeros(norm.shape, jnp.int32), super().init(norm)
 
-    def update(self, norm: Array, memory: Any, step: Array, *others: Any) -> Any:
+    def update(self, norm: Array, memory: Any, step: Array, *more_norms: Any) -> Any:
         seen, memory = memory
         # Both are asked in every step, so `after` has learnt when its limit counts.
-        limits, memory = super().update(norm, memory, step, *others)
+        limits, memory = super().update(norm, memory, step, *more_norms)
         return jnp.where(seen < self.steps, *limits), (count_up(seen), memory)
 
 

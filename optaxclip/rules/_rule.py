@@ -155,20 +155,23 @@ class Rule:
         keys = [jax.tree_util.GetAttrKey(name) for name in data]
 
         def flatten(rule: Any) -> Any:
-            values = vars(rule).get
-            return list(zip(keys, map(values, data))), tuple(map(values, meta))
+            leaves = [(key, getattr(rule, key.name)) for key in keys]
+            return leaves, tuple(getattr(rule, name) for name in meta)
 
         def unflatten(static: Any, leaves: Any) -> Any:
             # Unchecked: JAX also builds trees of things that are no numbers.
             rule = object.__new__(cls)
-            vars(rule).update(zip((*data, *meta), (*leaves, *static)))
+            vars(rule).update(zip(data, leaves))
+            vars(rule).update(zip(meta, static))
             return rule
 
         jax.tree_util.register_pytree_with_keys(cls, flatten, unflatten)
 
     def __post_init__(self) -> None:
-        call, values = call_name(type(self)), vars(self)
-        # A check may replace a value: a function becomes a Partial, a node for JAX.
+        call = call_name(type(self))
+        # A check may replace a value: a function becomes a Partial, a node for JAX. A
+        # frozen dataclass takes the new value by its dict only.
+        values = vars(self)
         for spec in fields(self):
             name = spec.name
             # A plain field of a user's rule has no check.
@@ -193,10 +196,14 @@ class Rule:
         raise NotImplementedError(f"{type(self).__name__}: a rule must have an update.")
 
 
-def further_norms(rule: Rule, params: Any, total: Any) -> list[Any]:
+def further_norms(rule: Rule, params_norm: Any, total_norm: Any) -> list[Any]:
     """What `update` takes after the step: the norms of the weights, and of all."""
-    wanted = (rule.needs_params, params), (rule.needs_total, total)
-    return [norm for needed, norm in wanted if needed]
+    norms = []
+    if rule.needs_params:
+        norms.append(params_norm)
+    if rule.needs_total:
+        norms.append(total_norm)
+    return norms
 
 
 @partial(jax.jit, static_argnames=("argument", "signed"))
@@ -205,33 +212,35 @@ def limit_of(
     norm: jax.Array,
     memory: Any,
     step: jax.Array,
-    *further: Any,
+    *more_norms: Any,
     argument: str,
     signed: bool = False,
 ) -> tuple[jax.Array, Any]:
-    """Asks a rule: (limit, memory).
+    """The limit of a norm by a rule, and the rule's new memory.
 
-    `further` is what `further_norms` gives. The limit has the norm's dtype and shape,
-    and is at least 0. NaN, inf and 0 leave the memory unchanged. `signed`: the value is
-    a loss rather than a norm, so it and its limit may be 0 or negative.
+    `more_norms` is what `further_norms` gives. The limit has the norm's dtype and
+    shape, and is at least 0. NaN, inf and 0 leave the memory unchanged. `signed`: the
+    value is a loss rather than a norm, so it and its limit may be 0 or negative.
 
     Raises:
       ValueError: the memory of another rule, or a limit that does not fit the norm.
     """
-    asked, remembers = memory, bool(jax.tree.leaves(memory))
+    remembers = bool(jax.tree.leaves(memory))
     # A rule without an `init` of its own, such as a constant limit, has no memory.
     if remembers or type(rule).init is not Rule.init:
-        asked = _checked_memory(rule, norm, memory, argument)
+        memory_of_rule = _checked_memory(rule, norm, memory, argument)
+    else:
+        memory_of_rule = memory
     # stop_gradient: limits have no derivative by the updates. And 0 for a broken norm:
     # what is not remembered must have a derivative too.
-    held = jnp.where(jnp.isfinite(norm), lax.stop_gradient(norm), 0.0)
-    answer = rule.update(held, asked, step, *further)
+    finite_norm = jnp.where(jnp.isfinite(norm), lax.stop_gradient(norm), 0.0)
+    answer = rule.update(finite_norm, memory_of_rule, step, *more_norms)
     if not isinstance(answer, (tuple, list)) or len(answer) != 2:
         raise TypeError(
             f"{call_name(type(rule))}: update must return (limit, memory), got "
             f"{checks.shown(answer)}."
         )
-    limit, new = answer
+    limit, new_memory = answer
     checks.check_real(f"{argument}: what a schedule or a rule returns", limit)
     # A number fits every norm.
     if jnp.ndim(limit):
@@ -248,7 +257,7 @@ def limit_of(
     learns = jnp.isfinite(norm) & (limit == limit)
     if not signed:
         learns = learns & (norm > 0)
-    return limit, keep_where(learns, new, memory)
+    return limit, keep_where(learns, new_memory, memory)
 
 
 def _checked_memory(rule: Rule, norm: jax.Array, memory: Any, argument: str) -> Any:
@@ -257,16 +266,20 @@ def _checked_memory(rule: Rule, norm: jax.Array, memory: Any, argument: str) -> 
     Raises for the memory of another rule. The length of a window is not compared: under
     jit it is a traced number.
     """
-    own = jax.tree.map(lambda x: 1 if isinstance(x, Tracer) and not x.ndim else x, rule)
-    wanted = jax.eval_shape(own.init, norm)
+
+    def known_number(number: Any) -> Any:
+        return 1 if isinstance(number, Tracer) and not number.ndim else number
+
+    known_rule = jax.tree.map(known_number, rule)
+    first_memory = jax.eval_shape(known_rule.init, norm)
     # Rules that remember nothing may follow one another.
-    if not jax.tree.leaves((wanted, memory)):
-        return wanted
-    if jax.tree.structure(wanted) != jax.tree.structure(memory):
+    if not jax.tree.leaves((first_memory, memory)):
+        return first_memory
+    if jax.tree.structure(first_memory) != jax.tree.structure(memory):
         raise ValueError(
             f"{argument.partition(':')[0]}: state was made with another rule. "
-            f"{call_name(type(rule))} remembers {_form(wanted)}, and the state has "
-            f"{_form(memory)}. {checks.BEGIN_ANEW}"
+            f"{call_name(type(rule))} remembers {_form(first_memory)}, and the state "
+            f"has {_form(memory)}. {checks.BEGIN_ANEW}"
         )
     # Of units the names of a state do not say how many there are.
     for leaf in jax.tree.leaves(memory):
@@ -284,19 +297,19 @@ def _form(tree: Any) -> Any:
     return forms if jax.tree.leaves(tree) else "nothing"
 
 
-def rule_in(call: str, kind: type[R], **numbers: Any) -> R:
+def rule_in(call: str, rule_class: type[R], **numbers: Any) -> R:
     """A rule of a clipper with the same arguments, whose errors name the clipper."""
-    for spec in fields(kind):
+    for spec in fields(rule_class):
         if spec.name in numbers and "check" in spec.metadata:
             # Checked first under the clipper's name, which begins the error then.
             check_field(call, spec.name, spec, numbers[spec.name])
-    return kind(**numbers)
+    return rule_class(**numbers)
 
 
 def check_field(call: str, name: str, spec: Any, value: Any) -> Any:
     """A value that passed the check of a field, which may return another for it."""
-    checked = spec.metadata["check"](f"{call}: {name}", value)
-    return value if checked is None else checked
+    checked_value = spec.metadata["check"](f"{call}: {name}", value)
+    return value if checked_value is None else checked_value
 
 
 def call_name(cls: type) -> str:

@@ -51,8 +51,8 @@ def next_place(window: Window) -> Array:
 
 def push(window: Window, norm: Array) -> Window:
     """Adds a norm. A full window loses its oldest."""
-    here = places(window) == next_place(window)
-    past = jnp.where(here, norm[..., None], window.past)
+    is_next = places(window) == next_place(window)
+    past = jnp.where(is_next, norm[..., None], window.past)
     return Window(past, count_up(window.seen))
 
 
@@ -117,12 +117,14 @@ class WindowedQuantile(Rule):
         quantile, factor = at_step(step, norm, self.quantile, self.factor)
         current = jnp.asarray(self.current)
         recent, ordered = keep_where(current, push_ordered(memory, norm), memory)
-        known = recent.seen >= jnp.maximum(self.warmup, 1)
-        edge = multiple(factor, interpolated(quantile, recent.seen, ordered))
-        limit = jnp.where(known, edge, jnp.inf)
+        is_warm = recent.seen >= jnp.maximum(self.warmup, 1)
+        multiple_of_quantile = multiple(
+            factor, interpolated(quantile, recent.seen, ordered)
+        )
+        limit = jnp.where(is_warm, multiple_of_quantile, jnp.inf)
         value = remembered(self.remember, norm, limit)
-        new = push_ordered(memory, value)
-        return limit, unless_gone(self.remember, value, new, memory)
+        new_memory = push_ordered(memory, value)
+        return limit, unless_gone(self.remember, value, new_memory, memory)
 
 
 def push_ordered(memory: QuantileMemory, norm: Array) -> QuantileMemory:
@@ -219,13 +221,13 @@ class WindowedMean(Rule):
     def update(self, norm: Array, past: Window, step: Array) -> Any:
         sigmas, floor = at_step(step, norm, self.sigmas, self.floor)
         # Both are made, since `current` is a leaf of the rule and may be traced.
-        held = keep_where(jnp.asarray(self.current), push(past, norm), past)
-        mean, deviation = moments(self.ddof, held)
-        edge = mean + multiple(sigmas, jnp.maximum(deviation, floor))
+        window = keep_where(jnp.asarray(self.current), push(past, norm), past)
+        mean, deviation = moments(self.ddof, window)
+        bound = mean + multiple(sigmas, jnp.maximum(deviation, floor))
         # With ddof 1 a deviation takes two norms, whatever the warmup is.
-        known = held.seen >= jnp.maximum(self.warmup, 1 + self.ddof)
-        limit = jnp.where(known, edge, jnp.inf)
-        # Onto `past`: `held` may have the norm already, as it came.
+        is_warm = window.seen >= jnp.maximum(self.warmup, 1 + self.ddof)
+        limit = jnp.where(is_warm, bound, jnp.inf)
+        # Onto `past`: `window` may have the norm already, as it came.
         return limit, push(past, remembered(self.remember, norm, limit))
 
 
@@ -280,9 +282,9 @@ class Growth(Rule):
         cap = jnp.inf if self.cap is None else self.cap
         rate, floor, cap = at_step(step, norm, self.rate, self.floor, cap)
         # Without a last norm there is no limit, also at a rate of 0: 0 * inf is NaN.
-        known = memory < jnp.inf
-        last = jnp.maximum(jnp.where(known, memory, 0.0), floor)
-        limit = jnp.minimum(jnp.where(known, multiple(rate, last), jnp.inf), cap)
+        has_last = memory < jnp.inf
+        last = jnp.maximum(jnp.where(has_last, memory, 0.0), floor)
+        limit = jnp.minimum(jnp.where(has_last, multiple(rate, last), jnp.inf), cap)
         # What a hard clip lets through. A rule does not know the clipper's shrink.
         passed = jnp.minimum(norm, limit)
         # From a last norm of 0 there would be no growth.
@@ -331,10 +333,10 @@ class QuantileTracker(Rule):
         within = (norm <= limit).astype(norm.dtype)
         # At 0 or inf it would stay for good, or become NaN.
         info = jnp.finfo(norm.dtype)
-        held = jnp.clip(limit, info.tiny, info.max)
+        old_limit = jnp.clip(limit, info.tiny, info.max)
         # within - quantile is 1 - quantile or -quantile: a step down or up.
-        moved = held * jnp.exp(-rate * (within - quantile))
-        return limit, jnp.clip(moved, info.tiny, info.max)
+        new_limit = old_limit * jnp.exp(-rate * (within - quantile))
+        return limit, jnp.clip(new_limit, info.tiny, info.max)
 
 
 def step_rule(
@@ -345,8 +347,14 @@ def step_rule(
     # OLMo-core counts the current norm too, which is not in the statistic: one less.
     # Under inject_hyperparams the window is traced.
     larger = jnp.maximum if isinstance(window, Array) else max
-    numbers = {"ddof": 1, "warmup": larger(2, window // 2) - 1}
-    return rule_in(call, WindowedMean, sigmas=sigmas, window=window, **numbers)
+    return rule_in(
+        call,
+        WindowedMean,
+        sigmas=sigmas,
+        window=window,
+        ddof=1,
+        warmup=larger(2, window // 2) - 1,
+    )
 
 
 def spike_rule(call: str, sigmas: Number, window: Any) -> Rule:
@@ -362,18 +370,19 @@ def moments(ddof: Any, window: Window) -> tuple[Array, Array]:
     difference. So equal norms have exactly their mean and no deviation, and no square
     leaves the range.
     """
-    held = places(window) < window.seen[..., None]
+    is_filled = places(window) < window.seen[..., None]
     count = jnp.clip(window.seen, 1, window.past.shape[-1]).astype(window.past.dtype)
     # A float32 sum of norms such as 8192 + 2^-9 would lose what they differ by.
     anchor = window.past[..., :1]
     # Empty places hold 0, which is no norm.
-    apart = jnp.where(held, window.past - anchor, 0.0)
+    differences = jnp.where(is_filled, window.past - anchor, 0.0)
+    largest = jnp.max(jnp.abs(differences), axis=-1, keepdims=True)
     # XLA multiplies with the reciprocal, which above 2^126 is flushed to 0.
-    most = jnp.finfo(apart.dtype).max / 8
-    largest = jnp.minimum(jnp.max(jnp.abs(apart), axis=-1, keepdims=True), most)
-    apart = apart / jnp.where(largest > 0, largest, 1.0)
-    shift = jnp.sum(apart, axis=-1, keepdims=True) / count[..., None]
-    squares = jnp.sum(jnp.where(held, apart - shift, 0.0) ** 2, axis=-1)
+    largest = jnp.minimum(largest, jnp.finfo(differences.dtype).max / 8)
+    differences = differences / jnp.where(largest > 0, largest, 1.0)
+    shift = jnp.sum(differences, axis=-1, keepdims=True) / count[..., None]
+    deviations = jnp.where(is_filled, differences - shift, 0.0)
+    squares = jnp.sum(deviations**2, axis=-1)
     # At least 1, since ddof norms would divide by 0.
     variance = squares / jnp.maximum(count - jnp.asarray(ddof, count.dtype), 1)
     mean = anchor[..., 0] + (largest * shift)[..., 0]
