@@ -3,7 +3,6 @@
 import math
 from collections.abc import Mapping, Sequence
 from itertools import product
-from operator import eq
 from typing import Any, NamedTuple, TypeAlias
 
 import jax
@@ -84,44 +83,54 @@ def value_clipper(
 ) -> optax.GradientTransformation:
     """The clipper of two bounds. `call` and their names are what errors call them."""
     # Alone the upper bound limits the modulus. Beside a lower one any sign is right.
-    upper = _bounds(call, *high, 0.0 if low is None else -math.inf, math.inf)
-    lower = trees.Prefix((((), None),))
-    if low is not None:
-        lower = _bounds(call, *low, -math.inf, -math.inf)
-        for (path, below), (other, above) in product(lower.entries, upper.entries):
-            # Where one of both is for a part of the other's.
-            if all(map(eq, path, other)):
-                checks.check_order(call, (low[0], below), (high[0], above))
+    if low is None:
+        upper = _bounds(call, *high, lowest=0.0, no_bound=math.inf)
+        lower = trees.Prefix((((), None),))
+    else:
+        upper = _bounds(call, *high, lowest=-math.inf, no_bound=math.inf)
+        lower = _bounds(call, *low, lowest=-math.inf, no_bound=-math.inf)
+        for (low_path, low_bound), (high_path, high_bound) in product(
+            lower.entries, upper.entries
+        ):
+            # Both bounds are for the same leaves, or for a part of the other's.
+            if all(a == b for a, b in zip(low_path, high_path)):
+                checks.check_order(call, (low[0], low_bound), (high[0], high_bound))
 
     def init(params: Any) -> ClipByValueState:
         elements = no_elements_clipped() if count else ()
         return ClipByValueState(jnp.zeros((), jnp.int32), elements)
 
-    # A chain hands every argument to all of its links. Those are of other clippers.
-    def update(updates: Any, state: Any, params: Any = None, **others: Any) -> Any:
+    # A chain hands every argument to all of its links. None is for this clipper.
+    def update(updates: Any, state: Any, params: Any = None, **_: Any) -> Any:
         # A checkpoint of `optax.clip` has EmptyState here. Fixed bounds need no more.
         if begins_anew(call, state, (upper, lower)):
             state = init(params)
         checks.check_state(call, state, ClipByValueState)
         trees.check_leaves(updates, f"{call}: ")
-        uppers = trees.lookup(upper, updates, f"{call}: {high[0]}")
-        lowers = trees.lookup(lower, updates, f"{call}: {low and low[0]}")
-        paths, treedef = jax.tree.flatten_with_path(updates)
-        clipped = []
-        for (path, leaf), *bounds in zip(paths, uppers, lowers):
-            now = [x(state.step) if callable(x) else x for x in bounds]
-            for own, bound, value in zip((high, low), bounds, now):
-                if own and callable(bound):
-                    what = f"{call}: {own[0]}: what a schedule returns"
-                    checks.check_real(what, value)
-            clipped.append(_clipped((call, trees.name(path)), leaf, *now))
-        step, elements = count_up(state.step), state.elements
+        high_argument = f"{call}: {high[0]}"
+        low_argument = f"{call}: {low[0]}" if low else ""
+        high_bounds = trees.lookup(upper, updates, high_argument)
+        low_bounds = trees.lookup(lower, updates, low_argument)
+        entries, treedef = jax.tree.flatten_with_path(updates)
+        clipped_leaves = []
+        for (path, leaf), high_bound, low_bound in zip(
+            entries, high_bounds, low_bounds
+        ):
+            most = _bound_at(state.step, high_bound, high_argument)
+            least = _bound_at(state.step, low_bound, low_argument)
+            clipped = _clipped(call, trees.name(path), leaf, most, least)
+            clipped_leaves.append(clipped)
+        step = count_up(state.step)
+        elements = state.elements
         if count:
             # Leaves without numbers are the same objects as before.
-            pairs = [(x, y) for (_, x), y in zip(paths, clipped) if x is not y]
+            pairs = []
+            for (_, leaf), clipped in zip(entries, clipped_leaves):
+                if clipped is not leaf:
+                    pairs.append((leaf, clipped))
             elements = count_clipped(elements, step, pairs)
-        new = ClipByValueState(step, elements)
-        return jax.tree.unflatten(treedef, clipped), new
+        new_state = ClipByValueState(step, elements)
+        return jax.tree.unflatten(treedef, clipped_leaves), new_state
 
     return optax.GradientTransformationExtraArgs(init, update)
 
@@ -166,8 +175,17 @@ def _bounds(
     return trees.Prefix(tuple(entries))
 
 
-def _clipped(own: tuple[str, str], leaf: Any, high: Any, low: Any) -> Any:
-    """One leaf between its bounds. `own` is the call, and the name of the leaf."""
+def _bound_at(step: jax.Array, bound: Any, argument: str) -> Any:
+    """A bound at a step, which a schedule follows."""
+    if not callable(bound):
+        return bound
+    value = bound(step)
+    checks.check_real(f"{argument}: what a schedule returns", value)
+    return value
+
+
+def _clipped(call: str, name: str, leaf: Any, high: Any, low: Any) -> Any:
+    """One leaf between its bounds. Errors name the leaf."""
     dtype = jnp.result_type(leaf)
     if not jnp.issubdtype(dtype, jnp.number):  # bool, float0 or a key
         return leaf
@@ -176,56 +194,93 @@ def _clipped(own: tuple[str, str], leaf: Any, high: Any, low: Any) -> Any:
         shape = () if bound is None else jnp.shape(bound)
         if not broadcasts_to(shape, x.shape):
             raise ValueError(
-                f"{own[0]}: a bound of shape {shape} does not fit the leaf {own[1]!r} "
+                f"{call}: a bound of shape {shape} does not fit the leaf {name!r} "
                 f"of shape {x.shape}."
             )
     if jnp.iscomplexobj(x):
         if low is not None:
             raise TypeError(
-                f"{own[0]}: the leaf {own[1]!r} is complex and has no order: give one "
+                f"{call}: the leaf {name!r} is complex and has no order: give one "
                 "bound, for its modulus."
             )
-        most = _held(high, jnp.finfo(dtype).dtype, sign=1)
+        most = _bound_in_dtype(high, jnp.finfo(dtype).dtype, sign=1)
         # The modulus of the largest complex numbers is inf, and so above the limit.
         return jnp.where(jnp.abs(x) > most, with_modulus(most, x), x)
     if low is None:
-        bounds = _held(high, dtype, sign=-1), _held(high, dtype, sign=1)
+        low = _bound_in_dtype(high, dtype, sign=-1)
+        high = _bound_in_dtype(high, dtype, sign=1)
     else:
-        bounds = _held(low, dtype, up=True), _held(high, dtype)
+        low = _bound_in_dtype(low, dtype, up=True)
+        high = _bound_in_dtype(high, dtype)
+    low = jnp.broadcast_to(low, x.shape)
+    high = jnp.broadcast_to(high, x.shape)
     # As `optax.clip`. The upper bound wins where schedules cross.
-    low, high = (jnp.broadcast_to(bound, x.shape) for bound in bounds)
     return jnp.clip(x, low, high).astype(x.dtype)
 
 
-def _held(bound: Any, dtype: Any, *, sign: int = 0, up: bool = False) -> Any:
+def _bound_in_dtype(bound: Any, dtype: Any, *, sign: int = 0, up: bool = False) -> Any:
     """A bound in the dtype of a leaf. Beyond its range a bound is the end of it, and
     inf stays inf. For integers bounds are rounded inwards, to above for `up`. With a
     `sign` the bound stands alone, on the other side as well: below 0 it counts as 0.
     """
-    # No number may wrap. What is known is computed with NumPy and Python's ints, since
-    # JAX would cut numbers of 64 bits to 32.
-    is_known = not isinstance(bound, jax.Array)
-    numpy, number = (np, np.asarray(bound)) if is_known else (jnp, bound)
-    is_float = not jnp.issubdtype(dtype, jnp.integer)
-    # Unsigned numbers of a run have no negative, so they become floats.
-    is_whole = number.dtype.kind in ("iuO" if is_known else "i") and not is_float
-    wide = np.dtype(np.float64)
-    if not is_known:
-        # JAX promotes no numbers of 4 and 8 bits. float32 holds them all.
-        long = [x for x in (number.dtype, dtype) if x.itemsize > 4]
-        wide = jnp.result_type(jnp.float32, *long)
-    whole = object if is_known else number.dtype
-    number = number.astype(whole if is_whole else wide)
-    if sign:
-        number = numpy.asarray(sign * numpy.maximum(number, 0))
-    if is_float:
-        return checks.kept_finite(dtype, number).astype(dtype)
-    if not is_whole:
-        number = numpy.ceil(number) if up or sign < 0 else numpy.floor(number)
-    ends = int(jnp.iinfo(dtype).min), int(jnp.iinfo(dtype).max)
-    if is_known:
-        return np.asarray(np.clip(number.astype(object), *ends)).astype(dtype)
+    if jnp.issubdtype(dtype, jnp.integer):
+        is_rounded_up = up or sign < 0
+        if isinstance(bound, jax.Array):
+            return _array_for_integers(bound, dtype, sign, is_rounded_up)
+        return _number_for_integers(np.asarray(bound), dtype, sign, is_rounded_up)
+    if isinstance(bound, jax.Array):
+        number = bound.astype(_wide_dtype_of(bound, dtype))
+    else:
+        number = np.asarray(bound).astype(np.float64)
+    return checks.kept_finite(dtype, _with_sign(number, sign)).astype(dtype)
+
+
+def _number_for_integers(
+    bound: np.ndarray, dtype: Any, sign: int, is_rounded_up: bool
+) -> np.ndarray:
+    """A bound that is known. No number may wrap, so NumPy and Python's ints compute it:
+    JAX would cut numbers of 64 bits to 32.
+    """
+    if bound.dtype.kind in "iuO":
+        number = _with_sign(bound.astype(object), sign)
+    else:
+        number = _with_sign(bound.astype(np.float64), sign)
+        number = np.ceil(number) if is_rounded_up else np.floor(number)
+    info = jnp.iinfo(dtype)
+    number = np.clip(number.astype(object), int(info.min), int(info.max))
+    return np.asarray(number).astype(dtype)
+
+
+def _array_for_integers(
+    bound: jax.Array, dtype: Any, sign: int, is_rounded_up: bool
+) -> jax.Array:
+    """A bound that only a running program knows."""
+    # Unsigned numbers have no negative, so they become floats.
+    if bound.dtype.kind == "i":
+        number = _with_sign(bound, sign)
+        number_info = jnp.iinfo(number.dtype)
+    else:
+        number = _with_sign(bound.astype(_wide_dtype_of(bound, dtype)), sign)
+        number = jnp.ceil(number) if is_rounded_up else jnp.floor(number)
+        number_info = jnp.finfo(number.dtype)
+    info = jnp.iinfo(dtype)
     # The ends of an int32 leaf would wrap in the dtype of an int8 bound.
-    info = jnp.iinfo(whole) if is_whole else jnp.finfo(wide)
-    inner = max(ends[0], int(info.min)), min(ends[1], int(info.max))
-    return jnp.clip(number, *np.array(inner, number.dtype)).astype(dtype)
+    least = max(int(info.min), int(number_info.min))
+    most = min(int(info.max), int(number_info.max))
+    ends = np.array([least, most], number.dtype)
+    return jnp.clip(number, *ends).astype(dtype)
+
+
+def _with_sign(number: Any, sign: int) -> Any:
+    """A bound that stands alone, on the side of `sign`. 0 leaves it as it is."""
+    if not sign:
+        return number
+    numpy = jnp if isinstance(number, jax.Array) else np
+    return numpy.asarray(sign * numpy.maximum(number, 0))
+
+
+def _wide_dtype_of(bound: jax.Array, dtype: Any) -> Any:
+    """A float dtype for a bound of a run: float32, or wider."""
+    # JAX promotes no numbers of 4 and 8 bits. float32 holds them all.
+    wide = [x for x in (bound.dtype, np.dtype(dtype)) if x.itemsize > 4]
+    return jnp.result_type(jnp.float32, *wide)

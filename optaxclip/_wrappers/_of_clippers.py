@@ -104,14 +104,16 @@ def carry_clipped(
                 f"{call}: grad_norm cannot be given: what is clipped is the sum of "
                 "gradient and carry, whose norm is another."
             )
-        tree, old = clipped_leaves(updates), state.carry
-        check_kept(call, tree, old)
-        total = jax.tree.map(_add_carry, tree, old, is_leaf=is_none)
-        clipped, clip = clipper.update(total, state.clip_state, params, **extra_args)
+        tree = clipped_leaves(updates)
+        check_kept(call, tree, state.carry)
+        total = jax.tree.map(_add_carry, tree, state.carry, is_leaf=is_none)
+        clipped, clip_state = clipper.update(
+            total, state.clip_state, params, **extra_args
+        )
         # Rounded before the carry is computed, so that it takes the rounding as well.
-        clipped = jax.tree.map(_held_in_type, clipped, tree)
-        carry = jax.tree.map(_cut_off, total, clipped, old, is_leaf=is_none)
-        return put_back(clipped, updates), CarryState(carry, clip)
+        clipped = jax.tree.map(_in_dtype_of, clipped, tree)
+        carry = jax.tree.map(_cut_off, total, clipped, state.carry, is_leaf=is_none)
+        return put_back(clipped, updates), CarryState(carry, clip_state)
 
     return optax.GradientTransformationExtraArgs(init, update)
 
@@ -121,8 +123,8 @@ def _add_carry(grad: Any, carry: jax.Array) -> jax.Array | None:
     return None if grad is None else jnp.asarray(grad).astype(carry.dtype) + carry
 
 
-def _held_in_type(clipped: jax.Array, grad: Any) -> jax.Array:
-    """What was clipped, in the dtype of the gradient. No finite number becomes inf."""
+def _in_dtype_of(clipped: jax.Array, grad: Any) -> jax.Array:
+    """The clipped leaf in the dtype of the gradient. No finite number becomes inf."""
     dtype = jnp.result_type(grad)
     if not jnp.iscomplexobj(clipped):
         clipped = kept_finite(dtype, clipped)
@@ -133,13 +135,13 @@ def _cut_off(total: Any, clipped: Any, carry: jax.Array) -> jax.Array:
     # A leaf without a gradient in this step keeps its carry.
     if total is None:
         return carry
-    left = total - clipped.astype(carry.dtype)
-    return jnp.where(jnp.isfinite(left), left, carry)
+    new_carry = total - clipped.astype(carry.dtype)
+    return jnp.where(jnp.isfinite(new_carry), new_carry, carry)
 
 
 # ----------------------------------------------------------- constraints on weights
 
-# They speak of the gradient, and what is clipped are weights.
+# Arguments of `update` about the gradient. Here weights are clipped.
 OF_GRADIENTS = ("grad_norm", "limit")
 
 
@@ -201,13 +203,16 @@ def constrain(
     def update(updates: Any, state: Any, params: Any = None, **extra_args: Any) -> Any:
         tree = clipped_leaves(updates)
         weights = weights_of(call, tree, params, "updates")
-        given = {k: v for k, v in extra_args.items() if k not in OF_GRADIENTS}
+        extra_args = {k: v for k, v in extra_args.items() if k not in OF_GRADIENTS}
         moved = jax.tree.map(_moved, weights, tree)
-        held, new = clipper.update(moved, state, params, **given)
-        clips = clip_states(new)
-        broken = [~jnp.isfinite(x.norm) | jnp.isnan(x.limit) for x in clips]
+        clipped, new_state = clipper.update(moved, state, params, **extra_args)
+        broken = []
+        for clip_state in clip_states(new_state):
+            is_broken = ~jnp.isfinite(clip_state.norm) | jnp.isnan(clip_state.limit)
+            broken.append(is_broken)
         step_to = partial(_step_to, broken)
-        return put_back(jax.tree.map(step_to, tree, weights, moved, held), updates), new
+        steps = jax.tree.map(step_to, tree, weights, moved, clipped)
+        return put_back(steps, updates), new_state
 
     return optax.GradientTransformationExtraArgs(clipper.init, update)
 
@@ -221,36 +226,41 @@ def _moved(weight: Any, update: Any) -> jax.Array:
 
 @jax.jit
 def _step_to(
-    broken: Any, update: Any, weight: Any, moved: jax.Array, held: jax.Array
+    broken: Any, update: Any, weight: Any, moved: jax.Array, clipped: jax.Array
 ) -> jax.Array:
-    """The update that takes a weight to where it is held."""
-    leaves = held, moved, jnp.asarray(weight), jnp.asarray(update)
+    """The update that takes a weight to its clipped value. `moved` is the weight after
+    the update as it came.
+    """
+    weight = jnp.asarray(weight)
+    update = jnp.asarray(update)
+    arguments = clipped, moved, weight, update
     if jnp.iscomplexobj(moved):
         # Each part is rounded by itself. reduce_precision takes no complex numbers.
-        parts = [map(part, leaves) for part in (jnp.real, jnp.imag)]
-        step = lax.complex(*(_real_step(*part) for part in parts))
+        real = _real_step(*(jnp.real(x) for x in arguments))
+        imag = _real_step(*(jnp.imag(x) for x in arguments))
+        step = lax.complex(real, imag)
     else:
-        step = _real_step(*leaves)
+        step = _real_step(*arguments)
     # Zeros of a broken step are no weights.
     for flags in broken:
         # In shard_map a flag that differs over more mesh axes than the update would
         # make it differ over them too.
         if varying(flags) <= varying(update):
-            cleared = (held == 0) & jnp.any(flags)
+            cleared = (clipped == 0) & jnp.any(flags)
             step = jnp.where(cleared, jnp.zeros_like(step), step)
     # Where the clipper changed nothing, the update keeps its bits.
-    return jnp.where(held == moved, update, step.astype(jnp.result_type(update)))
+    return jnp.where(clipped == moved, update, step.astype(update.dtype))
 
 
 def _real_step(
-    held: jax.Array, moved: jax.Array, weight: jax.Array, update: jax.Array
+    clipped: jax.Array, moved: jax.Array, weight: jax.Array, update: jax.Array
 ) -> jax.Array:
-    start = weight.astype(held.dtype)
-    goal = _rounded(held, weight.dtype)
+    start = weight.astype(clipped.dtype)
+    goal = _rounded(clipped, weight.dtype)
     step = _rounded(goal - start, update.dtype)
-    # What `optax.apply_updates` makes of weight and update.
+    # The weight that `optax.apply_updates` makes of weight and update.
     arrived = _rounded(start + step, weight.dtype)
-    # What is not allowed lies on the side where the weight would have gone.
+    # Weights beyond the goal lie on the side where the weight would have gone.
     outside = jnp.sign(moved)
     # Between 3/4 and 3/2 units of rounding, so that rounding makes it one. Subnormal
     # numbers have one unit, which float16 needs for small steps.
@@ -260,21 +270,22 @@ def _real_step(
     shorter = _rounded(step - outside * unit, update.dtype)
     # Where 0 is between both, the unit may make the weight longer. It is crossed only
     # where it is no bound.
-    instead = _rounded(start + shorter, weight.dtype)
-    helps = (goal == 0) | (jnp.abs(instead) <= jnp.abs(arrived))
+    arrived_by_shorter = _rounded(start + shorter, weight.dtype)
+    helps = (goal == 0) | (jnp.abs(arrived_by_shorter) <= jnp.abs(arrived))
     return jnp.where(((arrived - goal) * outside > 0) & helps, shorter, step)
 
 
 def _rounded(x: jax.Array, dtype: Any) -> jax.Array:
     """Rounded to a narrower dtype, in its own."""
-    info, own = jnp.finfo(dtype), jnp.finfo(x.dtype)
-    if info.bits >= own.bits:
+    info = jnp.finfo(dtype)
+    wide_info = jnp.finfo(x.dtype)
+    if info.bits >= wide_info.bits:
         return x
     if info.bits < 16:  # Their ranges are not those of IEEE formats.
         return x.astype(dtype).astype(x.dtype)
     # XLA may drop two casts in a row, and keeps this.
     rounded = lax.reduce_precision(x, info.nexp, info.nmant)
-    if info.nexp == own.nexp:
+    if info.nexp == wide_info.nexp:
         return rounded
     # It makes subnormal numbers 0, which float16 needs for small steps.
     unit = float(info.smallest_subnormal)

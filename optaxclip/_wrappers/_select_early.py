@@ -34,34 +34,37 @@ def update_unless(
       update: the optimizer's, a function of updates, state and params.
       updates, state, params: its arguments.
     """
-    given = updates, state, params
-    program, shapes = jax.make_jaxpr(update, return_shape=True)(*given)
+    arguments = updates, state, params
+    program, shapes = jax.make_jaxpr(update, return_shape=True)(*arguments)
     jaxpr = program.jaxpr
     # The old leaf of each output. The updates have none, which stands for zeros, and
     # neither has a state that a clipper makes in the place of optax's EmptyState.
-    known = dict(jax.tree.leaves_with_path((None, state)))
-    old = [known.get(path) for path, _ in jax.tree.leaves_with_path(shapes)]
+    old_by_path = dict(jax.tree.leaves_with_path((None, state)))
+    old_leaves = []
+    for path, _ in jax.tree.leaves_with_path(shapes):
+        old_leaves.append(old_by_path.get(path))
     values = dict(zip(jaxpr.constvars, program.consts))
-    values.update(zip(jaxpr.invars, jax.tree.leaves(given)))
+    values.update(zip(jaxpr.invars, jax.tree.leaves(arguments)))
+    # The old leaf of each variable that is selected as soon as it is computed.
     early = {}
-    for output, leaf in zip(jaxpr.outvars, old):
+    for output, old_leaf in zip(jaxpr.outvars, old_leaves):
         # Neither numbers nor arguments, which no equation computes.
-        if leaf is not None and not is_literal(output) and output not in values:
-            early[output] = leaf
+        if old_leaf is not None and not is_literal(output) and output not in values:
+            early[output] = old_leaf
     for equation in jaxpr.eqns:
         for variable, value in zip(equation.outvars, _run(jaxpr, equation, values)):
             if variable in early:
                 value = _select(skip, early[variable], value)
             values[variable] = value
-    new = []
-    for output, leaf in zip(jaxpr.outvars, old):
+    new_leaves = []
+    for output, old_leaf in zip(jaxpr.outvars, old_leaves):
         literal = is_literal(output)
         value = output.val if literal else values[output]
         # A variable that the state holds several times got the last of their leaves.
-        if literal or leaf is None or early.get(output) is not leaf:
-            value = _select(skip, leaf, value)
-        new.append(value)
-    return jax.tree.unflatten(jax.tree.structure(shapes), new)
+        if literal or old_leaf is None or early.get(output) is not old_leaf:
+            value = _select(skip, old_leaf, value)
+        new_leaves.append(value)
+    return jax.tree.unflatten(jax.tree.structure(shapes), new_leaves)
 
 
 def _run(jaxpr: Any, equation: Any, values: dict[Any, Any]) -> Sequence[Any]:
@@ -69,8 +72,8 @@ def _run(jaxpr: Any, equation: Any, values: dict[Any, Any]) -> Sequence[Any]:
     params = equation.params
     if "donated_invars" in params:
         # The old state is selected after it is read, so no update may have its place.
-        kept = (False,) * len(params["donated_invars"])
-        equation = equation.replace(params=params | {"donated_invars": kept})
+        none_donated = (False,) * len(params["donated_invars"])
+        equation = equation.replace(params=params | {"donated_invars": none_donated})
     inputs = [x for x in equation.invars if not is_literal(x)]
     single = jaxpr.replace(
         constvars=[], invars=inputs, outvars=equation.outvars, eqns=[equation]
