@@ -31,10 +31,24 @@ from ._mesh import has_types, manual_axes, split_as
 from ._norms import GlobalNorm, global_norm
 from ._state import ClipState, clip_states
 from ._trees import clipped_leaves, name, put_back
+from ._wrappers._skipping import SkipState
 from .rules._limits import Limit, rule_without_params
 
 # What to do about an optimizer that is refused.
 HINT = "Clippers are given as max_norm, or as layer_clip, and not within the optimizer."
+ACCUMULATION = "A gradient that is gone cannot be added to: give step the whole batch."
+BROKEN_STEPS = "For NaN and inf set max_norm and nonfinite='zero'."
+# Optimizers whose update is 0 in some steps, by their state.
+PAUSES = {
+    optax.MultiStepsState: ("optax.MultiSteps", ACCUMULATION),
+    optax.ApplyEvery: ("optax.apply_every", ACCUMULATION),
+    optax.ConditionallyMaskState: (
+        "optax.conditionally_mask",
+        "Call step in the other steps alone.",
+    ),
+    optax.ApplyIfFiniteState: ("optax.apply_if_finite", BROKEN_STEPS),
+    SkipState: ("skip_nonfinite, skip_step or skip_spikes", BROKEN_STEPS),
+}
 
 
 @exported
@@ -258,8 +272,9 @@ def release(
         real scalar.
       ValueError: a negative or NaN limit, `delayed` without both limits, a rule that
         needs weights, an unknown `nonfinite`. From init: leaves of the stack with
-        different numbers of layers, an optimizer that mixes leaves, or whose state does
-        not follow the weights. From step: pmap, or shard_map with check_vma=False.
+        different numbers of layers, an optimizer that mixes leaves, that leaves out
+        steps (`optax.MultiSteps`, `skip_step`), or whose state does not follow the
+        weights. From step: pmap, or shard_map with check_vma=False.
 
     Example:
       >>> def layer(weights, x, target):
@@ -359,6 +374,7 @@ def _check_optimizer(optimizer: Any, weights: Any) -> None:
     """Refuses an optimizer that does something else to a layer than to its stack."""
     one = jax.eval_shape(partial(_take, number=0), weights)
     state, stacked = (jax.eval_shape(optimizer.init, x) for x in (one, weights))
+    _check_every_step(state)
     names = [name(path) for path, _ in jax.tree.leaves_with_path(one)]
     # Of what update takes, gradients and state. What it returns has the same names.
     inputs, numbers = list(names), []
@@ -386,4 +402,16 @@ def _check_optimizer(optimizer: Any, weights: Any) -> None:
             raise ValueError(
                 "release: optimizer must treat each array by itself, but its "
                 f"{kind} {inputs[place]!r} depends on {sorted(reads)}. {HINT}"
+            )
+
+
+def _check_every_step(state: Any) -> None:
+    """Refuses an optimizer whose update is 0 in some steps."""
+    nodes = jax.tree.leaves(state, is_leaf=lambda x: type(x) in PAUSES)
+    for node in nodes:
+        if type(node) in PAUSES:
+            optimizer, hint = PAUSES[type(node)]
+            raise ValueError(
+                "release: optimizer must change the weights in every step, and "
+                f"{optimizer} does not. {hint}"
             )

@@ -489,4 +489,39 @@ def test_where_gradients_would_not_be_added_up_it_raises():
         step(params, state, *halves)
 
 
-# Errors.
+# What is refused.
+
+SGD = optax.sgd(1.0)
+PAUSES = {
+    "optax.MultiSteps": optax.MultiSteps(SGD, 2),
+    "optax.apply_every": optax.chain(optax.apply_every(2), SGD),
+    "optax.conditionally_mask": optax.conditionally_mask(SGD, lambda step: step > 3),
+    "optax.apply_if_finite": optax.apply_if_finite(SGD, 3),
+    "skip_nonfinite": optaxclip.skip_nonfinite(SGD),
+    "skip_step": optaxclip.skip_step(SGD),
+}
+
+
+def labels(tree):
+    return {name: "b" if name == "bias" else "a" for name in tree}
+
+
+WRAPPED = {
+    "alone": lambda inner: inner,
+    "chain": lambda inner: optax.chain(optax.identity(), inner, optax.scale(0.5)),
+    "masked": lambda inner: optax.masked(inner, lambda tree: {k: True for k in tree}),
+    "partition": lambda inner: optax.partition({"a": inner, "b": SGD}, labels),
+    "inject": lambda inner: optax.inject_hyperparams(
+        lambda rate: optax.chain(inner, optax.scale(rate))
+    )(0.5),
+}
+
+
+@pytest.mark.parametrize("name", PAUSES)
+def test_an_optimizer_that_leaves_out_steps_is_refused(name):
+    inner = PAUSES[name]
+    inner = optax.GradientTransformationExtraArgs(inner.init, inner.update)
+    for wrapped in WRAPPED.values():
+        trainer = release(embed, layer, head, wrapped(inner), max_norm=1.0)
+        with pytest.raises(ValueError, match=f"optimizer must .*every step.*{name}"):
+            trainer.init(new_params(np.float32))
