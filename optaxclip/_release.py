@@ -30,7 +30,7 @@ from ._kernel import make_clipper
 from ._mesh import has_types, manual_axes, split_as
 from ._norms import GlobalNorm, global_norm
 from ._state import ClipState, clip_states
-from ._trees import clipped_leaves, name, put_back
+from ._trees import clipped_leaves, listed_paths, name, put_back
 from ._wrappers._skipping import SkipState
 from .rules._limits import Limit, rule_without_params
 
@@ -110,6 +110,7 @@ class Released:
         clips = jax.eval_shape(jax.vmap(self.layer_clip.init), weights)
         clips = jax.tree.structure(clips).unflatten(state.layer_clip)
         loss, inputs, of_head, last, back = self._forward(layers, rest, batch)
+        self._check_reads((layers, rest), batch)
 
         dtype = jax.eval_shape(global_norm, weights).dtype
         norms = jnp.zeros(_count(layers), dtype)
@@ -142,6 +143,31 @@ class Released:
         moments = jax.tree.map(lambda x, y: x if x.ndim else y, moments, once)
         state = ReleaseState(moments, of_others, clip, *_views(clips, rest_clip))
         return (put_back(new, layers), put_back(others, rest)), state, loss
+
+    def _check_reads(self, params: Any, batch: Any) -> None:
+        """Refuses float leaves that the loss does not depend on.
+
+        They would get moments and weight decay. `stop_gradient` makes no such leaf.
+        """
+
+        def loss(weights: Any, others: Any) -> Any:
+            stack, rest = put_back(weights, params[0]), put_back(others, params[1])
+            x = self.embed(rest, *batch)
+            x, _ = lax.scan(lambda x, own: (self.layer(own, x, *batch), None), x, stack)
+            return self.head(rest, x, *batch)
+
+        trained = clipped_leaves(params)
+        program = jax.make_jaxpr(loss)(*trained).jaxpr
+        is_read = dce_jaxpr(program, [True])[1]
+        paths = [path for path, _ in jax.tree.leaves_with_path(trained)]
+        unread = [path for path, reads in zip(paths, is_read) if not reads]
+        if unread:
+            raise ValueError(
+                "release: the loss must depend on every float leaf of params, but does "
+                f"not on {listed_paths(unread)}. Leave out what is not trained, such as "
+                "statistics of BatchNorm: close over it, or pass it in the batch. What "
+                "a layer writes to it is lost."
+            )
 
     def _forward(self, layers: Any, rest: Any, batch: Any) -> Any:
         """The loss, the input of every layer, the gradients of the rest in the head and
@@ -274,7 +300,8 @@ def release(
         needs weights, an unknown `nonfinite`. From init: leaves of the stack with
         different numbers of layers, an optimizer that mixes leaves, that leaves out
         steps (`optax.MultiSteps`, `skip_step`), or whose state does not follow the
-        weights. From step: pmap, or shard_map with check_vma=False.
+        weights. From step: a float leaf that the loss does not depend on, such as
+        statistics of BatchNorm, pmap, or shard_map with check_vma=False.
 
     Example:
       >>> def layer(weights, x, target):

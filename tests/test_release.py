@@ -525,3 +525,124 @@ def test_an_optimizer_that_leaves_out_steps_is_refused(name):
         trainer = release(embed, layer, head, wrapped(inner), max_norm=1.0)
         with pytest.raises(ValueError, match=f"optimizer must .*every step.*{name}"):
             trainer.init(new_params(np.float32))
+
+
+def with_statistics(own, x, keeps):
+    """A layer with the float buffers of a BatchNorm, which it normalizes without."""
+    mean = x["h"].mean(0, keepdims=True)
+    moved = 0.9 * own["mean"] + 0.1 * mean[0]
+    h = x["h"] + jnp.tanh((x["h"] - mean) @ own["w"])
+    # What a layer hands on that nobody reads leads nowhere either.
+    return {"h": h, "moved": moved if keeps else x["moved"]}
+
+
+@pytest.mark.parametrize("keeps", [True, False])
+def test_a_float_leaf_that_the_loss_does_not_read_is_refused(keeps):
+    trainer = release(
+        lambda rest, x: {"h": x @ rest["in"], "moved": jnp.zeros(3)},
+        lambda own, h, x: with_statistics(own, h, keeps),
+        lambda rest, h, x: jnp.mean(h["h"] ** 2),
+        optax.adamw(0.1, weight_decay=0.1),
+    )
+    layers = {"w": jnp.ones((4, 3, 3)), "mean": jnp.ones((4, 3)), "n": jnp.arange(4)}
+    rest = {"in": jnp.ones((2, 3)), "table": jnp.ones(5), "empty": jnp.ones((0, 2))}
+    params, x = (layers, rest), jnp.linspace(-1, 1, 8).reshape(4, 2)
+    wanted = r"release: the loss must depend .* but does not on '0/mean', '1/table'\."
+    with pytest.raises(ValueError, match=wanted):
+        jax.jit(trainer.step)(params, trainer.init(params), x)
+
+
+def test_statistics_of_nnx_go_into_a_closure():
+    nnx = pytest.importorskip("flax.nnx")
+
+    class Block(nnx.Module):
+        def __init__(self, key):
+            self.linear = nnx.Linear(6, 6, rngs=nnx.Rngs(key))
+            self.norm = nnx.BatchNorm(6, rngs=nnx.Rngs(key))
+
+        def __call__(self, x):
+            return x + jnp.tanh(self.linear(self.norm(x)))
+
+    def step(layer, stack):
+        sgd = optax.sgd(0.1)
+        trainer = release(lambda rest, x: x @ rest, layer, mean_square, sgd)
+        params = stack, jnp.eye(6)
+        return jax.jit(trainer.step)(params, trainer.init(params), x)
+
+    def mean_square(rest, h, x):
+        return jnp.mean(h**2)
+
+    x = 5 + jax.random.normal(jax.random.key(1), (32, 6))
+    model = nnx.vmap(Block)(jax.random.split(jax.random.key(0), 3))
+    graph, everything = nnx.split(model)
+    with pytest.raises(ValueError, match="not on '0/norm/mean', '0/norm/var'"):
+        step(lambda own, h, x: nnx.merge(graph, own)(h), everything)
+    graph, weights, others = nnx.split(model, nnx.Param, ...)
+    others = jax.tree.map(lambda leaf: leaf[0], others)
+
+    def layer(own, h, x):
+        return nnx.merge(graph, own, others, copy=True)(h)
+
+    (new, _), _, loss = step(layer, weights)
+
+    def usual(weights):
+        h = x
+        for number in range(3):
+            own = jax.tree.map(lambda leaf, number=number: leaf[number], weights)
+            h = layer(own, h, x)
+        return jnp.mean(h**2)
+
+    wanted, grads = jax.value_and_grad(usual)(weights)
+    np.testing.assert_allclose(loss, wanted, rtol=1e-5)
+    found = jax.tree.map(lambda old, new: (old - new) / 0.1, weights, new)
+    for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(grads)):
+        np.testing.assert_allclose(one, other, rtol=1e-2, atol=1e-4)
+
+
+FREEZING = {
+    "decayed": optax.adamw(0.1, weight_decay=0.1),
+    "frozen": optax.partition(
+        {"trained": optax.adam(0.1), "frozen": optax.set_to_zero()},
+        lambda tree: {name: "frozen" if name == "w" else "trained" for name in tree},
+    ),
+}
+
+
+@pytest.mark.parametrize("optimizer", FREEZING)
+def test_weights_behind_stop_gradient_are_those_of_the_usual_step(optimizer):
+    """LoRA: the loss depends on the weights, and has no gradient by them."""
+
+    def layer(own, h, x):
+        return h + jnp.tanh(h @ jax.lax.stop_gradient(own["w"]) + h @ own["a"])
+
+    def loss(params, x):
+        h = x @ params[1]["in"]
+        for number in range(2):
+            h = layer({name: own[number] for name, own in params[0].items()}, h, x)
+        return jnp.mean(h**2)
+
+    with jax.enable_x64(True):
+        random, adam = np.random.default_rng(0), FREEZING[optimizer]
+        layers = {name: random.normal(size=(2, 3, 3)) for name in ("w", "a")}
+        params = layers, {"in": random.normal(size=(2, 3))}
+        x = random.normal(size=(4, 2))
+        params = jax.tree.map(jnp.asarray, params)
+        trainer = release(
+            lambda rest, x: x @ rest["in"],
+            layer,
+            lambda rest, h, x: jnp.mean(h**2),
+            adam,
+        )
+        found, state = params, trainer.init(params)
+        wanted, states = params, [adam.init(tree) for tree in params]
+        for _ in range(3):
+            found, state, _ = jax.jit(trainer.step)(found, state, x)
+            trees = []
+            for number, grads in enumerate(jax.grad(loss)(wanted, x)):
+                own = wanted[number]
+                updates, states[number] = adam.update(grads, states[number], own)
+                trees.append(optax.apply_updates(own, updates))
+            wanted = tuple(trees)
+        assert_close(found, wanted)
+        is_kept = bool((found[0]["w"] == params[0]["w"]).all())
+    assert is_kept == (optimizer == "frozen")
