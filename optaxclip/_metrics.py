@@ -131,7 +131,8 @@ def metrics(
 
       Of optimizers that skip steps (`skip_spikes`):
 
-        skip/norm, skip/limit               of the last gradient, whether skipped or not
+        skip/norm, skip/limit               of the last gradient as it came in, whether
+                                            skipped or not
         skip/loss, skip/loss_limit          of the last loss, -inf and inf without one
         skip/skipped                        1 if the last step was skipped, else 0
         skip/skipped_share, skip/skipped_share_recent, skip/skipped_count,

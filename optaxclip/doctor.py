@@ -1,4 +1,4 @@
-"""Why does a run break? Reads the log of `record_health`, and names causes.
+"""Why does a run break? Reads the log of `metrics`, and names causes.
 
     python -m optaxclip.doctor run.jsonl                         a table
     python -m optaxclip.doctor run.jsonl --json                  the same as JSON
@@ -14,6 +14,8 @@
                       subnormal, in the median of 5 steps
     dead embedding    above a tenth of the rows of an embedding are dead
     attention logits  a column with "logit" in its name is above 100
+    skip behind clip  a norm that a skip judges is never above the limit of a clipper,
+                      in 100 steps or more, also where that clips
 
 What it knows is a log. A cause that leaves no mark in these numbers is not found, and
 where nothing is found the run may break all the same.
@@ -25,7 +27,8 @@ import math
 import re
 import sys
 from collections.abc import Iterable, Iterator, Mapping
-from functools import cache
+from functools import cache, reduce
+from itertools import product
 from operator import itemgetter
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -41,12 +44,17 @@ __all__ = ["Finding", "diagnose"]
 
 BEFORE = 20  # steps whose largest norm a step is compared with
 MEDIAN = 5  # steps
+SKIP_STEPS = 100  # in which a skip is compared with a clipper
+ROUNDING = 0.01  # more than bfloat16 gradients lose
 # "train/health_2/updates/norm/blocks/w": the recorder, the sign and the tensor.
 SIGNS = "|".join(HEALTH)
 COLUMN = rf"((?:.+ - )?(?:.+?[/.])??health.*?)/({SIGNS})(?:/(.*))?"
 matched = cache(re.compile(COLUMN).fullmatch)
 # Not the limit of a clipper, its counts, or a tensor that is called so.
 LOGITS = r"(?!.*(limit|factor|count|/norm_\w+/.*logit)).*logit"
+# "train/skip_2/norm", and "train/clip/outer/norm_before".
+SKIPS = cache(re.compile(r"(.*[/. ])?(skip|spike)(_\d+)?/(.*/)?norm").fullmatch)
+CLIPS = cache(re.compile(r"(.*[/. ])?clip(_\d+)?/(.*/)?norm_before").fullmatch)
 # Of each cause the limit, the evidence, the page, and what helps. Of the runs in
 # tests/doctor, the healthy ones stay below about half of each limit.
 CAUSES = {
@@ -87,6 +95,13 @@ CAUSES = {
         "large_models.md#attention-logits-qk-clip",
         "qk_clip after the optimizer, or a norm of queries and keys",
     ),
+    "skip behind clip": (
+        1,
+        "{1} is at most the limit of a clipper, also of a gradient {0:.3g} times as "
+        "long",
+        "sharp_edges.md#a-skip-behind-a-clipper",
+        "skip_step(optax.chain(clipper, optimizer)), and not the clipper in front",
+    ),
 }
 
 
@@ -94,8 +109,8 @@ class Finding(NamedTuple):
     """One cause, and the number that shows it.
 
     Attributes:
-      cause: "not finite", "bad batch", "learning rate", "underflow", "dead embedding"
-        or "attention logits".
+      cause: "not finite", "bad batch", "learning rate", "underflow", "dead
+        embedding", "attention logits" or "skip behind clip".
       step: the first one that shows it.
       value: the number that was seen there.
       limit: what it was held against.
@@ -146,8 +161,8 @@ def diagnose(log: str | Path | logs.Rows) -> list[Finding]:
       follow from it. An empty list does not say that a run is healthy.
 
     Raises:
-      ValueError: a log without the numbers of `record_health`, or a file in a format
-        that is not known. The text names it.
+      ValueError: a log without the numbers of `record_health` or of a skip, or a file
+        in a format that is not known. The text names it.
       TypeError: a log that is neither a file nor rows.
       OSError: a file that cannot be opened.
 
@@ -196,7 +211,7 @@ def _read(rows: logs.Rows) -> Log:
             if (who, is_summary) in logged:
                 line = number, step, [*own.values()]
                 found.setdefault((part, who, sign, tuple(own)), []).append(line)
-    if not any(sign for _, _, sign, _ in found):
+    if not any(sign or SKIPS(who) for _, who, sign, _ in found):
         columns = list(dict.fromkeys(who for _, who, _, _ in found))
         raise ValueError(
             "there must be numbers of record_health, such as 'health/norm/w', got the "
@@ -272,6 +287,41 @@ def _series(log: Log) -> Iterator[tuple[str, Series]]:
             yield "dead embedding", own
         elif re.match(LOGITS, who.lower()):
             yield "attention logits", own
+    for own in _skips_behind_clips(log):
+        yield "skip behind clip", own
+
+
+def _skips_behind_clips(log: Log) -> Iterator[Series]:
+    """How many times its limit the gradient was that a clipper shortened, in steps in
+    which a skip took the shortened one for usual.
+    """
+    columns = {(part, who): own for (part, who, sign, _), own in log.items() if not sign}
+    skips = [key for key in columns if SKIPS(key[1])]
+    clips = [key for key in columns if CLIPS(key[1])]
+    for (part, skip), (part_of_clip, clip) in product(skips, clips):
+        limits = skip.removesuffix("norm"), clip.removesuffix("norm_before")
+        names = skip, f"{limits[0]}limit", clip, f"{limits[1]}limit"
+        series = [columns.get((part, name)) for name in names]
+        if part != part_of_clip or None in series:
+            continue
+        rows, steps, judged, limit, raw, clip_limit = _in_all_rows(series)
+        most = (1 + ROUNDING) * clip_limit
+        is_skipped = judged > (1 + ROUNDING) * limit
+        # Around a clipper a skip sees the raw norm. Equal numbers show that it does
+        # not, and that this clipper is no other one, of other leaves.
+        is_blind = (raw > most) & np.isclose(judged, clip_limit, rtol=ROUNDING)
+        is_blind &= np.isfinite(limit)
+        if len(rows) >= SKIP_STEPS and not (is_skipped | (judged > most)).any():
+            times = np.where(is_blind, raw / clip_limit, 0.0)
+            yield Series(rows, steps, np.array([skip]), times[:, None])
+
+
+def _in_all_rows(series: list[Series]) -> list[np.ndarray]:
+    """Rows, steps and numbers of columns, in the rows that have all of them."""
+    rows = reduce(np.intersect1d, [own.rows for own in series])
+    kept = [np.isin(own.rows, rows) for own in series]
+    numbers = [own.numbers[keeps, 0] for own, keeps in zip(series, kept)]
+    return [rows, series[0].steps[kept[0]], *numbers]
 
 
 def _is_of_updates(who: str) -> bool:

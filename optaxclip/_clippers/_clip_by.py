@@ -206,6 +206,9 @@ def record_spikes(
     and in shard_map(check_vma=False) nothing shows that it differs, and each replica
     counts its own: `check_replicated` shows it, as in `skip_step`.
 
+    The norm is that of the gradient as it comes in, so the recorder goes before the
+    clipper. Behind one no norm is above its limit.
+
         spike    if x > mean + sigmas * deviation, both of the `window` values before x,
                  for x the global norm, or the loss where update(..., value=loss) has it
         score    spikes / steps
@@ -222,7 +225,7 @@ def record_spikes(
 
     Returns:
       A transformation with a `SpikeState`. Its `update` also takes `grad_norm=`, a norm
-      measured elsewhere. A norm or loss that is NaN or inf is a spike, and is not
+      measured elsewhere: that before any clip. A norm or loss that is NaN or inf is a spike, and is not
       remembered.
 
     Raises:

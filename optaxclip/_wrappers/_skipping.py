@@ -24,6 +24,9 @@ it would have let through (`z_score`, `log_z_score`, `ema_ratio`) does not learn
 spikes. But while it skips nothing moves, so where norms rise for good it can stand
 still for long: give it room (`z_score(4.0)`) or `max_consecutive`.
 
+The norm is that of the gradient as it comes in. Clippers go inside: behind one of them
+no norm is above its limit, and nothing is skipped by its norm.
+
 Clippers inside the optimizer report the last step that was not skipped. `metrics` shows
 what was skipped as `skip/...`. `record_spikes` uses the same judge, and skips nothing.
 """
@@ -144,6 +147,10 @@ def skip_step(
     with `lax.pmean`. In pmap and in shard_map(check_vma=False) nothing shows that it
     differs, and the replicas part silently: see the second example.
 
+    The norm is that of the gradient as it comes in. So the clipper goes inside,
+    `skip_step(optax.chain(clip, adam))`. Behind a clipper no norm is above its limit,
+    and a broken batch passes.
+
     The deviation is that of a sample (ddof 1). Skipped norms and losses enter the
     window too. So a lasting change is accepted within 128 steps, and after many spikes
     a later one may get through. NaN does not enter the window: in the public code one
@@ -168,7 +175,8 @@ def skip_step(
 
     Returns:
       A transformation with a `SkipState`. All extra arguments of its `update` go on to
-      the optimizer, and `grad_norm=`, a norm measured elsewhere, is used here too.
+      the optimizer, and `grad_norm=`, a norm measured elsewhere, is used here too: that
+      before any clip.
 
     Raises:
       ValueError: a number out of its range, `update` without `value` with
@@ -219,6 +227,10 @@ def skip_spikes(
     pmap and in shard_map(check_vma=False) nothing shows that it differs, and the
     replicas part silently: `check_replicated` shows it, as in `skip_step`.
 
+    The norm is that of the gradient as it comes in. So the clipper goes inside,
+    `skip_spikes(optax.chain(clip, adam), rule)`. Behind a clipper no norm is above its
+    limit, and a broken batch passes.
+
     The updates of a skipped step are 0, and the optimizer keeps its state bit for bit.
 
     Args:
@@ -241,7 +253,8 @@ def skip_spikes(
 
     Returns:
       A transformation with a `SkipState`. All extra arguments of its `update` go on to
-      the optimizer, and `grad_norm=`, a norm measured elsewhere, is used here too.
+      the optimizer, and `grad_norm=`, a norm measured elsewhere, is used here too: that
+      before any clip.
 
     Raises:
       ValueError: a limit or `max_consecutive` that is negative or NaN, a rule that

@@ -6,12 +6,14 @@ import subprocess
 import sys
 from pathlib import Path
 
+import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 import optaxclip
-from optaxclip.doctor import diagnose, main
+from optaxclip.doctor import CAUSES, diagnose, main
 
 DOCS = Path(__file__).parents[2] / "docs"
 
@@ -263,6 +265,87 @@ def test_what_metrics_write_is_read(tmp_path):
     assert (found.step, found.value) == (1, 1)
 
 
+def skip_log(optimizer, norms, losses=None):
+    """The rows of a run whose gradients have these norms."""
+    losses = np.zeros(len(norms)) if losses is None else losses
+
+    def step(state, numbers):
+        norm, loss = numbers
+        grads = {"a": 0.6 * norm, "b": 0.8 * norm}
+        _, state = optimizer.update(grads, state, params, value=loss)
+        return state, optaxclip.metrics(state)
+
+    params = {"a": jnp.float32(1), "b": jnp.float32(1)}
+    state = optimizer.init(params)
+    _, columns = jax.lax.scan(step, state, np.float32([norms, losses]).T)
+    found = {name: np.float64(x).tolist() for name, x in columns.items()}
+    return [dict(zip(found, line)) for line in zip(*found.values())]
+
+
+def spiky(size=200):
+    """Norms of about 0.8, of which a few are above 1. Two are broken batches."""
+    norms = 0.8 * np.exp(0.1 * np.random.default_rng(0).normal(size=size))
+    norms[[90, 150]] = 1000.0, 300.0
+    return norms
+
+
+CLIP, DESCENT = optaxclip.clip_by_global_norm(1.0), optax.sgd(0.1)
+SKIP = optaxclip.skip_step(DESCENT)
+CLIP_FIRST = {
+    "skip_step": optax.chain(CLIP, SKIP),
+    "skip_spikes": optax.chain(CLIP, optaxclip.skip_spikes(DESCENT, 20.0)),
+    "record_spikes": optax.chain(CLIP, optaxclip.record_spikes(window=16), DESCENT),
+    "names": optax.named_chain(("limit", CLIP), ("skip", optax.chain(SKIP))),
+    "two clips": optax.chain(optaxclip.clip_by_tensor_norm(2e3), CLIP, SKIP),
+}
+SKIP_FIRST = {
+    "around": optaxclip.skip_step(optax.chain(CLIP, DESCENT)),
+    "behind": optax.chain(optaxclip.record_spikes(window=16), CLIP, DESCENT),
+    # NaN and inf are seen behind a clip too.
+    "nonfinite": optax.chain(CLIP, optaxclip.skip_nonfinite(DESCENT)),
+    # A skip that works, since its limit is below that of the clip.
+    "lower": optax.chain(
+        optaxclip.clip_by_global_norm(100.0), optaxclip.skip_spikes(DESCENT, 10.0)
+    ),
+    # Another clipper, of other leaves.
+    "two groups": optax.partition(
+        {
+            "a": optax.chain(optax.clip(0.5), optaxclip.skip_step(DESCENT)),
+            "b": optax.chain(CLIP, DESCENT),
+        },
+        {"a": "a", "b": "b"},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CLIP_FIRST)
+def test_a_skip_that_sees_clipped_norms_is_named(name):
+    norms = spiky()
+    rows = skip_log(CLIP_FIRST[name], norms)
+    (found,) = diagnose(rows)
+    # No limit is known before, and of the rule of skip_step not for half a window.
+    start = {"skip_spikes": 0, "record_spikes": 16}.get(name, 63)
+    step = start + np.flatnonzero(norms[start:] > 1.01)[0]
+    assert (found.cause, found.step) == ("skip behind clip", step)
+    assert found.value == pytest.approx(norms[step], rel=1e-5) and found.limit == 1
+    assert ("'spike" if name == "record_spikes" else "'skip") in found.evidence
+    named = [{f"train/{key}": x for key, x in row.items()} for row in rows]
+    assert [each.step for each in diagnose(named)] == [found.step]
+    # A hundred steps are needed, and one that was clipped.
+    assert diagnose(rows[:99]) == []
+    assert diagnose(skip_log(CLIP_FIRST[name], np.minimum(norms, 0.99))) == []
+
+
+@pytest.mark.parametrize("name", SKIP_FIRST)
+def test_a_skip_that_sees_raw_norms_is_not_named(name):
+    losses = np.zeros(200)
+    # Steps that are skipped by the loss, in which clippers keep their last numbers.
+    losses[100:110] = np.nan
+    for given in (np.zeros(200), losses):
+        rows = skip_log(SKIP_FIRST[name], spiky(), given)
+        assert [x for x in diagnose(rows) if x.cause == "skip behind clip"] == []
+
+
 def test_a_log_without_health_is_refused(tmp_path):
     path = tmp_path / "run.csv"
     path.write_text("step,loss\n1,2.0\n")
@@ -343,7 +426,8 @@ def test_the_pages_that_it_recommends_exist():
         "logit": np.full(30, 200.0),
     }
     found = diagnose(rows_of(**columns))
-    assert len(found) == 6
+    found += diagnose(skip_log(CLIP_FIRST["skip_spikes"], spiky()))
+    assert len({each.cause for each in found}) == len(CAUSES)
     for each in found:
         page, _, anchor = each.page.partition("#")
         titles = re.findall("^#+ (.*)$", (DOCS / page).read_text(), re.MULTILINE)
