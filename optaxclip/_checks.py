@@ -20,10 +20,12 @@ NONFINITE = get_args(Nonfinite)
 NUMBERS = (int, float, np.generic, np.ndarray, jax.Array)
 Tree = TypeVar("Tree")  # what comes back as it went in
 LAST_STEP = 2**31 - 1  # where the step of a state stays
-BEGIN_ANEW = (
-    "Begin with a new one: state = optimizer.init(params). To keep the rest of the old "
-    "state, such as moments of Adam, replace only this part of it."
+BEGIN = "Begin with a new one: state = optimizer.init(params)."
+KEEP_THE_REST = (
+    "To keep the rest of the old state, such as moments of Adam, replace only this "
+    "part of it."
 )
+BEGIN_ANEW = f"{BEGIN} {KEEP_THE_REST}"
 
 
 def shown(value: Any) -> str:
@@ -354,7 +356,7 @@ def no_state(call: str, state: Any, why: str) -> str:
     return (
         f"{call}: its limit {why}, so update needs the state of the step before, got "
         f"{state}. Begin with state = clipper.init(params), and hand on the state that "
-        "update returns. To clip once, to a fixed limit, call "
+        f"update returns. {KEEP_THE_REST} To clip once, to a fixed limit, call "
         "optaxclip.clip_grads(grads, max_norm)."
     )
 
@@ -363,10 +365,18 @@ def check_state(call: str, state: Any, kind: type) -> None:
     """Raises TypeError for a state that another transformation made."""
     # A chain hands on states by position, so with one more link in front each gets
     # its neighbour's.
-    if not isinstance(state, kind):
-        got = state if is_without_state(state) else type(state).__name__
-        raise TypeError(
-            f"{call}: state must be the {kind.__name__} that its init returned, got "
-            f"{got}: begin with state = optimizer.init(params), and hand on what "
-            "update returns, at its place of the chain."
+    if isinstance(state, kind):
+        return
+    got = state if is_without_state(state) else type(state).__name__
+    advice = BEGIN_ANEW
+    # A wrapper holds the moments. So does optax.apply_if_finite.
+    if hasattr(kind, "inner_state"):
+        old = "old.inner_state" if hasattr(state, "inner_state") else "old"
+        advice = (
+            f"{BEGIN} To keep moments of Adam, put the old state of inner into it: "
+            f"state._replace(inner_state={old})."
         )
+    raise TypeError(
+        f"{call}: state must be the {kind.__name__} that its init returned, got {got}. "
+        f"Hand on what update returns, at its place of the chain. {advice}"
+    )
