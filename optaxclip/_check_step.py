@@ -21,8 +21,6 @@ from jax.sharding import PartitionSpec as P
 from ._checks import check_choice, check_scalar, shown
 
 Tree = dict[str, Any]
-# What, wanted, found, kind: the last fields of a Finding.
-Rows = Iterator[tuple[str, float, Any, str]]
 
 CALL = "check_step:"
 DEVICES = 8
@@ -210,17 +208,28 @@ def _check_setting(make_step: Any, setting: Setting) -> Iterator[Finding]:
     for gradients in ("above", "below", "nan") if is_float32 else ("above",):
         batch = _batch(setting, gradients)
         mean = _mean(batch)
-        known = _Known(setting, batch, mean, _norm(mean))
-        wrong = _wrong_with_nan if gradients == "nan" else _wrong
-        for what, wanted, found, kind in wrong(known, *_run(step, known)):
-            row = what, float(wanted), float(found), kind, KINDS[kind]
-            yield Finding(setting.name, gradients, *row)
+        reference = _Reference(setting, batch, mean, _norm(mean))
+        norms, updates = _run(step, reference)
+        if gradients == "nan":
+            mistakes = _mistakes_with_nan(reference, norms, updates)
+        else:
+            mistakes = _mistakes(reference, norms, updates)
+        for mistake in mistakes:
+            yield Finding(
+                setting.name,
+                gradients,
+                mistake.what,
+                float(mistake.right),
+                float(mistake.actual),
+                mistake.kind,
+                KINDS[mistake.kind],
+            )
 
 
 # ------------------------------------------------------------ settings and gradients
 
 
-class _Known(NamedTuple):
+class _Reference(NamedTuple):
     """Gradients of examples, their mean and its norm, in float64."""
 
     setting: Setting
@@ -228,11 +237,20 @@ class _Known(NamedTuple):
     mean: Tree
     norm: float
 
-    def close(self, found: Any, wanted: Any) -> np.ndarray:
+    def close(self, actual: Any, right: Any) -> np.ndarray:
         # Rounding of float32 sums of at most 400 numbers. In 16 bits update, factor and
         # norm are rounded once or twice each.
         tolerance = 3e-5 if self.setting.dtype == jnp.float32 else 2.0**-6
-        return np.isclose(found, wanted, rtol=tolerance, atol=0)
+        return np.isclose(actual, right, rtol=tolerance, atol=0)
+
+
+class _Mistake(NamedTuple):
+    """A norm, or the length of an update, that is not right."""
+
+    what: str  # "norm" or "update"
+    right: float
+    actual: float
+    kind: str  # of the bug
 
 
 def _setting(name: str) -> Setting:
@@ -275,10 +293,10 @@ def _norm(tree: Tree) -> float:
     return math.sqrt(sum(np.sum(np.float64(leaf) ** 2) for leaf in tree.values()))
 
 
-def _run(step: Any, known: _Known) -> tuple[np.ndarray, Tree]:
+def _run(step: Any, reference: _Reference) -> tuple[np.ndarray, Tree]:
     """Returns the norm of each device, and the update."""
-    setting = known.setting
-    batch = jax.tree.map(partial(jnp.asarray, dtype=setting.dtype), known.batch)
+    setting = reference.setting
+    batch = jax.tree.map(partial(jnp.asarray, dtype=setting.dtype), reference.batch)
     # Weights of zero, so that new weights are the update.
     params = jax.tree.map(lambda leaf: jnp.zeros_like(leaf[0]), batch)
     weights = _placed(setting, setting.specs, params)
@@ -288,10 +306,12 @@ def _run(step: Any, known: _Known) -> tuple[np.ndarray, Tree]:
         raise TypeError(f"{must}, got {shown(answer)}.")
     updates, norm = answer
     check_scalar(f"{CALL} the norm", norm)
-    shapes, found = jax.tree.map(jnp.shape, (params, updates))
-    if found != shapes:
-        text = f"the first in the shapes of params, {shapes}, got {shown(found)}."
-        raise ValueError(f"{must}, {text}")
+    shapes, update_shapes = jax.tree.map(jnp.shape, (params, updates))
+    if update_shapes != shapes:
+        raise ValueError(
+            f"{must}, the first in the shapes of params, {shapes}, got "
+            f"{shown(update_shapes)}."
+        )
     parts = _parts(setting, {"norm": P()}, {"norm": norm})
     return np.array([part["norm"] for part in parts]), updates
 
@@ -315,113 +335,130 @@ def _parts(setting: Setting, specs: Tree, tree: Tree) -> list[Tree]:
 # ------------------------------------------------------------------- what is wrong
 
 
-def _wrong(known: _Known, norms: np.ndarray, updates: Tree) -> Rows:
-    """What is wrong with the norms of devices, and with the update."""
-    if not known.close(norms, known.norm).all():
-        worst = norms[np.argmax(abs(norms - known.norm))]
-        yield "norm", known.norm, worst, _kind_of_norm(known, norms)
-    kind = _kind_of_update(known, updates)
+def _mistakes(
+    reference: _Reference, norms: np.ndarray, updates: Tree
+) -> Iterator[_Mistake]:
+    """The mistakes in the norms of devices, and in the update."""
+    if not reference.close(norms, reference.norm).all():
+        worst = norms[np.argmax(abs(norms - reference.norm))]
+        kind = _kind_of_norm(reference, norms)
+        yield _Mistake("norm", reference.norm, worst, kind)
+    kind = _kind_of_update(reference, updates)
     if kind:
-        length = min(known.norm, known.setting.max_norm)
-        yield "update", length, _norm(updates), kind
+        length = min(reference.norm, reference.setting.max_norm)
+        yield _Mistake("update", length, _norm(updates), kind)
 
 
-def _wrong_with_nan(known: _Known, norms: np.ndarray, updates: Tree) -> Rows:
+def _mistakes_with_nan(
+    reference: _Reference, norms: np.ndarray, updates: Tree
+) -> Iterator[_Mistake]:
     """Whether devices part after a NaN that one of them has, or the norm hides it.
-    Numbers are those of devices that have a NaN.
+    The numbers count devices that have a NaN.
     """
+    setting = reference.setting
+    kind = "nan_on_one_device"
     if np.unique(norms).size > 1:
-        yield "norm", DEVICES, sum(np.isnan(norms)), "nan_on_one_device"
-    parts = _parts(known.setting, known.setting.specs, updates)
+        yield _Mistake("norm", DEVICES, sum(np.isnan(norms)), kind)
+    parts = _parts(setting, setting.specs, updates)
     count = sum(np.isnan(_norm(part)) for part in parts)
     is_hidden = count and np.isfinite(norms).all()
-    if is_hidden or _have_parted(known.setting, updates):
-        yield "update", DEVICES, count, "nan_on_one_device"
+    if is_hidden or _have_parted(setting, updates):
+        yield _Mistake("update", DEVICES, count, kind)
 
 
 def _have_parted(setting: Setting, updates: Tree) -> bool:
     """Whether devices that should hold the same part of an array do not."""
-    found = _parts(setting, setting.specs, updates)
+    parts = _parts(setting, setting.specs, updates)
     # Made of one copy of each part.
-    whole = jax.tree.map(np.asarray, updates)
-    wanted = _parts(setting, setting.specs, whole)
+    one_copy = jax.tree.map(np.asarray, updates)
+    parts_of_one_copy = _parts(setting, setting.specs, one_copy)
     is_equal = partial(np.array_equal, equal_nan=True)
-    return not jax.tree.all(jax.tree.map(is_equal, found, wanted))
+    return not jax.tree.all(jax.tree.map(is_equal, parts, parts_of_one_copy))
 
 
-def _kind_of_norm(known: _Known, found: np.ndarray) -> str:
+def _kind_of_norm(reference: _Reference, norms: np.ndarray) -> str:
     """The bug that gives the norms of devices, or a norm that all of them have."""
-    setting, norm, mean = known.setting, known.norm, known.mean
-    batches = _parts(setting, setting.batch_specs, known.batch)
-    local = [_norm(_mean(part)) for part in batches]
-    own = [_norm(part) for part in _parts(setting, setting.specs, mean)]
-    if len(set(found)) > 1:
-        if known.close(found, local).all():
+    setting, norm, mean = reference.setting, reference.norm, reference.mean
+    batches = _parts(setting, setting.batch_specs, reference.batch)
+    shards = _parts(setting, setting.specs, mean)
+    norms_of_batches = [_norm(_mean(batch)) for batch in batches]
+    norms_of_shards = [_norm(shard) for shard in shards]
+    if len(set(norms)) > 1:
+        if reference.close(norms, norms_of_batches).all():
             return "local_norm"
-        return "own_shard" if known.close(found, own).all() else "unknown"
+        if reference.close(norms, norms_of_shards).all():
+            return "own_shard"
+        return "unknown"
+    # The norms of the leaves that are split over devices, and of all other leaves.
     split = _norm({n: x for n, x in mean.items() if any(setting.specs[n])})
-    whole = math.sqrt(norm**2 - split**2)
+    unsplit = math.sqrt(norm**2 - split**2)
     data, experts = setting.mesh.devices.shape
     roots = np.sqrt([data, experts, DEVICES])
     # Losses are scaled by 16 at least.
     scales = 2.0 ** np.array([*range(-24, -3), *range(4, 25)])
+    norm_of_all_shards = np.linalg.norm(norms_of_shards)
     # The norms that each bug gives.
-    wrong = {
+    norms_of_bugs = {
         "after_clip": min(norm, setting.max_norm),
-        "local_norm": [*local, np.mean(local)],
-        "own_shard": own,
-        "averaged_norms": [np.mean(own), np.linalg.norm(own) / math.sqrt(DEVICES)],
-        "leaves_left_out": [whole, split],
+        "local_norm": [*norms_of_batches, np.mean(norms_of_batches)],
+        "own_shard": norms_of_shards,
+        "averaged_norms": [
+            np.mean(norms_of_shards),
+            norm_of_all_shards / math.sqrt(DEVICES),
+        ],
+        "leaves_left_out": [unsplit, split],
         "once_per_replica": norm * roots,
-        "whole_leaves_repeated": np.hypot(whole * roots, split),
-        "split_leaves_repeated": np.hypot(whole, split * roots),
-        "all_leaves_repeated": np.linalg.norm(own),
+        "whole_leaves_repeated": np.hypot(unsplit * roots, split),
+        "split_leaves_repeated": np.hypot(unsplit, split * roots),
+        "all_leaves_repeated": norm_of_all_shards,
         "gradients_summed": norm * data,
         "accumulation_summed": norm * setting.microbatches,
         "scaled": norm * scales,
     }
-    for kind, norms in wrong.items():
-        if known.close(found[0], norms).any():
+    actual_norm = norms[0]
+    for kind, norms_of_bug in norms_of_bugs.items():
+        if reference.close(actual_norm, norms_of_bug).any():
             return kind
     kind, is_above = GUESSES.get(setting.name, ("unknown", True))
-    return kind if (found[0] > norm) == is_above else "unknown"
+    return kind if (actual_norm > norm) == is_above else "unknown"
 
 
-def _factor(found: np.ndarray, gradient: np.ndarray) -> float:
-    """By what a gradient was multiplied. NaN if that is no number."""
-    factor = np.vdot(found, gradient) / np.vdot(gradient, gradient)
-    rest = np.linalg.norm(found - factor * gradient)
+def _factor(update: np.ndarray, gradient: np.ndarray) -> float:
+    """The factor from a gradient to its update. NaN if no number is."""
+    factor = np.vdot(update, gradient) / np.vdot(gradient, gradient)
+    difference = np.linalg.norm(update - factor * gradient)
     # Rounding is below a hundredth. The factor of new weights is negative.
-    is_along = rest <= 0.01 * np.linalg.norm(found)
+    is_along = difference <= 0.01 * np.linalg.norm(update)
     return abs(factor) if is_along else math.nan
 
 
-def _kind_of_update(known: _Known, updates: Tree) -> str:
+def _kind_of_update(reference: _Reference, updates: Tree) -> str:
     """The bug that gives the update. Empty where it is right."""
-    setting = known.setting
+    setting = reference.setting
     if not np.isfinite(_norm(updates)):
         return "unknown"
-    gradients = _parts(setting, setting.specs, known.mean)
-    found = _parts(setting, setting.specs, updates)
-    # By what each device has multiplied its part of each leaf.
-    numbers = jax.tree.leaves(jax.tree.map(_factor, found, gradients))
+    gradients = _parts(setting, setting.specs, reference.mean)
+    parts = _parts(setting, setting.specs, updates)
+    # [devices, leaves]: the factor of each device's part of each leaf.
+    numbers = jax.tree.leaves(jax.tree.map(_factor, parts, gradients))
     factors = np.reshape(numbers, (DEVICES, -1))
     if np.isnan(factors).any():
         has_parted = _have_parted(setting, updates)
         return "local_norm" if has_parted else "other_direction"
     factor, limit = factors[0, 0], setting.max_norm
-    if not known.close(factors, factors[0]).all():
+    if not reference.close(factors, factors[0]).all():
         return "own_factor"
-    if not known.close(factors, factor).all():
+    if not reference.close(factors, factor).all():
         return "groups_apart"
-    if known.close(factor, min(1.0, limit / known.norm)):
+    if reference.close(factor, min(1.0, limit / reference.norm)):
         return ""
-    if known.close(factor, 1.0):
+    if reference.close(factor, 1.0):
         return "not_clipped"
-    # The norm that clipped it, or what it was without a clip.
-    norm = known.norm * factor
     if factor < 1.0:
+        # The norm that the update was clipped by.
         norm = limit / factor if factor else math.inf
-    kind = _kind_of_norm(known, np.array([norm]))
-    is_below = known.norm < limit and kind in ("unknown", "eps")
+    else:
+        norm = reference.norm * factor
+    kind = _kind_of_norm(reference, np.array([norm]))
+    is_below = reference.norm < limit and kind in ("unknown", "eps")
     return "clipped_below_limit" if is_below else kind
