@@ -94,8 +94,11 @@ def train(
     def step(trained: Any, batch: Any) -> Any:
         (params, state), (chosen, is_real, key) = trained, batch
         result = grad(params, images[chosen], labels[chosen], mask=is_real)
-        noisy = optaxclip.add_noise(result, noise * max_norm, key)
-        mean = jax.tree.map(lambda x: x / BATCH, noisy)
+        total = result.grads
+        # `add_noise` refuses noise of 0, which would hide nothing.
+        if noise:
+            total = optaxclip.add_noise(result, noise * max_norm, key)
+        mean = jax.tree.map(lambda x: x / BATCH, total)
         updates, state = optimizer.update(mean, state)
         clipped = jnp.sum(is_real & (result.factors < 1)) / jnp.sum(is_real)
         return (optax.apply_updates(params, updates), state), clipped

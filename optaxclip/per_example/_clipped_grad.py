@@ -43,6 +43,9 @@ class ClippedGrad(NamedTuple):
         sum itself, with `mean=False`.
       values: the loss of each example.
       aux: what the loss returned beside its value. None without `has_aux`.
+      limit: the longest that a gradient may be after clipping: `max_norm`, the root of
+        the sum of squares for several. None without one (None or inf), and with
+        `private=False`. `add_noise` refuses None.
     """
 
     grads: Any
@@ -52,6 +55,7 @@ class ClippedGrad(NamedTuple):
     divisor: jax.Array | None  # int32[]
     values: jax.Array  # float[batch]
     aux: Any  # [batch, ...]
+    limit: jax.Array | None  # float32[]
 
 
 def clipped_grad(
@@ -118,8 +122,8 @@ def clipped_grad(
         tree prefix of PartitionSpec. Axes that split the batch are not among them.
       private: False allows a `max_norm` that looks at the norms of the batch. One
         example then moves the limit of all others, and changes the sum by more than a
-        limit: no account of privacy holds. True is no promise of privacy, which needs
-        noise.
+        limit: no account of privacy holds, and `add_noise` refuses the result. True is
+        no promise of privacy, which needs noise.
 
     Returns:
       A function of the arguments of `loss`, by position, with batches for examples,
@@ -202,8 +206,16 @@ def clipped_grad(
         if mean:
             sums = [x.astype(y.dtype) for x, y in zip(sums, leaves)]
         norms, factors, values, aux = each
-        grads = treedef.unflatten(sums)
-        return ClippedGrad(grads, norms, factors, nonfinite, divisor, values, aux)
+        return ClippedGrad(
+            grads=treedef.unflatten(sums),
+            norms=norms,
+            factors=factors,
+            nonfinite=nonfinite,
+            divisor=divisor,
+            values=values,
+            aux=aux,
+            limit=limits.joint() if private else None,
+        )
 
     def of_device(problem: Problem) -> Any:
         problem = question.on_device(problem)

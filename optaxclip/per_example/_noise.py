@@ -19,7 +19,7 @@ from jax.core import Tracer
 from jax.tree_util import keystr
 from jax.typing import ArrayLike
 
-from .._checks import check_number, shown
+from .._checks import check_number, number_for_jit, shown
 from .._mesh import has_types, manual_axes, split_as, varying
 from .._norms import global_norm
 from .._sums import divided
@@ -28,6 +28,8 @@ from ._clipped_grad import ClippedGrad
 # The CRC-32 of b"optaxclip.add_noise". Keys that are split off, or that small numbers
 # are folded into, are never those of the noise.
 SALT = 0xAA98C44C
+# With less, numbers of the noise would be subnormal in float32, and flushed to 0.
+LEAST_SIGMA = 1e-30
 
 
 def add_noise(result: Any, sigma: ArrayLike, key: Array) -> Any:
@@ -40,8 +42,9 @@ def add_noise(result: Any, sigma: ArrayLike, key: Array) -> Any:
     Args:
       result: of `clipped_grad(..., mean=False)`, or a tree of gradients, such as the
         sum of those of several microbatches.
-      sigma: the standard deviation, at least 0. A complex number gets noise of this
-        deviation in its real and its imaginary part.
+      sigma: the standard deviation, at least 1e-30, since float32 loses smaller noise.
+        A complex number gets noise of this deviation in its real and its imaginary
+        part.
       key: a key of `jax.random`, another one for each step, from which nothing else is
         drawn.
 
@@ -51,12 +54,14 @@ def add_noise(result: Any, sigma: ArrayLike, key: Array) -> Any:
       reaches 9.4 standard deviations on both sides. It is the same however leaves are
       split under `jit`. Inside shard_map devices that hold different parts of a leaf
       draw different noise, so add up devices' gradients (`lax.psum`) before. Norms,
-      factors and values of a result are not private, and are not returned.
+      factors and values of a result are not private, and are not returned. All is NaN
+      where only a traced program knows that sigma is too small, or the limit inf.
 
     Raises:
       ValueError: a mean, since its divisor depends on the data and it may be rounded to
-        16 bits, or a sigma that is negative or NaN. A call in pmap, or in shard_map
-        with check_vma=False, where it cannot be known which leaves are split.
+        16 bits. A result without a limit, of `max_norm=None` or inf, or of
+        `private=False`. A sigma that is below 1e-30 or NaN. A call in pmap, or in
+        shard_map with check_vma=False, where it cannot be known which leaves are split.
       TypeError: a sigma that is not a number, a key that is none, or several, or leaves
         that are not floats or complex.
 
@@ -69,10 +74,29 @@ def add_noise(result: Any, sigma: ArrayLike, key: Array) -> Any:
     Reference: Abadi et al., Deep learning with differential privacy, 2016 (arXiv
     1607.00133).
     """
-    check_number("add_noise: sigma", sigma, is_scalar=True)
+    highest = float(np.finfo(np.float32).max)
+    bounds = {"lowest": -np.inf, "highest": highest}
+    check_number("add_noise: sigma", sigma, **bounds, is_scalar=True)
+    if not isinstance(sigma, Tracer) and float(sigma) < LEAST_SIGMA:
+        raise ValueError(
+            f"add_noise: sigma must be at least {LEAST_SIGMA:g}, got {shown(sigma)}: "
+            "smaller noise is lost in float32. To go without noise, leave add_noise "
+            "out, as in grads = result.grads."
+        )
     if not has_types(manual := manual_axes()) and manual:
         raise ValueError("add_noise: must be called outside pmap and check_vma=False.")
     leaves, treedef = jax.tree.flatten(sum_in(result, "add_noise"))
+    sigma = jnp.asarray(number_for_jit(sigma), float)
+    is_hidden = sigma >= LEAST_SIGMA
+    if isinstance(result, ClippedGrad):
+        if result.limit is None:
+            raise ValueError(
+                "add_noise: result has no limit that noise could hide: clipped_grad "
+                "got max_norm=None or inf, or private=False. Give it a number, such as "
+                "max_norm=1.0, and leave private=True."
+            )
+        is_hidden &= jnp.all(jnp.isfinite(result.limit))
+    sigma = jnp.where(is_hidden, sigma, jnp.nan)
     try:
         salted = jax.random.fold_in(key, SALT)
         keys = jax.random.split(salted, len(leaves) + 1)

@@ -5,13 +5,16 @@ It needs no memory that grows with the batch beyond a few numbers for each examp
 apart from the activations of a microbatch.
 """
 
+import math
 from collections.abc import Callable, Sequence
+from functools import reduce
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
+from jax.core import Tracer
 
 from .. import _trees as prefix
 from .._checks import check_limit, check_scalar, held_in, is_function, shown
@@ -45,6 +48,20 @@ class Limits(NamedTuple):
     # for each leaf, the mesh axes over which it is split. () if none is
     splits: Sequence[Names] = ()
     divisor: Any = 1  # of the sum
+
+    def joint(self) -> Array | None:
+        """The limit of all groups together: the root of the sum of their squares. None
+        if a group is known to have none.
+        """
+        for limit in self.values:
+            if limit is None or is_function(limit):
+                return None
+            if not isinstance(limit, Tracer) and math.isinf(limit):
+                return None
+        dtype = jnp.result_type(float)
+        # A traced limit may be negative, and then counts as 0.
+        limits = [jnp.maximum(held_in(dtype, limit), 0) for limit in self.values]
+        return reduce(jnp.hypot, limits)
 
     def weigh(
         self, leaves: Arrays, present: Array, terms: Arrays | None = None

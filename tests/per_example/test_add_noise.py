@@ -168,10 +168,73 @@ def test_leaves_have_noise_of_their_own():
     assert abs(np.mean(one * other)) < OFF * SIGMA**2
 
 
-def test_of_a_result_it_returns_the_gradients():
-    grad = clipped_grad(lambda w, x: jnp.sum(w * x), 1.0, mean=False)
-    result = grad(jnp.zeros(3), jnp.eye(3))
-    np.testing.assert_array_equal(add_noise(result, 0.0, KEY), result.grads)
+def result_of(max_norm, **options):
+    """The sum of three gradients."""
+    grad = clipped_grad(loss, max_norm, mean=False, **options)
+    return grad({"w": jnp.zeros(3), "b": jnp.array(0.0)}, jnp.eye(3))
+
+
+def loss(params, x):
+    return jnp.vdot(params["w"], x) + params["b"]
+
+
+@pytest.mark.parametrize("max_norm", [1.0, 0, 1e38, jnp.array(2.0), {"w": 3, "b": 4}])
+def test_of_a_result_it_returns_the_gradients(max_norm):
+    result = result_of(max_norm)
+    found, wanted = (add_noise(x, SIGMA, KEY) for x in (result, result.grads))
+    jax.tree.map(np.testing.assert_array_equal, found, wanted)
+
+
+def test_a_result_knows_the_longest_share_of_an_example():
+    for limits, longest in ((2, 2.0), ({"w": 3.0, "b": jnp.array(4)}, 5.0)):
+        result = jax.jit(result_of)(limits)
+        assert result.limit == result_of(limits).limit == longest
+    # An example may be in both batches.
+    assert jax.tree.map(jnp.add, result, result).limit == 10
+    # A limit below 0 counts as 0.
+    assert jax.jit(result_of)(-1.0).limit == 0
+
+
+INF = jnp.array(np.inf)
+WITHOUT_LIMIT = {
+    "max_norm=None": lambda: result_of(None),
+    "max_norm=inf": lambda: result_of(np.inf),
+    "an array of inf": lambda: result_of(INF),
+    "None for a part": lambda: result_of({"w": 1.0, "b": None}),
+    "the median": lambda: result_of(jnp.nanmedian, private=False),
+    "private=False": lambda: result_of(1.0, private=False),
+}
+
+
+@pytest.mark.parametrize("jit", [False, True])
+def test_a_result_without_a_limit_is_refused(jit):
+    for make in WITHOUT_LIMIT.values():
+        result = (jax.jit(make) if jit else make)()
+        for run in (add_noise, jax.jit(add_noise)):
+            with pytest.raises(ValueError, match=r"^add_noise: result has no limit"):
+                run(result, 1.0, KEY)
+
+
+@pytest.mark.parametrize("number", [float, np.float32, jnp.float32])
+def test_without_noise_nothing_goes_out(number):
+    grads = {"w": jnp.ones(3), "b": jnp.ones(2, np.complex64)}
+    in_jit = jax.jit(add_noise)
+    for sigma in map(number, (0.0, -0.0, 1e-39, 1e-31, -1.0, np.nan)):
+        with pytest.raises(ValueError, match=r"^add_noise: sigma must "):
+            add_noise(grads, sigma, KEY)
+        # There the number is not known.
+        for leaf in jax.tree.leaves(in_jit(grads, sigma, KEY)):
+            assert np.isnan(np.asarray(leaf)).all()
+
+
+def test_under_jit_a_limit_of_inf_lets_nothing_out():
+    noisy = jax.jit(lambda limit: add_noise(result_of(limit), 1.0, KEY))
+    assert np.isnan(noisy(np.inf)["w"]).all()
+    assert np.isfinite(noisy(1.0)["w"]).all()
+
+
+def test_the_smallest_noise_is_not_flushed_to_zero():
+    looks_normal(noise_of(jnp.zeros(MANY), 1e-30) * 1e30 * SIGMA)
 
 
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
@@ -271,7 +334,7 @@ def a_mean():
 
 
 WRONG = {
-    "add_noise: sigma must be at least 0, got -1.0": lambda: (jnp.ones(3), -1.0),
+    "add_noise: sigma must be at least 1e-30, got -1.0": lambda: (jnp.ones(3), -1.0),
     "add_noise: sigma must not be NaN": lambda: (jnp.ones(3), np.nan),
     "add_noise: gradients must be floats, got int32": lambda: (jnp.arange(3), 1.0),
     "add_noise: result must be a sum, got a mean": lambda: (a_mean(), 1.0),
