@@ -169,7 +169,8 @@ def clipped_grad(
     Raises:
       ValueError: a limit that is negative or NaN, `normalize_by` that is not above 0,
         or arguments that are negative, in both roles, or no batch. From the function:
-        batches of different sizes, or limits that do not fit.
+        batches of different sizes, limits that do not fit, or a loss that `jax.vmap`
+        shows the whole batch, as in `optaxclip.per_example.clipped_grad`.
       TypeError: a limit that is not a number. From the function: parameters that are
         no floats, or a loss that is not one real number.
 

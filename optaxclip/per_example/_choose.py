@@ -98,7 +98,7 @@ def costs_of(
     numbers = sum(leaf.size for leaf in jax.tree.leaves(problem.params))
     made = MULTIPLICATIONS_PER_NUMBER * numbers
     # Forward, and backward to the inputs and to the parameters of all examples.
-    plain = 3 * work_of(problem.program()[0]) + made / size
+    plain = 3 * work_of(problem.program) + made / size
     costs = {"one_pass": 1 + made / plain}
     if ghost:
         if ghost.is_convolved:
@@ -115,7 +115,7 @@ def costs_of(
 
 def _runs(problem: Problem, kind: Callable[[Any], bool]) -> bool:
     """Whether the loss has an equation of a kind."""
-    return any(map(kind, problem.program()[0].jaxpr.eqns))
+    return any(map(kind, problem.program.jaxpr.eqns))
 
 
 def _is_split(batch: Any) -> bool | None:

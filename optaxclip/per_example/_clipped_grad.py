@@ -138,14 +138,15 @@ def clipped_grad(
         microbatch below 1. A limit that is a function without `private=False`, or with
         a microbatch. From the function: mesh axes that contradict the types, "auto" for
         a loss that joins devices (`lax.psum`) in pmap or with check_vma=False, a loss
-        that joins devices with different examples, limits that do not fit the
-        parameters, batches whose first axes are missing or differ, or a mask of the
-        wrong shape. "ghost" raises where Explicit mesh axes split parameters, but not
-        the batch, for symbolic sizes, and for a loss that cannot be split, such as one
-        with refs (`jax.new_ref`). For a convolution of a batch that jit splits over
-        devices all methods raise, but for "ghost" if each kernel is used once:
-        JaxRuntimeError, when it is compiled, if only `in_shardings` of jit splits the
-        batch.
+        that joins devices with different examples, a loss that `jax.vmap` shows the
+        whole batch (`jax.custom_batching`, callbacks and `ffi_call` with a
+        `vmap_method` other than "sequential"), limits that do not fit the parameters,
+        batches whose first axes are missing or differ, or a mask of the wrong shape.
+        "ghost" raises where Explicit mesh axes split parameters, but not the batch, for
+        symbolic sizes, and for a loss that cannot be split, such as one with refs
+        (`jax.new_ref`). For a convolution of a batch that jit splits over devices all
+        methods raise, but for "ghost" if each kernel is used once: JaxRuntimeError,
+        when it is compiled, if only `in_shardings` of jit splits the batch.
       NotImplementedError: from the function: a loss that closes over an array on a mesh
         with Explicit axes. Make it a shared argument.
       TypeError: a limit that is not a number, or a shrink that is not a function. From
@@ -371,7 +372,7 @@ def explain_clipped_grad(
 
     Raises:
       ValueError: an unknown method, a microbatch below 1. From the function: batches
-        whose first axes are missing or differ.
+        whose first axes are missing or differ, a loss that is shown the whole batch.
       TypeError: from the function: a loss that is not one real number.
 
     Example:

@@ -3,7 +3,7 @@ which arguments of a loss are differentiated, shared by all examples, or a batch
 """
 
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -18,6 +18,9 @@ from .._trees import check_leaves
 
 # As in jax.grad: for an int the gradient is a tree, for (0,) a tuple of one.
 Places = int | Sequence[int]
+# The values of `vmap_method` by which a callback sees one example at a time. With None
+# JAX raises an error where what it is called with depends on the example.
+ONE_BY_ONE = (None, "sequential", "sequential_unrolled")
 
 
 class Problem(NamedTuple):
@@ -34,18 +37,24 @@ class Problem(NamedTuple):
     limits: Sequence[Any] = ()  # the numbers of `max_norm`
     divisor: Any = 1  # of the sum of the clipped gradients
     devices: int = 1  # that share the batch, of which this has a part
+    # The program of the loss of one example, and the types of what it returns. Known on
+    # the device.
+    program: Any = None
+    returned: Any = None
 
     def of_one(self, params: Any, example: Any) -> tuple[jax.Array, Any]:
         """The loss of one example, and aux."""
         return self.loss(params, example, self.shared)
 
-    def program(self) -> tuple[Any, Any]:
-        """The program of the loss of one example, and the types of what it returns."""
+    def traced(self, of_one: Callable[[Any, Any], Any]) -> tuple[Any, Any]:
+        """The program of a function of the parameters and one example, and the types of
+        what it returns.
+        """
         found = []
 
         def capture(params: Any, example: Any) -> jax.Array:
-            traced = jax.make_jaxpr(self.of_one, return_shape=True)
-            found.append(traced(params, example))
+            program = jax.make_jaxpr(of_one, return_shape=True)
+            found.append(program(params, example))
             return jnp.zeros(())
 
         # Inside vmap a batch has the types of its examples.
@@ -102,17 +111,24 @@ class Question(NamedTuple):
         return Problem(loss, params, batch, present, rest)
 
     def on_device(self, problem: Problem) -> Problem:
-        """The problem, with the mesh axes along which devices differ here.
+        """The problem, with its program, and the mesh axes along which devices differ
+        here.
 
         Raises:
-          ValueError: mesh axes that contradict types, or a loss that joins devices.
+          ValueError: mesh axes that contradict types, or a loss that joins devices or
+            examples.
         """
         params, batch = problem.params, problem.batch
         splits = self._splits(params, batch)
         params = _mesh.typed_as_varying(batch, params)
         problem = problem._replace(params=params, splits=splits)
-        self._check_joins(problem)
-        return problem
+        program, returned = problem.traced(problem.of_one)
+        self._check_program(program, batch)
+        # Rules of jax.custom_jvp and jax.custom_vjp are functions in the loss. Only in
+        # its gradient are they programs.
+        gradient, _ = problem.traced(jax.grad(problem.of_one, has_aux=True))
+        self._check_program(gradient, batch)
+        return problem._replace(program=program, returned=returned)
 
     def _splits(self, params: Any, batch: Any) -> list[Names]:
         """For each parameter, the mesh axes over which its gradient is split."""
@@ -133,26 +149,48 @@ class Question(NamedTuple):
                 )
         return [tuple(sorted(names)) for names in found]
 
-    def _check_joins(self, problem: Problem) -> None:
-        """Raises ValueError for a loss that joins devices in a way that norms of
+    def _check_program(self, program: Any, batch: Any) -> None:
+        """Raises ValueError for what joins examples, or devices in a way that norms of
         examples are not known.
         """
         manual = _mesh.manual_axes()
-        if not manual:
+        mesh_axes = varying(batch)
+        if self.mesh_axes == "auto" and not _mesh.has_types(manual):
+            # Nothing says which mesh axes split parameters, and which the batch.
+            mesh_axes = frozenset(manual)
+        for outer in program.jaxpr.eqns:
+            for eqn in every_equation(outer):
+                self._check_examples(eqn)
+                self._check_devices(eqn, mesh_axes)
+
+    def _check_examples(self, eqn: Any) -> None:
+        """Raises ValueError for an equation to which jax.vmap shows the whole batch."""
+        name = eqn.primitive.name
+        method = eqn.params.get("vmap_method")
+        if name == "custom_vmap_call":
+            cure = "Call the function without jax.custom_batching."
+        elif method not in ONE_BY_ONE:
+            name = f"{name} with vmap_method={method!r}"
+            cure = "Take vmap_method='sequential'."
+        else:
             return
-        shared = varying(problem.batch)
-        untyped = self.mesh_axes == "auto" and not _mesh.has_types(manual)
-        for eqn in problem.program()[0].jaxpr.eqns:
-            for each in every_equation(eqn):
-                joined = _joined_axes(each) & set(manual)
-                if joined & shared or (joined and untyped):
-                    raise ValueError(
-                        f"{self.call}: the loss of one example has a {each.primitive} "
-                        f"over {listed(joined)}. Over axes that split the batch gather "
-                        "parameters before the call, and add up gradients after it. "
-                        "In pmap and with check_vma=False mesh_axes='auto' knows no "
-                        "others: name them, or give None if nothing else is split."
-                    )
+        raise ValueError(
+            f"{self.call}: the loss of one example has a {name}, which sees the whole "
+            "batch: one example could change the gradients of all others, and no limit "
+            f"would bound what it does. {cure}"
+        )
+
+    def _check_devices(self, eqn: Any, mesh_axes: Iterable[str]) -> None:
+        """Raises ValueError for an equation that joins devices along these axes."""
+        joined = _joined_axes(eqn).intersection(mesh_axes)
+        if joined:
+            raise ValueError(
+                f"{self.call}: the loss of one example has a {eqn.primitive} over "
+                f"{listed(joined)}. Over axes that split the batch gather parameters "
+                "before the call, and add up gradients after it. In pmap and with "
+                "check_vma=False mesh_axes='auto' knows no others: name them, or give "
+                "None if nothing else is split."
+            )
 
     def _listed(self, role: str, count: int) -> list[int]:
         """The places of the arguments with a role."""

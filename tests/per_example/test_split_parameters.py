@@ -136,6 +136,25 @@ def test_parameters_gathered_within_the_loss_are_refused():
         run(jnp.ones((8, 2)), normal(0, 4, 8))
 
 
+def test_a_sum_over_the_batch_in_a_backward_rule_is_refused():
+    """A rule is a function, and no part of the program of a loss."""
+    mesh = jax.make_mesh((4,), ("data",), axis_types=AUTO)
+    summed = jax.custom_vjp(lambda y: y)
+
+    def backward(kept, cotangent):
+        return (lax.pcast(lax.psum(cotangent, "data"), "data", to="varying"),)
+
+    summed.defvjp(lambda y: (y, None), backward)
+
+    def local(w, x):
+        grad = clipped_grad(lambda w, x: jnp.sum(x @ summed(w)), 1.0, mean=False)
+        return lax.psum(grad(w, x).grads, "data")
+
+    run = jax.shard_map(local, mesh=mesh, in_specs=(P(), P("data")), out_specs=P())
+    with pytest.raises(ValueError, match=r"clipped_grad: .* psum.* over 'data'"):
+        run(jnp.ones((8, 2)), normal(0, 4, 8))
+
+
 def test_parameters_gathered_before_are_whole():
     mesh = jax.make_mesh((4,), ("data",), axis_types=AUTO)
     grad = clipped_grad(lambda w, x: jnp.sum(x @ w), 1.0, mean=False)

@@ -89,7 +89,7 @@ def call_behind_frozen_parameters(w, x):
     kind = jax.ShapeDtypeStruct((6,), jnp.float32)
     jax.debug.callback(np.tanh, w)
     h = lax.stop_gradient(w) @ x
-    z = jax.pure_callback(np.tanh, kind, h, vmap_method="expand_dims")
+    z = jax.pure_callback(np.tanh, kind, h, vmap_method="sequential")
     return jnp.sum(jnp.tanh(w @ z) ** 2)
 
 
@@ -227,7 +227,7 @@ def settled(p, x):
 def sorted_beside(p, x):
     keys, values = lax.sort((x, layer(p, x)), num_keys=1)
     kind = jax.ShapeDtypeStruct(x.shape, x.dtype)
-    table = jax.pure_callback(np.tanh, kind, keys, vmap_method="expand_dims")
+    table = jax.pure_callback(np.tanh, kind, keys, vmap_method="sequential")
     return jnp.sum(values * table)
 
 

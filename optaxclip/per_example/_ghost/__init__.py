@@ -262,7 +262,7 @@ def _after(before: Array, counts: Array) -> Array:
 def ghost_of(problem: Problem) -> Ghost:
     """The loss of a problem. Raises CannotSplit where it cannot be split."""
     params = jax.tree.leaves(problem.params)
-    loss, shapes = problem.program()
+    loss = problem.program
     program = split_loss(loss, params)
     found = program.uses()
     ways = ways_of(found, params)
@@ -271,7 +271,7 @@ def ghost_of(problem: Problem) -> Ghost:
     for leaf in made:
         uses |= ways[leaf].uses
     factored = [k for k, way in enumerate(ways) if way.parts][::-1]
-    out_tree = jax.tree.structure(shapes)
+    out_tree = jax.tree.structure(problem.returned)
     kept, held = sum(use.kept for use in found), sum(way.held for way in ways)
     known = kept, held, any(map(has_convolution, loss.jaxpr.eqns))
     return Ghost(program, params, ways, out_tree, made, uses, factored, *known)
