@@ -26,12 +26,14 @@ training loop and Keras models run on it.
     spmd_axis_name                where jit splits vmap   no effect: the batch stays
                                                           split as it came
     grid_scale (2.3)              rounds to a grid        absent
+    sensitivity()                 the limit               with the rounding of the sum
 
 Reference: jax_privacy/clipping.py, jax_privacy 2.0.0 and main at 8967688.
 """
 
+import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -70,15 +72,23 @@ class AuxiliaryOutput(NamedTuple):
 class BoundedSensitivityCallable:
     """A function, and how much one example can change its result.
 
+    The bound has the rounding of the sum in it, as `explain_clipped_grad` proves it for
+    a program and a size of the batch. So it is known once the function has run, or was
+    traced: `jax.eval_shape(grad, params, batch)` is enough. Of several programs the
+    largest bound counts. Before that it is the limit alone, and asking for it warns.
+
     Attributes:
       fun: the function.
-      l2_norm_bound: the longest that the contribution of one example can be.
+      limit: the limit of one example over `normalize_by`, without any rounding.
       has_aux: whether an `AuxiliaryOutput` is returned beside the sum.
+      changes: one number for each program that was run: one example changes the sum by
+        at most (1 + change) limits.
     """
 
     fun: Callable[..., Any]
-    l2_norm_bound: Any
+    limit: Any
     has_aux: bool
+    changes: set[float] = field(default_factory=set, repr=False, compare=False)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Returns the sum, or (sum, `AuxiliaryOutput`).
@@ -91,8 +101,15 @@ class BoundedSensitivityCallable:
         """
         return self.fun(*args, **kwargs)
 
+    @property
+    def l2_norm_bound(self) -> Any:
+        """By how much the sum can change with or without one example."""
+        return self._proved("l2_norm_bound")
+
     def sensitivity(self, neighboring_relation: Any = "REPLACE_SPECIAL") -> Any:
         """Returns by how much the sum can change between neighbouring batches.
+
+        Inside `jax.shard_map` it is the sum of one device.
 
         Args:
           neighboring_relation: of `dp_accounting.NeighboringRelation`, or its name:
@@ -102,7 +119,21 @@ class BoundedSensitivityCallable:
         # No import of dp_accounting, which takes seconds and is not always there.
         name = getattr(neighboring_relation, "name", neighboring_relation)
         check_choice("sensitivity: neighboring_relation", name, tuple(CHANGES))
-        return CHANGES[name] * self.l2_norm_bound
+        return CHANGES[name] * self._proved("sensitivity")
+
+    def _proved(self, call: str) -> Any:
+        """The bound of all programs so far."""
+        if not self.changes:
+            warnings.warn(
+                f"{call}: the function has not run, so the rounding of its sum is not "
+                f"known, and the limit {self.limit} may be too little. Call it first, "
+                "or trace it: jax.eval_shape(grad, params, batch). If that is too "
+                "late, account for noise / (1 + change), with change from "
+                "optaxclip.per_example.explain_clipped_grad.",
+                # This method, the one that was called, then the user.
+                stacklevel=3,
+            )
+        return self.limit * (1 + max(self.changes, default=0))
 
 
 def clipped_grad(
@@ -180,8 +211,8 @@ def clipped_grad(
       >>> clipped_grad = optaxclip.dropin.jax_privacy.clipped_grad
       >>> grad = clipped_grad(loss, l2_clip_norm=1.0, return_grad_norms=True)
       >>> total, seen = grad(jnp.array(3.0), jnp.array([2.5, 1.0, 4.0]))
-      >>> print(f"{total:.3f}", seen.grad_norms, grad.sensitivity("REPLACE_ONE"))
-      0.500 [0.5 2.  1. ] 2.0
+      >>> print(f"{total:.3f}", seen.grad_norms, f"{grad.sensitivity():.6f}")
+      0.500 [0.5 2.  1. ] 1.000003
 
     Reference: De, Berrada, Hayes, Smith, Balle, Unlocking high-accuracy differentially
     private image classification through scale, 2022 (arXiv 2204.13650), for
@@ -198,6 +229,7 @@ def clipped_grad(
     if not normalize_by > 0:
         raise ValueError(f"clipped_grad: {normalize_by=} must be above 0.")
     bound = sum(limit**2 for limit in limits) ** 0.5
+    changes = set[float]()
     max_norm, shrink = l2_clip_norm, None
     if rescale_to_unit_norm:
         bound, shrink = len(limits) ** 0.5, _over_limit
@@ -247,8 +279,10 @@ def clipped_grad(
         changed = pre_clipping_transform(jax.tree.map(lambda x: x, params))
         is_same = _leaves_of(changed) == _leaves_of(params)
         way = (loss, "auto") if is_same else (linear, "one_pass")
-        options = {"method": way[1], "microbatch": microbatch_size, "shrink": shrink}
-        options |= {"has_aux": True, "mean": False, "shared_argnums": 2}
+        options = {"method": way[1], "microbatch": microbatch_size}
+        options |= {"has_aux": True, "shared_argnums": 2}
+        explain = per_example.explain_clipped_grad(way[0], **options)
+        options |= {"mean": False, "shrink": shrink}
         grad = per_example.clipped_grad(way[0], max_norm, **options)
         given = others if is_same else (params, others)
         # The gradient of what is linear is the same everywhere, also here.
@@ -266,10 +300,29 @@ def clipped_grad(
             return (x / normalize_by).astype(x.dtype if dtype is None else dtype)
 
         sums = jax.tree.map(finished, result.grads)
+        proved = explain(changed, batch, given)
+        # Of how many limits the sums with and without one example are, at most.
+        longest = 2 * result.values.size * (1 + proved.excess)
+        share = _share_rounded(result.grads, normalize_by, dtype)
+        changes.add(proved.change + longest * share)
         return (sums, jax.tree.map(lambda x: x[:size], seen)) if has_more else sums
 
     has_more = has_aux or return_values or return_grad_norms
-    return BoundedSensitivityCallable(total, bound / normalize_by, has_more)
+    limit = bound / normalize_by
+    return BoundedSensitivityCallable(total, limit, has_more, changes)
+
+
+def _share_rounded(sums: Any, normalize_by: float, dtype: Any) -> float:
+    """What the division and the cast of the sums may round away, over their size."""
+    most = 0.0
+    for leaf in jax.tree.leaves(sums):
+        unit = float(jnp.finfo(leaf.dtype).eps) / 2
+        share = 0.0 if normalize_by == 1 else unit
+        last = unit if dtype is None else float(jnp.finfo(dtype).eps) / 2
+        if last > unit:
+            share += last * (1 + share)
+        most = max(most, share)
+    return most
 
 
 def _has_arrays(tree: Any) -> bool:

@@ -15,6 +15,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from optaxclip.dropin.jax_privacy import clipped_grad
+from optaxclip.per_example import explain_clipped_grad
 
 SIZE = 7
 EPS = float(jnp.finfo(jnp.float32).eps)
@@ -72,7 +73,8 @@ def test_the_sum_is_that_of_the_oracle(limit, microbatch_size, rescale):
     found, seen = jax.jit(grad)(PARAMS, X, Y)
     assert_near(found, summed(grads, factors / 4))
     np.testing.assert_allclose(seen.grad_norms, norms, rtol=RTOL)
-    assert grad.l2_norm_bound == (1.0 if rescale else limit) / 4
+    wanted = (1.0 if rescale else limit) / 4 * proved(SIZE, 4)
+    assert grad.l2_norm_bound == pytest.approx(wanted, rel=1e-5)
 
 
 def test_padding_contributes_nothing():
@@ -93,9 +95,8 @@ def test_parts_with_limits_of_their_own_are_clipped_separately():
     assert_near(found, {k: np.tensordot(factors[k], grads[k], 1) for k in grads})
     for name, x in norms.items():
         np.testing.assert_allclose(seen.grad_norms[name], x, rtol=RTOL)
-    assert grad.l2_norm_bound == math.hypot(0.75, 0.5)
-    rescaled = make(l2_clip_norm=limits, rescale_to_unit_norm=True, normalize_by=2.0)
-    assert rescaled.l2_norm_bound == math.sqrt(2) / 2
+    wanted = math.hypot(0.75, 0.5) * proved(SIZE)
+    assert grad.l2_norm_bound == pytest.approx(wanted, rel=1e-12)
 
 
 def test_a_transform_changes_what_is_clipped():
@@ -269,13 +270,93 @@ class Relation(enum.Enum):
     OTHER = 4
 
 
+def proved(size, normalize_by=1.0):
+    """Over the limit, of gradients that are made and then added up: see "What one
+    example adds" in docs/numerics.md.
+    """
+    unit = 2.0**-24
+    # Additions of a microbatch and of all of them, and products.
+    count = 2 * size + 4
+    excess = count * unit / (1 - count * unit)
+    change = 1 + excess + 2 * (size - 1) * excess
+    if normalize_by == 1:
+        return change
+    # A division rounds the sums with and without the example.
+    return change + 2 * size * (1 + excess) * unit
+
+
+def test_sensitivity_is_what_is_proved():
+    grad = make(normalize_by=3.0)
+    jax.eval_shape(grad, PARAMS, X, Y)
+    assert grad.sensitivity() == pytest.approx(0.5 * proved(SIZE, 3), rel=1e-12)
+    assert grad.l2_norm_bound == grad.sensitivity()
+    # The largest counts of all batches that it was called with.
+    jax.jit(grad)(PARAMS, np.concatenate([X, X]), np.concatenate([Y, Y]))
+    grad(PARAMS, X[:2], Y[:2])
+    assert grad.sensitivity() == pytest.approx(0.5 * proved(2 * SIZE, 3), rel=1e-12)
+    unit = make(l2_clip_norm={"w": 3.0, "b": 4.0}, rescale_to_unit_norm=True)
+    jax.eval_shape(unit, PARAMS, X, Y)
+    assert unit.sensitivity() == pytest.approx(2**0.5 * proved(SIZE), rel=1e-12)
+
+
+def products(weight, x, y):
+    return jnp.sum((x @ weight) * y)
+
+
+def cancelling(seed):
+    """An example of which two halves nearly cancel, so that its norm is mostly made of
+    rounding: two matrices [positions, rows] whose product is its gradient.
+    """
+    random = np.random.default_rng(seed)
+    x = np.tile(random.uniform(1, 2, 512), (64, 1))
+    y = np.tile(random.uniform(1, 2, 512), (64, 1))
+    x[32:] *= np.float32(random.uniform(1, 2))
+    y[32:] *= -1
+    x = x.astype(np.float32)
+    first = x[:32].astype(np.float64).T @ y[:32]
+    other = x[32:].astype(np.float64).T @ y[32:]
+    y[32:] *= -np.sum(first * other) / np.sum(other**2) * (1 - 1 / 64)
+    return x[None], y[None].astype(np.float32)
+
+
+def test_products_of_two_factors_change_the_sum_by_more_than_the_limit():
+    options = {"batch_argnums": (1, 2), "keep_batch_dim": False}
+    grad = clipped_grad(products, l2_clip_norm=1.0, **options)
+    run, weight = jax.jit(grad), jnp.zeros((512, 512))
+    found = [run(weight, *cancelling(seed)) for seed in range(20)]
+    # Without its one example the sum is 0.
+    change = max(np.linalg.norm(np.float64(total)) for total in found)
+    assert 1.005 < change <= grad.sensitivity()
+    explain = explain_clipped_grad(products)(weight, *cancelling(0))
+    assert grad.sensitivity() == pytest.approx(1 + explain.change, rel=1e-12)
+
+
+def test_a_sum_that_is_rounded_to_16_bits_changes_by_more():
+    grad = clipped_grad(lambda w, x: jnp.sum(w * x), l2_clip_norm=1.0, dtype="bfloat16")
+    ones = np.ones((302, 1), np.float32)
+    sums = [float(grad(jnp.zeros(()), x)) for x in (ones, ones[1:], ones[2:])]
+    change = max(abs(np.diff(sums)))
+    assert 1.5 < change <= grad.sensitivity()
+
+
+def test_sensitivity_without_a_program_is_the_limit_and_warns():
+    # As the execution plan of jax_privacy asks.
+    grad = clipped_grad(lambda: None, l2_clip_norm=1.5, normalize_by=2.0)
+    with pytest.warns(UserWarning, match="sensitivity: .* 0.75 .*eval_shape"):
+        assert grad.sensitivity() == 0.75
+    with pytest.warns(UserWarning, match="^l2_norm_bound: .* 0.75 .*eval_shape"):
+        assert grad.l2_norm_bound == 0.75
+
+
 def test_sensitivity_follows_the_relation():
     grad = make(normalize_by=2.0)
-    assert grad.sensitivity() == grad.l2_norm_bound == 0.75
-    assert grad.sensitivity(Relation.ADD_OR_REMOVE_ONE) == 0.75
-    assert grad.sensitivity(Relation.REPLACE_SPECIAL) == 0.75
-    assert grad.sensitivity(Relation.REPLACE_ONE) == 1.5
-    assert grad.sensitivity("REPLACE_ONE") == 1.5
+    jax.eval_shape(grad, PARAMS, X, Y)
+    one = grad.l2_norm_bound
+    assert grad.sensitivity() == one
+    assert grad.sensitivity(Relation.ADD_OR_REMOVE_ONE) == one
+    assert grad.sensitivity(Relation.REPLACE_SPECIAL) == one
+    assert grad.sensitivity(Relation.REPLACE_ONE) == 2 * one
+    assert grad.sensitivity("REPLACE_ONE") == 2 * one
     with pytest.raises(ValueError, match=r"^sensitivity: neighboring_relation .*OTHER"):
         grad.sensitivity(Relation.OTHER)
 
