@@ -74,10 +74,15 @@ def add_noise(result: Any, sigma: ArrayLike, key: Array) -> Any:
     Reference: Abadi et al., Deep learning with differential privacy, 2016 (arXiv
     1607.00133).
     """
-    highest = float(np.finfo(np.float32).max)
-    bounds = {"lowest": -np.inf, "highest": highest}
-    check_number("add_noise: sigma", sigma, **bounds, is_scalar=True)
-    if not isinstance(sigma, Tracer) and float(sigma) < LEAST_SIGMA:
+    check_number(
+        "add_noise: sigma",
+        sigma,
+        lowest=-np.inf,
+        highest=float(np.finfo(np.float32).max),
+        is_scalar=True,
+    )
+    is_known = not isinstance(sigma, Tracer)
+    if is_known and np.asarray(sigma, np.float64) < LEAST_SIGMA:
         raise ValueError(
             f"add_noise: sigma must be at least {LEAST_SIGMA:g}, got {shown(sigma)}: "
             "smaller noise is lost in float32. To go without noise, leave add_noise "
@@ -87,7 +92,7 @@ def add_noise(result: Any, sigma: ArrayLike, key: Array) -> Any:
         raise ValueError("add_noise: must be called outside pmap and check_vma=False.")
     leaves, treedef = jax.tree.flatten(sum_in(result, "add_noise"))
     sigma = jnp.asarray(number_for_jit(sigma), float)
-    is_hidden = sigma >= LEAST_SIGMA
+    is_private = sigma >= LEAST_SIGMA
     if isinstance(result, ClippedGrad):
         if result.limit is None:
             raise ValueError(
@@ -95,8 +100,9 @@ def add_noise(result: Any, sigma: ArrayLike, key: Array) -> Any:
                 "got max_norm=None or inf, or private=False. Give it a number, such as "
                 "max_norm=1.0, and leave private=True."
             )
-        is_hidden &= jnp.all(jnp.isfinite(result.limit))
-    sigma = jnp.where(is_hidden, sigma, jnp.nan)
+        is_private &= jnp.all(jnp.isfinite(result.limit))
+    # A traced number cannot be refused, but no sum may go out without noise.
+    sigma = jnp.where(is_private, sigma, jnp.nan)
     try:
         salted = jax.random.fold_in(key, SALT)
         keys = jax.random.split(salted, len(leaves) + 1)
