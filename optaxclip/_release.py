@@ -164,9 +164,9 @@ class Released:
         if unread:
             raise ValueError(
                 "release: the loss must depend on every float leaf of params, but does "
-                f"not on {listed_paths(unread)}. Leave out what is not trained, such as "
-                "statistics of BatchNorm: close over it, or pass it in the batch. What "
-                "a layer writes to it is lost."
+                f"not on {listed_paths(unread)}. Leave out what is not trained, such "
+                "as statistics of BatchNorm: close over it, or pass it in the batch. "
+                "What a layer writes to it is lost."
             )
 
     def _forward(self, layers: Any, rest: Any, batch: Any) -> Any:

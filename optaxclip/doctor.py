@@ -292,36 +292,40 @@ def _series(log: Log) -> Iterator[tuple[str, Series]]:
 
 
 def _skips_behind_clips(log: Log) -> Iterator[Series]:
-    """How many times its limit the gradient was that a clipper shortened, in steps in
-    which a skip took the shortened one for usual.
+    """Norms of gradients over the limit of a clipper, in steps in which a skip saw what
+    the clipper left of them, and let that pass.
     """
-    columns = {(part, who): own for (part, who, sign, _), own in log.items() if not sign}
+    columns: dict[tuple[int, str], Series] = {}
+    for (part, column, sign, _), own in log.items():
+        if not sign:
+            columns[part, column] = own
     skips = [key for key in columns if SKIPS(key[1])]
     clips = [key for key in columns if CLIPS(key[1])]
     for (part, skip), (part_of_clip, clip) in product(skips, clips):
-        limits = skip.removesuffix("norm"), clip.removesuffix("norm_before")
-        names = skip, f"{limits[0]}limit", clip, f"{limits[1]}limit"
-        series = [columns.get((part, name)) for name in names]
-        if part != part_of_clip or None in series:
+        skip_limit = part, f"{skip.removesuffix('norm')}limit"
+        clip_limit = part, f"{clip.removesuffix('norm_before')}limit"
+        if part != part_of_clip or not {skip_limit, clip_limit} <= columns.keys():
             continue
-        rows, steps, judged, limit, raw, clip_limit = _in_all_rows(series)
-        most = (1 + ROUNDING) * clip_limit
-        is_skipped = judged > (1 + ROUNDING) * limit
-        # Around a clipper a skip sees the raw norm. Equal numbers show that it does
-        # not, and that this clipper is no other one, of other leaves.
-        is_blind = (raw > most) & np.isclose(judged, clip_limit, rtol=ROUNDING)
-        is_blind &= np.isfinite(limit)
-        if len(rows) >= SKIP_STEPS and not (is_skipped | (judged > most)).any():
-            times = np.where(is_blind, raw / clip_limit, 0.0)
-            yield Series(rows, steps, np.array([skip]), times[:, None])
+        keys = (part, skip), skip_limit, (part, clip), clip_limit
+        rows, steps, numbers = _in_all_rows([columns[key] for key in keys])
+        seen, highest, raw, limit = numbers
+        most = (1 + ROUNDING) * limit
+        # A skip around the clipper sees the raw norm. Where both are the same number,
+        # the skip is behind the clipper, and the clipper is not one of other leaves.
+        is_clipped = (raw > most) & np.isclose(seen, limit, rtol=ROUNDING)
+        is_skipped = seen > (1 + ROUNDING) * highest
+        if len(rows) >= SKIP_STEPS and not (is_skipped | (seen > most)).any():
+            # A rule that has not seen enough steps has no limit yet.
+            ratios = np.where(is_clipped & np.isfinite(highest), raw / limit, 0.0)
+            yield Series(rows, steps, np.array([skip]), ratios[:, None])
 
 
-def _in_all_rows(series: list[Series]) -> list[np.ndarray]:
-    """Rows, steps and numbers of columns, in the rows that have all of them."""
+def _in_all_rows(series: list[Series]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Rows, steps and numbers [columns, rows] of the rows that have all columns."""
     rows = reduce(np.intersect1d, [own.rows for own in series])
-    kept = [np.isin(own.rows, rows) for own in series]
-    numbers = [own.numbers[keeps, 0] for own, keeps in zip(series, kept)]
-    return [rows, series[0].steps[kept[0]], *numbers]
+    numbers = [own.numbers[np.isin(own.rows, rows), 0] for own in series]
+    first = series[0]
+    return rows, first.steps[np.isin(first.rows, rows)], np.stack(numbers)
 
 
 def _is_of_updates(who: str) -> bool:

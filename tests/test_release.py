@@ -509,7 +509,7 @@ def labels(tree):
 WRAPPED = {
     "alone": lambda inner: inner,
     "chain": lambda inner: optax.chain(optax.identity(), inner, optax.scale(0.5)),
-    "masked": lambda inner: optax.masked(inner, lambda tree: {k: True for k in tree}),
+    "masked": lambda inner: optax.masked(inner, lambda tree: dict.fromkeys(tree, True)),
     "partition": lambda inner: optax.partition({"a": inner, "b": SGD}, labels),
     "inject": lambda inner: optax.inject_hyperparams(
         lambda rate: optax.chain(inner, optax.scale(rate))

@@ -225,8 +225,8 @@ def record_spikes(
 
     Returns:
       A transformation with a `SpikeState`. Its `update` also takes `grad_norm=`, a norm
-      measured elsewhere: that before any clip. A norm or loss that is NaN or inf is a spike, and is not
-      remembered.
+      measured elsewhere: the one before any clip. A norm or loss that is NaN or inf is
+      a spike, and is not remembered.
 
     Raises:
       ValueError: a number out of its range, or a `value` that differs between devices

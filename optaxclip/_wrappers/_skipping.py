@@ -175,8 +175,8 @@ def skip_step(
 
     Returns:
       A transformation with a `SkipState`. All extra arguments of its `update` go on to
-      the optimizer, and `grad_norm=`, a norm measured elsewhere, is used here too: that
-      before any clip.
+      the optimizer, and `grad_norm=`, a norm measured elsewhere, is used here too: the
+      one before any clip.
 
     Raises:
       ValueError: a number out of its range, `update` without `value` with
@@ -253,8 +253,8 @@ def skip_spikes(
 
     Returns:
       A transformation with a `SkipState`. All extra arguments of its `update` go on to
-      the optimizer, and `grad_norm=`, a norm measured elsewhere, is used here too: that
-      before any clip.
+      the optimizer, and `grad_norm=`, a norm measured elsewhere, is used here too: the
+      one before any clip.
 
     Raises:
       ValueError: a limit or `max_consecutive` that is negative or NaN, a rule that
