@@ -304,9 +304,11 @@ def is_function(x: Any) -> TypeGuard[Callable[..., Any]]:
 def check_transformation(argument: str, value: Any, noun: str = "an optimizer") -> None:
     """Raises TypeError for what has no `init` and `update`."""
     has_both = hasattr(value, "init") and hasattr(value, "update")
-    # A rule has both as well, for norms, and so has a class in the place of an object.
+    # A rule has both as well, for norms, and so have a class in the place of an object
+    # and a function of ours in the place of what it makes.
     is_rule = hasattr(value, "needs_params")
-    if has_both and not is_rule and not isinstance(value, type):
+    is_maker = isinstance(value, type) or inspect.isfunction(value)
+    if has_both and not is_rule and not is_maker:
         return
     got = shown(value)
     # `skip_nonfinite(optax.sgd)` for `skip_nonfinite(optax.sgd(0.1))`.

@@ -103,6 +103,8 @@ def with_our_names(module: str) -> None:
     for name in there.__all__:
         value = getattr(there, name)
         if inspect.isfunction(value):
+            if "GradientTransformation" in str(value.__annotations__.get("return")):
+                _set_init_and_update(value, name)
             answering = checked(value)
             # Where pickle finds it.
             answering.__module__ = module
@@ -144,8 +146,7 @@ def checked(function: Callable[..., Any], call: str = "") -> Callable[..., Any]:
             raise TypeError(f"{call}: {text}") from None
         made = function(*args, **kwargs)
         if isinstance(made, optax.GradientTransformationExtraArgs):
-            made = Clipper(*made)
-            made.call = call, given.arguments
+            made = clipper_of_call(call, given.arguments, made)
         return made
 
     return answering
@@ -158,6 +159,68 @@ class Clipper(optax.GradientTransformationExtraArgs):
 
     def __repr__(self) -> str:
         return call_repr(*self.call) if self.call else super().__repr__()
+
+
+# Python's error for `clipper(grads)` shows the name of the class. With a `__call__`
+# that raises, optax.inject_hyperparams would take a clipper for a schedule.
+Clipper.__name__ = "transformation with init and update"
+
+
+def clipper_of_call(
+    call: str, arguments: Any, made: optax.GradientTransformationExtraArgs
+) -> Clipper:
+    """The transformation that a call made, which errors and notebooks show as it."""
+    init = _naming_misfits(call, "init", made.init)
+    clipper = Clipper(init, _naming_misfits(call, "update", made.update))
+    clipper.call = call, arguments
+    return clipper
+
+
+def _naming_misfits(
+    call: str, method: str, function: Callable[..., Any]
+) -> Callable[..., Any]:
+    """`init` or `update`, with a TypeError in our words for a missing argument."""
+
+    @functools.wraps(function)
+    def named(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return function(*args, **kwargs)
+        except TypeError:
+            # Only now, since a check in each update would take time.
+            _check_arguments(call, method, function, args, kwargs)
+            raise
+
+    return named
+
+
+def _check_arguments(
+    call: str,
+    method: str,
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> None:
+    try:
+        inspect.signature(function).bind(*args, **kwargs)
+    except TypeError as error:
+        raise TypeError(
+            f"{call}: {method}: {error}. Call state = init(params) once, and updates, "
+            "state = update(grads, state, params) in each step."
+        ) from None
+
+
+def _set_init_and_update(function: Callable[..., Any], call: str) -> None:
+    """Gives a function that makes a transformation an `init` and an `update` that say
+    so: `optax.chain(clip_by_global_norm, adam)` looks for them.
+    """
+
+    def uncalled(*_: Any, **__: Any) -> NoReturn:
+        raise TypeError(
+            f"{call}: must be a transformation with init and update, got the function "
+            f"{call}: call it, as in {call}(...)."
+        )
+
+    vars(function).update(init=uncalled, update=uncalled)
 
 
 def _misfit(call: str, error: TypeError, known: list[str], kwargs: Any) -> str:

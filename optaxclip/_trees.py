@@ -152,7 +152,7 @@ def warn_of_integers(call: str, updates: Any) -> None:
                 f"or complex dtype. The leaf {name(path)!r} is "
                 f"{getattr(dtype, '__name__', dtype)}: make it float32.",
                 # The line that called update.
-                stacklevel=3,
+                stacklevel=4,
             )
             return
 

@@ -336,7 +336,7 @@ def _warn_of_clippers(call: str, inner_state: Any) -> None:
             f"{call}: inner has only a ClipState. In a skipped step the optimizer "
             "behind it still moves, by its momentum and weight decay. Put it around "
             f"the whole: {call}(optax.chain(clipper, optimizer)).",
-            stacklevel=3,
+            stacklevel=4,
         )
 
 

@@ -45,6 +45,7 @@ from .._checks import check_choice, check_number
 from .._mesh import typed_as_varying
 from .._names import with_our_names
 from .._norms import global_norm
+from ..per_example._problem import check_function
 from ..shrinks import hard, normalize
 
 __all__ = ["AuxiliaryOutput", "BoundedSensitivityCallable", "clipped_grad"]
@@ -202,8 +203,9 @@ def clipped_grad(
         or arguments that are negative, in both roles, or no batch. From the function:
         batches of different sizes, limits that do not fit, or a loss that `jax.vmap`
         shows the whole batch, as in `optaxclip.per_example.clipped_grad`.
-      TypeError: a limit that is not a number. From the function: parameters that are
-        no floats, or a loss that is not one real number.
+      TypeError: a limit that is not a number, or a loss that is not a function. From
+        the function: parameters that are no floats, or a loss that is not one real
+        number.
 
     Example:
       >>> def loss(w, batch):
@@ -218,6 +220,7 @@ def clipped_grad(
     private image classification through scale, 2022 (arXiv 2204.13650), for
     `rescale_to_unit_norm`.
     """
+    check_function("clipped_grad: fun", fun)
     learned, batches = jax.tree.leaves(argnums), jax.tree.leaves(batch_argnums)
     own = (*learned, *batches, prng_argnum)
     if not batches or min(learned + batches) < 0 or {*learned} & {*batches}:

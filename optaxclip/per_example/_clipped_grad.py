@@ -23,7 +23,7 @@ from ._choose import choose, costs_of, possible_ghost
 from ._explicit import on_each_device
 from ._ghost._norms import Way
 from ._passes import CANCELS, Run, limits_of
-from ._problem import Places, Problem, Question
+from ._problem import Places, Problem, Question, check_function
 
 METHODS = ("auto", "ghost", "one_pass")
 
@@ -149,10 +149,10 @@ def clipped_grad(
         when it is compiled, if only `in_shardings` of jit splits the batch.
       NotImplementedError: from the function: a loss that closes over an array on a mesh
         with Explicit axes. Make it a shared argument.
-      TypeError: a limit that is not a number, or a shrink that is not a function. From
-        the function: parameters that are no floats or complex numbers, places that are
-        no ints, arguments by name, and a loss that is not one real number, or lacks the
-        aux that `has_aux` says.
+      TypeError: a limit that is not a number, a loss or a shrink that is not a
+        function. From the function: parameters that are no floats or complex numbers,
+        places that are no ints, arguments by name, and a loss that is not one real
+        number, or lacks the aux that `has_aux` says.
 
     | an example that | contributes | divides the mean |
     |---|---|---|
@@ -176,6 +176,7 @@ def clipped_grad(
     cost, 2023 (arXiv 2210.00038).
     """
     call = "clipped_grad"
+    check_function(f"{call}: loss", loss)
     check_flag(f"{call}: mean", mean)
     limits = limits_of(max_norm, call, shrink_of(shrink, call))
     check_choice(f"{call}: method", method, METHODS)
@@ -373,7 +374,8 @@ def explain_clipped_grad(
     Raises:
       ValueError: an unknown method, a microbatch below 1. From the function: batches
         whose first axes are missing or differ, a loss that is shown the whole batch.
-      TypeError: from the function: a loss that is not one real number.
+      TypeError: a loss that is not a function. From the function: one that is not one
+        real number.
 
     Example:
       >>> def loss(params, x):
@@ -389,6 +391,7 @@ def explain_clipped_grad(
       w          (30, 20)  product   dot_general  800   0
     """
     call = "explain_clipped_grad"
+    check_function(f"{call}: loss", loss)
     check_choice(f"{call}: method", method, METHODS)
     if microbatch is not None:
         check_length(f"{call}: microbatch", microbatch)

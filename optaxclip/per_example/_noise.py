@@ -24,6 +24,7 @@ from .._mesh import has_types, manual_axes, split_as, varying
 from .._norms import global_norm
 from .._sums import divided
 from ._clipped_grad import ClippedGrad
+from ._problem import check_function
 
 # The CRC-32 of b"optaxclip.add_noise". Keys that are split off, or that small numbers
 # are folded into, are never those of the noise.
@@ -242,6 +243,7 @@ def sensitivity(
 
     Raises:
       ValueError: a mean instead of a sum.
+      TypeError: a `grad_fn` that is not a function.
 
     Example:
       >>> def loss(w, x):
@@ -256,6 +258,7 @@ def sensitivity(
       >>> optaxclip.sensitivity(no_clip, 3.0, batch, limit=1.0)
       Sensitivity(change=inf, pattern='nan in batch[0]', limit=1.0)
     """
+    check_function("sensitivity: grad_fn", grad_fn)
     # On one device, also where a mesh has split it.
     batch = jax.tree.map(lambda x: jnp.asarray(jax.device_get(x)), batch)
 

@@ -266,3 +266,12 @@ def _joined_axes(eqn: Any) -> set[str]:
     found = eqn.params.get("axes", eqn.params.get("axis_name", ()))
     # Of a sum on one device the axes are numbers.
     return {name for name in _mesh.names_in(found) if isinstance(name, str)}
+
+
+def check_function(argument: str, value: Any) -> None:
+    """Raises TypeError for what is not a function, such as a tree of gradients."""
+    if not callable(value):
+        raise TypeError(
+            f"{argument} must be a function, got {shown(value)}. To clip one tree of "
+            "gradients call optaxclip.clip_grads(grads, max_norm)."
+        )
