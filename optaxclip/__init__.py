@@ -31,6 +31,8 @@ Example:
   >>> optimizer = optax.chain(optaxclip.clip_by_global_norm(1.0), optax.adamw(3e-4))
 """
 
+import typing as _typing
+
 # `as` tells type checkers that a name is public.
 from . import _names
 from . import dropin as dropin
@@ -89,7 +91,13 @@ from .per_example import add_noise as add_noise
 from .per_example import clipped_grad as clipped_grad
 from .per_example import sensitivity as sensitivity
 
+# Both are loaded when they are asked for: `python -m optaxclip.doctor` would warn of a
+# module that the package has imported already.
+if _typing.TYPE_CHECKING:
+    from . import check as check
+    from . import doctor as doctor
+
 __version__ = "0.2.0"
 
 # optaxclip.clip_grad_norm_ -> an AttributeError that names clip_grads.
-_names.with_our_names(__name__)
+_names.with_our_names(__name__, later=("check", "doctor"))

@@ -7,9 +7,10 @@ Each public module calls `with_our_names(__name__)` at its end.
 """
 
 import functools
+import importlib
 import inspect
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import Any, NoReturn
 
@@ -53,6 +54,16 @@ _OURS = {
     "shrink": "rescale_to_unit_norm",
     # The limit in the paper of QK-Clip.
     "max_logit": "tau",
+    # Numbers in the papers and code of AdaGC, AGC, SPAM and ZClip.
+    "max_norm": "lambda_abs",
+    "ratio": "lambda_rel",
+    "clipping": "clip_factor",
+    "threshold": "theta",
+    "warmup": "warmup_steps",
+    "z": "z_score z_thresh",
+    # Where there are deviations, a threshold counts them, and is no limit.
+    f"z sigmas {_LIMITS}": "threshold",
+    "sigma": "noise_multiplier stddev",
 }
 ARGUMENTS: dict[str, list[str]] = {}
 for _ours, _others in _OURS.items():
@@ -73,34 +84,67 @@ _MORE = {
     "shared_argnums": ", the arguments that are no batches",
     "nonfinite": '="raise"',
     "shrink": "=optaxclip.shrinks.normalize",
+    "sigma": ", a standard deviation: the noise multiplier times the limit",
+    "sigmas": ", in standard deviations",
+    "z": ", in standard deviations",
+}
+# What people try for an argument, and is none.
+_NO_ARGUMENTS = {
+    # No clipper here has a mask, since optax masks any transformation.
+    "mask": "Wrap the clipper: optax.masked({call}(...), mask).",
+    "trainable": "Wrap the clipper: optax.masked({call}(...), mask).",
+    "noise_multiplier": "optaxclip.add_noise(result, noise_multiplier * max_norm, key) "
+    "adds the noise.",
+    "prefix": "optax.named_chain gives clippers names of their own in the keys.",
 }
 # Names that people try for a function, and the call to use.
 FUNCTIONS = {
     "agc": "adaptive_grad_clip",
     "apply_if_finite": "skip_nonfinite",
+    "clip_by_layer": "clip_by_tensor_norm, or clip_by_group_norm",
     "clip_by_norm": "clip_by_tensor_norm, or dropin.tensorflow_style.clip_by_norm",
+    "clip_by_percentile": "autoclip",
     "clip_grad_norm": "clip_grads(grads, max_norm), or dropin.torch_style",
     "clip_grad_value": "clip_by_value, or dropin.torch_style.clip_grad_value",
     "clip_grads_with_norm": "dropin.torch_style.clip_grads_with_norm",
     "clip_gradient": "clip_cotangent",
     "clip_gradients_by_norm": "clip_by_tensor_norm",
     "clip_norm": "clip_by_global_norm",
+    "clipper": "clip_by_global_norm",
+    "dp_sgd": "clipped_grad(loss, max_norm, mean=False) and add_noise",
+    "get_total_norm": "global_norm, or dropin.torch_style.get_total_norm",
+    "ghost_clipping": 'clipped_grad(loss, max_norm, method="ghost")',
+    "grad_norm": "global_norm(grads), or metrics(state) for a log",
+    "gradient_clipping": "clip_by_global_norm",
+    "log_norm": "record_norm",
+    "make_private": "clipped_grad(loss, max_norm, mean=False) and add_noise",
     "muon_clip": "qk_clip",
+    "noise_multiplier": "add_noise(result, noise_multiplier * max_norm, key)",
+    "norm": "global_norm",
+    "per_sample_clip": "clipped_grad",
+    "privacyengine": "clipped_grad(loss, max_norm, mean=False) and add_noise",
     "skip_nan": "skip_nonfinite",
     "unitwise_clip": "clip_by_unitwise_norm",
     "zero_nans": 'clip_by_global_norm(..., nonfinite="zero")',
 }
+# What is found in another library.
+ELSEWHERE = {
+    "account": "dp-accounting, as docs/private_training.md shows",
+    "chain": "optax.chain",
+    "epsilon": "dp-accounting, as docs/private_training.md shows",
+}
 
 
-def with_our_names(module: str) -> None:
+def with_our_names(module: str, later: Sequence[str] = ()) -> None:
     """Gives a public module its answers: a TypeError in our words for arguments that do
     not fit its functions, an AttributeError that names what is meant, and a `__dir__`
-    of its public names, which editors offer.
+    of its public names, which editors offer. `later` are modules in it that are
+    imported when they are asked for.
     """
     there = sys.modules[module]
     public = [name for name in vars(there) if not name.startswith("_")]
-    vars(there).setdefault("__all__", sorted(public))
-    for name in there.__all__:
+    vars(there).setdefault("__all__", sorted([*public, *later]))
+    for name in set(there.__all__).difference(later):
         value = getattr(there, name)
         if inspect.isfunction(value):
             if "GradientTransformation" in str(value.__annotations__.get("return")):
@@ -110,7 +154,9 @@ def with_our_names(module: str) -> None:
             answering.__module__ = module
             setattr(there, name, answering)
 
-    def __getattr__(name: str) -> NoReturn:
+    def __getattr__(name: str) -> ModuleType:
+        if name in later:
+            return importlib.import_module(f"{module}.{name}")
         text = f"module {module!r} has no attribute {name!r}."
         # JAX, pickle and others ask for attributes such as __path__.
         if not name.startswith("__"):
@@ -247,19 +293,19 @@ def _instead(call: str, name: str, known: list[str]) -> str:
     wanted += _similar(name, {each: each for each in known})
     if wanted:
         return f"Here it is {wanted[0]}{_MORE.get(wanted[0], '')}."
-    # No clipper here has a mask, since optax masks any transformation.
-    if name in ("mask", "trainable"):
-        return f"Wrap the clipper: optax.masked({call}(...), mask)."
-    return ""
+    return _NO_ARGUMENTS.get(name, "").format(call=call)
 
 
 def _hint(name: str, module: ModuleType) -> str:
     package = sys.modules[__package__ or ""]
-    meant = FUNCTIONS.get(name.lower().rstrip("_"))
-    if module is package and meant:
-        return f"Use {package.__name__}.{meant}."
+    plain = name.lower().rstrip("_")
+    if module is package and plain in FUNCTIONS:
+        return f"Use {package.__name__}.{FUNCTIONS[plain]}."
+    if module is package and plain in ELSEWHERE:
+        return f"Use {ELSEWHERE[plain]}."
     modules = [getattr(package, own) for own in package.__all__]
-    modules = [each for each in modules if isinstance(each, ModuleType)]
+    # A command has no names.
+    modules = [each for each in modules if hasattr(each, "__all__")]
     # Of names that are equally similar, the module's own.
     places = {}
     for each in (*modules, package, module):

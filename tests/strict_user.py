@@ -78,3 +78,7 @@ def others(params: Params, x: jax.Array) -> None:
     )
     state = own.init(params)
     print(own.update(params, state, grad_norm=norm))
+    # Modules that are loaded when they are asked for.
+    findings: list[optaxclip.doctor.Finding] = optaxclip.doctor.diagnose("log.jsonl")
+    optaxclip.check.main(["trainer:make_step"])
+    print(findings, optaxclip.docter)  # pyright: ignore

@@ -5,6 +5,10 @@ already: what is slow to import comes when it is needed.
 import subprocess
 import sys
 
+import pytest
+
+import optaxclip
+
 PROGRAM = """
 import sys
 
@@ -26,3 +30,43 @@ def test_importing_is_silent_and_brings_only_the_library_itself():
         check=True,
     )
     assert (run.stdout.strip(), run.stderr) == ("", "")
+
+
+LATER = """
+import sys
+
+import optaxclip
+
+names = {"check", "doctor"}
+brought = {name for name in names if f"optaxclip.{name}" in sys.modules}
+offered = names & set(dir(optaxclip))
+print(*sorted(brought), *sorted(offered))
+print(optaxclip.doctor.diagnose.__name__, optaxclip.check.main.__name__)
+"""
+
+
+def test_the_tools_come_when_they_are_asked_for():
+    run = subprocess.run(
+        [sys.executable, "-W", "error", "-c", LATER],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert run.stdout.split("\n")[:2] == ["check doctor", "diagnose main"]
+
+
+@pytest.mark.parametrize("module", ["check", "doctor", "replay"])
+def test_a_command_is_silent_about_its_own_import(module):
+    run = subprocess.run(
+        [sys.executable, "-W", "error", "-m", f"optaxclip.{module}", "--help"],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert run.stdout.startswith(f"usage: python -m optaxclip.{module}")
+    assert run.stderr == ""
+
+
+def test_names_of_the_tools_are_found_by_their_hints():
+    with pytest.raises(AttributeError, match=r"Use optaxclip\.doctor\.diagnose\.$"):
+        _ = optaxclip.diagnose
