@@ -234,6 +234,10 @@ def check_shape(shape: Any, own: tuple[int, ...], argument: str) -> None:
 
 # ------------------------------------------------------------------------ functions
 
+# Names of parameters that are no step.
+NOT_STEPS = {"grad", "gradient", "grads", "gradients", "params", "tree", "updates"}
+NOT_STEPS |= {"norm", "norms"}
+
 
 def check_schedule(argument: str, function: Callable[..., Any], hint: str = "") -> None:
     """Refuses a shrink, and a function that cannot be called with a step alone."""
@@ -242,6 +246,19 @@ def check_schedule(argument: str, function: Callable[..., Any], hint: str = "") 
         raise TypeError(f"{argument} must be a limit, got a shrink: set shrink=.")
     must = f"{argument}: a schedule must take the step alone"
     check_takes(must, function, 1, hint)
+    try:
+        signature = inspect.signature(function)
+    except ValueError:  # one of C has no signature
+        return
+    first = next(iter(signature.parameters))
+    # `lambda grads: 0.1 * global_norm(grads)` would be called with the step.
+    if first in NOT_STEPS:
+        name = getattr(function, "__name__", repr(function))
+        raise TypeError(
+            f"{argument}: a schedule takes the step, and not {first}, got "
+            f"{name}{signature}. A norm of your own goes to optaxclip.clip_by(norm, "
+            "limit), and a limit that follows norms is a rule of optaxclip.rules."
+        )
 
 
 def check_takes(

@@ -9,7 +9,8 @@ import optax
 import pytest
 
 import optaxclip
-from optaxclip.dropin import torch_style
+from optaxclip.dropin import keras, torch_style
+from tests.methods import METHODS
 
 MAX_NORM = {
     "clip_by_global_norm": optaxclip.clip_by_global_norm,
@@ -106,3 +107,53 @@ def test_large_ints_are_limits_and_those_beyond_float32_are_named():
         optaxclip.clip_by_value(1.0, -(2**400))
     with jax.enable_x64(True):
         optaxclip.clip_by_value(2**400)
+
+
+OF_GRADIENTS = {
+    "grads": lambda grads: 0.1 * optaxclip.global_norm(grads),
+    "updates": lambda updates: 0.1 * optaxclip.global_norm(updates),
+    "gradients": lambda gradients: 0.1 * optaxclip.global_norm(gradients),
+    "params": lambda params: 0.1 * optaxclip.global_norm(params),
+    "tree": optaxclip.global_norm,
+    "norm": lambda norm: 2.0 * norm,
+}
+TAKES_SCHEDULES = {
+    name: method.make
+    for name, method in METHODS.items()
+    if method.limit is not None and method.schedules and not name.startswith("per_ex")
+}
+TAKES_SCHEDULES |= {
+    "clip_by_tensor_norm of a tree": lambda x: optaxclip.clip_by_tensor_norm({"w": x}),
+    "clip_by_value below": lambda x: optaxclip.clip_by_value(1.0, x),
+    "clip_by": lambda x: optaxclip.clip_by(optaxclip.global_norm, x),
+    "clip_gradients": lambda x: keras.clip_gradients(clipnorm=x),
+    "growth": optaxclip.rules.growth,
+    "minimum": lambda x: optaxclip.rules.minimum(1.0, x),
+    "skip_spikes": lambda x: optaxclip.skip_spikes(optax.sgd(0.1), x),
+    "skip_step": lambda x: optaxclip.skip_step(optax.sgd(0.1), x),
+    "zclip": optaxclip.zclip,
+}
+
+
+@pytest.mark.parametrize("parameter", OF_GRADIENTS)
+@pytest.mark.parametrize("name", TAKES_SCHEDULES)
+def test_a_function_of_gradients_is_no_schedule(name, parameter):
+    text = f"a schedule takes the step, and not {parameter}, got .* optaxclip.clip_by"
+    with pytest.raises(TypeError, match=text):
+        TAKES_SCHEDULES[name](OF_GRADIENTS[parameter])
+
+
+STEPS = {
+    "step": lambda step: 1.0,
+    "count": optax.linear_schedule(1.0, 2.0, 9),
+    "t": lambda t, scale=1.0: scale,
+    "no name": lambda *args: 1.0,
+    "of C": np.sqrt,
+    "jitted": jax.jit(lambda step: 1.0 + step),
+}
+
+
+@pytest.mark.parametrize("parameter", STEPS)
+@pytest.mark.parametrize("name", TAKES_SCHEDULES)
+def test_functions_of_steps_are_schedules(name, parameter):
+    TAKES_SCHEDULES[name](STEPS[parameter])
