@@ -121,7 +121,7 @@ def clip_cotangent(
         if value is not None:
             raise ValueError(f"{call}: {name}={shown(value)} belongs to {limit_of}.")
     # Integers stay outside, since JAX gives them cotangents of dtype float0.
-    arrays = jax.tree.map(jnp.asarray, clipped_leaves(x))
+    arrays = jax.tree.map(jnp.asarray, clipped_leaves(x, call))
     if max_norm is None:
         # Two bounds may both be positive, such as 0.5 and 1. One alone is a modulus.
         lowest = 0.0 if min_value is None else -math.inf
@@ -182,7 +182,7 @@ def scale_cotangent(x: Tree, scale: Any) -> Tree:
     2210.02414).
     """
     scale = _scalar("scale_cotangent: scale", scale, lowest=-math.inf)
-    arrays = jax.tree.map(jnp.asarray, clipped_leaves(x))
+    arrays = jax.tree.map(jnp.asarray, clipped_leaves(x, "scale_cotangent"))
     return put_back(_scaled(arrays, scale), x)
 
 

@@ -48,7 +48,7 @@ def rescale(updates: Any, norms: Any, new_norms: Any) -> Any:
       [0.6 0.8]
     """
     # Integers and empty leaves are not measured, and come back as they were.
-    tree = clipped_leaves(updates)
+    tree = clipped_leaves(updates, "rescale")
     norms, new_norms = jax.tree.map(as_float, (norms, new_norms))
     norms_before = norms_of_tree(norms, tree, "rescale: norms")
     structure = jax.tree.structure(norms)

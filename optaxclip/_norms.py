@@ -358,7 +358,7 @@ def global_norm(tree: Any, *, ord: Ord = None, mesh_axes: MeshAxes = "auto") -> 
       5.477226
     """
     measure = GlobalNorm(**check_measure("global_norm", ord), mesh_axes=mesh_axes)
-    return measure(clipped_leaves(tree)).values[0]
+    return measure(clipped_leaves(tree, "global_norm")).values[0]
 
 
 def tensor_norm(
@@ -398,7 +398,7 @@ def tensor_norm(
     numbers = {"stacked": stacked, "mesh_axes": mesh_axes}
     measure = TensorNorm(**check_measure("tensor_norm", ord), **numbers)
     # Leaves that do not count are None here, and so in the tree of norms.
-    return measure(clipped_leaves(tree)).tree()
+    return measure(clipped_leaves(tree, "tensor_norm")).tree()
 
 
 def unitwise_norm(
@@ -445,7 +445,7 @@ def unitwise_norm(
     """
     numbers = {"axis": axis, "stacked": stacked, "mesh_axes": mesh_axes}
     measure = UnitwiseNorm(**check_measure("unitwise_norm", ord), **numbers)
-    return measure(clipped_leaves(tree)).tree()
+    return measure(clipped_leaves(tree, "unitwise_norm")).tree()
 
 
 def group_norm(
@@ -480,4 +480,5 @@ def group_norm(
     # Leaves that do not count have labels too, whose norm may then be 0.
     labels = labels_of(labels, trees.unboxed(tree))
     options = check_measure("group_norm", ord, labels=labels)
-    return GroupNorm(**options, mesh_axes=mesh_axes)(clipped_leaves(tree)).tree()
+    measure = GroupNorm(**options, mesh_axes=mesh_axes)
+    return measure(clipped_leaves(tree, "group_norm")).tree()

@@ -85,7 +85,7 @@ class Released:
 
     def init(self, params: Any) -> ReleaseState:
         """Returns the state before the first step."""
-        weights, others = clipped_leaves(_pair(params))
+        weights, others = clipped_leaves(_pair(params), "release")
         # Raises for leaves with different numbers of layers.
         _count(params[0])
         _check_optimizer(self.optimizer, weights)
@@ -106,7 +106,7 @@ class Released:
                 "of devices: use jit, or shard_map with check_vma=True."
             )
         layers, rest = _pair(params)
-        weights, others = clipped_leaves((layers, rest))
+        weights, others = clipped_leaves((layers, rest), "release")
         clips = jax.eval_shape(jax.vmap(self.layer_clip.init), weights)
         clips = jax.tree.structure(clips).unflatten(state.layer_clip)
         loss, inputs, of_head, last, back = self._forward(layers, rest, batch)

@@ -52,13 +52,29 @@ def _clipped(leaf: Any) -> Any:
             return leaf
     # A Python number has no dtype. Those of random keys and float0 are not inexact.
     dtype = leaf.dtype if hasattr(leaf, "dtype") else jnp.result_type(leaf)
+    if _is_foreign(dtype):
+        raise TypeError(f"an array of {dtype}")
     counts = jnp.issubdtype(dtype, jnp.inexact) and 0 not in jnp.shape(leaf)
     return leaf if counts else None
+
+
+def _is_foreign(dtype: Any) -> bool:
+    """Whether it is a dtype of NumPy that JAX does not have: objects, strings, times.
+    JAX would refuse such an array in jit. Outside it would pass unclipped.
+    """
+    # Those of random keys have no kind.
+    return getattr(dtype, "kind", None) in ("O", "S", "U", "M", "m")
 
 
 def check_leaves(tree: Any, begin: str) -> None:
     """Raises for a leaf that is not an array, such as a function in a model."""
     for path, leaf in jax.tree.leaves_with_path(tree):
+        dtype = getattr(leaf, "dtype", None)
+        if _is_foreign(dtype):
+            raise TypeError(
+                f"{begin}the leaf {name(path)!r} must be an array of numbers, got one "
+                f"of {dtype}: make it float32, or hand over None for it."
+            )
         try:
             _clipped(leaf)
         except TypeError:

@@ -187,7 +187,7 @@ def larc(
     kernel = make_clipper(measure, rule, call=call, name="learning_rate", **options)
 
     def update(updates: Any, state: Any, params: Any = None, **_: Any) -> Any:
-        tree = clipped_leaves(updates)
+        tree = clipped_leaves(updates, call)
         weights = weights_of(call, tree, params)
         # |g| and |p| of each tensor, as trees.
         norms, lengths = measure(tree).tree(), measure(weights).tree()
@@ -317,7 +317,7 @@ def clippy(
     kernel = make_clipper(measure, None, call=call, name="limit", nonfinite=nonfinite)
 
     def update(updates: Any, state: Any, params: Any = None, **_: Any) -> Any:
-        tree = clipped_leaves(updates)
+        tree = clipped_leaves(updates, call)
         weights = weights_of(call, tree, params, "updates")
         free = jnp.isinf(relative) | jnp.isinf(absolute)
         most = jnp.where(free, jnp.inf, 1.0)

@@ -126,7 +126,7 @@ def spam(
     def update(updates: Any, state: Any, params: Any = None, **given: Any) -> Any:
         check_state(call, state, SpamState)
         second_moment = given.get("second_moment")
-        step, tree = state.step, clipped_leaves(updates)
+        step, tree = state.step, clipped_leaves(updates, call)
         trees.check_kept(call, tree, state.second_moment)
         since = steps_since_reset(step, every)
         # The step is traced, so a reset is a selection in every step.
@@ -245,7 +245,7 @@ def adaclip(
     largest: Any = make_clipper(measure, rule_in(call, Ema, decay=decay), **options)
 
     def update(updates: Any, state: Any, params: Any = None, **given: Any) -> Any:
-        tree = clipped_leaves(updates)
+        tree = clipped_leaves(updates, call)
         # Needed below as well, to know which tensors are broken.
         norms = measure(tree)
         grad_norm = given.pop("grad_norm", None)
@@ -354,7 +354,7 @@ def reset_momentum(
             wide = _widened(x)
             return (wide * factor.astype(wide.dtype)).astype(jnp.result_type(x))
 
-        tree = jax.tree.map(scaled, clipped_leaves(updates))
+        tree = jax.tree.map(scaled, clipped_leaves(updates, call))
         return put_back(tree, updates), ResetState(step, inner_state)
 
     return optax.GradientTransformationExtraArgs(init, update)

@@ -104,7 +104,7 @@ def carry_clipped(
                 f"{call}: grad_norm cannot be given: what is clipped is the sum of "
                 "gradient and carry, whose norm is another."
             )
-        tree = clipped_leaves(updates)
+        tree = clipped_leaves(updates, call)
         check_kept(call, tree, state.carry)
         total = jax.tree.map(_add_carry, tree, state.carry, is_leaf=is_none)
         clipped, clip_state = clipper.update(
@@ -201,7 +201,7 @@ def constrain(
     clipper = with_extra_args(f"{call}: clipper", clipper, "a clipper")
 
     def update(updates: Any, state: Any, params: Any = None, **extra_args: Any) -> Any:
-        tree = clipped_leaves(updates)
+        tree = clipped_leaves(updates, call)
         weights = weights_of(call, tree, params, "updates")
         extra_args = {k: v for k, v in extra_args.items() if k not in OF_GRADIENTS}
         moved = jax.tree.map(_moved, weights, tree)
