@@ -457,7 +457,8 @@ def _starts(sizes: Sequence[int], split: Split) -> list[Any]:
 def check_replicated(tree: Any, mesh_axes: str | tuple[str, ...]) -> jax.Array:
     """Returns whether all devices along some mesh axes hold the same values.
 
-    For debugging inside pmap and shard_map, where JAX cannot tell.
+    For debugging inside pmap and shard_map, where JAX cannot tell. A gradient that is
+    the same on all devices is whole, and no mesh axis is named for it in `mesh_axes`.
 
     Args:
       tree: a pytree of arrays.

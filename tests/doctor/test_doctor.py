@@ -4,6 +4,7 @@ import json
 import re
 import subprocess
 import sys
+from functools import partial
 from itertools import product
 from pathlib import Path
 
@@ -266,9 +267,10 @@ def test_what_metrics_write_is_read(tmp_path):
     assert (found.step, found.value) == (1, 1)
 
 
-def skip_log(optimizer, norms, losses=None):
-    """The rows of a run whose gradients have these norms."""
-    losses = np.zeros(len(norms)) if losses is None else losses
+@partial(jax.jit, static_argnums=0)
+def columns_of(optimizer, norms, losses):
+    """What `metrics` shows of a run whose gradients have these norms."""
+    params = {"a": jnp.float32(1), "b": jnp.float32(1)}
 
     def step(state, numbers):
         norm, loss = numbers
@@ -276,9 +278,12 @@ def skip_log(optimizer, norms, losses=None):
         _, state = optimizer.update(grads, state, params, value=loss)
         return state, optaxclip.metrics(state)
 
-    params = {"a": jnp.float32(1), "b": jnp.float32(1)}
-    state = optimizer.init(params)
-    _, columns = jax.lax.scan(step, state, np.float32([norms, losses]).T)
+    return jax.lax.scan(step, optimizer.init(params), (norms, losses))[1]
+
+
+def skip_log(optimizer, norms, losses=None):
+    losses = np.zeros(len(norms)) if losses is None else losses
+    columns = columns_of(optimizer, np.float32(norms), np.float32(losses))
     found = {name: np.float64(x).tolist() for name, x in columns.items()}
     return [dict(zip(found, line)) for line in zip(*found.values())]
 
