@@ -130,7 +130,7 @@ def clip_cotangent(
         if min_value is not None:
             low = _scalar(f"{call}: min_value", min_value, lowest)
             check_order(call, ("min_value", min_value), ("max_value", max_value))
-        return put_back(_clipped(None, arrays, (high, low)), x)
+        return _with_clipped_cotangent(None, arrays, (high, low), x)
     limit = _scalar(f"{call}: max_norm", max_norm)
     if mesh_axes == "auto" and (over := varying(arrays)):
         # Under vmap nothing tells examples of several devices from one array.
@@ -146,7 +146,7 @@ def clip_cotangent(
         # Refused in the forward pass. The backward pass takes the norm.
         for path, leaf in jax.tree.leaves_with_path(arrays):
             axes_within(axis, f"{call}: axis", prefix.name(path), leaf.ndim)
-    return put_back(_clipped(measure, arrays, limit), x)
+    return _with_clipped_cotangent(measure, arrays, limit, x)
 
 
 def scale_cotangent(x: Tree, scale: Any) -> Tree:
@@ -186,16 +186,25 @@ def scale_cotangent(x: Tree, scale: Any) -> Tree:
     return put_back(_scaled(arrays, scale), x)
 
 
+def _with_clipped_cotangent(measure: Any, arrays: Any, limit: Any, x: Any) -> Any:
+    # In a list, since JAX would put placeholders into nodes of the user's.
+    leaves, treedef = jax.tree.flatten(arrays)
+    return put_back(treedef.unflatten(_clipped(measure, treedef, leaves, limit)), x)
+
+
 # The measure is hashable and part of the program. The limit is an operand, so
 # that it may be traced, and differ between the examples of a vmap.
-@partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _clipped(measure: Measure | None, x: Any, limit: Any) -> Any:
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _clipped(measure: Measure | None, treedef: Any, x: list[Any], limit: Any) -> Any:
     """The identity. Its cotangent is clipped by norm, or by value without a measure."""
     return x
 
 
-def _backward(measure: Measure | None, limit: Any, cotangent: Any) -> Any:
+def _backward(
+    measure: Measure | None, treedef: Any, limit: Any, cotangents: list[Any]
+) -> Any:
     # A backward pass has nowhere to keep a state: counts and shares are dropped.
+    cotangent = treedef.unflatten(cotangents)
     if measure is None:
         high, low = limit
         below = None if low is None else ("min_value", low)
@@ -206,11 +215,11 @@ def _backward(measure: Measure | None, limit: Any, cotangent: Any) -> Any:
             cotangent, limit, measure, call="clip_cotangent", name="max_norm"
         )
     # custom_vjp wants a cotangent for each operand. That of the limit is 0.
-    return clipped, jax.tree.map(jnp.zeros_like, limit)
+    return jax.tree.leaves(clipped), jax.tree.map(jnp.zeros_like, limit)
 
 
 # The backward pass needs no activation, so x is not kept for it.
-_clipped.defvjp(lambda _, x, limit: (x, limit), _backward)
+_clipped.defvjp(lambda _, __, x, limit: (x, limit), _backward)
 
 
 # A JVP that is linear in the tangent, which JAX transposes for reverse mode. For a

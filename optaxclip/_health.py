@@ -199,15 +199,16 @@ def _after_step(
 
     def recorded(numbers: list[Any]) -> Any:
         # The kernel puts numbers of leaves where their norms are.
-        return update(tree, state.norms, grad_norm=norms.treedef.unflatten(numbers))[1]
+        own = norms._replace(values=norms.on_all_devices(numbers))
+        return update(tree, state.norms, grad_norm=own)[1]
 
     def vector(numbers: list[Any]) -> jax.Array:
         return recorded(numbers).norm.astype(jnp.float32)
 
-    lengths = jax.tree.leaves(norms.tree())
+    lengths = norms.on_device()
     found = {}
     if weights is not None:
-        of_weights = jax.tree.leaves(measure(weights).tree())
+        of_weights = measure(weights).on_device()
         found["weight_norm"] = of_weights
         dots = _dots(norms, tree, weights)
         found["cosine"] = list(map(_cosine, dots, lengths, of_weights))

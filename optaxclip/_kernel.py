@@ -256,15 +256,21 @@ def _given(
     argument: str, tree: Any, norms: Norms, settings: Settings
 ) -> list[jax.Array]:
     """Norms or limits of the user's, once they are seen to fit."""
-    # In the structure in which the norm functions return norms.
-    wanted = jax.tree.map(jnp.shape, jax.eval_shape(norms.tree))
-    found = jax.tree.map(jnp.shape, tree)
-    if jax.tree.structure(tree) != norms.treedef or found != wanted:
-        raise ValueError(
-            f"{settings.call}: {argument} must have the structure and shapes of the "
-            f"norms that it measures, {wanted}, got {found}."
-        )
-    pairs = zip(norms.from_tree(tree), norms.values)
+    if isinstance(tree, Norms):
+        # From within the library: a node of the user's that checks its arrays would
+        # refuse norms.
+        numbers = tree.values
+    else:
+        # In the structure in which the norm functions return norms.
+        shapes_of_norms = jax.tree.map(jnp.shape, jax.eval_shape(norms.tree))
+        shapes = jax.tree.map(jnp.shape, tree)
+        if jax.tree.structure(tree) != norms.treedef or shapes != shapes_of_norms:
+            raise ValueError(
+                f"{settings.call}: {argument} must have the structure and shapes of "
+                f"the norms that it measures, {shapes_of_norms}, got {shapes}."
+            )
+        numbers = norms.on_all_devices(jax.tree.leaves(tree))
+    pairs = zip(numbers, norms.values)
     # In the dtype and sharding of what was measured, so that the state keeps its types.
     return [mesh.split_as(x.astype(y.dtype), jax.typeof(y)) for x, y in pairs]
 

@@ -183,7 +183,9 @@ def norms_of_tree(norms: Any, tree: Any, argument: str = "norms") -> Norms:
         count += norm is not None
     entries, treedef = jax.tree.flatten_with_path(norms)
     paths = tuple(path for path, _ in entries)
-    return Norms([norm for _, norm in entries], tuple(leaves), paths, treedef)
+    values = [norm for _, norm in entries]
+    holes = trees.holes_of(norms)
+    return Norms(values, tuple(leaves), paths, treedef, holes=holes)
 
 
 def norm_of_norms(norms: Norms) -> jax.Array:
@@ -223,7 +225,14 @@ def _norm_of_each_leaf(
     plan = Plan(tuple(leaves), len(leaves), measure.ord)
     values = norms_of(plan, [jnp.asarray(leaf) for _, leaf in entries])
     paths = tuple(path for path, _ in entries)
-    return Norms(values, plan.leaves, paths, treedef, units=tuple(norms_of_units))
+    return Norms(
+        values,
+        plan.leaves,
+        paths,
+        treedef,
+        units=tuple(norms_of_units),
+        holes=trees.holes_of(tree),
+    )
 
 
 def check_measure(call: str, ord: Any, **numbers: Any) -> dict[str, Any]:
@@ -311,7 +320,8 @@ def labels_of(labels: Any, tree: Any) -> Any:
     try:
         inspect.signature(labels).bind(tree)
     except TypeError:
-        return jax.tree.structure(tree).unflatten(trees.for_each_leaf(labels, tree, ""))
+        paths = [path for path, _ in jax.tree.leaves_with_path(tree)]
+        return trees.Prefix(tuple(zip(paths, trees.for_each_leaf(labels, tree, ""))))
     return labels(tree)
 
 

@@ -54,19 +54,23 @@ class Norms(NamedTuple):
     units: tuple[int, ...] = ()  # the indices of those that are of units
     noun: str = "leaf"  # what errors call that which has a norm
     allow_missing: bool = False  # whether limits may be for others
+    holes: tuple[Any, ...] = ()  # key paths of what has no norm, such as None
 
     def tree(self) -> Any:
-        """The norms as a tree."""
+        """The norms as a tree. A node that checks its arrays refuses them."""
+        return self.treedef.unflatten(self.on_device())
+
+    def on_device(self) -> list[Any]:
+        """The norms. Of layers a device gets the norms of its own."""
         values = list(self.values)
-        # A device gets back the norms of its own layers.
         for leaf in self.leaves:
             if leaf.norm is not None:
                 values[leaf.norm] = entry_of_leaf(leaf, values)
-        return self.treedef.unflatten(values)
+        return values
 
-    def from_tree(self, tree: Any) -> list[Any]:
-        """Numbers like `values`, from a tree of them in the structure of `tree()`."""
-        values = jax.tree.leaves(tree)
+    def on_all_devices(self, numbers: Sequence[Any]) -> list[Any]:
+        """Numbers like `values`, from numbers like those of `on_device`."""
+        values = list(numbers)
         for leaf in self.leaves:
             if leaf.norm is not None and leaf.split.kept:
                 among_zeros = mesh.at_own_place(values[leaf.norm], leaf.split)
@@ -85,7 +89,7 @@ def entry_of_leaf(leaf: Leaf, values: Sequence[Any]) -> Any:
 # To JAX only norms are arrays. Everything else belongs to their structure.
 jax.tree_util.register_pytree_node(
     Norms,
-    lambda norms: ((norms.values,), norms._replace(values=[])),
+    lambda norms: ((norms.values,), norms._replace(values=())),
     lambda norms, children: norms._replace(values=children[0]),
 )
 

@@ -294,10 +294,14 @@ def rules_of_norms(
         missing = set().union(*names) - set(trees.names(norms.paths))
         kept = [x for x in table.entries if trees.name(x[0]) not in missing]
         table = trees.Prefix(tuple(kept))
-    # Rules are placed on the tree of norms, whose leaves are their numbers here.
-    tree = norms.treedef.unflatten(range(len(norms.values)))
-    options = {"part": norms.noun, "allow_missing": norms.allow_missing}
-    return trees.lookup(table, tree, argument, **options)
+    return trees.lookup_paths(
+        table,
+        norms.paths,
+        set(norms.holes),
+        argument=argument,
+        part=norms.noun,
+        allow_missing=norms.allow_missing,
+    )
 
 
 def shared_rule(rules: list[Rule], group: Group, norms: Norms, call: str) -> Rule:

@@ -10,7 +10,15 @@ the updates needs no value.
 import operator
 import warnings
 from collections import Counter
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import (
+    Callable,
+    Container,
+    Iterable,
+    Iterator,
+    Mapping,
+    Sequence,
+    Set,
+)
 from functools import partial
 from itertools import chain
 from typing import Any, NamedTuple, TypeAlias, TypeGuard
@@ -336,10 +344,33 @@ def lookup(
       ValueError: a leaf has no value, or a value stands where the tree has no such
         part, unless `allow_missing`. The text names the argument and the path.
     """
-    table = dict(prefix.entries)
+    return lookup_paths(
+        prefix,
+        [path for path, _ in jax.tree.leaves_with_path(tree)],
+        set(holes_of(tree)),
+        argument=argument,
+        part=part,
+        allow_missing=allow_missing,
+    )
+
+
+def holes_of(tree: Any) -> tuple[Any, ...]:
+    """The key paths of all holes in a tree."""
     entries = jax.tree.leaves_with_path(tree, is_leaf=is_hole)
-    holes = {path for path, leaf in entries if is_hole(leaf)}
-    paths = [path for path, _ in entries if path not in holes]
+    return tuple(path for path, leaf in entries if is_hole(leaf))
+
+
+def lookup_paths(
+    prefix: Prefix,
+    paths: Sequence[Any],
+    holes: Set[Any],
+    *,
+    argument: str,
+    part: str,
+    allow_missing: bool,
+) -> list[Any]:
+    """`lookup`, by the key paths of leaves and holes."""
+    table = dict(prefix.entries)
     # A value at a hole, or above it, need not reach a leaf.
     used = set(chain.from_iterable(map(heads, holes)))
     values = []

@@ -189,9 +189,8 @@ def larc(
     def update(updates: Any, state: Any, params: Any = None, **_: Any) -> Any:
         tree = clipped_leaves(updates, call)
         weights = weights_of(call, tree, params)
-        # |g| and |p| of each tensor, as trees.
-        norms, lengths = measure(tree).tree(), measure(weights).tree()
-        decay = partial(_decayed, weight_decay)
+        # |g| and |p| of each tensor.
+        norms, lengths = measure(tree), measure(weights)
 
         def lengthen(norm: Array, length: Array) -> Array:
             share = jnp.asarray(weight_decay).astype(norm.dtype)
@@ -200,12 +199,15 @@ def larc(
 
         # apex divides by |g| + weight_decay * |p|, which is at least the norm of the
         # decayed gradient. So that is what the kernel takes for its norm.
-        decayed = jax.tree.map(decay, tree, weights, norms, lengths)
-        longer = jax.tree.map(lengthen, norms, lengths)
-        changed = put_back(decayed, updates)
+        grads, treedef = jax.tree.flatten(tree)
+        columns = jax.tree.leaves(weights), norms.on_device(), lengths.on_device()
+        decayed = [_decayed(weight_decay, *row) for row in zip(grads, *columns)]
+        longer = norms._replace(
+            values=list(map(lengthen, norms.values, lengths.values))
+        )
+        changed = put_back(treedef.unflatten(decayed), updates)
         clipped, state = kernel.update(changed, state, params, grad_norm=longer)
-        kinds = jax.tree.map(jnp.result_type, tree)
-        rounded = jax.tree.map(jnp.astype, clipped_leaves(clipped), kinds)
+        rounded = jax.tree.map(_rounded, clipped_leaves(clipped), tree)
         return put_back(rounded, updates), state
 
     return optax.GradientTransformationExtraArgs(kernel.init, update)
@@ -240,6 +242,10 @@ def _decayed(decay: Any, grad: Any, weight: Any, norm: Array, length: Array) -> 
     # As in apex, where weights or gradients are all 0 nothing decays. Without decay
     # -0.0 stays -0.0, where -0.0 + 0.0 would be 0.0.
     return jnp.where((norm == 0) | (length == 0) | (decay == 0), grad, decayed)
+
+
+def _rounded(x: Array, like: Any) -> Array:
+    return x.astype(jnp.result_type(like))
 
 
 TINY = 2.0**-126  # the smallest normal float32: bounds below it count as 0
@@ -322,12 +328,19 @@ def clippy(
         free = jnp.isinf(relative) | jnp.isinf(absolute)
         most = jnp.where(free, jnp.inf, 1.0)
         strain = partial(_strain, relative, absolute, free)
-        strains = measure(jax.tree.map(strain, tree, weights)).tree()
-        # As norms. NaN stays.
-        norms = jax.tree.map(lambda x: jnp.minimum(x, jnp.finfo(x.dtype).max), strains)
-        # A bound of 0 lets nothing move.
-        limits = jax.tree.map(lambda x: jnp.where(x == jnp.inf, 0.0, most), strains)
-        return kernel.update(updates, state, grad_norm=norms, limit=limits)
+        strains = measure(jax.tree.map(strain, tree, weights))
+        norms, limits = [], []
+        for each in strains.values:
+            # NaN stays.
+            norms.append(jnp.minimum(each, jnp.finfo(each.dtype).max))
+            # A bound of 0 lets nothing move.
+            limits.append(jnp.where(each == jnp.inf, 0.0, most))
+        return kernel.update(
+            updates,
+            state,
+            grad_norm=strains._replace(values=norms),
+            limit=strains._replace(values=limits),
+        )
 
     return optax.GradientTransformationExtraArgs(kernel.init, update)
 

@@ -250,7 +250,7 @@ def adaclip(
         norms = measure(tree)
         grad_norm = given.pop("grad_norm", None)
         if grad_norm is None:
-            grad_norm = norms.tree()
+            grad_norm = norms
         # The others may be `limit=`, which the kernel takes for this step.
         scaled, new = largest.update(tree, state, params, grad_norm=grad_norm, **given)
         known = new.by_name()
@@ -258,8 +258,15 @@ def adaclip(
         limits = [known[name].limit.reshape(norm.shape) for name, norm in pairs]
         # `scaled` is the whole tensor times T / max|g|. Coordinates up to T get back
         # their own bits.
-        each = tree, scaled, grad_norm, norms._replace(values=limits).tree()
-        return put_back(jax.tree.map(_scaled_over_limit, *each), updates), new
+        if grad_norm is norms:
+            norms_on_device = norms.on_device()
+        else:
+            norms_on_device = jax.tree.leaves(grad_norm)
+        limits_on_device = norms._replace(values=limits).on_device()
+        columns = jax.tree.leaves(tree), jax.tree.leaves(scaled)
+        rows = zip(*columns, norms_on_device, limits_on_device)
+        clipped = [_scaled_over_limit(*row) for row in rows]
+        return put_back(jax.tree.structure(tree).unflatten(clipped), updates), new
 
     return optax.GradientTransformationExtraArgs(largest.init, update)
 

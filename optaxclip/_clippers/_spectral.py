@@ -35,7 +35,8 @@ from .. import _trees as trees
 from .._checks import Nonfinite, check_choice, check_known, check_length, shown
 from .._kernel import make_clipper
 from .._mesh import resharded, split_as
-from .._norms import OwnNorm, static_numbers, tensor_norm
+from .._norms import TensorNorm, static_numbers
+from .._plan import Leaf, Norms
 from .._state import ClipState
 from .._sums import wide_dtype
 from .._trees import Stacked, clipped_leaves, other_axes, put_back
@@ -145,7 +146,7 @@ def clip_by_spectral_norm(
             f"{shown(shrink)}: take method='svd'."
         )
     options: Any = {"call": call, "name": "max_norm", "nonfinite": nonfinite}
-    kernel = make_clipper(OwnNorm(measure), max_norm, shrink=shrink, **options)
+    kernel = make_clipper(measure, max_norm, shrink=shrink, **options)
 
     def update(updates: Any, state: Any, params: Any = None, **given: Any) -> Any:
         tree = clipped_leaves(updates, call)
@@ -189,7 +190,7 @@ def spectral_norm(
       5.0
     """
     measure = _norm("spectral_norm", method, columns, stacked)
-    return measure(clipped_leaves(tree, "spectral_norm"))
+    return measure(clipped_leaves(tree, "spectral_norm")).tree()
 
 
 def _norm(call: str, method: str, columns: Any, stacked: Any) -> SpectralNorm:
@@ -211,12 +212,12 @@ class SpectralNorm(NamedTuple):
     stacked: Any
 
     @partial(jax.jit, static_argnums=0)
-    def __call__(self, tree: Any) -> Any:
+    def __call__(self, tree: Any) -> Norms:
         leaves, groups = jax.tree.leaves(tree), self.groups(tree)
         # That of a vector is its L2 norm. Devices may hold different layers.
         axes = "auto" if self.stacked is None else None
-        norms = tensor_norm(tree, stacked=self.stacked, mesh_axes=axes)
-        norms, treedef = jax.tree.flatten(norms)
+        lengths = TensorNorm(stacked=self.stacked, mesh_axes=axes)(tree)
+        norms = lengths.on_device()
         for group, numbers in groups.items():
             x = group.matrices([leaves[number] for number in numbers])
             peak = jnp.max(jnp.abs(x), (-2, -1), keepdims=True)
@@ -229,7 +230,9 @@ class SpectralNorm(NamedTuple):
             for number, norm in zip(numbers, found):
                 like = norms[number]
                 norms[number] = norm.reshape(like.shape).astype(like.dtype)
-        return treedef.unflatten(norms)
+        # Each device holds whole matrices: no norm is split over devices.
+        whole = tuple(Leaf(number) for number in range(len(norms)))
+        return lengths._replace(values=norms, leaves=whole)
 
     def groups(self, tree: Any) -> dict[Group, list[int]]:
         """The numbers of the leaves that are matrices, by how they are."""

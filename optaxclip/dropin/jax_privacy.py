@@ -274,8 +274,8 @@ def clipped_grad(
             norm = partial(global_norm, mesh_axes=None)
             norms = jax.tree.map(lambda _, part: norm(part), l2_clip_norm, grads)
             grads = jax.lax.stop_gradient(pre_clipping_transform(grads))
-            products = jax.tree.map(lambda x, y: jnp.sum(x * y), direction, grads)
-            return sum(jax.tree.leaves(products)), (norms, *found)
+            pairs = zip(jax.tree.leaves(direction), jax.tree.leaves(grads), strict=True)
+            return sum(jnp.sum(x * y) for x, y in pairs), (norms, *found)
 
         params = jax.tree.map(lambda place: args[place], argnums)
         # A tree of its own, which the transform may write to.

@@ -46,9 +46,12 @@ def on_each_device(run: Callable[[Problem], Found], problem: Problem) -> Found:
     if not manual:
         return run(problem)
     split = P(over or None)
-    by_example = jax.tree.map(lambda _: split, (problem.batch, problem.present))
-    specs = jax.tree.map(lambda _: P(), arrays)
-    specs = specs._replace(batch=by_example[0], present=by_example[1])
+    # In a list, since a node of the user's may refuse specs.
+    leaves, treedef = jax.tree.flatten(arrays)
+    specs = []
+    for name, field in arrays._asdict().items():
+        spec = split if name in ("batch", "present") else P()
+        specs += [spec] * len(jax.tree.leaves(field))
 
     def placed(x: jax.Array, spec: P) -> jax.Array:
         """The array, split along manual axes as a spec says."""
@@ -59,8 +62,9 @@ def on_each_device(run: Callable[[Problem], Found], problem: Problem) -> Found:
     parts = [P() if theirs & _names(spec) else spec for spec in params]
     devices = math.prod(mesh.shape[name] for name in over)
 
-    def on_device(arrays: Problem) -> Found:
-        sums, count, each = run(put_back(arrays, problem)._replace(devices=devices))
+    def on_device(leaves: list[jax.Array]) -> Found:
+        of_device = put_back(treedef.unflatten(leaves), problem)
+        sums, count, each = run(of_device._replace(devices=devices))
         own = [_added(total, over, part) for total, part in zip(sums, parts)]
         return own, lax.psum(count, over), each
 
@@ -71,7 +75,7 @@ def on_each_device(run: Callable[[Problem], Found], problem: Problem) -> Found:
         out_specs=(parts, P(), split),
         axis_names=manual,
     )
-    sums, count, each = run_on_all(jax.tree.map(placed, arrays, specs))
+    sums, count, each = run_on_all(list(map(placed, leaves, specs)))
     kinds = [NamedSharding(mesh, spec) for spec in params]
     return list(map(jax.reshard, sums, kinds)), count, each
 

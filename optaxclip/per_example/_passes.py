@@ -245,12 +245,18 @@ class Run(NamedTuple):
 
     def _look(self, present: Array, example: Any) -> tuple[Arrays, Any]:
         """The gradients of a microbatch, and what was found out."""
-        of_one = jax.value_and_grad(self.problem.of_one, has_aux=True)
+        gradient = jax.value_and_grad(self.problem.of_one, has_aux=True)
+
+        def of_one(params: Any, example: Any) -> tuple[Any, Arrays]:
+            found, grads = gradient(params, example)
+            # A node of the user's may refuse gradients of several examples.
+            return found, jax.tree.leaves(grads)
+
         run = jax.vmap(of_one, (None, 0))
         (values, aux), grads = run(self.problem.params, example)
         # XLA on a CPU would else write the float64 squares of gradients that only a
         # norm reads.
-        leaves = written(jax.tree.leaves(grads))
+        leaves = written(grads)
         return leaves, (self.limits.weigh(leaves, present), values, aux)
 
 
