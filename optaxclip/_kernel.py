@@ -456,9 +456,11 @@ def clip_once(
         )
     # Built in each call. Settings are compared by value, so nothing compiles anew.
     clipper = make_clipper(measure, limit, call=call, name=name, **options)
-    # A fixed limit remembers nothing, so each call begins with a new state.
-    state: Any = clipper.init(tree)
-    clipped, state = clipper.update(tree, state, grad_norm=grad_norm)
+    # A state may hold a limit of inf, at which jax_debug_infs would raise.
+    with jax.debug_infs(False):
+        # A fixed limit remembers nothing, so each call begins with a new state.
+        state: Any = clipper.init(tree)
+        clipped, state = clipper.update(tree, state, grad_norm=grad_norm)
     return clipped, state.norm
 
 

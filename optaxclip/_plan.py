@@ -114,10 +114,12 @@ def norms_of(plan: Plan, arrays: list[Array]) -> list[Array]:
     if plan.ord not in OF_SQUARES:
         return _by_shares(plan, arrays, dtype)
     sums_of_leaves = []
-    for array, leaf in zip(arrays, plan.leaves):
-        sums_of_leaves.append(squares.three_sums(array, leaf.dims, dtype))
-    zero = jnp.zeros((), dtype)
-    totals = _joined(plan, sums_of_leaves, Sums(zero, zero, zero))
+    # One of the three sums may overflow, at which jax_debug_infs would raise.
+    with jax.debug_infs(False):
+        for array, leaf in zip(arrays, plan.leaves):
+            sums_of_leaves.append(squares.three_sums(array, leaf.dims, dtype))
+        zero = jnp.zeros((), dtype)
+        totals = _joined(plan, sums_of_leaves, Sums(zero, zero, zero))
     sums_of_norms = [Sums(*sums) for sums in totals]
     if isinstance(plan.ord, str):
         counts = _counts(plan, arrays, dtype)

@@ -330,11 +330,11 @@ def clippy(
         strain = partial(_strain, relative, absolute, free)
         strains = measure(jax.tree.map(strain, tree, weights))
         norms, limits = [], []
-        for each in strains.values:
+        for norm in strains.values:
             # NaN stays.
-            norms.append(jnp.minimum(each, jnp.finfo(each.dtype).max))
+            norms.append(jnp.minimum(norm, jnp.finfo(norm.dtype).max))
             # A bound of 0 lets nothing move.
-            limits.append(jnp.where(each == jnp.inf, 0.0, most))
+            limits.append(jnp.where(norm == jnp.inf, 0.0, most))
         return kernel.update(
             updates,
             state,
