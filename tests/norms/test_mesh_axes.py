@@ -75,12 +75,104 @@ def test_norms_and_record_norm_take_mesh_axes(options):
     assert_close(groups, {"body": of_group["grid"], "head": of_group["bias"]}, 2e-7)
 
 
-@pytest.mark.slow
 def test_the_derivative_of_a_sharded_norm_is_the_direction():
-    slope = jax.grad(optaxclip.global_norm)
-    found = on_each_part(slope, mesh_of((3, 2)), (SPECS,), SPECS)(UPDATES)
-    norm = norm_of(exact(UPDATES))
-    assert_close(found, {name: x / norm for name, x in exact(UPDATES).items()})
+    orders = (2, 3, math.inf, "average")
+
+    def slopes(tree):
+        norms = [partial(optaxclip.global_norm, ord=ord) for ord in orders]
+        return [jax.grad(norm)(tree) for norm in norms]
+
+    found = on_each_part(slopes, mesh_of((3, 2)), (SPECS,), [SPECS] * 4)(UPDATES)
+    tree = exact(UPDATES)
+    count = sum(x.size for x in tree.values())
+    norm, cubes, largest = (
+        sharded.root(list(tree.values()), None, ord) for ord in (2, 3, math.inf)
+    )
+    equations = [
+        lambda x: x / norm,
+        lambda x: np.sign(x) * (x / cubes) ** 2,
+        lambda x: np.sign(x) * (np.abs(x) == largest),
+        lambda x: x / norm / count,
+    ]
+    for have, equation in zip(found, equations, strict=True):
+        assert_close(have, {name: equation(x) for name, x in tree.items()})
+
+
+# With a stack whose layers are split over both axes.
+TREE = UPDATES | sharded.random_tree(5, {"stack": (16, 5, 3)})
+TREE_SPECS = SPECS | {"stack": P(("x", "y"))}
+STACKED = sharded.STACKED | {"stack": 1}
+GROUPS = LABELS | {"stack": "body"}
+# Which norms of which order: all pairs would take long to compile.
+KINDS = [
+    (2, "global tensor layer unit"),
+    (3, "global unit"),
+    (math.inf, "group layer"),
+    ("rms", "group tensor layer unit"),
+    ("average", "global layer"),
+]
+
+
+def layer(name, rank):
+    return tuple(range(1, rank)) if STACKED[name] else None
+
+
+def unit(name, rank):
+    return (1,) if STACKED[name] else sharded.unit(name, rank)
+
+
+def norms_of(tree, ord, kinds):
+    options = {"ord": ord, "mesh_axes": TREE_SPECS}
+    stacked = options | {"stacked": STACKED}
+    norms = {
+        "global": lambda: optaxclip.global_norm(tree, **options),
+        "group": lambda: optaxclip.group_norm(tree, GROUPS, **options),
+        "tensor": lambda: optaxclip.tensor_norm(tree, **options),
+        "layer": lambda: optaxclip.tensor_norm(tree, **stacked),
+        "unit": lambda: optaxclip.unitwise_norm(tree, **stacked),
+    }
+    return {kind: norms[kind]() for kind in kinds.split()}
+
+
+def oracles_of(tree, ord, kinds):
+    groups = {"body": [], "head": []}
+    for name, x in tree.items():
+        groups[GROUPS[name]].append(x)
+    norms = {
+        "global": sharded.root(list(tree.values()), None, ord),
+        "group": {label: sharded.root(x, None, ord) for label, x in groups.items()},
+        "tensor": sharded.each(sharded.whole, ord)(tree),
+        "layer": sharded.each(layer, ord)(tree),
+        "unit": sharded.each(unit, ord)(tree),
+    }
+    return {kind: norms[kind] for kind in kinds.split()}
+
+
+def kept(dims):
+    """How the norms over these dimensions are split."""
+    specs = {}
+    for name, spec in TREE_SPECS.items():
+        over = dims(name, TREE[name].ndim)
+        names = [None if dim in (over or ()) else x for dim, x in enumerate(spec)]
+        specs[name] = P() if over is None else P(*names)
+    return specs
+
+
+@typed_or_not
+def test_norms_of_split_leaves_are_those_of_whole_ones(options):
+    specs = dict.fromkeys(["global", "group", "tensor"], P())
+    specs |= {"layer": kept(layer), "unit": kept(unit)}
+    out = []
+    for _, kinds in KINDS:
+        out.append({kind: specs[kind] for kind in kinds.split()})
+
+    def body(tree):
+        return [norms_of(tree, *each) for each in KINDS]
+
+    mesh = mesh_of((2, 4))
+    found = on_each_part(body, mesh, (TREE_SPECS,), out, **options)(TREE)
+    wanted = [oracles_of(exact(TREE), *each) for each in KINDS]
+    jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-6), found, wanted)
 
 
 @pytest.mark.slow
@@ -170,22 +262,50 @@ def test_the_state_of_norms_of_whole_leaves_is_replicated(name, options):
     assert sum(int(entry.clipped) for entry in entries) == above > 0
 
 
-@pytest.mark.parametrize("layers", [8, 16])
 @pytest.mark.parametrize("leaves", [("kernel", "bias"), ("kernel",)])
-def test_a_device_may_hold_a_single_layer_of_a_stack(leaves, layers):
-    shapes = {"kernel": (layers, 3, 2), "bias": (layers, 3)}
-    grads = sharded.random_tree(0, {name: shapes[name] for name in leaves})
+def test_a_device_may_hold_a_single_layer_of_a_stack(leaves):
     clip = partial(optaxclip.clip_by_tensor_norm, 0.5, stacked=1)
-    spec = P("pipe")
+    spec = P(("x", "y"))
     split, whole = clip(mesh_axes=spec), clip()
-    step = on_each_part(
-        split.update, mesh_of((8,), ("pipe",)), (spec, P()), (spec, P())
+    both = spec, P()
+    step = on_each_part(split.update, mesh_of((2, 4)), both, both)
+    for layers in (8, 16):
+        shapes = {"kernel": (layers, 3, 2), "bias": (layers, 3)}
+        grads = sharded.random_tree(0, {name: shapes[name] for name in leaves})
+        # Each device knows the norms of all layers.
+        found, wanted = (
+            update(grads, whole.init(grads)) for update in (step, whole.update)
+        )
+        chex.assert_trees_all_close(found, wanted, rtol=1e-6)
+
+
+@typed_or_not
+def test_norms_and_limits_are_given_to_the_device_that_has_the_layer(options):
+    spec = P(("x", "y"))
+    tree = sharded.random_tree(0, {"kernel": (16, 3, 2), "bias": (16, 3)})
+    clipper = optaxclip.clip_by_tensor_norm(None, stacked=1, mesh_axes=spec)
+
+    def step(grads, norms, limits):
+        state = clipper.init(grads)
+        return clipper.update(grads, state, grad_norm=norms, limit=limits)
+
+    # From 1 to 16, and limits that fall.
+    numbers = np.arange(1.0, 17.0, dtype=np.float32)
+    norms = {"kernel": numbers[:, None, None], "bias": numbers[:, None]}
+    limits = {name: 9 / x for name, x in norms.items()}
+    program = on_each_part(step, mesh_of((2, 4)), spec, (spec, P()), **options)
+    updates, state = program(tree, norms, limits)
+    factors = np.minimum(1, 9 / np.float64(numbers) ** 2)
+    assert_close(
+        updates,
+        {
+            "kernel": exact(tree)["kernel"] * factors[:, None, None],
+            "bias": exact(tree)["bias"] * factors[:, None],
+        },
     )
-    # Each device knows the norms of all layers.
-    found, wanted = (
-        update(grads, whole.init(grads)) for update in (step, whole.update)
-    )
-    chex.assert_trees_all_close(found, wanted, rtol=1e-6)
+    for entry in state.by_name().values():
+        np.testing.assert_array_equal(entry.norm, numbers)
+        np.testing.assert_allclose(entry.factor, factors, rtol=1e-6)
 
 
 # The check of replicas.
