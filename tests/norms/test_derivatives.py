@@ -13,14 +13,7 @@ import pytest
 import optaxclip
 from tests import oracles
 from tests.helpers import apply
-from tests.norms.leaves import (
-    EPS,
-    ORDERS,
-    at_every_order,
-    every_order,
-    random_leaf,
-    slope,
-)
+from tests.norms.leaves import EPS, ORDERS, at_every_order, random_leaf, slope
 
 
 def gradient(leaf, ord):
@@ -48,13 +41,11 @@ def slopes_at_zero(dtype):
     return at_every_order(slope, (np.zeros((2, 3), dtype), np.ones((2, 3), dtype)))
 
 
-@every_order
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16", "complex64"])
-@pytest.mark.slow
-def test_derivative_at_zero_is_finite_forward_and_reverse(dtype, ord):
-    tangent, pulled_back = slopes_at_zero(jnp.dtype(dtype))[ord]
-    assert tangent == 0
-    np.testing.assert_array_equal(pulled_back, np.zeros((2, 3)))
+def test_derivative_at_zero_is_0_forward_and_reverse(dtype):
+    for tangent, pulled_back in slopes_at_zero(jnp.dtype(dtype)).values():
+        assert tangent == 0
+        np.testing.assert_array_equal(pulled_back, np.zeros((2, 3)))
 
 
 @cache
@@ -66,16 +57,15 @@ def slopes(scale):
     return leaf, direction, at_every_order(slope, (leaf, direction))
 
 
-@every_order
 @pytest.mark.parametrize("scale", [1.0, 1e-36, 1e34])
-def test_derivative_is_the_equation_forward_and_reverse(scale, ord):
+def test_derivative_is_the_equation_forward_and_reverse(scale):
     leaf, direction, found = slopes(scale)
-    tangent, pulled_back = found[ord]
-    expected, rtol = gradient(leaf, ord), gradient_tolerance(ord)
-    np.testing.assert_allclose(pulled_back, expected, rtol, atol=1e-37)
-    terms = expected * oracles.wide(direction)
-    atol = (rtol + 12 * EPS) * np.abs(terms).sum()
-    np.testing.assert_allclose(tangent, terms.sum(), 0, atol=atol)
+    for ord, (tangent, pulled_back) in found.items():
+        expected, rtol = gradient(leaf, ord), gradient_tolerance(ord)
+        np.testing.assert_allclose(pulled_back, expected, rtol, atol=1e-37)
+        terms = expected * oracles.wide(direction)
+        atol = (rtol + 12 * EPS) * np.abs(terms).sum()
+        np.testing.assert_allclose(tangent, terms.sum(), 0, atol=atol)
 
 
 def leaf_nearly_too_large(ord):
@@ -92,11 +82,10 @@ def slopes_nearly_too_large():
     return at_every_order(slope, *map(leaf_nearly_too_large, ORDERS))
 
 
-@every_order
-def test_derivative_near_the_largest_float32_is_the_equation(ord):
-    found = slopes_nearly_too_large()[ord]
-    expected = gradient(leaf_nearly_too_large(ord), ord)
-    np.testing.assert_allclose(found, expected, gradient_tolerance(ord), atol=1e-37)
+def test_derivative_near_the_largest_float32_is_the_equation():
+    for ord, found in slopes_nearly_too_large().items():
+        expected = gradient(leaf_nearly_too_large(ord), ord)
+        np.testing.assert_allclose(found, expected, gradient_tolerance(ord), atol=1e-37)
 
 
 def test_derivative_of_a_complex_leaf_is_its_direction():
@@ -121,33 +110,33 @@ def slopes_of_units():
     return leaf, at_every_order(slope, leaf)
 
 
-@every_order
-def test_derivative_of_each_unit_is_its_own(ord):
+def test_derivative_of_each_unit_is_its_own():
     leaf, found = slopes_of_units()
-    ours = found[ord]
-    expected = np.stack([gradient(column, ord) for column in leaf.T], 1)
-    np.testing.assert_allclose(ours, expected, gradient_tolerance(ord))
+    for ord, ours in found.items():
+        expected = np.stack([gradient(column, ord) for column in leaf.T], 1)
+        np.testing.assert_allclose(ours, expected, gradient_tolerance(ord))
 
 
-@pytest.mark.slow
 def test_the_largest_share_their_derivative():
     x = jnp.array([2.0, 1.0, -2.0, 0.0])
     slope = jax.grad(lambda x: optaxclip.global_norm(x, ord=np.inf))(x)
     np.testing.assert_allclose(slope, [0.5, 0.0, -0.5, 0.0])
 
 
-@pytest.mark.parametrize("size", [1e-37, 1e-30, 1e-20, 1e-19, 1.0, 1e19, 1e30])
 @pytest.mark.parametrize("ord", [2, 3])
-def test_second_derivatives_hold_at_norms_of_any_size(ord, size):
-    x = np.float32([2.0, -1.0, 0.5]) * np.float32(size)
+def test_second_derivatives_hold_at_norms_of_any_size(ord):
     norm = partial(optaxclip.global_norm, ord=ord)
-    found = jax.jit(lambda x: (jax.hessian(norm)(x), reverse_twice(norm)(x)))(x)
-    length = np.sum(np.abs(oracles.wide(x)) ** ord) ** (1 / ord)
-    unit = np.abs(oracles.wide(x)) / length
-    slope = unit ** (ord - 1) * np.sign(x)
-    curve = (ord - 1) * (np.diag(unit ** (ord - 2)) - np.outer(slope, slope))
-    for each in found:
-        np.testing.assert_allclose(oracles.wide(each) * length, curve, 0, 16 * EPS)
+    twice = jax.jit(lambda x: (jax.hessian(norm)(x), reverse_twice(norm)(x)))
+    for size in (1e-37, 1e-30, 1e-20, 1e-19, 1.0, 1e19, 1e30):
+        x = np.float32([2.0, -1.0, 0.5]) * np.float32(size)
+        length = np.sum(np.abs(oracles.wide(x)) ** ord) ** (1 / ord)
+        unit = np.abs(oracles.wide(x)) / length
+        slope = unit ** (ord - 1) * np.sign(x)
+        curve = (ord - 1) * (np.diag(unit ** (ord - 2)) - np.outer(slope, slope))
+        for found in twice(x):
+            np.testing.assert_allclose(
+                oracles.wide(found) * length, curve, 0, 16 * EPS, err_msg=size
+            )
 
 
 @pytest.mark.parametrize("size", [0.0, 1e-37, 1e-30, 1e-20, 1e-19, 1e-3])
@@ -198,7 +187,6 @@ def test_second_derivatives_are_finite_at_zero(ord, twice):
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.complex64])
-@pytest.mark.slow
 def test_second_derivatives_hold_where_an_element_is_0(dtype):
     """Of |x|: (1 - x x^T / |x|^2) / |x|, also in rows whose element is 0."""
     x = np.array([0.0, 3.0, -4.0])

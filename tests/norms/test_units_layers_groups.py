@@ -15,13 +15,7 @@ import optaxclip
 from optaxclip import rules
 from tests import oracles
 from tests.helpers import apply
-from tests.norms.leaves import (
-    EVERY_RANK,
-    at_every_order,
-    every_order,
-    random_leaves,
-    tolerance,
-)
+from tests.norms.leaves import EVERY_RANK, at_every_order, random_leaves, tolerance
 
 
 @cache
@@ -30,25 +24,26 @@ def unit_norms():
     return leaves, at_every_order(optaxclip.unitwise_norm, leaves)
 
 
-@every_order
-def test_unit_norm_measures_what_feeds_one_output(ord):
+def test_unit_norm_measures_what_feeds_one_output():
     leaves, norms = unit_norms()
-    for ours, leaf in zip(norms[ord], leaves, strict=True):
-        expected = oracles.unitwise_norm(leaf, ord)
-        assert ours.shape == (expected.shape if leaf.ndim > 1 else ())
-        np.testing.assert_allclose(ours, expected.reshape(ours.shape), tolerance(ord))
+    for ord, norms_of_leaves in norms.items():
+        for ours, leaf in zip(norms_of_leaves, leaves, strict=True):
+            wanted = oracles.unitwise_norm(leaf, ord)
+            assert ours.shape == (wanted.shape if leaf.ndim > 1 else ())
+            wanted = wanted.reshape(ours.shape)
+            np.testing.assert_allclose(ours, wanted, tolerance(ord))
 
 
 @pytest.mark.parametrize("stacked", [0, 1])
-@pytest.mark.parametrize("axis", [0, 1, -1, (0, 2), (-1, 1)])
-def test_unit_norm_sums_over_the_axes_that_are_named(axis, stacked):
+def test_unit_norm_sums_over_the_axes_that_are_named(stacked):
     """Those of a stacked leaf count within one layer."""
     shape = (4, 3, 2, 5)[1 - stacked :]
     leaf = random_leaves("float32", 4, shapes=[shape])[0]
-    named = axis if isinstance(axis, tuple) else (axis,)
-    over = tuple(each % 3 + stacked for each in named)
-    found = optaxclip.unitwise_norm(leaf, axis=axis, stacked=stacked)
-    np.testing.assert_allclose(found, oracles.unitwise_norm(leaf, 2, over), 1e-6)
+    for axis in (0, 1, -1, (0, 2), (-1, 1)):
+        named = axis if isinstance(axis, tuple) else (axis,)
+        over = tuple(each % 3 + stacked for each in named)
+        found = optaxclip.unitwise_norm(leaf, axis=axis, stacked=stacked)
+        np.testing.assert_allclose(found, oracles.unitwise_norm(leaf, 2, over), 1e-6)
 
 
 def test_a_layer_that_squeezes_to_a_vector_is_one_unit():
@@ -98,9 +93,9 @@ STACKS = {
 }
 
 
-@pytest.mark.parametrize("stacked", STACKS.values(), ids=STACKS)
-def test_layers_are_on_the_axes_that_a_tuple_names(stacked):
-    assert_norms_of_axis_1(optaxclip.tensor_norm(TREE, stacked=stacked))
+def test_layers_are_on_the_axes_that_a_tuple_names():
+    for stacked in STACKS.values():
+        assert_norms_of_axis_1(optaxclip.tensor_norm(TREE, stacked=stacked))
 
 
 def test_an_int_counts_leading_axes():
@@ -117,11 +112,12 @@ def test_experts_lie_on_two_axes_in_any_order():
         np.testing.assert_allclose(norms, root_of_squares(x, (1, 3)), 1e-6)
 
 
-@pytest.mark.parametrize("ord", [1, 3, np.inf, "rms", "average"])
-def test_every_order_measures_layers_on_axis_1(ord):
-    norms = optaxclip.tensor_norm(TREE["wi"], ord=ord, stacked=(1,))
-    wanted = [oracles.norm([TREE["wi"][:, i]], ord) for i in range(L)]
-    np.testing.assert_allclose(norms[0, :, 0], wanted, 1e-6)
+def test_every_order_measures_layers_on_axis_1():
+    leaf = TREE["wi"]
+    norms = at_every_order(partial(optaxclip.tensor_norm, stacked=(1,)), leaf)
+    for ord, norms_of_layers in norms.items():
+        wanted = [oracles.norm([leaf[:, i]], ord) for i in range(L)]
+        np.testing.assert_allclose(norms_of_layers[0, :, 0], wanted, tolerance(ord))
 
 
 def test_units_lie_within_the_layers_of_axis_1():
