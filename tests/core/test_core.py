@@ -12,6 +12,7 @@ import pytest
 import optaxclip
 from optaxclip import clip_by, shrinks
 from optaxclip.rules import constant
+from tests import oracles
 from tests.helpers import apply, own_rule
 from tests.methods import ALONE, METHODS
 
@@ -153,6 +154,23 @@ def test_no_limit_and_limits_for_parts_are_rules_too():
     np.testing.assert_array_equal(updates["b"], grads["b"])
     with pytest.raises(ValueError, match=r"^clip_by: limit must be at least 0, got -1"):
         clip_by(optaxclip.global_norm, -1.0)
+
+
+def test_each_of_many_tensors_has_its_own_limit_and_factor():
+    # More than are added up at once, and more than a CPU takes out of one vector.
+    random = np.random.default_rng(2)
+    grads = list(random.normal(size=(35, 2)).astype(np.float32))
+    limits = list(np.exp(random.normal(size=35)).astype(np.float32))
+    updates, state = apply(optaxclip.clip_by_tensor_norm(limits), grads)
+    norms = np.linalg.norm(np.float64(grads), axis=1)
+    factors = np.minimum(1, limits / norms)
+    np.testing.assert_allclose(updates, grads * factors[:, None], rtol=1e-6)
+    np.testing.assert_allclose(state.norm, norms, rtol=1e-6)
+    np.testing.assert_allclose(state.factor, factors, rtol=1e-6)
+    np.testing.assert_array_equal(state.clipped, factors < 1)
+    for ord in (2, 3, np.inf):
+        norm = jax.jit(partial(optaxclip.global_norm, ord=ord))(grads)
+        np.testing.assert_allclose(norm, oracles.norm(grads, ord), rtol=1e-6)
 
 
 by_tensor, by_unit = optaxclip.clip_by_tensor_norm, optaxclip.clip_by_unitwise_norm
