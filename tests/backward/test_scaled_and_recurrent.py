@@ -54,10 +54,22 @@ def test_gradients_through_a_spectral_radius_of_2_are_bounded(remat):
     assert 1 - 8 * EPS <= clipped <= 1.0
 
 
-@pytest.mark.parametrize("scale", [0.0, 0.1, 0.5, 1.0, -1.0])
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "complex64"])
-def test_scale_scales_derivatives_in_both_modes(scale, dtype):
-    x, other = jnp.asarray(normal(0, 3, 2), dtype), jnp.asarray(normal(1, 3, 2), dtype)
+DTYPES = ["float16", "bfloat16", "float32", "complex64"]
+
+
+@pytest.mark.parametrize("scale", [0.0, 0.5, 1.0, -1.0])
+def test_scale_scales_derivatives_in_both_modes(scale):
+    for dtype in DTYPES:
+        check_scaled(scale, dtype)
+
+
+def test_a_scale_is_not_rounded_to_the_dtype():
+    for dtype in DTYPES:
+        check_scaled(0.1, dtype)
+
+
+def check_scaled(scale, dtype):
+    x, other = (jnp.asarray(normal(seed, 3, 2), dtype) for seed in (0, 1))
     scaled = pulled_back(lambda x: scale_cotangent(x, scale), x, other)
     value, tangent = jax.jvp(lambda x: scale_cotangent(x, scale), (x,), (other,))
     assert scaled.dtype == value.dtype == tangent.dtype == dtype

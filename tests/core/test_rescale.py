@@ -48,31 +48,34 @@ FAR = [
 ]
 
 
-@pytest.mark.parametrize(("norm", "limit"), FAR)
 @pytest.mark.parametrize("units", [False, True], ids=["whole", "units"])
-def test_a_norm_becomes_any_other_that_float32_holds(units, norm, limit):
-    # Both entries have one size, so that the smallest norms have no subnormal entries.
-    grads = np.float32([[norm, 0.0], [-norm, 0.0]])
+def test_a_norm_becomes_any_other_that_float32_holds(units):
     clip = optaxclip.clip_by_unitwise_norm if units else optaxclip.clip_by_global_norm
-    clipper = clip(limit, ord=np.inf, shrink=optaxclip.shrinks.normalize)
-    updates, state = apply(clipper, grads)
-    # 6 eps are taken off on purpose, and 5 are roundings.
-    bound = 11 * np.finfo(np.float32).eps
-    wanted = np.float64(grads) / np.float64(np.float32(norm)) * np.float32(limit)
-    np.testing.assert_allclose(np.float64(updates), wanted, rtol=bound)
-    assert np.max(np.abs(updates)) <= np.float32(limit)
-    assert np.all(np.asarray(state.factor) > 0) and np.all(np.isfinite(state.factor))
+    for norm, limit in FAR:
+        # Both entries have one size, so that the smallest norms have no subnormal
+        # entries.
+        grads = np.float32([[norm, 0.0], [-norm, 0.0]])
+        clipper = clip(limit, ord=np.inf, shrink=optaxclip.shrinks.normalize)
+        updates, state = apply(clipper, grads)
+        # 6 eps are taken off on purpose, and 5 are roundings.
+        bound = 11 * np.finfo(np.float32).eps
+        wanted = np.float64(grads) / np.float64(np.float32(norm)) * np.float32(limit)
+        np.testing.assert_allclose(np.float64(updates), wanted, rtol=bound)
+        assert np.max(np.abs(updates)) <= np.float32(limit)
+        assert np.all(np.asarray(state.factor) > 0)
+        assert np.all(np.isfinite(state.factor))
 
 
-@pytest.mark.parametrize(("norm", "limit"), FAR)
-def test_far_from_its_limit_no_normal_number_is_lost(norm, limit):
-    sizes = norm * 2.0 ** np.arange(0.0, -250.0, -5.0)
-    grads = np.float32(sizes[sizes > 1.3e-38])
-    rescaled = optaxclip.rescale(grads, jnp.float32(norm), jnp.float32(limit))
-    wanted = np.float64(grads) / np.float64(np.float32(norm)) * np.float32(limit)
-    held = np.abs(wanted) > 1.2e-38 * (1 + 1e-5)
-    bound = 11 * np.finfo(np.float32).eps
-    np.testing.assert_allclose(np.float64(rescaled)[held], wanted[held], rtol=bound)
+def test_far_from_its_limit_no_normal_number_is_lost():
+    for norm, limit in FAR:
+        sizes = norm * 2.0 ** np.arange(0.0, -250.0, -5.0)
+        # All of one shape, which is compiled once.
+        grads = np.float32(np.where(sizes > 1.3e-38, sizes, 0))
+        rescaled = optaxclip.rescale(grads, jnp.float32(norm), jnp.float32(limit))
+        wanted = np.float64(grads) / np.float64(np.float32(norm)) * np.float32(limit)
+        held = np.abs(wanted) > 1.2e-38 * (1 + 1e-5)
+        bound = 11 * np.finfo(np.float32).eps
+        np.testing.assert_allclose(np.float64(rescaled)[held], wanted[held], rtol=bound)
 
 
 @pytest.mark.parametrize(("norm", "limit"), [(1e300, 1e-300), (3e-308, 1e308)])
@@ -108,10 +111,10 @@ def test_rescale_takes_numpy_arrays_while_jit_is_off():
     np.testing.assert_allclose(shorter, [0.6, 0.8], rtol=1e-6)
 
 
-@pytest.mark.parametrize("kind", [int, jnp.int32, jnp.float16, jnp.bfloat16])
-def test_rescale_computes_with_norms_of_any_kind_in_float32(kind):
-    found = optaxclip.rescale(jnp.array([3.0, 4.0]), kind(5), kind(1))
-    np.testing.assert_allclose(found, [0.6, 0.8], rtol=8 * 2.0**-23)
+def test_rescale_computes_with_norms_of_any_kind_in_float32():
+    for kind in (int, jnp.int32, jnp.float16, jnp.bfloat16):
+        found = optaxclip.rescale(jnp.array([3.0, 4.0]), kind(5), kind(1))
+        np.testing.assert_allclose(found, [0.6, 0.8], rtol=8 * 2.0**-23)
 
 
 def test_rescale_leaves_parts_without_a_norm_alone():
@@ -177,30 +180,66 @@ def test_a_shrink_that_takes_no_limit_has_its_derivative_at_limit_0():
     np.testing.assert_allclose(slope, np.eye(2) / 2, atol=1e-6)
 
 
-NORMS = np.array([0.0, 1e-30, 0.5, 3.0, 1e30])
+NORMS = np.array([0.0, 1e-30, 0.5, 2.0, 3.0, 1e30])
 
 
-@pytest.mark.parametrize("r", [math.inf, 1e300, 1e38])
-def test_psac_of_a_large_r_is_auto_s_of_1(r):
-    found = shrinks.psac(r)(jnp.float32(NORMS), jnp.float32(2.0))
-    np.testing.assert_allclose(found, 2 * NORMS / (NORMS + 1), rtol=1e-6)
+def smooth(power):
+    return lambda n, c: n / (1 + (n / c) ** power) ** (1 / power)
 
 
-@pytest.mark.parametrize("r", [0, 1e-300, 1e-40])
-def test_psac_of_a_tiny_r_normalizes(r):
-    found = shrinks.psac(r)(jnp.float32(NORMS), jnp.float32(2.0))
-    np.testing.assert_allclose(found, [0, 2, 2, 2, 2], rtol=1e-6)
+def psac(r):
+    return lambda n, c: c * n / (n + r / (n + r))
 
 
-@pytest.mark.parametrize("r", [math.inf, 1e38, 0.1, 1e-30, 1e-300, 0])
-def test_the_derivative_of_psac_is_finite_at_zero(r):
-    clipper = clip_by_global_norm(1.0, shrink=shrinks.psac(r))
+EQUATIONS = [
+    (shrinks.hard, np.minimum),
+    (shrinks.drop, lambda n, c: np.where(n <= c, n, 0)),
+    (shrinks.normalize, lambda n, c: np.where(n > 0, c, 0)),
+    (shrinks.smooth(), smooth(1)),
+    (shrinks.smooth(3), smooth(3)),
+    (shrinks.smooth(math.inf), np.minimum),
+    (shrinks.auto_s(), lambda n, c: c * n / (n + 0.01)),
+    (shrinks.auto_s(0), lambda n, c: np.where(n > 0, c, 0)),
+    (shrinks.psac(), psac(0.1)),
+    (shrinks.psac(4), psac(4)),
+    # The dtype of the norm holds no such r.
+    (shrinks.psac(1e300), lambda n, c: c * n / (n + 1)),
+    (shrinks.psac(1e38), lambda n, c: c * n / (n + 1)),
+    (shrinks.psac(math.inf), lambda n, c: c * n / (n + 1)),
+    (shrinks.psac(1e-40), lambda n, c: np.where(n > 0, c, 0)),
+    (shrinks.psac(1e-300), lambda n, c: np.where(n > 0, c, 0)),
+    (shrinks.psac(0), lambda n, c: np.where(n > 0, c, 0)),
+]
 
-    def total(grads):
-        return clipper.update(grads, clipper.init(grads))[0].sum()
 
-    for grads in (jnp.zeros(2), jnp.array([3.0, 4.0])):
-        assert np.isfinite(jax.grad(total)(grads)).all()
+def test_every_shrink_is_its_equation():
+    for shrink, equation in EQUATIONS:
+        # One norm is the limit itself.
+        found = shrink(jnp.float32(NORMS), jnp.float32(2.0))
+        wanted = equation(NORMS, 2.0)
+        np.testing.assert_allclose(found, wanted, rtol=1e-6, err_msg=repr(shrink))
+
+
+@pytest.mark.parametrize("power", [1, 3])
+def test_a_smooth_shrink_holds_at_the_ends_of_the_range(power):
+    shrink = shrinks.smooth(power)
+    norms = jnp.float32([3.0, 3.0, 0.0, 3e38])
+    limits = jnp.float32([0.0, math.inf, 0.0, 3e38])
+    wanted = [0, 3, 0, 3e38 / 2 ** (1 / power)]
+    np.testing.assert_allclose(shrink(norms, limits), wanted, rtol=1e-6)
+    slopes = jax.grad(lambda norms: jnp.sum(shrink(norms, limits)))(norms)
+    assert np.isfinite(slopes).all() and slopes[1] == 1
+
+
+def test_the_derivative_of_psac_is_finite_at_zero():
+    for r in (math.inf, 1e38, 0.1, 1e-30, 1e-300, 0):
+        clipper = clip_by_global_norm(1.0, shrink=shrinks.psac(r))
+
+        def total(grads, clipper=clipper):
+            return clipper.update(grads, clipper.init(grads))[0].sum()
+
+        for grads in (jnp.zeros(2), jnp.array([3.0, 4.0])):
+            assert np.isfinite(jax.grad(total)(grads)).all()
 
 
 WEIGHTS = jnp.array([1.0, 2.0])
