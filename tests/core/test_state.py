@@ -308,34 +308,39 @@ def test_by_name_refuses_the_state_of_several_models():
     assert mapped["critic"].norm.shape == (3,)
 
 
-@pytest.mark.parametrize("way", ["typed", "untyped", "jit"])
-def test_units_on_several_devices_have_one_summary(way):
-    specs = {"a": P(None, ("x", "y")), "b": P("x", None), "c": P("y", "x"), "d": P()}
-    grads = sharded.random_tree(4, {"a": (3, 16), "b": (8, 4), "c": (8, 6), "d": (5,)})
+# Units that lie on one axis of a mesh, on both, and on all devices.
+OF_UNITS_ON_DEVICES = {"a": P(None, ("x", "y")), "b": P("y", "x"), "c": P()}
+UNITS_ON_DEVICES = sharded.random_tree(4, {"a": (3, 16), "b": (8, 6), "c": (5,)})
+
+
+def test_units_on_several_devices_have_one_summary():
+    specs, grads = OF_UNITS_ON_DEVICES, UNITS_ON_DEVICES
     norms = {name: units(x) for name, x in grads.items()}
-    # Below about half of the norms, which no two devices have alike.
-    limits = {name: float(np.quantile(norm, 0.4)) for name, norm in norms.items()}
+    # Below more than half of the norms.
+    limits = {name: float(np.quantile(norm, 0.45)) for name, norm in norms.items()}
     clipper = optaxclip.clip_by_unitwise_norm(limits)
     split = optaxclip.clip_by_unitwise_norm(limits, mesh_axes=specs)
-    mesh, start = mesh_of((2, 4)), clipper.init(grads)
-    if way == "jit":
-        placed = sharded.place(grads, mesh, specs)
-        updates, state = jax.jit(clipper.update)(placed, start)
-    else:
-        both, typed = (specs, P()), way == "typed"
+    mesh, start, both = mesh_of((2, 4)), clipper.init(grads), (specs, P())
+    placed = sharded.place(grads, mesh, specs)
+    steps = [jax.jit(clipper.update)]
+    for typed in (True, False):
         step = sharded.on_each_part(split.update, mesh, both, both, check_vma=typed)
-        updates, state = step(grads, start)
-    assert all(map(sharded.replicas_agree, jax.tree.leaves(state)))
-    for name, entry in state.by_name().items():
-        norm, limit = norms[name], limits[name]
-        wanted = np.float64(grads[name]) * np.minimum(1, limit / norm)
-        np.testing.assert_allclose(updates[name], wanted, rtol=1e-6)
-        most, share = np.max(norm), np.mean(norm > limit)
-        np.testing.assert_allclose((entry.norm, entry.limit), (most, limit), rtol=1e-6)
-        np.testing.assert_allclose(entry.factor, min(1, limit / most), rtol=1e-6)
-        np.testing.assert_allclose(entry.units_clipped, share, rtol=1e-6)
-        np.testing.assert_allclose(entry.clipped_recently, share, rtol=1e-6)
-        assert entry.clipped == (share > 0)
+        steps.append(step)
+    for step in steps:
+        updates, state = step(placed, start)
+        assert all(map(sharded.replicas_agree, jax.tree.leaves(state)))
+        for name, entry in state.by_name().items():
+            norm, limit = norms[name], limits[name]
+            wanted = np.float64(grads[name]) * np.minimum(1, limit / norm)
+            np.testing.assert_allclose(updates[name], wanted, rtol=1e-6)
+            most, share = np.max(norm), np.mean(norm > limit)
+            of_one = entry.norm, entry.limit, entry.factor
+            np.testing.assert_allclose(
+                of_one, (most, limit, min(1, limit / most)), 1e-6
+            )
+            shares = entry.units_clipped, entry.clipped_recently
+            np.testing.assert_allclose(shares, (share, share), rtol=1e-6)
+            assert entry.clipped == (share > 0)
 
 
 class ShareOfAll(rules.Rule):
@@ -349,8 +354,7 @@ class ShareOfAll(rules.Rule):
 
 @pytest.mark.parametrize("typed", [True, False], ids=["typed", "untyped"])
 def test_the_norm_of_all_is_that_of_units_on_all_devices(typed):
-    specs = {"a": P(None, ("x", "y")), "b": P("x", None), "c": P("y", "x"), "d": P()}
-    grads = sharded.random_tree(4, {"a": (3, 16), "b": (8, 4), "c": (8, 6), "d": (5,)})
+    specs, grads = OF_UNITS_ON_DEVICES, UNITS_ON_DEVICES
     limit = np.sqrt(sum(np.sum(units(x) ** 2) for x in grads.values())) / 10
     clipper = optaxclip.clip_by_unitwise_norm(ShareOfAll(), mesh_axes=specs)
 

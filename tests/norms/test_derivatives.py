@@ -41,11 +41,12 @@ def slopes_at_zero(dtype):
     return at_every_order(slope, (np.zeros((2, 3), dtype), np.ones((2, 3), dtype)))
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16", "complex64"])
-def test_derivative_at_zero_is_0_forward_and_reverse(dtype):
-    for tangent, pulled_back in slopes_at_zero(jnp.dtype(dtype)).values():
-        assert tangent == 0
-        np.testing.assert_array_equal(pulled_back, np.zeros((2, 3)))
+@pytest.mark.parametrize("real", ["float32", "bfloat16", "float16"])
+def test_derivative_at_zero_is_0_forward_and_reverse(real):
+    for dtype in (real, "complex64"):
+        for tangent, pulled_back in slopes_at_zero(jnp.dtype(dtype)).values():
+            assert tangent == 0
+            np.testing.assert_array_equal(pulled_back, np.zeros((2, 3)))
 
 
 @cache
