@@ -346,7 +346,7 @@ def _derivative(plan: Plan, primals: Any, tangents: Any) -> Any:
         ties_of_leaves = []
         for weight, leaf in zip(weights, plan.leaves):
             ties_of_leaves.append(plain_sum(weight, leaf.dims))
-        # Nothing is the largest where the norm is 0 or NaN: 0 / 1.
+        # Nothing is the largest where the norm is NaN: 0 / 1.
         ties = _added(plan, ties_of_leaves, dtype)
         divisors = [jnp.maximum(count, 1) for count in ties]
     totals = _added(plan, terms, dtype)
@@ -368,8 +368,7 @@ def _weight(order: Any, moduli: Array, norm: Array) -> Array:
     of the largest.
     """
     if order == math.inf:
-        # A norm of 0 has no largest element.
-        return ((moduli == norm) & (norm > 0)).astype(moduli.dtype)
+        return (moduli == norm).astype(moduli.dtype)
     share = divided(moduli, jnp.where(norm > 0, norm, 1.0))
     # Two wheres: at 0 a power below 1 does not exist, and the unused branch of a where
     # must stay finite as well.
