@@ -16,8 +16,6 @@ from optaxclip import rules, shrinks
 from tests import sharded
 from tests.methods import ALONE, METHODS
 
-pytestmark = pytest.mark.slow
-
 SHAPES = {"bias": (4,), "gain": (), "layers": (2, 4, 6), "matrix": (4, 6)}
 SPECS = {
     "bias": P("x"),
@@ -129,8 +127,20 @@ def assert_same_values(have, want):
     jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6), have, want)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "kinds"), CASES)
 def test_explicit_mesh_keeps_shardings_and_values(name, kinds):
+    check_shardings_and_values(name, kinds)
+
+
+@pytest.mark.parametrize("kinds", [(EXPLICIT, EXPLICIT), (AxisType.Auto, EXPLICIT)])
+def test_layers_and_units_of_an_explicit_mesh_keep_their_shardings(kinds):
+    # The norms of each layer are split as the leaf is, and so is their memory.
+    for name in ("windows of layers", "adaptive_grad_clip stacked"):
+        check_shardings_and_values(name, kinds)
+
+
+def check_shardings_and_values(name, kinds):
     mesh = jax.make_mesh((2, 2), ("x", "y"), kinds, devices=jax.devices()[:4])
     clipper = BUILDS[name]()
     with jax.set_mesh(mesh):
@@ -143,6 +153,7 @@ def test_explicit_mesh_keeps_shardings_and_values(name, kinds):
     assert_same_values(have, on_one_device(name))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["svd", "newton_schulz"])
 def test_without_set_mesh_a_split_matrix_is_clipped(method):
     mesh = sharded.mesh_of((2, 2), kind=EXPLICIT)

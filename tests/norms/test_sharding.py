@@ -129,7 +129,6 @@ def largest_change(have, want):
     return max(float(np.max(np.abs(ratio - 1))) for ratio in ratios)
 
 
-@pytest.mark.slow
 def test_every_clipper_gives_what_it_gives_on_one_device(run):
     mode, _, results = run
     wrong = {}
@@ -143,7 +142,6 @@ def test_every_clipper_gives_what_it_gives_on_one_device(run):
     assert missed == {}
 
 
-@pytest.mark.slow
 def test_all_devices_hold_the_same_bits_of_what_is_replicated(run):
     mode, _, results = run
     for clipped in results.values():
