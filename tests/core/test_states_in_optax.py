@@ -135,7 +135,16 @@ def around(clipper):
 
 @pytest.mark.parametrize("name", MAPPED)
 def test_specs_have_the_structure_of_the_state(name):
-    for optimizer in around(MAPPED[name]):
+    check_specs(*around(MAPPED[name]))
+
+
+def test_specs_of_several_rules_layers_and_units_have_their_structure():
+    for name in ("several rules", "stacked", "units that learn"):
+        check_specs(optax.chain(MAPPED[name], optax.adam(1e-3)))
+
+
+def check_specs(*optimizers):
+    for optimizer in optimizers:
         state = optimizer.init(WEIGHTS)
         specs = optax.tree_map_params(
             optimizer,
@@ -169,3 +178,15 @@ def test_a_state_that_is_mapped_by_nothing_is_itself(name):
     found = optax.tree_map_params(optimizer, lambda x: x, state)
     assert jax.tree.structure(found) == jax.tree.structure(state)
     jax.tree.map(np.testing.assert_array_equal, found, state)
+
+
+def test_states_of_other_layers_are_other_trees():
+    """Where devices hold a share of the layers, the tree is the same."""
+    clipper = optaxclip.clip_by_tensor_norm(1.0, stacked=1)
+    six, four, three = (clipper.init({"w": jnp.ones((n, 2))}) for n in (6, 4, 3))
+    assert jax.tree.structure(six) == jax.tree.structure(three)
+    assert jax.tree.structure(three) == jax.tree.structure(six)
+    for one, other in ((six, four), (four, six), (four, three)):
+        assert jax.tree.structure(one) != jax.tree.structure(other)
+    other = clipper.init({"v": jnp.ones((6, 2))})
+    assert jax.tree.structure(six) != jax.tree.structure(other)

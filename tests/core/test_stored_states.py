@@ -87,3 +87,12 @@ def test_an_exported_update_does_the_same(name):
     assert jax.tree.structure(found) == jax.tree.structure(wanted)
     for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(wanted)):
         np.testing.assert_allclose(one, other, 4 * 2.0**-23)
+
+
+def test_every_state_is_read_back_by_its_name():
+    """States alone, all of them in one program."""
+    states = {name: method.make().init(TREE) for name, method in METHODS.items()}
+    text = jax.export.export(jax.jit(lambda x: x))(states).serialize()
+    found = jax.export.deserialize(text).call(states)
+    assert jax.tree.structure(found) == jax.tree.structure(states)
+    assert found["clip_by_tensor_norm"].by_name().keys() == TREE.keys()
