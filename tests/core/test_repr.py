@@ -60,20 +60,22 @@ class Median(rules.Rule):
     factor: float = 2.0
 
 
-@pytest.mark.parametrize(
-    ("rule", "shown"),
-    [
-        (rules.ema(0.9), "ema(decay=0.9)"),
-        (rules.constant(jnp.array([1.0, 2.0])), "constant(limit=[1, 2])"),
-        (rules.growth(optax.linear_schedule(1.0, 2.0, 9)), "growth(rate=schedule, "),
-        (rules.maximum(rules.ema(0.9), 1.0), "maximum(rules=(ema(decay=0.9), con"),
-        (Median(), "Median(factor=2.0)"),
-        (rules.constant(jnp.ones((40, 8))), "constant(limit=float32[40, 8])"),
-    ],
-    ids=lambda x: x if isinstance(x, str) else "",
-)
-def test_a_rule_is_shown_as_its_call(rule, shown):
-    assert repr(rule).startswith(shown)
+RULES = [
+    (rules.ema(0.9), "ema(decay=0.9)"),
+    (rules.constant(jnp.array([1.0, 2.0])), "constant(limit=[1, 2])"),
+    (rules.constant(jnp.array([1.0, 2.0, 3.0])), "constant(limit=[1, 2, 3])"),
+    (rules.constant(jnp.ones(4)), "constant(limit=float32[4])"),
+    (rules.growth(optax.linear_schedule(1.0, 2.0, 9)), "growth(rate=schedule, "),
+    (rules.maximum(rules.ema(0.9), 1.0), "maximum(rules=(ema(decay=0.9), con"),
+    (Median(), "Median(factor=2.0)"),
+    (rules.constant(jnp.ones((40, 8))), "constant(limit=float32[40, 8])"),
+    (rules.constant(jnp.bfloat16(2)), "constant(limit=2)"),
+]
+
+
+def test_a_rule_is_shown_as_its_call():
+    for rule, shown in RULES:
+        assert repr(rule).startswith(shown)
 
 
 CLIP = optaxclip.clip_by_global_norm(2.0, eps=0.1)
@@ -88,12 +90,23 @@ CALLS = [
 ]
 
 
-@pytest.mark.parametrize(("name", "args", "named", "shown"), CALLS)
-def test_a_clipper_is_shown_as_its_call(name, args, named, shown):
-    clipper = getattr(optaxclip, name)(*args, **named)
-    assert repr(clipper).startswith(shown)
-    assert len(repr(clipper)) <= 200
-    assert isinstance(clipper, optax.GradientTransformationExtraArgs)
+def test_a_clipper_is_shown_as_its_call():
+    for name, args, named, shown in CALLS:
+        clipper = getattr(optaxclip, name)(*args, **named)
+        assert repr(clipper).startswith(shown)
+        assert len(repr(clipper)) <= 200
+        assert isinstance(clipper, optax.GradientTransformationExtraArgs)
+
+
+def test_a_long_call_is_cut_to_200_characters():
+    limits = {f"layer {number}": 1.0 for number in range(50)}
+    shown = repr(optaxclip.clip_by_tensor_norm(limits))
+    # A field is cut to 60.
+    assert len(shown) == len("clip_by_tensor_norm(max_norm=)") + 60
+    options = {"eps": 0.125, "ord": 3, "nonfinite": "zero", "allow_missing": True}
+    options["mesh_axes"] = "x" * 30, "y" * 30
+    shown = repr(optaxclip.clip_by_group_norm(limits, "label" * 60, **options))
+    assert len(shown) == 200 and shown.endswith("...)")
 
 
 def test_shrinks_are_shown_with_their_number():
