@@ -46,6 +46,11 @@ RULES = {
         oracle.windowed_mean(6, 128, ddof=1, warmup=63),
         32,
     ),
+    "mean of a large floor": (
+        rules.windowed_mean(1.5, 10, ddof=1, floor=0.5, warmup=0),
+        oracle.windowed_mean(1.5, 10, ddof=1, floor=0.5, warmup=0),
+        32,
+    ),
     "mean with the current": (
         rules.windowed_mean(1.5, 20, current=True, remember="clipped", warmup=5),
         oracle.windowed_mean(1.5, 20, current=True, remember="clipped", warmup=5),
@@ -62,9 +67,19 @@ RULES = {
         oracle.z_score(2.0, f(0.9), 1, "max", f(1e-6)),
         128,
     ),
+    "z-score of a large eps": (
+        rules.z_score(0.5, 0.9, warmup=5, eps=0.25),
+        oracle.z_score(0.5, f(0.9), 5, eps=0.25),
+        128,
+    ),
     "log-norm": (
         rules.log_z_score(warmup=50),
         oracle.log_z_score(decay=f(0.995), floor=f(0.01), spread=f(1e-3), warmup=50),
+        512,
+    ),
+    "log-norm of a large floor and spread": (
+        rules.log_z_score(1.0, 0.9, floor=0.75, spread=0.25, warmup=3),
+        oracle.log_z_score(1.0, f(0.9), 0.75, 0.25, 3),
         512,
     ),
     "ratio": (rules.ema_ratio(1.5, 0.98), oracle.ema_ratio(1.5, f(0.98)), 64),
@@ -73,12 +88,22 @@ RULES = {
         oracle.ema_ratio(2.0, f(0.99), f(1.1), f(0.9), corrected=True),
         128,
     ),
+    "two rates from the first norm": (
+        rules.ema_ratio(1.5, 0.9, target=1.25, target_decay=0.5, warmup=4),
+        oracle.ema_ratio(1.5, f(0.9), 1.25, 0.5, warmup=4),
+        64,
+    ),
     "raw ratio": (
         rules.ema_ratio(1.5, 0.9, remember="raw", warmup=20),
         oracle.ema_ratio(1.5, f(0.9), remember="raw", warmup=20),
         64,
     ),
     "growth": (rules.growth(1.01, floor=0.5), oracle.growth(f(1.01), 0.5), 64),
+    "capped growth": (
+        rules.growth(1.5, cap=0.5),
+        oracle.least(oracle.growth(1.5), oracle.constant(0.5)),
+        64,
+    ),
     "tracker": (
         rules.quantile_tracker(0.9, 0.2),
         oracle.quantile_tracker(f(0.9), f(0.2), f(0.1)),
@@ -94,8 +119,18 @@ RULES = {
         oracle.ema_band(0.5, 1.5, f(0.95), f(0.01), f(1.1), f(0.9), raise_small=True),
         64,
     ),
+    "band above a floor": (
+        rules.ema_band(0.5, 1.5, 0.5, floor=0.75, up=4, down=0.25, raise_small=True),
+        oracle.ema_band(0.5, 1.5, 0.5, 0.75, 4, 0.25, raise_small=True),
+        64,
+    ),
     "average": (rules.ema(0.99), oracle.adaclip(f(0.99)), 64),
     "quotient of moments": (rules.moments_ratio(), oracle.adagn(f(0.7), f(0.9)), 64),
+    "quotient of a large eps": (
+        rules.moments_ratio(0.5, 0.75, eps=0.5),
+        oracle.adagn(0.5, 0.75, 0.5),
+        64,
+    ),
     "capped": (
         rules.minimum(rules.z_score(), 1.0),
         oracle.least(oracle.z_score(decay=f(0.97), eps=f(1e-6)), oracle.constant(1.0)),
@@ -114,12 +149,13 @@ RULES = {
 }
 
 
-def assert_limits(ours, theirs, norms, tolerance):
+def assert_limits(ours, theirs, norms, tolerance, name=""):
     """Equal wherever a norm is finite and not 0, and infinite in the same places."""
     norms, ours, theirs = (np.asarray(x, np.float64) for x in (norms, ours, theirs))
     counted = np.isfinite(norms) & (norms > 0)
-    np.testing.assert_array_equal(np.isinf(ours[counted]), np.isinf(theirs[counted]))
-    np.testing.assert_allclose(ours[counted], theirs[counted], rtol=tolerance)
+    ours, theirs = ours[counted], theirs[counted]
+    np.testing.assert_array_equal(np.isinf(ours), np.isinf(theirs), name)
+    np.testing.assert_allclose(ours, theirs, rtol=tolerance, err_msg=name)
 
 
 def gradients(names, shape=(3, 2), steps=120):
