@@ -48,13 +48,12 @@ def shrunk(params, max_logits, **where):
     return optax.apply_updates(params, updates), state
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_heads_are_where_they_are_said_to_be(layout):
-    shape, heads, wanted = LAYOUTS[layout]
-    params = {"q": jnp.ones(shape), "k": jnp.ones(shape)}
-    new, _ = shrunk(params, LOGITS, queries={"q": heads}, keys={"k": heads})
-    for name in ("q", "k"):
-        np.testing.assert_allclose(new[name], wanted, rtol=1e-6)
+def test_heads_are_where_they_are_said_to_be():
+    for layout, (shape, heads, wanted) in LAYOUTS.items():
+        params = {"q": jnp.ones(shape), "k": jnp.ones(shape)}
+        new, _ = shrunk(params, LOGITS, queries={"q": heads}, keys={"k": heads})
+        for name in ("q", "k"):
+            np.testing.assert_allclose(new[name], wanted, rtol=1e-6, err_msg=layout)
 
 
 def test_queries_keys_and_values_may_share_a_leaf():
@@ -77,18 +76,19 @@ def test_groups_of_two_queries_a_key_and_a_value_share_a_leaf():
     np.testing.assert_allclose(new["qkv"], np.tile(wanted, (4, 1)), rtol=1e-6)
 
 
-@pytest.mark.parametrize("axis", (0, 1))
-def test_layers_are_on_any_axis(axis):
+def test_layers_are_on_any_axis():
     ones = jnp.ones((4, 2, 3))
-    params = {"q": jnp.stack([ones] * 3, axis), "k": jnp.stack([ones] * 3, axis)}
-    heads = Heads((axis, 2))
     max_logits = jnp.array([[20.0, 80.0], [80.0, 20.0], [1.0, 2.0]])
-    new, state = shrunk(params, max_logits, queries={"q": heads}, keys={"k": heads})
-    for layer, roots in enumerate(([1, 0.5], [0.5, 1], [1, 1])):
-        found = np.take(np.asarray(new["q"]), layer, axis)
-        wanted = np.broadcast_to(np.array(roots)[:, None], (4, 2, 3))
-        np.testing.assert_allclose(found, wanted, rtol=1e-6)
-    np.testing.assert_array_equal(state.clipped, [0, 1, 1, 0, 0, 0])
+    # On axis 3 they come behind the heads.
+    for axis, heads in ((0, Heads((0, 2))), (1, Heads((1, 2))), (3, Heads((3, 1)))):
+        params = {"q": jnp.stack([ones] * 3, axis), "k": jnp.stack([ones] * 3, axis)}
+        new, state = shrunk(params, max_logits, queries={"q": heads}, keys={"k": heads})
+        for layer, roots in enumerate(([1, 0.5], [0.5, 1], [1, 1])):
+            wanted = np.broadcast_to(np.array(roots)[:, None], (4, 2, 3))
+            for name in ("q", "k"):
+                found = np.take(np.asarray(new[name]), layer, axis)
+                np.testing.assert_allclose(found, wanted, rtol=1e-6)
+        np.testing.assert_array_equal(state.clipped, [0, 1, 1, 0, 0, 0])
 
 
 def model(layers=2):
@@ -146,6 +146,14 @@ def test_one_key_head_in_each_of_two_attentions():
     new, _ = shrunk({"a": one, "b": one}, logits, **where)
     np.testing.assert_allclose(new["a"]["q"], np.full((4, 2), 0.5), rtol=1e-6)
     np.testing.assert_array_equal(new["b"]["q"], np.ones((4, 2)))
+
+
+def test_the_first_pattern_that_fits_a_leaf_counts():
+    params = {"q": jnp.ones((2, 4)), "k": jnp.ones((2, 4))}
+    # Of the second pattern q would have four heads.
+    queries = {"q": 0, "*q*": 1}
+    new, _ = shrunk(params, LOGITS, queries=queries, keys={"k": 0})
+    np.testing.assert_allclose(new["q"], np.broadcast_to(ROOT[:, None], (2, 4)))
 
 
 def test_where_heads_are_may_be_a_function():

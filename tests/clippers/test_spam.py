@@ -39,7 +39,6 @@ def test_spam_takes_a_second_moment_from_elsewhere():
     np.testing.assert_array_equal(clipped["index"], grads["index"])
 
 
-@pytest.mark.slow
 def test_spam_keeps_squares_wide_and_schedules_from_step_0():
     with jax.enable_x64(True):
         params = {
@@ -67,7 +66,6 @@ def test_spam_keeps_squares_wide_and_schedules_from_step_0():
     np.testing.assert_allclose(state.second_moment, [144.0, 2.25], rtol=1e-6)
 
 
-@pytest.mark.slow
 def test_spam_keeps_the_average_of_a_leaf_that_is_missing():
     clipper = optaxclip.spam(warmup=0)
     _, state = clipper.update(
@@ -81,7 +79,6 @@ def test_spam_keeps_the_average_of_a_leaf_that_is_missing():
     )
 
 
-@pytest.mark.slow
 def test_spam_that_never_starts_anew_clips_after_its_warmup():
     clipper = optaxclip.spam(1.0, warmup=3, every=None)
     state = clipper.init(jnp.zeros(1))
@@ -92,7 +89,6 @@ def test_spam_that_never_starts_anew_clips_after_its_warmup():
     assert through[:2] == [1.0, 1.0] and through[2] < 1.0
 
 
-@pytest.mark.slow
 def test_momentum_starts_anew_and_the_step_rises_along_a_cosine():
     optimizer = optaxclip.reset_momentum(optax.scale_by_adam(), every=10, warmup=4)
     grads = {
@@ -110,7 +106,6 @@ def test_momentum_starts_anew_and_the_step_rises_along_a_cosine():
         )
 
 
-@pytest.mark.slow
 def test_reset_momentum_restarts_from_weights():
     keeps = optax.GradientTransformation(
         lambda params: params, lambda updates, state, params=None: (updates, state)
@@ -174,7 +169,6 @@ def test_reset_momentum_takes_strict_promotion():
 HUGE = jnp.array([2.0**80, 2.0**80], jnp.float32)
 
 
-@pytest.mark.slow
 def test_a_huge_first_gradient_does_not_end_clipping():
     # Its squares are 2^160. As inf, the average would be inf in all steps that follow.
     clipper = optaxclip.spam(threshold=2.0, decay=0.5, warmup=0)
@@ -185,7 +179,6 @@ def test_a_huge_first_gradient_does_not_end_clipping():
     np.testing.assert_allclose(updates, np.sqrt([2 * largest] * 2), rtol=1e-6)
 
 
-@pytest.mark.slow
 def test_an_infinite_average_is_no_nan_for_debug_nans():
     clipper = optaxclip.spam(threshold=2.0, warmup=0)
     grads = jnp.array([1.0, 0.0])
@@ -195,7 +188,6 @@ def test_an_infinite_average_is_no_nan_for_debug_nans():
     np.testing.assert_array_equal(updates, grads)
 
 
-@pytest.mark.slow
 def test_a_decay_of_1_learns_nothing_from_a_huge_gradient():
     def decay(step):
         return jnp.where(step == 0, 1.0, 0.9)
@@ -207,7 +199,6 @@ def test_a_decay_of_1_learns_nothing_from_a_huge_gradient():
     np.testing.assert_allclose(state.second_moment, 0.1, rtol=1e-6)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_spam_takes_a_second_moment_in_16_bits(dtype):
     clipper = optaxclip.spam(5000.0, warmup=0, count=True)
@@ -218,7 +209,6 @@ def test_spam_takes_a_second_moment_in_16_bits(dtype):
     np.testing.assert_allclose(updates, np.clip(grads, -limit, limit), rtol=2e-7)
 
 
-@pytest.mark.slow
 def test_an_infinite_float16_becomes_the_largest_number():
     # The limit, sqrt(5000) * 1000, is beyond float16.
     clipper = optaxclip.spam(5000.0, warmup=0, count=True)

@@ -42,6 +42,9 @@ def test_a_cap_holds_in_the_first_step(name):
         updates, state = clipper.update(HUGE, clipper.init(HUGE))
         np.testing.assert_allclose(updates, [10.0], rtol=2e-6)
         assert float(state.limit) == 10
+    clipper = CAPPED[name](cap=0.0)
+    updates, state = clipper.update(HUGE, clipper.init(HUGE))
+    assert float(updates[0]) == float(state.limit) == 0
 
 
 @pytest.mark.parametrize("name", CAPPED)
