@@ -73,7 +73,6 @@ def test_adaclip_shortens_only_the_coordinates_over_the_limit():
     np.testing.assert_array_equal(np.asarray(clipped["w"])[untouched], grads[untouched])
 
 
-@pytest.mark.slow
 def test_adagc_takes_norms_from_elsewhere_and_limits_from_step_0():
     clipper = optaxclip.adagc(max_norm=lambda step: 1.0 + step)
     grads = {"a": jnp.array([3.0, 4.0])}
