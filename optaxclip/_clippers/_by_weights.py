@@ -248,9 +248,6 @@ def _rounded(x: Array, like: Any) -> Array:
     return x.astype(jnp.result_type(like))
 
 
-TINY = 2.0**-126  # the smallest normal float32: bounds below it count as 0
-
-
 def clippy(
     relative: ArrayLike = 0.1,
     absolute: ArrayLike = 1e-7,
@@ -361,7 +358,7 @@ def _strain(
     bound = jnp.where(free, jnp.inf, bound)
     size = jnp.abs(update).astype(wide)
     # Two wheres: a quotient that is not taken must be finite for the derivative.
-    is_zero = bound < TINY
+    is_zero = bound == 0
     strain = size / jnp.where(is_zero, 1.0, bound)
     strain = jnp.where(is_zero & (size > 0), jnp.inf, strain)
     # 0, and NaN where size is inf.
