@@ -1,5 +1,7 @@
 """Ghost clipping where numbers are narrow, huge, tiny or broken."""
 
+from itertools import product
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -34,19 +36,37 @@ def by_ghost(loss, limit, *args):
 POSITIONS = {"product": 1, "gram": 3, "matrix": 5}
 
 
-@pytest.mark.parametrize("name", POSITIONS)
-@pytest.mark.parametrize("size", [1e-30, 1e-15, 1e15, 1e30])
-def test_norms_hold_over_the_range_of_float32(name, size):
-    count, root = POSITIONS[name], np.float32(np.sqrt(size))
-    x, c = normal(0, 4, count, 6) * root, normal(1, 4, count, 8) * root
-    w = np.zeros((6, 8), np.float32)
-    assert way(linear, w, x, c) == name
-    norms = gradients(x, c)[1]
-    if name == "gram" and abs(np.log10(size)) == 30:
-        # Squares leave the range of float32. What cannot be exceeded stands in.
-        terms = [np.linalg.norm(np.float64(each), axis=2) for each in (x, c)]
-        norms = np.sum(terms[0] * terms[1], 1)
-    np.testing.assert_allclose(by_ghost(linear, None, w, x, c).norms, norms, 16 * EPS)
+def stacked(w, x, c):
+    """Whose gradient is x' c for each matrix of a stack."""
+    return jnp.sum(jnp.einsum("ltr,lrc->ltc", x, w) * c)
+
+
+def test_norms_hold_over_the_range_of_float32():
+    """Of one matrix and of a stack of three, by each way."""
+    sizes = np.array([1e-30, 1e-15, 1.0, 1e15, 1e30])
+    roots = np.sqrt(sizes).astype(np.float32)[:, None, None, None]
+    params, batch, norms = {}, {}, {}
+    for (name, count), stack in product(POSITIONS.items(), (1, 3)):
+        key = f"{name} of {stack}"
+        x = normal(0, 5, stack, count, 6) * roots
+        c = normal(1, 5, stack, count, 8) * roots
+        params[key], batch[key] = np.zeros((stack, 6, 8), np.float32), (x, c)
+        assert way(stacked, params[key], x, c) == name
+        each = np.einsum("bltr,bltc->blrc", np.float64(x), np.float64(c))
+        norms[key] = np.linalg.norm(each.reshape(5, -1), axis=1)
+        if name == "gram":
+            # Squares leave the range of float32 at both ends. What cannot be exceeded
+            # stands in.
+            terms = [np.linalg.norm(np.float64(each), axis=3) for each in (x, c)]
+            bounds = np.linalg.norm(np.sum(terms[0] * terms[1], 2), axis=1)
+            norms[key][[0, -1]] = bounds[[0, -1]]
+
+    def loss(params, batch):
+        return sum(stacked(params[key], *batch[key]) for key in params)
+
+    found = by_ghost(loss, dict.fromkeys(params), params, batch).norms
+    for key, wanted in norms.items():
+        np.testing.assert_allclose(found[key], wanted, 16 * EPS, err_msg=key)
 
 
 @pytest.mark.parametrize("name", POSITIONS)
