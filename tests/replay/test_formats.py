@@ -43,13 +43,12 @@ def error(path, column=None):
     return str(raised.value)
 
 
-@pytest.mark.parametrize("packed", [False, True], ids=["plain", "gzip"])
-@pytest.mark.parametrize("program", FILES)
-def test_what_programs_write_is_read_without_a_column(tmp_path, program, packed):
-    path = written(tmp_path, FILES[program])
-    if packed:
+def test_what_programs_write_is_read_without_a_column(tmp_path):
+    for program, content in FILES.items():
+        path = written(tmp_path, content)
+        np.testing.assert_array_equal(read_history(path), NORMS, program)
         path = written(tmp_path, gzip.compress(path.read_bytes()), "log.gz")
-    np.testing.assert_array_equal(read_history(path), NORMS)
+        np.testing.assert_array_equal(read_history(path), NORMS, program)
 
 
 OTHER_COLUMNS = [
@@ -62,10 +61,10 @@ OTHER_COLUMNS = [
 ]
 
 
-@pytest.mark.parametrize(("program", "column", "wanted"), OTHER_COLUMNS)
-def test_other_columns_are_read_by_their_names(tmp_path, program, column, wanted):
-    path = written(tmp_path, FILES[program])
-    assert read_history(path, column).tolist() == wanted
+def test_other_columns_are_read_by_their_names(tmp_path):
+    for program, column, wanted in OTHER_COLUMNS:
+        path = written(tmp_path, FILES[program])
+        assert read_history(path, column).tolist() == wanted, (program, column)
 
 
 KNOWN = (
@@ -75,34 +74,41 @@ KNOWN = (
 )
 
 
-OTHERS = "train/grad_norm_ratio layer/norm grad_normal clip/all/norm_before_ms"
-
-
-@pytest.mark.parametrize("name", KNOWN.split())
-def test_the_names_of_other_libraries_are_known(tmp_path, name):
-    path = written(tmp_path, f"train/loss,{name},lr\n1.0,2.5,0.1\n")
-    np.testing.assert_array_equal(read_history(path), [2.5])
-
-
-@pytest.mark.parametrize("name", OTHERS.split())
-def test_other_names_are_not_taken_for_norms(tmp_path, name):
-    found = error(written(tmp_path, f"step,{name},loss\n0,2.5,1.0\n"))
-    assert "no column of numbers has the name of a gradient norm, such as" in found
-    # What is called like a norm is proposed before what is not.
-    assert f"There are 'step', '{name}', 'loss'. Choose one with" in found
-    assert found.endswith(f"column='{name}', on the command line --column '{name}'.")
-
-
-@pytest.mark.parametrize(
-    "write", [lines, lambda row: json.dumps({"log_history": [row]})]
+# Names that hold one that is known.
+OTHERS = (
+    "train/grad_norm_ratio layer/norm grad_normal clip/all/norm_before_ms "
+    "learning/raw_grad_norm_ema my_raw_grad_norm loss_norm skip/normal skip/norm_ema "
+    "clip/norm_before_ema norms/w train/grad_norm_total_ms "
+    "l2_norm/grad/global/x Values"
 )
-def test_proposals_exist_and_hold_numbers(tmp_path, write):
+
+
+def test_the_names_of_other_libraries_are_known(tmp_path):
+    for name in KNOWN.split():
+        path = written(tmp_path, f"train/loss,{name},lr\n1.0,2.5,0.1\n")
+        np.testing.assert_array_equal(read_history(path), [2.5], name)
+
+
+def test_other_names_are_not_taken_for_norms(tmp_path):
+    for name in OTHERS.split():
+        found = error(written(tmp_path, f"step,{name},loss\n0,2.5,1.0\n"))
+        assert "no column of numbers has the name of a gradient norm, such as" in found
+        assert f"There are 'step', '{name}', 'loss'. Choose one with" in found
+        # What is called like a norm is proposed before what is not.
+        likely = name if "norm" in name else "loss"
+        assert found.endswith(
+            f"column='{likely}', on the command line --column '{likely}'."
+        )
+
+
+def test_proposals_exist_and_hold_numbers(tmp_path):
     row = {"epoch": 1.0, "eval_loss": 1.3, "step": 2, "run": "sun-7", "best": None}
     row |= {"norm": {"_type": "histogram", "values": [3, 1]}, "tags": [1]}
-    found = error(written(tmp_path, write(row)))
     names = "'epoch', 'eval_loss', 'step'"
-    # A step is no norm.
-    assert f"There are {names}. Choose one with column='eval_loss', on" in found
+    for text in (lines(row), json.dumps({"log_history": [row]})):
+        found = error(written(tmp_path, text))
+        # A step is no norm.
+        assert f"There are {names}. Choose one with column='eval_loss', on" in found
 
 
 def test_runs_of_one_file_must_be_told_apart(tmp_path):
@@ -138,12 +144,27 @@ NEGATIVE = [
 ]
 
 
-@pytest.mark.parametrize(("name", "content", "value"), NEGATIVE)
-def test_negative_norms_are_refused(tmp_path, command, name, content, value):
-    path = written(tmp_path, content)
-    text = f"read_history: {path}: the column '{name}' must hold norms, which are at "
-    text = f"{text}least 0, got {value}."
-    assert error(path) == error(path, name) == text
-    with pytest.raises(SystemExit) as raised:
-        command(path)
-    assert str(raised.value) == text
+def test_negative_norms_are_refused(tmp_path, command):
+    for name, content, value in NEGATIVE:
+        path = written(tmp_path, content)
+        text = f"read_history: {path}: the column '{name}' must hold norms, which are "
+        text = f"{text}at least 0, got {value}."
+        assert error(path) == error(path, name) == text
+        with pytest.raises(SystemExit) as raised:
+            command(path)
+        assert str(raised.value) == text
+
+
+def test_a_table_of_runs_that_went_on_has_every_value(tmp_path):
+    """A run that is resumed logs steps again, the last one too. Two metrics of one
+    step stay beside each other.
+    """
+    steps = [1, 2, 3, 3, 2, 3, 4]
+    lines = ["run_id,key,value,step,timestamp"]
+    for number, step in enumerate(steps):
+        lines.append(f"a,grad_norm,{number},{step},0")
+        lines.append(f"a,loss,{-number},{step},0")
+    path = written(tmp_path, "\n".join(lines))
+    # In the order in which they were logged, since no part goes back.
+    assert read_history(path).tolist() == [0, 1, 2, 3, 4, 5, 6]
+    assert read_history(path, "loss").tolist() == [0, -1, -2, -3, -4, -5, -6]

@@ -17,28 +17,28 @@ def read(tmp_path, text, column=None, name="run.csv"):
     return read_history(path, column)
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        "step,grad_norm\r\n0,1.5\r\n1,2.5\r\n",
-        "step,grad_norm\r0,1.5\r1,2.5\r",
-        "\ufeffstep,grad_norm\n0,1.5\n1,2.5\n",
-        "step, grad_norm\n0, 1.5\n1, 2.5\n",
-        "step;grad_norm\n0;1.5\n1;2.5\n",
-        "step\tgrad_norm\n0\t1.5\n1\t2.5\n",
-        "step,grad_norm \n0,1.5 \n\n1,2.5\n",
-        "step,grad_norm\n0,1.5\n1, \n2,\n3\n4,2.5,9\n",
-        "step,step,grad_norm\n0,0,1.5\n1,1,2.5\n",
-        "\nstep,grad_norm\n0,1.5\n1,2.5\n",
-        '{"grad_norm": 1.5}\n{"grad_norm": 2.5}\n',
-        '\ufeff{"grad_norm": 1.5}\n\n{"loss": 1}\n{"grad_norm": null}\n'
-        '{"grad_norm": 2.5}',
-        '\n[{"grad_norm": 1.5},\n {"grad_norm": 2.5}]',
-    ],
-)
-@pytest.mark.parametrize("name", ["run.csv", "run.log", "run.JSON"])
-def test_files_may_be_written_in_many_ways(tmp_path, text, name):
-    np.testing.assert_array_equal(read(tmp_path, text, name=name), [1.5, 2.5])
+FORMS = [
+    "step,grad_norm\r\n0,1.5\r\n1,2.5\r\n",
+    "step,grad_norm\r0,1.5\r1,2.5\r",
+    "\ufeffstep,grad_norm\n0,1.5\n1,2.5\n",
+    "step, grad_norm\n0, 1.5\n1, 2.5\n",
+    "step;grad_norm\n0;1.5\n1;2.5\n",
+    "step\tgrad_norm\n0\t1.5\n1\t2.5\n",
+    "step,grad_norm \n0,1.5 \n\n1,2.5\n",
+    "step,grad_norm\n0,1.5\n1, \n2,\n3\n4,2.5,9\n",
+    "step,step,grad_norm\n0,0,1.5\n1,1,2.5\n",
+    "\nstep,grad_norm\n0,1.5\n1,2.5\n",
+    '{"grad_norm": 1.5}\n{"grad_norm": 2.5}\n',
+    '\ufeff{"grad_norm": 1.5}\n\n{"loss": 1}\n{"grad_norm": null}\n{"grad_norm": 2.5}',
+    '\n[{"grad_norm": 1.5},\n {"grad_norm": 2.5}]',
+]
+
+
+def test_files_may_be_written_in_many_ways(tmp_path):
+    for text in FORMS:
+        for name in ("run.csv", "run.log", "run.JSON"):
+            found = read(tmp_path, text, name=name)
+            np.testing.assert_array_equal(found, [1.5, 2.5], text)
 
 
 def excel():
@@ -63,41 +63,41 @@ def zipped():
 TEXT = "must be a text file in UTF-8, .npy or .npz, also in gzip"
 
 
-@pytest.mark.parametrize(
-    ("text", "error"),
-    [
-        ("", "must hold numbers, got 0 rows without"),
-        ("step,grad_norm\n", "must hold numbers, got 0 rows without"),
-        ("[]", "must hold numbers, got 0 rows without"),
-        ("a,grad_norm\n,\n,\n", "must hold numbers, got 2 rows without"),
-        ("step,grad_norm\n0,N/A\n", "There are 'step'. Choose one with column='NAME'"),
-        ("step,grad_norm\n0,\n1, \n", "no column of numbers has .* There are 'step'"),
-        ("norm\n1.0\nhigh\n", "the column 'norm' must hold numbers: .*: 'high'"),
-        ("step;norm\n0;1\n1;1,5\n", "the column 'norm' must hold numbers: .*'1,5'"),
-        ("1.5\n2.5\n", "must begin with names of columns, .* the numbers '1.5'"),
-        (b"\xff\xfes\0", TEXT),
-        ("norm\n1\n".encode("utf-16"), TEXT),
-        (b"\x89PNG\r\n\x1a\n\x00\xff", TEXT),
-        (excel(), TEXT),
-        # Without the time, which would be in the name of the case, and in each of
-        # several processes another.
-        (gzip.compress(b"norm\n1\n2\n", mtime=0)[:-9], "Compressed file ended before"),
-        (zipped()[:-30], "File is not a zip file"),
-        (array([1], [1, 2], dtype=object), "Object arrays cannot be loaded"),
-        (array([1.0, 2.0], dtype=float), "must hold numbers, got 1 rows without"),
-        (f'{{"norm": 1}}\n{{"norm": {"9" * 400}}}', "hold numbers: int too large"),
-        ('{"norm": 1}\n{"norm": [1.5]}\n', "the column 'norm' must hold numbers"),
-        ('{"norm": 1.0}\nnorm 2\n', "Expecting value: line 2 column 1"),
-        ('{"norm": 1.5}\n[2.5]\n', r"JSON lines, or one array .* got '\[2\.5\]'"),
-        ("[{", "Expecting property name"),
-        ("[1, 2]", "must hold JSON lines, or one array of objects, got '1'"),
-        ('[{"norm": 1}, 2]', "must hold JSON lines, or one array of objects, got '2'"),
-    ],
-)
-def test_a_wrong_file_is_named_with_what_is_wrong(tmp_path, text, error):
+WRONG = [
+    ("", "must hold numbers, got 0 rows without"),
+    ("step,grad_norm\n", "must hold numbers, got 0 rows without"),
+    ("[]", "must hold numbers, got 0 rows without"),
+    ("a,grad_norm\n,\n,\n", "must hold numbers, got 2 rows without"),
+    ("step,grad_norm\n0,N/A\n", "There are 'step'. Choose one with column='NAME'"),
+    ("step,grad_norm\n0,\n1, \n", "no column of numbers has .* There are 'step'"),
+    ("norm\n1.0\nhigh\n", "the column 'norm' must hold numbers: .*: 'high'"),
+    ("step;norm\n0;1\n1;1,5\n", "the column 'norm' must hold numbers: .*'1,5'"),
+    ("1.5\n2.5\n", "must begin with names of columns, .* the numbers '1.5'"),
+    (b"\xff\xfes\0", TEXT),
+    ("norm\n1\n".encode("utf-16"), TEXT),
+    (b"\x89PNG\r\n\x1a\n\x00\xff", TEXT),
+    (excel(), TEXT),
+    # Without the time, which would be in the name of the case, and in each of
+    # several processes another.
+    (gzip.compress(b"norm\n1\n2\n", mtime=0)[:-9], "Compressed file ended before"),
+    (zipped()[:-30], "File is not a zip file"),
+    (array([1], [1, 2], dtype=object), "Object arrays cannot be loaded"),
+    (array([1.0, 2.0], dtype=float), "must hold numbers, got 1 rows without"),
+    (f'{{"norm": 1}}\n{{"norm": {"9" * 400}}}', "hold numbers: int too large"),
+    ('{"norm": 1}\n{"norm": [1.5]}\n', "the column 'norm' must hold numbers"),
+    ('{"norm": 1.0}\nnorm 2\n', "Expecting value: line 2 column 1"),
+    ('{"norm": 1.5}\n[2.5]\n', r"JSON lines, or one array .* got '\[2\.5\]'"),
+    ("[{", "Expecting property name"),
+    ("[1, 2]", "must hold JSON lines, or one array of objects, got '1'"),
+    ('[{"norm": 1}, 2]', "must hold JSON lines, or one array of objects, got '2'"),
+]
+
+
+def test_a_wrong_file_is_named_with_what_is_wrong(tmp_path):
     path = tmp_path / "run.csv"
-    with pytest.raises(ValueError, match=rf"^read_history: {path}: .*{error}"):
-        read(tmp_path, text)
+    for text, error in WRONG:
+        with pytest.raises(ValueError, match=rf"^read_history: {path}: .*{error}"):
+            read(tmp_path, text)
 
 
 def test_a_last_line_that_is_cut_off_is_left_out(tmp_path):
@@ -136,35 +136,41 @@ def test_a_directory_or_no_file_is_named(tmp_path):
             read_history(path)
 
 
-@pytest.mark.parametrize(
-    ("names", "found"),
-    [
-        ("loss,gnorm", "gnorm"),
-        ("norm,gnorm", "norm"),
-        ("norm,grad_norm,clip/norm_before", "clip/norm_before"),
-        ("normal,norm/w", "norm/w"),
-        ("loss,clip/all/norm_before", "clip/all/norm_before"),
-        ("clip_1/norm_before,clip_0/limit", "clip_1/norm_before"),
-        ("clip/norm_before/w,clip/limit/w,skip/norm", "skip/norm"),
-        ("clip/limit,skip/outer/norm,norm_after", "skip/outer/norm"),
-        ("learning/grad_norm,learning/raw_grad_norm", "learning/raw_grad_norm"),
-    ],
-)
-def test_the_surest_name_is_taken(tmp_path, names, found):
-    numbers = ",".join(map(str, range(len(names.split(",")))))
-    wanted = [names.split(",").index(found)]
-    assert read(tmp_path, f"{names}\n{numbers}\n") == wanted
+SUREST = [
+    ("loss,gnorm", "gnorm"),
+    ("norm,gnorm", "norm"),
+    ("norm,grad_norm,clip/norm_before", "clip/norm_before"),
+    ("normal,norm/w", "norm/w"),
+    ("loss,clip/all/norm_before", "clip/all/norm_before"),
+    ("clip_1/norm_before,clip_0/limit", "clip_1/norm_before"),
+    ("clip/norm_before/w,clip/limit/w,skip/norm", "skip/norm"),
+    ("clip/limit,skip/outer/norm,norm_after", "skip/outer/norm"),
+    ("learning/grad_norm,learning/raw_grad_norm", "learning/raw_grad_norm"),
+]
 
 
-@pytest.mark.parametrize("first", ["clip/norm_before/w", "clip_0/norm_before"])
-def test_one_of_several_norms_must_be_named(tmp_path, first):
-    second = first.replace("/w", "/v").replace("_0", "_1")
-    text = f"{first},{second}\n1,2\n"
-    with pytest.raises(
-        ValueError, match=f"several columns have .* There are '{first}', '{second}'. Ch"
-    ):
-        read(tmp_path, text)
-    assert read(tmp_path, text, second) == [2.0]
+def test_the_surest_name_is_taken(tmp_path):
+    for names, found in SUREST:
+        numbers = ",".join(map(str, range(len(names.split(",")))))
+        wanted = [names.split(",").index(found)]
+        assert read(tmp_path, f"{names}\n{numbers}\n") == wanted, names
+
+
+def test_one_of_several_norms_must_be_named(tmp_path):
+    pairs = [("clip/norm_before/w", "clip/norm_before/v")]
+    pairs.append(("clip_0/norm_before", "clip_1/norm_before"))
+    for first, second in pairs:
+        text = f"{first},{second}\n1,2\n"
+        error = f"several columns have .* There are '{first}', '{second}'. Choose"
+        with pytest.raises(ValueError, match=error):
+            read(tmp_path, text)
+        assert read(tmp_path, text, second) == [2.0]
+
+
+def test_a_step_that_is_no_number_is_none(tmp_path):
+    """Of a table with a line for each metric: 0 stands for it."""
+    lines = ["key,value,step", "norm,1.5,nan", "norm,2.5,3"]
+    np.testing.assert_array_equal(read(tmp_path, "\n".join(lines)), [1.5, 2.5])
 
 
 def test_the_norm_of_everything_is_proposed(tmp_path):

@@ -12,23 +12,21 @@ from tests.helpers import apply
 NORMS = np.asarray(oracle.histories()["broken"][:150], np.float32)
 
 
-@pytest.mark.parametrize(
-    "shrink",
-    [
-        None,
-        optaxclip.shrinks.smooth(2.0),
-        optaxclip.shrinks.drop,
-        optaxclip.shrinks.normalize,
-    ],
+SHRINKS = (
+    None,
+    optaxclip.shrinks.smooth(2.0),
+    optaxclip.shrinks.drop,
+    optaxclip.shrinks.normalize,
 )
-@pytest.mark.parametrize(
-    "rule", [optaxclip.rules.z_score(1.0), 0.9, None], ids=["z-score", "fixed", "none"]
-)
-def test_a_replay_is_what_the_clipper_does_in_a_run(rule, shrink):
-    clipper = optaxclip.clip_by_global_norm(rule, shrink=shrink)
+RULES = {"z-score": optaxclip.rules.z_score(1.0), "fixed": 0.9, "none": None}
 
-    @jax.jit
-    def both(norms):
+
+@pytest.mark.parametrize("name", RULES)
+def test_a_replay_is_what_the_clipper_does_in_a_run(name):
+    rule = RULES[name]
+
+    def both(norms, shrink):
+        clipper = optaxclip.clip_by_global_norm(rule, shrink=shrink)
         _, states = jax.lax.scan(
             lambda state, grad: (clipper.update(grad, state)[1],) * 2,
             clipper.init(norms[:1]),
@@ -36,30 +34,34 @@ def test_a_replay_is_what_the_clipper_does_in_a_run(rule, shrink):
         )
         return states, optaxclip.replay.run(rule, norms, shrink=shrink)
 
-    states, result = both(NORMS)
+    found = jax.jit(lambda norms: [both(norms, shrink) for shrink in SHRINKS])(NORMS)
     finite = np.isfinite(NORMS)
-    # Two programs, which XLA may round differently: within four spacings of float32,
-    # where one rule takes about as many roundings in a step.
-    np.testing.assert_allclose(
-        result.limits, states.limit, rtol=4 * np.finfo(np.float32).eps
-    )
-    np.testing.assert_allclose(
-        np.asarray(result.factors)[finite], states.factor[finite], rtol=1e-6
-    )
-    np.testing.assert_array_equal(np.cumsum(result.clipped), states.clipped)
-    assert np.isnan(np.asarray(result.factors)[~finite]).all()
+    for states, result in found:
+        # Two programs, which XLA may round differently: within four spacings of
+        # float32, where one rule takes about as many roundings in a step.
+        np.testing.assert_allclose(
+            result.limits, states.limit, rtol=4 * np.finfo(np.float32).eps
+        )
+        np.testing.assert_allclose(
+            np.asarray(result.factors)[finite], states.factor[finite], rtol=1e-6
+        )
+        np.testing.assert_array_equal(np.cumsum(result.clipped), states.clipped)
+        assert np.isnan(np.asarray(result.factors)[~finite]).all()
 
 
-@pytest.mark.parametrize(
-    ("norm", "limit", "shrink"),
-    [(3e38, 1.0, None), (1.2e-38, 10.0, optaxclip.shrinks.normalize)],
-)
-def test_no_factor_of_a_replay_is_0_or_inf_beside_a_limit(norm, limit, shrink):
-    (factor,) = optaxclip.replay.run(limit, [norm], shrink=shrink).factors
-    _, state = apply(
-        optaxclip.clip_by_global_norm(limit, shrink=shrink), jnp.array([norm])
-    )
-    assert 0 < factor < np.inf and factor == state.factor
+def test_a_norm_that_is_lengthened_counts_as_clipped():
+    found = optaxclip.replay.run(2.0, [1.0, 2.0], shrink=optaxclip.shrinks.normalize)
+    assert found.factors.tolist() == [2.0, 1.0]
+    assert found.clipped.tolist() == [True, False]
+
+
+def test_no_factor_of_a_replay_is_0_or_inf_beside_a_limit():
+    cases = [(3e38, 1.0, None), (1.2e-38, 10.0, optaxclip.shrinks.normalize)]
+    for norm, limit, shrink in cases:
+        (factor,) = optaxclip.replay.run(limit, [norm], shrink=shrink).factors
+        clipper = optaxclip.clip_by_global_norm(limit, shrink=shrink)
+        _, state = apply(clipper, jnp.array([norm]))
+        assert 0 < factor < np.inf and factor == state.factor
 
 
 def test_wide_integers_are_norms():

@@ -8,16 +8,19 @@ import optaxclip
 from optaxclip.replay import suggest
 from tests import oracle_rules as oracle
 
-NORMS = np.asarray(oracle.histories()["broken"][:150], np.float32)
+# As many finite norms in each test, so that each rule is compiled once.
+SIZE = 64
+NORMS = np.asarray(oracle.histories()["broken"], np.float32)
+GOOD = np.isfinite(NORMS) & (NORMS > 0)
+NORMS = NORMS[: np.flatnonzero(GOOD)[SIZE]]
 SKIP_STEP = "optaxclip.skip_step(optimizer, on_loss=False)"
 
 
-@pytest.mark.slow
 def test_suggestions_count_the_steps_over_each_limit():
     rows = {row.rule: row for row in suggest(NORMS)}
     good = NORMS[np.isfinite(NORMS) & (NORMS > 0)].astype(np.float64)
     fixed = [row for name, row in rows.items() if name.endswith(f"({row.limit:g})")]
-    assert len(fixed) >= 4
+    assert good.size == SIZE < NORMS.size and len(fixed) >= 4
     for row in fixed:
         assert row.clip_rate == pytest.approx(np.mean(good > np.float32(row.limit)))
     rates = [row.clip_rate for row in fixed]
@@ -32,14 +35,13 @@ def test_suggestions_count_the_steps_over_each_limit():
 
 
 def test_skipped_steps_are_multiplied_by_0():
-    norms = [1.0 + i % 7 / 10 for i in range(300)]
-    norms[200] = 50.0
+    norms = [1.0 + i % 7 / 10 for i in range(SIZE)]
+    norms[-1] = 50.0
     *_, skip = suggest(norms)
     assert "skip_step" in skip.rule
-    assert skip.clip_rate > 0 and skip.mean_factor == 0
+    assert skip.clip_rate == 1 / SIZE and skip.mean_factor == 0
 
 
-@pytest.mark.slow
 def test_suggestions_are_quantiles_five_medians_and_rules():
     good = np.concatenate([np.arange(1.0, 64.0), [300.0]])
     norms = np.concatenate([good[:-1], [np.nan, 0.0, 300.0]])
@@ -65,13 +67,13 @@ def test_suggestions_are_quantiles_five_medians_and_rules():
 
 
 def test_a_limit_among_the_norms_of_broken_steps_is_not_recommended():
-    # 1 % of the steps are above 2000, and 4 % are broken.
-    norms = [*np.linspace(0.5, 1.5, 96), 1000.0, 2000.0, 3000.0, 4000.0]
+    # 1 % of the steps are above 3000, and 6 % are broken.
+    norms = [*np.linspace(0.5, 1.5, 60), 1000.0, 2000.0, 3000.0, 4000.0]
     (best,) = [row for row in suggest(norms) if row.recommended]
     assert best.limit == pytest.approx(5 * np.median(norms), 1e-3)
-    assert best.clip_rate == pytest.approx(0.04)
+    assert best.clip_rate == pytest.approx(4 / SIZE)
 
 
 def test_norms_that_never_change_have_a_recommendation_too():
-    (best,) = [row for row in suggest(np.ones(50)) if row.recommended]
+    (best,) = [row for row in suggest(np.ones(SIZE)) if row.recommended]
     assert best.limit == 1.0
