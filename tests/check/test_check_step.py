@@ -4,10 +4,13 @@ Numbers are NumPy's: what is wrong with a step is known before it is run.
 """
 
 import math
+from collections import defaultdict
 
 import jax
 import numpy as np
 import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
 import optaxclip
 
@@ -54,13 +57,45 @@ WRONG = [
 ]
 
 
-@pytest.mark.parametrize("name, setting, kind, what", WRONG)
-def test_the_kind_of_a_bug_is_named(name, setting, kind, what):
-    step = getattr(wrong_steps, name)
-    found = optaxclip.check_step(step, settings=[setting])
-    assert {row.what for row in found if row.kind == kind} == what
-    expected = {other[2] for other in WRONG if other[:2] == (name, setting)}
-    assert {row.kind for row in found} == expected
+def test_the_kind_of_a_bug_is_named():
+    wanted = defaultdict(dict)
+    for name, setting, kind, what in WRONG:
+        wanted[name, setting][kind] = what
+    for (name, setting), kinds in wanted.items():
+        rows = optaxclip.check_step(getattr(wrong_steps, name), settings=[setting])
+        found = defaultdict(set)
+        for row in rows:
+            found[row.kind].add(row.what)
+        assert found == kinds, (name, setting)
+
+
+def returning(change):
+    """A right step, whose update and norm are changed."""
+
+    def make_step(setting):
+        step = right_steps.by_hand(setting)
+        return lambda params, batch: change(setting, *step(params, batch))
+
+    return make_step
+
+
+def times(number, tree):
+    return jax.tree.map(lambda x: (number * x).astype(x.dtype), tree)
+
+
+def test_a_number_that_is_hardly_off_is_found():
+    """3e-5 of a number may be rounding, and 2^-6 in 16 bits, and no more."""
+    for share in (1 + 4e-5, 1 - 4e-5):
+        step = returning(lambda _, x, norm, k=share: (x, norm * k))
+        (norm, *_) = rows = optaxclip.check_step(step, settings="replicated")
+        assert {(row.what, row.kind) for row in rows} == {("norm", "unknown")}
+        assert norm.found == pytest.approx(norm.wanted * share, 1e-5)
+        step = returning(lambda _, x, norm, k=share: (times(k, x), norm))
+        rows = optaxclip.check_step(step, settings="replicated")
+        assert {row.what for row in rows} == {"update"}
+    step = returning(lambda _, x, norm: (x, norm * 1.02))
+    rows = optaxclip.check_step(step, settings="bfloat16")
+    assert [row.what for row in rows] == ["norm"]
 
 
 @pytest.mark.parametrize("name", right_steps.RIGHT)
@@ -116,21 +151,25 @@ def test_a_bug_of_another_setting_is_not_looked_for():
 
 
 def test_new_params_updates_and_clipped_gradients_are_all_taken():
-    def returning(sign):
-        def make_step(setting):
-            step = right_steps.by_hand(setting)
-
-            def signed(params, batch):
-                updates, norm = step(params, batch)
-                return jax.tree.map(lambda leaf: sign * leaf, updates), float(norm)
-
-            return signed
-
-        return make_step
-
     for sign in (1, -1):
-        found = optaxclip.check_step(returning(sign), settings=["replicated", "fsdp"])
+        step = returning(lambda _, x, norm, k=sign: (times(k, x), float(norm)))
+        found = optaxclip.check_step(step, settings=["replicated", "fsdp"])
         assert found == []
+
+
+def test_the_worst_norm_of_all_devices_is_shown():
+    def only_the_last_is_wrong(setting, updates, norm):
+        devices = setting.mesh.devices.flat
+        copies = [
+            jax.device_put(norm * (1 + (k == 7)), d) for k, d in enumerate(devices)
+        ]
+        sharding = NamedSharding(setting.mesh, P())
+        return updates, jax.make_array_from_single_device_arrays((), sharding, copies)
+
+    rows = optaxclip.check_step(returning(only_the_last_is_wrong), settings="fsdp")
+    above = [row for row in rows if row.gradients == "above"]
+    assert [(row.what, row.kind) for row in above] == [("norm", "unknown")]
+    assert above[0].found == pytest.approx(8.0, rel=1e-5)
 
 
 def test_an_error_of_the_step_says_in_which_setting():

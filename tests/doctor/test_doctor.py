@@ -44,6 +44,29 @@ def test_a_leap_of_the_norm_is_a_bad_batch():
     assert diagnose(rows_of(health__norm=norms)) == []
 
 
+def test_a_leap_is_held_against_the_largest_of_20_norms():
+    for before, row in ((20, 40), (21, 40), (10, 10), (9, 9)):
+        norms = np.ones(60)
+        norms[row] = 9.0
+        norms[row - before] = 3.0 if row == 40 else 1.0
+        found = [
+            (x.cause, x.step, x.value) for x in diagnose(rows_of(health__norm=norms))
+        ]
+        # After 10 norms the first is judged. One that was 20 steps before counts, and
+        # one before that does not.
+        is_leap = before in (21, 10)
+        assert found == [("bad batch", row, 9.0)] * is_leap
+
+
+def test_two_rows_of_a_step_are_one_run():
+    """As of loggers that write a row for each recorder."""
+    rows = []
+    for step, norm in enumerate([*np.ones(12), 9.0, *np.ones(7)]):
+        rows.append({"step": step, "health/norm/w": norm})
+        rows.append({"step": step, "loss": 1.0})
+    assert [(x.cause, x.step) for x in diagnose(rows)] == [("bad batch", 12)]
+
+
 def test_a_norm_that_stays_in_the_new_place_is_one_finding():
     norms = np.ones(60)
     norms[30:] = 6.0
@@ -111,17 +134,17 @@ def test_a_nan_is_bracketed_by_what_is_finite():
     assert "'blocks/9/w', 'blocks/10/w';" in found.evidence
 
 
-@pytest.mark.parametrize("broken", [float("nan"), float("inf"), None])
-def test_a_norm_that_json_cannot_hold_is_not_finite(broken, tmp_path):
+def test_a_norm_that_json_cannot_hold_is_not_finite(tmp_path):
     # W&B adds the extremes of each number.
-    names = "health/norm/a", "health/norm/b", "health/norm/b__MAX"
-    rows = [dict.fromkeys(names, 1.0) for _ in range(9)]
-    rows[7]["health/norm/b"] = broken
+    names = "health/norm/a", "health/norm/b", "health/norm/b__MIN", "health/norm/b__MAX"
     path = tmp_path / "run.jsonl"
-    path.write_text("\n".join(map(json.dumps, rows)))
-    (found,) = diagnose(path)
-    assert (found.step, found.cause) == (7, "not finite")
-    assert found.evidence.endswith("elements of 'b'; finite beside them: 'a'")
+    for broken in (float("nan"), float("inf"), None):
+        rows = [dict.fromkeys(names, 1.0) for _ in range(9)]
+        rows[7]["health/norm/b"] = broken
+        path.write_text("\n".join(map(json.dumps, rows)))
+        (found,) = diagnose(path)
+        assert (found.step, found.cause) == (7, "not finite")
+        assert found.evidence.endswith("elements of 'b'; finite beside them: 'a'")
 
 
 def test_a_summary_does_not_tell_what_is_finite():
@@ -173,13 +196,39 @@ def test_a_run_that_goes_on_from_a_checkpoint_does_not_hide_what_broke():
         assert [(x.cause, x.step) for x in diagnose(rows)] == wanted
 
 
-@pytest.mark.parametrize("broken", [None, float("nan"), float("inf")])
-def test_a_leap_right_after_a_broken_step_is_seen(broken):
-    norms = [*calm(30), broken, 9.0, *calm(29)]
-    found = [(x.cause, x.step) for x in diagnose(rows_of(health__norm__w=norms))]
-    assert found[-1] == ("bad batch", 31)
-    # That of inf over the largest is no number.
-    assert found[:-1] in ([], [("not finite", 30)])
+def test_a_leap_right_after_a_broken_step_is_seen():
+    for broken in (None, float("nan"), float("inf")):
+        norms = [*calm(30), broken, 9.0, *calm(29)]
+        found = [(x.cause, x.step) for x in diagnose(rows_of(health__norm__w=norms))]
+        # That of inf over the largest is no number.
+        first = [] if broken is None else [("not finite", 30)]
+        assert found == [*first, ("bad batch", 31)]
+
+
+def test_updates_have_no_bad_batch_and_no_underflow():
+    columns = {
+        "health__norm": np.ones(40),
+        "health__updates__norm": [*np.ones(30), 99.0, *np.ones(9)],
+        "health__updates__zeros": np.zeros(40),
+        "health__updates__subnormals": np.ones(40),
+    }
+    assert diagnose(rows_of(**columns)) == []
+
+
+def test_a_column_of_logits_that_holds_something_else_is_left():
+    row = {"health/norm": 1.0}
+    for name in (
+        "clip/logits/limit",
+        "clip/logits/factor",
+        "clip/logits/clipped_count",
+        "logit_factor",
+        "clip/norm_after/logits",
+    ):
+        assert diagnose([row | {name: 300.0}] * 10) == [], name
+    for name in ("max_logit", "qk/Logits/max", "clip/logits/norm_before"):
+        assert [x.cause for x in diagnose([row | {name: 300.0}])] == [
+            "attention logits"
+        ], name
 
 
 def test_what_follows_norms_of_0_is_no_leap():
@@ -385,13 +434,13 @@ def test_the_command_prints_a_table_and_draws(log, capsys):
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
-@pytest.mark.parametrize("who", ["ppo_update/health", "a/health/update_health"])
-def test_the_command_says_whether_it_saw_updates(who, tmp_path, capsys):
+def test_the_command_says_whether_it_saw_updates(tmp_path, capsys):
     path = tmp_path / "run.csv"
-    path.write_text(f"{who}/norm/w,{who}/weight_norm/w\n1,100\n")
-    main([str(path)])
-    is_judged = "Learning rate not judged" not in capsys.readouterr().out
-    assert is_judged == (who == "a/health/update_health")
+    for who in ("ppo_update/health", "a/health/update_health"):
+        path.write_text(f"{who}/norm/w,{who}/weight_norm/w\n1,100\n")
+        main([str(path)])
+        is_judged = "Learning rate not judged" not in capsys.readouterr().out
+        assert is_judged == (who == "a/health/update_health")
 
 
 def test_json_is_what_diagnose_returns(log, capsys):
@@ -408,13 +457,13 @@ def test_json_and_a_picture_may_be_asked_for_together(log, capsys):
     assert json.loads(capsys.readouterr().out) and log.with_name("own.png").exists()
 
 
-@pytest.mark.parametrize("name", ["missing/run.png", "run.xyz", "run.png"])
-def test_a_picture_that_cannot_be_drawn_is_one_line(log, name, monkeypatch, capsys):
-    if name == "run.png":
-        monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    with pytest.raises(SystemExit, match="No picture: "):
-        main([str(log), "--picture", str(log.parent / name)])
-    assert "bad batch" in capsys.readouterr().out
+def test_a_picture_that_cannot_be_drawn_is_one_line(log, monkeypatch, capsys):
+    for name in ("missing/run.png", "run.xyz", "run.png"):
+        if name == "run.png":
+            monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+        with pytest.raises(SystemExit, match="No picture: "):
+            main([str(log), "--picture", str(log.parent / name)])
+        assert "bad batch" in capsys.readouterr().out
 
 
 @pytest.mark.slow
