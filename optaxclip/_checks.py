@@ -381,11 +381,26 @@ def no_state(call: str, state: Any, why: str) -> str:
 
 
 def check_state(call: str, state: Any, kind: type) -> None:
-    """Raises TypeError for a state that another transformation made."""
-    # A chain hands on states by position, so with one more link in front each gets
-    # its neighbour's.
-    if isinstance(state, kind):
-        return
+    """Refuses the wrong state.
+
+    Raises:
+      TypeError: a state that another transformation made.
+      ValueError: the states of several models, or devices, at once.
+    """
+    if not isinstance(state, kind):
+        raise TypeError(_foreign_state(call, state, kind))
+    shape = jnp.shape(getattr(state, "step", 0))
+    if shape:
+        raise ValueError(
+            f"{call}: state is of several models, since its counter of steps has the "
+            f"shape {shape}, as under jax.vmap or jax.pmap. Call update under it too, "
+            "such as jax.vmap(optimizer.update)(grads, state, params), or take one of "
+            "them, jax.tree.map(lambda x: x[0], state)."
+        )
+
+
+def _foreign_state(call: str, state: Any, kind: type) -> str:
+    """The error about a state that another transformation made."""
     got = state if is_without_state(state) else type(state).__name__
     advice = BEGIN_ANEW
     # A wrapper holds the moments. So does optax.apply_if_finite.
@@ -395,7 +410,9 @@ def check_state(call: str, state: Any, kind: type) -> None:
             f"{BEGIN} To keep moments of Adam, put the old state of inner into it: "
             f"state._replace(inner_state={old})."
         )
-    raise TypeError(
+    # A chain hands on states by position, so with one more link in front each gets
+    # its neighbour's.
+    return (
         f"{call}: state must be the {kind.__name__} that its init returned, got {got}. "
         f"Hand on what update returns, at its place of the chain. {advice}"
     )

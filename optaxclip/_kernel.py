@@ -36,7 +36,7 @@ from ._norms import GlobalNorm, Measure, measured, norm_of_norms, types_of
 from ._plan import Norms
 from ._state import ClipState, Group
 from ._sums import written_by_a_gpu
-from .rules._limits import rule_of, rules_of
+from .rules._limits import check_one_limit, rule_of, rules_of
 from .rules._memory import count_up, in_place, moving_average
 from .rules._rule import Rule, further_norms, is_rule, limit_of
 from .shrinks import Shrink, shrink_of
@@ -76,6 +76,8 @@ def make_clipper(
     shrink = shrink_of(shrink, call)
     argument = f"{call}: {name}"
     # One norm takes one limit. Others take a tree prefix of limits.
+    if isinstance(measure, GlobalNorm):
+        check_one_limit(argument, limit)
     is_one = isinstance(measure, GlobalNorm) or isinstance(limit, Rule)
     rules = (rule_of if is_one else rules_of)(limit, argument)
     each_rule = [rules] if is_one else jax.tree.leaves(rules, is_leaf=is_rule)
@@ -121,10 +123,10 @@ def make_clipper(
                 f"{call}: update has no argument {wrong!r}: the limit of one step is "
                 "limit. Call update(grads, state, params, limit=...)."
             )
-        if not isinstance(state, ClipState):
-            # None, as for a clipper of optax, begins anew.
-            if not checks.begins_anew(call, state, rules):
-                checks.check_state(call, state, ClipState)
+        # None, as for a clipper of optax, begins anew.
+        if not checks.begins_anew(call, state, rules):
+            checks.check_state(call, state, ClipState)
+        else:
             given, state = state, init(updates)
             # The memory of a rule that learns must not begin anew in every step.
             if jax.tree.leaves(state.memory):

@@ -36,7 +36,7 @@ from jax import lax
 from .._checks import check_state, kept_finite, with_extra_args
 from .._exported import exported
 from .._mesh import varying
-from .._state import clip_states
+from .._state import ClipState, clip_states
 from .._sums import wide_dtype
 from .._trees import check_kept, clipped_leaves, is_none, put_back, weights_of
 
@@ -99,6 +99,9 @@ def carry_clipped(
 
     def update(updates: Any, state: Any, params: Any = None, **extra_args: Any) -> Any:
         check_state(call, state, CarryState)
+        # The carry has no counter of steps.
+        for own in clip_states(state.clip_state):
+            check_state(call, own, ClipState)
         if extra_args.get("grad_norm") is not None:
             raise ValueError(
                 f"{call}: grad_norm cannot be given: what is clipped is the sum of "

@@ -14,6 +14,7 @@ from typing import Any, TypeAlias
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 from jax import Array
 from jax.typing import ArrayLike
 
@@ -43,6 +44,29 @@ def checked_limit(argument: str, limit: Any) -> ArrayLike | Schedule:
     checks.check_limit(argument, limit)
     # All ints become floats, so that 1 and 1.0 share a program.
     return float(limit) if isinstance(limit, int) else checks.number_for_jit(limit)
+
+
+def check_one_limit(argument: str, limit: Any) -> None:
+    """Refuses a tree or an array of limits, where there is one norm.
+
+    Raises:
+      TypeError: a tree.
+      ValueError: an array of several numbers.
+    """
+    if limit is None or checks.is_function(limit) or is_rule(limit):
+        return
+    # A clipper is a tuple, and no tree of limits.
+    if isinstance(limit, optax.GradientTransformation):
+        return
+    is_tree = not jax.tree_util.all_leaves([limit])
+    if is_tree or getattr(limit, "shape", ()):
+        what, error = f"a real number, got {checks.shown(limit)}", TypeError
+        if not is_tree:
+            what, error = f"a scalar, got an array of shape {limit.shape}", ValueError
+        raise error(
+            f"{argument} must be {what}. clip_by_tensor_norm takes a limit for each "
+            "tensor, and clip_by_group_norm one for each group."
+        )
 
 
 class Constant(Rule):

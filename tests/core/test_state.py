@@ -2,6 +2,8 @@
 missing leaf does not rename the others, and another rule has another memory.
 """
 
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -13,7 +15,7 @@ import optaxclip
 from optaxclip import rules
 from tests import sharded
 from tests.helpers import after, apply
-from tests.methods import METHODS
+from tests.methods import ALONE, METHODS
 from tests.sharded import mesh_of
 
 LAST = 2**31 - 1
@@ -431,3 +433,36 @@ def test_a_rule_of_the_users_without_a_memory_needs_none():
     for update in (clipper.update, jax.jit(clipper.update)):
         updates, _ = update(GRADS, None)
         np.testing.assert_allclose(updates["w"], [1.5, 2.0], rtol=1e-6)
+
+
+STATEFUL = {
+    name: method
+    for name, method in METHODS.items()
+    if method.leaves != ALONE and name != "clip_grads"
+}
+
+
+@pytest.mark.parametrize("several", ["vmap", "pmap"])
+@pytest.mark.parametrize("name", STATEFUL)
+def test_a_state_of_several_models_is_told(name, several):
+    tree = {"w": jnp.ones((3, 2)), "b": jnp.ones(2)}
+    made = STATEFUL[name].make()
+    run = {"vmap": jax.vmap, "pmap": jax.pmap}[several]
+    state = run(lambda _: made.init(tree))(jnp.arange(4))
+    call = STATEFUL[name].function.__name__
+    # `constrain` leaves the state to its clipper.
+    call = "clip_by_global_norm" if call == "constrain" else call
+    text = (
+        f"{call}: state is of several models, since its counter of steps has the shape "
+        "(4,), as under jax.vmap or jax.pmap. Call update under it too, such as "
+        "jax.vmap(optimizer.update)(grads, state, params), or take one of them, "
+        "jax.tree.map(lambda x: x[0], state)."
+    )
+    with pytest.raises(ValueError, match=f"^{re.escape(text)}$"):
+        made.update(tree, state, tree)
+    # What the text says.
+    stacked = jax.tree.map(lambda x: jnp.stack([x] * 4), tree)
+    updates, _ = run(made.update)(stacked, state, stacked)
+    one, _ = made.update(tree, jax.tree.map(lambda x: x[0], state), tree)
+    for several_leaves, leaf in zip(jax.tree.leaves(updates), jax.tree.leaves(one)):
+        np.testing.assert_allclose(several_leaves[0], leaf, rtol=1e-5)
