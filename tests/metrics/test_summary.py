@@ -44,11 +44,12 @@ def test_shares_are_means_over_all_tensors():
     assert found["clip/norms_clipped"] == 0
 
 
-@pytest.mark.parametrize("broken", [np.nan, np.inf])
-def test_a_tensor_that_is_not_finite_is_the_worst(broken):
-    grads = GRADS | {"b": jnp.array([broken])}
-    found = summary(after(optaxclip.clip_by_tensor_norm(1.0), grads))
-    assert found["clip/worst_name"] == "b" and found["clip/nonfinite_count"] == 1
+def test_a_tensor_that_is_not_finite_is_the_worst():
+    for broken in (np.nan, np.inf):
+        grads = GRADS | {"b": jnp.array([broken])}
+        found = summary(after(optaxclip.clip_by_tensor_norm(1.0), grads))
+        assert found["clip/worst_name"] == "b" and found["clip/nonfinite_count"] == 1
+        assert found["clip/norms_clipped"] == pytest.approx(2 / 3)
 
 
 def test_tensors_with_several_rules_are_compared():
@@ -62,7 +63,6 @@ def test_tensors_with_several_rules_are_compared():
     np.testing.assert_allclose(found["clip/worst_ratio"], 1000, rtol=1e-5)
 
 
-@pytest.mark.slow
 def test_units_name_the_tensor_of_the_worst_unit():
     grads = {"a": jnp.ones((2, 5)), "b": jnp.ones((3, 4)).at[0, 1].set(50.0)}
     found = summary(after(optaxclip.clip_by_unitwise_norm(2.0), grads))

@@ -37,7 +37,6 @@ def test_what_was_cut_off_arrives_in_the_end():
         )
 
 
-@pytest.mark.slow
 def test_the_carry_takes_rounding_and_no_broken_step():
     carried = optaxclip.carry_clipped(optaxclip.clip_by_global_norm(1.0))
     grads = {"w": jnp.array([3.0, 4.0], jnp.bfloat16), "n": jnp.arange(2)}
@@ -58,7 +57,6 @@ def test_the_carry_takes_rounding_and_no_broken_step():
     )
 
 
-@pytest.mark.slow
 def test_the_carry_is_wide_and_only_for_what_is_measured():
     clipper = optaxclip.carry_clipped(optaxclip.clip_by_value(1.0))
     with jax.enable_x64(True):

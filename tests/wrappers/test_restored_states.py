@@ -8,8 +8,6 @@ import pytest
 
 import optaxclip
 
-pytestmark = pytest.mark.slow
-
 GRADS = jnp.array([3.0, 4.0, 12.0])
 BROKEN = GRADS * jnp.nan
 

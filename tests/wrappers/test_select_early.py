@@ -1,10 +1,11 @@
 """The state of a skipped step, selected while the optimizer's update runs."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-import pytest
 
 import optaxclip
 from tests.core.steps import same_bits
@@ -37,20 +38,27 @@ def test_what_follows_a_new_state_reads_the_selected_one():
     assert seen == [70.0, 80.0]
 
 
-@pytest.mark.parametrize(
-    "name", ["twice", "the gradient", "a constant array", "as it was"]
-)
-def test_a_new_state_that_no_equation_computes_alone_is_kept(name):
+def test_a_new_state_that_no_equation_computes_alone_is_kept():
     old = [jnp.array([1.0, 2.0]), jnp.array([5.0, 6.0])]
-    new = {
-        "twice": lambda grads, state: [state[0] + grads] * 2,
-        "the gradient": lambda grads, state: [grads, grads],
-        "a constant array": lambda grads, state: [np.float32([8, 9]), state[1]],
-        "as it was": lambda grads, state: state[::-1],
-    }[name]
-    skipped, taken = both(lambda grads, state, _: (grads, new(grads, state)), old)
+    for new in (
+        lambda grads, state: [state[0] + grads] * 2,
+        lambda grads, state: [grads, grads],
+        lambda grads, state: [np.float32([8, 9]), state[1]],
+        lambda grads, state: state[::-1],
+    ):
+        update = partial(lambda new, grads, state, _: (grads, new(grads, state)), new)
+        skipped, taken = both(update, old)
+        same_bits(skipped, (jnp.zeros(2), old))
+        same_bits(taken, (GRADS, [jnp.asarray(leaf) for leaf in new(GRADS, old)]))
+
+
+def test_an_inner_jit_that_donates_leaves_the_old_state():
+    donating = jax.jit(lambda grads, state: (grads, state + 1), donate_argnums=1)
+    old = jnp.array([1.0, 2.0])
+    skipped, taken = both(lambda grads, state, _: donating(grads, state), old)
     same_bits(skipped, (jnp.zeros(2), old))
-    same_bits(taken, (GRADS, [jnp.asarray(leaf) for leaf in new(GRADS, old)]))
+    same_bits(taken, (GRADS, old + 1))
+    assert not old.is_deleted()
 
 
 def test_a_new_state_that_is_a_python_number_is_kept():
