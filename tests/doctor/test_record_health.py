@@ -67,14 +67,14 @@ def assert_signs(found, wanted, tensor, rel=1e-5):
         assert found[name] == pytest.approx(value, rel=rel, abs=1e-6), name
 
 
-@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16", "complex64"])
-def test_each_sign_is_that_of_numpy(dtype):
-    kind = np.dtype(dtype)
-    grads = {"w": array((9, 7), kind), "b": array((5,), kind)}
-    grads["w"][2:4] = 0
-    if dtype == "float16":
-        grads["w"][5] = 3e-6
-    params = {"w": array((9, 7), kind), "b": array((5,), kind)}
+def test_each_sign_is_that_of_numpy():
+    grads, params = {}, {}
+    for dtype in ("float32", "float16", "bfloat16", "complex64"):
+        kind = np.dtype(dtype)
+        grads |= {f"{dtype} w": array((9, 7), kind), f"{dtype} b": array((5,), kind)}
+        params |= {f"{dtype} w": array((9, 7), kind), f"{dtype} b": array((5,), kind)}
+        grads[f"{dtype} w"][2:4] = 0
+    grads["float16 w"][5] = 3e-6
     found = found_in(recorded(optaxclip.record_health(), grads, params))
     for name in grads:
         assert_signs(found, signs_of(grads[name], params[name]), name)
@@ -111,26 +111,37 @@ def test_norms_far_apart_have_the_cosine_of_numpy():
     assert found["health/cosine"] == pytest.approx(signs_of(grads, params)["cosine"])
 
 
-@pytest.mark.parametrize("stacked", [1, (1,)], ids=["leading", "second"])
-def test_each_layer_has_its_own_signs(stacked):
-    grads, params = array((3, 6, 5)), array((3, 6, 5))
-    grads[1, 2] = 0
-    axis = 0 if stacked == 1 else 1
-    options = {"stacked": stacked, "entropy_every": 1}
-    state = recorded(optaxclip.record_health(**options), {"w": grads}, {"w": params})
+def test_each_layer_has_its_own_signs():
+    """Along the first axis of one leaf, and along the second of the other."""
+    grads = {"first": array((3, 6, 5)), "second": array((3, 6, 5))}
+    params = {name: array(x.shape) for name, x in grads.items()}
+    grads["first"][1, 2] = grads["second"][1, 2] = 0
+    stacked = {"first": 1, "second": (1,)}
+    recorder = optaxclip.record_health(stacked=stacked, entropy_every=1)
+    state = recorded(recorder, grads, params)
     found, whole = found_in(state, layers=True), found_in(state)
-    every = []
-    for layer in range(grads.shape[axis]):
-        own = np.take(grads, layer, axis)
-        wanted = signs_of(own, np.take(params, layer, axis))
-        wanted["entropy"] = entropy_of(own)
-        every.append(wanted)
-        assert_signs(found, wanted, f"w/{layer}")
-    # Without `layers` the largest, with its sign, and of entropies the least.
+    summary = found_in(state, summary=True)
+    together = []
+    for axis, name in enumerate(grads):
+        every = []
+        for layer in range(grads[name].shape[axis]):
+            own = np.take(grads[name], layer, axis)
+            wanted = signs_of(own, np.take(params[name], layer, axis))
+            wanted["entropy"] = entropy_of(own)
+            every.append(wanted)
+            assert_signs(found, wanted, f"{name}/{layer}")
+        together += every
+        # Without `layers` the largest, with its sign, and of entropies the least.
+        assert_signs(whole, worst_of(every), name)
+    assert_signs(summary, worst_of(together), "")
+
+
+def worst_of(every):
+    worst = {}
     for sign in every[0]:
         values = [wanted[sign] for wanted in every]
-        worst = min(values) if sign == "entropy" else max(values, key=abs)
-        assert whole[f"health/{sign}/w"] == pytest.approx(worst, rel=1e-5, abs=1e-6)
+        worst[sign] = min(values) if sign == "entropy" else max(values, key=abs)
+    return worst
 
 
 def test_the_summary_is_the_largest_of_all_tensors():
@@ -244,19 +255,18 @@ def test_signs_are_those_of_all_devices_under_jit(kind):
     assert found_in(state)["health/dead_rows/split"] == 1 / 8
 
 
-@pytest.mark.parametrize("option", ["entropy_every", "embeddings"])
-def test_what_needs_whole_leaves_refuses_parts(option):
-    options = {option: 1 if option == "entropy_every" else "split"}
-    recorder = optaxclip.record_health(
-        weights=False, stacked=STACKED, mesh_axes=SPECS, **options
-    )
+def test_what_needs_whole_leaves_refuses_parts():
+    options = {"weights": False, "stacked": STACKED, "mesh_axes": SPECS}
+    for name, value in (("entropy_every", 1), ("embeddings", "split")):
+        recorder = optaxclip.record_health(**options, **{name: value})
 
-    def step(grads):
-        return recorder.update(grads, recorder.init(grads))[1]
+        def step(grads, recorder=recorder):
+            return recorder.update(grads, recorder.init(grads))[1]
 
-    mapped = jax.shard_map(step, mesh=mesh_of(), in_specs=(SPECS,), out_specs=P())
-    with pytest.raises(ValueError, match=f"record_health: {option} needs whole leaves"):
-        mapped(GRADS)
+        mapped = jax.shard_map(step, mesh=mesh_of(), in_specs=(SPECS,), out_specs=P())
+        error = f"record_health: {name} needs whole leaves"
+        with pytest.raises(ValueError, match=error):
+            mapped(GRADS)
 
 
 # ------------------------------------------------------------------------- the state
@@ -298,11 +308,10 @@ def test_without_weights_no_params_are_needed():
     assert "health/cosine" not in found_in(state)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "float16"])
-def test_gradients_of_16_bits_meet_other_weights_under_strict_promotion(dtype):
-    weights = {"w": jnp.array([3.0, 4.0], dtype)}
-    grads = {"w": jnp.array([4.0, 3.0], jnp.bfloat16)}
+def test_gradients_of_16_bits_meet_other_weights_under_strict_promotion():
+    weights = {x: jnp.array([3.0, 4.0], x) for x in ("float32", "float16")}
+    grads = {name: jnp.array([4.0, 3.0], jnp.bfloat16) for name in weights}
     recorder = optaxclip.record_health()
     with jax.numpy_dtype_promotion("strict"):
         _, state = recorder.update(grads, recorder.init(weights), weights)
-    np.testing.assert_allclose(state.signs["cosine"], 24 / 25, rtol=1e-6)
+    np.testing.assert_allclose(state.signs["cosine"], [24 / 25] * 2, rtol=1e-6)
