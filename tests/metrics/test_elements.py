@@ -1,6 +1,5 @@
 """Clippers of elements report the share of elements that they clipped."""
 
-import re
 from functools import partial
 
 import jax
@@ -52,15 +51,6 @@ def test_what_keeps_its_value_is_not_counted():
     ):
         share, *_ = shares(COUNTING["clip_by_value"], jnp.array(values))
         assert share == clipped, values
-
-
-def test_any_number_of_elements_is_counted_in_a_dtype_that_holds_it():
-    clipper = COUNTING["clip_by_value"]
-    for size in (2**24 + 2, 2**31 + 2, 2**32 + 2):
-        grads = jax.ShapeDtypeStruct((size,), jnp.bfloat16)
-        program = jax.make_jaxpr(partial(after, clipper))(grads)
-        (dtype,) = re.findall(r":(\w+)\[\] = reduce_sum", str(program))
-        assert {"u32": 2**32 - 1, "i64": 2**63 - 1}[dtype] >= size
 
 
 def test_no_elements_have_a_share_of_0():
