@@ -48,20 +48,21 @@ def test_a_state_has_at_most_8_arrays_and_a_memory(name):
 def test_units_have_a_summary_for_each_leaf():
     grads = tree(1)
     limits = {"a": 0.5, "b": 1.0, "c": jnp.array([[0.1, 1.0, 9.0]]), "d": 1.0, "e": 2.0}
-    clipper = optaxclip.clip_by_unitwise_norm(limits)
+    clipper, eps = optaxclip.clip_by_unitwise_norm(limits, eps=0.25), 0.25
     updates, state = apply(clipper, grads)
     _, second = clipper.update(jax.tree.map(jnp.zeros_like, grads), state)
     assert set(state.by_name()) == set(SHAPES) and state.norm.shape == (5,)
     for name, entry in state.by_name().items():
         norm = units(grads[name])
         limit = np.broadcast_to(np.squeeze(limits[name]), norm.shape)
-        expected = np.asarray(grads[name]) * np.minimum(1, limit / norm)
+        factors = np.minimum(1, limit / (norm + eps))
+        expected = np.asarray(grads[name]) * factors
         np.testing.assert_allclose(updates[name], expected, rtol=1e-6)
         furthest = np.argmax(norm / limit)
-        of_one = norm.flat[furthest], limit.flat[furthest]
-        np.testing.assert_allclose((entry.norm, entry.limit), of_one, rtol=1e-6)
-        np.testing.assert_allclose(entry.factor, min(1, 1 / np.max(norm / limit)), 1e-6)
-        share = np.mean(norm > limit)
+        found = entry.norm, entry.limit, entry.factor
+        wanted = [numbers.flat[furthest] for numbers in (norm, limit, factors)]
+        np.testing.assert_allclose(found, wanted, rtol=1e-6)
+        share = np.mean(factors < 1)
         np.testing.assert_allclose(entry.units_clipped, share, rtol=1e-6)
         assert entry.clipped == (share > 0)
         np.testing.assert_allclose(entry.clipped_recently, share, rtol=1e-6)
@@ -133,6 +134,20 @@ def test_units_keep_their_entries_beside_those_of_other_rules():
         pair = together.by_name()[name], wanted.by_name()[name]
         for one, other in zip(*map(jax.tree.leaves, pair), strict=True):
             np.testing.assert_array_equal(one, other)
+
+
+def test_units_remember_what_each_of_them_was():
+    steps = [{name: tree(seed)[name] for name in "abd"} for seed in (8, 9, 10)]
+    limits = {"a": rules.growth(1.5), "b": rules.growth(1.1), "d": 0.5}
+    clipper = optaxclip.clip_by_unitwise_norm(limits)
+    state, last = clipper.init(steps[0]), {"a": np.inf, "b": np.inf}
+    for grads in steps:
+        updates, state = clipper.update(grads, state)
+        for name, rate in {"a": 1.5, "b": 1.1}.items():
+            norm, limit = units(grads[name]), rate * last[name]
+            wanted = np.float64(grads[name]) * np.minimum(1, limit / norm)
+            np.testing.assert_allclose(updates[name], wanted, rtol=1e-6)
+            last[name] = np.minimum(norm, limit)
 
 
 def test_leaves_are_found_by_name_in_another_kind_of_mapping():
@@ -394,6 +409,11 @@ def test_limits_may_have_any_dtype():
     with jax.numpy_dtype_promotion("strict"):
         state = after(clipper, grads)
     np.testing.assert_array_equal(state.limit, np.float32([1e12, 2, 0.5]))
+    with jax.enable_x64(True):
+        # Of a limit that the dtype of norms does not hold, its largest number remains.
+        state = after(optaxclip.clip_by_tensor_norm({**limits, "a": 1e39}), grads)
+    largest = np.finfo(np.float32).max
+    np.testing.assert_array_equal(state.limit, np.float32([largest, 2, 0.5]))
 
 
 WHOLE = {"a/b": jnp.array([3.0, 4.0]), "a": {"b": jnp.array([6.0, 8.0])}}
