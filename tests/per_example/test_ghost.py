@@ -10,11 +10,10 @@ import pytest
 
 from optaxclip.per_example import clipped_grad, explain_clipped_grad
 
-from .batches import EPS, METHODS, mean_of_clipped, near, norms_of
+from .batches import EPS, mean_of_clipped, near, norms_of
 from .models import MODELS
 
 every_model = pytest.mark.parametrize("name", MODELS)
-every_method = pytest.mark.parametrize("method", METHODS)
 
 
 @cache
@@ -30,48 +29,54 @@ def examples(name):
 MARGIN = 9 * 4 * EPS / 2
 
 
-@cache
-def clipped(name, method, microbatch=None):
+def clipped(name, method, limits=None, microbatch=None):
+    """By one limit, or by one for each parameter."""
     model = MODELS[name]
-    limit = float(np.median(norms_of(examples(name)[1])))
-    grad = clipped_grad(model.loss, limit, method=method, microbatch=microbatch)
-    return limit, jax.jit(grad)(model.params, model.batch)
+    limits = limits or float(np.median(norms_of(examples(name)[1])))
+    grad = clipped_grad(model.loss, limits, method=method, microbatch=microbatch)
+    return limits, jax.jit(grad)(model.params, model.batch)
 
 
-@every_method
-@every_model
-@pytest.mark.slow
-def test_norms_are_those_of_the_examples(name, method):
-    norms, found = norms_of(examples(name)[1]), clipped(name, method)[1].norms
+def close_norms(found, norms, method):
     assert np.all(found >= norms * (1 - 1e-6))
     assert np.all(found <= norms * (1 + 1e-6 + MARGIN * (method == "ghost")))
 
 
-@every_method
+def check(name, method, microbatch=None):
+    """Norms, values and the mean of gradients clipped by one limit."""
+    limit, result = clipped(name, method, microbatch=microbatch)
+    values, grads = examples(name)
+    close_norms(result.norms, norms_of(grads), method)
+    near(result.grads, mean_of_clipped(grads, limit), 1e-6 + MARGIN)
+    np.testing.assert_allclose(result.values, values, rtol=1e-5)
+
+
+def test_ghost_clipping_knows_the_norm_by_each_parameter():
+    for name, model in MODELS.items():
+        explain = explain_clipped_grad(model.loss, method="ghost")
+        leaves = explain(model.params, model.batch).leaves
+        assert {leaf.name: leaf.way for leaf in leaves} == model.ways
+        grads = examples(name)[1]
+        norms = {leaf: norms_of([x]) for leaf, x in grads.items()}
+        limits = {leaf: float(np.median(x)) for leaf, x in norms.items()}
+        _, result = clipped(name, "ghost", limits)
+        wanted = {leaf: mean_of_clipped([x], limits[leaf]) for leaf, x in grads.items()}
+        for leaf, exact in norms.items():
+            close_norms(result.norms[leaf], exact, "ghost")
+            near(result.grads[leaf], wanted[leaf][0], 1e-6 + MARGIN)
+
+
 @every_model
-def test_the_gradient_is_the_mean_of_clipped_ones(name, method):
-    limit, result = clipped(name, method)
-    near(result.grads, mean_of_clipped(examples(name)[1], limit), 1e-6 + MARGIN)
-
-
-@every_method
-@every_model
-@pytest.mark.slow
-def test_values_are_those_of_the_loss(name, method):
-    values = clipped(name, method)[1].values
-    np.testing.assert_allclose(values, examples(name)[0], rtol=1e-5)
+def test_a_gradient_by_ghost_is_the_mean_of_clipped_ones(name):
+    check(name, "ghost")
 
 
 @every_model
-def test_each_parameter_is_explained(name):
-    model = MODELS[name]
-    explain = explain_clipped_grad(model.loss, method="ghost")
-    leaves = explain(model.params, model.batch).leaves
-    assert {leaf.name: leaf.way for leaf in leaves} == model.ways
+def test_a_gradient_in_one_pass_is_the_mean_of_clipped_ones(name):
+    check(name, "one_pass")
 
 
 @every_model
 @pytest.mark.slow
 def test_microbatches_need_not_divide_the_batch(name):
-    limit, result = clipped(name, "ghost", microbatch=4)
-    near(result.grads, mean_of_clipped(examples(name)[1], limit), 1e-6 + MARGIN)
+    check(name, "ghost", microbatch=4)
