@@ -57,16 +57,24 @@ def test_it_is_what_the_function_gives(name, method):
 @pytest.mark.parametrize("method", ["ghost", "one_pass"])
 def test_masked_and_broken_examples_are_nan_to_it(method):
     inputs, mask = INPUTS.copy(), np.arange(SIZE) != 3
-    inputs[3], inputs[7] = 1e6, np.nan
+    inputs[3], inputs[7], inputs[9], inputs[10] = 1e6, np.nan, np.inf, -np.inf
     grad = clipped_grad(loss, jnp.nanmedian, private=False, mean=False, method=method)
-    _, wanted = expected(np.median, mask & (np.arange(SIZE) != 7))
-    close(grad(PARAMS, inputs, SLOPES, mask=mask).grads, wanted)
+    counts = mask & np.all(np.isfinite(inputs), 1)
+    limit, wanted = expected(np.median, counts)
+    found = jax.jit(grad)(PARAMS, inputs, SLOPES, mask=mask)
+    close(found.grads, wanted)
+    assert found.nonfinite == 3
+    longest = np.max((found.norms * found.factors)[counts])
+    np.testing.assert_allclose(longest, limit, rtol=16 * EPS)
 
 
 def test_without_any_example_the_sum_is_zero():
-    grad = clipped_grad(loss, jnp.nanmedian, private=False, mean=False)
-    found = grad(PARAMS, INPUTS, SLOPES, mask=np.zeros(SIZE, bool)).grads
-    assert not any(np.any(x) for x in jax.tree.leaves(found))
+    for method in ("ghost", "one_pass"):
+        options = {"private": False, "mean": False, "method": method}
+        grad = jax.jit(clipped_grad(loss, jnp.nanmedian, **options))
+        found = grad(PARAMS, INPUTS, SLOPES, mask=np.zeros(SIZE, bool))
+        assert not any(np.any(x) for x in jax.tree.leaves(found.grads))
+        assert not np.any(found.factors) and found.nonfinite == 0
 
 
 def test_parts_of_the_tree_have_functions_of_their_own():

@@ -92,6 +92,11 @@ def test_change_and_pattern_are_those_of_the_worst_example():
         2,
     )
     assert sensitivity(held, None, batch, limit=2).change == 7.0
+    # The norm of all leaves together.
+    both = sensitivity(
+        lambda _, x: (3 * held(_, x), 4 * held(_, x)), None, batch, limit=2
+    )
+    assert both.change == 35.0
 
 
 def test_a_batch_may_be_split_over_devices():
