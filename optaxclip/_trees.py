@@ -8,6 +8,7 @@ the updates needs no value.
 """
 
 import operator
+import sys
 import warnings
 from collections import Counter
 from collections.abc import (
@@ -35,6 +36,13 @@ Axis: TypeAlias = "int | Mapping[Any, Axis] | Sequence[Axis] | ByPath | None"
 Stacked: TypeAlias = "int | Mapping[Any, Stacked] | Sequence[Stacked] | ByPath | None"
 
 
+# From a sparse array x, one that holds no index twice. With nse JAX can jit it.
+UNIQUE = {
+    "BCOO": "x.sum_duplicates(nse=x.nse)",
+    "BCSR": "x.to_bcoo().sum_duplicates(nse=x.nse)",
+}
+
+
 # ---------------------------------------------------------------- leaves that count
 
 
@@ -42,7 +50,12 @@ def clipped_leaves(tree: Any, call: str = "") -> Any:
     """The tree of the leaves that count, with None in the place of all others.
 
     A leaf counts if it has a float or complex dtype and at least one element.
+
+    Raises:
+      TypeError: a leaf that is not an array.
+      ValueError: a sparse array that may hold an index twice.
     """
+    check_sparse(tree, f"{call}: " if call else "")
     try:
         return jax.tree.map(_clipped, tree, is_leaf=_is_box)
     except TypeError:
@@ -91,6 +104,30 @@ def check_leaves(tree: Any, begin: str) -> None:
                 f"{shown(leaf)}: hand over arrays only, with None for everything else. "
                 "In equinox that is eqx.filter(model, eqx.is_inexact_array)."
             ) from None
+
+
+def check_sparse(tree: Any, begin: str) -> None:
+    """Raises ValueError for a sparse array that may hold an index twice: the norm of
+    its data is not the norm of the array.
+    """
+    # Not imported, since that takes time. Where nobody did, there are no such arrays.
+    sparse = sys.modules.get("jax.experimental.sparse")
+    if sparse is None:
+        return
+
+    def is_sparse(x: Any) -> bool:
+        return isinstance(x, sparse.JAXSparse)
+
+    for path, leaf in jax.tree.leaves_with_path(tree, is_leaf=is_sparse):
+        if is_sparse(leaf) and not getattr(leaf, "unique_indices", False):
+            kind = type(leaf).__name__
+            where = f"the leaf {name(path)!r}" if path else "it"
+            unique = UNIQUE.get(kind, "x.todense()")
+            raise ValueError(
+                f"{begin}{where} is a {kind} that may hold an index twice, so that the "
+                "norm of its data is not its norm. Hand over one with unique_indices="
+                f"True, or {unique}."
+            )
 
 
 def put_back(changed: Any, tree: Any) -> Any:
@@ -226,6 +263,7 @@ def weights_of(call: str, tree: Any, params: Any, updates: str = "gradients") ->
             f"{call} compares {updates} with weights: call "
             f"update({given}, state, params)."
         )
+    check_sparse(params, f"{call}: params: ")
     return values_of(call, "params", tree, params)
 
 

@@ -107,6 +107,7 @@ def value_clipper(
             state = init(params)
         checks.check_state(call, state, ClipByValueState)
         trees.check_leaves(updates, f"{call}: ")
+        trees.check_sparse(updates, f"{call}: ")
         high_argument = f"{call}: {high[0]}"
         low_argument = f"{call}: {low[0]}" if low else ""
         high_bounds = trees.lookup(upper, updates, high_argument)

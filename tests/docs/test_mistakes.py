@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax.experimental.sparse import BCOO
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
@@ -22,6 +23,7 @@ GRADS = {"w": jnp.array([3.0, 4.0]), "b": jnp.array([1.0])}
 LABELS = {"w": "matrix", "b": "vector"}
 ATTENTION = {"q": jnp.ones((4, 2, 3)), "k": jnp.ones((4, 2, 3))}
 AT = {"queries": {"*q": 1}, "keys": {"*k": 1}}
+TWICE = BCOO((jnp.array([3.0, 4.0]), jnp.array([[1], [1]])), shape=(5,))
 LAYERS = {"up": jnp.ones((4, 6, 8)), "bias": jnp.ones((4, 8))}, {"bias": jnp.ones(9)}
 
 
