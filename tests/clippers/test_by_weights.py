@@ -166,7 +166,7 @@ def test_agc_holds_each_unit_against_its_weights_or_eps():
     for name, shape in shapes.items():
         params[name] = np.float32(sizes[name] * random.standard_normal(shape))
         grads[name] = np.float32(random.standard_normal(shape))
-    for order, per_tensor in product((2, 1, math.inf, "rms"), (False, True)):
+    for order, per_tensor in product((2, math.inf), (False, True)):
         options = {"ord": order, "per_tensor": per_tensor}
         clipped, _ = apply(adaptive_grad_clip(0.5, 0.25, **options), grads, params)
         for name, grad in grads.items():

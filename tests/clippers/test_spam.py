@@ -132,6 +132,17 @@ def test_spam_cuts_spikes_of_small_floats(dtype):
     assert updates.dtype == dtype and state.second_moment.dtype == jnp.float32
 
 
+def test_one_infinite_coordinate_breaks_its_tensor_by_adaclip():
+    for nonfinite, wanted in (("propagate", np.nan), ("zero", 0.0)):
+        clipper = optaxclip.adaclip(0.5, nonfinite=nonfinite)
+        _, state = clipper.update(jnp.ones(3), clipper.init(jnp.ones(3)))
+        for broken in (np.inf, np.nan):
+            # The others are within the limit of 1.
+            updates, after = clipper.update(jnp.array([0.5, broken, -0.1]), state)
+            np.testing.assert_array_equal(updates, wanted)
+            assert after.nonfinite == 1
+
+
 @pytest.mark.slow
 def test_spam_cuts_a_python_number():
     clipper = optaxclip.spam(**SPAM_TO_2)
