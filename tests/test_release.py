@@ -108,7 +108,12 @@ def tensors_first(grads):
 OPTIMIZERS = {
     "adam": optax.adam(0.03),
     "adamw": optax.adamw(0.03, weight_decay=0.1),
-    "momentum": optax.sgd(1.0, momentum=0.9),
+    # Moments, weights and a counter.
+    "momentum": optax.chain(
+        optax.trace(0.9),
+        optax.add_decayed_weights(0.1),
+        optax.scale_by_schedule(lambda count: -1.0 / (1 + count)),
+    ),
     "lion": optax.lion(0.03),
     "schedule": optax.inject_hyperparams(optax.adam)(
         optax.linear_schedule(0.03, 0.0, STEPS)

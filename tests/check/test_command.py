@@ -7,19 +7,41 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import NamedTuple
 
 import jax
 import numpy as np
 import pytest
 
-from . import right_steps
+from optaxclip.check import main
 
-pytestmark = pytest.mark.slow
+from . import right_steps
 
 STEPS = "tests.check.wrong_steps"
 
 
-def run(*arguments):
+class Ended(NamedTuple):
+    returncode: int
+    stdout: str
+    stderr: str
+
+
+@pytest.fixture
+def run(monkeypatch, capsys):
+    """Runs the command in this process, which has eight devices already."""
+
+    def run(*arguments):
+        asked = {}
+        monkeypatch.setattr(jax.config, "update", asked.__setitem__)
+        with pytest.raises(SystemExit) as ended:
+            main([*arguments])
+        assert asked == {"jax_platforms": "cpu", "jax_num_cpu_devices": 8}
+        return Ended(ended.value.code, *capsys.readouterr())
+
+    return run
+
+
+def run_alone(*arguments):
     # As a user has it: one CPU device, until the command asks for eight.
     environment = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"}
     return subprocess.run(
@@ -31,7 +53,7 @@ def run(*arguments):
     )
 
 
-def test_a_finding_ends_with_1_and_says_what_to_do():
+def test_a_finding_ends_with_1_and_says_what_to_do(run):
     found = run(f"{STEPS}:own_factor", "--settings", "replicated", "experts")
     assert (found.returncode, found.stderr) == (1, "")
     lines = found.stdout.splitlines()
@@ -43,12 +65,12 @@ def test_a_finding_ends_with_1_and_says_what_to_do():
     assert any(line.startswith("own_factor: ") for line in lines)
 
 
-def test_a_right_step_ends_with_0():
+def test_a_right_step_ends_with_0(run):
     found = run("tests.check.right_steps:ours_jit", "--settings", "replicated")
     assert (found.returncode, found.stderr) == (0, "")
 
 
-def test_json_holds_every_finding():
+def test_json_holds_every_finding(run):
     found = run(f"{STEPS}:own_nan", "--settings", "fsdp", "--json")
     assert found.returncode == 1
     rows = json.loads(found.stdout)
@@ -57,7 +79,7 @@ def test_json_holds_every_finding():
     assert all(list(row) == keys for row in rows)
 
 
-def test_json_has_no_number_that_json_does_not_know():
+def test_json_has_no_number_that_json_does_not_know(run):
     found = run(f"{STEPS}:own_dtype", "--settings", "float16", "--json")
     norm, _ = json.loads(found.stdout, parse_constant=pytest.fail)
     assert norm["found"] == "inf"
@@ -73,7 +95,7 @@ def broken(setting):
     return step
 
 
-def test_a_step_that_gives_nan_has_no_known_bug():
+def test_a_step_that_gives_nan_has_no_known_bug(run):
     found = run(f"{__name__}:broken", "--settings", "replicated", "--json")
     rows = json.loads(found.stdout, parse_constant=pytest.fail)
     above = [row for row in rows if row["gradients"] == "above"]
@@ -81,16 +103,24 @@ def test_a_step_that_gives_nan_has_no_known_bug():
     assert {row["kind"] for row in above} == {"unknown"}
 
 
-@pytest.mark.parametrize(
-    "name, text",
-    [
-        ("tests", "there is no step 'tests': it must be module:make_step"),
-        ("no trainer", "there is no step 'no trainer'"),
-        ("no_such_module:make_step", "no module named 'no_such_module'"),
-        (f"{STEPS}:gone", f"module '{STEPS}' has no attribute 'gone'"),
-    ],
-)
-def test_a_name_that_leads_nowhere_ends_with_2(name, text):
-    found = run(name)
-    assert found.returncode == 2
-    assert text.lower() in found.stderr.lower()
+@pytest.mark.slow
+def test_alone_it_has_eight_devices():
+    found = run_alone(f"{STEPS}:own_factor", "--settings", "experts")
+    assert (found.returncode, found.stderr) == (1, "")
+    found = run_alone("tests.check.right_steps:ours_jit", "--settings", "replicated")
+    assert (found.returncode, found.stderr) == (0, "")
+
+
+WRONG_NAMES = {
+    "tests": "there is no step 'tests': it must be module:make_step",
+    "no trainer": "there is no step 'no trainer'",
+    "no_such_module:make_step": "no module named 'no_such_module'",
+    f"{STEPS}:gone": f"module '{STEPS}' has no attribute 'gone'",
+}
+
+
+def test_a_name_that_leads_nowhere_ends_with_2(run):
+    for name, text in WRONG_NAMES.items():
+        found = run(name)
+        assert found.returncode == 2
+        assert text.lower() in found.stderr.lower()

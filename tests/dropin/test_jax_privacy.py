@@ -5,6 +5,7 @@ jax_privacy. `python -m tests.suites` runs their tests on it.
 import enum
 import inspect
 import math
+import re
 from functools import partial
 
 import jax
@@ -75,6 +76,13 @@ def test_the_sum_is_that_of_the_oracle(limit, microbatch_size, rescale):
     np.testing.assert_allclose(seen.grad_norms, norms, rtol=RTOL)
     wanted = (1.0 if rescale else limit) / 4 * proved(SIZE, 4)
     assert grad.l2_norm_bound == pytest.approx(wanted, rel=1e-5)
+
+
+def test_microbatch_size_is_how_many_are_differentiated_at_once():
+    for size, turns in ((1, 7), (3, 3), (None, None)):
+        program = str(jax.make_jaxpr(make(microbatch_size=size))(PARAMS, X, Y))
+        lengths = set(re.findall(r"\blength=(\d+)", program))
+        assert lengths == ({str(turns)} if turns else set())
 
 
 def test_padding_contributes_nothing():
