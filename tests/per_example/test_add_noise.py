@@ -41,9 +41,9 @@ def looks_normal(noise):
         assert abs(beyond - share) < 5 * np.sqrt(share / MANY)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
-def test_it_is_normal_with_the_given_deviation(dtype):
-    looks_normal(noise_of(jnp.zeros(MANY, dtype)))
+def test_it_is_normal_with_the_given_deviation():
+    for dtype in ("float32", "bfloat16", "float16"):
+        looks_normal(noise_of(jnp.zeros(MANY, dtype)))
 
 
 def test_float64_gets_noise_of_its_own_precision():
@@ -74,12 +74,10 @@ def test_words_are_those_of_threefry():
         assert tuple(map(int, found)) == words
 
 
-@pytest.mark.parametrize(
-    "shape", [(), (60,), (12, 5), (3, 4, 5), (1, 5, 1, 4, 3), (0,)]
-)
-def test_every_number_of_a_leaf_has_noise_of_its_own(shape):
-    noise = noise_of(jnp.zeros(shape))
-    assert len(np.unique(noise)) == noise.size
+def test_every_number_of_a_leaf_has_noise_of_its_own():
+    for shape in ((), (0,), (60,), (12, 5), (3, 4, 5), (1, 5, 2, 2, 3)):
+        noise = noise_of(jnp.zeros(shape))
+        assert len(np.unique(noise)) == noise.size
 
 
 @pytest.fixture(scope="module")
@@ -201,6 +199,7 @@ WITHOUT_LIMIT = {
     "max_norm=inf": lambda: result_of(np.inf),
     "an array of inf": lambda: result_of(INF),
     "None for a part": lambda: result_of({"w": 1.0, "b": None}),
+    "inf for another": lambda: result_of({"w": np.inf, "b": 1.0}),
     "the median": lambda: result_of(jnp.nanmedian, private=False),
     "private=False": lambda: result_of(1.0, private=False),
 }
