@@ -59,9 +59,9 @@ def main(steps: int = 1000, lr: float = 0.2, save: File = None) -> dict[str, See
 
 def draw(panels: Any, look: Look, runs: dict[str, Seen]) -> None:
     """Norm and limit of a run, and which steps it clipped or left out."""
-    norms = np.concatenate([runs[name]["clip/all/norm_before"] for name in DRAWN])
+    norms = np.concatenate([runs[name]["record/all/norm"] for name in DRAWN])
     for axis, name in zip(panels, DRAWN):
-        seen, norm = runs[name], runs[name]["clip/all/norm_before"]
+        seen, norm = runs[name], runs[name]["record/all/norm"]
         action = "skip/step/skipped" if name == "skip_step" else "clip/step/clipped"
         limit = seen[f"{action.rpartition('/')[0]}/limit"]
         (steps,) = np.nonzero(seen[action])

@@ -113,9 +113,7 @@ def train(optimizer: Any, text: Text, steps: int) -> tuple[Network, Any]:
         loss, gradient = jax.value_and_grad(mean_loss)(network, windows)
         updates, state = optimizer.update(gradient, state, network)
         report = optaxclip.metrics(state)
-        seen = {
-            name: report[f"clip/{name}/norm_before"] for name in ("before", "after")
-        }
+        seen = {name: report[f"record/{name}/norm"] for name in ("before", "after")}
         return (optax.apply_updates(network, updates), state), {"loss": loss} | seen
 
     network, random = new_network(len(text.alphabet)), np.random.default_rng(SEED + 1)

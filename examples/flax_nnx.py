@@ -7,8 +7,8 @@ network has batch normalisation, whose running averages are variables but no wei
 `wrt=nnx.Param` keeps them away from the optimizer and from the norm.
 
 `optaxclip.metrics(optimizer.opt_state)` reads the variables in which NNX keeps the
-state, inside jit or outside. `metrics(nnx.state(optimizer))` reads the same from a
-checkpoint's state, where tensors are numbered instead of named.
+state, inside jit or outside. `metrics(nnx.state(optimizer))` reads a checkpoint's
+state, where tensors are numbered instead of named, and a recorder looks like a clipper.
 
 Two are in the chain: `record_norm(tensor_norm)` keeps the norm of each weight's
 gradient and changes nothing, and `clip_by_global_norm` clips. `named_chain` gives them
@@ -83,7 +83,7 @@ def main(steps: int = 300) -> Result:
     answers = jnp.argmax(network(held_out.images), axis=-1)
     accuracy = float(jnp.mean(answers == held_out.labels))
     print(f"\n{accuracy:.1%} of {len(answers)} held-out digits are read correctly\n")
-    start = "clip/tensors/norm_before/"
+    start = "record/tensors/norm/"
     for name, value in reports[-1].items():
         if name.startswith(start):
             print(f"{name.removeprefix(start):16}  last gradient's norm {value:.4f}")

@@ -107,7 +107,7 @@ def train(dtype: Any, order: tuple[str, ...], steps: int) -> dict[str, np.ndarra
         new = optax.apply_updates(params, updates)
         report = optaxclip.metrics(after)
         seen = {"loss": loss / scale, "scale": scale}
-        seen["arrived"] = report["clip/arrived/norm_before"]
+        seen["arrived"] = report["record/arrived/norm"]
         seen["clipped"] = report["clip/clipped"]
         seen["skipped"] = report["skip/skipped"]
         both = (params, state.inner_state), (new, after.inner_state)

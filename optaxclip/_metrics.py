@@ -23,7 +23,7 @@ from ._clippers._by_value import ClipByValueState
 from ._clippers._clip_by import SpikeState
 from ._clippers._spam import SpamState
 from ._health import HEALTH, HealthState, health_rows
-from ._state import ALL, ClipState, check_one_model, sizes_of
+from ._state import ALL, ClipState, RecordState, check_one_model, sizes_of
 from ._trees import unboxed
 from ._wrappers._skipping import SkipState
 
@@ -40,6 +40,7 @@ NAMES = tuple(dict.fromkeys((*_NUMBERS.split(), *ELEMENTS, *HEALTH)))
 # The kinds of state that are reported, and with what their keys begin.
 PREFIXES = {
     ClipState: "clip",
+    RecordState: "record",
     ClipByValueState: "clip",
     SpamState: "clip",
     SkipState: "skip",
@@ -76,8 +77,8 @@ def metrics(
     Args:
       opt_state: the state of any optimizer that has a clipper in it, concrete or
         traced. Also a tree that holds it, such as flax's `TrainState`,
-        `nnx.Optimizer`, and what `nnx.state` makes of that. The latter has no names,
-        and tensors are numbered in it.
+        `nnx.Optimizer`, and what `nnx.state` makes of that. The latter has no names:
+        tensors are numbered in it, and `record_norm` looks like a clipper.
       only: names of numbers, such as "norm_before" or ("norm_before", "clipped"), to
         leave out the others. None for all.
       summary: whether a clipper with one norm for each tensor or group reports one row
@@ -128,6 +129,12 @@ def metrics(
         clip/elements_clipped         the share of elements clipped in the last step
         clip/elements_clipped_mean    its mean over all steps
         clip/elements_clipped_recent  its moving average, of about 100 steps
+
+      Of `record_norm`, which clips nothing, and, with `summary`, the largest norm with
+      its worst_index and worst_name as above:
+
+        record/norm             the norm of the last step
+        record/nonfinite_count  steps in which it was NaN or inf
 
       Of optimizers that skip steps (`skip_spikes`):
 
@@ -330,9 +337,10 @@ def _numbers_of_names(
     if jax.tree.leaves(several.units_clipped):
         clipped = several.units_clipped
     numbers = _numbers(several, state.step, worst)
-    numbers["norms_clipped"] = jnp.mean(clipped)
-    # 0 over a limit of 0 is 0, and not NaN.
-    numbers["worst_ratio"] = jnp.where(norm == 0, 0.0, norm / limit)
+    if not isinstance(state, RecordState):
+        numbers["norms_clipped"] = jnp.mean(clipped)
+        # 0 over a limit of 0 is 0, and not NaN.
+        numbers["worst_ratio"] = jnp.where(norm == 0, 0.0, norm / limit)
     numbers["worst_index"] = jnp.asarray(of_name)[worst].astype(jnp.float32)
     return [numbers]
 
@@ -349,6 +357,10 @@ def _ratio(norm: jax.Array, limit: jax.Array) -> jax.Array:
 def _numbers(state: ClipState, step: jax.Array, worst: jax.Array) -> Numbers:
     """The numbers of the worst of some norms, counted over all of them."""
     norm, limit = state.norm[worst], state.limit[worst]
+    nonfinite = jnp.max(state.nonfinite).astype(jnp.float32)
+    # A recorder has nothing to say of clipping.
+    if isinstance(state, RecordState):
+        return {"norm": norm, "nonfinite_count": nonfinite}
     factor = state.factor[worst]
     # At the ends of its range the factor is not the whole quotient. So far from its
     # limit, what a shrink leaves is the limit.
@@ -366,7 +378,7 @@ def _numbers(state: ClipState, step: jax.Array, worst: jax.Array) -> Numbers:
         "clipped_share": jnp.mean(clipped / steps),
         "clipped_share_recent": jnp.mean(state.clipped_recently),
         "clipped_count": jnp.max(clipped),
-        "nonfinite_count": jnp.max(state.nonfinite).astype(jnp.float32),
+        "nonfinite_count": nonfinite,
     }
     if jax.tree.leaves(state.units_clipped):
         numbers["units_clipped"] = state.units_clipped[worst]

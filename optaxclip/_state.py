@@ -115,6 +115,12 @@ class ClipState(NamedTuple):
         return found
 
 
+class RecordState(ClipState):
+    """What `record_norm` knows after a step: a `ClipState` whose limits are inf. By its
+    type `metrics` tells it from the state of a clipper.
+    """
+
+
 def counts_of(state: ClipState) -> list[dict[str, int | None]]:
     """How many entries each name of a state has. None for a number."""
     known, found = 0, []
@@ -459,11 +465,11 @@ def _flatten(state: ClipState) -> tuple[list[Any], Form]:
     return fields, Form(state.names, jax.tree.structure(state.memory), units)
 
 
-def _unflatten(form: Form, fields: Any) -> ClipState:
+def _unflatten(kind: type[ClipState], form: Form, fields: Any) -> ClipState:
     noted = form.noted or form
     if noted.names is None:
-        return ClipState(form, *fields)
-    state = ClipState(noted.names, *fields)
+        return kind(form, *fields)
+    state = kind(noted.names, *fields)
     if noted is form:
         return state
     # One sharding for all of the memory becomes one for each of its arrays.
@@ -474,16 +480,15 @@ def _unflatten(form: Form, fields: Any) -> ClipState:
     return state._replace(memory=memory, units_clipped=units)
 
 
-# JAX would take each name in a NamedTuple for a leaf.
-jax.tree_util.register_pytree_with_keys(ClipState, _flatten, _unflatten)
-
-
-jax.export.register_pytree_node_serialization(
-    ClipState,
-    serialized_name="optaxclip.ClipState",
-    serialize_auxdata=lambda form: json.dumps(form.names).encode(),
-    deserialize_auxdata=lambda names: Form(tuple(json.loads(names))),
-)
+for kind in (ClipState, RecordState):
+    # JAX would take each name in a NamedTuple for a leaf.
+    jax.tree_util.register_pytree_with_keys(kind, _flatten, partial(_unflatten, kind))
+    jax.export.register_pytree_node_serialization(
+        kind,
+        serialized_name=f"optaxclip.{kind.__name__}",
+        serialize_auxdata=lambda form: json.dumps(form.names).encode(),
+        deserialize_auxdata=lambda names: Form(tuple(json.loads(names))),
+    )
 
 
 def state_of_placeholder() -> ClipState:

@@ -51,7 +51,7 @@ SIGNS = "|".join(HEALTH)
 COLUMN = rf"((?:.+ - )?(?:.+?[/.])??health.*?)/({SIGNS})(?:/(.*))?"
 matched = cache(re.compile(COLUMN).fullmatch)
 # Not the limit of a clipper, its counts, or a tensor that is called so.
-LOGITS = r"(?!.*(limit|factor|count|/norm_\w+/.*logit)).*logit"
+LOGITS = r"(?!.*(limit|factor|count|/norm(_\w+)?/.*logit)).*logit"
 # "train/skip_2/norm", and "train/clip/outer/norm_before".
 SKIPS = cache(re.compile(r"(.*[/. ])?(skip|spike)(_\d+)?/(.*/)?norm").fullmatch)
 CLIPS = cache(re.compile(r"(.*[/. ])?clip(_\d+)?/(.*/)?norm_before").fullmatch)

@@ -15,6 +15,7 @@ from .._exported import exported
 from .._kernel import clip_once, make_clipper
 from .._mesh import MeshAxes
 from .._norms import GlobalNorm, Ord, OwnNorm, check_measure, global_norm
+from .._state import ClipState, RecordState
 from .._wrappers._skipping import Judge
 from ..rules._limits import LimitTree
 from ..rules._memory import count_up, in_place, moving_average
@@ -140,7 +141,8 @@ def clip_grads(
 def record_norm(
     norm: Callable[[Any], Any] = global_norm,
 ) -> optax.GradientTransformationExtraArgs:
-    """Clips nothing, and keeps the norms for `metrics`.
+    """Clips nothing, and keeps the norms for `metrics`: `record/norm`, and the steps in
+    which it was NaN or inf, `record/nonfinite_count`.
 
     A `limit=` that a chain is given for one step is not for it. In the same jitted step
     as a clipper with the same sums it reads nothing more on a CPU, since XLA computes
@@ -151,7 +153,7 @@ def record_norm(
         your own.
 
     Returns:
-      A transformation whose state is a `ClipState`.
+      A transformation whose state is a `ClipState`, with limits of inf.
 
     Raises:
       TypeError: a norm that is not a function.
@@ -160,22 +162,28 @@ def record_norm(
       >>> recorder = optaxclip.record_norm()
       >>> grads = jnp.array([3.0, 4.0])
       >>> _, state = recorder.update(grads, recorder.init(grads))
-      >>> print(state.norm)
-      5.0
+      >>> print(optaxclip.metrics(state, floats=True))
+      {'record/norm': 5.0, 'record/nonfinite_count': 0.0}
     """
     call = "record_norm"
     check_norm(call, norm)
     # With None nothing is multiplied, not even by 1. To XLA that would be another
     # array, which the next clipper of the chain would read again.
     measure = OwnNorm(with_hash(norm), call)
-    recorder = make_clipper(measure, None, call=call, name="norm")
+    clipper = make_clipper(measure, None, call=call, name="norm")
+
+    def init(params: Any) -> RecordState:
+        return RecordState(*clipper.init(params))
 
     def update(updates: Any, state: Any, params: Any = None, **extra_args: Any) -> Any:
         # It is for the clippers of the chain.
         extra_args.pop("limit", None)
-        return recorder.update(updates, state, params, **extra_args)
+        updates, new = clipper.update(updates, state, params, **extra_args)
+        # Without a state, as a clipper of optax is without one, the kernel makes that
+        # of a clipper.
+        return updates, new if isinstance(state, ClipState) else RecordState(*new)
 
-    return optax.GradientTransformationExtraArgs(recorder.init, update)
+    return optax.GradientTransformationExtraArgs(init, update)
 
 
 RECENT = 10_000  # steps, as in OLMo-core

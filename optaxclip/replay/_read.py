@@ -19,6 +19,7 @@ import numpy as np
 # Names of norms, the surest first.
 NAMES = (
     "(clip/)?norm_before",
+    "record/norm",
     "grad_norm",
     "skip/norm",
     "norm",
@@ -26,7 +27,8 @@ NAMES = (
     # MaxText: before clipping. Its learning/grad_norm is after.
     r"(.+/)?raw_grad_norm",
     # `metrics`, for clippers with names, numbers or a norm for each tensor.
-    r"clip(_\d+)?/(.+/)?norm_before(/.+)?|skip(_\d+)?/(.+/)?norm"
+    r"clip(_\d+)?/(.+/)?norm_before(/.+)?|record(_\d+)?/(.+/)?norm(/.+)?"
+    r"|skip(_\d+)?/(.+/)?norm"
     r"|(norm_before|grad_norm|norm)/.+"
     # Others with a group in front, Megatron, Lightning, Composer, Levanter.
     r"|.+/(grad_norm|gnorm|norm_before)"
@@ -59,11 +61,11 @@ def read_history(path: str | Path, column: str | None = None) -> np.ndarray:
         the column train/norm. A table with a line for each metric and step has the
         metrics as columns.
       column: the name to read. None takes what `metrics` and loggers call the norm:
-        clip/norm_before, grad_norm, train/grad_norm, norm and the like. Where steps
-        were skipped with the clipper, it takes skip/norm, which has the norms of
-        those too. Steps without an entry are left out, and so is a last line of JSON
-        that is cut off, with a warning. Beside a `nonfinite_count` of `metrics` an
-        empty entry, or null, is NaN.
+        clip/norm_before, record/norm, grad_norm, train/grad_norm, norm and the like.
+        Where steps were skipped with the clipper, it takes skip/norm, which has the
+        norms of those too. Steps without an entry are left out, and so is a last line
+        of JSON that is cut off, with a warning. Beside a `nonfinite_count` of `metrics`
+        an empty entry, or null, is NaN.
 
     Returns:
       The norms, float64[steps].
@@ -223,8 +225,9 @@ def _log(rows: Rows, column: str | None) -> Log:
         raise ValueError(f"must hold numbers, got {len(rows)} rows without any.")
     if column is None:
         # The norm of one tensor, with `summary=True`. Of one norm the name is empty.
-        worst = [x.replace("worst_name", "norm_before") for x in table]
-        names = [x for x in numeric if worst.count(x) < 2]
+        begins = [x.removesuffix("worst_name") for x in table if "worst_name" in x]
+        of_one = [begin + norm for begin in begins for norm in ("norm_before", "norm")]
+        names = [name for name in numeric if name not in of_one]
         column = _of_every_step(table, _column_of_norms(names))
     if column not in table:
         must = f"column={column!r} is not in this file, which has"
@@ -244,15 +247,15 @@ def _column_of_norms(names: list[str]) -> str:
         # W&B writes the name of the run first: "lively-sun-7 - train/grad_norm".
         named = re.compile(rf"(.+ - )?({pattern})")
         found = found or list(filter(named.fullmatch, names))
-    # Of a wrapper that skips, and of the clipper in it, that of the clipper.
-    inside = [re.sub("skip/(.*)norm$", r"clip/\1norm_before", x) for x in found]
-    found = [x for x, own in zip(found, inside) if own == x or own not in found]
+    # Of a wrapper that skips, and of the clipper or recorder in it, that inside.
+    wrappers = [_of_wrapper(name) for name in found]
+    found = [name for name in found if name not in wrappers]
     if len(found) == 1:
         return found[0]
     others = [name for name in names if name not in STEPS]
     norms = [name for name in names if "norm" in name]
     # Rather than that of one tensor.
-    whole = [name for name in found if name.endswith("norm_before")]
+    whole = [name for name in found if name.endswith(("norm_before", "/norm"))]
     likely = [*whole, *found, *norms, *others[-1:], "NAME"][0]
     problem = "several columns have" if found else "no column of numbers has"
     raise ValueError(
@@ -272,8 +275,7 @@ def _of_every_step(table: Table, column: str) -> str:
     """The column of a wrapper that skips steps, where it has norms that a clipper
     inside it has not: in a skipped step the clipper keeps the norm of an earlier one.
     """
-    # With the same name in front, if the clipper has one.
-    own = re.sub(r"clip/(.*)norm_before$", r"skip/\1norm", column)
+    own = _of_wrapper(column)
     if own not in table:
         return column
     both = [_floats(table, name) for name in (column, own)]
@@ -291,6 +293,14 @@ def _of_every_step(table: Table, column: str) -> str:
     largest = 1.001 * max(clipper, default=0.0)
     is_larger = max(wrapper, default=0.0) > largest
     return own if is_larger or len(wrapper) < len(clipper) else column
+
+
+def _of_wrapper(column: str) -> str:
+    """The column of a wrapper that skips steps, beside that of a clipper or recorder
+    with the same name in front, and "" beside another column.
+    """
+    wrapper = re.sub("(clip|record)/(.*?)norm(_before)?$", r"skip/\2norm", column)
+    return "" if wrapper == column else wrapper
 
 
 def _floats(table: Table, column: str) -> np.ndarray:

@@ -283,11 +283,13 @@ def test_layers_may_be_called_as_what_is_read():
         "health/gradients/ratio/logits": 300.0,
         "clip/clipped_count/logits": 300.0,
         "clip/norm_before/logits": 300.0,
+        "record/norm/logits": 300.0,
         "clip/logits/limit/layer": 300.0,
     }
     assert diagnose([row] * 10) == []
-    (found,) = diagnose([row | {"clip/logits/norm_before/layer": 300.0}])
-    assert found.cause == "attention logits"
+    for column in ("clip/logits/norm_before/layer", "record/logits/norm/layer"):
+        (found,) = diagnose([row | {column: 300.0}])
+        assert found.cause == "attention logits"
 
 
 def test_steps_that_are_no_numbers_are_counted():

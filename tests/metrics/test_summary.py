@@ -73,6 +73,8 @@ def test_units_name_the_tensor_of_the_worst_unit():
 
 def test_without_a_limit_the_longest_norm_is_shown():
     found = summary(after(optaxclip.record_norm(optaxclip.tensor_norm), GRADS))
+    assert found["record/worst_name"] == "c" and found["record/norm"] == 8
+    found = summary(after(optaxclip.clip_by_tensor_norm(None), GRADS))
     assert found["clip/worst_name"] == "c" and found["clip/norm_before"] == 8
     assert found["clip/worst_ratio"] == 0 and found["clip/limit"] == np.inf
 

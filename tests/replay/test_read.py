@@ -112,13 +112,20 @@ def test_the_norm_of_the_worst_tensor_is_not_that_of_all(tmp_path):
     row |= {"clip_2/norm_before": 1.5, "clip_2/worst_name": ""}
     found = read(tmp_path, json.dumps([row, row]))
     np.testing.assert_array_equal(found, [1.5, 1.5])
+    row = {"record/norm": 1.0, "record/worst_name": "w"}
+    row |= {"record_2/norm": 1.5, "record_2/worst_name": ""}
+    found = read(tmp_path, json.dumps([row, row]))
+    np.testing.assert_array_equal(found, [1.5, 1.5])
 
 
 def test_null_of_metrics_is_nan(tmp_path):
     row = {"clip/norm_before": None, "clip/nonfinite_count": 1}
     rows = json.dumps([row, row | {"clip/norm_before": 1.5}])
     for text in (rows, "clip/norm_before,clip/nonfinite_count\n,1\n1.5,1"):
-        np.testing.assert_array_equal(read(tmp_path, text), [np.nan, 1.5])
+        for begin in ("clip/norm_before", "clip/"), ("record/norm", "record/"):
+            named = text.replace("clip/norm_before", begin[0])
+            named = named.replace("clip/", begin[1])
+            np.testing.assert_array_equal(read(tmp_path, named), [np.nan, 1.5])
 
 
 def test_a_header_that_comes_again_is_left_out(tmp_path):
@@ -146,6 +153,14 @@ SUREST = [
     ("clip/norm_before/w,clip/limit/w,skip/norm", "skip/norm"),
     ("clip/limit,skip/outer/norm,norm_after", "skip/outer/norm"),
     ("learning/grad_norm,learning/raw_grad_norm", "learning/raw_grad_norm"),
+    # Of record_norm, in front of a clipper or behind it.
+    ("loss,record/norm", "record/norm"),
+    ("record/norm,clip/norm_before", "clip/norm_before"),
+    ("grad_norm,record/norm,skip/norm", "record/norm"),
+    ("record/norm/w,record/norm", "record/norm"),
+    ("loss,record/all/norm,clip/limit", "record/all/norm"),
+    ("run - record_2/norm,loss", "run - record_2/norm"),
+    ("record/a/norm,skip/a/norm", "record/a/norm"),
 ]
 
 
@@ -157,9 +172,8 @@ def test_the_surest_name_is_taken(tmp_path):
 
 
 def test_one_of_several_norms_must_be_named(tmp_path):
-    pairs = [("clip/norm_before/w", "clip/norm_before/v")]
-    pairs.append(("clip_0/norm_before", "clip_1/norm_before"))
-    for first, second in pairs:
+    for first in ("clip/norm_before/w", "clip_0/norm_before", "record/norm/w"):
+        second = first.replace("/w", "/v").replace("_0", "_1")
         text = f"{first},{second}\n1,2\n"
         error = f"several columns have .* There are '{first}', '{second}'. Choose"
         with pytest.raises(ValueError, match=error):

@@ -34,6 +34,18 @@ def test_norms_of_skipped_steps_are_read(tmp_path):
             np.testing.assert_array_equal(read_again(tmp_path, optimizer), NORMS)
 
 
+@pytest.mark.parametrize("place", ["inside", "in front", "inside by name"])
+def test_norms_of_a_recorder_beside_skipped_steps_are_read(tmp_path, place):
+    recorder, sgd = optaxclip.record_norm(), optax.sgd(0.1)
+    inside = optaxclip.skip_spikes(optax.chain(recorder, sgd), 10.0)
+    optimizer = {
+        "inside": inside,
+        "in front": optax.chain(recorder, optaxclip.skip_spikes(sgd, 10.0)),
+        "inside by name": optax.named_chain(("all", inside), ("last", sgd)),
+    }[place]
+    np.testing.assert_array_equal(read_again(tmp_path, optimizer), NORMS)
+
+
 def test_a_clipper_in_front_that_lengthens_is_read(tmp_path):
     """All norms are 10 behind it: larger than before, and too large for the wrapper."""
     normalize = optaxclip.clip_by_global_norm(10.0, shrink=optaxclip.shrinks.normalize)
