@@ -73,6 +73,15 @@ def test_a_step_of_zero_nan_or_inf_leaves_no_trace():
         np.testing.assert_array_equal(mixed[kept], alone[: GOOD.size], name)
 
 
+def test_a_norm_exactly_at_the_edge_is_not_brought_to_the_target():
+    two_rates = rules.ema_ratio(2.0, 0.5, target=1.5)
+    np.testing.assert_array_equal(limits_of(two_rates, [1.0, 2.0]), [np.inf, 2.0])
+    # Of 1 and 3 the mean is 2 and the deviation 1: the edge is 2 + (1 + 1).
+    score = rules.z_score(1.0, 0.5, warmup=2, eps=1.0)
+    limits = limits_of(score, [1.0, 3.0, 4.0])
+    np.testing.assert_array_equal(limits, [np.inf, np.inf, 4.0])
+
+
 @pytest.mark.parametrize("build", [rules.windowed_quantile, rules.ema_ratio])
 def test_without_a_warmup_the_first_norm_has_no_limit_either(build):
     limits = limits_of(build(warmup=0), [2.0, 2.0])
