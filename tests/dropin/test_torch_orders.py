@@ -5,6 +5,7 @@ The numbers are those of an equation, and where torch is installed torch compute
 
 import itertools
 import math
+from functools import partial
 
 import jax
 import numpy as np
@@ -161,3 +162,14 @@ def test_error_if_nonfinite_raises_where_torch_does(torch, order):
             # Of a norm in range torch raises only where its powers are not.
             assert math.isfinite(norm) and (not raises or theirs == INF)
             torch_style.clip_grad_norm(grads, 1.0, order, True)
+
+
+def test_what_is_no_order_is_refused():
+    grads = [np.ones(2, np.float32)]
+    for order in (True, False, 0, -1, "-inf", NAN, "nan", "two", None, 10**400):
+        for call in (
+            torch_style.get_total_norm,
+            partial(torch_style.clip_grad_norm, max_norm=1.0),
+        ):
+            with pytest.raises(ValueError, match="norm_type must be a number above 0"):
+                call(grads, norm_type=order)
