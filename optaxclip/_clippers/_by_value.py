@@ -100,8 +100,8 @@ def value_clipper(
         elements = no_elements_clipped() if count else ()
         return ClipByValueState(jnp.zeros((), jnp.int32), elements)
 
-    # A chain hands every argument to all of its links. None is for this clipper.
-    def update(updates: Any, state: Any, params: Any = None, **_: Any) -> Any:
+    # A chain hands every argument to all of its links. This clipper has none.
+    def update(updates: Any, state: Any, params: Any = None, **extra: Any) -> Any:
         # A checkpoint of `optax.clip` has EmptyState here. Fixed bounds need no more.
         if begins_anew(call, state, (upper, lower)):
             state = init(params)

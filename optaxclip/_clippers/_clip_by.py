@@ -170,7 +170,7 @@ def record_norm(
     # With None nothing is multiplied, not even by 1. To XLA that would be another
     # array, which the next clipper of the chain would read again.
     measure = OwnNorm(with_hash(norm), call)
-    clipper = make_clipper(measure, None, call=call, name="norm")
+    clipper: Any = make_clipper(measure, None, call=call, name="norm")
 
     def init(params: Any) -> RecordState:
         return RecordState(*clipper.init(params))

@@ -164,7 +164,7 @@ def qk_clip(
         zeros = {}
         for attention in find_attentions(roles, tree):
             # Typed as the logits will be, which are computed from the weights.
-            weights_type = types[attention.leaves[0].index]
+            weights_type = types[attention.leaves[0].position]
             logits = jnp.zeros(attention.shape, attention.dtype)
             zeros[attention.name] = varying_as(logits, weights_type)
         return kernel.init(zeros)
@@ -209,11 +209,11 @@ def _clip(
         powers = {"queries": power, "keys": 1 - power, "rotary": 1}
         for leaf in attention.leaves:
             factor_of_role = factor ** powers[leaf.role]
-            scale = scale_of(leaf, updates[leaf.index].ndim, factor_of_role)
+            scale = scale_of(leaf, updates[leaf.position].ndim, factor_of_role)
             # Queries and keys may share a leaf. Each scale is 1 outside its heads.
-            scales[leaf.index] = scale * scales.get(leaf.index, 1)
-    for index, scale in scales.items():
-        updates[index] = _scaled(updates[index], weights[index], scale)
+            scales[leaf.position] = scale * scales.get(leaf.position, 1)
+    for position, scale in scales.items():
+        updates[position] = _scaled(updates[position], weights[position], scale)
     return treedef.unflatten(updates)
 
 
@@ -234,7 +234,7 @@ def _scaled(update: jax.Array, weight: Any, scale: jax.Array) -> jax.Array:
 class AttentionLeaf(NamedTuple):
     """A leaf of queries or keys in an attention."""
 
-    index: int  # of the leaf in the tree
+    position: int  # of the leaf in the tree
     path: Path
     role: str  # "queries", "keys" or "rotary"
     heads: Heads
@@ -290,7 +290,7 @@ def find_attentions(roles: dict[str, Any], tree: Any) -> list[Attention]:
             "/".join(path),
             path,
             _norm_shape(path, leaves_of_path),
-            norm_dtype(entries[leaves_of_path[0].index][1]),
+            norm_dtype(entries[leaves_of_path[0].position][1]),
             tuple(leaves_of_path),
         )
         attentions.append(attention)
@@ -305,7 +305,7 @@ def _leaves_of_role(role: str, where: Where, entries: list[Any]) -> list[Attenti
             f"of heads, or a function of path and leaf, got {shown(where)}."
         )
     leaves = []
-    for index, (path, array) in enumerate(entries):
+    for position, (path, array) in enumerate(entries):
         name = trees.name(path)
         if callable(where):
             heads = where(name, array)
@@ -313,7 +313,7 @@ def _leaves_of_role(role: str, where: Where, entries: list[Any]) -> list[Attenti
             patterns = [pattern for pattern in where if fnmatchcase(name, pattern)]
             heads = where[patterns[0]] if patterns else None
         if heads is not None:
-            leaf = _attention_leaf(index, path, role, heads, jnp.shape(array))
+            leaf = _attention_leaf(position, path, role, heads, jnp.shape(array))
             leaves.append(leaf)
     # A typo in a pattern would otherwise leave weights unclipped without a word.
     if not leaves:
@@ -325,7 +325,7 @@ def _leaves_of_role(role: str, where: Where, entries: list[Any]) -> list[Attenti
 
 
 def _attention_leaf(
-    index: int, path: Any, role: str, heads: Any, shape: Shape
+    position: int, path: Any, role: str, heads: Any, shape: Shape
 ) -> AttentionLeaf:
     """Where a leaf has its heads. Raises for heads that it does not have."""
     if not isinstance(heads, Heads):
@@ -352,7 +352,7 @@ def _attention_leaf(
             "those of the leaf, and entries among those of a head."
         )
     return AttentionLeaf(
-        index,
+        position,
         _names(path),
         role,
         heads,

@@ -31,12 +31,10 @@ def test_a_limit_of_the_chain_is_not_for_a_recorder():
 
 def test_spikes_are_counted_from_a_whole_window_on():
     recorder = optaxclip.record_spikes(2.0, window=4)
-    spiked = []
-    for count in range(1, 7):
-        norms = [1.0, 9.0, 1.0, 2.0, 1e6, 2.0][:count]
-        state = after(recorder, *(jnp.array([norm]) for norm in norms))
-        spiked.append(int(state.spiked))
-    assert spiked == [0, 0, 0, 0, 1, 0] and state.spikes == 1
+    grads = [jnp.array([norm]) for norm in (1.0, 9.0, 1.0, 2.0, 1e6, 2.0)]
+    states = [after(recorder, *grads[:count]) for count in range(1, 7)]
+    assert [int(state.spiked) for state in states] == [0, 0, 0, 0, 1, 0]
+    assert states[-1].spikes == 1
     state = after(recorder, *jnp.array([[1.0], [jnp.nan], [jnp.inf], [1.0]]))
     assert (state.step, state.spikes, state.spiked) == (4, 2, 0)
 

@@ -180,11 +180,10 @@ def reverse_twice(function):
     return jax.jacrev(jax.jacrev(function))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("twice", [jax.hessian, reverse_twice])
-@pytest.mark.parametrize("ord", TWICE)
-def test_second_derivatives_are_finite_at_zero(ord, twice):
-    assert all(np.isfinite(x).all() for x in second_derivatives(twice)[ord])
+def test_second_derivatives_are_finite_at_zero(twice):
+    for ord, found in second_derivatives(twice).items():
+        assert all(np.isfinite(x).all() for x in found), ord
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.complex64])

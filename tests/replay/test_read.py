@@ -210,3 +210,9 @@ def test_nested_objects_are_columns(tmp_path):
     text = "\n".join(map(json.dumps, rows))
     np.testing.assert_array_equal(read(tmp_path, text), [1.5, 0.5])
     np.testing.assert_array_equal(read(tmp_path, text, "train/loss"), [9.0, 9.0])
+
+
+def test_an_object_of_one_step_may_have_metrics_in_it(tmp_path):
+    """In MLflow's answer they are a list."""
+    text = json.dumps({"step": 3, "metrics": {"grad_norm": 1.5, "loss": 9.0}})
+    np.testing.assert_array_equal(read(tmp_path, text), [1.5])

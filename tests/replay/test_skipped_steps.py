@@ -5,6 +5,7 @@ import json
 import jax.numpy as jnp
 import numpy as np
 import optax
+import pytest
 
 import optaxclip
 
