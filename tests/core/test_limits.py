@@ -145,7 +145,8 @@ def test_a_share_of_the_weights_has_no_floor_by_default():
 
 
 FIVE = jnp.array([3.0, 4.0])  # norm 5
-LARGE = [2**33, np.int64(2**33), np.array(2**33), np.uint32(2**32 - 1)]
+# Beyond int32, which ends at 2^31 - 1.
+LARGE = [2**31, 2**33, np.int64(2**31), np.array(2**33), np.uint32(2**32 - 1)]
 
 
 def last_limit(limit, **options):
@@ -153,6 +154,11 @@ def last_limit(limit, **options):
     _, state = clipper.update(FIVE, clipper.init(FIVE), FIVE)
     updates, state = clipper.update(FIVE, state, FIVE)
     return updates, state.limit
+
+
+def test_a_large_integer_as_a_limit_keeps_its_value():
+    for large in LARGE:
+        np.testing.assert_array_equal(last_limit(large)[1], np.float32(large))
 
 
 @pytest.mark.slow

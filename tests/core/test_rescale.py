@@ -258,6 +258,15 @@ def derivative(clipper, x):
     return jax.grad(total)(x)
 
 
+def test_before_a_rule_has_a_limit_no_shrink_changes_updates():
+    grads = jnp.array([3.0, 4.0])
+    for shrink in (shrinks.normalize, shrinks.smooth(3), *SHRINKS.values()):
+        clipper = optaxclip.clip_by_global_norm(rules.growth(), shrink=shrink)
+        updates, state = apply(clipper, grads)
+        np.testing.assert_array_equal(updates, grads, err_msg=repr(shrink))
+        assert (state.factor, state.clipped, state.nonfinite) == (1, 0, 0)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("limit", LIMITS)
 @pytest.mark.parametrize("shrink", SHRINKS)

@@ -2,6 +2,8 @@
 another one is added.
 """
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,6 +11,7 @@ import optax
 import pytest
 
 import optaxclip
+from optaxclip import rules
 from tests.core.steps import count_compilations
 from tests.helpers import after, apply
 
@@ -261,9 +264,11 @@ def test_states_without_layers_have_the_same_rows():
 
 def test_a_leaf_with_the_name_of_a_layer_is_refused():
     grads = {"w": jnp.ones((3, 4)), "w/0": jnp.ones(2)}
-    clipper = optaxclip.clip_by_tensor_norm(1.0, stacked={"w": 1, "w/0": None})
-    _, state = clipper.update(grads, clipper.init(grads))
-    assert len(state.by_name()) == 2
-    for read in (state.by_name, lambda **options: optaxclip.metrics(state, **options)):
-        with pytest.raises(ValueError, match=r"layers=True: a leaf of .* 'w/0'"):
-            read(layers=True)
+    # Of one rule, and of a rule each.
+    for limits in (1.0, {"w": 1.0, "w/0": rules.growth()}):
+        clipper = optaxclip.clip_by_tensor_norm(limits, stacked={"w": 1, "w/0": None})
+        _, state = clipper.update(grads, clipper.init(grads))
+        assert len(state.by_name()) == 2
+        for read in (state.by_name, partial(optaxclip.metrics, state)):
+            with pytest.raises(ValueError, match=r"layers=True: a leaf of .*'w/0' has"):
+                read(layers=True)

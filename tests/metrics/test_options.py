@@ -60,6 +60,13 @@ def test_top_names_the_tensors_that_are_furthest_above_their_limits():
         jax.jit(lambda s: optaxclip.metrics(s, top=1))(state)
 
 
+def test_top_ranks_a_stack_by_its_furthest_layer():
+    grads = {"w": jnp.array([[0.5], [50.0], [1.0]]), "b": jnp.array([5.0])}
+    clipper = optaxclip.clip_by_tensor_norm(1.0, stacked={"w": 1, "b": None})
+    found = optaxclip.metrics(apply(clipper, grads)[1], top=1, floats=True)
+    assert found["clip/norm_before/w"] == 50.0 and "clip/norm_before/b" not in found
+
+
 def test_quantiles_are_those_of_numpy():
     norms = np.random.default_rng(0).exponential(size=37)
     grads = {str(i): jnp.array([norm]) for i, norm in enumerate(norms)}

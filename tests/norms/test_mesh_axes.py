@@ -175,6 +175,16 @@ def test_norms_of_split_leaves_are_those_of_whole_ones(options):
     jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-6), found, wanted)
 
 
+def test_units_that_all_devices_have_stay_theirs_beside_others():
+    # Both are summed over y. Along x only those of `grid` differ.
+    specs = {"grid": P("y", "x"), "rows": P("y")}
+    tree = sharded.random_tree(5, {"grid": (8, 4), "rows": (8, 3)})
+    measure = partial(optaxclip.unitwise_norm, mesh_axes=specs)
+    out = {"grid": P(None, "x"), "rows": P()}
+    norms = on_each_part(measure, mesh_of((2, 4)), (specs,), out)(tree)
+    assert_close(norms, sharded.each(sharded.unit, 2)(exact(tree)))
+
+
 @pytest.mark.slow
 @typed_or_not
 def test_sixteen_bit_shards_are_summed_without_overflow(options):
@@ -222,6 +232,26 @@ def test_without_axes_each_device_measures_what_it_has():
 
     norms = on_two_devices(measure, P("x"), P("x"), np.float32([3.0, 4.0]))
     np.testing.assert_array_equal(norms, [3.0, 4.0])
+
+
+@typed_or_not
+def test_specs_may_name_axes_that_jit_looks_after(options):
+    kinds = "global tensor layer unit"
+
+    def body(tree):
+        return norms_of(tree, 2, kinds)
+
+    # Manual along x alone: along y the arrays are global.
+    by_x = sharded.only(("x",), TREE_SPECS)
+    out = dict.fromkeys(["global", "tensor"], P())
+    out["layer"] = sharded.only(("x",), kept(layer))
+    out["unit"] = sharded.only(("x",), kept(unit))
+    program = on_each_part(
+        body, mesh_of((2, 4)), (by_x,), out, axis_names={"x"}, **options
+    )
+    wanted = oracles_of(exact(TREE), 2, kinds)
+    close = partial(np.testing.assert_allclose, rtol=1e-6)
+    jax.tree.map(close, program(TREE), wanted)
 
 
 @pytest.mark.parametrize(

@@ -69,6 +69,21 @@ def test_tensor_norm_is_within_1e_6():
             np.testing.assert_allclose(norm, wanted, tolerance(ord))
 
 
+def test_no_leaf_is_left_out_of_a_norm_of_many():
+    # Terms of leaves are added up in blocks, and then those of the blocks.
+    counts = (15, 16, 17, 33, 257)
+    leaves = [jnp.float32(number) for number in range(1, max(counts) + 1)]
+
+    def norms(leaves, ord):
+        return {n: optaxclip.global_norm(leaves[:n], ord=ord) for n in counts}
+
+    found = at_every_order(norms, leaves, orders=(2, math.inf))
+    for ord, norms_of_counts in found.items():
+        for count, norm in norms_of_counts.items():
+            wanted = oracles.norm(leaves[:count], ord)
+            np.testing.assert_allclose(norm, wanted, tolerance(ord))
+
+
 @every_order
 def test_group_norm_measures_each_label_by_itself(ord):
     leaves = dict(enumerate(random_leaves("mixed", 6)))
