@@ -419,7 +419,6 @@ def test_limits_may_have_any_dtype():
 WHOLE = {"a/b": jnp.array([3.0, 4.0]), "a": {"b": jnp.array([6.0, 8.0])}}
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("hole", [None, optax.MaskedNode()], ids=["None", "masked"])
 def test_a_missing_leaf_does_not_rename_the_others(hole):
     # "a/b" is ambiguous in the state, and not in updates that have only one of them.
