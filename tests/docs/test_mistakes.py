@@ -17,6 +17,7 @@ from jax.sharding import PartitionSpec as P
 
 import optaxclip
 from optaxclip import clip_by_global_norm, rules
+from optaxclip._names import ELSEWHERE, FUNCTIONS
 from tests.helpers import apply
 
 GRADS = {"w": jnp.array([3.0, 4.0]), "b": jnp.array([1.0])}
@@ -65,14 +66,31 @@ MISTAKES = table()
 NAMES = {**vars(optaxclip), **globals(), "np": np}
 
 
-@pytest.mark.parametrize("code", MISTAKES)
-def test_the_error_says_what_to_do(code):
-    with pytest.raises((AttributeError, TypeError, ValueError)) as caught:
+def error_of(code: str) -> str:
+    """The first line of the error that the code raises."""
+    try:
         eval(code, NAMES)
-    # "..." stands for anything before a space, a colon or the end.
-    pattern = re.sub(r"(\\\.){3}(?=\\ |:|$)", ".*", re.escape(MISTAKES[code]))
-    first = str(caught.value).partition("\n")[0]
-    assert re.fullmatch(pattern, f"{caught.type.__name__}: {first}"), first
+    except (AttributeError, TypeError, ValueError) as error:
+        first = str(error).partition("\n")[0]
+        return f"{type(error).__name__}: {first}"
+    return "no error"
+
+
+def test_every_error_says_what_to_do():
+    other = {}
+    for code, text in MISTAKES.items():
+        # "..." stands for anything before a space, a colon or the end.
+        pattern = re.sub(r"(\\\.){3}(?=\\ |:|$)", ".*", re.escape(text))
+        error = error_of(code)
+        if not re.fullmatch(pattern, error):
+            other[code] = error
+    assert not other
+
+
+def test_every_function_of_others_is_among_the_mistakes():
+    tried = {code.removeprefix("optaxclip.").lower() for code in MISTAKES}
+    for name in (*FUNCTIONS, *ELSEWHERE):
+        assert {name, f"{name}_"} & tried, name
 
 
 @pytest.mark.parametrize(

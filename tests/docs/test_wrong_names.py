@@ -3,6 +3,7 @@ attributes are answered in the words of the function or module that the user cal
 """
 
 import inspect
+import re
 from types import ModuleType
 
 import pytest
@@ -55,6 +56,54 @@ def test_an_unknown_argument_is_named_by_the_function(path):
     assert str(caught.value).startswith(wanted)
     for parameter in inspect.signature(CALLED[path]).parameters:
         assert parameter in str(caught.value)
+
+
+# What people try for an argument, and ours.
+OF_OTHERS = {
+    optaxclip.clip_by_global_norm: {
+        "max_norm": """max_rms max_value max_delta max_logit clipping limit threshold
+            cap rule clip clip_norm clip_value clipnorm clipvalue delta global_clipnorm
+            grad_clip gradient_clip_val l2_clip_norm l2_norm_clip max_grad_norm
+            max_l2_norm norm value lambda_abs""",
+        "mesh_axes": "axes axis_name axis_names mesh_axis",
+        "ord": "norm_type order p",
+        "eps": "epsilon stability_eps",
+        "nonfinite": "error_if_nonfinite",
+        "shrink": "rescale_to_unit_norm",
+    },
+    optaxclip.clip_by_value: {
+        "max_value": "max_norm max_delta a_max clip_value_max max upper",
+        "min_value": "a_min clip_value_min min lower",
+    },
+    optaxclip.clip: {"max_delta": "max_value max_norm"},
+    optaxclip.clip_by_tensor_rms: {"max_rms": "max_norm threshold"},
+    optaxclip.adaptive_grad_clip: {"clipping": "clip_factor max_norm"},
+    optaxclip.clip_by_group_norm: {"labels": "groups param_labels"},
+    optaxclip.autoclip: {"percentile": "q", "scope": "per groups"},
+    optaxclip.zclip: {"z": "z_score z_thresh threshold", "warmup": "warmup_steps"},
+    optaxclip.adagc: {"ratio": "lambda_rel", "max_norm": "lambda_abs"},
+    optaxclip.adaclip: {"decay": "alpha beta momentum smoothing"},
+    optaxclip.spam: {"threshold": "theta max_norm"},
+    optaxclip.skip_step: {"sigmas": "threshold"},
+    optaxclip.skip_nonfinite: {"max_consecutive": "max_consecutive_errors"},
+    optaxclip.clipped_grad: {
+        "shared_argnums": "batch_argnums",
+        "microbatch": "microbatch_size",
+        "mean": "normalize_by",
+    },
+    optaxclip.add_noise: {"sigma": "noise_multiplier stddev"},
+    rules.windowed_quantile: {"quantile": "q percentile"},
+}
+
+
+def test_an_argument_of_others_is_answered_by_ours():
+    for function, names in OF_OTHERS.items():
+        for ours, others in names.items():
+            for other in others.split():
+                with pytest.raises(TypeError) as caught:
+                    function(**{other: 1.0})
+                text = rf".*: there is no argument '{other}'\. Here it is {ours}\b"
+                assert re.match(text, str(caught.value)), caught.value
 
 
 @pytest.mark.parametrize("path", NEEDS_ONE)
