@@ -1,10 +1,12 @@
 """The bounds that docs/numerics.md states are written in the tests that it names.
 
 A bound is `1e-6`, or `8 eps`. It must be a number of one of the tests that stand in the
-same row or sentence, or of what that test calls.
+same row or sentence, or of what that test calls. Where a sentence names no test, those
+of its paragraph count.
 """
 
 import ast
+import math
 import re
 from collections.abc import Iterator
 from functools import cache
@@ -12,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.clippers.test_spectral import ERRORS
+from tests.core.test_rescale import FAR
 from tests.rules.histories import RULES
 
 TESTS = Path(__file__).parents[1]
@@ -21,7 +24,9 @@ SMALL = re.compile(r"(?<![\w^.-])\d[\d.]*e-\d+")
 SIMPLE = ast.Assign | ast.AugAssign | ast.Expr | ast.Assert | ast.Return
 ABOUT_EPS = re.compile(r"eps|rounding|2\.0 \*\* \(?-52", re.IGNORECASE)
 # Figures that are said to be measured. Their tests hold a larger bound.
-MEASURED = {"8e-6", "1.2e-4"}
+MEASURED = {"8e-6", "1.2e-4", "1e-4", "4e-4", "4e-6", "4.3e-6"}
+# The smallest normal float32 number.
+NORMAL = {"1.2e-38"}
 
 
 def definitions(path: Path) -> dict[str, ast.stmt | str]:
@@ -94,10 +99,11 @@ def claims() -> Iterator[tuple[str, str]]:
         bound = bound if said == "the same" else said
         if "`test_" in tests:
             yield bound, tests
-    prose = " ".join(x for x in text.splitlines() if not x.startswith("|"))
-    for sentence in re.split(r"(?<=[.:]) (?=[A-Za-z`*])", prose):
-        if "`test_" in sentence:
-            yield sentence, sentence
+    for paragraph in text.split("\n\n"):
+        prose = " ".join(x for x in paragraph.splitlines() if not x.startswith("|"))
+        for sentence in re.split(r"(?<=[.:]) (?=[A-Za-z`*])", prose):
+            if "`test_" in prose:
+                yield sentence, sentence if "`test_" in sentence else prose
 
 
 def unheld(said: str, tests: list[str]) -> set[str]:
@@ -106,7 +112,7 @@ def unheld(said: str, tests: list[str]) -> set[str]:
     for bounds, of_eps in ((OF_EPS, True), (SMALL, False)):
         held = set().union(*(numbers_of(test, of_eps) for test in tests))
         missing |= {x for x in bounds.findall(said) if float(x) not in held}
-    return missing - MEASURED
+    return missing - MEASURED - NORMAL
 
 
 def test_each_bound_of_the_page_is_one_of_the_tests_beside_it():
@@ -149,6 +155,12 @@ def test_the_rules_have_the_bounds_of_the_page():
         assert {RULES[name][2] for name in names} == {int(bound)}, words
     (two_rates,) = re.findall(r"`ema_ratio` with two rates (\d+)", PAGE)
     assert RULES["two rates"][2] == int(two_rates)
+
+
+def test_the_furthest_quotient_of_norms_is_that_of_the_page():
+    stated = re.findall(r"quotient (?:of at least|below) 2\^(-\d+)", PAGE)
+    furthest = min(limit / norm for norm, limit in FAR)
+    assert {int(power) for power in stated} == {round(math.log2(furthest))}
 
 
 def test_singular_values_have_the_bounds_of_the_page():

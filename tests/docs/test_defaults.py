@@ -1,6 +1,6 @@
 """The defaults that docs/each_method.md names are those of the code.
 
-Each section names them between `**Defaults:**` and `**When:**`.
+Each section names them between `**Defaults:**` and `**When:**`, and some equations do.
 """
 
 import inspect
@@ -39,6 +39,13 @@ COMPUTED = {
     "10 % shorter": lambda given: 100 * (1 - given["down"]),
     "10 % longer": lambda given: 100 * (given["up"] - 1),
     "not judged": lambda given: given["window"] // 2 - 1,
+}
+EQUATION = re.compile(r"^### (\w+)\n\n\$\$(.*?)\$\$$", re.MULTILINE | re.DOTALL)
+# method: the arguments whose defaults are the numbers above 2 of its equation.
+IN_EQUATIONS = {
+    "skip_step": ("sigmas", "window"),
+    "record_spikes": ("sigmas", "window"),
+    "reset_momentum": ("every",),
 }
 # Sections without a number of the code: (argument, its default).
 WORDS = {
@@ -87,6 +94,15 @@ def test_every_number_of_a_section_is_a_default_of_the_code():
             wanted.append(COMPUTED[name](given) if name in COMPUTED else given[name])
         numbers = [round(float(number), 12) for number in wanted]
         assert numbers_in(found[method]) == numbers, method
+
+
+def test_every_number_of_an_equation_is_a_default_of_the_code():
+    equations = dict(EQUATION.findall(PAGE))
+    assert equations.keys() == sections().keys()
+    for method, equation in equations.items():
+        given = defaults_of(method)
+        wanted = [given[name] for name in IN_EQUATIONS.get(method, ())]
+        assert [x for x in numbers_in(equation) if x > 2] == wanted, method
 
 
 def test_what_a_section_says_in_words_is_so_in_the_code():
