@@ -7,6 +7,7 @@ A new method is one entry here. Tables that need a property ask for it:
 `[name for name, method in METHODS.items() if method.learns]`.
 """
 
+import math
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, NamedTuple
@@ -35,6 +36,7 @@ SHORTENS = frozenset({BITS, LENGTH})
 
 SHARE = (0, 1)
 POSITIVE = (0, None)
+FINITE = (0, math.inf)  # inf itself is refused
 COUNT = (1, None)
 
 FLOATS = "floats"  # integer, bool and key leaves pass through untouched
@@ -90,7 +92,7 @@ ADAGC = {"ratio": 1.05, "decay": 0.98, "max_norm": 1.0, "warmup": 100}
 SPAM = {"threshold": 5000.0, "decay": 0.999, "warmup": 20, "every": 500}
 ADAGN = {"decay1": 0.7, "decay2": 0.9, "eps": 1e-8, "scope": "tensor"}
 
-LARC_NUMBERS = {"learning_rate": POSITIVE, "trust": POSITIVE, "weight_decay": POSITIVE}
+LARC_NUMBERS = {"learning_rate": POSITIVE, "trust": POSITIVE, "weight_decay": FINITE}
 SPAM_NUMBERS = {"threshold": POSITIVE, "decay": SHARE, "warmup": POSITIVE}
 ADAGC_NUMBERS = {"ratio": POSITIVE, "decay": SHARE, "max_norm": POSITIVE}
 

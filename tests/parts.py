@@ -7,9 +7,10 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from optaxclip import rules, shrinks
-from tests.methods import BAND, COUNT, POSITIVE, SHARE, Z_SCORE
+from tests.methods import BAND, COUNT, FINITE, POSITIVE, SHARE, Z_SCORE
 
-Range = tuple[Any, Any]  # the lowest and the highest number, None for no end
+# The lowest and the highest number: None for no end, and inf where it is refused.
+Range = tuple[Any, Any]
 
 
 class Part(NamedTuple):
@@ -39,7 +40,8 @@ RULES: dict[Callable[..., Any], Part] = {
         {"decay": SHARE, "warmup": COUNT, **each("z eps", POSITIVE)}, Z_SCORE
     ),
     rules.log_z_score: Part(
-        {"decay": SHARE, "warmup": COUNT, **each("z floor spread", POSITIVE)},
+        {"floor": FINITE, **each("z spread", POSITIVE)}
+        | {"decay": SHARE, "warmup": COUNT},
         {"z": 4.0, "decay": 0.995, "floor": 0.01, "spread": 1e-3, "warmup": 277},
     ),
     rules.ema_ratio: Part(
@@ -51,7 +53,7 @@ RULES: dict[Callable[..., Any], Part] = {
         each("rate floor cap", POSITIVE), {"rate": 1.01, "floor": 0.0, "cap": None}
     ),
     rules.quantile_tracker: Part(
-        {"quantile": SHARE, **each("rate start", POSITIVE)},
+        {"quantile": SHARE, "rate": FINITE, "start": POSITIVE},
         {"quantile": 0.5, "rate": 0.2, "start": 0.1},
     ),
     rules.ema: Part({"decay": SHARE}, {"decay": 0.999}),

@@ -1,6 +1,7 @@
 """Every number is checked under its own name, and names are what they say."""
 
 import inspect
+import math
 
 import pytest
 
@@ -29,7 +30,11 @@ def check_range(build, name, lowest, highest):
     with pytest.raises(ValueError, match=text):
         build(**others | {name: lowest - 0.5})
     build(**others | {name: lowest})
-    if highest is not None:
+    if highest == math.inf:
+        text = rf"^{argument} must be at most .*, got inf"
+        with pytest.raises(ValueError, match=text):
+            build(**others | {name: math.inf})
+    elif highest is not None:
         text = rf"^{argument} must be at most {highest}, got {highest + 0.5}"
         with pytest.raises(ValueError, match=text):
             build(**others | {name: highest + 0.5})

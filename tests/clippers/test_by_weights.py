@@ -157,6 +157,27 @@ def test_clippy_compares_complex_updates_by_modulus():
     np.testing.assert_allclose(clipped, [0.6 + 0.8j, 0.2j], rtol=1e-6)
 
 
+def test_clippy_compares_updates_of_16_bits_in_float32():
+    random = np.random.default_rng(0)
+    for dtype, relative, absolute in product(
+        ("float16", "bfloat16"), (0.1, 1e-4), (1e-7, 1e-3)
+    ):
+        drawn = np.float32(random.standard_normal((2, 50)))
+        drawn[1, 0] = 0.0  # a weight that moves by at most `absolute`
+        updates, weights = (jnp.asarray(x, dtype) for x in drawn)
+        clipped, state = by_clippy(updates, weights, relative, absolute)
+        update, weight = oracles.wide(updates), oracles.wide(weights)
+        norm = np.max(np.abs(update) / (relative * np.abs(weight) + absolute))
+        np.testing.assert_allclose(state.norm, norm, rtol=4 * EPS)
+        info = jnp.finfo(dtype)
+        np.testing.assert_allclose(
+            oracles.wide(clipped),
+            update / norm,
+            rtol=float(info.eps) / 2 + 8 * EPS,
+            atol=float(info.smallest_subnormal) / 2,
+        )
+
+
 def test_agc_holds_each_unit_against_its_weights_or_eps():
     random = np.random.default_rng(0)
     # Units far below eps, about it, and far above.

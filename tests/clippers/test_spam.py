@@ -39,6 +39,19 @@ def test_spam_takes_a_second_moment_from_elsewhere():
     np.testing.assert_array_equal(clipped["index"], grads["index"])
 
 
+def test_spam_keeps_its_own_average_beside_another():
+    clipper = optaxclip.spam(warmup=0, every=3)
+    grads = jnp.array([3.0, -4.0])
+    _, state = clipper.update(grads, clipper.init(grads))
+    own = state.second_moment
+    assert (own > 0).all()
+    # Updates number 2 and 3, before which the own average would start anew.
+    for number in (2, 3):
+        _, state = clipper.update(grads, state, second_moment=jnp.ones(2))
+        assert state.step == number
+        np.testing.assert_array_equal(state.second_moment, own)
+
+
 def test_spam_keeps_squares_wide_and_schedules_from_step_0():
     with jax.enable_x64(True):
         params = {

@@ -12,6 +12,7 @@ import pytest
 import optaxclip
 from optaxclip import rules
 from tests.helpers import scanned
+from tests.parts import RULES
 
 NORMS = np.array([1.0, 4.0, 2.0, 9.0, 3.0, 0.5])
 MEANS = np.cumsum(NORMS) / np.arange(1, 7)
@@ -148,6 +149,20 @@ def test_infinite_sigmas_are_no_limit_for_equal_norms():
         rules.z_score(math.inf, warmup=1, eps=0),
     ):
         np.testing.assert_array_equal(limits(rule, EQUAL), np.inf)
+
+
+@pytest.mark.filterwarnings("ignore:.*should be above 1:UserWarning")
+def test_no_number_at_an_end_of_its_range_makes_a_limit_nan():
+    norms = [0.0, 1.0, 0.0, 4.0, np.nan, 2.0, np.inf, 9.0]
+    for build, part in RULES.items():
+        for name, (lowest, highest) in part.numbers.items():
+            ends = [lowest, math.inf if highest is None else highest]
+            # What must be finite: a window has a length, and ddof is below it.
+            if highest == math.inf or name in ("window", "ddof"):
+                ends.pop()
+            for end in ends:
+                found = limits(build(**{name: end}), norms)
+                assert not np.isnan(found).any(), (build, name, end)
 
 
 def test_a_warmup_counts_norms_that_left_the_window_too():

@@ -83,8 +83,13 @@ def test_adagc_takes_norms_from_elsewhere_and_limits_from_step_0():
 
 
 def test_adaclip_takes_a_largest_element_from_elsewhere():
-    _, state = apply(optaxclip.adaclip(), jnp.ones((2, 2)), grad_norm=jnp.float32(8.0))
+    clipper, grads = optaxclip.adaclip(), jnp.ones((2, 2))
+    _, state = apply(clipper, grads, grad_norm=jnp.float32(8.0))
     assert state.norm == 8.0
+    # The average of 8 and 16 is 12.
+    for norm, wanted in ((16.0, 1.0), (jnp.nan, jnp.nan), (jnp.inf, jnp.nan)):
+        updates, _ = clipper.update(grads, state, grad_norm=jnp.float32(norm))
+        np.testing.assert_array_equal(updates, jnp.full((2, 2), wanted))
 
 
 def test_adagc_does_not_remember_a_tensor_that_its_warm_up_made_0():
@@ -143,16 +148,22 @@ def test_a_named_clipper_is_its_rule_at_every_scope(scope, name):
 
 
 normalize, moments = optaxclip.shrinks.normalize, rules.moments_ratio()
-OF_BAND = {"decay": 0.5, "floor": 0.2, "up": 1.5, "down": 0.3, "raise_small": True}
+OF_SCORE = {"z": 0.5, "decay": 0.8, "target": "max", "warmup": 2, "eps": 0.5}
+OF_MOMENTS = {"decay1": 0.5, "decay2": 0.6, "eps": 0.3}
+OF_BAND = {"low": 0.9, "high": 0.8, "decay": 0.5, "floor": 0.9, "up": 1.5, "down": 0.3}
+OF_BAND |= {"raise_small": True}
+OPTIONS = [
+    (rules.z_score, OF_SCORE),
+    (rules.moments_ratio, OF_MOMENTS),
+    (rules.ema_band, OF_BAND),
+]
+# Each option changes a limit.
+NORMS = np.array([1.0, 1.4, 0.7, 3.0, 9.0, 2.0, 1.2, 0.1])
 SAME = {
-    "zclip": (
-        optaxclip.zclip(0.5, 0.8, target="max", warmup=2, eps=0.5),
-        rules.z_score(0.5, 0.8, target="max", warmup=2, eps=0.5),
-        None,
-    ),
+    "zclip": (optaxclip.zclip(**OF_SCORE), rules.z_score(**OF_SCORE), None),
     "adagn": (
-        optaxclip.adagn(0.5, 0.6, eps=0.3),
-        rules.moments_ratio(0.5, 0.6, eps=0.3),
+        optaxclip.adagn(**OF_MOMENTS),
+        rules.moments_ratio(**OF_MOMENTS),
         normalize,
     ),
     "adagn, global": (optaxclip.adagn(scope="global"), moments, normalize),
@@ -163,15 +174,15 @@ SAME = {
         None,
     ),
     "aggc": (
-        optaxclip.aggc(0.9, 0.8, scope="global", **OF_BAND),
-        rules.ema_band(0.9, 0.8, **OF_BAND),
+        optaxclip.aggc(scope="global", **OF_BAND),
+        rules.ema_band(**OF_BAND),
         normalize,
     ),
 }
 
 
 def test_a_named_clipper_hands_all_its_arguments_to_its_rule():
-    norms = jnp.array([[1.0], [1.4], [0.7], [3.0], [0.1]])
+    norms = jnp.float32(NORMS)[:, None]
     for name, (clipper, rule, shrink) in SAME.items():
         state, found = scanned(clipper, norms)
         by_rule = optaxclip.clip_by_global_norm(rule, shrink=shrink)
@@ -179,6 +190,15 @@ def test_a_named_clipper_hands_all_its_arguments_to_its_rule():
         np.testing.assert_allclose(found, wanted, rtol=1e-6, err_msg=name)
         (limit,) = (entry.limit for entry in state.by_name().values())
         np.testing.assert_allclose(limit, end.limit, rtol=1e-6, err_msg=name)
+
+
+def test_each_argument_that_is_handed_on_changes_a_limit():
+    for rule, options in OPTIONS:
+        limits = optaxclip.replay.run(rule(**options), NORMS).limits
+        for name in options:
+            others = {other: x for other, x in options.items() if other != name}
+            found = optaxclip.replay.run(rule(**others), NORMS).limits
+            assert not np.allclose(found, limits, rtol=1e-3), (rule, name)
 
 
 @pytest.mark.parametrize("scope", ["global", "tensor", lambda tree: "all"])

@@ -3,6 +3,7 @@ derivatives by the numbers, forward and reverse.
 """
 
 import warnings
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -92,27 +93,42 @@ FALLING = {
 }
 
 
-@pytest.mark.parametrize("ratio", [1.0, 1, 0.5])
-@pytest.mark.parametrize("name", FALLING)
-def test_a_ratio_with_which_norms_only_fall_is_warned_of(name, ratio):
-    text = f"^{name} should be above 1, got {ratio}: "
-    with pytest.warns(UserWarning, match=text) as caught:
-        FALLING[name](ratio)
-    # The line that a user wrote.
-    assert caught[0].filename == __file__
-    assert len(caught) == 1
+def test_a_ratio_with_which_norms_only_fall_is_warned_of():
+    for name, build in FALLING.items():
+        for ratio in (1.0, 1, 0.5):
+            text = f"^{name} should be above 1, got {ratio}: "
+            with pytest.warns(UserWarning, match=text) as caught:
+                build(ratio)
+            # The line that a user wrote.
+            assert caught[0].filename == __file__
+            assert len(caught) == 1
 
 
-@pytest.mark.parametrize("name", FALLING)
-def test_ratios_above_1_and_schedules_are_not_warned_of(name):
+def as_an_array(build, ratio):
+    return jnp.zeros(()) * bool(build(ratio))
+
+
+def test_ratios_above_1_and_schedules_are_not_warned_of():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        FALLING[name](1.01)
-        FALLING[name](lambda step: 0.5)
-        jax.eval_shape(lambda ratio: jnp.zeros(()) * bool(FALLING[name](ratio)), 0.5)
+        for build in FALLING.values():
+            build(1.01)
+            build(lambda step: 0.5)
+            jax.eval_shape(partial(as_an_array, build), 0.5)
         rules.growth(1.0, floor=0.1)
         rules.ema_ratio(0.9, remember="raw")
         rules.windowed_quantile(factor=1.0)
+
+
+def test_a_percentile_below_one_percent_is_warned_of():
+    for percentile in (1e-3, 0.1, 0.99):
+        with pytest.warns(UserWarning, match=f"^autoclip: percentile={percentile} is"):
+            optaxclip.autoclip(percentile)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        # 0 clips to the shortest gradient.
+        for percentile in (0, 0.0, 1, 1.0, 100, lambda step: 0.5):
+            optaxclip.autoclip(percentile)
 
 
 NORMS = (1.0, 2.0, 1.5, 4.0, 3.0, 9.0, 1.0, 2.0)

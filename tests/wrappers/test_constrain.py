@@ -262,6 +262,17 @@ def test_a_clipper_that_takes_no_other_arguments_gets_none():
     np.testing.assert_array_equal(params + steps, [1.0, 1.0])
 
 
+def test_what_a_chain_is_told_of_gradients_is_not_about_weights():
+    params, updates = jnp.array([3.0, 4.0]), jnp.array([0.3, 0.4])
+    constrained = constrain(optaxclip.clip_by_global_norm(1.0))
+    state = constrained.init(params)
+    wanted, _ = constrained.update(updates, state, params)
+    for given in ({"grad_norm": jnp.float32(0.5)}, {"limit": 0.1}, {"limit": 9.0}):
+        steps, new = constrained.update(updates, state, params, **given)
+        np.testing.assert_array_equal(steps, wanted)
+        np.testing.assert_allclose((new.norm, new.limit), (5.5, 1.0), rtol=1e-6)
+
+
 def test_metrics_show_the_norm_of_the_weights():
     params = jnp.array([3.0, 4.0])
     constrained = constrain(optaxclip.clip_by_global_norm(1.0))
