@@ -67,6 +67,14 @@ def test_two_rows_of_a_step_are_one_run():
     assert [(x.cause, x.step) for x in diagnose(rows)] == [("bad batch", 12)]
 
 
+def test_causes_of_a_resumed_run_are_in_the_order_of_the_log():
+    steps = [*range(40), *range(30, 50)]
+    rows = [{"step": step, "health/norm/w": 1.0} for step in steps]
+    rows[35]["health/norm/w"], rows[42]["health/norm/w"] = 9.0, np.nan
+    found = [(x.cause, x.step) for x in diagnose(rows)]
+    assert found == [("bad batch", 35), ("not finite", 32)]
+
+
 def test_a_norm_that_stays_in_the_new_place_is_one_finding():
     norms = np.ones(60)
     norms[30:] = 6.0
@@ -391,6 +399,7 @@ def test_a_skip_that_sees_clipped_norms_is_named(name):
     assert [each.step for each in diagnose(named)] == [found.step]
     # A hundred steps are needed, and one that was clipped.
     assert diagnose(rows[:99]) == []
+    assert [each.step for each in diagnose(rows[:100])] == [found.step]
     assert diagnose(skip_log(CLIP_FIRST[name], np.minimum(norms, 0.99))) == []
 
 

@@ -1,5 +1,7 @@
 """`record_health` against float64 NumPy, in every dtype and sharding, and its state."""
 
+from itertools import product
+
 import jax
 import jax.numpy as jnp
 import ml_dtypes
@@ -256,14 +258,17 @@ def test_signs_are_those_of_all_devices_under_jit(kind):
 
 
 def test_what_needs_whole_leaves_refuses_parts():
-    options = {"weights": False, "stacked": STACKED, "mesh_axes": SPECS}
-    for name, value in (("entropy_every", 1), ("embeddings", "split")):
-        recorder = optaxclip.record_health(**options, **{name: value})
+    # Each device has a part of each tensor, or whole layers of one.
+    splits = SPECS, SPECS | {"split": P(), "layers": P("y")}
+    options = ("entropy_every", 1), ("embeddings", "split")
+    for specs, (name, value) in product(splits, options):
+        own = {"weights": False, "stacked": STACKED, "mesh_axes": specs, name: value}
+        recorder = optaxclip.record_health(**own)
 
         def step(grads, recorder=recorder):
             return recorder.update(grads, recorder.init(grads))[1]
 
-        mapped = jax.shard_map(step, mesh=mesh_of(), in_specs=(SPECS,), out_specs=P())
+        mapped = jax.shard_map(step, mesh=mesh_of(), in_specs=(specs,), out_specs=P())
         error = f"record_health: {name} needs whole leaves"
         with pytest.raises(ValueError, match=error):
             mapped(GRADS)

@@ -185,13 +185,16 @@ def test_the_axis_of_the_batch_is_kept_if_wanted(keep, shape):
     def with_aux(params, x, scale):
         assert x.shape == shape
         assert scale is None
-        return jnp.sum((x @ params["w"]) ** 2), {"x": x, "first": x.ravel()[0]}
+        aux = {"x": x, "first": x.ravel()[0], "one": x.ravel()[:1]}
+        return jnp.sum((x @ params["w"]) ** 2), aux
 
     options = {"l2_clip_norm": 1.0, "keep_batch_dim": keep, "return_values": True}
     grad = clipped_grad(with_aux, has_aux=True, **options)
     _, seen = grad(PARAMS, X, None)
     np.testing.assert_array_equal(seen.aux["x"], X)
     np.testing.assert_array_equal(seen.aux["first"], X[:, 0])
+    # An axis of size 1 is removed where the axis of the batch was kept, and not else.
+    np.testing.assert_array_equal(seen.aux["one"], X[:, 0] if keep else X[:, :1])
     values = (X.astype(np.float64) @ np.asarray(PARAMS["w"], np.float64)) ** 2
     np.testing.assert_allclose(seen.values, values, rtol=RTOL, atol=RTOL)
     assert seen.grad_norms is None

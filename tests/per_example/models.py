@@ -205,8 +205,8 @@ def experts():
 
 
 def twice():
-    """Uses that do not fit together, weights made of weights, and a loss by weights
-    alone.
+    """Uses that do not fit together, weights made of weights, a vector that is repeated
+    as a matrix, and a loss by weights alone.
     """
 
     def loss(p, x):
@@ -214,10 +214,17 @@ def twice():
         y = jnp.tanh(low @ (p["whole"][0] * x)) / p["divisor"]
         y = jnp.concatenate([y, p["token"]]) @ p["tall"]
         y = y + p["rev"][::-1].T @ (p["rev"] @ y)
+        y = y + jnp.broadcast_to(p["repeated"][:, None], (4, 4)) @ y
         return jnp.sum(y**2) + 0.1 * jnp.sum(p["whole"] ** 2) + jnp.sum(p["alone"])
 
     params = weights(
-        whole=(5, 5), down=(5, 2), up=(2, 5), token=(2,), tall=(7, 4), rev=(3, 4)
+        whole=(5, 5),
+        down=(5, 2),
+        up=(2, 5),
+        token=(2,),
+        tall=(7, 4),
+        rev=(3, 4),
+        repeated=(4,),
     )
     params |= {
         "divisor": np.float32(1.5),

@@ -160,6 +160,10 @@ def test_explain_tells_what_a_device_keeps():
         assert leaf.kept == 4 * own.kept
     # The sum is still that of all examples.
     assert part.change == whole.change
+    # Two devices have one example each, or as many as do not exceed the microbatch.
+    for microbatch, width in ((1, 2), (3, 2), (5, 4), (8, 8)):
+        explain = explain_clipped_grad(loss, microbatch=microbatch)
+        assert explain(*split("batch")).microbatch == width
 
 
 # What follows has layers that are split over an axis that does not split the batch.

@@ -42,14 +42,17 @@ def stacked(w, x, c):
 
 
 def test_norms_hold_over_the_range_of_float32():
-    """Of one matrix and of a stack of three, by each way."""
+    """Of one matrix and of a stack of three, by each way. Products of numbers of one
+    sign add up, and others may be inf - inf.
+    """
     sizes = np.array([1e-30, 1e-15, 1.0, 1e15, 1e30])
     roots = np.sqrt(sizes).astype(np.float32)[:, None, None, None]
     params, batch, norms = {}, {}, {}
-    for (name, count), stack in product(POSITIONS.items(), (1, 3)):
-        key = f"{name} of {stack}"
-        x = normal(0, 5, stack, count, 6) * roots
-        c = normal(1, 5, stack, count, 8) * roots
+    cases = product(POSITIONS.items(), (1, 3), (np.positive, np.abs))
+    for (name, count), stack, sign in cases:
+        key = f"{name} of {stack}, {sign.__name__}"
+        x = sign(normal(0, 5, stack, count, 6)) * roots
+        c = sign(normal(1, 5, stack, count, 8)) * roots
         params[key], batch[key] = np.zeros((stack, 6, 8), np.float32), (x, c)
         assert way(stacked, params[key], x, c) == name
         each = np.einsum("bltr,bltc->blrc", np.float64(x), np.float64(c))

@@ -114,6 +114,14 @@ def test_a_broken_gradient_is_left_out_and_counted(bad):
     ]
 
 
+def test_a_limit_of_few_bits_is_shared_in_float32():
+    layers, limit = jax.tree.leaves(batches()), jnp.bfloat16(1.5)
+    for uniform in (True, False):
+        found = per_example_layer_norm_clip(layers, limit, uniform)
+        wanted = per_example_layer_norm_clip(layers, 1.5, uniform)
+        close(found, wanted, 6)
+
+
 def test_no_gradients_at_all():
     assert per_example_global_norm_clip({}, 1.0) == ({}, 0)
     assert per_example_layer_norm_clip([None], 1.0) == ([None], [None])

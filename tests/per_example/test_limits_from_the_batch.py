@@ -10,7 +10,8 @@ import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from optaxclip.per_example import clipped_grad
+from optaxclip.per_example import clipped_grad, explain_clipped_grad
+from tests.per_example.batches import normal
 
 EPS = float(np.finfo(np.float32).eps)
 SIZE = 12
@@ -68,6 +69,22 @@ def test_masked_and_broken_examples_are_nan_to_it(method):
     np.testing.assert_allclose(longest, limit, rtol=16 * EPS)
 
 
+def test_no_microbatch_has_a_limit_of_its_own():
+    """Also where "auto" chooses a few examples at once for a limit that is a number."""
+
+    def long_sequence(w, x):
+        return jnp.sum(jnp.tanh(x @ w) ** 2)
+
+    sizes = np.linspace(0.1, 1, SIZE, dtype=np.float32).reshape(SIZE, 1, 1)
+    batch = normal(0, SIZE, 144, 256) * sizes
+    weights = normal(1, 256, 256) / 100
+    assert explain_clipped_grad(long_sequence)(weights, batch).microbatch < SIZE
+    grad = clipped_grad(long_sequence, jnp.nanmedian, private=False, mean=False)
+    found = jax.jit(grad)(weights, batch)
+    clipped = np.minimum(found.norms, np.median(found.norms))
+    np.testing.assert_allclose(found.norms * found.factors, clipped, rtol=16 * EPS)
+
+
 def test_without_any_example_the_sum_is_zero():
     for method in ("ghost", "one_pass"):
         options = {"private": False, "mean": False, "method": method}
@@ -120,7 +137,7 @@ WRONG: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("text", WRONG)
-def test_an_error_names_the_argument(text):
-    with pytest.raises(ValueError, match=f"clipped_grad: {text}"):
-        clipped_grad(loss, lambda norms: norms, **WRONG[text])(PARAMS, INPUTS, SLOPES)
+def test_an_error_names_the_argument():
+    for text, options in WRONG.items():
+        with pytest.raises(ValueError, match=f"clipped_grad: {text}"):
+            clipped_grad(loss, lambda norms: norms, **options)(PARAMS, INPUTS, SLOPES)

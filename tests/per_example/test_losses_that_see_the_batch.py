@@ -175,12 +175,12 @@ PAIRS = [(place, kind) for kind in KINDS for place in PLACES]
 PAIRS.remove(("vmap", "custom_vmap"))
 
 
-@pytest.mark.parametrize(("place", "kind"), PAIRS)
-def test_what_sees_the_batch_is_refused_by_name(place, kind):
-    seen, name = KINDS[kind]
-    grad = clipped_grad(loss_with(place, seen), 1.0)
-    with pytest.raises(ValueError, match=f"^clipped_grad: .* has a {name}"):
-        jax.eval_shape(grad, W, XS)
+def test_what_sees_the_batch_is_refused_by_name():
+    for place, kind in PAIRS:
+        seen, name = KINDS[kind]
+        grad = clipped_grad(loss_with(place, seen), 1.0)
+        with pytest.raises(ValueError, match=f"^clipped_grad: .* has a {name}"):
+            jax.eval_shape(grad, W, XS)
 
 
 CALLS = {

@@ -73,3 +73,15 @@ def test_costs_of_all_methods_are_shown(method):
     expected = {"ghost": ghost, "one_pass": one}
     assert found.costs == pytest.approx(expected)
     assert "ghost 1.3" in str(found)
+
+
+def test_a_loop_over_convolutions_costs_more_than_one_for_all():
+    def loss(kernel, image):
+        return jnp.sum(jax.lax.conv(image, kernel, (1, 1), "SAME"))
+
+    # Forward: 144 sums of 18 products, and a number for 8. A plain gradient: as above.
+    plain = 3 * (144 * 18 + 8) + 48 * 72 / 4
+    for microbatch, times in ((None, 1.5), (4, 1.5), (1, 8)):
+        explain = explain_clipped_grad(loss, microbatch=microbatch)
+        found = explain(jnp.ones((4, 2, 3, 3)), jnp.ones((4, 1, 2, 6, 6)))
+        assert found.costs["one_pass"] == pytest.approx(times * (1 + 48 * 72 / plain))

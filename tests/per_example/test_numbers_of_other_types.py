@@ -9,6 +9,7 @@ import pytest
 
 from optaxclip import clipped_grad, shrinks
 from optaxclip.per_example import noise_scale, per_example_layer_norm_clip
+from tests.per_example.batches import normal
 
 W, X = jnp.ones(3), jnp.arange(12.0).reshape(4, 3)
 
@@ -81,6 +82,30 @@ def test_every_method_works_under_strict_promotion(method, dtype):
     assert found.grads.dtype == w.dtype
     np.testing.assert_array_equal(found.grads, wanted.grads)
     np.testing.assert_array_equal(found.norms, wanted.norms)
+
+
+def complex_normal(seed, *shape):
+    return normal(seed, *shape) + 1j * normal(seed + 1, *shape)
+
+
+def test_complex_gradients_are_clipped_by_their_norm():
+    """Of one position and of more: products of complex factors need conjugates."""
+
+    def loss(w, x):
+        return jnp.sum(jnp.abs(x @ w) ** 2)
+
+    w = complex_normal(0, 6, 8)
+    for positions in (1, 3, 5):
+        x = complex_normal(2, 4, positions, 6)
+        each = np.complex128(jax.vmap(jax.grad(loss), (None, 0))(w, x)).reshape(4, -1)
+        norms = np.linalg.norm(each, axis=1)
+        limit = float(np.median(norms))
+        wanted = np.minimum(1, limit / norms) @ each / 4
+        for method in ("ghost", "one_pass"):
+            found = jax.jit(clipped_grad(loss, limit, method=method))(w, x)
+            np.testing.assert_allclose(found.norms, norms, rtol=1e-6)
+            error = np.linalg.norm(np.ravel(found.grads) - wanted)
+            assert error <= 1e-6 * np.linalg.norm(wanted)
 
 
 @pytest.mark.slow

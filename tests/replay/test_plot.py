@@ -34,12 +34,14 @@ def lines_of(axis):
 
 def test_a_picture_of_bare_norms_marks_those_above_their_limits():
     norms = [1.0, 5.0, np.nan, 2.0]
-    drawn = lines_of(plot_history(norms, [2.0, 2.0, 2.0, np.inf], word="skipped"))
+    # The first is at its limit.
+    drawn = lines_of(plot_history(norms, [1.0, 2.0, 2.0, np.inf], word="skipped"))
     np.testing.assert_array_equal(drawn["norm before clipping"][1], [1, 5, np.nan, 2])
-    np.testing.assert_array_equal(drawn["limit"][1], [2, 2, 2, np.nan])
+    np.testing.assert_array_equal(drawn["limit"][1], [1, 2, 2, np.nan])
     np.testing.assert_array_equal(drawn["skipped (25.0%)"], [[1], [5]])
     np.testing.assert_array_equal(drawn["NaN or inf"], [[2], [1]])
-    assert np.isnan(lines_of(plot_history([1.0, np.inf]))["norm before clipping"][1][1])
+    drawn = lines_of(plot_history([1.0, np.inf]))
+    assert np.isnan(drawn["norm before clipping"][1][1]) and "clipped (0.0%)" in drawn
     assert lines_of(plot_history([1.0, 2.0]))["clipped (0.0%)"][0].size == 0
     assert "clipped (0.0%)" in lines_of(plot_history([]))
 

@@ -137,6 +137,14 @@ def test_a_column_of_numbers_may_begin_with_something_else(tmp_path):
         read(tmp_path, "step,grad_norm\n0,N/A\n1,2.0\n")
 
 
+def test_a_loss_may_be_negative_and_a_norm_may_not(tmp_path):
+    for name in ("loss", "Loss/train", "eval_LOSS"):
+        assert read(tmp_path, f"step,{name}\n0,-1.5\n", name) == [-1.5]
+    error = "the column 'norm' must hold norms, which are at least 0, got -1.5"
+    with pytest.raises(ValueError, match=error):
+        read(tmp_path, "step,norm\n0,-1.5\n")
+
+
 def test_a_directory_or_no_file_is_named(tmp_path):
     for path in (tmp_path, tmp_path / "none.csv"):
         with pytest.raises(OSError, match=path.name):

@@ -1,6 +1,7 @@
 """Logs of a clipper and a wrapper that skips steps, one inside or behind the other."""
 
 import json
+from itertools import product
 
 import jax.numpy as jnp
 import numpy as np
@@ -12,11 +13,11 @@ import optaxclip
 NORMS = [1.0, 2.0, 100.0, 1.5, float("nan"), 0.5]
 
 
-def read_again(tmp_path, optimizer, column=None):
+def read_again(tmp_path, optimizer, column=None, norms=NORMS):
     """The norms that are read from what `metrics` finds in each step."""
     state = optimizer.init(jnp.zeros(1))
     lines = []
-    for norm in NORMS:
+    for norm in norms:
         _, state = optimizer.update(jnp.array([norm]), state, jnp.zeros(1))
         found = optaxclip.metrics(state)
         lines.append(json.dumps({name: float(x) for name, x in found.items()}))
@@ -27,12 +28,15 @@ def read_again(tmp_path, optimizer, column=None):
 
 def test_norms_of_skipped_steps_are_read(tmp_path):
     sgd = optax.sgd(0.1)
-    for limit in (1.8, 50.0):
+    # A step is skipped for a large norm, and one for NaN. Then only one of both.
+    histories = NORMS, NORMS[:4] + NORMS[5:], NORMS[:2] + NORMS[3:]
+    for limit, norms in product((1.8, 50.0), histories):
         clip = optaxclip.clip_by_global_norm(limit)
         inside = optaxclip.skip_spikes(optax.chain(clip, sgd), 10.0)
         in_front = optax.chain(clip, optaxclip.skip_spikes(sgd, 10.0))
         for optimizer in (inside, in_front):
-            np.testing.assert_array_equal(read_again(tmp_path, optimizer), NORMS)
+            found = read_again(tmp_path, optimizer, norms=norms)
+            np.testing.assert_array_equal(found, norms)
 
 
 @pytest.mark.parametrize("place", ["inside", "in front", "inside by name"])

@@ -107,8 +107,10 @@ def test_the_recent_score_forgets_after_10_000_steps():
 
 
 def test_nan_and_inf_are_spikes_and_are_not_remembered():
+    """Also before the window is full."""
     values = history(3)
-    values[[150, 160]] = np.nan, np.inf
+    broken = [3, 5, 150, 160]
+    values[broken] = np.nan, np.inf, np.nan, np.inf
     wanted = spikes(values, 6, 128)
-    assert wanted[150] and wanted[160]
+    assert wanted[broken].all() and wanted[:128].sum() == 2
     np.testing.assert_allclose(spike_score(values), wanted.mean(), rtol=1e-6)
