@@ -2,12 +2,11 @@
 given for parts of a tree.
 
 Limits, axes, stacked layers, labels and bounds may be given once for everything, or for
-each part of the tree, as deep as is wanted (a tree prefix). A prefix is matched by key
-path, so a dict matches any mapping with the same keys, and `None` or `MaskedNode` in
-the updates needs no value.
+each part of the tree, at any depth (a tree prefix). A prefix is matched by key path, so
+a dict matches any mapping with the same keys, and `None` or `MaskedNode` in the updates
+needs no value.
 """
 
-import operator
 import sys
 import warnings
 from collections import Counter
@@ -20,23 +19,23 @@ from collections.abc import (
     Sequence,
     Set,
 )
-from functools import partial
-from itertools import chain
 from typing import Any, NamedTuple, TypeAlias, TypeGuard
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.tree_util import KeyPath
 
 from ._checks import BEGIN_ANEW, NUMBERS, is_function, shown
 
-ByPath = Callable[[str, Any], Any]  # of a leaf's path ("blocks/w") and it
-# A whole number or a tuple of them, a tree prefix of these, or a function likewise.
+Shape = tuple[Any, ...]  # a size may be a symbol of `jax.export`
+ByPath = Callable[[str, Any], Any]  # a function of a leaf's path ("blocks/w") and leaf
+# An int or a tuple of ints, a tree prefix of these, or a function that returns these.
 Axis: TypeAlias = "int | Mapping[Any, Axis] | Sequence[Axis] | ByPath | None"
 Stacked: TypeAlias = "int | Mapping[Any, Stacked] | Sequence[Stacked] | ByPath | None"
 
-
-# From a sparse array x, one that holds no index twice. With nse JAX can jit it.
+# Expressions that make a sparse array x of each type hold no index twice. JAX can jit
+# the first, since it has nse.
 UNIQUE = {
     "BCOO": "x.sum_duplicates(nse=x.nse)",
     "BCSR": "x.to_bcoo().sum_duplicates(nse=x.nse)",
@@ -57,21 +56,21 @@ def clipped_leaves(tree: Any, call: str = "") -> Any:
     """
     check_sparse(tree, f"{call}: " if call else "")
     try:
-        return jax.tree.map(_clipped, tree, is_leaf=_is_box)
+        return jax.tree.map(_clipped_leaf, tree, is_leaf=_is_box)
     except TypeError:
         # Paths take time, so they are made only for the error.
         check_leaves(tree, f"{call}: " if call else "")
         raise
 
 
-def _clipped(leaf: Any) -> Any:
+def _clipped_leaf(leaf: Any) -> Any:
     """The leaf, or None for one that does not count."""
     if _is_box(leaf):
         leaf = leaf.__jax_array__()
-        # A variable of NNX may hold a MaskedNode, which is no leaf.
+        # A variable of NNX may hold a MaskedNode, which is not a leaf.
         if is_hole(leaf):
             return leaf
-    # A Python number has no dtype. Those of random keys and float0 are not inexact.
+    # A Python number has no dtype. Neither random keys nor float0 are inexact.
     dtype = leaf.dtype if hasattr(leaf, "dtype") else jnp.result_type(leaf)
     if _is_foreign(dtype):
         raise TypeError(f"an array of {dtype}")
@@ -80,10 +79,10 @@ def _clipped(leaf: Any) -> Any:
 
 
 def _is_foreign(dtype: Any) -> bool:
-    """Whether it is a dtype of NumPy that JAX does not have: objects, strings, times.
-    JAX would refuse such an array in jit. Outside it would pass unclipped.
+    """Whether NumPy has this dtype and JAX does not: objects, strings, times. JAX would
+    refuse such an array in jit. Outside of jit it would pass unclipped.
     """
-    # Those of random keys have no kind.
+    # The dtypes of random keys have no kind.
     return getattr(dtype, "kind", None) in ("O", "S", "U", "M", "m")
 
 
@@ -97,7 +96,7 @@ def check_leaves(tree: Any, begin: str) -> None:
                 f"of {dtype}: make it float32, or hand over None for it."
             )
         try:
-            _clipped(leaf)
+            _clipped_leaf(leaf)
         except TypeError:
             raise TypeError(
                 f"{begin}the leaf {name(path)!r} must be an array or a number, got "
@@ -110,7 +109,7 @@ def check_sparse(tree: Any, begin: str) -> None:
     """Raises ValueError for a sparse array that may hold an index twice: the norm of
     its data is not the norm of the array.
     """
-    # Not imported, since that takes time. Where nobody did, there are no such arrays.
+    # Not imported here, since that takes time. Without it there are no such arrays.
     sparse = sys.modules.get("jax.experimental.sparse")
     if sparse is None:
         return
@@ -120,25 +119,25 @@ def check_sparse(tree: Any, begin: str) -> None:
 
     for path, leaf in jax.tree.leaves_with_path(tree, is_leaf=is_sparse):
         if is_sparse(leaf) and not getattr(leaf, "unique_indices", False):
-            kind = type(leaf).__name__
-            where = f"the leaf {name(path)!r}" if path else "it"
-            unique = UNIQUE.get(kind, "x.todense()")
+            type_name = type(leaf).__name__
+            subject = f"the leaf {name(path)!r}" if path else "it"
             raise ValueError(
-                f"{begin}{where} is a {kind} that may hold an index twice, so that the "
-                "norm of its data is not its norm. Hand over one with unique_indices="
-                f"True, or {unique}."
+                f"{begin}{subject} is a {type_name} that may hold an index twice, so "
+                "that the norm of its data is not its norm. Hand over one with "
+                f"unique_indices=True, or {UNIQUE.get(type_name, 'x.todense()')}."
             )
 
 
 def put_back(changed: Any, tree: Any) -> Any:
     """Puts clipped leaves back into the tree that they came from."""
-    old, treedef = jax.tree.flatten(tree, is_leaf=is_none)
-    new = jax.tree.leaves(changed, is_leaf=is_none)
-    return treedef.unflatten([a if b is None else b for a, b in zip(old, new)])
+    leaves, treedef = jax.tree.flatten(tree, is_leaf=is_none)
+    new_leaves = jax.tree.leaves(changed, is_leaf=is_none)
+    pairs = zip(leaves, new_leaves)
+    return treedef.unflatten([old if new is None else new for old, new in pairs])
 
 
 def _is_box(x: Any) -> bool:
-    # The protocol by which JAX itself makes an array of an object.
+    """Whether it is an object that holds an array, by JAX's own protocol."""
     return callable(getattr(x, "__jax_array__", None))
 
 
@@ -152,18 +151,21 @@ def unboxed(tree: Any) -> Any:
 
 
 def arrays_of(model: Any) -> Any:
-    """The model, with None in the place of what is no array, such as a function."""
+    """The model, with None in the place of all leaves that are not arrays or numbers,
+    such as functions.
+    """
     return jax.tree.map(
         lambda x: x if hasattr(x, "dtype") or isinstance(x, NUMBERS) else None, model
     )
 
 
-# Is it None? For `jax.tree.map`, which otherwise passes None over.
-is_none = partial(operator.is_, None)
+def is_none(x: Any) -> bool:
+    """Whether it is None. As `is_leaf` it makes `jax.tree.map` visit None."""
+    return x is None
 
 
 def is_hole(x: Any) -> bool:
-    """Is there nothing here: None, or a node such as `optax.MaskedNode`?"""
+    """Whether there is no leaf: None, or a node such as `optax.MaskedNode`."""
     return not jax.tree.leaves(x)
 
 
@@ -171,13 +173,13 @@ def is_hole(x: Any) -> bool:
 
 
 def gradients_of(call: str, updates: Any, params: Any) -> Any:
-    """The clipped leaves of what must be gradients alone.
+    """The clipped leaves of updates, which must be the gradients alone.
 
     Raises:
       TypeError: a leaf that is not an array, or a tuple of gradients and something
         else, as `jax.value_and_grad`, `has_aux` and `clipped_grad` return them.
     """
-    # Norms and losses beside gradients would be taken for more of them.
+    # Norms and losses beside gradients would be taken for gradients.
     if {"grads", "factors"} <= set(getattr(updates, "_fields", ())):
         raise TypeError(
             f"{call}: updates must be the gradients alone, got a "
@@ -187,15 +189,15 @@ def gradients_of(call: str, updates: Any, params: Any) -> Any:
     # A NamedTuple is a tree. A plain pair may be (value, grads).
     if type(updates) is not tuple or len(updates) != 2 or params is None:
         return tree
-    wanted = jax.tree.structure(params)
-    for place, each in enumerate(updates):
-        # The gradients are the one of the two that looks like params, unless these are
-        # a pair as well, of two arrays for example.
-        is_alike = jax.tree.structure(each) == wanted
-        if is_alike and jax.tree.structure(updates) != wanted:
+    structure = jax.tree.structure(params)
+    # Params may be a pair as well, of two arrays for example.
+    if jax.tree.structure(updates) == structure:
+        return tree
+    for index, entry in enumerate(updates):
+        if jax.tree.structure(entry) == structure:
             raise TypeError(
                 f"{call}: updates must be the gradients alone, got a tuple of two in "
-                f"which updates[{place}] has the structure of params. "
+                f"which updates[{index}] has the structure of params. "
                 "jax.value_and_grad returns (value, grads), and has_aux (grads, aux)."
             )
     return tree
@@ -203,10 +205,10 @@ def gradients_of(call: str, updates: Any, params: Any) -> Any:
 
 def warn_of_integers(call: str, updates: Any) -> None:
     """Warns where nothing is clipped because all numbers are integers."""
-    # Updates without any leaf, as of a model without weights, are no mistake.
+    # Updates without any leaf, such as those of a model without weights, are fine.
     for path, leaf in jax.tree.leaves_with_path(updates):
-        # An int of Python has no dtype. A bool is one too, but no number to clip.
-        dtype = type(leaf) if type(leaf) is int else getattr(leaf, "dtype", bool)
+        # A Python int has no dtype. A bool is an int too, but not a number to clip.
+        dtype = int if type(leaf) is int else getattr(leaf, "dtype", bool)
         if jnp.issubdtype(dtype, jnp.integer) and jnp.size(leaf):
             warnings.warn(
                 f"{call}: nothing is clipped, since no leaf of the updates has a float "
@@ -219,33 +221,33 @@ def warn_of_integers(call: str, updates: Any) -> None:
 
 
 def check_kept(call: str, tree: Any, kept: Any) -> None:
-    """Raises ValueError for a clipped leaf of which the state keeps nothing, or an
-    array of another shape.
+    """Raises ValueError unless the tree `kept` in the state has an array of the same
+    shape for each clipped leaf.
     """
-    updates, form = jax.tree.flatten_with_path(tree, is_leaf=is_none)
+    entries, treedef = jax.tree.flatten_with_path(tree, is_leaf=is_none)
     try:
-        # None may stand for a part of the tree, all of which is missing then.
-        known = form.flatten_up_to(kept)
+        # Where the tree has None, the state may have a subtree.
+        kept_leaves = treedef.flatten_up_to(kept)
     except (TypeError, ValueError):
-        old, new = (dict(jax.tree.leaves_with_path(x)) for x in (kept, tree))
         raise ValueError(
-            f"{call}: state was made for leaves {listed_paths(old)} in "
-            f"{type(kept).__name__}, but the updates have {listed_paths(new)} in "
-            f"{type(tree).__name__}. {BEGIN_ANEW}"
+            f"{call}: state was made for leaves {listed_paths(_paths(kept))} in "
+            f"{type(kept).__name__}, but the updates have "
+            f"{listed_paths(_paths(tree))} in {type(tree).__name__}. {BEGIN_ANEW}"
         ) from None
-    for (path, leaf), own in zip(updates, known):
+    for (path, leaf), kept_leaf in zip(entries, kept_leaves):
         if leaf is None:
             continue
-        if own is None:
+        if kept_leaf is None:
             raise ValueError(
                 f"{call}: the update of the leaf {name(path)!r} is "
                 f"{jnp.result_type(leaf)}, but what init was given for it has no float "
                 "or complex dtype. Make that float32, or give None for the update."
             )
-        if jnp.shape(leaf) != jnp.shape(own):
+        if jnp.shape(leaf) != jnp.shape(kept_leaf):
             raise ValueError(
                 f"{call}: state was made for the leaf {name(path)!r} of shape "
-                f"{jnp.shape(own)}, but its update has {jnp.shape(leaf)}. {BEGIN_ANEW}"
+                f"{jnp.shape(kept_leaf)}, but its update has {jnp.shape(leaf)}. "
+                f"{BEGIN_ANEW}"
             )
 
 
@@ -253,15 +255,15 @@ def weights_of(call: str, tree: Any, params: Any, updates: str = "gradients") ->
     """The weights of the clipped leaves.
 
     Raises:
-      ValueError: there are none, or they do not fit the updates.
+      ValueError: params are None, or do not fit the updates.
       TypeError: weights that are integers.
     """
-    # `clippy` and `qk_clip` come after the optimizer, and compare its updates.
     if params is None:
-        given = "grads" if updates == "gradients" else updates
+        # `clippy` and `qk_clip` come after the optimizer, and compare its updates.
+        argument = "grads" if updates == "gradients" else updates
         raise ValueError(
             f"{call} compares {updates} with weights: call "
-            f"update({given}, state, params)."
+            f"update({argument}, state, params)."
         )
     check_sparse(params, f"{call}: params: ")
     return values_of(call, "params", tree, params)
@@ -270,7 +272,7 @@ def weights_of(call: str, tree: Any, params: Any, updates: str = "gradients") ->
 def values_of(call: str, argument: str, tree: Any, values: Any) -> Any:
     """The values of the clipped leaves, such as weights, found by their paths.
 
-    So they may be in another kind of mapping than the updates, and have more entries.
+    So `values` may be another type of mapping than the updates, and have more entries.
 
     Raises:
       ValueError: a leaf without a value, or with one of another shape.
@@ -278,7 +280,7 @@ def values_of(call: str, argument: str, tree: Any, values: Any) -> Any:
     """
     # A FrozenDict of params and a dict of updates have the same paths.
     table = dict(jax.tree.leaves_with_path(unboxed(values)))
-    found = []
+    values_of_leaves = []
     for path, leaf in jax.tree.leaves_with_path(tree):
         # Entries without updates, such as frozen weights, are not used.
         if path not in table:
@@ -292,51 +294,63 @@ def values_of(call: str, argument: str, tree: Any, values: Any) -> Any:
                 f"{call}: {argument} has the shape {jnp.shape(value)} for the leaf "
                 f"{name(path)!r}, and the updates have {jnp.shape(leaf)}."
             )
-        kind = getattr(value, "dtype", type(value))
+        dtype = getattr(value, "dtype", type(value))
         # Weights that are integers would have no norm, while their updates have one.
-        if not jnp.issubdtype(kind, jnp.inexact):
+        if not jnp.issubdtype(dtype, jnp.inexact):
             raise TypeError(
                 f"{call}: {argument} must have a float or complex dtype for the leaf "
                 f"{name(path)!r}, whose update is {jnp.result_type(leaf)}, got "
                 f"{jnp.result_type(value)}. Make it float32, or give None for that "
                 "update."
             )
-        found.append(value)
-    return jax.tree.structure(tree).unflatten(found)
+        values_of_leaves.append(value)
+    return jax.tree.structure(tree).unflatten(values_of_leaves)
 
 
 # ---------------------------------------------------------------------------- names
 
 
-# A key path as a user reads it: `blocks/0/w`.
-name = partial(jax.tree_util.keystr, simple=True, separator="/")
+def name(path: KeyPath) -> str:
+    """A key path as a user reads it: `blocks/0/w`."""
+    return jax.tree_util.keystr(path, simple=True, separator="/")
 
 
-def names(paths: Sequence[Any], known: Container[str] = ()) -> list[str]:
-    """The names of all key paths of a tree, no two alike: where `a/b` could be two
-    places, they are written as in Python. No name has line breaks. `known` are names of
-    which some may be missing here.
+def names(paths: Sequence[KeyPath], in_state: Container[str] = ()) -> list[str]:
+    """The names of all key paths of a tree, no two alike. Where `a/b` could be two
+    leaves, both get their long names, as Python writes them. No name has line breaks.
+
+    `in_state` holds the names in a state. A leaf whose long name is there keeps it.
     """
     # {"a/b": x} and {"a": {"b": x}} both read a/b.
-    found = [name(path).replace("\n", "\\n") for path in paths]
-    counts = Counter(found)
-    for place, own in enumerate(found):
-        long = jax.tree_util.keystr(paths[place])
-        if counts[own] > 1 or (own not in known and long in known):
-            found[place] = long
-    return found
+    short_names = [name(path).replace("\n", "\\n") for path in paths]
+    counts = Counter(short_names)
+    unique_names = []
+    for path, short in zip(paths, short_names):
+        long = jax.tree_util.keystr(path)
+        # The other leaf with this short name may be missing in this tree.
+        is_long_in_state = short not in in_state and long in in_state
+        if counts[short] > 1 or is_long_in_state:
+            unique_names.append(long)
+        else:
+            unique_names.append(short)
+    return unique_names
 
 
-def listed_paths(paths: Iterable[Any]) -> str:
+def listed_paths(paths: Iterable[KeyPath]) -> str:
     """Key paths as errors list them."""
     return listed(map(name, paths)) or "none at all"
 
 
 def listed(names: Iterable[Any]) -> str:
-    """Names in order, and of many the first eight: "'b', 'w'"."""
-    known = sorted(map(str, names))
-    text = ", ".join(map(repr, known[:8]))
-    return text if len(known) <= 8 else f"{text} and {len(known) - 8} more"
+    """The names in alphabetical order, at most eight of them: "'b', 'w'"."""
+    ordered = sorted(map(str, names))
+    text = ", ".join(map(repr, ordered[:8]))
+    return text if len(ordered) <= 8 else f"{text} and {len(ordered) - 8} more"
+
+
+def _paths(tree: Any) -> list[KeyPath]:
+    """The key paths of all leaves."""
+    return [path for path, _ in jax.tree.leaves_with_path(tree)]
 
 
 # --------------------------------------------------------------------- tree prefixes
@@ -347,24 +361,26 @@ class Prefix(NamedTuple):
     static argument of a jitted function.
     """
 
-    entries: tuple[tuple[Any, Any], ...]  # (key path, value)
+    entries: tuple[tuple[KeyPath, Any], ...]  # (key path, value)
 
 
 def freeze(prefix: Any, is_leaf: Callable[[Any], bool]) -> Prefix:
-    """The table of a prefix. `is_leaf` says what counts as one value (None always
-    does).
+    """The table of a tree prefix. `is_leaf` says which nodes are single values. None
+    always is one.
     """
     if isinstance(prefix, Prefix):
         return prefix
-    # None is a value: no limit, or the default of an option.
-    entries = jax.tree.leaves_with_path(
-        prefix, is_leaf=lambda x: is_none(x) or _is_box(x) or is_leaf(x)
-    )
-    return Prefix(tuple((path, _unboxed(x)) for path, x in entries))
+
+    def is_value(x: Any) -> bool:
+        # None is a value: no limit, or the default of an option.
+        return x is None or _is_box(x) or is_leaf(x)
+
+    entries = jax.tree.leaves_with_path(prefix, is_leaf=is_value)
+    return Prefix(tuple((path, _unboxed(value)) for path, value in entries))
 
 
-def heads(path: Any) -> Iterator[Any]:
-    """A key path and all that it begins with: (), (a,), (a, b)."""
+def beginnings(path: KeyPath) -> Iterator[KeyPath]:
+    """The beginnings of a key path (a, b): (), (a,), (a, b)."""
     return (path[:depth] for depth in range(len(path) + 1))
 
 
@@ -379,12 +395,12 @@ def lookup(
     """The value for each leaf of `tree`, in order. `part` is what errors call a leaf.
 
     Raises:
-      ValueError: a leaf has no value, or a value stands where the tree has no such
-        part, unless `allow_missing`. The text names the argument and the path.
+      ValueError: a leaf has no value, or, without `allow_missing`, a value has no leaf.
+        The text names the argument and the path.
     """
     return lookup_paths(
         prefix,
-        [path for path, _ in jax.tree.leaves_with_path(tree)],
+        _paths(tree),
         set(holes_of(tree)),
         argument=argument,
         part=part,
@@ -392,7 +408,7 @@ def lookup(
     )
 
 
-def holes_of(tree: Any) -> tuple[Any, ...]:
+def holes_of(tree: Any) -> tuple[KeyPath, ...]:
     """The key paths of all holes in a tree."""
     entries = jax.tree.leaves_with_path(tree, is_leaf=is_hole)
     return tuple(path for path, leaf in entries if is_hole(leaf))
@@ -400,8 +416,8 @@ def holes_of(tree: Any) -> tuple[Any, ...]:
 
 def lookup_paths(
     prefix: Prefix,
-    paths: Sequence[Any],
-    holes: Set[Any],
+    paths: Sequence[KeyPath],
+    holes: Set[KeyPath],
     *,
     argument: str,
     part: str,
@@ -409,26 +425,30 @@ def lookup_paths(
 ) -> list[Any]:
     """`lookup`, by the key paths of leaves and holes."""
     table = dict(prefix.entries)
-    # A value at a hole, or above it, need not reach a leaf.
-    used = set(chain.from_iterable(map(heads, holes)))
     values = []
+    used_paths: set[KeyPath] = set()
     for path in paths:
         # At most one entry of a tree prefix begins a path. () is a value for all.
-        found = next((head for head in heads(path) if head in table), None)
-        if found is None:
+        table_path = next((head for head in beginnings(path) if head in table), None)
+        if table_path is None:
             raise ValueError(
                 f"{argument} has no value for the {part} {name(path)!r}: it has "
                 f"{listed_paths(table)}. Give one for each {part}, or one for all."
             )
-        values.append(table[found])
-        used.add(found)
-    for key in () if allow_missing else table:
-        # Nor need a value below a hole, as in a full tree of limits.
-        if key not in used and holes.isdisjoint(heads(key)):
-            kind = "label, see allow_missing" if part == "label" else "part"
+        values.append(table[table_path])
+        used_paths.add(table_path)
+    if allow_missing:
+        return values
+    # A value at a hole, or above it, need not reach a leaf.
+    for hole in holes:
+        used_paths.update(beginnings(hole))
+    for path in table:
+        # A value below a hole need not either: a full tree of limits has such values.
+        if path not in used_paths and holes.isdisjoint(beginnings(path)):
+            noun = "label, see allow_missing" if part == "label" else "part"
             raise ValueError(
-                f"{argument} has a value for {name(key)!r}, but the updates have no "
-                f"such {kind}: they have {listed_paths(paths)}."
+                f"{argument} has a value for {name(path)!r}, but the updates have no "
+                f"such {noun}: they have {listed_paths(paths)}."
             )
     return values
 
@@ -447,22 +467,22 @@ def for_each_leaf(
 
 
 def is_axes(x: Any) -> TypeGuard[tuple[int, ...]]:
-    """Whether it is a tuple of axes, and not a part of a tree."""
-    # A NamedTuple of ints is a part of a tree, so the type is tuple itself.
+    """Whether it is a tuple of axes, and not a node of a tree."""
+    # A NamedTuple of ints is a node of a tree, so the type is tuple itself.
     return type(x) is tuple and all(isinstance(i, (int, np.integer)) for i in x)
 
 
 def axes_within(value: Any, argument: str, leaf: str, rank: int) -> tuple[int, ...]:
-    """The axes of a leaf, counted from the front.
+    """The axes of a leaf, counted from the front: (-1, 0) of rank 3 is (0, 2).
 
     Raises:
-      ValueError: an axis that it does not have, or has named twice.
+      ValueError: an axis that the leaf does not have, or one that is named twice.
     """
-    wanted = value if isinstance(value, tuple) else (value,)
-    # (-1, 0) of rank 3 is (0, 2). An axis twice, as in (0, -3), makes the set smaller.
-    whole = [axis for axis in wanted if isinstance(axis, (int, np.integer))]
-    axes = {int(axis) % rank for axis in whole if -rank <= axis < rank}
-    if len(axes) < len(wanted):
+    entries = value if isinstance(value, tuple) else (value,)
+    integers = [entry for entry in entries if isinstance(entry, (int, np.integer))]
+    axes = {int(axis) % rank for axis in integers if -rank <= axis < rank}
+    # An axis twice, as in (0, -3) of rank 3, makes the set smaller.
+    if len(axes) < len(entries):
         raise ValueError(
             f"{argument}={shown(value)} does not fit the leaf {leaf!r}, a tensor of "
             f"rank {rank}: give axes for each leaf, none of them twice."
@@ -471,106 +491,134 @@ def axes_within(value: Any, argument: str, leaf: str, rank: int) -> tuple[int, .
 
 
 def other_axes(axes: Iterable[int], rank: int) -> tuple[int, ...]:
-    """The axes of a leaf that are not among these."""
+    """All other axes of a leaf."""
     return tuple(axis for axis in range(rank) if axis not in axes)
 
 
+class _StackedValue(NamedTuple):
+    """The value of `stacked` for a leaf."""
+
+    value: Any
+    # The key path of the value, or the text of what a function returned. Leaves of one
+    # stack have the same.
+    stack: KeyPath | str
+
+
+class _FirstOfStack(NamedTuple):
+    """The first leaf of a stack."""
+
+    name: str
+    sizes: str  # of the axes that count layers, such as "12 x 8"
+
+
 def stacked_axes(
-    stacked: Any, tree: Any, call: str, shapes: list[Any]
+    stacked: Any, tree: Any, call: str, shapes: Sequence[Shape | None]
 ) -> list[tuple[int, ...]]:
     """For each leaf, the axes that count layers, in ascending order.
 
         1                        the leading axis, as `jax.vmap` and `lax.scan` stack
         2                        the two leading axes, such as layers and experts
         (1,)                     axis 1, as MaxText and T5X stack
-        a tree prefix of these   another answer for each part of the model
-        function(path, leaf)     the answer for each leaf: one of these, or None for 0
+        a tree prefix of these   another value for each part of the model
+        function(path, leaf)     the value for each leaf: one of these, or None for 0
 
     `shapes` are those of whole leaves, None where a device knows its part only. Leaves
-    that share one answer are layers of one stack.
+    that share one value are layers of one stack.
 
     Raises:
-      ValueError: an axis that a leaf does not have, or leaves that share one answer but
+      ValueError: an axis that a leaf does not have, or leaves that share one value but
         not the number of layers.
     """
     entries = jax.tree.leaves_with_path(tree)
-    if is_function(stacked):
-        # A function has no places, so leaves with equal answers are one stack.
-        answers = for_each_leaf(stacked, tree, "")
-        sourced = [(repr(answer), answer) for answer in answers]
-    else:
-        # Each value with its place in the table, which tells equal values apart.
-        table = freeze(stacked, is_axes).entries
-        placed = Prefix(tuple((key, (key, value)) for key, value in table))
-        sourced = lookup(placed, tree, f"{call}: stacked")
-    found = []
-    first: dict[Any, tuple[str, str]] = {}
-    for (path, leaf), (source, answer), shape in zip(entries, sourced, shapes):
-        axes = _layer_axes(answer, name(path), jnp.shape(leaf), call)
-        found.append(axes)
+    firsts: dict[KeyPath | str, _FirstOfStack] = {}
+    axes_of_leaves = []
+    stacked_values = _stacked_values(stacked, tree, f"{call}: stacked")
+    for (path, leaf), (value, stack), shape in zip(entries, stacked_values, shapes):
+        axes = _layer_axes(value, name(path), jnp.shape(leaf), call)
+        axes_of_leaves.append(axes)
         if not axes or shape is None:
             continue
         sizes = " x ".join(str(shape[axis]) for axis in axes)
-        other, known = first.setdefault(source, (name(path), sizes))
-        if sizes != known:
+        first = firsts.setdefault(stack, _FirstOfStack(name(path), sizes))
+        if sizes != first.sizes:
             raise ValueError(
-                f"{call}: stacked={shown(answer)} would count {known} in {other!r} and "
-                f"{sizes} in {name(path)!r}, but leaves of one stack have the same "
-                "number of layers. Axes other than the leading ones are a tuple, such "
-                "as (1,) for axis 1. A leaf that is not stacked takes None. Several "
-                "stacks take a value each, as in {'encoder': 1, 'decoder': 1}."
+                f"{call}: stacked={shown(value)} would count {first.sizes} in "
+                f"{first.name!r} and {sizes} in {name(path)!r}, but leaves of one "
+                "stack have the same number of layers. Axes other than the leading "
+                "ones are a tuple, such as (1,) for axis 1. A leaf that is not stacked "
+                "takes None. Several stacks take a value each, as in "
+                "{'encoder': 1, 'decoder': 1}."
             )
-    return found
+    return axes_of_leaves
 
 
-def _layer_axes(
-    answer: Any, leaf: str, shape: tuple[int, ...], call: str
-) -> tuple[int, ...]:
+def _stacked_values(stacked: Any, tree: Any, argument: str) -> list[_StackedValue]:
+    """The value of `stacked` for each leaf."""
+    if is_function(stacked):
+        # What a function returns has no key path, so equal values are one stack.
+        values = for_each_leaf(stacked, tree, argument)
+        return [_StackedValue(value, repr(value)) for value in values]
+    # The key path tells equal values apart.
+    entries = []
+    for path, value in freeze(stacked, is_axes).entries:
+        entries.append((path, _StackedValue(value, path)))
+    return lookup(Prefix(tuple(entries)), tree, argument)
+
+
+def _layer_axes(value: Any, leaf: str, shape: Shape, call: str) -> tuple[int, ...]:
+    """The axes that count layers, of a leaf and its value of `stacked`."""
     rank = len(shape)
-    if answer is None:
+    if value is None:
         return ()
-    if isinstance(answer, (int, np.integer)) and 0 <= answer <= rank:
-        return tuple(range(int(answer)))
-    if is_axes(answer):
-        return axes_within(answer, f"{call}: stacked", leaf, rank)
+    if isinstance(value, (int, np.integer)) and 0 <= value <= rank:
+        return tuple(range(int(value)))
+    if is_axes(value):
+        return axes_within(value, f"{call}: stacked", leaf, rank)
     raise ValueError(
         f"{call}: stacked must be a number of leading axes, from 0 to {rank} for the "
-        f"leaf {leaf!r} of shape {shape}, or a tuple of its axes, got {shown(answer)}."
+        f"leaf {leaf!r} of shape {shape}, or a tuple of its axes, got {shown(value)}."
     )
 
 
 def unit_axes(
-    axis: Any, layers: list[tuple[int, ...]], tree: Any, call: str, shapes: list[Any]
+    axis: Any,
+    layers: Sequence[tuple[int, ...]],
+    tree: Any,
+    call: str,
+    shapes: Sequence[Shape | None],
 ) -> list[tuple[int, ...] | None]:
-    """For each leaf, the dimensions that a unit norm sums. None for all of them without
-    keeping any.
+    """For each leaf, the dimensions that a unit norm sums, or None for a vector, which
+    is one unit.
+
+    `layers` are the axes of each leaf that count layers, `shapes` as in `stacked_axes`.
     """
+    argument = f"{call}: axis"
     entries = jax.tree.leaves_with_path(tree)
-    given = for_each_leaf(axis, tree, f"{call}: axis", is_axes)
-    found: list[tuple[int, ...] | None] = []
-    for (path, leaf), value, own, shape in zip(entries, given, layers, shapes):
+    values = for_each_leaf(axis, tree, argument, is_axes)
+    dims_of_leaves: list[tuple[int, ...] | None] = []
+    for (path, leaf), value, layer_axes, shape in zip(entries, values, layers, shapes):
         # Axes count within one layer: of [layers, in, out], axis 0 is dimension 1.
-        inside = other_axes(own, jnp.ndim(leaf))
-        rank = len(inside)
-        if value is not None:
-            summed = axes_within(value, f"{call}: axis", name(path), rank)
-        elif rank <= 1 and not own:
-            # A vector is one unit. Its norm is a number, as that of a tensor.
-            found.append(None)
+        dims = other_axes(layer_axes, jnp.ndim(leaf))
+        rank = len(dims)
+        if value is None and rank <= 1 and not layer_axes:
+            # Its norm is a scalar, like the norm of a tensor.
+            dims_of_leaves.append(None)
             continue
+        if value is None:
+            layer_shape = None if shape is None else tuple(shape[dim] for dim in dims)
+            summed_axes = _axes_by_shape(layer_shape, argument, name(path), rank)
         else:
-            layer = shape and tuple(shape[i] for i in inside)
-            summed = _axes_by_shape(layer, f"{call}: axis", name(path), rank)
-        found.append(tuple(inside[i] for i in summed))
-    return found
+            summed_axes = axes_within(value, argument, name(path), rank)
+        dims_of_leaves.append(tuple(dims[axis] for axis in summed_axes))
+    return dims_of_leaves
 
 
 def _axes_by_shape(
-    shape: tuple[Any, ...] | None, argument: str, leaf: str, rank: int
+    shape: Shape | None, argument: str, leaf: str, rank: int
 ) -> tuple[int, ...]:
-    """All dimensions of what squeezes to a vector, else those that feed one output."""
-    # Axes of size 1 do not count: [1, 1, n] is a vector, as in optax. A size that only
-    # a run of an exported program knows counts as one of many.
+    """All axes of a leaf that squeezes to a vector, else those that feed one output."""
+    # Axes of size 1 do not count: [1, 1, n] is a vector, as in optax. A symbol of
+    # `jax.export` counts as a size above 1.
     if shape is not None:
         ones = [size for size in shape if isinstance(size, int) and size <= 1]
         if rank - len(ones) <= 1:
@@ -580,6 +628,7 @@ def _axes_by_shape(
             f"{argument} must be given for the leaf {leaf!r} of rank {rank}: there is "
             "no rule above rank 5."
         )
-    # Kernels as [in, out], [in, heads, size], [height, width, in, out], and with depth.
-    # Those of rank 3 are taken for attention, as in optax.
-    return tuple(range({2: 1, 3: 1, 4: 3, 5: 4}.get(rank, rank)))
+    # Kernels are [in, out], [in, heads, size], [height, width, in, out] or [depth,
+    # height, width, in, out]. Rank 3 is taken for attention, as in optax.
+    input_axes = {2: 1, 3: 1, 4: 3, 5: 4}
+    return tuple(range(input_axes.get(rank, rank)))
