@@ -10,7 +10,7 @@ import functools
 import importlib
 import inspect
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import ModuleType
 from typing import Any, NoReturn
 
@@ -18,21 +18,21 @@ import optax
 
 from ._exported import call_repr
 
-# Each function has its own name for a limit. People try those of others too.
+# Our arguments that are limits. People try the name of one function in another, too.
 _LIMITS = (
     "max_norm max_rms max_value max_delta max_logit clipping limit threshold cap rule"
 )
-# Our names for an argument, and what people try for it. The first that a function has
-# is named.
-_OURS = {
+# Our names for an argument, and other names that people try. Errors show the first of
+# our names that the function has.
+_OTHER_NAMES = {
     # Keras: clipnorm, clipvalue, global_clipnorm. Lightning: gradient_clip_val.
     # Hugging Face: max_grad_norm. TensorFlow Privacy: l2_norm_clip.
     _LIMITS: f"""{_LIMITS} clip clip_norm clip_value clipnorm clipvalue delta
         global_clipnorm grad_clip gradient_clip_val l2_clip_norm l2_norm_clip
         max_grad_norm max_l2_norm norm value""",
-    # axis_name is that of `jax.pmap` and `lax.psum`.
+    # `jax.pmap` and `lax.psum` have axis_name.
     "mesh_axes": "axes axis_name axis_names mesh_axis",
-    # torch's `clip_grad_norm_` has norm_type, its `norm` p.
+    # torch's `clip_grad_norm_` has norm_type, and its `norm` has p.
     "ord": "norm_type order p",
     "eps": "epsilon stability_eps",
     # NumPy has a_max, torch max, and TensorFlow clip_value_max.
@@ -61,23 +61,24 @@ _OURS = {
     "threshold": "theta",
     "warmup": "warmup_steps",
     "z": "z_score z_thresh",
-    # Where there are deviations, a threshold counts them, and is no limit.
+    # In a function that counts deviations, a threshold is a number of them.
     f"z sigmas {_LIMITS}": "threshold",
     "sigma": "noise_multiplier stddev",
 }
-ARGUMENTS: dict[str, list[str]] = {}
-for _ours, _others in _OURS.items():
-    ARGUMENTS |= dict.fromkeys(_others.split(), _ours.split())
-# What people give `update` for `limit` and `value`. A chain hands every argument to all
-# of its links, so only names that mean nothing else are here.
+# Our names for each other name.
+_OUR_NAMES: dict[str, list[str]] = {}
+for _ours, _others in _OTHER_NAMES.items():
+    _OUR_NAMES |= dict.fromkeys(_others.split(), _ours.split())
+# Other names for `limit` and `value` in `update`. A chain hands every argument to all
+# of its links, so names that may mean something else are left out.
 _OF_UPDATE = {
     "limit": """clip_norm clipnorm global_clipnorm gradient_clip_val l2_clip_norm
         l2_norm_clip max_grad_norm max_l2_norm max_norm max_rms""",
     "value": "loss loss_value losses train_loss",
 }
-OF_UPDATE = {ours: frozenset(others.split()) for ours, others in _OF_UPDATE.items()}
-# What is said beside one of ours.
-_MORE = {
+OF_UPDATE = {ours: frozenset(names.split()) for ours, names in _OF_UPDATE.items()}
+# What the error adds to our name for an argument.
+_REMARKS = {
     # An average may be weighted from either end.
     "decay": ", the weight of the past: near 1",
     "quantile": ", a share in [0, 1]",
@@ -88,16 +89,16 @@ _MORE = {
     "sigmas": ", in standard deviations",
     "z": ", in standard deviations",
 }
-# What people try for an argument, and is none.
+# Arguments that people try and that no function has, with what to do instead.
 _NO_ARGUMENTS = {
-    # No clipper here has a mask, since optax masks any transformation.
+    # optax masks any transformation.
     "mask": "Wrap the clipper: optax.masked({call}(...), mask).",
     "trainable": "Wrap the clipper: optax.masked({call}(...), mask).",
     "noise_multiplier": "optaxclip.add_noise(result, noise_multiplier * max_norm, key) "
     "adds the noise.",
     "prefix": "optax.named_chain gives clippers names of their own in the keys.",
 }
-# Names that people try for a function, and the call to use.
+# Names that people try for a function, and what to use instead.
 FUNCTIONS = {
     "agc": "adaptive_grad_clip",
     "apply_if_finite": "skip_nonfinite",
@@ -127,7 +128,7 @@ FUNCTIONS = {
     "unitwise_clip": "clip_by_unitwise_norm",
     "zero_nans": 'clip_by_global_norm(..., nonfinite="zero")',
 }
-# What is found in another library.
+# Names of things that another library has.
 ELSEWHERE = {
     "account": "dp-accounting, as docs/private_training.md shows",
     "chain": "optax.chain",
@@ -135,73 +136,75 @@ ELSEWHERE = {
 }
 
 
-def with_our_names(module: str, later: Sequence[str] = ()) -> None:
-    """Gives a public module its answers: a TypeError in our words for arguments that do
-    not fit its functions, an AttributeError that names what is meant, and a `__dir__`
-    of its public names, which editors offer. `later` are modules in it that are
-    imported when they are asked for.
+def with_our_names(module_name: str, later: Sequence[str] = ()) -> None:
+    """Gives a public module helpful errors: a TypeError in our words for arguments that
+    do not fit its functions, an AttributeError that names what is meant, and a
+    `__dir__` of its public names, which editors offer.
+
+    `later` are modules in it that are imported at their first use.
     """
-    there = sys.modules[module]
-    public = [name for name in vars(there) if not name.startswith("_")]
-    vars(there).setdefault("__all__", sorted([*public, *later]))
-    for name in set(there.__all__).difference(later):
-        value = getattr(there, name)
+    module = sys.modules[module_name]
+    public_names = [name for name in vars(module) if not name.startswith("_")]
+    vars(module).setdefault("__all__", sorted([*public_names, *later]))
+    for name in set(module.__all__).difference(later):
+        value = getattr(module, name)
         if inspect.isfunction(value):
             if "GradientTransformation" in str(value.__annotations__.get("return")):
                 _set_init_and_update(value, name)
-            answering = checked(value)
-            # Where pickle finds it.
-            answering.__module__ = module
-            setattr(there, name, answering)
+            checked_function = checked(value)
+            # pickle looks there for the function.
+            checked_function.__module__ = module_name
+            setattr(module, name, checked_function)
 
     def __getattr__(name: str) -> ModuleType:
         if name in later:
-            return importlib.import_module(f"{module}.{name}")
-        text = f"module {module!r} has no attribute {name!r}."
+            return importlib.import_module(f"{module_name}.{name}")
+        text = f"module {module_name!r} has no attribute {name!r}."
         # JAX, pickle and others ask for attributes such as __path__.
         if not name.startswith("__"):
-            text = f"{text} {_hint(name, there)}".strip()
-        raise AttributeError(text, name=name, obj=there)
+            text = f"{text} {_hint_for_attribute(name, module)}".strip()
+        raise AttributeError(text, name=name, obj=module)
 
     def __dir__() -> list[str]:
-        return sorted(there.__all__)
+        return sorted(module.__all__)
 
-    # A module that defined one itself would have every name for type checkers.
-    vars(there).update(__getattr__=__getattr__, __dir__=__dir__)
+    # With a `__getattr__` in its source a module would have every name for type
+    # checkers.
+    vars(module).update(__getattr__=__getattr__, __dir__=__dir__)
 
 
-# Cached, so that a function which two modules show is one object.
+# Cached, so that a function in two modules is one object.
 @functools.cache
 def checked(function: Callable[..., Any], call: str = "") -> Callable[..., Any]:
     """The function, with a TypeError in our words for arguments that do not fit.
 
-    `call` is what users call it, where that is not the function's own name.
+    `call` is the name in errors. "" is the function's own name.
     """
     signature = inspect.signature(function)
     call = call or function.__name__
 
-    # So `help` and `inspect.signature` show the function's own arguments.
+    # `help` and `inspect.signature` show the arguments of the function.
     @functools.wraps(function)
-    def answering(*args: Any, **kwargs: Any) -> Any:
+    def checked_call(*args: Any, **kwargs: Any) -> Any:
         try:
-            given = signature.bind(*args, **kwargs)
+            bound = signature.bind(*args, **kwargs)
         except TypeError as error:
             # The first argument of a method is its object.
-            known = [name for name in signature.parameters if name != "self"]
-            text = _misfit(call, error, known, kwargs)
+            parameters = [name for name in signature.parameters if name != "self"]
+            text = _error_in_arguments(call, error, parameters, kwargs)
             raise TypeError(f"{call}: {text}") from None
-        made = function(*args, **kwargs)
-        if isinstance(made, optax.GradientTransformationExtraArgs):
-            made = clipper_of_call(call, given.arguments, made)
-        return made
+        result = function(*args, **kwargs)
+        if isinstance(result, optax.GradientTransformationExtraArgs):
+            return _clipper_of_call(call, bound.arguments, result)
+        return result
 
-    return answering
+    return checked_call
 
 
 class Clipper(optax.GradientTransformationExtraArgs):
-    """A transformation that is shown as the call that made it."""
+    """A transformation whose `repr` is the call that made it."""
 
-    call: tuple[str, Any] | None = None
+    call: tuple[str, dict[str, Any]] | None = None  # the function's name and arguments
 
     def __repr__(self) -> str:
         return call_repr(*self.call) if self.call else super().__repr__()
@@ -212,52 +215,49 @@ class Clipper(optax.GradientTransformationExtraArgs):
 Clipper.__name__ = "transformation with init and update"
 
 
-def clipper_of_call(
-    call: str, arguments: Any, made: optax.GradientTransformationExtraArgs
+def _clipper_of_call(
+    call: str,
+    arguments: dict[str, Any],
+    transformation: optax.GradientTransformationExtraArgs,
 ) -> Clipper:
-    """The transformation that a call made, which errors and notebooks show as it."""
-    init = _naming_misfits(call, "init", made.init)
-    clipper = Clipper(init, _naming_misfits(call, "update", made.update))
-    clipper.call = call, arguments
+    """The transformation, with the call that made it in its `repr` and errors."""
+    clipper = Clipper(
+        _checked_method(call, "init", transformation.init),
+        _checked_method(call, "update", transformation.update),
+    )
+    clipper.call = (call, arguments)
     return clipper
 
 
-def _naming_misfits(
+def _checked_method(
     call: str, method: str, function: Callable[..., Any]
 ) -> Callable[..., Any]:
     """`init` or `update`, with a TypeError in our words for a missing argument."""
 
+    def check_arguments(*args: Any, **kwargs: Any) -> None:
+        try:
+            inspect.signature(function).bind(*args, **kwargs)
+        except TypeError as error:
+            raise TypeError(
+                f"{call}: {method}: {error}. Call state = init(params) once, and "
+                "updates, state = update(grads, state, params) in each step."
+            ) from None
+
     @functools.wraps(function)
-    def named(*args: Any, **kwargs: Any) -> Any:
+    def checked_call(*args: Any, **kwargs: Any) -> Any:
         try:
             return function(*args, **kwargs)
         except TypeError:
-            # Only now, since a check in each update would take time.
-            _check_arguments(call, method, function, args, kwargs)
+            # Only after an error, since a check in each update would take time.
+            check_arguments(*args, **kwargs)
             raise
 
-    return named
-
-
-def _check_arguments(
-    call: str,
-    method: str,
-    function: Callable[..., Any],
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-) -> None:
-    try:
-        inspect.signature(function).bind(*args, **kwargs)
-    except TypeError as error:
-        raise TypeError(
-            f"{call}: {method}: {error}. Call state = init(params) once, and updates, "
-            "state = update(grads, state, params) in each step."
-        ) from None
+    return checked_call
 
 
 def _set_init_and_update(function: Callable[..., Any], call: str) -> None:
-    """Gives a function that makes a transformation an `init` and an `update` that say
-    so: `optax.chain(clip_by_global_norm, adam)` looks for them.
+    """Gives a function that makes a transformation an `init` and an `update` that raise
+    a TypeError: `optax.chain(clip_by_global_norm, adam)` calls them.
     """
 
     def uncalled(*_: Any, **__: Any) -> NoReturn:
@@ -269,59 +269,68 @@ def _set_init_and_update(function: Callable[..., Any], call: str) -> None:
     vars(function).update(init=uncalled, update=uncalled)
 
 
-def _misfit(call: str, error: TypeError, known: list[str], kwargs: Any) -> str:
+def _error_in_arguments(
+    call: str, error: TypeError, parameters: list[str], kwargs: Mapping[str, Any]
+) -> str:
     """Which argument of a call is wrong, and what would be right."""
-    takes = f"It takes {', '.join(known) or 'none'}."
-    # Unknown names first: `clip_by_global_norm(clip_norm=1.0)` has no max_norm only
-    # because it goes by another name there.
+    hint = f"It takes {', '.join(parameters) or 'none'}."
+    # Unknown names first: in `clip_by_global_norm(clip_norm=1.0)` max_norm is missing
+    # only because it has another name there.
     for name in kwargs:
-        if name not in known:
-            here = _instead(call, name, known) or takes
-            return f"there is no argument {name!r}. {here}"
+        if name not in parameters:
+            hint = _hint_for_argument(call, name, parameters) or hint
+            return f"there is no argument {name!r}. {hint}"
     # `clip_by_global_norm(grads, 1.0)`, as torch and TensorFlow clip.
     if call.startswith("clip_by"):
-        takes += (
+        hint += (
             " It makes a transformation with init and update. To clip one tree of "
             "gradients call optaxclip.clip_grads(grads, max_norm), or "
             "optaxclip.dropin.torch_style.clip_grad_value(grads, max_value)."
         )
-    return f"{error}. {takes}"
+    return f"{error}. {hint}"
 
 
-def _instead(call: str, name: str, known: list[str]) -> str:
-    wanted = [ours for ours in ARGUMENTS.get(name, ()) if ours in known]
-    wanted += _similar(name, {each: each for each in known})
-    if wanted:
-        return f"Here it is {wanted[0]}{_MORE.get(wanted[0], '')}."
+def _hint_for_argument(call: str, name: str, parameters: list[str]) -> str:
+    """What to write for an argument that the call does not have, or ""."""
+    ours = [our for our in _OUR_NAMES.get(name, ()) if our in parameters]
+    our_name = ours[0] if ours else _most_similar(name, parameters)
+    if our_name:
+        return f"Here it is {our_name}{_REMARKS.get(our_name, '')}."
     return _NO_ARGUMENTS.get(name, "").format(call=call)
 
 
-def _hint(name: str, module: ModuleType) -> str:
+def _hint_for_attribute(name: str, module: ModuleType) -> str:
+    """What to use for an attribute that the module does not have, or ""."""
     package = sys.modules[__package__ or ""]
-    plain = name.lower().rstrip("_")
-    if module is package and plain in FUNCTIONS:
-        return f"Use {package.__name__}.{FUNCTIONS[plain]}."
-    if module is package and plain in ELSEWHERE:
-        return f"Use {ELSEWHERE[plain]}."
-    modules = [getattr(package, own) for own in package.__all__]
-    # A command has no names.
-    modules = [each for each in modules if hasattr(each, "__all__")]
-    # Of names that are equally similar, the module's own.
-    places = {}
-    for each in (*modules, package, module):
-        places |= {own: f"{each.__name__}.{own}" for own in each.__all__}
-    for place in _similar(name, places):
-        return f"Use {place}."
-    return "" if module is package else f"It has {', '.join(module.__all__)}."
+    is_package = module is package
+    plain_name = name.lower().rstrip("_")
+    if is_package and plain_name in FUNCTIONS:
+        return f"Use {package.__name__}.{FUNCTIONS[plain_name]}."
+    if is_package and plain_name in ELSEWHERE:
+        return f"Use {ELSEWHERE[plain_name]}."
+    modules = []
+    for public_name in package.__all__:
+        value = getattr(package, public_name)
+        # The module of a command has no public names.
+        if hasattr(value, "__all__"):
+            modules.append(value)
+    # Where several modules have a name, the module that was asked counts: it is last.
+    module_of_name = {}
+    for public_module in (*modules, package, module):
+        module_of_name |= dict.fromkeys(public_module.__all__, public_module.__name__)
+    similar = _most_similar(name, module_of_name)
+    if similar:
+        return f"Use {module_of_name[similar]}.{similar}."
+    return "" if is_package else f"It has {', '.join(module.__all__)}."
 
 
-def _similar(name: str, known: dict[str, str]) -> list[str]:
-    """What the name stands for that is spelled most alike."""
+def _most_similar(name: str, names: Iterable[str]) -> str | None:
+    """The one of several names that is spelled most like a name, if one is close."""
     # Imported here, since only errors need it.
     import difflib
 
     # ZScore and zscore are z_score.
-    spelled = {each.lower().replace("_", ""): known[each] for each in known}
-    plain = name.lower().replace("_", "")
-    close = difflib.get_close_matches(plain, spelled, n=1, cutoff=0.75)
-    return [spelled[each] for each in close]
+    by_letters = {other.lower().replace("_", ""): other for other in names}
+    letters = name.lower().replace("_", "")
+    close = difflib.get_close_matches(letters, by_letters, n=1, cutoff=0.75)
+    return by_letters[close[0]] if close else None
