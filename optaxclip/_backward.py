@@ -20,13 +20,13 @@ Reference: Graves, Generating sequences with recurrent neural networks, 2013 (ar
 
 import math
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from . import _trees as prefix
+from . import _trees as trees
 from ._checks import Tree, check_limit, check_order, shown
 from ._clippers._by_value import value_clipper
 from ._kernel import clip_once
@@ -114,12 +114,15 @@ def clip_cotangent(
             f"{call}: give one of max_value and max_norm, got "
             f"max_value={shown(max_value)} and max_norm={shown(max_norm)}."
         )
-    limit_of, others = "max_value", {"min_value": min_value}
     if max_norm is None:
-        limit_of, others = "max_norm", {"axis": axis, "ord": ord}
-    for name, value in others.items():
+        needed = "max_norm"
+        unused = {"axis": axis, "ord": ord}
+    else:
+        needed = "max_value"
+        unused = {"min_value": min_value}
+    for name, value in unused.items():
         if value is not None:
-            raise ValueError(f"{call}: {name}={shown(value)} belongs to {limit_of}.")
+            raise ValueError(f"{call}: {name}={shown(value)} belongs to {needed}.")
     # Integers stay outside, since JAX gives them cotangents of dtype float0.
     arrays = jax.tree.map(jnp.asarray, clipped_leaves(x, call))
     if max_norm is None:
@@ -130,22 +133,22 @@ def clip_cotangent(
         if min_value is not None:
             low = _scalar(f"{call}: min_value", min_value, lowest)
             check_order(call, ("min_value", min_value), ("max_value", max_value))
-        return _with_clipped_cotangent(None, arrays, (high, low), x)
+        return _with_clipped_cotangent(None, arrays, _Bounds(high, low), x)
     limit = _scalar(f"{call}: max_norm", max_norm)
-    if mesh_axes == "auto" and (over := varying(arrays)):
-        # Under vmap nothing tells examples of several devices from one array.
+    if mesh_axes == "auto" and varying(arrays):
+        # The devices may hold parts of one array, or different examples of a vmap.
         raise ValueError(
             f"{call}: mesh_axes must be None, where devices have different examples, "
-            f"or say what splits one array: x differs over {sorted(over)}, got 'auto'."
+            "or say what splits one array: x differs over "
+            f"{sorted(varying(arrays))}, got 'auto'."
         )
     measure: Measure = TensorNorm(**check_measure(call, ord, mesh_axes=mesh_axes))
-    # A cotangent has the shape of x, so its axes are those of x.
     if axis is not None:
         options = check_measure(call, ord, axis=axis, mesh_axes=mesh_axes)
         measure = UnitwiseNorm(**options)
-        # Refused in the forward pass. The backward pass takes the norm.
+        # Checked in the forward pass already: a cotangent has the shape of x.
         for path, leaf in jax.tree.leaves_with_path(arrays):
-            axes_within(axis, f"{call}: axis", prefix.name(path), leaf.ndim)
+            axes_within(axis, f"{call}: axis", trees.name(path), leaf.ndim)
     return _with_clipped_cotangent(measure, arrays, limit, x)
 
 
@@ -186,67 +189,89 @@ def scale_cotangent(x: Tree, scale: Any) -> Tree:
     return put_back(_scaled(arrays, scale), x)
 
 
-def _with_clipped_cotangent(measure: Any, arrays: Any, limit: Any, x: Any) -> Any:
-    # In a list, since JAX would put placeholders into nodes of the user's.
+class _Bounds(NamedTuple):
+    """The bounds of each element."""
+
+    high: jax.Array
+    low: jax.Array | None  # None: -high
+
+
+def _with_clipped_cotangent(
+    measure: Measure | None, arrays: Any, limit: jax.Array | _Bounds, x: Any
+) -> Any:
+    # A list of leaves, since JAX would put placeholders into nodes of the user's.
     leaves, treedef = jax.tree.flatten(arrays)
-    return put_back(treedef.unflatten(_clipped(measure, treedef, leaves, limit)), x)
+    new_leaves = _clipped_backward(measure, treedef, leaves, limit)
+    return put_back(treedef.unflatten(new_leaves), x)
 
 
 # The measure is hashable and part of the program. The limit is an operand, so
 # that it may be traced, and differ between the examples of a vmap.
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _clipped(measure: Measure | None, treedef: Any, x: list[Any], limit: Any) -> Any:
+def _clipped_backward(
+    measure: Measure | None,
+    treedef: Any,
+    leaves: list[jax.Array],
+    limit: jax.Array | _Bounds,
+) -> list[jax.Array]:
     """The identity. Its cotangent is clipped by norm, or by value without a measure."""
-    return x
+    return leaves
+
+
+def _forward(measure: Any, treedef: Any, leaves: Any, limit: Any) -> tuple[Any, Any]:
+    # Only the limit is kept for the backward pass, and no activations.
+    return leaves, limit
 
 
 def _backward(
-    measure: Measure | None, treedef: Any, limit: Any, cotangents: list[Any]
-) -> Any:
-    # A backward pass has nowhere to keep a state: counts and shares are dropped.
+    measure: Measure | None, treedef: Any, limit: Any, cotangents: list[jax.Array]
+) -> tuple[list[jax.Array], Any]:
+    """The clipped cotangents of the leaves, and the cotangent of the limit, which is 0.
+
+    A backward pass has nowhere to keep a state, so that of the clipper is dropped.
+    """
     cotangent = treedef.unflatten(cotangents)
     if measure is None:
-        high, low = limit
-        below = None if low is None else ("min_value", low)
-        clipper = value_clipper("clip_cotangent", ("max_value", high), below)
+        low = None if limit.low is None else ("min_value", limit.low)
+        clipper = value_clipper("clip_cotangent", ("max_value", limit.high), low)
         clipped, _ = clipper.update(cotangent, clipper.init(cotangent))
     else:
         clipped, _ = clip_once(
             cotangent, limit, measure, call="clip_cotangent", name="max_norm"
         )
-    # custom_vjp wants a cotangent for each operand. That of the limit is 0.
     return jax.tree.leaves(clipped), jax.tree.map(jnp.zeros_like, limit)
 
 
-# The backward pass needs no activation, so x is not kept for it.
-_clipped.defvjp(lambda _, __, x, limit: (x, limit), _backward)
+_clipped_backward.defvjp(_forward, _backward)
 
 
-# A JVP that is linear in the tangent, which JAX transposes for reverse mode. For a
-# clip there is none, so it has a custom VJP and no forward mode.
+# JAX transposes a JVP that is linear in the tangent for reverse mode. A clip is not
+# linear, so `clip_cotangent` has a custom VJP and no forward mode.
 @jax.custom_jvp
 def _scaled(x: Any, scale: jax.Array) -> Any:
+    """The identity. Its derivative is multiplied."""
     return x
 
 
 @_scaled.defjvp
 def _scaled_jvp(primals: Any, tangents: Any) -> tuple[Any, Any]:
+    x, scale = primals
     # Without the tangent of the scale, whose gradient therefore is 0.
-    (x, scale), (tangent, _) = primals, tangents
+    x_tangent, _ = tangents
 
-    def multiplied(leaf: jax.Array) -> jax.Array:
+    def multiplied(tangent: jax.Array) -> jax.Array:
         # Rounded once: a scale of 0.1 would be 0.1001 in bfloat16.
         # By NumPy, since JAX does not promote floats of 8 bits.
-        wide = np.promote_types(leaf.dtype, scale.dtype)
-        return (leaf.astype(wide) * scale.astype(wide)).astype(leaf.dtype)
+        wide = np.promote_types(tangent.dtype, scale.dtype)
+        return (tangent.astype(wide) * scale.astype(wide)).astype(tangent.dtype)
 
-    return x, jax.tree.map(multiplied, tangent)
+    return x, jax.tree.map(multiplied, x_tangent)
 
 
 def _scalar(argument: str, value: Any, lowest: float = 0.0) -> jax.Array:
-    """A number as a float scalar, which a cotangent can belong to.
+    """A number as a float scalar, which can have a cotangent.
 
-    A negative one that is only known when the program runs counts as the lowest.
+    A traced number below the lowest counts as the lowest.
     """
     check_limit(argument, value, lowest=lowest, is_scalar=True)
     # An int would have a cotangent of float0, which zeros_like does not make.
