@@ -22,7 +22,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.typing import ArrayLike
 
 from ._checks import check_known, check_number, check_takes, shown, with_hash
 from ._names import with_our_names
@@ -89,7 +88,7 @@ def smooth(power: float = 1.0) -> Shrink:
     Reference: Zhang, He, Sra, Jadbabaie, Why gradient clipping accelerates training,
     2020 (arXiv 1905.11881). SPECTRA, 2026 (arXiv 2603.14315).
     """
-    power = _known("smooth: power", power, lowest=1.0)
+    power = _static_number("smooth: power", power, lowest=1.0)
     # n / (1 + (n/c)^p)^(1/p) has no derivative at p = inf as it is written.
     return hard if power == math.inf else _smooth(power)
 
@@ -115,7 +114,7 @@ def auto_s(gamma: float = 0.01) -> Shrink:
     Reference: Bu, Wang, Zha, Karypis, Automatic clipping: differentially private deep
     learning made easier and stronger, 2023 (arXiv 2206.07136).
     """
-    return _auto_s(_known("auto_s: gamma", gamma))
+    return _auto_s(_static_number("auto_s: gamma", gamma))
 
 
 def psac(r: float = 0.1) -> Shrink:
@@ -139,10 +138,11 @@ def psac(r: float = 0.1) -> Shrink:
     Reference: Xia et al., Differentially private learning with per-sample adaptive
     clipping, 2023 (arXiv 2212.00328).
     """
-    return _psac(_known("psac: r", r))
+    return _psac(_static_number("psac: r", r))
 
 
-def _known(argument: str, number: Any, lowest: float = 0.0) -> float:
+def _static_number(argument: str, number: Any, lowest: float = 0.0) -> float:
+    """The number as a Python float, checked."""
     check_number(argument, number, lowest=lowest, is_scalar=True)
     check_known(argument, number)
     return float(number)
@@ -173,14 +173,15 @@ def shrink_of(shrink: Any, call: str) -> Shrink:
 @cache
 def _smooth(power: float) -> Shrink:
     def shrink(norm: jax.Array, limit: jax.Array) -> jax.Array:
-        # n / (1 + (n/c)^p)^(1/p) stays the same with n and c exchanged.
-        short, long = jnp.minimum(norm, limit), jnp.maximum(norm, limit)
-        # Written in the smaller by the larger, which cannot overflow. Two wheres: the
-        # unused quotient must be finite for the derivative.
-        share = short / jnp.where((long == 0) | jnp.isinf(long), 1.0, long)
-        # Nothing is shortened to an infinite limit.
-        share = jnp.where(jnp.isinf(long), 0.0, share)
-        return short / (1 + share**power) ** (1 / power)
+        # n / (1 + (n/c)^p)^(1/p) stays the same with n and c exchanged. So the quotient
+        # may be the smaller by the larger, which cannot overflow.
+        smaller = jnp.minimum(norm, limit)
+        larger = jnp.maximum(norm, limit)
+        # Two wheres: the unused quotient must be finite for the derivative.
+        divisor = jnp.where((larger == 0) | jnp.isinf(larger), 1.0, larger)
+        # A norm against an infinite limit stays as it is.
+        quotient = jnp.where(jnp.isinf(larger), 0.0, smaller / divisor)
+        return smaller / (1 + quotient**power) ** (1 / power)
 
     shrink.__qualname__ = f"smooth({power:g})"
     return shrink
@@ -189,8 +190,8 @@ def _smooth(power: float) -> Shrink:
 @cache
 def _auto_s(gamma: float) -> Shrink:
     def shrink(norm: jax.Array, limit: jax.Array) -> jax.Array:
-        # 0 / 0 where gamma and the norm are 0, as in `normalize`: 0 stays 0.
-        return limit * _share(norm, norm + gamma)
+        # gamma and the norm may both be 0. As in `normalize` 0 stays 0.
+        return limit * _quotient(norm, norm + gamma)
 
     shrink.__qualname__ = f"auto_s({gamma:g})"
     return shrink
@@ -200,21 +201,22 @@ def _auto_s(gamma: float) -> Shrink:
 def _psac(r: float) -> Shrink:
     def shrink(norm: jax.Array, limit: jax.Array) -> jax.Array:
         info = jnp.finfo(jnp.result_type(norm))
-        # The dtype has no such r. So small, it bends only norms below its root.
+        # The dtype cannot hold such an r, which would only change norms below sqrt(r).
         if r < float(info.tiny):
-            return limit * _share(norm, norm)
-        # The square of norm + r, in the derivative of that quotient, would be 0.
+            return limit * _quotient(norm, norm)
+        # r / (norm + r). Written so, its derivative would divide by the square of
+        # norm + r, which may be 0.
         bend = 1 / (1 + norm / min(r, float(info.max)))
-        return limit * _share(norm, norm + bend)
+        return limit * _quotient(norm, norm + bend)
 
     shrink.__qualname__ = f"psac({r:g})"
     return shrink
 
 
-def _share(norm: ArrayLike, whole: ArrayLike) -> Any:
-    """norm / whole, and 0 / 0 = 0."""
-    return norm / jnp.where(whole == 0, 1.0, whole)
+def _quotient(norm: jax.Array, divisor: jax.Array) -> jax.Array:
+    """norm / divisor, and 0 / 0 = 0."""
+    return norm / jnp.where(divisor == 0, 1.0, divisor)
 
 
-# shrinks.norm -> an AttributeError that lists what there is.
+# `shrinks.norm` raises an AttributeError that lists the shrinks.
 with_our_names(__name__)
