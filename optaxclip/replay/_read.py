@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from itertools import zip_longest
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -30,7 +30,7 @@ NAMES = (
     r"clip(_\d+)?/(.+/)?norm_before(/.+)?|record(_\d+)?/(.+/)?norm(/.+)?"
     r"|skip(_\d+)?/(.+/)?norm"
     r"|(norm_before|grad_norm|norm)/.+"
-    # Others with a group in front, Megatron, Lightning, Composer, Levanter.
+    # Names with a group in front. Megatron, Lightning, Composer, Levanter.
     r"|.+/(grad_norm|gnorm|norm_before)"
     r"|(.+/)?(grad-norm|gradient_norm|grad_[\w.]+_norm_total)"
     r"|l2_norm/grad/global|grad/norm/total",
@@ -41,12 +41,20 @@ NAMES = (
 # MLflow's page of a metric and its REST interface, MLflow's charts, Aim's data frames.
 LONG = (("key", "run_id"), ("metric", "Run ID"), ("metric.name", "run.hash"))
 STEPS = ("step", "_step", "global_step", "Step", "iteration")
+# How names end that are the norm of all tensors.
+TOTAL_NORMS = ("norm_before", "/norm")
 # One dict for each line of a file. Entries of a CSV are text.
 Rows = list[dict[str, Any]]
-# The entries of each column that are not empty, in their order.
+# For each column its entries that are not empty, in the order of the file.
 Table = dict[str, list[Any]]
-# The norms of a file, their column, and the others that hold numbers.
-Log = tuple[np.ndarray, str, list[str]]
+
+
+class Log(NamedTuple):
+    """The norms of a file."""
+
+    norms: np.ndarray  # float64[steps]
+    column: str  # their name in the file
+    other_columns: list[str]  # those that hold numbers as well
 
 
 def read_history(path: str | Path, column: str | None = None) -> np.ndarray:
@@ -84,29 +92,33 @@ def read_history(path: str | Path, column: str | None = None) -> np.ndarray:
       >>> print(optaxclip.replay.read_history(path))
       [1.5 0.5]
     """
-    return read_log(path, column)[0]
+    return read_log(path, column).norms
 
 
 def read_log(path: str | Path, column: str | None = None) -> Log:
-    """Reads what `read_history` returns, with the names of columns."""
+    """Reads the norms that `read_history` returns, with the names of columns."""
     return read_with(lambda rows: _log(rows, column), path, "read_history")
 
 
-def read_with(made_of: Callable[[Rows], Any], path: str | Path, call: str) -> Any:
-    """What a function makes of the rows of a log file: one dict for each line."""
+def read_with(function: Callable[[Rows], Any], path: str | Path, call: str) -> Any:
+    """The result of a function of the rows of a log file.
+
+    Raises:
+      ValueError: the file cannot be read, or the function raised one. The text begins
+        with the call and the path.
+    """
     data = Path(path).read_bytes()
-    # The functions below say what is wrong, and this one in which file.
     try:
-        return made_of(_wide(_rows(data)))
+        return function(_wide(_rows(data)))
     except UnicodeDecodeError:
-        wrong = "must be a text file in UTF-8, .npy or .npz, also in gzip."
+        problem = "must be a text file in UTF-8, .npy or .npz, also in gzip."
     except (EOFError, OSError, ValueError, csv.Error, zipfile.BadZipFile) as error:
-        wrong = str(error)
-    raise ValueError(f"{call}: {path}: {wrong}")
+        problem = str(error)
+    raise ValueError(f"{call}: {path}: {problem}")
 
 
 def _rows(data: bytes) -> Rows:
-    """What a file is shows in its first bytes, whatever it is called."""
+    """The rows of a file. Its first bytes tell the format, and not its name."""
     if data.startswith(b"\x1f\x8b"):
         return _rows(gzip.decompress(data))
     if data.startswith(b"\x93NUMPY"):
@@ -114,7 +126,7 @@ def _rows(data: bytes) -> Rows:
     # An Excel file is a zip file too.
     if data.startswith(b"PK") and b".npy" in data:
         arrays = np.load(io.BytesIO(data))
-        columns = map(np.atleast_1d, arrays.values())
+        columns = [np.atleast_1d(array) for array in arrays.values()]
         return [dict(zip(arrays, line)) for line in zip_longest(*columns)]
     # Excel begins a CSV with a byte order mark, which "utf-8-sig" leaves out.
     text = data.decode("utf-8-sig").strip()
@@ -122,76 +134,99 @@ def _rows(data: bytes) -> Rows:
 
 
 def _rows_of_csv(text: str) -> Rows:
-    begin = text.partition("\n")[0]
-    mark = next((mark for mark in ",;\t" if mark in begin), ",")
+    text_of_header = text.partition("\n")[0]
+    delimiter = next((mark for mark in ",;\t" if mark in text_of_header), ",")
     file = io.StringIO(text, newline="")
-    lines = csv.reader(file, delimiter=mark, skipinitialspace=True)
-    first = next(lines, [])
-    header = [name.strip() for name in first]
+    lines = csv.reader(file, delimiter=delimiter, skipinitialspace=True)
+    first_line = next(lines, [])
+    header = [name.strip() for name in first_line]
     # Without a header csv would take the first norms for the names of columns.
     if header and all(map(is_number, header)):
-        must = "must begin with names of columns, such as step,grad_norm, got the"
-        raise ValueError(f"{must} numbers {listed(header)}.")
+        raise ValueError(
+            "must begin with names of columns, such as step,grad_norm, got the numbers "
+            f"{listed(header)}."
+        )
     # W&B runs may share a name, and then their columns do: name.1 and name.2.
-    for name in {name for name in header if header.count(name) > 1}:
+    duplicates = {name for name in header if header.count(name) > 1}
+    for name in duplicates:
         for number in range(1, header.count(name) + 1):
-            header[header.index(name)] += f".{number}"
-    # Entries beyond the header have no name. A run that is resumed writes it again.
-    return [dict(zip(header, line)) for line in lines if line != first]
+            header[header.index(name)] = f"{name}.{number}"
+    # Entries beyond the header have no name. A run that is resumed writes the header
+    # again.
+    return [dict(zip(header, line)) for line in lines if line != first_line]
 
 
 def _rows_of_json(text: str) -> Rows:
     try:
-        found = json.loads(text)
+        rows = json.loads(text)
     except json.JSONDecodeError:
         # An object on each line. Errors name the line.
         lines = list(filter(str.strip, text.split("\n")))
-        # As of a run that was killed.
+        # The last line of a run that was killed may be cut off.
         if len(lines) > 1 and lines[-1][0] == "{" and lines[-1][-1] != "}":
-            left_out = f"The last line is cut off, and left out: {lines.pop()[:60]!r}."
-            warnings.warn(left_out, stacklevel=2)
-        found = json.loads("[" + ",\n".join(lines) + "]")
-    if isinstance(found, dict):
+            last_line = lines.pop()
+            warnings.warn(
+                f"The last line is cut off, and left out: {last_line[:60]!r}.",
+                stacklevel=2,
+            )
+        rows = json.loads("[" + ",\n".join(lines) + "]")
+    if isinstance(rows, dict):
         # trainer_state.json of transformers, and MLflow's metrics/get-history.
-        held = found.get("log_history", found.get("metrics"))
-        found = held if isinstance(held, list) else [found]
+        history = rows.get("log_history", rows.get("metrics"))
+        rows = history if isinstance(history, list) else [rows]
     # TensorBoard's JSON has no names: [[wall time, step, value], ...].
-    if all(isinstance(row, list) for row in found):
-        return [dict(zip(("Wall time", "Step", "Value"), x)) for x in found]
-    for row in found:
+    if all(isinstance(row, list) for row in rows):
+        return [dict(zip(("Wall time", "Step", "Value"), row)) for row in rows]
+    for row in rows:
         if not isinstance(row, dict):
-            must = "must hold JSON lines, or one array of objects"
-            raise ValueError(f"{must}, got {str(row)[:60]!r} in it.")
-    return found
+            raise ValueError(
+                "must hold JSON lines, or one array of objects, got "
+                f"{str(row)[:60]!r} in it."
+            )
+    return rows
 
 
 def _wide(rows: Rows) -> Rows:
-    """The metrics as columns, of a table with a line for each metric and step."""
-    for name, run in LONG:
-        # Lines whose metric has a name. 0 stands for none.
-        lines = [row for row in rows if not is_number(row.get(name, 0))]
-        lines = [row for row in lines if "value" in row]
-        if not lines:
-            continue
-        is_one_run = len({row.get(run) for row in lines}) == 1
-        wide: dict[Any, dict[str, Any]] = {}
-        part, last = Counter[Any](), dict[Any, Any]()
-        for row in lines:
-            # With the run in front, as W&B does.
-            column = row[name] if is_one_run else f"{row.get(run)} - {row[name]}"
-            step = step_of(row) or 0
-            # A run that is resumed goes back to an earlier step.
-            part[column] += column in last and step <= last[column]
-            last[column] = step
-            wide.setdefault((part[column], step), {"step": step})[column] = row["value"]
-        return [wide[place] for place in sorted(wide)]
+    """The rows. Of a table with a line for each metric and step, rows with the metrics
+    as columns.
+    """
+    for name_column, run_column in LONG:
+        # The default is a number, and so not the name of a metric.
+        named_rows = [row for row in rows if not is_number(row.get(name_column, 0))]
+        long_rows = [row for row in named_rows if "value" in row]
+        if long_rows:
+            return _rows_of_metrics(long_rows, name_column, run_column)
     return rows
+
+
+def _rows_of_metrics(long_rows: Rows, name_column: str, run_column: str) -> Rows:
+    """One row for each step, from one row for each metric and step."""
+    is_one_run = len({row.get(run_column) for row in long_rows}) == 1
+    wide_rows: dict[tuple[int, int], dict[str, Any]] = {}  # by restart and step
+    restarts = Counter[str]()  # how often each metric went back to an earlier step
+    last_steps: dict[str, int] = {}
+    for row in long_rows:
+        metric = row[name_column]
+        if not is_one_run:
+            # With the run in front, as W&B does.
+            metric = f"{row.get(run_column)} - {metric}"
+        step = step_of(row) or 0
+        # A run that is resumed goes back to an earlier step.
+        if metric in last_steps and step <= last_steps[metric]:
+            restarts[metric] += 1
+        last_steps[metric] = step
+        wide_row = wide_rows.setdefault((restarts[metric], step), {"step": step})
+        wide_row[metric] = row["value"]
+    return [wide_rows[key] for key in sorted(wide_rows)]
 
 
 def step_of(row: dict[str, Any]) -> int | None:
     """The step of a row, None if it has none."""
-    known = [float(row[name]) for name in STEPS if is_number(row.get(name))]
-    return next((int(step) for step in known if math.isfinite(step)), None)
+    for name in STEPS:
+        entry = row.get(name, math.nan)
+        if is_number(entry) and math.isfinite(float(entry)):
+            return int(float(entry))
+    return None
 
 
 def entries_of(row: dict[str, Any], begin: str = "") -> Iterator[tuple[str, Any]]:
@@ -199,7 +234,7 @@ def entries_of(row: dict[str, Any], begin: str = "") -> Iterator[tuple[str, Any]
     for name, entry in row.items():
         if isinstance(entry, dict):
             yield from entries_of(entry, f"{begin}{name}/")
-        # The index of pandas has no name. W&B adds the least and most of each entry.
+        # The index of pandas has no name. W&B adds minimum and maximum of each column.
         elif name and not name.endswith(("__MIN", "__MAX")):
             yield f"{begin}{name}", entry
 
@@ -209,59 +244,74 @@ def is_empty(entry: Any) -> bool:
 
 
 def _log(rows: Rows, column: str | None) -> Log:
+    """The norms of a column, None for the column whose name says that it is a norm."""
+    table = _table(rows)
+    numeric = [name for name, entries in table.items() if any(map(is_number, entries))]
+    if not numeric:
+        raise ValueError(f"must hold numbers, got {len(rows)} rows without any.")
+    if column is None:
+        # With `summary=True` these are norms of one tensor, whose name is beside them.
+        # A clipper with one norm has no such name.
+        norms_of_worst = []
+        for name in table:
+            if "worst_name" in name:
+                group = name.removesuffix("worst_name")
+                norms_of_worst += [f"{group}norm_before", f"{group}norm"]
+        candidates = [name for name in numeric if name not in norms_of_worst]
+        column = _of_every_step(table, _column_of_norms(candidates))
+    if column not in table:
+        raise ValueError(
+            f"column={column!r} is not in this file, which has {listed(numeric)}."
+        )
+    norms = _floats(table, column)
+    # A loss may be negative.
+    if "loss" not in column.lower() and (norms < 0).any():
+        raise ValueError(
+            f"the column {column!r} must hold norms, which are at least 0, got "
+            f"{norms[norms < 0][0]}."
+        )
+    return Log(norms, column, [name for name in numeric if name != column])
+
+
+def _table(rows: Rows) -> Table:
     table: Table = {}
     for row in rows:
         entries = dict(entries_of(row))
         for name, entry in entries.items():
-            # `metrics(json=True)` has null for NaN and inf, and a CSV nothing. Beside
-            # it is a count of them.
-            count = re.sub("norm(_before)?", "nonfinite_count", name, count=1)
-            if is_empty(entry) and count != name and is_number(entries.get(count)):
+            # Where a norm is NaN or inf, `metrics(json=True)` has null, and a CSV an
+            # empty entry. The column `counter` counts them.
+            counter = re.sub("norm(_before)?", "nonfinite_count", name, count=1)
+            if is_empty(entry) and counter != name and is_number(entries.get(counter)):
                 entry = math.nan
             if not is_empty(entry):
                 table.setdefault(name, []).append(entry)
-    numeric = [name for name, found in table.items() if any(map(is_number, found))]
-    if not numeric:
-        raise ValueError(f"must hold numbers, got {len(rows)} rows without any.")
-    if column is None:
-        # The norm of one tensor, with `summary=True`. Of one norm the name is empty.
-        begins = [x.removesuffix("worst_name") for x in table if "worst_name" in x]
-        of_one = [begin + norm for begin in begins for norm in ("norm_before", "norm")]
-        names = [name for name in numeric if name not in of_one]
-        column = _of_every_step(table, _column_of_norms(names))
-    if column not in table:
-        must = f"column={column!r} is not in this file, which has"
-        raise ValueError(f"{must} {listed(numeric)}.")
-    norms = _floats(table, column)
-    # A loss may be negative.
-    if "loss" not in column.lower() and (norms < 0).any():
-        must = f"the column {column!r} must hold norms, which are at least 0"
-        raise ValueError(f"{must}, got {norms[norms < 0][0]}.")
-    return norms, column, [name for name in numeric if name != column]
+    return table
 
 
 def _column_of_norms(names: list[str]) -> str:
     """The one column that can be the norm."""
-    found: list[str] = []
+    candidates: list[str] = []
     for pattern in NAMES:
         # W&B writes the name of the run first: "lively-sun-7 - train/grad_norm".
-        named = re.compile(rf"(.+ - )?({pattern})")
-        found = found or list(filter(named.fullmatch, names))
-    # Of a wrapper that skips, and of the clipper or recorder in it, that inside.
-    wrappers = [_of_wrapper(name) for name in found]
-    found = [name for name in found if name not in wrappers]
-    if len(found) == 1:
-        return found[0]
-    others = [name for name in names if name not in STEPS]
+        regex = re.compile(rf"(.+ - )?({pattern})")
+        candidates = [name for name in names if regex.fullmatch(name)]
+        if candidates:
+            break
+    # Where a wrapper that skips has a clipper or recorder in it, the inner norm counts.
+    wrappers = [_of_wrapper(name) for name in candidates]
+    candidates = [name for name in candidates if name not in wrappers]
+    if len(candidates) == 1:
+        return candidates[0]
+    # The error suggests the norm of all tensors, before the norm of one tensor.
+    total_norms = [name for name in candidates if name.endswith(TOTAL_NORMS)]
     norms = [name for name in names if "norm" in name]
-    # Rather than that of one tensor.
-    whole = [name for name in found if name.endswith(("norm_before", "/norm"))]
-    likely = [*whole, *found, *norms, *others[-1:], "NAME"][0]
-    problem = "several columns have" if found else "no column of numbers has"
+    not_steps = [name for name in names if name not in STEPS]
+    suggestion = [*total_norms, *candidates, *norms, *not_steps[-1:], "NAME"][0]
+    problem = "several columns have" if candidates else "no column of numbers has"
     raise ValueError(
         f"{problem} the name of a gradient norm, such as 'train/grad_norm'. There are "
-        f"{listed(found or names)}. Choose one with column={likely!r}, on the command "
-        f"line --column {likely!r}."
+        f"{listed(candidates or names)}. Choose one with column={suggestion!r}, on the "
+        f"command line --column {suggestion!r}."
     )
 
 
@@ -272,32 +322,40 @@ def listed(names: list[str]) -> str:
 
 
 def _of_every_step(table: Table, column: str) -> str:
-    """The column of a wrapper that skips steps, where it has norms that a clipper
-    inside it has not: in a skipped step the clipper keeps the norm of an earlier one.
+    """The column of a wrapper that skips steps, if it has norms that are missing in the
+    column of the clipper inside: in a skipped step the clipper keeps an earlier norm.
     """
-    own = _of_wrapper(column)
-    if own not in table:
+    wrapper_column = _of_wrapper(column)
+    if wrapper_column not in table:
         return column
-    both = [_floats(table, name) for name in (column, own)]
-    clipper, wrapper = [norms[np.isfinite(norms)] for norms in both]
-    # Between both, a loss may be scaled, or gradients accumulated. In a step that was
-    # skipped for its loss the norm may be the smallest.
-    flags = table.get(f"{own.removesuffix('norm')}skipped", [])
-    passed = [is_number(flag) and float(flag) == 0 for flag in flags]
-    taken = both[1][passed] if len(passed) == both[1].size else wrapper
-    smallest = [min(norms[norms > 0], default=0.0) for norms in (clipper, taken)]
-    if not np.isclose(*smallest, rtol=1e-3, atol=0):
+    clipper_norms = _floats(table, column)
+    wrapper_norms = _floats(table, wrapper_column)
+    in_clipper = clipper_norms[np.isfinite(clipper_norms)]
+    in_wrapper = wrapper_norms[np.isfinite(wrapper_norms)]
+    # A step that was skipped for its loss may have the smallest norm of all.
+    skipped = table.get(f"{wrapper_column.removesuffix('norm')}skipped", [])
+    is_taken = [is_number(flag) and float(flag) == 0 for flag in skipped]
+    taken = in_wrapper
+    if len(is_taken) == wrapper_norms.size:
+        taken = wrapper_norms[is_taken]
+    smallest = min(in_clipper[in_clipper > 0], default=0.0)
+    smallest_taken = min(taken[taken > 0], default=0.0)
+    # Between both the loss may be scaled, or gradients accumulated. Then their norms
+    # are of different gradients.
+    if not np.isclose(smallest, smallest_taken, rtol=1e-3, atol=0):
         return column
-    # A clipper in front of a wrapper has the larger norms. One inside it has not seen
-    # those that were skipped: NaN, inf, or the largest.
-    largest = 1.001 * max(clipper, default=0.0)
-    is_larger = max(wrapper, default=0.0) > largest
-    return own if is_larger or len(wrapper) < len(clipper) else column
+    # A clipper in front of a wrapper has the larger norms. A clipper inside it has not
+    # seen the skipped norms: NaN, inf, or the largest.
+    largest = 1.001 * max(in_clipper, default=0.0)
+    has_larger = max(in_wrapper, default=0.0) > largest
+    if has_larger or len(in_wrapper) < len(in_clipper):
+        return wrapper_column
+    return column
 
 
 def _of_wrapper(column: str) -> str:
-    """The column of a wrapper that skips steps, beside that of a clipper or recorder
-    with the same name in front, and "" beside another column.
+    """The column of a wrapper that skips steps, for the column of a clipper or recorder
+    with the same name in front. "" for another column.
     """
     wrapper = re.sub("(clip|record)/(.*?)norm(_before)?$", r"skip/\2norm", column)
     return "" if wrapper == column else wrapper
