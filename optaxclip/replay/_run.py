@@ -1,5 +1,5 @@
-"""Rules over recorded norms: what one would have done, which to try, a picture, spike
-score.
+"""Rules over recorded norms: what a rule would have done, which to try, a picture, and
+the spike score.
 """
 
 from __future__ import annotations
@@ -74,9 +74,10 @@ def run(rule: Any, norms: ArrayLike, *, shrink: Shrink | None = None) -> Replay:
     """
     norms = history_of("replay.run", norms)
     if norms.ndim == 0 or not norms.size:
-        must = "norms must be a history, one norm for each step"
-        got = f"got an array of shape {norms.shape}"
-        raise ValueError(f"replay.run: {must}, {got}.")
+        raise ValueError(
+            "replay.run: norms must be a history, one norm for each step, got an array "
+            f"of shape {norms.shape}."
+        )
     rule = rule_without_params(rule, "replay.run: rule")
     shrink = shrink_of(shrink, "replay.run")
     return _replayed(shrink, norms, limits_over(rule, norms, "replay.run: rule"))
@@ -93,19 +94,20 @@ def history_of(call: str, norms: Any, *, signed: bool = False) -> jax.Array:
     """
     if isinstance(norms, Tracer):
         return norms.astype(jnp.promote_types(norms.dtype, jnp.float32))
-    found = np.asarray(norms)
-    if not jnp.isdtype(found.dtype, ("real floating", "integral")):
-        must = f"{call}: norms must be an array of numbers"
-        hint = "A file is read by optaxclip.replay.read_history."
-        raise TypeError(f"{must}, got {shown(norms)}. {hint}")
-    if not signed and (found < 0).any():
-        wrong = found[found < 0][0]
-        raise ValueError(f"{call}: norms must be at least 0, got {wrong}.")
+    array = np.asarray(norms)
+    if not jnp.isdtype(array.dtype, ("real floating", "integral")):
+        raise TypeError(
+            f"{call}: norms must be an array of numbers, got {shown(norms)}. A file is "
+            "read by optaxclip.replay.read_history."
+        )
+    if not signed and (array < 0).any():
+        negative = array[array < 0][0]
+        raise ValueError(f"{call}: norms must be at least 0, got {negative}.")
     # NumPy makes float64 of int32. In JAX an int64 of 2^40 would be 0.
-    dtype = np.promote_types(found.dtype, np.float32)
+    dtype = np.promote_types(array.dtype, np.float32)
     # Numbers beyond the range of float32 become inf.
     with np.errstate(over="ignore"):
-        return jnp.asarray(found.astype(dtype))
+        return jnp.asarray(array.astype(dtype))
 
 
 def limits_over(
@@ -113,30 +115,36 @@ def limits_over(
 ) -> jax.Array:
     """The limit that each value is held against, [steps, ...].
 
-    `argument` is how errors call the rule. `signed`: the values are losses.
+    `argument` is the name of the rule in errors. `signed`: the values are losses.
     """
-    # Outside of jit, where the length of a window would be a traced number.
+    # Inside jit the length of a window would be a traced number.
     memory = rule.init(jnp.zeros_like(values[0]))
     return _scan(rule, memory, values, argument=argument, signed=signed)
 
 
 @partial(jax.jit, static_argnames=("argument", "signed"))
-def _scan(rule: Rule, memory: Any, values: jax.Array, **options: Any) -> jax.Array:
-    def one_step(memory: Any, numbered: Any) -> tuple[Any, jax.Array]:
-        number, value = numbered
-        return limit_of(rule, value, memory, number, **options)[::-1]
+def _scan(
+    rule: Rule, memory: Any, values: jax.Array, *, argument: str, signed: bool
+) -> jax.Array:
+    def one_step(memory: Any, step_and_value: Any) -> tuple[Any, jax.Array]:
+        step, value = step_and_value
+        limit, memory = limit_of(
+            rule, value, memory, step, argument=argument, signed=signed
+        )
+        return memory, limit
 
-    numbers = jnp.arange(len(values), dtype=jnp.int32)
-    return jax.lax.scan(one_step, memory, (numbers, values))[1]
+    steps = jnp.arange(len(values), dtype=jnp.int32)
+    _, limits = jax.lax.scan(one_step, memory, (steps, values))
+    return limits
 
 
 @partial(jax.jit, static_argnums=0)
 def _replayed(shrink: Shrink, norms: jax.Array, limits: jax.Array) -> Replay:
-    # As in a clipper, which counts no step as clipped whose limit is NaN.
-    known = jnp.isfinite(norms) & ~jnp.isnan(limits)
-    after = shrunk_by(shrink, norms, limits, "replay.run")
-    factors = jnp.where(known, factor_between(norms, after).reported, jnp.nan)
-    return Replay(norms, limits, factors, known & (after != norms))
+    # As in a clipper, a step whose limit is NaN does not count as clipped.
+    has_factor = jnp.isfinite(norms) & ~jnp.isnan(limits)
+    new_norms = shrunk_by(shrink, norms, limits, "replay.run")
+    factors = jnp.where(has_factor, factor_between(norms, new_norms).reported, jnp.nan)
+    return Replay(norms, limits, factors, clipped=has_factor & (new_norms != norms))
 
 
 class Suggestion(NamedTuple):
@@ -159,13 +167,13 @@ class Suggestion(NamedTuple):
     recommended: bool = False
 
 
-# The share of steps that the recommended limit clips: what stands out, and no other.
+# The share of steps that the recommended limit clips, so that it clips spikes only.
 RECOMMENDED_RATE = 0.01
-# Times the median. Where more steps than that are broken, a limit that clips so few of
-# them lies among their norms and holds nothing back.
+# The highest recommended limit, in medians of the norms. Where more than 1 % of the
+# steps are broken, a limit that clips 1 % lies among their norms and is no help.
 HIGHEST = 20
 SKIP_STEP = "optaxclip.skip_step(optimizer, on_loss=False)"
-# Rules that learn, by the text that makes a clipper or a wrapper of them.
+# Rules that learn, by the Python text that makes a clipper or a wrapper with the rule.
 QUANTILE = "optaxclip.clip_by_global_norm(optaxclip.rules.windowed_quantile({}))"
 LEARNING = {
     "optaxclip.autoclip(10)": windowed_quantile(0.1, 10_000, current=True),
@@ -208,26 +216,35 @@ def suggest(norms: ArrayLike) -> list[Suggestion]:
     finite = np.asarray(history, np.float64).reshape(-1)
     finite = finite[np.isfinite(finite) & (finite > 0)]
     if finite.size < 2:
-        must = "norms must hold at least two finite norms above 0"
-        raise ValueError(f"suggest: {must}, got {finite.size}.")
+        raise ValueError(
+            "suggest: norms must hold at least two finite norms above 0, got "
+            f"{finite.size}."
+        )
     median = float(np.median(finite))
     limits = [*np.quantile(finite, (0.5, 0.9, 0.95, 0.99)), 5 * median]
     rounded = sorted({float(f"{limit:.3g}") for limit in limits})
     # Five times the median may be beyond the range of a limit.
     largest = float(jnp.finfo(history.dtype).max)
-    clip = "optaxclip.clip_by_global_norm({:g})"
-    fixed = {clip.format(x): x for x in rounded if x <= largest}
-    rows = []
+    fixed: dict[str, Any] = {}  # limits, by the Python text that makes a clipper
+    for limit in rounded:
+        if limit <= largest:
+            fixed[f"optaxclip.clip_by_global_norm({limit:g})"] = limit
+    suggestions = []
     for text, rule in (fixed | LEARNING).items():
         shrink = drop if text == SKIP_STEP else None
         replay = jax.device_get(run(rule, finite, shrink=shrink))
         factors = replay.factors[replay.clipped]
-        mean_factor = float(factors.mean()) if factors.size else 1.0
-        clip_rate = float(replay.clipped.mean())
-        rows.append(Suggestion(text, float(replay.limits[-1]), clip_rate, mean_factor))
-    guards = [row for row in rows[: len(fixed)] if row.limit <= HIGHEST * median]
-    best = min(guards, key=lambda row: abs(row.clip_rate - RECOMMENDED_RATE))
-    return [row._replace(recommended=row is best) for row in rows]
+        suggestion = Suggestion(
+            rule=text,
+            limit=float(replay.limits[-1]),
+            clip_rate=float(replay.clipped.mean()),
+            mean_factor=float(factors.mean()) if factors.size else 1.0,
+        )
+        suggestions.append(suggestion)
+    fixed_limits = suggestions[: len(fixed)]
+    candidates = [row for row in fixed_limits if row.limit <= HIGHEST * median]
+    best = min(candidates, key=lambda row: abs(row.clip_rate - RECOMMENDED_RATE))
+    return [row._replace(recommended=row is best) for row in suggestions]
 
 
 def plot_history(
@@ -264,7 +281,7 @@ def plot_history(
       clipped (50.0%) [1 2]
     """
     if axis is None:
-        # Figure and not pyplot: no window system is asked for, and nothing is kept.
+        # Unlike pyplot, Figure opens no window and keeps no list of figures.
         from matplotlib.figure import Figure
 
         axis = Figure(figsize=(9, 4), layout="constrained").add_subplot()
@@ -273,24 +290,36 @@ def plot_history(
         clipped = history.clipped if clipped is None else clipped
         history = history.norms
     norms = np.asarray(history, np.float64)
-    # Without limits no norm is above its own.
     limits = np.full_like(norms, np.inf) if limits is None else np.asarray(limits)
     clipped = np.asarray(norms > limits if clipped is None else clipped, bool)
-    steps, finite = np.arange(norms.size), np.isfinite(norms)
+    steps = np.arange(norms.size)
+    is_finite = np.isfinite(norms)
     # Lines have gaps where they are NaN. "0.55" is a gray of matplotlib.
-    drawn = np.where(finite, norms, np.nan)
-    axis.semilogy(steps, drawn, color="0.55", lw=0.8, label="norm before clipping")
-    drawn = np.where(np.isfinite(limits), limits, np.nan)
-    axis.semilogy(steps, drawn, color="tab:blue", label="limit")
+    axis.semilogy(
+        steps,
+        np.where(is_finite, norms, np.nan),
+        color="0.55",
+        lw=0.8,
+        label="norm before clipping",
+    )
+    finite_limits = np.where(np.isfinite(limits), limits, np.nan)
+    axis.semilogy(steps, finite_limits, color="tab:blue", label="limit")
     # The mean of no steps would be NaN, with a warning.
-    label = f"{word} ({clipped.mean() if clipped.size else 0:.1%})"
-    axis.plot(steps[clipped], norms[clipped], "r.", markersize=4, label=label)
-    if not finite.all():
-        # Crosses at the top of the axis, which is 1 in this transform. Without
-        # clip_on=False half of each would be cut off.
-        place = {"transform": axis.get_xaxis_transform(), "clip_on": False}
-        ones = np.ones(np.sum(~finite))
-        axis.plot(steps[~finite], ones, "kx", label="NaN or inf", **place)
+    rate = clipped.mean() if clipped.size else 0
+    axis.plot(
+        steps[clipped], norms[clipped], "r.", markersize=4, label=f"{word} ({rate:.1%})"
+    )
+    if not is_finite.all():
+        axis.plot(
+            steps[~is_finite],
+            # The top of the axis is 1 in this transform.
+            np.ones(np.sum(~is_finite)),
+            "kx",
+            label="NaN or inf",
+            transform=axis.get_xaxis_transform(),
+            # Otherwise half of each cross would be cut off.
+            clip_on=False,
+        )
     axis.set(xlabel="step", ylabel="gradient norm")
     axis.legend(loc="upper right", framealpha=0.8, edgecolor="none")
     return axis
@@ -328,12 +357,13 @@ def spike_score(
     2502.11034) count with 7 of 1000.
     """
     call = "spike_score"
-    series = [history_of(call, each, signed=True) for each in histories]
-    shapes = sorted({each.shape for each in series})
+    arrays = [history_of(call, history, signed=True) for history in histories]
+    shapes = sorted({array.shape for array in arrays})
     if len(shapes) != 1 or len(shapes[0]) != 1 or 0 in shapes[0]:
-        must = "histories must be [steps] of one length"
-        raise ValueError(f"{call}: {must}, got shapes {shapes}.")
-    values = jnp.stack(series, axis=1)
+        raise ValueError(
+            f"{call}: histories must be [steps] of one length, got shapes {shapes}."
+        )
+    values = jnp.stack(arrays, axis=1)
     # Signed: a loss of 0 or below is remembered like any other.
     limits = limits_over(spike_rule(call, sigmas, window), values, call, signed=True)
     # Not `values > limits`, which is False for NaN.
