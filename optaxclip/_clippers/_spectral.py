@@ -30,6 +30,8 @@ import jax
 import jax.numpy as jnp
 import optax
 from jax import lax
+from jax.core import ShapedArray
+from jax.typing import ArrayLike
 
 from .. import _trees as trees
 from .._checks import Nonfinite, check_choice, check_known, check_length, shown
@@ -79,8 +81,8 @@ def clip_by_spectral_norm(
         "newton_schulz"            4e-6     2e-4     2e-3     0.2      24 steps
         norm of the result         at most limit * (1 + 3e-6) for all of these
 
-    They grow as eps * s_max, like those of every decomposition in float32. That of
-    "svd" is LAPACK's, 16 eps of the largest singular value.
+    They grow as eps * s_max, like those of every decomposition in float32. The error
+    of "svd" is LAPACK's, 16 eps of the largest singular value.
 
     Leaves of one type and shape are clipped as one stack. So compile time grows with
     the number of different shapes, and memory holds copies of a whole stack. For each
@@ -94,7 +96,7 @@ def clip_by_spectral_norm(
       shrink: what each singular value becomes, of `optaxclip.shrinks`. None is `hard`.
         "newton_schulz" knows `hard` and `smooth(2)`.
       method: "svd" or "newton_schulz". Only "newton_schulz" has a derivative where
-        singular values are equal. The derivative of that is right for `smooth(2)` only.
+        singular values are equal. This derivative is right for `smooth(2)` only.
       steps: of Newton-Schulz, at least 1. None means 24, and 48 for 64-bit leaves. k
         steps resolve s_max / limit up to about 2.4^(k - 5). With fewer, singular values
         below the limit come out too small, never too large.
@@ -134,7 +136,7 @@ def clip_by_spectral_norm(
     """
     call = "clip_by_spectral_norm"
     shrink = shrink_of(shrink, call)
-    measure = _norm(call, method, columns, stacked)
+    measure = _measure(call, method, columns, stacked)
     if steps is not None:
         check_known(f"{call}: steps", steps)
         check_length(f"{call}: steps", steps)
@@ -145,18 +147,19 @@ def clip_by_spectral_norm(
             f"{call}: method='newton_schulz' knows the shrinks hard and smooth(2), got "
             f"{shown(shrink)}: take method='svd'."
         )
-    options: Any = {"call": call, "name": "max_norm", "nonfinite": nonfinite}
-    kernel = make_clipper(measure, max_norm, shrink=shrink, **options)
+    kernel = make_clipper(
+        measure, max_norm, call=call, shrink=shrink, nonfinite=nonfinite
+    )
 
-    def update(updates: Any, state: Any, params: Any = None, **given: Any) -> Any:
+    def update(updates: Any, state: Any, params: Any = None, **extra_args: Any) -> Any:
         tree = clipped_leaves(updates, call)
         # A norm from elsewhere may be below the singular values.
-        given.pop("grad_norm", None)
-        # The kernel finds norms and limits, counts, and scales. With that vectors,
-        # broken steps, and limits of 0 and inf are done.
-        scaled, new = kernel.update(tree, state, params, **given)
-        clipped = _clipped((measure, shrink, steps), tree, scaled, new)
-        return put_back(clipped, updates), new
+        extra_args.pop("grad_norm", None)
+        # The kernel finds norms and limits, counts, and scales each leaf. Vectors,
+        # broken steps, and limits of 0 and inf need no more than that.
+        scaled, new_state = kernel.update(tree, state, params, **extra_args)
+        clipped = _with_shrunk_values(measure, shrink, steps, tree, scaled, new_state)
+        return put_back(clipped, updates), new_state
 
     return optax.GradientTransformationExtraArgs(kernel.init, update)
 
@@ -174,9 +177,9 @@ def spectral_norm(
       stacked: which axes of a leaf count layers, each of which is a matrix: 1 for the
         leading axis, 2 for the two leading ones, (1,) for axis 1, a tree prefix of
         these, or a function of path and leaf.
-      method: "svd", or "newton_schulz" for matrix products alone. That is within 4e-6
-        of it, relatively, and up to m^(1 / 2^18) less where m singular values almost
-        tie. Its second derivatives are not those of the norm.
+      method: "svd", or "newton_schulz" for matrix products alone. The second is within
+        a relative 4e-6 of the first, and up to m^(1 / 2^18) less where m singular
+        values almost tie. Its second derivatives are not those of the norm.
 
     Returns:
       A tree of the same structure: a scalar for each leaf (for stacked leaves an array
@@ -189,11 +192,12 @@ def spectral_norm(
       >>> print(optaxclip.spectral_norm(jnp.array([[3.0, 0.0], [4.0, 0.0]])))
       5.0
     """
-    measure = _norm("spectral_norm", method, columns, stacked)
+    measure = _measure("spectral_norm", method, columns, stacked)
     return measure(clipped_leaves(tree, "spectral_norm")).tree()
 
 
-def _norm(call: str, method: str, columns: Any, stacked: Any) -> SpectralNorm:
+def _measure(call: str, method: Method, columns: Any, stacked: Any) -> SpectralNorm:
+    """The measure of these arguments, which are checked."""
     check_choice(f"{call}: method", method, get_args(Method))
     columns = static_numbers("columns", columns, call)
     stacked = static_numbers("stacked", stacked, call)
@@ -207,142 +211,170 @@ class SpectralNorm(NamedTuple):
     """
 
     call: str
-    method: str
+    method: Method
     columns: Any
     stacked: Any
 
     @partial(jax.jit, static_argnums=0)
     def __call__(self, tree: Any) -> Norms:
-        leaves, groups = jax.tree.leaves(tree), self.groups(tree)
-        # That of a vector is its L2 norm. Devices may hold different layers.
-        axes = "auto" if self.stacked is None else None
-        lengths = TensorNorm(stacked=self.stacked, mesh_axes=axes)(tree)
-        norms = lengths.on_device()
-        for group, numbers in groups.items():
-            x = group.matrices([leaves[number] for number in numbers])
-            peak = jnp.max(jnp.abs(x), (-2, -1), keepdims=True)
-            x, unit = _divided(x, peak)
+        # First, since its errors name the function that the user called.
+        layouts = self.layouts(tree)
+        leaves = jax.tree.leaves(tree)
+        # The spectral norm of a vector is its L2 norm. Devices may hold different
+        # layers.
+        mesh_axes = "auto" if self.stacked is None else None
+        l2_norms = TensorNorm(stacked=self.stacked, mesh_axes=mesh_axes)(tree)
+        values = l2_norms.on_device()
+        for layout, indices in layouts.items():
+            matrices = layout.stack([leaves[index] for index in indices])
+            peaks = jnp.max(jnp.abs(matrices), (-2, -1), keepdims=True)
+            quotients, divisors = _divided(matrices, peaks)
             if self.method == "svd":
-                largest = jnp.linalg.svd(x, compute_uv=False)[..., :1, None]
+                largest = jnp.linalg.svd(quotients, compute_uv=False)[..., :1, None]
             else:
-                largest = largest_of(x)
-            found = jnp.where(jnp.isfinite(peak), largest * unit, peak)
-            for number, norm in zip(numbers, found):
-                like = norms[number]
-                norms[number] = norm.reshape(like.shape).astype(like.dtype)
+                largest = largest_singular_values(quotients)
+            spectral_norms = jnp.where(jnp.isfinite(peaks), largest * divisors, peaks)
+            for index, spectral_norm in zip(indices, spectral_norms):
+                l2_norm = values[index]
+                spectral_norm = spectral_norm.reshape(l2_norm.shape)
+                values[index] = spectral_norm.astype(l2_norm.dtype)
         # Each device holds whole matrices: no norm is split over devices.
-        whole = tuple(Leaf(number) for number in range(len(norms)))
-        return lengths._replace(values=norms, leaves=whole)
+        norm_of_leaf = tuple(Leaf(norm=index) for index in range(len(values)))
+        return l2_norms._replace(values=values, leaves=norm_of_leaf)
 
-    def groups(self, tree: Any) -> dict[Group, list[int]]:
-        """The numbers of the leaves that are matrices, by how they are."""
+    def layouts(self, tree: Any) -> dict[Layout, list[int]]:
+        """The indices of the leaves that are matrices, by their layout."""
         entries = jax.tree.leaves_with_path(tree)
         shapes = [jnp.shape(leaf) for _, leaf in entries]
-        layers = trees.stacked_axes(self.stacked, tree, self.call, shapes)
-        counts = trees.for_each_leaf(self.columns, tree, f"{self.call}: columns")
-        groups: dict[Group, list[int]] = {}
-        for number, (path, leaf) in enumerate(entries):
-            shape, count = shapes[number], counts[number]
-            inside = other_axes(layers[number], len(shape))
-            rank = len(inside)
+        layers_of_leaves = trees.stacked_axes(self.stacked, tree, self.call, shapes)
+        columns = trees.for_each_leaf(self.columns, tree, f"{self.call}: columns")
+        layouts: dict[Layout, list[int]] = {}
+        for index, (path, leaf) in enumerate(entries):
+            shape = shapes[index]
+            layer_axes = layers_of_leaves[index]
+            matrix_axes = other_axes(layer_axes, len(shape))
+            rank = len(matrix_axes)
             if rank < 2:
                 continue
-            count = 1 if count is None else count
-            if count not in range(1, rank):
+            column_axes = 1 if columns[index] is None else columns[index]
+            if column_axes not in range(1, rank):
                 raise ValueError(
                     f"{self.call}: columns must be from 1 to {rank - 1} for the leaf "
-                    f"{trees.name(path)!r} of shape {shape}, got {shown(count)}."
+                    f"{trees.name(path)!r} of shape {shape}, got {shown(column_axes)}."
                 )
-            rows = math.prod(shape[axis] for axis in inside[:-count])
-            columns = math.prod(shape[axis] for axis in inside[-count:])
-            # A row or a column is a vector.
-            if min(rows, columns) > 1:
-                group = Group(jax.typeof(leaf), layers[number], rows, columns)
-                groups.setdefault(group, []).append(number)
-        return groups
+            row_count = math.prod(shape[axis] for axis in matrix_axes[:-column_axes])
+            column_count = math.prod(shape[axis] for axis in matrix_axes[-column_axes:])
+            # A matrix of one row or one column is a vector.
+            if min(row_count, column_count) > 1:
+                leaf_type = jax.typeof(leaf)
+                layout = Layout(leaf_type, layer_axes, row_count, column_count)
+                layouts.setdefault(layout, []).append(index)
+        return layouts
 
 
-class Group(NamedTuple):
-    """Leaves of one type that are matrices in one way. They are one array."""
+class Layout(NamedTuple):
+    """How leaves of one type are read as matrices."""
 
-    kind: Any  # their type
-    layers: tuple[int, ...]  # the axes that count layers
+    leaf_type: ShapedArray
+    layer_axes: tuple[int, ...]  # the axes that count layers
     rows: int
     columns: int
 
-    def matrices(self, leaves: list[jax.Array]) -> jax.Array:
-        """Matrices [leaves, *layers, rows, columns], in at least float32, transposed to
-        have as many rows as columns or more.
+    def stack(self, leaves: list[jax.Array]) -> jax.Array:
+        """The leaves as matrices [leaves, *layers, rows, columns], in at least float32,
+        transposed where they would have fewer rows than columns.
 
         An Explicit mesh may split layers, but no matrix.
         """
-        count, found = len(self.layers), []
+        layer_rank = len(self.layer_axes)
+        matrices_of_leaves = []
         for leaf in leaves:
-            x = jnp.moveaxis(leaf, self.layers, range(count))
-            x = resharded(x, jax.typeof(x).sharding.spec[:count])
-            found.append(x.reshape(*x.shape[:count], self.rows, self.columns))
-        x = jnp.stack(found).astype(wide_dtype(found[0]))
-        return adjoint(x) if self.rows < self.columns else x
+            x = jnp.moveaxis(leaf, self.layer_axes, range(layer_rank))
+            x = resharded(x, jax.typeof(x).sharding.spec[:layer_rank])
+            shape = *x.shape[:layer_rank], self.rows, self.columns
+            matrices_of_leaves.append(x.reshape(shape))
+        dtype = wide_dtype(matrices_of_leaves[0])
+        matrices = jnp.stack(matrices_of_leaves).astype(dtype)
+        return adjoint(matrices) if self.rows < self.columns else matrices
 
-    def leaf(self, x: jax.Array, like: jax.Array) -> jax.Array:
-        """Matrices [*layers, rows, columns] as a leaf, typed like another."""
-        x = adjoint(x) if self.rows < self.columns else x
-        inside = other_axes(self.layers, like.ndim)
-        sizes = [like.shape[axis] for axis in (*self.layers, *inside)]
-        x = jnp.moveaxis(x.reshape(sizes), range(len(self.layers)), self.layers)
-        return split_as(x.astype(like.dtype), jax.typeof(like))
+    def leaf(self, matrices: jax.Array, like: jax.Array) -> jax.Array:
+        """One leaf out of a stack, [*layers, rows, columns], typed like another."""
+        if self.rows < self.columns:
+            matrices = adjoint(matrices)
+        matrix_axes = other_axes(self.layer_axes, like.ndim)
+        sizes = [like.shape[axis] for axis in (*self.layer_axes, *matrix_axes)]
+        layer_rank = len(self.layer_axes)
+        leaf = jnp.moveaxis(matrices.reshape(sizes), range(layer_rank), self.layer_axes)
+        return split_as(leaf.astype(like.dtype), jax.typeof(like))
 
 
 # Jitted at module level, so that clippers with equal settings share a program.
-@partial(jax.jit, static_argnums=0)
-def _clipped(settings: Any, tree: Any, scaled: Any, state: ClipState) -> Any:
-    """The tree with shrunk singular values. `scaled` is what the kernel returned."""
-    measure, shrink, steps = settings
+@partial(jax.jit, static_argnums=(0, 1, 2))
+def _with_shrunk_values(
+    measure: SpectralNorm,
+    shrink: Shrink,
+    steps: int | None,
+    tree: Any,
+    scaled: Any,
+    state: ClipState,
+) -> Any:
+    """The tree with shrunk singular values. `scaled` and `state` are what the kernel
+    returned for it.
+    """
     entries = jax.tree.leaves_with_path(tree)
-    by_name = state.by_name()
-    names = trees.names([path for path, _ in entries], by_name)
+    entry_by_name = state.by_name()
+    names = trees.names([path for path, _ in entries], entry_by_name)
+    gradients = [gradient for _, gradient in entries]
     leaves, treedef = jax.tree.flatten(scaled)
-    for group, numbers in measure.groups(tree).items():
-        x = group.matrices([entries[number][1] for number in numbers])
-        own = [by_name[names[number]] for number in numbers]
+    for layout, indices in measure.layouts(tree).items():
+        matrices = layout.stack([gradients[index] for index in indices])
         # The norms and limits that the kernel found, [leaves, *layers, 1, 1].
-        sizes = *x.shape[:-2], 1, 1
-        norm = jnp.stack([entry.norm for entry in own]).reshape(sizes)
-        limit = jnp.stack([entry.limit for entry in own]).reshape(sizes)
-        x, unit = _divided(x, norm)
-        usual = jnp.isfinite(norm) & jnp.isfinite(limit) & (norm > 0)
-        norm = jnp.where(usual, norm, 1.0).astype(x.real.dtype)
-        limit = jnp.where(usual, limit, 1.0).astype(x.real.dtype)
+        entries_of_state = [entry_by_name[names[index]] for index in indices]
+        shape = *matrices.shape[:-2], 1, 1
+        norms = jnp.stack([entry.norm for entry in entries_of_state]).reshape(shape)
+        limits = jnp.stack([entry.limit for entry in entries_of_state]).reshape(shape)
+        quotients, divisors = _divided(matrices, norms)
+        # Zeros, broken matrices and those without a limit are as the kernel left them.
+        is_shrunk = jnp.isfinite(norms) & jnp.isfinite(limits) & (norms > 0)
+        norms = jnp.where(is_shrunk, norms, 1.0).astype(quotients.real.dtype)
+        limits = jnp.where(is_shrunk, limits, 1.0).astype(quotients.real.dtype)
         if measure.method == "svd":
-            u, s, v = jnp.linalg.svd(x, full_matrices=False)
-            long = s[..., None, :] * unit
-            short = shrink(long, jnp.broadcast_to(limit, long.shape))
-            new = product(u * short, v)
+            u, singular_values, vh = jnp.linalg.svd(quotients, full_matrices=False)
+            long = singular_values[..., None, :] * divisors
+            short = shrink(long, jnp.broadcast_to(limits, long.shape))
+            shrunk = product(u * short, vh)
         else:
-            shares = limit / unit, norm / unit
-            new = unit * shrunk_by_products(x, *shares, steps, is_hard=shrink is hard)
+            shrunk = divisors * shrunk_by_products(
+                quotients,
+                limits / divisors,
+                norms / divisors,
+                steps,
+                is_hard=shrink is hard,
+            )
         # With `hard` a matrix within its limit keeps its bits.
-        changed = usual & (norm > limit) if shrink is hard else usual
-        known = group.matrices([leaves[number] for number in numbers])
-        new = jnp.where(changed, new, known)
-        for number, matrix in zip(numbers, new):
-            leaves[number] = group.leaf(matrix, leaves[number])
+        if shrink is hard:
+            is_shrunk = is_shrunk & (norms > limits)
+        scaled_matrices = layout.stack([leaves[index] for index in indices])
+        clipped = jnp.where(is_shrunk, shrunk, scaled_matrices)
+        for index, matrices_of_leaf in zip(indices, clipped):
+            leaves[index] = layout.leaf(matrices_of_leaf, leaves[index])
     return treedef.unflatten(leaves)
 
 
-def _divided(x: jax.Array, size: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Matrices over a power of 2 near their size, so that squares do not overflow, and
-    this power. Those whose size is NaN or inf become zeros.
+def _divided(matrices: jax.Array, sizes: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Matrices divided by a power of 2 near their size, so that squares do not
+    overflow, and these powers. Matrices whose size is NaN or inf become zeros.
     """
-    size = lax.stop_gradient(size).astype(x.real.dtype)
-    finite = jnp.isfinite(size)
-    # Powers of 2 round nothing. 2^126 is not one of them: XLA multiplies with its
+    sizes = lax.stop_gradient(sizes).astype(matrices.real.dtype)
+    is_finite = jnp.isfinite(sizes)
+    # Powers of 2 round nothing. 2^126 is not among them: XLA multiplies with its
     # reciprocal, which is flushed to 0.
-    exponent = jnp.floor(jnp.log2(jnp.where(finite & (size > 0), size, 1.0)))
+    exponents = jnp.floor(jnp.log2(jnp.where(is_finite & (sizes > 0), sizes, 1.0)))
     # 125 of float32, whose numbers end at 2^128.
-    most = int(jnp.finfo(x.dtype).maxexp) - 3
-    unit = jnp.exp2(jnp.clip(exponent, -most, most))
-    return jnp.where(finite, x / unit, jnp.zeros_like(x)), unit
+    largest = int(jnp.finfo(matrices.dtype).maxexp) - 3
+    divisors = jnp.exp2(jnp.clip(exponents, -largest, largest))
+    quotients = jnp.where(is_finite, matrices / divisors, jnp.zeros_like(matrices))
+    return quotients, divisors
 
 
 # ------------------------------------------- singular values by matrix products alone
@@ -360,7 +392,8 @@ def _divided(x: jax.Array, size: jax.Array) -> tuple[jax.Array, jax.Array]:
 #                 max(b, z)^2 = (1 + |1 - 2 z^2|) / 2, with |A| = A sign(A)
 #
 # The singular values of [cI; X] are at least c, so the iteration knows where to begin.
-# Accuracy is lost with s_max / c. A root of the Gram matrix loses it with the square.
+# Accuracy is lost with s_max / c. A root of the Gram matrix would lose it with the
+# square of that.
 #
 # All functions take matrices [..., rows, columns] with at least as many rows as
 # columns, and numbers [..., 1, 1] for each of them.
@@ -372,12 +405,12 @@ def _divided(x: jax.Array, size: jax.Array) -> tuple[jax.Array, jax.Array]:
 # The Gram matrix is raised to the power 2^17. Where m singular values almost tie, the
 # largest is underestimated by m^(1 / 2^18).
 SQUARINGS = 17
-# By the bytes of a real number: as many as turn eps into 1, and some more.
+# Steps that turn eps into 1, and some more, by the bytes of a real number.
 STEPS = {4: 24, 8: 48}
 
 
 def product(a: jax.Array, b: jax.Array) -> jax.Array:
-    """a @ b, whose factors are not rounded."""
+    """a @ b, with factors that are not rounded."""
     # By default accelerators round float32 factors to bfloat16 or TF32.
     return jnp.matmul(a, b, precision="highest")
 
@@ -387,7 +420,7 @@ def adjoint(x: jax.Array) -> jax.Array:
     return jnp.conj(x.mT)
 
 
-def largest_of(x: jax.Array) -> jax.Array:
+def largest_singular_values(x: jax.Array) -> jax.Array:
     """The largest singular value of each matrix, [..., 1, 1]."""
     gram = product(adjoint(x), x)
 
@@ -406,24 +439,26 @@ def largest_of(x: jax.Array) -> jax.Array:
 
 
 def shrunk_by_products(
-    x: jax.Array, limit: Any, norm: Any, steps: int | None, *, is_hard: bool
+    x: jax.Array, limit: jax.Array, norm: jax.Array, steps: int | None, *, is_hard: bool
 ) -> jax.Array:
     """Matrices with their singular values shrunk, by `hard` or by `smooth(2)`.
 
-    `norm` is the largest of them. `steps` None is as many as the dtype needs.
+    `norm` is their largest singular value. `steps` None means as many as the dtype
+    needs.
     """
-    # Above all singular values, also where `largest_of` underestimates them.
+    # Above all singular values, also where `largest_singular_values` underestimates.
     bound = 1.001 * lax.stop_gradient(norm)
     steps = steps or STEPS[x.real.dtype.itemsize]
     # From 2^13 bound on nothing is shortened in float32, and [cI; X] would lose X.
     limit = jnp.minimum(limit, 2.0**13 * bound)
-    highest = jnp.sqrt(bound**2 + limit**2)
+    largest = jnp.sqrt(bound**2 + limit**2)
     # Split as x is, on an Explicit mesh that splits layers.
-    above = split_as(limit * _eye(x), jax.typeof(x))
-    zx = jnp.concatenate([above, x], -2) / highest
-    polar = _polar(zx, limit / highest, steps)
+    limit_eye = split_as(limit * _eye(x), jax.typeof(x))
+    limit_eye_and_x = jnp.concatenate([limit_eye, x], -2) / largest
+    polar = _polar(limit_eye_and_x, limit / largest, steps)
     columns = x.shape[-1]
-    z, b = polar[..., :columns, :], polar[..., columns:, :]
+    z = polar[..., :columns, :]
+    b = polar[..., columns:, :]
     if is_hard:
         b = product(b, _inverse_of_largest(z, steps))
     return limit * b
@@ -436,18 +471,18 @@ def _inverse_of_largest(z: jax.Array, steps: int) -> jax.Array:
     absolute = product(difference, _polar(difference, jnp.finfo(z.dtype).eps, steps))
     square = 0.5 * (eye + absolute)
 
-    # The inverse root of what has eigenvalues in [1/2, 1]. Its error 1 - square y^2 is
-    # 1/2 for y = 1, then 0.22, 0.04, 1e-3, 1e-6, 1e-12.
+    # The inverse root of a matrix with eigenvalues in [1/2, 1]. The error 1 - square
+    # y^2 is 1/2 for y = 1, then 0.22, 0.04, 1e-3, 1e-6, 1e-12.
     def step(_: int, y: jax.Array) -> jax.Array:
         return 0.5 * product(y, 3 * eye - product(square, product(y, y)))
 
     inverse = lax.fori_loop(0, 4, step, 0.5 * (3 * eye - square))
-    # What is not in reach of the steps counts as less than |1 - 2 z^2|, down to 0.
-    return inverse / math.sqrt(1 + _in_reach(steps))
+    # Where so many steps do not suffice, `absolute` is below |1 - 2 z^2|, down to 0.
+    return inverse / math.sqrt(1 + _lowest_in_reach(steps))
 
 
-def _polar(x: jax.Array, lowest: Any, steps: int) -> jax.Array:
-    """Turns every singular value in [lowest, 1] into 1, by the iteration
+def _polar(x: jax.Array, lowest: ArrayLike, steps: int) -> jax.Array:
+    """Turns all singular values in [lowest, 1] into 1, by the iteration
     x <- r x (3 - r^2 x^2) / 2. For a Hermitian matrix this is the sign.
 
     Singular values that are too small for so many steps come out below 1.
@@ -456,26 +491,28 @@ def _polar(x: jax.Array, lowest: Any, steps: int) -> jax.Array:
     def step(carry: Any, _: None) -> Any:
         x, lowest = carry
         # The r that raises the lowest most. Near lowest = 0 it would send 1 to 0, and
-        # 1 + eps below 0, so it is taken for 0.1 at least.
+        # 1 + eps below 0, so r is computed from 0.1 at least.
         low = jnp.maximum(lowest, 0.1)
         r = jnp.sqrt(3 / (1 + low + low**2))
         lowest = 0.5 * r * lowest * (3 - (r * lowest) ** 2)
         factor = 0.5 * r * (3 * _eye(x) - r**2 * product(adjoint(x), x))
         return (product(x, factor), lowest), None
 
-    # For a lower one the iteration would not come to rest in time, and large singular
+    # With a lower one the iteration would not come to rest in time, and large singular
     # values would end anywhere.
-    lowest = jnp.maximum(lax.stop_gradient(lowest), _in_reach(steps))
-    return lax.scan(step, (x, lowest), length=steps)[0][0]
+    lowest = jnp.maximum(lax.stop_gradient(lowest), _lowest_in_reach(steps))
+    (polar, _), _ = lax.scan(step, (x, lowest), length=steps)
+    return polar
 
 
-def _in_reach(steps: int) -> float:
+def _lowest_in_reach(steps: int) -> float:
     """The lowest singular value that so many steps turn into 1, to 4 eps of float64."""
-    # Each multiplies small ones by 2.466, and the last four are for those near 1.
+    # A step multiplies small singular values by 2.466. The last four steps are for
+    # those near 1.
     return min(1.0, 2.46 ** (4.1 - steps))
 
 
 def _eye(x: jax.Array) -> jax.Array:
-    """An identity with as many columns and dimensions, for each matrix the same."""
+    """The identity matrix [1, ..., columns, columns] for matrices [..., columns]."""
     eye = jnp.eye(x.shape[-1], dtype=x.dtype)
     return jnp.expand_dims(eye, range(x.ndim - 2))
