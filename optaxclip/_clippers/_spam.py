@@ -34,7 +34,7 @@ from .._kernel import make_clipper
 from .._mesh import MeshAxes
 from .._norms import TensorNorm, check_measure
 from .._sums import modulus_dtype, wide_dtype, with_modulus
-from .._trees import Stacked, arrays_of, clipped_leaves, names, put_back
+from .._trees import Stacked, arrays_of, clipped_leaves, put_back
 from ..rules._averages import Ema
 from ..rules._memory import count_up, keep_where, root
 from ..rules._rule import Number, at_step, check_field, number, rule_in
@@ -48,7 +48,7 @@ class SpamState(NamedTuple):
     # float32[...] for each clipped leaf (float64 if it has 64 bits): the average of
     # squares, not corrected for its start
     second_moment: Any
-    # Which share of them was clipped, where that is counted, else ().
+    # The share of the elements that was clipped, where it is counted, else ().
     elements: ClippedElements | tuple[()]
 
 
@@ -114,78 +114,93 @@ def spam(
         checks.check_length(f"{call}: every", every)
     checks.check_flag(f"{call}: count", count)
 
-    def no_squares(leaf: Any) -> jax.Array:
+    def zero_moment(leaf: Any) -> jax.Array:
         return jnp.zeros_like(leaf, jnp.finfo(wide_dtype(leaf)).dtype)
 
     def init(params: Any) -> SpamState:
         # Split over devices as the weights are, which may be jax.ShapeDtypeStruct.
-        moment = jax.tree.map(no_squares, clipped_leaves(params, call))
+        moment = jax.tree.map(zero_moment, clipped_leaves(params, call))
         step = jnp.zeros((), jnp.int32)
         return SpamState(step, moment, no_elements_clipped() if count else ())
 
-    def update(updates: Any, state: Any, params: Any = None, **given: Any) -> Any:
+    def update(updates: Any, state: Any, params: Any = None, **extra_args: Any) -> Any:
         check_state(call, state, SpamState)
-        second_moment = given.get("second_moment")
-        step, tree = state.step, clipped_leaves(updates, call)
+        tree = clipped_leaves(updates, call)
         trees.check_kept(call, tree, state.second_moment)
-        since = steps_since_reset(step, every)
-        # The step is traced, so a reset is a selection in every step.
-        fresh = jax.tree.map(jnp.zeros_like, state.second_moment)
-        own = keep_where(since == 0, fresh, state.second_moment)
-        usual = own
-        if second_moment is not None:
-            usual = trees.values_of(call, "second_moment", tree, second_moment)
-        cut = partial(_cut_down, step, threshold, since >= warmup)
-        clipped = jax.tree.map(cut, tree, usual, is_leaf=trees.is_none)
-        # With a second moment from elsewhere the own one is neither updated nor reset.
-        moment = state.second_moment
-        if second_moment is None:
-            learn = partial(_blend, step, decay)
-            moment = jax.tree.map(learn, tree, clipped, own, is_leaf=trees.is_none)
-        steps, elements = count_up(step), state.elements
+        step = state.step
+        since_reset = steps_since_reset(step, every)
+        cut_down = partial(_cut_down, step, threshold, since_reset >= warmup)
+        moment_of_caller = extra_args.get("second_moment")
+        if moment_of_caller is None:
+            # The step is traced, so a reset is a selection in every step.
+            zeros = jax.tree.map(jnp.zeros_like, state.second_moment)
+            moment = keep_where(since_reset == 0, zeros, state.second_moment)
+            clipped = jax.tree.map(cut_down, tree, moment, is_leaf=trees.is_none)
+            blend = partial(_blend, step, decay)
+            new_moment = jax.tree.map(
+                blend, tree, clipped, moment, is_leaf=trees.is_none
+            )
+        else:
+            moment = trees.values_of(call, "second_moment", tree, moment_of_caller)
+            clipped = jax.tree.map(cut_down, tree, moment, is_leaf=trees.is_none)
+            # The moment of the state is neither updated nor reset.
+            new_moment = state.second_moment
+        new_step = count_up(step)
+        elements = state.elements
         if count:
             pairs = list(zip(jax.tree.leaves(tree), jax.tree.leaves(clipped)))
-            elements = count_clipped(elements, steps, pairs)
-        return put_back(clipped, updates), SpamState(steps, moment, elements)
+            elements = count_clipped(elements, new_step, pairs)
+        return put_back(clipped, updates), SpamState(new_step, new_moment, elements)
 
     return optax.GradientTransformationExtraArgs(init, update)
 
 
-def _cut_down(step: jax.Array, threshold: Any, warm: jax.Array, x: Any, v: Any) -> Any:
+def _cut_down(
+    step: jax.Array,
+    threshold: Number,
+    is_warm: jax.Array,
+    x: ArrayLike | None,
+    moment: ArrayLike,
+) -> jax.Array | None:
     """A leaf with its spikes cut down. None is a leaf that is missing in this step."""
     if x is None:
         return None
-    # One from elsewhere, such as Adam's, may have 16 bits. A schedule is read in the
-    # dtype of v, float32 or wider.
-    v, wide = _widened(v), _widened(x)
-    (threshold,) = at_step(step, v, threshold)
+    # A second moment of the caller's, such as Adam's, may have 16 bits. A schedule is
+    # read in the dtype of the moment, float32 or wider.
+    moment = _widened(moment)
+    wide = _widened(x)
+    (threshold,) = at_step(step, moment, threshold)
     # Roots first: threshold * v overflows for gradients of 1e18, v being their square.
-    limit = root(threshold) * root(v)
+    limit = root(threshold) * root(moment)
     # Where v is 0 nothing is usual yet. The public code makes such a coordinate 0.
-    spike = (jnp.abs(wide).astype(v.dtype) > limit) & (v > 0) & warm
+    is_spike = (jnp.abs(wide).astype(moment.dtype) > limit) & (moment > 0) & is_warm
     # An infinite limit cuts nothing, and times the sign of 0 it would be NaN.
-    most = float(jnp.finfo(jnp.result_type(x)).max)
-    held = jnp.where(spike, jnp.minimum(limit, most), 1.0)
-    short = with_modulus(held.astype(modulus_dtype(wide)), wide)
-    return jnp.where(spike, short.astype(jnp.result_type(x)), x)
+    largest = float(jnp.finfo(jnp.result_type(x)).max)
+    modulus = jnp.where(is_spike, jnp.minimum(limit, largest), 1.0)
+    short = with_modulus(modulus.astype(modulus_dtype(wide)), wide)
+    return jnp.where(is_spike, short.astype(jnp.result_type(x)), x)
 
 
-def _blend(step: jax.Array, decay: Any, x: Any, clipped: Any, v: Any) -> Any:
-    """The average of squares after a step. That of a missing leaf stays."""
+def _blend(
+    step: jax.Array, decay: Number, x: ArrayLike | None, clipped: Any, moment: jax.Array
+) -> jax.Array:
+    """The average of squares after a step. A missing leaf keeps its average."""
     if x is None:
-        return v
-    (keep,) = at_step(step, v, decay)
+        return moment
+    (decay,) = at_step(step, moment, decay)
     # An infinite coordinate is clipped to the limit, which is not learned from.
     is_finite = jnp.isfinite(_widened(x))
-    size = jnp.where(is_finite, jnp.abs(_widened(clipped)).astype(v.dtype), 0.0)
+    modulus = jnp.abs(_widened(clipped)).astype(moment.dtype)
+    modulus = jnp.where(is_finite, modulus, 0.0)
     # From 1.8e19 on the square of a float32 number is inf, and 0 * inf is NaN.
-    square = jnp.where(keep == 1, 0.0, size**2)
+    square = jnp.where(decay == 1, 0.0, modulus**2)
+    new_moment = decay * moment + (1 - decay) * square
     # As inf the average would stay inf.
-    new = jnp.minimum(keep * v + (1 - keep) * square, jnp.finfo(v.dtype).max)
-    return jnp.where(is_finite, new, v)
+    new_moment = jnp.minimum(new_moment, jnp.finfo(moment.dtype).max)
+    return jnp.where(is_finite, new_moment, moment)
 
 
-def _widened(x: Any) -> jax.Array:
+def _widened(x: ArrayLike) -> jax.Array:
     """In at least 32 bits. NumPy promotes floats of 8 bits too, which JAX refuses."""
     x = jnp.asarray(x)
     return x.astype(wide_dtype(x))
@@ -238,48 +253,60 @@ def adaclip(
     average's. Here the average keeps its own count.
     """
     call = "adaclip"
-    numbers = {"stacked": stacked, "mesh_axes": mesh_axes}
+    options = check_measure(call, math.inf, stacked=stacked, mesh_axes=mesh_axes)
     # Order inf: the norm of a tensor is its largest coordinate, max|g|.
-    measure = TensorNorm(**check_measure(call, math.inf, **numbers))
-    options: Any = {"call": call, "name": "limit", "nonfinite": nonfinite}
-    largest: Any = make_clipper(measure, rule_in(call, Ema, decay=decay), **options)
+    measure = TensorNorm(**options)
+    rule = rule_in(call, Ema, decay=decay)
+    kernel: Any = make_clipper(
+        measure, rule, call=call, name="limit", nonfinite=nonfinite
+    )
 
-    def update(updates: Any, state: Any, params: Any = None, **given: Any) -> Any:
+    def update(updates: Any, state: Any, params: Any = None, **extra_args: Any) -> Any:
         tree = clipped_leaves(updates, call)
         # Needed below as well, to know which tensors are broken.
         norms = measure(tree)
-        grad_norm = given.pop("grad_norm", None)
+        grad_norm = extra_args.pop("grad_norm", None)
         if grad_norm is None:
             grad_norm = norms
-        # The others may be `limit=`, which the kernel takes for this step.
-        scaled, new = largest.update(tree, state, params, grad_norm=grad_norm, **given)
-        known = new.by_name()
-        pairs = zip(names(norms.paths, known), norms.values)
-        limits = [known[name].limit.reshape(norm.shape) for name, norm in pairs]
-        # `scaled` is the whole tensor times T / max|g|. Coordinates up to T get back
-        # their own bits.
-        if grad_norm is norms:
             norms_on_device = norms.on_device()
         else:
             norms_on_device = jax.tree.leaves(grad_norm)
+        # Further arguments, such as `limit=`, are for the kernel.
+        scaled, new_state = kernel.update(
+            tree, state, params, grad_norm=grad_norm, **extra_args
+        )
+        entry_by_name = new_state.by_name()
+        names = trees.names(norms.paths, entry_by_name)
+        limits = []
+        for name, norm in zip(names, norms.values):
+            limits.append(entry_by_name[name].limit.reshape(norm.shape))
         limits_on_device = norms._replace(values=limits).on_device()
-        columns = jax.tree.leaves(tree), jax.tree.leaves(scaled)
-        rows = zip(*columns, norms_on_device, limits_on_device)
-        clipped = [_scaled_over_limit(*row) for row in rows]
-        return put_back(jax.tree.structure(tree).unflatten(clipped), updates), new
+        # The kernel multiplies a whole tensor by T / max|g|. Coordinates up to T get
+        # back their own bits.
+        gradients, treedef = jax.tree.flatten(tree)
+        clipped = []
+        for gradient, scaled_gradient, norm, limit in zip(
+            gradients, jax.tree.leaves(scaled), norms_on_device, limits_on_device
+        ):
+            clipped.append(_scaled_over_limit(gradient, scaled_gradient, norm, limit))
+        return put_back(treedef.unflatten(clipped), updates), new_state
 
-    return optax.GradientTransformationExtraArgs(largest.init, update)
+    return optax.GradientTransformationExtraArgs(kernel.init, update)
 
 
-def _scaled_over_limit(update: Any, scaled: Any, norm: Any, limit: Any) -> Any:
-    # Compared in the dtype of the limit, since bfloat16 would round the limit. A
-    # broken tensor is what the kernel made of it: all NaN, or all 0.
-    modulus = jnp.abs(update)
-    # The norm is made of |update| too. XLA on a CPU would keep what both read.
-    if not jnp.iscomplexobj(update):
-        modulus = jnp.maximum(update, -update)
-    within = modulus.astype(limit.dtype) <= limit
-    return jnp.where(within & jnp.isfinite(norm), update, scaled)
+def _scaled_over_limit(
+    x: jax.Array, scaled: jax.Array, norm: ArrayLike, limit: jax.Array
+) -> jax.Array:
+    """A tensor whose coordinates above the limit are scaled. A broken tensor is what
+    the kernel made of it: all NaN, or all 0.
+    """
+    modulus = jnp.abs(x)
+    # The norm is made of |x| too. XLA on a CPU would keep an array that both read.
+    if not jnp.iscomplexobj(x):
+        modulus = jnp.maximum(x, -x)
+    # Compared in the dtype of the limit, since bfloat16 would round the limit.
+    is_within = modulus.astype(limit.dtype) <= limit
+    return jnp.where(is_within & jnp.isfinite(norm), x, scaled)
 
 
 @exported
@@ -291,7 +318,7 @@ class ResetState(NamedTuple):
 
 
 def reset_momentum(
-    inner: optax.GradientTransformation, every: Any = 500, warmup: Any = 150
+    inner: optax.GradientTransformation, every: ArrayLike = 500, warmup: ArrayLike = 150
 ) -> optax.GradientTransformationExtraArgs:
     """Gives an optimizer a fresh state every `every` steps.
 
@@ -341,39 +368,42 @@ def reset_momentum(
     def init(params: Any) -> ResetState:
         return ResetState(jnp.zeros((), jnp.int32), optimizer.init(params))
 
-    def update(updates: Any, state: Any, params: Any = None, **given: Any) -> Any:
+    def update(updates: Any, state: Any, params: Any = None, **extra_args: Any) -> Any:
         check_state(call, state, ResetState)
-        since = steps_since_reset(state.step, every)
-        # From the weights, which some optimizers keep a copy of in their state.
-        fresh = optimizer.init(updates if params is None else arrays_of(params))
-        inner_state = keep_where(since == 0, fresh, state.inner_state)
-        updates, inner_state = optimizer.update(updates, inner_state, params, **given)
-        step = count_up(state.step)
+        since_reset = steps_since_reset(state.step, every)
+        # From the weights, since some optimizers keep a copy of them in their state.
+        first_state = optimizer.init(updates if params is None else arrays_of(params))
+        inner_state = keep_where(since_reset == 0, first_state, state.inner_state)
+        updates, new_inner_state = optimizer.update(
+            updates, inner_state, params, **extra_args
+        )
+        new_step = count_up(state.step)
         # At the start of training there was no reset, so nothing rises.
-        rising = (step >= every) & (since < warmup)
-        # A warmup of 0 has no rise. It must only not divide by 0.
-        done = since.astype(float) / jnp.maximum(jnp.asarray(warmup, float), 1)
+        is_rising = (new_step >= every) & (since_reset < warmup)
+        # A warmup of 0 has no rise, and is not divided by.
+        rising_steps = jnp.maximum(jnp.asarray(warmup, float), 1)
+        progress = since_reset.astype(float) / rising_steps
         # 0.01 right after a reset, 0.505 half way.
-        rise = 1 - 0.99 * (1 + jnp.cos(jnp.pi * done)) / 2
-        factor = jnp.where(rising, rise, 1.0)
+        rise = 1 - 0.99 * (1 + jnp.cos(jnp.pi * progress)) / 2
+        factor = jnp.where(is_rising, rise, 1.0)
 
         def scaled(x: Any) -> jax.Array:
             wide = _widened(x)
             return (wide * factor.astype(wide.dtype)).astype(jnp.result_type(x))
 
         tree = jax.tree.map(scaled, clipped_leaves(updates, call))
-        return put_back(tree, updates), ResetState(step, inner_state)
+        return put_back(tree, updates), ResetState(new_step, new_inner_state)
 
     return optax.GradientTransformationExtraArgs(init, update)
 
 
-def steps_since_reset(step: jax.Array, every: Any) -> jax.Array:
-    """Steps since the last reset, which is before the updates number `every`,
+def steps_since_reset(step: jax.Array, every: ArrayLike | None) -> jax.Array:
+    """Steps since the last reset. Resets are before the updates number `every`,
     2 `every` and so on. Without resets, the number of the update.
     """
     # After the largest int32 the number stays, as the step does.
-    number = count_up(step)
+    update_number = count_up(step)
     if every is None:
-        return number
+        return update_number
     # every=3: the steps 0, 1, 2, 3, 4, 5 give 1, 2, 0, 1, 2, 0.
-    return number % jnp.asarray(every, jnp.int32)
+    return update_number % jnp.asarray(every, jnp.int32)
