@@ -16,13 +16,13 @@ from .._checks import Nonfinite, shown
 from .._exported import exported
 from .._kernel import make_clipper
 from .._mesh import MeshAxes
-from .._norms import GlobalNorm, GroupNorm, TensorNorm, check_measure
+from .._norms import GlobalNorm, GroupNorm, Measure, TensorNorm, check_measure
 from .._trees import Stacked
 from ..rules import _rule as rules
 from ..rules._averages import EmaBand, MomentsRatio, ZScore
 from ..rules._limits import Limit, minimum, rule_of
 from ..rules._memory import between, count_up
-from ..rules._rule import Answer, Number, Rule, at_step
+from ..rules._rule import Answer, Number, Rule, Schedule, at_step
 from ..rules._windows import WindowedQuantile
 from ..shrinks import normalize
 
@@ -108,14 +108,27 @@ def autoclip(
             stacklevel=3,
         )
     # A lambda would compile anew for each clipper that is built alike.
-    share = Partial(_percent, percentile) if callable(percentile) else percentile / 100
-    # AutoClip's percentile is of the norms up to and including the current one.
-    numbers = {"quantile": share, "window": window, "current": True}
-    rule = _capped(call, rules.rule_in(call, WindowedQuantile, **numbers), cap)
-    return clip_at(scope, rule, call, mesh_axes, stacked, nonfinite=nonfinite)
+    share = Partial(_share_at, percentile) if callable(percentile) else percentile / 100
+    rule = rules.rule_in(
+        call,
+        WindowedQuantile,
+        quantile=share,
+        window=window,
+        # AutoClip's percentile is of the norms up to and including the current one.
+        current=True,
+    )
+    rule = _capped(rule, cap, call)
+    return make_clipper(
+        _measure_at(scope, call, mesh_axes, stacked),
+        rule,
+        call=call,
+        name="limit",
+        nonfinite=nonfinite,
+    )
 
 
-def _percent(percentile: Any, step: Any) -> Any:
+def _share_at(percentile: Schedule, step: ArrayLike) -> Any:
+    """The share of a percentile that follows a schedule."""
     return percentile(step) / 100
 
 
@@ -181,10 +194,19 @@ def zclip(
     Reference: Kumar, Owen, Chowdhury, Gura, ZClip: adaptive spike mitigation for LLM
     pre-training, 2025 (arXiv 2504.02507).
     """
-    numbers = {"z": z, "decay": decay, "eps": eps, "target": target, "warmup": warmup}
-    # Errors then name zclip, the call that the user knows, instead of z_score.
-    rule = _capped("zclip", rules.rule_in("zclip", ZScore, **numbers), cap)
-    return clip_at(scope, rule, "zclip", mesh_axes, stacked, nonfinite=nonfinite)
+    call = "zclip"
+    # Errors of the rule name zclip, which the user called, instead of z_score.
+    rule = rules.rule_in(
+        call, ZScore, z=z, decay=decay, eps=eps, target=target, warmup=warmup
+    )
+    rule = _capped(rule, cap, call)
+    return make_clipper(
+        _measure_at(scope, call, mesh_axes, stacked),
+        rule,
+        call=call,
+        name="limit",
+        nonfinite=nonfinite,
+    )
 
 
 def adagc(
@@ -259,9 +281,16 @@ def adagc(
     up one step longer. A norm of 0, or one that is shortened to 0, would hold a tensor
     at 0 for good in both, and is not remembered here.
     """
+    call = "adagc"
     rule = Adagc(ratio, decay, max_norm, warmup)
-    rules.warn_of_falling("adagc: ratio", ratio, stacklevel=3)
-    return clip_at(scope, rule, "adagc", mesh_axes, stacked, nonfinite=nonfinite)
+    rules.warn_of_falling(f"{call}: ratio", ratio, stacklevel=3)
+    return make_clipper(
+        _measure_at(scope, call, mesh_axes, stacked),
+        rule,
+        call=call,
+        name="limit",
+        nonfinite=nonfinite,
+    )
 
 
 @exported
@@ -278,7 +307,7 @@ class Adagc(Rule):
     ratio: Number = rules.number()
     decay: Number = rules.number(highest=1.0)
     max_norm: Number = rules.number()
-    warmup: Any = rules.number(100, lowest=1, schedule=False)
+    warmup: ArrayLike = rules.number(100, lowest=1, schedule=False)
 
     # The warm-up clips all tensors by their norm together.
     needs_total = True
@@ -291,29 +320,32 @@ class Adagc(Rule):
     def update(
         self, norm: Array, memory: AdaGCMemory, step: Array, total: Array
     ) -> Answer:
-        numbers = self.ratio, self.decay, self.max_norm
-        ratio, decay, max_norm = at_step(step, norm, *numbers)
+        ratio, decay, max_norm = at_step(
+            step, norm, self.ratio, self.decay, self.max_norm
+        )
         seen, average = memory
-        warming = seen < self.warmup
-        over = total > max_norm
+        is_warm_up = seen < self.warmup
+        is_over = total > max_norm
         # h = min(1, max_norm / |all|). The inner where keeps 0 out of the division.
-        share = jnp.where(over, max_norm / jnp.where(over, total, 1.0), 1.0)
+        factor = jnp.where(is_over, max_norm / jnp.where(is_over, total, 1.0), 1.0)
         # As the limit of a tensor, h |g| multiplies it by h.
-        early = jnp.where(over, norm * share, jnp.inf)
-        # NaN breaks every tensor that is clipped together.
-        early = jnp.where(jnp.isfinite(total), early, jnp.nan)
+        early_limit = jnp.where(is_over, norm * factor, jnp.inf)
+        # NaN breaks all tensors that are clipped together.
+        early_limit = jnp.where(jnp.isfinite(total), early_limit, jnp.nan)
         # Before the first norm the average is inf, times which a derivative is NaN.
-        past = jnp.where(warming, 0.0, average)
-        limit = jnp.where(warming, early, ratio * past)
-        # h |g|, what was let through: the spike itself never enters the average.
-        value = jnp.minimum(norm, limit)
-        later = between(past, value, decay)
+        finite_average = jnp.where(is_warm_up, 0.0, average)
+        limit = jnp.where(is_warm_up, early_limit, ratio * finite_average)
+        # h |g|: the spike itself never enters the average.
+        clipped_norm = jnp.minimum(norm, limit)
+        later_average = between(finite_average, clipped_norm, decay)
         # During the warm-up the average is the smallest h |g| so far.
-        new = jnp.where(warming, jnp.minimum(average, value), later)
-        # From 0 no average comes back. A CPU flushes subnormal numbers to 0, a GPU not.
-        learns = value >= jnp.finfo(value.dtype).tiny
-        average = jnp.where(learns, new, average)
-        return limit, AdaGCMemory(count_up(seen, learns), average)
+        early_average = jnp.minimum(average, clipped_norm)
+        new_average = jnp.where(is_warm_up, early_average, later_average)
+        # An average of 0 would stay 0. A CPU flushes subnormal numbers to 0, and a GPU
+        # does not.
+        is_learned = clipped_norm >= jnp.finfo(clipped_norm.dtype).tiny
+        average = jnp.where(is_learned, new_average, average)
+        return limit, AdaGCMemory(count_up(seen, is_learned), average)
 
 
 def aggc(
@@ -383,13 +415,28 @@ def aggc(
     Reference: Li, Wu, Chang, AGGC: adaptive group gradient clipping for stabilizing
     large language model training, 2026 (arXiv 2601.11864).
     """
+    call = "aggc"
     # The published low, 0.95, is above the published high, 0.6: the upper edge wins.
-    edges = {"low": low, "high": high, "floor": floor, "up": up, "down": down}
-    numbers = {**edges, "decay": decay, "raise_small": raise_small}
-    rule = rules.rule_in("aggc", EmaBand, **numbers)
-    # The limit is the norm aimed at, and `hard` would lift no norm to it.
-    options: Any = {"shrink": normalize, "nonfinite": nonfinite}
-    return clip_at(scope, rule, "aggc", mesh_axes, stacked, **options)
+    rule = rules.rule_in(
+        call,
+        EmaBand,
+        low=low,
+        high=high,
+        decay=decay,
+        floor=floor,
+        up=up,
+        down=down,
+        raise_small=raise_small,
+    )
+    return make_clipper(
+        _measure_at(scope, call, mesh_axes, stacked),
+        rule,
+        call=call,
+        name="limit",
+        # The limit is the norm aimed at, and `hard` would lift no norm to it.
+        shrink=normalize,
+        nonfinite=nonfinite,
+    )
 
 
 def adagn(
@@ -452,24 +499,30 @@ def adagn(
     start with Adam's step count, which it resets, but does not reset the moments. Here
     they keep their own count. GradientStabilizer is its third version (ICML 2026).
     """
-    numbers = {"decay1": decay1, "decay2": decay2, "eps": eps}
-    rule = rules.rule_in("adagn", MomentsRatio, **numbers)
-    # With `normalize` every norm becomes its limit, whether it was longer or shorter.
-    options: Any = {"shrink": normalize, "nonfinite": nonfinite}
-    return clip_at(scope, rule, "adagn", mesh_axes, stacked, **options)
+    call = "adagn"
+    rule = rules.rule_in(call, MomentsRatio, decay1=decay1, decay2=decay2, eps=eps)
+    return make_clipper(
+        _measure_at(scope, call, mesh_axes, stacked),
+        rule,
+        call=call,
+        name="limit",
+        # It makes every norm its limit, whether the norm was longer or shorter.
+        shrink=normalize,
+        nonfinite=nonfinite,
+    )
 
 
-def _capped(call: str, rule: Rule, cap: Limit) -> Rule:
-    """The rule under a fixed limit. It is a rule beside this one, so what this one
+def _capped(rule: Rule, cap: Limit, call: str) -> Rule:
+    """The rule under a fixed limit. The limit is a rule of its own, so what this rule
     learns does not depend on it.
     """
     return rule if cap is None else minimum(rule, rule_of(cap, f"{call}: cap"))
 
 
-def clip_at(
-    scope: Scope, rule: Rule, call: str, mesh_axes: Any, stacked: Any, **options: Any
-) -> optax.GradientTransformationExtraArgs:
-    """The clipper of a rule at a scope. `call` is the name that its errors quote.
+def _measure_at(
+    scope: Any, call: str, mesh_axes: MeshAxes, stacked: Stacked
+) -> Measure:
+    """The norms at a scope. `call` is the name that errors quote.
 
     A scope is "global", "tensor", or labels as `clip_by_group_norm` takes them: a tree
     prefix of labels, or a function that makes one. With "tensor", each layer of a
@@ -487,14 +540,11 @@ def clip_at(
             f"{call}: stacked={shown(stacked)} makes each layer a tensor of its own: "
             f"take scope='tensor', not scope={shown(scope)}."
         )
-    numbers: dict[str, Any] = {"mesh_axes": mesh_axes}
-    if scope == "tensor":
-        kind, numbers["stacked"] = TensorNorm, stacked
-    elif scope == "global":
-        kind = GlobalNorm
-    else:
-        kind, numbers["labels"] = GroupNorm, scope
     # Of order 2, as in the papers of all these rules.
-    measure = kind(**check_measure(call, None, **numbers))
-    # These clippers have no argument for a limit, so errors name it plainly `limit`.
-    return make_clipper(measure, rule, call=call, name="limit", **options)
+    if scope == "tensor":
+        options = check_measure(call, None, mesh_axes=mesh_axes, stacked=stacked)
+        return TensorNorm(**options)
+    if scope == "global":
+        return GlobalNorm(**check_measure(call, None, mesh_axes=mesh_axes))
+    options = check_measure(call, None, mesh_axes=mesh_axes, labels=scope)
+    return GroupNorm(**options)
