@@ -75,11 +75,17 @@ def clip_by_global_norm(
     networks, 2013 (arXiv 1211.5063).
     """
     call = "clip_by_global_norm"
-    measure = norms.GlobalNorm(**check_measure(call, ord, mesh_axes=mesh_axes))
-    # torch divides by norm + 1e-6. With eps = 0 a norm exactly at its limit keeps
-    # its bits.
-    options = {"shrink": shrink, "eps": eps, "nonfinite": nonfinite}
-    return make_clipper(measure, max_norm, call=call, **options)
+    options = check_measure(call, ord, mesh_axes=mesh_axes)
+    return make_clipper(
+        norms.GlobalNorm(**options),
+        max_norm,
+        call=call,
+        shrink=shrink,
+        # torch divides by norm + 1e-6. With eps = 0 updates whose norm is exactly the
+        # limit keep their bits.
+        eps=eps,
+        nonfinite=nonfinite,
+    )
 
 
 def clip_by_tensor_norm(
@@ -136,10 +142,15 @@ def clip_by_tensor_norm(
     call = "clip_by_tensor_norm"
     # float32[N] for N leaves, so limits and counters are computed once for all.
     # A stacked leaf [layers, in, out] has norms [layers, 1, 1], a block of its own.
-    numbers = {"stacked": stacked, "mesh_axes": mesh_axes}
-    measure = norms.TensorNorm(**check_measure(call, ord, **numbers))
-    options = {"shrink": shrink, "eps": eps, "nonfinite": nonfinite}
-    return make_clipper(measure, max_norm, call=call, **options)
+    options = check_measure(call, ord, stacked=stacked, mesh_axes=mesh_axes)
+    return make_clipper(
+        norms.TensorNorm(**options),
+        max_norm,
+        call=call,
+        shrink=shrink,
+        eps=eps,
+        nonfinite=nonfinite,
+    )
 
 
 def clip_by_unitwise_norm(
@@ -162,10 +173,10 @@ def clip_by_unitwise_norm(
         `optaxclip.rules`, or a tree prefix of these. An array may hold one limit for
         each unit, with the summed axes at size 1.
       axis: the axes that are summed over: an int, a tuple, a tree prefix of these, or a
-        function of path and leaf. None chooses by shape:
-        all axes where at most one is longer than 1, otherwise those before the last,
-        the output of a JAX kernel (axis 0 alone at rank 3). For weights of shape (out,
-        in): `axis=lambda path, x: tuple(range(1, x.ndim)) or None`.
+        function of path and leaf. None chooses by shape: all axes where at most one is
+        longer than 1, otherwise those before the last, the output of a JAX kernel (axis
+        0 alone at rank 3). For weights of shape (out, in):
+        `axis=lambda path, x: tuple(range(1, x.ndim)) or None`.
       ord: the order of the norm: a number above 0, `math.inf`, "rms" or "average".
         None means 2.
       stacked: which axes of a leaf count layers, each of which is clipped separately: 1
@@ -203,10 +214,15 @@ def clip_by_unitwise_norm(
     """
     call = "clip_by_unitwise_norm"
     # A kernel [in, out] has norms [1, out]: its last axis is the output in JAX.
-    numbers = {"axis": axis, "stacked": stacked, "mesh_axes": mesh_axes}
-    measure = norms.UnitwiseNorm(**check_measure(call, ord, **numbers))
-    options = {"shrink": shrink, "eps": eps, "nonfinite": nonfinite}
-    return make_clipper(measure, max_norm, call=call, **options)
+    options = check_measure(call, ord, axis=axis, stacked=stacked, mesh_axes=mesh_axes)
+    return make_clipper(
+        norms.UnitwiseNorm(**options),
+        max_norm,
+        call=call,
+        shrink=shrink,
+        eps=eps,
+        nonfinite=nonfinite,
+    )
 
 
 def clip_by_group_norm(
@@ -276,11 +292,16 @@ def clip_by_group_norm(
             f"{shown(max_norm)}."
         )
     # float32[labels]: the norms in the order of the sorted labels.
-    numbers = check_measure(call, ord, labels=labels, mesh_axes=mesh_axes)
+    options = check_measure(call, ord, labels=labels, mesh_axes=mesh_axes)
     check_flag(f"{call}: allow_missing", allow_missing)
-    measure = norms.GroupNorm(**numbers, allow_missing=bool(allow_missing))
-    options = {"shrink": shrink, "eps": eps, "nonfinite": nonfinite}
-    return make_clipper(measure, max_norm, call=call, **options)
+    return make_clipper(
+        norms.GroupNorm(**options, allow_missing=bool(allow_missing)),
+        max_norm,
+        call=call,
+        shrink=shrink,
+        eps=eps,
+        nonfinite=nonfinite,
+    )
 
 
 def clip_by_tensor_rms(
@@ -336,11 +357,17 @@ def clip_by_tensor_rms(
     # [3, 4, 0, 0] has the norm 5, the RMS 5 / sqrt(4) and the average norm 5 / 4.
     call = "clip_by_tensor_rms"
     # N counts the elements on all devices, also inside shard_map.
-    numbers = {"stacked": stacked, "mesh_axes": mesh_axes}
-    measure = norms.TensorNorm(**check_measure(call, "rms", **numbers))
-    options = {"shrink": shrink, "eps": eps, "nonfinite": nonfinite}
+    options = check_measure(call, "rms", stacked=stacked, mesh_axes=mesh_axes)
     # An RMS does not grow with its leaf, so one limit suits leaves of all sizes.
-    return make_clipper(measure, max_rms, call=call, name="max_rms", **options)
+    return make_clipper(
+        norms.TensorNorm(**options),
+        max_rms,
+        call=call,
+        name="max_rms",
+        shrink=shrink,
+        eps=eps,
+        nonfinite=nonfinite,
+    )
 
 
 def clip_by_average_norm(
@@ -392,10 +419,15 @@ def clip_by_average_norm(
     """
     call = "clip_by_average_norm"
     # Smaller than the RMS by another sqrt(N), so limits of one do not suit the other.
-    numbers = {"stacked": stacked, "mesh_axes": mesh_axes}
-    measure = norms.TensorNorm(**check_measure(call, "average", **numbers))
-    options = {"shrink": shrink, "eps": eps, "nonfinite": nonfinite}
-    return make_clipper(measure, max_norm, call=call, **options)
+    options = check_measure(call, "average", stacked=stacked, mesh_axes=mesh_axes)
+    return make_clipper(
+        norms.TensorNorm(**options),
+        max_norm,
+        call=call,
+        shrink=shrink,
+        eps=eps,
+        nonfinite=nonfinite,
+    )
 
 
 def clip_by_block_rms(threshold: Any) -> optax.GradientTransformationExtraArgs:
