@@ -73,11 +73,17 @@ def clip_by(
     """
     # `norm` is called first in `init`. A number in its place is named here.
     check_norm("clip_by", norm)
-    names = {"call": "clip_by", "name": "limit"}
-    options = {"shrink": shrink, "eps": eps, "nonfinite": nonfinite}
     # The norm and shrink functions are static keys of the program: a lambda that
     # is made anew in every step compiles in every step.
-    return make_clipper(OwnNorm(with_hash(norm)), limit, **names, **options)
+    return make_clipper(
+        OwnNorm(with_hash(norm)),
+        limit,
+        call="clip_by",
+        name="limit",
+        shrink=shrink,
+        eps=eps,
+        nonfinite=nonfinite,
+    )
 
 
 def clip_grads(
@@ -133,9 +139,16 @@ def clip_grads(
     # The clipper is built in every call. Its program is found again, since equal
     # measures are equal keys.
     measure = GlobalNorm(**check_measure(call, ord, mesh_axes=mesh_axes))
-    options = {"eps": eps, "nonfinite": nonfinite}
-    # Its norm is without eps: the number to log.
-    return clip_once(grads, max_norm, measure, call=call, name="max_norm", **options)
+    # The norm that comes back is without eps: the number to log.
+    return clip_once(
+        grads,
+        max_norm,
+        measure,
+        call=call,
+        name="max_norm",
+        eps=eps,
+        nonfinite=nonfinite,
+    )
 
 
 def record_norm(
