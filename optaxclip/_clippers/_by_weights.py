@@ -47,13 +47,12 @@ def adaptive_grad_clip(
         ones.
       eps: weights shorter than this count as this long. At least 0.
       axis: the axes that are summed over: an int, a tuple, a tree prefix of these, or a
-        function of path and leaf. None chooses by shape,
-        as the paper's code and optax do: all axes where at most one is longer than 1,
-        so that a bias or a kernel of shape (n, 1) or (1, n) is one unit. Otherwise
-        those before the last, the output of a JAX kernel (axis 0 alone at rank 3).
-        Weights of shape (out, in), as equinox and torch have them, need to be told, or
-        a unit is what one input feeds:
-        `axis=lambda path, x: tuple(range(1, x.ndim)) or None`.
+        function of path and leaf. None chooses by shape, as the paper's code and optax
+        do: all axes where at most one is longer than 1, so that a bias or a kernel of
+        shape (n, 1) or (1, n) is one unit. Otherwise those before the last, the output
+        of a JAX kernel (axis 0 alone at rank 3). Of weights of shape (out, in), as
+        equinox and torch have them, a unit would then be what one input feeds. For
+        these: `axis=lambda path, x: tuple(range(1, x.ndim)) or None`.
       per_tensor: whether whole leaves are compared instead of units, as DreamerV3 does
         with clipping=0.3.
       ord: the order of the norms: a number above 0, `math.inf`, "rms" or "average".
@@ -98,20 +97,29 @@ def adaptive_grad_clip(
         raise ValueError(
             f"{call}: axis={shown(axis)} is for units, and per_tensor=True has none."
         )
-    share: Any = math.inf if clipping is None else clipping
+    if clipping is None:
+        clipping = math.inf
     # Checked here as well, since errors of the rule name share_of_params: share.
-    share = check_field(call, "clipping", number(), share)
+    share = check_field(call, "clipping", number(), clipping)
     eps = check_field(call, "eps", number(), eps)
-    numbers = {"stacked": stacked, "mesh_axes": mesh_axes}
     # |G| and |W| of whole leaves as in DreamerV3, or of units as in NFNets.
-    if not per_tensor:
-        numbers["axis"] = axis
-    kind = TensorNorm if per_tensor else UnitwiseNorm
-    options = {"name": "clipping", "shrink": shrink, "nonfinite": nonfinite}
-    # limit = clipping * max(|W|, eps), with |W| measured as |G| is.
-    rule = ShareOfParams(share, eps)
-    measure = kind(**check_measure(call, ord, **numbers))
-    return make_clipper(measure, rule, call=call, **options)
+    if per_tensor:
+        options = check_measure(call, ord, stacked=stacked, mesh_axes=mesh_axes)
+        measure = TensorNorm(**options)
+    else:
+        options = check_measure(
+            call, ord, stacked=stacked, mesh_axes=mesh_axes, axis=axis
+        )
+        measure = UnitwiseNorm(**options)
+    return make_clipper(
+        measure,
+        # limit = clipping * max(|W|, eps), with |W| measured as |G| is.
+        ShareOfParams(share, eps),
+        call=call,
+        name="clipping",
+        shrink=shrink,
+        nonfinite=nonfinite,
+    )
 
 
 def larc(
@@ -139,7 +147,8 @@ def larc(
         gradient NaN or inf        the whole tensor becomes NaN (nonfinite="propagate")
 
     Args:
-      learning_rate: that of the optimizer after it: a number at least 0 or a schedule.
+      learning_rate: the rate of the optimizer after it: a number at least 0 or a
+        schedule.
       trust: how long a step may be against the weights. At least 0. apex has 0.02, the
         paper 0.001.
       weight_decay: added as weight_decay * p before clipping, so leave it out of the
@@ -180,35 +189,50 @@ def larc(
     finite = number(highest=float(np.finfo(np.float64).max), schedule=False)
     weight_decay = check_field(call, "weight_decay", finite, weight_decay)
     rule = Larc(learning_rate, trust)
-    numbers = {"stacked": stacked, "mesh_axes": mesh_axes}
-    # eps joins both norms in the divisor: |g| + weight_decay * |p| + eps.
-    measure = TensorNorm(**check_measure(call, None, **numbers))
-    options: dict[str, Any] = {"eps": eps, "nonfinite": nonfinite}
-    kernel = make_clipper(measure, rule, call=call, name="learning_rate", **options)
+    options = check_measure(call, None, stacked=stacked, mesh_axes=mesh_axes)
+    measure = TensorNorm(**options)
+    kernel = make_clipper(
+        measure,
+        rule,
+        call=call,
+        name="learning_rate",
+        # Added to |g| + weight_decay * |p|, which the kernel takes for the norm.
+        eps=eps,
+        nonfinite=nonfinite,
+    )
 
     def update(updates: Any, state: Any, params: Any = None, **_: Any) -> Any:
         tree = clipped_leaves(updates, call)
         weights = weights_of(call, tree, params)
-        # |g| and |p| of each tensor.
-        norms, lengths = measure(tree), measure(weights)
-
-        def lengthen(norm: Array, length: Array) -> Array:
-            share = jnp.asarray(weight_decay).astype(norm.dtype)
-            # A gradient of 0 gets no weight decay.
-            return jnp.where(norm == 0, norm, norm + share * length)
-
-        # apex divides by |g| + weight_decay * |p|, which is at least the norm of the
-        # decayed gradient. So that is what the kernel takes for its norm.
+        grad_norms = measure(tree)
+        weight_norms = measure(weights)
         grads, treedef = jax.tree.flatten(tree)
-        columns = jax.tree.leaves(weights), norms.on_device(), lengths.on_device()
-        decayed = [_decayed(weight_decay, *row) for row in zip(grads, *columns)]
-        longer = norms._replace(
-            values=list(map(lengthen, norms.values, lengths.values))
+        decayed_grads = []
+        for grad, weight, grad_norm, weight_norm in zip(
+            grads,
+            jax.tree.leaves(weights),
+            grad_norms.on_device(),
+            weight_norms.on_device(),
+        ):
+            decayed_grads.append(
+                _decayed(weight_decay, grad, weight, grad_norm, weight_norm)
+            )
+        # apex divides by |g| + weight_decay * |p|, which is at least the norm of the
+        # decayed gradient. So the kernel takes this sum for the norm.
+        sums = []
+        for grad_norm, weight_norm in zip(grad_norms.values, weight_norms.values):
+            decay = jnp.asarray(weight_decay).astype(grad_norm.dtype)
+            # A gradient of 0 gets no weight decay.
+            total = grad_norm + decay * weight_norm
+            sums.append(jnp.where(grad_norm == 0, grad_norm, total))
+        clipped, new_state = kernel.update(
+            put_back(treedef.unflatten(decayed_grads), updates),
+            state,
+            params,
+            grad_norm=grad_norms._replace(values=sums),
         )
-        changed = put_back(treedef.unflatten(decayed), updates)
-        clipped, state = kernel.update(changed, state, params, grad_norm=longer)
         rounded = jax.tree.map(_rounded, clipped_leaves(clipped), tree)
-        return put_back(rounded, updates), state
+        return put_back(rounded, updates), new_state
 
     return optax.GradientTransformationExtraArgs(kernel.init, update)
 
@@ -221,27 +245,36 @@ class Larc(Rule):
 
     needs_params = True
 
-    def update(self, norm: Array, memory: Any, step: Array, of_params: Array) -> Answer:
-        # Weights of 0 would get a limit of 0 and never move. A rate of 0 moves nothing.
+    def update(
+        self, norm: Array, memory: Any, step: Array, params_norm: Array
+    ) -> Answer:
         rate, trust = at_step(step, norm, self.learning_rate, self.trust)
-        length = of_params.astype(norm.dtype)
-        free = (length == 0) | (rate == 0)
-        limit = trust * length / jnp.where(free, 1.0, rate)
-        return jnp.where(free, jnp.inf, limit), memory
+        weight_norm = params_norm.astype(norm.dtype)
+        # Weights of 0 would get a limit of 0 and never move. A rate of 0 moves nothing.
+        is_free = (weight_norm == 0) | (rate == 0)
+        limit = trust * weight_norm / jnp.where(is_free, 1.0, rate)
+        return jnp.where(is_free, jnp.inf, limit), memory
 
 
 @jax.jit
-def _decayed(decay: Any, grad: Any, weight: Any, norm: Array, length: Array) -> Array:
+def _decayed(
+    decay: ArrayLike,
+    grad: ArrayLike,
+    weight: ArrayLike,
+    grad_norm: Array,
+    weight_norm: Array,
+) -> Array:
     """The gradient with weight decay, in float32 at least: it is rounded once it is
-    clipped. As it is where either is 0.
+    clipped.
     """
-    decay = jnp.asarray(decay).astype(norm.dtype)
-    wide = np.promote_types(jnp.result_type(grad), norm.dtype)
+    decay = jnp.asarray(decay).astype(grad_norm.dtype)
+    wide = np.promote_types(jnp.result_type(grad), grad_norm.dtype)
     grad = jnp.asarray(grad).astype(wide)
     decayed = grad + decay.astype(wide) * jnp.asarray(weight).astype(wide)
     # As in apex, where weights or gradients are all 0 nothing decays. Without decay
     # -0.0 stays -0.0, where -0.0 + 0.0 would be 0.0.
-    return jnp.where((norm == 0) | (length == 0) | (decay == 0), grad, decayed)
+    is_kept = (grad_norm == 0) | (weight_norm == 0) | (decay == 0)
+    return jnp.where(is_kept, grad, decayed)
 
 
 def _rounded(x: Array, like: Any) -> Array:
@@ -313,30 +346,31 @@ def clippy(
     call = "clippy"
     relative = check_field(call, "relative", number(schedule=False), relative)
     absolute = check_field(call, "absolute", number(schedule=False), absolute)
-    numbers = {"stacked": stacked, "mesh_axes": mesh_axes}
-    # Order inf: the largest of what each element strains its bound.
-    measure = TensorNorm(**check_measure(call, math.inf, **numbers))
+    options = check_measure(call, math.inf, stacked=stacked, mesh_axes=mesh_axes)
+    # Order inf: the largest strain of the elements of a tensor.
+    measure = TensorNorm(**options)
     # The limit depends on single weights, so each update hands it to the kernel.
     kernel = make_clipper(measure, None, call=call, name="limit", nonfinite=nonfinite)
 
     def update(updates: Any, state: Any, params: Any = None, **_: Any) -> Any:
         tree = clipped_leaves(updates, call)
         weights = weights_of(call, tree, params, "updates")
-        free = jnp.isinf(relative) | jnp.isinf(absolute)
-        most = jnp.where(free, jnp.inf, 1.0)
-        strain = partial(_strain, relative, absolute, free)
-        strains = measure(jax.tree.map(strain, tree, weights))
-        norms, limits = [], []
-        for norm in strains.values:
+        is_free = jnp.isinf(relative) | jnp.isinf(absolute)
+        limit = jnp.where(is_free, jnp.inf, 1.0)
+        strain = partial(_strain, relative, absolute, is_free)
+        norms = measure(jax.tree.map(strain, tree, weights))
+        finite_norms = []
+        limits = []
+        for norm in norms.values:
             # NaN stays.
-            norms.append(jnp.minimum(norm, jnp.finfo(norm.dtype).max))
+            finite_norms.append(jnp.minimum(norm, jnp.finfo(norm.dtype).max))
             # A bound of 0 lets nothing move.
-            limits.append(jnp.where(norm == jnp.inf, 0.0, most))
+            limits.append(jnp.where(norm == jnp.inf, 0.0, limit))
         return kernel.update(
             updates,
             state,
-            grad_norm=strains._replace(values=norms),
-            limit=strains._replace(values=limits),
+            grad_norm=norms._replace(values=finite_norms),
+            limit=norms._replace(values=limits),
         )
 
     return optax.GradientTransformationExtraArgs(kernel.init, update)
@@ -344,22 +378,27 @@ def clippy(
 
 @jax.jit
 def _strain(
-    relative: Any, absolute: Any, free: Array, update: Any, weight: Any
+    relative: ArrayLike,
+    absolute: ArrayLike,
+    is_free: Array,
+    update: ArrayLike,
+    weight: ArrayLike,
 ) -> Array:
     """How many times its bound each element is: inf if the bound is 0, and NaN if the
     update is inf or NaN.
     """
     # The default bound of 1e-7 is next to the smallest float16 above 0, 6e-8.
     wide = np.promote_types(jnp.finfo(jnp.result_type(update)).dtype, np.float32)
-    numbers = relative, jnp.abs(weight), absolute
-    relative, weight, absolute = (jnp.asarray(x).astype(wide) for x in numbers)
-    bound = relative * weight + absolute
+    relative = jnp.asarray(relative).astype(wide)
+    weight_size = jnp.abs(weight).astype(wide)
+    absolute = jnp.asarray(absolute).astype(wide)
+    bound = relative * weight_size + absolute
     # Without a bound, inf * |0| would be NaN.
-    bound = jnp.where(free, jnp.inf, bound)
+    bound = jnp.where(is_free, jnp.inf, bound)
     size = jnp.abs(update).astype(wide)
     # Two wheres: a quotient that is not taken must be finite for the derivative.
     is_zero = bound == 0
     strain = size / jnp.where(is_zero, 1.0, bound)
     strain = jnp.where(is_zero & (size > 0), jnp.inf, strain)
-    # 0, and NaN where size is inf.
+    # Adds 0, and NaN where size is inf.
     return strain + size * 0
