@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import KW_ONLY
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
+from jax.typing import ArrayLike
 
 from .._exported import exported
-from ._memory import between, count_up, hypot, multiple, remembered, root, unless_gone
+from ._memory import between, count_up, hypot, multiple, remembered, root, unless_zero
 from ._rule import Answer, Number, Rule, at_step, choice, flag, number
 
 
@@ -29,15 +30,15 @@ def empty_average(norm: Array) -> Average:
 
 
 def blend(
-    average: Average, value: Array, decay: Array, corrected: Any = True
+    average: Average, value: Array, decay: Array, corrected: ArrayLike = True
 ) -> Average:
     """Adds a value to an average.
 
     Corrected, it is Adam's: all values since the first, with weights that fall by
     `decay`. Otherwise the first value counts as if it had always been there.
     """
-    started = (average.weight > 0) | jnp.asarray(corrected)
-    decay = jnp.where(started, decay, jnp.zeros_like(decay))
+    has_started = (average.weight > 0) | jnp.asarray(corrected)
+    decay = jnp.where(has_started, decay, jnp.zeros_like(decay))
     weight, share = weigh(average.weight, decay)
     return Average(between(average.estimate, value, 1 - share), weight)
 
@@ -47,13 +48,13 @@ def weigh(weight: Array, decay: Array) -> tuple[Array, Array]:
 
     The first value becomes the average, whatever the decay.
     """
-    # With a decay of 1 the first weight would be 0, and that of all values after it.
-    # As small numbers they make the mean, and are nothing beside 2^-24, the least
-    # weight that a decay below 1 gives in float32.
-    is_first = weight < 2.0**-30
-    own = jnp.where(is_first, jnp.maximum(1 - decay, 2.0**-60), 1 - decay)
-    weight = decay * weight + own
-    return weight, (own / weight).astype(weight.dtype)
+    # With a decay of 1 the weights of all values would be 0. As 2^-60 they make the
+    # mean, and count for nothing beside 2^-24, the least weight that a decay below 1
+    # gives in float32.
+    is_tiny = weight < 2.0**-30
+    value_weight = jnp.where(is_tiny, jnp.maximum(1 - decay, 2.0**-60), 1 - decay)
+    new_weight = decay * weight + value_weight
+    return new_weight, (value_weight / new_weight).astype(new_weight.dtype)
 
 
 class Ema(Rule):
@@ -140,9 +141,9 @@ class EmaRatio(Rule):
     _: KW_ONLY
     target: Number | None = number(default=None, optional=True)
     target_decay: Number | None = number(default=None, highest=1.0, optional=True)
-    corrected: Any = flag(default=False)
+    corrected: ArrayLike = flag(default=False)
     remember: str = choice("clipped", "raw", default="clipped")
-    warmup: Any = number(default=1, schedule=False)
+    warmup: ArrayLike = number(default=1, schedule=False)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -153,24 +154,29 @@ class EmaRatio(Rule):
         seen = jnp.zeros(norm.shape, jnp.int32)
         return seen, empty_average(norm), empty_average(norm)
 
-    def update(self, norm: Array, memory: Any, step: Array) -> Answer:
+    def update(
+        self, norm: Array, memory: tuple[Array, Average, Average], step: Array
+    ) -> Answer:
         ratio, decay = at_step(step, norm, self.ratio, self.decay)
         target = self.ratio if self.target is None else self.target
-        slow = self.decay if self.target_decay is None else self.target_decay
-        target, slow = at_step(step, norm, target, slow)
-        # Norms seen, and the averages of `ratio` and of `target`.
-        seen, average, second = memory
+        target_decay = self.decay if self.target_decay is None else self.target_decay
+        target, target_decay = at_step(step, norm, target, target_decay)
+        # Norms seen, and the averages that `ratio` and `target` multiply.
+        seen, average, target_average = memory
         edge = ratio * average.estimate
         # With one rate both averages are the same, and so are both limits.
-        limit = jnp.where(norm > edge, target * second.estimate, edge)
+        limit = jnp.where(norm > edge, target * target_average.estimate, edge)
         # Without a norm there is no average, also with a warmup of 0.
-        limit = jnp.where(seen >= jnp.maximum(self.warmup, 1), limit, jnp.inf)
+        is_warm = seen >= jnp.maximum(self.warmup, 1)
+        limit = jnp.where(is_warm, limit, jnp.inf)
         # Clipped by default, so that one spike does not raise the limit of the next.
         value = remembered(self.remember, norm, limit)
-        average = blend(average, value, decay, self.corrected)
-        second = blend(second, value, slow, self.corrected)
-        new = count_up(seen), average, second
-        return limit, unless_gone(self.remember, value, new, memory)
+        new_memory = (
+            count_up(seen),
+            blend(average, value, decay, self.corrected),
+            blend(target_average, value, target_decay, self.corrected),
+        )
+        return limit, unless_zero(self.remember, value, new_memory, memory)
 
 
 class EmaBand(Rule):
@@ -217,7 +223,7 @@ class EmaBand(Rule):
     floor: Number = number(default=0.01)
     up: Number = number(default=1.1, lowest=1.0)
     down: Number = number(default=0.9, highest=1.0)
-    raise_small: Any = flag(default=False)
+    raise_small: ArrayLike = flag(default=False)
 
     def init(self, norm: Array) -> Average:
         return empty_average(norm)
@@ -227,9 +233,10 @@ class EmaBand(Rule):
         floor, up, down = at_step(step, norm, self.floor, self.up, self.down)
         lower = jnp.maximum(floor, low * average.estimate)
         upper = high * average.estimate
-        short = jnp.asarray(self.raise_small) & (norm < lower)
-        # The upper edge is asked first, since by default it is below the lower one.
-        target = jnp.where(norm > upper, upper, jnp.where(short, lower, norm))
+        is_raised = jnp.asarray(self.raise_small) & (norm < lower)
+        raised = jnp.where(is_raised, lower, norm)
+        # The upper edge wins where it is below the lower one, as it is by default.
+        target = jnp.where(norm > upper, upper, raised)
         # However far the band is, a norm is multiplied by 0.9 to 1.1 by default.
         target = jnp.clip(target, down * norm, multiple(up, norm))
         # The first norm has no band yet.
@@ -271,16 +278,19 @@ class MomentsRatio(Rule):
     def init(self, norm: Array) -> tuple[Average, Average]:
         return empty_average(norm), empty_average(norm)
 
-    def update(self, norm: Array, memory: Any, step: Array) -> Answer:
+    def update(
+        self, norm: Array, memory: tuple[Average, Average], step: Array
+    ) -> Answer:
         decay1, decay2, eps = at_step(step, norm, self.decay1, self.decay2, self.eps)
-        mean, square = memory
-        mean = blend(mean, norm, decay1)
-        weight, share = weigh(square.weight, decay2)
-        # Roots of squares: the square of a norm may leave the range of float32.
-        size = hypot(root(1 - share) * square.estimate, root(share) * norm)
-        # That of a first norm of 0 is 0, and eps may be 0 too.
-        limit = mean.estimate / jnp.where(size > 0, size + eps, 1.0)
-        return limit, (mean, Average(size, weight))
+        mean, rms = memory
+        new_mean = blend(mean, norm, decay1)
+        weight, share = weigh(rms.weight, decay2)
+        # The root of the mean of squares is kept, since the square of a norm may leave
+        # the range of float32.
+        estimate = hypot(root(1 - share) * rms.estimate, root(share) * norm)
+        # It is 0 for a first norm of 0, and eps may be 0 too.
+        limit = new_mean.estimate / jnp.where(estimate > 0, estimate + eps, 1.0)
+        return limit, (new_mean, Average(estimate, weight))
 
 
 @exported
@@ -331,7 +341,7 @@ class ZScore(Rule):
     decay: Number = number(default=0.97, highest=1.0)
     _: KW_ONLY
     target: str = choice("adaptive", "mean", "max", default="adaptive")
-    warmup: Any = number(default=25, lowest=1, schedule=False)
+    warmup: ArrayLike = number(default=25, lowest=1, schedule=False)
     eps: Number = number(default=1e-6)
 
     def init(self, norm: Array) -> ZScoreMemory:
@@ -341,25 +351,30 @@ class ZScore(Rule):
     def update(self, norm: Array, memory: ZScoreMemory, step: Array) -> Answer:
         z, decay, eps = at_step(step, norm, self.z, self.decay, self.eps)
         seen, mean, deviation = memory
-        warm = seen >= self.warmup
+        is_warm = seen >= self.warmup
         spread = deviation + eps
         edge = mean + multiple(z, spread)
         # Without any spread it is inf above the edge, and target is the mean.
         score = (norm - mean) / spread
-        brought_to = {"adaptive": z * z / jnp.maximum(score, z), "mean": 0.0, "max": z}
-        target = mean + brought_to[self.target] * deviation
-        limit = jnp.where(warm, jnp.where(norm > edge, target, edge), jnp.inf)
-        # In the warm-up every norm counts alike: mean and variance of them all.
-        alike = seen.astype(norm.dtype) / (seen + 1).astype(norm.dtype)
-        keep = jnp.where(warm, decay, alike)
-        value = jnp.minimum(norm, limit)
-        apart = value - mean
-        mean = between(mean, value, keep)
+        if self.target == "adaptive":
+            target_score = z * z / jnp.maximum(score, z)
+        elif self.target == "max":
+            target_score = z
+        else:
+            target_score = 0.0
+        target = mean + target_score * deviation
+        limit = jnp.where(norm > edge, target, edge)
+        limit = jnp.where(is_warm, limit, jnp.inf)
+        clipped_norm = jnp.minimum(norm, limit)
+        # In the warm-up all norms count alike, in the mean and in the variance.
+        early_decay = seen.astype(norm.dtype) / (seen + 1).astype(norm.dtype)
+        decay = jnp.where(is_warm, decay, early_decay)
+        new_mean = between(mean, clipped_norm, decay)
         # The paper's deviation is about the new mean. In the warm-up the geometric mean
         # of the distances to the old and the new one gives the exact variance.
-        distance = jnp.where(warm, keep, root(keep)) * apart
-        old, new = root(keep) * deviation, root(1 - keep) * distance
-        return limit, ZScoreMemory(count_up(seen), mean, hypot(old, new))
+        distance = jnp.where(is_warm, decay, root(decay)) * (clipped_norm - mean)
+        new_deviation = hypot(root(decay) * deviation, root(1 - decay) * distance)
+        return limit, ZScoreMemory(count_up(seen), new_mean, new_deviation)
 
 
 class LogZScore(Rule):
@@ -402,23 +417,26 @@ class LogZScore(Rule):
     # With an infinite one the logarithms would differ by inf - inf.
     floor: Number = number(default=0.01, highest=float(np.finfo(np.float32).max))
     spread: Number = number(default=1e-3)
-    warmup: Any = number(default=277, lowest=1, schedule=False)
+    warmup: ArrayLike = number(default=277, lowest=1, schedule=False)
 
     def init(self, norm: Array) -> tuple[Array, Average, Array]:
         seen = jnp.zeros(norm.shape, jnp.int32)
         return seen, empty_average(norm), jnp.zeros_like(norm)
 
-    def update(self, norm: Array, memory: Any, step: Array) -> Answer:
+    def update(
+        self, norm: Array, memory: tuple[Array, Average, Array], step: Array
+    ) -> Answer:
         z, decay = at_step(step, norm, self.z, self.decay)
         floor, spread = at_step(step, norm, self.floor, self.spread)
+        # Norms seen, and mean and deviation of log(1 + norm).
         seen, mean, deviation = memory
+        log_limit = mean.estimate + multiple(z, jnp.maximum(deviation, spread))
         # expm1 and log1p keep the digits of norms far below 1.
-        highest = mean.estimate + multiple(z, jnp.maximum(deviation, spread))
-        limit = jnp.where(seen >= self.warmup, jnp.expm1(highest), jnp.inf)
-        value = jnp.log1p(jnp.maximum(jnp.minimum(norm, limit), floor))
-        moved = blend(mean, value, decay)
+        limit = jnp.where(seen >= self.warmup, jnp.expm1(log_limit), jnp.inf)
+        log_norm = jnp.log1p(jnp.maximum(jnp.minimum(norm, limit), floor))
+        new_mean = blend(mean, log_norm, decay)
         _, share = weigh(mean.weight, decay)
         # The variance of a mixture of old values and the new one, never negative.
-        apart = root(share) * jnp.abs(value - mean.estimate)
-        deviation = root(1 - share) * hypot(deviation, apart)
-        return limit, (count_up(seen), moved, deviation)
+        distance = root(share) * jnp.abs(log_norm - mean.estimate)
+        new_deviation = root(1 - share) * hypot(deviation, distance)
+        return limit, (count_up(seen), new_mean, new_deviation)

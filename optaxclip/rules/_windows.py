@@ -13,7 +13,7 @@ from jax.typing import ArrayLike
 
 from .._checks import check_length, check_number
 from .._exported import exported
-from ._memory import count_up, keep_where, multiple, remembered, unless_gone
+from ._memory import count_up, keep_where, multiple, remembered, unless_zero
 from ._rule import Number, Rule, at_step, call_name, choice, flag, number, rule_in
 
 
@@ -124,7 +124,7 @@ class WindowedQuantile(Rule):
         limit = jnp.where(is_warm, multiple_of_quantile, jnp.inf)
         value = remembered(self.remember, norm, limit)
         new_memory = push_ordered(memory, value)
-        return limit, unless_gone(self.remember, value, new_memory, memory)
+        return limit, unless_zero(self.remember, value, new_memory, memory)
 
 
 def push_ordered(memory: QuantileMemory, norm: Array) -> QuantileMemory:
