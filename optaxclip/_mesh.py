@@ -304,7 +304,7 @@ def _split(
             f"mesh_axes=jax.sharding.PartitionSpec({example})."
         )
     # Units of [in, out] with P("x", "y") are summed over x. Each device along y has
-    # those of its own outputs.
+    # the units of its own outputs.
     summed: list[str] = []
     kept: list[Names] = []
     for dim, names_of_dim in enumerate(names_by_dim):
@@ -365,12 +365,15 @@ def check_bound(names: Names, argument: str) -> None:
         try:
             lax.axis_size(name)
         except NameError:
-            here = "Outside shard_map and pmap no mesh axes are needed: "
-            here += "mesh_axes='auto' is right."
             if manual_axes():
-                here = f"There is {listed(manual_axes())}."
+                hint = f"There is {listed(manual_axes())}."
+            else:
+                hint = (
+                    "Outside shard_map and pmap no mesh axes are needed: "
+                    "mesh_axes='auto' is right."
+                )
             raise ValueError(
-                f"{argument}={shown(name)}: there is no such axis here. {here}"
+                f"{argument}={shown(name)}: there is no such axis here. {hint}"
             ) from None
 
 
@@ -446,10 +449,10 @@ def own_part(layers: jax.Array, split: Split) -> jax.Array:
 
 
 def _starts(sizes: Sequence[int], split: Split) -> list[Any]:
-    """Where the part of this device begins, of these sizes, along each dimension."""
+    """Where the part of this device, of these sizes, begins along each dimension."""
     starts: list[Any] = []
     for size, names in zip(sizes, split.kept):
-        # The number of this device along these axes, the first of which is slowest.
+        # The index of this device along these axes. The first axis is the slowest.
         starts.append(lax.axis_index(names) * size if names else 0)
     return starts
 

@@ -43,7 +43,7 @@ SCALES = {np.dtype(np.float32): 2.0**83, np.dtype(np.float64): 2.0**600}
 LARGE = 2.0**20
 FEW_ROWS = 32
 
-# What is summed, and stays with size 1. None: all.
+# The dimensions that are summed, and stay with size 1. None: all dimensions.
 Dims = tuple[int, ...] | None
 
 
@@ -61,8 +61,8 @@ def per_platform(
     cpu: Callable[..., Any] = lambda x, *_: x,
     plain: Callable[..., Any] = lambda x, *_: x,
 ) -> Any:
-    """Calls the function of the platform that the program is compiled for. Elsewhere it
-    is the first operand.
+    """Calls the function of the platform that the program is compiled for. A platform
+    without a function gets the first operand.
     """
     # OPTAXCLIP_PLATFORM=plain takes the form of plain `jnp` everywhere.
     forced = os.environ.get("OPTAXCLIP_PLATFORM")
@@ -116,8 +116,8 @@ written_by_a_gpu = partial(per_platform, gpu=lax.optimization_barrier)
 
 
 def _in_float64(leaf: jax.Array, dims: Dims, dtype: Any) -> Sums:
-    """One read, right to the last bit. For these operations only, whatever the program
-    around them uses.
+    """One read, right to the last bit. These operations alone have float64, whatever
+    the program around them has.
     """
     scale = SCALES[dtype]
     with jax.enable_x64(True):
@@ -153,7 +153,7 @@ def _in_pairs(leaf: jax.Array, dims: Dims, dtype: Any) -> Sums:
     computed, such as the step of Adam, first writes them to memory.
     """
     axes = tuple(range(leaf.ndim)) if dims is None else dims
-    # Without a mesh, as under plain jit, no part can be elsewhere.
+    # Without a mesh, as under plain jit, the leaf is on one device.
     if not jax.typeof(leaf).sharding.mesh.empty and not is_on_one_device(leaf):
         return _sums_of_last_axis(_side_by_side(leaf, axes, dims is not None, dtype))
     if leaf.ndim and leaf.ndim - 1 not in axes:
@@ -182,11 +182,13 @@ def _in_pairs(leaf: jax.Array, dims: Dims, dtype: Any) -> Sums:
 
 def _add_pairs(left: tuple[Any, Any], right: tuple[Any, Any]) -> tuple[Any, Any]:
     """Adds up two (pair, zero)."""
-    a = lax.imag(left[0])
-    b = lax.imag(right[0])
+    left_pair, left_zero = left
+    right_pair, right_zero = right
+    a = lax.imag(left_pair)
+    b = lax.imag(right_pair)
     scaled = lax.select((a > 0) != (b > 0), lax.max(a, b), a + b)
-    plain = lax.real(left[0]) + lax.real(right[0])
-    return lax.complex(plain, scaled), left[1] + right[1]
+    plain = lax.real(left_pair) + lax.real(right_pair)
+    return lax.complex(plain, scaled), left_zero + right_zero
 
 
 def _over_columns(leaf: jax.Array, axes: tuple[int, ...], dtype: Any) -> Sums:
@@ -320,7 +322,7 @@ def as_float(norm: Any) -> jax.Array:
 
 def norm_dtype(leaves: Any) -> Any:
     """The dtype of norms: float32, or float64 if a leaf has 64 bits."""
-    # Of complex numbers that of their parts.
+    # The bits of a complex number are those of its real part.
     bits = [jnp.finfo(leaf.dtype).bits for leaf in jax.tree.leaves(leaves)]
     return np.dtype(np.float64 if max(bits, default=32) == 64 else np.float32)
 
