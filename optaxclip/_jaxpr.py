@@ -1,12 +1,17 @@
 """Reading traced programs."""
 
+from __future__ import annotations
+
 import math
 from collections.abc import Iterator
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax.numpy as jnp
 from jax.core import ShapedArray
+
+if TYPE_CHECKING:
+    from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 
 CALLS = ("jit", "pjit", "closed_call", "checkpoint", "remat2")
 # Functions whose derivative is 0, or is made so.
@@ -18,7 +23,17 @@ def is_literal(atom: Any) -> bool:
     return hasattr(atom, "val")
 
 
-def every_equation(eqn: Any) -> Iterator[Any]:
+def type_of(atom: Any) -> ShapedArray:
+    """The type of a variable or a literal."""
+    return atom.aval
+
+
+def jaxpr_of(program: Any) -> Jaxpr:
+    """A program without its constants, which it may have or not."""
+    return getattr(program, "jaxpr", program)
+
+
+def every_equation(eqn: JaxprEqn) -> Iterator[JaxprEqn]:
     """An equation, and all equations that it runs."""
     # Imported here, since it imports Pallas, which would slow down `import optaxclip`.
     from jax.extend.core import jaxprs_in_params
@@ -29,93 +44,96 @@ def every_equation(eqn: Any) -> Iterator[Any]:
             yield from every_equation(inner)
 
 
-def runs(primitive: str, eqn: Any) -> bool:
+def runs(primitive: str, eqn: JaxprEqn) -> bool:
     """Whether an equation, or one that it runs, is of a primitive whose name begins
     so.
     """
     return any(x.primitive.name.startswith(primitive) for x in every_equation(eqn))
 
 
-# A convolution, and a backward pass of somebody's own (custom_vjp).
+# A convolution, and a backward pass of the user's (custom_vjp).
 has_convolution = partial(runs, "conv_general_dilated")
 has_backward_rule = partial(runs, "custom_vjp_call")
 
 
-def has_groups(eqn: Any) -> bool:
+def has_groups(eqn: JaxprEqn) -> bool:
     """Whether an equation has a convolution of several groups, with more than one
     channel in each: not one that is depthwise.
     """
-    for each in every_equation(eqn):
-        groups = each.params.get("feature_group_count", 1)
+    for inner in every_equation(eqn):
+        groups = inner.params.get("feature_group_count", 1)
         if groups > 1:
-            outputs, inputs, *_ = each.params["dimension_numbers"].rhs_spec
-            kernel = each.invars[1].aval.shape
-            if kernel[inputs] > 1 or kernel[outputs] > groups:
+            outputs, inputs, *_ = inner.params["dimension_numbers"].rhs_spec
+            kernel_shape = type_of(inner.invars[1]).shape
+            if kernel_shape[inputs] > 1 or kernel_shape[outputs] > groups:
                 return True
     return False
 
 
-def asks_what_moves(eqn: Any) -> bool:
+def asks_what_moves(eqn: JaxprEqn) -> bool:
     """Whether a rule in an equation looks at which of its inputs have a derivative."""
     return any(x.params.get("symbolic_zeros") is True for x in every_equation(eqn))
 
 
-def has_refs(eqn: Any) -> bool:
+def has_refs(eqn: JaxprEqn) -> bool:
     """Whether an equation, or one that it runs, has an array that can be written to."""
-    # The type of a ref is no type of an array.
+    # A ref has a type that is not that of an array.
     return not all(isinstance(x, ShapedArray) for x in _types(eqn))
 
 
-def has_bits_that_vmap_changes(eqn: Any) -> bool:
+def has_bits_that_vmap_changes(eqn: JaxprEqn) -> bool:
     """Whether an equation makes random bits that vmap makes differ from those of a
     loop. With keys of threefry they are the same.
     """
-    keys = {str(getattr(x, "dtype", None)) for x in _types(eqn)}
-    keys = {key for key in keys if key.startswith("key<")}
-    return runs("rng_bit_generator", eqn) or not keys <= {"key<fry>"}
+    dtypes = {str(getattr(x, "dtype", None)) for x in _types(eqn)}
+    key_dtypes = {dtype for dtype in dtypes if dtype.startswith("key<")}
+    return runs("rng_bit_generator", eqn) or not key_dtypes <= {"key<fry>"}
 
 
-def _types(eqn: Any) -> Iterator[Any]:
+def _types(eqn: JaxprEqn) -> Iterator[Any]:
     """The types of all values in an equation and in those that it runs."""
-    for each in every_equation(eqn):
-        for atom in (*each.invars, *each.outvars):
+    for inner in every_equation(eqn):
+        for atom in (*inner.invars, *inner.outvars):
             yield atom.aval
 
 
-def work_of(body: Any) -> int:
+def work_of(program: ClosedJaxpr | Jaxpr) -> int:
     """For about how many multiplications a program runs."""
     from jax.extend.core import jaxprs_in_params
 
     total = 0
-    for eqn in getattr(body, "jaxpr", body).eqns:
-        inner = list(map(work_of, jaxprs_in_params(eqn.params)))
-        if inner:
-            total += eqn.params.get("length", 1) * sum(inner)
+    for eqn in jaxpr_of(program).eqns:
+        work_of_bodies = [work_of(body) for body in jaxprs_in_params(eqn.params)]
+        if work_of_bodies:
+            total += eqn.params.get("length", 1) * sum(work_of_bodies)
             continue
         # Other functions take as long as a few, but are mostly fused.
-        each = 8
+        work_per_output = 8
         if eqn.primitive.name == "dot_general":
             (axes, _), _ = eqn.params["dimension_numbers"]
-            each = math.prod(eqn.invars[0].aval.shape[k] for k in axes)
+            left_shape = type_of(eqn.invars[0]).shape
+            work_per_output = math.prod(left_shape[axis] for axis in axes)
         if eqn.primitive.name == "conv_general_dilated":
-            kernel, numbers = eqn.invars[1].aval, eqn.params["dimension_numbers"]
-            each = kernel.size // kernel.shape[numbers.rhs_spec[0]]
-        total += each * sum(x.aval.size for x in eqn.outvars)
+            kernel = type_of(eqn.invars[1])
+            out_channels = eqn.params["dimension_numbers"].rhs_spec[0]
+            work_per_output = kernel.size // kernel.shape[out_channels]
+        total += work_per_output * sum(type_of(x).size for x in eqn.outvars)
     return total
 
 
-def is_stop(eqn: Any) -> bool:
+def is_stop(eqn: JaxprEqn) -> bool:
     """Whether an equation has no derivative, as integers have none."""
-    is_float = any(jnp.issubdtype(x.aval.dtype, jnp.inexact) for x in eqn.outvars)
+    dtypes = [type_of(x).dtype for x in eqn.outvars]
+    is_float = any(jnp.issubdtype(dtype, jnp.inexact) for dtype in dtypes)
     return eqn.primitive.name in STOPS or not is_float
 
 
-def body_of(eqn: Any) -> Any:
+def body_of(eqn: JaxprEqn) -> Any:
     """The program of a call, or of one turn of a scan."""
     return eqn.params.get("jaxpr", eqn.params.get("call_jaxpr"))
 
 
-def counts_of_scan(eqn: Any) -> tuple[int, int]:
+def counts_of_scan(eqn: JaxprEqn) -> tuple[int, int]:
     """How many inputs of a scan are constants, and how many are carried."""
     if "num_carry" in eqn.params:
         return eqn.params["num_consts"], eqn.params["num_carry"]
@@ -125,43 +143,63 @@ def counts_of_scan(eqn: Any) -> tuple[int, int]:
 
 
 Flags = list[bool]
-# How a backward pass goes through an equation: from which outputs, and carries of
-# earlier turns, and to which operands.
-Flow = tuple[Flags, Flags]
 
 
-def backward_through(body: Any, wanted: Flags) -> tuple[list[Flow], Flags]:
-    """How a backward pass from the wanted outputs of a program goes through each of its
-    equations, and to which inputs of the program.
+class Flow(NamedTuple):
+    """How a backward pass goes through an equation."""
+
+    from_outputs: Flags  # from these outputs, and carries of earlier turns
+    to_inputs: Flags
+
+
+def backward_through(
+    program: ClosedJaxpr | Jaxpr, has_cotangent: Flags
+) -> tuple[list[Flow], Flags]:
+    """How a backward pass goes through each equation of a program, and to which inputs
+    of the program. It begins at the outputs that have a cotangent.
     """
-    jaxpr = getattr(body, "jaxpr", body)
+    jaxpr = jaxpr_of(program)
     # By identity, since literals cannot be hashed.
-    reached = {id(x) for x, is_wanted in zip(jaxpr.outvars, wanted) if is_wanted}
+    reached: set[int] = set()
+
+    def reach(atoms: Any, flags: Flags) -> None:
+        reached.update(id(atom) for atom, flag in zip(atoms, flags) if flag)
+
+    reach(jaxpr.outvars, has_cotangent)
     flows = []
     for eqn in reversed(jaxpr.eqns):
-        flow = _backward(eqn, [id(x) in reached for x in eqn.outvars])
-        reached |= {id(x) for x, comes in zip(eqn.invars, flow[1]) if comes}
+        flow = _backward(eqn, [id(var) in reached for var in eqn.outvars])
+        reach(eqn.invars, flow.to_inputs)
         flows.append(flow)
-    return flows[::-1], [id(x) in reached for x in jaxpr.invars]
+    return flows[::-1], [id(var) in reached for var in jaxpr.invars]
 
 
-def _backward(eqn: Any, wanted: Flags) -> Flow:
-    name, count = eqn.primitive.name, len(eqn.invars)
-    if is_stop(eqn) or not any(wanted):
-        return wanted, [False] * count
+def _backward(eqn: JaxprEqn, has_cotangent: Flags) -> Flow:
+    name = eqn.primitive.name
+    if is_stop(eqn) or not any(has_cotangent):
+        return Flow(has_cotangent, [False] * len(eqn.invars))
     if name == "cond":
-        each = [backward_through(x, wanted)[1] for x in eqn.params["branches"]]
-        # Before the operands of its branches, a cond has their number.
-        return wanted, [False, *map(any, zip(*each))]
+        flags_of_branches = []
+        for branch in eqn.params["branches"]:
+            _, to_inputs = backward_through(branch, has_cotangent)
+            flags_of_branches.append(to_inputs)
+        # A cond has the number of its branch before the operands of its branches.
+        return Flow(has_cotangent, [False, *map(any, zip(*flags_of_branches))])
     if name in CALLS:
-        return wanted, backward_through(body_of(eqn), wanted)[1]
-    if name != "scan":
-        return wanted, [True] * count
-    first, carried = counts_of_scan(eqn)
+        _, to_inputs = backward_through(body_of(eqn), has_cotangent)
+        return Flow(has_cotangent, to_inputs)
+    if name == "scan":
+        return _backward_through_scan(eqn, has_cotangent)
+    return Flow(has_cotangent, [True] * len(eqn.invars))
+
+
+def _backward_through_scan(eqn: JaxprEqn, has_cotangent: Flags) -> Flow:
+    consts, carries = counts_of_scan(eqn)
     while True:
-        ins = backward_through(body_of(eqn), wanted)[1]
-        # What one turn needs, the one before carries to it.
-        needed = [a or b for a, b in zip(wanted, ins[first : first + carried])]
-        if needed == wanted[:carried]:
-            return wanted, ins
-        wanted = [*needed, *wanted[carried:]]
+        _, to_inputs = backward_through(body_of(eqn), has_cotangent)
+        # A carry that one turn needs comes out of the turn before.
+        to_carries = to_inputs[consts : consts + carries]
+        carry_flags = [a or b for a, b in zip(has_cotangent, to_carries)]
+        if carry_flags == has_cotangent[:carries]:
+            return Flow(has_cotangent, to_inputs)
+        has_cotangent = [*carry_flags, *has_cotangent[carries:]]

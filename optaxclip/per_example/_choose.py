@@ -4,8 +4,7 @@ Ghost clipping pays for each norm and for what it keeps of each layer, one pass 
 number of a gradient that it writes and reads again. All counts are known from shapes.
 """
 
-from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 from jax.core import Tracer
@@ -15,7 +14,7 @@ from .._jaxpr import has_convolution, has_groups, work_of
 from .._mesh import is_on_one_device, manual_axes
 from ._ghost import Ghost, ghost_of
 from ._ghost._capture import CannotSplit
-from ._passes import evened, little
+from ._passes import even_width, small_memory
 from ._problem import Problem
 
 # To write and read one number takes as long as about this many multiplications in a
@@ -30,15 +29,20 @@ SPLIT_KERNELS = (
 )
 
 
-def choose(
-    problem: Problem, method: str, microbatch: int | None
-) -> tuple[str, int | None, Ghost | None]:
-    """The method that was asked for, or the one that takes the least time, how many
-    examples at once, and, if that is the method, ghost clipping.
-    """
+class Choice(NamedTuple):
+    """How the gradients of a problem are clipped."""
+
+    method: str  # "ghost" or "one_pass"
+    microbatch: int | None  # how many examples at once. None: all
+    ghost: Ghost | None = None  # set if that is the method
+
+
+def choose(problem: Problem, method: str, microbatch: int | None) -> Choice:
+    """The method that was asked for, or the one that takes the least time."""
     if microbatch:
         microbatch = max(microbatch // problem.devices, 1)
-    hindrance, ghost = "", None
+    hindrance = ""
+    ghost = None
     if method != "one_pass":
         ghost, hindrance = possible_ghost(problem)
     if hindrance and method == "ghost":
@@ -46,47 +50,62 @@ def choose(
             f'clipped_grad: method must be "one_pass" or "auto" for {hindrance}, got '
             '"ghost".'
         )
-    is_split, has_several = _is_split(problem.batch), _runs(problem, has_groups)
-    if has_several or (is_split is not False and _runs(problem, has_convolution)):
+    equations = problem.program.jaxpr.eqns
+    has_several_groups = any(map(has_groups, equations))
+    is_split = _is_split(problem.batch)
+    may_be_split = is_split is None or is_split
+    if has_several_groups or (may_be_split and any(map(has_convolution, equations))):
         # XLA makes gradients of examples by a kernel wrong where the batch is split, as
         # it does those of jax.vmap(jax.grad(loss)). With several groups NaN of one
         # example reaches the others, on a CPU.
-        uses = ghost.uses.values() if ghost else ()
-        if ghost and not any(has_convolution(use.eqn) for use in uses if use.eqn):
+        if ghost and not _makes_kernel_gradients(ghost):
             method = "ghost"
         elif is_split:
             raise ValueError(SPLIT_KERNELS.format(method))
         else:
             _refuse_a_split(problem.batch, SPLIT_KERNELS.format(method))
-            microbatch = 1 if has_several else microbatch
+            if has_several_groups:
+                microbatch = 1
     if not ghost:
-        return "one_pass" if method == "auto" else method, microbatch, None
-    most, size = _most_at_once(problem, ghost), problem.present.size
+        return Choice("one_pass", microbatch)
+    size = problem.present.size
+    most_at_once = _most_at_once(problem, ghost)
     if method == "auto":
         costs = costs_of(problem, ghost, microbatch)
-        method = min(most, key=lambda name: costs[name])
-    width = evened(size, max(most[method], 1)) if most[method] < size else None
-    return method, microbatch or width, ghost if method == "ghost" else None
+        method = min(most_at_once, key=lambda name: costs[name])
+    if not microbatch and most_at_once[method] < size:
+        microbatch = even_width(size, max(most_at_once[method], 1))
+    return Choice(method, microbatch, ghost if method == "ghost" else None)
+
+
+def _makes_kernel_gradients(ghost: Ghost) -> bool:
+    """Whether ghost clipping makes gradients of examples by a convolution's kernel."""
+    equations = [use.eqn for use in ghost.gradient_uses.values() if use.eqn]
+    return any(map(has_convolution, equations))
 
 
 def _most_at_once(problem: Problem, ghost: Ghost) -> dict[str, int]:
     """For both methods of "auto", for how many examples at once there is memory."""
-    kept, size = ghost.kept, problem.present.size
-    pairs = zip(ghost.params, ghost.ways)
-    every = sum(max(leaf.size, way.held) for leaf, way in pairs)
-    most = {"ghost": ghost.held, "one_pass": every}
-    for name, numbers in most.items():
-        # Gradients of examples take a third of the memory of what is kept of the
-        # activations of the whole batch, or two of a part of it, of which less is kept.
-        room = max(size * kept // 3, little() // 4) // max(numbers, 1)
+    size = problem.present.size
+    captured = ghost.captured_size
+    whole_gradient = 0
+    for leaf, plan in zip(ghost.params, ghost.plans):
+        whole_gradient += max(leaf.size, plan.held)
+    numbers_of_example = {"ghost": ghost.held, "one_pass": whole_gradient}
+    most = {}
+    for name, numbers in numbers_of_example.items():
+        # Gradients of examples take a third of the memory of the activations that are
+        # kept of the whole batch, or two of a part of it, of which less is kept.
+        room = max(size * captured // 3, small_memory() // 4) // max(numbers, 1)
         most[name] = size if room >= size else min(2 * room, size // 2)
-    if ghost.held <= kept:
+    if ghost.held <= captured:
         most["ghost"] = size
     if jax.default_backend() == "cpu" and not ghost.is_convolved:
-        # A CPU is the faster the more of them stay in its cache: a transformer of
-        # 432,000 parameters took half as long with 8 at once as with 16. Of a megabyte
-        # all do: LoRA took 0.6 with 16 or 32, and 0.7 to 0.8 with 8.
-        most["one_pass"] = min(most["one_pass"], max(8, little() // max(every, 1)))
+        # A CPU is faster the more gradients stay in its cache: a transformer of 432,000
+        # parameters took half as long with 8 at once as with 16. All gradients of a
+        # megabyte do: LoRA took 0.6 with 16 or 32, and 0.7 to 0.8 with 8.
+        in_cache = max(8, small_memory() // max(whole_gradient, 1))
+        most["one_pass"] = min(most["one_pass"], in_cache)
     return most
 
 
@@ -96,61 +115,60 @@ def costs_of(
     """For each method, about how many times as long as the plain gradient it takes."""
     size = problem.present.size
     numbers = sum(leaf.size for leaf in jax.tree.leaves(problem.params))
-    made = MULTIPLICATIONS_PER_NUMBER * numbers
+    gradient_work = MULTIPLICATIONS_PER_NUMBER * numbers
     # Forward, and backward to the inputs and to the parameters of all examples.
-    plain = 3 * work_of(problem.program) + made / size
-    costs = {"one_pass": 1 + made / plain}
+    plain_work = 3 * work_of(problem.program) + gradient_work / size
+    costs = {"one_pass": 1 + gradient_work / plain_work}
     if ghost:
         if ghost.is_convolved:
             # XLA on a CPU takes about half as long again for the gradients of examples
             # by a convolution, and in a loop eight times as long.
-            most = microbatch or _most_at_once(problem, ghost)["one_pass"]
-            costs["one_pass"] *= 8 if most < size else 1.5
-        # What is kept of uses is written and read, too.
-        made = ghost.kept + ghost.held
-        added = MULTIPLICATIONS_PER_NUMBER * made + sum(way.cost for way in ghost.ways)
-        costs["ghost"] = 1 + added / plain
+            width = microbatch or _most_at_once(problem, ghost)["one_pass"]
+            costs["one_pass"] *= 8 if width < size else 1.5
+        # The data that are captured are written and read, too.
+        work = MULTIPLICATIONS_PER_NUMBER * (ghost.captured_size + ghost.held)
+        work += sum(plan.extra_work for plan in ghost.plans)
+        costs["ghost"] = 1 + work / plain_work
     return costs
-
-
-def _runs(problem: Problem, kind: Callable[[Any], bool]) -> bool:
-    """Whether the loss has an equation of a kind."""
-    return any(map(kind, problem.program.jaxpr.eqns))
 
 
 def _is_split(batch: Any) -> bool | None:
     """Whether jit may split the batch over devices. None if only the compiler knows."""
-    traced = [isinstance(leaf, Tracer) for leaf in jax.tree.leaves(batch)]
-    for leaf, is_traced in zip(jax.tree.leaves(batch), traced):
-        # The type of a traced array has the mesh, but not how it is split.
-        is_whole = is_traced or leaf.sharding.is_fully_replicated
-        if not (is_on_one_device(leaf) and is_whole):
+    is_traced = False
+    for leaf in jax.tree.leaves(batch):
+        if not is_on_one_device(leaf):
             return True
-    is_hidden = any(traced) and jax.device_count() > 1 and not manual_axes()
-    return None if is_hidden else False
+        # The type of a traced array has the mesh, but not how it is split.
+        if isinstance(leaf, Tracer):
+            is_traced = True
+        elif not leaf.sharding.is_fully_replicated:
+            return True
+    if is_traced and jax.device_count() > 1 and not manual_axes():
+        return None
+    return False
 
 
 def _refuse_a_split(batch: Any, text: str) -> None:
     """Makes the compiler raise an error if it splits the batch."""
 
-    def look(sharding: jax.sharding.Sharding) -> None:
+    def check(sharding: jax.sharding.Sharding) -> None:
         if not sharding.is_fully_replicated:
             raise ValueError(text)
 
     for leaf in jax.tree.leaves(batch):
-        jax.debug.inspect_array_sharding(leaf, callback=look)
+        jax.debug.inspect_array_sharding(leaf, callback=check)
 
 
 def possible_ghost(problem: Problem) -> tuple[Ghost | None, str]:
     """Ghost clipping, or None and what it cannot do."""
     roles = {"parameters": problem.params, "the batch": problem.batch}
     for path, leaf in jax.tree.leaves_with_path(roles):
-        kind = jax.typeof(leaf)
-        # The cotangents that it asks for would need their shardings as types.
-        if any(kind.sharding.spec):
-            what = f"{prefix.name(path)!r} of {kind}"
-            return None, f"{what}, which Explicit mesh axes split beside the batch's"
-        # It is chosen by sizes, and those of jax.export may be symbols.
+        array_type = jax.typeof(leaf)
+        # Its cotangents would need their shardings as types.
+        if any(array_type.sharding.spec):
+            name = f"{prefix.name(path)!r} of {array_type}"
+            return None, f"{name}, which Explicit mesh axes split beside the batch's"
+        # It is chosen by sizes, and sizes of jax.export may be symbols.
         if not all(isinstance(size, int) for size in leaf.shape):
             return None, f"sizes that are not known, here {leaf.shape}"
     try:

@@ -1,14 +1,10 @@
 """A function transformation like `jax.grad`, whose gradient is a mean of gradients that
-were clipped one by one, and how it is computed.
-
-Ghost clipping pays for each norm and for what it keeps of each layer, one pass for each
-number of a gradient that it writes and reads again. All counts are known from shapes.
+were clipped one by one, and an explanation of how it is computed.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial, reduce
 from typing import Any, NamedTuple
 
 import jax
@@ -20,8 +16,8 @@ from .._checks import check_choice, check_flag, check_length, is_function, shown
 from .._mesh import MeshAxes
 from ..shrinks import Shrink, shrink_of
 from ._choose import choose, costs_of, possible_ghost
-from ._explicit import on_each_device
-from ._ghost._norms import Way
+from ._explicit import DeviceResult, on_each_device
+from ._ghost._norms import LeafPlan
 from ._passes import CANCELS, Run, limits_of
 from ._problem import Places, Problem, Question, check_function
 
@@ -189,10 +185,17 @@ def clipped_grad(
             f"private=False and microbatch=None, got {private=} and {microbatch=}. For "
             "a schedule give its number."
         )
-    question = Question(call, loss, argnums, shared_argnums, has_aux, mesh_axes)
+    question = Question(
+        call,
+        loss,
+        argnums=argnums,
+        shared_argnums=shared_argnums,
+        has_aux=has_aux,
+        mesh_axes=mesh_axes,
+    )
 
-    def of_batch(*args: Any, mask: Any = None, **others: Any) -> ClippedGrad:
-        for name in others:
+    def of_batch(*args: Any, mask: Any = None, **unknown: Any) -> ClippedGrad:
+        for name in unknown:
             raise TypeError(
                 f"{call}: there is no argument {name!r} beside mask. Hand over by "
                 "position what the loss takes."
@@ -203,11 +206,11 @@ def clipped_grad(
             # Broken examples too. A batch that is all masked gives 0 / 1.
             divisor = jnp.maximum(jnp.sum(problem.present, dtype=jnp.int32), 1)
             problem = problem._replace(divisor=divisor)
-        sums, nonfinite, each = on_each_device(of_device, problem)
-        leaves, treedef = jax.tree.flatten(problem.params)
+        sums, nonfinite, examples = on_each_device(on_device, problem)
+        params, treedef = jax.tree.flatten(problem.params)
         if mean:
-            sums = [x.astype(y.dtype) for x, y in zip(sums, leaves)]
-        norms, factors, values, aux = each
+            sums = [x.astype(param.dtype) for x, param in zip(sums, params)]
+        norms, factors, values, aux = examples
         return ClippedGrad(
             grads=treedef.unflatten(sums),
             norms=norms,
@@ -219,57 +222,78 @@ def clipped_grad(
             limit=limits.joint() if private else None,
         )
 
-    def of_device(problem: Problem) -> Any:
+    def on_device(problem: Problem) -> DeviceResult:
         problem = question.on_device(problem)
-        _, width, ghost = choose(problem, method, microbatch)
-        # The first factor is known after the last norm.
-        width = None if needs_all_norms else width
-        groups = prefix.lookup(limits.table, problem.params, f"{call}: max_norm")
-        numbers = {"values": problem.limits, "splits": problem.splits}
-        own = limits._replace(groups=groups, divisor=problem.divisor, **numbers)
-        run = Run(problem, own, width)
-        sums, found = ghost.in_steps(run) if ghost else run.in_one_pass()
-        weights, losses, aux = found
+        choice = choose(problem, method, microbatch)
+        limits_on_device = limits._replace(
+            values=problem.limits,
+            groups=prefix.lookup(limits.table, problem.params, f"{call}: max_norm"),
+            splits=problem.splits,
+            divisor=problem.divisor,
+        )
+        # With a limit of all norms the first factor is known after the last norm.
+        width = None if needs_all_norms else choice.microbatch
+        run = Run(problem, limits_on_device, width)
+        if choice.ghost:
+            sums, results = choice.ghost.in_steps(run)
+        else:
+            sums, results = run.in_one_pass()
+        weights, values, aux = results
         # [batch, groups] -> for each limit [batch].
         norms = limits.treedef.unflatten(weights.norms.T)
         factors = limits.treedef.unflatten(weights.factors.T)
         nonfinite = jnp.sum(problem.present & ~weights.counts, dtype=jnp.int32)
-        return sums, nonfinite, (norms, factors, losses, aux)
+        return DeviceResult(sums, nonfinite, (norms, factors, values, aux))
 
     return of_batch
 
 
-def _bounds(problem: Problem, width: int, ways: list[Way]) -> tuple[float, float]:
-    """What is proved of excess and change, over the limit: see docs/numerics.md."""
-    lost, missed = 0.0, 0.0
+class Bounds(NamedTuple):
+    """Proved bounds of what an example does to the sum, over the limit."""
+
+    excess: float
+    change: float
+
+
+def _bounds(problem: Problem, width: int, plans: list[LeafPlan]) -> Bounds:
+    """The bounds that docs/numerics.md derives. `width` is how many examples are summed
+    at once.
+    """
+    error_of_sum = 0.0
+    error_of_norm = 0.0
     size = problem.present.size * problem.devices
-    for way, leaf in zip(ways, jax.tree.leaves(problem.params)):
-        dtype = np.promote_types(leaf.dtype, np.float32)
+    for plan, leaf in zip(plans, jax.tree.leaves(problem.params)):
+        uses = list(plan.uses.values())
+        param_dtype = np.promote_types(leaf.dtype, np.float32)
         # A loss may compute in fewer bits than its parameters have.
-        outs = [x.dtype for use in way.uses.values() for x in use.outs] or [dtype]
-        own = reduce(np.promote_types, outs, np.dtype(np.float32))
-        dtype = max(dtype, own, key=lambda x: float(jnp.finfo(x).eps))
-        # Elsewhere what is measured is what is summed.
-        is_gram = way.name == "gram"
-        count = way.positions if is_gram else 1
+        use_dtype = np.dtype(np.float32) if uses else param_dtype
+        for use in uses:
+            for out_type in use.out_types:
+                use_dtype = np.promote_types(use_dtype, out_type.dtype)
+        dtype = max(param_dtype, use_dtype, key=lambda x: float(jnp.finfo(x).eps))
+        # Other norms are those of the gradients that are added up.
+        is_gram = plan.norm_by == "gram"
+        positions = plan.positions if is_gram else 1
         # The additions of a microbatch, of all microbatches, and the products.
-        sums = _rounding(width * count + size + 4, dtype)
-        for use in way.uses.values():
-            if not way.held and any(x.dtype == jnp.bfloat16 for x in use.outs):
-                # What two bfloat16 numbers tell of a cotangent times a factor.
-                sums += 2.0**-17
+        error = _rounding(width * positions + size + 4, dtype)
+        for use in uses:
+            if not plan.held and any(x.dtype == jnp.bfloat16 for x in use.out_types):
+                # Two bfloat16 numbers round a cotangent times a factor.
+                error += 2.0**-17
         if is_gram:
-            sums *= CANCELS + 1
-            stack, rows, columns = way.matrices
-            square = _rounding(rows + columns + stack * count**2 + 1, own)
-            missed = max(missed, np.sqrt(1 + CANCELS**2 * square) - 1)
-        lost = max(lost, sums)
-    excess = missed + lost
-    return excess, excess + 2 * (size - 1) * lost
+            error *= CANCELS + 1
+            stack, rows, columns = plan.matrix_shape
+            terms = rows + columns + stack * positions**2 + 1
+            error_of_square = _rounding(terms, use_dtype)
+            error_of_gram = np.sqrt(1 + CANCELS**2 * error_of_square) - 1
+            error_of_norm = max(error_of_norm, error_of_gram)
+        error_of_sum = max(error_of_sum, error)
+    excess = error_of_norm + error_of_sum
+    return Bounds(excess, change=excess + 2 * (size - 1) * error_of_sum)
 
 
 def _rounding(count: int, dtype: Any) -> float:
-    """What `count` roundings may take from a sum, over the sum of its terms' sizes."""
+    """The most that `count` roundings take from a sum, over the sizes of its terms."""
     share = count * float(jnp.finfo(dtype).eps) / 2
     return share / (1 - share) if share < 1 else np.inf
 
@@ -324,7 +348,9 @@ class Explanation(NamedTuple):
             f"by 1 + {self.change:.2g}",
         ]
         head = ("parameter", "shape", "norm by", "uses", "kept", "made")
-        rows = [head, *(tuple(map(str, leaf)) for leaf in self.leaves)]
+        rows: list[tuple[str, ...]] = [head]
+        for leaf in self.leaves:
+            rows.append(tuple(map(str, leaf)))
         widths = [max(map(len, column)) for column in zip(*rows)]
         for row in rows:
             lines.append("  ".join(map(str.ljust, row, widths)).rstrip())
@@ -395,34 +421,62 @@ def explain_clipped_grad(
     check_choice(f"{call}: method", method, METHODS)
     if microbatch is not None:
         check_length(f"{call}: microbatch", microbatch)
-    question = Question(call, loss, argnums, shared_argnums, has_aux)
+    question = Question(
+        call, loss, argnums=argnums, shared_argnums=shared_argnums, has_aux=has_aux
+    )
 
     def of_batch(*args: Any) -> Explanation:
-        problem, found = question.about(args), []
-        jax.eval_shape(lambda: on_each_device(partial(explain, found), problem))
-        return found[0]
+        problem = question.about(args)
+        explanations: list[Explanation] = []
 
-    def explain(found: list[Explanation], problem: Problem) -> Any:
-        problem = question.on_device(problem)
-        chosen, width, ghost = choose(problem, method, microbatch)
-        count = min(width or problem.present.size, problem.present.size)
+        def on_device(problem: Problem) -> DeviceResult:
+            explanations.append(explain(question.on_device(problem)))
+            return DeviceResult(jax.tree.leaves(problem.params), 0, ())
+
+        jax.eval_shape(lambda: on_each_device(on_device, problem))
+        return explanations[0]
+
+    def explain(problem: Problem) -> Explanation:
+        choice = choose(problem, method, microbatch)
+        size = problem.present.size
+        width = min(choice.microbatch or size, size)
         entries = jax.tree.leaves_with_path(problem.params)
-        # One pass makes whole gradients, and keeps nothing of uses.
-        ways = [Way("gradient", {}, held=leaf.size) for _, leaf in entries]
-        rows, ways = [], ghost.ways if ghost else ways
-        for (path, leaf), way in zip(entries, ways):
-            of_leaf = way.uses.values()
-            uses = [use.name + " in scan" * bool(use.loops) for use in of_leaf]
-            # As if all that is kept and made had the dtype of the parameter.
-            kept = leaf.dtype.itemsize * count * sum(use.kept for use in of_leaf)
-            made = leaf.dtype.itemsize * (way.size + way.held)
-            # DictKey("blocks"), SequenceKey(0) -> "blocks/0".
-            name, shown = prefix.name(path), ", ".join(dict.fromkeys(uses))
-            rows.append(ExplainedLeaf(name, leaf.shape, way.name, shown, kept, made))
-        costs = costs_of(problem, ghost or possible_ghost(problem)[0], microbatch)
-        bounds = _bounds(problem, count * problem.devices, ways)
-        width = width and width * problem.devices
-        found.append(Explanation(chosen, width, rows, *bounds, costs))
-        return jax.tree.leaves(problem.params), 0, ()
+        if choice.ghost:
+            plans = choice.ghost.plans
+        else:
+            # One pass makes whole gradients, and captures nothing.
+            plans = [LeafPlan("gradient", {}, held=leaf.size) for _, leaf in entries]
+        leaves = []
+        for (path, leaf), plan in zip(entries, plans):
+            use_names = []
+            captured_size = 0
+            for use in plan.uses.values():
+                in_scan = " in scan" if use.scan_lengths else ""
+                use_names.append(use.name + in_scan)
+                captured_size += use.captured_size
+            # As if all numbers had the dtype of the parameter.
+            itemsize = leaf.dtype.itemsize
+            explained = ExplainedLeaf(
+                name=prefix.name(path),  # DictKey("a"), SequenceKey(0) -> "a/0"
+                shape=leaf.shape,
+                way=plan.norm_by,
+                uses=", ".join(dict.fromkeys(use_names)),
+                kept=itemsize * width * captured_size,
+                made=itemsize * (plan.temporaries + plan.held),
+            )
+            leaves.append(explained)
+        ghost = choice.ghost or possible_ghost(problem)[0]
+        bounds = _bounds(problem, width * problem.devices, plans)
+        microbatch_of_all = choice.microbatch
+        if microbatch_of_all:
+            microbatch_of_all *= problem.devices
+        return Explanation(
+            method=choice.method,
+            microbatch=microbatch_of_all,
+            leaves=leaves,
+            excess=bounds.excess,
+            change=bounds.change,
+            costs=costs_of(problem, ghost, microbatch),
+        )
 
     return of_batch

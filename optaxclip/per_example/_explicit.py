@@ -7,13 +7,13 @@ own examples in `shard_map`:
                      keeps its own part
     norms, factors   stay where their examples are
 
-Mesh axes that split something else, as those of tensor parallel layers, stay Explicit.
+Mesh axes that split something else, such as tensor parallel layers, stay Explicit.
 """
 
 import math
 from collections.abc import Callable
 from itertools import chain
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -25,32 +25,46 @@ from .._mesh import Names, names_in
 from .._trees import put_back
 from ._problem import Problem
 
-# Sums like the leaves of the parameters, a count, and arrays with a batch axis.
-Found = tuple[list[jax.Array], Any, Any]
+
+class DeviceResult(NamedTuple):
+    """What a device computes of its examples."""
+
+    sums: list[jax.Array]  # like the leaves of the parameters
+    nonfinite: Any  # how many examples are broken
+    examples: Any  # arrays with a batch axis
 
 
-def on_each_device(run: Callable[[Problem], Found], problem: Problem) -> Found:
-    """Calls `run` with what each device has of the problem. Adds up sums and counts."""
-    # What is shared may be a function, and a limit a Python number.
+def on_each_device(
+    run: Callable[[Problem], DeviceResult], problem: Problem
+) -> DeviceResult:
+    """Calls `run` with the part of the problem that each device has. Adds up sums, and
+    how many examples are broken.
+    """
+    # A shared argument may be a function, and a limit a Python number.
     arrays = jax.tree.map(
         lambda x: x if isinstance(x, (jax.Array, np.ndarray)) else None, problem
     )
     meshes = [jax.typeof(x).sharding.mesh for x in jax.tree.leaves(arrays)]
     mesh = max(meshes, key=lambda mesh: len(mesh.explicit_axes))
-    params = [_spec_of(x) for x in jax.tree.leaves(problem.params)]
-    batch = [_spec_of(x) for x in jax.tree.leaves(problem.batch)]
-    over = next(filter(None, [names_in(spec[0]) for spec in batch]), ())
-    theirs = _names(*params, *[spec[1:] for spec in batch]).difference(over)
-    manual = set(mesh.explicit_axes) - theirs
+    param_specs = [_spec_of(x) for x in jax.tree.leaves(problem.params)]
+    batch_specs = [_spec_of(x) for x in jax.tree.leaves(problem.batch)]
+    # Of the first array of the batch that is split
+    batch_axes: Names = ()
+    for spec in batch_specs:
+        batch_axes = batch_axes or names_in(spec[0])
+    other_dims = [spec[1:] for spec in batch_specs]
+    # Mesh axes that split something else than the batch.
+    other_axes = _names(*param_specs, *other_dims).difference(batch_axes)
+    manual = set(mesh.explicit_axes) - other_axes
     # To shard_map an empty set means all axes.
     if not manual:
         return run(problem)
-    split = P(over or None)
+    split_by_example = P(batch_axes or None)
     # In a list, since a node of the user's may refuse specs.
     leaves, treedef = jax.tree.flatten(arrays)
     specs = []
     for name, field in arrays._asdict().items():
-        spec = split if name in ("batch", "present") else P()
+        spec = split_by_example if name in ("batch", "present") else P()
         specs += [spec] * len(jax.tree.leaves(field))
 
     def placed(x: jax.Array, spec: P) -> jax.Array:
@@ -58,26 +72,34 @@ def on_each_device(run: Callable[[Problem], Found], problem: Problem) -> Found:
         kept = [_without(manual, names_in(entry)) or None for entry in _spec_of(x)]
         return jax.reshard(x, NamedSharding(mesh, P(*spec, *kept[len(spec) :])))
 
-    # JAX 0.10.2 has no psum_scatter of what further Explicit axes split.
-    parts = [P() if theirs & _names(spec) else spec for spec in params]
-    devices = math.prod(mesh.shape[name] for name in over)
+    sum_specs = []
+    for spec in param_specs:
+        # JAX 0.10.2 has no psum_scatter of an array that other Explicit axes split.
+        sum_specs.append(P() if other_axes & _names(spec) else spec)
+    devices = math.prod(mesh.shape[name] for name in batch_axes)
 
-    def on_device(leaves: list[jax.Array]) -> Found:
-        of_device = put_back(treedef.unflatten(leaves), problem)
-        sums, count, each = run(of_device._replace(devices=devices))
-        own = [_added(total, over, part) for total, part in zip(sums, parts)]
-        return own, lax.psum(count, over), each
+    def on_device(leaves: list[jax.Array]) -> DeviceResult:
+        problem_on_device = put_back(treedef.unflatten(leaves), problem)
+        result = run(problem_on_device._replace(devices=devices))
+        sums = []
+        for device_sum, spec in zip(result.sums, sum_specs):
+            sums.append(_added(device_sum, batch_axes, spec))
+        return DeviceResult(
+            sums, lax.psum(result.nonfinite, batch_axes), result.examples
+        )
 
     run_on_all = jax.shard_map(
         on_device,
         mesh=mesh,
         in_specs=(specs,),
-        out_specs=(parts, P(), split),
+        out_specs=DeviceResult(sum_specs, P(), split_by_example),
         axis_names=manual,
     )
-    sums, count, each = run_on_all(list(map(placed, leaves, specs)))
-    kinds = [NamedSharding(mesh, spec) for spec in params]
-    return list(map(jax.reshard, sums, kinds)), count, each
+    result = run_on_all(list(map(placed, leaves, specs)))
+    sums = []
+    for total, spec in zip(result.sums, param_specs):
+        sums.append(jax.reshard(total, NamedSharding(mesh, spec)))
+    return result._replace(sums=sums)
 
 
 def _spec_of(x: Any) -> P:
@@ -86,16 +108,20 @@ def _spec_of(x: Any) -> P:
 
 def _names(*specs: Any) -> set[str]:
     """The mesh axes in some specs."""
-    return set(chain(*map(names_in, chain(*specs))))
+    names: set[str] = set()
+    for entry in chain(*specs):
+        names.update(names_in(entry))
+    return names
 
 
-def _without(others: set[str], names: Names) -> Names:
-    return tuple(name for name in names if name not in others)
+def _without(left_out: set[str], names: Names) -> Names:
+    return tuple(name for name in names if name not in left_out)
 
 
-def _added(total: jax.Array, over: Names, parts: P) -> jax.Array:
+def _added(device_sum: jax.Array, batch_axes: Names, spec: P) -> jax.Array:
     """The sum over devices, or the part of it that a device keeps."""
-    for dim, names in enumerate(map(names_in, parts)):
+    total = device_sum
+    for dim, names in enumerate(map(names_in, spec)):
         if names:
             total = lax.psum_scatter(total, names, scatter_dimension=dim, tiled=True)
-    return lax.psum(total, _without(_names(parts), over))
+    return lax.psum(total, _without(_names(spec), batch_axes))

@@ -26,7 +26,7 @@ from ..shrinks import Shrink
 from ._problem import Problem
 
 Arrays = list[Array]
-# (counts, *examples) -> (terms of a sum, what was found for each example)
+# (counts, *examples) -> (terms of a sum, results of each example)
 Step = Callable[..., tuple[Any, Any]]
 # How many times longer the terms of a gradient may be than their sum. Where they cancel
 # more, rounding is too large a part of it, and the example counts as longer than it is.
@@ -34,8 +34,8 @@ CANCELS = 128
 
 
 class Limits(NamedTuple):
-    """A tree prefix of limits. Each part of the gradient that has one is a group: it is
-    measured and clipped separately.
+    """A tree prefix of limits. Each part of the gradient that has a limit is a group,
+    with its own norm and factor.
     """
 
     call: str  # of the user
@@ -45,7 +45,7 @@ class Limits(NamedTuple):
     table: prefix.Prefix = prefix.Prefix(())  # path in the tree, number of the group
     treedef: Any = None
     groups: Sequence[int] = ()  # for each leaf, the number of its group
-    # for each leaf, the mesh axes over which it is split. () if none is
+    # for each leaf, the mesh axes over which it is split. () if no leaf is
     splits: Sequence[Names] = ()
     divisor: Any = 1  # of the sum
 
@@ -64,68 +64,75 @@ class Limits(NamedTuple):
         return reduce(jnp.hypot, limits)
 
     def weigh(
-        self, leaves: Arrays, present: Array, terms: Arrays | None = None
+        self, leaves: Arrays, present: Array, term_bounds: Arrays | None = None
     ) -> "Weights":
         """Norms and factors of gradients with a leading batch axis.
 
-        `terms` has for each leaf a bound of sum |term| over the terms of an example's
-        gradient that are added up together with those of the others, 0 where it is made
-        before. None if all are made before.
+        `term_bounds` has for each leaf a bound of sum |term| over the terms of an
+        example's gradient that are added up together with those of the others, 0 where
+        the gradient is made before. None if all are made before.
         """
         splits = self.splits or [()] * len(leaves)
-        own = [Leaf(x, None, Split(y)) for x, y in zip(self.groups, splits)]
-        plan = Plan(tuple(own), len(self.values))
+        plan_leaves = []
+        for group, mesh_axes in zip(self.groups, splits):
+            plan_leaves.append(Leaf(group, split=Split(mesh_axes)))
+        plan = Plan(tuple(plan_leaves), len(self.values))
 
-        def of_one(leaves: Arrays) -> Array:
+        def norms_of_one(leaves: Arrays) -> Array:
             return jnp.stack(norms_of(plan, leaves))
 
-        measure = jax.vmap(of_one, axis_size=present.size)
-        norms = measure(leaves)
-        if terms:
-            least = measure(lax.stop_gradient(terms)) / CANCELS
+        norms_of_batch = jax.vmap(norms_of_one, axis_size=present.size)
+        norms = norms_of_batch(leaves)
+        if term_bounds:
+            least = norms_of_batch(lax.stop_gradient(term_bounds)) / CANCELS
             norms = jnp.maximum(norms, least.astype(norms.dtype))
         return self.weights(norms, present)
 
     def weights(self, norms: Array, present: Array) -> "Weights":
         """Factors of gradients with these norms, [batch, groups]."""
         counts = present & jnp.all(jnp.isfinite(norms), axis=1)
-        known = jnp.where(counts[:, None], norms, 0.0)
-        limits, seen = [], lax.stop_gradient(jnp.where(counts[:, None], norms, jnp.nan))
+        counted_norms = jnp.where(counts[:, None], norms, 0.0)
+        norms_or_nan = jnp.where(counts[:, None], norms, jnp.nan)
+        norms_or_nan = lax.stop_gradient(norms_or_nan)
+        limits = []
         for group, limit in enumerate(self.values):
+            if limit is None:
+                limit = jnp.inf
             if is_function(limit):
                 # Each device gets the norms of all, in shard_map too.
-                every = seen[:, group]
-                for name in sorted(varying(every)):
-                    every = lax.all_gather(every, name, tiled=True)
-                limit = limit(every)
+                all_norms = norms_or_nan[:, group]
+                for name in sorted(varying(all_norms)):
+                    all_norms = lax.all_gather(all_norms, name, tiled=True)
+                limit = limit(all_norms)
                 check_scalar(f"{self.call}: what max_norm returns", limit)
                 # Without an example there is no median.
                 limit = jnp.where(jnp.any(counts), limit, 0)
-            limits.append(held_in(norms.dtype, jnp.inf if limit is None else limit))
+            limits.append(held_in(norms.dtype, limit))
         # A traced limit may be negative, and then counts as 0.
-        limit = jnp.stack(limits)
-        limit = jnp.broadcast_to(jnp.maximum(limit, 0), norms.shape)
-        new = shrunk_by(self.shrink, known, limit, self.call)
-        factor = factor_between(known, new)
+        limits_of_groups = jnp.maximum(jnp.stack(limits), 0)
+        limits_of_norms = jnp.broadcast_to(limits_of_groups, norms.shape)
+        new_norms = shrunk_by(self.shrink, counted_norms, limits_of_norms, self.call)
+        factor = factor_between(counted_norms, new_norms)
         return Weights(
             norms=jnp.where(present[:, None], norms, 0.0),
             roots=factor.root,
             factors=jnp.where(counts[:, None], factor.reported, 0.0),
             counts=counts,
-            shares=jnp.ones_like(known[:, 0]) / held_in(norms.dtype, self.divisor),
+            shares=jnp.ones_like(counted_norms[:, 0])
+            / held_in(norms.dtype, self.divisor),
         )
 
 
 class Weights(NamedTuple):
-    """What was found out about the examples of a batch."""
+    """Norms and factors of the examples of a batch."""
 
     # float32[batch, groups]: 0 for an example that is not present
     norms: Array
     # float32[batch, groups]: what each gradient is multiplied by twice. Without meaning
     # for an example that does not count.
     roots: Array
-    # float32[batch, groups]: what it is multiplied by altogether, for reports. 0 for an
-    # example that does not count.
+    # float32[batch, groups]: what each gradient is multiplied by altogether, for
+    # reports. 0 for an example that does not count.
     factors: Array
     counts: Array  # bool[batch]: is present and has finite norms
     shares: Array  # float32[batch]: 1 over the divisor of the sum, for all the same
@@ -155,21 +162,23 @@ def limits_of(max_norm: Any, call: str, shrink: Shrink) -> Limits:
     """
     argument = f"{call}: max_norm"
     # A rule is a tree to JAX. Examples have no steps that it could learn from.
-    found, treedef = jax.tree.flatten_with_path(
+    limits, treedef = jax.tree.flatten_with_path(
         max_norm, is_leaf=lambda limit: limit is None or is_rule(limit)
     )
-    if not found:
+    if not limits:
         raise ValueError(f"{argument} has no limit in it, got {shown(max_norm)}.")
-    for path, value in found:
-        where = f"{argument} for {prefix.name(path)!r}" if path else argument
-        if value is not None and not is_function(value):
-            check_limit(where, value, is_scalar=True)
-    values = [value for _, value in found]
-    entries = tuple((path, number) for number, (path, _) in enumerate(found))
-    return Limits(call, values, shrink, prefix.Prefix(entries), treedef)
+    values = []
+    groups = []
+    for group, (path, limit) in enumerate(limits):
+        if limit is not None and not is_function(limit):
+            argument_of_path = f"{argument} for {prefix.name(path)!r}"
+            check_limit(argument_of_path if path else argument, limit, is_scalar=True)
+        values.append(limit)
+        groups.append((path, group))
+    return Limits(call, values, shrink, prefix.Prefix(tuple(groups)), treedef)
 
 
-def little() -> int:
+def small_memory() -> int:
     """How many numbers of float32 are not worth a loop."""
     # A megabyte on a CPU, which is the faster the more stays in its cache. Elsewhere a
     # loop starts its kernels in each turn.
@@ -191,7 +200,7 @@ def is_narrow(x: Any) -> bool:
 
 
 def widened(tree: Any) -> Any:
-    """The arrays of a tree, with float32 in the place of 16 bits."""
+    """The arrays of a tree, with float32 instead of 16 bits."""
 
     def wide(x: Any) -> Any:
         return x.astype(np.float32) if is_narrow(x) else x
@@ -202,81 +211,98 @@ def widened(tree: Any) -> Any:
 def written(tree: Any) -> Any:
     """The arrays of a tree, written to memory, where all readers get the same numbers.
 
-    XLA computes what has several readers several times, each time rounded differently,
-    and leaves out a rounding to 16 bits before what computes in float32. It would
-    measure other numbers than it adds up.
+    XLA computes a value with several readers several times, each time rounded
+    differently, and leaves out a rounding to 16 bits before a computation in float32.
+    The norms would be those of other numbers than are added up.
     """
     return jax.tree.map(lax.optimization_barrier, tree)
+
+
+class ExampleResults(NamedTuple):
+    """The results of the examples of a batch."""
+
+    weights: Weights
+    values: Array  # float[batch]: of the loss
+    aux: Any  # [batch, ...]
 
 
 class Run(NamedTuple):
     """One call of the function that `clipped_grad` made.
 
-    Each method returns the weighted sums of the gradients, and what was found out about
-    the examples: their weights, values and aux.
+    Each method returns the weighted sums of the gradients, and the results of the
+    examples.
     """
 
     problem: Problem
     limits: Limits
     microbatch: int | None
 
-    def in_one_pass(self) -> tuple[Arrays, Any]:
-        def step(present: Array, example: Any) -> tuple[Arrays, Any]:
-            grads, found = self._look(present, example)
-            return list(map(found[0].total, grads, self.limits.groups)), found
+    def in_one_pass(self) -> tuple[Arrays, ExampleResults]:
+        def step(present: Array, example: Any) -> tuple[Arrays, ExampleResults]:
+            grads, results = self._grads_and_results(present, example)
+            sums = list(map(results.weights.total, grads, self.limits.groups))
+            return sums, results
 
         return self.in_steps(step)
 
-    def in_steps(self, step: Any) -> tuple[Arrays, Any]:
-        inputs = self.problem.present, (self.problem.batch,)
-        return in_microbatches(step, self._zeros(), *inputs, self.microbatch)
+    def in_steps(self, step: Step) -> tuple[Arrays, ExampleResults]:
+        return in_microbatches(
+            step,
+            self._zeros(),
+            self.problem.present,
+            (self.problem.batch,),
+            self.microbatch,
+        )
 
     def _zeros(self) -> Arrays:
         """Where gradients are summed: float32 or wider, so that many small 16-bit
         gradients are not lost beside their sum.
         """
 
-        def zero(leaf: Array) -> Array:
-            x = jnp.zeros(leaf.shape, np.promote_types(leaf.dtype, np.float32))
+        zeros = []
+        for leaf in jax.tree.leaves(self.problem.params):
+            zero = jnp.zeros(leaf.shape, np.promote_types(leaf.dtype, np.float32))
             # As lax.scan asks for: of the type of the sums that follow.
-            return typed_as_varying((self.problem.batch, leaf), x)
+            zeros.append(typed_as_varying((self.problem.batch, leaf), zero))
+        return zeros
 
-        return list(map(zero, jax.tree.leaves(self.problem.params)))
-
-    def _look(self, present: Array, example: Any) -> tuple[Arrays, Any]:
-        """The gradients of a microbatch, and what was found out."""
-        gradient = jax.value_and_grad(self.problem.of_one, has_aux=True)
+    def _grads_and_results(
+        self, present: Array, example: Any
+    ) -> tuple[Arrays, ExampleResults]:
+        """The gradients of a microbatch, and the results of its examples."""
+        value_and_grad = jax.value_and_grad(self.problem.of_one, has_aux=True)
 
         def of_one(params: Any, example: Any) -> tuple[Any, Arrays]:
-            found, grads = gradient(params, example)
+            value_and_aux, grads = value_and_grad(params, example)
             # A node of the user's may refuse gradients of several examples.
-            return found, jax.tree.leaves(grads)
+            return value_and_aux, jax.tree.leaves(grads)
 
-        run = jax.vmap(of_one, (None, 0))
-        (values, aux), grads = run(self.problem.params, example)
+        of_all = jax.vmap(of_one, (None, 0))
+        (values, aux), grads = of_all(self.problem.params, example)
         # XLA on a CPU would else write the float64 squares of gradients that only a
         # norm reads.
         leaves = written(grads)
-        return leaves, (self.limits.weigh(leaves, present), values, aux)
+        weights = self.limits.weigh(leaves, present)
+        return leaves, ExampleResults(weights, values, aux)
 
 
 def in_microbatches(
     step: Step, total: Any, counts: Array, batch: Any, most: int | None
 ) -> tuple[Any, Any]:
-    """Runs `step(counts, *examples) -> (terms, found)` on each microbatch, of at most
+    """Runs `step(counts, *examples) -> (terms, results)` on each microbatch, of at most
     `most` examples.
 
     `counts` is False for examples that only fill up the last microbatch.
 
     Returns:
-      The total plus all terms, and what was found for each example.
+      The total plus all terms, and the results of each example.
     """
     size = counts.size
-    width = evened(size, int(most or size))
+    width = even_width(size, int(most or size))
     count = -(-size // width)
     if count == 1:
-        terms, found = step(counts, *batch)
-        return jax.tree.map(_plus, total, terms), found
+        terms, results = step(counts, *batch)
+        return jax.tree.map(_plus, total, terms), results
 
     def split(x: Array) -> Array:
         """[batch, ...] as [width, count, ...].
@@ -303,19 +329,19 @@ def in_microbatches(
         def take(x: Array) -> Array:
             return lax.dynamic_index_in_dim(x, turn, 1, keepdims=False)
 
-        terms, found = step(*jax.tree.map(take, (counts & is_real, *batch)))
-        return jax.tree.map(_plus, total, terms), found
+        terms, results = step(*jax.tree.map(take, (counts & is_real, *batch)))
+        return jax.tree.map(_plus, total, terms), results
 
-    total, found = lax.scan(body, total, jnp.arange(count))
-    return total, jax.tree.map(joined, found)
+    total, results = lax.scan(body, total, jnp.arange(count))
+    return total, jax.tree.map(joined, results)
 
 
 def _plus(total: Array, term: Array) -> Array:
     return total + term.astype(total.dtype)
 
 
-def evened(size: int, most: int) -> int:
-    """How many examples are in each of the fewest microbatches of at most some.
+def even_width(size: int, most: int) -> int:
+    """How many examples are in each of the fewest microbatches of at most `most`.
 
     32 examples, 9 at once, would be 4 microbatches with 4 examples to spare. 8 at once
     they are 4 microbatches as well, with none.

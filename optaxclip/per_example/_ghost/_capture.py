@@ -1,50 +1,53 @@
 """Captures the data that meet parameters, and the cotangents of what comes out.
 
 The program of the loss of one example (its jaxpr) is split. Some values are made of
-parameters alone, such as a weight that was cast or transposed. Where such a value, an
-operand, meets data is a use, for example the matrix product of a layer. The gradient of
-an example is known from the data that come into each use and the cotangents of what
-comes out of it.
+parameters alone, such as a weight that was cast or transposed. An equation where such a
+value, an operand, meets data is a use, for example the matrix product of a layer. The
+gradient of an example is known from the data that come into each use and the cotangents
+of its outputs.
 
     split_loss   finds the uses, and what operands are made of
     capture      runs the losses of a batch forward and backward. Each output of a use
                  has a tap: a value whose cotangent is that of the output
 
-Calls of jit and jax.checkpoint are entered, and so is the body of a scan. All else that
-has a body (cond, while, custom derivatives) is one use as a whole. So is a backward
-rule of somebody's own (custom_vjp) even without data, since it may not be linear.
+Calls of jit and jax.checkpoint are entered, and so is the body of a scan. Any other
+equation that has a body (cond, while, custom derivatives) is one use as a whole. So is
+a backward rule of the user's (custom_vjp) even without data, since it may not be
+linear.
 
-What is in a scan has axes for its turns in front, the outermost scan first.
+A value in a scan has axes for its turns in front, the outermost scan first.
 """
 
+from __future__ import annotations
+
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
-from itertools import islice
-from operator import itemgetter
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
+from jax.core import ShapedArray
 
 from ... import _jaxpr
-from ..._jaxpr import CALLS
+from ..._jaxpr import CALLS, Flags, type_of
 from ..._mesh import typed_as_varying, varying_as
 from .._passes import is_narrow, widened, written
+
+if TYPE_CHECKING:
+    from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 
 # Uses that are sums: their gradient does not need what comes in beside the operand.
 SUMS = ("add", "sub", "add_any", "concatenate")
 # They keep all numbers of a parameter, maybe in another order.
 KEEPS = ("convert_element_type", "copy", "pvary", "sharding_constraint")
 MOVES = ("broadcast_in_dim", "expand_dims", "reshape", "rev", "squeeze")
-# What they compute is right with float32 in the place of 16 bits.
+# What they compute is right with float32 instead of 16 bits.
 WIDENED = {*KEEPS, *MOVES, "add", "add_any", "sub", "mul", "div", "neg", "concatenate"}
 WIDENED |= {"transpose", "dynamic_slice", "gather", "select_n", "reduce_sum"}
 WIDENED |= {"slice", "split", "conv_general_dilated", "dot_general"}
-Flags = list[bool]
-Loops = tuple[int, ...]  # the lengths of scans, outermost first
 
 
 class View(NamedTuple):
@@ -62,12 +65,13 @@ NONE = frozenset[int]()
 class Origin(NamedTuple):
     """What a value is made of."""
 
-    # Gives it, where the example is not in it: from parameters by their numbers, and
-    # from what was made of them before. In float32 instead of 16 bits if that can be.
+    # Returns the value, where the example is not in it: from parameters by their
+    # numbers, and from values made of them before. In float32 instead of 16 bits where
+    # that is possible.
     make: Callable[[dict[Any, Any]], Any]
-    # the parameters that it has a derivative by, as numbers
-    by: frozenset[int] = NONE
-    loops: frozenset[int] = NONE  # the scans that slice it, by depth
+    # The parameters that it has a derivative by, as indices of leaves
+    leaves: frozenset[int] = NONE
+    scans: frozenset[int] = NONE  # the scans that slice it, by depth
     is_data: bool = False  # whether the example is in it
     depth: int = 0  # how many operations on parameters are before it
     view: View | None = None  # set where it is one parameter, rearranged
@@ -81,60 +85,64 @@ class Use(NamedTuple):
 
     eqn: Any  # None where an operand is taken for data as it is
     name: str  # of its primitive
-    places: tuple[int, ...]  # which of its inputs are operands
-    origins: tuple[Origin, ...]  # of those
-    data: list[Any]  # the types of its other inputs
-    outs: list[Any]  # the types of its outputs
-    # the outputs that a backward pass from the loss to the parameters comes by
+    operands: dict[int, Origin]  # by their places among the inputs
+    data_types: list[ShapedArray]  # of its other inputs
+    out_types: list[ShapedArray]
+    # The outputs that a backward pass from the loss to the parameters comes by
     tapped: tuple[int, ...]
-    loops: Loops  # of the scans around it
+    scan_lengths: tuple[int, ...]  # of the scans around it, outermost first
 
     @property
-    def kept(self) -> int:
+    def captured_size(self) -> int:
         """How many numbers are captured of it in one example."""
-        kept = [self.outs[k] for k in self.tapped]
-        kept += [] if self.name in SUMS else self.data
-        return math.prod(self.loops) * sum(x.size for x in kept)
+        types = [self.out_types[index] for index in self.tapped]
+        if self.name not in SUMS:
+            types += self.data_types
+        return math.prod(self.scan_lengths) * sum(x.size for x in types)
 
 
 class Step(NamedTuple):
     """What to do with one equation."""
 
-    eqn: Any  # None where a variable is taken for data
-    ins: list[Any]  # variables, or literals
-    outs: list[Any]
+    eqn: JaxprEqn | None  # None where a variable is taken for data
+    invars: Sequence[Any]  # variables, or literals
+    outvars: Sequence[Any]
     use: Use | None = None
-    # the body of a call or scan, if it is entered
-    inner: "Program | None" = None
+    # The body of a call or scan, if it is entered
+    body: Program | None = None
 
 
 class Program(NamedTuple):
     """A program, split at its uses."""
 
-    jaxpr: Any
-    consts: list[Any]
+    jaxpr: Jaxpr
+    consts: Sequence[Any]
     steps: list[Step]
-    outs: list[Origin]
+    out_origins: list[Origin]
 
     def uses(self) -> list[Use]:
         """All uses, in the order in which the program runs into them."""
-        found: list[Use] = []
+        uses: list[Use] = []
         for step in self.steps:
-            found += [step.use] if step.use else []
-            found += step.inner.uses() if step.inner else []
-        return found
+            if step.use:
+                uses.append(step.use)
+            if step.body:
+                uses += step.body.uses()
+        return uses
 
 
-# What is kept of one use: the data that came in, and the cotangents of the outputs that
-# are tapped. Arrays are [example, *turns of scans, ...].
-Captured = tuple[list[Array], list[Array]]
+class Captured(NamedTuple):
+    """What is captured of one use. Arrays are [example, *turns of scans, ...]."""
+
+    inputs: list[Array]  # the data that came in
+    cotangents: list[Array]  # of the outputs that are tapped
 
 
 class CannotSplit(Exception):
     """The parts of a loss would compute other numbers than the whole."""
 
 
-def split_loss(loss: Any, params: list[Array]) -> Program:
+def split_loss(loss: ClosedJaxpr, params: list[Array]) -> Program:
     """Splits the program of the loss of one example.
 
     Raises:
@@ -144,124 +152,212 @@ def split_loss(loss: Any, params: list[Array]) -> Program:
         derivative lets NaN through to other examples on a CPU, or more operations on
         parameters alone than Python can call in one another.
     """
-    if any(map(_jaxpr.has_refs, loss.jaxpr.eqns)):
+    if any(_jaxpr.has_refs(eqn) for eqn in loss.jaxpr.eqns):
         raise CannotSplit
-    origins = []
-    for number, leaf in enumerate(params):
-        view = View((), tuple(range(leaf.ndim)))
-        by = frozenset([number])
-        origins.append(Origin(itemgetter(number), by, view=view))
+    origins = [_parameter(number, leaf.ndim) for number, leaf in enumerate(params)]
     origins += [DATA] * (len(loss.jaxpr.invars) - len(params))
-    # After the value of the loss comes aux, which is not gone back through.
-    wanted = [place == 0 for place in range(len(loss.jaxpr.outvars))]
-    return _split(loss, origins, wanted, (), is_call=False)
+    # After the value of the loss comes aux, which has no cotangents.
+    has_cotangent = [index == 0 for index in range(len(loss.jaxpr.outvars))]
+    return _split(loss, origins, has_cotangent, scan_lengths=(), is_call=False)
+
+
+def _parameter(number: int, ndim: int) -> Origin:
+    view = View((), tuple(range(ndim)))
+    return Origin(lambda values: values[number], frozenset([number]), view=view)
+
+
+def _constant(value: Any) -> Origin:
+    return Origin(lambda values: value)
 
 
 def _split(
-    body: Any, origins: list[Origin], wanted: Flags, loops: Loops, is_call: bool
+    program: ClosedJaxpr | Jaxpr,
+    origins: list[Origin],
+    has_cotangent: Flags,
+    scan_lengths: tuple[int, ...],
+    is_call: bool,
 ) -> Program:
     """Splits a program.
 
     Args:
-      body: the program.
-      origins: those of its inputs.
-      wanted: of each output, whether a backward pass comes from it.
-      loops: the lengths of the scans around it.
+      program: the program.
+      origins: of its inputs.
+      has_cotangent: of each output, whether a backward pass comes from it.
+      scan_lengths: of the scans around it, outermost first.
       is_call: whether outputs may be operands. Elsewhere they are taken for data.
     """
-    jaxpr, consts = getattr(body, "jaxpr", body), getattr(body, "consts", [])
+    jaxpr = _jaxpr.jaxpr_of(program)
+    consts = getattr(program, "consts", [])
     # By identity, since literals, which are constants too, cannot be hashed.
-    table = dict(zip(map(id, jaxpr.constvars), map(_constant, consts)))
-    table |= zip(map(id, jaxpr.invars), origins)
+    origins_by_id: dict[int, Origin] = {}
+    for var, value in zip(jaxpr.constvars, consts):
+        origins_by_id[id(var)] = _constant(value)
+    for var, origin in zip(jaxpr.invars, origins):
+        origins_by_id[id(var)] = origin
     steps: list[Step] = []
 
-    def origin_of(atom: Any, comes: bool = True) -> Origin:
-        origin = table.get(id(atom)) or _constant(atom.val)
-        # What no backward pass comes by has no derivative.
-        return origin if comes else origin._replace(by=NONE)
+    def origin_of(atom: Any) -> Origin:
+        return origins_by_id.get(id(atom)) or _constant(atom.val)
 
-    def take_for_data(atoms: list[Any], wanted: Flags) -> None:
-        for atom, comes in zip(atoms, wanted):
-            origin = origin_of(atom, comes)
-            if origin.by:
-                own = "identity", (0,), (origin,), [], [atom.aval]
-                use = Use(None, *own, (0,), loops)
+    def origins_of(atoms: Sequence[Any], has_derivative: Flags) -> list[Origin]:
+        origins = []
+        for atom, is_reached in zip(atoms, has_derivative):
+            origin = origin_of(atom)
+            origins.append(origin if is_reached else origin._replace(leaves=NONE))
+        return origins
+
+    def take_for_data(atoms: Sequence[Any], has_derivative: Flags) -> None:
+        for atom, is_reached in zip(atoms, has_derivative):
+            origin = origin_of(atom)
+            if is_reached and origin.leaves:
+                use = Use(
+                    eqn=None,
+                    name="identity",
+                    operands={0: origin},
+                    data_types=[],
+                    out_types=[atom.aval],
+                    tapped=(0,),
+                    scan_lengths=scan_lengths,
+                )
                 steps.append(Step(None, [atom], [atom], use))
-                table[id(atom)] = DATA
+                origins_by_id[id(atom)] = DATA
 
-    flows, _ = _jaxpr.backward_through(jaxpr, wanted)
-    convolved = list(map(_jaxpr.has_convolution, jaxpr.eqns))
-    for eqn, convolves, (comes, goes) in zip(jaxpr.eqns, convolved, flows):
-        ins = list(map(origin_of, eqn.invars, goes))
-        by = NONE.union(*(origin.by for origin in ins))
-        is_data = any(origin.is_data for origin in ins)
-        is_use = bool(by) and (is_data or _jaxpr.has_backward_rule(eqn))
-        name, inner, use = eqn.primitive.name, None, None
-        outs = [DATA] * len(eqn.outvars)
-        if (by or convolves) and name in CALLS:
-            inner = _split(_jaxpr.body_of(eqn), ins, comes, loops, is_call=True)
-            outs = inner.outs
+    flows, _ = _jaxpr.backward_through(jaxpr, has_cotangent)
+    for eqn, flow in zip(jaxpr.eqns, flows):
+        name = eqn.primitive.name
+        in_origins = origins_of(eqn.invars, flow.to_inputs)
+        leaves = NONE.union(*(origin.leaves for origin in in_origins))
+        is_data = any(origin.is_data for origin in in_origins)
+        is_use = bool(leaves) and (is_data or _jaxpr.has_backward_rule(eqn))
+        convolves = _jaxpr.has_convolution(eqn)
+        use = None
+        body = None
+        out_origins = [DATA] * len(eqn.outvars)
+        if (leaves or convolves) and name in CALLS:
+            body = _split(
+                _jaxpr.body_of(eqn),
+                in_origins,
+                flow.from_outputs,
+                scan_lengths,
+                is_call=True,
+            )
+            out_origins = body.out_origins
         elif (is_use or (is_data and convolves)) and name == "scan":
-            # What it carries is data, since it differs from turn to turn.
-            first, carried = _jaxpr.counts_of_scan(eqn)
-            carry = slice(first, first + carried)
-            take_for_data(eqn.invars[carry], goes[carry])
-            sliced = [_slice(x, len(loops)) for x in ins[carry.stop :]]
-            ins = [*ins[:first], *[DATA] * carried, *sliced]
-            inside = (*loops, eqn.params["length"])
-            inner = _split(_jaxpr.body_of(eqn), ins, comes, inside, False)
+            consts_end, carry_end = _ends_of_scan(eqn)
+            # The carry is data, since it differs from turn to turn.
+            carry = slice(consts_end, carry_end)
+            take_for_data(eqn.invars[carry], flow.to_inputs[carry])
+            depth = len(scan_lengths)
+            slices = [_slice(origin, depth) for origin in in_origins[carry_end:]]
+            carries = [DATA] * (carry_end - consts_end)
+            body = _split(
+                _jaxpr.body_of(eqn),
+                [*in_origins[:consts_end], *carries, *slices],
+                flow.from_outputs,
+                (*scan_lengths, eqn.params["length"]),
+                is_call=False,
+            )
         else:
-            # What is made of parameters alone is made for all turns of a scan at once.
-            is_mapped = is_use or (loops and not is_data)
-            changes = is_mapped and _jaxpr.has_bits_that_vmap_changes(eqn)
-            if changes or (by and _jaxpr.asks_what_moves(eqn)):
-                raise CannotSplit
-            kernels = ins[1:] if name == "conv_general_dilated" else ins
-            if convolves and any(origin.is_data for origin in kernels):
-                raise CannotSplit
+            # Values of parameters alone are made for all turns of a scan at once.
+            is_in_scan = len(scan_lengths) > 0
+            is_mapped = is_use or (is_in_scan and not is_data)
+            _check_equation(eqn, in_origins, is_mapped=is_mapped)
             if is_use:
-                places = tuple(k for k, origin in enumerate(ins) if origin.by)
-                own = tuple(ins[k] for k in places)
-                data = [x.aval for k, x in enumerate(eqn.invars) if k not in places]
-                types = [x.aval for x in eqn.outvars]
-                floats = [jnp.issubdtype(x.dtype, jnp.inexact) for x in types]
-                tapped = [k for k, each in enumerate(zip(comes, floats)) if all(each)]
-                use = Use(eqn, name, places, own, data, types, tuple(tapped), loops)
+                use = _use_of(eqn, in_origins, flow.from_outputs, scan_lengths)
             elif not is_data:
-                outs = _made(eqn, ins, by)
-        steps.append(Step(eqn, eqn.invars, eqn.outvars, use, inner))
-        table |= zip(map(id, eqn.outvars), outs)
+                out_origins = _origins_without_data(eqn, in_origins, leaves)
+        steps.append(Step(eqn, eqn.invars, eqn.outvars, use, body))
+        for var, origin in zip(eqn.outvars, out_origins):
+            origins_by_id[id(var)] = origin
     if not is_call:
-        take_for_data(jaxpr.outvars, wanted)
-    return Program(jaxpr, consts, steps, list(map(origin_of, jaxpr.outvars)))
+        take_for_data(jaxpr.outvars, has_cotangent)
+    return Program(jaxpr, consts, steps, [origin_of(var) for var in jaxpr.outvars])
 
 
-def _constant(value: Any) -> Origin:
-    return Origin(lambda made: value)
+def _ends_of_scan(eqn: JaxprEqn) -> tuple[int, int]:
+    """Where constants end in the inputs of a scan, and where its carries end."""
+    consts, carries = _jaxpr.counts_of_scan(eqn)
+    return consts, consts + carries
 
 
-def _made(eqn: Any, ins: list[Origin], by: frozenset[int]) -> list[Origin]:
+def _check_equation(
+    eqn: JaxprEqn, in_origins: list[Origin], *, is_mapped: bool
+) -> None:
+    """Raises CannotSplit where an equation would compute other numbers by itself."""
+    if is_mapped and _jaxpr.has_bits_that_vmap_changes(eqn):
+        raise CannotSplit
+    has_leaves = any(origin.leaves for origin in in_origins)
+    if has_leaves and _jaxpr.asks_what_moves(eqn):
+        raise CannotSplit
+    kernels = in_origins
+    if eqn.primitive.name == "conv_general_dilated":
+        kernels = in_origins[1:]
+    if _jaxpr.has_convolution(eqn) and any(origin.is_data for origin in kernels):
+        raise CannotSplit
+
+
+def _use_of(
+    eqn: JaxprEqn,
+    in_origins: list[Origin],
+    has_cotangent: Flags,
+    scan_lengths: tuple[int, ...],
+) -> Use:
+    """An equation as a use. Its inputs are operands where they have leaves."""
+    operands = {}
+    data_types = []
+    for place, (var, origin) in enumerate(zip(eqn.invars, in_origins)):
+        if origin.leaves:
+            operands[place] = origin
+        else:
+            data_types.append(type_of(var))
+    out_types = [type_of(var) for var in eqn.outvars]
+    tapped = []
+    for index, out_type in enumerate(out_types):
+        if has_cotangent[index] and jnp.issubdtype(out_type.dtype, jnp.inexact):
+            tapped.append(index)
+    return Use(
+        eqn=eqn,
+        name=eqn.primitive.name,
+        operands=operands,
+        data_types=data_types,
+        out_types=out_types,
+        tapped=tuple(tapped),
+        scan_lengths=scan_lengths,
+    )
+
+
+def _origins_without_data(
+    eqn: JaxprEqn, in_origins: list[Origin], leaves: frozenset[int]
+) -> list[Origin]:
     """The origins of the outputs of an equation without data."""
-    loops = NONE.union(*(origin.loops for origin in ins))
-    depth = 1 + max((origin.depth for origin in ins), default=0)
+    scans = NONE.union(*(origin.scans for origin in in_origins))
+    depth = 1 + max((origin.depth for origin in in_origins), default=0)
     # Python would call all of them in one another.
     if depth > 100:
         raise CannotSplit
 
-    def outs(made: dict[Any, Any]) -> list[Any]:
-        if outs not in made:
+    def outputs(values: dict[Any, Any]) -> list[Any]:
+        # Made once for all outputs.
+        if outputs not in values:
             run = partial(bind, eqn, is_wide=True)
             # For all turns at once. The axis of the outermost scan is in front.
-            for depth in sorted(loops, reverse=True):
-                axes = [0 if depth in x.loops else None for x in ins]
+            for scan in sorted(scans, reverse=True):
+                axes = [0 if scan in origin.scans else None for origin in in_origins]
                 run = jax.vmap(run, (axes,))
-            made[outs] = run([x.make(made) for x in ins])
-        return made[outs]
+            values[outputs] = run([origin.make(values) for origin in in_origins])
+        return values[outputs]
 
-    by = NONE if _jaxpr.is_stop(eqn) else by
-    view = _view_after(eqn, [origin.view for origin in ins])
-    makes = [lambda made, k=k: outs(made)[k] for k in range(len(eqn.outvars))]
-    return [Origin(make, by, loops, depth=depth, view=view) for make in makes]
+    if _jaxpr.is_stop(eqn):
+        leaves = NONE
+    view = _view_after(eqn, [origin.view for origin in in_origins])
+    out_origins = []
+    for index in range(len(eqn.outvars)):
+
+        def make(values: dict[Any, Any], index: int = index) -> Any:
+            return outputs(values)[index]
+
+        out_origins.append(Origin(make, leaves, scans, depth=depth, view=view))
+    return out_origins
 
 
 def _slice(origin: Origin, depth: int) -> Origin:
@@ -270,64 +366,76 @@ def _slice(origin: Origin, depth: int) -> Origin:
     if view:
         path = *view.path, ("scan", view.axes)
         view = View(path, tuple(range(len(view.axes) - 1)))
-    return origin._replace(loops=origin.loops | {depth}, view=view)
+    return origin._replace(scans=origin.scans | {depth}, view=view)
 
 
 def _view_after(eqn: Any, views: list[View | None]) -> View | None:
     """The view that the output of an equation is, or None if it is not one."""
-    # What is made of two values, such as a sum of weights, is not one rearranged. Nor
-    # are numbers that were copied, which would be counted more than once.
+    # A value of two values, such as a sum of weights, is not one rearranged. Nor are
+    # numbers that were copied, which would be counted more than once.
     if len(views) != 1 or views[0] is None or not eqn.outvars:
         return None
     path, axes = views[0]
-    before, after = eqn.invars[0].aval, eqn.outvars[0].aval
-    name, params = eqn.primitive.name, eqn.params
+    before = eqn.invars[0].aval
+    after = eqn.outvars[0].aval
+    name = eqn.primitive.name
+    params = eqn.params
     if name in KEEPS:
         return views[0]
     if name == "transpose":
-        return View(path, tuple(axes[k] for k in params["permutation"]))
+        return View(path, tuple(axes[axis] for axis in params["permutation"]))
     if name not in MOVES or before.size != after.size:
         return None
     return View((*path, (name, axes, str(params))), tuple(range(after.ndim)))
 
 
-def bind(eqn: Any, ins: list[Any], is_wide: bool = False) -> list[Any]:
+def bind(eqn: JaxprEqn, inputs: list[Any], is_wide: bool = False) -> list[Any]:
     """The outputs of an equation. With `is_wide`, in float32 instead of 16 bits where
-    that can be.
+    that is possible.
     """
     params = eqn.params
     if is_wide and eqn.primitive.name == "pad":
         # JAX 0.10.2 cannot differentiate lax.pad by the value alone.
-        (x, value), edges = widened(ins), params["padding_config"]
+        x, value = widened(inputs)
+        edges = params["padding_config"]
         is_inside = lax.pad(jnp.ones(x.shape, bool), False, edges)
         padded = lax.pad(x, jnp.zeros((), x.dtype), edges)
         return [jnp.where(is_inside, padded, value)]
     if is_wide and eqn.primitive.name in WIDENED:
-        ins = widened(ins)
+        inputs = widened(inputs)
         for key in ("new_dtype", "preferred_element_type"):
             dtype = params.get(key)
             if dtype is not None and is_narrow(dtype):
                 params = params | {key: np.dtype(np.float32)}
     elif is_wide:
-        pairs = zip(ins, [x.aval for x in eqn.invars])
-        ins = [x.astype(y.dtype) if is_narrow(y) else x for x, y in pairs]
+        inputs = list(map(_as_narrow_as, inputs, eqn.invars))
     # A custom_jvp keeps its functions as programs. They are made functions again.
     params = eqn.primitive.get_bind_params(params)
     with eqn.ctx.manager:  # such as the device that compute_on asks for
-        outs = eqn.primitive.bind(*ins, **params)
-    return list(outs) if eqn.primitive.multiple_results else [outs]
+        outputs = eqn.primitive.bind(*inputs, **params)
+    return list(outputs) if eqn.primitive.multiple_results else [outputs]
+
+
+def _as_narrow_as(x: Any, var: Any) -> Any:
+    """The value, cast to the type of a variable that has 16 bits."""
+    return x.astype(var.aval.dtype) if is_narrow(var.aval) else x
 
 
 def capture(
     program: Program, params: list[Array], batch: list[Array]
 ) -> tuple[list[Array], list[Captured]]:
     """The outputs of the losses of a batch, and what is captured at each use."""
-    size, taps = batch[0].shape[0], []
+    size = batch[0].shape[0]
+    taps = []
     for use in program.uses():
-        outs = [use.outs[k] for k in use.tapped]
-        # [example, *turns, ...]: stands for an output, to get its cotangent.
-        own = [jnp.zeros((size, *use.loops, *x.shape), x.dtype) for x in outs]
-        taps.append(list(map(varying_as, own, outs)))
+        taps_of_use = []
+        for index in use.tapped:
+            out_type = use.out_types[index]
+            # [example, *turns, ...]: stands for an output, to get its cotangent.
+            shape = size, *use.scan_lengths, *out_type.shape
+            tap = jnp.zeros(shape, out_type.dtype)
+            taps_of_use.append(varying_as(tap, out_type))
+        taps.append(taps_of_use)
     # In shard_map cotangents of another type would be summed over devices.
     zeros, taps = typed_as_varying(batch, (jnp.zeros(size, jnp.float32), taps))
 
@@ -339,11 +447,12 @@ def capture(
     values, pull, (aux, inputs) = jax.vjp(of_all, taps, has_aux=True)
     # Each tap belongs to one example, so that one pass gives all cotangents.
     (cotangents,) = pull(jnp.ones_like(values))
-    return [values, *aux], list(zip(*written((inputs, cotangents))))
+    inputs, cotangents = written((inputs, cotangents))
+    return [values, *aux], list(map(Captured, inputs, cotangents))
 
 
 def _run(
-    program: Program, args: list[Any], taps: list[Any], zero: Array
+    program: Program, args: Sequence[Any], taps: Sequence[Any], zero: Array
 ) -> tuple[list[Any], list[Any]]:
     """The outputs of a program, and the data that came into each use.
 
@@ -353,29 +462,38 @@ def _run(
       taps: for each use a list, with a tap for each output that has one.
       zero: float32[], a part of the example.
     """
-    values = dict(zip(map(id, program.jaxpr.constvars), program.consts))
-    values |= zip(map(id, program.jaxpr.invars), args)
-    rest, inputs = iter(taps), []
+    # By identity, as in `_split`.
+    values: dict[int, Any] = {}
 
-    def of(atoms: list[Any]) -> list[Any]:
-        return [values.get(id(x), getattr(x, "val", None)) for x in atoms]
+    def write(variables: Sequence[Any], arrays: Sequence[Any]) -> None:
+        for var, array in zip(variables, arrays):
+            values[id(var)] = array
 
-    for eqn, ins, outs, use, inner in program.steps:
-        ins, names = of(ins), outs
-        if inner:
-            own = list(islice(rest, len(inner.uses())))
-            outs, inside = _entered(eqn, inner)(ins, own, zero)
-            inputs += inside
+    def read(atoms: Sequence[Any]) -> list[Any]:
+        return [values.get(id(atom), getattr(atom, "val", None)) for atom in atoms]
+
+    write(program.jaxpr.constvars, program.consts)
+    write(program.jaxpr.invars, args)
+    data_of_uses = []
+    for eqn, invars, outvars, use, body in program.steps:
+        inputs = read(invars)
+        # Uses come in order, and each takes its taps.
+        position = len(data_of_uses)
+        if eqn and body:
+            taps_of_body = list(taps[position : position + len(body.uses())])
+            outputs, data_of_body = _body_runner(eqn, body)(inputs, taps_of_body, zero)
+            data_of_uses += data_of_body
         else:
-            outs = bind(eqn, ins) if eqn else list(ins)
+            outputs = bind(eqn, inputs) if eqn else list(inputs)
         if use:
-            for k, tap in zip(use.tapped, next(rest)):
+            for index, tap in zip(use.tapped, taps[position]):
                 # What is the same for all examples would have one cotangent for all.
-                outs[k] = _tapped(outs[k] + zero.astype(outs[k].dtype), tap)
-            data = [x for k, x in enumerate(ins) if k not in use.places]
-            inputs.append(data)
-        values |= zip(map(id, names), outs)
-    return of(program.jaxpr.outvars), inputs
+                output = outputs[index] + zero.astype(outputs[index].dtype)
+                outputs[index] = _tapped(output, tap)
+            data = [x for place, x in enumerate(inputs) if place not in use.operands]
+            data_of_uses.append(data)
+        write(outvars, outputs)
+    return read(program.jaxpr.outvars), data_of_uses
 
 
 @jax.custom_vjp
@@ -390,27 +508,36 @@ def _tapped(out: Array, tap: Array) -> Array:
 _tapped.defvjp(lambda out, tap: (out, None), lambda _, x: (x, x))
 
 
-def _entered(eqn: Any, inner: Program) -> Callable[..., Any]:
+def _body_runner(eqn: JaxprEqn, body: Program) -> Callable[..., Any]:
     """`_run` of the body of a call or scan, as a function of inputs, taps and zero."""
-    run, params = partial(_run, inner), eqn.params
+    run = partial(_run, body)
+    params = eqn.params
     if eqn.primitive.name in ("checkpoint", "remat2"):
-        kept = {key: params[key] for key in ("prevent_cse", "policy")}
-        return jax.checkpoint(run, **kept)
+        return jax.checkpoint(
+            run, prevent_cse=params["prevent_cse"], policy=params["policy"]
+        )
     if eqn.primitive.name != "scan":
         return run
-    first, carried = _jaxpr.counts_of_scan(eqn)
-    last = first + carried
+    consts_end, carry_end = _ends_of_scan(eqn)
 
-    def loop(ins: list[Any], taps: list[Any], zero: Array) -> Any:
-        def body(carry: list[Any], turn: Any) -> tuple[Any, Any]:
-            xs, taps = turn
-            outs, inputs = run([*ins[:first], *carry, *xs], taps, zero)
-            return outs[:carried], (outs[carried:], inputs)
+    def loop(inputs: list[Any], taps: list[Any], zero: Array) -> Any:
+        consts = inputs[:consts_end]
 
-        # So that the loop runs as the loss asks for.
-        kept = {key: params[key] for key in ("length", "reverse", "unroll")}
-        start, xs = ins[first:last], (ins[last:], taps)
-        carry, (ys, inputs) = lax.scan(body, start, xs, **kept)
-        return [*carry, *ys], inputs
+        def turn(carry: list[Any], xs: Any) -> tuple[Any, Any]:
+            slices, taps_of_turn = xs
+            outs, data = run([*consts, *carry, *slices], taps_of_turn, zero)
+            carry_count = carry_end - consts_end
+            return outs[:carry_count], (outs[carry_count:], data)
+
+        # With the options of the loss, so that the loop runs as it asks for.
+        carry, (ys, data) = lax.scan(
+            turn,
+            inputs[consts_end:carry_end],
+            (inputs[carry_end:], taps),
+            length=params["length"],
+            reverse=params["reverse"],
+            unroll=params["unroll"],
+        )
+        return [*carry, *ys], data
 
     return loop

@@ -1,6 +1,6 @@
 """The norms of the gradients of examples, from what was captured.
 
-The gradient by a matrix has factors:
+The gradient by a matrix is a sum of outer products:
 
     G = sum_t a_t c_t'
 
@@ -13,7 +13,7 @@ Turns of a scan that share a matrix are positions too. Several matrices are a st
     rows       |c|, after those of one row are added up: lookups
     gram       sqrt(sum_ts (a_t . a_s)(c_t . c_s)): few positions, a large matrix
     matrix     |sum_t a_t c_t'|: many positions. The gradient of an example is made
-    gradient   the same by JAX's own derivative, where there are no factors
+    gradient   the same by JAX's own derivative, where there are no outer products
     unused     0
 
 The positions of several uses of a parameter are those of one.
@@ -21,8 +21,7 @@ The positions of several uses of a parameter are those of one.
 
 import math
 from collections.abc import Callable, Sequence
-from functools import partial, reduce
-from operator import attrgetter
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -34,49 +33,73 @@ from ..._mesh import varying
 from ..._plan import own_norm
 from ._capture import Captured, Origin, Use
 
-# Above it a product with the cotangent times the factor, which may be flushed to 0,
-# would be large.
-LARGEST = 2.0**104
+# A cotangent times its factor may be flushed to 0. Times inputs of a larger norm than
+# this the product that is lost would be large.
+LARGEST_INPUT = 2.0**104
 HIGHEST = lax.Precision.HIGHEST
 LOOKUPS = ("gather", "dynamic_slice")  # table[row] of one row is a slice
 
-# The factors of one use: `a` [stack, position, rows], or the numbers of rows that are
-# looked up, int32[stack, position], and `c` [stack, position, columns]. In a batch an
-# axis for examples is in front.
-Pair = tuple[Array, Array]
+
+class OuterProducts(NamedTuple):
+    """A gradient as a sum of outer products. In a batch an axis for examples is in
+    front.
+    """
+
+    # [stack, position, rows], or the numbers of rows that are looked up,
+    # int32[stack, position]
+    a: Array
+    c: Array  # [stack, position, columns]
+
+
+class Sizes(NamedTuple):
+    """The sizes of the outer products of one use, outside any scan."""
+
+    positions: int
+    rows: int
+    columns: int
 
 
 class Form(NamedTuple):
-    """How the gradient by the operand of a use is made of factors."""
+    """How the gradient by the operand of a use is a sum of outer products."""
 
     # The axes of the operand along which there is a matrix each, and those that are
     # rows and columns of the matrix
     stack: Sequence[int]
     rows: Sequence[int]
     columns: Sequence[int]
-    sizes: tuple[int, int, int]  # of positions, rows and columns
+    sizes: Sizes
     # From inputs and cotangent of one example, outside any scan.
-    split: Callable[..., Pair]
+    outer_products: Callable[..., OuterProducts]
     groups: int = 1  # of a convolution, which are columns of the operand too
-    # By how many offsets of its window `split` can shift the cotangents, in place of
-    # the pixels: the matrix is [rows / shifts, shifts * columns] then.
+    # By how many offsets of its window `outer_products` can shift the cotangents,
+    # instead of the pixels: the matrix is then [rows / shifts, shifts * columns].
     shifts: int = 1
 
 
-class Part(NamedTuple):
-    """One use of one parameter, whose gradient has factors."""
+class Operand(NamedTuple):
+    """A value made of a parameter, where a use takes it."""
 
-    number: int  # of the use
+    use_number: int  # its index among all uses
+    use: Use
+    origin: Origin
+
+
+class MatrixUse(NamedTuple):
+    """One use of one parameter, whose gradient is a sum of outer products."""
+
+    use_number: int  # its index among all uses
     use: Use
     origin: Origin  # of the operand that is the parameter
     form: Form
-    swaps: bool = False  # whether its rows are the columns of others
+    # Whether its rows are the columns of the first use, as those of a tied table.
+    is_transposed: bool = False
 
-    def matrices(self, made: dict[Any, Any]) -> Array:
-        """The operand as [stack, rows, columns]. Turns of scans that slice it belong to
-        the stack.
+    def matrices(self, values: dict[Any, Any]) -> Array:
+        """The operand as [stack, rows, columns], from parameters by their numbers.
+        Turns of scans that slice it belong to the stack.
         """
-        operand, form = self.origin.make(made), self.form
+        operand = self.origin.make(values)
+        form = self.form
         axes = np.array([*form.stack, *form.rows, *form.columns], int)
         turns = operand.ndim - len(axes)
         x = jnp.transpose(operand, (*range(turns), *(turns + axes)))
@@ -85,174 +108,235 @@ class Part(NamedTuple):
         return x.reshape(-1, rows, columns)
 
 
-class Way(NamedTuple):
-    """How the norm of the gradient by one parameter is found."""
+class LeafPlan(NamedTuple):
+    """How the norm of the gradient by one parameter is computed."""
 
-    name: str
-    uses: dict[int, Use]  # by their numbers
-    size: int = 0  # how many numbers are made of one example, and dropped
+    norm_by: str  # a word of the table above
+    uses: dict[int, Use]  # by their index among all uses
+    temporaries: int = 0  # how many numbers are made of one example, and dropped
     held: int = 0  # how many are held until the sum over examples
-    # about how many multiplications it takes that a plain gradient does not
-    cost: int = 0
-    parts: tuple[Part, ...] = ()  # where there are factors
-    matrices: tuple[int, ...] = ()  # stack, rows and columns
+    # About how many multiplications it takes that a plain gradient does not.
+    extra_work: int = 0
+    matrix_uses: tuple[MatrixUse, ...] = ()  # where there are outer products
+    matrix_shape: tuple[int, ...] = ()  # stack, rows and columns
     positions: int = 1
 
-    def own(self, book: list[Captured]) -> list[Captured]:
-        """What was captured at its uses."""
-        return [book[part.number] for part in self.parts]
+    def captured_of(self, captured: list[Captured]) -> list[Captured]:
+        """What was captured at its uses, of what was captured at all."""
+        return [captured[use.use_number] for use in self.matrix_uses]
 
 
-def ways_of(uses: list[Use], params: list[Array]) -> list[Way]:
-    """The way of each parameter."""
-    places: list[list[Place]] = [[] for _ in params]
+def plans_of(uses: list[Use], params: list[Array]) -> list[LeafPlan]:
+    """The plan of each parameter."""
+    operands_of_leaves: list[list[Operand]] = [[] for _ in params]
+    # How many numbers the gradient of an example has for each parameter
     held = [leaf.size for leaf in params]
-    for number, use in enumerate(uses):
-        # What is empty, such as the positions before the last of a sequence of one, has
+    for use_number, use in enumerate(uses):
+        # An empty use, such as the positions before the last of a sequence of one, has
         # no part in a gradient.
-        size = sum(use.outs[k].size for k in use.tapped)
-        for k, origin in zip(use.places, use.origins):
-            for leaf in origin.by if math.prod(use.loops) * size else ():
-                places[leaf].append((number, use, origin))
-                # From the gradient by an operand, such as w + a @ b, that by what it is
-                # made of follows.
+        size = sum(use.out_types[index].size for index in use.tapped)
+        if not math.prod(use.scan_lengths) * size:
+            continue
+        for place, origin in use.operands.items():
+            operand_size = use.eqn.invars[place].aval.size if use.eqn else 0
+            for depth in origin.scans:
+                operand_size *= use.scan_lengths[depth]
+            for leaf in origin.leaves:
+                operands_of_leaves[leaf].append(Operand(use_number, use, origin))
+                # The gradient by an operand, such as w + a @ b, gives that by each
+                # parameter that it is made of.
                 if use.name in FORMS:
-                    turns = [n for d, n in enumerate(use.loops) if d in origin.loops]
-                    operand = math.prod(turns) * use.eqn.invars[k].aval.size
-                    held[leaf] = max(held[leaf], operand)
-    ways, axes = [], list(map(varying, params))
-    for own, leaf, over, most in zip(places, params, axes, held):
-        uses_of_leaf = {number: use for number, use, _ in own}
-        name = "gradient" if own and leaf.size else "unused"
-        made = Way(name, uses_of_leaf, held=most)
-        # Where what comes out differs along more mesh axes than the parameter, its
-        # gradient is a sum over devices.
-        kinds = [x.manual_axis_type.varying for _, use, _ in own for x in use.outs]
-        is_own = over >= frozenset().union(*kinds)
-        parts = _fitted(own) if own and leaf.size and is_own else []
-        ways.append(_cheapest(parts, made) if parts else made)
-    return ways
+                    held[leaf] = max(held[leaf], operand_size)
+    plans = []
+    for leaf, operands, held_of_leaf in zip(params, operands_of_leaves, held):
+        plans.append(_plan_of(leaf, operands, held_of_leaf))
+    return plans
 
 
-# Where a parameter is used: the number of the use, the use, and the operand.
-Place = tuple[int, Use, Origin]
+def _plan_of(leaf: Array, operands: list[Operand], held: int) -> LeafPlan:
+    """The plan of one parameter, from all operands that are made of it."""
+    uses = {operand.use_number: operand.use for operand in operands}
+    if not uses or not leaf.size:
+        return LeafPlan("unused", uses, held=held)
+    by_gradient = LeafPlan("gradient", uses, held=held)
+    # Where outputs differ along more mesh axes than the parameter, its gradient is a
+    # sum over devices.
+    axes_of_leaf = varying(leaf)
+    for use in uses.values():
+        for out_type in use.out_types:
+            if not out_type.manual_axis_type.varying <= axes_of_leaf:
+                return by_gradient
+    matrix_uses = _matrix_uses_of(operands)
+    return _cheapest_plan(matrix_uses, by_gradient) if matrix_uses else by_gradient
 
 
-def _fitted(places: list[Place]) -> list[Part]:
-    """The uses of a parameter, with their forms. None where these do not fit together,
-    or one has no factors.
+class Layout(NamedTuple):
+    """How a parameter is read as matrices. Uses of equal layout have the same matrices,
+    and their gradients can be added up.
     """
-    found, keys, lookups = [], [], []
-    for number, use, origin in places:
-        form, view = form_of(use), origin.view
+
+    path: tuple[Any, ...]  # of its view
+    groups: int
+    # The axes of the parameter that are the stack, rows and columns
+    stack: tuple[int, ...]
+    rows: tuple[int, ...]
+    columns: tuple[int, ...]
+
+
+def _matrix_uses_of(operands: list[Operand]) -> list[MatrixUse]:
+    """The uses of a parameter, with their forms. Empty where the forms do not fit
+    together, or a use has none.
+    """
+    matrix_uses = []
+    layouts = []
+    layouts_of_lookups = []
+    for use_number, use, origin in operands:
+        form = form_of(use)
+        view = origin.view
         if form is None or view is None:
             return []
-        # The axes of the parameter that are the stack, rows and columns.
-        named = [tuple(view.axes[k] for k in axes) for axes in form[:3]]
-        keys.append((view.path, form.groups, *named))
-        lookups += keys[-1:] if use.name in LOOKUPS else []
-        found.append(Part(number, use, origin, form))
+        layout = Layout(
+            view.path,
+            form.groups,
+            stack=tuple(view.axes[axis] for axis in form.stack),
+            rows=tuple(view.axes[axis] for axis in form.rows),
+            columns=tuple(view.axes[axis] for axis in form.columns),
+        )
+        layouts.append(layout)
+        if use.name in LOOKUPS:
+            layouts_of_lookups.append(layout)
+        matrix_uses.append(MatrixUse(use_number, use, origin, form))
     # Rows of all lookups are rows of the table.
-    first = [*lookups, *keys][0]
+    straight = [*layouts_of_lookups, *layouts][0]
     # A tied table: rows of the lookup are columns of the product with the transpose.
-    *begin, rows, columns = first
-    turned = (*begin, columns, rows)
-    if {*lookups} - {first} or {*keys} - {first, turned}:
+    transposed = straight._replace(rows=straight.columns, columns=straight.rows)
+    if set(layouts_of_lookups) - {straight} or set(layouts) - {straight, transposed}:
         return []
-    pairs = zip(found, keys)
-    found = [part._replace(swaps=key != first) for part, key in pairs]
-    # The first has the rows and columns of all.
-    return sorted(found, key=attrgetter("swaps"))
+    # Straight ones come first: the first use has the rows and columns of all.
+    straight_uses = []
+    transposed_uses = []
+    for matrix_use, layout in zip(matrix_uses, layouts):
+        if layout == straight:
+            straight_uses.append(matrix_use)
+        else:
+            transposed_uses.append(matrix_use._replace(is_transposed=True))
+    return straight_uses + transposed_uses
 
 
-def _cheapest(parts: list[Part], made: Way) -> Way:
-    """The way that takes the fewest multiplications."""
+def _cheapest_plan(matrix_uses: list[MatrixUse], by_gradient: LeafPlan) -> LeafPlan:
+    """The plan that takes the fewest multiplications."""
     positions = 0
-    for part in parts:
-        turns = enumerate(part.use.loops)
-        shared = [count for depth, count in turns if depth not in part.origin.loops]
-        positions += part.form.sizes[0] * math.prod(shared)
-    _, rows, columns = parts[0].form.sizes
-    stack = made.held // (rows * columns)
-    way = made._replace(parts=tuple(parts), positions=positions)
-    way = way._replace(matrices=(stack, rows, columns))
-    if {part.use.name for part in parts} <= {*LOOKUPS}:
-        return way._replace(name="rows", held=stack * positions * columns)
+    for matrix_use in matrix_uses:
+        positions_of_use = matrix_use.form.sizes.positions
+        for depth, length in enumerate(matrix_use.use.scan_lengths):
+            if depth not in matrix_use.origin.scans:
+                positions_of_use *= length
+        positions += positions_of_use
+    first = matrix_uses[0]
+    _, rows, columns = first.form.sizes
+    stack = by_gradient.held // (rows * columns)
+    plan = by_gradient._replace(
+        matrix_uses=tuple(matrix_uses),
+        matrix_shape=(stack, rows, columns),
+        positions=positions,
+    )
+    if all(matrix_use.use.name in LOOKUPS for matrix_use in matrix_uses):
+        return plan._replace(norm_by="rows", held=stack * positions * columns)
     if positions == 1:
-        return way._replace(name="product", held=0, cost=stack * (rows + columns))
-    pairs = stack * positions**2  # of positions t and s
-    is_convolution = parts[0].use.name == "conv_general_dilated"
-    patches, shifts = 2 * stack * positions * is_convolution, parts[0].form.shifts
+        work = stack * (rows + columns)
+        return plan._replace(norm_by="product", held=0, extra_work=work)
+    is_convolution = first.use.name == "conv_general_dilated"
+    patches = 2 * stack * positions if is_convolution else 0
     # positions^2 (rows + columns) against positions rows columns of matrix.
     if positions * (rows + columns) <= rows * columns:
-        size, cost = 2 * pairs + patches * rows, pairs * (rows + columns)
-        return way._replace(name="gram", size=size, held=0, cost=cost)
-    width = rows // shifts + (shifts > 1) * shifts * columns
-    return way._replace(name="matrix", size=patches * width)
+        position_pairs = stack * positions**2
+        return plan._replace(
+            norm_by="gram",
+            temporaries=2 * position_pairs + patches * rows,
+            held=0,
+            extra_work=position_pairs * (rows + columns),
+        )
+    shifts = first.form.shifts
+    numbers_of_patch = rows // shifts
+    if shifts > 1:
+        numbers_of_patch += shifts * columns
+    return plan._replace(norm_by="matrix", temporaries=patches * numbers_of_patch)
 
 
 def form_of(use: Use) -> Form | None:
     """The form of a use, or None if its gradient is not known to have one."""
-    # Complex products would need conjugates. Integers have no derivative. Of a lookup
-    # the data are the numbers of the rows.
-    data = [] if use.name in LOOKUPS else use.data
-    dtypes = [x.dtype for x in (*data, *use.outs)]
-    is_real = all(jnp.issubdtype(dtype, jnp.floating) for dtype in dtypes)
-    rule = FORMS.get(use.name)
-    return rule(use) if rule and is_real else None
+    form_of_primitive = FORMS.get(use.name)
+    # The data of a lookup are the numbers of its rows.
+    data_types = [] if use.name in LOOKUPS else use.data_types
+    # Complex products would need conjugates. Integers have no derivative.
+    for array_type in (*data_types, *use.out_types):
+        if not jnp.issubdtype(array_type.dtype, jnp.floating):
+            return None
+    return form_of_primitive(use) if form_of_primitive else None
 
 
 def _dot_general(use: Use) -> Form:
-    contracted, stacked = use.eqn.params["dimension_numbers"]
-    own = use.places[0]
-    operand, data = use.eqn.invars[own].aval.shape, use.data[0].shape
-    stack, rows = stacked[own], contracted[own]
-    columns = [k for k in range(len(operand)) if k not in (*stack, *rows)]
-    # Positions: axes of the data that are neither stacked nor summed over.
-    begin, end = stacked[1 - own], contracted[1 - own]
-    free = [k for k in range(len(data)) if k not in (*begin, *end)]
-    sizes = _size(data, free), _size(operand, rows), _size(operand, columns)
-    count = _size(operand, stack)
+    contracted_axes, stacked_axes = use.eqn.params["dimension_numbers"]
+    (side,) = use.operands  # 0: the parameter is on the left
+    operand_shape = use.eqn.invars[side].aval.shape
+    data_shape = use.data_types[0].shape
+    stack = stacked_axes[side]
+    rows = contracted_axes[side]
+    columns = _other_axes(operand_shape, (*stack, *rows))
+    data_stack = stacked_axes[1 - side]
+    data_rows = contracted_axes[1 - side]
+    # Axes of the data that are neither stacked nor summed over are positions.
+    data_positions = _other_axes(data_shape, (*data_stack, *data_rows))
+    stack_size = _size(operand_shape, stack)
+    sizes = Sizes(
+        positions=_size(data_shape, data_positions),
+        rows=_size(operand_shape, rows),
+        columns=_size(operand_shape, columns),
+    )
 
-    def split(inputs: list[Array], cotangent: Array) -> Pair:
-        a = jnp.transpose(inputs[0], (*begin, *free, *end))
-        # The output has the stack first, then the rest of the left, then of the right.
-        if own == 0:
-            c = cotangent.reshape(count, sizes[2], sizes[0]).mT
+    def outer_products(inputs: list[Array], cotangent: Array) -> OuterProducts:
+        a = jnp.transpose(inputs[0], (*data_stack, *data_positions, *data_rows))
+        # The output has the stack first, then the other axes of the left, then those of
+        # the right.
+        if side == 0:
+            c = cotangent.reshape(stack_size, sizes.columns, sizes.positions).mT
         else:
-            c = cotangent.reshape(count, sizes[0], sizes[2])
-        return a.reshape(count, *sizes[:2]), c
+            c = cotangent.reshape(stack_size, sizes.positions, sizes.columns)
+        return OuterProducts(a.reshape(stack_size, sizes.positions, sizes.rows), c)
 
-    return Form(stack, rows, columns, sizes, split)
+    return Form(stack, rows, columns, sizes, outer_products)
 
 
 def _gather(use: Use) -> Form | None:
-    """A lookup of whole rows. Everything else that gathers has no form here."""
-    numbers = use.eqn.params["dimension_numbers"]
-    shape = use.eqn.invars[0].aval.shape
+    """A lookup of whole rows. No other gather has a form here."""
+    dims = use.eqn.params["dimension_numbers"]
+    table_shape = use.eqn.invars[0].aval.shape
     # table[index], where each slice is one row and all of its columns.
-    found = use.places, numbers.collapsed_slice_dims, numbers.start_index_map
-    is_row = tuple(use.eqn.params["slice_sizes"]) == (1, *shape[1:])
-    is_batched = bool(numbers.operand_batching_dims)
-    if {*found} != {(0,)} or is_batched or not is_row:
+    is_by_row = dims.collapsed_slice_dims == dims.start_index_map == (0,)
+    is_one_row = tuple(use.eqn.params["slice_sizes"]) == (1, *table_shape[1:])
+    if not (tuple(use.operands) == (0,) and is_by_row and is_one_row):
         return None
-    out, offsets = use.outs[0], numbers.offset_dims
-    free = [k for k in range(out.ndim) if k not in offsets]
-    sizes = _size(out.shape, free), shape[0], math.prod(shape[1:])
+    if dims.operand_batching_dims:
+        return None
+    out_type = use.out_types[0]
+    column_axes = dims.offset_dims
+    position_axes = _other_axes(out_type.shape, column_axes)
+    positions = _size(out_type.shape, position_axes)
+    sizes = Sizes(positions, table_shape[0], math.prod(table_shape[1:]))
     # table[index] reads the nearest row for an index beyond the table. Its derivative,
     # a scatter, still drops what does not belong to a row. Only mode="clip" keeps it.
     drops = use.eqn.params["mode"] != lax.GatherScatterMode.CLIP
 
-    def split(inputs: list[Array], cotangent: Array) -> Pair:
-        index = inputs[0].reshape(1, sizes[0])
-        row = _row(index, shape[0] - 1)
-        c = jnp.transpose(cotangent, (*free, *offsets))
-        c = c.reshape(1, sizes[0], sizes[2])
+    def outer_products(inputs: list[Array], cotangent: Array) -> OuterProducts:
+        index = inputs[0].reshape(1, positions)
+        row = _row(index, table_shape[0] - 1)
+        c = jnp.transpose(cotangent, (*position_axes, *column_axes))
+        c = c.reshape(1, positions, sizes.columns)
         if drops:
             c = jnp.where((row == index)[:, :, None], c, 0)
-        return row.astype(jnp.int32), c
+        return OuterProducts(row.astype(jnp.int32), c)
 
-    return Form((), (0,), range(1, len(shape)), sizes, split)
+    return Form((), (0,), range(1, len(table_shape)), sizes, outer_products)
 
 
 def _row(index: Array, last: int) -> Array:
@@ -264,52 +348,61 @@ def _row(index: Array, last: int) -> Array:
 
 def _slice_of_rows(use: Use) -> Form | None:
     """A lookup of neighbouring rows, mostly of one."""
-    shape, slices = use.eqn.invars[0].aval.shape, use.eqn.params["slice_sizes"]
-    if use.places != (0,) or slices[1:] != shape[1:]:
+    table_shape = use.eqn.invars[0].aval.shape
+    slice_sizes = use.eqn.params["slice_sizes"]
+    if tuple(use.operands) != (0,) or slice_sizes[1:] != table_shape[1:]:
         return None
-    sizes = slices[0], shape[0], math.prod(shape[1:])
+    count = slice_sizes[0]
+    sizes = Sizes(count, table_shape[0], math.prod(table_shape[1:]))
 
-    def split(inputs: list[Array], cotangent: Array) -> Pair:
+    def outer_products(inputs: list[Array], cotangent: Array) -> OuterProducts:
         # A slice that would end beyond the table is moved, and so is its derivative.
-        start = _row(inputs[0], shape[0] - slices[0]).astype(jnp.int32)
-        index = start + jnp.arange(slices[0], dtype=jnp.int32)
-        return index[None], cotangent.reshape(1, sizes[0], sizes[2])
+        start = _row(inputs[0], table_shape[0] - count).astype(jnp.int32)
+        index = start + jnp.arange(count, dtype=jnp.int32)
+        c = cotangent.reshape(1, count, sizes.columns)
+        return OuterProducts(index[None], c)
 
-    return Form((), (0,), range(1, len(shape)), sizes, split)
+    return Form((), (0,), range(1, len(table_shape)), sizes, outer_products)
 
 
 def _convolution(use: Use) -> Form | None:
     params = use.eqn.params
     # Only the kernel: an image that is made of parameters is no such matrix.
-    if use.places != (1,) or params["batch_group_count"] != 1:
+    if tuple(use.operands) != (1,) or params["batch_group_count"] != 1:
         return None
-    kernel = use.eqn.invars[1].aval.shape
+    kernel_shape = use.eqn.invars[1].aval.shape
     groups = params["feature_group_count"]
-    image, own, out = params["dimension_numbers"]
+    image_axes, kernel_axes, out_axes = params["dimension_numbers"]
+    out_channels = kernel_shape[kernel_axes[0]]
+    window_axes = kernel_axes[2:]
     # Positions are the pixels of the output, rows the numbers of a patch, columns the
     # output channels of a group.
-    count = use.outs[0].size // kernel[own[0]]
-    rows = (*own[2:], own[1])
-    sizes = count, _size(kernel, rows), kernel[own[0]] // groups
+    rows = (*window_axes, kernel_axes[1])
+    sizes = Sizes(
+        positions=use.out_types[0].size // out_channels,
+        rows=_size(kernel_shape, rows),
+        columns=out_channels // groups,
+    )
     # Shifted along the first axis of its window, where that makes fewer numbers: a
-    # kernel of 3 x 3 makes 3 of each pixel and 3 of each cotangent, in place of 9.
-    shifts = kernel[own[2]] if params["window_strides"][:1] == (1,) else 1
-    shifts = shifts if sizes[1] > shifts * sizes[2] else 1
+    # kernel of 3 x 3 makes 3 of each pixel and 3 of each cotangent, instead of 9.
+    possible_shifts = 1
+    if params["window_strides"][:1] == (1,):
+        possible_shifts = kernel_shape[window_axes[0]]
+    if sizes.rows <= possible_shifts * sizes.columns:
+        possible_shifts = 1
 
-    def split(inputs: list[Array], cotangent: Array, shifts: int = 1) -> Pair:
+    def outer_products(
+        inputs: list[Array], cotangent: Array, shifts: int = 1
+    ) -> OuterProducts:
         # Channels stay last, where convolutions mostly have them. In another order a
         # GPU wrote a copy of all cotangents, and needed 1.9 times the memory of a plain
         # gradient.
-        pixels = jnp.transpose(inputs[0], (image[0], *image[2:], image[1]))
-        c = jnp.transpose(cotangent, (out[0], *out[2:], out[1]))[..., None, :]
-        window = [kernel[k] for k in own[2:]]
+        pixels = jnp.transpose(inputs[0], _channels_last(image_axes))
+        c = jnp.transpose(cotangent, _channels_last(out_axes))[..., None, :]
+        window = [kernel_shape[axis] for axis in window_axes]
         if shifts > 1:
-            window[0], step = 1, params["rhs_dilation"][0]
-            most, rest = (shifts - 1) * step, [(0, 0)] * (c.ndim - 2)
-            # Padded once: XLA on a CPU takes four times as long to join padded arrays.
-            padded = jnp.pad(c, [(0, 0), (most, most), *rest])
-            size, starts = c.shape[1] + most, range(most, -1, -step)
-            c = jnp.concatenate([padded[:, k : k + size] for k in starts], -2)
+            window[0] = 1
+            c = _shifted(c, shifts, params["rhs_dilation"][0])
 
         def by_group(x: Array) -> Array:
             """[..., offsets, channels] as [groups, positions, numbers]."""
@@ -317,31 +410,66 @@ def _convolution(use: Use) -> Form | None:
             x = x.reshape(-1, offsets, groups, channels // groups)
             return jnp.moveaxis(x, 2, 0).reshape(groups, len(x), -1)
 
-        return by_group(_patches(pixels, window, params)), by_group(c)
+        patches = _patches(pixels, window, params)
+        return OuterProducts(by_group(patches), by_group(c))
 
-    return Form((), rows, own[:1], sizes, split, groups, shifts)
+    return Form(
+        (),
+        rows,
+        kernel_axes[:1],
+        sizes,
+        outer_products,
+        groups=groups,
+        shifts=possible_shifts,
+    )
+
+
+def _channels_last(axes: Sequence[int]) -> tuple[int, ...]:
+    """The axes of a spec of `dimension_numbers`, which has channels second."""
+    images, channels, *places = axes
+    return (images, *places, channels)
+
+
+def _shifted(c: Array, shifts: int, step: int) -> Array:
+    """[images, height + margin, ..., shifts, channels] of [images, height, ..., 1,
+    channels]: cotangents, shifted along the first axis of the window by 0, `step`, ...
+    """
+    margin = (shifts - 1) * step
+    unpadded = [(0, 0)] * (c.ndim - 2)
+    # Padded once: XLA on a CPU takes four times as long to join padded arrays.
+    padded = jnp.pad(c, [(0, 0), (margin, margin), *unpadded])
+    size = c.shape[1] + margin
+    starts = range(margin, -1, -step)
+    return jnp.concatenate([padded[:, start : start + size] for start in starts], -2)
 
 
 def _patches(image: Array, window: list[int], params: Any) -> Array:
     """[images, *places, offsets in the window, channels] of [images, ..., channels]."""
-    pairs = zip(params["padding"], params["lhs_dilation"])
-    # lhs_dilation d puts d - 1 zeros between pixels.
-    edges = [(low, high, step - 1) for (low, high), step in pairs]
-    zero, unpadded = jnp.zeros((), image.dtype), (0, 0, 0)
-    image = lax.pad(image, zero, [unpadded, *edges, unpadded])
-    strides, found = (1, *params["window_strides"], 1), []
-    dilation, size = np.array(params["rhs_dilation"]), image.shape[1:-1]
-    last = np.array(size) - (np.array(window) - 1) * dilation
+    unpadded = (0, 0, 0)
+    edges = [unpadded]
+    for (low, high), step in zip(params["padding"], params["lhs_dilation"]):
+        # lhs_dilation d puts d - 1 zeros between pixels.
+        edges.append((low, high, step - 1))
+    zero = jnp.zeros((), image.dtype)
+    image = lax.pad(image, zero, [*edges, unpadded])
+    strides = (1, *params["window_strides"], 1)
+    dilation = np.array(params["rhs_dilation"])
+    last = np.array(image.shape[1:-1]) - (np.array(window) - 1) * dilation
+    pixels_by_offset = []
     for offset in np.ndindex(*window):
         # The pixel at this offset of the window, in all places at once.
         start = np.array(offset) * dilation
         stop = len(image), *(start + last), image.shape[-1]
-        found.append(lax.slice(image, (0, *start, 0), stop, strides))
-    return jnp.stack(found, -2)
+        pixels_by_offset.append(lax.slice(image, (0, *start, 0), stop, strides))
+    return jnp.stack(pixels_by_offset, -2)
 
 
 def _size(shape: Sequence[int], axes: Sequence[int]) -> int:
-    return math.prod(shape[k] for k in axes)
+    return math.prod(shape[axis] for axis in axes)
+
+
+def _other_axes(shape: Sequence[int], axes: Sequence[int]) -> list[int]:
+    return [axis for axis in range(len(shape)) if axis not in axes]
 
 
 FORMS: dict[str, Callable[[Use], Form | None]] = {
@@ -352,116 +480,147 @@ FORMS: dict[str, Callable[[Use], Form | None]] = {
 }
 
 
-def factors_of(part: Part, captured: Captured, *, shifts: bool = False) -> Pair:
-    """The factors of one use for a batch. Turns of a scan that slices the operand
-    belong to the stack, and turns that share it are positions. `shifts`: whether it may
-    shift cotangents.
+def outer_products_of(
+    matrix_use: MatrixUse, captured: Captured, *, can_shift: bool = False
+) -> OuterProducts:
+    """The outer products of one use for a batch. Turns of a scan that slices the
+    operand belong to the stack, and turns that share it are positions. With `can_shift`
+    cotangents may be shifted instead of pixels.
     """
-    split = part.form.split
-    if shifts and part.form.shifts > 1 and not part.swaps:
-        split = partial(split, shifts=part.form.shifts)
-    # Under vmap over example and turns, what is split is one use outside any scan.
-    for _ in range(1 + len(part.use.loops)):
+    form = matrix_use.form
+    split = form.outer_products
+    if can_shift and form.shifts > 1 and not matrix_use.is_transposed:
+        split = partial(split, shifts=form.shifts)
+    scans = len(matrix_use.use.scan_lengths)
+    # Under vmap over example and turns, it is one use outside any scan.
+    for _ in range(1 + scans):
         split = jax.vmap(split)
-    last = 1 + len(part.use.loops)
-    sliced = sorted(1 + depth for depth in part.origin.loops)
-    shared = [k for k in range(1, last) if k not in sliced]
-    order = 0, *sliced, last, *shared, last + 1
-    middle = 2 + len(sliced)  # where positions begin
+    # [example, *turns, stack, position, ...] -> [example, *sliced turns, stack,
+    # *shared turns, position, ...]
+    sliced_axes = sorted(1 + depth for depth in matrix_use.origin.scans)
+    shared_axes = [axis for axis in range(1, 1 + scans) if axis not in sliced_axes]
+    order = 0, *sliced_axes, 1 + scans, *shared_axes, 2 + scans
+    first_position_axis = 2 + len(sliced_axes)
 
     def merged(x: Array) -> Array:
-        x = jnp.transpose(x, (*order, *range(last + 2, x.ndim)))
-        stack = math.prod(x.shape[1:middle])
-        positions = math.prod(x.shape[middle : last + 2])
-        return x.reshape(len(x), stack, positions, *x.shape[last + 2 :])
+        x = jnp.transpose(x, (*order, *range(len(order), x.ndim)))
+        stack = math.prod(x.shape[1:first_position_axis])
+        positions = math.prod(x.shape[first_position_axis : len(order)])
+        return x.reshape(len(x), stack, positions, *x.shape[len(order) :])
 
-    inputs, (cotangent,) = captured
-    a, c = map(merged, split(inputs, cotangent))
-    return (c, a) if part.swaps else (a, c)
+    (cotangent,) = captured.cotangents
+    products = split(captured.inputs, cotangent)
+    a = merged(products.a)
+    c = merged(products.c)
+    return OuterProducts(c, a) if matrix_use.is_transposed else OuterProducts(a, c)
 
 
-def found_by(way: Way, pairs: list[Pair]) -> Array:
-    """The norm of the gradient of each example, from the factors of all uses, or the
-    gradients, [example, stack, rows, columns]. Of lookups instead the sum of those
+def grads_or_norms_of(plan: LeafPlan, products: list[OuterProducts]) -> Array:
+    """The norm of the gradient of each example, from the outer products of all uses, or
+    the gradients, [example, stack, rows, columns]. Of lookups instead the sum of the
     cotangents that belong to one row, at the first place of it in the order of rows.
     """
-    if way.name == "rows":
-        a, c = joined(pairs)
+    if plan.norm_by == "rows":
+        a, c = joined(products)
         rows = jnp.sort(a)
         first = jax.vmap(jax.vmap(jnp.searchsorted))(rows, a)
         return _scattered(first, c, c.shape[1:])
-    if way.name == "product":
-        norm_of_each = jax.vmap(own_norm)
+    if plan.norm_by == "product":
+        (product,) = products
+        norms_along_first_axis = jax.vmap(own_norm)
+        a_norms = norms_along_first_axis(product.a.reshape(-1, product.a.shape[-1]))
+        c_norms = norms_along_first_axis(product.c.reshape(-1, product.c.shape[-1]))
         # For a stack of products |G|^2 = sum_s |a_s|^2 |c_s|^2.
-        a, c = (norm_of_each(x.reshape(-1, x.shape[-1])) for x in pairs[0])
-        norms = (a * c).reshape(pairs[0][0].shape[:2])
-        return norm_of_each(norms) if norms.shape[1] > 1 else norms[:, 0]
+        norms = (a_norms * c_norms).reshape(product.a.shape[:2])
+        return norms_along_first_axis(norms) if norms.shape[1] > 1 else norms[:, 0]
     total: Any = 0.0
-    for a, c in pairs:
+    for a, c in products:
         if a.ndim == 3:
-            total += _scattered(a, c, way.matrices)
+            total += _scattered(a, c, plan.matrix_shape)
         else:
             x = _dot("bstr,bstk->bsrk", a, c)
-            x = x.reshape(*x.shape[:3], -1, way.matrices[2])  # shifts before columns
-            total += jnp.swapaxes(x, 2, 3).reshape(len(x), *way.matrices)
+            # Shifts stand before columns.
+            x = x.reshape(*x.shape[:3], -1, plan.matrix_shape[2])
+            total += jnp.swapaxes(x, 2, 3).reshape(len(x), *plan.matrix_shape)
     return total
 
 
-def joined(pairs: list[Pair]) -> Pair:
-    """The factors of several uses as those of one."""
-    a, c = (jnp.concatenate(x, 2) for x in zip(*pairs))
-    return a, c
+def joined(products: list[OuterProducts]) -> OuterProducts:
+    """The outer products of several uses as those of one."""
+    a = jnp.concatenate([product.a for product in products], 2)
+    c = jnp.concatenate([product.c for product in products], 2)
+    return OuterProducts(a, c)
 
 
-def _scattered(a: Array, c: Array, shape: tuple[int, ...]) -> Array:
+def _scattered(rows: Array, c: Array, shape: tuple[int, ...]) -> Array:
     stack = jnp.arange(shape[0])[:, None]
-    zeros = jnp.zeros((len(a), *shape), np.promote_types(c.dtype, np.float32))
-    return jax.vmap(lambda x, a, c: x.at[stack, a].add(c))(zeros, a, c)
+    zeros = jnp.zeros((len(rows), *shape), np.promote_types(c.dtype, np.float32))
+    return jax.vmap(lambda x, rows, c: x.at[stack, rows].add(c))(zeros, rows, c)
 
 
-def by_gram(pairs: list[Pair]) -> tuple[Array, Array]:
+def norms_by_gram(products: list[OuterProducts]) -> tuple[Array, Array]:
     """The norm in Gram form, and sum_t |a_t| |c_t|, which bounds the terms.
     In whatever order they are added, each addition loses at most eps / 2 of it.
 
     Where squares would leave the range of the dtype, the bound is the norm.
     """
-    norm_of_each = jax.vmap(own_norm)
-    norm_of_rows = jnp.vectorize(own_norm, signature="(n)->()")
-    floats = [x.dtype for pair in pairs for x in pair if x.ndim == 4]
-    wide = reduce(np.promote_types, floats, np.dtype(np.float32))
-    cast = jax.tree.map(lambda x: x.astype(wide) if x.ndim == 4 else x, pairs)
-    # All lookups are joined, and all others: of 32 uses there were 32 x 32 products.
-    kinds = [[pair for pair in cast if pair[0].ndim == rank] for rank in (3, 4)]
-    rows, columns = zip(*[joined(own) for own in kinds if own])
-    c = jnp.concatenate(columns, 2)
+    norms_along_first_axis = jax.vmap(own_norm)
+    norms_of_rows = jnp.vectorize(own_norm, signature="(n)->()")
+    wide = np.dtype(np.float32)
+    for x in jax.tree.leaves(products):
+        if not _is_lookup(x):
+            wide = np.promote_types(wide, x.dtype)
+
+    def widened(x: Array) -> Array:
+        return x if _is_lookup(x) else x.astype(wide)
+
+    products = jax.tree.map(widened, products)
+    lookups = [product for product in products if _is_lookup(product.a)]
+    matrix_products = [product for product in products if not _is_lookup(product.a)]
+    # All lookups are joined, and all products: 32 uses had 32 x 32 blocks below.
+    a_arrays = []
+    c_arrays = []
+    for products_to_join in (lookups, matrix_products):
+        if products_to_join:
+            a, c = joined(products_to_join)
+            a_arrays.append(a)
+            c_arrays.append(c)
+    c = jnp.concatenate(c_arrays, 2)
     if c.shape[1] == 1:
         # A stack of one: with its axis XLA on a CPU would make the factors twice.
-        rows, c = jax.tree.map(lambda x: x[:, 0], (rows, c))
-    of_columns = norm_of_rows(c)
-    # A lookup is 1 in one row.
-    sizes = [jnp.ones_like(a, wide) if _is_lookup(a) else norm_of_rows(a) for a in rows]
-    of_rows = jnp.concatenate(sizes, -1)
-    each = jnp.where(of_rows < LARGEST, of_rows, jnp.inf) * of_columns
+        a_arrays = [a[:, 0] for a in a_arrays]
+        c = c[:, 0]
+    c_norms = norms_of_rows(c)
+    norms = []
+    for a in a_arrays:
+        # A lookup is 1 in one row.
+        norms.append(jnp.ones_like(a, wide) if _is_lookup(a) else norms_of_rows(a))
+    a_norms = jnp.concatenate(norms, -1)
+    term_norms = jnp.where(a_norms < LARGEST_INPUT, a_norms, jnp.inf) * c_norms
     # That of a stack is of all its matrices.
-    terms = norm_of_each(jnp.sum(each, -1))
+    bounds = norms_along_first_axis(jnp.sum(term_norms, -1))
 
-    products = partial(_products, dtype=wide)
-    inner = jnp.block([list(map(partial(products, a), rows)) for a in rows])
-    is_used = (of_rows != 0) & (of_columns != 0)
-    both = is_used[..., :, None] & is_used[..., None, :]
+    blocks = []
+    for a in a_arrays:
+        blocks.append([_inner_products(a, b, wide) for b in a_arrays])
+    a_products = jnp.block(blocks)
+    is_used = (a_norms != 0) & (c_norms != 0)
+    both_used = is_used[..., :, None] & is_used[..., None, :]
+    c_products = _inner_products(c, c, wide)
     # Selected, since beside a cotangent of 0 the product of inputs may be inf.
-    total = _sums(jnp.where(both, inner * products(c, c), 0))
+    squares = _sums(jnp.where(both_used, a_products * c_products, 0))
     # Numbers that are flushed to 0 are less than eps / 2 of the square of the bound,
     # for up to 2^24 rows and columns, and 2^13 positions of all layers.
     info = jnp.finfo(wide)
     least = 2.0**13 * float(2 * info.tiny / info.eps) ** 0.5
-    size = _sums(jnp.where(is_used, of_rows + of_columns, 0))
-    is_enough = terms > least * (size + 2.0**-13 * is_used[0].size)
-    fits = is_enough & (jnp.maximum(terms, size) < float(info.max) ** 0.5)
+    size = _sums(jnp.where(is_used, a_norms + c_norms, 0))
+    is_enough = bounds > least * (size + 2.0**-13 * is_used[0].size)
+    fits = is_enough & (jnp.maximum(bounds, size) < float(info.max) ** 0.5)
+    is_long = fits & (squares > 0)
+    is_zero = fits & (squares <= 0)
     # The derivative of sqrt(0) would be NaN.
-    is_long, is_zero = fits & (total > 0), fits & (total <= 0)
-    norm = jnp.sqrt(jnp.where(is_long, total, 1))
-    return jnp.where(is_long, norm, jnp.where(is_zero, 0, terms)), terms
+    norm = jnp.sqrt(jnp.where(is_long, squares, 1))
+    return jnp.where(is_long, norm, jnp.where(is_zero, 0, bounds)), bounds
 
 
 def _sums(x: Array) -> Array:
@@ -473,14 +632,14 @@ def _is_lookup(a: Array) -> bool:
     return jnp.issubdtype(a.dtype, jnp.integer)
 
 
-def _products(a: Array, b: Array, dtype: Any) -> Array:
-    """The products a_t . b_s of rows, some of which may be those of lookups."""
+def _inner_products(a: Array, b: Array, dtype: Any) -> Array:
+    """The products a_t . b_s of rows. Each of both may be the rows of lookups."""
     if _is_lookup(a) and _is_lookup(b):
         # 1 where both look up the same row, and else 0.
         same = a[..., :, None] == b[..., None, :]
         return same.astype(dtype)
     if _is_lookup(a):
-        return jnp.swapaxes(_products(b, a, dtype), -1, -2)
+        return jnp.swapaxes(_inner_products(b, a, dtype), -1, -2)
     if _is_lookup(b):
         # For a lookup of row r the product with a_t is the entry a_t[r].
         index = jnp.broadcast_to(b[..., None, :], (*a.shape[:-1], b.shape[-1]))
