@@ -19,7 +19,7 @@ from ._choose import choose, costs_of, possible_ghost
 from ._explicit import DeviceResult, on_each_device
 from ._ghost._norms import LeafPlan
 from ._passes import CANCELS, Run, limits_of
-from ._problem import Places, Problem, Question, check_function
+from ._problem import Argnums, Problem, Signature, check_function
 
 METHODS = ("auto", "ghost", "one_pass")
 
@@ -58,8 +58,8 @@ def clipped_grad(
     loss: Callable[..., Any],
     max_norm: Any,
     *,
-    argnums: Places = 0,
-    shared_argnums: Places = (),
+    argnums: Argnums = 0,
+    shared_argnums: Argnums = (),
     has_aux: bool = False,
     shrink: Shrink | None = None,
     microbatch: int | None = None,
@@ -185,7 +185,7 @@ def clipped_grad(
             f"private=False and microbatch=None, got {private=} and {microbatch=}. For "
             "a schedule give its number."
         )
-    question = Question(
+    signature = Signature(
         call,
         loss,
         argnums=argnums,
@@ -200,7 +200,7 @@ def clipped_grad(
                 f"{call}: there is no argument {name!r} beside mask. Hand over by "
                 "position what the loss takes."
             )
-        problem = question.about(args, mask)._replace(limits=limits.values)
+        problem = signature.problem_of(args, mask)._replace(limits=limits.values)
         divisor = None
         if mean:
             # Broken examples too. A batch that is all masked gives 0 / 1.
@@ -223,7 +223,7 @@ def clipped_grad(
         )
 
     def on_device(problem: Problem) -> DeviceResult:
-        problem = question.on_device(problem)
+        problem = signature.on_device(problem)
         choice = choose(problem, method, microbatch)
         limits_on_device = limits._replace(
             values=problem.limits,
@@ -360,8 +360,8 @@ class Explanation(NamedTuple):
 def explain_clipped_grad(
     loss: Callable[..., Any],
     *,
-    argnums: Places = 0,
-    shared_argnums: Places = (),
+    argnums: Argnums = 0,
+    shared_argnums: Argnums = (),
     has_aux: bool = False,
     microbatch: int | None = None,
     method: str = "auto",
@@ -421,16 +421,16 @@ def explain_clipped_grad(
     check_choice(f"{call}: method", method, METHODS)
     if microbatch is not None:
         check_length(f"{call}: microbatch", microbatch)
-    question = Question(
+    signature = Signature(
         call, loss, argnums=argnums, shared_argnums=shared_argnums, has_aux=has_aux
     )
 
     def of_batch(*args: Any) -> Explanation:
-        problem = question.about(args)
+        problem = signature.problem_of(args)
         explanations: list[Explanation] = []
 
         def on_device(problem: Problem) -> DeviceResult:
-            explanations.append(explain(question.on_device(problem)))
+            explanations.append(explain(signature.on_device(problem)))
             return DeviceResult(jax.tree.leaves(problem.params), 0, ())
 
         jax.eval_shape(lambda: on_each_device(on_device, problem))

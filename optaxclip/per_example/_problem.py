@@ -1,5 +1,5 @@
-"""What one call of a function by `clipped_grad` or `explain_clipped_grad` is about:
-which arguments of a loss are differentiated, shared by all examples, or a batch.
+"""The arguments of one call of a function by `clipped_grad` or `explain_clipped_grad`:
+which of them are differentiated, shared by all examples, or a batch.
 """
 
 import operator
@@ -17,9 +17,9 @@ from .._mesh import MeshAxes, Names, listed, varying
 from .._trees import check_leaves
 
 # As in jax.grad: for an int the gradient is a tree, for (0,) a tuple of one.
-Places = int | Sequence[int]
+Argnums = int | Sequence[int]
 # The values of `vmap_method` by which a callback sees one example at a time. With None
-# JAX raises an error where what it is called with depends on the example.
+# JAX raises an error where an argument of the callback depends on the example.
 ONE_BY_ONE = (None, "sequential", "sequential_unrolled")
 
 
@@ -50,54 +50,56 @@ class Problem(NamedTuple):
         """The program of a function of the parameters and one example, and the types of
         what it returns.
         """
-        found = []
+        programs = []
 
-        def capture(params: Any, example: Any) -> jax.Array:
-            program = jax.make_jaxpr(of_one, return_shape=True)
-            found.append(program(params, example))
+        def trace(params: Any, example: Any) -> jax.Array:
+            make_program = jax.make_jaxpr(of_one, return_shape=True)
+            programs.append(make_program(params, example))
             return jnp.zeros(())
 
         # Inside vmap a batch has the types of its examples.
-        jax.make_jaxpr(jax.vmap(capture, (None, 0)))(self.params, self.batch)
-        return found[0]
+        jax.make_jaxpr(jax.vmap(trace, (None, 0)))(self.params, self.batch)
+        return programs[0]
 
 
-class Question(NamedTuple):
+class Signature(NamedTuple):
     """A loss and the roles of its arguments, before it is called."""
 
     call: str
     loss: Callable[..., Any]
-    argnums: Places
-    shared_argnums: Places
+    argnums: Argnums
+    shared_argnums: Argnums
     has_aux: bool
     mesh_axes: MeshAxes = "auto"
 
-    def about(self, args: tuple[Any, ...], mask: Any = None) -> Problem:
+    def problem_of(self, args: tuple[Any, ...], mask: Any = None) -> Problem:
         """The problem that the arguments of a call pose, for `on_device`.
 
         Raises:
           TypeError, ValueError: arguments that do not fit the roles.
         """
-        learned = self._listed("argnums", len(args))
-        shared = self._listed("shared_argnums", len(args))
-        taken = {*learned, *shared}
-        if len(taken) < len(learned) + len(shared):
+        count = len(args)
+        param_places = self._places("argnums", self.argnums, count)
+        shared_places = self._places("shared_argnums", self.shared_argnums, count)
+        taken = {*param_places, *shared_places}
+        if len(taken) < len(param_places) + len(shared_places):
             raise ValueError(
                 f"{self.call}: argnums={shown(self.argnums)} and shared_argnums="
                 f"{shown(self.shared_argnums)} must be different arguments."
             )
-        places = [k for k in range(len(args)) if k not in taken]
-        size = self._size({place: args[place] for place in places})
-        batch = jax.tree.map(jnp.asarray, tuple(args[k] for k in places))
+        batch_places = [place for place in range(count) if place not in taken]
+        size = self._size({place: args[place] for place in batch_places})
+        batch = jax.tree.map(jnp.asarray, tuple(args[place] for place in batch_places))
+        places = [*param_places, *batch_places, *shared_places]
         is_tree = not isinstance(self.argnums, (tuple, list))
 
-        def loss(params: Any, example: Any, rest: Any) -> tuple[jax.Array, Any]:
-            several = [params] if is_tree else params
-            each = dict(zip([*learned, *places, *shared], [*several, *example, *rest]))
-            found = self.loss(*[each[place] for place in range(len(each))])
-            self._check_returned(found)
+        def loss(params: Any, example: Any, shared: Any) -> tuple[jax.Array, Any]:
+            param_args = [params] if is_tree else params
+            args = dict(zip(places, [*param_args, *example, *shared]))
+            returned = self.loss(*(args[place] for place in range(count)))
+            self._check_returned(returned)
             # Always with aux, so that all methods handle one form.
-            return found if self.has_aux else (found, None)
+            return returned if self.has_aux else (returned, None)
 
         present = jnp.ones(size, bool) if mask is None else jnp.asarray(mask)
         if present.dtype != bool or present.shape != (size,):
@@ -105,10 +107,10 @@ class Question(NamedTuple):
                 f"{self.call}: mask must be bool[{size}], one for each example, got "
                 f"{present.dtype}{list(present.shape)}."
             )
-        params = self._arrays([args[place] for place in learned], is_tree)
+        params = self._arrays([args[place] for place in param_places], is_tree)
         # Not an argument of jax.vmap, since it may be a function.
-        rest = [args[place] for place in shared]
-        return Problem(loss, params, batch, present, rest)
+        shared = [args[place] for place in shared_places]
+        return Problem(loss, params, batch, present, shared)
 
     def on_device(self, problem: Problem) -> Problem:
         """The problem, with its program, and the mesh axes along which devices differ
@@ -132,26 +134,27 @@ class Question(NamedTuple):
 
     def _splits(self, params: Any, batch: Any) -> list[Names]:
         """For each parameter, the mesh axes over which its gradient is split."""
-        shared = varying(batch)
+        batch_axes = varying(batch)
         leaves = jax.tree.leaves(params)
         if isinstance(self.mesh_axes, str) and self.mesh_axes == "auto":
             # Along axes of the batch devices hold gradients of different examples.
-            found = [varying(leaf) - shared for leaf in leaves]
-        else:
-            each = _mesh.splits(self.mesh_axes, params, [None] * len(leaves), self.call)
-            found = [frozenset(split.summed) for split in each]
-        for names in found:
-            if names & shared:
+            return [tuple(sorted(varying(leaf) - batch_axes)) for leaf in leaves]
+        dims = [None] * len(leaves)  # all
+        axes_of_leaves = []
+        for split in _mesh.splits(self.mesh_axes, params, dims, self.call):
+            both = batch_axes & set(split.summed)
+            if both:
                 raise ValueError(
                     f"{self.call}: mesh_axes={self.mesh_axes!r} names "
-                    f"{listed(names & shared)}, which splits the batch, so that a "
+                    f"{listed(both)}, which splits the batch, so that a "
                     "device has examples of its own. Gather the parameters first."
                 )
-        return [tuple(sorted(names)) for names in found]
+            axes_of_leaves.append(tuple(sorted(set(split.summed))))
+        return axes_of_leaves
 
     def _check_program(self, program: Any, batch: Any) -> None:
-        """Raises ValueError for what joins examples, or devices in a way that norms of
-        examples are not known.
+        """Raises ValueError for an equation that joins examples, or devices in a way
+        that norms of examples are not known.
         """
         manual = _mesh.manual_axes()
         mesh_axes = varying(batch)
@@ -192,36 +195,37 @@ class Question(NamedTuple):
                 "None if nothing else is split."
             )
 
-    def _listed(self, role: str, count: int) -> list[int]:
-        """The places of the arguments with a role."""
-        places = getattr(self, role)
-        several = places if isinstance(places, (tuple, list)) else [places]
-        found = list(map(operator.index, several))
-        if not all(-count <= place < count for place in found):
+    def _places(self, option: str, argnums: Any, count: int) -> list[int]:
+        """The places that an option names, of the `count` arguments of a call."""
+        is_several = isinstance(argnums, (tuple, list))
+        places = list(map(operator.index, argnums if is_several else [argnums]))
+        if not all(-count <= place < count for place in places):
             raise ValueError(
-                f"{self.call}: {role}={shown(places)}, but the function was called "
+                f"{self.call}: {option}={shown(argnums)}, but the function was called "
                 f"with {count} positional arguments."
             )
         # Of three arguments -1 and 2 are the same.
-        return [place % count for place in found]
+        return [place % count for place in places]
 
-    def _size(self, batch: dict[int, Any]) -> int:
+    def _size(self, batch_args: dict[int, Any]) -> int:
         """The number of examples: the size that the first axes of the batch share."""
         sizes: dict[str, Any] = {}
-        for place, tree in batch.items():
+        for place, tree in batch_args.items():
             for path, leaf in jax.tree.leaves_with_path(tree):
                 # "argument 1 at 'x'", or "argument 2" for one that is an array itself.
-                at = f" at {prefix.name(path)!r}" if path else ""
+                name = f"argument {place}"
+                if path:
+                    name += f" at {prefix.name(path)!r}"
                 # An array without axes is mostly a number for all, or one random key.
                 shape = jnp.shape(leaf)
-                sizes[f"argument {place}{at}"] = shape[0] if shape else "no axis"
-        size, *others = set(sizes.values()) or {0}
+                sizes[name] = shape[0] if shape else "no axis"
+        size, *other_sizes = set(sizes.values()) or {0}
         # For a step without examples there is the mask: all False gives zeros.
-        if others or size in (0, "no axis"):
-            found = ", ".join(f"{name} has {size}" for name, size in sizes.items())
+        if other_sizes or size in (0, "no axis"):
+            text = ", ".join(f"{name} has {size}" for name, size in sizes.items())
             raise ValueError(
                 f"{self.call}: the first axes of the batch count examples and must "
-                f"have one size, at least 1, but {found or 'there is no batch'}. Name "
+                f"have one size, at least 1, but {text or 'there is no batch'}. Name "
                 "an argument that is the same for all examples in shared_argnums. Give "
                 "a random key for each example: jax.random.split(key, batch)."
             )
@@ -241,21 +245,23 @@ class Question(NamedTuple):
                 )
         return jax.tree.map(jnp.asarray, tree)
 
-    def _check_returned(self, found: Any) -> None:
-        """Raises TypeError for what is no loss. Ghost clipping would take several
-        numbers for their sum.
+    def _check_returned(self, returned: Any) -> None:
+        """Raises TypeError for a value that is not a loss. Ghost clipping would take
+        several numbers for their sum.
         """
-        wanted, value = "a real scalar", found
+        expected = "a real scalar"
+        value = returned
         if self.has_aux:
-            wanted = "(real scalar, aux), as has_aux=True says,"
-            is_pair = isinstance(found, (tuple, list)) and len(found) == 2
-            value = found[0] if is_pair else None
-        kind = getattr(value, "shape", None), getattr(value, "dtype", bool)
-        is_real = kind[0] == () and jnp.issubdtype(kind[1], jnp.floating)
+            expected = "(real scalar, aux), as has_aux=True says,"
+            is_pair = isinstance(returned, (tuple, list)) and len(returned) == 2
+            value = returned[0] if is_pair else None
+        shape = getattr(value, "shape", None)
+        dtype = getattr(value, "dtype", bool)
+        is_real = shape == () and jnp.issubdtype(dtype, jnp.floating)
         if not (is_real or isinstance(value, float)):
             raise TypeError(
-                f"{self.call}: loss must return {wanted} for each example, got "
-                f"{shown(found)}."
+                f"{self.call}: loss must return {expected} for each example, got "
+                f"{shown(returned)}."
             )
 
 
@@ -263,13 +269,13 @@ def _joined_axes(eqn: Any) -> set[str]:
     """The mesh axes along which an equation joins values of several devices."""
     if eqn.primitive.name in ("axis_index", "pvary", "pcast"):
         return set()
-    found = eqn.params.get("axes", eqn.params.get("axis_name", ()))
-    # Of a sum on one device the axes are numbers.
-    return {name for name in _mesh.names_in(found) if isinstance(name, str)}
+    axes = eqn.params.get("axes", eqn.params.get("axis_name", ()))
+    # A sum on one device has numbers for axes.
+    return {name for name in _mesh.names_in(axes) if isinstance(name, str)}
 
 
 def check_function(argument: str, value: Any) -> None:
-    """Raises TypeError for what is not a function, such as a tree of gradients."""
+    """Raises TypeError for a value that is not a function, such as gradients."""
     if not callable(value):
         raise TypeError(
             f"{argument} must be a function, got {shown(value)}. To clip one tree of "
