@@ -2,9 +2,9 @@
 
 add_noise     adds Gaussian noise to a sum of clipped gradients
 sensitivity   tries how much one example can change a sum. Each pattern takes the place
-              of the first example. In cancelling ones the entries of one array, along
-              its first axis, are +-2^k, and all other arrays are repeated, so that what
-              positions add to a gradient cancels and leaves its rounding behind
+              of the first example. In cancelling patterns the entries of one array,
+              along its first axis, are +-2^k, and all other arrays are repeated, so
+              that the terms of the positions cancel and leave their rounding behind
 noise_scale   the gradient noise scale, from a gradient and the norms of examples in it
 """
 
@@ -89,7 +89,8 @@ def add_noise(result: Any, sigma: ArrayLike, key: Array) -> Any:
             "smaller noise is lost in float32. To go without noise, leave add_noise "
             "out, as in grads = result.grads."
         )
-    if not has_types(manual := manual_axes()) and manual:
+    manual = manual_axes()
+    if manual and not has_types(manual):
         raise ValueError("add_noise: must be called outside pmap and check_vma=False.")
     leaves, treedef = jax.tree.flatten(sum_in(result, "add_noise"))
     sigma = jnp.asarray(number_for_jit(sigma), float)
@@ -110,7 +111,10 @@ def add_noise(result: Any, sigma: ArrayLike, key: Array) -> Any:
     except (TypeError, ValueError):
         must = "add_noise: key must be one key, such as jax.random.key(0)"
         raise TypeError(f"{must}, got {shown(key)}.") from None
-    return treedef.unflatten([noisy_leaf(x, sigma, k) for x, k in zip(leaves, keys)])
+    noisy_leaves = []
+    for leaf, leaf_key in zip(leaves, keys):
+        noisy_leaves.append(noisy_leaf(leaf, sigma, leaf_key))
+    return treedef.unflatten(noisy_leaves)
 
 
 def sum_in(result: Any, call: str) -> Any:
@@ -148,8 +152,8 @@ def noisy_leaf(leaf: Array, sigma: Array, key: Array) -> Array:
 def standard_normal(key: Array, shape: tuple[int, ...], dtype: Any) -> Array:
     """Normal numbers. `jax.random.normal` ends at 5.2 deviations in float32."""
     first_key, second_key = jax.random.bits(key, (2, 2), np.uint32)
-    # Counters of 32 bits: the place along the first axes, and along the others. They
-    # are of the whole leaf, however it is split.
+    # Counters of 32 bits: the place along the first axes, and along the last axes. They
+    # count places in the whole leaf, however it is split.
     row = column = jnp.zeros(shape, np.uint32)
     for axis, size in enumerate(shape):
         place = lax.broadcasted_iota(np.uint32, shape, axis)
@@ -174,7 +178,8 @@ def threefry(key: Array, first: Array, second: Array) -> tuple[Array, Array]:
     """
     keys = key[0], key[1], key[0] ^ key[1] ^ np.uint32(0x1BD11BDA)
     rotations = (13, 15, 26, 6), (17, 29, 16, 24)
-    first, second = first + keys[0], second + keys[1]
+    first = first + keys[0]
+    second = second + keys[1]
     for block in range(5):
         for rotation in rotations[block % 2]:
             first = first + second
@@ -266,46 +271,55 @@ def sensitivity(
         sums = sum_in(grad_fn(params, *batch), "sensitivity")
         return [np.asarray(x).astype(np.complex128) for x in jax.tree.leaves(sums)]
 
-    others = total(jax.tree.map(lambda x: x[1:], batch))
-    found = []
+    sums_without = total(jax.tree.map(lambda x: x[1:], batch))
+    results = []
     with np.errstate(all="ignore"):
         for pattern, example in _patterns(batch):
             tried = jax.tree.map(lambda x, row: x.at[0].set(row), batch, example)
-            pairs = zip(total(tried), others)
-            change = np.linalg.norm([np.linalg.norm(x - y) for x, y in pairs])
-            change = float(change) if np.isfinite(change) else np.inf
-            found.append(Sensitivity(change, pattern, limit))
-    return max(found)
+            norms = []
+            for sum_with, sum_without in zip(total(tried), sums_without):
+                norms.append(np.linalg.norm(sum_with - sum_without))
+            change = float(np.linalg.norm(norms))
+            if not np.isfinite(change):
+                change = np.inf
+            results.append(Sensitivity(change, pattern, limit))
+    return max(results)
 
 
 def _patterns(batch: Any) -> Iterator[tuple[str, Any]]:
-    """The examples that are tried, and what they are called."""
+    """The examples that are tried, with their names."""
     entries, treedef = jax.tree.flatten_with_path(jax.tree.map(lambda x: x[0], batch))
     alike = [jnp.broadcast_to(x[:1], x.shape) if x.ndim else x for _, x in entries]
     yield "all positions alike", treedef.unflatten(alike)
     random = np.random.default_rng(0)
-    for place, (path, row) in enumerate(entries):
-        if jnp.issubdtype(row.dtype, jnp.inexact):
-            direction = random.standard_normal(row.shape[1:])
-            for pattern, line in _lines(row, random).items():
-                own = np.multiply.outer(line, direction).reshape(row.shape)
-                tried = [*alike[:place], own.astype(row.dtype), *alike[place + 1 :]]
-                yield f"{pattern} in batch{keystr(path)}", treedef.unflatten(tried)
+    for index, (path, array) in enumerate(entries):
+        if jnp.issubdtype(array.dtype, jnp.inexact):
+            direction = random.standard_normal(array.shape[1:])
+            for pattern, numbers in _numbers_of_positions(array, random).items():
+                tried = np.multiply.outer(numbers, direction).reshape(array.shape)
+                arrays = list(alike)
+                arrays[index] = tried.astype(array.dtype)
+                yield f"{pattern} in batch{keystr(path)}", treedef.unflatten(arrays)
 
 
-def _lines(row: jax.Array, random: np.random.Generator) -> dict[str, np.ndarray]:
-    """Numbers for the positions of an array, by what they are called."""
-    count = row.shape[0] if row.ndim else 1
-    half, top = count // 2, int(jnp.finfo(row.dtype).maxexp)
-    pairs = np.exp2(random.integers(top // 12, top // 2, half))
-    lines: dict[str, Any] = {"random +-2^k": random.permutation([*pairs, *-pairs])}
-    lines["random +-1e9"] = random.permutation(np.repeat([1e9, -1e9], half))
+def _numbers_of_positions(
+    array: jax.Array, random: np.random.Generator
+) -> dict[str, np.ndarray]:
+    """Numbers for the positions of an array, by the names of patterns."""
+    count = array.shape[0] if array.ndim else 1
+    half = count // 2
+    top = int(jnp.finfo(array.dtype).maxexp)
+    powers = np.exp2(random.integers(top // 12, top // 2, half))
+    patterns: dict[str, Any] = {}
+    patterns["random +-2^k"] = random.permutation([*powers, *-powers])
+    patterns["random +-1e9"] = random.permutation(np.repeat([1e9, -1e9], half))
     for power in (top // 4, top // 2, 3 * top // 4):
-        lines[f"aligned +-2^{power}"] = [2.0**power, -(2.0**power), 12.3]
-    sizes = np.nan, np.inf, 1e-30, 1e9, 1e30
-    lines |= {f"{size:g}": np.full(count, size) for size in sizes}
-    # The rest of the positions is 0.
-    return {name: np.resize([*x, *np.zeros(count)], count) for name, x in lines.items()}
+        patterns[f"aligned +-2^{power}"] = [2.0**power, -(2.0**power), 12.3]
+    for size in (np.nan, np.inf, 1e-30, 1e9, 1e30):
+        patterns[f"{size:g}"] = np.full(count, size)
+    # All other positions are 0.
+    zeros = np.zeros(count)
+    return {name: np.resize([*x, *zeros], count) for name, x in patterns.items()}
 
 
 class NoiseScale(NamedTuple):
@@ -390,12 +404,14 @@ def noise_scale(result: ClippedGrad) -> NoiseScale:
     norms = jnp.where(counts, norms, 0)
     # Squares of norms beyond 1e19 or below 1e-19 leave the range of float32.
     longest = jnp.maximum(jnp.max(norms), jnp.finfo(norms.dtype).tiny)
-    square = jnp.sum(divided(norms, longest) ** 2) / size
-    of_mean = divided(mean, longest) ** 2
+    mean_square = jnp.sum(divided(norms, longest) ** 2) / size
+    square_of_mean = divided(mean, longest) ** 2
     # By rounding alone it would be below 0.
-    noise = jnp.maximum(square - of_mean, 0) * size / (size - 1)
-    signal = of_mean - noise / size
+    noise = jnp.maximum(mean_square - square_of_mean, 0) * size / (size - 1)
+    signal = square_of_mean - noise / size
     scale = noise / jnp.maximum(signal, 0)
-    found = scale, noise * longest * longest, signal * longest * longest
-    known = (size > 1) & ~jnp.any(clipped)
-    return NoiseScale(*(jnp.where(known, each, jnp.nan) for each in found))
+    estimate = NoiseScale(
+        scale, noise=noise * longest * longest, signal=signal * longest * longest
+    )
+    is_known = (size > 1) & ~jnp.any(clipped)
+    return NoiseScale(*(jnp.where(is_known, x, jnp.nan) for x in estimate))
