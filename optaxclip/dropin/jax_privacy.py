@@ -221,9 +221,10 @@ def clipped_grad(
     `rescale_to_unit_norm`.
     """
     check_function("clipped_grad: fun", fun)
-    learned, batches = jax.tree.leaves(argnums), jax.tree.leaves(batch_argnums)
-    own = (*learned, *batches, prng_argnum)
-    if not batches or min(learned + batches) < 0 or {*learned} & {*batches}:
+    param_places = jax.tree.leaves(argnums)
+    batch_places = jax.tree.leaves(batch_argnums)
+    overlap = {*param_places} & {*batch_places}
+    if not batch_places or min(param_places + batch_places) < 0 or overlap:
         must = f"{argnums=} and {batch_argnums=} must be at least 0, and not overlap"
         raise ValueError(f"clipped_grad: {must}. batch_argnums must not be empty.")
     limits = jax.tree.leaves(l2_clip_norm, is_leaf=lambda limit: limit is None)
@@ -232,17 +233,20 @@ def clipped_grad(
     if not normalize_by > 0:
         raise ValueError(f"clipped_grad: {normalize_by=} must be above 0.")
     bound = sum(limit**2 for limit in limits) ** 0.5
-    changes = set[float]()
-    max_norm, shrink = l2_clip_norm, None
+    max_norm = l2_clip_norm
+    shrink = None
     if rescale_to_unit_norm:
-        bound, shrink = len(limits) ** 0.5, _over_limit
+        bound = len(limits) ** 0.5
+        shrink = _over_limit
         # inf would be no limit. With the largest number gradients become 0.
         max_norm = jax.tree.map(lambda limit: jnp.minimum(limit, 3.4e38), max_norm)
+    has_auxiliary = has_aux or return_values or return_grad_norms
+    changes = set[float]()
 
     def total(*args: Any, is_padding_example: Any = None, **keywords: Any) -> Any:
-        batch = [[args[place] for place in batches], keywords]
+        batch = [[args[place] for place in batch_places], keywords]
         sizes = [jnp.shape(leaf)[:1] for leaf in jax.tree.leaves(batch)]
-        # Those that differ, and a number, are refused further down.
+        # `per_example.clipped_grad` refuses sizes that differ, and a number.
         size = 0 if set(sizes) == {(0,)} else (max(sizes, default=()) or (1,))[0]
         # None is the mask of no padding.
         mask = jax.tree.map(jnp.logical_not, is_padding_example)
@@ -250,90 +254,129 @@ def clipped_grad(
             # One example of zeros that does not count.
             mask = jnp.zeros(1, bool)
             batch = jax.tree.map(lambda x: jnp.zeros((1, *x.shape[1:]), x.dtype), batch)
+        example_places = [*param_places, *batch_places]
         if prng_argnum is not None:
+            example_places.append(prng_argnum)
             keys = args[prng_argnum]
             batch += [jax.tree.map(lambda key: jax.random.split(key, size or 1), keys)]
 
-        # Not closed over, since that may have no types of an Explicit mesh.
-        others = {k: x for k, x in enumerate(args) if k not in own and _has_arrays(x)}
+        # Not closed over, since such arrays may lack the types of an Explicit mesh.
+        shared = {}
+        for place, arg in enumerate(args):
+            if place not in example_places and _has_arrays(arg):
+                shared[place] = arg
 
-        def loss(params: Any, example: Any, others: Any) -> tuple[Any, Any]:
+        def loss(params: Any, example: Any, shared: Any) -> tuple[Any, Any]:
             examples, keywords, *keys = example
             if keep_batch_dim:
                 examples = jax.tree.map(lambda x: x[None], examples)
             trees = [params] if isinstance(argnums, int) else params
-            roles = zip(own, [*trees, *examples, *keys])
-            each = dict(enumerate(args)) | others | dict(roles)
-            found = fun(*each.values(), **keywords)
-            return found if has_aux else (found, None)
+            of_example = dict(zip(example_places, [*trees, *examples, *keys]))
+            loss_args = dict(enumerate(args)) | shared | of_example
+            returned = fun(*loss_args.values(), **keywords)
+            return returned if has_aux else (returned, None)
 
-        def linear(direction: Any, example: Any, given: Any) -> tuple[Any, Any]:
+        def transformed_loss(
+            direction: Any, example: Any, params_and_shared: Any
+        ) -> tuple[Any, Any]:
             """Its gradient is the transformed gradient of the loss."""
-            run, params = jax.value_and_grad(loss, has_aux=True), given[0]
-            found, grads = run(typed_as_varying(example, params), example, given[1])
+            params, shared = params_and_shared
+            params = typed_as_varying(example, params)
+            value_and_grad = jax.value_and_grad(loss, has_aux=True)
+            (value, aux), grads = value_and_grad(params, example, shared)
             norm = partial(global_norm, mesh_axes=None)
             norms = jax.tree.map(lambda _, part: norm(part), l2_clip_norm, grads)
             grads = jax.lax.stop_gradient(pre_clipping_transform(grads))
-            pairs = zip(jax.tree.leaves(direction), jax.tree.leaves(grads), strict=True)
-            return sum(jnp.sum(x * y) for x, y in pairs), (norms, *found)
+            directions = jax.tree.leaves(direction)
+            pairs = zip(directions, jax.tree.leaves(grads), strict=True)
+            return sum(jnp.sum(x * y) for x, y in pairs), (norms, value, aux)
 
         params = jax.tree.map(lambda place: args[place], argnums)
         # A tree of its own, which the transform may write to.
-        changed = pre_clipping_transform(jax.tree.map(lambda x: x, params))
-        is_same = _leaves_of(changed) == _leaves_of(params)
-        way = (loss, "auto") if is_same else (linear, "one_pass")
-        options = {"method": way[1], "microbatch": microbatch_size}
-        options |= {"has_aux": True, "shared_argnums": 2}
-        explain = per_example.explain_clipped_grad(way[0], **options)
-        options |= {"mean": False, "shrink": shrink}
-        grad = per_example.clipped_grad(way[0], max_norm, **options)
-        given = others if is_same else (params, others)
-        # The gradient of what is linear is the same everywhere, also here.
-        result = grad(changed, batch, given, mask=mask)
-        seen = result.norms, result.values, result.aux
-        norms, values, aux = seen if is_same else result.aux
+        direction = pre_clipping_transform(jax.tree.map(lambda x: x, params))
+        if _identity_of(direction) == _identity_of(params):
+            is_same = True
+            loss_to_clip = loss
+            method = "auto"
+            shared_arg = shared
+        else:
+            is_same = False
+            loss_to_clip = transformed_loss
+            method = "one_pass"
+            shared_arg = params, shared
+        explain = per_example.explain_clipped_grad(
+            loss_to_clip,
+            shared_argnums=2,
+            has_aux=True,
+            microbatch=microbatch_size,
+            method=method,
+        )
+        grad = per_example.clipped_grad(
+            loss_to_clip,
+            max_norm,
+            shared_argnums=2,
+            has_aux=True,
+            shrink=shrink,
+            microbatch=microbatch_size,
+            method=method,
+            mean=False,
+        )
+        # The transformed loss is linear: its gradient is the same everywhere, also at
+        # the parameters.
+        result = grad(direction, batch, shared_arg, mask=mask)
+        if is_same:
+            norms = result.norms
+            values = result.values
+            aux = result.aux
+        else:
+            norms, values, aux = result.aux
         if keep_batch_dim:
             aux = jax.tree.map(lambda x: x[:, 0] if x.shape[1:2] == (1,) else x, aux)
-        seen = AuxiliaryOutput(
-            values if return_values else None, norms if return_grad_norms else None, aux
+        auxiliary = AuxiliaryOutput(
+            values=values if return_values else None,
+            grad_norms=norms if return_grad_norms else None,
+            aux=aux,
         )
 
-        def finished(x: jax.Array) -> jax.Array:
-            x = x if nan_safe else jnp.where(result.nonfinite > 0, jnp.nan, x)
+        def normalized(x: jax.Array) -> jax.Array:
+            if not nan_safe:
+                x = jnp.where(result.nonfinite > 0, jnp.nan, x)
             return (x / normalize_by).astype(x.dtype if dtype is None else dtype)
 
-        sums = jax.tree.map(finished, result.grads)
-        proved = explain(changed, batch, given)
-        # Of how many limits the sums with and without one example are, at most.
-        longest = 2 * result.values.size * (1 + proved.excess)
+        sums = jax.tree.map(normalized, result.grads)
+        explanation = explain(direction, batch, shared_arg)
+        # The sums with and without one example are together at most this many limits
+        # long.
+        longest = 2 * result.values.size * (1 + explanation.excess)
         share = _share_rounded(result.grads, normalize_by, dtype)
-        changes.add(proved.change + longest * share)
-        return (sums, jax.tree.map(lambda x: x[:size], seen)) if has_more else sums
+        changes.add(explanation.change + longest * share)
+        if not has_auxiliary:
+            return sums
+        return sums, jax.tree.map(lambda x: x[:size], auxiliary)
 
-    has_more = has_aux or return_values or return_grad_norms
     limit = bound / normalize_by
-    return BoundedSensitivityCallable(total, limit, has_more, changes)
+    return BoundedSensitivityCallable(total, limit, has_auxiliary, changes)
 
 
 def _share_rounded(sums: Any, normalize_by: float, dtype: Any) -> float:
-    """What the division and the cast of the sums may round away, over their size."""
-    most = 0.0
+    """The largest share of a sum that its division and cast round away."""
+    largest = 0.0
     for leaf in jax.tree.leaves(sums):
         unit = float(jnp.finfo(leaf.dtype).eps) / 2
         share = 0.0 if normalize_by == 1 else unit
-        last = unit if dtype is None else float(jnp.finfo(dtype).eps) / 2
-        if last > unit:
-            share += last * (1 + share)
-        most = max(most, share)
-    return most
+        cast_unit = unit if dtype is None else float(jnp.finfo(dtype).eps) / 2
+        if cast_unit > unit:
+            share += cast_unit * (1 + share)
+        largest = max(largest, share)
+    return largest
 
 
 def _has_arrays(tree: Any) -> bool:
     return all(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(tree))
 
 
-def _leaves_of(tree: Any) -> tuple[Any, list[int]]:
-    """Which arrays are where."""
+def _identity_of(tree: Any) -> tuple[Any, list[int]]:
+    """The structure of a tree, and the identity of each of its arrays."""
     leaves, treedef = jax.tree.flatten(tree)
     return treedef, list(map(id, leaves))
 
