@@ -195,15 +195,15 @@ def lost_in(count):
 def explained(name, size, times, **options):
     """What is explained of this way. Nothing but shapes is needed."""
     loss, params, width = WAYS[name]
-    kinds = [((size, times, width), float), ((size, times), float)]
-    kinds.append(((size, times), int))
+    kinds = [((size, times, width), np.float32), ((size, times), np.float32)]
+    kinds.append(((size, times), np.int32))
     found = []
 
     def explain(params, *batch):
         explain = explain_clipped_grad(loss, method="ghost", **options)
         found.append(explain(params, *batch))
 
-    structs = [jax.ShapeDtypeStruct(shape, np.dtype(kind)) for shape, kind in kinds]
+    structs = [jax.ShapeDtypeStruct(shape, kind) for shape, kind in kinds]
     jax.eval_shape(explain, params, *structs)
     return found[0]
 
