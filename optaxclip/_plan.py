@@ -13,7 +13,7 @@ is finite everywhere, and 0 at zero.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
@@ -27,8 +27,12 @@ from . import _sums as squares
 from ._mesh import Names, Split
 from ._sums import Dims, Sums, divided, plain_sum
 
-# Terms that are added up at once. Of more a GPU would copy each in a kernel.
+# Terms that a TPU adds up at once.
 TOGETHER = 16
+# Leaves of at most so many numbers are summed together on a GPU, for one kernel.
+SMALL = 2**16
+# Of more norms a GPU computes the roots in a kernel of their own.
+FEW_NORMS = 12
 OF_SQUARES = (None, 2, "rms", "average")  # orders whose norm is a root of squares
 
 
@@ -101,6 +105,11 @@ class Plan(NamedTuple):
     size: int  # how many norms
     ord: Any = None  # the order: a number, "rms", "average" or None
 
+    @property
+    def is_split(self) -> bool:
+        """Whether the program sees that devices hold parts of a leaf."""
+        return any(leaf.split != Split() for leaf in self.leaves)
+
 
 # The plan is static: only leaves are traced.
 @partial(jax.custom_jvp, nondiff_argnums=(0,))
@@ -113,11 +122,74 @@ def norms_of(plan: Plan, arrays: list[Array]) -> list[Array]:
         return _largest(plan, arrays, dtype)
     if plan.ord not in OF_SQUARES:
         return _by_shares(plan, arrays, dtype)
+    # Programs for GPU and TPU have float64 only where a leaf has 64 bits. A CPU joins
+    # three sums too, in the dtype of the norm, of leaves that devices split.
+    if dtype == np.float64 or plan.is_split:
+        return _by_three_sums(plan, arrays, squares.three_sums)
+    # One choice of the platform for all leaves, which is traced once.
+    return squares.per_platform(
+        arrays,
+        cpu=partial(_in_float64, plan),
+        gpu=partial(_on_a_gpu, plan),
+        plain=partial(_by_three_sums, plan, sums_of_leaf=squares.three_reductions),
+    )
+
+
+def _in_float64(plan: Plan, arrays: list[Array]) -> list[Array]:
+    """The norms on a CPU: sums, means and roots in float64, rounded once. The square of
+    no float32 number is beyond its range.
+    """
+    with jax.enable_x64(True):
+        sums_of_leaves = []
+        for array, leaf in zip(arrays, plan.leaves):
+            sums_of_leaves.append((squares.sum_in_float64(array, leaf.dims),))
+        zero = jnp.zeros((), np.float64)
+        totals = _of_each_norm(plan, sums_of_leaves, (zero,), largest=False)
+        counts = _counts(plan, arrays, np.float64)
+        norms = []
+        for (total,), count in zip(totals, counts):
+            norm = jnp.sqrt(total / count if isinstance(plan.ord, str) else total)
+            if plan.ord == "average":
+                # sqrt(sum / N) / sqrt(N) = sqrt(sum) / N
+                norm = norm / count**0.5
+            norms.append(lax.convert_element_type(norm, np.float32))
+        return norms
+
+
+def _on_a_gpu(plan: Plan, arrays: list[Array]) -> list[Array]:
+    """The norms on a GPU, which starts a kernel for each sum: small leaves of one norm
+    become one vector.
+    """
+    separate: list[tuple[Array, Leaf]] = []
+    small: dict[tuple[int, Any], list[tuple[Array, Leaf]]] = {}  # by norm and dtype
+    for array, leaf in zip(arrays, plan.leaves):
+        # Where jit splits leaves, a vector of them would take a collective.
+        is_whole = leaf.dims is None and jax.typeof(array).sharding.mesh.empty
+        is_small = isinstance(array.size, int) and array.size <= SMALL
+        if is_whole and is_small and not jnp.iscomplexobj(array):
+            small.setdefault((leaf.norm, array.dtype), []).append((array, leaf))
+        else:
+            separate.append((array, leaf))
+    for (norm, _), pairs in small.items():
+        if len(pairs) > 1:
+            vector = jnp.concatenate([array.reshape(-1) for array, _ in pairs])
+            pairs = [(vector, Leaf(norm))]
+        separate += pairs
+    joined_plan = plan._replace(leaves=tuple(leaf for _, leaf in separate))
+    joined_arrays = [array for array, _ in separate]
+    return _by_three_sums(joined_plan, joined_arrays, squares.sums_on_a_gpu)
+
+
+def _by_three_sums(
+    plan: Plan, arrays: list[Array], sums_of_leaf: Callable[..., Sums]
+) -> list[Array]:
+    """The norms, of three sums of squares of each leaf."""
+    dtype = squares.norm_dtype(arrays)
     sums_of_leaves = []
     # One of the three sums may overflow, at which jax_debug_infs would raise.
     with jax.debug_infs(False):
         for array, leaf in zip(arrays, plan.leaves):
-            sums_of_leaves.append(squares.three_sums(array, leaf.dims, dtype))
+            sums_of_leaves.append(sums_of_leaf(array, leaf.dims, dtype))
         zero = jnp.zeros((), dtype)
         totals = _joined(plan, sums_of_leaves, Sums(zero, zero, zero))
     sums_of_norms = [Sums(*sums) for sums in totals]
@@ -128,7 +200,7 @@ def norms_of(plan: Plan, arrays: list[Array]) -> list[Array]:
     norms = []
     for sums, count in zip(sums_of_norms, counts):
         norms.append(squares.root_of(count, sums))
-    if plan.size > 1:
+    if plan.size > FEW_NORMS:
         by_one_root = partial(_by_one_root, counts)
         norms = squares.per_platform(norms, sums_of_norms, gpu=by_one_root)
     if plan.ord == "average":
@@ -191,7 +263,7 @@ def _joined(
     largest. A norm without leaves has `zero`.
     """
     # XLA adds up the parts of a global array.
-    if all(leaf.split == Split() for leaf in plan.leaves):
+    if not plan.is_split:
         return _of_each_norm(plan, terms, zero, largest)
     axes_of_norms = _axes_of_norms(plan)
     terms = _on_each_device(plan, terms, axes_of_norms, largest)
@@ -256,6 +328,29 @@ def _on_each_device(
 
 def _together(terms: list[Any], largest: bool) -> Any:
     """The terms of several leaves as one: their sum, or the largest."""
+    if len(terms) == 1:
+        return terms[0]
+    by_tree = partial(_by_tree, largest=largest)
+    stacked = partial(_stacked, largest=largest)
+    terms = [tuple(term) for term in terms]
+    return squares.per_platform(terms, cpu=by_tree, gpu=by_tree, plain=stacked)
+
+
+def _by_tree(terms: list[Any], largest: bool) -> Any:
+    """Adds up pairs of terms, in the kernel that needs the sum."""
+    add = jnp.maximum if largest else jnp.add
+    while len(terms) > 1:
+        sums = []
+        for left, right in zip(terms[::2], terms[1::2]):
+            sums.append(tuple(add(x, y) for x, y in zip(left, right)))
+        if len(terms) % 2:
+            sums.append(terms[-1])
+        terms = sums
+    return terms[0]
+
+
+def _stacked(terms: list[Any], largest: bool) -> Any:
+    """Adds up the terms as a table. A TPU runs each add of a chain by itself."""
     while len(terms) > 1:
         totals = []
         for start in range(0, len(terms), TOGETHER):
@@ -264,12 +359,11 @@ def _together(terms: list[Any], largest: bool) -> Any:
             columns = []
             for part in zip(*block):
                 columns += part
-            # A TPU runs each add of a chain by itself, so numbers are stacked. The
-            # barrier keeps XLA from making a chain of the sum of a stack.
+            # The barrier keeps XLA from making a chain of the sum of a stack.
             stack = lax.optimization_barrier(jnp.stack(columns))
             table = stack.reshape(-1, len(block))
             total = jnp.max(table, 1) if largest else jnp.sum(table, 1)
-            totals.append(list(total))
+            totals.append(tuple(total))
         terms = totals
     return terms[0]
 

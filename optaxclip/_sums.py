@@ -13,7 +13,7 @@ different shards are no special case.
 
     CPU    one float64 sum, of which the three are made
     TPU    three float32 sums in one read. This is plain `jnp`, for any platform
-    GPU    two float32 numbers for each element, in one reduction
+    GPU    three float32 sums in one reduction
 
 Reference: Blue, A portable Fortran program to find the Euclidean norm of a vector,
 1978. Anderson, Algorithm 978: safe scaling in the level 1 BLAS, 2017. Both sort numbers
@@ -38,9 +38,6 @@ from ._mesh import is_on_one_device
 # 2^37 of the largest numbers, which are 2^128, have a finite `down`: (2^128 / s)^2 is
 # 2^90. The smallest normal one, which is 2^-126, has a normal `up`: 2^(-43 * 2).
 SCALES = {np.dtype(np.float32): 2.0**83, np.dtype(np.float64): 2.0**600}
-# On a GPU: elements above 2^20 are scaled down, others up. 2^37 squares of smaller ones
-# are less than 2^-50 of a sum that is not finite.
-LARGE = 2.0**20
 FEW_ROWS = 32
 
 # The dimensions that are summed, and stay with size 1. None: all dimensions.
@@ -78,19 +75,27 @@ def per_platform(
 def three_sums(leaf: jax.Array, dims: Dims, dtype: Any) -> Sums:
     """The sums of squares of a leaf."""
     if jnp.iscomplexobj(leaf):
-        # |a + bi|^2 = a^2 + b^2, so both parts are summed like real leaves.
-        real = three_sums(jnp.real(leaf), dims, dtype)
-        imag = three_sums(jnp.imag(leaf), dims, dtype)
-        return jax.tree.map(operator.add, real, imag)
+        return _of_both_parts(three_sums, leaf, dims, dtype)
     # Programs for GPU and TPU have float64 only where a leaf has 64 bits.
     if dtype == np.float64:
-        return _three_reductions(leaf, dims, dtype)
+        return three_reductions(leaf, dims, dtype)
     return per_platform(
         leaf,
         cpu=partial(_in_float64, dims=dims, dtype=dtype),
-        gpu=partial(_in_pairs, dims=dims, dtype=dtype),
-        plain=partial(_three_reductions, dims=dims, dtype=dtype),
+        gpu=partial(sums_on_a_gpu, dims=dims, dtype=dtype),
+        plain=partial(three_reductions, dims=dims, dtype=dtype),
     )
+
+
+def _of_both_parts(
+    sums_of: Callable[..., Sums], leaf: jax.Array, dims: Dims, dtype: Any
+) -> Sums:
+    """The sums of a complex leaf. |a + bi|^2 = a^2 + b^2, so both parts are summed like
+    real leaves.
+    """
+    real = sums_of(jnp.real(leaf), dims, dtype)
+    imag = sums_of(jnp.imag(leaf), dims, dtype)
+    return jax.tree.map(operator.add, real, imag)
 
 
 def root_of(count: ArrayLike, sums: Sums) -> jax.Array:
@@ -115,20 +120,32 @@ def root_of(count: ArrayLike, sums: Sums) -> jax.Array:
 written_by_a_gpu = partial(per_platform, gpu=lax.optimization_barrier)
 
 
+@partial(jax.jit, static_argnums=1, inline=True)
+def sum_in_float64(leaf: jax.Array, dims: Dims) -> jax.Array:
+    """The sum of squares in float64: one read, right to the last bit."""
+    if jnp.iscomplexobj(leaf):
+        real = sum_in_float64(jnp.real(leaf), dims)
+        return real + sum_in_float64(jnp.imag(leaf), dims)
+    x = lax.convert_element_type(leaf, np.float64)
+    return jnp.sum(x * x, dims, keepdims=dims is not None)
+
+
 def _in_float64(leaf: jax.Array, dims: Dims, dtype: Any) -> Sums:
-    """One read, right to the last bit. These operations alone have float64, whatever
-    the program around them has.
+    """The three sums of one sum in float64. For these operations only, whatever the
+    program around them uses.
     """
     scale = SCALES[dtype]
     with jax.enable_x64(True):
-        x = lax.convert_element_type(leaf, np.float64)
-        total = jnp.sum(x * x, dims, keepdims=dims is not None)
+        total = sum_in_float64(leaf, dims)
         sums = Sums(up=total * scale**2, plain=total, down=total * scale**-2)
         return jax.tree.map(lambda x: lax.convert_element_type(x, dtype), sums)
 
 
-def _three_reductions(leaf: jax.Array, dims: Dims, dtype: Any) -> Sums:
+@partial(jax.jit, static_argnums=(1, 2), inline=True)
+def three_reductions(leaf: jax.Array, dims: Dims, dtype: Any) -> Sums:
     """Three sums of all elements, which a TPU computes in one read."""
+    if jnp.iscomplexobj(leaf):
+        return _of_both_parts(three_reductions, leaf, dims, dtype)
     x = leaf.astype(dtype)
     scale = SCALES[dtype]
     squares = [_square(x, s) for s in (scale, 1.0, 1 / scale)]
@@ -142,16 +159,18 @@ def _square(x: jax.Array, scale: Any) -> jax.Array:
     return lax.square(lax.clamp(-bound, x * jnp.asarray(scale, x.dtype), bound))
 
 
-def _in_pairs(leaf: jax.Array, dims: Dims, dtype: Any) -> Sums:
-    """One reduction of pairs of numbers, each pair as one complex number:
+@partial(jax.jit, static_argnums=(1, 2), inline=True)
+def sums_on_a_gpu(leaf: jax.Array, dims: Dims, dtype: Any) -> Sums:
+    """The three sums in one reduction, of a complex number and a real one:
 
-        real    x^2
-        imag    (x / s)^2 where |x| is above 2^20, and -(x * s)^2 elsewhere
+        (x * s)^2 + i (x / s)^2, x^2
 
-    Of scaled squares with different signs the positive one stays, since small numbers
-    count for nothing beside large ones. A GPU that sums several arrays that are
-    computed, such as the step of Adam, first writes them to memory.
+    A GPU that sums several arrays that are computed, such as the step of Adam, first
+    writes them to memory. A complex number is one array. And where jit splits a leaf
+    unseen, XLA joins a reduction of one operand by a collective that GPUs do not have.
     """
+    if jnp.iscomplexobj(leaf):
+        return _of_both_parts(sums_on_a_gpu, leaf, dims, dtype)
     axes = tuple(range(leaf.ndim)) if dims is None else dims
     # Without a mesh, as under plain jit, the leaf is on one device.
     if not jax.typeof(leaf).sharding.mesh.empty and not is_on_one_device(leaf):
@@ -159,36 +178,20 @@ def _in_pairs(leaf: jax.Array, dims: Dims, dtype: Any) -> Sums:
     if leaf.ndim and leaf.ndim - 1 not in axes:
         return _over_columns(leaf, axes, dtype)
     x = leaf.astype(dtype)
-    scale = dtype.type(SCALES[dtype])
-    is_large = jnp.abs(x) > LARGE
-    scaled = lax.square(x * jnp.where(is_large, 1 / scale, scale))
-    pairs = lax.complex(x * x, jnp.where(is_large, scaled, -scaled))
-    # A second operand of zeros. Where jit splits a leaf unseen, XLA would join a
-    # reduction of one operand by a collective that GPUs do not have. The barrier keeps
-    # XLA from dropping it.
-    zero = lax.optimization_barrier(dtype.type(0))
-    zeros = jnp.full_like(x, zero)
+    scale = SCALES[dtype]
+    # XLA must not know the scales, or it squares them: scale^2 is 0 or inf.
+    scales = lax.optimization_barrier(np.array([scale, 1 / scale], dtype))
+    scaled = lax.complex(lax.square(x * scales[0]), lax.square(x * scales[1]))
     start = np.complex64(0), dtype.type(0)
-    total, total_of_zeros = lax.reduce((pairs, zeros), start, _add_pairs, axes)
-    plain = jnp.real(total) + total_of_zeros
-    scaled = jnp.imag(total)
-    # abs, since -scaled of 0 is -0.
-    up = jnp.where(scaled > 0, jnp.inf, jnp.abs(scaled))
-    sums = Sums(up, plain, down=jnp.maximum(scaled, 0))
+    total, plain = lax.reduce((scaled, x * x), start, _add_both, axes)
+    sums = Sums(jnp.real(total), plain, jnp.imag(total))
     if dims is not None:
         sums = jax.tree.map(lambda x: jnp.expand_dims(x, axes), sums)
     return sums
 
 
-def _add_pairs(left: tuple[Any, Any], right: tuple[Any, Any]) -> tuple[Any, Any]:
-    """Adds up two (pair, zero)."""
-    left_pair, left_zero = left
-    right_pair, right_zero = right
-    a = lax.imag(left_pair)
-    b = lax.imag(right_pair)
-    scaled = lax.select((a > 0) != (b > 0), lax.max(a, b), a + b)
-    plain = lax.real(left_pair) + lax.real(right_pair)
-    return lax.complex(plain, scaled), left_zero + right_zero
+def _add_both(left: tuple[Any, Any], right: tuple[Any, Any]) -> tuple[Any, Any]:
+    return left[0] + right[0], left[1] + right[1]
 
 
 def _over_columns(leaf: jax.Array, axes: tuple[int, ...], dtype: Any) -> Sums:
@@ -201,7 +204,7 @@ def _over_columns(leaf: jax.Array, axes: tuple[int, ...], dtype: Any) -> Sums:
     # Few rows are summed in the kernel that needs their sum. A size of jax.export may
     # be a symbol.
     if not isinstance(size, int) or math.prod(sizes) < FEW_ROWS:
-        return _three_reductions(leaf, axes, dtype)
+        return three_reductions(leaf, axes, dtype)
     longest = axes[sizes.index(size)]
     parts = math.gcd(size, max(8, 2 ** (size // 2048).bit_length()))
     shape = list(leaf.shape)
