@@ -1,7 +1,7 @@
 """The share of all elements that were clipped, for clippers of single elements."""
 
 import math
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -10,41 +10,27 @@ from jax import lax
 
 from . import _mesh as mesh
 from ._checks import BEGIN_ANEW
-from ._exported import exported
 from .rules._memory import moving_average
 
-
-@exported
-class ClippedElements(NamedTuple):
-    """The share of all elements that were clipped, in [0, 1]."""
-
-    last: jax.Array  # float32[]: in the last step
-    mean: jax.Array  # float32[]: over all steps
-    # float32[]: moving average of `last`, of about 100 steps
-    recent: jax.Array
+# float32[3]: the share of all elements that were clipped, in [0, 1]: in the last step,
+# over all steps, and over about the last 100. () where nothing is counted.
+Shares = jax.Array | tuple[()]
 
 
-def no_elements_clipped() -> ClippedElements:
+def no_elements_clipped() -> jax.Array:
     """The shares before the first step."""
-
-    # An array for each field, so that the state can be donated.
-    def zero() -> jax.Array:
-        return jnp.zeros((), jnp.float32)
-
-    return ClippedElements(last=zero(), mean=zero(), recent=zero())
+    return jnp.zeros(3, jnp.float32)
 
 
 # Jitted, since without jit each leaf would take several calls.
 @jax.jit
 def count_clipped(
-    old: ClippedElements | tuple[()],
-    steps: jax.Array,
-    pairs: list[tuple[Any, jax.Array]],
-) -> ClippedElements:
+    old: Shares, steps: jax.Array, pairs: list[tuple[Any, jax.Array]]
+) -> jax.Array:
     """The shares after `steps` steps. `pairs` are the leaves before and after the clip
     of the last step.
     """
-    if not old:
+    if isinstance(old, tuple):
         raise ValueError(f"count=True: state was made without a count. {BEGIN_ANEW}")
     # JAX tells the mesh axes where it tracks types. Without types, inside shard_map and
     # pmap, the shares are those of the leaves on one device.
@@ -70,5 +56,6 @@ def count_clipped(
         axes_of_counts.append(mesh_axes)
     counts = mesh.joined(lax.psum, counts, axes_of_counts)
     share = sum(counts, jnp.zeros((), jnp.float32)) / jnp.maximum(size_of_all, 1.0)
-    mean = old.mean + (share - old.mean) / steps.astype(jnp.float32)
-    return ClippedElements(share, mean, moving_average(old.recent, share, steps))
+    _, old_mean, old_recent = old
+    mean = old_mean + (share - old_mean) / steps.astype(jnp.float32)
+    return jnp.stack([share, mean, moving_average(old_recent, share, steps)])

@@ -1,76 +1,34 @@
-"""What a state is to others: to `jax.export`, to `optax.tree_map_params`, and to a
-notebook, which shows it in two lines.
-
-`optax.tree_map_params` calls `init` with a placeholder, maps over the result and a real
-state together, and rebuilds the result. Which names there are depends on the
-parameters. So:
-
-    init(placeholder)   one leaf for each field, and a form that is still open
-    map with a state    JAX compares the forms: the open one notes that of the state
-    rebuild             with the names that were noted
+"""How a state is shown in a notebook, how `jax.export` finds it, and the placeholder of
+optax.
 """
 
-from dataclasses import dataclass
 from functools import partial
-from itertools import chain
 from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.core import Tracer
 
 T = TypeVar("T")
 LONGEST = 200  # characters of a state, and of its fields
 LONGEST_FIELD = 60
 
 
-@dataclass(eq=False)
-class Form:
-    """What a state is apart from its arrays. Only the names of norms are compared: a
-    tree of shardings may have one entry for all of the memory, and devices may hold a
-    share of the layers.
-    """
+def _type_of_placeholder() -> type:
+    """The type of what `optax.tree_map_params` hands to `init`."""
+    types = []
 
-    names: tuple[Any, ...] | None  # None: open
-    memory: Any = None  # its structure
-    units: bool = False
-    noted: "Form | None" = None  # that of the state beside an open one
+    def init(placeholder: Any) -> tuple[()]:
+        types.append(type(placeholder))
+        return ()
 
-    # JAX compares the forms of two trees before it maps over them together.
-    def __eq__(self, other: Any) -> bool:
-        # All states of a run share the object.
-        if self.names is other.names:
-            return True
-        for one, two in ((self, other), (other, self)):
-            if one.names is None and two.names is not None:
-                one.noted = two
-        if self.names is None or other.names is None:
-            return True
-        # In order.
-        if list(map(list, self.names)) != list(map(list, other.names)):
-            return False
-        one, two = self.counts(), other.counts()
-        return all(map(_is_share, one, two)) or all(map(_is_share, two, one))
-
-    def counts(self) -> list[int]:
-        """The layers of each name, 0 for a number."""
-        return [len(x or ()) for part in self.names or () for x in part.values()]
-
-    # An open form equals any other.
-    def __hash__(self) -> int:
-        return 0
+    optax.tree_map_params(init, jnp.shape, ())
+    return types[0]
 
 
-def _is_share(count: int, whole: int) -> bool:
-    return count == whole or (0 < count < whole and whole % count == 0)
-
-
-# The type of optax's placeholder, which has no public name. `tree_map_params` hands it
-# to `init`, which notes the type.
-_found: list[type] = []
-optax.tree_map_params(lambda x: _found.append(type(x)) or (), jnp.shape, ())
-PLACEHOLDER = _found[0]
+PLACEHOLDER = _type_of_placeholder()
 
 
 def exported(state: type[T]) -> type[T]:
@@ -84,13 +42,27 @@ def exported(state: type[T]) -> type[T]:
 
 
 def state_repr(self: Any) -> str:
-    """The `repr` of a state."""
-    fields = self._asdict()
-    names = fields.pop("names", None)
-    # Those of norms are the keys of dicts of None.
-    if isinstance(names, tuple):
-        fields["names"] = list(chain(*names))
+    """The `repr` of a state. Of a field in its `ROWS` the rows are shown by name."""
+    rows_of_field = dict(getattr(self, "ROWS", ()))
+    fields = {}
+    for field, value in self._asdict().items():
+        rows = rows_of_field.get(field, ())
+        if rows and has_numbers(value):
+            fields |= {row: getattr(self, row) for row in rows}
+        else:
+            fields[field] = value
     return call_repr(type(self).__name__, fields)
+
+
+def has_numbers(array: Any) -> bool:
+    """Whether its numbers can be shown. Types and traced, donated and remote arrays
+    have none here.
+    """
+    if isinstance(array, np.ndarray):
+        return True
+    if not isinstance(array, jax.Array) or isinstance(array, Tracer):
+        return False
+    return array.is_fully_addressable and not array.is_deleted()
 
 
 def call_repr(name: str, fields: dict[str, Any]) -> str:
@@ -133,11 +105,9 @@ class _Short(NamedTuple):
         is_number = jnp.issubdtype(leaf.dtype, jnp.number)
         if not is_number or leaf.ndim > 1 or leaf.size > 3:
             return kind
-        # Donated, traced and remote numbers, and types, are not here.
-        try:
-            numbers = np.atleast_1d(np.asarray(leaf, leaf.dtype)).tolist()
-        except (RuntimeError, TypeError):
+        if not has_numbers(leaf) and not isinstance(leaf, np.generic):
             return kind
+        numbers = np.atleast_1d(np.asarray(leaf, leaf.dtype)).tolist()
         is_float = jnp.issubdtype(leaf.dtype, jnp.floating)
         texts = [f"{x:.4g}" if is_float else str(x) for x in numbers]
         return f"[{', '.join(texts)}]" if leaf.ndim else texts[0]

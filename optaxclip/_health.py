@@ -151,15 +151,18 @@ def record_health(
 
     def init(params: Any) -> HealthState:
         norms: Any = _recorder(measure).init(params)
-        sizes: dict[str, Any] = dict.fromkeys(tables, ())
         # optax.tree_map_params calls init without parameters.
-        if not isinstance(params, PLACEHOLDER):
+        if isinstance(params, PLACEHOLDER):
+            zeros = jnp.zeros(())
+            sizes: dict[str, Any] = dict.fromkeys(tables, ())
+        else:
+            zeros = jnp.zeros_like(norms.norm, jnp.float32)
             tree = clipped_leaves(params, CALL)
             sizes = {name: len(_table(tree, name)) for name in tables}
         # Each is its own array, so that the state can be donated.
         return HealthState(
             norms,
-            {x: jnp.zeros_like(norms.norm, jnp.float32) for x in signs},
+            {x: jnp.copy(zeros) for x in signs},
             {x: jnp.zeros(size, jnp.int32) for x, size in sizes.items()},
             {x: jnp.zeros((), jnp.float32) for x in tables},
         )

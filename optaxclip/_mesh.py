@@ -98,6 +98,18 @@ def typed_as_varying(models: Any, values: Any) -> Any:
     return jax.tree.map(lambda x: varying_over(x, names), values)
 
 
+def narrowed_as(values: Any, model: jax.Array) -> Any:
+    """The arrays of a tree, typed as the same on all devices along the mesh axes along
+    which `model` is. They are so already, in a vector with others that are not.
+    """
+
+    def narrowed(value: jax.Array) -> jax.Array:
+        too_many = tuple(sorted(varying(value) - varying(model)))
+        return lax.pmax(value, too_many) if too_many else value
+
+    return jax.tree.map(narrowed, values) if manual_axes() else values
+
+
 def split_as(value: jax.Array, array_type: ShapedArray) -> jax.Array:
     """The value, split over the Explicit axes of the mesh as a type says. Dimensions
     beyond those of the type are not split.

@@ -8,8 +8,7 @@ import math
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from functools import partial
-from operator import itemgetter
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -23,7 +22,7 @@ from ._clippers._by_value import ClipByValueState
 from ._clippers._clip_by import SpikeState
 from ._clippers._spam import SpamState
 from ._health import HEALTH, HealthState, health_rows
-from ._state import ALL, ClipState, RecordState, check_one_model, sizes_of
+from ._state import ClipState, Names, RecordState, check_one_model, sizes_of
 from ._trees import unboxed
 from ._wrappers._skipping import SkipState
 
@@ -50,8 +49,7 @@ PREFIXES = {
 # Fields that hold no arrays, or are not read. `nnx.state` makes a mapping of each
 # state, which may lack these.
 _OPTIONAL = """
-    names memory loss_memory second_moment inner_state
-    units_clipped elements signs idle dead
+    names windows loss_windows second_moment inner_state elements signs idle dead
 """
 # Names of fields in which flax NNX and optax keep a state within a state.
 _FIELDS = ("opt_state", "inner_state", "inner_states", "inner_opt_state", "clip_state")
@@ -271,9 +269,8 @@ def _rows_of_one(state: Any) -> Iterator[tuple[str, str, Any]]:
             "score_recent": state.spiked_recently,
         }
     for name, value in numbers.items():
-        # Norms in their dtype, and counts in float32.
-        is_wide = value.dtype == jnp.float64
-        yield name, "", value if is_wide else value.astype(jnp.float32)
+        # Norms and losses in their dtype, and counts and shares in float32.
+        yield name, "", value if name in shared else value.astype(jnp.float32)
 
 
 def _clip_rows(
@@ -296,7 +293,7 @@ def _clip_rows(
         found = jnp.nanquantile(norms, np.array(quantiles))
         for share, value in zip(quantiles, found):
             yield "norm_quantile", f"{share:g}", value
-    rows = _numbers_of_names(counts, summary, state._replace(names=(), memory=()))
+    rows = _numbers_of_names(counts, summary, state)
     places = range(len(rows))
     if top is not None and not summary:
         starts = np.cumsum([0, *counts])[:-1]
@@ -320,14 +317,15 @@ def _numbers_of_names(
     counts: tuple[int, ...], summary: bool, state: ClipState
 ) -> list[Numbers]:
     """The numbers of each name, or those of all norms together."""
-    several = jax.tree.map(jnp.atleast_1d, state._replace(step=()))
+    several = Columns.of(state)
     ratio = _ratio(several.norm, several.limit)
     if not summary:
         found = []
         for end, count in zip(np.cumsum(counts), counts):
             rows = slice(end - count, end)
-            own = jax.tree.map(itemgetter(rows), several)
-            found.append(_numbers(own, state.step, jnp.argmax(ratio[rows])))
+            columns = jax.tree.map(lambda x, rows=rows: x[rows], several)
+            worst = jnp.argmax(ratio[rows])
+            found.append(_numbers(columns, state, worst))
         return found
     worst = jnp.argmax(ratio)
     norm, limit = several.norm[worst], several.limit[worst]
@@ -335,8 +333,8 @@ def _numbers_of_names(
     of_name = np.repeat(np.arange(len(counts)), counts)
     clipped = _is_clipped(several.norm, several.factor).astype(jnp.float32)
     if jax.tree.leaves(several.units_clipped):
-        clipped = several.units_clipped
-    numbers = _numbers(several, state.step, worst)
+        clipped = several.units_clipped.astype(jnp.float32)
+    numbers = _numbers(several, state, worst)
     if not isinstance(state, RecordState):
         numbers["norms_clipped"] = jnp.mean(clipped)
         # 0 over a limit of 0 is 0, and not NaN.
@@ -354,21 +352,40 @@ def _ratio(norm: jax.Array, limit: jax.Array) -> jax.Array:
     return jnp.where(free, jnp.where(jnp.all(free), norm, 0 * norm), ratio)
 
 
-def _numbers(state: ClipState, step: jax.Array, worst: jax.Array) -> Numbers:
+class Columns(NamedTuple):
+    """The rows of a state, as vectors of all norms."""
+
+    norm: jax.Array
+    limit: jax.Array
+    factor: jax.Array
+    clipped: jax.Array
+    clipped_recently: jax.Array
+    nonfinite: jax.Array
+    units_clipped: Any
+
+    @classmethod
+    def of(cls, state: ClipState) -> "Columns":
+        """The rows of a state."""
+        rows = [getattr(state, name) for name in cls._fields]
+        return cls(*jax.tree.map(jnp.atleast_1d, rows))
+
+
+def _numbers(columns: Columns, state: ClipState, worst: jax.Array) -> Numbers:
     """The numbers of the worst of some norms, counted over all of them."""
-    norm, limit = state.norm[worst], state.limit[worst]
-    nonfinite = jnp.max(state.nonfinite).astype(jnp.float32)
+    norm = columns.norm[worst]
+    limit = columns.limit[worst]
+    nonfinite = jnp.max(columns.nonfinite).astype(jnp.float32)
     # A recorder has nothing to say of clipping.
     if isinstance(state, RecordState):
         return {"norm": norm, "nonfinite_count": nonfinite}
-    factor = state.factor[worst]
+    factor = columns.factor[worst]
     # At the ends of its range the factor is not the whole quotient. So far from its
     # limit, what a shrink leaves is the limit.
     info = jnp.finfo(factor.dtype)
     at_end = (factor == info.tiny) | (factor == info.max)
     product = jnp.where(factor == 0, 0.0, norm * factor)
-    clipped = state.clipped.astype(jnp.float32)
-    steps = jnp.maximum(step, 1).astype(jnp.float32)
+    clipped = columns.clipped.astype(jnp.float32)
+    steps = jnp.maximum(state.step, 1).astype(jnp.float32)
     numbers = {
         "norm_before": norm,
         "limit": limit,
@@ -376,12 +393,12 @@ def _numbers(state: ClipState, step: jax.Array, worst: jax.Array) -> Numbers:
         "norm_after": jnp.where(at_end, limit, product),
         "clipped": _is_clipped(norm, factor).astype(jnp.float32),
         "clipped_share": jnp.mean(clipped / steps),
-        "clipped_share_recent": jnp.mean(state.clipped_recently),
+        "clipped_share_recent": jnp.mean(columns.clipped_recently.astype(jnp.float32)),
         "clipped_count": jnp.max(clipped),
         "nonfinite_count": nonfinite,
     }
-    if jax.tree.leaves(state.units_clipped):
-        numbers["units_clipped"] = state.units_clipped[worst]
+    if jax.tree.leaves(columns.units_clipped):
+        numbers["units_clipped"] = columns.units_clipped[worst].astype(jnp.float32)
     return numbers
 
 
@@ -452,11 +469,10 @@ def _as_states(tree: Any) -> Any:
         empty = {} if kind is HealthState else ()
         values = {name: _as_states(x.get(name, empty)) for name in kind._fields}
         if kind is ClipState:
-            norm = values["norm"]
-            numbered = dict.fromkeys(map(str, range(jnp.size(norm))))
-            values["names"] = (numbered,) if jnp.ndim(norm) else ALL
-        if isinstance(values.get("elements"), Mapping):
-            values["elements"] = tuple(values["elements"].values())
+            shape = jnp.shape(values["numbers"])
+            # Their names are lost, so norms are numbered.
+            names = [""] if len(shape) == 1 else map(str, range(shape[1]))
+            values["names"] = Names(dict.fromkeys(names))
         return kind(**values)
 
     return jax.tree.map(restored, tree, is_leaf=lambda x: _kind_of(x) is not None)

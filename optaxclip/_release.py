@@ -29,7 +29,7 @@ from ._exported import exported
 from ._kernel import make_clipper
 from ._mesh import has_types, manual_axes, split_as
 from ._norms import GlobalNorm, global_norm
-from ._state import ClipState, clip_states
+from ._state import ROWS_OF_COUNTS, ClipState, Names, clip_states
 from ._trees import clipped_leaves, listed_paths, name, put_back
 from ._wrappers._skipping import SkipState
 from .rules._limits import Limit, rule_without_params
@@ -366,16 +366,27 @@ def _views(clips: Any, rest: Any) -> tuple[Any, Any]:
 
 
 def _of_all_layers(state: ClipState) -> ClipState:
-    """The states of all layers, arrays [layers, norms], as that of a stacked leaf."""
-    layers, names = range(state.step.size), {}
-    for part in state.names:
-        for leaf, inside in part.items():
-            ends = [f"/{x}" for x in inside] if inside else [""]
-            keys = [f"{layer}{end}" for end in ends for layer in layers]
-            # The norm of everything in a layer has no name of its own.
-            names[leaf or "layer"] = dict.fromkeys(keys)
-    fields = jax.tree.map(lambda x: x.T.reshape(-1), state._replace(memory=()))
-    return fields._replace(names=(names,), step=state.step[0])
+    """The states of all layers, arrays [layers, rows, norms], as that of a stacked
+    leaf.
+    """
+    layers = range(state.step.size)
+    names = {}
+    for leaf, inside in state.names.layers.items():
+        ends = [f"/{end}" for end in inside] if inside else [""]
+        keys = [f"{layer}{end}" for end in ends for layer in layers]
+        # The norm of everything in a layer has no name of its own.
+        names[leaf or "layer"] = dict.fromkeys(keys)
+
+    def rows_of_all(array: jax.Array) -> jax.Array:
+        rows = array[..., None] if state.names.is_one else array
+        # [rows, norms, layers], of which each norm has its layers side by side.
+        return jnp.moveaxis(rows, 0, -1).reshape(rows.shape[1], -1)
+
+    return ClipState(
+        Names(names, state.names.units),
+        rows_of_all(state.counts)[: len(ROWS_OF_COUNTS)],
+        rows_of_all(state.numbers)[: len(state.rows_of_numbers)],
+    )
 
 
 # ----------------------------------------------------------------------------- checks

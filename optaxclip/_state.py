@@ -1,48 +1,105 @@
-"""What a clipper knows after a step, and how the norms of a step fit into it.
+"""What a clipper knows after a step: two arrays, what its rule remembers, and names.
 
-All fields are vectors with one entry for each norm. The names of the entries are no
-arrays: they belong to the structure of the state. Norms that share a rule are a part of
-the vectors, with a dict of names and a memory of its own. The units of a leaf are a
-part by themselves. A leaf that is None in one step has no norm there, and the state
-keeps what it knew.
+    counts    step, clipped, nonfinite
+    numbers   norm, limit, factor, clipped_recently, and units_clipped of units
+
+Each of these is a row with one entry for each norm. Behind them are the rows of what
+the rule remembers (`_packed.py`). The names of the norms are no arrays: they belong to
+the structure of the state.
 """
 
 import json
-from collections import namedtuple
-from collections.abc import Iterable, Mapping
-from dataclasses import fields
-from functools import partial
-from itertools import chain
-from operator import itemgetter
-from typing import Any, NamedTuple
+from collections.abc import Mapping
+from typing import Any, NamedTuple, Self
 
 import jax
 import jax.numpy as jnp
-import numpy as np
+from jax import Array
 
-from . import _mesh as mesh
 from . import _trees as trees
-from ._checks import BEGIN_ANEW, check_shape, held_in
-from ._exported import Form, state_repr
-from ._plan import Norms
-from .rules._limits import Constant, Joined
-from .rules._rule import Rule, call_name, is_rule
+from ._checks import BEGIN_ANEW
+from ._exported import call_repr, has_numbers
+from ._packed import PyTree, rows_from, unpacked
 
-# The names of the norms of each part, and those of the layers of stacked leaves:
-# ({"w": {"0": None, "1": None}, "b": None},). Dicts of None have no leaves: optax.tree
-# looks for leaves in every field, and would find strings.
-Part = Mapping[str, Mapping[str, None] | None]
-Names = tuple[Part, ...]
-ALL: Names = ({"": None},)  # one norm of everything
-# What a state knows of one norm.
-OF_NORM = "norm limit factor clipped clipped_recently nonfinite units_clipped memory"
-Entry = namedtuple("Entry", OF_NORM)
+ROWS_OF_COUNTS = ("step", "clipped", "nonfinite")
+ROWS_OF_NUMBERS = ("norm", "limit", "factor", "clipped_recently")
+ROW_OF_UNITS = "units_clipped"
 
 
-class ClipState(NamedTuple):
+class Entry(NamedTuple):
+    """What a state knows of one norm, or of the layers of a stacked leaf."""
+
+    norm: Array
+    limit: Array
+    factor: Array
+    clipped: Array
+    clipped_recently: Array
+    nonfinite: Array
+    units_clipped: Any
+    memory: PyTree
+
+
+class Names(NamedTuple):
+    """The names of the norms of a state, in the order of its entries.
+
+    Dicts of None have no leaves. `optax.tree` looks for leaves in every field of a
+    state, and would find strings.
+    """
+
+    # {"blocks/w": {"0": None, "1": None}, "b": None}: names, and those of the layers of
+    # stacked leaves. The norm of everything has the name "".
+    layers: Mapping[str, Mapping[str, None] | None]
+    # The names of leaves with units, which are the last ones of `layers`.
+    units: Mapping[str, None] = {}
+    # The structure of the windows of the state, with None for each array.
+    windows: PyTree = ()
+
+    @property
+    def is_one(self) -> bool:
+        """Whether there is one norm of everything. Its entries are scalars."""
+        return self.layers in ({"": None}, {})
+
+    def layer_counts(self) -> list[int]:
+        """The layers of each name, 0 for a single norm."""
+        return [len(layers or ()) for layers in self.layers.values()]
+
+    # JAX compares names where it compares the structures of two states.
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Names):
+            return NotImplemented
+        # All states of a run share the object.
+        if self.layers is other.layers:
+            return True
+        # In order.
+        if [*self.layers] != [*other.layers] or [*self.units] != [*other.units]:
+            return False
+        counts = self.layer_counts(), other.layer_counts()
+        # Inside shard_map a device may hold a share of the layers of each leaf.
+        return all(map(_is_share, *counts)) or all(map(_is_share, *reversed(counts)))
+
+    def __ne__(self, other: object) -> bool:
+        return not self == other
+
+    # Open names equal all others.
+    def __hash__(self) -> int:
+        return 0
+
+
+def _is_share(count: int, whole: int) -> bool:
+    return count == whole or (0 < count < whole and whole % count == 0)
+
+
+class _Fields(NamedTuple):
+    names: Any
+    counts: Any
+    numbers: Any
+    windows: Any = ()
+
+
+class ClipState(_Fields):
     """What a clipper knows after a step.
 
-    All fields but `names`, `step` and `memory` have an entry for each norm: shape [N],
+    It has two arrays. Their rows are properties with an entry for each norm: shape [N],
     or [] for one norm of everything. Each layer of a stacked leaf is a norm. Of the
     units of a leaf the state keeps a summary: norm, limit and factor are those of the
     unit that is furthest above its limit. `metrics(state)` and `state.by_name()` give
@@ -50,36 +107,100 @@ class ClipState(NamedTuple):
 
     Attributes:
       names: of the norms. They are no leaves.
-      step: updates seen.
-      clipped: finite steps that changed the updates. Of units, steps in which one was
-        changed at least.
-      clipped_recently: their share of about the last 100 steps. Of units, the mean of
-        `units_clipped`.
-      nonfinite: steps whose norm was NaN or inf, or whose limit was NaN.
-      memory: what the rules remember: a tuple with one memory for each rule.
-      norm: before clipping, in the last step.
-      limit: what the norm was held against.
-      factor: what the updates were multiplied by. 1 where nothing was done, 0 only
-        where they were made 0. Within the normal numbers of its dtype.
-      units_clipped: the share of the units of each leaf that the last step changed. ()
-        in clippers without units.
+      counts: int32[3, N], or int32[3]. The rows are `step`, `clipped` and `nonfinite`.
+        Further rows are numbers that a rule remembers.
+      numbers: float32[4, N], or float32[4] (float64 where a leaf has 64 bits). The rows
+        are `norm`, `limit`, `factor` and `clipped_recently`, and in a clipper of units
+        `units_clipped`. Further rows are numbers that a rule remembers.
+      windows: what a rule remembers beyond that, such as the last 100 norms.
+      step: int32[]: updates seen.
+      clipped: int32[N]: finite steps that changed the updates. Of units, steps in which
+        one was changed at least.
+      clipped_recently: float[N]: their share of about the last 100 steps. Of units, the
+        mean of `units_clipped`.
+      nonfinite: int32[N]: steps whose norm was NaN or inf, or whose limit was NaN.
+      memory: what the rule remembers of the norms of whole leaves, arrays [N, ...], and
+        then of the units of each leaf: a tuple.
+      norm: float[N]: before clipping, in the last step.
+      limit: float[N]: what the norm was held against.
+      factor: float[N]: what the updates were multiplied by. 1 where nothing was done, 0
+        only where they were made 0. Within the normal numbers of its dtype.
+      units_clipped: float[N]: the share of the units of each leaf that the last step
+        changed. () in clippers without units.
     """
 
-    # The order of their arrays in JAX, as optax.tree takes it. Of donated arrays of one
-    # form JAX gives the first to the first output. So the fields that a step does not
-    # read come last: those before them get their own arrays, which XLA need not copy.
-    names: Any
-    step: Any  # int32[]
-    clipped: Any  # int32[N]
-    clipped_recently: Any  # float32[N]
-    nonfinite: Any  # int32[N]
-    memory: Any  # for each rule arrays [N, ...]
-    norm: Any  # float32[N]
-    limit: Any  # float32[N]
-    factor: Any  # float32[N]
-    units_clipped: Any = ()  # float32[N]
+    __slots__ = ()
 
-    __repr__ = state_repr
+    def __new__(
+        cls, names: Any, counts: Any, numbers: Any, windows: Any = (), *old: Any
+    ) -> Self:
+        if old:
+            # A pickle calls its class with all fields that there were.
+            raise TypeError(
+                f"{cls.__name__}: it was stored by an optaxclip in which a state had "
+                f"an array for each number. {BEGIN_ANEW}"
+            )
+        if isinstance(names, OpenNames) and names.noted is not None:
+            names = names.noted
+            each = jax.tree.map(lambda _: 0, names.windows, is_leaf=trees.is_none)
+            treedef = jax.tree.structure(each)
+            if jax.tree.structure(windows) != treedef:
+                # One sharding for all windows becomes one for each of them.
+                windows = treedef.unflatten([windows] * treedef.num_leaves)
+        return super().__new__(cls, names, counts, numbers, windows)
+
+    @property
+    def step(self) -> Any:
+        # All entries have the same.
+        row = self._row(self.counts, 0)
+        return row if self.names.is_one else row[..., 0]
+
+    clipped = property(lambda self: self._row(self.counts, 1))
+    nonfinite = property(lambda self: self._row(self.counts, 2))
+    norm = property(lambda self: self._row(self.numbers, 0))
+    limit = property(lambda self: self._row(self.numbers, 1))
+    factor = property(lambda self: self._row(self.numbers, 2))
+    clipped_recently = property(lambda self: self._row(self.numbers, 3))
+
+    @property
+    def units_clipped(self) -> Any:
+        return self._row(self.numbers, 4) if self.names.units else ()
+
+    @property
+    def memory(self) -> tuple[PyTree, ...]:
+        return unpacked(
+            self.windows,
+            counts=rows_from(self.counts, len(ROWS_OF_COUNTS), self._row_axis),
+            numbers=rows_from(self.numbers, len(self.rows_of_numbers), self._row_axis),
+        )
+
+    @property
+    def rows_of_numbers(self) -> tuple[str, ...]:
+        """The names of the first rows of `numbers`."""
+        if self.names.units:
+            return (*ROWS_OF_NUMBERS, ROW_OF_UNITS)
+        return ROWS_OF_NUMBERS
+
+    @property
+    def _row_axis(self) -> int:
+        # States of several models have axes in front.
+        return -1 if self.names.is_one else -2
+
+    def _row(self, array: Any, number: int) -> Any:
+        return array[..., number] if self.names.is_one else array[..., number, :]
+
+    def __repr__(self) -> str:
+        names = [*self.names.layers] if isinstance(self.names, Names) else self.names
+        if has_numbers(self.counts) and has_numbers(self.numbers):
+            rows = (*ROWS_OF_COUNTS, *self.rows_of_numbers)
+            fields = {name: getattr(self, name) for name in rows}
+            if jax.tree.leaves(self.memory):
+                fields["memory"] = self.memory
+        else:
+            fields = {"counts": self.counts, "numbers": self.numbers}
+            if jax.tree.leaves(self.windows):
+                fields["windows"] = self.windows
+        return call_repr(type(self).__name__, {**fields, "names": names})
 
     def by_name(self, *, layers: bool = False) -> dict[str, Entry]:
         """Returns what the state knows of each norm: its own `norm`, `limit`, `factor`,
@@ -98,21 +219,26 @@ class ClipState(NamedTuple):
             name of a layer of another.
         """
         check_one_model("by_name: the state", "ClipState.by_name", self)
-        values = [getattr(self, name) for name in Entry._fields]
-        if self.names == ALL:
-            return {"": Entry(*values[:-1], *self.memory)}
-        parts = with_layers(self, "by_name") if layers else counts_of(self)
-        found, start = {}, 0
-        for part, memory in zip(parts, self.memory):
-            stop = start + sum(count or 1 for count in part.values())
-            of_part = jax.tree.map(itemgetter(slice(start, stop)), values[:-1])
-            whole, row = Entry._make([*of_part, memory]), 0
-            for name, count in part.items():
-                rows = row if count is None else slice(row, row + count)
-                found[name] = jax.tree.map(itemgetter(rows), whole)
-                row += count or 1
-            start = stop
-        return found
+        memory_of_leaves, *memories_of_units = self.memory
+        numbers = {name: getattr(self, name) for name in Entry._fields[:-1]}
+        counts = with_layers(self, "by_name") if layers else counts_of(self)
+        memory_of_name = dict(zip(self.names.units, memories_of_units))
+        entries, start = {}, 0
+        for name, count in counts.items():
+            if self.names.is_one:
+                rows: Any = ...
+            elif count is None:
+                rows = start
+            else:
+                rows = slice(start, start + count)
+            values = jax.tree.map(lambda x, rows=rows: x[rows], numbers)
+            if name in memory_of_name:
+                memory = memory_of_name[name]
+            else:
+                memory = jax.tree.map(lambda x, rows=rows: x[rows], memory_of_leaves)
+            entries[name] = Entry(**values, memory=memory)
+            start += count or 1
+        return entries
 
 
 class RecordState(ClipState):
@@ -120,59 +246,55 @@ class RecordState(ClipState):
     type `metrics` tells it from the state of a clipper.
     """
 
+    __slots__ = ()
 
-def counts_of(state: ClipState) -> list[dict[str, int | None]]:
+
+def counts_of(state: ClipState) -> dict[str, int | None]:
     """How many entries each name of a state has. None for a number."""
-    known, found = 0, []
-    for part in state.names:
-        for layers in part.values():
-            known += 1 if layers is None else len(layers)
-    for part in state.names:
-        counts: dict[str, int | None] = {}
-        for name, layers in part.items():
+    layers_of_name = state.names.layers
+    known = sum(count or 1 for count in state.names.layer_counts())
+    counts: dict[str, int | None] = {}
+    for name, layers in layers_of_name.items():
+        if layers is None:
+            counts[name] = None
+        else:
             # Of arrays that a norm function of the user's returned each device may
             # have a part.
-            count = len(layers or ()) * state.norm.size // known
-            counts[name] = None if layers is None else count
-        found.append(counts)
-    return found
+            counts[name] = len(layers) * state.numbers.shape[-1] // known
+    return counts
+
+
+def with_layers(state: ClipState, call: str) -> dict[str, int | None]:
+    """The names of all entries, such as "w/0/3" for layer 0 and expert 3 of "w".
+
+    Raises:
+      ValueError: a leaf is called "w/0", and a stack "w" has a layer 0.
+    """
+    names = []
+    for name, count in counts_of(state).items():
+        layers = state.names.layers[name]
+        if layers is None:
+            names.append(name)
+        else:
+            names += [f"{name}/{layer}" for layer in layers][:count]
+    if len(set(names)) < len(names):
+        raise ValueError(
+            f"{call}: layers=True: a leaf of {trees.listed(state.names.layers)} has "
+            "the name of a layer of another leaf. Rename it, or use layers=False."
+        )
+    return dict.fromkeys(names)
 
 
 def sizes_of(state: ClipState, layers: bool) -> dict[str, int]:
     """How many entries each name of a state has, for `metrics`. With `layers` each
     layer has a name of its own.
     """
-    parts = with_layers(state, "metrics") if layers else counts_of(state)
-    entries = chain.from_iterable(part.items() for part in parts)
-    return {name: count or 1 for name, count in entries}
-
-
-def with_layers(state: ClipState, call: str) -> list[dict[str, int | None]]:
-    """The names of all entries, such as "w/0/3" for layer 0 and expert 3 of "w".
-
-    Raises:
-      ValueError: a leaf is called "w/0", and a stack "w" has a layer 0.
-    """
-    found, seen = [], set[str]()
-    for part, counts in zip(state.names, counts_of(state)):
-        every = []
-        for name, layers in part.items():
-            if layers is None:
-                every.append(name)
-            else:
-                every += [f"{name}/{layer}" for layer in layers][: counts[name]]
-        if len({*every, *seen}) < len(every) + len(seen):
-            raise ValueError(
-                f"{call}: layers=True: a leaf of {trees.listed(part)} has the name of "
-                "a layer of another leaf. Rename it, or use layers=False."
-            )
-        seen.update(every)
-        found.append(dict.fromkeys(every))
-    return found
+    counts = with_layers(state, "metrics") if layers else counts_of(state)
+    return {name: count or 1 for name, count in counts.items()}
 
 
 def check_one_model(argument: str, function: str, state: Any) -> None:
-    """Raises for vectors [members, N], which would be read as [N, members].
+    """Raises for arrays [members, rows, N], which would be read as [rows, N].
 
     `function` is what reads the state of one model.
     """
@@ -188,309 +310,61 @@ def check_one_model(argument: str, function: str, state: Any) -> None:
 
 def clip_states(tree: Any) -> list[ClipState]:
     """All states of clippers in the state of an optimizer."""
-    found = jax.tree.leaves(tree, is_leaf=lambda x: isinstance(x, ClipState))
-    return [x for x in found if isinstance(x, ClipState)]
+    leaves = jax.tree.leaves(tree, is_leaf=lambda x: isinstance(x, ClipState))
+    return [leaf for leaf in leaves if isinstance(leaf, ClipState)]
 
 
-# ----------------------------------------------------------- the norms of a step
+# ---------------------------------------------------------- a state in optax and JAX
 
 
-class Group(NamedTuple):
-    """Norms that share a rule."""
+class OpenNames:
+    """The names of a state that `optax.tree_map_params` makes.
 
-    part: int  # of the state
-    numbers: list[int]  # of the norms of this step
-    is_unit: bool
-    is_one: bool  # one number, or the units of one leaf, and no vector
-    # In its part. None: all of them. 0: the units of a leaf, which are a part.
-    own_rows: Any
-    rows: Any = None  # int[]: of its entries, among all of the state
+    It calls `init` with a placeholder, maps over the result and a real state together,
+    and rebuilds the result. Which names there are depends on the parameters. So:
 
-    def vector(self, each: list[Any]) -> Any:
-        """The norms as one array, or other numbers like them."""
-        own = [each[i] for i in self.numbers]
-        return own[0] if self.is_one else concatenated(own)
-
-    def put(self, memory: Any, new: Any) -> Any:
-        """The memory of the part, with a new one of these norms."""
-        rows = self.own_rows
-        if rows is None:
-            return new
-        if isinstance(rows, int):
-            return jax.tree.map(itemgetter(None), new)
-        return jax.tree.map(lambda x, y: x.at[rows].set(y), memory, new)
-
-
-def concatenated(arrays: list[jax.Array]) -> jax.Array:
-    """All numbers of some arrays as one vector, whole on each device of an Explicit
-    mesh.
+        init(placeholder)   a state of one leaf for each field, with open names
+        map with a state    JAX compares the names, and the open ones note the state's
+        rebuild             with the names that were noted
     """
-    if not arrays:
-        return jnp.zeros(0, jnp.float32)
-    # A vector has one type.
-    if not jax.sharding.get_abstract_mesh().empty:
-        arrays = mesh.typed_as_varying(arrays, list(map(mesh.resharded, arrays)))
-    flat = [x.reshape(-1) for x in arrays]
-    return flat[0] if len(flat) == 1 else jnp.concatenate(flat)
 
+    def __init__(self) -> None:
+        self.noted: Names | None = None
 
-def groups_of(norms: Norms, state: ClipState, call: str) -> list[Group]:
-    """The groups of the norms of a step, matched by name with a state.
+    def __eq__(self, other: object) -> bool:
+        if isinstance(other, Names):
+            self.noted = other
+        return isinstance(other, (Names, OpenNames))
 
-    Raises:
-      ValueError: a norm that the state does not have, or with other layers.
-    """
-    known = set().union(*state.names)
-    own = trees.names(norms.paths, known)
-    number_of = {name: number for number, name in enumerate(own)}
-    has_units = bool(norms.units) and not jax.tree.leaves(state.units_clipped)
-    # A state of more names is right, as some may be missing. One of fewer is not.
-    if has_units or not set(number_of) <= known:
-        raise ValueError(
-            f"{call}: state was made for norms of {_shown(known)}, but the updates "
-            f"have norms of {'units in ' * has_units}{_shown(number_of)}. {BEGIN_ANEW}"
-        )
-    found, start = [], 0
-    for part, counts in enumerate(counts_of(state)):
-        numbers, rows, first = [], [], start
-        for name, count in counts.items():
-            stop = start + (count or 1)
-            if name in number_of:
-                number = number_of[name]
-                size = norms.values[number].size
-                if number not in norms.units and size != stop - start:
-                    raise ValueError(
-                        f"{call}: state was made for {stop - start} norms in {name!r}, "
-                        f"but the updates have {size}. {BEGIN_ANEW}"
-                    )
-                numbers.append(number)
-                rows += range(start, stop)
-            start = stop
-        if numbers:
-            group = group_of(norms, state.names, part, numbers)
-            group = group._replace(rows=np.array(rows))
-            if len(rows) < start - first:
-                group = group._replace(own_rows=group.rows - first)
-            found.append(group)
-    return found
+    def __ne__(self, other: object) -> bool:
+        return not self == other
 
-
-def group_of(norms: Norms, names: Names, part: int, numbers: list[int]) -> Group:
-    """All norms of a part."""
-    is_unit, is_all = numbers[0] in norms.units, names == ALL
-    own_rows = 0 if is_unit and not is_all else None
-    return Group(part, numbers, is_unit, is_unit or is_all, own_rows)
-
-
-def rules_of_norms(
-    rules: Any, norms: Norms, argument: str, names: Names = ()
-) -> list[Rule]:
-    """The rule of each norm, from one rule or a tree prefix of rules.
-
-    `names` are those of the state, some of which may have no norm in this step.
-
-    Raises:
-      ValueError: a norm without a rule, or a rule without a norm.
-    """
-    if isinstance(rules, Rule):
-        return [rules] * len(norms.values)
-    table = trees.freeze(rules, is_rule)
-    # A missing leaf is a hole in the tree of norms. A missing label leaves none.
-    if norms.noun == "label" and names:
-        missing = set().union(*names) - set(trees.names(norms.paths))
-        kept = [x for x in table.entries if trees.name(x[0]) not in missing]
-        table = trees.Prefix(tuple(kept))
-    return trees.lookup_paths(
-        table,
-        norms.paths,
-        set(norms.holes),
-        argument=argument,
-        part=norms.noun,
-        allow_missing=norms.allow_missing,
-    )
-
-
-def shared_rule(rules: list[Rule], group: Group, norms: Norms, call: str) -> Rule:
-    """The rule of a group. Different constant limits become a vector, and so does an
-    array, which is one number for each layer of each leaf.
-
-    Raises:
-      ValueError: different rules for norms that shared one before.
-    """
-    own = [rules[number] for number in group.numbers]
-    shape_of = [norms.values[number].shape for number in group.numbers]
-    if len({id(rule) for rule in own}) == 1:
-        if group.is_one or not _shapes(own[0]):
-            return own[0]
-        return jax.tree.map(partial(_spread, shape_of), own[0], is_leaf=callable)
-    limits = [rule.limit for rule in own if isinstance(rule, Constant)]
-    if len(limits) < len(own) or any(map(callable, limits)):
-        raise ValueError(
-            f"{call}: state has one part for norms whose limits are now different "
-            f"schedules or rules, with a part each. {BEGIN_ANEW}"
-        )
-    dtype = norms.values[group.numbers[0]].dtype
-    each = []
-    for limit, shape in zip(limits, shape_of):
-        each.append(jnp.broadcast_to(held_in(dtype, limit), shape))
-    return Constant(concatenated(each))
-
-
-def _spread(shapes: list[Any], number: Any) -> Any:
-    # A schedule, and a scalar, is for all norms.
-    if callable(number) or not jnp.ndim(number):
-        return number
-    return concatenated([jnp.broadcast_to(number, shape) for shape in shapes])
-
-
-# What the fields are before the first step. None: the dtype of the norms.
-FIRST = {
-    "clipped": (0, np.int32),
-    "clipped_recently": (0, np.float32),
-    "nonfinite": (0, np.int32),
-    "norm": (0, None),
-    "limit": (np.inf, None),
-    "factor": (1, None),
-    "units_clipped": (0, np.float32),
-}
-
-
-def first_state(norms: Norms, rules: list[Rule], argument: str) -> ClipState:
-    """The state before the first step, from the types of norms.
-
-    Raises:
-      ValueError: an array in a rule that is not one number for each entry of a norm.
-    """
-    each = [mesh.typed_as(jnp.zeros(x.shape, x.dtype), x) for x in norms.values]
-    names: dict[Any, dict[str, Any]] = {}
-    numbers: dict[Any, list[int]] = {}
-    found = enumerate(trees.names(norms.paths))
-
-    # Those of units last, by how many there are, as a step finds them.
-    def units_of(entry: tuple[int, str]) -> int:
-        return norms.values[entry[0]].size if entry[0] in norms.units else 0
-
-    for number, name in sorted(found, key=units_of):
-        norm, rule = norms.values[number], rules[number]
-        for shape in _shapes(rule):
-            check_shape(shape, norm.shape, argument)
-        # One rule for everything is one object, and one part. All constant limits are
-        # one rule. A schedule is no number, so it is none of them. Norms that devices
-        # have for themselves are a part apart from those that are the same on all.
-        is_number = isinstance(rule, Constant) and not callable(rule.limit)
-        kind: Any = "constant" if is_number else id(rule)
-        kind, layers = (kind, norm.manual_axis_type), None
-        if number in norms.units:
-            kind = "units", number
-        elif norm.shape:
-            layers = dict.fromkeys(_layer_names(norm.shape))
-        names.setdefault(kind, {})[name] = layers
-        numbers.setdefault(kind, []).append(number)
-    parts = tuple(names.values())
-    entries, memory = [], []
-    for part, own in enumerate(numbers.values()):
-        group = group_of(norms, parts, part, own)
-        norm, rule = group.vector(each), rules[own[0]]
-        # A rule may return the very array that it is given.
-        first = jax.tree.map(jnp.asarray, rule.init(norm))
-        for leaf in jax.tree.leaves(first):
-            if leaf.shape[: norm.ndim] != norm.shape:
-                raise ValueError(
-                    f"{call_name(type(rule))}: init must return arrays whose first "
-                    f"axes are those of the norm, {norm.shape}, got the shape "
-                    f"{leaf.shape}."
-                )
-        # Zeros that a rule made of a shape have no type of a mesh.
-        first = mesh.typed_as(first, jax.typeof(norm))
-        if group.is_unit:
-            first = group.put((), first)
-            over = mesh.varying(norm) - set(units_over(norms, group))
-            shape = () if parts == ALL else (1,)
-            norm = mesh.varying_over(jnp.zeros(shape, norm.dtype), over)
-        entries.append(norm)
-        memory.append(first)
-    norm = entries[0] if parts == ALL else concatenated(entries)
-    filled = {}
-    for name, (value, dtype) in FIRST.items():
-        filled[name] = jnp.full_like(norm, value, dtype)
-    if not norms.units:
-        filled["units_clipped"] = ()
-    step = jnp.zeros((), jnp.int32)
-    return ClipState(parts, step, memory=tuple(memory), **filled)
-
-
-def _layer_names(shape: tuple[int, ...]) -> list[str]:
-    """The names of the layers of a norm, such as "0/3" for layer 0 and expert 3."""
-    found = []
-    for index in np.ndindex(shape):
-        # Axes of size 1 are those that a norm sums, and have no number.
-        numbers = [str(i) for i, size in zip(index, shape) if size > 1]
-        found.append("/".join(numbers) or "0")
-    return found
-
-
-def units_over(norms: Norms, group: Group) -> tuple[str, ...]:
-    """The mesh axes that split the units of a leaf."""
-    return next(x for x in norms.leaves if x.norm == group.numbers[0]).units_over
-
-
-def _shapes(rule: Rule) -> list[Any]:
-    """The shapes of the arrays of a rule. A number fits every norm."""
-    if isinstance(rule, Joined):
-        return list(chain.from_iterable(map(_shapes, rule.rules)))
-    # A plain field, of a rule of the user's, may be an array of any shape.
-    checked = [field for field in fields(rule) if "check" in field.metadata]
-    values = [getattr(rule, field.name) for field in checked]
-    return [value.shape for value in values if getattr(value, "shape", ())]
-
-
-def _shown(names: Iterable[str]) -> str:
-    if set(names) == {""}:
-        return "everything"
-    return trees.listed(names) or "nothing"
-
-
-# ------------------------------------------------------------------- the form for JAX
-
-
-_KEYS = [jax.tree_util.GetAttrKey(name) for name in ClipState._fields[1:]]
-
-
-def _flatten(state: ClipState) -> tuple[list[Any], Form]:
-    """The fields with their keys, and what is apart from them, for JAX."""
-    fields = list(zip(_KEYS, state[1:]))
-    if isinstance(state.names, Form):
-        return fields, state.names
-    units = bool(jax.tree.leaves(state.units_clipped))
-    return fields, Form(state.names, jax.tree.structure(state.memory), units)
-
-
-def _unflatten(kind: type[ClipState], form: Form, fields: Any) -> ClipState:
-    noted = form.noted or form
-    if noted.names is None:
-        return kind(form, *fields)
-    state = kind(noted.names, *fields)
-    if noted is form:
-        return state
-    # One sharding for all of the memory becomes one for each of its arrays.
-    memory = state.memory
-    if jax.tree.structure(memory) != noted.memory:
-        memory = noted.memory.unflatten([memory] * noted.memory.num_leaves)
-    units = state.units_clipped if noted.units else ()
-    return state._replace(memory=memory, units_clipped=units)
-
-
-for kind in (ClipState, RecordState):
-    # JAX would take each name in a NamedTuple for a leaf.
-    jax.tree_util.register_pytree_with_keys(kind, _flatten, partial(_unflatten, kind))
-    jax.export.register_pytree_node_serialization(
-        kind,
-        serialized_name=f"optaxclip.{kind.__name__}",
-        serialize_auxdata=lambda form: json.dumps(form.names).encode(),
-        deserialize_auxdata=lambda names: Form(tuple(json.loads(names))),
-    )
+    def __hash__(self) -> int:
+        return 0
 
 
 def state_of_placeholder() -> ClipState:
     """A state with one leaf for each field, for `optax.tree_map_params`."""
-    return ClipState(Form(None), *(jnp.zeros(()) for _ in _KEYS))
+    return ClipState(OpenNames(), jnp.zeros(()), jnp.zeros(()), jnp.zeros(()))
+
+
+def _text_of(static_fields: tuple[Names]) -> bytes:
+    (names,) = static_fields
+    return json.dumps([names.layers, names.units]).encode()
+
+
+def _of_text(text: bytes) -> tuple[Names]:
+    return (Names(*json.loads(text)),)
+
+
+for state_type in (ClipState, RecordState):
+    # As a NamedTuple alone it would be a node in which JAX takes each name for a leaf.
+    jax.tree_util.register_dataclass(
+        state_type, data_fields=["counts", "numbers", "windows"], meta_fields=["names"]
+    )
+    jax.export.register_pytree_node_serialization(
+        state_type,
+        serialized_name=f"optaxclip.{state_type.__name__}",
+        serialize_auxdata=_text_of,
+        deserialize_auxdata=_of_text,
+    )

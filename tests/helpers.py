@@ -28,6 +28,26 @@ only_by_a_cpu = pytest.mark.skipif(
 )
 
 
+def with_rows(state, **rows):
+    """A state with other numbers in some of its rows."""
+    if isinstance(state, optaxclip.ClipState):
+        fields = {
+            "counts": ("step", "clipped", "nonfinite"),
+            "numbers": ("norm", "limit", "factor", "clipped_recently"),
+        }
+    else:
+        fields = dict(state.ROWS)
+    for field, names in fields.items():
+        array = getattr(state, field)
+        for index, name in enumerate(names):
+            if name in rows:
+                array = array.at[index].set(rows[name])
+        state = state._replace(**{field: array})
+    for name, value in rows.items():
+        assert np.all(getattr(state, name) == value), name
+    return state
+
+
 def length(part):
     return float(np.sqrt(sum(np.sum(np.abs(x) ** 2) for x in part)))
 

@@ -102,7 +102,7 @@ def clip_by_tensor_norm(
 
     Args:
       max_norm: a number at least 0, an array, a schedule, None, a rule of
-        `optaxclip.rules`, or a tree prefix of these.
+        `optaxclip.rules`, or a tree prefix of numbers and schedules.
       ord: the order of the norm: a number above 0, `math.inf`, "rms" or "average".
         None means 2.
       stacked: which axes of a leaf count layers, each of which is clipped separately.
@@ -170,8 +170,8 @@ def clip_by_unitwise_norm(
 
     Args:
       max_norm: a number at least 0, an array, a schedule, None, a rule of
-        `optaxclip.rules`, or a tree prefix of these. An array may hold one limit for
-        each unit, with the summed axes at size 1.
+        `optaxclip.rules`, or a tree prefix of numbers and schedules. An array may hold
+        one limit for each unit, with the summed axes at size 1.
       axis: the axes that are summed over: an int, a tuple, a tree prefix of these, or a
         function of path and leaf. None chooses by shape: all axes where at most one is
         longer than 1, otherwise those before the last, the output of a JAX kernel (axis
@@ -319,7 +319,7 @@ def clip_by_tensor_rms(
 
     Args:
       max_rms: a number at least 0, an array, a schedule, None, a rule of
-        `optaxclip.rules`, or a tree prefix of these.
+        `optaxclip.rules`, or a tree prefix of numbers and schedules.
       stacked: which axes of a leaf count layers, each of which is clipped separately: 1
         for the leading axis, 2 for the two leading ones, (1,) for axis 1, a tree prefix
         of these, or a function of path and leaf.
@@ -383,7 +383,7 @@ def clip_by_average_norm(
 
     Args:
       max_norm: a number at least 0, an array, a schedule, None, a rule of
-        `optaxclip.rules`, or a tree prefix of these.
+        `optaxclip.rules`, or a tree prefix of numbers and schedules.
       stacked: which axes of a leaf count layers, each of which is clipped separately: 1
         for the leading axis, 2 for the two leading ones, (1,) for axis 1, a tree prefix
         of these, or a function of path and leaf.
@@ -435,7 +435,8 @@ def clip_by_block_rms(threshold: Any) -> optax.GradientTransformationExtraArgs:
 
     Args:
       threshold: the limit of the root mean square: a number at least 0, an array, a
-        schedule, None, a rule of `optaxclip.rules`, or a tree prefix of these.
+        schedule, None, a rule of `optaxclip.rules`, or a tree prefix of numbers and
+        schedules.
 
     Returns:
       A transformation whose state is a `ClipState`.

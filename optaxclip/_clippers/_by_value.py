@@ -13,7 +13,7 @@ import optax
 from .. import _checks as checks
 from .. import _trees as trees
 from .._checks import begins_anew, broadcasts_to, is_function
-from .._elements import ClippedElements, count_clipped, no_elements_clipped
+from .._elements import Shares, count_clipped, no_elements_clipped
 from .._exported import exported
 from .._sums import with_modulus
 from ..rules._memory import count_up
@@ -29,7 +29,7 @@ class ClipByValueState(NamedTuple):
 
     step: jax.Array  # int32[]: updates seen, for bounds that follow a schedule
     # Which share of them was clipped, where that is counted, else ().
-    elements: ClippedElements | tuple[()]
+    elements: Shares
 
 
 def clip_by_value(

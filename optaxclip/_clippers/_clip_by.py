@@ -15,6 +15,7 @@ from .._exported import exported
 from .._kernel import clip_once, make_clipper
 from .._mesh import MeshAxes
 from .._norms import GlobalNorm, Ord, OwnNorm, check_measure, global_norm
+from .._packed import PyTree, rows_from, unpacked
 from .._state import ClipState, RecordState
 from .._wrappers._skipping import Judge
 from ..rules._limits import LimitTree
@@ -41,7 +42,7 @@ def clip_by(
       norm: from a tree to its norms: `global_norm`, `tensor_norm`, `unitwise_norm`, or
         any function whose result is a tree prefix of its argument.
       limit: a number at least 0, an array, a schedule, a rule of `optaxclip.rules`,
-        None for no limit, or a tree prefix of these.
+        None for no limit, or a tree prefix of numbers and schedules.
       shrink: from norm and limit to the norm that the updates get. None is
         `shrinks.hard`. A shrink that returns the norm itself leaves the updates bit for
         bit.
@@ -206,17 +207,41 @@ RECENT = 10_000  # steps, as in OLMo-core
 class SpikeState(NamedTuple):
     """The state of `record_spikes`."""
 
-    step: jax.Array  # int32[]: updates seen
-    norm: jax.Array  # float32[]: the global norm of the last gradient
-    limit: jax.Array  # float32[]: what it was held against
-    loss: jax.Array  # float32[]: the last loss, -inf until one is given
-    loss_limit: jax.Array  # float32[]: what it was held against
-    spiked: jax.Array  # int32[]: 1 if the last step was a spike, else 0
-    spikes: jax.Array  # int32[]: steps that were
-    # float32[]: their share of about the last 10,000 steps
-    spiked_recently: jax.Array
-    memory: Any  # the last norms
-    loss_memory: Any  # the last losses
+    spike_counts: jax.Array  # int32[3]: step, spiked, spikes. Then what rules remember
+    # float32[5]: norm, limit, loss, loss_limit, spiked_recently. Then what rules
+    # remember
+    spike_numbers: jax.Array
+    windows: PyTree  # the last norms
+    loss_windows: PyTree  # the last losses
+
+    ROWS = (
+        ("spike_counts", ("step", "spiked", "spikes")),
+        ("spike_numbers", ("norm", "limit", "loss", "loss_limit", "spiked_recently")),
+    )
+
+    # int32[]: updates seen
+    step = property(lambda self: self.spike_counts[..., 0])
+    # int32[]: 1 if the last step was a spike, else 0
+    spiked = property(lambda self: self.spike_counts[..., 1])
+    # int32[]: steps that were
+    spikes = property(lambda self: self.spike_counts[..., 2])
+    # float32[]: the global norm of the last gradient, and what it was held against
+    norm = property(lambda self: self.spike_numbers[..., 0])
+    limit = property(lambda self: self.spike_numbers[..., 1])
+    # float32[]: the last loss, -inf until one is given, and what it was held against
+    loss = property(lambda self: self.spike_numbers[..., 2])
+    loss_limit = property(lambda self: self.spike_numbers[..., 3])
+    # float32[]: the share of about the last 10,000 steps that were spikes
+    spiked_recently = property(lambda self: self.spike_numbers[..., 4])
+
+    @property
+    def memories(self) -> tuple[PyTree, PyTree]:
+        """What the rules of norm and loss remember."""
+        return unpacked(
+            (self.windows, self.loss_windows),
+            counts=rows_from(self.spike_counts, 3),
+            numbers=rows_from(self.spike_numbers, 5),
+        )
 
 
 def record_spikes(
@@ -275,25 +300,24 @@ def record_spikes(
     judge = Judge(call, rule, rule, mesh_axes)
 
     def init(params: Any) -> SpikeState:
-        # Each counter is its own array, so that the state can be donated.
-        state = SpikeState(
-            **judge.first_fields(params),
-            spiked=jnp.zeros((), jnp.int32),
-            spikes=jnp.zeros((), jnp.int32),
-            spiked_recently=jnp.zeros((), jnp.float32),
+        arrays = judge.packed(
+            judge.first_judgement(params),
+            counts=[jnp.zeros((), jnp.int32)] * 3,
+            shares=[jnp.zeros((), jnp.float32)],
         )
-        return judge.typed(state, params)
+        return judge.typed(SpikeState(*arrays), params)
 
     def update(updates: Any, state: Any, params: Any = None, **extra_args: Any) -> Any:
         check_state(call, state, SpikeState)
         norm, loss = judge.numbers_of(updates, extra_args)
-        new, spiked, _ = judge.judged(state, norm, loss)
-        step, old = count_up(state.step), state.spiked_recently
-        return updates, new._replace(
-            step=step,
-            spiked=in_place(spiked.astype(jnp.int32), state.spiked),
-            spikes=count_up(state.spikes, spiked),
-            spiked_recently=moving_average(old, spiked, step, RECENT),
+        judgement = judge.judged(state, norm, loss)
+        spiked = judgement.over
+        step = count_up(state.step)
+        arrays = judge.packed(
+            judgement,
+            counts=[step, spiked.astype(jnp.int32), count_up(state.spikes, spiked)],
+            shares=[moving_average(state.spiked_recently, spiked, step, RECENT)],
         )
+        return updates, jax.tree.map(in_place, SpikeState(*arrays), state)
 
     return optax.GradientTransformationExtraArgs(init, update)

@@ -28,7 +28,7 @@ from jax.typing import ArrayLike
 from .. import _checks as checks
 from .. import _trees as trees
 from .._checks import Nonfinite, check_state
-from .._elements import ClippedElements, count_clipped, no_elements_clipped
+from .._elements import Shares, count_clipped, no_elements_clipped
 from .._exported import exported
 from .._kernel import make_clipper
 from .._mesh import MeshAxes
@@ -49,7 +49,7 @@ class SpamState(NamedTuple):
     # squares, not corrected for its start
     second_moment: Any
     # The share of the elements that was clipped, where it is counted, else ().
-    elements: ClippedElements | tuple[()]
+    elements: Shares
 
 
 def spam(

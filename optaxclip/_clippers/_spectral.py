@@ -92,7 +92,7 @@ def clip_by_spectral_norm(
     Args:
       max_norm: a number at least 0, an array, a schedule, None to only measure, a rule
         of `optaxclip.rules` that learns from the largest singular value of each matrix,
-        or a tree prefix of these.
+        or a tree prefix of numbers and schedules.
       shrink: what each singular value becomes, of `optaxclip.shrinks`. None is `hard`.
         "newton_schulz" knows `hard` and `smooth(2)`.
       method: "svd" or "newton_schulz". Only "newton_schulz" has a derivative where

@@ -35,7 +35,6 @@ from __future__ import annotations
 
 import warnings
 from functools import partial
-from inspect import unwrap
 from typing import Any, NamedTuple
 
 import jax
@@ -49,11 +48,12 @@ from .._exported import exported
 from .._mesh import MeshAxes, typed_as_varying, varying
 from .._names import OF_UPDATE
 from .._norms import GlobalNorm
+from .._packed import PyTree, packed, rows_from, unpacked
 from .._state import ClipState
 from .._trees import arrays_of, clipped_leaves
 from ..rules._limits import Constant, rule_without_params
 from ..rules._memory import count_up, in_place, moving_average
-from ..rules._rule import Number, Rule, limit_of
+from ..rules._rule import Number, Rule, limit_of, limit_of_jitted
 from ..rules._windows import step_rule
 from ._select_early import update_unless
 
@@ -63,6 +63,13 @@ class SkipState(NamedTuple):
     """What a skipping optimizer knows after a step. `metrics` reads it by name.
 
     Attributes:
+      skip_counts: int32[4]: `step`, `skipped`, `nonfinite` and `consecutive`. Further
+        numbers are what rules remember.
+      skip_numbers: float32[5] (float64 where a leaf has 64 bits): `norm`, `limit`,
+        `loss`, `loss_limit` and `skipped_recently`. Further numbers are what rules
+        remember.
+      windows, loss_windows: what the rules of norm and loss remember beyond that.
+      inner_state: the optimizer's state after the last step that was not skipped.
       step: updates seen, skipped ones counted.
       norm: the global norm of the last gradient.
       limit: what the norm was held against.
@@ -72,22 +79,38 @@ class SkipState(NamedTuple):
       skipped_recently: their share of about the last 100 steps.
       nonfinite: steps whose norm or loss was NaN or inf.
       consecutive: steps skipped in a row, up to now.
-      memory, loss_memory: what the rules of norm and loss remember.
-      inner_state: the optimizer's state after the last step that was not skipped.
     """
 
-    step: jax.Array  # int32[]
-    norm: jax.Array  # float32[]
-    limit: jax.Array  # float32[]
-    loss: jax.Array  # float32[]
-    loss_limit: jax.Array  # float32[]
-    skipped: jax.Array  # int32[]
-    skipped_recently: jax.Array  # float32[]
-    nonfinite: jax.Array  # int32[]
-    consecutive: jax.Array  # int32[]
-    memory: Any
-    loss_memory: Any
-    inner_state: Any
+    skip_counts: jax.Array
+    skip_numbers: jax.Array
+    windows: PyTree
+    loss_windows: PyTree
+    inner_state: PyTree
+
+    ROWS = (
+        ("skip_counts", ("step", "skipped", "nonfinite", "consecutive")),
+        ("skip_numbers", ("norm", "limit", "loss", "loss_limit", "skipped_recently")),
+    )
+
+    # States of several models have axes in front.
+    step = property(lambda self: self.skip_counts[..., 0])
+    skipped = property(lambda self: self.skip_counts[..., 1])
+    nonfinite = property(lambda self: self.skip_counts[..., 2])
+    consecutive = property(lambda self: self.skip_counts[..., 3])
+    norm = property(lambda self: self.skip_numbers[..., 0])
+    limit = property(lambda self: self.skip_numbers[..., 1])
+    loss = property(lambda self: self.skip_numbers[..., 2])
+    loss_limit = property(lambda self: self.skip_numbers[..., 3])
+    skipped_recently = property(lambda self: self.skip_numbers[..., 4])
+
+    @property
+    def memories(self) -> tuple[PyTree, PyTree]:
+        """What the rules of norm and loss remember."""
+        return unpacked(
+            (self.windows, self.loss_windows),
+            counts=rows_from(self.skip_counts, 4),
+            numbers=rows_from(self.skip_numbers, 5),
+        )
 
 
 def skip_nonfinite(
@@ -295,34 +318,40 @@ def _skipping(
     def init(params: Any) -> SkipState:
         inner_state = optimizer.init(params)
         _warn_of_clippers(call, inner_state)
-        # Each counter is its own array, so that the state can be donated.
-        state = SkipState(
-            **judge.first_fields(params),
-            skipped=jnp.zeros((), jnp.int32),
-            skipped_recently=jnp.zeros((), jnp.float32),
-            nonfinite=jnp.zeros((), jnp.int32),
-            consecutive=jnp.zeros((), jnp.int32),
-            inner_state=inner_state,
+        first = judge.first_judgement(params)
+        no_steps = jnp.zeros((), jnp.int32)
+        arrays = judge.packed(
+            first, counts=[no_steps] * 4, shares=[jnp.zeros((), jnp.float32)]
         )
-        return judge.typed(state, params)
+        return judge.typed(SkipState(*arrays, inner_state), params)
 
     def update(updates: Any, state: Any, params: Any = None, **extra_args: Any) -> Any:
         checks.check_state(call, state, SkipState)
         norm, loss = judge.numbers_of(updates, extra_args)
-        new, skip, broken = judge.judged(state, norm, loss)
+        judgement = judge.judged(state, norm, loss)
+        skip = judgement.over
         if most is not None:
             skip = skip & (state.consecutive < most)
-        step, recently = count_up(state.step), state.skipped_recently
-        run, params = partial(optimizer.update, **extra_args), arrays_of(params)
-        updates, inner = update_unless(skip, run, updates, state.inner_state, params)
-        return updates, new._replace(
-            step=step,
-            skipped=count_up(state.skipped, skip),
-            skipped_recently=moving_average(recently, skip, step),
-            nonfinite=count_up(state.nonfinite, broken),
-            consecutive=jnp.where(skip, count_up(state.consecutive), 0),
-            inner_state=inner,
+        step = count_up(state.step)
+        run = partial(optimizer.update, **extra_args)
+        updates, inner_state = update_unless(
+            skip, run, updates, state.inner_state, arrays_of(params)
         )
+        arrays = judge.packed(
+            judgement,
+            counts=[
+                step,
+                count_up(state.skipped, skip),
+                count_up(state.nonfinite, judgement.broken),
+                jnp.where(skip, count_up(state.consecutive), 0),
+            ],
+            shares=[moving_average(state.skipped_recently, skip, step)],
+        )
+        counts, numbers, windows, loss_windows = jax.tree.map(
+            in_place, arrays, tuple(state[:4])
+        )
+        new_state = SkipState(counts, numbers, windows, loss_windows, inner_state)
+        return updates, new_state
 
     return optax.GradientTransformationExtraArgs(init, update)
 
@@ -340,6 +369,21 @@ def _warn_of_clippers(call: str, inner_state: Any) -> None:
         )
 
 
+class Judgement(NamedTuple):
+    """Norm and loss of a step, what they were held against, and what their rules
+    remember from now on.
+    """
+
+    norm: jax.Array
+    limit: jax.Array
+    loss: jax.Array
+    loss_limit: jax.Array
+    memory: PyTree
+    loss_memory: PyTree
+    over: jax.Array  # bool[]: whether one of both is over its limit
+    broken: jax.Array  # bool[]: whether one is NaN or inf
+
+
 class Judge(NamedTuple):
     """What norm and loss of a step are held against."""
 
@@ -349,24 +393,40 @@ class Judge(NamedTuple):
     mesh_axes: MeshAxes
     demanded_by: str = ""  # the argument that makes every step need a loss
 
-    def first_fields(self, params: Any) -> dict[str, Any]:
-        """Step, norm, loss, their limits and memories before the first step."""
+    def first_judgement(self, params: Any) -> Judgement:
+        """What is known before the first step."""
         # Only its dtype is needed: float64 if a leaf has 64 bits.
         tree = clipped_leaves(params, self.call)
-        kind = jax.eval_shape(self._replace(mesh_axes=None).norm_of, tree)
-        norm, loss = jnp.zeros((), kind.dtype), jnp.zeros((), kind.dtype)
-        # Each number is its own array, so that the state can be donated. A rule may
-        # return the very array that it is given, so it gets another one.
-        return {
-            "step": jnp.zeros((), jnp.int32),
-            "norm": norm,
-            "limit": jnp.full_like(norm, jnp.inf),
+        norm_type = jax.eval_shape(self._replace(mesh_axes=None).norm_of, tree)
+        zero = jnp.zeros((), norm_type.dtype)
+        return Judgement(
+            norm=zero,
+            limit=jnp.full_like(zero, jnp.inf),
             # Not NaN, at which `jax_debug_nans` would raise.
-            "loss": jnp.full_like(loss, -jnp.inf),
-            "loss_limit": jnp.full_like(loss, jnp.inf),
-            "memory": self.rule.init(jnp.zeros_like(norm)),
-            "loss_memory": self.loss_rule.init(loss) if self.loss_rule else (),
-        }
+            loss=jnp.full_like(zero, -jnp.inf),
+            loss_limit=jnp.full_like(zero, jnp.inf),
+            memory=self.rule.init(zero),
+            loss_memory=self.loss_rule.init(zero) if self.loss_rule else (),
+            over=jnp.zeros((), bool),
+            broken=jnp.zeros((), bool),
+        )
+
+    def packed(
+        self, judgement: Judgement, counts: list[jax.Array], shares: list[jax.Array]
+    ) -> tuple[jax.Array, jax.Array, PyTree, PyTree]:
+        """The first four fields of a state: counts, numbers, windows of norm and loss.
+
+        `counts` and `shares` are the numbers that the state counts itself.
+        """
+        norm = judgement.norm
+        memory = packed((judgement.memory, judgement.loss_memory), norm)
+        numbers = [norm, judgement.limit, judgement.loss, judgement.loss_limit]
+        numbers += [share.astype(norm.dtype) for share in shares]
+        return (
+            jnp.stack(counts + memory.counts),
+            jnp.stack(numbers + memory.numbers),
+            *memory.windows,
+        )
 
     def typed(self, values: Any, kinds: Any) -> Any:
         """The values, which devices that train alone have for themselves."""
@@ -416,26 +476,45 @@ class Judge(NamedTuple):
             )
         return number
 
-    def judged(self, state: Any, norm: Any, loss: Any) -> tuple[Any, Any, Any]:
-        """Holds norm and loss against their rules, in a state with `first_fields`.
+    def judged(self, state: Any, norm: Any, loss: Any) -> Judgement:
+        """Holds norm and loss against their rules. A number that is NaN or inf is over
+        every limit.
 
-        Returns the state with both and their limits, whether one is over its limit,
-        and whether one is NaN or inf, which is over every limit.
+        `state` is a `SkipState` or a `SpikeState`.
         """
+        memory, loss_memory = state.memories
         # A number that is given may have another dtype, and stays the user's own.
         norm = self.typed(jnp.array(norm, state.norm.dtype), state.norm)
-        asked = self.rule, norm, state.memory, state.step
         # Within a jit of the user's we call none, as in `Settings.has_schedule`.
-        ask = unwrap(limit_of) if isinstance(state.step, Tracer) else limit_of
-        limit, memory = ask(*asked, argument=f"{self.call}: rule")
-        new = state._replace(norm=norm, limit=limit, memory=memory)
+        ask = limit_of if isinstance(state.step, Tracer) else limit_of_jitted
+        argument = f"{self.call}: rule"
+        limit, memory = ask(self.rule, norm, memory, state.step, argument=argument)
         # Not `norm > limit`, which is False for NaN. inf would pass a limit of inf.
-        over, broken = ~(norm <= limit), ~jnp.isfinite(norm)
+        judgement = Judgement(
+            norm=norm,
+            limit=limit,
+            loss=state.loss,
+            loss_limit=state.loss_limit,
+            memory=memory,
+            loss_memory=loss_memory,
+            over=~(norm <= limit),
+            broken=~jnp.isfinite(norm),
+        )
         if self.loss_rule is not None and loss is not None:
             loss = self.typed(jnp.array(loss, state.loss.dtype), norm)
-            asked = self.loss_rule, loss, state.loss_memory, state.step
-            limit, memory = ask(*asked, argument=f"{self.call}: loss_rule", signed=True)
-            new = new._replace(loss=loss, loss_limit=limit, loss_memory=memory)
-            over = over | ~(loss <= limit)
-            broken = broken | ~jnp.isfinite(loss)
-        return jax.tree.map(in_place, new, state), over | broken, broken
+            loss_limit, loss_memory = ask(
+                self.loss_rule,
+                loss,
+                loss_memory,
+                state.step,
+                argument=f"{self.call}: loss_rule",
+                signed=True,
+            )
+            judgement = judgement._replace(
+                loss=loss,
+                loss_limit=loss_limit,
+                loss_memory=loss_memory,
+                over=judgement.over | ~(loss <= loss_limit),
+                broken=judgement.broken | ~jnp.isfinite(loss),
+            )
+        return judgement._replace(over=judgement.over | judgement.broken)

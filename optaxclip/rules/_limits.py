@@ -24,6 +24,7 @@ from ._rule import Number, Rule, Schedule, at_step, further_norms, is_rule, numb
 
 # What a norm can be held against. None is no limit.
 Limit = Number | Rule | None
+# Rules in a tree must not learn.
 LimitTree: TypeAlias = "Limit | Mapping[Any, LimitTree] | Sequence[LimitTree]"
 
 
@@ -123,10 +124,27 @@ def rules_of(limits: Any, argument: str) -> Any:
         # None and rules are nodes to JAX, and would be taken apart.
         return x is None or checks.is_function(x) or is_rule(x)
 
-    rules = jax.tree.map(partial(rule_of, argument=argument), limits, is_leaf=is_limit)
-    # One rule at two places becomes two, as it does in a compiled call. Rules are told
-    # apart by identity, so `init` and `update` would disagree otherwise.
-    return jax.tree.map(lambda number: number, rules)
+    return jax.tree.map(partial(rule_of, argument=argument), limits, is_leaf=is_limit)
+
+
+def check_limits_of_parts(argument: str, rules: Any) -> None:
+    """Refuses rules that learn in a tree of limits.
+
+    Raises:
+      TypeError: a rule that remembers norms.
+    """
+    for path, rule in jax.tree.leaves_with_path(rules, is_leaf=is_rule):
+        memory = jax.eval_shape(rule.init, jnp.zeros((), jnp.float32))
+        # Without a path it is no tree.
+        if path and jax.tree.leaves(memory):
+            raise TypeError(
+                f"{argument} must be one rule for all norms, or a tree of numbers and "
+                f"schedules, got {checks.shown(rule)} for "
+                f"{jax.tree_util.keystr(path, simple=True, separator='/')!r}: a rule "
+                "that learns is for all norms of a clipper. optax.partition gives "
+                "parts of a model their own clippers: optax.partition({'a': clipper_a,"
+                " 'b': clipper_b}, labels)."
+            )
 
 
 class ShareOfParams(Rule):

@@ -30,8 +30,8 @@ def moving_average(
     It is the mean of all steps while these are at most `reach`, so it needs no
     correction for its start.
     """
-    count = jnp.minimum(steps, reach).astype(jnp.float32)
-    return old + (new.astype(jnp.float32) - old) / count
+    count = jnp.minimum(steps, reach).astype(old.dtype)
+    return old + (new.astype(old.dtype) - old) / count
 
 
 def between(old: jax.Array, new: jax.Array, keep: jax.Array) -> jax.Array:

@@ -206,7 +206,6 @@ def further_norms(rule: Rule, params_norm: Any, total_norm: Any) -> list[Any]:
     return norms
 
 
-@partial(jax.jit, static_argnames=("argument", "signed"))
 def limit_of(
     rule: Rule,
     norm: jax.Array,
@@ -258,6 +257,9 @@ def limit_of(
     if not signed:
         learns = learns & (norm > 0)
     return limit, keep_where(learns, new_memory, memory)
+
+
+limit_of_jitted = jax.jit(limit_of, static_argnames=("argument", "signed"))
 
 
 def _checked_memory(rule: Rule, norm: jax.Array, memory: Any, argument: str) -> Any:

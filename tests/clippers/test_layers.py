@@ -9,6 +9,7 @@ from functools import cache, partial
 import chex
 import jax
 import numpy as np
+import optax
 import pytest
 
 from optaxclip import clip_by_tensor_norm, rules
@@ -138,8 +139,10 @@ def test_a_number_of_a_rule_may_be_one_for_each_layer(name):
     params, grads = random_trees("layers and experts")
     layers = partial(layer_by_layer, stacked=(1,))
     together = clip_by_tensor_norm(rule(numbers.reshape(1, 3, 1, 1)), stacked=(1,))
-    each = {str(layer): rule(number) for layer, number in enumerate(numbers)}
-    apart = clip_by_tensor_norm(dict.fromkeys(params, each))
+    apart = optax.partition(
+        {str(layer): clip_by_tensor_norm(rule(x)) for layer, x in enumerate(numbers)},
+        lambda tree: {name: {layer: layer for layer in tree[name]} for name in tree},
+    )
     state, other = together.init(params), apart.init(layers(params))
     for tree in grads:
         updates, state = jax.jit(together.update)(tree, state, params)

@@ -231,7 +231,8 @@ def test_split_weights_get_the_same_steps(kind):
 def in_shard_map():
     """The steps, in which each device has heads of its own."""
     start = CLIPPER.init(PARAMS)
-    of_state = jax.tree.map(lambda x: P("heads") if x.ndim else P(), start)
+    # Rows of counts and numbers, of one column for each head.
+    of_state = jax.tree.map(lambda _: P(None, "heads"), start)
     split = jax.shard_map(
         lambda params, logits: steps(params, CLIPPER.init(params), logits),
         mesh=mesh_of(AxisType.Auto),

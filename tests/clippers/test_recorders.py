@@ -6,7 +6,7 @@ import optax
 
 import optaxclip
 from tests.core.steps import same_bits
-from tests.helpers import after, apply
+from tests.helpers import after, apply, with_rows
 
 GRADS = {"a": jnp.array([3.0, 4.0]), "b": jnp.array([jnp.nan, 0.0])}
 
@@ -41,9 +41,9 @@ def test_spikes_are_counted_from_a_whole_window_on():
 
 def test_the_share_of_recent_spikes_is_of_about_10_000_steps():
     recorder = optaxclip.record_spikes()
-    start = recorder.init(jnp.ones(1))._replace(spiked_recently=jnp.float32(0.5))
+    start = with_rows(recorder.init(jnp.ones(1)), spiked_recently=0.5)
     for step, reach in ((49, 50), (4_999, 5_000), (20_000, 10_000)):
-        state = start._replace(step=jnp.int32(step))
+        state = with_rows(start, step=step)
         _, calm = recorder.update(jnp.ones(1), state)
         _, spike = recorder.update(jnp.array([jnp.nan]), state)
         shares = calm.spiked_recently, spike.spiked_recently

@@ -16,7 +16,15 @@ from jax.experimental import checkify
 import optaxclip
 from optaxclip import clip_by, rules
 from tests.core.steps import apply, compiled, every_clipper, same_bits, zeros
-from tests.helpers import CLIPPERS, exact, limits_of, random_tree, smallest, with_value
+from tests.helpers import (
+    CLIPPERS,
+    exact,
+    limits_of,
+    random_tree,
+    smallest,
+    with_rows,
+    with_value,
+)
 
 growth, minimum, warm_up = rules.growth, rules.minimum, rules.warm_up
 INF = np.inf
@@ -265,7 +273,7 @@ def test_a_traced_negative_limit_counts_as_zero(name):
     clipper, updates = CLIPPERS[name].build(falling), random_tree("float32")
     state = clipper.init(updates)
     for step in (5, 12):
-        later = state._replace(step=jnp.asarray(step, jnp.int32))
+        later = with_rows(state, step=step)
         clipped, found = clipper.update(updates, later, updates)
         assert falling(step) < 0
         # AGC's state has norms as multiples of their limits.

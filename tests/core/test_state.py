@@ -4,6 +4,7 @@ missing leaf does not rename the others, and another rule has another memory.
 
 import re
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -14,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 import optaxclip
 from optaxclip import rules
 from tests import sharded
-from tests.helpers import after, apply
+from tests.helpers import after, apply, with_rows
 from tests.methods import ALONE, METHODS
 from tests.sharded import mesh_of
 
@@ -38,11 +39,17 @@ def units(x):
 
 
 @pytest.mark.parametrize("name", METHODS)
-def test_a_state_has_at_most_8_arrays_and_a_memory(name):
-    grads = tree(0)
-    state = METHODS[name].make().init(grads)
-    if isinstance(state, optaxclip.ClipState):
-        assert len(jax.tree.leaves(state._replace(memory=()))) <= 8
+def test_a_state_has_two_arrays_and_windows(name):
+    state = METHODS[name].make().init(tree(0))
+    if not hasattr(state, "windows"):
+        return
+    windows = {"windows", "loss_windows"}.intersection(state._fields)
+    apart = {"inner_state"}.intersection(state._fields) | windows
+    assert len(jax.tree.leaves(state._replace(**dict.fromkeys(apart, ())))) == 2
+    for field in windows:
+        for window in jax.tree.leaves(getattr(state, field)):
+            # More than one number for each norm.
+            assert window.ndim > state.norm.ndim
 
 
 def test_units_have_a_summary_for_each_leaf():
@@ -109,42 +116,76 @@ def test_units_without_limits_show_the_longest():
     assert (state.norm, state.limit, state.factor) == (0, np.inf, 1)
 
 
-def test_each_norm_keeps_its_own_rule_and_memory():
+def test_each_norm_has_its_own_limit():
     grads = {name: tree(6)["a"] * (number + 1) for number, name in enumerate("abcd")}
-    schedule, growth = optax.constant_schedule(0.5), rules.growth(2.0)
     clipper = optaxclip.clip_by_tensor_norm(
-        {"a": schedule, "b": 1.0, "c": growth, "d": 2.0}
+        {"a": lambda step: 0.5 + step, "b": 1.0, "c": None, "d": jnp.array(2.0)}
     )
     state = after(clipper, grads, jax.tree.map(lambda x: 10 * x, grads))
-    norms = {name: 10 * np.linalg.norm(np.float64(x)) for name, x in grads.items()}
-    limits = {"a": 0.5, "b": 1.0, "c": 2 * norms["c"] / 10, "d": 2.0}
+    limits = {"a": 1.5, "b": 1.0, "c": np.inf, "d": 2.0}
     for name, entry in state.by_name().items():
-        np.testing.assert_allclose(entry.norm, norms[name], rtol=1e-6)
+        norm = 10 * np.linalg.norm(np.float64(grads[name]))
+        np.testing.assert_allclose(entry.norm, norm, rtol=1e-6)
         np.testing.assert_allclose(entry.limit, limits[name], rtol=1e-6)
-    np.testing.assert_allclose(state.by_name()["c"].memory, limits["c"], rtol=1e-6)
 
 
-def test_units_keep_their_entries_beside_those_of_other_rules():
-    limits = {"a": rules.growth(2.0), "b": 1.0, "c": rules.growth(1.5), "d": 0.5}
-    steps = [{name: tree(seed)[name] for name in limits} for seed in (8, 9)]
-    together = after(optaxclip.clip_by_unitwise_norm(limits, axis=0), *steps)
-    for name, limit in limits.items():
-        alone = optaxclip.clip_by_unitwise_norm(limit, axis=0)
+def test_each_norm_has_its_own_memory():
+    steps = [{name: tree(seed)[name] for name in "abcde"} for seed in (6, 7, 8)]
+    rule = rules.z_score(0.5, 0.5, warmup=2)
+    together = after(optaxclip.clip_by_tensor_norm(rule), *steps)
+    for name, entry in together.by_name().items():
+        alone = after(optaxclip.clip_by_global_norm(rule), *[x[name] for x in steps])
+        pair = entry, alone.by_name()[""]
+        for one, other in zip(*map(jax.tree.leaves, pair), strict=True):
+            np.testing.assert_allclose(one, other, rtol=1e-6)
+
+
+def test_rules_that_learn_are_refused_in_a_tree_of_limits():
+    text = re.escape(
+        "clip_by_tensor_norm: max_norm must be one rule for all norms, or a tree of "
+        "numbers and schedules, got growth(rate=2.0, floor=0.0, cap=None) for 'a/b': a "
+        "rule that learns is for all norms of a clipper. optax.partition gives parts "
+        "of a model their own clippers: optax.partition({'a': clipper_a, 'b': "
+        "clipper_b}, labels)."
+    )
+    for growth in (rules.growth(2.0), rules.minimum(rules.growth(2.0), 1.0)):
+        with pytest.raises(TypeError) as error:
+            optaxclip.clip_by_tensor_norm({"a": {"b": growth}, "c": 1.0})
+        assert repr(growth) in str(error.value)
+    with pytest.raises(TypeError, match=f"^{text}$"):
+        optaxclip.clip_by_tensor_norm({"a": {"b": rules.growth(2.0)}, "c": 1.0})
+    # What the text says.
+    parts = {
+        "a": optaxclip.clip_by_tensor_norm(rules.growth(2.0)),
+        "c": optaxclip.clip_by_tensor_norm(1.0),
+    }
+    clipper = optax.partition(parts, {"a": "a", "c": "c"})
+    grads = {"a": {"b": jnp.array([3.0, 4.0])}, "c": jnp.array([3.0, 4.0])}
+    updates, _ = apply(clipper, grads)
+    np.testing.assert_allclose(updates["a"]["b"], [3.0, 4.0])
+    np.testing.assert_allclose(updates["c"], [0.6, 0.8], rtol=1e-6)
+
+
+def test_units_keep_their_entries_beside_those_of_other_leaves():
+    rule = rules.growth(1.5)
+    steps = [{name: tree(seed)[name] for name in "abc"} for seed in (8, 9)]
+    together = after(optaxclip.clip_by_unitwise_norm(rule), *steps)
+    for name, entry in together.by_name().items():
+        alone = optaxclip.clip_by_unitwise_norm(rule)
         wanted = after(alone, *[{name: step[name]} for step in steps])
-        pair = together.by_name()[name], wanted.by_name()[name]
+        pair = entry, wanted.by_name()[name]
         for one, other in zip(*map(jax.tree.leaves, pair), strict=True):
             np.testing.assert_array_equal(one, other)
 
 
 def test_units_remember_what_each_of_them_was():
-    steps = [{name: tree(seed)[name] for name in "abd"} for seed in (8, 9, 10)]
-    limits = {"a": rules.growth(1.5), "b": rules.growth(1.1), "d": 0.5}
-    clipper = optaxclip.clip_by_unitwise_norm(limits)
-    state, last = clipper.init(steps[0]), {"a": np.inf, "b": np.inf}
+    steps = [{name: tree(seed)[name] for name in "abde"} for seed in (8, 9, 10)]
+    clipper = optaxclip.clip_by_unitwise_norm(rules.growth(1.5))
+    state, last = clipper.init(steps[0]), dict.fromkeys("abde", np.inf)
     for grads in steps:
         updates, state = clipper.update(grads, state)
-        for name, rate in {"a": 1.5, "b": 1.1}.items():
-            norm, limit = units(grads[name]), rate * last[name]
+        for name in grads:
+            norm, limit = units(grads[name]), 1.5 * last[name]
             wanted = np.float64(grads[name]) * np.minimum(1, limit / norm)
             np.testing.assert_allclose(updates[name], wanted, rtol=1e-6)
             last[name] = np.minimum(norm, limit)
@@ -194,9 +235,7 @@ def test_a_step_counts_what_it_changed_and_what_was_broken():
     limit = jnp.array([2.0, 2.0, 2.0, np.nan])
     grads, limits = (dict(zip("abcd", x)) for x in (norm, limit))
     clipper = optaxclip.clip_by_tensor_norm(1.0)
-    state = clipper.init(grads)._replace(
-        step=jnp.int32(3), clipped=jnp.full(4, 5), nonfinite=jnp.full(4, 2)
-    )
+    state = with_rows(clipper.init(grads), step=3, clipped=5, nonfinite=2)
     _, state = clipper.update(grads, state, limit=limits)
     np.testing.assert_array_equal(state.norm, norm)
     np.testing.assert_array_equal(state.limit, limit)
@@ -245,7 +284,8 @@ def test_no_counter_wraps_or_returns_to_its_warm_up(name):
 def test_a_rule_keeps_its_limit_after_2_to_the_31_steps(rule):
     clipper = optaxclip.clip_by_global_norm(rule)
     state = after(clipper, *[jnp.array([1.0 + i / 10]) for i in range(5)])
-    state = state._replace(memory=at_its_end(state.memory))
+    count_rows = state.counts.at[3:].set(LAST)
+    state = state._replace(counts=count_rows, windows=at_its_end(state.windows))
     for norm in (1.0, 1.1, 1.2, 1.3):
         _, state = clipper.update(jnp.array([norm]), state)
         assert np.isfinite(state.limit)
@@ -305,7 +345,7 @@ def test_a_state_of_other_units_is_refused(units, rule):
         clipper.update(new, clipper.init(old))
 
 
-@pytest.mark.parametrize("name", ["clip_by_value", "spam", "skip_step"])
+@pytest.mark.parametrize("name", ["clip_by_value", "spam"])
 def test_a_step_may_be_set_to_a_number(name):
     clipper = METHODS[name].make()
     grads = {"w": jnp.ones(3)}
@@ -383,6 +423,74 @@ def test_the_norm_of_all_is_that_of_units_on_all_devices(typed):
     for name, x in grads.items():
         wanted = np.float64(x) * np.minimum(1, limit / units(x))
         np.testing.assert_allclose(updates[name], wanted, rtol=1e-6)
+
+
+SHARED_RULES = {
+    "schedule": lambda step: 1.0 + step,
+    "learns": rules.growth(1.25),
+    "window": rules.windowed_mean(1.5, window=2),
+}
+SPECS = {"own": P("x"), "all": P(), "late": P("x")}
+
+
+def of_device(tree, device):
+    """What a device has of a tree that is split as SPECS says."""
+    rows = slice(device, device + 1)
+    return {name: x[rows] if SPECS[name] else x for name, x in tree.items()}
+
+
+@pytest.mark.parametrize("name", SHARED_RULES)
+def test_norms_of_each_device_stand_beside_those_of_all(name):
+    """In typed shard_map a vector of both is one that differs, and "all" must not."""
+    random = np.random.default_rng(0)
+    shapes = {"own": (2, 3), "all": (3,), "late": (2, 4)}
+    steps = []
+    for step in range(4):
+        grads = {
+            key: np.float32(random.standard_normal(shape)) * (step + 1)
+            for key, shape in shapes.items()
+        }
+        if step % 2:
+            grads.pop("late")
+        steps.append(grads)
+
+    def norms(tree):
+        return jax.tree.map(jnp.linalg.norm, tree)
+
+    def run(*steps):
+        clipper = optaxclip.clip_by(norms, SHARED_RULES[name])
+        state = clipper.init(steps[0])
+        clipped = []
+        for grads in steps:
+            updates, state = clipper.update({"late": None} | grads, state)
+            clipped.append({key: updates[key] for key in grads})
+        return clipped
+
+    specs = [{key: SPECS[key] for key in grads} for grads in steps]
+    mesh = mesh_of((2,), ("x",))
+    split = jax.shard_map(run, mesh=mesh, in_specs=tuple(specs), out_specs=specs)
+    together = split(*steps)
+    for device in range(2):
+        alone = run(*[of_device(grads, device) for grads in steps])
+        parts = [of_device(grads, device) for grads in together]
+        chex.assert_trees_all_close(parts, alone, rtol=1e-6)
+
+
+def test_a_state_of_an_older_optaxclip_is_refused():
+    text = (
+        r"^ClipState: it was stored by an optaxclip in which a state had an array for "
+        r"each number\. Begin .*"
+    )
+    # As pickle calls the class.
+    with pytest.raises(TypeError, match=text) as error:
+        optaxclip.ClipState({"": None}, *range(9))
+    assert "moments" in str(error.value)
+    # As msgpack and Orbax restore it without a target.
+    clipper = optaxclip.clip_by_global_norm(1.0)
+    old = {"step": 1, "norm": 5.0, "limit": 1.0}
+    with pytest.raises(TypeError, match="must be the ClipState that its init") as error:
+        clipper.update(GRADS, old)
+    assert "moments" in str(error.value)
 
 
 def test_limits_stay_with_their_leaves_where_one_is_missing():

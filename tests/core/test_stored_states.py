@@ -15,13 +15,15 @@ from tests.helpers import random_tree
 from tests.methods import METHODS
 
 PARAMS, GRADS = random_tree("float32", 0), random_tree("float32", 1)
-LIMITS = {"kernel": 1.0, "bias": rules.z_score(), "block": rules.growth()}
+LIMITS = {"kernel": 1.0, "bias": lambda step: 2.0 + step, "block": None}
 CLIPPERS = {
     "global": optaxclip.clip_by_global_norm(1.0),
     "tensors": optaxclip.clip_by_tensor_norm(1.0),
     "units": optaxclip.adaptive_grad_clip(),
     "learns": optaxclip.zclip(),
-    "several rules": optaxclip.clip_by_tensor_norm(LIMITS),
+    "several limits": optaxclip.clip_by_tensor_norm(LIMITS),
+    "windows": optaxclip.clip_by_tensor_norm(rules.windowed_mean(window=4)),
+    "units that learn": optaxclip.clip_by_unitwise_norm(rules.z_score()),
 }
 
 

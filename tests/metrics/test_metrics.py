@@ -11,7 +11,6 @@ import optax
 import pytest
 
 import optaxclip
-from optaxclip import rules
 from tests.core.steps import count_compilations
 from tests.helpers import after, apply
 
@@ -264,8 +263,8 @@ def test_states_without_layers_have_the_same_rows():
 
 def test_a_leaf_with_the_name_of_a_layer_is_refused():
     grads = {"w": jnp.ones((3, 4)), "w/0": jnp.ones(2)}
-    # Of one rule, and of a rule each.
-    for limits in (1.0, {"w": 1.0, "w/0": rules.growth()}):
+    # Of one limit, and of a limit each.
+    for limits in (1.0, {"w": 1.0, "w/0": lambda step: 2.0}):
         clipper = optaxclip.clip_by_tensor_norm(limits, stacked={"w": 1, "w/0": None})
         _, state = clipper.update(grads, clipper.init(grads))
         assert len(state.by_name()) == 2

@@ -27,9 +27,8 @@ CLIPPERS = {
     ),
 }
 BY_TENSOR = {
-    "tensors": lambda: optaxclip.clip_by_tensor_norm(
-        {"kernel": 1.0, "bias": optaxclip.rules.z_score()}
-    ),
+    "tensors": lambda: optaxclip.clip_by_tensor_norm({"kernel": 1.0, "bias": 2.0}),
+    "learning tensors": lambda: optaxclip.adagc(),
     "health": lambda: optaxclip.record_health(embeddings="kernel"),
     "health without weights": lambda: optaxclip.record_health(weights=False),
 }

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import optaxclip
-from tests.helpers import apply
+from tests.helpers import apply, with_rows
 
 GRADS = {"a": jnp.array([3.0, 4.0]), "b": jnp.array([jnp.nan])}
 
@@ -82,7 +82,7 @@ def test_quantiles_are_those_of_numpy():
                 found[f"clip/norm_quantile/{share}"], wanted, rtol=1e-6
             )
     # An infinite norm takes part as the largest number.
-    state = state._replace(norm=state.norm.at[3].set(jnp.inf))
+    state = with_rows(state, norm=state.norm.at[3].set(jnp.inf))
     found = optaxclip.metrics(state, quantiles=(0.5, 1.0))
     norms[3] = np.finfo(np.float32).max
     for share in (0.5, 1.0):

@@ -317,7 +317,7 @@ def test_skipping_learns_from_finite_losses_of_any_sign():
     optimizer = optaxclip.skip_spikes(optax.sgd(0.1), None, remembers)
     for loss, remembered in ((-2.0, -2.0), (0.0, 0.0), (np.nan, 9.0), (np.inf, 9.0)):
         state = last(optimizer, [1.0], value=loss)
-        assert state.loss_memory == remembered
+        assert state.memories[1] == remembered
         assert state.skipped == state.nonfinite == (not np.isfinite(loss))
 
 

@@ -1,0 +1,83 @@
+"""The numbers of a state as two arrays.
+
+A small step on a GPU waits for the host, which takes about 5 us for each array of a
+state (H100). So a state keeps its numbers as rows:
+
+    counts    int32[rows, N]    or int32[rows] where there is one norm of everything
+    numbers   float[rows, N]    or float[rows]
+
+What a rule remembers of each norm is a row as well, behind those of the state. In the
+structure of its memory `InCounts` or `InNumbers` stands for such a row. Larger arrays,
+such as a window of norms, stay where they are.
+"""
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from jax import Array
+
+from ._exported import exported
+
+PyTree = Any
+
+
+@exported
+class InCounts(NamedTuple):
+    """Stands for a number that is the next row of `counts`."""
+
+
+@exported
+class InNumbers(NamedTuple):
+    """Stands for a number that is the next row of `numbers`."""
+
+
+class Packed(NamedTuple):
+    """A memory, taken apart."""
+
+    windows: PyTree  # the memory, with marks in the place of rows
+    counts: list[Array]  # rows
+    numbers: list[Array]  # rows
+
+
+def packed(memory: PyTree, norm: Array) -> Packed:
+    """Takes all numbers out of the memory of a rule that have the shape of the norm."""
+    counts, numbers, windows = [], [], []
+    leaves, treedef = jax.tree.flatten(memory)
+    for leaf in leaves:
+        if leaf.shape != norm.shape or leaf.dtype not in (np.int32, norm.dtype):
+            windows.append(leaf)
+        elif leaf.dtype == np.int32:
+            counts.append(leaf)
+            windows.append(InCounts())
+        else:
+            numbers.append(leaf)
+            windows.append(InNumbers())
+    return Packed(treedef.unflatten(windows), counts, numbers)
+
+
+def unpacked(
+    windows: PyTree, counts: Iterator[Array], numbers: Iterator[Array]
+) -> PyTree:
+    """Puts the next rows of `counts` and `numbers` where a memory has marks."""
+
+    def filled(leaf: Any) -> Any:
+        if isinstance(leaf, InCounts):
+            return next(counts)
+        if isinstance(leaf, InNumbers):
+            return next(numbers)
+        return leaf
+
+    return jax.tree.map(filled, windows, is_leaf=is_mark)
+
+
+def rows_from(array: Any, start: int, axis: int = -1) -> Iterator[Any]:
+    """The rows of an array behind the first ones."""
+    for row in range(start, array.shape[axis]):
+        yield array[..., row] if axis == -1 else array[..., row, :]
+
+
+def is_mark(x: Any) -> bool:
+    """Whether it stands for a row."""
+    return isinstance(x, (InCounts, InNumbers))
