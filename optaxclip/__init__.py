@@ -35,14 +35,10 @@ import typing as _typing
 
 # `as` tells type checkers that a name is public.
 from . import _names
-from . import dropin as dropin
-from . import per_example as per_example
-from . import replay as replay
 from . import rules as rules
 from . import shrinks as shrinks
 from ._backward import clip_cotangent as clip_cotangent
 from ._backward import scale_cotangent as scale_cotangent
-from ._check_step import check_step as check_step
 from ._clippers._by_norm import clip_by_average_norm as clip_by_average_norm
 from ._clippers._by_norm import clip_by_block_rms as clip_by_block_rms
 from ._clippers._by_norm import clip_by_global_norm as clip_by_global_norm
@@ -79,7 +75,6 @@ from ._norms import global_norm as global_norm
 from ._norms import group_norm as group_norm
 from ._norms import tensor_norm as tensor_norm
 from ._norms import unitwise_norm as unitwise_norm
-from ._release import release as release
 from ._state import ClipState as ClipState
 from ._wrappers._of_clippers import carry_clipped as carry_clipped
 from ._wrappers._of_clippers import constrain as constrain
@@ -87,17 +82,36 @@ from ._wrappers._skipping import SkipState as SkipState
 from ._wrappers._skipping import skip_nonfinite as skip_nonfinite
 from ._wrappers._skipping import skip_spikes as skip_spikes
 from ._wrappers._skipping import skip_step as skip_step
-from .per_example import add_noise as add_noise
-from .per_example import clipped_grad as clipped_grad
-from .per_example import sensitivity as sensitivity
 
-# Both are loaded when they are asked for: `python -m optaxclip.doctor` would warn of a
-# module that the package has imported already.
+# What clippers do not need is imported at its first use. It takes as long to import as
+# all the rest.
 if _typing.TYPE_CHECKING:
     from . import check as check
     from . import doctor as doctor
+    from . import dropin as dropin
+    from . import per_example as per_example
+    from . import replay as replay
+    from ._check_step import check_step as check_step
+    from ._release import release as release
+    from .per_example import add_noise as add_noise
+    from .per_example import clipped_grad as clipped_grad
+    from .per_example import sensitivity as sensitivity
 
 __version__ = "0.2.0"
 
 # optaxclip.clip_grad_norm_ -> an AttributeError that names clip_grads.
-_names.with_our_names(__name__, later=("check", "doctor"))
+_names.with_our_names(
+    __name__,
+    later={
+        "check": "check",
+        "doctor": "doctor",
+        "dropin": "dropin",
+        "per_example": "per_example",
+        "replay": "replay",
+        "check_step": "_check_step",
+        "release": "_release",
+        "add_noise": "per_example",
+        "clipped_grad": "per_example",
+        "sensitivity": "per_example",
+    },
+)

@@ -10,7 +10,7 @@ import functools
 import importlib
 import inspect
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from types import ModuleType
 from typing import Any, NoReturn
 
@@ -136,29 +136,36 @@ ELSEWHERE = {
 }
 
 
-def with_our_names(module_name: str, later: Sequence[str] = ()) -> None:
+def with_our_names(module_name: str, later: Mapping[str, str] | None = None) -> None:
     """Gives a public module helpful errors: a TypeError in our words for arguments that
     do not fit its functions, an AttributeError that names what is meant, and a
     `__dir__` of its public names, which editors offer.
 
-    `later` are modules in it that are imported at their first use.
+    `later` are names that are imported at their first use, and the modules in it that
+    have them.
     """
+    later = later or {}
     module = sys.modules[module_name]
     public_names = [name for name in vars(module) if not name.startswith("_")]
     vars(module).setdefault("__all__", sorted([*public_names, *later]))
-    for name in set(module.__all__).difference(later):
-        value = getattr(module, name)
+
+    def show(name: str, value: Any) -> Any:
         if inspect.isfunction(value):
             if "GradientTransformation" in str(value.__annotations__.get("return")):
                 _set_init_and_update(value, name)
-            checked_function = checked(value)
+            value = checked(value)
             # pickle looks there for the function.
-            checked_function.__module__ = module_name
-            setattr(module, name, checked_function)
+            value.__module__ = module_name
+        setattr(module, name, value)
+        return value
 
-    def __getattr__(name: str) -> ModuleType:
+    for name in set(module.__all__).difference(later):
+        show(name, getattr(module, name))
+
+    def __getattr__(name: str) -> Any:
         if name in later:
-            return importlib.import_module(f"{module_name}.{name}")
+            owner = importlib.import_module(f"{module_name}.{later[name]}")
+            return owner if name == later[name] else show(name, getattr(owner, name))
         text = f"module {module_name!r} has no attribute {name!r}."
         # JAX, pickle and others ask for attributes such as __path__.
         if not name.startswith("__"):

@@ -37,11 +37,14 @@ import sys
 
 import optaxclip
 
-names = {"check", "doctor"}
-brought = {name for name in names if f"optaxclip.{name}" in sys.modules}
+names = {"check", "doctor", "dropin", "per_example", "replay"}
+modules = names | {"_check_step", "_release"}
+brought = {name for name in modules if f"optaxclip.{name}" in sys.modules}
 offered = names & set(dir(optaxclip))
 print(*sorted(brought), *sorted(offered))
 print(optaxclip.doctor.diagnose.__name__, optaxclip.check.main.__name__)
+from optaxclip import check_step, clipped_grad, release
+print(check_step.__module__, clipped_grad.__module__, release is optaxclip.release)
 """
 
 
@@ -52,7 +55,11 @@ def test_the_tools_come_when_they_are_asked_for():
         text=True,
         check=True,
     )
-    assert run.stdout.split("\n")[:2] == ["check doctor", "diagnose main"]
+    assert run.stdout.splitlines() == [
+        "check doctor dropin per_example replay",
+        "diagnose main",
+        "optaxclip optaxclip True",
+    ]
 
 
 @pytest.mark.parametrize("module", ["check", "doctor", "replay"])
