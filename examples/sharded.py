@@ -106,7 +106,10 @@ def zero(params: Any) -> Any:
         return params, state, jnp.array([norm, lax.pmean(loss, AXIS)])
 
     state = optimizer.init(params)
-    split = jax.tree.map(lambda leaf: P(AXIS) if leaf.ndim else P(), state)
+    # Moments are split, and the state of the clipper is not.
+    split = optax.tree_map_params(
+        optimizer, lambda _: P(AXIS), state, transform_non_params=lambda _: P()
+    )
     return mapped(step, (P(), split), check_vma=False), params, state
 
 

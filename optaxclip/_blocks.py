@@ -18,26 +18,31 @@ from jax import Array
 from . import _mesh as mesh
 from . import _trees as trees
 from ._checks import BEGIN_ANEW, check_shape
-from ._packed import Packed, PyTree, packed
+from ._packed import InWindows, Packed, PyTree, packed
 from ._plan import Norms
-from ._state import ROWS_OF_COUNTS, ClipState, Names, counts_of
+from ._state import ROWS_OF_COUNTS, ClipState, Names, entry_counts
 from .rules._limits import Joined
 from .rules._rule import Rule, call_name, is_rule
 
 
 class Block(NamedTuple):
-    """Norms that are decided together."""
+    """Norms that are decided as one array."""
 
     norms: list[Array]  # in this step
     indices: list[int]  # of them, among all norms of the step
-    entries: np.ndarray  # int[N]: theirs in the state
-    units_of: str | None  # the name of the leaf whose units they are
-    is_vector: bool  # or else one number, or the units of one leaf
+    entries: np.ndarray  # int[N]: of them, in the state
+    unit_leaf: str | None  # the name of the leaf whose units they are
+    # Whether the norms are joined to a vector. Otherwise there is one array in `norms`:
+    # the norm of everything, or the units of a leaf.
+    is_vector: bool
 
     def joined(self, values: Sequence[Array]) -> Array:
-        """Some numbers of all norms of the step as one array of this block."""
-        own_values = [values[index] for index in self.indices]
-        return concatenated(own_values) if self.is_vector else own_values[0]
+        """Numbers of all norms of the step, those of this block as its array."""
+        return self.together([values[index] for index in self.indices])
+
+    def together(self, numbers: Sequence[Array]) -> Array:
+        """Numbers of each norm of this block as its array."""
+        return concatenated(numbers) if self.is_vector else numbers[0]
 
     def taken_apart(self, array: Array) -> list[Array]:
         """The numbers of each norm, of an array of this block."""
@@ -46,29 +51,32 @@ class Block(NamedTuple):
         return mesh.entries_of(array, [jax.typeof(norm) for norm in self.norms])
 
 
+class BlockLimits(NamedTuple):
+    """A block with its limits, and what its rule remembers after this step."""
+
+    block: Block
+    norm: Array  # the array of the block
+    limit: Array  # of each of its norms, in the same array
+    limit_of_norms: list[Array]  # the same limits, one array for each norm
+    memory: PyTree
+
+
 def blocks_of(norms: Norms, state: ClipState, call: str) -> list[Block]:
     """The norms of a step as blocks, those of units last.
 
     Raises:
-      ValueError: a norm that the state does not have, or with other layers.
+      ValueError: a norm that the state does not have, or with other layers or units.
     """
     names = state.names
     names_of_norms = trees.names(norms.paths, names.layers)
     index_of_name = {name: index for index, name in enumerate(names_of_norms)}
-    lacks_units = bool(norms.units) and not names.units
-    # A state of more names is right, as some may be missing. One of fewer is not.
-    if lacks_units or not index_of_name.keys() <= names.layers.keys():
-        units = "units in " if lacks_units else ""
-        raise ValueError(
-            f"{call}: state was made for norms of {_shown(names.layers)}, but the "
-            f"updates have norms of {units}{_shown(index_of_name)}. {BEGIN_ANEW}"
-        )
+    _check_names(names, index_of_name, norms, call)
     # Inside shard_map, norms that each device has for itself are a block apart from
     # those that are the same on all devices: a vector has one type.
     whole: dict[Any, list[tuple[int, range]]] = {}
     units = []
     start = 0
-    for name, count in counts_of(state).items():
+    for name, count in entry_counts(state).items():
         entries = range(start, start + (count or 1))
         start = entries.stop
         if name not in index_of_name:
@@ -86,25 +94,70 @@ def blocks_of(norms: Norms, state: ClipState, call: str) -> list[Block]:
         whole.setdefault(mesh.varying(norm), []).append((index, entries))
     blocks = []
     for places in whole.values():
-        blocks.append(_block(norms, places, None, is_vector=not names.is_one))
+        blocks.append(_block(norms, places, None, is_vector=not names.is_global))
     return blocks + units
 
 
 def _block(
     norms: Norms,
     places: list[tuple[int, range]],
-    units_of: str | None,
+    unit_leaf: str | None,
     *,
     is_vector: bool,
 ) -> Block:
+    """A block of norms with these indices and entries."""
     indices = [index for index, _ in places]
     return Block(
         norms=[norms.values[index] for index in indices],
         indices=indices,
         entries=np.concatenate([np.array(entries) for _, entries in places]),
-        units_of=units_of,
+        unit_leaf=unit_leaf,
         is_vector=is_vector,
     )
+
+
+def _check_names(
+    names: Names, index_of_name: dict[str, int], norms: Norms, call: str
+) -> None:
+    """Refuses norms that the state does not have. It may have more: some leaves may be
+    missing in a step.
+    """
+    in_units = {name for name, index in index_of_name.items() if index in norms.units}
+    in_whole = index_of_name.keys() - in_units
+    known, found = "", ""
+    if not index_of_name.keys() <= names.layers.keys():
+        known, found = _shown(names.layers), _shown(index_of_name)
+    elif not in_units <= names.units.keys():
+        known, found = _shown(names.layers), f"units in {_shown(in_units)}"
+    elif in_whole & names.units.keys():
+        lost_units = sorted(in_whole & names.units.keys())
+        known, found = f"units in {_shown(lost_units)}", _shown(lost_units)
+    if found:
+        raise ValueError(
+            f"{call}: state was made for norms of {known}, but the updates have norms "
+            f"of {found}. {BEGIN_ANEW}"
+        )
+
+
+def memory_of_block(memory: PyTree, block: Block) -> PyTree:
+    """What a rule remembers of the norms of a block, in a memory of all norms."""
+    if not block.is_vector:
+        return memory
+    return jax.tree.map(lambda x: take_entries(x, block.entries), memory)
+
+
+def take_entries(array: Array, entries: np.ndarray) -> Array:
+    """Some entries of an array of all norms."""
+    return array if _are_all(entries, array) else array[entries]
+
+
+def put_entries(array: Array, entries: np.ndarray, values: Array) -> Array:
+    """An array of all norms with other values in some entries."""
+    return values if _are_all(entries, array) else array.at[entries].set(values)
+
+
+def _are_all(entries: np.ndarray, array: Array) -> bool:
+    return np.array_equal(entries, np.arange(len(array)))
 
 
 def concatenated(arrays: Sequence[Array]) -> Array:
@@ -168,7 +221,7 @@ def rule_of_block(rule: Rule, block: Block) -> Rule:
         return rule
 
     def spread(number: Any) -> Any:
-        # A schedule, and a scalar, is for all norms.
+        # A schedule and a scalar are for all norms.
         if callable(number) or not jnp.ndim(number):
             return number
         return concatenated([jnp.broadcast_to(number, x.shape) for x in block.norms])
@@ -210,32 +263,34 @@ def first_state(norms: Norms, rules: list[Rule], argument: str) -> ClipState:
     memories: list[PyTree] = [()]
     entries = [zeros[index] for index in whole]
     if whole:
-        vector = entries[0] if state_names.is_one else concatenated(entries)
+        vector = entries[0] if state_names.is_global else concatenated(entries)
         rule = rules[whole[0]]
         memories = [_first_memory(rule, vector)]
     for index in units_in_order:
         memories.append(_first_memory(rules[index], zeros[index]))
         # Each device has its own units, and the same summary of them.
         leaf = next(leaf for leaf in norms.leaves if leaf.norm == index)
-        over = mesh.varying(zeros[index]) - {*leaf.units_over}
-        entries.append(mesh.varying_over(jnp.zeros((), zeros[index].dtype), over))
+        other_axes = mesh.varying(zeros[index]) - {*leaf.units_over}
+        zero = jnp.zeros((), zeros[index].dtype)
+        entries.append(mesh.varying_over(zero, other_axes))
     if not entries:
         entry = jnp.zeros((), jnp.float32)
-    elif state_names.is_one:
+    elif state_names.is_global:
         (entry,) = entries
     else:
         entry = concatenated(entries)
-    # Units have arrays of their own in a memory, of which none is a row of the state.
-    memory = Packed(tuple(memories), [], [])
-    if not units:
-        memory = packed(memory.windows, entry)
+    if units:
+        # Units have arrays of their own in a memory, of which none is a row.
+        memory = Packed(tuple(memories), counts=[], numbers=[])
+    else:
+        memory = packed(tuple(memories), entry)
     numbers = [jnp.full_like(entry, number) for number in (0, np.inf, 1, 0)]
     if units:
         numbers.append(jnp.zeros_like(entry))
     counts = [jnp.zeros_like(entry, jnp.int32) for _ in ROWS_OF_COUNTS]
-    structure = jax.tree.map(lambda _: None, memory.windows)
+    structure = jax.tree.map(lambda _: InWindows(), memory.windows)
     return ClipState(
-        state_names._replace(windows=structure),
+        state_names._replace(structure=structure),
         jnp.stack(counts + memory.counts),
         jnp.stack(numbers + memory.numbers),
         memory.windows,

@@ -7,11 +7,10 @@
 `make_clipper` joins the three into an optax transformation and does the rest once for
 all of them: zero, NaN, counters, state.
 
-Under jit the updates are read once for the norms and multiplied where the optimizer
-reads them. Without jit the whole update is one compiled call.
+Under jit the updates are read once for the norms, and XLA multiplies them in the loop
+in which the optimizer reads them. Without jit the whole update is one compiled call.
 """
 
-from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -19,7 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax import Array, lax
+from jax import Array
 from jax.core import Tracer
 from jax.typing import ArrayLike
 
@@ -27,18 +26,17 @@ from . import _blocks as blocks
 from . import _checks as checks
 from . import _mesh as mesh
 from . import _trees as trees
-from ._blocks import Block
+from ._blocks import Block, BlockLimits
 from ._checks import Nonfinite, shown
 from ._exported import PLACEHOLDER
 from ._factors import factor_between, multiply, roots_of_numbers, shrunk_by
 from ._names import OF_UPDATE
 from ._norms import GlobalNorm, Measure, measured, norm_of_norms, types_of
-from ._packed import Packed, PyTree, packed
+from ._packed import PyTree
 from ._plan import Norms
+from ._reports import Decide, Decision, next_state
 from ._state import ClipState, state_of_placeholder
-from ._sums import written_by_a_gpu
 from .rules._limits import check_limits_of_parts, check_one_limit, rule_of, rules_of
-from .rules._memory import count_up, in_place, moving_average
 from .rules._rule import Rule, further_norms, is_rule, limit_of, limit_of_jitted
 from .shrinks import Shrink, shrink_of
 
@@ -55,13 +53,13 @@ class Settings(NamedTuple):
     rules: Any  # the structure of the rules, whose numbers are not static
     with_params: bool  # whether a rule needs the norms of the weights
     with_total: bool  # whether a rule needs the norm of all norms
-    # Whether a rule has a schedule. JAX would keep what that holds, such as a model, in
-    # the caches of our jits. So within a jit of the user's we call none.
+    # Whether a rule has a schedule. The cache of a jit keeps it alive, with all that it
+    # refers to, such as a model. So under a jit of the user's we use none of ours.
     has_schedule: bool
 
 
 class Given(NamedTuple):
-    """What an update is told in the place of what the clipper finds."""
+    """Norms and limits that `update` was given, in the place of its own."""
 
     grad_norm: PyTree = None
     limit: PyTree = None
@@ -113,10 +111,11 @@ def make_clipper(
             return state_of_placeholder()
         first_measure: Any = measure
         # A state is often made outside the shard_map that it goes into, where no mesh
-        # axis has a name. Norms of the user's, and the spectral norm, take none.
+        # axis has a name. Norms of the user's and the spectral norm have no mesh_axes.
         mesh_axes = getattr(measure, "mesh_axes", None)
-        is_free = isinstance(mesh_axes, trees.Prefix) or mesh_axes in ("auto", None)
-        if not is_free and not mesh.manual_axes():
+        is_table = isinstance(mesh_axes, trees.Prefix)
+        has_names = not is_table and mesh_axes not in ("auto", None)
+        if has_names and not mesh.manual_axes():
             first_measure = first_measure._replace(mesh_axes=None)
         tree = trees.clipped_leaves(params, call)
         norms = types_of(partial(measured, first_measure), tree)
@@ -139,12 +138,12 @@ def make_clipper(
             )
         # None, as for a clipper of optax, begins anew.
         if checks.begins_anew(call, state, rules):
-            no_state = state
+            empty_state = state
             state = init(updates)
             # The memory of a rule that learns must not begin anew in every step.
             if jax.tree.leaves(state.memory):
                 why = "learns from earlier norms"
-                raise TypeError(checks.no_state(call, no_state, why))
+                raise TypeError(checks.no_state(call, empty_state, why))
         else:
             checks.check_state(call, state, ClipState)
         for number in jax.tree.leaves(grad_norm):
@@ -190,22 +189,22 @@ def _update(
         values = _fitted("grad_norm", given.grad_norm, norms, settings)
         norms = norms._replace(values=values)
     # 2. Limit
-    limited_blocks = _limited(settings, numbers, norms, state, params, given.limit)
+    limits = _limits_of_blocks(settings, numbers, norms, state, params, given.limit)
     # 3. Shrink
     learns = bool(jax.tree.leaves(state.memory))
-    # Clippers with other rules share these programs.
+    # Without the rules, so that all clippers share the programs of `_decide`.
     decide = partial(_decide, settings._replace(rules=None), learns, eps)
-    decisions = [decide(limited.norm, limited.limit) for limited in limited_blocks]
-    # Multiplied by 1, updates would be other values to XLA, and read again by the next
-    # clipper of a chain.
+    decisions = [decide(x.norm, x.limit) for x in limits]
+    # A product with 1 is a new array to XLA, which the next clipper of a chain would
+    # read again.
     if given.limit is not None or not settings.no_limit:
         roots: list[Any] = [None] * len(norms.values)
-        for limited, decision in zip(limited_blocks, decisions):
-            roots_of_block = _roots(limited, decision, decide)
-            for index, root in zip(limited.block.indices, roots_of_block):
+        for of_block, decision in zip(limits, decisions):
+            roots_of_block = _roots(of_block, decision, decide)
+            for index, root in zip(of_block.block.indices, roots_of_block):
                 roots[index] = root
         tree = multiply(tree, norms, roots, zero=settings.nonfinite == "zero")
-    return tree, _next_state(state, norms, limited_blocks, decisions, decide)
+    return tree, next_state(state, norms, limits, decisions, decide)
 
 
 # Jitted at module level, so that clippers with equal settings share one compilation,
@@ -216,37 +215,22 @@ _update_jitted = jax.jit(_update, static_argnums=0)
 # ----------------------------------------------------------------------- 2. limits
 
 
-class Limited(NamedTuple):
-    """A block with its limits."""
-
-    block: Block
-    norm: Array
-    limit: Array
-    limits: list[Array]  # of each norm
-    memory: PyTree  # what the rule remembers after this step
-
-
-def _limited(
+def _limits_of_blocks(
     settings: Settings,
     numbers: list[Any],
     norms: Norms,
     state: ClipState,
     params: PyTree,
     given_limit: PyTree,
-) -> list[Limited]:
-    """The blocks of a step with their limits."""
+) -> list[BlockLimits]:
+    """The limits of each block, and what the rule remembers after this step."""
     rules = settings.rules.unflatten(numbers)
-    rules_by_norm = blocks.rules_of_norms(
-        rules, norms, settings.argument, state.names.layers
-    )
-    weights = None
+    names = state.names.layers
+    rule_of_norm = blocks.rules_of_norms(rules, norms, settings.argument, names)
+    weight_norms = None
     if settings.with_params:
-        weights = measured(settings.measure, params).values
+        weight_norms = measured(settings.measure, params).values
     total = norm_of_norms(norms) if settings.with_total else None
-    if given_limit is not None:
-        given_limits = _fitted("limit", given_limit, norms, settings)
-        # Below 0 a limit counts as 0, as one of the clipper's own.
-        given_limit = [jnp.maximum(limit, 0) for limit in given_limits]
     ask_rule = limit_of if settings.has_schedule else limit_of_jitted
 
     def ask(rule: Rule, norm: Array, weight: Any, memory: PyTree) -> tuple[Array, Any]:
@@ -254,42 +238,43 @@ def _limited(
         further = further_norms(rule, weight, total)
         return ask_rule(rule, norm, memory, step, *further, argument=settings.argument)
 
-    def ask_each(block: Block) -> list[Array]:
+    def ask_separately(block: Block) -> list[Array]:
+        """The limit of each norm of a block, by a rule that remembers nothing."""
         limits = []
         for index in block.indices:
-            weight = None if weights is None else weights[index]
-            limit, _ = ask(rules_by_norm[index], norms.values[index], weight, ())
+            weight = None if weight_norms is None else weight_norms[index]
+            limit, _ = ask(rule_of_norm[index], norms.values[index], weight, ())
             limits.append(limit)
         return limits
 
-    memory_of_state = dict(zip((None, *state.names.units), state.memory))
-    limited_blocks = []
+    memory_of_unit_leaf = dict(zip((None, *state.names.units), state.memory))
+    limits_of_blocks = []
     for block in blocks.blocks_of(norms, state, settings.call):
         norm = block.joined(norms.values)
-        memory = memory_of_state[block.units_of]
-        learns = bool(jax.tree.leaves(memory))
+        memory = memory_of_unit_leaf[block.unit_leaf]
         if isinstance(rules, Rule):
-            if learns and block.is_vector:
-                memory = _of_entries(memory, block)
-            memory = mesh.narrowed_as(memory, norm)
+            memory = mesh.narrowed_as(blocks.memory_of_block(memory, block), norm)
             rule = blocks.rule_of_block(rules, block)
-            weight = None if weights is None else block.joined(weights)
+            weight = None if weight_norms is None else block.joined(weight_norms)
             limit, memory = ask(rule, norm, weight, memory)
-            if rule.needs_params and not learns and block.is_vector:
-                # For a TPU each by itself, so that no leaf waits until all weights are
-                # measured. XLA drops them elsewhere.
-                limits = ask_each(block)
+            if rule.needs_params and block.is_vector and not jax.tree.leaves(memory):
+                # `roots_of_numbers` takes these on a TPU, where no leaf then waits
+                # until all weights are measured. Elsewhere XLA drops them.
+                limit_of_norms = ask_separately(block)
             else:
-                limits = block.taken_apart(limit)
+                limit_of_norms = block.taken_apart(limit)
         else:
             # Limits for parts of the tree, which remember nothing.
-            limits = ask_each(block)
-            limit = blocks.concatenated(limits) if block.is_vector else limits[0]
+            limit_of_norms = ask_separately(block)
+            limit = block.together(limit_of_norms)
         if given_limit is not None:
-            limits = [given_limit[index] for index in block.indices]
-            limit = block.joined(given_limit)
-        limited_blocks.append(Limited(block, norm, limit, limits, memory))
-    return limited_blocks
+            # Below 0 a limit counts as 0, as it does in a schedule.
+            given_limits = _fitted("limit", given_limit, norms, settings)
+            given_limits = [jnp.maximum(given, 0) for given in given_limits]
+            limit_of_norms = [given_limits[index] for index in block.indices]
+            limit = block.together(limit_of_norms)
+        limits_of_blocks.append(BlockLimits(block, norm, limit, limit_of_norms, memory))
+    return limits_of_blocks
 
 
 def _fitted(
@@ -297,8 +282,8 @@ def _fitted(
 ) -> list[Array]:
     """Norms or limits of the user's, once they are seen to fit."""
     if isinstance(tree, Norms):
-        # From within the library: a node of the user's that checks its arrays would
-        # refuse norms.
+        # From within the library, such as `adaclip`. As a tree they would be in nodes
+        # of the user's, and one that checks its arrays refuses norms.
         numbers = tree.values
     else:
         # In the structure in which the norm functions return norms.
@@ -321,283 +306,44 @@ def _fitted(
 # ----------------------------------------------------------------------- 3. shrink
 
 
-class Decision(NamedTuple):
-    """What becomes of norms, elementwise."""
-
-    root: Array  # what updates are multiplied by twice
-    factor: Array
-    clipped: Array  # bool
-    known: Array  # bool: neither norm nor limit is broken
-
-
-Decide = Callable[[Array, Array], Decision]  # of norms and limits
-
-
-# Jitted, so that it is traced once for all norms of one shape. Inlined, since a call in
-# its place is another program to XLA.
+# Jitted, so that it is traced once for all norms of one shape. Inlined, since XLA fuses
+# nothing across a call.
 @partial(jax.jit, static_argnums=(0, 1), inline=True)
 def _decide(
     settings: Settings, learns: bool, eps: Any, norm: Array, limit: Array
 ) -> Decision:
-    known = jnp.isfinite(norm) & (limit == limit)
-    long = norm + jnp.asarray(eps).astype(norm.dtype)
-    shrunk = shrunk_by(settings.shrink, long, limit, settings.call)
-    # The new norm of a broken step. NaN makes the root NaN, and the updates with it.
-    instead = 0.0 if settings.nonfinite == "zero" else jnp.nan
+    is_sound = jnp.isfinite(norm) & (limit == limit)
+    old_norm = norm + jnp.asarray(eps).astype(norm.dtype)
+    # With the shrink `hard`: min(old_norm, limit).
+    new_norm = shrunk_by(settings.shrink, old_norm, limit, settings.call)
+    # NaN makes the root NaN, and the updates with it.
+    norm_of_broken = 0.0 if settings.nonfinite == "zero" else jnp.nan
     # A rule that has no limit yet, and gives inf, still lets no broken step through.
-    short = jnp.where(known, shrunk, instead)
+    new_norm = jnp.where(is_sound, new_norm, norm_of_broken)
     if not learns:
-        # An infinite limit that was set only measures. Equal norms leave updates alone.
-        off = limit == jnp.inf
-        short = jnp.where(off, 1.0, short)
-        long = jnp.where(off, 1.0, long)
-    root, factor = factor_between(long, short)
+        # A limit of inf that the user set only measures: the factor of equal norms is
+        # 1, also where the norm is NaN.
+        is_off = limit == jnp.inf
+        new_norm = jnp.where(is_off, 1.0, new_norm)
+        old_norm = jnp.where(is_off, 1.0, old_norm)
+    root, factor = factor_between(old_norm, new_norm)
     # Zeros stay zeros, whatever eps or the shrink make of their norm.
-    zero = known & (norm == 0)
-    clipped = known & (short != long) & ~zero
-    return Decision(root, jnp.where(zero, 1.0, factor), clipped, known)
+    is_zero = is_sound & (norm == 0)
+    return Decision(
+        root=root,
+        factor=jnp.where(is_zero, 1.0, factor),
+        clipped=is_sound & (new_norm != old_norm) & ~is_zero,
+        is_sound=is_sound,
+    )
 
 
-def _roots(limited: Limited, decision: Decision, decide: Decide) -> list[Array]:
+def _roots(limits: BlockLimits, decision: Decision, decide: Decide) -> list[Array]:
     """The root of each norm of a block."""
-    if not limited.block.is_vector:
+    block = limits.block
+    if not block.is_vector:
         return [decision.root]
-    return roots_of_numbers(decision.root, limited.block.norms, limited.limits, decide)
-
-
-# ------------------------------------------------------------------------ the state
-
-
-class Report(NamedTuple):
-    """What a state keeps of the norms of a step. Each field has an entry for each norm
-    of whole leaves, or for the units of each leaf.
-    """
-
-    norm: Array
-    limit: Array
-    factor: Array
-    clipped: Array  # bool
-    known: Array  # bool: neither norm nor limit is broken
-    share: Array  # float: which share of its units was clipped, 0 or 1 of a whole leaf
-
-
-def _next_state(
-    state: ClipState,
-    norms: Norms,
-    limited_blocks: list[Limited],
-    decisions: list[Decision],
-    decide: Decide,
-) -> ClipState:
-    """The state after a step."""
-    reports: list[Report] = []
-    entries: list[np.ndarray] = []  # of the reports, in the state
-    blocks_of_units: list[Limited] = []
-    for limited, decision in zip(limited_blocks, decisions):
-        if limited.block.units_of is not None:
-            blocks_of_units.append(limited)
-            continue
-        report = Report(
-            norm=limited.norm,
-            limit=limited.limit,
-            factor=decision.factor,
-            clipped=decision.clipped,
-            known=decision.known,
-            share=decision.clipped.astype(limited.norm.dtype),
-        )
-        reports.append(report)
-        entries.append(limited.block.entries)
-    for alike in _of_equal_shapes(norms, blocks_of_units):
-        reports.append(_summary(norms, alike, decide))
-        entries += [limited.block.entries for limited in alike]
-    steps = count_up(state.counts[0])
-    if not reports:
-        # A tree without leaves, or one in which all of them are missing.
-        return state._replace(counts=jnp.asarray(state.counts).at[0].set(steps))
-    report, is_present = _in_state(reports, np.concatenate(entries), state)
-    # Units keep their memories as they are: none of them is a row of the state.
-    memory = Packed(_memory_after(state, limited_blocks), counts=[], numbers=[])
-    if not state.names.units:
-        memory = packed(memory.windows, report.norm)
-    counts = [
-        steps,
-        count_up(state.clipped, report.clipped),
-        count_up(state.nonfinite, ~report.known),
-    ]
-    recently = moving_average(state.clipped_recently, report.share, steps)
-    numbers = [report.norm, report.limit, report.factor, recently]
-    if state.names.units:
-        numbers.append(report.share)
-    dtype = state.numbers.dtype
-    new_counts = jnp.stack(counts + memory.counts)
-    new_numbers = jnp.stack([row.astype(dtype) for row in numbers + memory.numbers])
-    if not is_present.all():
-        # Norms that are missing in this step keep what was known of them.
-        kept_counts = jnp.where(is_present, new_counts, state.counts)
-        new_counts = kept_counts.at[0].set(steps)
-        new_numbers = jnp.where(is_present, new_numbers, state.numbers)
-    return state._replace(
-        counts=in_place(new_counts, state.counts),
-        numbers=in_place(new_numbers, state.numbers),
-        windows=jax.tree.map(in_place, memory.windows, state.windows),
-    )
-
-
-def _in_state(
-    reports: list[Report], entries: np.ndarray, state: ClipState
-) -> tuple[Report, np.ndarray]:
-    """The reports as one of all entries of a state, and which entries they are."""
-    shape = state.norm.shape
-    is_present = np.zeros(shape, bool)
-    is_present.reshape(-1)[entries] = True
-    is_in_order = np.array_equal(entries, np.arange(is_present.size))
-    rows = []
-    for column in zip(*reports):
-        row = blocks.concatenated(column)
-        if is_in_order:
-            row = row.reshape(shape)
-        else:
-            zeros = mesh.typed_as(jnp.zeros(shape, row.dtype), jax.typeof(row))
-            row = zeros.at[entries].set(row)
-        rows.append(row)
-    return Report(*rows), is_present
-
-
-def _memory_after(
-    state: ClipState, limited_blocks: list[Limited]
-) -> tuple[PyTree, ...]:
-    """What the rule remembers after a step, in the form of `ClipState.memory`."""
-    memory_of_leaves, *memories_of_units = state.memory
-    memory_of_unit = dict(zip(state.names.units, memories_of_units))
-    memories = []
-    entries = []
-    for limited in limited_blocks:
-        if limited.block.units_of is None:
-            memories.append(limited.memory)
-            entries.append(limited.block.entries)
-        else:
-            memory_of_unit[limited.block.units_of] = limited.memory
-    # Of a tree of limits, and of constant ones, nothing is remembered.
-    if jax.tree.leaves(memory_of_leaves) and memories:
-        places = np.concatenate(entries)
-
-        def joined(old: Array, *parts: Array) -> Array:
-            if state.names.is_one:
-                return parts[0]
-            if len(parts) == 1 and np.array_equal(places, np.arange(len(old))):
-                return parts[0]
-            together = jnp.concatenate(blocks.typed_alike(parts))
-            return mesh.typed_as(old, jax.typeof(together)).at[places].set(together)
-
-        memory_of_leaves = jax.tree.map(joined, memory_of_leaves, *memories)
-    return memory_of_leaves, *memory_of_unit.values()
-
-
-def _of_entries(memory: PyTree, block: Block) -> PyTree:
-    """What a rule remembers of the norms of a block."""
-
-    def taken(array: Array) -> Array:
-        is_whole = np.array_equal(block.entries, np.arange(len(array)))
-        return array if is_whole else array[block.entries]
-
-    return jax.tree.map(taken, memory)
-
-
-# ----------------------------------------------------------------- summaries of units
-
-
-def _of_equal_shapes(
-    norms: Norms, blocks_of_units: list[Limited]
-) -> list[list[Limited]]:
-    """Leaves of as many units, which are summed up together."""
-    alike: dict[Any, list[Limited]] = {}
-    for limited in blocks_of_units:
-        key = jax.typeof(limited.norm), blocks.units_over(norms, limited.block)
-        alike.setdefault(key, []).append(limited)
-    return list(alike.values())
-
-
-def _summary(norms: Norms, alike: list[Limited], decide: Decide) -> Report:
-    """What a state keeps of the units of some leaves of equal shape: of each leaf norm
-    and limit of the unit that is furthest above its limit, what becomes of it, and the
-    share of units that were clipped.
-    """
-    stacks = [
-        jnp.stack([limited.norm for limited in alike]),
-        jnp.stack([limited.limit for limited in alike]),
-    ]
-    norm, limit = written_by_a_gpu(stacks)
-    decision = decide(norm, limit)
-    largest = jnp.finfo(norm.dtype).max
-    # A limit of 0 would hide all differences, so it counts as tiny.
-    ratio = jnp.minimum(norm / jnp.maximum(limit, 2.0**-60), largest)
-    # Where nothing has a limit, the largest of these is that of the longest norm.
-    ratio = jnp.where(limit == jnp.inf, jnp.maximum(-1 / norm, -largest), ratio)
-    # A broken unit is the furthest.
-    ratio = jnp.where(decision.known, ratio, jnp.inf)
-    columns = Columns(
-        ratio=ratio,
-        norm=norm,
-        limit=limit,
-        factor=decision.factor,
-        clipped=decision.clipped.astype(norm.dtype),
-    )
-    # JAX cannot differentiate a reduction of columns some of which are constant.
-    furthest = _furthest(lax.stop_gradient(columns), range(1, norm.ndim))
-    mesh_axes = blocks.units_over(norms, alike[0].block)
-    if mesh_axes:
-        # Each device knows its own units.
-        split = mesh.Split(kept=((), (), mesh_axes))
-        table = jnp.stack(furthest)[..., None]
-        tables = lax.psum(mesh.at_own_place(table, split), mesh_axes)
-        furthest = _furthest(Columns(*tables), (1,))
-    units = norm.size // len(alike) * mesh.axes_size(mesh_axes)
-    share = furthest.clipped / units
-    known = furthest.ratio < jnp.inf
-    return Report(
-        norm=furthest.norm,
-        limit=furthest.limit,
-        factor=furthest.factor,
-        clipped=known & (share > 0),
-        known=known,
-        share=share,
-    )
-
-
-class Columns(NamedTuple):
-    """Numbers of units, [leaves, ...units], or of one unit of each leaf, [leaves]."""
-
-    ratio: Array  # how far the norm is above its limit
-    norm: Array
-    limit: Array
-    factor: Array
-    clipped: Array  # 1 or 0, or how many were clipped
-
-
-def _furthest(columns: Columns, axes: Sequence[int]) -> Columns:
-    """The numbers of the unit with the largest ratio along some axes, and how many
-    units were clipped.
-    """
-    # On a mesh one reduction of all columns would take a collective for each.
-    if not mesh.is_on_one_device(columns.ratio):
-        most = jnp.max(columns.ratio, axes, keepdims=True)
-        is_furthest = columns.ratio == most
-        rows = []
-        for column in columns[:-1]:
-            rows.append(jnp.max(jnp.where(is_furthest, column, -jnp.inf), axes))
-        return Columns(*rows, clipped=jnp.sum(columns.clipped, axes))
-    starts = [column.dtype.type(0) for column in columns]
-    starts[0] = starts[0] - np.inf
-    return Columns(*lax.reduce(tuple(columns), tuple(starts), _further, axes))
-
-
-def _further(one: Any, other: Any) -> Any:
-    """The row of the unit that is further above its limit, of two."""
-    one, other = Columns(*one), Columns(*other)
-    # Of rows that are level the one with the longer norm, as on a mesh.
-    is_level = one.ratio == other.ratio
-    is_first = (one.ratio > other.ratio) | is_level & (one.norm >= other.norm)
-    row = [lax.select(is_first, x, y) for x, y in zip(one[:-1], other[:-1])]
-    return *row, one.clipped + other.clipped
+    # A CPU and a GPU take them out of the vector, and a TPU decides each anew.
+    return roots_of_numbers(decision.root, block.norms, limits.limit_of_norms, decide)
 
 
 # ----------------------------------------------------------------------------- once

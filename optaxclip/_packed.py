@@ -33,6 +33,11 @@ class InNumbers(NamedTuple):
     """Stands for a number that is the next row of `numbers`."""
 
 
+@exported
+class InWindows(NamedTuple):
+    """Stands for an array, in a structure that has none."""
+
+
 class Packed(NamedTuple):
     """A memory, taken apart."""
 
@@ -79,5 +84,5 @@ def rows_from(array: Any, start: int, axis: int = -1) -> Iterator[Any]:
 
 
 def is_mark(x: Any) -> bool:
-    """Whether it stands for a row."""
-    return isinstance(x, (InCounts, InNumbers))
+    """Whether it stands for an array."""
+    return isinstance(x, (InCounts, InNumbers, InWindows))

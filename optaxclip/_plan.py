@@ -107,15 +107,15 @@ class Plan(NamedTuple):
 
     @property
     def is_split(self) -> bool:
-        """Whether the program sees that devices hold parts of a leaf."""
+        """Whether a norm needs the sums of several devices."""
         return any(leaf.split != Split() for leaf in self.leaves)
 
 
 # The plan is static: only leaves are traced.
 @partial(jax.custom_jvp, nondiff_argnums=(0,))
 def norms_of(plan: Plan, arrays: list[Array]) -> list[Array]:
-    """The norms of a plan, one array for each of its leaves. A norm without leaves is
-    0.
+    """The norms of a plan, from one array for each of its leaves. A norm without leaves
+    is 0.
     """
     dtype = squares.norm_dtype(arrays)
     if plan.ord == math.inf:
@@ -414,12 +414,11 @@ def _derivative(plan: Plan, primals: Any, tangents: Any) -> Any:
     (arrays,), (changes,) = primals, tangents
     norms = norms_of(plan, arrays)
     dtype = squares.norm_dtype(arrays)
-    # The root of the sum of squares, or of powers, without the divisor of a mean.
+    # What each x is divided by: the norm, and of an average the root mean square.
     lengths = norms
     divisors: list[Any] = [1] * plan.size
     if isinstance(plan.ord, str):
-        # norm = (sum |x|^p / n)^(1/p) has 1 / n before the sum. Of an average, which is
-        # rms / sqrt(n), it has that twice.
+        # d rms = sum (x / rms) dx / n. An average is rms / sqrt(n), so it has n^1.5.
         divisors = _counts(plan, arrays, dtype)
     if plan.ord == "average":
         lengths = [norm * count**0.5 for norm, count in zip(norms, divisors)]

@@ -378,7 +378,7 @@ def _of_all_layers(state: ClipState) -> ClipState:
         names[leaf or "layer"] = dict.fromkeys(keys)
 
     def rows_of_all(array: jax.Array) -> jax.Array:
-        rows = array[..., None] if state.names.is_one else array
+        rows = array[..., None] if state.names.is_global else array
         # [rows, norms, layers], of which each norm has its layers side by side.
         return jnp.moveaxis(rows, 0, -1).reshape(rows.shape[1], -1)
 

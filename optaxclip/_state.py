@@ -19,7 +19,7 @@ from jax import Array
 from . import _trees as trees
 from ._checks import BEGIN_ANEW
 from ._exported import call_repr, has_numbers
-from ._packed import PyTree, rows_from, unpacked
+from ._packed import InWindows, PyTree, is_mark, rows_from, unpacked
 
 ROWS_OF_COUNTS = ("step", "clipped", "nonfinite")
 ROWS_OF_NUMBERS = ("norm", "limit", "factor", "clipped_recently")
@@ -42,8 +42,8 @@ class Entry(NamedTuple):
 class Names(NamedTuple):
     """The names of the norms of a state, in the order of its entries.
 
-    Dicts of None have no leaves. `optax.tree` looks for leaves in every field of a
-    state, and would find strings.
+    Dicts of None have no leaves. `optax.tree` looks into every field of a state, and
+    would take strings for leaves.
     """
 
     # {"blocks/w": {"0": None, "1": None}, "b": None}: names, and those of the layers of
@@ -51,11 +51,11 @@ class Names(NamedTuple):
     layers: Mapping[str, Mapping[str, None] | None]
     # The names of leaves with units, which are the last ones of `layers`.
     units: Mapping[str, None] = {}
-    # The structure of the windows of the state, with None for each array.
-    windows: PyTree = ()
+    # The windows of the state, with `InWindows` in the place of each array.
+    structure: PyTree = ()
 
     @property
-    def is_one(self) -> bool:
+    def is_global(self) -> bool:
         """Whether there is one norm of everything. Its entries are scalars."""
         return self.layers in ({"": None}, {})
 
@@ -80,7 +80,7 @@ class Names(NamedTuple):
     def __ne__(self, other: object) -> bool:
         return not self == other
 
-    # Open names equal all others.
+    # A constant: open names equal all others, and layers equal a share of them.
     def __hash__(self) -> int:
         return 0
 
@@ -99,25 +99,25 @@ class _Fields(NamedTuple):
 class ClipState(_Fields):
     """What a clipper knows after a step.
 
-    It has two arrays. Their rows are properties with an entry for each norm: shape [N],
-    or [] for one norm of everything. Each layer of a stacked leaf is a norm. Of the
-    units of a leaf the state keeps a summary: norm, limit and factor are those of the
-    unit that is furthest above its limit. `metrics(state)` and `state.by_name()` give
-    the entries by name.
+    Its numbers are the rows of two arrays, which properties show by name. A row has an
+    entry for each norm: shape [N], or [] for one norm of everything. Each layer of a
+    stacked leaf is a norm. Of the units of a leaf the state keeps a summary: norm,
+    limit and factor are those of the unit that is furthest above its limit.
+    `metrics(state)` and `state.by_name()` give the entries by name.
 
     Attributes:
       names: of the norms. They are no leaves.
-      counts: int32[3, N], or int32[3]. The rows are `step`, `clipped` and `nonfinite`.
-        Further rows are numbers that a rule remembers.
-      numbers: float32[4, N], or float32[4] (float64 where a leaf has 64 bits). The rows
-        are `norm`, `limit`, `factor` and `clipped_recently`, and in a clipper of units
-        `units_clipped`. Further rows are numbers that a rule remembers.
+      counts: int32[rows, N], or int32[rows]: `step`, `clipped`, `nonfinite`, and then
+        what the rule counts.
+      numbers: float32[rows, N], or float32[rows] (float64 where a leaf has 64 bits):
+        `norm`, `limit`, `factor`, `clipped_recently`, in a clipper of units
+        `units_clipped`, and then numbers that the rule remembers.
       windows: what a rule remembers beyond that, such as the last 100 norms.
       step: int32[]: updates seen.
       clipped: int32[N]: finite steps that changed the updates. Of units, steps in which
         one was changed at least.
-      clipped_recently: float[N]: their share of about the last 100 steps. Of units, the
-        mean of `units_clipped`.
+      clipped_recently: float[N]: the share of clipped steps among about the last 100.
+        Of units, the mean of `units_clipped`.
       nonfinite: int32[N]: steps whose norm was NaN or inf, or whose limit was NaN.
       memory: what the rule remembers of the norms of whole leaves, arrays [N, ...], and
         then of the units of each leaf: a tuple.
@@ -142,18 +142,20 @@ class ClipState(_Fields):
             )
         if isinstance(names, OpenNames) and names.noted is not None:
             names = names.noted
-            each = jax.tree.map(lambda _: 0, names.windows, is_leaf=trees.is_none)
-            treedef = jax.tree.structure(each)
-            if jax.tree.structure(windows) != treedef:
+            if type(windows) is not tuple:
                 # One sharding for all windows becomes one for each of them.
-                windows = treedef.unflatten([windows] * treedef.num_leaves)
+                windows = jax.tree.map(
+                    lambda mark: windows if isinstance(mark, InWindows) else mark,
+                    names.structure,
+                    is_leaf=is_mark,
+                )
         return super().__new__(cls, names, counts, numbers, windows)
 
     @property
     def step(self) -> Any:
         # All entries have the same.
         row = self._row(self.counts, 0)
-        return row if self.names.is_one else row[..., 0]
+        return row if self.names.is_global else row[..., 0]
 
     clipped = property(lambda self: self._row(self.counts, 1))
     nonfinite = property(lambda self: self._row(self.counts, 2))
@@ -184,14 +186,15 @@ class ClipState(_Fields):
     @property
     def _row_axis(self) -> int:
         # States of several models have axes in front.
-        return -1 if self.names.is_one else -2
+        return -1 if self.names.is_global else -2
 
     def _row(self, array: Any, number: int) -> Any:
-        return array[..., number] if self.names.is_one else array[..., number, :]
+        return array[..., number] if self.names.is_global else array[..., number, :]
 
     def __repr__(self) -> str:
         names = [*self.names.layers] if isinstance(self.names, Names) else self.names
-        if has_numbers(self.counts) and has_numbers(self.numbers):
+        is_closed = isinstance(self.names, Names)
+        if is_closed and has_numbers(self.counts) and has_numbers(self.numbers):
             rows = (*ROWS_OF_COUNTS, *self.rows_of_numbers)
             fields = {name: getattr(self, name) for name in rows}
             if jax.tree.leaves(self.memory):
@@ -221,21 +224,21 @@ class ClipState(_Fields):
         check_one_model("by_name: the state", "ClipState.by_name", self)
         memory_of_leaves, *memories_of_units = self.memory
         numbers = {name: getattr(self, name) for name in Entry._fields[:-1]}
-        counts = with_layers(self, "by_name") if layers else counts_of(self)
+        counts = names_with_layers(self, "by_name") if layers else entry_counts(self)
         memory_of_name = dict(zip(self.names.units, memories_of_units))
         entries, start = {}, 0
         for name, count in counts.items():
-            if self.names.is_one:
-                rows: Any = ...
+            if self.names.is_global:
+                index: Any = ...
             elif count is None:
-                rows = start
+                index = start
             else:
-                rows = slice(start, start + count)
-            values = jax.tree.map(lambda x, rows=rows: x[rows], numbers)
+                index = slice(start, start + count)
+            values = jax.tree.map(lambda x, index=index: x[index], numbers)
             if name in memory_of_name:
                 memory = memory_of_name[name]
             else:
-                memory = jax.tree.map(lambda x, rows=rows: x[rows], memory_of_leaves)
+                memory = jax.tree.map(lambda x, index=index: x[index], memory_of_leaves)
             entries[name] = Entry(**values, memory=memory)
             start += count or 1
         return entries
@@ -249,29 +252,31 @@ class RecordState(ClipState):
     __slots__ = ()
 
 
-def counts_of(state: ClipState) -> dict[str, int | None]:
+def entry_counts(state: ClipState) -> dict[str, int | None]:
     """How many entries each name of a state has. None for a number."""
-    layers_of_name = state.names.layers
-    known = sum(count or 1 for count in state.names.layer_counts())
+    layer_counts = state.names.layer_counts()
+    single_norms = layer_counts.count(0)
+    all_layers = max(sum(layer_counts), 1)
+    # Inside shard_map a device may have a share of all layers, such as of the heads of
+    # `qk_clip`.
+    layers_here = state.numbers.shape[-1] - single_norms
     counts: dict[str, int | None] = {}
-    for name, layers in layers_of_name.items():
+    for name, layers in state.names.layers.items():
         if layers is None:
             counts[name] = None
         else:
-            # Of arrays that a norm function of the user's returned each device may
-            # have a part.
-            counts[name] = len(layers) * state.numbers.shape[-1] // known
+            counts[name] = len(layers) * layers_here // all_layers
     return counts
 
 
-def with_layers(state: ClipState, call: str) -> dict[str, int | None]:
+def names_with_layers(state: ClipState, call: str) -> dict[str, int | None]:
     """The names of all entries, such as "w/0/3" for layer 0 and expert 3 of "w".
 
     Raises:
       ValueError: a leaf is called "w/0", and a stack "w" has a layer 0.
     """
     names = []
-    for name, count in counts_of(state).items():
+    for name, count in entry_counts(state).items():
         layers = state.names.layers[name]
         if layers is None:
             names.append(name)
@@ -289,7 +294,7 @@ def sizes_of(state: ClipState, layers: bool) -> dict[str, int]:
     """How many entries each name of a state has, for `metrics`. With `layers` each
     layer has a name of its own.
     """
-    counts = with_layers(state, "metrics") if layers else counts_of(state)
+    counts = names_with_layers(state, "metrics") if layers else entry_counts(state)
     return {name: count or 1 for name, count in counts.items()}
 
 
@@ -348,12 +353,12 @@ def state_of_placeholder() -> ClipState:
     return ClipState(OpenNames(), jnp.zeros(()), jnp.zeros(()), jnp.zeros(()))
 
 
-def _text_of(static_fields: tuple[Names]) -> bytes:
+def _names_to_json(static_fields: tuple[Names]) -> bytes:
     (names,) = static_fields
     return json.dumps([names.layers, names.units]).encode()
 
 
-def _of_text(text: bytes) -> tuple[Names]:
+def _names_from_json(text: bytes) -> tuple[Names]:
     return (Names(*json.loads(text)),)
 
 
@@ -365,6 +370,6 @@ for state_type in (ClipState, RecordState):
     jax.export.register_pytree_node_serialization(
         state_type,
         serialized_name=f"optaxclip.{state_type.__name__}",
-        serialize_auxdata=_text_of,
-        deserialize_auxdata=_of_text,
+        serialize_auxdata=_names_to_json,
+        deserialize_auxdata=_names_from_json,
     )
