@@ -42,7 +42,7 @@ def at_hand(quick: bool) -> dict[str, Network]:
         return {"actor and critic": actor_critic(width=8)}
     found = {"actor and critic": actor_critic(width=256)}
     if jax.default_backend() != "cpu":
-        return found | {"decoder": DECODERS[UNROLLED]}
+        return found | {"decoder": COMPILED[UNROLLED]}
     small = Sizes(layers=4, width=256, heads=4, length=64, words=1024, batch=8)
     return found | {"transformer": decoder(small), "convolutions": convolutions()}
 
@@ -217,8 +217,12 @@ GPT2 = Sizes(layers=4, width=768, heads=12, length=512, words=50304, batch=8)
 LARGER = GPT2._replace(layers=8)
 TOY = Sizes(layers=1, width=128, heads=4, length=16, words=256, batch=4)
 
-UNROLLED, SCANNED = "4 layers, unrolled", "8 layers, scanned"
-DECODERS = {
+SMALL = "actor and critic"
+UNROLLED = "4 layers, unrolled"
+SCANNED = "8 layers, scanned"
+# Networks that are compiled for described devices.
+COMPILED = {
+    SMALL: actor_critic(width=256),
     UNROLLED: decoder(GPT2, dtype="bfloat16"),
     SCANNED: decoder(LARGER, is_scanned=True, dtype="bfloat16"),
     "toy": decoder(TOY, is_scanned=True, dtype="bfloat16"),

@@ -122,21 +122,27 @@ def _check_names(
     """Refuses norms that the state does not have. It may have more: some leaves may be
     missing in a step.
     """
-    in_units = {name for name, index in index_of_name.items() if index in norms.units}
-    in_whole = index_of_name.keys() - in_units
-    known, found = "", ""
+    unit_leaves = set()
+    for name, index in index_of_name.items():
+        if index in norms.units:
+            unit_leaves.add(name)
+    new_units = sorted(unit_leaves - names.units.keys())
+    lost_units = sorted(names.units.keys() & index_of_name.keys() - unit_leaves)
     if not index_of_name.keys() <= names.layers.keys():
-        known, found = _shown(names.layers), _shown(index_of_name)
-    elif not in_units <= names.units.keys():
-        known, found = _shown(names.layers), f"units in {_shown(in_units)}"
-    elif in_whole & names.units.keys():
-        lost_units = sorted(in_whole & names.units.keys())
-        known, found = f"units in {_shown(lost_units)}", _shown(lost_units)
-    if found:
-        raise ValueError(
-            f"{call}: state was made for norms of {known}, but the updates have norms "
-            f"of {found}. {BEGIN_ANEW}"
-        )
+        norms_of_state = _shown(names.layers)
+        norms_of_step = _shown(index_of_name)
+    elif new_units:
+        norms_of_state = _shown(names.layers)
+        norms_of_step = f"units in {_shown(new_units)}"
+    elif lost_units:
+        norms_of_state = f"units in {_shown(lost_units)}"
+        norms_of_step = _shown(lost_units)
+    else:
+        return
+    raise ValueError(
+        f"{call}: state was made for norms of {norms_of_state}, but the updates have "
+        f"norms of {norms_of_step}. {BEGIN_ANEW}"
+    )
 
 
 def memory_of_block(memory: PyTree, block: Block) -> PyTree:

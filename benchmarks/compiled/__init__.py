@@ -4,6 +4,7 @@ JAX compiles for a device that is only described. Nothing runs, so no time is me
 GB over the memory's bandwidth, and kernels times about 2 us, are two floors that a real
 device cannot beat. What stands in a loop counts as often as the loop runs.
 
+    arguments    arrays that the step takes: weights, state and batch
     kernels      top-level instructions that move arrays. On a GPU each is a launch
     scalars      top-level instructions on single numbers. A TPU runs each by itself
     GB           what those read and write in main memory. What stays in the on-chip

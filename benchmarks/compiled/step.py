@@ -11,7 +11,7 @@ import jax
 import numpy as np
 import optax
 
-from ..networks import DECODERS, SCANNED, UNROLLED
+from ..networks import COMPILED, SCANNED, SMALL, UNROLLED
 from ..report import Table
 from ..steps import GLOBAL, STEPS, whole_step
 from . import processes, program, targets
@@ -19,11 +19,18 @@ from . import processes, program, targets
 Shapes = list[tuple[int, ...]]
 
 # A step takes XLA 10 seconds for an H100, and a minute or more for a TPU.
-CASES = [("h100", UNROLLED), ("h100", SCANNED), ("v5e", SCANNED), ("v5e:4x4", SCANNED)]
+CASES = [
+    ("h100", SMALL),
+    ("h100", UNROLLED),
+    ("h100", SCANNED),
+    ("v5e", SCANNED),
+    ("v5e:4x4", SCANNED),
+]
 COLUMNS = (
     "device",
     "model",
     "clipped by",
+    "arguments",
     "kernels",
     "scalars",
     "GB",
@@ -47,7 +54,7 @@ def table(quick: bool) -> Table:
 
 def row(name: str, model: str, target: str) -> dict[str, Any]:
     """What one step becomes on one target."""
-    network, optimizer = DECODERS[model], STEPS[name]()
+    network, optimizer = COMPILED[model], STEPS[name]()
     place = targets.placement(target, is_stacked=True)
     params = described(network.params, place)
     state = described(jax.eval_shape(optimizer.init, params), place)
@@ -60,6 +67,7 @@ def row(name: str, model: str, target: str) -> dict[str, Any]:
         "device": target,
         "model": model,
         "clipped by": name,
+        "arguments": len(jax.tree.leaves((params, state, batch))),
         "kernels": counts.kernels,
         "scalars": counts.scalars,
         "GB": round(counts.gigabytes, 3),

@@ -91,6 +91,16 @@ def test_an_exported_update_does_the_same(name):
         np.testing.assert_allclose(one, other, 4 * 2.0**-23)
 
 
+def test_windows_of_an_exported_state_stay_where_optax_maps_it():
+    clipper = optaxclip.clip_by_tensor_norm(rules.windowed_mean(window=4))
+    state = clipper.update(TREE, clipper.init(TREE))[1]
+    program = jax.export.export(jax.jit(lambda x: x))(state).serialize()
+    found = jax.export.deserialize(program).call(state)
+    mapped = optax.tree_map_params(clipper, lambda x: x, found)
+    jax.tree.map(np.testing.assert_array_equal, mapped, state)
+    clipper.update(TREE, mapped)
+
+
 def test_every_state_is_read_back_by_its_name():
     """States alone, all of them in one program."""
     states = {name: method.make().init(TREE) for name, method in METHODS.items()}

@@ -63,7 +63,8 @@ def table() -> dict[str, str]:
 
 
 MISTAKES = table()
-NAMES = {**vars(optaxclip), **globals(), "np": np}
+PUBLIC = {name: getattr(optaxclip, name) for name in optaxclip.__all__}
+NAMES = {**vars(optaxclip), **PUBLIC, **globals(), "np": np}
 
 
 def error_of(code: str) -> str:
