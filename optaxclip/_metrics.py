@@ -419,8 +419,10 @@ def _reported_states(opt_state: Any) -> Iterator[tuple[str, str, Any]]:
       ValueError: there is none, or one has an axis for the members of an ensemble.
     """
     given = unboxed(opt_state)
-    tree = _as_states(given)
-    # nnx.state makes DictKeys of fields and places too.
+    # nnx.state makes a mapping of all, and DictKeys of fields and places. In any other
+    # state a mapping is of the user's, such as weights called "step".
+    is_mapping = isinstance(given, Mapping)
+    tree = _as_states(given) if is_mapping else given
     pure = jax.tree.structure(tree) != jax.tree.structure(given)
     seen = Counter[tuple[str, str]]()
     for path, state in _walk(tree, ()):

@@ -107,12 +107,12 @@ class GroupNorm(NamedTuple):
         label_of_leaf = trees.lookup(
             table, tree, argument, allow_missing=self.allow_missing
         )
-        check_labels(f"{argument} must be", set(label_of_leaf))
         splits = mesh.splits(self.mesh_axes, tree, [None] * len(arrays), self.call)
         # A label whose leaves are None or integers has a norm as well, which is 0.
         labels = set(label_of_leaf)
         if isinstance(self.labels, trees.Prefix):
             labels |= {label for _, label in self.labels.entries}
+        check_labels(f"{argument} must be", labels)
         # The order in which JAX flattens a dict: 2 before 10.
         ordered = sorted(labels)
         leaves = []

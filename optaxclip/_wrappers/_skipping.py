@@ -312,7 +312,7 @@ def _skipping(
     call = judge.call
     optimizer = checks.with_extra_args(f"{call}: inner", inner)
     if most is not None:
-        checks.check_number(f"{call}: max_consecutive", most)
+        checks.check_number(f"{call}: max_consecutive", most, is_scalar=True)
         most = checks.number_for_jit(most)
 
     def init(params: Any) -> SkipState:

@@ -271,3 +271,13 @@ def test_a_leaf_with_the_name_of_a_layer_is_refused():
         for read in (state.by_name, partial(optaxclip.metrics, state)):
             with pytest.raises(ValueError, match=r"layers=True: a leaf of .*'w/0' has"):
                 read(layers=True)
+
+
+def test_weights_with_names_of_fields_are_no_states():
+    params = {"step": jnp.ones((3, 2)), "norms": {"w": jnp.ones(2)}}
+    optimizer = optax.chain(optaxclip.clip_by_global_norm(1.0), optax.adam(0.1))
+    _, state = apply(optimizer, params, params)
+    alone = apply(optaxclip.clip_by_global_norm(1.0), params)[1]
+    assert optaxclip.metrics(state) == optaxclip.metrics(alone)
+    with pytest.raises(ValueError, match=r"^metrics: opt_state must be the state of"):
+        optaxclip.metrics(optax.adam(0.1).init({"step": jnp.float32(1.0)}))
