@@ -75,7 +75,7 @@ def shrunk_by(shrink: Shrink, norm: jax.Array, limit: jax.Array, call: str) -> A
     if shrink is hard:
         return jnp.minimum(norm, limit)
     # Zeros stay zeros, and a limit of inf clips nothing. A shrink, and its derivative,
-    # may be NaN there, such as norm * (limit / norm), so it is asked about 1.
+    # may be NaN there, such as norm * (limit / norm), so there it gets 1 and 1.
     fixed = (norm == 0) | (limit == jnp.inf)
     new_norm = shrink(jnp.where(fixed, 1.0, norm), jnp.where(fixed, 1.0, limit))
     is_number = isinstance(new_norm, NUMBERS)
@@ -110,7 +110,7 @@ def factor_between(norm: jax.Array, new_norm: jax.Array) -> Factor:
     fixed = is_same | is_zero
     norm = jnp.where(fixed | (norm == 0), 1.0, norm)
     new_norm = jnp.where(fixed, 1.0, new_norm)
-    # Beyond the range it would round to 0, which means that updates were made 0.
+    # Within the range, since a reported 0 means that updates were made 0.
     quotient = jnp.clip(new_norm / norm, info.tiny, info.max)
     # Division comes last. XLA on a CPU computes what comes after one again for every
     # element of the updates, also behind a barrier.
@@ -196,7 +196,7 @@ def stretch(x: jax.Array, root: jax.Array) -> jax.Array:
     roots = jnp.broadcast_to(root.astype(wide), x.shape)
     wide_x = x.astype(wide)
     product = (wide_x * roots * roots).astype(x.dtype)
-    # Selected, since on a CPU and a TPU a product of 1 flushes subnormal numbers. By
-    # `wide_x * 0` each element is asked: for one question about the root alone, LLVM
-    # compiles the optimizer's loops twice.
+    # Selected, since on a CPU and a TPU a product of 1 flushes subnormal numbers. The
+    # question reads each element, as `wide_x * 0` is 0: for one about the root alone,
+    # LLVM compiles the optimizer's loops twice.
     return jnp.where(wide_x * 0 == roots - 1, x, product)

@@ -46,8 +46,8 @@ PREFIXES = {
     SpikeState: "spike",
     HealthState: "health",
 }
-# Fields that hold no arrays, or are not read. `nnx.state` makes a mapping of each
-# state, which may lack these.
+# Fields that `nnx.state`, which makes a mapping of each state, leaves out where they
+# hold no arrays, or that are not read.
 _OPTIONAL = """
     names windows loss_windows second_moment inner_state elements signs idle dead
 """
@@ -288,7 +288,7 @@ def _clip_rows(
     if not names:
         return
     if quantiles:
-        # Of inf and a weight of 0 it would be NaN.
+        # Between two norms is an average, in which 0 * inf would be NaN.
         norms = jnp.minimum(state.norm, jnp.finfo(state.norm.dtype).max)
         found = jnp.nanquantile(norms, np.array(quantiles))
         for share, value in zip(quantiles, found):
@@ -347,7 +347,7 @@ def _ratio(norm: jax.Array, limit: jax.Array) -> jax.Array:
     """How far each norm is above its limit. argmax takes NaN for the largest."""
     # A limit of 0 would hide all differences, so it counts as tiny.
     ratio = norm / jnp.maximum(limit, 2.0**-60)
-    # Norms without a limit are compared where none has one.
+    # Norms without a limit are the last. Where none has one, all are compared.
     free = limit == jnp.inf
     return jnp.where(free, jnp.where(jnp.all(free), norm, 0 * norm), ratio)
 
@@ -379,8 +379,8 @@ def _numbers(columns: Columns, state: ClipState, worst: jax.Array) -> Numbers:
     if isinstance(state, RecordState):
         return {"norm": norm, "nonfinite_count": nonfinite}
     factor = columns.factor[worst]
-    # At the ends of its range the factor is not the whole quotient. So far from its
-    # limit, what a shrink leaves is the limit.
+    # At an end of its dtype the factor is not new norm / norm, and a norm so far from
+    # its limit becomes the limit.
     info = jnp.finfo(factor.dtype)
     at_end = (factor == info.tiny) | (factor == info.max)
     product = jnp.where(factor == 0, 0.0, norm * factor)
@@ -481,7 +481,7 @@ def _as_states(tree: Any) -> Any:
 
 
 def _kind_of(x: Any) -> Any:
-    """The state whose fields these are the names of."""
+    """The type of state whose fields are the keys of a mapping, or None."""
     if not isinstance(x, Mapping):
         return None
     for kind in PREFIXES:

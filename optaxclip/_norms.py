@@ -137,7 +137,8 @@ class OwnNorm(NamedTuple):
     call: str = "clip_by"
 
     def __call__(self, tree: Any) -> Norms:
-        # Such as a Python number, or an integer, whose dtype holds no limit of 1.5.
+        # A norm may be a Python number, or an integer, whose dtype holds no limit of
+        # 1.5.
         norms = jax.tree.map(as_float, self.norm(tree))
         return norms_of_tree(norms, tree, f"{self.call}: what norm returns")
 
@@ -190,8 +191,8 @@ def norms_of_tree(norms: Any, tree: Any, argument: str = "norms") -> Norms:
 
 def norm_of_norms(norms: Norms) -> jax.Array:
     """The norm of all norms together, without a derivative."""
-    # The norms are the leaves of the total. Each device has the norms of its own units.
-    # All other norms are the same on all devices.
+    # The norms are now the arrays whose norm is taken. Each device has the norms of its
+    # own units. All other norms are the same on all devices.
     leaves = [Leaf(norm=0)] * len(norms.values)
     for leaf in norms.leaves:
         if leaf.units_over:

@@ -31,7 +31,7 @@ from ._sums import Dims, Sums, divided, plain_sum
 TOGETHER = 16
 # Leaves of at most so many numbers are summed together on a GPU, for one kernel.
 SMALL = 2**16
-# Of more norms a GPU computes the roots in a kernel of their own.
+# For more norms than these a GPU takes all roots in one separate kernel.
 FEW_NORMS = 12
 OF_SQUARES = (None, 2, "rms", "average")  # orders whose norm is a root of squares
 
@@ -49,19 +49,22 @@ class Leaf(NamedTuple):
 class Norms(NamedTuple):
     """The norms of a tree."""
 
-    # float[] for each norm, float[layers, 1, 1] for those of the layers of a stacked
-    # leaf, on all devices, or float[1, units] for the units of a leaf on this device.
+    # float[] for a norm, the same on all devices
+    # float[layers, 1, 1] for the layers of a stacked leaf, those of all devices
+    # float[1, units] for the units of a leaf, those of this device
     values: list[Any]
     leaves: tuple[Leaf, ...]
     paths: tuple[Any, ...]  # of each norm: its key path in the tree of norms
     treedef: Any  # of the tree of norms, as norm functions return it
     units: tuple[int, ...] = ()  # the indices of those that are of units
     noun: str = "leaf"  # what errors call that which has a norm
-    allow_missing: bool = False  # whether limits may be for others
+    allow_missing: bool = False  # whether limits may name norms that there are not
     holes: tuple[Any, ...] = ()  # key paths of what has no norm, such as None
 
     def tree(self) -> Any:
-        """The norms as a tree. A node that checks its arrays refuses them."""
+        """The norms as a tree. A node of the user's that checks its arrays, such as
+        their shapes, refuses them.
+        """
         return self.treedef.unflatten(self.on_device())
 
     def on_device(self) -> list[Any]:
@@ -307,8 +310,8 @@ def _axes_of_norms(plan: Plan) -> list[Names]:
 def _on_each_device(
     plan: Plan, terms: list[Any], axes_of_norms: list[Names], largest: bool
 ) -> list[Any]:
-    """The terms as a collective takes them: layers of this device among zeros, and what
-    all devices hold divided by their number.
+    """The terms, prepared for one collective: layers of this device stand among zeros
+    for those of others, and a term that all devices have is divided by their number.
     """
     prepared = []
     for term, leaf in zip(terms, plan.leaves):
@@ -369,7 +372,9 @@ def _stacked(terms: list[Any], largest: bool) -> Any:
 
 
 def _largest(plan: Plan, arrays: list[Array], dtype: Any) -> list[Array]:
-    """The norms of order inf. Their bits are integers of the same order."""
+    """The norms of order inf. As bits, numbers that are not negative sort like
+    integers.
+    """
     integer = np.int64 if dtype == np.float64 else np.int32
     terms = []
     for array, leaf in zip(arrays, plan.leaves):
@@ -447,7 +452,9 @@ def _derivative(plan: Plan, primals: Any, tangents: Any) -> Any:
 
 
 def _slope(array: Array, change: Array, norm: Array) -> Array:
-    """x / norm * dx. Without the modulus, whose derivative at 0 hides that of x."""
+    """x / norm * dx. Not by way of |x|, whose derivative at 0 is 0: the second
+    derivative would be lost there.
+    """
     if jnp.iscomplexobj(array):
         real = _slope(jnp.real(array), jnp.real(change), norm)
         return real + _slope(jnp.imag(array), jnp.imag(change), norm)

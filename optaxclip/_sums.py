@@ -1,17 +1,17 @@
-"""Sums of one leaf, and the one place that knows platforms.
+"""Sums of one leaf, and the switch between platforms.
 
-A sum of squares is three numbers on every platform:
+A sum of squares is three numbers:
 
-    up       sum (x * s)^2    right if it is finite           s = 2^83 in float32
-    plain    sum x^2          else right if it is finite
-    down     sum (x / s)^2    else right
+    up       sum (x * s)^2    taken if it is finite           s = 2^83 in float32
+    plain    sum x^2          else taken if it is finite
+    down     sum (x / s)^2    else taken
 
 The norm is the root of the first that is finite. No normal number is too small for
 `up`. A sum that is taken because the one before it is infinite is so large that what it
 may lose is less than 2^-50 of it. There is no branch, so vmap and devices that hold
 different shards are no special case.
 
-    CPU    one float64 sum, of which the three are made
+    CPU    one float64 sum, of which the three are made where devices join them
     TPU    three float32 sums in one read. This is plain `jnp`, for any platform
     GPU    three float32 sums in one reduction
 
@@ -115,14 +115,14 @@ def root_of(count: ArrayLike, sums: Sums) -> jax.Array:
     return root / jnp.where(up_is_finite, scale, scale_of_second)
 
 
-# The same arrays, which a GPU writes to memory, instead of what they are computed from.
-# A step of AGC moves 12.27 GB on an H100 and not 12.58.
+# The same arrays. A GPU writes them to memory, and what follows reads them there, in
+# place of computing them again: a step of AGC moves 12.27 GB on an H100, not 12.58.
 written_by_a_gpu = partial(per_platform, gpu=lax.optimization_barrier)
 
 
 @partial(jax.jit, static_argnums=1, inline=True)
 def sum_in_float64(leaf: jax.Array, dims: Dims) -> jax.Array:
-    """The sum of squares in float64: one read, right to the last bit."""
+    """The sum of squares in float64, in one read. Rounded to float32 it is right."""
     if jnp.iscomplexobj(leaf):
         real = sum_in_float64(jnp.real(leaf), dims)
         return real + sum_in_float64(jnp.imag(leaf), dims)
@@ -166,8 +166,9 @@ def sums_on_a_gpu(leaf: jax.Array, dims: Dims, dtype: Any) -> Sums:
         (x * s)^2 + i (x / s)^2, x^2
 
     A GPU that sums several arrays that are computed, such as the step of Adam, first
-    writes them to memory. A complex number is one array. And where jit splits a leaf
-    unseen, XLA joins a reduction of one operand by a collective that GPUs do not have.
+    writes each to memory, and a complex one is a single array. It is not alone in the
+    reduction: where jit splits a leaf unseen, XLA would join it by a collective of
+    complex numbers, which GPUs do not have.
     """
     if jnp.iscomplexobj(leaf):
         return _of_both_parts(sums_on_a_gpu, leaf, dims, dtype)
@@ -195,9 +196,8 @@ def _add_both(left: tuple[Any, Any], right: tuple[Any, Any]) -> tuple[Any, Any]:
 
 
 def _over_columns(leaf: jax.Array, axes: tuple[int, ...], dtype: Any) -> Sums:
-    """Sums over other axes than the last, which XLA on a GPU computes in few threads.
-    To have more it would write the squares to memory first. So parts of the longest
-    axis are summed first.
+    """Sums over other axes than the last. XLA on a GPU computes them in few threads, or
+    writes the squares to memory first. So parts of the longest axis are summed first.
     """
     sizes = [leaf.shape[axis] for axis in axes]
     size = max(sizes, default=1)
@@ -337,7 +337,7 @@ def wide_dtype(leaf: Any) -> Any:
 
 @jax.custom_jvp
 def divided(numerator: jax.Array, denominator: jax.Array) -> jax.Array:
-    """numerator / denominator, for any normal numbers in this order of size.
+    """numerator / denominator, where the denominator is normal and not the smaller one.
 
     XLA multiplies an array by the reciprocal of a scalar, which is flushed to 0 above
     2^126. So large numbers are scaled down first.

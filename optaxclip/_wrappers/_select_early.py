@@ -37,8 +37,8 @@ def update_unless(
     arguments = updates, state, params
     program, shapes = jax.make_jaxpr(update, return_shape=True)(*arguments)
     jaxpr = program.jaxpr
-    # The old leaf of each output. The updates have none, which stands for zeros, and
-    # neither has a state that a clipper makes in the place of optax's EmptyState.
+    # The old leaf of each output. None stands for zeros: of the updates, and of a state
+    # that a clipper makes in the place of optax's EmptyState.
     old_by_path = dict(jax.tree.leaves_with_path((None, state)))
     old_leaves = []
     for path, _ in jax.tree.leaves_with_path(shapes):
@@ -48,7 +48,7 @@ def update_unless(
     # The old leaf of each variable that is selected as soon as it is computed.
     early = {}
     for output, old_leaf in zip(jaxpr.outvars, old_leaves):
-        # Neither numbers nor arguments, which no equation computes.
+        # Literals and arguments are left out: no equation computes them.
         if old_leaf is not None and not is_literal(output) and output not in values:
             early[output] = old_leaf
     for equation in jaxpr.eqns:
@@ -60,7 +60,7 @@ def update_unless(
     for output, old_leaf in zip(jaxpr.outvars, old_leaves):
         literal = is_literal(output)
         value = output.val if literal else values[output]
-        # A variable that the state holds several times got the last of their leaves.
+        # Of several outputs that are one variable, it was selected for the last one.
         if literal or old_leaf is None or early.get(output) is not old_leaf:
             value = _select(skip, old_leaf, value)
         new_leaves.append(value)

@@ -380,8 +380,8 @@ class Judgement(NamedTuple):
     loss_limit: jax.Array
     memory: PyTree
     loss_memory: PyTree
-    over: jax.Array  # bool[]: whether one of both is over its limit
-    broken: jax.Array  # bool[]: whether one is NaN or inf
+    over: jax.Array  # bool[]: whether norm or loss is over its limit
+    broken: jax.Array  # bool[]: whether norm or loss is NaN or inf
 
 
 class Judge(NamedTuple):
@@ -429,7 +429,7 @@ class Judge(NamedTuple):
         )
 
     def typed(self, values: Any, kinds: Any) -> Any:
-        """The values, which devices that train alone have for themselves."""
+        """The values, typed as differing between devices where each trains alone."""
         return typed_as_varying(kinds, values) if self.mesh_axes is None else values
 
     def norm_of(self, updates: Any) -> jax.Array:
@@ -485,7 +485,8 @@ class Judge(NamedTuple):
         memory, loss_memory = state.memories
         # A number that is given may have another dtype, and stays the user's own.
         norm = self.typed(jnp.array(norm, state.norm.dtype), state.norm)
-        # Within a jit of the user's we call none, as in `Settings.has_schedule`.
+        # Under a jit of the user's none of ours, whose cache would keep a schedule, and
+        # what that refers to, alive.
         ask = limit_of if isinstance(state.step, Tracer) else limit_of_jitted
         argument = f"{self.call}: rule"
         limit, memory = ask(self.rule, norm, memory, state.step, argument=argument)

@@ -25,7 +25,7 @@ def count_up(counter: jax.Array, happened: ArrayLike = True) -> jax.Array:
 def moving_average(
     old: jax.Array, new: jax.Array, steps: jax.Array, reach: int = 100
 ) -> jax.Array:
-    """The moving average of a number, which is `new` in the last of `steps` steps.
+    """The moving average of a number after `steps` steps, the last of which gave `new`.
 
     It is the mean of all steps while these are at most `reach`, so it needs no
     correction for its start.

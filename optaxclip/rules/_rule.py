@@ -230,8 +230,8 @@ def limit_of(
         memory_of_rule = _checked_memory(rule, norm, memory, argument)
     else:
         memory_of_rule = memory
-    # stop_gradient: limits have no derivative by the updates. And 0 for a broken norm:
-    # what is not remembered must have a derivative too.
+    # stop_gradient: limits have no derivative by the updates. A broken norm becomes 0,
+    # so that the memory that is not taken has a finite derivative too.
     finite_norm = jnp.where(jnp.isfinite(norm), lax.stop_gradient(norm), 0.0)
     answer = rule.update(finite_norm, memory_of_rule, step, *more_norms)
     if not isinstance(answer, (tuple, list)) or len(answer) != 2:
@@ -283,7 +283,7 @@ def _checked_memory(rule: Rule, norm: jax.Array, memory: Any, argument: str) -> 
             f"{call_name(type(rule))} remembers {_form(first_memory)}, and the state "
             f"has {_form(memory)}. {checks.BEGIN_ANEW}"
         )
-    # Of units the names of a state do not say how many there are.
+    # The names of a state do not say how many units a leaf has.
     for leaf in jax.tree.leaves(memory):
         if leaf.shape[: norm.ndim] != norm.shape:
             raise ValueError(
