@@ -21,6 +21,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
+from jax.typing import ArrayLike
 
 from . import _mesh as mesh
 from . import _sums as squares
@@ -134,7 +135,7 @@ def norms_of(plan: Plan, arrays: list[Array]) -> list[Array]:
         arrays,
         cpu=partial(_in_float64, plan),
         gpu=partial(_on_a_gpu, plan),
-        plain=partial(_by_three_sums, plan, sums_of_leaf=squares.three_reductions),
+        plain=partial(_on_a_tpu, plan),
     )
 
 
@@ -147,16 +148,19 @@ def _in_float64(plan: Plan, arrays: list[Array]) -> list[Array]:
         for array, leaf in zip(arrays, plan.leaves):
             sums_of_leaves.append((squares.sum_in_float64(array, leaf.dims),))
         zero = jnp.zeros((), np.float64)
-        totals = _of_each_norm(plan, sums_of_leaves, (zero,), largest=False)
+        totals = _of_each_norm(plan, sums_of_leaves, (zero,), False, _by_tree)
         counts = _counts(plan, arrays, np.float64)
-        norms = []
-        for (total,), count in zip(totals, counts):
-            norm = jnp.sqrt(total / count if isinstance(plan.ord, str) else total)
-            if plan.ord == "average":
-                # sqrt(sum / N) / sqrt(N) = sqrt(sum) / N
-                norm = norm / count**0.5
-            norms.append(lax.convert_element_type(norm, np.float32))
-        return norms
+        return [_root(plan.ord, *total, n) for total, n in zip(totals, counts)]
+
+
+@partial(jax.jit, static_argnums=0, inline=True)
+def _root(order: Any, total: Array, count: ArrayLike) -> Array:
+    """The norm of a sum of squares in float64."""
+    norm = jnp.sqrt(total / count if isinstance(order, str) else total)
+    if order == "average":
+        # sqrt(sum / N) / sqrt(N) = sqrt(sum) / N
+        norm = norm / count**0.5
+    return lax.convert_element_type(norm, np.float32)
 
 
 def _on_a_gpu(plan: Plan, arrays: list[Array]) -> list[Array]:
@@ -180,13 +184,25 @@ def _on_a_gpu(plan: Plan, arrays: list[Array]) -> list[Array]:
         separate += pairs
     joined_plan = plan._replace(leaves=tuple(leaf for _, leaf in separate))
     joined_arrays = [array for array, _ in separate]
-    return _by_three_sums(joined_plan, joined_arrays, squares.sums_on_a_gpu)
+    return _by_three_sums(
+        joined_plan, joined_arrays, squares.sums_on_a_gpu, together=_by_tree
+    )
+
+
+def _on_a_tpu(plan: Plan, arrays: list[Array]) -> list[Array]:
+    """The norms in plain `jnp`."""
+    return _by_three_sums(plan, arrays, squares.three_reductions, together=_stacked)
 
 
 def _by_three_sums(
-    plan: Plan, arrays: list[Array], sums_of_leaf: Callable[..., Sums]
+    plan: Plan,
+    arrays: list[Array],
+    sums_of_leaf: Callable[..., Sums],
+    together: Callable[..., Any] | None = None,
 ) -> list[Array]:
-    """The norms, of three sums of squares of each leaf."""
+    """The norms, of three sums of squares of each leaf. `together` adds up those of
+    several leaves.
+    """
     dtype = squares.norm_dtype(arrays)
     sums_of_leaves = []
     # One of the three sums may overflow, at which jax_debug_infs would raise.
@@ -194,7 +210,9 @@ def _by_three_sums(
         for array, leaf in zip(arrays, plan.leaves):
             sums_of_leaves.append(sums_of_leaf(array, leaf.dims, dtype))
         zero = jnp.zeros((), dtype)
-        totals = _joined(plan, sums_of_leaves, Sums(zero, zero, zero))
+        totals = _joined(
+            plan, sums_of_leaves, Sums(zero, zero, zero), together=together
+        )
     sums_of_norms = [Sums(*sums) for sums in totals]
     if isinstance(plan.ord, str):
         counts = _counts(plan, arrays, dtype)
@@ -260,14 +278,19 @@ Term = TypeVar("Term", bound=tuple[Array, ...])
 
 
 def _joined(
-    plan: Plan, terms: list[Term], zero: Term, *, largest: bool = False
+    plan: Plan,
+    terms: list[Term],
+    zero: Term,
+    *,
+    largest: bool = False,
+    together: Callable[..., Any] | None = None,
 ) -> list[Term]:
     """For each norm the terms of its leaves, added up over leaves and devices, or the
     largest. A norm without leaves has `zero`.
     """
     # XLA adds up the parts of a global array.
     if not plan.is_split:
-        return _of_each_norm(plan, terms, zero, largest)
+        return _of_each_norm(plan, terms, zero, largest, together)
     axes_of_norms = _axes_of_norms(plan)
     terms = _on_each_device(plan, terms, axes_of_norms, largest)
     totals = _of_each_norm(plan, terms, zero, largest)
@@ -280,15 +303,20 @@ def _joined(
 
 
 def _of_each_norm(
-    plan: Plan, terms: list[Term], zero: Term, largest: bool
+    plan: Plan,
+    terms: list[Term],
+    zero: Term,
+    largest: bool,
+    together: Callable[..., Any] | None = None,
 ) -> list[Term]:
     """The terms of the leaves of each norm together."""
+    together = together or _together
     terms_of_norms: list[list[Term]] = [[] for _ in range(plan.size)]
     for term, leaf in zip(terms, plan.leaves):
         terms_of_norms[leaf.norm].append(term)
     totals = []
     for terms_of_norm in terms_of_norms:
-        totals.append(_together(terms_of_norm, largest) if terms_of_norm else zero)
+        totals.append(together(terms_of_norm, largest) if terms_of_norm else zero)
     return totals
 
 

@@ -98,6 +98,8 @@ def _of_both_parts(
     return jax.tree.map(operator.add, real, imag)
 
 
+# Jitted, so that it is traced once for all norms of one shape.
+@partial(jax.jit, inline=True)
 def root_of(count: ArrayLike, sums: Sums) -> jax.Array:
     """sqrt(sum / count), of the first of the three sums that is finite."""
     up, plain, down = sums
