@@ -71,8 +71,11 @@ def test_numbers_are_bounded_before_they_are_squared_on_a_tpu():
 
 @only_by_a_cpu
 def test_a_program_for_cpu_sums_in_float64():
+    # XLA adds up many numbers in small groups, so that no wrong norm shows it.
     leaves = random_leaves("bfloat16", 24)
-    assert "f64" in module_for("cpu", optaxclip.global_norm, leaves)
+    for ord in (None, 0.5, 3, "rms"):
+        norm = partial(optaxclip.global_norm, ord=ord)
+        assert "f64" in module_for("cpu", norm, leaves), ord
 
 
 @contextmanager
@@ -168,15 +171,32 @@ def test_values_of_all_three_sums_add_up_by_accelerators():
         assert not np.signbit(found).any()
 
 
-def test_means_and_other_orders_by_accelerators_are_those_of_each_leaf():
-    leaves = random_leaves("mixed", 27, shapes=[(40, 3), (5,), (2, 3, 4), ()])
+def test_means_and_other_orders_by_accelerators_are_those_of_each_leaf_and_of_all():
+    # The first and the last leaf are of one dtype, so a GPU reads them together.
+    shapes = [(40, 3), (5,), (2, 3, 4), (), (7,)]
+    leaves = random_leaves("mixed", 27, shapes=shapes)
     orders = (0.5, 3, math.inf, "rms", "average")
+
+    def norms_of(leaves, ord):
+        each = optaxclip.tensor_norm(leaves, ord=ord)
+        return [*each, optaxclip.global_norm(leaves, ord=ord)]
+
     for way in WAYS:
         with by_the_way_of(way):
-            norms = at_every_order(optaxclip.tensor_norm, leaves, orders=orders)
+            norms = at_every_order(norms_of, leaves, orders=orders)
         for ord in orders:
             wanted = [oracles.norm([leaf], ord) for leaf in leaves]
+            wanted.append(oracles.norm(leaves, ord))
             np.testing.assert_allclose(norms[ord], wanted, tolerance(ord), err_msg=way)
+
+
+def test_a_mean_by_accelerators_is_finite_where_the_norm_is_not():
+    leaf = np.full((2, 8), 3e38, np.float32)
+    for way in WAYS:
+        with by_the_way_of(way):
+            norms = at_every_order(optaxclip.global_norm, leaf)
+        for ord, mean in {2: math.inf, "rms": 3e38, "average": 3e38 / 4}.items():
+            np.testing.assert_allclose(norms[ord], mean, 1e-6, err_msg=way)
 
 
 def test_leaves_of_a_mesh_are_measured_by_accelerators():
