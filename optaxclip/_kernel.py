@@ -247,6 +247,9 @@ def _limits_of_blocks(
             limits.append(limit)
         return limits
 
+    given_limits = None
+    if given_limit is not None:
+        given_limits = _fitted("limit", given_limit, norms, settings)
     memory_of_unit_leaf = dict(zip((None, *state.names.units), state.memory))
     limits_of_blocks = []
     for block in blocks.blocks_of(norms, state, settings.call):
@@ -267,11 +270,11 @@ def _limits_of_blocks(
             # Limits for parts of the tree, which remember nothing.
             limit_of_norms = ask_separately(block)
             limit = block.together(limit_of_norms)
-        if given_limit is not None:
+        if given_limits is not None:
             # Below 0 a limit counts as 0, as it does in a schedule.
-            given_limits = _fitted("limit", given_limit, norms, settings)
-            given_limits = [jnp.maximum(given, 0) for given in given_limits]
-            limit_of_norms = [given_limits[index] for index in block.indices]
+            limit_of_norms = []
+            for index in block.indices:
+                limit_of_norms.append(jnp.maximum(given_limits[index], 0))
             limit = block.together(limit_of_norms)
         limits_of_blocks.append(BlockLimits(block, norm, limit, limit_of_norms, memory))
     return limits_of_blocks
