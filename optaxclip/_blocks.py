@@ -1,11 +1,11 @@
 """How the norms of a step fit into the state of a clipper.
 
-A block is what is decided as one array: the norms of all whole leaves as a vector, or
-the units of one leaf. Norms are found in the state by name. A leaf that is None in one
-step has no norm there, and the state keeps what it knew.
+A block is what is decided as one array: the norm of everything, the norms of all whole
+leaves as a vector, or the units of one leaf. Norms are found in the state by name. A
+leaf that is None in one step has the norm 0 in its block, from which no rule learns.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields
 from itertools import chain
 from typing import Any, NamedTuple
@@ -17,48 +17,68 @@ from jax import Array
 
 from . import _mesh as mesh
 from . import _trees as trees
-from ._checks import BEGIN_ANEW, check_shape
-from ._packed import InWindows, Packed, PyTree, packed
+from ._checks import BEGIN_ANEW
+from ._packed import PyTree
 from ._plan import Norms
-from ._state import ROWS_OF_COUNTS, ClipState, Names, entry_counts
+from ._state import ClipState, Names, entry_counts
 from .rules._limits import Joined
-from .rules._rule import Rule, call_name, is_rule
+from .rules._rule import Rule, is_rule
 
 
 class Block(NamedTuple):
     """Norms that are decided as one array."""
 
-    norms: list[Array]  # in this step
-    indices: list[int]  # of them, among all norms of the step
-    entries: np.ndarray  # int[N]: of them, in the state
-    unit_leaf: str | None  # the name of the leaf whose units they are
-    # Whether the norms are joined to a vector. Otherwise there is one array in `norms`:
-    # the norm of everything, or the units of a leaf.
-    is_vector: bool
+    norm: Array  # [N] of whole leaves, [] of everything, or [1, units] of one leaf
+    # The same, apart: the norm of each whole leaf, or the units of one leaf, by name.
+    norm_of_name: Mapping[str, Array]
+    missing: frozenset[str]  # the leaves that this step does not have
+    positions: np.ndarray  # int[N]: where the norms are in a row of the state
+    is_vector: bool  # whether `norm` is that of whole leaves
+    leaf_of_units: str | None = None  # the leaf whose units they are
+    units_over: tuple[str, ...] = ()  # the mesh axes that split the units
 
-    def joined(self, values: Sequence[Array]) -> Array:
-        """Numbers of all norms of the step, those of this block as its array."""
-        return self.together([values[index] for index in self.indices])
+    @property
+    def is_here(self) -> np.ndarray:
+        """bool[N]: which entries of the state have a norm in this step."""
+        if not self.missing:
+            return np.ones(len(self.positions), bool)
+        entries = []
+        for name, norm in self.norm_of_name.items():
+            entries += [name not in self.missing] * norm.size
+        return np.array(entries)
 
-    def together(self, numbers: Sequence[Array]) -> Array:
-        """Numbers of each norm of this block as its array."""
-        return concatenated(numbers) if self.is_vector else numbers[0]
+    def joined(self, value_of_name: Mapping[str, Array]) -> Array:
+        """The array of the block, from one value for each norm, 0 for a missing one."""
+        values = []
+        for name, norm in self.norm_of_name.items():
+            value = value_of_name.get(name)
+            values.append(jnp.zeros_like(norm) if value is None else value)
+        return concatenated(values) if self.is_vector else values[0]
 
-    def taken_apart(self, array: Array) -> list[Array]:
-        """The numbers of each norm, of an array of this block."""
+    def apart(self, array: Array) -> dict[str, Array]:
+        """The value of each norm, from the array of the block."""
+        if self.is_vector:
+            norm_types = [jax.typeof(norm) for norm in self.norm_of_name.values()]
+            values = mesh.entries_of(array, norm_types)
+        else:
+            values = [array]
+        return dict(zip(self.norm_of_name, values))
+
+    def taken_from(self, memory: PyTree) -> PyTree:
+        """What a rule remembers of these norms, from a memory of all norms."""
         if not self.is_vector:
-            return [array]
-        return mesh.entries_of(array, [jax.typeof(norm) for norm in self.norms])
+            return memory
+        return jax.tree.map(lambda row: take(row, self.positions), memory)
 
-
-class BlockLimits(NamedTuple):
-    """A block with its limits, and what its rule remembers after this step."""
-
-    block: Block
-    norm: Array  # the array of the block
-    limit: Array  # of each of its norms, in the same array
-    limit_of_norms: list[Array]  # the same limits, one array for each norm
-    memory: PyTree
+    def put_into(self, memory: PyTree, memory_of_block: PyTree) -> PyTree:
+        """A memory of all norms, with what a rule now remembers of these."""
+        if not self.is_vector:
+            return memory_of_block
+        return jax.tree.map(
+            lambda row, values: put(row, self.positions, values),
+            memory,
+            memory_of_block,
+        )
 
 
 def blocks_of(norms: Norms, state: ClipState, call: str) -> list[Block]:
@@ -67,76 +87,112 @@ def blocks_of(norms: Norms, state: ClipState, call: str) -> list[Block]:
     Raises:
       ValueError: a norm that the state does not have, or with other layers or units.
     """
-    names = state.names
-    names_of_norms = trees.names(norms.paths, names.layers)
-    index_of_name = {name: index for index, name in enumerate(names_of_norms)}
-    _check_names(names, index_of_name, norms, call)
+    names = trees.names(norms.paths, state.names.layers)
+    norm_of_name = dict(zip(names, norms.values))
+    units_over = units_over_of_name(norms, names)
+    _check_names(state.names, norm_of_name, units_over, call)
+    blocks_of_units = []
     # Inside shard_map, norms that each device has for itself are a block apart from
     # those that are the same on all devices: a vector has one type.
-    whole: dict[Any, list[tuple[int, range]]] = {}
-    units = []
-    start = 0
-    for name, count in entry_counts(state).items():
-        entries = range(start, start + (count or 1))
-        start = entries.stop
-        if name not in index_of_name:
-            continue
-        index = index_of_name[name]
-        norm = norms.values[index]
-        if index in norms.units:
-            units.append(_block(norms, [(index, entries)], name, is_vector=False))
-            continue
-        if norm.size != len(entries):
-            raise ValueError(
-                f"{call}: state was made for {len(entries)} norms in {name!r}, but the "
-                f"updates have {norm.size}. {BEGIN_ANEW}"
+    places_of_type: dict[Any, list[_Place]] = {}
+    missing = []
+    for place in _places(norm_of_name, state, call):
+        if place.name in units_over:
+            block = _block([place], is_vector=False)
+            block = block._replace(
+                leaf_of_units=place.name, units_over=units_over[place.name]
             )
-        whole.setdefault(mesh.varying(norm), []).append((index, entries))
+            blocks_of_units.append(block)
+        elif place.is_here:
+            places_of_type.setdefault(mesh.varying(place.norm), []).append(place)
+        elif place.name not in state.names.units:
+            missing.append(place)
+    groups = list(places_of_type.values()) or [[]]
+    groups[0] = sorted(groups[0] + missing, key=lambda place: place.positions.start)
     blocks = []
-    for places in whole.values():
-        blocks.append(_block(norms, places, None, is_vector=not names.is_global))
-    return blocks + units
+    for group in groups:
+        if group:
+            blocks.append(_block(group, is_vector=not state.names.is_global))
+    return blocks + blocks_of_units
 
 
-def _block(
-    norms: Norms,
-    places: list[tuple[int, range]],
-    unit_leaf: str | None,
-    *,
-    is_vector: bool,
-) -> Block:
-    """A block of norms with these indices and entries."""
-    indices = [index for index, _ in places]
+def units_over_of_name(norms: Norms, names: list[str]) -> dict[str, tuple[str, ...]]:
+    """The leaves with units, and the mesh axes that split these. `names` are those of
+    the norms.
+    """
+    units_over = {}
+    for leaf in norms.leaves:
+        if leaf.norm in norms.units:
+            units_over[names[leaf.norm]] = leaf.units_over
+    return units_over
+
+
+class _Place(NamedTuple):
+    """A norm, and where it is in a row of the state."""
+
+    name: str
+    norm: Array
+    positions: range
+    is_here: bool  # False for a leaf that is missing in this step, whose norm is 0
+
+
+def _places(
+    norm_of_name: dict[str, Array], state: ClipState, call: str
+) -> Iterator[_Place]:
+    """All norms of the state in order, with their values in this step."""
+    dtype = next(iter(norm_of_name.values()), state.numbers).dtype
+    start = 0
+    for name, layer_count in entry_counts(state).items():
+        positions = range(start, start + (layer_count or 1))
+        start = positions.stop
+        if name not in norm_of_name:
+            zeros = jnp.zeros(layer_count or (), dtype)
+            yield _Place(name, zeros, positions, is_here=False)
+            continue
+        norm = norm_of_name[name]
+        # The state has one entry for all units of a leaf.
+        if name not in state.names.units and norm.size != len(positions):
+            raise ValueError(
+                f"{call}: state was made for {len(positions)} norms in {name!r}, but "
+                f"the updates have {norm.size}. {BEGIN_ANEW}"
+            )
+        yield _Place(name, norm, positions, is_here=True)
+
+
+def _block(places: list[_Place], *, is_vector: bool) -> Block:
+    """The block of some norms. Without `is_vector` there is one array."""
+    norms = [place.norm for place in places]
     return Block(
-        norms=[norms.values[index] for index in indices],
-        indices=indices,
-        entries=np.concatenate([np.array(entries) for _, entries in places]),
-        unit_leaf=unit_leaf,
+        norm=concatenated(norms) if is_vector else norms[0],
+        norm_of_name={place.name: place.norm for place in places},
+        missing=frozenset(place.name for place in places if not place.is_here),
+        positions=np.concatenate([np.array(place.positions) for place in places]),
         is_vector=is_vector,
     )
 
 
 def _check_names(
-    names: Names, index_of_name: dict[str, int], norms: Norms, call: str
+    names: Names,
+    names_of_step: Collection[str],
+    unit_leaves: Collection[str],
+    call: str,
 ) -> None:
     """Refuses norms that the state does not have. It may have more: some leaves may be
     missing in a step.
     """
-    unit_leaves = set()
-    for name, index in index_of_name.items():
-        if index in norms.units:
-            unit_leaves.add(name)
-    new_units = sorted(unit_leaves - names.units.keys())
-    lost_units = sorted(names.units.keys() & index_of_name.keys() - unit_leaves)
-    if not index_of_name.keys() <= names.layers.keys():
+    new_names = set(names_of_step) - set(names.layers)
+    new_units = set(unit_leaves) - set(names.units)
+    # Leaves of units in the state, which are whole in this step.
+    lost_units = (set(names.units) & set(names_of_step)) - set(unit_leaves)
+    if new_names:
         norms_of_state = _shown(names.layers)
-        norms_of_step = _shown(index_of_name)
+        norms_of_step = _shown(names_of_step)
     elif new_units:
         norms_of_state = _shown(names.layers)
-        norms_of_step = f"units in {_shown(new_units)}"
+        norms_of_step = f"units in {_shown(sorted(new_units))}"
     elif lost_units:
-        norms_of_state = f"units in {_shown(lost_units)}"
-        norms_of_step = _shown(lost_units)
+        norms_of_state = f"units in {_shown(sorted(lost_units))}"
+        norms_of_step = _shown(sorted(lost_units))
     else:
         return
     raise ValueError(
@@ -145,25 +201,21 @@ def _check_names(
     )
 
 
-def memory_of_block(memory: PyTree, block: Block) -> PyTree:
-    """What a rule remembers of the norms of a block, in a memory of all norms."""
-    if not block.is_vector:
-        return memory
-    return jax.tree.map(lambda x: take_entries(x, block.entries), memory)
-
-
-def take_entries(array: Array, entries: np.ndarray) -> Array:
+def take(row: Array, positions: np.ndarray) -> Array:
     """Some entries of an array of all norms."""
-    return array if _are_all(entries, array) else array[entries]
+    return row if _are_all(positions, row) else row[positions]
 
 
-def put_entries(array: Array, entries: np.ndarray, values: Array) -> Array:
+def put(row: Array, positions: np.ndarray, values: Array) -> Array:
     """An array of all norms with other values in some entries."""
-    return values if _are_all(entries, array) else array.at[entries].set(values)
+    if _are_all(positions, row):
+        return values
+    row, values = typed_alike([row, values])
+    return row.at[positions].set(values)
 
 
-def _are_all(entries: np.ndarray, array: Array) -> bool:
-    return np.array_equal(entries, np.arange(len(array)))
+def _are_all(positions: np.ndarray, row: Array) -> bool:
+    return np.array_equal(positions, np.arange(len(row)))
 
 
 def concatenated(arrays: Sequence[Array]) -> Array:
@@ -180,12 +232,6 @@ def typed_alike(arrays: Sequence[Array]) -> list[Array]:
         return list(arrays)
     arrays = [mesh.resharded(array) for array in arrays]
     return mesh.typed_as_varying(arrays, arrays)
-
-
-def units_over(norms: Norms, block: Block) -> tuple[str, ...]:
-    """The mesh axes that split the units of a leaf."""
-    (index,) = block.indices
-    return next(leaf.units_over for leaf in norms.leaves if leaf.norm == index)
 
 
 # ----------------------------------------------------------------- rules of the norms
@@ -230,7 +276,11 @@ def rule_of_block(rule: Rule, block: Block) -> Rule:
         # A schedule and a scalar are for all norms.
         if callable(number) or not jnp.ndim(number):
             return number
-        return concatenated([jnp.broadcast_to(number, x.shape) for x in block.norms])
+        numbers = {}
+        for name, norm in block.norm_of_name.items():
+            if name not in block.missing:
+                numbers[name] = jnp.broadcast_to(number, norm.shape)
+        return block.joined(numbers)
 
     return jax.tree.map(spread, rule, is_leaf=callable)
 
@@ -243,93 +293,6 @@ def shapes_of(rule: Rule) -> list[tuple[int, ...]]:
     checked = [field for field in fields(rule) if "check" in field.metadata]
     values = [getattr(rule, field.name) for field in checked]
     return [value.shape for value in values if getattr(value, "shape", ())]
-
-
-# --------------------------------------------------------------------- the first state
-
-
-def first_state(norms: Norms, rules: list[Rule], argument: str) -> ClipState:
-    """The state before the first step, from the types of norms and their rules.
-
-    Raises:
-      ValueError: an array in a rule that is not one number for each entry of a norm.
-    """
-    names = trees.names(norms.paths)
-    zeros = []
-    for norm, rule in zip(norms.values, rules):
-        for shape in shapes_of(rule):
-            check_shape(shape, norm.shape, argument)
-        zeros.append(mesh.typed_as(jnp.zeros(norm.shape, norm.dtype), norm))
-    whole = [index for index in range(len(zeros)) if index not in norms.units]
-    layers = {names[index]: _layer_names(zeros[index].shape) for index in whole}
-    # Leaves of units of one shape are looked at together, so they are neighbors.
-    units_in_order = sorted(norms.units, key=lambda index: zeros[index].shape)
-    units = {names[index]: None for index in units_in_order}
-    state_names = Names(layers | units, units)
-    memories: list[PyTree] = [()]
-    entries = [zeros[index] for index in whole]
-    if whole:
-        vector = entries[0] if state_names.is_global else concatenated(entries)
-        rule = rules[whole[0]]
-        memories = [_first_memory(rule, vector)]
-    for index in units_in_order:
-        memories.append(_first_memory(rules[index], zeros[index]))
-        # Each device has its own units, and the same summary of them.
-        leaf = next(leaf for leaf in norms.leaves if leaf.norm == index)
-        other_axes = mesh.varying(zeros[index]) - {*leaf.units_over}
-        zero = jnp.zeros((), zeros[index].dtype)
-        entries.append(mesh.varying_over(zero, other_axes))
-    if not entries:
-        entry = jnp.zeros((), jnp.float32)
-    elif state_names.is_global:
-        (entry,) = entries
-    else:
-        entry = concatenated(entries)
-    if units:
-        # Units have arrays of their own in a memory, of which none is a row.
-        memory = Packed(tuple(memories), counts=[], numbers=[])
-    else:
-        memory = packed(tuple(memories), entry)
-    numbers = [jnp.full_like(entry, number) for number in (0, np.inf, 1, 0)]
-    if units:
-        numbers.append(jnp.zeros_like(entry))
-    counts = [jnp.zeros_like(entry, jnp.int32) for _ in ROWS_OF_COUNTS]
-    structure = jax.tree.map(lambda _: InWindows(), memory.windows)
-    return ClipState(
-        state_names._replace(structure=structure),
-        jnp.stack(counts + memory.counts),
-        jnp.stack(numbers + memory.numbers),
-        memory.windows,
-    )
-
-
-def _first_memory(rule: Rule, norm: Array) -> PyTree:
-    """What a rule remembers before the first norm."""
-    # A rule may return the very array that it is given, and a donated state must not
-    # have one array twice.
-    memory = jax.tree.map(jnp.array, rule.init(norm))
-    for leaf in jax.tree.leaves(memory):
-        if leaf.shape[: norm.ndim] != norm.shape:
-            raise ValueError(
-                f"{call_name(type(rule))}: init must return arrays whose first axes "
-                f"are those of the norm, {norm.shape}, got the shape {leaf.shape}."
-            )
-    # Zeros that a rule made of a shape have no type of a mesh.
-    return mesh.typed_as(memory, jax.typeof(norm))
-
-
-def _layer_names(shape: tuple[int, ...]) -> dict[str, None] | None:
-    """The names of the layers of a norm, such as "0/3" for layer 0 and expert 3. None
-    for a norm without layers.
-    """
-    if not shape:
-        return None
-    names = []
-    for index in np.ndindex(shape):
-        # Axes of size 1 are those that a norm sums, and have no number.
-        numbers = [str(number) for number, size in zip(index, shape) if size > 1]
-        names.append("/".join(numbers) or "0")
-    return dict.fromkeys(names)
 
 
 def _shown(names: Iterable[str]) -> str:

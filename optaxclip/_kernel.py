@@ -11,6 +11,7 @@ Under jit the updates are read once for the norms, and XLA multiplies them in th
 in which the optimizer reads them. Without jit the whole update is one compiled call.
 """
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -26,15 +27,15 @@ from . import _blocks as blocks
 from . import _checks as checks
 from . import _mesh as mesh
 from . import _trees as trees
-from ._blocks import Block, BlockLimits
+from ._blocks import Block, blocks_of
 from ._checks import Nonfinite, shown
 from ._exported import PLACEHOLDER
 from ._factors import factor_between, multiply, roots_of_numbers, shrunk_by
 from ._names import OF_UPDATE
 from ._norms import GlobalNorm, Measure, measured, norm_of_norms, types_of
+from ._outcome import Decide, Decision, Memories, Outcome, first_state, next_state
 from ._packed import PyTree
 from ._plan import Norms
-from ._reports import Decide, Decision, next_state
 from ._state import ClipState, state_of_placeholder
 from .rules._limits import check_limits_of_parts, check_one_limit, rule_of, rules_of
 from .rules._rule import Rule, further_norms, is_rule, limit_of, limit_of_jitted
@@ -120,7 +121,7 @@ def make_clipper(
         tree = trees.clipped_leaves(params, call)
         norms = types_of(partial(measured, first_measure), tree)
         rules_by_norm = blocks.rules_of_norms(rules, norms, argument)
-        return blocks.first_state(norms, rules_by_norm, argument)
+        return first_state(norms, rules_by_norm, argument)
 
     def update(
         updates: PyTree,
@@ -186,25 +187,35 @@ def _update(
     # 1. Measure
     norms = measured(settings.measure, tree)
     if given.grad_norm is not None:
+        # XLA drops the norms that are not used then.
         values = _fitted("grad_norm", given.grad_norm, norms, settings)
         norms = norms._replace(values=values)
-    # 2. Limit
-    limits = _limits_of_blocks(settings, numbers, norms, state, params, given.limit)
-    # 3. Shrink
+    questions = _questions(settings, numbers, norms, state, params, given)
     learns = bool(jax.tree.leaves(state.memory))
-    # Without the rules, so that all clippers share the programs of `_decide`.
-    decide = partial(_decide, settings._replace(rules=None), learns, eps)
-    decisions = [decide(x.norm, x.limit) for x in limits]
+    policy = Policy(settings.call, settings.shrink, settings.nonfinite, learns)
+    decide = partial(_decide, policy, eps)
+    memories: Memories = dict(zip((None, *state.names.units), state.memory))
+    outcomes: list[tuple[Block, Outcome]] = []
+    roots: dict[str, Array] = {}
     # A product with 1 is a new array to XLA, which the next clipper of a chain would
     # read again.
-    if given.limit is not None or not settings.no_limit:
-        roots: list[Any] = [None] * len(norms.values)
-        for of_block, decision in zip(limits, decisions):
-            roots_of_block = _roots(of_block, decision, decide)
-            for index, root in zip(of_block.block.indices, roots_of_block):
-                roots[index] = root
-        tree = multiply(tree, norms, roots, zero=settings.nonfinite == "zero")
-    return tree, next_state(state, norms, limits, decisions, decide)
+    changes = given.limit is not None or not settings.no_limit
+    for block in blocks_of(norms, state, settings.call):
+        # 2. Limit
+        memory = memories[block.leaf_of_units]
+        limits = _limits(questions, block, block.taken_from(memory))
+        memories[block.leaf_of_units] = block.put_into(memory, limits.memory)
+        # 3. Shrink
+        decision = decide(block.norm, limits.limit)
+        outcomes.append((block, decision.outcome))
+        if changes:
+            roots |= _roots(block, decision, limits.limit_of_name, decide)
+    if changes:
+        names = trees.names(norms.paths, state.names.layers)
+        roots_in_order = [roots[name] for name in names]
+        zero = settings.nonfinite == "zero"
+        tree = multiply(tree, norms, roots_in_order, zero=zero)
+    return tree, next_state(state, outcomes, memories, decide)
 
 
 # Jitted at module level, so that clippers with equal settings share one compilation,
@@ -215,69 +226,110 @@ _update_jitted = jax.jit(_update, static_argnums=0)
 # ----------------------------------------------------------------------- 2. limits
 
 
-def _limits_of_blocks(
+class Questions(NamedTuple):
+    """What rules are asked with in a step, beside the norms of a block."""
+
+    argument: str  # the limit, as errors call it
+    step: Array
+    rules: Any  # one rule, or a tree prefix of limits for parts of the updates
+    rule_of_name: dict[str, Rule]
+    ask: Callable[..., tuple[Array, PyTree]]  # `limit_of`, jitted or not
+    weight_norm_of_name: dict[str, Array]  # empty where no rule needs them
+    total: Array | None  # the norm of all norms
+    given_limit_of_name: dict[str, Array] | None  # what `update` was given instead
+
+
+class Limits(NamedTuple):
+    """The limits of a block, and what its rule remembers after this step."""
+
+    limit: Array  # in the array of the block
+    limit_of_name: dict[str, Array]  # the same
+    memory: PyTree
+
+
+def _questions(
     settings: Settings,
     numbers: list[Any],
     norms: Norms,
     state: ClipState,
     params: PyTree,
-    given_limit: PyTree,
-) -> list[BlockLimits]:
-    """The limits of each block, and what the rule remembers after this step."""
+    given: Given,
+) -> Questions:
+    """What rules are asked with in a step. `numbers` are those of the rules."""
     rules = settings.rules.unflatten(numbers)
-    names = state.names.layers
-    rule_of_norm = blocks.rules_of_norms(rules, norms, settings.argument, names)
-    weight_norms = None
+    names_of_state = state.names.layers
+    names = trees.names(norms.paths, names_of_state)
+    rules_in_order = blocks.rules_of_norms(
+        rules, norms, settings.argument, names_of_state
+    )
+    weight_norm_of_name = {}
     if settings.with_params:
         weight_norms = measured(settings.measure, params).values
-    total = norm_of_norms(norms) if settings.with_total else None
-    ask_rule = limit_of if settings.has_schedule else limit_of_jitted
+        weight_norm_of_name = dict(zip(names, weight_norms))
+    given_limit_of_name = None
+    if given.limit is not None:
+        # Below 0 a limit counts as 0, as it does in a schedule.
+        limits = _fitted("limit", given.limit, norms, settings)
+        limits = [jnp.maximum(limit, 0) for limit in limits]
+        given_limit_of_name = dict(zip(names, limits))
+    return Questions(
+        argument=settings.argument,
+        step=state.step,
+        rules=rules,
+        rule_of_name=dict(zip(names, rules_in_order)),
+        ask=limit_of if settings.has_schedule else limit_of_jitted,
+        weight_norm_of_name=weight_norm_of_name,
+        total=norm_of_norms(norms) if settings.with_total else None,
+        given_limit_of_name=given_limit_of_name,
+    )
 
-    def ask(rule: Rule, norm: Array, weight: Any, memory: PyTree) -> tuple[Array, Any]:
-        step = mesh.narrowed_as(state.step, norm)
-        further = further_norms(rule, weight, total)
-        return ask_rule(rule, norm, memory, step, *further, argument=settings.argument)
 
-    def ask_separately(block: Block) -> list[Array]:
-        """The limit of each norm of a block, by a rule that remembers nothing."""
-        limits = []
-        for index in block.indices:
-            weight = None if weight_norms is None else weight_norms[index]
-            limit, _ = ask(rule_of_norm[index], norms.values[index], weight, ())
-            limits.append(limit)
-        return limits
-
-    given_limits = None
-    if given_limit is not None:
-        given_limits = _fitted("limit", given_limit, norms, settings)
-    memory_of_unit_leaf = dict(zip((None, *state.names.units), state.memory))
-    limits_of_blocks = []
-    for block in blocks.blocks_of(norms, state, settings.call):
-        norm = block.joined(norms.values)
-        memory = memory_of_unit_leaf[block.unit_leaf]
-        if isinstance(rules, Rule):
-            memory = mesh.narrowed_as(blocks.memory_of_block(memory, block), norm)
-            rule = blocks.rule_of_block(rules, block)
-            weight = None if weight_norms is None else block.joined(weight_norms)
-            limit, memory = ask(rule, norm, weight, memory)
-            if rule.needs_params and block.is_vector and not jax.tree.leaves(memory):
-                # `roots_of_numbers` takes these on a TPU, where no leaf then waits
-                # until all weights are measured. Elsewhere XLA drops them.
-                limit_of_norms = ask_separately(block)
-            else:
-                limit_of_norms = block.taken_apart(limit)
+def _limits(questions: Questions, block: Block, memory: PyTree) -> Limits:
+    """The limits of a block. `memory` is what its rule remembers of it."""
+    if not isinstance(questions.rules, Rule):
+        # Limits for parts of the updates, which remember nothing.
+        limit_of_name = _limit_of_each(questions, block)
+        limit = block.joined(limit_of_name)
+    else:
+        rule = blocks.rule_of_block(questions.rules, block)
+        weight_norm = None
+        if rule.needs_params:
+            weight_norm = block.joined(questions.weight_norm_of_name)
+        memory = mesh.narrowed_as(memory, block.norm)
+        limit, memory = _answer(questions, rule, block.norm, weight_norm, memory)
+        if rule.needs_params and block.is_vector and not jax.tree.leaves(memory):
+            # A TPU decides each leaf by its own limit (`roots_of_numbers`), so that no
+            # leaf waits until all weights are measured. Elsewhere XLA drops these.
+            limit_of_name = _limit_of_each(questions, block)
         else:
-            # Limits for parts of the tree, which remember nothing.
-            limit_of_norms = ask_separately(block)
-            limit = block.together(limit_of_norms)
-        if given_limits is not None:
-            # Below 0 a limit counts as 0, as it does in a schedule.
-            limit_of_norms = []
-            for index in block.indices:
-                limit_of_norms.append(jnp.maximum(given_limits[index], 0))
-            limit = block.together(limit_of_norms)
-        limits_of_blocks.append(BlockLimits(block, norm, limit, limit_of_norms, memory))
-    return limits_of_blocks
+            limit_of_name = block.apart(limit)
+    if questions.given_limit_of_name is not None:
+        limit_of_name = questions.given_limit_of_name
+        limit = block.joined(limit_of_name)
+    return Limits(limit, limit_of_name, memory)
+
+
+def _limit_of_each(questions: Questions, block: Block) -> dict[str, Array]:
+    """The limit of each norm of a block, by rules that remember nothing."""
+    limit_of_name = {}
+    for name, norm in block.norm_of_name.items():
+        if name not in block.missing:
+            rule = questions.rule_of_name[name]
+            weight_norm = questions.weight_norm_of_name.get(name)
+            limit, _ = _answer(questions, rule, norm, weight_norm, ())
+            limit_of_name[name] = limit
+    return limit_of_name
+
+
+def _answer(
+    questions: Questions, rule: Rule, norm: Array, weight_norm: Any, memory: PyTree
+) -> tuple[Array, PyTree]:
+    """The limit of a norm, or of each of a vector, and the new memory."""
+    step = mesh.narrowed_as(questions.step, norm)
+    further = further_norms(rule, weight_norm, questions.total)
+    return questions.ask(
+        rule, norm, memory, step, *further, argument=questions.argument
+    )
 
 
 def _fitted(
@@ -309,44 +361,62 @@ def _fitted(
 # ----------------------------------------------------------------------- 3. shrink
 
 
+class Policy(NamedTuple):
+    """What is static in a decision. Clippers with equal policies share its program."""
+
+    call: str
+    shrink: Shrink
+    nonfinite: Nonfinite
+    learns: bool  # whether a rule remembers earlier norms
+
+
 # Jitted, so that it is traced once for all norms of one shape. Inlined, since XLA fuses
 # nothing across a call.
-@partial(jax.jit, static_argnums=(0, 1), inline=True)
-def _decide(
-    settings: Settings, learns: bool, eps: Any, norm: Array, limit: Array
-) -> Decision:
+@partial(jax.jit, static_argnums=0, inline=True)
+def _decide(policy: Policy, eps: Any, norm: Array, limit: Array) -> Decision:
+    """What becomes of norms under their limits."""
     is_sound = jnp.isfinite(norm) & (limit == limit)
     old_norm = norm + jnp.asarray(eps).astype(norm.dtype)
     # With the shrink `hard`: min(old_norm, limit).
-    new_norm = shrunk_by(settings.shrink, old_norm, limit, settings.call)
+    new_norm = shrunk_by(policy.shrink, old_norm, limit, policy.call)
     # NaN makes the root NaN, and the updates with it.
-    norm_of_broken = 0.0 if settings.nonfinite == "zero" else jnp.nan
-    # A rule that has no limit yet, and gives inf, still lets no broken step through.
+    norm_of_broken = 0.0 if policy.nonfinite == "zero" else jnp.nan
     new_norm = jnp.where(is_sound, new_norm, norm_of_broken)
-    if not learns:
-        # A limit of inf that the user set only measures: the factor of equal norms is
-        # 1, also where the norm is NaN.
+    # A limit of inf that the user set only measures: the factor of equal norms is 1,
+    # also where the norm is NaN. A rule that learns says by inf that it has no limit
+    # yet, and lets no broken step through.
+    if not policy.learns:
         is_off = limit == jnp.inf
         new_norm = jnp.where(is_off, 1.0, new_norm)
         old_norm = jnp.where(is_off, 1.0, old_norm)
     root, factor = factor_between(old_norm, new_norm)
     # Zeros stay zeros, whatever eps or the shrink make of their norm.
     is_zero = is_sound & (norm == 0)
-    return Decision(
-        root=root,
+    clipped = is_sound & (new_norm != old_norm) & ~is_zero
+    outcome = Outcome(
+        norm=norm,
+        limit=limit,
         factor=jnp.where(is_zero, 1.0, factor),
-        clipped=is_sound & (new_norm != old_norm) & ~is_zero,
+        clipped=clipped,
         is_sound=is_sound,
+        share=clipped.astype(norm.dtype),
     )
+    return Decision(root, outcome)
 
 
-def _roots(limits: BlockLimits, decision: Decision, decide: Decide) -> list[Array]:
-    """The root of each norm of a block."""
-    block = limits.block
+def _roots(
+    block: Block, decision: Decision, limit_of_name: dict[str, Array], decide: Decide
+) -> dict[str, Array]:
+    """The root of the factor of each norm of a block."""
     if not block.is_vector:
-        return [decision.root]
-    # A CPU and a GPU take them out of the vector, and a TPU decides each anew.
-    return roots_of_numbers(decision.root, block.norms, limits.limit_of_norms, decide)
+        return block.apart(decision.root)
+    names = list(block.norm_of_name)
+    norms = list(block.norm_of_name.values())
+    limits = [
+        limit_of_name.get(name, norm) for name, norm in block.norm_of_name.items()
+    ]
+    roots = roots_of_numbers(decision.root, norms, limits, decide)
+    return dict(zip(names, roots))
 
 
 # ----------------------------------------------------------------------------- once

@@ -46,7 +46,7 @@ class Packed(NamedTuple):
     numbers: list[Array]  # rows
 
 
-def packed(memory: PyTree, norm: Array) -> Packed:
+def packed(memory: PyTree, norm: Array | jax.ShapeDtypeStruct) -> Packed:
     """Takes all numbers out of the memory of a rule that have the shape of the norm."""
     counts, numbers, windows = [], [], []
     leaves, treedef = jax.tree.flatten(memory)

@@ -19,11 +19,24 @@ from jax import Array
 from . import _trees as trees
 from ._checks import BEGIN_ANEW
 from ._exported import call_repr, has_numbers
-from ._packed import InWindows, PyTree, is_mark, rows_from, unpacked
+from ._packed import InWindows, Packed, PyTree, is_mark, packed, rows_from, unpacked
 
-ROWS_OF_COUNTS = ("step", "clipped", "nonfinite")
-ROWS_OF_NUMBERS = ("norm", "limit", "factor", "clipped_recently")
-ROW_OF_UNITS = "units_clipped"
+
+class Rows(NamedTuple):
+    """The numbers of a state, in the order of its rows."""
+
+    step: Array
+    clipped: Array
+    nonfinite: Array
+    norm: Array
+    limit: Array
+    factor: Array
+    clipped_recently: Array
+    units_clipped: Array  # only in clippers of units
+
+
+ROWS_OF_COUNTS = Rows._fields[:3]
+ROWS_OF_NUMBERS = Rows._fields[3:]
 
 
 class Entry(NamedTuple):
@@ -51,7 +64,8 @@ class Names(NamedTuple):
     layers: Mapping[str, Mapping[str, None] | None]
     # The names of leaves with units, which are the last ones of `layers`.
     units: Mapping[str, None] = {}
-    # The windows of the state, with `InWindows` in the place of each array.
+    # The windows of the state, with `InWindows` in the place of each array. None where
+    # that is not known, as in a state that `jax.export` read.
     structure: PyTree = ()
 
     @property
@@ -142,7 +156,7 @@ class ClipState(_Fields):
             )
         if isinstance(names, OpenNames) and names.noted is not None:
             names = names.noted
-            if type(windows) is not tuple:
+            if type(windows) is not tuple and names.structure is not None:
                 # One sharding for all windows becomes one for each of them.
                 windows = jax.tree.map(
                     lambda mark: windows if isinstance(mark, InWindows) else mark,
@@ -154,19 +168,19 @@ class ClipState(_Fields):
     @property
     def step(self) -> Any:
         # All entries have the same.
-        row = self._row(self.counts, 0)
+        row = self._count("step")
         return row if self.names.is_global else row[..., 0]
 
-    clipped = property(lambda self: self._row(self.counts, 1))
-    nonfinite = property(lambda self: self._row(self.counts, 2))
-    norm = property(lambda self: self._row(self.numbers, 0))
-    limit = property(lambda self: self._row(self.numbers, 1))
-    factor = property(lambda self: self._row(self.numbers, 2))
-    clipped_recently = property(lambda self: self._row(self.numbers, 3))
+    clipped = property(lambda self: self._count("clipped"))
+    nonfinite = property(lambda self: self._count("nonfinite"))
+    norm = property(lambda self: self._number("norm"))
+    limit = property(lambda self: self._number("limit"))
+    factor = property(lambda self: self._number("factor"))
+    clipped_recently = property(lambda self: self._number("clipped_recently"))
 
     @property
     def units_clipped(self) -> Any:
-        return self._row(self.numbers, 4) if self.names.units else ()
+        return self._number("units_clipped") if self.names.units else ()
 
     @property
     def memory(self) -> tuple[PyTree, ...]:
@@ -179,17 +193,21 @@ class ClipState(_Fields):
     @property
     def rows_of_numbers(self) -> tuple[str, ...]:
         """The names of the first rows of `numbers`."""
-        if self.names.units:
-            return (*ROWS_OF_NUMBERS, ROW_OF_UNITS)
-        return ROWS_OF_NUMBERS
+        return ROWS_OF_NUMBERS if self.names.units else ROWS_OF_NUMBERS[:-1]
 
     @property
     def _row_axis(self) -> int:
         # States of several models have axes in front.
         return -1 if self.names.is_global else -2
 
-    def _row(self, array: Any, number: int) -> Any:
-        return array[..., number] if self.names.is_global else array[..., number, :]
+    def _count(self, name: str) -> Any:
+        return self._row(self.counts, ROWS_OF_COUNTS.index(name))
+
+    def _number(self, name: str) -> Any:
+        return self._row(self.numbers, ROWS_OF_NUMBERS.index(name))
+
+    def _row(self, array: Any, index: int) -> Any:
+        return array[..., index] if self.names.is_global else array[..., index, :]
 
     def __repr__(self) -> str:
         names = [*self.names.layers] if isinstance(self.names, Names) else self.names
@@ -250,6 +268,31 @@ class RecordState(ClipState):
     """
 
     __slots__ = ()
+
+
+def state_of_rows(
+    names: Names, rows: Rows, memory: tuple[PyTree, ...], dtype: Any
+) -> ClipState:
+    """The state with these rows, whose numbers have a dtype, and what its rule
+    remembers: of the norms of whole leaves, and then of the units of each leaf.
+    """
+    counts = [getattr(rows, name) for name in ROWS_OF_COUNTS]
+    numbers = [rows.norm, rows.limit, rows.factor, rows.clipped_recently]
+    if names.units:
+        numbers.append(rows.units_clipped)
+        # A memory of units has arrays of other lengths, of which none is a row.
+        memory_rows = Packed(memory, counts=[], numbers=[])
+    else:
+        row_type = jax.ShapeDtypeStruct(rows.norm.shape, dtype)
+        memory_rows = packed(memory, row_type)
+    structure = jax.tree.map(lambda _: InWindows(), memory_rows.windows)
+    numbers = [number.astype(dtype) for number in numbers + memory_rows.numbers]
+    return ClipState(
+        names._replace(structure=structure),
+        counts=jnp.stack(counts + memory_rows.counts),
+        numbers=jnp.stack(numbers),
+        windows=memory_rows.windows,
+    )
 
 
 def entry_counts(state: ClipState) -> dict[str, int | None]:
@@ -359,7 +402,9 @@ def _names_to_json(static_fields: tuple[Names]) -> bytes:
 
 
 def _names_from_json(text: bytes) -> tuple[Names]:
-    return (Names(*json.loads(text)),)
+    layers, units = json.loads(text)
+    # A structure of NamedTuples is no JSON. The next step makes it anew.
+    return (Names(layers, units, structure=None),)
 
 
 for state_type in (ClipState, RecordState):

@@ -1,0 +1,312 @@
+"""What becomes of the norms of a step, and what a state keeps of it.
+
+Outcome       of each norm of a block
+of_units      of a leaf: the outcome of the unit that is furthest above its limit
+first_state   the state before the first step
+next_state    the state after a step
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+
+from . import _blocks as blocks
+from . import _mesh as mesh
+from . import _trees as trees
+from ._blocks import Block
+from ._checks import check_shape
+from ._packed import PyTree
+from ._plan import Norms
+from ._state import ClipState, Names, Rows, state_of_rows
+from ._sums import written_by_a_gpu
+from .rules._memory import count_up, in_place, moving_average
+from .rules._rule import Rule, call_name
+
+
+class Outcome(NamedTuple):
+    """What becomes of norms. Each field has an entry for each of them, and of units one
+    for each leaf.
+    """
+
+    norm: Array
+    limit: Array
+    factor: Array
+    clipped: Array  # bool
+    is_sound: Array  # bool: neither norm nor limit is broken
+    share: Array  # float: which share of the units was clipped, 0 or 1 of a whole leaf
+
+
+class Decision(NamedTuple):
+    """What becomes of norms, elementwise, and how."""
+
+    # The root of the factor. Updates are multiplied by it twice, since the factor may
+    # be below the normal numbers.
+    root: Array
+    outcome: Outcome
+
+
+Decide = Callable[[Array, Array], Decision]  # of norms and limits
+# What a rule remembers of the norms of whole leaves, by the name None, and of the units
+# of each leaf.
+Memories = dict[str | None, PyTree]
+
+
+def next_state(
+    state: ClipState,
+    outcomes: list[tuple[Block, Outcome]],
+    memories: Memories,
+    decide: Decide,
+) -> ClipState:
+    """The state after a step."""
+    steps = count_up(state.counts[0])
+    if not outcomes:
+        # A tree without leaves.
+        return state._replace(counts=jnp.asarray(state.counts).at[0].set(steps))
+    outcome = _in_order(state, outcomes, decide)
+    rows = Rows(
+        step=steps,
+        clipped=count_up(state.clipped, outcome.clipped),
+        nonfinite=count_up(state.nonfinite, ~outcome.is_sound),
+        norm=outcome.norm,
+        limit=outcome.limit,
+        factor=outcome.factor,
+        clipped_recently=moving_average(state.clipped_recently, outcome.share, steps),
+        units_clipped=outcome.share,
+    )
+    dtype = state.numbers.dtype
+    new_state = state_of_rows(state.names, rows, tuple(memories.values()), dtype)
+    counts = new_state.counts
+    numbers = new_state.numbers
+    is_here = np.zeros(state.norm.shape, bool)
+    for block, _ in outcomes:
+        is_here.reshape(-1)[block.positions] = block.is_here
+    if not is_here.all():
+        # Leaves that are missing in this step keep what was known of them.
+        counts = jnp.where(is_here, counts, state.counts).at[0].set(steps)
+        numbers = jnp.where(is_here, numbers, state.numbers)
+    return state._replace(
+        names=new_state.names,
+        counts=in_place(counts, state.counts),
+        numbers=in_place(numbers, state.numbers),
+        windows=jax.tree.map(in_place, new_state.windows, state.windows),
+    )
+
+
+def _in_order(
+    state: ClipState, outcomes: list[tuple[Block, Outcome]], decide: Decide
+) -> Outcome:
+    """One outcome with an entry for each norm of the state. A leaf that is missing in
+    this step may have zeros.
+    """
+    parts: list[Outcome] = []
+    positions: list[np.ndarray] = []
+    units: dict[Any, list[tuple[Block, Outcome]]] = {}
+    for block, outcome in outcomes:
+        if block.leaf_of_units is None:
+            parts.append(outcome)
+            positions.append(block.positions)
+        else:
+            # Leaves whose units have one shape, for one reduction of all of them.
+            key = jax.typeof(outcome.norm), block.units_over
+            units.setdefault(key, []).append((block, outcome))
+    for (_, units_over), alike in units.items():
+        parts.append(of_units([outcome for _, outcome in alike], units_over, decide))
+        positions += [block.positions for block, _ in alike]
+    if state.names.is_global:
+        (outcome,) = parts
+        # A tree of one array with units has one outcome for them, [1].
+        return jax.tree.map(lambda array: array.reshape(state.norm.shape), outcome)
+    all_positions = np.concatenate(positions)
+
+    def row(*arrays: Array) -> Array:
+        entries = blocks.concatenated(arrays)
+        zeros = jnp.zeros(state.norm.shape, entries.dtype)
+        return blocks.put(zeros, all_positions, entries)
+
+    return jax.tree.map(row, *parts)
+
+
+# ------------------------------------------------------------------------------- units
+
+
+class Columns(NamedTuple):
+    """Numbers of units, [leaves, ...units], or of one unit of each leaf, [leaves]."""
+
+    ratio: Array  # how far the norm is above its limit
+    norm: Array
+    limit: Array
+    factor: Array
+    clipped: Array  # 1 or 0, or how many were clipped
+
+
+def of_units(
+    outcomes: list[Outcome], units_over: tuple[str, ...], decide: Decide
+) -> Outcome:
+    """Of the units of some leaves of equal shape: the outcome of the unit of each leaf
+    that is furthest above its limit, and the share of units that were clipped.
+
+    `units_over` are the mesh axes that split the units.
+    """
+    stacks = [
+        jnp.stack([outcome.norm for outcome in outcomes]),
+        jnp.stack([outcome.limit for outcome in outcomes]),
+    ]
+    norm, limit = written_by_a_gpu(stacks)
+    # Decided again for all leaves at once. Stacking the decisions of each leaf would
+    # write more arrays to memory.
+    outcome = decide(norm, limit).outcome
+    columns = Columns(
+        ratio=_ratio(norm, limit, outcome.is_sound),
+        norm=norm,
+        limit=limit,
+        factor=outcome.factor,
+        clipped=outcome.share,
+    )
+    # JAX has no derivative of a reduction of several arrays.
+    furthest = _furthest(lax.stop_gradient(columns), range(1, norm.ndim))
+    if units_over:
+        # Each device knows its own units.
+        split = mesh.Split(kept=((), (), units_over))
+        table = jnp.stack(furthest)[..., None]
+        tables = lax.psum(mesh.at_own_place(table, split), units_over)
+        furthest = _furthest(Columns(*tables), (1,))
+    unit_count = norm.size // len(outcomes) * mesh.axes_size(units_over)
+    share = furthest.clipped / unit_count
+    is_sound = furthest.ratio < jnp.inf
+    return Outcome(
+        norm=furthest.norm,
+        limit=furthest.limit,
+        factor=furthest.factor,
+        clipped=is_sound & (share > 0),
+        is_sound=is_sound,
+        share=share,
+    )
+
+
+def _ratio(norm: Array, limit: Array, is_sound: Array) -> Array:
+    """How far the norms of units are above their limits."""
+    largest = jnp.finfo(norm.dtype).max
+    # A limit of 0 would hide all differences, so it counts as tiny.
+    ratio = jnp.minimum(norm / jnp.maximum(limit, 2.0**-60), largest)
+    # Units without a limit are below all others, and among them -1 / norm rises with
+    # the norm.
+    ratio = jnp.where(limit == jnp.inf, jnp.maximum(-1 / norm, -largest), ratio)
+    # A broken unit is the furthest.
+    return jnp.where(is_sound, ratio, jnp.inf)
+
+
+def _furthest(columns: Columns, axes: Sequence[int]) -> Columns:
+    """The numbers of the unit with the largest ratio along some axes, and how many
+    units were clipped.
+    """
+    # On a mesh one reduction of all columns would take a collective for each.
+    if not mesh.is_on_one_device(columns.ratio):
+        most = jnp.max(columns.ratio, axes, keepdims=True)
+        is_furthest = columns.ratio == most
+        rows = []
+        for column in columns[:-1]:
+            rows.append(jnp.max(jnp.where(is_furthest, column, -jnp.inf), axes))
+        return Columns(*rows, clipped=jnp.sum(columns.clipped, axes))
+    starts = [column.dtype.type(0) for column in columns]
+    starts[0] = starts[0] - np.inf
+    return Columns(*lax.reduce(tuple(columns), tuple(starts), _further, axes))
+
+
+def _further(left: Any, right: Any) -> Any:
+    """Of two units the one that is further above its limit."""
+    left = Columns(*left)
+    right = Columns(*right)
+    # Of equal ratios the longer norm counts, as it does on a mesh.
+    is_level = left.ratio == right.ratio
+    is_left = (left.ratio > right.ratio) | is_level & (left.norm >= right.norm)
+    row = [lax.select(is_left, x, y) for x, y in zip(left[:-1], right[:-1])]
+    return *row, left.clipped + right.clipped
+
+
+# --------------------------------------------------------------------- the first state
+
+
+def first_state(norms: Norms, rules: list[Rule], argument: str) -> ClipState:
+    """The state before the first step, from the types of norms and their rules.
+
+    Raises:
+      ValueError: an array in a rule that is not one number for each entry of a norm.
+    """
+    zeros_of_name = {}
+    rule_of_name = {}
+    names = trees.names(norms.paths)
+    for name, norm, rule in zip(names, norms.values, rules):
+        for shape in blocks.shapes_of(rule):
+            check_shape(shape, norm.shape, argument)
+        zeros_of_name[name] = mesh.typed_as(jnp.zeros(norm.shape, norm.dtype), norm)
+        rule_of_name[name] = rule
+    units_over = blocks.units_over_of_name(norms, names)
+    whole = {name: x for name, x in zeros_of_name.items() if name not in units_over}
+    layers = {name: _layer_names(zeros.shape) for name, zeros in whole.items()}
+    # Leaves of units of one shape are looked at together, so they are neighbors.
+    unit_leaves = sorted(units_over, key=lambda name: zeros_of_name[name].shape)
+    units = dict.fromkeys(unit_leaves)
+    state_names = Names(layers | units, units)
+    entries = list(whole.values())
+    memories: list[PyTree] = [()]
+    if whole:
+        row = entries[0] if state_names.is_global else blocks.concatenated(entries)
+        first_name = next(iter(whole))
+        memories = [_first_memory(rule_of_name[first_name], row)]
+    for name in unit_leaves:
+        zeros = zeros_of_name[name]
+        memories.append(_first_memory(rule_of_name[name], zeros))
+        # Each device has its own units, and the same outcome of them.
+        other_axes = mesh.varying(zeros) - {*units_over[name]}
+        entries.append(mesh.varying_over(jnp.zeros((), zeros.dtype), other_axes))
+    if not entries:
+        row = jnp.zeros((), jnp.float32)
+    elif state_names.is_global:
+        (row,) = entries
+    else:
+        row = blocks.concatenated(entries)
+    count = jnp.zeros_like(row, jnp.int32)
+    rows = Rows(
+        step=count,
+        clipped=count,
+        nonfinite=count,
+        norm=row,
+        limit=jnp.full_like(row, np.inf),
+        factor=jnp.ones_like(row),
+        clipped_recently=row,
+        units_clipped=row,
+    )
+    return state_of_rows(state_names, rows, tuple(memories), row.dtype)
+
+
+def _first_memory(rule: Rule, norm: Array) -> PyTree:
+    """What a rule remembers before the first norm."""
+    # A rule may return the very array that it is given, and a donated state must not
+    # have one array twice.
+    memory = jax.tree.map(jnp.array, rule.init(norm))
+    for leaf in jax.tree.leaves(memory):
+        if leaf.shape[: norm.ndim] != norm.shape:
+            raise ValueError(
+                f"{call_name(type(rule))}: init must return arrays whose first axes "
+                f"are those of the norm, {norm.shape}, got the shape {leaf.shape}."
+            )
+    # Zeros that a rule made of a shape have no type of a mesh.
+    return mesh.typed_as(memory, jax.typeof(norm))
+
+
+def _layer_names(shape: tuple[int, ...]) -> dict[str, None] | None:
+    """The names of the layers of a norm, such as "0/3" for layer 0 and expert 3. None
+    for a norm without layers.
+    """
+    if not shape:
+        return None
+    names = []
+    for index in np.ndindex(shape):
+        # Axes of size 1 are those that a norm sums, and have no number.
+        numbers = [str(number) for number, size in zip(index, shape) if size > 1]
+        names.append("/".join(numbers) or "0")
+    return dict.fromkeys(names)
