@@ -168,7 +168,7 @@ def make_clipper(
             clipped, new_state = _update_jitted(*arguments)
         # Outside the jitted update: a compiled program cannot raise.
         if nonfinite == "raise":
-            _raise_nonfinite(call, measure, new_state, tree)
+            _raise_nonfinite(call, measure, state, new_state, tree)
         return trees.put_back(clipped, updates), new_state
 
     return optax.GradientTransformationExtraArgs(init, update)
@@ -458,28 +458,41 @@ def clip_once(
     return clipped, state.norm
 
 
-def _raise_nonfinite(call: str, measure: Any, state: ClipState, updates: Any) -> None:
-    """Raises FloatingPointError for a norm that is NaN or inf, and names the leaves.
+def _raise_nonfinite(
+    call: str, measure: Any, old_state: ClipState, state: ClipState, updates: Any
+) -> None:
+    """Raises FloatingPointError for a norm that is NaN or inf, and names the leaves, or
+    for a limit that is NaN.
 
     Under jit it is a `checkify.check`.
     """
-    finite = jnp.all(jnp.isfinite(state.norm))
-    # ord=None means 2.
-    order = getattr(measure, "ord", None) or 2
-    text = f"{call}: the norm of order {order} of the updates is not finite"
+    # A leaf that is missing keeps its norm in the state, and is not counted.
+    is_broken = state.nonfinite != old_state.nonfinite
+    text = f"{call}: the norm of the updates is not finite"
+    if hasattr(measure, "ord"):
+        # None means 2.
+        text = (
+            f"{call}: the norm of order {measure.ord or 2} of the updates is not finite"
+        )
     # A traced value is not known, so only a check of the running program can fail.
-    if isinstance(finite, Tracer):
+    if isinstance(is_broken, Tracer):
         from jax.experimental import checkify
 
-        checkify.check(finite, text)
-    elif not finite:
-        parts = []
-        for path, leaf in jax.tree.leaves_with_path(updates):
-            # int waits for each leaf, which only a step that failed has to do.
-            with jax.enable_x64(True):
-                count = int(jnp.sum(~jnp.isfinite(leaf), dtype=np.int64))
-            if count:
-                name = trees.name(path)
-                parts.append(f"{name!r}: {count} of {leaf.size} values are NaN or inf")
-        all_finite = "All values are finite: the norm is too large for its dtype."
-        raise FloatingPointError(f"{text}. {'; '.join(parts) or all_finite}")
+        checkify.check(~jnp.any(is_broken), f"{text}, or its limit is NaN")
+        return
+    if not jnp.any(is_broken):
+        return
+    is_nan_limit = is_broken & jnp.isfinite(state.norm)
+    if jnp.any(is_nan_limit):
+        norm = jnp.atleast_1d(state.norm)[jnp.argmax(is_nan_limit)]
+        raise FloatingPointError(f"{call}: the limit of the norm {norm} is NaN.")
+    parts = []
+    for path, leaf in jax.tree.leaves_with_path(updates):
+        # int waits for each leaf, which only a step that failed has to do.
+        with jax.enable_x64(True):
+            count = int(jnp.sum(~jnp.isfinite(leaf), dtype=np.int64))
+        if count:
+            name = trees.name(path)
+            parts.append(f"{name!r}: {count} of {leaf.size} values are NaN or inf")
+    all_finite = "All values are finite: the norm is too large for its dtype."
+    raise FloatingPointError(f"{text}. {'; '.join(parts) or all_finite}")

@@ -202,27 +202,40 @@ def _ratio(norm: Array, limit: Array, is_sound: Array) -> Array:
 def _furthest(columns: Columns, axes: Sequence[int]) -> Columns:
     """The numbers of the unit with the largest ratio along some axes, and how many
     units were clipped.
+
+    `jnp.argmax` would be one way for all. With it a step with AGC took 1072 kernels on
+    a TPU instead of 930, and 10 collectives on a mesh of 16 instead of 6.
     """
     # On a mesh one reduction of all columns would take a collective for each.
     if not mesh.is_on_one_device(columns.ratio):
-        most = jnp.max(columns.ratio, axes, keepdims=True)
-        is_furthest = columns.ratio == most
-        rows = []
-        for column in columns[:-1]:
-            rows.append(jnp.max(jnp.where(is_furthest, column, -jnp.inf), axes))
+        largest_ratio = jnp.max(columns.ratio, axes, keepdims=True)
+        is_furthest = columns.ratio == largest_ratio
+        rows = [largest_ratio.reshape(len(largest_ratio))]
+        for column in (columns.norm, columns.limit, columns.factor):
+            rows.append(_largest_or_nan(column, is_furthest, axes))
         return Columns(*rows, clipped=jnp.sum(columns.clipped, axes))
     starts = [column.dtype.type(0) for column in columns]
     starts[0] = starts[0] - np.inf
     return Columns(*lax.reduce(tuple(columns), tuple(starts), _further, axes))
 
 
+def _largest_or_nan(column: Array, is_candidate: Array, axes: Sequence[int]) -> Array:
+    """The largest of some numbers that are not negative, and NaN if one is NaN."""
+    # A maximum of floats drops NaN on a CPU, and over devices. As integers, these
+    # numbers have the same order, with NaN last.
+    integer = np.dtype(f"int{8 * column.dtype.itemsize}")
+    bits = lax.bitcast_convert_type(jnp.abs(column), integer)
+    largest = jnp.max(jnp.where(is_candidate, bits, 0), axes)
+    return lax.bitcast_convert_type(largest, column.dtype)
+
+
 def _further(left: Any, right: Any) -> Any:
     """Of two units the one that is further above its limit."""
     left = Columns(*left)
     right = Columns(*right)
-    # Of equal ratios the longer norm counts, as it does on a mesh.
-    is_level = left.ratio == right.ratio
-    is_left = (left.ratio > right.ratio) | is_level & (left.norm >= right.norm)
+    # Of equal ratios the longer norm counts, as it does on a mesh, and NaN before all.
+    is_longer = (left.norm >= right.norm) | (left.norm != left.norm)
+    is_left = (left.ratio > right.ratio) | (left.ratio == right.ratio) & is_longer
     row = [lax.select(is_left, x, y) for x, y in zip(left[:-1], right[:-1])]
     return *row, left.clipped + right.clipped
 

@@ -146,6 +146,29 @@ def test_a_norm_that_is_not_finite_says_its_order(ord, order):
         apply(clipper, jnp.array([1.0, jnp.inf]))
 
 
+def test_a_limit_that_is_nan_raises_by_its_name():
+    clipper = optaxclip.clip_by_global_norm(1.0, nonfinite="raise")
+    grads = jnp.array([3.0, 4.0])
+    text = "^clip_by_global_norm: the limit of the norm 5.0 is NaN"
+    with pytest.raises(FloatingPointError, match=text):
+        clipper.update(grads, clipper.init(grads), limit=jnp.asarray(jnp.nan))
+
+
+def test_a_leaf_that_is_missing_raises_no_more():
+    clipper = optaxclip.clip_by_tensor_norm(1.0, nonfinite="raise")
+    grads = {"a": jnp.array([jnp.nan]), "b": jnp.ones(2)}
+    # Before the clipper raises, the state is lost. So it comes from one that does not.
+    state = apply(optaxclip.clip_by_tensor_norm(1.0), grads)[1]
+    clipped, _ = clipper.update(grads | {"a": None}, state)
+    np.testing.assert_allclose(np.linalg.norm(clipped["b"]), 1, rtol=1e-6)
+
+
+def test_a_norm_of_the_users_has_no_order_in_errors():
+    clipper = optaxclip.clip_by_spectral_norm(1.0, nonfinite="raise")
+    with pytest.raises(FloatingPointError, match="the norm of the updates is not fin"):
+        apply(clipper, jnp.full((2, 2), jnp.inf))
+
+
 def test_no_limit_and_limits_for_parts_are_rules_too():
     grads = {"a": jnp.array([3.0, 4.0]), "b": jnp.array([6.0, 8.0])}
     assert apply(clip_by(optaxclip.global_norm, None), grads)[1].limit == np.inf

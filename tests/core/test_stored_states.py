@@ -101,6 +101,16 @@ def test_windows_of_an_exported_state_stay_where_optax_maps_it():
     clipper.update(TREE, mapped)
 
 
+def test_one_sharding_for_all_windows_of_an_exported_state_is_kept():
+    clipper = optaxclip.clip_by_tensor_norm(rules.windowed_mean(window=4))
+    program = jax.export.export(jax.jit(lambda x: x))(clipper.init(TREE)).serialize()
+    state = jax.export.deserialize(program).call(clipper.init(TREE))
+    shardings = optax.tree_map_params(
+        clipper, lambda x: x, state, transform_non_params=lambda _: "sharding"
+    )
+    assert shardings.windows == "sharding"
+
+
 def test_every_state_is_read_back_by_its_name():
     """States alone, all of them in one program."""
     states = {name: method.make().init(TREE) for name, method in METHODS.items()}

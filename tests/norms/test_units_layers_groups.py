@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import optaxclip
 from optaxclip import rules
@@ -44,6 +45,32 @@ def test_unit_norm_sums_over_the_axes_that_are_named(stacked):
         over = tuple(each % 3 + stacked for each in named)
         found = optaxclip.unitwise_norm(leaf, axis=axis, stacked=stacked)
         np.testing.assert_allclose(found, oracles.unitwise_norm(leaf, 2, over), 1e-6)
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+@pytest.mark.parametrize("broken", [(0, 0), (3, 5), (7, 15)])
+def test_a_state_tells_a_broken_unit_on_a_mesh(kind, broken):
+    """A maximum of floats would drop NaN there."""
+    grads = np.ones((8, 16), np.float32)
+    grads[broken] = np.nan
+    clipper = optaxclip.clip_by_unitwise_norm(1.0)
+    devices = jax.make_mesh((4, 2), ("x", "y"), axis_types=(kind, kind))
+    with jax.set_mesh(devices):
+        split = jax.device_put(grads, NamedSharding(devices, PartitionSpec("x", "y")))
+        state = jax.jit(clipper.update)(split, clipper.init(split))[1]
+    assert np.isnan(state.norm)
+    assert np.isnan(state.factor)
+    assert state.limit == 1
+
+
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+def test_of_two_broken_units_the_norm_that_is_nan_is_told(order):
+    grads = jnp.array([[3.0, jnp.nan], [4.0, 0.0]])[:, order]
+    clipper = optaxclip.clip_by_unitwise_norm(1.0)
+    # The limit of the other unit is NaN.
+    limit = jnp.array([[jnp.nan, 1.0]])[:, order]
+    state = clipper.update(grads, clipper.init(grads), limit=limit)[1]
+    assert np.isnan(state.norm)
 
 
 def test_a_layer_that_squeezes_to_a_vector_is_one_unit():
