@@ -250,7 +250,8 @@ def rules_of_norms(
     if isinstance(rules, Rule):
         return [rules] * len(norms.values)
     table = trees.freeze(rules, is_rule)
-    # A missing leaf is a hole in the tree of norms. A missing label leaves none.
+    # A leaf that is None is a hole in the tree of norms. A label whose leaves are all
+    # None leaves no hole, so its rule is dropped here.
     if norms.noun == "label" and names:
         missing = set(names) - set(trees.names(norms.paths))
         kept = [x for x in table.entries if trees.name(x[0]) not in missing]

@@ -50,16 +50,17 @@ class Settings(NamedTuple):
     measure: Measure
     shrink: Shrink
     nonfinite: Nonfinite
-    no_limit: bool  # the limit is None, known before any program is traced
+    only_measures: bool  # the limit is None
     rules: Any  # the structure of the rules, whose numbers are not static
     with_params: bool  # whether a rule needs the norms of the weights
     with_total: bool  # whether a rule needs the norm of all norms
-    # Whether a rule has a schedule. The cache of a jit keeps it alive, with all that it
-    # refers to, such as a model. So under a jit of the user's we use none of ours.
+    # Whether a rule has a schedule. The cache of our jit would keep it alive, with all
+    # that it refers to, such as a model. So while the user traces, `_update` is called
+    # without it.
     has_schedule: bool
 
 
-class Given(NamedTuple):
+class Overrides(NamedTuple):
     """Norms and limits that `update` was given, in the place of its own."""
 
     grad_norm: PyTree = None
@@ -90,7 +91,7 @@ def make_clipper(
         rules = rules_of(limit, argument)
         check_limits_of_parts(argument, rules)
     rule_list = jax.tree.leaves(rules, is_leaf=is_rule)
-    numbers, structure = jax.tree.flatten(rules)
+    rule_leaves, structure = jax.tree.flatten(rules)
     leaves = jax.tree.leaves(rules, is_leaf=callable)
     settings = Settings(
         call=call,
@@ -99,7 +100,7 @@ def make_clipper(
         # None is `hard`. A factory such as `smooth` is the shrink with its defaults.
         shrink=shrink_of(shrink, call),
         nonfinite=nonfinite,
-        no_limit=limit is None,
+        only_measures=limit is None,
         rules=structure,
         with_params=any(rule.needs_params for rule in rule_list),
         with_total=any(rule.needs_total for rule in rule_list),
@@ -153,15 +154,15 @@ def make_clipper(
             # The value of an array is not checked: that would wait for the device.
             if not isinstance(number, jax.Array):
                 checks.check_limit(f"{call}: limit", number)
-        given = jax.tree.map(checks.number_for_jit, Given(grad_norm, limit))
+        overrides = jax.tree.map(checks.number_for_jit, Overrides(grad_norm, limit))
         tree = trees.gradients_of(call, updates, params)
-        if not settings.no_limit and not jax.tree.leaves(tree):
+        if not settings.only_measures and not jax.tree.leaves(tree):
             trees.warn_of_integers(call, updates)
         # Weights that no rule looks at would only be another argument of the program.
         weights = None
         if settings.with_params:
             weights = trees.weights_of(call, tree, params)
-        arguments = settings, numbers, eps, tree, state, weights, given
+        arguments = settings, rule_leaves, eps, tree, state, weights, overrides
         if settings.has_schedule and isinstance(state.counts, Tracer):
             clipped, new_state = _update(*arguments)
         else:
@@ -176,21 +177,21 @@ def make_clipper(
 
 def _update(
     settings: Settings,
-    numbers: list[Any],
+    rule_leaves: list[Any],
     eps: Any,
     tree: PyTree,
     state: ClipState,
-    params: PyTree,
-    given: Given,
+    weights: PyTree,
+    overrides: Overrides,
 ) -> tuple[PyTree, ClipState]:
-    """One update. `numbers` are those of the rules."""
+    """One update. `rule_leaves` are the numbers of the rules."""
     # 1. Measure
     norms = measured(settings.measure, tree)
-    if given.grad_norm is not None:
+    if overrides.grad_norm is not None:
         # XLA drops the norms that are not used then.
-        values = _fitted("grad_norm", given.grad_norm, norms, settings)
+        values = _fitted("grad_norm", overrides.grad_norm, norms, settings)
         norms = norms._replace(values=values)
-    questions = _questions(settings, numbers, norms, state, params, given)
+    questions = _questions(settings, rule_leaves, norms, state, weights, overrides)
     learns = bool(jax.tree.leaves(state.memory))
     policy = Policy(settings.call, settings.shrink, settings.nonfinite, learns)
     decide = partial(_decide, policy, eps)
@@ -199,7 +200,7 @@ def _update(
     roots: dict[str, Array] = {}
     # A product with 1 is a new array to XLA, which the next clipper of a chain would
     # read again.
-    changes = given.limit is not None or not settings.no_limit
+    changes = overrides.limit is not None or not settings.only_measures
     for block in blocks_of(norms, state, settings.call):
         # 2. Limit
         memory = memories[block.leaf_of_units]
@@ -249,14 +250,14 @@ class Limits(NamedTuple):
 
 def _questions(
     settings: Settings,
-    numbers: list[Any],
+    rule_leaves: list[Any],
     norms: Norms,
     state: ClipState,
-    params: PyTree,
-    given: Given,
+    weights: PyTree,
+    overrides: Overrides,
 ) -> Questions:
-    """What rules are asked with in a step. `numbers` are those of the rules."""
-    rules = settings.rules.unflatten(numbers)
+    """What rules are asked with in a step."""
+    rules = settings.rules.unflatten(rule_leaves)
     names_of_state = state.names.layers
     names = trees.names(norms.paths, names_of_state)
     rules_in_order = blocks.rules_of_norms(
@@ -264,12 +265,12 @@ def _questions(
     )
     weight_norm_of_name = {}
     if settings.with_params:
-        weight_norms = measured(settings.measure, params).values
+        weight_norms = measured(settings.measure, weights).values
         weight_norm_of_name = dict(zip(names, weight_norms))
     given_limit_of_name = None
-    if given.limit is not None:
+    if overrides.limit is not None:
         # Below 0 a limit counts as 0, as it does in a schedule.
-        limits = _fitted("limit", given.limit, norms, settings)
+        limits = _fitted("limit", overrides.limit, norms, settings)
         limits = [jnp.maximum(limit, 0) for limit in limits]
         given_limit_of_name = dict(zip(names, limits))
     return Questions(
@@ -337,8 +338,8 @@ def _fitted(
 ) -> list[Array]:
     """Norms or limits of the user's, once they are seen to fit."""
     if isinstance(tree, Norms):
-        # From within the library, such as `adaclip`. As a tree they would be in nodes
-        # of the user's, and one that checks its arrays refuses norms.
+        # `adaclip` gives them as they are. A pytree class of the user's may check the
+        # shapes of its arrays, and refuse to hold norms.
         numbers = tree.values
     else:
         # In the structure in which the norm functions return norms.

@@ -307,7 +307,7 @@ def _first_memory(rule: Rule, norm: Array) -> PyTree:
                 f"{call_name(type(rule))}: init must return arrays whose first axes "
                 f"are those of the norm, {norm.shape}, got the shape {leaf.shape}."
             )
-    # Zeros that a rule made of a shape have no type of a mesh.
+    # `jnp.zeros(norm.shape)` in a rule has lost the sharding of the norm.
     return mesh.typed_as(memory, jax.typeof(norm))
 
 

@@ -35,7 +35,7 @@ class InNumbers(NamedTuple):
 
 @exported
 class InWindows(NamedTuple):
-    """Stands for an array, in a structure that has none."""
+    """Stands for an array in `Names.structure`, which has no arrays."""
 
 
 class Packed(NamedTuple):

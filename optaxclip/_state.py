@@ -84,7 +84,7 @@ class Names(NamedTuple):
         # All states of a run share the object.
         if self.layers is other.layers:
             return True
-        # In order.
+        # As lists, since dicts are equal in any order.
         if [*self.layers] != [*other.layers] or [*self.units] != [*other.units]:
             return False
         counts = self.layer_counts(), other.layer_counts()
@@ -94,7 +94,8 @@ class Names(NamedTuple):
     def __ne__(self, other: object) -> bool:
         return not self == other
 
-    # A constant: open names equal all others, and layers equal a share of them.
+    # Equal names must have equal hashes, and these equal open names and shares of their
+    # layers too. So it is a constant.
     def __hash__(self) -> int:
         return 0
 
