@@ -18,8 +18,8 @@ from jax import Array
 from . import _mesh as mesh
 from . import _trees as trees
 from ._checks import BEGIN_ANEW, check_shape
+from ._norms import Norms
 from ._packed import InWindows, Packed, PyTree, packed
-from ._plan import Norms
 from ._state import ROWS_OF_COUNTS, ClipState, Names, entry_counts
 from .rules._limits import Joined
 from .rules._rule import Rule, call_name, is_rule
@@ -185,7 +185,7 @@ def typed_alike(arrays: Sequence[Array]) -> list[Array]:
 def units_over(norms: Norms, block: Block) -> tuple[str, ...]:
     """The mesh axes that split the units of a leaf."""
     (index,) = block.indices
-    return next(leaf.units_over for leaf in norms.leaves if leaf.norm == index)
+    return next(spec.units_over for spec in norms.specs if spec.norm == index)
 
 
 # ----------------------------------------------------------------- rules of the norms
@@ -275,8 +275,8 @@ def first_state(norms: Norms, rules: list[Rule], argument: str) -> ClipState:
     for index in units_in_order:
         memories.append(_first_memory(rules[index], zeros[index]))
         # Each device has its own units, and the same summary of them.
-        leaf = next(leaf for leaf in norms.leaves if leaf.norm == index)
-        other_axes = mesh.varying(zeros[index]) - {*leaf.units_over}
+        spec = next(spec for spec in norms.specs if spec.norm == index)
+        other_axes = mesh.varying(zeros[index]) - {*spec.units_over}
         zero = jnp.zeros((), zeros[index].dtype)
         entries.append(mesh.varying_over(zero, other_axes))
     if not entries:

@@ -4,7 +4,7 @@
     update   x * root * root
 
 The quotient of the norms may leave the range of the dtype, and its root does not. So
-updates are multiplied twice, always, which takes no decision for each leaf.
+all updates are multiplied twice. A choice for each leaf would cost more.
 """
 
 from collections.abc import Callable
@@ -19,9 +19,8 @@ from jax import lax
 
 from ._checks import NUMBERS, broadcasts_to, check_shape, shown
 from ._mesh import entries_of
-from ._norms import norms_of_tree
-from ._plan import Norms, entry_of_leaf
-from ._sums import as_float, per_platform
+from ._norms import Norms, norms_of_tree
+from ._sums import as_float, per_platform, traced_once
 from ._trees import clipped_leaves, put_back
 from .shrinks import Shrink, hard
 
@@ -94,8 +93,7 @@ class Factor(NamedTuple):
     reported: jax.Array  # for states: within the normal numbers of its dtype
 
 
-# Jitted, so that it is one call without jit. Inlined, so that no program has a call.
-@partial(jax.jit, inline=True)
+@traced_once
 def factor_between(norm: jax.Array, new_norm: jax.Array) -> Factor:
     """The factor from a norm to a new one.
 
@@ -168,18 +166,16 @@ def _entry_by_reduction(roots: jax.Array, index: int) -> jax.Array:
 
 
 def multiply(tree: Any, norms: Norms, roots: list[Any], *, zero: bool = False) -> Any:
-    """Multiplies each clipped leaf twice by the root of its norm.
+    """Multiplies each clipped leaf twice by its entry of `roots`, which has one for
+    each norm.
 
     `zero`: where the root is 0 leaves become zeros, since 0 times inf is NaN.
     """
     arrays, treedef = jax.tree.flatten(tree)
-    roots_of_leaves = []
-    for leaf in norms.leaves:
-        root = None if leaf.norm is None else entry_of_leaf(leaf, roots)
-        roots_of_leaves.append(root)
-    for index, root in enumerate(roots_of_leaves):
-        if root is not None:
-            product = stretch(arrays[index], root)
+    for index, spec in enumerate(norms.specs):
+        if spec.norm is not None:
+            root = spec.local_value(roots)
+            product = times_square(arrays[index], root)
             if zero:
                 product = jnp.where(root == 0, jnp.zeros_like(product), product)
             arrays[index] = product
@@ -188,15 +184,15 @@ def multiply(tree: Any, norms: Norms, roots: list[Any], *, zero: bool = False) -
 
 # Jitted, so that it is traced once for all leaves of one shape.
 @jax.jit
-def stretch(x: jax.Array, root: jax.Array) -> jax.Array:
+def times_square(x: jax.Array, root: jax.Array) -> jax.Array:
     """x * root * root, rounded once to the dtype of x, and x where the root is 1."""
     # bfloat16 * float32 is float32, and is rounded once at the end.
     wide = np.promote_types(x.dtype, root.dtype)
-    # Spread once, as each product would do it.
+    # Spread once, where each product would spread the root again.
     roots = jnp.broadcast_to(root.astype(wide), x.shape)
     wide_x = x.astype(wide)
     product = (wide_x * roots * roots).astype(x.dtype)
-    # Selected, since on a CPU and a TPU a product of 1 flushes subnormal numbers. The
-    # question reads each element, as `wide_x * 0` is 0: for one about the root alone,
-    # LLVM compiles the optimizer's loops twice.
+    # Selected, since on a CPU and a TPU a product with 1 flushes subnormal numbers.
+    # `wide_x * 0` is 0, and makes the condition one of each element. If it were one of
+    # the root alone, LLVM would compile the loops of the optimizer twice.
     return jnp.where(wide_x * 0 == roots - 1, x, product)

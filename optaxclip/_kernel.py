@@ -31,9 +31,8 @@ from ._checks import Nonfinite, shown
 from ._exported import PLACEHOLDER
 from ._factors import factor_between, multiply, roots_of_numbers, shrunk_by
 from ._names import OF_UPDATE
-from ._norms import GlobalNorm, Measure, measured, norm_of_norms, types_of
+from ._norms import GlobalNorm, Measure, Norms, measured, norm_of_norms
 from ._packed import PyTree
-from ._plan import Norms
 from ._reports import Decide, Decision, next_state
 from ._state import ClipState, state_of_placeholder
 from .rules._limits import check_limits_of_parts, check_one_limit, rule_of, rules_of
@@ -118,7 +117,7 @@ def make_clipper(
         if has_names and not mesh.manual_axes():
             first_measure = first_measure._replace(mesh_axes=None)
         tree = trees.clipped_leaves(params, call)
-        norms = types_of(partial(measured, first_measure), tree)
+        norms = mesh.types_of(partial(measured, first_measure), tree)
         rules_by_norm = blocks.rules_of_norms(rules, norms, argument)
         return blocks.first_state(norms, rules_by_norm, argument)
 
@@ -297,7 +296,7 @@ def _fitted(
                 f"{settings.call}: {argument} must have the structure and shapes of "
                 f"the norms that it measures, {shapes_of_norms}, got {shapes}."
             )
-        numbers = norms.on_all_devices(jax.tree.leaves(tree))
+        numbers = norms.gathered(jax.tree.leaves(tree))
     fitted = []
     for number, norm in zip(numbers, norms.values):
         # In the dtype and sharding of what was measured, so that the state keeps its

@@ -17,8 +17,8 @@ from jax import Array, lax
 from . import _blocks as blocks
 from . import _mesh as mesh
 from ._blocks import BlockLimits
+from ._norms import Norms
 from ._packed import Packed, PyTree, packed
-from ._plan import Norms
 from ._state import ClipState
 from ._sums import written_by_a_gpu
 from .rules._memory import count_up, in_place, moving_average
@@ -224,11 +224,10 @@ def _summary(norms: Norms, alike: list[BlockLimits], decide: Decide) -> Report:
     mesh_axes = blocks.units_over(norms, alike[0].block)
     if mesh_axes:
         # Each device knows its own units.
-        split = mesh.Split(kept=((), (), mesh_axes))
         table = jnp.stack(furthest)[..., None]
-        tables = lax.psum(mesh.at_own_place(table, split), mesh_axes)
+        tables = lax.psum(mesh.at_own_place(table, ((), (), mesh_axes)), mesh_axes)
         furthest = _furthest(Columns(*tables), (1,))
-    unit_count = norm.size // len(alike) * mesh.axes_size(mesh_axes)
+    unit_count = norm.size // len(alike) * mesh.device_count(mesh_axes)
     share = furthest.clipped / unit_count
     is_sound = furthest.ratio < jnp.inf
     return Report(
