@@ -186,6 +186,10 @@ def multiply(tree: Any, norms: Norms, roots: list[Any], *, zero: bool = False) -
 @jax.jit
 def times_square(x: jax.Array, root: jax.Array) -> jax.Array:
     """x * root * root, rounded once to the dtype of x, and x where the root is 1."""
+    if jnp.iscomplexobj(x):
+        # In parts. (inf + 0i) * (1 + 0i) is inf + NaN i: of 0 * inf.
+        real = times_square(jnp.real(x), root)
+        return lax.complex(real, times_square(jnp.imag(x), root))
     # bfloat16 * float32 is float32, and is rounded once at the end.
     wide = np.promote_types(x.dtype, root.dtype)
     # Spread once, where each product would spread the root again.
