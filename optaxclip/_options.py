@@ -42,19 +42,21 @@ def static_order(ord: Any, call: str) -> Ord:
     Raises:
       ValueError: anything but a number above 0, "rms", "average" and None.
     """
-    if ord in (None, "rms", "average"):
+    if ord is None or (isinstance(ord, str) and ord in ("rms", "average")):
         return ord
     # The order decides which program is compiled, so a traced one comes too late.
     check_known(f"{call}: ord", ord)
-    is_number = isinstance(ord, (int, float, np.number, jax.Array))
+    is_array = isinstance(ord, (np.number, np.ndarray, jax.Array)) and not np.ndim(ord)
+    # True is an int in Python. As an order it is a slip.
+    is_number = isinstance(ord, (int, float)) and ord is not True
     try:
-        # True is an int in Python. As an order it is a slip.
-        order = float(ord) if is_number and ord is not True else math.nan
-    except (TypeError, OverflowError):  # an array, or 10**400
+        order = float(ord) if is_array or is_number else math.nan
+    except (TypeError, ValueError, OverflowError):  # an array of text, or 10**400
         order = math.nan
     if math.isnan(order) or order <= 0:
         raise ValueError(f"{call}: ord must be {ORDERS}, got {shown(ord)}.")
-    return order if isinstance(ord, (np.number, jax.Array)) else ord
+    # An array has no hash.
+    return order if is_array else ord
 
 
 def static_axes(option: str, axes: Any, call: str) -> Any:
@@ -74,11 +76,15 @@ def static_axes(option: str, axes: Any, call: str) -> Any:
     is_value = trees.is_axes if option != "columns" else trees.is_none
     table = trees.freeze(axes, is_value)
     for _, number in table.entries:
-        # To Python True is 1, so stacked=True would count one axis.
+        # To Python True is 1 and False is 0.
         if isinstance(number, bool):
+            cure = (
+                f"for one write {option}=1"
+                if number
+                else f"for none write {option}=None"
+            )
             raise TypeError(
-                f"{call}: {option} must be a whole number, got {shown(number)}: for "
-                f"one write {option}=1."
+                f"{call}: {option} must be a whole number, got {shown(number)}: {cure}."
             )
         if isinstance(number, (np.ndarray, jax.Array)):
             raise TypeError(
