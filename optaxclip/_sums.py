@@ -206,11 +206,12 @@ def _over_columns(array: jax.Array, axes: tuple[int, ...], dtype: Any) -> Sums:
     writes the squares to memory first. So parts of the longest axis are summed first.
     """
     sizes = [array.shape[axis] for axis in axes]
-    size = max(sizes, default=1)
-    # Few rows are summed in the kernel that needs their sum. A size of jax.export may
-    # be a symbol.
-    if not isinstance(size, int) or math.prod(sizes) < FEW_ROWS:
+    # A size of jax.export may be a symbol, of which no largest is known. Few rows are
+    # summed in the kernel that needs their sum.
+    has_symbol = not all(isinstance(size, int) for size in sizes)
+    if has_symbol or math.prod(sizes) < FEW_ROWS:
         return three_sums_on_a_tpu(array, axes, dtype)
+    size = max(sizes)
     longest = axes[sizes.index(size)]
     parts = math.gcd(size, max(8, 2 ** (size // 2048).bit_length()))
     shape = list(array.shape)
