@@ -35,8 +35,9 @@ def rescale(updates: Any, norms: Any, new_norms: Any) -> Any:
 
     Returns:
       The updates in their own dtypes, multiplied in the norm's dtype. Where both norms
-      are equal, bit for bit the input. Where the new one is NaN, all NaN. The result is
-      never longer than the new norm but for the rounding to the leaf's dtype.
+      are equal, bit for bit the input. Where the new one is NaN, all NaN. From a norm
+      of inf to a finite one, zeros, with NaN for elements that are inf or NaN. The
+      result is never longer than the new norm but for the rounding to the leaf's dtype.
 
     Raises:
       ValueError: norms that are no tree prefix of the updates, or new norms that have
@@ -97,9 +98,10 @@ class Factor(NamedTuple):
 def factor_between(norm: jax.Array, new_norm: jax.Array) -> Factor:
     """The factor from a norm to a new one.
 
-    Both its numbers are exactly 1 where the norms are equal, 0 only where the new norm
-    is 0, and NaN for a broken norm. The 4 eps cover the rounding of limit, norm, roots
-    and products, so that the result never exceeds the limit.
+    Both its numbers are exactly 1 where the norms are equal, 0 where the new norm is 0,
+    and NaN where one of the norms is. From inf to a finite norm the root is 0. The
+    4 eps cover the rounding of limit, norm, roots and products, so that the result
+    never exceeds the limit.
     """
     is_same = new_norm == norm
     is_zero = new_norm == 0
