@@ -175,7 +175,9 @@ def _by_three_sums(
     sums_of_leaf: Callable[..., Sums],
     over_leaves: Callable[..., Any],
 ) -> list[Array]:
-    """The norms by three sums of squares of each leaf."""
+    """The norms by three sums of squares of each leaf, which `sums_of_leaf` takes.
+    `over_leaves` joins the sums of several leaves.
+    """
     dtype = sums.norm_dtype(arrays)
     # One of the three sums may overflow, at which jax_debug_infs would raise.
     with jax.debug_infs(False):
@@ -208,9 +210,12 @@ def _counts(
         axes = range(array.ndim) if spec.axes is None else spec.axes
         count = math.prod(array.shape[axis] for axis in axes)
         counts[spec.norm] += count * mesh.device_count(spec.summed_over)
-    # A size of jax.export may be a symbol.
-    numbers = [(np if isinstance(n, int) else jnp).asarray(n) for n in counts]
-    return [number.astype(dtype).clip(1) for number in numbers]
+    numbers = []
+    for count in counts:
+        # A size of jax.export may be a symbol, which only jnp makes an array.
+        number = np.asarray(count) if isinstance(count, int) else jnp.asarray(count)
+        numbers.append(number.astype(dtype).clip(1))
+    return numbers
 
 
 @partial(traced_once, static_argnums=0)
