@@ -30,8 +30,6 @@ OF_SQUARES = (None, 2, "rms", "average")  # orders whose norm is a root of squar
 TABLE_SIZE = 16
 # Leaves of at most so many numbers are summed together on a GPU, by one kernel.
 SMALL = 2**16
-# A GPU takes the roots of more norms than these in a kernel of their own.
-FEW_NORMS = 12
 
 
 class LeafSpec(NamedTuple):
@@ -191,10 +189,12 @@ def _by_three_sums(
     norms = []
     for total, count in zip(totals, counts):
         norms.append(_root(ord, total, count))
-    if size > FEW_NORMS:
-        by_one_root = partial(_by_one_root, ord, counts)
-        norms = sums.per_platform(norms, totals, gpu=by_one_root)
-    return norms
+    if size <= sums.FEW_NORMS_ON_A_GPU:
+        return norms
+    by_one_root = partial(_by_one_root, ord, counts)
+    if size <= sums.FEW_NORMS_ON_A_TPU:
+        return sums.per_platform(norms, totals, gpu=by_one_root)
+    return sums.per_platform(norms, totals, gpu=by_one_root, plain=by_one_root)
 
 
 def _counts(
@@ -237,6 +237,7 @@ def _by_one_root(
     """The norms again, all scalars by one root of a vector. XLA on a GPU would put the
     root of each into every kernel that takes all norms: a step with AGC took 1.5 times
     as long to compile for an H100 (`python -m benchmarks --only whole_step_compiled`).
+    A TPU would take each by itself.
     """
     scalars = [index for index, norm in enumerate(norms) if not norm.ndim]
     # Inside shard_map they may differ over different mesh axes.

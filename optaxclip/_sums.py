@@ -39,6 +39,11 @@ from ._mesh import is_on_one_device
 # 2^90. The smallest normal one, which is 2^-126, has a normal `up`: 2^(-43 * 2).
 SCALES = {np.dtype(np.float32): 2.0**83, np.dtype(np.float64): 2.0**600}
 FEW_ROWS = 32
+# For more norms than these a platform takes roots and factors as vectors.
+FEW_NORMS_ON_A_GPU = 12
+# An unrolled decoder of 128 tensors on a v5e:4x4 takes 137 scalar operations for tensor
+# RMS, instead of 3,465. For 52 tensors on one v5e a vector moves 1.3 % more bytes.
+FEW_NORMS_ON_A_TPU = 64
 
 # The array axes that are summed, and stay with size 1. None: all, to a scalar.
 Axes = tuple[int, ...] | None
