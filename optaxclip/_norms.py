@@ -96,7 +96,7 @@ class GlobalNorm(NamedTuple):
     def __call__(self, tree: PyTree) -> Norms:
         leaf_count = len(jax.tree.leaves(tree))
         # One norm is a tree of its own. Its path is empty, and its name "".
-        return _measured(self, tree, norm_tree=0, norm_of_leaf=[0] * leaf_count)
+        return _norms_of_leaves(self, tree, norm_tree=0, norm_of_leaf=[0] * leaf_count)
 
 
 class TensorNorm(NamedTuple):
@@ -116,7 +116,7 @@ class TensorNorm(NamedTuple):
                 axes.append(trees.other_axes(layer_axes, jnp.ndim(array)))
             else:
                 axes.append(None)
-        return _measured(self, tree, tree, norm_of_leaf=range(len(arrays)), axes=axes)
+        return _norms_of_leaves(self, tree, tree, range(len(arrays)), axes)
 
 
 class UnitwiseNorm(NamedTuple):
@@ -133,7 +133,7 @@ class UnitwiseNorm(NamedTuple):
         layer_axes = _layer_axes(self, tree)
         axes = trees.unit_axes(self.axis, layer_axes, tree, self.call, shapes)
         norm_of_leaf = range(len(axes))
-        return _measured(self, tree, tree, norm_of_leaf, axes, has_units=True)
+        return _norms_of_leaves(self, tree, tree, norm_of_leaf, axes, has_units=True)
 
 
 class GroupNorm(NamedTuple):
@@ -160,7 +160,7 @@ class GroupNorm(NamedTuple):
         # The order in which JAX flattens a dict: 2 before 10.
         ordered = sorted(labels)
         norm_of_leaf = [ordered.index(label) for label in label_of_leaf]
-        norms = _measured(self, tree, dict.fromkeys(ordered, 0), norm_of_leaf)
+        norms = _norms_of_leaves(self, tree, dict.fromkeys(ordered, 0), norm_of_leaf)
         return norms._replace(noun="label", allow_missing=self.allow_missing)
 
 
@@ -177,7 +177,7 @@ class OwnNorm(NamedTuple):
         return norms_of_tree(norms, tree, f"{self.call}: what norm returns")
 
 
-def _measured(
+def _norms_of_leaves(
     measure: GlobalNorm | TensorNorm | UnitwiseNorm | GroupNorm,
     tree: PyTree,
     norm_tree: PyTree,

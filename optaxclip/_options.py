@@ -78,11 +78,10 @@ def static_axes(option: str, axes: Any, call: str) -> Any:
     for _, number in table.entries:
         # To Python True is 1 and False is 0.
         if isinstance(number, bool):
-            cure = (
-                f"for one write {option}=1"
-                if number
-                else f"for none write {option}=None"
-            )
+            if number:
+                cure = f"for one write {option}=1"
+            else:
+                cure = f"for none write {option}=None"
             raise TypeError(
                 f"{call}: {option} must be a whole number, got {shown(number)}: {cure}."
             )

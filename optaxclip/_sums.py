@@ -38,6 +38,7 @@ from ._mesh import is_on_one_device
 # 2^37 of the largest numbers, which are 2^128, have a finite `down`: (2^128 / s)^2 is
 # 2^90. The smallest normal one, which is 2^-126, has a normal `up`: 2^(-43 * 2).
 SCALES = {np.dtype(np.float32): 2.0**83, np.dtype(np.float64): 2.0**600}
+# A GPU sums the columns of fewer rows than these in the kernel that needs the sums.
 FEW_ROWS = 32
 # For more norms than these a platform takes roots and factors as vectors.
 FEW_NORMS_ON_A_GPU = 12
@@ -80,7 +81,7 @@ def per_platform(
 
 @partial(traced_once, static_argnums=(1, 2))
 def three_sums(array: jax.Array, axes: Axes, dtype: Any) -> Sums:
-    """The three sums of squares of an array."""
+    """The three sums of squares of an array, on each platform in its way."""
     if jnp.iscomplexobj(array):
         return _sums_of_both_parts(three_sums, array, axes, dtype)
     # Programs for GPU and TPU have float64 only where a leaf has 64 bits.
@@ -163,6 +164,7 @@ def three_sums_on_a_tpu(array: jax.Array, axes: Axes, dtype: Any) -> Sums:
 
 
 def _square(x: jax.Array, scale: Any) -> jax.Array:
+    """(x * scale)^2."""
     # Without the bounds XLA makes x^2 * scale^2 of it, and scale^2 is 0 or inf. The
     # square of a bound is inf.
     bound = x.dtype.type(jnp.finfo(x.dtype).max / 2)
@@ -203,6 +205,7 @@ def three_sums_on_a_gpu(array: jax.Array, axes: Axes, dtype: Any) -> Sums:
 
 
 def _add_both(left: tuple[Any, Any], right: tuple[Any, Any]) -> tuple[Any, Any]:
+    """The sums of two pairs of sums."""
     return left[0] + right[0], left[1] + right[1]
 
 
@@ -211,8 +214,7 @@ def _over_columns(array: jax.Array, axes: tuple[int, ...], dtype: Any) -> Sums:
     writes the squares to memory first. So parts of the longest axis are summed first.
     """
     sizes = [array.shape[axis] for axis in axes]
-    # A size of jax.export may be a symbol, of which no largest is known. Few rows are
-    # summed in the kernel that needs their sum.
+    # A size of jax.export may be a symbol, and then no size is known as the largest.
     has_symbol = not all(isinstance(size, int) for size in sizes)
     if has_symbol or math.prod(sizes) < FEW_ROWS:
         return three_sums_on_a_tpu(array, axes, dtype)
