@@ -110,7 +110,7 @@ def factor_between(norm: jax.Array, new_norm: jax.Array) -> Factor:
     fixed = is_same | is_zero
     norm = jnp.where(fixed | (norm == 0), 1.0, norm)
     new_norm = jnp.where(fixed, 1.0, new_norm)
-    # Within the range, since a reported 0 means that updates were made 0.
+    # Within the range, since a reported 0 says that updates became 0.
     quotient = jnp.clip(new_norm / norm, info.tiny, info.max)
     # Division comes last. XLA on a CPU computes what comes after one again for every
     # element of the updates, also behind a barrier.
@@ -124,40 +124,43 @@ def factor_between(norm: jax.Array, new_norm: jax.Array) -> Factor:
     return Factor(root, reported=one_or_zero_where_fixed(quotient))
 
 
-def roots_of_numbers(
+def separate_roots(
     roots: jax.Array,
     norms: list[jax.Array],
     limits: list[jax.Array],
     decide: Callable[..., Any],
 ) -> list[jax.Array]:
-    """The roots of some norms one by one, from a vector of them.
+    """The root of each norm, from the vector `roots`, or anew by `decide`.
 
-    On a TPU each of a few is decided from its own norm, so that no leaf waits until all
-    are measured: it is still on the chip when it is multiplied. A scanned decoder of
-    width 1024 then moves 5.28 GB on a v5e, instead of 5.61.
+    A TPU decides a few roots anew, each from its own norm and limit. So no leaf waits
+    until all are measured, and it is still on the chip when it is multiplied. A scanned
+    decoder of width 1024 then moves 5.28 GB on a v5e, instead of 5.61.
     """
 
     def entries(roots: Any, norms: Any, _: Any, entry: Any = getitem) -> Any:
-        # Without the barrier XLA computes the vector again for each leaf.
         array_types = [jax.typeof(norm) for norm in norms]
+        # Without the barrier XLA computes the vector again for each leaf.
         return entries_of(lax.optimization_barrier(roots), array_types, entry)
 
-    def one_by_one(_: Any, norms: Any, limits: Any) -> Any:
+    def decided_anew(_: Any, norms: Any, limits: Any) -> Any:
         # Jitted, so that it is traced once.
         decide_one = jax.jit(decide)
-        return [decide_one(*numbers).root for numbers in zip(norms, limits)]
+        return [decide_one(norm, limit).root for norm, limit in zip(norms, limits)]
 
+    are_few = len(norms) <= FEW_NORMS_ON_A_TPU
     return per_platform(
-        *(roots, norms, limits),
+        roots,
+        norms,
+        limits,
         cpu=partial(entries, entry=_entry_by_reduction),
         gpu=entries,
-        plain=one_by_one if len(norms) <= FEW_NORMS_ON_A_TPU else entries,
+        plain=decided_anew if are_few else entries,
     )
 
 
 def _entry_by_reduction(roots: jax.Array, index: int) -> jax.Array:
-    """roots[index], as a sum of which all other numbers are 0. XLA on a CPU fuses a
-    slice into the kernels of the optimizer, which then no longer share their code: 148
+    """roots[index], as a sum of which all other terms are 0. XLA on a CPU fuses a slice
+    into the kernels of the optimizer, which then no longer share their code: 148
     tensors took 14 s to compile instead of 4.
     """
     # XLA makes three kernels of a reduction of more than 32 numbers.

@@ -29,7 +29,7 @@ from . import _trees as trees
 from ._blocks import Block, BlockLimits
 from ._checks import Nonfinite, shown
 from ._exported import PLACEHOLDER
-from ._factors import factor_between, multiply, roots_of_numbers, shrunk_by
+from ._factors import factor_between, multiply, separate_roots, shrunk_by
 from ._names import OF_UPDATE
 from ._norms import GlobalNorm, Measure, Norms, measured, norm_of_norms
 from ._packed import PyTree
@@ -260,7 +260,7 @@ def _limits_of_blocks(
             weight = None if weight_norms is None else block.joined(weight_norms)
             limit, memory = ask(rule, norm, weight, memory)
             if rule.needs_params and block.is_vector and not jax.tree.leaves(memory):
-                # `roots_of_numbers` takes these on a TPU, where no leaf then waits
+                # `separate_roots` takes these on a TPU, where no leaf then waits
                 # until all weights are measured. Elsewhere XLA drops them.
                 limit_of_norms = ask_separately(block)
             else:
@@ -345,7 +345,7 @@ def _roots(limits: BlockLimits, decision: Decision, decide: Decide) -> list[Arra
     if not block.is_vector:
         return [decision.root]
     # A CPU and a GPU take them out of the vector, and a TPU decides each anew.
-    return roots_of_numbers(decision.root, block.norms, limits.limit_of_norms, decide)
+    return separate_roots(decision.root, block.norms, limits.limit_of_norms, decide)
 
 
 # ----------------------------------------------------------------------------- once

@@ -105,9 +105,9 @@ def typed_as_varying(models: Any, values: Any) -> Any:
 
 
 def narrowed_as(values: Any, model: jax.Array) -> Any:
-    """Arrays without NaN, typed as the same on all devices along the mesh axes along
-    which `model` is. They are the same there. Their type lost it in a vector with
-    numbers that differ.
+    """The arrays of a tree, typed as the same on all devices along the mesh axes along
+    which `model` is. They are the same there, and hold no NaN. Only their type lost it,
+    in a vector with numbers that differ.
     """
 
     def narrowed(value: jax.Array) -> jax.Array:
