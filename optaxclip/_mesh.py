@@ -47,7 +47,7 @@ Names = tuple[str, ...]
 # How a leaf is split: the mesh axes that split its summed axes, and for each of its
 # axes the mesh axes that split it if it is kept. () if no kept axis is split.
 Split = tuple[Names, tuple[Names, ...]]
-WHOLE: Split = ((), ())
+NOT_SPLIT: Split = ((), ())
 
 
 # ---------------------------------------------------------------------------- types
@@ -228,9 +228,9 @@ def mesh_axes_of_leaves(mesh_axes: Any, tree: Any, call: str) -> list[Any]:
     return [mesh_axes] * len(jax.tree.leaves(tree))
 
 
-def whole_shapes(mesh_axes: Any, tree: Any, call: str) -> list[Any]:
-    """For each leaf its shape over all devices, None where it is not known which axis
-    is split.
+def global_shapes(mesh_axes: Any, tree: Any, call: str) -> list[Any]:
+    """The shape of each leaf over all devices. None where it is not known which axis is
+    split.
     """
     arrays = jax.tree.leaves(tree)
     shapes: list[Any] = []
@@ -260,7 +260,7 @@ def splits(mesh_axes: Any, tree: Any, axes: Sequence[Any], call: str) -> list[Sp
     """
     # No mesh is set, as under plain jit: the common case, which looks at no leaf.
     if mesh_axes == "auto" and jax.sharding.get_abstract_mesh().empty:
-        return [WHOLE] * len(axes)
+        return [NOT_SPLIT] * len(axes)
     paths_and_arrays = jax.tree.leaves_with_path(tree)
     entries = mesh_axes_of_leaves(mesh_axes, tree, call)
     splits_of_leaves = []
@@ -288,7 +288,7 @@ def _split(
             f"{listed(unreduced)}: reshard it, or use lax.psum, before clipping."
         )
     if entry is None:
-        return WHOLE
+        return NOT_SPLIT
     argument = f"{argument}={shown(entry)}"
     mesh_axes_by_axis = _mesh_axes_by_axis(array, entry, f"{call}: mesh_axes")
     mesh_axes = tuple(chain.from_iterable(mesh_axes_by_axis))
@@ -297,7 +297,7 @@ def _split(
     if summed_axes is None or len(summed_axes) == jnp.ndim(array):
         return mesh_axes, ()
     if not mesh_axes:
-        return WHOLE
+        return NOT_SPLIT
     if not isinstance(entry, PartitionSpec):
         example = ", ".join(map(repr, mesh_axes))
         raise ValueError(
@@ -460,23 +460,23 @@ def joined(
     return totals
 
 
-def at_own_place(numbers: jax.Array, kept_over: Sequence[Names]) -> jax.Array:
+def among_zeros(numbers: jax.Array, kept_over: Sequence[Names]) -> jax.Array:
     """The numbers that this device has for its layers, among zeros for the layers of
     other devices.
 
     The last axes of `numbers` are the axes of the leaf, each split over its entry of
     `kept_over`.
     """
-    lead = numbers.ndim - len(kept_over)
+    first = numbers.ndim - len(kept_over)
     shape = list(numbers.shape)
-    for axis, names in enumerate(kept_over):
-        shape[lead + axis] *= device_count(names)
-    starts = [0] * lead + _starts(numbers.shape[lead:], kept_over)
+    for axis, names in enumerate(kept_over, first):
+        shape[axis] *= device_count(names)
+    starts = [0] * first + _starts(numbers.shape[first:], kept_over)
     zeros = typed_as(jnp.zeros(shape, numbers.dtype), jax.typeof(numbers))
     return lax.dynamic_update_slice(zeros, numbers, starts)
 
 
-def own_part(layers: jax.Array, kept_over: Sequence[Names]) -> jax.Array:
+def local_layers(layers: jax.Array, kept_over: Sequence[Names]) -> jax.Array:
     """The layers of this device, out of an array for the layers of all devices."""
     sizes = list(layers.shape)
     for axis, names in enumerate(kept_over):

@@ -65,8 +65,8 @@ class Norms(NamedTuple):
         values = list(local_values)
         for spec in self.specs:
             if spec.norm is not None and spec.layers_over:
-                among_zeros = mesh.at_own_place(values[spec.norm], spec.kept_over)
-                values[spec.norm] = lax.psum(among_zeros, spec.layers_over)
+                layers = mesh.among_zeros(values[spec.norm], spec.kept_over)
+                values[spec.norm] = lax.psum(layers, spec.layers_over)
         return values
 
 
@@ -129,7 +129,7 @@ class UnitwiseNorm(NamedTuple):
     mesh_axes: Any = "auto"
 
     def __call__(self, tree: PyTree) -> Norms:
-        shapes = mesh.whole_shapes(self.mesh_axes, tree, self.call)
+        shapes = mesh.global_shapes(self.mesh_axes, tree, self.call)
         layer_axes = _layer_axes(self, tree)
         axes = trees.unit_axes(self.axis, layer_axes, tree, self.call, shapes)
         norm_of_leaf = range(len(axes))
@@ -224,7 +224,7 @@ def _layer_axes(
     if measure.stacked is None:
         return [()] * len(jax.tree.leaves(tree))
     # Inside shard_map a program sees the shapes of its device's parts.
-    shapes = mesh.whole_shapes(measure.mesh_axes, tree, measure.call)
+    shapes = mesh.global_shapes(measure.mesh_axes, tree, measure.call)
     return trees.stacked_axes(measure.stacked, tree, measure.call, shapes)
 
 

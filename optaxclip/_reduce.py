@@ -66,7 +66,7 @@ class LeafSpec(NamedTuple):
         it has those that this device holds.
         """
         value = values[self.norm]
-        return mesh.own_part(value, self.kept_over) if self.layers_over else value
+        return mesh.local_layers(value, self.kept_over) if self.layers_over else value
 
 
 Specs = tuple[LeafSpec, ...]
@@ -321,7 +321,7 @@ def _counted_once(spec: LeafSpec, term: Term, mesh_axes: Names, join: Join) -> T
 
     def counted_once(array: Array) -> Array:
         if spec.layers_over:
-            array = mesh.at_own_place(array, spec.kept_over)
+            array = mesh.among_zeros(array, spec.kept_over)
         if copies > 1:
             array = array / copies
         return mesh.varying_over(array, mesh_axes)

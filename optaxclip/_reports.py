@@ -225,7 +225,7 @@ def _summary(norms: Norms, alike: list[BlockLimits], decide: Decide) -> Report:
     if mesh_axes:
         # Each device knows its own units.
         table = jnp.stack(furthest)[..., None]
-        tables = lax.psum(mesh.at_own_place(table, ((), (), mesh_axes)), mesh_axes)
+        tables = lax.psum(mesh.among_zeros(table, ((), (), mesh_axes)), mesh_axes)
         furthest = _furthest(Columns(*tables), (1,))
     unit_count = norm.size // len(alike) * mesh.device_count(mesh_axes)
     share = furthest.clipped / unit_count
